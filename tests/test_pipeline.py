@@ -1,0 +1,154 @@
+"The pipeline end to end, through papermill and the command line: a run, its repetition, a kill, changed parameters, broken input."
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from b2t_kaggle.config import preset
+from b2t_kaggle.pipeline import STAGES, Run, StageRun, plan
+
+# Small enough for seconds, large enough that every stage has work to do
+SMALL = {'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 4, 'simulate.test': 4, 'simulate.lm_sentences': 400,
+         'model.n_units': 16, 'model.n_layers': 1, 'data.batch_size': 4, 'data.days_per_batch': 2, 'train.num_training_batches': 6,
+         'train.batches_per_val_step': 3, 'train.batches_per_save': 2, 'train.lr_warmup_steps': 2, 'train.lr_warmup_steps_day': 2,
+         'decode.beam': 20}
+
+
+def b2t(*args, **kw):
+    "Run the command in a process of its own."
+    return subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', *map(str, args)], capture_output=True, text=True, timeout=600, **kw)
+
+
+def sets(values): return [a for k, v in values.items() for a in ('--set', f'{k}={v}')]
+
+
+def stamps(run_dir):
+    "When each stage last finished."
+    return {p.stem: p.stat().st_mtime_ns for p in (run_dir/'stages').glob('*.json')}
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    "A complete small run: its folder, and the options that made it."
+    tmp = tmp_path_factory.mktemp('runs')
+    options = ['--out', tmp/'submissions', '--work', tmp/'data', '--name', 'small']
+    r = b2t('run', *options, *sets(SMALL))
+    assert r.returncode == 0, r.stderr[-3000:]
+    return tmp/'submissions'/'small', options, r
+
+
+def test_a_run_leaves_everything(finished):
+    run, _, r = finished
+    assert str(run/'submission.csv') in r.stdout
+    rows = list(csv.DictReader((run/'submission.csv').open()))
+    assert [row['id'] for row in rows] == [str(i) for i in range(4)]   # the first session has no test trials
+    assert (run/'report.html').stat().st_size > 10_000
+    assert sorted(p.stem[3:] for p in (run/'notebooks').glob('*.ipynb')) == sorted(STAGES)
+    assert yaml.safe_load((run/'config.yaml').read_text())['model']['n_units'] == 16
+    metrics = {p.stem: json.loads(p.read_text())['metrics'] for p in (run/'stages').glob('*.json')}
+    assert 0 < metrics['infer']['PER'] <= 2 and 0 <= metrics['decode']['WER'] <= 2
+
+
+def test_nothing_is_done_twice(finished):
+    run, options, _ = finished
+    before = stamps(run)
+    r = b2t('run', *options)
+    assert r.returncode == 0, r.stderr
+    assert r.stdout.count('skipped, nothing changed') == len(STAGES)
+    assert stamps(run) == before
+
+
+def test_a_changed_value_redoes_what_depends_on_it(finished):
+    run, options, _ = finished
+    before = stamps(run)
+    r = b2t('run', *options, '--set', 'decode.beam=5')
+    assert r.returncode == 0, r.stderr
+    after = stamps(run)
+    assert {n for n in after if after[n] != before[n]} == {'decode', 'submit', 'report'}
+
+
+def test_same_seed_same_csv(finished, tmp_path):
+    run, _, _ = finished
+    r = b2t('submit', '--out', tmp_path, '--work', tmp_path/'data', '--name', 'again', *sets(SMALL | {'decode.beam': 5}))
+    assert r.returncode == 0, r.stderr[-3000:]
+    b2t('run', '--out', run.parent, '--work', run.parent.parent/'data', '--name', 'small', '--set', 'decode.beam=5')
+    assert (tmp_path/'again'/'submission.csv').read_bytes() == (run/'submission.csv').read_bytes()
+
+
+def test_a_killed_run_continues(finished, tmp_path):
+    run, options, _ = finished
+    work = run.parent.parent/'data'
+    args = [sys.executable, '-m', 'b2t_kaggle.cli', 'infer', '--out', str(tmp_path), '--work', str(work), '--name', 'killed',
+            *sets(SMALL | {'train.num_training_batches': 60, 'train.batches_per_save': 1})]
+    p = subprocess.Popen(args, start_new_session=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    last = tmp_path/'killed'/'train'/'last.pt'
+    deadline = time.time() + 300
+    while not last.exists() and time.time() < deadline and p.poll() is None: time.sleep(0.05)
+    assert last.exists() and p.poll() is None, 'the run ended before it could be killed'
+    os.killpg(p.pid, signal.SIGKILL)
+    p.wait()
+    stage = StageRun(Run(tmp_path/'killed', work), 'train')
+    assert stage.status() == 'was interrupted'
+    r = subprocess.run(args, capture_output=True, text=True, timeout=600)
+    assert r.returncode == 0, r.stderr[-3000:]
+    assert 'train: train the acoustic model (was interrupted)' in r.stderr
+    assert json.loads(stage.stamp_path.read_text())['metrics']['steps'] == 60
+
+
+def test_a_stage_by_plain_papermill(finished, tmp_path):
+    run, _, _ = finished
+    import papermill as pm
+    from b2t_kaggle.pipeline import notebook_path
+    pm.execute_notebook(notebook_path('check'), tmp_path/'check.ipynb', dict(run_dir=str(run), work_dir=str(run.parent.parent/'data')),
+                        kernel_name='python3', progress_bar=False)
+    assert StageRun(Run(run, run.parent.parent/'data'), 'check').status() == 'done'
+
+
+def test_an_official_checkpoint_is_not_trained(finished, tmp_path):
+    run, options, _ = finished
+    r = b2t('infer', '--out', tmp_path, '--work', run.parent.parent/'data', '--name', 'given', '--checkpoint', run/'train'/'best.pt', *sets(SMALL))
+    assert r.returncode == 0, r.stderr[-3000:]
+    assert 'train' not in stamps(tmp_path/'given')
+
+
+def test_a_failing_stage_says_why(finished, tmp_path):
+    run, _, _ = finished
+    broken = tmp_path/'broken'/'t15.2023.08.11'
+    broken.mkdir(parents=True)
+    (broken/'data_train.hdf5').write_bytes(b'not an HDF5 file')
+    r = b2t('run', '--data', broken.parent, '--out', tmp_path, '--work', tmp_path/'data', '--preset', 'demo')
+    assert r.returncode == 1
+    assert 'stage check failed' in r.stderr and 'data_train.hdf5' in r.stderr
+    assert 'Traceback (most recent call last)' not in r.stderr
+    r = b2t('check', broken.parent)
+    assert r.returncode == 1 and 'data_train.hdf5' in r.stdout
+
+
+def test_the_official_configuration_runs_as_it_is(finished, tmp_path):
+    "rnn_args.yaml with its own sessions and official sizes is accepted; only what a small machine cannot do is overridden."
+    run, _, _ = finished
+    official = dict(model=dict(n_input_features=512, n_units=768, rnn_dropout=0.4, rnn_trainable=True, n_layers=5, patch_size=14, patch_stride=4,
+                               input_network=dict(n_input_layers=1, input_layer_sizes=[512], input_trainable=True, input_layer_dropout=0.2)),
+                    gpu_number='1', mode='train', use_amp=True, output_dir='trained_models/baseline_rnn', num_training_batches=120000,
+                    lr_scheduler_type='cosine', lr_max=0.005, lr_min=0.0001, lr_decay_steps=120000, lr_warmup_steps=1000, epsilon=0.1,
+                    dataset=dict(data_transforms=dict(white_noise_std=1.0, constant_offset_std=0.2, random_cut=3, smooth_kernel_size=100,
+                                                      smooth_data=True, smooth_kernel_std=2),
+                                 batch_size=64, days_per_batch=4, dataset_dir='../data/hdf5_data_final', bad_trials_dict=None,
+                                 sessions=['t15.2023.08.11', 't15.2023.08.13'], dataset_probability_val=[0, 1]))
+    (tmp_path/'rnn_args.yaml').write_text(yaml.safe_dump(official))
+    small = Run(run, run.parent.parent/'data')
+    r = b2t('train', '--config', tmp_path/'rnn_args.yaml', '--data', small.data_dir, '--out', tmp_path, '--work', tmp_path/'data',
+            *sets(dict(num_training_batches=2, batch_size=4, days_per_batch=2, n_units=32)))
+    assert r.returncode == 0, r.stderr[-3000:]
+    assert yaml.safe_load((tmp_path/'rnn_args'/'config.yaml').read_text())['train']['lr_decay_steps'] == 120000
+
+
+def test_plan_and_presets_agree():
+    assert plan(preset('demo')) == list(STAGES)
