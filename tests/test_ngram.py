@@ -1,0 +1,205 @@
+"n-gram models: our estimator against lmplz and a committed example, the probabilities' sums, files with faults."
+import gzip
+import math
+import shutil
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from b2t_kaggle.decoding.ngram import NGram, build_ngram, perplexity_report
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
+
+SENTENCES = '''i want to go home
+i want a glass of water
+do you want to go home now
+we want to see you
+i do not want to go
+how are you
+how are you now
+you and i want water
+i am thirsty
+are you at home
+it is a glass of water
+i am not at home now
+'''.splitlines()
+
+# What `lmplz -o 3 --discount_fallback` of KenLM writes for SENTENCES: log10 p, words, log10 backoff
+KNOWN = '''
+-1.751358 | <unk> | 0
+-0.92081875 | </s> | 0
+-1.1275789 | you | -0.30103
+-1.5362427 | thirsty | -0.30103
+-0.51071286 | <s> i | -0.0728278
+-0.5417056 | i want | -0.16481024
+-0.2698052 | are you | -0.16481024
+-0.39941442 | i want to | 0
+-0.24037887 | <s> how are | 0
+'''
+
+
+def read_arpa(path):
+    "All entries of an ARPA file: words -> (log10 p, backoff)."
+    out = {}
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == '.gz' else path.read_text()
+    for line in text.splitlines():
+        if line[:1] in '-0123456789' and '\t' in line:
+            p, words, *b = line.split('\t')
+            out[tuple(words.split())] = float(p), float(b[0]) if b else 0.0
+    return out
+
+
+def zipf_sentences(n, vocab, seed):
+    "Text with the statistics that discounts can be estimated from: frequent and rare words, phrases that recur."
+    rng = np.random.default_rng(seed)
+    letters = str.maketrans('0123456789', 'abcdefghij')
+    draw = lambda k: [str(i).translate(letters) for i in np.minimum(rng.zipf(1.3, k), vocab)]
+    phrases = [draw(4) for _ in range(n//2)]
+    return [' '.join(draw(rng.integers(0, 6)) + phrases[int(rng.integers(len(phrases))**.8)] + draw(rng.integers(0, 6))) for _ in range(n)]
+
+
+needs_lmplz = pytest.mark.skipif(not shutil.which('lmplz'), reason="KenLM's program lmplz is not on the PATH")
+
+
+@needs_lmplz
+@pytest.mark.parametrize('order', [1, 2, 3, 5])
+@pytest.mark.parametrize('options', [{}, {'prune': (0, 0, 1)}, {'prune': (0, 1, 2)}, {'prune': (1,)}, {'vocab': True}, {'vocab': True, 'prune': (0, 0, 1)}])
+@pytest.mark.parametrize('text', ['small', 'zipf', 'last'])
+def test_equals_lmplz(order, options, text, tmp_path):
+    # 'last': a word that is last in the text's order of first occurrence and whose adjusted count differs from its count
+    sentences = {'small': SENTENCES, 'zipf': zipf_sentences(2000, 300, 0), 'last': zipf_sentences(300, 300, 0) + ['x y']*3}[text]
+    if options.get('vocab'): options = options | {'vocab': sorted({w for s in sentences for w in s.split()})[::2]}
+    ours, theirs = (read_arpa(build_ngram(sentences, tmp_path/f'{e}.arpa', order=order, estimator=e, **options)) for e in ('own', 'lmplz'))
+    assert ours.keys() == theirs.keys()
+    keys = list(ours)
+    np.testing.assert_allclose([ours[k] for k in keys], [theirs[k] for k in keys], atol=1e-4, rtol=0)
+
+
+def test_known_example(tmp_path):
+    ours = read_arpa(build_ngram(SENTENCES, tmp_path/'lm.arpa', order=3, estimator='own'))
+    for line in KNOWN.strip().splitlines():
+        p, words, b = (x.strip() for x in line.split('|'))
+        np.testing.assert_allclose(ours[tuple(words.split())], (float(p), float(b)), atol=1e-4, rtol=0, err_msg=words)
+
+
+sentence = st.lists(st.sampled_from('abcdef'), min_size=1, max_size=6).map(' '.join)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(sentence, min_size=1, max_size=12), st.integers(1, 3), st.sampled_from([(0,), (0, 1), (0, 0, 1)]), st.booleans(), st.randoms())
+def test_probabilities_sum_to_one(tmp_path_factory, sentences, order, prune, restrict, random):
+    "After any context, seen or not, the words, <unk> and </s> share a probability of one."
+    vocab = 'abcd' if restrict else None
+    path = build_ngram(sentences, tmp_path_factory.mktemp('lm')/'lm.arpa', order=order, prune=prune, vocab=vocab, estimator='own')
+    lm = NGram.load(path)
+    words = sorted({w for s in sentences for w in s.split() if not restrict or w in vocab})
+    assert all(w in lm for w in words) or restrict or prune != (0,)
+    for context in ([], [random.choice('abcdef')], random.choices('abcdef', k=2)):
+        before = lm.score(context, eos=False)
+        total = sum(math.exp(lm.score([*context, w], eos=False) - before) for w in (*words, 'unknown')) + math.exp(lm.score(context) - before)
+        assert total == pytest.approx(1, abs=1e-4)
+
+
+def test_options(tmp_path):
+    lm = NGram.load(build_ngram(SENTENCES, tmp_path/'a.arpa', order=3, vocab=['i', 'want', 'water'], estimator='own'))
+    assert 'want' in lm and 'home' not in lm
+    full = read_arpa(build_ngram(SENTENCES, tmp_path/'b.arpa', order=3, estimator='own'))
+    pruned = read_arpa(build_ngram(SENTENCES, tmp_path/'c.arpa.gz', order=3, prune=(0, 0, 1), estimator='own'))
+    assert {k for k in full if len(k) < 3} == {k for k in pruned if len(k) < 3} and len(pruned) < len(full)
+    unigrams = NGram.load(build_ngram(SENTENCES, tmp_path/'d.arpa', order=1, estimator='own'))
+    assert unigrams.score('i want', eos=False) == pytest.approx(unigrams.score('want i', eos=False), abs=1e-6)
+
+
+def test_files_and_sentences_are_the_same(tmp_path):
+    (tmp_path/'a.txt').write_text('\n'.join(SENTENCES[:6]).upper() + '\n\n')
+    with gzip.open(tmp_path/'b.txt.gz', 'wt') as f: f.write('\n'.join(SENTENCES[6:]))
+    build_ngram(SENTENCES, tmp_path/'1.arpa', estimator='own')
+    build_ngram([str(tmp_path/'a.txt'), tmp_path/'b.txt.gz'], tmp_path/'2.arpa', estimator='own')
+    build_ngram([tmp_path/'a.txt', *SENTENCES[6:]], tmp_path/'3.arpa.gz', estimator='own')
+    assert read_arpa(tmp_path/'1.arpa') == read_arpa(tmp_path/'2.arpa') == read_arpa(tmp_path/'3.arpa.gz')
+
+
+@pytest.mark.parametrize('call, error, words', [
+    (dict(texts=[]), ValueError, 'no words'),
+    (dict(texts='there_is_no_such.txt'), FileNotFoundError, 'there_is_no_such.txt'),
+    (dict(texts=SENTENCES, order=0), ValueError, 'order is 0'),
+    (dict(texts=SENTENCES, order=12), ValueError, 'at most 9'),
+    (dict(texts=SENTENCES, prune=(1, 0)), ValueError, 'do not fall'),
+])
+@pytest.mark.parametrize('estimator', ['own', pytest.param('lmplz', marks=needs_lmplz)])
+def test_build_refuses(call, error, words, estimator, tmp_path):
+    (tmp_path/'lm.arpa').write_text('precious')
+    with pytest.raises(error, match=words): build_ngram(**call, out_path=tmp_path/'lm.arpa', estimator=estimator)
+    assert [p.name for p in tmp_path.iterdir()] == ['lm.arpa'] and (tmp_path/'lm.arpa').read_text() == 'precious'
+
+
+def test_lmplz_must_be_there(monkeypatch, tmp_path):
+    monkeypatch.setenv('PATH', str(tmp_path))
+    with pytest.raises(FileNotFoundError, match='no lmplz'): build_ngram(SENTENCES, tmp_path/'lm.arpa', estimator='lmplz')
+    assert build_ngram(SENTENCES, tmp_path/'lm.arpa').exists()
+
+
+def test_small_text_is_said(tmp_path):
+    with pytest.warns(UserWarning, match='too little text'): build_ngram(['a b'], tmp_path/'lm.arpa', order=2)
+
+
+def broken(text, old, new): return text.replace(old, new, 1)
+
+
+@pytest.mark.parametrize('old, new, line', [
+    ('\\data\\', '\\date\\', 'line 1: found'),
+    ('ngram 2=', 'ngram two=', 'line 3: found'),
+    ('ngram 3=', 'ngram 3=9', 'entries, expected'),
+    ('\\2-grams:', '\\4-grams:', 'expected .*2-grams:'),
+    ('\ti want\t', '\ti i want to go\t', 'fields, expected'),
+    ('\ti want\t', '\ti wantt\t', "the word 'wantt'"),
+    ('\n-1.1275', '\nx1.1275', "found 'x1.1275"),
+    ('\n-1.1275', '\n+1.1275', 'at most 0'),
+    ('\\end\\', '', 'ends without'),
+])
+@pytest.mark.parametrize('suffix', ['.arpa', '.arpa.gz'])
+def test_broken_files_name_the_line(old, new, line, suffix, tmp_path):
+    text = build_ngram(SENTENCES, tmp_path/'good.arpa', estimator='own').read_text()
+    bad = tmp_path/f'bad{suffix}'
+    bad.write_bytes((gzip.compress if suffix.endswith('gz') else bytes)(broken(text, old, new).encode()))
+    with pytest.raises(ValueError, match=f'(?s)bad.*{line}'): NGram.load(bad)
+
+
+def test_other_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match='no such file'): NGram.load(tmp_path/'nothing.arpa')
+    (tmp_path/'noise.bin').write_bytes(bytes(range(256))*20)
+    with pytest.raises(ValueError, match='noise.bin'): NGram.load(tmp_path/'noise.bin')
+    whole = gzip.compress(b'\\data\\\n'*1000)
+    (tmp_path/'cut.arpa.gz').write_bytes(whole[:len(whole)//2])
+    with pytest.raises(ValueError, match='cut.arpa.gz'): NGram.load(tmp_path/'cut.arpa.gz')
+
+
+@pytest.mark.skipif(not shutil.which('build_binary'), reason="KenLM's program build_binary is not on the PATH")
+@pytest.mark.parametrize('kind', ['probing', 'trie'])
+def test_kenlm_binaries(kind, tmp_path):
+    arpa = build_ngram(SENTENCES, tmp_path/'lm.arpa', estimator='own')
+    subprocess.run(['build_binary', kind, arpa, tmp_path/'lm.bin'], check=True, capture_output=True)
+    lm, binary = NGram.load(arpa), NGram.load(tmp_path/'lm.bin')
+    for s in [*SENTENCES, 'unknown words here', '']: assert binary.score(s) == pytest.approx(lm.score(s), abs=1e-4)
+
+
+def test_perplexity_report(tmp_path):
+    lm = NGram.load(build_ngram(SENTENCES, tmp_path/'lm.arpa', estimator='own'))
+    r = perplexity_report(lm, {'seen': SENTENCES, 'new': ['i want pizza', 'pizza']})
+    assert r.loc['new', ['sentences', 'words', 'oov', 'frequent_oov']].tolist() == [2, 4, 2, 'pizza'] and r.loc['seen', 'oov'] == 0
+    log_prob = sum(lm.score(s) for s in SENTENCES)
+    assert r.loc['seen', 'perplexity'] == pytest.approx(math.exp(-log_prob/sum(len(s.split()) + 1 for s in SENTENCES)), rel=1e-5)
+
+
+def test_scales(tmp_path):
+    "20,000 sentences in seconds, and the model knows them better than chance."
+    sentences = zipf_sentences(20_000, 5000, 1)
+    start = time.perf_counter()
+    lm = NGram.load(build_ngram(sentences, tmp_path/'lm.arpa', order=3, estimator='own'))
+    assert time.perf_counter() - start < 10
+    r = perplexity_report(lm, {'seen': sentences[:500]})
+    assert r.loc['seen', 'perplexity'] < len({w for s in sentences for w in s.split()})/10
