@@ -162,6 +162,8 @@ def _problems(raw: dict, file: str | Path, key: str, session: str, split: str) -
     return [Problem(str(file), key, field, str(f), str(e), a) for field, f, e, a in found]
 
 # %% ../../nbs/data/00_sessions.ipynb #c020
+_DAMAGED = OSError, RuntimeError, KeyError, ValueError, TypeError # what h5py raises for damaged files, depending on the place
+
 def _read_raw(group: h5py.Group) -> dict:
     "The datasets and attributes of a trial as they are; an `Exception` stands for data that cannot be read."
     raw = {}
@@ -169,7 +171,7 @@ def _read_raw(group: h5py.Group) -> dict:
         try:
             if field in _DATASETS and field in group: raw[field] = group[field][()]
             elif field not in _DATASETS and field in group.attrs: raw[field] = group.attrs[field]
-        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as e: raw[field] = e
+        except _DAMAGED as e: raw[field] = e
         if isinstance(raw.get(field), bytes | np.bytes_): raw[field] = raw[field].decode('utf-8', 'replace')
     return raw
 
@@ -215,12 +217,14 @@ def _scan(path: str | Path, duplicates: _Duplicates) -> Iterator[tuple[dict | No
         yield None, '', [Problem(str(path), '', '', found, 'a readable HDF5 file', 'it is missing or truncated: ' + _FETCH)]
         return
     with f:
-        broken = list(_check_keys(f, path))
-        if broken: yield None, '', broken
-        for key in f.keys():
-            if not isinstance(f.get(key), h5py.Group): continue
-            raw = _read_raw(f[key])
-            yield raw, key, _problems(raw, path, key, session, split) + list(duplicates.check(raw, path, key))
+        try:
+            broken = list(_check_keys(f, path))
+            if broken: yield None, '', broken
+            for key in f.keys():
+                if not isinstance(f.get(key), h5py.Group): continue
+                raw = _read_raw(f[key])
+                yield raw, key, _problems(raw, path, key, session, split) + list(duplicates.check(raw, path, key))
+        except _DAMAGED as e: yield None, '', [Problem(str(path), '', '', f'a file that HDF5 cannot read ({e})', 'a readable HDF5 file', 'it is damaged: ' + _FETCH)]
 
 # %% ../../nbs/data/00_sessions.ipynb #c023
 def _to_trial(raw: dict, session: str, split: str, key: str) -> Trial:

@@ -1,0 +1,253 @@
+"Faults of every kind in session files: all are found, all are named, and none slips through reading or writing."
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from b2t_kaggle.data.sessions import SessionError, Trial, iter_trials, list_sessions, read_session, session_path, validate, write_session
+
+DAY = 't15.2023.08.13'
+
+
+def trial(i=0, n_bins=20, sentence="It's fine.", class_ids=(17, 31, 40, 14, 6, 23, 40), **changes):
+    features = np.random.default_rng(i).standard_normal((n_bins, 512)).astype(np.float32)
+    return replace(Trial(DAY, 'train', f'trial_{i:04d}', 3, i, features, np.array(class_ids), sentence), **changes)
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    write_session(session_path(tmp_path, DAY, 'train'), (trial(i) for i in range(3)))
+    write_session(session_path(tmp_path, DAY, 'val'), (trial(i) for i in range(3, 5)))
+    write_session(session_path(tmp_path, DAY, 'test'), (trial(i) for i in range(5, 7)))
+    assert validate(tmp_path).empty
+    return tmp_path
+
+
+def edit(data_dir, change, split='train', key='trial_0001'):
+    path = session_path(data_dir, DAY, split)
+    with h5py.File(path, 'a') as f: change(f[key] if key else f)
+    return path
+
+
+def put(name, value):
+    def change(group):
+        if name in group: del group[name]
+        group[name] = value
+    return change
+
+
+def attr(name, value): return lambda group: group.attrs.__setitem__(name, value)
+
+
+def remove(name):
+    def change(group):
+        if name in group: del group[name]
+        else: del group.attrs[name]
+    return change
+
+
+def poison(value):
+    def change(group): group['input_features'][11, 400] = value
+    return change
+
+
+ids = np.zeros(500, np.int32)
+FAULTS = {
+    'nan': ('input_features', poison(np.nan)),
+    'infinity': ('input_features', poison(-np.inf)),
+    'feature count': ('input_features', put('input_features', np.zeros((20, 256), np.float32))),
+    'feature type': ('input_features', put('input_features', np.zeros((20, 512)))),
+    'one dimension': ('input_features', put('input_features', np.zeros(512, np.float32))),
+    'no time steps': ('input_features', put('input_features', np.zeros((0, 512), np.float32))),
+    'text instead of features': ('input_features', put('input_features', 'oops')),
+    'group instead of features': ('input_features', lambda g: (g.__delitem__('input_features'), g.create_group('input_features'))),
+    'n_time_steps': ('n_time_steps', attr('n_time_steps', 21)),
+    'n_time_steps not whole': ('n_time_steps', attr('n_time_steps', 20.5)),
+    'seq_len too long': ('seq_len', attr('seq_len', 8)),
+    'seq_len too short': ('seq_len', attr('seq_len', 6)),
+    'no labels': ('seq_len', lambda g: (put('seq_class_ids', ids)(g), attr('seq_len', 0)(g))),
+    'label 41': ('seq_class_ids', put('seq_class_ids', np.where(np.arange(500) < 7, 41, 0))),
+    'blank in the middle': ('seq_class_ids', put('seq_class_ids', np.where(np.isin(np.arange(500), [0, 1, 6]), 5, 0))),
+    'negative label': ('seq_class_ids', put('seq_class_ids', np.where(np.arange(500) < 7, -1, 0))),
+    'labels not whole': ('seq_class_ids', put('seq_class_ids', np.ones(500))),
+    'other sentence': ('transcription', attr('sentence_label', 'It was fine.')),
+    'not a character': ('transcription', put('transcription', np.where(np.arange(500) < 7, -1, 0))),
+    'sentence not text': ('sentence_label', attr('sentence_label', 3)),
+    'other session': ('session', attr('session', 't15.2023.08.18')),
+    'duplicate': ('trial_num', attr('trial_num', 0)),
+    'duplicate across splits': ('trial_num', attr('trial_num', 3)),
+} | {f'no {name}': (name, remove(name)) for name in
+     ('input_features', 'seq_class_ids', 'transcription', 'n_time_steps', 'seq_len', 'sentence_label', 'session', 'block_num', 'trial_num')}
+
+
+@pytest.mark.parametrize('fault', FAULTS)
+def test_a_fault_is_found_and_named(data_dir, fault):
+    field, change = FAULTS[fault]
+    path = edit(data_dir, change)
+    problems = validate(data_dir)
+    where = 'trial_0000' if fault == 'duplicate across splits' else 'trial_0001'
+    rows = problems[(problems.field == field) & (problems.trial == where)]
+    assert len(rows) == 1, problems
+    row = rows.iloc[0]
+    assert row.found and row.expected and row.advice
+    if fault == 'duplicate across splits': return # no single file shows it
+    assert row.file == str(path)
+    with pytest.raises(SessionError) as e: read_session(path)
+    for part in (str(path), 'trial_0001', e.value.problem.found, e.value.problem.expected, e.value.problem.advice): assert part in str(e.value)
+    assert e.value.problem.field in set(problems.field)
+
+
+def test_all_problems_of_all_files_are_in_one_table(data_dir):
+    edit(data_dir, poison(np.nan))
+    edit(data_dir, attr('seq_len', 99), key='trial_0002')
+    edit(data_dir, remove('trial_num'), split='test')
+    broken = session_path(data_dir, 't15.2023.08.18', 'val')
+    broken.parent.mkdir()
+    broken.write_bytes(b'not hdf5')
+    assert list(validate(data_dir).field) == ['trial_num', 'input_features', 'seq_len', '']
+
+
+def test_reading_goes_on_until_the_fault(data_dir):
+    path, read = edit(data_dir, poison(np.nan)), []
+    with pytest.raises(SessionError):
+        for t in iter_trials(path): read.append(t.key)
+    assert read == ['trial_0000']
+
+
+@pytest.mark.parametrize('kept', [0, 7, 100, 3000, 60_000, 0.5, 0.9, 0.999])
+def test_truncated_files(data_dir, kept):
+    path = session_path(data_dir, DAY, 'train')
+    whole = path.read_bytes()
+    path.write_bytes(whole[:kept if isinstance(kept, int) else int(kept*len(whole))])
+    assert set(validate(data_dir).file) == {str(path)}
+    with pytest.raises(SessionError, match=DAY): read_session(path)
+
+
+def test_damaged_bytes_never_escape_as_another_error(data_dir):
+    path = session_path(data_dir, DAY, 'train')
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    metadata = [i for i in range(0, len(whole), 64) if len(set(whole[i:i + 64])) < 40][:400]
+    for start in rng.choice(metadata, 60):
+        damaged = bytearray(whole)
+        damaged[start:start + 64] = rng.bytes(64)
+        path.write_bytes(damaged)
+        validate(data_dir)
+        try: read_session(path)
+        except SessionError: pass
+
+
+def test_groups_out_of_order(data_dir):
+    path = edit(data_dir, lambda f: f.move('trial_0001', 'trial_0007'), key=None)
+    assert list(validate(data_dir).trial) == ['trial_0002']
+    with pytest.raises(SessionError, match='without a gap'): read_session(path)
+
+
+def test_a_dataset_where_a_trial_should_be(data_dir):
+    edit(data_dir, lambda f: (f.__delitem__('trial_0002'), f.__setitem__('trial_0002', 1)), key=None)
+    assert list(validate(data_dir).trial) == ['trial_0002']
+
+
+def test_a_file_without_trials(data_dir):
+    with h5py.File(session_path(data_dir, DAY, 'val'), 'w'): pass
+    assert list(validate(data_dir).found) == ['no trials']
+
+
+def test_folders(data_dir):
+    (data_dir/'t15.2023.08.20').mkdir()             # no file
+    (data_dir/'t15.2023.02.30').mkdir()             # no such day
+    shutil.copytree(data_dir/DAY, data_dir/'day 2') # sessions under another name
+    (data_dir/'notes').mkdir()                      # none of our business
+    shutil.copy(session_path(data_dir, DAY, 'val'), data_dir/DAY/'data_dev.hdf5')
+    assert {Path(f).name for f in validate(data_dir).file} == {'t15.2023.08.20', 't15.2023.02.30', 'day 2', 'data_dev.hdf5'}
+    assert list_sessions(data_dir) == [DAY, 't15.2023.08.20']
+
+
+def test_no_data(tmp_path):
+    assert list(validate(tmp_path/'nowhere').found) == ['no such folder']
+    assert list(validate(tmp_path).found) == ['no sessions']
+    write_session(session_path(tmp_path/'hdf5_data_final', DAY, 'train'), [trial()])
+    assert 'hdf5_data_final' in validate(tmp_path).advice[0]
+
+
+def test_sessions_are_chronological(tmp_path):
+    for s in ('t15.2024.02.25', 't15.2023.12.29', 't12.2024.01.02'): (tmp_path/s).mkdir()
+    assert list_sessions(tmp_path) == ['t15.2023.12.29', 't12.2024.01.02', 't15.2024.02.25']
+
+
+def test_bytes_are_text_too(data_dir):
+    path = edit(data_dir, attr('sentence_label', np.bytes_("It's fine.")))
+    assert read_session(path)[1].sentence == "It's fine."
+    assert validate(data_dir).empty
+
+
+def test_transcription_may_lack_punctuation(data_dir):
+    path = edit(data_dir, put('transcription', np.pad([ord(c) for c in 'its fine'], (0, 492))))
+    assert len(read_session(path)) == 3
+
+
+def test_instructions_are_kept_and_marked_or_dropped(tmp_path):
+    path = write_session(session_path(tmp_path, DAY, 'train'), [trial(0), trial(1, sentence='[RIGHT HAND - CLOSE]'), trial(2)])
+    assert [t.is_instruction for t in read_session(path)] == [False, True, False]
+    assert [t.key for t in iter_trials(path, drop_instructions=True)] == ['trial_0000', 'trial_0002']
+
+
+@settings(max_examples=40, deadline=None)
+@given(n_bins=st.integers(1, 40), ids=st.lists(st.integers(1, 40), min_size=1, max_size=499),
+       sentence=st.text(st.characters(codec='utf-8', exclude_characters='\0'), min_size=1, max_size=499).filter(lambda s: not s.strip().startswith('[')), split=st.sampled_from(['train', 'val', 'test']))
+def test_round_trip(tmp_path_factory, n_bins, ids, sentence, split):
+    path = session_path(tmp_path_factory.mktemp('s'), DAY, split)
+    t = trial(0, n_bins, sentence, ids)
+    back, = read_session(write_session(path, [t]))
+    np.testing.assert_array_equal(back.features, t.features)
+    assert (back.session, back.split, back.key, back.block, back.trial, back.is_instruction) == (DAY, split, 'trial_0000', 3, 0, False)
+    if split == 'test': assert back.class_ids is None and back.sentence is None
+    else: assert back.class_ids.tolist() == ids and back.sentence == sentence
+    assert validate(path.parent.parent).empty
+
+
+def test_the_official_reader_takes_it(data_dir):
+    "The operations that the official kit performs on a file, one by one."
+    with h5py.File(session_path(data_dir, DAY, 'val')) as f:
+        for g in (f[f'trial_{t:04d}'] for t in range(len(list(f.keys())))):
+            codes = g['transcription'][:]
+            end = np.argwhere(codes == 0)[0, 0]
+            assert ''.join(chr(c) for c in codes[:end]) == g.attrs['sentence_label'][:] == "It's fine."
+            assert g['seq_class_ids'][:].shape == codes.shape == (500,)
+            assert g['input_features'][:].shape == (g.attrs['n_time_steps'], 512) and g.attrs['seq_len'] == 7
+            assert g.attrs['session'] == DAY and str(g.attrs['block_num']) == '3'
+    with h5py.File(session_path(data_dir, DAY, 'test')) as f:
+        g = f['trial_0000']
+        assert set(g) == {'input_features'} and set(g.attrs) == {'n_time_steps', 'session', 'block_num', 'trial_num'}
+
+
+@pytest.mark.parametrize('bad', [trial(session='t15.2023.08.18'), trial(features=np.zeros((4, 512))), trial(class_ids=[41]), replace(trial(), class_ids=None),
+                                 trial(sentence='a'*500), trial(features=np.zeros((0, 512), np.float32))])
+def test_what_cannot_be_read_is_not_written(data_dir, bad):
+    path = session_path(data_dir, DAY, 'train')
+    before = path.read_bytes()
+    with pytest.raises(ValueError): write_session(path, [trial(8), bad])
+    assert path.read_bytes() == before and [p.name for p in path.parent.glob('.*')] == []
+
+
+def test_a_generator_that_fails_leaves_the_old_file(data_dir):
+    def trials():
+        yield trial(8)
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): write_session(session_path(data_dir, DAY, 'train'), trials())
+    assert len(read_session(session_path(data_dir, DAY, 'train'))) == 3
+
+
+def test_one_trial_in_memory_at_a_time(tmp_path):
+    "Writing and reading 40 trials of 2 MB takes far less than their 80 MB."
+    import tracemalloc
+    path = session_path(tmp_path, DAY, 'train')
+    tracemalloc.start()
+    write_session(path, (trial(i, 1000) for i in range(40)))
+    assert sum(len(t.features) for t in iter_trials(path)) == 40_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6
