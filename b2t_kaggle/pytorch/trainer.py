@@ -130,10 +130,7 @@ def collapse(
     path = np.asarray(path)
     return path[(path != 0) & (path != np.r_[0, path[:-1]])]
 
-test_eq(collapse([0, 3, 3, 0, 3, 4, 4, 0]), [3, 3, 4])
-test_eq(collapse([]), [])
-
-# %% ../../nbs/pytorch/04_trainer.ipynb #c017
+# %% ../../nbs/pytorch/04_trainer.ipynb #c018
 def summarize(
     table: pd.DataFrame, # A row per trial: session, loss, edits, n_labels
 ) -> dict:
@@ -142,7 +139,7 @@ def summarize(
     return dict(val_loss=float(table.loss[np.isfinite(table.loss)].mean()), val_per=float(table.edits.sum() / total),
                 sessions=(by.edits / by.n_labels).to_dict())
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c020
+# %% ../../nbs/pytorch/04_trainer.ipynb #c021
 class History:
     "The curves of a run, as a table that is also a CSV file."
     def __init__(self,
@@ -178,7 +175,7 @@ def read_history(
     "Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a row."
     return pd.read_csv(path)
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c021
+# %% ../../nbs/pytorch/04_trainer.ipynb #c022
 def plot_history(
     path: str | Path, # `history.csv`
 ):
@@ -195,7 +192,7 @@ def plot_history(
     b.set(xlabel='batch', ylabel='validation PER (%)', ylim=0)
     return fig
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c024
+# %% ../../nbs/pytorch/04_trainer.ipynb #c025
 class TrainingError(RuntimeError):
     "Training that cannot start, continue or go on; the message says why and what to do."
 
@@ -224,7 +221,7 @@ def check_same(
     changed = [f'{k} was {old.get(k, "unknown")}, is now {new.get(k, "gone")}' for k in sorted(old | new) if old.get(k) != new.get(k)]
     if changed: raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(changed)}. Restore that, or start anew in another folder (or remove this one)')
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c027
+# %% ../../nbs/pytorch/04_trainer.ipynb #c028
 def lengths_to_pad_to(
     store: TrialStore, # The trials
     cfg: Config,       # The run's configuration
@@ -243,7 +240,7 @@ def delivered_dtype(
     "Type in which features leave the host."
     return 'float32' if device.kind == 'cpu' else store.dtype.name
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c029
+# %% ../../nbs/pytorch/04_trainer.ipynb #c030
 @torch.inference_mode()
 def validate(
     forward,              # The model in evaluation mode, or compiled
@@ -275,7 +272,7 @@ def model_days(
         raise TrainingError(f'{store.path}: the model has no day layer for {", ".join(unknown)}; it knows {", ".join(day_of)}. Train on these sessions too, or leave them out (data.sessions)')
     return np.array([day_of.get(s, -1) for s in store.sessions], dtype=np.int64)[store.day]
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c031
+# %% ../../nbs/pytorch/04_trainer.ipynb #c032
 class Trainer:
     "A model in training, with its batches, its optimiser and what it has reached."
     def __init__(self,
@@ -357,7 +354,7 @@ class Trainer:
         c = self.cfg.train
         return 'early stopping' if c.early_stopping and self.since_best >= c.early_stopping_val_steps else None
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c032
+# %% ../../nbs/pytorch/04_trainer.ipynb #c033
 def start_from(
     model: GRUDecoder,      # Receives the weights
     day_of: dict[str, int], # Its day of each session
@@ -374,7 +371,7 @@ def start_from(
             for i, s in enumerate(cfg.data.sessions):
                 if s in day_of: state[k][day_of[s]] = new[k][i]
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c034
+# %% ../../nbs/pytorch/04_trainer.ipynb #c035
 def save_best(t: Trainer, path: Path) -> None:
     "The model alone, as `load_model` reads it."
     save_atomic(dict(model_state_dict=t.model.state_dict(), config=t.cfg.model_dump(mode='json'), **t.best), path)
@@ -392,7 +389,7 @@ def resume(t: Trainer, path: Path) -> None:
     t.opt.adamw.load_state_dict(c['optimizer_state_dict'])
     t.step, t.seconds, t.best, t.since_best = (c[k] for k in ('step', 'seconds', 'best', 'since_best'))
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c036
+# %% ../../nbs/pytorch/04_trainer.ipynb #c037
 class Budget:
     "Whether there is time for another step, a validation and a save."
     def __init__(self, minutes: float | None, val_part: float): # `val_part`: validation trials in batches of training
@@ -411,7 +408,7 @@ class Budget:
         step, val, save = (self.longest.get(k, 0) for k in ('step', 'validate', 'save'))
         return self.elapsed() + step + max(val, step * self.val_part) + save > self.limit
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c037
+# %% ../../nbs/pytorch/04_trainer.ipynb #c038
 def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best
