@@ -31,11 +31,15 @@ class DayBalancedSampler:
         days_per_batch: int = 4,        # Different days in a batch
         seed: int = 0,                  # Same seed, same batches
         must_include_days: Sequence[int] | None = None, # Days in every batch; -1 is the last day that has trials
+        n_bins: Sequence[int] | None = None,            # Length of each trial, such as `store.n_bins`; needed for groups
+        length_groups: int = 1,         # Batches hold trials of similar length, from one of so many groups; 1 is the official sampling
     ):
-        self.batch_size, self.days_per_batch, self.seed = batch_size, days_per_batch, seed
+        self.batch_size, self.days_per_batch, self.seed, self.length_groups = batch_size, days_per_batch, seed, length_groups
+        if length_groups > 1 and n_bins is None: raise ValueError('length_groups needs n_bins, the length of each trial')
         days_of_trials = np.asarray(days_of_trials)
+        order = np.arange(len(days_of_trials)) if length_groups == 1 else np.argsort(n_bins, kind='stable')
         self.days = np.unique(days_of_trials)
-        self._trials = {d: np.flatnonzero(days_of_trials == d) for d in self.days}
+        self._trials = {d: order[days_of_trials[order] == d] for d in self.days}
         if days_per_batch > len(self.days): raise ValueError(f'days_per_batch is {days_per_batch}, but only {len(self.days)} days have trials; lower data.days_per_batch')
         if batch_size < days_per_batch: raise ValueError(f'batch_size {batch_size} is smaller than days_per_batch {days_per_batch}; raise data.batch_size')
         self._must = self._resolve(must_include_days or [])
@@ -56,7 +60,13 @@ class DayBalancedSampler:
         days = np.concatenate([self._must, others]).astype(int)
         fewer, more = divmod(self.batch_size, self.days_per_batch)
         with_more = rng.permutation(self.days_per_batch) < more
-        return np.concatenate([rng.choice(self._trials[d], fewer + m) for d, m in zip(days, with_more)])
+        return np.concatenate([rng.choice(self._group(d, step), fewer + m) for d, m in zip(days, with_more)])
+
+    def _group(self, day: int, step: int) -> np.ndarray:
+        "The trials of a day that a step draws from; neighbouring groups share a trial where the day does not divide evenly."
+        turn, place = divmod(step, self.length_groups)
+        trials, g = self._trials[day], np.random.default_rng([self.seed, 1, turn]).permutation(self.length_groups)[place]
+        return trials[len(trials)*g//self.length_groups:-(-len(trials)*(g + 1)//self.length_groups)]
 
 # %% ../../nbs/data/03_batches.ipynb #c009
 class EpochSampler:
