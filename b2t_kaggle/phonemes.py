@@ -390,7 +390,7 @@ def sentence_to_phonemes(
 # %% ../nbs/01_phonemes.ipynb #c053
 def build_lexicon(
     words: Iterable[str] | None = None, # Normalised words; none means the whole dictionary
-) -> dict[str, list[list[str]]]:        # Word to its pronunciations, phoneme names without `SIL`, the labels' one first
+) -> dict[str, list[list[str]]]:        # Word to its pronunciations, phoneme names without `SIL`, the labels' first
     "A pronunciation lexicon. Unknown words are spelled; words without letters get no entry; raises `ValueError` for a word that is not normalised."
     return {w: p for w in dict.fromkeys(_dictionary() if words is None else words)
             for p in [_distinct([*(_readings(w) or ()), *pronunciations(w)])] if p}
