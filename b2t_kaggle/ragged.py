@@ -34,6 +34,7 @@ def _values_type(dtype: np.dtype, item_shape: tuple[int, ...]) -> pa.DataType:
 
 def _numpy_type(t: pa.DataType) -> tuple[np.dtype, tuple[int, ...]]:
     "The inverse of `_values_type`."
+    if not pa.types.is_large_list(t): raise RaggedError(f'values are {t}, expected large_list; the file is damaged')
     t, shape = t.value_type, []
     while pa.types.is_fixed_size_list(t): t, shape = t.value_type, [*shape, t.list_size]
     return np.dtype(t.to_pandas_dtype()), tuple(shape)
@@ -121,7 +122,8 @@ class RaggedWriter:
         values, n = _checked(self, values, row), len(values)
         if self._used + n > max(self._size, len(self._chunk)) and self._used: self._flush()
         if self._used + n > len(self._chunk): self._chunk = np.empty((max(n, self._size), *self.item_shape), self.dtype)
-        _cast_into(self._chunk[self._used:self._used + n], values)
+        try: _cast_into(self._chunk[self._used:self._used + n], values)
+        except RaggedError as e: raise RaggedError(f'{self.path}: array {self._n}: {e}') from None
         self._lengths.append(n); self._rows.append(row); self._used += n; self._n += 1
 
     def _flush(self):
@@ -137,18 +139,30 @@ def _checked(w: RaggedWriter, values, row: dict) -> np.ndarray:
     return values
 
 # %% ../nbs/03_ragged.ipynb #c016
+_DAMAGE = (pa.ArrowException, OSError, NotImplementedError, UnicodeDecodeError)  # what Arrow raises for bytes that make no sense
+
 def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
     "The mapped file, its reader and its header. Raises `RaggedError` for a file that is none of ours or not whole."
     try:
         buffer = pa.memory_map(str(path)).read_buffer()
         reader = pa.ipc.open_file(buffer)
+        metadata = reader.schema.metadata or {}
     except FileNotFoundError: raise RaggedError(f'{path}: no such file') from None
-    except (pa.ArrowInvalid, OSError) as e:
-        raise RaggedError(f'{path}: not an Arrow IPC file, or cut off ({e}); make it again') from None
-    try: header = json.loads((reader.schema.metadata or {})[_KEY])
-    except KeyError: raise RaggedError(f'{path}: an Arrow file, but not written by b2t_kaggle (its schema has no metadata {_KEY.decode()!r})') from None
-    if header['version'] != _VERSION: raise RaggedError(f'{path}: written in version {header["version"]}, this is version {_VERSION}; make it again')
+    except _DAMAGE as e: raise RaggedError(f'{path}: not an Arrow IPC file, or cut off ({e}); make it again') from None
+    if _KEY not in metadata or _VALUES not in reader.schema.names:
+        raise RaggedError(f'{path}: an Arrow file, but not written by b2t_kaggle (expected metadata {_KEY.decode()!r} and a column {_VALUES!r})')
+    try: header = json.loads(metadata[_KEY])
+    except ValueError as e: raise RaggedError(f'{path}: damaged header ({e}); make it again') from None
+    if header.get('version') != _VERSION: raise RaggedError(f'{path}: written in version {header.get("version")}, expected {_VERSION}; make it again')
     return buffer, reader, header
+
+def _chunk_of(reader: pa.RecordBatchFileReader, k: int, path: Path) -> pa.RecordBatch:
+    "A chunk whose offsets and texts are known to lie inside the file; raises `RaggedError`. The values are not looked at."
+    try:
+        batch = reader.get_batch(k)
+        batch.validate(full=True)
+    except _DAMAGE as e: raise RaggedError(f'{path}: damaged ({e}); make it again') from None
+    return batch
 
 def _locate(batch: pa.RecordBatch, start: int) -> tuple[np.ndarray, np.ndarray]:
     "Where the arrays of a chunk begin, in bytes from address `start`, and their lengths."
@@ -166,10 +180,10 @@ class Ragged:
     ):
         self.path = Path(path)
         buffer, reader, header = _open_arrow(self.path)
-        self.kind, self.metadata = header['kind'], header['metadata']
+        self.kind, self.metadata = header.get('kind'), header.get('metadata')
         if kind not in (None, self.kind): raise RaggedError(f'{self.path}: holds {self.kind}, expected {kind}; give another file')
         self.dtype, self.item_shape = _numpy_type(reader.schema.field(_VALUES).type)
-        batches = [reader.get_batch(k) for k in range(reader.num_record_batches)]
+        batches = [_chunk_of(reader, k, self.path) for k in range(reader.num_record_batches)]
         parts = [_locate(b, buffer.address) for b in batches] or [(np.zeros(0, np.int64),)*2]
         starts, self.lengths = map(np.concatenate, zip(*parts))
         self._flat = np.frombuffer(buffer, self.dtype, count=buffer.size//self.dtype.itemsize)

@@ -9,6 +9,7 @@ __all__ = ['StoredTrial', 'TrialStore', 'build_store']
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class TrialStore:
     "All trials of a split in one memory-mapped file; `[i]` is a `StoredTrial`, `.features(i)` and `.class_ids(i)` are its parts."
     def __init__(self, path: str | Path):
         self._ragged = r = Ragged(path, kind='trials')
-        self.path, self.dtype, self.n_features, self.features = r.path, r.dtype, r.item_shape[0], r.__getitem__
+        self.path, self.dtype, self.n_features = r.path, r.dtype, r.item_shape[0]
         self.recipe, self.sessions, self.split = r.metadata, r.metadata['sessions'], r.metadata['split']
         self.n_bins, self.n_labels, self.day = (r.table[c].to_numpy() for c in ('n_bins', 'n_labels', 'day'))
         labels = r.table['class_ids'].combine_chunks()
@@ -109,6 +110,10 @@ class TrialStore:
     def __repr__(self): return f'TrialStore({str(self.path)!r}: {len(self)} {self.split} trials of {len(self.sessions)} sessions, {self.dtype} [T, {self.n_features}])'
     def __reduce__(self): return type(self), (self.path,)
 
+    def features(self, i: int) -> np.ndarray:
+        "Features [T, F] of trial `i`, a view of the mapped file."
+        return self._ragged[i]
+
     def class_ids(self, i: int) -> np.ndarray:
         "Labels [S] of trial `i`; of length 0 in the test split."
         return self._labels[self._label_ends[i]:self._label_ends[i + 1]]
@@ -118,15 +123,15 @@ class TrialStore:
         facts, labelled = self._facts.slice(i, 1).to_pylist()[0], self.split != 'test'
         return StoredTrial(split=self.split, features=self.features(i), class_ids=self.class_ids(i) if labelled else None, **facts)
 
-    @property
+    @cached_property
     def index(self) -> pd.DataFrame:
         "One row for each trial: session, day, block, trial, key, n_bins, n_labels, sentence, is_instruction."
         return self._ragged.table.drop_columns('class_ids').to_pandas()
 
     @classmethod
-    def build(cls, *args, **kw) -> 'TrialStore':
+    def build(cls, data_dir, split, path, dtype='float16', sessions=None, drop_instructions=False, bad_trials=None, feature_subset=None, progress=True) -> 'TrialStore':
         "Pack a split, or open what was packed before from the same files with the same options: see `build_store`."
-        return cls(build_store(*args, **kw))
+        return cls(build_store(data_dir, split, path, dtype, sessions, drop_instructions, bad_trials, feature_subset, progress))
 
 # %% ../../nbs/data/02_store.ipynb #c013
 def build_store(
