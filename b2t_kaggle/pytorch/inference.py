@@ -40,7 +40,7 @@ def log_probs_of(
         for b in prefetch(map(batcher, evaluation_batches(store.n_bins, batch_size, pad=False))):
             x = augment.eval(torch.from_numpy(b.features).to(device.kind))
             with torch.autocast(device.kind, torch.bfloat16, enabled=device.precision == 'bfloat16'):
-                logits = model(x, torch.from_numpy(days[b.trials]).to(device.kind))
+                logits = model(x, torch.from_numpy(days[b.trials]).to(device.kind), n_bins=torch.from_numpy(b.n_bins))
             log_probs = logits.float().log_softmax(-1).cpu().numpy()
             frames = n_frames(b.n_bins, cfg.model.patch_size, cfg.model.patch_stride)
             for i, lp, n in zip(b.trials, log_probs, frames): out[i] = lp[:n].copy()

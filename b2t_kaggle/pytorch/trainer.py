@@ -254,7 +254,8 @@ def validate(
     loss, edits, days = np.zeros(len(store)), np.zeros(len(store), int), model_days(store, day_of)
     for b in prefetch(batcher(i) for i in evaluation_batches(store.n_bins, cfg.data.eval_batch_size, pad=cfg.train.compile)):
         with torch.autocast(device.kind, torch.bfloat16, enabled=device.precision == 'bfloat16'):
-            logits = forward(smooth(torch.from_numpy(b.features).to(device.kind)), torch.from_numpy(days[b.trials]).to(device.kind)).float()
+            x = smooth(torch.from_numpy(b.features).to(device.kind))
+            logits = forward(x, torch.from_numpy(days[b.trials]).to(device.kind), n_bins=torch.from_numpy(b.n_bins)).float()
         frames, real = n_frames(b.n_bins, cfg.model.patch_size, cfg.model.patch_stride), b.trials >= 0
         losses = ctc_losses(logits, torch.from_numpy(b.labels).to(device.kind), torch.from_numpy(frames), torch.from_numpy(b.n_labels))
         loss[b.trials[real]] = losses.cpu().numpy()[real]
@@ -314,7 +315,7 @@ class Trainer:
         x, n_bins = self.augment.train(torch.from_numpy(batch.features).to(to), torch.from_numpy(batch.n_bins), self.step)
         torch.manual_seed(step_seed(self.cfg.train.seed, self.step, stream=1))  # dropout
         with torch.autocast(to, torch.bfloat16, enabled=self.device.precision == 'bfloat16'):
-            logits = self.forward(x, torch.from_numpy(batch.day).to(to))
+            logits = self.forward(x, torch.from_numpy(batch.day).to(to), n_bins=n_bins)
         losses = ctc_losses(logits, torch.from_numpy(batch.labels).to(to), n_frames(n_bins, *patches), torch.from_numpy(batch.n_labels))
         losses.mean().backward()
         params = [p for p in self.model.parameters() if p.grad is not None]
