@@ -267,7 +267,7 @@ class _Speller:
         return np.log(p)
 
     def __call__(self, word: str) -> list[str]:
-        "The most probable phonemes of a word of `a-z` and `'`."
+        "The most probable phonemes of a word of `a-z` and `'`; none if every spelling in the beam is silent."
         history, score, spelled = np.zeros((1, self.order - 1), np.int64), np.zeros(1), [()]
         history[0, -1] = self.end
         for c in word:
@@ -281,7 +281,8 @@ class _Speller:
         for s, p in zip(spelled, prob):
             pron = tuple(q for g in s for q in _chunk_phonemes(self.graphones[g - 2]))
             sums[pron] = sums.get(pron, 0) + p
-        return list(max(sums, key=sums.get))
+        sums.pop((), None)
+        return list(max(sums, key=sums.get, default=()))
 
 # %% ../nbs/01_phonemes.ipynb #c036
 @cache
@@ -295,7 +296,7 @@ def letters_to_sounds(
 ) -> list[str]: # Phoneme names
     "The pronunciation that the spelling suggests; raises `ValueError` for other characters or a word without letters."
     if not re.fullmatch("[a-z']*[a-z][a-z']*", word): raise ValueError(f"word {word!r}: expected letters a-z and ' only; use normalize_sentence first")
-    return _speller()(word) or _speller()(re.sub("'", '', word))
+    return _speller()(word) or [p for c in word.replace("'", '') for p in _dictionary()[c][0]] # Nothing audible: letter by letter
 
 # %% ../nbs/01_phonemes.ipynb #c041
 _HISSING, _VOICELESS = set('S Z SH ZH CH JH'.split()), set('P T K F TH'.split())
@@ -311,12 +312,12 @@ def pronunciations(
     known = _dictionary().get(word)
     if known: return [list(p) for p in known]
     if not re.search('[a-z]', word) and not re.search("[^-']", word): return []
+    bare = word.strip("-'")
+    if bare != word: return pronunciations(bare)
     parts = [p for p in word.split('-') if re.search('[a-z]', p)]
     if len(parts) > 1: return [[q for p in parts for q in pronunciations(p)[0]]]
-    base = re.sub("'s?$", '', word)
-    if base != word and base in _dictionary(): return _distinct(p if word.endswith("s'") else _with_s(p) for p in _dictionary()[base])
-    bare = word.strip("-'")
-    return pronunciations(bare) if bare in _dictionary() else [letters_to_sounds(bare)]
+    if word.endswith("'s"): return _distinct(_with_s(p) for p in pronunciations(word[:-2]))
+    return [letters_to_sounds(word)]
 
 # %% ../nbs/01_phonemes.ipynb #c044
 _HOMOGRAPHS = {w: pattern for pattern, words in { # Those that the labels' tool knows and whose readings differ in phonemes

@@ -65,7 +65,7 @@ def _id_problems(ids: list[tuple[int, str]], n: int | None) -> list[str]:
         if i in seen: out.append(f'line {line}: id {i} was already in line {seen[i]}')
         elif i != str(row): shifted.append(f'line {line}: id is {i!r}, expected {row}')
         seen.setdefault(i, line)
-    out += shifted[:1] # One missing row shifts all that follow
+    out = shifted[:1] + out # One missing row shifts all that follow
     missing = [str(i) for i in range(len(ids) if n is None else n) if str(i) not in seen]
     if missing: out.append(f'{len(missing)} ids are missing: {", ".join(missing[:5])}{" …" if len(missing) > 5 else ""}')
     if n is not None and len(ids) != n: out.append(f'found {len(ids)} rows, expected {n}, one for each test trial')

@@ -71,7 +71,7 @@ def test_spelled_numbers_read_back(n):
 
 # --- words and sentences
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.sampled_from(WORDS) | st.text(alphabet="abehlorstz'-", min_size=1, max_size=8), max_size=8).map(' '.join))
 def test_every_word_gets_its_phonemes_and_one_separator(text):
     out = sentence_to_phonemes(text)
@@ -148,6 +148,21 @@ def test_spelling_is_the_same_in_every_process():
     words = ['neuroprosthesis', 'declawed', 'kaggle', 'zzyzx']
     ours = [letters_to_sounds(w) for w in words]
     assert run(f'from b2t_kaggle.phonemes import letters_to_sounds; print([letters_to_sounds(w) for w in {words}])', PYTHONHASHSEED='7').strip() == str(ours)
+
+
+@pytest.mark.parametrize('word, like', [("'tis-", "'tis"), ("o'", 'o'), ("doctors'", 'doctors'), ('-well-', 'well'), ("well-'-known", 'well-known')])
+def test_loose_marks_are_silent(word, like):
+    assert pronunciations(word)[0] == pronunciations(like)[0]
+
+
+@pytest.mark.parametrize('word', ['hhh', "h'h", 'qqqq', 'x' * 40, 'e'])
+def test_every_spelling_is_audible(word):
+    assert letters_to_sounds(word) and set(letters_to_sounds(word)) <= set(ARPABET)
+
+
+@pytest.mark.parametrize('word', ['', "'", 'a-b', 'A', 'é', 'a b'])
+def test_what_has_no_spelling_is_refused(word):
+    with pytest.raises(ValueError, match='use normalize_sentence'): letters_to_sounds(word)
 
 
 def test_importing_is_light():
