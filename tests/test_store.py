@@ -1,0 +1,171 @@
+"Packing under pressure: memory, kills, changed sources, damaged data; days across splits."
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from b2t_kaggle.data.sessions import SessionError, Trial, read_session, session_path, write_session
+from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.ragged import RaggedError, write_ragged
+
+DAYS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18', 't15.2023.08.20']
+
+
+def make(data_dir, day, split, lengths, seed=0, sentences=('Not too controversial.',)):
+    "A session file of random trials of these lengths."
+    rng = np.random.default_rng([seed, DAYS.index(day)])
+    labelled = split != 'test'
+    return write_session(session_path(data_dir, day, split), (
+        Trial(session=day, split=split, key='', block=1 + i//10, trial=i % 10, features=rng.standard_normal((n, 512), dtype='float32'),
+              class_ids=rng.integers(1, 41, 5 + i) if labelled else None, sentence=sentences[i % len(sentences)] if labelled else None)
+        for i, n in enumerate(lengths)))
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    for d, day in enumerate(DAYS):
+        make(tmp_path, day, 'train', [20, 35, 15 + d], sentences=['Go.', '[DO NOTHING]', 'I am “well”, it’s fine.'])
+        if d in (1, 3): make(tmp_path, day, 'val', [18, 19])
+        if d == 3: make(tmp_path, day, 'test', [25])
+    return tmp_path
+
+
+def build(data_dir, split='train', name=None, **kw): return TrialStore.build(data_dir, split, data_dir/f'{name or split}.arrow', progress=False, **kw)
+
+
+@pytest.mark.parametrize('dtype', ['float16', 'float32'])
+def test_the_store_holds_what_the_files_hold(data_dir, dtype):
+    for split in ('train', 'val', 'test'):
+        store = build(data_dir, split, dtype=dtype)
+        want = [t for day in DAYS if session_path(data_dir, day, split).exists() for t in read_session(session_path(data_dir, day, split))]
+        assert len(store) == len(want) == len(store.index) and store.split == split and store.dtype == dtype
+        for i, (t, w, row) in enumerate(zip(store, want, store.index.itertuples())):
+            assert (t.session, t.split, t.key, t.block, t.trial, t.sentence, t.is_instruction) == (w.session, split, w.key, w.block, w.trial, w.sentence, w.is_instruction)
+            assert np.array_equal(t.features, w.features.astype(dtype)) and t.features.dtype == dtype
+            assert (t.class_ids is None and w.class_ids is None) or np.array_equal(t.class_ids, w.class_ids)
+            n_labels = 0 if w.class_ids is None else len(w.class_ids)
+            assert (row.session, row.day, row.key, row.n_bins, row.n_labels) == (w.session, DAYS.index(w.session), w.key, len(w.features), n_labels)
+            assert (store.day[i], store.n_bins[i], store.n_labels[i], len(store.class_ids(i))) == (row.day, row.n_bins, row.n_labels, n_labels)
+            assert t.day == row.day and store.sessions[t.day] == t.session
+
+
+def test_days_are_numbered_by_the_sessions_given(data_dir):
+    assert build(data_dir, 'val').day.tolist() == [1, 1, 3, 3]
+    assert build(data_dir, 'val', 'some', sessions=DAYS[2:]).day.tolist() == [1, 1]
+    assert build(data_dir, 'test', 'none', sessions=DAYS[:2]).index.empty
+    with pytest.raises(ValueError, match='no session t15.2023.08.12; did you mean'): build(data_dir, sessions=['t15.2023.08.12'])
+
+
+def test_an_empty_split_is_an_empty_store(data_dir):
+    store = build(data_dir, 'test', sessions=DAYS[:1])
+    assert len(store) == 0 and list(store) == [] and store.n_bins.shape == (0,)
+    assert len(TrialStore.open(store.path)) == 0
+
+
+def test_what_is_left_out(data_dir):
+    assert [t.key for t in build(data_dir, drop_instructions=True)] == ['trial_0000', 'trial_0002']*4
+    left = build(data_dir, bad_trials={DAYS[0]: {'1': [0, 2]}, DAYS[1]: {2: [0]}})
+    assert [(t.session, t.trial) for t in left][:4] == [(DAYS[0], 1), (DAYS[1], 0), (DAYS[1], 1), (DAYS[1], 2)]
+    subset = build(data_dir, feature_subset=[300, 5])
+    assert np.array_equal(subset[1].features, build(data_dir, name='whole')[1].features[:, [300, 5]])
+    for bad in ([], [1, 1], [-1], [512]):
+        with pytest.raises(ValueError, match='feature_subset'): build(data_dir, feature_subset=bad)
+
+
+@pytest.mark.parametrize('change', ['content', 'time', 'removed', 'added', 'option'])
+def test_a_change_is_noticed(data_dir, change):
+    before = build(data_dir, 'val')
+    path, inode = session_path(data_dir, DAYS[1], 'val'), before.path.stat().st_ino
+    assert build(data_dir, 'val').path.stat().st_ino == inode
+    if change == 'content': make(data_dir, DAYS[1], 'val', [18, 19, 20])
+    if change == 'time': os.utime(path)
+    if change == 'removed': path.unlink()
+    if change == 'added': make(data_dir, DAYS[2], 'val', [30])
+    after = build(data_dir, 'val', dtype='float32' if change == 'option' else 'float16')
+    assert after.path.stat().st_ino != inode
+    assert len(after) == dict(content=5, time=4, removed=2, added=5, option=4)[change]
+    assert len(before) == 4 and np.isfinite(before[3].features).all()     # an open store stays whole
+
+
+def test_a_file_that_is_no_store_is_replaced_by_build_and_refused_by_open(data_dir):
+    path = data_dir/'train.arrow'
+    for content in (b'', b'something else'):
+        path.write_bytes(content)
+        with pytest.raises(RaggedError, match='not an Arrow IPC file'): TrialStore.open(path)
+    write_ragged(path, [np.zeros(3)], kind='log_probs')
+    with pytest.raises(RaggedError, match='holds log_probs, expected trials'): TrialStore.open(path)
+    assert len(build(data_dir)) == 12
+
+
+def test_damaged_data_is_named_and_leaves_no_store(data_dir):
+    import h5py
+    with h5py.File(session_path(data_dir, DAYS[2], 'train'), 'r+') as f: f['trial_0001/input_features'][3, 7] = np.nan
+    with pytest.raises(SessionError, match=r'2023.08.18.*trial_0001.*input_features'): build(data_dir)
+    assert not (data_dir/'train.arrow').exists() and not list(data_dir.glob('.*tmp'))
+
+
+def test_beyond_float16_is_an_error_with_the_trial(data_dir):
+    import h5py
+    with h5py.File(session_path(data_dir, DAYS[2], 'train'), 'r+') as f: f['trial_0002/input_features'][3, 7] = -70000
+    with pytest.raises(RaggedError, match=r'2023.08.18.*trial_0002, input_features: .*value -70000 is beyond float16'): build(data_dir)
+    assert build(data_dir, dtype='float32').features(8).min() == -70000
+
+
+def test_a_source_that_changes_while_it_is_packed_is_noticed(data_dir, monkeypatch):
+    import b2t_kaggle.data.store as room
+    def meddle(path, *args):
+        yield from read_session(path)
+        os.utime(session_path(data_dir, DAYS[0], 'train'))
+    monkeypatch.setattr(room, 'iter_trials', meddle)
+    with pytest.raises(RaggedError, match='changed while they were packed'): build(data_dir)
+
+
+def test_it_can_be_sent_to_another_process(data_dir):
+    store = build(data_dir)
+    copy = pickle.loads(pickle.dumps(store))
+    assert np.array_equal(copy[5].features, store[5].features) and copy.sessions == store.sessions
+
+
+CHILD = '''if True:
+    import resource, sys
+    from b2t_kaggle.data.store import TrialStore
+    data_dir, *sessions = sys.argv[1:]
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024
+    TrialStore.build(data_dir, 'train', f'{data_dir}/one.arrow', sessions=sessions[:1], progress=False)
+    one = peak()
+    print('packing', flush=True)
+    TrialStore.build(data_dir, 'train', f'{data_dir}/all.arrow', sessions=sessions, progress=False)
+    print(one, peak())'''
+
+
+@pytest.fixture(scope='module')
+def big_dir(tmp_path_factory):
+    "Four sessions of 90 MB each."
+    d = tmp_path_factory.mktemp('big')
+    for day in DAYS: make(d, day, 'train', [700]*64)
+    return d
+
+
+def test_memory_does_not_grow_with_the_data(big_dir):
+    out = subprocess.run([sys.executable, '-c', CHILD, big_dir, *DAYS], capture_output=True, text=True, check=True).stdout
+    one, everything = map(float, out.split()[-2:])
+    size = (big_dir/'all.arrow').stat().st_size/2**20
+    assert size > 170 and everything - one < 40 and everything < 500, out       # MB
+
+
+def test_a_killed_packing_leaves_nothing_but_what_the_next_one_removes(big_dir):
+    for delay in (0.02, 0.3):
+        (big_dir/'all.arrow').unlink(missing_ok=True)
+        p = subprocess.Popen([sys.executable, '-c', CHILD, big_dir, *DAYS], stdout=subprocess.PIPE, text=True)
+        assert p.stdout.readline() == 'packing\n'
+        time.sleep(delay)
+        p.send_signal(signal.SIGKILL)
+        p.wait()
+        assert not (big_dir/'all.arrow').exists() and list(big_dir.glob('.all.arrow.*.tmp'))
+    store = TrialStore.build(big_dir, 'train', big_dir/'all.arrow', progress=False)
+    assert len(store) == 256 and not list(big_dir.glob('.*.tmp'))
