@@ -239,7 +239,18 @@ def _kneser_ney(seq: np.ndarray, order: int) -> list[tuple]:
         tables.append((gram, (c - d)/total[inverse], context, d*np.bincount(inverse)/total))
     return tables[::-1]
 
-# %% ../nbs/01_phonemes.ipynb #c035
+# %% ../nbs/01_phonemes.ipynb #c034
+def _ngram_log_probs(tables, n_types: int, history: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    "Log-probability of each candidate [C] after each history [B, order - 1], 0 before a word's start: from the uniform distribution up [B, C]."
+    p = np.full((len(history), len(candidates)), 1/n_types)
+    for n, (gram, prob, context, backoff) in enumerate(tables, 1):
+        known, key = np.ones(len(history), bool), np.zeros(len(history), np.uint64)
+        for k in range(n - 1, 0, -1): known, key = known & (history[:, -k] > 0), _extend(key, history[:, -k])
+        b = np.where(known, _find(context, backoff, key, 1.), 1.)[:, None]
+        p = np.where(known[:, None], _find(gram, prob, _extend(key[:, None], candidates[None]), 0.), 0.) + b*p
+    return np.log(p)
+
+# %% ../nbs/01_phonemes.ipynb #c036
 class _Speller:
     "Letter-to-sound model learned from pairs of words and pronunciations."
     order, beam = 6, 16
@@ -257,14 +268,8 @@ class _Speller:
         self.of_letter = {c: np.flatnonzero(letter == i) + 2 for c, i in _LETTERS.items()}
 
     def log_probs(self, history: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        "Log-probability of each candidate [C] after each history [B, order - 1] (0 before a word's start) [B, C]."
-        p = np.full((len(history), len(candidates)), 1/(len(self.graphones) + 1))
-        for n, (gram, prob, context, backoff) in enumerate(self.tables, 1):
-            known, key = np.ones(len(history), bool), np.zeros(len(history), np.uint64)
-            for k in range(n - 1, 0, -1): known, key = known & (history[:, -k] > 0), _extend(key, history[:, -k])
-            b = np.where(known, _find(context, backoff, key, 1.), 1.)[:, None]
-            p = np.where(known[:, None], _find(gram, prob, _extend(key[:, None], candidates[None]), 0.), 0.) + b*p
-        return np.log(p)
+        "Log-probability of each candidate [C], graphone or end, after each history [B, order - 1] (0 before a word's start) [B, C]."
+        return _ngram_log_probs(self.tables, len(self.graphones) + 1, history, candidates)
 
     def __call__(self, word: str) -> list[str]:
         "The most probable phonemes of a word of `a-z` and `'`; none if every spelling in the beam is silent."
@@ -284,7 +289,7 @@ class _Speller:
         sums.pop((), None)
         return list(max(sums, key=sums.get, default=()))
 
-# %% ../nbs/01_phonemes.ipynb #c036
+# %% ../nbs/01_phonemes.ipynb #c037
 @cache
 def _speller() -> _Speller:
     "The letter-to-sound model of the whole dictionary; learned in a few seconds when a word first needs it."
@@ -298,7 +303,7 @@ def letters_to_sounds(
     if not re.fullmatch("[a-z']*[a-z][a-z']*", word): raise ValueError(f"word {word!r}: expected letters a-z and ' only; use normalize_sentence first")
     return _speller()(word) or [p for c in word.replace("'", '') for p in _dictionary()[c][0]] # Nothing audible: letter by letter
 
-# %% ../nbs/01_phonemes.ipynb #c041
+# %% ../nbs/01_phonemes.ipynb #c042
 _HISSING, _VOICELESS = set('S Z SH ZH CH JH'.split()), set('P T K F TH'.split())
 
 def _with_s(pron: list[str]) -> list[str]:
@@ -319,7 +324,7 @@ def pronunciations(
     if word.endswith("'s"): return _distinct(_with_s(p) for p in pronunciations(word[:-2]))
     return [letters_to_sounds(word)]
 
-# %% ../nbs/01_phonemes.ipynb #c044
+# %% ../nbs/01_phonemes.ipynb #c045
 _HOMOGRAPHS = {w: pattern for pattern, words in { # Those that the labels' tool knows and whose readings differ in phonemes
     'stress': '''abstract addict attribute combat combine commune compact complex compound concert conduct conflict console contest
         contract contrast converse convert convict decrease defect desert digest discard discharge discount discourse escort essay
@@ -348,7 +353,7 @@ def _readings(word: str) -> tuple[list[str], list[str]] | None:
     pair = _distinct([*verb[:1], *other[:1]])
     return tuple(pair) if len(pair) == 2 else None
 
-# %% ../nbs/01_phonemes.ipynb #c047
+# %% ../nbs/01_phonemes.ipynb #c048
 _SUBJECT = set("i you we they who i've you've we've they've".split())
 _SUBJECT_S = set('he she it who which that'.split()) # Before a verb in -s
 _AUXILIARY = set('''to do does did don't doesn't didn't can could will would shall should may might must can't couldn't won't wouldn't shouldn't
@@ -376,7 +381,7 @@ def _is_verb(words: list[str], i: int) -> bool:
     plural = before in _SUBJECT_ONLY or re.search("[^su']s$", before) and before not in {'this', 'is', 'was', 'his', 'its', 'has', 'does', 'as', 'yes', 'always', 'perhaps'}
     return bool(plural) and after in _DETERMINER | _OBJECT | _PREPOSITION
 
-# %% ../nbs/01_phonemes.ipynb #c050
+# %% ../nbs/01_phonemes.ipynb #c051
 def sentence_to_phonemes(
     sentence: str, # Any text; normalised first
 ) -> list[str]:    # Phoneme names, `SIL` after every word
@@ -388,7 +393,7 @@ def sentence_to_phonemes(
         if prons: out += [*prons[0], 'SIL']
     return out
 
-# %% ../nbs/01_phonemes.ipynb #c053
+# %% ../nbs/01_phonemes.ipynb #c054
 def build_lexicon(
     words: Iterable[str] | None = None, # Normalised words; none means the whole dictionary
 ) -> dict[str, list[list[str]]]:        # Word to its pronunciations, phoneme names without `SIL`, the labels' first
