@@ -186,19 +186,19 @@ class Ragged:
         batches = [_chunk_of(reader, k, self.path) for k in range(reader.num_record_batches)]
         parts = [_locate(b, buffer.address) for b in batches] or [(np.zeros(0, np.int64),)*2]
         starts, self.lengths = map(np.concatenate, zip(*parts))
-        self._flat = np.frombuffer(buffer, self.dtype, count=buffer.size//self.dtype.itemsize)
-        self._starts, self._item = (starts//self.dtype.itemsize).tolist(), math.prod(self.item_shape)
+        self.flat = np.frombuffer(buffer, self.dtype, count=buffer.size//self.dtype.itemsize)     # the whole file, headers and all
+        self.starts, self._item = starts//self.dtype.itemsize, math.prod(self.item_shape)         # where in `flat` each array begins
         self.table = pa.Table.from_batches(batches, reader.schema).drop_columns(_VALUES).replace_schema_metadata(None)
 
-    def __len__(self): return len(self._starts)
+    def __len__(self): return len(self.starts)
     def __repr__(self): return f'{type(self).__name__}({str(self.path)!r}: {len(self)} {self.kind}, {self.dtype} {["n", *self.item_shape]})'
     def __reduce__(self): return type(self), (self.path,)
 
     def __getitem__(self, i: int) -> np.ndarray:
         "Array `i` as a view [n, *item_shape] of the mapped file."
         i = range(len(self))[i]
-        start, n = self._starts[i], int(self.lengths[i])
-        return self._flat[start:start + n*self._item].reshape(n, *self.item_shape)
+        start, n = int(self.starts[i]), int(self.lengths[i])
+        return self.flat[start:start + n*self._item].reshape(n, *self.item_shape)
 
     @cached_property
     def index(self) -> pd.DataFrame:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.data.batches import (Batcher, DayBalancedSampler, EpochSampler, bucket_of, choose_buckets, copy_into, evaluation_batches,
+from b2t_kaggle.data.batches import (Batcher, DayBalancedSampler, EpochSampler, bucket_of, choose_buckets, evaluation_batches, fill_rows,
                                      longest_in_batches, padding_table, prefetch, round_length)
 
 # Trials of each day; some days have none, as the real sessions without a split
@@ -121,7 +121,8 @@ def store_of(lengths, n_features=8, dtype='float16', seed=0):
     rng = np.random.default_rng(seed)
     xs = [rng.standard_normal((n, n_features)).astype(dtype) for n in lengths]
     ids = [rng.integers(1, 41, rng.integers(0, 9)) for _ in lengths]
-    return SimpleNamespace(path='memory', dtype=np.dtype(dtype), n_features=n_features, features=xs.__getitem__, n_bins=np.array(lengths),
+    ragged = SimpleNamespace(flat=np.concatenate(xs).reshape(-1), starts=n_features*np.cumsum([0, *lengths[:-1]]))
+    return SimpleNamespace(path='memory', ragged=ragged, dtype=np.dtype(dtype), n_features=n_features, features=xs.__getitem__, n_bins=np.array(lengths),
                            day=rng.integers(0, 3, len(lengths)), n_labels=np.array([len(x) for x in ids]), class_ids=ids.__getitem__)
 
 
@@ -177,12 +178,16 @@ def test_threads_do_not_share_memory():
     assert not wrong
 
 
-def test_widening_is_exact_for_every_float16():
-    x = np.arange(2**16, dtype='uint16').view('float16').reshape(256, 256)
-    out = np.full((256, 256), -1, 'float32')
-    copy_into(out, x)
-    np.testing.assert_array_equal(out, x.astype('float32'))
-    with pytest.raises(TypeError): copy_into(np.empty(3, 'float16'), np.zeros(3, 'float32'))
+@pytest.mark.parametrize('stored, delivered', [('float16', 'float32'), ('float16', 'float16'), ('float32', 'float32')])
+def test_filling_is_exact_for_every_float16(stored, delivered):
+    x = np.arange(2**16, dtype='uint16').view('float16').astype(stored)
+    out, starts, lengths = np.full((3, 40000), -1, delivered), np.array([0, 30000, 5]), np.array([30000, 35536, 0])
+    fill_rows(out, x, starts, lengths)
+    for row, s, n in zip(out, starts, lengths):
+        np.testing.assert_array_equal(row[:n], x[s:s + n].astype(delivered))
+        assert not row[n:].any()
+    with pytest.raises(TypeError, match='float32 cannot be delivered as float16'): fill_rows(np.empty((1, 3), 'float16'), np.zeros(3, 'float32'), starts[:1], lengths[2:])
+    with pytest.raises(ValueError, match='do not fit'): fill_rows(out[:, :35000], x, starts, lengths)
 
 
 def test_prefetch_keeps_the_order_and_runs_ahead():

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DayBalancedSampler', 'EpochSampler', 'evaluation_batches', 'round_length', 'choose_buckets', 'longest_in_batches',
-           'bucket_of', 'padding_table', 'copy_into', 'Batch', 'Batcher', 'prefetch']
+           'bucket_of', 'padding_table', 'fill_rows', 'Batch', 'Batcher', 'prefetch']
 
 # %% ../../nbs/data/03_batches.ipynb #c003
 import math
@@ -175,17 +175,36 @@ def _half_to_float(typing_context, bits):
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
     return types.float32(types.uint16), codegen
 
-@njit(nogil=True)
-def _widen(bits, out):
-    for i in range(bits.size): out[i] = _half_to_float(bits[i])
+@njit
+def _as_it_is(x): return x
 
-def copy_into(
-    out: np.ndarray, # Contiguous destination, float32 or of the type of `x`
-    x: np.ndarray,   # Contiguous source of the same shape
+def _filler(convert):
+    "A function that copies arrays into the rows of a batch, converted, and pads them with zeros. It runs as a whole without Python's lock."
+    @njit(nogil=True)
+    def fill(flat, starts, lengths, out):
+        for row in range(len(starts)):
+            source, target = flat[starts[row]:starts[row] + lengths[row]], out[row]
+            for i in range(source.size): target[i] = convert(source[i])
+            target[source.size:] = 0
+    return fill
+
+_copy, _widen = _filler(_as_it_is), _filler(_half_to_float)
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    "Float16 as its bits, anything else as it is."
+    return x.view(np.uint16) if x.dtype == np.float16 else x
+
+def fill_rows(
+    out: np.ndarray,     # Contiguous [B, N]: of the type of `flat`, or float32 for float16
+    flat: np.ndarray,    # Numbers one behind the other, such as `Ragged.flat`
+    starts: np.ndarray,  # Where in `flat` the array of each row begins [B]
+    lengths: np.ndarray, # Numbers in it [B], at most N
 ) -> None:
-    "Copy at the speed of memory, also from float16 to float32; other threads run meanwhile."
-    if x.dtype == np.float16 and out.dtype == np.float32: _widen(x.reshape(-1).view(np.uint16), out.reshape(-1))
-    else: np.copyto(out, x, casting='safe')
+    "Fill each row with an array and zeros, at the speed of memory; other threads run meanwhile."
+    if len(starts) != len(out) or lengths.max(initial=0) > out.shape[1]: raise ValueError(f'arrays of up to {lengths.max(initial=0)} numbers do not fit into {list(out.shape)}')
+    if flat.dtype == out.dtype: _copy(_bits(flat), starts, lengths, _bits(out))
+    elif (flat.dtype, out.dtype) == (np.float16, np.float32): _widen(_bits(flat), starts, lengths, out)
+    else: raise TypeError(f'{flat.dtype} cannot be delivered as {out.dtype}')
 
 # %% ../../nbs/data/03_batches.ipynb #c028
 def _references(arrays: list) -> list[int]:
@@ -235,14 +254,11 @@ class Batcher:
     def __call__(self, trials: np.ndarray) -> Batch:
         "The batch of these trials [B]; -1 makes a row without a trial. Raises `ValueError` for a trial that no bucket holds."
         store, trials, real = self.store, np.asarray(trials), np.asarray(trials) >= 0
-        T = bucket_of(store.n_bins[trials[real]].max(), self.buckets)
-        features = self._pool.get((len(trials), T, store.n_features), self.dtype)
+        T, F = bucket_of(store.n_bins[trials[real]].max(), self.buckets), store.n_features
+        features = self._pool.get((len(trials), T, F), self.dtype)
+        fill_rows(features.reshape(len(trials), T*F), store.ragged.flat, store.ragged.starts[trials], np.where(real, store.n_bins[trials], 0)*F)
         labels = np.zeros((len(trials), self._n_labels_max), np.int64)
-        for row, i in enumerate(trials):
-            n = store.n_bins[i] if i >= 0 else 0
-            if n: copy_into(features[row, :n], store.features(i))
-            features[row, n:] = 0
-            if i >= 0: labels[row, :store.n_labels[i]] = store.class_ids(i)
+        for row in np.flatnonzero(real): labels[row, :store.n_labels[trials[row]]] = store.class_ids(trials[row])
         n_bins, day, n_labels = (np.where(real, x[trials], fill) for x, fill in ((store.n_bins, T), (store.day, 0), (store.n_labels, 0)))
         return Batch(features, n_bins, day, labels, n_labels, trials)
 

@@ -93,7 +93,7 @@ def _pack(data_dir: Path, recipe: dict, path: Path, progress: bool) -> None:
 class TrialStore:
     "All trials of a split in one memory-mapped file; `[i]` is a `StoredTrial`, `.features(i)` and `.class_ids(i)` are its parts."
     def __init__(self, path: str | Path):
-        self._ragged = r = Ragged(path, kind='trials')
+        self.ragged = r = Ragged(path, kind='trials')
         self.path, self.dtype, self.n_features = r.path, r.dtype, r.item_shape[0]
         self.recipe, self.sessions, self.split = r.metadata, r.metadata['sessions'], r.metadata['split']
         self.n_bins, self.n_labels, self.day = (r.table[c].to_numpy() for c in ('n_bins', 'n_labels', 'day'))
@@ -106,13 +106,13 @@ class TrialStore:
         "The store in a file; raises `RaggedError` where it is none."
         return cls(path)
 
-    def __len__(self): return len(self._ragged)
+    def __len__(self): return len(self.ragged)
     def __repr__(self): return f'TrialStore({str(self.path)!r}: {len(self)} {self.split} trials of {len(self.sessions)} sessions, {self.dtype} [T, {self.n_features}])'
     def __reduce__(self): return type(self), (self.path,)
 
     def features(self, i: int) -> np.ndarray:
         "Features [T, F] of trial `i`, a view of the mapped file."
-        return self._ragged[i]
+        return self.ragged[i]
 
     def class_ids(self, i: int) -> np.ndarray:
         "Labels [S] of trial `i`; of length 0 in the test split."
@@ -126,7 +126,7 @@ class TrialStore:
     @cached_property
     def index(self) -> pd.DataFrame:
         "One row for each trial: session, day, block, trial, key, n_bins, n_labels, sentence, is_instruction."
-        return self._ragged.table.drop_columns('class_ids').to_pandas()
+        return self.ragged.table.drop_columns('class_ids').to_pandas()
 
     @classmethod
     def build(cls, data_dir, split, path, dtype='float16', sessions=None, drop_instructions=False, bad_trials=None, feature_subset=None, progress=True) -> 'TrialStore':
