@@ -154,10 +154,11 @@ class History:
     def add(self,
         step: int, loss: float, grad_norm: float, rates: dict[str, float], seconds: float, # Of this batch; seconds since the run began
         validation: dict | None = None, # From `summarize`
+        end_row: bool = False,          # A checkpoint follows
     ) -> None:
-        "One training batch; every tenth, or one with a validation, ends a row."
+        "One training batch; every tenth, or one with a validation or checkpoint, ends a row."
         self.window.append((loss, grad_norm))
-        if validation or step % self.every == 0:
+        if validation or end_row or step % self.every == 0:
             mean_loss, mean_norm = np.mean(self.window, 0)
             self.rows.append(dict(step=step, loss=mean_loss, grad_norm=mean_norm, lr=rates['model'], lr_day=rates['day'], seconds=round(seconds, 2),
                                   val_loss=None, val_per=None) | {k: v for k, v in (validation or {}).items() if k != 'sessions'})
@@ -436,10 +437,12 @@ def train(
             ends = stopped or t.step == c.num_training_batches
             validation = budget.timed('validate', t.validate) if ends or t.step % c.batches_per_val_step == 0 else None
             t.seconds = seconds + budget.elapsed()
-            history.add(t.step, loss, norm, rates, t.seconds, validation)
-            if t.is_best(validation, ends): save_best(t, out/'best.pt')
+            better = t.is_best(validation, ends)
             stopped = stopped or t.has_converged()
-            if ends or stopped or validation or t.step % c.batches_per_save == 0:
+            save = bool(ends or stopped or validation) or t.step % c.batches_per_save == 0
+            history.add(t.step, loss, norm, rates, t.seconds, validation, end_row=save)
+            if better: save_best(t, out/'best.pt')
+            if save:
                 history.save()
                 budget.timed('save', save_last, t, out/'last.pt')
             bar.set_postfix(loss=f'{loss:.2f}', PER=f'{t.best["val_per"]:.1%}' if t.best['val_per'] else '-', refresh=False)

@@ -1,0 +1,239 @@
+"The trainer: the official optimisation, exact resume after SIGKILL, and what it says when something is wrong."
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from b2t_kaggle.config import preset, with_overrides
+from b2t_kaggle.data.sessions import Trial, session_path, write_session
+from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.devices import pick_torch
+from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
+from b2t_kaggle.pytorch.inference import infer
+from b2t_kaggle.pytorch.trainer import Trainer, TrainingError, read_history, train
+
+SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']
+FEATURES = 12
+
+
+def write_toy(folder, sessions=SESSIONS, splits=dict(train=12, val=4), short=False, seed=0):
+    "Sessions in which a label is a pattern that lasts ten bins."
+    rng, patterns = np.random.default_rng(seed), np.random.default_rng(1).standard_normal((5, FEATURES)) * 2
+    for s in sessions:
+        for split, n in splits.items():
+            trials = []
+            for i in range(n):
+                ids = rng.integers(1, 5, rng.integers(2, 5))
+                x = rng.standard_normal((10 * len(ids) + 10, 512)).astype('float32')
+                x[5:-5, :FEATURES] += np.repeat(patterns[ids], 10, axis=0)
+                if short and split == 'train' and i == 3: ids = np.ones(30, int)   # 30 equal labels do not fit
+                trials.append(Trial(s, split, f'trial_{i:04d}', 1, i, x, ids, 'hello', False))
+            write_session(session_path(folder, s, split), trials)
+
+
+def open_stores(folder):
+    return [TrialStore.build(folder, s, folder/f'{s}.arrow', progress=False, feature_subset=list(range(FEATURES))) for s in ('train', 'val')]
+
+
+@pytest.fixture(scope='module')
+def stores(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('toy')
+    write_toy(folder)
+    return open_stores(folder)
+
+
+SMALL = {'neural_dim': FEATURES, 'feature_subset': list(range(FEATURES)), 'n_units': 16, 'n_layers': 2, 'n_classes': 5, 'data.batch_size': 6, 'days_per_batch': 2,
+         'num_training_batches': 60, 'batches_per_val_step': 20, 'batches_per_save': 7, 'lr_warmup_steps': 5, 'lr_warmup_steps_day': 5, 'lr_max': .01, 'lr_max_day': .01,
+         'patch_size': 6, 'patch_stride': 3, 'rnn_dropout': .2, 'input_dropout': .2}
+
+def config(**kw): return with_overrides(preset('demo'), SMALL | kw)
+
+
+def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
+    "Lists of day parameters, LambdaLR, AdamW with three groups, clipping: written out here, and the same to float32's precision."
+    cfg = config(precision='float32', rnn_dropout=0, input_dropout=0, white_noise_std=0, constant_offset_std=0, random_cut=0, smooth_data=False, weight_decay_day=.01,
+                 grad_norm_clip_value=1., lr_max_day=.02, lr_decay_steps=12, lr_decay_steps_day=10, lr_warmup_steps=3, epsilon=.1)
+    t, c = Trainer(*stores, cfg, pick_torch('cpu', 'float32')), cfg.train
+    p = {k: v.clone().requires_grad_() for k, v in to_official_state(t.model.state_dict()).items()}
+    bias = [v for k, v in p.items() if 'gru.bias' in k or 'out.bias' in k]
+    day = [v for k, v in p.items() if k.startswith('day_')]
+    other = [v for k, v in p.items() if not k.startswith('day_') and 'gru.bias' not in k and 'out.bias' not in k]
+    opt = torch.optim.AdamW([dict(params=bias, weight_decay=0), dict(params=day, lr=c.lr_max_day, weight_decay=c.weight_decay_day), dict(params=other)],
+                            lr=c.lr_max, betas=(c.beta0, c.beta1), eps=c.epsilon, weight_decay=c.weight_decay)
+    def factor(i, low, decay, warmup):
+        if i < warmup: return i / max(1, warmup)
+        if i < decay: return max(low, low + (1 - low) * 0.5 * (1 + math.cos(math.pi * (i - warmup) / max(1, decay - warmup))))
+        return low
+    main = lambda i: factor(i, c.lr_min / c.lr_max, 12, 3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, [main, lambda i: factor(i, c.lr_min_day / c.lr_max_day, 10, 5), main])
+    gru, start = torch.nn.GRU(FEATURES * 6, 16, 2, batch_first=True), {k: v.detach().clone() for k, v in p.items()}
+    for i in range(15):
+        b = t.batch(i)
+        x, days = torch.from_numpy(b.features.copy()), b.day.tolist()
+        y = torch.stack([trial @ p[f'day_weights.{d}'] + p[f'day_biases.{d}'] for trial, d in zip(x, days)])
+        y = F.softsign(y).unfold(1, 6, 3).transpose(2, 3).flatten(2)
+        y, _ = torch.func.functional_call(gru, {k[4:]: v for k, v in p.items() if k.startswith('gru.')}, (y, p['h0'].expand(2, len(x), 16).contiguous()))
+        log_probs = (y @ p['out.weight'].T + p['out.bias']).log_softmax(-1).transpose(0, 1)
+        loss = F.ctc_loss(log_probs, torch.from_numpy(b.labels), torch.from_numpy((b.n_bins - 6) // 3 + 1), torch.from_numpy(b.n_labels), reduction='none').mean()
+        opt.zero_grad(); loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(p.values(), 1.)
+        opt.step(); schedule.step()
+        ours, our_norm, _ = t.train_step(b)
+        assert abs(ours - loss.item()) < 1e-3 * loss.item() and abs(our_norm - norm.item()) < 1e-2 * norm.item()
+    final = to_official_state(t.model.state_dict())
+    for k, v in p.items():
+        assert (final[k] - v).abs().max() < 2e-4, k
+        assert (v - start[k]).abs().max() > 2e-3, f'{k} hardly moved, so that this proves nothing'
+
+
+SCRIPT = '''
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from test_trainer import config
+    from b2t_kaggle.data.store import TrialStore
+    from b2t_kaggle.pytorch.trainer import train
+    data, out = map(Path, sys.argv[2:])
+    print('ready', flush=True)
+    print(train(*(TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')), config(), out, progress=False)['step'], flush=True)
+'''
+
+
+def start(stores, out):
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
+    return subprocess.Popen([sys.executable, '-c', textwrap.dedent(SCRIPT), str(Path(__file__).parent), str(stores[0].path.parent), str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(stores, tmp_path):
+    whole = start(stores, tmp_path/'whole')
+    out, err = whole.communicate()
+    assert whole.returncode == 0 and out.split()[-1] == '60', err
+    rng, kills, seen = np.random.default_rng(), 0, set()
+    while True:
+        run = start(stores, tmp_path/'killed')
+        assert run.stdout.readline() == 'ready\n', run.stderr.read()
+        # not by the clock but by progress: wait for the next checkpoint, then a random moment in the steps after it
+        last, wait_from = tmp_path/'killed'/'last.pt', time.monotonic()
+        before = last.stat().st_mtime_ns if last.exists() else None
+        while run.poll() is None and (not last.exists() or last.stat().st_mtime_ns == before): time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.15))
+        if run.poll() is not None or kills == 3: break
+        run.send_signal(signal.SIGKILL); run.wait(); kills += 1
+        seen.add(load_file(last)['step'])
+        assert time.monotonic() - wait_from < 60
+    out, err = run.communicate()
+    assert run.returncode == 0 and out.split()[-1] == '60', err
+    assert kills >= 2 and any(0 < s < 60 for s in seen), f'killed {kills} times, at checkpoints {seen}: nothing was interrupted'
+    for name in ('last.pt', 'best.pt'):
+        a, b = (load_file(tmp_path/d/name) for d in ('whole', 'killed'))
+        for k, v in a['model_state_dict'].items(): assert torch.equal(v, b['model_state_dict'][k]), (name, k)
+        assert a['best' if name == 'last.pt' else 'val_per'] == b['best' if name == 'last.pt' else 'val_per']
+    a, b = (read_history(tmp_path/d/'history.csv') for d in ('whole', 'killed'))
+    assert a.drop(columns='seconds').equals(b.drop(columns='seconds'))
+
+
+def test_a_changed_run_is_refused_by_name(stores, tmp_path):
+    train(*stores, config(num_training_batches=7), tmp_path/'run', progress=False)
+    for change, found in [({'lr_max': .02}, 'train.lr_max was 0.01, is now 0.02'), ({'n_units': 8}, 'model.n_units was 16, is now 8'),
+                          ({'white_noise_std': 0.1}, 'augment.white_noise_std'), ({'precision': 'bfloat16' if pick_torch('cpu').precision == 'float32' else 'float32'}, 'precision was')]:
+        with pytest.raises(TrainingError, match=found): train(*stores, config(**{'num_training_batches': 7} | change), tmp_path/'run', progress=False)
+    longer = train(*stores, config(num_training_batches=9, time_budget=5., batches_per_save=2), tmp_path/'run', progress=False)
+    assert longer['step'] == 9
+
+
+def test_changed_data_is_refused(tmp_path):
+    write_toy(tmp_path)
+    train(*open_stores(tmp_path), config(num_training_batches=3), tmp_path/'run', progress=False)
+    write_toy(tmp_path, seed=7)
+    with pytest.raises(TrainingError, match='train trials was 36'): train(*open_stores(tmp_path), config(num_training_batches=3), tmp_path/'run', progress=False)
+
+
+def test_a_failing_disk_keeps_the_previous_checkpoint(stores, tmp_path, monkeypatch):
+    train(*stores, config(num_training_batches=7), tmp_path, progress=False)
+    real, calls = torch.save, []
+    def fails(value, f):
+        calls.append(1); f.write(b'half'); raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(torch, 'save', fails)
+    with pytest.raises(OSError): train(*stores, config(), tmp_path, progress=False)
+    monkeypatch.setattr(torch, 'save', real)
+    assert calls and load_file(tmp_path/'last.pt')['step'] == 7
+    assert train(*stores, config(num_training_batches=10), tmp_path, progress=False)['step'] == 10
+
+
+def test_trials_that_cannot_be_aligned_are_named_and_left_out(tmp_path, capsys):
+    write_toy(tmp_path, short=True)
+    result = train(*open_stores(tmp_path), config(num_training_batches=30), tmp_path/'run', progress=False)
+    said = capsys.readouterr().out
+    assert result['finished'] and '3 trials with too few frames' in said and f'{SESSIONS[0]} block 1 trial 3 (trial_0003)' in said
+
+
+def test_a_loss_that_is_no_number_names_its_trials_and_leaves_the_weights(stores):
+    t = Trainer(*stores, config(), pick_torch('cpu'))
+    t.train_step(t.batch(0))
+    before, batch = {k: v.clone() for k, v in t.model.state_dict().items()}, t.batch(1)
+    batch.features[2, 4, 0] = np.inf
+    row = stores[0].index.iloc[batch.trials[2]]
+    with pytest.raises(TrainingError, match=rf'batch 1: .*{row.session} block {row.block} trial {row.trial} \({row.key}\)\. Look'): t.train_step(batch)
+    for k, v in t.model.state_dict().items(): assert torch.equal(v, before[k])
+
+
+def test_early_stopping_and_time_budget(stores, tmp_path):
+    # without learning nothing improves after the first validation
+    still = config(lr_max=1e-12, lr_max_day=1e-12, lr_min=0, lr_min_day=0, early_stopping=True, early_stopping_val_steps=2, batches_per_val_step=3)
+    result = train(*stores, still, tmp_path/'early', progress=False)
+    assert result['stopped'] == 'early stopping' and result['finished'] and result['step'] == 9 and result['best_step'] == 3
+    assert train(*stores, still, tmp_path/'early', progress=False)['step'] == 9
+    began = time.monotonic()
+    long = config(num_training_batches=10**6, time_budget=3 / 60)
+    result = train(*stores, long, tmp_path/'budget', progress=False)
+    assert time.monotonic() - began < 5 and not result['finished'] and 0 < result['step'] < 10**6
+    more = train(*stores, long, tmp_path/'budget', progress=False)
+    assert more['step'] > result['step'] and load_model(tmp_path/'budget'/'best.pt')
+
+
+def test_frozen_parts_stay(stores, tmp_path):
+    t = Trainer(*stores, config(input_trainable=False, rnn_trainable=False), pick_torch('cpu'))
+    before = {k: v.clone() for k, v in t.model.state_dict().items()}
+    for i in range(3): t.train_step(t.batch(i))
+    changed = {k for k, v in t.model.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed == {'out.weight', 'out.bias', 'h0'}
+
+
+def test_without_validation_trials_the_last_weights_count(stores, tmp_path):
+    result = train(stores[0], None, config(num_training_batches=8), tmp_path, progress=False)
+    assert result['val_per'] is None and result['best_step'] == 8
+    model, _ = load_model(tmp_path)
+    assert torch.equal(model.h0, load_file(tmp_path/'last.pt')['model_state_dict']['h0'])
+
+
+def test_starting_from_another_model_keeps_the_days_by_name(stores, tmp_path):
+    train(*stores, config(num_training_batches=12), tmp_path/'first', progress=False)
+    old, _ = load_model(tmp_path/'first')
+    write_toy(tmp_path/'later', SESSIONS[1:] + ['t15.2023.09.01'])
+    t = Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt')), pick_torch('cpu'))
+    assert torch.equal(t.model.day_weights[:2], old.day_weights[1:]) and torch.equal(t.model.day_weights[2], torch.eye(FEATURES))
+    assert torch.equal(t.model.gru.weight_ih_l0, old.gru.weight_ih_l0)
+    with pytest.raises(TrainingError, match='does not fit'):
+        Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt'), n_units=8), pick_torch('cpu'))
+
+
+def test_inference_agrees_with_validation(stores, tmp_path):
+    "The PER of the log-probabilities on disk is the PER that training reported for the same weights."
+    from rapidfuzz.distance import Levenshtein
+    result = train(*stores, config(num_training_batches=40, batches_per_val_step=40), tmp_path, progress=False)
+    logits = infer(tmp_path/'best.pt', stores[1], tmp_path/'val.arrow', batch_size=5, progress=False)
+    edits = 0
+    for i in range(len(logits)):
+        path = logits[i].argmax(-1)
+        ids = [int(c) for j, c in enumerate(path) if c and (j == 0 or path[j - 1] != c)]
+        edits += Levenshtein.distance(ids, stores[1][i].class_ids.tolist())
+    assert edits / stores[1].n_labels.sum() == pytest.approx(result['val_per'])
