@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Lexicon', 'N_HYPS', 'N_ARENA', 'N_KEYS', 'N_ASKED', 'ROOM', 'greedy', 'phoneme_beam', 'Pronunciations', 'Trie',
-           'Transitions', 'Hyps', 'Arena', 'Scratch', 'Hypothesis', 'LexiconBeamDecoder']
+           'Transitions', 'Hyps', 'Arena', 'Scratch', 'Hypothesis', 'LexiconBeamDecoder', 'align']
 
 # %% ../../nbs/decoding/01_beam.ipynb #c003
 import heapq
@@ -48,7 +48,7 @@ def phoneme_beam(
         new = {}
         def add(labels, blank, label):
             b, l = new.get(labels, (-math.inf, -math.inf))
-            new[labels] = np.logaddexp(b, blank), np.logaddexp(l, label)
+            if max(blank, label) > -math.inf: new[labels] = np.logaddexp(b, blank), np.logaddexp(l, label)
         for labels, (b, l) in prefixes.items():
             both = np.logaddexp(b, l)
             add(labels, both + frame[BLANK], l + frame[labels[-1]] if labels else -math.inf)
@@ -164,27 +164,24 @@ def _csr(groups: Iterable[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 def _build_trie(spellings: list[list[tuple[int, ...]]], unigrams: np.ndarray) -> Trie:
     "The trie of all spellings; `unigrams` are the words' natural-log probabilities."
-    children, ends = [{}], [[]]
-    for w, prons in enumerate(spellings):
-        for pron in prons:
-            n = 0
-            for s in pron:
-                if s not in children[n]:
-                    children[n][s] = len(children)
-                    children.append({}); ends.append([])
-                n = children[n][s]
-            ends[n].append(w)
-    order, symbol, parent = [0], [SIL], [-1] # Breadth first
-    for i, n in enumerate(order):
-        for s, c in children[n].items():
-            order.append(c); symbol.append(s); parent.append(i)
-    first_child = np.cumsum([1, *(len(children[n]) for n in order)])
-    first_word, words = _csr(ends[n] for n in order)
-    look_ahead = np.array([max((unigrams[w] for w in ends[n]), default=-np.inf) for n in order])
-    for i in range(len(order) - 1, 0, -1): look_ahead[parent[i]] = max(look_ahead[parent[i]], look_ahead[i])
-    return Trie(np.array(symbol, np.int8), np.array(parent, np.int32), first_child.astype(np.int32), first_word.astype(np.int32), words.astype(np.int32), look_ahead.astype(np.float32))
+    word = np.repeat(np.arange(len(spellings)), [len(s) for s in spellings]) # Of each spelling
+    start, symbols = _csr(itertools.chain.from_iterable(spellings))
+    length, at = np.diff(start), np.zeros(len(word), np.int64)               # at: node of each spelling so far
+    symbol, parent, n = [np.array([SIL])], [np.array([-1])], 1
+    for depth in range(length.max()):                                        # All nodes of one depth at once: sorted by parent, then class
+        alive = length > depth
+        keys, row = np.unique(at[alive]*len(PHONEMES) + symbols[start[:-1][alive] + depth], return_inverse=True)
+        parent.append(keys//len(PHONEMES)); symbol.append(keys % len(PHONEMES))
+        at[alive], n = n + row, n + len(keys)
+    symbol, parent = np.concatenate(symbol), np.concatenate(parent)
+    look_ahead = np.full(n, -np.inf)
+    np.maximum.at(look_ahead, at, unigrams[word])
+    for i in range(n - 1, 0, -1): look_ahead[parent[i]] = max(look_ahead[parent[i]], look_ahead[i])
+    first = lambda index: np.concatenate([[0], np.cumsum(np.bincount(index, minlength=n))]) # Where each node's group begins
+    return Trie(symbol.astype(np.int8), parent.astype(np.int32), (1 + first(parent[1:])).astype(np.int32), first(at).astype(np.int32),
+                word[np.argsort(at, kind='stable')].astype(np.int32), look_ahead.astype(np.float32))
 
-# %% ../../nbs/decoding/01_beam.ipynb #c021
+# %% ../../nbs/decoding/01_beam.ipynb #c022
 class Transitions(NamedTuple):
     "Hash table with open addressing: state · W + word -> natural-log probability and next state."
     key: np.ndarray      # -1 is a free place
@@ -210,7 +207,7 @@ def _copy_transitions(old, new):
             j = _place(new.key, old.key[i])
             new.key[j], new.log_prob[j], new.next[j] = old.key[i], old.log_prob[i], old.next[i]
 
-# %% ../../nbs/decoding/01_beam.ipynb #c022
+# %% ../../nbs/decoding/01_beam.ipynb #c023
 class _States:
     "The n-gram states met so far, and the table of transitions between them; state 0 begins a sentence."
     def __init__(self, lm: NGram, words: list[str]):
@@ -247,7 +244,7 @@ class _States:
         after = kenlm.State()
         return LN10*np.array([self.model.BaseScore(self.states[s], '</s>', after) for s in states])
 
-# %% ../../nbs/decoding/01_beam.ipynb #c024
+# %% ../../nbs/decoding/01_beam.ipynb #c025
 class Hyps(NamedTuple):
     "Hypotheses in arrays."
     node: np.ndarray    # Place in the trie
@@ -275,7 +272,7 @@ def _empty(kind, size: int, **types):
 _HYP_TYPES = dict(label=np.float64, blank=np.float64, score=np.float64)
 _ARENA_TYPES = dict(behind=np.float64, text=np.int64)
 
-# %% ../../nbs/decoding/01_beam.ipynb #c025
+# %% ../../nbs/decoding/01_beam.ipynb #c026
 N_HYPS, N_ARENA, N_KEYS, N_ASKED, ROOM = range(5) # Counters; ROOM is the number of word ends in a frame that all buffers suffice for
 _TEXT_BASE = 6364136223846793005                  # Base of the texts' polynomial hash, modulo 2^64
 
@@ -300,7 +297,7 @@ def _best(arena, n, a, h_a, b, h_b):
     arena.text[i], arena.lattice[i] = arena.text[h_a], i
     return a, i
 
-# %% ../../nbs/decoding/01_beam.ipynb #c027
+# %% ../../nbs/decoding/01_beam.ipynb #c028
 class Scratch(NamedTuple):
     "What a frame computes about the hypotheses, and a hash table (node, state) -> hypothesis."
     best: np.ndarray   # The better score of a hypothesis
@@ -335,11 +332,24 @@ def _stay(frame, trie, cur, new, tmp, arena, n, lm_weight):
         new.blank[i], new.h_blank[i] = tmp.best[i] + frame[0], tmp.h_best[i]
         new.score[i] = max(new.label[i], new.blank[i]) + lm_weight*trie.look_ahead[node]
 
-# %% ../../nbs/decoding/01_beam.ipynb #c028
+# %% ../../nbs/decoding/01_beam.ipynb #c029
 @_jit
 def _kth(scores, k):
-    "The k-th best score, or -inf where there are fewer."
-    return np.partition(scores, len(scores) - k)[len(scores) - k] if len(scores) >= k else -math.inf
+    "The k-th best score, or -inf where there are fewer, by quickselect (np.partition would take longer to compile than all the rest)."
+    if len(scores) < k: return -math.inf
+    a, low, high, wanted = scores.copy(), 0, len(scores) - 1, len(scores) - k
+    while low < high:
+        pivot, i, j = a[(low + high)//2], low, high
+        while i <= j:
+            while a[i] < pivot: i += 1
+            while a[j] > pivot: j -= 1
+            if i <= j:
+                a[i], a[j] = a[j], a[i]
+                i, j = i + 1, j - 1
+        if wanted <= j: high = j
+        elif wanted >= i: low = i
+        else: break
+    return a[wanted]
 
 @_jit
 def _ask(frame, trie, cur, tmp, table, asked, n, n_words, lm_weight, word_score, bound):
@@ -361,7 +371,7 @@ def _ask(frame, trie, cur, tmp, table, asked, n, n_words, lm_weight, word_score,
                 n[N_KEYS] += 1
     return ends
 
-# %% ../../nbs/decoding/01_beam.ipynb #c029
+# %% ../../nbs/decoding/01_beam.ipynb #c030
 @_jit
 def _end_words(t, frame, trie, cur, new, tmp, table, arena, n, n_words, lm_weight, word_score, bound):
     "Complete words with SIL, back to the root; returns the number of candidates."
@@ -388,7 +398,7 @@ def _end_words(t, frame, trie, cur, new, tmp, table, arena, n, n_words, lm_weigh
                 m += 1
     return m
 
-# %% ../../nbs/decoding/01_beam.ipynb #c030
+# %% ../../nbs/decoding/01_beam.ipynb #c031
 @_jit
 def _children(frame, trie, cur, new, tmp, n, m, lm_weight, bound):
     "Move to the children that are not in the beam; returns the number of candidates."
@@ -420,7 +430,7 @@ def _select(cur, new, n, m, beam):
                 k += 1
     n[N_HYPS] = k
 
-# %% ../../nbs/decoding/01_beam.ipynb #c031
+# %% ../../nbs/decoding/01_beam.ipynb #c032
 @_jit
 def _advance(scores, t0, t, trie, cur, new, tmp, table, asked, arena, n, n_words, beam, lm_weight, word_score):
     "Search on from frame t; returns the frame where it stopped: at the end, or where something is needed from outside."
@@ -441,7 +451,7 @@ def _advance(scores, t0, t, trie, cur, new, tmp, table, asked, arena, n, n_words
         t += 1
     return t
 
-# %% ../../nbs/decoding/01_beam.ipynb #c033
+# %% ../../nbs/decoding/01_beam.ipynb #c034
 @_jit
 def _walk(arena, starts, scores, n_texts, max_steps):
     "The best distinct texts: word ids, one after the other, and where each begins. Hashes stand for texts; their collision odds are some 2^-50."
@@ -452,7 +462,7 @@ def _walk(arena, starts, scores, n_texts, max_steps):
     seen.clear(); found.clear()
     words, first = [0], [0]
     words.clear()
-    while len(heap) > 0 and len(first) <= n_texts and max_steps > 0:
+    while len(heap) > 0 and len(first) <= n_texts and max_steps > 0: # The limit is far above what sentences need
         cost, h, tail = heapq.heappop(heap)
         while (h, text[tail]*31 + power[tail]) not in seen:
             max_steps -= 1
@@ -473,7 +483,7 @@ def _walk(arena, starts, scores, n_texts, max_steps):
             h = arena.prev[h]
     return np.array(words, dtype=np.int64), np.array(first, dtype=np.int64)
 
-# %% ../../nbs/decoding/01_beam.ipynb #c035
+# %% ../../nbs/decoding/01_beam.ipynb #c036
 class _Search:
     "The changing part of a decoder: one per thread."
     MAX_STATES = 1_000_000 # Some 200 MB; then the table is begun anew
@@ -529,10 +539,10 @@ class _Search:
         return self._texts(starts[scores > -np.inf], scores[scores > -np.inf], n_texts)
 
     def _texts(self, starts, scores, n_texts):
-        words, first = _walk(self.arena, starts, scores, n_texts, 1000*n_texts + 10_000)
+        words, first = _walk(self.arena, starts, scores, n_texts, n_texts*(1000 + 20*self.frames))
         return [words[a:b] for a, b in itertools.pairwise(first)]
 
-# %% ../../nbs/decoding/01_beam.ipynb #c037
+# %% ../../nbs/decoding/01_beam.ipynb #c038
 def _unfinished(self: _Search, n_texts: int) -> list[np.ndarray]:
     "Texts of hypotheses that are all in the middle of a word."
     found = {}
@@ -545,7 +555,7 @@ def _unfinished(self: _Search, n_texts: int) -> list[np.ndarray]:
 
 _Search._unfinished = _unfinished
 
-# %% ../../nbs/decoding/01_beam.ipynb #c039
+# %% ../../nbs/decoding/01_beam.ipynb #c040
 @dataclass(frozen=True)
 class Hypothesis:
     "One entry of an n-best list: `total = acoustic_scale · acoustic + lm_weight · ngram + word_score · n_words`."
@@ -555,7 +565,7 @@ class Hypothesis:
     n_words: int
     total: float
 
-# %% ../../nbs/decoding/01_beam.ipynb #c040
+# %% ../../nbs/decoding/01_beam.ipynb #c041
 class LexiconBeamDecoder:
     """Lexicon + n-gram CTC beam search.
 
@@ -576,6 +586,7 @@ class LexiconBeamDecoder:
             if not value >= low: raise ValueError(f'{name} is {value}; expected at least {low}')
         for name, value in (('acoustic_scale', acoustic_scale), ('blank_penalty', blank_penalty)):
             if not 0 < value < math.inf: raise ValueError(f'{name} is {value}; expected a positive number')
+        if not math.isfinite(word_score): raise ValueError(f'word_score is {word_score}; expected a finite number')
         if merge not in ('max', 'sum'): raise ValueError(f"merge is {merge!r}; expected 'max' or 'sum'")
         self.lm, self.beam, self.lm_weight, self.word_score = lm, beam, float(lm_weight), float(word_score)
         self.acoustic_scale, self.blank_penalty, self.nbest, self.merge = acoustic_scale, blank_penalty, nbest, merge
@@ -591,7 +602,7 @@ class LexiconBeamDecoder:
         self.lm.model.NullContextWrite(nothing)
         return LN10*np.array([self.lm.model.BaseScore(nothing, w, after) for w in self.words])
 
-# %% ../../nbs/decoding/01_beam.ipynb #c041
+# %% ../../nbs/decoding/01_beam.ipynb #c042
 def _decode(self: LexiconBeamDecoder,
     log_probs: np.ndarray, # Log-probabilities of one trial [T', 41]
 ) -> list[Hypothesis]:     # Up to `nbest` hypotheses with distinct texts, best first; never empty
@@ -617,7 +628,7 @@ def _hypothesis(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarr
 
 LexiconBeamDecoder.decode, LexiconBeamDecoder._hypothesis = _decode, _hypothesis
 
-# %% ../../nbs/decoding/01_beam.ipynb #c042
+# %% ../../nbs/decoding/01_beam.ipynb #c043
 def _decode_all(self: LexiconBeamDecoder,
     log_probs: Sequence[np.ndarray], # Trials, such as a `LogitStore`: read one by one, by index
     n_jobs: int = 0,                 # Threads; 0 means one for each core
@@ -632,3 +643,25 @@ def _decode_all(self: LexiconBeamDecoder,
         return list(tqdm(threads.map(one, range(len(log_probs))), total=len(log_probs), desc='decode', disable=not progress))
 
 LexiconBeamDecoder.decode_all = _decode_all
+
+# %% ../../nbs/decoding/01_beam.ipynb #c051
+def align(
+    log_probs: np.ndarray, # Log-probabilities [T', K]
+    class_ids: np.ndarray, # Labels [S], without blanks
+) -> np.ndarray:           # First and last frame of each label [S, 2]
+    "Viterbi alignment of labels with frames; raises `ValueError` where there are too few frames."
+    log_probs, ids = _checked(log_probs), np.asarray(class_ids)
+    states = np.zeros(2*len(ids) + 1, dtype=int)       # A blank before, between and after the labels
+    states[1::2] = ids
+    skip = np.zeros(len(states), dtype=bool)           # Where the blank before may be left out
+    skip[3::2] = ids[1:] != ids[:-1]
+    score, steps = np.where(np.arange(len(states)) == 0, 0.0, -np.inf), []
+    for t, frame in enumerate(log_probs):
+        from_before = np.stack([score, np.append(-np.inf, score[:-1]), np.where(skip, np.append([-np.inf]*2, score[:-2])[:len(score)], -np.inf)])
+        steps.append(from_before.argmax(0))
+        score = from_before.max(0) + frame[states]
+    state = len(states) - 1 if len(states) == 1 or score[-1] >= score[-2] else len(states) - 2
+    if score[state] == -np.inf: raise ValueError(f'{len(log_probs)} frames are too few for {len(ids)} labels')
+    path = np.empty(len(log_probs), dtype=int)
+    for t in range(len(log_probs) - 1, -1, -1): path[t], state = state, state - steps[t][state]
+    return np.array([[np.flatnonzero(path == 2*i + 1)[k] for k in (0, -1)] for i in range(len(ids))]).reshape(-1, 2)
