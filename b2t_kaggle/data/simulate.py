@@ -183,7 +183,7 @@ _LENGTH = 19*np.where(TARGETS[:, 0, ARTICULATORS.index('vowel')] > 0, 1.2, np.wh
 _LENGTH[SIL] = 28                 # bins of 20 ms; a word has 3.2 phonemes and a pause, together two seconds
 _EDGE = 40                        # bins of silence before and after
 _SMOOTH = 3.0                     # bins; standard deviation of the kernel with which movements follow their targets
-_JITTER = 0.25                    # how far a movement misses its target, in units of the features
+_JITTER = 0.1                     # how far a movement misses its target, in units of the features
 
 def _kernel(std: float) -> np.ndarray:
     "A Gaussian that sums to one, out to three standard deviations."
@@ -210,7 +210,7 @@ def movement(
 _ARRAYS = {'ventral 6v': (1.0, 'lips teeth tongue_tip palate velum stop fricative sibilant nasal'), 'area 4': (0.75, 'voice glottis open lips speech nasal tense'),
            '55b': (0.9, 'vowel high front back round glide rhotic lateral'), 'dorsal 6v': (0.5, 'voice glottis tense speech open')}
 N_ELECTRODES = 256
-_MODULATION = 0.16                # at snr 1: standard deviation of the log rate over speech, in a typical electrode
+_MODULATION = 0.4                 # at snr 1: standard deviation of the log rate over speech, in a typical electrode
 _SHARED = 12                      # dimensions of the noise that electrodes share
 _MAX_LAG = 5                      # bins by which an electrode precedes the movement
 
@@ -223,7 +223,7 @@ def _directions(rng: np.random.Generator) -> np.ndarray:
     return w/(spread.std(0)[:, None] + 1e-6)
 
 # %% ../../nbs/data/01_simulate.ipynb #c023
-_TURN_DAYS, _TURN_SESSION = 60., 0.9     # time constant of the tuning; correlation of two sessions without a pause
+_TURN_DAYS, _TURN_SESSION = 90., 0.95    # time constant of the tuning; correlation of two sessions without a pause
 _DIES, _RETURNS = 0.02, 0.15             # per session
 
 @dataclass(frozen=True)
