@@ -62,14 +62,20 @@ def _cast_into(
     "Copy with rounding; raises `RaggedError` where values of `x` do not fit into the type of `out`."
     floats = x.dtype.kind == out.dtype.kind == 'f'
     if not floats and not np.can_cast(x.dtype, out.dtype, 'safe'):
-        raise RaggedError(f'values are {x.dtype}, expected {out.dtype}; convert them first')
+        raise RaggedError(f'has values of type {x.dtype}, expected {out.dtype}; convert them first')
     try:
         with np.errstate(over='raise'): np.copyto(out, x, casting='same_kind')
     except FloatingPointError:
-        raise RaggedError(f'value {x.flat[np.argmax(np.abs(x))]:g} is beyond {out.dtype}, whose largest is {np.finfo(out.dtype).max:g}; '
+        raise RaggedError(f'has the value {x.flat[np.argmax(np.abs(x))]:g}, beyond {out.dtype}, whose largest is {np.finfo(out.dtype).max:g}; '
                           'store the wider type') from None
 
 # %% ../nbs/03_ragged.ipynb #c011
+def _check(values: np.ndarray, row: dict, item_shape: tuple[int, ...], columns: set[str]) -> None:
+    "Raise `RaggedError` where an array or its row of the index has not the form that a file has."
+    if values.ndim != 1 + len(item_shape) or values.shape[1:] != item_shape:
+        raise RaggedError(f'has the shape {list(values.shape)}, expected [n{"".join(f", {s}" for s in item_shape)}]')
+    if row.keys() != columns: raise RaggedError(f'has the index columns {sorted(row)}, expected {sorted(columns)}')
+
 def _record_batch(
     schema: pa.Schema,  # Index columns, then the values
     values: np.ndarray, # [sum(lengths), *item_shape], contiguous
@@ -84,6 +90,25 @@ def _record_batch(
     return pa.record_batch([*columns, pa.LargeListArray.from_arrays(offsets, column)], schema=schema)
 
 # %% ../nbs/03_ragged.ipynb #c014
+class _Chunk:
+    "Arrays that wait to be written, one behind the other, with their rows of the index."
+    def __init__(self, size: int, dtype: np.dtype, item_shape: tuple[int, ...]):
+        self.size, self.values = size, np.empty((0, *item_shape), dtype)
+        self.clear()
+
+    def clear(self): self.lengths, self.rows, self.used = [], [], 0
+
+    def has_room(self, n: int) -> bool:
+        "Whether an array of length `n` belongs to this chunk; an empty one takes any."
+        return self.used == 0 or self.used + n <= len(self.values)
+
+    def append(self, values: np.ndarray, row: dict) -> None:
+        n = len(values)
+        if self.used + n > len(self.values): self.values = np.empty((max(n, self.size), *values.shape[1:]), self.values.dtype)
+        _cast_into(self.values[self.used:self.used + n], values)
+        self.lengths.append(n); self.rows.append(row); self.used += n
+
+# %% ../nbs/03_ragged.ipynb #c016
 class RaggedWriter:
     "Writes arrays of one type to one file, in a stream. A context manager: leaving it without an exception puts the file in place."
     def __init__(self,
@@ -95,17 +120,35 @@ class RaggedWriter:
         metadata: dict | None = None,     # Anything that JSON can hold
         chunk_bytes: int = 64 << 20,      # Values in memory at a time
     ):
-        self.path, self.dtype, self.item_shape = Path(path), np.dtype(dtype), tuple(item_shape)
+        self.path, self.item_shape, dtype = Path(path), tuple(item_shape), np.dtype(dtype)
         header = json.dumps(dict(version=_VERSION, kind=kind, metadata=metadata or {}))
-        values = pa.field(_VALUES, _values_type(self.dtype, self.item_shape), nullable=False)
+        values = pa.field(_VALUES, _values_type(dtype, self.item_shape), nullable=False)
         self.schema = pa.schema([*(schema or []), values], metadata={_KEY: header})
-        self._size = max(1, chunk_bytes//(self.dtype.itemsize*math.prod(self.item_shape)))
-        self._chunk, self._lengths, self._rows, self._used, self._n = np.empty((0, *self.item_shape), self.dtype), [], [], 0, 0
+        self._columns, self._n = {f.name for f in schema or []}, 0
+        self._chunk = _Chunk(max(1, chunk_bytes//(dtype.itemsize*math.prod(self.item_shape))), dtype, self.item_shape)
 
     def __enter__(self):
         self._tmp = _temporary(self.path)
         self._writer = pa.ipc.new_file(str(self._tmp), self.schema)
         return self
+
+    def append(self,
+        values: np.ndarray, # [n, *item_shape]
+        **row: Any,         # The index: a value for each column
+    ) -> None:
+        "Add one array. Raises `RaggedError` for a wrong shape or type, a value beyond the stored type, or a row with other columns."
+        values = np.asarray(values)
+        try:
+            _check(values, row, self.item_shape, self._columns)
+            if not self._chunk.has_room(len(values)): self._flush()
+            self._chunk.append(values, row)
+        except RaggedError as e: raise RaggedError(f'{self.path}: array {self._n} {e}') from None
+        self._n += 1
+
+    def _flush(self):
+        c = self._chunk
+        if c.rows: self._writer.write_batch(_record_batch(self.schema, c.values[:c.used], c.lengths, c.rows))
+        c.clear()
 
     def __exit__(self, error, *_):
         try:
@@ -114,31 +157,7 @@ class RaggedWriter:
             if error is None: os.replace(self._tmp, self.path)
         finally: self._tmp.unlink(missing_ok=True)
 
-    def append(self,
-        values: np.ndarray, # [n, *item_shape]
-        **row: Any,         # The index: a value for each column
-    ) -> None:
-        "Add one array. Raises `RaggedError` for a wrong shape, a value beyond the stored type, or a row with other columns."
-        values, n = _checked(self, values, row), len(values)
-        if self._used + n > max(self._size, len(self._chunk)) and self._used: self._flush()
-        if self._used + n > len(self._chunk): self._chunk = np.empty((max(n, self._size), *self.item_shape), self.dtype)
-        try: _cast_into(self._chunk[self._used:self._used + n], values)
-        except RaggedError as e: raise RaggedError(f'{self.path}: array {self._n}: {e}') from None
-        self._lengths.append(n); self._rows.append(row); self._used += n; self._n += 1
-
-    def _flush(self):
-        if self._rows: self._writer.write_batch(_record_batch(self.schema, self._chunk[:self._used], self._lengths, self._rows))
-        self._lengths, self._rows, self._used = [], [], 0
-
-def _checked(w: RaggedWriter, values, row: dict) -> np.ndarray:
-    "`values` as an array of the right shape; raises `RaggedError` where it, or its row, is not what `w` writes."
-    values, columns = np.asarray(values), {f.name for f in w.schema} - {_VALUES}
-    if values.ndim != 1 + len(w.item_shape) or values.shape[1:] != w.item_shape:
-        raise RaggedError(f'{w.path}: array {w._n} has the shape {list(values.shape)}, expected [n{"".join(f", {s}" for s in w.item_shape)}]')
-    if row.keys() != columns: raise RaggedError(f'{w.path}: row {w._n} has the columns {sorted(row)}, expected {sorted(columns)}')
-    return values
-
-# %% ../nbs/03_ragged.ipynb #c016
+# %% ../nbs/03_ragged.ipynb #c018
 _DAMAGE = (pa.ArrowException, OSError, NotImplementedError, UnicodeDecodeError)  # what Arrow raises for bytes that make no sense
 
 def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
@@ -171,7 +190,7 @@ def _locate(batch: pa.RecordBatch, start: int) -> tuple[np.ndarray, np.ndarray]:
     dtype, item_shape = _numpy_type(column.type)
     return data.address - start + offsets[:-1]*dtype.itemsize*math.prod(item_shape), np.diff(offsets)
 
-# %% ../nbs/03_ragged.ipynb #c017
+# %% ../nbs/03_ragged.ipynb #c019
 class Ragged:
     "Many arrays `[n, *item_shape]` of one type in one memory-mapped file; `[i]` is a read-only view of the i-th."
     def __init__(self,
@@ -205,7 +224,7 @@ class Ragged:
         "The index, a row for each array."
         return self.table.to_pandas()
 
-# %% ../nbs/03_ragged.ipynb #c019
+# %% ../nbs/03_ragged.ipynb #c021
 def write_ragged(
     path: str | Path,               # File to write
     arrays: Iterable[np.ndarray],   # [n, *item_shape] each, consumed one at a time; the first one tells type and shape

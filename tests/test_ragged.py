@@ -110,7 +110,7 @@ def test_foreign_files_are_refused(tmp_path, content):
 def test_errors_say_what_is_wrong(good, tmp_path):
     with pytest.raises(RaggedError, match='no such file'): Ragged(tmp_path/'nothing')
     with pytest.raises(RaggedError, match='there are no arrays'): write_ragged(tmp_path/'x', [])
-    with pytest.raises(RaggedError, match=r"row 0 has the columns \['name'\], expected \['key'\]"):
+    with pytest.raises(RaggedError, match=r"array 0 has the index columns \['name'\], expected \['key'\]"):
         with RaggedWriter(tmp_path/'x', 'float32', schema=pa.schema(dict(key=pa.string()))) as w: w.append(np.zeros(3), name='a')
     with pytest.raises(RaggedError, match='convert them first'):
         with RaggedWriter(tmp_path/'x', 'int16') as w: w.append(np.array([1], 'int64'))
@@ -119,7 +119,7 @@ def test_errors_say_what_is_wrong(good, tmp_path):
 
 @pytest.mark.parametrize('value', [65520., -65520., 1e30, np.float64(1e300)])
 def test_overflow_is_an_error_and_rounding_is_not(tmp_path, value):
-    with pytest.raises(RaggedError, match='beyond float16'):
+    with pytest.raises(RaggedError, match='array 0 has the value .*, beyond float16'):
         with RaggedWriter(tmp_path/'x', 'float16') as w: w.append(np.array([1, value]))
     with RaggedWriter(tmp_path/'x', 'float16') as w: w.append(np.array([65519.9, 1e-30, np.inf, np.nan]))     # infinity that was one already is kept
     assert np.array_equal(Ragged(tmp_path/'x')[0], np.array([65504, 0, np.inf, np.nan], 'float16'), equal_nan=True)

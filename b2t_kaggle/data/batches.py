@@ -23,6 +23,15 @@ from numba.extending import intrinsic
 from .store import TrialStore
 
 # %% ../../nbs/data/03_batches.ipynb #c006
+def _resolve_days(wanted: Sequence[int], days: np.ndarray, at_most: int) -> list[int]:
+    "Days counted from the end as days; raises `ValueError` for one without trials, or too many."
+    resolved = [d if d >= 0 else int(days[-1]) + 1 + d for d in wanted]
+    without = [d for d in resolved if d not in days]
+    if without: raise ValueError(f'must_include_days: day {without[0]} has no trials; days with trials are {days.tolist()}')
+    if len(set(resolved)) < len(wanted) or len(wanted) > at_most:
+        raise ValueError(f'must_include_days {list(wanted)} must be different days, at most days_per_batch = {at_most}')
+    return resolved
+
 class DayBalancedSampler:
     "Training batches that hold equally many trials of each of some days: the official sampling."
     def __init__(self,
@@ -42,16 +51,7 @@ class DayBalancedSampler:
         self._trials = {d: order[days_of_trials[order] == d] for d in self.days}
         if days_per_batch > len(self.days): raise ValueError(f'days_per_batch is {days_per_batch}, but only {len(self.days)} days have trials; lower data.days_per_batch')
         if batch_size < days_per_batch: raise ValueError(f'batch_size {batch_size} is smaller than days_per_batch {days_per_batch}; raise data.batch_size')
-        self._must = self._resolve(must_include_days or [])
-
-    def _resolve(self, days: Sequence[int]) -> list[int]:
-        "Days counted from the end as days; raises `ValueError` for one without trials, or too many."
-        resolved = [d if d >= 0 else int(self.days[-1]) + 1 + d for d in days]
-        without = [d for d in resolved if d not in self.days]
-        if without: raise ValueError(f'must_include_days: day {without[0]} has no trials; days with trials are {self.days.tolist()}')
-        if len(set(resolved)) < len(days) or len(days) > self.days_per_batch:
-            raise ValueError(f'must_include_days {list(days)} must be different days, at most days_per_batch = {self.days_per_batch}')
-        return resolved
+        self._must = _resolve_days(must_include_days or [], self.days, days_per_batch)
 
     def batch(self, step: int) -> np.ndarray:
         "Trials [batch_size] of the batch of a step, day by day."
@@ -167,7 +167,7 @@ def padding_table(
     t.loc['all'] = t.sum()
     return t.assign(waste=1 - t.bins/t.padded_bins)
 
-# %% ../../nbs/data/03_batches.ipynb #c025
+# %% ../../nbs/data/03_batches.ipynb #c026
 @intrinsic
 def _half_to_float(typing_context, bits):
     "A float16, given as its bits, as a float32."
@@ -206,7 +206,7 @@ def fill_rows(
     elif (flat.dtype, out.dtype) == (np.float16, np.float32): _widen(_bits(flat), starts, lengths, out)
     else: raise TypeError(f'{flat.dtype} cannot be delivered as {out.dtype}')
 
-# %% ../../nbs/data/03_batches.ipynb #c028
+# %% ../../nbs/data/03_batches.ipynb #c029
 def _references(arrays: list) -> list[int]:
     "How many references there are to each."
     return [sys.getrefcount(a) for a in arrays]
@@ -228,7 +228,7 @@ class _Pool:
                 i = -1
             return self._memory[i][:n_bytes].view(dtype).reshape(shape)
 
-# %% ../../nbs/data/03_batches.ipynb #c031
+# %% ../../nbs/data/03_batches.ipynb #c032
 @dataclass
 class Batch:
     "Trials in arrays of the same length. Times are in bins, B trials, T the batch's bucket, F features, S the most labels a trial has."
@@ -262,7 +262,7 @@ class Batcher:
         n_bins, day, n_labels = (np.where(real, x[trials], fill) for x, fill in ((store.n_bins, T), (store.day, 0), (store.n_labels, 0)))
         return Batch(features, n_bins, day, labels, n_labels, trials)
 
-# %% ../../nbs/data/03_batches.ipynb #c035
+# %% ../../nbs/data/03_batches.ipynb #c036
 def prefetch(
     items: Iterable, # Made in a thread, in order
     ahead: int = 2,  # Items that wait at most
