@@ -217,14 +217,18 @@ class _Pool:
     "Arrays whose memory is used again once nobody refers to it."
     def __init__(self): self._memory, self._lock = [], threading.Lock()
 
-    def get(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def get(self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        room: int = 0, # Bytes to take where there is no unused memory; at least what the array needs
+    ) -> np.ndarray:
         "An array with arbitrary contents."
         n_bytes = math.prod(shape)*dtype.itemsize
         with self._lock:
             unused = [r == _UNUSED for r in _references(self._memory)]
             i = next((i for i, m in enumerate(self._memory) if unused[i] and m.size >= n_bytes), None)
             if i is None:           # unused memory that is too small goes, so that the pool holds what is needed at a time
-                self._memory = [m for m, u in zip(self._memory, unused) if not u] + [np.empty(n_bytes, np.uint8)]
+                self._memory = [m for m, u in zip(self._memory, unused) if not u] + [np.empty(max(n_bytes, room), np.uint8)]
                 i = -1
             return self._memory[i][:n_bytes].view(dtype).reshape(shape)
 
@@ -255,7 +259,7 @@ class Batcher:
         "The batch of these trials [B]; -1 makes a row without a trial. Raises `ValueError` for a trial that no bucket holds."
         store, trials, real = self.store, np.asarray(trials), np.asarray(trials) >= 0
         T, F = bucket_of(store.n_bins[trials[real]].max(), self.buckets), store.n_features
-        features = self._pool.get((len(trials), T, F), self.dtype)
+        features = self._pool.get((len(trials), T, F), self.dtype, room=len(trials)*self.buckets[-1]*F*self.dtype.itemsize)
         fill_rows(features.reshape(len(trials), T*F), store.ragged.flat, store.ragged.starts[trials], np.where(real, store.n_bins[trials], 0)*F)
         labels = np.zeros((len(trials), self._n_labels_max), np.int64)
         for row in np.flatnonzero(real): labels[row, :store.n_labels[trials[row]]] = store.class_ids(trials[row])
