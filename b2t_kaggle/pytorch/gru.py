@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .layers import cpu_gru, day_affine, dropout, n_frames, pack, packed_day_affine, packed_windows, softsign, windows
+from .layers import cpu_gru, day_affine, dropout, frame_order, n_frames, pack, packed_day_affine, packed_windows, softsign, windows
 
 # %% ../../nbs/pytorch/02_gru.ipynb #c006
 class GRUDecoder(nn.Module):
@@ -45,33 +45,34 @@ class GRUDecoder(nn.Module):
         return_state: bool = False,    # Also return the states `[L, B, H]` after the last frame
         n_bins: Tensor | None = None,  # Bins of each trial `[B]`; what lies beyond is not computed where that saves time
     ) -> Tensor:
-        "Logits `[B, T', K]`; beyond a trial's own frames they mean nothing. Raises `ValueError` for bins too few to make a frame."
+        "Logits `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` for bins too few to make a frame."
         B, T = x.shape[:2]
         if T < self.patch_size: raise ValueError(f'the batch has {T} bins, fewer than patch_size = {self.patch_size}; pad it, or leave such short trials out')
         if states is None: states = self.h0.expand(self.gru.num_layers, B, -1).contiguous()
-        if x.device.type == 'cpu': y, states = self._packed(x, day_idx, states, x.new_full((B,), T, dtype=torch.int64) if n_bins is None else n_bins)
-        else: y, states = self._padded(x, day_idx, states)
-        logits = self.out(y).transpose(0, 1)
+        if x.device.type != 'cpu': logits, states = self._padded(x, day_idx, states)
+        else: logits, states = self._packed(x, day_idx, states, torch.full((B,), T) if n_bins is None else n_bins)
         return (logits, states) if return_state else logits
 
     def _padded(self, x, day_idx, states):
-        "What the model is, in six operations; how a GPU computes it."
+        "What the model is, in seven operations; how a GPU computes it."
         x = softsign(day_affine(x, day_idx, self.day_weights, self.day_biases))
         x = dropout(x, self.input_dropout, self.training)
         if self.patch_size: x = windows(x, self.patch_size, self.patch_stride)
-        return self.gru(x.transpose(0, 1), states)
+        x, states = self.gru(x.transpose(0, 1), states)
+        return self.out(x).transpose(0, 1), states
 
     @torch.compiler.disable
     def _packed(self, x, day_idx, states, n_bins):
-        "The same without padding before the recurrence; how a CPU computes it."
+        "The same without any padding; how a CPU computes it."
         size, stride = max(self.patch_size, 1), max(self.patch_stride, 1)
-        # a trial without a frame, such as a filling row, still gets one
-        frames = n_frames(n_bins, size, stride).clamp(min=1)
-        lengths = ((frames - 1) * stride + size).tolist()
+        frames = n_frames(n_bins, size, stride).clamp(min=1)  # a trial shorter than a patch still gets a frame, of padding
+        lengths, order = ((frames - 1) * stride + size).tolist(), frame_order(frames)
         x = softsign(packed_day_affine(pack(x, lengths), self.day_weights, self.day_biases, day_idx, lengths))
         x = dropout(x, self.input_dropout, self.training)
         if self.patch_size: x = packed_windows(x, lengths, size, stride)
-        return cpu_gru(self.gru, x, frames, states, self.training)
+        y, states = cpu_gru(self.gru, x, order, states, self.training)
+        logits, T = self.out(y), int(frames.max())
+        return logits.new_zeros(len(frames) * T, logits.shape[1]).index_copy(0, order.padded, logits).view(len(frames), T, -1), states
 
 # %% ../../nbs/pytorch/02_gru.ipynb #c008
 def build_model(
