@@ -157,7 +157,7 @@ def test_frames_at_once_and_one_by_one(lm):
     assert decoder.decode(x) == expected
 
 
-def test_threads_and_order(lm):
+def test_processes_and_order(lm):
     trials = [spoken(n % 7, n) for n in range(40)]
     one = LexiconBeamDecoder(LEXICON, lm, beam=20).decode_all(trials, n_jobs=1, progress=False)
     assert LexiconBeamDecoder(LEXICON, lm, beam=20).decode_all(trials, n_jobs=4, progress=False) == one

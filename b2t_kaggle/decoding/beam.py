@@ -11,9 +11,11 @@ import heapq
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_all_start_methods, get_context
 from typing import Literal, NamedTuple
 
 import kenlm
@@ -25,7 +27,7 @@ from .ngram import LN10, NGram
 from ..phonemes import BLANK, PHONEMES, SIL
 
 Lexicon = dict[str, list[list[str]]] # Word -> its pronunciations, without SIL
-_jit = njit(cache=True, nogil=True)  # Compiled once per machine; free of the GIL, so trials decode in parallel threads
+_jit = njit(cache=True, nogil=True)  # Compiled once per machine; other threads may run meanwhile
 
 # %% ../../nbs/decoding/01_beam.ipynb #c006
 def greedy(
@@ -485,7 +487,7 @@ def _walk(arena, starts, scores, n_texts, max_steps):
 
 # %% ../../nbs/decoding/01_beam.ipynb #c036
 class _Search:
-    "The changing part of a decoder: one per thread."
+    "The changing part of a decoder."
     MAX_STATES = 1_000_000 # Some 200 MB; then the table is begun anew
 
     def __init__(self, trie: Trie, states: _States, beam: int, lm_weight: float, word_score: float):
@@ -594,7 +596,7 @@ class LexiconBeamDecoder:
         self.trie = _build_trie(spellings, self._unigrams())
         start, symbols = _csr(itertools.chain.from_iterable(spellings))
         self._prons = Pronunciations(np.cumsum([0, *map(len, spellings)]), start, symbols)
-        self._idle = [] # Searches that no thread uses
+        self._idle = [] # Searches that no call of `decode` uses: several threads may call it
 
     def _unigrams(self) -> np.ndarray:
         "Natural-log probability of each word without context."
@@ -628,23 +630,44 @@ def _hypothesis(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarr
 
 LexiconBeamDecoder.decode, LexiconBeamDecoder._hypothesis = _decode, _hypothesis
 
-# %% ../../nbs/decoding/01_beam.ipynb #c043
+# %% ../../nbs/decoding/01_beam.ipynb #c044
+_work = None # Decoder and trials of a forked process
+
+def _set_work(decoder, trials):
+    global _work
+    _work = decoder, trials
+
+def _decode_trial(i: int) -> list[Hypothesis]:
+    decoder, trials = _work
+    try: return decoder.decode(trials[i])
+    except ValueError as e: raise ValueError(f'trial {i}: {e}') from None
+
+def _forks(n: int, decoder: LexiconBeamDecoder, trials: Sequence[np.ndarray]) -> ProcessPoolExecutor:
+    "Processes that inherit decoder and trials."
+    decoder.decode(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES)))) # What is compiled before, no process needs to compile
+    return ProcessPoolExecutor(n, get_context('fork'), _set_work, (decoder, trials))
+
+# %% ../../nbs/decoding/01_beam.ipynb #c045
 def _decode_all(self: LexiconBeamDecoder,
     log_probs: Sequence[np.ndarray], # Trials, such as a `LogitStore`: read one by one, by index
-    n_jobs: int = 0,                 # Threads; 0 means one for each core
+    n_jobs: int = 0,                 # Processes; 0 means one for each core
     progress: bool = True,           # Whether to show a progress bar
 ) -> list[list[Hypothesis]]:         # The n-best of each trial
-    "Decode trials in parallel threads; an error names the trial."
-    def one(i):
-        try: return self.decode(log_probs[i])
-        except ValueError as e: raise ValueError(f'trial {i}: {e}') from None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    with ThreadPoolExecutor(n_jobs or cores) as threads:
-        return list(tqdm(threads.map(one, range(len(log_probs))), total=len(log_probs), desc='decode', disable=not progress))
+    "Decode trials in parallel; an error names the trial. Systems that cannot fork use one process."
+    n = n_jobs or (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
+    n = min(n, len(log_probs)) if 'fork' in get_all_start_methods() else 1
+    bar = lambda results: list(tqdm(results, total=len(log_probs), desc='decode', unit=' trials', disable=not progress))
+    if n <= 1:
+        _set_work(self, log_probs)
+        try: return bar(map(_decode_trial, range(len(log_probs))))
+        finally: _set_work(None, None)
+    with warnings.catch_warnings(), _forks(n, self, log_probs) as processes:
+        warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning) # Safe here, see above
+        return bar(processes.map(_decode_trial, range(len(log_probs)), chunksize=max(1, min(8, len(log_probs)//(4*n)))))
 
 LexiconBeamDecoder.decode_all = _decode_all
 
-# %% ../../nbs/decoding/01_beam.ipynb #c051
+# %% ../../nbs/decoding/01_beam.ipynb #c053
 def align(
     log_probs: np.ndarray, # Log-probabilities [T', K]
     class_ids: np.ndarray, # Labels [S], without blanks
