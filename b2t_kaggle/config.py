@@ -30,12 +30,14 @@ class Section(BaseModel):
 class SimulateConfig(Section):
     n_sessions: int = Field(8, ge=1, le=45)
     "Recording days to simulate, taken from the start of the participant's real schedule."
-    train: int = Field(80, ge=1)
-    "Training sentences per session."
-    val: int = Field(12, ge=0)
+    train: int | None = Field(80, ge=1)
+    "Training sentences per session; null: as many as the real session has."
+    val: int | None = Field(12, ge=0)
     "Validation sentences per session (the first session has none, as in the real data)."
-    test: int = Field(12, ge=0)
+    test: int | None = Field(12, ge=0)
     "Test sentences per session (the first session has none)."
+    max_words: int = Field(6, ge=1)
+    "Longest simulated sentence, in words; the real ones go beyond 15."
     snr: float = Field(1.0, gt=0)
     "Difficulty in one number: scales the phoneme-driven part of every feature against its noise. 1 is calibrated."
     lm_sentences: int = Field(20_000, ge=0)

@@ -51,6 +51,7 @@ class Problem:
     found: str
     expected: str
     advice: str
+    severity: str = 'error'        # `error`: the trial cannot be used, reading it raises; `warning`: odd, but usable
 
     def __str__(self):
         where = ', '.join(s for s in (self.file, self.trial, self.field) if s)
@@ -150,16 +151,16 @@ def _check_labels(raw: dict, ok: set) -> Iterator[tuple]:
     if {'transcription', 'sentence_label'} <= ok:
         codes = raw['transcription']
         codes = codes[:int(np.argmin(codes))] if (codes == 0).any() else codes
-        if ((codes < 0) | (codes > 0x10FFFF)).any(): yield 'transcription', f'code {codes.min() if codes.min() < 0 else codes.max()}', 'character codes', _EXCLUDE
+        if ((codes < 0) | (codes > 0x10FFFF)).any(): yield 'transcription', f'code {codes.min() if codes.min() < 0 else codes.max()}', 'character codes', 'the sentence_label is used', 'warning'
         elif _letters(text := ''.join(map(chr, codes))) != _letters(raw['sentence_label']):
-            yield 'transcription', repr(text), f'the letters of sentence_label {raw["sentence_label"]!r}', _EXCLUDE
+            yield 'transcription', repr(text), f'the letters of sentence_label {raw["sentence_label"]!r}', 'the sentence_label is used', 'warning'
 
 # %% ../../nbs/data/00_sessions.ipynb #c017
 def _problems(raw: dict, file: str | Path, key: str, session: str, split: str) -> list[Problem]:
     "Everything that is wrong with one trial."
     found = list(_check_types(raw, split))
     found += _check_values(raw, session, split, ok=set(_fields(split)) - {f for f, *_ in found})
-    return [Problem(str(file), key, field, str(f), str(e), a) for field, f, e, a in found]
+    return [Problem(str(file), key, field, str(f), str(e), *rest) for field, f, e, *rest in found]
 
 # %% ../../nbs/data/00_sessions.ipynb #c020
 _DAMAGED = OSError, RuntimeError, KeyError, ValueError, TypeError # what h5py raises for damaged files, depending on the place
@@ -192,7 +193,7 @@ def _check_keys(f: h5py.File, path: str | Path) -> Iterator[Problem]:
     if not keys: yield Problem(str(path), '', '', 'no trials', 'groups trial_0000, trial_0001, …', 'remove the file, or fetch it again')
     for key, want in zip(keys, (f'trial_{i:04d}' for i in range(len(keys)))):
         if key != want:
-            yield Problem(str(path), key, '', f'group {key}', f'group {want}', 'trials are numbered from trial_0000 without a gap; number them again')
+            yield Problem(str(path), key, '', f'group {key}', f'group {want}', 'trials are numbered from trial_0000 without a gap; number them again', 'warning')
             break
     for key in keys:
         if not isinstance(f.get(key), h5py.Group): yield Problem(str(path), key, '', 'no readable group', 'a group with datasets and attributes', _FETCH)
@@ -205,7 +206,7 @@ class _Duplicates(dict):
         first = self.setdefault(tuple(map(int, numbers)), f'{Path(path).name} {key}')
         if first != f'{Path(path).name} {key}':
             yield Problem(str(path), key, 'trial_num', f'block {numbers[0]}, trial {numbers[1]} again', 'each trial once in a session',
-                          f'it is in {first} too; remove one of them')
+                          f'it is in {first} too; remove one of them', 'warning')
 
 # %% ../../nbs/data/00_sessions.ipynb #c022
 def _scan(path: str | Path, duplicates: _Duplicates) -> Iterator[tuple[dict | None, str, list[Problem]]]:
@@ -237,10 +238,11 @@ def iter_trials(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
     drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`; they are kept, with `is_instruction`, otherwise
 ) -> Iterator[Trial]:
-    "The trials of a file in key order, one in memory at a time. Raises `SessionError` at the first problem."
+    "The trials of a file in key order, one in memory at a time. Raises `SessionError` at the first trial that cannot be used."
     session, split = _identify(path)
     for raw, key, problems in _scan(path, _Duplicates()):
-        if problems: raise SessionError(problems[0])
+        if errors := [p for p in problems if p.severity == 'error']: raise SessionError(errors[0])
+        if raw is None: continue # a warning about the file as a whole
         trial = _to_trial(raw, session, split, key)
         if not (drop_instructions and trial.is_instruction): yield trial
 
@@ -248,7 +250,7 @@ def read_session(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
     drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`
 ) -> list[Trial]:
-    "All trials of a file in key order. Raises `SessionError` at the first problem."
+    "All trials of a file in key order. Raises `SessionError` at the first trial that cannot be used."
     return list(iter_trials(path, drop_instructions))
 
 # %% ../../nbs/data/00_sessions.ipynb #c025
@@ -313,7 +315,7 @@ def validate(
     data_dir: str | Path,   # Folder with the session folders
     progress: bool = False, # Show a progress bar
 ) -> pd.DataFrame:
-    "Every problem of every file, a row each: file, trial, field, found, expected, advice. No row: the data is fine."
+    "Every problem of every file, a row each: file, trial, field, found, expected, advice, severity. No row: the data is fine."
     try: problems = list(_folder_problems(Path(data_dir)))
     except SessionError as e: return _table([e.problem])
     sessions = list_sessions(data_dir)
