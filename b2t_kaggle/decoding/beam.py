@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['Lexicon', 'N_HYPS', 'N_ARENA', 'N_KEYS', 'N_ASKED', 'ROOM', 'greedy', 'phoneme_beam', 'Pronunciations', 'Trie',
-           'Transitions', 'Hyps', 'Arena', 'Scratch', 'Hypothesis', 'LexiconBeamDecoder', 'align']
+           'Transitions', 'Hyps', 'Arena', 'Scratch', 'Hypothesis', 'LexiconBeamDecoder', 'write_nbest', 'read_nbest',
+           'align']
 
 # %% ../../nbs/decoding/01_beam.ipynb #c003
 import heapq
 import itertools
+import json
 import math
 import os
 import warnings
@@ -16,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods, get_context
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import kenlm
@@ -667,7 +670,28 @@ def _decode_all(self: LexiconBeamDecoder,
 
 LexiconBeamDecoder.decode_all = _decode_all
 
-# %% ../../nbs/decoding/01_beam.ipynb #c053
+# %% ../../nbs/decoding/01_beam.ipynb #c047
+def write_nbest(
+    path: str | Path,                           # JSON lines file to write
+    nbest: Iterable[Sequence[Hypothesis]],      # The hypotheses of each trial, best first
+) -> None:
+    "Write n-best lists, whole or not at all."
+    path = Path(path)
+    tmp = path.with_name(f'{path.name}.{os.getpid()}.tmp')
+    tmp.write_text(''.join(json.dumps([vars(h) for h in hyps]) + '\n' for hyps in nbest))
+    os.replace(tmp, path)
+
+def read_nbest(
+    path: str | Path, # From `write_nbest`
+) -> list[list[Hypothesis]]:
+    "The n-best lists of a file; raises `ValueError` naming the line that is none."
+    out = []
+    for i, line in enumerate(Path(path).read_text().splitlines(), 1):
+        try: out.append([Hypothesis(**h) for h in json.loads(line)])
+        except (ValueError, TypeError) as e: raise ValueError(f'{path}, line {i}: not an n-best list ({e}); decode again') from None
+    return out
+
+# %% ../../nbs/decoding/01_beam.ipynb #c056
 def align(
     log_probs: np.ndarray, # Log-probabilities [T', K]
     class_ids: np.ndarray, # Labels [S], without blanks
