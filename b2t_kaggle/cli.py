@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from . import __version__
+import b2t_kaggle
 from .config import PRESETS, Config, config_keys, load_config, with_overrides
 from .pipeline import STAGES, Run, run_stages
 
@@ -67,7 +67,7 @@ class _Group(click.Group):
             raise click.ClickException(str(e)) from None
 
 @click.group(cls=_Group, context_settings=dict(help_option_names=['-h', '--help'], max_content_width=120))
-@click.version_option(__version__, prog_name='b2t')
+@click.version_option(b2t_kaggle.__version__, prog_name='b2t')
 def main():
     """From recording sessions to a submission for Brain-to-Text '25.
 
@@ -171,7 +171,7 @@ def keys(part):
 def docs(output, serve):
     "Build the documentation site: executes the notebooks. Needs a checkout and the [docs] extra."
     import importlib.util, subprocess
-    root = Path(__file__).parent.parent
+    root = Path(b2t_kaggle.__file__).parent.parent
     if not (root/'mkdocs.yml').exists(): raise click.ClickException(f'{root} is not a checkout of the project (it has no mkdocs.yml)')
     if importlib.util.find_spec('mkdocs_jupyter') is None: raise click.ClickException('mkdocs-jupyter is missing; pip install b2t_kaggle[docs]')
     args = ['serve'] if serve else ['build', '--site-dir', str(Path(output).absolute())]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'PipelineError', 'Stage', 'plan', 'notebook_dir', 'notebook_path', 'fingerprint', 'Run', 'write_json',
-           'StageRun', 'begin_stage', 'execute', 'run_stages']
+           'StageRun', 'begin_stage', 'execute', 'write_report', 'run_stages']
 
 # %% ../nbs/07_pipeline.ipynb #c003
 import hashlib
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import __version__
+import b2t_kaggle
 from .config import Config, load_config, save_config, with_overrides
 
 # %% ../nbs/07_pipeline.ipynb #c006
@@ -71,7 +71,7 @@ def plan(
 # %% ../nbs/07_pipeline.ipynb #c012
 def notebook_dir() -> Path:
     "Folder of the stage notebooks, of the installed package or of this checkout."
-    here = Path(__file__).parent
+    here = Path(b2t_kaggle.__file__).parent
     for d in (here/'notebooks', here.parent/'nbs'/'pipeline'):
         if d.is_dir(): return d
     raise PipelineError(f'the stage notebooks are neither in {here/"notebooks"} nor beside the package; install b2t_kaggle again')
@@ -135,7 +135,7 @@ class Run:
             group, field = k.split('.')
             if group in config: config[group] = {f: v for f, v in config[group].items() if f != field}
         active = plan(self.cfg)
-        return _sha([__version__, _code_hash(notebook_path(name)), config, fingerprint(_outside_files(name, self.cfg)),
+        return _sha([b2t_kaggle.__version__, _code_hash(notebook_path(name)), config, fingerprint(_outside_files(name, self.cfg)),
                      {n: self.key(n) for n in stage.needs if n in active}])
 
     @property
@@ -245,13 +245,26 @@ def execute(
     source = notebook_path(name)
     out = run.dir/'notebooks'/source.name
     out.parent.mkdir(parents=True, exist_ok=True)
+    # Two processes that wait for each other by spinning halve each other's speed where cores are shared
+    os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
     try:
         pm.execute_notebook(source, out, dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute())), kernel_name='python3',
                             progress_bar=False, stderr_file=sys.stderr)
     except pm.PapermillExecutionError as e:
         raise PipelineError(f'stage {name} failed: {e.ename}: {e.evalue}\nThe whole traceback is in {out}') from None
 
-# %% ../nbs/07_pipeline.ipynb #c026
+# %% ../nbs/07_pipeline.ipynb #c027
+def write_report(run: Run) -> Path:
+    "`report.html` from the executed report notebook."
+    from nbconvert import HTMLExporter
+    html, _ = HTMLExporter(exclude_input=True).from_filename(str(run.dir/'notebooks'/notebook_path('report').name))
+    path = run.dir/'report.html'
+    tmp = path.with_name('report.html.tmp')
+    tmp.write_text(html, encoding='utf-8')
+    tmp.replace(path)
+    return path
+
+# %% ../nbs/07_pipeline.ipynb #c028
 def run_stages(
     run: Run,
     until: str | None = None,     # Last stage wanted; none means all
@@ -265,6 +278,7 @@ def run_stages(
         if why != 'done':
             print(f'── {name}: {STAGES[name].does} ({why})', file=sys.stderr, flush=True)
             execute(run, name)
+        if name == 'report' and (why != 'done' or not (run.dir/'report.html').exists()): write_report(run)
         s = stage.stamp
         rows.append(dict(stage=name, state='skipped, nothing changed' if why == 'done' else 'done' if s['finished'] else 'stopped early',
                          seconds=s['seconds'], **{'figures': ', '.join(f'{k} {_short(v)}' for k, v in s['metrics'].items())}))

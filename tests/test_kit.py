@@ -1,0 +1,43 @@
+"The script behind the README's two commands says what is missing before it downloads anything."
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def kit(*args, path=None, **env):
+    return subprocess.run(['/bin/bash', str(ROOT/'kit'), *args], capture_output=True, text=True, timeout=60,
+                          env=os.environ | dict(PATH=path or os.environ['PATH']) | env)
+
+
+def tools(tmp_path, python):
+    "A PATH with the system's small tools and a `python3` of our making, but no compiler."
+    for name in 'dirname sha256sum cut cat sed bash mkdir ls rm flock touch nproc'.split():
+        found = next((p for p in ('/usr/bin', '/bin') if (Path(p)/name).exists()), None)
+        if found: (tmp_path/name).symlink_to(Path(found)/name)
+    (tmp_path/'python3').write_text(f'#!/bin/bash\n{python}\n')
+    (tmp_path/'python3').chmod(0o755)
+    return str(tmp_path)
+
+
+def test_no_python(tmp_path):
+    r = kit('run', path=tools(tmp_path, 'exit 1'))
+    assert r.returncode == 2 and r.stderr.startswith('kit: Python 3.11') and 'apt-get install python3' in r.stderr
+
+
+def test_no_venv_no_headers_no_compiler(tmp_path):
+    fake = 'case "$2" in *ensurepip*|*sysconfig*) exit 1;; *venv*) echo python3.11-venv;; *) exit 0;; esac'
+    r = kit('run', path=tools(tmp_path, fake), B2T_ENVS=str(tmp_path/'envs'))
+    assert r.returncode == 2
+    assert len(r.stderr.splitlines()) == 1
+    for word in ('-venv', 'python3-dev', 'g++', 'apt-get install'): assert word in r.stderr
+    assert not (tmp_path/'envs').exists() or not list((tmp_path/'envs').glob('env-*/bin'))
+
+
+@pytest.mark.parametrize('args, status, said', [((), 0, './kit run'), (('--help',), 0, './kit test'), (('rum',), 2, "unknown command 'rum'")])
+def test_help_and_mistakes(args, status, said):
+    r = kit(*args)
+    assert r.returncode == status and said in r.stdout + r.stderr
