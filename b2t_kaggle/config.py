@@ -199,7 +199,7 @@ class DecodeConfig(Section):
     "Weight of the n-gram's natural-log score."
     word_score: float = 0.0
     "Added per word; positive values favour more words."
-    acoustic_scale: float = Field(0.6, gt=0)
+    acoustic_scale: float = Field(0.8, gt=0)
     "Weight of the acoustic log-probability."
     blank_penalty: float = Field(1.0, gt=0)
     "The blank's probability is divided by this; the official kit uses 90."

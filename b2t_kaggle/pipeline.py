@@ -31,13 +31,14 @@ class Stage:
     does: str                # One line for help and tables
     config: tuple[str, ...]  # Configuration groups (`model`) or fields (`data.dtype`) that change its result
     needs: tuple[str, ...]   # Stages whose outputs it reads
+    shared: bool = False     # Whether its outputs lie in the work folder, where other runs find them too
 
 _PACKED = tuple(f'data.{k}' for k in 'dataset_dir sessions drop_instructions bad_trials_dict feature_subset dtype'.split())
 
 STAGES = {s.name: s for s in (
-    Stage('simulate', 'simulate a participant, as official HDF5 sessions', ('simulate',), ()),
-    Stage('check', 'list every problem of the session files', ('data.dataset_dir', 'data.sessions'), ('simulate',)),
-    Stage('pack', 'pack the sessions into memory-mapped stores', _PACKED, ('check',)),
+    Stage('simulate', 'simulate a participant, as official HDF5 sessions', ('simulate',), (), True),
+    Stage('check', 'list every problem of the session files', ('data.dataset_dir', 'data.sessions'), ('simulate',), True),
+    Stage('pack', 'pack the sessions into memory-mapped stores', _PACKED, ('check',), True),
     Stage('train', 'train the acoustic model', ('data', 'model', 'augment', 'train'), ('pack',)),
     Stage('infer', 'log-probabilities of val and test', ('infer', 'data.eval_batch_size'), ('pack', 'train')),
     Stage('lm', 'n-gram language model and pronunciation lexicon', ('lm',), ('pack',)),
@@ -174,7 +175,9 @@ class StageRun:
         name: str, # Stage
     ):
         self.run, self.name = run, name
-        self.stamp_path = run.dir/'stages'/f'{name}.json'
+        shared = STAGES[name].shared
+        self.home = run.work if shared else run.dir   # what the paths in the stamp are relative to
+        self.stamp_path = self.home/'stages'/(f'{name}-{run.key(name)}.json' if shared else f'{name}.json')
         self.needs = [StageRun(run, n) for n in STAGES[name].needs if n in plan(run.cfg)]
         # A half-trained model belongs to the key it was trained under; the other stages replace their files whole
         self.owns = ['train'] if name == 'train' else []
@@ -198,7 +201,7 @@ class StageRun:
         if 'outputs' not in s: return 'was interrupted'
         if s['needs'] != {n.name: n.id for n in self.needs}: return 'an earlier stage was done again'
         for p, found in s['outputs'].items():
-            p = self.run.dir/p
+            p = self.home/p
             if not p.exists(): return f'{p.name} is missing'
             if found != [p.stat().st_size, p.stat().st_mtime_ns]: return f'{p.name} was changed'
         return 'done' if s['finished'] else 'stopped early'
@@ -210,7 +213,7 @@ class StageRun:
                 raise PipelineError(f'stage {self.name} needs stage {n.name}, which is not done ({why}); run `b2t {n.name}` on this run first')
         key = self.run.key(self.name)
         if self.stamp and self.stamp['key'] != key:
-            for p in [*self.stamp.get('outputs', {}), *self.owns]: _remove(self.run.dir/p)
+            for p in [*self.stamp.get('outputs', {}), *self.owns]: _remove(self.home/p)
         self.started = time.time()
         write_json(dict(key=key), self.stamp_path)
         return self
@@ -221,7 +224,7 @@ class StageRun:
         finished: bool = True,       # False when it stopped before its end, by a time budget say; the next run continues it
     ) -> None:
         "Stamp the stage."
-        sizes = {os.path.relpath(p, self.run.dir): [Path(p).stat().st_size, Path(p).stat().st_mtime_ns] for p in outputs}
+        sizes = {os.path.relpath(p, self.home): [Path(p).stat().st_size, Path(p).stat().st_mtime_ns] for p in outputs}
         write_json(dict(key=self.run.key(self.name), finished=finished, seconds=round(time.time() - self.started, 1), outputs=sizes,
                         needs={n.name: n.id for n in self.needs}, metrics=metrics or {}), self.stamp_path)
 
@@ -249,7 +252,8 @@ def execute(
     os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
     try:
         pm.execute_notebook(source, out, dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute())), kernel_name='python3',
-                            progress_bar=False, stderr_file=sys.stderr)
+                            progress_bar=False, stderr_file=sys.stderr, coalesce_streams=True,
+                            extra_arguments=['--IPKernelApp.log_level=40'])  # no warning about loopback without encryption, at every stage
     except pm.PapermillExecutionError as e:
         raise PipelineError(f'stage {name} failed: {e.ename}: {e.evalue}\nThe whole traceback is in {out}') from None
 
