@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
+
 import b2t_kaggle
 from .config import Config, load_config, save_config, with_overrides
 
@@ -278,15 +280,21 @@ def run_stages(
     rows = []
     for name in plan(run.cfg, until):
         stage = StageRun(run, name)
-        why = 'forced' if name in force else stage.status()
-        if why != 'done':
-            print(f'── {name}: {STAGES[name].does} ({why})', file=sys.stderr, flush=True)
-            execute(run, name)
-        if name == 'report' and (why != 'done' or not (run.dir/'report.html').exists()): write_report(run)
-        s = stage.stamp
+        with _lock(stage):
+            why = 'forced' if name in force else stage.status()
+            if why != 'done':
+                print(f'── {name}: {STAGES[name].does} ({why})', file=sys.stderr, flush=True)
+                execute(run, name)
+            if name == 'report' and (why != 'done' or not (run.dir/'report.html').exists()): write_report(run)
+            s = stage.stamp
         rows.append(dict(stage=name, state='skipped, nothing changed' if why == 'done' else 'done' if s['finished'] else 'stopped early',
-                         seconds=s['seconds'], **{'figures': ', '.join(f'{k} {_short(v)}' for k, v in s['metrics'].items())}))
+                         seconds=s['seconds'], figures=', '.join(f'{k} {_short(v)}' for k, v in s['metrics'].items())))
     return rows
+
+def _lock(stage: StageRun) -> FileLock:
+    "Held while a stage is looked at and executed: a second run that shares it waits, and then finds it done."
+    stage.stamp_path.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(stage.stamp_path.with_suffix('.lock'))
 
 def _short(v) -> str:
     "A figure for the closing table."

@@ -111,11 +111,18 @@ def test_a_stage_by_plain_papermill(finished, tmp_path):
     assert StageRun(Run(run, run.parent.parent/'data'), 'check').status() == 'done'
 
 
-def test_an_official_checkpoint_is_not_trained(finished, tmp_path):
-    run, options, _ = finished
-    r = b2t('infer', '--out', tmp_path, '--work', run.parent.parent/'data', '--name', 'given', '--checkpoint', run/'train'/'best.pt', *sets(SMALL))
+def test_an_official_checkpoint_is_used_without_training(finished, tmp_path):
+    "A folder of the official kit (args.yaml, best_checkpoint) gives the same log-probabilities as the checkpoint it was made from."
+    import numpy as np
+    from b2t_kaggle.logits import LogitStore
+    from b2t_kaggle.pytorch.checkpoint import load_model, save_official
+    run, _, _ = finished
+    official = save_official(*load_model(run/'train'/'best.pt'), tmp_path/'t15_pretrained_rnn_baseline')
+    r = b2t('infer', '--out', tmp_path, '--work', run.parent.parent/'data', '--name', 'given', '--checkpoint', official, *sets(SMALL))
     assert r.returncode == 0, r.stderr[-3000:]
     assert 'train' not in stamps(tmp_path/'given')
+    ours, theirs = (LogitStore.open(d/'logits'/'val.arrow') for d in (run, tmp_path/'given'))
+    for i in range(len(ours)): np.testing.assert_allclose(theirs[i], ours[i], atol=1e-5)
 
 
 def test_a_failing_stage_says_why(finished, tmp_path):

@@ -122,8 +122,8 @@ def _plan_session(i: int, held: bool, n: dict[str, int], seed: int, max_words: i
 def plan_trials(
     n_sessions: int = 8,     # Recording days, from the first on
     train: int | None = 80,  # Train sentences per session; none means as many as the real session has
-    val: int | None = 12,    # Val sentences per session that has any
-    test: int | None = 12,   # Test sentences per session that has any
+    val: int | None = 24,    # Val sentences per session that has any
+    test: int | None = 24,   # Test sentences per session that has any
     max_words: int = 6,      # Longest sentence, in words
     seed: int = 0,           # Same seed, same sentences
 ) -> pd.DataFrame:           # day, session, split, block, trial, corpus, sentence
@@ -210,7 +210,7 @@ def movement(
 _ARRAYS = {'ventral 6v': (1.0, 'lips teeth tongue_tip palate velum stop fricative sibilant nasal'), 'area 4': (0.75, 'voice glottis open lips speech nasal tense'),
            '55b': (0.9, 'vowel high front back round glide rhotic lateral'), 'dorsal 6v': (0.5, 'voice glottis tense speech open')}
 N_ELECTRODES = 256
-_MODULATION = 0.4                 # at snr 1: standard deviation of the log rate over speech, in a typical electrode
+_MODULATION = 0.15                # at snr 1: standard deviation of the log rate over speech, in a typical electrode; calibrated, see the end
 _SHARED = 12                      # dimensions of the noise that electrodes share
 _MAX_LAG = 5                      # bins by which an electrode precedes the movement
 
@@ -223,7 +223,7 @@ def _directions(rng: np.random.Generator) -> np.ndarray:
     return w/(spread.std(0)[:, None] + 1e-6)
 
 # %% ../../nbs/data/01_simulate.ipynb #c023
-_TURN_DAYS, _TURN_SESSION = 90., 0.95    # time constant of the tuning; correlation of two sessions without a pause
+_TURN_DAYS, _TURN_SESSION = 75., 0.92    # time constant of the tuning; correlation of two sessions without a pause
 _DIES, _RETURNS = 0.02, 0.15             # per session
 
 @dataclass(frozen=True)
@@ -338,8 +338,8 @@ def simulate_dataset(
     out_dir: str | Path,        # Where the session folders and `lm_text.txt` go
     n_sessions: int = 8,        # Recording days, from the first of the real schedule on; 45 are all
     train: int | None = 80,     # Train sentences per session; none means as many as the real session has
-    val: int | None = 12,       # Val sentences per session that has any (the first has none)
-    test: int | None = 12,      # Test sentences per session that has any
+    val: int | None = 24,       # Val sentences per session that has any (the first has none)
+    test: int | None = 24,      # Test sentences per session that has any
     snr: float = 1.0,           # Difficulty: scales the modulation by speech against all noise
     lm_sentences: int = 20_000, # Sentences of text for the language model
     max_words: int = 6,         # Longest sentence, in words; the real ones go up to 22

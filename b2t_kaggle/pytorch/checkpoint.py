@@ -139,9 +139,9 @@ def to_official_args(
     cfg: Config, # With `data.sessions`
 ) -> dict:
     "The configuration with the official kit's names and groups; `config.from_official` reads it back."
-    from b2t_kaggle.config import _OFFICIAL_KEYS
+    from b2t_kaggle.config import OFFICIAL_KEYS
     values, out = cfg.model_dump(mode='json'), {}
-    for official, ours in _OFFICIAL_KEYS.items():
+    for official, ours in OFFICIAL_KEYS.items():
         (*groups, key), (group, field) = official.split('.'), ours.split('.')
         value = values[group][field]
         if value is None and field.startswith('lr_decay_steps'): value = cfg.train.num_training_batches
