@@ -159,3 +159,13 @@ def test_the_official_configuration_runs_as_it_is(finished, tmp_path):
 
 def test_plan_and_presets_agree():
     assert plan(preset('demo')) == list(STAGES)
+
+
+def test_two_runs_share_what_is_big(tmp_path):
+    "Started together on one work folder, one of them simulates and packs, the other waits and finds it done."
+    args = lambda name: [sys.executable, '-m', 'b2t_kaggle.cli', 'pack', '--out', str(tmp_path), '--work', str(tmp_path/'data'), '--name', name, *sets(SMALL)]
+    both = [subprocess.Popen(args(n), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for n in ('one', 'two')]
+    said = [p.communicate(timeout=600) for p in both]
+    assert [p.returncode for p in both] == [0, 0], said
+    assert sum(err.count('── simulate') for _, err in said) == 1
+    assert sum(err.count('── pack') for _, err in said) == 1

@@ -132,10 +132,11 @@ def test_it_can_be_sent_to_another_process(data_dir):
 
 
 CHILD = '''if True:
-    import resource, sys
+    import re, sys
     from b2t_kaggle.data.store import TrialStore
     data_dir, *sessions = sys.argv[1:]
-    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024
+    # of this program alone: ru_maxrss would start with the memory of the process that forked it
+    peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])/1024
     TrialStore.build(data_dir, 'train', f'{data_dir}/one.arrow', sessions=sessions[:1], progress=False)
     one = peak()
     print('packing', flush=True)
