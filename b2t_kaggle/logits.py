@@ -66,6 +66,7 @@ class LogitStore:
         "Write log-probabilities, whole or not at all. Raises `LogitError` for values that are none, `RaggedError` where array and index disagree in number."
         missing = [c for c in _TRIAL if c not in index]
         if missing: raise LogitError(f'{path}: the index lacks the columns {missing}, by which trials are told apart; give TrialStore.index')
+        if not len(index): raise LogitError(f'{path}: no trials to write log-probabilities of; give a split that has some')
         write_ragged(path, _checked(arrays, Path(path)), index, 'log_probs', provenance)
         return cls(path)
 

@@ -67,7 +67,7 @@ def _cast_into(
         with np.errstate(over='raise'): np.copyto(out, x, casting='same_kind')
     except FloatingPointError:
         raise RaggedError(f'has the value {x.flat[np.argmax(np.abs(x))]:g}, beyond {out.dtype}, whose largest is {np.finfo(out.dtype).max:g}; '
-                          'store the wider type') from None
+                          'store the wider type (--set data.dtype=float32)') from None
 
 # %% ../nbs/03_ragged.ipynb #c011
 def _check(values: np.ndarray, row: dict, item_shape: tuple[int, ...], columns: set[str]) -> None:

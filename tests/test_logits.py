@@ -59,7 +59,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     x = log_probs(np.random.default_rng(0), 4, 6)
     with pytest.raises(RaggedError, match='2 rows of the index, but 1 arrays'): LogitStore.write(tmp_path/'x', [x], index_of(2), {})
     with pytest.raises(RaggedError, match='more arrays than the 1 rows'): LogitStore.write(tmp_path/'x', [x, x], index_of(1), {})
-    with pytest.raises(RaggedError, match='no arrays'): LogitStore.write(tmp_path/'x', [], index_of(0), {})
+    with pytest.raises(LogitError, match='no trials'): LogitStore.write(tmp_path/'x', [], index_of(0), {})
     with pytest.raises(LogitError, match="lacks the columns \\['session'\\]"): LogitStore.write(tmp_path/'x', [x], index_of(1).drop(columns='session'), {})
     with pytest.raises(TypeError): LogitStore.write(tmp_path/'x', [x], index_of(1), dict(model=object()))
     write_ragged(tmp_path/'other', [x])

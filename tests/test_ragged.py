@@ -166,3 +166,9 @@ def test_memory_is_that_of_a_chunk(tmp_path):
             print(peak() - before)'''
     grown = float(subprocess.run([sys.executable, '-c', code, tmp_path/'x'], capture_output=True, text=True, check=True).stdout)
     assert (tmp_path/'x').stat().st_size > 250e6 and grown < 10   # MB
+
+
+def test_what_does_not_fit_into_float16_comes_with_advice(tmp_path):
+    with pytest.raises(RaggedError, match='beyond float16.*--set data.dtype=float32'):
+        with RaggedWriter(tmp_path/'x', 'float16') as w: w.append(np.array([1., -7e4]))
+    assert os.listdir(tmp_path) == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from b2t_kaggle.data.sessions import SessionError, Trial, iter_trials, list_sessions, read_session, session_path, validate, write_session
+from b2t_kaggle.data.sessions import SessionError, Trial, iter_trials, list_sessions, read_session, session_path, tidy_bad_trials, validate, write_session
 
 DAY = 't15.2023.08.13'
 
@@ -255,3 +255,49 @@ def test_one_trial_in_memory_at_a_time(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 20e6
+
+
+@pytest.mark.parametrize('block', [3, '3'])
+@pytest.mark.parametrize('fault', [f for f, (field, _) in FAULTS.items() if field not in ('block_num', 'trial_num')])
+def test_a_bad_trial_is_left_out_whatever_is_wrong_with_it(data_dir, fault, block):
+    path, bad = edit(data_dir, FAULTS[fault][1]), {DAY: {block: [1]}}
+    assert [t.key for t in read_session(path, bad_trials=bad)] == [t.key for t in iter_trials(path, bad_trials=bad)] == ['trial_0000', 'trial_0002']
+    assert validate(data_dir, bad_trials=bad).empty
+    for other in ({DAY: {block: [7]}}, {DAY: {4: [1]}}, {'t15.2023.08.18': {block: [1]}}):
+        assert len(validate(data_dir, bad_trials=other))
+
+
+def test_a_trial_without_readable_numbers_cannot_be_left_out(data_dir):
+    path = edit(data_dir, remove('trial_num'))
+    with pytest.raises(SessionError, match='trial_num'): read_session(path, bad_trials={DAY: {3: [1]}})
+
+
+def test_ways_to_name_bad_trials():
+    assert tidy_bad_trials(None) == {} and tidy_bad_trials({DAY: {3: [2, 1], '3': (5, 1)}}) == {DAY: {'3': [1, 2, 5]}}
+    for bad in ({DAY: {'three': [1]}}, {DAY: [1]}, {DAY: {3: 1}}):
+        with pytest.raises(SessionError, match=DAY): tidy_bad_trials(bad)
+
+
+def test_the_advice_is_to_leave_the_trial_out(data_dir):
+    edit(data_dir, poison(np.nan))
+    assert list(validate(data_dir).advice) == ['fetch the file again, or leave the trial out with data.bad_trials_dict']
+
+
+def test_only_the_named_sessions_are_checked(data_dir):
+    broken = session_path(data_dir, 't15.2023.08.18', 'val')
+    broken.parent.mkdir()
+    broken.write_bytes(b'not hdf5')
+    (data_dir/'t15.2023.08.20').mkdir()
+    (data_dir/'t15.2023.02.30').mkdir()
+    assert validate(data_dir, sessions=[DAY]).empty and len(validate(data_dir)) == 3
+    assert list(validate(data_dir, sessions=[DAY, 't15.2023.08.18']).file) == [str(broken)]
+    assert list(validate(data_dir, sessions=['t15.2023.08.20']).found) == ['no data file']
+    missing, = validate(data_dir, sessions=['t15.2023.08.31']).itertuples()
+    assert (missing.file, missing.found, missing.severity) == (str(data_dir/'t15.2023.08.31'), 'no such folder', 'error') and 'did you mean' in missing.advice
+
+
+def test_hidden_files_are_no_data(data_dir):
+    (data_dir/DAY/'._data_train.hdf5').write_bytes(b'finder')
+    (data_dir/'.Trash').mkdir()
+    (data_dir/'.Trash'/'data_train.hdf5').write_bytes(b'old')
+    assert validate(data_dir).empty

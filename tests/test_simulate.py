@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from b2t_kaggle.data.sentences import CORPORA, Writer
-from b2t_kaggle.data.sessions import iter_trials, list_sessions, read_session, session_path, validate
-from b2t_kaggle.data.simulate import SCHEDULE, TARGETS, electrodes, movement, plan_trials, simulate_block, simulate_dataset
+from b2t_kaggle.data.sessions import iter_trials, list_sessions, read_session, session_path, validate, write_session
+from b2t_kaggle.data.simulate import SCHEDULE, TARGETS, SimulateError, electrodes, movement, plan_trials, simulate_block, simulate_dataset, write_text
 from b2t_kaggle.phonemes import SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
 
 REAL = Path(__file__).parents[2]/'shared'/'t15'
@@ -173,7 +173,65 @@ def test_memory_stays_bounded(tmp_path):
     assert size > 100e6 and peak < 0.5*size
 
 
-@pytest.mark.parametrize('bad, word', [(dict(n_sessions=46), '45'), (dict(n_sessions=0), '45')])
+@pytest.mark.parametrize('bad, word', [(dict(n_sessions=46), '45'), (dict(n_sessions=0), '45'), (dict(max_words=3), 'max_words is 3, expected at least 4'), (dict(max_words=0), 'at least 4')])
 def test_arguments(tmp_path, bad, word):
     with pytest.raises(ValueError, match=word): simulate_dataset(tmp_path/'x', **bad)
     assert not (tmp_path/'x').exists()
+
+
+def test_four_words_are_enough_for_every_corpus(tmp_path):
+    "The shortest sentence of all corpora has at most four words, and one of them has no shorter one; the whole schedule can be said in so few."
+    w = Writer(8)
+    shortest = {c: min(len(w.sentence(c).split()) for _ in range(3000)) for c in CORPORA}
+    assert max(shortest.values()) == 4, shortest
+    plan = plan_trials(45, None, None, None, max_words=4)
+    assert set(plan.corpus) == set(CORPORA) and plan.sentence.str.split().str.len().max() == 4
+    text = write_text(tmp_path/'text', plan, 200, max_words=4).read_text().splitlines()
+    assert len(text) == 200 and max(len(s.split()) for s in text) <= 4
+    with pytest.raises(SimulateError, match='at least 4'): write_text(tmp_path/'short', plan, 1, max_words=3)
+
+
+def test_a_corpus_that_is_used_up_is_an_error(monkeypatch):
+    import b2t_kaggle.data.simulate as room
+    monkeypatch.setattr(room, '_DRAWS', 500)
+    monkeypatch.setattr(room.Writer, 'sentence', lambda *_: 'Go on.')
+    with pytest.raises(SimulateError, match='no more new sentences of up to 6 words'): plan_trials(2)
+
+
+SMALL = dict(n_sessions=2, train=3, val=2, test=1, lm_sentences=5)
+
+
+def test_other_data_is_never_overwritten(tmp_path):
+    simulate_dataset(tmp_path/'ours', **SMALL)
+    real = tmp_path/'real'
+    (real/SCHEDULE[0].session).mkdir(parents=True)
+    file = session_path(real, SCHEDULE[0].session, 'train')
+    file.write_bytes(session_path(tmp_path/'ours', SCHEDULE[0].session, 'train').read_bytes())
+    text = tmp_path/'text'
+    text.mkdir()
+    (text/'lm_text.txt').write_text('mine')
+    damaged = tmp_path/'damaged'
+    damaged.mkdir()
+    (damaged/'simulated.json').write_text('{')
+    for folder in real, text, damaged:
+        before = files(folder)
+        with pytest.raises(SimulateError, match='choose another folder'): simulate_dataset(folder, **SMALL)
+        assert files(folder) == before
+    before = files(tmp_path/'ours')
+    for other in dict(seed=1), dict(snr=2.), dict(train=4), dict(max_words=5), dict(lm_sentences=6):
+        with pytest.raises(SimulateError, match='other parameters.*choose another folder'): simulate_dataset(tmp_path/'ours', **SMALL | other)
+    assert files(tmp_path/'ours') == before
+
+
+@pytest.mark.parametrize('after', [0, 1, 3])
+def test_an_interrupted_simulation_can_be_run_again(tmp_path, monkeypatch, after):
+    import b2t_kaggle.data.simulate as room
+    left = iter(range(after))
+    def write(*args):
+        if next(left, None) is None: raise KeyboardInterrupt
+        return write_session(*args)
+    with monkeypatch.context() as m:
+        m.setattr(room, 'write_session', write)
+        with pytest.raises(KeyboardInterrupt): simulate_dataset(tmp_path/'a', **SMALL)
+    assert len(list((tmp_path/'a').rglob('*.hdf5'))) == after
+    assert files(simulate_dataset(tmp_path/'a', **SMALL)) == files(simulate_dataset(tmp_path/'b', **SMALL))

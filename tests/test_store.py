@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from b2t_kaggle.data.sessions import SessionError, Trial, read_session, session_path, write_session
-from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.data.store import StoreError, TrialStore
 from b2t_kaggle.ragged import RaggedError, write_ragged
 
 DAYS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18', 't15.2023.08.20']
@@ -58,7 +58,7 @@ def test_days_are_numbered_by_the_sessions_given(data_dir):
     assert build(data_dir, 'val').day.tolist() == [1, 1, 3, 3]
     assert build(data_dir, 'val', 'some', sessions=DAYS[2:]).day.tolist() == [1, 1]
     assert build(data_dir, 'test', 'none', sessions=DAYS[:2]).index.empty
-    with pytest.raises(ValueError, match='no session t15.2023.08.12; did you mean'): build(data_dir, sessions=['t15.2023.08.12'])
+    with pytest.raises(StoreError, match='no session t15.2023.08.12; did you mean'): build(data_dir, sessions=['t15.2023.08.12'])
 
 
 def test_an_empty_split_is_an_empty_store(data_dir):
@@ -74,7 +74,7 @@ def test_what_is_left_out(data_dir):
     subset = build(data_dir, feature_subset=[300, 5])
     assert np.array_equal(subset[1].features, build(data_dir, name='whole')[1].features[:, [300, 5]])
     for bad in ([], [1, 1], [-1], [512]):
-        with pytest.raises(ValueError, match='feature_subset'): build(data_dir, feature_subset=bad)
+        with pytest.raises(StoreError, match='feature_subset'): build(data_dir, feature_subset=bad)
 
 
 @pytest.mark.parametrize('change', ['content', 'time', 'removed', 'added', 'option'])
@@ -107,6 +107,24 @@ def test_damaged_data_is_named_and_leaves_no_store(data_dir):
     with h5py.File(session_path(data_dir, DAYS[2], 'train'), 'r+') as f: f['trial_0001/input_features'][3, 7] = np.nan
     with pytest.raises(SessionError, match=r'2023.08.18.*trial_0001.*input_features'): build(data_dir)
     assert not (data_dir/'train.arrow').exists() and not list(data_dir.glob('.*tmp'))
+    for block in 1, '1':
+        left = build(data_dir, bad_trials={DAYS[2]: {block: [1]}})
+        assert len(left) == 11 and [t.trial for t in left if t.session == DAYS[2]] == [0, 2]
+
+
+def test_bad_trials_are_one_recipe_however_they_are_written(data_dir):
+    made = [build(data_dir, bad_trials=bad).path.stat().st_ino for bad in ({DAYS[0]: {1: [2, 0]}}, {DAYS[0]: {'1': [0, 2]}}, {DAYS[0]: {'1': [0], 1: [2]}})]
+    assert len(set(made)) == 1 and len(TrialStore.open(data_dir/'train.arrow')) == 10
+    with pytest.raises(SessionError, match='bad_trials_dict'): build(data_dir, bad_trials={DAYS[0]: {'first': [1]}})
+
+
+def test_indices_from_the_end_and_out_of_range(data_dir):
+    store = build(data_dir)
+    for i in range(-len(store), 0):
+        for part in store.class_ids, store.features: assert len(part(i)) and np.array_equal(part(i), part(len(store) + i))
+    for i in (len(store), -len(store) - 1):
+        for part in store.class_ids, store.features, store.__getitem__:
+            with pytest.raises(IndexError): part(i)
 
 
 def test_beyond_float16_is_an_error_with_the_trial(data_dir):

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['N_FEATURES', 'PADDED_LENGTH', 'SPLITS', 'Trial', 'Problem', 'SessionError', 'list_sessions', 'session_path',
-           'iter_trials', 'read_session', 'write_session', 'validate']
+           'tidy_bad_trials', 'iter_trials', 'read_session', 'write_session', 'validate']
 
 # %% ../../nbs/data/00_sessions.ipynb #c003
-import os, re
+import difflib, os, re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -97,7 +97,8 @@ _COMMON = {'input_features': 'float32 [T, 512]', 'n_time_steps': 'integer', 'ses
 _LABELS = {'seq_class_ids': 'integer [500]', 'transcription': 'integer [500]', 'seq_len': 'integer', 'sentence_label': 'text'}
 _DATASETS = ('input_features', 'seq_class_ids', 'transcription')
 _FETCH = 'fetch the file again'
-_EXCLUDE = 'fetch the file again, or name the trial in data.bad_trials_dict and remove it from the file'
+_LEAVE_OUT = 'leave the trial out with data.bad_trials_dict'
+_EXCLUDE = f'{_FETCH}, or {_LEAVE_OUT}'
 
 def _fields(split: str) -> dict[str, str]:
     "The fields that a trial of this split has, with their types in words."
@@ -120,7 +121,7 @@ def _check_types(raw: dict, split: str) -> Iterator[tuple]:
     "Fields that are missing or of a wrong type: (field, found, expected, advice)."
     for field, kind in _fields(split).items():
         if field not in raw: yield field, 'nothing', kind, f'the {"dataset" if field in _DATASETS else "attribute"} is missing; {_FETCH}'
-        elif isinstance(raw[field], Exception): yield field, f'unreadable data ({raw[field]})', kind, _FETCH
+        elif isinstance(raw[field], Exception): yield field, f'unreadable data ({raw[field]})', kind, _EXCLUDE
         elif not _right_type(raw[field], kind): yield field, _describe(raw[field]), kind, 'write it in the official format'
 
 def _check_values(raw: dict, session: str, split: str, ok: set) -> Iterator[tuple]:
@@ -129,7 +130,7 @@ def _check_values(raw: dict, session: str, split: str, ok: set) -> Iterator[tupl
         yield 'session', raw['session'], session, 'the file lies in another session\'s folder, or its attribute is wrong'
     if 'input_features' in ok:
         x = raw['input_features']
-        if len(x) == 0: yield 'input_features', '0 time steps', 'at least 1', 'remove the trial'
+        if len(x) == 0: yield 'input_features', '0 time steps', 'at least 1', _LEAVE_OUT
         bad = np.flatnonzero(~np.isfinite(x).all(1))
         if len(bad): yield 'input_features', f'NaN or infinity in {len(bad)} of {len(x)} time steps, first in {bad[0]}', 'finite numbers', _EXCLUDE
         if 'n_time_steps' in ok and raw['n_time_steps'] != len(x):
@@ -144,7 +145,7 @@ def _check_labels(raw: dict, ok: set) -> Iterator[tuple]:
     if {'seq_class_ids', 'seq_len'} <= ok:
         ids, n = raw['seq_class_ids'], int(raw['seq_len'])
         used = int(np.flatnonzero(ids)[-1]) + 1 if np.any(ids) else 0
-        if n < 1: yield 'seq_len', n, 'at least 1', 'remove the trial: it has no label'
+        if n < 1: yield 'seq_len', n, 'at least 1', f'it has no label; {_LEAVE_OUT}'
         elif used != n: yield 'seq_len', n, f'{used}, the length of seq_class_ids without padding', _EXCLUDE
         out = np.flatnonzero((ids[:used] < 1) | (ids[:used] > SIL))
         if len(out): yield 'seq_class_ids', f'class {ids[out[0]]} at position {out[0]}', f'1 … {SIL}, then zeros', 'the labels are in another order of classes, or damaged'
@@ -208,10 +209,29 @@ class _Duplicates(dict):
             yield Problem(str(path), key, 'trial_num', f'block {numbers[0]}, trial {numbers[1]} again', 'each trial once in a session',
                           f'it is in {first} too; remove one of them', 'warning')
 
-# %% ../../nbs/data/00_sessions.ipynb #c022
-def _scan(path: str | Path, duplicates: _Duplicates) -> Iterator[tuple[dict | None, str, list[Problem]]]:
-    "Each trial of a file as (raw, key, problems); problems of the file as a whole come with `None` for the trial."
+# %% ../../nbs/data/00_sessions.ipynb #c023
+def tidy_bad_trials(
+    bad_trials: dict | None, # `{session: {block: [trial, …]}}`, blocks as numbers or as text
+) -> dict[str, dict[str, list[int]]]: # The same, blocks as text and trials sorted, as JSON can hold it
+    "One form for all ways to name bad trials. Raises `SessionError` where a block or trial is no number."
+    out = {}
+    for session, blocks in (bad_trials or {}).items():
+        try: named = [(str(int(b)), {int(t) for t in trials}) for b, trials in blocks.items()]
+        except (AttributeError, TypeError, ValueError):
+            raise SessionError(Problem('data.bad_trials_dict', session, '', repr(blocks), '{block: [trial, …]} in numbers', 'correct the entry')) from None
+        out[session] = {b: sorted(set().union(*(ts for c, ts in named if c == b))) for b, _ in named}
+    return out
+
+def _is_named(raw: dict, bad: dict[str, list[int]]) -> bool:
+    "Whether a trial is among the bad ones of its session."
+    numbers = raw.get('block_num'), raw.get('trial_num')
+    return all(_right_type(n, 'integer') for n in numbers) and int(numbers[1]) in bad.get(str(int(numbers[0])), [])
+
+# %% ../../nbs/data/00_sessions.ipynb #c025
+def _scan(path: str | Path, duplicates: _Duplicates, bad_trials: dict | None = None) -> Iterator[tuple[dict | None, str, list[Problem]]]:
+    "Each trial of a file that is not a bad one as (raw, key, problems); problems of the file as a whole come with `None` for the trial."
     session, split = _identify(path)
+    bad = tidy_bad_trials(bad_trials).get(session, {})
     try: f = h5py.File(path, 'r')
     except OSError as e:
         found = 'no such file' if isinstance(e, FileNotFoundError) else f'a file that HDF5 cannot open ({e})'
@@ -224,10 +244,11 @@ def _scan(path: str | Path, duplicates: _Duplicates) -> Iterator[tuple[dict | No
             for key in f.keys():
                 if not isinstance(f.get(key), h5py.Group): continue
                 raw = _read_raw(f[key])
+                if _is_named(raw, bad): continue
                 yield raw, key, _problems(raw, path, key, session, split) + list(duplicates.check(raw, path, key))
         except _DAMAGED as e: yield None, '', [Problem(str(path), '', '', f'a file that HDF5 cannot read ({e})', 'a readable HDF5 file', 'it is damaged: ' + _FETCH)]
 
-# %% ../../nbs/data/00_sessions.ipynb #c023
+# %% ../../nbs/data/00_sessions.ipynb #c026
 def _to_trial(raw: dict, session: str, split: str, key: str) -> Trial:
     "A trial from values that passed the checks."
     labelled = split != 'test'
@@ -237,10 +258,11 @@ def _to_trial(raw: dict, session: str, split: str, key: str) -> Trial:
 def iter_trials(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
     drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`; they are kept, with `is_instruction`, otherwise
+    bad_trials: dict | None = None,  # Trials to leave out, whatever is wrong with them: `{session: {block: [trial, …]}}`
 ) -> Iterator[Trial]:
     "The trials of a file in key order, one in memory at a time. Raises `SessionError` at the first trial that cannot be used."
     session, split = _identify(path)
-    for raw, key, problems in _scan(path, _Duplicates()):
+    for raw, key, problems in _scan(path, _Duplicates(), bad_trials):
         if errors := [p for p in problems if p.severity == 'error']: raise SessionError(errors[0])
         if raw is None: continue # a warning about the file as a whole
         trial = _to_trial(raw, session, split, key)
@@ -249,11 +271,12 @@ def iter_trials(
 def read_session(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
     drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`
+    bad_trials: dict | None = None,  # Trials to leave out, whatever is wrong with them: `{session: {block: [trial, …]}}`
 ) -> list[Trial]:
     "All trials of a file in key order. Raises `SessionError` at the first trial that cannot be used."
-    return list(iter_trials(path, drop_instructions))
+    return list(iter_trials(path, drop_instructions, bad_trials))
 
-# %% ../../nbs/data/00_sessions.ipynb #c025
+# %% ../../nbs/data/00_sessions.ipynb #c028
 def _pad(values, what: str) -> np.ndarray:
     "Int32 [500]; one position stays zero, because the official reader looks for the first zero as the end."
     values = np.asarray(values, dtype=np.int32)
@@ -270,7 +293,7 @@ def _from_trial(trial: Trial) -> dict:
     return raw | dict(seq_class_ids=_pad(trial.class_ids, f'{where}: class_ids'), seq_len=len(trial.class_ids), sentence_label=trial.sentence,
                       transcription=_pad([ord(c) for c in trial.sentence], f'{where}: sentence'))
 
-# %% ../../nbs/data/00_sessions.ipynb #c026
+# %% ../../nbs/data/00_sessions.ipynb #c029
 def write_session(
     path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are made
     trials: Iterable[Trial], # Consumed one at a time; groups are numbered in this order
@@ -296,34 +319,49 @@ def write_session(
     finally: tmp.unlink(missing_ok=True)
     return path
 
-# %% ../../nbs/data/00_sessions.ipynb #c030
+# %% ../../nbs/data/00_sessions.ipynb #c033
+def _empty_session(folder: Path) -> Iterator[Problem]:
+    "A session's folder without a file of it."
+    if not any(session_path(folder.parent, folder.name, s).exists() for s in SPLITS):
+        yield Problem(str(folder), '', '', 'no data file', 'data_train.hdf5, data_val.hdf5 or data_test.hdf5', 'remove the folder, or fetch its files')
+
+def _named_problems(data_dir: Path, named: list[str]) -> Iterator[Problem]:
+    "Sessions that were asked for and are not there, or empty."
+    found = list_sessions(data_dir)
+    for s in named:
+        if s in found: yield from _empty_session(data_dir/s)
+        else:
+            near = difflib.get_close_matches(s, found, n=1)
+            yield Problem(str(data_dir/s), '', '', 'no such folder', f'the session {s}', f'did you mean {near[0]}?' if near else 'correct data.sessions, or fetch the session')
+
 def _folder_problems(data_dir: Path) -> Iterator[Problem]:
     "Folders without sessions in them, and folders that look like sessions but are none."
     sessions = list_sessions(data_dir)
     for p in sorted(data_dir.iterdir()):
-        if p.name in sessions:
-            if not any(session_path(data_dir, p.name, s).exists() for s in SPLITS):
-                yield Problem(str(p), '', '', 'no data file', 'data_train.hdf5, data_val.hdf5 or data_test.hdf5', 'remove the folder, or fetch its files')
-        elif p.is_dir() and (re.match(r't\d+[._-]?\d', p.name) or list(p.glob('data_*.hdf5'))):
+        if p.name in sessions: yield from _empty_session(p)
+        elif p.is_dir() and not p.name.startswith('.') and (re.match(r't\d+[._-]?\d', p.name) or list(p.glob('data_*.hdf5'))):
             yield Problem(str(p), '', '', f'folder name {p.name}', 'a session t15.YYYY.MM.DD', 'rename the folder')
     if not sessions:
         inside = [p.name for p in sorted(data_dir.iterdir()) if p.is_dir() and list_sessions(p)]
         yield Problem(str(data_dir), '', '', 'no sessions', 'folders t15.YYYY.MM.DD', f'give {data_dir/inside[0]} instead' if inside else 'check the path')
 
-# %% ../../nbs/data/00_sessions.ipynb #c031
+# %% ../../nbs/data/00_sessions.ipynb #c034
 def validate(
     data_dir: str | Path,   # Folder with the session folders
     progress: bool = False, # Show a progress bar
+    sessions: list[str] | None = None, # Check these alone; none means all, and the folders that should be sessions
+    bad_trials: dict | None = None,    # Trials whose problems do not count: `{session: {block: [trial, …]}}`
 ) -> pd.DataFrame:
     "Every problem of every file, a row each: file, trial, field, found, expected, advice, severity. No row: the data is fine."
-    try: problems = list(_folder_problems(Path(data_dir)))
+    data_dir, bad_trials = Path(data_dir), tidy_bad_trials(bad_trials)
+    try: problems = list(_folder_problems(data_dir) if sessions is None else _named_problems(data_dir, sessions))
     except SessionError as e: return _table([e.problem])
-    sessions = list_sessions(data_dir)
+    sessions = [s for s in list_sessions(data_dir) if sessions is None or s in sessions]
     bar = tqdm(sessions, desc='check', unit='session', disable=not progress)
     for session in bar:
         duplicates = _Duplicates()
-        for path in sorted((Path(data_dir)/session).glob('*.hdf5'), key=lambda p: p.name):
-            try: problems += (p for *_, found in _scan(path, duplicates) for p in found)
+        for path in sorted(p for p in (data_dir/session).glob('*.hdf5') if not p.name.startswith('.')):
+            try: problems += (p for *_, found in _scan(path, duplicates, bad_trials) for p in found)
             except SessionError as e: problems.append(e.problem)
     return _table(problems)
 
