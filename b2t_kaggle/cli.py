@@ -8,12 +8,13 @@ __all__ = ['shared_options', 'open_run', 'go', 'main', 'run', 'simulate', 'check
 
 # %% ../nbs/08_cli.ipynb #c003
 import sys
+import traceback
 from pathlib import Path
 
 import click
 
 import b2t_kaggle
-from .config import PRESETS, Config, config_keys, load_config, with_overrides
+from .config import PRESETS, Config, config_keys, load_config
 from .pipeline import STAGES, Run, run_stages
 
 # %% ../nbs/08_cli.ipynb #c006
@@ -59,11 +60,12 @@ def go(until: str | None, force, **options) -> None:
 
 # %% ../nbs/08_cli.ipynb #c010
 class _Group(click.Group):
-    "Turns the kit's own errors into one line and exit status 1; anything else is a bug and shows its traceback."
+    "Turns what the kit itself raises into one line and exit status 1; anything else is a bug and shows its traceback."
     def invoke(self, ctx):
         try: return super().invoke(ctx)
         except (ValueError, RuntimeError, OSError) as e:
-            if type(e).__module__.split('.')[0] != 'b2t_kaggle' and not isinstance(e, OSError): raise
+            raised_in = traceback.extract_tb(e.__traceback__)[-1].filename
+            if not (isinstance(e, OSError) or Path(raised_in).is_relative_to(Path(b2t_kaggle.__file__).parent)): raise
             raise click.ClickException(str(e)) from None
 
 @click.group(cls=_Group, context_settings=dict(help_option_names=['-h', '--help'], max_content_width=120))

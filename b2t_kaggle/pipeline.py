@@ -10,17 +10,16 @@ __all__ = ['STAGES', 'PipelineError', 'Stage', 'plan', 'notebook_dir', 'notebook
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 import b2t_kaggle
-from .config import Config, load_config, save_config, with_overrides
+from .config import MAY_CHANGE, Config, load_config, save_config, with_overrides
 
 # %% ../nbs/07_pipeline.ipynb #c006
 class PipelineError(RuntimeError):
@@ -39,10 +38,10 @@ _PACKED = tuple(f'data.{k}' for k in 'dataset_dir sessions drop_instructions bad
 
 STAGES = {s.name: s for s in (
     Stage('simulate', 'simulate a participant, as official HDF5 sessions', ('simulate',), (), True),
-    Stage('check', 'list every problem of the session files', ('data.dataset_dir', 'data.sessions'), ('simulate',), True),
+    Stage('check', 'list every problem of the session files', ('data.dataset_dir', 'data.sessions', 'data.bad_trials_dict'), ('simulate',), True),
     Stage('pack', 'pack the sessions into memory-mapped stores', _PACKED, ('check',), True),
     Stage('train', 'train the acoustic model', ('data', 'model', 'augment', 'train'), ('pack',)),
-    Stage('infer', 'log-probabilities of val and test', ('infer', 'data.eval_batch_size'), ('pack', 'train')),
+    Stage('infer', 'log-probabilities of val and test', ('infer', 'train.accelerator', 'train.precision', 'data.eval_batch_size'), ('pack', 'train')),
     Stage('lm', 'n-gram language model and pronunciation lexicon', ('lm',), ('pack',)),
     Stage('decode', 'beam search: n-best sentences of val and test', ('decode',), ('infer', 'lm')),
     Stage('submit', 'write and validate submission.csv', (), ('decode', 'pack')),
@@ -94,23 +93,29 @@ def _sha(value) -> str:
 
 # %% ../nbs/07_pipeline.ipynb #c014
 def fingerprint(
-    paths: Iterable[Path], # Files, or folders that stand for every file in them
+    paths: Iterable[Path], # Files
 ) -> list:
     "What identifies the contents of files without reading them: `[name, size, mtime_ns]` each."
     out = []
     for p in map(Path, paths):
-        if not p.exists(): raise PipelineError(f'{p} does not exist; correct the configuration that names it')
-        for f in sorted(p.rglob('*')) if p.is_dir() else [p]:
-            if f.is_file(): out.append([str(f.relative_to(p.parent)), f.stat().st_size, f.stat().st_mtime_ns])
+        if not p.is_file(): raise PipelineError(f'{p} does not exist; correct the configuration that names it')
+        out.append([f'{p.parent.name}/{p.name}', p.stat().st_size, p.stat().st_mtime_ns])
     return out
+
+def _files_in(folder: Path, *patterns: str) -> list[Path]:
+    "The files of a folder that a stage reads; the path itself if it is a file."
+    if not folder.is_dir(): return [folder]
+    return sorted(f for p in patterns for f in folder.glob(p))
 
 def _outside_files(name: str, cfg: Config) -> list[Path]:
     "Files a stage reads that no stage of the run writes."
-    if name == 'check' and cfg.data.dataset_dir: return [cfg.data.dataset_dir]
-    if name == 'train' and cfg.train.init_checkpoint_path: return [cfg.train.init_checkpoint_path]
-    if name == 'infer' and cfg.infer.checkpoint: return [cfg.infer.checkpoint]
+    if name == 'check' and cfg.data.dataset_dir: return _files_in(cfg.data.dataset_dir, '*/data_*.hdf5')
+    if name == 'train' and cfg.train.init_checkpoint_path: return _files_in(cfg.train.init_checkpoint_path, *_CHECKPOINT)
+    if name == 'infer' and cfg.infer.checkpoint: return _files_in(cfg.infer.checkpoint, *_CHECKPOINT)
     if name == 'lm': return [p for p in (cfg.lm.path, *cfg.lm.texts) if p]
     return []
+
+_CHECKPOINT = ('best.pt', 'args.yaml', 'best_checkpoint', 'checkpoint/args.yaml', 'checkpoint/best_checkpoint')
 
 # %% ../nbs/07_pipeline.ipynb #c017
 class Run:
@@ -128,28 +133,39 @@ class Run:
         self.cfg = with_overrides(cfg, overrides or {})
         if not path.exists() or load_config(path) != self.cfg: save_config(self.cfg, path)
 
+    def _values(self, name: str, without: set[str]) -> dict:
+        "Configuration values that a stage depends on."
+        values = self.cfg.model_dump(mode='json')
+        fields = [f'{c}.{f}' for c in STAGES[name].config if '.' not in c for f in values[c]] + [c for c in STAGES[name].config if '.' in c]
+        return {f: values[f.split('.')[0]][f.split('.')[1]] for f in fields if f not in without}
+
+    def _needs(self, name: str) -> list[str]:
+        active = plan(self.cfg)
+        return [n for n in STAGES[name].needs if n in active]
+
+    def identity(self,
+        name: str, # Stage
+    ) -> str:
+        "Hash of what a stage's files belong to; unlike the key it stays when files are only touched or moved, or training is only prolonged."
+        return _sha([STAGES[name].shared and b2t_kaggle.__version__, self._values(name, MAY_CHANGE), [f[:2] for f in fingerprint(_outside_files(name, self.cfg))],
+                     {n: self.identity(n) for n in self._needs(name)}])
+
     def key(self,
         name: str, # Stage
     ) -> str:
         "Hash of everything that the result of a stage depends on."
-        stage, values = STAGES[name], self.cfg.model_dump(mode='json')
-        config = {c: values[c] if '.' not in c else values[c.split('.')[0]][c.split('.')[1]] for c in stage.config}
-        for k in _NOT_IN_KEY:
-            group, field = k.split('.')
-            if group in config: config[group] = {f: v for f, v in config[group].items() if f != field}
-        active = plan(self.cfg)
-        return _sha([b2t_kaggle.__version__, _code_hash(notebook_path(name)), config, fingerprint(_outside_files(name, self.cfg)),
-                     {n: self.key(n) for n in stage.needs if n in active}])
+        return _sha([self.identity(name), b2t_kaggle.__version__, _code_hash(notebook_path(name)), self._values(name, _NOT_IN_KEY),
+                     fingerprint(_outside_files(name, self.cfg)), {n: self.key(n) for n in self._needs(name)}])
 
     @property
     def data_dir(self) -> Path:
         "The session folders: the configured ones, or the simulated ones."
-        return self.cfg.data.dataset_dir or self.work/f'simulated-{self.key("simulate")}'
+        return self.cfg.data.dataset_dir or self.work/f'simulated-{self.identity("simulate")}'
 
     @property
     def packed_dir(self) -> Path:
         "Folder of the packed stores `train.arrow`, `val.arrow`, `test.arrow`."
-        return self.work/f'packed-{self.key("pack")}'
+        return self.work/f'packed-{self.identity("pack")}'
 
     @property
     def checkpoint(self) -> Path:
@@ -164,10 +180,9 @@ def write_json(value, path: Path) -> None:
     tmp.write_text(json.dumps(value, indent=1, default=str))
     tmp.replace(path)
 
-def _remove(path: Path) -> None:
-    "Remove a file or folder if it is there."
-    if path.is_dir(): shutil.rmtree(path)
-    else: path.unlink(missing_ok=True)
+def _free(path: Path) -> Path:
+    "`path`, or with a number behind it where that is taken."
+    return next(p for i in range(10**6) if not (p := path.with_name(path.name + (f'.{i}' if i else ''))).exists())
 
 # %% ../nbs/07_pipeline.ipynb #c021
 class StageRun:
@@ -179,10 +194,8 @@ class StageRun:
         self.run, self.name = run, name
         shared = STAGES[name].shared
         self.home = run.work if shared else run.dir   # what the paths in the stamp are relative to
-        self.stamp_path = self.home/'stages'/(f'{name}-{run.key(name)}.json' if shared else f'{name}.json')
+        self.stamp_path = self.home/'stages'/(f'{name}-{run.identity(name)}.json' if shared else f'{name}.json')
         self.needs = [StageRun(run, n) for n in STAGES[name].needs if n in plan(run.cfg)]
-        # A half-trained model belongs to the key it was trained under; the other stages replace their files whole
-        self.owns = ['train'] if name == 'train' else []
 
     @property
     def stamp(self) -> dict:
@@ -213,12 +226,33 @@ class StageRun:
         for n in self.needs:
             if (why := n.status()) not in ('done', 'stopped early'):
                 raise PipelineError(f'stage {self.name} needs stage {n.name}, which is not done ({why}); run `b2t {n.name}` on this run first')
-        key = self.run.key(self.name)
-        if self.stamp and self.stamp['key'] != key:
-            for p in [*self.stamp.get('outputs', {}), *self.owns]: _remove(self.home/p)
+        self._alone()
+        self.key, identity, old = self.run.key(self.name), self.run.identity(self.name), self.stamp
+        if old and old['key'] != self.key: self._clear(identity)
         self.started = time.time()
-        write_json(dict(key=key), self.stamp_path)
+        write_json(dict(key=self.key, identity=identity), self.stamp_path)
         return self
+
+    def _alone(self) -> None:
+        "One process at a time; the lock goes with the process. A kernel whose run was killed lives for another second."
+        self.stamp_path.parent.mkdir(parents=True, exist_ok=True)
+        self._running = FileLock(self.stamp_path.with_suffix('.running'))
+        try: self._running.acquire(timeout=20)
+        except Timeout: raise PipelineError(f'stage {self.name} is being executed by another process on {self.home}; wait for it, or use another --name') from None
+
+    def _clear(self, identity: str | None) -> None:
+        "Remove the results of another key; a model is set aside under its identity, and what was set aside for `identity` comes back."
+        old, train = self.stamp, self.home/'train'
+        for p in old.get('outputs', {}):
+            if self.name != 'train': (self.home/p).unlink(missing_ok=True)
+        if self.name == 'train' and old.get('identity') != identity:
+            if train.exists(): train.rename(_free(self.home/f'train-{old.get("identity", "unknown")}'))
+            if identity and (aside := self.home/f'train-{identity}').exists(): aside.rename(train)
+
+    def discard(self) -> None:
+        "Forget that the stage was done, so that it is done from its beginning."
+        self._clear(None)
+        self.stamp_path.unlink(missing_ok=True)
 
     def finish(self,
         outputs: Iterable[Path],     # Files that the stage wrote
@@ -227,8 +261,10 @@ class StageRun:
     ) -> None:
         "Stamp the stage."
         sizes = {os.path.relpath(p, self.home): [Path(p).stat().st_size, Path(p).stat().st_mtime_ns] for p in outputs}
-        write_json(dict(key=self.run.key(self.name), finished=finished, seconds=round(time.time() - self.started, 1), outputs=sizes,
+        if foreign := [p for p in sizes if p.startswith('..')]: raise PipelineError(f'stage {self.name}: {foreign[0]} is not in {self.home}; a stage stamps only what it wrote there')
+        write_json(dict(key=self.key, identity=self.run.identity(self.name), finished=finished, seconds=round(time.time() - self.started, 1), outputs=sizes,
                         needs={n.name: n.id for n in self.needs}, metrics=metrics or {}), self.stamp_path)
+        self._running.release()
 
 # %% ../nbs/07_pipeline.ipynb #c022
 def begin_stage(
@@ -240,13 +276,14 @@ def begin_stage(
     "What a stage notebook starts with, whoever executes it."
     return StageRun(Run(run_dir, work_dir, overrides), name).begin()
 
-# %% ../nbs/07_pipeline.ipynb #c025
+# %% ../nbs/07_pipeline.ipynb #c027
 def execute(
     run: Run,
     name: str, # Stage
 ) -> None:
     "Run one stage's notebook; raises `PipelineError` with the stage's own message when it fails."
     import papermill as pm
+    from nbclient.exceptions import DeadKernelError
     source = notebook_path(name)
     out = run.dir/'notebooks'/source.name
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -256,10 +293,12 @@ def execute(
         pm.execute_notebook(source, out, dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute())), kernel_name='python3',
                             progress_bar=False, stderr_file=sys.stderr, coalesce_streams=True,
                             extra_arguments=['--IPKernelApp.log_level=40'])  # no warning about loopback without encryption, at every stage
+    except DeadKernelError:
+        raise PipelineError(f'stage {name}: its process was killed, most likely for want of memory; smaller batches (data.batch_size, data.eval_batch_size) need less. The record is in {out}') from None
     except pm.PapermillExecutionError as e:
         raise PipelineError(f'stage {name} failed: {e.ename}: {e.evalue}\nThe whole traceback is in {out}') from None
 
-# %% ../nbs/07_pipeline.ipynb #c027
+# %% ../nbs/07_pipeline.ipynb #c029
 def write_report(run: Run) -> Path:
     "`report.html` from the executed report notebook."
     from nbconvert import HTMLExporter
@@ -270,22 +309,25 @@ def write_report(run: Run) -> Path:
     tmp.replace(path)
     return path
 
-# %% ../nbs/07_pipeline.ipynb #c028
+# %% ../nbs/07_pipeline.ipynb #c030
 def run_stages(
     run: Run,
     until: str | None = None,     # Last stage wanted; none means all
     force: Iterable[str] = (),    # Stages to do again even if they are done
 ) -> list[dict]:                  # A row per stage: stage, what happened, seconds, figures
     "Do what is not done, in order; raises `PipelineError` at the first stage that fails."
-    rows = []
-    for name in plan(run.cfg, until):
+    rows, names = [], plan(run.cfg, until)
+    if wrong := sorted(set(force) - set(names)): raise PipelineError(f'--force {wrong[0]}: this command does not come to that stage; it does {", ".join(names)}')
+    for name in names:
         stage = StageRun(run, name)
         with _lock(stage):
             why = 'forced' if name in force else stage.status()
+            if why == 'forced': stage.discard()
             if why != 'done':
                 print(f'── {name}: {STAGES[name].does} ({why})', file=sys.stderr, flush=True)
                 execute(run, name)
-            if name == 'report' and (why != 'done' or not (run.dir/'report.html').exists()): write_report(run)
+            html = run.dir/'report.html'
+            if name == 'report' and not (html.exists() and html.stat().st_mtime_ns > stage.stamp_path.stat().st_mtime_ns): write_report(run)
             s = stage.stamp
         rows.append(dict(stage=name, state='skipped, nothing changed' if why == 'done' else 'done' if s['finished'] else 'stopped early',
                          seconds=s['seconds'], figures=', '.join(f'{k} {_short(v)}' for k, v in s['metrics'].items())))

@@ -33,7 +33,7 @@ def test_no_venv_no_headers_no_compiler(tmp_path):
     r = kit('run', path=tools(tmp_path, fake), B2T_ENVS=str(tmp_path/'envs'))
     assert r.returncode == 2
     assert len(r.stderr.splitlines()) == 1
-    for word in ('-venv', 'python3-dev', 'g++', 'apt-get install'): assert word in r.stderr
+    for word in ('-venv', 'python3-dev', 'g++', 'make', 'apt-get install'): assert word in r.stderr
     assert not (tmp_path/'envs').exists() or not list((tmp_path/'envs').glob('env-*/bin'))
 
 

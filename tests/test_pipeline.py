@@ -1,13 +1,12 @@
 "The pipeline end to end, through papermill and the command line: a run, its repetition, a kill, changed parameters, broken input."
 import csv
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -87,12 +86,12 @@ def test_a_killed_run_continues(finished, tmp_path):
     work = run.parent.parent/'data'
     args = [sys.executable, '-m', 'b2t_kaggle.cli', 'infer', '--out', str(tmp_path), '--work', str(work), '--name', 'killed',
             *sets(SMALL | {'train.num_training_batches': 60, 'train.batches_per_save': 1})]
-    p = subprocess.Popen(args, start_new_session=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    p = subprocess.Popen(args, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     last = tmp_path/'killed'/'train'/'last.pt'
     deadline = time.time() + 300
     while not last.exists() and time.time() < deadline and p.poll() is None: time.sleep(0.05)
     assert last.exists() and p.poll() is None, 'the run ended before it could be killed'
-    os.killpg(p.pid, signal.SIGKILL)
+    for q in psutil.Process(p.pid).children(recursive=True) + [p]: q.kill()   # the kernel too: it is the one that trains
     p.wait()
     stage = StageRun(Run(tmp_path/'killed', work), 'train')
     assert stage.status() == 'was interrupted'
