@@ -89,12 +89,13 @@ def test_time_masks_stay_in_bounds(lengths, n_masks, part, seed):
 def test_everything_is_a_function_of_seed_and_step():
     cfg = AugmentConfig(time_masks=3, random_walk_std=.1)
     x, n = torch.randn(2, 50, 4), torch.tensor([50, 30])
+    before = x.clone()
     first = [Augment(cfg, 1).train(x, n, s) for s in range(4)]
     torch.manual_seed(99); torch.randn(7)                     # whatever else draws does not matter
     again = [Augment(cfg, 1).train(x, n, s) for s in reversed(range(4))][::-1]
     for (a, i), (b, j) in zip(first, again): assert torch.equal(a, b) and torch.equal(i, j)
     assert not torch.equal(first[0][0], first[1][0]) and not torch.equal(first[0][0], Augment(cfg, 2).train(x, n, 0)[0])
-    assert torch.equal(x, x.clone()) and n.tolist() == [50, 30]
+    assert torch.equal(x, before) and n.tolist() == [50, 30]
 
 
 def test_half_precision_input_is_widened():
@@ -102,3 +103,12 @@ def test_half_precision_input_is_widened():
     half, _ = Augment(AugmentConfig(), 1).train(x.half(), torch.tensor([50, 50]), 0)
     full, _ = Augment(AugmentConfig(), 1).train(x.half().float(), torch.tensor([50, 50]), 0)
     assert half.dtype == torch.float32 and torch.equal(half, full)
+
+
+def test_lengths_may_stay_on_the_host():
+    "Training hands features over on the device and lengths on the host; the meta device refuses to mix like any other."
+    x = torch.empty(2, 50, 3, device='meta')
+    assert time_mask(x, torch.tensor([50, 30]), 2, 0.1, None).device.type == 'meta'
+    if torch.cuda.is_available():
+        y, _ = Augment(AugmentConfig(time_masks=3), 1).train(torch.randn(2, 50, 4, device='cuda'), torch.tensor([50, 30]), 0)
+        assert y.is_cuda and y.isfinite().all()

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
+from b2t_kaggle.config import preset
 from b2t_kaggle.decoding.beam import LexiconBeamDecoder, align, greedy, phoneme_beam
 from b2t_kaggle.decoding.ngram import NGram, build_ngram
 from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, build_lexicon, normalize_sentence, to_class_ids
@@ -181,7 +182,8 @@ def test_long_trials(lm):
 def test_final_sil_may_be_missing(lm):
     "The last word is found without its SIL at the cost of a missing SIL; a beam without any complete hypothesis finishes the word."
     ids = [*to_class_ids(['AA']), SIL, *to_class_ids(['K', 'AA'])]
-    assert LexiconBeamDecoder(LEXICON, lm, beam=50).decode(noisy(ids, sharp=12))[0].text in ('a', 'a c')
+    # Too few frames for the last word and its SIL: which compromise is best depends on the weights, so they are fixed here
+    assert LexiconBeamDecoder(LEXICON, lm, beam=50, acoustic_scale=0.6).decode(noisy(ids, sharp=12))[0].text in ('a', 'a c')
     narrow = LexiconBeamDecoder(LEXICON, lm, beam=1).decode(noisy(ids, sharp=12))
     assert {h.text for h in narrow} <= {'a', 'a c'} and all(math.isfinite(h.total) for h in narrow)
 
@@ -202,7 +204,7 @@ def test_unusual_input(lm):
     (lambda x: x[:, :40], r"shape \(6, 40\), expected \[T', 41\]"),
     (lambda x: x[0], r'shape \(41,\)'),
     (lambda x: np.where(np.arange(6)[:, None] == 2, np.inf, x), 'frame 2, class 0: found inf'),
-    (lambda x: np.where((np.arange(6)[:, None] == 4) & (np.arange(41) == 7), -np.inf, x), 'frame 4, class 7: found -inf'),
+    (lambda x: np.where(np.arange(6)[:, None] == 4, -np.inf, x), 'frame 4: found -inf for every class'),
     (lambda x: np.where((np.arange(6)[:, None] == 5), np.nan, x), 'frame 5, class 0: found nan'),
     (lambda x: x + np.where(np.arange(6)[:, None] == 3, 1.0, 0.0), r'frame 3: the probabilities sum to 2\.7'),
     (lambda x: np.exp(x), 'log_softmax'),
@@ -269,3 +271,24 @@ def test_real_sentences(tmp_path):
         words += len(sentences[i].split())
     print(f'PER {phoneme_edits/phonemes:.1%}, WER {edits/words:.1%}')
     assert 0.05 < phoneme_edits/phonemes < 0.2 and edits/words < 0.1 and edits/words < phoneme_edits/phonemes
+
+
+def test_probabilities_of_zero(lm):
+    "One-hot rows decode; what they rule out scores as if by e^-10000, and its totals stay finite."
+    with np.errstate(divide='ignore'): x = np.log(np.eye(41))[[*to_class_ids(['AA']), SIL, BLANK, *to_class_ids(['K', 'AA']), SIL]]
+    assert np.isneginf(x).any()
+    decoder = LexiconBeamDecoder(LEXICON, lm, blank_penalty=1.0)
+    hyps = decoder.decode(x)
+    floored = decoder.decode(np.maximum(x, -1e4))
+    assert hyps == floored and hyps[0].text == 'a c' and hyps[0].acoustic == 0 and len(hyps) > 1
+    assert all(math.isfinite(h.total) and h.acoustic <= -1e4 for h in hyps[1:] if h.text != 'a c' and h.acoustic)
+    labels, log_prob = phoneme_beam(x)[0]
+    assert labels == (*to_class_ids(['AA']), SIL, *to_class_ids(['K', 'AA']), SIL) and log_prob == 0
+    assert len(align(x, labels)) == len(labels)
+    partly = np.where((np.arange(6)[:, None] == 4) & (np.arange(41) == 7), -np.inf, noisy([BLANK]*6))
+    assert decoder.decode(partly) and np.isneginf(partly).sum() == 1
+
+
+def test_defaults_are_those_of_the_configuration(lm):
+    cfg, decoder = preset('official').decode, LexiconBeamDecoder(LEXICON, lm)
+    assert decoder.acoustic_scale == cfg.acoustic_scale == 0.8

@@ -1,6 +1,8 @@
 "The PyTorch model against a plain implementation of the published formulas, and checkpoints against hostile and damaged files."
 import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -56,7 +58,7 @@ def test_official_weights_give_the_logits_of_the_formulas(prefix):
     sizes = (512, 48, 3, 41, 5, 14, 4)
     plain = random_plain(*sizes)
     model = GRUDecoder(512, 48, 3, 41, n_layers=5, patch_size=14, patch_stride=4).eval()
-    model.load_state_dict(from_official_state({prefix + k: v for k, v in plain.state_dict().items()}))
+    model.load_state_dict({prefix + k: v for k, v in plain.state_dict().items()})
     x, day = torch.randn(4, 90, 512), torch.tensor([2, 0, 0, 1])
     with torch.no_grad(): ours, theirs = model(x, day), plain(x, day)
     assert ours.shape == (4, n_frames(90, 14, 4), 41)
@@ -185,3 +187,55 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert load_file(path) == dict(x=1)
     save_atomic(dict(x=3), path)
     assert load_file(path) == dict(x=3) and [p.name for p in tmp_path.iterdir()] == ['a.pt']
+
+
+@pytest.mark.parametrize('prefix', ['', 'module.', '_orig_mod.', 'module._orig_mod.'])
+def test_official_weights_load_into_a_part_of_another_model(prefix):
+    plain = random_plain(8, 6, 11, 41, 2, 14, 4)
+    whole = nn.ModuleDict(dict(head=nn.Linear(2, 2), decoder=GRUDecoder(8, 6, 11, 41, n_layers=2, patch_size=14, patch_stride=4)))
+    state = {f'head.{k}': v for k, v in whole['head'].state_dict().items()} | {f'decoder.{prefix}{k}': v for k, v in plain.state_dict().items()}
+    keys = list(state)
+    whole.load_state_dict(state)
+    assert list(state) == keys                                              # the caller's is left alone
+    for k, v in from_official_state(plain.state_dict()).items(): assert torch.equal(whole['decoder'].state_dict()[k], v)
+
+
+def test_official_weights_that_do_not_fit_are_refused(tmp_path, small):
+    cfg, model = small
+    official = to_official_state(model.state_dict())
+    with pytest.raises(RuntimeError, match='size mismatch for day_weights'): build_model(cfg.model, 3).load_state_dict(official)
+    with pytest.raises(RuntimeError, match='Unexpected key.*day_weights.x'): model.load_state_dict(official | {'day_weights.x': torch.zeros(1)})
+    with pytest.raises(ValueError, match=r'day_biases: found days \[1\]'): model.load_state_dict({k: v for k, v in official.items() if k != 'day_biases.0'})
+    odd = official | {'day_weights.1': torch.zeros(3, 3)}
+    with pytest.raises(ValueError, match=r'day_weights: found the shapes'): model.load_state_dict(odd)
+    save_atomic(dict(model_state_dict=odd, config=cfg.model_dump(mode='json')), tmp_path/'a.pt')
+    with pytest.raises(CheckpointError, match='a.pt: day_weights: found the shapes'): load_model(tmp_path/'a.pt')
+
+
+def test_days_in_any_form(small):
+    _, model = small
+    x = torch.randn(2, 20, 8)
+    want = model(x, torch.tensor([1, 0]))
+    for day in ([1, 0], (1, 0), np.array([1, 0]), np.array([1, 0], np.uint8), torch.tensor([1, 0], dtype=torch.int32)): assert torch.equal(model(x, day), want)
+    for day in ([1], [1, 0, 0], 1, [0.5, 0.], [[1, 0]]):
+        with pytest.raises(ValueError, match='day_idx: found .* expected whole numbers of shape'): model(x, day)
+
+
+@pytest.mark.parametrize('change, found', [(dict(model=dict(n_units=-1)), 'model.n_units'), (dict(surprise=1), 'surprise'), (dict(train=7), 'train')])
+def test_a_configuration_that_cannot_be_used_names_its_fields(small, tmp_path, change, found):
+    cfg, model = small
+    save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.model_dump(mode='json') | change), tmp_path/'a.pt')
+    with pytest.raises(CheckpointError, match=rf'a\.pt: its configuration cannot be used \({found}: '): load_model(tmp_path/'a.pt')
+    save_atomic(dict(model_state_dict=model.state_dict(), config='none'), tmp_path/'a.pt')
+    with pytest.raises(CheckpointError, match=r'a\.pt: its configuration'): load_model(tmp_path/'a.pt')
+
+
+def test_temporary_files_belong_to_one_process(tmp_path, monkeypatch):
+    "A living process's is left alone, a dead one's removed, and each process has its own name."
+    dead = subprocess.Popen([sys.executable, '-c', '']); dead.wait()
+    stale, others = tmp_path/f'.a.pt.{dead.pid}.tmp', tmp_path/f'.a.pt.{os.getppid()}.tmp'
+    stale.write_bytes(b'half'); others.write_bytes(b'half')
+    names, real = [], torch.save
+    monkeypatch.setattr(torch, 'save', lambda value, f: (names.append(os.path.basename(f.name)), real(value, f)))
+    save_atomic(dict(x=1), tmp_path/'a.pt')
+    assert names == [f'.a.pt.{os.getpid()}.tmp'] and sorted(p.name for p in tmp_path.iterdir()) == sorted(['a.pt', others.name])

@@ -19,7 +19,7 @@ from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
 from b2t_kaggle.pytorch.inference import infer
-from b2t_kaggle.pytorch.trainer import Trainer, TrainingError, read_history, train
+from b2t_kaggle.pytorch.trainer import Budget, Trainer, TrainingError, read_history, train
 
 SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']
 FEATURES = 12
@@ -237,3 +237,22 @@ def test_inference_agrees_with_validation(stores, tmp_path):
         ids = [int(c) for j, c in enumerate(path) if c and (j == 0 or path[j - 1] != c)]
         edits += Levenshtein.distance(ids, stores[1][i].class_ids.tolist())
     assert edits / stores[1].n_labels.sum() == pytest.approx(result['val_per'])
+
+
+def test_the_budget_goes_by_usual_steps_and_by_the_validation_that_was_timed(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, 'monotonic', lambda: now[0])
+    def takes(seconds): now[0] += seconds
+    b = Budget(minutes=10, val_part=20)
+    b.timed('step', takes, 100)                    # compilation: taken as usual, a validation would need 2000 s
+    assert not b.is_spent()
+    for s in (1, 1, 1, 1, 30): b.timed('step', takes, s)  # one step that compiles again is not usual either
+    now[0] = 579 - 1e-6; assert not b.is_spent()   # 1 s for a step, 20 s for a validation
+    now[0] = 579 + 1e-6; assert b.is_spent()
+    b.timed('validate', takes, 3); now[0] = 596 - 1e-6; assert not b.is_spent()
+    now[0] = 596 + 1e-6; assert b.is_spent()
+    b.timed('save', takes, 2); now[0] = 594 - 1e-6; assert not b.is_spent()
+    now[0] = 594 + 1e-6; assert b.is_spent()
+    for _ in range(10): b.timed('step', takes, 4)  # what has become slower is noticed
+    now[0] = 592; assert b.is_spent()
+    assert not Budget(None, 1).is_spent()

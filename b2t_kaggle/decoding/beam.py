@@ -46,7 +46,7 @@ def phoneme_beam(
     beam: int = 20,        # Prefixes kept per frame
     nbest: int = 1,        # Label sequences to return
 ) -> list[tuple[tuple[int, ...], float]]: # Class ids and their log-probability, best first
-    "CTC prefix beam search over phonemes, without words. Probabilities are exact where no prefix was pruned."
+    "CTC prefix beam search over phonemes, without words. Probabilities are exact where no prefix was pruned, but none of a frame counts as less than e^-10000."
     log_probs = _checked(log_probs)
     prefixes = {(): (0.0, -math.inf)} # Labels -> log-probability of paths ending in the blank, in the last label
     for frame in log_probs.tolist():
@@ -63,20 +63,24 @@ def phoneme_beam(
     return [(labels, float(np.logaddexp(*p))) for labels, p in list(prefixes.items())[:nbest]]
 
 # %% ../../nbs/decoding/01_beam.ipynb #c011
+_FLOOR = -1e4 # Log-probability that stands for all lower ones
+
 def _checked(log_probs: np.ndarray, n_classes: int | None = None) -> np.ndarray:
-    "Log-probabilities [T', K] as float64; raises `ValueError` that names the frame, what was found and what to do."
+    "Log-probabilities [T', K] as float64, none below -10000; raises `ValueError` that names the frame, what was found and what to do."
     x = np.array(log_probs, dtype=np.float64) # A copy: the caller keeps his
     if x.ndim != 2 or x.shape[1] < 2 or (n_classes and x.shape[1] != n_classes):
         raise ValueError(f"log_probs: found shape {x.shape}, expected [T', {n_classes or 'K'}], one row of log-probabilities per frame")
-    bad = ~np.isfinite(x)
+    bad = np.isnan(x) | (x == np.inf)
     if bad.any():
         t, k = np.argwhere(bad)[0]
-        raise ValueError(f'log_probs, frame {t}, class {k}: found {x[t, k]}, expected finite numbers; look for overflow in the model, or clip the probabilities')
+        raise ValueError(f'log_probs, frame {t}, class {k}: found {x[t, k]}, expected log-probabilities; look for overflow in the model')
+    empty = (x == -np.inf).all(axis=1)
+    if empty.any(): raise ValueError(f'log_probs, frame {int(empty.argmax())}: found -inf for every class, expected probabilities that sum to 1; look for overflow in the model')
     off = np.abs(np.logaddexp.reduce(x, axis=1)) > 0.02
     if off.any():
         t = int(off.argmax())
         raise ValueError(f'log_probs, frame {t}: the probabilities sum to {np.exp(x[t]).sum():.4g}, expected 1; are these logits? use log_softmax')
-    return x
+    return np.maximum(x, _FLOOR)
 
 # %% ../../nbs/decoding/01_beam.ipynb #c014
 class Pronunciations(NamedTuple):
@@ -582,7 +586,7 @@ class LexiconBeamDecoder:
         beam: int = 100,              # Hypotheses kept per frame
         lm_weight: float = 1.0,       # Weight of the n-gram score
         word_score: float = 0.0,      # Added per word
-        acoustic_scale: float = 0.6,  # Weight of the acoustic score
+        acoustic_scale: float = 0.8,  # Weight of the acoustic score
         blank_penalty: float = 1.0,   # The blank's probability is divided by this
         nbest: int = 10,              # Hypotheses returned
         merge: Literal['max', 'sum'] = 'max', # Whether a hypothesis' acoustic score is its best path or the sum over its paths
@@ -613,7 +617,8 @@ def _decode(self: LexiconBeamDecoder,
 ) -> list[Hypothesis]:     # Up to `nbest` hypotheses with distinct texts, best first; never empty
     """The n-best sentences of a trial. No frames give one hypothesis, the empty sentence.
 
-    Raises `ValueError` for a wrong shape, a number that is not finite, or rows that are not log-probabilities."""
+    Log-probabilities below -10000, such as the -inf of a one-hot row, count as -10000.
+    Raises `ValueError` for a wrong shape, NaN, +inf, or rows that are not log-probabilities."""
     x = _checked(log_probs, len(PHONEMES))
     x[:, BLANK] -= math.log(self.blank_penalty)
     try: search = self._idle.pop()

@@ -56,14 +56,14 @@ def cut_start(
 # %% ../../nbs/pytorch/01_augment.ipynb #c014
 def time_mask(
     x: Tensor,                  # Features `[B, T, F]`
-    n_bins: Tensor,             # Bins of each trial `[B]`
+    n_bins: Tensor,             # Bins of each trial `[B]`, on any device
     n_masks: int,               # Masks per trial; they may overlap
     max_part: float,            # Largest length of one mask, as a part of its trial
     generator: torch.Generator, # On the device of `x`
 ) -> Tensor:
     "Zero `n_masks` stretches of each trial, lengths uniform in 0 … `max_part` · `n_bins`, places uniform inside the trial."
     u, v = torch.rand(2, len(x), n_masks, 1, device=x.device, generator=generator)
-    bins = n_bins.view(-1, 1, 1)
+    bins = n_bins.to(x.device, non_blocking=True).view(-1, 1, 1)
     longest = (bins * max_part).floor()
     length = torch.minimum((u * (longest + 1)).floor(), longest)  # rounding may lift u·(n + 1) to n + 1
     start = (v * (bins - length + 1)).floor()

@@ -7,7 +7,6 @@ __all__ = ['n_frames', 'gaussian_kernel', 'smooth', 'pack', 'FrameOrder', 'frame
            'softsign', 'dropout', 'windows', 'packed_windows', 'gru_layer', 'cpu_gru']
 
 # %% ../../nbs/pytorch/00_layers.ipynb #c003
-import math
 from dataclasses import dataclass
 
 import numpy as np

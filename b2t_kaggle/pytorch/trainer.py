@@ -12,8 +12,9 @@ __all__ = ['lr_factor', 'learning_rates', 'DayAdamW', 'ctc_losses', 'frames_need
 import hashlib
 import math
 import os
+import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter, deque
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from .augment import Augment, step_seed
 from .checkpoint import load_file, load_model, save_atomic
 from .gru import GRUDecoder, build_model
 from .layers import n_frames
+from ..ragged import _temporary
 
 # %% ../../nbs/pytorch/04_trainer.ipynb #c006
 def lr_factor(
@@ -166,7 +168,7 @@ class History:
 
     def save(self) -> None:
         "Replace the file."
-        tmp = self.path.with_name(self.path.name + '.tmp')
+        tmp = _temporary(self.path)
         pd.DataFrame(self.rows).to_csv(tmp, index=False)
         os.replace(tmp, self.path)
 
@@ -395,22 +397,29 @@ def resume(t: Trainer, path: Path) -> None:
 class Budget:
     "Whether there is time for another step, a validation and a save."
     def __init__(self, minutes: float | None, val_part: float): # `val_part`: validation trials in batches of training
-        self.began, self.limit, self.val_part, self.longest = time.monotonic(), 60 * (minutes or math.inf), val_part, {}
+        self.began, self.limit, self.val_part = time.monotonic(), 60 * (minutes or math.inf), val_part
+        self.calls, self.last = Counter(), {}
 
     def elapsed(self) -> float: return time.monotonic() - self.began
 
     def timed(self, what: str, f, *args):
-        "Call `f` and remember how long `what` takes at most."
+        "Call `f` and remember how long `what` took."
         start = time.monotonic()
         result = f(*args)
-        self.longest[what] = max(self.longest.get(what, 0), time.monotonic() - start)
+        last = self.last.setdefault(what, deque(maxlen=9))
+        if self.calls[what] == 1: last.clear()  # the first time, with its warm-up, stood in for want of another
+        last.append(time.monotonic() - start)
+        self.calls[what] += 1
         return result
 
-    def is_spent(self) -> bool:
-        step, val, save = (self.longest.get(k, 0) for k in ('step', 'validate', 'save'))
-        return self.elapsed() + step + max(val, step * self.val_part) + save > self.limit
+    def usual(self, what: str) -> float: return statistics.median(self.last[what]) if self.calls[what] else 0.
 
-# %% ../../nbs/pytorch/04_trainer.ipynb #c038
+    def is_spent(self) -> bool:
+        step = self.usual('step') if self.calls['step'] > 1 else 0.
+        val = self.usual('validate') if self.calls['validate'] else step * self.val_part
+        return self.elapsed() + step + val + self.usual('save') > self.limit
+
+# %% ../../nbs/pytorch/04_trainer.ipynb #c039
 def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best
