@@ -239,3 +239,10 @@ def test_temporary_files_belong_to_one_process(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, 'save', lambda value, f: (names.append(os.path.basename(f.name)), real(value, f)))
     save_atomic(dict(x=1), tmp_path/'a.pt')
     assert names == [f'.a.pt.{os.getpid()}.tmp'] and sorted(p.name for p in tmp_path.iterdir()) == sorted(['a.pt', others.name])
+
+
+def test_a_compiler_meets_no_break_before_the_gru():
+    with torch.device('meta'):
+        model = GRUDecoder(8, 6, 3, 41, n_layers=2, patch_size=4, patch_stride=2).eval()
+        found = torch._dynamo.explain(model.forward)(torch.empty(2, 20, 8), torch.empty(2, dtype=torch.long))
+    assert found.graph_break_count == 0

@@ -73,9 +73,9 @@ class GRUDecoder(nn.Module):
         "Logits `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` for bins too few to make a frame, or days that are not one whole number per trial."
         B, T = x.shape[:2]
         if T < self.patch_size: raise ValueError(f'the batch has {T} bins, fewer than patch_size = {self.patch_size}; pad it, or leave such short trials out')
-        day_idx = torch.as_tensor(day_idx, device=x.device)
+        if not isinstance(day_idx, Tensor): day_idx = torch.as_tensor(day_idx)
         if day_idx.shape != (B,) or day_idx.is_floating_point(): raise ValueError(f'day_idx: found {day_idx.dtype} of shape {list(day_idx.shape)}, expected whole numbers of shape [{B}], a day per trial')
-        day_idx = day_idx.long()
+        day_idx = day_idx.to(x.device, torch.long)
         if states is None: states = self.h0.expand(self.gru.num_layers, B, -1).contiguous()
         if x.device.type != 'cpu': logits, states = self._padded(x, day_idx, states)
         else: logits, states = self._packed(x, day_idx, states, torch.full((B,), T) if n_bins is None else n_bins)
