@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..config import Config, ConfigError, load_config
 from .gru import GRUDecoder, build_model, from_official_state
-from ..ragged import _temporary
+from ..ragged import temporary_path
 
 # %% ../../nbs/pytorch/03_checkpoint.ipynb #c006
 class CheckpointError(ValueError):
@@ -34,7 +34,7 @@ def save_atomic(
 ) -> None:
     "`torch.save` that never leaves half a file under `path`."
     path = Path(path)
-    tmp = _temporary(path)
+    tmp = temporary_path(path)
     with open(tmp, 'wb') as f:
         torch.save(value, f)
         f.flush()
@@ -152,7 +152,7 @@ def save_official(
     "Write a model as the official kit reads it, into `folder/checkpoint`, which is returned."
     out = Path(folder)/'checkpoint'
     out.mkdir(parents=True, exist_ok=True)
-    tmp = _temporary(out/'args.yaml')
+    tmp = temporary_path(out/'args.yaml')
     tmp.write_text(yaml.safe_dump(to_official_args(cfg), sort_keys=False))
     os.replace(tmp, out/'args.yaml')
     save_atomic(dict(model_state_dict=to_official_state(model.state_dict()), val_PER=val_per), out/'best_checkpoint')

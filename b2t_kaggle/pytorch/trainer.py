@@ -25,7 +25,7 @@ from rapidfuzz.distance import Levenshtein
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..config import Config, TrainConfig
+from ..config import MAY_CHANGE, Config, TrainConfig
 from ..data.batches import Batch, Batcher, DayBalancedSampler, choose_buckets, evaluation_batches, longest_in_batches, prefetch, round_length
 from ..data.store import TrialStore
 from ..devices import Device, pick_torch
@@ -33,7 +33,7 @@ from .augment import Augment, step_seed
 from .checkpoint import load_file, load_model, save_atomic
 from .gru import GRUDecoder, build_model
 from .layers import n_frames
-from ..ragged import _temporary
+from ..ragged import temporary_path
 
 # %% ../../nbs/pytorch/04_trainer.ipynb #c006
 def lr_factor(
@@ -168,7 +168,7 @@ class History:
 
     def save(self) -> None:
         "Replace the file."
-        tmp = _temporary(self.path)
+        tmp = temporary_path(self.path)
         pd.DataFrame(self.rows).to_csv(tmp, index=False)
         os.replace(tmp, self.path)
 
@@ -199,7 +199,6 @@ def plot_history(
 class TrainingError(RuntimeError):
     "Training that cannot start, continue or go on; the message says why and what to do."
 
-_MAY_CHANGE = {f'train.{k}' for k in ('num_training_batches', 'time_budget', 'batches_per_save', 'accelerator', 'precision')} | {'data.dataset_dir', 'data.eval_batch_size'}
 
 def identity(
     cfg: Config,         # The run's configuration, with its sessions
@@ -208,7 +207,7 @@ def identity(
 ) -> dict[str, str]:
     "Everything that the weights depend on, as text by name."
     values = cfg.model_dump(mode='json')
-    out = dict(precision=precision) | {f'{g}.{k}': str(v) for g in ('data', 'model', 'augment', 'train') for k, v in values[g].items() if f'{g}.{k}' not in _MAY_CHANGE}
+    out = dict(precision=precision) | {f'{g}.{k}': str(v) for g in ('data', 'model', 'augment', 'train') for k, v in values[g].items() if f'{g}.{k}' not in MAY_CHANGE}
     for split, store in stores.items():
         if store is None: continue
         trials = store.index[['session', 'key', 'n_bins', 'n_labels']].to_csv(index=False)
