@@ -180,5 +180,4 @@ def docs(output, serve):
     sys.exit(subprocess.run([sys.executable, '-m', 'mkdocs', *args], cwd=root).returncode)
 
 # %% ../nbs/08_cli.ipynb #c018
-#| eval: false
-if __name__ == '__main__': main()
+if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook, too, is __main__, but it has no file
