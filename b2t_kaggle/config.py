@@ -6,10 +6,11 @@
 __all__ = ['AbsolutePath', 'MAY_CHANGE', 'OFFICIAL_KEYS', 'PRESETS', 'ConfigError', 'Section', 'SimulateConfig', 'DataConfig',
            'ModelConfig', 'AugmentConfig', 'TrainConfig', 'InferConfig', 'LMConfig', 'DecodeConfig', 'Config',
            'config_keys', 'with_overrides', 'is_official', 'from_official', 'preset', 'read_yaml', 'load_config',
-           'save_config']
+           'write_whole', 'save_config']
 
 # %% ../nbs/00_config.ipynb #c003
 import difflib
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -385,9 +386,15 @@ def load_config(
         except ConfigError as e: raise ConfigError(f'{path}: {e}') from None
     return with_overrides(cfg, overrides or {})
 
+def write_whole(path: str | Path, text: str) -> None:
+    "Write a text file whole or not at all: under a temporary name of this process, then renamed."
+    path = Path(path)
+    tmp = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    try:
+        tmp.write_text(text, encoding='utf-8')
+        os.replace(tmp, path)
+    finally: tmp.unlink(missing_ok=True)
+
 def save_config(cfg: Config, path: str | Path) -> None:
     "Write `cfg` as YAML that `load_config` reads back equal."
-    path = Path(path)
-    tmp = path.with_name(path.name + '.tmp')
-    tmp.write_text(yaml.safe_dump(cfg.model_dump(mode='json'), sort_keys=False, allow_unicode=True))
-    tmp.replace(path)
+    write_whole(path, yaml.safe_dump(cfg.model_dump(mode='json'), sort_keys=False, allow_unicode=True))

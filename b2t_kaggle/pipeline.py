@@ -19,7 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 import b2t_kaggle
-from .config import MAY_CHANGE, Config, load_config, save_config, with_overrides
+from .config import MAY_CHANGE, Config, load_config, save_config, with_overrides, write_whole
 
 # %% ../nbs/07_pipeline.ipynb #c006
 class PipelineError(RuntimeError):
@@ -176,9 +176,7 @@ class Run:
 def write_json(value, path: Path) -> None:
     "JSON through a temporary name, so that a reader never sees half a file."
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(path.name + '.tmp')
-    tmp.write_text(json.dumps(value, indent=1, default=str))
-    tmp.replace(path)
+    write_whole(path, json.dumps(value, indent=1, default=str))
 
 def _free(path: Path) -> Path:
     "`path`, or with a number behind it where that is taken."
@@ -304,9 +302,7 @@ def write_report(run: Run) -> Path:
     from nbconvert import HTMLExporter
     html, _ = HTMLExporter(exclude_input=True).from_filename(str(run.dir/'notebooks'/notebook_path('report').name))
     path = run.dir/'report.html'
-    tmp = path.with_name('report.html.tmp')
-    tmp.write_text(html, encoding='utf-8')
-    tmp.replace(path)
+    write_whole(path, html)
     return path
 
 # %% ../nbs/07_pipeline.ipynb #c030

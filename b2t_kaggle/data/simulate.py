@@ -7,7 +7,7 @@ __all__ = ['SCHEDULE', 'ARTICULATORS', 'TARGETS', 'N_ELECTRODES', 'Day', 'Simula
            'electrodes', 'features', 'simulate_block', 'write_text', 'simulate_dataset']
 
 # %% ../../nbs/data/01_simulate.ipynb #c003
-import json, os, re
+import json, re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from ..config import write_whole
 from .sentences import Writer
 from .sessions import Trial, list_sessions, session_path, write_session
 from ..phonemes import ARPABET, SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
@@ -339,9 +340,7 @@ def write_text(
     taken = set(plan[plan.split != 'train'].sentence.map(normalize_sentence))
     corpora = plan.corpus[plan.corpus != 'random'].to_numpy()
     writer, rng, path = Writer((seed, 6)), np.random.default_rng((seed, 7)), Path(path)
-    tmp = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-    tmp.write_text(''.join(_sentence(writer, c, max_words, taken) + '\n' for c in rng.choice(corpora, n)))
-    os.replace(tmp, path)
+    write_whole(path, ''.join(_sentence(writer, c, max_words, taken) + '\n' for c in rng.choice(corpora, n)))
     return path
 
 # %% ../../nbs/data/01_simulate.ipynb #c032
@@ -358,9 +357,7 @@ def _claim(folder: Path, parameters: dict) -> None:
     if folder.exists() and (held := [*list_sessions(folder), *(p.name for p in folder.glob('lm_text.txt'))]):
         raise SimulateError(f'{folder}: holds {held[0]}, but no {_MARKER}, so it was not simulated and is not overwritten; choose another folder')
     folder.mkdir(parents=True, exist_ok=True)
-    tmp = folder/f'.{_MARKER}.{os.getpid()}.tmp'
-    tmp.write_text(json.dumps(parameters))
-    os.replace(tmp, marker)
+    write_whole(marker, json.dumps(parameters))
 
 # %% ../../nbs/data/01_simulate.ipynb #c033
 def simulate_dataset(

@@ -26,6 +26,7 @@ import numpy as np
 from numba import njit
 from tqdm import tqdm
 
+from ..config import write_whole
 from .ngram import LN10, NGram
 from ..phonemes import BLANK, PHONEMES, SIL
 
@@ -681,10 +682,7 @@ def write_nbest(
     nbest: Iterable[Sequence[Hypothesis]],      # The hypotheses of each trial, best first
 ) -> None:
     "Write n-best lists, whole or not at all."
-    path = Path(path)
-    tmp = path.with_name(f'{path.name}.{os.getpid()}.tmp')
-    tmp.write_text(''.join(json.dumps([vars(h) for h in hyps]) + '\n' for hyps in nbest))
-    os.replace(tmp, path)
+    write_whole(path, ''.join(json.dumps([vars(h) for h in hyps]) + '\n' for hyps in nbest))
 
 def read_nbest(
     path: str | Path, # From `write_nbest`

@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 from torch import Tensor
 
-from ..config import Config, ConfigError, load_config
+from ..config import OFFICIAL_KEYS, Config, ConfigError, load_config, write_whole
 from .gru import GRUDecoder, build_model, from_official_state
 from ..ragged import temporary_path
 
@@ -130,7 +130,6 @@ def to_official_args(
     cfg: Config, # With `data.sessions`
 ) -> dict:
     "The configuration with the official kit's names and groups; `config.from_official` reads it back."
-    from b2t_kaggle.config import OFFICIAL_KEYS
     values, out = cfg.model_dump(mode='json'), {}
     for official, ours in OFFICIAL_KEYS.items():
         (*groups, key), (group, field) = official.split('.'), ours.split('.')
@@ -152,8 +151,6 @@ def save_official(
     "Write a model as the official kit reads it, into `folder/checkpoint`, which is returned."
     out = Path(folder)/'checkpoint'
     out.mkdir(parents=True, exist_ok=True)
-    tmp = temporary_path(out/'args.yaml')
-    tmp.write_text(yaml.safe_dump(to_official_args(cfg), sort_keys=False))
-    os.replace(tmp, out/'args.yaml')
+    write_whole(out/'args.yaml', yaml.safe_dump(to_official_args(cfg), sort_keys=False))
     save_atomic(dict(model_state_dict=to_official_state(model.state_dict()), val_PER=val_per), out/'best_checkpoint')
     return out
