@@ -241,8 +241,8 @@ def test_temporary_files_belong_to_one_process(tmp_path, monkeypatch):
     assert names == [f'.a.pt.{os.getpid()}.tmp'] and sorted(p.name for p in tmp_path.iterdir()) == sorted(['a.pt', others.name])
 
 
-def test_a_compiler_meets_no_break_before_the_gru():
+def test_a_compiler_meets_no_break_but_the_gru():
     with torch.device('meta'):
         model = GRUDecoder(8, 6, 3, 41, n_layers=2, patch_size=4, patch_stride=2).eval()
         found = torch._dynamo.explain(model.forward)(torch.empty(2, 20, 8), torch.empty(2, dtype=torch.long))
-    assert all('.gru(' in reason.user_stack[-1].line for reason in found.break_reasons)
+    assert found.graph_count <= 2  # what comes before the GRU, which is not PyTorch's to trace, and what comes after
