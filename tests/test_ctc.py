@@ -1,0 +1,202 @@
+"CTC loss and gradient against PyTorch's in double precision, over whatever shapes, lengths and labels there can be."
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings, strategies as st
+
+from b2t_kaggle.pytorch.ctc import alignment, ctc_loss
+
+
+@st.composite
+def problems(draw):
+    "log_probs, targets, input and target lengths, blank: few classes, so that labels repeat; padding that must not be read; some log-probabilities −∞."
+    T, B, K, S = draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.integers(2, 5)), draw(st.integers(0, 5))
+    blank = draw(st.integers(0, K - 1))
+    labels = st.integers(0, K - 2).map(lambda k: k + (k >= blank))
+    n_labels = draw(st.lists(st.integers(0, S), min_size=B, max_size=B))
+    targets = [draw(st.lists(labels, min_size=n, max_size=n)) + draw(st.lists(st.integers(-1, K), min_size=S - n, max_size=S - n)) for n in n_labels]
+    frames = draw(st.lists(st.integers(0, T), min_size=B, max_size=B))
+    log_probs = draw(st.sampled_from([1., 10.])) * torch.randn(T, B, K, dtype=torch.float64, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))
+    if draw(st.booleans()): log_probs = log_probs.log_softmax(-1)
+    for _ in range(draw(st.sampled_from([0, 0, 1, 5]))):
+        log_probs[draw(st.integers(0, T - 1)), draw(st.integers(0, B - 1)), draw(st.integers(0, K - 1))] = -torch.inf
+    return log_probs, torch.tensor(targets, dtype=torch.long).view(B, S), torch.tensor(frames), torch.tensor(n_labels), blank
+
+
+def both(log_probs, *args, weights=None, **kw):
+    "Loss and gradient, ours and PyTorch's, with a different weight for each trial if there is no reduction."
+    found = []
+    for f in (ctc_loss, F.ctc_loss):
+        x = log_probs.detach().clone().requires_grad_()
+        loss = f(x, *args, **kw)
+        found.append((loss.detach(), torch.autograd.grad((loss * (torch.arange(loss.numel()) + 1).view(loss.shape)).sum(), x)[0]))
+    return found
+
+
+def assert_same(log_probs, targets, frames, n_labels, blank, tol=1e-9, **kw):
+    (loss, grad), (want, want_grad) = both(log_probs, targets, frames, n_labels, blank, **kw)
+    torch.testing.assert_close(loss, want, rtol=tol, atol=tol)
+    # where a log-probability is −∞ PyTorch's gradient is nan and ours the limit, unless the alignment is impossible altogether
+    possible = F.ctc_loss(log_probs, targets, frames, n_labels, blank, reduction='none').isfinite()
+    limit = log_probs.isneginf() & possible[:, None]
+    torch.testing.assert_close(grad, want_grad.masked_fill(limit, 0), rtol=tol, atol=tol, equal_nan=True)
+    beyond = torch.arange(len(log_probs))[:, None] >= frames
+    assert (grad[beyond] == 0).all()
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems(), st.sampled_from(['none', 'mean', 'sum']), st.booleans())
+def test_value_and_gradient(problem, reduction, zero_infinity):
+    assert_same(*problem, reduction=reduction, zero_infinity=zero_infinity)
+
+
+def lp(T, B, K, seed=0): return torch.randn(T, B, K, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize('targets, frames, n_labels', [
+    ([[1, 1, 1]], [5], [3]),            # repeats just fit
+    ([[1, 1, 1]], [4], [3]),            # and just do not
+    ([[1, 2, 1]], [3], [3]),
+    ([[0, 0, 0]], [6], [0]),            # nothing said
+    ([[1]], [1], [1]),                  # one frame
+    ([[1]], [1], [0]),
+    ([[1]], [0], [1]),                  # no frame
+    ([[1]], [0], [0]),
+    ([[1, 2], [2, 2], [1, 0]], [6, 0, 2], [2, 2, 1]),
+    ([[]], [4], [0]),                   # no room for labels
+])
+@pytest.mark.parametrize('zero_infinity', [False, True])
+@pytest.mark.parametrize('reduction', ['none', 'mean', 'sum'])
+def test_edges(targets, frames, n_labels, zero_infinity, reduction):
+    targets = torch.tensor(targets, dtype=torch.long)
+    assert_same(lp(6, len(targets), 3), targets, torch.tensor(frames), torch.tensor(n_labels), 0, reduction=reduction, zero_infinity=zero_infinity)
+
+
+def test_no_way_at_all():
+    nothing = torch.full((4, 2, 3), -torch.inf, dtype=torch.float64)
+    args = torch.tensor([[1], [1]]), torch.tensor([4, 4]), torch.tensor([1, 0])
+    assert_same(nothing, *args, 0, reduction='none')
+    (loss, grad), _ = both(nothing, *args, zero_infinity=True)
+    assert loss == 0 and (grad == 0).all()
+
+
+def test_official_size():
+    torch.manual_seed(0)
+    log_probs, n_labels = torch.randn(133, 4, 41).log_softmax(-1), torch.tensor([60, 3, 25, 0])
+    targets, frames = torch.randint(1, 41, (4, 60)), torch.tensor([133, 133, 70, 12])
+    assert_same(log_probs.double(), targets, frames, n_labels, 0, reduction='none')
+    (loss, grad), _ = both(log_probs, targets, frames, n_labels, reduction='none')
+    _, (want, want_grad) = both(log_probs.double(), targets, frames, n_labels, reduction='none')
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad.double(), want_grad, rtol=0, atol=5e-5)
+    assert loss.dtype == grad.dtype == torch.float32
+
+
+def test_a_sure_model_loses_nothing():
+    "A thousand frames whose alternatives are worth e^−1000 each: probabilities that no float can hold, logarithms that any can."
+    targets = torch.tensor([[1, 2, 1, 2]])
+    log_probs = torch.full((1000, 1, 3), -1000.)
+    log_probs[:, :, 0] = 0
+    for t, k in zip((100, 400, 401, 999), targets[0]): log_probs[t, 0] = torch.tensor([-1000., -1000, -1000]).index_fill(0, k, 0.)
+    (loss, grad), (want, want_grad) = both(log_probs, targets, torch.tensor([1000]), torch.tensor([4]))
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(grad, want_grad)
+    assert loss.abs() < 1e-6
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems())
+def test_posteriors(problem):
+    "The path is in one state at each frame, unless there is no path."
+    log_probs, targets, frames, n_labels, blank = problem
+    states = torch.full((len(targets), 2 * targets.shape[1] + 1), blank)
+    states[:, 1::2] = targets.where(torch.arange(targets.shape[1]) < n_labels[:, None], blank)
+    nll, posterior = alignment(log_probs, states, frames, n_labels)
+    possible = nll.isfinite()
+    inside = torch.arange(len(log_probs))[:, None] < frames
+    torch.testing.assert_close(posterior.sum(-1)[:, possible], inside[:, possible].double(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('n_labels', [[3, 1, 0], [3, 0, 3], [0, 0, 0]])
+def test_derivative(n_labels):
+    targets = torch.tensor([[1, 1, 2], [2, 0, 0], [1, 2, 1]])
+    assert torch.autograd.gradcheck(lambda x: ctc_loss(x.log_softmax(-1), targets, [6, 4, 5], n_labels, reduction='none'), lp(6, 3, 4).requires_grad_())
+
+
+def test_no_second_derivative():
+    x = lp(4, 1, 3).requires_grad_()
+    grad, = torch.autograd.grad(ctc_loss(x, torch.tensor([[1]]), [4], [1])**2, x, create_graph=True)
+    with pytest.raises(RuntimeError, match='once_differentiable'): grad.sum().backward()
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_low_precision(dtype):
+    x = lp(30, 2, 5).log_softmax(-1).to(dtype).requires_grad_()
+    args = torch.tensor([[1, 2, 2], [3, 1, 0]]), torch.tensor([30, 20]), torch.tensor([3, 2])
+    loss = ctc_loss(x, *args)
+    loss.backward()
+    _, (want, want_grad) = both(x.float(), *args)
+    assert loss.dtype == torch.float32 and x.grad.dtype == dtype
+    torch.testing.assert_close(loss.detach(), want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(x.grad, want_grad.to(dtype))
+
+
+def test_autocast_changes_nothing():
+    x, args = lp(30, 2, 5).float(), (torch.tensor([[1, 2, 2], [3, 1, 0]]), [30, 20], [3, 2])
+    grads = []
+    for on in (False, True):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast('cpu', torch.bfloat16, enabled=on): ctc_loss(leaf, *args).backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems())
+def test_ways_to_say_the_same(problem):
+    "Padded or concatenated targets, int32 or int64, lengths as tensors, lists or tuples."
+    log_probs, targets, frames, n_labels, blank = problem
+    want = ctc_loss(log_probs, targets, frames, n_labels, blank, reduction='none')
+    flat = torch.cat([row[:n] for row, n in zip(targets, n_labels)])
+    for t in (targets, targets.int(), flat):
+        for i, l in ((frames.int(), n_labels.int()), (frames.tolist(), n_labels.tolist()), (tuple(frames.tolist()), n_labels)):
+            assert torch.equal(ctc_loss(log_probs, t, i, l, blank, reduction='none'), want)
+
+
+def test_without_gradient():
+    x, args = lp(5, 1, 3), (torch.tensor([[1, 2]]), [5], [2])
+    assert not ctc_loss(x, *args).requires_grad
+    with torch.no_grad(): assert torch.equal(ctc_loss(x.requires_grad_(), *args), ctc_loss(x, *args).detach())
+
+
+GOOD = dict(log_probs=torch.zeros(6, 2, 4), targets=torch.tensor([[1, 2, 3], [3, 0, 0]]), input_lengths=[6, 5], target_lengths=[3, 1])
+
+@pytest.mark.parametrize('change, message', [
+    (dict(log_probs=torch.zeros(6, 4)), r'log_probs must be floating point \[T, B, K\].*found \[6, 4\]'),
+    (dict(log_probs=torch.zeros(6, 2, 4, dtype=torch.long)), 'log_probs must be floating point.*torch.int64'),
+    (dict(log_probs=torch.zeros(0, 2, 4)), 'at least one frame'),
+    (dict(log_probs=torch.zeros(6, 0, 4)), 'at least one frame, trial'),
+    (dict(blank=4), 'blank must be one of the 4 classes.*found 4'),
+    (dict(blank=-1), 'blank must be one of the 4 classes.*found -1'),
+    (dict(reduction='average'), "reduction must be .*found 'average'"),
+    (dict(targets=torch.tensor([[1, 2, 3]])), r'targets must be integers, padded \[2, S\].*found \[1, 3\]'),
+    (dict(targets=torch.tensor(1)), r'targets must be integers.*found \[\]'),
+    (dict(targets=torch.zeros(2, 3)), 'targets must be integers.*torch.float32'),
+    (dict(targets=torch.tensor([[1, 2, 4], [3, 0, 0]])), r'targets\[0, 2\].*one of the 4 classes.*found 4'),
+    (dict(targets=torch.tensor([[1, -1, 3], [3, 0, 0]])), r'targets\[0, 1\].*found -1'),
+    (dict(target_lengths=[3, 2]), r'targets\[1, 1\], inside the 2 labels.*not the blank, 0; found 0'),
+    (dict(target_lengths=[4, 1]), r'target_lengths\[0\] must lie between 0 and 3.*found 4'),
+    (dict(target_lengths=[3, -1]), r'target_lengths\[1\] must lie between 0 and 3.*found -1'),
+    (dict(target_lengths=[3]), r'target_lengths must be one integer for each of the 2 trials.*found \[1\]'),
+    (dict(target_lengths=3), r'target_lengths must be one integer for each of the 2 trials.*found \[\]'),
+    (dict(input_lengths=[6, 7]), r'input_lengths\[1\] must lie between 0 and 6, the frames of log_probs; found 7'),
+    (dict(input_lengths=torch.tensor([6., 5.])), 'input_lengths must be one integer.*torch.float32'),
+    (dict(targets=torch.tensor([1, 2, 3, 3, 1])), 'as target_lengths add up to, 4; found 5'),
+    (dict(targets=torch.tensor([1, 2, 3, 3]), target_lengths=torch.zeros(2, dtype=torch.long, device='meta')), 'need target_lengths on the host'),
+])
+def test_bad_input(change, message):
+    ctc_loss(**GOOD)
+    with pytest.raises(ValueError, match=message) as e: ctc_loss(**GOOD | change)
+    assert '\n' not in str(e.value)
