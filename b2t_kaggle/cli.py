@@ -153,7 +153,7 @@ def ensemble(stores, output, how):
 
 @main.command()
 def devices():
-    "Which accelerators are here, and which precision would be used."
+    "Which accelerators are here, how that is known, and what each framework would use."
     from b2t_kaggle.devices import describe
     click.echo(describe())
 

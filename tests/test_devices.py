@@ -1,0 +1,283 @@
+"What is detected on simulated machines, what a run would use there, and that nothing is imported for it."
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from b2t_kaggle.devices import (TPU_GENERATIONS, DeviceError, Gpu, describe, detect, driver_gpus, find_tpu, installed_packages, pick_torch, plan_tensorflow, plan_torch,
+                                seen_variables, tpu_type, xla_pair)
+
+ROOT = Path(__file__).parent.parent
+FRAMEWORKS = ('torch', 'torch_xla', 'tensorflow', 'jax', 'keras')
+PAIR = {'torch': '2.8.0+cpu', 'torch_xla': '2.8.0', 'libtpu': '0.0.17'}
+KAGGLE_PACKAGES = PAIR | {'tensorflow-cpu': '2.20.0'}
+KAGGLE = {'ISTPUVM': '1', 'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0', 'TPU_SKIP_MDS_QUERY': '1', 'KAGGLE_USER': 'x'}
+T4, H200 = Gpu('Tesla T4', 15., '7.5', False), Gpu('NVIDIA H200', 140., '9.0', True)
+
+
+def machine(root, accel=0, vfio=0, pci=(), huge_pages='always [madvise] never', memory_kib=None):
+    "A file system with device files, PCI devices `(vendor, device, class)` and what the kernel says of its memory."
+    files = {f'dev/accel{i}': '' for i in range(accel)} | {f'dev/vfio/{i}': '' for i in range(vfio)} | ({'dev/vfio/vfio': ''} if vfio else {})
+    for i, values in enumerate(pci):
+        files |= {f'sys/bus/pci/devices/0000:00:{i:02x}.0/{name}': value for name, value in zip(('vendor', 'device', 'class'), values)}
+    files['sys/kernel/mm/transparent_hugepage/enabled'] = huge_pages
+    if memory_kib: files['proc/meminfo'] = f'MemTotal:       {memory_kib} kB\nMemFree:  1 kB\n'
+    for name, text in files.items():
+        (root/name).parent.mkdir(parents=True, exist_ok=True)
+        (root/name).write_text(text + '\n')
+    return root
+
+
+def chips(device, n): return [('0x1ae0', device, '0x120000')] * n
+
+
+NETWORK_CARD = ('0x1ae0', '0x0042', '0x020000') # Of the same vendor, in every virtual machine of Google's
+
+# name: (variables, file system, packages, gpus) -> (kind, generation, chips, cores, XLA devices), plan of torch, words of the table
+SIMULATED = {
+    'kaggle v5e-8': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,4,1'}, dict(vfio=8, pci=chips('0x0063', 8) + [NETWORK_CARD]), KAGGLE_PACKAGES, ()),
+                     ('tpu', 'v5e', 8, 8, 8), ('xla', 'TPU v5e', 'bfloat16', 8),
+                     ['ISTPUVM=1', 'TPU_PROCESS_ADDRESSES=local', 'v5e (v5litepod-8), chips: 8, cores: 8, each with 16 GB', '/dev/vfio/0 to 7 (8), PCI 1ae0:0063 (8)',
+                      'xla (TPU v5e, 8 devices), bfloat16: the TPU is the fastest here', 'tensorflow-cpu 2.20.0 has no kernels for it', 'echo always >']),
+    'kaggle v6e-8': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v6e-8'}, dict(vfio=8, huge_pages='[always] madvise never'), KAGGLE_PACKAGES, ()),
+                     ('tpu', 'v6e', 8, 8, 8), ('xla', 'TPU v6e', 'bfloat16', 8), ['v6e (v6e-8), chips: 8, cores: 8, each with 32 GB and 918 TFLOP/s']),
+    'kaggle v3-8': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v3-8', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1'}, dict(accel=4, pci=chips('0x0027', 4)), KAGGLE_PACKAGES, ()),
+                    ('tpu', 'v3', 4, 8, 8), ('xla', 'TPU v3', 'bfloat16', 8), ['chips: 4, cores: 8, each with 16 GB', '/dev/accel0 to accel3 (4)']),
+    'kaggle, type unset, v2 or v3': ((KAGGLE, dict(accel=4, pci=chips('0x0027', 4)), PAIR, ()),
+                                     ('tpu', None, 4, None, None), ('xla', 'TPU v2 or v3', 'bfloat16', 1), ['unknown generation (v2 or v3), chips: 4']),
+    'colab v5e-1': (({'COLAB_TPU_1VM': '1', 'TPU_WORKER_ID': '0', 'TPU_HOST_BOUNDS': '1,1,1', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1', 'TPU_ACCELERATOR_TYPE': 'v5e-1'},
+                     dict(accel=1), PAIR, ()), ('tpu', 'v5e', 1, 1, 1), ('xla', 'TPU v5e', 'bfloat16', 1), ['COLAB_TPU_1VM=1', 'chips: 1, cores: 1']),
+    'colab, the old server': (({'COLAB_TPU_ADDR': '10.1.2.3:8470', 'XRT_TPU_CONFIG': 'tpu_worker;0;10.1.2.3:8470'}, {}, PAIR, ()),
+                              ('tpu', None, None, None, None), ('cpu', None, None, 1), ['the TPU is a server at 10.1.2.3:8470', 'take a TPU VM']),
+    'cloud v4-8': (({'TPU_NAME': 'mine', 'TPU_ACCELERATOR_TYPE': 'v4-8', 'TPU_WORKER_ID': '0'}, dict(accel=4, pci=chips('0x005e', 4)), PAIR, ()),
+                   ('tpu', 'v4', 4, 8, 4), ('xla', 'TPU v4', 'bfloat16', 4), ['TPU_NAME=mine', 'chips: 4, cores: 8, each with 16 GB']),
+    'cloud v5p-16 of two hosts': (({'TPU_ACCELERATOR_TYPE': 'v5p-16', 'TPU_WORKER_ID': '1', 'TPU_WORKER_HOSTNAMES': 'a,b', 'PJRT_DEVICE': 'TPU'}, {}, PAIR, ()),
+                                  ('tpu', 'v5p', 4, 8, 4), ('xla', 'TPU v5p', 'bfloat16', 4), ['PJRT_DEVICE=TPU']),
+    'a generation to come': (({'TPU_ACCELERATOR_TYPE': 'tpu9-16', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1'}, dict(vfio=4), PAIR, ()),
+                             ('tpu', None, 4, None, None), ('xla', 'TPU tpu9-16', 'bfloat16', 1), ['unknown generation (tpu9-16), chips: 4']),
+    'hardware without variables': (({}, dict(vfio=4, pci=chips('0x006f', 4)), PAIR, ()), ('tpu', 'v6e', 4, 4, 4), ('xla', 'TPU v6e', 'bfloat16', 4), ['variables   none']),
+    'variables without hardware': ((KAGGLE, {}, PAIR, ()), ('tpu', None, None, None, None), ('cpu', None, None, 1), ['ISTPUVM speaks of a TPU, but', 'PJRT_DEVICE=TPU to try']),
+    'TPU, torch_xla missing': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}, dict(vfio=8), {'torch': '2.8.0'}, ()), ('tpu', 'v5e', 8, 8, 8), ('cpu', None, None, 1),
+                               ['the TPU is not used: torch_xla is not installed (torch 2.8.0)', "pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"]),
+    'TPU, no pair': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}, dict(vfio=8), PAIR | {'torch': '2.13.0'}, ()), ('tpu', 'v5e', 8, 8, 8), ('cpu', None, None, 1),
+                     ["torch 2.13.0 and torch_xla 2.8.0 do not match: their minor versions must be equal; pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"]),
+    'TPU, libtpu missing': ((KAGGLE, dict(vfio=8, pci=chips('0x0063', 8)), {'torch': '2.9.1', 'torch_xla': '2.9.0'}, ()), ('tpu', 'v5e', 8, 8, 8), ('cpu', None, None, 1),
+                            ["libtpu is not installed; pip install 'torch_xla[tpu]==2.9.0'"]),
+    'TPU, kept off it': ((KAGGLE | {'PJRT_DEVICE': 'CPU'}, dict(vfio=8, pci=chips('0x0063', 8)), PAIR, ()), ('tpu', 'v5e', 8, 8, 8), ('cpu', None, None, 1),
+                         ['PJRT_DEVICE=CPU keeps PyTorch/XLA off the TPU; unset it']),
+    'TPU, silent bfloat16': ((KAGGLE | {'XLA_USE_BF16': '1'}, dict(vfio=8, pci=chips('0x0063', 8)), PAIR, ()), ('tpu', 'v5e', 8, 8, 8), ('cpu', None, None, 1),
+                             ['XLA_USE_BF16=1 makes torch_xla store every float32 tensor as bfloat16; unset it']),
+    'PJRT on the processor': (({'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': '8'}, {}, PAIR, ()), ('cpu', None, None, None, None), ('cpu', None, None, 1),
+                              ['PJRT_DEVICE=CPU CPU_NUM_DEVICES=8', "xla (XLA's processor backend"]),
+    'GPUs': (({}, {}, {'torch': '2.10.0', 'tensorflow': '2.20.0'}, (H200, H200)), ('cuda', None, None, None, None), ('cuda', 'NVIDIA H200', 'bfloat16', 2),
+             ['cuda:1      NVIDIA H200, 140 GiB, compute capability 9.0', 'a GPU is here; computes bfloat16', 'torch_xla   not installed; only a TPU needs it', 'tensorflow 2.20.0 is built for it']),
+    'a GPU without bfloat16': (({'COLAB_TPU_1VM': ''}, dict(vfio=1, pci=[('0x10de', '0x1eb8', '0x030200'), NETWORK_CARD]), {'torch': '2.10.0', 'tensorflow-cpu': '2.20.0'}, (T4,)),
+                               ('cuda', None, None, None, None), ('cuda', 'Tesla T4', 'float32', 1), ['does not compute bfloat16', 'tensorflow-cpu 2.20.0 is built without CUDA']),
+    'nothing': (({'ISTPUVM': '0', 'COLAB_TPU_1VM': ''}, dict(memory_kib=25165824), {}, ()), ('cpu', None, None, None, None), ('cpu', None, None, 1),
+                ['24 GiB memory', 'variables   none', 'packages    no framework', 'torch       not installed', 'TensorFlow is not installed']),
+}
+
+
+def simulate(name, root):
+    (environ, files, packages, gpus), *_ = SIMULATED[name]
+    return detect(environ=environ, root=machine(root, **files), packages=packages, gpus=gpus, imported=frozenset())
+
+
+@pytest.mark.parametrize('name', SIMULATED)
+def test_simulated(name, tmp_path):
+    _, (kind, generation, n_chips, cores, devices), plan, words = SIMULATED[name]
+    d = simulate(name, tmp_path)
+    t = d.tpu
+    assert d.kind == kind
+    assert (t is None) == (kind != 'tpu')
+    if t: assert (t.generation.name if t.generation else None, t.chips, t.cores, t.devices) == (generation, n_chips, cores, devices)
+    got = plan_torch(d)
+    assert (got.kind, got.n) == (plan[0], plan[3])
+    assert plan[1] in (None, got.name) and plan[2] in (None, got.precision)
+    for w in words: assert w in str(d)
+    assert str(d) == describe(d)
+    assert ('echo always' in str(d)) == (kind == 'tpu' and d.huge_pages == 'madvise')
+
+
+@pytest.mark.parametrize('name', [n for n in SIMULATED if SIMULATED[n][1][0] == 'tpu'])
+def test_auto_and_by_name_agree(name, tmp_path):
+    "Where `auto` leaves a TPU alone, asking for it by name is an error with the same reason; elsewhere it is the same device."
+    d = simulate(name, tmp_path)
+    auto = plan_torch(d)
+    if auto.kind == 'xla': assert replace(plan_torch(d, 'tpu'), reason='') == replace(auto, reason='') == replace(plan_torch(d, 'xla', 'auto'), reason='')
+    else:
+        with pytest.raises(DeviceError) as e: plan_torch(d, 'tpu')
+        assert str(e.value).removeprefix('accelerator tpu: ') in auto.reason
+
+
+def test_xla_on_the_processor(tmp_path):
+    d = simulate('PJRT on the processor', tmp_path)
+    device = plan_torch(d, 'xla')
+    assert (device.kind, device.n, device.precision) == ('xla', 8, 'float32') and 'PJRT_DEVICE=CPU' in device.reason
+    assert plan_torch(d, 'xla', 'bfloat16').precision == 'bfloat16'
+
+
+def test_precision_on_a_tpu(tmp_path):
+    d = simulate('kaggle v5e-8', tmp_path)
+    assert (plan_torch(d, 'tpu').precision, plan_torch(d, 'tpu', 'float32').precision) == ('bfloat16', 'float32')
+    assert 'float32 asked for' in plan_torch(d, 'tpu', 'float32').reason
+
+
+@pytest.mark.parametrize('name, accelerator, precision, says', [
+    ('nothing', 'gpu', 'auto', "accelerator 'gpu' does not exist; take auto, cpu, cuda, tpu or xla"),
+    ('nothing', 'cpu', 'float16', "precision 'float16' does not exist; take auto, float32 or bfloat16"),
+    ('nothing', 'cuda', 'auto', 'accelerator cuda: PyTorch finds no CUDA device (torch not installed)'),
+    ('nothing', 'tpu', 'auto', 'accelerator tpu: no TPU here'),
+    ('nothing', 'xla', 'auto', 'must be asked for with PJRT_DEVICE=CPU'),
+    ('GPUs', 'tpu', 'auto', 'accelerator tpu: no TPU here'),
+    ('PJRT on the processor', 'tpu', 'auto', 'accelerator tpu: no TPU here'),
+    ('colab, the old server', 'xla', 'auto', 'accelerator xla: the TPU is a server at 10.1.2.3:8470'),
+])
+def test_errors(name, accelerator, precision, says, tmp_path):
+    with pytest.raises(DeviceError) as e: plan_torch(simulate(name, tmp_path), accelerator, precision)
+    assert says in str(e.value)
+
+
+@pytest.mark.parametrize('change, says', [
+    (dict(packages={'torch': '2.13.0+cpu'}), "torch_xla is not installed (torch 2.13.0+cpu); pip install 'torch==2.9.0' 'torch_xla==2.9.0'"),
+    (dict(packages={'torch_xla': '2.8.0'}), "torch is not installed (torch_xla 2.8.0); pip install 'torch==2.8.0' 'torch_xla==2.8.0'"),
+    (dict(packages={'torch': '2.9.1', 'torch_xla': '2.8.0'}), "pip install 'torch==2.9.1' 'torch_xla==2.9.0'"),
+    (dict(imported=frozenset({'tensorflow'})), 'TensorFlow is imported in this process'),
+    (dict(variables={'PJRT_DEVICE': 'CPU', 'XLA_DOWNCAST_BF16': '1'}), 'XLA_DOWNCAST_BF16=1 makes torch_xla store'),
+])
+def test_packages_that_do_not_do_for_xla(change, says, tmp_path):
+    d = simulate('PJRT on the processor', tmp_path)
+    with pytest.raises(DeviceError) as e: plan_torch(replace(d, **change), 'xla')
+    assert says in str(e.value)
+    assert plan_torch(replace(d, imported=frozenset({'tensorflow', 'torch_xla'})), 'xla').kind == 'xla' # The order that works
+
+
+def test_tensorflow(tmp_path):
+    d = simulate('kaggle v5e-8', tmp_path)
+    tpu = plan_tensorflow(replace(d, packages={'tensorflow-tpu': '2.19.1'}))
+    assert (tpu.kind, tpu.n, tpu.precision) == ('tpu', 8, 'bfloat16')
+    for build in ('tensorflow', 'tensorflow-cpu'):
+        cpu = plan_tensorflow(replace(d, packages={build: '2.20.0'}))
+        assert cpu.kind == 'cpu' and f'{build} 2.20.0 has no kernels for it' in cpu.reason and 'tensorflow-tpu in an environment of its own' in cpu.reason
+    absent = plan_tensorflow(replace(d, packages={'tensorflow-tpu': '2.19.1'}, tpu=replace(d.tpu, hardware=())))
+    assert absent.kind == 'cpu' and 'no device file' in absent.reason
+    with pytest.raises(DeviceError, match=r'b2t_kaggle\[tf\]'): plan_tensorflow(replace(d, packages={}))
+
+
+def test_vfio_alone_is_no_tpu(tmp_path):
+    "A machine that hands any other device to a program has the same kind of device file."
+    assert find_tpu({}, machine(tmp_path, vfio=2, pci=[NETWORK_CARD, ('0x10de', '0x0063', '0x120000')])) is None
+
+
+def test_unknown_chip_on_the_bus(tmp_path):
+    t = find_tpu({}, machine(tmp_path, pci=chips('0x0fff', 2)))
+    assert (t.generation, t.chips, t.hardware) == (None, 2, ('PCI 1ae0:0fff (2)',))
+
+
+def test_bounds_that_are_not_numbers(tmp_path):
+    assert find_tpu({'TPU_CHIPS_PER_HOST_BOUNDS': '2,x'}, tmp_path).chips is None
+    assert find_tpu({'TPU_CHIPS_PER_HOST_BOUNDS': '2,4,1'}, tmp_path).chips == 8
+
+
+def test_driver_is_silent_or_odd():
+    assert driver_gpus(lambda: '') == driver_gpus(lambda: 'NVIDIA-SMI has failed, because, it failed\n') == ()
+    assert detect(environ={'CUDA_VISIBLE_DEVICES': ''}, root='/nowhere', packages={}).gpus == ()
+
+
+def test_generations_are_consistent():
+    for name, g in TPU_GENERATIONS.items():
+        assert tpu_type(f'{name}-8') == (g, 8) and g.cores % g.devices == 0
+        # Every generation since v2 is balanced between 60 and 600 operations a byte; a slip of a unit would leave that
+        assert 60 < g.tflops * 1000 / g.hbm_gbps < 600
+
+
+def test_pick_refuses_before_it_imports(monkeypatch):
+    monkeypatch.delenv('PJRT_DEVICE', raising=False)
+    if detect().tpu: pytest.skip('there is a TPU')
+    before = 'torch_xla' in sys.modules
+    for accelerator in ('tpu', 'xla', 'mps'):
+        with pytest.raises(DeviceError, match='accelerator'): pick_torch(accelerator)
+    assert ('torch_xla' in sys.modules) == before
+
+
+def test_variables_that_say_nothing():
+    assert seen_variables({'ISTPUVM': 'False', 'COLAB_TPU_1VM': ' ', 'XLA_USE_BF16': '0', 'PATH': '/bin'}) == {}
+
+
+def test_pair_for_a_newer_torch_xla_keeps_to_what_is_used():
+    assert xla_pair({'torch': '2.13.0', 'torch_xla': '2.11.0'}, tpu=False) == "pip install 'torch==2.9.0' 'torch_xla==2.9.0'"
+
+
+def python(code, tmp_path, **env):
+    "Run code in a new process, with packages of `tmp_path` in front of ours and without the variables of this machine."
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(('TPU_', 'PJRT', 'XLA_', 'COLAB', 'ISTPU', 'CPU_NUM'))}
+    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+                          env=clean | {'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'} | env)
+
+
+def test_imports_no_framework(tmp_path):
+    code = ("import sys; from b2t_kaggle.devices import *; from b2t_kaggle.devices import find_tpu\n"
+            "for f in (None, 'xla', 'tensorflow'): print(detect(f))\n"
+            f"print('LOADED', [m for m in {FRAMEWORKS!r} if m in sys.modules])")
+    for env in ({}, {'ISTPUVM': '1', 'TPU_ACCELERATOR_TYPE': 'v5litepod-8', 'PJRT_DEVICE': 'TPU'}, {'PJRT_DEVICE': 'CPU'}):
+        r = python(code, tmp_path, **env)
+        assert r.returncode == 0, r.stderr
+        assert r.stdout.endswith('LOADED []\n')
+        assert 'packages    ' in r.stdout and all(f'{k}={v}' in r.stdout for k, v in env.items())
+
+
+def test_torch_is_imported_when_asked_for_and_nothing_else(tmp_path):
+    r = python(f"import sys; from b2t_kaggle.devices import *; detect('torch'); pick_torch('cpu'); print([m for m in {FRAMEWORKS[:3]!r} if m in sys.modules])", tmp_path)
+    assert r.stdout == "['torch']\n", r.stderr
+
+
+def fake_package(root, name, version, **modules):
+    for module, text in modules.items():
+        (root/name).mkdir(exist_ok=True)
+        (root/name/f'{module}.py').write_text(text)
+    (root/f'{name}-{version}.dist-info').mkdir()
+    (root/f'{name}-{version}.dist-info'/'METADATA').write_text(f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
+
+
+START = "import os, sys; from b2t_kaggle.devices import *\ntry: print(pick_torch('{}'), os.environ['PJRT_DEVICE'])\nexcept DeviceError as e: print('ERROR', e)"
+
+
+def test_start_counts_devices_and_forbids_the_fall_to_the_processor(tmp_path):
+    "A torch_xla that says 4: the plan's number (8, by the type) gives way to the runtime's."
+    import torch
+    fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0], __init__='', runtime='def global_runtime_device_count(): return 4')
+    fake_package(tmp_path, 'libtpu', '0.0.17')
+    code = ("import b2t_kaggle.devices as d, os\nreal = d.find_tpu\n" f"d.find_tpu = lambda v, root: real(v, {str(machine(tmp_path, vfio=8))!r})\n" "print(d.pick_torch(), os.environ['PJRT_DEVICE'])")
+    r = python(code, tmp_path, ISTPUVM='1', TPU_ACCELERATOR_TYPE='v5litepod-8')
+    assert r.stdout == 'xla (TPU v5e, 4 devices), bfloat16: the TPU is the fastest here; computes bfloat16 TPU\n', r.stderr
+
+
+def test_start_that_fails(tmp_path):
+    import torch
+    fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0], __init__="raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')")
+    fake_package(tmp_path, 'libtpu', '0.0.17')
+    r = python(START.format('xla'), tmp_path, PJRT_DEVICE='CPU')
+    assert r.stdout.startswith('ERROR') and 'undefined symbol' in r.stdout and 'are a pair' in r.stdout, r.stderr
+    r = python(START.format('tpu'), tmp_path, PJRT_DEVICE='TPU', TPU_LIBRARY_PATH='/nowhere/libtpu.so')
+    assert r.stdout.startswith('ERROR TPU_LIBRARY_PATH=/nowhere/libtpu.so is not a file'), r.stdout + r.stderr
+
+
+def test_command(tmp_path):
+    r = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', 'devices'], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=os.environ | {'PYTHONPATH': str(ROOT)})
+    assert r.returncode == 0, r.stderr
+    assert [l.split()[0] for l in r.stdout.splitlines() if l.startswith(('cpu ', 'variables', 'packages', 'torch '))] == ['cpu', 'variables', 'packages', 'torch']
+
+
+def test_real_xla_on_eight_devices(tmp_path):
+    "Counting must leave SPMD and the persistent cache possible: a mesh over all devices computes, and its program lands in the cache."
+    if 'torch_xla' not in installed_packages(): pytest.skip('needs the xla extra')
+    code = ("import warnings; warnings.simplefilter('error')\nfrom pathlib import Path\nfrom b2t_kaggle.devices import pick_torch\nd = pick_torch('xla')\n"
+            "import numpy as np, torch, torch_xla, torch_xla.runtime as xr, torch_xla.distributed.spmd as xs\n"
+            "xr.use_spmd(); xr.initialize_cache('cache')\nmesh = xs.Mesh(np.arange(d.n), (d.n,), ('data',))\n"
+            "x = torch.ones(16, 4).to(torch_xla.device()); xs.mark_sharding(x, mesh, ('data', None))\n"
+            "print(d.kind, d.n, d.precision, (x * 2).sum().item(), len(list(Path('cache').iterdir())) > 0)")
+    r = python(code, tmp_path, PJRT_DEVICE='CPU', CPU_NUM_DEVICES='8')
+    assert r.stdout == 'xla 8 float32 128.0 True\n', r.stdout + r.stderr
