@@ -75,8 +75,8 @@ class DataConfig(Section):
 
 # %% ../nbs/00_config.ipynb #c011
 class ModelConfig(Section):
-    name: Literal['gru'] = 'gru'
-    "Architecture."
+    name: Literal['gru', 'triple_gru'] = 'gru'
+    "Architecture: the official GRU, or three GRUs of which one is an adversarial denoiser."
     neural_dim: int = Field(512, ge=1)
     "Features per bin, F."
     n_classes: int = Field(41, ge=2)
@@ -84,7 +84,7 @@ class ModelConfig(Section):
     n_units: int = Field(768, ge=1)
     "Units per GRU layer."
     n_layers: int = Field(5, ge=1)
-    "GRU layers."
+    "GRU layers; in triple_gru those of the clean model, 3 as first described."
     patch_size: int = Field(14, ge=0)
     "Bins per input patch; 0 means no patching."
     patch_stride: int = Field(4, ge=0)
@@ -97,6 +97,12 @@ class ModelConfig(Section):
     "Whether the GRU layers are trained."
     input_trainable: bool = True
     "Whether the day layers are trained; false leaves them at the identity."
+    noise_units: int | None = Field(256, ge=1)
+    "triple_gru: units per GRU layer of the noise model; null: as many as a patch has numbers, 7,168 for 14 bins of 512 features."
+    adversarial_strength: float = Field(0.5, ge=0)
+    "triple_gru: λ, by which the adversary's gradient is multiplied when it is reversed."
+    adversarial_schedule: Literal['constant', 'ramp'] = 'constant'
+    "triple_gru: λ throughout, or growing from 0 over the run."
 
 # %% ../nbs/00_config.ipynb #c012
 class AugmentConfig(Section):
@@ -127,8 +133,8 @@ class AugmentConfig(Section):
 class TrainConfig(Section):
     framework: Literal['pytorch'] = 'pytorch'
     "Which implementation trains and infers."
-    accelerator: Literal['auto', 'cpu', 'cuda'] = 'auto'
-    "`auto` takes the best one here and says which; anything else is an error where it is missing."
+    accelerator: Literal['auto', 'cpu', 'cuda', 'tpu', 'xla'] = 'auto'
+    "`auto` takes the best one here and says which; anything else is an error where it is missing. `xla` is whatever PyTorch/XLA drives, a TPU or, for tests, the processor."
     precision: Literal['auto', 'float32', 'bfloat16'] = 'auto'
     "`auto` is bfloat16 autocast where the hardware computes it, else float32."
     num_training_batches: int = Field(120_000, ge=1)
@@ -173,6 +179,8 @@ class TrainConfig(Section):
     "Stop when validation no longer improves."
     early_stopping_val_steps: int = Field(20, ge=1)
     "Validations without improvement before stopping."
+    accumulate: int = Field(1, ge=1)
+    "Parts that a batch is computed in, where memory does not hold it whole; the step is the same."
     compile: bool = False
     "`torch.compile` the model; pays on GPUs after minutes of compilation."
     init_checkpoint_path: AbsolutePath | None = None
@@ -341,6 +349,7 @@ def from_official(
 # %% ../nbs/00_config.ipynb #c034
 PRESETS = {
     'official': {},
+    'triple_gru': {'model': dict(name='triple_gru', n_layers=3)},
     'demo': {
         'data': dict(batch_size=16, days_per_batch=4),
         'model': dict(n_units=128, n_layers=2, patch_size=14, patch_stride=8, rnn_dropout=0.2, input_dropout=0.1),
@@ -351,7 +360,7 @@ PRESETS = {
 }
 
 def preset(
-    name: str, # `demo` or `official`
+    name: str, # `demo`, `official` or `triple_gru`
 ) -> Config:
     "A named configuration."
     if name not in PRESETS: raise ConfigError(f'preset {name!r} does not exist; there are {", ".join(PRESETS)}')

@@ -19,7 +19,9 @@ from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
 from b2t_kaggle.pytorch.inference import infer
-from b2t_kaggle.pytorch.trainer import Budget, Trainer, TrainingError, read_history, train
+from b2t_kaggle.pytorch.parallel import Cores
+from b2t_kaggle.pytorch.trainer import Trainer, train
+from b2t_kaggle.training import Budget, TrainingError, read_history
 
 SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']
 FEATURES = 12
@@ -62,7 +64,7 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
     "Lists of day parameters, LambdaLR, AdamW with three groups, clipping: written out here, and the same to float32's precision."
     cfg = config(precision='float32', rnn_dropout=0, input_dropout=0, white_noise_std=0, constant_offset_std=0, random_cut=0, smooth_data=False, weight_decay_day=.01,
                  grad_norm_clip_value=1., lr_max_day=.02, lr_decay_steps=12, lr_decay_steps_day=10, lr_warmup_steps=3, epsilon=.1)
-    t, c = Trainer(*stores, cfg, pick_torch('cpu', 'float32')), cfg.train
+    t, c = Trainer(*stores, cfg, Cores(pick_torch('cpu', 'float32'))), cfg.train
     p = {k: v.clone().requires_grad_() for k, v in to_official_state(t.model.state_dict()).items()}
     bias = [v for k, v in p.items() if 'gru.bias' in k or 'out.bias' in k]
     day = [v for k, v in p.items() if k.startswith('day_')]
@@ -77,7 +79,8 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, [main, lambda i: factor(i, c.lr_min_day / c.lr_max_day, 10, 5), main])
     gru, start = torch.nn.GRU(FEATURES * 6, 16, 2, batch_first=True), {k: v.detach().clone() for k, v in p.items()}
     for i in range(15):
-        b = t.batch(i)
+        parts, batch_days = t.batch(i)
+        b = parts[0].batch
         x, days = torch.from_numpy(b.features.copy()), b.day.tolist()
         y = torch.stack([trial @ p[f'day_weights.{d}'] + p[f'day_biases.{d}'] for trial, d in zip(x, days)])
         y = F.softsign(y).unfold(1, 6, 3).transpose(2, 3).flatten(2)
@@ -87,8 +90,8 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
         opt.zero_grad(); loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(p.values(), 1.)
         opt.step(); schedule.step()
-        ours, our_norm, _ = t.train_step(b)
-        assert abs(ours - loss.item()) < 1e-3 * loss.item() and abs(our_norm - norm.item()) < 1e-2 * norm.item()
+        taken = t.train_step(parts, batch_days)
+        assert abs(taken.mean_loss() - loss.item()) < 1e-3 * loss.item() and abs(taken.norm.item() - norm.item()) < 1e-2 * norm.item()
     final = to_official_state(t.model.state_dict())
     for k, v in p.items():
         assert (final[k] - v).abs().max() < 2e-4, k
@@ -141,13 +144,16 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(stores,
     assert a.drop(columns='seconds').equals(b.drop(columns='seconds'))
 
 
-def test_a_changed_run_is_refused_by_name(stores, tmp_path):
+def test_a_changed_run_is_refused_by_name(stores, tmp_path, capsys):
     train(*stores, config(num_training_batches=7), tmp_path/'run', progress=False)
     for change, found in [({'lr_max': .02}, 'train.lr_max was 0.01, is now 0.02'), ({'n_units': 8}, 'model.n_units was 16, is now 8'),
-                          ({'white_noise_std': 0.1}, 'augment.white_noise_std'), ({'precision': 'bfloat16' if pick_torch('cpu').precision == 'float32' else 'float32'}, 'precision was')]:
+                          ({'white_noise_std': 0.1}, 'augment.white_noise_std')]:
         with pytest.raises(TrainingError, match=found): train(*stores, config(**{'num_training_batches': 7} | change), tmp_path/'run', progress=False)
-    longer = train(*stores, config(num_training_batches=9, time_budget=5., batches_per_save=2), tmp_path/'run', progress=False)
-    assert longer['step'] == 9
+    capsys.readouterr()
+    other = 'bfloat16' if pick_torch('cpu').precision == 'float32' else 'float32'   # as when it goes on with another accelerator
+    longer = train(*stores, config(num_training_batches=9, time_budget=5., batches_per_save=2, precision=other), tmp_path/'run', progress=False)
+    said = capsys.readouterr().out
+    assert longer['step'] == 9 and f', {other}: ' in said and 'continuing after 7 batches, which were computed on cpu' in said
 
 
 def test_changed_data_is_refused(tmp_path):
@@ -177,12 +183,12 @@ def test_trials_that_cannot_be_aligned_are_named_and_left_out(tmp_path, capsys):
 
 
 def test_a_loss_that_is_no_number_names_its_trials_and_leaves_the_weights(stores):
-    t = Trainer(*stores, config(), pick_torch('cpu'))
-    t.train_step(t.batch(0))
-    before, batch = {k: v.clone() for k, v in t.model.state_dict().items()}, t.batch(1)
-    batch.features[2, 4, 0] = np.inf
-    row = stores[0].index.iloc[batch.trials[2]]
-    with pytest.raises(TrainingError, match=rf'batch 1: .*{row.session} block {row.block} trial {row.trial} \({row.key}\)\. Look'): t.train_step(batch)
+    t = Trainer(*stores, config(), Cores(pick_torch('cpu')))
+    t.train_step(*t.batch(0))
+    before, (parts, days) = {k: v.clone() for k, v in t.model.state_dict().items()}, t.batch(1)
+    parts[0].x[2, 4, 0] = np.inf
+    row = stores[0].index.iloc[parts[0].batch.trials[2]]
+    with pytest.raises(TrainingError, match=rf'batch 1: .*{row.session} block {row.block} trial {row.trial} \({row.key}\)\. Look'): t.train_step(parts, days)
     for k, v in t.model.state_dict().items(): assert torch.equal(v, before[k])
 
 
@@ -201,9 +207,9 @@ def test_early_stopping_and_time_budget(stores, tmp_path):
 
 
 def test_frozen_parts_stay(stores, tmp_path):
-    t = Trainer(*stores, config(input_trainable=False, rnn_trainable=False), pick_torch('cpu'))
+    t = Trainer(*stores, config(input_trainable=False, rnn_trainable=False), Cores(pick_torch('cpu')))
     before = {k: v.clone() for k, v in t.model.state_dict().items()}
-    for i in range(3): t.train_step(t.batch(i))
+    for i in range(3): t.train_step(*t.batch(i))
     changed = {k for k, v in t.model.state_dict().items() if not torch.equal(v, before[k])}
     assert changed == {'out.weight', 'out.bias', 'h0'}
 
@@ -219,11 +225,11 @@ def test_starting_from_another_model_keeps_the_days_by_name(stores, tmp_path):
     train(*stores, config(num_training_batches=12), tmp_path/'first', progress=False)
     old, _ = load_model(tmp_path/'first')
     write_toy(tmp_path/'later', SESSIONS[1:] + ['t15.2023.09.01'])
-    t = Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt')), pick_torch('cpu'))
+    t = Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt')), Cores(pick_torch('cpu')))
     assert torch.equal(t.model.day_weights[:2], old.day_weights[1:]) and torch.equal(t.model.day_weights[2], torch.eye(FEATURES))
     assert torch.equal(t.model.gru.weight_ih_l0, old.gru.weight_ih_l0)
     with pytest.raises(TrainingError, match='does not fit'):
-        Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt'), n_units=8), pick_torch('cpu'))
+        Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt'), n_units=8), Cores(pick_torch('cpu')))
 
 
 def test_inference_agrees_with_validation(stores, tmp_path):

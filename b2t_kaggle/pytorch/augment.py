@@ -8,6 +8,7 @@ __all__ = ['step_seed', 'add_noise', 'draw_cut', 'cut_start', 'time_mask', 'Augm
 # %% ../../nbs/pytorch/03_augment.ipynb #c003
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import AugmentConfig
@@ -26,7 +27,7 @@ def step_seed(
 def add_noise(
     x: Tensor,                  # Features `[B, T, F]`, floating point
     cfg: AugmentConfig,         # The run's `augment` group
-    generator: torch.Generator, # On the device of `x`
+    generator: torch.Generator | None, # On the device of `x`; none means the device's own
 ) -> Tensor:
     "Static gain, white noise, constant offset and random walk, `[B, T, F]`; `x` itself is left alone."
     B, T, C = x.shape
@@ -47,10 +48,12 @@ def draw_cut(
     return int(np.random.default_rng(seed).integers(max(cfg.random_cut, 1)))
 
 def cut_start(
-    x: Tensor, # Features `[B, T, F]`
-    cut: int,  # Bins to drop
+    x: Tensor,         # Features `[B, T, F]`
+    cut: int | Tensor, # Bins to drop; a tensor on the device where each number would be compiled anew
 ) -> Tensor:
     "The bins from `cut` on, then zeros, `[B, T, F]`."
+    T = x.shape[1]
+    if isinstance(cut, Tensor): return F.pad(x, (0, 0, 0, 1)).index_select(1, (torch.arange(T, device=x.device) + cut).clamp(max=T))
     return torch.cat([x[:, cut:], x.new_zeros(x.shape[0], cut, x.shape[2])], 1) if cut else x
 
 # %% ../../nbs/pytorch/03_augment.ipynb #c014
@@ -59,7 +62,7 @@ def time_mask(
     n_bins: Tensor,             # Bins of each trial `[B]`, on any device
     n_masks: int,               # Masks per trial; they may overlap
     max_part: float,            # Largest length of one mask, as a part of its trial
-    generator: torch.Generator, # On the device of `x`
+    generator: torch.Generator | None, # On the device of `x`; none means the device's own
 ) -> Tensor:
     "Zero `n_masks` stretches of each trial, lengths uniform in 0 … `max_part` · `n_bins`, places uniform inside the trial."
     u, v = torch.rand(2, len(x), n_masks, 1, device=x.device, generator=generator)
@@ -94,8 +97,15 @@ class Augment:
     ) -> tuple[Tensor, Tensor]:
         "Augmented features, float32 `[B, T, F]`, and the trials' new lengths `[B]`."
         seed = step_seed(self.seed, step)
-        generator = torch.Generator(x.device).manual_seed(seed)
-        cut = draw_cut(self.cfg, seed)
+        return self.apply(x, n_bins, draw_cut(self.cfg, seed), torch.Generator(x.device).manual_seed(seed))
+
+    def apply(self,
+        x: Tensor,         # Features `[B, T, F]`
+        n_bins: Tensor,    # Bins of each trial `[B]`
+        cut: int | Tensor, # From `draw_cut`
+        generator: torch.Generator | None, # On the device of `x`; none means the device's own
+    ) -> tuple[Tensor, Tensor]:
+        "`train` with its random numbers given. Shapes and operations depend on nothing but the shape of `x`."
         x, n_bins = cut_start(add_noise(x.float(), self.cfg, generator), cut), n_bins - cut
         x = self.eval(x)
         if self.cfg.time_masks: x = time_mask(x, n_bins, self.cfg.time_masks, self.cfg.time_mask_max, generator)
