@@ -90,7 +90,7 @@ def evaluate(
     loss, edits = np.zeros(len(store)), np.zeros(len(store), int)
     for b, logits, frames in logits_of(model, store, day_of, cfg, cores, cfg.data.eval_batch_size):
         losses = ctc_losses(logits, cores.put(b.labels), cores.lengths(frames), cores.lengths(b.n_labels))
-        best, real = logits.argmax(-1), b.trials >= 0
+        losses, best, real = cores.result(losses), cores.result(logits.argmax(-1)), b.trials >= 0
         cores.end_step()
         loss[b.trials[real]] = losses.cpu().numpy()[real]
         for i, path, n in zip(b.trials[real], best.cpu().numpy()[real], frames[real]):

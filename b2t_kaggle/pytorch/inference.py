@@ -32,7 +32,7 @@ def log_probs_of(
     "Natural log-probabilities of each trial, float32 `[T', K]`, in the order of the store."
     out, day_of = [None] * len(store), {s: i for i, s in enumerate(cfg.data.sessions)}
     for b, logits, frames in logits_of(model, store, day_of, cfg, cores, batch_size, f'infer {store.split}' if progress else None):
-        log_probs = logits.log_softmax(-1)
+        log_probs = cores.result(logits.log_softmax(-1))
         cores.end_step()
         for i, lp, n in zip(b.trials, log_probs.cpu().numpy(), frames):
             if i >= 0: out[i] = lp[:n].copy()

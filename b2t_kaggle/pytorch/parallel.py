@@ -7,6 +7,7 @@ __all__ = ['CACHE', 'Cores', 'GPUs', 'XLACores', 'start']
 
 # %% ../../nbs/pytorch/09_parallel.ipynb #c003
 import contextlib
+import logging
 import os
 from pathlib import Path
 
@@ -96,6 +97,12 @@ class Cores:
     ) -> None:
         "Called once before the first step."
 
+    def result(self,
+        t: Tensor, # That the host is going to read
+    ) -> Tensor:
+        "Mark it so within the program that makes it."
+        return t
+
     def end_step(self) -> None: "What was asked for so far is one program."
 
     def gather(self,
@@ -156,6 +163,7 @@ class XLACores(Cores):
         from torch_xla import backends
         self.xla, self.n, self.cache = torch_xla, device.n, cache if xr.device_type() != 'CPU' else None
         if self.cache: xr.initialize_cache(str(self.cache))
+        logging.getLogger(backends.__name__).setLevel(logging.ERROR)  # it warns of setting this twice when it is set once
         backends.set_mat_mul_precision('highest')
         if self.n > 1:
             import torch_xla.distributed.spmd as xs
@@ -171,7 +179,9 @@ class XLACores(Cores):
     def lengths(self, array): return self.put(array)
 
     def numbers(self, **values):
-        return {k: torch.tensor(v).to(self.torch_device) for k, v in values.items()}
+        # as a vector: torch_xla takes a lone 0 or 1 for a constant, whatever it came in
+        sent = torch.tensor([float(v) for v in values.values()]).to(self.torch_device).unbind()
+        return {k: s.long() if isinstance(v, int) else s for (k, v), s in zip(values.items(), sent)}
 
     def days(self, days, n_days): return torch.zeros(n_days).index_fill(0, torch.from_numpy(days), 1).to(self.torch_device)
 
@@ -200,6 +210,10 @@ class XLACores(Cores):
     def prepare(self, opt):
         self._replicate(v for s in opt.state_dict().values() for v in s.values())
         self.end_step()
+
+    def result(self, t):
+        self._replicate([t])
+        return t
 
     def end_step(self): self.xla.sync()
 

@@ -117,6 +117,7 @@ class Trainer:
         losses = []
         for i, p in enumerate(parts):
             with cores.part(self.forward, last=i == n - 1): losses.append(self._backward(p, cores.rank*n + i, n))
+        if n > 1: cores.end_step()  # all parts are the same program
         params = [p for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in params])
         nn.utils.clip_grads_with_norm_(params, c.grad_norm_clip_value or math.inf, norm)
@@ -138,7 +139,7 @@ class Trainer:
         frames = n_frames(n_bins, c.model.patch_size, c.model.patch_stride)
         losses = self.model.training_losses(out, lambda logits: ctc_losses(logits, p.labels, frames, p.n_labels), frames)
         (losses.mean() / n_parts).backward()
-        return losses.detach()
+        return cores.result(losses.detach())
 
     def check_finite(self, t: Taken) -> None:
         "Raises `TrainingError` for a loss or gradient that is not a number; names its trials."

@@ -1,0 +1,52 @@
+"Trains a toy on an XLA device and writes what happened as JSON; a process of its own, because torch_xla starts once. Called by test_training_xla.py."
+import json
+import sys
+import warnings
+from pathlib import Path
+
+warnings.simplefilter('error', DeprecationWarning)
+import torch_xla.debug.metrics as met  # before anything computes on the CPU
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_trainer import config, open_stores
+from b2t_kaggle.data.batches import bucket_of, evaluation_batches
+from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.devices import pick_torch
+from b2t_kaggle.pytorch.evaluate import lengths_to_pad_to
+from b2t_kaggle.pytorch.inference import infer
+from b2t_kaggle.pytorch.parallel import start
+from b2t_kaggle.pytorch.trainer import Trainer, train
+
+
+def compilations(): return met.metric_data('CompileTime')[0]
+
+
+def steps(stores, cfg, n):
+    "Losses and gradient norms of some steps, two validations, and how much was compiled when."
+    t = Trainer(*stores, cfg, start(pick_torch(cfg.train.accelerator, cfg.train.precision)))
+    met.clear_all()
+    out = dict(losses=[], norms=[], compiled=[0], buckets=[], n=t.cores.n)
+    for i in range(n):
+        parts, days = t.batch(t.step)
+        taken = t.train_step(parts, days)
+        out['compiled'].append(compilations())
+        out['buckets'].append([p.x.shape[1] for p in parts])
+        out['losses'].append(taken)
+    before, validations = compilations(), [t.validate() for _ in range(2)]
+    few = lengths_to_pad_to(t.store_val, cfg, True)
+    out['val_buckets'] = len({bucket_of(t.store_val.n_bins[i[i >= 0]].max(), few) for i in evaluation_batches(t.store_val.n_bins, cfg.data.eval_batch_size)})
+    out['val_compiled'], out['val'] = compilations() - before, [[v['val_loss'], v['val_per']] for v in validations]
+    out['fallbacks'] = [c for c in met.counter_names() if c.startswith('aten::')]
+    out['norms'], out['losses'] = [t.norm.item() for t in out['losses']], [t.mean_loss() for t in out['losses']]
+    return out
+
+
+if __name__ == '__main__':
+    what, data, out, overrides = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
+    stores, cfg = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')], config(**{'accelerator': 'xla'} | overrides)
+    if what == 'steps':
+        result = steps(stores, cfg, 9)
+    if what == 'train':
+        result = train(*stores, cfg, out, progress=False)
+        logits = infer(out/'best.pt', stores[1], out/'val.arrow', accelerator='xla', progress=False)
+        result['first_log_probs'] = logits[0][:3].tolist()
+    (out/'result.json').write_text(json.dumps(result))
