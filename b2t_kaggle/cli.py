@@ -10,11 +10,12 @@ __all__ = ['shared_options', 'open_run', 'go', 'main', 'run', 'simulate', 'check
 import sys
 import traceback
 from pathlib import Path
+from typing import get_args
 
 import click
 
 import b2t_kaggle
-from .config import PRESETS, Config, config_keys, load_config
+from .config import PRESETS, Config, TrainConfig, config_keys, load_config
 from .pipeline import STAGES, Run, run_stages
 
 # %% ../nbs/08_cli.ipynb #c006
@@ -29,6 +30,7 @@ _SHARED = [
     click.option('--config', 'config_', type=click.Path(exists=True, dir_okay=False), help='YAML file: ours, or the official kit\'s rnn_args.yaml as it is.'),
     click.option('--data', type=click.Path(exists=True, file_okay=False), help='Folder with the t15.YYYY.MM.DD sessions. Default: simulate a participant.'),
     click.option('--set', 'overrides', multiple=True, callback=_key_values, metavar='KEY=VALUE', help='Any configuration value; repeat it for more. `b2t keys` lists them.'),
+    click.option('--accelerator', type=click.Choice(get_args(TrainConfig.model_fields['accelerator'].annotation)), help='Where to train and infer; the same as --set train.accelerator=… `b2t devices` shows what is here.'),
     click.option('--out', default='submissions', show_default=True, type=click.Path(file_okay=False), help='Folder of the runs.'),
     click.option('--work', default='data', show_default=True, type=click.Path(file_okay=False), help='Folder for big files that can be made again.'),
     click.option('--force', multiple=True, type=click.Choice(list(STAGES)), help='Do this stage again even if nothing changed; repeat it for more.'),
@@ -40,11 +42,12 @@ def shared_options(f):
     return f
 
 # %% ../nbs/08_cli.ipynb #c008
-def open_run(name, preset_, config_, data, overrides, out, work) -> Run:
+def open_run(name, preset_, config_, data, overrides, accelerator, out, work) -> Run:
     "The run that the shared options describe; raises `ConfigError`."
     base = preset_ or ('official' if data or config_ else 'demo')
     name = name or (Path(config_).stem if config_ else base)
     if data: overrides = {'data.dataset_dir': data} | overrides
+    if accelerator: overrides = overrides | {'train.accelerator': accelerator}
     new = preset_ or config_ or not (Path(out)/name/'config.yaml').exists()
     cfg = load_config(config_, base=base, overrides=overrides) if new else None
     return Run(Path(out)/name, work, overrides, cfg)

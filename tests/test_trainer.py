@@ -262,3 +262,19 @@ def test_the_budget_goes_by_usual_steps_and_by_the_validation_that_was_timed(mon
     for _ in range(10): b.timed('step', takes, 4)  # what has become slower is noticed
     now[0] = 592; assert b.is_spent()
     assert not Budget(None, 1).is_spent()
+
+
+def test_two_processes_take_the_same_steps_as_one(stores, tmp_path):
+    "torchrun, DistributedDataParallel over gloo: the losses of the same global batches, the same weights, one set of files."
+    from b2t_kaggle.pytorch.launch import launch
+    sure = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, rnn_dropout=0, input_dropout=0, precision='float32', num_training_batches=20, batches_per_val_step=10)
+    one = train(*stores, config(**sure), tmp_path/'one', progress=False)
+    two = launch(2, *stores, config(**sure), tmp_path/'two', progress=False)
+    assert two['step'] == one['step'] == 20 and two['val_loss'] == pytest.approx(one['val_loss'], rel=1e-4)
+    a, b = (read_history(tmp_path/d/'history.csv') for d in ('one', 'two'))
+    assert b.loss.tolist() == pytest.approx(a.loss.tolist(), rel=1e-4) and b.grad_norm.tolist() == pytest.approx(a.grad_norm.tolist(), rel=1e-3)
+    a, b = (load_file(tmp_path/d/'last.pt')['model_state_dict'] for d in ('one', 'two'))
+    for k in a: assert torch.allclose(a[k], b[k], atol=1e-4), k
+    again = launch(2, *stores, config(**sure | dict(num_training_batches=30)), tmp_path/'two', progress=False)
+    assert again['step'] == 30
+    with pytest.raises(TrainingError, match='cannot be divided evenly among 4 devices'): launch(4, *stores, config(), tmp_path/'four', progress=False)

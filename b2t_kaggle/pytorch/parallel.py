@@ -152,6 +152,7 @@ CACHE = Path(os.environ.get('XDG_CACHE_HOME', Path.home()/'.cache'))/'b2t_kaggle
 class XLACores(Cores):
     "All XLA devices of this machine behind one process: SPMD over a mesh along the batch (Xu et al., 2021, GSPMD)."
     rectangular, optimizer = True, StackedAdamW
+    _started = False  # torch_xla is set up once per process
 
     def __init__(self,
         device: Device,       # From `pick_torch`
@@ -162,14 +163,18 @@ class XLACores(Cores):
         import torch_xla.runtime as xr
         from torch_xla import backends
         self.xla, self.n, self.cache = torch_xla, device.n, cache if xr.device_type() != 'CPU' else None
+        if self.n > 1:
+            import torch_xla.distributed.spmd as xs
+            self.mesh, self.xs = xs.Mesh(np.arange(self.n), (self.n,), ('data',)), xs
+        if not XLACores._started: self._start(xr, backends)
+        self.torch_device = torch_xla.device()
+
+    def _start(self, xr, backends):
         if self.cache: xr.initialize_cache(str(self.cache))
         logging.getLogger(backends.__name__).setLevel(logging.ERROR)  # it warns of setting this twice when it is set once
         backends.set_mat_mul_precision('highest')
-        if self.n > 1:
-            import torch_xla.distributed.spmd as xs
-            xr.use_spmd()
-            self.mesh, self.xs = xs.Mesh(np.arange(self.n), (self.n,), ('data',)), xs
-        self.torch_device = torch_xla.device()
+        if self.n > 1: xr.use_spmd()
+        XLACores._started = True
 
     def put(self, array):
         from torch_xla.core.xla_model import send_cpu_data_to_device

@@ -48,5 +48,7 @@ if __name__ == '__main__':
     if what == 'train':
         result = train(*stores, cfg, out, progress=False)
         logits = infer(out/'best.pt', stores[1], out/'val.arrow', accelerator='xla', progress=False)
+        again = infer(out/'best.pt', stores[0], out/'train.arrow', accelerator='xla', progress=False)  # as the stage does for test: torch_xla is set up already
+        assert len(again) == len(stores[0])
         result['first_log_probs'] = logits[0][:3].tolist()
     (out/'result.json').write_text(json.dumps(result))
