@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEDULE', 'ARTICULATORS', 'TARGETS', 'N_ELECTRODES', 'Day', 'SimulateError', 'plan_trials', 'movement', 'Electrodes',
-           'electrodes', 'features', 'simulate_block', 'write_text', 'simulate_dataset']
+           'electrodes', 'features', 'interfere', 'zscore', 'simulate_block', 'write_text', 'simulate_dataset']
 
 # %% ../../nbs/data/01_simulate.ipynb #c003
 import json, re
@@ -307,10 +307,43 @@ def features(
     return out
 
 # %% ../../nbs/data/01_simulate.ipynb #c028
+_SOURCES = np.array([(0.3, 0.), (2., 0.), (2., 1.1), (0.5, 3.)]) # memory τ in s, frequency f in Hz
+
+def _sources(n: int, rng: np.random.Generator) -> np.ndarray:
+    "Time courses of the interference, unit variance, [n, 4]."
+    z, pole = np.exp(-2j*np.pi*np.arange(n)/n)[:, None], np.exp(0.02*(-1/_SOURCES[:, 0] + 2j*np.pi*_SOURCES[:, 1]))
+    response = 1/((1 - pole*z)*(1 - pole.conj()*z))
+    response /= np.sqrt(np.mean(np.abs(response)**2, axis=0))
+    return np.fft.ifft(np.fft.fft(rng.standard_normal((n, len(_SOURCES))), axis=0)*response, axis=0).real
+
+def interfere(
+    recorded: list[np.ndarray], # Z-scored features of a block's trials, [T, 512] each; changed in place
+    size: float,                # Standard deviation of the interference, in those of the features
+    day: int,                   # Which decides the pattern on the electrodes
+    block: int,                 # Which, with the day, decides the time courses
+    seed: int = 0,              # Same seed, same interference
+) -> None:
+    "Add noise of few sources to a block's recordings."
+    pattern, rng = np.random.default_rng((seed, 8, day)).standard_normal((len(_SOURCES), 2*N_ELECTRODES)), np.random.default_rng((seed, 9, day, block))
+    pattern *= size/np.sqrt(np.square(pattern).sum(0))
+    for f in recorded: f += (_sources(len(f), rng) @ pattern).astype(np.float32)
+
+# %% ../../nbs/data/01_simulate.ipynb #c033
+def zscore(
+    recorded: list[np.ndarray], # Features of a block's trials, [T, 512] each; changed in place
+) -> None:
+    "Mean zero and standard deviation one of each feature over the block; a feature that never changes becomes zero."
+    n = sum(map(len, recorded))
+    mean = sum(f.sum(0, dtype=np.float64) for f in recorded)/n
+    std = np.sqrt(sum(np.square(f - mean.astype(np.float32)).sum(0, dtype=np.float64) for f in recorded)/n)
+    scale = np.where(std > 1e-3, 1/np.maximum(std, 1e-3), 0).astype(np.float32)
+    for f in recorded: f -= mean.astype(np.float32); f *= scale
+
 def simulate_block(
     trials: pd.DataFrame, # Rows of a plan, all of one block
     e: Electrodes,        # The day's electrodes
     seed: int = 0,        # Same seed, same recording
+    structured_noise: float = 0., # Interference, in standard deviations of the features
 ) -> tuple[list[Trial], list[np.ndarray]]: # Trials, and for each the class being spoken in each bin
     "Record a block."
     day, block = int(trials.day.iloc[0]), int(trials.block.iloc[0])
@@ -320,14 +353,13 @@ def simulate_block(
     xs, spoken = zip(*(movement(c, tempo*np.exp(0.08*rng.standard_normal()), rng) for c in ids))
     xs = [np.zeros_like(x) if s.startswith('[') else x for x, s in zip(xs, trials.sentence)] # nobody speaks an instruction
     recorded = [features(x, e, d, rng) for x, d in zip(xs, drift)]
-    n = sum(map(len, recorded))
-    mean = sum(f.sum(0, dtype=np.float64) for f in recorded)/n
-    std = np.sqrt(sum(np.square(f - mean.astype(np.float32)).sum(0, dtype=np.float64) for f in recorded)/n)
-    scale = np.where(std > 1e-3, 1/np.maximum(std, 1e-3), 0).astype(np.float32)
-    for f in recorded: f -= mean.astype(np.float32); f *= scale
+    zscore(recorded)
+    if structured_noise:
+        interfere(recorded, structured_noise, day, block, seed)
+        zscore(recorded)
     return [Trial(r.session, r.split, '', r.block, r.trial, f, c, r.sentence) for r, f, c in zip(trials.itertuples(), recorded, ids)], list(spoken)
 
-# %% ../../nbs/data/01_simulate.ipynb #c030
+# %% ../../nbs/data/01_simulate.ipynb #c037
 def write_text(
     path: str | Path,   # Text file, one sentence a line
     plan: pd.DataFrame, # The trials
@@ -343,7 +375,7 @@ def write_text(
     write_whole(path, ''.join(_sentence(writer, c, max_words, taken) + '\n' for c in rng.choice(corpora, n)))
     return path
 
-# %% ../../nbs/data/01_simulate.ipynb #c032
+# %% ../../nbs/data/01_simulate.ipynb #c039
 _MARKER = 'simulated.json'
 
 def _claim(folder: Path, parameters: dict) -> None:
@@ -359,7 +391,7 @@ def _claim(folder: Path, parameters: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(marker, json.dumps(parameters))
 
-# %% ../../nbs/data/01_simulate.ipynb #c033
+# %% ../../nbs/data/01_simulate.ipynb #c040
 def simulate_dataset(
     out_dir: str | Path,        # Where the session folders and `lm_text.txt` go
     n_sessions: int = 8,        # Recording days, from the first of the real schedule on; 45 are all
@@ -370,17 +402,19 @@ def simulate_dataset(
     lm_sentences: int = 20_000, # Sentences of text for the language model
     max_words: int = 6,         # Longest sentence, in words; the real ones go up to 22
     seed: int = 0,              # Same seed, same bytes
+    structured_noise: float = 0., # Interference of few sources, in standard deviations of the features; 0 means none
     progress: bool = False,     # Show a progress bar
 ) -> Path:
     "Simulate a participant: official HDF5 sessions and `lm_text.txt` in `out_dir`, which is returned. Raises `SimulateError` for a folder with other data."
     out_dir = Path(out_dir)
     parameters = dict(n_sessions=n_sessions, train=train, val=val, test=test, snr=snr, lm_sentences=lm_sentences, max_words=max_words, seed=seed)
+    if structured_noise: parameters |= dict(structured_noise=structured_noise)  # without it a folder is the same as before there was any
     plan = plan_trials(n_sessions, train, val, test, max_words, seed)
     _claim(out_dir, parameters)
     for day, e in enumerate(tqdm(electrodes(n_sessions, snr, seed), desc='simulate', unit='session', disable=not progress)):
         of_day = plan[plan.day == day]
-        held_out = [t for _, b in of_day[of_day.split != 'train'].groupby('block') for t in simulate_block(b, e, seed)[0]]
-        blocks = (simulate_block(b, e, seed)[0] for _, b in of_day[of_day.split == 'train'].groupby('block'))
+        held_out = [t for _, b in of_day[of_day.split != 'train'].groupby('block') for t in simulate_block(b, e, seed, structured_noise)[0]]
+        blocks = (simulate_block(b, e, seed, structured_noise)[0] for _, b in of_day[of_day.split == 'train'].groupby('block'))
         for split, trials in dict(train=(t for b in blocks for t in b), val=(t for t in held_out if t.split == 'val'), test=(t for t in held_out if t.split == 'test')).items():
             if (of_day.split == split).any(): write_session(session_path(out_dir, SCHEDULE[day].session, split), trials)
     write_text(out_dir/'lm_text.txt', plan, lm_sentences, max_words, seed)

@@ -163,10 +163,10 @@ class XLACores(Cores):
         import torch_xla.runtime as xr
         from torch_xla import backends
         self.xla, self.n, self.cache = torch_xla, device.n, cache if xr.device_type() != 'CPU' else None
+        if not XLACores._started: self._start(xr, backends)
         if self.n > 1:
             import torch_xla.distributed.spmd as xs
             self.mesh, self.xs = xs.Mesh(np.arange(self.n), (self.n,), ('data',)), xs
-        if not XLACores._started: self._start(xr, backends)
         self.torch_device = torch_xla.device()
 
     def _start(self, xr, backends):
