@@ -43,6 +43,8 @@ class SimulateConfig(Section):
     "Longest simulated sentence, in words; the real ones go beyond 15."
     snr: float = Field(1.0, gt=0)
     "Difficulty in one number: scales the phoneme-driven part of every feature against its noise. 1 is calibrated."
+    structured_noise: float = Field(0.0, ge=0)
+    "Interference of four sources that have nothing to do with speech, in standard deviations of a feature; 0 means none."
     lm_sentences: int = Field(20_000, ge=0)
     "Sentences of general text from the same generator, for the language model; none of them occurs in val or test."
     seed: int = 0

@@ -223,6 +223,19 @@ def test_other_data_is_never_overwritten(tmp_path):
     assert files(tmp_path/'ours') == before
 
 
+def test_interference_is_off_unless_asked_for(tmp_path):
+    "With none, folders are what they were before there was any; with some, what is said and what is held out stay."
+    off, without, on, other = (simulate_dataset(tmp_path/n, **SMALL, **kw) for n, kw in dict(off={}, without=dict(structured_noise=0.), on=dict(structured_noise=1.), other=dict(structured_noise=2.)).items())
+    assert files(off) == files(without) and 'structured_noise' not in (off/'simulated.json').read_text()
+    assert (on/'lm_text.txt').read_bytes() == (off/'lm_text.txt').read_bytes() and validate(on).empty
+    for name in (n for n in files(off) if n.endswith('.hdf5')):
+        for a, b, c in zip(*(read_session(d/name) for d in (off, on, other)), strict=True):
+            assert a.sentence == b.sentence and np.array_equal(a.class_ids, b.class_ids) and a.features.shape == b.features.shape
+            assert 1 > np.corrcoef(a.features.ravel(), b.features.ravel())[0, 1] > np.corrcoef(a.features.ravel(), c.features.ravel())[0, 1] > 0
+    with pytest.raises(SimulateError, match='structured_noise.*choose another folder'): simulate_dataset(on, **SMALL)
+    with pytest.raises(SimulateError, match='other parameters'): simulate_dataset(off, **SMALL, structured_noise=1.)
+
+
 @pytest.mark.parametrize('after', [0, 1, 3])
 def test_an_interrupted_simulation_can_be_run_again(tmp_path, monkeypatch, after):
     import b2t_kaggle.data.simulate as room
