@@ -16,21 +16,9 @@ from torch.autograd.function import once_differentiable
 from .layers import dropout
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c006
-def _flat_step(step: Callable, n_carry: int) -> Callable:
-    "`step` with its constants in the carry, as PyTorch/XLA's `scan` calls it; the same object for the same step."
-    if (step, n_carry) not in _STEPS:
-        def flat(carry, x):
-            new, y = step(carry[:n_carry], x, carry[n_carry:])
-            return (*new, *carry[n_carry:]), y
-        _STEPS[step, n_carry] = flat
-    return _STEPS[step, n_carry]
-
-_STEPS = {}
-
-# %% ../../nbs/pytorch/01_recurrence.ipynb #c007
 @torch.no_grad()
 def scan(
-    step: Callable,               # `step(carry, x, consts) -> (carry, y)`, all tuples of tensors; a function of a module
+    step: Callable,               # `step(carry, x, consts) -> (carry, y)`, all tuples of tensors
     init: tuple[Tensor, ...],     # The carry before the first step; its shapes and types stay
     xs: tuple[Tensor, ...],       # Inputs, scanned over their first dimension
     consts: tuple[Tensor, ...] = (), # What every step reads
@@ -38,17 +26,20 @@ def scan(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: # The last carry, and the outputs in the order of the inputs
     "Apply `step` over the rows of `xs` while carrying a state along, as `jax.lax.scan` does; no gradients flow through it."
     if xs[0].device.type == 'xla':
-        from torch_xla.experimental.scan import scan as xla_scan
-        turn = (lambda ts: tuple(t.flip(0) for t in ts)) if reverse else tuple
-        carry, ys = xla_scan(_flat_step(step, len(init)), (*init, *consts), turn(xs), is_fn_pure=True)
-        return carry[:len(init)], turn(ys)
+        # The part of torch_xla's `scan` that makes the loop. The rest traces the step for gradients, which nobody asks for here, and wants JAX.
+        from torch_xla.experimental.scan import _scan_impl_pytree
+        def with_consts(carry, x):
+            new, y = step(carry[:len(init)], x, carry[len(init):])
+            return (*new, *carry[len(init):]), y
+        carry, ys = _scan_impl_pytree(with_consts, (*init, *consts), xs, reverse=reverse)
+        return carry[:len(init)], ys
     carry, ys = init, []
     for x in reversed(list(zip(*xs))) if reverse else zip(*xs):
         carry, y = step(carry, x, consts)
         ys.append(y)
     return carry, tuple(torch.stack(y[::-1] if reverse else y) for y in zip(*ys))
 
-# %% ../../nbs/pytorch/01_recurrence.ipynb #c010
+# %% ../../nbs/pytorch/01_recurrence.ipynb #c009
 def _gru_step(carry, x, consts):
     "One frame forwards: state `h`, input projection `g`, weights `u` `[H, 3H]` and the bias of n inside the reset gate."
     (h,), (g,), (u, b) = carry, x, consts
@@ -67,7 +58,7 @@ def _gru_step_back(carry, x, consts):
     gates = torch.cat([d, d, d], -1) * slopes.to(d.dtype)
     return ((gates.to(ut.dtype) @ ut).to(d.dtype) + d * z.to(d.dtype),), (gates.to(ut.dtype), d)
 
-# %% ../../nbs/pytorch/01_recurrence.ipynb #c011
+# %% ../../nbs/pytorch/01_recurrence.ipynb #c010
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gates, h0, w_hh, b_hh):
@@ -94,7 +85,7 @@ class _Recurrence(torch.autograd.Function):
         d_gates = torch.cat([d_s[..., :2*H], (d * d_n).to(dtype)], -1)  # the input's part of n is not scaled by r
         return d_gates, d_h0.to(h0.dtype), d_w.to(w_hh.dtype), flat.to(h.dtype).sum(0).to(w_hh.dtype)
 
-# %% ../../nbs/pytorch/01_recurrence.ipynb #c012
+# %% ../../nbs/pytorch/01_recurrence.ipynb #c011
 def scan_gru_layer(
     x: Tensor,    # Input `[T, B, I]`
     h0: Tensor,   # Initial state `[B, H]`
@@ -106,7 +97,7 @@ def scan_gru_layer(
     "One GRU layer in one direction, equal to `nn.GRU`: the states `[T, B, H]`, float32 or wider, and the last one `[B, H]`."
     return _Recurrence.apply(F.linear(x, w_ih, b_ih), h0, w_hh, b_hh)
 
-# %% ../../nbs/pytorch/01_recurrence.ipynb #c016
+# %% ../../nbs/pytorch/01_recurrence.ipynb #c015
 class GRU(getattr(nn.GRU, '_orig', nn.GRU)):
     "`nn.GRU`, sequence first, which on an XLA device is a scan for each layer and direction."
     def forward(self,
