@@ -30,8 +30,8 @@ def group_of(
 def new_state(
     model: nn.Module, # On its device
 ) -> dict[str, dict[str, Tensor]]:
-    "The state before the first step: by parameter `exp_avg`, `exp_avg_sq` and `step`, the last a number, or `[D]` for a stack of days."
-    return {n: dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p), step=torch.zeros(p.shape[:1] if is_day(n) else (), device=p.device))
+    "The state before the first step: by parameter `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a stack of days."
+    return {n: dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p), step=torch.zeros(len(p) if is_day(n) else 1, device=p.device))
             for n, p in model.named_parameters()}
 
 class _WithState:
@@ -55,7 +55,7 @@ class DayAdamW(_WithState):
             if is_day(n):  # views: each shares its memory, and that of its state, with a row
                 rows = self.stacked[p] = [nn.Parameter(row, requires_grad=p.requires_grad) for row in p.data]
                 states = [{k: v[i] for k, v in s.items()} for i in range(len(rows))]
-            else: rows, states = [p], [s]
+            else: rows, states = [p], [dict(s, step=s['step'][0])]
             groups.setdefault(group_of(n, cfg), []).extend(zip(rows, states))
         self.adamw = torch.optim.AdamW([dict(params=[p for p, _ in ps], weight_decay=decay, rate=rate) for (rate, decay), ps in groups.items()],
                                        betas=(cfg.beta0, cfg.beta1), eps=cfg.epsilon, fused=True)
@@ -91,7 +91,7 @@ class StackedAdamW(_WithState):
         "Update from the gradients of the model, then clear them."
         for n, (p, rate, decay) in self.params.items():
             if p.grad is None: continue
-            on, s = (in_batch if is_day(n) else torch.ones_like(in_batch[0])), self.state[n]
+            on, s = (in_batch if is_day(n) else torch.ones_like(in_batch[:1])), self.state[n]
             step, wide = s['step'] + on, lambda v: v.view(*v.shape, *[1] * (p.ndim - v.ndim))
             new = self._update(p, p.grad, s, wide(step), rates[rate], decay)
             for old, value in zip((p, s['exp_avg'], s['exp_avg_sq']), new): old.copy_(torch.where(wide(on) > 0, value, old))

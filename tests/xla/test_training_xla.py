@@ -102,6 +102,7 @@ def test_a_run_moves_between_accelerators(data, tmp_path):
     cpu(tmp_path/'moved', run(10))
     there = xla('train', data, tmp_path/'moved', run(20))
     assert 'continuing after 10 batches, which were computed on cpu' in there['said'] and 'first step after' in there['said']
+    assert there['compiled'] == 2, 'a continued run compiles its steps and its validations, each once'
     back, moved, said = cpu(tmp_path/'moved', run(30))
     assert 'continuing after 20 batches, which were computed on xla' in said
     assert back['val_loss'] == pytest.approx(whole['val_loss'], rel=1e-3) and back['step'] == 30

@@ -47,6 +47,7 @@ if __name__ == '__main__':
         result = steps(stores, cfg, 9)
     if what == 'train':
         result = train(*stores, cfg, out, progress=False)
+        result['compiled'] = compilations()
         logits = infer(out/'best.pt', stores[1], out/'val.arrow', accelerator='xla', progress=False)
         again = infer(out/'best.pt', stores[0], out/'train.arrow', accelerator='xla', progress=False)  # as the stage does for test: torch_xla is set up already
         assert len(again) == len(stores[0])
