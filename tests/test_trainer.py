@@ -278,3 +278,26 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path):
     again = launch(2, *stores, config(**sure | dict(num_training_batches=30)), tmp_path/'two', progress=False)
     assert again['step'] == 30
     with pytest.raises(TrainingError, match='cannot be divided evenly among 4 devices'): launch(4, *stores, config(), tmp_path/'four', progress=False)
+
+
+def test_a_batch_that_does_not_fit_says_what_to_change(stores, tmp_path):
+    "With a real limit on memory, which the gradients of the first step exceed."
+    code = '''
+        import resource, sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[1])
+        from test_trainer import *
+        stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]
+        t = Trainer(*stores, config(n_units=3000, accumulate=2), Cores(pick_torch('cpu', 'float32')))
+        parts, days = t.batch(0)
+        used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 50 * 2**20,) * 2)
+        from b2t_kaggle.pytorch.trainer import explain_memory
+        try: t.train_step(parts, days)
+        except RuntimeError as e: explain_memory(e, parts, t); raise
+    '''
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run([sys.executable, '-c', textwrap.dedent(code), str(Path(__file__).parent), str(stores[0].path.parent)], env=env, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith('b2t_kaggle.training.TrainingError: batch 0 does not fit into the memory of '), done.stderr[-2000:]
+    for word in ('3 trials of up to', '(the bucket) need about', 'GiB, estimated', 'Lower data.batch_size, or set train.accumulate=4', "can't allocate memory"): assert word in last, last

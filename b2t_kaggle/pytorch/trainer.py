@@ -249,12 +249,15 @@ def train(
     steps = range(t.step, t.step if stopped else c.num_training_batches)
     with tqdm(total=c.num_training_batches, initial=t.step, desc='train', unit=' batches', disable=not progress or bool(cores.rank)) as bar:
         for parts, days in prefetch(map(t.batch, steps)):
-            try: pending.append(t.train_step(parts, days))
+            due, ends = [(t.step + 1) % n == 0 for n in (c.batches_per_val_step, c.batches_per_save)], t.step + 1 == c.num_training_batches
+            look = any(due) or ends or t.step + 1 == first or len(pending) + 1 == cores.looks_every
+            try:
+                pending.append(t.train_step(parts, days))
+                if look:
+                    for p in pending: t.check_finite(p)
             except RuntimeError as e: explain_memory(e, parts, t); raise
             bar.update()
-            due, ends = [t.step % n == 0 for n in (c.batches_per_val_step, c.batches_per_save)], t.step == c.num_training_batches
-            if not (any(due) or ends or t.step == first or len(pending) == cores.looks_every): continue
-            for p in pending: t.check_finite(p)
+            if not look: continue
             losses = np.mean(cores.gather([p.mean_loss() for p in pending]), 0)
             budget.note('step', (budget.elapsed() - looked) / len(pending))
             if t.step == first: say(first_step(cores, budget.elapsed()))
