@@ -49,8 +49,8 @@ class Frames:
         return flat.view(self.n_trials, self.n_frames, -1)
 
 # %% ../../nbs/pytorch/04_frontend.ipynb #c008
-class Frontend(nn.Module):
-    "The first layers of a model; a model derives from it and calls `frames`."
+class _DayLayers(nn.Module):
+    "A layer per day and the patches after it, in two ways that give the same frames."
     def __init__(self,
         neural_dim: int,            # Features per bin, F
         n_days: int,                # Recording days, D
@@ -67,20 +67,6 @@ class Frontend(nn.Module):
     def frame_dim(self) -> int:
         "Numbers in a frame, I = patch_size · F."
         return self.day_weights.shape[1] * max(self.patch_size, 1)
-
-    def frames(self,
-        x: Tensor,                    # Features `[B, T, F]`, smoothed
-        day_idx: Tensor,              # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
-        n_bins: Tensor | None = None, # Bins of each trial `[B]`; what lies beyond is not computed where that saves time
-    ) -> Frames:
-        "Patches of features that went through their day's layer. Raises `ValueError` for bins too few to make a frame, or days that are not one whole number per trial."
-        B, T = x.shape[:2]
-        if T < self.patch_size: raise ValueError(f'the batch has {T} bins, fewer than patch_size = {self.patch_size}; pad it, or leave such short trials out')
-        if not isinstance(day_idx, Tensor): day_idx = torch.as_tensor(day_idx)
-        if day_idx.shape != (B,) or day_idx.is_floating_point(): raise ValueError(f'day_idx: found {day_idx.dtype} of shape {list(day_idx.shape)}, expected whole numbers of shape [{B}], a day per trial')
-        day_idx = day_idx.to(x.device, torch.long)
-        if x.device.type != 'cpu': return self._padded(x, day_idx)
-        return self._packed(x, day_idx, torch.full((B,), T) if n_bins is None else n_bins)
 
     def _padded(self, x: Tensor, day_idx: Tensor) -> Frames:
         "What the frames are, in five operations; how an accelerator computes them."
@@ -99,3 +85,20 @@ class Frontend(nn.Module):
         x = dropout(x, self.input_dropout, self.training)
         if self.patch_size: x = packed_windows(x, lengths, size, stride)
         return Frames(x, order, len(frames), int(frames.max()))
+
+# %% ../../nbs/pytorch/04_frontend.ipynb #c010
+class Frontend(_DayLayers):
+    "The first layers of a model; a model derives from it and calls `frames`."
+    def frames(self,
+        x: Tensor,                    # Features `[B, T, F]`, smoothed
+        day_idx: Tensor,              # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
+        n_bins: Tensor | None = None, # Bins of each trial `[B]`; what lies beyond is not computed where that saves time
+    ) -> Frames:
+        "Patches of features that went through their day's layer. Raises `ValueError` for bins too few to make a frame, or days that are not one whole number per trial."
+        B, T = x.shape[:2]
+        if T < self.patch_size: raise ValueError(f'the batch has {T} bins, fewer than patch_size = {self.patch_size}; pad it, or leave such short trials out')
+        if not isinstance(day_idx, Tensor): day_idx = torch.as_tensor(day_idx)
+        if day_idx.shape != (B,) or day_idx.is_floating_point(): raise ValueError(f'day_idx: found {day_idx.dtype} of shape {list(day_idx.shape)}, expected whole numbers of shape [{B}], a day per trial')
+        day_idx = day_idx.to(x.device, torch.long)
+        if x.device.type != 'cpu': return self._padded(x, day_idx)
+        return self._packed(x, day_idx, torch.full((B,), T) if n_bins is None else n_bins)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from .frontend import Frontend
-from .layers import n_frames
 from .recurrence import GRU
 
 # %% ../../nbs/pytorch/05_gru.ipynb #c006

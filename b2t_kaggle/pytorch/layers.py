@@ -243,28 +243,33 @@ def _step_dtype(w_hh: Tensor, dtype: torch.dtype) -> torch.dtype:
     small = w_hh.shape[1] < 256
     return torch.promote_types(dtype, torch.float32) if small else _compute_dtype(torch.promote_types(dtype, torch.float32))
 
+def _run_steps(gates: Tensor, h0: Tensor, w_hh: Tensor, b_hh: Tensor, counts: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    "r, z and n side by side `[N, 3H]`, q `[N, H]`, and the states `[B + N, H]`, the initial ones first."
+    B, H = h0.shape
+    gates = gates.to(torch.promote_types(gates.dtype, torch.float32), copy=True)
+    gates[:, :2*H] += b_hh[:2*H]
+    q, h = gates.new_empty(len(gates), H), gates.new_empty(B + len(gates), H)
+    h[:B] = h0
+    w, b_q, before = w_hh.t().to(dtype).contiguous(), b_hh[2*H:], h
+    for g, q_t, h_next in zip(gates.split(counts), q.split(counts), h[B:].split(counts)):
+        h_t = before[:len(g)]
+        s = h_t.to(dtype) @ w
+        rz = g[:, :2*H].add_(s[:, :2*H]).sigmoid_()
+        torch.add(s[:, 2*H:], b_q, out=q_t)
+        n = g[:, 2*H:].addcmul_(rz[:, :H], q_t).tanh_()
+        torch.lerp(n, h_t, rz[:, H:], out=h_next)
+        before = h_next
+    return gates, q, h
+
+# %% ../../nbs/pytorch/00_layers.ipynb #c042
 class _Recurrence(torch.autograd.Function):
     "A GRU layer after its input projection, on frames ordered by time; see `gru_layer`."
     @staticmethod
     def forward(ctx, gates, h0, w_hh, b_hh, counts, previous):
-        dtype, (B, H) = _step_dtype(w_hh, gates.dtype), h0.shape
-        ctx.in_dtype, ctx.dtype, ctx.counts = gates.dtype, dtype, counts
-        with torch.autocast('cpu', enabled=False):
-            gates = gates.to(torch.promote_types(gates.dtype, torch.float32), copy=True)
-            gates[:, :2*H] += b_hh[:2*H]
-            q, h = gates.new_empty(len(gates), H), gates.new_empty(B + len(gates), H)
-            h[:B] = h0
-            w, b_q, before, after = w_hh.t().to(dtype).contiguous(), b_hh[2*H:], h, h[B:]
-            for g, q_t, h_next in zip(gates.split(counts), q.split(counts), after.split(counts)):
-                h_t = before[:len(g)]
-                s = h_t.to(dtype) @ w
-                rz = g[:, :2*H].add_(s[:, :2*H]).sigmoid_()
-                torch.add(s[:, 2*H:], b_q, out=q_t)
-                n = g[:, 2*H:].addcmul_(rz[:, :H], q_t).tanh_()
-                torch.lerp(n, h_t, rz[:, H:], out=h_next)
-                before = h_next
+        ctx.in_dtype, ctx.dtype, ctx.counts = gates.dtype, _step_dtype(w_hh, gates.dtype), counts
+        with torch.autocast('cpu', enabled=False): gates, q, h = _run_steps(gates, h0, w_hh, b_hh, counts, ctx.dtype)
         ctx.save_for_backward(gates, q, h, w_hh, previous)
-        return after
+        return h[len(h0):]
 
     @staticmethod
     @once_differentiable
@@ -288,7 +293,7 @@ class _Recurrence(torch.autograd.Function):
         torch.mul(ds, d_n, out=d_gates[:, 2])  # the input's part of n is not scaled by r
         return steps.to(ctx.in_dtype), d_all, d_w, d_b, None, None
 
-# %% ../../nbs/pytorch/00_layers.ipynb #c041
+# %% ../../nbs/pytorch/00_layers.ipynb #c043
 def gru_layer(
     x: Tensor,         # Input `[N, I]`, ordered by time
     h0: Tensor,        # Initial states `[B, H]`, longest trial first

@@ -132,8 +132,8 @@ def triple_loss(
     return ctc(clean) + noisy_weight * ctc(noisy) + noise_weight * power
 
 # %% ../../nbs/pytorch/06_triple_gru.ipynb #c020
-class TripleGRUDecoder(Frontend):
-    "Features of a trial to logits per frame, read from what is left after a learnt noise is subtracted."
+class _ThreeModels(Frontend):
+    "The parts of a `TripleGRUDecoder`, and how they are trained."
     def __init__(self,
         neural_dim: int,            # Features per bin, F
         n_units: int,               # Units per GRU layer of the clean model
@@ -157,6 +157,17 @@ class TripleGRUDecoder(Frontend):
         self.clean = CleanSpeechModel(self.frame_dim, n_units, n_classes, n_layers, rnn_dropout)
         self.noisy = NoisySpeechModel(self.frame_dim, noisy_units or n_units, n_classes, noisy_layers, rnn_dropout)
 
+    def training_args(self, step: int, n_steps: int) -> dict:
+        "More arguments of `forward` in a training step: the mode, and λ of this step."
+        return dict(mode='full', strength=reversal_strength(step, n_steps, self.strength, self.schedule))
+
+    def training_losses(self, out: tuple[Tensor, Tensor, Tensor], ctc: Callable[[Tensor], Tensor], frames: Tensor) -> Tensor:
+        "The loss of each trial `[B]` from what `forward` returned, the CTC loss of logits, and the trials' frames."
+        return triple_loss(out, ctc, frames)
+
+# %% ../../nbs/pytorch/06_triple_gru.ipynb #c022
+class TripleGRUDecoder(_ThreeModels):
+    "Features of a trial to logits per frame, read from what is left after a learnt noise is subtracted."
     def forward(self,
         x: Tensor,                     # Features `[B, T, F]`, smoothed
         day_idx: Tensor,               # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
@@ -174,11 +185,3 @@ class TripleGRUDecoder(Frontend):
         out, clean_states = self.clean(f, f.x - noise, clean_states)
         if mode == 'full': out = out, self.noisy(f, noise, self.strength if strength is None else strength), f.unpack(noise, by_trial=True)
         return (out, (noise_states, clean_states)) if return_state else out
-
-    def training_args(self, step: int, n_steps: int) -> dict:
-        "More arguments of `forward` in a training step: the mode, and λ of this step."
-        return dict(mode='full', strength=reversal_strength(step, n_steps, self.strength, self.schedule))
-
-    def training_losses(self, out: tuple[Tensor, Tensor, Tensor], ctc: Callable[[Tensor], Tensor], frames: Tensor) -> Tensor:
-        "The loss of each trial `[B]` from what `forward` returned, the CTC loss of logits, and the trials' frames."
-        return triple_loss(out, ctc, frames)
