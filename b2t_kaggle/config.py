@@ -245,7 +245,7 @@ class Config(Section):
         return self
 
 # %% ../nbs/00_config.ipynb #c020
-MAY_CHANGE = {f'train.{k}' for k in ('num_training_batches', 'time_budget', 'batches_per_save', 'accelerator', 'precision')} | {'data.dataset_dir', 'data.eval_batch_size'}
+MAY_CHANGE = {f'train.{k}' for k in ('num_training_batches', 'time_budget', 'batches_per_save', 'accelerator', 'precision', 'accumulate', 'compile')} | {'data.dataset_dir', 'data.eval_batch_size'}
 
 # %% ../nbs/00_config.ipynb #c022
 def config_keys() -> dict[str, str]:

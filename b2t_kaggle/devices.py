@@ -361,13 +361,15 @@ def plan_torch(
 # %% ../nbs/04_devices.ipynb #c041
 def _start_xla(d: Device) -> Device:
     "Import torch_xla and count what its runtime really drives."
-    os.environ.setdefault('PJRT_DEVICE', 'TPU')
+    ours = 'PJRT_DEVICE' not in os.environ
     library = os.environ.get('TPU_LIBRARY_PATH')
     if library and not Path(library).is_file(): raise DeviceError(f'TPU_LIBRARY_PATH={library} is not a file, and torch_xla would end the process over it; unset it')
+    os.environ.setdefault('PJRT_DEVICE', 'TPU')
     try:
         import torch_xla.runtime as xr
         n = xr.global_runtime_device_count()
     except (ImportError, OSError, RuntimeError) as e:
+        if ours: del os.environ['PJRT_DEVICE']  # or the next look would take it for the user's
         line = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise DeviceError(f'PyTorch/XLA does not start on {d.name}: {line}. See that torch and torch_xla are a pair and that no other process holds the TPU') from e
     return replace(d, n=n)
@@ -377,8 +379,14 @@ def pick_torch(
     precision: str = 'auto',   # `auto`, `float32` or `bfloat16`
 ) -> Device:
     "The device for PyTorch, ready for use; raises `DeviceError` when it is asked for by name and missing. Imports torch, and torch_xla if that is the choice."
-    d = plan_torch(detect('torch'), accelerator, precision)
-    return _start_xla(d) if d.kind == 'xla' else d
+    seen = detect('torch')
+    d = plan_torch(seen, accelerator, precision)
+    if d.kind != 'xla': return d
+    try: return _start_xla(d)
+    except DeviceError as e:
+        if accelerator != 'auto': raise
+        d = plan_torch(replace(seen, tpu=None), 'auto', precision)
+        return replace(d, reason=f'{d.reason}; the TPU is not used: {e}')
 
 # %% ../nbs/04_devices.ipynb #c044
 def plan_tensorflow(

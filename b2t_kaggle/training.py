@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TrainingError', 'lr_factor', 'learning_rates', 'frames_needed', 'unalignable', 'name_trials', 'model_days',
-           'collapse', 'summarize', 'History', 'read_history', 'plot_history', 'identity', 'check_same', 'step_memory',
-           'Budget']
+           'collapse', 'summarize', 'Best', 'History', 'read_history', 'plot_history', 'identity', 'check_same',
+           'step_memory', 'Budget']
 
 # %% ../nbs/04b_training.ipynb #c003
 import hashlib
@@ -107,7 +107,30 @@ def summarize(
     return dict(val_loss=float(table.loss[np.isfinite(table.loss)].mean()), val_per=float(table.edits.sum() / total),
                 sessions=(by.edits / by.n_labels).to_dict())
 
-# %% ../nbs/04b_training.ipynb #c020
+# %% ../nbs/04b_training.ipynb #c019
+class Best:
+    "The best validation so far: the lower PER, or the lower loss among equals."
+    def __init__(self): self.figures, self.since = dict(val_per=None, val_loss=None, step=0, sessions={}), 0
+
+    def offer(self,
+        figures: dict | None, # From `summarize`; None where there was no validation
+        step: int,            # Batches that were done
+    ) -> bool:
+        "Whether this is the best one; `since` counts those that were not."
+        if figures is None: return False
+        rank = lambda f: (f['val_per'], f['val_loss'])
+        better = self.figures['val_per'] is None or rank(figures) < rank(self.figures)
+        self.since = 0 if better else self.since + 1
+        if better: self.figures = figures | dict(step=step)
+        return better
+
+    def has_converged(self,
+        cfg: TrainConfig, # The run's `train` group
+    ) -> str | None:
+        "Why to stop before the last batch, if `early_stopping` says so."
+        return 'early stopping' if cfg.early_stopping and self.since >= cfg.early_stopping_val_steps else None
+
+# %% ../nbs/04b_training.ipynb #c022
 class History:
     "The curves of a run, as a table that is also a CSV file."
     def __init__(self,
@@ -144,7 +167,7 @@ def read_history(
     "Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a row."
     return pd.read_csv(path)
 
-# %% ../nbs/04b_training.ipynb #c021
+# %% ../nbs/04b_training.ipynb #c023
 def plot_history(
     path: str | Path, # `history.csv`
 ):
@@ -161,7 +184,7 @@ def plot_history(
     b.set(xlabel='batch', ylabel='validation PER (%)', ylim=0)
     return fig
 
-# %% ../nbs/04b_training.ipynb #c024
+# %% ../nbs/04b_training.ipynb #c026
 def identity(
     cfg: Config,         # The run's configuration, with its sessions
     stores: dict[str, TrialStore | None], # By split
@@ -184,20 +207,21 @@ def check_same(
     changed = [f'{k} was {old.get(k, "unknown")}, is now {new.get(k, "gone")}' for k in sorted(old | new) if old.get(k) != new.get(k)]
     if changed: raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(changed)}. Restore that, or start anew in another folder (or remove this one)')
 
-# %% ../nbs/04b_training.ipynb #c027
+# %% ../nbs/04b_training.ipynb #c029
 def step_memory(
     cfg: Config,     # The run's configuration
     n_params: int,   # Parameters of the model
+    n_units: int,    # Units of all its GRU layers together
     batch_size: int, # Trials that a device computes at once
     n_bins: int,     # Length they are padded to
 ) -> float:
     "Bytes of a training step, estimated."
     m = cfg.model
-    frames, layers = n_frames(n_bins, m.patch_size, m.patch_stride) * batch_size, m.n_layers
+    frames, copies = n_frames(n_bins, m.patch_size, m.patch_stride) * batch_size, 2 if m.name == 'gru' else 6  # of the patches: the noise, what is left, and their gradients
     features, patches = n_bins * batch_size * m.neural_dim, frames * m.neural_dim * max(m.patch_size, 1)
-    return 4 * (4 * n_params + 5 * features + 2 * patches + frames * (layers * 6 * m.n_units + 3 * m.n_classes))
+    return 4 * (4 * n_params + 5 * features + copies * patches + frames * (6 * n_units + 3 * m.n_classes))
 
-# %% ../nbs/04b_training.ipynb #c030
+# %% ../nbs/04b_training.ipynb #c032
 class Budget:
     "Whether there is time for further steps, a validation and a save."
     def __init__(self,

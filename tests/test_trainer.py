@@ -20,7 +20,7 @@ from b2t_kaggle.devices import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import Cores
-from b2t_kaggle.pytorch.trainer import Trainer, train
+from b2t_kaggle.pytorch.trainer import Taken, Trainer, check_finite, explain_memory, train
 from b2t_kaggle.training import Budget, TrainingError, read_history
 
 SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']
@@ -280,24 +280,98 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path):
     with pytest.raises(TrainingError, match='cannot be divided evenly among 4 devices'): launch(4, *stores, config(), tmp_path/'four', progress=False)
 
 
-def test_a_batch_that_does_not_fit_says_what_to_change(stores, tmp_path):
-    "With a real limit on memory, which the gradients of the first step exceed."
-    code = '''
-        import resource, sys
-        from pathlib import Path
-        sys.path.insert(0, sys.argv[1])
-        from test_trainer import *
-        stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]
-        t = Trainer(*stores, config(n_units=3000, accumulate=2), Cores(pick_torch('cpu', 'float32')))
-        parts, days = t.batch(0)
-        used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 50 * 2**20,) * 2)
-        from b2t_kaggle.pytorch.trainer import explain_memory
-        try: t.train_step(parts, days)
-        except RuntimeError as e: explain_memory(e, parts, t); raise
-    '''
+MEMORY = """
+    import resource, sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from test_trainer import *
+    from b2t_kaggle.pytorch import trainer
+    def limit(f):
+        def limited(*args):
+            used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 50 * 2**20, resource.RLIM_INFINITY))
+            return f(*args)
+        return limited
+    stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]
+    where = sys.argv[3]
+    if where == 'model': trainer.build_model = limit(trainer.build_model)
+    else: setattr(Trainer, where, limit(getattr(Trainer, where)))
+    train(*stores, config(n_units=3000, accumulate=2, batches_per_val_step=1, precision='float32'), Path(sys.argv[4]), progress=False)
+"""
+
+@pytest.mark.parametrize('where, says', [
+    ('train_step', ['batch 0 does not fit into the memory of ', '3 trials of up to', '(the bucket) need about', 'GiB, estimated', 'Lower data.batch_size, or set train.accumulate=4']),
+    ('model', ['the model and its optimiser do not fit', 'model.n_units'])])
+def test_what_does_not_fit_says_what_to_change(stores, tmp_path, where, says):
+    "With a real limit on memory, which is exceeded by the gradients of the first step, or by the model."
     env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run([sys.executable, '-c', textwrap.dedent(code), str(Path(__file__).parent), str(stores[0].path.parent)], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-c', textwrap.dedent(MEMORY), str(Path(__file__).parent), str(stores[0].path.parent), where, str(tmp_path)], env=env, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith('b2t_kaggle.training.TrainingError: batch 0 does not fit into the memory of '), done.stderr[-2000:]
-    for word in ('3 trials of up to', '(the bucket) need about', 'GiB, estimated', 'Lower data.batch_size, or set train.accumulate=4', "can't allocate memory"): assert word in last, last
+    assert last.startswith('b2t_kaggle.training.TrainingError: ') and "can't allocate memory" in last, done.stderr[-2000:]
+    for word in says: assert word in last, last
+
+
+def test_a_validation_that_does_not_fit_names_its_own_setting(stores):
+    t = Trainer(*stores, config(), Cores(pick_torch('cpu')))
+    t.doing = 'validating'
+    with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'): explain_memory(RuntimeError('XLA: RESOURCE_EXHAUSTED: out of HBM'), t.cores, t)
+    explain_memory(RuntimeError('something else'), t.cores, t)   # is left alone
+
+
+def test_a_run_may_go_on_in_smaller_parts(stores, tmp_path):
+    train(*stores, config(num_training_batches=7), tmp_path, progress=False)
+    assert train(*stores, config(num_training_batches=9, accumulate=2), tmp_path, progress=False)['step'] == 9
+    with pytest.raises(TrainingError, match='data.batch_size = 6 cannot be divided into train.accumulate = 4 equal parts'): train(*stores, config(accumulate=4), tmp_path/'other', progress=False)
+
+
+def test_a_budget_that_ends_with_the_last_step_leaves_a_finished_run(stores, tmp_path):
+    result = train(*stores, config(num_training_batches=1, time_budget=1e-6), tmp_path, progress=False)
+    assert result['finished'] and result['stopped'] is None
+
+
+class Rank(Cores):
+    "One of two processes, as far as `check_finite` can tell: what the other one says is given."
+    def __init__(self, device, other): super().__init__(device); self.other = other
+    def gather(self, value): return [value, self.other]
+
+
+def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):
+    healthy = Taken(3, [torch.ones(2)], torch.tensor(math.nan), {}, np.array([0, 1]))
+    with pytest.raises(TrainingError, match='^the bad one$'): check_finite(healthy, stores[0], Rank(pick_torch('cpu'), ('the bad one', True)))
+    check_finite(Taken(3, [torch.ones(2)], torch.tensor(1.), {}, np.array([0, 1])), stores[0], Rank(pick_torch('cpu'), (None, False)))
+
+
+def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_run(stores, tmp_path, monkeypatch):
+    "As on an accelerator: the history has the same rows, and what is not a number is found a few steps later, before anything is saved."
+    whole = train(*stores, config(num_training_batches=25, batches_per_save=100), tmp_path/'each', progress=False)
+    class Accelerator(Cores):
+        def __init__(self, *args): super().__init__(*args); self.looks_every = 10
+    monkeypatch.setattr('b2t_kaggle.pytorch.trainer.start', lambda device: Accelerator(device))
+    tenth = train(*stores, config(num_training_batches=25, batches_per_save=100), tmp_path/'tenth', progress=False)
+    a, b = (read_history(tmp_path/d/'history.csv').drop(columns='seconds') for d in ('each', 'tenth'))
+    assert a.equals(b) and whole['val_loss'] == tenth['val_loss']
+    backward = Trainer._backward
+    def spoilt(self, p, *args):
+        if self.step == 13: p.x[1, 3, 0] = math.inf
+        return backward(self, p, *args)
+    monkeypatch.setattr(Trainer, '_backward', spoilt)
+    with pytest.raises(TrainingError, match='batch 13: the loss is'): train(*stores, config(batches_per_save=1000, batches_per_val_step=10), tmp_path/'bad', progress=False)
+    assert load_file(tmp_path/'bad'/'last.pt')['step'] == 10
+
+
+def test_processes_end_with_the_one_that_started_them(stores, tmp_path):
+    "Killed at once, torchrun too, so that nobody is left to end the others but the system."
+    import psutil
+    code = '\n'.join(['import sys; sys.path.insert(0, sys.argv[1])', 'from test_trainer import *', 'from b2t_kaggle.pytorch.launch import launch',
+                      "launch(2, *[TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')], config(num_training_batches=10**6), Path(sys.argv[3]), progress=False)"])
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
+    parent = subprocess.Popen([sys.executable, '-c', code, str(Path(__file__).parent), str(stores[0].path.parent), str(tmp_path)], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    began = time.monotonic()
+    while not (tmp_path/'last.pt').exists(): assert parent.poll() is None and time.monotonic() - began < 120; time.sleep(0.1)
+    family = psutil.Process(parent.pid).children(recursive=True)
+    workers = [p for p in family if any('b2t_kaggle.pytorch.launch' in a for a in p.cmdline()) and 'torch.distributed.run' not in p.cmdline()]
+    assert len(workers) == 2
+    torchrun = next(p for p in family if 'torch.distributed.run' in p.cmdline())
+    torchrun.kill(); parent.kill(); parent.wait()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive

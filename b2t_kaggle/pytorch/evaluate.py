@@ -43,7 +43,7 @@ def lengths_to_pad_to(
 ) -> list[int]:
     "Buckets for `Batcher`: `data.n_buckets` of them, or every length that a trial needs."
     patches = cfg.model.patch_size, cfg.model.patch_stride
-    if few: return choose_buckets(store.n_bins if longest is None else longest, cfg.data.n_buckets, *patches, longest=int(store.n_bins.max()))
+    if few and len(store): return choose_buckets(store.n_bins if longest is None else longest, cfg.data.n_buckets, *patches, longest=int(store.n_bins.max()))
     return np.unique(round_length(store.n_bins, *patches)).tolist()
 
 def delivered_dtype(

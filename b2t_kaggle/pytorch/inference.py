@@ -52,7 +52,7 @@ def infer(
     model, cfg = load_model(checkpoint)
     if store.n_features != cfg.model.neural_dim:
         raise TrainingError(f'{store.path}: trials have {store.n_features} features, the model in {checkpoint} takes {cfg.model.neural_dim}; pack with its data.feature_subset')
-    cores = start(pick_torch(accelerator, precision))
+    cores = start(pick_torch(accelerator, precision), together=False)
     cores.place(model)
     arrays = log_probs_of(model, store, cfg, cores, batch_size, progress)
     file = weights_file(checkpoint)

@@ -9,6 +9,7 @@ __all__ = ['CACHE', 'Cores', 'GPUs', 'XLACores', 'start']
 import contextlib
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,8 @@ class Cores:
     def __init__(self,
         device: Device, # From `pick_torch`
     ):
-        self.device, self.torch_device = device, torch.device(device.kind)
+        # all GPUs are found, one is used
+        self.device, self.torch_device = replace(device, n=1) if device.kind == 'cuda' else device, torch.device(device.kind)
         self.looks_every = 1 if device.kind == 'cpu' else 10  # steps between looks at their results: each makes the host wait for the device
 
     def put(self,
@@ -232,7 +234,8 @@ class XLACores(Cores):
 def start(
     device: Device, # From `pick_torch`
     cache: Path | None = CACHE, # Folder of an XLA compiler's programs; None keeps none
+    together: bool = True,      # With the other processes of `torchrun`, if it started this one
 ) -> Cores:
     "The devices that a run uses: all XLA cores; under `torchrun` one GPU per process; else the one device."
     if device.kind == 'xla': return XLACores(device, cache)
-    return GPUs(device) if 'LOCAL_RANK' in os.environ else Cores(device)
+    return GPUs(device) if together and {'RANK', 'WORLD_SIZE', 'LOCAL_RANK'} <= set(os.environ) else Cores(device)

@@ -99,7 +99,16 @@ def scan_gru_layer(
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c015
 class GRU(getattr(nn.GRU, '_orig', nn.GRU)):
-    "`nn.GRU`, sequence first, which on an XLA device is a scan for each layer and direction."
+    "`nn.GRU`, sequence first and with biases, which on an XLA device is a scan for each layer and direction."
+    def __init__(self,
+        input_size: int,             # Features per frame, I
+        hidden_size: int,            # Units, H
+        num_layers: int = 1,         # Layers, L
+        dropout: float = 0.,         # Between layers
+        bidirectional: bool = False, # Also backwards, with weights of its own
+    ):
+        super().__init__(input_size, hidden_size, num_layers, dropout=dropout, bidirectional=bidirectional)
+
     def forward(self,
         x: Tensor,                # Input `[T, B, I]`
         h0: Tensor | None = None, # Initial states `[L·directions, B, H]`; none means zeros

@@ -1,0 +1,45 @@
+"Starting PyTorch/XLA: all devices, and compiled programs that stay on disk."
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
+
+
+def python(code, tmp_path, n):
+    "Run code in a new process with `n` XLA devices."
+    env = os.environ | dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n), PYTHONPATH=os.pathsep.join(sys.path))
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_counting_leaves_spmd_and_the_cache_possible(tmp_path):
+    code = ("import warnings; warnings.simplefilter('error')\nfrom b2t_kaggle.devices import pick_torch\nd = pick_torch('xla')\n"
+            "import numpy as np, torch, torch_xla, torch_xla.runtime as xr, torch_xla.distributed.spmd as xs\n"
+            "xr.use_spmd(); xr.initialize_cache('cache')\nmesh = xs.Mesh(np.arange(d.n), (d.n,), ('data',))\n"
+            "x = torch.ones(16, 4).to(torch_xla.device()); xs.mark_sharding(x, mesh, ('data', None))\n"
+            "print(d.kind, d.n, d.precision, (x * 2).sum().item())")
+    assert python(code, tmp_path, 8) == 'xla 8 float32 128.0\n'
+    assert list((tmp_path/'cache').iterdir())
+
+
+@pytest.mark.parametrize('n', [1, 2])
+def test_programs_are_kept_on_disk_where_the_backend_can_read_them_back(tmp_path, n):
+    "The processor's backend writes programs but cannot read them, so `XLACores` keeps none there; told that it is a TPU, it does."
+    code = ("from pathlib import Path; import torch\nfrom b2t_kaggle.devices import pick_torch\nd = pick_torch('xla')\n"
+            "import torch_xla.runtime as xr\n{}\nfrom b2t_kaggle.pytorch.parallel import XLACores\ncores = XLACores(d, Path('cache'))\n"
+            "import numpy as np\nx = cores.result(cores.put(np.ones((4, 3), 'float32')) * 3)\ncores.end_step()\n"
+            "print(x.sum().item(), cores.cache, cores.compiled()[0] > 0)")
+    assert python(code.format(''), tmp_path, n).split() == ['36.0', 'None', 'True'] and not (tmp_path/'cache').exists()
+    assert python(code.format("xr.device_type = lambda: 'TPU'"), tmp_path, n).split() == ['36.0', 'cache', 'True']
+    assert list((tmp_path/'cache').iterdir())
+
+
+def test_a_compiled_model_is_refused(tmp_path):
+    code = ("from b2t_kaggle.config import preset, with_overrides; from b2t_kaggle.devices import pick_torch\nfrom b2t_kaggle.pytorch.parallel import XLACores\n"
+            "from b2t_kaggle.pytorch.trainer import Trainer\nfrom b2t_kaggle.training import TrainingError\n"
+            "try: Trainer(None, None, with_overrides(preset('demo'), {'compile': True}), XLACores(pick_torch('xla')))\nexcept TrainingError as e: print(e)")
+    assert 'train.compile = true is for CPUs and GPUs' in python(code, tmp_path, 1)
