@@ -20,12 +20,10 @@ from ..devices import Device, DeviceError
 from .optimizer import DayAdamW, StackedAdamW
 
 # %% ../../nbs/pytorch/09_parallel.ipynb #c006
-class Cores:
-    "A device, and how a trainer uses it."
+class _Data:
+    "Where the numbers of a step are."
     n = world = 1        # Devices that share a batch, and processes
     rank = 0             # Which process this is
-    rectangular = False  # Whether batches have one of few lengths, so that a compiler sees few shapes
-    optimizer = DayAdamW
 
     def __init__(self,
         device: Device, # From `pick_torch`
@@ -53,6 +51,13 @@ class Cores:
         "As the step wants them: as they are, or on the device where a compiler would take each for a constant."
         return values
 
+    def days(self,
+        days: np.ndarray, # Of a batch
+        n_days: int,      # Of the model
+    ) -> np.ndarray | Tensor:
+        "As the optimiser wants them."
+        return days
+
     def generator(self,
         seed: int,
     ) -> torch.Generator | None:
@@ -64,6 +69,12 @@ class Cores:
     ) -> None:
         "Seed the device's own generator, from which dropout draws."
         torch.manual_seed(seed)
+
+# %% ../../nbs/pytorch/09_parallel.ipynb #c008
+class Cores(_Data):
+    "A device, and how a trainer uses it."
+    rectangular = False  # Whether batches have one of few lengths, so that a compiler sees few shapes
+    optimizer = DayAdamW
 
     def place(self,
         model: nn.Module,
@@ -86,13 +97,6 @@ class Cores:
         model: nn.Module,
     ) -> None:
         "Called before the parts of a batch, if it has several."
-
-    def days(self,
-        days: np.ndarray, # Of a batch
-        n_days: int,      # Of the model
-    ) -> np.ndarray | Tensor:
-        "As the optimiser wants them."
-        return days
 
     def prepare(self,
         opt, # The optimiser, whose state is on the device
@@ -123,7 +127,7 @@ class Cores:
         if n % self.n: raise DeviceError(f'{what} = {n} cannot be divided evenly among {self.n} devices; take a multiple of {self.n}')
         return n // self.n
 
-# %% ../../nbs/pytorch/09_parallel.ipynb #c009
+# %% ../../nbs/pytorch/09_parallel.ipynb #c011
 class GPUs(Cores):
     "This process's GPU, and the processes of the others: DistributedDataParallel (Li et al., 2020)."
     def __init__(self, device: Device):
@@ -148,12 +152,11 @@ class GPUs(Cores):
 
     def close(self): self.dist.destroy_process_group()
 
-# %% ../../nbs/pytorch/09_parallel.ipynb #c011
+# %% ../../nbs/pytorch/09_parallel.ipynb #c013
 CACHE = Path(os.environ.get('XDG_CACHE_HOME', Path.home()/'.cache'))/'b2t_kaggle'/'xla'
 
-class XLACores(Cores):
-    "All XLA devices of this machine behind one process: SPMD over a mesh along the batch (Xu et al., 2021, GSPMD)."
-    rectangular, optimizer = True, StackedAdamW
+class _XLAData(Cores):
+    "Where the numbers of a step are, on XLA."
     _started = False  # torch_xla is set up once per process
 
     def __init__(self,
@@ -165,7 +168,7 @@ class XLACores(Cores):
         import torch_xla.runtime as xr
         from torch_xla import backends
         self.xla, self.n, self.cache = torch_xla, device.n, cache if xr.device_type() != 'CPU' else None
-        if not XLACores._started: self._start(xr, backends)
+        if not _XLAData._started: self._start(xr, backends)
         if self.n > 1:
             import torch_xla.distributed.spmd as xs
             self.mesh, self.xs = xs.Mesh(np.arange(self.n), (self.n,), ('data',)), xs
@@ -176,7 +179,7 @@ class XLACores(Cores):
         logging.getLogger(backends.__name__).setLevel(logging.ERROR)  # it warns of setting this twice when it is set once
         backends.set_mat_mul_precision('highest')
         if self.n > 1: xr.use_spmd()
-        XLACores._started = True
+        _XLAData._started = True
 
     def put(self, array):
         from torch_xla.core.xla_model import send_cpu_data_to_device
@@ -192,6 +195,15 @@ class XLACores(Cores):
 
     def days(self, days, n_days): return torch.zeros(n_days).index_fill(0, torch.from_numpy(days), 1).to(self.torch_device)
 
+    def generator(self, seed): self.seed(seed)
+
+    def seed(self, seed): self.xla.manual_seed(seed)
+
+# %% ../../nbs/pytorch/09_parallel.ipynb #c014
+class XLACores(_XLAData):
+    "All XLA devices of this machine behind one process: SPMD over a mesh along the batch (Xu et al., 2021, GSPMD)."
+    rectangular, optimizer = True, StackedAdamW
+
     @contextlib.contextmanager
     def part(self, forward, last):
         yield
@@ -200,10 +212,6 @@ class XLACores(Cores):
     def zero_gradients(self, model):
         for p in model.parameters(): p.grad = torch.zeros_like(p) if p.requires_grad else None
         self.end_step()  # or the first part would be another program than the others
-
-    def generator(self, seed): self.seed(seed)
-
-    def seed(self, seed): self.xla.manual_seed(seed)
 
     def _replicate(self, tensors):
         if self.n > 1:
@@ -230,7 +238,7 @@ class XLACores(Cores):
         times, found = metrics.metric_data('CompileTime'), metrics.counter_value('PersistentCacheHit')
         return times[0] if times else 0, found or 0
 
-# %% ../../nbs/pytorch/09_parallel.ipynb #c013
+# %% ../../nbs/pytorch/09_parallel.ipynb #c016
 def start(
     device: Device, # From `pick_torch`
     cache: Path | None = CACHE, # Folder of an XLA compiler's programs; None keeps none
