@@ -275,8 +275,11 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path):
     assert b.loss.tolist() == pytest.approx(a.loss.tolist(), rel=1e-4) and b.grad_norm.tolist() == pytest.approx(a.grad_norm.tolist(), rel=1e-3)
     a, b = (load_file(tmp_path/d/'last.pt')['model_state_dict'] for d in ('one', 'two'))
     for k in a: assert torch.allclose(a[k], b[k], atol=1e-4), k
-    again = launch(2, *stores, config(**sure | dict(num_training_batches=30)), tmp_path/'two', progress=False)
-    assert again['step'] == 30
+    longer = dict(num_training_batches=30, lr_decay_steps=60, lr_decay_steps_day=60)   # and in three parts, whose gradients are summed once
+    one, two = train(*stores, config(**sure | longer), tmp_path/'one3', progress=False), launch(2, *stores, config(**sure | longer | dict(accumulate=3)), tmp_path/'two3', progress=False)
+    assert two['step'] == 30 and two['val_loss'] == pytest.approx(one['val_loss'], rel=1e-3)
+    again = launch(2, *stores, config(**sure | dict(num_training_batches=23)), tmp_path/'two', progress=False)
+    assert again['step'] == 23
     with pytest.raises(TrainingError, match='cannot be divided evenly among 4 devices'): launch(4, *stores, config(), tmp_path/'four', progress=False)
 
 

@@ -63,9 +63,9 @@ def test_eight_devices_take_the_same_steps_as_one(one, data, tmp_path):
 
 
 def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_processor(data, tmp_path):
-    "The CPU's own way to compute, one XLA program, two devices, and a batch in two parts."
+    "The CPU's own way to compute, two devices, and two devices with a batch in two parts."
     two = xla('steps', data, tmp_path/'two', NOTHING_RANDOM, n=2)
-    parts = xla('steps', data, tmp_path/'parts', NOTHING_RANDOM | {'accumulate': 2})
+    parts = xla('steps', data, tmp_path/'parts', NOTHING_RANDOM | {'accumulate': 2}, n=2)
     code = ('import json, sys; sys.path.insert(0, sys.argv[1]); from test_trainer import *; from b2t_kaggle.pytorch.trainer import *\n'
             "t = Trainer(*open_stores(Path(sys.argv[2])), config(**json.loads(sys.argv[3])), Cores(pick_torch('cpu', 'float32')))\n"
             "taken = [t.train_step(*t.batch(i)) for i in range(9)]; print(json.dumps([[x.mean_loss() for x in taken], [x.norm.item() for x in taken]]))")
