@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TrainingError', 'lr_factor', 'learning_rates', 'frames_needed', 'unalignable', 'name_trials', 'model_days',
-           'collapse', 'summarize', 'Best', 'History', 'read_history', 'plot_history', 'identity', 'check_same',
-           'step_memory', 'Budget']
+           'summarize', 'Best', 'History', 'read_history', 'plot_history', 'identity', 'check_same', 'step_memory',
+           'Budget']
 
 # %% ../nbs/04b_training.ipynb #c003
 import hashlib
@@ -67,8 +67,8 @@ def unalignable(
     cut: int = 0,      # Bins that augmentation may cut
 ) -> np.ndarray:
     "Whether each trial has too few frames for its labels, boolean `[n]`."
-    need = np.array([frames_needed(store[i].class_ids) for i in range(len(store))], dtype=int)
-    frames = n_frames(store.index.n_bins.to_numpy() - cut, cfg.model.patch_size, cfg.model.patch_stride)
+    need = np.array([frames_needed(store.class_ids(i)) for i in range(len(store))], dtype=int)
+    frames = n_frames(store.n_bins - cut, cfg.model.patch_size, cfg.model.patch_stride)
     return (frames < need) | (frames < 1)
 
 def name_trials(
@@ -91,14 +91,6 @@ def model_days(
     return np.array([day_of.get(s, -1) for s in store.sessions], dtype=np.int64)[store.day]
 
 # %% ../nbs/04b_training.ipynb #c015
-def collapse(
-    path: np.ndarray, # Class of each frame `[T']`
-) -> np.ndarray:
-    "CTC's labels of a path: repetitions count once, blanks not at all."
-    path = np.asarray(path)
-    return path[(path != 0) & (path != np.r_[0, path[:-1]])]
-
-# %% ../nbs/04b_training.ipynb #c017
 def summarize(
     table: pd.DataFrame, # A row per trial: session, loss, edits, n_labels
 ) -> dict:
@@ -107,7 +99,7 @@ def summarize(
     return dict(val_loss=float(table.loss[np.isfinite(table.loss)].mean()), val_per=float(table.edits.sum() / total),
                 sessions=(by.edits / by.n_labels).to_dict())
 
-# %% ../nbs/04b_training.ipynb #c019
+# %% ../nbs/04b_training.ipynb #c017
 class Best:
     "The best validation so far: the lower PER, or the lower loss among equals."
     def __init__(self): self.figures, self.since = dict(val_per=None, val_loss=None, step=0, sessions={}), 0
@@ -130,7 +122,7 @@ class Best:
         "Why to stop before the last batch, if `early_stopping` says so."
         return 'early stopping' if cfg.early_stopping and self.since >= cfg.early_stopping_val_steps else None
 
-# %% ../nbs/04b_training.ipynb #c022
+# %% ../nbs/04b_training.ipynb #c020
 class History:
     "The curves of a run, as a table that is also a CSV file."
     def __init__(self,
@@ -167,7 +159,7 @@ def read_history(
     "Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a row."
     return pd.read_csv(path)
 
-# %% ../nbs/04b_training.ipynb #c023
+# %% ../nbs/04b_training.ipynb #c021
 def plot_history(
     path: str | Path, # `history.csv`
 ):
@@ -184,7 +176,7 @@ def plot_history(
     b.set(xlabel='batch', ylabel='validation PER (%)', ylim=0)
     return fig
 
-# %% ../nbs/04b_training.ipynb #c026
+# %% ../nbs/04b_training.ipynb #c024
 def identity(
     cfg: Config,         # The run's configuration, with its sessions
     stores: dict[str, TrialStore | None], # By split
@@ -207,7 +199,7 @@ def check_same(
     changed = [f'{k} was {old.get(k, "unknown")}, is now {new.get(k, "gone")}' for k in sorted(old | new) if old.get(k) != new.get(k)]
     if changed: raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(changed)}. Restore that, or start anew in another folder (or remove this one)')
 
-# %% ../nbs/04b_training.ipynb #c029
+# %% ../nbs/04b_training.ipynb #c027
 def step_memory(
     cfg: Config,     # The run's configuration
     n_params: int,   # Parameters of the model
@@ -221,7 +213,7 @@ def step_memory(
     features, patches = n_bins * batch_size * m.neural_dim, frames * m.neural_dim * max(m.patch_size, 1)
     return 4 * (4 * n_params + 5 * features + copies * patches + frames * (6 * n_units + 3 * m.n_classes))
 
-# %% ../nbs/04b_training.ipynb #c032
+# %% ../nbs/04b_training.ipynb #c030
 class Budget:
     "Whether there is time for further steps, a validation and a save."
     def __init__(self,

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from ..config import write_whole
 from .ngram import LN10, NGram
+from ..logits import collapse
 from ..phonemes import BLANK, PHONEMES, SIL
 
 Lexicon = dict[str, list[list[str]]] # Word -> its pronunciations, without SIL
@@ -38,8 +39,7 @@ def greedy(
     log_probs: np.ndarray, # Log-probabilities or logits [T', K]
 ) -> np.ndarray:           # Class ids [S], repeats collapsed and blanks dropped
     "The best path through the frames, as labels."
-    best = np.asarray(log_probs).argmax(-1)
-    return best[(best != BLANK) & (np.diff(best, prepend=-1) != 0)]
+    return collapse(np.asarray(log_probs).argmax(-1))
 
 # %% ../../nbs/decoding/01_beam.ipynb #c009
 def phoneme_beam(

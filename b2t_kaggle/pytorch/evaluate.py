@@ -17,10 +17,11 @@ from tqdm import tqdm
 from ..config import Config
 from ..data.batches import Batcher, choose_buckets, evaluation_batches, n_frames, prefetch, round_length
 from ..data.store import TrialStore
+from ..logits import collapse
 from .augment import Augment
 from .ctc import ctc_loss
 from .parallel import Cores
-from ..training import collapse, model_days
+from ..training import model_days
 
 # %% ../../nbs/pytorch/10_evaluate.ipynb #c005
 def ctc_losses(

@@ -18,6 +18,7 @@ from pathlib import Path
 from ..config import Config, write_whole
 from ..data.store import TrialStore
 from ..devices import n_cores, pick_torch
+from .parallel import in_torchrun
 from .trainer import train
 from ..training import TrainingError
 
@@ -75,7 +76,7 @@ def train_here(
 ) -> dict:
     "`train` on what this machine has: in this process, or in one for each of its GPUs."
     device = pick_torch(cfg.train.accelerator, cfg.train.precision)
-    if device.kind != 'cuda' or device.n == 1 or 'LOCAL_RANK' in os.environ: return train(store, store_val, cfg, out_dir, progress)
+    if device.kind != 'cuda' or device.n == 1 or in_torchrun(): return train(store, store_val, cfg, out_dir, progress)
     return launch(device.n, store, store_val, cfg, out_dir, progress)
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c011

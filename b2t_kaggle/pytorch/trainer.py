@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Part', 'Feed', 'Taken', 'check_finite', 'Trainer', 'start_from', 'on_host', 'save_best', 'save_last', 'resume',
-           'explain_memory', 'train', 'first_step']
+           'explain_memory', 'train']
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c003
 import math
@@ -25,7 +25,7 @@ from .augment import Augment, draw_cut, step_seed
 from .checkpoint import load_file, load_model, save_atomic
 from .evaluate import ctc_losses, delivered_dtype, evaluate, lengths_to_pad_to
 from .gru import build_model
-from .parallel import Cores, XLACores, start
+from .parallel import Cores, start
 from ..training import Best, Budget, History, TrainingError, check_same, identity, learning_rates, name_trials, step_memory, summarize, unalignable
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c006
@@ -256,7 +256,7 @@ def _loop(t: Trainer, history: History, budget: Budget, out: Path, bar: tqdm) ->
             for p in pending: check_finite(p, t.store, cores)
         losses = np.mean(cores.gather([p.mean_loss() for p in pending]), 0)
         budget.note('step', (budget.elapsed() - looked) / len(pending))
-        if t.step == first and not cores.rank: print(first_step(cores, budget.elapsed()))
+        if t.step == first and not cores.rank: print(f'first step after {budget.elapsed():.1f} s{cores.programs()}')
         if not ends and cores.gather(budget.is_spent(cores.looks_every))[0]: stopped = 'time budget'
         ends = ends or bool(stopped)
         validation = budget.timed('validate', t.validate) if ends or due[0] else None
@@ -303,13 +303,3 @@ def train(
     cores.close()
     return dict(step=t.step, finished=stopped != 'time budget', stopped=stopped, seconds=t.seconds,
                 **{'best_step' if k == 'step' else k: v for k, v in t.best.figures.items()})
-
-# %% ../../nbs/pytorch/11_trainer.ipynb #c021
-def first_step(
-    cores: Cores,   # Where the run is
-    seconds: float, # Since it began
-) -> str:
-    "What the first step took, and on XLA how much of it was saved by programs on disk."
-    if not isinstance(cores, XLACores): return f'first step after {seconds:.1f} s'
-    compiled, found = cores.compiled()
-    return f'first step after {seconds:.1f} s: {compiled} programs compiled, ' + (f'{found} found in {cores.cache}' if cores.cache else 'which this backend cannot keep for the next run')
