@@ -148,14 +148,23 @@ def test_beam_width(lm):
     assert max(totals) == pytest.approx(totals[-1], abs=1e-9) and totals[0] < totals[-1]
 
 
-def test_frames_at_once_and_one_by_one(lm):
-    decoder, x = LexiconBeamDecoder(LEXICON, lm, beam=30), spoken(10, 1)
-    expected = decoder.decode(x)
-    search, = decoder._idle
-    search.start()
-    for frame in decoder.acoustic_scale*x: search.push(frame[None])
-    assert [' '.join(decoder.words[w] for w in words) for words in search.texts(20)][0] == expected[0].text
-    assert decoder.decode(x) == expected
+def test_streams_equal_the_offline_result(lm):
+    "In frames, in bits, in several streams at once, after one that was left unfinished, and after a refused push."
+    decoder, trials = LexiconBeamDecoder(LEXICON, lm, beam=30), [spoken(n, n) for n in (10, 7, 0)]
+    expected, rng = [decoder.decode(x) for x in trials], np.random.default_rng(0)
+    decoder.start().push(trials[1])
+    streams = [decoder.start() for _ in trials]
+    bits = [np.split(x, np.sort(rng.integers(0, len(x) + 1, 20))) for x in trials]
+    for parts in zip(*bits):
+        for stream, part in zip(streams, parts): stream.push(part)
+    with pytest.raises(ValueError, match='nan'): streams[0].push(np.full((1, 41), np.nan))
+    assert [s.partial() for s in streams][2] == ''
+    assert [s.finish() for s in streams] == expected
+    one_by_one = decoder.start()
+    for frame in trials[0]: one_by_one.push(frame[None])
+    assert one_by_one.partial() in {h.text for h in expected[0]} and one_by_one.finish() == expected[0]
+    assert decoder.start().finish() == decoder.decode(np.zeros((0, 41)))
+    with pytest.raises(ValueError, match='finished'): one_by_one.finish()
 
 
 def test_processes_and_order(lm):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Lexicon', 'N_HYPS', 'N_ARENA', 'N_KEYS', 'N_ASKED', 'ROOM', 'greedy', 'phoneme_beam', 'Pronunciations', 'Trie',
-           'Transitions', 'Hyps', 'Arena', 'Scratch', 'Hypothesis', 'LexiconBeamDecoder', 'write_nbest', 'read_nbest',
-           'align']
+           'Transitions', 'Hyps', 'Arena', 'Scratch', 'Hypothesis', 'LexiconBeamDecoder', 'Stream', 'write_nbest',
+           'read_nbest', 'align']
 
 # %% ../../nbs/decoding/01_beam.ipynb #c003
 import heapq
@@ -548,6 +548,12 @@ class _Search:
         starts = np.concatenate([cur.h_label[whole], cur.h_blank[whole]])
         return self._texts(starts[scores > -np.inf], scores[scores > -np.inf], n_texts)
 
+    def best_words(self) -> np.ndarray:
+        "Word ids of the best hypothesis so far, without the word that it is in."
+        cur, i = self.cur, self.cur.score[:self.n[N_HYPS]].argmax()
+        history = cur.h_label if cur.label[i] > cur.blank[i] else cur.h_blank
+        return self._texts(history[i:i + 1], np.zeros(1), 1)[0]
+
     def _texts(self, starts, scores, n_texts):
         words, first = _walk(self.arena, starts, scores, n_texts, n_texts*(1000 + 20*self.frames))
         return [words[a:b] for a, b in itertools.pairwise(first)]
@@ -612,7 +618,47 @@ class LexiconBeamDecoder:
         self.lm.model.NullContextWrite(nothing)
         return LN10*np.array([self.lm.model.BaseScore(nothing, w, after) for w in self.words])
 
-# %% ../../nbs/decoding/01_beam.ipynb #c042
+# %% ../../nbs/decoding/01_beam.ipynb #c043
+class Stream:
+    "The decoding of one trial, frame by frame; `LexiconBeamDecoder.start` begins one."
+    def __init__(self, decoder: 'LexiconBeamDecoder'):
+        self._decoder, self._frames = decoder, [np.zeros((0, len(PHONEMES)))]
+        try: self._search = decoder._idle.pop()
+        except IndexError: self._search = decoder._new_search()
+        self._search.start()
+
+    def push(self,
+        log_probs: np.ndarray, # The next frames' log-probabilities [t, 41]; t may be 0
+    ) -> None:
+        "Search on through some frames; raises `ValueError` as `decode` does, and then the stream is as before."
+        if self._search is None: raise ValueError('this stream is finished; start another one with decoder.start()')
+        x = _checked(log_probs, len(PHONEMES))
+        x[:, BLANK] -= math.log(self._decoder.blank_penalty)
+        self._frames.append(x)
+        self._search.push(self._decoder.acoustic_scale*x)
+
+    def partial(self) -> str:
+        "The complete words of the best hypothesis so far."
+        if self._search is None: raise ValueError('this stream is finished; start another one with decoder.start()')
+        return ' '.join(self._decoder.words[w] for w in self._search.best_words())
+
+    def finish(self) -> list['Hypothesis']:
+        "The n-best of all frames, as `LexiconBeamDecoder.decode` gives them; the stream is finished then."
+        if self._search is None: raise ValueError('this stream is finished; start another one with decoder.start()')
+        decoder, search, self._search = self._decoder, self._search, None
+        x = np.concatenate(self._frames)
+        found = [decoder._hypothesis(x, words) for words in search.texts(2*decoder.nbest)]
+        decoder._idle.append(search)
+        return sorted((h for h in found if h.total > -math.inf), key=lambda h: -h.total)[:decoder.nbest]
+
+# %% ../../nbs/decoding/01_beam.ipynb #c044
+def _start(self: LexiconBeamDecoder) -> Stream:
+    "Begin a trial whose frames come bit by bit."
+    return Stream(self)
+
+def _new_search(self: LexiconBeamDecoder) -> _Search:
+    return _Search(self.trie, _States(self.lm, self.words), self.beam, self.lm_weight, self.word_score)
+
 def _decode(self: LexiconBeamDecoder,
     log_probs: np.ndarray, # Log-probabilities of one trial [T', 41]
 ) -> list[Hypothesis]:     # Up to `nbest` hypotheses with distinct texts, best first; never empty
@@ -620,15 +666,9 @@ def _decode(self: LexiconBeamDecoder,
 
     Log-probabilities below -10000, such as the -inf of a one-hot row, count as -10000.
     Raises `ValueError` for a wrong shape, NaN, +inf, or rows that are not log-probabilities."""
-    x = _checked(log_probs, len(PHONEMES))
-    x[:, BLANK] -= math.log(self.blank_penalty)
-    try: search = self._idle.pop()
-    except IndexError: search = _Search(self.trie, _States(self.lm, self.words), self.beam, self.lm_weight, self.word_score)
-    search.start()
-    search.push(self.acoustic_scale*x)
-    found = [self._hypothesis(x, words) for words in search.texts(2*self.nbest)]
-    self._idle.append(search)
-    return sorted((h for h in found if h.total > -math.inf), key=lambda h: -h.total)[:self.nbest]
+    stream = self.start()
+    stream.push(log_probs)
+    return stream.finish()
 
 def _hypothesis(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarray) -> Hypothesis:
     "Score a sentence by definition."
@@ -637,9 +677,9 @@ def _hypothesis(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarr
     ngram = self.lm.score(text)
     return Hypothesis(text, acoustic, ngram, len(words), self.acoustic_scale*acoustic + self.lm_weight*ngram + self.word_score*len(words))
 
-LexiconBeamDecoder.decode, LexiconBeamDecoder._hypothesis = _decode, _hypothesis
+LexiconBeamDecoder.start, LexiconBeamDecoder._new_search, LexiconBeamDecoder.decode, LexiconBeamDecoder._hypothesis = _start, _new_search, _decode, _hypothesis
 
-# %% ../../nbs/decoding/01_beam.ipynb #c044
+# %% ../../nbs/decoding/01_beam.ipynb #c046
 _work = None # Decoder and trials of a forked process
 
 def _set_work(decoder, trials):
@@ -656,7 +696,7 @@ def _forks(n: int, decoder: LexiconBeamDecoder, trials: Sequence[np.ndarray]) ->
     decoder.decode(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES)))) # What is compiled before, no process needs to compile
     return ProcessPoolExecutor(n, get_context('fork'), _set_work, (decoder, trials))
 
-# %% ../../nbs/decoding/01_beam.ipynb #c045
+# %% ../../nbs/decoding/01_beam.ipynb #c047
 def _decode_all(self: LexiconBeamDecoder,
     log_probs: Sequence[np.ndarray], # Trials, such as a `LogitStore`: read one by one, by index
     n_jobs: int = 0,                 # Processes; 0 means one for each core
@@ -676,7 +716,7 @@ def _decode_all(self: LexiconBeamDecoder,
 
 LexiconBeamDecoder.decode_all = _decode_all
 
-# %% ../../nbs/decoding/01_beam.ipynb #c047
+# %% ../../nbs/decoding/01_beam.ipynb #c049
 def write_nbest(
     path: str | Path,                           # JSON lines file to write
     nbest: Iterable[Sequence[Hypothesis]],      # The hypotheses of each trial, best first
@@ -694,7 +734,7 @@ def read_nbest(
         except (ValueError, TypeError) as e: raise ValueError(f'{path}, line {i}: not an n-best list ({e}); decode again') from None
     return out
 
-# %% ../../nbs/decoding/01_beam.ipynb #c056
+# %% ../../nbs/decoding/01_beam.ipynb #c060
 def align(
     log_probs: np.ndarray, # Log-probabilities [T', K]
     class_ids: np.ndarray, # Labels [S], without blanks
