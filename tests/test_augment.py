@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.config import AugmentConfig
-from b2t_kaggle.pytorch.augment import Augment, add_noise, cut_start, draw_cut, step_seed, time_mask
-from b2t_kaggle.pytorch.layers import gaussian_kernel, smooth
+from b2t_kaggle.augmentation import draw_cut, gaussian_kernel, step_seed
+from b2t_kaggle.pytorch.augment import Augment, add_noise, cut_start, time_mask
+from b2t_kaggle.pytorch.layers import smooth
 
 NONE = AugmentConfig(white_noise_std=0, constant_offset_std=0, random_cut=0, smooth_data=False)
 only = lambda **kw: NONE.model_copy(update=kw)

@@ -12,7 +12,8 @@ from b2t_kaggle.config import ConfigError, load_config, preset, save_config, wit
 from b2t_kaggle.pytorch.checkpoint import CheckpointError, load_model, save_atomic, save_official, to_official_args, to_official_state
 from b2t_kaggle.pytorch.gru import GRUDecoder, build_model
 from b2t_kaggle.pytorch.layers import n_frames
-from b2t_kaggle.pytorch.triple_gru import NoisySpeechModel, TripleGRUDecoder, reversal_strength, triple_loss
+from b2t_kaggle.pytorch.triple_gru import NoisySpeechModel, TripleGRUDecoder, triple_loss
+from b2t_kaggle.training import reversal_strength
 
 SMALL = dict(neural_dim=6, n_units=8, n_days=3, n_classes=5, n_layers=2, patch_size=4, patch_stride=2, noise_units=3, noise_layers=1, noisy_units=7)
 

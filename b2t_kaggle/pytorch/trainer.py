@@ -21,12 +21,13 @@ from ..config import Config
 from ..data.batches import Batch, Batcher, DayBalancedSampler, longest_in_batches, n_frames, prefetch
 from ..data.store import TrialStore
 from ..devices import pick_torch
-from .augment import Augment, draw_cut, step_seed
+from ..augmentation import draw_cut, step_seed
+from .augment import Augment
 from .checkpoint import load_file, load_model, save_atomic
-from .evaluate import ctc_losses, delivered_dtype, evaluate, lengths_to_pad_to
+from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .gru import build_model
 from .parallel import Cores, start
-from ..training import Best, Budget, History, TrainingError, check_same, identity, learning_rates, name_trials, step_memory, summarize, unalignable
+from ..training import Best, Budget, History, TrainingError, check_same, identity, learning_rates, lengths_to_pad_to, name_trials, step_memory, summarize, unalignable
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c006
 @dataclass

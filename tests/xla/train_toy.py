@@ -11,7 +11,7 @@ from test_trainer import config, open_stores
 from b2t_kaggle.data.batches import bucket_of, evaluation_batches
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices import pick_torch
-from b2t_kaggle.pytorch.evaluate import lengths_to_pad_to
+from b2t_kaggle.training import lengths_to_pad_to
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import start
 from b2t_kaggle.pytorch.trainer import Trainer, train
