@@ -133,7 +133,7 @@ class AugmentConfig(Section):
 
 # %% ../nbs/00_config.ipynb #c014
 class TrainConfig(Section):
-    framework: Literal['pytorch'] = 'pytorch'
+    framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
     "Which implementation trains and infers."
     accelerator: Literal['auto', 'cpu', 'cuda', 'tpu', 'xla'] = 'auto'
     "`auto` takes the best one here and says which; anything else is an error where it is missing. `xla` is whatever PyTorch/XLA drives, a TPU or, for tests, the processor."
@@ -184,7 +184,9 @@ class TrainConfig(Section):
     accumulate: int = Field(1, ge=1)
     "Parts that a batch is computed in, where memory does not hold it whole; the step is the same."
     compile: bool = False
-    "`torch.compile` the model; pays on GPUs after minutes of compilation."
+    "`torch.compile` the model; pays on GPUs after minutes of compilation. TensorFlow compiles anyway."
+    profile: int = Field(0, ge=0)
+    "Batches, from the tenth on, that TensorFlow's profiler records for TensorBoard; 0 means none."
     init_checkpoint_path: AbsolutePath | None = None
     "Checkpoint whose weights training starts from."
     time_budget: float | None = Field(None, gt=0)
@@ -245,7 +247,7 @@ class Config(Section):
         return self
 
 # %% ../nbs/00_config.ipynb #c020
-MAY_CHANGE = {f'train.{k}' for k in ('num_training_batches', 'time_budget', 'batches_per_save', 'accelerator', 'precision', 'accumulate', 'compile')} | {'data.dataset_dir', 'data.eval_batch_size'}
+MAY_CHANGE = {f'train.{k}' for k in ('num_training_batches', 'time_budget', 'batches_per_save', 'accelerator', 'precision', 'accumulate', 'compile', 'profile')} | {'data.dataset_dir', 'data.eval_batch_size'}
 
 # %% ../nbs/00_config.ipynb #c022
 def config_keys() -> dict[str, str]:
