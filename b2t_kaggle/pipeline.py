@@ -41,7 +41,7 @@ STAGES = {s.name: s for s in (
     Stage('check', 'list every problem of the session files', ('data.dataset_dir', 'data.sessions', 'data.bad_trials_dict'), ('simulate',), True),
     Stage('pack', 'pack the sessions into memory-mapped stores', _PACKED, ('check',), True),
     Stage('train', 'train the acoustic model', ('data', 'model', 'augment', 'train'), ('pack',)),
-    Stage('infer', 'log-probabilities of val and test', ('infer', 'train.accelerator', 'train.precision', 'data.eval_batch_size'), ('pack', 'train')),
+    Stage('infer', 'log-probabilities of val and test', ('infer', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size'), ('pack', 'train')),
     Stage('lm', 'n-gram language model and pronunciation lexicon', ('lm',), ('pack',)),
     Stage('decode', 'beam search: n-best sentences of val and test', ('decode',), ('infer', 'lm')),
     Stage('submit', 'write and validate submission.csv', (), ('decode', 'pack')),
@@ -115,7 +115,7 @@ def _outside_files(name: str, cfg: Config) -> list[Path]:
     if name == 'lm': return [p for p in (cfg.lm.path, *cfg.lm.texts) if p]
     return []
 
-_CHECKPOINT = ('best.pt', 'args.yaml', 'best_checkpoint', 'checkpoint/args.yaml', 'checkpoint/best_checkpoint')
+_CHECKPOINT = ('best.pt', 'best.weights.h5', 'args.yaml', 'best_checkpoint', 'checkpoint/args.yaml', 'checkpoint/best_checkpoint')
 
 # %% ../nbs/07_pipeline.ipynb #c017
 class Run:
@@ -170,7 +170,7 @@ class Run:
     @property
     def checkpoint(self) -> Path:
         "What `infer` loads: the configured checkpoint, or the best one of this run."
-        return self.cfg.infer.checkpoint or self.dir/'train'/'best.pt'
+        return self.cfg.infer.checkpoint or self.dir/'train'/('best.weights.h5' if self.cfg.train.framework == 'tensorflow' else 'best.pt')
 
 # %% ../nbs/07_pipeline.ipynb #c020
 def write_json(value, path: Path) -> None:
@@ -287,6 +287,7 @@ def execute(
     out.parent.mkdir(parents=True, exist_ok=True)
     # Two processes that wait for each other by spinning halve each other's speed where cores are shared
     os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up says much that nobody can act on
     try:
         pm.execute_notebook(source, out, dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute())), kernel_name='python3',
                             progress_bar=False, stderr_file=sys.stderr, coalesce_streams=True,
