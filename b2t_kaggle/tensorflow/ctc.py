@@ -9,6 +9,7 @@ __all__ = ['alignment', 'ctc_loss']
 import numpy as np
 
 from .layers import tf  # which says what to install where it is missing
+from .recurrence import scan
 
 # %% ../../nbs/tensorflow/02_ctc.ipynb #c011
 def _states(labels: tf.Tensor, n_labels: tf.Tensor, blank: int) -> tf.Tensor:
@@ -25,33 +26,34 @@ def alignment(
     n_labels: tf.Tensor,  # Labels of each trial `[B]`
 ) -> tuple[tf.Tensor, tf.Tensor]:
     "Negative log-likelihood of each trial `[B]`, infinite where no path exists, and the posterior of each state at each frame `[T', B, N]`, then 0."
-    T, shape, dtype = tf.shape(log_probs)[1], tf.shape(states), log_probs.dtype
+    T, shape, dtype = log_probs.shape[1], tf.shape(states), log_probs.dtype
     place, last, never = tf.range(shape[1]), 2 * n_labels[:, None], tf.constant(-float('inf'), dtype)
     def only(mask): return tf.where(mask, tf.zeros([], dtype), never)
     def shifted(a, fill): return tf.pad(a, [[0, 0], [0, 0], [2, 0]], constant_values=fill)
 
     emission = tf.transpose(tf.gather(tf.transpose(log_probs, [0, 2, 1]), states, batch_dims=1), [2, 0, 1])  # [T', B, N], looked up as whole rows of frames
     inside = tf.transpose(tf.sequence_mask(frames, T))[..., None]
-    emissions, insides = tf.stack([emission, tf.reverse(emission, [0, 2])], 1), tf.stack([inside, tf.reverse(inside, [0])], 1)
+    xs = tf.stack([emission, tf.reverse(emission, [0, 2])], 1), tf.stack([inside, tf.reverse(inside, [0])], 1)
     classes = tf.stack([states, tf.reverse(states, [1])])                                                    # [2, B, N]: forwards, and turned round
     skip = only(classes != shifted(classes, 0)[..., :-2])
     start = tf.stack([only(tf.broadcast_to(place == 0, shape)), tf.reverse(only(place == last), [1])])       # as if a frame before the first were in the first state
 
-    def step(t, state, height, arrived):
-        left = shifted(state, never)
-        a = tf.reduce_logsumexp(tf.stack([state, left[..., 1:-1], left[..., :-2] + skip]), 0)
-        state = tf.where(insides[t], a + emissions[t], state)
+    def step(carry, x):
+        (state, height), (e, here), left = carry, x, shifted(carry[0], never)
+        arrived = tf.reduce_logsumexp(tf.stack([state, left[..., 1:-1], left[..., :-2] + skip]), 0)
+        state = tf.where(here, arrived + e, state)
         top = tf.maximum(tf.reduce_max(state, -1, keepdims=True), dtype.min)                                # finite also where no state can be
-        return t + 1, state - top, height + top, arrived.write(t, a)
+        return (state - top, height + top), (arrived,)
 
-    _, end, height, arrived = tf.while_loop(lambda t, *_: t < T, step, (0, start, tf.zeros_like(start[..., :1]), tf.TensorArray(dtype, T, element_shape=start.shape)))
-    nll, arrived = -tf.reduce_logsumexp(height[0] + end[0] + only((place == last) | (place == last - 1)), 1), arrived.stack()
+    (end, height), (arrived,) = scan(step, (start, tf.zeros_like(start[..., :1])), xs, (dtype,))
+    nll = -tf.reduce_logsumexp(height[0] + end[0] + only((place == last) | (place == last - 1)), 1)
     posterior = tf.nn.softmax(arrived[:, 0] + emission + tf.reverse(arrived[:, 1], [0, 2]))
     return nll, tf.where(inside & (nll < -never)[:, None], posterior, 0)
 
 # %% ../../nbs/tensorflow/02_ctc.ipynb #c017
 def _check_shapes(logits: tf.Tensor, labels: tf.Tensor, lengths: dict[str, tf.Tensor], blank: int):
-    if logits.shape.rank != 3 or not logits.dtype.is_floating: raise ValueError(f"logits must be floating point [B, T', K]; found {logits.shape} of {logits.dtype.name}")
+    if logits.shape.rank != 3 or not logits.dtype.is_floating or not all(logits.shape[1:]): raise ValueError(
+        f"logits must be floating point [B, T', K] with a known number of frames, at least one; found {logits.shape} of {logits.dtype.name}")
     B, _, K = logits.shape
     if not 0 <= blank < K: raise ValueError(f'blank must be one of the {K} classes of logits; found {blank}')
     if labels.shape.rank != 2 or not labels.dtype.is_integer or not labels.shape[:1].is_compatible_with([B]): raise ValueError(
