@@ -17,7 +17,6 @@ import warnings
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -26,27 +25,15 @@ import numpy as np
 import pandas as pd
 
 from ..phonemes import normalize_sentence
+from .arpa import ArpaReader, Grams, atomic_path, open_text, write_arpa
+from .corpus import read_lines
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c006
-def _is_file(text) -> bool:
-    "Whether an item of `texts` names a file; a name that looks like a file's and is not there is for `open` to refuse."
-    return isinstance(text, Path) or os.path.isfile(text) or (' ' not in text and text.endswith(('.txt', '.gz')))
-
-def _open(path: str | Path, mode: str):
-    "Open a plain or gzipped text file."
-    return gzip.open(path, mode, encoding='utf-8') if str(path).endswith('.gz') else open(path, mode, encoding='utf-8')
-
 def read_sentences(
     texts: str | Path | Iterable[str | Path], # Text files (plain or .gz, one sentence a line), sentences, or both
 ) -> Iterator[str]:                           # Normalised sentences, none of them empty
-    "Stream the sentences of files and lists. A string is a file if one of that name exists, or if it is one word ending in .txt or .gz."
-    for text in [texts] if isinstance(texts, (str, Path)) else texts:
-        if _is_file(text):
-            try:
-                with _open(text, 'rt') as lines: yield from filter(None, map(normalize_sentence, lines))
-            except UnicodeDecodeError as e: raise ValueError(f'{text}: not UTF-8 text ({e}); convert the file, for example with iconv') from None
-            except (gzip.BadGzipFile, EOFError) as e: raise ValueError(f'{text}: not a whole gzip file ({e})') from None
-        elif sentence := normalize_sentence(text): yield sentence
+    "Stream the sentences of files and lists; a string is a file or not as in `read_lines`."
+    return filter(None, map(normalize_sentence, read_lines(texts)))
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c008
 def vocabulary(
@@ -74,43 +61,69 @@ def _tokens(sentences: Iterable[str]) -> tuple[np.ndarray, list[str]]:
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c014
 class Ngrams(NamedTuple):
-    "The distinct n-grams of one order, sorted from their last word backwards."
+    "The distinct n-grams of one order, sorted from their last word backwards; all int32."
     first: np.ndarray   # First word
     suffix: np.ndarray  # Row of the n-gram without its first word, one order below
     context: np.ndarray # Row of the n-gram without its last word, one order below
     count: np.ndarray   # Occurrences in the text
 
+def _words_before(tokens: np.ndarray, most: int) -> np.ndarray:
+    "How many words of its sentence stand before each word, `<s>` counted and `most` at most [N] uint16."
+    out = np.zeros(len(tokens), np.uint16)
+    for _ in range(most): out[1:] = np.where(tokens[1:] == BOS, 0, np.minimum(out[:-1], most - 1) + 1)
+    return out
+
+# %% ../../nbs/decoding/00_ngram.ipynb #c016
+def _count_part(
+    tokens: np.ndarray, # Word ids [N]
+    row: np.ndarray,    # Row of the n-gram one order below that ends at each place [N]
+    ends: np.ndarray,   # Where the n-grams of this part end
+    n: int,             # Their order
+    n_words: int,       # V
+) -> tuple[Ngrams, np.ndarray]: # The table of the part, and its row for each of `ends`
+    "Count the n-grams that end at some places."
+    key = row[ends].astype(np.int64)*n_words + tokens[ends - n + 1]
+    by_key = np.argsort(key)
+    key = key[by_key]
+    starts = np.flatnonzero(np.diff(key, prepend=-1))
+    count = np.diff(starts, append=len(key))
+    rows = np.empty(len(ends), np.int32)
+    rows[by_key] = np.repeat(np.arange(len(starts), dtype=np.int32), count)
+    distinct = key[starts]
+    return Ngrams(*(x.astype(np.int32) for x in (distinct % n_words, distinct//n_words, row[ends[by_key[starts]] - 1], count))), rows
+
 def count_ngrams(
-    tokens: np.ndarray, # Word ids with `<s>` = 1 before and `</s>` = 2 after each sentence [N]
-    n_words: int,       # Vocabulary size V, with the three special words
-    order: int,         # Highest order
-) -> list[Ngrams]:      # One table per order, unigrams first; row i of the unigrams is word i
+    tokens: np.ndarray,    # Word ids with `<s>` = 1 before and `</s>` = 2 after each sentence [N]
+    n_words: int,          # Vocabulary size V, with the three special words
+    order: int,            # Highest order
+    part: int = 4_000_000, # Words of text whose n-grams are sorted at a time, about
+) -> list[Ngrams]:         # One table per order, unigrams first; row i of the unigrams is word i
     "Count the n-grams of all orders."
-    none = np.zeros(n_words, dtype=np.int64)
-    tables = [Ngrams(np.arange(n_words), none, none, np.bincount(tokens, minlength=n_words))]
-    row = tokens.astype(np.int64)                # Row of the n-gram that ends at each place
-    ends = np.flatnonzero(tokens != BOS)         # Where the n-grams of this order end
+    none = np.zeros(n_words, np.int32)
+    tables = [Ngrams(np.arange(n_words, dtype=np.int32), none, none, np.bincount(tokens, minlength=n_words).astype(np.int32))]
+    row, before = tokens.astype(np.int32), _words_before(tokens, order)
     for n in range(2, order + 1):
-        ends = ends[tokens[ends - n + 2] != BOS] # The others begin with <s>, nothing precedes them
-        key = row[ends]*n_words + tokens[ends - n + 1]
-        by_key = np.argsort(key)
-        key, ends_sorted = key[by_key], ends[by_key]
-        starts = np.flatnonzero(np.diff(key, prepend=-1))
-        context = row[ends_sorted[starts] - 1]
-        row = np.full(len(tokens), -1)
-        row[ends_sorted] = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(key)))
-        tables.append(Ngrams(key[starts] % n_words, key[starts]//n_words, context, np.diff(starts, append=len(key))))
+        inside = before >= n - 1 # The others would begin before <s>
+        upto = np.cumsum(tables[-1].count)
+        bounds = np.searchsorted(upto, np.arange(part, upto[-1], part))
+        new, parts, size = np.full(len(row), -1, np.int32), [], 0
+        for low, high in zip([0, *bounds], [*bounds, len(upto)]):
+            ends = np.flatnonzero((row >= low) & (row < high) & inside)
+            table, rows = _count_part(tokens, row, ends, n, n_words)
+            new[ends] = rows + size
+            parts.append(table)
+            size += len(table.first)
+        tables.append(Ngrams(*map(np.concatenate, zip(*parts))))
+        row = new
     return tables
 
-# %% ../../nbs/decoding/00_ngram.ipynb #c017
-def _adjusted_counts(tables: list[Ngrams]) -> list[np.ndarray]:
-    "Adjusted counts per order: kinds of left neighbour; occurrences at the highest order and after `<s>`."
-    adjusted = []
-    for n, t in enumerate(tables):
-        a = t.count if n == len(tables) - 1 else np.where(t.first == BOS, t.count, np.bincount(tables[n + 1].suffix, minlength=len(t.first)))
-        if n == 0: a = np.where(np.isin(t.first, (UNK, BOS)), 0, a) # Never predicted
-        adjusted.append(a)
-    return adjusted
+# %% ../../nbs/decoding/00_ngram.ipynb #c019
+def _adjusted_counts(tables: list[Ngrams], n: int) -> np.ndarray:
+    "Adjusted counts of `tables[n]`: kinds of left neighbour; occurrences at the highest order and after `<s>`."
+    t = tables[n]
+    if n == len(tables) - 1: a = t.count
+    else: a = np.where(t.first == BOS, t.count, np.bincount(tables[n + 1].suffix, minlength=len(t.first)).astype(np.int32))
+    return np.where(np.isin(t.first, (UNK, BOS)), 0, a) if n == 0 else a # Never predicted
 
 FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5) # lmplz's, for text too small or too artificial to estimate them
 
@@ -125,7 +138,7 @@ def _discounts(adjusted: np.ndarray, last: int | None) -> tuple[np.ndarray, bool
         if (d >= 0).all() and (d <= np.arange(4)).all(): return d, False
     return np.array([0, *FALLBACK_DISCOUNTS]), True
 
-# %% ../../nbs/decoding/00_ngram.ipynb #c019
+# %% ../../nbs/decoding/00_ngram.ipynb #c021
 def _kept(tables: list[Ngrams], prune: list[int], allowed: np.ndarray) -> list[np.ndarray]:
     "Which n-grams of each order stay in the model; the special words always do."
     inside, keep = allowed, []
@@ -136,71 +149,54 @@ def _kept(tables: list[Ngrams], prune: list[int], allowed: np.ndarray) -> list[n
         keep.append(k)
     return keep
 
-# %% ../../nbs/decoding/00_ngram.ipynb #c021
+# %% ../../nbs/decoding/00_ngram.ipynb #c023
 class Order(NamedTuple):
-    "The estimated model of one order, for the rows of its `Ngrams` that are kept."
-    log_prob: np.ndarray # log10 p(last word | context)
-    backoff: np.ndarray  # log10 γ of this n-gram as a context
+    "The estimated model of one order, for the rows of its `Ngrams`."
+    log_prob: np.ndarray # log10 p(last word | context) float32; means nothing where the n-gram is not kept
+    backoff: np.ndarray  # log10 γ of this n-gram as a context float32
+    fallback: bool       # Whether its discounts are the fallback
 
 def kneser_ney(
     tables: list[Ngrams],   # From `count_ngrams`
     keep: list[np.ndarray], # Which rows stay in the model, per order
-) -> tuple[list[Order], list[int]]: # Log-probabilities and backoffs per order; orders whose discounts are the fallback
+) -> Iterator[Order]:       # One at a time, unigrams first
     "Interpolated modified Kneser-Ney estimates (Chen and Goodman 1998) of all orders."
-    lower, orders, fallbacks = None, [], []
-    adjusted, chain = _adjusted_counts(tables), True
-    for n, (t, a, k) in enumerate(zip(tables, adjusted, keep)):
+    lower, chain, before = None, True, None
+    for n, (t, k) in enumerate(zip(tables, keep)):
+        a = _adjusted_counts(tables, n)
         chain = chain and t.first[-1] != BOS and n < len(tables) - 1
         d, fallback = _discounts(a, t.count[-1] if chain else None)
-        if fallback: fallbacks.append(n + 1)
         taken = np.where(k, d[np.minimum(a, 3)], a)              # A pruned n-gram gives all it has
         size = 1 if n == 0 else len(lower)
         total = np.bincount(t.context, weights=a, minlength=size)
         gamma = np.divide(np.bincount(t.context, weights=taken, minlength=size), total, out=np.ones(size), where=total > 0)
-        below = 1/(k.sum() - 1) if n == 0 else lower[t.suffix]   # Uniform over all words but <s>
-        prob = (a - taken)/total[t.context] + gamma[t.context]*below
+        if before: yield before._replace(backoff=np.log10(gamma, dtype=np.float32, casting='same_kind'))
+        prob = np.subtract(a, taken, out=taken)
+        prob /= total[t.context]
+        below = gamma[t.context]
+        below *= 1/(k.sum() - 1) if n == 0 else lower[t.suffix]  # Uniform over all words but <s>
+        prob += below
         if n == 0: prob[BOS] = 1
-        if n > 0: orders[-1] = orders[-1]._replace(backoff=np.log10(gamma))
-        orders.append(Order(np.minimum(np.log10(prob), 0), np.zeros(len(prob))))
+        before = Order(np.minimum(np.log10(prob), 0).astype(np.float32), np.zeros(len(prob), np.float32), fallback)
         lower = prob
-    return orders, fallbacks
+    yield before
 
-# %% ../../nbs/decoding/00_ngram.ipynb #c025
-@contextmanager
-def _atomic(path: Path):
-    "A temporary name beside `path` that becomes `path` when the block ends well, and is removed when it does not."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
-    try:
-        yield tmp
-        os.replace(tmp, path)
-    finally: tmp.unlink(missing_ok=True)
-
+# %% ../../nbs/decoding/00_ngram.ipynb #c027
 def _word_rows(tables: list[Ngrams], n: int, rows: np.ndarray) -> np.ndarray:
     "The word ids of some n-grams of order n [len(rows), n]."
-    out = np.empty((len(rows), n), dtype=np.int64)
+    out = np.empty((len(rows), n), dtype=np.int32)
     for i in range(n):
         t = tables[n - 1 - i]
         out[:, i], rows = t.first[rows], t.suffix[rows]
     return out
 
-# %% ../../nbs/decoding/00_ngram.ipynb #c026
-def _write_arpa(path: Path, tables: list[Ngrams], keep: list[np.ndarray], orders: list[Order], words: list[str], chunk: int = 200_000) -> None:
-    "Write the kept n-grams in the ARPA format, some at a time."
-    with _open(path, 'wt') as f:
-        f.write('\\data\\\n' + ''.join(f'ngram {n}={k.sum()}\n' for n, k in enumerate(keep, 1)))
-        for n, (k, o) in enumerate(zip(keep, orders), 1):
-            f.write(f'\n\\{n}-grams:\n')
-            rows = np.flatnonzero(k)
-            for at in range(0, len(rows), chunk):
-                r = rows[at:at + chunk]
-                text = [' '.join(map(words.__getitem__, ids)) for ids in _word_rows(tables, n, r).tolist()]
-                if n < len(orders): lines = (f'{p:.7g}\t{w}\t{b:.7g}\n' for p, w, b in zip(o.log_prob[r].tolist(), text, o.backoff[r].tolist()))
-                else: lines = (f'{p:.7g}\t{w}\n' for p, w in zip(o.log_prob[r].tolist(), text))
-                f.writelines(lines)
-        f.write('\n\\end\\\n')
+def _grams(tables: list[Ngrams], keep: list[np.ndarray], orders: Iterable[Order], size: int = 200_000) -> Iterator[Grams]:
+    "The kept n-grams of estimated orders, `size` at a time."
+    for n, (k, order) in enumerate(zip(keep, orders), 1):
+        rows = np.flatnonzero(k)
+        for part in np.split(rows, range(size, len(rows), size)): yield Grams(_word_rows(tables, n, part), order.log_prob[part], order.backoff[part])
 
-# %% ../../nbs/decoding/00_ngram.ipynb #c028
+# %% ../../nbs/decoding/00_ngram.ipynb #c029
 def _long_enough(sentences: Iterable[str], order: int) -> Iterator[str]:
     "Pass sentences on; at their end refuse a text that holds no n-gram of that order."
     longest = 0
@@ -214,10 +210,14 @@ def _own(sentences: Iterable[str], path: Path, order: int, prune: list[int], voc
     "Estimate with NumPy; returns the orders with fallback discounts."
     tokens, words = _tokens(sentences)
     tables = count_ngrams(tokens, len(words), order)
-    allowed = np.array([vocab is None or i <= EOS or w in vocab for i, w in enumerate(words)])
-    keep = _kept(tables, prune, allowed)
-    orders, fallbacks = kneser_ney(tables, keep)
-    _write_arpa(path, tables, keep, orders, words)
+    del tokens
+    keep = _kept(tables, prune, np.array([vocab is None or i <= EOS or w in vocab for i, w in enumerate(words)]))
+    fallbacks = []
+    def orders():
+        for n, o in enumerate(kneser_ney(tables, keep), 1):
+            if o.fallback: fallbacks.append(n)
+            yield o
+    write_arpa(path, words, [int(k.sum()) for k in keep], _grams(tables, keep, orders()))
     return fallbacks
 
 def _lmplz(program: str, sentences: Iterable[str], path: Path, order: int, prune: list[int], vocab: set[str] | None) -> list[int]:
@@ -232,15 +232,11 @@ def _lmplz(program: str, sentences: Iterable[str], path: Path, order: int, prune
             command += ['--limit_vocab_file', Path(d)/'vocab']
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
         if done.returncode: raise RuntimeError(f'{program} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}')
-        with open(arpa, 'rb') as f, (gzip.open if path.suffix == '.gz' else open)(path, 'wb') as out: shutil.copyfileobj(f, out)
+        if order == 1: arpa.write_text(arpa.read_text().replace('\n\n', '\nngram 2=0\n\n', 1).replace('\\end\\', '\\2-grams:\n\n\\end\\')) # KenLM reads nothing smaller
+        with atomic_path(path) as tmp, open(arpa, 'rb') as f, open_text(tmp, 'wb') as out: shutil.copyfileobj(f, out)
     return [int(line.split('order ')[1].split(':')[0]) + 1 for line in done.stderr.splitlines() if line.startswith('Substituting fallback')]
 
-# %% ../../nbs/decoding/00_ngram.ipynb #c029
-def _with_bigrams(path: Path) -> None:
-    "Add an empty section of bigrams to a unigram model: KenLM reads nothing smaller."
-    with _open(path, 'rt') as f: text = f.read()
-    with _open(path, 'wt') as f: f.write(text.replace('\n\n', '\nngram 2=0\n\n', 1).replace('\\end\\', '\\2-grams:\n\n\\end\\'))
-
+# %% ../../nbs/decoding/00_ngram.ipynb #c030
 def build_ngram(
     texts: str | Path | Iterable[str | Path],  # Text files (plain or .gz, one sentence a line), sentences, or both
     out_path: str | Path,                      # ARPA file to write; .gz is compressed
@@ -262,49 +258,10 @@ def build_ngram(
     use = program if estimator != 'own' else None
     vocab = None if vocab is None else set(vocab)
     sentences = _long_enough(read_sentences(texts), order)
-    with _atomic(Path(out_path)) as tmp:
-        fallbacks = _lmplz(use, sentences, tmp, order, prune, vocab) if use else _own(sentences, tmp, order, prune, vocab)
-        if order == 1: _with_bigrams(tmp)
+    fallbacks = _lmplz(use, sentences, Path(out_path), order, prune, vocab) if use else _own(sentences, Path(out_path), order, prune, vocab)
     if fallbacks: warnings.warn(f'{out_path}: too little text to estimate the discounts of order {", ".join(map(str, fallbacks))}; '
                                 f'used {FALLBACK_DISCOUNTS} instead', stacklevel=2)
     return Path(out_path)
-
-# %% ../../nbs/decoding/00_ngram.ipynb #c032
-def _arpa_problem(path: Path) -> str | None:
-    "The first line of an ARPA file that is not as it should be, with what was expected."
-    counts, section, seen, number, words = {}, None, 0, 0, set()
-    def unfinished():
-        if section and seen != counts.get(section): return f'line {number}: the section of {section}-grams has {seen} entries, expected {counts.get(section)}'
-    with _open(path, 'rt') as f:
-        for number, line in enumerate(f, 1):
-            line = line.rstrip('\n')
-            if number == 1 and line.strip() != '\\data\\': return f'line 1: found {line[:40]!r}, expected \\data\\'
-            if section is None and line.startswith('ngram '):
-                n, _, c = line[6:].partition('=')
-                if not (n.strip().isdigit() and c.strip().isdigit()): return f'line {number}: found {line[:40]!r}, expected ngram N=COUNT'
-                counts[int(n)] = int(c)
-            elif line.startswith('\\') and number > 1:
-                if problem := unfinished(): return problem
-                if line.strip() == '\\end\\': return None if section == max(counts, default=0) else f'line {number}: no section of {max(counts, default=0)}-grams before \\end\\'
-                if line.strip() != f'\\{(section or 0) + 1}-grams:': return f'line {number}: found {line[:40]!r}, expected \\{(section or 0) + 1}-grams:'
-                section, seen = (section or 0) + 1, 0
-            elif section and line.strip():
-                if problem := _entry_problem(line, section, words): return f'line {number}: {problem}'
-                seen += 1
-    return unfinished() or f'line {number}: the file ends without \\end\\'
-
-def _entry_problem(line: str, n: int, words: set[str]) -> str | None:
-    "What is wrong with the entry of an n-gram; `words` collects the unigrams."
-    fields = line.split()
-    if len(fields) not in (n + 1, n + 2): return f'found {len(fields)} fields, expected a log-probability, {n} words and perhaps a backoff'
-    for x in (fields[0], *fields[n + 1:]):
-        try: value = float(x)
-        except ValueError: return f'found {x[:20]!r}, expected a number'
-        if not math.isfinite(value): return f'found {x}, expected a finite number'
-    if float(fields[0]) > 0: return f'found the log-probability {fields[0]}, expected at most 0'
-    if n == 1: words.add(fields[1])
-    unknown = [w for w in fields[1:n + 1] if w not in words]
-    if unknown: return f'found the word {unknown[0]!r}, which is not among the unigrams'
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c033
 def _load_kenlm(path: Path) -> kenlm.Model:
@@ -318,15 +275,37 @@ def _load_kenlm(path: Path) -> kenlm.Model:
             return kenlm.Model(plain.name, config)
     return kenlm.Model(str(path), config)
 
-# %% ../../nbs/decoding/00_ngram.ipynb #c034
+# %% ../../nbs/decoding/00_ngram.ipynb #c035
+class _Capitals:
+    "A KenLM model of words in capitals that is asked in lower case."
+    def __init__(self, model: kenlm.Model): self.model = model
+
+    @staticmethod
+    def known(model: kenlm.Model) -> bool:
+        "Whether the model knows more of the most frequent words in capitals than in lower case."
+        words = 'the of and to a in is you that it he was for on are as with his they i want not we do what no yes'.split()
+        return sum(w.upper() in model for w in words) > sum(w in model for w in words)
+
+    @staticmethod
+    def spelled(word: str) -> str: return word if word.startswith('<') else word.upper()
+
+    def __contains__(self, word): return self.spelled(word) in self.model
+    def BaseScore(self, state, word, after): return self.model.BaseScore(state, self.spelled(word), after)
+    def full_scores(self, sentence, bos=True, eos=True): return self.model.full_scores(' '.join(map(self.spelled, sentence.split())), bos, eos)
+    def BeginSentenceWrite(self, state): self.model.BeginSentenceWrite(state)
+    def NullContextWrite(self, state): self.model.NullContextWrite(state)
+    @property
+    def order(self): return self.model.order
+
+# %% ../../nbs/decoding/00_ngram.ipynb #c036
 LN10 = math.log(10)
 
 class NGram:
-    "An n-gram model in KenLM. All scores are natural logs."
+    "An n-gram model in KenLM. All scores are natural logs; words are asked in lower case, in whichever case the model has them."
     def __init__(self,
         model: kenlm.Model, # The model; `NGram.load` reads one
         path: str | Path,   # Where it came from
-    ): self.model, self.path, self.order = model, Path(path), model.order
+    ): self.model, self.path, self.order = _Capitals(model) if _Capitals.known(model) else model, Path(path), model.order
 
     @classmethod
     def load(cls, path: str | Path, # ARPA file (plain or .gz) or KenLM binary, which is mapped into memory
@@ -335,10 +314,11 @@ class NGram:
         path = Path(path)
         if not path.is_file(): raise FileNotFoundError(f'{path}: there is no such file; build a model with `b2t lm build`, or give an ARPA file or KenLM binary')
         try: return cls(_load_kenlm(path), path)
-        except (OSError, RuntimeError, EOFError) as e: reason = str(e)
-        try: problem = _arpa_problem(path)
-        except (OSError, EOFError, ValueError) as e: problem = f'not text ({e})'
-        raise ValueError(f'{path}: neither an ARPA file nor a KenLM binary that can be read; {problem or reason}')
+        except (OSError, RuntimeError, EOFError) as e: problem = str(e)
+        try:
+            for _ in ArpaReader(path): pass # To the first line that is wrong
+        except (OSError, ValueError) as e: problem = str(e).removeprefix(f'{path}: ')
+        raise ValueError(f'{path}: neither an ARPA file nor a KenLM binary that can be read; {problem}')
 
     def score(self,
         words: str | Iterable[str], # A sentence of normalised words
@@ -351,7 +331,7 @@ class NGram:
     def __contains__(self, word: str) -> bool: return word in self.model
     def __repr__(self) -> str: return f'NGram({str(self.path)!r}, order={self.order})'
 
-# %% ../../nbs/decoding/00_ngram.ipynb #c037
+# %% ../../nbs/decoding/00_ngram.ipynb #c039
 def perplexity_report(
     lm: NGram,                                    # The model
     texts: dict[str, str | Path | Iterable[str]], # Name of each text and the text, as `read_sentences` takes it
