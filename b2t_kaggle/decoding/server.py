@@ -12,6 +12,7 @@ import logging
 import math
 import ssl
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
@@ -45,6 +46,7 @@ def read_logits(
     if bad.any():
         t, k = np.argwhere(bad)[0]
         raise ValueError(f'logits, frame {t}, class {k}: found {x[t, k]}, expected numbers; look for overflow in the model')
+    x -= x.max(axis=1, keepdims=True)
     return from_lm_order(x - np.logaddexp.reduce(x, axis=1, keepdims=True))
 
 # %% ../../nbs/decoding/03_server.ipynb #c011
@@ -199,9 +201,10 @@ def _handle(self: OnlineDecoder,
         _log.exception('%s could not be answered', stream)
         self.drop('the decoder failed')
         error = _error(f'the decoder failed: {e!r}; the log of the server says where')
-        words = {INPUT: [(PARTIAL, {'lm_response_partial': ''} | error)],
-                 FINALIZE: [(FINAL, {'lm_response_final': '', 'scoring': '', 'context_str': context} | error)]}
-        return words.get(stream, []) + [(DONE[stream], {'done': int(stream == FINALIZE)} | error)]*(stream in DONE)
+        return [(answer, nothing | error) for answer, nothing in _WORDLESS[stream]]
+
+_WORDLESS = {RESET: [(DONE[RESET], {'done': 1})], UPDATE: [(DONE[UPDATE], {'done': 0})], INPUT: [(PARTIAL, {'lm_response_partial': ''})],
+             FINALIZE: [(FINAL, {'lm_response_final': '', 'scoring': '', 'context_str': ''}), (DONE[FINALIZE], {'done': 1})]}
 
 OnlineDecoder._reset, OnlineDecoder._push, OnlineDecoder._update, OnlineDecoder.args, OnlineDecoder.handle = _reset, _push, _update, _args, _handle
 
@@ -243,7 +246,7 @@ class Line:
         online: OnlineDecoder, # Who answers
     ):
         self.redis, self.online = redis, online
-        self.run, self.seen, self.sent, self.unsent = None, {}, {}, deque()
+        self.run, self.seen, self.asked, self.sent, self.unsent = None, {}, 0, {}, deque()
 
     def open(self):
         "Greet Redis, at the start and after every loss."
@@ -285,6 +288,7 @@ def _read(self: Line) -> tuple[str, dict] | None:
     if not found: return None
     stream = min(found, key=lambda s: (_id(found[s][0])[0], _ORDER.index(s)))
     self.seen[stream], entry = found[stream]
+    self.asked = _id(self.seen[stream])[0]
     return stream, entry
 
 def _publish(self: Line):
@@ -299,8 +303,11 @@ def _context(self: Line) -> str:
         return ''
 
 def _send(self: Line):
-    "Write the answers; none of them to a request that was flushed away in the meantime."
-    if self.unsent and not self.redis.exists(ARGS):
+    "Write the answers, later than the millisecond of the request, and none of them to a request that was flushed away in the meantime."
+    if not self.unsent: return
+    (s, us), there = self.redis.pipeline(transaction=False).time().exists(ARGS).execute()
+    if 1000*s + us//1000 <= self.asked: time.sleep(min(self.asked + 1 - (1000*s + us/1000), 1)/1000)
+    if not there:
         _log.warning('the database was flushed while an entry was being answered; the answer is dropped')
         self.unsent.clear()
     while self.unsent:
@@ -333,24 +340,25 @@ def serve(
 
     Raises `PermissionError` where Redis does not let us in, `RuntimeError` where another server is there already."""
     redis, stop = _redis(), stop or threading.Event()
-    line, pause = Line(connect(host, port, **connection), OnlineDecoder(decoder, rescore, alpha)), 0.1
     decoder.decode(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES)))) # Compiles: the first client should not wait for that
-    while not stop.is_set():
-        try:
-            line.open()
-            _log.info('Connected to Redis at %s:%d, waiting for logits', host, port)
-            pause = 0.1
-            while not stop.is_set(): line.step()
-        except (redis.ConnectionError, redis.TimeoutError) as e:
-            if line.run is None and (why := _refused(e, redis)): raise PermissionError(f'Redis at {host}:{port} does not let us in: {why}') from None
-            _log.warning('No connection to Redis at %s:%d (%s); trying again in %.1f s', host, port, e, pause)
-        except redis.ResponseError as e:
-            if line.run is None: raise RuntimeError(f'Redis at {host}:{port} refused: {e}') from None
-            _log.error('Redis refused: %s; %d answers are dropped', e, len(line.unsent))
-            line.unsent.clear()
-        stop.wait(pause)
-        pause = min(2*pause, 2)
-    line.redis.close()
+    online, pause = OnlineDecoder(decoder, rescore, alpha), 0.1
+    with connect(host, port, **connection) as r:
+        line = Line(r, online)
+        while not stop.is_set():
+            try:
+                line.open()
+                _log.info('Connected to Redis at %s:%d, waiting for logits', host, port)
+                pause = 0.1
+                while not stop.is_set(): line.step()
+            except (redis.ConnectionError, redis.TimeoutError) as e:
+                if line.run is None and (why := _refused(e, redis)): raise PermissionError(f'Redis at {host}:{port} does not let us in: {why}') from None
+                _log.warning('No connection to Redis at %s:%d (%s); trying again in %.1f s', host, port, e, pause)
+            except redis.ResponseError as e:
+                if line.run is None: raise RuntimeError(f'Redis at {host}:{port} refused: {e}') from None
+                _log.error('Redis refused: %s; %d answers are dropped', e, len(line.unsent))
+                line.unsent.clear()
+            stop.wait(pause)
+            pause = min(2*pause, 2)
 
 def _refused(e: Exception, redis) -> str:
     "Why waiting will not help; empty where it may."

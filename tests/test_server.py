@@ -1,0 +1,510 @@
+"The server against a real Redis: the official protocol word by word, and everything that may go wrong on the way."
+import logging
+import math
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+redis = pytest.importorskip('redis', reason='redis-py is not installed; pip install b2t_kaggle[serve]')
+if shutil.which('redis-server') is None: pytest.skip('redis-server is not installed', allow_module_level=True)
+
+from b2t_kaggle.decoding import server
+from b2t_kaggle.decoding.beam import LexiconBeamDecoder
+from b2t_kaggle.decoding.ngram import NGram, build_ngram
+from b2t_kaggle.decoding.server import OnlineDecoder, serve
+from b2t_kaggle.phonemes import BLANK, build_lexicon, sentence_to_phonemes, to_class_ids, to_lm_order
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
+TEXT = ['how are you', 'are you there', 'i am here', 'how is it there', 'you are here', 'it is good to see you', 'i see']
+# All that a user of the server needs, as the notebook says
+COMMANDS = '+ping +time +info +exists +get +xread +xadd +xrevrange +client|setname +client|list'
+
+
+class Redis:
+    "A redis-server of our own in a temporary folder."
+    def __init__(self, folder, *options, tls=False):
+        with socket.socket() as s:
+            s.bind(('127.0.0.1', 0))
+            self.port = s.getsockname()[1]
+        ports = ['--port', '0', '--tls-port', str(self.port)] if tls else ['--port', str(self.port)]
+        self.command = ['redis-server', *ports, '--bind', '127.0.0.1', '--save', '', '--dir', str(folder), '--loglevel', 'warning', *options]
+        self.start()
+
+    def start(self): self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL)
+
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
+
+    def client(self, **options):
+        "As the official client connects; with a limit, so that a test cannot hang."
+        return redis.Redis('127.0.0.1', self.port, socket_timeout=20, **options)
+
+
+@pytest.fixture(scope='module')
+def decoder(tmp_path_factory):
+    lm = NGram.load(build_ngram(TEXT, tmp_path_factory.mktemp('lm')/'lm.arpa', order=2, estimator='own'))
+    return LexiconBeamDecoder(build_lexicon(sorted({w for s in TEXT for w in s.split()}) + ['hear', 'sea', 'too', 'their']), lm, nbest=5)
+
+
+@pytest.fixture(scope='module')
+def plain(tmp_path_factory):
+    server = Redis(tmp_path_factory.mktemp('redis'))
+    yield server
+    server.stop()
+
+
+def wait_for(condition, seconds=20):
+    "Until something holds; Redis may not be there yet."
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if found := condition(): return found
+        except redis.ConnectionError: pass
+        time.sleep(0.01)
+    raise AssertionError('waited in vain')
+
+
+@contextmanager
+def serving(decoder, where, clients=None, **options):
+    "A server in a thread; yields what its client needs, and raises what the server raised."
+    stop, failure = threading.Event(), []
+    def run():
+        try: serve(decoder, '127.0.0.1', where.port, stop=stop, **options)
+        except BaseException as e: failure.append(e)
+    thread = threading.Thread(target=run)
+    client = where.client(**clients or {})
+    wait_for(client.ping)
+    client.flushall()
+    thread.start()
+    try:
+        wait_for(lambda: failure or client.exists('remote_lm_args'))
+        if failure: raise failure[0]
+        yield client
+    finally:
+        stop.set()
+        thread.join()
+        client.close()
+    assert not failure
+
+
+class OfficialClient:
+    "Speaks as the kit's evaluation script does: the same commands in the same order, and it waits in the same way."
+    def __init__(self, r, flush=True):
+        self.r = r
+        if flush: r.flushall()
+        self.seen = {}
+        for name in ('output_partial', 'output_final', 'done_resetting', 'done_finalizing', 'done_updating_params'):
+            s, us = r.time()
+            self.seen[f'remote_lm_{name}'] = int(s*1000 + us/1000)
+
+    def wait(self, stream):
+        "The next entry of a stream after the one seen last."
+        found = self.r.xread({stream: self.seen[stream]}, count=1, block=10_000)
+        assert found, f'no answer on {stream}'
+        (self.seen[stream], fields), = found[0][1]
+        return fields
+
+    def reset(self):
+        self.r.xadd('remote_lm_reset', {'done': 0})
+        return self.wait('remote_lm_done_resetting')
+
+    def update(self, **params):
+        self.r.xadd('remote_lm_update_params', params)
+        return self.wait('remote_lm_done_updating_params')
+
+    def send(self, logits):
+        self.r.xadd('remote_lm_input', {'logits': np.float32(to_lm_order(logits)).tobytes()})
+        return self.wait('remote_lm_output_partial')
+
+    def finalize(self):
+        self.r.xadd('remote_lm_finalize', {'done': 0})
+        return self.wait('remote_lm_output_final')
+
+    def trial(self, logits):
+        "A trial as the kit's script sends it: everything at once. Returns the final fields and the candidates, read as the script reads them."
+        assert self.reset() == {b'done': b'1'}
+        assert set(self.send(logits)) == {b'lm_response_partial'}
+        fields = self.finalize()
+        assert set(fields) == {b'lm_response_final', b'scoring', b'context_str'}
+        return fields, candidates(fields)
+
+
+def candidates(fields):
+    "Sentence, acoustic, n-gram, LLM and total of each candidate, by total."
+    parts = fields[b'scoring'].decode().split(';')
+    rows = list(zip(parts[::5], *(map(float, parts[i::5]) for i in range(1, 5)), strict=True))
+    return sorted(rows, key=lambda row: -row[4])
+
+
+def logits_of(sentence, seed=0, sharp=7.0):
+    rng = np.random.default_rng(seed)
+    ids = [BLANK]
+    for k in to_class_ids(sentence_to_phonemes(sentence)): ids += [k]*rng.integers(1, 3) + [BLANK]
+    x = rng.standard_normal((len(ids), 41))
+    x[np.arange(len(ids)), ids] += sharp
+    return x.astype(np.float32)
+
+
+def log_softmax(x): return x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64), axis=1, keepdims=True)
+
+
+def offline(decoder, logits): return [(h.text, h.acoustic, h.ngram, 0.0, h.total) for h in decoder.decode(log_softmax(logits))]
+
+
+def same(found, expected):
+    assert [row[0] for row in found] == [row[0] for row in expected]
+    np.testing.assert_allclose([row[1:] for row in found], [row[1:] for row in expected], atol=1e-9)
+
+
+def test_official_evaluation(decoder, plain):
+    "Trial after trial as the kit's script sends them: what comes back is the offline n-best; nothing but the client's own flush deletes anything."
+    with serving(decoder, plain) as r:
+        r.config_resetstat()
+        client = OfficialClient(r)
+        for seed, sentence in enumerate(TEXT):
+            logits = logits_of(sentence, seed)
+            fields, found = client.trial(logits)
+            same(found, offline(decoder, logits))
+            assert fields[b'lm_response_final'].decode() == found[0][0] and fields[b'context_str'] == b''
+        assert client.wait('remote_lm_done_finalizing') == {b'done': b'1'}
+        for stream, n in dict(output_partial=1, output_final=1, done_resetting=1, done_finalizing=1).items(): assert r.xlen(f'remote_lm_{stream}') == n*len(TEXT)
+        for asked, answered in (('reset', 'done_resetting'), ('input', 'output_partial'), ('finalize', 'output_final')): # Or else the client may miss it: it counts in whole milliseconds
+            for (a, _), (b, _) in zip(r.xrange(f'remote_lm_{asked}'), r.xrange(f'remote_lm_{answered}'), strict=True): assert server._id(b)[0] > server._id(a)[0]
+        (_, args), = r.xrange('remote_lm_args')
+        assert {k: args[k] for k in (b'acoustic_scale', b'blank_penalty', b'nbest', b'alpha', b'do_opt')} == {
+            b'acoustic_scale': b'0.8', b'blank_penalty': b'1.0', b'nbest': b'5', b'alpha': b'0.55', b'do_opt': b'0'}
+        used = {k.removeprefix('cmdstat_'): v['calls'] for k, v in r.info('commandstats').items()}
+        assert used['flushall'] == 1 and not {'del', 'unlink', 'flushdb', 'xtrim', 'xdel'} & set(used)
+
+
+def test_frame_by_frame(decoder, plain):
+    "A partial answer after every entry, whatever its length, and in the end the same as all at once."
+    logits = logits_of('it is good to see you', 3)
+    with serving(decoder, plain) as r:
+        client = OfficialClient(r)
+        client.reset()
+        stream, log_probs = decoder.start(), log_softmax(logits)
+        partials = []
+        for a, b in ((0, 1), (1, 2), (2, 2), (2, 9), *((i, i + 1) for i in range(9, len(logits)))):
+            partials.append(client.send(logits[a:b])[b'lm_response_partial'].decode())
+            stream.push(log_probs[a:b])
+            assert partials[-1] == stream.partial()
+        assert len(set(partials)) > 3 and partials[-1] == 'it is good to see you'
+        same(candidates(client.finalize()), offline(decoder, logits))
+
+
+def test_logits_that_nobody_waits_for(decoder, plain):
+    "A client may write a whole trial before it reads an answer: the finalize does not overtake the logits."
+    logits = logits_of('how is it there', 5)
+    with serving(decoder, plain) as r:
+        client = OfficialClient(r)
+        with r.pipeline(transaction=True) as p: # In one go, so within a millisecond or two
+            p.xadd('remote_lm_reset', {'done': 0})
+            for row in to_lm_order(logits): p.xadd('remote_lm_input', {'logits': row.tobytes()})
+            p.xadd('remote_lm_finalize', {'done': 0})
+            p.execute()
+        same(candidates(client.wait('remote_lm_output_final')), offline(decoder, logits))
+        assert r.xlen('remote_lm_output_partial') == len(logits)
+
+
+def test_parameters(decoder, plain, tmp_path):
+    "As the script may update them between reset and logits; those that come in the middle of a trial wait for the next."
+    logits = logits_of('you are here', 1, sharp=4)
+    other = LexiconBeamDecoder(build_lexicon(decoder.words), decoder.lm, acoustic_scale=0.35, blank_penalty=90.0, nbest=3)
+    with serving(decoder, plain) as r:
+        client = OfficialClient(r)
+        client.reset()
+        assert client.update(acoustic_scale=0.35, blank_penalty=90.0, alpha=0.55, nbest=3, max_active=7000, beam=17.0) == {b'done': b'1'}
+        assert r.xrevrange('remote_lm_args', count=1)[0][1][b'blank_penalty'] == b'90.0'
+        client.send(logits[:10])
+        client.update(acoustic_scale=0.8, blank_penalty=1.0, nbest=5)
+        client.send(logits[10:])
+        assert {row[0] for row in candidates(client.finalize())} == {row[0] for row in offline(other, logits)}
+        client.reset(), client.send(logits)
+        same(candidates(client.finalize()), offline(decoder, logits))
+        for params, words in ((dict(acoustic_scale='loud'), "acoustic_scale: found 'loud'"), (dict(nbest=0), "nbest: found '0'"), (dict(nbest='2.5'), 'a whole number'),
+                              (dict(alpha='nan'), "alpha: found 'nan'"), (dict(do_opt=1), 'no LLM'), (dict(acoustic_scal=1), 'acoustic_scal: there is no such'), ({b'\xff': b'\xfe'}, 'no such')):
+            answer = client.update(**params) if b'\xff' not in params else (r.xadd('remote_lm_update_params', params), client.wait('remote_lm_done_updating_params'))[1]
+            assert answer[b'done'] == b'0' and words in answer[b'error'].decode()
+        same(client.trial(logits)[1], offline(decoder, logits))
+
+
+def test_llm(decoder, plain):
+    "The official mixture, with the context that the key holds; α and the LLM itself may be changed; a failure is said and the n-gram answers."
+    asked = []
+    def rescore(hyps, context):
+        asked.append(context)
+        if context == 'fail': raise MemoryError('no room')
+        return [(h, -float(len(h.text))) for h in hyps]
+    logits = logits_of('i see', 2, sharp=4)
+    with serving(decoder, plain, rescore=rescore, alpha=0.3) as r:
+        client = OfficialClient(r)
+        r.set('contextual_decoding_current_context', '  where are they ')
+        fields, found = client.trial(logits)
+        assert fields[b'context_str'] == b'where are they' and fields[b'lm_response_final'].decode() == found[0][0]
+        plain_scores = {row[0]: row for row in offline(decoder, logits)}
+        assert {row[0] for row in found} == set(plain_scores)
+        for text, acoustic, ngram, llm, total in found:
+            assert (acoustic, ngram) == pytest.approx(plain_scores[text][1:3]) and llm == -len(text)
+            assert total == pytest.approx(0.8*acoustic + 0.7*ngram + 0.3*llm)
+        r.set('contextual_decoding_current_context', 'fail')
+        client.reset(), client.send(logits)
+        failed = client.finalize()
+        assert 'the LLM failed' in failed[b'error'].decode() and 'no room' in failed[b'error'].decode()
+        same(candidates(failed), offline(decoder, logits))
+        r.delete('contextual_decoding_current_context')
+        r.rpush('contextual_decoding_current_context', 'a list')       # Not a string: no context
+        client.update(alpha=0.0)
+        assert client.trial(logits)[1][0][4] == pytest.approx(max(row[4] for row in plain_scores.values()))
+        client.update(do_opt=0)
+        same(client.trial(logits)[1], offline(decoder, logits))
+    assert asked == ['where are they', 'fail', '']
+
+
+@pytest.mark.parametrize('fields, words', [
+    ({'logits': b'abc'}, 'found 3 bytes, expected a multiple of 164'),
+    ({'logits': np.zeros((5, 40), np.float32).tobytes()}, 'found 800 bytes'),
+    ({'logits': np.full((2, 41), np.nan, np.float32).tobytes()}, 'frame 0, class 0: found nan'),
+    ({'logits': np.full((2, 41), -np.inf, np.float32).tobytes()}, 'frame 0, class 0: found -inf'),
+    ({'logits': np.zeros((21_000, 41), np.float32).tobytes()}, 'found 21000 frames, expected at most'),
+    ({'logit': b''}, "no field logits; found b'logit'"),
+])
+def test_entries_that_cannot_be_used(fields, words, decoder, plain):
+    "The client gets its answer with the reason, in the end too; the next trial is as if nothing had been."
+    logits = logits_of('i am here')
+    with serving(decoder, plain) as r:
+        client = OfficialClient(r)
+        client.reset()
+        client.send(logits[:8])
+        r.xadd('remote_lm_input', fields)
+        answer = client.wait('remote_lm_output_partial')
+        assert words in answer[b'error'].decode() and answer[b'lm_response_partial'].decode() in 'i am here'
+        client.send(logits[8:])
+        final = client.finalize()
+        assert final[b'lm_response_final'] == b'i am here' and words in final[b'error'].decode()
+        same(client.trial(logits)[1], offline(decoder, logits))
+
+
+def test_extreme_logits(decoder, plain):
+    "The largest numbers of float32, and classes ruled out by -inf, are logits like others."
+    logits = logits_of('i am here')
+    best = logits == logits.max(1, keepdims=True)
+    extreme, ruled_out, equal = (np.where(best, a, b).astype(np.float32) for a, b in ((3e38, -3e38), (0, -np.inf), (-3e38, -3e38)))
+    with serving(decoder, plain) as r:
+        client = OfficialClient(r)
+        assert client.trial(extreme)[1][0][:2] == client.trial(ruled_out)[1][0][:2] == ('i am here', 0.0)
+        same(client.trial(equal)[1], offline(decoder, np.zeros_like(logits)))
+
+
+def test_trials_without_data(decoder, plain):
+    "Reset after reset, finalize at once, and logits without a reset."
+    logits = logits_of('how are you')
+    with serving(decoder, plain) as r:
+        client = OfficialClient(r)
+        client.reset(), client.reset()
+        fields = client.finalize()
+        (text, acoustic, ngram, llm, total), = candidates(fields)
+        assert (text, acoustic, llm, fields[b'lm_response_final']) == ('', 0, 0, b'') and total == pytest.approx(decoder.lm.score(''))
+        client.finalize()
+        client.send(logits)                                            # After a finalize a new trial begins by itself
+        same(candidates(client.finalize()), offline(decoder, logits))
+
+
+def test_clients_that_die_and_clients_that_meet(decoder, plain, caplog):
+    "What a dead client left does not show in the next one's trial; two at once get as many answers as they asked for, and the log has a word about it."
+    logits = logits_of('are you there')
+    with serving(decoder, plain) as r, caplog.at_level(logging.WARNING, 'b2t_kaggle.serve'):
+        dead = OfficialClient(plain.client())
+        dead.reset()
+        dead.send(logits_of('good')), dead.send(logits[:5])
+        dead.r.close()
+        client = OfficialClient(r)
+        same(client.trial(logits)[1], offline(decoder, logits))
+        assert 'its client has died, or there are two' in caplog.text
+        with plain.client() as r2:
+            second = OfficialClient(r2, flush=False)
+            counts = lambda: [r.xlen(f'remote_lm_{s}') for s in ('done_resetting', 'output_partial', 'output_final', 'done_finalizing')]
+            before = counts()
+            for c in (client, second): c.r.xadd('remote_lm_reset', {'done': 0})
+            for c in (client, second): c.r.xadd('remote_lm_input', {'logits': to_lm_order(logits).tobytes()})
+            for c in (client, second): c.r.xadd('remote_lm_finalize', {'done': 0})
+            wait_for(lambda: counts() == [n + 2 for n in before])
+        same(OfficialClient(r).trial(logits)[1], offline(decoder, logits))
+
+
+def test_flush_while_an_answer_is_made(decoder, plain):
+    "The official client flushes at its start. What was asked before is not answered after it: it would take the old sentence for its own."
+    slow, go = threading.Event(), threading.Event()
+    def rescore(hyps, context):
+        slow.set()
+        assert go.wait(20)
+        return [(h, 0.0) for h in hyps]
+    logits = logits_of('i see')
+    with serving(decoder, plain, rescore=rescore) as r:
+        with plain.client() as r1:
+            first = OfficialClient(r1)
+            first.reset(), first.send(logits_of('how are you'))
+            r1.xadd('remote_lm_finalize', {'done': 0})
+        assert slow.wait(20)
+        second = OfficialClient(r)
+        go.set()
+        assert second.trial(logits)[1][0][0] == 'i see'
+        wait_for(lambda: r.xlen('remote_lm_done_finalizing') == r.xlen('remote_lm_output_final') == 1)
+
+
+def test_redis_starts_anew(decoder, tmp_path, caplog):
+    "The server comes back by itself, says what is lost, and goes on; before the first Redis, too, it waits."
+    db = Redis(tmp_path)
+    logits = logits_of('it is good to see you')
+    try:
+        with caplog.at_level(logging.INFO, 'b2t_kaggle.serve'), serving(decoder, db) as r:
+            client = OfficialClient(r)
+            client.reset()
+            client.send(logits[:9])
+            db.stop()
+            wait_for(lambda: 'No connection to Redis' in caplog.text)
+            db.start()
+            wait_for(lambda: r.exists('remote_lm_args'))
+            assert 'the 9 frames of this trial are lost' in caplog.text
+            client = OfficialClient(r, flush=False)
+            assert 'are lost; reset and send them again' in client.send(logits[9:])[b'error'].decode() # A client that noticed nothing
+            assert b'error' in client.finalize()
+            same(client.trial(logits)[1], offline(decoder, logits))
+    finally: db.stop()
+
+
+def test_broken_connections(decoder, plain, caplog):
+    "A connection that breaks while Redis goes on costs nothing: not the trial, and no answer is missing or comes twice."
+    logits = logits_of('it is good to see you')
+    def cut(r):
+        for c in r.client_list():
+            if c['name'] == 'b2t-serve': r.client_kill_filter(_id=c['id'])
+    with serving(decoder, plain) as r, caplog.at_level(logging.INFO, 'b2t_kaggle.serve'):
+        client = OfficialClient(r)
+        client.reset()
+        for i, row in enumerate(logits):
+            if i % 10 == 5: cut(r)
+            client.send(row[None])
+        cut(r)
+        same(candidates(client.finalize()), offline(decoder, logits))
+        assert r.xlen('remote_lm_output_partial') == len(logits) and r.xlen('remote_lm_output_final') == 1
+        assert 'Redis is back; nothing is lost' in caplog.text
+
+
+@pytest.mark.parametrize('arrived', [False, True])
+def test_answers_cut_off(arrived, decoder, plain, monkeypatch):
+    "The connection breaks exactly while an answer is written, just before or just after Redis has it: the client finds it once."
+    whole, broken = redis.Redis.xadd, []
+    def xadd(self, stream, *args, **kwargs):
+        ours = self.connection_pool.connection_kwargs.get('client_name') == 'b2t-serve' and stream != 'remote_lm_args' and stream not in broken
+        if not ours or arrived: entry = whole(self, stream, *args, **kwargs)
+        if ours:
+            broken.append(stream)
+            raise redis.ConnectionError('cut off')
+        return entry
+    monkeypatch.setattr(redis.Redis, 'xadd', xadd)
+    with serving(decoder, plain) as r:
+        client = OfficialClient(r)
+        for sentence in ('i see', 'how are you'):
+            same(client.trial(logits_of(sentence))[1], offline(decoder, logits_of(sentence)))
+            assert client.wait('remote_lm_done_finalizing') == {b'done': b'1'}
+        assert len(broken) == 4 and all(r.xlen(s) == 2 for s in broken)
+
+
+def test_what_redis_refuses(decoder, plain, caplog):
+    "A key of the wrong kind where an answer belongs: the answer is dropped and said, and the server lives."
+    with serving(decoder, plain) as r, caplog.at_level(logging.ERROR, 'b2t_kaggle.serve'):
+        client = OfficialClient(r)
+        r.set('remote_lm_done_resetting', 'x')
+        r.xadd('remote_lm_reset', {'done': 0})
+        wait_for(lambda: 'WRONGTYPE' in caplog.text)
+        same(OfficialClient(r).trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
+
+
+def test_a_fault_of_ours(decoder, plain, monkeypatch, caplog):
+    "Even a bug answers, so that no client waits forever."
+    with serving(decoder, plain) as r:
+        client = OfficialClient(r)
+        with monkeypatch.context() as m:
+            m.setattr(server, 'read_logits', lambda *_: 1/0)
+            assert 'ZeroDivisionError' in client.send(logits_of('i see'))[b'error'].decode()
+            m.setattr(server, 'scoring', lambda *_: 1/0)
+            assert 'ZeroDivisionError' in client.finalize()[b'error'].decode()
+            assert b'error' in client.wait('remote_lm_done_finalizing')
+        same(client.trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
+    assert 'Traceback' in caplog.text
+
+
+def test_one_server_per_database(decoder, plain):
+    "A second server would answer every client twice; in another database it may serve."
+    with serving(decoder, plain) as r:
+        with pytest.raises(RuntimeError, match='another b2t serve is connected to this database'), serving(decoder, plain): pass
+        with serving(decoder, plain, clients=dict(db=1), db=1) as r1:
+            found = OfficialClient(r1, flush=False).trial(logits_of('i see'))[1]
+            assert not r.exists('remote_lm_output_final') and r1.exists('remote_lm_output_final')
+        same(found, offline(decoder, logits_of('i see')))
+
+
+def test_passwords(decoder, tmp_path):
+    "A user who may do nothing but what the server needs; who has the wrong password, or none, is told."
+    db = Redis(tmp_path, '--requirepass', 'master', '--user', *f'lm on >secret ~remote_lm_* ~contextual_* {COMMANDS}'.split())
+    options = dict(clients=dict(password='master'))
+    try:
+        for wrong in (dict(), dict(password='wrong'), dict(username='lm', password='master')):
+            with pytest.raises(PermissionError, match='does not let us in: .*Check user and password'), serving(decoder, db, **options, **wrong): pass
+        with serving(decoder, db, **options, username='lm', password='secret') as r:
+            same(OfficialClient(r).trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
+        db.client(password='master').acl_setuser('lm', enabled=True, commands=['-info'])
+        with pytest.raises(RuntimeError, match='refused: .*info'), serving(decoder, db, **options, username='lm', password='secret'): pass
+    finally: db.stop()
+
+
+@pytest.mark.skipif(shutil.which('openssl') is None, reason='openssl is not installed')
+def test_tls(decoder, tmp_path):
+    "Encrypted, with certificates on both sides; one that nobody vouches for is refused."
+    def openssl(*args): subprocess.run(['openssl', *args], cwd=tmp_path, check=True, capture_output=True)
+    openssl('req', '-x509', '-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:prime256v1', '-nodes', '-days', '2', '-keyout', 'ca.key', '-out', 'ca.pem', '-subj', '/CN=ca')
+    (tmp_path/'names').write_text('subjectAltName=IP:127.0.0.1')
+    for who in ('redis', 'us'):
+        openssl('req', '-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:prime256v1', '-nodes', '-keyout', f'{who}.key', '-out', f'{who}.csr', '-subj', f'/CN={who}')
+        openssl('x509', '-req', '-days', '2', '-in', f'{who}.csr', '-CA', 'ca.pem', '-CAkey', 'ca.key', '-CAcreateserial', '-out', f'{who}.pem', '-extfile', 'names')
+    ca, cert, key = (str(tmp_path/f) for f in ('ca.pem', 'us.pem', 'us.key'))
+    db = Redis(tmp_path, '--tls-cert-file', 'redis.pem', '--tls-key-file', 'redis.key', '--tls-ca-cert-file', 'ca.pem', tls=True)
+    clients = dict(ssl=True, ssl_ca_certs=ca, ssl_certfile=cert, ssl_keyfile=key)
+    try:
+        with serving(decoder, db, clients, tls=True, tls_ca=ca, tls_cert=cert, tls_key=key) as r:
+            same(OfficialClient(r).trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
+        for options in (dict(), dict(tls_ca=cert)): # Nobody that the system trusts signed it; nor did we
+            with pytest.raises(PermissionError, match='CERTIFICATE_VERIFY_FAILED.*Check the certificates'), serving(decoder, db, clients, tls=True, **options): pass
+    finally: db.stop()
+
+
+def test_without_redis_py(decoder, monkeypatch):
+    "The module says what to install, and can be imported."
+    monkeypatch.setitem(sys.modules, 'redis', None)
+    with pytest.raises(RuntimeError, match=r'pip install b2t_kaggle\[serve\]'): serve(decoder)
+
+
+def test_words_that_the_protocol_cannot_carry(decoder):
+    with pytest.raises(ValueError, match="word 'a;b': the protocol joins sentences by semicolons"):
+        OnlineDecoder(LexiconBeamDecoder({'a;b': [['AA']]}, decoder.lm))
+
+
+def test_a_clock_set_back(decoder, plain):
+    "Entries with ids before those already seen, as after a flush by a clock set back, are not missed once the server has connected anew."
+    line = server.Line(server.connect(port=plain.port), OnlineDecoder(decoder))
+    line.open()
+    line.seen = {s: f'{10**15}-0' for s in line.seen}
+    line.open()
+    now, _ = line.redis.time()
+    assert all(abs(server._id(v)[0]/1000 - now) < 60 for v in line.seen.values())
+    line.redis.close()
