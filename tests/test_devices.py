@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from b2t_kaggle.devices import (TPU_GENERATIONS, DeviceError, Gpu, describe, detect, driver_gpus, find_tpu, installed_packages, pick_torch, plan_tensorflow, plan_torch,
-                                seen_variables, tpu_type, xla_pair)
+                                seen_variables, tensorflow_address, tpu_type, xla_pair)
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ('torch', 'torch_xla', 'tensorflow', 'jax', 'keras')
@@ -41,7 +41,7 @@ SIMULATED = {
     'kaggle v5e-8': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,4,1'}, dict(vfio=8, pci=chips('0x0063', 8) + [NETWORK_CARD]), KAGGLE_PACKAGES, ()),
                      ('tpu', 'v5e', 8, 8, 8), ('xla', 'TPU v5e', 'bfloat16', 8),
                      ['ISTPUVM=1', 'TPU_PROCESS_ADDRESSES=local', 'v5e (v5litepod-8), chips: 8, cores: 8, each with 16 GB', '/dev/vfio/0 to 7 (8), PCI 1ae0:0063 (8)',
-                      'xla (TPU v5e, 8 devices), bfloat16: the TPU is the fastest here', 'tensorflow-cpu 2.20.0 has no kernels for it', 'echo always >']),
+                      'xla (TPU v5e, 8 devices), bfloat16: the TPU is the fastest here', 'tensorflow-cpu 2.20.0 has no kernels for a TPU', 'echo always >']),
     'kaggle v6e-8': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v6e-8'}, dict(vfio=8, huge_pages='[always] madvise never'), KAGGLE_PACKAGES, ()),
                      ('tpu', 'v6e', 8, 8, 8), ('xla', 'TPU v6e', 'bfloat16', 8), ['v6e (v6e-8), chips: 8, cores: 8, each with 32 GB and 918 TFLOP/s']),
     'kaggle v3-8': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v3-8', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1'}, dict(accel=4, pci=chips('0x0027', 4)), KAGGLE_PACKAGES, ()),
@@ -73,7 +73,7 @@ SIMULATED = {
     'PJRT on the processor': (({'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': '8'}, {}, PAIR, ()), ('cpu', None, None, None, None), ('cpu', None, None, 1),
                               ['PJRT_DEVICE=CPU CPU_NUM_DEVICES=8', "xla (XLA's processor backend"]),
     'GPUs': (({}, {}, {'torch': '2.10.0', 'tensorflow': '2.20.0'}, (H200, H200)), ('cuda', None, None, None, None), ('cuda', 'NVIDIA H200', 'bfloat16', 2),
-             ['cuda:1      NVIDIA H200, 140 GiB, compute capability 9.0', 'a GPU is here; computes bfloat16', 'torch_xla   not installed; only a TPU needs it', 'tensorflow 2.20.0 is built for it']),
+             ['cuda:1      NVIDIA H200, 140 GiB, compute capability 9.0', 'a GPU is here; computes bfloat16', 'torch_xla   not installed; only a TPU needs it', 'tensorflow  cuda (NVIDIA H200, 2 devices), bfloat16']),
     'a GPU without bfloat16': (({'COLAB_TPU_1VM': ''}, dict(vfio=1, pci=[('0x10de', '0x1eb8', '0x030200'), NETWORK_CARD]), {'torch': '2.10.0', 'tensorflow-cpu': '2.20.0'}, (T4,)),
                                ('cuda', None, None, None, None), ('cuda', 'Tesla T4', 'float32', 1), ['does not compute bfloat16', 'tensorflow-cpu 2.20.0 is built without CUDA']),
     'nothing': (({'ISTPUVM': '0', 'COLAB_TPU_1VM': ''}, dict(memory_kib=25165824), {}, ()), ('cpu', None, None, None, None), ('cpu', None, None, 1),
@@ -155,16 +155,64 @@ def test_packages_that_do_not_do_for_xla(change, says, tmp_path):
     assert plan_torch(replace(d, imported=frozenset({'tensorflow', 'torch_xla'})), 'xla').kind == 'xla' # The order that works
 
 
-def test_tensorflow(tmp_path):
-    d = simulate('kaggle v5e-8', tmp_path)
-    tpu = plan_tensorflow(replace(d, packages={'tensorflow-tpu': '2.19.1'}))
-    assert (tpu.kind, tpu.n, tpu.precision) == ('tpu', 8, 'bfloat16')
-    for build in ('tensorflow', 'tensorflow-cpu'):
-        cpu = plan_tensorflow(replace(d, packages={build: '2.20.0'}))
-        assert cpu.kind == 'cpu' and f'{build} 2.20.0 has no kernels for it' in cpu.reason and 'tensorflow-tpu in an environment of its own' in cpu.reason
-    absent = plan_tensorflow(replace(d, packages={'tensorflow-tpu': '2.19.1'}, tpu=replace(d.tpu, hardware=())))
-    assert absent.kind == 'cpu' and 'no device file' in absent.reason
-    with pytest.raises(DeviceError, match=r'b2t_kaggle\[tf\]'): plan_tensorflow(replace(d, packages={}))
+TF_TPU = {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'}
+NO_KERNELS = 'has no kernels for a TPU; use PyTorch (--framework pytorch), or tensorflow-tpu in an environment of its own: pip install'
+
+# simulated machine, packages (None: the machine's own), accelerator -> kind, precision, devices, words of the reason; or what the error says
+TENSORFLOW = {
+    'TPU, by itself': ('kaggle v5e-8', TF_TPU, 'auto', ('tpu', 'bfloat16', 8, 'the TPU is the fastest here')),
+    'TPU, asked for': ('kaggle v3-8', TF_TPU, 'tpu', ('tpu', 'bfloat16', 8, 'asked for')),
+    'two cores per device': ('cloud v4-8', TF_TPU, 'tpu', ('tpu', 'bfloat16', 4, 'asked for')),
+    'a server needs no kernels here': ('colab, the old server', {'tensorflow': '2.20.0'}, 'auto', ('tpu', 'bfloat16', 1, '')),
+    "Kaggle's TPU image": ('kaggle v5e-8', None, 'auto', ('cpu', 'float32', 1, f'the TPU is not used: tensorflow-cpu 2.20.0 {NO_KERNELS}')),
+    "Kaggle's TPU image, asked for": ('kaggle v5e-8', None, 'tpu', f'accelerator tpu: tensorflow-cpu 2.20.0 {NO_KERNELS}'),
+    'the CUDA build on a TPU': ('kaggle v6e-8', {'tensorflow': '2.20.0'}, 'auto', ('cpu', 'float32', 1, f'tensorflow 2.20.0 {NO_KERNELS}')),
+    'a libtpu that ends the process': ('kaggle v5e-8', TF_TPU | {'libtpu': '0.0.32.1'}, 'auto', "ends the process that imports it with libtpu 0.0.32.1; pip install 'tensorflow-tpu==2.20.0' 'libtpu==0.0.31'"),
+    'variables and no TPU': ('variables without hardware', TF_TPU, 'auto', 'compiles for TPUs only; the TPU is not used: ISTPUVM speaks of a TPU, but no device file'),
+    'no TPU, asked for': ('nothing', {'tensorflow-cpu': '2.21.0'}, 'tpu', 'accelerator tpu: no TPU here'),
+    'nothing': ('nothing', {'tensorflow-cpu': '2.21.0'}, 'auto', ('cpu', 'float32', 1, 'by way of float32')),
+    'no TensorFlow': ('nothing', None, 'auto', 'pip install b2t_kaggle[tf]'),
+    'GPUs': ('GPUs', None, 'auto', ('cuda', 'bfloat16', 2, 'a GPU is here')),
+    'GPUs left alone': ('GPUs', None, 'cpu', ('cpu', 'float32', 1, 'asked for')),
+    'a GPU without bfloat16': ('a GPU without bfloat16', {'tensorflow': '2.20.0'}, 'cuda', ('cuda', 'float32', 1, 'does not compute bfloat16')),
+    'a build without CUDA': ('a GPU without bfloat16', None, 'auto', ('cpu', 'float32', 1, 'tensorflow-cpu 2.20.0 is built without CUDA')),
+    'a build without CUDA, asked for': ('a GPU without bfloat16', None, 'cuda', 'TensorFlow finds no GPU (tensorflow-cpu 2.20.0)'),
+    'xla': ('GPUs', None, 'xla', 'TensorFlow compiles with XLA on every device: take auto, cpu, cuda or tpu'),
+    'what there is not': ('GPUs', None, 'gpu', "accelerator 'gpu' does not exist"),
+}
+
+
+@pytest.mark.parametrize('name', TENSORFLOW)
+def test_tensorflow(name, tmp_path):
+    machine_name, packages, accelerator, expected = TENSORFLOW[name]
+    d = simulate(machine_name, tmp_path)
+    if packages: d = replace(d, packages=packages)
+    if isinstance(expected, str):
+        with pytest.raises(DeviceError) as e: plan_tensorflow(d, accelerator)
+        assert expected in str(e.value)
+    else:
+        got = plan_tensorflow(d, accelerator)
+        assert (got.kind, got.precision, got.n) == expected[:3] and expected[3] in got.reason
+        assert plan_tensorflow(d, accelerator, 'float32').precision == 'float32'
+        with pytest.raises(DeviceError, match='precision'): plan_tensorflow(d, accelerator, 'float16')
+
+
+def test_tensorflow_and_torch_xla_share_no_tpu(tmp_path):
+    d = replace(simulate('kaggle v5e-8', tmp_path), packages=TF_TPU, imported=frozenset({'torch_xla'}))
+    with pytest.raises(DeviceError, match='a TPU belongs to one of the two'): plan_tensorflow(d, 'tpu')
+
+
+@pytest.mark.parametrize('name, given, address', [
+    ('kaggle v5e-8', None, 'local'), ('cloud v4-8', None, 'local'), ('cloud v4-8', '10.0.0.2:8470', 'grpc://10.0.0.2:8470'), ('cloud v4-8', 'grpc://10.0.0.2:8470', 'grpc://10.0.0.2:8470'),
+    ('variables without hardware', None, 'local'), ('colab, the old server', None, 'grpc://10.1.2.3:8470'), ('nothing', None, ''), ('nothing', 'mine', 'mine'), ('GPUs', None, ''),
+])
+def test_tensorflow_address(name, given, address, tmp_path):
+    assert tensorflow_address(simulate(name, tmp_path), given) == address
+
+
+def test_a_pod_is_found_by_its_name(tmp_path):
+    d = detect(environ={'TPU_NAME': 'pod', 'TPU_WORKER_HOSTNAMES': 'a,b'}, root=machine(tmp_path, accel=4), gpus=())
+    assert tensorflow_address(d) == 'pod' and tensorflow_address(replace(d, variables={'TPU_NAME': 'pod'})) == 'local'
 
 
 def test_vfio_alone_is_no_tpu(tmp_path):
