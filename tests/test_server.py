@@ -20,9 +20,11 @@ from b2t_kaggle.decoding import server
 from b2t_kaggle.decoding.beam import LexiconBeamDecoder
 from b2t_kaggle.decoding.ngram import NGram, build_ngram
 from b2t_kaggle.decoding.server import OnlineDecoder, serve
-from b2t_kaggle.phonemes import BLANK, build_lexicon, sentence_to_phonemes, to_class_ids, to_lm_order
+from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
+LEXICON = {word: [phonemes] for word, *phonemes in map(str.split, """how HH AW, are AA R, you Y UW, there DH EH R, their DH EH R, i AY, am AE M, here HH IY R, hear HH IY R,
+    is IH Z, it IH T, good G UH D, to T UW, too T UW, see S IY, sea S IY""".split(','))}
 TEXT = ['how are you', 'are you there', 'i am here', 'how is it there', 'you are here', 'it is good to see you', 'i see']
 # All that a user of the server needs, as the notebook says
 COMMANDS = '+ping +time +info +exists +get +xread +xadd +xrevrange +client|setname +client|list'
@@ -52,7 +54,7 @@ class Redis:
 @pytest.fixture(scope='module')
 def decoder(tmp_path_factory):
     lm = NGram.load(build_ngram(TEXT, tmp_path_factory.mktemp('lm')/'lm.arpa', order=2, estimator='own'))
-    return LexiconBeamDecoder(build_lexicon(sorted({w for s in TEXT for w in s.split()}) + ['hear', 'sea', 'too', 'their']), lm, nbest=5)
+    return LexiconBeamDecoder(LEXICON, lm, nbest=5)
 
 
 @pytest.fixture(scope='module')
@@ -148,7 +150,7 @@ def candidates(fields):
 def logits_of(sentence, seed=0, sharp=7.0):
     rng = np.random.default_rng(seed)
     ids = [BLANK]
-    for k in to_class_ids(sentence_to_phonemes(sentence)): ids += [k]*rng.integers(1, 3) + [BLANK]
+    for k in to_class_ids([p for w in sentence.split() for p in (*LEXICON[w][0], 'SIL')]): ids += [k]*rng.integers(1, 3) + [BLANK]
     x = rng.standard_normal((len(ids), 41))
     x[np.arange(len(ids)), ids] += sharp
     return x.astype(np.float32)
@@ -216,10 +218,10 @@ def test_logits_that_nobody_waits_for(decoder, plain):
         assert r.xlen('remote_lm_output_partial') == len(logits)
 
 
-def test_parameters(decoder, plain, tmp_path):
+def test_parameters(decoder, plain):
     "As the script may update them between reset and logits; those that come in the middle of a trial wait for the next."
     logits = logits_of('you are here', 1, sharp=4)
-    other = LexiconBeamDecoder(build_lexicon(decoder.words), decoder.lm, acoustic_scale=0.35, blank_penalty=90.0, nbest=3)
+    other = LexiconBeamDecoder(LEXICON, decoder.lm, acoustic_scale=0.35, blank_penalty=90.0, nbest=3)
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
         client.reset()

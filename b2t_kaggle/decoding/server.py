@@ -90,7 +90,7 @@ def _number(name: str, text: str, kind: type) -> float | int:
     return value
 
 # %% ../../nbs/decoding/03_server.ipynb #c017
-Rescore = Callable[[list[Hypothesis], str], list[tuple[Hypothesis, float]]]
+Rescore = Callable[[list[Hypothesis], str], Iterable[tuple[Hypothesis, float]]]
 
 @dataclass
 class Trial:
