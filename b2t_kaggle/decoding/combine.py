@@ -136,7 +136,7 @@ def _edits(cs: Sequence[Candidates], references: Sequence[str], grid: Sequence[C
     "Word errors of each combination [G] on each trial [n]."
     out = np.zeros((len(grid), len(cs)), int)
     for i, (c, r) in enumerate(zip(cs, references, strict=True)):
-        texts = [combine_trial(c, how) for how in grid]
+        texts = [combine_trial(c, how) for how in grid] if len(c.texts) > 1 else [''.join(c.texts)]*len(grid)
         distinct = list(dict.fromkeys(texts))
         edits = dict(zip(distinct, (e.edits for e in word_errors([r]*len(distinct), distinct))))
         out[:, i] = [edits[t] for t in texts]
@@ -176,7 +176,7 @@ def bootstrap_difference(
     a: Sequence[str],          # What one system understood
     b: Sequence[str],          # What the other understood
     level: float = 0.95,       # Of the interval
-    n: int = 10_000,           # Times the sentences are drawn
+    n: int = 2_000,            # Times the sentences are drawn
     seed: int = 0,
 ) -> Difference:               # WER of b less that of a: negative where b is better
     "Paired bootstrap over sentences."
