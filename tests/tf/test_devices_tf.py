@@ -1,0 +1,196 @@
+"TensorFlow's devices: the real failure of a TPU that is not there, TPUs and GPUs of which only TensorFlow's own calls are simulated, and eight logical processors."
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.error import URLError
+
+import pytest
+
+tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
+from b2t_kaggle import devices
+from b2t_kaggle.devices import DeviceError, Gpu, configure_mixed_precision, cpu_flags, create_tpu_strategy, pick_tensorflow
+
+ROOT = Path(__file__).parents[2]
+KAGGLE = {'ISTPUVM': '1', 'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_ID': '0', 'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}
+NOT_FOUND = tf.errors.NotFoundError(None, None, 'TPUs not found in the cluster. Failed in initialization: No OpKernel')
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch):
+    "No variable of this machine, and no TPU that an earlier test started."
+    for k in devices.TPU_VARIABLES + devices._OTHER_VARIABLES: monkeypatch.delenv(k, raising=False)
+    devices._start_tpu.cache_clear()
+    yield
+    devices._start_tpu.cache_clear()
+
+
+def simulate_tpu(monkeypatch, cores, environ, replicas=None, **failures):
+    "TensorFlow's calls, as they are on a TPU of so many cores; a failure is raised by `resolve`, `connect` or `initialize`. Returns the calls."
+    calls = []
+    def call(name, result):
+        def f(*args, **kwargs):
+            calls.append((name, *args, *kwargs.values()))
+            if name in failures: raise failures[name]
+            return result
+        return f
+    logical = tf.config.list_logical_devices
+    monkeypatch.setattr(tf.distribute.cluster_resolver, 'TPUClusterResolver', call('resolve', 'resolver'))
+    monkeypatch.setattr(tf.config, 'experimental_connect_to_cluster', call('connect', None))
+    monkeypatch.setattr(tf.tpu.experimental, 'initialize_tpu_system', call('initialize', None))
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind=None: [None] * cores if kind == 'TPU' else logical(kind))
+    monkeypatch.setattr(tf.distribute, 'TPUStrategy', call('strategy', SimpleNamespace(num_replicas_in_sync=replicas or cores)))
+    for k, v in environ.items(): monkeypatch.setenv(k, v)
+    return calls
+
+
+def test_no_tpu_really_fails(capsys):
+    with pytest.raises(DeviceError, match="accelerator tpu: tensorflow.* has no kernels for a TPU; use PyTorch") as e: create_tpu_strategy('local', 'tpu')
+    assert isinstance(e.value.__cause__.__cause__.__cause__, tf.errors.NotFoundError)  # only initialize_tpu_system notices
+    strategy = create_tpu_strategy('local')
+    assert strategy is tf.distribute.get_strategy() and strategy.num_replicas_in_sync == 1
+    out = capsys.readouterr().out
+    assert 'variables: none' in out and '1 replica: cpu' in out and 'the TPU is not used: tensorflow' in out
+    with pytest.raises(DeviceError, match='no TPU here'): pick_tensorflow('tpu')
+
+
+@pytest.mark.parametrize('environ, given, address', [
+    (KAGGLE, None, 'local'), ({'TPU_WORKER_ID': '0'}, None, 'local'), ({'TPU_NAME': 'local'}, None, 'local'), ({'TPU_NAME': 'mine'}, None, 'mine'), ({}, 'local', 'local'), (KAGGLE, 'mine', 'mine'),
+    ({'COLAB_TPU_ADDR': '127.0.0.1:{port}'}, None, 'grpc://127.0.0.1:{port}'), ({'TPU_NAME': 'grpc://127.0.0.1:{port}'}, None, 'grpc://127.0.0.1:{port}'), ({}, '127.0.0.1:{port}', 'grpc://127.0.0.1:{port}'),
+])
+@pytest.mark.parametrize('accelerator', ['auto', 'tpu'])
+def test_finds_a_tpu(environ, given, address, accelerator, monkeypatch, capsys):
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = server.getsockname()[1]
+        environ = {k: v.format(port=port) for k, v in environ.items()}
+        calls = simulate_tpu(monkeypatch, 8, environ)
+        device = pick_tensorflow(accelerator, address=given and given.format(port=port))
+        strategy = create_tpu_strategy(given and given.format(port=port), accelerator)
+    assert (device.kind, device.n, device.precision, strategy.num_replicas_in_sync) == ('tpu', 8, 'bfloat16', 8)
+    assert calls == [('resolve', address.format(port=port)), ('connect', 'resolver'), ('initialize', 'resolver'), ('strategy', 'resolver')]  # started once, not twice
+    out = capsys.readouterr().out
+    assert '8 replicas: tpu' in out and all(f'{k}={v}' in out for k, v in environ.items())
+
+
+@pytest.mark.parametrize('failures, says', [
+    ({'resolve': ValueError('Please provide a TPU Name to connect to.')}, 'provide a TPU Name'), ({'resolve': URLError('no route')}, 'no route'),
+    ({'connect': tf.errors.UnavailableError(None, None, 'the connection is refused')}, 'connection is refused'), ({'initialize': RuntimeError('of a tf.function')}, 'of a tf.function'),
+    ({'initialize': NOT_FOUND}, 'TPUs not found'), ({'initialize': tf.errors.InternalError(None, None, 'RET_CHECK failure\nmore')}, 'RET_CHECK failure. See that'),
+])
+def test_a_tpu_that_does_not_start(failures, says, monkeypatch, capsys):
+    simulate_tpu(monkeypatch, 8, {'TPU_NAME': 'mine'}, **failures)
+    with pytest.raises(DeviceError, match="accelerator tpu: TensorFlow does not start the TPU 'mine': ") as e: create_tpu_strategy(accelerator='tpu')
+    assert says in str(e.value)
+    assert create_tpu_strategy().num_replicas_in_sync == 1
+    assert says in (out := capsys.readouterr().out) and 'TPU_NAME=mine' in out and 'the TPU is not used' in out
+
+
+def test_the_build_explains_the_failure(monkeypatch):
+    simulate_tpu(monkeypatch, 8, KAGGLE, initialize=NOT_FOUND)
+    with pytest.raises(DeviceError, match='tensorflow.* has no kernels for a TPU; use PyTorch .--framework pytorch.'): pick_tensorflow('tpu')
+    d = pick_tensorflow()
+    assert (d.kind, d.precision) == ('cpu', 'float32') and 'has no kernels for a TPU' in d.reason
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch):
+    with socket.create_server(('127.0.0.1', 0)) as server: port = server.getsockname()[1]
+    calls = simulate_tpu(monkeypatch, 8, {'COLAB_TPU_ADDR': f'127.0.0.1:{port}'})
+    with pytest.raises(DeviceError, match='refused'): pick_tensorflow('tpu')
+    assert 'refused' in pick_tensorflow().reason and not calls
+
+
+@pytest.mark.parametrize('cores, replicas', [(1, 1), (8, 1), (7, 7)])
+def test_too_few_cores_are_noticed(cores, replicas, monkeypatch, capsys):
+    simulate_tpu(monkeypatch, cores, KAGGLE, replicas)
+    with pytest.raises(DeviceError, match=f'accelerator tpu: TensorFlow uses {replicas} of 8 cores; see that no variable'): create_tpu_strategy(accelerator='tpu')
+    with pytest.warns(RuntimeWarning, match=f'uses {replicas} of 8 cores'): assert create_tpu_strategy().num_replicas_in_sync == replicas
+    assert f', {replicas} replica' in capsys.readouterr().out
+
+
+def test_a_tpu_without_cores(monkeypatch):
+    simulate_tpu(monkeypatch, 0, KAGGLE)
+    with pytest.raises(DeviceError, match='has no kernels|sees no core'): pick_tensorflow('tpu')
+    assert pick_tensorflow().kind == 'cpu'
+
+
+def simulate_gpus(monkeypatch, capability, n=2, driver=2):
+    "TensorFlow's calls on a machine with GPUs; returns what it was told to show."
+    shown, logical = [], tf.config.list_logical_devices
+    monkeypatch.setattr(devices, 'driver_gpus', lambda: (Gpu('NVIDIA X', 15., '0.0', False),) * driver)
+    monkeypatch.setattr(tf.config, 'get_visible_devices', lambda kind=None: ['gpu'] * n)
+    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: dict(device_name='NVIDIA X', compute_capability=capability))
+    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind=None: [None] * n if kind == 'GPU' else logical(kind))
+    monkeypatch.setattr(tf.config, 'set_visible_devices', lambda gpus, kind: shown.append((gpus, kind)))
+    monkeypatch.setattr(tf.distribute, 'MirroredStrategy', lambda names: SimpleNamespace(names=names, num_replicas_in_sync=len(names)))
+    monkeypatch.setattr(devices, 'installed_packages', lambda: {'tensorflow': '2.20.0'})
+    return shown
+
+
+def test_gpus(monkeypatch):
+    simulate_gpus(monkeypatch, (8, 0))
+    assert devices.tensorflow_gpus() == (Gpu('NVIDIA X', 15., '8.0', True),) * 2
+    for accelerator in ('auto', 'cuda'):
+        d = pick_tensorflow(accelerator)
+        assert (d.kind, d.name, d.precision, d.n) == ('cuda', 'NVIDIA X', 'bfloat16', 2)
+        assert create_tpu_strategy(accelerator=accelerator).names == ['GPU:0', 'GPU:1']
+    simulate_gpus(monkeypatch, (7, 5), n=1)
+    d = pick_tensorflow()
+    assert (d.precision, d.n) == ('float32', 1) and 'TensorFlow sees 1 of 2 GPUs' in d.reason
+    assert create_tpu_strategy(device=d) is tf.distribute.get_strategy()
+
+
+def test_gpus_that_are_not_asked_for_are_hidden(monkeypatch):
+    shown = simulate_gpus(monkeypatch, (8, 0))
+    assert pick_tensorflow('cpu').kind == 'cpu' and shown == [([], 'GPU')]
+    def too_late(*args): raise RuntimeError('Visible devices cannot be modified after being initialized')
+    monkeypatch.setattr(tf.config, 'set_visible_devices', too_late)
+    with pytest.raises(DeviceError, match='TensorFlow holds the GPU already'): pick_tensorflow('cpu')
+
+
+def test_gpus_that_tensorflow_does_not_see(monkeypatch):
+    simulate_gpus(monkeypatch, (8, 0), n=0)
+    assert 'TensorFlow sees 0 of 2 GPUs' in pick_tensorflow().reason
+    with pytest.raises(DeviceError, match='accelerator cuda: TensorFlow finds no GPU'): pick_tensorflow('cuda')
+
+
+def test_a_tpu_goes_before_gpus_and_gpus_before_the_processor(monkeypatch):
+    simulate_gpus(monkeypatch, (8, 0))
+    simulate_tpu(monkeypatch, 8, KAGGLE, initialize=NOT_FOUND)
+    d = pick_tensorflow()
+    assert (d.kind, d.n) == ('cuda', 2) and 'the TPU is not used' in d.reason
+
+
+def test_eight_logical_processors(tmp_path):
+    code = ("import tensorflow as tf\n"
+            "tf.config.set_logical_device_configuration(tf.config.list_physical_devices('CPU')[0], [tf.config.LogicalDeviceConfiguration()] * 8)\n"
+            "from b2t_kaggle.devices import create_tpu_strategy, pick_tensorflow\n"
+            "s = create_tpu_strategy(accelerator='cpu')\n"
+            "ids = s.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)\n"
+            "print([int(i) for i in s.experimental_local_results(ids)], pick_tensorflow().n)")
+    env = {k: v for k, v in os.environ.items() if k not in devices.TPU_VARIABLES}
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env | {'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': '-1'})
+    assert r.returncode == 0, r.stderr
+    variables, strategy, ids = r.stdout.splitlines()
+    assert variables == 'variables: CUDA_VISIBLE_DEVICES=-1' and strategy.startswith('MirroredStrategy, 8 replicas: cpu (') and ids == f'{list(range(8))} 8'
+
+
+def test_processors_compute_bfloat16_by_way_of_float32():
+    "Why float32 is the default there."
+    if 'amx_bf16' in cpu_flags(): pytest.skip('seen on processors without AMX')
+    with tf.device('CPU'):
+        a = tf.ones([16, 16], tf.bfloat16)
+        hlo = tf.function(lambda a: a @ a, jit_compile=True).experimental_get_compiler_ir(a)(stage='optimized_hlo')
+    products = [line for line in hlo.splitlines() if ' dot(' in line]
+    assert len(products) == 1 and ' = f32[16,16]' in products[0]
+
+
+def test_mixed_precision_follows_the_device():
+    import keras
+    before = keras.mixed_precision.global_policy()
+    try:
+        for kind, precision, disable, policy in [('tpu', 'bfloat16', False, 'mixed_bfloat16'), ('tpu', 'bfloat16', True, 'float32'), ('cpu', 'float32', False, 'float32')]:
+            assert configure_mixed_precision(devices.Device(kind, '', precision, ''), disable) == policy == keras.mixed_precision.global_policy().name
+        assert configure_mixed_precision() == 'float32'  # of a processor
+    finally: keras.mixed_precision.set_global_policy(before)
