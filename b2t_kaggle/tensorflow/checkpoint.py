@@ -8,6 +8,7 @@ __all__ = ['CheckpointError', 'weights_file', 'load_weights', 'save_best', 'load
 # %% ../../nbs/tensorflow/07_checkpoint.ipynb #c003
 import json
 import os
+import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,7 +47,9 @@ def _write(path: str | Path, model: keras.Model, texts: dict, more: Callable[[h5
 _PYTORCH = ('best_checkpoint', 'checkpoint/best_checkpoint', 'best.pt', 'train/best.pt')
 
 def _is_pytorch(path: Path) -> bool:
-    with open(path, 'rb') as f: return f.read(2).startswith((b'PK', b'\x80'))  # a zip archive since PyTorch 1.6, a pickle before
+    "Whether it is an archive with a pickle, or a pickle, as PyTorch wrote before 1.6; neither is opened."
+    if zipfile.is_zipfile(path): return any(name.endswith('data.pkl') for name in zipfile.ZipFile(path).namelist())
+    with open(path, 'rb') as f: return f.read(1) == b'\x80'
 
 def weights_file(
     path: str | Path, # A file, or a folder that holds `best.weights.h5` or `train/best.weights.h5`

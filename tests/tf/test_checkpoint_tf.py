@@ -1,0 +1,100 @@
+"Checkpoints in TensorFlow: a killed writer leaves a good file, and a damaged file is recognised whichever byte it is."
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
+
+from b2t_kaggle.config import preset, with_overrides
+from b2t_kaggle.tensorflow.checkpoint import CheckpointError, load_last, load_model, save_best, save_last
+from b2t_kaggle.tensorflow.gru import build_model, named_variables, to_state
+
+CFG = with_overrides(preset('official'), dict(neural_dim=2, n_units=2, n_layers=1, patch_size=2, patch_stride=1, n_classes=3, sessions=['t15.2023.08.11']))
+# In each file all weights, the state and the step are one number
+WRITER = '''
+import sys
+import numpy as np
+from test_checkpoint_tf import CFG, build_model, save_last
+model = build_model(CFG.model, 1)
+for step in range(10**9):
+    for v in model.weights: v.assign(np.full(v.shape, step, 'float32'))
+    save_last(sys.argv[1], model, CFG, {}, dict(h0=dict(exp_avg=np.full(50_000, step, 'float32'))), dict(step=step))
+'''
+
+def step_of(path):
+    "The step of a file, which all of it must be of."
+    last, (model, _) = load_last(path), load_model(path)
+    numbers = {last['run']['step'], *np.unique(last['optimizer']['h0']['exp_avg']), *(x for v in model.weights for x in np.unique(v.numpy()))}
+    assert len(numbers) == 1
+    return numbers.pop()
+
+
+def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
+    path, rng = tmp_path/'last.weights.h5', np.random.default_rng(0)
+    with open(tmp_path/'log', 'w') as log:
+        env = os.environ | dict(PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get('PYTHONPATH')])]))
+        writer = subprocess.Popen([sys.executable, '-c', WRITER, str(path)], stderr=log, env=env)
+    try:
+        end = time.monotonic() + 120
+        while not path.exists(): assert writer.poll() is None and time.monotonic() < end, (tmp_path/'log').read_text()[-2000:]; time.sleep(0.05)
+        steps = []
+        for _ in range(12):  # what a stopped process shows is what a killed one leaves
+            time.sleep(rng.uniform(0, 0.1))
+            writer.send_signal(signal.SIGSTOP)
+            steps.append(step_of(path))
+            writer.send_signal(signal.SIGCONT)
+        time.sleep(rng.uniform(0, 0.1))
+    finally: writer.kill()
+    assert writer.wait() == -signal.SIGKILL, (tmp_path/'log').read_text()[-2000:]
+    steps.append(step_of(path))
+    assert steps == sorted(steps) and len(set(steps)) > 2
+    (tmp_path/'.tmp.last.weights.h5').write_bytes(b'half of a file')  # what the killed one may have left is no obstacle
+    save_last(path, build_model(CFG.model, 1), CFG, {}, {}, dict(step=-1))
+    assert load_last(path)['run'] == dict(step=-1) and sorted(os.listdir(tmp_path)) == ['last.weights.h5', 'log']
+
+
+def test_a_changed_byte_is_recognised_or_does_no_harm(tmp_path):
+    path, model, rng = tmp_path/'last.weights.h5', build_model(CFG.model, 1), np.random.default_rng(0)
+    state = dict(h0=dict(exp_avg=rng.standard_normal(2000).astype('float32')))
+    save_last(path, model, CFG, {}, state, dict(step=3))
+    whole, want, found = path.read_bytes(), to_state(model), 0
+    for _ in range(25):
+        i = rng.integers(len(whole))
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ rng.integers(1, 256)]) + whole[i+1:])
+        try: (again, cfg), last = load_model(path), load_last(path)
+        except CheckpointError as e:
+            assert str(e).startswith(str(path)) and '\n' not in str(e)
+            found += 1
+        else:
+            assert cfg == CFG and last['run'] == dict(step=3)
+            for k, v in to_state(again).items(): np.testing.assert_array_equal(v, want[k])
+            np.testing.assert_array_equal(last['optimizer']['h0']['exp_avg'], state['h0']['exp_avg'])
+    assert found > 5
+
+
+class Evil:
+    def __init__(self, marker): self.marker = marker
+    def __reduce__(self): return os.mkdir, (self.marker,)
+
+@pytest.mark.parametrize('name', ['best.weights.h5', 'best.pt'])
+def test_reading_a_pickle_does_not_run_it(tmp_path, name):
+    (tmp_path/name).write_bytes(pickle.dumps(Evil(str(tmp_path/'ran'))))
+    with pytest.raises(CheckpointError, match='a checkpoint of PyTorch'): load_model(tmp_path/name)
+    with pytest.raises(CheckpointError, match='not a Keras weights file'): load_last(tmp_path/name)
+    assert not (tmp_path/'ran').exists()
+
+
+def test_a_configuration_of_any_length(tmp_path):
+    "45 days and long lists in the configuration: HDF5 limits attributes to 64 KiB unless they are texts."
+    cfg = with_overrides(CFG, dict(sessions=[f't15.2023.{i:02}.01' for i in range(45)]))
+    cfg = with_overrides(cfg, dict(bad_trials_dict={s: {'1': list(range(600))} for s in cfg.data.sessions}))
+    model = build_model(cfg.model, 45)
+    save_best(tmp_path/'best.weights.h5', model, cfg, {})
+    again, found = load_model(tmp_path)
+    assert found == cfg and named_variables(again)['day_weights'].shape == (45, 2, 2)
