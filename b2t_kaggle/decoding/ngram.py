@@ -7,9 +7,7 @@ __all__ = ['UNK', 'BOS', 'EOS', 'FALLBACK_DISCOUNTS', 'LN10', 'read_sentences', 
            'kneser_ney', 'build_ngram', 'NGram', 'perplexity_report']
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c003
-import gzip
 import math
-import os
 import shutil
 import subprocess
 import tempfile
@@ -25,8 +23,9 @@ import numpy as np
 import pandas as pd
 
 from ..phonemes import normalize_sentence
-from .arpa import ArpaReader, Grams, atomic_path, open_text, write_arpa
+from .arpa import ArpaReader, Grams, atomic_path, open_text, plain_text, write_arpa
 from .corpus import read_lines
+from .kenlm_programs import find_program
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c006
 def read_sentences(
@@ -253,8 +252,8 @@ def build_ngram(
     prune = list(prune)[:order]
     if not prune or prune != sorted(prune) or prune[0] < 0: raise ValueError(f'prune is {prune}; expected thresholds that do not fall, such as (0, 0, 1)')
     prune += prune[-1:]*(order - len(prune))
-    program = shutil.which('lmplz')
-    if estimator == 'lmplz' and not program: raise FileNotFoundError("estimator='lmplz', but there is no lmplz on the PATH; install KenLM's programs or use estimator='own'")
+    program = find_program('lmplz')
+    if estimator == 'lmplz' and not program: raise FileNotFoundError("estimator='lmplz', but there is no lmplz on the PATH; build KenLM's programs with `b2t lm programs`, or use estimator='own'")
     use = program if estimator != 'own' else None
     vocab = None if vocab is None else set(vocab)
     sentences = _long_enough(read_sentences(texts), order)
@@ -265,15 +264,10 @@ def build_ngram(
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c033
 def _load_kenlm(path: Path) -> kenlm.Model:
-    "KenLM's model of a file; raises `ValueError` that names the line, where the file is an ARPA file."
+    "KenLM's model of a file."
     config = kenlm.Config()
     config.show_progress, config.arpa_complain = False, kenlm.ARPALoadComplain.NONE
-    if path.suffix == '.gz': # KenLM reads these only where it was built with zlib
-        with tempfile.NamedTemporaryFile(suffix='.arpa') as plain:
-            with gzip.open(path) as f: shutil.copyfileobj(f, plain)
-            plain.flush()
-            return kenlm.Model(plain.name, config)
-    return kenlm.Model(str(path), config)
+    with plain_text(path) as plain: return kenlm.Model(str(plain), config)
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c035
 class _Capitals:
