@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ArpaError', 'Grams', 'Arpa', 'open_text', 'atomic_path', 'plain_text', 'write_arpa', 'ArpaReader', 'in_capitals',
-           'read_arpa']
+           'read_counts', 'read_arpa']
 
 # %% ../../nbs/decoding/00c_arpa.ipynb #c003
 import gzip
@@ -146,7 +146,7 @@ class ArpaReader:
             if line.strip(): return line.strip().decode(errors='replace')
         self.fail('the file ends without \\end\\')
 
-    def _header(self, f: BinaryIO) -> str:
+    def header(self, f: BinaryIO) -> str:
         "Read the counts; returns the line after them."
         if (line := self._next(f)) != '\\data\\': self.fail(f'found {line[:40]!r}, expected \\data\\')
         while (line := self._next(f)).startswith('ngram '):
@@ -157,7 +157,7 @@ class ArpaReader:
 
     def _sections(self, f: BinaryIO) -> Iterator[Grams]:
         self.ids, self.counts, self.line = {}, [], 0
-        line = self._header(f)
+        line = self.header(f)
         for n, count in enumerate(self.counts, 1):
             if line != f'\\{n}-grams:': self.fail(f'found {line[:40]!r}, expected \\{n}-grams:')
             for start in range(0, count, self.size): yield self._parse(list(islice(f, min(self.size, count - start))), n, start)
@@ -195,6 +195,14 @@ def in_capitals(words: Iterable[str]) -> bool: # Whether there are words with le
     "Whether a vocabulary is written in capitals, `<s>` and its like aside."
     spoken = [w for w in words if not w.startswith('<') and w.lower() != w.upper()]
     return bool(spoken) and all(w == w.upper() for w in spoken)
+
+def read_counts(
+    path: str | Path, # ARPA file, plain or .gz
+) -> list[int]:       # n-grams per order, unigrams first
+    "How many n-grams the head of an ARPA file says it has."
+    reader = ArpaReader(path)
+    with open_text(path, 'rb') as f: reader.header(f)
+    return reader.counts
 
 def read_arpa(
     path: str | Path, # ARPA file, plain or .gz

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['UNK', 'BOS', 'EOS', 'FALLBACK_DISCOUNTS', 'LN10', 'read_sentences', 'vocabulary', 'Ngrams', 'count_ngrams', 'Order',
-           'kneser_ney', 'build_ngram', 'NGram', 'perplexity_report']
+           'kneser_ney', 'build_ngram', 'NGram', 'perplexity_report', 'model_report']
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c003
 import math
@@ -23,8 +23,8 @@ import numpy as np
 import pandas as pd
 
 from ..phonemes import normalize_sentence
-from .arpa import ArpaReader, Grams, atomic_path, open_text, plain_text, write_arpa
-from .corpus import read_lines
+from .arpa import ArpaReader, Grams, atomic_path, open_text, plain_text, read_counts, write_arpa
+from .corpus import clean_text, read_lines
 from .kenlm_programs import find_program
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c006
@@ -243,6 +243,8 @@ def build_ngram(
     vocab: Iterable[str] | None = None,        # Keep n-grams of these words only; none means all words
     prune: Iterable[int] = (0,),               # Leave out n-grams that occur at most so often, per order; the last one holds for the rest
     estimator: Literal['auto', 'lmplz', 'own'] = 'auto', # `auto` is lmplz where it is installed
+    clean: bool = False,                       # Make sentences of written text first, by the rules of `clean_text`
+    numbers: bool = False,                     # Write its numbers in words then
 ) -> Path:                                     # `out_path`
     """Build an interpolated modified Kneser-Ney n-gram model and write it as an ARPA file.
 
@@ -256,7 +258,7 @@ def build_ngram(
     if estimator == 'lmplz' and not program: raise FileNotFoundError("estimator='lmplz', but there is no lmplz on the PATH; build KenLM's programs with `b2t lm programs`, or use estimator='own'")
     use = program if estimator != 'own' else None
     vocab = None if vocab is None else set(vocab)
-    sentences = _long_enough(read_sentences(texts), order)
+    sentences = _long_enough(clean_text(texts, numbers) if clean else read_sentences(texts), order)
     fallbacks = _lmplz(use, sentences, Path(out_path), order, prune, vocab) if use else _own(sentences, Path(out_path), order, prune, vocab)
     if fallbacks: warnings.warn(f'{out_path}: too little text to estimate the discounts of order {", ".join(map(str, fallbacks))}; '
                                 f'used {FALLBACK_DISCOUNTS} instead', stacklevel=2)
@@ -347,3 +349,14 @@ def perplexity_report(
                          perplexity_with_oov=10**(-(known + unknown)/n) if n else math.nan,
                          frequent_oov=' '.join(w for w, _ in oov.most_common(5))))
     return pd.DataFrame(rows).set_index('text')
+
+# %% ../../nbs/decoding/00_ngram.ipynb #c041
+def model_report(
+    paths: Iterable[str | Path], # ARPA files (plain or .gz) or KenLM binaries
+) -> pd.DataFrame:               # One row per file
+    "Size of models in MB, and n-grams per order where the file is an ARPA file."
+    rows = []
+    for path in map(Path, paths):
+        with open(path, 'rb') as f: counts = [] if f.read(7) == b'mmap lm' else read_counts(path)
+        rows.append(dict(file=path.name, mb=path.stat().st_size/1e6) | {f'{n}-grams': c for n, c in enumerate(counts, 1)})
+    return pd.DataFrame(rows).set_index('file')
