@@ -123,8 +123,8 @@ class OnlineDecoder:
     ) -> None:
         "Forget the trial in progress and say so, in the log and to the client if it goes on without a reset."
         if self.trial and self.trial.frames:
+            _log.warning('%s: the %d frames of this trial are lost', why, self.trial.frames)
             self.lost = f'{why}: the {self.trial.frames} frames of this trial are lost; reset and send them again'
-            _log.warning(self.lost)
         self.trial = None
 
 # %% ../../nbs/decoding/03_server.ipynb #c019
@@ -246,7 +246,7 @@ class Line:
         online: OnlineDecoder, # Who answers
     ):
         self.redis, self.online = redis, online
-        self.run, self.seen, self.asked, self.sent, self.unsent = None, {}, 0, {}, deque()
+        self.run, self.seen, self.asked, self.sent, self.unsent = None, {}, 0, {}, deque() # asked: the millisecond of the latest request
 
     def open(self):
         "Greet Redis, at the start and after every loss."
@@ -254,7 +254,7 @@ class Line:
         now = f'{1000*s + us//1000}-0'
         if self.run is None:
             self._alone()
-            self.seen = dict.fromkeys(_ORDER, now)
+            self.seen, self.sent = dict.fromkeys(_ORDER, now), dict.fromkeys((PARTIAL, FINAL, ARGS, *DONE.values()), now)
         elif run == self.run: _log.info('Redis is back; nothing is lost')
         else:
             _log.warning('Redis is back, but was started anew')
@@ -274,7 +274,9 @@ class Line:
     def _arrived(self, stream: str, fields: dict) -> bool:
         "Whether the newest entry of a stream is the one that was being sent."
         newest = self.redis.xrevrange(stream, count=1)
-        return bool(newest) and _id(newest[0][0]) > _id(self.sent.get(stream, '0-0')) and newest[0][1] == {k.encode(): str(v).encode() for k, v in fields.items()}
+        there = bool(newest) and _id(newest[0][0]) > _id(self.sent[stream]) and newest[0][1] == {k.encode(): str(v).encode() for k, v in fields.items()}
+        if there: self.sent[stream] = newest[0][0]
+        return there
 
 def _id(entry_id: str | bytes) -> tuple[int, int]:
     "An entry's id in numbers: milliseconds and running number."
@@ -282,14 +284,12 @@ def _id(entry_id: str | bytes) -> tuple[int, int]:
     return int(ms), int(number)
 
 # %% ../../nbs/decoding/03_server.ipynb #c033
-def _read(self: Line) -> tuple[str, dict] | None:
-    "The oldest entry that was not seen yet; none after a tenth of a second without any."
+def _read(self: Line) -> tuple[str, bytes, dict] | None:
+    "Stream, id and fields of the oldest entry that was not answered yet; none after a tenth of a second without any."
     found = {stream.decode(): entries[0] for stream, entries in self.redis.xread(self.seen, count=1, block=_WAIT_MS)}
     if not found: return None
     stream = min(found, key=lambda s: (_id(found[s][0])[0], _ORDER.index(s)))
-    self.seen[stream], entry = found[stream]
-    self.asked = _id(self.seen[stream])[0]
-    return stream, entry
+    return stream, *found[stream]
 
 def _publish(self: Line):
     "The parameters, where a client flushed them away."
@@ -316,11 +316,14 @@ def _send(self: Line):
         self.unsent.popleft()
 
 def _step(self: Line):
-    "Read an entry and answer it."
+    "Read an entry and answer it. It counts as seen when nothing that may fail lies before its answer."
     request = self._read()
     self._publish()
     if request is None: return
-    self.unsent.extend(self.online.handle(*request, self._context() if request[0] == FINALIZE else ''))
+    stream, entry_id, entry = request
+    context = self._context() if stream == FINALIZE else ''
+    self.seen[stream], self.asked = entry_id, _id(entry_id)[0]
+    self.unsent.extend(self.online.handle(stream, entry, context))
     self._send()
 
 Line._read, Line._publish, Line._context, Line._send, Line.step = _read, _publish, _context, _send, _step
@@ -340,8 +343,11 @@ def serve(
 
     Raises `PermissionError` where Redis does not let us in, `RuntimeError` where another server is there already."""
     redis, stop = _redis(), stop or threading.Event()
-    decoder.decode(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES)))) # Compiles: the first client should not wait for that
     online, pause = OnlineDecoder(decoder, rescore, alpha), 0.1
+    trial = online.begin() # Compiles what is compiled: the first client should not wait for that
+    trial.stream.push(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES))))
+    trial.stream.partial(), trial.stream.finish()
+    online.trial = None
     with connect(host, port, **connection) as r:
         line = Line(r, online)
         while not stop.is_set():
