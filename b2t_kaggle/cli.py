@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['shared_options', 'training_options', 'open_run', 'go', 'main', 'run', 'simulate', 'check', 'lm', 'build', 'ensemble',
-           'devices', 'keys', 'docs']
+           'convert', 'devices', 'keys', 'docs']
 
 # %% ../nbs/08_cli.ipynb #c003
 import sys
@@ -182,6 +182,16 @@ def ensemble(stores, output, how):
     from b2t_kaggle.logits import LogitStore
     LogitStore.average([LogitStore.open(s) for s in stores], output, how=how)
     click.echo(f'Wrote {output}')
+
+@main.command()
+@click.argument('source', type=click.Path(exists=True))
+@click.argument('target', type=click.Path())
+def convert(source, target):
+    """Write the model in SOURCE in another framework's form: a TARGET that ends in .weights.h5 is TensorFlow's, one that ends in .pt PyTorch's, any other a folder of the official kit.
+
+    SOURCE is a checkpoint of any of the three, or the folder that holds it."""
+    from b2t_kaggle.convert import convert
+    click.echo(f'Wrote {convert(source, target)}')
 
 @main.command()
 def devices():
