@@ -1,0 +1,42 @@
+"Cleaning a corpus: whatever comes in, what comes out is sentences of words; nothing is kept in memory."
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from b2t_kaggle.decoding.corpus import clean_sentence, clean_text, split_sentences
+from b2t_kaggle.phonemes import normalize_sentence
+
+text = st.lists(st.sampled_from([*"abIsx'.!?-:#@,“”’‘…–—0159% \t", "it's", 'U.S.', 'Mr.', 'www.a.org', 'me@b.org', 'the', "boys'", '1984', '3.5', ' ', '. A', 'é'])).map(''.join)
+
+
+@given(text | st.text(), st.booleans())
+def test_what_comes_out(line, numbers):
+    for s in clean_text([line + ' '], numbers):
+        assert re.fullmatch(r"[a-z']+( [a-z']+)*", s) and not any(len(w) == 1 and w not in 'ia' for w in s.split())
+        assert not any(w.startswith("'") for w in s.split()) and not s.endswith("'")
+        assert normalize_sentence(s) == s and clean_sentence(s) == s
+
+
+@given(text | st.text())
+def test_splitting_loses_nothing(line):
+    assert ''.join(''.join(split_sentences(line)).split()) == ''.join(line.split())
+
+
+def test_streams():
+    endless = clean_text('One more. And two more!' for _ in itertools.count())
+    assert list(itertools.islice(endless, 3)) == ['one more', 'and two more', 'one more']
+
+
+@pytest.mark.parametrize('raw, clean', [
+    ("It was the boys' year, 'the best'", "it was the boys' year the best"),
+    ('"Don\'t," she said', "don't she said"),
+    ('A.B.C. news', 'abc news'),
+    ('Write to https://a.b/c?d=1 or b@c.org', 'write to httpsabcd httpsabcd or bcorgbcorg'),
+    ('50% of 3,000', 'of'),
+    ('rock ‘n’ roll', None),
+    ("The '90s", None),
+])
+def test_examples(raw, clean): assert clean_sentence(raw) == clean
