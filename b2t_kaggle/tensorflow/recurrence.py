@@ -126,5 +126,6 @@ class GRU(keras.layers.Layer):
         for i, layer in enumerate(self.stack):
             if i and training: x = dropout(x, self.dropout, seeds, self.site + i)
             x = tf.cast(x, self.compute_dtype)
-            x = tf.cast(layer(x, initial_state=h0), h0.dtype) if uses_cudnn() else gru_layer(x, h0, *(v.value for v in (layer.cell.kernel, layer.cell.recurrent_kernel, layer.cell.bias)))
+            if uses_cudnn(): x = tf.cast(layer(x, initial_state=h0), h0.dtype)
+            else: x = gru_layer(x, h0, *(v.value for v in (layer.cell.kernel, layer.cell.recurrent_kernel, layer.cell.bias)))
         return x
