@@ -78,7 +78,7 @@ class _DayLayers(nn.Module):
     @torch.compiler.disable
     def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Frames:
         "The same without any padding; how a CPU computes them."
-        size, stride = max(self.patch_size, 1), max(self.patch_stride, 1)
+        size, stride = (self.patch_size, self.patch_stride) if self.patch_size else (1, 1)
         frames = n_frames(n_bins, size, stride).clamp(min=1)  # a trial shorter than a patch still gets a frame, of padding
         lengths, order = ((frames - 1) * stride + size).tolist(), frame_order(frames)
         x = softsign(packed_day_affine(pack(x, lengths), self.day_weights, self.day_biases, day_idx, lengths))
