@@ -44,7 +44,8 @@ STAGES = {s.name: s for s in (
     Stage('infer', 'log-probabilities of val and test', ('infer', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size'), ('pack', 'train')),
     Stage('lm', 'n-gram language model and pronunciation lexicon', ('lm',), ('pack',)),
     Stage('decode', 'beam search: n-best sentences of val and test', ('decode',), ('infer', 'lm')),
-    Stage('submit', 'write and validate submission.csv', (), ('decode', 'pack')),
+    Stage('rescore', 'an LLM ranks the n-best sentences anew', ('rescore',), ('decode', 'lm', 'pack')),
+    Stage('submit', 'write and validate submission.csv', (), ('rescore', 'decode', 'pack')),
     Stage('report', 'one page: PER, WER, sessions, worst trials, curves', (), ('submit',)),
 )}
 
@@ -57,11 +58,11 @@ def plan(
     until: str | None = None, # Last stage wanted; none means all
 ) -> list[str]:
     "Names of the stages to run, in order: `until` and everything it needs."
-    skip = set()
-    if cfg.data.dataset_dir is not None: skip.add('simulate')
-    if cfg.infer.checkpoint is not None: skip.add('train')
-    if until in skip:
-        raise PipelineError(f'stage {until} has nothing to do: ' + ('data.dataset_dir is set' if until == 'simulate' else 'infer.checkpoint is set'))
+    skip = {}
+    if cfg.data.dataset_dir is not None: skip['simulate'] = 'data.dataset_dir is set'
+    if cfg.infer.checkpoint is not None: skip['train'] = 'infer.checkpoint is set'
+    if cfg.rescore.model is None: skip['rescore'] = 'rescore.model, the language model to ask, is not set'
+    if until in skip: raise PipelineError(f'stage {until} has nothing to do: {skip[until]}')
     wanted, todo = set(), [until] if until else list(STAGES)
     while todo:
         name = todo.pop()
@@ -113,6 +114,7 @@ def _outside_files(name: str, cfg: Config) -> list[Path]:
     if name == 'train' and cfg.train.init_checkpoint_path: return _files_in(cfg.train.init_checkpoint_path, *_CHECKPOINT)
     if name == 'infer' and cfg.infer.checkpoint: return _files_in(cfg.infer.checkpoint, *_CHECKPOINT)
     if name == 'lm': return [p for p in (cfg.lm.path, *cfg.lm.texts) if p]
+    if name == 'rescore': return [f for p in (cfg.rescore.model, cfg.rescore.adapter) if p and Path(p).is_dir() for f in sorted(Path(p).glob('*')) if f.is_file()]
     return []
 
 _CHECKPOINT = ('best.pt', 'best.weights.h5', 'args.yaml', 'best_checkpoint', 'checkpoint/args.yaml', 'checkpoint/best_checkpoint')
@@ -171,6 +173,12 @@ class Run:
     def checkpoint(self) -> Path:
         "What `infer` loads: the configured checkpoint, or the best one of this run."
         return self.cfg.infer.checkpoint or self.dir/'train'/('best.weights.h5' if self.cfg.train.framework == 'tensorflow' else 'best.pt')
+
+    def nbest(self,
+        split: str, # `val` or `test`
+    ) -> Path:
+        "The n-best lists that the submission is made from."
+        return self.dir/f'{"rescored" if self.cfg.rescore.model else "nbest"}_{split}.jsonl'
 
 # %% ../nbs/07_pipeline.ipynb #c020
 def write_json(value, path: Path) -> None:
