@@ -232,6 +232,7 @@ def prune_ngram(
     if not threshold >= 0: raise ValueError(f'threshold is {threshold}, expected 0 or more')
     model = renormalize(_from_arpa(path, read_arpa(path)))
     keep = [np.expm1(d) >= threshold for d in removal_costs(model)]
-    for n in reversed(range(1, len(keep))): # What begins a longer one that stays must stay
+    for n in reversed(range(1, len(keep))): # What begins or ends a longer one that stays must stay
         keep[n - 1][model.tables[n].key[keep[n]]//len(model.words)] = True
+        keep[n - 1][model.tables[n].suffix[keep[n]]] = True
     return write_backoff(renormalize(model, keep), out_path, keep)

@@ -311,6 +311,8 @@ class NGram:
         if not path.is_file(): raise FileNotFoundError(f'{path}: there is no such file; build a model with `b2t lm build`, or give an ARPA file or KenLM binary')
         try: return cls(_load_kenlm(path), path)
         except (OSError, RuntimeError, EOFError) as e: problem = str(e)
+        if 'Avoid pruning' in problem:
+            raise ValueError(f'{path}: KenLM has no room for so many n-grams whose last words alone were pruned away; add those with `b2t lm prune {path} --threshold 0`')
         try:
             for _ in ArpaReader(path): pass # To the first line that is wrong
         except (OSError, ValueError) as e: problem = str(e).removeprefix(f'{path}: ')
