@@ -1,0 +1,155 @@
+"Scores of language models against the plain computation: model classes, precisions, contexts, odd tokenizers, and what never exists in memory."
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from b2t_kaggle.decoding import rescore
+from b2t_kaggle.decoding.rescore import LanguageModelError, computes_trees, load_lm, prefix_tree, score_sentences, start_tokens, tiny_lm, token_sequences
+
+TREES = ('opt', 'llama', 'qwen2', 'gpt2', 'mistral', 'gpt_neox')
+NO_TREES = ('bloom', 'mamba', 'gemma2') # No position numbers; a recurrence; logits that are bent after the last layer
+TEXT = ['how does it keep the cost down', 'how does it keep the cast down', 'how does it', 'how', 'you can see the code at this point', "we don't", 'how does it keep the cost down', 'a']
+words = st.lists(st.sampled_from('how does it keep the cost cast down a'.split()), min_size=1, max_size=7).map(' '.join)
+
+
+@pytest.fixture(scope='module')
+def lms(tmp_path_factory):
+    "Models and tokenizers by kind, loaded as a user loads them."
+    folder = tmp_path_factory.mktemp('lms')
+    return {kind: load_lm(tiny_lm(folder/kind, kind, TEXT), device='cpu', local_files_only=True) for kind in (*TREES, *NO_TREES)}
+
+
+def plainly(model, tokenizer, text, context=''):
+    "One sentence, one row, a full log-softmax."
+    start = start_tokens(tokenizer)
+    ids = start + tokenizer(f'{context} {text}' if context else text, add_special_tokens=False).input_ids
+    given = max(1, len(start))
+    with torch.no_grad(): log_probs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    total = sum(log_probs[i - 1, ids[i]].item() for i in range(given, len(ids)))
+    return total - (plainly(model, tokenizer, context) if context else 0)
+
+
+@pytest.mark.parametrize('kind', [*TREES, *NO_TREES])
+def test_every_class_gives_what_the_plain_way_gives(lms, kind):
+    model, tokenizer = lms[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        assert computes_trees(model) == (kind in TREES)
+        for context in ('', 'you can'):
+            expected = [plainly(model, tokenizer, t, context) for t in TEXT]
+            for n_nodes in (512, 5): np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT, context, n_nodes=n_nodes), expected, atol=1e-4)
+            np.testing.assert_allclose([score_sentences(model, tokenizer, [t], context)[0] for t in TEXT], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize('kind', NO_TREES)
+def test_a_model_without_trees_says_so(lms, kind):
+    rescore._TREE.pop(lms[kind][0], None)
+    with pytest.warns(UserWarning, match='cannot score a prefix tree'): computes_trees(lms[kind][0])
+
+
+@settings(max_examples=25)
+@given(st.lists(words, max_size=8), st.integers(1, 40))
+def test_any_sentences_in_trees_of_any_size(lms, texts, n_nodes):
+    for kind in ('opt', 'llama'):
+        np.testing.assert_allclose(score_sentences(*lms[kind], texts, n_nodes=n_nodes), [plainly(*lms[kind], t) for t in texts], atol=1e-4)
+
+
+@pytest.mark.parametrize('attention', ['eager', 'sdpa'])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-4), (torch.bfloat16, 0.5)])
+def test_attention_and_precision(lms, attention, dtype, tolerance, tmp_path):
+    folder = tiny_lm(tmp_path, 'llama', TEXT)
+    model, tokenizer = load_lm(folder, dtype=str(dtype).removeprefix('torch.'), device='cpu', local_files_only=True)
+    model.set_attn_implementation(attention)
+    assert model.dtype == dtype and computes_trees(model)
+    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT), [plainly(*lms['llama'], t) for t in TEXT], atol=tolerance*2)
+
+
+def test_the_tokenizers_padding_does_not_matter(lms):
+    model, tokenizer = lms['gpt2']
+    expected = score_sentences(model, tokenizer, TEXT)
+    for side in ('left', 'right'):
+        for pad in (None, tokenizer.eos_token):
+            tokenizer.padding_side, tokenizer.pad_token = side, pad
+            np.testing.assert_array_equal(score_sentences(model, tokenizer, TEXT), expected)
+
+
+def test_a_context_for_each_sentence_and_the_end(lms):
+    model, tokenizer = lms['qwen2']
+    contexts = ['you can', '', 'how does it', 'you  can ', '', 'a', '', '']
+    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT, contexts), [plainly(model, tokenizer, t, ' '.join(c.split())) for t, c in zip(TEXT, contexts)], atol=1e-4)
+    ended = score_sentences(model, tokenizer, TEXT, end=True)
+    np.testing.assert_allclose(ended, [plainly(model, tokenizer, t + tokenizer.eos_token) for t in TEXT], atol=1e-4)
+    assert score_sentences(model, tokenizer, [''], end=True)[0] < 0 == score_sentences(model, tokenizer, [''])[0]
+    with pytest.raises(ValueError, match='found 1 texts, expected one, or one for each of the 2 sentences'): score_sentences(model, tokenizer, ['a', 'b'], ['c'])
+
+
+def test_a_tokenizer_without_special_tokens_leaves_the_first_token_out(lms, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+    model, tokenizer = lms['gpt2']
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    assert start_tokens(bare) == []
+    with torch.no_grad(): log_probs = model(torch.tensor([bare(TEXT[0]).input_ids])).logits[0].log_softmax(-1)
+    ids = bare(TEXT[0]).input_ids
+    np.testing.assert_allclose(score_sentences(model, bare, TEXT[:1]), sum(log_probs[i - 1, ids[i]].item() for i in range(1, len(ids))), atol=1e-4)
+    with pytest.raises(LanguageModelError, match='no eos_token'): score_sentences(model, bare, TEXT, end=True)
+
+
+def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
+    model, tokenizer = lms['opt']
+    texts = [f'{a} {b} {c} {d}' for a in ('how', 'we', 'you', 'a') for b in ('does', 'see', 'keep', 'can') for c in ('a', 'the', 'this') for d in ('cost', 'cast', 'code')]
+    sequences, given = token_sequences(tokenizer, texts)
+    beginnings = {s[:i] for s in sequences for i in range(1, len(s))}
+    body, head = [], []
+    hooks = [model.base_model.register_forward_hook(lambda m, a, kw, out: body.append(out.last_hidden_state.shape[:2].numel()), with_kwargs=True),
+             model.get_output_embeddings().register_forward_hook(lambda m, a, out: head.append(out.shape[:-1].numel()))]
+    computes_trees(model); body.clear(); head.clear()
+    score_sentences(model, tokenizer, texts)
+    for h in hooks: h.remove()
+    assert sum(body) == sum(head) == len(beginnings) == len(prefix_tree(sequences, given).tokens)
+    assert max(head) <= 64 < sum(head)
+
+
+def test_beyond_a_sliding_window_rows_are_computed(tmp_path):
+    model, tokenizer = load_lm(tiny_lm(tmp_path, 'mistral', TEXT, sliding_window=4), device='cpu', local_files_only=True)
+    model.set_attn_implementation('eager')
+    assert max(map(len, token_sequences(tokenizer, TEXT)[0])) > 4
+    expected = [plainly(model, tokenizer, t) for t in TEXT]
+    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT), expected, atol=1e-4)
+    model.config.sliding_window = None # Now nothing tells that a tree, whose mask has no window, would be wrong
+    assert np.abs(score_sentences(model, tokenizer, TEXT) - expected).max() > 0.1
+
+
+def test_training_mode_is_left_as_it_was(lms):
+    model, tokenizer = lms['opt']
+    expected = score_sentences(model, tokenizer, TEXT)
+    model.train()
+    try:
+        np.testing.assert_array_equal(score_sentences(model, tokenizer, TEXT), expected) # Without dropout
+        assert model.training
+        with pytest.raises(LanguageModelError): score_sentences(model, tokenizer, ['how '*200])
+        assert model.training
+    finally: model.eval()
+
+
+def test_a_tokenizer_of_another_model_is_noticed(lms, tmp_path):
+    _, many = load_lm(tiny_lm(tmp_path, 'opt', [*TEXT, 'a thousand other words besides those'], vocab_size=400), device='cpu', local_files_only=True)
+    with pytest.raises(LanguageModelError, match='belongs to another model'): score_sentences(lms['opt'][0], many, ['a thousand other words besides those'])
+
+
+def test_imported_and_used_without_transformers():
+    "The module itself needs torch only; an error names what is missing."
+    code = '''import sys
+sys.modules["transformers"] = None
+import importlib.util as u
+find = u.find_spec
+u.find_spec = lambda name, *a: None if name == "transformers" else find(name, *a)
+from b2t_kaggle.decoding.rescore import load_lm
+try: load_lm("none")
+except RuntimeError as e: print(e)'''
+    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
+    assert 'pip install transformers' in out.stdout, out.stderr

@@ -1,0 +1,134 @@
+"Exact line searches against brute force, the gate against every threshold, exchanged words by definition, and the same result at each call."
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from b2t_kaggle.decoding import tuning
+from b2t_kaggle.decoding.beam import Hypothesis, write_nbest
+from b2t_kaggle.decoding.ngram import NGram, build_ngram
+from b2t_kaggle.decoding.tuning import Rescored, Weights, augment, cross_validate, line_search, mix, ngram_per_word, tune
+from b2t_kaggle.metrics import word_error_rate, word_errors
+
+number = st.integers(-4, 4).map(float) # Coarse: parallel and equal lines are frequent
+line = st.tuples(number, number, st.integers(0, 5))
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(line, min_size=1, max_size=6), min_size=1, max_size=5))
+def test_line_search_is_brute_force_between_its_edges(trials):
+    slopes, at0, errors = ([np.array([l[k] for l in t], float) for t in trials] for k in range(3))
+    steps = line_search(slopes, at0, errors, -3, 3)
+    assert steps.edges[0] == -3 and steps.edges[-1] == 3 and (np.diff(steps.edges) >= 0).all()
+    for a, b, n in zip(steps.edges, steps.edges[1:], steps.errors):
+        if b - a < 1e-9: continue
+        x, least, most = (a + b)/2, 0, 0
+        for s, i, e in zip(slopes, at0, errors): # Equal lines with different errors: any of them may win
+            total = i + x*s
+            best = e[total >= total.max() - 1e-9]
+            least, most = least + best.min(), most + best.max()
+        assert least <= n <= most
+
+
+def make(n=60, seed=0, n_hyps=8):
+    "n-best lists with distinct random scores, and references."
+    rng, nbest, references = np.random.default_rng(seed), [], []
+    for _ in range(n):
+        truth = [f'w{i}' for i in rng.integers(0, 9, 5)]
+        hyps = []
+        for _ in range(n_hyps):
+            text = [w if rng.random() < 0.7 else f'x{rng.integers(3)}' for w in truth][:rng.integers(3, 6)]
+            wrong = 5 - sum(a == b for a, b in zip(text, truth))
+            a, g, l = -3*wrong + rng.normal(0, 5), -wrong + rng.normal(0, 2) - rng.integers(0, 30), -3*wrong + rng.normal(0, 4)
+            hyps.append(Rescored(' '.join(text), a, g, len(text), 0.3*a + g, llm=l))
+        nbest.append(hyps); references.append(' '.join(truth))
+    return nbest, references
+
+
+@pytest.mark.parametrize('weights', [Weights(), Weights(0.2, 0.9, 1.5), Weights(1., 0.3, -2., gate=-4.)])
+def test_errors_of_arrays_are_those_of_the_ranked_lists(weights):
+    nbest, references = make()
+    expected = [e.edits for e in word_errors(references, [hyps[0].text for hyps in mix(nbest, weights)])]
+    trials = tuning._Trials(nbest, references)
+    np.testing.assert_array_equal(trials.winners(weights), expected)
+    for name in ('alpha', 'acoustic_scale', 'word_score'): # The curve goes through the point
+        steps = trials.curve(name, weights)
+        i = np.searchsorted(steps.edges, getattr(weights, name), side='right') - 1
+        assert steps.errors[min(i, len(steps.errors) - 1)] == sum(expected)
+
+
+def test_totals_and_order_by_definition():
+    nbest, _ = make(20)
+    w = Weights(0.7, 0.4, 0.3, gate=-5.)
+    for before, after in zip(nbest, mix(nbest, w)):
+        alpha = w.alpha if ngram_per_word(before) >= w.gate else 0
+        assert sorted(h.text for h in before) == sorted(h.text for h in after)
+        assert [h.total for h in after] == sorted((h.total for h in after), reverse=True)
+        for h in after: assert h.total == pytest.approx(0.7*h.acoustic + (1 - alpha)*h.ngram + alpha*h.llm + 0.3*h.n_words)
+
+
+def test_the_gate_is_the_best_of_all_thresholds():
+    nbest, references = make(80, seed=3)
+    for hyps in nbest[::4]: hyps[:] = [replace(h, llm=-h.llm, ngram=h.ngram - 60, total=h.total - 60) for h in hyps] # There the LLM misleads
+    trials, w = tuning._Trials(nbest, references), Weights(0.3, 0.6)
+    thresholds = [-np.inf, *sorted(trials.usual), np.inf]
+    errors = [trials.winners(replace(w, gate=g)).sum() for g in thresholds]
+    gate = tuning._best_gate(trials, w)
+    assert gate > -np.inf and trials.winners(replace(w, gate=gate)).sum() == min(errors) < errors[0]
+
+
+def test_tuning_is_at_least_as_good_as_a_dense_grid_and_repeatable():
+    nbest, references = make(100, seed=1)
+    found = tune(nbest, references)
+    trials = tuning._Trials(nbest, references)
+    grid = [Weights(s, a, w) for s, a, w in itertools.product(np.linspace(0.05, 1, 6), np.linspace(0, 1, 6), np.linspace(-2, 2, 5))]
+    assert found.wer <= min(trials.winners(w).sum() for w in grid)/trials.n_words
+    assert found.wer == pytest.approx(word_error_rate(references, [hyps[0].text for hyps in mix(nbest, found.weights)]))
+    again = tune(nbest, references)
+    assert again.weights == found.weights and again.curve.equals(found.curve)
+    inside = found.curve[(found.curve.low <= found.weights.alpha) & (found.weights.alpha < found.curve.high)]
+    assert inside.wer.iloc[0] == pytest.approx(found.wer)
+
+
+def test_cross_validation_never_asks_the_trial_itself():
+    nbest, references = make(40, seed=2)
+    ranked = cross_validate(nbest, references)
+    liar = references.copy(); liar[5] = 'something else entirely'
+    assert cross_validate(nbest, liar)[5] == ranked[5]
+
+
+def swapped_by_definition(a, b):
+    "Sentences of equal length that differ by substitutions alone, each exchange once."
+    a, b, out = a.split(), b.split(), set()
+    for i in (i for i, (x, y) in enumerate(zip(a, b)) if x != y):
+        out |= {' '.join([*a[:i], b[i], *a[i + 1:]]), ' '.join([*b[:i], a[i], *b[i + 1:]])}
+    return out
+
+
+@given(st.lists(st.sampled_from('ab'), min_size=3, max_size=3), st.lists(st.sampled_from('cd'), min_size=3, max_size=3))
+def test_exchanged_words(a, b):
+    a, b = ' '.join(a), ' '.join(b)
+    hyps = [Hypothesis(a, -10., -4., 3, -7.), Hypothesis(b, -20., -6., 3, -13.)]
+    found = augment(hyps)
+    assert {h.text for h in found} == {a, b} | swapped_by_definition(a, b)
+    assert len({h.text for h in found}) == len(found)
+    for h in found:
+        if h not in hyps: assert (h.acoustic, h.ngram, h.n_words, h.total) == pytest.approx((-15.15, -5.05, 3, -10.1))
+    assert augment(hyps, top=0) == augment(hyps, top=1) == hyps
+
+
+@pytest.mark.filterwarnings('ignore:.*too little text')
+def test_exchanged_words_with_the_ngram_at_hand(tmp_path):
+    lm = NGram.load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
+    found = augment([Hypothesis('a d c', -1., lm.score('a d c'), 3, -2.), Hypothesis('e b c', -2., lm.score('e b c'), 3, -3.)], lm=lm)
+    assert len(found) == 4
+    for h in found: assert h.ngram == pytest.approx(lm.score(h.text))
+
+
+def test_lists_of_different_number_of_words_and_rescored_files(tmp_path):
+    short, long = Hypothesis('a b', -1., -1., 2, -2.), Hypothesis('c d e', -1., -1., 3, -2.)
+    assert augment([short, long]) == [short, long] and augment([]) == []
+    write_nbest(tmp_path/'nbest.jsonl', mix([[Rescored(**vars(short), llm=-3.)]], Weights()))
+    assert '"llm": -3.0' in (tmp_path/'nbest.jsonl').read_text()
