@@ -1,0 +1,69 @@
+"LoRA on model classes with different layers: it learns, twice alike, leaves the weights alone, and never half an adapter."
+import numpy as np
+import pytest
+import torch
+
+from b2t_kaggle.decoding.finetune import _batch_loss, finetune, perplexity, save_adapter
+from b2t_kaggle.decoding.rescore import LanguageModelError, load_lm, score_sentences, tiny_lm, token_sequences
+
+TEXT = [f'{a} {b} {c}' for a in ('we', 'you', 'they') for b in ('see', 'keep', 'like') for c in ('it', 'the code', 'the cost')]
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('lms')
+    return {kind: tiny_lm(folder/kind, kind, TEXT) for kind in ('opt', 'llama', 'gpt2')}
+
+
+def load(folder, **kw): return load_lm(folder, device='cpu', local_files_only=True, **kw)
+
+
+def test_the_loss_is_that_of_scoring(folders):
+    for kind in ('opt', 'gpt2'):
+        model, tokenizer = load(folders[kind])
+        sequences, given = token_sequences(tokenizer, TEXT, end=True)
+        with torch.no_grad(): loss = _batch_loss(model, sequences, given).item()
+        n_tokens = sum(len(s) - given for s in sequences)
+        assert loss == pytest.approx(-score_sentences(model, tokenizer, TEXT, end=True).sum()/n_tokens, rel=1e-5)
+
+
+@pytest.mark.filterwarnings('ignore:fan_in_fan_out')
+@pytest.mark.parametrize('kind', ['opt', 'llama', 'gpt2'])
+def test_it_learns_and_loads_and_leaves_the_weights_alone(folders, kind, tmp_path):
+    model, tokenizer = load(folders[kind])
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    before = perplexity(model, tokenizer, TEXT)
+    tuned = finetune(model, tokenizer, TEXT, tmp_path/'deep'/'adapter', epochs=8, batch_size=9, lr=0.02, rank=4, progress=False)
+    assert perplexity(tuned, tokenizer, TEXT) < before/4 and not tuned.training
+    for k, v in tuned.get_base_model().state_dict().items():
+        if 'lora' not in k: assert torch.equal(v, weights[k.replace('.base_layer', '')])
+    again, _ = load(folders[kind], adapter=tmp_path/'deep'/'adapter')
+    np.testing.assert_allclose(score_sentences(again, tokenizer, TEXT), score_sentences(tuned, tokenizer, TEXT), atol=1e-3)
+
+
+def test_the_same_seed_gives_the_same_adapter(folders, tmp_path):
+    scores = []
+    for seed in (0, 0, 1):
+        torch.rand(seed + 3) # Whatever was drawn before
+        model, tokenizer = load(folders['opt'])
+        tuned = finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=1, lr=0.01, seed=seed, progress=False)
+        scores.append(score_sentences(tuned, tokenizer, TEXT))
+    np.testing.assert_array_equal(scores[0], scores[1])
+    assert np.abs(scores[0] - scores[2]).max() > 1e-3
+
+
+def test_an_adapter_is_whole_or_the_old_one(folders, tmp_path, monkeypatch):
+    model, tokenizer = load(folders['opt'])
+    tuned = finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=1, progress=False)
+    old = {p.name: p.read_bytes() for p in (tmp_path/'adapter').iterdir()}
+    def dies(folder, **kw):
+        folder.mkdir(); (folder/'adapter_config.json').write_text('{"half')
+        raise OSError('no space left')
+    monkeypatch.setattr(tuned, 'save_pretrained', dies)
+    with pytest.raises(OSError): save_adapter(tuned, tmp_path/'adapter')
+    assert {p.name: p.read_bytes() for p in (tmp_path/'adapter').iterdir()} == old
+    monkeypatch.undo()
+    save_adapter(tuned, tmp_path/'adapter') # Replaces
+    assert [p.name for p in tmp_path.iterdir()] == ['adapter']
+    (tmp_path/'adapter'/'adapter_config.json').write_text('{"half')
+    with pytest.raises(LanguageModelError, match='adapter'): load(folders['opt'], adapter=tmp_path/'adapter')
