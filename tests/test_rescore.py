@@ -101,7 +101,7 @@ def test_a_tokenizer_without_special_tokens_leaves_the_first_token_out(lms, tmp_
 
 def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
     model, tokenizer = lms['opt']
-    texts = [f'{a} {b} {c} {d}' for a in ('how', 'we', 'you', 'a') for b in ('does', 'see', 'keep', 'can') for c in ('a', 'the', 'this') for d in ('cost', 'cast', 'code')]
+    texts = [f'{a} {b} {c} {d}' for a in ('how', 'we', 'you', 'a') for b in ('does', 'see', 'keep', 'can') for c in ('a', 'the', 'this', 'at', 'it', 'cost') for d in ('cost', 'cast', 'code')]
     sequences, given = token_sequences(tokenizer, texts)
     beginnings = {s[:i] for s in sequences for i in range(1, len(s))}
     body, head = [], []
@@ -111,7 +111,7 @@ def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
     score_sentences(model, tokenizer, texts)
     for h in hooks: h.remove()
     assert sum(body) == sum(head) == len(beginnings) == len(prefix_tree(sequences, given).tokens)
-    assert max(head) <= 64 < sum(head)
+    assert max(head) <= rescore._AT_ONCE < sum(head)
 
 
 def test_beyond_a_sliding_window_rows_are_computed(tmp_path):

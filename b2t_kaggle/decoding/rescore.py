@@ -151,7 +151,7 @@ def _portions(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterator[li
     if portion: yield portion
 
 # %% ../../nbs/decoding/02_rescore.ipynb #c021
-_AT_ONCE = 64 # States that the last layer is applied to at once
+_AT_ONCE = 128 # States that the last layer is applied to at once: fewer read its weights from memory too often, more need memory
 
 def _picked(logits: torch.Tensor, node: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     "Log-probabilities [M] of tokens, from logits [N, V] and who of the N predicts them."
@@ -174,7 +174,7 @@ def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int) -> np
     "Log-probabilities of sentences, a padded row for each; few at once, because each row has a number for every token and word of the vocabulary."
     scores, order = np.zeros(len(sequences)), sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     while order:
-        n_rows = max(1, 2*_AT_ONCE//len(sequences[order[-1]]))
+        n_rows = max(1, _AT_ONCE//len(sequences[order[-1]]))
         rows, order = order[-n_rows:], order[:-n_rows]
         ids = torch.zeros(len(rows), len(sequences[rows[-1]]), dtype=torch.int64)
         real = torch.zeros_like(ids)
