@@ -46,7 +46,7 @@ def cut_start(
     most: int,            # The most that are ever dropped
 ) -> tf.Tensor:
     "The bins from `cut` on, then zeros, `[B, T, F]`."
-    return tf.slice(tf.pad(x, [[0, 0], [0, most], [0, 0]]), [0, cut, 0], x.shape) if most else x
+    return tf.gather(tf.pad(x, [[0, 0], [0, most], [0, 0]]), cut + tf.range(x.shape[1]), axis=1) if most else x
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c015
 def mask_places(

@@ -15,7 +15,7 @@ import tensorflow as tf
 from ..config import Config
 from ..data.batches import Batcher, DayBalancedSampler, longest_in_batches
 from ..data.store import TrialStore
-from ..devices import Device
+from ..devices import Device, configure_mixed_precision, create_tpu_strategy, pick_tensorflow
 from .augment import trial_seeds
 from ..training import TrainingError, lengths_to_pad_to, name_trials, unalignable
 
@@ -51,10 +51,9 @@ def start(
     precision: str = 'auto',   # `auto`, `float32` or `bfloat16`
 ) -> Replicas:
     "All devices of the accelerator, with TensorFlow set to the precision. Raises `DeviceError`."
-    from b2t_kaggle.devices import configure_mixed_precision, create_tpu_strategy, pick_tensorflow
     device = pick_tensorflow(accelerator, precision)
     configure_mixed_precision(device)
-    return Replicas(device, create_tpu_strategy(accelerator=accelerator))
+    return Replicas(device, create_tpu_strategy(accelerator=accelerator, device=device))
 
 # %% ../../nbs/tensorflow/09_feed.ipynb #c007
 class Program:
