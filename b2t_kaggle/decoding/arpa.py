@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from numba import njit
 
 # %% ../../nbs/decoding/00c_arpa.ipynb #c006
 class ArpaError(ValueError):
@@ -109,28 +110,101 @@ def _entry(
     return [ids[w] for w in fields[1:n + 1]], numbers[0], numbers[1] if len(numbers) == 2 else 0.
 
 # %% ../../nbs/decoding/00c_arpa.ipynb #c016
-def _numbers(fields: list[bytes]) -> np.ndarray:
-    x = np.array(fields).astype(np.float32) # Raises ValueError where one is no number
-    if not np.isfinite(x).all(): raise ValueError('not finite')
-    return x
+_jit = njit(cache=True, nogil=True)
+_TENS = 10.**np.arange(19)
 
-def _columns(lines: list[bytes], n: int, ids, backoff: bool) -> Grams:
-    "The n-grams of some lines; raises `ValueError` or `KeyError` where anything is unusual."
-    if backoff: lines = [line if line.count(b'\t') == 2 else line.rstrip() + b'\t0\n' for line in lines]
-    fields, width = b''.join(lines).split(), n + 1 + backoff
-    if len(fields) != width*len(lines): raise ValueError('not as many fields as expected')
-    log_prob = _numbers(fields[::width])
-    if (log_prob > 0).any(): raise ValueError('not a log-probability')
-    words = [np.fromiter(map(ids.__getitem__, fields[j::width]), np.int32, len(lines)) for j in range(1, n + 1)]
-    return Grams(np.stack(words, axis=1), log_prob, _numbers(fields[n + 1::width]) if backoff else np.zeros(len(lines), np.float32))
+@_jit
+def _hash(text, a, b):
+    "FNV-1a of text[a:b] in 63 bits."
+    h = -3750763034362895579
+    for i in range(a, b): h = (h ^ np.int64(text[i]))*1099511628211
+    return (h ^ (h >> 32)) & 0x7fffffffffffffff
+
+@_jit
+def _place(keys, key):
+    "Where `key` stands in a table whose size is a power of two, or the free place where it belongs."
+    at = key & (len(keys) - 1)
+    while keys[at] != key and keys[at] >= 0: at = (at + 1) & (len(keys) - 1)
+    return at
+
+@_jit
+def _fill(keys, ids, text, start):
+    "Number the words text[start[i]:start[i + 1]] in a table."
+    for i in range(len(start) - 1):
+        at = _place(keys, _hash(text, start[i], start[i + 1]))
+        keys[at], ids[at] = _hash(text, start[i], start[i + 1]), i
+
+def _word_table(words: Iterable[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    "A hash table of words: keys (-1 where free), and the number of each word."
+    start = np.cumsum([0, *map(len, words)])
+    size = 1 << (2*len(start)).bit_length()
+    keys, ids = np.full(size, -1), np.empty(size, np.int32)
+    _fill(keys, ids, np.frombuffer(b''.join(words) + b' ', np.uint8), start)
+    return keys, ids
 
 # %% ../../nbs/decoding/00c_arpa.ipynb #c017
+@_jit
+def _field(text, at):
+    "Begin and end of the next field on the line, both the same where there is none."
+    while at < len(text) and text[at] != 10 and (text[at] == 32 or 9 <= text[at] <= 13): at += 1
+    end = at
+    while end < len(text) and text[end] != 32 and not 9 <= text[end] <= 13: end += 1
+    return at, end
+
+@_jit
+def _number(text, a, b):
+    "text[a:b] as a number; NaN for anything but decimal notation of up to 18 digits, perhaps with an exponent."
+    negative = a < b and text[a] == 45
+    i, value, digits, decimals, exponent, below = a + negative, 0, 0, -1, 0, False
+    while i < b and (48 <= text[i] <= 57 or text[i] == 46 and decimals < 0):
+        if text[i] == 46: decimals = 0
+        else:
+            value, digits = value*10 + text[i] - 48, digits + 1
+            if decimals >= 0: decimals += 1
+        i += 1
+    if digits == 0 or digits > 18: return np.nan
+    if i < b:
+        if text[i] != 101 or i + 1 == b: return np.nan
+        below = text[i + 1] == 45
+        i += 2 if text[i + 1] == 45 or text[i + 1] == 43 else 1
+        if i == b or b - i > 3: return np.nan
+        while i < b:
+            if not 48 <= text[i] <= 57: return np.nan
+            exponent, i = exponent*10 + text[i] - 48, i + 1
+    out = value/_TENS[max(decimals, 0)]*10.**(-exponent if below else exponent)
+    return -out if negative else out
+
+# %% ../../nbs/decoding/00c_arpa.ipynb #c019
+@_jit
+def _parse_lines(text, at, row, keys, words, ids, log_prob, backoff):
+    "Read n-grams from the place `at` on, up to an unusual line; returns its row and place. Ids of unigrams are not looked up."
+    n = ids.shape[1]
+    while row < len(ids):
+        begin, end = _field(text, at)
+        p, b = _number(text, begin, end), 0.
+        if not p <= 0: return row, at
+        for j in range(n):
+            begin, end = _field(text, end)
+            if begin == end: return row, at
+            if n > 1:
+                place = _place(keys, _hash(text, begin, end))
+                if keys[place] < 0: return row, at
+                ids[row, j] = words[place]
+        begin, end = _field(text, end)
+        if begin < end: b = _number(text, begin, end)
+        begin, end = _field(text, end)
+        if begin < end or not abs(b) < np.inf: return row, at
+        log_prob[row], backoff[row] = p, b
+        at, row = end + 1, row + 1
+    return row, at
+
+# %% ../../nbs/decoding/00c_arpa.ipynb #c020
 class ArpaReader:
     "Iterate over the n-grams of an ARPA file in `Grams` of at most `size`; `words` is complete when the unigrams have come."
     def __init__(self,
         path: str | Path,    # ARPA file, plain or .gz
         size: int = 100_000, # n-grams read at a time
-    ): self.path, self.size, self.ids, self.counts, self.line = Path(path), size, {}, [], 0
+    ): self.path, self.size, self.ids, self.counts, self.line, self.table = Path(path), size, {}, [], 0, _word_table([])
 
     def fail(self, what: str, line: int | None = None): raise ArpaError(f'{self.path}: line {line or self.line}: {what}')
 
@@ -167,19 +241,21 @@ class ArpaReader:
 
     def _parse(self, lines: list[bytes], n: int, start: int) -> Grams:
         "The n-grams of some lines, of which `start` came before in the section."
-        self.line += len(lines)
+        first, self.line = self.line + 1, self.line + len(lines)
         if n == 1: self._new_words(lines)
-        try:
-            if len(lines) == min(self.size, self.counts[n - 1] - start): return _columns(lines, n, self.ids, n < len(self.counts))
-        except (ValueError, KeyError): pass
-        out = []
-        for i, line in enumerate(lines):
-            if not line.strip() or line.startswith(b'\\'): self.fail(f'the section of {n}-grams has {start + i} entries, expected {self.counts[n - 1]}', self.line - len(lines) + i + 1)
-            try: out.append(_entry(line, n, self.ids))
-            except ValueError as e: self.fail(str(e), self.line - len(lines) + i + 1)
-        if len(out) < min(self.size, self.counts[n - 1] - start): self.fail('the file ends without \\end\\')
-        ids, log_prob, backoff = zip(*out)
-        return Grams(np.array(ids, np.int32), np.array(log_prob, np.float32), np.array(backoff, np.float32))
+        elif start == 0: self.table = _word_table(self.ids)
+        text, row, at = np.frombuffer(b''.join(lines), np.uint8), 0, 0
+        out = Grams(np.empty((len(lines), n), np.int32), *np.empty((2, len(lines)), np.float32))
+        if n == 1: out.ids[:, 0] = np.arange(start, start + len(lines))
+        while True:
+            row, at = _parse_lines(text, at, row, *self.table, *out)
+            if row == len(lines): break
+            if not lines[row].strip() or lines[row].startswith(b'\\'): self.fail(f'the section of {n}-grams has {start + row} entries, expected {self.counts[n - 1]}', first + row)
+            try: out.ids[row], out.log_prob[row], out.backoff[row] = _entry(lines[row], n, self.ids)
+            except ValueError as e: self.fail(str(e), first + row)
+            row, at = row + 1, at + len(lines[row])
+        if len(lines) < min(self.size, self.counts[n - 1] - start): self.fail('the file ends without \\end\\')
+        return out
 
     def _new_words(self, lines: list[bytes]):
         "Number the words of unigram lines."
@@ -190,7 +266,7 @@ class ArpaReader:
     @property
     def words(self) -> list[str]: return [w.decode(errors='surrogateescape') for w in self.ids]
 
-# %% ../../nbs/decoding/00c_arpa.ipynb #c020
+# %% ../../nbs/decoding/00c_arpa.ipynb #c023
 def in_capitals(words: Iterable[str]) -> bool: # Whether there are words with letters, all of them capitals
     "Whether a vocabulary is written in capitals, `<s>` and its like aside."
     spoken = [w for w in words if not w.startswith('<') and w.lower() != w.upper()]
