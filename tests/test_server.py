@@ -1,5 +1,4 @@
 "The server against a real Redis: the official protocol word by word, and everything that may go wrong on the way."
-import itertools
 import logging
 import shutil
 import socket
@@ -7,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,7 +18,9 @@ if shutil.which('redis-server') is None: pytest.skip('redis-server is not instal
 from b2t_kaggle.decoding import server
 from b2t_kaggle.decoding.beam import LexiconBeamDecoder
 from b2t_kaggle.decoding.ngram import NGram, build_ngram
-from b2t_kaggle.decoding.server import OnlineDecoder, serve
+from b2t_kaggle.decoding.rescore import load_lm, score_sentences, tiny_lm
+from b2t_kaggle.decoding.server import OnlineDecoder, llm_rescorer, serve
+from b2t_kaggle.decoding.tuning import Rescored, Weights
 from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
@@ -53,7 +55,11 @@ class Redis:
 @pytest.fixture(scope='module')
 def decoder(tmp_path_factory):
     lm = NGram.load(build_ngram(TEXT, tmp_path_factory.mktemp('lm')/'lm.arpa', order=2, estimator='own'))
-    return LexiconBeamDecoder(LEXICON, lm, nbest=5)
+    decoder = LexiconBeamDecoder(LEXICON, lm, nbest=5)
+    stream = decoder.start() # Compiled before anybody waits
+    stream.push(log_softmax(np.zeros((9, 41))))
+    stream.partial(), stream.finish()
+    return decoder
 
 
 @pytest.fixture(scope='module')
@@ -245,9 +251,9 @@ def test_llm(decoder, plain):
     def rescore(hyps, context):
         asked.append(context)
         if context == 'fail': raise MemoryError('no room')
-        return [(h, -float(len(h.text))) for h in hyps]
+        return [Rescored(**vars(h), llm=-float(len(h.text))) for h in hyps]
     logits = logits_of('i see', 2, sharp=4)
-    with serving(decoder, plain, rescore=rescore, alpha=0.3) as r:
+    with serving(decoder, plain, rescore=rescore, weights=Weights(acoustic_scale=0.5, alpha=0.3, word_score=1.0)) as r:
         client = OfficialClient(r)
         r.set('contextual_decoding_current_context', '  where are they ')
         fields, found = client.trial(logits)
@@ -256,7 +262,7 @@ def test_llm(decoder, plain):
         assert {row[0] for row in found} == set(plain_scores)
         for text, acoustic, ngram, llm, total in found:
             assert (acoustic, ngram) == pytest.approx(plain_scores[text][1:3]) and llm == -len(text)
-            assert total == pytest.approx(0.8*acoustic + 0.7*ngram + 0.3*llm)
+            assert total == pytest.approx(0.5*acoustic + 0.7*ngram + 0.3*llm + len(text.split()))
         r.set('contextual_decoding_current_context', 'fail')
         client.reset(), client.send(logits)
         failed = client.finalize()
@@ -264,11 +270,24 @@ def test_llm(decoder, plain):
         same(candidates(failed), offline(decoder, logits))
         r.delete('contextual_decoding_current_context')
         r.rpush('contextual_decoding_current_context', 'a list')       # Not a string: no context
-        client.update(alpha=0.0)
-        assert client.trial(logits)[1][0][4] == pytest.approx(max(row[4] for row in plain_scores.values()))
-        client.update(do_opt=0)
+        client.update(alpha=0.0, acoustic_scale=0.8)                   # The official kit has one scale for search and mixture
+        assert client.trial(logits)[1][0][4] == pytest.approx(max(row[4] + len(row[0].split()) for row in plain_scores.values()))
+        client.reset(), client.send(logits), client.update(do_opt=0)   # Too late for this trial
+        assert candidates(client.finalize())[0][3] < 0
         same(client.trial(logits)[1], offline(decoder, logits))
-    assert asked == ['where are they', 'fail', '']
+    assert asked == ['where are they', 'fail', '', '']
+
+
+def test_a_causal_language_model(decoder, plain, tmp_path):
+    "A tiny one of transformers, in the way in which `b2t serve` uses a large one: its scores are those of `score_sentences` behind the context."
+    pytest.importorskip('transformers', reason='transformers is not installed; pip install b2t_kaggle[llm]')
+    model, tokenizer = load_lm(tiny_lm(tmp_path, 'gpt2', TEXT))
+    with serving(decoder, plain, rescore=llm_rescorer(model, tokenizer, lm=decoder.lm)) as r:
+        r.set('contextual_decoding_current_context', 'who is there')
+        fields, found = OfficialClient(r, flush=False).trial(logits_of('it is good to see you', 1, sharp=4))
+    assert len(found) > 5 and fields[b'lm_response_final'].decode() == found[0][0]
+    np.testing.assert_allclose([row[3] for row in found], score_sentences(model, tokenizer, [row[0] for row in found], context='who is there'), atol=1e-4)
+    np.testing.assert_allclose([row[4] for row in found], [0.8*a + 0.45*n + 0.55*m for _, a, n, m, _ in found], atol=1e-6)
 
 
 @pytest.mark.parametrize('fields, words', [
@@ -348,7 +367,7 @@ def test_flush_while_an_answer_is_made(decoder, plain):
     def rescore(hyps, context):
         slow.set()
         assert go.wait(20)
-        return [(h, 0.0) for h in hyps]
+        return [Rescored(**vars(h)) for h in hyps]
     logits = logits_of('i see')
     with serving(decoder, plain, rescore=rescore) as r:
         with plain.client() as r1:
@@ -401,27 +420,30 @@ def test_broken_connections(decoder, plain, caplog):
         assert 'Redis is back; nothing is lost' in caplog.text
 
 
-def test_cut_at_any_command(decoder, plain, monkeypatch):
-    "The connection breaks at every seventh command of the server, before Redis has it or after: no answer is missing, none comes twice, and the words are right."
-    sent = itertools.count(1)
-    def cutting(whole):
+@pytest.mark.parametrize('command', ['XREAD', 'EXISTS', 'GET', 'pipeline', 'XADD'])
+def test_cut_at_a_command(command, decoder, plain, monkeypatch):
+    "The connection breaks at every third use of a command, in turn before Redis has it and after: no answer is missing, none comes twice, and the words are right."
+    uses, cuts = Counter(), Counter()
+    def cutting(whole, name):
         def execute(self, *args, **kwargs):
-            n = next(sent) if self.connection_pool.connection_kwargs.get('client_name') == 'b2t-serve' else 0
-            if n % 14 == 7: raise redis.ConnectionError('cut off before')
-            result = whole(self, *args, **kwargs)
-            if n and n % 14 == 0: raise redis.ConnectionError('cut off after')
+            if (name or args[0]) != command or self.connection_pool.connection_kwargs.get('client_name') != 'b2t-serve': return whole(self, *args, **kwargs)
+            uses[command] += 1
+            when = {3: 'before', 0: 'after'}.get(uses[command] % 6)
+            cuts[when] += 1
+            if when != 'before': result = whole(self, *args, **kwargs)
+            if when: raise redis.ConnectionError('cut off')
             return result
         return execute
     with serving(decoder, plain) as r:
-        monkeypatch.setattr(redis.Redis, 'execute_command', cutting(redis.Redis.execute_command))
-        monkeypatch.setattr(redis.client.Pipeline, 'execute', cutting(redis.client.Pipeline.execute))
+        monkeypatch.setattr(redis.Redis, 'execute_command', cutting(redis.Redis.execute_command, None))
+        monkeypatch.setattr(redis.client.Pipeline, 'execute', cutting(redis.client.Pipeline.execute, 'pipeline'))
         client = OfficialClient(r)
-        for sentence in TEXT:
+        for sentence in TEXT[:5]:
             same(client.trial(logits_of(sentence))[1], offline(decoder, logits_of(sentence)))
             assert client.wait('remote_lm_done_finalizing') == {b'done': b'1'}
         monkeypatch.undo()
-        for stream in ('output_partial', 'output_final', 'done_resetting', 'done_finalizing'): assert r.xlen(f'remote_lm_{stream}') == len(TEXT)
-    assert next(sent) > 8*14
+        for stream in ('output_partial', 'output_final', 'done_resetting', 'done_finalizing'): assert r.xlen(f"remote_lm_{stream}") == 5
+    assert cuts['before'] and cuts['after']
 
 
 def test_what_redis_refuses(decoder, plain, caplog):
@@ -492,10 +514,13 @@ def test_tls(decoder, tmp_path):
     finally: db.stop()
 
 
-def test_without_redis_py(decoder, monkeypatch):
-    "The module says what to install, and can be imported."
-    monkeypatch.setitem(sys.modules, 'redis', None)
-    with pytest.raises(RuntimeError, match=r'pip install b2t_kaggle\[serve\]'): serve(decoder)
+def test_needs_neither_torch_nor_redis_py_to_say_so():
+    "The module can be imported without what it may not need, and says what to install for what it does."
+    code = """import sys; sys.modules.update(dict.fromkeys(["torch", "tensorflow", "transformers", "IPython", "redis"]))
+from b2t_kaggle.decoding.server import connect
+try: connect()
+except RuntimeError as e: print(e)"""
+    assert 'pip install b2t_kaggle[serve]' in subprocess.run([sys.executable, '-c', code], check=True, capture_output=True, text=True).stdout
 
 
 def test_words_that_the_protocol_cannot_carry(decoder):
@@ -505,22 +530,25 @@ def test_words_that_the_protocol_cannot_carry(decoder):
 
 def test_a_clock_set_back(decoder, plain):
     "Entries with ids before those already seen, as after a flush by a clock set back, are not missed once the server has connected anew."
-    line = server.Line(server.connect(port=plain.port), OnlineDecoder(decoder))
-    line.open()
-    line.seen = {s: f'{10**15}-0' for s in line.seen}
-    line.open()
-    now, _ = line.redis.time()
-    assert all(abs(server._id(v)[0]/1000 - now) < 60 for v in line.seen.values())
-    line.redis.close()
+    with server.connect(port=plain.port) as r:
+        line = server.Line(r, OnlineDecoder(decoder))
+        line.open()
+        line.seen = {s: f'{10**15}-0' for s in line.seen}
+        line.open()
+        now, _ = r.time()
+        assert all(abs(server._id(v)[0]/1000 - now) < 60 for v in line.seen.values())
 
 
-def test_answers_of_a_server_before(decoder, plain):
-    "After a broken connection an entry that an earlier server left is not taken for the answer that was on its way."
-    line = server.Line(server.connect(port=plain.port), OnlineDecoder(decoder))
-    with plain.client() as r: r.flushall(), r.xadd('remote_lm_done_resetting', {'done': 1})
-    time.sleep(0.002)
-    line.open()
-    line.unsent.append(('remote_lm_done_resetting', {'done': 1}))
-    line.open()
-    assert not line.unsent and line.redis.xlen('remote_lm_done_resetting') == 2
-    line.redis.close()
+def test_which_answer_arrived(decoder, plain):
+    "After a broken connection neither what an earlier server left nor the answer before is taken for the one that was on its way."
+    answer = 'remote_lm_done_resetting', {'done': 1}
+    with server.connect(port=plain.port) as r:
+        r.flushall(), r.xadd(*answer)
+        time.sleep(0.002)
+        line = server.Line(r, OnlineDecoder(decoder))
+        line.open()
+        for arrived, n in ((False, 2), (True, 3), (False, 4), (False, 5)):
+            line.unsent.append(answer)
+            if arrived: r.xadd(*answer)
+            line.open()
+            assert not line.unsent and r.xlen(answer[0]) == n

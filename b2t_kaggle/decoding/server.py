@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RESET', 'UPDATE', 'INPUT', 'FINALIZE', 'PARTIAL', 'FINAL', 'ARGS', 'DONE', 'CONTEXT', 'MAX_FRAMES', 'Rescore',
-           'Answers', 'read_logits', 'scoring', 'Settings', 'Trial', 'OnlineDecoder', 'connect', 'Line', 'serve']
+           'Answers', 'read_logits', 'scoring', 'Settings', 'Trial', 'OnlineDecoder', 'llm_rescorer', 'connect', 'Line',
+           'serve']
 
 # %% ../../nbs/decoding/03_server.ipynb #c003
 import copy
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import numpy as np
 
 from .beam import Hypothesis, LexiconBeamDecoder, Stream
+from .ngram import NGram
 from ..phonemes import PHONEMES, from_lm_order
 
 RESET, UPDATE, INPUT, FINALIZE = 'remote_lm_reset', 'remote_lm_update_params', 'remote_lm_input', 'remote_lm_finalize' # What a client writes
@@ -47,7 +49,7 @@ def read_logits(
         t, k = np.argwhere(bad)[0]
         raise ValueError(f'logits, frame {t}, class {k}: found {x[t, k]}, expected numbers; look for overflow in the model')
     x -= x.max(axis=1, keepdims=True)
-    return from_lm_order(x - np.logaddexp.reduce(x, axis=1, keepdims=True))
+    return np.ascontiguousarray(from_lm_order(x - np.logaddexp.reduce(x, axis=1, keepdims=True))) # Another layout would have the search compiled anew
 
 # %% ../../nbs/decoding/03_server.ipynb #c011
 def scoring(
@@ -64,11 +66,12 @@ _RANGES = dict(acoustic_scale=(1e-6, 1e6), blank_penalty=(1e-6, 1e30), nbest=(1,
 @dataclass(frozen=True)
 class Settings:
     "What a client may change, by the official names."
-    acoustic_scale: float # Weight of the acoustic score, in the search and in the mixture
+    acoustic_scale: float # Weight of the acoustic score in the search
     blank_penalty: float  # The blank's probability is divided by this
     nbest: int            # Candidates of a trial
     alpha: float          # The LLM's part of the language model scores
     do_opt: int           # Whether an LLM scores the candidates: 0 or 1
+    mixture_scale: float  # Weight of the acoustic score beside the LLM's; a client's acoustic_scale sets both
 
     def updated(self,
         entry: dict[bytes, bytes], # Parameters as a client sends them
@@ -79,6 +82,7 @@ class Settings:
             if name in _WITHOUT_EFFECT: _log.info('%s = %s has no effect here: it belongs to the search of the official decoder', name, text)
             elif name not in _RANGES: raise ValueError(f'{name}: there is no such parameter; expected {", ".join(_RANGES)}')
             else: new[name] = _number(name, text, type(getattr(self, name)))
+        if 'acoustic_scale' in new: new['mixture_scale'] = new['acoustic_scale']
         return replace(self, **new)
 
 def _number(name: str, text: str, kind: type) -> float | int:
@@ -90,7 +94,7 @@ def _number(name: str, text: str, kind: type) -> float | int:
     return value
 
 # %% ../../nbs/decoding/03_server.ipynb #c017
-Rescore = Callable[[list[Hypothesis], str], Iterable[tuple[Hypothesis, float]]]
+Rescore = Callable[[list[Hypothesis], str], list['Rescored']] # `Rescored` is in b2t_kaggle.decoding.tuning, which needs torch
 
 @dataclass
 class Trial:
@@ -105,11 +109,12 @@ class OnlineDecoder:
     def __init__(self,
         decoder: LexiconBeamDecoder,   # The search; its acoustic_scale, blank_penalty and nbest are the settings at the start
         rescore: Rescore | None = None,# Scores hypotheses with an LLM; none: their LLM score is 0 and their total the decoder's
-        alpha: float = 0.55,           # The LLM's part at the start, the official one
+        weights: 'Weights | None' = None, # Of the mixture with the LLM, from tuning; none: α is 0.55, as in the official kit, the others are the decoder's
     ):
         if wrong := next((w for w in decoder.words if ';' in w), None): raise ValueError(f'lexicon, word {wrong!r}: the protocol joins sentences by semicolons, no word may hold one')
-        self.decoder, self.rescore, self.trial, self.lost = decoder, rescore, None, ''
-        self.settings = Settings(float(decoder.acoustic_scale), float(decoder.blank_penalty), decoder.nbest, _number('alpha', str(alpha), float), int(rescore is not None))
+        self.decoder, self.rescore, self.weights, self.trial, self.lost = decoder, rescore, weights, None, ''
+        alpha, scale = (weights.alpha, weights.acoustic_scale) if weights else (0.55, decoder.acoustic_scale)
+        self.settings = Settings(float(decoder.acoustic_scale), float(decoder.blank_penalty), decoder.nbest, float(alpha), int(rescore is not None), float(scale))
 
     def begin(self) -> Trial:
         "A trial under the present settings."
@@ -174,21 +179,32 @@ def _finalize(self: OnlineDecoder, entry: dict, context: str) -> Answers:
     return [(FINAL, {'lm_response_final': best, 'scoring': scoring(nbest), 'context_str': context} | _error(trial.error)), (DONE[FINALIZE], {'done': 1})]
 
 def _mixed(self: OnlineDecoder, hyps: list[Hypothesis], context: str, settings: Settings) -> list[tuple[Hypothesis, float]]:
-    "Hypotheses with their LLM scores and the official mixture as their total, best first."
-    d, a, out = self.decoder, settings.alpha, []
-    for h, llm in self.rescore(hyps, context):
-        total = settings.acoustic_scale*h.acoustic + (1 - a)*d.lm_weight*h.ngram + a*llm + d.word_score*h.n_words
-        if math.isnan(total): raise ValueError(f'{h.text!r} has the LLM score {llm}')
-        out.append((replace(h, total=total), llm))
-    return sorted(out, key=lambda pair: -pair[0].total)
+    "Hypotheses with their LLM scores and the mixture as their total, best first."
+    from b2t_kaggle.decoding.tuning import Weights, mix
+    weights = self.weights or Weights(word_score=self.decoder.word_score)
+    mixed, = mix([self.rescore(hyps, context)], replace(weights, acoustic_scale=settings.mixture_scale, alpha=settings.alpha))
+    if wrong := [h for h in mixed if math.isnan(h.total)]: raise ValueError(f'{wrong[0].text!r} has the LLM score {wrong[0].llm}')
+    return [(h, h.llm) for h in mixed]
 
 OnlineDecoder._finalize, OnlineDecoder._mixed = _finalize, _mixed
 
-# %% ../../nbs/decoding/03_server.ipynb #c022
+# %% ../../nbs/decoding/03_server.ipynb #c021
+def llm_rescorer(
+    model,                     # A causal language model, from `b2t_kaggle.decoding.rescore.load_lm`
+    tokenizer,                 # Its tokenizer
+    top: int = 20,             # So many hypotheses exchange words to make more; 0: none
+    lm: NGram | None = None,   # The n-gram of the search, for exact scores of what that makes
+    end: bool = False,         # Whether the LLM scores the end of the sentence, too
+) -> Rescore:
+    "What `OnlineDecoder` asks when a sentence ends."
+    from b2t_kaggle.decoding.tuning import augment, score_nbest
+    return lambda hyps, context: score_nbest([augment(hyps, top, lm=lm)], model, tokenizer, [context], end, progress=False)[0]
+
+# %% ../../nbs/decoding/03_server.ipynb #c023
 def _args(self: OnlineDecoder) -> dict:
     "What `remote_lm_args` shows."
     d = self.decoder
-    return dict(lm_path=str(d.lm.path), beam=d.beam, lm_weight=d.lm_weight, word_score=d.word_score, **asdict(self.settings))
+    return dict(lm_path=str(getattr(d.lm, 'path', '')), beam=d.beam, lm_weight=d.lm_weight, word_score=d.word_score, **asdict(self.settings))
 
 def _handle(self: OnlineDecoder,
     stream: str,               # One of the four that a client writes
@@ -208,7 +224,7 @@ _WORDLESS = {RESET: [(DONE[RESET], {'done': 1})], UPDATE: [(DONE[UPDATE], {'done
 
 OnlineDecoder._reset, OnlineDecoder._push, OnlineDecoder._update, OnlineDecoder.args, OnlineDecoder.handle = _reset, _push, _update, _args, _handle
 
-# %% ../../nbs/decoding/03_server.ipynb #c028
+# %% ../../nbs/decoding/03_server.ipynb #c029
 _ORDER = [RESET, UPDATE, INPUT, FINALIZE]
 _NAME, _KEEP, _WAIT_MS = 'b2t-serve', 10_000, 100
 
@@ -238,7 +254,7 @@ def connect(
     return redis.Redis(host, port, db=db, username=username, password=password, client_name=_NAME, protocol=2, retry=never,
                        socket_timeout=10, socket_connect_timeout=5, socket_keepalive=True, **secure)
 
-# %% ../../nbs/decoding/03_server.ipynb #c031
+# %% ../../nbs/decoding/03_server.ipynb #c032
 class Line:
     "The connection to Redis: what was read, and what is still to be sent."
     def __init__(self,
@@ -283,7 +299,7 @@ def _id(entry_id: str | bytes) -> tuple[int, int]:
     ms, number = (entry_id.decode() if isinstance(entry_id, bytes) else entry_id).split('-')
     return int(ms), int(number)
 
-# %% ../../nbs/decoding/03_server.ipynb #c033
+# %% ../../nbs/decoding/03_server.ipynb #c034
 def _read(self: Line) -> tuple[str, bytes, dict] | None:
     "Stream, id and fields of the oldest entry that was not answered yet; none after a tenth of a second without any."
     found = {stream.decode(): entries[0] for stream, entries in self.redis.xread(self.seen, count=1, block=_WAIT_MS)}
@@ -328,14 +344,14 @@ def _step(self: Line):
 
 Line._read, Line._publish, Line._context, Line._send, Line.step = _read, _publish, _context, _send, _step
 
-# %% ../../nbs/decoding/03_server.ipynb #c035
+# %% ../../nbs/decoding/03_server.ipynb #c036
 def serve(
     decoder: LexiconBeamDecoder,           # The search, with its parameters
     host: str = '127.0.0.1',               # Where Redis is
     port: int = 6379,                      # Its port
     *,
     rescore: Rescore | None = None,        # Scores hypotheses with an LLM
-    alpha: float = 0.55,                   # The LLM's part of the language model scores
+    weights: 'Weights | None' = None,      # Of the mixture with the LLM, from tuning; none: α is 0.55, the others are the decoder's
     stop: threading.Event | None = None,   # Set by another thread to end
     **connection,                          # Further options of `connect`
 ) -> None:
@@ -343,7 +359,7 @@ def serve(
 
     Raises `PermissionError` where Redis does not let us in, `RuntimeError` where another server is there already."""
     redis, stop = _redis(), stop or threading.Event()
-    online, pause = OnlineDecoder(decoder, rescore, alpha), 0.1
+    online, pause = OnlineDecoder(decoder, rescore, weights), 0.1
     trial = online.begin() # Compiles what is compiled: the first client should not wait for that
     trial.stream.push(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES))))
     trial.stream.partial(), trial.stream.finish()
