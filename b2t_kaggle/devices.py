@@ -531,7 +531,7 @@ def _on_started_tpu(d: Detected, address: str, accelerator: str, precision: str)
     except DeviceError as e: raise DeviceError((_no_kernels(d) if address == 'local' else '') or str(e)) from e
     tpu = d.tpu or Tpu(f'at {address}', None, None, {})
     device = _on_tpu(replace(d, tpu=tpu), 'asked for' if accelerator == 'tpu' else 'the TPU is the fastest here', precision)
-    return replace(device, kind='tpu', n=n, reason=device.reason + _expect(n, tpu.devices or 1, accelerator))
+    return replace(device, kind='tpu', n=n, reason=device.reason + _expect(n, tpu.devices or tpu.chips or 1, accelerator))
 
 # %% ../nbs/04_devices.ipynb #c057
 def pick_tensorflow(
@@ -545,7 +545,7 @@ def pick_tensorflow(
     if accelerator in ('auto', 'tpu') and (where := tensorflow_address(seen, address)):
         try: return _on_started_tpu(seen, where, accelerator, precision)
         except DeviceError as e:
-            if accelerator == 'tpu': raise DeviceError(f'accelerator tpu: {e}') from e
+            if accelerator == 'tpu' or tensorflow_build(seen) == 'tensorflow-tpu': raise DeviceError(f'accelerator {accelerator}: {e}') from e
             seen, left = replace(seen, tpu=None), f'; the TPU is not used: {e}'
     gpus = tensorflow_gpus()
     if accelerator != 'cpu' and len(gpus) < len(seen.gpus): left += f'; TensorFlow sees {len(gpus)} of {len(seen.gpus)} GPUs of this machine'

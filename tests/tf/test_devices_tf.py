@@ -94,6 +94,14 @@ def test_the_build_explains_the_failure(monkeypatch):
     assert (d.kind, d.precision) == ('cpu', 'float32') and 'has no kernels for a TPU' in d.reason
 
 
+def test_a_build_for_tpus_alone_has_nothing_to_fall_back_to(monkeypatch):
+    simulate_tpu(monkeypatch, 8, KAGGLE, initialize=tf.errors.InternalError(None, None, 'held by another process'))
+    monkeypatch.setattr(devices, 'installed_packages', lambda: {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'})
+    for accelerator in ('auto', 'tpu'):
+        with pytest.raises(DeviceError, match=f"accelerator {accelerator}: TensorFlow does not start the TPU 'local': held by another process"): pick_tensorflow(accelerator)
+    with pytest.raises(DeviceError, match='compiles for TPUs only'): pick_tensorflow('cpu')
+
+
 def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch):
     with socket.create_server(('127.0.0.1', 0)) as server: port = server.getsockname()[1]
     calls = simulate_tpu(monkeypatch, 8, {'COLAB_TPU_ADDR': f'127.0.0.1:{port}'})
