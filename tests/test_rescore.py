@@ -1,4 +1,5 @@
 "Scores of language models against the plain computation: model classes, precisions, contexts, odd tokenizers, and what never exists in memory."
+import itertools
 import subprocess
 import sys
 import warnings
@@ -101,7 +102,7 @@ def test_a_tokenizer_without_special_tokens_leaves_the_first_token_out(lms, tmp_
 
 def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
     model, tokenizer = lms['opt']
-    texts = [f'{a} {b} {c} {d}' for a in ('how', 'we', 'you', 'a') for b in ('does', 'see', 'keep', 'can') for c in ('a', 'the', 'this', 'at', 'it', 'cost') for d in ('cost', 'cast', 'code')]
+    texts = [' '.join(w) for w in itertools.product(('how', 'we', 'you', 'a'), ('does', 'see', 'keep', 'can'), ('a', 'the', 'this', 'at', 'it', 'cost'), ('cost', 'cast', 'code'))]
     sequences, given = token_sequences(tokenizer, texts)
     beginnings = {s[:i] for s in sequences for i in range(1, len(s))}
     body, head = [], []

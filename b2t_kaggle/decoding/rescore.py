@@ -26,21 +26,25 @@ def tiny_lm(
     vocab_size: int = 300,     # At most so many tokens; byte-level BPE needs 256
     **config,                  # More of the model's configuration
 ) -> Path:
-    "A tiny causal language model with random weights (the same at each call) and its tokenizer, for tests and examples. As with the real ones, the tokenizers of opt (`</s>`) and llama (`<s>`) put a token before each text, the others none."
+    """A tiny causal language model with random weights (the same at each call) and its tokenizer, for tests and examples.
+
+    As with the real ones, the tokenizers of opt (`</s>`) and llama (`<s>`) put a token before each text, the others none."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
     start, end = {'opt': ('</s>', '</s>'), 'llama': ('<s>', '</s>'), 'gpt2': ('<|endoftext|>',)*2}.get(kind, (None, '<|endoftext|>'))
     t = Tokenizer(models.BPE())
     t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = list(dict.fromkeys(s for s in (start, end) if s))
+    special = [s for s in dict.fromkeys((start, end)) if s]
     t.train_from_iterator(sentences, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     if kind in ('opt', 'llama'): t.post_processor = processors.TemplateProcessing(single=f'{start} $A', special_tokens=[(start, t.token_to_id(start))])
     PreTrainedTokenizerFast(tokenizer_object=t, bos_token=start, eos_token=end).save_pretrained(folder)
-    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, vocab_size=t.get_vocab_size(), initializer_range=0.3, bos_token_id=None,
-                 eos_token_id=t.token_to_id(end), pad_token_id=None) | ({'ffn_dim': 64, 'word_embed_proj_dim': 32} if kind == 'opt' else {} if kind == 'gpt2' else {'intermediate_size': 64, 'num_key_value_heads': 2})
+    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, initializer_range=0.3)
+    if kind == 'opt': small |= dict(ffn_dim=64, word_embed_proj_dim=32)
+    elif kind != 'gpt2': small |= dict(intermediate_size=64, num_key_value_heads=2)
+    tokens = dict(vocab_size=t.get_vocab_size(), bos_token_id=None, eos_token_id=t.token_to_id(end), pad_token_id=None)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small | config)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **tokens | small | config)).save_pretrained(folder)
     return Path(folder)
 
 # %% ../../nbs/decoding/02_rescore.ipynb #c009
@@ -77,7 +81,9 @@ def load_lm(
             model = PeftModel.from_pretrained(model, str(adapter))
             if not eight_bit: model = model.merge_and_unload() # As fast as without
     except (OSError, ValueError) as e:
-        raise LanguageModelError(f'{name}{f" with the adapter {adapter}" if adapter else ""}: not loaded ({str(e).splitlines()[0]}); give a folder with config.json, weights and tokenizer, or a name on the hub that this machine can reach') from None
+        what = f'{name} with the adapter {adapter}' if adapter else name
+        raise LanguageModelError(f'{what}: not loaded ({str(e).splitlines()[0]}); give a folder with config.json, weights and tokenizer, '
+                                 'or a name on the hub that this machine can reach') from None
     return (model if eight_bit else model.to(device)).eval(), tokenizer
 
 def _dtype(name: str, device: str) -> torch.dtype:
@@ -193,7 +199,8 @@ def _tree_is_right(model) -> bool:
     sequences = [tuple(t % n for t in s) for s in ((1, 2, 3, 4), (1, 2, 5, 3, 6), (1, 7, 3, 4, 2, 6))]
     ids, tree, rows = torch.tensor(sequences[2:], device=model.device), prefix_tree(sequences, 1), _row_scores(model, sequences, 1)
     try:
-        last, whole = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state), model(input_ids=ids, use_cache=False).logits
+        last = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+        whole = model(input_ids=ids, use_cache=False).logits
         wrong = np.abs(_tree_scores(model, tree, 3, np.tri(len(tree.tokens), dtype=bool)) - rows).max()
         return torch.allclose(last, whole, rtol=1e-4, atol=1e-5*whole.abs().max().item()) and bool(np.abs(_tree_scores(model, tree, 3) - rows).max() < wrong/5)
     except (RuntimeError, TypeError, ValueError, AttributeError): return False # It cannot take such arguments
@@ -205,7 +212,7 @@ def computes_trees(
     "Whether the model scores a prefix tree as it scores the sentences alone; tried once per model, with a warning where it does not."
     if model not in _TREE:
         _TREE[model] = _tree_is_right(model)
-        if not _TREE[model]: warnings.warn(f"{type(model).__name__} ({getattr(model.config, '_attn_implementation', None)} attention) cannot score a prefix tree; each sentence is computed on its own, which is slower")
+        if not _TREE[model]: warnings.warn(f'{type(model).__name__} with {model.config._attn_implementation} attention cannot score a prefix tree; each sentence is computed on its own, which is slower')
     return _TREE[model]
 
 # %% ../../nbs/decoding/02_rescore.ipynb #c028
@@ -213,7 +220,7 @@ def _check(model, sequences: Sequence[tuple[int, ...]], texts: Sequence[str]) ->
     "Raise `LanguageModelError` where a text cannot go through the model."
     longest, n_tokens = getattr(model.config, 'max_position_embeddings', None), model.get_input_embeddings().num_embeddings
     for s, t in zip(sequences, texts):
-        if longest and len(s) > longest: raise LanguageModelError(f'{t[:60]!r}… has {len(s)} tokens, {type(model).__name__} takes up to {longest}; shorten the context')
+        if longest and len(s) > longest: raise LanguageModelError(f'{t[:60]!r}… has {len(s)} tokens, {type(model).__name__} takes up to {longest}; shorten it or its context')
         if max(s, default=0) >= n_tokens: raise LanguageModelError(f'{t[:60]!r}: token {max(s)} is beyond the {n_tokens} tokens of {type(model).__name__}; the tokenizer belongs to another model')
 
 @torch.inference_mode()

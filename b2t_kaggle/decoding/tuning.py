@@ -153,6 +153,7 @@ class _Trials:
 
     def curve(self, name: str, w: Weights) -> Steps: return line_search(*self.lines(name, w), self.errors, *_RANGES[name])
 
+# %% ../../nbs/decoding/02b_tuning.ipynb #c016
 def _refine(trials: _Trials, w: Weights) -> tuple[int, Weights]:
     "Coordinate descent with exact line searches."
     best, fewest = w, int(trials.winners(w).sum())
@@ -163,13 +164,13 @@ def _refine(trials: _Trials, w: Weights) -> tuple[int, Weights]:
             if errors < fewest: best, fewest = replace(best, **{name: value}), errors
         if fewest == before: return fewest, best
 
-# %% ../../nbs/decoding/02b_tuning.ipynb #c017
 def _search(trials: _Trials, start: Weights) -> Weights:
     "The weights with the fewest errors, from a grid and the start; its gate stays."
     grid = [replace(start, acoustic_scale=s, alpha=a, word_score=0.) for s in (0.1, 0.2, 0.4, 0.8) for a in (0., 0.25, 0.5, 0.75, 1.)]
     points = sorted((start, *grid), key=lambda w: trials.winners(w).sum())[:3]
     return min((_refine(trials, w) for w in points), key=lambda x: x[0])[1]
 
+# %% ../../nbs/decoding/02b_tuning.ipynb #c018
 def _best_gate(trials: _Trials, w: Weights) -> float:
     "The lowest gate with the fewest errors: halfway between the n-gram scores of two trials, or -inf."
     more = trials.winners(replace(w, gate=np.inf)) - trials.winners(replace(w, gate=-np.inf)) # Errors that closing the gate adds
@@ -208,11 +209,12 @@ def plot_curve(
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(6, 3), layout='constrained')
     ax.stairs(100*tuned.curve.wer, [*tuned.curve.low, tuned.curve.high.iloc[-1]], baseline=None)
-    ax.plot(tuned.weights.alpha, 100*tuned.wer, 'o'); ax.annotate(f'α = {tuned.weights.alpha:.2f}: {tuned.wer:.2%}', (tuned.weights.alpha, 100*tuned.wer), xytext=(0, 8), textcoords='offset points', ha='center')
+    at = tuned.weights.alpha, 100*tuned.wer
+    ax.plot(*at, 'o'); ax.annotate(f'α = {at[0]:.2f}: {at[1]:.2f} %', at, xytext=(0, 8), textcoords='offset points', ha='center')
     ax.set(xlabel='weight α of the LLM', ylabel='WER (%)')
     return fig
 
-# %% ../../nbs/decoding/02b_tuning.ipynb #c019
+# %% ../../nbs/decoding/02b_tuning.ipynb #c020
 def cross_validate(
     nbest: Sequence[Sequence[Rescored]], # Of each trial, with the search's totals
     references: Sequence[str],           # What was said in each
@@ -226,7 +228,7 @@ def cross_validate(
         for i in range(k, len(nbest), folds): out[i], = mix([nbest[i]], weights)
     return out
 
-# %% ../../nbs/decoding/02b_tuning.ipynb #c024
+# %% ../../nbs/decoding/02b_tuning.ipynb #c025
 def score_nbest(
     nbest: Sequence[Sequence[Hypothesis]], # Of each trial
     model,                           # A causal language model
