@@ -59,7 +59,8 @@ def test_line_of_a_fault_at_any_place_in_a_piece(size, tmp_path):
     n = 20
     rng = np.random.default_rng(0)
     path = tmp_path/'lm.arpa'
-    write_arpa(path, WORDS, [len(WORDS), n], [Grams(np.arange(len(WORDS))[:, None], -np.ones(len(WORDS)), np.zeros(len(WORDS))), Grams(rng.integers(0, len(WORDS), (n, 2)), -np.ones(n), np.zeros(n))])
+    ids = np.arange(len(WORDS))[:, None], rng.integers(0, len(WORDS), (n, 2))
+    write_arpa(path, WORDS, [len(WORDS), n], [Grams(i, -np.ones(len(i)), np.zeros(len(i))) for i in ids])
     lines = path.read_text().splitlines()
     for i in (6, 8, 14, 17, len(lines) - 3, len(lines) - 2):
         assert '\t' in lines[i - 1]

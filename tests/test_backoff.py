@@ -33,7 +33,7 @@ def assert_normalised(path, contexts):
 def test_mixture(tmp_path_factory, one, two, order, other_order, weight, rng):
     "Models of different orders and vocabularies: every n-gram of the union has its mixed probability."
     tmp = tmp_path_factory.mktemp('mix')
-    paths = [build_ngram(t, tmp/f'{i}.arpa', order=min(n, max(len(s.split()) for s in t) + 2), estimator='own') for i, (t, n) in enumerate([(one, order), (two, other_order)])]
+    paths = [build_ngram(t, tmp/f'{n}.arpa', order=min(o, max(len(s.split()) for s in t) + 2), estimator='own') for n, t, o in (('one', one, order), ('two', two, other_order))]
     mix_ngrams(paths, tmp/'mix.arpa', weights=[weight, 1 - weight])
     contexts = [[], *(rng.choices('abcdefgz', k=k) for k in (1, 2, 3))]
     assert_normalised(tmp/'mix.arpa', contexts)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from b2t_kaggle.decoding.corpus import clean_sentence, clean_text, split_sentences
 from b2t_kaggle.phonemes import normalize_sentence
 
-text = st.lists(st.sampled_from([*"abIsx'.!?-:#@,“”’‘…–—0159% \t", "it's", 'U.S.', 'Mr.', 'www.a.org', 'me@b.org', 'the', "boys'", '1984', '3.5', ' ', '. A', 'é'])).map(''.join)
+text = st.lists(st.sampled_from([
+    *"abIsx'.!?-:#@,“”’‘…–—0159% \t", "it's", 'U.S.', 'Mr.', 'www.a.org', 'me@b.org', 'the', "boys'", '1984', '3.5', ' ', '. A', 'é'])).map(''.join)
 
 
 @given(text | st.text(), st.booleans())
@@ -17,7 +18,7 @@ def test_what_comes_out(line, numbers):
     for s in clean_text([line + ' '], numbers):
         assert re.fullmatch(r"[a-z']+( [a-z']+)*", s) and not any(len(w) == 1 and w not in 'ia' for w in s.split())
         assert not any(w.startswith("'") for w in s.split()) and not s.endswith("'")
-        assert normalize_sentence(s) == s and clean_sentence(s) == s
+        assert normalize_sentence(s) == s
 
 
 @given(text | st.text())

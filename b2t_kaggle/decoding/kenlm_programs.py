@@ -53,7 +53,8 @@ def build_programs(
     Raises `FileNotFoundError` where CMake, a C++ compiler or the archive is missing, `RuntimeError` with the reason where the build fails (it needs Boost)."""
     folder = Path(folder or programs_folder())
     for tool, package in ('cmake', 'cmake'), ('c++', 'g++'):
-        if not shutil.which(tool): raise FileNotFoundError(f'there is no {tool}, which builds the programs; install it (Debian: apt-get install {package} libboost-all-dev)')
+        if not shutil.which(tool):
+            raise FileNotFoundError(f'there is no {tool}, which builds the programs; install it (Debian: apt-get install {package} libboost-all-dev)')
     with tempfile.TemporaryDirectory() as tmp:
         archive = Path(source) if source else _fetch_source(Path(tmp))
         try: tarfile.open(archive).extractall(Path(tmp)/'source', filter='data')

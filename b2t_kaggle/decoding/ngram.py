@@ -255,7 +255,8 @@ def build_ngram(
     if not prune or prune != sorted(prune) or prune[0] < 0: raise ValueError(f'prune is {prune}; expected thresholds that do not fall, such as (0, 0, 1)')
     prune += prune[-1:]*(order - len(prune))
     program = find_program('lmplz')
-    if estimator == 'lmplz' and not program: raise FileNotFoundError("estimator='lmplz', but there is no lmplz on the PATH; build KenLM's programs with `b2t lm programs`, or use estimator='own'")
+    if estimator == 'lmplz' and not program:
+        raise FileNotFoundError("estimator='lmplz', but there is no lmplz on the PATH; build KenLM's programs with `b2t lm programs`, or use estimator='own'")
     use = program if estimator != 'own' else None
     vocab = None if vocab is None else set(vocab)
     sentences = _long_enough(clean_text(texts, numbers) if clean else read_sentences(texts), order)
