@@ -70,22 +70,33 @@ def phoneme_beam(
 # %% ../../nbs/decoding/01_beam.ipynb #c011
 _FLOOR = -1e4 # Log-probability that stands for all lower ones
 
+_FAULTS = {1: 'expected log-probabilities; look for overflow in the model', 2: 'for every class, expected probabilities that sum to 1; look for overflow in the model',
+           3: 'expected 1; are these logits? use log_softmax'}
+
+@_jit
+def _floored(x):
+    "Raise the lowest log-probabilities [T', K] to the floor in place; returns what is wrong, if anything, in which frame and class."
+    for t in range(len(x)):
+        top, total = -math.inf, 0.0
+        for k in range(x.shape[1]):
+            if math.isnan(x[t, k]) or x[t, k] == math.inf: return 1, t, k
+            top = max(top, x[t, k])
+        if top == -math.inf: return 2, t, 0
+        for k in range(x.shape[1]):
+            total += math.exp(x[t, k] - top)
+            x[t, k] = max(x[t, k], _FLOOR)
+        if abs(top + math.log(total)) > 0.02: return 3, t, 0
+    return 0, 0, 0
+
 def _checked(log_probs: np.ndarray, n_classes: int | None = None) -> np.ndarray:
     "Log-probabilities [T', K] as float64, none below -10000; raises `ValueError` that names the frame, what was found and what to do."
-    x = np.array(log_probs, dtype=np.float64) # A copy: the caller keeps his
+    x = np.array(log_probs, dtype=np.float64, order='C') # A copy: the caller keeps his
     if x.ndim != 2 or x.shape[1] < 2 or (n_classes and x.shape[1] != n_classes):
         raise ValueError(f"log_probs: found shape {x.shape}, expected [T', {n_classes or 'K'}], one row of log-probabilities per frame")
-    bad = np.isnan(x) | (x == np.inf)
-    if bad.any():
-        t, k = np.argwhere(bad)[0]
-        raise ValueError(f'log_probs, frame {t}, class {k}: found {x[t, k]}, expected log-probabilities; look for overflow in the model')
-    empty = (x == -np.inf).all(axis=1)
-    if empty.any(): raise ValueError(f'log_probs, frame {int(empty.argmax())}: found -inf for every class, expected probabilities that sum to 1; look for overflow in the model')
-    off = np.abs(np.logaddexp.reduce(x, axis=1)) > 0.02
-    if off.any():
-        t = int(off.argmax())
-        raise ValueError(f'log_probs, frame {t}: the probabilities sum to {np.exp(x[t]).sum():.4g}, expected 1; are these logits? use log_softmax')
-    return np.maximum(x, _FLOOR)
+    fault, t, k = _floored(x)
+    if not fault: return x
+    found = [f', class {k}: found {x[t, k]},', ': found -inf', f': the probabilities sum to {np.exp(x[t]).sum():.4g},'][fault - 1]
+    raise ValueError(f'log_probs, frame {t}{found} {_FAULTS[fault]}')
 
 # %% ../../nbs/decoding/01_beam.ipynb #c015
 class Pronunciations(NamedTuple):
@@ -734,6 +745,7 @@ class LexiconBeamDecoder:
         self.trie = _build_trie(spellings, self._asker().unigrams())
         start, symbols = _csr(itertools.chain.from_iterable(spellings))
         self._prons = Pronunciations(np.cumsum([0, *map(len, spellings)]), start, symbols)
+        self._number = {w: i for i, w in enumerate(self.words)}
         self._idle = [] # Searches that no stream uses: several threads may decode
 
     def _asker(self) -> _Known | _Asked: return self._known or _Asked(self.lm, self.words)
@@ -897,3 +909,42 @@ def align(
     path = np.empty(len(log_probs), dtype=int)
     for t in range(len(log_probs) - 1, -1, -1): path[t], state = state, state - steps[t][state]
     return np.array([[np.flatnonzero(path == 2*i + 1)[k] for k in (0, -1)] for i in range(len(ids))]).reshape(-1, 2)
+
+# %% ../../nbs/decoding/01_beam.ipynb #c069
+@_jit
+def _best_path(log_probs, symbol, first, before, end):
+    "The node that each frame of the best path to a node or to the blanks after it belongs to; blanks have the negative number of the node before."
+    n, back = len(symbol), np.zeros((len(log_probs), 2*len(symbol)), np.int32) # Entry 2i + 1: in node i, 2i: in a blank after it
+    score = np.full(2*n, -math.inf)
+    score[0] = 0
+    for t in range(len(log_probs)):
+        for i in range(n - 1, -1, -1):
+            source = 2*i + 1
+            for m in range(first[i], first[i + 1]):
+                j = before[m]
+                if score[2*j] > score[source]: source = 2*j
+                if symbol[j] != symbol[i] and score[2*j + 1] > score[source]: source = 2*j + 1
+            back[t, 2*i] = 2*i + 1 if score[2*i + 1] > score[2*i] else 2*i
+            score[2*i] = score[back[t, 2*i]] + log_probs[t, 0]
+            score[2*i + 1], back[t, 2*i + 1] = score[source] + log_probs[t, symbol[i]] if i else -math.inf, source
+    path, at = np.zeros(len(log_probs), np.int64), 2*end + 1 if score[2*end + 1] > score[2*end] else 2*end
+    if score[at] == -math.inf: return path[:0]
+    for t in range(len(log_probs) - 1, -1, -1): path[t], at = at//2 if at % 2 else -(at//2), back[t, at]
+    return path
+
+def _word_frames(self: LexiconBeamDecoder,
+    log_probs: np.ndarray,  # Log-probabilities of the trial [T', 41]
+    hypothesis: Hypothesis, # One of its hypotheses
+) -> np.ndarray:            # First and last frame of each word's phonemes [n_words, 2]
+    "When each word was said, on the best path; raises `ValueError` for words that are not in the lexicon or do not fit into the frames."
+    unknown = [w for w in hypothesis.text.split() if w not in self._number]
+    if unknown: raise ValueError(f'{unknown[0]!r} is not in the lexicon of this decoder')
+    x, words = _checked(log_probs, len(PHONEMES)), np.array([self._number[w] for w in hypothesis.text.split()], np.int64)
+    word, parent, last = _word_tree(words, np.array([0, len(words)]))
+    symbol, first, before, sil = _spelled(word, parent, self._prons)
+    path = _best_path(x, symbol, first, before, sil[last[0]])
+    if len(path) < len(x): raise ValueError(f'{len(x)} frames are too few for {hypothesis.text!r}')
+    spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in itertools.pairwise(sil)]
+    return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)
+
+LexiconBeamDecoder.word_frames = _word_frames
