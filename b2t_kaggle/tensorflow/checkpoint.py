@@ -8,7 +8,6 @@ __all__ = ['CheckpointError', 'weights_file', 'load_weights', 'save_best', 'load
 # %% ../../nbs/tensorflow/07_checkpoint.ipynb #c003
 import json
 import os
-import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,9 +46,9 @@ def _write(path: str | Path, model: keras.Model, texts: dict, more: Callable[[h5
 _PYTORCH = ('best_checkpoint', 'checkpoint/best_checkpoint', 'best.pt', 'train/best.pt')
 
 def _is_pytorch(path: Path) -> bool:
-    "Whether it is an archive with a pickle, or a pickle, as PyTorch wrote before 1.6; neither is opened."
-    if zipfile.is_zipfile(path): return any(name.endswith('data.pkl') for name in zipfile.ZipFile(path).namelist())
-    with open(path, 'rb') as f: return f.read(1) == b'\x80'
+    "Whether it begins as PyTorch's archives do, with a pickle inside, or is a pickle, as before version 1.6; neither is opened."
+    with open(path, 'rb') as f: head = f.read(512)
+    return head.startswith(b'PK') and b'data.pkl' in head or head.startswith(b'\x80')
 
 def weights_file(
     path: str | Path, # A file, or a folder that holds `best.weights.h5` or `train/best.weights.h5`
