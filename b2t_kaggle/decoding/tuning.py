@@ -210,7 +210,7 @@ def plot_curve(
     fig, ax = plt.subplots(figsize=(6, 3), layout='constrained')
     ax.stairs(100*tuned.curve.wer, [*tuned.curve.low, tuned.curve.high.iloc[-1]], baseline=None)
     at = tuned.weights.alpha, 100*tuned.wer
-    ax.plot(*at, 'o'); ax.annotate(f'α = {at[0]:.2f}: {at[1]:.2f} %', at, xytext=(0, 8), textcoords='offset points', ha='center')
+    ax.plot(*at, 'o'); ax.annotate(f'α = {at[0]:.2f}: {at[1]:.2f} %', at, xytext=(0, 20), textcoords='offset points', ha='center')
     ax.set(xlabel='weight α of the LLM', ylabel='WER (%)')
     return fig
 
