@@ -214,7 +214,8 @@ class _Head:
 
     def read(self, f: BinaryIO) -> str:
         "Read the counts; returns the line after them."
-        if (line := self.next(f)) != '\\data\\': self.fail(f'found {line[:40]!r}, expected \\data\\')
+        if (line := self.next(f)).startswith('mmap lm '): raise ArpaError(f'{self.path}: a KenLM binary, expected an ARPA file; give the one that it was made from')
+        if line != '\\data\\': self.fail(f'found {line[:40]!r}, expected \\data\\')
         while (line := self.next(f)).startswith('ngram '):
             n, _, count = line[6:].partition('=')
             if n.strip() != str(len(self.counts) + 1) or not count.strip().isdigit(): self.fail(f'found {line[:40]!r}, expected ngram {len(self.counts) + 1}=COUNT')

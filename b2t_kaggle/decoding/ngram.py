@@ -223,7 +223,7 @@ def _lmplz(program: str, sentences: Iterable[str], path: Path, order: int, prune
     "Estimate with KenLM's program; returns the orders with fallback discounts."
     with tempfile.TemporaryDirectory() as d:
         text, arpa = Path(d)/'text', Path(d)/'arpa'
-        text.write_text(''.join(f'{s}\n' for s in sentences), encoding='utf-8')
+        with open_text(text, 'wt') as f: f.writelines(f'{s}\n' for s in sentences)
         # Its own default would take 80 % of the memory
         command = [program, '-o', order, '-S', '500M', '-T', f'{d}/', '--discount_fallback', '--text', text, '--arpa', arpa, '--prune', *prune]
         if vocab is not None:
