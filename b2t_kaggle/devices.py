@@ -579,10 +579,12 @@ def configure_mixed_precision(
 ) -> str:
     "Set Keras' precision policy as the device has it: `mixed_bfloat16` or `float32`, which is returned."
     import keras
+    import tensorflow as tf
     precision = getattr(device or pick_tensorflow(), 'precision', device)
     p, _ = _precision('float32' if disable else precision, False, '')
     policy = 'mixed_bfloat16' if p == 'bfloat16' else 'float32'
     keras.mixed_precision.set_global_policy(policy)
+    tf.config.experimental.enable_tensor_float_32_execution(False)
     return policy
 
 # %% ../nbs/04_devices.ipynb #c066
