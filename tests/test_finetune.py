@@ -67,3 +67,10 @@ def test_an_adapter_is_whole_or_the_old_one(folders, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ['adapter']
     (tmp_path/'adapter'/'adapter_config.json').write_text('{"half')
     with pytest.raises(LanguageModelError, match='adapter'): load(folders['opt'], adapter=tmp_path/'adapter')
+
+
+def test_an_adapter_of_another_model_is_refused(folders, tmp_path):
+    model, tokenizer = load(folders['opt'])
+    finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=1, progress=False)
+    with pytest.raises(LanguageModelError, match='with the adapter'): load(folders['gpt2'], adapter=tmp_path/'adapter')
+    with pytest.raises(LanguageModelError, match='with the adapter'): load(tiny_lm(tmp_path/'wide', 'opt', TEXT, hidden_size=64, word_embed_proj_dim=64), adapter=tmp_path/'adapter')

@@ -142,6 +142,18 @@ def test_a_tokenizer_of_another_model_is_noticed(lms, tmp_path):
     with pytest.raises(LanguageModelError, match='belongs to another model'): score_sentences(lms['opt'][0], many, ['a thousand other words besides those'])
 
 
+def test_damaged_weights_are_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+    file = tiny_lm(tmp_path/'lm', 'opt', TEXT)/'model.safetensors'
+    weights = load_file(file)
+    gone = next(k for k in weights if 'fc1.weight' in k)
+    save_file({k: v for k, v in weights.items() if k != gone}, file, metadata={'format': 'pt'})
+    with pytest.raises(LanguageModelError, match=f'lack {gone}'): load_lm(tmp_path/'lm', device='cpu', local_files_only=True)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(LanguageModelError, match='lm: not loaded'): load_lm(tmp_path/'lm', device='cpu', local_files_only=True)
+    with pytest.raises(LanguageModelError, match='some/model: not loaded'): load_lm('some/model', device='cpu', local_files_only=True)
+
+
 def test_imported_and_used_without_transformers():
     "The module itself needs torch only; an error names what is missing."
     code = '''import sys

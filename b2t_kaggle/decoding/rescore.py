@@ -68,23 +68,30 @@ def load_lm(
 ) -> tuple[torch.nn.Module, object]:  # Model, in evaluation mode, and tokenizer
     "A causal language model of transformers. Raises `LanguageModelError` where model, adapter or a package is missing."
     need('transformers', 'a language model')
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
     if eight_bit: need('bitsandbytes', 'eight_bit')
     if adapter is not None: need('peft', 'an adapter')
+    from safetensors import SafetensorError
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
-    how = dict(quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map={'': device}) if eight_bit else dict(dtype=_dtype(dtype, device))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
-        model = AutoModelForCausalLM.from_pretrained(name, local_files_only=local_files_only, **how)
-        if adapter is not None:
-            from peft import PeftModel
-            model = PeftModel.from_pretrained(model, str(adapter))
-            if not eight_bit: model = model.merge_and_unload() # As fast as without
-    except (OSError, ValueError) as e:
+    try: model, tokenizer, missing = _from_pretrained(name, dtype, eight_bit, adapter, device, local_files_only)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        if isinstance(e, LanguageModelError): raise
         what = f'{name} with the adapter {adapter}' if adapter else name
         raise LanguageModelError(f'{what}: not loaded ({str(e).splitlines()[0]}); give a folder with config.json, weights and tokenizer, '
                                  'or a name on the hub that this machine can reach') from None
+    if missing: raise LanguageModelError(f'{name}: the weights lack {", ".join(missing[:3])} ({len(missing)} in all); not the weights of a causal language model, or a part of them is missing')
     return (model if eight_bit else model.to(device)).eval(), tokenizer
+
+def _from_pretrained(name, dtype: str, eight_bit: bool, adapter, device: str, local_files_only: bool) -> tuple[torch.nn.Module, object, list[str]]:
+    "Model, tokenizer, and the weights that were not found (transformers would leave them random)."
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    how = dict(quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map={'': device}) if eight_bit else dict(dtype=_dtype(dtype, device))
+    tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
+    model, found = AutoModelForCausalLM.from_pretrained(name, local_files_only=local_files_only, output_loading_info=True, **how)
+    if adapter is not None:
+        from peft import PeftModel
+        model = PeftModel.from_pretrained(model, str(adapter))
+        if not eight_bit: model = model.merge_and_unload() # As fast as without
+    return model, tokenizer, sorted(found['missing_keys'])
 
 def _dtype(name: str, device: str) -> torch.dtype:
     "A type by its name, or what suits the device."
