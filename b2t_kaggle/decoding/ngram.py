@@ -313,7 +313,7 @@ class NGram:
         try: return cls(_load_kenlm(path), path)
         except (OSError, RuntimeError, EOFError) as e: problem = str(e)
         if 'Avoid pruning' in problem:
-            raise ValueError(f'{path}: KenLM has no room for so many n-grams whose last words alone were pruned away; add those with `b2t lm prune {path} --threshold 0`')
+            raise ValueError(f'{path}: KenLM has no room for so many n-grams whose last words alone were pruned away; add those with `b2t lm prune {path} -o NEW.arpa --threshold 0`')
         try:
             for _ in ArpaReader(path): pass # To the first line that is wrong
         except (OSError, ValueError) as e: problem = str(e).removeprefix(f'{path}: ')
