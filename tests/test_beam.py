@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
 from b2t_kaggle.config import preset
-from b2t_kaggle.decoding.beam import LexiconBeamDecoder, align, greedy, phoneme_beam
+from b2t_kaggle.decoding.automaton import Automaton
+from b2t_kaggle.decoding.beam import Hypothesis, LexiconBeamDecoder, align, greedy, phoneme_beam
 from b2t_kaggle.decoding.ngram import NGram, build_ngram
 from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, build_lexicon, normalize_sentence, to_class_ids
 
@@ -174,6 +175,94 @@ def test_processes_and_order(lm):
     assert LexiconBeamDecoder(LEXICON, lm, beam=20).decode_all(trials, progress=False) == one
 
 
+def without_file(lm):
+    "The same model, whose file is gone, so that KenLM must be asked."
+    return NGram(lm.model, 'nowhere.arpa')
+
+
+def test_kenlm_and_automaton_agree(tmp_path):
+    "The n-gram as arrays and KenLM asked through Python: the same n-best, also streamed, in processes, and when the table of answers begins anew."
+    lm = ngram(3, tmp_path)
+    trials = [spoken(n, n) for n in (0, 3, 9, 12)]
+    known, asked = LexiconBeamDecoder(LEXICON, lm, beam=40), LexiconBeamDecoder(LEXICON, without_file(lm), beam=40)
+    assert known._known and not asked._known
+    expected, found = known.decode_all(trials, progress=False), asked.decode_all(trials, n_jobs=2, progress=False)
+    for a, b in zip(expected, found):
+        assert [h.text for h in a] == [h.text for h in b]
+        np.testing.assert_allclose([astuple(h)[1:] for h in a], [astuple(h)[1:] for h in b], atol=1e-5)
+    asked.decode(trials[2])
+    asked._idle[0].lm.MAX_STATES = 1
+    stream = asked.start()
+    for frame in trials[2]: stream.push(frame[None])
+    assert stream.finish() == found[2]
+    assert LexiconBeamDecoder(LEXICON, Automaton.load(lm.path), beam=40).decode(trials[3]) == expected[3]
+
+
+def test_processes_for_kenlm(lm):
+    trials = [spoken(n % 7, n) for n in range(40)]
+    decoder = LexiconBeamDecoder(LEXICON, without_file(lm), beam=20)
+    assert decoder.decode_all(trials, n_jobs=3, progress=False) == decoder.decode_all(trials, n_jobs=1, progress=False)
+    with pytest.raises(ValueError, match='trial 40: .*nan'): decoder.decode_all([*trials, np.full((2, 41), np.nan)], n_jobs=3, progress=False)
+
+
+def test_pruning_changes_little(lm):
+    "Without threshold and skipped blanks the best sentence is the same in clear trials; a threshold near zero is greedy; certain blanks change nothing at all."
+    trials = [spoken(8, seed) for seed in range(20)]
+    decode = lambda **options: [h[0].text for h in LexiconBeamDecoder(LEXICON, lm, **options).decode_all(trials, progress=False)]
+    complete, pruned = decode(threshold=math.inf, blank_skip=1, beam=2000), decode()
+    assert sum(a == b for a, b in zip(complete, pruned)) >= 19
+    assert sum(a == b for a, b in zip(complete, decode(threshold=0.1, beam=20))) < 20
+    x = trials[0]
+    certain = np.full((3, 41), -40.0)
+    certain[:, BLANK] = 0
+    with_blanks = np.concatenate([certain, x[:9], certain, x[9:], certain])
+    a, b = (LexiconBeamDecoder(LEXICON, lm, blank_skip=s).decode(with_blanks) for s in (0.999, 1))
+    assert a == b
+
+
+def test_penalty_decides_which_blanks_are_skipped(lm):
+    "A blank of 0.999 is certain, but not after a penalty of 90."
+    x = noisy([1, BLANK, SIL], sharp=12)
+    searched = lambda penalty: (d := LexiconBeamDecoder(LEXICON, lm, blank_penalty=penalty)).decode(x) and d._idle[0].counts()['searched frames']
+    assert (searched(1.0), searched(90.0)) == (2, 3)
+
+
+@pytest.mark.parametrize('model', [lambda lm: lm, without_file])
+def test_spelled_words(model, lm):
+    "A spelled word has the acoustic score of a word of this pronunciation, and the n-gram score of <unk> with its price."
+    rng, x = np.random.default_rng(0), noisy([*to_class_ids(['K', 'AA']), SIL, *to_class_ids(['CH', 'IY', 'Z', 'Z']), BLANK, *to_class_ids(['Z']), SIL, *to_class_ids(['B']), SIL], sharp=9)
+    best = LexiconBeamDecoder(LEXICON, model(lm), beam=300, oov_penalty=2.0).decode(x)[0]
+    known = LexiconBeamDecoder(LEXICON | {'ch-iy-z-z': [['CH', 'IY', 'Z', 'Z']]}, model(lm), beam=300).decode(x)[0]
+    assert best.text == known.text == 'c ch-iy-z-z b'
+    assert (best.acoustic, best.ngram) == pytest.approx((known.acoustic, known.ngram - 4*2.0), abs=1e-5)
+    assert best.total == pytest.approx(0.8*best.acoustic + best.ngram, abs=1e-6)
+    never = LexiconBeamDecoder(LEXICON, model(lm), oov_penalty=1e6).decode(x)
+    assert [h.text for h in never] == [h.text for h in LexiconBeamDecoder(LEXICON, model(lm)).decode(x)]
+    stream = LexiconBeamDecoder(LEXICON, model(lm), beam=300, oov_penalty=2.0).start()
+    said = []
+    for frame in x:
+        stream.push(frame[None])
+        said.append(stream.partial())
+    assert said[-1] == 'c … b' and said[3] == 'c' and stream.finish()[0] == best
+    unfinished = LexiconBeamDecoder(LEXICON, model(lm), beam=1, oov_penalty=0.0).decode(x[3:6])
+    assert unfinished and all(math.isfinite(h.total) for h in unfinished)
+
+
+def test_word_frames(lm):
+    decoder = LexiconBeamDecoder(LEXICON | {'a': [['AA'], ['IY', 'B']]}, lm)
+    x = noisy([BLANK, *to_class_ids(['IY', 'IY', 'B']), SIL, SIL, BLANK, *to_class_ids(['K']), BLANK, *to_class_ids(['AA']), SIL, BLANK], sharp=12)
+    best = decoder.decode(x)[0]
+    assert best.text == 'a c' and decoder.word_frames(x, best).tolist() == [[1, 3], [7, 9]]
+    single = LexiconBeamDecoder({w: p[:1] for w, p in LEXICON.items()}, lm)
+    for seed in range(5): # One pronunciation each: as the alignment of the labels has it
+        x = spoken(6, seed)
+        h = single.decode(x)[0]
+        labels = np.array([k for w in h.text.split() for k in (*to_class_ids(LEXICON[w][0]), SIL)])
+        spans, ends = align(x, labels), np.flatnonzero(labels == SIL)
+        assert single.word_frames(x, h).tolist() == np.stack([spans[np.append(0, ends[:-1] + 1), 0], spans[ends - 1, 1]], axis=1).tolist()
+    with pytest.raises(ValueError, match="'x' is not in the lexicon"): decoder.word_frames(x, Hypothesis('x', 0., 0., 1, 0.))
+
+
 def test_homophones_without_limit(lm):
     "Thousands of words of one pronunciation: all are scored by the n-gram, none is dropped, and buffers grow."
     lexicon = {f'x{i}': [['AA']] for i in range(3000)} | {'b': [['AA']]}
@@ -234,7 +323,7 @@ def test_refused_input(change, words, lm):
     (dict(lexicon={'a': [['AA1']]}), "found 'AA1'"),
     (dict(beam=0), 'beam is 0'), (dict(nbest=0), 'nbest is 0'), (dict(lm_weight=-1), 'lm_weight is -1'), (dict(lm_weight=math.nan), 'lm_weight is nan'),
     (dict(acoustic_scale=0), 'acoustic_scale is 0'), (dict(blank_penalty=-90), 'blank_penalty is -90'), (dict(merge='mean'), "merge is 'mean'"),
-    (dict(word_score=math.inf), 'word_score is inf'),
+    (dict(word_score=math.inf), 'word_score is inf'), (dict(threshold=0), 'threshold is 0'), (dict(blank_skip=0.3), 'blank_skip is 0.3'), (dict(oov_penalty=-1), 'oov_penalty is -1'),
 ])
 def test_refused_parameters(args, words, lm):
     with pytest.raises(ValueError, match=words): LexiconBeamDecoder(**dict(lexicon=LEXICON, lm=lm) | args)
