@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.decoding import rescore
-from b2t_kaggle.decoding.rescore import LanguageModelError, computes_trees, load_lm, prefix_tree, score_sentences, start_tokens, tiny_lm, token_sequences
+from b2t_kaggle.decoding.rescore import LanguageModelError, abilities, load_lm, prefix_tree, score_sentences, start_tokens, tiny_lm, token_sequences
 
 TREES = ('opt', 'llama', 'qwen2', 'gpt2', 'mistral', 'gpt_neox')
-NO_TREES = ('bloom', 'mamba', 'gemma2') # No position numbers; a recurrence; logits that are bent after the last layer
+BENT = 'gemma2' # Its logits are bent after the last layer
+NO_TREES = ('bloom', 'mamba') # No position numbers; a recurrence
 TEXT = ['how does it keep the cost down', 'how does it keep the cast down', 'how does it', 'how', 'you can see the code at this point', "we don't", 'how does it keep the cost down', 'a']
 words = st.lists(st.sampled_from('how does it keep the cost cast down a'.split()), min_size=1, max_size=7).map(' '.join)
 
@@ -22,7 +23,7 @@ words = st.lists(st.sampled_from('how does it keep the cost cast down a'.split()
 def lms(tmp_path_factory):
     "Models and tokenizers by kind, loaded as a user loads them."
     folder = tmp_path_factory.mktemp('lms')
-    return {kind: load_lm(tiny_lm(folder/kind, kind, TEXT), device='cpu', local_files_only=True) for kind in (*TREES, *NO_TREES)}
+    return {kind: load_lm(tiny_lm(folder/kind, kind, TEXT), device='cpu', local_files_only=True) for kind in (*TREES, BENT, *NO_TREES)}
 
 
 def plainly(model, tokenizer, text, context=''):
@@ -35,12 +36,12 @@ def plainly(model, tokenizer, text, context=''):
     return total - (plainly(model, tokenizer, context) if context else 0)
 
 
-@pytest.mark.parametrize('kind', [*TREES, *NO_TREES])
+@pytest.mark.parametrize('kind', [*TREES, BENT, *NO_TREES])
 def test_every_class_gives_what_the_plain_way_gives(lms, kind):
     model, tokenizer = lms[kind]
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        assert computes_trees(model) == (kind in TREES)
+        assert abilities(model) == (kind != BENT, kind not in NO_TREES)
         for context in ('', 'you can'):
             expected = [plainly(model, tokenizer, t, context) for t in TEXT]
             for n_nodes in (512, 5): np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT, context, n_nodes=n_nodes), expected, atol=1e-4)
@@ -49,8 +50,8 @@ def test_every_class_gives_what_the_plain_way_gives(lms, kind):
 
 @pytest.mark.parametrize('kind', NO_TREES)
 def test_a_model_without_trees_says_so(lms, kind):
-    rescore._TREE.pop(lms[kind][0], None)
-    with pytest.warns(UserWarning, match='cannot score a prefix tree'): computes_trees(lms[kind][0])
+    rescore._ABILITIES.pop(lms[kind][0], None)
+    with pytest.warns(UserWarning, match='cannot score a prefix tree'): abilities(lms[kind][0])
 
 
 @settings(max_examples=25)
@@ -66,7 +67,7 @@ def test_attention_and_precision(lms, attention, dtype, tolerance, tmp_path):
     folder = tiny_lm(tmp_path, 'llama', TEXT)
     model, tokenizer = load_lm(folder, dtype=str(dtype).removeprefix('torch.'), device='cpu', local_files_only=True)
     model.set_attn_implementation(attention)
-    assert model.dtype == dtype and computes_trees(model)
+    assert model.dtype == dtype and abilities(model) == (True, True)
     np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT), [plainly(*lms['llama'], t) for t in TEXT], atol=tolerance*2)
 
 
@@ -108,7 +109,7 @@ def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
     body, head = [], []
     hooks = [model.base_model.register_forward_hook(lambda m, a, kw, out: body.append(out.last_hidden_state.shape[:2].numel()), with_kwargs=True),
              model.get_output_embeddings().register_forward_hook(lambda m, a, out: head.append(out.shape[:-1].numel()))]
-    computes_trees(model); body.clear(); head.clear()
+    abilities(model); body.clear(); head.clear()
     score_sentences(model, tokenizer, texts)
     for h in hooks: h.remove()
     assert sum(body) == sum(head) == len(beginnings) == len(prefix_tree(sequences, given).tokens)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['tiny_lm', 'LanguageModelError', 'need', 'load_lm', 'start_tokens', 'token_sequences', 'PrefixTree', 'prefix_tree',
-           'computes_trees', 'score_sentences']
+           'Abilities', 'abilities', 'score_sentences']
 
 # %% ../../nbs/decoding/02_rescore.ipynb #c003
 import inspect
@@ -166,61 +166,82 @@ def _portions(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterator[li
 # %% ../../nbs/decoding/02_rescore.ipynb #c021
 _AT_ONCE = 128 # States that the last layer is applied to at once: fewer read its weights from memory too often, more need memory
 
-def _picked(logits: torch.Tensor, node: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    "Log-probabilities [M] of tokens, from logits [N, V] and who of the N predicts them."
-    logits = logits.float()
-    return logits[node, target] - logits.logsumexp(-1)[node]
+def _token_scores(
+    model,
+    inputs: dict[str, np.ndarray | torch.Tensor], # Of the model: B rows of L tokens
+    node: np.ndarray,   # Places in B·L after which a token comes [M], ascending
+    target: np.ndarray, # That token [M]
+    last: bool,         # Whether the last layer alone makes logits of states
+) -> np.ndarray:        # Log-probabilities [M]
+    "How probable tokens are after what stands before them."
+    tensor = lambda x: torch.as_tensor(x, device=model.device)
+    used, row = np.unique(node, return_inverse=True)
+    inputs = {k: tensor(x) for k, x in inputs.items()} | dict(use_cache=False)
+    states = model.base_model(**inputs).last_hidden_state if last else model(**inputs).logits
+    states, head = states.flatten(0, 1)[tensor(used)], model.get_output_embeddings() if last else lambda x: x
+    bounds, parts = np.searchsorted(row, range(0, len(used) + _AT_ONCE, _AT_ONCE)), []
+    for first, a, b in zip(range(0, len(used), _AT_ONCE), bounds, bounds[1:]):
+        logits, r = head(states[first:first + _AT_ONCE]).float(), tensor(row[a:b] - first)
+        parts.append(logits[r, tensor(target[a:b])] - logits.logsumexp(-1)[r])
+    return torch.cat(parts).cpu().double().numpy()
 
-def _tree_scores(model, tree: PrefixTree, n: int, visible: np.ndarray | None = None) -> np.ndarray:
+def _tree_scores(model, tree: PrefixTree, n: int, last: bool, visible: np.ndarray | None = None) -> np.ndarray:
     "Log-probabilities of n sentences [n]; what a node sees are its ancestors unless `visible` [N, N] says otherwise."
-    tensor = lambda x: torch.from_numpy(x).to(model.device)
-    mask = torch.zeros(tree.ancestor.shape, dtype=model.dtype, device=model.device)
-    mask.masked_fill_(~tensor(tree.ancestor if visible is None else visible), torch.finfo(model.dtype).min)
-    states = model.base_model(input_ids=tensor(tree.tokens)[None], position_ids=tensor(tree.depth)[None], attention_mask=mask[None, None], use_cache=False).last_hidden_state[0]
-    node, target, head = tensor(tree.node), tensor(tree.target), model.get_output_embeddings()
-    bounds = np.searchsorted(tree.node, range(0, len(states) + _AT_ONCE, _AT_ONCE))
-    parts = [_picked(head(states[i*_AT_ONCE:(i + 1)*_AT_ONCE]), node[a:b] - i*_AT_ONCE, target[a:b]) for i, (a, b) in enumerate(zip(bounds, bounds[1:])) if a < b]
-    return np.bincount(tree.sentence, torch.cat(parts).cpu().double().numpy(), minlength=n)
+    hidden = torch.from_numpy(~(tree.ancestor if visible is None else visible))
+    mask = torch.zeros(hidden.shape, dtype=model.dtype).masked_fill_(hidden, torch.finfo(model.dtype).min)
+    inputs = dict(input_ids=tree.tokens[None], position_ids=tree.depth[None], attention_mask=mask[None, None])
+    return np.bincount(tree.sentence, _token_scores(model, inputs, tree.node, tree.target, last), minlength=n)
 
 # %% ../../nbs/decoding/02_rescore.ipynb #c023
-def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int) -> np.ndarray:
-    "Log-probabilities of sentences, a padded row for each; few at once, because each row has a number for every token and word of the vocabulary."
+def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, last: bool) -> np.ndarray:
+    "Log-probabilities of sentences [n], a padded row for each."
     scores, order = np.zeros(len(sequences)), sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     while order:
-        n_rows = max(1, _AT_ONCE//len(sequences[order[-1]]))
+        width = len(sequences[order[-1]])
+        n_rows = max(1, (8 if last else 1)*_AT_ONCE//width) # Logits of a whole model need memory for every token of every row
         rows, order = order[-n_rows:], order[:-n_rows]
-        ids = torch.zeros(len(rows), len(sequences[rows[-1]]), dtype=torch.int64)
-        real = torch.zeros_like(ids)
-        for j, i in enumerate(rows): ids[j, :len(sequences[i])], real[j, :len(sequences[i])] = torch.tensor(sequences[i]), 1
-        logits = model(input_ids=ids.to(model.device), attention_mask=real.to(model.device), use_cache=False).logits
-        for j, i in enumerate(rows):
-            n = len(sequences[i])
-            scores[i] = _picked(logits[j, n_given - 1:n - 1], torch.arange(n - n_given), ids[j, n_given:n].to(model.device)).double().sum().item()
+        ids, real = np.zeros((2, len(rows), width), np.int64)
+        for j, i in enumerate(rows): ids[j, :len(sequences[i])], real[j, :len(sequences[i])] = sequences[i], 1
+        scored = real.astype(bool)
+        scored[:, :n_given] = False
+        j, t = np.nonzero(scored)
+        scores[rows] = np.bincount(j, _token_scores(model, dict(input_ids=ids, attention_mask=real), j*width + t - 1, ids[j, t], last), minlength=len(rows))
     return scores
 
 # %% ../../nbs/decoding/02_rescore.ipynb #c025
-_TREE = WeakKeyDictionary() # Model -> whether it computes trees
+class Abilities(NamedTuple):
+    "What a model can do besides computing rows as a whole."
+    last: bool # Its last layer alone makes logits of states
+    tree: bool # It scores a prefix tree as it scores the sentences alone
 
-def _tree_is_right(model) -> bool:
-    n = model.get_input_embeddings().num_embeddings
-    sequences = [tuple(t % n for t in s) for s in ((1, 2, 3, 4), (1, 2, 5, 3, 6), (1, 7, 3, 4, 2, 6))]
-    ids, tree, rows = torch.tensor(sequences[2:], device=model.device), prefix_tree(sequences, 1), _row_scores(model, sequences, 1)
-    try:
-        last = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-        whole = model(input_ids=ids, use_cache=False).logits
-        wrong = np.abs(_tree_scores(model, tree, 3, np.tri(len(tree.tokens), dtype=bool)) - rows).max()
-        return torch.allclose(last, whole, rtol=1e-4, atol=1e-5*whole.abs().max().item()) and bool(np.abs(_tree_scores(model, tree, 3) - rows).max() < wrong/5)
-    except (RuntimeError, TypeError, ValueError, AttributeError): return False # It cannot take such arguments
+_ABILITIES = WeakKeyDictionary() # By model
+_CANNOT = RuntimeError, TypeError, ValueError, AttributeError # What models raise that cannot take such arguments
+
+def _last_is_enough(model, ids: np.ndarray) -> bool:
+    ids = torch.as_tensor(ids, device=model.device)
+    whole = model(input_ids=ids, use_cache=False).logits
+    try: alone = model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    except _CANNOT: return False
+    return torch.allclose(alone, whole, rtol=1e-4, atol=1e-5*whole.abs().max().item())
+
+def _tree_is_right(model, sequences: Sequence[tuple[int, ...]], last: bool) -> bool:
+    tree, rows = prefix_tree(sequences, 1), _row_scores(model, sequences, 1, last)
+    difference = lambda visible: np.abs(_tree_scores(model, tree, len(sequences), last, visible) - rows).max()
+    try: return bool(difference(None) < difference(np.tri(len(tree.tokens), dtype=bool))/5)
+    except _CANNOT: return False
 
 @torch.inference_mode()
-def computes_trees(
+def abilities(
     model: torch.nn.Module, # A causal language model of transformers
-) -> bool:
-    "Whether the model scores a prefix tree as it scores the sentences alone; tried once per model, with a warning where it does not."
-    if model not in _TREE:
-        _TREE[model] = _tree_is_right(model)
-        if not _TREE[model]: warnings.warn(f'{type(model).__name__} with {model.config._attn_implementation} attention cannot score a prefix tree; each sentence is computed on its own, which is slower')
-    return _TREE[model]
+) -> Abilities:
+    "What the model can do; tried once, with a warning where it is slow because it cannot compute trees."
+    if model not in _ABILITIES:
+        n = model.get_input_embeddings().num_embeddings
+        sequences = [tuple(t % n for t in s) for s in ((1, 2, 3, 4), (1, 2, 5, 3, 6), (1, 7, 3, 4, 2, 6))]
+        last = _last_is_enough(model, np.array(sequences[2:]))
+        _ABILITIES[model] = Abilities(last, _tree_is_right(model, sequences, last))
+        if not _ABILITIES[model].tree: warnings.warn(f'{type(model).__name__} with {model.config._attn_implementation} attention cannot score a prefix tree; each sentence is computed on its own, which is slower')
+    return _ABILITIES[model]
 
 # %% ../../nbs/decoding/02_rescore.ipynb #c028
 def _check(model, sequences: Sequence[tuple[int, ...]], texts: Sequence[str]) -> None:
@@ -232,10 +253,11 @@ def _check(model, sequences: Sequence[tuple[int, ...]], texts: Sequence[str]) ->
 
 @torch.inference_mode()
 def _log_probs(model, sequences: Sequence[tuple[int, ...]], n_given: int, n_nodes: int) -> np.ndarray:
-    window = getattr(model.config, 'sliding_window', None)
-    if (window and max(map(len, sequences), default=0) > window) or not computes_trees(model): return _row_scores(model, sequences, n_given)
+    window, (last, tree) = getattr(model.config, 'sliding_window', None), abilities(model)
+    if not tree or (window and max(map(len, sequences), default=0) > window): return _row_scores(model, sequences, n_given, last)
     scores = np.zeros(len(sequences))
-    for portion in _portions(sequences, n_nodes): scores[portion] = _tree_scores(model, prefix_tree([sequences[i] for i in portion], n_given), len(portion))
+    for portion in _portions(sequences, n_nodes if last else min(n_nodes, _AT_ONCE)):
+        scores[portion] = _tree_scores(model, prefix_tree([sequences[i] for i in portion], n_given), len(portion), last)
     return scores
 
 def score_sentences(
