@@ -20,7 +20,8 @@ from b2t_kaggle.devices import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import Cores
-from b2t_kaggle.pytorch.trainer import Taken, Trainer, check_finite, explain_memory, train
+from b2t_kaggle.loop import Taken, check_finite
+from b2t_kaggle.pytorch.trainer import Trainer, explain_memory, train
 from b2t_kaggle.training import Budget, TrainingError, read_history
 
 SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']
@@ -91,7 +92,7 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
         norm = torch.nn.utils.clip_grad_norm_(p.values(), 1.)
         opt.step(); schedule.step()
         taken = t.train_step(parts, batch_days)
-        assert abs(taken.mean_loss() - loss.item()) < 1e-3 * loss.item() and abs(taken.norm.item() - norm.item()) < 1e-2 * norm.item()
+        assert abs(taken.mean_loss() - loss.item()) < 1e-3 * loss.item() and abs(taken.norm - norm.item()) < 1e-2 * norm.item()
     final = to_official_state(t.model.state_dict())
     for k, v in p.items():
         assert (final[k] - v).abs().max() < 2e-4, k
@@ -332,16 +333,16 @@ def test_a_budget_that_ends_with_the_last_step_leaves_a_finished_run(stores, tmp
     assert result['finished'] and result['stopped'] is None
 
 
-class Rank(Cores):
+class Rank:
     "One of two processes, as far as `check_finite` can tell: what the other one says is given."
-    def __init__(self, device, other): super().__init__(device); self.other = other
+    def __init__(self, store, other): self.store, self.other = store, other
     def gather(self, value): return [value, self.other]
 
 
 def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):
-    healthy = Taken(3, [torch.ones(2)], torch.tensor(math.nan), {}, np.array([0, 1]))
-    with pytest.raises(TrainingError, match='^the bad one$'): check_finite(healthy, stores[0], Rank(pick_torch('cpu'), ('the bad one', True)))
-    check_finite(Taken(3, [torch.ones(2)], torch.tensor(1.), {}, np.array([0, 1])), stores[0], Rank(pick_torch('cpu'), (None, False)))
+    step = lambda norm: Taken(3, np.array([0, 1]), {}, lambda: (np.ones(2), norm))
+    with pytest.raises(TrainingError, match='^the bad one$'): check_finite(step(math.nan), Rank(stores[0], ('the bad one', True)))
+    check_finite(step(1.), Rank(stores[0], (None, False)))
 
 
 def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_run(stores, tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def steps(stores, cfg, n):
     out['val_buckets'] = len({bucket_of(t.store_val.n_bins[i[i >= 0]].max(), few) for i in evaluation_batches(t.store_val.n_bins, cfg.data.eval_batch_size)})
     out['val_compiled'], out['val'] = compilations() - before, [[v['val_loss'], v['val_per']] for v in validations]
     out['fallbacks'] = [c for c in met.counter_names() if c.startswith('aten::')]
-    out['norms'], out['losses'] = [t.norm.item() for t in out['losses']], [t.mean_loss() for t in out['losses']]
+    out['norms'], out['losses'] = [t.norm for t in out['losses']], [t.mean_loss() for t in out['losses']]
     return out
 
 
