@@ -28,7 +28,7 @@ LEXICON = {word: [phonemes] for word, *phonemes in map(str.split, """how HH AW, 
     is IH Z, it IH T, good G UH D, to T UW, too T UW, see S IY, sea S IY""".split(','))}
 TEXT = ['how are you', 'are you there', 'i am here', 'how is it there', 'you are here', 'it is good to see you', 'i see']
 # All that a user of the server needs, as the notebook says
-COMMANDS = '+ping +time +info +exists +get +xread +xadd +xrevrange +client|setname +client|list'
+COMMANDS = '+time +info +exists +get +xread +xadd +xrevrange +client|setname +client|list'
 
 
 class Redis:
@@ -232,6 +232,7 @@ def test_parameters(decoder, plain):
         client.reset()
         assert client.update(acoustic_scale=0.35, blank_penalty=90.0, alpha=0.55, nbest=3, max_active=7000, beam=17.0) == {b'done': b'1'}
         assert r.xrevrange('remote_lm_args', count=1)[0][1][b'blank_penalty'] == b'90.0'
+        client.update(**{k.decode(): v for k, v in r.xrevrange('remote_lm_args', count=1)[0][1].items()}) # All that is shown may be sent back
         client.send(logits[:10])
         client.update(acoustic_scale=0.8, blank_penalty=1.0, nbest=5)
         client.send(logits[10:])
@@ -420,7 +421,7 @@ def test_broken_connections(decoder, plain, caplog):
         assert 'Redis is back; nothing is lost' in caplog.text
 
 
-@pytest.mark.parametrize('command', ['XREAD', 'EXISTS', 'GET', 'pipeline', 'XADD'])
+@pytest.mark.parametrize('command', ['pipeline', 'GET', 'XADD']) # What reads and looks, the context, what answers
 def test_cut_at_a_command(command, decoder, plain, monkeypatch):
     "The connection breaks at every third use of a command, in turn before Redis has it and after: no answer is missing, none comes twice, and the words are right."
     uses, cuts = Counter(), Counter()

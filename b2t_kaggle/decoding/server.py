@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def scoring(
 
 # %% ../../nbs/decoding/03_server.ipynb #c014
 _WITHOUT_EFFECT = {'max_active', 'min_active', 'beam', 'lattice_beam', 'ctc_blank_skip_threshold', 'length_penalty', 'rescore',
-                   'top_candidates_to_augment', 'score_penalty_percent'}
+                   'top_candidates_to_augment', 'score_penalty_percent', 'lm_path', 'lm_weight', 'word_score', 'mixture_scale'}
 _RANGES = dict(acoustic_scale=(1e-6, 1e6), blank_penalty=(1e-6, 1e30), nbest=(1, 10_000), alpha=(0, 1), do_opt=(0, 1))
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Settings:
         "With the values of an entry; raises `ValueError` that names the parameter."
         new = {}
         for name, text in ((k.decode(errors='replace'), v.decode(errors='replace')) for k, v in entry.items()):
-            if name in _WITHOUT_EFFECT: _log.info('%s = %s has no effect here: it belongs to the search of the official decoder', name, text)
+            if name in _WITHOUT_EFFECT: _log.info('%s = %s has no effect: it belongs to the official search, or is set when this server starts', name, text)
             elif name not in _RANGES: raise ValueError(f'{name}: there is no such parameter; expected {", ".join(_RANGES)}')
             else: new[name] = _number(name, text, type(getattr(self, name)))
         if 'acoustic_scale' in new: new['mixture_scale'] = new['acoustic_scale']
@@ -114,7 +114,7 @@ class OnlineDecoder:
         if wrong := next((w for w in decoder.words if ';' in w), None): raise ValueError(f'lexicon, word {wrong!r}: the protocol joins sentences by semicolons, no word may hold one')
         self.decoder, self.rescore, self.weights, self.trial, self.lost = decoder, rescore, weights, None, ''
         alpha, scale = (weights.alpha, weights.acoustic_scale) if weights else (0.55, decoder.acoustic_scale)
-        self.settings = Settings(float(decoder.acoustic_scale), float(decoder.blank_penalty), decoder.nbest, float(alpha), int(rescore is not None), float(scale))
+        self.settings = Settings(float(decoder.acoustic_scale), float(decoder.blank_penalty), int(decoder.nbest), float(alpha), int(rescore is not None), float(scale))
 
     def begin(self) -> Trial:
         "A trial under the present settings."
@@ -204,7 +204,7 @@ def llm_rescorer(
 def _args(self: OnlineDecoder) -> dict:
     "What `remote_lm_args` shows."
     d = self.decoder
-    return dict(lm_path=str(getattr(d.lm, 'path', '')), beam=d.beam, lm_weight=d.lm_weight, word_score=d.word_score, **asdict(self.settings))
+    return dict(lm_path=str(getattr(d.lm, 'path', '')), beam=int(d.beam), lm_weight=float(d.lm_weight), word_score=float(d.word_score), **asdict(self.settings))
 
 def _handle(self: OnlineDecoder,
     stream: str,               # One of the four that a client writes
@@ -249,7 +249,7 @@ def connect(
     redis = _redis()
     if not tls and (tls_ca or tls_cert or tls_key): raise ValueError('a certificate was given, but not that the connection is to use TLS; say tls=True')
     if bool(tls_cert) != bool(tls_key): raise ValueError('a certificate of ours and its key go together; give tls_cert and tls_key')
-    secure = dict(ssl=True, ssl_ca_certs=tls_ca, ssl_certfile=tls_cert, ssl_keyfile=tls_key) if tls else {}
+    secure = dict(ssl=True, ssl_check_hostname=True, ssl_ca_certs=tls_ca, ssl_certfile=tls_cert, ssl_keyfile=tls_key) if tls else {}
     never = redis.retry.Retry(redis.backoff.NoBackoff(), 0) # An entry sent twice would answer two requests
     return redis.Redis(host, port, db=db, username=username, password=password, client_name=_NAME, protocol=2, retry=never,
                        socket_timeout=10, socket_connect_timeout=5, socket_keepalive=True, **secure)
@@ -280,7 +280,7 @@ class Line:
         if self.unsent and self._arrived(*self.unsent[0]): self.unsent.popleft()
         self.run = run
         self._send()
-        self._publish()
+        if not self.redis.exists(ARGS): self._publish()
 
     def _alone(self):
         "Two servers would both answer every client."
@@ -302,14 +302,16 @@ def _id(entry_id: str | bytes) -> tuple[int, int]:
 # %% ../../nbs/decoding/03_server.ipynb #c034
 def _read(self: Line) -> tuple[str, bytes, dict] | None:
     "Stream, id and fields of the oldest entry that was not answered yet; none after a tenth of a second without any."
-    found = {stream.decode(): entries[0] for stream, entries in self.redis.xread(self.seen, count=1, block=_WAIT_MS)}
-    if not found: return None
+    entries, there = self.redis.pipeline(transaction=False).xread(self.seen, count=1, block=_WAIT_MS).exists(ARGS).execute()
+    if not there: self._publish()
+    if not entries: return None
+    found = {stream.decode(): first for stream, (first, *_) in entries}
     stream = min(found, key=lambda s: (_id(found[s][0])[0], _ORDER.index(s)))
     return stream, *found[stream]
 
 def _publish(self: Line):
-    "The parameters, where a client flushed them away."
-    if not self.redis.exists(ARGS): self.sent[ARGS] = self.redis.xadd(ARGS, self.online.args())
+    "Show the parameters."
+    self.sent[ARGS] = self.redis.xadd(ARGS, self.online.args())
 
 def _context(self: Line) -> str:
     "What was said before, by the key that a client may set."
@@ -334,7 +336,6 @@ def _send(self: Line):
 def _step(self: Line):
     "Read an entry and answer it. It counts as seen when nothing that may fail lies before its answer."
     request = self._read()
-    self._publish()
     if request is None: return
     stream, entry_id, entry = request
     context = self._context() if stream == FINALIZE else ''
@@ -360,6 +361,7 @@ def serve(
     Raises `PermissionError` where Redis does not let us in, `RuntimeError` where another server is there already."""
     redis, stop = _redis(), stop or threading.Event()
     online, pause = OnlineDecoder(decoder, rescore, weights), 0.1
+    _log.info('Preparing the search')
     trial = online.begin() # Compiles what is compiled: the first client should not wait for that
     trial.stream.push(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES))))
     trial.stream.partial(), trial.stream.finish()
