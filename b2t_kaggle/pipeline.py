@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'PipelineError', 'Stage', 'plan', 'notebook_dir', 'notebook_path', 'fingerprint', 'Run', 'write_json',
-           'StageRun', 'begin_stage', 'execute', 'write_report', 'run_stages']
+           'StageRun', 'begin_stage', 'open_decoder', 'execute', 'write_report', 'run_stages']
 
 # %% ../nbs/07_pipeline.ipynb #c003
 import hashlib
@@ -174,6 +174,11 @@ class Run:
         "What `infer` loads: the configured checkpoint, or the best one of this run."
         return self.cfg.infer.checkpoint or self.dir/'train'/('best.weights.h5' if self.cfg.train.framework == 'tensorflow' else 'best.pt')
 
+    @property
+    def lm_path(self) -> Path:
+        "The n-gram model: the configured one, or what the run built."
+        return self.cfg.lm.path or self.dir/'lm'/'lm.arpa'
+
     def nbest(self,
         split: str, # `val` or `test`
     ) -> Path:
@@ -282,7 +287,20 @@ def begin_stage(
     "What a stage notebook starts with, whoever executes it."
     return StageRun(Run(run_dir, work_dir, overrides), name).begin()
 
-# %% ../nbs/07_pipeline.ipynb #c027
+# %% ../nbs/07_pipeline.ipynb #c025
+def open_decoder(
+    run: Run,  # Its `lm` stage must be done
+    **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration
+):
+    "The `LexiconBeamDecoder` that a run's configuration describes. Raises `PipelineError` where the run has no language model yet."
+    from b2t_kaggle.decoding.beam import LexiconBeamDecoder
+    from b2t_kaggle.decoding.ngram import NGram
+    from b2t_kaggle.phonemes import build_lexicon
+    words = run.dir/'lm'/'words.txt'
+    if not words.exists(): raise PipelineError(f'{words} does not exist; run `b2t lm` on this run first')
+    return LexiconBeamDecoder(build_lexicon(words.read_text().split()), NGram.load(run.lm_path), **run.cfg.decode.model_dump(exclude={'n_jobs'}) | changes)
+
+# %% ../nbs/07_pipeline.ipynb #c029
 def execute(
     run: Run,
     name: str, # Stage
@@ -305,7 +323,7 @@ def execute(
     except pm.PapermillExecutionError as e:
         raise PipelineError(f'stage {name} failed: {e.ename}: {e.evalue}\nThe whole traceback is in {out}') from None
 
-# %% ../nbs/07_pipeline.ipynb #c029
+# %% ../nbs/07_pipeline.ipynb #c031
 def write_report(run: Run) -> Path:
     "`report.html` from the executed report notebook."
     from nbconvert import HTMLExporter
@@ -314,7 +332,7 @@ def write_report(run: Run) -> Path:
     write_whole(path, html)
     return path
 
-# %% ../nbs/07_pipeline.ipynb #c030
+# %% ../nbs/07_pipeline.ipynb #c032
 def run_stages(
     run: Run,
     until: str | None = None,     # Last stage wanted; none means all
