@@ -232,8 +232,8 @@ class Automaton:
     "An n-gram model as arrays."
     CACHED = 1 << 22 # Bytes of an ARPA file from which on the arrays are kept: smaller ones are read in no time
 
-    def __init__(self, facts: dict, arrays: dict[str, np.ndarray]):
-        self.order, self.counts, (self._begin, self.end, self.unknown) = facts['order'], facts['counts'], facts['marks']
+    def __init__(self, path: Path, facts: dict, arrays: dict[str, np.ndarray]):
+        self.path, self.order, self.counts, (self._begin, self.end, self.unknown) = path, facts['order'], facts['counts'], facts['marks']
         self._words, self.arrays = arrays['words'], Arrays(arrays['arcs'], arrays['first'], arrays['states'])
         self.begin = int(self.arrays.first[self._begin]['next']) # The state in which a sentence begins
 
@@ -247,11 +247,11 @@ class Automaton:
         path = Path(path)
         if not path.is_file(): raise FileNotFoundError(f'{path}: there is no such file; build a model with `b2t lm build`, or give an ARPA file')
         source, kept = _source(path), path.with_name(path.name + '.automaton')
-        if found := _open(kept, source): return cls(*found)
+        if found := _open(kept, source): return cls(path, *found)
         facts, arrays = _build(path)
-        if source['size'] < cls.CACHED or not os.access(path.parent, os.W_OK): return cls(facts, arrays)
+        if source['size'] < cls.CACHED or not os.access(path.parent, os.W_OK): return cls(path, facts, arrays)
         _save(kept, facts | {'source': source}, arrays)
-        return cls(*_open(kept, source))
+        return cls(path, *_open(kept, source))
 
 # %% ../../nbs/decoding/00b_automaton.ipynb #c019
 def _ids(self: Automaton,
@@ -270,4 +270,6 @@ def _score(self: Automaton,
     ids = self.ids(words.split() if isinstance(words, str) else list(words))
     return LN10*walk(self.arrays, self.begin if bos else 0, np.append(ids, np.int32(self.end)) if eos else ids)[0]
 
-Automaton.ids, Automaton.score = _ids, _score
+def _contains(self: Automaton, word: str) -> bool: return self.ids([word])[0] != self.unknown
+
+Automaton.ids, Automaton.score, Automaton.__contains__ = _ids, _score, _contains

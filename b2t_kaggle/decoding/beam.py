@@ -771,7 +771,7 @@ class LexiconBeamDecoder:
         blank_penalty: float = 1.0,   # The blank's probability is divided by this
         nbest: int = 10,              # Hypotheses returned
         merge: Literal['max', 'sum'] = 'max', # Whether a hypothesis' acoustic score is its best path or the sum over its paths
-        threshold: float = 16.0,      # Hypotheses are dropped that are this much worse than the best one, in nats of the acoustic score
+        threshold: float = 12.0,      # Hypotheses are dropped that are this much worse than the best one, in nats of the acoustic score
         blank_skip: float = 0.999,    # Frames in which the blank, with its penalty, is more probable are not searched; 1 searches all
         oov_penalty: float | None = None, # A word may be spelled by its phonemes as `<unk>` with e to the minus this for each; log 39 takes them for equally likely, none allows no spelling
     ):
