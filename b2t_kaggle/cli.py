@@ -192,9 +192,9 @@ def serve(force, host, port, nbest, **given):
     decoder, llm = open_decoder(run, nbest=nbest), {}
     if (c := run.cfg.rescore).model:
         from b2t_kaggle.decoding.rescore import load_lm
-        from b2t_kaggle.decoding.tuning import Weights
+        from b2t_kaggle.decoding.tuning import configured_weights
         model, tokenizer = load_lm(c.model, dtype=c.dtype, eight_bit=c.eight_bit, adapter=c.adapter)
-        llm = dict(rescore=llm_rescorer(model, tokenizer, top=c.swaps, lm=decoder.lm), weights=Weights(c.acoustic_scale, c.alpha, c.word_score, float('-inf') if c.gate is None else c.gate))
+        llm = dict(rescore=llm_rescorer(model, tokenizer, top=c.swaps, lm=decoder.lm, end=c.end), weights=configured_weights(c))
     try: serve(decoder, host, port, **llm, **connection)
     except KeyboardInterrupt: click.echo('Stopped.')
 

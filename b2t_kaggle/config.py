@@ -243,6 +243,8 @@ class RescoreConfig(Section):
     "Weight of the LLM; the n-gram has the rest."
     word_score: float = 0.0
     "Added per word."
+    end: bool = False
+    "Whether the LLM scores the end of the sentence too; true suits the adapters of `b2t lm finetune`, which learn it."
     gate: float | None = None
     "n-gram log-probability per word below which the LLM is not asked, as in sentences of random words; none asks it always."
 
