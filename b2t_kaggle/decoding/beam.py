@@ -385,11 +385,12 @@ def write_nbest(
 
 def read_nbest(
     path: str | Path, # From `write_nbest`
+    kind: type[Hypothesis] = Hypothesis, # Of its entries, such as `tuning.Rescored`
 ) -> list[list[Hypothesis]]:
     "The n-best lists of a file; raises `ValueError` naming the line that is none."
     out = []
     for i, line in enumerate(Path(path).read_text().splitlines(), 1):
-        try: out.append([Hypothesis(**h) for h in json.loads(line)])
+        try: out.append([kind(**h) for h in json.loads(line)])
         except (ValueError, TypeError) as e: raise ValueError(f'{path}, line {i}: not an n-best list ({e}); decode again') from None
     return out
 
