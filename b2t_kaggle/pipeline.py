@@ -181,9 +181,12 @@ class Run:
 
     def nbest(self,
         split: str, # `val` or `test`
-    ) -> Path:
-        "The n-best lists that the submission is made from."
-        return self.dir/f'{"rescored" if self.cfg.rescore.model else "nbest"}_{split}.jsonl'
+    ) -> list[list]:
+        "The n-best lists that the submission is made from: the search's, or the LLM's where there is one."
+        from b2t_kaggle.decoding.beam import read_nbest
+        if self.cfg.rescore.model is None: return read_nbest(self.dir/f'nbest_{split}.jsonl')
+        from b2t_kaggle.decoding.tuning import Rescored
+        return read_nbest(self.dir/f'rescored_{split}.jsonl', Rescored)
 
 # %% ../nbs/07_pipeline.ipynb #c020
 def write_json(value, path: Path) -> None:

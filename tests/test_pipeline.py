@@ -1,6 +1,8 @@
 "The pipeline end to end, through papermill and the command line: a run, its repetition, a kill, changed parameters, broken input."
 import csv
 import json
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ import pytest
 import yaml
 
 from b2t_kaggle.config import preset
-from b2t_kaggle.pipeline import STAGES, Run, StageRun, plan
+from b2t_kaggle.pipeline import STAGES, Run, StageRun, open_decoder, plan
 
 # Small enough for seconds, large enough that every stage has work to do
 SMALL = {'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 4, 'simulate.test': 4, 'simulate.lm_sentences': 400,
@@ -170,3 +172,43 @@ def test_two_runs_share_what_is_big(tmp_path):
     assert [p.returncode for p in both] == [0, 0], said
     assert sum(err.count('── simulate') for _, err in said) == 1
     assert sum(err.count('── pack') for _, err in said) == 1
+
+
+def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
+    "A tiny language model; without one in the configuration there is no such stage."
+    pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
+    from b2t_kaggle.decoding.rescore import tiny_lm
+    run, options, _ = finished
+    said = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
+    r = b2t('submit', *options, '--set', f'rescore.model={tiny_lm(tmp_path/"lm", "opt", said or ["a"])}')
+    assert r.returncode == 0, r.stderr[-3000:]
+    lists = [json.loads(line) for line in (run/'rescored_test.jsonl').read_text().splitlines()]
+    assert all(h['llm'] <= 0 for hyps in lists for h in hyps)
+    assert [row['text'] for row in csv.DictReader((run/'submission.csv').open())] == [hyps[0]['text'] for hyps in lists]
+    r = b2t('rescore', *options, '--set', 'rescore.model=null')
+    assert r.returncode == 1 and 'rescore.model, the language model to ask, is not set' in r.stderr
+    assert b2t('submit', *options).returncode == 0
+
+
+def test_serving_a_run(finished):
+    "The official client, word by word, hears from the command what the run's own decoder finds."
+    if not shutil.which('redis-server'): pytest.skip('redis-server is not installed')
+    pytest.importorskip('redis', reason='needs redis-py: pip install b2t_kaggle[serve]')
+    from b2t_kaggle.logits import LogitStore
+    from test_server import OfficialClient, Redis, wait_for
+    run, options, _ = finished
+    where = Redis(run)
+    server = subprocess.Popen([sys.executable, '-m', 'b2t_kaggle.cli', 'serve', *map(str, options), '--port', str(where.port)], stderr=subprocess.PIPE, text=True)
+    try:
+        with where.client() as r:
+            wait_for(lambda: r.exists('remote_lm_args') or server.poll() is not None, seconds=120)
+            assert server.poll() is None, server.stderr.read()[-3000:]
+            client, logits = OfficialClient(r), LogitStore.open(run/'logits'/'val.arrow')
+            found = [client.trial(logits[i])[0][b'lm_response_final'].decode() for i in range(len(logits))]
+        decoder = open_decoder(Run(run, run.parent.parent/'data'), nbest=100)
+        assert found == [decoder.decode(x)[0].text for x in logits]
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+    finally:
+        server.kill()
+        where.stop()
