@@ -104,7 +104,7 @@ def _word_ids(table, text, start):
 
 def _empty(dtype: np.dtype, n: int) -> np.ndarray:
     "A hash table for n keys."
-    table = np.zeros(n + n//3 + 2, dtype)
+    table = np.zeros(n + n//2 + 2, dtype)
     table['key'] = -1
     return table
 
@@ -199,7 +199,7 @@ def _build(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 # %% ../../nbs/decoding/00b_automaton.ipynb #c017
 _TYPES = dict(words=WORD, arcs=ARC, first=FIRST, states=STATE)
-_VERSION = 1 # Of the file's form
+_VERSION = 2 # Of the file's form
 
 def _source(path: Path) -> dict:
     "What tells an ARPA file from another one in its place."
