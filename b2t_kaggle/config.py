@@ -221,6 +221,14 @@ class DecodeConfig(Section):
     "The blank's probability is divided by this; the official kit uses 90."
     nbest: int = Field(10, ge=1)
     "Hypotheses kept per trial."
+    threshold: float = Field(12.0, gt=0)
+    "Hypotheses are dropped that are this much worse than the best one, in nats of the acoustic score."
+    blank_skip: float = Field(0.999, ge=0.5, le=1)
+    "Frames in which the blank is more probable are not searched; 1 searches all."
+    merge: Literal['max', 'sum'] = 'max'
+    "Whether a hypothesis' acoustic score is its best path, as in the official search, or the sum over its paths."
+    oov_penalty: float | None = Field(None, ge=0)
+    "A word outside the lexicon may be spelled by its phonemes, for this much per phoneme; none allows no such words."
     n_jobs: int = Field(0, ge=0)
     "Processor cores to use; 0 means all."
 
