@@ -57,7 +57,7 @@ class Pass:
         if not self.batches: return
         with tqdm(total=len(self.store), desc=progress, unit=' trials', disable=progress is None) as bar:
             arrived = distribute(lambda: (rows(self.batcher, trials, self.days) for trials in self.batches), self.replicas)
-            for trials, batch in zip(self.batches, arrived):
+            for batch, trials in zip(arrived, self.batches):
                 real = trials >= 0
                 yield trials[real], {k: self.replicas.on_host(v)[real] for k, v in self.program(batch).items()}
                 bar.update(real.sum())

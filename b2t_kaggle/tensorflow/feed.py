@@ -6,7 +6,8 @@
 __all__ = ['Replicas', 'start', 'Program', 'distribute', 'rows', 'Feed']
 
 # %% ../../nbs/tensorflow/09_feed.ipynb #c002
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,7 @@ class Replicas:
 
     def compile(self, f: Callable) -> Callable:
         "A function of one replica as a program."
-        return tf.function(f, autograph=False, jit_compile=self.device.kind == 'cpu' or None)
+        return tf.function(f, autograph=False, jit_compile=(self.device.kind == 'cpu' and self.n == 1) or None)
 
     def on_host(self, value) -> np.ndarray:
         "What a function returned on each replica, one behind the other."
@@ -77,14 +78,19 @@ def distribute(
     batches: Callable[[], Iterable[dict[str, np.ndarray]]], # Makes them anew, in order: arrays whose first dimension is the batch
     replicas: Replicas, # Where they go
     ahead: int = 2,     # Batches that wait at most
-) -> Iterable:
-    "Each batch in equal shares of consecutive rows, the first for the first replica."
-    n, first = replicas.n, next(iter(batches()))
+) -> Iterator:
+    "Each batch in equal shares of consecutive rows, the first for the first replica; ends when it is closed or dropped."
+    n, first, enough = replicas.n, next(iter(batches())), threading.Event()
     spec = {k: tf.TensorSpec([None] * v.ndim if k != 'x' else [None, None, v.shape[2]], v.dtype) for k, v in first.items()}
     def shares():
         for b in batches():
+            if enough.is_set(): return
             for r in range(n): yield {k: v[len(v)*r//n:len(v)*(r + 1)//n] for k, v in b.items()}
-    return replicas.strategy.distribute_datasets_from_function(lambda _: tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(ahead * n))
+    arrived = iter(replicas.strategy.distribute_datasets_from_function(lambda _: tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(ahead * n)))
+    try: yield from arrived
+    finally:  # `tf.data` may take minutes to end with a generator that has not come to its end
+        enough.set()
+        for _ in arrived: pass
 
 def rows(
     batcher: Batcher,   # Of a store

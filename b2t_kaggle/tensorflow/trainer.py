@@ -65,16 +65,19 @@ class _Step:
         batch, # From `Feed`
     ) -> Taken:
         "One step of the optimiser."
-        c, step = self.cfg, self.step
-        self.doing, rates = batch, learning_rates(step, c.train)
-        args = self.model.training_args(step, c.train.num_training_batches)
-        numbers = dict(cut=draw_cut(c.augment, step_seed(c.train.seed, step)), rates=rates, args={k: v for k, v in args.items() if isinstance(v, float)},
-                       in_batch=np.isin(range(len(self.day_of)), self.store.day[self.batches.trials(step)]).astype(np.float32))
+        self.doing, numbers = batch, self.numbers()
         losses, norm = self.program(batch, tf.nest.map_structure(tf.constant, numbers))
-        taken = Taken(step, losses, norm, rates, self.replicas)
+        taken = Taken(self.step, losses, norm, numbers['rates'], self.replicas)
         if self.replicas.looks_every == 1: check_finite(taken, self.batches)
         self.step += 1
         return taken
+
+    def numbers(self) -> dict:
+        "What changes from step to step and is the same for all trials: the cut, learning rates, which days are in the batch, and arguments of the model."
+        c, step = self.cfg, self.step
+        args = self.model.training_args(step, c.train.num_training_batches)
+        return dict(cut=draw_cut(c.augment, step_seed(c.train.seed, step)), rates=learning_rates(step, c.train), args={k: v for k, v in args.items() if isinstance(v, float)},
+                    in_batch=np.isin(range(len(self.day_of)), self.store.day[self.batches.trials(step)]).astype(np.float32))
 
     def _share(self, batch, numbers):
         "On each replica: losses of its trials, and the norm of all gradients."
