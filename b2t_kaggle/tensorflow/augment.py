@@ -7,11 +7,10 @@ __all__ = ['trial_seeds', 'add_noise', 'cut_start', 'mask_places', 'mask_time', 
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c003
 import numpy as np
-import tensorflow as tf
 
 from ..augmentation import gaussian_kernel
 from ..config import AugmentConfig
-from .layers import smooth, trial_random
+from .layers import smooth, tf, trial_random
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c006
 def trial_seeds(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pandas as pd
-import tensorflow as tf
 from rapidfuzz.distance import Levenshtein
 from tqdm import tqdm
 
@@ -23,6 +22,7 @@ from .ctc import ctc_loss
 from .feed import Program, Replicas, distribute, rows
 from .frontend import Frontend
 from ..training import lengths_to_pad_to, model_days
+from .layers import tf
 
 # %% ../../nbs/tensorflow/10_evaluate.ipynb #c005
 def frames_of(

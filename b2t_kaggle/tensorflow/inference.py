@@ -10,7 +10,6 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-import tensorflow as tf
 
 from ..config import Config
 from ..data.store import TrialStore
@@ -20,6 +19,7 @@ from .evaluate import Pass
 from .feed import Replicas, start
 from .frontend import Frontend
 from ..training import TrainingError
+from .layers import tf
 
 # %% ../../nbs/tensorflow/12_inference.ipynb #c006
 def log_probs_of(

@@ -9,10 +9,10 @@ __all__ = ['clip', 'StackedAdamW']
 from collections.abc import Mapping
 
 import numpy as np
-import tensorflow as tf
 
 from ..config import TrainConfig
 from ..training import group_of, is_day
+from .layers import tf
 
 # %% ../../nbs/tensorflow/08_optimizer.ipynb #c006
 def clip(
