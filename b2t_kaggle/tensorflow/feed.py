@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import tensorflow as tf
 
 from ..config import Config
 from ..data.batches import Batcher, DayBalancedSampler, longest_in_batches
@@ -18,7 +19,6 @@ from ..data.store import TrialStore
 from ..devices import Device, configure_mixed_precision, create_tpu_strategy, pick_tensorflow
 from .augment import trial_seeds
 from ..training import TrainingError, lengths_to_pad_to, name_trials, unalignable
-from .layers import tf
 
 # %% ../../nbs/tensorflow/09_feed.ipynb #c005
 @dataclass
@@ -86,7 +86,10 @@ def distribute(
         for b in batches():
             if enough.is_set(): return
             for r in range(n): yield {k: v[len(v)*r//n:len(v)*(r + 1)//n] for k, v in b.items()}
-    arrived = iter(replicas.strategy.distribute_datasets_from_function(lambda _: tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(ahead * n)))
+    options = tf.data.Options()
+    options.autotune.enabled = False  # nothing here can be tuned, and the end of a dataset waits minutes for the thread that tries to
+    dataset = tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(ahead * n).with_options(options)
+    arrived = iter(replicas.strategy.distribute_datasets_from_function(lambda _: dataset))
     try: yield from arrived
     finally:  # `tf.data` may take minutes to end with a generator that has not come to its end
         enough.set()
