@@ -90,6 +90,9 @@ def go(until: str | None, force, **options) -> None:
     "Run the stages up to `until` and print what happened."
     import pandas as pd
     run = open_run(**options)
+    t = run.cfg.train
+    if any((steps or 0) > t.num_training_batches for steps in (t.lr_decay_steps, t.lr_decay_steps_day)):
+        click.echo(f'The learning rate falls over more batches than the {t.num_training_batches} that are trained; --set lr_decay_steps=null --set lr_decay_steps_day=null ends it with the run.', err=True)
     rows = run_stages(run, until, force)
     click.echo(pd.DataFrame(rows).to_string(index=False, justify='left'))
     click.echo(f'\nEverything is in {run.dir}')

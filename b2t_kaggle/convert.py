@@ -19,7 +19,8 @@ _FIGURES = ('val_per', 'val_loss', 'step', 'sessions')
 def _is_tensorflow(path: Path) -> bool:
     "Whether it is one of TensorFlow's checkpoints, or a folder that holds one and none of PyTorch's."
     if not path.is_dir(): return path.name.endswith(_TENSORFLOW)
-    return not any(path.glob('**/best.pt')) and not any(path.glob('**/best_checkpoint')) and any(path.glob('**/best.weights.h5'))
+    def has(*names): return any((path/n).is_file() for n in names)
+    return has('best.weights.h5', 'train/best.weights.h5') and not has('best.pt', 'train/best.pt', 'best_checkpoint', 'checkpoint/best_checkpoint')
 
 def read_model(
     path: str | Path, # A checkpoint of any form, or its folder

@@ -110,7 +110,9 @@ def _files_in(folder: Path, *patterns: str) -> list[Path]:
 
 def _outside_files(name: str, cfg: Config) -> list[Path]:
     "Files a stage reads that no stage of the run writes."
-    if name == 'check' and cfg.data.dataset_dir: return _files_in(cfg.data.dataset_dir, '*/data_*.hdf5')
+    if name == 'check' and (d := cfg.data.dataset_dir):
+        if not d.is_dir(): raise PipelineError(f'data.dataset_dir = {d} is not a folder; name the one that holds the t15.* sessions, with --data')
+        return _files_in(d, '*/data_*.hdf5')
     if name == 'train' and cfg.train.init_checkpoint_path: return _files_in(cfg.train.init_checkpoint_path, *_CHECKPOINT)
     if name == 'infer' and cfg.infer.checkpoint: return _files_in(cfg.infer.checkpoint, *_CHECKPOINT)
     if name == 'lm': return [p for p in (cfg.lm.path, *cfg.lm.texts) if p]

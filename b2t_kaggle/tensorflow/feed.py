@@ -82,15 +82,20 @@ def distribute(
     "Each batch in equal shares of consecutive rows, the first for the first replica; ends when it is closed or dropped."
     n, first, enough = replicas.n, next(iter(batches())), threading.Event()
     spec = {k: tf.TensorSpec([None] * v.ndim if k != 'x' else [None, None, v.shape[2]], v.dtype) for k, v in first.items()}
+    failed = []
     def shares():
-        for b in batches():
-            if enough.is_set(): return
-            for r in range(n): yield {k: v[len(v)*r//n:len(v)*(r + 1)//n] for k, v in b.items()}
+        try:
+            for b in batches():
+                if enough.is_set(): return
+                for r in range(n): yield {k: v[len(v)*r//n:len(v)*(r + 1)//n] for k, v in b.items()}
+        except Exception as e: failed.append(e)  # raised below: TensorFlow would hide it in a page of its own
     options = tf.data.Options()
     options.autotune.enabled = False  # nothing here can be tuned, and the end of a dataset waits minutes for the thread that tries to
     dataset = tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(ahead * n).with_options(options)
     arrived = iter(replicas.strategy.distribute_datasets_from_function(lambda _: dataset))
-    try: yield from arrived
+    try:
+        yield from arrived
+        if failed: raise failed[0]
     finally:  # `tf.data` may take minutes to end with a generator that has not come to its end
         enough.set()
         for _ in arrived: pass

@@ -54,6 +54,7 @@ class Frontend(keras.Model):
         "Patches of features that went through their day's layer `[B, T', I]`, in the type that products are computed in. Raises `ValueError` as `check_batch` and `dropout` do."
         day_idx = tf.convert_to_tensor(day_idx)
         check_batch(x, day_idx, self.day_weights.shape[1], self.patch_size)
-        x = tf.nn.softsign(day_affine(tf.cast(x, self.compute_dtype), day_idx, self.day_weights.value, self.day_biases.value))
+        x = day_affine(tf.cast(x, self.compute_dtype), day_idx, self.day_weights.value, self.day_biases.value)
+        x = tf.cast(tf.nn.softsign(tf.cast(x, tf.float32)), x.dtype)  # GPUs have none in bfloat16
         if training: x = dropout(x, self.input_dropout, seeds, site=100)
         return sliced_windows(x, self.patch_size, self.patch_stride) if self.patch_size else x

@@ -50,8 +50,8 @@ def trial_bits(
     "Random bits of each trial, uint32 `[B, n]`: the same eagerly and compiled, on every device."
     def draw(seed):
         here = tf.random.experimental.stateless_fold_in(seed, site, alg='philox')
-        return tf.random.stateless_uniform([n], here, None, None, tf.uint32, alg='philox')
-    return tf.map_fn(draw, seeds, fn_output_signature=tf.TensorSpec([n], tf.uint32))
+        return tf.bitcast(tf.random.stateless_uniform([n], here, None, None, tf.uint32, alg='philox'), tf.int32)
+    return tf.bitcast(tf.map_fn(draw, seeds, fn_output_signature=tf.TensorSpec([n], tf.int32)), tf.uint32)  # a GPU keeps no lists of uint32
 
 def trial_random(
     kind: str,              # `normal`: mean 0, variance 1; `uniform`: within (0, 1)
@@ -79,7 +79,7 @@ def dropout(
     n, dropped = math.prod(x.shape[1:]), round(p * 65536)
     bits = trial_bits(-(-n // 2), seeds, site)
     halves = tf.concat([tf.bitwise.bitwise_and(bits, tf.constant(65535, tf.uint32)), tf.bitwise.right_shift(bits, tf.constant(16, tf.uint32))], 1)
-    kept = tf.reshape(tf.cast(halves[:, :n], tf.int32) >= dropped, [-1, *x.shape[1:]])
+    kept = tf.reshape(halves[:, :n] >= tf.constant(dropped, tf.uint32), [-1, *x.shape[1:]])  # a GPU compares int32 on the host
     return tf.where(kept, x * tf.cast(65536 / (65536 - dropped), x.dtype), tf.zeros([], x.dtype))
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c020
