@@ -92,7 +92,8 @@ def distribute(
     options = tf.data.Options()
     options.autotune.enabled = False  # nothing here can be tuned, and the end of a dataset waits minutes for the thread that tries to
     dataset = tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(ahead * n).with_options(options)
-    arrived = iter(replicas.strategy.distribute_datasets_from_function(lambda _: dataset))
+    # onto a device they go with the call that takes them: what a strategy puts between has such a thread for each device
+    arrived = iter(replicas.strategy.distribute_datasets_from_function(lambda _: dataset, tf.distribute.InputOptions(experimental_fetch_to_device=False)))
     try:
         yield from arrived
         if failed: raise failed[0]

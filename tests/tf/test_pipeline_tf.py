@@ -25,7 +25,7 @@ def test_train_infer_and_the_way_to_pytorch(tmp_path):
     r = b2t('infer', '--framework', 'tensorflow', *options)
     assert r.returncode == 0, r.stderr[-3000:]
     theirs = LogitStore.open(out/'logits'/'val.arrow')
-    assert theirs.provenance['config']['data']['batch_size'] == 8 and len(theirs) == 8
+    assert theirs.provenance['config']['data']['batch_size'] == 8 and len(theirs) == 4  # the first session has no val trials
     assert json.loads((out/'stages'/'infer.json').read_text())['metrics']['PER'] > 0
 
     r = b2t('convert', out, tmp_path/'best.pt')
