@@ -108,7 +108,7 @@ def test_suffixes_that_others_pruned_are_added(tmp_path):
     words = ['<unk>', '<s>', '</s>', *map(str, range(20))]
     ids = [(i,) for i in range(23)], [(1, i) for i in range(3, 23)], [(1, i, j) for i in range(3, 23) for j in range(3, 23)]
     write_arpa(tmp_path/'many.arpa', words, list(map(len, ids)), [Grams(np.array(i), np.full(len(i), -1.5), np.zeros(len(i))) for i in ids])
-    with pytest.raises(ValueError, match='b2t lm prune .*many.arpa --threshold 0'): NGram.load(tmp_path/'many.arpa')
+    with pytest.raises(ValueError, match='b2t lm prune .*many.arpa -o NEW.arpa --threshold 0'): NGram.load(tmp_path/'many.arpa')
     assert read_counts(prune_ngram(tmp_path/'many.arpa', tmp_path/'mended.arpa', 0)) == [23, 420, 400] and NGram.load(tmp_path/'mended.arpa').order == 3
     assert_normalised(prune_ngram(holes, tmp_path/'mended.arpa', 0), [[], ['a'], ['a', 'b'], ['z']])
 

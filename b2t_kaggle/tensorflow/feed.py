@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import tensorflow as tf
 
 from ..config import Config
 from ..data.batches import Batcher, DayBalancedSampler, longest_in_batches
 from ..data.store import TrialStore
 from ..devices import Device, configure_mixed_precision, create_tpu_strategy, pick_tensorflow
 from .augment import trial_seeds
+from .layers import tf
 from ..training import TrainingError, lengths_to_pad_to, name_trials, unalignable
 
 # %% ../../nbs/tensorflow/09_feed.ipynb #c005
