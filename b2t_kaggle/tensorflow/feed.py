@@ -90,12 +90,12 @@ def distribute(
                 for r in range(n): yield {k: v[len(v)*r//n:len(v)*(r + 1)//n] for k, v in b.items()}
         except Exception as e: failed.append(e)  # raised below: TensorFlow would hide it in a page of its own
     options = tf.data.Options()
-    options.autotune.enabled = False  # nothing here can be tuned, and the end of a dataset waits minutes for the thread that tries to
-    dataset = tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(ahead * n).with_options(options)
-    # onto a device they go with the call that takes them: what a strategy puts between has such a thread for each device
-    arrived = iter(replicas.strategy.distribute_datasets_from_function(lambda _: dataset, tf.distribute.InputOptions(experimental_fetch_to_device=False)))
+    # There is nothing to tune, and the end of a dataset may wait a minute for the thread that tries to. What a strategy puts behind one to fetch its elements has such threads too: so shares are dealt here
+    options.autotune.enabled = False
+    arrived = iter(tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(ahead * n).with_options(options))
     try:
-        yield from arrived
+        for batch in zip(*[arrived] * n):
+            yield replicas.strategy.experimental_distribute_values_from_function(lambda replica: batch[replica.replica_id_in_sync_group])
         if failed: raise failed[0]
     finally:  # `tf.data` may take minutes to end with a generator that has not come to its end
         enough.set()
