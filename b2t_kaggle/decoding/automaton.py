@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from .arpa import ArpaError, ArpaReader, in_capitals
+from .arpa import ArpaError, ArpaReader, hash_bytes, in_capitals
 from .ngram import LN10
 from ..ragged import temporary_path
 
@@ -79,17 +79,10 @@ def walk(lm, state, words):
 WORD = np.dtype([('key', np.int64), ('id', np.int32), ('_', np.int32)])
 
 @_jit
-def _hash_bytes(text, a, b):
-    "FNV-1a of text[a:b] in 63 bits."
-    h = -3750763034362895579
-    for i in range(a, b): h = (h ^ np.int64(text[i]))*1099511628211
-    return (h ^ (h >> 32)) & 0x7fffffffffffffff
-
-@_jit
 def _number_words(table, text, start):
     "Put the words text[start[i]:start[i+1]] into a hash table, each with its number."
     for i in range(len(start) - 1):
-        key = _hash_bytes(text, start[i], start[i + 1])
+        key = hash_bytes(text, start[i], start[i + 1])
         at = find(table, key)
         table[at].key, table[at].id = key, i
 
@@ -98,7 +91,7 @@ def _word_ids(table, text, start):
     "Ids of the words text[start[i]:start[i+1]]; -1 for unknown ones."
     out = np.empty(len(start) - 1, np.int32)
     for i in range(len(out)):
-        at = find(table, _hash_bytes(text, start[i], start[i + 1]))
+        at = find(table, hash_bytes(text, start[i], start[i + 1]))
         out[i] = table[at].id if table[at].key >= 0 else -1
     return out
 
