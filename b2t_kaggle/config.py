@@ -219,8 +219,8 @@ class DecodeConfig(Section):
     "Weight of the acoustic log-probability."
     blank_penalty: float = Field(1.0, gt=0)
     "The blank's probability is divided by this; the official kit uses 90."
-    nbest: int = Field(10, ge=1)
-    "Hypotheses kept per trial."
+    nbest: int = Field(100, ge=1)
+    "Hypotheses kept per trial, for an LLM to rank anew; 100 in the official kit."
     threshold: float = Field(12.0, gt=0)
     "Hypotheses are dropped that are this much worse than the best one, in nats of the acoustic score."
     blank_skip: float = Field(0.999, ge=0.5, le=1)
@@ -229,6 +229,8 @@ class DecodeConfig(Section):
     "Whether a hypothesis' acoustic score is its best path, as in the official search, or the sum over its paths."
     oov_penalty: float | None = Field(None, ge=0)
     "A word outside the lexicon may be spelled by its phonemes, for this much per phoneme; none allows no such words."
+    top_k: int | None = Field(None, ge=1)
+    "Classes of a frame that hypotheses may move to, the most probable ones; none leaves it to beam and threshold."
     n_jobs: int = Field(0, ge=0)
     "Processor cores to use; 0 means all."
 
@@ -251,6 +253,8 @@ class RescoreConfig(Section):
     "Weight of the LLM; the n-gram has the rest."
     word_score: float = 0.0
     "Added per word."
+    length_penalty: float = 0.0
+    "Subtracted from the LLM's score for each of its tokens, as in the official kit; it is not tuned."
     end: bool = False
     "Whether the LLM scores the end of the sentence too; true suits the adapters of `b2t lm finetune`, which learn it."
     gate: float | None = None
@@ -394,6 +398,7 @@ PRESETS = {
         'augment': dict(white_noise_std=0.4, constant_offset_std=0.1),
         'train': dict(num_training_batches=600, lr_max=0.004, lr_min=0.00004, lr_warmup_steps=50, lr_max_day=0.0002, lr_min_day=0.00001,
                       lr_warmup_steps_day=50, epsilon=1e-8, batches_per_val_step=200, batches_per_save=100),
+        'decode': dict(nbest=10),
     },
 }
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.decoding import tuning
-from b2t_kaggle.decoding.beam import Hypothesis, write_nbest
+from b2t_kaggle.decoding.beam import Hypothesis, read_nbest, write_nbest
 from b2t_kaggle.decoding.ngram import NGram, build_ngram
 from b2t_kaggle.decoding.tuning import Rescored, Weights, augment, cross_validate, line_search, mix, ngram_per_word, tune
 from b2t_kaggle.metrics import word_error_rate, word_errors
@@ -42,12 +42,12 @@ def make(n=60, seed=0, n_hyps=8):
             text = [w if rng.random() < 0.7 else f'x{rng.integers(3)}' for w in truth][:rng.integers(3, 6)]
             wrong = 5 - sum(a == b for a, b in zip(text, truth))
             a, g, l = -3*wrong + rng.normal(0, 5), -wrong + rng.normal(0, 2) - rng.integers(0, 30), -3*wrong + rng.normal(0, 4)
-            hyps.append(Rescored(' '.join(text), a, g, len(text), 0.3*a + g, llm=l))
+            hyps.append(Rescored(' '.join(text), a, g, len(text), 0.3*a + g, llm=l, n_tokens=len(text) + int(rng.integers(4))))
         nbest.append(hyps); references.append(' '.join(truth))
     return nbest, references
 
 
-@pytest.mark.parametrize('weights', [Weights(), Weights(0.2, 0.9, 1.5), Weights(1., 0.3, -2., gate=-4.)])
+@pytest.mark.parametrize('weights', [Weights(), Weights(0.2, 0.9, 1.5), Weights(1., 0.3, -2., gate=-4.), Weights(0.3, 0.6, 0.5, length_penalty=1.5)])
 def test_errors_of_arrays_are_those_of_the_ranked_lists(weights):
     nbest, references = make()
     expected = [e.edits for e in word_errors(references, [hyps[0].text for hyps in mix(nbest, weights)])]
@@ -61,12 +61,12 @@ def test_errors_of_arrays_are_those_of_the_ranked_lists(weights):
 
 def test_totals_and_order_by_definition():
     nbest, _ = make(20)
-    w = Weights(0.7, 0.4, 0.3, gate=-5.)
+    w = Weights(0.7, 0.4, 0.3, gate=-5., length_penalty=0.2)
     for before, after in zip(nbest, mix(nbest, w)):
         alpha = w.alpha if ngram_per_word(before) >= w.gate else 0
         assert sorted(h.text for h in before) == sorted(h.text for h in after)
         assert [h.total for h in after] == sorted((h.total for h in after), reverse=True)
-        for h in after: assert h.total == pytest.approx(0.7*h.acoustic + (1 - alpha)*h.ngram + alpha*h.llm + 0.3*h.n_words)
+        for h in after: assert h.total == pytest.approx(0.7*h.acoustic + (1 - alpha)*h.ngram + alpha*(h.llm - 0.2*h.n_tokens) + 0.3*h.n_words)
 
 
 def test_the_gate_is_the_best_of_all_thresholds():
@@ -99,6 +99,20 @@ def test_cross_validation_never_asks_the_trial_itself():
     assert cross_validate(nbest, liar)[5] == ranked[5]
 
 
+def test_a_length_penalty_stays_as_it_is_given():
+    nbest, references = make(60, seed=4)
+    found = tune(nbest, references, Weights(length_penalty=-2.))
+    assert found.weights.length_penalty == -2 and tune(nbest, references).weights.length_penalty == 0
+    assert found.wer == pytest.approx(word_error_rate(references, [hyps[0].text for hyps in mix(nbest, found.weights)]))
+
+
+def test_cross_validation_starts_where_tuning_does():
+    nbest, references = make(40, seed=2)
+    start = Weights(0.15, 0.35, 2.5, length_penalty=3.)
+    chosen = [tune(nbest[1 - k::2], references[1 - k::2], start).weights for k in (0, 1)]
+    assert cross_validate(nbest, references, start=start) == [mix([hyps], chosen[i % 2])[0] for i, hyps in enumerate(nbest)] != cross_validate(nbest, references)
+
+
 def swapped_by_definition(a, b):
     "Sentences of equal length that differ by substitutions alone, each exchange once."
     a, b, out = a.split(), b.split(), set()
@@ -127,8 +141,24 @@ def test_exchanged_words_with_the_ngram_at_hand(tmp_path):
     for h in found: assert h.ngram == pytest.approx(lm.score(h.text))
 
 
+@pytest.mark.filterwarnings('ignore:.*too little text')
+def test_a_spelled_word_keeps_its_cost(tmp_path):
+    "The search takes a penalty off the n-gram's score of a word outside the lexicon, which the n-gram does not know of."
+    lm = NGram.load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
+    exact = lambda text: lm.score(text)
+    known = [Hypothesis(t, -1., exact(t), 3, total) for t, total in (('a d c', -2.), ('e b c', -3.))]
+    spelled = Hypothesis('a k-ae f', -1., exact('a k-ae f') - 12., 3, -2.5)
+    found = {h.text: h.ngram for h in augment([*known, spelled], lm=lm)}
+    assert found['a b c'] == pytest.approx(exact('a b c')) and found['e d c'] == pytest.approx(exact('e d c'))
+    mean = (known[0].ngram + spelled.ngram)/2
+    assert found['a k-ae c'] == found['a d f'] == pytest.approx(mean*1.01) and found['a k-ae c'] < exact('a k-ae c')
+
+
 def test_lists_of_different_number_of_words_and_rescored_files(tmp_path):
     short, long = Hypothesis('a b', -1., -1., 2, -2.), Hypothesis('c d e', -1., -1., 3, -2.)
     assert augment([short, long]) == [short, long] and augment([]) == []
     write_nbest(tmp_path/'nbest.jsonl', mix([[Rescored(**vars(short), llm=-3.)]], Weights()))
     assert '"llm": -3.0' in (tmp_path/'nbest.jsonl').read_text()
+    text = (tmp_path/'nbest.jsonl').read_text()
+    (tmp_path/'nbest.jsonl').write_text(text.replace(', "n_tokens": 0', '')) # As it was written before there was a length penalty
+    assert text != (tmp_path/'nbest.jsonl').read_text() and read_nbest(tmp_path/'nbest.jsonl', Rescored)[0][0].llm == -3
