@@ -22,6 +22,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import metadata
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Callable, Mapping
@@ -160,6 +161,7 @@ class Tpu:
     variables: Mapping[str, str]   # Variables that speak of it
     hardware: tuple[str, ...] = () # Device files and PCI devices that do
     server: str = ''               # Its address, if it is not in this machine
+    fits: tuple[Generation, ...] = () # Generations that its PCI devices may be of
 
     @property
     def cores(self) -> int | None:
@@ -168,8 +170,9 @@ class Tpu:
 
     @property
     def devices(self) -> int | None:
-        "Devices that XLA shows on this host; None if unknown."
-        return self.chips * self.generation.devices if self.chips and self.generation else None
+        "Devices that XLA shows on this host, at most, where several generations fit; None if unknown."
+        each = [g.devices for g in ([self.generation] if self.generation else self.fits)]
+        return self.chips * max(each) if self.chips and each else None
 
     def __str__(self):
         g = self.generation
@@ -189,7 +192,7 @@ def find_tpu(
     if not (said or pci or accel): return None
     name = said.get('TPU_ACCELERATOR_TYPE', '')
     generation, cores = tpu_type(name)
-    fits = [g for g in TPU_GENERATIONS.values() if g.pci in pci]
+    fits = tuple(g for g in TPU_GENERATIONS.values() if g.pci in pci)
     if not name: name, generation = ' or '.join(g.name for g in fits), fits[0] if len(fits) == 1 else None
     hosts = len(said.get('TPU_WORKER_HOSTNAMES', '').split(','))
     bounds = said.get('TPU_CHIPS_PER_HOST_BOUNDS', '')
@@ -198,18 +201,22 @@ def find_tpu(
     server = '' if pci or accel or vfio else tpu_server(said)
     hardware = [f'{files[0]} to {files[-1].rsplit("/")[-1]} ({len(files)})' if len(files) > 1 else files[0] for files in (accel, vfio) if files]
     hardware += [f'PCI 1ae0:{p[2:]} ({pci.count(p)})' for p in dict.fromkeys(pci)]
-    return Tpu(name, generation, len(accel) or len(vfio) or len(pci) or by_type or by_bounds or None, said, tuple(hardware), server)
+    return Tpu(name, generation, len(accel) or len(vfio) or len(pci) or by_type or by_bounds or None, said, tuple(hardware), server, fits)
 
 # %% ../nbs/04_devices.ipynb #c026
 XLA_PAIRS = {'2.8': '2.8.0', '2.9': '2.9.0'} # Minor versions of torch that the kit is used with on XLA, and the torch_xla for each; the newest last
-_PACKAGES = ('torch', 'torch_xla', 'libtpu', 'libtpu-nightly', 'tensorflow', 'tensorflow-cpu', 'tensorflow-tpu')
+_TENSORFLOW = ('tensorflow-tpu', 'tensorflow', 'tensorflow-cpu')
+_PACKAGES = ('torch', 'torch_xla', 'libtpu', 'libtpu-nightly', *_TENSORFLOW)
 
 def installed_packages() -> dict[str, str]:
     "Versions of the packages that compute, read from their metadata."
     def version(name):
         try: return metadata.version(name)
         except metadata.PackageNotFoundError: return None
-    return {p: v for p in _PACKAGES if (v := version(p))}
+    found = {p: v for p in _PACKAGES if (v := version(p))}
+    if not {*_TENSORFLOW} & {*found} and find_spec('tensorflow'):
+        found |= {re.sub('[-_.]+', '-', p).lower(): metadata.version(p) for p in metadata.packages_distributions().get('tensorflow', [])[:1]}
+    return found
 
 def _minor(version): return '.'.join(version.split('.')[:2])
 
@@ -405,7 +412,7 @@ def tensorflow_build(
     d: Detected, # What is here
 ) -> str:
     "Name of the installed TensorFlow package; empty for none."
-    return next((p for p in ('tensorflow-tpu', 'tensorflow', 'tensorflow-cpu') if p in d.packages), '')
+    return next((p for p in (*_TENSORFLOW, *d.packages) if p in d.packages and (p in _TENSORFLOW or p not in _PACKAGES)), '')
 
 def _release(version): return tuple(map(int, re.findall(r'\d+', version.split('+')[0])))
 
@@ -422,10 +429,11 @@ def tensorflow_problem(
     return ''
 
 def _no_kernels(d: Detected) -> str:
-    "Why this TensorFlow drives no TPU of its own machine; empty if it may."
+    "Why this TensorFlow drives no TPU of its own machine, and what to do."
     build = tensorflow_build(d)
-    if build == 'tensorflow-tpu': return ''
     return f'{build} {d.packages[build]} has no kernels for a TPU; use PyTorch (--framework pytorch), or tensorflow-tpu in an environment of its own: {_PIP_TENSORFLOW_TPU}'
+
+_TWO_FRAMEWORKS = 'PyTorch/XLA is imported in this process, and a TPU belongs to one of the two; start a new process'
 
 def tensorflow_tpu_problem(
     d: Detected, # What is here
@@ -433,8 +441,8 @@ def tensorflow_tpu_problem(
     "Why TensorFlow cannot compute on a TPU, and what to do; empty if nothing speaks against it."
     if d.tpu is None: return _NO_TPU
     if d.tpu.server: return ''
-    if problem := _no_kernels(d): return problem
-    if 'torch_xla' in d.imported: return 'PyTorch/XLA is imported in this process, and a TPU belongs to one of the two; start a new process'
+    if tensorflow_build(d).endswith('-cpu'): return _no_kernels(d)
+    if 'torch_xla' in d.imported: return _TWO_FRAMEWORKS
     if d.tpu.hardware or 'TPU_NAME' in d.variables: return ''
     return f'{next(iter(d.tpu.variables))} speaks of a TPU, but no device file or PCI device of one is here; start a session with a TPU, or set TPU_NAME=local if it is here all the same'
 
@@ -453,14 +461,19 @@ def plan_tensorflow(
     _check_tensorflow(d, accelerator)
     problem = tensorflow_tpu_problem(d) if accelerator in ('auto', 'tpu') else 'another device is asked for'
     if accelerator == 'tpu' and problem: raise DeviceError(f'accelerator tpu: {problem}')
-    if not problem: return replace(_on_tpu(d, 'asked for' if accelerator == 'tpu' else 'the TPU is the fastest here', precision), kind='tpu')
     build = tensorflow_build(d)
-    gpus, version = d.gpus if build == 'tensorflow' else (), f'{build} {d.packages[build]}'
+    version = f'{build} {d.packages[build]}'
+    if not problem:
+        device = replace(_on_tpu(d, 'asked for' if accelerator == 'tpu' else 'the TPU is the fastest here', precision), kind='tpu')
+        return device if d.tpu.server or build.endswith('-tpu') else replace(device, reason=f'{device.reason}; whether {version} is built for TPUs shows when it starts')
+    gpus = () if build.endswith(('-cpu', '-tpu')) else d.gpus
     if accelerator == 'cuda' and not gpus:
         raise DeviceError(f"accelerator cuda: TensorFlow finds no GPU ({version}); set train.accelerator=auto, or install a driver and pip install 'tensorflow[and-cuda]'")
     left = f'; the TPU is not used: {problem}' if accelerator == 'auto' and d.tpu else ''
-    if accelerator == 'cuda' or (accelerator == 'auto' and gpus): return _on_cuda(d, ('asked for' if accelerator == 'cuda' else 'a GPU is here') + left, precision)
-    if build == 'tensorflow-tpu': raise DeviceError(f'{version} compiles for TPUs only{left}; for the processor, pip install tensorflow-cpu in another environment')
+    if accelerator == 'cuda' or (accelerator == 'auto' and gpus):
+        device = _on_cuda(d, ('asked for' if accelerator == 'cuda' else 'a GPU is here') + left, precision)
+        return replace(device, reason=f'{device.reason}; GRU layers in float32, with factors in TF32') if device.precision == 'bfloat16' else device
+    if build.endswith('-tpu'): raise DeviceError(f'{version} compiles for TPUs only{left}; for the processor, pip install tensorflow-cpu in another environment')
     p, because = _precision(precision, False, 'on processors XLA computes bfloat16 by way of float32')
     why = 'asked for' if accelerator == 'cpu' else f'{version} is built without CUDA' if d.gpus else f'{version} sees no GPU'
     return Device('cpu', d.cpu, p, f'{why}{left}; {because}')
@@ -526,12 +539,20 @@ def _hide_gpus() -> None:
     try: tf.config.set_visible_devices([], 'GPU')
     except RuntimeError as e: raise DeviceError('accelerator cpu: TensorFlow holds the GPU already; start a new process, or set CUDA_VISIBLE_DEVICES=-1 before') from e
 
+def _start_local_or_far(d: Detected, address: str) -> int:
+    "Cores of the TPU, which is started; raises `DeviceError` that says what the build has to do with it."
+    if 'torch_xla' in d.imported and not address.startswith('grpc://'): raise DeviceError(_TWO_FRAMEWORKS)
+    build = tensorflow_build(d)
+    try: return _tpu_cores(address)
+    except DeviceError as e:
+        if address != 'local' or build.endswith('-tpu'): raise
+        raise DeviceError(_no_kernels(d) if build.endswith('-cpu') else f'{e}. If it was not built for TPUs, {_no_kernels(d)}') from e
+
 def _on_started_tpu(d: Detected, address: str, accelerator: str, precision: str) -> Device:
-    try: n = _tpu_cores(address)
-    except DeviceError as e: raise DeviceError((_no_kernels(d) if address == 'local' else '') or str(e)) from e
-    tpu = d.tpu or Tpu(f'at {address}', None, None, {})
+    n, tpu = _start_local_or_far(d, address), d.tpu or Tpu(f'at {address}', None, None, {})
     device = _on_tpu(replace(d, tpu=tpu), 'asked for' if accelerator == 'tpu' else 'the TPU is the fastest here', precision)
-    return replace(device, kind='tpu', n=n, reason=device.reason + _expect(n, tpu.devices or tpu.chips or 1, accelerator))
+    words = '' if tpu.devices else f'; TensorFlow uses {n} of its cores (number of cores unknown)'
+    return replace(device, kind='tpu', n=n, reason=device.reason + words + _expect(n, tpu.devices or tpu.chips or 1, accelerator))
 
 # %% ../nbs/04_devices.ipynb #c057
 def pick_tensorflow(
@@ -542,10 +563,11 @@ def pick_tensorflow(
     "The device for TensorFlow, started; raises `DeviceError` when it is asked for by name and missing. Imports tensorflow."
     seen, left = detect('tensorflow'), ''
     _check_tensorflow(seen, accelerator)
+    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up says much that nobody can act on
     if accelerator in ('auto', 'tpu') and (where := tensorflow_address(seen, address)):
         try: return _on_started_tpu(seen, where, accelerator, precision)
         except DeviceError as e:
-            if accelerator == 'tpu' or tensorflow_build(seen) == 'tensorflow-tpu': raise DeviceError(f'accelerator {accelerator}: {e}') from e
+            if accelerator == 'tpu' or tensorflow_build(seen).endswith('-tpu'): raise DeviceError(f'accelerator {accelerator}: {e}') from e
             seen, left = replace(seen, tpu=None), f'; the TPU is not used: {e}'
     gpus = tensorflow_gpus()
     if accelerator != 'cpu' and len(gpus) < len(seen.gpus): left += f'; TensorFlow sees {len(gpus)} of {len(seen.gpus)} GPUs of this machine'
@@ -574,17 +596,17 @@ def create_tpu_strategy(
 
 # %% ../nbs/04_devices.ipynb #c063
 def configure_mixed_precision(
-    device: Device | str | None = None, # Or its precision, `float32` or `bfloat16`; None picks the device
-    disable: bool = False,              # Compute in float32 throughout
+    device: Device | str | None = None, # Or its precision, `float32` or `bfloat16`; None and `auto` pick the device
+    disable: bool = False,              # Compute in float32 throughout, whatever the device; none is started
 ) -> str:
-    "Set Keras' precision policy as the device has it: `mixed_bfloat16` or `float32`, which is returned."
+    "Set Keras' precision policy as the device has it: `mixed_bfloat16` or `float32`, which is returned. In float32 no product is rounded to TF32, in bfloat16 float32 products may be."
     import keras
     import tensorflow as tf
-    precision = getattr(device or pick_tensorflow(), 'precision', device)
-    p, _ = _precision('float32' if disable else precision, False, '')
+    asked = 'float32' if disable else getattr(device, 'precision', device) or 'auto'
+    p, _ = _precision(pick_tensorflow().precision if asked == 'auto' else asked, False, '')
     policy = 'mixed_bfloat16' if p == 'bfloat16' else 'float32'
     keras.mixed_precision.set_global_policy(policy)
-    tf.config.experimental.enable_tensor_float_32_execution(False)
+    tf.config.experimental.enable_tensor_float_32_execution(p == 'bfloat16')
     return policy
 
 # %% ../nbs/04_devices.ipynb #c066

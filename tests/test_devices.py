@@ -47,7 +47,7 @@ SIMULATED = {
     'kaggle v3-8': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v3-8', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1'}, dict(accel=4, pci=chips('0x0027', 4)), KAGGLE_PACKAGES, ()),
                     ('tpu', 'v3', 4, 8, 8), ('xla', 'TPU v3', 'bfloat16', 8), ['chips: 4, cores: 8, each with 16 GB', '/dev/accel0 to accel3 (4)']),
     'kaggle, type unset, v2 or v3': ((KAGGLE, dict(accel=4, pci=chips('0x0027', 4)), PAIR, ()),
-                                     ('tpu', None, 4, None, None), ('xla', 'TPU v2 or v3', 'bfloat16', 1), ['unknown generation (v2 or v3), chips: 4']),
+                                     ('tpu', None, 4, None, 8), ('xla', 'TPU v2 or v3', 'bfloat16', 8), ['unknown generation (v2 or v3), chips: 4']),
     'colab v5e-1': (({'COLAB_TPU_1VM': '1', 'TPU_WORKER_ID': '0', 'TPU_HOST_BOUNDS': '1,1,1', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1', 'TPU_ACCELERATOR_TYPE': 'v5e-1'},
                      dict(accel=1), PAIR, ()), ('tpu', 'v5e', 1, 1, 1), ('xla', 'TPU v5e', 'bfloat16', 1), ['COLAB_TPU_1VM=1', 'chips: 1, cores: 1']),
     'colab, the old server': (({'COLAB_TPU_ADDR': '10.1.2.3:8470', 'XRT_TPU_CONFIG': 'tpu_worker;0;10.1.2.3:8470'}, {}, PAIR, ()),
@@ -166,13 +166,16 @@ TENSORFLOW = {
     'a server needs no kernels here': ('colab, the old server', {'tensorflow': '2.20.0'}, 'auto', ('tpu', 'bfloat16', 1, '')),
     "Kaggle's TPU image": ('kaggle v5e-8', None, 'auto', ('cpu', 'float32', 1, f'the TPU is not used: tensorflow-cpu 2.20.0 {NO_KERNELS}')),
     "Kaggle's TPU image, asked for": ('kaggle v5e-8', None, 'tpu', f'accelerator tpu: tensorflow-cpu 2.20.0 {NO_KERNELS}'),
-    'the CUDA build on a TPU': ('kaggle v6e-8', {'tensorflow': '2.20.0'}, 'auto', ('cpu', 'float32', 1, f'tensorflow 2.20.0 {NO_KERNELS}')),
+    'a build of which only the start tells': ('kaggle v6e-8', {'tensorflow': '2.20.0'}, 'auto', ('tpu', 'bfloat16', 8, 'whether tensorflow 2.20.0 is built for TPUs shows when it starts')),
+    'a nightly build without kernels': ('kaggle v6e-8', {'tf-nightly-cpu': '2.22.0'}, 'auto', ('cpu', 'float32', 1, f'tf-nightly-cpu 2.22.0 {NO_KERNELS}')),
+    'one of two generations': ('kaggle, type unset, v2 or v3', TF_TPU, 'tpu', ('tpu', 'bfloat16', 8, 'asked for')),
     'a libtpu that ends the process': ('kaggle v5e-8', TF_TPU | {'libtpu': '0.0.32.1'}, 'auto', "ends the process that imports it with libtpu 0.0.32.1; pip install 'tensorflow-tpu==2.20.0' 'libtpu==0.0.31'"),
     'variables and no TPU': ('variables without hardware', TF_TPU, 'auto', 'compiles for TPUs only; the TPU is not used: ISTPUVM speaks of a TPU, but no device file'),
     'no TPU, asked for': ('nothing', {'tensorflow-cpu': '2.21.0'}, 'tpu', 'accelerator tpu: no TPU here'),
     'nothing': ('nothing', {'tensorflow-cpu': '2.21.0'}, 'auto', ('cpu', 'float32', 1, 'by way of float32')),
     'no TensorFlow': ('nothing', None, 'auto', 'pip install b2t_kaggle[tf]'),
-    'GPUs': ('GPUs', None, 'auto', ('cuda', 'bfloat16', 2, 'a GPU is here')),
+    'GPUs': ('GPUs', None, 'auto', ('cuda', 'bfloat16', 2, 'a GPU is here; computes bfloat16; GRU layers in float32, with factors in TF32')),
+    'GPUs, a build of another name': ('GPUs', {'tensorflow-rocm': '2.14.0'}, 'auto', ('cuda', 'bfloat16', 2, 'a GPU is here')),
     'GPUs left alone': ('GPUs', None, 'cpu', ('cpu', 'float32', 1, 'asked for')),
     'a GPU without bfloat16': ('a GPU without bfloat16', {'tensorflow': '2.20.0'}, 'cuda', ('cuda', 'float32', 1, 'does not compute bfloat16')),
     'a build without CUDA': ('a GPU without bfloat16', None, 'auto', ('cpu', 'float32', 1, 'tensorflow-cpu 2.20.0 is built without CUDA')),
@@ -288,6 +291,18 @@ def fake_package(root, name, version, **modules):
         (root/name/f'{module}.py').write_text(text)
     (root/f'{name}-{version}.dist-info').mkdir()
     (root/f'{name}-{version}.dist-info'/'METADATA').write_text(f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
+
+
+def test_tensorflow_by_any_name(tmp_path):
+    "Without site-packages, so that it is the only one."
+    fake_package(tmp_path, 'tensorflow', '0', __init__='')
+    (tmp_path/'tensorflow-0.dist-info').rename(info := tmp_path/'tf_nightly-2.22.0.dev20261101.dist-info')
+    (info/'METADATA').write_text('Metadata-Version: 2.1\nName: tf_nightly\nVersion: 2.22.0.dev20261101\n')
+    (info/'top_level.txt').write_text('tensorflow\n')
+    code = "from b2t_kaggle.devices import *; d = detect(environ={}, root='/nowhere', gpus=()); print(d.packages, tensorflow_build(d), plan_tensorflow(d).reason, sep='; ')"
+    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'} | {'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'}
+    r = subprocess.run([sys.executable, '-S', '-c', code], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
+    assert r.stdout.startswith("{'tf-nightly': '2.22.0.dev20261101'}; tf-nightly; tf-nightly 2.22.0.dev20261101 sees no GPU"), r.stdout + r.stderr
 
 
 START = "import os, sys; from b2t_kaggle.devices import *\ntry: print(pick_torch('{}'), os.environ['PJRT_DEVICE'])\nexcept DeviceError as e: print('ERROR', e)"

@@ -4,7 +4,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from urllib.error import URLError
 
 import pytest
@@ -12,6 +12,8 @@ import pytest
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 from b2t_kaggle import devices
 from b2t_kaggle.devices import DeviceError, Gpu, configure_mixed_precision, cpu_flags, create_tpu_strategy, pick_tensorflow
+
+from test_devices import chips, machine
 
 ROOT = Path(__file__).parents[2]
 KAGGLE = {'ISTPUVM': '1', 'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_ID': '0', 'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}
@@ -87,11 +89,23 @@ def test_a_tpu_that_does_not_start(failures, says, monkeypatch, capsys):
     assert says in (out := capsys.readouterr().out) and 'TPU_NAME=mine' in out and 'the TPU is not used' in out
 
 
-def test_the_build_explains_the_failure(monkeypatch):
+@pytest.mark.parametrize('build, says', [('tensorflow-cpu', '^accelerator tpu: tensorflow-cpu 2.20.0 has no kernels for a TPU; use PyTorch .--framework pytorch.'),
+                                         ('tensorflow', 'TPUs not found.* If it was not built for TPUs, tensorflow 2.20.0 has no kernels for a TPU; use PyTorch')])
+def test_the_build_explains_the_failure(build, says, monkeypatch):
     simulate_tpu(monkeypatch, 8, KAGGLE, initialize=NOT_FOUND)
-    with pytest.raises(DeviceError, match='tensorflow.* has no kernels for a TPU; use PyTorch .--framework pytorch.'): pick_tensorflow('tpu')
+    monkeypatch.setattr(devices, 'installed_packages', lambda: {build: '2.20.0'})
+    with pytest.raises(DeviceError, match=says): pick_tensorflow('tpu')
     d = pick_tensorflow()
     assert (d.kind, d.precision) == ('cpu', 'float32') and 'has no kernels for a TPU' in d.reason
+
+
+def test_a_tpu_that_is_pytorchs_is_left_alone(monkeypatch):
+    calls = simulate_tpu(monkeypatch, 8, KAGGLE)
+    monkeypatch.setitem(sys.modules, 'torch_xla', ModuleType('torch_xla'))
+    with pytest.raises(DeviceError, match='accelerator tpu: PyTorch/XLA is imported in this process, and a TPU belongs to one of the two'): create_tpu_strategy(accelerator='tpu')
+    d = pick_tensorflow()
+    assert d.kind == 'cpu' and 'the TPU is not used: PyTorch/XLA is imported' in d.reason and not calls
+    with socket.create_server(('127.0.0.1', 0)) as server: assert pick_tensorflow(address=f'127.0.0.1:{server.getsockname()[1]}').kind == 'tpu'  # a server is no device of this machine
 
 
 def test_a_build_for_tpus_alone_has_nothing_to_fall_back_to(monkeypatch):
@@ -115,6 +129,21 @@ def test_too_few_cores_are_noticed(cores, replicas, monkeypatch, capsys):
     with pytest.raises(DeviceError, match=f'accelerator tpu: TensorFlow uses {replicas} of 8 cores; see that no variable'): create_tpu_strategy(accelerator='tpu')
     with pytest.warns(RuntimeWarning, match=f'uses {replicas} of 8 cores'): assert create_tpu_strategy().num_replicas_in_sync == replicas
     assert f', {replicas} replica' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('cores', [1, 4])
+def test_too_few_cores_are_noticed_where_two_generations_fit(cores, monkeypatch, tmp_path):
+    simulate_tpu(monkeypatch, cores, {})
+    find, root = devices.find_tpu, machine(tmp_path, accel=4, pci=chips('0x0027', 4))
+    monkeypatch.setattr(devices, 'find_tpu', lambda variables, _: find(variables, root))
+    with pytest.raises(DeviceError, match=f'accelerator tpu: TensorFlow uses {cores} of 8 cores'): pick_tensorflow('tpu')
+    with pytest.warns(RuntimeWarning, match=f'uses {cores} of 8 cores'): assert pick_tensorflow().n == cores
+
+
+def test_an_unknown_number_of_cores_is_said(monkeypatch, capsys):
+    simulate_tpu(monkeypatch, 1, {'TPU_NAME': 'mine'})
+    assert create_tpu_strategy(accelerator='tpu').num_replicas_in_sync == 1
+    assert 'TensorFlow uses 1 of its cores (number of cores unknown)' in capsys.readouterr().out
 
 
 def test_a_tpu_without_cores(monkeypatch):
@@ -194,11 +223,15 @@ def test_processors_compute_bfloat16_by_way_of_float32():
     assert len(products) == 1 and ' = f32[16,16]' in products[0]
 
 
-def test_mixed_precision_follows_the_device():
+def test_mixed_precision_follows_the_device(monkeypatch):
     import keras
     before = keras.mixed_precision.global_policy()
     try:
         for kind, precision, disable, policy in [('tpu', 'bfloat16', False, 'mixed_bfloat16'), ('tpu', 'bfloat16', True, 'float32'), ('cpu', 'float32', False, 'float32')]:
             assert configure_mixed_precision(devices.Device(kind, '', precision, ''), disable) == policy == keras.mixed_precision.global_policy().name
-        assert configure_mixed_precision() == 'float32'  # of a processor
-    finally: keras.mixed_precision.set_global_policy(before)
+        assert configure_mixed_precision() == configure_mixed_precision('auto') == 'float32'  # of a processor
+        monkeypatch.setattr(devices, 'pick_tensorflow', lambda: devices.Device('cuda', '', 'bfloat16', ''))
+        for device in (None, 'auto'): assert configure_mixed_precision(device) == 'mixed_bfloat16' and tf.config.experimental.tensor_float_32_execution_enabled()
+        monkeypatch.setattr(devices, 'pick_tensorflow', lambda: pytest.fail('started an accelerator'))
+        assert configure_mixed_precision(disable=True) == 'float32' and not tf.config.experimental.tensor_float_32_execution_enabled()
+    finally: configure_mixed_precision('bfloat16' if before.name == 'mixed_bfloat16' else 'float32')
