@@ -50,6 +50,12 @@ def test_neither_wheels_nor_the_internet(notebook, tmp_path):
     assert 'rapidfuzz: not installed (no route to the index)' in done.stderr and 'attach a dataset with wheels for Python 3.' in done.stderr
 
 
+def test_tensorflow_brings_no_tensorboard_along(tmp_path):
+    "So the notebook asks for it."
+    done, asked = start('train_tensorflow.ipynb', tmp_path, PACKAGE='the-source', absent=('b2t_kaggle', 'tensorboard'))
+    assert [a[-1] for a in asked] == ['the-source', 'tensorboard'] and 'missing: tensorboard' in done.stdout
+
+
 @BOTH
 def test_an_attached_source_folder_is_used_as_it_is(notebook, tmp_path):
     source = tmp_path/'input'/'b2t'

@@ -62,6 +62,7 @@ def test_a_version_continues_the_one_that_is_attached(first, environment, tmp_pa
 @pytest.mark.parametrize('machine, packages, says', [
     ('kaggle v5e-8', None, 'Found: a TPU that this TensorFlow cannot drive. train_tpu.ipynb uses it'),
     ('kaggle v5e-8', {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'}, 'Found: a TPU that this TensorFlow can drive.\nPlan: tpu (TPU v5e, 8 devices), bfloat16'),
+    ('cloud v4-8', {'tensorflow': '2.18.0'}, 'Found: a TPU that this TensorFlow can drive if it was built for TPUs, which shows when it starts.\nPlan: tpu (TPU v4, 4 devices), bfloat16'),
     ('GPUs', None, 'Found: a GPU.\nPlan: cuda (NVIDIA H200, 2 devices), bfloat16'),
     ('a GPU without bfloat16', None, 'Found: no GPU or TPU that this TensorFlow can use'),
     ('nothing', {'tensorflow-cpu': '2.21.0'}, 'Found: no GPU or TPU that this TensorFlow can use'),
