@@ -41,3 +41,10 @@ def test_streams():
     ("The '90s", None),
 ])
 def test_examples(raw, clean): assert clean_sentence(raw) == clean
+
+
+@pytest.mark.parametrize('numbers', [False, True])
+@pytest.mark.parametrize('word', ['x'*100_000, '.'*100_000, '."'*50_000, 'a.'*50_000, '7'*100_000, '1,'*50_000, 'x@'*50_000])
+def test_a_long_word_is_read_once(word, numbers):
+    "Where the time grows with the square of the length this takes minutes."
+    assert list(clean_text([f'So it was {word} and no more. He went.'], numbers))[-1] == 'he went'

@@ -60,7 +60,7 @@ def _table(below: Table, g: Grams, context: np.ndarray, suffix: np.ndarray, n_wo
 def from_arpa(
     model: Arpa,             # The model as read
     words: list[str] | None = None, # Vocabulary to number words by, with all of the model's words; none means those
-) -> Backoff:
+) -> Backoff:                # The same model
     "A model in arrays; raises `ValueError` if an n-gram stands twice or `<s>` or `</s>` is missing."
     for w in ('<s>', '</s>'):
         if w not in model.words: raise ValueError(f'the model has no unigram {w}, expected <s> and </s>; build it with sentence marks')
@@ -139,7 +139,7 @@ def mixture_weights(
     steps: int = 1000,      # At most so many steps
     tolerance: float = 1e-6, # Stop where no weight changes by more
 ) -> np.ndarray:            # Weights λ [M], their sum 1
-    "The weights of a linear mixture that make a text most likely, by expectation-maximisation."
+    "The weights of a linear mixture that make a text most likely, by expectation-maximisation; raises `ValueError` where no model knows a word."
     probs = probs[probs.any(axis=1)]
     if not len(probs): raise ValueError('no model knows a word of the development text; give text of the task')
     weights = np.full(probs.shape[1], 1/probs.shape[1])
@@ -188,14 +188,15 @@ def mix_ngrams(
     paths: Sequence[str | Path],                     # ARPA files, plain or .gz
     out_path: str | Path,                            # ARPA file to write; .gz is compressed
     dev: str | Path | Iterable[str] | None = None,   # Development text to tune the weights on, as `read_sentences` takes it
-    weights: Sequence[float] | None = None,          # Weights to use instead, positive; they are divided by their sum
+    weights: Sequence[float] | None = None,          # Weights to use instead, at least 0; they are divided by their sum
 ) -> pd.Series:                                      # Weight of each path
     "Mix n-gram models linearly into one ARPA file; raises `ValueError` for impossible weights, `ArpaError` that names file and line."
     if (dev is None) == (weights is None): raise ValueError('give a development text to tune the weights on, or weights')
     if dev is not None:
         dev = list(read_sentences(dev))
         weights = mixture_weights(np.stack([word_probabilities(NGram.load(p), dev) for p in paths], axis=1))
-    elif len(weights) != len(paths) or min(weights) < 0 or not sum(weights) > 0: raise ValueError(f'weights are {list(weights)}, expected {len(paths)} of at least 0')
+    elif len(weights) != len(paths) or not min(weights) >= 0 or not 0 < sum(weights) < np.inf:
+        raise ValueError(f'weights are {list(weights)}, expected {len(paths)} of at least 0 with a positive, finite sum')
     weights = np.asarray(weights, float)/np.sum(weights)
     read = [read_arpa(p) for p in paths]
     words = list(dict.fromkeys(w for m in read for w in m.words))
@@ -228,7 +229,7 @@ def prune_ngram(
     out_path: str | Path, # ARPA file to write; .gz is compressed
     threshold: float,     # Remove an n-gram that raises the perplexity by a smaller share, such as 1e-8
 ) -> Path:                # `out_path`
-    "Prune an n-gram model by relative entropy; raises `ArpaError` that names file and line."
+    "Prune an n-gram model by relative entropy; raises `ValueError` for an impossible threshold, `ArpaError` that names file and line."
     if not threshold >= 0: raise ValueError(f'threshold is {threshold}, expected 0 or more')
     model = renormalize(_from_arpa(path, read_arpa(path)))
     keep = [np.expm1(d) >= threshold for d in removal_costs(model)]

@@ -36,7 +36,7 @@ def read_lines(
 
 # %% ../../nbs/decoding/00a_corpus.ipynb #c009
 _TITLES = frozenset('mr mrs ms dr prof st jr sr gen col sgt lt capt rev hon vs no fig vol inc ltd co corp dept'.split())
-_BREAK = re.compile(r'''(\S*[.!?…])["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9])''')
+_BREAK = re.compile(r'''(?<!\S)(\S*[.!?…])["'”’)\]]*\s+(?=["'“‘(\[]*[A-Z0-9])''')
 
 def split_sentences(
     line: str, # A line of text
@@ -51,7 +51,7 @@ def split_sentences(
     return [*out, line[start:].strip()] if line[start:].strip() else out
 
 # %% ../../nbs/decoding/00a_corpus.ipynb #c012
-_LINK = re.compile(r'(?:https?|www)\S+|\S+@\S+|[#@]\S+|\b\w+://\S+|\b(?:\w+\.)+\w{2,}')
+_LINK = re.compile(r'(?:https?|www)\S+|(?<!\S)\S+@\S+|[#@]\S+|\b\w+://\S+|(?<!\w\.)\b(?:\w+\.)+\w{2,}')
 
 def _double_link(m: re.Match) -> str:
     word = re.sub(r'\W', '', m[0])
@@ -80,6 +80,7 @@ def _year(m: re.Match) -> str:
 
 def _say_numbers(text: str) -> str:
     "Numbers as they are said."
+    text = re.sub(r'\d(?:,?\d){15,}', ' ', text)
     text = re.sub(r'(?<![\w$.,:-])(?:1[89]|20)\d\d(?![\w%:]|[.,-]\d)', _year, text)
     return spell_numbers(text.replace('%', ' percent'))
 

@@ -77,7 +77,10 @@ def to_binary(
     bits: int | None = 8, # Quantise log-probabilities and backoffs of a trie to so many bits each, 2 to 25; none keeps them exact
     memory: str = '1G',   # Memory for sorting
 ) -> Path:                # `out_path`
-    "Turn an ARPA file into KenLM's binary format, which is mapped into memory instead of being read."
+    """Turn an ARPA file into KenLM's binary format, which is mapped into memory instead of being read.
+
+    Raises `ValueError` for impossible bits, `FileNotFoundError` where the file or the program is missing, `RuntimeError` with what `build_binary` says of the file."""
+    if bits and not 2 <= bits <= 25: raise ValueError(f'bits is {bits}, expected 2 to 25, or none')
     if not (program := find_program('build_binary')): raise FileNotFoundError("there is no build_binary on the PATH; build KenLM's programs with `b2t lm programs`")
     if not Path(path).is_file(): raise FileNotFoundError(f'{path}: there is no such file')
     quantise = ['-q', bits, '-b', bits, '-a', 22] if kind == 'trie' and bits else []
