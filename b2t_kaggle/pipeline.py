@@ -298,12 +298,12 @@ def open_decoder(
     **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration
 ):
     "The `LexiconBeamDecoder` that a run's configuration describes. Raises `PipelineError` where the run has no language model yet."
+    from b2t_kaggle.decoding.automaton import load_ngram
     from b2t_kaggle.decoding.beam import LexiconBeamDecoder
-    from b2t_kaggle.decoding.ngram import NGram
     from b2t_kaggle.phonemes import build_lexicon
     words = run.dir/'lm'/'words.txt'
     if not words.exists(): raise PipelineError(f'{words} does not exist; run `b2t lm` on this run first')
-    return LexiconBeamDecoder(build_lexicon(words.read_text().split()), NGram.load(run.lm_path), **run.cfg.decode.model_dump(exclude={'n_jobs'}) | changes)
+    return LexiconBeamDecoder(build_lexicon(words.read_text().split()), load_ngram(run.lm_path), **run.cfg.decode.model_dump(exclude={'n_jobs'}) | changes)
 
 # %% ../nbs/07_pipeline.ipynb #c029
 def execute(

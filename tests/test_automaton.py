@@ -1,13 +1,21 @@
 "The automaton against KenLM: a million questions, states, models with gaps."
+import errno
 import gzip
 import math
+import re
+import resource
+from pathlib import Path
 
+import kenlm
 import numpy as np
 import pytest
 from numba import njit
 
-from b2t_kaggle.decoding.automaton import Automaton, step
-from b2t_kaggle.decoding.ngram import NGram, build_ngram
+from b2t_kaggle.decoding import automaton
+from b2t_kaggle.decoding.arpa import ArpaError, Grams, read_arpa, write_arpa
+from b2t_kaggle.decoding.automaton import Automaton, check_words, find, step
+from b2t_kaggle.decoding.kenlm_programs import find_program, to_binary
+from b2t_kaggle.decoding.ngram import NGram, _load_kenlm, build_ngram
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
@@ -58,7 +66,6 @@ def test_a_million_questions(model):
 
 def test_states_merge_histories_as_kenlm_does(model):
     "As many states as KenLM tells apart, so the search recombines no less."
-    import kenlm
     text, path = model
     automaton, lm, pairs = Automaton.load(path), NGram.load(path).model, set()
     for s in text[:3000]:
@@ -96,9 +103,11 @@ def test_orders(order, tmp_path):
     assert compare(Automaton.load(path), NGram.load(path), text + zipf_text(300, 4))[0] < 1e-5
 
 
+class Kept(Automaton): CACHED = 0
+
+
 def test_kept_files(model, tmp_path):
     "What is kept beside the file is used while it fits, replaced when the file changes, and never half written."
-    class Kept(Automaton): CACHED = 0
     path = tmp_path/'lm.arpa'
     path.write_bytes(model[1].read_bytes())
     first = Kept.load(path)
@@ -112,15 +121,103 @@ def test_kept_files(model, tmp_path):
     for damage in (b'', b'{}\n', kept.read_bytes()[:-1], b'[]\n', b'{"source": 1, "lengths": 2}\n'):
         kept.write_bytes(damage)
         assert Kept.load(path).order == 2
-    tmp_path.chmod(0o500)
-    try: assert Kept.load(path).order == 2
-    finally: tmp_path.chmod(0o700)
+
+
+def test_folders_that_cannot_be_written_to(tmp_path, monkeypatch):
+    "The user's cache keeps the arrays of such files, of each its own."
+    save, build, built = automaton._save, automaton._build, []
+    def read_only(place, *rest):
+        if place.name.endswith('.arpa.automaton'): raise OSError(errno.EROFS, 'Read-only file system')
+        save(place, *rest)
+    monkeypatch.setattr(automaton, '_save', read_only) # Root may write to any folder
+    monkeypatch.setattr(automaton, '_build', lambda path: built.append(path) or build(path))
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
+    paths = [tmp_path/name/'lm.arpa' for name in 'ab']
+    for path, text in zip(paths, (['a b'], ['a b', 'c'])):
+        path.parent.mkdir()
+        build_ngram(text, path, order=2, estimator='own')
+    scores = [[Kept.load(path).score('a b') for path in paths] for _ in range(3)]
+    assert built == paths and scores[0] == scores[1] == scores[2] and scores[0][0] != scores[0][1]
+    assert [sorted(path.parent.iterdir()) for path in paths] == [[path] for path in paths]
+    assert len(list((tmp_path/'cache'/'b2t_kaggle'/'automata').iterdir())) == 2
+
+
+def test_full_disks(model, tmp_path, monkeypatch):
+    "Where nothing can be kept the arrays are used all the same; one warning, and no part of a file is left."
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
+    path = tmp_path/'lm.arpa'
+    path.write_bytes(model[1].read_bytes())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1])) # No file grows beyond 64 kB
+    try:
+        with pytest.warns(UserWarning, match='its arrays are kept nowhere') as warned: found = Kept.load(path)
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(warned) == 1 and found.score(model[0][0]) == Automaton.load(path).score(model[0][0])
+    assert [p for p in tmp_path.rglob('*') if p.is_file()] == [path]
+
+
+def unigrams(path, words):
+    "A model of words that differ in probability."
+    write_arpa(path, words, [len(words)], [Grams(np.arange(len(words))[:, None], -1 - np.arange(len(words))/8, np.zeros(len(words)))])
+    return path
+
+
+@pytest.mark.parametrize('words', [['THE', 'YES', 'NO', 'yes', 'McX', "IT'S"], ['the', 'of', 'YES', 'Mcx'], ['THE', 'the'], ['NAÏVE', 'IN'], ['x', 'X']])
+@pytest.mark.parametrize('unknown', ['<unk>', '<UNK>'])
+def test_capitals(words, unknown, tmp_path):
+    "KenLM, automaton and reader take the same models for models in capitals, and say the same of each word."
+    path = unigrams(tmp_path/'lm.arpa', [unknown, '<s>', '</s>', *words])
+    lm, ours, read = NGram.load(path), Automaton.load(path), read_arpa(path)
+    probabilities = dict(zip(read.words, read.grams[0].log_prob))
+    for w in ('the', 'yes', 'no', 'of', 'in', "it's", 'mcx', 'naïve', 'x', 'else'):
+        expected = lm.score(w, False, False)
+        assert ours.score(w, False, False) == pytest.approx(expected, abs=1e-5) and (w in ours) == (w in lm) == (w in probabilities)
+        assert math.log(10)*probabilities.get(w, -1) == pytest.approx(expected, abs=1e-5)
+    assert len(set(read.words)) == len(read.words) == len(words) + 3
+
+
+def test_other_encodings(tmp_path):
+    "Words that are no UTF-8 are words like others, are written as they were read, and can be named in a complaint."
+    path, other = tmp_path/'lm.arpa', tmp_path/'other.arpa'
+    path.write_bytes(re.sub(rb'(?<=[\t ])a(?=[\t\n ])', b'na\xefve', model_with_gaps().encode()))
+    lm, same = NGram.load(path), Automaton.load(path)
+    for s in ('b c', 'f d', 'x', 'c b'): assert same.score(s) == pytest.approx(lm.score(s), abs=1e-5)
+    assert b'na\xefve'.decode(errors='surrogateescape') in same
+    model = read_arpa(path)
+    write_arpa(other, model.words, list(map(len, (g.ids for g in model.grams))), model.grams)
+    assert other.read_bytes().count(b'na\xefve') == path.read_bytes().count(b'na\xefve') > 5
+    path.write_bytes(path.read_bytes().replace(b'\t<s> na\xefve\t', b'\tna\xefve c\t', 1))
+    with pytest.raises(ArpaError, match=r"line \d+: found 'na\ufffdve c' a second time"): Automaton.load(path)
+
+
+def test_both_spellings_of_unk(tmp_path):
+    with pytest.raises(ArpaError, match='<unk> and <UNK>'): Automaton.load(unigrams(tmp_path/'lm.arpa', ['<unk>', '<UNK>', '<s>', '</s>', 'a']))
+
+
+def test_words_that_no_model_knows(tmp_path):
+    lm = Automaton.load(unigrams(tmp_path/'lm.arpa', ['<unk>', '<s>', '</s>', 'Haus', 'Hof']))
+    check_words(lm, ['maus', 'Hof'])
+    with pytest.raises(ValueError, match="lm.arpa: knows none of the 2 words to be decoded, such as 'house', among its 5, such as 'Haus'; give"): check_words(lm, ['house', 'yard'])
+
+
+@pytest.mark.skipif(not Path('/proc/self/smaps').exists(), reason='needs /proc/self/smaps')
+def test_binaries_stay_on_disk(model, tmp_path):
+    "Of a KenLM binary nothing but its head is in memory before it is asked; all of it is where KenLM loads it by itself."
+    if not find_program('build_binary'): pytest.skip("KenLM's programs are not here; build them with `b2t lm programs`")
+    def resident(path):
+        kb, ours = 0, False
+        for line in open('/proc/self/smaps'):
+            if not line.split()[0].endswith(':'): ours = line.rstrip().endswith(str(path))
+            elif ours and line.startswith('Rss:'): kb += int(line.split()[1])
+        return 1024*kb/path.stat().st_size
+    paths = [to_binary(model[1], tmp_path/f'{name}.bin', 'probing') for name in ('ours', 'all')]
+    models = _load_kenlm(paths[0]), kenlm.Model(str(paths[1]))
+    assert 0 < resident(paths[0]) < 0.5 < resident(paths[1]) and models[0].order == models[1].order
 
 
 def test_large_ids_do_not_collide():
     "Keys hold state and word side by side, whatever their size."
-    from b2t_kaggle.decoding.automaton import ARC, _empty, find
-    rng, table = np.random.default_rng(0), _empty(ARC, 3000)
+    rng, table = np.random.default_rng(0), automaton._no_arcs(3000)
     keys = {(int(s) << 32) | int(w) for s, w in rng.integers(0, 2**31 - 1, (3000, 2))}
     for k in keys: table[find(table, k)]['key'] = k
     assert all(table[find(table, k)]['key'] == k for k in keys)

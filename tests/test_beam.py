@@ -1,4 +1,5 @@
 "The decoders against exhaustive enumeration, their scores, input with faults, and real sentences."
+import inspect
 import itertools
 import math
 import subprocess
@@ -14,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
-from b2t_kaggle.config import preset
-from b2t_kaggle.decoding.automaton import Automaton
+from b2t_kaggle.config import DecodeConfig
+from b2t_kaggle.decoding.automaton import Automaton, load_ngram
 from b2t_kaggle.decoding.beam import Hypothesis, LexiconBeamDecoder, align, greedy, phoneme_beam
+from b2t_kaggle.decoding.kenlm_programs import find_program, to_binary
 from b2t_kaggle.decoding.ngram import NGram, build_ngram
 from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, build_lexicon, normalize_sentence, to_class_ids
 
@@ -33,10 +35,11 @@ def ngram(order, folder):
 def log_softmax(x): return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
 
 
-def enumerate_paths(log_probs, classes):
-    "Every path over some classes, summed up by the labels it spells: labels -> (best, log-sum)."
-    out = {}
+def enumerate_paths(log_probs, classes, top_k=None):
+    "Every path over some classes that begins labels only where they are among the best k, summed up by the labels it spells: labels -> (best, log-sum)."
+    out, best_k = {}, [{BLANK, *(np.argsort(-x[1:])[:top_k] + 1)} for x in log_probs]
     for path in itertools.product(classes, repeat=len(log_probs)):
+        if any(k not in best_k[t] and (t == 0 or path[t - 1] != k) for t, k in enumerate(path)): continue
         labels = tuple(k for k, _ in itertools.groupby(path) if k != BLANK)
         p = float(sum(log_probs[t, k] for t, k in enumerate(path)))
         best, total = out.get(labels, (-math.inf, -math.inf))
@@ -44,14 +47,14 @@ def enumerate_paths(log_probs, classes):
     return out
 
 
-def enumerate_sentences(log_probs, lexicon):
+def enumerate_sentences(log_probs, lexicon, top_k=None):
     "Every sentence that some path spells: text -> (best, log-sum)."
     used = sorted({p for prons in lexicon.values() for pron in prons for p in pron})
     words = {}
     for w, prons in lexicon.items():
         for pron in prons: words.setdefault(tuple(to_class_ids(pron)), set()).add(w)
     out = {}
-    for labels, (best, total) in enumerate_paths(log_probs, [BLANK, SIL, *to_class_ids(used)]).items():
+    for labels, (best, total) in enumerate_paths(log_probs, [BLANK, SIL, *to_class_ids(used)], top_k).items():
         if labels and labels[-1] != SIL: continue
         spelled = [tuple(g) for is_sil, g in itertools.groupby(labels, lambda k: k == SIL) if not is_sil]
         if labels.count(SIL) != len(spelled): continue
@@ -62,7 +65,7 @@ def enumerate_sentences(log_probs, lexicon):
     return out
 
 
-lexicons = st.dictionaries(st.sampled_from(['a', 'aa', 'b', 'c', 'd', 'unknown']), st.lists(st.sampled_from(PRONUNCIATIONS).map(list), min_size=1, max_size=2), min_size=1, max_size=6)
+lexicons = st.dictionaries(st.sampled_from(['a', 'aa', 'b', 'c', 'd', 'unknown']), st.lists(st.sampled_from(PRONUNCIATIONS).map(list), min_size=1, max_size=2), min_size=1, max_size=6).filter(lambda words: set(words) != {'unknown'})
 posteriors = st.builds(lambda seed, frames, sharp: log_softmax(sharp*np.random.default_rng(seed).standard_normal((frames, 41))),
                        st.integers(0, 2**32 - 1), st.integers(0, 6), st.sampled_from([0.0, 1.0, 3.0]))
 
@@ -90,6 +93,30 @@ def test_equals_enumeration(tmp_path_factory, log_probs, lexicon, order, merge, 
     best = LexiconBeamDecoder(lexicon, lm, beam=5000, nbest=1, lm_weight=lm_weight, word_score=word_score,
                               acoustic_scale=scale, blank_penalty=penalty, merge='max').decode(log_probs)
     if merge == 'max': assert len(best) == 1 and best[0].total == pytest.approx(found[0].total, abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(posteriors, lexicons, st.integers(1, 3), st.sampled_from([None, 0.0, 1.0]), st.sampled_from([None, 1, 3]))
+def test_never_empty(tmp_path_factory, log_probs, lexicon, beam, oov_penalty, top_k):
+    "Whatever a narrow beam is left with at the end: at least one hypothesis, of a finite score, and none twice."
+    folder = tmp_path_factory.getbasetemp()/'never_empty'
+    folder.mkdir(exist_ok=True)
+    for nbest in (1, 4):
+        found = LexiconBeamDecoder(lexicon, ngram(2, folder), beam=beam, nbest=nbest, oov_penalty=oov_penalty, top_k=top_k).decode(log_probs)
+        assert 1 <= len(found) <= nbest and all(math.isfinite(h.total) for h in found)
+        assert len({h.text for h in found}) == len(found)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4))
+def test_top_k_equals_enumeration(tmp_path_factory, seed, k):
+    "Hypotheses move to the k most probable classes of a frame only, the end of a word with SIL included; staying and the blank are free."
+    folder = tmp_path_factory.getbasetemp()/'top_k'
+    folder.mkdir(exist_ok=True)
+    x = np.random.default_rng(seed).standard_normal((5, 41))
+    x[:, [SIL, *to_class_ids(['AA', 'B', 'K'])]] += 2
+    found = LexiconBeamDecoder(LEXICON, ngram(2, folder), beam=5000, nbest=2000, top_k=k).decode(log_softmax(x))
+    assert {h.text for h in found} == set(enumerate_sentences(log_softmax(x), LEXICON, k))
 
 
 @settings(max_examples=30, deadline=None)
@@ -168,6 +195,26 @@ def test_streams_equal_the_offline_result(lm):
     with pytest.raises(ValueError, match='finished'): one_by_one.finish()
 
 
+def test_forgotten_streams(lm):
+    "The search of a stream that nobody finishes goes back to the decoder, unless it was interrupted."
+    decoder, x = LexiconBeamDecoder(LEXICON, lm, beam=30), spoken(7, 1)
+    expected = decoder.decode(x)
+    search, = decoder._idle
+    stream = decoder.start()
+    stream.push(spoken(5, 2))
+    assert decoder._idle == []
+    del stream
+    assert decoder._idle == [search] and decoder.decode(x) == expected
+
+    def interrupted(*args): raise KeyboardInterrupt
+    stream = decoder.start()
+    search.push = interrupted
+    with pytest.raises(KeyboardInterrupt): stream.push(x)
+    with pytest.raises(ValueError, match='finished'): stream.partial()
+    del stream
+    assert decoder._idle == [] and decoder.decode(x) == expected
+
+
 def test_processes_and_order(lm):
     trials = [spoken(n % 7, n) for n in range(40)]
     one = LexiconBeamDecoder(LEXICON, lm, beam=20).decode_all(trials, n_jobs=1, progress=False)
@@ -198,11 +245,49 @@ def test_kenlm_and_automaton_agree(tmp_path):
     assert LexiconBeamDecoder(LEXICON, Automaton.load(lm.path), beam=40).decode(trials[3]) == expected[3]
 
 
+@pytest.mark.parametrize('kind', ['probing', 'trie'])
+def test_kenlm_binaries(kind, tmp_path):
+    "A KenLM binary decodes as the ARPA file does that it was made from."
+    if not find_program('build_binary'): pytest.skip("KenLM's programs are not here; build them with `b2t lm programs`")
+    lm = load_ngram(ngram(3, tmp_path).path)
+    binary = load_ngram(to_binary(lm.path, tmp_path/'lm.bin', kind, bits=None))
+    assert (type(lm), type(binary)) == (Automaton, NGram)
+    known, asked = (LexiconBeamDecoder(LEXICON, m, beam=40) for m in (lm, binary))
+    assert known._known and not asked._known
+    for x in (spoken(n, n) for n in (0, 4, 9)):
+        a, b = known.decode(x), asked.decode(x)
+        assert [h.text for h in a] == [h.text for h in b]
+        np.testing.assert_allclose([astuple(h)[1:] for h in a], [astuple(h)[1:] for h in b], atol=1e-5)
+
+
+def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
+    "The decoder of a run has the ARPA file as an automaton, which scores sentences as KenLM does."
+    from b2t_kaggle.pipeline import Run, open_decoder
+    run = Run(tmp_path/'run', tmp_path)
+    (run.dir/'lm').mkdir()
+    (run.dir/'lm'/'words.txt').write_text('how are you')
+    score = NGram.load(build_ngram(['how are you', 'you are'], run.lm_path, order=2, estimator='own')).score('how are you')
+    monkeypatch.setattr(NGram, 'load', None)
+    decoder = open_decoder(run, nbest=3)
+    assert decoder.nbest == 3 and decoder.lm.score('how are you') == pytest.approx(score, abs=1e-5)
+
+
 def test_processes_for_kenlm(lm):
     trials = [spoken(n % 7, n) for n in range(40)]
     decoder = LexiconBeamDecoder(LEXICON, without_file(lm), beam=20)
     assert decoder.decode_all(trials, n_jobs=3, progress=False) == decoder.decode_all(trials, n_jobs=1, progress=False)
     with pytest.raises(ValueError, match='trial 40: .*nan'): decoder.decode_all([*trials, np.full((2, 41), np.nan)], n_jobs=3, progress=False)
+
+
+def test_top_k(lm):
+    "All classes are as good as no limit; fewer are fewer candidates."
+    trials = [spoken(8, seed) for seed in range(5)]
+    def decode(k):
+        decoder = LexiconBeamDecoder(LEXICON, lm, beam=20, top_k=k)
+        return decoder.decode_all(trials, n_jobs=1, progress=False), decoder._idle[0].counts()['candidates']
+    assert decode(None) == decode(40) == decode(1000)
+    candidates = [decode(k)[1] for k in (1, 2, 4, None)]
+    assert candidates == sorted(candidates) and candidates[0] < candidates[-1]
 
 
 def test_pruning_changes_little(lm):
@@ -261,6 +346,10 @@ def test_word_frames(lm):
         spans, ends = align(x, labels), np.flatnonzero(labels == SIL)
         assert single.word_frames(x, h).tolist() == np.stack([spans[np.append(0, ends[:-1] + 1), 0], spans[ends - 1, 1]], axis=1).tolist()
     with pytest.raises(ValueError, match="'x' is not in the lexicon"): decoder.word_frames(x, Hypothesis('x', 0., 0., 1, 0.))
+    x = np.full((4, 41), 1e-4) # The blank of the second frame is likelier than AA, but not after its penalty
+    for t, k, p in (0, 1, .99), (1, BLANK, .8), (1, 1, .19), (2, SIL, .99), (3, BLANK, .99): x[t, k] = p
+    spans = [LexiconBeamDecoder(LEXICON, lm, blank_penalty=p).word_frames(np.log(x), Hypothesis('a', 0., 0., 1, 0.)).tolist() for p in (1, 90)]
+    assert spans == [[[0, 0]], [[0, 1]]]
 
 
 def test_homophones_without_limit(lm):
@@ -284,6 +373,11 @@ def test_final_sil_may_be_missing(lm):
     assert LexiconBeamDecoder(LEXICON, lm, beam=50, acoustic_scale=0.6).decode(noisy(ids, sharp=12))[0].text in ('a', 'a c')
     narrow = LexiconBeamDecoder(LEXICON, lm, beam=1).decode(noisy(ids, sharp=12))
     assert {h.text for h in narrow} <= {'a', 'a c'} and all(math.isfinite(h.total) for h in narrow)
+    single, several = (LexiconBeamDecoder(LEXICON, lm, beam=1, nbest=n) for n in (1, 10))
+    b = to_class_ids(['B']).tolist() # Of two homophones, and the beginning of a third pronunciation
+    assert [h.text for h in single.decode(noisy(b, sharp=12))] == ['']     # One frame holds no word with its SIL
+    assert single.decode(noisy(b*2, sharp=12)) == several.decode(noisy(b*2, sharp=12))[:1]
+    assert {h.text for h in several.decode(noisy(b*2, sharp=12))} == {'', 'b', 'd'}
 
 
 def test_unusual_input(lm):
@@ -323,7 +417,8 @@ def test_refused_input(change, words, lm):
     (dict(lexicon={'a': [['AA1']]}), "found 'AA1'"),
     (dict(beam=0), 'beam is 0'), (dict(nbest=0), 'nbest is 0'), (dict(lm_weight=-1), 'lm_weight is -1'), (dict(lm_weight=math.nan), 'lm_weight is nan'),
     (dict(acoustic_scale=0), 'acoustic_scale is 0'), (dict(blank_penalty=-90), 'blank_penalty is -90'), (dict(merge='mean'), "merge is 'mean'"),
-    (dict(word_score=math.inf), 'word_score is inf'), (dict(threshold=0), 'threshold is 0'), (dict(blank_skip=0.3), 'blank_skip is 0.3'), (dict(oov_penalty=-1), 'oov_penalty is -1'),
+    (dict(word_score=math.inf), 'word_score is inf'), (dict(threshold=0), 'threshold is 0'), (dict(blank_skip=0.3), 'blank_skip is 0.3'), (dict(oov_penalty=-1), 'oov_penalty is -1'), (dict(top_k=0), 'top_k is 0'),
+    (dict(lexicon={'A': [['AA']]}), "knows none of the 1 words to be decoded, such as 'A', among its 8, such as 'a'; give a model"),
 ])
 def test_refused_parameters(args, words, lm):
     with pytest.raises(ValueError, match=words): LexiconBeamDecoder(**dict(lexicon=LEXICON, lm=lm) | args)
@@ -387,6 +482,8 @@ def test_probabilities_of_zero(lm):
     assert decoder.decode(partly) and np.isneginf(partly).sum() == 1
 
 
-def test_defaults_are_those_of_the_configuration(lm):
-    cfg, decoder = preset('official').decode, LexiconBeamDecoder(LEXICON, lm)
-    assert decoder.acoustic_scale == cfg.acoustic_scale == 0.8
+def test_defaults_are_those_of_the_configuration():
+    of_decoder = {name: p.default for name, p in inspect.signature(LexiconBeamDecoder).parameters.items() if name not in ('lexicon', 'lm')}
+    of_config = DecodeConfig().model_dump(exclude={'n_jobs'})  # That one is `decode_all`'s
+    assert of_decoder.keys() == of_config.keys()
+    assert {k for k in of_config if of_decoder[k] != of_config[k]} <= {'nbest'}  # A run may keep more, for an LLM to rank anew

@@ -26,7 +26,7 @@ from numba import njit
 from tqdm import tqdm
 
 from ..config import write_whole
-from .automaton import Automaton, step
+from .automaton import Automaton, check_words, is_arpa, step
 from .ngram import LN10, NGram
 from .search import AskedLM, KnownLM, Lexicon, Search, build_trie, flatten, spellings_of, with_spelling
 from ..logits import collapse
@@ -181,17 +181,23 @@ class Hypothesis:
     n_words: int
     total: float
 
-def _is_arpa(path: Path) -> bool:
-    "Whether a file is there and no KenLM binary."
-    if not path.is_file(): return False
-    with open(path, 'rb') as f: return f.read(8) != b'mmap lm '
+def _check_parameters(beam, nbest, lm_weight, blank_skip, acoustic_scale, blank_penalty, threshold, oov_penalty, top_k, word_score, merge) -> None:
+    "Raise `ValueError` that names a parameter which is out of its range."
+    for name, value, low in (('beam', beam, 1), ('nbest', nbest, 1), ('lm_weight', lm_weight, 0), ('blank_skip', blank_skip, 0.5)):
+        if not value >= low: raise ValueError(f'{name} is {value}; expected at least {low}')
+    for name, value in (('acoustic_scale', acoustic_scale), ('blank_penalty', blank_penalty)):
+        if not 0 < value < math.inf: raise ValueError(f'{name} is {value}; expected a positive number')
+    if not threshold > 0: raise ValueError(f'threshold is {threshold}; expected a positive number, perhaps infinity')
+    if oov_penalty is not None and not oov_penalty >= 0: raise ValueError(f'oov_penalty is {oov_penalty}; expected at least 0, or none for no words outside the lexicon')
+    if top_k is not None and not top_k >= 1: raise ValueError(f'top_k is {top_k}; expected at least 1, or none for all classes')
+    if not math.isfinite(word_score): raise ValueError(f'word_score is {word_score}; expected a finite number')
+    if merge not in ('max', 'sum'): raise ValueError(f"merge is {merge!r}; expected 'max' or 'sum'")
 
 # %% ../../nbs/decoding/01_beam.ipynb #c020
 class LexiconBeamDecoder:
-    """Lexicon + n-gram CTC beam search.
+    """Lexicon + n-gram CTC beam search: keeps the `beam` best (trie node, n-gram state) pairs per frame, and scores what it found by definition (see above).
 
-    Keeps the `beam` best (trie node, n-gram state) pairs per frame, and scores what it found by definition (see above).
-    A word of the lexicon that the n-gram does not know is scored as its `<unk>`; a model without `<unk>` gives it 10^-100, as KenLM does.
+    A word of the lexicon that the n-gram does not know is scored as its `<unk>` (a model without `<unk>` gives it 10^-100, as KenLM does); one that knows none is refused with a `ValueError`, as are parameters out of their range.
     The n-gram of an ARPA file that is still there is searched as an `Automaton`; KenLM is asked otherwise, with the same result in more time."""
     def __init__(self,
         lexicon: Lexicon,             # Word -> pronunciations, from `b2t_kaggle.phonemes.build_lexicon`
@@ -206,26 +212,19 @@ class LexiconBeamDecoder:
         threshold: float = 12.0,      # Hypotheses are dropped that are this much worse than the best one, in nats of the acoustic score
         blank_skip: float = 0.999,    # Frames in which the blank, with its penalty, is more probable are not searched; 1 searches all
         oov_penalty: float | None = None, # A word may be spelled by its phonemes as `<unk>` with e to the minus this for each; log 39 takes them for equally likely, none allows no spelling
+        top_k: int | None = None,     # Classes of a frame that hypotheses may move to, the most probable ones; none leaves it to beam and threshold
     ):
-        for name, value, low in (('beam', beam, 1), ('nbest', nbest, 1), ('lm_weight', lm_weight, 0), ('blank_skip', blank_skip, 0.5)):
-            if not value >= low: raise ValueError(f'{name} is {value}; expected at least {low}')
-        for name, value in (('acoustic_scale', acoustic_scale), ('blank_penalty', blank_penalty)):
-            if not 0 < value < math.inf: raise ValueError(f'{name} is {value}; expected a positive number')
-        if not threshold > 0: raise ValueError(f'threshold is {threshold}; expected a positive number, perhaps infinity')
-        if oov_penalty is not None and not oov_penalty >= 0: raise ValueError(f'oov_penalty is {oov_penalty}; expected at least 0, or none for no words outside the lexicon')
-        if not math.isfinite(word_score): raise ValueError(f'word_score is {word_score}; expected a finite number')
-        if merge not in ('max', 'sum'): raise ValueError(f"merge is {merge!r}; expected 'max' or 'sum'")
-        self.lm, self.beam, self.lm_weight, self.word_score = lm, beam, float(lm_weight), float(word_score)
-        self.acoustic_scale, self.blank_penalty, self.nbest, self.merge = acoustic_scale, blank_penalty, nbest, merge
-        self.threshold, self.blank_skip = threshold, blank_skip
+        _check_parameters(beam, nbest, lm_weight, blank_skip, acoustic_scale, blank_penalty, threshold, oov_penalty, top_k, word_score, merge)
+        self.lm, self.beam, self.lm_weight, self.word_score, self.threshold, self.top_k = lm, beam, float(lm_weight), float(word_score), threshold, top_k
+        self.acoustic_scale, self.blank_penalty, self.blank_skip, self.nbest, self.merge = acoustic_scale, blank_penalty, blank_skip, nbest, merge
         self.words, spellings = spellings_of(lexicon)
-        automaton = lm if isinstance(lm, Automaton) else Automaton.load(lm.path) if _is_arpa(lm.path) else None
-        self._known = KnownLM(automaton, self.words) if automaton else None
+        if lm_weight: check_words(lm, self.words)
+        if isinstance(lm, NGram) and is_arpa(lm.path): lm = Automaton.load(lm.path)
+        self._known = KnownLM(lm, self.words) if isinstance(lm, Automaton) else None
         unigrams = self._asker().unigrams()
-        self.trie, self.oov_penalty = build_trie(spellings, unigrams[:-1]), oov_penalty
-        if oov_penalty is not None: self.trie = with_spelling(self.trie, unigrams[-1])
-        start, symbols = flatten(itertools.chain.from_iterable(spellings))
-        self._prons = Pronunciations(np.cumsum([0, *map(len, spellings)]), start, symbols)
+        trie, self.oov_penalty = build_trie(spellings, unigrams[:-1]), oov_penalty
+        self.trie = trie if oov_penalty is None else with_spelling(trie, unigrams[-1])
+        self._prons = Pronunciations(np.cumsum([0, *map(len, spellings)]), *flatten(itertools.chain.from_iterable(spellings)))
         self._number = {w: i for i, w in enumerate(self.words)}
         self._idle = [] # Searches that no stream uses: several threads may decode
 
@@ -235,7 +234,9 @@ def _asker(self: LexiconBeamDecoder) -> KnownLM | AskedLM: return self._known or
 def _search(self: LexiconBeamDecoder) -> Search:
     "A search that nobody uses."
     try: return self._idle.pop()
-    except IndexError: return Search(self.trie, self._asker(), self.beam, self.lm_weight, self.word_score, math.inf if self.oov_penalty is None else self.lm_weight*self.oov_penalty)
+    except IndexError: pass
+    penalty = math.inf if self.oov_penalty is None else self.lm_weight*self.oov_penalty
+    return Search(self.trie, self._asker(), self.beam, self.lm_weight, self.word_score, penalty, self.top_k or 0)
 
 LexiconBeamDecoder._asker, LexiconBeamDecoder._search = _asker, _search
 
@@ -270,6 +271,7 @@ def _lexicon_with(self: LexiconBeamDecoder, spelled: list[tuple[int, ...]]) -> t
     names = ['-'.join(PHONEMES[s] for s in spelling).lower() for spelling in spelled]
     return prons, self.words + names, np.append(np.zeros(len(self.words)), (self.oov_penalty or 0)*np.diff(start))
 
+# %% ../../nbs/decoding/01_beam.ipynb #c023
 def _hypotheses(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarray, starts: np.ndarray, scale: float, nbest: int) -> list[Hypothesis]:
     "Sentences, scored by definition, the best ones first."
     words, starts, spelled = self._spelled_words(words, starts) if self.oov_penalty is not None else (words, starts, [])
@@ -280,13 +282,15 @@ def _hypotheses(self: LexiconBeamDecoder, log_probs: np.ndarray, words: np.ndarr
     else: ngram = np.array([self.lm.score(text) for text in texts])
     if spelled: ngram -= [costs[words[a:b]].sum() for a, b in itertools.pairwise(starts)]
     total = scale*acoustic + self.lm_weight*ngram + self.word_score*n_words
-    order = np.argsort(-total, kind='stable')[:nbest]
+    best = {}
+    for i in np.argsort(-total, kind='stable').tolist(): best.setdefault(texts[i], i) # A spelled word may look like one of the lexicon
+    order = np.array(list(best.values())[:nbest], np.int64)
     columns = (texts[i] for i in order), *(x[order].tolist() for x in (acoustic, ngram, n_words, total))
     return [Hypothesis(*h) for h in zip(*columns) if h[-1] > -math.inf]
 
 LexiconBeamDecoder._spelled_words, LexiconBeamDecoder._lexicon_with, LexiconBeamDecoder._hypotheses = _spelled_words, _lexicon_with, _hypotheses
 
-# %% ../../nbs/decoding/01_beam.ipynb #c024
+# %% ../../nbs/decoding/01_beam.ipynb #c025
 class Stream:
     "The decoding of one trial, frame by frame; `LexiconBeamDecoder.start` begins one."
     def __init__(self, decoder: LexiconBeamDecoder):
@@ -307,7 +311,9 @@ class Stream:
         skip = blank/self._penalty > self._decoder.blank_skip*(blank/self._penalty + 1 - blank)
         x[:, BLANK] -= math.log(self._penalty)
         self._frames.append(x)
+        self._search = None # What is interrupted now nobody can use again
         search.push((self._scale*x).astype(np.float32), skip)
+        self._search = search
 
     def partial(self) -> str:
         "The complete words of the best hypothesis so far; … for one outside the lexicon."
@@ -320,7 +326,10 @@ class Stream:
         self._decoder._idle.append(search)
         return self._decoder._hypotheses(np.concatenate(self._frames), words, starts, self._scale, self._nbest)
 
-# %% ../../nbs/decoding/01_beam.ipynb #c025
+    def __del__(self):
+        if getattr(self, '_search', None) is not None: self._decoder._idle.append(self._search)
+
+# %% ../../nbs/decoding/01_beam.ipynb #c026
 def _start(self: LexiconBeamDecoder) -> Stream:
     "Begin a trial whose frames come bit by bit."
     return Stream(self)
@@ -338,7 +347,7 @@ def _decode(self: LexiconBeamDecoder,
 
 LexiconBeamDecoder.start, LexiconBeamDecoder.decode = _start, _decode
 
-# %% ../../nbs/decoding/01_beam.ipynb #c027
+# %% ../../nbs/decoding/01_beam.ipynb #c028
 _work = None # Decoder and trials of a forked process
 
 def _set_work(decoder, trials):
@@ -356,7 +365,7 @@ def _forks(n: int, decoder: LexiconBeamDecoder, trials: Sequence[np.ndarray]) ->
     decoder.decode(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES)))) # What is compiled before, no process needs to compile
     return ProcessPoolExecutor(n, get_context('fork'), _set_work, (decoder, trials))
 
-# %% ../../nbs/decoding/01_beam.ipynb #c028
+# %% ../../nbs/decoding/01_beam.ipynb #c029
 def _decode_all(self: LexiconBeamDecoder,
     log_probs: Sequence[np.ndarray], # Trials, such as a `LogitStore`: read one by one, by index
     n_jobs: int = 0,                 # Cores to use; 0 means all
@@ -375,7 +384,7 @@ def _decode_all(self: LexiconBeamDecoder,
 
 LexiconBeamDecoder.decode_all = _decode_all
 
-# %% ../../nbs/decoding/01_beam.ipynb #c030
+# %% ../../nbs/decoding/01_beam.ipynb #c031
 def write_nbest(
     path: str | Path,                           # JSON lines file to write
     nbest: Iterable[Sequence[Hypothesis]],      # The hypotheses of each trial, best first
@@ -394,7 +403,7 @@ def read_nbest(
         except (ValueError, TypeError) as e: raise ValueError(f'{path}, line {i}: not an n-best list ({e}); decode again') from None
     return out
 
-# %% ../../nbs/decoding/01_beam.ipynb #c043
+# %% ../../nbs/decoding/01_beam.ipynb #c044
 def align(
     log_probs: np.ndarray, # Log-probabilities [T', K]
     class_ids: np.ndarray, # Labels [S], without blanks
@@ -416,7 +425,7 @@ def align(
     for t in range(len(log_probs) - 1, -1, -1): path[t], state = state, state - steps[t][state]
     return np.array([[np.flatnonzero(path == 2*i + 1)[k] for k in (0, -1)] for i in range(len(ids))]).reshape(-1, 2)
 
-# %% ../../nbs/decoding/01_beam.ipynb #c046
+# %% ../../nbs/decoding/01_beam.ipynb #c047
 @_jit
 def _best_path(log_probs, symbol, first, before, end):
     "The node that each frame of the best path to a node or to the blanks after it belongs to; blanks have the negative number of the node before."
@@ -446,10 +455,11 @@ def _word_frames(self: LexiconBeamDecoder,
     unknown = [w for w in hypothesis.text.split() if w not in self._number]
     if unknown: raise ValueError(f'{unknown[0]!r} is not in the lexicon of this decoder')
     x, words = _checked(log_probs, len(PHONEMES)), np.array([self._number[w] for w in hypothesis.text.split()], np.int64)
+    x[:, BLANK] -= math.log(self.blank_penalty)
     word, parent, last = _word_tree(words, np.array([0, len(words)]))
     symbol, first, before, sil = _spelled(word, parent, self._prons)
     path = _best_path(x, symbol, first, before, sil[last[0]])
-    if len(path) < len(x): raise ValueError(f'{len(x)} frames are too few for {hypothesis.text!r}')
+    if len(path) < len(words): raise ValueError(f'{len(x)} frames are too few for {hypothesis.text!r}')
     spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in itertools.pairwise(sil)]
     return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)
 

@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from ..phonemes import normalize_sentence
-from .arpa import ArpaReader, Grams, atomic_path, open_text, plain_text, read_counts, write_arpa
+from .arpa import ArpaReader, Grams, atomic_path, in_capitals, is_kenlm_binary, open_text, plain_text, read_counts, write_arpa
 from .corpus import clean_text, read_lines
 from .kenlm_programs import find_program
 
@@ -249,7 +249,7 @@ def build_ngram(
     """Build an interpolated modified Kneser-Ney n-gram model and write it as an ARPA file.
 
     Warns where the text is too small to estimate discounts and `FALLBACK_DISCOUNTS` are used.
-    Raises `ValueError` for an empty text or impossible parameters, `FileNotFoundError` for a missing text or program."""
+    Raises `ValueError` for an empty text or impossible parameters, `FileNotFoundError` for a missing text or program, `RuntimeError` where lmplz fails."""
     if order < 1: raise ValueError(f'order is {order}; expected 1 or more')
     prune = list(prune)[:order]
     if not prune or prune != sorted(prune) or prune[0] < 0: raise ValueError(f'prune is {prune}; expected thresholds that do not fall, such as (0, 0, 1)')
@@ -261,7 +261,7 @@ def build_ngram(
     vocab = None if vocab is None else set(vocab)
     sentences = _long_enough(clean_text(texts, numbers) if clean else read_sentences(texts), order)
     fallbacks = _lmplz(use, sentences, Path(out_path), order, prune, vocab) if use else _own(sentences, Path(out_path), order, prune, vocab)
-    if fallbacks: warnings.warn(f'{out_path}: too little text to estimate the discounts of order {", ".join(map(str, fallbacks))}; '
+    if fallbacks: warnings.warn(f'there is too little text to estimate the discounts of order {", ".join(map(str, fallbacks))}; '
                                 f'used {FALLBACK_DISCOUNTS} instead', stacklevel=2)
     return Path(out_path)
 
@@ -270,18 +270,13 @@ def _load_kenlm(path: Path) -> kenlm.Model:
     "KenLM's model of a file."
     config = kenlm.Config()
     config.show_progress, config.arpa_complain = False, kenlm.ARPALoadComplain.NONE
+    config.load_method = kenlm.LoadMethod.LAZY # Of a binary only what is asked for is read, whatever its size
     with plain_text(path) as plain: return kenlm.Model(str(plain), config)
 
 # %% ../../nbs/decoding/00_ngram.ipynb #c035
 class _Capitals:
     "A KenLM model of words in capitals that is asked in lower case."
     def __init__(self, model: kenlm.Model): self.model = model
-
-    @staticmethod
-    def known(model: kenlm.Model) -> bool:
-        "Whether the model knows more of the most frequent words in capitals than in lower case."
-        words = 'the of and to a in is you that it he was for on are as with his they i want not we do what no yes'.split()
-        return sum(w.upper() in model for w in words) > sum(w in model for w in words)
 
     @staticmethod
     def spelled(word: str) -> str: return word if word.startswith('<') else word.upper()
@@ -302,7 +297,7 @@ class NGram:
     def __init__(self,
         model: kenlm.Model, # The model; `NGram.load` reads one
         path: str | Path,   # Where it came from
-    ): self.model, self.path, self.order = _Capitals(model) if _Capitals.known(model) else model, Path(path), model.order
+    ): self.model, self.path, self.order = _Capitals(model) if in_capitals(model) else model, Path(path), model.order
 
     @classmethod
     def load(cls, path: str | Path, # ARPA file (plain or .gz) or KenLM binary, which is mapped into memory
@@ -360,6 +355,6 @@ def model_report(
     "Size of models in MB, and n-grams per order where the file is an ARPA file."
     rows = []
     for path in map(Path, paths):
-        with open(path, 'rb') as f: counts = [] if f.read(7) == b'mmap lm' else read_counts(path)
-        rows.append(dict(file=path.name, mb=path.stat().st_size/1e6) | {f'{n}-grams': c for n, c in enumerate(counts, 1)})
+        counts = [] if is_kenlm_binary(path) else read_counts(path)
+        rows.append(dict(file=str(path), mb=path.stat().st_size/1e6) | {f'{n}-grams': c for n, c in enumerate(counts, 1)})
     return pd.DataFrame(rows).set_index('file')
