@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 from rapidfuzz.distance import Levenshtein
 
 from b2t_kaggle.decoding.beam import Hypothesis
-from b2t_kaggle.decoding.combine import (Combination, bootstrap_difference, candidates, combine, combine_trial, cross_validate_combination, minimum_bayes_risk, posterior,
+from b2t_kaggle.decoding.combine import (Combination, _grid, bootstrap_difference, candidates, combine, combine_trial, cross_validate_combination, minimum_bayes_risk, posterior,
                                          rover, tune_combination, word_network)
 
 sentence = st.lists(st.sampled_from('abcd'), max_size=5).map(' '.join)
@@ -89,6 +89,19 @@ def test_tuning_trusts_the_better_system():
     how = tune_combination(systems, said)
     assert how.weights[1] > how.weights[0]
     assert wer(said, combine(systems, how)) <= wer(said, [h.text for h, in systems[1]])
+
+
+def test_all_ways_to_share_out_quarters_among_few_systems():
+    shares = {how.weights for how in _grid(3)}
+    assert shares == {(1., 1., 1.)} | {(a/4, b/4, (4 - a - b)/4) for a in range(5) for b in range(5 - a)} # Three systems never share four quarters alike
+    assert {how.weights for how in _grid(2)} == {(1., 1.), (0., 1.), (0.25, 0.75), (0.75, 0.25), (1., 0.)}
+
+
+def test_ten_systems_weigh_the_same():
+    systems, said = simulated(20, 3, (0.3,)*10)
+    how = tune_combination(systems, said)
+    assert how.weights == (1.,)*10
+    assert wer(said, combine(systems, how)) < min(wer(said, [h.text for h, in s]) for s in systems)
 
 
 def test_cross_validation_never_asks_the_trial_itself():

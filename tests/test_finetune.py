@@ -1,4 +1,6 @@
 "LoRA on model classes with different layers: it learns, twice alike, leaves the weights alone, and never half an adapter."
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,37 @@ def test_an_adapter_is_whole_or_the_old_one(folders, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ['adapter']
     (tmp_path/'adapter'/'adapter_config.json').write_text('{"half')
     with pytest.raises(LanguageModelError, match='adapter'): load(folders['opt'], adapter=tmp_path/'adapter')
+
+
+@pytest.mark.parametrize('error', [OSError('Stale file handle'), KeyboardInterrupt()])
+def test_the_old_adapter_comes_back(folders, tmp_path, monkeypatch, error):
+    "Where the second of the two renames fails, or is never come to."
+    model, tokenizer = load(folders['opt'])
+    tuned = finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=1, progress=False)
+    old, moved, replace = {p.name: p.read_bytes() for p in (tmp_path/'adapter').iterdir()}, [], os.replace
+    def fails(a, b):
+        moved.append(a)
+        if len(moved) == 2: raise error
+        replace(a, b)
+    monkeypatch.setattr(os, 'replace', fails)
+    with pytest.raises(type(error)): save_adapter(tuned, tmp_path/'adapter')
+    assert moved[0] == tmp_path/'adapter' and moved[1].name == 'new'
+    assert {p.name: p.read_bytes() for p in (tmp_path/'adapter').iterdir()} == old
+    assert [p.name for p in tmp_path.iterdir()] == ['adapter']
+
+
+@pytest.mark.parametrize('lr, damaged, step', [(1e-3, True, 1), (1e30, False, 2)])
+def test_a_loss_that_is_no_number_saves_nothing(folders, tmp_path, lr, damaged, step):
+    model, tokenizer = load(folders['opt'])
+    if damaged: model.get_input_embeddings().weight.data[-1] = torch.nan
+    with pytest.raises(LanguageModelError, match=f'the loss is .* in step {step} of 6; some models overflow in float16'):
+        finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=3, lr=lr, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_of_another_model_is_noticed(folders, tmp_path):
+    _, many = load(tiny_lm(tmp_path/'lm', 'opt', [*TEXT, 'a thousand other words besides those'], vocab_size=400))
+    with pytest.raises(LanguageModelError, match='belongs to another model'): finetune(load(folders['opt'])[0], many, ['we see it', 'a thousand other words besides those'], tmp_path/'adapter')
 
 
 def test_an_adapter_of_another_model_is_refused(folders, tmp_path):

@@ -127,9 +127,10 @@ def _all_candidates(systems) -> list[Candidates]:
 _TEMPERATURES = (0.3, 1., 2., 4., 8., np.inf)
 
 def _grid(n_systems: int, parts: int = 4) -> list[Combination]:
-    "Combinations in the order of preference: plain ones first."
-    shares = [s for s in itertools.product(range(parts + 1), repeat=n_systems) if sum(s) == parts]
-    weights = [(1.,)*n_systems, *(tuple(x/parts for x in s) for s in shares if len(set(s)) > 1)]
+    "Combinations in the order of preference: plain ones first. Of more than four systems all weigh the same."
+    given = itertools.combinations_with_replacement(range(n_systems), parts if n_systems <= 4 else 0) # Who gets each part
+    shares = [tuple(g.count(i)/parts for i in range(n_systems)) for g in given]
+    weights = [(1.,)*n_systems, *(s for s in shares if len(set(s)) > 1)]
     return [Combination(m, t, w) for w in weights for m in ('mbr', 'rover') for t in reversed(_TEMPERATURES)]
 
 def _edits(cs: Sequence[Candidates], references: Sequence[str], grid: Sequence[Combination]) -> np.ndarray:
@@ -146,7 +147,7 @@ def tune_combination(
     systems: Sequence[Sequence[Sequence[Hypothesis]]], # For each system, the n-best of each trial
     references: Sequence[str],                         # What was said in each trial
 ) -> Combination:
-    "The combination of a grid with the fewest word errors; the plainest among equals."
+    "The combination of a grid with the fewest word errors; the plainest among equals. More than four systems weigh all the same."
     grid = _grid(len(systems))
     return grid[int(_edits(_all_candidates(systems), references, grid).sum(1).argmin())]
 

@@ -6,6 +6,7 @@
 __all__ = ['perplexity', 'save_adapter', 'finetune']
 
 # %% ../../nbs/decoding/02d_finetune.ipynb #c003
+import math
 import os
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from .rescore import LanguageModelError, need, score_sentences, token_sequences
+from .rescore import NOT_FINITE, LanguageModelError, check_sequences, need, score_sentences, token_sequences
 from ..training import lr_factor
 
 # %% ../../nbs/decoding/02d_finetune.ipynb #c006
@@ -43,7 +44,9 @@ def save_adapter(
     model,              # Of PEFT
     folder: str | Path, # Replaced if it exists
 ) -> None:
-    "Write the adapter's folder whole or not at all: under another name, then renamed."
+    """Write the adapter's folder whole or not at all: under another name, then renamed. An error or interrupt leaves the old one as it was.
+
+    A process that is killed leaves a folder `.NAME.…` beside it to be deleted. Between the two renames, that one has the old adapter as `old` and the new one as `new`."""
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f'.{folder.name}.', dir=folder.parent))
@@ -51,7 +54,9 @@ def save_adapter(
         model.save_pretrained(work/'new')
         if folder.exists(): os.replace(folder, work/'old')
         os.replace(work/'new', folder)
-    finally: shutil.rmtree(work)
+    finally:
+        if (work/'old').exists() and not folder.exists(): os.replace(work/'old', folder)
+        shutil.rmtree(work)
 
 # %% ../../nbs/decoding/02d_finetune.ipynb #c009
 def finetune(
@@ -66,11 +71,15 @@ def finetune(
     seed: int = 0,            # Of the matrices, the order and the dropout
     progress: bool = True,    # Whether to show a progress bar
 ) -> torch.nn.Module:         # PEFT's model, in evaluation mode; `score_sentences` takes it
-    "Train a LoRA adapter on transcripts and save it. Raises `LanguageModelError` without the package peft or without sentences."
+    """Train a LoRA adapter on transcripts and save it.
+
+    Raises `LanguageModelError` without the package peft, without sentences, for one that is too long or a tokenizer of another model, and, with nothing saved, where the loss is no number."""
     need('peft', 'fine-tuning')
     from peft import LoraConfig, get_peft_model
-    sequences, n_given = token_sequences(tokenizer, [s for s in sentences if s.strip()], end=True)
+    sentences = [s for s in sentences if s.strip()]
+    sequences, n_given = token_sequences(tokenizer, sentences, end=True)
     if not sequences: raise LanguageModelError('fine-tuning: found no sentence, expected transcripts')
+    check_sequences(model, sequences, sentences)
     n_steps = epochs*-(-len(sequences)//batch_size)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -83,7 +92,8 @@ def finetune(
             for group in optimizer.param_groups: group['lr'] = lr*lr_factor(step + 1, n_steps//10, n_steps + 1, 0., 'cosine')
             loss = _batch_loss(model, [sequences[i] for i in order[bounds[step]:bounds[step + 1]]], n_given)
             optimizer.zero_grad(); loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)
+            if not math.isfinite(loss.item() + norm.item()): raise LanguageModelError(f'fine-tuning: the loss is {loss.item()} and its gradient {norm.item()} in step {step + 1} of {n_steps}; {NOT_FINITE}, or lr is too high')
             optimizer.step()
             bar.set_postfix(loss=f'{loss.item():.2f}')
     save_adapter(model.eval(), folder)
