@@ -116,13 +116,15 @@ def report(models, texts):
 @click.argument('model')
 @click.argument('texts', nargs=-1, required=True, type=FILE)
 @click.option('-o', '--output', required=True, type=click.Path(file_okay=False, path_type=Path), help='Folder of the adapter.')
-@click.option('--epochs', default=3, show_default=True, help='Times that each sentence is seen.')
-def finetune_llm(model, texts, output, epochs):
+@click.option('--epochs', default=3, show_default=True, type=click.IntRange(1), help='Times that each sentence is seen.')
+@click.option('--batch-size', default=16, show_default=True, type=click.IntRange(1), help='Sentences in a step; fewer need less memory.')
+@click.option('--dtype', default='auto', show_default=True, type=click.Choice(['auto', 'float32', 'bfloat16', 'float16']), help="Type of the model's weights, as in rescore.dtype.")
+def finetune_llm(model, texts, output, epochs, batch_size, dtype):
     "Teach MODEL, a causal language model (a folder, or a name on the hub), the register of TEXTS (one sentence a line): a LoRA adapter, for rescore.adapter together with rescore.end=true."
     from b2t_kaggle.decoding.finetune import finetune
     from b2t_kaggle.decoding.ngram import read_sentences
     from b2t_kaggle.decoding.rescore import load_lm
-    finetune(*load_lm(model), list(read_sentences(texts)), output, epochs=epochs)
+    finetune(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size)
     click.echo(f'Wrote {output}')
 
 # %% ../nbs/07b_cli_lm.ipynb #c017

@@ -178,14 +178,24 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     "A tiny language model; without one in the configuration there is no such stage."
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     from b2t_kaggle.decoding.rescore import tiny_lm
+    from b2t_kaggle.decoding.tuning import read_weights
     run, options, _ = finished
     said = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
-    r = b2t('submit', *options, '--set', f'rescore.model={tiny_lm(tmp_path/"lm", "opt", said or ["a"])}')
+    r = b2t('submit', *options, *sets({'rescore.model': tiny_lm(tmp_path/'lm', 'opt', said or ['a']), 'rescore.length_penalty': 0.05}))
     assert r.returncode == 0, r.stderr[-3000:]
-    lists = [json.loads(line) for line in (run/'rescored_test.jsonl').read_text().splitlines()]
-    assert all(h['llm'] <= 0 for hyps in lists for h in hyps)
+    lists, before = ([json.loads(line) for line in (run/f'{name}_test.jsonl').read_text().splitlines()] for name in ('rescored', 'nbest'))
+    w = read_weights(run/'rescore_weights.json')
+    for hyps, old in zip(lists, before, strict=True):
+        best = next((h for h in old if h['text']), old[0]) # The LLM is not asked about nothing where there is something
+        alpha = w.alpha if best['ngram']/max(1, best['n_words']) >= w.gate else 0
+        assert {h['text'] for h in old} - {''} <= {h['text'] for h in hyps}
+        for h in hyps:
+            assert h['llm'] < 0 < len(h['text'].split()) < h['n_tokens'] if h['text'] else h['llm'] == 0
+            assert h['total'] == pytest.approx(w.acoustic_scale*h['acoustic'] + (1 - alpha)*h['ngram'] + alpha*(h['llm'] - w.length_penalty*h['n_tokens']) + w.word_score*h['n_words'])
+        assert hyps[0]['total'] == max(h['total'] for h in hyps)
+    assert w.length_penalty == 0.05
     assert [row['text'] for row in csv.DictReader((run/'submission.csv').open())] == [hyps[0]['text'] for hyps in lists]
-    r = b2t('rescore', *options, '--set', 'rescore.model=null')
+    r = b2t('rescore', *options, *sets({'rescore.model': 'null', 'rescore.length_penalty': 0}))
     assert r.returncode == 1 and 'rescore.model, the language model to ask, is not set' in r.stderr
     assert b2t('submit', *options).returncode == 0
 
