@@ -17,7 +17,7 @@ import click
 import b2t_kaggle
 from .cli_lm import tools
 from .config import PRESETS, Config, TrainConfig, config_keys, load_config
-from .pipeline import STAGES, Run, run_stages
+from .pipeline import STAGES, Run, StageRun, run_stages
 
 # %% ../nbs/08_cli.ipynb #c006
 def _key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
@@ -103,7 +103,7 @@ class _Group(click.Group):
     "Turns what the kit itself raises into one line and exit status 1; anything else is a bug and shows its traceback."
     def invoke(self, ctx):
         try: return super().invoke(ctx)
-        except (ValueError, RuntimeError, OSError) as e:
+        except (ValueError, RuntimeError, OSError, ImportError) as e:
             raised_in = traceback.extract_tb(e.__traceback__)[-1].filename
             if not (isinstance(e, OSError) or Path(raised_in).is_relative_to(Path(b2t_kaggle.__file__).parent)): raise
             raise click.ClickException(str(e)) from None
@@ -171,6 +171,19 @@ def lm(ctx, force, **options):
 for _tool in tools: lm.add_command(_tool)
 
 # %% ../nbs/08_cli.ipynb #c018
+def _llm(run: Run) -> dict:
+    "What `serve` is told about a run's LLM; nothing where it has none."
+    if (c := run.cfg.rescore).model is None: return {}
+    from b2t_kaggle.decoding.rescore import load_lm
+    from b2t_kaggle.decoding.server import llm_rescorer
+    from b2t_kaggle.decoding.tuning import configured_weights, read_weights
+    why = StageRun(run, 'rescore').status()
+    weights = read_weights(run.dir/'rescore_weights.json') if why == 'done' else configured_weights(c)
+    click.echo(f'Weights of the mixture, {"from the stage rescore" if why == "done" else f"as configured (stage rescore: {why})"}: {weights}', err=True)
+    model, tokenizer = load_lm(c.model, dtype=c.dtype, eight_bit=c.eight_bit, adapter=c.adapter)
+    return dict(rescore=llm_rescorer(model, tokenizer, end=c.end), weights=weights, swaps=c.swaps)
+
+# %% ../nbs/08_cli.ipynb #c019
 @main.command()
 @shared_options
 @click.option('--host', default='127.0.0.1', show_default=True, help='Where Redis is.')
@@ -186,22 +199,17 @@ for _tool in tools: lm.add_command(_tool)
 def serve(force, host, port, nbest, **given):
     "Decode online: answer the official evaluation's Redis streams with a run's language model, and its LLM if it has one (rescore.model)."
     import logging
-    from b2t_kaggle.decoding.server import llm_rescorer, serve
+    from b2t_kaggle.decoding.server import check_redis, serve
     from b2t_kaggle.pipeline import open_decoder
     connection = {k: given.pop(k) for k in ('db', 'username', 'password', 'tls', 'tls_ca', 'tls_cert', 'tls_key')}
     logging.basicConfig(level=logging.INFO, format='%(asctime)s %(levelname)s %(message)s')
+    check_redis(host, port, **connection) # Before the language model is built, and an LLM loaded
     run = open_run(**given)
     run_stages(run, 'lm', force)
-    decoder, llm = open_decoder(run, nbest=nbest), {}
-    if (c := run.cfg.rescore).model:
-        from b2t_kaggle.decoding.rescore import load_lm
-        from b2t_kaggle.decoding.tuning import configured_weights
-        model, tokenizer = load_lm(c.model, dtype=c.dtype, eight_bit=c.eight_bit, adapter=c.adapter)
-        llm = dict(rescore=llm_rescorer(model, tokenizer, top=c.swaps, lm=decoder.lm, end=c.end), weights=configured_weights(c))
-    try: serve(decoder, host, port, **llm, **connection)
+    try: serve(open_decoder(run, nbest=nbest), host, port, **_llm(run), **connection)
     except KeyboardInterrupt: click.echo('Stopped.')
 
-# %% ../nbs/08_cli.ipynb #c019
+# %% ../nbs/08_cli.ipynb #c020
 @main.command()
 @click.argument('stores', nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option('-o', '--output', required=True, type=click.Path(dir_okay=False), help='The LogitStore to write.')
@@ -237,7 +245,7 @@ def keys(part):
         group, field = k.split('.')
         if part is None or part in k: click.echo(f'{click.style(k, bold=True)} = {defaults[group][field]}\n    {does}')
 
-# %% ../nbs/08_cli.ipynb #c021
+# %% ../nbs/08_cli.ipynb #c022
 @main.command()
 @click.option('--output', default='_docs', show_default=True, type=click.Path(file_okay=False), help='Folder of the site.')
 @click.option('--serve', is_flag=True, help='Serve it on this machine and rebuild on changes.')
@@ -250,5 +258,5 @@ def docs(output, serve):
     args = ['serve'] if serve else ['build', '--site-dir', str(Path(output).absolute())]
     sys.exit(subprocess.run([sys.executable, '-m', 'mkdocs', *args], cwd=root).returncode)
 
-# %% ../nbs/08_cli.ipynb #c022
+# %% ../nbs/08_cli.ipynb #c023
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook, too, is __main__, but it has no file

@@ -200,25 +200,50 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     assert b2t('submit', *options).returncode == 0
 
 
-def test_serving_a_run(finished):
-    "The official client, word by word, hears from the command what the run's own decoder finds."
+def test_serving_a_run(finished, tmp_path, capsys):
+    "The official client, word by word, hears from the command what the run's own decoder and its LLM find, mixed by the weights that rescoring left; without those, the configured ones are taken."
     if not shutil.which('redis-server'): pytest.skip('redis-server is not installed')
     pytest.importorskip('redis', reason='needs redis-py: pip install b2t_kaggle[serve]')
+    pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
+    import numpy as np
+    from b2t_kaggle.cli import _llm
+    from b2t_kaggle.decoding.rescore import load_lm, score_sentences, tiny_lm
+    from b2t_kaggle.decoding.server import read_logits
+    from b2t_kaggle.decoding.tuning import Weights, configured_weights, write_weights
     from b2t_kaggle.logits import LogitStore
-    from test_server import OfficialClient, Redis, wait_for
-    run, options, _ = finished
-    where = Redis(run)
+    from b2t_kaggle.phonemes import build_lexicon, to_class_ids, to_lm_order
+    from test_server import OfficialClient, Redis, candidates, wait_for
+    path, options, _ = finished
+    lm = tiny_lm(tmp_path/'lm', 'opt', ['a few words'], max_position_embeddings=512)
+    run = Run(path, path.parent.parent/'data', {'rescore.model': str(lm), 'rescore.alpha': 0.4})
+    assert _llm(run)['weights'] == configured_weights(run.cfg.rescore) and 'as configured (stage rescore: ' in capsys.readouterr().err
+    stage = StageRun(run, 'rescore').begin()
+    write_weights(path/'rescore_weights.json', Weights(acoustic_scale=0.4, alpha=0.3, word_score=0.2))
+    stage.finish([path/'rescore_weights.json'])
+    decoder, where = open_decoder(run, nbest=100), Redis(tmp_path)
     server = subprocess.Popen([sys.executable, '-m', 'b2t_kaggle.cli', 'serve', *map(str, options), '--port', str(where.port)], stderr=subprocess.PIPE, text=True)
     try:
+        word = max(decoder.words, key=len)
+        ids = to_class_ids([p for k in (*build_lexicon([word])[word][0], 'SIL') for p in (k, 'BLANK')])
+        trials = [*LogitStore.open(path/'logits'/'val.arrow'), np.log(np.where(np.eye(41)[ids], 0.9, 0.0025))]
         with where.client() as r:
             wait_for(lambda: r.exists('remote_lm_args') or server.poll() is not None, seconds=120)
             assert server.poll() is None, server.stderr.read()[-3000:]
-            client, logits = OfficialClient(r), LogitStore.open(run/'logits'/'val.arrow')
-            found = [client.trial(logits[i])[0][b'lm_response_final'].decode() for i in range(len(logits))]
-        decoder = open_decoder(Run(run, run.parent.parent/'data'), nbest=100)
-        assert found == [decoder.decode(x)[0].text for x in logits]
+            client = OfficialClient(r)
+            answers = [client.trial(x)[0] for x in trials]
+        model, tokenizer = load_lm(lm)
+        for x, answer in zip(trials, answers):
+            rows, nbest = candidates(answer), decoder.decode(read_logits(np.float32(to_lm_order(x)).tobytes()))
+            assert answer[b'lm_response_final'].decode() == rows[0][0]
+            assert {h.text for h in nbest if h.text} <= {row[0] for row in rows}
+            np.testing.assert_allclose([row[3] for row in rows], score_sentences(model, tokenizer, [row[0] for row in rows]), atol=1e-3)
+            for text, acoustic, ngram, llm, total in rows: assert total == pytest.approx(0.4*acoustic + 0.7*ngram + 0.3*llm + 0.2*len(text.split()))
+        assert rows[0][3] < 0 and word in [row[0] for row in rows]
         server.send_signal(signal.SIGINT)
         assert server.wait(20) == 0
+        assert 'from the stage rescore: Weights(acoustic_scale=0.4, alpha=0.3' in server.stderr.read()
     finally:
         server.kill()
         where.stop()
+        stage.discard()
+        Run(path, run.work, {'rescore.model': None, 'rescore.alpha': 0.55})

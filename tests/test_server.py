@@ -18,8 +18,8 @@ if shutil.which('redis-server') is None: pytest.skip('redis-server is not instal
 from b2t_kaggle.decoding import server
 from b2t_kaggle.decoding.beam import LexiconBeamDecoder
 from b2t_kaggle.decoding.ngram import NGram, build_ngram
-from b2t_kaggle.decoding.rescore import load_lm, score_sentences, tiny_lm
-from b2t_kaggle.decoding.server import OnlineDecoder, llm_rescorer, serve
+from b2t_kaggle.decoding.rescore import load_lm, score_sentences, tiny_lm, token_sequences
+from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, llm_rescorer, serve
 from b2t_kaggle.decoding.tuning import Rescored, Weights
 from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order
 
@@ -43,8 +43,8 @@ class Redis:
 
     def start(self): self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL)
 
-    def stop(self):
-        self.process.kill()
+    def stop(self, kill=True):
+        self.process.kill() if kill else self.process.terminate() # Redis saves before it goes, if it is configured to save at all
         self.process.wait()
 
     def client(self, **options):
@@ -240,7 +240,8 @@ def test_parameters(decoder, plain):
         client.reset(), client.send(logits)
         same(candidates(client.finalize()), offline(decoder, logits))
         for params, words in ((dict(acoustic_scale='loud'), "acoustic_scale: found 'loud'"), (dict(nbest=0), "nbest: found '0'"), (dict(nbest='2.5'), 'a whole number'),
-                              (dict(alpha='nan'), "alpha: found 'nan'"), (dict(do_opt=1), 'no LLM'), (dict(acoustic_scal=1), 'acoustic_scal: there is no such'), ({b'\xff': b'\xfe'}, 'no such')):
+                              (dict(alpha='nan'), "alpha: found 'nan'"), (dict(do_opt=1), 'no LLM'), (dict(score_penalty_percent=2), "found '2', expected a number from 0 to 1"),
+                              (dict(acoustic_scal=1), 'acoustic_scal: there is no such'), ({b'\xff': b'\xfe'}, 'no such')):
             answer = client.update(**params) if b'\xff' not in params else (r.xadd('remote_lm_update_params', params), client.wait('remote_lm_done_updating_params'))[1]
             assert answer[b'done'] == b'0' and words in answer[b'error'].decode()
         same(client.trial(logits)[1], offline(decoder, logits))
@@ -254,7 +255,7 @@ def test_llm(decoder, plain):
         if context == 'fail': raise MemoryError('no room')
         return [Rescored(**vars(h), llm=-float(len(h.text))) for h in hyps]
     logits = logits_of('i see', 2, sharp=4)
-    with serving(decoder, plain, rescore=rescore, weights=Weights(acoustic_scale=0.5, alpha=0.3, word_score=1.0)) as r:
+    with serving(decoder, plain, rescore=rescore, weights=Weights(acoustic_scale=0.5, alpha=0.3, word_score=1.0), swaps=0) as r:
         client = OfficialClient(r)
         r.set('contextual_decoding_current_context', '  where are they ')
         fields, found = client.trial(logits)
@@ -283,12 +284,37 @@ def test_a_causal_language_model(decoder, plain, tmp_path):
     "A tiny one of transformers, in the way in which `b2t serve` uses a large one: its scores are those of `score_sentences` behind the context."
     pytest.importorskip('transformers', reason='transformers is not installed; pip install b2t_kaggle[llm]')
     model, tokenizer = load_lm(tiny_lm(tmp_path, 'gpt2', TEXT))
-    with serving(decoder, plain, rescore=llm_rescorer(model, tokenizer, lm=decoder.lm)) as r:
+    logits, totals = logits_of('it is good to see you', 1, sharp=4), lambda found: [0.8*a + 0.45*n + 0.55*m for _, a, n, m, _ in found]
+    with serving(decoder, plain, rescore=llm_rescorer(model, tokenizer)) as r:
         r.set('contextual_decoding_current_context', 'who is there')
-        fields, found = OfficialClient(r, flush=False).trial(logits_of('it is good to see you', 1, sharp=4))
-    assert len(found) > 5 and fields[b'lm_response_final'].decode() == found[0][0]
-    np.testing.assert_allclose([row[3] for row in found], score_sentences(model, tokenizer, [row[0] for row in found], context='who is there'), atol=1e-4)
-    np.testing.assert_allclose([row[4] for row in found], [0.8*a + 0.45*n + 0.55*m for _, a, n, m, _ in found], atol=1e-6)
+        client = OfficialClient(r, flush=False)
+        fields, found = client.trial(logits)
+        client.update(length_penalty=0.5)
+        _, penalized = client.trial(logits)
+    texts = [row[0] for row in found]
+    assert len(found) > 5 and fields[b'lm_response_final'].decode() == texts[0]
+    log_probs = dict(zip(texts, score_sentences(model, tokenizer, texts, context='who is there')))
+    n_tokens = dict(zip(texts, map(len, token_sequences(tokenizer, texts)[0])))
+    np.testing.assert_allclose([row[3] for row in found], [log_probs[t] for t in texts], atol=1e-4)
+    np.testing.assert_allclose([row[3] for row in penalized], [log_probs[row[0]] - 0.5*n_tokens[row[0]] for row in penalized], atol=1e-4)
+    for rows in (found, penalized): np.testing.assert_allclose([row[4] for row in rows], totals(rows), atol=1e-6)
+
+
+def test_exchanged_words(decoder, plain):
+    "How many candidates exchange words, and what that costs, is the client's choice, from the next trial on."
+    logits = logits_of('it is good to see you', 1, sharp=4)
+    with serving(decoder, plain, rescore=lambda hyps, context: [Rescored(**vars(h)) for h in hyps]) as r:
+        client, nbest = OfficialClient(r), {row[0]: row for row in offline(decoder, logits)}
+        cheap = {row[0]: row for row in client.trial(logits)[1]}
+        client.update(score_penalty_percent=0.5)
+        dear = {row[0]: row for row in client.trial(logits)[1]}
+        client.reset(), client.send(logits), client.update(top_candidates_to_augment=0) # Too late for this trial
+        assert {row[0] for row in candidates(client.finalize())} == set(dear)
+        assert {row[0] for row in client.trial(logits)[1]} == set(nbest) < set(cheap) == set(dear)
+    for text in cheap:
+        assert cheap[text][2] == pytest.approx(decoder.lm.score(text))
+        if text in nbest: assert dear[text] == cheap[text]
+        else: assert dear[text][1]/1.5 == pytest.approx(cheap[text][1]/1.01) # Acoustic scores are below 0
 
 
 @pytest.mark.parametrize('fields, words', [
@@ -403,12 +429,49 @@ def test_redis_starts_anew(decoder, tmp_path, caplog):
     finally: db.stop()
 
 
+def test_redis_starts_anew_with_its_data(decoder, tmp_path, caplog):
+    "Stopped in good order, Redis keeps what was written: the trial goes on, and the answer that was being made arrives. If the request was forgotten, the log says what nobody will hear."
+    asked, go = threading.Event(), threading.Event()
+    def rescore(hyps, context):
+        asked.set()
+        assert go.wait(20)
+        return [Rescored(**vars(h)) for h in hyps]
+    def restart(kill):
+        db.stop(kill)
+        db.start()
+        wait_for(r.ping)
+    logits, db = logits_of('it is good to see you'), Redis(tmp_path, '--save', '3600', '1')
+    try:
+        with caplog.at_level(logging.INFO, 'b2t_kaggle.serve'), serving(decoder, db, rescore=rescore, swaps=0) as r:
+            client = OfficialClient(r)
+            client.reset()
+            client.send(logits[:9])
+            restart(kill=False)
+            assert b'error' not in client.send(logits[9:])
+            r.xadd('remote_lm_finalize', {'done': 0})
+            assert asked.wait(20)
+            restart(kill=False)
+            go.set()
+            final = client.wait('remote_lm_output_final')
+            assert final[b'lm_response_final'] == b'it is good to see you' and b'error' not in final
+            assert client.wait('remote_lm_done_finalizing') == {b'done': b'1'} and 'lost' not in caplog.text
+            asked.clear(), go.clear()
+            client.reset(), client.send(logits)
+            r.xadd('remote_lm_finalize', {'done': 0})
+            assert asked.wait(20)
+            restart(kill=True) # Back to what was saved
+            go.set()
+            wait_for(lambda: 'these answers are dropped: remote_lm_output_final, remote_lm_done_finalizing' in caplog.text)
+            assert OfficialClient(r).trial(logits)[1][0][0] == 'it is good to see you'
+    finally: db.stop()
+
+
 def test_broken_connections(decoder, plain, caplog):
     "A connection that breaks while Redis goes on costs nothing: not the trial, and no answer is missing or comes twice."
     logits = logits_of('it is good to see you')
     def cut(r):
         for c in r.client_list():
-            if c['name'] == 'b2t-serve': r.client_kill_filter(_id=c['id'])
+            if c['name'].startswith('b2t-serve'): r.client_kill_filter(_id=c['id'])
     with serving(decoder, plain) as r, caplog.at_level(logging.INFO, 'b2t_kaggle.serve'):
         client = OfficialClient(r)
         client.reset()
@@ -418,7 +481,7 @@ def test_broken_connections(decoder, plain, caplog):
         cut(r)
         same(candidates(client.finalize()), offline(decoder, logits))
         assert r.xlen('remote_lm_output_partial') == len(logits) and r.xlen('remote_lm_output_final') == 1
-        assert 'Redis is back; nothing is lost' in caplog.text
+        assert 'Redis is back' in caplog.text
 
 
 @pytest.mark.parametrize('command', ['pipeline', 'GET', 'XADD']) # What reads and looks, the context, what answers
@@ -427,7 +490,7 @@ def test_cut_at_a_command(command, decoder, plain, monkeypatch):
     uses, cuts = Counter(), Counter()
     def cutting(whole, name):
         def execute(self, *args, **kwargs):
-            if (name or args[0]) != command or self.connection_pool.connection_kwargs.get('client_name') != 'b2t-serve': return whole(self, *args, **kwargs)
+            if (name or args[0]) != command or not (self.connection_pool.connection_kwargs.get('client_name') or '').startswith('b2t-serve'): return whole(self, *args, **kwargs)
             uses[command] += 1
             when = {3: 'before', 0: 'after'}.get(uses[command] % 6)
             cuts[when] += 1
@@ -449,11 +512,12 @@ def test_cut_at_a_command(command, decoder, plain, monkeypatch):
 
 def test_what_redis_refuses(decoder, plain, caplog):
     "A key of the wrong kind where an answer belongs: the answer is dropped and said, and the server lives."
-    with serving(decoder, plain) as r, caplog.at_level(logging.ERROR, 'b2t_kaggle.serve'):
+    with serving(decoder, plain) as r, caplog.at_level(logging.INFO, 'b2t_kaggle.serve'):
         client = OfficialClient(r)
         r.set('remote_lm_done_resetting', 'x')
         r.xadd('remote_lm_reset', {'done': 0})
-        wait_for(lambda: 'WRONGTYPE' in caplog.text)
+        wait_for(lambda: 'these answers are dropped: remote_lm_done_resetting' in caplog.text)
+        assert 'WRONGTYPE' in caplog.text and 'Redis is back' not in caplog.text
         same(OfficialClient(r).trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
 
 
@@ -479,6 +543,31 @@ def test_one_server_per_database(decoder, plain):
             found = OfficialClient(r1, flush=False).trial(logits_of('i see'))[1]
             assert not r.exists('remote_lm_output_final') and r1.exists('remote_lm_output_final')
         same(found, offline(decoder, logits_of('i see')))
+        with pytest.raises(RuntimeError, match='another b2t serve'): check_redis(port=plain.port)
+        check_redis(port=plain.port, db=1)
+
+
+def test_a_second_server_during_an_outage(decoder, plain):
+    "Which has come in while the first was cut off: the first goes when it is back. What Redis still takes for connections of its own does not frighten it."
+    with server.connect(port=plain.port) as r, server.connect(port=plain.port) as r2:
+        first, second = (server.Line(x, OnlineDecoder(decoder)) for x in (r, r2))
+        first.open()
+        with plain.client(client_name=r.connection_pool.connection_kwargs['client_name']) as lingering:
+            lingering.ping()
+            first.open()
+            with pytest.raises(RuntimeError, match='another b2t serve'): second.open()
+        r.connection_pool.disconnect()
+        wait_for(lambda: [c['name'] for c in r2.client_list()].count(r.connection_pool.connection_kwargs['client_name']) == 0)
+        second.open()
+        with pytest.raises(RuntimeError, match='another b2t serve'): first.open()
+
+
+def test_a_redis_that_is_not_there(caplog):
+    "Known before anything else is done, but no error: it may come."
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0)) # Nobody listens
+        check_redis(port=s.getsockname()[1])
+    assert 'it will be waited for' in caplog.text
 
 
 def test_passwords(decoder, tmp_path):
@@ -488,6 +577,7 @@ def test_passwords(decoder, tmp_path):
     try:
         for wrong in (dict(), dict(password='wrong'), dict(username='lm', password='master')):
             with pytest.raises(PermissionError, match='does not let us in: .*Check user and password'), serving(decoder, db, **options, **wrong): pass
+            with pytest.raises(PermissionError, match='Check user and password'): check_redis(port=db.port, **wrong)
         with serving(decoder, db, **options, username='lm', password='secret') as r:
             same(OfficialClient(r).trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
         db.client(password='master').acl_setuser('lm', enabled=True, commands=['-info'])
@@ -526,7 +616,7 @@ except RuntimeError as e: print(e)"""
 
 def test_words_that_the_protocol_cannot_carry(decoder):
     with pytest.raises(ValueError, match="word 'a;b': the protocol joins sentences by semicolons"):
-        OnlineDecoder(LexiconBeamDecoder({'a;b': [['AA']]}, decoder.lm))
+        OnlineDecoder(LexiconBeamDecoder(LEXICON | {'a;b': [['AA']]}, decoder.lm))
 
 
 def test_a_clock_set_back(decoder, plain):

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['RESET', 'UPDATE', 'INPUT', 'FINALIZE', 'PARTIAL', 'FINAL', 'ARGS', 'DONE', 'CONTEXT', 'MAX_FRAMES', 'Rescore',
            'Answers', 'read_logits', 'scoring', 'Settings', 'Trial', 'OnlineDecoder', 'llm_rescorer', 'connect', 'Line',
-           'serve']
+           'check_redis', 'serve']
 
 # %% ../../nbs/decoding/03_server.ipynb #c003
 import copy
 import logging
 import math
+import secrets
 import ssl
 import threading
 import time
@@ -59,9 +60,10 @@ def scoring(
     return ';'.join(str(v) for h, llm in nbest for v in (h.text, float(h.acoustic), float(h.ngram), float(llm), float(h.total)))
 
 # %% ../../nbs/decoding/03_server.ipynb #c014
-_WITHOUT_EFFECT = {'max_active', 'min_active', 'beam', 'lattice_beam', 'ctc_blank_skip_threshold', 'length_penalty', 'rescore',
-                   'top_candidates_to_augment', 'score_penalty_percent', 'lm_path', 'lm_weight', 'word_score', 'mixture_scale'}
-_RANGES = dict(acoustic_scale=(1e-6, 1e6), blank_penalty=(1e-6, 1e30), nbest=(1, 10_000), alpha=(0, 1), do_opt=(0, 1))
+_WITHOUT_EFFECT = dict.fromkeys(('max_active', 'min_active', 'beam', 'lattice_beam', 'ctc_blank_skip_threshold', 'rescore'), 'it belongs to the official search') | dict.fromkeys(
+    ('lm_path', 'lm_weight', 'word_score'), 'it is set when this server starts') | dict(mixture_scale='it follows acoustic_scale')
+_RANGES = dict(acoustic_scale=(1e-6, 1e6), blank_penalty=(1e-6, 1e30), nbest=(1, 10_000), alpha=(0, 1), do_opt=(0, 1), length_penalty=(-100, 100),
+               top_candidates_to_augment=(0, 10_000), score_penalty_percent=(0, 1))
 
 @dataclass(frozen=True)
 class Settings:
@@ -72,6 +74,9 @@ class Settings:
     alpha: float          # The LLM's part of the language model scores
     do_opt: int           # Whether an LLM scores the candidates: 0 or 1
     mixture_scale: float  # Weight of the acoustic score beside the LLM's; a client's acoustic_scale sets both
+    length_penalty: float = 0.0           # Subtracted from the LLM's score for each token
+    top_candidates_to_augment: int = 20   # So many candidates exchange words to make more, for the LLM to score
+    score_penalty_percent: float = 0.01   # Part by which a score of what that makes is worse than its parents' mean
 
     def updated(self,
         entry: dict[bytes, bytes], # Parameters as a client sends them
@@ -79,7 +84,7 @@ class Settings:
         "With the values of an entry; raises `ValueError` that names the parameter."
         new = {}
         for name, text in ((k.decode(errors='replace'), v.decode(errors='replace')) for k, v in entry.items()):
-            if name in _WITHOUT_EFFECT: _log.info('%s = %s has no effect: it belongs to the official search, or is set when this server starts', name, text)
+            if name in _WITHOUT_EFFECT: _log.info('%s = %s has no effect: %s', name, text, _WITHOUT_EFFECT[name])
             elif name not in _RANGES: raise ValueError(f'{name}: there is no such parameter; expected {", ".join(_RANGES)}')
             else: new[name] = _number(name, text, type(getattr(self, name)))
         if 'acoustic_scale' in new: new['mixture_scale'] = new['acoustic_scale']
@@ -110,11 +115,13 @@ class OnlineDecoder:
         decoder: LexiconBeamDecoder,   # The search; its acoustic_scale, blank_penalty and nbest are the settings at the start
         rescore: Rescore | None = None,# Scores hypotheses with an LLM; none: their LLM score is 0 and their total the decoder's
         weights: 'Weights | None' = None, # Of the mixture with the LLM, from tuning; none: α is 0.55, as in the official kit, the others are the decoder's
+        swaps: int = 20,               # So many hypotheses exchange words to make more for the LLM; 0: none
     ):
         if wrong := next((w for w in decoder.words if ';' in w), None): raise ValueError(f'lexicon, word {wrong!r}: the protocol joins sentences by semicolons, no word may hold one')
         self.decoder, self.rescore, self.weights, self.trial, self.lost = decoder, rescore, weights, None, ''
-        alpha, scale = (weights.alpha, weights.acoustic_scale) if weights else (0.55, decoder.acoustic_scale)
-        self.settings = Settings(float(decoder.acoustic_scale), float(decoder.blank_penalty), int(decoder.nbest), float(alpha), int(rescore is not None), float(scale))
+        alpha, scale, penalty = (weights.alpha, weights.acoustic_scale, weights.length_penalty) if weights else (0.55, decoder.acoustic_scale, 0.0)
+        self.settings = Settings(float(decoder.acoustic_scale), float(decoder.blank_penalty), int(decoder.nbest), float(alpha), int(rescore is not None), float(scale), float(penalty),
+                                 top_candidates_to_augment=swaps)
 
     def begin(self) -> Trial:
         "A trial under the present settings."
@@ -178,13 +185,15 @@ def _finalize(self: OnlineDecoder, entry: dict, context: str) -> Answers:
     _log.info('%d frames: %s', trial.frames, best)
     return [(FINAL, {'lm_response_final': best, 'scoring': scoring(nbest), 'context_str': context} | _error(trial.error)), (DONE[FINALIZE], {'done': 1})]
 
-def _mixed(self: OnlineDecoder, hyps: list[Hypothesis], context: str, settings: Settings) -> list[tuple[Hypothesis, float]]:
-    "Hypotheses with their LLM scores and the mixture as their total, best first."
-    from b2t_kaggle.decoding.tuning import Weights, mix
-    weights = self.weights or Weights(word_score=self.decoder.word_score)
-    mixed, = mix([self.rescore(hyps, context)], replace(weights, acoustic_scale=settings.mixture_scale, alpha=settings.alpha))
+def _mixed(self: OnlineDecoder, hyps: list[Hypothesis], context: str, s: Settings) -> list[tuple[Hypothesis, float]]:
+    "Hypotheses and what their exchanged words make, with their LLM scores and the mixture as their total, best first."
+    from b2t_kaggle.decoding.tuning import Weights, augment, mix
+    lm = self.decoder.lm if isinstance(self.decoder.lm, NGram) else None # An automaton alone scores no text
+    hyps = augment(hyps, s.top_candidates_to_augment, s.score_penalty_percent, lm)
+    weights = replace(self.weights or Weights(word_score=self.decoder.word_score), acoustic_scale=s.mixture_scale, alpha=s.alpha, length_penalty=s.length_penalty)
+    mixed, = mix([self.rescore(hyps, context)], weights)
     if wrong := [h for h in mixed if math.isnan(h.total)]: raise ValueError(f'{wrong[0].text!r} has the LLM score {wrong[0].llm}')
-    return [(h, h.llm) for h in mixed]
+    return [(h, h.llm - s.length_penalty*h.n_tokens) for h in mixed]
 
 OnlineDecoder._finalize, OnlineDecoder._mixed = _finalize, _mixed
 
@@ -192,13 +201,11 @@ OnlineDecoder._finalize, OnlineDecoder._mixed = _finalize, _mixed
 def llm_rescorer(
     model,                     # A causal language model, from `b2t_kaggle.decoding.rescore.load_lm`
     tokenizer,                 # Its tokenizer
-    top: int = 20,             # So many hypotheses exchange words to make more; 0: none
-    lm: NGram | None = None,   # The n-gram of the search, for exact scores of what that makes
     end: bool = False,         # Whether the LLM scores the end of the sentence, too
 ) -> Rescore:
     "What `OnlineDecoder` asks when a sentence ends."
-    from b2t_kaggle.decoding.tuning import augment, score_nbest
-    return lambda hyps, context: score_nbest([augment(hyps, top, lm=lm)], model, tokenizer, [context], end, progress=False)[0]
+    from b2t_kaggle.decoding.tuning import score_nbest
+    return lambda hyps, context: score_nbest([hyps], model, tokenizer, [context], end, progress=False)[0]
 
 # %% ../../nbs/decoding/03_server.ipynb #c023
 def _args(self: OnlineDecoder) -> dict:
@@ -247,11 +254,12 @@ def connect(
 ):                               # A `redis.Redis`; nothing was sent yet
     "A connection to Redis; raises `ValueError` for options that do not fit together, `RuntimeError` without redis-py."
     redis = _redis()
-    if not tls and (tls_ca or tls_cert or tls_key): raise ValueError('a certificate was given, but not that the connection is to use TLS; say tls=True')
+    if not tls and (tls_ca or tls_cert or tls_key): raise ValueError('a certificate was given, but not that the connection is to use TLS; say tls=True (--tls)')
     if bool(tls_cert) != bool(tls_key): raise ValueError('a certificate of ours and its key go together; give tls_cert and tls_key')
     secure = dict(ssl=True, ssl_check_hostname=True, ssl_ca_certs=tls_ca, ssl_certfile=tls_cert, ssl_keyfile=tls_key) if tls else {}
     never = redis.retry.Retry(redis.backoff.NoBackoff(), 0) # An entry sent twice would answer two requests
-    return redis.Redis(host, port, db=db, username=username, password=password, client_name=_NAME, protocol=2, retry=never,
+    name = f'{_NAME}-{secrets.token_hex(4)}' # Of this server and no other
+    return redis.Redis(host, port, db=db, username=username, password=password, client_name=name, protocol=2, retry=never,
                        socket_timeout=10, socket_connect_timeout=5, socket_keepalive=True, **secure)
 
 # %% ../../nbs/decoding/03_server.ipynb #c032
@@ -262,44 +270,69 @@ class Line:
         online: OnlineDecoder, # Who answers
     ):
         self.redis, self.online = redis, online
-        self.run, self.seen, self.asked, self.sent, self.unsent = None, {}, 0, {}, deque() # asked: the millisecond of the latest request
+        self.run, self.seen, self.asked, self.sent, self.unsent = None, {}, (RESET, '0-0'), {}, deque() # asked: stream and id of the latest request
+        self.opening = False
+        redis.connection_pool.connection_kwargs['redis_connect_func'] = self._connect
 
     def open(self):
         "Greet Redis, at the start and after every loss."
+        self.opening = True
+        try: _alone(self.redis) # Makes the connection
+        finally: self.opening = False
         run, (s, us) = self.redis.info('server')['run_id'], self.redis.time()
-        now = f'{1000*s + us//1000}-0'
-        if self.run is None:
-            self._alone()
-            self.seen, self.sent = dict.fromkeys(_ORDER, now), dict.fromkeys((PARTIAL, FINAL, ARGS, *DONE.values()), now)
-        elif run == self.run: _log.info('Redis is back; nothing is lost')
+        now, anew = f'{1000*s + us//1000}-0', 'Redis was started anew'
+        if self.run is None: self.seen, self.sent = dict.fromkeys(_ORDER, now), dict.fromkeys((PARTIAL, FINAL, ARGS, *DONE.values()), now)
+        elif run == self.run: _log.info('Redis is back')
+        elif self._kept(): _log.info('%s, and has kept what was asked', anew)
         else:
-            _log.warning('Redis is back, but was started anew')
-            self.online.drop('Redis was started anew')
-            self.unsent.clear()
+            _log.warning('%s, and has forgotten what was asked', anew)
+            self.online.drop(anew)
+            self.drop(anew)
         self.seen = {k: min(v, now, key=_id) for k, v in self.seen.items()} # A clock may have been set back
         if self.unsent and self._arrived(*self.unsent[0]): self.unsent.popleft()
         self.run = run
         self._send()
         if not self.redis.exists(ARGS): self._publish()
 
-    def _alone(self):
-        "Two servers would both answer every client."
-        others = [c['addr'] for c in self.redis.client_list() if c['name'] == _NAME and c['db'] == str(self.redis.connection_pool.connection_kwargs['db'])]
-        if len(others) > 1: raise RuntimeError(f'another b2t serve is connected to this database (from {" or ".join(others)}); stop it first, or use another database')
+    def _connect(self, connection):
+        "Without this, redis-py would connect anew whenever it finds a connection broken before it uses it, and a restart would go unnoticed."
+        if not self.opening: raise _redis().ConnectionError('the connection broke')
+        connection.on_connect()
 
-    def _arrived(self, stream: str, fields: dict) -> bool:
-        "Whether the newest entry of a stream is the one that was being sent."
-        newest = self.redis.xrevrange(stream, count=1)
-        there = bool(newest) and _id(newest[0][0]) > _id(self.sent[stream]) and newest[0][1] == {k.encode(): str(v).encode() for k, v in fields.items()}
-        if there: self.sent[stream] = newest[0][0]
-        return there
+# %% ../../nbs/decoding/03_server.ipynb #c033
+def _drop(self: Line,
+    why: str, # What happened
+) -> None:
+    "Give up the answers that were not sent yet, and say which."
+    if self.unsent: _log.warning('%s; these answers are dropped: %s', why, ', '.join(stream for stream, _ in self.unsent))
+    self.unsent.clear()
+
+def _kept(self: Line) -> bool:
+    "Whether the latest request is still in its stream."
+    stream, entry_id = self.asked
+    return bool(self.redis.xrevrange(stream, entry_id, entry_id))
+
+def _arrived(self: Line, stream: str, fields: dict) -> bool:
+    "Whether the newest entry of a stream is the one that was being sent."
+    newest = self.redis.xrevrange(stream, count=1)
+    there = bool(newest) and _id(newest[0][0]) > _id(self.sent[stream]) and newest[0][1] == {k.encode(): str(v).encode() for k, v in fields.items()}
+    if there: self.sent[stream] = newest[0][0]
+    return there
+
+Line.drop, Line._kept, Line._arrived = _drop, _kept, _arrived
+
+def _alone(redis):
+    "Two servers would both answer every client."
+    ours = redis.connection_pool.connection_kwargs
+    others = [c['addr'] for c in redis.client_list() if c['name'].startswith(_NAME) and c['name'] != ours['client_name'] and c['db'] == str(ours['db'])]
+    if others: raise RuntimeError(f'another b2t serve is connected to this database (from {" and ".join(others)}); stop it first, or use another database')
 
 def _id(entry_id: str | bytes) -> tuple[int, int]:
     "An entry's id in numbers: milliseconds and running number."
     ms, number = (entry_id.decode() if isinstance(entry_id, bytes) else entry_id).split('-')
     return int(ms), int(number)
 
-# %% ../../nbs/decoding/03_server.ipynb #c034
+# %% ../../nbs/decoding/03_server.ipynb #c035
 def _read(self: Line) -> tuple[str, bytes, dict] | None:
     "Stream, id and fields of the oldest entry that was not answered yet; none after a tenth of a second without any."
     entries, there = self.redis.pipeline(transaction=False).xread(self.seen, count=1, block=_WAIT_MS).exists(ARGS).execute()
@@ -324,10 +357,9 @@ def _send(self: Line):
     "Write the answers, later than the millisecond of the request, and none of them to a request that was flushed away in the meantime."
     if not self.unsent: return
     (s, us), there = self.redis.pipeline(transaction=False).time().exists(ARGS).execute()
-    if 1000*s + us//1000 <= self.asked: time.sleep(min(self.asked + 1 - (1000*s + us/1000), 1)/1000)
-    if not there:
-        _log.warning('the database was flushed while an entry was being answered; the answer is dropped')
-        self.unsent.clear()
+    asked, _ = _id(self.asked[1])
+    if 1000*s + us//1000 <= asked: time.sleep(min(asked + 1 - (1000*s + us/1000), 1)/1000)
+    if not there: self.drop('The database was flushed while an entry was being answered')
     while self.unsent:
         stream, fields = self.unsent[0]
         self.sent[stream] = self.redis.xadd(stream, fields, maxlen=_KEEP)
@@ -339,13 +371,48 @@ def _step(self: Line):
     if request is None: return
     stream, entry_id, entry = request
     context = self._context() if stream == FINALIZE else ''
-    self.seen[stream], self.asked = entry_id, _id(entry_id)[0]
+    self.seen[stream], self.asked = entry_id, (stream, entry_id)
     self.unsent.extend(self.online.handle(stream, entry, context))
     self._send()
 
 Line._read, Line._publish, Line._context, Line._send, Line.step = _read, _publish, _context, _send, _step
 
-# %% ../../nbs/decoding/03_server.ipynb #c036
+# %% ../../nbs/decoding/03_server.ipynb #c037
+def check_redis(
+    host: str = '127.0.0.1', # Where Redis is
+    port: int = 6379,        # Its port
+    **connection,            # Further options of `connect`
+) -> None:
+    "Raise what `serve` would raise at its start. A Redis that is not there is only said."
+    with connect(host, port, **connection) as r:
+        try: _alone(r)
+        except _errors() as e:
+            if lasting := _lasting(e, f'{host}:{port}'): raise lasting from None
+            _log.warning('No connection to Redis at %s:%d (%s); it will be waited for', host, port, e)
+
+def _errors() -> tuple:
+    "What redis-py raises where Redis is not there, or refuses."
+    redis = _redis()
+    return redis.ConnectionError, redis.TimeoutError, redis.ResponseError
+
+def _lasting(e: Exception, where: str) -> Exception | None:
+    "The error to raise where waiting will not help."
+    redis = _redis()
+    if isinstance(e, redis.ResponseError): return RuntimeError(f'Redis at {where} refused: {e}')
+    if isinstance(e, redis.AuthenticationError): return PermissionError(f'Redis at {where} does not let us in: {e} Check user and password.')
+    if isinstance(e.__cause__ or e.__context__, ssl.SSLError): return PermissionError(f'Redis at {where} does not let us in: {e} Check the certificates, and whether that port speaks TLS.')
+    return None
+
+# %% ../../nbs/decoding/03_server.ipynb #c039
+def _prepare(online: OnlineDecoder):
+    "Compile what is compiled: the first client should not wait for that."
+    _log.info('Preparing the search')
+    trial = online.begin()
+    trial.stream.push(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES))))
+    trial.stream.partial(), trial.stream.finish()
+    online.trial = None
+
+# %% ../../nbs/decoding/03_server.ipynb #c040
 def serve(
     decoder: LexiconBeamDecoder,           # The search, with its parameters
     host: str = '127.0.0.1',               # Where Redis is
@@ -353,39 +420,33 @@ def serve(
     *,
     rescore: Rescore | None = None,        # Scores hypotheses with an LLM
     weights: 'Weights | None' = None,      # Of the mixture with the LLM, from tuning; none: α is 0.55, the others are the decoder's
+    swaps: int = 20,                       # So many hypotheses exchange words to make more for the LLM; 0: none
     stop: threading.Event | None = None,   # Set by another thread to end
     **connection,                          # Further options of `connect`
 ) -> None:
     """Answer the official Redis streams with a decoder, until `stop` or an interrupt.
 
     Raises `PermissionError` where Redis does not let us in, `RuntimeError` where another server is there already."""
-    redis, stop = _redis(), stop or threading.Event()
-    online, pause = OnlineDecoder(decoder, rescore, weights), 0.1
-    _log.info('Preparing the search')
-    trial = online.begin() # Compiles what is compiled: the first client should not wait for that
-    trial.stream.push(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES))))
-    trial.stream.partial(), trial.stream.finish()
-    online.trial = None
+    stop = stop or threading.Event()
     with connect(host, port, **connection) as r:
-        line = Line(r, online)
+        line, connected, pause = Line(r, OnlineDecoder(decoder, rescore, weights, swaps)), False, 0.1
+        _prepare(line.online)
         while not stop.is_set():
             try:
-                line.open()
-                _log.info('Connected to Redis at %s:%d, waiting for logits', host, port)
+                if not connected:
+                    line.open()
+                    _log.info('Connected to Redis at %s:%d, waiting for logits', host, port)
+                    connected, pause = True, 0.1
+                line.step()
                 pause = 0.1
-                while not stop.is_set(): line.step()
-            except (redis.ConnectionError, redis.TimeoutError) as e:
-                if line.run is None and (why := _refused(e, redis)): raise PermissionError(f'Redis at {host}:{port} does not let us in: {why}') from None
-                _log.warning('No connection to Redis at %s:%d (%s); trying again in %.1f s', host, port, e, pause)
-            except redis.ResponseError as e:
-                if line.run is None: raise RuntimeError(f'Redis at {host}:{port} refused: {e}') from None
-                _log.error('Redis refused: %s; %d answers are dropped', e, len(line.unsent))
-                line.unsent.clear()
+                continue
+            except _errors() as e:
+                if line.run is None and (lasting := _lasting(e, f'{host}:{port}')): raise lasting from None
+                if isinstance(e, _redis().ResponseError):
+                    _log.error('Redis refused: %s', e)
+                    line.drop('Redis refused one')
+                else:
+                    _log.warning('No connection to Redis at %s:%d (%s); trying again in %.1f s', host, port, e, pause)
+                    connected = False
             stop.wait(pause)
             pause = min(2*pause, 2)
-
-def _refused(e: Exception, redis) -> str:
-    "Why waiting will not help; empty where it may."
-    if isinstance(e, redis.AuthenticationError): return f'{e} Check user and password.'
-    if isinstance(e.__cause__ or e.__context__, ssl.SSLError): return f'{e} Check the certificates, and whether that port speaks TLS.'
-    return ''
