@@ -1,0 +1,211 @@
+"`b2t lm …`: each verb and option, and how it fails: it says why, and what was there before stays."
+import io
+import re
+import shutil
+import subprocess
+import tarfile
+
+import pytest
+from click.testing import CliRunner
+
+from b2t_kaggle.cli import main
+from b2t_kaggle.decoding import backoff
+from b2t_kaggle.decoding.arpa import open_text, read_counts
+from b2t_kaggle.decoding.kenlm_programs import PROGRAMS, find_program, programs_folder
+from b2t_kaggle.decoding.ngram import NGram
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
+needs = lambda *names: pytest.mark.skipif(not all(map(find_program, names)), reason=f"KenLM's {' and '.join(names)} not here; `b2t lm programs` builds them")
+
+FILES = {
+    'text.txt': 'Dr. Smith bought 2 tickets. He paid $5 for each of them, and went home.\n'*3 + 'The cat sat on the mat. A dog sat there, too.\n',
+    'dev.txt': 'he went home\nthe dog sat on the mat\n', 'x/dev.txt': 'he went\n', 'words.txt': 'He\nWENT\nhome\nthe\ncat\nsat\non\nmat\n', 'empty.txt': '\n',
+}
+
+
+def lm(*args) -> tuple[int, str]:
+    r = CliRunner(catch_exceptions=False).invoke(main, ['lm', *map(str, args)], prog_name='b2t')
+    return r.exit_code, r.output
+
+
+def ok(*args) -> str:
+    code, said = lm(*args)
+    assert code == 0, said
+    return said
+
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+    "Texts, and two models of one name, as every run has one."
+    d = tmp_path_factory.mktemp('lm')
+    for name, text in FILES.items():
+        (d/name).parent.mkdir(exist_ok=True)
+        (d/name).write_text(text)
+    (d/'latin.txt').write_bytes('Café. One more.'.encode('latin-1'))
+    ok('build', d/'text.txt', '-o', d/'a'/'lm.arpa', '--order', 3, '--estimator', 'own')
+    ok('build', d/'dev.txt', '-o', d/'b'/'lm.arpa', '--order', 2, '--sentences', '--estimator', 'own')
+    return d
+
+
+@pytest.mark.parametrize('command, code, says', [
+    ('clean text.txt --vocab empty.txt', 1, 'empty.txt: no words'),
+    ('clean latin.txt', 1, 'latin.txt: not UTF-8 text'),
+    ('clean nothing.txt', 2, 'nothing.txt. does not exist'),
+    ('build text.txt --vocab empty.txt', 1, 'empty.txt: no words'),
+    ('build text.txt --prune 0,x', 2, "--prune.*'0,x' is not of the form 0,0,1"),
+    ('build text.txt --prune 1,0', 1, 'do not fall'),
+    ('build text.txt --order 0', 1, 'order is 0'),
+    ('build text.txt --threshold -1', 2, '--threshold.*-1.0 is not a share of 0 or more'),
+    ('build text.txt --threshold nan', 2, '--threshold.*nan is not'),
+    ('build text.txt --estimator best', 2, '--estimator'),
+    ('build empty.txt --sentences', 1, 'the text holds no words'),
+    ('mix a/lm.arpa b/lm.arpa --weights 0.5,x', 2, "--weights.*'0.5,x' is not of the form 0.7,0.3"),
+    ('mix a/lm.arpa b/lm.arpa --weights inf,1', 2, "--weights.*'inf,1' is not"),
+    ('mix a/lm.arpa b/lm.arpa --weights nan,1', 2, "--weights.*'nan,1' is not"),
+    ('mix a/lm.arpa b/lm.arpa --weights 1', 1, 'expected 2'),
+    ('mix a/lm.arpa b/lm.arpa --weights 0,0', 1, 'positive, finite sum'),
+    ('mix a/lm.arpa b/lm.arpa --dev empty.txt', 1, 'no model knows a word'),
+    ('mix a/lm.arpa b/lm.arpa', 1, 'give a development text'),
+    ('mix text.txt --weights 1', 1, 'text.txt: line 1: found'),
+    ('prune a/lm.arpa', 2, '--threshold'),
+    ('prune a/lm.arpa --threshold nan', 2, '--threshold.*nan is not'),
+    ('prune text.txt --threshold 0', 1, 'text.txt: line 1: found'),
+    ('binary a/lm.arpa --bits 26', 2, '--bits.*26'),
+    ('binary a/lm.arpa --bits 1', 1, 'bits is 1, expected 2 to 25'),
+    ('binary a/lm.arpa --kind small', 2, '--kind'),
+    pytest.param('binary text.txt', 1, 'build_binary of .*text.txt failed', marks=needs('build_binary')),
+])
+def test_refuses(command, code, says, made, tmp_path):
+    (tmp_path/'out.arpa').write_text('old')
+    verb, *args = (str(made/x) if '.arpa' in x or '.txt' in x else x for x in command.split())
+    found, said = lm(verb, *args, '-o', tmp_path/'out.arpa')
+    assert found == code and re.search(f'(?s)Error: .*{says}', said), said
+    assert [p.name for p in tmp_path.iterdir()] == ['out.arpa'] and (tmp_path/'out.arpa').read_text() == 'old'
+
+
+def test_clean(made, tmp_path):
+    def lines(name, *options):
+        ok('clean', made/'text.txt', '-o', tmp_path/name, *options)
+        with open_text(tmp_path/name, 'rt') as f: return f.read().splitlines()
+    assert lines('a.txt')[0] == 'dr smith bought two tickets'
+    assert lines('b.txt.gz', '--no-numbers')[0] == 'dr smith bought tickets'
+    assert lines('c.txt', '--vocab', made/'words.txt') == ['the cat sat on the mat']
+
+
+def test_build(made, tmp_path):
+    def built(*options, text='text.txt', name='lm.arpa'):
+        said = ok('build', made/text, '-o', tmp_path/name, '--order', 3, '--estimator', 'own', *options)
+        assert f'Wrote {tmp_path/name}' in said
+        return NGram.load(tmp_path/name), read_counts(tmp_path/name)
+    plain, counts = built()
+    assert 'two' in plain and 'smith' in plain and len(counts) == 3
+    assert 'two' not in built('--no-numbers')[0]
+    restricted, _ = built('--vocab', made/'words.txt', name='v.arpa.gz')
+    assert 'cat' in restricted and 'smith' not in restricted
+    rare = built('--prune', '0,0,1')[1]
+    assert rare[:2] == counts[:2] and 0 < rare[2] < counts[2]
+    worth = built('--threshold', '1e-2')[1]
+    assert worth[0] == counts[0] and sum(worth) < sum(counts)
+    assert 'dog' in built('--sentences', text='dev.txt')[0]
+
+
+def test_interrupted_pruning_leaves_the_old_model(made, tmp_path, monkeypatch):
+    (tmp_path/'lm.arpa').write_text('old')
+    def full(*args): raise OSError('No space left on device')
+    monkeypatch.setattr(backoff, 'write_backoff', full)
+    assert lm('build', made/'text.txt', '-o', tmp_path/'lm.arpa', '--estimator', 'own', '--threshold', '1e-3') == (1, 'Error: No space left on device\n')
+    assert [p.name for p in tmp_path.iterdir()] == ['lm.arpa'] and (tmp_path/'lm.arpa').read_text() == 'old'
+
+
+def test_mix(made, tmp_path):
+    paths = [made/'a'/'lm.arpa', made/'b'/'lm.arpa']
+    weights = lambda said: [float(next(line.split()[-1] for line in said.splitlines() if line.startswith(str(p)))) for p in paths]
+    assert weights(ok('mix', *paths, '-o', tmp_path/'given.arpa', '--weights', '3,1')) == [.75, .25]
+    tuned = weights(ok('mix', *paths, '-o', tmp_path/'tuned.arpa', '--dev', made/'dev.txt'))
+    assert sum(tuned) == pytest.approx(1, abs=1e-5) and tuned[1] > .5 # It was made of that text
+    assert all(w in NGram.load(tmp_path/n) for w in ('smith', 'dog') for n in ('given.arpa', 'tuned.arpa'))
+
+
+def test_prune(made, tmp_path):
+    said = ok('prune', made/'a'/'lm.arpa', '-o', tmp_path/'lm.arpa', '--threshold', '1e-2')
+    assert str(made/'a'/'lm.arpa') in said and sum(read_counts(tmp_path/'lm.arpa')) < sum(read_counts(made/'a'/'lm.arpa'))
+
+
+@needs('build_binary')
+@pytest.mark.parametrize('options, exact', [(['--kind', 'probing'], True), (['--bits', 0], True), (['--bits', 4], False), ([], False)])
+def test_binary(options, exact, made, tmp_path):
+    assert 'lm.bin' in ok('binary', made/'a'/'lm.arpa', '-o', tmp_path/'lm.bin', *options)
+    ours, theirs = (NGram.load(p).score('the cat paid for the tickets') for p in (made/'a'/'lm.arpa', tmp_path/'lm.bin'))
+    assert theirs == pytest.approx(ours, abs=1e-4 if exact else 2)
+
+
+@needs('lmplz')
+def test_build_by_lmplz(made, tmp_path):
+    ok('build', made/'text.txt', '-o', tmp_path/'lm.arpa', '--order', 3, '--estimator', 'lmplz')
+    assert read_counts(tmp_path/'lm.arpa') == read_counts(made/'a'/'lm.arpa')
+
+
+@pytest.mark.parametrize('command, says', [
+    ('build {text} -o {out} --estimator lmplz', 'no lmplz on the PATH; .*b2t lm programs'),
+    ('binary {model} -o {out}', 'no build_binary on the PATH; .*b2t lm programs'),
+    ('programs', 'no cmake, .*apt-get install cmake'),
+])
+def test_without_programs(command, says, made, tmp_path, monkeypatch):
+    monkeypatch.setenv('PATH', '')
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    code, said = lm(*command.format(text=made/'text.txt', model=made/'a'/'lm.arpa', out=tmp_path/'out').split())
+    assert code == 1 and re.match(f'Error: .*{says}', said) and not list(tmp_path.iterdir()), said
+
+
+def source_archive(path, code, name='CMakeLists.txt'):
+    "An archive with programs of KenLM's names that need no Boost."
+    build = '''cmake_minimum_required(VERSION 3.10)
+project(toy CXX)
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+foreach(p lmplz build_binary query filter)
+  add_executable(${p} main.cpp)
+  target_compile_definitions(${p} PRIVATE NAME="${p}")
+endforeach()
+'''
+    with tarfile.open(path, 'w:gz') as tar:
+        for file, text in {name: build, 'main.cpp': code}.items():
+            info = tarfile.TarInfo(f'kenlm-0/{file}')
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+@pytest.mark.skipif(not (shutil.which('cmake') and shutil.which('c++')), reason='no cmake and C++ compiler here')
+def test_programs(tmp_path, monkeypatch):
+    "Unpacked, built and put where they are found; what fails is said, and what was there stays."
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
+    good = source_archive(tmp_path/'good.tar.gz', '#include <cstdio>\nint main() { puts(NAME); }\n')
+    said = ok('programs', '--source', good)
+    for p in PROGRAMS:
+        assert f'Wrote {programs_folder()/p}' in said and subprocess.run([programs_folder()/p], capture_output=True, text=True, check=True).stdout == f'{p}\n'
+    code, said = lm('programs', programs_folder(), '--source', source_archive(tmp_path/'bad.tar.gz', '#include <boost/nothing.hpp>\n'))
+    assert code == 1 and 'the build failed' in said and 'boost/nothing.hpp' in said
+    code, said = lm('programs', programs_folder(), '--source', source_archive(tmp_path/'other.tar.gz', '', 'README'))
+    assert code == 1 and 'other.tar.gz: no CMakeLists.txt' in said
+    (tmp_path/'text.tar.gz').write_text('text')
+    code, said = lm('programs', tmp_path/'new', '--source', tmp_path/'text.tar.gz')
+    assert code == 1 and 'text.tar.gz: not a source archive' in said and not (tmp_path/'new').exists()
+    assert sorted(p.name for p in programs_folder().iterdir()) == sorted(PROGRAMS)
+
+
+def test_report(made):
+    "Models and texts of one name are told apart by their folders."
+    models, texts = [made/'a'/'lm.arpa', made/'b'/'lm.arpa'], [made/'dev.txt', made/'x'/'dev.txt']
+    fits, sizes = ok('report', *models, *(x for t in texts for x in ('--text', t))).split('\n\n')
+    assert len(fits.splitlines()) == 2 + 4 and all(fits.count(str(m)) == 1 for m in models) and all(fits.count(str(t)) == 2 for t in texts)
+    assert all(sizes.count(str(m)) == 1 for m in models)
+
+
+@pytest.mark.parametrize('args, code, says', [
+    (('text.txt', '--text', 'dev.txt'), 1, 'text.txt: neither an ARPA file nor a KenLM binary .*line 1'),
+    (('a/lm.arpa',), 2, '--text'),
+    (('a/lm.arpa', '--text', 'nothing.txt'), 2, 'nothing.txt. does not exist'),
+])
+def test_report_refuses(args, code, says, made):
+    found, said = lm('report', *(a if a.startswith('--') else made/a for a in args))
+    assert found == code and re.search(f'(?s)Error: .*{says}', said), said
