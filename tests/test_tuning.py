@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.decoding import tuning
+from b2t_kaggle.decoding.automaton import Automaton
 from b2t_kaggle.decoding.beam import Hypothesis, read_nbest, write_nbest
 from b2t_kaggle.decoding.ngram import NGram, build_ngram
 from b2t_kaggle.decoding.tuning import Rescored, Weights, augment, cross_validate, line_search, mix, ngram_per_word, tune
@@ -134,17 +135,19 @@ def test_exchanged_words(a, b):
 
 
 @pytest.mark.filterwarnings('ignore:.*too little text')
-def test_exchanged_words_with_the_ngram_at_hand(tmp_path):
-    lm = NGram.load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
+@pytest.mark.parametrize('load', [NGram.load, Automaton.load])
+def test_exchanged_words_with_the_ngram_at_hand(tmp_path, load):
+    lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
     found = augment([Hypothesis('a d c', -1., lm.score('a d c'), 3, -2.), Hypothesis('e b c', -2., lm.score('e b c'), 3, -3.)], lm=lm)
     assert len(found) == 4
-    for h in found: assert h.ngram == pytest.approx(lm.score(h.text))
+    for h in found: assert h.ngram == pytest.approx(NGram.load(lm.path).score(h.text))
 
 
 @pytest.mark.filterwarnings('ignore:.*too little text')
-def test_a_spelled_word_keeps_its_cost(tmp_path):
+@pytest.mark.parametrize('load', [NGram.load, Automaton.load])
+def test_a_spelled_word_keeps_its_cost(tmp_path, load):
     "The search takes a penalty off the n-gram's score of a word outside the lexicon, which the n-gram does not know of."
-    lm = NGram.load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
+    lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
     exact = lambda text: lm.score(text)
     known = [Hypothesis(t, -1., exact(t), 3, total) for t, total in (('a d c', -2.), ('e b c', -3.))]
     spelled = Hypothesis('a k-ae f', -1., exact('a k-ae f') - 12., 3, -2.5)

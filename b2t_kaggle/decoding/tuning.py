@@ -19,6 +19,7 @@ from rapidfuzz.distance import Levenshtein
 from tqdm import tqdm
 
 from ..config import RescoreConfig, write_whole
+from .automaton import Automaton
 from .beam import Hypothesis
 from .ngram import NGram
 from .rescore import score_sentences, token_sequences
@@ -38,7 +39,7 @@ def augment(
     hyps: Sequence[Hypothesis], # The n-best of a trial
     top: int = 20,              # Only the best so many are parents
     penalty: float = 0.01,      # Part by which a child's scores are worse than its parents' mean
-    lm: NGram | None = None,    # The n-gram of the search, for exact scores where both parents' are its own
+    lm: Automaton | NGram | None = None, # The n-gram of the search, for exact scores where both parents' are its own
 ) -> list[Hypothesis]:          # The same and their children, best first
     "Add what results from exchanging words between hypotheses with the same number of words (as the official kit does)."
     hyps, known = sorted(hyps, key=lambda h: -h.total), {h.text for h in hyps}
