@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from .beam import Hypothesis, LexiconBeamDecoder, Stream
-from .ngram import NGram
 from ..phonemes import PHONEMES, from_lm_order
 
 RESET, UPDATE, INPUT, FINALIZE = 'remote_lm_reset', 'remote_lm_update_params', 'remote_lm_input', 'remote_lm_finalize' # What a client writes
@@ -188,8 +187,7 @@ def _finalize(self: OnlineDecoder, entry: dict, context: str) -> Answers:
 def _mixed(self: OnlineDecoder, hyps: list[Hypothesis], context: str, s: Settings) -> list[tuple[Hypothesis, float]]:
     "Hypotheses and what their exchanged words make, with their LLM scores and the mixture as their total, best first."
     from b2t_kaggle.decoding.tuning import Weights, augment, mix
-    lm = self.decoder.lm if isinstance(self.decoder.lm, NGram) else None # An automaton alone scores no text
-    hyps = augment(hyps, s.top_candidates_to_augment, s.score_penalty_percent, lm)
+    hyps = augment(hyps, s.top_candidates_to_augment, s.score_penalty_percent, self.decoder.lm)
     weights = replace(self.weights or Weights(word_score=self.decoder.word_score), acoustic_scale=s.mixture_scale, alpha=s.alpha, length_penalty=s.length_penalty)
     mixed, = mix([self.rescore(hyps, context)], weights)
     if wrong := [h for h in mixed if math.isnan(h.total)]: raise ValueError(f'{wrong[0].text!r} has the LLM score {wrong[0].llm}')
