@@ -285,6 +285,7 @@ class Device:
     precision: str # `float32` or `bfloat16`
     reason: str    # Why this device and precision
     n: int = 1     # Devices, each of which takes a share of a batch
+    jit: bool = True # Whether TensorFlow's XLA has programs for it
 
     def __str__(self): return f'{self.kind} ({self.name}{f", {self.n} devices" if self.n > 1 else ""}), {self.precision}: {self.reason}'
 
@@ -473,10 +474,11 @@ def plan_tensorflow(
     if accelerator == 'cuda' or (accelerator == 'auto' and gpus):
         device = _on_cuda(d, ('asked for' if accelerator == 'cuda' else 'a GPU is here') + left, precision)
         return replace(device, reason=f'{device.reason}; GRU layers in float32, with factors in TF32') if device.precision == 'bfloat16' else device
-    if build.endswith('-tpu'): raise DeviceError(f'{version} compiles for TPUs only{left}; for the processor, pip install tensorflow-cpu in another environment')
     p, because = _precision(precision, False, 'on processors XLA computes bfloat16 by way of float32')
     why = 'asked for' if accelerator == 'cpu' else f'{version} is built without CUDA' if d.gpus else f'{version} sees no GPU'
-    return Device('cpu', d.cpu, p, f'{why}{left}; {because}')
+    slow = f'; {version} compiles for TPUs only, so this is slow: pip install tensorflow-cpu in another environment for the processor'
+    jit = not build.endswith('-tpu')
+    return Device('cpu', d.cpu, p, f'{why}{left}; {because}{slow * (not jit)}', jit=jit)
 
 # %% ../nbs/04_devices.ipynb #c050
 def tensorflow_address(
@@ -567,7 +569,7 @@ def pick_tensorflow(
     if accelerator in ('auto', 'tpu') and (where := tensorflow_address(seen, address)):
         try: return _on_started_tpu(seen, where, accelerator, precision)
         except DeviceError as e:
-            if accelerator == 'tpu' or tensorflow_build(seen).endswith('-tpu'): raise DeviceError(f'accelerator {accelerator}: {e}') from e
+            if accelerator == 'tpu': raise DeviceError(f'accelerator tpu: {e}') from e
             seen, left = replace(seen, tpu=None), f'; the TPU is not used: {e}'
     gpus = tensorflow_gpus()
     if accelerator != 'cpu' and len(gpus) < len(seen.gpus): left += f'; TensorFlow sees {len(gpus)} of {len(seen.gpus)} GPUs of this machine'

@@ -87,7 +87,7 @@ class TrainerBase(ABC):
 
 # %% ../nbs/04c_loop.ipynb #c010
 def check_finite(
-    taken: Taken,
+    taken: Taken,   # A step
     t: TrainerBase, # That took it
 ) -> None:
     "Raises `TrainingError` for a loss or gradient that is not a number; names its trials."
@@ -117,9 +117,9 @@ def full_memory(
 
 # %% ../nbs/04c_loop.ipynb #c014
 def loop(
-    t: TrainerBase,
-    history: History,
-    budget: Budget,
+    t: TrainerBase,                  # Takes the steps
+    history: History,                # Receives their losses
+    budget: Budget,                  # Of time
     out: Path,                       # Receives the checkpoints
     progress: bool = True,           # Show a progress bar
     watch: Callable[[list[dict], dict], None] = lambda rows, sessions: None, # Sees new rows of the history, and the PER of each session
@@ -158,8 +158,9 @@ def loop(
             if stopped: break
     return stopped
 
+# %% ../nbs/04c_loop.ipynb #c015
 def result_of(
-    t: TrainerBase,
+    t: TrainerBase,       # That has come to an end
     stopped: str | None, # From `loop`
 ) -> dict:
     "`step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`, `val_loss`, `best_step` and `sessions`."

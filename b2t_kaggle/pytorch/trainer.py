@@ -26,7 +26,7 @@ from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .gru import build_model
 from .parallel import Cores, start
 from ..loop import Taken, TrainerBase, check_finite, full_memory, loop, result_of
-from ..training import Budget, History, TrainingError, check_same, learning_rates, lengths_to_pad_to, name_trials, summarize, unalignable
+from ..training import Budget, History, TrainingError, check_same, learning_rates, lengths_to_pad_to, put_weights, summarize, usable_trials
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c006
 @dataclass
@@ -49,10 +49,7 @@ class Feed:
         self.store, self.cores, self.n_parts = store, cores, cfg.train.accumulate
         if cfg.data.batch_size % self.n_parts: raise TrainingError(f'data.batch_size = {cfg.data.batch_size} cannot be divided into train.accumulate = {self.n_parts} equal parts; make it a multiple')
         cores.share(cfg.data.batch_size // self.n_parts, 'data.batch_size / train.accumulate')
-        bad = unalignable(store, cfg, max(cfg.augment.random_cut - 1, 0))
-        if bad.any() and not cores.rank: print(f'left out of training, {bad.sum()} trials with too few frames for their labels: {name_trials(store, np.flatnonzero(bad))}')
-        self.use = np.flatnonzero(~bad)
-        if not len(self.use): raise TrainingError(f'{store.path}: no trial is left to train on; check the data with `b2t check`')
+        self.use = usable_trials(store, cfg, speaks=not cores.rank)
         self.sampler = DayBalancedSampler(store.day[self.use], cfg.data.batch_size, cfg.data.days_per_batch, cfg.train.seed, cfg.data.must_include_days)
         few = cores.rectangular or cfg.train.compile
         buckets = lengths_to_pad_to(store, cfg, few, longest_in_batches(self.sampler, store.n_bins[self.use]) if few else None)
@@ -186,15 +183,8 @@ def start_from(
 ) -> None:
     "Initial weights from a trained model; sessions that it does not know keep the identity."
     other, cfg = load_model(path)
-    state, new = model.state_dict(), other.state_dict()
-    differ = [f'{k} is {list(new[k].shape) if k in new else "missing"}, expected {list(v.shape)}' for k, v in state.items()
-              if k not in new or v.shape[1:] != new[k].shape[1:] or not k.startswith('day_') and v.shape != new[k].shape]
-    if differ: raise TrainingError(f'{path}: does not fit the model of this run: {"; ".join(differ)}; make the model group of the configuration equal')
-    for k in new: 
-        if not k.startswith('day_'): state[k].copy_(new[k])
-        else:
-            for i, s in enumerate(cfg.data.sessions):
-                if s in day_of: state[k][day_of[s]] = new[k][i]
+    state, new = ({k: v.numpy() for k, v in m.state_dict().items()} for m in (model, other))  # they share the models' memory
+    put_weights(state, new, day_of, cfg.data.sessions, path)
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c016
 def explain_memory(

@@ -18,7 +18,7 @@ from ..data.store import TrialStore
 from ..devices import Device, configure_mixed_precision, create_tpu_strategy, pick_tensorflow
 from .augment import trial_seeds
 from .layers import tf
-from ..training import TrainingError, lengths_to_pad_to, name_trials, unalignable
+from ..training import TrainingError, lengths_to_pad_to, usable_trials
 
 # %% ../../nbs/tensorflow/09_feed.ipynb #c005
 @dataclass
@@ -37,7 +37,7 @@ class Replicas:
 
     def compile(self, f: Callable) -> Callable:
         "A function of one replica as a program."
-        return tf.function(f, autograph=False, jit_compile=(self.device.kind == 'cpu' and self.n == 1) or None)
+        return tf.function(f, autograph=False, jit_compile=(self.device.kind == 'cpu' and self.device.jit and self.n == 1) or None)
 
     def on_host(self, value) -> np.ndarray:
         "What a function returned on each replica, one behind the other."
@@ -67,7 +67,10 @@ class Program:
         share = lambda *args: f(*args)  # a strategy that is given a tf.function would compile all replicas as one
         self.f = tf.function(lambda *args: self.strategy.run(share, args), autograph=False)
 
-    def __call__(self, batch, *args):
+    def __call__(self,
+        batch: dict, # From `distribute`, with the features `x`
+        *args,       # Tensors that are the same for all
+    ):
         "What each replica returned."
         T = self.strategy.experimental_local_results(batch['x'])[0].shape[1]
         if T not in self.traced: self.traced[T] = self.f.get_concrete_function(batch, *args)
@@ -122,10 +125,7 @@ class Feed:
         self.store, self.replicas, self.seed, c = store, replicas, cfg.train.seed, cfg.data
         if c.batch_size % (parts := replicas.n * cfg.train.accumulate):
             raise TrainingError(f'data.batch_size = {c.batch_size} cannot be divided evenly among {replicas.n} replicas with train.accumulate = {cfg.train.accumulate}; take a multiple of {parts}')
-        bad = unalignable(store, cfg, max(cfg.augment.random_cut - 1, 0))
-        if bad.any(): print(f'left out of training, {bad.sum()} trials with too few frames for their labels: {name_trials(store, np.flatnonzero(bad))}')
-        self.use = np.flatnonzero(~bad)
-        if not len(self.use): raise TrainingError(f'{store.path}: no trial is left to train on, so there are no lengths to make buckets of; check the data with `b2t check`')
+        self.use = usable_trials(store, cfg)
         self.sampler = DayBalancedSampler(store.day[self.use], c.batch_size, c.days_per_batch, cfg.train.seed, c.must_include_days)
         self.buckets = lengths_to_pad_to(store, cfg, True, longest_in_batches(self.sampler, store.n_bins[self.use]))
         self.batcher = Batcher(store, self.buckets, replicas.delivered_dtype(store))

@@ -7,6 +7,7 @@ __all__ = ['check_keras', 'smooth', 'trial_bits', 'trial_random', 'dropout', 'pi
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c004
 import math
+import os
 
 import numpy as np
 
@@ -24,6 +25,7 @@ def check_keras(
         raise ImportError(f'Keras computes with {backend}, expected tensorflow; set KERAS_BACKEND=tensorflow before Keras is imported (or remove "backend" from ~/.keras/keras.json)')
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c006
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # before the import, which says much that nobody can act on
 try:
     import tensorflow as tf
     import keras

@@ -30,6 +30,7 @@ def _wide(v: tf.Tensor, like: tf.Variable) -> tf.Tensor:
     "A number for each row, or a single one `[1]`, with the dimensions of a variable."
     return tf.reshape(v, [-1] + [1] * (len(like.shape) - 1))
 
+# %% ../../nbs/tensorflow/08_optimizer.ipynb #c010
 class StackedAdamW:
     "PyTorch's AdamW over a model's trainable variables in the official groups; days are rows of their stack."
     def __init__(self,
@@ -67,6 +68,9 @@ class StackedAdamW:
         "By variable `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a stack of days."
         return {n: {k: v.numpy() for k, v in s.items()} for n, s in self.state.items()}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    def load_state_dict(self,
+        state: Mapping[str, Mapping[str, np.ndarray]], # From `state_dict`
+    ) -> None:
+        "Go on from a state that was saved."
         for n, s in self.state.items():
             for k, v in s.items(): v.assign(state[n][k])

@@ -22,10 +22,10 @@ from .evaluate import Pass, evaluate, frames_of, losses_and_paths
 from .feed import Feed, Program, Replicas, start
 from .frontend import Frontend
 from .gru import build_model, named_variables
-from .layers import tf
+from .layers import keras, tf
 from .optimizer import StackedAdamW, clip
 from ..loop import Taken, TrainerBase, check_finite, full_memory, loop, result_of
-from ..training import Budget, History, TrainingError, check_same, is_day, learning_rates, summarize
+from ..training import Budget, History, TrainingError, check_same, learning_rates, put_weights, summarize
 
 # %% ../../nbs/tensorflow/11_trainer.ipynb #c007
 class _Step:
@@ -114,6 +114,8 @@ class Board:
         folder: Path, # Made where it is missing
         profile: int, # Batches to profile, from the tenth on
     ):
+        try: import tensorboard.summary.v2
+        except ImportError as e: raise TrainingError(f'TensorBoard, with which TensorFlow writes the curves of a run, cannot be imported ({e}); pip install tensorboard') from e
         self.folder, self.writer, self.done, self.profile = str(folder), tf.summary.create_file_writer(str(folder)), 0, profile
 
     def batch_done(self) -> None:
@@ -159,7 +161,7 @@ class Trainer(_Gradients, _Saves, TrainerBase):
         super().__init__(store, store_val, cfg)
         cfg, self.replicas, self.looks_every, self.board = self.cfg, replicas, replicas.looks_every, board
         self.batches, self.augment = Feed(store, cfg, replicas), Augment(cfg.augment)
-        tf.keras.utils.set_random_seed(cfg.train.seed)
+        keras.utils.set_random_seed(cfg.train.seed)
         with replicas.strategy.scope():
             self.model = build_model(cfg.model, len(store.sessions))
             self.opt = StackedAdamW({n: v.value for n, v in named_variables(self.model).items() if v.trainable}, cfg.train)
@@ -196,13 +198,8 @@ def start_from(
     "Initial weights from a trained model; sessions that it does not know keep the identity."
     other, cfg = load_model(path)
     state, new = ({k: v.numpy() for k, v in named_variables(m).items()} for m in (model, other))
-    differ = [f'{k} is {list(new[k].shape) if k in new else "missing"}, expected {list(v.shape)}' for k, v in state.items()
-              if k not in new or v.shape[1:] != new[k].shape[1:] or not is_day(k) and v.shape != new[k].shape]
-    if differ: raise TrainingError(f'{path}: does not fit the model of this run: {"; ".join(differ)}; make the model group of the configuration equal')
-    known = {day_of[s]: i for i, s in enumerate(cfg.data.sessions) if s in day_of}
-    for k, v in named_variables(model).items():
-        if is_day(k): state[k][list(known)] = new[k][list(known.values())]
-        v.assign(state[k] if is_day(k) else new[k])
+    put_weights(state, new, day_of, cfg.data.sessions, path)
+    for k, v in named_variables(model).items(): v.assign(state[k])
 
 # %% ../../nbs/tensorflow/11_trainer.ipynb #c017
 def explain_memory(

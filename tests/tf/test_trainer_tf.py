@@ -16,13 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_trainer import FEATURES, SESSIONS, config, open_stores, write_toy
 from train_toy import steps
 
-from b2t_kaggle.devices import pick_torch
+from b2t_kaggle.devices import configure_mixed_precision, pick_torch
 from b2t_kaggle.pytorch import trainer as pt
 from b2t_kaggle.pytorch.parallel import Cores
 from b2t_kaggle.tensorflow.checkpoint import CheckpointError, load_last, load_model, save_best
 from b2t_kaggle.tensorflow.feed import start
 from b2t_kaggle.tensorflow.gru import from_state, named_variables, to_state
 from b2t_kaggle.tensorflow.inference import infer
+from b2t_kaggle.tensorflow.layers import keras
 from b2t_kaggle.tensorflow.trainer import Trainer, explain_memory, train
 from b2t_kaggle.training import TrainingError, read_history
 
@@ -95,13 +96,13 @@ def test_eight_devices_take_the_same_steps_as_one(stores, tmp_path):
 def test_a_run_that_is_killed_ends_with_the_same_weights(stores, tmp_path):
     kw = {'num_training_batches': 40, 'batches_per_val_step': 20, 'batches_per_save': 1}
     p, last = process('train', stores, tmp_path/'killed', kw), tmp_path/'killed'/'last.weights.h5'
-    whole, at = train(*stores, cpu_config(**kw), tmp_path/'whole', progress=False), 0
     while p.poll() is None and not last.exists(): time.sleep(0.002)
     time.sleep(np.random.default_rng().uniform(0, 0.2))   # by progress, not by the clock: some steps after the first checkpoint
     if p.poll() is None: p.send_signal(signal.SIGKILL)
     p.communicate()
     at = load_last(last)['run']['step']
     assert 0 < at < 40, f'killed at checkpoint {at}: nothing was interrupted'
+    whole = train(*stores, cpu_config(**kw), tmp_path/'whole', progress=False)
     p = process('train', stores, tmp_path/'killed', kw)
     killed = result_of(p, tmp_path/'killed')
     assert f'continuing after {at} batches\n' in killed['said']
@@ -122,6 +123,35 @@ def inference_agrees_with_validation(stores, folder, result):
         path = logits[i].argmax(-1)
         edits += Levenshtein.distance([int(c) for j, c in enumerate(path) if c and (j == 0 or path[j - 1] != c)], stores[1][i].class_ids.tolist())
     assert edits / stores[1].n_labels.sum() == pytest.approx(result['val_per'])
+
+
+def test_a_run_in_bfloat16(stores, tmp_path):
+    "Takes nearly the steps of float32, in parts too, and its log-probabilities are nearly those that float32 finds for its weights."
+    kw = {'accumulate': 2, 'precision': 'bfloat16', 'lr_warmup_steps': 1, 'lr_warmup_steps_day': 1}
+    def taken(precision):
+        t = Trainer(*stores, cpu_config(**kw), start('cpu', precision))
+        return t, np.array([s.figures[0] for s in map(t.train_step, t.batches(0, 12))])
+    def log_probs(precision): return np.concatenate([*infer(tmp_path, stores[1], tmp_path/f'{precision}.arrow', 'cpu', precision, progress=False)])
+    try:
+        t, losses = taken('bfloat16')
+        assert keras.config.dtype_policy().name == 'mixed_bfloat16' and t.model.compute_dtype == 'bfloat16'
+        assert {v.dtype for v in named_variables(t.model).values()} == {'float32'}
+        validation = t.validate()
+        t.best.offer(validation, t.step)
+        t.save_best(tmp_path/t.best_name)
+        low = log_probs('bfloat16')
+        high = log_probs('float32')
+        wanted = taken('float32')[1]
+    finally: configure_mixed_precision('float32')
+    assert losses[-3:].mean() < .7 * losses[:3].mean()
+    for found, exact in ((losses, wanted), (low, high)):
+        assert found.dtype == exact.dtype and 0 < abs(found - exact).max() < .05 * abs(exact).max()
+
+
+def test_without_tensorboard_no_step_is_taken(stores, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'tensorboard', None)
+    with pytest.raises(TrainingError, match='TensorBoard, .* cannot be imported .*; pip install tensorboard$'): train(*stores, cpu_config(), tmp_path, progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_time_budget_and_early_stopping(stores, tmp_path):
