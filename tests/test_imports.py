@@ -17,7 +17,7 @@ TENSORFLOW = [m for m in MODULES if m.startswith('b2t_kaggle.tensorflow.')]
 PYTORCH = [m for m in MODULES if m.startswith('b2t_kaggle.pytorch.')]
 LANGUAGE_MODELS = [f'b2t_kaggle.decoding.{m}' for m in ('rescore', 'tuning', 'finetune')]
 
-IMPORT = '''
+HIDE = '''
 import importlib, json, sys
 
 class Without:
@@ -25,8 +25,11 @@ class Without:
     def __init__(self, finder, names): self.finder, self.names = finder, names
     def find_spec(self, name, *args): return None if name.split('.')[0] in self.names else self.finder.find_spec(name, *args)
 
-missing, modules, watched = json.loads(sys.argv[1])
+missing, *given = json.loads(sys.argv[1])
 sys.meta_path[:] = [Without(f, missing) for f in sys.meta_path]
+'''
+IMPORT = HIDE + '''
+modules, watched = given
 errors = {}
 for m in modules:
     try: importlib.import_module(m)
@@ -35,10 +38,14 @@ print(json.dumps([errors, sorted({m.split('.')[0] for m in sys.modules} & set(wa
 '''
 
 
+def process(code, *given):
+    "Run code in a new process with this as its arguments."
+    return subprocess.run([sys.executable, '-c', code, json.dumps(given)], capture_output=True, text=True, timeout=180, env=os.environ | {'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '2'})
+
+
 def load(modules, missing=(), watched=()):
     "Import modules in a new process in which packages are missing; the errors by module, and which of the watched packages it loaded."
-    env = os.environ | {'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '2'}
-    r = subprocess.run([sys.executable, '-c', IMPORT, json.dumps([missing, modules, watched])], capture_output=True, text=True, timeout=180, env=env)
+    r = process(IMPORT, missing, modules, watched)
     assert r.returncode == 0, r.stderr
     return json.loads(r.stdout.splitlines()[-1])
 
@@ -59,6 +66,14 @@ def test_rooms_of_tensorflow_say_what_to_install():
     errors, loaded = load(TENSORFLOW, ['tensorflow', 'keras'], ['tensorflow', 'keras'])
     assert loaded == [] and list(errors) == TENSORFLOW
     assert {m: e for m, e in errors.items() if 'pip install b2t_kaggle[tf]' not in e} == {}
+
+
+def test_the_command_says_in_one_line_what_to_install(tmp_path):
+    (tmp_path/'best.weights.h5').touch()
+    command = ['convert', str(tmp_path/'best.weights.h5'), str(tmp_path/'best.pt')]
+    r = process(HIDE + 'from b2t_kaggle.cli import main; main(*given)', ['tensorflow', 'keras'], command)
+    assert r.returncode == 1 and r.stderr.startswith('Error: the models in b2t_kaggle.tensorflow need TensorFlow') and 'pip install b2t_kaggle[tf]' in r.stderr, r.stderr
+    assert len(r.stderr.splitlines()) == 1 and not (tmp_path/'best.pt').exists()
 
 
 def test_rooms_of_pytorch_bring_no_tensorflow():

@@ -3,6 +3,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from urllib.error import URLError
@@ -12,6 +13,7 @@ import pytest
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 from b2t_kaggle import devices
 from b2t_kaggle.devices import DeviceError, Gpu, configure_mixed_precision, cpu_flags, create_tpu_strategy, pick_tensorflow
+from b2t_kaggle.tensorflow.feed import Replicas, start
 
 from test_devices import chips, machine
 
@@ -108,12 +110,16 @@ def test_a_tpu_that_is_pytorchs_is_left_alone(monkeypatch):
     with socket.create_server(('127.0.0.1', 0)) as server: assert pick_tensorflow(address=f'127.0.0.1:{server.getsockname()[1]}').kind == 'tpu'  # a server is no device of this machine
 
 
-def test_a_build_for_tpus_alone_has_nothing_to_fall_back_to(monkeypatch):
+def test_a_build_for_tpus_goes_on_without_xla(monkeypatch, capsys):
     simulate_tpu(monkeypatch, 8, KAGGLE, initialize=tf.errors.InternalError(None, None, 'held by another process'))
     monkeypatch.setattr(devices, 'installed_packages', lambda: {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'})
-    for accelerator in ('auto', 'tpu'):
-        with pytest.raises(DeviceError, match=f"accelerator {accelerator}: TensorFlow does not start the TPU 'local': held by another process"): pick_tensorflow(accelerator)
-    with pytest.raises(DeviceError, match='compiles for TPUs only'): pick_tensorflow('cpu')
+    with pytest.raises(DeviceError, match="accelerator tpu: TensorFlow does not start the TPU 'local': held by another process"): pick_tensorflow('tpu')
+    replicas = start()
+    said = capsys.readouterr().out
+    assert "the TPU is not used: TensorFlow does not start the TPU 'local': held by another process" in said and 'compiles for TPUs only, so this is slow' in said
+    text = tf.constant('text')   # unknown to XLA
+    assert replicas.compile(tf.strings.length)(text) == 4
+    with pytest.raises(tf.errors.InvalidArgumentError): Replicas(replace(replicas.device, jit=True), replicas.strategy).compile(tf.strings.length)(text)
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch):

@@ -1,31 +1,47 @@
 "A run with --framework tensorflow, through the command line and papermill, leaves what PyTorch's leaves, and goes on in the other framework."
+import csv
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_pipeline import SMALL, b2t, sets
+from test_pipeline import SMALL, b2t, sets, stamps
 
+from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.logits import LogitStore
+from b2t_kaggle.pipeline import Run
+from b2t_kaggle.pytorch.checkpoint import to_official_args
+from b2t_kaggle.tensorflow.checkpoint import load_model
 from b2t_kaggle.training import read_history
 
 TINY = sets(SMALL | {'data.n_buckets': 1})
 
 
-def test_train_infer_and_the_way_to_pytorch(tmp_path):
-    out, work = tmp_path/'mine', tmp_path/'data'
-    options = ['--output-dir', out, '--work', work]
-    r = b2t('train', '--framework', 'tensorflow', *options, '--batch-size', '8', '--num-batches', '4', '--disable_mixed_precision', *TINY)
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    "A run to the submission: its folder, and the options that made it."
+    tmp = tmp_path_factory.mktemp('runs')
+    options = ['--output-dir', tmp/'mine', '--work', tmp/'data']
+    r = b2t('run', '--set', 'framework=tensorflow', *options, '--batch-size', '8', '--num-batches', '4', '--disable_mixed_precision', *TINY)
     assert r.returncode == 0, r.stderr[-3000:]
+    return tmp/'mine', options
+
+
+def test_infer_and_the_way_to_pytorch(finished, tmp_path):
+    (out, options), work = finished, finished[0].parent/'data'
     assert (out/'train'/'best.weights.h5').exists() and list((out/'train'/'tensorboard').glob('events.*'))
     assert read_history(out/'train'/'history.csv').step.iloc[-1] == 4
-    r = b2t('infer', '--framework', 'tensorflow', *options)
+    assert [row['id'] for row in csv.DictReader((out/'submission.csv').open())] == [str(i) for i in range(4)]   # the first session has neither val nor test trials
+    before = stamps(out)
+    r = b2t('infer', '--framework', 'tensorflow', *options, '--force', 'infer')
     assert r.returncode == 0, r.stderr[-3000:]
+    assert {k for k, v in stamps(out).items() if v != before[k]} == {'infer'}
     theirs = LogitStore.open(out/'logits'/'val.arrow')
-    assert theirs.provenance['config']['data']['batch_size'] == 8 and len(theirs) == 4  # the first session has no val trials
+    assert theirs.provenance['config']['data']['batch_size'] == 8 and len(theirs) == 4
     assert json.loads((out/'stages'/'infer.json').read_text())['metrics']['PER'] > 0
 
     r = b2t('convert', out, tmp_path/'best.pt')
@@ -33,6 +49,18 @@ def test_train_infer_and_the_way_to_pytorch(tmp_path):
     r = b2t('infer', '--output-dir', tmp_path/'other', '--work', work, '--checkpoint', tmp_path/'best.pt', '--disable-mixed-precision', *TINY)
     assert r.returncode == 0, r.stderr[-3000:]
     for a, b in zip(theirs, LogitStore.open(tmp_path/'other'/'logits'/'val.arrow'), strict=True): assert abs(a - b).max() < 1e-4
+
+
+def test_the_official_configuration_trains_as_it_is(finished, tmp_path):
+    "By the command as its users know it; only what a small machine cannot do is overridden."
+    (out, _), sessions = finished, ['t15.2023.08.11', 't15.2023.08.13']
+    args = to_official_args(with_overrides(preset('official'), {'data.sessions': sessions})) | dict(mode='train', gpu_number='1')
+    (tmp_path/'rnn_args.yaml').write_text(yaml.safe_dump(args))
+    r = b2t('train', '--framework', 'tensorflow', '--config', tmp_path/'rnn_args.yaml', '--data', Run(out, out.parent/'data').data_dir, '--batch-size', '4', '--num-batches', '2',
+            '--output-dir', tmp_path/'official', '--work', tmp_path/'data', *sets(dict(days_per_batch=2, n_units=32, n_buckets=1)))
+    assert r.returncode == 0, r.stderr[-3000:]
+    model, cfg = load_model(tmp_path/'official')
+    assert (cfg.data.sessions, cfg.train.lr_decay_steps, cfg.model.n_layers, model.day_weights.shape) == (sessions, 120_000, 5, (2, 512, 512))
 
 
 def test_a_schedule_that_is_longer_than_the_run_is_said(tmp_path):
