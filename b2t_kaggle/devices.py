@@ -508,7 +508,8 @@ def _start_tpu(address: str):
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (tf.errors.OpError, ValueError, RuntimeError, OSError, ImportError) as e:
-        line = (str(e).strip() or type(e).__name__).splitlines()[0]
+        # The errors of a graph begin with where in it they were
+        line = next((l.strip() for l in str(e).splitlines() if l.strip() and not l.startswith(('Graph execution error', 'Detected at node', '<stack traces'))), type(e).__name__)
         raise DeviceError(f'TensorFlow does not start the TPU {address!r}: {line}. See that this is its address and that no other process holds it') from e
     return resolver
 

@@ -81,7 +81,7 @@ def test_finds_a_tpu(environ, given, address, accelerator, monkeypatch, capsys):
 @pytest.mark.parametrize('failures, says', [
     ({'resolve': ValueError('Please provide a TPU Name to connect to.')}, 'provide a TPU Name'), ({'resolve': URLError('no route')}, 'no route'),
     ({'connect': tf.errors.UnavailableError(None, None, 'the connection is refused')}, 'connection is refused'), ({'initialize': RuntimeError('of a tf.function')}, 'of a tf.function'),
-    ({'initialize': NOT_FOUND}, 'TPUs not found'), ({'initialize': tf.errors.InternalError(None, None, 'RET_CHECK failure\nmore')}, 'RET_CHECK failure. See that'),
+    ({'initialize': NOT_FOUND}, 'TPUs not found'), ({'initialize': tf.errors.InternalError(None, None, 'Graph execution error:\n\nDetected at node x defined at (most recent call last):\n<stack traces unavailable>\nRET_CHECK failure\nmore')}, 'RET_CHECK failure. See that'),
 ])
 def test_a_tpu_that_does_not_start(failures, says, monkeypatch, capsys):
     simulate_tpu(monkeypatch, 8, {'TPU_NAME': 'mine'}, **failures)
