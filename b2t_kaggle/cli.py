@@ -199,6 +199,7 @@ def _llm(run: Run) -> dict:
 def serve(force, host, port, nbest, **given):
     "Decode online: answer the official evaluation's Redis streams with a run's language model, and its LLM if it has one (rescore.model)."
     import logging
+    import signal
     from b2t_kaggle.decoding.server import check_redis, serve
     from b2t_kaggle.pipeline import open_decoder
     connection = {k: given.pop(k) for k in ('db', 'username', 'password', 'tls', 'tls_ca', 'tls_cert', 'tls_key')}
@@ -206,6 +207,7 @@ def serve(force, host, port, nbest, **given):
     check_redis(host, port, **connection) # Before the language model is built, and an LLM loaded
     run = open_run(**given)
     run_stages(run, 'lm', force)
+    signal.signal(signal.SIGTERM, signal.default_int_handler) # As service managers stop it
     try: serve(open_decoder(run, nbest=nbest), host, port, **_llm(run), **connection)
     except KeyboardInterrupt: click.echo('Stopped.')
 

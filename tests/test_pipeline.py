@@ -2,7 +2,6 @@
 import csv
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -239,7 +238,7 @@ def test_serving_a_run(finished, tmp_path, capsys):
             np.testing.assert_allclose([row[3] for row in rows], score_sentences(model, tokenizer, [row[0] for row in rows]), atol=1e-3)
             for text, acoustic, ngram, llm, total in rows: assert total == pytest.approx(0.4*acoustic + 0.7*ngram + 0.3*llm + 0.2*len(text.split()))
         assert rows[0][3] < 0 and word in [row[0] for row in rows]
-        server.send_signal(signal.SIGINT)
+        server.terminate()
         assert server.wait(20) == 0
         assert 'from the stage rescore: Weights(acoustic_scale=0.4, alpha=0.3' in server.stderr.read()
     finally:
