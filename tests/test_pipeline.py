@@ -180,8 +180,11 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     from b2t_kaggle.decoding.tuning import read_weights
     run, options, _ = finished
     said = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
-    r = b2t('submit', *options, *sets({'rescore.model': tiny_lm(tmp_path/'lm', 'opt', said or ['a']), 'rescore.length_penalty': 0.05}))
+    r = b2t('report', *options, *sets({'rescore.model': tiny_lm(tmp_path/'lm', 'opt', said or ['a']), 'rescore.length_penalty': 0.05}))
     assert r.returncode == 0, r.stderr[-3000:]
+    wers = [json.loads((run/'stages'/f'{name}.json').read_text())['metrics']['WER'] for name in ('rescore', 'report')]
+    assert wers[0] == wers[1], 'the report does not have the cross-validated figure'
+    assert '(cross-validated)' in (run/'report.html').read_text()
     lists, before = ([json.loads(line) for line in (run/f'{name}_test.jsonl').read_text().splitlines()] for name in ('rescored', 'nbest'))
     w = read_weights(run/'rescore_weights.json')
     for hyps, old in zip(lists, before, strict=True):
@@ -196,7 +199,7 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     assert [row['text'] for row in csv.DictReader((run/'submission.csv').open())] == [hyps[0]['text'] for hyps in lists]
     r = b2t('rescore', *options, *sets({'rescore.model': 'null', 'rescore.length_penalty': 0}))
     assert r.returncode == 1 and 'rescore.model, the language model to ask, is not set' in r.stderr
-    assert b2t('submit', *options).returncode == 0
+    assert b2t('report', *options).returncode == 0
 
 
 def test_serving_a_run(finished, tmp_path, capsys):
