@@ -14,6 +14,7 @@ from .config import Config, with_overrides
 
 # %% ../nbs/06b_convert.ipynb #c006
 _TENSORFLOW = '.weights.h5'
+_OTHERS = '.h5', '.keras', '.pth', '.ckpt', '.bin', '.safetensors' # What is easily mistaken for it
 _FIGURES = ('val_per', 'val_loss', 'step', 'sessions')
 
 def _is_tensorflow(path: Path) -> bool:
@@ -42,8 +43,10 @@ def convert(
     source: str | Path, # A checkpoint of any form, or its folder
     target: str | Path, # What to write; its name says in which form, see above
 ) -> Path:
-    "Write a trained model in another form, whole or not at all. Raises `CheckpointError` for a file that cannot be read, or a model that the target's form does not have."
+    "Write a trained model in another form, whole or not at all. Raises `CheckpointError` for a file that cannot be read, or a model that the target's form does not have, `ValueError` for a name with the ending of another form."
     target = Path(target)
+    if target.suffix in _OTHERS and not target.name.endswith(_TENSORFLOW):
+        raise ValueError(f'{target}: no form has that ending; name it {target.stem}.pt for PyTorch, {target.stem}{_TENSORFLOW} for TensorFlow, or {target.stem} for a folder as the official kit has it')
     state, cfg, figures = read_model(source)
     n_days, cfg = len(cfg.data.sessions), with_overrides(cfg, {'train.framework': 'tensorflow' if target.name.endswith(_TENSORFLOW) else 'pytorch'})
     target.parent.mkdir(parents=True, exist_ok=True)
