@@ -66,6 +66,7 @@ def _dtype(name: str, device: str) -> torch.dtype:
 def _from_pretrained(name, dtype: str, eight_bit: bool, adapter, device: str, local_files_only: bool) -> tuple[torch.nn.Module, object, list[str]]:
     "Model, tokenizer, and the weights that were not found (transformers would leave them random)."
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    if Path(name).is_absolute() and not Path(name).is_dir(): raise OSError('there is no such folder')
     how = dict(quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map={'': device}) if eight_bit else {}
     tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
     model, found = AutoModelForCausalLM.from_pretrained(name, dtype=_dtype(dtype, device), local_files_only=local_files_only, output_loading_info=True, **how)
@@ -87,7 +88,9 @@ def load_lm(
     "A causal language model of transformers. Raises `LanguageModelError` where model, adapter or a package is missing."
     need('transformers', 'a language model')
     for package in ('bitsandbytes', 'accelerate') if eight_bit else (): need(package, 'eight_bit')
-    if adapter is not None: need('peft', 'an adapter')
+    if adapter is not None:
+        need('peft', 'an adapter')
+        if not (Path(adapter)/'adapter_config.json').is_file(): raise LanguageModelError(f'{adapter}: has no adapter_config.json; give the folder of an adapter, such as `b2t lm finetune` writes')
     from safetensors import SafetensorError
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     try: model, tokenizer, missing = _from_pretrained(name, dtype, eight_bit, adapter, device, local_files_only)
