@@ -6,7 +6,7 @@
 __all__ = ['AbsolutePath', 'FolderOrName', 'MAY_CHANGE', 'OFFICIAL_KEYS', 'PRESETS', 'ConfigError', 'Section', 'SimulateConfig',
            'DataConfig', 'ModelConfig', 'AugmentConfig', 'TrainConfig', 'InferConfig', 'LMConfig', 'DecodeConfig',
            'RescoreConfig', 'Config', 'config_keys', 'with_overrides', 'is_official', 'from_official', 'preset',
-           'read_yaml', 'load_config', 'write_whole', 'save_config']
+           'read_yaml', 'load_config', 'write_whole', 'user_cache', 'save_config']
 
 # %% ../nbs/00_config.ipynb #c003
 import difflib
@@ -446,6 +446,12 @@ def write_whole(path: str | Path, text: str) -> None:
         tmp.write_text(text, encoding='utf-8')
         os.replace(tmp, path)
     finally: tmp.unlink(missing_ok=True)
+
+def user_cache(
+    name: str, # Of what is kept there
+) -> Path:     # It need not exist
+    "The user's folder for what can be made again and serves all runs."
+    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'b2t_kaggle'/name
 
 def save_config(cfg: Config, path: str | Path) -> None:
     "Write `cfg` as YAML that `load_config` reads back equal."

@@ -47,14 +47,17 @@ def _alive(pid: int) -> bool:
     except PermissionError: pass
     return True
 
-def temporary_path(path: Path) -> Path:
+def temporary_path(
+    path: Path,       # The file to be
+    suffix: str = '', # How the name ends, for writers that look at it
+) -> Path:
     "A name beside `path` to write under; removes what killed writers left there."
-    for old in path.parent.glob(f'.{path.name}.*.tmp'):
-        pid = old.name.split('.')[-2]
+    for old in path.parent.glob(f'.{path.name}.*.tmp{suffix}'):
+        pid = old.name.removesuffix(suffix).split('.')[-2]
         if pid.isdigit() and not _alive(int(pid)): old.unlink(missing_ok=True)
-    return path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+    return path.with_name(f'.{path.name}.{os.getpid()}.tmp{suffix}')
 
-# %% ../nbs/03_ragged.ipynb #c010
+# %% ../nbs/03_ragged.ipynb #c011
 def _cast_into(
     out: np.ndarray, # Destination
     x: np.ndarray,   # Source, same shape
@@ -69,7 +72,7 @@ def _cast_into(
         raise RaggedError(f'has the value {x.flat[np.argmax(np.abs(x))]:g}, beyond {out.dtype}, whose largest is {np.finfo(out.dtype).max:g}; '
                           'store the wider type (--set data.dtype=float32)') from None
 
-# %% ../nbs/03_ragged.ipynb #c011
+# %% ../nbs/03_ragged.ipynb #c012
 def _check(values: np.ndarray, row: dict, item_shape: tuple[int, ...], columns: set[str]) -> None:
     "Raise `RaggedError` where an array or its row of the index has not the form that a file has."
     if values.ndim != 1 + len(item_shape) or values.shape[1:] != item_shape:
@@ -89,7 +92,7 @@ def _record_batch(
     columns = [pa.array([r[f.name] for r in rows], f.type) for f in schema if f.name != _VALUES]
     return pa.record_batch([*columns, pa.LargeListArray.from_arrays(offsets, column)], schema=schema)
 
-# %% ../nbs/03_ragged.ipynb #c014
+# %% ../nbs/03_ragged.ipynb #c015
 class _Chunk:
     "Arrays that wait to be written, one behind the other, with their rows of the index."
     def __init__(self, size: int, dtype: np.dtype, item_shape: tuple[int, ...]):
@@ -108,7 +111,7 @@ class _Chunk:
         _cast_into(self.values[self.used:self.used + n], values)
         self.lengths.append(n); self.rows.append(row); self.used += n
 
-# %% ../nbs/03_ragged.ipynb #c016
+# %% ../nbs/03_ragged.ipynb #c017
 class RaggedWriter:
     "Writes arrays of one type to one file, in a stream. A context manager: leaving it without an exception puts the file in place."
     def __init__(self,
@@ -157,7 +160,7 @@ class RaggedWriter:
             if error is None: os.replace(self._tmp, self.path)
         finally: self._tmp.unlink(missing_ok=True)
 
-# %% ../nbs/03_ragged.ipynb #c018
+# %% ../nbs/03_ragged.ipynb #c019
 _DAMAGE = (pa.ArrowException, OSError, NotImplementedError, UnicodeDecodeError)  # what Arrow raises for bytes that make no sense
 
 def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
@@ -190,7 +193,7 @@ def _locate(batch: pa.RecordBatch, start: int) -> tuple[np.ndarray, np.ndarray]:
     dtype, item_shape = _numpy_type(column.type)
     return data.address - start + offsets[:-1]*dtype.itemsize*math.prod(item_shape), np.diff(offsets)
 
-# %% ../nbs/03_ragged.ipynb #c019
+# %% ../nbs/03_ragged.ipynb #c020
 class Ragged:
     "Many arrays `[n, *item_shape]` of one type in one memory-mapped file; `[i]` is a read-only view of the i-th."
     def __init__(self,
@@ -224,7 +227,7 @@ class Ragged:
         "The index, a row for each array."
         return self.table.to_pandas()
 
-# %% ../nbs/03_ragged.ipynb #c021
+# %% ../nbs/03_ragged.ipynb #c022
 def write_ragged(
     path: str | Path,               # File to write
     arrays: Iterable[np.ndarray],   # [n, *item_shape] each, consumed one at a time; the first one tells type and shape

@@ -388,13 +388,19 @@ def test_clients_that_die_and_clients_that_meet(decoder, plain, caplog):
         same(OfficialClient(r).trial(logits)[1], offline(decoder, logits))
 
 
+def rescore_that_waits(asked: threading.Event, go: threading.Event):
+    "Says that it was asked, and answers when it may."
+    def rescore(hyps, context):
+        asked.set()
+        assert go.wait(20)
+        return [Rescored(**vars(h)) for h in hyps]
+    return rescore
+
+
 def test_flush_while_an_answer_is_made(decoder, plain):
     "The official client flushes at its start. What was asked before is not answered after it: it would take the old sentence for its own."
     slow, go = threading.Event(), threading.Event()
-    def rescore(hyps, context):
-        slow.set()
-        assert go.wait(20)
-        return [Rescored(**vars(h)) for h in hyps]
+    rescore = rescore_that_waits(slow, go)
     logits = logits_of('i see')
     with serving(decoder, plain, rescore=rescore) as r:
         with plain.client() as r1:
@@ -432,10 +438,7 @@ def test_redis_starts_anew(decoder, tmp_path, caplog):
 def test_redis_starts_anew_with_its_data(decoder, tmp_path, caplog):
     "Stopped in good order, Redis keeps what was written: the trial goes on, and the answer that was being made arrives. If the request was forgotten, the log says what nobody will hear."
     asked, go = threading.Event(), threading.Event()
-    def rescore(hyps, context):
-        asked.set()
-        assert go.wait(20)
-        return [Rescored(**vars(h)) for h in hyps]
+    rescore = rescore_that_waits(asked, go)
     def restart(kill):
         db.stop(kill)
         db.start()

@@ -21,6 +21,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numba import njit
 
+from ..ragged import temporary_path
+
 # %% ../../nbs/decoding/00c_arpa.ipynb #c006
 class ArpaError(ValueError):
     "An ARPA file that is not as it should be; the message names file and line."
@@ -53,7 +55,7 @@ def is_kenlm_binary(path: str | Path) -> bool:
 def atomic_path(path: Path):
     "A temporary name beside `path`, of the same suffix, that becomes `path` when the block ends well, and is removed when it does not."
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
+    tmp = temporary_path(path, path.suffix)
     try:
         yield tmp
         os.replace(tmp, path)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from .arpa import ArpaError, ArpaReader, WordTable, is_kenlm_binary, word_ids, word_table
+from .arpa import ArpaError, ArpaReader, WordTable, atomic_path, is_kenlm_binary, word_ids, word_table
 from .ngram import LN10, NGram
-from ..ragged import temporary_path
+from ..config import user_cache
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
@@ -180,20 +180,14 @@ def _source(path: Path) -> dict:
 
 def _places(path: Path) -> list[Path]:
     "Where the arrays of an ARPA file may be kept: beside it, or in the user's cache."
-    cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'b2t_kaggle'/'automata'
-    return [path.with_name(path.name + '.automaton'), cache/f'{path.name}-{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]}.automaton']
+    return [path.with_name(path.name + '.automaton'), user_cache('automata')/f'{path.name}-{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]}.automaton']
 
 def _save(path: Path, facts: dict, arrays: dict[str, np.ndarray]) -> None:
     "A line of JSON, then the arrays; whole or not at all."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = temporary_path(path)
     line = json.dumps(facts | {'lengths': {k: len(a) for k, a in arrays.items()}}).encode()
-    try:
-        with open(part, 'wb') as f:
-            f.write(line.ljust((len(line) + 64)//64*64 - 1) + b'\n')
-            for a in arrays.values(): a.tofile(f)
-        os.replace(part, path)
-    finally: part.unlink(missing_ok=True)
+    with atomic_path(path) as part, open(part, 'wb') as f:
+        f.write(line.ljust((len(line) + 64)//64*64 - 1) + b'\n')
+        for a in arrays.values(): a.tofile(f)
 
 def _open(path: Path, source: dict) -> tuple[dict, dict[str, np.ndarray]] | None:
     "Facts and arrays of a file, mapped into memory; none where it was made of another source."

@@ -7,7 +7,7 @@ __all__ = ['Table', 'Backoff', 'from_arpa', 'renormalize', 'write_backoff', 'wor
            'removal_costs', 'prune_ngram']
 
 # %% ../../nbs/decoding/00d_backoff.ipynb #c003
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 

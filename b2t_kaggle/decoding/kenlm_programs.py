@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+from ..config import user_cache
 from .arpa import atomic_path, plain_text
 
 # %% ../../nbs/decoding/00e_kenlm_programs.ipynb #c006
@@ -23,7 +24,7 @@ PROGRAMS = ('lmplz', 'build_binary', 'query', 'filter')
 
 def programs_folder() -> Path:
     "Where `build_programs` puts the programs unless it is told otherwise: in the user's cache."
-    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'b2t_kaggle'/'kenlm'
+    return user_cache('kenlm')
 
 def find_program(
     name: str,   # One of `PROGRAMS`

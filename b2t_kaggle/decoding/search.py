@@ -8,7 +8,6 @@ __all__ = ['Lexicon', 'Trie', 'spellings_of', 'flatten', 'build_trie', 'KnownLM'
 # %% ../../nbs/decoding/00f_search.ipynb #c003
 import heapq
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

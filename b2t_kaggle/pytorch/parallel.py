@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..config import user_cache
 from ..devices import Device, DeviceError
 from .optimizer import DayAdamW, StackedAdamW
 
@@ -157,7 +158,7 @@ class GPUs(Cores):
     def close(self): self.dist.destroy_process_group()
 
 # %% ../../nbs/pytorch/09_parallel.ipynb #c013
-CACHE = Path(os.environ.get('XDG_CACHE_HOME', Path.home()/'.cache'))/'b2t_kaggle'/'xla'
+CACHE = user_cache('xla')
 
 class _XLAData(Cores):
     "Where the numbers of a step are, on XLA."
