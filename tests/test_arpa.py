@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.decoding.arpa import ArpaError, ArpaReader, Grams, read_arpa, read_counts, write_arpa
+from b2t_kaggle.lm.arpa import ArpaError, ArpaReader, Grams, read_arpa, read_counts, write_arpa
 
 WORDS = ['<unk>', '<s>', '</s>', 'a', "it's", 'naïve', '1,000', '-1.5', '\u00a0']
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.config import AugmentConfig
-from b2t_kaggle.augmentation import draw_cut, gaussian_kernel, step_seed
+from b2t_kaggle.training.recipe import draw_cut, gaussian_kernel, step_seed
 from b2t_kaggle.pytorch.augment import Augment, add_noise, cut_start, time_mask
 from b2t_kaggle.pytorch.layers import smooth
 

@@ -12,10 +12,10 @@ import pytest
 from numba import njit
 
 from b2t_kaggle.decoding import automaton
-from b2t_kaggle.decoding.arpa import ArpaError, Grams, read_arpa, write_arpa
-from b2t_kaggle.decoding.automaton import Automaton, check_words, find, step
-from b2t_kaggle.decoding.kenlm_programs import find_program, to_binary
-from b2t_kaggle.decoding.ngram import NGram, _load_kenlm, build_ngram
+from b2t_kaggle.lm.arpa import ArpaError, Grams, read_arpa, write_arpa
+from b2t_kaggle.lm.automaton import Automaton, check_words, find, step
+from b2t_kaggle.lm.kenlm import find_program, to_binary
+from b2t_kaggle.lm.ngram import NGram, _load_kenlm, build_ngram
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 

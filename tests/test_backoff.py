@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.decoding.arpa import ArpaError, Grams, read_arpa, read_counts, write_arpa
-from b2t_kaggle.decoding.backoff import from_arpa, mix_ngrams, mixture_weights, prune_ngram, removal_costs, write_backoff
-from b2t_kaggle.decoding.ngram import NGram, build_ngram
+from b2t_kaggle.lm.arpa import ArpaError, Grams, read_arpa, read_counts, write_arpa
+from b2t_kaggle.lm.interpolate import from_arpa, mix_ngrams, mixture_weights, prune_ngram, removal_costs, write_backoff
+from b2t_kaggle.lm.ngram import NGram, build_ngram
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 sentences = lambda letters: st.lists(st.lists(st.sampled_from(letters), min_size=1, max_size=6).map(' '.join), min_size=1, max_size=12)

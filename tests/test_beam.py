@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
 from b2t_kaggle.config import DecodeConfig
-from b2t_kaggle.decoding.automaton import Automaton, load_ngram
-from b2t_kaggle.decoding.beam import Hypothesis, LexiconBeamDecoder, align, greedy, phoneme_beam
-from b2t_kaggle.decoding.kenlm_programs import find_program, to_binary
-from b2t_kaggle.decoding.ngram import NGram, build_ngram
+from b2t_kaggle.lm.automaton import Automaton, load_ngram
+from b2t_kaggle.ctc import align, greedy, phoneme_beam
+from b2t_kaggle.decoding.decoder import Hypothesis, LexiconBeamDecoder
+from b2t_kaggle.lm.kenlm import find_program, to_binary
+from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, build_lexicon, normalize_sentence, to_class_ids
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
@@ -435,7 +436,7 @@ def test_model_without_unk(tmp_path):
 
 def test_needs_no_torch():
     "Decoding works where no deep learning framework is installed."
-    code = 'import sys; sys.modules.update(dict.fromkeys(["torch", "tensorflow", "transformers", "IPython"])); import b2t_kaggle.decoding.beam'
+    code = 'import sys; sys.modules.update(dict.fromkeys(["torch", "tensorflow", "transformers", "IPython"])); import b2t_kaggle.decoding.decoder'
     subprocess.run([sys.executable, '-c', code], check=True)
 
 

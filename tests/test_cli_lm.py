@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from b2t_kaggle.cli import main
 from b2t_kaggle.decoding import backoff
-from b2t_kaggle.decoding.arpa import open_text, read_counts
-from b2t_kaggle.decoding.kenlm_programs import PROGRAMS, find_program, programs_folder
-from b2t_kaggle.decoding.ngram import NGram
+from b2t_kaggle.lm.arpa import open_text, read_counts
+from b2t_kaggle.lm.kenlm import PROGRAMS, find_program, programs_folder
+from b2t_kaggle.lm.ngram import NGram
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 needs = lambda *names: pytest.mark.skipif(not all(map(find_program, names)), reason=f"KenLM's {' and '.join(names)} not here; `b2t lm programs` builds them")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, strategies as st
 from rapidfuzz.distance import Levenshtein
 
-from b2t_kaggle.decoding.beam import Hypothesis
-from b2t_kaggle.decoding.combine import (Combination, _grid, bootstrap_difference, candidates, combine, combine_trial, cross_validate_combination, minimum_bayes_risk, posterior,
+from b2t_kaggle.decoding.decoder import Hypothesis
+from b2t_kaggle.rescoring.combine import (Combination, _grid, bootstrap_difference, candidates, combine, combine_trial, cross_validate_combination, minimum_bayes_risk, posterior,
                                          rover, tune_combination, word_network)
 
 sentence = st.lists(st.sampled_from('abcd'), max_size=5).map(' '.join)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from b2t_kaggle.decoding.corpus import clean_sentence, clean_text, split_sentences
+from b2t_kaggle.lm.corpus import clean_sentence, clean_text, split_sentences
 from b2t_kaggle.phonemes import normalize_sentence
 
 text = st.lists(st.sampled_from([

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from b2t_kaggle.devices import (TPU_GENERATIONS, DeviceError, Gpu, describe, detect, driver_gpus, find_tpu, installed_packages, pick_torch, plan_tensorflow, plan_torch,
-                                seen_variables, tensorflow_address, tpu_type, xla_pair)
+from b2t_kaggle.devices.machine import (
+    TPU_GENERATIONS, DeviceError, Gpu, describe, detect, driver_gpus, find_tpu, installed_packages,
+    pick_torch, plan_tensorflow, plan_torch, seen_variables, tensorflow_address, tpu_type, xla_pair,
+)
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ('torch', 'torch_xla', 'tensorflow', 'jax', 'keras')
@@ -271,7 +273,7 @@ def python(code, tmp_path, **env):
 
 
 def test_imports_no_framework(tmp_path):
-    code = ("import sys; from b2t_kaggle.devices import *; from b2t_kaggle.devices import find_tpu\n"
+    code = ("import sys; from b2t_kaggle.devices.machine.machine import *; from b2t_kaggle.devices.machine.machine import find_tpu\n"
             "for f in (None, 'xla', 'tensorflow'): print(detect(f))\n"
             f"print('LOADED', [m for m in {FRAMEWORKS!r} if m in sys.modules])")
     for env in ({}, {'ISTPUVM': '1', 'TPU_ACCELERATOR_TYPE': 'v5litepod-8', 'PJRT_DEVICE': 'TPU'}, {'PJRT_DEVICE': 'CPU'}):
@@ -282,7 +284,7 @@ def test_imports_no_framework(tmp_path):
 
 
 def test_torch_is_imported_when_asked_for_and_nothing_else(tmp_path):
-    r = python(f"import sys; from b2t_kaggle.devices import *; detect('torch'); pick_torch('cpu'); print([m for m in {FRAMEWORKS[:3]!r} if m in sys.modules])", tmp_path)
+    r = python(f"import sys; from b2t_kaggle.devices.machine.machine import *; detect('torch'); pick_torch('cpu'); print([m for m in {FRAMEWORKS[:3]!r} if m in sys.modules])", tmp_path)
     assert r.stdout == "['torch']\n", r.stderr
 
 
@@ -300,13 +302,13 @@ def test_tensorflow_by_any_name(tmp_path):
     (tmp_path/'tensorflow-0.dist-info').rename(info := tmp_path/'tf_nightly-2.22.0.dev20261101.dist-info')
     (info/'METADATA').write_text('Metadata-Version: 2.1\nName: tf_nightly\nVersion: 2.22.0.dev20261101\n')
     (info/'top_level.txt').write_text('tensorflow\n')
-    code = "from b2t_kaggle.devices import *; d = detect(environ={}, root='/nowhere', gpus=()); print(d.packages, tensorflow_build(d), plan_tensorflow(d).reason, sep='; ')"
+    code = "from b2t_kaggle.devices.machine.machine import *; d = detect(environ={}, root='/nowhere', gpus=()); print(d.packages, tensorflow_build(d), plan_tensorflow(d).reason, sep='; ')"
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'} | {'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'}
     r = subprocess.run([sys.executable, '-S', '-c', code], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
     assert r.stdout.startswith("{'tf-nightly': '2.22.0.dev20261101'}; tf-nightly; tf-nightly 2.22.0.dev20261101 sees no GPU"), r.stdout + r.stderr
 
 
-START = "import os, sys; from b2t_kaggle.devices import *\ntry: print(pick_torch('{}'), os.environ['PJRT_DEVICE'])\nexcept DeviceError as e: print('ERROR', e)"
+START = "import os, sys; from b2t_kaggle.devices.machine.machine import *\ntry: print(pick_torch('{}'), os.environ['PJRT_DEVICE'])\nexcept DeviceError as e: print('ERROR', e)"
 
 
 def test_start_counts_devices_and_forbids_the_fall_to_the_processor(tmp_path):
@@ -314,7 +316,7 @@ def test_start_counts_devices_and_forbids_the_fall_to_the_processor(tmp_path):
     import torch
     fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0], __init__='', runtime='def global_runtime_device_count(): return 4')
     fake_package(tmp_path, 'libtpu', '0.0.17')
-    code = ("import b2t_kaggle.devices as d, os\nreal = d.find_tpu\n" f"d.find_tpu = lambda v, root: real(v, {str(machine(tmp_path, vfio=8))!r})\n" "print(d.pick_torch(), os.environ['PJRT_DEVICE'])")
+    code = ("import b2t_kaggle.devices.machine.machine as d, os\nreal = d.find_tpu\n" f"d.find_tpu = lambda v, root: real(v, {str(machine(tmp_path, vfio=8))!r})\n" "print(d.pick_torch(), os.environ['PJRT_DEVICE'])")
     r = python(code, tmp_path, ISTPUVM='1', TPU_ACCELERATOR_TYPE='v5litepod-8')
     assert r.stdout == 'xla (TPU v5e, 4 devices), bfloat16: the TPU is the fastest here; computes bfloat16 TPU\n', r.stderr
 
@@ -333,7 +335,7 @@ def test_auto_goes_on_without_a_tpu_that_does_not_start(tmp_path):
     import torch
     fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0], __init__="raise ImportError('the TPU is held by another process')")
     fake_package(tmp_path, 'libtpu', '0.0.17')
-    code = ("import os, b2t_kaggle.devices as d\nseen = d.detect('torch')\n"
+    code = ("import os, b2t_kaggle.devices.machine.machine as d\nseen = d.detect('torch')\n"
             "tpu = d.replace(d.find_tpu(d.seen_variables({'TPU_ACCELERATOR_TYPE': 'v5litepod-8'})), hardware=('/dev/vfio/0',))\nd.detect = lambda *a: d.replace(seen, tpu=tpu)\n"
             "print(d.pick_torch('auto', 'float32')); print(os.environ.get('PJRT_DEVICE'))\ntry: d.pick_torch('tpu')\nexcept d.DeviceError as e: print('ERROR', e)")
     r = python(code, tmp_path)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages(b2t_kaggle.__path__, 'b2t_kaggle.'))
 TENSORFLOW = [m for m in MODULES if m.startswith('b2t_kaggle.tensorflow.')]
 PYTORCH = [m for m in MODULES if m.startswith('b2t_kaggle.pytorch.')]
-LANGUAGE_MODELS = [f'b2t_kaggle.decoding.{m}' for m in ('rescore', 'tuning', 'finetune')]
+LANGUAGE_MODELS = [f'b2t_kaggle.rescoring.{m}' for m in ('llm', 'mixture', 'finetune')]
 
 HIDE = '''
 import importlib, json, sys

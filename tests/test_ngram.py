@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from b2t_kaggle.decoding import ngram
-from b2t_kaggle.decoding.kenlm_programs import PROGRAMS, build_programs, find_program, to_binary
-from b2t_kaggle.decoding.ngram import NGram, build_ngram, perplexity_report
+from b2t_kaggle.lm.kenlm import PROGRAMS, build_programs, find_program, to_binary
+from b2t_kaggle.lm.ngram import NGram, build_ngram, perplexity_report
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 

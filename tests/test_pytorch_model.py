@@ -12,10 +12,14 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from b2t_kaggle.config import from_official, load_config, preset, with_overrides
-from b2t_kaggle.pytorch.checkpoint import (CheckpointError, from_official_state, load_file, load_model, save_atomic, save_official, to_official_args,
-                                           to_official_state)
-from b2t_kaggle.pytorch.gru import GRUDecoder, build_model
-from b2t_kaggle.pytorch.layers import cpu_gru, frame_order, n_frames
+from b2t_kaggle.pytorch.checkpoint import (
+    load_file, load_model, save_atomic, save_official, to_official_args, to_official_state,
+)
+from b2t_kaggle.pytorch.models.gru import from_official_state
+from b2t_kaggle.training.resume import CheckpointError
+from b2t_kaggle.pytorch.models.gru import GRUDecoder, build_model
+from b2t_kaggle.ctc import n_frames
+from b2t_kaggle.pytorch.layers import cpu_gru, frame_order
 
 
 class Plain(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.decoding import rescore
-from b2t_kaggle.decoding.rescore import LanguageModelError, abilities, load_lm, prefix_tree, score_sentences, start_tokens, tiny_lm, token_sequences
+from b2t_kaggle.rescoring.llm import LanguageModelError, abilities, load_lm, prefix_tree, score_sentences, start_tokens, tiny_lm, token_sequences
 
 TREES = ('opt', 'llama', 'qwen2', 'gpt2', 'mistral', 'gpt_neox')
 BENT = 'gemma2' # Its logits are bent after the last layer
@@ -209,7 +209,7 @@ sys.modules["transformers"] = None
 import importlib.util as u
 find = u.find_spec
 u.find_spec = lambda name, *a: None if name == "transformers" else find(name, *a)
-from b2t_kaggle.decoding.rescore import load_lm
+from b2t_kaggle.rescoring.llm import load_lm
 try: load_lm("none")
 except RuntimeError as e: print(e)'''
     out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)

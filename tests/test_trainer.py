@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
 from b2t_kaggle.data.store import TrialStore
-from b2t_kaggle.devices import pick_torch
+from b2t_kaggle.devices.machine import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import Cores
-from b2t_kaggle.loop import Taken, check_finite
+from b2t_kaggle.training.loop import Taken, check_finite
 from b2t_kaggle.pytorch.trainer import Trainer, explain_memory, train
-from b2t_kaggle.training import Budget, TrainingError, read_history
+from b2t_kaggle.training.budget import Budget
+from b2t_kaggle.training.history import read_history
+from b2t_kaggle.training.recipe import TrainingError
 
 SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']
 FEATURES = 12
@@ -311,7 +313,7 @@ def test_what_does_not_fit_says_what_to_change(stores, tmp_path, where, says):
     env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
     done = subprocess.run([sys.executable, '-c', textwrap.dedent(MEMORY), str(Path(__file__).parent), str(stores[0].path.parent), where, str(tmp_path)], env=env, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith('b2t_kaggle.training.TrainingError: ') and "can't allocate memory" in last, done.stderr[-2000:]
+    assert last.startswith('b2t_kaggle.training.recipe.recipe.TrainingError: ') and "can't allocate memory" in last, done.stderr[-2000:]
     for word in says: assert word in last, last
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.decoding import tuning
-from b2t_kaggle.decoding.automaton import Automaton
-from b2t_kaggle.decoding.beam import Hypothesis, read_nbest, write_nbest
-from b2t_kaggle.decoding.ngram import NGram, build_ngram
-from b2t_kaggle.decoding.tuning import Rescored, Weights, augment, cross_validate, line_search, mix, ngram_per_word, tune
+from b2t_kaggle.lm.automaton import Automaton
+from b2t_kaggle.decoding.decoder import Hypothesis, read_nbest, write_nbest
+from b2t_kaggle.lm.ngram import NGram, build_ngram
+from b2t_kaggle.rescoring.mixture import Rescored, Weights, augment, cross_validate, line_search, mix, ngram_per_word, tune
 from b2t_kaggle.metrics import word_error_rate, word_errors
 
 number = st.integers(-4, 4).map(float) # Coarse: parallel and equal lines are frequent

@@ -7,7 +7,8 @@ __all__ = ['N_FEATURES', 'PADDED_LENGTH', 'SPLITS', 'Trial', 'Problem', 'Session
            'tidy_bad_trials', 'iter_trials', 'read_session', 'write_session', 'validate']
 
 # %% ../../nbs/data/00_sessions.ipynb #c003
-import difflib, os, re
+import difflib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -18,6 +19,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from ..files import atomic_path
 from ..phonemes import SIL
 
 # %% ../../nbs/data/00_sessions.ipynb #c006
@@ -301,22 +303,17 @@ def write_session(
     "Write one split of a session in the official format, whole or not at all. Raises `SessionError` for a trial that could not be read back."
     path, duplicates = Path(path), _Duplicates()
     session, split = _identify(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
-    try:
-        with h5py.File(tmp, 'w') as f:
-            for i, trial in enumerate(trials):
-                key = f'trial_{i:04d}'
-                raw = _from_trial(replace(trial, split=split))
-                problems = _problems(raw, path, key, session, split) + list(duplicates.check(raw, path, key))
-                if problems: raise SessionError(problems[0])
-                group = f.create_group(key)
-                for field, value in raw.items():
-                    if field in _DATASETS: group.create_dataset(field, data=value)
-                    else: group.attrs[field] = value
-            if not len(f): raise SessionError(Problem(str(path), '', '', 'no trials', 'at least 1', 'write no file for an empty split'))
-        os.replace(tmp, path)
-    finally: tmp.unlink(missing_ok=True)
+    with atomic_path(path) as tmp, h5py.File(tmp, 'w') as f:
+        for i, trial in enumerate(trials):
+            key = f'trial_{i:04d}'
+            raw = _from_trial(replace(trial, split=split))
+            problems = _problems(raw, path, key, session, split) + list(duplicates.check(raw, path, key))
+            if problems: raise SessionError(problems[0])
+            group = f.create_group(key)
+            for field, value in raw.items():
+                if field in _DATASETS: group.create_dataset(field, data=value)
+                else: group.attrs[field] = value
+        if not len(f): raise SessionError(Problem(str(path), '', '', 'no trials', 'at least 1', 'write no file for an empty split'))
     return path
 
 # %% ../../nbs/data/00_sessions.ipynb #c033

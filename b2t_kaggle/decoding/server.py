@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from .beam import Hypothesis, LexiconBeamDecoder, Stream
+from .decoder import Hypothesis, LexiconBeamDecoder, Stream
 from ..phonemes import PHONEMES, from_lm_order
 
 RESET, UPDATE, INPUT, FINALIZE = 'remote_lm_reset', 'remote_lm_update_params', 'remote_lm_input', 'remote_lm_finalize' # What a client writes
@@ -98,7 +98,7 @@ def _number(name: str, text: str, kind: type) -> float | int:
     return value
 
 # %% ../../nbs/decoding/03_server.ipynb #c017
-Rescore = Callable[[list[Hypothesis], str], list['Rescored']] # `Rescored` is in b2t_kaggle.decoding.tuning, which needs torch
+Rescore = Callable[[list[Hypothesis], str], list['Rescored']] # `Rescored` is in b2t_kaggle.rescoring.mixture, which needs torch
 
 @dataclass
 class Trial:
@@ -186,7 +186,7 @@ def _finalize(self: OnlineDecoder, entry: dict, context: str) -> Answers:
 
 def _mixed(self: OnlineDecoder, hyps: list[Hypothesis], context: str, s: Settings) -> list[tuple[Hypothesis, float]]:
     "Hypotheses and what their exchanged words make, with their LLM scores and the mixture as their total, best first."
-    from b2t_kaggle.decoding.tuning import Weights, augment, mix
+    from b2t_kaggle.rescoring.mixture import Weights, augment, mix
     hyps = augment(hyps, s.top_candidates_to_augment, s.score_penalty_percent, self.decoder.lm)
     weights = replace(self.weights or Weights(word_score=self.decoder.word_score), acoustic_scale=s.mixture_scale, alpha=s.alpha, length_penalty=s.length_penalty)
     mixed, = mix([self.rescore(hyps, context)], weights)
@@ -197,12 +197,12 @@ OnlineDecoder._finalize, OnlineDecoder._mixed = _finalize, _mixed
 
 # %% ../../nbs/decoding/03_server.ipynb #c021
 def llm_rescorer(
-    model,                     # A causal language model, from `b2t_kaggle.decoding.rescore.load_lm`
+    model,                     # A causal language model, from `b2t_kaggle.rescoring.llm.load_lm`
     tokenizer,                 # Its tokenizer
     end: bool = False,         # Whether the LLM scores the end of the sentence, too
 ) -> Rescore:
     "What `OnlineDecoder` asks when a sentence ends."
-    from b2t_kaggle.decoding.tuning import score_nbest
+    from b2t_kaggle.rescoring.mixture import score_nbest
     return lambda hyps, context: score_nbest([hyps], model, tokenizer, [context], end, progress=False)[0]
 
 # %% ../../nbs/decoding/03_server.ipynb #c023

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..augmentation import draw_cut, gaussian_kernel, step_seed
+from ..training.recipe import draw_cut, gaussian_kernel, step_seed
 from ..config import AugmentConfig
 from .layers import smooth
 

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layers import (FrameOrder, cpu_gru, day_affine, dropout, frame_order, n_frames, pack, packed_day_affine, packed_windows, permute, softsign,
-                                       sliced_windows)
+from ..ctc import n_frames
+from b2t_kaggle.pytorch.layers import (
+    FrameOrder, cpu_gru, day_affine, dropout, frame_order, pack, packed_day_affine, packed_windows,
+    permute, sliced_windows, softsign,
+)
 from .recurrence import GRU
 
 # %% ../../nbs/pytorch/04_frontend.ipynb #c006

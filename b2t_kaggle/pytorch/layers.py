@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..data.batches import n_frames
+from ..ctc import n_frames
 
 # %% ../../nbs/pytorch/00_layers.ipynb #c006
 def smooth(

@@ -8,7 +8,7 @@ __all__ = ['trial_seeds', 'add_noise', 'cut_start', 'mask_places', 'mask_time', 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c003
 import numpy as np
 
-from ..augmentation import gaussian_kernel
+from ..training.recipe import gaussian_kernel
 from ..config import AugmentConfig
 from .layers import smooth, tf, trial_random
 

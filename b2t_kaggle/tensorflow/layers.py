@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from ..data.batches import n_frames
+from ..ctc import n_frames
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c005
 def check_keras(

@@ -6,7 +6,7 @@ tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t
 torch = pytest.importorskip('torch')
 from hypothesis import given, settings, strategies as st
 
-from b2t_kaggle.augmentation import draw_cut, gaussian_kernel, step_seed
+from b2t_kaggle.training.recipe import draw_cut, gaussian_kernel, step_seed
 from b2t_kaggle.config import AugmentConfig
 from b2t_kaggle.pytorch import augment as pt
 from b2t_kaggle.pytorch.layers import smooth as smooth_pt

@@ -12,8 +12,9 @@ import pytest
 pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 
 from b2t_kaggle.config import preset, with_overrides
-from b2t_kaggle.tensorflow.checkpoint import CheckpointError, load_last, load_model, save_best, save_last
-from b2t_kaggle.tensorflow.gru import build_model, named_variables, to_state
+from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, save_best, save_last
+from b2t_kaggle.training.resume import CheckpointError
+from b2t_kaggle.tensorflow.models.gru import build_model, named_variables, to_state
 
 CFG = with_overrides(preset('official'), dict(neural_dim=2, n_units=2, n_layers=1, patch_size=2, patch_stride=1, n_classes=3, sessions=['t15.2023.08.11']))
 # In each file all weights, the state and the step are one number

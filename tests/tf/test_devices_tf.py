@@ -12,7 +12,9 @@ import pytest
 
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 from b2t_kaggle import devices
-from b2t_kaggle.devices import DeviceError, Gpu, configure_mixed_precision, cpu_flags, create_tpu_strategy, pick_tensorflow
+from b2t_kaggle.devices.machine import (
+    DeviceError, Gpu, configure_mixed_precision, cpu_flags, create_tpu_strategy, pick_tensorflow,
+)
 from b2t_kaggle.tensorflow.feed import Replicas, start
 
 from test_devices import chips, machine
@@ -208,7 +210,7 @@ def test_a_tpu_goes_before_gpus_and_gpus_before_the_processor(monkeypatch):
 def test_eight_logical_processors(tmp_path):
     code = ("import tensorflow as tf\n"
             "tf.config.set_logical_device_configuration(tf.config.list_physical_devices('CPU')[0], [tf.config.LogicalDeviceConfiguration()] * 8)\n"
-            "from b2t_kaggle.devices import create_tpu_strategy, pick_tensorflow\n"
+            "from b2t_kaggle.devices.machine.machine import create_tpu_strategy, pick_tensorflow\n"
             "s = create_tpu_strategy(accelerator='cpu')\n"
             "ids = s.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)\n"
             "print([int(i) for i in s.experimental_local_results(ids)], pick_tensorflow().n)")

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from b2t_kaggle.data.batches import n_frames
+from b2t_kaggle.ctc import n_frames
 from b2t_kaggle.pytorch import gru as pt
 from b2t_kaggle.tensorflow import recurrence
-from b2t_kaggle.tensorflow.gru import GRUDecoder, from_state, named_variables, to_pytorch, to_state
+from b2t_kaggle.tensorflow.models.gru import GRUDecoder, from_state, named_variables, to_pytorch, to_state
 from b2t_kaggle.tensorflow.layers import keras, tf
 
 SMALL = dict(neural_dim=6, n_units=8, n_days=4, n_classes=5)

@@ -16,7 +16,7 @@ from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.pipeline import Run
 from b2t_kaggle.pytorch.checkpoint import to_official_args
 from b2t_kaggle.tensorflow.checkpoint import load_model
-from b2t_kaggle.training import read_history
+from b2t_kaggle.training.history import read_history
 
 TINY = sets(SMALL | {'data.n_buckets': 1})
 

@@ -16,16 +16,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_trainer import FEATURES, SESSIONS, config, open_stores, write_toy
 from train_toy import steps
 
-from b2t_kaggle.devices import configure_mixed_precision, pick_torch
+from b2t_kaggle.devices.machine import configure_mixed_precision, pick_torch
 from b2t_kaggle.pytorch import trainer as pt
 from b2t_kaggle.pytorch.parallel import Cores
-from b2t_kaggle.tensorflow.checkpoint import CheckpointError, load_last, load_model, save_best
+from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, save_best
+from b2t_kaggle.training.resume import CheckpointError
 from b2t_kaggle.tensorflow.feed import start
-from b2t_kaggle.tensorflow.gru import from_state, named_variables, to_state
+from b2t_kaggle.tensorflow.models.gru import from_state, named_variables, to_state
 from b2t_kaggle.tensorflow.inference import infer
 from b2t_kaggle.tensorflow.layers import keras
 from b2t_kaggle.tensorflow.trainer import Trainer, explain_memory, train
-from b2t_kaggle.training import TrainingError, read_history
+from b2t_kaggle.training.history import read_history
+from b2t_kaggle.training.recipe import TrainingError
 
 NOTHING_RANDOM = {'white_noise_std': 0, 'constant_offset_std': 0, 'random_cut': 0, 'rnn_dropout': 0, 'input_dropout': 0, 'precision': 'float32'}
 

@@ -7,7 +7,7 @@ from test_models_tf import SMALL, assert_parity, assert_trains, batch, bfloat16,
 from b2t_kaggle.pytorch import triple_gru as pt
 from b2t_kaggle.tensorflow import layers
 from b2t_kaggle.tensorflow.layers import keras, tf
-from b2t_kaggle.tensorflow.triple_gru import NoisySpeechModel, TripleGRUDecoder, triple_loss
+from b2t_kaggle.tensorflow.models.triple_gru import NoisySpeechModel, TripleGRUDecoder, triple_loss
 
 PATCHED = SMALL | dict(n_layers=2, patch_size=5, patch_stride=3)
 

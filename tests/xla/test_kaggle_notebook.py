@@ -11,7 +11,7 @@ from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.pytorch.checkpoint import load_file
-from b2t_kaggle.training import read_history
+from b2t_kaggle.training.history import read_history
 from kaggle_session import RECORDINGS, execute, trap_pip
 
 

@@ -7,7 +7,7 @@ import torch_xla.debug.metrics as met
 
 from b2t_kaggle.config import AugmentConfig
 from b2t_kaggle.pytorch.augment import Augment
-from b2t_kaggle.pytorch.gru import GRUDecoder
+from b2t_kaggle.pytorch.models.gru import GRUDecoder
 from b2t_kaggle.pytorch.recurrence import GRU
 
 pytestmark = pytest.mark.filterwarnings('error::DeprecationWarning')

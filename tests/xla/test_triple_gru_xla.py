@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 import torch_xla.debug.metrics as met
 
-from b2t_kaggle.pytorch.layers import n_frames
-from b2t_kaggle.pytorch.triple_gru import TripleGRUDecoder
+from b2t_kaggle.ctc import n_frames
+from b2t_kaggle.pytorch.models.triple_gru import TripleGRUDecoder
 
 pytestmark = pytest.mark.filterwarnings('error::DeprecationWarning')
 N_STEPS, SIZE, STRIDE = 5, 6, 2

@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_trainer import config, open_stores
 from b2t_kaggle.data.batches import bucket_of, evaluation_batches
 from b2t_kaggle.data.store import TrialStore
-from b2t_kaggle.devices import pick_torch
-from b2t_kaggle.training import lengths_to_pad_to
+from b2t_kaggle.devices.machine import pick_torch
+from b2t_kaggle.training.trials import lengths_to_pad_to
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import start
 from b2t_kaggle.pytorch.trainer import Trainer, train
