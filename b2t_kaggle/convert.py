@@ -59,7 +59,7 @@ def convert(
         return target
     import torch
     from b2t_kaggle.pytorch.checkpoint import save_atomic, save_official
-    from b2t_kaggle.pytorch.models.gru import build_model
+    from b2t_kaggle.pytorch.models import build_model
     model = build_model(cfg.model, n_days)
     model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()})
     if target.suffix != '.pt': return save_official(model, cfg, target, figures.get('val_per'))

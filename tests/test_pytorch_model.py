@@ -16,8 +16,9 @@ from b2t_kaggle.pytorch.checkpoint import (
     load_file, load_model, save_atomic, save_official, to_official_args, to_official_state,
 )
 from b2t_kaggle.pytorch.models.gru import from_official_state
-from b2t_kaggle.training.resume import CheckpointError
-from b2t_kaggle.pytorch.models.gru import GRUDecoder, build_model
+from b2t_kaggle.training.checkpoints import CheckpointError
+from b2t_kaggle.pytorch.models import build_model
+from b2t_kaggle.pytorch.models.gru import GRUDecoder
 from b2t_kaggle.ctc import n_frames
 from b2t_kaggle.pytorch.layers import cpu_gru, frame_order
 

@@ -21,7 +21,8 @@ from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_sta
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import Cores
 from b2t_kaggle.training.loop import Taken, check_finite
-from b2t_kaggle.pytorch.trainer import Trainer, explain_memory, train
+from b2t_kaggle.pytorch.trainer import Trainer, train
+from b2t_kaggle.tensorflow.trainer import explain_memory
 from b2t_kaggle.training.budget import Budget
 from b2t_kaggle.training.history import read_history
 from b2t_kaggle.training.recipe import TrainingError

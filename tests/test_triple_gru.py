@@ -8,13 +8,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from b2t_kaggle.config import ConfigError, load_config, preset, save_config, with_overrides
+from b2t_kaggle.config import load_config, preset, save_config, with_overrides
+from b2t_kaggle.schema import ConfigError
 from b2t_kaggle.pytorch.checkpoint import load_model, save_atomic, save_official, to_official_args, to_official_state
-from b2t_kaggle.training.resume import CheckpointError
-from b2t_kaggle.pytorch.models.gru import GRUDecoder, build_model
+from b2t_kaggle.training.checkpoints import CheckpointError
+from b2t_kaggle.pytorch.models import build_model
+from b2t_kaggle.pytorch.models.gru import GRUDecoder
 from b2t_kaggle.ctc import n_frames
 from b2t_kaggle.pytorch.models.triple_gru import NoisySpeechModel, TripleGRUDecoder, triple_loss
-from b2t_kaggle.pytorch.models.triple_gru import reversal_strength
+from b2t_kaggle.encoders.triple_gru import reversal_strength
 
 SMALL = dict(neural_dim=6, n_units=8, n_days=3, n_classes=5, n_layers=2, patch_size=4, patch_stride=2, noise_units=3, noise_layers=1, noisy_units=7)
 

@@ -6,6 +6,8 @@
 __all__ = ['ctc_losses', 'delivered_dtype', 'logits_of', 'evaluate']
 
 # %% ../../nbs/pytorch/08_evaluate.ipynb #c002
+from collections.abc import Iterator
+
 import numpy as np
 import pandas as pd
 import torch
@@ -15,14 +17,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..config import Config
-from ..ctc import n_frames
-from ..data.batches import Batcher, evaluation_batches, prefetch
-from ..data.store import TrialStore
 from ..ctc import collapse
+from ..data.batches import Batch, Batcher, evaluation_batches, prefetch
+from ..data.store import TrialStore
 from .augment import Augment
 from .ctc import ctc_loss
-from .parallel import Cores
-from ..training.trials import lengths_to_pad_to, model_days
+from .parallel import Backend
+from ..training.trials import bucket_lengths, model_days
 
 # %% ../../nbs/pytorch/08_evaluate.ipynb #c005
 def ctc_losses(
@@ -39,52 +40,61 @@ def ctc_losses(
 # %% ../../nbs/pytorch/08_evaluate.ipynb #c008
 def delivered_dtype(
     store: TrialStore, # The trials
-    cores: Cores,      # Where they go
+    backend: Backend,  # Where they go
 ) -> str:
     "Type in which features leave the host."
-    return store.dtype.name if cores.device.kind == 'cuda' else 'float32'
+    return store.dtype.name if backend.device.kind == 'cuda' else 'float32'
 
-# %% ../../nbs/pytorch/08_evaluate.ipynb #c010
 @torch.no_grad()
 def logits_of(
     model: nn.Module,       # In evaluation mode, on the device
     store: TrialStore,      # Any split
     day_of: dict[str, int], # The model's day of each session
     cfg: Config,            # The model's configuration
-    cores: Cores,           # The device; with several processes each gets a part of the batches
+    backend: Backend,       # The device; with several processes each gets a part of the batches
     batch_size: int,        # Trials per batch, at most
     progress: str | None = None, # Label of a progress bar
-):
+) -> Iterator[tuple[Batch, Tensor, np.ndarray]]:
     "Yields for each batch the `Batch`, its logits `[B, T', K]`, float32, on the device, and the frames of each trial `[B]`."
-    augment, few = Augment(cfg.augment, 0), cores.rectangular or cfg.train.compile
-    days, batcher = model_days(store, day_of), Batcher(store, lengths_to_pad_to(store, cfg, few), delivered_dtype(store, cores))
-    rows = -(-batch_size // cores.n) * cores.n if cores.rectangular else batch_size
+    static_shapes = backend.static_shapes or cfg.train.compile
+    augment = Augment(cfg.augment, 0)
+    days = model_days(store, day_of)
+    batcher = Batcher(store, bucket_lengths(store, cfg, static_shapes), delivered_dtype(store, backend))
+    # each device of a static mesh gets as many rows as any other
+    rows = -(-batch_size // backend.n_devices) * backend.n_devices if backend.static_shapes else batch_size
+    batches = evaluation_batches(store.n_bins, rows, pad=static_shapes)[backend.rank::backend.world_size]
+
+    def load(trials):
+        b = batcher(trials)
+        day = np.where(b.trials >= 0, days[b.trials], 0)
+        return b, backend.put(b.features), backend.put(day), backend.lengths(b.n_bins)
+
     with tqdm(total=len(store), desc=progress, unit=' trials', disable=progress is None) as bar:
-        def load(trials):
-            b = batcher(trials)
-            return b, cores.put(b.features), cores.put(np.where(b.trials >= 0, days[b.trials], 0)), cores.lengths(b.n_bins)
-        for b, x, day, n_bins in prefetch(map(load, evaluation_batches(store.n_bins, rows, pad=few)[cores.rank::cores.world])):
-            with cores.autocast(): logits = model(augment.eval(x), day, n_bins=n_bins)
-            yield b, logits.float(), n_frames(b.n_bins, cfg.model.patch_size, cfg.model.patch_stride)
+        for b, x, day, n_bins in prefetch(map(load, batches)):
+            with backend.autocast(): logits = model(augment.eval(x), day, n_bins=n_bins)
+            yield b, logits.float(), cfg.model.n_frames(b.n_bins)
             bar.update(int((b.trials >= 0).sum()))
 
-# %% ../../nbs/pytorch/08_evaluate.ipynb #c012
+# %% ../../nbs/pytorch/08_evaluate.ipynb #c010
 @torch.no_grad()
 def evaluate(
     model: nn.Module,       # In evaluation mode, on the device
     store: TrialStore,      # Trials with labels
     day_of: dict[str, int], # The model's day of each session
     cfg: Config,            # The run's configuration
-    cores: Cores,           # The device
+    backend: Backend,       # The device
 ) -> pd.DataFrame:
     "A row per trial of `store`: session, loss (natural log), edits, n_labels."
-    loss, edits = np.zeros(len(store)), np.zeros(len(store), int)
-    for b, logits, frames in logits_of(model, store, day_of, cfg, cores, cfg.data.eval_batch_size):
-        losses = ctc_losses(logits, cores.put(b.labels), cores.lengths(frames), cores.lengths(b.n_labels))
-        losses, best, real = cores.result(losses), cores.result(logits.argmax(-1)), b.trials >= 0
-        cores.end_step()
+    loss = np.zeros(len(store))
+    edits = np.zeros(len(store), int)
+    for b, logits, frames in logits_of(model, store, day_of, cfg, backend, cfg.data.eval_batch_size):
+        losses = ctc_losses(logits, backend.put(b.labels), backend.lengths(frames), backend.lengths(b.n_labels))
+        losses = backend.result(losses)
+        paths = backend.result(logits.argmax(-1))
+        backend.end_step()
+        real = b.trials >= 0
         loss[b.trials[real]] = losses.cpu().numpy()[real]
-        for i, path, n in zip(b.trials[real], best.cpu().numpy()[real], frames[real]):
+        for i, path, n in zip(b.trials[real], paths.cpu().numpy()[real], frames[real]):
             edits[i] = Levenshtein.distance(collapse(path[:n]).tolist(), store.class_ids(i).tolist())
-    loss, edits = (np.sum(cores.gather(x), 0) for x in (loss, edits))  # of several processes each knows a part
+    loss, edits = (np.sum(backend.gather(x), 0) for x in (loss, edits))  # of several processes each knows a part
     return pd.DataFrame(dict(session=store.index.session, loss=loss, edits=edits, n_labels=store.n_labels))

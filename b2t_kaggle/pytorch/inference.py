@@ -15,29 +15,30 @@ from ..config import Config
 from ..data.store import TrialStore
 from ..devices.machine import pick_torch
 from ..logits import LogitStore
-from ..files import sha256
 from .checkpoint import load_model, weights_file
 from .evaluate import logits_of
-from .parallel import Cores, start
-from ..training.recipe import TrainingError
+from .parallel import Backend, start
+from ..training.checkpoints import check_features, provenance
 
 # %% ../../nbs/pytorch/10_inference.ipynb #c006
 def log_probs_of(
     model: nn.Module,      # In evaluation mode, on the device
     store: TrialStore,     # Any split
     cfg: Config,           # The model's configuration
-    cores: Cores,          # The device
+    backend: Backend,      # The device
     batch_size: int = 64,  # Trials per batch
     progress: bool = True, # Show a progress bar
 ) -> list[np.ndarray]:
     "Natural log-probabilities of each trial, float32 `[T', K]`, in the order of the store."
-    out, day_of = [None] * len(store), {s: i for i, s in enumerate(cfg.data.sessions)}
-    for b, logits, frames in logits_of(model, store, day_of, cfg, cores, batch_size, f'infer {store.split}' if progress else None):
-        log_probs = cores.result(logits.log_softmax(-1))
-        cores.end_step()
-        for i, lp, n in zip(b.trials, log_probs.cpu().numpy(), frames):
-            if i >= 0: out[i] = lp[:n].copy()
-    return out
+    arrays = [None] * len(store)
+    day_of = {s: i for i, s in enumerate(cfg.data.sessions)}
+    label = f'infer {store.split}' if progress else None
+    for b, logits, frames in logits_of(model, store, day_of, cfg, backend, batch_size, label):
+        log_probs = backend.result(logits.log_softmax(-1))
+        backend.end_step()
+        for i, x, n in zip(b.trials, log_probs.cpu().numpy(), frames):
+            if i >= 0: arrays[i] = x[:n].copy()
+    return arrays
 
 # %% ../../nbs/pytorch/10_inference.ipynb #c007
 def infer(
@@ -49,15 +50,12 @@ def infer(
     batch_size: int = 64,       # Trials per batch
     progress: bool = True,      # Show a progress bar
 ) -> LogitStore:
-    "Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, or `TrainingError` where model and trials do not fit."
+    """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, or
+    `TrainingError` where model and trials do not fit."""
     model, cfg = load_model(checkpoint)
-    if store.n_features != cfg.model.neural_dim:
-        raise TrainingError(f'{store.path}: trials have {store.n_features} features, the model in {checkpoint} takes {cfg.model.neural_dim}; pack with its data.feature_subset')
-    cores = start(pick_torch(accelerator, precision), together=False)
-    cores.place(model)
-    arrays = log_probs_of(model, store, cfg, cores, batch_size, progress)
-    file = weights_file(checkpoint)
-    provenance = dict(model=cfg.model.name, checkpoint=str(file), checkpoint_sha256=sha256(file), split=store.split, device=str(cores.device), precision=cores.device.precision,
-                      config=cfg.model_dump(mode='json'))
+    check_features(store, cfg, checkpoint)
+    backend = start(pick_torch(accelerator, precision), together=False)
+    backend.place(model)
+    arrays = log_probs_of(model, store, cfg, backend, batch_size, progress)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return LogitStore.write(path, arrays, store.index, provenance)
+    return LogitStore.write(path, arrays, store.index, provenance(weights_file(checkpoint), store, cfg, backend.device))

@@ -35,15 +35,17 @@ def end_with_parent() -> None:
 def work(
     job: str | Path, # A file from `launch`
 ) -> None:
-    "Train as the job says, as one of the processes that `torchrun` started; the first one writes the result, or each why it failed."
+    """Train as the job says, as one of the processes that `torchrun` started. The first one writes the result, or each the
+    reason why it failed."""
     end_with_parent()
     job = Path(job)
-    j = json.loads(job.read_text())
+    options = json.loads(job.read_text())
+    error = job.with_name('error')
     try:
-        stores = [path and TrialStore.open(path) for path in j['stores']]
-        result = train(*stores, Config.model_validate(j['config']), j['out'], j['progress'])
+        store, store_val = (path and TrialStore.open(path) for path in options['stores'])
+        result = train(store, store_val, Config.model_validate(options['config']), options['out'], options['progress'])
     except (ValueError, RuntimeError, OSError) as e:
-        if not job.with_name('error').exists(): write_whole(job.with_name('error'), str(e))  # what others meet later follows from it
+        if not error.exists(): write_whole(error, str(e))  # later errors of other processes follow from the first one
         raise
     if os.environ['RANK'] == '0': write_whole(job.with_name('result'), json.dumps(result))
 
@@ -57,16 +59,20 @@ def launch(
     progress: bool = True,        # Show a progress bar
 ) -> dict:
     "`train` in `n` processes, each with an equal part of every batch; raises `TrainingError`."
+    stores = [str(store.path), None if store_val is None else str(store_val.path)]
+    options = dict(stores=stores, config=cfg.dump(), out=str(Path(out_dir).absolute()), progress=progress)
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}']
+    threads = os.environ.get('OMP_NUM_THREADS', str(max(1, n_cores() // n)))
     with tempfile.TemporaryDirectory() as d:
         job = Path(d)/'job.json'
-        job.write_text(json.dumps(dict(stores=[str(store.path), None if store_val is None else str(store_val.path)], config=cfg.model_dump(mode='json'),
-                                       out=str(Path(out_dir).absolute()), progress=progress)))
-        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={n}', '-m', 'b2t_kaggle.pytorch.launch', str(job)]
-        env = os.environ | {'OMP_NUM_THREADS': os.environ.get('OMP_NUM_THREADS', str(max(1, n_cores() // n)))}
-        done = subprocess.run(command, env=env, preexec_fn=end_with_parent)
+        job.write_text(json.dumps(options))
+        command = [*torchrun, '-m', 'b2t_kaggle.pytorch.launch', str(job)]
+        done = subprocess.run(command, env=os.environ | {'OMP_NUM_THREADS': threads}, preexec_fn=end_with_parent)
         if done.returncode == 0: return json.loads(job.with_name('result').read_text())
         error = job.with_name('error')
-        raise TrainingError(error.read_text() if error.exists() else f'training in {n} processes ended with exit status {done.returncode}; its output says why. The last checkpoint is intact')
+        if error.exists(): raise TrainingError(error.read_text())
+    raise TrainingError(f'training in {n} processes ended with exit status {done.returncode}; its output says why. The last '
+                        'checkpoint is intact')
 
 def train_here(
     store: TrialStore,            # Training trials

@@ -11,49 +11,64 @@ import torch
 from torch import Tensor, nn
 
 from ..config import TrainConfig
-from ..training.recipe import group_of, is_day
+from .models.encoder import Encoder
+from ..training.recipe import group_of
 
 # %% ../../nbs/pytorch/06_optimizer.ipynb #c006
 def new_state(
-    model: nn.Module, # On its device
+    model: Encoder, # On its device
 ) -> dict[str, dict[str, Tensor]]:
-    "The state before the first step: by parameter `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a stack of days."
-    return {n: dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p), step=torch.zeros(len(p) if is_day(n) else 1, device=p.device))
-            for n, p in model.named_parameters()}
+    """The state before the first step: by parameter `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a
+    stack of days."""
+    state = {}
+    for name, p in model.named_parameters():
+        n_steps = len(p) if model.is_per_day(name) else 1
+        steps = torch.zeros(n_steps, device=p.device)
+        state[name] = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p), step=steps)
+    return state
 
 class _WithState:
     "What the optimisers share: a state by parameter that moves between them."
+    state: dict[str, dict[str, Tensor]]
+
     def state_dict(self) -> dict[str, dict[str, Tensor]]: return self.state
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        for n, s in self.state.items():
-            for k, v in s.items(): v.copy_(state[n][k])
+        for name, own in self.state.items():
+            for k, v in own.items(): v.copy_(state[name][k])
 
 # %% ../../nbs/pytorch/06_optimizer.ipynb #c008
 class DayAdamW(_WithState):
     "`torch.optim.AdamW` over a model's parameters in the official groups, with one parameter per day."
     def __init__(self,
-        model: nn.Module, # On its device; a CPU or a GPU
+        model: Encoder,   # On its device; a CPU or a GPU
         cfg: TrainConfig, # The run's `train` group
     ):
-        self.state, self.stacked, groups = new_state(model), {}, {}
-        for n, p in model.named_parameters():
-            s = self.state[n]
-            if is_day(n):  # views: each shares its memory, and that of its state, with a row
-                rows = self.stacked[p] = [nn.Parameter(row, requires_grad=p.requires_grad) for row in p.data]
-                states = [{k: v[i] for k, v in s.items()} for i in range(len(rows))]
-            else: rows, states = [p], [dict(s, step=s['step'][0])]
-            groups.setdefault(group_of(n, cfg), []).extend(zip(rows, states))
-        self.adamw = torch.optim.AdamW([dict(params=[p for p, _ in ps], weight_decay=decay, rate=rate) for (rate, decay), ps in groups.items()],
-                                       betas=(cfg.beta0, cfg.beta1), eps=cfg.epsilon, fused=True)
-        self.adamw.state.update({p: s for ps in groups.values() for p, s in ps})
+        self.state = new_state(model)
+        self.stacked = {} # Parameters with a row per day, and their rows
+        by_group = {}
+        for name, p in model.named_parameters():
+            rows, states = self._rows(model, name, p)
+            by_group.setdefault(group_of(model, name, p, cfg), []).extend(zip(rows, states))
+        groups = [dict(params=[p for p, _ in rows], weight_decay=decay, rate=rate) for (rate, decay), rows in by_group.items()]
+        self.adamw = torch.optim.AdamW(groups, betas=(cfg.beta0, cfg.beta1), eps=cfg.epsilon, fused=True)
+        self.adamw.state.update({p: s for rows in by_group.values() for p, s in rows})
+
+    def _rows(self, model: Encoder, name: str, p: nn.Parameter) -> tuple[list[nn.Parameter], list[dict]]:
+        "What `torch.optim.AdamW` takes for a parameter, and its state there."
+        state = self.state[name]
+        if not model.is_per_day(name): return [p], [dict(state, step=state['step'][0])]
+        # views: each shares its memory, and that of its state, with a row
+        rows = [nn.Parameter(row, requires_grad=p.requires_grad) for row in p.data]
+        self.stacked[p] = rows
+        return rows, [{k: v[i] for k, v in state.items()} for i in range(len(rows))]
 
     def step(self,
         rates: dict[str, float], # Of `model` and `day`
         days: np.ndarray,        # Days of the batch
     ) -> None:
         "Update from the gradients of the model, then clear them."
-        for g in self.adamw.param_groups: g['lr'] = rates[g['rate']]
+        for group in self.adamw.param_groups: group['lr'] = rates[group['rate']]
         for p, rows in self.stacked.items():
             for i in np.unique(days): rows[i].grad = None if p.grad is None else p.grad[i]
         self.adamw.step()
@@ -64,11 +79,14 @@ class DayAdamW(_WithState):
 class StackedAdamW(_WithState):
     "The same in plain tensor operations without any choice: nothing in it depends on which days a batch holds."
     def __init__(self,
-        model: nn.Module, # On its device
+        model: Encoder,   # On its device
         cfg: TrainConfig, # The run's `train` group
     ):
-        self.params = {n: (p, *group_of(n, cfg)) for n, p in model.named_parameters()}
-        self.state, self.betas, self.epsilon = new_state(model), (cfg.beta0, cfg.beta1), cfg.epsilon
+        self.params = {name: (p, *group_of(model, name, p, cfg)) for name, p in model.named_parameters()}
+        self.per_day = {name for name in self.params if model.is_per_day(name)}
+        self.state = new_state(model)
+        self.betas = cfg.beta0, cfg.beta1
+        self.epsilon = cfg.epsilon
 
     @torch.no_grad()
     def step(self,
@@ -76,18 +94,27 @@ class StackedAdamW(_WithState):
         in_batch: Tensor,         # 1 for a day of the batch, else 0 `[D]`
     ) -> None:
         "Update from the gradients of the model, then clear them."
-        for n, (p, rate, decay) in self.params.items():
+        always = torch.ones_like(in_batch[:1])
+        for name, (p, rate, decay) in self.params.items():
             if p.grad is None: continue
-            on, s = (in_batch if is_day(n) else torch.ones_like(in_batch[:1])), self.state[n]
-            step, wide = s['step'] + on, lambda v: v.view(*v.shape, *[1] * (p.ndim - v.ndim))
-            new = self._update(p, p.grad, s, wide(step), rates[rate], decay)
-            for old, value in zip((p, s['exp_avg'], s['exp_avg_sq']), new): old.copy_(torch.where(wide(on) > 0, value, old))
-            s['step'].copy_(step)
+            state = self.state[name]
+            active = in_batch if name in self.per_day else always
+            step = state['step'] + active
+            new = self._update(p, state, _wide(step, p), rates[rate], decay)
+            old = p, state['exp_avg'], state['exp_avg_sq']
+            for tensor, value in zip(old, new): tensor.copy_(torch.where(_wide(active, p) > 0, value, tensor))
+            state['step'].copy_(step)
             p.grad = None
 
-    def _update(self, p, grad, s, step, lr, decay):
+    def _update(self, p: Tensor, state: dict, step: Tensor, lr: Tensor, decay: float) -> tuple[Tensor, Tensor, Tensor]:
         "Weights and moments after a step."
-        (b0, b1), t = self.betas, step.clamp(min=1)  # a day that was never seen has no step to divide by
-        m, v = torch.lerp(s['exp_avg'], grad, 1 - b0), b1 * s['exp_avg_sq'] + (1 - b1) * grad * grad
-        denominator = (v / (1 - b1**t)).sqrt() + self.epsilon
-        return p * (1 - lr * decay) - lr * (m / (1 - b0**t)) / denominator, m, v
+        beta0, beta1 = self.betas
+        t = step.clamp(min=1)  # a day that was never seen has no step to divide by
+        m = torch.lerp(state['exp_avg'], p.grad, 1 - beta0)
+        v = beta1 * state['exp_avg_sq'] + (1 - beta1) * p.grad * p.grad
+        denominator = (v / (1 - beta1**t)).sqrt() + self.epsilon
+        return p * (1 - lr * decay) - lr * (m / (1 - beta0**t)) / denominator, m, v
+
+def _wide(v: Tensor, like: Tensor) -> Tensor:
+    "A number for each row, or a single one, with the dimensions of a parameter."
+    return v.view(*v.shape, *[1] * (like.ndim - v.ndim))

@@ -18,7 +18,7 @@ from ..config import Config
 from ..files import atomic_path
 from .models.gru import build_model, named_variables
 from .layers import keras
-from ..training.resume import CheckpointError, stored_config
+from ..training.checkpoints import CheckpointError, stored_config
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c006
 def _crc(a: np.ndarray) -> int: return zlib.crc32(np.ascontiguousarray(a).view(np.uint8))

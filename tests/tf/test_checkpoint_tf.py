@@ -13,7 +13,7 @@ pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kagg
 
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, save_best, save_last
-from b2t_kaggle.training.resume import CheckpointError
+from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.tensorflow.models.gru import build_model, named_variables, to_state
 
 CFG = with_overrides(preset('official'), dict(neural_dim=2, n_units=2, n_layers=1, patch_size=2, patch_stride=1, n_classes=3, sessions=['t15.2023.08.11']))

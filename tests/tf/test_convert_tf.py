@@ -9,7 +9,7 @@ tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t
 from b2t_kaggle.cli import main
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.pytorch import checkpoint as of_torch
-from b2t_kaggle.pytorch.models.gru import build_model
+from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.tensorflow import checkpoint as of_tf
 
 SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']

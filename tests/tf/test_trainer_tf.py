@@ -20,7 +20,7 @@ from b2t_kaggle.devices.machine import configure_mixed_precision, pick_torch
 from b2t_kaggle.pytorch import trainer as pt
 from b2t_kaggle.pytorch.parallel import Cores
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, save_best
-from b2t_kaggle.training.resume import CheckpointError
+from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.tensorflow.feed import start
 from b2t_kaggle.tensorflow.models.gru import from_state, named_variables, to_state
 from b2t_kaggle.tensorflow.inference import infer

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ..frontend import Frontend
 from .gru import Reader
 from ..layers import tf
-from ...pytorch.models.triple_gru import reversal_strength
+from ...encoders.triple_gru import reversal_strength
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c006
 def reverse_gradient(
