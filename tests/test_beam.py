@@ -263,7 +263,7 @@ def test_kenlm_binaries(kind, tmp_path):
 
 def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
     "The decoder of a run has the ARPA file as an automaton, which scores sentences as KenLM does."
-    from b2t_kaggle.pipeline import Run, open_decoder
+    from b2t_kaggle.runs import Run, open_decoder
     run = Run(tmp_path/'run', tmp_path)
     (run.dir/'lm').mkdir()
     (run.dir/'lm'/'words.txt').write_text('how are you')

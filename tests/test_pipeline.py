@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from b2t_kaggle.config import preset
-from b2t_kaggle.pipeline import STAGES, Run, StageRun, open_decoder, plan
+from b2t_kaggle.runs import Run, StageRun, open_decoder
+from b2t_kaggle.stages import STAGES, plan
 
 # Small enough for seconds, large enough that every stage has work to do
 SMALL = {'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 4, 'simulate.test': 4, 'simulate.lm_sentences': 400,
@@ -107,7 +108,7 @@ def test_a_killed_run_continues(finished, tmp_path):
 def test_a_stage_by_plain_papermill(finished, tmp_path):
     run, _, _ = finished
     import papermill as pm
-    from b2t_kaggle.pipeline import notebook_path
+    from b2t_kaggle.stages import notebook_path
     pm.execute_notebook(notebook_path('check'), tmp_path/'check.ipynb', dict(run_dir=str(run), work_dir=str(run.parent.parent/'data')),
                         kernel_name='python3', progress_bar=False)
     assert StageRun(Run(run, run.parent.parent/'data'), 'check').status() == 'done'
