@@ -213,7 +213,7 @@ def test_official_weights_that_do_not_fit_are_refused(tmp_path, small):
     with pytest.raises(ValueError, match=r'day_biases: found days \[1\]'): model.load_state_dict({k: v for k, v in official.items() if k != 'day_biases.0'})
     odd = official | {'day_weights.1': torch.zeros(3, 3)}
     with pytest.raises(ValueError, match=r'day_weights: found the shapes'): model.load_state_dict(odd)
-    save_atomic(dict(model_state_dict=odd, config=cfg.model_dump(mode='json')), tmp_path/'a.pt')
+    save_atomic(dict(model_state_dict=odd, config=cfg.dump()), tmp_path/'a.pt')
     with pytest.raises(CheckpointError, match='a.pt: day_weights: found the shapes'): load_model(tmp_path/'a.pt')
 
 
@@ -229,7 +229,7 @@ def test_days_in_any_form(small):
 @pytest.mark.parametrize('change, found', [(dict(model=dict(n_units=-1)), 'model.n_units'), (dict(surprise=1), 'surprise'), (dict(train=7), 'train')])
 def test_a_configuration_that_cannot_be_used_names_its_fields(small, tmp_path, change, found):
     cfg, model = small
-    save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.model_dump(mode='json') | change), tmp_path/'a.pt')
+    save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump() | change), tmp_path/'a.pt')
     with pytest.raises(CheckpointError, match=rf'a\.pt: its configuration cannot be used \({found}: '): load_model(tmp_path/'a.pt')
     save_atomic(dict(model_state_dict=model.state_dict(), config='none'), tmp_path/'a.pt')
     with pytest.raises(CheckpointError, match=r'a\.pt: its configuration'): load_model(tmp_path/'a.pt')
@@ -238,12 +238,12 @@ def test_a_configuration_that_cannot_be_used_names_its_fields(small, tmp_path, c
 def test_temporary_files_belong_to_one_process(tmp_path, monkeypatch):
     "A living process's is left alone, a dead one's removed, and each process has its own name."
     dead = subprocess.Popen([sys.executable, '-c', '']); dead.wait()
-    stale, others = tmp_path/f'.a.pt.{dead.pid}.tmp', tmp_path/f'.a.pt.{os.getppid()}.tmp'
+    stale, others = tmp_path/f'.a.pt.{dead.pid}.tmp.pt', tmp_path/f'.a.pt.{os.getppid()}.tmp.pt'
     stale.write_bytes(b'half'); others.write_bytes(b'half')
     names, real = [], torch.save
     monkeypatch.setattr(torch, 'save', lambda value, f: (names.append(os.path.basename(f.name)), real(value, f)))
     save_atomic(dict(x=1), tmp_path/'a.pt')
-    assert names == [f'.a.pt.{os.getpid()}.tmp'] and sorted(p.name for p in tmp_path.iterdir()) == sorted(['a.pt', others.name])
+    assert names == [f'.a.pt.{os.getpid()}.tmp.pt'] and sorted(p.name for p in tmp_path.iterdir()) == sorted(['a.pt', others.name])
 
 
 def test_a_compiler_meets_no_break_but_the_gru():

@@ -19,10 +19,10 @@ from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.machine import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
 from b2t_kaggle.pytorch.inference import infer
-from b2t_kaggle.pytorch.parallel import Cores
-from b2t_kaggle.training.loop import Taken, check_finite
+from b2t_kaggle.pytorch.parallel import SingleDevice
+from b2t_kaggle.training.loop import StepResult, check_finite
 from b2t_kaggle.pytorch.trainer import Trainer, train
-from b2t_kaggle.tensorflow.trainer import explain_memory
+from b2t_kaggle.training.memory import raise_if_oom
 from b2t_kaggle.training.budget import Budget
 from b2t_kaggle.training.history import read_history
 from b2t_kaggle.training.recipe import TrainingError
@@ -68,7 +68,7 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
     "Lists of day parameters, LambdaLR, AdamW with three groups, clipping: written out here, and the same to float32's precision."
     cfg = config(precision='float32', rnn_dropout=0, input_dropout=0, white_noise_std=0, constant_offset_std=0, random_cut=0, smooth_data=False, weight_decay_day=.01,
                  grad_norm_clip_value=1., lr_max_day=.02, lr_decay_steps=12, lr_decay_steps_day=10, lr_warmup_steps=3, epsilon=.1)
-    t, c = Trainer(*stores, cfg, Cores(pick_torch('cpu', 'float32'))), cfg.train
+    t, c = Trainer(*stores, cfg, SingleDevice(pick_torch('cpu', 'float32'))), cfg.train
     p = {k: v.clone().requires_grad_() for k, v in to_official_state(t.model.state_dict()).items()}
     bias = [v for k, v in p.items() if 'gru.bias' in k or 'out.bias' in k]
     day = [v for k, v in p.items() if k.startswith('day_')]
@@ -83,7 +83,7 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, [main, lambda i: factor(i, c.lr_min_day / c.lr_max_day, 10, 5), main])
     gru, start = torch.nn.GRU(FEATURES * 6, 16, 2, batch_first=True), {k: v.detach().clone() for k, v in p.items()}
     for i in range(15):
-        parts, batch_days = t.batch(i)
+        parts, batch_days = t.loader(i)
         b = parts[0].batch
         x, days = torch.from_numpy(b.features.copy()), b.day.tolist()
         y = torch.stack([trial @ p[f'day_weights.{d}'] + p[f'day_biases.{d}'] for trial, d in zip(x, days)])
@@ -95,7 +95,7 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
         norm = torch.nn.utils.clip_grad_norm_(p.values(), 1.)
         opt.step(); schedule.step()
         taken = t.train_step(parts, batch_days)
-        assert abs(taken.mean_loss() - loss.item()) < 1e-3 * loss.item() and abs(taken.norm - norm.item()) < 1e-2 * norm.item()
+        assert abs(taken.losses.mean() - loss.item()) < 1e-3 * loss.item() and abs(taken.grad_norm - norm.item()) < 1e-2 * norm.item()
     final = to_official_state(t.model.state_dict())
     for k, v in p.items():
         assert (final[k] - v).abs().max() < 2e-4, k
@@ -187,9 +187,9 @@ def test_trials_that_cannot_be_aligned_are_named_and_left_out(tmp_path, capsys):
 
 
 def test_a_loss_that_is_no_number_names_its_trials_and_leaves_the_weights(stores):
-    t = Trainer(*stores, config(), Cores(pick_torch('cpu')))
-    t.train_step(*t.batch(0))
-    before, (parts, days) = {k: v.clone() for k, v in t.model.state_dict().items()}, t.batch(1)
+    t = Trainer(*stores, config(), SingleDevice(pick_torch('cpu')))
+    t.train_step(*t.loader(0))
+    before, (parts, days) = {k: v.clone() for k, v in t.model.state_dict().items()}, t.loader(1)
     parts[0].x[2, 4, 0] = np.inf
     row = stores[0].index.iloc[parts[0].batch.trials[2]]
     with pytest.raises(TrainingError, match=rf'batch 1: .*{row.session} block {row.block} trial {row.trial} \({row.key}\)\. Look'): t.train_step(parts, days)
@@ -211,9 +211,9 @@ def test_early_stopping_and_time_budget(stores, tmp_path):
 
 
 def test_frozen_parts_stay(stores, tmp_path):
-    t = Trainer(*stores, config(input_trainable=False, rnn_trainable=False), Cores(pick_torch('cpu')))
+    t = Trainer(*stores, config(input_trainable=False, rnn_trainable=False), SingleDevice(pick_torch('cpu')))
     before = {k: v.clone() for k, v in t.model.state_dict().items()}
-    for i in range(3): t.train_step(*t.batch(i))
+    for i in range(3): t.train_step(*t.loader(i))
     changed = {k for k, v in t.model.state_dict().items() if not torch.equal(v, before[k])}
     assert changed == {'out.weight', 'out.bias', 'h0'}
 
@@ -229,11 +229,11 @@ def test_starting_from_another_model_keeps_the_days_by_name(stores, tmp_path):
     train(*stores, config(num_training_batches=12), tmp_path/'first', progress=False)
     old, _ = load_model(tmp_path/'first')
     write_toy(tmp_path/'later', SESSIONS[1:] + ['t15.2023.09.01'])
-    t = Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt')), Cores(pick_torch('cpu')))
+    t = Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt')), SingleDevice(pick_torch('cpu')))
     assert torch.equal(t.model.day_weights[:2], old.day_weights[1:]) and torch.equal(t.model.day_weights[2], torch.eye(FEATURES))
     assert torch.equal(t.model.gru.weight_ih_l0, old.gru.weight_ih_l0)
     with pytest.raises(TrainingError, match='does not fit'):
-        Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt'), n_units=8), Cores(pick_torch('cpu')))
+        Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt'), n_units=8), SingleDevice(pick_torch('cpu')))
 
 
 def test_inference_agrees_with_validation(stores, tmp_path):
@@ -319,10 +319,10 @@ def test_what_does_not_fit_says_what_to_change(stores, tmp_path, where, says):
 
 
 def test_a_validation_that_does_not_fit_names_its_own_setting(stores):
-    t = Trainer(*stores, config(), Cores(pick_torch('cpu')))
+    t = Trainer(*stores, config(), SingleDevice(pick_torch('cpu')))
     t.doing = 'validating'
-    with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'): explain_memory(RuntimeError('XLA: RESOURCE_EXHAUSTED: out of HBM'), t.cores, t)
-    explain_memory(RuntimeError('something else'), t.cores, t)   # is left alone
+    with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'): raise_if_oom(RuntimeError('XLA: RESOURCE_EXHAUSTED: out of HBM'), t.backend.device.name, t)
+    raise_if_oom(RuntimeError('something else'), t.backend.device.name, t)   # is left alone
 
 
 def test_a_run_may_go_on_in_smaller_parts(stores, tmp_path):
@@ -343,7 +343,7 @@ class Rank:
 
 
 def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):
-    step = lambda norm: Taken(3, np.array([0, 1]), {}, lambda: (np.ones(2), norm))
+    step = lambda norm: StepResult(3, np.array([0, 1]), {}, lambda: (np.ones(2), norm))
     with pytest.raises(TrainingError, match='^the bad one$'): check_finite(step(math.nan), Rank(stores[0], ('the bad one', True)))
     check_finite(step(1.), Rank(stores[0], (None, False)))
 
@@ -351,8 +351,8 @@ def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):
 def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_run(stores, tmp_path, monkeypatch):
     "As on an accelerator: the history has the same rows, and what is not a number is found a few steps later, before anything is saved."
     whole = train(*stores, config(num_training_batches=25, batches_per_save=100), tmp_path/'each', progress=False)
-    class Accelerator(Cores):
-        def __init__(self, *args): super().__init__(*args); self.looks_every = 10
+    class Accelerator(SingleDevice):
+        def __init__(self, *args): super().__init__(*args); self.sync_every = 10
     monkeypatch.setattr('b2t_kaggle.pytorch.trainer.start', lambda device: Accelerator(device))
     tenth = train(*stores, config(num_training_batches=25, batches_per_save=100), tmp_path/'tenth', progress=False)
     a, b = (read_history(tmp_path/d/'history.csv').drop(columns='seconds') for d in ('each', 'tenth'))

@@ -195,7 +195,7 @@ def test_configuration(tmp_path):
     save_config(cfg, tmp_path/'config.yaml')
     assert load_config(tmp_path/'config.yaml') == cfg
     model = build_model(cfg.model, 2)
-    assert isinstance(model, TripleGRUDecoder) and (model.strength, model.schedule) == (0.3, 'ramp')
+    assert isinstance(model, TripleGRUDecoder) and (model.cfg.adversarial_strength, model.cfg.adversarial_schedule) == (0.3, 'ramp')
     assert (model.noise.gru.hidden_size, model.clean.gru.hidden_size, model.clean.gru.num_layers, model.noisy.gru.hidden_size) == (3, 8, 2, 8)
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {'noise.h0', 'clean.h0', 'noisy.h0', 'clean.out.weight', 'clean.out.bias', 'noisy.out.weight', 'noisy.out.bias',
                                                                           'noise.out.weight', 'noise.out.bias'}
@@ -214,13 +214,13 @@ def test_checkpoints(tmp_path):
     cfg = config()
     model = build_model(cfg.model, 2).eval()
     for p in model.parameters(): nn.init.normal_(p, std=0.2)
-    save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.model_dump(mode='json')), tmp_path/'best.pt')
+    save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump()), tmp_path/'best.pt')
     again, c = load_model(tmp_path)
     x, day = torch.randn(2, 40, 6), torch.tensor([0, 1])
     assert c == cfg and torch.equal(again(x, day), model(x, day))
-    save_atomic(dict(model_state_dict=model.state_dict(), config=config(noise_units=4).model_dump(mode='json')), tmp_path/'best.pt')
+    save_atomic(dict(model_state_dict=model.state_dict(), config=config(noise_units=4).dump()), tmp_path/'best.pt')
     with pytest.raises(CheckpointError, match=r'noise.h0 has shape \[1, 1, 3\], expected \[1, 1, 4\]'): load_model(tmp_path)
-    save_atomic(dict(model_state_dict=model.state_dict(), config=config(**{'model.name': 'gru'}).model_dump(mode='json')), tmp_path/'best.pt')
+    save_atomic(dict(model_state_dict=model.state_dict(), config=with_overrides(config(), {'model.name': 'gru'}).dump()), tmp_path/'best.pt')
     with pytest.raises(CheckpointError, match='gru.weight_ih_l0 is missing'): load_model(tmp_path)
 
 

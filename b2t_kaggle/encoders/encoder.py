@@ -72,7 +72,9 @@ def encoder_config(
 ) -> type[EncoderConfig]:
     "The configuration class of an encoder. Raises `ConfigError` for a name that does not exist, or whose framework is not installed."
     room = next((r for r in _ROOMS if name in _modules(r)), None)
-    if room is None: raise ConfigError(f'model.name: there is no encoder {name!r}; there are {", ".join(encoder_names())}')
+    if room is None:
+        known = ' or '.join(map(repr, encoder_names()))
+        raise ConfigError(f'model.name: there is no encoder {name!r}, expected {known}')
     try: module = importlib.import_module(f'{room}.{name}')
     except ImportError as e:
         raise ConfigError(f'model.name = {name}: the encoder in {room} cannot be imported ({e})') from None

@@ -66,6 +66,12 @@ class Frontend(Encoder):
         self.day_weights = nn.Parameter(torch.eye(cfg.neural_dim).repeat(n_days, 1, 1))
         self.day_biases = nn.Parameter(torch.zeros(n_days, 1, cfg.neural_dim))
 
+    # Under the names that the official model has
+    @property
+    def patch_size(self) -> int: return self.cfg.patch_size
+    @property
+    def patch_stride(self) -> int: return self.cfg.patch_stride
+
     @property
     def frame_dim(self) -> int:
         "Numbers in a frame, I = patch_size · F."

@@ -17,7 +17,7 @@ def python(code, tmp_path, n):
 
 
 def test_counting_leaves_spmd_and_the_cache_possible(tmp_path):
-    code = ("import warnings; warnings.simplefilter('error')\nfrom b2t_kaggle.devices.machine.machine import pick_torch\nd = pick_torch('xla')\n"
+    code = ("import warnings; warnings.simplefilter('error')\nfrom b2t_kaggle.devices.machine import pick_torch\nd = pick_torch('xla')\n"
             "import numpy as np, torch, torch_xla, torch_xla.runtime as xr, torch_xla.distributed.spmd as xs\n"
             "xr.use_spmd(); xr.initialize_cache('cache')\nmesh = xs.Mesh(np.arange(d.n), (d.n,), ('data',))\n"
             "x = torch.ones(16, 4).to(torch_xla.device()); xs.mark_sharding(x, mesh, ('data', None))\n"
@@ -28,9 +28,9 @@ def test_counting_leaves_spmd_and_the_cache_possible(tmp_path):
 
 @pytest.mark.parametrize('n', [1, 2])
 def test_programs_are_kept_on_disk_where_the_backend_can_read_them_back(tmp_path, n):
-    "The processor's backend writes programs but cannot read them, so `XLACores` keeps none there; told that it is a TPU, it does."
-    code = ("from pathlib import Path; import torch\nfrom b2t_kaggle.devices.machine.machine import pick_torch\nd = pick_torch('xla')\n"
-            "import torch_xla.runtime as xr\n{}\nfrom b2t_kaggle.pytorch.parallel import XLACores\ncores = XLACores(d, Path('cache'))\n"
+    "The processor's backend writes programs but cannot read them, so `XLA` keeps none there; told that it is a TPU, it does."
+    code = ("from pathlib import Path; import torch\nfrom b2t_kaggle.devices.machine import pick_torch\nd = pick_torch('xla')\n"
+            "import torch_xla.runtime as xr\n{}\nfrom b2t_kaggle.pytorch.parallel import XLA\ncores = XLA(d, Path('cache'))\n"
             "import numpy as np\nx = cores.result(cores.put(np.ones((4, 3), 'float32')) * 3)\ncores.end_step()\n"
             "print(x.sum().item(), cores.cache, cores.compiled()[0] > 0)")
     assert python(code.format(''), tmp_path, n).split() == ['36.0', 'None', 'True'] and not (tmp_path/'cache').exists()
@@ -39,7 +39,7 @@ def test_programs_are_kept_on_disk_where_the_backend_can_read_them_back(tmp_path
 
 
 def test_a_compiled_model_is_refused(tmp_path):
-    code = ("from b2t_kaggle.config import preset, with_overrides; from b2t_kaggle.devices.machine.machine import pick_torch\nfrom b2t_kaggle.pytorch.parallel import XLACores\n"
+    code = ("from b2t_kaggle.config import preset, with_overrides; from b2t_kaggle.devices.machine import pick_torch\nfrom b2t_kaggle.pytorch.parallel import XLA\n"
             "from b2t_kaggle.pytorch.trainer import Trainer\nfrom b2t_kaggle.training.recipe.recipe import TrainingError\n"
-            "try: Trainer(None, None, with_overrides(preset('demo'), {'compile': True}), XLACores(pick_torch('xla')))\nexcept TrainingError as e: print(e)")
+            "try: Trainer(None, None, with_overrides(preset('demo'), {'compile': True}), XLA(pick_torch('xla')))\nexcept TrainingError as e: print(e)")
     assert 'train.compile = true is for CPUs and GPUs' in python(code, tmp_path, 1)

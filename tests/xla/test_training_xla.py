@@ -67,8 +67,8 @@ def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_proces
     two = xla('steps', data, tmp_path/'two', NOTHING_RANDOM, n=2)
     parts = xla('steps', data, tmp_path/'parts', NOTHING_RANDOM | {'accumulate': 2}, n=2)
     code = ('import json, sys; sys.path.insert(0, sys.argv[1]); from test_trainer import *; from b2t_kaggle.pytorch.trainer import *\n'
-            "t = Trainer(*open_stores(Path(sys.argv[2])), config(**json.loads(sys.argv[3])), Cores(pick_torch('cpu', 'float32')))\n"
-            "taken = [t.train_step(*t.batch(i)) for i in range(9)]; print(json.dumps([[x.mean_loss() for x in taken], [x.norm for x in taken]]))")
+            "t = Trainer(*open_stores(Path(sys.argv[2])), config(**json.loads(sys.argv[3])), SingleDevice(pick_torch('cpu', 'float32')))\n"
+            "taken = [t.train_step(*t.loader(i)) for i in range(9)]; print(json.dumps([[float(x.losses.mean()) for x in taken], [x.grad_norm for x in taken]]))")
     cpu = subprocess.run([sys.executable, '-c', code, str(Path(__file__).parents[1]), str(data), json.dumps({'data.batch_size': 8} | NOTHING_RANDOM)],
                          env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}, capture_output=True, text=True, check=True)
     losses, norms = json.loads(cpu.stdout.splitlines()[-1])

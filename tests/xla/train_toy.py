@@ -11,7 +11,7 @@ from test_trainer import config, open_stores
 from b2t_kaggle.data.batches import bucket_of, evaluation_batches
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.machine import pick_torch
-from b2t_kaggle.training.trials import lengths_to_pad_to
+from b2t_kaggle.training.trials import bucket_lengths
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import start
 from b2t_kaggle.pytorch.trainer import Trainer, train
@@ -24,19 +24,19 @@ def steps(stores, cfg, n):
     "Losses and gradient norms of some steps, two validations, and how much was compiled when."
     t = Trainer(*stores, cfg, start(pick_torch(cfg.train.accelerator, cfg.train.precision)))
     met.clear_all()
-    out = dict(losses=[], norms=[], compiled=[0], buckets=[], n=t.cores.n)
+    out = dict(losses=[], norms=[], compiled=[0], buckets=[], n=t.backend.n_devices)
     for i in range(n):
-        parts, days = t.batch(t.step)
+        parts, days = t.loader(t.step)
         taken = t.train_step(parts, days)
         out['compiled'].append(compilations())
         out['buckets'].append([p.x.shape[1] for p in parts])
         out['losses'].append(taken)
     before, validations = compilations(), [t.validate() for _ in range(2)]
-    few = lengths_to_pad_to(t.store_val, cfg, True)
+    few = bucket_lengths(t.store_val, cfg, True)
     out['val_buckets'] = len({bucket_of(t.store_val.n_bins[i[i >= 0]].max(), few) for i in evaluation_batches(t.store_val.n_bins, cfg.data.eval_batch_size)})
     out['val_compiled'], out['val'] = compilations() - before, [[v['val_loss'], v['val_per']] for v in validations]
     out['fallbacks'] = [c for c in met.counter_names() if c.startswith('aten::')]
-    out['norms'], out['losses'] = [t.norm for t in out['losses']], [t.mean_loss() for t in out['losses']]
+    out['norms'], out['losses'] = [t.grad_norm for t in out['losses']], [float(t.losses.mean()) for t in out['losses']]
     return out
 
 

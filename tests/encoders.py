@@ -1,0 +1,56 @@
+"A toy that any encoder can learn, and small configurations of all of them; for the tests that run over a registry."
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from b2t_kaggle.config import Config, preset, with_overrides
+from b2t_kaggle.data.sessions import Trial, session_path, write_session
+from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.encoders.encoder import encoder_config
+
+SESSIONS = 't15.2023.08.11', 't15.2023.08.13'
+FEATURES = list(range(16))
+N_CLASSES = 5
+
+# Fields that make an encoder large; one that has none of them is tested as it is by default
+SMALL = dict(n_units=32, n_layers=1, noise_units=8, patch_size=8, patch_stride=4, rnn_dropout=0, input_dropout=0)
+NOTHING_RANDOM = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, precision='float32')
+
+
+def config(name: str, **changes) -> Config:
+    "A small configuration of an encoder, whose trials and batches are the toy's."
+    fields = encoder_config(name).model_fields
+    model = {f'model.{k}': v for k, v in SMALL.items() if k in fields}
+    model |= {'model.name': name, 'model.neural_dim': len(FEATURES), 'model.n_classes': N_CLASSES}
+    data = {'data.feature_subset': FEATURES, 'data.batch_size': 4, 'data.days_per_batch': 2, 'data.n_buckets': 2}
+    train = dict(num_training_batches=200, batches_per_val_step=100, batches_per_save=20, lr_warmup_steps=5,
+                 lr_max=.01, lr_max_day=.001, accelerator='cpu', smooth_data=False)
+    return with_overrides(preset('demo'), model | data | train | NOTHING_RANDOM | changes)
+
+
+def write_toy(folder: Path, n_trials: int = 4) -> None:
+    "Two sessions in which a phoneme is a feature that is raised for twelve bins."
+    rng = np.random.default_rng(0)
+    for session in SESSIONS:
+        for split in ('train', 'val'):
+            trials = []
+            for i in range(n_trials):
+                ids = rng.integers(1, N_CLASSES, 2 + i)
+                x = 0.1 * rng.standard_normal((12 * len(ids) + 12, 512)).astype('float32')
+                for k, label in enumerate(ids): x[12*k + 8:12*k + 16, 3 * label] += 3
+                trials.append(Trial(session, split, f'trial_{i:04d}', 1, i, x, ids, 'hello', False))
+            write_session(session_path(folder, session, split), trials)
+
+
+def open_toy(folder: Path) -> list[TrialStore]:
+    "Its packed trials: train, and train again as validation, because overfitting is what is tested."
+    path = folder/'train.arrow'
+    if not path.exists(): TrialStore.build(folder, 'train', path, progress=False, feature_subset=FEATURES)
+    return [TrialStore.open(path), TrialStore.open(path)]
+
+
+if __name__ == '__main__':  # trains in a process that a test kills
+    from b2t_kaggle.frameworks import train
+    folder, out, name, framework = sys.argv[1:5]
+    train(*open_toy(Path(folder)), config(name, framework=framework), Path(out), progress=False)

@@ -1,0 +1,162 @@
+"What every encoder of PyTorch must do. The registry is the list: an encoder is tested by being there."
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from encoders import SESSIONS, config, open_toy, write_toy
+
+from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.pytorch.augment import Augment
+from b2t_kaggle.pytorch.checkpoint import load_file, load_model, save_official
+from b2t_kaggle.pytorch.inference import infer
+from b2t_kaggle.pytorch.launch import launch
+from b2t_kaggle.pytorch.models import build_model, model_names
+from b2t_kaggle.pytorch.parallel import SingleDevice
+from b2t_kaggle.pytorch.streaming import EncoderStream
+from b2t_kaggle.pytorch.trainer import Trainer, train
+from b2t_kaggle.training.checkpoints import CheckpointError
+
+NAMES = model_names()
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('toy')
+    write_toy(folder)
+    open_toy(folder)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def trained(data, tmp_path_factory):
+    "The folder and the result of a training that was never interrupted, by encoder."
+    runs = {}
+    def get(name):
+        if name not in runs:
+            out = tmp_path_factory.mktemp(name)
+            runs[name] = out, train(*open_toy(data), config(name), out, progress=False)
+        return runs[name]
+    return get
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_overfits_a_toy(name, trained):
+    assert trained(name)[1]['val_per'] == 0
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_padding_changes_nothing(name):
+    "What lies beyond a trial's end is garbage here, in both ways to compute it; training and evaluation alike."
+    cfg = config(name)
+    torch.manual_seed(0)
+    model = build_model(cfg.model, 2).eval()
+    for p in model.parameters(): torch.nn.init.normal_(p, std=0.3)
+    n_bins = torch.tensor([60, 31, 44])
+    x = torch.randn(3, 60, 16)
+    garbage = x.clone()
+    for row, n in zip(garbage, n_bins): row[n:] = 1e4 * torch.randn_like(row[n:])
+    day = torch.tensor([0, 1, 1])
+    frames = cfg.model.n_frames(n_bins)
+    clean = model(x, day, n_bins=n_bins)
+    dirty = model(garbage, day, n_bins=n_bins)
+    for i, n in enumerate(frames):
+        torch.testing.assert_close(clean[i, :n], dirty[i, :n], rtol=1e-5, atol=1e-5)
+        alone = model(x[i:i+1, :n_bins[i]], day[i:i+1], n_bins=n_bins[i:i+1])
+        torch.testing.assert_close(clean[i, :n], alone[0, :n], rtol=1e-4, atol=1e-4)
+    assert cfg.model.n_frames(60) == clean.shape[1], 'the configuration says another number of frames than the model gives'
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
+    "SIGKILL as soon as there is a checkpoint; the weights are those of a run that was never killed, bit for bit."
+    command = [sys.executable, str(Path(__file__).with_name('encoders.py')), str(data), str(tmp_path), name, 'pytorch']
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': str(torch.get_num_threads())}
+    p = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (tmp_path/'last.pt').exists():
+        assert p.poll() is None, 'it ended by itself'
+        time.sleep(0.01)
+    p.send_signal(signal.SIGKILL)
+    p.wait()
+    step = load_file(tmp_path/'last.pt')['step']
+    train(*open_toy(data), config(name), tmp_path, progress=False)
+    again, never = (load_file(folder/'last.pt') for folder in (tmp_path, trained(name)[0]))
+    assert 0 < step < again['step'] == never['step'] == 200
+    for k, v in never['model_state_dict'].items(): assert torch.equal(v, again['model_state_dict'][k]), k
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_saves_and_loads(name, data, trained, tmp_path):
+    "`best.pt` holds all of it: what is inferred from the file is what the model in memory says."
+    out, _ = trained(name)
+    model, cfg = load_model(out/'best.pt')
+    assert type(model).Config is type(cfg.model) and cfg.model.name == name
+    store, _ = open_toy(data)
+    logits = infer(out/'best.pt', store, tmp_path/'logits.arrow', 'cpu', 'float32', batch_size=3, progress=False)
+    for i in (0, len(store) - 1):
+        x = Augment(cfg.augment, 0).eval(torch.tensor(np.array(store[i].features))[None])
+        alone = model(x, [int(store.day[i])]).log_softmax(-1)[0].detach()
+        torch.testing.assert_close(torch.from_numpy(logits[i]), alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_official_form_or_refusal(name, trained, tmp_path):
+    model, cfg = load_model(trained(name)[0]/'best.pt')
+    if not cfg.model.has_official_form:
+        with pytest.raises(CheckpointError, match=f'model.name is {name}, which the official kit does not have'):
+            save_official(model, cfg, tmp_path)
+        return
+    back, _ = load_model(save_official(model, cfg, tmp_path))
+    for k, v in model.state_dict().items(): assert torch.equal(v, back.state_dict()[k]), k
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_accumulated_gradients(name, data):
+    "A batch in two parts gives the losses and the gradient of the whole one."
+    results = []
+    for accumulate in (1, 2):
+        cfg = config(name, accumulate=accumulate)
+        trainer = Trainer(*open_toy(data), cfg, SingleDevice(pick_torch('cpu', 'float32')))
+        steps = [trainer.train_step(*trainer.loader(i)) for i in range(3)]
+        results.append(([s.losses.mean() for s in steps], [s.grad_norm for s in steps]))
+    for one, parts in zip(*results): assert parts == pytest.approx(one, rel=2e-3)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_two_processes(name, data, tmp_path):
+    "DistributedDataParallel over gloo takes the steps of one process."
+    few = config(name, num_training_batches=6, batches_per_val_step=6)
+    one = train(*open_toy(data), few, tmp_path/'one', progress=False)
+    two = launch(2, *open_toy(data), few, tmp_path/'two', progress=False)
+    assert two['step'] == one['step'] == 6 and two['val_loss'] == pytest.approx(one['val_loss'], rel=1e-3)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_streams_where_it_is_causal(name, data, trained):
+    "Bins that come in pieces of any length give the frames of the whole trial; an encoder that is not causal says so."
+    model, cfg = load_model(trained(name)[0]/'best.pt')
+    store, _ = open_toy(data)
+    x = np.array(store[3].features, dtype=np.float32)
+    if not model.is_causal:
+        with pytest.raises(NotImplementedError, match=f'model.name = {name}: this model does not stream'):
+            EncoderStream(model, cfg, SESSIONS[0])
+        return
+    stream = EncoderStream(model, cfg, store.index.session[3])
+    pieces = [stream.push(p) for p in np.split(x, [1, 5, 6, 30, 31])]
+    streamed = np.concatenate([*pieces, stream.finish()])
+    whole = model(Augment(cfg.augment, 0).eval(torch.from_numpy(x)[None]), [int(store.day[3])]).log_softmax(-1)[0]
+    np.testing.assert_allclose(streamed, whole.detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_names_are_the_files():
+    files = {p.stem for p in (Path(__file__).parent.parent/'b2t_kaggle'/'pytorch'/'models').glob('*.py')}
+    assert set(NAMES) >= files - {'__init__', 'encoder'}
+    assert {'gru', 'triple_gru'} <= set(NAMES)
