@@ -12,27 +12,30 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from ..phonemes import normalize_sentence, spell_numbers
 from .arpa import open_text
+from ..phonemes import normalize_sentence, spell_numbers
 
 # %% ../../nbs/lm/01_corpus.ipynb #c006
 def _is_file(text) -> bool:
-    "Whether an item of `texts` names a file; a name that looks like a file's and is not there is for `open` to refuse."
+    "Whether an item of `texts` names a file. A missing file whose name looks like one counts, so that `open` raises."
     return isinstance(text, Path) or os.path.isfile(text) or (' ' not in text and text.endswith(('.txt', '.gz')))
 
 def read_lines(
     texts: str | Path | Iterable[str | Path], # Text files (plain or .gz), lines of text, or both
 ) -> Iterator[str]:                           # Lines as they are
-    """Stream the lines of files and lists. A string is a file if one of that name exists, or if it is one word ending in .txt or .gz.
+    """Stream the lines of files and lists.
 
-    Raises `ValueError` that names a file that is not UTF-8 text or not a whole gzip file, `FileNotFoundError` for a missing one."""
+    A string is a file if one of that name exists, or if it is one word ending in .txt or .gz. Raises `ValueError`
+    that names a file that is not UTF-8 text or not a whole gzip file, `FileNotFoundError` for a missing one."""
     for text in [texts] if isinstance(texts, (str, Path)) else texts:
-        if not _is_file(text): yield text
-        else:
-            try:
-                with open_text(text, 'rt') as lines: yield from lines
-            except UnicodeDecodeError as e: raise ValueError(f'{text}: not UTF-8 text ({e}); convert the file, for example with iconv') from None
-            except (gzip.BadGzipFile, EOFError) as e: raise ValueError(f'{text}: not a whole gzip file ({e})') from None
+        if not _is_file(text):
+            yield text
+            continue
+        try:
+            with open_text(text, 'rt') as lines: yield from lines
+        except UnicodeDecodeError as e:
+            raise ValueError(f'{text}: not UTF-8 text ({e}); convert the file, for example with iconv') from None
+        except (gzip.BadGzipFile, EOFError) as e: raise ValueError(f'{text}: not a whole gzip file ({e})') from None
 
 # %% ../../nbs/lm/01_corpus.ipynb #c009
 _TITLES = frozenset('mr mrs ms dr prof st jr sr gen col sgt lt capt rev hon vs no fig vol inc ltd co corp dept'.split())
@@ -42,46 +45,54 @@ def split_sentences(
     line: str, # A line of text
 ) -> list[str]:
     "The sentences of a line."
-    start, out = 0, []
+    sentences = []
+    start = 0
     for m in _BREAK.finditer(line):
         word = m[1].strip('("\'“‘[')
         if word[:-1].lower() in _TITLES or re.fullmatch(r'(?!I\.)(?:[A-Za-z]\.)+', word): continue
-        out.append(line[start:m.end()].strip())
+        sentences.append(line[start:m.end()].strip())
         start = m.end()
-    return [*out, line[start:].strip()] if line[start:].strip() else out
+    rest = line[start:].strip()
+    return [*sentences, rest] if rest else sentences
 
 # %% ../../nbs/lm/01_corpus.ipynb #c012
 _LINK = re.compile(r'(?:https?|www)\S+|(?<!\S)\S+@\S+|[#@]\S+|\b\w+://\S+|(?<!\w\.)\b(?:\w+\.)+\w{2,}')
 
 def _double_link(m: re.Match) -> str:
+    "The letters and digits of a link, twice; what has no letter is no link."
     word = re.sub(r'\W', '', m[0])
-    return word*2 if re.search('[a-zA-Z]', word) else m[0] # 3.14 and #1 are no links
+    return word*2 if re.search('[a-zA-Z]', word) else m[0] # 3.14 and #1 stay
 
 def _unquote(text: str) -> str:
-    "Without the apostrophes around words; the one of a plural's genitive stays, except at the end, where it closes a quotation."
+    """Remove the apostrophes around words.
+
+    The one of a plural's genitive stays, except at the end of the text, where it closes a quotation."""
     words = [w.lstrip("'") for w in text.split() if w.strip("'")]
     return ' '.join(w if w.endswith("s'") and i < len(words) else w.rstrip("'") for i, w in enumerate(words, 1))
 
-_SAME = str.maketrans({'“': '"', '”': '"', '‘': "'", '’': "'", '…': ' ', '–': ' ', '—': ' '})
-_RULES = [ # (what it does, function)
+_PLAIN = str.maketrans({'“': '"', '”': '"', '‘': "'", '’': "'", '…': ' ', '–': ' ', '—': ' '})
+_ABBREVIATION = re.compile(r'\b(?:[a-zA-Z]\.){2,}')
+_RULES = [ # (description, function)
     ('a link, address or hashtag becomes an unknown word', lambda s: _LINK.sub(_double_link, s)),
-    ('letters with dots become one word', lambda s: re.sub(r'\b(?:[a-zA-Z]\.){2,}', lambda m: m[0].replace('.', '').upper(), s)),
-    ('typographic quotes and dashes become plain', lambda s: s.translate(_SAME)),
+    ('letters with dots become one word', lambda s: _ABBREVIATION.sub(lambda m: m[0].replace('.', '').upper(), s)),
+    ('typographic quotes and dashes become plain', lambda s: s.translate(_PLAIN)),
     ("all but letters and ' becomes space, digits too", lambda s: re.sub(r"[^a-zA-Z']", ' ', s)),
     ('lower case', str.lower),
-    ('apostrophes that are quotes go', _unquote),
+    ('apostrophes that are quotes are removed', _unquote),
 ]
 
 # %% ../../nbs/lm/01_corpus.ipynb #c015
-def _year(m: re.Match) -> str:
-    century, rest = divmod(int(m[0]), 100)
-    if century == 20 and rest < 10: return m[0]
-    return spell_numbers(str(century)) + (' hundred' if not rest else ' oh ' + spell_numbers(str(rest)) if rest < 10 else ' ' + spell_numbers(str(rest)))
+def _spell_year(m: re.Match) -> str:
+    "A year from 1800 to 2099 in words; 2000 to 2009 stay, because they are said as numbers."
+    century, year = divmod(int(m[0]), 100)
+    if century == 20 and year < 10: return m[0]
+    if not year: return spell_numbers(str(century)) + ' hundred'
+    return spell_numbers(str(century)) + (' oh ' if year < 10 else ' ') + spell_numbers(str(year))
 
 def _say_numbers(text: str) -> str:
     "Numbers as they are said."
     text = re.sub(r'\d(?:,?\d){15,}', ' ', text)
-    text = re.sub(r'(?<![\w$.,:-])(?:1[89]|20)\d\d(?![\w%:]|[.,-]\d)', _year, text)
+    text = re.sub(r'(?<![\w$.,:-])(?:1[89]|20)\d\d(?![\w%:]|[.,-]\d)', _spell_year, text)
     return spell_numbers(text.replace('%', ' percent'))
 
 # %% ../../nbs/lm/01_corpus.ipynb #c017
@@ -89,11 +100,14 @@ def clean_sentence(
     sentence: str,         # A sentence as it was written
     numbers: bool = False, # Write numbers in words; without it they are cut out, as the official formatter does
 ) -> str | None:           # Lower-case words of letters and apostrophes; none if it should not be used
-    "One sentence by the official rules. One with a single letter that is no word (what is left of a formula or a list) is not used, nor an empty one."
+    """One sentence by the official rules.
+
+    A sentence with a single letter that is no word (the rest of a formula or a list) is not used, nor an empty one."""
     for i, (_, rule) in enumerate(_RULES):
         if i == 1 and numbers: sentence = _say_numbers(sentence) # After the links, which may hold digits
         sentence = rule(sentence)
-    return sentence if sentence and not any(len(w) == 1 and w not in 'ia' for w in sentence.split()) else None
+    has_loose_letter = any(len(w) == 1 and w not in 'ia' for w in sentence.split())
+    return None if not sentence or has_loose_letter else sentence
 
 # %% ../../nbs/lm/01_corpus.ipynb #c020
 def clean_text(
@@ -106,14 +120,18 @@ def clean_text(
     for line in read_lines(texts):
         for sentence in split_sentences(line):
             clean = clean_sentence(sentence, numbers)
-            if clean and (lexicon is None or lexicon.issuperset(clean.split())): yield clean
+            if not clean: continue
+            if lexicon is None or lexicon.issuperset(clean.split()): yield clean
 
 # %% ../../nbs/lm/01_corpus.ipynb #c023
 def read_vocabulary(
     path: str | Path, # A word a line, what follows it is ignored; plain or .gz
 ) -> list[str]:       # Words in lower case, each once, in their order
     "The words of a vocabulary file or pronunciation dictionary; raises `ValueError` if there are none."
-    fields = (line.split(maxsplit=1) for line in read_lines(Path(path)) if not line.startswith((';;;', '#')))
-    words = list(dict.fromkeys(filter(None, (normalize_sentence(re.sub(r'\(\d+\)$', '', f[0])) for f in fields if f))))
+    words = {} # In their order
+    for line in read_lines(Path(path)):
+        if line.startswith((';;;', '#')) or not line.strip(): continue
+        word = normalize_sentence(re.sub(r'\(\d+\)$', '', line.split(maxsplit=1)[0]))
+        if word: words[word] = True
     if not words: raise ValueError(f'{path}: no words, expected one a line')
-    return words
+    return list(words)
