@@ -138,7 +138,7 @@ def report(models, texts):
 def finetune_llm(model, texts, output, epochs, batch_size, dtype):
     "Teach MODEL, a causal language model (a folder, or a name on the hub), the register of TEXTS (one sentence a line): a LoRA adapter, for rescore.adapter together with rescore.end=true."
     from b2t_kaggle.rescoring.finetune import finetune
-    from b2t_kaggle.lm.ngram import read_sentences
+    from b2t_kaggle.lm.corpus import read_sentences
     from b2t_kaggle.rescoring.llm import load_lm
     finetune(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size)
     click.echo(f'Wrote {output}')

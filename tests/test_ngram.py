@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.decoding import ngram
+from b2t_kaggle.lm import kneser_ney
 from b2t_kaggle.lm.kenlm import PROGRAMS, build_programs, find_program, to_binary
 from b2t_kaggle.lm.ngram import NGram, build_ngram, perplexity_report
 
@@ -247,10 +247,10 @@ def test_written_text_is_cleaned(tmp_path):
 
 def test_parts_change_nothing():
     "However little is sorted at a time, the tables are the same."
-    tokens, words = ngram._tokens(zipf_sentences(200, 50, 0))
-    whole = ngram.count_ngrams(tokens, len(words), 4)
+    tokens, words = kneser_ney.tokenize(zipf_sentences(200, 50, 0))
+    whole = kneser_ney.count_ngrams(tokens, len(words), 4)
     for part in (1, 7, 1000):
-        for a, b in zip(whole, ngram.count_ngrams(tokens, len(words), 4, part)):
+        for a, b in zip(whole, kneser_ney.count_ngrams(tokens, len(words), 4, part)):
             for x, y in zip(a, b): np.testing.assert_array_equal(x, y)
 
 
@@ -259,9 +259,9 @@ def test_scales(tmp_path):
     sentences = zipf_sentences(20_000, 5000, 1)
     start = time.perf_counter()
     tracemalloc.start()
-    tokens, words = ngram._tokens(sentences)
-    tables = ngram.count_ngrams(tokens, len(words), 4, part=20_000)
-    for _ in ngram.kneser_ney(tables, [np.ones(len(t.first), bool) for t in tables]): pass
+    tokens, words = kneser_ney.tokenize(sentences)
+    tables = kneser_ney.count_ngrams(tokens, len(words), 4, part=20_000)
+    for _ in kneser_ney.kneser_ney(tables, [np.ones(len(t.first), bool) for t in tables]): pass
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak/len(tokens) < 80 # Bytes: 4 GB
