@@ -62,7 +62,7 @@ def clean(texts, output, numbers, vocab):
 def build(texts, output, order, prune, threshold, vocab, clean, numbers, estimator):
     "An n-gram model of TEXTS (plain or .gz) by modified Kneser-Ney smoothing, as an ARPA file."
     from b2t_kaggle.files import atomic_path
-    from b2t_kaggle.lm.interpolate import prune_ngram
+    from b2t_kaggle.lm.prune import prune_ngram
     from b2t_kaggle.lm.corpus import read_vocabulary
     from b2t_kaggle.lm.ngram import build_ngram, model_report
     with atomic_path(output) as tmp: # What is not pruned yet never has the name of what is
@@ -78,8 +78,8 @@ def build(texts, output, order, prune, threshold, vocab, clean, numbers, estimat
 @click.option('--weights', callback=_weights, help='Weights instead, such as 0.7,0.3.')
 def mix(models, output, dev, weights):
     "One model of several ARPA files, their probabilities mixed by weights."
-    from b2t_kaggle.lm.interpolate import mix_ngrams
-    click.echo(mix_ngrams(models, output, dev=dev, weights=weights).to_string() + f'\nWrote {output}')
+    from b2t_kaggle.lm.interpolate import interpolate_ngrams
+    click.echo(interpolate_ngrams(models, output, dev=dev, weights=weights).to_string() + f'\nWrote {output}')
 
 # %% ../nbs/12_cli_lm.ipynb #c010
 @click.command()
@@ -88,7 +88,7 @@ def mix(models, output, dev, weights):
 @click.option('--threshold', required=True, type=float, callback=_threshold, help='Leave out what raises the perplexity by a smaller share, such as 1e-8; 0 only mends a model for KenLM.')
 def prune(model, output, threshold):
     "Prune an ARPA file by relative entropy."
-    from b2t_kaggle.lm.interpolate import prune_ngram
+    from b2t_kaggle.lm.prune import prune_ngram
     from b2t_kaggle.lm.ngram import model_report
     prune_ngram(model, output, threshold)
     click.echo(model_report([model, output]).to_string() + f'\nWrote {output}')

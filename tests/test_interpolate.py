@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from b2t_kaggle.lm.arpa import ArpaError, Grams, read_arpa, read_counts, write_arpa
-from b2t_kaggle.lm.interpolate import from_arpa, mix_ngrams, mixture_weights, prune_ngram, removal_costs, write_backoff
+from b2t_kaggle.lm.backoff import from_arpa, write_backoff
+from b2t_kaggle.lm.interpolate import interpolate_ngrams, interpolation_weights
+from b2t_kaggle.lm.prune import prune_ngram, removal_costs
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
@@ -34,7 +36,7 @@ def test_mixture(tmp_path_factory, one, two, order, other_order, weight, rng):
     "Models of different orders and vocabularies: every n-gram of the union has its mixed probability."
     tmp = tmp_path_factory.mktemp('mix')
     paths = [build_ngram(t, tmp/f'{n}.arpa', order=min(o, max(len(s.split()) for s in t) + 2), estimator='own') for n, t, o in (('one', one, order), ('two', two, other_order))]
-    mix_ngrams(paths, tmp/'mix.arpa', weights=[weight, 1 - weight])
+    interpolate_ngrams(paths, tmp/'mix.arpa', weights=[weight, 1 - weight])
     contexts = [[], *(rng.choices('abcdefgz', k=k) for k in (1, 2, 3))]
     assert_normalised(tmp/'mix.arpa', contexts)
     mixed, *parts = map(NGram.load, [tmp/'mix.arpa', *paths])
@@ -73,10 +75,10 @@ def test_weights_find_the_mixture():
     models = rng.dirichlet(np.full(50, .3), 3)
     weights = np.array([.6, .3, .1])
     words = rng.choice(50, 40_000, p=weights @ models)
-    found = mixture_weights(models[:, words].T)
+    found = interpolation_weights(models[:, words].T)
     np.testing.assert_allclose(found, weights, atol=.03)
-    np.testing.assert_allclose(mixture_weights(np.concatenate([models[:, words].T, np.zeros((500, 3))])), found)
-    with pytest.raises(ValueError, match='no model knows a word'): mixture_weights(np.zeros((5, 2)))
+    np.testing.assert_allclose(interpolation_weights(np.concatenate([models[:, words].T, np.zeros((500, 3))])), found)
+    with pytest.raises(ValueError, match='no model knows a word'): interpolation_weights(np.zeros((5, 2)))
 
 
 TEXT = [' '.join(random.Random(i).choices('abcdefgh', k=7)) for i in range(60)]
@@ -116,7 +118,7 @@ def test_suffixes_that_others_pruned_are_added(tmp_path):
 def test_capitals_and_lower_case_mix(tmp_path):
     path = build_ngram([f'{s} want to' for s in TEXT], tmp_path/'lm.arpa', order=3, estimator='own')
     (tmp_path/'data.arpa').write_text(re.sub(r'(?<=[\t ])(?!<)\S+', lambda m: m[0].upper(), path.read_text()).replace('<unk>', '<UNK>'))
-    mix_ngrams([tmp_path/'data.arpa', path], tmp_path/'mix.arpa', weights=[1, 1])
+    interpolate_ngrams([tmp_path/'data.arpa', path], tmp_path/'mix.arpa', weights=[1, 1])
     mixed, lm = NGram.load(tmp_path/'mix.arpa'), NGram.load(path)
     assert read_counts(tmp_path/'mix.arpa') == read_counts(path)
     for s in TEXT[:20]: assert mixed.score(s) == pytest.approx(lm.score(s), abs=1e-3)
@@ -131,8 +133,8 @@ def test_pruning_by_nothing_changes_nothing(tmp_path):
 
 def test_refuses(tmp_path):
     path = build_ngram(TEXT, tmp_path/'lm.arpa', order=2, estimator='own')
-    with pytest.raises(ValueError, match='development text'): mix_ngrams([path], tmp_path/'x')
-    with pytest.raises(ValueError, match='expected 1'): mix_ngrams([path], tmp_path/'x', weights=[-1])
+    with pytest.raises(ValueError, match='development text'): interpolate_ngrams([path], tmp_path/'x')
+    with pytest.raises(ValueError, match='expected 1'): interpolate_ngrams([path], tmp_path/'x', weights=[-1])
     (tmp_path/'twice.arpa').write_text(path.read_text().replace('\n\n\\end', '\n' + path.read_text().split('\\2-grams:\n')[1].split('\n')[0] + '\n\n\\end').replace(
         f'ngram 2={read_counts(path)[1]}', f'ngram 2={read_counts(path)[1] + 1}'))
     with pytest.raises(ArpaError, match='twice.arpa: a 2-gram stands twice'): prune_ngram(tmp_path/'twice.arpa', tmp_path/'x', 0)
