@@ -18,16 +18,22 @@ def models(draw):
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sizes = [len(WORDS), *(draw(st.integers(0, 12)) for _ in range(order - 1))]
     ids = [np.arange(len(WORDS))[:, None], *(rng.integers(0, len(WORDS), (m, n)) for n, m in enumerate(sizes[1:], 2))]
-    return [Grams(i, -rng.exponential(2, len(i)).astype(np.float32), rng.normal(size=len(i)).astype(np.float32)*(n < order)) for n, i in enumerate(ids, 1)]
+    grams = []
+    for n, i in enumerate(ids, 1):
+        log_prob = -rng.exponential(2, len(i)).astype(np.float32)
+        grams.append(Grams(i, log_prob, rng.normal(size=len(i)).astype(np.float32)*(n < order)))
+    return grams
 
 
 @settings(max_examples=40)
 @given(models(), st.integers(1, 9), st.booleans(), st.booleans())
 def test_round_trip(tmp_path_factory, grams, size, gz, sparse):
     path = tmp_path_factory.mktemp('arpa')/('lm.arpa.gz' if gz else 'lm.arpa')
-    write_arpa(path, WORDS, [len(g.ids) for g in grams], [Grams(*(x[i:i + size] for x in g)) for g in grams for i in range(0, len(g.ids), size)])
+    parts = [Grams(*(x[i:i + size] for x in g)) for g in grams for i in range(0, len(g.ids), size)]
+    write_arpa(path, WORDS, [len(g.ids) for g in grams], parts)
     if sparse and not gz: # As SRILM writes: some backoffs missing; those that are left out read as 0
-        lines = [line.rsplit('\t', 1)[0] if line.count('\t') == 2 and i % 2 else line for i, line in enumerate(path.read_text().splitlines())]
+        lines = path.read_text().splitlines()
+        lines = [x.rsplit('\t', 1)[0] if x.count('\t') == 2 and i % 2 else x for i, x in enumerate(lines)]
         path.write_text('\n'.join(lines) + '\n')
     read = read_arpa(path)
     assert read.words == WORDS and read_counts(path) == [len(g.ids) for g in grams]

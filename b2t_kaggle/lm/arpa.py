@@ -312,12 +312,20 @@ class _Head:
             self.counts.append(int(count))
         return line
 
+@contextmanager
+def _open_arpa(path: Path) -> Iterator[BinaryIO]:
+    "Open a file to read its bytes; raises `ArpaError` if it is gzipped and damaged."
+    try:
+        with open_text(path, 'rb') as f: yield f
+    except (gzip.BadGzipFile, zlib.error, EOFError) as e:
+        raise ArpaError(f'{path}: not a whole gzip file ({e}); fetch or write it again') from None
+
 def read_counts(
     path: str | Path, # ARPA file, plain or .gz
 ) -> list[int]:       # n-grams per order, unigrams first
     "How many n-grams the head of an ARPA file says it has; raises `ArpaError` that names file and line."
     head = _Head(path)
-    with open_text(path, 'rb') as f: head.read_counts(f)
+    with _open_arpa(head.path) as f: head.read_counts(f)
     return head.counts
 
 # %% ../../nbs/lm/00_arpa.ipynb #c034
@@ -356,10 +364,7 @@ class ArpaReader(_Head):
         return list(map(_swap_case, words)) if in_capitals(set(words)) else words
 
     def __iter__(self) -> Iterator[Grams]:
-        try:
-            with open_text(self.path, 'rb') as f: yield from self._read_sections(f)
-        except (gzip.BadGzipFile, zlib.error, EOFError) as e:
-            raise ArpaError(f'{self.path}: not a whole gzip file ({e}); fetch or write it again') from None
+        with _open_arpa(self.path) as f: yield from self._read_sections(f)
 
     def _read_sections(self, f: BinaryIO) -> Iterator[Grams]:
         "The n-grams of all orders."
