@@ -90,7 +90,7 @@ def test_states_merge_histories_as_kenlm_does(model):
 
 
 def model_with_gaps():
-    """A pruned model: of some n-grams the shorter ones that they end in are missing, and so are <unk> and some backoffs.
+    """A pruned model: <unk>, some backoffs, and shorter n-grams in which others end are missing.
 
     One backoff raises probabilities."""
     pairs = ['<s> a\t-0.1', 'a c\t0.05', 'c b\t-0.7', *(f'{x} {y}\t-0.2' for x in 'bdef' for y in 'acdef')]
@@ -183,7 +183,8 @@ def unigrams(path, words):
 
 
 @pytest.mark.parametrize('words', [
-    ['THE', 'YES', 'NO', 'yes', 'McX', "IT'S"], ['the', 'of', 'YES', 'Mcx'], ['THE', 'the'], ['NAÏVE', 'IN'], ['x', 'X'],
+    ['THE', 'YES', 'NO', 'yes', 'McX', "IT'S"], ['the', 'of', 'YES', 'Mcx'], ['THE', 'the'], ['NAÏVE', 'IN'],
+    ['x', 'X'],
 ])
 @pytest.mark.parametrize('unknown', ['<unk>', '<UNK>'])
 def test_capitals(words, unknown, tmp_path):
@@ -231,7 +232,7 @@ def test_words_that_no_model_knows(tmp_path):
 
 @pytest.mark.skipif(not Path('/proc/self/smaps').exists(), reason='needs /proc/self/smaps')
 def test_binaries_stay_on_disk(model, tmp_path):
-    "Of a KenLM binary nothing but its head is in memory before it is asked; all of it is where KenLM loads it by itself."
+    "Only the head of a KenLM binary is in memory before it is queried; all of it is where KenLM loads it by itself."
     if not find_program('build_binary'): pytest.skip("KenLM's programs are not here; build them with `b2t lm programs`")
     def resident(path):
         kb = 0

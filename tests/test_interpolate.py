@@ -17,7 +17,12 @@ from b2t_kaggle.lm.prune import prune_ngram, removal_costs
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
-sentences = lambda letters: st.lists(st.lists(st.sampled_from(letters), min_size=1, max_size=6).map(' '.join), min_size=1, max_size=12)
+
+
+def sentences(letters):
+    "Texts of 1 to 12 sentences of 1 to 6 words, each of them a letter."
+    sentence = st.lists(st.sampled_from(letters), min_size=1, max_size=6).map(' '.join)
+    return st.lists(sentence, min_size=1, max_size=12)
 
 
 def prob(lm, context, word):
@@ -123,7 +128,8 @@ def test_suffixes_that_others_pruned_are_added(tmp_path):
     a, b = NGram.load(holes), NGram.load(tmp_path/'closed.arpa')
     for s in TEXT: assert a.score(s) == pytest.approx(b.score(s), abs=1e-4)
     words = ['<unk>', '<s>', '</s>', *map(str, range(20))]
-    ids = [(i,) for i in range(23)], [(1, i) for i in range(3, 23)], [(1, i, j) for i in range(3, 23) for j in range(3, 23)]
+    numbers = range(3, 23)
+    ids = [(i,) for i in range(23)], [(1, i) for i in numbers], [(1, i, j) for i in numbers for j in numbers]
     grams = [Grams(np.array(i), np.full(len(i), -1.5), np.zeros(len(i))) for i in ids]
     write_arpa(tmp_path/'many.arpa', words, list(map(len, ids)), grams)
     with pytest.raises(ValueError, match='b2t lm prune .*many.arpa -o NEW.arpa --threshold 0'):
@@ -160,6 +166,8 @@ def test_refuses(tmp_path):
     first_bigram = content.split('\\2-grams:\n')[1].split('\n')[0]
     content = content.replace('\n\n\\end', f'\n{first_bigram}\n\n\\end')
     (tmp_path/'twice.arpa').write_text(content.replace(f'ngram 2={n_bigrams}', f'ngram 2={n_bigrams + 1}'))
-    with pytest.raises(ArpaError, match='twice.arpa: a 2-gram stands twice'): prune_ngram(tmp_path/'twice.arpa', tmp_path/'x', 0)
+    with pytest.raises(ArpaError, match='twice.arpa: a 2-gram stands twice'):
+        prune_ngram(tmp_path/'twice.arpa', tmp_path/'x', 0)
     (tmp_path/'no.arpa').write_text('\\data\\\nngram 1=1\n\n\\1-grams:\n-1\ta\n\n\\end\\\n')
-    with pytest.raises(ArpaError, match='no.arpa: the model has no unigram <s>'): prune_ngram(tmp_path/'no.arpa', tmp_path/'x', 0)
+    with pytest.raises(ArpaError, match='no.arpa: the model has no unigram <s>'):
+        prune_ngram(tmp_path/'no.arpa', tmp_path/'x', 0)
