@@ -18,16 +18,22 @@ def models(draw):
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     sizes = [len(WORDS), *(draw(st.integers(0, 12)) for _ in range(order - 1))]
     ids = [np.arange(len(WORDS))[:, None], *(rng.integers(0, len(WORDS), (m, n)) for n, m in enumerate(sizes[1:], 2))]
-    return [Grams(i, -rng.exponential(2, len(i)).astype(np.float32), rng.normal(size=len(i)).astype(np.float32)*(n < order)) for n, i in enumerate(ids, 1)]
+    grams = []
+    for n, i in enumerate(ids, 1):
+        log_prob = -rng.exponential(2, len(i)).astype(np.float32)
+        grams.append(Grams(i, log_prob, rng.normal(size=len(i)).astype(np.float32)*(n < order)))
+    return grams
 
 
 @settings(max_examples=40)
 @given(models(), st.integers(1, 9), st.booleans(), st.booleans())
 def test_round_trip(tmp_path_factory, grams, size, gz, sparse):
     path = tmp_path_factory.mktemp('arpa')/('lm.arpa.gz' if gz else 'lm.arpa')
-    write_arpa(path, WORDS, [len(g.ids) for g in grams], [Grams(*(x[i:i + size] for x in g)) for g in grams for i in range(0, len(g.ids), size)])
+    parts = [Grams(*(x[i:i + size] for x in g)) for g in grams for i in range(0, len(g.ids), size)]
+    write_arpa(path, WORDS, [len(g.ids) for g in grams], parts)
     if sparse and not gz: # As SRILM writes: some backoffs missing; those that are left out read as 0
-        lines = [line.rsplit('\t', 1)[0] if line.count('\t') == 2 and i % 2 else line for i, line in enumerate(path.read_text().splitlines())]
+        lines = path.read_text().splitlines()
+        lines = [x.rsplit('\t', 1)[0] if x.count('\t') == 2 and i % 2 else x for i, x in enumerate(lines)]
         path.write_text('\n'.join(lines) + '\n')
     read = read_arpa(path)
     assert read.words == WORDS and read_counts(path) == [len(g.ids) for g in grams]
@@ -38,13 +44,16 @@ def test_round_trip(tmp_path_factory, grams, size, gz, sparse):
         np.testing.assert_allclose(got.log_prob, wrote.log_prob, rtol=1e-6)
         kept = np.isclose(got.backoff, wrote.backoff, rtol=1e-5)
         assert kept.all() or sparse and (got.backoff[~kept] == 0).all()
-        np.testing.assert_array_equal(np.concatenate([p.ids for p in pieces if p.ids.shape[1] == n] or [got.ids]), got.ids)
+        of_order = [p.ids for p in pieces if p.ids.shape[1] == n]
+        np.testing.assert_array_equal(np.concatenate(of_order or [got.ids]), got.ids)
 
 
 @settings(max_examples=150)
 @given(models(), st.integers(0, 10**6), st.binary(min_size=0, max_size=3), st.integers(0, 3), st.booleans())
 def test_damage_is_named_or_harmless(tmp_path_factory, grams, at, new, old, gz):
-    "Bytes replaced, put in or cut out anywhere: either the file can still be read, or `ArpaError` names file and line, or the gzip file."
+    """Bytes replaced, put in or cut out anywhere: the file can still be read, or `ArpaError` names file and line.
+
+    For a gzip file that cannot be unpacked it names the file."""
     path = tmp_path_factory.mktemp('arpa')/('lm.arpa.gz' if gz else 'lm.arpa')
     write_arpa(path, WORDS, [len(g.ids) for g in grams], grams)
     data = path.read_bytes()
@@ -77,6 +86,9 @@ def test_only_whole_files_are_written(tmp_path):
 
 
 def test_cut_gzip(tmp_path):
-    whole = gzip.compress(b'\\data\\\nngram 1=99999\n\n\\1-grams:\n' + b''.join(b'-1\tw%d\t0\n' % i for i in range(5000)))
+    unigrams = b''.join(b'-1\tw%d\t0\n' % i for i in range(5000))
+    whole = gzip.compress(b'\\data\\\nngram 1=99999\n\n\\1-grams:\n' + unigrams)
     (tmp_path/'cut.arpa.gz').write_bytes(whole[:len(whole)//2])
     with pytest.raises(ArpaError, match='cut.arpa.gz: not a whole gzip file'): read_arpa(tmp_path/'cut.arpa.gz')
+    (tmp_path/'cut.arpa.gz').write_bytes(whole[:12])
+    with pytest.raises(ArpaError, match='cut.arpa.gz: not a whole gzip file'): read_counts(tmp_path/'cut.arpa.gz')

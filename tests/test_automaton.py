@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from b2t_kaggle.decoding import automaton
+from b2t_kaggle.lm import automaton
 from b2t_kaggle.lm.arpa import ArpaError, Grams, read_arpa, write_arpa
 from b2t_kaggle.lm.automaton import Automaton, check_words, find, step
 from b2t_kaggle.lm.kenlm import find_program, to_binary
@@ -22,14 +22,16 @@ pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
 def zipf_text(n, seed):
     "Sentences of 1 to 12 words of some 700, frequent and rare ones."
-    rng, names = np.random.default_rng(seed), np.array([a + b + c for a in 'bcdfghjlm' for b in 'aeiou' for c in 'bcdfghjklmnpqrst'])
+    rng = np.random.default_rng(seed)
+    names = np.array([a + b + c for a in 'bcdfghjlm' for b in 'aeiou' for c in 'bcdfghjklmnpqrst'])
     return [' '.join(names[np.minimum(rng.zipf(1.3, rng.integers(1, 13)), len(names) - 1)]) for _ in range(n)]
 
 
 @njit
 def scores_along(lm, begin, end, words, starts):
     "log10 probabilities of the words of sentences, and of their ends."
-    out, n = np.empty(len(words) + len(starts) - 1, np.float32), 0
+    out = np.empty(len(words) + len(starts) - 1, np.float32)
+    n = 0
     for i in range(len(starts) - 1):
         state = begin
         for k in range(starts[i], starts[i + 1]):
@@ -44,7 +46,8 @@ def compare(automaton, lm, sentences):
     "The largest difference of log10 probabilities, and how many there were."
     words = [s.split() for s in sentences]
     starts = np.cumsum([0, *map(len, words)])
-    ours = scores_along(automaton.arrays, automaton.begin, automaton.end, automaton.ids([w for ws in words for w in ws]), starts)
+    ids = automaton.ids([w for ws in words for w in ws])
+    ours = scores_along(automaton.arrays, automaton.begin, automaton.end, ids, starts)
     theirs = np.fromiter((score for s in sentences for score, _, _ in lm.model.full_scores(s)), np.float32, len(ours))
     return np.abs(ours - theirs).max(), len(ours)
 
@@ -52,13 +55,16 @@ def compare(automaton, lm, sentences):
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
     text = zipf_text(30_000, 0)
-    return text, build_ngram(text, tmp_path_factory.mktemp('lm')/'lm.arpa', order=4, prune=(0, 0, 1), estimator='own')
+    path = tmp_path_factory.mktemp('lm')/'lm.arpa'
+    return text, build_ngram(text, path, order=4, prune=(0, 0, 1), estimator='own')
 
 
 def test_a_million_questions(model):
     text, path = model
-    rng, automaton = np.random.default_rng(1), Automaton.load(path)
-    seen = text + [' '.join(rng.permutation((a + ' ' + b).split())) for a, b in zip(text, text[1:])] # What it knows, and what it does not
+    rng = np.random.default_rng(1)
+    automaton = Automaton.load(path)
+    mixed_up = [' '.join(rng.permutation((a + ' ' + b).split())) for a, b in zip(text, text[1:])]
+    seen = text + mixed_up # n-grams that it has, and others of the same words
     new = zipf_text(60_000, 2) + ['unknown ' + s + ' words of others' for s in text[:2000]]
     worst, n = compare(automaton, NGram.load(path), seen + new)
     assert n > 1_000_000 and worst < 1e-5
@@ -67,30 +73,41 @@ def test_a_million_questions(model):
 def test_states_merge_histories_as_kenlm_does(model):
     "As many states as KenLM tells apart, so the search recombines no less."
     text, path = model
-    automaton, lm, pairs = Automaton.load(path), NGram.load(path).model, set()
+    automaton = Automaton.load(path)
+    lm = NGram.load(path).model
+    pairs = set()
     for s in text[:3000]:
-        ours, before = automaton.begin, kenlm.State()
+        ours = automaton.begin
+        before = kenlm.State()
         lm.BeginSentenceWrite(before)
         for word, w in zip(s.split(), automaton.ids(s.split())):
             after = kenlm.State()
             lm.BaseScore(before, word, after)
-            before, ours = after, step(automaton.arrays, ours, w)[1]
+            before = after
+            _, ours = step(automaton.arrays, ours, w)
             pairs.add((ours, before))
     assert len(pairs) == len({o for o, _ in pairs}) == len({k for _, k in pairs}) > 1000
 
 
 def model_with_gaps():
-    "A pruned model: of some n-grams the shorter ones that they end in are missing, and so are <unk> and some backoffs; one backoff raises probabilities."
+    """A pruned model: <unk>, some backoffs, and shorter n-grams in which others end are missing.
+
+    One backoff raises probabilities."""
     pairs = ['<s> a\t-0.1', 'a c\t0.05', 'c b\t-0.7', *(f'{x} {y}\t-0.2' for x in 'bdef' for y in 'acdef')]
-    return '\n'.join(['\\data\\', 'ngram 1=8', f'ngram 2={len(pairs)}', 'ngram 3=3', '', '\\1-grams:', '-99\t<s>\t-0.5', '-1.0\t</s>', '-0.9\ta\t-0.25', '-1.1\tb', '-2e0\tc\t-0.125',
-                      *(f'-1.{i}\t{w}\t-0.{i}' for i, w in enumerate('def', 1)), '', '\\2-grams:', *(f'-0.{i % 7 + 3}\t{p}' for i, p in enumerate(pairs)), '',
-                      '\\3-grams:', '-0.01\t<s> a b', '-0.02\ta c a', '-0.5\tb c b', '', '\\end\\', ''])
+    head = ['\\data\\', 'ngram 1=8', f'ngram 2={len(pairs)}', 'ngram 3=3']
+    unigrams = ['-99\t<s>\t-0.5', '-1.0\t</s>', '-0.9\ta\t-0.25', '-1.1\tb', '-2e0\tc\t-0.125',
+                *(f'-1.{i}\t{w}\t-0.{i}' for i, w in enumerate('def', 1))]
+    bigrams = [f'-0.{i % 7 + 3}\t{p}' for i, p in enumerate(pairs)]
+    trigrams = ['-0.01\t<s> a b', '-0.02\ta c a', '-0.5\tb c b']
+    return '\n'.join([*head, '', '\\1-grams:', *unigrams, '', '\\2-grams:', *bigrams, '', '\\3-grams:', *trigrams, '',
+                      '\\end\\', ''])
 
 
 def test_pruned_files(tmp_path):
     (tmp_path/'lm.arpa').write_text(model_with_gaps())
     with gzip.open(tmp_path/'lm.arpa.gz', 'wt') as f: f.write(model_with_gaps())
-    lm, rng = NGram.load(tmp_path/'lm.arpa'), np.random.default_rng(0)
+    lm = NGram.load(tmp_path/'lm.arpa')
+    rng = np.random.default_rng(0)
     sentences = [' '.join(rng.choice(['a', 'b', 'c', 'd', 'x'], rng.integers(0, 7))) for _ in range(2000)]
     for name in ('lm.arpa', 'lm.arpa.gz'): assert compare(Automaton.load(tmp_path/name), lm, sentences)[0] < 1e-5
     assert Automaton.load(tmp_path/'lm.arpa').score('x', eos=False) == pytest.approx(-100.5*math.log(10), abs=1e-3)
@@ -103,11 +120,11 @@ def test_orders(order, tmp_path):
     assert compare(Automaton.load(path), NGram.load(path), text + zipf_text(300, 4))[0] < 1e-5
 
 
-class Kept(Automaton): CACHED = 0
+class Kept(Automaton): MIN_CACHED_BYTES = 0
 
 
 def test_kept_files(model, tmp_path):
-    "What is kept beside the file is used while it fits, replaced when the file changes, and never half written."
+    "Arrays that are kept beside the file are used while they fit, replaced when the file changes, never half written."
     path = tmp_path/'lm.arpa'
     path.write_bytes(model[1].read_bytes())
     first = Kept.load(path)
@@ -125,11 +142,13 @@ def test_kept_files(model, tmp_path):
 
 def test_folders_that_cannot_be_written_to(tmp_path, monkeypatch):
     "The user's cache keeps the arrays of such files, of each its own."
-    save, build, built = automaton._save, automaton._build, []
+    write_cache = automaton._write_cache
+    build = automaton._build
+    built = []
     def read_only(place, *rest):
         if place.name.endswith('.arpa.automaton'): raise OSError(errno.EROFS, 'Read-only file system')
-        save(place, *rest)
-    monkeypatch.setattr(automaton, '_save', read_only) # Root may write to any folder
+        write_cache(place, *rest)
+    monkeypatch.setattr(automaton, '_write_cache', read_only) # Root may write to any folder
     monkeypatch.setattr(automaton, '_build', lambda path: built.append(path) or build(path))
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     paths = [tmp_path/name/'lm.arpa' for name in 'ab']
@@ -158,29 +177,38 @@ def test_full_disks(model, tmp_path, monkeypatch):
 
 def unigrams(path, words):
     "A model of words that differ in probability."
-    write_arpa(path, words, [len(words)], [Grams(np.arange(len(words))[:, None], -1 - np.arange(len(words))/8, np.zeros(len(words)))])
+    ids = np.arange(len(words))
+    write_arpa(path, words, [len(words)], [Grams(ids[:, None], -1 - ids/8, np.zeros(len(words)))])
     return path
 
 
-@pytest.mark.parametrize('words', [['THE', 'YES', 'NO', 'yes', 'McX', "IT'S"], ['the', 'of', 'YES', 'Mcx'], ['THE', 'the'], ['NAÏVE', 'IN'], ['x', 'X']])
+@pytest.mark.parametrize('words', [
+    ['THE', 'YES', 'NO', 'yes', 'McX', "IT'S"], ['the', 'of', 'YES', 'Mcx'], ['THE', 'the'], ['NAÏVE', 'IN'],
+    ['x', 'X'],
+])
 @pytest.mark.parametrize('unknown', ['<unk>', '<UNK>'])
 def test_capitals(words, unknown, tmp_path):
     "KenLM, automaton and reader take the same models for models in capitals, and say the same of each word."
     path = unigrams(tmp_path/'lm.arpa', [unknown, '<s>', '</s>', *words])
-    lm, ours, read = NGram.load(path), Automaton.load(path), read_arpa(path)
+    lm = NGram.load(path)
+    ours = Automaton.load(path)
+    read = read_arpa(path)
     probabilities = dict(zip(read.words, read.grams[0].log_prob))
     for w in ('the', 'yes', 'no', 'of', 'in', "it's", 'mcx', 'naïve', 'x', 'else'):
         expected = lm.score(w, False, False)
-        assert ours.score(w, False, False) == pytest.approx(expected, abs=1e-5) and (w in ours) == (w in lm) == (w in probabilities)
+        assert ours.score(w, False, False) == pytest.approx(expected, abs=1e-5)
+        assert (w in ours) == (w in lm) == (w in probabilities)
         assert math.log(10)*probabilities.get(w, -1) == pytest.approx(expected, abs=1e-5)
     assert len(set(read.words)) == len(read.words) == len(words) + 3
 
 
 def test_other_encodings(tmp_path):
     "Words that are no UTF-8 are words like others, are written as they were read, and can be named in a complaint."
-    path, other = tmp_path/'lm.arpa', tmp_path/'other.arpa'
+    path = tmp_path/'lm.arpa'
+    other = tmp_path/'other.arpa'
     path.write_bytes(re.sub(rb'(?<=[\t ])a(?=[\t\n ])', b'na\xefve', model_with_gaps().encode()))
-    lm, same = NGram.load(path), Automaton.load(path)
+    lm = NGram.load(path)
+    same = Automaton.load(path)
     for s in ('b c', 'f d', 'x', 'c b'): assert same.score(s) == pytest.approx(lm.score(s), abs=1e-5)
     assert b'na\xefve'.decode(errors='surrogateescape') in same
     model = read_arpa(path)
@@ -191,21 +219,24 @@ def test_other_encodings(tmp_path):
 
 
 def test_both_spellings_of_unk(tmp_path):
-    with pytest.raises(ArpaError, match='<unk> and <UNK>'): Automaton.load(unigrams(tmp_path/'lm.arpa', ['<unk>', '<UNK>', '<s>', '</s>', 'a']))
+    path = unigrams(tmp_path/'lm.arpa', ['<unk>', '<UNK>', '<s>', '</s>', 'a'])
+    with pytest.raises(ArpaError, match='<unk> and <UNK>'): Automaton.load(path)
 
 
 def test_words_that_no_model_knows(tmp_path):
     lm = Automaton.load(unigrams(tmp_path/'lm.arpa', ['<unk>', '<s>', '</s>', 'Haus', 'Hof']))
     check_words(lm, ['maus', 'Hof'])
-    with pytest.raises(ValueError, match="lm.arpa: knows none of the 2 words to be decoded, such as 'house', among its 5, such as 'Haus'; give"): check_words(lm, ['house', 'yard'])
+    message = "lm.arpa: knows none of the 2 words to be decoded, such as 'house', among its 5, such as 'Haus'; give"
+    with pytest.raises(ValueError, match=message): check_words(lm, ['house', 'yard'])
 
 
 @pytest.mark.skipif(not Path('/proc/self/smaps').exists(), reason='needs /proc/self/smaps')
 def test_binaries_stay_on_disk(model, tmp_path):
-    "Of a KenLM binary nothing but its head is in memory before it is asked; all of it is where KenLM loads it by itself."
+    "Only the head of a KenLM binary is in memory before it is queried; all of it is where KenLM loads it by itself."
     if not find_program('build_binary'): pytest.skip("KenLM's programs are not here; build them with `b2t lm programs`")
     def resident(path):
-        kb, ours = 0, False
+        kb = 0
+        ours = False
         for line in open('/proc/self/smaps'):
             if not line.split()[0].endswith(':'): ours = line.rstrip().endswith(str(path))
             elif ours and line.startswith('Rss:'): kb += int(line.split()[1])
@@ -217,7 +248,8 @@ def test_binaries_stay_on_disk(model, tmp_path):
 
 def test_large_ids_do_not_collide():
     "Keys hold state and word side by side, whatever their size."
-    rng, table = np.random.default_rng(0), automaton._no_arcs(3000)
+    rng = np.random.default_rng(0)
+    table = automaton._empty_table(3000)
     keys = {(int(s) << 32) | int(w) for s, w in rng.integers(0, 2**31 - 1, (3000, 2))}
     for k in keys: table[find(table, k)]['key'] = k
     assert all(table[find(table, k)]['key'] == k for k in keys)

@@ -1,4 +1,4 @@
-"`b2t lm …`: each verb and option, and how it fails: it says why, and what was there before stays."
+"`b2t lm …`: each verb and option; where one fails, it reports why, and the file that was there before stays."
 import io
 import re
 import shutil
@@ -9,18 +9,28 @@ import pytest
 from click.testing import CliRunner
 
 from b2t_kaggle.cli import main
-from b2t_kaggle.decoding import backoff
+from b2t_kaggle.lm import prune
 from b2t_kaggle.lm.arpa import open_text, read_counts
 from b2t_kaggle.lm.kenlm import PROGRAMS, find_program, programs_folder
 from b2t_kaggle.lm.ngram import NGram
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
-needs = lambda *names: pytest.mark.skipif(not all(map(find_program, names)), reason=f"KenLM's {' and '.join(names)} not here; `b2t lm programs` builds them")
 
+TEXT = 'Dr. Smith bought 2 tickets. He paid $5 for each of them, and went home.\n'*3 + (
+    'The cat sat on the mat. A dog sat there, too.\n')
 FILES = {
-    'text.txt': 'Dr. Smith bought 2 tickets. He paid $5 for each of them, and went home.\n'*3 + 'The cat sat on the mat. A dog sat there, too.\n',
-    'dev.txt': 'he went home\nthe dog sat on the mat\n', 'x/dev.txt': 'he went\n', 'words.txt': 'He\nWENT\nhome\nthe\ncat\nsat\non\nmat\n', 'empty.txt': '\n',
+    'text.txt': TEXT,
+    'dev.txt': 'he went home\nthe dog sat on the mat\n',
+    'x/dev.txt': 'he went\n',
+    'words.txt': 'He\nWENT\nhome\nthe\ncat\nsat\non\nmat\n',
+    'empty.txt': '\n',
 }
+
+
+def needs(*names):
+    "Skip a test where some of KenLM's programs are missing."
+    reason = f"KenLM's {' and '.join(names)} not here; `b2t lm programs` builds them"
+    return pytest.mark.skipif(not all(map(find_program, names)), reason=reason)
 
 
 def lm(*args) -> tuple[int, str]:
@@ -29,9 +39,9 @@ def lm(*args) -> tuple[int, str]:
 
 
 def ok(*args) -> str:
-    code, said = lm(*args)
-    assert code == 0, said
-    return said
+    code, output = lm(*args)
+    assert code == 0, output
+    return output
 
 
 @pytest.fixture(scope='module')
@@ -47,7 +57,7 @@ def made(tmp_path_factory):
     return d
 
 
-@pytest.mark.parametrize('command, code, says', [
+@pytest.mark.parametrize('command, code, message', [
     ('clean text.txt --vocab empty.txt', 1, 'empty.txt: no words'),
     ('clean latin.txt', 1, 'latin.txt: not UTF-8 text'),
     ('clean nothing.txt', 2, 'nothing.txt. does not exist'),
@@ -75,11 +85,11 @@ def made(tmp_path_factory):
     ('binary a/lm.arpa --kind small', 2, '--kind'),
     pytest.param('binary text.txt', 1, 'build_binary of .*text.txt failed', marks=needs('build_binary')),
 ])
-def test_refuses(command, code, says, made, tmp_path):
+def test_refuses(command, code, message, made, tmp_path):
     (tmp_path/'out.arpa').write_text('old')
     verb, *args = (str(made/x) if '.arpa' in x or '.txt' in x else x for x in command.split())
-    found, said = lm(verb, *args, '-o', tmp_path/'out.arpa')
-    assert found == code and re.search(f'(?s)Error: .*{says}', said), said
+    found, output = lm(verb, *args, '-o', tmp_path/'out.arpa')
+    assert found == code and re.search(f'(?s)Error: .*{message}', output), output
     assert [p.name for p in tmp_path.iterdir()] == ['out.arpa'] and (tmp_path/'out.arpa').read_text() == 'old'
 
 
@@ -94,8 +104,8 @@ def test_clean(made, tmp_path):
 
 def test_build(made, tmp_path):
     def built(*options, text='text.txt', name='lm.arpa'):
-        said = ok('build', made/text, '-o', tmp_path/name, '--order', 3, '--estimator', 'own', *options)
-        assert f'Wrote {tmp_path/name}' in said
+        output = ok('build', made/text, '-o', tmp_path/name, '--order', 3, '--estimator', 'own', *options)
+        assert f'Wrote {tmp_path/name}' in output
         return NGram.load(tmp_path/name), read_counts(tmp_path/name)
     plain, counts = built()
     assert 'two' in plain and 'smith' in plain and len(counts) == 3
@@ -112,14 +122,19 @@ def test_build(made, tmp_path):
 def test_interrupted_pruning_leaves_the_old_model(made, tmp_path, monkeypatch):
     (tmp_path/'lm.arpa').write_text('old')
     def full(*args): raise OSError('No space left on device')
-    monkeypatch.setattr(backoff, 'write_backoff', full)
-    assert lm('build', made/'text.txt', '-o', tmp_path/'lm.arpa', '--estimator', 'own', '--threshold', '1e-3') == (1, 'Error: No space left on device\n')
+    monkeypatch.setattr(prune, 'write_backoff', full)
+    options = ['--estimator', 'own', '--threshold', '1e-3']
+    found = lm('build', made/'text.txt', '-o', tmp_path/'lm.arpa', *options)
+    assert found == (1, 'Error: No space left on device\n')
     assert [p.name for p in tmp_path.iterdir()] == ['lm.arpa'] and (tmp_path/'lm.arpa').read_text() == 'old'
 
 
 def test_mix(made, tmp_path):
     paths = [made/'a'/'lm.arpa', made/'b'/'lm.arpa']
-    weights = lambda said: [float(next(line.split()[-1] for line in said.splitlines() if line.startswith(str(p)))) for p in paths]
+    def weights(output):
+        "The number on the line of each model."
+        lines = output.splitlines()
+        return [float(next(x.split()[-1] for x in lines if x.startswith(str(p)))) for p in paths]
     assert weights(ok('mix', *paths, '-o', tmp_path/'given.arpa', '--weights', '3,1')) == [.75, .25]
     tuned = weights(ok('mix', *paths, '-o', tmp_path/'tuned.arpa', '--dev', made/'dev.txt'))
     assert sum(tuned) == pytest.approx(1, abs=1e-5) and tuned[1] > .5 # It was made of that text
@@ -127,15 +142,19 @@ def test_mix(made, tmp_path):
 
 
 def test_prune(made, tmp_path):
-    said = ok('prune', made/'a'/'lm.arpa', '-o', tmp_path/'lm.arpa', '--threshold', '1e-2')
-    assert str(made/'a'/'lm.arpa') in said and sum(read_counts(tmp_path/'lm.arpa')) < sum(read_counts(made/'a'/'lm.arpa'))
+    full = made/'a'/'lm.arpa'
+    output = ok('prune', full, '-o', tmp_path/'lm.arpa', '--threshold', '1e-2')
+    assert str(full) in output and sum(read_counts(tmp_path/'lm.arpa')) < sum(read_counts(full))
 
 
 @needs('build_binary')
-@pytest.mark.parametrize('options, exact', [(['--kind', 'probing'], True), (['--bits', 0], True), (['--bits', 4], False), ([], False)])
+@pytest.mark.parametrize('options, exact', [
+    (['--kind', 'probing'], True), (['--bits', 0], True), (['--bits', 4], False), ([], False),
+])
 def test_binary(options, exact, made, tmp_path):
-    assert 'lm.bin' in ok('binary', made/'a'/'lm.arpa', '-o', tmp_path/'lm.bin', *options)
-    ours, theirs = (NGram.load(p).score('the cat paid for the tickets') for p in (made/'a'/'lm.arpa', tmp_path/'lm.bin'))
+    arpa = made/'a'/'lm.arpa'
+    assert 'lm.bin' in ok('binary', arpa, '-o', tmp_path/'lm.bin', *options)
+    ours, theirs = (NGram.load(p).score('the cat paid for the tickets') for p in (arpa, tmp_path/'lm.bin'))
     assert theirs == pytest.approx(ours, abs=1e-4 if exact else 2)
 
 
@@ -145,16 +164,16 @@ def test_build_by_lmplz(made, tmp_path):
     assert read_counts(tmp_path/'lm.arpa') == read_counts(made/'a'/'lm.arpa')
 
 
-@pytest.mark.parametrize('command, says', [
+@pytest.mark.parametrize('command, message', [
     ('build {text} -o {out} --estimator lmplz', 'no lmplz on the PATH; .*b2t lm programs'),
     ('binary {model} -o {out}', 'no build_binary on the PATH; .*b2t lm programs'),
     ('programs', 'no cmake, .*apt-get install cmake'),
 ])
-def test_without_programs(command, says, made, tmp_path, monkeypatch):
+def test_without_programs(command, message, made, tmp_path, monkeypatch):
     monkeypatch.setenv('PATH', '')
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    code, said = lm(*command.format(text=made/'text.txt', model=made/'a'/'lm.arpa', out=tmp_path/'out').split())
-    assert code == 1 and re.match(f'Error: .*{says}', said) and not list(tmp_path.iterdir()), said
+    code, output = lm(*command.format(text=made/'text.txt', model=made/'a'/'lm.arpa', out=tmp_path/'out').split())
+    assert code == 1 and re.match(f'Error: .*{message}', output) and not list(tmp_path.iterdir()), output
 
 
 def source_archive(path, code, name='CMakeLists.txt'):
@@ -177,19 +196,22 @@ endforeach()
 
 @pytest.mark.skipif(not (shutil.which('cmake') and shutil.which('c++')), reason='no cmake and C++ compiler here')
 def test_programs(tmp_path, monkeypatch):
-    "Unpacked, built and put where they are found; what fails is said, and what was there stays."
+    "Unpacked, built and put where they are found; a failure is reported, and the programs that were there stay."
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     good = source_archive(tmp_path/'good.tar.gz', '#include <cstdio>\nint main() { puts(NAME); }\n')
-    said = ok('programs', '--source', good)
+    output = ok('programs', '--source', good)
     for p in PROGRAMS:
-        assert f'Wrote {programs_folder()/p}' in said and subprocess.run([programs_folder()/p], capture_output=True, text=True, check=True).stdout == f'{p}\n'
-    code, said = lm('programs', programs_folder(), '--source', source_archive(tmp_path/'bad.tar.gz', '#include <boost/nothing.hpp>\n'))
-    assert code == 1 and 'the build failed' in said and 'boost/nothing.hpp' in said
-    code, said = lm('programs', programs_folder(), '--source', source_archive(tmp_path/'other.tar.gz', '', 'README'))
-    assert code == 1 and 'other.tar.gz: no CMakeLists.txt' in said
+        assert f'Wrote {programs_folder()/p}' in output
+        printed = subprocess.run([programs_folder()/p], capture_output=True, text=True, check=True).stdout
+        assert printed == f'{p}\n'
+    bad = source_archive(tmp_path/'bad.tar.gz', '#include <boost/nothing.hpp>\n')
+    code, output = lm('programs', programs_folder(), '--source', bad)
+    assert code == 1 and 'the build failed' in output and 'boost/nothing.hpp' in output
+    code, output = lm('programs', programs_folder(), '--source', source_archive(tmp_path/'other.tar.gz', '', 'README'))
+    assert code == 1 and 'other.tar.gz: no CMakeLists.txt' in output
     (tmp_path/'text.tar.gz').write_text('text')
-    code, said = lm('programs', tmp_path/'new', '--source', tmp_path/'text.tar.gz')
-    assert code == 1 and 'text.tar.gz: not a source archive' in said and not (tmp_path/'new').exists()
+    code, output = lm('programs', tmp_path/'new', '--source', tmp_path/'text.tar.gz')
+    assert code == 1 and 'text.tar.gz: not a source archive' in output and not (tmp_path/'new').exists()
     assert sorted(p.name for p in programs_folder().iterdir()) == sorted(PROGRAMS)
 
 
@@ -197,15 +219,16 @@ def test_report(made):
     "Models and texts of one name are told apart by their folders."
     models, texts = [made/'a'/'lm.arpa', made/'b'/'lm.arpa'], [made/'dev.txt', made/'x'/'dev.txt']
     fits, sizes = ok('report', *models, *(x for t in texts for x in ('--text', t))).split('\n\n')
-    assert len(fits.splitlines()) == 2 + 4 and all(fits.count(str(m)) == 1 for m in models) and all(fits.count(str(t)) == 2 for t in texts)
+    assert len(fits.splitlines()) == 2 + 4
+    assert all(fits.count(str(m)) == 1 for m in models) and all(fits.count(str(t)) == 2 for t in texts)
     assert all(sizes.count(str(m)) == 1 for m in models)
 
 
-@pytest.mark.parametrize('args, code, says', [
+@pytest.mark.parametrize('args, code, message', [
     (('text.txt', '--text', 'dev.txt'), 1, 'text.txt: neither an ARPA file nor a KenLM binary .*line 1'),
     (('a/lm.arpa',), 2, '--text'),
     (('a/lm.arpa', '--text', 'nothing.txt'), 2, 'nothing.txt. does not exist'),
 ])
-def test_report_refuses(args, code, says, made):
-    found, said = lm('report', *(a if a.startswith('--') else made/a for a in args))
-    assert found == code and re.search(f'(?s)Error: .*{says}', said), said
+def test_report_refuses(args, code, message, made):
+    found, output = lm('report', *(a if a.startswith('--') else made/a for a in args))
+    assert found == code and re.search(f'(?s)Error: .*{message}', output), output

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.decoding import ngram
+from b2t_kaggle.lm import kneser_ney
 from b2t_kaggle.lm.kenlm import PROGRAMS, build_programs, find_program, to_binary
 from b2t_kaggle.lm.ngram import NGram, build_ngram, perplexity_report
 
@@ -65,22 +65,43 @@ def zipf_sentences(n, vocab, seed):
     letters = str.maketrans('0123456789', 'abcdefghij')
     draw = lambda k: [str(i).translate(letters) for i in np.minimum(rng.zipf(1.3, k), vocab)]
     phrases = [draw(4) for _ in range(n//2)]
-    return [' '.join(draw(rng.integers(0, 6)) + phrases[int(rng.integers(len(phrases))**.8)] + draw(rng.integers(0, 6))) for _ in range(n)]
+    def sentence():
+        before = draw(rng.integers(0, 6))
+        phrase = phrases[int(rng.integers(len(phrases))**.8)]
+        return ' '.join(before + phrase + draw(rng.integers(0, 6)))
+    return [sentence() for _ in range(n)]
 
 
-if 'BUILD_KENLM' in os.environ and not all(map(find_program, PROGRAMS)): build_programs() # A minute and a network: only where asked for
-needs_lmplz = pytest.mark.skipif(not find_program('lmplz'), reason="KenLM's program lmplz is not here; `b2t lm programs` builds it")
+# A minute and a network: only where asked for
+if 'BUILD_KENLM' in os.environ and not all(map(find_program, PROGRAMS)): build_programs()
+
+
+def needs(*names):
+    "Skip a test where some of KenLM's programs are missing."
+    reason = f"KenLM's {' and '.join(names)} not here; `b2t lm programs` builds them"
+    return pytest.mark.skipif(not all(map(find_program, names)), reason=reason)
+
+
+needs_lmplz = needs('lmplz')
 
 
 @needs_lmplz
 @pytest.mark.parametrize('order', [1, 2, 3, 5])
-@pytest.mark.parametrize('options', [{}, {'prune': (0, 0, 1)}, {'prune': (0, 1, 2)}, {'prune': (1,)}, {'vocab': True}, {'vocab': True, 'prune': (0, 0, 1)}])
+@pytest.mark.parametrize('options', [
+    {}, {'prune': (0, 0, 1)}, {'prune': (0, 1, 2)}, {'prune': (1,)},
+    {'vocab': True}, {'vocab': True, 'prune': (0, 0, 1)},
+])
 @pytest.mark.parametrize('text', ['small', 'zipf', 'last'])
 def test_equals_lmplz(order, options, text, tmp_path):
-    # 'last': a word that is last in the text's order of first occurrence and whose adjusted count differs from its count
-    sentences = {'small': SENTENCES, 'zipf': zipf_sentences(2000, 300, 0), 'last': zipf_sentences(300, 300, 0) + ['x y']*3}[text]
+    # 'last': the last new word of the text has an adjusted count that differs from its count
+    sentences = {
+        'small': SENTENCES,
+        'zipf': zipf_sentences(2000, 300, 0),
+        'last': zipf_sentences(300, 300, 0) + ['x y']*3,
+    }[text]
     if options.get('vocab'): options = options | {'vocab': sorted({w for s in sentences for w in s.split()})[::2]}
-    ours, theirs = (read_arpa(build_ngram(sentences, tmp_path/f'{e}.arpa', order=order, estimator=e, **options)) for e in ('own', 'lmplz'))
+    build = lambda e: build_ngram(sentences, tmp_path/f'{e}.arpa', order=order, estimator=e, **options)
+    ours, theirs = (read_arpa(build(estimator)) for estimator in ('own', 'lmplz'))
     assert ours.keys() == theirs.keys()
     keys = list(ours)
     np.testing.assert_allclose([ours[k] for k in keys], [theirs[k] for k in keys], atol=1e-4, rtol=0)
@@ -97,17 +118,20 @@ sentence = st.lists(st.sampled_from('abcdef'), min_size=1, max_size=6).map(' '.j
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(sentence, min_size=1, max_size=12), st.integers(1, 3), st.sampled_from([(0,), (0, 1), (0, 0, 1)]), st.booleans(), st.randoms())
+@given(st.lists(sentence, min_size=1, max_size=12), st.integers(1, 3), st.sampled_from([(0,), (0, 1), (0, 0, 1)]),
+       st.booleans(), st.randoms())
 def test_probabilities_sum_to_one(tmp_path_factory, sentences, order, prune, restrict, random):
     "After any context, seen or not, the words, <unk> and </s> share a probability of one."
     vocab = 'abcd' if restrict else None
-    path = build_ngram(sentences, tmp_path_factory.mktemp('lm')/'lm.arpa', order=order, prune=prune, vocab=vocab, estimator='own')
+    path = tmp_path_factory.mktemp('lm')/'lm.arpa'
+    build_ngram(sentences, path, order=order, prune=prune, vocab=vocab, estimator='own')
     lm = NGram.load(path)
     words = sorted({w for s in sentences for w in s.split() if not restrict or w in vocab})
     assert all(w in lm for w in words) or restrict or prune != (0,)
     for context in ([], [random.choice('abcdef')], random.choices('abcdef', k=2)):
         before = lm.score(context, eos=False)
-        total = sum(math.exp(lm.score([*context, w], eos=False) - before) for w in (*words, 'unknown')) + math.exp(lm.score(context) - before)
+        after = [lm.score([*context, w], eos=False) for w in (*words, 'unknown')] + [lm.score(context)]
+        total = sum(math.exp(s - before) for s in after)
         assert total == pytest.approx(1, abs=1e-4)
 
 
@@ -147,11 +171,12 @@ def test_build_refuses(call, error, words, estimator, tmp_path):
 def test_lmplz_must_be_there(monkeypatch, tmp_path):
     monkeypatch.setenv('PATH', str(tmp_path))
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    with pytest.raises(FileNotFoundError, match='no lmplz'): build_ngram(SENTENCES, tmp_path/'lm.arpa', estimator='lmplz')
+    with pytest.raises(FileNotFoundError, match='no lmplz'):
+        build_ngram(SENTENCES, tmp_path/'lm.arpa', estimator='lmplz')
     assert build_ngram(SENTENCES, tmp_path/'lm.arpa').exists()
 
 
-def test_small_text_is_said(tmp_path):
+def test_warns_of_small_text(tmp_path):
     with pytest.warns(UserWarning, match='too little text'): build_ngram(['a b'], tmp_path/'lm.arpa', order=2)
 
 
@@ -186,8 +211,10 @@ def test_other_files(tmp_path):
     with pytest.raises(ValueError, match='cut.arpa.gz'): NGram.load(tmp_path/'cut.arpa.gz')
 
 
-@pytest.mark.skipif(not find_program('build_binary'), reason="KenLM's program build_binary is not here; `b2t lm programs` builds it")
-@pytest.mark.parametrize('kind, bits, suffix', [('probing', None, '.arpa'), ('trie', None, '.arpa.gz'), ('trie', 8, '.arpa')])
+@needs('build_binary')
+@pytest.mark.parametrize('kind, bits, suffix', [
+    ('probing', None, '.arpa'), ('trie', None, '.arpa.gz'), ('trie', 8, '.arpa'),
+])
 def test_kenlm_binaries(kind, bits, suffix, tmp_path):
     arpa = build_ngram(zipf_sentences(300, 300, 0), tmp_path/f'lm{suffix}', estimator='own')
     lm, binary = NGram.load(arpa), NGram.load(to_binary(arpa, tmp_path/'lm.bin', kind, bits))
@@ -200,10 +227,12 @@ def test_kenlm_binaries(kind, bits, suffix, tmp_path):
     assert binary.score('') == NGram.load(tmp_path/'lm.bin').score('') # The old one is still there
 
 
-@pytest.mark.skipif(not all(map(find_program, PROGRAMS)), reason="KenLM's programs are not all here; `b2t lm programs` builds them")
+@needs(*PROGRAMS)
 def test_programs_run(tmp_path):
     text = ''.join(f'{s}\n' for s in SENTENCES)
-    run = lambda name, *args, given='': subprocess.run([find_program(name), *args], input=given, capture_output=True, text=True, check=True).stdout
+    def run(name, *args, given=''):
+        command = [find_program(name), *args]
+        return subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout
     (tmp_path/'lm.arpa').write_text(run('lmplz', '-o', '2', '--discount_fallback', '-S', '50M', given=text))
     lm = NGram.load(to_binary(tmp_path/'lm.arpa', tmp_path/'lm.bin', bits=None))
     total = re.search(r'Total: (-[\d.]+)', run('query', tmp_path/'lm.bin', given=SENTENCES[0] + '\n'))
@@ -216,14 +245,16 @@ def test_programs_run(tmp_path):
 def test_perplexity_report(tmp_path):
     lm = NGram.load(build_ngram(SENTENCES, tmp_path/'lm.arpa', estimator='own'))
     r = perplexity_report(lm, {'seen': SENTENCES, 'new': ['i want pizza', 'pizza']})
-    assert r.loc['new', ['sentences', 'words', 'oov', 'frequent_oov']].tolist() == [2, 4, 2, 'pizza'] and r.loc['seen', 'oov'] == 0
+    assert r.loc['new', ['sentences', 'words', 'oov', 'frequent_oov']].tolist() == [2, 4, 2, 'pizza']
+    assert r.loc['seen', 'oov'] == 0
     log_prob = sum(lm.score(s) for s in SENTENCES)
-    assert r.loc['seen', 'perplexity'] == pytest.approx(math.exp(-log_prob/sum(len(s.split()) + 1 for s in SENTENCES)), rel=1e-5)
+    n = sum(len(s.split()) + 1 for s in SENTENCES)
+    assert r.loc['seen', 'perplexity'] == pytest.approx(math.exp(-log_prob/n), rel=1e-5)
 
 
 @pytest.mark.parametrize('suffix', ['.arpa', '.arpa.gz'])
 def test_capitals(suffix, tmp_path):
-    "What participants have: a 5-gram in capitals. It is asked in lower case, whole sentences and word by word."
+    "A 5-gram in capitals, as participants have, is queried in lower case, whole sentences and word by word."
     text = build_ngram(SENTENCES, tmp_path/'lower.arpa', order=5, estimator='own').read_text()
     upper = tmp_path/f'upper{suffix}'
     capitals = '\n' + re.sub(r'(?<=[\t ])(?!<)\S+', lambda m: m[0].upper(), text)
@@ -231,7 +262,8 @@ def test_capitals(suffix, tmp_path):
     lm, same = NGram.load(tmp_path/'lower.arpa'), NGram.load(upper)
     for s in [*SENTENCES, 'an unknown word', '']: assert same.score(s) == pytest.approx(lm.score(s), abs=1e-5)
     assert 'want' in same and 'pizza' not in same and same.order == 5
-    pd.testing.assert_frame_equal(perplexity_report(lm, {'text': SENTENCES}), perplexity_report(same, {'text': SENTENCES}), rtol=1e-5)
+    reports = [perplexity_report(m, {'text': SENTENCES}) for m in (lm, same)]
+    pd.testing.assert_frame_equal(*reports, rtol=1e-5)
     scores = []
     for m in (lm, same):
         state, after = kenlm.State(), kenlm.State()
@@ -241,27 +273,31 @@ def test_capitals(suffix, tmp_path):
 
 
 def test_written_text_is_cleaned(tmp_path):
-    lm = NGram.load(build_ngram(['Mr. Doe said: “I’m 30.” See www.x.org! Let x be 1.'], tmp_path/'lm.arpa', order=2, clean=True, numbers=True, estimator='own'))
+    text = ['Mr. Doe said: “I’m 30.” See www.x.org! Let x be 1.']
+    path = build_ngram(text, tmp_path/'lm.arpa', order=2, clean=True, numbers=True, estimator='own')
+    lm = NGram.load(path)
     assert all(w in lm for w in "mr doe said i'm thirty see wwwxorgwwwxorg".split()) and 'x' not in lm
 
 
 def test_parts_change_nothing():
     "However little is sorted at a time, the tables are the same."
-    tokens, words = ngram._tokens(zipf_sentences(200, 50, 0))
-    whole = ngram.count_ngrams(tokens, len(words), 4)
+    tokens, words = kneser_ney.tokenize(zipf_sentences(200, 50, 0))
+    whole = kneser_ney.count_ngrams(tokens, len(words), 4)
     for part in (1, 7, 1000):
-        for a, b in zip(whole, ngram.count_ngrams(tokens, len(words), 4, part)):
+        for a, b in zip(whole, kneser_ney.count_ngrams(tokens, len(words), 4, part)):
             for x, y in zip(a, b): np.testing.assert_array_equal(x, y)
 
 
 def test_scales(tmp_path):
-    "200,000 words in seconds and within the memory that lets 50 million fit into 8 GB; and the model knows them better than chance."
+    """200,000 words take seconds, and so little memory that 50 million fit into 8 GB.
+
+    The model's perplexity is far below chance."""
     sentences = zipf_sentences(20_000, 5000, 1)
     start = time.perf_counter()
     tracemalloc.start()
-    tokens, words = ngram._tokens(sentences)
-    tables = ngram.count_ngrams(tokens, len(words), 4, part=20_000)
-    for _ in ngram.kneser_ney(tables, [np.ones(len(t.first), bool) for t in tables]): pass
+    tokens, words = kneser_ney.tokenize(sentences)
+    tables = kneser_ney.count_ngrams(tokens, len(words), 4, part=20_000)
+    for _ in kneser_ney.kneser_ney(tables, [np.ones(len(t.first), bool) for t in tables]): pass
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak/len(tokens) < 80 # Bytes: 4 GB

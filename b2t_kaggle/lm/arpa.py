@@ -11,6 +11,7 @@ import gzip
 import shutil
 import tempfile
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -37,14 +38,19 @@ class Arpa(NamedTuple):
     words: list[str]   # Word of each id
     grams: list[Grams] # n-grams per order, unigrams first, in the file's order; unigram i is word i
 
-# %% ../../nbs/lm/00_arpa.ipynb #c008
+# %% ../../nbs/lm/00_arpa.ipynb #c010
 def open_text(
     path: str | Path, # The file; `.gz` is gzipped
     mode: str,        # As in `open`; a `b` gives its bytes
 ):
-    "Open a UTF-8 text file. What is no UTF-8 fails when it is read, but words of another encoding that an `ArpaReader` has read are written as they were."
-    how = {} if 'b' in mode else dict(encoding='utf-8', errors='strict' if 'r' in mode else 'surrogateescape')
-    return gzip.open(path, mode, **how) if str(path).endswith('.gz') else open(path, mode, **how)
+    """Open a UTF-8 text file.
+
+    Bytes that are not UTF-8 raise `UnicodeDecodeError` when they are read.
+    Words of another encoding that an `ArpaReader` has read are written as they were."""
+    encoding = {}
+    if 'b' not in mode: encoding = dict(encoding='utf-8', errors='strict' if 'r' in mode else 'surrogateescape')
+    opener = gzip.open if str(path).endswith('.gz') else open
+    return opener(path, mode, **encoding)
 
 def is_kenlm_binary(path: str | Path) -> bool:
     "Whether a file begins as KenLM's binary models do."
@@ -52,7 +58,7 @@ def is_kenlm_binary(path: str | Path) -> bool:
 
 @contextmanager
 def plain_text(path: str | Path):
-    "The file itself, or a temporary copy of it that is not gzipped: KenLM reads gzipped files only where it was built with zlib."
+    "The path of the file itself, or of a temporary copy that is not gzipped."
     path = Path(path)
     if path.suffix != '.gz': yield path
     else:
@@ -61,11 +67,19 @@ def plain_text(path: str | Path):
             plain.flush()
             yield Path(plain.name)
 
-# %% ../../nbs/lm/00_arpa.ipynb #c010
-def _lines(words: list[str], g: Grams, backoff: bool) -> Iterator[str]:
-    text = (' '.join(map(words.__getitem__, ids)) for ids in g.ids.tolist())
-    if backoff: return (f'{p:.7g}\t{w}\t{b:.7g}\n' for p, w, b in zip(g.log_prob.tolist(), text, g.backoff.tolist()))
-    return (f'{p:.7g}\t{w}\n' for p, w in zip(g.log_prob.tolist(), text))
+# %% ../../nbs/lm/00_arpa.ipynb #c013
+def _format_lines(words: list[str], grams: Grams, with_backoff: bool) -> Iterator[str]:
+    "The line of each n-gram."
+    log_prob = grams.log_prob.tolist()
+    text = (' '.join(map(words.__getitem__, ids)) for ids in grams.ids.tolist())
+    if with_backoff:
+        return (f'{p:.7g}\t{w}\t{b:.7g}\n' for p, w, b in zip(log_prob, text, grams.backoff.tolist()))
+    return (f'{p:.7g}\t{w}\n' for p, w in zip(log_prob, text))
+
+def _begin_sections(f, begun: int, order: int) -> int:
+    "Write the headings of the sections after `begun` up to `order`; returns the order of the last section begun."
+    for n in range(begun + 1, order + 1): f.write(f'\n\\{n}-grams:\n')
+    return max(begun, order)
 
 def write_arpa(
     path: str | Path,       # File to write; .gz is compressed
@@ -73,84 +87,92 @@ def write_arpa(
     counts: list[int],      # n-grams per order
     grams: Iterable[Grams], # The n-grams, in pieces of any size, low orders first
 ) -> None:
-    "Write an ARPA file whole or not at all."
+    "Write an ARPA file whole or not at all; raises `ValueError` if other numbers of n-grams came than `counts`."
     counts = [*counts, *[0]*(2 - len(counts))] # KenLM reads nothing smaller than a bigram model
     written = [0]*len(counts)
-    with atomic_path(path) as tmp, open_text(tmp, 'wt') as f:
-        def begin(n): f.write(f'\n\\{n}-grams:\n')
-        f.write('\\data\\\n' + ''.join(f'ngram {n}={c}\n' for n, c in enumerate(counts, 1)))
-        n = 0
-        for g in grams:
-            while n < g.ids.shape[1]: begin(n := n + 1)
-            f.writelines(_lines(words, g, n < len(counts)))
-            written[n - 1] += len(g.ids)
-        while n < len(counts): begin(n := n + 1)
+    with atomic_path(path) as scratch, open_text(scratch, 'wt') as f:
+        f.write('\\data\\\n' + ''.join(f'ngram {n}={count}\n' for n, count in enumerate(counts, 1)))
+        order = 0
+        for piece in grams:
+            order = _begin_sections(f, order, piece.ids.shape[1])
+            f.writelines(_format_lines(words, piece, order < len(counts)))
+            written[order - 1] += len(piece.ids)
+        _begin_sections(f, order, len(counts))
         f.write('\n\\end\\\n')
         if written != counts: raise ValueError(f'{path}: {written} n-grams came, expected {counts}')
 
-# %% ../../nbs/lm/00_arpa.ipynb #c013
-def _entry(
+# %% ../../nbs/lm/00_arpa.ipynb #c018
+def _parse_number(field: bytes) -> float:
+    "A finite number; raises `ValueError` that says what was found."
+    found = field[:20].decode(errors='replace')
+    try: number = float(field)
+    except ValueError: raise ValueError(f'found {found!r}, expected a number') from None
+    if not np.isfinite(number): raise ValueError(f'found {found}, expected a finite number')
+    return number
+
+def _parse_line(
     line: bytes, # Line of an n-gram
     n: int,      # Its order
-    ids,         # Id of each word
+    ids: dict[bytes, int], # Id of each word
 ) -> tuple[list[int], float, float]: # Word ids, log-probability, backoff
     "One n-gram; raises `ValueError` that says what was found and expected."
     fields = line.split()
-    if len(fields) not in (n + 1, n + 2): raise ValueError(f'found {len(fields)} fields, expected a log-probability, {n} words and perhaps a backoff')
-    numbers = []
-    for x in (fields[0], *fields[n + 1:]):
-        try: numbers.append(float(x))
-        except ValueError: raise ValueError(f'found {x[:20].decode(errors="replace")!r}, expected a number') from None
-        if not np.isfinite(numbers[-1]): raise ValueError(f'found {x[:20].decode()}, expected a finite number')
-    if numbers[0] > 0: raise ValueError(f'found the log-probability {numbers[0]}, expected at most 0')
-    for w in fields[1:n + 1]:
-        if w not in ids: raise ValueError(f'found the word {w.decode(errors="replace")!r}, which is not among the unigrams')
-    return [ids[w] for w in fields[1:n + 1]], numbers[0], numbers[1] if len(numbers) == 2 else 0.
+    if len(fields) not in (n + 1, n + 2):
+        raise ValueError(f'found {len(fields)} fields, expected a log-probability, {n} words and perhaps a backoff')
+    log_prob = _parse_number(fields[0])
+    backoff = _parse_number(fields[n + 1]) if len(fields) == n + 2 else 0.
+    if log_prob > 0: raise ValueError(f'found the log-probability {log_prob}, expected at most 0')
+    words = fields[1:n + 1]
+    for w in words:
+        if w not in ids:
+            raise ValueError(f'found the word {w.decode(errors="replace")!r}, which is not among the unigrams')
+    return [ids[w] for w in words], log_prob, backoff
 
-# %% ../../nbs/lm/00_arpa.ipynb #c016
+# %% ../../nbs/lm/00_arpa.ipynb #c021
 _jit = njit(cache=True, nogil=True)
-_TENS = 10.**np.arange(19)
-
-@_jit
-def _hash(text, a, b):
-    "FNV-1a of text[a:b] in 63 bits."
-    h = -3750763034362895579
-    for i in range(a, b): h = (h ^ np.int64(text[i]))*1099511628211
-    return (h ^ (h >> 32)) & 0x7fffffffffffffff
 
 class WordTable(NamedTuple):
-    "A hash table of words, whose size is a power of two."
-    keys: np.ndarray # Hash of a word, -1 where free
-    ids: np.ndarray  # Its number
+    "A hash table of words with open addressing, whose size is a power of two."
+    keys: np.ndarray # Hash of a word, -1 where free [size] int64
+    ids: np.ndarray  # Its number [size] int32
 
 @_jit
-def _place(keys, key):
-    "Where `key` stands, or the free place where it belongs."
+def _hash(text, begin, end):
+    "FNV-1a of text[begin:end] in 63 bits."
+    h = -3750763034362895579
+    for i in range(begin, end): h = (h ^ np.int64(text[i]))*1099511628211
+    return (h ^ (h >> 32)) & 0x7fffffffffffffff
+
+@_jit
+def _slot(keys, key):
+    "Where `key` is, or the free place where it belongs."
     at = key & (len(keys) - 1)
     while keys[at] != key and keys[at] >= 0: at = (at + 1) & (len(keys) - 1)
     return at
 
+# %% ../../nbs/lm/00_arpa.ipynb #c023
 @_jit
-def _fill(table, text, start):
-    "Number the words text[start[i]:start[i + 1]]; returns two that have the same hash, or -1."
-    for i in range(len(start) - 1):
-        key = _hash(text, start[i], start[i + 1])
-        at = _place(table.keys, key)
+def _fill(table, text, starts):
+    "Number the words text[starts[i]:starts[i + 1]]; returns two that have the same hash, or -1."
+    for i in range(len(starts) - 1):
+        key = _hash(text, starts[i], starts[i + 1])
+        at = _slot(table.keys, key)
         if table.keys[at] >= 0: return np.int64(table.ids[at]), i
-        table.keys[at], table.ids[at] = key, i
+        table.keys[at] = key
+        table.ids[at] = i
     return -1, -1
 
 @_jit
-def _ids(table, text, start):
-    out = np.empty(len(start) - 1, np.int32)
-    for i in range(len(out)):
-        at = _place(table.keys, _hash(text, start[i], start[i + 1]))
-        out[i] = table.ids[at] if table.keys[at] >= 0 else -1
-    return out
+def _look_up(table, text, starts):
+    "The number of each word text[starts[i]:starts[i + 1]], -1 for those that are not in the table."
+    ids = np.empty(len(starts) - 1, np.int32)
+    for i in range(len(ids)):
+        at = _slot(table.keys, _hash(text, starts[i], starts[i + 1]))
+        ids[i] = table.ids[at] if table.keys[at] >= 0 else -1
+    return ids
 
-# %% ../../nbs/lm/00_arpa.ipynb #c017
 def _joined(words: Collection[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    "Words one behind the other, and where each begins."
+    "Words one behind the other [characters + 1] uint8, and where each begins and the last ends [W + 1]."
     return np.frombuffer(b''.join(words) + b' ', np.uint8), np.cumsum([0, *map(len, words)])
 
 def word_table(
@@ -160,7 +182,9 @@ def word_table(
     size = 1 << (2*len(words) + 2).bit_length()
     table = WordTable(np.full(size, -1), np.zeros(size, np.int32))
     same = _fill(table, *_joined(words))
-    if same[0] >= 0: raise ValueError('the words {!r} and {!r} have the same hash; rename one of them'.format(*(list(words)[i].decode(errors='replace') for i in same)))
+    if same[0] >= 0:
+        one, other = (list(words)[i].decode(errors='replace') for i in same)
+        raise ValueError(f'the words {one!r} and {other!r} have the same hash; rename one of them')
     return table
 
 def word_ids(
@@ -168,131 +192,143 @@ def word_ids(
     words: Collection[bytes], # Any words
 ) -> np.ndarray:              # Their numbers [W] int32, -1 for those that are not in the table
     "Look words up."
-    return _ids(table, *_joined(words))
+    return _look_up(table, *_joined(words))
 
-# %% ../../nbs/lm/00_arpa.ipynb #c019
+# %% ../../nbs/lm/00_arpa.ipynb #c026
+_NEWLINE, _SPACE, _PLUS, _MINUS, _POINT, _ZERO, _NINE, _E = b'\n +-.09e'
+_POWERS_OF_TEN = 10.**np.arange(19)
+
+@_jit
+def _is_space(c): return c == _SPACE or 9 <= c <= 13
+
 @_jit
 def _field(text, at):
     "Begin and end of the next field on the line, both the same where there is none."
-    while at < len(text) and text[at] != 10 and (text[at] == 32 or 9 <= text[at] <= 13): at += 1
+    while at < len(text) and text[at] != _NEWLINE and _is_space(text[at]): at += 1
     end = at
-    while end < len(text) and text[end] != 32 and not 9 <= text[end] <= 13: end += 1
+    while end < len(text) and not _is_space(text[end]): end += 1
     return at, end
 
+_BAD_EXPONENT = 1000
+
 @_jit
-def _number(text, a, b):
-    "text[a:b] as a number; NaN for anything but decimal notation of up to 18 digits, perhaps with an exponent."
-    negative = a < b and text[a] == 45
-    i, value, digits, decimals, exponent, below = a + negative, 0, 0, -1, 0, False
-    while i < b and (48 <= text[i] <= 57 or text[i] == 46 and decimals < 0):
-        if text[i] == 46: decimals = 0
+def _exponent(text, begin, end):
+    "The exponent text[begin:end] of one to three digits, perhaps with a sign; `_BAD_EXPONENT` for anything else."
+    if begin == end: return _BAD_EXPONENT
+    negative = text[begin] == _MINUS
+    i = begin + 1 if negative or text[begin] == _PLUS else begin
+    if i == end or end - i > 3: return _BAD_EXPONENT
+    exponent = 0
+    while i < end:
+        if not _ZERO <= text[i] <= _NINE: return _BAD_EXPONENT
+        exponent = exponent*10 + text[i] - _ZERO
+        i += 1
+    return -exponent if negative else exponent
+
+@_jit
+def _number(text, begin, end):
+    "text[begin:end] as a number; NaN for anything but decimal notation of up to 18 digits, perhaps with an exponent."
+    negative = begin < end and text[begin] == _MINUS
+    i = begin + 1 if negative else begin
+    value = 0
+    digits = 0
+    decimals = -1 # Before the point
+    while i < end and (_ZERO <= text[i] <= _NINE or text[i] == _POINT and decimals < 0):
+        if text[i] == _POINT: decimals = 0
         else:
-            value, digits = value*10 + text[i] - 48, digits + 1
+            value = value*10 + text[i] - _ZERO
+            digits += 1
             if decimals >= 0: decimals += 1
         i += 1
     if digits == 0 or digits > 18: return np.nan
-    if i < b:
-        if text[i] != 101 or i + 1 == b: return np.nan
-        below = text[i + 1] == 45
-        i += 2 if text[i + 1] == 45 or text[i + 1] == 43 else 1
-        if i == b or b - i > 3: return np.nan
-        while i < b:
-            if not 48 <= text[i] <= 57: return np.nan
-            exponent, i = exponent*10 + text[i] - 48, i + 1
-    out = value/_TENS[max(decimals, 0)]*10.**(-exponent if below else exponent)
-    return -out if negative else out
+    exponent = 0
+    if i < end:
+        if text[i] != _E: return np.nan
+        exponent = _exponent(text, i + 1, end)
+        if exponent == _BAD_EXPONENT: return np.nan
+    number = value/_POWERS_OF_TEN[max(decimals, 0)]*10.**exponent
+    return -number if negative else number
 
-# %% ../../nbs/lm/00_arpa.ipynb #c021
+# %% ../../nbs/lm/00_arpa.ipynb #c028
 @_jit
-def _parse_lines(text, at, row, table, ids, log_prob, backoff):
-    "Read n-grams from the place `at` on, up to an unusual line; returns its row and place. Ids of unigrams are not looked up."
-    n = ids.shape[1]
-    while row < len(ids):
+def _parse_lines(text, at, row, table, grams):
+    """Read n-grams from text[at:] into grams[row:], up to an unusual line; returns its row and place.
+
+    Ids of unigrams are not looked up."""
+    n = grams.ids.shape[1]
+    while row < len(grams.ids):
         begin, end = _field(text, at)
-        p, b = _number(text, begin, end), 0.
-        if not p <= 0: return row, at
+        log_prob = _number(text, begin, end)
+        if not log_prob <= 0: return row, at
         for j in range(n):
             begin, end = _field(text, end)
             if begin == end: return row, at
             if n > 1:
-                place = _place(table.keys, _hash(text, begin, end))
-                if table.keys[place] < 0: return row, at
-                ids[row, j] = table.ids[place]
+                slot = _slot(table.keys, _hash(text, begin, end))
+                if table.keys[slot] < 0: return row, at
+                grams.ids[row, j] = table.ids[slot]
         begin, end = _field(text, end)
-        if begin < end: b = _number(text, begin, end)
+        backoff = _number(text, begin, end) if begin < end else 0.
         begin, end = _field(text, end)
-        if begin < end or not abs(b) < np.inf: return row, at
-        log_prob[row], backoff[row] = p, b
-        at, row = end + 1, row + 1
+        if begin < end or not abs(backoff) < np.inf: return row, at
+        grams.log_prob[row] = log_prob
+        grams.backoff[row] = backoff
+        at = end + 1
+        row += 1
     return row, at
 
-# %% ../../nbs/lm/00_arpa.ipynb #c023
+# %% ../../nbs/lm/00_arpa.ipynb #c031
 class _Head:
-    "The head of an ARPA file, and on which line its reader is."
-    def __init__(self, path: str | Path): self.path, self.counts, self.line = Path(path), [], 0
+    "The counts in the head of an ARPA file, and the number of the line that was read last."
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.counts = []
+        self.line = 0
 
-    def fail(self, what: str, line: int | None = None): raise ArpaError(f'{self.path}: line {line or self.line}: {what}')
+    def fail(self, problem: str, line: int | None = None):
+        "Raise `ArpaError` for a line, the one read last if none is given."
+        raise ArpaError(f'{self.path}: line {line or self.line}: {problem}')
 
-    def next(self, f: BinaryIO) -> str:
+    def next_line(self, f: BinaryIO) -> str:
         "The next line that is not blank."
         for line in f:
             self.line += 1
             if line.strip(): return line.strip().decode(errors='replace')
         self.fail('the file ends without \\end\\')
 
-    def read(self, f: BinaryIO) -> str:
+    def read_counts(self, f: BinaryIO) -> str:
         "Read the counts; returns the line after them."
-        if (line := self.next(f)) != '\\data\\':
-            if is_kenlm_binary(self.path): raise ArpaError(f'{self.path}: a KenLM binary, expected an ARPA file; give the one that it was made from')
+        line = self.next_line(f)
+        if line != '\\data\\':
+            if is_kenlm_binary(self.path):
+                raise ArpaError(f'{self.path}: a KenLM binary, expected an ARPA file; '
+                                'give the one that it was made from')
             self.fail(f'found {line[:40]!r}, expected \\data\\')
-        while (line := self.next(f)).startswith('ngram '):
+        while (line := self.next_line(f)).startswith('ngram '):
             n, _, count = line[6:].partition('=')
-            if n.strip() != str(len(self.counts) + 1) or not count.strip().isdigit(): self.fail(f'found {line[:40]!r}, expected ngram {len(self.counts) + 1}=COUNT')
+            expected = len(self.counts) + 1
+            if n.strip() != str(expected) or not count.strip().isdigit():
+                self.fail(f'found {line[:40]!r}, expected ngram {expected}=COUNT')
             self.counts.append(int(count))
         return line
+
+@contextmanager
+def _open_arpa(path: Path) -> Iterator[BinaryIO]:
+    "Open a file to read its bytes; raises `ArpaError` if it is gzipped and damaged."
+    try:
+        with open_text(path, 'rb') as f: yield f
+    except (gzip.BadGzipFile, zlib.error, EOFError) as e:
+        raise ArpaError(f'{path}: not a whole gzip file ({e}); fetch or write it again') from None
 
 def read_counts(
     path: str | Path, # ARPA file, plain or .gz
 ) -> list[int]:       # n-grams per order, unigrams first
-    "How many n-grams the head of an ARPA file says it has."
+    "How many n-grams the head of an ARPA file says it has; raises `ArpaError` that names file and line."
     head = _Head(path)
-    with open_text(path, 'rb') as f: head.read(f)
+    with _open_arpa(head.path) as f: head.read_counts(f)
     return head.counts
 
-# %% ../../nbs/lm/00_arpa.ipynb #c026
-class _Section(_Head):
-    "What is read of a section of an ARPA file."
-    def __init__(self, path: str | Path):
-        super().__init__(path)
-        self.ids, self.table = {}, word_table([]) # Number of each word; the same for compiled code
-
-    def _tabulate(self) -> None:
-        "Number the words for compiled code, too."
-        try: self.table = word_table(self.ids)
-        except ValueError as e: raise ArpaError(f'{self.path}: {e}') from None
-
-    def _parse(self, lines: list[bytes], out: Grams, start: int) -> Grams:
-        "The n-grams of the lines read last, before which `start` came in the section."
-        text, n, first = np.frombuffer(b''.join(lines), np.uint8), out.ids.shape[1], self.line - len(lines) + 1
-        row, at = _parse_lines(text, 0, 0, self.table, *out)
-        while row < len(lines):
-            line = lines[row]
-            if not line.strip() or line.startswith(b'\\'):
-                self.fail(f'the section of {n}-grams has {start + row} entries, expected {self.counts[n - 1]}', first + row)
-            try: out.ids[row], out.log_prob[row], out.backoff[row] = _entry(line, n, self.ids)
-            except ValueError as e: self.fail(str(e), first + row)
-            row, at = _parse_lines(text, at + len(line), row + 1, self.table, *out)
-        return out
-
-    def _number_words(self, lines: list[bytes], out: Grams) -> None:
-        "A word for each unigram line."
-        out.ids[:, 0] = np.arange(len(self.ids), len(self.ids) + len(lines))
-        for i, fields in enumerate(map(bytes.split, lines)):
-            if len(fields) > 1 and self.ids.setdefault(fields[1], new := len(self.ids)) != new:
-                self.fail(f'the word {fields[1].decode(errors="replace")!r} has a unigram already', self.line - len(lines) + i + 1)
-        if b'<unk>' in self.ids and b'<UNK>' in self.ids: self.fail('found <unk> and <UNK>, which mean the same, among the unigrams; leave one out')
-
-# %% ../../nbs/lm/00_arpa.ipynb #c028
+# %% ../../nbs/lm/00_arpa.ipynb #c034
 _FREQUENT = 'the of and to a in is you that it he was for on are as with his they i want not we do what no yes'.split()
 
 def in_capitals(
@@ -301,55 +337,105 @@ def in_capitals(
     "Whether a vocabulary has more of the most frequent words of English in capitals than in lower case."
     return sum(w.upper() in vocabulary for w in _FREQUENT) > sum(w in vocabulary for w in _FREQUENT)
 
-def _case_changed(word: str) -> str:
-    "Small letters for capitals and the other way round; words whose letters have no such partners, and `<s>` and its like, stay. So different words stay different."
+def _swap_case(word: str) -> str:
+    """Small letters for capitals and the other way round, so that different words stay different.
+
+    Words whose letters have no such partners, and `<s>` and its like, stay."""
     swapped = word.swapcase()
     return swapped if swapped.swapcase() == word and not word.startswith('<') else word
 
-# %% ../../nbs/lm/00_arpa.ipynb #c030
-class ArpaReader(_Section):
-    "Iterate over the n-grams of an ARPA file in `Grams` of at most `size`; `words` is complete when the unigrams have come."
+# %% ../../nbs/lm/00_arpa.ipynb #c037
+class ArpaReader(_Head):
+    """Iterate over the n-grams of an ARPA file in `Grams` of at most `size`.
+
+    `words` and `ids` are complete when the unigrams have come. Raises `ArpaError` that names file and line."""
     def __init__(self,
         path: str | Path,    # ARPA file, plain or .gz
         size: int = 100_000, # n-grams read at a time
     ):
         super().__init__(path)
         self.size = size
+        self.ids = {} # Number of each word, whose bytes are as in the file
 
     @property
     def words(self) -> list[str]:
-        "The word of each id: in lower case if the file has them in capitals, `<unk>` also for `<UNK>`, as KenLM takes it."
+        "The word of each id: in lower case if the file has them in capitals, `<unk>` also for `<UNK>`, as in KenLM."
         words = ['<unk>' if w == b'<UNK>' else w.decode(errors='surrogateescape') for w in self.ids]
-        return list(map(_case_changed, words)) if in_capitals(set(words)) else words
+        return list(map(_swap_case, words)) if in_capitals(set(words)) else words
 
     def __iter__(self) -> Iterator[Grams]:
-        try:
-            with open_text(self.path, 'rb') as f: yield from self._sections(f)
-        except (gzip.BadGzipFile, zlib.error, EOFError) as e: raise ArpaError(f'{self.path}: not a whole gzip file ({e}); fetch or write it again') from None
+        with _open_arpa(self.path) as f: yield from self._read_sections(f)
 
-    def _sections(self, f: BinaryIO) -> Iterator[Grams]:
-        self.ids, self.counts, self.line = {}, [], 0
-        line = self.read(f)
+    def _read_sections(self, f: BinaryIO) -> Iterator[Grams]:
+        "The n-grams of all orders."
+        self.ids = {}
+        self.counts = []
+        self.line = 0
+        heading = self.read_counts(f)
+        table = word_table([])
         for n, count in enumerate(self.counts, 1):
-            if line != f'\\{n}-grams:': self.fail(f'found {line[:40]!r}, expected \\{n}-grams:')
-            if n == 2: self._tabulate()
+            if heading != f'\\{n}-grams:': self.fail(f'found {heading[:40]!r}, expected \\{n}-grams:')
+            if n == 2: table = self._word_table()
             for start in range(0, count, self.size):
-                lines = list(islice(f, min(self.size, count - start)))
+                expected = min(self.size, count - start)
+                lines = list(islice(f, expected))
                 self.line += len(lines)
-                out = Grams(np.empty((len(lines), n), np.int32), *np.empty((2, len(lines)), np.float32))
-                if n == 1: self._number_words(lines, out)
-                yield self._parse(lines, out, start)
-                if len(lines) < min(self.size, count - start): self.fail('the file ends without \\end\\')
-            line = self.next(f)
-            if not line.startswith('\\'): self.fail(f'the section of {n}-grams has more than {count} entries, expected {count} as the head of the file says')
-        if line != '\\end\\': self.fail(f'found {line[:40]!r}, expected \\end\\')
+                yield self._parse(lines, n, start, table)
+                if len(lines) < expected: self.fail('the file ends without \\end\\')
+            heading = self.next_line(f)
+            if not heading.startswith('\\'):
+                self.fail(f'the section of {n}-grams has more than {count} entries, '
+                          f'expected {count} as the head of the file says')
+        if heading != '\\end\\': self.fail(f'found {heading[:40]!r}, expected \\end\\')
 
-# %% ../../nbs/lm/00_arpa.ipynb #c033
+    def _word_table(self) -> WordTable:
+        "The numbers of the words, for compiled code."
+        try: return word_table(self.ids)
+        except ValueError as e: raise ArpaError(f'{self.path}: {e}') from None
+
+    def _number_words(self, lines: list[bytes], first_line: int) -> None:
+        "Number the words of unigram lines."
+        for line_number, fields in enumerate(map(bytes.split, lines), first_line):
+            if len(fields) < 2: continue
+            new = len(self.ids)
+            if self.ids.setdefault(fields[1], new) != new:
+                self.fail(f'the word {fields[1].decode(errors="replace")!r} has a unigram already', line_number)
+        if b'<unk>' in self.ids and b'<UNK>' in self.ids:
+            self.fail('found <unk> and <UNK>, which mean the same, among the unigrams; leave one out')
+
+    def _parse(self, lines: list[bytes], n: int, start: int, table: WordTable) -> Grams:
+        "The n-grams of the lines read last, before which `start` came in the section."
+        out = Grams(np.empty((len(lines), n), np.int32), *np.empty((2, len(lines)), np.float32))
+        first_line = self.line - len(lines) + 1
+        if n == 1:
+            out.ids[:, 0] = np.arange(len(self.ids), len(self.ids) + len(lines))
+            self._number_words(lines, first_line)
+        text = np.frombuffer(b''.join(lines), np.uint8)
+        row, at = _parse_lines(text, 0, 0, table, out)
+        while row < len(lines):
+            line = lines[row]
+            if not line.strip() or line.startswith(b'\\'):
+                self.fail(f'the section of {n}-grams has {start + row} entries, expected {self.counts[n - 1]}',
+                          first_line + row)
+            try: out.ids[row], out.log_prob[row], out.backoff[row] = _parse_line(line, n, self.ids)
+            except ValueError as e: self.fail(str(e), first_line + row)
+            row, at = _parse_lines(text, at + len(line), row + 1, table, out)
+        return out
+
+# %% ../../nbs/lm/00_arpa.ipynb #c040
+def _concatenate(pieces: list[Grams], n: int) -> Grams:
+    "Pieces of order n as one; there may be none."
+    return Grams(
+        ids=np.concatenate([np.empty((0, n), np.int32), *(piece.ids for piece in pieces)]),
+        log_prob=np.concatenate([np.empty(0, np.float32), *(piece.log_prob for piece in pieces)]),
+        backoff=np.concatenate([np.empty(0, np.float32), *(piece.backoff for piece in pieces)]),
+    )
+
 def read_arpa(
     path: str | Path, # ARPA file, plain or .gz
 ) -> Arpa:            # All of it; words as `ArpaReader` has them
     "Read an n-gram model into memory; raises `ArpaError` that names file and line."
-    reader, parts = ArpaReader(path), {}
-    for g in reader: parts.setdefault(g.ids.shape[1], []).append(g)
-    grams = [Grams(*map(np.concatenate, zip(*parts.get(n, [Grams(np.empty((0, n), np.int32), *[np.empty(0, np.float32)]*2)])))) for n in range(1, len(reader.counts) + 1)]
-    return Arpa(reader.words, grams)
+    reader = ArpaReader(path)
+    pieces = defaultdict(list) # Of each order
+    for piece in reader: pieces[piece.ids.shape[1]].append(piece)
+    return Arpa(reader.words, [_concatenate(pieces[n], n) for n in range(1, len(reader.counts) + 1)])
