@@ -88,6 +88,8 @@ class AugmentConfig(Section):
     "Length of the smoothing kernel before its small weights are dropped, in bins."
     smooth_kernel_std: float = Field(2.0, gt=0)
     "Standard deviation of the smoothing kernel, in bins of 20 ms."
+    smooth_causal: bool = False
+    "Smooth with earlier bins alone, so that a stream need not wait for later ones; the official kit does not."
     time_masks: int = Field(0, ge=0)
     "Number of time masks per trial."
     time_mask_max: float = Field(0.05, ge=0, le=1)

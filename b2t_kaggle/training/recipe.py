@@ -60,8 +60,10 @@ def group_of(
 def gaussian_kernel(
     size: int = 100,  # Length before small weights are dropped, in bins
     std: float = 2.0, # Standard deviation in bins
+    causal: bool = False, # Leave out the weights of later bins
 ) -> np.ndarray:
-    "The official smoothing kernel, float32 `[taps]`, summing to 1."
+    """The official smoothing kernel, float32 `[taps]`, summing to 1. The bin itself is in the middle; a causal kernel has
+    zeros behind it."""
     radius = int(4 * std + 0.5)
     gauss = np.exp(-0.5 * (np.arange(-radius, radius + 1) / std)**2)
     impulse = np.zeros(size)
@@ -71,6 +73,7 @@ def gaussian_kernel(
     if not len(k):
         raise ValueError(f'augment.smooth_kernel_std = {std} spreads the smoothing kernel so wide that no weight exceeds '
                          '0.01; take a smaller one')
+    if causal: k[(len(k) - 1) // 2 + 1:] = 0
     return k / k.sum()
 
 # %% ../../nbs/training/00_recipe.ipynb #c016

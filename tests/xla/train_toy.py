@@ -7,6 +7,7 @@ from pathlib import Path
 warnings.simplefilter('error', DeprecationWarning)
 import torch_xla.debug.metrics as met  # before anything computes on the CPU
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import encoders
 from test_trainer import config, open_stores
 from b2t_kaggle.data.batches import bucket_of, evaluation_batches
 from b2t_kaggle.data.store import TrialStore
@@ -42,9 +43,13 @@ def steps(stores, cfg, n):
 
 if __name__ == '__main__':
     what, data, out, overrides = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
-    stores, cfg = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')], config(**{'accelerator': 'xla'} | overrides)
-    if what == 'steps':
-        result = steps(stores, cfg, 9)
+    if what == 'encoder':
+        cfg = encoders.config(overrides.pop('name'), **{'accelerator': 'xla'} | overrides)
+        result = steps(encoders.open_toy(data), cfg, 9)
+    else:
+        cfg = config(**{'accelerator': 'xla'} | overrides)
+        stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
+    if what == 'steps': result = steps(stores, cfg, 9)
     if what == 'train':
         result = train(*stores, cfg, out, progress=False)
         result['compiled'] = compilations()

@@ -1,0 +1,77 @@
+"A configuration grows without harm: what was finished before a field existed is still finished."
+import pytest
+from pydantic import Field
+
+import b2t_kaggle.config as config
+import b2t_kaggle.encoders.gru as gru
+from b2t_kaggle.config import Config, TrainConfig, load_config, preset, save_config, with_overrides
+from b2t_kaggle.encoders.gru import GRUConfig
+from b2t_kaggle.runs import Run, StageRun
+from b2t_kaggle.stages import plan
+from b2t_kaggle.training.resume import fingerprint
+
+
+class GrownTrain(TrainConfig):
+    new_trick: float = Field(0.25, ge=0)
+    "What a later version adds."
+
+
+class GrownGRU(GRUConfig):
+    new_gate: bool = False
+    "What a later version adds to a model."
+
+
+class Grown(Config):
+    train: GrownTrain = GrownTrain()
+
+
+@pytest.fixture
+def later(monkeypatch):
+    "The version of the kit that has two fields more."
+    def grow():
+        monkeypatch.setattr(gru, 'GRUConfig', GrownGRU)
+        monkeypatch.setattr(config, 'Config', Grown)
+    return grow
+
+
+def finish_all(folder):
+    "A run whose stages are all done, as far as stamps know."
+    run = Run(folder/'run', folder, {'n_units': 64, 'lr_max': 0.002})
+    for name in plan(run.cfg): StageRun(run, name).begin().finish([])
+    return [StageRun(run, name).status() for name in plan(run.cfg)]
+
+
+def test_finished_stages_stay_finished(tmp_path, later):
+    assert set(finish_all(tmp_path)) == {'done'}
+    later()
+    run = Run(tmp_path/'run', tmp_path)
+    assert run.cfg.train.new_trick == 0.25 and run.cfg.model.new_gate is False
+    assert run.cfg.model.n_units == 64 and run.cfg.train.lr_max == 0.002
+    assert {name: StageRun(run, name).status() for name in plan(run.cfg)} == {name: 'done' for name in plan(run.cfg)}
+
+
+@pytest.mark.parametrize('key, value', [('new_trick', 0.5), ('new_gate', True)])
+def test_a_new_field_that_is_used_counts(tmp_path, later, key, value):
+    finish_all(tmp_path)
+    later()
+    run = Run(tmp_path/'run', tmp_path, {key: value})
+    statuses = {name: StageRun(run, name).status() for name in plan(run.cfg)}
+    assert statuses['pack'] == 'done' and statuses['train'] == 'inputs or parameters changed'
+
+
+def test_a_checkpoint_continues(later):
+    before = fingerprint(preset('demo'), {})
+    later()
+    assert fingerprint(preset('demo'), {}) == before
+    assert fingerprint(with_overrides(preset('demo'), {'new_trick': 1}), {}) != before
+
+
+def test_files_of_the_first_version_are_read(tmp_path):
+    "It wrote no number, and the fields of every model."
+    values = preset('demo').model_dump(mode='json')
+    values['model'] |= dict(noise_units=256, adversarial_strength=0.5, adversarial_schedule='constant')
+    assert Config.model_validate(values) == preset('demo')
+    save_config(preset('triple_gru'), tmp_path/'config.yaml')
+    assert load_config(tmp_path/'config.yaml') == preset('triple_gru')
+    with pytest.raises(ValueError, match='schema 3 of the configuration is not known, expected 2'):
+        Config.model_validate(dict(preset('demo').dump(), schema=3))

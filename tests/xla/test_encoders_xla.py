@@ -1,0 +1,33 @@
+"What every encoder of PyTorch must do on XLA: one program per length, and nothing that falls back to the host."
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+from encoders import open_toy, write_toy
+from test_training_xla import compiled_once, xla
+
+
+def names():
+    "Files, because a registry would be imported here, and torch_xla must come first."
+    folder = Path(__file__).parents[2]/'b2t_kaggle'/'pytorch'/'models'
+    return sorted(p.stem for p in folder.glob('*.py') if p.stem not in ('__init__', 'encoder'))
+
+
+@pytest.fixture(scope='module')
+def toy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('toy')
+    write_toy(folder)
+    open_toy(folder)
+    return folder
+
+
+@pytest.mark.parametrize('name', names())
+def test_one_program_per_length_and_no_fallback(name, toy, tmp_path):
+    result = xla('encoder', toy, tmp_path, {'name': name})
+    assert compiled_once(result) and result['val_compiled'] == result['val_buckets'], result
+    assert result['fallbacks'] == []
+    assert result['losses'][-1] < result['losses'][0]
