@@ -1,0 +1,94 @@
+"The page 'Adding an encoder', done as it says: one notebook in a copy of the checkout, and the kit trains, decodes and tests it."
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from b2t_kaggle.submission import validate_submission
+
+ROOT = Path(__file__).parent.parent
+GUIDE = ROOT/'nbs'/'guides'/'adding_an_encoder.ipynb'
+NEW = 'nbs/pytorch/models/04_conv.ipynb'
+
+# A run of seconds; only fields that this encoder has
+SMALL = {'model.name': 'conv', 'n_channels': 16, 'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 4,
+         'simulate.test': 4, 'simulate.lm_sentences': 400, 'data.batch_size': 4, 'data.days_per_batch': 2,
+         'num_training_batches': 6, 'batches_per_val_step': 3, 'batches_per_save': 2, 'lr_warmup_steps': 2,
+         'lr_warmup_steps_day': 2, 'decode.beam': 20}
+
+
+def written_as_the_page_says():
+    "The notebook of the new encoder, made of the cells of the page."
+    cells = [c for c in nbformat.read(GUIDE, 4).cells if 'encoder' in c.metadata.get('tags', [])]
+    nb = nbformat.v4.new_notebook()
+    nb.cells = [nbformat.v4.new_markdown_cell('# pytorch.models.conv\n\n> Two layers over time.'),
+                nbformat.v4.new_code_cell('#| default_exp pytorch.models.conv'),
+                *(nbformat.v4.new_code_cell('#| export\n' + c.source) for c in cells)]
+    return nb
+
+
+def files(root):
+    "Checksums of what a person edits: all but what `nbdev_export` writes."
+    paths = [p for p in root.rglob('*') if p.is_file() and '.git' not in p.parts and '__pycache__' not in p.parts]
+    edited = [p for p in paths if 'b2t_kaggle' not in p.relative_to(root).parts[:1]]
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in edited}
+
+
+@pytest.fixture(scope='module')
+def checkout(tmp_path_factory):
+    "A copy of this checkout with the new notebook, exported."
+    root = tmp_path_factory.mktemp('clone')
+    listed = subprocess.run(['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard'], cwd=ROOT,
+                            capture_output=True, text=True)
+    if listed.returncode: pytest.skip('not a git checkout')
+    for name in filter(None, listed.stdout.split('\0')):
+        if not (ROOT/name).is_file(): continue
+        (root/name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT/name, root/name)
+    before = files(root)
+    nbformat.write(written_as_the_page_says(), root/NEW)
+    run(root, Path(sys.executable).with_name('nbdev_export'))
+    assert set(files(root).items()) - set(before.items()) == {(NEW, files(root)[NEW])}, 'another file was touched'
+    return root
+
+
+def run(root, *command):
+    env = os.environ | {'PYTHONPATH': str(root)}
+    done = subprocess.run(list(map(str, command)), cwd=root, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done
+
+
+def b2t(root, *args): return run(root, sys.executable, '-m', 'b2t_kaggle.cli', *args)
+
+
+def test_it_is_listed_with_its_fields(checkout):
+    keys = b2t(checkout, 'keys', 'model.').stdout
+    assert 'model.n_channels' in keys and 'conv: Channels of the hidden layer.' in keys
+
+
+def test_it_trains_and_decodes(checkout, tmp_path):
+    settings = [a for k, v in SMALL.items() for a in ('--set', f'{k}={v}')]
+    b2t(checkout, 'run', '--out', tmp_path, '--work', tmp_path/'data', '--name', 'conv', *settings)
+    validate_submission(tmp_path/'conv'/'submission.csv', expected=4)
+    stamp = json.loads((tmp_path/'conv'/'stages'/'train.json').read_text())
+    assert stamp['metrics']['steps'] == 6
+
+
+def test_the_other_framework_refuses_it_in_one_line(checkout, tmp_path):
+    if subprocess.run([sys.executable, '-c', 'import tensorflow'], capture_output=True).returncode: pytest.skip('no TensorFlow')
+    code = ("from b2t_kaggle.config import load_config, ConfigError\nfrom b2t_kaggle.tensorflow.models import build_model\n"
+            "try: build_model(load_config(overrides={'model.name': 'conv'}).model, 1)\nexcept ConfigError as e: print(e)")
+    said = run(checkout, sys.executable, '-c', code).stdout.splitlines()
+    assert said[-1] == 'model.name = conv: TensorFlow has no such encoder, it has gru, triple_gru'
+
+
+def test_it_is_tested_by_being_there(checkout):
+    done = run(checkout, sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/test_encoders.py', '-k', 'conv')
+    assert '8 passed' in done.stdout, done.stdout[-500:]
