@@ -144,7 +144,7 @@ def windows(
     patch_size: int,   # Bins per patch
     patch_stride: int, # Bins between the starts of two patches
 ) -> Tensor:
-    "Overlapping patches `[…, T', patch_size · F]`, a view; a patch lists bin after bin, as the official weights expect."
+    "Overlapping patches `[…, T', patch_size · F]`, a view; a patch is bin after bin, as the official weights expect."
     n_features = x.shape[-1]
     return x.flatten(-2).unfold(-1, patch_size * n_features, patch_stride * n_features)
 

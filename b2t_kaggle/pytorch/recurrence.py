@@ -19,8 +19,8 @@ from .layers import autocast_dtype, dropout
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c008
 def _xla_scan(step: Callable, init: tuple, xs: tuple, consts: tuple, reverse: bool) -> tuple[tuple, tuple]:
     "`scan` on an XLA device."
-    # Only the part of torch_xla's `scan` that makes the loop. The rest traces the step for gradients, which are not needed
-    # here, and wants JAX.
+    # Only the part of torch_xla's `scan` that makes the loop. The rest traces the step for gradients, which are not
+    # needed here, and wants JAX.
     from torch_xla.experimental.scan import _scan_impl_pytree
     n = len(init)
     def with_consts(carry, x):
@@ -37,7 +37,7 @@ def scan(
     consts: tuple[Tensor, ...] = (), # What every step reads
     reverse: bool = False,           # From the last row to the first
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: # The last carry, and the outputs in the order of the inputs
-    "Apply `step` over the rows of `xs` while carrying a state along, as `jax.lax.scan` does; no gradients flow through it."
+    "Apply `step` over the rows of `xs` while carrying a state along, as `jax.lax.scan` does, without gradients."
     if xs[0].device.type == 'xla': return _xla_scan(step, init, xs, consts, reverse)
     rows = reversed(list(zip(*xs))) if reverse else zip(*xs)
     carry = init
@@ -49,7 +49,7 @@ def scan(
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c011
 def _gru_step(carry, x, consts):
-    "One frame forwards: state `h`, input projection `g`, weights `u` `[H, 3H]` and the bias of n inside the reset gate."
+    "One frame forwards: state `h`, input projection `g`, weights `u` `[H, 3H]` and the bias `b` of q."
     (h,), (g,), (u, b) = carry, x, consts
     H = h.shape[-1]
     s = (h.to(u.dtype) @ u).to(h.dtype)
@@ -112,7 +112,9 @@ def scan_gru_layer(
     b_ih: Tensor, # `[3H]`
     b_hh: Tensor, # `[3H]`
 ) -> tuple[Tensor, Tensor]:
-    "One GRU layer in one direction, equal to `nn.GRU`: the states `[T, B, H]`, float32 or wider, and the last one `[B, H]`."
+    """One GRU layer in one direction, equal to `nn.GRU`.
+
+    Returns the states `[T, B, H]`, float32 or wider, and the last one `[B, H]`."""
     return _ScanRecurrence.apply(F.linear(x, w_ih, b_ih), h0, w_hh, b_hh)
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c018
@@ -168,7 +170,7 @@ class FrameOrder:
     counts: list[int]   # Trials that have a first, a second … frame
     from_trials: Tensor # Row in the order trial after trial of each row in this order `[N]`
     to_trials: Tensor   # The inverse `[N]`
-    previous: Tensor    # Row of the same trial's frame before, where the B initial states stand in front of all rows `[N]`
+    previous: Tensor    # Row of the same trial's frame before, with the B initial states in front of all rows `[N]`
     last: Tensor        # Row of each trial's last frame, in the order of `trials` `[B]`
     padded: Tensor      # Place of each row in a flattened `[B, T']` `[N]`
 
@@ -217,7 +219,7 @@ def permute(
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c029
 def _step_dtype(w_hh: Tensor, dtype: torch.dtype) -> torch.dtype:
-    "Precision of a step's product: autocast's, unless the matrix is so small that converting the state costs more than it saves."
+    "Precision of a step's product: autocast's, except for matrices so small that converting the state costs more."
     wide = torch.promote_types(dtype, torch.float32)
     return wide if w_hh.shape[1] < 256 else autocast_dtype(wide)
 
