@@ -138,8 +138,8 @@ def _check_labels(targets: Tensor, n_labels: Tensor, K: int, blank: int) -> None
     is_label = torch.arange(targets.shape[1]) < n_labels[:, None]
     is_wrong = (targets < 0) | (targets >= K) | (targets == blank)
     for i, j in (is_label & is_wrong).nonzero()[:1].tolist():
-        raise ValueError(f'targets[{i}, {j}], inside the {n_labels[i]} labels of its trial, must be one of the {K} classes '
-                         f'and not the blank, {blank}; found {targets[i, j]}')
+        raise ValueError(f'targets[{i}, {j}], inside the {n_labels[i]} labels of its trial, must be one of the {K} '
+                         f'classes and not the blank, {blank}; found {targets[i, j]}')
 
 # %% ../../nbs/pytorch/02_ctc.ipynb #c026
 def _check_arguments(log_probs: Tensor, targets: Tensor, blank: int, reduction: str) -> None:
