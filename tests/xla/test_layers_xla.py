@@ -1,4 +1,4 @@
-"Layers on an XLA device: the GRU equals PyTorch's, augmentation is one program whatever it draws, the model is the CPU's."
+"Layers on an XLA device: the GRU equals PyTorch's, augmentation is one program, the model is the CPU's."
 import pytest
 
 torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
