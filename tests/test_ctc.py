@@ -1,10 +1,9 @@
 "CTC loss and gradient against PyTorch's in double precision, over whatever shapes, lengths and labels there can be."
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.pytorch.ctc import alignment, ctc_loss
 
