@@ -11,15 +11,17 @@ from b2t_kaggle.pytorch.augment import Augment, add_noise, cut_start, time_mask
 from b2t_kaggle.pytorch.layers import smooth
 
 NONE = AugmentConfig(white_noise_std=0, constant_offset_std=0, random_cut=0, smooth_data=False)
-only = lambda **kw: NONE.model_copy(update=kw)
-generator = lambda seed=0: torch.Generator().manual_seed(seed)
+def only(**kw): return NONE.model_copy(update=kw)
+def generator(seed=0): return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize('std', [0.7, 1, 2, 3.3, 6])
 def test_kernel_is_the_impulse_response_of_a_gaussian_filter(std):
     "Weights exp(-t²/2σ²) over |t| <= 4σ, scaled to 1, those up to 0.01 dropped, scaled again."
     t = np.arange(-int(4 * std + .5), int(4 * std + .5) + 1)
-    w = np.exp(-t**2 / (2 * std**2)); w /= w.sum(); w = w[w > 0.01]
+    w = np.exp(-t**2 / (2 * std**2))
+    w /= w.sum()
+    w = w[w > 0.01]
     np.testing.assert_allclose(gaussian_kernel(100, std), w / w.sum(), atol=1e-6)
 
 
@@ -54,16 +56,19 @@ def test_noise_is_what_its_names_say():
 
 def test_the_order_is_the_official_one():
     "Gain, white noise, offset, walk, cut, smoothing: replayed from the same generator."
-    cfg = AugmentConfig(static_gain_std=.1, white_noise_std=.5, constant_offset_std=.3, random_walk_std=.2, random_cut=3)
-    x, aug = torch.randn(3, 60, 4), Augment(cfg, seed=5)
+    cfg = AugmentConfig(static_gain_std=.1, white_noise_std=.5, constant_offset_std=.3, random_walk_std=.2,
+                        random_cut=3)
+    x = torch.randn(3, 60, 4)
+    augment = Augment(cfg, seed=5)
     step = next(s for s in range(20) if draw_cut(cfg, step_seed(5, s)) == 2)
-    g, n = generator(step_seed(5, step)), lambda *shape, std: torch.empty(shape).normal_(std=std, generator=g)
-    y = x @ (torch.eye(4) + n(3, 4, 4, std=.1))
-    y = y + n(3, 60, 4, std=.5)
-    y = y + n(3, 1, 4, std=.3)
-    y = y + n(3, 60, 4, std=.2).cumsum(-1)
-    y = smooth(y[:, 2:], aug.kernel)
-    got, lengths = aug.train(x, torch.tensor([60, 50, 40]), step)
+    g = generator(step_seed(5, step))
+    def normal(*shape, std): return torch.empty(shape).normal_(std=std, generator=g)
+    y = x @ (torch.eye(4) + normal(3, 4, 4, std=.1))
+    y = y + normal(3, 60, 4, std=.5)
+    y = y + normal(3, 1, 4, std=.3)
+    y = y + normal(3, 60, 4, std=.2).cumsum(-1)
+    y = smooth(y[:, 2:], augment.kernel)
+    got, lengths = augment.train(x, torch.tensor([60, 50, 40]), step)
     assert torch.allclose(got[:, :58], y, atol=1e-5) and got.shape == x.shape
     assert lengths.tolist() == [58, 48, 38]
 
@@ -77,14 +82,16 @@ def test_cut_is_uniform_and_never_in_evaluation():
 
 
 @settings(max_examples=50, deadline=None)
-@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=5), n_masks=st.integers(1, 30), part=st.floats(0, 1), seed=st.integers(0, 10**6))
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=5), n_masks=st.integers(1, 30),
+       part=st.floats(0, 1), seed=st.integers(0, 10**6))
 def test_time_masks_stay_in_bounds(lengths, n_masks, part, seed):
     n_bins = torch.tensor(lengths)
     x = torch.ones(len(lengths), 200, 2)
     y = time_mask(x, n_bins, n_masks, part, generator(seed))
     assert torch.equal(y[..., 0], y[..., 1]) and set(y.unique().tolist()) <= {0., 1.}
     for n, row in zip(lengths, y[..., 0]):
-        assert (row[n + 1:] == 1).all() and (row[:n] == 0).sum() <= n_masks * int(np.float32(n) * np.float32(part) + 1e-3)
+        longest = int(np.float32(n) * np.float32(part) + 1e-3)
+        assert (row[n + 1:] == 1).all() and (row[:n] == 0).sum() <= n_masks * longest
 
 
 def test_everything_is_a_function_of_seed_and_step():
@@ -92,10 +99,12 @@ def test_everything_is_a_function_of_seed_and_step():
     x, n = torch.randn(2, 50, 4), torch.tensor([50, 30])
     before = x.clone()
     first = [Augment(cfg, 1).train(x, n, s) for s in range(4)]
-    torch.manual_seed(99); torch.randn(7)                     # whatever else draws does not matter
+    torch.manual_seed(99)
+    torch.randn(7)  # other draws do not matter
     again = [Augment(cfg, 1).train(x, n, s) for s in reversed(range(4))][::-1]
     for (a, i), (b, j) in zip(first, again): assert torch.equal(a, b) and torch.equal(i, j)
-    assert not torch.equal(first[0][0], first[1][0]) and not torch.equal(first[0][0], Augment(cfg, 2).train(x, n, 0)[0])
+    assert not torch.equal(first[0][0], first[1][0])
+    assert not torch.equal(first[0][0], Augment(cfg, 2).train(x, n, 0)[0])
     assert torch.equal(x, before) and n.tolist() == [50, 30]
 
 
@@ -111,5 +120,6 @@ def test_lengths_may_stay_on_the_host():
     x = torch.empty(2, 50, 3, device='meta')
     assert time_mask(x, torch.tensor([50, 30]), 2, 0.1, None).device.type == 'meta'
     if torch.cuda.is_available():
-        y, _ = Augment(AugmentConfig(time_masks=3), 1).train(torch.randn(2, 50, 4, device='cuda'), torch.tensor([50, 30]), 0)
+        x = torch.randn(2, 50, 4, device='cuda')
+        y, _ = Augment(AugmentConfig(time_masks=3), 1).train(x, torch.tensor([50, 30]), 0)
         assert y.is_cuda and y.isfinite().all()

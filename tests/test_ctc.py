@@ -1,44 +1,57 @@
 "CTC loss and gradient against PyTorch's in double precision, over whatever shapes, lengths and labels there can be."
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.pytorch.ctc import alignment, ctc_loss
 
 
+def lp(T, B, K, seed=0):
+    return torch.randn(T, B, K, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 @st.composite
 def problems(draw):
-    "log_probs, targets, input and target lengths, blank: few classes, so that labels repeat; padding that must not be read; some log-probabilities −∞."
-    T, B, K, S = draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.integers(2, 5)), draw(st.integers(0, 5))
+    """log_probs, targets, input and target lengths, blank.
+
+    There are few classes, so that labels repeat; padding that must not be read; and some log-probabilities are −∞."""
+    T = draw(st.integers(1, 12))
+    B = draw(st.integers(1, 4))
+    K = draw(st.integers(2, 5))
+    S = draw(st.integers(0, 5))
     blank = draw(st.integers(0, K - 1))
     labels = st.integers(0, K - 2).map(lambda k: k + (k >= blank))
     n_labels = draw(st.lists(st.integers(0, S), min_size=B, max_size=B))
-    targets = [draw(st.lists(labels, min_size=n, max_size=n)) + draw(st.lists(st.integers(-1, K), min_size=S - n, max_size=S - n)) for n in n_labels]
+    padding = st.integers(-1, K)
+    targets = [draw(st.lists(labels, min_size=n, max_size=n)) + draw(st.lists(padding, min_size=S - n, max_size=S - n))
+               for n in n_labels]
     frames = draw(st.lists(st.integers(0, T), min_size=B, max_size=B))
-    log_probs = draw(st.sampled_from([1., 10.])) * torch.randn(T, B, K, dtype=torch.float64, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))
+    scale = draw(st.sampled_from([1., 10.]))
+    log_probs = scale * lp(T, B, K, seed=draw(st.integers(0, 999)))
     if draw(st.booleans()): log_probs = log_probs.log_softmax(-1)
     for _ in range(draw(st.sampled_from([0, 0, 1, 5]))):
         log_probs[draw(st.integers(0, T - 1)), draw(st.integers(0, B - 1)), draw(st.integers(0, K - 1))] = -torch.inf
-    return log_probs, torch.tensor(targets, dtype=torch.long).view(B, S), torch.tensor(frames), torch.tensor(n_labels), blank
+    targets = torch.tensor(targets, dtype=torch.long).view(B, S)
+    return log_probs, targets, torch.tensor(frames), torch.tensor(n_labels), blank
 
 
-def both(log_probs, *args, weights=None, **kw):
+def both(log_probs, *args, **kw):
     "Loss and gradient, ours and PyTorch's, with a different weight for each trial if there is no reduction."
     found = []
     for f in (ctc_loss, F.ctc_loss):
         x = log_probs.detach().clone().requires_grad_()
         loss = f(x, *args, **kw)
-        found.append((loss.detach(), torch.autograd.grad((loss * (torch.arange(loss.numel()) + 1).view(loss.shape)).sum(), x)[0]))
+        weights = (torch.arange(loss.numel()) + 1).view(loss.shape)
+        found.append((loss.detach(), torch.autograd.grad((loss * weights).sum(), x)[0]))
     return found
 
 
 def assert_same(log_probs, targets, frames, n_labels, blank, tol=1e-9, **kw):
     (loss, grad), (want, want_grad) = both(log_probs, targets, frames, n_labels, blank, **kw)
     torch.testing.assert_close(loss, want, rtol=tol, atol=tol)
-    # where a log-probability is −∞ PyTorch's gradient is nan and ours the limit, unless the alignment is impossible altogether
+    # where a log-probability is −∞ PyTorch's gradient is nan and ours the limit, unless the alignment is impossible
     possible = F.ctc_loss(log_probs, targets, frames, n_labels, blank, reduction='none').isfinite()
     limit = log_probs.isneginf() & possible[:, None]
     torch.testing.assert_close(grad, want_grad.masked_fill(limit, 0), rtol=tol, atol=tol, equal_nan=True)
@@ -50,9 +63,6 @@ def assert_same(log_probs, targets, frames, n_labels, blank, tol=1e-9, **kw):
 @given(problems(), st.sampled_from(['none', 'mean', 'sum']), st.booleans())
 def test_value_and_gradient(problem, reduction, zero_infinity):
     assert_same(*problem, reduction=reduction, zero_infinity=zero_infinity)
-
-
-def lp(T, B, K, seed=0): return torch.randn(T, B, K, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize('targets, frames, n_labels', [
@@ -71,7 +81,8 @@ def lp(T, B, K, seed=0): return torch.randn(T, B, K, dtype=torch.float64, genera
 @pytest.mark.parametrize('reduction', ['none', 'mean', 'sum'])
 def test_edges(targets, frames, n_labels, zero_infinity, reduction):
     targets = torch.tensor(targets, dtype=torch.long)
-    assert_same(lp(6, len(targets), 3), targets, torch.tensor(frames), torch.tensor(n_labels), 0, reduction=reduction, zero_infinity=zero_infinity)
+    assert_same(lp(6, len(targets), 3), targets, torch.tensor(frames), torch.tensor(n_labels), 0,
+                reduction=reduction, zero_infinity=zero_infinity)
 
 
 def test_no_way_at_all():
@@ -95,11 +106,12 @@ def test_official_size():
 
 
 def test_a_sure_model_loses_nothing():
-    "A thousand frames whose alternatives are worth e^−1000 each: probabilities that no float can hold, logarithms that any can."
+    "A thousand frames whose alternatives are worth e^−1000 each: only as logarithms do they fit in a float."
     targets = torch.tensor([[1, 2, 1, 2]])
     log_probs = torch.full((1000, 1, 3), -1000.)
     log_probs[:, :, 0] = 0
-    for t, k in zip((100, 400, 401, 999), targets[0]): log_probs[t, 0] = torch.tensor([-1000., -1000, -1000]).index_fill(0, k, 0.)
+    for t, k in zip((100, 400, 401, 999), targets[0]):
+        log_probs[t, 0] = torch.tensor([-1000., -1000, -1000]).index_fill(0, k, 0.)
     (loss, grad), (want, want_grad) = both(log_probs, targets, torch.tensor([1000]), torch.tensor([4]))
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close(grad, want_grad)
@@ -122,7 +134,8 @@ def test_posteriors(problem):
 @pytest.mark.parametrize('n_labels', [[3, 1, 0], [3, 0, 3], [0, 0, 0]])
 def test_derivative(n_labels):
     targets = torch.tensor([[1, 1, 2], [2, 0, 0], [1, 2, 1]])
-    assert torch.autograd.gradcheck(lambda x: ctc_loss(x.log_softmax(-1), targets, [6, 4, 5], n_labels, reduction='none'), lp(6, 3, 4).requires_grad_())
+    def losses(x): return ctc_loss(x.log_softmax(-1), targets, [6, 4, 5], n_labels, reduction='none')
+    assert torch.autograd.gradcheck(losses, lp(6, 3, 4).requires_grad_())
 
 
 def test_no_second_derivative():
@@ -161,8 +174,9 @@ def test_ways_to_say_the_same(problem):
     want = ctc_loss(log_probs, targets, frames, n_labels, blank, reduction='none')
     flat = torch.cat([row[:n] for row, n in zip(targets, n_labels)])
     for t in (targets, targets.int(), flat):
-        for i, l in ((frames.int(), n_labels.int()), (frames.tolist(), n_labels.tolist()), (tuple(frames.tolist()), n_labels)):
-            assert torch.equal(ctc_loss(log_probs, t, i, l, blank, reduction='none'), want)
+        for lengths in ((frames.int(), n_labels.int()), (frames.tolist(), n_labels.tolist()),
+                        (tuple(frames.tolist()), n_labels)):
+            assert torch.equal(ctc_loss(log_probs, t, *lengths, blank, reduction='none'), want)
 
 
 def test_without_gradient():
@@ -171,7 +185,8 @@ def test_without_gradient():
     with torch.no_grad(): assert torch.equal(ctc_loss(x.requires_grad_(), *args), ctc_loss(x, *args).detach())
 
 
-GOOD = dict(log_probs=torch.zeros(6, 2, 4), targets=torch.tensor([[1, 2, 3], [3, 0, 0]]), input_lengths=[6, 5], target_lengths=[3, 1])
+GOOD = dict(log_probs=torch.zeros(6, 2, 4), targets=torch.tensor([[1, 2, 3], [3, 0, 0]]),
+            input_lengths=[6, 5], target_lengths=[3, 1])
 
 @pytest.mark.parametrize('change, message', [
     (dict(log_probs=torch.zeros(6, 4)), r'log_probs must be floating point \[T, B, K\].*found \[6, 4\]'),
@@ -194,7 +209,8 @@ GOOD = dict(log_probs=torch.zeros(6, 2, 4), targets=torch.tensor([[1, 2, 3], [3,
     (dict(input_lengths=[6, 7]), r'input_lengths\[1\] must lie between 0 and 6, the frames of log_probs; found 7'),
     (dict(input_lengths=torch.tensor([6., 5.])), 'input_lengths must be one integer.*torch.float32'),
     (dict(targets=torch.tensor([1, 2, 3, 3, 1])), 'as target_lengths add up to, 4; found 5'),
-    (dict(targets=torch.tensor([1, 2, 3, 3]), target_lengths=torch.zeros(2, dtype=torch.long, device='meta')), 'need target_lengths on the host'),
+    (dict(targets=torch.tensor([1, 2, 3, 3]), target_lengths=torch.zeros(2, dtype=torch.long, device='meta')),
+     'need target_lengths on the host'),
 ])
 def test_bad_input(change, message):
     ctc_loss(**GOOD)

@@ -20,7 +20,7 @@ from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.models.gru import GRUDecoder
 from b2t_kaggle.ctc import n_frames
-from b2t_kaggle.pytorch.layers import cpu_gru, frame_order
+from b2t_kaggle.pytorch.recurrence import cpu_gru, frame_order
 
 
 class Plain(nn.Module):

@@ -16,14 +16,13 @@ from .layers import smooth
 
 # %% ../../nbs/pytorch/03_augment.ipynb #c006
 def add_noise(
-    x: Tensor,                  # Features `[B, T, F]`, floating point
-    cfg: AugmentConfig,         # The run's `augment` group
+    x: Tensor,                         # Features `[B, T, F]`, floating point
+    cfg: AugmentConfig,                # The run's `augment` group
     generator: torch.Generator | None, # On the device of `x`; none means the device's own
 ) -> Tensor:
     "Static gain, white noise, constant offset and random walk, `[B, T, F]`; `x` itself is left alone."
     B, T, C = x.shape
-    def normal(*shape, std):
-        return torch.empty(shape, device=x.device).normal_(std=std, generator=generator)
+    def normal(*shape, std): return torch.empty(shape, device=x.device).normal_(std=std, generator=generator)
     if cfg.static_gain_std: x = x @ (torch.eye(C, device=x.device) + normal(B, C, C, std=cfg.static_gain_std))
     if cfg.white_noise_std: x = normal(B, T, C, std=cfg.white_noise_std).add_(x)
     if cfg.constant_offset_std: x = x + normal(B, 1, C, std=cfg.constant_offset_std)
@@ -36,27 +35,29 @@ def cut_start(
     cut: int | Tensor, # Bins to drop; a tensor on the device where each number would be compiled anew
 ) -> Tensor:
     "The bins from `cut` on, then zeros, `[B, T, F]`."
-    T = x.shape[1]
-    if isinstance(cut, Tensor): return F.pad(x, (0, 0, 0, 1)).index_select(1, (torch.arange(T, device=x.device) + cut).clamp(max=T))
-    return torch.cat([x[:, cut:], x.new_zeros(x.shape[0], cut, x.shape[2])], 1) if cut else x
+    B, T, C = x.shape
+    if isinstance(cut, Tensor):
+        bins = (torch.arange(T, device=x.device) + cut).clamp(max=T)  # T is the bin of zeros that is added
+        return F.pad(x, (0, 0, 0, 1)).index_select(1, bins)
+    return torch.cat([x[:, cut:], x.new_zeros(B, cut, C)], 1) if cut else x
 
 # %% ../../nbs/pytorch/03_augment.ipynb #c012
 def time_mask(
-    x: Tensor,                  # Features `[B, T, F]`
-    n_bins: Tensor,             # Bins of each trial `[B]`, on any device
-    n_masks: int,               # Masks per trial; they may overlap
-    max_part: float,            # Largest length of one mask, as a part of its trial
+    x: Tensor,                         # Features `[B, T, F]`
+    n_bins: Tensor,                    # Bins of each trial `[B]`, on any device
+    n_masks: int,                      # Masks per trial; they may overlap
+    max_part: float,                   # Largest length of one mask, as a part of its trial
     generator: torch.Generator | None, # On the device of `x`; none means the device's own
 ) -> Tensor:
-    "Zero `n_masks` stretches of each trial, lengths uniform in 0 … `max_part` · `n_bins`, places uniform inside the trial."
+    "Zero stretches of each trial: lengths uniform in 0 … `max_part` · `n_bins`, places uniform inside the trial."
     u, v = torch.rand(2, len(x), n_masks, 1, device=x.device, generator=generator)
     bins = n_bins.to(x.device, non_blocking=True).view(-1, 1, 1)
     longest = (bins * max_part).floor()
     length = torch.minimum((u * (longest + 1)).floor(), longest)  # rounding may lift u·(n + 1) to n + 1
     start = (v * (bins - length + 1)).floor()
     t = torch.arange(x.shape[1], device=x.device)
-    masked = ((t >= start) & (t < start + length)).any(1)
-    return x * ~masked.unsqueeze(-1)
+    is_masked = ((t >= start) & (t < start + length)).any(1)
+    return x * ~is_masked.unsqueeze(-1)
 
 # %% ../../nbs/pytorch/03_augment.ipynb #c015
 class Augment:
@@ -65,7 +66,8 @@ class Augment:
         cfg: AugmentConfig, # The run's `augment` group
         seed: int,          # The run's seed
     ):
-        self.cfg, self.seed = cfg, seed
+        self.cfg = cfg
+        self.seed = seed
         self.kernel = gaussian_kernel(cfg.smooth_kernel_size, cfg.smooth_kernel_std) if cfg.smooth_data else None
 
     def eval(self,
@@ -81,16 +83,19 @@ class Augment:
     ) -> tuple[Tensor, Tensor]:
         "Augmented features, float32 `[B, T, F]`, and the trials' new lengths `[B]`."
         seed = step_seed(self.seed, step)
-        return self.apply(x, n_bins, draw_cut(self.cfg, seed), torch.Generator(x.device).manual_seed(seed))
+        generator = torch.Generator(x.device).manual_seed(seed)
+        return self.apply(x, n_bins, draw_cut(self.cfg, seed), generator)
 
     def apply(self,
-        x: Tensor,         # Features `[B, T, F]`
-        n_bins: Tensor,    # Bins of each trial `[B]`
-        cut: int | Tensor, # From `draw_cut`
+        x: Tensor,                         # Features `[B, T, F]`
+        n_bins: Tensor,                    # Bins of each trial `[B]`
+        cut: int | Tensor,                 # From `draw_cut`
         generator: torch.Generator | None, # On the device of `x`; none means the device's own
     ) -> tuple[Tensor, Tensor]:
-        "`train` with its random numbers given. Shapes and operations depend on nothing but the shape of `x`."
-        x, n_bins = cut_start(add_noise(x.float(), self.cfg, generator), cut), n_bins - cut
-        x = self.eval(x)
-        if self.cfg.time_masks: x = time_mask(x, n_bins, self.cfg.time_masks, self.cfg.time_mask_max, generator)
+        "`train` with its random numbers given. Shapes and operations depend only on the shape of `x`."
+        cfg = self.cfg
+        x = add_noise(x.float(), cfg, generator)
+        x = self.eval(cut_start(x, cut))
+        n_bins = n_bins - cut
+        if cfg.time_masks: x = time_mask(x, n_bins, cfg.time_masks, cfg.time_mask_max, generator)
         return x, n_bins

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ..encoders.gru import PatchedConfig
 from b2t_kaggle.pytorch.layers import (
-    FrameOrder, cpu_gru, day_affine, dropout, frame_order, pack, packed_day_affine, packed_windows,
-    permute, sliced_windows, softsign,
+    day_affine, dropout, pack, packed_day_affine, packed_windows, sliced_windows, softsign,
 )
+from .recurrence import FrameOrder, cpu_gru, frame_order, permute
 from .models.encoder import Encoder, check_days
 from .recurrence import GRU
 

@@ -42,19 +42,23 @@ def add_noise(
 def cut_start(
     x: tf.Tensor,         # Features `[B, T, F]`
     cut: tf.Tensor | int, # Bins to drop
-    most: int,            # The most that are ever dropped
+    max_cut: int,         # Largest number of bins that are ever dropped
 ) -> tf.Tensor:
     "The bins from `cut` on, then zeros, `[B, T, F]`."
-    return tf.gather(tf.pad(x, [[0, 0], [0, most], [0, 0]]), cut + tf.range(x.shape[1]), axis=1) if most else x
+    if not max_cut: return x
+    padded = tf.pad(x, [[0, 0], [0, max_cut], [0, 0]])
+    return tf.gather(padded, cut + tf.range(x.shape[1]), axis=1)
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c015
 def mask_places(
-    u: tf.Tensor,      # Uniform in 0 … 1 `[B, M]`: how long
-    v: tf.Tensor,      # Uniform in 0 … 1 `[B, M]`: where
+    u: tf.Tensor,      # Uniform in 0 … 1 `[B, M]`, for the lengths
+    v: tf.Tensor,      # Uniform in 0 … 1 `[B, M]`, for the first bins
     n_bins: tf.Tensor, # Bins of each trial `[B]`
     max_part: float,   # Largest length of one mask, as a part of its trial
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    "First bins and lengths of M masks per trial, float32 `[B, M]`: lengths uniform in 0 … `max_part` · `n_bins`, places uniform inside the trial."
+    """First bins and lengths of M masks per trial, float32 `[B, M]`.
+
+    Lengths are uniform in 0 … `max_part` · `n_bins`, places uniform inside the trial."""
     bins = tf.cast(n_bins, tf.float32)[:, None]
     longest = tf.floor(bins * max_part)
     length = tf.minimum(tf.floor(u * (longest + 1)), longest)  # rounding may lift u·(n + 1) to n + 1
@@ -68,8 +72,8 @@ def mask_time(
     "Zero the stretches of each trial."
     t = tf.range(x.shape[1], dtype=tf.float32)[:, None]
     start, length = start[:, None], length[:, None]
-    masked = tf.reduce_any((t >= start) & (t < start + length), -1)
-    return tf.where(masked[..., None], 0., x)
+    is_masked = tf.reduce_any((t >= start) & (t < start + length), -1)
+    return tf.where(is_masked[..., None], 0., x)
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c018
 class Augment:
@@ -77,7 +81,8 @@ class Augment:
     def __init__(self,
         cfg: AugmentConfig, # The run's `augment` group
     ):
-        self.cfg, self.most = cfg, max(cfg.random_cut - 1, 0)
+        self.cfg = cfg
+        self.max_cut = max(cfg.random_cut - 1, 0)
         self.kernel = gaussian_kernel(cfg.smooth_kernel_size, cfg.smooth_kernel_std) if cfg.smooth_data else None
 
     def eval(self,
@@ -94,11 +99,13 @@ class Augment:
         seeds: tf.Tensor,  # From `trial_seeds` `[B, 2]`
     ) -> tuple[tf.Tensor, tf.Tensor]:
         "Augmented features, float32 `[B, T, F]`, and the trials' new lengths `[B]`."
-        x, n_bins = cut_start(add_noise(tf.cast(x, tf.float32), self.cfg, seeds), cut, self.most), n_bins - cut
+        x = add_noise(tf.cast(x, tf.float32), self.cfg, seeds)
+        x = cut_start(x, cut, self.max_cut)
+        n_bins = n_bins - cut
         x = self.eval(x)
-        if self.cfg.time_masks: x = mask_time(x, *self._masks(n_bins, seeds))
+        if self.cfg.time_masks: x = mask_time(x, *self._mask_places(n_bins, seeds))
         return x, n_bins
 
-    def _masks(self, n_bins, seeds):
+    def _mask_places(self, n_bins, seeds):
         u, v = tf.unstack(trial_random('uniform', [2, self.cfg.time_masks], seeds, _MASKS), axis=1)
         return mask_places(u, v, n_bins, self.cfg.time_mask_max)

@@ -1,4 +1,4 @@
-"Augmentations in TensorFlow: PyTorch's wherever nothing is random, its distribution elsewhere, and the same numbers however they are computed."
+"Augmentations in TensorFlow: PyTorch's where nothing is random, its distribution elsewhere, the same compiled or not."
 import numpy as np
 import pytest
 
@@ -14,7 +14,7 @@ from b2t_kaggle.tensorflow.augment import Augment, add_noise, cut_start, mask_pl
 from b2t_kaggle.tensorflow.layers import smooth
 
 NONE = AugmentConfig(white_noise_std=0, constant_offset_std=0, random_cut=0, smooth_data=False)
-only = lambda **kw: NONE.model_copy(update=kw)
+def only(**kw): return NONE.model_copy(update=kw)
 
 
 @settings(max_examples=10)
@@ -22,11 +22,14 @@ only = lambda **kw: NONE.model_copy(update=kw)
 def test_smoothing_and_cut_are_those_of_pytorch(B, T, C, std, cut):
     x, k = np.random.default_rng(T).standard_normal((B, T, C)).astype('float32'), gaussian_kernel(std=std)
     np.testing.assert_allclose(smooth(tf.constant(x), k), smooth_pt(torch.tensor(x), k), atol=1e-6)
-    if T > 2: np.testing.assert_array_equal(cut_start(tf.constant(x), tf.constant(cut), 2), pt.cut_start(torch.tensor(x), cut))
+    if T > 2:
+        ours, theirs = cut_start(tf.constant(x), tf.constant(cut), 2), pt.cut_start(torch.tensor(x), cut)
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @settings(max_examples=20)
-@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=5), n_masks=st.integers(1, 30), part=st.floats(0, 1), seed=st.integers(0, 10**6))
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=5), n_masks=st.integers(1, 30),
+       part=st.floats(0, 1), seed=st.integers(0, 10**6))
 def test_masks_of_the_same_numbers_are_those_of_pytorch(lengths, n_masks, part, seed):
     x, n_bins, g = torch.randn(len(lengths), 200, 2), torch.tensor(lengths), torch.Generator()
     theirs = pt.time_mask(x, n_bins, n_masks, part, g.manual_seed(seed))
@@ -38,13 +41,18 @@ def test_masks_of_the_same_numbers_are_those_of_pytorch(lengths, n_masks, part, 
 def differ(a, b):
     "Kolmogorov and Smirnov's test of two samples, at a level of 0.001."
     at = np.sort(np.concatenate([a, b]))
-    distance = abs(np.searchsorted(np.sort(a), at, 'right') / len(a) - np.searchsorted(np.sort(b), at, 'right') / len(b)).max()
+    def cumulative(sample): return np.searchsorted(np.sort(sample), at, 'right') / len(sample)
+    distance = abs(cumulative(a) - cumulative(b)).max()
     return distance > 1.95 * (1 / len(a) + 1 / len(b))**.5
 
 
 @pytest.mark.parametrize('kw, samples', [
-    (dict(white_noise_std=1.5), lambda y: y[:, 7]), (dict(constant_offset_std=.2), lambda y: y[:, 7]), (dict(random_walk_std=.3, random_walk_axis=1), lambda y: y[:, -1]),
-    (dict(random_walk_std=.3), lambda y: y[:, 7, -1]), (dict(static_gain_std=.1), lambda y: y[:, 7])], ids=lambda v: '-'.join(v) if isinstance(v, dict) else '')
+    (dict(white_noise_std=1.5), lambda y: y[:, 7]),
+    (dict(constant_offset_std=.2), lambda y: y[:, 7]),
+    (dict(random_walk_std=.3, random_walk_axis=1), lambda y: y[:, -1]),
+    (dict(random_walk_std=.3), lambda y: y[:, 7, -1]),
+    (dict(static_gain_std=.1), lambda y: y[:, 7]),
+], ids=lambda v: '-'.join(v) if isinstance(v, dict) else '')
 def test_noise_has_the_distribution_of_pytorchs(kw, samples):
     x = np.ones((400, 10, 8), 'float32')
     noisy = tf.function(lambda x, seeds: add_noise(x, only(**kw), seeds))
@@ -54,14 +62,21 @@ def test_noise_has_the_distribution_of_pytorchs(kw, samples):
 
 
 def test_the_whole_recipe_is_the_official_one_compiled_or_not():
-    "Gain, noise, offset, walk, cut, smoothing: replayed with PyTorch's functions from the same random numbers; and trial by trial."
-    cfg = AugmentConfig(static_gain_std=.1, white_noise_std=.5, constant_offset_std=.3, random_walk_std=.2, random_cut=3, time_masks=2)
-    x, n, seeds = np.random.default_rng(0).standard_normal((3, 60, 4)).astype('float32'), np.array([60, 50, 40], 'int32'), trial_seeds(5, 1, 3)
+    "Gain, noise, offset, walk, cut, smoothing: replayed in PyTorch from the same random numbers; and trial by trial."
+    cfg = AugmentConfig(static_gain_std=.1, white_noise_std=.5, constant_offset_std=.3, random_walk_std=.2,
+                        random_cut=3, time_masks=2)
+    x = np.random.default_rng(0).standard_normal((3, 60, 4)).astype('float32')
+    n = np.array([60, 50, 40], 'int32')
+    seeds = trial_seeds(5, 1, 3)
     step = next(s for s in range(20) if draw_cut(cfg, step_seed(5, s)) == 2)
-    aug, cut, zeros = Augment(cfg), draw_cut(cfg, step_seed(5, step)), np.zeros_like(x)
-    alone = lambda **kw: torch.tensor(add_noise(tf.constant(zeros), only(**kw), tf.constant(seeds)).numpy())
-    gain = torch.stack([torch.tensor(add_noise(tf.constant(np.tile(row, (3, 60, 1))), only(static_gain_std=.1), tf.constant(seeds)).numpy())[:, 0] for row in np.eye(4, dtype='float32')], 1)
-    y = torch.tensor(x) @ gain + alone(white_noise_std=.5) + alone(constant_offset_std=.3) + alone(random_walk_std=.2)
+    aug = Augment(cfg)
+    cut = draw_cut(cfg, step_seed(5, step))
+    def noisy(x, **kw): return torch.tensor(add_noise(tf.constant(x), only(**kw), tf.constant(seeds)).numpy())
+    unit_features = [np.tile(row, (3, 60, 1)) for row in np.eye(4, dtype='float32')]
+    gain = torch.stack([noisy(unit, static_gain_std=.1)[:, 0] for unit in unit_features], 1)
+    zeros = np.zeros_like(x)
+    y = torch.tensor(x) @ gain
+    y = y + noisy(zeros, white_noise_std=.5) + noisy(zeros, constant_offset_std=.3) + noisy(zeros, random_walk_std=.2)
     y = smooth_pt(pt.cut_start(y, cut), aug.kernel).numpy()
     args = tf.constant(x), tf.constant(n), tf.constant(cut), tf.constant(seeds)
     got, lengths = aug.train(*args)

@@ -1,4 +1,4 @@
-"CTC in TensorFlow against PyTorch's in double precision, over whatever lengths and labels there can be, compiled and eagerly."
+"CTC in TensorFlow against PyTorch's in double precision, over lengths and labels of all kinds, compiled and eagerly."
 import numpy as np
 import pytest
 
@@ -14,25 +14,34 @@ IMPOSSIBLE = -1e9  # stands for −∞ in PyTorch, whose gradient would be nan
 
 @st.composite
 def problems(draw, B, T, K, S):
-    "logits, labels, frames, numbers of labels, blank: few classes, so that labels repeat; padding that must not be read; some logits −∞."
+    """logits, labels, frames, numbers of labels, blank.
+
+    There are few classes, so that labels repeat; padding that must not be read; and some logits are −∞."""
     blank = draw(st.sampled_from([0, K - 1]))
     label = st.integers(0, K - 2).map(lambda k: k + (k >= blank))
     n_labels = draw(st.lists(st.integers(0, S), min_size=B, max_size=B))
-    labels = [draw(st.lists(label, min_size=n, max_size=n)) + draw(st.lists(st.integers(-1, K), min_size=S - n, max_size=S - n)) for n in n_labels]
+    padding = st.integers(-1, K)
+    labels = [draw(st.lists(label, min_size=n, max_size=n)) + draw(st.lists(padding, min_size=S - n, max_size=S - n))
+              for n in n_labels]
     frames = draw(st.lists(st.integers(0, T), min_size=B, max_size=B))
-    logits = draw(st.sampled_from([1., 10., 300.])) * np.random.default_rng(draw(st.integers(0, 999))).standard_normal((B, T, K))
+    scale = draw(st.sampled_from([1., 10., 300.]))
+    logits = scale * np.random.default_rng(draw(st.integers(0, 999))).standard_normal((B, T, K))
     for _ in range(draw(st.sampled_from([0, 0, 1, 5]))):
-        logits[draw(st.integers(0, B - 1)), draw(st.integers(0, T - 1)), draw(st.integers(0, K - 2))] = -np.inf  # never all classes
-    return logits, np.array(labels, 'int32').reshape(B, S), np.array(frames, 'int32'), np.array(n_labels, 'int32'), blank
+        i, t, k = draw(st.integers(0, B - 1)), draw(st.integers(0, T - 1)), draw(st.integers(0, K - 2))
+        logits[i, t, k] = -np.inf  # never all classes
+    labels = np.array(labels, 'int32').reshape(B, S)
+    return logits, labels, np.array(frames, 'int32'), np.array(n_labels, 'int32'), blank
 
 
 def theirs(logits, labels, frames, n_labels, blank):
     "Losses and the gradient of their sum, each with a weight of its own."
     x = torch.tensor(np.maximum(logits, IMPOSSIBLE), dtype=torch.float64, requires_grad=True)
-    losses = F.ctc_loss(x.log_softmax(-1).transpose(0, 1), *(torch.tensor(v) for v in (labels, frames, n_labels)), blank=blank, reduction='none')
+    args = (torch.tensor(v) for v in (labels, frames, n_labels))
+    losses = F.ctc_loss(x.log_softmax(-1).transpose(0, 1), *args, blank=blank, reduction='none')
     grad, = torch.autograd.grad((losses * (1 + torch.arange(len(losses)))).sum(), x)
-    none = losses.detach() > -IMPOSSIBLE / 2
-    return losses.detach().masked_fill(none, torch.inf).numpy(), grad.masked_fill(none[:, None, None], 0).numpy()
+    impossible = losses.detach() > -IMPOSSIBLE / 2
+    losses = losses.detach().masked_fill(impossible, torch.inf)
+    return losses.numpy(), grad.masked_fill(impossible[:, None, None], 0).numpy()
 
 def ours(logits, labels, frames, n_labels, blank):
     x = tf.convert_to_tensor(logits)
@@ -67,7 +76,9 @@ def test_long_trials(dtype, tol):
     "500 frames: errors do not add up; the loss is float32, the gradient has the type of the logits."
     rng = np.random.default_rng(0)
     x = tf.cast(3 * rng.standard_normal((2, 500, 41)), dtype)
-    problem = tf.cast(x, tf.float64).numpy(), rng.integers(1, 41, (2, 90)).astype('int32'), np.array([500, 317], 'int32'), np.array([90, 41], 'int32'), 0
+    labels = rng.integers(1, 41, (2, 90)).astype('int32')
+    frames, n_labels = np.array([500, 317], 'int32'), np.array([90, 41], 'int32')
+    problem = tf.cast(x, tf.float64).numpy(), labels, frames, n_labels, 0
     losses, grad = compiled(x, *problem[1:])
     assert (losses.dtype, grad.dtype) == (tf.float32, x.dtype)
     want, want_grad = theirs(*problem)

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.filterwarnings('error::DeprecationWarning')
 def problem(seed, T=30, B=5, K=7, S=6):
     "Ragged, with a trial whose repeated labels do not fit, one without labels, and −1 as padding."
     g = torch.Generator().manual_seed(seed)
-    n_labels, frames = torch.randint(min(S, 1), S + 1, (B,), generator=g), torch.randint(T // 2, T + 1, (B,), generator=g)
+    n_labels = torch.randint(min(S, 1), S + 1, (B,), generator=g)
+    frames = torch.randint(T // 2, T + 1, (B,), generator=g)
     targets = torch.randint(1, K, (B, S), generator=g).where(torch.arange(S) < n_labels[:, None], -1)
     n_labels[0], frames[-1], n_labels[-1], targets[-1] = 0, S, S, 3
     return torch.randn(T, B, K, generator=g).log_softmax(-1), targets, frames, n_labels
@@ -52,7 +53,8 @@ def test_same_as_pytorch(reduction, zero_infinity):
 @pytest.mark.parametrize('shape', [dict(T=1, B=1, S=1), dict(T=9, B=2, S=0), dict(T=40, B=2, K=41, S=20)])
 def test_shapes(shape):
     log_probs, *args = problem(1, **shape)
-    assert_same(on(torch_xla.device(), ctc_loss, log_probs, *args, zero_infinity=True), exact(log_probs, *args, zero_infinity=True))
+    found = on(torch_xla.device(), ctc_loss, log_probs, *args, zero_infinity=True)
+    assert_same(found, exact(log_probs, *args, zero_infinity=True))
 
 
 def test_masked_class():
@@ -71,14 +73,16 @@ def test_lengths_and_blank_in_any_form():
     flat = torch.cat([row[:n] for row, n in zip(targets, n_labels)])
     want = exact(log_probs, targets, frames, n_labels, 6, zero_infinity=True)
     device = torch_xla.device()
-    for args in ((targets.to(device), frames.to(device), n_labels.to(device)), (targets.int(), frames.tolist(), n_labels.tolist()), (flat, frames, n_labels)):
+    for args in ((targets.to(device), frames.to(device), n_labels.to(device)),
+                 (targets.int(), frames.tolist(), n_labels.tolist()), (flat, frames, n_labels)):
         assert_same(on(device, ctc_loss, log_probs, *args, 6, zero_infinity=True), want)
 
 
 def test_bfloat16_under_autocast():
     log_probs, *args = problem(4)
     half = log_probs.bfloat16()
-    with torch.autocast('xla', torch.bfloat16): loss, grad = on(torch_xla.device(), ctc_loss, half, *args, zero_infinity=True)
+    with torch.autocast('xla', torch.bfloat16):
+        loss, grad = on(torch_xla.device(), ctc_loss, half, *args, zero_infinity=True)
     want, want_grad = exact(half, *args, zero_infinity=True)
     assert [loss.dtype, grad.dtype] == [torch.float32, torch.bfloat16]
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
@@ -93,7 +97,8 @@ def test_compiled_once():
     on(device, ctc_loss, *problem(5), zero_infinity=True)
     for seed in range(6, 10):
         log_probs, *args = problem(seed)
-        assert_same(on(device, ctc_loss, log_probs, *args, zero_infinity=True), exact(log_probs, *args, zero_infinity=True))
+        found = on(device, ctc_loss, log_probs, *args, zero_infinity=True)
+        assert_same(found, exact(log_probs, *args, zero_infinity=True))
     assert met.metric_data('CompileTime') is None
     assert met.metric_data('ExecuteTime')[0] >= 5
     assert fallbacks() == []

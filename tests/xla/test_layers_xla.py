@@ -1,4 +1,4 @@
-"What models are made of, on an XLA device: the GRU equals PyTorch's, augmentation is one program whatever it draws, frames are those of the CPU."
+"Layers on an XLA device: the GRU equals PyTorch's, augmentation is one program, the model is the CPU's."
 import pytest
 
 torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
@@ -33,7 +33,8 @@ def test_a_gru_is_pytorchs_in_value_and_gradient(bidirectional):
     met.clear_all()
     on_xla = run(ours, torch_xla.device())
     assert not fallbacks()
-    for a, b in zip(on_xla, run(theirs, 'cpu'), strict=True): assert torch.allclose(a, b, atol=1e-5 * max(1, b.abs().max().item()))
+    for a, b in zip(on_xla, run(theirs, 'cpu'), strict=True):
+        assert torch.allclose(a, b, atol=1e-5 * max(1, b.abs().max().item()))
 
 
 def test_dropout_between_layers_is_dropout():
@@ -69,8 +70,11 @@ def test_the_model_is_the_one_of_the_cpu():
 
 
 def test_augmentation_is_one_program_whatever_it_draws():
-    device, cfg = torch_xla.device(), AugmentConfig(white_noise_std=0.5, constant_offset_std=0.3, time_masks=2, time_mask_max=0.2, static_gain_std=0.01, random_walk_std=0.01)
-    aug, x, n_bins = Augment(cfg, 0), torch.zeros(4, 300, 8), torch.tensor([300, 300, 200, 100])
+    device = torch_xla.device()
+    cfg = AugmentConfig(white_noise_std=0.5, constant_offset_std=0.3, time_masks=2, time_mask_max=0.2,
+                        static_gain_std=0.01, random_walk_std=0.01)
+    aug = Augment(cfg, 0)
+    x, n_bins = torch.zeros(4, 300, 8), torch.tensor([300, 300, 200, 100])
     def run(cut, seed, aug=aug):
         torch_xla.manual_seed(seed)
         numbers = torch.tensor([float(cut)]).to(device).unbind()
@@ -92,5 +96,6 @@ def test_what_is_not_random_in_augmentation_is_as_on_the_cpu():
     x, n_bins = torch.randn(2, 60, 4), torch.tensor([60, 40])
     for cut in (0, 1, 2):
         want, _ = Augment(cfg, 0).apply(x, n_bins, cut, None)
-        got, _ = Augment(cfg, 0).apply(x.to(device), n_bins.to(device), torch.tensor([float(cut)]).to(device).unbind()[0].long(), None)
+        on_device = torch.tensor([float(cut)]).to(device).unbind()[0].long()
+        got, _ = Augment(cfg, 0).apply(x.to(device), n_bins.to(device), on_device, None)
         assert torch.allclose(got.cpu(), want, atol=1e-6)
