@@ -37,7 +37,8 @@ class SimulateConfig(Section):
     snr: float = Field(1.0, gt=0)
     "Difficulty in one number: scales the phoneme-driven part of every feature against its noise. 1 is calibrated."
     structured_noise: float = Field(0.0, ge=0)
-    "Interference of four sources that have nothing to do with speech, in standard deviations of a feature; 0 means none."
+    ("Interference of four sources that have nothing to do with speech, in standard deviations of a feature; 0 means "
+     "none.")
     lm_sentences: int = Field(20_000, ge=0)
     "Sentences of general text from the same generator, for the language model; none of them occurs in val or test."
     seed: int = 0
@@ -100,7 +101,8 @@ class TrainConfig(Section):
     framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
     "Which implementation trains and infers."
     accelerator: Literal['auto', 'cpu', 'cuda', 'tpu', 'xla'] = 'auto'
-    "`auto` takes the best one here and says which; anything else is an error where it is missing. `xla` is whatever PyTorch/XLA drives, a TPU or, for tests, the processor."
+    ("`auto` takes the best one here and says which; anything else is an error where it is missing. `xla` is whatever "
+     "PyTorch/XLA drives, a TPU or, for tests, the processor.")
     precision: Literal['auto', 'float32', 'bfloat16'] = 'auto'
     "`auto` is bfloat16 autocast where the hardware computes it, else float32."
     num_training_batches: int = Field(120_000, ge=1)
@@ -159,7 +161,8 @@ class TrainConfig(Section):
 # %% ../nbs/07_config.ipynb #c014
 class InferConfig(Section):
     checkpoint: AbsolutePath | None = None
-    "A checkpoint to use instead of training: ours, or a folder of the official kit with `args.yaml` and `best_checkpoint`."
+    ("A checkpoint to use instead of training: ours, or a folder of the official kit with `args.yaml` and "
+     "`best_checkpoint`.")
 
 class LMConfig(Section):
     path: AbsolutePath | None = None
@@ -199,7 +202,8 @@ class DecodeConfig(Section):
 
 class RescoreConfig(Section):
     model: FolderOrName | None = None
-    "Causal language model of transformers that ranks the n-best anew: a local folder, or a name on the hub; none means no rescoring."
+    ("Causal language model of transformers that ranks the n-best anew: a local folder, or a name on the hub; none "
+     "means no rescoring.")
     adapter: AbsolutePath | None = None
     "Folder of a LoRA adapter for it."
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
@@ -221,12 +225,13 @@ class RescoreConfig(Section):
     end: bool = False
     "Whether the LLM scores the end of the sentence too; true suits the adapters of `b2t lm finetune`, which learn it."
     gate: float | None = None
-    "n-gram log-probability per word below which the LLM is not asked, as in sentences of random words; none asks it always."
+    ("n-gram log-probability per word below which the LLM is not asked, as in sentences of random words; none asks it "
+     "always.")
 
 # %% ../nbs/07_config.ipynb #c016
 SCHEMA = 2 # Number of this layout of the groups; saved with every configuration
 
-_FIRST_MODEL_FIELDS = {'noise_units', 'adversarial_strength', 'adversarial_schedule', 'n_units', 'patch_size', 'input_trainable'}
+_FIRST_MODEL_FIELDS = set('noise_units adversarial_strength adversarial_schedule n_units patch_size'.split())
 
 def upgrade(
     values: dict, # Groups of a configuration, as they were written

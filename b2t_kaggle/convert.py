@@ -26,7 +26,8 @@ def _is_tensorflow(path: Path) -> bool:
 def read_model(
     path: str | Path, # A checkpoint of any form, or its folder
 ) -> tuple[dict[str, np.ndarray], Config, dict]:
-    "Weights by name, in PyTorch's layout; the model's configuration; and what it reached (`val_per`, `val_loss`, `step`, `sessions`, as far as the file says). Raises `CheckpointError`."
+    """Weights by name, in PyTorch's layout; the model's configuration; and what it reached (`val_per`, `val_loss`,
+    `step`, `sessions`, as far as the file says). Raises `CheckpointError`."""
     path = Path(path)
     if _is_tensorflow(path):
         from b2t_kaggle.tensorflow import checkpoint
@@ -43,7 +44,8 @@ def convert(
     source: str | Path, # A checkpoint of any form, or its folder
     target: str | Path, # What to write; its name says in which form, see above
 ) -> Path:
-    "Write a trained model in another form, whole or not at all. Raises `CheckpointError` for a file that cannot be read, or a model that the target's form does not have, `ValueError` for a name with the ending of another form."
+    """Write a trained model in another form, whole or not at all. Raises `CheckpointError` for a file that cannot be
+    read, or a model that the target's form does not have, `ValueError` for a name with the ending of another form."""
     target = Path(target)
     if target.suffix in _OTHERS and not target.name.endswith(_TENSORFLOW):
         raise ValueError(f'{target}: no form has that ending; name it {target.stem}.pt for PyTorch, {target.stem}{_TENSORFLOW} for TensorFlow, or {target.stem} for a folder as the official kit has it')

@@ -41,10 +41,10 @@ OFFICIAL_KEYS = _official_keys() # official key -> ours
 
 # %% ../nbs/06_official.ipynb #c006
 # Where the official trainer puts its files, what it logs, and two values that are fixed by the data
-_IGNORED = set('''gpu_number mode output_dir checkpoint_dir save_best_checkpoint save_all_val_steps save_final_model save_val_metrics
-    batches_per_train_log batches_per_save log_individual_day_val_PER log_val_skip_logs save_val_logits save_val_data
-    dataset.neural_dim dataset.max_seq_elements dataset.seed dataset.num_dataloader_workers dataset.loader_shuffle dataset.test_percentage
-    dataset.dataset_probability_val model.input_network.n_input_layers model.input_network.input_layer_sizes'''.split())
+_IGNORED = set('''gpu_number mode output_dir checkpoint_dir save_best_checkpoint save_all_val_steps save_final_model
+    save_val_metrics batches_per_train_log batches_per_save log_individual_day_val_PER log_val_skip_logs save_val_logits save_val_data
+    dataset.neural_dim dataset.max_seq_elements dataset.seed dataset.num_dataloader_workers dataset.loader_shuffle
+    dataset.test_percentage dataset.dataset_probability_val model.input_network.n_input_layers model.input_network.input_layer_sizes'''.split())
 _SPECIAL = {'use_amp', 'init_from_checkpoint', 'init_checkpoint_path'}
 
 def _flatten(d: dict, prefix: str = '') -> dict[str, Any]:
@@ -64,12 +64,13 @@ def is_official(values: dict) -> bool:
 def to_our_names(
     values: dict, # A parsed `rnn_args.yaml` or `args.yaml`
 ) -> dict:        # Groups of our configuration
-    "The values of an official configuration in our groups; raises `ConfigError` for a key that the official kit does not have."
+    """The values of an official configuration in our groups; raises `ConfigError` for a key that the official kit does
+    not have."""
     flat = _flatten(values)
     unknown = set(flat) - set(OFFICIAL_KEYS) - _IGNORED - _SPECIAL
     if unknown:
-        raise ConfigError(f'official configuration: unknown key {", ".join(sorted(unknown))}; remove it, or use our own '
-                          'format (`b2t keys`)')
+        raise ConfigError(f'official configuration: unknown key {", ".join(sorted(unknown))}; remove it, or use our '
+                          'own format (`b2t keys`)')
     groups = {'train': {}}
     for key, value in flat.items():
         if key not in OFFICIAL_KEYS: continue

@@ -35,8 +35,8 @@ def file_marks(
 
 def _session_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise PipelineError(f'data.dataset_dir = {folder} is not a folder; name the one that holds the t15.* sessions, with '
-                            '--data')
+        raise PipelineError(f'data.dataset_dir = {folder} is not a folder; name the one that holds the t15.* sessions, '
+                            'with --data')
     return sorted(folder.glob('*/data_*.hdf5'))
 
 def _llm_files(cfg: Config) -> list[Path]:
@@ -65,7 +65,7 @@ class Run:
         folder: str | Path,            # The run's folder, `submissions/<name>`
         work: str | Path = 'data',     # Folder for big files that can be made again
         overrides: dict | None = None, # As in `config.with_overrides`; a changed configuration is saved
-        cfg: Config | None = None,     # Configuration to write; none reads `config.yaml`, or takes the demo where there is none
+        cfg: Config | None = None,     # Configuration to write; none reads `config.yaml`, else takes the demo
     ):
         self.dir = Path(folder)
         self.work = Path(work)
@@ -88,8 +88,8 @@ class Run:
     def fingerprint(self,
         name: str, # Stage
     ) -> str:
-        """Hash of what a stage's files belong to; unlike the key it stays when files are only touched or moved, or training
-        is only prolonged."""
+        """Hash of what a stage's files belong to; unlike the key it stays when files are only touched or moved, or
+        training is only prolonged."""
         version = STAGES[name].shared and b2t_kaggle.__version__
         files = [mark[:2] for mark in file_marks(_outside_files(name, self.cfg))]
         earlier = {n: self.fingerprint(n) for n in self._needs(name)}
@@ -102,7 +102,8 @@ class Run:
         code = _sha(code_cells(name))
         files = file_marks(_outside_files(name, self.cfg))
         earlier = {n: self.key(n) for n in self._needs(name)}
-        return _sha([self.fingerprint(name), b2t_kaggle.__version__, code, self._values(name, _NOT_IN_KEY), files, earlier])
+        values = self._values(name, _NOT_IN_KEY)
+        return _sha([self.fingerprint(name), b2t_kaggle.__version__, code, values, files, earlier])
 
     @property
     def data_dir(self) -> Path:
@@ -185,8 +186,8 @@ class StageRun:
         "Check that what the stage needs is there, and clear away what another configuration left."
         for n in self.needs:
             if (why := n.status()) not in ('done', 'stopped early'):
-                raise PipelineError(f'stage {self.name} needs stage {n.name}, which is not done ({why}); run `b2t {n.name}` '
-                                    'on this run first')
+                raise PipelineError(f'stage {self.name} needs stage {n.name}, which is not done ({why}); run `b2t '
+                                    f'{n.name}` on this run first')
         self._alone()
         self.key = self.run.key(self.name)
         fingerprint = self.run.fingerprint(self.name)
@@ -202,8 +203,8 @@ class StageRun:
         self._running = FileLock(self.stamp_path.with_suffix('.running'))
         try: self._running.acquire(timeout=20)
         except Timeout:
-            raise PipelineError(f'stage {self.name} is being executed by another process on {self.home}; wait for it, or use '
-                                'another --name') from None
+            raise PipelineError(f'stage {self.name} is being executed by another process on {self.home}; wait for it, '
+                                'or use another --name') from None
 
     def _clear(self, fingerprint: str | None) -> None:
         """Remove the results of another key; a model is set aside under its fingerprint, and what was set aside for
@@ -224,13 +225,13 @@ class StageRun:
     def finish(self,
         outputs: Iterable[Path],     # Files that the stage wrote
         metrics: dict | None = None, # Figures for the report and the closing table
-        finished: bool = True,       # False when it stopped before its end, by a time budget say; the next run continues it
+        finished: bool = True,       # False when it stopped early, so that the next run continues it
     ) -> None:
         "Stamp the stage."
         sizes = {os.path.relpath(p, self.home): [Path(p).stat().st_size, Path(p).stat().st_mtime_ns] for p in outputs}
         if foreign := [p for p in sizes if p.startswith('..')]:
-            raise PipelineError(f'stage {self.name}: {foreign[0]} is not in {self.home}; a stage stamps only what it wrote '
-                                'there')
+            raise PipelineError(f'stage {self.name}: {foreign[0]} is not in {self.home}; a stage stamps only what it '
+                                'wrote there')
         seconds = round(time.time() - self.started, 1)
         needs = {n.name: n.id for n in self.needs}
         stamp = dict(key=self.key, fingerprint=self.run.fingerprint(self.name), finished=finished, seconds=seconds,
@@ -253,8 +254,8 @@ def open_decoder(
     run: Run,  # Its `lm` stage must be done
     **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration
 ):
-    """The `LexiconBeamDecoder` that a run's configuration describes. Raises `PipelineError` where the run has no language
-    model yet."""
+    """The `LexiconBeamDecoder` that a run's configuration describes. Raises `PipelineError` where the run has no
+    language model yet."""
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.phonemes import build_lexicon

@@ -74,8 +74,8 @@ def notebook_dir() -> Path:
     here = Path(b2t_kaggle.__file__).parent
     for d in (here/'notebooks', here.parent/'nbs'/'pipeline'):
         if d.is_dir(): return d
-    raise PipelineError(f'the stage notebooks are neither in {here/"notebooks"} nor beside the package; install b2t_kaggle '
-                        'again')
+    raise PipelineError(f'the stage notebooks are neither in {here/"notebooks"} nor beside the package; install '
+                        'b2t_kaggle again')
 
 def notebook_path(name: str) -> Path:
     "The notebook of a stage."

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..training.recipe import draw_cut, gaussian_kernel, step_seed
+from ..training.recipe import draw_cut, smoothing_kernel, step_seed
 from ..config import AugmentConfig
 from .layers import smooth
 
@@ -68,7 +68,7 @@ class Augment:
     ):
         self.cfg = cfg
         self.seed = seed
-        self.kernel = gaussian_kernel(cfg.smooth_kernel_size, cfg.smooth_kernel_std) if cfg.smooth_data else None
+        self.kernel = smoothing_kernel(cfg)
 
     def eval(self,
         x: Tensor, # Features `[B, T, F]`, zeros beyond each trial's end

@@ -61,7 +61,8 @@ def load_file(
         raise CheckpointError(f'{path}: not loaded, because it holds more than weights or is damaged ({_reason(e)}); '
                               'expected a PyTorch checkpoint of tensors and numbers') from None
     except (RuntimeError, EOFError, zipfile.BadZipFile, OSError) as e:
-        raise CheckpointError(f'{path}: damaged, or not a PyTorch checkpoint ({_reason(e)}); copy or download it again') from None
+        raise CheckpointError(f'{path}: damaged, or not a PyTorch checkpoint ({_reason(e)}); copy or download it '
+                              'again') from None
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c010
 _OFFICIAL_PARTS = ('day_weights', 'day_biases', 'gru', 'out', 'h0')
@@ -72,8 +73,8 @@ def to_official_state(
     "The state dict as the official model wants it, a tensor per day; raises `CheckpointError` for another model's."
     foreign = [k for k in state if k.split('.')[0] not in _OFFICIAL_PARTS]
     if foreign:
-        raise CheckpointError(f'{foreign[0]}: the official kit has no such weight, it knows the one GRU alone; only a model '
-                              'with model.name = gru has the official form')
+        raise CheckpointError(f'{foreign[0]}: the official kit has no such weight, it knows the one GRU alone; only a '
+                              'model with model.name = gru has the official form')
     official = {k: v for k, v in state.items() if k not in ('day_weights', 'day_biases')}
     for name in ('day_weights', 'day_biases'): official |= {f'{name}.{i}': w.clone() for i, w in enumerate(state[name])}
     return official
@@ -103,8 +104,8 @@ def weights_file(
     "The file with the weights."
     found = find_checkpoint(path, 'pytorch')
     if not found:
-        raise CheckpointError(f'{path}: holds no checkpoint; expected best_checkpoint with args.yaml (the official kit) or '
-                              'best.pt (ours)')
+        raise CheckpointError(f'{path}: holds no checkpoint; expected best_checkpoint with args.yaml (the official '
+                              'kit) or best.pt (ours)')
     return found
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c014

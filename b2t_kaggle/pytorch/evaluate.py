@@ -55,7 +55,8 @@ def logits_of(
     batch_size: int,        # Trials per batch, at most
     progress: str | None = None, # Label of a progress bar
 ) -> Iterator[tuple[Batch, Tensor, np.ndarray]]:
-    "Yields for each batch the `Batch`, its logits `[B, T', K]`, float32, on the device, and the frames of each trial `[B]`."
+    """Yields for each batch the `Batch`, its logits `[B, T', K]`, float32, on the device, and the frames of each trial
+    `[B]`."""
     static_shapes = backend.static_shapes or cfg.train.compile
     augment = Augment(cfg.augment, 0)
     days = model_days(store, day_of)

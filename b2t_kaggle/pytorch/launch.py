@@ -35,8 +35,8 @@ def end_with_parent() -> None:
 def work(
     job: str | Path, # A file from `launch`
 ) -> None:
-    """Train as the job says, as one of the processes that `torchrun` started. The first one writes the result, or each the
-    reason why it failed."""
+    """Train as the job says, as one of the processes that `torchrun` started. The first one writes the result, or each
+    the reason why it failed."""
     end_with_parent()
     job = Path(job)
     options = json.loads(job.read_text())
@@ -71,8 +71,8 @@ def launch(
         if done.returncode == 0: return json.loads(job.with_name('result').read_text())
         error = job.with_name('error')
         if error.exists(): raise TrainingError(error.read_text())
-    raise TrainingError(f'training in {n} processes ended with exit status {done.returncode}; its output says why. The last '
-                        'checkpoint is intact')
+    raise TrainingError(f'training in {n} processes ended with exit status {done.returncode}; its output says why. The '
+                        'last checkpoint is intact')
 
 def train_here(
     store: TrialStore,            # Training trials

@@ -61,7 +61,8 @@ class BatchLoader:
                                           cfg.data.must_include_days)
         static_shapes = backend.static_shapes or cfg.train.compile
         longest = longest_in_batches(self.sampler, store.n_bins[self.usable]) if static_shapes else None
-        self.batcher = Batcher(store, bucket_lengths(store, cfg, static_shapes, longest), delivered_dtype(store, backend))
+        buckets = bucket_lengths(store, cfg, static_shapes, longest)
+        self.batcher = Batcher(store, buckets, delivered_dtype(store, backend))
 
     def __call__(self, step: int) -> tuple[list[MicroBatch], np.ndarray]:
         "This process's parts of a step's batch, and the days of the whole batch."
@@ -121,8 +122,8 @@ class Trainer(loop.Trainer):
         if cfg.train.compile and backend.static_shapes:
             raise TrainingError('train.compile = true is for CPUs and GPUs; XLA compiles by itself, so set it to false')
         if cfg.train.profile:
-            raise TrainingError(f'train.profile = {cfg.train.profile} is for TensorFlow\'s profiler; with train.framework = '
-                                'pytorch set it to 0')
+            raise TrainingError(f'train.profile = {cfg.train.profile} is for the profiler of TensorFlow; with '
+                                'train.framework = pytorch set it to 0')
         super().__init__(store, store_val, cfg)
         cfg = self.cfg
         self.backend = backend
@@ -229,8 +230,8 @@ def train(
     out_dir: str | Path,          # Receives `last.pt`, `best.pt` and `history.csv`; a run that is there is continued
     progress: bool = True,        # Show a progress bar
 ) -> dict:
-    """Train, or continue. Returns `step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`, `val_loss`,
-    `best_step` and `sessions`. Raises `TrainingError`."""
+    """Train, or continue. Returns `step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`,
+    `val_loss`, `best_step` and `sessions`. Raises `TrainingError`."""
     def start_devices():
         backend = start(pick_torch(cfg.train.accelerator, cfg.train.precision))
         if backend.is_main_process: print(f'training on {backend.device}')

@@ -8,7 +8,7 @@ __all__ = ['trial_seeds', 'add_noise', 'cut_start', 'mask_places', 'mask_time', 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c003
 import numpy as np
 
-from ..training.recipe import gaussian_kernel
+from ..training.recipe import smoothing_kernel
 from ..config import AugmentConfig
 from .layers import smooth, tf, trial_random
 
@@ -83,7 +83,7 @@ class Augment:
     ):
         self.cfg = cfg
         self.max_cut = max(cfg.random_cut - 1, 0)
-        self.kernel = gaussian_kernel(cfg.smooth_kernel_size, cfg.smooth_kernel_std) if cfg.smooth_data else None
+        self.kernel = smoothing_kernel(cfg)
 
     def eval(self,
         x: tf.Tensor, # Features `[B, T, F]`, zeros beyond each trial's end

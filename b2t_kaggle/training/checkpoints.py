@@ -69,8 +69,8 @@ def stored_config(
     except ConfigError as e: raise CheckpointError(f'{path}: {str(e).removeprefix(f"{path}: ")}') from None
     except ValidationError as e:
         wrong = '; '.join(describe_errors(e))
-        raise CheckpointError(f'{path}: its configuration cannot be used ({wrong}); it may come from another version of '
-                              'this package') from None
+        raise CheckpointError(f'{path}: its configuration cannot be used ({wrong}); it may come from another version '
+                              'of this package') from None
     if cfg.data.sessions is None:
         raise CheckpointError(f'{path}: its configuration lists no sessions, so its day layers cannot be told apart')
     return cfg
@@ -93,5 +93,6 @@ def provenance(
     device: Device,    # Where it ran
 ) -> dict:
     "Where log-probabilities come from, as a `LogitStore` keeps it."
-    return dict(model=cfg.model.name, checkpoint=str(checkpoint), checkpoint_sha256=sha256(checkpoint), split=store.split,
-                device=str(device), precision=device.precision, config=cfg.dump())
+    file = dict(checkpoint=str(checkpoint), checkpoint_sha256=sha256(checkpoint))
+    return file | dict(model=cfg.model.name, split=store.split, device=str(device), precision=device.precision,
+                       config=cfg.dump())

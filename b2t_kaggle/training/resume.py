@@ -45,11 +45,11 @@ def check_same(
     changed = [k for k in sorted(old | new) if old.get(k) != new.get(k)]
     if not changed: return
     reasons = [f'{k} was {old.get(k) or _default(k)}, is now {new.get(k) or _default(k)}' for k in changed]
-    raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(reasons)}. Restore that, or start anew in '
-                        'another folder (or remove this one)')
+    raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(reasons)}. Restore that, or start anew '
+                        'in another folder (or remove this one)')
 
 # %% ../../nbs/training/04_resume.ipynb #c008
-def _misfits(weights: dict[str, np.ndarray], new: dict[str, np.ndarray], is_per_day: Callable[[str], bool]) -> list[str]:
+def _misfits(weights: dict[str, np.ndarray], new: dict[str, np.ndarray], is_per_day: Callable) -> list[str]:
     "What is missing in `new` or has another shape; the number of days may differ."
     misfits = []
     for name, old in weights.items():
@@ -67,10 +67,11 @@ def transfer_weights(
     sessions: list[str],            # Those of the trained model, in the order of its days
     path: str | Path,               # Where it came from, for errors
 ) -> None:
-    "Replace `weights` in place; sessions that the trained model does not know stay as they are. Raises `TrainingError` for a model of another shape."
+    """Replace `weights` in place; sessions that the trained model does not know stay as they are. Raises
+    `TrainingError` for a model of another shape."""
     if misfits := _misfits(weights, new, is_per_day):
-        raise TrainingError(f'{path}: does not fit the model of this run: {"; ".join(misfits)}; make the model group of '
-                            'the configuration equal')
+        raise TrainingError(f'{path}: does not fit the model of this run: {"; ".join(misfits)}; make the model group '
+                            'of the configuration equal')
     rows = {day_of[s]: i for i, s in enumerate(sessions) if s in day_of}
     for name, array in weights.items():
         if is_per_day(name): array[list(rows)] = new[name][list(rows.values())]

@@ -27,7 +27,8 @@ def encoder_class(
         raise ConfigError(f'model.name = {name}: PyTorch has no such encoder, it has {", ".join(model_names())}')
     module = importlib.import_module(f'b2t_kaggle.pytorch.models.{name}')
     for c in vars(module).values():
-        if isinstance(c, type) and issubclass(c, Encoder) and c.__module__ == module.__name__ and 'Config' in vars(c): return c
+        is_encoder = isinstance(c, type) and issubclass(c, Encoder) and 'Config' in vars(c)
+        if is_encoder and c.__module__ == module.__name__: return c
     raise ConfigError(f'{module.__name__}: expected a class that derives from Encoder and has a Config')
 
 def build_model(

@@ -31,15 +31,15 @@ def check_days(
     "The days as a tensor on the device of `x`. Raises `ValueError` where they are not one whole number per trial."
     if not isinstance(day_idx, Tensor): day_idx = torch.as_tensor(day_idx)
     if day_idx.shape != (len(x),) or day_idx.is_floating_point():
-        raise ValueError(f'day_idx: found {day_idx.dtype} of shape {list(day_idx.shape)}, expected whole numbers of shape '
-                         f'[{len(x)}], a day per trial')
+        raise ValueError(f'day_idx: found {day_idx.dtype} of shape {list(day_idx.shape)}, expected whole numbers of '
+                         f'shape [{len(x)}], a day per trial')
     return day_idx.to(x.device, torch.long)
 
 # %% ../../../nbs/pytorch/models/01_encoder.ipynb #c009
 class Encoder(nn.Module):
     "Features of a trial to logits per frame. Derive from it, set `Config`, and write `encode`."
     Config: ClassVar[type[EncoderConfig]]
-    is_causal: ClassVar[bool] = False # Whether a frame depends on no later bins than its own, so that `push` can give it
+    is_causal: ClassVar[bool] = False # Whether a frame depends on no later bins than its own
 
     def __init__(self,
         cfg: EncoderConfig, # The `model` group
@@ -68,7 +68,8 @@ class Encoder(nn.Module):
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor forward')
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        "More arguments of `forward` in a training step, counted from 0. Numbers that change from step to step are floats."
+        """More arguments of `forward` in a training step, counted from 0. Numbers that change from step to step are
+        floats."""
         return {}
 
     def training_losses(self,
@@ -80,7 +81,8 @@ class Encoder(nn.Module):
         return ctc(out)
 
     def is_per_day(self, name: str) -> bool:
-        "Whether a parameter has a row per day; such have a learning rate and decay of their own, and rows of days that a batch lacks stay."
+        """Whether a parameter has a row per day; such have a learning rate and decay of their own, and rows of days
+        that a batch lacks stay."""
         return name.startswith('day_')
 
     def decays(self, name: str, parameter: Tensor) -> bool:
@@ -92,8 +94,8 @@ class Encoder(nn.Module):
 
     def start(self, batch_size: int = 1) -> Any:
         "The state before the first bin, for `push`."
-        raise NotImplementedError(f'model.name = {self.cfg.name}: this model does not stream, because its frames depend on '
-                                  'later bins; take a causal one')
+        raise NotImplementedError(f'model.name = {self.cfg.name}: this model does not stream, because its frames '
+                                  'depend on later bins; take a causal one')
 
     def push(self, x: Tensor, day_idx: Tensor, state: Any) -> tuple[Tensor, Any]:
         "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."

@@ -85,8 +85,8 @@ class GRUDecoder(Frontend):
     @classmethod
     def from_config(cls, cfg: GRUConfig, n_days: int) -> 'GRUDecoder':
         "The model of a configuration."
-        model = cls(cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers,
-                    cfg.patch_size, cfg.patch_stride)
+        sizes = cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes
+        model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, cfg.patch_size, cfg.patch_stride)
         model.cfg = cfg
         return model
 
@@ -95,9 +95,10 @@ class GRUDecoder(Frontend):
         day_idx: Tensor,               # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
         states: Tensor | None = None,  # States `[L, B, H]` to start from; none means the learnt ones
         return_state: bool = False,    # Also return the states `[L, B, H]` after the last frame
-        n_bins: Tensor | None = None,  # Bins of each trial `[B]`; what lies beyond is not computed where that saves time
+        n_bins: Tensor | None = None,  # Bins of each trial `[B]`; what lies beyond need not be computed
     ) -> Tensor:
-        "Logits `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames` does."
+        """Logits `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames`
+        does."""
         f = self.frames(x, day_idx, n_bins)
         if states is None: states = self.h0.expand(self.gru.num_layers, f.n_trials, -1).contiguous()
         y, states = f.gru(self.gru, f.x, states)
