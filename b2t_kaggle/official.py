@@ -42,9 +42,11 @@ OFFICIAL_KEYS = _official_keys() # official key -> ours
 # %% ../nbs/06_official.ipynb #c006
 # Where the official trainer puts its files, what it logs, and two values that are fixed by the data
 _IGNORED = set('''gpu_number mode output_dir checkpoint_dir save_best_checkpoint save_all_val_steps save_final_model
-    save_val_metrics batches_per_train_log batches_per_save log_individual_day_val_PER log_val_skip_logs save_val_logits save_val_data
+    save_val_metrics batches_per_train_log batches_per_save log_individual_day_val_PER log_val_skip_logs
+    save_val_logits save_val_data
     dataset.neural_dim dataset.max_seq_elements dataset.seed dataset.num_dataloader_workers dataset.loader_shuffle
-    dataset.test_percentage dataset.dataset_probability_val model.input_network.n_input_layers model.input_network.input_layer_sizes'''.split())
+    dataset.test_percentage dataset.dataset_probability_val model.input_network.n_input_layers
+    model.input_network.input_layer_sizes'''.split())
 _SPECIAL = {'use_amp', 'init_from_checkpoint', 'init_checkpoint_path'}
 
 def _flatten(d: dict, prefix: str = '') -> dict[str, Any]:

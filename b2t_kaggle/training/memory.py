@@ -46,7 +46,8 @@ def oom_message(
     need = step_memory(cfg, n_params, batch_size, n_bins)
     return (f'batch {trainer.step} does not {memory}: {batch_size} trials of up to {n_bins} bins (the bucket) need '
             f'about {need / 2**30:.1f} GiB, estimated. Lower data.batch_size, or set '
-            f'train.accumulate={2*cfg.train.accumulate}, which takes the same step in parts of half the size, and go on from the last checkpoint')
+            f'train.accumulate={2*cfg.train.accumulate}, which takes the same step in parts of half the size, '
+            'and go on from the last checkpoint')
 
 def raise_if_oom(
     error: BaseException, # From training
