@@ -237,7 +237,7 @@ def convert(source, target):
 @main.command()
 def devices():
     "Which accelerators are here, how that is known, and what each framework would use."
-    from b2t_kaggle.devices.machine import describe
+    from b2t_kaggle.devices.report import describe
     click.echo(describe())
 
 @main.command()
