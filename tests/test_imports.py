@@ -113,23 +113,21 @@ def test_rooms_of_tensorflow_bring_no_pytorch():
 # From top to bottom: a module imports from its own floor and from those below
 FLOORS = (
     ('cli', 'cli_lm', 'kaggle'),
-    ('pipeline', 'convert', 'frameworks'),
+    ('pipeline', 'runs', 'stages', 'convert', 'frameworks'),
     ('pytorch', 'tensorflow'),
     ('rescoring',),
     ('decoding',),
     ('lm', 'training'),
     ('data', 'logits', 'metrics', 'submission'),
-    ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'files'),
+    ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'files'),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 # Imports that break the rule today. The list only shrinks: an import that is gone has to leave it
 UPWARD = {
     ('decoding.server', 'rescoring.mixture'),
-    ('tensorflow.models.triple_gru', 'pytorch.models.triple_gru'),
 }
 # Imports that close a circle today; likewise
 CIRCULAR = {
-    ('pytorch.models.gru', 'pytorch.models.triple_gru'),
     ('tensorflow.models.gru', 'tensorflow.models.triple_gru'),
 }
 
