@@ -10,7 +10,7 @@ What most programs need can be imported from here:
     train(trials['train'], trials['val'], cfg, 'model')
     logits = infer('model/best.pt', trials['test'], 'logits.arrow')
     build_ngram('sessions/lm_text.txt', 'lm.arpa')
-    decoder = LexiconBeamDecoder(build_lexicon(), NGram.load('lm.arpa'))
+    decoder = LexiconBeamDecoder(build_lexicon(), load_ngram('lm.arpa'))
     write_submission('submission.csv', [decoder.decode(log_probs)[0].text for log_probs in logits])
 
 A name is imported when it is used for the first time: `import b2t_kaggle` takes no time, and a framework that is not
@@ -22,7 +22,7 @@ __all__ = [
     'simulate_dataset', 'TrialStore',
     'train', 'infer', 'LogitStore',
     'normalize_sentence', 'sentence_to_phonemes', 'build_lexicon',
-    'build_ngram', 'NGram', 'LexiconBeamDecoder', 'Hypothesis', 'combine',
+    'build_ngram', 'load_ngram', 'NGram', 'LexiconBeamDecoder', 'Hypothesis', 'combine',
     'word_error_rate', 'phoneme_error_rate',
     'write_submission', 'validate_submission',
 ]
@@ -36,6 +36,7 @@ _NAMES = {
     'data.store': ('TrialStore',),
     'decoding.decoder': ('Hypothesis', 'LexiconBeamDecoder'),
     'frameworks': ('infer', 'train'),
+    'lm.automaton': ('load_ngram',),
     'lm.ngram': ('NGram', 'build_ngram'),
     'logits': ('LogitStore',),
     'metrics': ('phoneme_error_rate', 'word_error_rate'),
@@ -51,6 +52,7 @@ if _TYPE_CHECKING:
     from b2t_kaggle.data.store import TrialStore
     from b2t_kaggle.decoding.decoder import Hypothesis, LexiconBeamDecoder
     from b2t_kaggle.frameworks import infer, train
+    from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.ngram import NGram, build_ngram
     from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.metrics import phoneme_error_rate, word_error_rate

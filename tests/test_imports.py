@@ -295,7 +295,7 @@ trials = {split: TrialStore.build('sessions', split, f'{split}.arrow') for split
 train(trials['train'], trials['val'], cfg, 'model', progress=False)
 logits = infer('model/best.pt', trials['test'], 'logits.arrow', 'cpu', progress=False)
 build_ngram('sessions/lm_text.txt', 'lm.arpa')
-decoder = LexiconBeamDecoder(build_lexicon(['i', 'you', 'the']), NGram.load('lm.arpa'), beam=10)
+decoder = LexiconBeamDecoder(build_lexicon(['i', 'you', 'the']), load_ngram('lm.arpa'), beam=10)
 write_submission('submission.csv', [decoder.decode(log_probs)[0].text for log_probs in logits])
 """
     r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=180, cwd=tmp_path,
