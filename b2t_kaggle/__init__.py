@@ -1,1 +1,82 @@
+"""Brain-to-Text '25 in one environment: from recording sessions to a submission.
+
+What most programs need can be imported from here:
+
+    from b2t_kaggle import *
+
+    cfg = preset('demo')
+    simulate_dataset('sessions')  # writes lm_text.txt, too; or a folder of recordings
+    trials = {split: TrialStore.build('sessions', split, f'{split}.arrow') for split in ('train', 'val', 'test')}
+    train(trials['train'], trials['val'], cfg, 'model')
+    logits = infer('model/best.pt', trials['test'], 'logits.arrow')
+    build_ngram('sessions/lm_text.txt', 'lm.arpa')
+    decoder = LexiconBeamDecoder(build_lexicon(), load_ngram('lm.arpa'))
+    write_submission('submission.csv', [decoder.decode(log_probs)[0].text for log_probs in logits])
+
+A name is imported when it is used for the first time: `import b2t_kaggle` takes no time, and a framework that is not
+used need not be installed. Everything else is in the modules, such as `b2t_kaggle.data.sessions`.
+"""
 __version__ = "0.1.0"
+__all__ = [
+    'Config', 'load_config', 'preset',
+    'simulate_dataset', 'TrialStore',
+    'train', 'infer', 'LogitStore',
+    'normalize_sentence', 'sentence_to_phonemes', 'build_lexicon',
+    'build_ngram', 'load_ngram', 'NGram', 'LexiconBeamDecoder', 'Hypothesis', 'combine',
+    'word_error_rate', 'phoneme_error_rate',
+    'write_submission', 'validate_submission',
+]
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+# Module -> its names above. The block below repeats it for type checkers, which do not run `__getattr__`
+_NAMES = {
+    'config': ('Config', 'load_config', 'preset'),
+    'data.simulate': ('simulate_dataset',),
+    'data.store': ('TrialStore',),
+    'decoding.decoder': ('Hypothesis', 'LexiconBeamDecoder'),
+    'frameworks': ('infer', 'train'),
+    'lm.automaton': ('load_ngram',),
+    'lm.ngram': ('NGram', 'build_ngram'),
+    'logits': ('LogitStore',),
+    'metrics': ('phoneme_error_rate', 'word_error_rate'),
+    'phonemes': ('build_lexicon', 'normalize_sentence', 'sentence_to_phonemes'),
+    'rescoring.combine': ('combine',),
+    'submission': ('validate_submission', 'write_submission'),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+if _TYPE_CHECKING:
+    from b2t_kaggle.config import Config, load_config, preset
+    from b2t_kaggle.data.simulate import simulate_dataset
+    from b2t_kaggle.data.store import TrialStore
+    from b2t_kaggle.decoding.decoder import Hypothesis, LexiconBeamDecoder
+    from b2t_kaggle.frameworks import infer, train
+    from b2t_kaggle.lm.automaton import load_ngram
+    from b2t_kaggle.lm.ngram import NGram, build_ngram
+    from b2t_kaggle.logits import LogitStore
+    from b2t_kaggle.metrics import phoneme_error_rate, word_error_rate
+    from b2t_kaggle.phonemes import build_lexicon, normalize_sentence, sentence_to_phonemes
+    from b2t_kaggle.rescoring.combine import combine
+    from b2t_kaggle.submission import validate_submission, write_submission
+
+
+def __getattr__(name: str):
+    "Import a name of the front door when it is used for the first time (PEP 562)."
+    if name in _MODULES:
+        from importlib import import_module
+        value = getattr(import_module(f'{__name__}.{_MODULES[name]}'), name)
+        globals()[name] = value
+        return value
+    message = f'module {__name__!r} has no attribute {name!r}'
+    if not name.startswith('_'):
+        from difflib import get_close_matches
+        similar = get_close_matches(name, __all__, 3)
+        if similar: message += f'; did you mean {" or ".join(similar)}?'
+        else: message += f'. It has {", ".join(__all__)}; everything else is in its modules, such as {__name__}.metrics'
+    raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    "The front door's names, and the modules that are imported already."
+    return sorted({*__all__, *(name for name in globals() if not name.startswith('_') or name.endswith('__'))})

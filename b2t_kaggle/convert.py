@@ -11,17 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from .config import Config, with_overrides
+from .frameworks import checkpoint_framework
 
 # %% ../nbs/08_convert.ipynb #c006
 _TENSORFLOW = '.weights.h5'
 _OTHERS = '.h5', '.keras', '.pth', '.ckpt', '.bin', '.safetensors' # What is easily mistaken for it
 _FIGURES = ('val_per', 'val_loss', 'step', 'sessions')
-
-def _is_tensorflow(path: Path) -> bool:
-    "Whether it is one of TensorFlow's checkpoints, or a folder that holds one and none of PyTorch's."
-    if not path.is_dir(): return path.name.endswith(_TENSORFLOW)
-    def has(*names): return any((path/n).is_file() for n in names)
-    return has('best.weights.h5', 'train/best.weights.h5') and not has('best.pt', 'train/best.pt', 'best_checkpoint', 'checkpoint/best_checkpoint')
 
 def read_model(
     path: str | Path, # A checkpoint of any form, or its folder
@@ -29,7 +24,7 @@ def read_model(
     """Weights by name, in PyTorch's layout; the model's configuration; and what it reached (`val_per`, `val_loss`,
     `step`, `sessions`, as far as the file says). Raises `CheckpointError`."""
     path = Path(path)
-    if _is_tensorflow(path):
+    if checkpoint_framework(path) == 'tensorflow':
         from b2t_kaggle.tensorflow import checkpoint
         from b2t_kaggle.tensorflow.models.gru import to_state
         model, cfg = checkpoint.load_model(path)

@@ -1,4 +1,6 @@
-"What the tests of the notebooks in nbs/kaggle share: a session as Kaggle executes it, by papermill, on a small simulation."
+"""What the tests of the notebooks in nbs/kaggle share.
+
+A session as Kaggle executes it, by papermill, on a small simulation."""
 import json
 import os
 import subprocess
@@ -6,26 +8,44 @@ import sys
 from pathlib import Path
 
 NOTEBOOKS = Path(__file__).parents[1]/'nbs'/'kaggle'
-SMALL = {'feature_subset': list(range(12)), 'neural_dim': 12, 'n_units': 8, 'n_layers': 1, 'rnn_dropout': 0, 'data.batch_size': 8, 'days_per_batch': 2, 'n_buckets': 1, 'eval_batch_size': 8,
-         'lr_warmup_steps': 1, 'lr_warmup_steps_day': 1, 'num_training_batches': 30, 'batches_per_val_step': 1000}
+SMALL = {
+    'feature_subset': list(range(12)), 'neural_dim': 12, 'n_units': 8, 'n_layers': 1, 'rnn_dropout': 0,
+    'data.batch_size': 8, 'days_per_batch': 2, 'n_buckets': 1, 'eval_batch_size': 8, 'lr_warmup_steps': 1,
+    'lr_warmup_steps_day': 1, 'num_training_batches': 30, 'batches_per_val_step': 1000,
+}
 RECORDINGS = Path('competitions')/'brain-to-text-25'/'t15_copyTask_neuralData'/'hdf5_data_final'
 
 
+PIP = """
+import os, sys
+open(os.environ['PIP_CALLS'], 'a').write(' '.join(sys.argv[1:]) + '\\n')
+sys.exit(0 if {'--no-index', '--no-deps'} & set(sys.argv) else 'no route to the index')
+"""
+
+
 def trap_pip(folder):
-    "Variables in which `python -m pip` is a stand-in that only writes down what it is asked for, in $PIP_CALLS, and has no internet."
+    """Variables in which `python -m pip` is a stand-in that has no internet.
+
+    It only appends what it is asked for to the file $PIP_CALLS."""
     (folder/'pip').mkdir()
     (folder/'pip'/'__init__.py').touch()
-    (folder/'pip'/'__main__.py').write_text("import os, sys; open(os.environ['PIP_CALLS'], 'a').write(' '.join(sys.argv[1:]) + '\\n'); sys.exit('no route to the index' if not {'--no-index', '--no-deps'} & set(sys.argv) else 0)")
+    (folder/'pip'/'__main__.py').write_text(PIP)
     env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
-    return env | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    python_path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    return env | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': python_path}
 
 
 def execute(notebook, room, environment, **values):
-    "Run the notebook in `room`; returns papermill's exit status, what each cell printed or raised, and papermill's errors."
-    values = dict(input_dir=str(room/'input'), work_dir=str(room/'working'), scratch_dir=str(room/'scratch'), preset='demo', overrides=SMALL, package='nowhere') | values
+    """Run the notebook in `room`.
+
+    Returns papermill's exit status, what each cell printed or raised, and papermill's errors."""
+    folders = dict(input_dir=str(room/'input'), work_dir=str(room/'working'), scratch_dir=str(room/'scratch'))
+    values = folders | dict(preset='demo', overrides=SMALL, package='nowhere') | values
     (room/'parameters.yaml').write_text(json.dumps(values))
-    done = subprocess.run([sys.executable, '-m', 'papermill', NOTEBOOKS/notebook, room/'out.ipynb', '-f', room/'parameters.yaml', '-k', 'python3', '--no-progress-bar'],
-                          env=environment, capture_output=True, text=True, timeout=300)
-    cells = json.loads((room/'out.ipynb').read_text())['cells'] if (room/'out.ipynb').exists() else []
-    said = [''.join(''.join(o.get('text', [])) + o.get('evalue', '') for o in c['outputs']) for c in cells if c.get('outputs')]
-    return done.returncode, said, done.stderr
+    out = room/'out.ipynb'
+    command = [sys.executable, '-m', 'papermill', NOTEBOOKS/notebook, out, '-f', room/'parameters.yaml',
+               '-k', 'python3', '--no-progress-bar']
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    cells = json.loads(out.read_text())['cells'] if out.exists() else []
+    def text_of(outputs): return ''.join(''.join(o.get('text', [])) + o.get('evalue', '') for o in outputs)
+    return done.returncode, [text_of(c['outputs']) for c in cells if c.get('outputs')], done.stderr

@@ -2,29 +2,35 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from b2t_kaggle.devices.machine import (
-    TPU_GENERATIONS, DeviceError, Gpu, describe, detect, driver_gpus, find_tpu, installed_packages,
-    pick_torch, plan_tensorflow, plan_torch, seen_variables, tensorflow_address, tpu_type, xla_pair,
+    TPU_GENERATIONS, DeviceError, Gpu, detect, driver_gpus, find_tpu, seen_variables, tpu_type,
 )
+from b2t_kaggle.devices.report import describe
+from b2t_kaggle.devices.tensorflow import plan_tensorflow, tensorflow_address
+from b2t_kaggle.devices.torch import pick_torch, plan_torch, xla_pair
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ('torch', 'torch_xla', 'tensorflow', 'jax', 'keras')
 PAIR = {'torch': '2.8.0+cpu', 'torch_xla': '2.8.0', 'libtpu': '0.0.17'}
 KAGGLE_PACKAGES = PAIR | {'tensorflow-cpu': '2.20.0'}
-KAGGLE = {'ISTPUVM': '1', 'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0', 'TPU_SKIP_MDS_QUERY': '1', 'KAGGLE_USER': 'x'}
-T4, H200 = Gpu('Tesla T4', 15., '7.5', False), Gpu('NVIDIA H200', 140., '9.0', True)
+KAGGLE = {'ISTPUVM': '1', 'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0',
+          'TPU_SKIP_MDS_QUERY': '1', 'KAGGLE_USER': 'x'}
+T4 = Gpu('Tesla T4', 15., '7.5', False)
+H200 = Gpu('NVIDIA H200', 140., '9.0', True)
 
 
 def machine(root, accel=0, vfio=0, pci=(), huge_pages='always [madvise] never', memory_kib=None):
     "A file system with device files, PCI devices `(vendor, device, class)` and what the kernel says of its memory."
-    files = {f'dev/accel{i}': '' for i in range(accel)} | {f'dev/vfio/{i}': '' for i in range(vfio)} | ({'dev/vfio/vfio': ''} if vfio else {})
+    files = {f'dev/accel{i}': '' for i in range(accel)} | {f'dev/vfio/{i}': '' for i in range(vfio)}
+    if vfio: files['dev/vfio/vfio'] = ''
     for i, values in enumerate(pci):
-        files |= {f'sys/bus/pci/devices/0000:00:{i:02x}.0/{name}': value for name, value in zip(('vendor', 'device', 'class'), values)}
+        folder = f'sys/bus/pci/devices/0000:00:{i:02x}.0'
+        files |= {f'{folder}/{name}': value for name, value in zip(('vendor', 'device', 'class'), values)}
     files['sys/kernel/mm/transparent_hugepage/enabled'] = huge_pages
     if memory_kib: files['proc/meminfo'] = f'MemTotal:       {memory_kib} kB\nMemFree:  1 kB\n'
     for name, text in files.items():
@@ -38,78 +44,144 @@ def chips(device, n): return [('0x1ae0', device, '0x120000')] * n
 
 NETWORK_CARD = ('0x1ae0', '0x0042', '0x020000') # Of the same vendor, in every virtual machine of Google's
 
-# name: (variables, file system, packages, gpus) -> (kind, generation, chips, cores, XLA devices), plan of torch, words of the table
+
+@dataclass
+class Simulated:
+    "A machine, and what is expected of it."
+    variables: dict[str, str] = field(default_factory=dict)
+    files: dict = field(default_factory=dict)            # Arguments of `machine`
+    packages: dict[str, str] = field(default_factory=dict)
+    gpus: tuple[Gpu, ...] = ()
+    kind: str = 'cpu'
+    tpu: tuple = (None, None, None, None)                # Generation, chips, cores, XLA devices
+    plan: tuple = ('cpu', None, None, 1)                 # Of torch: kind, name, precision, devices; None is not checked
+    words: list[str] = field(default_factory=list)       # Of the table
+
+
+def no_torch_on(words, tpu=('v5e', 8, 8, 8), variables=KAGGLE, files=None, packages=PAIR):
+    "A machine with a TPU that PyTorch/XLA cannot use."
+    files = dict(vfio=8, pci=chips('0x0063', 8)) if files is None else files
+    return Simulated(variables, files, packages, kind='tpu', tpu=tpu, words=words)
+
+
 SIMULATED = {
-    'kaggle v5e-8': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,4,1'}, dict(vfio=8, pci=chips('0x0063', 8) + [NETWORK_CARD]), KAGGLE_PACKAGES, ()),
-                     ('tpu', 'v5e', 8, 8, 8), ('xla', 'TPU v5e', 'bfloat16', 8),
-                     ['ISTPUVM=1', 'TPU_PROCESS_ADDRESSES=local', 'v5e (v5litepod-8), chips: 8, cores: 8, each with 16 GB', '/dev/vfio/0 to 7 (8), PCI 1ae0:0063 (8)',
-                      'xla (TPU v5e, 8 devices), bfloat16: the TPU is the fastest here', 'tensorflow-cpu 2.20.0 has no kernels for a TPU', 'echo always >']),
-    'kaggle v6e-8': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v6e-8'}, dict(vfio=8, huge_pages='[always] madvise never'), KAGGLE_PACKAGES, ()),
-                     ('tpu', 'v6e', 8, 8, 8), ('xla', 'TPU v6e', 'bfloat16', 8), ['v6e (v6e-8), chips: 8, cores: 8, each with 32 GB and 918 TFLOP/s']),
-    'kaggle v3-8': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v3-8', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1'}, dict(accel=4, pci=chips('0x0027', 4)), KAGGLE_PACKAGES, ()),
-                    ('tpu', 'v3', 4, 8, 8), ('xla', 'TPU v3', 'bfloat16', 8), ['chips: 4, cores: 8, each with 16 GB', '/dev/accel0 to accel3 (4)']),
-    'kaggle, type unset, v2 or v3': ((KAGGLE, dict(accel=4, pci=chips('0x0027', 4)), PAIR, ()),
-                                     ('tpu', None, 4, None, 8), ('xla', 'TPU v2 or v3', 'bfloat16', 8), ['unknown generation (v2 or v3), chips: 4']),
-    'colab v5e-1': (({'COLAB_TPU_1VM': '1', 'TPU_WORKER_ID': '0', 'TPU_HOST_BOUNDS': '1,1,1', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1', 'TPU_ACCELERATOR_TYPE': 'v5e-1'},
-                     dict(accel=1), PAIR, ()), ('tpu', 'v5e', 1, 1, 1), ('xla', 'TPU v5e', 'bfloat16', 1), ['COLAB_TPU_1VM=1', 'chips: 1, cores: 1']),
-    'colab, the old server': (({'COLAB_TPU_ADDR': '10.1.2.3:8470', 'XRT_TPU_CONFIG': 'tpu_worker;0;10.1.2.3:8470'}, {}, PAIR, ()),
-                              ('tpu', None, None, None, None), ('cpu', None, None, 1), ['the TPU is a server at 10.1.2.3:8470', 'take a TPU VM']),
-    'cloud v4-8': (({'TPU_NAME': 'mine', 'TPU_ACCELERATOR_TYPE': 'v4-8', 'TPU_WORKER_ID': '0'}, dict(accel=4, pci=chips('0x005e', 4)), PAIR, ()),
-                   ('tpu', 'v4', 4, 8, 4), ('xla', 'TPU v4', 'bfloat16', 4), ['TPU_NAME=mine', 'chips: 4, cores: 8, each with 16 GB']),
-    'cloud v5p-16 of two hosts': (({'TPU_ACCELERATOR_TYPE': 'v5p-16', 'TPU_WORKER_ID': '1', 'TPU_WORKER_HOSTNAMES': 'a,b', 'PJRT_DEVICE': 'TPU'}, {}, PAIR, ()),
-                                  ('tpu', 'v5p', 4, 8, 4), ('xla', 'TPU v5p', 'bfloat16', 4), ['PJRT_DEVICE=TPU']),
-    'a generation to come': (({'TPU_ACCELERATOR_TYPE': 'tpu9-16', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1'}, dict(vfio=4), PAIR, ()),
-                             ('tpu', None, 4, None, None), ('xla', 'TPU tpu9-16', 'bfloat16', 1), ['unknown generation (tpu9-16), chips: 4']),
-    'hardware without variables': (({}, dict(vfio=4, pci=chips('0x006f', 4)), PAIR, ()), ('tpu', 'v6e', 4, 4, 4), ('xla', 'TPU v6e', 'bfloat16', 4), ['variables   none']),
-    'variables without hardware': ((KAGGLE, {}, PAIR, ()), ('tpu', None, None, None, None), ('cpu', None, None, 1), ['ISTPUVM speaks of a TPU, but', 'PJRT_DEVICE=TPU to try']),
-    'TPU, torch_xla missing': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}, dict(vfio=8), {'torch': '2.8.0'}, ()), ('tpu', 'v5e', 8, 8, 8), ('cpu', None, None, 1),
-                               ['the TPU is not used: torch_xla is not installed (torch 2.8.0)', "pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"]),
-    'TPU, no pair': ((KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}, dict(vfio=8), PAIR | {'torch': '2.13.0'}, ()), ('tpu', 'v5e', 8, 8, 8), ('cpu', None, None, 1),
-                     ["torch 2.13.0 and torch_xla 2.8.0 do not match: their minor versions must be equal; pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"]),
-    'TPU, libtpu missing': ((KAGGLE, dict(vfio=8, pci=chips('0x0063', 8)), {'torch': '2.9.1', 'torch_xla': '2.9.0'}, ()), ('tpu', 'v5e', 8, 8, 8), ('cpu', None, None, 1),
-                            ["libtpu is not installed; pip install 'torch_xla[tpu]==2.9.0'"]),
-    'TPU, kept off it': ((KAGGLE | {'PJRT_DEVICE': 'CPU'}, dict(vfio=8, pci=chips('0x0063', 8)), PAIR, ()), ('tpu', 'v5e', 8, 8, 8), ('cpu', None, None, 1),
-                         ['PJRT_DEVICE=CPU keeps PyTorch/XLA off the TPU; unset it']),
-    'TPU, silent bfloat16': ((KAGGLE | {'XLA_USE_BF16': '1'}, dict(vfio=8, pci=chips('0x0063', 8)), PAIR, ()), ('tpu', 'v5e', 8, 8, 8), ('cpu', None, None, 1),
-                             ['XLA_USE_BF16=1 makes torch_xla store every float32 tensor as bfloat16; unset it']),
-    'PJRT on the processor': (({'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': '8'}, {}, PAIR, ()), ('cpu', None, None, None, None), ('cpu', None, None, 1),
-                              ['PJRT_DEVICE=CPU CPU_NUM_DEVICES=8', "xla (XLA's processor backend"]),
-    'GPUs': (({}, {}, {'torch': '2.10.0', 'tensorflow': '2.20.0'}, (H200, H200)), ('cuda', None, None, None, None), ('cuda', 'NVIDIA H200', 'bfloat16', 2),
-             ['cuda:1      NVIDIA H200, 140 GiB, compute capability 9.0', 'a GPU is here; computes bfloat16', 'torch_xla   not installed; only a TPU needs it', 'tensorflow  cuda (NVIDIA H200, 2 devices), bfloat16']),
-    'a GPU without bfloat16': (({'COLAB_TPU_1VM': ''}, dict(vfio=1, pci=[('0x10de', '0x1eb8', '0x030200'), NETWORK_CARD]), {'torch': '2.10.0', 'tensorflow-cpu': '2.20.0'}, (T4,)),
-                               ('cuda', None, None, None, None), ('cuda', 'Tesla T4', 'float32', 1), ['does not compute bfloat16', 'tensorflow-cpu 2.20.0 is built without CUDA']),
-    'nothing': (({'ISTPUVM': '0', 'COLAB_TPU_1VM': ''}, dict(memory_kib=25165824), {}, ()), ('cpu', None, None, None, None), ('cpu', None, None, 1),
-                ['24 GiB memory', 'variables   none', 'packages    no framework', 'torch       not installed', 'TensorFlow is not installed']),
+    'kaggle v5e-8': Simulated(
+        KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,4,1'},
+        dict(vfio=8, pci=chips('0x0063', 8) + [NETWORK_CARD]), KAGGLE_PACKAGES,
+        kind='tpu', tpu=('v5e', 8, 8, 8), plan=('xla', 'TPU v5e', 'bfloat16', 8),
+        words=['ISTPUVM=1', 'TPU_PROCESS_ADDRESSES=local', 'v5e (v5litepod-8), chips: 8, cores: 8, each with 16 GB',
+               '/dev/vfio/0 to 7 (8), PCI 1ae0:0063 (8)',
+               'xla (TPU v5e, 8 devices), bfloat16: the TPU is the fastest here',
+               'tensorflow-cpu 2.20.0 has no kernels for a TPU', 'echo always >']),
+    'kaggle v6e-8': Simulated(
+        KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v6e-8'}, dict(vfio=8, huge_pages='[always] madvise never'), KAGGLE_PACKAGES,
+        kind='tpu', tpu=('v6e', 8, 8, 8), plan=('xla', 'TPU v6e', 'bfloat16', 8),
+        words=['v6e (v6e-8), chips: 8, cores: 8, each with 32 GB and 918 TFLOP/s']),
+    'kaggle v3-8': Simulated(
+        KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v3-8', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1'},
+        dict(accel=4, pci=chips('0x0027', 4)), KAGGLE_PACKAGES,
+        kind='tpu', tpu=('v3', 4, 8, 8), plan=('xla', 'TPU v3', 'bfloat16', 8),
+        words=['chips: 4, cores: 8, each with 16 GB', '/dev/accel0 to accel3 (4)']),
+    'kaggle, type unset, v2 or v3': Simulated(
+        KAGGLE, dict(accel=4, pci=chips('0x0027', 4)), PAIR,
+        kind='tpu', tpu=(None, 4, None, 8), plan=('xla', 'TPU v2 or v3', 'bfloat16', 8),
+        words=['unknown generation (v2 or v3), chips: 4']),
+    'colab v5e-1': Simulated(
+        {'COLAB_TPU_1VM': '1', 'TPU_WORKER_ID': '0', 'TPU_HOST_BOUNDS': '1,1,1', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1',
+         'TPU_ACCELERATOR_TYPE': 'v5e-1'}, dict(accel=1), PAIR,
+        kind='tpu', tpu=('v5e', 1, 1, 1), plan=('xla', 'TPU v5e', 'bfloat16', 1),
+        words=['COLAB_TPU_1VM=1', 'chips: 1, cores: 1']),
+    'colab, the old server': no_torch_on(
+        ['the TPU is a server at 10.1.2.3:8470', 'take a TPU VM'], tpu=(None, None, None, None), files={},
+        variables={'COLAB_TPU_ADDR': '10.1.2.3:8470', 'XRT_TPU_CONFIG': 'tpu_worker;0;10.1.2.3:8470'}),
+    'cloud v4-8': Simulated(
+        {'TPU_NAME': 'mine', 'TPU_ACCELERATOR_TYPE': 'v4-8', 'TPU_WORKER_ID': '0'},
+        dict(accel=4, pci=chips('0x005e', 4)), PAIR,
+        kind='tpu', tpu=('v4', 4, 8, 4), plan=('xla', 'TPU v4', 'bfloat16', 4),
+        words=['TPU_NAME=mine', 'chips: 4, cores: 8, each with 16 GB']),
+    'cloud v5p-16 of two hosts': Simulated(
+        {'TPU_ACCELERATOR_TYPE': 'v5p-16', 'TPU_WORKER_ID': '1', 'TPU_WORKER_HOSTNAMES': 'a,b', 'PJRT_DEVICE': 'TPU'},
+        {}, PAIR, kind='tpu', tpu=('v5p', 4, 8, 4), plan=('xla', 'TPU v5p', 'bfloat16', 4),
+        words=['PJRT_DEVICE=TPU']),
+    'a generation to come': Simulated(
+        {'TPU_ACCELERATOR_TYPE': 'tpu9-16', 'TPU_CHIPS_PER_HOST_BOUNDS': '2,2,1'}, dict(vfio=4), PAIR,
+        kind='tpu', tpu=(None, 4, None, None), plan=('xla', 'TPU tpu9-16', 'bfloat16', 1),
+        words=['unknown generation (tpu9-16), chips: 4']),
+    'hardware without variables': Simulated(
+        {}, dict(vfio=4, pci=chips('0x006f', 4)), PAIR,
+        kind='tpu', tpu=('v6e', 4, 4, 4), plan=('xla', 'TPU v6e', 'bfloat16', 4), words=['variables   none']),
+    'variables without hardware': no_torch_on(
+        ['ISTPUVM speaks of a TPU, but', 'PJRT_DEVICE=TPU to try'], tpu=(None, None, None, None), files={}),
+    'TPU, torch_xla missing': no_torch_on(
+        ['the TPU is not used: torch_xla is not installed (torch 2.8.0)',
+         "pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"],
+        variables=KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}, files=dict(vfio=8), packages={'torch': '2.8.0'}),
+    'TPU, no pair': no_torch_on(
+        ['torch 2.13.0 and torch_xla 2.8.0 do not match: their minor versions must be equal; '
+         "pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"],
+        variables=KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}, files=dict(vfio=8),
+        packages=PAIR | {'torch': '2.13.0'}),
+    'TPU, libtpu missing': no_torch_on(
+        ["libtpu is not installed; pip install 'torch_xla[tpu]==2.9.0'"],
+        packages={'torch': '2.9.1', 'torch_xla': '2.9.0'}),
+    'TPU, kept off it': no_torch_on(
+        ['PJRT_DEVICE=CPU keeps PyTorch/XLA off the TPU; unset it'], variables=KAGGLE | {'PJRT_DEVICE': 'CPU'}),
+    'TPU, silent bfloat16': no_torch_on(
+        ['XLA_USE_BF16=1 makes torch_xla store every float32 tensor as bfloat16; unset it'],
+        variables=KAGGLE | {'XLA_USE_BF16': '1'}),
+    'PJRT on the processor': Simulated(
+        {'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': '8'}, {}, PAIR,
+        words=['PJRT_DEVICE=CPU CPU_NUM_DEVICES=8', "xla (XLA's processor backend"]),
+    'GPUs': Simulated(
+        {}, {}, {'torch': '2.10.0', 'tensorflow': '2.20.0'}, (H200, H200),
+        kind='cuda', plan=('cuda', 'NVIDIA H200', 'bfloat16', 2),
+        words=['cuda:1      NVIDIA H200, 140 GiB, compute capability 9.0', 'a GPU is here; computes bfloat16',
+               'torch_xla   not installed; only a TPU needs it',
+               'tensorflow  cuda (NVIDIA H200, 2 devices), bfloat16']),
+    'a GPU without bfloat16': Simulated(
+        {'COLAB_TPU_1VM': ''}, dict(vfio=1, pci=[('0x10de', '0x1eb8', '0x030200'), NETWORK_CARD]),
+        {'torch': '2.10.0', 'tensorflow-cpu': '2.20.0'}, (T4,),
+        kind='cuda', plan=('cuda', 'Tesla T4', 'float32', 1),
+        words=['does not compute bfloat16', 'tensorflow-cpu 2.20.0 is built without CUDA']),
+    'nothing': Simulated(
+        {'ISTPUVM': '0', 'COLAB_TPU_1VM': ''}, dict(memory_kib=25165824),
+        words=['24 GiB memory', 'variables   none', 'packages    no framework', 'torch       not installed',
+               'TensorFlow is not installed']),
 }
 
 
 def simulate(name, root):
-    (environ, files, packages, gpus), *_ = SIMULATED[name]
-    return detect(environ=environ, root=machine(root, **files), packages=packages, gpus=gpus, imported=frozenset())
+    s = SIMULATED[name]
+    return detect(environ=s.variables, root=machine(root, **s.files), packages=s.packages, gpus=s.gpus,
+                  imported=frozenset())
 
 
 @pytest.mark.parametrize('name', SIMULATED)
 def test_simulated(name, tmp_path):
-    _, (kind, generation, n_chips, cores, devices), plan, words = SIMULATED[name]
+    expected = SIMULATED[name]
     d = simulate(name, tmp_path)
     t = d.tpu
-    assert d.kind == kind
-    assert (t is None) == (kind != 'tpu')
-    if t: assert (t.generation.name if t.generation else None, t.chips, t.cores, t.devices) == (generation, n_chips, cores, devices)
+    assert d.kind == expected.kind
+    assert (t is None) == (expected.kind != 'tpu')
+    if t: assert (t.generation.name if t.generation else None, t.chips, t.cores, t.devices) == expected.tpu
+    kind, device_name, precision, n = expected.plan
     got = plan_torch(d)
-    assert (got.kind, got.n) == (plan[0], plan[3])
-    assert plan[1] in (None, got.name) and plan[2] in (None, got.precision)
-    for w in words: assert w in str(d)
-    assert str(d) == describe(d)
-    assert ('echo always' in str(d)) == (kind == 'tpu' and d.huge_pages == 'madvise')
+    assert (got.kind, got.n) == (kind, n)
+    assert device_name in (None, got.name) and precision in (None, got.precision)
+    table = describe(d)
+    for w in expected.words: assert w in table
+    assert table.startswith(str(d) + '\n')
+    assert ('echo always' in table) == (expected.kind == 'tpu' and d.huge_pages == 'madvise')
 
 
-@pytest.mark.parametrize('name', [n for n in SIMULATED if SIMULATED[n][1][0] == 'tpu'])
+@pytest.mark.parametrize('name', [n for n in SIMULATED if SIMULATED[n].kind == 'tpu'])
 def test_auto_and_by_name_agree(name, tmp_path):
-    "Where `auto` leaves a TPU alone, asking for it by name is an error with the same reason; elsewhere it is the same device."
+    "Where `auto` does not take a TPU, naming it is an error with the same reason; elsewhere it is the same device."
     d = simulate(name, tmp_path)
     auto = plan_torch(d)
-    if auto.kind == 'xla': assert replace(plan_torch(d, 'tpu'), reason='') == replace(auto, reason='') == replace(plan_torch(d, 'xla', 'auto'), reason='')
+    if auto.kind == 'xla':
+        for accelerator in ('tpu', 'xla'):
+            assert replace(plan_torch(d, accelerator), reason='') == replace(auto, reason='')
     else:
         with pytest.raises(DeviceError) as e: plan_torch(d, 'tpu')
         assert str(e.value).removeprefix('accelerator tpu: ') in auto.reason
@@ -128,7 +200,7 @@ def test_precision_on_a_tpu(tmp_path):
     assert 'float32 asked for' in plan_torch(d, 'tpu', 'float32').reason
 
 
-@pytest.mark.parametrize('name, accelerator, precision, says', [
+@pytest.mark.parametrize('name, accelerator, precision, message', [
     ('nothing', 'gpu', 'auto', "accelerator 'gpu' does not exist; take auto, cpu, cuda, tpu or xla"),
     ('nothing', 'cpu', 'float16', "precision 'float16' does not exist; take auto, float32 or bfloat16"),
     ('nothing', 'cuda', 'auto', 'accelerator cuda: PyTorch finds no CUDA device (torch not installed)'),
@@ -138,51 +210,77 @@ def test_precision_on_a_tpu(tmp_path):
     ('PJRT on the processor', 'tpu', 'auto', 'accelerator tpu: no TPU here'),
     ('colab, the old server', 'xla', 'auto', 'accelerator xla: the TPU is a server at 10.1.2.3:8470'),
 ])
-def test_errors(name, accelerator, precision, says, tmp_path):
+def test_errors(name, accelerator, precision, message, tmp_path):
     with pytest.raises(DeviceError) as e: plan_torch(simulate(name, tmp_path), accelerator, precision)
-    assert says in str(e.value)
+    assert message in str(e.value)
 
 
-@pytest.mark.parametrize('change, says', [
-    (dict(packages={'torch': '2.13.0+cpu'}), "torch_xla is not installed (torch 2.13.0+cpu); pip install 'torch==2.9.0' 'torch_xla==2.9.0'"),
-    (dict(packages={'torch_xla': '2.8.0'}), "torch is not installed (torch_xla 2.8.0); pip install 'torch==2.8.0' 'torch_xla==2.8.0'"),
+@pytest.mark.parametrize('change, message', [
+    (dict(packages={'torch': '2.13.0+cpu'}),
+     "torch_xla is not installed (torch 2.13.0+cpu); pip install 'torch==2.9.0' 'torch_xla==2.9.0'"),
+    (dict(packages={'torch_xla': '2.8.0'}),
+     "torch is not installed (torch_xla 2.8.0); pip install 'torch==2.8.0' 'torch_xla==2.8.0'"),
     (dict(packages={'torch': '2.9.1', 'torch_xla': '2.8.0'}), "pip install 'torch==2.9.1' 'torch_xla==2.9.0'"),
     (dict(imported=frozenset({'tensorflow'})), 'TensorFlow is imported in this process'),
     (dict(variables={'PJRT_DEVICE': 'CPU', 'XLA_DOWNCAST_BF16': '1'}), 'XLA_DOWNCAST_BF16=1 makes torch_xla store'),
 ])
-def test_packages_that_do_not_do_for_xla(change, says, tmp_path):
+def test_packages_that_do_not_do_for_xla(change, message, tmp_path):
     d = simulate('PJRT on the processor', tmp_path)
     with pytest.raises(DeviceError) as e: plan_torch(replace(d, **change), 'xla')
-    assert says in str(e.value)
-    assert plan_torch(replace(d, imported=frozenset({'tensorflow', 'torch_xla'})), 'xla').kind == 'xla' # The order that works
+    assert message in str(e.value)
+    works = replace(d, imported=frozenset({'tensorflow', 'torch_xla'})) # torch_xla before TensorFlow
+    assert plan_torch(works, 'xla').kind == 'xla'
 
 
 TF_TPU = {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'}
-NO_KERNELS = 'has no kernels for a TPU; use PyTorch (--framework pytorch), or tensorflow-tpu in an environment of its own: pip install'
+NO_KERNELS = ('has no kernels for a TPU; use PyTorch (--framework pytorch), or tensorflow-tpu in an environment of its '
+              'own: pip install')
 
-# simulated machine, packages (None: the machine's own), accelerator -> kind, precision, devices, words of the reason; or what the error says
+# simulated machine, packages (None: the machine's own), accelerator
+# -> kind, precision, devices, words of the reason; or words of the error
 TENSORFLOW = {
     'TPU, by itself': ('kaggle v5e-8', TF_TPU, 'auto', ('tpu', 'bfloat16', 8, 'the TPU is the fastest here')),
     'TPU, asked for': ('kaggle v3-8', TF_TPU, 'tpu', ('tpu', 'bfloat16', 8, 'asked for')),
     'two cores per device': ('cloud v4-8', TF_TPU, 'tpu', ('tpu', 'bfloat16', 4, 'asked for')),
-    'a server needs no kernels here': ('colab, the old server', {'tensorflow': '2.20.0'}, 'auto', ('tpu', 'bfloat16', 1, '')),
-    "Kaggle's TPU image": ('kaggle v5e-8', None, 'auto', ('cpu', 'float32', 1, f'the TPU is not used: tensorflow-cpu 2.20.0 {NO_KERNELS}')),
-    "Kaggle's TPU image, asked for": ('kaggle v5e-8', None, 'tpu', f'accelerator tpu: tensorflow-cpu 2.20.0 {NO_KERNELS}'),
-    'a build of which only the start tells': ('kaggle v6e-8', {'tensorflow': '2.20.0'}, 'auto', ('tpu', 'bfloat16', 8, 'whether tensorflow 2.20.0 is built for TPUs shows when it starts')),
-    'a nightly build without kernels': ('kaggle v6e-8', {'tf-nightly-cpu': '2.22.0'}, 'auto', ('cpu', 'float32', 1, f'tf-nightly-cpu 2.22.0 {NO_KERNELS}')),
+    'a server needs no kernels here': (
+        'colab, the old server', {'tensorflow': '2.20.0'}, 'auto', ('tpu', 'bfloat16', 1, '')),
+    "Kaggle's TPU image": (
+        'kaggle v5e-8', None, 'auto',
+        ('cpu', 'float32', 1, f'the TPU is not used: tensorflow-cpu 2.20.0 {NO_KERNELS}')),
+    "Kaggle's TPU image, asked for": (
+        'kaggle v5e-8', None, 'tpu', f'accelerator tpu: tensorflow-cpu 2.20.0 {NO_KERNELS}'),
+    'a build of which only the start tells': (
+        'kaggle v6e-8', {'tensorflow': '2.20.0'}, 'auto',
+        ('tpu', 'bfloat16', 8, 'whether tensorflow 2.20.0 is built for TPUs shows when it starts')),
+    'a nightly build without kernels': (
+        'kaggle v6e-8', {'tf-nightly-cpu': '2.22.0'}, 'auto',
+        ('cpu', 'float32', 1, f'tf-nightly-cpu 2.22.0 {NO_KERNELS}')),
     'one of two generations': ('kaggle, type unset, v2 or v3', TF_TPU, 'tpu', ('tpu', 'bfloat16', 8, 'asked for')),
-    'a libtpu that ends the process': ('kaggle v5e-8', TF_TPU | {'libtpu': '0.0.32.1'}, 'auto', "ends the process that imports it with libtpu 0.0.32.1; pip install 'tensorflow-tpu==2.20.0' 'libtpu==0.0.31'"),
-    'variables and no TPU': ('variables without hardware', TF_TPU, 'auto', ('cpu', 'float32', 1, 'the TPU is not used: ISTPUVM speaks of a TPU, but no device file')),
-    'the build for TPUs, on the processor': ('kaggle v5e-8', TF_TPU, 'cpu', ('cpu', 'float32', 1, 'tensorflow-tpu 2.20.0 compiles for TPUs only, so this is slow')),
+    'a libtpu that ends the process': (
+        'kaggle v5e-8', TF_TPU | {'libtpu': '0.0.32.1'}, 'auto',
+        "ends the process that imports it with libtpu 0.0.32.1; pip install 'tensorflow-tpu==2.20.0' 'libtpu==0.0.31'"),
+    'variables and no TPU': (
+        'variables without hardware', TF_TPU, 'auto',
+        ('cpu', 'float32', 1, 'the TPU is not used: ISTPUVM speaks of a TPU, but no device file')),
+    'the build for TPUs, on the processor': (
+        'kaggle v5e-8', TF_TPU, 'cpu',
+        ('cpu', 'float32', 1, 'tensorflow-tpu 2.20.0 compiles for TPUs only, so this is slow')),
     'no TPU, asked for': ('nothing', {'tensorflow-cpu': '2.21.0'}, 'tpu', 'accelerator tpu: no TPU here'),
     'nothing': ('nothing', {'tensorflow-cpu': '2.21.0'}, 'auto', ('cpu', 'float32', 1, 'by way of float32')),
     'no TensorFlow': ('nothing', None, 'auto', 'pip install b2t_kaggle[tf]'),
-    'GPUs': ('GPUs', None, 'auto', ('cuda', 'bfloat16', 2, 'a GPU is here; computes bfloat16; GRU layers in float32, with factors in TF32')),
-    'GPUs, a build of another name': ('GPUs', {'tensorflow-rocm': '2.14.0'}, 'auto', ('cuda', 'bfloat16', 2, 'a GPU is here')),
+    'GPUs': (
+        'GPUs', None, 'auto',
+        ('cuda', 'bfloat16', 2, 'a GPU is here; computes bfloat16; GRU layers in float32, with factors in TF32')),
+    'GPUs, a build of another name': (
+        'GPUs', {'tensorflow-rocm': '2.14.0'}, 'auto', ('cuda', 'bfloat16', 2, 'a GPU is here')),
     'GPUs left alone': ('GPUs', None, 'cpu', ('cpu', 'float32', 1, 'asked for')),
-    'a GPU without bfloat16': ('a GPU without bfloat16', {'tensorflow': '2.20.0'}, 'cuda', ('cuda', 'float32', 1, 'does not compute bfloat16')),
-    'a build without CUDA': ('a GPU without bfloat16', None, 'auto', ('cpu', 'float32', 1, 'tensorflow-cpu 2.20.0 is built without CUDA')),
-    'a build without CUDA, asked for': ('a GPU without bfloat16', None, 'cuda', 'TensorFlow finds no GPU (tensorflow-cpu 2.20.0)'),
+    'a GPU without bfloat16': (
+        'a GPU without bfloat16', {'tensorflow': '2.20.0'}, 'cuda',
+        ('cuda', 'float32', 1, 'does not compute bfloat16')),
+    'a build without CUDA': (
+        'a GPU without bfloat16', None, 'auto', ('cpu', 'float32', 1, 'tensorflow-cpu 2.20.0 is built without CUDA')),
+    'a build without CUDA, asked for': (
+        'a GPU without bfloat16', None, 'cuda', 'TensorFlow finds no GPU (tensorflow-cpu 2.20.0)'),
     'xla': ('GPUs', None, 'xla', 'TensorFlow compiles with XLA on every device: take auto, cpu, cuda or tpu'),
     'what there is not': ('GPUs', None, 'gpu', "accelerator 'gpu' does not exist"),
 }
@@ -209,8 +307,15 @@ def test_tensorflow_and_torch_xla_share_no_tpu(tmp_path):
 
 
 @pytest.mark.parametrize('name, given, address', [
-    ('kaggle v5e-8', None, 'local'), ('cloud v4-8', None, 'local'), ('cloud v4-8', '10.0.0.2:8470', 'grpc://10.0.0.2:8470'), ('cloud v4-8', 'grpc://10.0.0.2:8470', 'grpc://10.0.0.2:8470'),
-    ('variables without hardware', None, 'local'), ('colab, the old server', None, 'grpc://10.1.2.3:8470'), ('nothing', None, ''), ('nothing', 'mine', 'mine'), ('GPUs', None, ''),
+    ('kaggle v5e-8', None, 'local'),
+    ('cloud v4-8', None, 'local'),
+    ('cloud v4-8', '10.0.0.2:8470', 'grpc://10.0.0.2:8470'),
+    ('cloud v4-8', 'grpc://10.0.0.2:8470', 'grpc://10.0.0.2:8470'),
+    ('variables without hardware', None, 'local'),
+    ('colab, the old server', None, 'grpc://10.1.2.3:8470'),
+    ('nothing', None, ''),
+    ('nothing', 'mine', 'mine'),
+    ('GPUs', None, ''),
 ])
 def test_tensorflow_address(name, given, address, tmp_path):
     assert tensorflow_address(simulate(name, tmp_path), given) == address
@@ -262,21 +367,25 @@ def test_variables_that_say_nothing():
 
 
 def test_pair_for_a_newer_torch_xla_keeps_to_what_is_used():
-    assert xla_pair({'torch': '2.13.0', 'torch_xla': '2.11.0'}, tpu=False) == "pip install 'torch==2.9.0' 'torch_xla==2.9.0'"
+    command = xla_pair({'torch': '2.13.0', 'torch_xla': '2.11.0'}, tpu=False)
+    assert command == "pip install 'torch==2.9.0' 'torch_xla==2.9.0'"
 
 
 def python(code, tmp_path, **env):
     "Run code in a new process, with packages of `tmp_path` in front of ours and without the variables of this machine."
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(('TPU_', 'PJRT', 'XLA_', 'COLAB', 'ISTPU', 'CPU_NUM'))}
+    accelerators = ('TPU_', 'PJRT', 'XLA_', 'COLAB', 'ISTPU', 'CPU_NUM')
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(accelerators)}
     return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120, cwd=tmp_path,
                           env=clean | {'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'} | env)
 
 
 def test_imports_no_framework(tmp_path):
-    code = ("import sys; from b2t_kaggle.devices.machine.machine import *; from b2t_kaggle.devices.machine.machine import find_tpu\n"
-            "for f in (None, 'xla', 'tensorflow'): print(detect(f))\n"
+    code = ("import sys\nfrom b2t_kaggle.devices import report, tensorflow, torch\n"
+            "from b2t_kaggle.devices.machine import *\n"
+            "for f in (None, 'xla', 'tensorflow'): print(report.describe(detect(f)))\n"
             f"print('LOADED', [m for m in {FRAMEWORKS!r} if m in sys.modules])")
-    for env in ({}, {'ISTPUVM': '1', 'TPU_ACCELERATOR_TYPE': 'v5litepod-8', 'PJRT_DEVICE': 'TPU'}, {'PJRT_DEVICE': 'CPU'}):
+    tpu = {'ISTPUVM': '1', 'TPU_ACCELERATOR_TYPE': 'v5litepod-8', 'PJRT_DEVICE': 'TPU'}
+    for env in ({}, tpu, {'PJRT_DEVICE': 'CPU'}):
         r = python(code, tmp_path, **env)
         assert r.returncode == 0, r.stderr
         assert r.stdout.endswith('LOADED []\n')
@@ -284,7 +393,9 @@ def test_imports_no_framework(tmp_path):
 
 
 def test_torch_is_imported_when_asked_for_and_nothing_else(tmp_path):
-    r = python(f"import sys; from b2t_kaggle.devices.machine.machine import *; detect('torch'); pick_torch('cpu'); print([m for m in {FRAMEWORKS[:3]!r} if m in sys.modules])", tmp_path)
+    code = ("import sys\nfrom b2t_kaggle.devices.torch import *\nfrom b2t_kaggle.devices.machine import detect\n"
+            f"detect('torch')\npick_torch('cpu')\nprint([m for m in {FRAMEWORKS[:3]!r} if m in sys.modules])")
+    r = python(code, tmp_path)
     assert r.stdout == "['torch']\n", r.stderr
 
 
@@ -292,8 +403,9 @@ def fake_package(root, name, version, **modules):
     for module, text in modules.items():
         (root/name).mkdir(exist_ok=True)
         (root/name/f'{module}.py').write_text(text)
-    (root/f'{name}-{version}.dist-info').mkdir()
-    (root/f'{name}-{version}.dist-info'/'METADATA').write_text(f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
+    info = root/f'{name}-{version}.dist-info'
+    info.mkdir()
+    (info/'METADATA').write_text(f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
 
 
 def test_tensorflow_by_any_name(tmp_path):
@@ -302,28 +414,44 @@ def test_tensorflow_by_any_name(tmp_path):
     (tmp_path/'tensorflow-0.dist-info').rename(info := tmp_path/'tf_nightly-2.22.0.dev20261101.dist-info')
     (info/'METADATA').write_text('Metadata-Version: 2.1\nName: tf_nightly\nVersion: 2.22.0.dev20261101\n')
     (info/'top_level.txt').write_text('tensorflow\n')
-    code = "from b2t_kaggle.devices.machine.machine import *; d = detect(environ={}, root='/nowhere', gpus=()); print(d.packages, tensorflow_build(d), plan_tensorflow(d).reason, sep='; ')"
-    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'} | {'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'}
-    r = subprocess.run([sys.executable, '-S', '-c', code], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
-    assert r.stdout.startswith("{'tf-nightly': '2.22.0.dev20261101'}; tf-nightly; tf-nightly 2.22.0.dev20261101 sees no GPU"), r.stdout + r.stderr
+    code = ("from b2t_kaggle.devices.machine import detect\nfrom b2t_kaggle.devices.tensorflow import *\n"
+            "d = detect(environ={}, root='/nowhere', gpus=())\n"
+            "print(d.packages, tensorflow_build(d), plan_tensorflow(d).reason, sep='; ')")
+    env = os.environ | {'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'}
+    r = subprocess.run([sys.executable, '-S', '-c', code], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+                       env=env)
+    expected = "{'tf-nightly': '2.22.0.dev20261101'}; tf-nightly; tf-nightly 2.22.0.dev20261101 sees no GPU"
+    assert r.stdout.startswith(expected), r.stdout + r.stderr
 
 
-START = "import os, sys; from b2t_kaggle.devices.machine.machine import *\ntry: print(pick_torch('{}'), os.environ['PJRT_DEVICE'])\nexcept DeviceError as e: print('ERROR', e)"
+START = """
+import os
+from b2t_kaggle.devices.torch import *
+from b2t_kaggle.devices.machine import DeviceError
+try: print(pick_torch('{}'), os.environ['PJRT_DEVICE'])
+except DeviceError as e: print('ERROR', e)
+"""
 
 
 def test_start_counts_devices_and_forbids_the_fall_to_the_processor(tmp_path):
     "A torch_xla that says 4: the plan's number (8, by the type) gives way to the runtime's."
     import torch
-    fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0], __init__='', runtime='def global_runtime_device_count(): return 4')
+    fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0], __init__='',
+                 runtime='def global_runtime_device_count(): return 4')
     fake_package(tmp_path, 'libtpu', '0.0.17')
-    code = ("import b2t_kaggle.devices.machine.machine as d, os\nreal = d.find_tpu\n" f"d.find_tpu = lambda v, root: real(v, {str(machine(tmp_path, vfio=8))!r})\n" "print(d.pick_torch(), os.environ['PJRT_DEVICE'])")
+    code = ("import os\nfrom b2t_kaggle.devices import machine\nfrom b2t_kaggle.devices.torch import pick_torch\n"
+            f"find_tpu, root = machine.find_tpu, {str(machine(tmp_path, vfio=8))!r}\n"
+            "machine.find_tpu = lambda variables, _: find_tpu(variables, root)\n"
+            "print(pick_torch(), os.environ['PJRT_DEVICE'])")
     r = python(code, tmp_path, ISTPUVM='1', TPU_ACCELERATOR_TYPE='v5litepod-8')
-    assert r.stdout == 'xla (TPU v5e, 4 devices), bfloat16: the TPU is the fastest here; computes bfloat16 TPU\n', r.stderr
+    expected = 'xla (TPU v5e, 4 devices), bfloat16: the TPU is the fastest here; computes bfloat16 TPU\n'
+    assert r.stdout == expected, r.stderr
 
 
 def test_start_that_fails(tmp_path):
     import torch
-    fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0], __init__="raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')")
+    fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0],
+                 __init__="raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')")
     fake_package(tmp_path, 'libtpu', '0.0.17')
     r = python(START.format('xla'), tmp_path, PJRT_DEVICE='CPU')
     assert r.stdout.startswith('ERROR') and 'undefined symbol' in r.stdout and 'are a pair' in r.stdout, r.stderr
@@ -333,18 +461,31 @@ def test_start_that_fails(tmp_path):
 
 def test_auto_goes_on_without_a_tpu_that_does_not_start(tmp_path):
     import torch
-    fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0], __init__="raise ImportError('the TPU is held by another process')")
+    fake_package(tmp_path, 'torch_xla', torch.__version__.split('+')[0],
+                 __init__="raise ImportError('the TPU is held by another process')")
     fake_package(tmp_path, 'libtpu', '0.0.17')
-    code = ("import os, b2t_kaggle.devices.machine.machine as d\nseen = d.detect('torch')\n"
-            "tpu = d.replace(d.find_tpu(d.seen_variables({'TPU_ACCELERATOR_TYPE': 'v5litepod-8'})), hardware=('/dev/vfio/0',))\nd.detect = lambda *a: d.replace(seen, tpu=tpu)\n"
-            "print(d.pick_torch('auto', 'float32')); print(os.environ.get('PJRT_DEVICE'))\ntry: d.pick_torch('tpu')\nexcept d.DeviceError as e: print('ERROR', e)")
+    code = """
+import os
+from dataclasses import replace
+from b2t_kaggle.devices import machine, torch
+detected = machine.detect('torch')
+tpu = machine.find_tpu(machine.seen_variables({'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}))
+torch.detect = lambda *args: replace(detected, tpu=replace(tpu, hardware=('/dev/vfio/0',)))
+print(torch.pick_torch('auto', 'float32'))
+print(os.environ.get('PJRT_DEVICE'))
+try: torch.pick_torch('tpu')
+except machine.DeviceError as e: print('ERROR', e)
+"""
     r = python(code, tmp_path)
     auto, left, named = r.stdout.splitlines()
-    assert auto.startswith('cpu') and 'the TPU is not used: PyTorch/XLA does not start' in auto and 'held by another process' in auto, r.stdout + r.stderr
+    assert auto.startswith('cpu') and 'held by another process' in auto, r.stdout + r.stderr
+    assert 'the TPU is not used: PyTorch/XLA does not start' in auto
     assert left == 'None' and named.startswith('ERROR PyTorch/XLA does not start')
 
 
 def test_command(tmp_path):
-    r = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', 'devices'], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=os.environ | {'PYTHONPATH': str(ROOT)})
+    r = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', 'devices'], capture_output=True, text=True, timeout=120,
+                       cwd=tmp_path, env=os.environ | {'PYTHONPATH': str(ROOT)})
     assert r.returncode == 0, r.stderr
-    assert [l.split()[0] for l in r.stdout.splitlines() if l.startswith(('cpu ', 'variables', 'packages', 'torch '))] == ['cpu', 'variables', 'packages', 'torch']
+    labels = ['cpu', 'variables', 'packages', 'torch']
+    assert [line.split()[0] for line in r.stdout.splitlines() if line.split()[0] in labels] == labels

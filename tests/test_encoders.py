@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from encoders import SESSIONS, config, open_toy, write_toy
 
-from b2t_kaggle.devices.machine import pick_torch
+from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.augment import Augment
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, save_official
 from b2t_kaggle.pytorch.inference import infer

@@ -1,4 +1,6 @@
-"What importing the library needs and brings along: no framework but the one that a room is about, and one clear sentence where that is missing."
+"""What importing the library needs and brings along, and which module may import which.
+
+No framework is imported but the one that a room is about, and one clear sentence tells where that is missing."""
 import ast
 import json
 import os
@@ -13,7 +15,18 @@ import b2t_kaggle
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages(b2t_kaggle.__path__, 'b2t_kaggle.'))
-TENSORFLOW = [m for m in MODULES if m.startswith('b2t_kaggle.tensorflow.')]
+
+
+def source(module):
+    "The file of a module or package."
+    path = ROOT.joinpath(*module.split('.'))
+    return path/'__init__.py' if path.is_dir() else path.with_suffix('.py')
+
+
+def is_empty(module): return not source(module).read_text().strip()
+
+
+TENSORFLOW = [m for m in MODULES if m.startswith('b2t_kaggle.tensorflow.') and not is_empty(m)]
 PYTORCH = [m for m in MODULES if m.startswith('b2t_kaggle.pytorch.')]
 LANGUAGE_MODELS = [f'b2t_kaggle.rescoring.{m}' for m in ('llm', 'mixture', 'finetune')]
 
@@ -22,8 +35,11 @@ import importlib, json, sys
 
 class Without:
     "A finder that does not find these packages."
-    def __init__(self, finder, names): self.finder, self.names = finder, names
-    def find_spec(self, name, *args): return None if name.split('.')[0] in self.names else self.finder.find_spec(name, *args)
+    def __init__(self, finder, names):
+        self.finder = finder
+        self.names = names
+    def find_spec(self, name, *args):
+        return None if name.split('.')[0] in self.names else self.finder.find_spec(name, *args)
 
 missing, *given = json.loads(sys.argv[1])
 sys.meta_path[:] = [Without(f, missing) for f in sys.meta_path]
@@ -40,18 +56,23 @@ print(json.dumps([errors, sorted({m.split('.')[0] for m in sys.modules} & set(wa
 
 def process(code, *given):
     "Run code in a new process with this as its arguments."
-    return subprocess.run([sys.executable, '-c', code, json.dumps(given)], capture_output=True, text=True, timeout=180, env=os.environ | {'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '2'})
+    env = os.environ | {'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '2'}
+    return subprocess.run([sys.executable, '-c', code, json.dumps(given)], capture_output=True, text=True, timeout=180,
+                          env=env)
 
 
 def load(modules, missing=(), watched=()):
-    "Import modules in a new process in which packages are missing; the errors by module, and which of the watched packages it loaded."
+    """Import modules in a new process in which packages are missing.
+
+    Returns the errors by module, and which of the watched packages it loaded."""
     r = process(IMPORT, missing, modules, watched)
     assert r.returncode == 0, r.stderr
     return json.loads(r.stdout.splitlines()[-1])
 
 
 def test_neither_tensorflow_nor_torch_xla_is_needed():
-    errors, loaded = load([m for m in MODULES if m not in TENSORFLOW], ['tensorflow', 'keras', 'torch_xla'], ['tensorflow', 'keras', 'torch_xla'])
+    others = [m for m in MODULES if m not in TENSORFLOW]
+    errors, loaded = load(others, ['tensorflow', 'keras', 'torch_xla'], ['tensorflow', 'keras', 'torch_xla'])
     assert errors == {} and loaded == []
 
 
@@ -72,7 +93,8 @@ def test_the_command_says_in_one_line_what_to_install(tmp_path):
     (tmp_path/'best.weights.h5').touch()
     command = ['convert', str(tmp_path/'best.weights.h5'), str(tmp_path/'best.pt')]
     r = process(HIDE + 'from b2t_kaggle.cli import main; main(*given)', ['tensorflow', 'keras'], command)
-    assert r.returncode == 1 and r.stderr.startswith('Error: the models in b2t_kaggle.tensorflow need TensorFlow') and 'pip install b2t_kaggle[tf]' in r.stderr, r.stderr
+    assert r.returncode == 1 and 'pip install b2t_kaggle[tf]' in r.stderr, r.stderr
+    assert r.stderr.startswith('Error: the models in b2t_kaggle.tensorflow need TensorFlow')
     assert len(r.stderr.splitlines()) == 1 and not (tmp_path/'best.pt').exists()
 
 
@@ -87,9 +109,196 @@ def test_rooms_of_tensorflow_bring_no_pytorch():
     assert errors == {} and loaded == ['tensorflow']
 
 
+# Which module imports which, read from the source: also imports inside functions, which no test may reach.
+# From top to bottom: a module imports from its own floor and from those below
+FLOORS = (
+    ('cli', 'cli_lm', 'kaggle'),
+    ('pipeline', 'runs', 'stages', 'convert', 'frameworks'),
+    ('pytorch', 'tensorflow'),
+    ('rescoring',),
+    ('decoding',),
+    ('lm', 'training'),
+    ('data', 'logits', 'metrics', 'submission'),
+    ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'files'),
+)
+FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+# Imports that break the rule today. The list only shrinks: an import that is gone has to leave it
+UPWARD = {
+    ('decoding.server', 'rescoring.mixture'),
+}
+# Imports that close a circle today; likewise
+CIRCULAR = {
+    ('tensorflow.models.gru', 'tensorflow.models.triple_gru'),
+}
+
+
+def imported(module):
+    "What the module's source imports, at its top or inside functions: dotted names, of modules or of names in them."
+    package = module if source(module).name == '__init__.py' else module.rpartition('.')[0]
+    for node in ast.walk(ast.parse(source(module).read_text())):
+        if isinstance(node, ast.Import): yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split('.')[:len(package.split('.')) + 1 - node.level] if node.level else []
+            base = '.'.join([*above, *filter(None, [node.module])])
+            yield from (f'{base}.{alias.name}' for alias in node.names)
+
+
+def module_of(name):
+    "The module of ours that an imported name is or is in; None for other packages."
+    while name not in MODULES and '.' in name: name = name.rpartition('.')[0]
+    return name if name in MODULES else None
+
+
+def import_graph():
+    "The modules that each exported module imports, without the package's name."
+    graph = {}
+    for module in MODULES:
+        if module.endswith('._modidx'): continue
+        targets = {module_of(name) for name in imported(module)} - {None, module}
+        graph[module.removeprefix('b2t_kaggle.')] = {t.removeprefix('b2t_kaggle.') for t in targets}
+    return graph
+
+
+def room_of(module): return module.split('.')[0]
+
+
+def is_upward(module, target):
+    "Whether the import goes up, or from one framework to the other."
+    if {room_of(module), room_of(target)} == {'pytorch', 'tensorflow'}: return True
+    return FLOOR[room_of(target)] < FLOOR[room_of(module)]
+
+
+def find_circle(graph):
+    "Modules that import each other in a circle; empty if there is none."
+    done = set()
+    def visit(module, path):
+        if module in path: return path[path.index(module):]
+        if module in done: return []
+        for target in sorted(graph[module]):
+            if circle := visit(target, path + [module]): return circle
+        done.add(module)
+        return []
+    return next(filter(None, (visit(module, []) for module in graph)), [])
+
+
+def test_the_source_tells_all_imports():
+    graph = import_graph()
+    assert 'devices.machine' in graph['devices.torch'] and 'phonemes' in graph['ctc']
+    assert 'rescoring.llm' in graph['cli'] # inside a function
+    assert not [name for name in graph['files'] if not name.startswith('b2t_kaggle')]
+
+
+def test_every_module_is_on_a_floor():
+    assert {room_of(module) for module in import_graph()} <= set(FLOOR)
+
+
+def test_imports_point_downward_only():
+    graph = import_graph()
+    upward = {(module, target) for module in graph for target in graph[module] if is_upward(module, target)}
+    assert upward - UPWARD == set(), 'imports that point upward, or from one framework to the other'
+    assert UPWARD - upward == set(), 'exceptions that are no longer needed: remove them from UPWARD'
+
+
+def test_no_modules_import_each_other():
+    graph = import_graph()
+    for module, target in CIRCULAR:
+        assert target in graph[module], 'an exception that is no longer needed: remove it from CIRCULAR'
+        graph[module].remove(target)
+    assert find_circle(graph) == []
+    for module, target in CIRCULAR:
+        assert find_circle(graph | {module: graph[module] | {target}}), f'{module} may import {target}: no circle'
+
+
+def test_circles_are_found():
+    assert find_circle({'a': {'b'}, 'b': {'c'}, 'c': {'b'}}) == ['b', 'c']
+    assert find_circle({'a': {'b', 'c'}, 'b': {'c'}, 'c': set()}) == []
+
+
 @pytest.mark.parametrize('room, other', [('tensorflow', 'pytorch'), ('pytorch', 'tensorflow')])
 def test_no_room_imports_the_other_even_inside_a_function(room, other):
-    for path in sorted((ROOT/'b2t_kaggle'/room).glob('*.py')):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or '', *(a.name for a in node.names)] if isinstance(node, ast.ImportFrom) else []
-            assert not [n for n in names if other in n.split('.') or (n == 'torch' and room == 'tensorflow')], f'{path.name}, line {node.lineno}'
+    for module in [m for m in MODULES if m.startswith(f'b2t_kaggle.{room}.')]:
+        names = [n for n in imported(module) if module_of(n) or n.split('.')[0] in ('torch', 'tensorflow', 'keras')]
+        allowed = [f'b2t_kaggle.{target}' for m, target in UPWARD if module == f'b2t_kaggle.{m}']
+        forbidden = {'tensorflow': {'pytorch', 'torch'}, 'pytorch': {'tensorflow', 'keras'}}[room]
+        for name in names:
+            if module_of(name) in allowed: continue
+            rooms = name.removeprefix('b2t_kaggle.').split('.')[0]
+            assert rooms not in forbidden and f'devices.{other.removeprefix("py")}' not in name, module
+
+
+# The front door: `from b2t_kaggle import …`
+HEAVY = ['numpy', 'pandas', 'numba', 'pydantic', 'pyarrow', 'torch', 'tensorflow', 'keras', 'transformers']
+
+
+def test_the_package_loads_nothing_by_itself():
+    errors, loaded = load(['b2t_kaggle'], watched=HEAVY)
+    assert errors == {} and loaded == []
+
+
+def test_importing_the_package_takes_no_time():
+    "Less than what a handful of small modules takes; NumPy alone takes ten times as long."
+    code = 'import time; start = time.perf_counter(); import b2t_kaggle; print(time.perf_counter() - start)'
+    assert min(float(process(code).stdout) for _ in range(3)) < 0.05
+
+
+def test_names_of_the_front_door_need_no_framework():
+    code = HIDE + 'import b2t_kaggle\nprint([callable(getattr(b2t_kaggle, name)) for name in b2t_kaggle.__all__])'
+    r = process(code, ['torch', 'tensorflow', 'keras', 'transformers'])
+    assert r.returncode == 0, r.stderr
+    assert r.stdout == f'{[True] * len(b2t_kaggle.__all__)}\n'
+
+
+@pytest.mark.parametrize('name', b2t_kaggle.__all__)
+def test_a_name_of_the_front_door_is_that_of_its_module(name):
+    value = getattr(b2t_kaggle, name)
+    assert value is getattr(sys.modules[value.__module__], name) and value.__doc__
+
+
+def test_type_checkers_see_the_names_of_the_front_door():
+    "Those of the block that is only for them are the names that there are, from the same modules."
+    block = next(n for n in ast.parse(source('b2t_kaggle').read_text()).body if isinstance(n, ast.If))
+    names = {alias.name: node.module for node in block.body for alias in node.names}
+    assert names == {name: f'b2t_kaggle.{module}' for name, module in b2t_kaggle._MODULES.items()}
+    assert sorted(names) == sorted(b2t_kaggle.__all__) and (ROOT/'b2t_kaggle'/'py.typed').exists()
+
+
+def test_names_that_the_front_door_does_not_have():
+    with pytest.raises(AttributeError, match="no attribute 'trian'; did you mean train?"): b2t_kaggle.trian
+    with pytest.raises(AttributeError, match="It has Config.* in its modules, such as b2t_kaggle.metrics"):
+        b2t_kaggle.zzz
+    with pytest.raises(ImportError): from b2t_kaggle import _nothing  # noqa: F401
+    assert not hasattr(b2t_kaggle, '__wrapped__')
+
+
+def test_dir_and_help_show_the_front_door():
+    code = 'import b2t_kaggle; print(*dir(b2t_kaggle)); help(b2t_kaggle)'
+    names, _, text = process(code).stdout.partition('\n')
+    assert set(b2t_kaggle.__all__) <= set(names.split()) and '__version__' in names and '_TYPE_CHECKING' not in names
+    for words in ('from recording sessions to a submission', 'class LexiconBeamDecoder', 'simulate_dataset(', 'train('):
+        assert words in text, words
+
+
+def test_modules_of_the_kit_do_not_use_its_front_door():
+    for module in MODULES:
+        names = {n.removeprefix('b2t_kaggle.') for n in imported(module) if n.startswith('b2t_kaggle.')}
+        assert not names & set(b2t_kaggle.__all__), f'{module}: import from the module where the name is'
+
+
+def test_the_front_door_is_enough_for_a_submission(tmp_path):
+    "The program of the package's description, on a small simulation."
+    code = """
+from b2t_kaggle import *
+simulate_dataset('sessions', n_sessions=2, train=10, val=2, test=2, max_words=4, lm_sentences=200)
+small = dict(n_units=8, n_layers=1, num_training_batches=2, lr_warmup_steps=1, lr_warmup_steps_day=1, n_buckets=1)
+cfg = load_config(base='demo', overrides=small | {'data.batch_size': 8, 'days_per_batch': 2, 'accelerator': 'cpu'})
+trials = {split: TrialStore.build('sessions', split, f'{split}.arrow') for split in ('train', 'val', 'test')}
+train(trials['train'], trials['val'], cfg, 'model', progress=False)
+logits = infer('model/best.pt', trials['test'], 'logits.arrow', 'cpu', progress=False)
+build_ngram('sessions/lm_text.txt', 'lm.arpa')
+decoder = LexiconBeamDecoder(build_lexicon(['i', 'you', 'the']), load_ngram('lm.arpa'), beam=10)
+write_submission('submission.csv', [decoder.decode(log_probs)[0].text for log_probs in logits])
+"""
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=180, cwd=tmp_path,
+                       env=os.environ | {'PYTHONPATH': str(ROOT)})
+    assert r.returncode == 0, r.stderr
+    assert [line.split(',')[0] for line in (tmp_path/'submission.csv').read_text().splitlines()] == ['id', '0', '1']

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
 from b2t_kaggle.data.store import TrialStore
-from b2t_kaggle.devices.machine import pick_torch
+from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import SingleDevice

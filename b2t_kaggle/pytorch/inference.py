@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config import Config
 from ..data.store import TrialStore
-from ..devices.machine import pick_torch
+from ..devices.torch import pick_torch
 from ..logits import LogitStore
 from .checkpoint import load_model, weights_file
 from .evaluate import logits_of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..config import Config
 from ..data.batches import Batch, Batcher, DayBalancedSampler, longest_in_batches, prefetch
 from ..data.store import TrialStore
-from ..devices.machine import pick_torch
+from ..devices.torch import pick_torch
 from .augment import Augment
 from .checkpoint import load_file, load_weights, save_atomic
 from .evaluate import ctc_losses, delivered_dtype, evaluate

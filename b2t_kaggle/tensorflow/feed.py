@@ -15,7 +15,8 @@ import numpy as np
 from ..config import Config
 from ..data.batches import Batcher, DayBalancedSampler, longest_in_batches
 from ..data.store import TrialStore
-from ..devices.machine import Device, configure_mixed_precision, create_tpu_strategy, pick_tensorflow
+from ..devices.machine import Device
+from ..devices.tensorflow import configure_mixed_precision, create_tpu_strategy, pick_tensorflow
 from .augment import trial_seeds
 from .layers import tf
 from ..training.recipe import TrainingError

@@ -1,4 +1,6 @@
-"TensorFlow's devices: the real failure of a TPU that is not there, TPUs and GPUs of which only TensorFlow's own calls are simulated, and eight logical processors."
+"""TensorFlow's devices: the real failure of a TPU that is not there, simulated TPUs and GPUs, eight logical processors.
+
+Of a TPU or GPU only TensorFlow's own calls are simulated."""
 import os
 import socket
 import subprocess
@@ -11,30 +13,32 @@ from urllib.error import URLError
 import pytest
 
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
-from b2t_kaggle import devices
-from b2t_kaggle.devices.machine import (
-    DeviceError, Gpu, configure_mixed_precision, cpu_flags, create_tpu_strategy, pick_tensorflow,
-)
+from b2t_kaggle.devices import machine as detection, tensorflow as devices
+from b2t_kaggle.devices.machine import Device, DeviceError, Gpu, cpu_flags
+from b2t_kaggle.devices.tensorflow import configure_mixed_precision, create_tpu_strategy, pick_tensorflow
 from b2t_kaggle.tensorflow.feed import Replicas, start
 
 from test_devices import chips, machine
 
 ROOT = Path(__file__).parents[2]
-KAGGLE = {'ISTPUVM': '1', 'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_ID': '0', 'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}
+KAGGLE = {'ISTPUVM': '1', 'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_ID': '0', 'TPU_WORKER_HOSTNAMES': 'localhost',
+          'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}
 NOT_FOUND = tf.errors.NotFoundError(None, None, 'TPUs not found in the cluster. Failed in initialization: No OpKernel')
 
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch):
     "No variable of this machine, and no TPU that an earlier test started."
-    for k in devices.TPU_VARIABLES + devices._OTHER_VARIABLES: monkeypatch.delenv(k, raising=False)
+    for k in detection.TPU_VARIABLES + detection._OTHER_VARIABLES: monkeypatch.delenv(k, raising=False)
     devices._start_tpu.cache_clear()
     yield
     devices._start_tpu.cache_clear()
 
 
 def simulate_tpu(monkeypatch, cores, environ, replicas=None, **failures):
-    "TensorFlow's calls, as they are on a TPU of so many cores; a failure is raised by `resolve`, `connect` or `initialize`. Returns the calls."
+    """TensorFlow's calls, as they are on a TPU of so many cores; returns them.
+
+    A failure is raised by `resolve`, `connect` or `initialize`."""
     calls = []
     def call(name, result):
         def f(*args, **kwargs):
@@ -46,15 +50,19 @@ def simulate_tpu(monkeypatch, cores, environ, replicas=None, **failures):
     monkeypatch.setattr(tf.distribute.cluster_resolver, 'TPUClusterResolver', call('resolve', 'resolver'))
     monkeypatch.setattr(tf.config, 'experimental_connect_to_cluster', call('connect', None))
     monkeypatch.setattr(tf.tpu.experimental, 'initialize_tpu_system', call('initialize', None))
-    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind=None: [None] * cores if kind == 'TPU' else logical(kind))
-    monkeypatch.setattr(tf.distribute, 'TPUStrategy', call('strategy', SimpleNamespace(num_replicas_in_sync=replicas or cores)))
+    def list_devices(kind=None): return [None] * cores if kind == 'TPU' else logical(kind)
+    monkeypatch.setattr(tf.config, 'list_logical_devices', list_devices)
+    strategy = SimpleNamespace(num_replicas_in_sync=replicas or cores)
+    monkeypatch.setattr(tf.distribute, 'TPUStrategy', call('strategy', strategy))
     for k, v in environ.items(): monkeypatch.setenv(k, v)
     return calls
 
 
 def test_no_tpu_really_fails(capsys):
-    with pytest.raises(DeviceError, match="accelerator tpu: tensorflow.* has no kernels for a TPU; use PyTorch") as e: create_tpu_strategy('local', 'tpu')
-    assert isinstance(e.value.__cause__.__cause__.__cause__, tf.errors.NotFoundError)  # only initialize_tpu_system notices
+    with pytest.raises(DeviceError, match="accelerator tpu: tensorflow.* has no kernels for a TPU; use PyTorch") as e:
+        create_tpu_strategy('local', 'tpu')
+    cause = e.value.__cause__.__cause__.__cause__
+    assert isinstance(cause, tf.errors.NotFoundError)  # only initialize_tpu_system notices
     strategy = create_tpu_strategy('local')
     assert strategy is tf.distribute.get_strategy() and strategy.num_replicas_in_sync == 1
     out = capsys.readouterr().out
@@ -63,8 +71,15 @@ def test_no_tpu_really_fails(capsys):
 
 
 @pytest.mark.parametrize('environ, given, address', [
-    (KAGGLE, None, 'local'), ({'TPU_WORKER_ID': '0'}, None, 'local'), ({'TPU_NAME': 'local'}, None, 'local'), ({'TPU_NAME': 'mine'}, None, 'mine'), ({}, 'local', 'local'), (KAGGLE, 'mine', 'mine'),
-    ({'COLAB_TPU_ADDR': '127.0.0.1:{port}'}, None, 'grpc://127.0.0.1:{port}'), ({'TPU_NAME': 'grpc://127.0.0.1:{port}'}, None, 'grpc://127.0.0.1:{port}'), ({}, '127.0.0.1:{port}', 'grpc://127.0.0.1:{port}'),
+    (KAGGLE, None, 'local'),
+    ({'TPU_WORKER_ID': '0'}, None, 'local'),
+    ({'TPU_NAME': 'local'}, None, 'local'),
+    ({'TPU_NAME': 'mine'}, None, 'mine'),
+    ({}, 'local', 'local'),
+    (KAGGLE, 'mine', 'mine'),
+    ({'COLAB_TPU_ADDR': '127.0.0.1:{port}'}, None, 'grpc://127.0.0.1:{port}'),
+    ({'TPU_NAME': 'grpc://127.0.0.1:{port}'}, None, 'grpc://127.0.0.1:{port}'),
+    ({}, '127.0.0.1:{port}', 'grpc://127.0.0.1:{port}'),
 ])
 @pytest.mark.parametrize('accelerator', ['auto', 'tpu'])
 def test_finds_a_tpu(environ, given, address, accelerator, monkeypatch, capsys):
@@ -72,33 +87,48 @@ def test_finds_a_tpu(environ, given, address, accelerator, monkeypatch, capsys):
         port = server.getsockname()[1]
         environ = {k: v.format(port=port) for k, v in environ.items()}
         calls = simulate_tpu(monkeypatch, 8, environ)
-        device = pick_tensorflow(accelerator, address=given and given.format(port=port))
-        strategy = create_tpu_strategy(given and given.format(port=port), accelerator)
+        given = given and given.format(port=port)
+        device = pick_tensorflow(accelerator, address=given)
+        strategy = create_tpu_strategy(given, accelerator)
     assert (device.kind, device.n, device.precision, strategy.num_replicas_in_sync) == ('tpu', 8, 'bfloat16', 8)
-    assert calls == [('resolve', address.format(port=port)), ('connect', 'resolver'), ('initialize', 'resolver'), ('strategy', 'resolver')]  # started once, not twice
+    once = [('resolve', address.format(port=port)), ('connect', 'resolver'), ('initialize', 'resolver')]
+    assert calls == once + [('strategy', 'resolver')]
     out = capsys.readouterr().out
     assert '8 replicas: tpu' in out and all(f'{k}={v}' in out for k, v in environ.items())
 
 
-@pytest.mark.parametrize('failures, says', [
-    ({'resolve': ValueError('Please provide a TPU Name to connect to.')}, 'provide a TPU Name'), ({'resolve': URLError('no route')}, 'no route'),
-    ({'connect': tf.errors.UnavailableError(None, None, 'the connection is refused')}, 'connection is refused'), ({'initialize': RuntimeError('of a tf.function')}, 'of a tf.function'),
-    ({'initialize': NOT_FOUND}, 'TPUs not found'), ({'initialize': tf.errors.InternalError(None, None, 'Graph execution error:\n\nDetected at node x defined at (most recent call last):\n<stack traces unavailable>\nRET_CHECK failure\nmore')}, 'RET_CHECK failure. See that'),
+GRAPH_ERROR = ('Graph execution error:\n\nDetected at node x defined at (most recent call last):\n'
+               '<stack traces unavailable>\nRET_CHECK failure\nmore')
+
+
+@pytest.mark.parametrize('failures, message', [
+    ({'resolve': ValueError('Please provide a TPU Name to connect to.')}, 'provide a TPU Name'),
+    ({'resolve': URLError('no route')}, 'no route'),
+    ({'connect': tf.errors.UnavailableError(None, None, 'the connection is refused')}, 'connection is refused'),
+    ({'initialize': RuntimeError('of a tf.function')}, 'of a tf.function'),
+    ({'initialize': NOT_FOUND}, 'TPUs not found'),
+    ({'initialize': tf.errors.InternalError(None, None, GRAPH_ERROR)}, 'RET_CHECK failure. See that'),
 ])
-def test_a_tpu_that_does_not_start(failures, says, monkeypatch, capsys):
+def test_a_tpu_that_does_not_start(failures, message, monkeypatch, capsys):
     simulate_tpu(monkeypatch, 8, {'TPU_NAME': 'mine'}, **failures)
-    with pytest.raises(DeviceError, match="accelerator tpu: TensorFlow does not start the TPU 'mine': ") as e: create_tpu_strategy(accelerator='tpu')
-    assert says in str(e.value)
+    with pytest.raises(DeviceError, match="accelerator tpu: TensorFlow does not start the TPU 'mine': ") as e:
+        create_tpu_strategy(accelerator='tpu')
+    assert message in str(e.value)
     assert create_tpu_strategy().num_replicas_in_sync == 1
-    assert says in (out := capsys.readouterr().out) and 'TPU_NAME=mine' in out and 'the TPU is not used' in out
+    out = capsys.readouterr().out
+    assert message in out and 'TPU_NAME=mine' in out and 'the TPU is not used' in out
 
 
-@pytest.mark.parametrize('build, says', [('tensorflow-cpu', '^accelerator tpu: tensorflow-cpu 2.20.0 has no kernels for a TPU; use PyTorch .--framework pytorch.'),
-                                         ('tensorflow', 'TPUs not found.* If it was not built for TPUs, tensorflow 2.20.0 has no kernels for a TPU; use PyTorch')])
-def test_the_build_explains_the_failure(build, says, monkeypatch):
+@pytest.mark.parametrize('build, message', [
+    ('tensorflow-cpu', '^accelerator tpu: tensorflow-cpu 2.20.0 has no kernels for a TPU; '
+                       'use PyTorch .--framework pytorch.'),
+    ('tensorflow', 'TPUs not found.* If it was not built for TPUs, tensorflow 2.20.0 has no kernels for a TPU; '
+                   'use PyTorch'),
+])
+def test_the_build_explains_the_failure(build, message, monkeypatch):
     simulate_tpu(monkeypatch, 8, KAGGLE, initialize=NOT_FOUND)
-    monkeypatch.setattr(devices, 'installed_packages', lambda: {build: '2.20.0'})
-    with pytest.raises(DeviceError, match=says): pick_tensorflow('tpu')
+    monkeypatch.setattr(detection, 'installed_packages', lambda: {build: '2.20.0'})
+    with pytest.raises(DeviceError, match=message): pick_tensorflow('tpu')
     d = pick_tensorflow()
     assert (d.kind, d.precision) == ('cpu', 'float32') and 'has no kernels for a TPU' in d.reason
 
@@ -106,22 +136,27 @@ def test_the_build_explains_the_failure(build, says, monkeypatch):
 def test_a_tpu_that_is_pytorchs_is_left_alone(monkeypatch):
     calls = simulate_tpu(monkeypatch, 8, KAGGLE)
     monkeypatch.setitem(sys.modules, 'torch_xla', ModuleType('torch_xla'))
-    with pytest.raises(DeviceError, match='accelerator tpu: PyTorch/XLA is imported in this process, and a TPU belongs to one of the two'): create_tpu_strategy(accelerator='tpu')
+    message = 'accelerator tpu: PyTorch/XLA is imported in this process, and a TPU belongs to one of the two'
+    with pytest.raises(DeviceError, match=message): create_tpu_strategy(accelerator='tpu')
     d = pick_tensorflow()
     assert d.kind == 'cpu' and 'the TPU is not used: PyTorch/XLA is imported' in d.reason and not calls
-    with socket.create_server(('127.0.0.1', 0)) as server: assert pick_tensorflow(address=f'127.0.0.1:{server.getsockname()[1]}').kind == 'tpu'  # a server is no device of this machine
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        address = f'127.0.0.1:{server.getsockname()[1]}'
+        assert pick_tensorflow(address=address).kind == 'tpu'  # a server is no device of this machine
 
 
 def test_a_build_for_tpus_goes_on_without_xla(monkeypatch, capsys):
     simulate_tpu(monkeypatch, 8, KAGGLE, initialize=tf.errors.InternalError(None, None, 'held by another process'))
-    monkeypatch.setattr(devices, 'installed_packages', lambda: {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'})
-    with pytest.raises(DeviceError, match="accelerator tpu: TensorFlow does not start the TPU 'local': held by another process"): pick_tensorflow('tpu')
+    monkeypatch.setattr(detection, 'installed_packages', lambda: {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'})
+    message = "TensorFlow does not start the TPU 'local': held by another process"
+    with pytest.raises(DeviceError, match=f'accelerator tpu: {message}'): pick_tensorflow('tpu')
     replicas = start()
-    said = capsys.readouterr().out
-    assert "the TPU is not used: TensorFlow does not start the TPU 'local': held by another process" in said and 'compiles for TPUs only, so this is slow' in said
+    out = capsys.readouterr().out
+    assert f'the TPU is not used: {message}' in out and 'compiles for TPUs only, so this is slow' in out
     text = tf.constant('text')   # unknown to XLA
     assert replicas.compile(tf.strings.length)(text) == 4
-    with pytest.raises(tf.errors.InvalidArgumentError): Replicas(replace(replicas.device, jit=True), replicas.strategy).compile(tf.strings.length)(text)
+    compiling = Replicas(replace(replicas.device, jit=True), replicas.strategy)
+    with pytest.raises(tf.errors.InvalidArgumentError): compiling.compile(tf.strings.length)(text)
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch):
@@ -134,17 +169,21 @@ def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch):
 @pytest.mark.parametrize('cores, replicas', [(1, 1), (8, 1), (7, 7)])
 def test_too_few_cores_are_noticed(cores, replicas, monkeypatch, capsys):
     simulate_tpu(monkeypatch, cores, KAGGLE, replicas)
-    with pytest.raises(DeviceError, match=f'accelerator tpu: TensorFlow uses {replicas} of 8 cores; see that no variable'): create_tpu_strategy(accelerator='tpu')
-    with pytest.warns(RuntimeWarning, match=f'uses {replicas} of 8 cores'): assert create_tpu_strategy().num_replicas_in_sync == replicas
+    message = f'TensorFlow uses {replicas} of 8 cores; see that no variable'
+    with pytest.raises(DeviceError, match=f'accelerator tpu: {message}'): create_tpu_strategy(accelerator='tpu')
+    with pytest.warns(RuntimeWarning, match=f'uses {replicas} of 8 cores'):
+        assert create_tpu_strategy().num_replicas_in_sync == replicas
     assert f', {replicas} replica' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('cores', [1, 4])
 def test_too_few_cores_are_noticed_where_two_generations_fit(cores, monkeypatch, tmp_path):
     simulate_tpu(monkeypatch, cores, {})
-    find, root = devices.find_tpu, machine(tmp_path, accel=4, pci=chips('0x0027', 4))
-    monkeypatch.setattr(devices, 'find_tpu', lambda variables, _: find(variables, root))
-    with pytest.raises(DeviceError, match=f'accelerator tpu: TensorFlow uses {cores} of 8 cores'): pick_tensorflow('tpu')
+    find_tpu = detection.find_tpu
+    root = machine(tmp_path, accel=4, pci=chips('0x0027', 4))
+    monkeypatch.setattr(detection, 'find_tpu', lambda variables, _: find_tpu(variables, root))
+    with pytest.raises(DeviceError, match=f'accelerator tpu: TensorFlow uses {cores} of 8 cores'):
+        pick_tensorflow('tpu')
     with pytest.warns(RuntimeWarning, match=f'uses {cores} of 8 cores'): assert pick_tensorflow().n == cores
 
 
@@ -162,14 +201,19 @@ def test_a_tpu_without_cores(monkeypatch):
 
 def simulate_gpus(monkeypatch, capability, n=2, driver=2):
     "TensorFlow's calls on a machine with GPUs; returns what it was told to show."
-    shown, logical = [], tf.config.list_logical_devices
-    monkeypatch.setattr(devices, 'driver_gpus', lambda: (Gpu('NVIDIA X', 15., '0.0', False),) * driver)
+    shown = []
+    logical = tf.config.list_logical_devices
+    details = dict(device_name='NVIDIA X', compute_capability=capability)
+    def list_devices(kind=None): return [None] * n if kind == 'GPU' else logical(kind)
+    def strategy(names): return SimpleNamespace(names=names, num_replicas_in_sync=len(names))
+    for module in (detection, devices):
+        monkeypatch.setattr(module, 'driver_gpus', lambda: (Gpu('NVIDIA X', 15., '0.0', False),) * driver)
     monkeypatch.setattr(tf.config, 'get_visible_devices', lambda kind=None: ['gpu'] * n)
-    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: dict(device_name='NVIDIA X', compute_capability=capability))
-    monkeypatch.setattr(tf.config, 'list_logical_devices', lambda kind=None: [None] * n if kind == 'GPU' else logical(kind))
+    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: details)
+    monkeypatch.setattr(tf.config, 'list_logical_devices', list_devices)
     monkeypatch.setattr(tf.config, 'set_visible_devices', lambda gpus, kind: shown.append((gpus, kind)))
-    monkeypatch.setattr(tf.distribute, 'MirroredStrategy', lambda names: SimpleNamespace(names=names, num_replicas_in_sync=len(names)))
-    monkeypatch.setattr(devices, 'installed_packages', lambda: {'tensorflow': '2.20.0'})
+    monkeypatch.setattr(tf.distribute, 'MirroredStrategy', strategy)
+    monkeypatch.setattr(detection, 'installed_packages', lambda: {'tensorflow': '2.20.0'})
     return shown
 
 
@@ -208,17 +252,22 @@ def test_a_tpu_goes_before_gpus_and_gpus_before_the_processor(monkeypatch):
 
 
 def test_eight_logical_processors(tmp_path):
-    code = ("import tensorflow as tf\n"
-            "tf.config.set_logical_device_configuration(tf.config.list_physical_devices('CPU')[0], [tf.config.LogicalDeviceConfiguration()] * 8)\n"
-            "from b2t_kaggle.devices.machine.machine import create_tpu_strategy, pick_tensorflow\n"
-            "s = create_tpu_strategy(accelerator='cpu')\n"
-            "ids = s.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)\n"
-            "print([int(i) for i in s.experimental_local_results(ids)], pick_tensorflow().n)")
-    env = {k: v for k, v in os.environ.items() if k not in devices.TPU_VARIABLES}
-    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env | {'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': '-1'})
+    code = """
+import tensorflow as tf
+cpu = tf.config.list_physical_devices('CPU')[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
+from b2t_kaggle.devices.tensorflow import create_tpu_strategy, pick_tensorflow
+strategy = create_tpu_strategy(accelerator='cpu')
+ids = strategy.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)
+print([int(i) for i in strategy.experimental_local_results(ids)], pick_tensorflow().n)
+"""
+    env = {k: v for k, v in os.environ.items() if k not in detection.TPU_VARIABLES}
+    env |= {'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': '-1'}
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
     assert r.returncode == 0, r.stderr
     variables, strategy, ids = r.stdout.splitlines()
-    assert variables == 'variables: CUDA_VISIBLE_DEVICES=-1' and strategy.startswith('MirroredStrategy, 8 replicas: cpu (') and ids == f'{list(range(8))} 8'
+    assert variables == 'variables: CUDA_VISIBLE_DEVICES=-1'
+    assert strategy.startswith('MirroredStrategy, 8 replicas: cpu (') and ids == f'{list(range(8))} 8'
 
 
 def test_processors_compute_bfloat16_by_way_of_float32():
@@ -235,11 +284,19 @@ def test_mixed_precision_follows_the_device(monkeypatch):
     import keras
     before = keras.mixed_precision.global_policy()
     try:
-        for kind, precision, disable, policy in [('tpu', 'bfloat16', False, 'mixed_bfloat16'), ('tpu', 'bfloat16', True, 'float32'), ('cpu', 'float32', False, 'float32')]:
-            assert configure_mixed_precision(devices.Device(kind, '', precision, ''), disable) == policy == keras.mixed_precision.global_policy().name
+        for kind, precision, disable, policy in [
+            ('tpu', 'bfloat16', False, 'mixed_bfloat16'),
+            ('tpu', 'bfloat16', True, 'float32'),
+            ('cpu', 'float32', False, 'float32'),
+        ]:
+            configured = configure_mixed_precision(Device(kind, '', precision, ''), disable)
+            assert configured == policy == keras.mixed_precision.global_policy().name
         assert configure_mixed_precision() == configure_mixed_precision('auto') == 'float32'  # of a processor
-        monkeypatch.setattr(devices, 'pick_tensorflow', lambda: devices.Device('cuda', '', 'bfloat16', ''))
-        for device in (None, 'auto'): assert configure_mixed_precision(device) == 'mixed_bfloat16' and tf.config.experimental.tensor_float_32_execution_enabled()
+        monkeypatch.setattr(devices, 'pick_tensorflow', lambda: Device('cuda', '', 'bfloat16', ''))
+        for device in (None, 'auto'):
+            assert configure_mixed_precision(device) == 'mixed_bfloat16'
+            assert tf.config.experimental.tensor_float_32_execution_enabled()
         monkeypatch.setattr(devices, 'pick_tensorflow', lambda: pytest.fail('started an accelerator'))
-        assert configure_mixed_precision(disable=True) == 'float32' and not tf.config.experimental.tensor_float_32_execution_enabled()
+        assert configure_mixed_precision(disable=True) == 'float32'
+        assert not tf.config.experimental.tensor_float_32_execution_enabled()
     finally: configure_mixed_precision('bfloat16' if before.name == 'mixed_bfloat16' else 'float32')

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_trainer import FEATURES, SESSIONS, config, open_stores, write_toy
 from train_toy import steps
 
-from b2t_kaggle.devices.machine import configure_mixed_precision, pick_torch
+from b2t_kaggle.devices.tensorflow import configure_mixed_precision
+from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch import trainer as pt
 from b2t_kaggle.pytorch.parallel import Cores
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, save_best

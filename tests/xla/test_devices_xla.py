@@ -11,35 +11,66 @@ pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle
 def python(code, tmp_path, n):
     "Run code in a new process with `n` XLA devices."
     env = os.environ | dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n), PYTHONPATH=os.pathsep.join(sys.path))
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=300, cwd=tmp_path, env=env)
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=300,
+                          cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
+COUNT = """
+import warnings
+warnings.simplefilter('error')
+from b2t_kaggle.devices.torch import pick_torch
+device = pick_torch('xla')
+import numpy as np, torch, torch_xla, torch_xla.runtime as xr, torch_xla.distributed.spmd as xs
+xr.use_spmd()
+xr.initialize_cache('cache')
+mesh = xs.Mesh(np.arange(device.n), (device.n,), ('data',))
+x = torch.ones(16, 4).to(torch_xla.device())
+xs.mark_sharding(x, mesh, ('data', None))
+print(device.kind, device.n, device.precision, (x * 2).sum().item())
+"""
+CACHE = """
+from pathlib import Path
+import torch
+from b2t_kaggle.devices.torch import pick_torch
+device = pick_torch('xla')
+import torch_xla.runtime as xr
+{}
+from b2t_kaggle.pytorch.parallel import XLA
+cores = XLA(device, Path('cache'))
+import numpy as np
+x = cores.result(cores.put(np.ones((4, 3), 'float32')) * 3)
+cores.end_step()
+print(x.sum().item(), cores.cache, cores.compiled()[0] > 0)
+"""
+REFUSE = """
+from b2t_kaggle.config import preset, with_overrides
+from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.pytorch.parallel import XLA
+from b2t_kaggle.pytorch.trainer import Trainer
+from b2t_kaggle.training.recipe import TrainingError
+try: Trainer(None, None, with_overrides(preset('demo'), {'compile': True}), XLA(pick_torch('xla')))
+except TrainingError as e: print(e)
+"""
+
+
 def test_counting_leaves_spmd_and_the_cache_possible(tmp_path):
-    code = ("import warnings; warnings.simplefilter('error')\nfrom b2t_kaggle.devices.machine import pick_torch\nd = pick_torch('xla')\n"
-            "import numpy as np, torch, torch_xla, torch_xla.runtime as xr, torch_xla.distributed.spmd as xs\n"
-            "xr.use_spmd(); xr.initialize_cache('cache')\nmesh = xs.Mesh(np.arange(d.n), (d.n,), ('data',))\n"
-            "x = torch.ones(16, 4).to(torch_xla.device()); xs.mark_sharding(x, mesh, ('data', None))\n"
-            "print(d.kind, d.n, d.precision, (x * 2).sum().item())")
-    assert python(code, tmp_path, 8) == 'xla 8 float32 128.0\n'
+    assert python(COUNT, tmp_path, 8) == 'xla 8 float32 128.0\n'
     assert list((tmp_path/'cache').iterdir())
 
 
 @pytest.mark.parametrize('n', [1, 2])
 def test_programs_are_kept_on_disk_where_the_backend_can_read_them_back(tmp_path, n):
-    "The processor's backend writes programs but cannot read them, so `XLA` keeps none there; told that it is a TPU, it does."
-    code = ("from pathlib import Path; import torch\nfrom b2t_kaggle.devices.machine import pick_torch\nd = pick_torch('xla')\n"
-            "import torch_xla.runtime as xr\n{}\nfrom b2t_kaggle.pytorch.parallel import XLA\ncores = XLA(d, Path('cache'))\n"
-            "import numpy as np\nx = cores.result(cores.put(np.ones((4, 3), 'float32')) * 3)\ncores.end_step()\n"
-            "print(x.sum().item(), cores.cache, cores.compiled()[0] > 0)")
-    assert python(code.format(''), tmp_path, n).split() == ['36.0', 'None', 'True'] and not (tmp_path/'cache').exists()
-    assert python(code.format("xr.device_type = lambda: 'TPU'"), tmp_path, n).split() == ['36.0', 'cache', 'True']
+    """The processor's backend writes programs but cannot read them, so `XLA` keeps none there.
+
+    Told that it is a TPU, it does."""
+    assert python(CACHE.format(''), tmp_path, n).split() == ['36.0', 'None', 'True']
+    assert not (tmp_path/'cache').exists()
+    as_tpu = CACHE.format("xr.device_type = lambda: 'TPU'")
+    assert python(as_tpu, tmp_path, n).split() == ['36.0', 'cache', 'True']
     assert list((tmp_path/'cache').iterdir())
 
 
 def test_a_compiled_model_is_refused(tmp_path):
-    code = ("from b2t_kaggle.config import preset, with_overrides; from b2t_kaggle.devices.machine import pick_torch\nfrom b2t_kaggle.pytorch.parallel import XLA\n"
-            "from b2t_kaggle.pytorch.trainer import Trainer\nfrom b2t_kaggle.training.recipe.recipe import TrainingError\n"
-            "try: Trainer(None, None, with_overrides(preset('demo'), {'compile': True}), XLA(pick_torch('xla')))\nexcept TrainingError as e: print(e)")
-    assert 'train.compile = true is for CPUs and GPUs' in python(code, tmp_path, 1)
+    assert 'train.compile = true is for CPUs and GPUs' in python(REFUSE, tmp_path, 1)

@@ -11,7 +11,7 @@ import encoders
 from test_trainer import config, open_stores
 from b2t_kaggle.data.batches import bucket_of, evaluation_batches
 from b2t_kaggle.data.store import TrialStore
-from b2t_kaggle.devices.machine import pick_torch
+from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.training.trials import bucket_lengths
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import start
