@@ -16,7 +16,7 @@ import click
 
 import b2t_kaggle
 from .cli_lm import tools
-from .config import PRESETS, Config, TrainConfig, config_keys, load_config
+from .config import PRESETS, TrainConfig, config_fields, load_config
 from .pipeline import run_stages
 from .runs import Run, StageRun
 from .stages import STAGES
@@ -324,11 +324,8 @@ def devices():
 @click.argument('part', required=False)
 def keys(part):
     "Every configuration key with default and meaning; PART selects those that contain it."
-    defaults = Config().model_dump(mode='json')
-    for key, meaning in config_keys().items():
-        group, field = key.split('.')
-        if part is not None and part not in key: continue
-        click.echo(f'{click.style(key, bold=True)} = {defaults[group][field]}\n    {meaning}')
+    for key, (default, meaning) in config_fields().items():
+        if part is None or part in key: click.echo(f'{click.style(key, bold=True)} = {default}\n    {meaning}')
 
 # %% ../nbs/13_cli.ipynb #c025
 @main.command()

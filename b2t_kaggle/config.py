@@ -318,7 +318,9 @@ def config_fields() -> dict[str, tuple[Any, str]]: # Default and description
         for k, f in fields.items():
             owners = [n for n in models if k in models[n]]
             mark = '' if k in shared else f'{", ".join(owners)}: '
-            keys.setdefault(f'model.{k}', (f.default, mark + (f.description or '')))
+            others = {n: models[n][k].default for n in owners if models[n][k].default != f.default and k != 'name'}
+            differs = ''.join(f' Default of {n}: {v}.' for n, v in others.items())
+            keys.setdefault(f'model.{k}', (f.default, mark + (f.description or '') + differs))
     keys['model.name'] = ('gru', f'Architecture: {", ".join(models)}.')
     return dict(sorted(keys.items(), key=lambda item: list(Config.model_fields).index(item[0].split('.')[0])))
 
