@@ -16,7 +16,7 @@ import click
 
 import b2t_kaggle
 from .cli_lm import tools
-from .config import PRESETS, TrainConfig, config_fields, load_config
+from .config import PRESETS, Config, TrainConfig, config_fields, load_config
 from .pipeline import run_stages
 from .runs import Run, StageRun
 from .stages import STAGES
