@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from b2t_kaggle.rescoring.finetune import _batch_loss, finetune, perplexity, save_adapter
-from b2t_kaggle.rescoring.llm import LanguageModelError, load_lm, score_sentences, tiny_lm, token_sequences
+from b2t_kaggle.rescoring.llm import LanguageModelError, load_lm, score_sentences, token_sequences
 
 TEXT = [f'{a} {b} {c}' for a in ('we', 'you', 'they') for b in ('see', 'keep', 'like') for c in ('it', 'the code', 'the cost')]
 

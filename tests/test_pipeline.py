@@ -177,7 +177,7 @@ def test_two_runs_share_what_is_big(tmp_path):
 def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     "A tiny language model; without one in the configuration there is no such stage."
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
-    from b2t_kaggle.rescoring.llm import tiny_lm
+    from tiny_models import tiny_lm
     from b2t_kaggle.rescoring.mixture import read_weights
     run, options, _ = finished
     said = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
@@ -210,11 +210,12 @@ def test_serving_a_run(finished, tmp_path, capsys):
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     import numpy as np
     from b2t_kaggle.cli import _llm
-    from b2t_kaggle.rescoring.llm import load_lm, score_sentences, tiny_lm
+    from b2t_kaggle.rescoring.llm import load_lm, score_sentences
     from b2t_kaggle.decoding.server import read_logits
     from b2t_kaggle.rescoring.mixture import Weights, configured_weights, write_weights
     from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.phonemes import build_lexicon, to_class_ids, to_lm_order
+    from tiny_models import tiny_lm
     from test_server import OfficialClient, Redis, candidates, wait_for
     path, options, _ = finished
     lm = tiny_lm(tmp_path/'lm', 'opt', ['a few words'], max_position_embeddings=512)

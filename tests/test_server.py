@@ -18,7 +18,7 @@ if shutil.which('redis-server') is None: pytest.skip('redis-server is not instal
 from b2t_kaggle.decoding import server
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.lm.ngram import NGram, build_ngram
-from b2t_kaggle.rescoring.llm import load_lm, score_sentences, tiny_lm, token_sequences
+from b2t_kaggle.rescoring.llm import load_lm, score_sentences, token_sequences
 from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, llm_rescorer, serve
 from b2t_kaggle.rescoring.mixture import Rescored, Weights
 from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order

@@ -98,7 +98,7 @@ def _number(name: str, text: str, kind: type) -> float | int:
     return value
 
 # %% ../../nbs/decoding/03_server.ipynb #c017
-Rescore = Callable[[list[Hypothesis], str], list['Rescored']] # `Rescored` is in b2t_kaggle.rescoring.mixture, which needs torch
+Rescore = Callable[[list[Hypothesis], str], list['Rescored']] # `Rescored` is in b2t_kaggle.rescoring.mixture
 
 @dataclass
 class Trial:
@@ -186,10 +186,10 @@ def _finalize(self: OnlineDecoder, entry: dict, context: str) -> Answers:
 
 def _mixed(self: OnlineDecoder, hyps: list[Hypothesis], context: str, s: Settings) -> list[tuple[Hypothesis, float]]:
     "Hypotheses and what their exchanged words make, with their LLM scores and the mixture as their total, best first."
-    from b2t_kaggle.rescoring.mixture import Weights, augment, mix
-    hyps = augment(hyps, s.top_candidates_to_augment, s.score_penalty_percent, self.decoder.lm)
+    from b2t_kaggle.rescoring.mixture import Weights, augment_nbest, interpolate
+    hyps = augment_nbest(hyps, s.top_candidates_to_augment, s.score_penalty_percent, self.decoder.lm)
     weights = replace(self.weights or Weights(word_score=self.decoder.word_score), acoustic_scale=s.mixture_scale, alpha=s.alpha, length_penalty=s.length_penalty)
-    mixed, = mix([self.rescore(hyps, context)], weights)
+    mixed, = interpolate([self.rescore(hyps, context)], weights)
     if wrong := [h for h in mixed if math.isnan(h.total)]: raise ValueError(f'{wrong[0].text!r} has the LLM score {wrong[0].llm}')
     return [(h, h.llm - s.length_penalty*h.n_tokens) for h in mixed]
 

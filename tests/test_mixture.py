@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from b2t_kaggle.decoding import tuning
+from b2t_kaggle.rescoring import mixture
 from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.decoding.decoder import Hypothesis, read_nbest, write_nbest
 from b2t_kaggle.lm.ngram import NGram, build_ngram
-from b2t_kaggle.rescoring.mixture import Rescored, Weights, augment, cross_validate, line_search, mix, ngram_per_word, tune
+from b2t_kaggle.rescoring.mixture import Rescored, Weights, augment_nbest, cross_validate, line_search, interpolate, ngram_per_word, tune
 from b2t_kaggle.metrics import word_error_rate, word_errors
 
 number = st.integers(-4, 4).map(float) # Coarse: parallel and equal lines are frequent
@@ -51,9 +51,9 @@ def make(n=60, seed=0, n_hyps=8):
 @pytest.mark.parametrize('weights', [Weights(), Weights(0.2, 0.9, 1.5), Weights(1., 0.3, -2., gate=-4.), Weights(0.3, 0.6, 0.5, length_penalty=1.5)])
 def test_errors_of_arrays_are_those_of_the_ranked_lists(weights):
     nbest, references = make()
-    expected = [e.edits for e in word_errors(references, [hyps[0].text for hyps in mix(nbest, weights)])]
-    trials = tuning._Trials(nbest, references)
-    np.testing.assert_array_equal(trials.winners(weights), expected)
+    expected = [e.edits for e in word_errors(references, [hyps[0].text for hyps in interpolate(nbest, weights)])]
+    trials = mixture._TrialScores(nbest, references)
+    np.testing.assert_array_equal(trials.winner_errors(weights), expected)
     for name in ('alpha', 'acoustic_scale', 'word_score'): # The curve goes through the point
         steps = trials.curve(name, weights)
         i = np.searchsorted(steps.edges, getattr(weights, name), side='right') - 1
@@ -63,7 +63,7 @@ def test_errors_of_arrays_are_those_of_the_ranked_lists(weights):
 def test_totals_and_order_by_definition():
     nbest, _ = make(20)
     w = Weights(0.7, 0.4, 0.3, gate=-5., length_penalty=0.2)
-    for before, after in zip(nbest, mix(nbest, w)):
+    for before, after in zip(nbest, interpolate(nbest, w)):
         alpha = w.alpha if ngram_per_word(before) >= w.gate else 0
         assert sorted(h.text for h in before) == sorted(h.text for h in after)
         assert [h.total for h in after] == sorted((h.total for h in after), reverse=True)
@@ -73,20 +73,20 @@ def test_totals_and_order_by_definition():
 def test_the_gate_is_the_best_of_all_thresholds():
     nbest, references = make(80, seed=3)
     for hyps in nbest[::4]: hyps[:] = [replace(h, llm=-h.llm, ngram=h.ngram - 60, total=h.total - 60) for h in hyps] # There the LLM misleads
-    trials, w = tuning._Trials(nbest, references), Weights(0.3, 0.6)
-    thresholds = [-np.inf, *sorted(trials.usual), np.inf]
-    errors = [trials.winners(replace(w, gate=g)).sum() for g in thresholds]
-    gate = tuning._best_gate(trials, w)
-    assert gate > -np.inf and trials.winners(replace(w, gate=gate)).sum() == min(errors) < errors[0]
+    trials, w = mixture._TrialScores(nbest, references), Weights(0.3, 0.6)
+    thresholds = [-np.inf, *sorted(trials.ngram_per_word), np.inf]
+    errors = [trials.winner_errors(replace(w, gate=g)).sum() for g in thresholds]
+    gate = mixture._best_gate(trials, w)
+    assert gate > -np.inf and trials.winner_errors(replace(w, gate=gate)).sum() == min(errors) < errors[0]
 
 
 def test_tuning_is_at_least_as_good_as_a_dense_grid_and_repeatable():
     nbest, references = make(100, seed=1)
     found = tune(nbest, references)
-    trials = tuning._Trials(nbest, references)
+    trials = mixture._TrialScores(nbest, references)
     grid = [Weights(s, a, w) for s, a, w in itertools.product(np.linspace(0.05, 1, 6), np.linspace(0, 1, 6), np.linspace(-2, 2, 5))]
-    assert found.wer <= min(trials.winners(w).sum() for w in grid)/trials.n_words
-    assert found.wer == pytest.approx(word_error_rate(references, [hyps[0].text for hyps in mix(nbest, found.weights)]))
+    assert found.wer <= min(trials.winner_errors(w).sum() for w in grid)/trials.n_words
+    assert found.wer == pytest.approx(word_error_rate(references, [hyps[0].text for hyps in interpolate(nbest, found.weights)]))
     again = tune(nbest, references)
     assert again.weights == found.weights and again.curve.equals(found.curve)
     inside = found.curve[(found.curve.low <= found.weights.alpha) & (found.weights.alpha < found.curve.high)]
@@ -104,14 +104,14 @@ def test_a_length_penalty_stays_as_it_is_given():
     nbest, references = make(60, seed=4)
     found = tune(nbest, references, Weights(length_penalty=-2.))
     assert found.weights.length_penalty == -2 and tune(nbest, references).weights.length_penalty == 0
-    assert found.wer == pytest.approx(word_error_rate(references, [hyps[0].text for hyps in mix(nbest, found.weights)]))
+    assert found.wer == pytest.approx(word_error_rate(references, [hyps[0].text for hyps in interpolate(nbest, found.weights)]))
 
 
 def test_cross_validation_starts_where_tuning_does():
     nbest, references = make(40, seed=2)
     start = Weights(0.15, 0.35, 2.5, length_penalty=3.)
     chosen = [tune(nbest[1 - k::2], references[1 - k::2], start).weights for k in (0, 1)]
-    assert cross_validate(nbest, references, start=start) == [mix([hyps], chosen[i % 2])[0] for i, hyps in enumerate(nbest)] != cross_validate(nbest, references)
+    assert cross_validate(nbest, references, start=start) == [interpolate([hyps], chosen[i % 2])[0] for i, hyps in enumerate(nbest)] != cross_validate(nbest, references)
 
 
 def swapped_by_definition(a, b):
@@ -126,19 +126,19 @@ def swapped_by_definition(a, b):
 def test_exchanged_words(a, b):
     a, b = ' '.join(a), ' '.join(b)
     hyps = [Hypothesis(a, -10., -4., 3, -7.), Hypothesis(b, -20., -6., 3, -13.)]
-    found = augment(hyps)
+    found = augment_nbest(hyps)
     assert {h.text for h in found} == {a, b} | swapped_by_definition(a, b)
     assert len({h.text for h in found}) == len(found)
     for h in found:
         if h not in hyps: assert (h.acoustic, h.ngram, h.n_words, h.total) == pytest.approx((-15.15, -5.05, 3, -10.1))
-    assert augment(hyps, top=0) == augment(hyps, top=1) == hyps
+    assert augment_nbest(hyps, top=0) == augment_nbest(hyps, top=1) == hyps
 
 
 @pytest.mark.filterwarnings('ignore:.*too little text')
 @pytest.mark.parametrize('load', [NGram.load, Automaton.load])
 def test_exchanged_words_with_the_ngram_at_hand(tmp_path, load):
     lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
-    found = augment([Hypothesis('a d c', -1., lm.score('a d c'), 3, -2.), Hypothesis('e b c', -2., lm.score('e b c'), 3, -3.)], lm=lm)
+    found = augment_nbest([Hypothesis('a d c', -1., lm.score('a d c'), 3, -2.), Hypothesis('e b c', -2., lm.score('e b c'), 3, -3.)], lm=lm)
     assert len(found) == 4
     for h in found: assert h.ngram == pytest.approx(NGram.load(lm.path).score(h.text))
 
@@ -151,7 +151,7 @@ def test_a_spelled_word_keeps_its_cost(tmp_path, load):
     exact = lambda text: lm.score(text)
     known = [Hypothesis(t, -1., exact(t), 3, total) for t, total in (('a d c', -2.), ('e b c', -3.))]
     spelled = Hypothesis('a k-ae f', -1., exact('a k-ae f') - 12., 3, -2.5)
-    found = {h.text: h.ngram for h in augment([*known, spelled], lm=lm)}
+    found = {h.text: h.ngram for h in augment_nbest([*known, spelled], lm=lm)}
     assert found['a b c'] == pytest.approx(exact('a b c')) and found['e d c'] == pytest.approx(exact('e d c'))
     mean = (known[0].ngram + spelled.ngram)/2
     assert found['a k-ae c'] == found['a d f'] == pytest.approx(mean*1.01) and found['a k-ae c'] < exact('a k-ae c')
@@ -159,8 +159,8 @@ def test_a_spelled_word_keeps_its_cost(tmp_path, load):
 
 def test_lists_of_different_number_of_words_and_rescored_files(tmp_path):
     short, long = Hypothesis('a b', -1., -1., 2, -2.), Hypothesis('c d e', -1., -1., 3, -2.)
-    assert augment([short, long]) == [short, long] and augment([]) == []
-    write_nbest(tmp_path/'nbest.jsonl', mix([[Rescored(**vars(short), llm=-3.)]], Weights()))
+    assert augment_nbest([short, long]) == [short, long] and augment_nbest([]) == []
+    write_nbest(tmp_path/'nbest.jsonl', interpolate([[Rescored(**vars(short), llm=-3.)]], Weights()))
     assert '"llm": -3.0' in (tmp_path/'nbest.jsonl').read_text()
     text = (tmp_path/'nbest.jsonl').read_text()
     (tmp_path/'nbest.jsonl').write_text(text.replace(', "n_tokens": 0', '')) # As it was written before there was a length penalty

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from b2t_kaggle.decoding import rescore
-from b2t_kaggle.rescoring.llm import LanguageModelError, abilities, load_lm, prefix_tree, score_sentences, start_tokens, tiny_lm, token_sequences
+from b2t_kaggle.rescoring import llm
+from b2t_kaggle.rescoring.llm import LanguageModelError, capabilities, load_lm, prefix_tree, score_sentences, start_tokens, token_sequences
 
 TREES = ('opt', 'llama', 'qwen2', 'gpt2', 'mistral', 'gpt_neox')
 BENT = 'gemma2' # Its logits are bent after the last layer
@@ -26,14 +26,14 @@ def lms(tmp_path_factory):
     return {kind: load_lm(tiny_lm(folder/kind, kind, TEXT), device='cpu', local_files_only=True) for kind in (*TREES, BENT, *NO_TREES)}
 
 
-def plainly(model, tokenizer, text, context=''):
+def reference_score(model, tokenizer, text, context=''):
     "One sentence, one row, a full log-softmax."
     start = start_tokens(tokenizer)
     ids = start + tokenizer(f'{context} {text}' if context else text, add_special_tokens=False).input_ids
     given = max(1, len(start))
     with torch.no_grad(): log_probs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     total = sum(log_probs[i - 1, ids[i]].item() for i in range(given, len(ids)))
-    return total - (plainly(model, tokenizer, context) if context else 0)
+    return total - (reference_score(model, tokenizer, context) if context else 0)
 
 
 @pytest.mark.parametrize('kind', [*TREES, BENT, *NO_TREES])
@@ -41,24 +41,24 @@ def test_every_class_gives_what_the_plain_way_gives(lms, kind):
     model, tokenizer = lms[kind]
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        assert abilities(model) == (kind != BENT, kind not in NO_TREES)
+        assert capabilities(model) == (kind != BENT, kind not in NO_TREES)
         for context in ('', 'you can'):
-            expected = [plainly(model, tokenizer, t, context) for t in TEXT]
+            expected = [reference_score(model, tokenizer, t, context) for t in TEXT]
             for n_nodes in (512, 5): np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT, context, n_nodes=n_nodes), expected, atol=1e-4)
             np.testing.assert_allclose([score_sentences(model, tokenizer, [t], context)[0] for t in TEXT], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize('kind', NO_TREES)
 def test_a_model_without_trees_says_so(lms, kind):
-    rescore._ABILITIES.pop(lms[kind][0], None)
-    with pytest.warns(UserWarning, match='cannot score a prefix tree'): abilities(lms[kind][0])
+    llm._CAPABILITIES.pop(lms[kind][0], None)
+    with pytest.warns(UserWarning, match='cannot score a prefix tree'): capabilities(lms[kind][0])
 
 
 @settings(max_examples=25)
 @given(st.lists(words, max_size=8), st.integers(1, 40))
 def test_any_sentences_in_trees_of_any_size(lms, texts, n_nodes):
     for kind in ('opt', 'llama'):
-        np.testing.assert_allclose(score_sentences(*lms[kind], texts, n_nodes=n_nodes), [plainly(*lms[kind], t) for t in texts], atol=1e-4)
+        np.testing.assert_allclose(score_sentences(*lms[kind], texts, n_nodes=n_nodes), [reference_score(*lms[kind], t) for t in texts], atol=1e-4)
 
 
 @pytest.mark.parametrize('attention', ['eager', 'sdpa'])
@@ -67,8 +67,8 @@ def test_attention_and_precision(lms, attention, dtype, tolerance, tmp_path):
     folder = tiny_lm(tmp_path, 'llama', TEXT)
     model, tokenizer = load_lm(folder, dtype=str(dtype).removeprefix('torch.'), device='cpu', local_files_only=True)
     model.set_attn_implementation(attention)
-    assert model.dtype == dtype and abilities(model) == (True, True)
-    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT), [plainly(*lms['llama'], t) for t in TEXT], atol=tolerance)
+    assert model.dtype == dtype and capabilities(model) == (True, True)
+    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT), [reference_score(*lms['llama'], t) for t in TEXT], atol=tolerance)
 
 
 def test_the_tokenizers_padding_does_not_matter(lms):
@@ -83,11 +83,11 @@ def test_the_tokenizers_padding_does_not_matter(lms):
 def test_a_context_for_each_sentence_and_the_end(lms):
     model, tokenizer = lms['qwen2']
     contexts = ['you can', '', 'how does it', 'you  can ', '', 'a', '', '']
-    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT, contexts), [plainly(model, tokenizer, t, ' '.join(c.split())) for t, c in zip(TEXT, contexts)], atol=1e-4)
+    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT, contexts), [reference_score(model, tokenizer, t, ' '.join(c.split())) for t, c in zip(TEXT, contexts)], atol=1e-4)
     ended = score_sentences(model, tokenizer, TEXT, end=True)
-    np.testing.assert_allclose(ended, [plainly(model, tokenizer, t + tokenizer.eos_token) for t in TEXT], atol=1e-4)
+    np.testing.assert_allclose(ended, [reference_score(model, tokenizer, t + tokenizer.eos_token) for t in TEXT], atol=1e-4)
     assert score_sentences(model, tokenizer, [''], end=True)[0] < 0 == score_sentences(model, tokenizer, [''])[0]
-    nothing = plainly(model, tokenizer, f'how does it{tokenizer.eos_token}') - plainly(model, tokenizer, 'how does it')
+    nothing = reference_score(model, tokenizer, f'how does it{tokenizer.eos_token}') - reference_score(model, tokenizer, 'how does it')
     np.testing.assert_allclose(score_sentences(model, tokenizer, [''], 'how does it', end=True), nothing, atol=1e-4)
     with pytest.raises(ValueError, match='found 1 texts, expected one, or one for each of the 2 sentences'): score_sentences(model, tokenizer, ['a', 'b'], ['c'])
 
@@ -111,18 +111,18 @@ def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
     body, head = [], []
     hooks = [model.base_model.register_forward_hook(lambda m, a, kw, out: body.append(out.last_hidden_state.shape[:2].numel()), with_kwargs=True),
              model.get_output_embeddings().register_forward_hook(lambda m, a, out: head.append(out.shape[:-1].numel()))]
-    abilities(model); body.clear(); head.clear()
+    capabilities(model); body.clear(); head.clear()
     score_sentences(model, tokenizer, texts)
     for h in hooks: h.remove()
     assert sum(body) == sum(head) == len(beginnings) == len(prefix_tree(sequences, given).tokens)
-    assert max(head) <= rescore._AT_ONCE < sum(head)
+    assert max(head) <= llm._HEAD_BATCH < sum(head)
 
 
 def test_beyond_a_sliding_window_rows_are_computed(tmp_path):
     model, tokenizer = load_lm(tiny_lm(tmp_path, 'mistral', TEXT, sliding_window=4), device='cpu', local_files_only=True)
     model.set_attn_implementation('eager')
     assert max(map(len, token_sequences(tokenizer, TEXT)[0])) > 4
-    expected = [plainly(model, tokenizer, t) for t in TEXT]
+    expected = [reference_score(model, tokenizer, t) for t in TEXT]
     np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT), expected, atol=1e-4)
     model.config.sliding_window = None # Now nothing tells that a tree, whose mask has no window, would be wrong
     assert np.abs(score_sentences(model, tokenizer, TEXT) - expected).max() > 0.1
@@ -179,7 +179,7 @@ def test_the_arguments_of_8_bits(monkeypatch, tmp_path):
     from transformers import AutoModelForCausalLM
     folder, asked = tiny_lm(tmp_path, 'opt', TEXT), {}
     model, _ = load_lm(folder, device='cpu', local_files_only=True)
-    monkeypatch.setattr(rescore, 'find_spec', lambda package: True)
+    monkeypatch.setattr(llm, 'find_spec', lambda package: True)
     monkeypatch.setattr(AutoModelForCausalLM, 'from_pretrained', lambda name, **kw: asked.update(kw) or (model, dict(missing_keys=[])))
     for dtype, expected in (('auto', torch.float32), ('bfloat16', torch.bfloat16)):
         assert load_lm(folder, dtype=dtype, eight_bit=True, device='cpu')[0] is model
@@ -189,7 +189,7 @@ def test_the_arguments_of_8_bits(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('missing', ['bitsandbytes', 'accelerate'])
 def test_a_package_that_8_bits_need_is_named(monkeypatch, tmp_path, missing):
-    monkeypatch.setattr(rescore, 'find_spec', lambda package: None if package == missing else package)
+    monkeypatch.setattr(llm, 'find_spec', lambda package: None if package == missing else package)
     with pytest.raises(LanguageModelError, match=f'eight_bit needs the package {missing}, which is not installed; pip install {missing}'): load_lm(tmp_path, eight_bit=True)
 
 

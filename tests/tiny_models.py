@@ -1,0 +1,58 @@
+"Tiny language models with random weights and their tokenizers, for tests and for examples in notebooks."
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+# Kind of model to (token before each text, token at the end of a document), as in the real tokenizers
+SPECIAL_TOKENS = dict(opt=('</s>', '</s>'), llama=('<s>', '</s>'), gpt2=('<|endoftext|>', '<|endoftext|>'))
+PUTS_START_FIRST = 'opt', 'llama'
+
+
+def train_tokenizer(kind: str, sentences: Sequence[str], vocab_size: int):
+    "A byte-level BPE tokenizer of the `tokenizers` package, and the names of its start and end tokens."
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    start, end = SPECIAL_TOKENS.get(kind, (None, '<|endoftext|>'))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[s for s in dict.fromkeys((start, end)) if s],
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(sentences, trainer)
+    if kind in PUTS_START_FIRST:
+        special_tokens = [(start, tokenizer.token_to_id(start))]
+        template = processors.TemplateProcessing(single=f'{start} $A', special_tokens=special_tokens)
+        tokenizer.post_processor = template
+    return tokenizer, start, end
+
+
+def tiny_config(kind: str) -> dict:
+    "Sizes of a model of that kind: 2 layers of 32 units."
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
+                 initializer_range=0.3)
+    if kind == 'opt': return sizes | dict(ffn_dim=64, word_embed_proj_dim=32)
+    if kind == 'gpt2': return sizes
+    return sizes | dict(intermediate_size=64, num_key_value_heads=2)
+
+
+def tiny_lm(
+    folder: str | Path,        # Where to save model and tokenizer, as `transformers` saves models
+    kind: str,                 # `opt`, `llama`, `qwen2`, `gpt2`, or another name of a causal model in transformers
+    sentences: Sequence[str],  # The tokenizer is trained on them
+    vocab_size: int = 300,     # At most so many tokens; byte-level BPE needs 256
+    **config,                  # More of the model's configuration
+) -> Path:
+    """A tiny causal language model with random weights (the same at each call) and its tokenizer.
+
+    As with the real ones, the tokenizers of opt (`</s>`) and llama (`<s>`) put a token before each text; the others
+    put none."""
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    tokenizer, start, end = train_tokenizer(kind, sentences, vocab_size)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=start, eos_token=end).save_pretrained(folder)
+    tokens = dict(vocab_size=tokenizer.get_vocab_size(), bos_token_id=None, eos_token_id=tokenizer.token_to_id(end),
+                  pad_token_id=None)
+    model_config = AutoConfig.for_model(kind, **tokens | tiny_config(kind) | config)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(model_config).save_pretrained(folder)
+    return Path(folder)
