@@ -1,4 +1,4 @@
-"LoRA on model classes with different layers: it learns, twice alike, leaves the weights alone, and never half an adapter."
+"LoRA on model classes with different layers: it learns, deterministically, keeps the weights, saves whole adapters."
 import os
 
 import numpy as np
@@ -7,8 +7,10 @@ import torch
 
 from b2t_kaggle.rescoring.finetune import _batch_loss, finetune, perplexity, save_adapter
 from b2t_kaggle.rescoring.llm import LanguageModelError, load_lm, score_sentences, token_sequences
+from tiny_models import tiny_lm
 
-TEXT = [f'{a} {b} {c}' for a in ('we', 'you', 'they') for b in ('see', 'keep', 'like') for c in ('it', 'the code', 'the cost')]
+TEXT = [f'{a} {b} {c}' for a in ('we', 'you', 'they') for b in ('see', 'keep', 'like')
+        for c in ('it', 'the code', 'the cost')]
 
 
 @pytest.fixture(scope='module')
@@ -35,12 +37,14 @@ def test_it_learns_and_loads_and_leaves_the_weights_alone(folders, kind, tmp_pat
     model, tokenizer = load(folders[kind])
     weights = {k: v.clone() for k, v in model.state_dict().items()}
     before = perplexity(model, tokenizer, TEXT)
-    tuned = finetune(model, tokenizer, TEXT, tmp_path/'deep'/'adapter', epochs=8, batch_size=9, lr=0.02, rank=4, progress=False)
+    tuned = finetune(model, tokenizer, TEXT, tmp_path/'deep'/'adapter', epochs=8, batch_size=9, lr=0.02, rank=4,
+                     progress=False)
     assert perplexity(tuned, tokenizer, TEXT) < before/4 and not tuned.training
     for k, v in tuned.get_base_model().state_dict().items():
         if 'lora' not in k: assert torch.equal(v, weights[k.replace('.base_layer', '')])
     again, _ = load(folders[kind], adapter=tmp_path/'deep'/'adapter')
-    np.testing.assert_allclose(score_sentences(again, tokenizer, TEXT), score_sentences(tuned, tokenizer, TEXT), atol=1e-3)
+    expected = score_sentences(tuned, tokenizer, TEXT)
+    np.testing.assert_allclose(score_sentences(again, tokenizer, TEXT), expected, atol=1e-3)
 
 
 def test_the_same_seed_gives_the_same_adapter(folders, tmp_path):
@@ -59,7 +63,8 @@ def test_an_adapter_is_whole_or_the_old_one(folders, tmp_path, monkeypatch):
     tuned = finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=1, progress=False)
     old = {p.name: p.read_bytes() for p in (tmp_path/'adapter').iterdir()}
     def dies(folder, **kw):
-        folder.mkdir(); (folder/'adapter_config.json').write_text('{"half')
+        folder.mkdir()
+        (folder/'adapter_config.json').write_text('{"half')
         raise OSError('no space left')
     monkeypatch.setattr(tuned, 'save_pretrained', dies)
     with pytest.raises(OSError): save_adapter(tuned, tmp_path/'adapter')
@@ -76,7 +81,9 @@ def test_the_old_adapter_comes_back(folders, tmp_path, monkeypatch, error):
     "Where the second of the two renames fails, or is never come to."
     model, tokenizer = load(folders['opt'])
     tuned = finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=1, progress=False)
-    old, moved, replace = {p.name: p.read_bytes() for p in (tmp_path/'adapter').iterdir()}, [], os.replace
+    old = {p.name: p.read_bytes() for p in (tmp_path/'adapter').iterdir()}
+    moved = []
+    replace = os.replace
     def fails(a, b):
         moved.append(a)
         if len(moved) == 2: raise error
@@ -92,18 +99,22 @@ def test_the_old_adapter_comes_back(folders, tmp_path, monkeypatch, error):
 def test_a_loss_that_is_no_number_saves_nothing(folders, tmp_path, lr, damaged, step):
     model, tokenizer = load(folders['opt'])
     if damaged: model.get_input_embeddings().weight.data[-1] = torch.nan
-    with pytest.raises(LanguageModelError, match=f'the loss is .* in step {step} of 6; some models overflow in float16'):
+    message = f'the loss is .* in step {step} of 6; some models overflow in float16'
+    with pytest.raises(LanguageModelError, match=message):
         finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=3, lr=lr, progress=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tokenizer_of_another_model_is_noticed(folders, tmp_path):
-    _, many = load(tiny_lm(tmp_path/'lm', 'opt', [*TEXT, 'a thousand other words besides those'], vocab_size=400))
-    with pytest.raises(LanguageModelError, match='belongs to another model'): finetune(load(folders['opt'])[0], many, ['we see it', 'a thousand other words besides those'], tmp_path/'adapter')
+    other = 'a thousand other words besides those'
+    _, many = load(tiny_lm(tmp_path/'lm', 'opt', [*TEXT, other], vocab_size=400))
+    with pytest.raises(LanguageModelError, match='belongs to another model'):
+        finetune(load(folders['opt'])[0], many, ['we see it', other], tmp_path/'adapter')
 
 
 def test_an_adapter_of_another_model_is_refused(folders, tmp_path):
     model, tokenizer = load(folders['opt'])
     finetune(model, tokenizer, TEXT, tmp_path/'adapter', epochs=1, progress=False)
     with pytest.raises(LanguageModelError, match='with the adapter'): load(folders['gpt2'], adapter=tmp_path/'adapter')
-    with pytest.raises(LanguageModelError, match='with the adapter'): load(tiny_lm(tmp_path/'wide', 'opt', TEXT, hidden_size=64, word_embed_proj_dim=64), adapter=tmp_path/'adapter')
+    wide = tiny_lm(tmp_path/'wide', 'opt', TEXT, hidden_size=64, word_embed_proj_dim=64)
+    with pytest.raises(LanguageModelError, match='with the adapter'): load(wide, adapter=tmp_path/'adapter')

@@ -1,4 +1,4 @@
-"Scores of language models against the plain computation: model classes, precisions, contexts, odd tokenizers, and what never exists in memory."
+"Scores of language models against the plain computation: model classes, precisions, contexts, odd tokenizers, memory."
 import itertools
 import subprocess
 import sys
@@ -10,20 +10,27 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.rescoring import llm
-from b2t_kaggle.rescoring.llm import LanguageModelError, capabilities, load_lm, prefix_tree, score_sentences, start_tokens, token_sequences
+from b2t_kaggle.rescoring.llm import (
+    LanguageModelError, capabilities, load_lm, prefix_tree, score_sentences, start_tokens, token_sequences,
+)
+from tiny_models import tiny_lm
 
 TREES = ('opt', 'llama', 'qwen2', 'gpt2', 'mistral', 'gpt_neox')
-BENT = 'gemma2' # Its logits are bent after the last layer
+BENT = 'gemma2' # Its logits are transformed after the head
 NO_TREES = ('bloom', 'mamba') # No position numbers; a recurrence
-TEXT = ['how does it keep the cost down', 'how does it keep the cast down', 'how does it', 'how', 'you can see the code at this point', "we don't", 'how does it keep the cost down', 'a']
+TEXT = ['how does it keep the cost down', 'how does it keep the cast down', 'how does it', 'how',
+        'you can see the code at this point', "we don't", 'how does it keep the cost down', 'a']
 words = st.lists(st.sampled_from('how does it keep the cost cast down a'.split()), min_size=1, max_size=7).map(' '.join)
+
+
+def load(folder, **kw): return load_lm(folder, device='cpu', local_files_only=True, **kw)
 
 
 @pytest.fixture(scope='module')
 def lms(tmp_path_factory):
     "Models and tokenizers by kind, loaded as a user loads them."
     folder = tmp_path_factory.mktemp('lms')
-    return {kind: load_lm(tiny_lm(folder/kind, kind, TEXT), device='cpu', local_files_only=True) for kind in (*TREES, BENT, *NO_TREES)}
+    return {kind: load(tiny_lm(folder/kind, kind, TEXT)) for kind in (*TREES, BENT, *NO_TREES)}
 
 
 def reference_score(model, tokenizer, text, context=''):
@@ -44,8 +51,11 @@ def test_every_class_gives_what_the_plain_way_gives(lms, kind):
         assert capabilities(model) == (kind != BENT, kind not in NO_TREES)
         for context in ('', 'you can'):
             expected = [reference_score(model, tokenizer, t, context) for t in TEXT]
-            for n_nodes in (512, 5): np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT, context, n_nodes=n_nodes), expected, atol=1e-4)
-            np.testing.assert_allclose([score_sentences(model, tokenizer, [t], context)[0] for t in TEXT], expected, atol=1e-4)
+            for n_nodes in (512, 5):
+                scores = score_sentences(model, tokenizer, TEXT, context, n_nodes=n_nodes)
+                np.testing.assert_allclose(scores, expected, atol=1e-4)
+            one_by_one = [score_sentences(model, tokenizer, [t], context)[0] for t in TEXT]
+            np.testing.assert_allclose(one_by_one, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize('kind', NO_TREES)
@@ -58,17 +68,19 @@ def test_a_model_without_trees_says_so(lms, kind):
 @given(st.lists(words, max_size=8), st.integers(1, 40))
 def test_any_sentences_in_trees_of_any_size(lms, texts, n_nodes):
     for kind in ('opt', 'llama'):
-        np.testing.assert_allclose(score_sentences(*lms[kind], texts, n_nodes=n_nodes), [reference_score(*lms[kind], t) for t in texts], atol=1e-4)
+        expected = [reference_score(*lms[kind], t) for t in texts]
+        np.testing.assert_allclose(score_sentences(*lms[kind], texts, n_nodes=n_nodes), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize('attention', ['eager', 'sdpa'])
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-4), (torch.bfloat16, 1.)])
 def test_attention_and_precision(lms, attention, dtype, tolerance, tmp_path):
     folder = tiny_lm(tmp_path, 'llama', TEXT)
-    model, tokenizer = load_lm(folder, dtype=str(dtype).removeprefix('torch.'), device='cpu', local_files_only=True)
+    model, tokenizer = load(folder, dtype=str(dtype).removeprefix('torch.'))
     model.set_attn_implementation(attention)
     assert model.dtype == dtype and capabilities(model) == (True, True)
-    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT), [reference_score(*lms['llama'], t) for t in TEXT], atol=tolerance)
+    expected = [reference_score(*lms['llama'], t) for t in TEXT]
+    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT), expected, atol=tolerance)
 
 
 def test_the_tokenizers_padding_does_not_matter(lms):
@@ -76,20 +88,25 @@ def test_the_tokenizers_padding_does_not_matter(lms):
     expected = score_sentences(model, tokenizer, TEXT)
     for side in ('left', 'right'):
         for pad in (None, tokenizer.eos_token):
-            tokenizer.padding_side, tokenizer.pad_token = side, pad
+            tokenizer.padding_side = side
+            tokenizer.pad_token = pad
             np.testing.assert_array_equal(score_sentences(model, tokenizer, TEXT), expected)
 
 
 def test_a_context_for_each_sentence_and_the_end(lms):
     model, tokenizer = lms['qwen2']
     contexts = ['you can', '', 'how does it', 'you  can ', '', 'a', '', '']
-    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT, contexts), [reference_score(model, tokenizer, t, ' '.join(c.split())) for t, c in zip(TEXT, contexts)], atol=1e-4)
+    def expected(*args): return reference_score(model, tokenizer, *args)
+    with_context = [expected(t, ' '.join(c.split())) for t, c in zip(TEXT, contexts)]
+    np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT, contexts), with_context, atol=1e-4)
+    eos = tokenizer.eos_token
     ended = score_sentences(model, tokenizer, TEXT, end=True)
-    np.testing.assert_allclose(ended, [reference_score(model, tokenizer, t + tokenizer.eos_token) for t in TEXT], atol=1e-4)
+    np.testing.assert_allclose(ended, [expected(t + eos) for t in TEXT], atol=1e-4)
     assert score_sentences(model, tokenizer, [''], end=True)[0] < 0 == score_sentences(model, tokenizer, [''])[0]
-    nothing = reference_score(model, tokenizer, f'how does it{tokenizer.eos_token}') - reference_score(model, tokenizer, 'how does it')
+    nothing = expected(f'how does it{eos}') - expected('how does it')
     np.testing.assert_allclose(score_sentences(model, tokenizer, [''], 'how does it', end=True), nothing, atol=1e-4)
-    with pytest.raises(ValueError, match='found 1 texts, expected one, or one for each of the 2 sentences'): score_sentences(model, tokenizer, ['a', 'b'], ['c'])
+    with pytest.raises(ValueError, match='found 1 texts, expected one, or one for each of the 2 sentences'):
+        score_sentences(model, tokenizer, ['a', 'b'], ['c'])
 
 
 def test_a_tokenizer_without_special_tokens_leaves_the_first_token_out(lms, tmp_path):
@@ -99,19 +116,24 @@ def test_a_tokenizer_without_special_tokens_leaves_the_first_token_out(lms, tmp_
     assert start_tokens(bare) == []
     with torch.no_grad(): log_probs = model(torch.tensor([bare(TEXT[0]).input_ids])).logits[0].log_softmax(-1)
     ids = bare(TEXT[0]).input_ids
-    np.testing.assert_allclose(score_sentences(model, bare, TEXT[:1]), sum(log_probs[i - 1, ids[i]].item() for i in range(1, len(ids))), atol=1e-4)
+    expected = sum(log_probs[i - 1, ids[i]].item() for i in range(1, len(ids)))
+    np.testing.assert_allclose(score_sentences(model, bare, TEXT[:1]), expected, atol=1e-4)
     with pytest.raises(LanguageModelError, match='no eos_token'): score_sentences(model, bare, TEXT, end=True)
 
 
 def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
     model, tokenizer = lms['opt']
-    texts = [' '.join(w) for w in itertools.product(('how', 'we', 'you', 'a'), ('does', 'see', 'keep', 'can'), ('a', 'the', 'this', 'at', 'it', 'cost'), ('cost', 'cast', 'code'))]
+    choices = ('how', 'we', 'you', 'a'), ('does', 'see', 'keep', 'can'), 'a the this at it cost'.split()
+    texts = [' '.join(w) for w in itertools.product(*choices, ('cost', 'cast', 'code'))]
     sequences, given = token_sequences(tokenizer, texts)
     beginnings = {s[:i] for s in sequences for i in range(1, len(s))}
-    body, head = [], []
-    hooks = [model.base_model.register_forward_hook(lambda m, a, kw, out: body.append(out.last_hidden_state.shape[:2].numel()), with_kwargs=True),
-             model.get_output_embeddings().register_forward_hook(lambda m, a, out: head.append(out.shape[:-1].numel()))]
-    capabilities(model); body.clear(); head.clear()
+    capabilities(model) # Tried before the count
+    body = []
+    head = []
+    def count_states(m, args, kw, out): body.append(out.last_hidden_state.shape[:2].numel())
+    def count_logits(m, args, out): head.append(out.shape[:-1].numel())
+    hooks = [model.base_model.register_forward_hook(count_states, with_kwargs=True),
+             model.get_output_embeddings().register_forward_hook(count_logits)]
     score_sentences(model, tokenizer, texts)
     for h in hooks: h.remove()
     assert sum(body) == sum(head) == len(beginnings) == len(prefix_tree(sequences, given).tokens)
@@ -119,12 +141,12 @@ def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
 
 
 def test_beyond_a_sliding_window_rows_are_computed(tmp_path):
-    model, tokenizer = load_lm(tiny_lm(tmp_path, 'mistral', TEXT, sliding_window=4), device='cpu', local_files_only=True)
+    model, tokenizer = load(tiny_lm(tmp_path, 'mistral', TEXT, sliding_window=4))
     model.set_attn_implementation('eager')
     assert max(map(len, token_sequences(tokenizer, TEXT)[0])) > 4
     expected = [reference_score(model, tokenizer, t) for t in TEXT]
     np.testing.assert_allclose(score_sentences(model, tokenizer, TEXT), expected, atol=1e-4)
-    model.config.sliding_window = None # Now nothing tells that a tree, whose mask has no window, would be wrong
+    model.config.sliding_window = None # Without it trees are used, whose mask has no window: the scores are wrong
     assert np.abs(score_sentences(model, tokenizer, TEXT) - expected).max() > 0.1
 
 
@@ -141,8 +163,10 @@ def test_training_mode_is_left_as_it_was(lms):
 
 
 def test_a_tokenizer_of_another_model_is_noticed(lms, tmp_path):
-    _, many = load_lm(tiny_lm(tmp_path, 'opt', [*TEXT, 'a thousand other words besides those'], vocab_size=400), device='cpu', local_files_only=True)
-    with pytest.raises(LanguageModelError, match='belongs to another model'): score_sentences(lms['opt'][0], many, ['a thousand other words besides those'])
+    other = 'a thousand other words besides those'
+    _, many = load(tiny_lm(tmp_path, 'opt', [*TEXT, other], vocab_size=400))
+    with pytest.raises(LanguageModelError, match='belongs to another model'):
+        score_sentences(lms['opt'][0], many, [other])
 
 
 def test_damaged_weights_are_named(tmp_path):
@@ -151,16 +175,17 @@ def test_damaged_weights_are_named(tmp_path):
     weights = load_file(file)
     gone = next(k for k in weights if 'fc1.weight' in k)
     save_file({k: v for k, v in weights.items() if k != gone}, file, metadata={'format': 'pt'})
-    with pytest.raises(LanguageModelError, match=f'lack {gone}'): load_lm(tmp_path/'lm', device='cpu', local_files_only=True)
+    with pytest.raises(LanguageModelError, match=f'lack {gone}'): load(tmp_path/'lm')
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(LanguageModelError, match='lm: not loaded'): load_lm(tmp_path/'lm', device='cpu', local_files_only=True)
-    with pytest.raises(LanguageModelError, match='some/model: not loaded'): load_lm('some/model', device='cpu', local_files_only=True)
+    with pytest.raises(LanguageModelError, match='lm: not loaded'): load(tmp_path/'lm')
+    with pytest.raises(LanguageModelError, match='some/model: not loaded'): load('some/model')
 
 
 def test_a_score_that_is_no_number_is_an_error(tmp_path):
-    model, tokenizer = load_lm(tiny_lm(tmp_path, 'llama', TEXT), device='cpu', local_files_only=True)
+    model, tokenizer = load(tiny_lm(tmp_path, 'llama', TEXT))
     model.get_input_embeddings().weight.data[token_sequences(tokenizer, ['you'])[0][0][-1]] = torch.nan
-    with pytest.raises(LanguageModelError, match="'you can see the code at this point' has the log-probability nan for LlamaForCausalLM in torch.float32"): score_sentences(model, tokenizer, TEXT)
+    message = "'you can see the code at this point' has the log-probability nan for LlamaForCausalLM in torch.float32"
+    with pytest.raises(LanguageModelError, match=message): score_sentences(model, tokenizer, TEXT)
     assert np.isfinite(score_sentences(model, tokenizer, TEXT[:4])).all()
 
 
@@ -168,38 +193,48 @@ def test_a_score_that_is_no_number_is_an_error(tmp_path):
 def test_float16_that_overflows_is_named(tmp_path):
     tiny_lm(tmp_path, 'llama', TEXT)
     for dtype in ('float32', 'float16'):
-        model, tokenizer = load_lm(tmp_path, dtype=dtype, device='cpu', local_files_only=True)
+        model, tokenizer = load(tmp_path, dtype=dtype)
         model.get_output_embeddings().weight.data *= 5e4
         if dtype == 'float32': assert np.isfinite(score_sentences(model, tokenizer, TEXT)).all()
-    with pytest.raises(LanguageModelError, match=r'in torch.float16; some models overflow in float16, then take bfloat16 or float32'): score_sentences(model, tokenizer, TEXT)
+    message = r'in torch.float16; some models overflow in float16, then take bfloat16 or float32'
+    with pytest.raises(LanguageModelError, match=message): score_sentences(model, tokenizer, TEXT)
 
 
 def test_the_arguments_of_8_bits(monkeypatch, tmp_path):
     "What would be asked of transformers where bitsandbytes is installed."
     from transformers import AutoModelForCausalLM
-    folder, asked = tiny_lm(tmp_path, 'opt', TEXT), {}
-    model, _ = load_lm(folder, device='cpu', local_files_only=True)
+    folder = tiny_lm(tmp_path, 'opt', TEXT)
+    model, _ = load(folder)
+    asked = {}
+    def from_pretrained(name, **kw):
+        asked.update(kw)
+        return model, dict(missing_keys=[])
     monkeypatch.setattr(llm, 'find_spec', lambda package: True)
-    monkeypatch.setattr(AutoModelForCausalLM, 'from_pretrained', lambda name, **kw: asked.update(kw) or (model, dict(missing_keys=[])))
+    monkeypatch.setattr(AutoModelForCausalLM, 'from_pretrained', from_pretrained)
     for dtype, expected in (('auto', torch.float32), ('bfloat16', torch.bfloat16)):
         assert load_lm(folder, dtype=dtype, eight_bit=True, device='cpu')[0] is model
-        assert asked['quantization_config'].load_in_8bit and asked['device_map'] == {'': 'cpu'} and asked['dtype'] == expected
-    with pytest.raises(LanguageModelError, match='expected auto, float32'): load_lm(folder, dtype='int8', eight_bit=True, device='cpu')
+        assert asked['quantization_config'].load_in_8bit and asked['device_map'] == {'': 'cpu'}
+        assert asked['dtype'] == expected
+    with pytest.raises(LanguageModelError, match='expected auto, float32'):
+        load_lm(folder, dtype='int8', eight_bit=True, device='cpu')
 
 
 @pytest.mark.parametrize('missing', ['bitsandbytes', 'accelerate'])
 def test_a_package_that_8_bits_need_is_named(monkeypatch, tmp_path, missing):
     monkeypatch.setattr(llm, 'find_spec', lambda package: None if package == missing else package)
-    with pytest.raises(LanguageModelError, match=f'eight_bit needs the package {missing}, which is not installed; pip install {missing}'): load_lm(tmp_path, eight_bit=True)
+    message = f'eight_bit needs the package {missing}, which is not installed; pip install {missing}'
+    with pytest.raises(LanguageModelError, match=message): load_lm(tmp_path, eight_bit=True)
 
 
-@pytest.mark.parametrize('error, says', [(ImportError('\nneeds bitsandbytes>=9: pip install it\nand more'), r'not loaded \(needs bitsandbytes>=9: pip install it\); install that package'),
-                                         (ValueError(''), r"not loaded \(ValueError\(''\)\); give a folder")])
-def test_what_transformers_complains_of_is_one_sentence(monkeypatch, tmp_path, error, says):
+@pytest.mark.parametrize('error, message', [
+    (ImportError('\nneeds bitsandbytes>=9: pip install it\nand more'),
+     r'not loaded \(needs bitsandbytes>=9: pip install it\); install that package'),
+    (ValueError(''), r"not loaded \(ValueError\(''\)\); give a folder")])
+def test_what_transformers_complains_of_is_one_sentence(monkeypatch, tmp_path, error, message):
     from transformers import AutoModelForCausalLM
     def fails(name, **kw): raise error
     monkeypatch.setattr(AutoModelForCausalLM, 'from_pretrained', fails)
-    with pytest.raises(LanguageModelError, match=says): load_lm(tiny_lm(tmp_path, 'opt', TEXT), device='cpu')
+    with pytest.raises(LanguageModelError, match=message): load_lm(tiny_lm(tmp_path, 'opt', TEXT), device='cpu')
 
 
 def test_imported_and_used_without_transformers():

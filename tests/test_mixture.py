@@ -1,4 +1,4 @@
-"Exact line searches against brute force, the gate against every threshold, exchanged words by definition, and the same result at each call."
+"Exact line searches against brute force, the gate against every threshold, exchanged words by definition."
 import itertools
 from dataclasses import replace
 
@@ -10,7 +10,9 @@ from b2t_kaggle.rescoring import mixture
 from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.decoding.decoder import Hypothesis, read_nbest, write_nbest
 from b2t_kaggle.lm.ngram import NGram, build_ngram
-from b2t_kaggle.rescoring.mixture import Rescored, Weights, augment_nbest, cross_validate, line_search, interpolate, ngram_per_word, tune
+from b2t_kaggle.rescoring.mixture import (
+    Rescored, Weights, augment_nbest, cross_validate, interpolate, line_search, ngram_per_word, tune,
+)
 from b2t_kaggle.metrics import word_error_rate, word_errors
 
 number = st.integers(-4, 4).map(float) # Coarse: parallel and equal lines are frequent
@@ -25,30 +27,39 @@ def test_line_search_is_brute_force_between_its_edges(trials):
     assert steps.edges[0] == -3 and steps.edges[-1] == 3 and (np.diff(steps.edges) >= 0).all()
     for a, b, n in zip(steps.edges, steps.edges[1:], steps.errors):
         if b - a < 1e-9: continue
-        x, least, most = (a + b)/2, 0, 0
+        x = (a + b)/2
+        least = most = 0
         for s, i, e in zip(slopes, at0, errors): # Equal lines with different errors: any of them may win
             total = i + x*s
             best = e[total >= total.max() - 1e-9]
-            least, most = least + best.min(), most + best.max()
+            least += best.min()
+            most += best.max()
         assert least <= n <= most
 
 
 def make(n=60, seed=0, n_hyps=8):
     "n-best lists with distinct random scores, and references."
-    rng, nbest, references = np.random.default_rng(seed), [], []
+    rng = np.random.default_rng(seed)
+    nbest = []
+    references = []
     for _ in range(n):
         truth = [f'w{i}' for i in rng.integers(0, 9, 5)]
         hyps = []
         for _ in range(n_hyps):
             text = [w if rng.random() < 0.7 else f'x{rng.integers(3)}' for w in truth][:rng.integers(3, 6)]
             wrong = 5 - sum(a == b for a, b in zip(text, truth))
-            a, g, l = -3*wrong + rng.normal(0, 5), -wrong + rng.normal(0, 2) - rng.integers(0, 30), -3*wrong + rng.normal(0, 4)
-            hyps.append(Rescored(' '.join(text), a, g, len(text), 0.3*a + g, llm=l, n_tokens=len(text) + int(rng.integers(4))))
-        nbest.append(hyps); references.append(' '.join(truth))
+            acoustic = -3*wrong + rng.normal(0, 5)
+            ngram = -wrong + rng.normal(0, 2) - rng.integers(0, 30)
+            llm = -3*wrong + rng.normal(0, 4)
+            n_tokens = len(text) + int(rng.integers(4))
+            hyps.append(Rescored(' '.join(text), acoustic, ngram, len(text), 0.3*acoustic + ngram, llm, n_tokens))
+        nbest.append(hyps)
+        references.append(' '.join(truth))
     return nbest, references
 
 
-@pytest.mark.parametrize('weights', [Weights(), Weights(0.2, 0.9, 1.5), Weights(1., 0.3, -2., gate=-4.), Weights(0.3, 0.6, 0.5, length_penalty=1.5)])
+@pytest.mark.parametrize('weights', [Weights(), Weights(0.2, 0.9, 1.5), Weights(1., 0.3, -2., gate=-4.),
+                                     Weights(0.3, 0.6, 0.5, length_penalty=1.5)])
 def test_errors_of_arrays_are_those_of_the_ranked_lists(weights):
     nbest, references = make()
     expected = [e.edits for e in word_errors(references, [hyps[0].text for hyps in interpolate(nbest, weights)])]
@@ -67,13 +78,17 @@ def test_totals_and_order_by_definition():
         alpha = w.alpha if ngram_per_word(before) >= w.gate else 0
         assert sorted(h.text for h in before) == sorted(h.text for h in after)
         assert [h.total for h in after] == sorted((h.total for h in after), reverse=True)
-        for h in after: assert h.total == pytest.approx(0.7*h.acoustic + (1 - alpha)*h.ngram + alpha*(h.llm - 0.2*h.n_tokens) + 0.3*h.n_words)
+        for h in after:
+            llm = h.llm - 0.2*h.n_tokens
+            assert h.total == pytest.approx(0.7*h.acoustic + (1 - alpha)*h.ngram + alpha*llm + 0.3*h.n_words)
 
 
 def test_the_gate_is_the_best_of_all_thresholds():
     nbest, references = make(80, seed=3)
-    for hyps in nbest[::4]: hyps[:] = [replace(h, llm=-h.llm, ngram=h.ngram - 60, total=h.total - 60) for h in hyps] # There the LLM misleads
-    trials, w = mixture._TrialScores(nbest, references), Weights(0.3, 0.6)
+    for hyps in nbest[::4]: # There the LLM misleads
+        hyps[:] = [replace(h, llm=-h.llm, ngram=h.ngram - 60, total=h.total - 60) for h in hyps]
+    trials = mixture._TrialScores(nbest, references)
+    w = Weights(0.3, 0.6)
     thresholds = [-np.inf, *sorted(trials.ngram_per_word), np.inf]
     errors = [trials.winner_errors(replace(w, gate=g)).sum() for g in thresholds]
     gate = mixture._best_gate(trials, w)
@@ -84,53 +99,62 @@ def test_tuning_is_at_least_as_good_as_a_dense_grid_and_repeatable():
     nbest, references = make(100, seed=1)
     found = tune(nbest, references)
     trials = mixture._TrialScores(nbest, references)
-    grid = [Weights(s, a, w) for s, a, w in itertools.product(np.linspace(0.05, 1, 6), np.linspace(0, 1, 6), np.linspace(-2, 2, 5))]
+    axes = np.linspace(0.05, 1, 6), np.linspace(0, 1, 6), np.linspace(-2, 2, 5)
+    grid = [Weights(*point) for point in itertools.product(*axes)]
     assert found.wer <= min(trials.winner_errors(w).sum() for w in grid)/trials.n_words
-    assert found.wer == pytest.approx(word_error_rate(references, [hyps[0].text for hyps in interpolate(nbest, found.weights)]))
+    best = [hyps[0].text for hyps in interpolate(nbest, found.weights)]
+    assert found.wer == pytest.approx(word_error_rate(references, best))
     again = tune(nbest, references)
     assert again.weights == found.weights and again.curve.equals(found.curve)
     inside = found.curve[(found.curve.low <= found.weights.alpha) & (found.weights.alpha < found.curve.high)]
     assert inside.wer.iloc[0] == pytest.approx(found.wer)
 
 
-def test_cross_validation_never_asks_the_trial_itself():
+def test_cross_validation_does_not_use_the_trial_itself():
     nbest, references = make(40, seed=2)
     ranked = cross_validate(nbest, references)
-    liar = references.copy(); liar[5] = 'something else entirely'
-    assert cross_validate(nbest, liar)[5] == ranked[5]
+    wrong = references.copy()
+    wrong[5] = 'something else entirely'
+    assert cross_validate(nbest, wrong)[5] == ranked[5]
 
 
 def test_a_length_penalty_stays_as_it_is_given():
     nbest, references = make(60, seed=4)
     found = tune(nbest, references, Weights(length_penalty=-2.))
     assert found.weights.length_penalty == -2 and tune(nbest, references).weights.length_penalty == 0
-    assert found.wer == pytest.approx(word_error_rate(references, [hyps[0].text for hyps in interpolate(nbest, found.weights)]))
+    best = [hyps[0].text for hyps in interpolate(nbest, found.weights)]
+    assert found.wer == pytest.approx(word_error_rate(references, best))
 
 
 def test_cross_validation_starts_where_tuning_does():
     nbest, references = make(40, seed=2)
     start = Weights(0.15, 0.35, 2.5, length_penalty=3.)
     chosen = [tune(nbest[1 - k::2], references[1 - k::2], start).weights for k in (0, 1)]
-    assert cross_validate(nbest, references, start=start) == [interpolate([hyps], chosen[i % 2])[0] for i, hyps in enumerate(nbest)] != cross_validate(nbest, references)
+    expected = [interpolate([hyps], chosen[i % 2])[0] for i, hyps in enumerate(nbest)]
+    assert cross_validate(nbest, references, start=start) == expected != cross_validate(nbest, references)
 
 
 def swapped_by_definition(a, b):
     "Sentences of equal length that differ by substitutions alone, each exchange once."
-    a, b, out = a.split(), b.split(), set()
+    a = a.split()
+    b = b.split()
+    swapped = set()
     for i in (i for i, (x, y) in enumerate(zip(a, b)) if x != y):
-        out |= {' '.join([*a[:i], b[i], *a[i + 1:]]), ' '.join([*b[:i], a[i], *b[i + 1:]])}
-    return out
+        swapped |= {' '.join([*a[:i], b[i], *a[i + 1:]]), ' '.join([*b[:i], a[i], *b[i + 1:]])}
+    return swapped
 
 
 @given(st.lists(st.sampled_from('ab'), min_size=3, max_size=3), st.lists(st.sampled_from('cd'), min_size=3, max_size=3))
 def test_exchanged_words(a, b):
-    a, b = ' '.join(a), ' '.join(b)
+    a = ' '.join(a)
+    b = ' '.join(b)
     hyps = [Hypothesis(a, -10., -4., 3, -7.), Hypothesis(b, -20., -6., 3, -13.)]
     found = augment_nbest(hyps)
     assert {h.text for h in found} == {a, b} | swapped_by_definition(a, b)
     assert len({h.text for h in found}) == len(found)
     for h in found:
-        if h not in hyps: assert (h.acoustic, h.ngram, h.n_words, h.total) == pytest.approx((-15.15, -5.05, 3, -10.1))
+        if h in hyps: continue
+        assert (h.acoustic, h.ngram, h.n_words, h.total) == pytest.approx((-15.15, -5.05, 3, -10.1))
     assert augment_nbest(hyps, top=0) == augment_nbest(hyps, top=1) == hyps
 
 
@@ -138,7 +162,8 @@ def test_exchanged_words(a, b):
 @pytest.mark.parametrize('load', [NGram.load, Automaton.load])
 def test_exchanged_words_with_the_ngram_at_hand(tmp_path, load):
     lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
-    found = augment_nbest([Hypothesis('a d c', -1., lm.score('a d c'), 3, -2.), Hypothesis('e b c', -2., lm.score('e b c'), 3, -3.)], lm=lm)
+    hyps = [Hypothesis('a d c', -1., lm.score('a d c'), 3, -2.), Hypothesis('e b c', -2., lm.score('e b c'), 3, -3.)]
+    found = augment_nbest(hyps, lm=lm)
     assert len(found) == 4
     for h in found: assert h.ngram == pytest.approx(NGram.load(lm.path).score(h.text))
 
@@ -146,9 +171,9 @@ def test_exchanged_words_with_the_ngram_at_hand(tmp_path, load):
 @pytest.mark.filterwarnings('ignore:.*too little text')
 @pytest.mark.parametrize('load', [NGram.load, Automaton.load])
 def test_a_spelled_word_keeps_its_cost(tmp_path, load):
-    "The search takes a penalty off the n-gram's score of a word outside the lexicon, which the n-gram does not know of."
+    "The search adds a penalty to the n-gram's score of a word outside the lexicon, which is no part of the n-gram."
     lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
-    exact = lambda text: lm.score(text)
+    exact = lm.score
     known = [Hypothesis(t, -1., exact(t), 3, total) for t, total in (('a d c', -2.), ('e b c', -3.))]
     spelled = Hypothesis('a k-ae f', -1., exact('a k-ae f') - 12., 3, -2.5)
     found = {h.text: h.ngram for h in augment_nbest([*known, spelled], lm=lm)}
@@ -158,10 +183,12 @@ def test_a_spelled_word_keeps_its_cost(tmp_path, load):
 
 
 def test_lists_of_different_number_of_words_and_rescored_files(tmp_path):
-    short, long = Hypothesis('a b', -1., -1., 2, -2.), Hypothesis('c d e', -1., -1., 3, -2.)
+    short = Hypothesis('a b', -1., -1., 2, -2.)
+    long = Hypothesis('c d e', -1., -1., 3, -2.)
     assert augment_nbest([short, long]) == [short, long] and augment_nbest([]) == []
-    write_nbest(tmp_path/'nbest.jsonl', interpolate([[Rescored(**vars(short), llm=-3.)]], Weights()))
-    assert '"llm": -3.0' in (tmp_path/'nbest.jsonl').read_text()
-    text = (tmp_path/'nbest.jsonl').read_text()
-    (tmp_path/'nbest.jsonl').write_text(text.replace(', "n_tokens": 0', '')) # As it was written before there was a length penalty
-    assert text != (tmp_path/'nbest.jsonl').read_text() and read_nbest(tmp_path/'nbest.jsonl', Rescored)[0][0].llm == -3
+    file = tmp_path/'nbest.jsonl'
+    write_nbest(file, interpolate([[Rescored(**vars(short), llm=-3.)]], Weights()))
+    text = file.read_text()
+    assert '"llm": -3.0' in text
+    file.write_text(text.replace(', "n_tokens": 0', '')) # As it was written before there was a length penalty
+    assert text != file.read_text() and read_nbest(file, Rescored)[0][0].llm == -3

@@ -22,6 +22,7 @@ from b2t_kaggle.rescoring.llm import load_lm, score_sentences, token_sequences
 from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, llm_rescorer, serve
 from b2t_kaggle.rescoring.mixture import Rescored, Weights
 from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order
+from tiny_models import tiny_lm
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 LEXICON = {word: [phonemes] for word, *phonemes in map(str.split, """how HH AW, are AA R, you Y UW, there DH EH R, their DH EH R, i AY, am AE M, here HH IY R, hear HH IY R,
