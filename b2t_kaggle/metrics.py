@@ -9,7 +9,7 @@ __all__ = ['ErrorCounts', 'total', 'count_edits', 'phoneme_errors', 'word_errors
 # %% ../nbs/02_metrics.ipynb #c003
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -19,7 +19,7 @@ from .phonemes import normalize_sentence, to_class_ids
 
 # %% ../nbs/02_metrics.ipynb #c006
 class ErrorCounts(NamedTuple):
-    "How a hypothesis, or many, differ from the reference, in tokens."
+    "Tokens of one or many hypotheses that agree with the reference or differ from it."
     hits: int = 0
     substitutions: int = 0
     insertions: int = 0
@@ -49,8 +49,8 @@ def count_edits(
     reference: Sequence[Hashable],  # Tokens [R]
     hypothesis: Sequence[Hashable], # Tokens [H]
 ) -> ErrorCounts:
-    "Counts of the shortest way from reference to hypothesis (Levenshtein, 1966); either may be empty."
-    ids = {} # rapidfuzz compares hashes; small integers are their own
+    "Counts of the shortest alignment of reference and hypothesis (Levenshtein, 1966); either may be empty."
+    ids = {} # rapidfuzz compares hashes, which may collide; small integers do not
     ref, hyp = ([ids.setdefault(t, len(ids)) for t in tokens] for tokens in (reference, hypothesis))
     n = Counter(op.tag for op in Levenshtein.editops(ref, hyp))
     return ErrorCounts(len(ref) - n['replace'] - n['delete'], n['replace'], n['insert'], n['delete'])
@@ -59,25 +59,28 @@ def count_edits(
 def _pairs(references, hypotheses) -> list[tuple]:
     "References and hypotheses as pairs; raises `ValueError` where they do not pair up."
     for name, x in ('references', references), ('hypotheses', hypotheses):
-        if isinstance(x, str): raise ValueError(f'{name}: found one text {x!r}, expected a list with one entry for each trial')
-    references, hypotheses = list(references), list(hypotheses)
+        if not isinstance(x, str): continue
+        raise ValueError(f'{name}: found one text {x!r}, expected a list with one entry for each trial')
+    references = list(references)
+    hypotheses = list(hypotheses)
     if len(references) != len(hypotheses):
-        raise ValueError(f'found {len(references)} references and {len(hypotheses)} hypotheses, expected one hypothesis for each reference')
+        raise ValueError(f'found {len(references)} references and {len(hypotheses)} hypotheses, '
+                         'expected one hypothesis for each reference')
     return list(zip(references, hypotheses))
 
-def _each(pairs, convert) -> list[ErrorCounts]:
-    "Count the edits of each pair after conversion; an error in it names the trial."
-    out = []
-    for i, (r, h) in enumerate(pairs):
+def _count_each(pairs: Iterable[tuple], to_tokens: Callable) -> list[ErrorCounts]:
+    "Counts of each pair after conversion to tokens; an error of the conversion names the trial."
+    counts = []
+    for i, pair in enumerate(pairs):
         tokens = []
-        for name, x in ('reference', r), ('hypothesis', h):
-            try: tokens.append(convert(x))
+        for name, x in zip(('reference', 'hypothesis'), pair):
+            try: tokens.append(to_tokens(x))
             except (TypeError, ValueError) as e: raise ValueError(f'{name} of trial {i}: {e}') from None
-        out.append(count_edits(*tokens))
-    return out
+        counts.append(count_edits(*tokens))
+    return counts
 
-# %% ../nbs/02_metrics.ipynb #c012
-def _phonemes(x) -> list[int]:
+# %% ../nbs/02_metrics.ipynb #c013
+def _phoneme_ids(x) -> list[int]:
     "A phoneme sequence, names or class ids, as ids."
     if isinstance(x, str): raise ValueError(f'found the text {x!r}, expected a sequence of phonemes; split it')
     x = list(x)
@@ -88,33 +91,39 @@ def _normalized(x) -> str:
     if not isinstance(x, str): raise ValueError(f'found {x!r}, expected text')
     return normalize_sentence(x)
 
+def _words(x) -> list[str]:
+    "The words of a text as the metric compares it."
+    return _normalized(x).split()
+
 def phoneme_errors(
     references: Iterable, # One sequence of phoneme names or class ids for each trial, unpadded
     hypotheses: Iterable, # The same
 ) -> list[ErrorCounts]:   # For each trial
-    "Phoneme edits of each trial; raises `ValueError` that names the trial and what is wrong."
-    return _each(_pairs(references, hypotheses), _phonemes)
+    "Phoneme edits of each trial; raises `ValueError` that names the trial."
+    return _count_each(_pairs(references, hypotheses), _phoneme_ids)
 
 def word_errors(
     references: Iterable[str], # One text for each trial; normalised first
     hypotheses: Iterable[str], # The same
 ) -> list[ErrorCounts]:        # For each trial
-    "Word edits of each trial after the metric's normalisation; raises `ValueError` that names the trial and what is wrong."
-    return _each(_pairs(references, hypotheses), lambda x: _normalized(x).split())
+    "Word edits of each trial after the metric's normalisation; raises `ValueError` that names the trial."
+    return _count_each(_pairs(references, hypotheses), _words)
 
 def character_errors(
     references: Iterable[str], # One text for each trial; normalised first
     hypotheses: Iterable[str], # The same
 ) -> list[ErrorCounts]:        # For each trial
-    "Character edits of each trial, spaces included, after the metric's normalisation; raises `ValueError` as `word_errors`."
-    return _each(_pairs(references, hypotheses), _normalized)
+    "Character edits of each trial, spaces included, after the metric's normalisation; raises as `word_errors`."
+    return _count_each(_pairs(references, hypotheses), _normalized)
 
-# %% ../nbs/02_metrics.ipynb #c013
+# %% ../nbs/02_metrics.ipynb #c015
 def phoneme_error_rate(
     references: Iterable, # One sequence of phoneme names or class ids for each trial, unpadded
     hypotheses: Iterable, # The same
 ) -> float:
-    "PER: phoneme edits of all trials per reference phoneme. The separator `SIL` counts as a phoneme, as in the official kit."
+    """PER: phoneme edits of all trials per reference phoneme.
+
+    The separator `SIL` counts as a phoneme, as in the official kit."""
     return total(phoneme_errors(references, hypotheses)).rate
 
 def word_error_rate(
@@ -131,34 +140,43 @@ def character_error_rate(
     "CER: character edits of all trials per reference character, after the metric's normalisation."
     return total(character_errors(references, hypotheses)).rate
 
-# %% ../nbs/02_metrics.ipynb #c020
+# %% ../nbs/02_metrics.ipynb #c022
 def error_table(
     counts: Sequence[ErrorCounts], # Of each trial
     groups: Sequence[Hashable],    # The session (or block, corpus …) of each trial
-    name: str = 'session',         # What the groups are
+    name: str = 'session',         # Name of the index, what the groups are
 ) -> pd.DataFrame:                 # One row for each group in order of appearance, then `all`
     "Trials, reference length, edits and error rate by group; raises `ValueError` if the two do not pair up."
-    counts, groups = list(counts), list(groups)
-    if len(counts) != len(groups): raise ValueError(f'found {len(counts)} trials and {len(groups)} groups, expected one {name} for each trial')
-    by = {g: [] for g in groups}
-    for c, g in zip(counts, groups): by[g].append(c)
-    rows = [(g, len(cs), t.length, t.edits, t.substitutions, t.insertions, t.deletions, t.rate)
-            for g, cs in [*by.items(), ('all', counts)] for t in [total(cs)]]
-    return pd.DataFrame(rows, columns=[name, 'trials', 'length', 'edits', 'substitutions', 'insertions', 'deletions', 'rate']).set_index(name)
+    counts = list(counts)
+    groups = list(groups)
+    if len(counts) != len(groups):
+        raise ValueError(f'found {len(counts)} trials and {len(groups)} groups, expected one {name} for each trial')
+    members = {g: [] for g in groups}
+    for c, g in zip(counts, groups): members[g].append(c)
+    rows = []
+    for group, some in [*members.items(), ('all', counts)]:
+        t = total(some)
+        rows.append((group, len(some), t.length, t.edits, t.substitutions, t.insertions, t.deletions, t.rate))
+    columns = [name, 'trials', 'length', 'edits', 'substitutions', 'insertions', 'deletions', 'rate']
+    return pd.DataFrame(rows, columns=columns).set_index(name)
 
-# %% ../nbs/02_metrics.ipynb #c023
+# %% ../nbs/02_metrics.ipynb #c025
+def _ngram_counts(words: Sequence[str], n: int) -> Counter:
+    "Occurrences of each n-gram."
+    return Counter(zip(*(words[i:] for i in range(n))))
+
 def bleu(
     references: Iterable[str], # One text for each trial; normalised first
     hypotheses: Iterable[str], # The same
 ) -> float:                    # 0 … 1
     "Corpus BLEU with up to 4-grams, unsmoothed, one reference each; raises `ValueError` if they do not pair up."
-    matched, found, lengths = [0]*4, [0]*4, [0, 0]
-    for pair in _pairs(references, hypotheses):
-        ref, hyp = (_normalized(x).split() for x in pair)
-        lengths = [lengths[0] + len(ref), lengths[1] + len(hyp)]
-        for n in range(4):
-            r, h = (Counter(zip(*(x[i:] for i in range(n + 1)))) for x in (ref, hyp))
-            matched[n], found[n] = matched[n] + (r & h).total(), found[n] + h.total()
-    if not all(matched): return 0.
-    precision = math.exp(sum(math.log(m/f) for m, f in zip(matched, found))/4)
-    return precision*min(1., math.exp(1 - lengths[0]/lengths[1]))
+    pairs = [(_words(r), _words(h)) for r, h in _pairs(references, hypotheses)]
+    ref_length = sum(len(ref) for ref, _ in pairs)
+    hyp_length = sum(len(hyp) for _, hyp in pairs)
+    log_precisions = []
+    for n in range(1, 5):
+        matched = sum((_ngram_counts(ref, n) & _ngram_counts(hyp, n)).total() for ref, hyp in pairs)
+        proposed = sum(_ngram_counts(hyp, n).total() for _, hyp in pairs)
+        if not matched: return 0.
+        log_precisions.append(math.log(matched/proposed))
+    return math.exp(sum(log_precisions)/4)*min(1., math.exp(1 - ref_length/hyp_length))

@@ -19,16 +19,20 @@ def log_probs(rng, n, k, scale=3.):
     return np.log(p/p.sum(1, keepdims=True)).astype('float32')
 
 
-def index_of(n, **kw): return pd.DataFrame(dict(session='t15.2023.08.13', key=[f'trial_{i:04d}' for i in range(n)], block=1) | kw)
+def index_of(n, **kw):
+    keys = [f'trial_{i:04d}' for i in range(n)]
+    return pd.DataFrame(dict(session='t15.2023.08.13', key=keys, block=1) | kw)
 
 
 def store(path, seed=0, lengths=(5, 0, 8, 3), k=6, scale=3., **kw):
     rng = np.random.default_rng(seed)
-    return LogitStore.write(path, (log_probs(rng, n, k, scale) for n in lengths), index_of(len(lengths), **kw), dict(model=f'm{seed}'))
+    arrays = (log_probs(rng, n, k, scale) for n in lengths)
+    return LogitStore.write(path, arrays, index_of(len(lengths), **kw), dict(model=f'm{seed}'))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=8), k=st.integers(2, 41), seed=st.integers(0, 99), dtype=st.sampled_from(['float32', 'float64']))
+@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=8), k=st.integers(2, 41), seed=st.integers(0, 99),
+       dtype=st.sampled_from(['float32', 'float64']))
 def test_what_goes_in_comes_out(tmp_path, lengths, k, seed, dtype):
     rng = np.random.default_rng(seed)
     arrays = [log_probs(rng, n, k).astype(dtype) for n in lengths]
@@ -51,39 +55,43 @@ def test_what_goes_in_comes_out(tmp_path, lengths, k, seed, dtype):
 ])
 def test_what_are_no_log_probabilities_is_refused(tmp_path, broken, match):
     good = log_probs(np.random.default_rng(0), 4, 6)
-    with pytest.raises((LogitError, RaggedError), match=match): LogitStore.write(tmp_path/'x', [good, broken(good)], index_of(2), {})
+    with pytest.raises((LogitError, RaggedError), match=match):
+        LogitStore.write(tmp_path/'x', [good, broken(good)], index_of(2), {})
     assert os.listdir(tmp_path) == []
 
 
 def test_what_does_not_fit_together_is_refused(tmp_path):
     x = log_probs(np.random.default_rng(0), 4, 6)
-    with pytest.raises(RaggedError, match='2 rows of the index, but 1 arrays'): LogitStore.write(tmp_path/'x', [x], index_of(2), {})
-    with pytest.raises(RaggedError, match='more arrays than the 1 rows'): LogitStore.write(tmp_path/'x', [x, x], index_of(1), {})
-    with pytest.raises(LogitError, match='no trials'): LogitStore.write(tmp_path/'x', [], index_of(0), {})
-    with pytest.raises(LogitError, match="lacks the columns \\['session'\\]"): LogitStore.write(tmp_path/'x', [x], index_of(1).drop(columns='session'), {})
-    with pytest.raises(TypeError): LogitStore.write(tmp_path/'x', [x], index_of(1), dict(model=object()))
+    def write(arrays, index, provenance={}): return LogitStore.write(tmp_path/'x', arrays, index, provenance)
+    with pytest.raises(RaggedError, match='2 rows of the index, but 1 arrays'): write([x], index_of(2))
+    with pytest.raises(RaggedError, match='more arrays than the 1 rows'): write([x, x], index_of(1))
+    with pytest.raises(LogitError, match='no trials'): write([], index_of(0))
+    with pytest.raises(LogitError, match="lacks the columns \\['session'\\]"):
+        write([x], index_of(1).drop(columns='session'))
+    with pytest.raises(TypeError): write([x], index_of(1), dict(model=object()))
     write_ragged(tmp_path/'other', [x])
     with pytest.raises(RaggedError, match='holds arrays, expected log_probs'): LogitStore.open(tmp_path/'other')
     assert os.listdir(tmp_path) == ['other']
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(n=st.integers(1, 4), scale=st.sampled_from([.1, 3., 20.]), how=st.sampled_from(['log_prob', 'prob']))
-def test_averages_follow_their_formulas(tmp_path, n, scale, how):
+@given(n=st.integers(1, 4), scale=st.sampled_from([.1, 3., 20.]), mean=st.sampled_from(['log_prob', 'prob']))
+def test_averages_follow_their_formulas(tmp_path, n, scale, mean):
     stores = [store(tmp_path/str(i), i, scale=scale) for i in range(n)]
-    got = LogitStore.average(stores, tmp_path/'average', how=how)
+    got = LogitStore.average(stores, tmp_path/'average', mean=mean)
     for i in range(len(got)):
         p = np.exp(np.stack([s[i] for s in stores]).astype('longdouble'))
-        want = p.mean(0) if how == 'prob' else np.prod(p**(np.longdouble(1)/n), 0)
+        want = p.mean(0) if mean == 'prob' else np.prod(p**(np.longdouble(1)/n), 0)
         want = np.log(want/want.sum(-1, keepdims=True)).astype('float64')
         assert np.allclose(got[i], want, rtol=1e-5, atol=1e-5) and got[i].dtype == np.float32
-    assert got.provenance == dict(average=how, members=[s.provenance for s in stores])
+    assert got.provenance == dict(average=mean, members=[s.provenance for s in stores])
     assert got.index.equals(stores[0].index)
 
 
 def test_an_average_needs_no_path(tmp_path):
     stores = [store(tmp_path/str(i), i) for i in range(2)]
-    a, b = LogitStore.average(stores), LogitStore.average(stores, tmp_path/'average')
+    a = LogitStore.average(stores)
+    b = LogitStore.average(stores, tmp_path/'average')
     assert all(np.array_equal(x, y) for x, y in zip(a, b)) and len(a) == len(b) == 4
     assert sorted(os.listdir(tmp_path)) == ['0', '1', 'average']
 
@@ -91,7 +99,8 @@ def test_an_average_needs_no_path(tmp_path):
 def test_an_average_can_be_averaged(tmp_path):
     a, b, c = (store(tmp_path/str(i), i) for i in range(3))
     nested = LogitStore.average([LogitStore.average([a, b]), c], tmp_path/'nested')
-    assert json.dumps(nested.provenance) == json.dumps(dict(average='log_prob', members=[dict(average='log_prob', members=[a.provenance, b.provenance]), c.provenance]))
+    inner = dict(average='log_prob', members=[a.provenance, b.provenance])
+    assert json.dumps(nested.provenance) == json.dumps(dict(average='log_prob', members=[inner, c.provenance]))
 
 
 @pytest.mark.parametrize('kw, match', [
@@ -102,7 +111,8 @@ def test_an_average_can_be_averaged(tmp_path):
     (dict(key=['trial_0001', 'trial_0000', 'trial_0002', 'trial_0003']), 'different trials'),
 ])
 def test_different_things_are_not_averaged(tmp_path, kw, match):
-    a, b = store(tmp_path/'a'), store(tmp_path/'b', 1, **kw)
+    a = store(tmp_path/'a')
+    b = store(tmp_path/'b', 1, **kw)
     with pytest.raises(LogitError, match=match): LogitStore.average([a, b], tmp_path/'average')
     assert not (tmp_path/'average').exists()
 

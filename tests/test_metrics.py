@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from b2t_kaggle.metrics import (ErrorCounts, bleu, character_error_rate, count_edits, error_table, phoneme_error_rate, phoneme_errors, total,
-                                word_error_rate, word_errors)
+from b2t_kaggle.metrics import (
+    ErrorCounts, bleu, character_error_rate, count_edits, error_table, phoneme_error_rate, phoneme_errors, total,
+    word_error_rate, word_errors,
+)
 from b2t_kaggle.phonemes import from_class_ids
 
 NBEST = Path(__file__).resolve().parents[2]/'shared/t15/nbest_val.jsonl'
@@ -19,8 +21,9 @@ def distance(a, b):
     "Levenshtein distance by the textbook's dynamic programme."
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
-        last, row[0] = row[0], i
-        for j, y in enumerate(b, 1): last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (x != y))
+        above = row
+        row = [i]
+        for j, y in enumerate(b, 1): row.append(min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (x != y)))
     return row[-1]
 
 
@@ -43,10 +46,12 @@ def test_counts_are_a_shortest_alignment(ref, hyp):
 
 @given(st.lists(st.tuples(tokens, tokens), max_size=6))
 def test_phoneme_error_rate_is_aggregate(pairs):
-    refs, hyps = [r for r, _ in pairs], [h for _, h in pairs]
+    refs = [r for r, _ in pairs]
+    hyps = [h for _, h in pairs]
     want = sum(distance(r, h) for r, h in pairs)/max(1, sum(map(len, refs)))
     assert phoneme_error_rate(refs, hyps) == pytest.approx(want)
-    assert phoneme_error_rate(map(from_class_ids, refs), [np.array(h, dtype=np.int32) for h in hyps]) == pytest.approx(want)
+    arrays = [np.array(h, dtype=np.int32) for h in hyps]
+    assert phoneme_error_rate(map(from_class_ids, refs), arrays) == pytest.approx(want)
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=6))
@@ -63,7 +68,8 @@ def test_sessions_add_up(trials):
     counts = phoneme_errors([r for r, _, _ in trials], [h for _, h, _ in trials])
     table = error_table(counts, [g for _, _, g in trials])
     assert list(table.index) == [*dict.fromkeys(g for _, _, g in trials), 'all']
-    for column in ('trials', 'length', 'edits', 'substitutions', 'insertions', 'deletions'): assert table[column][:-1].sum() == table.loc['all', column]
+    for column in ('trials', 'length', 'edits', 'substitutions', 'insertions', 'deletions'):
+        assert table[column][:-1].sum() == table.loc['all', column]
     assert table.loc['all', 'rate'] == pytest.approx(total(counts).rate)
 
 
@@ -103,8 +109,10 @@ def test_what_are_not_phonemes_is_refused_by_trial(bad):
 def test_real_first_hypotheses(system):
     if not NBEST.exists(): pytest.skip('../shared/t15/nbest_val.jsonl is not beside the repository')
     trials = [json.loads(line) for line in NBEST.open()]
-    refs, hyps = [t['reference'] for t in trials], [t[system][0] for t in trials]
-    edits, length = sum(distance(words(r), words(h)) for r, h in zip(refs, hyps)), sum(len(words(r)) for r in refs)
+    refs = [t['reference'] for t in trials]
+    hyps = [t[system][0] for t in trials]
+    edits = sum(distance(words(r), words(h)) for r, h in zip(refs, hyps))
+    length = sum(len(words(r)) for r in refs)
     counts = total(word_errors(refs, hyps))
     assert (counts.edits, counts.length) == (edits, length)
     assert word_error_rate(refs, hyps) == edits/length
