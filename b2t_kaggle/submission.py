@@ -23,30 +23,35 @@ class SubmissionError(ValueError):
 def check_order(
     index: pd.DataFrame, # One row for each test trial, columns `session` (`t15.YYYY.MM.DD`) and `key` (`trial_0000`)
 ) -> int:                # Number of trials
-    "Check that trials come in the competition's order; raises `SubmissionError` that names the first one that does not."
+    "Check that trials are in the competition's order; raises `SubmissionError` that names the first one that is not."
     missing = {'session', 'key'} - set(index.columns)
-    if missing: raise SubmissionError(f'test index: column {", ".join(sorted(missing))} is missing; found {", ".join(map(str, index.columns))}')
+    if missing:
+        found = ', '.join(map(str, index.columns))
+        raise SubmissionError(f'test index: column {", ".join(sorted(missing))} is missing; found {found}')
     trials = list(zip(index['session'], index['key']))
     for i, (a, b) in enumerate(zip(trials, trials[1:]), 1):
-        if a >= b: raise SubmissionError(f'test index: row {i} is {" ".join(b)} after {" ".join(a)}; '
-                                         'expected each trial once, sessions in chronological order and trials in key order')
+        if a < b: continue
+        raise SubmissionError(f'test index: row {i} is {" ".join(b)} after {" ".join(a)}; '
+                              'expected each trial once, sessions in chronological order and trials in key order')
     return len(trials)
 
 # %% ../nbs/08_submission.ipynb #c009
-_ALPHABET = re.compile(r"[a-zA-Z\-' ]*") # What the metric keeps
+_ALPHABET = re.compile(r"[a-zA-Z\-' ]*")                # What the metric keeps
 _MISSING = {'NA', 'NULL', 'NaN', 'None', 'nan', 'null'} # What pandas reads as missing, of what the alphabet can spell
 
 def _text_problem(text) -> str | None:
     "What is wrong with a text, if anything."
-    if not isinstance(text, str): return f'found {text!r}, expected text; write an empty text for a trial without a hypothesis'
-    if not _ALPHABET.fullmatch(text):
-        bad = ''.join(dict.fromkeys(re.sub(r"[a-zA-Z\-' ]", '', text)))
-        return f"found {bad!r} in {text!r}, expected only a-z, A-Z, space, - and '; apply normalize_sentence"
+    if not isinstance(text, str):
+        return f'found {text!r}, expected text; write an empty text for a trial without a hypothesis'
+    if _ALPHABET.fullmatch(text): return None
+    bad = ''.join(dict.fromkeys(re.sub(r"[a-zA-Z\-' ]", '', text)))
+    return f"found {bad!r} in {text!r}, expected only a-z, A-Z, space, - and '; apply normalize_sentence"
 
 def _text_warnings(texts: list[str]) -> list[str]:
-    "What is allowed but probably not wanted."
-    return ([f'id {i}: empty text' for i, t in enumerate(texts) if not t.strip()]
-            + [f'id {i}: {t!r} is read as a missing value by pandas' for i, t in enumerate(texts) if t in _MISSING])
+    "What is allowed but probably a mistake."
+    empty = [f'id {i}: empty text' for i, t in enumerate(texts) if not t.strip()]
+    missing = [f'id {i}: {t!r} is read as a missing value by pandas' for i, t in enumerate(texts) if t in _MISSING]
+    return empty + missing
 
 # %% ../nbs/08_submission.ipynb #c012
 def _rows(data: bytes) -> list[tuple[int, list[str]]]:
@@ -56,62 +61,79 @@ def _rows(data: bytes) -> list[tuple[int, list[str]]]:
         line = data.count(b'\n', 0, e.start) + 1
         raise SubmissionError(f'line {line}: not UTF-8 (byte 0x{data[e.start]:02x}); save the file as UTF-8') from None
     reader = csv.reader(io.StringIO(text, newline=''), strict=True)
-    try: return [(reader.line_num, fields) for fields in reader]
+    try: return [(reader.line_num, row) for row in reader]
     except csv.Error as e: raise SubmissionError(f'line {reader.line_num}: not a valid CSV ({e})') from None
 
 def _id_problems(ids: list[tuple[int, str]], n: int | None) -> list[str]:
     "What is wrong with the ids (line number, id), which must be 0, 1, 2 …"
-    out, seen, shifted = [], {}, []
+    first_line = {} # Of each id
+    repeated = []
+    shifted = []
     for row, (line, i) in enumerate(ids):
-        if i in seen: out.append(f'line {line}: id {i} was already in line {seen[i]}')
+        if i in first_line: repeated.append(f'line {line}: id {i} was already in line {first_line[i]}')
         elif i != str(row): shifted.append(f'line {line}: id is {i!r}, expected {row}')
-        seen.setdefault(i, line)
-    out = shifted[:1] + out # One missing row shifts all that follow
-    missing = [str(i) for i in range(len(ids) if n is None else n) if str(i) not in seen]
-    if missing: out.append(f'{len(missing)} ids are missing: {", ".join(missing[:5])}{" …" if len(missing) > 5 else ""}')
-    if n is not None and len(ids) != n: out.append(f'found {len(ids)} rows, expected {n}, one for each test trial')
-    return out
+        first_line.setdefault(i, line)
+    problems = shifted[:1] + repeated # One missing row shifts all that follow
+    missing = [str(i) for i in range(len(ids) if n is None else n) if str(i) not in first_line]
+    if missing:
+        more = ' …' if len(missing) > 5 else ''
+        problems.append(f'{len(missing)} ids are missing: {", ".join(missing[:5])}{more}')
+    if n is not None and len(ids) != n: problems.append(f'found {len(ids)} rows, expected {n}, one for each test trial')
+    return problems
 
-# %% ../nbs/08_submission.ipynb #c013
+# %% ../nbs/08_submission.ipynb #c014
+def _problems(rows: list[tuple[int, list[str]]], n: int | None) -> list[str]:
+    "All that is wrong with the rows of a file (line number, fields), the header included."
+    header = rows[0][1] if rows else []
+    rows = rows[1:]
+    problems = []
+    if header != ['id', 'text']:
+        problems.append(f'line 1: found the header {",".join(header)!r}, expected \'id,text\'')
+    problems += [f'line {line}: found {len(r)} fields, expected 2' for line, r in rows if len(r) != 2]
+    rows = [(line, *r) for line, r in rows if len(r) == 2]
+    problems += _id_problems([(line, i) for line, i, _ in rows], n)
+    problems += [f'line {line}, id {i}: {p}' for line, i, t in rows if (p := _text_problem(t))]
+    return problems
+
 def _check(data: bytes, name, expected: int | pd.DataFrame | None) -> list[str]:
     "The warnings of a submission's bytes; raises `SubmissionError` with all its problems."
     n = check_order(expected) if isinstance(expected, pd.DataFrame) else expected
     try: rows = _rows(data)
     except SubmissionError as e: raise SubmissionError(f'{name}: {e}') from None
-    header, rows = (rows[0][1], rows[1:]) if rows else ([], [])
-    problems = [] if header == ['id', 'text'] else [f'line 1: found the header {",".join(header)!r}, expected \'id,text\'']
-    problems += [f'line {line}: found {len(r)} fields, expected 2' for line, r in rows if len(r) != 2]
-    rows = [(line, *r) for line, r in rows if len(r) == 2]
-    problems += _id_problems([(line, i) for line, i, _ in rows], n)
-    problems += [f'line {line}, id {i}: {p}' for line, i, t in rows if (p := _text_problem(t))]
+    problems = _problems(rows, n)
     if problems:
+        title = f'{name}: {len(problems)} problem{"s" * (len(problems) > 1)}'
         more = f'\n  … and {len(problems) - 10} more' if len(problems) > 10 else ''
-        raise SubmissionError('\n  '.join([f'{name}: {len(problems)} problem{"s" * (len(problems) > 1)}', *problems[:10]]) + more)
-    return _text_warnings([t for _, _, t in rows])
+        raise SubmissionError('\n  '.join([title, *problems[:10]]) + more)
+    return _text_warnings([text for _, (_, text) in rows[1:]])
 
 def validate_submission(
     path: str | Path,                           # CSV file
-    expected: int | pd.DataFrame | None = None, # Number of test trials, or the test index (`session`, `key`); none means any number
+    expected: int | pd.DataFrame | None = None, # Number of test trials, or the test index; none: any number
 ) -> list[str]:                                 # Warnings: empty texts, and texts that read as missing values
-    "Check a submission; raises `SubmissionError` with every problem: header, ids, number and order of rows, characters, encoding."
+    """Check a submission.
+
+    Raises `SubmissionError` with every problem: header, ids, number and order of rows, characters, encoding."""
     try: data = Path(path).read_bytes()
     except OSError as e: raise SubmissionError(f'{path}: cannot be read ({e.strerror})') from None
     return _check(data, path, expected)
 
-# %% ../nbs/08_submission.ipynb #c015
+# %% ../nbs/08_submission.ipynb #c018
 def write_submission(
     path: str | Path,                           # CSV file to write
     texts: Iterable[str],                       # One text for each test trial, in the competition's order
-    expected: int | pd.DataFrame | None = None, # Number of test trials, or the test index; none means as many as there are texts
+    expected: int | pd.DataFrame | None = None, # Number of test trials, or the test index; none: as many as texts
 ) -> list[str]:                                 # Warnings, as of `validate_submission`
     "Write `id,text`, atomically; raises `SubmissionError` and writes nothing if the result would not validate."
-    if isinstance(texts, str): raise SubmissionError(f'texts: found one text {texts!r}, expected a list with one for each test trial')
-    path, texts = Path(path), list(texts)
-    bad = [f'id {i}: {p}' for i, t in enumerate(texts) if not isinstance(t, str) for p in [_text_problem(t)]]
-    if bad: raise SubmissionError(f'{path}: {bad[0]}')
+    if isinstance(texts, str):
+        raise SubmissionError(f'texts: found one text {texts!r}, expected a list with one for each test trial')
+    path = Path(path)
+    texts = list(texts)
+    for i, t in enumerate(texts):
+        if not isinstance(t, str): raise SubmissionError(f'{path}: id {i}: {_text_problem(t)}')
     out = io.StringIO()
     csv.writer(out, lineterminator='\n').writerows([('id', 'text'), *enumerate(texts)])
-    data = out.getvalue().encode('utf-8', 'surrogatepass')
+    data = out.getvalue().encode('utf-8', 'surrogatepass') # What UTF-8 cannot hold is refused below, like a bad byte
     warnings = _check(data, path, expected)
-    with atomic_path(path) as tmp: tmp.write_bytes(data)
+    with atomic_path(path) as scratch: scratch.write_bytes(data)
     return warnings

@@ -62,13 +62,13 @@ def test_what_are_no_log_probabilities_is_refused(tmp_path, broken, match):
 
 def test_what_does_not_fit_together_is_refused(tmp_path):
     x = log_probs(np.random.default_rng(0), 4, 6)
-    def write(arrays, index, provenance={}): return LogitStore.write(tmp_path/'x', arrays, index, provenance)
+    def write(arrays, index, **provenance): return LogitStore.write(tmp_path/'x', arrays, index, provenance)
     with pytest.raises(RaggedError, match='2 rows of the index, but 1 arrays'): write([x], index_of(2))
     with pytest.raises(RaggedError, match='more arrays than the 1 rows'): write([x, x], index_of(1))
     with pytest.raises(LogitError, match='no trials'): write([], index_of(0))
     with pytest.raises(LogitError, match="lacks the columns \\['session'\\]"):
         write([x], index_of(1).drop(columns='session'))
-    with pytest.raises(TypeError): write([x], index_of(1), dict(model=object()))
+    with pytest.raises(TypeError): write([x], index_of(1), model=object())
     write_ragged(tmp_path/'other', [x])
     with pytest.raises(RaggedError, match='holds arrays, expected log_probs'): LogitStore.open(tmp_path/'other')
     assert os.listdir(tmp_path) == ['other']

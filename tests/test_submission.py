@@ -88,11 +88,14 @@ def test_missing_file_is_named(tmp_path):
 
 
 def test_order_of_the_real_schedule(tmp_path):
-    index = pd.DataFrame([(f't15.2023.{m:02}.{d:02}', f'trial_{k:04}') for m in (8, 11) for d in (1, 30) for k in range(120)], columns=['session', 'key'])
+    trials = [(f't15.2023.{m:02}.{d:02}', f'trial_{k:04}') for m in (8, 11) for d in (1, 30) for k in range(120)]
+    index = pd.DataFrame(trials, columns=['session', 'key'])
     assert check_order(index) == 480
     assert write_submission(tmp_path/'s.csv', ['a']*480, index) == []
-    with pytest.raises(SubmissionError, match='found 479 rows, expected 480'): write_submission(tmp_path/'t.csv', ['a']*479, index)
-    with pytest.raises(SubmissionError, match='chronological'): write_submission(tmp_path/'t.csv', ['a']*480, index[::-1])
+    with pytest.raises(SubmissionError, match='found 479 rows, expected 480'):
+        write_submission(tmp_path/'t.csv', ['a']*479, index)
+    with pytest.raises(SubmissionError, match='chronological'):
+        write_submission(tmp_path/'t.csv', ['a']*480, index[::-1])
     assert not (tmp_path/'t.csv').exists()
 
 
@@ -105,7 +108,8 @@ def test_bad_texts_are_not_written(tmp_path, texts):
 
 
 def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path):
-    p, n = tmp_path/'submission.csv', 20_000
+    p = tmp_path/'submission.csv'
+    n = 20_000
     code = textwrap.dedent(f'''
         from b2t_kaggle.submission import write_submission
         print('ready', flush=True)
