@@ -83,7 +83,7 @@ def load_lm(
     name: str | Path,                 # Local folder, or name on the hub such as `facebook/opt-6.7b`
     dtype: str = 'auto',              # `float32`, `bfloat16`, `float16`; auto: float32 on a CPU, 16 bits on a GPU
     eight_bit: bool = False,          # 8-bit weights; needs the packages bitsandbytes and accelerate
-    adapter: str | Path | None = None,# Folder of a LoRA adapter, such as `b2t_kaggle.rescoring.finetune` saves
+    adapter: str | Path | None = None,# Folder of a LoRA adapter, such as `finetune` saves
     device: str | None = None,        # Such as `cuda:1`; None: the GPU if there is one
     local_files_only: bool = False,   # Never ask the hub
 ) -> tuple[torch.nn.Module, object]:  # Model, in evaluation mode, and tokenizer
