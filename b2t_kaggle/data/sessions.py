@@ -400,7 +400,7 @@ def write_session(
     path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are made
     trials: Iterable[Trial], # Consumed one at a time; groups are numbered in this order
 ) -> Path:
-    "Write one split of a session in the official format; raises `SessionError` for a trial that could not be read back."
+    "Write one split of a session in the official format; raises `SessionError` for a trial that cannot be read back."
     path = Path(path)
     session, split = _identify(path)
     duplicates = _Duplicates()
