@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,11 +90,13 @@ def test_evaluation_sees_every_trial_once(n_bins, batch_size, pad):
        patch=st.sampled_from([(14, 4), (0, 0), (5, 3)]))
 def test_buckets_are_optimal(lengths, n, longest, patch):
     def waste(buckets): return sum(min(b for b in buckets if b >= t) - t for t in lengths)
-    got = choose_buckets(lengths, n, *patch, longest)
-    top = int(round_length(max([*lengths, longest or 0]), *patch))
-    candidates = sorted({int(t) for t in round_length(np.array(lengths), *patch)} | {top})
+    rounded = partial(round_length, patch_size=patch[0], patch_stride=patch[1])
+    got = choose_buckets(lengths, n, rounded, longest)
+    top = int(rounded(max([*lengths, longest or 0])))
+    candidates = sorted({int(t) for t in rounded(np.array(lengths))} | {top})
     best = min(waste([*c, top]) for k in range(n) for c in itertools.combinations(candidates[:-1], k))
     assert got == sorted(set(got)) and len(got) <= n and got[-1] == top and waste(got) == best
+    if patch == (0, 0): assert got == choose_buckets(lengths, n, longest=longest)
 
 
 @given(t=st.integers(1, 500), size=st.integers(1, 20), stride=st.integers(1, 8))
