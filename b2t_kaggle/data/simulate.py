@@ -26,6 +26,21 @@ from ..files import write_whole
 from ..phonemes import ARPABET, SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
 
 # %% ../../nbs/data/02_simulate.ipynb #c006
+_CORPUS = {'s': 'switchboard', 'f': '50-word', 'o': 'openwebtext', 'h': 'harvard', 'q': 'freq words', 'r': 'random'}
+
+class SessionBlock(NamedTuple):
+    "A block of a recording day."
+    number: int     # The file's `block_num`
+    corpus: str     # One of `sentences.CORPORA`
+    held_out: bool  # Whether its trials are val and test trials
+    size: int       # Sentences
+
+def _block(text: str) -> SessionBlock:
+    "A block as the schedule writes it, such as `8S40`."
+    number, corpus, size = re.fullmatch(r'(\d+)([a-zA-Z])(\d+)', text).groups()
+    return SessionBlock(int(number), _CORPUS[corpus.lower()], corpus.isupper(), int(size))
+
+# %% ../../nbs/data/02_simulate.ipynb #c008
 _SCHEDULE_2023 = '''
 2023.08.11 288 0 0 | 2f20 3f30 4f40 5f50 6f50 8f50 9f50
 2023.08.13 348 35 35 | 1s50 2s50 3s40 4s40 5s40 6s40 7f40 8S40 9S30 11f40 12s30
@@ -56,7 +71,7 @@ _SCHEDULE_2023 = '''
 2023.12.29 198 50 50 | 1q50 2q50 3q48 4S50 5Q50 7q50
 '''
 
-# %% ../../nbs/data/02_simulate.ipynb #c007
+# %% ../../nbs/data/02_simulate.ipynb #c009
 _SCHEDULE_2024 = '''
 2024.02.25 193 23 24 | 1s49 3s47 4s50 5s47 6S47
 2024.03.03 219 0 0 | 1s19 3f50 6f50 11f50 13f50
@@ -78,27 +93,13 @@ _SCHEDULE_2024 = '''
 2025.04.13 69 25 25 | 2s20 7s50 8S50
 '''
 
-# %% ../../nbs/data/02_simulate.ipynb #c008
-_CORPUS = {'s': 'switchboard', 'f': '50-word', 'o': 'openwebtext', 'h': 'harvard', 'q': 'freq words', 'r': 'random'}
-
-class SessionBlock(NamedTuple):
-    "A block of a recording day."
-    number: int     # The file's `block_num`
-    corpus: str     # One of `sentences.CORPORA`
-    held_out: bool  # Whether its trials are val and test trials
-    size: int       # Sentences
-
+# %% ../../nbs/data/02_simulate.ipynb #c010
 @dataclass(frozen=True)
 class Day:
     "A recording day of the real schedule."
     session: str            # `t15.2023.08.11`
     counts: dict[str, int]  # Sentences in train, val and test
     blocks: list[SessionBlock]     # In the order in which they were recorded
-
-def _block(text: str) -> SessionBlock:
-    "A block as the schedule writes it, such as `8S40`."
-    number, corpus, size = re.fullmatch(r'(\d+)([a-zA-Z])(\d+)', text).groups()
-    return SessionBlock(int(number), _CORPUS[corpus.lower()], corpus.isupper(), int(size))
 
 def _day(line: str) -> Day:
     "A line of the schedule."
@@ -109,13 +110,13 @@ def _day(line: str) -> Day:
 
 SCHEDULE = [_day(line) for line in (_SCHEDULE_2023 + _SCHEDULE_2024).splitlines() if line]
 
-# %% ../../nbs/data/02_simulate.ipynb #c013
+# %% ../../nbs/data/02_simulate.ipynb #c015
 def _share(n: int, sizes: list[int]) -> np.ndarray:
     "`n` divided in proportion to `sizes`, in whole numbers that add up."
     edges = np.round(np.cumsum([0, *sizes])*n/max(sum(sizes), 1)).astype(int)
     return np.diff(edges)
 
-# %% ../../nbs/data/02_simulate.ipynb #c016
+# %% ../../nbs/data/02_simulate.ipynb #c018
 _MIN_WORDS = 4    # no Harvard sentence is shorter
 _DRAWS = 100_000  # at most for a sentence; the rarest kind of short sentence comes far more often
 
@@ -135,7 +136,7 @@ def _new_sentence(writer: Writer, corpus: str, max_words: int, held_out: set[str
     raise SimulateError(f'{corpus} has no more new sentences of up to {max_words} words, '
                         f'{len(held_out)} are held out; raise max_words, or lower val and test')
 
-# %% ../../nbs/data/02_simulate.ipynb #c019
+# %% ../../nbs/data/02_simulate.ipynb #c021
 def _plan_day(
     day: int,            # Position in the schedule
     of_held_out: bool,   # Whether to plan the blocks of val and test, or those of train
@@ -162,7 +163,7 @@ def _plan_day(
                          corpus=block.corpus, sentence=sentence))
     return rows
 
-# %% ../../nbs/data/02_simulate.ipynb #c021
+# %% ../../nbs/data/02_simulate.ipynb #c023
 def plan_trials(
     n_sessions: int = 8,     # Recording days, from the first on
     train: int | None = 80,  # Train sentences per session; none means as many as the real session has
@@ -188,7 +189,7 @@ def plan_trials(
             rows += _plan_day(day, of_held_out, n, seed, max_words, held_out)
     return pd.DataFrame(rows).sort_values(['day', 'block', 'trial'], ignore_index=True)
 
-# %% ../../nbs/data/02_simulate.ipynb #c024
+# %% ../../nbs/data/02_simulate.ipynb #c026
 _ARTICULATIONS = '''
 lips      P B M F:.5 V:.5 W:.6
 teeth     F V TH DH
@@ -232,7 +233,7 @@ def _targets() -> tuple[list[str], np.ndarray]:
 
 ARTICULATORS, TARGETS = _targets()  # targets of blank and silence are zero
 
-# %% ../../nbs/data/02_simulate.ipynb #c027
+# %% ../../nbs/data/02_simulate.ipynb #c029
 def _mean_lengths() -> np.ndarray:
     "Mean length of each class in bins of 20 ms, [41]; a word has 3.2 phonemes and a pause, together two seconds."
     is_vowel = TARGETS[:, 0, ARTICULATORS.index('vowel')] > 0
@@ -255,7 +256,7 @@ def _durations(
     varied = mean*np.exp(0.3*rng.standard_normal(len(ids)) - 0.045)  # 0.045 = 0.3²/2 keeps the mean
     return np.maximum(np.round(varied), _MIN_LENGTH).astype(int)
 
-# %% ../../nbs/data/02_simulate.ipynb #c030
+# %% ../../nbs/data/02_simulate.ipynb #c032
 _SMOOTH = 3.0  # bins; standard deviation of the kernel with which movements follow their targets
 _JITTER = 0.1  # standard deviation with which a movement misses its target, in units of the features
 
@@ -282,7 +283,7 @@ def movement(
     smooth = [np.convolve(c, _kernel(_SMOOTH), 'same') for c in x.T]
     return np.stack(smooth, 1).astype(np.float32), ids[position]
 
-# %% ../../nbs/data/02_simulate.ipynb #c033
+# %% ../../nbs/data/02_simulate.ipynb #c035
 _ARRAYS = {  # strength of the modulation, preferred articulators
     'ventral 6v': (1.0, 'lips teeth tongue_tip palate velum stop fricative sibilant nasal'),
     'area 4': (0.75, 'voice glottis open lips speech nasal tense'),
@@ -305,7 +306,7 @@ def _directions(rng: np.random.Generator) -> np.ndarray:
     over_phonemes = (middle - middle.mean(0)) @ w.T
     return w/(over_phonemes.std(0)[:, None] + 1e-6)
 
-# %% ../../nbs/data/02_simulate.ipynb #c036
+# %% ../../nbs/data/02_simulate.ipynb #c038
 _TURN_DAYS = 75.      # time constant of the tuning, in days
 _TURN_SESSION = 0.92  # correlation of the tuning in two sessions without a pause
 _DIES = 0.02          # share of the living electrodes that die from one session to the next
@@ -315,7 +316,7 @@ def _wander(x: np.ndarray, new: np.ndarray, rho: float) -> np.ndarray:
     "A step of an autoregressive process that keeps its variance and has the correlation `rho`."
     return rho*x + np.sqrt(1 - rho**2)*new
 
-# %% ../../nbs/data/02_simulate.ipynb #c039
+# %% ../../nbs/data/02_simulate.ipynb #c041
 @dataclass(frozen=True)
 class _Implant:
     "The electrodes' hidden state on a day; features are threshold crossings, then spike-band power."
@@ -361,7 +362,7 @@ def _next_day(implant: _Implant, pause: int, rng: np.random.Generator) -> _Impla
         shared=_wander(implant.shared, shared, rho),
         alive=np.where(implant.alive, survives, returns))
 
-# %% ../../nbs/data/02_simulate.ipynb #c041
+# %% ../../nbs/data/02_simulate.ipynb #c043
 @dataclass(frozen=True)
 class Electrodes:
     "What all electrodes are like on one day; features are threshold crossings, then spike-band power."
@@ -395,7 +396,7 @@ def electrodes(
     for earlier, day in zip(days, days[1:]): implants.append(_next_day(implants[-1], (day - earlier).days, rng))
     return [_electrodes(implant, snr) for implant in implants]
 
-# %% ../../nbs/data/02_simulate.ipynb #c044
+# %% ../../nbs/data/02_simulate.ipynb #c046
 _FLUCTUATION = 0.9  # correlation of the shared noise from bin to bin: a time constant of 0.2 s
 _POWER_NOISE = 0.5  # standard deviation of the log power of an electrode, per bin
 _DRIFT = 0.03       # standard deviation of the change of the log from trial to trial
@@ -406,7 +407,7 @@ def _fluctuations(n: int, rng: np.random.Generator) -> np.ndarray:
     response = np.sqrt(1 - _FLUCTUATION**2)/(1 - _FLUCTUATION*np.exp(-2j*np.pi*np.arange(n//2 + 1)/n))
     return np.fft.irfft(white*response[:, None], n, axis=0).astype(np.float32)
 
-# %% ../../nbs/data/02_simulate.ipynb #c046
+# %% ../../nbs/data/02_simulate.ipynb #c048
 def features(
     x: np.ndarray,            # Articulators float32 [T, D]
     e: Electrodes,            # The day's electrodes
@@ -426,7 +427,7 @@ def features(
     recorded[:, :N_ELECTRODES] = rng.poisson(recorded[:, :N_ELECTRODES])
     return recorded
 
-# %% ../../nbs/data/02_simulate.ipynb #c049
+# %% ../../nbs/data/02_simulate.ipynb #c051
 _SOURCES = np.array([(0.3, 0.), (2., 0.), (2., 1.1), (0.5, 3.)])  # memory τ in s, frequency f in Hz
 
 def _sources(n: int, rng: np.random.Generator) -> np.ndarray:
@@ -451,7 +452,7 @@ def interfere(
     rng = np.random.default_rng((seed, 9, day, block))
     for f in recorded: f += (_sources(len(f), rng) @ pattern).astype(np.float32)
 
-# %% ../../nbs/data/02_simulate.ipynb #c054
+# %% ../../nbs/data/02_simulate.ipynb #c056
 def zscore(
     recorded: list[np.ndarray], # Features of a block's trials, [T, 512] each; changed in place
 ) -> None:
@@ -465,7 +466,7 @@ def zscore(
         f -= mean
         f *= scale
 
-# %% ../../nbs/data/02_simulate.ipynb #c057
+# %% ../../nbs/data/02_simulate.ipynb #c059
 def simulate_block(
     trials: pd.DataFrame, # Rows of a plan, all of one block
     e: Electrodes,        # The day's electrodes
@@ -496,7 +497,7 @@ def simulate_block(
             for row, f, class_ids in zip(trials.itertuples(), recorded, ids)]
     return made, [spoken for _, spoken in movements]
 
-# %% ../../nbs/data/02_simulate.ipynb #c061
+# %% ../../nbs/data/02_simulate.ipynb #c063
 def write_text(
     path: str | Path,   # Text file, one sentence a line
     plan: pd.DataFrame, # The trials
@@ -514,7 +515,7 @@ def write_text(
     write_whole(path, ''.join(s + '\n' for s in sentences))
     return path
 
-# %% ../../nbs/data/02_simulate.ipynb #c064
+# %% ../../nbs/data/02_simulate.ipynb #c066
 _MARKER = 'simulated.json'
 _LM_TEXT = 'lm_text.txt'
 
@@ -535,7 +536,7 @@ def _claim(folder: Path, parameters: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(marker, json.dumps(parameters))
 
-# %% ../../nbs/data/02_simulate.ipynb #c067
+# %% ../../nbs/data/02_simulate.ipynb #c069
 def _record(trials: pd.DataFrame, e: Electrodes, seed: int, structured_noise: float) -> Iterator[Trial]:
     "The recorded trials of a plan's rows, block by block."
     for _, block in trials.groupby('block'): yield from simulate_block(block, e, seed, structured_noise)[0]
@@ -550,7 +551,7 @@ def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, seed: int, st
         recorded = [t for t in held_out if t.split == split]
         if recorded: write_session(session_path(out_dir, session, split), recorded)
 
-# %% ../../nbs/data/02_simulate.ipynb #c068
+# %% ../../nbs/data/02_simulate.ipynb #c070
 def simulate_dataset(
     out_dir: str | Path,        # Where the session folders and `lm_text.txt` go
     n_sessions: int = 8,        # Recording days, from the first of the real schedule on; 45 are all
