@@ -31,7 +31,7 @@ def save_atomic(
     path: str | Path, # The file
 ) -> None:
     "`torch.save` that never leaves half a file under `path`."
-    with atomic_path(path, durable=True, suffix='') as tmp, open(tmp, 'wb') as f: torch.save(value, f)
+    with atomic_path(path, durable=True) as tmp, open(tmp, 'wb') as f: torch.save(value, f)
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c007
 def _numpy_scalar(dtype, data: bytes):
