@@ -51,7 +51,8 @@ def usable_trials(
     cfg: Config,         # The run's configuration
     verbose: bool = True, # Whether trials that are left out are listed; with several processes one does it
 ) -> np.ndarray:
-    "Indices of the trials that CTC can align, however much augmentation cuts off `[n]`. Raises `TrainingError` if there is none."
+    """Indices of the trials that CTC can align, however much augmentation cuts off `[n]`. Raises `TrainingError` if
+    there is none."""
     left_out = unalignable(store, cfg, max(cfg.augment.random_cut - 1, 0))
     if left_out.any() and verbose:
         print(f'left out of training, {left_out.sum()} trials with too few frames for their labels: '
