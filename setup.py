@@ -27,7 +27,8 @@ setup(
                  'Programming Language :: Python :: 3.11', 'Programming Language :: Python :: 3.12'],
     packages=find_packages(include=[f'{cfg["lib_name"]}*']) + [stages],
     package_dir={stages: f'{cfg["nbs_path"]}/pipeline'},
-    package_data={stages: ['*.ipynb'], cfg['lib_name']: ['py.typed']},
+    include_package_data=False,  # package_data below says all of it
+    package_data={stages: ['*.ipynb'], cfg['lib_name']: ['py.typed', 'data/vocabulary/*.txt']},
     python_requires=f'>={cfg["min_python"]}',
     install_requires=cfg['requirements'].split(),
     extras_require=extras,

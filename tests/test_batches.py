@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.data.batches import (Batcher, DayBalancedSampler, EpochSampler, bucket_of, choose_buckets, evaluation_batches, fill_rows,
+from b2t_kaggle.data.batches import (Batcher, DayBalancedSampler, EpochSampler, bucket_of, choose_buckets,
+                                     evaluation_batches, fill_rows,
                                      longest_in_batches, padding_table, prefetch, round_length)
 
 # Trials of each day; some days have none, as the real sessions without a split
@@ -26,9 +28,12 @@ def test_day_balanced_batches(counts, data):
     days_per_batch = data.draw(st.integers(1, len(with_trials)))
     batch_size = data.draw(st.integers(days_per_batch, 20))
     must = data.draw(st.lists(st.sampled_from(with_trials), max_size=days_per_batch, unique=True))
-    seed, step, groups = data.draw(st.integers(0, 2**40)), data.draw(st.integers(0, 10**7)), data.draw(st.integers(1, 5))
+    seed = data.draw(st.integers(0, 2**40))
+    step = data.draw(st.integers(0, 10**7))
+    groups = data.draw(st.integers(1, 5))
     from_end = [d - with_trials[-1] - 1 for d in must]
-    make = lambda must: DayBalancedSampler(days, batch_size, days_per_batch, seed, must, np.arange(len(days))[::-1], groups)
+    n_bins = np.arange(len(days))[::-1]
+    def make(must): return DayBalancedSampler(days, batch_size, days_per_batch, seed, must, n_bins, groups)
     batch = make(must).batch(step)
     assert len(batch) == batch_size and batch.min() >= 0 and batch.max() < len(days)
     per_day = Counter(days[batch].tolist())
@@ -44,14 +49,16 @@ def test_days_and_trials_are_drawn_evenly():
     "Frequencies of 4,000 batches against what uniform draws give, five standard deviations."
     days = np.repeat([0, 1, 2, 4, 5], [3, 10, 5, 4, 8])
     for groups in (1, 3):
-        s = DayBalancedSampler(days, 10, 2, seed=3, n_bins=np.random.default_rng(0).permutation(30), length_groups=groups)
+        n_bins = np.random.default_rng(0).permutation(30)
+        s = DayBalancedSampler(days, 10, 2, seed=3, n_bins=n_bins, length_groups=groups)
         batches = [s.batch(i) for i in range(4000)]
         n = Counter(d for b in batches for d in set(days[b].tolist()))
         assert n.keys() == {0, 1, 2, 4, 5} and all(abs(c - 1600) < 5*np.sqrt(4000*.4*.6) for c in n.values())
         if groups > 1: continue
         n = np.bincount(np.concatenate(batches), minlength=30)
         want = 4000*.4*5/np.array([3, 10, 5, 4, 8])[np.searchsorted([0, 1, 2, 4, 5], days)]
-        assert (abs(n - want) < 5*np.sqrt(want*6)).all()           # draws of one batch share their day: up to 5 + 1 times the variance
+        # Draws of one batch share their day: up to 5 + 1 times the variance
+        assert (abs(n - want) < 5*np.sqrt(want*6)).all()
         assert any(len(set(b)) < len(b) for b in batches)          # with replacement
 
 
@@ -85,15 +92,18 @@ def test_evaluation_sees_every_trial_once(n_bins, batch_size, pad):
 
 
 @settings(max_examples=150, deadline=None)
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), n=st.integers(1, 4), longest=st.integers(1, 70) | st.none(),
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), n=st.integers(1, 4),
+       longest=st.integers(1, 70) | st.none(),
        patch=st.sampled_from([(14, 4), (0, 0), (5, 3)]))
 def test_buckets_are_optimal(lengths, n, longest, patch):
     def waste(buckets): return sum(min(b for b in buckets if b >= t) - t for t in lengths)
-    got = choose_buckets(lengths, n, *patch, longest)
-    top = int(round_length(max([*lengths, longest or 0]), *patch))
-    candidates = sorted({int(t) for t in round_length(np.array(lengths), *patch)} | {top})
+    rounded = partial(round_length, patch_size=patch[0], patch_stride=patch[1])
+    got = choose_buckets(lengths, n, rounded, longest)
+    top = int(rounded(max([*lengths, longest or 0])))
+    candidates = sorted({int(t) for t in rounded(np.array(lengths))} | {top})
     best = min(waste([*c, top]) for k in range(n) for c in itertools.combinations(candidates[:-1], k))
     assert got == sorted(set(got)) and len(got) <= n and got[-1] == top and waste(got) == best
+    if patch == (0, 0): assert got == choose_buckets(lengths, n, longest=longest)
 
 
 @given(t=st.integers(1, 500), size=st.integers(1, 20), stride=st.integers(1, 8))
@@ -122,12 +132,15 @@ def store_of(lengths, n_features=8, dtype='float16', seed=0):
     xs = [rng.standard_normal((n, n_features)).astype(dtype) for n in lengths]
     ids = [rng.integers(1, 41, rng.integers(0, 9)) for _ in lengths]
     ragged = SimpleNamespace(flat=np.concatenate(xs).reshape(-1), starts=n_features*np.cumsum([0, *lengths[:-1]]))
-    return SimpleNamespace(path='memory', ragged=ragged, dtype=np.dtype(dtype), n_features=n_features, features=xs.__getitem__, n_bins=np.array(lengths),
-                           day=rng.integers(0, 3, len(lengths)), n_labels=np.array([len(x) for x in ids]), class_ids=ids.__getitem__)
+    return SimpleNamespace(path='memory', ragged=ragged, dtype=np.dtype(dtype), n_features=n_features,
+                           features=xs.__getitem__, n_bins=np.array(lengths),
+                           day=rng.integers(0, 3, len(lengths)), n_labels=np.array([len(x) for x in ids]),
+                           class_ids=ids.__getitem__)
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=10), types=st.sampled_from([('float16', 'float32'), ('float16', 'float16'), ('float32', 'float32')]),
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=10),
+       types=st.sampled_from([('float16', 'float32'), ('float16', 'float16'), ('float32', 'float32')]),
        seed=st.integers(0, 9), data=st.data())
 def test_a_batch_is_its_trials_padded(lengths, types, seed, data):
     store = store_of(lengths, dtype=types[0], seed=seed)
@@ -137,13 +150,16 @@ def test_a_batch_is_its_trials_padded(lengths, types, seed, data):
         assume((trials >= 0).any())
         b = batcher(trials)
         T = bucket_of(max(lengths[i] for i in trials if i >= 0), batcher.buckets)
-        assert b.features.shape == (len(trials), T, 8) and b.features.dtype == types[1] and b.features.flags.c_contiguous
+        assert b.features.shape == (len(trials), T, 8) and b.features.dtype == types[1]
+        assert b.features.flags.c_contiguous
         assert b.labels.shape == (len(trials), max(1, store.n_labels.max())) and np.array_equal(b.trials, trials)
         for row, i in enumerate(trials):
             n, s = (lengths[i], store.n_labels[i]) if i >= 0 else (0, 0)
             assert (b.n_bins[row], b.n_labels[row], b.day[row]) == ((n, s, store.day[i]) if i >= 0 else (T, 0, 0))
             assert not b.features[row, n:].any() and not b.labels[row, s:].any()
-            if i >= 0: assert np.array_equal(b.features[row, :n], store.features(i)) and np.array_equal(b.labels[row, :s], store.class_ids(i))
+            if i >= 0:
+                assert np.array_equal(b.features[row, :n], store.features(i))
+                assert np.array_equal(b.labels[row, :s], store.class_ids(i))
 
 
 def test_memory_is_used_again_but_never_while_somebody_looks():
@@ -186,7 +202,8 @@ def test_filling_is_exact_for_every_float16(stored, delivered):
     for row, s, n in zip(out, starts, lengths):
         np.testing.assert_array_equal(row[:n], x[s:s + n].astype(delivered))
         assert not row[n:].any()
-    with pytest.raises(TypeError, match='float32 cannot be delivered as float16'): fill_rows(np.empty((1, 3), 'float16'), np.zeros(3, 'float32'), starts[:1], lengths[2:])
+    with pytest.raises(TypeError, match='float32 cannot be delivered as float16'):
+        fill_rows(np.empty((1, 3), 'float16'), np.zeros(3, 'float32'), starts[:1], lengths[2:])
     with pytest.raises(ValueError, match='do not fit'): fill_rows(out[:, :35000], x, starts, lengths)
 
 

@@ -27,11 +27,13 @@ def ragged_arrays(draw):
     return dtype, shape, [draw(hnp.arrays(dtype, (n, *shape))) for n in lengths]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=ragged_arrays(), chunk=st.integers(1, 2000))
 def test_what_goes_in_comes_out(tmp_path, data, chunk):
     dtype, shape, arrays = data
-    with RaggedWriter(tmp_path/'x', dtype, shape, pa.schema(dict(i=pa.int64(), text=pa.string())), 'things', dict(a=[1, None]), chunk) as w:
+    schema = pa.schema(dict(i=pa.int64(), text=pa.string()))
+    with RaggedWriter(tmp_path/'x', dtype, shape, schema, 'things', dict(a=[1, None]), chunk) as w:
         for i, x in enumerate(arrays): w.append(x, i=i, text=None if i % 3 else f'“{i}”')
     r = Ragged(tmp_path/'x', kind='things')
     assert (len(r), r.dtype, r.item_shape, r.metadata) == (len(arrays), dtype, shape, dict(a=[1, None]))
@@ -39,7 +41,8 @@ def test_what_goes_in_comes_out(tmp_path, data, chunk):
     for i, x in enumerate(arrays):
         assert r[i].dtype == dtype and r[i].shape == x.shape and r[i].flags.aligned
         assert r[i].tobytes() == x.tobytes() == r[i - len(arrays)].tobytes()
-    assert r.table.to_pydict() == dict(i=list(range(len(arrays))), text=[None if i % 3 else f'“{i}”' for i in range(len(arrays))])
+    texts = [None if i % 3 else f'“{i}”' for i in range(len(arrays))]
+    assert r.table.to_pydict() == dict(i=list(range(len(arrays))), text=texts)
     with pytest.raises(IndexError): r[len(arrays)]
 
 
@@ -111,7 +114,8 @@ def test_errors_say_what_is_wrong(good, tmp_path):
     with pytest.raises(RaggedError, match='no such file'): Ragged(tmp_path/'nothing')
     with pytest.raises(RaggedError, match='there are no arrays'): write_ragged(tmp_path/'x', [])
     with pytest.raises(RaggedError, match=r"array 0 has the index columns \['name'\], expected \['key'\]"):
-        with RaggedWriter(tmp_path/'x', 'float32', schema=pa.schema(dict(key=pa.string()))) as w: w.append(np.zeros(3), name='a')
+        with RaggedWriter(tmp_path/'x', 'float32', schema=pa.schema(dict(key=pa.string()))) as w:
+            w.append(np.zeros(3), name='a')
     with pytest.raises(RaggedError, match='convert them first'):
         with RaggedWriter(tmp_path/'x', 'int16') as w: w.append(np.array([1], 'int64'))
     assert os.listdir(tmp_path) == ['good.arrow']
@@ -121,7 +125,8 @@ def test_errors_say_what_is_wrong(good, tmp_path):
 def test_overflow_is_an_error_and_rounding_is_not(tmp_path, value):
     with pytest.raises(RaggedError, match='array 0 has the value .*, beyond float16'):
         with RaggedWriter(tmp_path/'x', 'float16') as w: w.append(np.array([1, value]))
-    with RaggedWriter(tmp_path/'x', 'float16') as w: w.append(np.array([65519.9, 1e-30, np.inf, np.nan]))     # infinity that was one already is kept
+    # An infinity that was one already is kept
+    with RaggedWriter(tmp_path/'x', 'float16') as w: w.append(np.array([65519.9, 1e-30, np.inf, np.nan]))
     assert np.array_equal(Ragged(tmp_path/'x')[0], np.array([65504, 0, np.inf, np.nan], 'float16'), equal_nan=True)
 
 
@@ -145,7 +150,8 @@ def test_a_killed_writer_leaves_the_old_file_and_its_rest_is_removed(good):
 
 def test_two_writers_do_not_meet(tmp_path):
     with RaggedWriter(tmp_path/'x', 'float32') as a:
-        code = "import sys, numpy as np; from b2t_kaggle.ragged import write_ragged; write_ragged(sys.argv[1], [np.ones(5)])"
+        code = ('import sys, numpy as np; from b2t_kaggle.ragged import write_ragged; '
+                'write_ragged(sys.argv[1], [np.ones(5)])')
         subprocess.run([sys.executable, '-c', code, tmp_path/'x'], check=True)
         assert len(Ragged(tmp_path/'x')[0]) == 5
         a.append(np.zeros(7))
@@ -164,7 +170,8 @@ def test_memory_is_that_of_a_chunk(tmp_path):
             before = peak()
             for i in range(400): w.append(x)
             print(peak() - before)'''
-    grown = float(subprocess.run([sys.executable, '-c', code, tmp_path/'x'], capture_output=True, text=True, check=True).stdout)
+    command = [sys.executable, '-c', code, tmp_path/'x']
+    grown = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert (tmp_path/'x').stat().st_size > 250e6 and grown < 10   # MB
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from b2t_kaggle.data.sentences import CORPORA, Writer
 from b2t_kaggle.data.sessions import iter_trials, list_sessions, read_session, session_path, validate, write_session
-from b2t_kaggle.data.simulate import SCHEDULE, TARGETS, SimulateError, electrodes, movement, plan_trials, simulate_block, simulate_dataset, write_text
+from b2t_kaggle.data.simulate import (SCHEDULE, TARGETS, SimulateError, electrodes, movement, plan_trials,
+                                      simulate_block, simulate_dataset, write_text)
 from b2t_kaggle.phonemes import SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
 
 REAL = Path(__file__).parents[2]/'shared'/'t15'
@@ -23,10 +24,12 @@ def real(name):
 
 @pytest.fixture(scope='module')
 def small(tmp_path_factory):
-    return simulate_dataset(tmp_path_factory.mktemp('sim'), n_sessions=3, train=8, val=3, test=2, lm_sentences=300, seed=4)
+    folder = tmp_path_factory.mktemp('sim')
+    return simulate_dataset(folder, n_sessions=3, train=8, val=3, test=2, lm_sentences=300, seed=4)
 
 
-def files(folder): return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
+def files(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
 
 
 def test_same_seed_same_bytes(small, tmp_path):
@@ -37,10 +40,11 @@ def test_same_seed_same_bytes(small, tmp_path):
 
 
 def test_a_day_does_not_depend_on_how_many_follow(small, tmp_path):
-    "The recordings of a sentence are the day's: more days leave the first ones as they are, up to sentences that a later day holds out."
+    "More days leave the recordings of the first ones as they are, up to sentences that a later day holds out."
     fewer = simulate_dataset(tmp_path, n_sessions=2, train=8, val=3, test=2, lm_sentences=0, seed=4)
     for split in 'val', 'test':
-        for a, b in zip(*(read_session(session_path(d, SCHEDULE[1].session, split)) for d in (small, fewer)), strict=True):
+        sessions = (read_session(session_path(d, SCHEDULE[1].session, split)) for d in (small, fewer))
+        for a, b in zip(*sessions, strict=True):
             np.testing.assert_array_equal(a.features, b.features)
 
 
@@ -48,10 +52,12 @@ def test_it_is_valid_and_in_the_official_shape(small):
     assert validate(small).empty
     assert list_sessions(small) == [d.session for d in SCHEDULE[:3]]
     for session in list_sessions(small):
-        assert session_path(small, session, 'val').exists() == session_path(small, session, 'test').exists() == (session != SCHEDULE[0].session)
+        for split in 'val', 'test':
+            assert session_path(small, session, split).exists() == (session != SCHEDULE[0].session)
         for t in iter_trials(session_path(small, session, 'train')):
             assert t.features.dtype == np.float32 and t.features.shape[1] == 512
-            if not t.is_instruction: assert t.class_ids.tolist() == to_class_ids(sentence_to_phonemes(t.sentence)).tolist()
+            if not t.is_instruction:
+                assert t.class_ids.tolist() == to_class_ids(sentence_to_phonemes(t.sentence)).tolist()
 
 
 def test_no_held_out_sentence_in_train_or_text(small):
@@ -60,7 +66,8 @@ def test_no_held_out_sentence_in_train_or_text(small):
     assert held.total() == 2876 and max(held.values()) == 1
     assert not set(held) & set(plan[plan.split == 'train'].sentence.map(normalize_sentence))
     plan = plan_trials(3, 8, 3, 2, seed=4)
-    held, text = set(plan[plan.split != 'train'].sentence.map(normalize_sentence)), (small/'lm_text.txt').read_text().splitlines()
+    held = set(plan[plan.split != 'train'].sentence.map(normalize_sentence))
+    text = (small/'lm_text.txt').read_text().splitlines()
     assert len(held) == 10 and len(text) == 300 and not held & set(map(normalize_sentence, text))
 
 
@@ -68,16 +75,19 @@ def test_the_files_hold_the_plan(small):
     plan = plan_trials(3, 8, 3, 2, seed=4)
     for (session, split), rows in plan[plan.split != 'test'].groupby(['session', 'split']):
         trials = read_session(session_path(small, session, split))
-        assert [(t.block, t.trial, t.sentence) for t in trials] == list(rows[['block', 'trial', 'sentence']].itertuples(index=False, name=None))
+        planned = list(rows[['block', 'trial', 'sentence']].itertuples(index=False, name=None))
+        assert [(t.block, t.trial, t.sentence) for t in trials] == planned
 
 
 def test_the_full_schedule_is_the_real_one():
     counts = real('trial_counts.csv').set_index('session')
     plan = plan_trials(45, None, None, None)
-    pd.testing.assert_frame_equal(plan.groupby(['session', 'split']).size().unstack(fill_value=0)[['train', 'val', 'test']], counts, check_names=False, check_dtype=False)
+    planned = plan.groupby(['session', 'split']).size().unstack(fill_value=0)[['train', 'val', 'test']]
+    pd.testing.assert_frame_equal(planned, counts, check_names=False, check_dtype=False)
     blocks = real('copy_task_description.csv')
     ours = [(d.session, n, corpus, size, held) for d in SCHEDULE for n, corpus, held, size in d.blocks]
-    theirs = list(zip('t15.' + blocks.Date.str.replace('-', '.'), blocks['Block number'], blocks.Corpus.str.lower(), blocks['Number of sentences'], blocks.Split == 'Val/Test'))
+    theirs = list(zip('t15.' + blocks.Date.str.replace('-', '.'), blocks['Block number'], blocks.Corpus.str.lower(),
+                      blocks['Number of sentences'], blocks.Split == 'Val/Test'))
     assert ours == theirs
 
 
@@ -93,7 +103,7 @@ def test_corpora_in_their_proportions():
 
 
 def test_speed_and_length_match_the_real_participant():
-    "About 30 words a minute; the lengths of the real sentences give 16 GB / 10,948 trials, that is 710 bins on average."
+    "About 30 words a minute; the real sentences give 16 GB / 10,948 trials, that is 710 bins on average."
     sentences = real('phoneme_labels.csv').sentence_label
     sentences = sentences[~sentences.str.startswith('[')].sample(300, random_state=0)
     rng = np.random.default_rng(0)
@@ -114,7 +124,9 @@ def test_word_order_carries_information():
     w = Writer(6)
     text = [['<s>', *normalize_sentence(w.sentence('switchboard')).split()] for _ in range(12_000)]
     seen, new = text[:11_000], text[11_000:]
-    single, pairs, first = Counter(v for s in seen for v in s), Counter(p for s in seen for p in pairwise(s)), Counter(v for s in seen for v in s[:-1])
+    single = Counter(v for s in seen for v in s)
+    pairs = Counter(p for s in seen for p in pairwise(s))
+    first = Counter(v for s in seen for v in s[:-1])
     unigram = lambda v: (single[v] + 0.5)/(single.total() + 0.5*5000)
     bigram = lambda u, v: (pairs[u, v] + 20*unigram(v))/(first[u] + 20)
     bits = np.array([(-np.log2(unigram(v)), -np.log2(bigram(u, v))) for s in new for u, v in pairwise(s)]).mean(0)
@@ -131,7 +143,8 @@ def test_blocks_are_z_scored_and_silent_electrodes_are_harmless():
     plan, e = plan_trials(2, train=40), electrodes(2)[1]
     trials, spoken = simulate_block(plan[(plan.day == 1) & (plan.block == plan[plan.day == 1].block.iloc[0])], e)
     x = np.concatenate([t.features for t in trials])
-    assert np.abs(x.mean(0)).max() < 1e-3 and np.abs(x.std(0)[np.tile(e.alive, 2)] - 1).max() < 1e-2 and np.isfinite(x).all()
+    assert np.abs(x.mean(0)).max() < 1e-3 and np.isfinite(x).all()
+    assert np.abs(x.std(0)[np.tile(e.alive, 2)] - 1).max() < 1e-2
     assert [len(s) for s in spoken] == [len(t.features) for t in trials]
     for t, s in zip(trials, spoken):
         said = s[np.flatnonzero(np.diff(s, prepend=-1))]
@@ -158,7 +171,9 @@ def test_tuning_turns_and_electrodes_die_and_return():
 
 
 def test_arrays_differ_in_what_they_carry():
-    depth = np.mean([np.std(TARGETS[1:SIL].mean(1) @ d.tuning[:, :256], axis=0).reshape(4, 64).mean(1) for d in electrodes(45)], axis=0)
+    middle = TARGETS[1:SIL].mean(1)
+    by_day = [np.std(middle @ d.tuning[:, :256], axis=0).reshape(4, 64).mean(1) for d in electrodes(45)]
+    depth = np.mean(by_day, axis=0)
     assert depth[0] > depth[2] > depth[1] > depth[3], depth # ventral 6v, 55b, area 4, dorsal 6v
 
 
@@ -173,14 +188,16 @@ def test_memory_stays_bounded(tmp_path):
     assert size > 100e6 and peak < 0.5*size
 
 
-@pytest.mark.parametrize('bad, word', [(dict(n_sessions=46), '45'), (dict(n_sessions=0), '45'), (dict(max_words=3), 'max_words is 3, expected at least 4'), (dict(max_words=0), 'at least 4')])
+@pytest.mark.parametrize('bad, word', [(dict(n_sessions=46), '45'), (dict(n_sessions=0), '45'),
+                                       (dict(max_words=3), 'max_words is 3, expected at least 4'),
+                                       (dict(max_words=0), 'at least 4')])
 def test_arguments(tmp_path, bad, word):
     with pytest.raises(ValueError, match=word): simulate_dataset(tmp_path/'x', **bad)
     assert not (tmp_path/'x').exists()
 
 
 def test_four_words_are_enough_for_every_corpus(tmp_path):
-    "The shortest sentence of all corpora has at most four words, and one of them has no shorter one; the whole schedule can be said in so few."
+    "Every corpus has sentences of at most four words, one has no shorter ones, and four are enough for the schedule."
     w = Writer(8)
     shortest = {c: min(len(w.sentence(c).split()) for _ in range(3000)) for c in CORPORA}
     assert max(shortest.values()) == 4, shortest
@@ -219,19 +236,24 @@ def test_other_data_is_never_overwritten(tmp_path):
         assert files(folder) == before
     before = files(tmp_path/'ours')
     for other in dict(seed=1), dict(snr=2.), dict(train=4), dict(max_words=5), dict(lm_sentences=6):
-        with pytest.raises(SimulateError, match='other parameters.*choose another folder'): simulate_dataset(tmp_path/'ours', **SMALL | other)
+        with pytest.raises(SimulateError, match='other parameters.*choose another folder'):
+            simulate_dataset(tmp_path/'ours', **SMALL | other)
     assert files(tmp_path/'ours') == before
 
 
 def test_interference_is_off_unless_asked_for(tmp_path):
     "With none, folders are what they were before there was any; with some, what is said and what is held out stay."
-    off, without, on, other = (simulate_dataset(tmp_path/n, **SMALL, **kw) for n, kw in dict(off={}, without=dict(structured_noise=0.), on=dict(structured_noise=1.), other=dict(structured_noise=2.)).items())
+    options = dict(off={}, without=dict(structured_noise=0.), on=dict(structured_noise=1.),
+                   other=dict(structured_noise=2.))
+    off, without, on, other = (simulate_dataset(tmp_path/name, **SMALL, **kw) for name, kw in options.items())
     assert files(off) == files(without) and 'structured_noise' not in (off/'simulated.json').read_text()
     assert (on/'lm_text.txt').read_bytes() == (off/'lm_text.txt').read_bytes() and validate(on).empty
     for name in (n for n in files(off) if n.endswith('.hdf5')):
         for a, b, c in zip(*(read_session(d/name) for d in (off, on, other)), strict=True):
-            assert a.sentence == b.sentence and np.array_equal(a.class_ids, b.class_ids) and a.features.shape == b.features.shape
-            assert 1 > np.corrcoef(a.features.ravel(), b.features.ravel())[0, 1] > np.corrcoef(a.features.ravel(), c.features.ravel())[0, 1] > 0
+            assert a.sentence == b.sentence and np.array_equal(a.class_ids, b.class_ids)
+            assert a.features.shape == b.features.shape
+            less, more = (np.corrcoef(a.features.ravel(), t.features.ravel())[0, 1] for t in (b, c))
+            assert 1 > less > more > 0
     with pytest.raises(SimulateError, match='structured_noise.*choose another folder'): simulate_dataset(on, **SMALL)
     with pytest.raises(SimulateError, match='other parameters'): simulate_dataset(off, **SMALL, structured_noise=1.)
 

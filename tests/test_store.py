@@ -21,36 +21,44 @@ def make(data_dir, day, split, lengths, seed=0, sentences=('Not too controversia
     rng = np.random.default_rng([seed, DAYS.index(day)])
     labelled = split != 'test'
     return write_session(session_path(data_dir, day, split), (
-        Trial(session=day, split=split, key='', block=1 + i//10, trial=i % 10, features=rng.standard_normal((n, 512), dtype='float32'),
-              class_ids=rng.integers(1, 41, 5 + i) if labelled else None, sentence=sentences[i % len(sentences)] if labelled else None)
+        Trial(session=day, split=split, key='', block=1 + i//10, trial=i % 10,
+              features=rng.standard_normal((n, 512), dtype='float32'),
+              class_ids=rng.integers(1, 41, 5 + i) if labelled else None,
+              sentence=sentences[i % len(sentences)] if labelled else None)
         for i, n in enumerate(lengths)))
 
 
 @pytest.fixture
 def data_dir(tmp_path):
     for d, day in enumerate(DAYS):
-        make(tmp_path, day, 'train', [20, 35, 15 + d], sentences=['Go.', '[DO NOTHING]', 'I am “well”, it’s fine.'])
+        sentences = ['Go.', '[DO NOTHING]', 'I am “well”, it’s fine.']
+        make(tmp_path, day, 'train', [20, 35, 15 + d], sentences=sentences)
         if d in (1, 3): make(tmp_path, day, 'val', [18, 19])
         if d == 3: make(tmp_path, day, 'test', [25])
     return tmp_path
 
 
-def build(data_dir, split='train', name=None, **kw): return TrialStore.build(data_dir, split, data_dir/f'{name or split}.arrow', progress=False, **kw)
+def build(data_dir, split='train', name=None, **kw):
+    return TrialStore.build(data_dir, split, data_dir/f'{name or split}.arrow', progress=False, **kw)
 
 
 @pytest.mark.parametrize('dtype', ['float16', 'float32'])
 def test_the_store_holds_what_the_files_hold(data_dir, dtype):
     for split in ('train', 'val', 'test'):
         store = build(data_dir, split, dtype=dtype)
-        want = [t for day in DAYS if session_path(data_dir, day, split).exists() for t in read_session(session_path(data_dir, day, split))]
+        paths = [session_path(data_dir, day, split) for day in DAYS]
+        want = [t for path in paths if path.exists() for t in read_session(path)]
         assert len(store) == len(want) == len(store.index) and store.split == split and store.dtype == dtype
         for i, (t, w, row) in enumerate(zip(store, want, store.index.itertuples())):
-            assert (t.session, t.split, t.key, t.block, t.trial, t.sentence, t.is_instruction) == (w.session, split, w.key, w.block, w.trial, w.sentence, w.is_instruction)
+            assert (t.session, t.split, t.key, t.block, t.trial) == (w.session, split, w.key, w.block, w.trial)
+            assert (t.sentence, t.is_instruction) == (w.sentence, w.is_instruction)
             assert np.array_equal(t.features, w.features.astype(dtype)) and t.features.dtype == dtype
             assert (t.class_ids is None and w.class_ids is None) or np.array_equal(t.class_ids, w.class_ids)
             n_labels = 0 if w.class_ids is None else len(w.class_ids)
-            assert (row.session, row.day, row.key, row.n_bins, row.n_labels) == (w.session, DAYS.index(w.session), w.key, len(w.features), n_labels)
-            assert (store.day[i], store.n_bins[i], store.n_labels[i], len(store.class_ids(i))) == (row.day, row.n_bins, row.n_labels, n_labels)
+            assert (row.session, row.day, row.key) == (w.session, DAYS.index(w.session), w.key)
+            assert (row.n_bins, row.n_labels) == (len(w.features), n_labels)
+            assert (store.day[i], store.n_bins[i], store.n_labels[i]) == (row.day, row.n_bins, row.n_labels)
+            assert len(store.class_ids(i)) == n_labels
             assert t.day == row.day and store.sessions[t.day] == t.session
 
 
@@ -58,7 +66,8 @@ def test_days_are_numbered_by_the_sessions_given(data_dir):
     assert build(data_dir, 'val').day.tolist() == [1, 1, 3, 3]
     assert build(data_dir, 'val', 'some', sessions=DAYS[2:]).day.tolist() == [1, 1]
     assert build(data_dir, 'test', 'none', sessions=DAYS[:2]).index.empty
-    with pytest.raises(StoreError, match='no session t15.2023.08.12; did you mean'): build(data_dir, sessions=['t15.2023.08.12'])
+    with pytest.raises(StoreError, match='no session t15.2023.08.12; did you mean'):
+        build(data_dir, sessions=['t15.2023.08.12'])
 
 
 def test_an_empty_split_is_an_empty_store(data_dir):
@@ -113,7 +122,8 @@ def test_damaged_data_is_named_and_leaves_no_store(data_dir):
 
 
 def test_bad_trials_are_one_recipe_however_they_are_written(data_dir):
-    made = [build(data_dir, bad_trials=bad).path.stat().st_ino for bad in ({DAYS[0]: {1: [2, 0]}}, {DAYS[0]: {'1': [0, 2]}}, {DAYS[0]: {'1': [0], 1: [2]}})]
+    ways = {DAYS[0]: {1: [2, 0]}}, {DAYS[0]: {'1': [0, 2]}}, {DAYS[0]: {'1': [0], 1: [2]}}
+    made = [build(data_dir, bad_trials=bad).path.stat().st_ino for bad in ways]
     assert len(set(made)) == 1 and len(TrialStore.open(data_dir/'train.arrow')) == 10
     with pytest.raises(SessionError, match='bad_trials_dict'): build(data_dir, bad_trials={DAYS[0]: {'first': [1]}})
 
@@ -121,7 +131,8 @@ def test_bad_trials_are_one_recipe_however_they_are_written(data_dir):
 def test_indices_from_the_end_and_out_of_range(data_dir):
     store = build(data_dir)
     for i in range(-len(store), 0):
-        for part in store.class_ids, store.features: assert len(part(i)) and np.array_equal(part(i), part(len(store) + i))
+        for part in store.class_ids, store.features:
+            assert len(part(i)) and np.array_equal(part(i), part(len(store) + i))
     for i in (len(store), -len(store) - 1):
         for part in store.class_ids, store.features, store.__getitem__:
             with pytest.raises(IndexError): part(i)
@@ -130,7 +141,8 @@ def test_indices_from_the_end_and_out_of_range(data_dir):
 def test_beyond_float16_is_an_error_with_the_trial(data_dir):
     import h5py
     with h5py.File(session_path(data_dir, DAYS[2], 'train'), 'r+') as f: f['trial_0002/input_features'][3, 7] = -70000
-    with pytest.raises(RaggedError, match=r'2023.08.18.*trial_0002, input_features: .*has the value -70000, beyond float16'): build(data_dir)
+    found = r'2023.08.18.*trial_0002, input_features: .*has the value -70000, beyond float16'
+    with pytest.raises(RaggedError, match=found): build(data_dir)
     assert build(data_dir, dtype='float32').features(8).min() == -70000
 
 
@@ -171,7 +183,8 @@ def big_dir(tmp_path_factory):
 
 
 def test_memory_does_not_grow_with_the_data(big_dir):
-    out = subprocess.run([sys.executable, '-c', CHILD, big_dir, *DAYS], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, '-c', CHILD, big_dir, *DAYS]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     one, everything = map(float, out.split()[-2:])
     size = (big_dir/'all.arrow').stat().st_size/2**20
     assert size > 170 and everything - one < 40 and everything < 500, out       # MB

@@ -10,9 +10,10 @@ __all__ = ['N_FEATURES', 'PADDED_LENGTH', 'SPLITS', 'Trial', 'Problem', 'Session
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -23,27 +24,29 @@ from ..files import atomic_path
 from ..phonemes import SIL
 
 # %% ../../nbs/data/00_sessions.ipynb #c006
-N_FEATURES = 512                   # 256 electrodes: threshold crossings, then spike-band power
-PADDED_LENGTH = 500                # of seq_class_ids and transcription
+N_FEATURES = 512     # 256 electrodes: threshold crossings, then spike-band power
+PADDED_LENGTH = 500  # of seq_class_ids and transcription
 SPLITS = ('train', 'val', 'test')
 
 @dataclass(frozen=True)
 class Trial:
     "One sentence as it was recorded."
-    session: str                   # Recording day, `t15.2023.08.13`
-    split: str                     # `train`, `val` or `test`
-    key: str                       # Name of the group in the file, `trial_0000`
-    block: int                     # Block of the recording day, the file's `block_num`
-    trial: int                     # Number within the block, the file's `trial_num`
-    features: np.ndarray           # Float32 [T, 512]
-    class_ids: np.ndarray | None   # Integer [S], unpadded; none in the test split
-    sentence: str | None           # As it was shown to the participant; none in the test split
-    is_instruction: bool | None = None # Whether the label is an instruction such as `[DO NOTHING]`; found out from the sentence
+    session: str                       # Recording day, `t15.2023.08.13`
+    split: str                         # `train`, `val` or `test`
+    key: str                           # Name of the group in the file, `trial_0000`
+    block: int                         # Block of the recording day, the file's `block_num`
+    trial: int                         # Number within the block, the file's `trial_num`
+    features: np.ndarray               # Float32 [T, 512]
+    class_ids: np.ndarray | None       # Integer [S], unpadded; none in the test split
+    sentence: str | None               # As it was shown to the participant; none in the test split
+    is_instruction: bool | None = None # Whether the label is an instruction; none means: decide by the sentence
 
     def __post_init__(self):
-        if self.is_instruction is None: object.__setattr__(self, 'is_instruction', (self.sentence or '').strip().startswith('['))
+        if self.is_instruction is None:
+            is_instruction = (self.sentence or '').strip().startswith('[')
+            object.__setattr__(self, 'is_instruction', is_instruction)
 
-# %% ../../nbs/data/00_sessions.ipynb #c007
+# %% ../../nbs/data/00_sessions.ipynb #c008
 @dataclass(frozen=True)
 class Problem:
     "One thing that is wrong with a file."
@@ -53,26 +56,26 @@ class Problem:
     found: str
     expected: str
     advice: str
-    severity: str = 'error'        # `error`: the trial cannot be used, reading it raises; `warning`: odd, but usable
+    severity: str = 'error' # `error`: the trial cannot be used, reading it raises; `warning`: odd, but usable
 
     def __str__(self):
-        where = ', '.join(s for s in (self.file, self.trial, self.field) if s)
-        return f'{where}: found {self.found}, expected {self.expected}; {self.advice}'
+        place = ', '.join(s for s in (self.file, self.trial, self.field) if s)
+        return f'{place}: found {self.found}, expected {self.expected}; {self.advice}'
 
 class SessionError(ValueError):
-    "Data that cannot be used. `problem` says which file, trial and field, what was found, what was expected and what to do."
+    "Data that cannot be used; `problem` holds file, trial and field, what was found and expected, and what to do."
     def __init__(self, problem: Problem):
         super().__init__(str(problem))
         self.problem = problem
 
-# %% ../../nbs/data/00_sessions.ipynb #c009
+# %% ../../nbs/data/00_sessions.ipynb #c011
 _SESSION = re.compile(r't\d+\.(\d{4})\.(\d{2})\.(\d{2})')
 
 def _is_session(name: str) -> bool:
     "Whether `name` is a session's: participant and a day that exists."
-    m = _SESSION.fullmatch(name)
-    if not m: return False
-    try: date(*map(int, m.groups()))
+    match = _SESSION.fullmatch(name)
+    if not match: return False
+    try: date(*map(int, match.groups()))
     except ValueError: return False
     return True
 
@@ -82,8 +85,10 @@ def list_sessions(
     "The sessions in `data_dir`, in chronological order. Raises `SessionError` where there is no such folder."
     data_dir = Path(data_dir)
     if not data_dir.is_dir():
-        raise SessionError(Problem(str(data_dir), '', '', 'no such folder', 'a folder of sessions t15.YYYY.MM.DD', 'check the path'))
-    return sorted((p.name for p in data_dir.iterdir() if p.is_dir() and _is_session(p.name)), key=lambda n: n.split('.')[1:])
+        expected = 'a folder of sessions t15.YYYY.MM.DD'
+        raise SessionError(Problem(str(data_dir), '', '', 'no such folder', expected, 'check the path'))
+    names = [p.name for p in data_dir.iterdir() if p.is_dir() and _is_session(p.name)]
+    return sorted(names, key=lambda name: name.split('.')[1:])
 
 def session_path(
     data_dir: str | Path, # Folder with the session folders
@@ -94,79 +99,134 @@ def session_path(
     if split not in SPLITS: raise ValueError(f'split is {split!r}, expected one of {", ".join(SPLITS)}')
     return Path(data_dir)/session/f'data_{split}.hdf5'
 
-# %% ../../nbs/data/00_sessions.ipynb #c012
-_COMMON = {'input_features': 'float32 [T, 512]', 'n_time_steps': 'integer', 'session': 'text', 'block_num': 'integer', 'trial_num': 'integer'}
-_LABELS = {'seq_class_ids': 'integer [500]', 'transcription': 'integer [500]', 'seq_len': 'integer', 'sentence_label': 'text'}
+# %% ../../nbs/data/00_sessions.ipynb #c014
+_COMMON = {'input_features': 'float32 [T, 512]', 'n_time_steps': 'integer', 'session': 'text', 'block_num': 'integer',
+           'trial_num': 'integer'}
+_LABELS = {'seq_class_ids': 'integer [500]', 'transcription': 'integer [500]', 'seq_len': 'integer',
+           'sentence_label': 'text'}
 _DATASETS = ('input_features', 'seq_class_ids', 'transcription')
-_FETCH = 'fetch the file again'
-_LEAVE_OUT = 'leave the trial out with data.bad_trials_dict'
-_EXCLUDE = f'{_FETCH}, or {_LEAVE_OUT}'
 
 def _fields(split: str) -> dict[str, str]:
     "The fields that a trial of this split has, with their types in words."
     return _COMMON if split == 'test' else _COMMON | _LABELS
 
-def _right_type(value, kind: str) -> bool:
-    "Whether a value is of a kind of `_fields`."
+def _has_type(value, kind: str) -> bool:
+    "Whether a value is of a type as `_fields` names it."
     if kind == 'text': return isinstance(value, str)
     value = np.asarray(value)
-    if kind.startswith('float32'): return value.dtype == np.float32 and value.ndim == 2 and value.shape[1] == N_FEATURES
+    if kind.startswith('float32'):
+        return value.dtype == np.float32 and value.ndim == 2 and value.shape[1] == N_FEATURES
     return np.issubdtype(value.dtype, np.integer) and value.ndim == (1 if '[' in kind else 0)
 
 def _describe(value) -> str:
     "A value for an error message: type and shape of an array, else the value itself."
     if np.ndim(value): return f'{np.asarray(value).dtype} [{", ".join(map(str, np.shape(value)))}]'
-    return f'{type(value).__name__} {value!r}' if not isinstance(value, str) else repr(value)
-
-# %% ../../nbs/data/00_sessions.ipynb #c014
-def _check_types(raw: dict, split: str) -> Iterator[tuple]:
-    "Fields that are missing or of a wrong type: (field, found, expected, advice)."
-    for field, kind in _fields(split).items():
-        if field not in raw: yield field, 'nothing', kind, f'the {"dataset" if field in _DATASETS else "attribute"} is missing; {_FETCH}'
-        elif isinstance(raw[field], Exception): yield field, f'unreadable data ({raw[field]})', kind, _EXCLUDE
-        elif not _right_type(raw[field], kind): yield field, _describe(raw[field]), kind, 'write it in the official format'
-
-def _check_values(raw: dict, session: str, split: str, ok: set) -> Iterator[tuple]:
-    "Fields whose values are wrong, among those in `ok`: (field, found, expected, advice)."
-    if 'session' in ok and raw['session'] != session:
-        yield 'session', raw['session'], session, 'the file lies in another session\'s folder, or its attribute is wrong'
-    if 'input_features' in ok:
-        x = raw['input_features']
-        if len(x) == 0: yield 'input_features', '0 time steps', 'at least 1', _LEAVE_OUT
-        bad = np.flatnonzero(~np.isfinite(x).all(1))
-        if len(bad): yield 'input_features', f'NaN or infinity in {len(bad)} of {len(x)} time steps, first in {bad[0]}', 'finite numbers', _EXCLUDE
-        if 'n_time_steps' in ok and raw['n_time_steps'] != len(x):
-            yield 'n_time_steps', raw['n_time_steps'], f'{len(x)}, the length of input_features', _EXCLUDE
-    if split != 'test': yield from _check_labels(raw, ok)
-
-# %% ../../nbs/data/00_sessions.ipynb #c016
-def _letters(text: str) -> str: return re.sub(r'[^a-z]', '', text.lower())
-
-def _check_labels(raw: dict, ok: set) -> Iterator[tuple]:
-    "Labels that are out of range or contradict each other: (field, found, expected, advice)."
-    if {'seq_class_ids', 'seq_len'} <= ok:
-        ids, n = raw['seq_class_ids'], int(raw['seq_len'])
-        used = int(np.flatnonzero(ids)[-1]) + 1 if np.any(ids) else 0
-        if n < 1: yield 'seq_len', n, 'at least 1', f'it has no label; {_LEAVE_OUT}'
-        elif used != n: yield 'seq_len', n, f'{used}, the length of seq_class_ids without padding', _EXCLUDE
-        out = np.flatnonzero((ids[:used] < 1) | (ids[:used] > SIL))
-        if len(out): yield 'seq_class_ids', f'class {ids[out[0]]} at position {out[0]}', f'1 … {SIL}, then zeros', 'the labels are in another order of classes, or damaged'
-    if {'transcription', 'sentence_label'} <= ok:
-        codes = raw['transcription']
-        codes = codes[:int(np.argmin(codes))] if (codes == 0).any() else codes
-        if ((codes < 0) | (codes > 0x10FFFF)).any(): yield 'transcription', f'code {codes.min() if codes.min() < 0 else codes.max()}', 'character codes', 'the sentence_label is used', 'warning'
-        elif _letters(text := ''.join(map(chr, codes))) != _letters(raw['sentence_label']):
-            yield 'transcription', repr(text), f'the letters of sentence_label {raw["sentence_label"]!r}', 'the sentence_label is used', 'warning'
+    return repr(value) if isinstance(value, str) else f'{type(value).__name__} {value!r}'
 
 # %% ../../nbs/data/00_sessions.ipynb #c017
-def _problems(raw: dict, file: str | Path, key: str, session: str, split: str) -> list[Problem]:
-    "Everything that is wrong with one trial."
-    found = list(_check_types(raw, split))
-    found += _check_values(raw, session, split, ok=set(_fields(split)) - {f for f, *_ in found})
-    return [Problem(str(file), key, field, str(f), str(e), *rest) for field, f, e, *rest in found]
+_FETCH = 'fetch the file again'
+_LEAVE_OUT = 'leave the trial out with data.bad_trials_dict'
+_FETCH_OR_LEAVE_OUT = f'{_FETCH}, or {_LEAVE_OUT}'
+
+class _Fault(NamedTuple):
+    "A `Problem` without its place."
+    field: str
+    found: str
+    expected: str
+    advice: str
+    severity: str = 'error'
+
+def _check_types(raw: dict, split: str) -> Iterator[_Fault]:
+    "Fields that are missing or of a wrong type."
+    for field, kind in _fields(split).items():
+        if field not in raw:
+            place = 'dataset' if field in _DATASETS else 'attribute'
+            yield _Fault(field, 'nothing', kind, f'the {place} is missing; {_FETCH}')
+        elif isinstance(raw[field], Exception):
+            yield _Fault(field, f'unreadable data ({raw[field]})', kind, _FETCH_OR_LEAVE_OUT)
+        elif not _has_type(raw[field], kind):
+            yield _Fault(field, _describe(raw[field]), kind, 'write it in the official format')
+
+def _check_features(raw: dict, checked: set[str]) -> Iterator[_Fault]:
+    "Features that are empty or not finite, and lengths that contradict them; fields in `checked` have the right type."
+    if 'input_features' not in checked: return
+    x = raw['input_features']
+    n = len(x)
+    if n == 0: yield _Fault('input_features', '0 time steps', 'at least 1', _LEAVE_OUT)
+    bad = np.flatnonzero(~np.isfinite(x).all(1))
+    if len(bad):
+        found = f'NaN or infinity in {len(bad)} of {n} time steps, first in {bad[0]}'
+        yield _Fault('input_features', found, 'finite numbers', _FETCH_OR_LEAVE_OUT)
+    if 'n_time_steps' in checked and raw['n_time_steps'] != n:
+        expected = f'{n}, the length of input_features'
+        yield _Fault('n_time_steps', str(raw['n_time_steps']), expected, _FETCH_OR_LEAVE_OUT)
+
+def _check_session(raw: dict, session: str, checked: set[str]) -> Iterator[_Fault]:
+    "A trial that belongs to another session than its folder."
+    if 'session' in checked and raw['session'] != session:
+        advice = "the file lies in another session's folder, or its attribute is wrong"
+        yield _Fault('session', raw['session'], session, advice)
 
 # %% ../../nbs/data/00_sessions.ipynb #c020
-_DAMAGED = OSError, RuntimeError, KeyError, ValueError, TypeError # what h5py raises for damaged files, depending on the place
+def _letters(text: str) -> str: return re.sub(r'[^a-z]', '', text.lower())
+
+def _check_class_ids(raw: dict) -> Iterator[_Fault]:
+    "Phoneme labels that are out of range, or not as many as `seq_len` says."
+    ids = raw['seq_class_ids']
+    n = int(raw['seq_len'])
+    n_used = int(np.flatnonzero(ids)[-1]) + 1 if np.any(ids) else 0
+    if n < 1: yield _Fault('seq_len', str(n), 'at least 1', f'it has no label; {_LEAVE_OUT}')
+    elif n_used != n:
+        expected = f'{n_used}, the length of seq_class_ids without padding'
+        yield _Fault('seq_len', str(n), expected, _FETCH_OR_LEAVE_OUT)
+    outside = np.flatnonzero((ids[:n_used] < 1) | (ids[:n_used] > SIL))
+    if len(outside):
+        found = f'class {ids[outside[0]]} at position {outside[0]}'
+        advice = 'the labels are in another order of classes, or damaged'
+        yield _Fault('seq_class_ids', found, f'1 … {SIL}, then zeros', advice)
+
+def _check_transcription(raw: dict) -> Iterator[_Fault]:
+    "Characters that are none, or spell another sentence than the label: warnings, because the label is used."
+    codes = raw['transcription']
+    if (codes == 0).any(): codes = codes[:int(np.argmin(codes))]
+    bad = codes[(codes < 0) | (codes > 0x10FFFF)]
+    if len(bad):
+        code = codes.min() if codes.min() < 0 else codes.max()
+        yield _Fault('transcription', f'code {code}', 'character codes', 'the sentence_label is used', 'warning')
+        return
+    text = ''.join(map(chr, codes))
+    if _letters(text) != _letters(raw['sentence_label']):
+        expected = f'the letters of sentence_label {raw["sentence_label"]!r}'
+        yield _Fault('transcription', repr(text), expected, 'the sentence_label is used', 'warning')
+
+# %% ../../nbs/data/00_sessions.ipynb #c022
+def _problems(raw: dict, file: str | Path, key: str, session: str, split: str) -> list[Problem]:
+    "Everything that is wrong with one trial."
+    faults = list(_check_types(raw, split))
+    checked = set(_fields(split)) - {f.field for f in faults}
+    faults += _check_session(raw, session, checked)
+    faults += _check_features(raw, checked)
+    if {'seq_class_ids', 'seq_len'} <= checked: faults += _check_class_ids(raw)
+    if {'transcription', 'sentence_label'} <= checked: faults += _check_transcription(raw)
+    return [Problem(str(file), key, *fault) for fault in faults]
+
+# %% ../../nbs/data/00_sessions.ipynb #c025
+def _identify(path: str | Path) -> tuple[str, str]:
+    "Session and split of a file, from its place. Raises `SessionError`."
+    path = Path(path)
+    session = path.parent.name
+    split = path.stem.removeprefix('data_')
+    if split not in SPLITS or not path.stem.startswith('data_'):
+        expected = 'data_train.hdf5, data_val.hdf5 or data_test.hdf5'
+        raise SessionError(Problem(str(path), '', '', f'file name {path.name}', expected, 'rename the file'))
+    if not _is_session(session):
+        expected = 'a session t15.YYYY.MM.DD'
+        raise SessionError(Problem(str(path), '', '', f'folder name {session}', expected, 'rename the folder'))
+    return session, split
+
+# %% ../../nbs/data/00_sessions.ipynb #c028
+# What h5py raises for damaged files, depending on the place
+_DAMAGED = (OSError, RuntimeError, KeyError, ValueError, TypeError)
 
 def _read_raw(group: h5py.Group) -> dict:
     "The datasets and attributes of a trial as they are; an `Exception` stands for data that cannot be read."
@@ -179,65 +239,85 @@ def _read_raw(group: h5py.Group) -> dict:
         if isinstance(raw.get(field), bytes | np.bytes_): raw[field] = raw[field].decode('utf-8', 'replace')
     return raw
 
-def _identify(path: str | Path) -> tuple[str, str]:
-    "Session and split of a file, from its place. Raises `SessionError`."
-    path = Path(path)
-    session, split = path.parent.name, path.stem.removeprefix('data_')
-    if split not in SPLITS or not path.stem.startswith('data_'):
-        raise SessionError(Problem(str(path), '', '', f'file name {path.name}', 'data_train.hdf5, data_val.hdf5 or data_test.hdf5', 'rename the file'))
-    if not _is_session(session):
-        raise SessionError(Problem(str(path), '', '', f'folder name {session}', 'a session t15.YYYY.MM.DD', 'rename the folder'))
-    return session, split
-
-# %% ../../nbs/data/00_sessions.ipynb #c021
+# %% ../../nbs/data/00_sessions.ipynb #c031
 def _check_keys(f: h5py.File, path: str | Path) -> Iterator[Problem]:
     "Groups that are missing, of a wrong name, or no groups at all."
     keys = list(f.keys())
-    if not keys: yield Problem(str(path), '', '', 'no trials', 'groups trial_0000, trial_0001, …', 'remove the file, or fetch it again')
-    for key, want in zip(keys, (f'trial_{i:04d}' for i in range(len(keys)))):
-        if key != want:
-            yield Problem(str(path), key, '', f'group {key}', f'group {want}', 'trials are numbered from trial_0000 without a gap; number them again', 'warning')
-            break
+    if not keys:
+        expected = 'groups trial_0000, trial_0001, …'
+        yield Problem(str(path), '', '', 'no trials', expected, 'remove the file, or fetch it again')
+    gaps = [(key, f'trial_{i:04d}') for i, key in enumerate(keys) if key != f'trial_{i:04d}']
+    for key, expected in gaps[:1]:  # one gap shifts all that follow
+        advice = 'trials are numbered from trial_0000 without a gap; number them again'
+        yield Problem(str(path), key, '', f'group {key}', f'group {expected}', advice, 'warning')
     for key in keys:
-        if not isinstance(f.get(key), h5py.Group): yield Problem(str(path), key, '', 'no readable group', 'a group with datasets and attributes', _FETCH)
+        if not isinstance(f.get(key), h5py.Group):
+            yield Problem(str(path), key, '', 'no readable group', 'a group with datasets and attributes', _FETCH)
 
-class _Duplicates(dict):
-    "Trials seen so far in a session, by block and trial number."
+def _trial_numbers(raw: dict) -> tuple[int, int] | None:
+    "Block and trial number, or none where they cannot be read."
+    numbers = raw.get('block_num'), raw.get('trial_num')
+    return tuple(map(int, numbers)) if all(_has_type(n, 'integer') for n in numbers) else None
+
+class _Duplicates:
+    "The trials of a session that were seen so far, by block and trial number."
+    def __init__(self): self._first_place = {}
+
     def check(self, raw: dict, path: str | Path, key: str) -> Iterator[Problem]:
-        numbers = raw.get('block_num'), raw.get('trial_num')
-        if not all(_right_type(n, 'integer') for n in numbers): return
-        first = self.setdefault(tuple(map(int, numbers)), f'{Path(path).name} {key}')
-        if first != f'{Path(path).name} {key}':
-            yield Problem(str(path), key, 'trial_num', f'block {numbers[0]}, trial {numbers[1]} again', 'each trial once in a session',
-                          f'it is in {first} too; remove one of them', 'warning')
+        "A warning where another trial had the same numbers."
+        numbers = _trial_numbers(raw)
+        if numbers is None: return
+        place = f'{Path(path).name} {key}'
+        first = self._first_place.setdefault(numbers, place)
+        if first != place:
+            yield Problem(str(path), key, 'trial_num', f'block {numbers[0]}, trial {numbers[1]} again',
+                          'each trial once in a session', f'it is in {first} too; remove one of them', 'warning')
 
-# %% ../../nbs/data/00_sessions.ipynb #c023
+# %% ../../nbs/data/00_sessions.ipynb #c034
+def _tidy_blocks(blocks: dict) -> dict[str, list[int]]:
+    "Blocks as text, each with its trials in ascending order; `1` and `'1'` are one block."
+    tidy = {}
+    for block, trials in blocks.items(): tidy.setdefault(str(int(block)), set()).update(int(t) for t in trials)
+    return {block: sorted(trials) for block, trials in tidy.items()}
+
 def tidy_bad_trials(
     bad_trials: dict | None, # `{session: {block: [trial, …]}}`, blocks as numbers or as text
 ) -> dict[str, dict[str, list[int]]]: # The same, blocks as text and trials sorted, as JSON can hold it
     "One form for all ways to name bad trials. Raises `SessionError` where a block or trial is no number."
-    out = {}
+    tidy = {}
     for session, blocks in (bad_trials or {}).items():
-        try: named = [(str(int(b)), {int(t) for t in trials}) for b, trials in blocks.items()]
+        try: tidy[session] = _tidy_blocks(blocks)
         except (AttributeError, TypeError, ValueError):
-            raise SessionError(Problem('data.bad_trials_dict', session, '', repr(blocks), '{block: [trial, …]} in numbers', 'correct the entry')) from None
-        out[session] = {b: sorted(set().union(*(ts for c, ts in named if c == b))) for b, _ in named}
-    return out
+            expected = '{block: [trial, …]} in numbers'
+            problem = Problem('data.bad_trials_dict', session, '', repr(blocks), expected, 'correct the entry')
+            raise SessionError(problem) from None
+    return tidy
 
 def _is_named(raw: dict, bad: dict[str, list[int]]) -> bool:
     "Whether a trial is among the bad ones of its session."
-    numbers = raw.get('block_num'), raw.get('trial_num')
-    return all(_right_type(n, 'integer') for n in numbers) and int(numbers[1]) in bad.get(str(int(numbers[0])), [])
+    numbers = _trial_numbers(raw)
+    if numbers is None: return False
+    block, trial = numbers
+    return trial in bad.get(str(block), [])
 
-# %% ../../nbs/data/00_sessions.ipynb #c025
-def _scan(path: str | Path, duplicates: _Duplicates, bad_trials: dict | None = None) -> Iterator[tuple[dict | None, str, list[Problem]]]:
-    "Each trial of a file that is not a bad one as (raw, key, problems); problems of the file as a whole come with `None` for the trial."
+# %% ../../nbs/data/00_sessions.ipynb #c037
+def _scan(
+    path: str | Path,               # A session's file
+    duplicates: _Duplicates,        # The session's trials so far
+    bad_trials: dict | None = None, # Trials to leave out
+) -> Iterator[tuple[dict | None, str, list[Problem]]]:
+    "Each trial of a file as (raw, key, problems); problems of the file as a whole come with `None` for the trial."
     session, split = _identify(path)
     bad = tidy_bad_trials(bad_trials).get(session, {})
+
+    def file_problem(found, advice):
+        return None, '', [Problem(str(path), '', '', found, 'a readable HDF5 file', advice + _FETCH)]
+
     try: f = h5py.File(path, 'r')
     except OSError as e:
-        found = 'no such file' if isinstance(e, FileNotFoundError) else f'a file that HDF5 cannot open ({e})'
-        yield None, '', [Problem(str(path), '', '', found, 'a readable HDF5 file', 'it is missing or truncated: ' + _FETCH)]
+        missing = isinstance(e, FileNotFoundError)
+        found = 'no such file' if missing else f'a file that HDF5 cannot open ({e})'
+        yield file_problem(found, 'it is missing or truncated: ')
         return
     with f:
         try:
@@ -247,121 +327,157 @@ def _scan(path: str | Path, duplicates: _Duplicates, bad_trials: dict | None = N
                 if not isinstance(f.get(key), h5py.Group): continue
                 raw = _read_raw(f[key])
                 if _is_named(raw, bad): continue
-                yield raw, key, _problems(raw, path, key, session, split) + list(duplicates.check(raw, path, key))
-        except _DAMAGED as e: yield None, '', [Problem(str(path), '', '', f'a file that HDF5 cannot read ({e})', 'a readable HDF5 file', 'it is damaged: ' + _FETCH)]
+                problems = _problems(raw, path, key, session, split)
+                problems += duplicates.check(raw, path, key)
+                yield raw, key, problems
+        except _DAMAGED as e: yield file_problem(f'a file that HDF5 cannot read ({e})', 'it is damaged: ')
 
-# %% ../../nbs/data/00_sessions.ipynb #c026
+# %% ../../nbs/data/00_sessions.ipynb #c038
 def _to_trial(raw: dict, session: str, split: str, key: str) -> Trial:
     "A trial from values that passed the checks."
-    labelled = split != 'test'
-    return Trial(session=session, split=split, key=key, block=int(raw['block_num']), trial=int(raw['trial_num']), features=raw['input_features'],
-                 class_ids=raw['seq_class_ids'][:int(raw['seq_len'])] if labelled else None, sentence=raw['sentence_label'] if labelled else None)
+    class_ids = None
+    sentence = None
+    if split != 'test':
+        class_ids = raw['seq_class_ids'][:int(raw['seq_len'])]
+        sentence = raw['sentence_label']
+    return Trial(session=session, split=split, key=key, block=int(raw['block_num']), trial=int(raw['trial_num']),
+                 features=raw['input_features'], class_ids=class_ids, sentence=sentence)
 
 def iter_trials(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
-    drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`; they are kept, with `is_instruction`, otherwise
-    bad_trials: dict | None = None,  # Trials to leave out, whatever is wrong with them: `{session: {block: [trial, …]}}`
+    drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`; they are kept and marked otherwise
+    bad_trials: dict | None = None,  # Trials to leave out, whatever is wrong with them, as `tidy_bad_trials` takes them
 ) -> Iterator[Trial]:
-    "The trials of a file in key order, one in memory at a time. Raises `SessionError` at the first trial that cannot be used."
+    "The trials of a file in key order, one in memory at a time. Raises `SessionError` at the first that is unusable."
     session, split = _identify(path)
     for raw, key, problems in _scan(path, _Duplicates(), bad_trials):
-        if errors := [p for p in problems if p.severity == 'error']: raise SessionError(errors[0])
-        if raw is None: continue # a warning about the file as a whole
+        errors = [p for p in problems if p.severity == 'error']
+        if errors: raise SessionError(errors[0])
+        if raw is None: continue  # a warning about the file as a whole
         trial = _to_trial(raw, session, split, key)
         if not (drop_instructions and trial.is_instruction): yield trial
 
 def read_session(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
     drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`
-    bad_trials: dict | None = None,  # Trials to leave out, whatever is wrong with them: `{session: {block: [trial, …]}}`
+    bad_trials: dict | None = None,  # Trials to leave out, whatever is wrong with them, as `tidy_bad_trials` takes them
 ) -> list[Trial]:
     "All trials of a file in key order. Raises `SessionError` at the first trial that cannot be used."
     return list(iter_trials(path, drop_instructions, bad_trials))
 
-# %% ../../nbs/data/00_sessions.ipynb #c028
-def _pad(values, what: str) -> np.ndarray:
+# %% ../../nbs/data/00_sessions.ipynb #c041
+def _pad(values, name: str) -> np.ndarray:
     "Int32 [500]; one position stays zero, because the official reader looks for the first zero as the end."
     values = np.asarray(values, dtype=np.int32)
-    if len(values) >= PADDED_LENGTH: raise ValueError(f'{what} has {len(values)} entries, the format has room for {PADDED_LENGTH - 1}; shorten the sentence')
+    if len(values) >= PADDED_LENGTH:
+        raise ValueError(f'{name} has {len(values)} entries, the format has room for {PADDED_LENGTH - 1}; '
+                         'shorten the sentence')
     return np.pad(values, (0, PADDED_LENGTH - len(values)))
 
 def _from_trial(trial: Trial) -> dict:
-    "A trial as it stands in the file."
-    raw = dict(input_features=np.asarray(trial.features), n_time_steps=len(trial.features), session=trial.session, block_num=trial.block, trial_num=trial.trial)
+    "A trial as the file has it."
+    raw = dict(input_features=np.asarray(trial.features), n_time_steps=len(trial.features), session=trial.session,
+               block_num=trial.block, trial_num=trial.trial)
     if trial.split == 'test': return raw
+    name = f'{trial.session} {trial.split} {trial.key}'
     for field in ('class_ids', 'sentence'):
-        if getattr(trial, field) is None: raise ValueError(f'{trial.session} {trial.split} {trial.key}: {field} is None; only test trials lack labels')
-    where = f'{trial.session} {trial.split} {trial.key}'
-    return raw | dict(seq_class_ids=_pad(trial.class_ids, f'{where}: class_ids'), seq_len=len(trial.class_ids), sentence_label=trial.sentence,
-                      transcription=_pad([ord(c) for c in trial.sentence], f'{where}: sentence'))
+        if getattr(trial, field) is None: raise ValueError(f'{name}: {field} is None; only test trials lack labels')
+    return raw | dict(
+        seq_class_ids=_pad(trial.class_ids, f'{name}: class_ids'),
+        seq_len=len(trial.class_ids),
+        sentence_label=trial.sentence,
+        transcription=_pad([ord(c) for c in trial.sentence], f'{name}: sentence'))
 
-# %% ../../nbs/data/00_sessions.ipynb #c029
+# %% ../../nbs/data/00_sessions.ipynb #c043
+def _write_group(f: h5py.File, key: str, raw: dict) -> None:
+    "Write a trial's datasets and attributes."
+    group = f.create_group(key)
+    for field, value in raw.items():
+        if field in _DATASETS: group.create_dataset(field, data=value)
+        else: group.attrs[field] = value
+
 def write_session(
     path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are made
     trials: Iterable[Trial], # Consumed one at a time; groups are numbered in this order
 ) -> Path:
-    "Write one split of a session in the official format, whole or not at all. Raises `SessionError` for a trial that could not be read back."
-    path, duplicates = Path(path), _Duplicates()
+    "Write one split of a session in the official format; raises `SessionError` for a trial that cannot be read back."
+    path = Path(path)
     session, split = _identify(path)
+    duplicates = _Duplicates()
     with atomic_path(path) as tmp, h5py.File(tmp, 'w') as f:
         for i, trial in enumerate(trials):
             key = f'trial_{i:04d}'
             raw = _from_trial(replace(trial, split=split))
-            problems = _problems(raw, path, key, session, split) + list(duplicates.check(raw, path, key))
+            problems = [*_problems(raw, path, key, session, split), *duplicates.check(raw, path, key)]
             if problems: raise SessionError(problems[0])
-            group = f.create_group(key)
-            for field, value in raw.items():
-                if field in _DATASETS: group.create_dataset(field, data=value)
-                else: group.attrs[field] = value
-        if not len(f): raise SessionError(Problem(str(path), '', '', 'no trials', 'at least 1', 'write no file for an empty split'))
+            _write_group(f, key, raw)
+        if not len(f):
+            advice = 'write no file for an empty split'
+            raise SessionError(Problem(str(path), '', '', 'no trials', 'at least 1', advice))
     return path
 
-# %% ../../nbs/data/00_sessions.ipynb #c033
-def _empty_session(folder: Path) -> Iterator[Problem]:
-    "A session's folder without a file of it."
+# %% ../../nbs/data/00_sessions.ipynb #c047
+def _check_session_files(folder: Path) -> Iterator[Problem]:
+    "A session's folder without any of its files."
     if not any(session_path(folder.parent, folder.name, s).exists() for s in SPLITS):
-        yield Problem(str(folder), '', '', 'no data file', 'data_train.hdf5, data_val.hdf5 or data_test.hdf5', 'remove the folder, or fetch its files')
+        expected = 'data_train.hdf5, data_val.hdf5 or data_test.hdf5'
+        yield Problem(str(folder), '', '', 'no data file', expected, 'remove the folder, or fetch its files')
 
-def _named_problems(data_dir: Path, named: list[str]) -> Iterator[Problem]:
-    "Sessions that were asked for and are not there, or empty."
-    found = list_sessions(data_dir)
-    for s in named:
-        if s in found: yield from _empty_session(data_dir/s)
+def _check_named_sessions(data_dir: Path, sessions: list[str]) -> Iterator[Problem]:
+    "Sessions that were asked for and are missing or empty."
+    present = list_sessions(data_dir)
+    for s in sessions:
+        if s in present: yield from _check_session_files(data_dir/s)
         else:
-            near = difflib.get_close_matches(s, found, n=1)
-            yield Problem(str(data_dir/s), '', '', 'no such folder', f'the session {s}', f'did you mean {near[0]}?' if near else 'correct data.sessions, or fetch the session')
+            near = difflib.get_close_matches(s, present, n=1)
+            advice = f'did you mean {near[0]}?' if near else 'correct data.sessions, or fetch the session'
+            yield Problem(str(data_dir/s), '', '', 'no such folder', f'the session {s}', advice)
 
-def _folder_problems(data_dir: Path) -> Iterator[Problem]:
-    "Folders without sessions in them, and folders that look like sessions but are none."
+def _looks_like_session(folder: Path) -> bool:
+    "Whether a folder that is no session was probably meant to be one."
+    if folder.name.startswith('.') or not folder.is_dir(): return False
+    return bool(re.match(r't\d+[._-]?\d', folder.name) or list(folder.glob('data_*.hdf5')))
+
+def _check_folders(data_dir: Path) -> Iterator[Problem]:
+    "Empty sessions, folders that look like sessions but are none, and no sessions at all."
     sessions = list_sessions(data_dir)
     for p in sorted(data_dir.iterdir()):
-        if p.name in sessions: yield from _empty_session(p)
-        elif p.is_dir() and not p.name.startswith('.') and (re.match(r't\d+[._-]?\d', p.name) or list(p.glob('data_*.hdf5'))):
+        if p.name in sessions: yield from _check_session_files(p)
+        elif _looks_like_session(p):
             yield Problem(str(p), '', '', f'folder name {p.name}', 'a session t15.YYYY.MM.DD', 'rename the folder')
     if not sessions:
-        inside = [p.name for p in sorted(data_dir.iterdir()) if p.is_dir() and list_sessions(p)]
-        yield Problem(str(data_dir), '', '', 'no sessions', 'folders t15.YYYY.MM.DD', f'give {data_dir/inside[0]} instead' if inside else 'check the path')
+        inside = [p for p in sorted(data_dir.iterdir()) if p.is_dir() and list_sessions(p)]
+        advice = f'give {inside[0]} instead' if inside else 'check the path'
+        yield Problem(str(data_dir), '', '', 'no sessions', 'folders t15.YYYY.MM.DD', advice)
 
-# %% ../../nbs/data/00_sessions.ipynb #c034
+# %% ../../nbs/data/00_sessions.ipynb #c049
+def _table(problems: list[Problem]) -> pd.DataFrame:
+    "Problems as a table, a row each."
+    return pd.DataFrame([asdict(p) for p in problems], columns=[f.name for f in fields(Problem)])
+
+def _check_session_contents(folder: Path, bad_trials: dict) -> Iterator[Problem]:
+    "The problems of all files of a session, without those of bad trials."
+    duplicates = _Duplicates()
+    for path in sorted(folder.glob('*.hdf5')):
+        if path.name.startswith('.'): continue
+        try:
+            for _, _, problems in _scan(path, duplicates, bad_trials): yield from problems
+        except SessionError as e: yield e.problem
+
 def validate(
     data_dir: str | Path,   # Folder with the session folders
     progress: bool = False, # Show a progress bar
-    sessions: list[str] | None = None, # Check these alone; none means all, and the folders that should be sessions
+    sessions: list[str] | None = None, # Check only these; none means all, and the folders that should be sessions
     bad_trials: dict | None = None,    # Trials whose problems do not count: `{session: {block: [trial, …]}}`
 ) -> pd.DataFrame:
-    "Every problem of every file, a row each: file, trial, field, found, expected, advice, severity. No row: the data is fine."
-    data_dir, bad_trials = Path(data_dir), tidy_bad_trials(bad_trials)
-    try: problems = list(_folder_problems(data_dir) if sessions is None else _named_problems(data_dir, sessions))
-    except SessionError as e: return _table([e.problem])
-    sessions = [s for s in list_sessions(data_dir) if sessions is None or s in sessions]
-    bar = tqdm(sessions, desc='check', unit='session', disable=not progress)
-    for session in bar:
-        duplicates = _Duplicates()
-        for path in sorted(p for p in (data_dir/session).glob('*.hdf5') if not p.name.startswith('.')):
-            try: problems += (p for *_, found in _scan(path, duplicates, bad_trials) for p in found)
-            except SessionError as e: problems.append(e.problem)
-    return _table(problems)
+    """Every problem of every file, a row each: file, trial, field, found, expected, advice, severity.
 
-def _table(problems: list[Problem]) -> pd.DataFrame:
-    "Problems as a table."
-    return pd.DataFrame([asdict(p) for p in problems], columns=list(Problem.__dataclass_fields__))
+    A table without rows means that the data is fine."""
+    data_dir = Path(data_dir)
+    bad_trials = tidy_bad_trials(bad_trials)
+    try: problems = list(_check_folders(data_dir) if sessions is None else _check_named_sessions(data_dir, sessions))
+    except SessionError as e: return _table([e.problem])
+    present = [s for s in list_sessions(data_dir) if sessions is None or s in sessions]
+    for session in tqdm(present, desc='check', unit='session', disable=not progress):
+        problems += _check_session_contents(data_dir/session, bad_trials)
+    return _table(problems)

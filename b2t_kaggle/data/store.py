@@ -21,89 +21,151 @@ from .sessions import N_FEATURES, Trial, iter_trials, list_sessions, session_pat
 from ..ragged import Ragged, RaggedError, RaggedWriter
 
 # %% ../../nbs/data/03_store.ipynb #c005
-_COLUMNS = pa.schema(dict(session=pa.string(), day=pa.int64(), block=pa.int64(), trial=pa.int64(), key=pa.string(), n_bins=pa.int64(), n_labels=pa.int64(),
-                          sentence=pa.string(), is_instruction=pa.bool_(), class_ids=pa.list_(pa.int64())))
+_COLUMNS = pa.schema(dict(
+    session=pa.string(),
+    day=pa.int64(),
+    block=pa.int64(),
+    trial=pa.int64(),
+    key=pa.string(),
+    n_bins=pa.int64(),
+    n_labels=pa.int64(),
+    sentence=pa.string(),
+    is_instruction=pa.bool_(),
+    class_ids=pa.list_(pa.int64()),
+))
 
 class StoreError(ValueError):
     "A store that cannot be made as asked; the message says why."
 
 @dataclass(frozen=True)
 class StoredTrial(Trial):
-    "A trial as it stands in a store: `features` [T, F] is a view of the mapped file, in the stored type."
+    "A trial as the store holds it: `features` [T, F] is a view of the mapped file, in the stored type."
     day: int = -1 # Position of the session in the store's `sessions`
 
-# %% ../../nbs/data/03_store.ipynb #c007
+# %% ../../nbs/data/03_store.ipynb #c009
 def _sources(data_dir: Path, split: str, sessions: list[str]) -> dict[str, list[int]]:
     "Size and time of change of the files of a split, by session; a session may lack the split."
-    stats = {s: session_path(data_dir, s, split) for s in sessions}
-    return {s: [p.stat().st_size, p.stat().st_mtime_ns] for s, p in stats.items() if p.exists()}
+    paths = {s: session_path(data_dir, s, split) for s in sessions}
+    return {s: [p.stat().st_size, p.stat().st_mtime_ns] for s, p in paths.items() if p.exists()}
 
 def _check_sessions(data_dir: Path, sessions: list[str] | None) -> list[str]:
     "The sessions to use; raises `StoreError` for one that is not in `data_dir`, or named twice."
-    found = list_sessions(data_dir)
-    for s in sessions or []:
-        if s not in found:
-            near = difflib.get_close_matches(s, found, n=1)
-            raise StoreError(f'{data_dir}: there is no session {s}' + (f'; did you mean {near[0]}?' if near else f', only {", ".join(found)}'))
-    if sessions is not None and len(set(sessions)) < len(sessions): raise StoreError(f'sessions are named twice: {sorted(s for s in set(sessions) if sessions.count(s) > 1)}')
-    return found if sessions is None else list(sessions)
+    present = list_sessions(data_dir)
+    if sessions is None: return present
+    for s in sessions:
+        if s in present: continue
+        near = difflib.get_close_matches(s, present, n=1)
+        advice = f'; did you mean {near[0]}?' if near else f', only {", ".join(present)}'
+        raise StoreError(f'{data_dir}: there is no session {s}{advice}')
+    twice = sorted(s for s in set(sessions) if sessions.count(s) > 1)
+    if twice: raise StoreError(f'sessions are named twice: {twice}')
+    return list(sessions)
 
-# %% ../../nbs/data/03_store.ipynb #c008
-def _recipe(data_dir: Path, split: str, dtype, sessions, drop_instructions: bool, bad_trials: dict | None, feature_subset: list[int] | None) -> dict:
-    "Everything that decides what stands in a store, as JSON can hold it."
-    sessions = _check_sessions(data_dir, sessions)
-    subset = None if feature_subset is None else [int(f) for f in feature_subset]
-    if subset is not None and (not subset or len(set(subset)) < len(subset) or min(subset) < 0 or max(subset) >= N_FEATURES):
+def _check_subset(feature_subset: list[int] | None) -> list[int] | None:
+    "The features to keep as plain numbers; raises `StoreError` where they are no different indices of features."
+    if feature_subset is None: return None
+    subset = [int(f) for f in feature_subset]
+    if not subset or len(set(subset)) < len(subset) or min(subset) < 0 or max(subset) >= N_FEATURES:
         raise StoreError(f'feature_subset must be different indices from 0 to {N_FEATURES - 1}, found {subset}')
-    return dict(split=split, dtype=np.dtype(dtype).name, sessions=sessions, drop_instructions=drop_instructions, bad_trials=tidy_bad_trials(bad_trials),
-                feature_subset=subset, sources=_sources(data_dir, split, sessions))
+    return subset
+
+# %% ../../nbs/data/03_store.ipynb #c011
+def _recipe(
+    data_dir: Path,
+    split: str,
+    dtype: str | np.dtype,
+    sessions: list[str] | None,
+    drop_instructions: bool,
+    bad_trials: dict | None,
+    feature_subset: list[int] | None,
+) -> dict[str, Any]:
+    "Everything that decides the contents of a store, as JSON can hold it."
+    sessions = _check_sessions(data_dir, sessions)
+    return dict(
+        split=split,
+        dtype=np.dtype(dtype).name,
+        sessions=sessions,
+        drop_instructions=drop_instructions,
+        bad_trials=tidy_bad_trials(bad_trials),
+        feature_subset=_check_subset(feature_subset),
+        sources=_sources(data_dir, split, sessions))
 
 def _is_current(path: Path, recipe: dict) -> bool:
     "Whether there is a store at `path` that was made by this recipe."
     try: return path.exists() and Ragged(path, kind='trials').metadata == recipe
     except RaggedError: return False
 
-# %% ../../nbs/data/03_store.ipynb #c010
-def _row(t: Trial, day: int) -> dict[str, Any]:
+# %% ../../nbs/data/03_store.ipynb #c014
+def _row(trial: Trial, day: int) -> dict[str, Any]:
     "The index of a trial."
-    ids = None if t.class_ids is None else t.class_ids.tolist()
-    return dict(session=t.session, day=day, block=t.block, trial=t.trial, key=t.key, n_bins=len(t.features), n_labels=len(ids or []),
-                sentence=t.sentence, is_instruction=t.is_instruction, class_ids=ids)
+    class_ids = None if trial.class_ids is None else trial.class_ids.tolist()
+    return dict(session=trial.session, day=day, block=trial.block, trial=trial.trial, key=trial.key,
+                n_bins=len(trial.features), n_labels=len(class_ids or []), sentence=trial.sentence,
+                is_instruction=trial.is_instruction, class_ids=class_ids)
+
+def _pack_session(writer: RaggedWriter, path: Path, day: int, recipe: dict) -> None:
+    "Append the trials of a session's file. Raises `RaggedError` with the trial's name for values that do not fit."
+    subset = recipe['feature_subset']
+    for trial in iter_trials(path, recipe['drop_instructions'], recipe['bad_trials']):
+        x = trial.features if subset is None else trial.features[:, subset]
+        try: writer.append(x, **_row(trial, day))
+        except RaggedError as e: raise RaggedError(f'{path}, {trial.key}, input_features: {e}') from None
 
 def _pack(data_dir: Path, recipe: dict, path: Path, progress: bool) -> None:
     "Write the store of a recipe."
-    split, subset, sources = recipe['split'], recipe['feature_subset'], recipe['sources']
-    bar = tqdm(total=sum(size for size, _ in sources.values()), unit='B', unit_scale=True, desc=f'pack {split}', disable=not progress)
-    with bar, RaggedWriter(path, recipe['dtype'], (len(subset or range(N_FEATURES)),), _COLUMNS, 'trials', recipe) as w:
+    split = recipe['split']
+    sources = recipe['sources']
+    n_features = len(recipe['feature_subset'] or range(N_FEATURES))
+    n_bytes = sum(size for size, _ in sources.values())
+    bar = tqdm(total=n_bytes, unit='B', unit_scale=True, desc=f'pack {split}', disable=not progress)
+    with bar, RaggedWriter(path, recipe['dtype'], (n_features,), _COLUMNS, 'trials', recipe) as writer:
         for session, (size, _) in sources.items():
-            for t in iter_trials(session_path(data_dir, session, split), recipe['drop_instructions'], recipe['bad_trials']):
-                x = t.features if subset is None else t.features[:, subset]
-                try: w.append(x, **_row(t, recipe['sessions'].index(session)))
-                except RaggedError as e: raise RaggedError(f'{session_path(data_dir, session, split)}, {t.key}, input_features: {e}') from None
+            day = recipe['sessions'].index(session)
+            _pack_session(writer, session_path(data_dir, session, split), day, recipe)
             bar.update(size)
         if _sources(data_dir, split, recipe['sessions']) != sources:
-            raise RaggedError(f'{data_dir}: files of {split} changed while they were packed; wait until they are complete and run it again')
+            raise RaggedError(f'{data_dir}: files of {split} changed while they were packed; '
+                              'wait until they are complete and run it again')
 
-# %% ../../nbs/data/03_store.ipynb #c012
+# %% ../../nbs/data/03_store.ipynb #c017
 class TrialStore:
-    "All trials of a split in one memory-mapped file; `[i]` is a `StoredTrial`, `.features(i)` and `.class_ids(i)` are its parts."
-    def __init__(self, path: str | Path):
-        self.ragged = r = Ragged(path, kind='trials')
-        self.path, self.dtype, self.n_features = r.path, r.dtype, r.item_shape[0]
-        self.recipe, self.sessions, self.split = r.metadata, r.metadata['sessions'], r.metadata['split']
-        self.n_bins, self.n_labels, self.day = (r.table[c].to_numpy() for c in ('n_bins', 'n_labels', 'day'))
-        labels = r.table['class_ids'].combine_chunks()
-        self._labels, self._label_ends = labels.values.to_numpy(), labels.offsets.to_numpy()
-        self._facts = r.table.select(['session', 'day', 'block', 'trial', 'key', 'sentence', 'is_instruction'])
+    "All trials of a split in one memory-mapped file; `[i]` is a `StoredTrial`, and there are methods for its parts."
+    def __init__(self,
+        path: str | Path, # File that `build_store` made
+    ):
+        self.ragged = Ragged(path, kind='trials')
+        self.path = self.ragged.path
+        self.dtype = self.ragged.dtype
+        self.n_features = self.ragged.item_shape[0]
+        self.recipe = self.ragged.metadata
+        self.sessions = self.recipe['sessions']
+        self.split = self.recipe['split']
+        table = self.ragged.table
+        self.n_bins = table['n_bins'].to_numpy()      # [n] each
+        self.n_labels = table['n_labels'].to_numpy()
+        self.day = table['day'].to_numpy()
+        labels = table['class_ids'].combine_chunks()
+        self._labels = labels.values.to_numpy()       # of all trials; those of trial i end at offset i + 1
+        self._label_offsets = labels.offsets.to_numpy()
+        self._fields = table.select(['session', 'day', 'block', 'trial', 'key', 'sentence', 'is_instruction'])
 
     @classmethod
     def open(cls, path: str | Path) -> 'TrialStore':
         "The store in a file; raises `RaggedError` where it is none."
         return cls(path)
 
+    @classmethod
+    def build(cls, data_dir, split, path, dtype='float16', sessions=None, drop_instructions=False, bad_trials=None,
+              feature_subset=None, progress=True) -> 'TrialStore':
+        "Pack a split, or open what was packed before from the same files with the same options: see `build_store`."
+        return cls(build_store(data_dir, split, path, dtype, sessions, drop_instructions, bad_trials, feature_subset,
+                               progress))
+
     def __len__(self): return len(self.ragged)
-    def __repr__(self): return f'TrialStore({str(self.path)!r}: {len(self)} {self.split} trials of {len(self.sessions)} sessions, {self.dtype} [T, {self.n_features}])'
     def __reduce__(self): return type(self), (self.path,)
+    def __repr__(self):
+        return (f'TrialStore({str(self.path)!r}: {len(self)} {self.split} trials of {len(self.sessions)} sessions, '
+                f'{self.dtype} [T, {self.n_features}])')
 
     def features(self, i: int) -> np.ndarray:
         "Features [T, F] of trial `i`, a view of the mapped file."
@@ -112,37 +174,38 @@ class TrialStore:
     def class_ids(self, i: int) -> np.ndarray:
         "Labels [S] of trial `i`; of length 0 in the test split."
         i = range(len(self))[i]
-        return self._labels[self._label_ends[i]:self._label_ends[i + 1]]
+        return self._labels[self._label_offsets[i]:self._label_offsets[i + 1]]
 
     def __getitem__(self, i: int) -> StoredTrial:
+        "Trial `i` with everything that is known of it."
         i = range(len(self))[i]
-        facts, labelled = self._facts.slice(i, 1).to_pylist()[0], self.split != 'test'
-        return StoredTrial(split=self.split, features=self.features(i), class_ids=self.class_ids(i) if labelled else None, **facts)
+        row = self._fields.slice(i, 1).to_pylist()[0]
+        class_ids = None if self.split == 'test' else self.class_ids(i)
+        return StoredTrial(split=self.split, features=self.features(i), class_ids=class_ids, **row)
 
     @cached_property
     def index(self) -> pd.DataFrame:
         "One row for each trial: session, day, block, trial, key, n_bins, n_labels, sentence, is_instruction."
         return self.ragged.table.drop_columns('class_ids').to_pandas()
 
-    @classmethod
-    def build(cls, data_dir, split, path, dtype='float16', sessions=None, drop_instructions=False, bad_trials=None, feature_subset=None, progress=True) -> 'TrialStore':
-        "Pack a split, or open what was packed before from the same files with the same options: see `build_store`."
-        return cls(build_store(data_dir, split, path, dtype, sessions, drop_instructions, bad_trials, feature_subset, progress))
-
-# %% ../../nbs/data/03_store.ipynb #c013
+# %% ../../nbs/data/03_store.ipynb #c019
 def build_store(
     data_dir: str | Path,               # Folder with the session folders
     split: str,                         # `train`, `val` or `test`
-    path: str | Path,                   # File to write; its folder must exist
+    path: str | Path,                   # File to write; its folder is made where it is missing
     dtype: str = 'float16',             # Stored type, `float16` or `float32`
-    sessions: list[str] | None = None,  # All sessions of the run in chronological order, which numbers the days; none means every one found
+    sessions: list[str] | None = None,  # All sessions in chronological order, which numbers the days; none: all found
     drop_instructions: bool = False,    # Leave out trials such as `[DO NOTHING]`
-    bad_trials: dict | None = None,     # Trials to leave out, whatever is wrong with them: `{session: {block: [trial, …]}}`
+    bad_trials: dict | None = None,     # Trials to leave out: `{session: {block: [trial, …]}}`
     feature_subset: list[int] | None = None, # Features to keep, in this order; none means all
     progress: bool = True,              # Show a progress bar
 ) -> Path:
-    "Pack a split unless `path` is up to date. Raises `SessionError` for damaged data, `StoreError` for sessions or features that there are not, `RaggedError` for values that the stored type cannot hold."
-    data_dir, path = Path(data_dir), Path(path)
+    """Pack a split unless `path` is up to date.
+
+    Raises `SessionError` for damaged data, `StoreError` for sessions or features that do not exist, and `RaggedError`
+    for values that the stored type cannot hold."""
+    data_dir = Path(data_dir)
+    path = Path(path)
     recipe = _recipe(data_dir, split, dtype, sessions, drop_instructions, bad_trials, feature_subset)
     if not _is_current(path, recipe): _pack(data_dir, recipe, path, progress)
     return path

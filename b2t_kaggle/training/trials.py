@@ -24,8 +24,7 @@ def bucket_lengths(
     "Buckets for `Batcher`: `data.n_buckets` of them, or every length that a trial needs."
     if not (static_shapes and len(store)): return np.unique(cfg.model.round_length(store.n_bins)).tolist()
     counted = store.n_bins if longest is None else longest
-    longest_bins = int(cfg.model.round_length(store.n_bins.max()))
-    return choose_buckets(cfg.model.round_length(counted), cfg.data.n_buckets, patch_size=0, longest=longest_bins)
+    return choose_buckets(counted, cfg.data.n_buckets, cfg.model.round_length, longest=int(store.n_bins.max()))
 
 # %% ../../nbs/training/01_trials.ipynb #c009
 def unalignable(
