@@ -8,10 +8,9 @@ __all__ = ['reverse_gradient', 'NoiseModel', 'CleanSpeechModel', 'NoisySpeechMod
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c003
 from collections.abc import Callable
 
-from ..frontend import Frontend
-from .gru import Reader
+from ...encoders.triple_gru import TripleGRUConfig
 from ..layers import tf
-from ...encoders.triple_gru import reversal_strength
+from .gru import GRUEncoder, GRUHead
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c006
 def reverse_gradient(
@@ -24,7 +23,7 @@ def reverse_gradient(
     return same(x)
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c009
-class NoiseModel(Reader):
+class NoiseModel(GRUHead):
     "Estimates the noise in each frame."
     def __init__(self,
         frame_dim: int,         # Numbers in a frame, I
@@ -32,9 +31,10 @@ class NoiseModel(Reader):
         n_layers: int = 2,      # GRU layers
         dropout: float = 0.0,   # Between GRU layers
     ):
-        super().__init__(frame_dim, n_units or frame_dim, frame_dim if n_units else None, n_layers, dropout, site=300, starts_at_zero=True)
+        n_out = frame_dim if n_units else None
+        super().__init__(frame_dim, n_units or frame_dim, n_out, n_layers, dropout, site=300, starts_at_zero=True)
 
-class CleanSpeechModel(Reader):
+class CleanSpeechModel(GRUHead):
     "Reads phonemes from frames without their noise."
     def __init__(self,
         frame_dim: int,       # Numbers in a frame, I
@@ -57,7 +57,7 @@ class NoisySpeechModel(CleanSpeechModel):
         "Logits, float32 `[B, T', K]`."
         return super().call(reverse_gradient(noise, strength), training=training, seeds=seeds)
 
-# %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c011
+# %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c012
 def triple_loss(
     out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], # Clean logits, noisy logits `[B, T', K]`, noise `[B, T', I]`
     ctc: Callable[[tf.Tensor], tf.Tensor],       # CTC loss of each trial `[B]` from logits
@@ -67,14 +67,16 @@ def triple_loss(
 ) -> tf.Tensor:
     "Loss of each trial, `[B]`."
     clean, noisy, noise = out
-    there = tf.sequence_mask(frames, noise.shape[1])
-    power = tf.where(there, tf.reduce_mean(tf.square(noise), -1), 0.)
+    inside = tf.sequence_mask(frames, noise.shape[1])
+    power = tf.where(inside, tf.reduce_mean(tf.square(noise), -1), 0.)
     power = tf.reduce_sum(power, 1) / tf.cast(tf.maximum(frames, 1), power.dtype)
     return ctc(clean) + noisy_weight * ctc(noisy) + noise_weight * power
 
-# %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c014
-class _ThreeModels(Frontend):
-    "The parts of a `TripleGRUDecoder`, and how they are trained."
+# %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c015
+class TripleGRUDecoder(GRUEncoder):
+    "Features of a trial to logits per frame, read from what is left after a learnt noise is subtracted."
+    Config = TripleGRUConfig
+
     def __init__(self,
         neural_dim: int,            # Features per bin, F
         n_units: int,               # Units per GRU layer of the clean model
@@ -87,45 +89,60 @@ class _ThreeModels(Frontend):
         patch_stride: int = 0,      # Bins between patches
         noise_units: int | None = 256, # Units per GRU layer of the noise model; none means those of a frame, I
         noise_layers: int = 2,         # GRU layers of the noise model
-        noisy_units: int | None = None,# Units per GRU layer of the adversary; none means `n_units`
+        noisy_units: int | None = None, # Units per GRU layer of the adversary; none means `n_units`
         noisy_layers: int = 2,         # GRU layers of the adversary
         strength: float = 0.5,         # λ of the gradient reversal
         schedule: str = 'constant',    # Of λ in training: `constant`, or `ramp` from 0
     ):
-        super().__init__(neural_dim, n_days, input_dropout, patch_size, patch_stride)
-        self.strength, self.schedule = strength, schedule
+        sizes = dict(neural_dim=neural_dim, n_units=n_units, n_classes=n_classes, n_layers=n_layers, noise_units=noise_units)
+        patches = dict(patch_size=patch_size, patch_stride=patch_stride)
+        dropouts = dict(rnn_dropout=rnn_dropout, input_dropout=input_dropout)
+        reversal = dict(adversarial_strength=strength, adversarial_schedule=schedule)
+        super().__init__(TripleGRUConfig(**sizes, **patches, **dropouts, **reversal), n_days)
+        noisy_units = noisy_units or n_units
         self.noise = NoiseModel(self.frame_dim, noise_units, noise_layers, rnn_dropout)
         self.clean = CleanSpeechModel(self.frame_dim, n_units, n_classes, n_layers, rnn_dropout)
-        self.noisy = NoisySpeechModel(self.frame_dim, noisy_units or n_units, n_classes, noisy_layers, rnn_dropout, site=400)
+        self.noisy = NoisySpeechModel(self.frame_dim, noisy_units, n_classes, noisy_layers, rnn_dropout, site=400)
 
-    def readers(self) -> dict[str, Reader]:
-        "Its readers by the prefix of their parameters' names."
-        return {'noise.': self.noise, 'clean.': self.clean, 'noisy.': self.noisy}
+    @classmethod
+    def from_config(cls, cfg: TripleGRUConfig, n_days: int) -> 'TripleGRUDecoder':
+        "The model of a configuration."
+        model = cls(cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers,
+                    cfg.patch_size, cfg.patch_stride, cfg.noise_units)
+        model.cfg = cfg
+        return model
 
-    def training_args(self, step: int, n_steps: int) -> dict:
-        "More arguments of a call in a training step, counted from 0: the mode, and λ of this step."
-        return dict(mode='full', strength=reversal_strength(step, n_steps, self.strength, self.schedule))
+    def heads(self) -> dict[str, GRUHead]: return {'noise.': self.noise, 'clean.': self.clean, 'noisy.': self.noisy}
 
-    def training_losses(self, out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], ctc: Callable[[tf.Tensor], tf.Tensor], frames: tf.Tensor) -> tf.Tensor:
-        "The loss of each trial `[B]` from what a call returned, the CTC loss of logits, and the trials' frames."
-        return triple_loss(out, ctc, frames)
-
-# %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c015
-class TripleGRUDecoder(_ThreeModels):
-    "Features of a trial to logits per frame, read from what is left after a learnt noise is subtracted."
     def call(self,
-        x: tf.Tensor,                   # Features `[B, T, F]`, smoothed
-        day_idx: tf.Tensor,             # Day of each trial `[B]`, whole numbers
-        mode: str = 'inference',        # `inference`, or `full`
-        training: bool = False,         # Whether there is dropout
-        seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`; needed in training with dropout
-        strength: float | tf.Tensor | None = None, # λ of the gradient reversal, a number or a tensor without dimensions; none means the model's
+        x: tf.Tensor,                    # Features `[B, T, F]`, smoothed
+        day_idx: tf.Tensor,              # Day of each trial `[B]`, whole numbers
+        n_bins: tf.Tensor | None = None, # Bins of each trial `[B]`; not needed, because no frame reads later bins
+        training: bool = False,          # Whether there is dropout
+        seeds: tf.Tensor | None = None,  # A seed per trial, int32 `[B, 2]`; needed in training with dropout
+        mode: str = 'inference',         # `inference`, or `full`
+        strength: float | tf.Tensor | None = None, # λ, a number or a tensor without dimensions; none means the model's
     ) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        "Clean logits `[B, T', K]`, or in full mode clean logits, noisy logits `[B, T', K]` and the noise `[B, T', I]`, all float32; without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames` does, and for another mode."
+        """Clean logits `[B, T', K]`, or in full mode clean logits, noisy logits `[B, T', K]` and the noise `[B, T', I]`, all
+        float32; without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames` does, and for another
+        mode."""
         if mode not in ('inference', 'full'): raise ValueError(f"mode is {mode!r}, expected 'inference' or 'full'")
         draws = dict(training=training, seeds=seeds)
         x = self.frames(x, day_idx, **draws)
         noise = self.noise(x, **draws)
         clean = self.clean(x - tf.cast(noise, x.dtype), **draws)
         if mode == 'inference': return clean
-        return clean, self.noisy(noise, strength=self.strength if strength is None else strength, **draws), noise
+        noisy = self.noisy(noise, strength=self.cfg.adversarial_strength if strength is None else strength, **draws)
+        return clean, noisy, noise
+
+    def training_args(self, step: int, n_steps: int) -> dict:
+        "More arguments of `call` in a training step: the mode, and λ of this step."
+        return dict(mode='full', strength=self.cfg.strength(step, n_steps))
+
+    def training_losses(self,
+        out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], # What `call` returned
+        ctc: Callable[[tf.Tensor], tf.Tensor],       # CTC loss of each trial `[B]` from logits
+        frames: tf.Tensor,                           # Frames of each trial `[B]`
+    ) -> tf.Tensor:
+        "The loss of each trial `[B]`."
+        return triple_loss(out, ctc, frames, self.cfg.noisy_loss_weight, self.cfg.noise_power_weight)
