@@ -67,7 +67,7 @@ def losses_and_paths(
     batch: dict,       # From `rows`
     frames: tf.Tensor, # Frames of each trial `[B]`
 ) -> dict[str, tf.Tensor]:
-    "What `evaluate` needs of a batch: the CTC loss of each trial `[B]`, the likeliest classes `[B, T']`, and the frames."
+    "What `evaluate` needs of a batch: the CTC loss of each trial `[B]`, likeliest classes `[B, T']`, and frames."
     losses = ctc_loss(logits, batch['labels'], frames, batch['n_labels'])
     return dict(loss=losses, path=tf.argmax(logits, -1, tf.int32), frames=frames)
 

@@ -26,8 +26,9 @@ def encoder_class(
     if name not in model_names():
         raise ConfigError(f'model.name = {name}: TensorFlow has no such encoder, it has {", ".join(model_names())}')
     module = importlib.import_module(f'b2t_kaggle.tensorflow.models.{name}')
-    for c in vars(module).values():
-        if isinstance(c, type) and issubclass(c, Encoder) and c.__module__ == module.__name__ and 'Config' in vars(c): return c
+    classes = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
+    for c in classes:
+        if issubclass(c, Encoder) and 'Config' in vars(c): return c
     raise ConfigError(f'{module.__name__}: expected a class that derives from Encoder and has a Config')
 
 def build_model(

@@ -20,15 +20,16 @@ def check_batch(
     day_idx,         # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
     neural_dim: int, # Features per bin that the model knows
 ) -> tf.Tensor:
-    "The days as a tensor. Raises `ValueError` for features of another shape, or days that are not one whole number per trial."
+    """The days as a tensor. Raises `ValueError` for features of another shape, or days that are not one whole number
+    per trial."""
     day_idx = tf.convert_to_tensor(day_idx)
     if x.shape.rank != 3 or None in x.shape[1:] or x.shape[2] != neural_dim:
-        raise ValueError(f'features: found the shape {x.shape}, expected [B, T, {neural_dim}] with a T that is known when '
-                         'the model is traced')
+        raise ValueError(f'features: found the shape {x.shape}, expected [B, T, {neural_dim}] with a T that is known '
+                         'when the model is traced')
     B = x.shape[0]
     if not day_idx.shape.is_compatible_with([B]) or not day_idx.dtype.is_integer:
-        raise ValueError(f'day_idx: found {day_idx.dtype.name} of shape {day_idx.shape}, expected whole numbers of shape '
-                         f'[{B}], a day per trial')
+        raise ValueError(f'day_idx: found {day_idx.dtype.name} of shape {day_idx.shape}, expected whole numbers of '
+                         f'shape [{B}], a day per trial')
     return day_idx
 
 # %% ../../../nbs/tensorflow/models/01_encoder.ipynb #c009
@@ -63,7 +64,8 @@ def variables_by_attribute(
 
 # %% ../../../nbs/tensorflow/models/01_encoder.ipynb #c015
 class Encoder(keras.Model):
-    "Features of a trial to logits per frame. Derive from it, set `Config`, make all variables in the constructor, and write `encode`."
+    """Features of a trial to logits per frame. Derive from it, set `Config`, make all variables in the constructor, and
+    write `encode`."""
     Config: ClassVar[type[EncoderConfig]]
 
     def __init__(self,
@@ -88,17 +90,24 @@ class Encoder(keras.Model):
         seeds: tf.Tensor | None = None,  # A seed per trial, int32 `[B, 2]`, for dropout
         **training_args,                 # From `training_args`, in a training step
     ) -> Any:
-        "What `encode` gives for features that are zero beyond each trial's end. Raises `ValueError` as `check_batch` does."
+        """What `encode` gives for features that are zero beyond each trial's end. Raises `ValueError` as `check_batch`
+        does."""
         day_idx = check_batch(x, day_idx, self.cfg.neural_dim)
         return self.encode(mask_padding(x, n_bins), day_idx, n_bins, training=training, seeds=seeds, **training_args)
 
-    def encode(self, x: tf.Tensor, day_idx: tf.Tensor, n_bins: tf.Tensor | None, training: bool, seeds: tf.Tensor | None) -> Any:
+    def encode(self,
+        x: tf.Tensor,             # Features `[B, T, F]`, zero beyond each trial's end
+        day_idx: tf.Tensor,       # Day of each trial `[B]`
+        n_bins: tf.Tensor | None, # As in `call`
+        training: bool,           # Whether there is dropout
+        seeds: tf.Tensor | None,  # As in `call`
+    ) -> Any:
         "Logits, float32 `[B, T', K]`, without meaning beyond a trial's own frames."
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor call')
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        """More arguments of `call` in a training step, counted from 0. Numbers that change from step to step are floats,
-        of which the trainer makes tensors."""
+        """More arguments of `call` in a training step, counted from 0. Numbers that change from step to step are
+        floats, of which the trainer makes tensors."""
         return {}
 
     def training_losses(self,
@@ -110,11 +119,13 @@ class Encoder(keras.Model):
         return ctc(out)
 
     def is_per_day(self, name: str) -> bool:
-        "Whether a variable has a row per day; such have a learning rate and decay of their own, and rows of days that a batch lacks stay."
+        """Whether a variable has a row per day. Such variables have a learning rate and decay of their own, and rows of
+        days that a batch lacks stay as they are."""
         return name.startswith('day_')
 
     def decays(self, name: str, variable: keras.Variable) -> bool:
-        "Whether weight decay applies: to matrices, not to biases and gains. A GRU's bias has two dimensions in Keras, and a name."
+        "Whether weight decay applies: to matrices, not to biases and gains."
+        # by name, too, because a GRU's bias has two dimensions in Keras
         return len(variable.shape) >= 2 and '.bias' not in name
 
     def freeze(self) -> None:
