@@ -165,7 +165,7 @@ def read_metrics(
     "What the model in it reached, as it was given to `save_best`; raises `CheckpointError`."
     return _read(weights_file(path), ('figures',))['figures']
 
-# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c016
+# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c018
 def save_last(
     path: str | Path, # `….weights.h5`
     model: Encoder,   # From `build_model`

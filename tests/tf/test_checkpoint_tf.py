@@ -63,7 +63,8 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     assert writer.wait() == -signal.SIGKILL, (tmp_path/'log').read_text()[-2000:]
     steps.append(step_of(path))
     assert steps == sorted(steps) and len(set(steps)) > 2
-    (tmp_path/'.tmp.last.weights.h5').write_bytes(b'half of a file')  # as the killed one may leave it
+    leftover = tmp_path/f'.last.weights.h5.{writer.pid}.tmp.weights.h5'
+    leftover.write_bytes(b'half of a file')  # as the killed one may leave it
     save_last(path, build_model(CFG.model, 1), CFG, {}, {}, dict(step=-1))
     assert load_last(path)['run'] == dict(step=-1) and sorted(os.listdir(tmp_path)) == ['last.weights.h5', 'log']
 
