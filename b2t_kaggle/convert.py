@@ -11,30 +11,48 @@ from pathlib import Path
 import numpy as np
 
 from .config import Config, with_overrides
-from .frameworks import checkpoint_framework
+from .training.checkpoints import framework_of
 
 # %% ../nbs/08_convert.ipynb #c006
 _TENSORFLOW = '.weights.h5'
 _OTHERS = '.h5', '.keras', '.pth', '.ckpt', '.bin', '.safetensors' # What is easily mistaken for it
-_FIGURES = ('val_per', 'val_loss', 'step', 'sessions')
+_METRICS = ('val_per', 'val_loss', 'step', 'sessions')
 
 def read_model(
     path: str | Path, # A checkpoint of any form, or its folder
 ) -> tuple[dict[str, np.ndarray], Config, dict]:
     """Weights by name, in PyTorch's layout; the model's configuration; and what it reached (`val_per`, `val_loss`,
     `step`, `sessions`, as far as the file says). Raises `CheckpointError`."""
-    path = Path(path)
-    if checkpoint_framework(path) == 'tensorflow':
+    if framework_of(path) == 'tensorflow':
         from b2t_kaggle.tensorflow import checkpoint
-        from b2t_kaggle.tensorflow.models.gru import to_state
         model, cfg = checkpoint.load_model(path)
-        return to_state(model), cfg, checkpoint.read_figures(path)
+        return model.to_state(), cfg, checkpoint.read_metrics(path)
     from b2t_kaggle.pytorch import checkpoint
     model, cfg = checkpoint.load_model(path)
     content = checkpoint.load_file(checkpoint.weights_file(path))
-    return {k: v.numpy() for k, v in model.state_dict().items()}, cfg, {k: content[k] for k in _FIGURES if k in content}
+    weights = {k: v.numpy() for k, v in model.state_dict().items()}
+    return weights, cfg, {k: content[k] for k in _METRICS if k in content}
 
 # %% ../nbs/08_convert.ipynb #c008
+def _write_tensorflow(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> Path:
+    from b2t_kaggle.tensorflow.checkpoint import save_best
+    from b2t_kaggle.tensorflow.models import build_model
+    model = build_model(cfg.model, len(cfg.data.sessions))
+    model.from_state(state)
+    save_best(target, model, cfg, metrics)
+    return target
+
+def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> Path:
+    "Our file where the name ends in .pt, else the official kit's folder."
+    import torch
+    from b2t_kaggle.pytorch.checkpoint import save_atomic, save_official
+    from b2t_kaggle.pytorch.models import build_model
+    model = build_model(cfg.model, len(cfg.data.sessions))
+    model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()})
+    if target.suffix != '.pt': return save_official(model, cfg, target, metrics.get('val_per'))
+    save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump(), **metrics), target)
+    return target
+
 def convert(
     source: str | Path, # A checkpoint of any form, or its folder
     target: str | Path, # What to write; its name says in which form, see above
@@ -42,23 +60,13 @@ def convert(
     """Write a trained model in another form, whole or not at all. Raises `CheckpointError` for a file that cannot be
     read, or a model that the target's form does not have, `ValueError` for a name with the ending of another form."""
     target = Path(target)
-    if target.suffix in _OTHERS and not target.name.endswith(_TENSORFLOW):
-        raise ValueError(f'{target}: no form has that ending; name it {target.stem}.pt for PyTorch, {target.stem}{_TENSORFLOW} for TensorFlow, or {target.stem} for a folder as the official kit has it')
-    state, cfg, figures = read_model(source)
-    n_days, cfg = len(cfg.data.sessions), with_overrides(cfg, {'train.framework': 'tensorflow' if target.name.endswith(_TENSORFLOW) else 'pytorch'})
+    to_tensorflow = target.name.endswith(_TENSORFLOW)
+    if target.suffix in _OTHERS and not to_tensorflow:
+        raise ValueError(f'{target}: no form has that ending; name it {target.stem}.pt for PyTorch, '
+                         f'{target.stem}{_TENSORFLOW} for TensorFlow, or {target.stem} for a folder as the official '
+                         'kit has it')
+    state, cfg, metrics = read_model(source)
+    cfg = with_overrides(cfg, {'train.framework': 'tensorflow' if to_tensorflow else 'pytorch'})
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.name.endswith(_TENSORFLOW):
-        from b2t_kaggle.tensorflow.checkpoint import save_best
-        from b2t_kaggle.tensorflow.models.gru import build_model, from_state
-        model = build_model(cfg.model, n_days)
-        from_state(model, state)
-        save_best(target, model, cfg, figures)
-        return target
-    import torch
-    from b2t_kaggle.pytorch.checkpoint import save_atomic, save_official
-    from b2t_kaggle.pytorch.models import build_model
-    model = build_model(cfg.model, n_days)
-    model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()})
-    if target.suffix != '.pt': return save_official(model, cfg, target, figures.get('val_per'))
-    save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.model_dump(mode='json'), **figures), target)
-    return target
+    write = _write_tensorflow if to_tensorflow else _write_pytorch
+    return write(state, cfg, metrics, target)

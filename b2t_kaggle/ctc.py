@@ -23,7 +23,7 @@ def n_frames(
     "Frames of a trial with `n_bins` bins: T' = (T − patch_size) // patch_stride + 1, and none when the trial is shorter than a patch."
     if patch_size == 0: return n_bins
     n = (n_bins - patch_size) // patch_stride + 1
-    return n * (n > 0)
+    return (n + abs(n)) // 2  # max(n, 0), for a number, an array and a tensor of every framework
 
 # %% ../nbs/03_ctc.ipynb #c009
 def frames_needed(

@@ -6,7 +6,6 @@
 __all__ = ['log_probs_of', 'infer']
 
 # %% ../../nbs/tensorflow/10_inference.ipynb #c003
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -15,27 +14,31 @@ from ..config import Config
 from ..data.store import TrialStore
 from ..logits import LogitStore
 from .checkpoint import load_model, weights_file
-from .evaluate import Pass
-from .feed import Replicas, start
-from .frontend import Frontend
-from ..training.recipe import TrainingError
+from .evaluate import Evaluator
+from .feed import Strategy, start
 from .layers import tf
+from .models.encoder import Encoder
+from ..training.checkpoints import check_features, provenance
 
 # %% ../../nbs/tensorflow/10_inference.ipynb #c006
+def _log_probs(logits: tf.Tensor, batch: dict, frames: tf.Tensor) -> dict[str, tf.Tensor]:
+    return dict(log_probs=tf.nn.log_softmax(logits), frames=frames)
+
 def log_probs_of(
-    model: Frontend,       # Made in the scope of the strategy
+    model: Encoder,        # Made in the scope of the strategy
     store: TrialStore,     # Any split
     cfg: Config,           # The model's configuration
-    replicas: Replicas,    # Where it is computed
+    strategy: Strategy,    # Where it is computed
     batch_size: int = 64,  # Trials per batch
     progress: bool = True, # Show a progress bar
 ) -> list[np.ndarray]:
     "Natural log-probabilities of each trial, float32 `[T', K]`, in the order of the store."
-    def result(logits, batch, frames): return dict(log_probs=tf.nn.log_softmax(logits), frames=frames)
-    out, day_of = [None] * len(store), {s: i for i, s in enumerate(cfg.data.sessions)}
-    for trials, r in Pass(model, store, day_of, cfg, replicas, batch_size, result)(f'infer {store.split}' if progress else None):
-        for i, log_probs, n in zip(trials, r['log_probs'], r['frames']): out[i] = log_probs[:n].copy()
-    return out
+    arrays = [None] * len(store)
+    day_of = {s: i for i, s in enumerate(cfg.data.sessions)}
+    evaluator = Evaluator(model, store, day_of, cfg, strategy, batch_size, _log_probs)
+    for trials, r in evaluator(f'infer {store.split}' if progress else None):
+        for i, log_probs, n in zip(trials, r['log_probs'], r['frames']): arrays[i] = log_probs[:n].copy()
+    return arrays
 
 # %% ../../nbs/tensorflow/10_inference.ipynb #c007
 def infer(
@@ -47,15 +50,12 @@ def infer(
     batch_size: int = 64,       # Trials per batch
     progress: bool = True,      # Show a progress bar
 ) -> LogitStore:
-    "Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, or `TrainingError` where model and trials do not fit."
+    """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, or
+    `TrainingError` where model and trials do not fit."""
     file = weights_file(checkpoint)
-    replicas = start(accelerator, precision)
-    with replicas.strategy.scope(): model, cfg = load_model(file)
-    if store.n_features != cfg.model.neural_dim:
-        raise TrainingError(f'{store.path}: trials have {store.n_features} features, the model in {checkpoint} takes {cfg.model.neural_dim}; pack with its data.feature_subset')
-    arrays = log_probs_of(model, store, cfg, replicas, batch_size, progress)
-    with open(file, 'rb') as f: sha256 = hashlib.file_digest(f, 'sha256').hexdigest()
-    provenance = dict(model=cfg.model.name, checkpoint=str(file), checkpoint_sha256=sha256, split=store.split, device=str(replicas.device), precision=replicas.device.precision,
-                      config=cfg.model_dump(mode='json'))
+    strategy = start(accelerator, precision)
+    with strategy.distribution.scope(): model, cfg = load_model(file)
+    check_features(store, cfg, checkpoint)
+    arrays = log_probs_of(model, store, cfg, strategy, batch_size, progress)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return LogitStore.write(path, arrays, store.index, provenance)
+    return LogitStore.write(path, arrays, store.index, provenance(file, store, cfg, strategy.device))

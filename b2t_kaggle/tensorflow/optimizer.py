@@ -11,8 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..config import TrainConfig
-from ..training.recipe import group_of, is_day
 from .layers import tf
+from .models.encoder import Encoder
+from ..training.recipe import group_of
 
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c006
 def clip(
@@ -36,16 +37,18 @@ def _zeros(shape) -> tf.Variable: return tf.Variable(tf.zeros(shape), trainable=
 class StackedAdamW:
     "PyTorch's AdamW over a model's trainable variables in the official groups; days are rows of their stack."
     def __init__(self,
-        variables: Mapping[str, tf.Variable], # By name; made in the scope of the run's strategy, as this object must be
-        cfg: TrainConfig,                     # The run's `train` group
+        model: Encoder,   # Made in the scope of the run's strategy, as this object must be
+        cfg: TrainConfig, # The run's `train` group
     ):
-        self.variables = dict(variables)
-        self.groups = {name: group_of(name, cfg) for name in variables}
+        trainable = {name: v for name, v in model.named_variables().items() if v.trainable}
+        self.variables = {name: v.value for name, v in trainable.items()}
+        self.groups = {name: group_of(model, name, v, cfg) for name, v in trainable.items()}
+        self.per_day = {name for name in trainable if model.is_per_day(name)}
         self.betas = cfg.beta0, cfg.beta1
         self.epsilon = cfg.epsilon
         self.state = {}
-        for name, w in variables.items():
-            n_counts = w.shape[0] if is_day(name) else 1
+        for name, w in self.variables.items():
+            n_counts = w.shape[0] if name in self.per_day else 1
             self.state[name] = dict(exp_avg=_zeros(w.shape), exp_avg_sq=_zeros(w.shape), step=_zeros([n_counts]))
 
     def step(self,
@@ -56,9 +59,10 @@ class StackedAdamW:
     ) -> None:
         "Update variables and state."
         for name, grad in grads.items():
-            w, state = self.variables[name], self.state[name]
+            w = self.variables[name]
+            state = self.state[name]
             rate, decay = self.groups[name]
-            active = tf.where(usable, in_batch if is_day(name) else tf.ones([1]), 0.)
+            active = tf.where(usable, in_batch if name in self.per_day else tf.ones([1]), 0.)
             step = state['step'] + active
             new = self._update(w, grad, state, _per_row(step, w), rates[rate], decay)
             for old, value in zip((w, state['exp_avg'], state['exp_avg_sq']), new):

@@ -13,10 +13,11 @@ pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kagg
 
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, save_best, save_last
+from b2t_kaggle.tensorflow.models import build_model
 from b2t_kaggle.training.checkpoints import CheckpointError
-from b2t_kaggle.tensorflow.models.gru import build_model, named_variables, to_state
 
-CFG = with_overrides(preset('official'), dict(neural_dim=2, n_units=2, n_layers=1, patch_size=2, patch_stride=1, n_classes=3, sessions=['t15.2023.08.11']))
+SIZES = dict(neural_dim=2, n_units=2, n_layers=1, patch_size=2, patch_stride=1, n_classes=3)
+CFG = with_overrides(preset('official'), SIZES | dict(sessions=['t15.2023.08.11']))
 # In each file all weights, the state and the step are one number
 WRITER = '''
 import sys
@@ -30,20 +31,27 @@ for step in range(10**9):
 
 def step_of(path):
     "The step of a file, which all of it must be of."
-    last, (model, _) = load_last(path), load_model(path)
-    numbers = {last['run']['step'], *np.unique(last['optimizer']['h0']['exp_avg']), *(x for v in model.weights for x in np.unique(v.numpy()))}
+    last = load_last(path)
+    model, _ = load_model(path)
+    moments = np.unique(last['optimizer']['h0']['exp_avg'])
+    weights = (x for v in model.weights for x in np.unique(v.numpy()))
+    numbers = {last['run']['step'], *moments, *weights}
     assert len(numbers) == 1
     return numbers.pop()
 
 
 def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
-    path, rng = tmp_path/'last.weights.h5', np.random.default_rng(0)
+    path = tmp_path/'last.weights.h5'
+    rng = np.random.default_rng(0)
     with open(tmp_path/'log', 'w') as log:
-        env = os.environ | dict(PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *filter(None, [os.environ.get('PYTHONPATH')])]))
+        folders = [os.path.dirname(__file__), *filter(None, [os.environ.get('PYTHONPATH')])]
+        env = os.environ | dict(PYTHONPATH=os.pathsep.join(folders))
         writer = subprocess.Popen([sys.executable, '-c', WRITER, str(path)], stderr=log, env=env)
     try:
         end = time.monotonic() + 120
-        while not path.exists(): assert writer.poll() is None and time.monotonic() < end, (tmp_path/'log').read_text()[-2000:]; time.sleep(0.05)
+        while not path.exists():
+            assert writer.poll() is None and time.monotonic() < end, (tmp_path/'log').read_text()[-2000:]
+            time.sleep(0.05)
         steps = []
         for _ in range(12):  # what a stopped process shows is what a killed one leaves
             time.sleep(rng.uniform(0, 0.1))
@@ -55,26 +63,33 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     assert writer.wait() == -signal.SIGKILL, (tmp_path/'log').read_text()[-2000:]
     steps.append(step_of(path))
     assert steps == sorted(steps) and len(set(steps)) > 2
-    (tmp_path/'.tmp.last.weights.h5').write_bytes(b'half of a file')  # what the killed one may have left is no obstacle
+    leftover = tmp_path/f'.last.weights.h5.{writer.pid}.tmp.weights.h5'
+    leftover.write_bytes(b'half of a file')  # as the killed one may leave it
     save_last(path, build_model(CFG.model, 1), CFG, {}, {}, dict(step=-1))
     assert load_last(path)['run'] == dict(step=-1) and sorted(os.listdir(tmp_path)) == ['last.weights.h5', 'log']
 
 
 def test_a_changed_byte_is_recognised_or_does_no_harm(tmp_path):
-    path, model, rng = tmp_path/'last.weights.h5', build_model(CFG.model, 1), np.random.default_rng(0)
+    path = tmp_path/'last.weights.h5'
+    model = build_model(CFG.model, 1)
+    rng = np.random.default_rng(0)
     state = dict(h0=dict(exp_avg=rng.standard_normal(2000).astype('float32')))
     save_last(path, model, CFG, {}, state, dict(step=3))
-    whole, want, found = path.read_bytes(), to_state(model), 0
+    whole = path.read_bytes()
+    weights = model.to_state()
+    found = 0
     for _ in range(25):
         i = rng.integers(len(whole))
         path.write_bytes(whole[:i] + bytes([whole[i] ^ rng.integers(1, 256)]) + whole[i+1:])
-        try: (again, cfg), last = load_model(path), load_last(path)
+        try:
+            again, cfg = load_model(path)
+            last = load_last(path)
         except CheckpointError as e:
             assert str(e).startswith(str(path)) and '\n' not in str(e)
             found += 1
         else:
             assert cfg == CFG and last['run'] == dict(step=3)
-            for k, v in to_state(again).items(): np.testing.assert_array_equal(v, want[k])
+            for k, v in again.to_state().items(): np.testing.assert_array_equal(v, weights[k])
             np.testing.assert_array_equal(last['optimizer']['h0']['exp_avg'], state['h0']['exp_avg'])
     assert found > 5
 
@@ -98,4 +113,4 @@ def test_a_configuration_of_any_length(tmp_path):
     model = build_model(cfg.model, 45)
     save_best(tmp_path/'best.weights.h5', model, cfg, {})
     again, found = load_model(tmp_path)
-    assert found == cfg and named_variables(again)['day_weights'].shape == (45, 2, 2)
+    assert found == cfg and again.named_variables()['day_weights'].shape == (45, 2, 2)

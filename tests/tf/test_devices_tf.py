@@ -16,7 +16,7 @@ tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t
 from b2t_kaggle.devices import machine as detection, tensorflow as devices
 from b2t_kaggle.devices.machine import Device, DeviceError, Gpu, cpu_flags
 from b2t_kaggle.devices.tensorflow import configure_mixed_precision, create_tpu_strategy, pick_tensorflow
-from b2t_kaggle.tensorflow.feed import Replicas, start
+from b2t_kaggle.tensorflow.feed import Strategy, start
 
 from test_devices import chips, machine
 
@@ -155,7 +155,7 @@ def test_a_build_for_tpus_goes_on_without_xla(monkeypatch, capsys):
     assert f'the TPU is not used: {message}' in out and 'compiles for TPUs only, so this is slow' in out
     text = tf.constant('text')   # unknown to XLA
     assert replicas.compile(tf.strings.length)(text) == 4
-    compiling = Replicas(replace(replicas.device, jit=True), replicas.strategy)
+    compiling = Strategy(replace(replicas.device, jit=True), replicas.distribution)
     with pytest.raises(tf.errors.InvalidArgumentError): compiling.compile(tf.strings.length)(text)
 
 

@@ -1,14 +1,15 @@
-"The GRU in TensorFlow against the one in PyTorch, weights, logits and gradients; compiled against eager; our loop against Keras' own layers; bfloat16."
+"""The GRU in TensorFlow against the one in PyTorch, weights, logits and gradients; compiled against eager; our loop
+against Keras' own layers; bfloat16."""
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.ctc import n_frames
-from b2t_kaggle.pytorch import gru as pt
+from b2t_kaggle.pytorch.models import gru as pt
 from b2t_kaggle.tensorflow import recurrence
-from b2t_kaggle.tensorflow.models.gru import GRUDecoder, from_state, named_variables, to_pytorch, to_state
 from b2t_kaggle.tensorflow.layers import keras, tf
+from b2t_kaggle.tensorflow.models.gru import GRUDecoder, to_pytorch
 
 SMALL = dict(neural_dim=6, n_units=8, n_days=4, n_classes=5)
 
@@ -23,16 +24,19 @@ def random_torch(cls, seed=0, **sizes):
 
 def batch(lengths, neural_dim=6, n_days=4, seed=0):
     "Features padded with zeros, as the trainer pads, days, and lengths."
-    rng, n = np.random.default_rng(seed), np.array(lengths)
-    x = rng.normal(size=(len(n), n.max(), neural_dim)).astype(np.float32) * (np.arange(n.max()) < n[:, None])[..., None]
+    rng = np.random.default_rng(seed)
+    n = np.array(lengths)
+    inside = (np.arange(n.max()) < n[:, None])[..., None]
+    x = rng.normal(size=(len(n), n.max(), neural_dim)).astype(np.float32) * inside
     return x, rng.integers(0, n_days, len(n)).astype(np.int32), n
 
 
 def weighted(outs, frames, lib):
-    "A loss without CTC: each number inside a trial's own frames times a number of its own. `lib` is torch or tensorflow."
+    "A loss without CTC: each number inside a trial's own frames times a number. `lib` is torch or tensorflow."
     loss = 0.
     for i, out in enumerate(outs):
-        w = np.random.default_rng(i).normal(size=tuple(out.shape)).astype(np.float32) * (np.arange(out.shape[1]) < frames[:, None])[..., None]
+        inside = (np.arange(out.shape[1]) < frames[:, None])[..., None]
+        w = np.random.default_rng(i).normal(size=tuple(out.shape)).astype(np.float32) * inside
         loss = loss + (out * torch.tensor(w)).sum() if lib is torch else loss + tf.reduce_sum(out * w)
     return loss
 
@@ -44,13 +48,14 @@ def torch_results(model, x, day, n_bins, **kw):
     "Outputs, and gradients by PyTorch's names."
     outs = as_tuple(model(torch.tensor(x), torch.tensor(day, dtype=torch.long), n_bins=torch.tensor(n_bins), **kw))
     model.zero_grad()
-    weighted(outs, n_frames(n_bins, model.patch_size, model.patch_stride), torch).backward()
+    weighted(outs, model.cfg.n_frames(n_bins), torch).backward()
     return [o.detach().numpy() for o in outs], {n: p.grad.numpy() for n, p in model.named_parameters()}
 
 
 def tf_results(model, x, day, n_bins, jit=False, **kw):
     "The same, and gradients by our names."
-    frames, variables = n_frames(n_bins, model.patch_size, model.patch_stride), named_variables(model)
+    frames = model.cfg.n_frames(n_bins)
+    variables = model.named_variables()
     def step(x, day):
         with tf.GradientTape() as tape:
             outs = as_tuple(model(x, day, **kw))
@@ -74,15 +79,18 @@ def assert_same_results(ours, theirs, frames, tol=1e-4):
 def assert_parity(theirs, ours, lengths, jit=False, **kw):
     "PyTorch's weights in the model of TensorFlow: logits, gradients, and the weights' way back."
     state = {k: v.numpy() for k, v in theirs.state_dict().items()}
-    from_state(ours, state)
-    back = to_state(ours)
-    assert back.keys() == state.keys() and all(back[k].dtype == v.dtype and np.array_equal(back[k], v) for k, v in state.items())
+    ours.from_state(state)
+    back = ours.to_state()
+    assert back.keys() == state.keys()
+    assert all(back[k].dtype == v.dtype and np.array_equal(back[k], v) for k, v in state.items())
     args = batch(lengths)
     outs, grads = tf_results(ours, *args, jit, **kw)
-    assert_same_results((outs, to_pytorch(grads)), torch_results(theirs, *args, **kw), n_frames(args[2], ours.patch_size, ours.patch_stride))
+    assert_same_results((outs, to_pytorch(grads)), torch_results(theirs, *args, **kw), ours.cfg.n_frames(args[2]))
 
 
-@pytest.mark.parametrize('n_layers, patch_size, patch_stride, jit', [(1, 0, 0, False), (3, 0, 0, False), (1, 14, 4, False), (3, 5, 3, True)])
+@pytest.mark.parametrize('n_layers, patch_size, patch_stride, jit', [
+    (1, 0, 0, False), (3, 0, 0, False), (1, 14, 4, False), (3, 5, 3, True),
+])
 def test_parity_with_pytorch(n_layers, patch_size, patch_stride, jit):
     sizes = SMALL | dict(n_layers=n_layers, patch_size=patch_size, patch_stride=patch_stride)
     assert_parity(random_torch(pt.GRUDecoder, **sizes), GRUDecoder(**sizes), [30, 17, 23, 14], jit)
@@ -93,18 +101,21 @@ def test_official_weights():
     sizes = SMALL | dict(n_layers=2, patch_size=4, patch_stride=2)
     theirs, ours = random_torch(pt.GRUDecoder, **sizes), GRUDecoder(**sizes)
     official = {f'_orig_mod.{k}': v for k, v in theirs.state_dict().items() if not k.startswith('day_')}
-    for name in ('day_weights', 'day_biases'): official |= {f'_orig_mod.{name}.{i}': v for i, v in enumerate(theirs.state_dict()[name])}
-    from_state(ours, {k: v.numpy() for k, v in pt.from_official_state(official).items()})
+    for name in ('day_weights', 'day_biases'):
+        official |= {f'_orig_mod.{name}.{i}': v for i, v in enumerate(theirs.state_dict()[name])}
+    ours.from_state({k: v.numpy() for k, v in pt.from_official_state(official).items()})
     x, day, _ = batch([20, 20])
     np.testing.assert_allclose(ours(x, day), theirs(torch.tensor(x), day).detach(), rtol=0, atol=1e-4)
 
 
 @settings(max_examples=6)
-@given(n_in=st.integers(1, 5), n_units=st.integers(1, 6), n_layers=st.integers(1, 3), B=st.integers(1, 3), T=st.integers(1, 9), seed=st.integers(0, 99))
+@given(n_in=st.integers(1, 5), n_units=st.integers(1, 6), n_layers=st.integers(1, 3), B=st.integers(1, 3),
+       T=st.integers(1, 9), seed=st.integers(0, 99))
 def test_loop_equals_keras_layers(n_in, n_units, n_layers, B, T, seed):
     "States and the gradients of everything, for any sizes."
     keras.utils.set_random_seed(seed)
-    gru, x, h0, w = recurrence.GRU(n_in, n_units, n_layers), *(tf.random.normal(s) for s in ((B, T, n_in), (B, n_units), (B, T, n_units)))
+    gru = recurrence.GRU(n_in, n_units, n_layers)
+    x, h0, w = (tf.random.normal(shape) for shape in ((B, T, n_in), (B, n_units), (B, T, n_units)))
     def results():
         with tf.GradientTape() as tape:
             tape.watch([x, h0])
@@ -113,7 +124,8 @@ def test_loop_equals_keras_layers(n_in, n_units, n_layers, B, T, seed):
         return y, *tape.gradient(loss, [x, h0, *gru.trainable_variables])
     ours = results()
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(recurrence, 'uses_cudnn', lambda: True)  # Keras' layers, which on a machine without a GPU compute what cuDNN would
+        # Keras' layers, which on a machine without a GPU compute what cuDNN would
+        m.setattr(recurrence, 'uses_cudnn', lambda: True)
         m.setattr(recurrence, 'gru_layer', None)
         theirs = results()
     for a, b in zip(ours, theirs, strict=True): np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -122,16 +134,21 @@ def test_loop_equals_keras_layers(n_in, n_units, n_layers, B, T, seed):
 def test_compiled_equals_eager():
     "With dropout, whose numbers are the same."
     keras.utils.set_random_seed(0)
-    model, args = GRUDecoder(**SMALL, rnn_dropout=0.4, input_dropout=0.2, n_layers=2, patch_size=5, patch_stride=3), batch([23, 14])
+    model = GRUDecoder(**SMALL, rnn_dropout=0.4, input_dropout=0.2, n_layers=2, patch_size=5, patch_stride=3)
+    args = batch([23, 14])
     kw = dict(training=True, seeds=tf.constant([[1, 2], [3, 4]]))
-    assert_same_results(tf_results(model, *args, jit=True, **kw), tf_results(model, *args, **kw), n_frames(args[2], 5, 3))
+    compiled = tf_results(model, *args, jit=True, **kw)
+    assert_same_results(compiled, tf_results(model, *args, **kw), n_frames(args[2], 5, 3))
 
 
 def test_dropout_of_a_trial_does_not_depend_on_its_batch():
-    model, (x, day, _) = GRUDecoder(**SMALL, rnn_dropout=0.4, input_dropout=0.2, n_layers=2), batch([9, 9, 9])
+    model = GRUDecoder(**SMALL, rnn_dropout=0.4, input_dropout=0.2, n_layers=2)
+    x, day, _ = batch([9, 9, 9])
     seeds = np.array([[1, 2], [3, 4], [1, 2]], np.int32)
     whole = model(x, day, training=True, seeds=seeds).numpy()
-    for rows in ([0], [2, 1]): np.testing.assert_allclose(model(x[rows], day[rows], training=True, seeds=seeds[rows]), whole[rows], rtol=0, atol=1e-6)
+    for rows in ([0], [2, 1]):
+        part = model(x[rows], day[rows], training=True, seeds=seeds[rows])
+        np.testing.assert_allclose(part, whole[rows], rtol=0, atol=1e-6)
     same_x = model(x[[0, 0]], day[[0, 0]], training=True, seeds=seeds[:2]).numpy()
     assert np.abs(same_x[0] - same_x[1]).max() > 0.01
 
@@ -140,19 +157,25 @@ def training_step(model, **kw):
     "A step's compiled program: loss and gradients, with dropout."
     @tf.function(jit_compile=True)
     def step(x, day, seeds):
-        with tf.GradientTape() as tape: loss = sum(tf.reduce_mean(out**2) for out in as_tuple(model(x, day, training=True, seeds=seeds, **kw)))
-        return loss, tape.gradient(loss, [v.value for v in named_variables(model).values()])
+        with tf.GradientTape() as tape:
+            outs = as_tuple(model(x, day, training=True, seeds=seeds, **kw))
+            loss = sum(tf.reduce_mean(out**2) for out in outs)
+        return loss, tape.gradient(loss, [v.value for v in model.named_variables().values()])
     return step
 
 
 def program_sizes(model, **kw):
     "Lines of the program that XLA gets for trials of 20 and 200 bins."
     step = training_step(model, **kw)
-    return [len(step.experimental_get_compiler_ir(*(tf.TensorSpec(s, d) for s, d in (((2, T, 6), tf.float32), ((2,), tf.int32), ((2, 2), tf.int32))))('hlo').splitlines()) for T in (20, 200)]
+    def size(T):
+        specs = tf.TensorSpec((2, T, 6)), tf.TensorSpec((2,), tf.int32), tf.TensorSpec((2, 2), tf.int32)
+        return len(step.experimental_get_compiler_ir(*specs)('hlo').splitlines())
+    return [size(T) for T in (20, 200)]
 
 
 def test_program_does_not_grow_with_the_trial():
-    short, long = program_sizes(GRUDecoder(**SMALL, rnn_dropout=0.4, input_dropout=0.2, n_layers=3, patch_size=5, patch_stride=3))
+    model = GRUDecoder(**SMALL, rnn_dropout=0.4, input_dropout=0.2, n_layers=3, patch_size=5, patch_stride=3)
+    short, long = program_sizes(model)
     assert short == long and short > 100
 
 
@@ -172,9 +195,10 @@ def assert_trains(model, **kw):
     def step(x, day, target):
         with tf.GradientTape() as tape:
             outs = as_tuple(model(x, day, training=True, **kw))
-            loss = sum(tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(target, logits)) for logits in outs[:2])
+            cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
+            loss = sum(tf.reduce_mean(cross_entropy(target, logits)) for logits in outs[:2])
         return loss, outs, tape.gradient(loss, variables)
-    target = np.random.default_rng(1).integers(0, 5, (4, n_frames(20, model.patch_size, model.patch_stride)))
+    target = np.random.default_rng(1).integers(0, 5, (4, model.cfg.n_frames(20)))
     losses = []
     for _ in range(25):
         loss, outs, grads = step(x, day, target)
@@ -191,7 +215,8 @@ def test_bfloat16_trains(bfloat16):
 
 def test_bfloat16_gradients_are_near_those_of_float32(bfloat16):
     keras.utils.set_random_seed(0)
-    sizes, args = SMALL | dict(n_units=32, n_layers=2, patch_size=5, patch_stride=3), batch([40, 31, 35])
+    sizes = SMALL | dict(n_units=32, n_layers=2, patch_size=5, patch_stride=3)
+    args = batch([40, 31, 35])
     low = GRUDecoder(**sizes)
     keras.config.set_dtype_policy('float32')
     full = GRUDecoder(**sizes)
@@ -203,12 +228,16 @@ def test_bfloat16_gradients_are_near_those_of_float32(bfloat16):
 
 
 def test_bad_input():
-    model, (x, day, _) = GRUDecoder(**SMALL, rnn_dropout=0.4, n_layers=2, patch_size=5, patch_stride=3), batch([20, 20])
+    model = GRUDecoder(**SMALL, rnn_dropout=0.4, n_layers=2, patch_size=5, patch_stride=3)
+    x, day, _ = batch([20, 20])
     compiled = tf.function(model, jit_compile=True)
+    one_day = r'day_idx: found int32 of shape \(1,\), expected whole numbers of shape \[2\], a day per trial'
+    five = r'features: found the shape \(2, 20, 5\), expected \[B, T, 6\]'
     for f in (model, compiled):
-        with pytest.raises(ValueError, match=r'day_idx: found int32 of shape \(1,\), expected whole numbers of shape \[2\], a day per trial'): f(x, day[:1])
+        with pytest.raises(ValueError, match=one_day): f(x, day[:1])
         with pytest.raises(ValueError, match='day_idx: found float32'): f(x, day.astype(np.float32))
         with pytest.raises(ValueError, match='the batch has 4 bins, fewer than patch_size = 5'): f(x[:, :4], day)
-        with pytest.raises(ValueError, match=r'features: found the shape \(2, 20, 5\), expected \[B, T, 6\]'): f(x[..., 1:], day)
+        with pytest.raises(ValueError, match=five): f(x[..., 1:], day)
         with pytest.raises(ValueError, match='seeds is None; give int32 seeds of shape'): f(x, day, training=True)
-    with pytest.raises(ValueError, match='T that is known'): compiled.get_concrete_function(tf.TensorSpec([2, None, 6]), tf.TensorSpec([2], tf.int32))
+    with pytest.raises(ValueError, match='T that is known'):
+        compiled.get_concrete_function(tf.TensorSpec([2, None, 6]), tf.TensorSpec([2], tf.int32))

@@ -26,7 +26,8 @@ def finished(tmp_path_factory):
     "A run to the submission: its folder, and the options that made it."
     tmp = tmp_path_factory.mktemp('runs')
     options = ['--output-dir', tmp/'mine', '--work', tmp/'data']
-    r = b2t('run', '--set', 'framework=tensorflow', *options, '--batch-size', '8', '--num-batches', '4', '--disable_mixed_precision', *TINY)
+    sizes = ['--batch-size', '8', '--num-batches', '4', '--disable_mixed_precision']
+    r = b2t('run', '--set', 'framework=tensorflow', *options, *sizes, *TINY)
     assert r.returncode == 0, r.stderr[-3000:]
     return tmp/'mine', options
 

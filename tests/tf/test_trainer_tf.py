@@ -19,21 +19,25 @@ from train_toy import steps
 from b2t_kaggle.devices.tensorflow import configure_mixed_precision
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch import trainer as pt
-from b2t_kaggle.pytorch.parallel import Cores
+from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, save_best
-from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.tensorflow.feed import start
-from b2t_kaggle.tensorflow.models.gru import from_state, named_variables, to_state
 from b2t_kaggle.tensorflow.inference import infer
 from b2t_kaggle.tensorflow.layers import keras
-from b2t_kaggle.tensorflow.trainer import Trainer, explain_memory, train
+from b2t_kaggle.tensorflow.trainer import Trainer, train
+from b2t_kaggle.training.checkpoints import BEST, CheckpointError
 from b2t_kaggle.training.history import read_history
+from b2t_kaggle.training.memory import raise_if_oom
 from b2t_kaggle.training.recipe import TrainingError
 
-NOTHING_RANDOM = {'white_noise_std': 0, 'constant_offset_std': 0, 'random_cut': 0, 'rnn_dropout': 0, 'input_dropout': 0, 'precision': 'float32'}
+NOTHING_RANDOM = {'white_noise_std': 0, 'constant_offset_std': 0, 'random_cut': 0, 'rnn_dropout': 0, 'input_dropout': 0,
+                  'precision': 'float32'}
 
 
 def cpu_config(**kw): return config(**{'accelerator': 'cpu', 'n_buckets': 1} | kw)
+
+
+def new_trainer(stores, precision='auto', **kw): return Trainer(*stores, cpu_config(**kw), start('cpu', precision))
 
 
 @pytest.fixture(scope='module')
@@ -43,46 +47,59 @@ def stores(tmp_path_factory):
     return open_stores(folder)
 
 
-def process(what, stores, out, overrides, n=1):
+def process(task, stores, out, overrides, n=1):
     "train_toy.py on so many logical devices."
     out.mkdir(exist_ok=True)
-    args = [sys.executable, str(Path(__file__).with_name('train_toy.py')), what, str(n), str(stores[0].path.parent), str(out), json.dumps({'n_buckets': 1} | overrides)]
-    return subprocess.Popen(args, env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    script = str(Path(__file__).with_name('train_toy.py'))
+    overrides = json.dumps({'n_buckets': 1} | overrides)
+    args = [sys.executable, script, task, str(n), str(stores[0].path.parent), str(out), overrides]
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
+    return subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def result_of(p, out):
-    said, err = p.communicate(timeout=500)
-    assert p.returncode == 0, err[-3000:]
-    return json.loads((out/'result.json').read_text()) | {'said': said}
+    stdout, stderr = p.communicate(timeout=500)
+    assert p.returncode == 0, stderr[-3000:]
+    return json.loads((out/'result.json').read_text()) | {'stdout': stdout}
 
 
-@pytest.mark.parametrize('model', [{'n_buckets': 2}, {'model.name': 'triple_gru', 'noise_units': 8, 'adversarial_schedule': 'ramp'}], ids=['gru', 'triple_gru'])
+TRIPLE = {'model.name': 'triple_gru', 'noise_units': 8, 'adversarial_schedule': 'ramp'}
+
+
+@pytest.mark.parametrize('model', [{'n_buckets': 2}, TRIPLE], ids=['gru', 'triple_gru'])
 def test_the_steps_are_those_of_pytorchs_trainer(stores, model):
-    "From the same weights: losses, norms, validation, and every weight. Two buckets, clipping, an epsilon that matters, and decay everywhere."
-    cfg = cpu_config(**NOTHING_RANDOM | model | {'weight_decay': .02, 'weight_decay_day': .01, 'grad_norm_clip_value': 7.5, 'epsilon': .1, 'lr_max_day': .02, 'lr_warmup_steps': 2})
-    theirs, ours = pt.Trainer(*stores, cfg, Cores(pick_torch('cpu', 'float32'))), Trainer(*stores, cfg, start('cpu', 'float32'))
+    """From the same weights: losses, norms, validation, and every weight. Two buckets, clipping, an epsilon that
+    matters, and decay everywhere."""
+    recipe = {'weight_decay': .02, 'weight_decay_day': .01, 'grad_norm_clip_value': 7.5, 'epsilon': .1,
+              'lr_max_day': .02, 'lr_warmup_steps': 2}
+    cfg = cpu_config(**NOTHING_RANDOM | model | recipe)
+    theirs = pt.Trainer(*stores, cfg, SingleDevice(pick_torch('cpu', 'float32')))
+    ours = Trainer(*stores, cfg, start('cpu', 'float32'))
     begin = {k: v.numpy().copy() for k, v in theirs.model.state_dict().items()}
-    from_state(ours.model, begin)
-    taken = [theirs.train_step(*theirs.batch(i)) for i in range(6)]
+    ours.model.from_state(begin)
+    results = [theirs.train_step(*theirs.loader(i)) for i in range(6)]
     found = steps(ours, 6)
-    np.testing.assert_allclose(found['losses'], [t.figures[0] for t in taken], rtol=1e-4)
-    np.testing.assert_allclose(found['norms'], [t.figures[1] for t in taken], rtol=1e-3)
+    np.testing.assert_allclose(found['losses'], [r.losses for r in results], rtol=1e-4)
+    np.testing.assert_allclose(found['norms'], [r.grad_norm for r in results], rtol=1e-3)
     assert min(found['norms']) < 7.5 < max(found['norms']), 'clipping was never or always active'
     validation = theirs.validate()
-    assert found['val']['val_loss'] == pytest.approx(validation['val_loss'], rel=1e-4) and found['val']['sessions'] == validation['sessions']
-    final = to_state(ours.model)
+    assert found['val']['val_loss'] == pytest.approx(validation['val_loss'], rel=1e-4)
+    assert found['val']['sessions'] == validation['sessions']
+    final = ours.model.to_state()
     for k, v in theirs.model.state_dict().items():
-        assert abs(final[k] - v.numpy()).max() < min(1e-4, .05 * abs(v.numpy() - begin[k]).max()), f'{k} is not where PyTorch moved it'
+        tolerance = min(1e-4, .05 * abs(v.numpy() - begin[k]).max())
+        assert abs(final[k] - v.numpy()).max() < tolerance, f'{k} is not where PyTorch moved it'
     assert len(set(found['lengths'])) == found['traces'] == cfg.data.n_buckets
 
 
 def test_a_compiler_sees_the_same_program_whatever_a_step_draws(stores):
     "Seeds, cut, days and rates are data: XLA makes one program for a length, not only TensorFlow one trace."
-    t, programs = Trainer(*stores, cpu_config(), start('cpu')), set()
+    t = new_trainer(stores)
+    programs = set()
     for t.step in range(4):
         numbers = tf.nest.map_structure(tf.constant, t.numbers())
-        share = {k: tf.constant(v) for k, v in t.batches.batch(t.step).items()}
-        programs.add(t._compiled_gradients.experimental_get_compiler_ir(share, numbers)(stage='hlo'))
+        share = {k: tf.constant(v) for k, v in t.loader.batch(t.step).items()}
+        programs.add(t.compiled_gradients.experimental_get_compiler_ir(share, numbers)(stage='hlo'))
     assert len(programs) == 1
 
 
@@ -90,28 +107,36 @@ def test_eight_devices_take_the_same_steps_as_one(stores, tmp_path):
     "Noise, cuts and dropout included; eight are not compiled by XLA, one is."
     sizes = {'data.batch_size': 16}
     p = process('steps', stores, tmp_path, sizes, n=8)
-    one, eight = steps(Trainer(*stores, cpu_config(**sizes), start('cpu')), 6), result_of(p, tmp_path)
+    one = steps(new_trainer(stores, **sizes), 6)
+    eight = result_of(p, tmp_path)
     assert (one['n'], eight['n'], eight['traces']) == (1, 8, 1)
     for k in ('losses', 'norms'): np.testing.assert_allclose(eight[k], one[k], rtol=1e-4, err_msg=k)
     assert eight['val']['val_loss'] == pytest.approx(one['val']['val_loss'], rel=1e-4)
 
 
-def test_a_run_that_is_killed_ends_with_the_same_weights(stores, tmp_path):
-    kw = {'num_training_batches': 40, 'batches_per_val_step': 20, 'batches_per_save': 1}
-    p, last = process('train', stores, tmp_path/'killed', kw), tmp_path/'killed'/'last.weights.h5'
+def killed_run(stores, out, overrides):
+    """A run that is killed some steps after its first checkpoint: by progress, not by the clock. Returns the step it had
+    saved."""
+    p = process('train', stores, out, overrides)
+    last = out/'last.weights.h5'
     while p.poll() is None and not last.exists(): time.sleep(0.002)
-    time.sleep(np.random.default_rng().uniform(0, 0.2))   # by progress, not by the clock: some steps after the first checkpoint
+    time.sleep(np.random.default_rng().uniform(0, 0.2))
     if p.poll() is None: p.send_signal(signal.SIGKILL)
     p.communicate()
-    at = load_last(last)['run']['step']
+    return load_last(last)['run']['step']
+
+
+def test_a_run_that_is_killed_ends_with_the_same_weights(stores, tmp_path):
+    kw = {'num_training_batches': 40, 'batches_per_val_step': 20, 'batches_per_save': 1}
+    at = killed_run(stores, tmp_path/'killed', kw)
     assert 0 < at < 40, f'killed at checkpoint {at}: nothing was interrupted'
     whole = train(*stores, cpu_config(**kw), tmp_path/'whole', progress=False)
     p = process('train', stores, tmp_path/'killed', kw)
     killed = result_of(p, tmp_path/'killed')
-    assert f'continuing after {at} batches\n' in killed['said']
-    assert {k: v for k, v in killed.items() if k not in ('seconds', 'said')} == {k: v for k, v in whole.items() if k != 'seconds'}
+    assert f'continuing after {at} batches\n' in killed.pop('stdout')
+    assert {k: v for k, v in killed.items() if k != 'seconds'} == {k: v for k, v in whole.items() if k != 'seconds'}
     for name in ('last.weights.h5', 'best.weights.h5'):
-        a, b = (named_variables(load_model(tmp_path/d/name)[0]) for d in ('whole', 'killed'))
+        a, b = (load_model(tmp_path/d/name)[0].named_variables() for d in ('whole', 'killed'))
         for k, v in a.items(): np.testing.assert_array_equal(v.numpy(), b[k].numpy(), err_msg=f'{name} {k}')
     a, b = (read_history(tmp_path/d/'history.csv') for d in ('whole', 'killed'))
     assert a.drop(columns='seconds').equals(b.drop(columns='seconds'))
@@ -121,78 +146,93 @@ def test_a_run_that_is_killed_ends_with_the_same_weights(stores, tmp_path):
 def inference_agrees_with_validation(stores, folder, result):
     "The PER of the log-probabilities on disk is the PER that training reported for the same weights."
     from rapidfuzz.distance import Levenshtein
-    logits, edits = infer(folder, stores[1], folder/'val.arrow', accelerator='cpu', batch_size=5, progress=False), 0
+    logits = infer(folder, stores[1], folder/'val.arrow', accelerator='cpu', batch_size=5, progress=False)
+    edits = 0
     for i in range(len(logits)):
         path = logits[i].argmax(-1)
-        edits += Levenshtein.distance([int(c) for j, c in enumerate(path) if c and (j == 0 or path[j - 1] != c)], stores[1][i].class_ids.tolist())
+        phonemes = [int(c) for j, c in enumerate(path) if c and (j == 0 or path[j - 1] != c)]
+        edits += Levenshtein.distance(phonemes, stores[1][i].class_ids.tolist())
     assert edits / stores[1].n_labels.sum() == pytest.approx(result['val_per'])
 
 
 def test_a_run_in_bfloat16(stores, tmp_path):
-    "Takes nearly the steps of float32, in parts too, and its log-probabilities are nearly those that float32 finds for its weights."
+    """Takes nearly the steps of float32, in parts too, and its log-probabilities are nearly those that float32 finds
+    for its weights."""
     kw = {'accumulate': 2, 'precision': 'bfloat16', 'lr_warmup_steps': 1, 'lr_warmup_steps_day': 1}
-    def taken(precision):
-        t = Trainer(*stores, cpu_config(**kw), start('cpu', precision))
-        return t, np.array([s.figures[0] for s in map(t.train_step, t.batches(0, 12))])
-    def log_probs(precision): return np.concatenate([*infer(tmp_path, stores[1], tmp_path/f'{precision}.arrow', 'cpu', precision, progress=False)])
+    def losses_of(precision):
+        t = new_trainer(stores, precision, **kw)
+        return t, np.array([r.losses for r in map(t.train_step, t.loader(0, 12))])
+    def log_probs(precision):
+        path = tmp_path/f'{precision}.arrow'
+        return np.concatenate([*infer(tmp_path, stores[1], path, 'cpu', precision, progress=False)])
     try:
-        t, losses = taken('bfloat16')
+        t, losses = losses_of('bfloat16')
         assert keras.config.dtype_policy().name == 'mixed_bfloat16' and t.model.compute_dtype == 'bfloat16'
-        assert {v.dtype for v in named_variables(t.model).values()} == {'float32'}
+        assert {v.dtype for v in t.model.named_variables().values()} == {'float32'}
         validation = t.validate()
-        t.best.offer(validation, t.step)
-        t.save_best(tmp_path/t.best_name)
+        t.best.update(validation, t.step)
+        t.save_best(tmp_path/BEST[t.framework])
         low = log_probs('bfloat16')
         high = log_probs('float32')
-        wanted = taken('float32')[1]
+        exact_losses = losses_of('float32')[1]
     finally: configure_mixed_precision('float32')
     assert losses[-3:].mean() < .7 * losses[:3].mean()
-    for found, exact in ((losses, wanted), (low, high)):
+    for found, exact in ((losses, exact_losses), (low, high)):
         assert found.dtype == exact.dtype and 0 < abs(found - exact).max() < .05 * abs(exact).max()
 
 
 def test_without_tensorboard_no_step_is_taken(stores, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'tensorboard', None)
-    with pytest.raises(TrainingError, match='TensorBoard, .* cannot be imported .*; pip install tensorboard$'): train(*stores, cpu_config(), tmp_path, progress=False)
+    with pytest.raises(TrainingError, match='TensorBoard, .* cannot be imported .*; pip install tensorboard$'):
+        train(*stores, cpu_config(), tmp_path, progress=False)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_time_budget_and_early_stopping(stores, tmp_path):
     "Without learning nothing improves after the first validation; what the budget cut off goes on."
-    kw = dict(lr_max=1e-12, lr_max_day=1e-12, lr_min=0, lr_min_day=0, early_stopping=True, early_stopping_val_steps=2, batches_per_val_step=3)
+    kw = dict(lr_max=1e-12, lr_max_day=1e-12, lr_min=0, lr_min_day=0, early_stopping=True, early_stopping_val_steps=2,
+              batches_per_val_step=3)
     hurried = train(*stores, cpu_config(**kw, time_budget=1e-4), tmp_path, progress=False)
-    assert hurried['stopped'] == 'time budget' and not hurried['finished'] and hurried['step'] == 1 and load_model(tmp_path)
+    assert hurried['stopped'] == 'time budget' and not hurried['finished'] and hurried['step'] == 1
+    assert load_model(tmp_path)
     result = train(*stores, cpu_config(**kw), tmp_path, progress=False)
-    assert result['stopped'] == 'early stopping' and result['finished'] and result['best_step'] == 1 and result['step'] == 6
+    assert result['stopped'] == 'early stopping' and result['finished']
+    assert result['best_step'] == 1 and result['step'] == 6
     assert train(*stores, cpu_config(**kw), tmp_path, progress=False)['step'] == 6
 
 
 def test_frozen_parts_are_not_the_optimisers(stores):
-    t = Trainer(*stores, cpu_config(input_trainable=False, rnn_trainable=False), start('cpu'))
-    assert set(t.opt.variables) == {'out.weight', 'out.bias', 'h0'}
+    t = new_trainer(stores, input_trainable=False, rnn_trainable=False)
+    assert set(t.optimizer.variables) == {'out.weight', 'out.bias', 'h0'}
 
 
 def test_starting_from_another_model_keeps_the_days_by_name(stores, tmp_path):
-    first = Trainer(*stores, cpu_config(**{'train.seed': 5}), start('cpu'))
-    for v in named_variables(first.model).values(): v.assign(np.random.default_rng(0).standard_normal(v.shape))
+    first = new_trainer(stores, **{'train.seed': 5})
+    for v in first.model.named_variables().values(): v.assign(np.random.default_rng(0).standard_normal(v.shape))
     save_best(tmp_path/'best.weights.h5', first.model, first.cfg, {})
     write_toy(tmp_path/'later', SESSIONS[1:] + ['t15.2023.09.01'], dict(train=2, val=1))
-    later, init = open_stores(tmp_path/'later'), {'init_checkpoint_path': str(tmp_path/'best.weights.h5')}
-    new, old = (named_variables(m) for m in (Trainer(*later, cpu_config(**init), start('cpu')).model, first.model))
+    later = open_stores(tmp_path/'later')
+    init = {'init_checkpoint_path': str(tmp_path/'best.weights.h5')}
+    new = new_trainer(later, **init).model.named_variables()
+    old = first.model.named_variables()
     np.testing.assert_array_equal(new['day_weights'][:2], old['day_weights'][1:])
     np.testing.assert_array_equal(new['day_weights'][2], np.eye(FEATURES))
     np.testing.assert_array_equal(new['gru.kernel_l0'], old['gru.kernel_l0'])
-    with pytest.raises(TrainingError, match='does not fit the model of this run: .*gru.kernel_l0 is'): Trainer(*later, cpu_config(**init, n_units=8), start('cpu'))
-    pt.Trainer(*stores, cpu_config(), Cores(pick_torch('cpu'))).save_best(tmp_path/'best.pt')
-    with pytest.raises(CheckpointError, match='b2t convert'): Trainer(*later, cpu_config(init_checkpoint_path=str(tmp_path/'best.pt')), start('cpu'))
+    with pytest.raises(TrainingError, match='does not fit the model of this run: .*gru.kernel_l0 is'):
+        new_trainer(later, **init, n_units=8)
+    pt.Trainer(*stores, cpu_config(), SingleDevice(pick_torch('cpu'))).save_best(tmp_path/'best.pt')
+    with pytest.raises(CheckpointError, match='b2t convert'):
+        new_trainer(later, init_checkpoint_path=str(tmp_path/'best.pt'))
 
 
 def test_a_full_memory_is_explained(stores):
     "TensorFlow's own error."
-    t = Trainer(*stores, cpu_config(accumulate=2), start('cpu'))
+    t = new_trainer(stores, accumulate=2)
+    device = t.backend.device.name
     with pytest.raises(tf.errors.ResourceExhaustedError) as full: tf.ones([2**44])
-    t.doing = t.batches.batch(0)
-    with pytest.raises(TrainingError, match=r'batch 0 does not fit .* 3 trials of up to \d+ bins \(the bucket\) need about .* set train.accumulate=4'): explain_memory(full.value, t.replicas, t)
-    t.doing = 'validating'
-    with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'): explain_memory(full.value, t.replicas, t)
-    explain_memory(RuntimeError('something else'), t.replicas, t)   # is left alone
+    t.current = t.loader.batch(0)
+    advice = r'batch 0 does not fit .* 3 trials of up to \d+ bins \(the bucket\) need about .* set train.accumulate=4'
+    with pytest.raises(TrainingError, match=advice): raise_if_oom(full.value, device, t)
+    t.current = 'validating'
+    with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'): raise_if_oom(full.value, device, t)
+    raise_if_oom(RuntimeError('something else'), device, t)   # is left alone

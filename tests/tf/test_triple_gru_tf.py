@@ -1,10 +1,13 @@
-"The adversarial denoiser in TensorFlow against the one in PyTorch: weights, outputs, gradients and their signs, loss, program and bfloat16."
+"""The adversarial denoiser in TensorFlow against the one in PyTorch: weights, outputs, gradients and their signs, loss,
+program and bfloat16."""
 import numpy as np
 import pytest
 import torch
-from test_models_tf import SMALL, assert_parity, assert_trains, batch, bfloat16, program_sizes, random_torch  # noqa: F401 (a fixture)
+from test_models_tf import (  # noqa: F401 (a fixture)
+    SMALL, assert_parity, assert_trains, batch, bfloat16, program_sizes, random_torch,
+)
 
-from b2t_kaggle.pytorch import triple_gru as pt
+from b2t_kaggle.pytorch.models import triple_gru as pt
 from b2t_kaggle.tensorflow import layers
 from b2t_kaggle.tensorflow.layers import keras, tf
 from b2t_kaggle.tensorflow.models.triple_gru import NoisySpeechModel, TripleGRUDecoder, triple_loss
@@ -12,16 +15,22 @@ from b2t_kaggle.tensorflow.models.triple_gru import NoisySpeechModel, TripleGRUD
 PATCHED = SMALL | dict(n_layers=2, patch_size=5, patch_stride=3)
 
 
-@pytest.mark.parametrize('change, jit', [(dict(noise_units=3, noise_layers=1, noisy_units=7), True), (dict(noise_units=None, n_layers=3), False), (dict(patch_size=0, patch_stride=0, noise_units=4), False)])
+@pytest.mark.parametrize('change, jit', [
+    (dict(noise_units=3, noise_layers=1, noisy_units=7), True),
+    (dict(noise_units=None, n_layers=3), False),
+    (dict(patch_size=0, patch_stride=0, noise_units=4), False),
+])
 def test_parity_with_pytorch(change, jit):
     "All three outputs, and every gradient, with the adversary's reversed."
     sizes = PATCHED | change
-    assert_parity(random_torch(pt.TripleGRUDecoder, **sizes), TripleGRUDecoder(**sizes), [23, 12, 18], jit, mode='full', strength=0.3)
+    theirs = random_torch(pt.TripleGRUDecoder, **sizes)
+    assert_parity(theirs, TripleGRUDecoder(**sizes), [23, 12, 18], jit, mode='full', strength=0.3)
 
 
 def test_loss_equals_pytorchs():
     "Value and gradients, for trials of different length, one of them without a frame."
-    rng, frames = np.random.default_rng(0), np.array([6, 1, 4, 0])
+    rng = np.random.default_rng(0)
+    frames = np.array([6, 1, 4, 0])
     arrays = [rng.normal(size=(4, 6, n)).astype(np.float32) for n in (5, 5, 11)]
     a = [torch.tensor(x, requires_grad=True) for x in arrays]
     theirs = pt.triple_loss(a, lambda logits: logits.square().sum((1, 2)), torch.tensor(frames))
@@ -36,12 +45,14 @@ def test_loss_equals_pytorchs():
 
 @pytest.mark.parametrize('schedule', ['constant', 'ramp'])
 def test_training_arguments_equal_pytorchs(schedule):
-    ours, theirs = (cls(2, 3, 1, 4, noise_units=2, strength=0.7, schedule=schedule) for cls in (TripleGRUDecoder, pt.TripleGRUDecoder))
+    ours, theirs = (cls(2, 3, 1, 4, noise_units=2, strength=0.7, schedule=schedule)
+                    for cls in (TripleGRUDecoder, pt.TripleGRUDecoder))
     for step in (0, 3, 99): assert ours.training_args(step, 100) == theirs.training_args(step, 100)
 
 
 def test_inference_is_the_clean_part_alone(monkeypatch):
-    model, (x, day, _) = TripleGRUDecoder(**PATCHED, noise_units=3), batch([20, 20])
+    model = TripleGRUDecoder(**PATCHED, noise_units=3)
+    x, day, _ = batch([20, 20])
     model.noise.out.kernel.assign(np.random.default_rng(0).normal(size=(3, 30)))
     clean, _, noise = model(x, day, mode='full')
     assert np.abs(noise).max() > 0.1
@@ -52,20 +63,27 @@ def test_inference_is_the_clean_part_alone(monkeypatch):
 
 
 def test_the_three_models_drop_different_numbers(monkeypatch):
-    sites, real = [], layers.dropout
-    model, (x, day, _) = TripleGRUDecoder(**PATCHED | dict(n_layers=3), rnn_dropout=0.4, input_dropout=0.2, noise_units=3), batch([20, 20])
-    for module in ('frontend', 'recurrence'):
-        monkeypatch.setattr(f'b2t_kaggle.tensorflow.{module}.dropout', lambda x, p, seeds, site: (sites.append(site), real(x, p, seeds, site))[1])
+    sites = []
+    model = TripleGRUDecoder(**PATCHED | dict(n_layers=3), rnn_dropout=0.4, input_dropout=0.2, noise_units=3)
+    x, day, _ = batch([20, 20])
+    real = layers.dropout
+    def recording(x, p, seeds, site):
+        sites.append(site)
+        return real(x, p, seeds, site)
+    for module in ('frontend', 'recurrence'): monkeypatch.setattr(f'b2t_kaggle.tensorflow.{module}.dropout', recording)
     model(x, day, mode='full', training=True, seeds=tf.constant([[1, 2], [3, 4]]))
     assert len(sites) == len(set(sites)) == 1 + 1 + 2 + 1 and min(sites) >= 100
 
 
 def test_program_does_not_grow_with_the_trial():
-    model = TripleGRUDecoder(**PATCHED, rnn_dropout=0.4, input_dropout=0.2, noise_units=3, noise_layers=1, noisy_layers=1)
+    few = dict(noise_units=3, noise_layers=1, noisy_layers=1)
+    model = TripleGRUDecoder(**PATCHED, rnn_dropout=0.4, input_dropout=0.2, **few)
     short, long = program_sizes(model, mode='full', strength=tf.constant(0.5))
     assert short == long and short > 100
 
 
 def test_bfloat16_trains(bfloat16):  # noqa: F811
     keras.utils.set_random_seed(0)
-    assert_trains(TripleGRUDecoder(**PATCHED | dict(n_layers=1), noise_units=4, noise_layers=1, noisy_layers=1, strength=-1.), mode='full')  # not reversed: both readers learn
+    sizes = PATCHED | dict(n_layers=1, noise_units=4, noise_layers=1, noisy_layers=1)
+    # not reversed: both readers learn
+    assert_trains(TripleGRUDecoder(**sizes), mode='full', strength=-1.)
