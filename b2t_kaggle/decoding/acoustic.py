@@ -35,7 +35,7 @@ def pronunciations(
 # %% ../../nbs/decoding/04_acoustic.ipynb #c010
 @_jit
 def _word_tree(words, first):
-    "The tree of texts words[first[i]:first[i+1]]: word and parent of each node but the root 0, and the last node of each text."
+    "The tree of texts words[first[i]:first[i + 1]]: word and parent of each node, and the last node of each text."
     size = len(words) + 1
     word = np.full(size, -1, np.int64)
     parent = np.full(size, -1, np.int64)
@@ -160,7 +160,7 @@ def _best_source(score, graph, i):
 
 @_jit
 def _best_path(log_probs, graph, end):
-    "The node of each frame of the best path to a node or to the blanks after it [T']; blanks have the negative number of the node before. Empty if there is none."
+    "The node of each frame of the best path to `end`, negative for a blank after that node [T']; empty if there is none."
     n = len(graph.symbol)
     back = np.zeros((len(log_probs), 2*n), np.int32) # Where the best path to each entry comes from
     score = np.full(2*n, -math.inf)
@@ -184,7 +184,7 @@ def word_spans(
     log_probs: np.ndarray,  # Log-probabilities [T', K] float64
     words: np.ndarray,      # Word ids of one sentence
     prons: Pronunciations,  # Of all words
-) -> np.ndarray | None:     # First and last frame of each word's phonemes [n_words, 2]; none if they do not fit into the frames
+) -> np.ndarray | None:     # First and last frame of each word's phonemes [n_words, 2]; none: frames are too few
     "When each word was spoken, on the best path."
     word, parent, last = _word_tree(words, np.array([0, len(words)]))
     graph = _spelling_graph(word, parent, prons)

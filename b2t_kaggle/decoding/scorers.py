@@ -12,7 +12,7 @@ import kenlm
 import numpy as np
 from numba import njit
 
-from ..lm.automaton import ARC, FIRST, STATE, Arrays, Automaton, find, step
+from ..lm.automaton import ARC, FIRST, STATE, Automaton, find, step
 from ..lm.ngram import LN10, NGram
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
@@ -20,9 +20,11 @@ _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads m
 # %% ../../nbs/decoding/01_scorers.ipynb #c005
 class NGramView(NamedTuple):
     "What compiled code sees of a scorer."
-    arrays: Arrays      # The automaton's, or the table of KenLM's answers
+    arcs: np.ndarray     # The automaton's arrays, see `lm.automaton.Arrays`; or the table of KenLM's answers
+    first: np.ndarray
+    states: np.ndarray
     word_ids: np.ndarray # Of the lexicon's words, of `<unk>` and of the sentence's end [W + 2]
-    lazy: bool          # Whether an arc that is missing means that KenLM must be asked
+    lazy: bool           # Whether an arc that is missing means that KenLM must be asked
 
 @_jit
 def score_word(
@@ -32,11 +34,10 @@ def score_word(
 ):         # log10 probability and next state; the state is -1 where KenLM must be asked
     "Score a word after a state."
     word = ngram.word_ids[word]
-    if not ngram.lazy: return step(ngram.arrays, state, word)
-    arcs = ngram.arrays.arcs
-    i = find(arcs, (np.int64(state) << 32) | np.int64(word))
-    if arcs[i].key < 0: return np.float32(0), np.int32(-1)
-    return arcs[i].log_prob, arcs[i].next
+    if not ngram.lazy: return step(ngram, state, word)
+    i = find(ngram.arcs, (np.int64(state) << 32) | np.int64(word))
+    if ngram.arcs[i].key < 0: return np.float32(0), np.int32(-1)
+    return ngram.arcs[i].log_prob, ngram.arcs[i].next
 
 # %% ../../nbs/decoding/01_scorers.ipynb #c007
 class AutomatonScorer:
@@ -53,7 +54,7 @@ class AutomatonScorer:
     @property
     def view(self) -> NGramView:
         "What compiled code sees."
-        return NGramView(self.automaton.arrays, self.word_ids, False)
+        return NGramView(*self.automaton.arrays, self.word_ids, False)
 
     def unigrams(self) -> np.ndarray:
         "Natural-log probability without context of each word, and of `<unk>` [W + 1]."
@@ -102,7 +103,7 @@ class KenLMScorer:
     @property
     def view(self) -> NGramView:
         "What compiled code sees."
-        return NGramView(Arrays(self.arcs, _NO_FIRST, _NO_STATES), self.word_ids, True)
+        return NGramView(self.arcs, _NO_FIRST, _NO_STATES, self.word_ids, True)
 
     def clear(self) -> None:
         "Forget all answers."

@@ -77,18 +77,15 @@ def _add_word(arena, count, prev, word):
     return np.int32(i)
 
 @_jit
-def _same_texts(arena, a, b):
-    "Whether history b holds no text that history a does not hold, as far as hashes and merges tell."
-    return arena.text[a] == arena.text[b] and (arena.lattice[b] == 0 or arena.lattice[a] == arena.lattice[b])
-
-@_jit
 def _better(arena, count, score, history, other, other_history):
     "The better of two scores and its history; if the other history holds other texts, a merge remembers it."
     if other > score:
         score, other = other, score
         history, other_history = other_history, history
     if history == other_history or other == _NEVER or arena.alt[history] == other_history: return score, history
-    if _same_texts(arena, history, other_history): return score, history
+    same_words = arena.text[history] == arena.text[other_history]
+    same_merges = arena.lattice[other_history] == 0 or arena.lattice[history] == arena.lattice[other_history]
+    if same_words and same_merges: return score, history
     i = count.n_entries
     count.n_entries += 1
     arena.prev[i] = history
@@ -171,8 +168,7 @@ def _get(table, stamp, state, node):
 # %% ../../nbs/decoding/02_search.ipynb #c027
 class Model(NamedTuple):
     "What compiled code searches with."
-    nodes: np.ndarray # Of the trie
-    words: np.ndarray # Of the trie
+    trie: Trie
     ngram: NGramView
 
 class Options(NamedTuple):
@@ -186,13 +182,25 @@ class Options(NamedTuple):
 
 # %% ../../nbs/decoding/02_search.ipynb #c029
 @_jit
-def _stay(frame, nodes, state, lm_weight):
+def _better_path(hyps, i, arena, count):
+    "The better of a hypothesis' two scores and its history."
+    return _better(arena, count, hyps.label[i], hyps.label_history[i], hyps.blank[i], hyps.blank_history[i])
+
+@_jit
+def _join_label(candidates, i, arena, count, score, history, ahead):
+    "A path comes to a candidate; returns the candidate's score."
+    label, label_history = _better(arena, count, candidates.label[i], candidates.label_history[i], score, history)
+    candidates.label[i] = label
+    candidates.label_history[i] = label_history
+    candidates.score[i] = max(label, candidates.blank[i]) + ahead
+    return candidates.score[i]
+
+@_jit
+def _stay(frame, nodes, hyps, candidates, scratch, arena, count, lm_weight):
     "Every hypothesis stays at its node; returns the best score."
-    hyps, candidates, scratch, arena = state.hyps, state.candidates, state.scratch, state.arena
-    count = state.counters[0]
     top = _NEVER
     for i in range(count.n_hyps):
-        best, history = _better(arena, count, hyps.label[i], hyps.label_history[i], hyps.blank[i], hyps.blank_history[i])
+        best, history = _better_path(hyps, i, arena, count)
         scratch.best[i] = best
         scratch.best_history[i] = history
         scratch.expanded[i] = 0
@@ -216,11 +224,8 @@ def _active(frame, bound):
     return bits
 
 @_jit
-def _from_parents(frame, active, nodes, state, lm_weight, top):
+def _from_parents(frame, active, nodes, hyps, candidates, scratch, table, arena, count, lm_weight, top):
     "Join what comes from parent nodes to the hypotheses at their children; returns the best score."
-    hyps, candidates, scratch, arena = state.hyps, state.candidates, state.scratch, state.arena
-    table = state.table
-    count = state.counters[0]
     stamp = count.n_frames
     for i in range(count.n_hyps):
         node = nodes[hyps.node[i]]
@@ -234,35 +239,25 @@ def _from_parents(frame, active, nodes, state, lm_weight, top):
         again = nodes[node.parent].symbol == node.symbol # Then only after a blank
         score = hyps.blank[j] if again else scratch.best[j]
         history = hyps.blank_history[j] if again else scratch.best_history[j]
-        score += frame[node.symbol]
-        label, label_history = _better(arena, count, candidates.label[i], candidates.label_history[i], score, history)
-        candidates.label[i] = label
-        candidates.label_history[i] = label_history
-        candidates.score[i] = max(label, candidates.blank[i]) + lm_weight*node.ahead
-        top = max(top, candidates.score[i])
+        ahead = lm_weight*node.ahead
+        top = max(top, _join_label(candidates, i, arena, count, score + frame[node.symbol], history, ahead))
     return top
 
 # %% ../../nbs/decoding/02_search.ipynb #c034
 @_jit
-def _lacks_room(state, n, more):
-    "Whether `more` arrivals after n candidates might not fit: candidates and questions, or entries of the arena, two for each."
-    count = state.counters[0]
+def _lacks_room(count, arena_size, n, more):
+    "Whether `more` arrivals after n candidates might not fit, or their entries of the arena, two for each."
     too_many = n + count.n_asked + more > count.n_hyps + count.room
-    return too_many or count.n_entries + 2*more > len(state.arena.prev)
+    return too_many or count.n_entries + 2*more > arena_size
 
 @_jit
-def _arrive(state, n, ngram_state, node, score, ahead, history):
+def _arrive(candidates, table, arena, count, n, ngram_state, node, score, ahead, history):
     "A history comes to a node, alone or as one of several; returns the number of candidates, n or one more."
-    candidates = state.candidates
-    count = state.counters[0]
-    j = _get(state.table, count.n_frames, ngram_state, node)
+    j = _get(table, count.n_frames, ngram_state, node)
     if j >= 0:
-        label, label_history = _better(state.arena, count, candidates.label[j], candidates.label_history[j], score, history)
-        candidates.label[j] = label
-        candidates.label_history[j] = label_history
-        candidates.score[j] = max(label, candidates.blank[j]) + ahead
+        _join_label(candidates, j, arena, count, score, history, ahead)
         return n
-    _put(state.table, count.n_frames, ngram_state, node, n)
+    _put(table, count.n_frames, ngram_state, node, n)
     candidates.node[n] = node
     candidates.state[n] = ngram_state
     candidates.label[n] = score
@@ -273,53 +268,46 @@ def _arrive(state, n, ngram_state, node, score, ahead, history):
     return n + 1
 
 @_jit
-def _ask(state, ngram_state, word):
+def _ask(asked, count, ngram_state, word):
     "Write down a question to KenLM."
-    count = state.counters[0]
-    state.scratch.asked[count.n_asked] = (np.int64(ngram_state) << 32) | np.int64(word)
+    asked[count.n_asked] = (np.int64(ngram_state) << 32) | np.int64(word)
     count.n_asked += 1
 
 # %% ../../nbs/decoding/02_search.ipynb #c035
 @_jit
-def _end_words(frame, model, options, state, bound):
-    "Complete words with SIL, back to the root; returns the number of candidates. Sets `overflow` if they exceed the room."
-    hyps, scratch = state.hyps, state.scratch
-    nodes, words = model.nodes, model.words
-    count = state.counters[0]
+def _end_words(frame, trie, ngram, hyps, candidates, scratch, table, arena, count, options, bound):
+    "Complete words with SIL, back to the root; returns the number of candidates. Sets `overflow` if room is lacking."
     n = count.n_hyps
-    ahead = options.lm_weight*nodes[0].ahead
+    ahead = options.lm_weight*trie.nodes[0].ahead
     most = frame[SIL] + options.word_score + ahead # What a word can add at most: an n-gram probability adds at most 0
     for i in range(count.n_hyps):
         if scratch.best[i] + most < bound: continue
-        node = nodes[hyps.node[i]]
-        if node.n_words and _lacks_room(state, n, node.n_words):
+        node = trie.nodes[hyps.node[i]]
+        if node.n_words and _lacks_room(count, len(arena.prev), n, node.n_words):
             count.overflow = 1
             return n
-        for word in words[node.first_word:node.first_word + node.n_words]:
-            log_prob, ngram_state = score_word(model.ngram, hyps.state[i], word)
+        for word in trie.words[node.first_word:node.first_word + node.n_words]:
+            log_prob, ngram_state = score_word(ngram, hyps.state[i], word)
             if ngram_state < 0:
-                _ask(state, hyps.state[i], word)
+                _ask(scratch.asked, count, hyps.state[i], word)
                 continue
             score = scratch.best[i] + frame[SIL] + options.word_score + options.lm_weight*_LN10*log_prob
             if score + ahead < bound: continue
-            history = _add_word(state.arena, count, scratch.best_history[i], word)
-            n = _arrive(state, n, ngram_state, 0, score, ahead, history)
+            history = _add_word(arena, count, scratch.best_history[i], word)
+            n = _arrive(candidates, table, arena, count, n, ngram_state, 0, score, ahead, history)
     return n
 
 # %% ../../nbs/decoding/02_search.ipynb #c038
 @_jit
-def _spell(frame, active, model, options, state, n, bound):
-    "Spell on, or begin to; returns the number of candidates. Sets `overflow` if they exceed the room."
-    hyps, scratch = state.hyps, state.scratch
-    nodes = model.nodes
-    count = state.counters[0]
-    ahead = options.lm_weight*nodes[-1].ahead
+def _spell(frame, active, trie, hyps, candidates, scratch, table, arena, count, options, bound, n):
+    "Spell on, or begin to; returns the number of candidates. Sets `overflow` if room is lacking."
+    ahead = options.lm_weight*trie.nodes[-1].ahead
     most = frame[1:SIL].max()
-    marker = model.words[-1] # The word that ends a spelling; its phonemes are numbered after it
+    marker = trie.words[-1] # The word that ends a spelling; its phonemes are numbered after it
     for i in range(count.n_hyps):
-        node = nodes[hyps.node[i]]
+        node = trie.nodes[hyps.node[i]]
         if node.parent >= 0 or scratch.best[i] + most - options.oov_penalty + ahead < bound: continue
-        if _lacks_room(state, n, SIL):
+        if _lacks_room(count, len(arena.prev), n, SIL):
             count.overflow = 1
             return n
         bits = active
@@ -330,19 +318,18 @@ def _spell(frame, active, model, options, state, n, bound):
             score = (hyps.blank[i] if again else scratch.best[i]) + frame[s] - options.oov_penalty
             if score + ahead < bound or score == _NEVER: continue
             history = hyps.blank_history[i] if again else scratch.best_history[i]
-            history = _add_word(state.arena, count, history, marker + np.int32(s))
-            spelled = np.int32(len(nodes) - SIL + s)
-            n = _arrive(state, n, hyps.state[i], spelled, score, ahead, history)
+            history = _add_word(arena, count, history, marker + np.int32(s))
+            spelled = np.int32(len(trie.nodes) - SIL + s)
+            n = _arrive(candidates, table, arena, count, n, hyps.state[i], spelled, score, ahead, history)
     return n
 
 # %% ../../nbs/decoding/02_search.ipynb #c040
 @_jit
-def _move_to_children(frame, active, nodes, state, n, lm_weight, bound):
+def _move_to_children(frame, active, nodes, hyps, candidates, children, scratch, n_hyps, lm_weight, bound, n):
     "Move to the active children that are not in the beam; returns the number of candidates."
-    hyps, candidates, children, scratch = state.hyps, state.candidates, state.children, state.scratch
     first = n
     most = frame[1:SIL].max()
-    for i in range(state.counters[0].n_hyps):
+    for i in range(n_hyps):
         if scratch.best[i] + most < bound: continue
         node = nodes[hyps.node[i]]
         bits = node.children & active & ~scratch.expanded[i]
@@ -367,7 +354,7 @@ def _move_to_children(frame, active, nodes, state, n, lm_weight, bound):
 # %% ../../nbs/decoding/02_search.ipynb #c043
 @_jit
 def _kth_best(scores, k, room):
-    "The k-th best score, or -inf where there are fewer, by quickselect (np.partition would take longer to compile than all the rest)."
+    "The k-th best score, or -inf where there are fewer, by quickselect; np.partition compiles longer than all the rest."
     if len(scores) < k: return _NEVER
     room[:len(scores)] = scores
     low, high = 0, len(scores) - 1
@@ -408,11 +395,10 @@ def _keep_child(hyps, k, children, i, label):
     hyps.blank_history[k] = 0
 
 @_jit
-def _select(state, n, total, beam, top, bound):
-    "The best candidates above the bound become the hypotheses of the next frame; those from n on are new children."
-    hyps, candidates, children = state.hyps, state.candidates, state.children
+def _select(hyps, candidates, children, sorting, n, total, beam, top, bound):
+    "The best candidates above the bound become hypotheses, those from n on are new children; returns how many."
     k = 0
-    worst = _kth_best(candidates.score[:total], beam, state.scratch.sorting)
+    worst = _kth_best(candidates.score[:total], beam, sorting)
     for ties in range(2): # Those above the worst, then those on it as far as there is room
         for i in range(total):
             score = candidates.score[i]
@@ -422,7 +408,7 @@ def _select(state, n, total, beam, top, bound):
             else: _keep_child(hyps, k, children, i - n, candidates.label[i] - top)
             k += 1
         if worst == _NEVER: break
-    state.counters[0].n_hyps = k
+    return k
 
 # %% ../../nbs/decoding/02_search.ipynb #c047
 @_jit
@@ -430,7 +416,7 @@ def _take_blank(hyps, arena, count):
     "A frame that is certainly blank."
     for i in range(count.n_hyps):
         if hyps.label[i] == _NEVER: continue
-        best, history = _better(arena, count, hyps.label[i], hyps.label_history[i], hyps.blank[i], hyps.blank_history[i])
+        best, history = _better_path(hyps, i, arena, count)
         hyps.blank[i] = best
         hyps.blank_history[i] = history
         hyps.label[i] = _NEVER
@@ -456,31 +442,35 @@ def _best_of(scores, start, end, top):
 @_jit
 def _search_frame(frame, model, options, state):
     "One frame; returns whether it is done, or else leaves the hypotheses as they were."
-    nodes, lm_weight = model.nodes, options.lm_weight
-    candidates, sorting = state.candidates, state.scratch.sorting
-    count = state.counters[0]
+    nodes = model.trie.nodes
+    hyps, candidates, children, table, scratch, arena, counters = state
+    count = counters[0]
+    lm_weight = options.lm_weight
     spelling = options.oov_penalty < np.inf
     n_entries = count.n_entries
     count.n_frames += 1
-    fits = _all_fit(nodes, state.hyps, count.n_hyps, options.beam, spelling)
+    fits = _all_fit(nodes, hyps, count.n_hyps, options.beam, spelling)
     limit = np.float32(np.inf) if fits else options.threshold
-    top = _stay(frame, nodes, state, lm_weight)
-    bound = max(top - limit, _kth_best(candidates.score[:count.n_hyps], options.beam, sorting))
-    least = _kth_best(frame[1:], options.top_k, sorting) if options.top_k else _NEVER
+    top = _stay(frame, nodes, hyps, candidates, scratch, arena, count, lm_weight)
+    bound = max(top - limit, _kth_best(candidates.score[:count.n_hyps], options.beam, scratch.sorting))
+    least = _kth_best(frame[1:], options.top_k, scratch.sorting) if options.top_k else _NEVER
     active = _active(frame, max(bound, least))
-    top = _from_parents(frame, active, nodes, state, lm_weight, top)
+    top = _from_parents(frame, active, nodes, hyps, candidates, scratch, table, arena, count, lm_weight, top)
     bound = max(bound, top - limit)
     n = count.n_hyps
-    if frame[SIL] >= least: n = _end_words(frame, model, options, state, bound)
-    if spelling and not count.overflow: n = _spell(frame, active, model, options, state, n, bound)
+    if frame[SIL] >= least:
+        n = _end_words(frame, model.trie, model.ngram, hyps, candidates, scratch, table, arena, count, options, bound)
+    if spelling and not count.overflow:
+        n = _spell(frame, active, model.trie, hyps, candidates, scratch, table, arena, count, options, bound, n)
     if count.overflow or count.n_asked:
         count.n_entries = n_entries
         return False
     top = _best_of(candidates.score, count.n_hyps, n, top)
-    total = _move_to_children(frame, active, nodes, state, n, lm_weight, max(bound, top - limit))
+    bound = max(bound, top - limit)
+    total = _move_to_children(frame, active, nodes, hyps, candidates, children, scratch, count.n_hyps, lm_weight, bound, n)
     top = _best_of(candidates.score, n, total, top)
     count.n_candidates += total
-    _select(state, n, total, options.beam, top, top - limit)
+    count.n_hyps = _select(hyps, candidates, children, scratch.sorting, n, total, options.beam, top, top - limit)
     return True
 
 @_jit
@@ -497,7 +487,7 @@ def _search_frames(scores, skip, t, model, options, state):
 # %% ../../nbs/decoding/02_search.ipynb #c051
 @_jit
 def _walk(arena, starts, scores, n_texts, max_steps):
-    "The best distinct texts: word ids, concatenated, and where each begins. Hashes stand for texts; their collision odds are some 2^-50."
+    "The best distinct texts: word ids, concatenated, and where each begins. Texts are told apart by their hashes."
     heap = [(-scores[i], starts[i], 0) for i in range(len(starts))]
     heapq.heapify(heap)
     word, rest, text, power = [-1], [-1], [0], [1] # Ends of sentences: first word, what follows, hash, base^length
@@ -534,18 +524,16 @@ def _walk(arena, starts, scores, n_texts, max_steps):
 
 # %% ../../nbs/decoding/02_search.ipynb #c054
 @_jit
-def _complete(state, model, lm_weight):
+def _complete(hyps, scratch, count, ngram, lm_weight):
     "Scores of the complete hypotheses with the sentence's end, and their histories."
-    hyps = state.hyps
-    count = state.counters[0]
-    end = len(model.ngram.word_ids) - 1
+    end = len(ngram.word_ids) - 1
     scores = np.empty(2*count.n_hyps, np.float32)
     starts = np.empty(2*count.n_hyps, np.int32)
     k = 0
     for i in range(count.n_hyps):
         if hyps.node[i] != 0: continue
-        log_prob, ngram_state = score_word(model.ngram, hyps.state[i], end)
-        if ngram_state < 0: _ask(state, hyps.state[i], end)
+        log_prob, ngram_state = score_word(ngram, hyps.state[i], end)
+        if ngram_state < 0: _ask(scratch.asked, count, hyps.state[i], end)
         both = (hyps.label[i], hyps.label_history[i]), (hyps.blank[i], hyps.blank_history[i])
         for score, history in both:
             if score == _NEVER: continue
@@ -583,7 +571,8 @@ class Search:
         self.scorer.begin_trial()
         self.options = self.options._replace(threshold=np.float32(threshold))
         self.n_frames = 0
-        first_hyp = Hyps(node=0, state=self.scorer.begin, label=-np.inf, blank=0, label_history=0, blank_history=0, score=0)
+        first_hyp = Hyps(node=0, state=self.scorer.begin, label=-np.inf, blank=0, label_history=0, blank_history=0,
+                         score=0)
         for array, value in zip(self.state.hyps, first_hyp): array[0] = value
         first_entry = Arena(prev=-1, word=-1, alt=-1, score_gap=0, text=0, lattice=0)
         for array, value in zip(self.state.arena, first_entry): array[0] = value
@@ -608,7 +597,9 @@ class Search:
     ) -> tuple[np.ndarray, np.ndarray]: # Word ids of the texts, concatenated, and where each begins
         "The best distinct texts of the trial, about in the order of their scores."
         while True:
-            scores, starts = _complete(self.state, self._model(), self.options.lm_weight)
+            state = self.state
+            scores, starts = _complete(state.hyps, state.scratch, state.counters[0], self.scorer.view,
+                                       self.options.lm_weight)
             if not self.state.counters['n_asked'][0]: break
             self._provide()
         return self._walk(starts, scores, n_texts) if len(scores) else self._unfinished(n_texts)
@@ -625,7 +616,7 @@ class Search:
 
     def _model(self) -> Model:
         "The model as it is now: KenLM's answers grow."
-        return Model(self.trie.nodes, self.trie.words, self.scorer.view)
+        return Model(self.trie, self.scorer.view)
 
     def _make_buffers(self, room: int, hyps: Hyps, arena: Arena, counters: np.ndarray) -> None:
         "Buffers for frames in which up to `room` words may end; hypotheses and histories stay."
