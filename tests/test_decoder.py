@@ -18,7 +18,8 @@ from rapidfuzz.distance import Levenshtein
 from b2t_kaggle.config import DecodeConfig
 from b2t_kaggle.lm.automaton import Automaton, load_ngram
 from b2t_kaggle.ctc import align, greedy, phoneme_beam
-from b2t_kaggle.decoding.decoder import Hypothesis, LexiconBeamDecoder
+from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
+from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.lm.kenlm import find_program, to_binary
 from b2t_kaggle.lm.ngram import NGram, build_ngram

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.decoding import tuning
 from b2t_kaggle.lm.automaton import Automaton
-from b2t_kaggle.decoding.decoder import Hypothesis, read_nbest, write_nbest
+from b2t_kaggle.decoding.nbest import Hypothesis, read_nbest, write_nbest
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.rescoring.mixture import Rescored, Weights, augment, cross_validate, line_search, mix, ngram_per_word, tune
 from b2t_kaggle.metrics import word_error_rate, word_errors
