@@ -160,7 +160,7 @@ def _best_source(score, graph, i):
 
 @_jit
 def _best_path(log_probs, graph, end):
-    "The node of each frame of the best path to `end`, negative for a blank after that node [T']; empty if there is none."
+    "The node of each frame of the best path to `end`, negative for a blank after it [T']; empty if there is none."
     n = len(graph.symbol)
     back = np.zeros((len(log_probs), 2*n), np.int32) # Where the best path to each entry comes from
     score = np.full(2*n, -math.inf)

@@ -109,7 +109,8 @@ def _decode_in_fork(i: int) -> list[Hypothesis]: return _decode_inherited(i)
 def _in_forks(decode_trial: Callable, n_trials: int, n_jobs: int, collect: Callable) -> list:
     "Decode trials in processes that inherit decoder and trials."
     with warnings.catch_warnings(), ProcessPoolExecutor(n_jobs, get_context('fork'), _inherit, (decode_trial,)) as pool:
-        warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning) # Safe here, see above
+        # Forking is safe here, see above
+        warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning)
         chunk = max(1, min(8, n_trials//(4*n_jobs)))
         return collect(pool.map(_decode_in_fork, range(n_trials), chunksize=chunk))
 
@@ -127,10 +128,12 @@ def _check_parameters(p: dict) -> None:
     if not p['threshold'] > 0:
         raise ValueError(f"threshold is {p['threshold']}; expected a positive number, perhaps infinity")
     if p['oov_penalty'] is not None and not p['oov_penalty'] >= 0:
-        raise ValueError(f"oov_penalty is {p['oov_penalty']}; expected at least 0, or none for no words outside the lexicon")
+        raise ValueError(f"oov_penalty is {p['oov_penalty']}; expected at least 0, "
+                         'or none for no words outside the lexicon')
     if p['top_k'] is not None and not p['top_k'] >= 1:
         raise ValueError(f"top_k is {p['top_k']}; expected at least 1, or none for all classes")
-    if not math.isfinite(p['word_score']): raise ValueError(f"word_score is {p['word_score']}; expected a finite number")
+    if not math.isfinite(p['word_score']):
+        raise ValueError(f"word_score is {p['word_score']}; expected a finite number")
     if p['merge'] not in ('max', 'sum'): raise ValueError(f"merge is {p['merge']!r}; expected 'max' or 'sum'")
 
 # %% ../../nbs/decoding/05_decoder.ipynb #c022
@@ -138,14 +141,14 @@ class LexiconBeamDecoder:
     """Lexicon + n-gram CTC beam search: keeps the `beam` best (trie node, n-gram state) pairs per frame, and scores the
     sentences that it found by definition.
 
-    A word of the lexicon that the n-gram does not know is scored as its `<unk>` (a model without `<unk>` gives it 10^-100,
-    as KenLM does); an n-gram that knows none of the words is refused with a `ValueError`, as are parameters out of their
-    range. The n-gram of an ARPA file that is still there is searched as an `Automaton`; KenLM is asked otherwise, with the
-    same result in more time.
+    A word of the lexicon that the n-gram does not know is scored as its `<unk>` (a model without `<unk>` gives it
+    10^-100, as KenLM does); an n-gram that knows none of the words is refused with a `ValueError`, as are parameters
+    out of their range. The n-gram of an ARPA file that is still there is searched as an `Automaton`; KenLM is asked
+    otherwise, with the same result in more time.
 
-    Names in flashlight-text and Kaldi: `beam` is flashlight's `beam_size` (Kaldi's `max_active`; Kaldi's `beam` is a range of
-    scores), `threshold` is flashlight's `beam_threshold` (Kaldi's `beam`), `top_k` is flashlight's `beam_size_token`,
-    `merge='sum'` is flashlight's `log_add`, `oov_penalty` plays the part of its `unk_score`, `acoustic_scale` is Kaldi's, and
+    Names in flashlight-text and Kaldi: `beam` is flashlight's `beam_size` and Kaldi's `max_active`; `threshold` is
+    flashlight's `beam_threshold` and Kaldi's `beam`; `top_k` is flashlight's `beam_size_token`; `merge='sum'` is
+    flashlight's `log_add`; `oov_penalty` plays the part of its `unk_score`; `acoustic_scale` is Kaldi's; and
     `blank_skip` is the official kit's `ctc_blank_skip_threshold`."""
     def __init__(self,
         lexicon: Lexicon,             # Word -> pronunciations, from `b2t_kaggle.phonemes.build_lexicon`
@@ -157,10 +160,10 @@ class LexiconBeamDecoder:
         blank_penalty: float = 1.0,   # The blank's probability is divided by this
         nbest: int = 10,              # Hypotheses returned
         merge: Literal['max', 'sum'] = 'max', # Acoustic score: best path, or sum over paths (flashlight's `log_add`)
-        threshold: float = 12.0,      # Worse hypotheses are dropped [nats of acoustic score] (flashlight's `beam_threshold`)
-        blank_skip: float = 0.999,    # Frames whose blank, with its penalty, is likelier are not searched; 1 searches all
-        oov_penalty: float | None = None, # Cost per phoneme of a spelled `<unk>`, log 39 if all are equally likely; none: no spelling
-        top_k: int | None = None,     # Likeliest classes of a frame to move to (flashlight's `beam_size_token`); none: all
+        threshold: float = 12.0,      # Gap to the best that drops a hypothesis [acoustic nats] (`beam_threshold`)
+        blank_skip: float = 0.999,    # Frames whose penalised blank is likelier are not searched; 1: all are
+        oov_penalty: float | None = None, # Per phoneme of a spelled `<unk>`; log 39: all alike; none: none
+        top_k: int | None = None,     # Classes of a frame to move to (`beam_size_token`); none: all
     ):
         _check_parameters(locals())
         self.lm = lm
@@ -219,7 +222,7 @@ class LexiconBeamDecoder:
         log_probs: np.ndarray,  # Log-probabilities of the trial [T', 41]
         hypothesis: Hypothesis, # One of its hypotheses
     ) -> np.ndarray:            # First and last frame of each word's phonemes [n_words, 2]
-        "When each word was spoken, on the best path; raises `ValueError` for unknown words, or where frames are too few."
+        "When each word was spoken, on the best path; raises `ValueError` for unknown words and for too few frames."
         text = hypothesis.text.split()
         unknown = [w for w in text if w not in self._word_id]
         if unknown: raise ValueError(f'{unknown[0]!r} is not in the lexicon of this decoder')
@@ -239,7 +242,8 @@ class LexiconBeamDecoder:
         try: search = self._idle.pop()
         except IndexError:
             penalty = math.inf if self.oov_penalty is None else self.lm_weight*self.oov_penalty
-            search = Search(self.trie, self._new_scorer(), self.beam, self.lm_weight, self.word_score, penalty, self.top_k or 0)
+            search = Search(self.trie, self._new_scorer(), self.beam, self.lm_weight, self.word_score, penalty,
+                            self.top_k or 0)
         search.start(self.threshold*self.acoustic_scale)
         return search
 
@@ -278,7 +282,7 @@ class LexiconBeamDecoder:
         if not self._automaton: return np.array([self.lm.score(text) for text in texts])
         return LN10*_ngram_scores(words, starts, self._automaton.view, self._automaton.begin)
 
-    def _spelling_costs(self, words: np.ndarray, starts: np.ndarray, spelled: list[tuple[int, ...]]) -> np.ndarray | float:
+    def _spelling_costs(self, words: np.ndarray, starts: np.ndarray, spelled: list[tuple]) -> np.ndarray | float:
         "The penalty of each text's spelled words."
         if not spelled: return 0.
         costs = np.append(np.zeros(len(self.words)), self.oov_penalty*np.array([len(s) for s in spelled]))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from ..phonemes import PHONEMES, SIL
@@ -90,7 +90,7 @@ def lowest_bit(typing_context, bits):
 # %% ../../nbs/decoding/00_lexicon.ipynb #c019
 def _grow(
     spellings: Iterable[tuple[int, ...]], # Of all words, one after the other [P]
-) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]: # Classes and parents of the nodes by depth; last node of each [P]
+) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]: # Classes and parents by depth; last node of each [P]
     "The nodes of a trie, level by level."
     start, symbols = flatten(spellings)
     length = np.diff(start)

@@ -354,7 +354,7 @@ def _move_to_children(frame, active, nodes, hyps, candidates, children, scratch,
 # %% ../../nbs/decoding/02_search.ipynb #c043
 @_jit
 def _kth_best(scores, k, room):
-    "The k-th best score, or -inf where there are fewer, by quickselect; np.partition compiles longer than all the rest."
+    "The k-th best score, or -inf where there are fewer, by quickselect: np.partition compiles longer."
     if len(scores) < k: return _NEVER
     room[:len(scores)] = scores
     low, high = 0, len(scores) - 1
@@ -467,7 +467,8 @@ def _search_frame(frame, model, options, state):
         return False
     top = _best_of(candidates.score, count.n_hyps, n, top)
     bound = max(bound, top - limit)
-    total = _move_to_children(frame, active, nodes, hyps, candidates, children, scratch, count.n_hyps, lm_weight, bound, n)
+    total = _move_to_children(frame, active, nodes, hyps, candidates, children, scratch, count.n_hyps, lm_weight,
+                              bound, n)
     top = _best_of(candidates.score, n, total, top)
     count.n_candidates += total
     count.n_hyps = _select(hyps, candidates, children, scratch.sorting, n, total, options.beam, top, top - limit)

@@ -64,7 +64,8 @@ def read_logits(
     bad = np.isnan(x) | (x == np.inf) | (x == -np.inf).all(axis=1, keepdims=True)
     if bad.any():
         t, k = np.argwhere(bad)[0]
-        raise ValueError(f'logits, frame {t}, class {k}: found {x[t, k]}, expected numbers; look for overflow in the model')
+        raise ValueError(f'logits, frame {t}, class {k}: found {x[t, k]}, expected numbers; '
+                         'look for overflow in the model')
     x -= x.max(axis=1, keepdims=True)
     log_probs = from_lm_order(x - np.logaddexp.reduce(x, axis=1, keepdims=True))
     return np.ascontiguousarray(log_probs) # For another layout the search would be compiled anew
@@ -74,7 +75,9 @@ def scoring(
     nbest: Iterable[tuple[Hypothesis, float]], # Hypotheses and their LLM log-probabilities
 ) -> str: # `sentence;acoustic;ngram;llm;total;sentence;…`
     "Candidates as the official client reads them."
-    return ';'.join(str(v) for h, llm in nbest for v in (h.text, float(h.acoustic), float(h.ngram), float(llm), float(h.total)))
+    fields = []
+    for h, llm in nbest: fields += [h.text, float(h.acoustic), float(h.ngram), float(llm), float(h.total)]
+    return ';'.join(map(str, fields))
 
 # %% ../../nbs/decoding/07_server.ipynb #c014
 _OF_KALDI = ('max_active', 'min_active', 'beam', 'lattice_beam', 'ctc_blank_skip_threshold', 'rescore')
@@ -183,11 +186,12 @@ def _error_field(text: str) -> dict:
 class OnlineDecoder:
     "Answers the entries of the official protocol, one trial at a time."
     def __init__(self,
-        decoder: LexiconBeamDecoder, # The search; its acoustic_scale, blank_penalty and nbest are the settings at the start
+        decoder: LexiconBeamDecoder, # The search; its parameters are the settings at the start
         rescorer: Rescorer | None = None, # Ranks candidates by an LLM; none: LLM scores are 0, totals the decoder's
     ):
         if wrong := next((w for w in decoder.words if ';' in w), None):
-            raise ValueError(f'lexicon, word {wrong!r}: the protocol joins sentences by semicolons, no word may hold one')
+            raise ValueError(f'lexicon, word {wrong!r}: the protocol joins sentences by semicolons, '
+                             'no word may hold one')
         self.decoder = decoder
         self.rescorer = rescorer
         self.settings = _first_settings(decoder, rescorer)
@@ -241,7 +245,8 @@ class OnlineDecoder:
     def _push(self, entry: dict, context: str) -> Replies:
         trial = self.trial or self.begin()
         try:
-            if b'logits' not in entry: raise ValueError(f'no field logits; found {", ".join(map(repr, entry)) or "none"}')
+            if b'logits' not in entry:
+                raise ValueError(f'no field logits; found {", ".join(map(repr, entry)) or "none"}')
             log_probs = read_logits(entry[b'logits'], MAX_FRAMES - trial.frames)
             trial.stream.push(log_probs)
             trial.frames += len(log_probs)
@@ -327,7 +332,8 @@ def _id(
 def _check_alone(redis) -> None:
     "Raise `RuntimeError` where another server is connected: both would answer every client."
     ours = redis.connection_pool.connection_kwargs
-    def is_other(c): return c['name'].startswith(_NAME) and c['name'] != ours['client_name'] and c['db'] == str(ours['db'])
+    def is_other(c):
+        return c['name'].startswith(_NAME) and c['name'] != ours['client_name'] and c['db'] == str(ours['db'])
     others = [c['addr'] for c in redis.client_list() if is_other(c)]
     if others: raise RuntimeError(f'another b2t serve is connected to this database (from {" and ".join(others)}); '
                                   'stop it first, or use another database')
@@ -385,7 +391,7 @@ class RedisConnection:
         self.unsent.clear()
 
     def _connect(self, connection) -> None:
-        "Make a connection, if it is time for that: redis-py would make one by itself, and a restart would go unnoticed."
+        "Make a connection if it is time for that; redis-py would make one by itself, and hide a restart."
         if not self.opening: raise _redis().ConnectionError('the connection broke')
         connection.on_connect()
 
@@ -411,12 +417,13 @@ class RedisConnection:
         newest = self.redis.xrevrange(stream, count=1)
         if not newest: return False
         entry_id, found = newest[0]
-        arrived = _id(entry_id) > _id(self.sent[stream]) and found == {k.encode(): str(v).encode() for k, v in fields.items()}
+        expected = {k.encode(): str(v).encode() for k, v in fields.items()}
+        arrived = _id(entry_id) > _id(self.sent[stream]) and found == expected
         if arrived: self.sent[stream] = entry_id
         return arrived
 
     def _read(self) -> tuple[str, bytes, dict] | None:
-        "Stream, id and fields of the oldest entry that was not answered yet; none after a tenth of a second without any."
+        "Stream, id and fields of the oldest entry that was not answered yet; none after a tenth of a second."
         reading = self.redis.pipeline(transaction=False).xread(self.seen, count=1, block=_WAIT_MS).exists(ARGS)
         entries, has_args = reading.execute()
         if not has_args: self._publish()

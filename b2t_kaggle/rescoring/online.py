@@ -33,12 +33,14 @@ class LLMRescorer:
     def __init__(self,
         score: Scorer,                  # From `llm_scorer`
         decoder: LexiconBeamDecoder,    # The search
-        weights: Weights | None = None, # Of the mixture, from tuning; none: α is 0.55, as in the official kit, the others are the decoder's
+        weights: Weights | None = None, # Of the mixture, from tuning; none: α = 0.55, and the decoder's
         n_augment: int = 20,            # So many candidates exchange words to make more for the LLM; 0: none
     ):
         self.score = score
         self.lm = decoder.lm
-        self.weights = weights or Weights(acoustic_scale=decoder.acoustic_scale, alpha=0.55, word_score=decoder.word_score)
+        if weights is None: # As in the official kit, the others as in the search
+            weights = Weights(acoustic_scale=decoder.acoustic_scale, alpha=0.55, word_score=decoder.word_score)
+        self.weights = weights
         self.alpha = self.weights.alpha
         self.acoustic_scale = self.weights.acoustic_scale
         self.length_penalty = self.weights.length_penalty
