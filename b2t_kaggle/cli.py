@@ -237,15 +237,15 @@ def _weights(run: Run):
     click.echo(f'Weights of the mixture, {origin}: {weights}', err=True)
     return weights
 
-def _llm(run: Run) -> dict:
-    "Arguments of `serve` for a run's LLM; none if it has no LLM."
+def _llm(run: Run, decoder):
+    "The rescorer of a run's LLM for `serve`; none if it has no LLM."
     c = run.cfg.rescore
-    if c.model is None: return {}
-    from b2t_kaggle.decoding.server import llm_rescorer
+    if c.model is None: return None
     from b2t_kaggle.rescoring.llm import load_lm
+    from b2t_kaggle.rescoring.online import LLMRescorer, llm_scorer
     weights = _weights(run)
     model, tokenizer = load_lm(c.model, dtype=c.dtype, eight_bit=c.eight_bit, adapter=c.adapter)
-    return dict(rescore=llm_rescorer(model, tokenizer, end=c.end), weights=weights, swaps=c.swaps)
+    return LLMRescorer(llm_scorer(model, tokenizer, end=c.end), decoder, weights, n_augment=c.swaps)
 
 # %% ../nbs/13_cli.ipynb #c022
 _CONNECTION = (
@@ -287,7 +287,9 @@ def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cer
     run = open_run(**options)
     run_stages(run, 'lm', force)
     signal.signal(signal.SIGTERM, signal.default_int_handler) # As service managers stop it
-    try: serve(open_decoder(run, nbest=nbest), host, port, **_llm(run), **connection)
+    try:
+        decoder = open_decoder(run, nbest=nbest)
+        serve(decoder, host, port, rescorer=_llm(run, decoder), **connection)
     except KeyboardInterrupt: click.echo('Stopped.')
 
 # %% ../nbs/13_cli.ipynb #c023

@@ -290,6 +290,7 @@ def _kneser_ney(seq: np.ndarray, order: int) -> list[tuple]:
     t = np.arange(seq.shape[1])
     real = (seq > 0) & (t > 0)
     tables = []
+    suffixes = np.zeros(0, np.uint64) # What remains of the n-grams above without their first graphone
     for n in range(order, 0, -1):
         inside = real & (t >= n - 1)
         # The highest order counts occurrences, the others different graphones before; before a word's start is none

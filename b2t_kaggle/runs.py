@@ -129,7 +129,7 @@ class Run:
         split: str, # `val` or `test`
     ) -> list[list]:
         "The n-best lists that the submission is made from: the search's, or the LLM's where there is one."
-        from b2t_kaggle.decoding.decoder import read_nbest
+        from b2t_kaggle.decoding.nbest import read_nbest
         if self.cfg.rescore.model is None: return read_nbest(self.dir/f'nbest_{split}.jsonl')
         from b2t_kaggle.rescoring.mixture import Rescored
         return read_nbest(self.dir/f'rescored_{split}.jsonl', Rescored)

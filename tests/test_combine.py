@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 from rapidfuzz.distance import Levenshtein
 
-from b2t_kaggle.decoding.decoder import Hypothesis
+from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.rescoring.combine import (
     Combination, _grid, bootstrap_difference, candidates, combine, combine_trial, cross_validate_combination,
     minimum_bayes_risk, posterior, rover, tune_combination, word_network,

@@ -123,9 +123,7 @@ FLOORS = (
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 # Imports that break the rule today. The list only shrinks: an import that is gone has to leave it
-UPWARD = {
-    ('decoding.server', 'rescoring.mixture'),
-}
+UPWARD = set()
 # Imports that close a circle today; likewise
 CIRCULAR = {
     ('tensorflow.models.gru', 'tensorflow.models.triple_gru'),

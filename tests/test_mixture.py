@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from b2t_kaggle.rescoring import mixture
 from b2t_kaggle.lm.automaton import Automaton
-from b2t_kaggle.decoding.decoder import Hypothesis, read_nbest, write_nbest
+from b2t_kaggle.decoding.nbest import Hypothesis, read_nbest, write_nbest
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.rescoring.mixture import (
     Rescored, Weights, augment_nbest, cross_validate, interpolate, line_search, ngram_per_word, tune,

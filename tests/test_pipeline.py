@@ -220,11 +220,13 @@ def test_serving_a_run(finished, tmp_path, capsys):
     path, options, _ = finished
     lm = tiny_lm(tmp_path/'lm', 'opt', ['a few words'], max_position_embeddings=512)
     run = Run(path, path.parent.parent/'data', {'rescore.model': str(lm), 'rescore.alpha': 0.4})
-    assert _llm(run)['weights'] == configured_weights(run.cfg.rescore) and 'as configured (stage rescore: ' in capsys.readouterr().err
+    decoder = open_decoder(run, nbest=100)
+    assert _llm(run, decoder).weights == configured_weights(run.cfg.rescore)
+    assert 'as configured (stage rescore: ' in capsys.readouterr().err
     stage = StageRun(run, 'rescore').begin()
     write_weights(path/'rescore_weights.json', Weights(acoustic_scale=0.4, alpha=0.3, word_score=0.2))
     stage.finish([path/'rescore_weights.json'])
-    decoder, where = open_decoder(run, nbest=100), Redis(tmp_path)
+    where = Redis(tmp_path)
     server = subprocess.Popen([sys.executable, '-m', 'b2t_kaggle.cli', 'serve', *map(str, options), '--port', str(where.port)], stderr=subprocess.PIPE, text=True)
     try:
         word = max(decoder.words, key=len)

@@ -19,8 +19,10 @@ from b2t_kaggle.decoding import server
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.rescoring.llm import load_lm, score_sentences, token_sequences
-from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, llm_rescorer, serve
+from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, serve
+from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.rescoring.mixture import Rescored, Weights
+from b2t_kaggle.rescoring.online import LLMRescorer, llm_scorer
 from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order
 from tiny_models import tiny_lm
 
@@ -57,9 +59,10 @@ class Redis:
 def decoder(tmp_path_factory):
     lm = NGram.load(build_ngram(TEXT, tmp_path_factory.mktemp('lm')/'lm.arpa', order=2, estimator='own'))
     decoder = LexiconBeamDecoder(LEXICON, lm, nbest=5)
-    stream = decoder.start() # Compiled before anybody waits
+    stream = Stream(decoder) # Compiled before anybody waits
     stream.push(log_softmax(np.zeros((9, 41))))
-    stream.partial(), stream.finish()
+    stream.partial()
+    stream.finish()
     return decoder
 
 
@@ -200,7 +203,7 @@ def test_frame_by_frame(decoder, plain):
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
         client.reset()
-        stream, log_probs = decoder.start(), log_softmax(logits)
+        stream, log_probs = Stream(decoder), log_softmax(logits)
         partials = []
         for a, b in ((0, 1), (1, 2), (2, 2), (2, 9), *((i, i + 1) for i in range(9, len(logits)))):
             partials.append(client.send(logits[a:b])[b'lm_response_partial'].decode())
@@ -256,7 +259,8 @@ def test_llm(decoder, plain):
         if context == 'fail': raise MemoryError('no room')
         return [Rescored(**vars(h), llm=-float(len(h.text))) for h in hyps]
     logits = logits_of('i see', 2, sharp=4)
-    with serving(decoder, plain, rescore=rescore, weights=Weights(acoustic_scale=0.5, alpha=0.3, word_score=1.0), swaps=0) as r:
+    rescorer = LLMRescorer(rescore, decoder, Weights(acoustic_scale=0.5, alpha=0.3, word_score=1.0), n_augment=0)
+    with serving(decoder, plain, rescorer=rescorer) as r:
         client = OfficialClient(r)
         r.set('contextual_decoding_current_context', '  where are they ')
         fields, found = client.trial(logits)
@@ -286,7 +290,7 @@ def test_a_causal_language_model(decoder, plain, tmp_path):
     pytest.importorskip('transformers', reason='transformers is not installed; pip install b2t_kaggle[llm]')
     model, tokenizer = load_lm(tiny_lm(tmp_path, 'gpt2', TEXT))
     logits, totals = logits_of('it is good to see you', 1, sharp=4), lambda found: [0.8*a + 0.45*n + 0.55*m for _, a, n, m, _ in found]
-    with serving(decoder, plain, rescore=llm_rescorer(model, tokenizer)) as r:
+    with serving(decoder, plain, rescorer=LLMRescorer(llm_scorer(model, tokenizer), decoder)) as r:
         r.set('contextual_decoding_current_context', 'who is there')
         client = OfficialClient(r, flush=False)
         fields, found = client.trial(logits)
@@ -304,7 +308,8 @@ def test_a_causal_language_model(decoder, plain, tmp_path):
 def test_exchanged_words(decoder, plain):
     "How many candidates exchange words, and what that costs, is the client's choice, from the next trial on."
     logits = logits_of('it is good to see you', 1, sharp=4)
-    with serving(decoder, plain, rescore=lambda hyps, context: [Rescored(**vars(h)) for h in hyps]) as r:
+    def zeros(hyps, context): return [Rescored(**vars(h)) for h in hyps]
+    with serving(decoder, plain, rescorer=LLMRescorer(zeros, decoder)) as r:
         client, nbest = OfficialClient(r), {row[0]: row for row in offline(decoder, logits)}
         cheap = {row[0]: row for row in client.trial(logits)[1]}
         client.update(score_penalty_percent=0.5)
@@ -403,7 +408,7 @@ def test_flush_while_an_answer_is_made(decoder, plain):
     slow, go = threading.Event(), threading.Event()
     rescore = rescore_that_waits(slow, go)
     logits = logits_of('i see')
-    with serving(decoder, plain, rescore=rescore) as r:
+    with serving(decoder, plain, rescorer=LLMRescorer(rescore, decoder)) as r:
         with plain.client() as r1:
             first = OfficialClient(r1)
             first.reset(), first.send(logits_of('how are you'))
@@ -446,7 +451,7 @@ def test_redis_starts_anew_with_its_data(decoder, tmp_path, caplog):
         wait_for(r.ping)
     logits, db = logits_of('it is good to see you'), Redis(tmp_path, '--save', '3600', '1')
     try:
-        with caplog.at_level(logging.INFO, 'b2t_kaggle.serve'), serving(decoder, db, rescore=rescore, swaps=0) as r:
+        with caplog.at_level(logging.INFO, 'b2t_kaggle.serve'), serving(decoder, db, rescorer=LLMRescorer(rescore, decoder, n_augment=0)) as r:
             client = OfficialClient(r)
             client.reset()
             client.send(logits[:9])
@@ -554,7 +559,7 @@ def test_one_server_per_database(decoder, plain):
 def test_a_second_server_during_an_outage(decoder, plain):
     "Which has come in while the first was cut off: the first goes when it is back. What Redis still takes for connections of its own does not frighten it."
     with server.connect(port=plain.port) as r, server.connect(port=plain.port) as r2:
-        first, second = (server.Line(x, OnlineDecoder(decoder)) for x in (r, r2))
+        first, second = (server.RedisConnection(x, OnlineDecoder(decoder)) for x in (r, r2))
         first.open()
         with plain.client(client_name=r.connection_pool.connection_kwargs['client_name']) as lingering:
             lingering.ping()
@@ -626,7 +631,7 @@ def test_words_that_the_protocol_cannot_carry(decoder):
 def test_a_clock_set_back(decoder, plain):
     "Entries with ids before those already seen, as after a flush by a clock set back, are not missed once the server has connected anew."
     with server.connect(port=plain.port) as r:
-        line = server.Line(r, OnlineDecoder(decoder))
+        line = server.RedisConnection(r, OnlineDecoder(decoder))
         line.open()
         line.seen = {s: f'{10**15}-0' for s in line.seen}
         line.open()
@@ -640,7 +645,7 @@ def test_which_answer_arrived(decoder, plain):
     with server.connect(port=plain.port) as r:
         r.flushall(), r.xadd(*answer)
         time.sleep(0.002)
-        line = server.Line(r, OnlineDecoder(decoder))
+        line = server.RedisConnection(r, OnlineDecoder(decoder))
         line.open()
         for arrived, n in ((False, 2), (True, 3), (False, 4), (False, 5)):
             line.unsent.append(answer)

@@ -16,7 +16,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 
-from ..decoding.decoder import Hypothesis
+from ..decoding.nbest import Hypothesis
 from ..metrics import word_errors
 from ..phonemes import normalize_sentence
 

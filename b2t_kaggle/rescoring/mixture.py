@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..config import RescoreConfig
 from ..files import write_whole
 from ..lm.automaton import Automaton
-from ..decoding.decoder import Hypothesis
+from ..decoding.nbest import Hypothesis
 from ..lm.ngram import NGram
 from ..metrics import word_errors
 

@@ -18,7 +18,9 @@ from rapidfuzz.distance import Levenshtein
 from b2t_kaggle.config import DecodeConfig
 from b2t_kaggle.lm.automaton import Automaton, load_ngram
 from b2t_kaggle.ctc import align, greedy, phoneme_beam
-from b2t_kaggle.decoding.decoder import Hypothesis, LexiconBeamDecoder
+from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
+from b2t_kaggle.decoding.nbest import Hypothesis
+from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.lm.kenlm import find_program, to_binary
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, build_lexicon, normalize_sentence, to_class_ids
@@ -181,18 +183,18 @@ def test_streams_equal_the_offline_result(lm):
     "In frames, in bits, in several streams at once, after one that was left unfinished, and after a refused push."
     decoder, trials = LexiconBeamDecoder(LEXICON, lm, beam=30), [spoken(n, n) for n in (10, 7, 0)]
     expected, rng = [decoder.decode(x) for x in trials], np.random.default_rng(0)
-    decoder.start().push(trials[1])
-    streams = [decoder.start() for _ in trials]
+    Stream(decoder).push(trials[1])
+    streams = [Stream(decoder) for _ in trials]
     bits = [np.split(x, np.sort(rng.integers(0, len(x) + 1, 20))) for x in trials]
     for parts in zip(*bits):
         for stream, part in zip(streams, parts): stream.push(part)
     with pytest.raises(ValueError, match='nan'): streams[0].push(np.full((1, 41), np.nan))
     assert [s.partial() for s in streams][2] == ''
     assert [s.finish() for s in streams] == expected
-    one_by_one = decoder.start()
+    one_by_one = Stream(decoder)
     for frame in trials[0]: one_by_one.push(frame[None])
     assert one_by_one.partial() in {h.text for h in expected[0]} and one_by_one.finish() == expected[0]
-    assert decoder.start().finish() == decoder.decode(np.zeros((0, 41)))
+    assert Stream(decoder).finish() == decoder.decode(np.zeros((0, 41)))
     with pytest.raises(ValueError, match='finished'): one_by_one.finish()
 
 
@@ -201,14 +203,14 @@ def test_forgotten_streams(lm):
     decoder, x = LexiconBeamDecoder(LEXICON, lm, beam=30), spoken(7, 1)
     expected = decoder.decode(x)
     search, = decoder._idle
-    stream = decoder.start()
+    stream = Stream(decoder)
     stream.push(spoken(5, 2))
     assert decoder._idle == []
     del stream
     assert decoder._idle == [search] and decoder.decode(x) == expected
 
     def interrupted(*args): raise KeyboardInterrupt
-    stream = decoder.start()
+    stream = Stream(decoder)
     search.push = interrupted
     with pytest.raises(KeyboardInterrupt): stream.push(x)
     with pytest.raises(ValueError, match='finished'): stream.partial()
@@ -233,14 +235,14 @@ def test_kenlm_and_automaton_agree(tmp_path):
     lm = ngram(3, tmp_path)
     trials = [spoken(n, n) for n in (0, 3, 9, 12)]
     known, asked = LexiconBeamDecoder(LEXICON, lm, beam=40), LexiconBeamDecoder(LEXICON, without_file(lm), beam=40)
-    assert known._known and not asked._known
+    assert known._automaton and not asked._automaton
     expected, found = known.decode_all(trials, progress=False), asked.decode_all(trials, n_jobs=2, progress=False)
     for a, b in zip(expected, found):
         assert [h.text for h in a] == [h.text for h in b]
         np.testing.assert_allclose([astuple(h)[1:] for h in a], [astuple(h)[1:] for h in b], atol=1e-5)
     asked.decode(trials[2])
-    asked._idle[0].lm.MAX_STATES = 1
-    stream = asked.start()
+    asked._idle[0].scorer.MAX_STATES = 1
+    stream = Stream(asked)
     for frame in trials[2]: stream.push(frame[None])
     assert stream.finish() == found[2]
     assert LexiconBeamDecoder(LEXICON, Automaton.load(lm.path), beam=40).decode(trials[3]) == expected[3]
@@ -254,7 +256,7 @@ def test_kenlm_binaries(kind, tmp_path):
     binary = load_ngram(to_binary(lm.path, tmp_path/'lm.bin', kind, bits=None))
     assert (type(lm), type(binary)) == (Automaton, NGram)
     known, asked = (LexiconBeamDecoder(LEXICON, m, beam=40) for m in (lm, binary))
-    assert known._known and not asked._known
+    assert known._automaton and not asked._automaton
     for x in (spoken(n, n) for n in (0, 4, 9)):
         a, b = known.decode(x), asked.decode(x)
         assert [h.text for h in a] == [h.text for h in b]
@@ -324,7 +326,7 @@ def test_spelled_words(model, lm):
     assert best.total == pytest.approx(0.8*best.acoustic + best.ngram, abs=1e-6)
     never = LexiconBeamDecoder(LEXICON, model(lm), oov_penalty=1e6).decode(x)
     assert [h.text for h in never] == [h.text for h in LexiconBeamDecoder(LEXICON, model(lm)).decode(x)]
-    stream = LexiconBeamDecoder(LEXICON, model(lm), beam=300, oov_penalty=2.0).start()
+    stream = Stream(LexiconBeamDecoder(LEXICON, model(lm), beam=300, oov_penalty=2.0))
     said = []
     for frame in x:
         stream.push(frame[None])
