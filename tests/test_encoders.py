@@ -160,3 +160,31 @@ def test_the_names_are_the_files():
     files = {p.stem for p in (Path(__file__).parent.parent/'b2t_kaggle'/'pytorch'/'models').glob('*.py')}
     assert set(NAMES) >= files - {'__init__', 'encoder'}
     assert {'gru', 'triple_gru'} <= set(NAMES)
+
+
+def test_from_bins_to_words(data, trained, tmp_path):
+    "A stream of bins gives partial words, and in the end the n-best of the whole trial."
+    pytest.importorskip('kenlm')
+    from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
+    from b2t_kaggle.decoding.streaming import BinStream
+    from b2t_kaggle.lm.ngram import NGram, build_ngram
+    model, cfg = load_model(trained('gru')[0]/'best.pt')
+    store, _ = open_toy(data)
+    whole = infer(trained('gru')[0]/'best.pt', store, tmp_path/'logits.arrow', 'cpu', 'float32', progress=False)
+    lexicon = {'a': [['AA']], 'b': [['AE']], 'ab': [['AA', 'AE']]}
+    decoder = LexiconBeamDecoder(lexicon, NGram.load(build_ngram(['a b', 'ab a'], tmp_path/'lm.arpa', order=2)), nbest=3)
+    def padded(log_probs): return np.pad(log_probs, ((0, 0), (0, 41 - log_probs.shape[1])), constant_values=-30.)
+
+    class Padded(EncoderStream):
+        "The toy has 5 classes, the decoder's alphabet 41."
+        def push(self, bins): return padded(super().push(bins))
+        def finish(self): return padded(super().finish())
+
+    for i in (0, 3):
+        stream = BinStream(Padded(model, cfg, store.index.session[i]), decoder)
+        partial = [stream.push(piece) for piece in np.array_split(np.array(store[i].features), 7)]
+        hyps = stream.finish()
+        assert all(isinstance(words, str) for words in partial)
+        expected = decoder.decode(padded(whole[i]))
+        assert [h.text for h in hyps] == [h.text for h in expected]
+        assert [h.total for h in hyps] == pytest.approx([h.total for h in expected], abs=1e-2)
