@@ -8,10 +8,9 @@ __all__ = ['PatchedConfig', 'GRUConfig']
 # %% ../../nbs/encoders/01_gru.ipynb #c003
 from typing import Literal
 
-import numpy as np
 from pydantic import Field, model_validator
 
-from ..ctc import n_frames
+from ..ctc import n_frames, round_length
 from .encoder import EncoderConfig
 
 # %% ../../nbs/encoders/01_gru.ipynb #c006
@@ -35,10 +34,7 @@ class PatchedConfig(EncoderConfig):
 
     def n_frames(self, n_bins): return n_frames(n_bins, self.patch_size, self.patch_stride)
 
-    def round_length(self, n_bins):
-        if not self.patch_size: return np.asarray(n_bins)
-        beyond = np.maximum(np.asarray(n_bins) - self.patch_size, 0)
-        return self.patch_size + -(-beyond // self.patch_stride) * self.patch_stride
+    def round_length(self, n_bins): return round_length(n_bins, self.patch_size, self.patch_stride)
 
     def frame_stride(self) -> int: return self.patch_stride if self.patch_size else 1
 
