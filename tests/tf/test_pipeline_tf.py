@@ -1,5 +1,5 @@
-"""A run with --framework tensorflow, through the command line and papermill, leaves what PyTorch's leaves, and goes on in
-the other framework."""
+"""A run with --framework tensorflow, through the command line and papermill, leaves what PyTorch's leaves, and goes on
+in the other framework."""
 import csv
 import json
 import sys
