@@ -1,5 +1,5 @@
-"""Weights move between PyTorch, TensorFlow and the official kit's form, from the command line too, and the models compute
-the same."""
+"""Weights move between PyTorch, TensorFlow and the official kit's form, from the command line too, and the models
+compute the same."""
 import numpy as np
 import pytest
 import torch

@@ -115,8 +115,8 @@ def test_eight_devices_take_the_same_steps_as_one(stores, tmp_path):
 
 
 def killed_run(stores, out, overrides):
-    """A run that is killed some steps after its first checkpoint: by progress, not by the clock. Returns the step it had
-    saved."""
+    """A run that is killed some steps after its first checkpoint: by progress, not by the clock. Returns the step that
+    it had saved."""
     p = process('train', stores, out, overrides)
     last = out/'last.weights.h5'
     while p.poll() is None and not last.exists(): time.sleep(0.002)
