@@ -109,7 +109,7 @@ class Trainer(loop.Trainer):
             self.optimizer.load_state_dict(saved['optimizer'])
         elif path := self.cfg.train.init_checkpoint_path:
             variables = self.model.named_variables()
-            weights = {name: np.array(v) for name, v in variables.items()}
+            weights = {name: v.numpy().copy() for name, v in variables.items()}
             start_from(weights, self.model, self.day_of, load_weights, path)
             for name, v in variables.items(): v.assign(weights[name])
 

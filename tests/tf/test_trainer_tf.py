@@ -37,7 +37,8 @@ NOTHING_RANDOM = {'white_noise_std': 0, 'constant_offset_std': 0, 'random_cut': 
 def cpu_config(**kw): return config(**{'accelerator': 'cpu', 'n_buckets': 1} | kw)
 
 
-def new_trainer(stores, precision='auto', **kw): return Trainer(*stores, cpu_config(**kw), start('cpu', precision))
+def new_trainer(stores, device_precision='auto', **kw):
+    return Trainer(*stores, cpu_config(**kw), start('cpu', device_precision))
 
 
 @pytest.fixture(scope='module')
