@@ -1,9 +1,9 @@
 """Lets PyTorch's CUDA build run on a machine without an NVIDIA GPU, and without 4.5 GB of CUDA libraries.
 
-PyPI has no other build of the PyTorch that PyTorch/XLA wants. Its libraries name cuBLAS, cuDNN and others, which the loader
-looks up when PyTorch is imported; on a CPU none of their functions is ever called. This writes libraries of the same names
-in which every function is a trap, and metadata that tells pip that the packages are there. `./kit env xla` runs it in the
-new environment, between the installation of PyTorch alone and that of everything else.
+PyPI has no other build of the PyTorch that PyTorch/XLA wants. Its libraries name cuBLAS, cuDNN and others, which the
+loader looks up when PyTorch is imported; on a CPU none of their functions is ever called. This writes libraries of the
+same names in which every function is a trap, and metadata that tells pip that the packages are there. `./kit env xla`
+runs it in the new environment, between the installation of PyTorch alone and that of everything else.
 """
 import re
 import subprocess
@@ -52,10 +52,11 @@ def main():
     torch = distribution('torch')
     site = Path(torch.locate_file(''))
     wanted = [r for r in map(Requirement, torch.requires or []) if r.name.startswith(('nvidia-', 'triton'))]
-    wanted = [r for r in wanted if (r.marker is None or r.marker.evaluate({'extra': ''})) and not r.name.startswith(REAL)]
+    wanted = [r for r in wanted if r.marker is None or r.marker.evaluate({'extra': ''})]
+    wanted = [r for r in wanted if not r.name.startswith(REAL)]
     if not wanted: return print('This PyTorch needs no CUDA')
     folder = site/'torch'/'lib'
-    libraries = [p for p in map(folder.joinpath, ('libtorch_cpu.so', 'libtorch_cuda.so', 'libtorch_python.so')) if p.exists()]
+    libraries = [p for name in ('cpu', 'cuda', 'python') if (p := folder/f'libtorch_{name}.so').exists()]
     symbols = {line.split()[-1].split('@')[0] for p in libraries for line in output('nm', '-D', '-u', p).splitlines()}
     needed = {n for p in libraries for n in re.findall(r'\(NEEDED\).*\[(.*)\]', output('readelf', '-d', p))}
     for name in sorted(needed):
