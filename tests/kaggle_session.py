@@ -30,9 +30,8 @@ def trap_pip(folder):
     (folder/'pip').mkdir()
     (folder/'pip'/'__init__.py').touch()
     (folder/'pip'/'__main__.py').write_text(PIP)
-    env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
     python_path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    return env | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': python_path}
+    return os.environ | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': python_path}
 
 
 def execute(notebook, room, environment, **values):

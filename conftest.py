@@ -1,0 +1,58 @@
+"""Every notebook is a test, beside those in tests/: `pytest nbs/01_phonemes.ipynb` runs one.
+
+Notebooks and test files share the worker processes of pytest-xdist, the longest first, so that no core waits for
+another at the end, and PyTorch is imported once for each worker.
+"""
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).parent
+# A busy machine is no failure
+settings.register_profile('kit', deadline=None)
+settings.load_profile('kit')
+# Flags from outside would change what is tested; tests/xla sets its own
+os.environ.pop('XLA_FLAGS', None)
+
+# Files that take half a minute of processor time and more, in seconds (November 2026, EPYC). A file that is missing
+# here only starts later
+SECONDS = {'test_pipeline': 230, 'test_trainer': 155, 'test_pipeline_tf': 137, 'test_training_xla': 80,
+           'test_trainer_tf': 60, 'test_kaggle_notebook': 60, 'test_kaggle_notebook_tf': 56, 'test_simulate': 46,
+           'test_triple_gru_xla': 40, '09_trainer': 39, 'test_server': 35, 'test_imports': 31}
+
+
+class Notebook(pytest.File):
+    "A notebook, as pytest sees it: a file with one test."
+    def collect(self): yield NotebookTest.from_parent(self, name=self.path.stem)
+
+
+class NotebookTest(pytest.Item):
+    "Runs a notebook as nbdev_test does: without the cells whose directives say so (`#| bench`, `#| eval: false`)."
+    def runtest(self):
+        from nbdev.config import get_config
+        from nbdev.test import test_nb
+        passed, _ = test_nb(self.path, skip_flags=get_config().tst_flags.split(), basepath=ROOT)
+        if not passed: pytest.fail('a cell raises; its traceback is above', pytrace=False)
+
+    def reportinfo(self): return self.path, None, str(self.path.relative_to(ROOT))
+
+
+def pytest_collect_file(file_path, parent):
+    if file_path.suffix == '.ipynb' and ROOT/'nbs' in file_path.parents and '.ipynb_checkpoints' not in file_path.parts:
+        return Notebook.from_parent(parent, path=file_path)
+
+
+def pytest_ignore_collect(collection_path, config):
+    "With `-k`, a file in which none of the words stands is not even imported; a notebook is selected by its name."
+    words = re.findall(r'\w+', config.option.keyword.lower())
+    if not words or 'not' in words or not collection_path.is_file(): return None
+    text = str(collection_path.relative_to(ROOT)).lower()
+    if collection_path.suffix == '.py': text += collection_path.read_text(encoding='utf-8').lower()
+    return None if any(w in text for w in set(words) - {'and', 'or'}) else True
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: -SECONDS.get(item.path.stem, 0))
