@@ -278,6 +278,7 @@ def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cer
     one (rescore.model)."""
     import logging
     import signal
+
     from b2t_kaggle.decoding.server import check_redis, serve
     from b2t_kaggle.runs import open_decoder
     connection = dict(db=db, username=username, password=password, tls=tls, tls_ca=tls_ca, tls_cert=tls_cert,

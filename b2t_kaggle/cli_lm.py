@@ -71,9 +71,9 @@ def clean(texts, output, numbers, vocab):
 def build(texts, output, order, prune, threshold, vocab, clean, numbers, estimator):
     "An n-gram model of TEXTS (plain or .gz) by modified Kneser-Ney smoothing, as an ARPA file."
     from b2t_kaggle.files import atomic_path
-    from b2t_kaggle.lm.prune import prune_ngram
     from b2t_kaggle.lm.corpus import read_vocabulary
     from b2t_kaggle.lm.ngram import build_ngram, model_report
+    from b2t_kaggle.lm.prune import prune_ngram
     with atomic_path(output) as scratch: # A model that is not pruned yet never has the name of one that is
         build_ngram(texts, scratch, order=order, vocab=vocab and read_vocabulary(vocab), prune=prune,
                     estimator=estimator, clean=clean, numbers=numbers)
@@ -100,8 +100,8 @@ def interpolate(models, output, dev, weights):
                    '0 only mends a model for KenLM.')
 def prune(model, output, threshold):
     "Prune an ARPA file by relative entropy."
-    from b2t_kaggle.lm.prune import prune_ngram
     from b2t_kaggle.lm.ngram import model_report
+    from b2t_kaggle.lm.prune import prune_ngram
     prune_ngram(model, output, threshold)
     click.echo(model_report([model, output]).to_string() + f'\nWrote {output}')
 
@@ -159,8 +159,8 @@ def report(models, texts):
 def finetune_llm(model, texts, output, epochs, batch_size, dtype):
     """Teach MODEL, a causal language model (a folder, or a name on the hub), the register of TEXTS (one sentence a
     line): a LoRA adapter, for rescore.adapter together with rescore.end=true."""
-    from b2t_kaggle.rescoring.finetune import finetune
     from b2t_kaggle.lm.corpus import read_sentences
+    from b2t_kaggle.rescoring.finetune import finetune
     from b2t_kaggle.rescoring.llm import load_lm
     finetune(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size)
     click.echo(f'Wrote {output}')

@@ -45,6 +45,7 @@ def _write_tensorflow(state: dict[str, np.ndarray], cfg: Config, metrics: dict, 
 def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> Path:
     "Our file where the name ends in .pt, else the official kit's folder."
     import torch
+
     from b2t_kaggle.pytorch.checkpoint import save_atomic, save_official
     from b2t_kaggle.pytorch.models import build_model
     model = build_model(cfg.model, len(cfg.data.sessions))

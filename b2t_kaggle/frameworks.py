@@ -25,8 +25,10 @@ def train(
 
     Returns `step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`, `val_loss`, `best_step` and
     `sessions`. Raises `TrainingError`, or `DeviceError` for an accelerator that is not here."""
-    if cfg.train.framework == 'tensorflow': from b2t_kaggle.tensorflow.trainer import train
-    else: from b2t_kaggle.pytorch.launch import train_here as train
+    if cfg.train.framework == 'tensorflow':
+        from b2t_kaggle.tensorflow.trainer import train
+    else:
+        from b2t_kaggle.pytorch.launch import train_here as train
     return train(store, store_val, cfg, out_dir, progress)
 
 # %% ../nbs/08_frameworks.ipynb #c009
@@ -44,6 +46,8 @@ def infer(
 
     Raises `CheckpointError`, or `TrainingError` where model and trials do not fit."""
     framework = framework or framework_of(checkpoint)
-    if framework == 'tensorflow': from b2t_kaggle.tensorflow.inference import infer
-    else: from b2t_kaggle.pytorch.inference import infer
+    if framework == 'tensorflow':
+        from b2t_kaggle.tensorflow.inference import infer
+    else:
+        from b2t_kaggle.pytorch.inference import infer
     return infer(checkpoint, store, path, accelerator, precision, batch_size, progress)

@@ -256,8 +256,8 @@ def open_decoder(
 ):
     """The `LexiconBeamDecoder` that a run's configuration describes. Raises `PipelineError` where the run has no
     language model yet."""
-    from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
+    from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.phonemes import build_lexicon
     words = run.dir/'lm'/'words.txt'
     if not words.exists(): raise PipelineError(f'{words} does not exist; run `b2t lm` on this run first')

@@ -1,4 +1,6 @@
-"The page 'Adding an encoder', done as it says: one notebook in a copy of the checkout, and the kit trains, decodes and tests it."
+"""The page 'Adding an encoder', done as it says: one notebook in a copy of the checkout, and the kit trains, decodes
+and tests it."""
+
 import hashlib
 import json
 import os
@@ -82,13 +84,18 @@ def test_it_trains_and_decodes(checkout, tmp_path):
 
 
 def test_the_other_framework_refuses_it_in_one_line(checkout, tmp_path):
-    if subprocess.run([sys.executable, '-c', 'import tensorflow'], capture_output=True).returncode: pytest.skip('no TensorFlow')
-    code = ("from b2t_kaggle.config import load_config, ConfigError\nfrom b2t_kaggle.tensorflow.models import build_model\n"
-            "try: build_model(load_config(overrides={'model.name': 'conv'}).model, 1)\nexcept ConfigError as e: print(e)")
+    if subprocess.run([sys.executable, '-c', 'import tensorflow'], capture_output=True).returncode:
+        pytest.skip('no TensorFlow')
+    code = (
+        "from b2t_kaggle.config import load_config, ConfigError\nfrom b2t_kaggle.tensorflow.models import build_model\n"
+        "try: build_model(load_config(overrides={'model.name': 'conv'}).model, 1)\nexcept ConfigError as e: print(e)"
+    )
     said = run(checkout, sys.executable, '-c', code).stdout.splitlines()
     assert said[-1] == 'model.name = conv: TensorFlow has no such encoder, it has gru, triple_gru'
 
 
 def test_it_is_tested_by_being_there(checkout):
-    done = run(checkout, sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/test_encoders.py', '-k', 'conv')
+    done = run(
+        checkout, sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/test_encoders.py', '-k', 'conv'
+    )
     assert '8 passed' in done.stdout, done.stdout[-500:]

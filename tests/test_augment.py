@@ -3,12 +3,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from b2t_kaggle.config import AugmentConfig
-from b2t_kaggle.training.recipe import draw_cut, gaussian_kernel, step_seed
 from b2t_kaggle.pytorch.augment import Augment, add_noise, cut_start, time_mask
 from b2t_kaggle.pytorch.layers import smooth
+from b2t_kaggle.training.recipe import draw_cut, gaussian_kernel, step_seed
 
 NONE = AugmentConfig(white_noise_std=0, constant_offset_std=0, random_cut=0, smooth_data=False)
 def only(**kw): return NONE.model_copy(update=kw)

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 from b2t_kaggle.ctc import round_length
 from b2t_kaggle.data.batches import (
-    Batcher, DayBalancedSampler, EpochSampler, bucket_of, choose_buckets, evaluation_batches, fill_rows,
-    longest_in_batches, padding_table, prefetch,
+    Batcher,
+    DayBalancedSampler,
+    EpochSampler,
+    bucket_of,
+    choose_buckets,
+    evaluation_batches,
+    fill_rows,
+    longest_in_batches,
+    padding_table,
+    prefetch,
 )
 
 # Trials of each day; some days have none, as the real sessions without a split

@@ -45,7 +45,9 @@ def test_a_changed_cell_is_noticed_and_a_changed_text_is_not(tmp_path):
     write(done)
     assert problem(path) is None and done['metadata']['b2t']['machine'] == 'a machine'
     assert done['cells'][-1]['source'][0].endswith('on a machine, commit abc.*')
-    assert len(stamped(done, 'another', 'def')['cells']) == len(done['cells']) and code_hash(done) == code_hash(NOTEBOOK)
+    assert len(stamped(done, 'another', 'def')['cells']) == len(done['cells']) and code_hash(done) == code_hash(
+        NOTEBOOK
+    )
     done['cells'][0]['source'] = ['# Another title']
     write(done)
     assert problem(path) is None

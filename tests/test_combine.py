@@ -1,13 +1,24 @@
 "Alignment, minimum Bayes risk and ROVER against definitions and brute force; the bootstrap; cross-validation."
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
 from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.rescoring.combine import (
-    Combination, _grid, bootstrap_difference, candidates, combine, combine_trial, cross_validate_combination,
-    minimum_bayes_risk, posterior, rover, tune_combination, word_network,
+    Combination,
+    _grid,
+    bootstrap_difference,
+    candidates,
+    combine,
+    combine_trial,
+    cross_validate_combination,
+    minimum_bayes_risk,
+    posterior,
+    rover,
+    tune_combination,
+    word_network,
 )
 
 sentence = st.lists(st.sampled_from('abcd'), max_size=5).map(' '.join)

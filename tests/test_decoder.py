@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
 from b2t_kaggle.config import DecodeConfig
-from b2t_kaggle.lm.automaton import Automaton, load_ngram
 from b2t_kaggle.ctc import align, greedy, phoneme_beam
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.decoding.streaming import Stream
+from b2t_kaggle.lm.automaton import Automaton, load_ngram
 from b2t_kaggle.lm.kenlm import find_program, to_binary
 from b2t_kaggle.lm.ngram import NGram, build_ngram
-from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, build_lexicon, normalize_sentence, to_class_ids
+from b2t_kaggle.phonemes import BLANK, SIL, build_lexicon, normalize_sentence, to_class_ids
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 TEXT = ['a b', 'b a c', 'aa', 'c aa b', 'd', 'a d a', 'b', 'b b c d']
@@ -39,7 +39,8 @@ def log_softmax(x): return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
 
 
 def enumerate_paths(log_probs, classes, top_k=None):
-    "Every path over some classes that begins labels only where they are among the best k, summed up by the labels it spells: labels -> (best, log-sum)."
+    """Every path over some classes that begins labels only where they are among the best k, summed up by the labels
+    it spells: labels -> (best, log-sum)."""
     out, best_k = {}, [{BLANK, *(np.argsort(-x[1:])[:top_k] + 1)} for x in log_probs]
     for path in itertools.product(classes, repeat=len(log_probs)):
         if any(k not in best_k[t] and (t == 0 or path[t - 1] != k) for t, k in enumerate(path)): continue
@@ -68,19 +69,37 @@ def enumerate_sentences(log_probs, lexicon, top_k=None):
     return out
 
 
-lexicons = st.dictionaries(st.sampled_from(['a', 'aa', 'b', 'c', 'd', 'unknown']), st.lists(st.sampled_from(PRONUNCIATIONS).map(list), min_size=1, max_size=2), min_size=1, max_size=6).filter(lambda words: set(words) != {'unknown'})
-posteriors = st.builds(lambda seed, frames, sharp: log_softmax(sharp*np.random.default_rng(seed).standard_normal((frames, 41))),
-                       st.integers(0, 2**32 - 1), st.integers(0, 6), st.sampled_from([0.0, 1.0, 3.0]))
+lexicons = st.dictionaries(
+    st.sampled_from(['a', 'aa', 'b', 'c', 'd', 'unknown']),
+    st.lists(st.sampled_from(PRONUNCIATIONS).map(list), min_size=1, max_size=2),
+    min_size=1,
+    max_size=6,
+).filter(lambda words: set(words) != {'unknown'})
+posteriors = st.builds(
+    lambda seed, frames, sharp: log_softmax(sharp * np.random.default_rng(seed).standard_normal((frames, 41))),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 6),
+    st.sampled_from([0.0, 1.0, 3.0]),
+)
 
 
 @settings(max_examples=40, deadline=None)
-@given(posteriors, lexicons, st.sampled_from([1, 2, 3]), st.sampled_from(['max', 'sum']), st.sampled_from([0.0, 0.7, 2.0]),
-       st.sampled_from([-1.0, 0.0, 3.0]), st.sampled_from([0.3, 1.0]), st.sampled_from([1.0, 90.0]))
+@given(
+    posteriors,
+    lexicons,
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(['max', 'sum']),
+    st.sampled_from([0.0, 0.7, 2.0]),
+    st.sampled_from([-1.0, 0.0, 3.0]),
+    st.sampled_from([0.3, 1.0]),
+    st.sampled_from([1.0, 90.0]),
+)
 def test_equals_enumeration(tmp_path_factory, log_probs, lexicon, order, merge, lm_weight, word_score, scale, penalty):
     folder = tmp_path_factory.getbasetemp()/'enumeration'
     folder.mkdir(exist_ok=True)
     lm = ngram(order, folder)
-    if len({p for prons in lexicon.values() for pron in prons for p in pron}) > 2: log_probs = log_probs[:5] # 5⁶ paths take too long
+    if len({p for prons in lexicon.values() for pron in prons for p in pron}) > 2:
+        log_probs = log_probs[:5]  # 5⁶ paths take too long
     decoder = LexiconBeamDecoder(lexicon, lm, beam=5000, nbest=2000, lm_weight=lm_weight, word_score=word_score,
                                  acoustic_scale=scale, blank_penalty=penalty, merge=merge)
     penalised = log_probs.copy()
@@ -105,7 +124,9 @@ def test_never_empty(tmp_path_factory, log_probs, lexicon, beam, oov_penalty, to
     folder = tmp_path_factory.getbasetemp()/'never_empty'
     folder.mkdir(exist_ok=True)
     for nbest in (1, 4):
-        found = LexiconBeamDecoder(lexicon, ngram(2, folder), beam=beam, nbest=nbest, oov_penalty=oov_penalty, top_k=top_k).decode(log_probs)
+        found = LexiconBeamDecoder(
+            lexicon, ngram(2, folder), beam=beam, nbest=nbest, oov_penalty=oov_penalty, top_k=top_k
+        ).decode(log_probs)
         assert 1 <= len(found) <= nbest and all(math.isfinite(h.total) for h in found)
         assert len({h.text for h in found}) == len(found)
 
@@ -113,7 +134,8 @@ def test_never_empty(tmp_path_factory, log_probs, lexicon, beam, oov_penalty, to
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
 def test_top_k_equals_enumeration(tmp_path_factory, seed, k):
-    "Hypotheses move to the k most probable classes of a frame only, the end of a word with SIL included; staying and the blank are free."
+    """Hypotheses move to the k most probable classes of a frame only, the end of a word with SIL included; staying
+    and the blank are free."""
     folder = tmp_path_factory.getbasetemp()/'top_k'
     folder.mkdir(exist_ok=True)
     x = np.random.default_rng(seed).standard_normal((5, 41))
@@ -139,8 +161,10 @@ def test_greedy_and_align_follow_the_best_path(seed, frames):
     path = x.argmax(1)
     labels = [k for k, _ in itertools.groupby(path.tolist()) if k != BLANK]
     assert greedy(x).tolist() == labels
-    spans = align(x, labels) # The greedy path is the best path of its own labels
-    assert [path[a:b + 1].tolist() for a, b in spans] == [[k]*len(list(g)) for k, g in itertools.groupby(path.tolist()) if k != BLANK]
+    spans = align(x, labels)  # The greedy path is the best path of its own labels
+    assert [path[a : b + 1].tolist() for a, b in spans] == [
+        [k] * len(list(g)) for k, g in itertools.groupby(path.tolist()) if k != BLANK
+    ]
 
 
 @pytest.fixture
@@ -159,12 +183,14 @@ def noisy(ids, seed=0, sharp=5.0):
 def spoken(n_words, seed):
     rng = np.random.default_rng(seed)
     ids = [BLANK]
-    for w in rng.choice(sorted(LEXICON), n_words): ids += [k for p in LEXICON[w][0] for k in (*to_class_ids([p]), BLANK)] + [SIL, SIL, BLANK]
+    for w in rng.choice(sorted(LEXICON), n_words):
+        ids += [k for p in LEXICON[w][0] for k in (*to_class_ids([p]), BLANK)] + [SIL, SIL, BLANK]
     return noisy(ids, seed)
 
 
 def test_recombination_keeps_the_nbest(lm):
-    "A beam that prunes nothing of what matters finds the same n-best as a much wider one, in spite of merged histories."
+    """A beam that prunes nothing of what matters finds the same n-best as a much wider one, in spite of merged
+    histories."""
     for seed in range(5):
         x = spoken(8, seed)
         narrow, wide = (LexiconBeamDecoder(LEXICON, lm, beam=b, nbest=20).decode(x) for b in (200, 3000))
@@ -173,7 +199,8 @@ def test_recombination_keeps_the_nbest(lm):
 
 
 def test_beam_width(lm):
-    "The best score never falls by much and in the end not at all as the beam grows; even a beam of one gives a sentence."
+    """The best score never falls by much and in the end not at all as the beam grows; even a beam of one gives a
+    sentence."""
     x = spoken(12, 3)
     totals = [LexiconBeamDecoder(LEXICON, lm, beam=b, nbest=1).decode(x)[0].total for b in (1, 4, 16, 64, 256, 1024)]
     assert max(totals) == pytest.approx(totals[-1], abs=1e-9) and totals[0] < totals[-1]
@@ -231,7 +258,8 @@ def without_file(lm):
 
 
 def test_kenlm_and_automaton_agree(tmp_path):
-    "The n-gram as arrays and KenLM asked through Python: the same n-best, also streamed, in processes, and when the table of answers begins anew."
+    """The n-gram as arrays and KenLM asked through Python: the same n-best, also streamed, in processes, and when
+    the table of answers begins anew."""
     lm = ngram(3, tmp_path)
     trials = [spoken(n, n) for n in (0, 3, 9, 12)]
     known, asked = LexiconBeamDecoder(LEXICON, lm, beam=40), LexiconBeamDecoder(LEXICON, without_file(lm), beam=40)
@@ -269,7 +297,9 @@ def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
     run = Run(tmp_path/'run', tmp_path)
     (run.dir/'lm').mkdir()
     (run.dir/'lm'/'words.txt').write_text('how are you')
-    score = NGram.load(build_ngram(['how are you', 'you are'], run.lm_path, order=2, estimator='own')).score('how are you')
+    score = NGram.load(build_ngram(['how are you', 'you are'], run.lm_path, order=2, estimator='own')).score(
+        'how are you'
+    )
     monkeypatch.setattr(NGram, 'load', None)
     decoder = open_decoder(run, nbest=3)
     assert decoder.nbest == 3 and decoder.lm.score('how are you') == pytest.approx(score, abs=1e-5)
@@ -279,7 +309,8 @@ def test_processes_for_kenlm(lm):
     trials = [spoken(n % 7, n) for n in range(40)]
     decoder = LexiconBeamDecoder(LEXICON, without_file(lm), beam=20)
     assert decoder.decode_all(trials, n_jobs=3, progress=False) == decoder.decode_all(trials, n_jobs=1, progress=False)
-    with pytest.raises(ValueError, match='trial 40: .*nan'): decoder.decode_all([*trials, np.full((2, 41), np.nan)], n_jobs=3, progress=False)
+    with pytest.raises(ValueError, match='trial 40: .*nan'):
+        decoder.decode_all([*trials, np.full((2, 41), np.nan)], n_jobs=3, progress=False)
 
 
 def test_top_k(lm):
@@ -294,9 +325,12 @@ def test_top_k(lm):
 
 
 def test_pruning_changes_little(lm):
-    "Without threshold and skipped blanks the best sentence is the same in clear trials; a threshold near zero is greedy; certain blanks change nothing at all."
+    """Without threshold and skipped blanks the best sentence is the same in clear trials; a threshold near zero is
+    greedy; certain blanks change nothing at all."""
     trials = [spoken(8, seed) for seed in range(20)]
-    decode = lambda **options: [h[0].text for h in LexiconBeamDecoder(LEXICON, lm, **options).decode_all(trials, progress=False)]
+    decode = lambda **options: [
+        h[0].text for h in LexiconBeamDecoder(LEXICON, lm, **options).decode_all(trials, progress=False)
+    ]
     complete, pruned = decode(threshold=math.inf, blank_skip=1, beam=2000), decode()
     assert sum(a == b for a, b in zip(complete, pruned)) >= 19
     assert sum(a == b for a, b in zip(complete, decode(threshold=0.1, beam=20))) < 20
@@ -311,14 +345,19 @@ def test_pruning_changes_little(lm):
 def test_penalty_decides_which_blanks_are_skipped(lm):
     "A blank of 0.999 is certain, but not after a penalty of 90."
     x = noisy([1, BLANK, SIL], sharp=12)
-    searched = lambda penalty: (d := LexiconBeamDecoder(LEXICON, lm, blank_penalty=penalty)).decode(x) and d._idle[0].counts()['searched frames']
+    searched = lambda penalty: (
+        (d := LexiconBeamDecoder(LEXICON, lm, blank_penalty=penalty)).decode(x)
+        and d._idle[0].counts()['searched frames']
+    )
     assert (searched(1.0), searched(90.0)) == (2, 3)
 
 
 @pytest.mark.parametrize('model', [lambda lm: lm, without_file])
 def test_spelled_words(model, lm):
-    "A spelled word has the acoustic score of a word of this pronunciation, and the n-gram score of <unk> with its price."
-    rng, x = np.random.default_rng(0), noisy([*to_class_ids(['K', 'AA']), SIL, *to_class_ids(['CH', 'IY', 'Z', 'Z']), BLANK, *to_class_ids(['Z']), SIL, *to_class_ids(['B']), SIL], sharp=9)
+    """A spelled word has the acoustic score of a word of this pronunciation, and the n-gram score of <unk> with its
+    price."""
+    spoken = [*to_class_ids(['K', 'AA']), SIL, *to_class_ids(['CH', 'IY', 'Z', 'Z']), BLANK, *to_class_ids(['Z']), SIL]
+    x = noisy([*spoken, *to_class_ids(['B']), SIL], sharp=9)
     best = LexiconBeamDecoder(LEXICON, model(lm), beam=300, oov_penalty=2.0).decode(x)[0]
     known = LexiconBeamDecoder(LEXICON | {'ch-iy-z-z': [['CH', 'IY', 'Z', 'Z']]}, model(lm), beam=300).decode(x)[0]
     assert best.text == known.text == 'c ch-iy-z-z b'
@@ -338,7 +377,21 @@ def test_spelled_words(model, lm):
 
 def test_word_frames(lm):
     decoder = LexiconBeamDecoder(LEXICON | {'a': [['AA'], ['IY', 'B']]}, lm)
-    x = noisy([BLANK, *to_class_ids(['IY', 'IY', 'B']), SIL, SIL, BLANK, *to_class_ids(['K']), BLANK, *to_class_ids(['AA']), SIL, BLANK], sharp=12)
+    x = noisy(
+        [
+            BLANK,
+            *to_class_ids(['IY', 'IY', 'B']),
+            SIL,
+            SIL,
+            BLANK,
+            *to_class_ids(['K']),
+            BLANK,
+            *to_class_ids(['AA']),
+            SIL,
+            BLANK,
+        ],
+        sharp=12,
+    )
     best = decoder.decode(x)[0]
     assert best.text == 'a c' and decoder.word_frames(x, best).tolist() == [[1, 3], [7, 9]]
     single = LexiconBeamDecoder({w: p[:1] for w, p in LEXICON.items()}, lm)
@@ -347,11 +400,20 @@ def test_word_frames(lm):
         h = single.decode(x)[0]
         labels = np.array([k for w in h.text.split() for k in (*to_class_ids(LEXICON[w][0]), SIL)])
         spans, ends = align(x, labels), np.flatnonzero(labels == SIL)
-        assert single.word_frames(x, h).tolist() == np.stack([spans[np.append(0, ends[:-1] + 1), 0], spans[ends - 1, 1]], axis=1).tolist()
-    with pytest.raises(ValueError, match="'x' is not in the lexicon"): decoder.word_frames(x, Hypothesis('x', 0., 0., 1, 0.))
+        assert (
+            single.word_frames(x, h).tolist()
+            == np.stack([spans[np.append(0, ends[:-1] + 1), 0], spans[ends - 1, 1]], axis=1).tolist()
+        )
+    with pytest.raises(ValueError, match="'x' is not in the lexicon"):
+        decoder.word_frames(x, Hypothesis('x', 0.0, 0.0, 1, 0.0))
     x = np.full((4, 41), 1e-4) # The blank of the second frame is likelier than AA, but not after its penalty
     for t, k, p in (0, 1, .99), (1, BLANK, .8), (1, 1, .19), (2, SIL, .99), (3, BLANK, .99): x[t, k] = p
-    spans = [LexiconBeamDecoder(LEXICON, lm, blank_penalty=p).word_frames(np.log(x), Hypothesis('a', 0., 0., 1, 0.)).tolist() for p in (1, 90)]
+    spans = [
+        LexiconBeamDecoder(LEXICON, lm, blank_penalty=p)
+        .word_frames(np.log(x), Hypothesis('a', 0.0, 0.0, 1, 0.0))
+        .tolist()
+        for p in (1, 90)
+    ]
     assert spans == [[[0, 0]], [[0, 1]]]
 
 
@@ -370,10 +432,14 @@ def test_long_trials(lm):
 
 
 def test_final_sil_may_be_missing(lm):
-    "The last word is found without its SIL at the cost of a missing SIL; a beam without any complete hypothesis finishes the word."
+    """The last word is found without its SIL at the cost of a missing SIL; a beam without any complete hypothesis
+    finishes the word."""
     ids = [*to_class_ids(['AA']), SIL, *to_class_ids(['K', 'AA'])]
-    # Too few frames for the last word and its SIL: which compromise is best depends on the weights, so they are fixed here
-    assert LexiconBeamDecoder(LEXICON, lm, beam=50, acoustic_scale=0.6).decode(noisy(ids, sharp=12))[0].text in ('a', 'a c')
+    # Too few frames for the last word and its SIL: which compromise is best depends on the weights
+    assert LexiconBeamDecoder(LEXICON, lm, beam=50, acoustic_scale=0.6).decode(noisy(ids, sharp=12))[0].text in (
+        'a',
+        'a c',
+    )
     narrow = LexiconBeamDecoder(LEXICON, lm, beam=1).decode(noisy(ids, sharp=12))
     assert {h.text for h in narrow} <= {'a', 'a c'} and all(math.isfinite(h.total) for h in narrow)
     single, several = (LexiconBeamDecoder(LEXICON, lm, beam=1, nbest=n) for n in (1, 10))
@@ -411,25 +477,43 @@ def test_refused_input(change, words, lm):
     assert decoder.decode(x)
 
 
-@pytest.mark.parametrize('args, words', [
-    (dict(lexicon={}), 'lexicon is empty'),
-    (dict(lexicon={'a': []}), "word 'a'"),
-    (dict(lexicon={'a': [[]]}), "word 'a'"),
-    (dict(lexicon={'a b': [['AA']]}), "'a b' is not one word"),
-    (dict(lexicon={'a': [['AA', 'SIL']]}), "found 'SIL'"),
-    (dict(lexicon={'a': [['AA1']]}), "found 'AA1'"),
-    (dict(beam=0), 'beam is 0'), (dict(nbest=0), 'nbest is 0'), (dict(lm_weight=-1), 'lm_weight is -1'), (dict(lm_weight=math.nan), 'lm_weight is nan'),
-    (dict(acoustic_scale=0), 'acoustic_scale is 0'), (dict(blank_penalty=-90), 'blank_penalty is -90'), (dict(merge='mean'), "merge is 'mean'"),
-    (dict(word_score=math.inf), 'word_score is inf'), (dict(threshold=0), 'threshold is 0'), (dict(blank_skip=0.3), 'blank_skip is 0.3'), (dict(oov_penalty=-1), 'oov_penalty is -1'), (dict(top_k=0), 'top_k is 0'),
-    (dict(lexicon={'A': [['AA']]}), "knows none of the 1 words to be decoded, such as 'A', among its 8, such as 'a'; give a model"),
-])
+@pytest.mark.parametrize(
+    'args, words',
+    [
+        (dict(lexicon={}), 'lexicon is empty'),
+        (dict(lexicon={'a': []}), "word 'a'"),
+        (dict(lexicon={'a': [[]]}), "word 'a'"),
+        (dict(lexicon={'a b': [['AA']]}), "'a b' is not one word"),
+        (dict(lexicon={'a': [['AA', 'SIL']]}), "found 'SIL'"),
+        (dict(lexicon={'a': [['AA1']]}), "found 'AA1'"),
+        (dict(beam=0), 'beam is 0'),
+        (dict(nbest=0), 'nbest is 0'),
+        (dict(lm_weight=-1), 'lm_weight is -1'),
+        (dict(lm_weight=math.nan), 'lm_weight is nan'),
+        (dict(acoustic_scale=0), 'acoustic_scale is 0'),
+        (dict(blank_penalty=-90), 'blank_penalty is -90'),
+        (dict(merge='mean'), "merge is 'mean'"),
+        (dict(word_score=math.inf), 'word_score is inf'),
+        (dict(threshold=0), 'threshold is 0'),
+        (dict(blank_skip=0.3), 'blank_skip is 0.3'),
+        (dict(oov_penalty=-1), 'oov_penalty is -1'),
+        (dict(top_k=0), 'top_k is 0'),
+        (
+            dict(lexicon={'A': [['AA']]}),
+            "knows none of the 1 words to be decoded, such as 'A', among its 8, such as 'a'; give a model",
+        ),
+    ],
+)
 def test_refused_parameters(args, words, lm):
     with pytest.raises(ValueError, match=words): LexiconBeamDecoder(**dict(lexicon=LEXICON, lm=lm) | args)
 
 
 def test_model_without_unk(tmp_path):
     "KenLM gives an unknown word 10^-100 where the model has no <unk>: possible, but the last choice."
-    (tmp_path/'lm.arpa').write_text('\\data\\\nngram 1=3\nngram 2=1\n\n\\1-grams:\n0\t<s>\t0\n-1\t</s>\t0\n-1\ta\t0\n\n\\2-grams:\n-0.1\t<s> a\n\n\\end\\\n')
+    (tmp_path / 'lm.arpa').write_text(
+        '\\data\\\nngram 1=3\nngram 2=1\n\n'
+        '\\1-grams:\n0\t<s>\t0\n-1\t</s>\t0\n-1\ta\t0\n\n\\2-grams:\n-0.1\t<s> a\n\n\\end\\\n'
+    )
     lm = NGram.load(tmp_path/'lm.arpa')
     found = LexiconBeamDecoder({'a': [['AA']], 'b': [['AA']]}, lm).decode(noisy([*to_class_ids(['AA']), SIL], sharp=12))
     assert [h.text for h in found][0] == 'a' and 'b' in [h.text for h in found]
@@ -438,26 +522,35 @@ def test_model_without_unk(tmp_path):
 
 def test_needs_no_torch():
     "Decoding works where no deep learning framework is installed."
-    code = 'import sys; sys.modules.update(dict.fromkeys(["torch", "tensorflow", "transformers", "IPython"])); import b2t_kaggle.decoding.decoder'
+    code = (
+        'import sys; sys.modules.update(dict.fromkeys(["torch", "tensorflow", "transformers", "IPython"])); '
+        'import b2t_kaggle.decoding.decoder'
+    )
     subprocess.run([sys.executable, '-c', code], check=True)
 
 
 def test_real_sentences(tmp_path):
-    "Real sentences, simulated posteriors, a lexicon of all their words, and a trigram of the other half: the words come out better than the phonemes did."
+    """Real sentences, simulated posteriors, a lexicon of all their words, and a trigram of the other half: the words
+    come out better than the phonemes did."""
     labels = Path(__file__).parents[2]/'shared'/'t15'/'phoneme_labels.csv'
     if not labels.exists(): pytest.skip(f'the real sentences are not here: {labels}')
     rows = pd.read_csv(labels)
     rows = rows[~rows.sentence_label.str.startswith('[')]
     sentences = rows.sentence_label.map(normalize_sentence).tolist()
     lm = NGram.load(build_ngram(sentences[::2], tmp_path/'lm.arpa', order=3, estimator='own'))
-    decoder = LexiconBeamDecoder(build_lexicon(sorted({w for s in sentences for w in s.split()})), lm, acoustic_scale=1.0)
+    decoder = LexiconBeamDecoder(
+        build_lexicon(sorted({w for s in sentences for w in s.split()})), lm, acoustic_scale=1.0
+    )
     rng, edits, words, phoneme_edits, phonemes = np.random.default_rng(0), 0, 0, 0, 0
     chosen = range(1, 200, 2)
     trials = []
     for i in chosen:
         ids = to_class_ids(['SIL' if p == '|' else p for p in rows.true_phonemes.iloc[i].split()])
         frames = np.concatenate([[k]*rng.integers(1, 3) + [BLANK]*rng.integers(0, 4) for k in ids])
-        x = 0.4*rng.standard_normal((len(frames), 41)) + 1.3*rng.standard_normal((len(frames), 41))*(frames > 0)[:, None]
+        x = (
+            0.4 * rng.standard_normal((len(frames), 41))
+            + 1.3 * rng.standard_normal((len(frames), 41)) * (frames > 0)[:, None]
+        )
         x[np.arange(len(frames)), frames] += np.where(frames > 0, 5.0, 9.0)
         trials.append(log_softmax(x))
         phoneme_edits += Levenshtein.distance(ids.tolist(), greedy(trials[-1]).tolist())
@@ -471,7 +564,8 @@ def test_real_sentences(tmp_path):
 
 def test_probabilities_of_zero(lm):
     "One-hot rows decode; what they rule out scores as if by e^-10000, and its totals stay finite."
-    with np.errstate(divide='ignore'): x = np.log(np.eye(41))[[*to_class_ids(['AA']), SIL, BLANK, *to_class_ids(['K', 'AA']), SIL]]
+    with np.errstate(divide='ignore'):
+        x = np.log(np.eye(41))[[*to_class_ids(['AA']), SIL, BLANK, *to_class_ids(['K', 'AA']), SIL]]
     assert np.isneginf(x).any()
     decoder = LexiconBeamDecoder(LEXICON, lm, blank_penalty=1.0)
     hyps = decoder.decode(x)
@@ -486,7 +580,13 @@ def test_probabilities_of_zero(lm):
 
 
 def test_defaults_are_those_of_the_configuration():
-    of_decoder = {name: p.default for name, p in inspect.signature(LexiconBeamDecoder).parameters.items() if name not in ('lexicon', 'lm')}
+    of_decoder = {
+        name: p.default
+        for name, p in inspect.signature(LexiconBeamDecoder).parameters.items()
+        if name not in ('lexicon', 'lm')
+    }
     of_config = DecodeConfig().model_dump(exclude={'n_jobs'})  # That one is `decode_all`'s
     assert of_decoder.keys() == of_config.keys()
-    assert {k for k in of_config if of_decoder[k] != of_config[k]} <= {'nbest'}  # A run may keep more, for an LLM to rank anew
+    assert {k for k in of_config if of_decoder[k] != of_config[k]} <= {
+        'nbest'
+    }  # A run may keep more, for an LLM to rank anew

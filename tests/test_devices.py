@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from b2t_kaggle.devices.machine import (
-    TPU_GENERATIONS, DeviceError, Gpu, detect, driver_gpus, find_tpu, seen_variables, tpu_type,
+    TPU_GENERATIONS,
+    DeviceError,
+    Gpu,
+    detect,
+    driver_gpus,
+    find_tpu,
+    seen_variables,
+    tpu_type,
 )
 from b2t_kaggle.devices.report import describe
 from b2t_kaggle.devices.tensorflow import plan_tensorflow, tensorflow_address

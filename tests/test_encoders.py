@@ -1,5 +1,4 @@
 "What every encoder of PyTorch must do. The registry is the list: an encoder is tested by being there."
-import json
 import os
 import signal
 import subprocess
@@ -72,7 +71,9 @@ def test_padding_changes_nothing(name):
         torch.testing.assert_close(clean[i, :n], dirty[i, :n], rtol=1e-5, atol=1e-5)
         alone = model(x[i:i+1, :n_bins[i]], day[i:i+1], n_bins=n_bins[i:i+1])
         torch.testing.assert_close(clean[i, :n], alone[0, :n], rtol=1e-4, atol=1e-4)
-    assert cfg.model.n_frames(60) == clean.shape[1], 'the configuration says another number of frames than the model gives'
+    assert cfg.model.n_frames(60) == clean.shape[1], (
+        'the configuration says another number of frames than the model gives'
+    )
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -172,7 +173,10 @@ def test_from_bins_to_words(data, trained, tmp_path):
     store, _ = open_toy(data)
     whole = infer(trained('gru')[0]/'best.pt', store, tmp_path/'logits.arrow', 'cpu', 'float32', progress=False)
     lexicon = {'a': [['AA']], 'b': [['AE']], 'ab': [['AA', 'AE']]}
-    decoder = LexiconBeamDecoder(lexicon, NGram.load(build_ngram(['a b', 'ab a'], tmp_path/'lm.arpa', order=2)), nbest=3)
+    decoder = LexiconBeamDecoder(
+        lexicon, NGram.load(build_ngram(['a b', 'ab a'], tmp_path / 'lm.arpa', order=2)), nbest=3
+    )
+
     def padded(log_probs): return np.pad(log_probs, ((0, 0), (0, 41 - log_probs.shape[1])), constant_values=-30.)
 
     class Padded(EncoderStream):

@@ -250,7 +250,8 @@ def test_names_that_the_front_door_does_not_have():
     with pytest.raises(AttributeError, match="no attribute 'trian'; did you mean train?"): b2t_kaggle.trian
     with pytest.raises(AttributeError, match="It has Config.* in its modules, such as b2t_kaggle.metrics"):
         b2t_kaggle.zzz
-    with pytest.raises(ImportError): from b2t_kaggle import _nothing  # noqa: F401
+    with pytest.raises(ImportError):
+        from b2t_kaggle import _nothing  # noqa: F401
     assert not hasattr(b2t_kaggle, '__wrapped__')
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from b2t_kaggle.lm.arpa import ArpaError, Grams, read_arpa, read_counts, write_arpa
 from b2t_kaggle.lm.backoff import from_arpa, write_backoff
 from b2t_kaggle.lm.interpolate import interpolate_ngrams, interpolation_weights
-from b2t_kaggle.lm.prune import prune_ngram, removal_costs
 from b2t_kaggle.lm.ngram import NGram, build_ngram
+from b2t_kaggle.lm.prune import prune_ngram, removal_costs
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 

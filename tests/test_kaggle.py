@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-
 from kaggle_session import NOTEBOOKS, trap_pip
 
 # The cells up to the one that prints what is attached, on a machine without the kit and without one of its packages

@@ -37,7 +37,9 @@ def test_no_venv_no_headers_no_compiler(tmp_path):
     assert not (tmp_path/'envs').exists() or not list((tmp_path/'envs').glob('env-*/bin'))
 
 
-@pytest.mark.parametrize('args, status, said', [((), 0, './kit run'), (('--help',), 0, './kit test'), (('rum',), 2, "unknown command 'rum'")])
+@pytest.mark.parametrize(
+    'args, status, said', [((), 0, './kit run'), (('--help',), 0, './kit test'), (('rum',), 2, "unknown command 'rum'")]
+)
 def test_help_and_mistakes(args, status, said):
     r = kit(*args)
     assert r.returncode == status and said in r.stdout + r.stderr

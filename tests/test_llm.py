@@ -7,13 +7,20 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_lm
 
 from b2t_kaggle.rescoring import llm
 from b2t_kaggle.rescoring.llm import (
-    LanguageModelError, capabilities, load_lm, prefix_tree, score_sentences, start_tokens, token_sequences,
+    LanguageModelError,
+    capabilities,
+    load_lm,
+    prefix_tree,
+    score_sentences,
+    start_tokens,
+    token_sequences,
 )
-from tiny_models import tiny_lm
 
 TREES = ('opt', 'llama', 'qwen2', 'gpt2', 'mistral', 'gpt_neox')
 BENT = 'gemma2' # Its logits are transformed after the head

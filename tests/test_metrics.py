@@ -5,11 +5,20 @@ from pathlib import Path
 import jiwer
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from b2t_kaggle.metrics import (
-    ErrorCounts, bleu, character_error_rate, count_edits, error_table, phoneme_error_rate, phoneme_errors, total,
-    word_error_rate, word_errors,
+    ErrorCounts,
+    bleu,
+    character_error_rate,
+    count_edits,
+    error_table,
+    phoneme_error_rate,
+    phoneme_errors,
+    total,
+    word_error_rate,
+    word_errors,
 )
 from b2t_kaggle.phonemes import from_class_ids
 

@@ -4,16 +4,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from b2t_kaggle.rescoring import mixture
-from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.decoding.nbest import Hypothesis, read_nbest, write_nbest
+from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.lm.ngram import NGram, build_ngram
-from b2t_kaggle.rescoring.mixture import (
-    Rescored, Weights, augment_nbest, cross_validate, interpolate, line_search, ngram_per_word, tune,
-)
 from b2t_kaggle.metrics import word_error_rate, word_errors
+from b2t_kaggle.rescoring import mixture
+from b2t_kaggle.rescoring.mixture import (
+    Rescored,
+    Weights,
+    augment_nbest,
+    cross_validate,
+    interpolate,
+    line_search,
+    ngram_per_word,
+    tune,
+)
 
 number = st.integers(-4, 4).map(float) # Coarse: parallel and equal lines are frequent
 line = st.tuples(number, number, st.integers(0, 5))

@@ -8,12 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from b2t_kaggle import phonemes as ph
 from b2t_kaggle.phonemes import (
-    ARPABET, BLANK, PHONEMES, SIL, build_lexicon, from_class_ids, from_lm_order, letters_to_sounds, normalize_sentence,
-    pronunciations, sentence_to_phonemes, show_phonemes, spell_numbers, to_class_ids, to_lm_order,
+    ARPABET,
+    BLANK,
+    SIL,
+    build_lexicon,
+    from_class_ids,
+    from_lm_order,
+    letters_to_sounds,
+    normalize_sentence,
+    pronunciations,
+    sentence_to_phonemes,
+    show_phonemes,
+    spell_numbers,
+    to_class_ids,
+    to_lm_order,
 )
 
 LABELS = Path(__file__).resolve().parents[2]/'shared/t15/phoneme_labels.csv'

@@ -1,11 +1,12 @@
-"The pipeline end to end, through papermill and the command line: a run, its repetition, a kill, changed parameters, broken input."
+"""The pipeline end to end, through papermill and the command line: a run, its repetition, a kill, changed
+parameters, broken input."""
+
 import csv
 import json
 import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,17 +17,32 @@ from b2t_kaggle.runs import Run, StageRun, open_decoder
 from b2t_kaggle.stages import STAGES, plan
 
 # Small enough for seconds, large enough that every stage has work to do
-SMALL = {'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 4, 'simulate.test': 4, 'simulate.lm_sentences': 400,
-         'model.n_units': 16, 'model.n_layers': 1, 'data.batch_size': 4, 'data.days_per_batch': 2, 'train.num_training_batches': 6,
-         'train.batches_per_val_step': 3, 'train.batches_per_save': 2, 'train.lr_warmup_steps': 2, 'train.lr_warmup_steps_day': 2,
-         'decode.beam': 20}
+SMALL = {
+    'simulate.n_sessions': 2,
+    'simulate.train': 24,
+    'simulate.val': 4,
+    'simulate.test': 4,
+    'simulate.lm_sentences': 400,
+    'model.n_units': 16,
+    'model.n_layers': 1,
+    'data.batch_size': 4,
+    'data.days_per_batch': 2,
+    'train.num_training_batches': 6,
+    'train.batches_per_val_step': 3,
+    'train.batches_per_save': 2,
+    'train.lr_warmup_steps': 2,
+    'train.lr_warmup_steps_day': 2,
+    'decode.beam': 20,
+}
 
 PLAN = plan(preset('demo'))
 
 
 def b2t(*args, **kw):
     "Run the command in a process of its own."
-    return subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', *map(str, args)], capture_output=True, text=True, timeout=600, **kw)
+    return subprocess.run(
+        [sys.executable, '-m', 'b2t_kaggle.cli', *map(str, args)], capture_output=True, text=True, timeout=600, **kw
+    )
 
 
 def sets(values): return [a for k, v in values.items() for a in ('--set', f'{k}={v}')]
@@ -79,7 +95,9 @@ def test_a_changed_value_redoes_what_depends_on_it(finished):
 
 def test_same_seed_same_csv(finished, tmp_path):
     run, _, _ = finished
-    r = b2t('submit', '--out', tmp_path, '--work', tmp_path/'data', '--name', 'again', *sets(SMALL | {'decode.beam': 5}))
+    r = b2t(
+        'submit', '--out', tmp_path, '--work', tmp_path / 'data', '--name', 'again', *sets(SMALL | {'decode.beam': 5})
+    )
     assert r.returncode == 0, r.stderr[-3000:]
     b2t('run', '--out', run.parent, '--work', run.parent.parent/'data', '--name', 'small', '--set', 'decode.beam=5')
     assert (tmp_path/'again'/'submission.csv').read_bytes() == (run/'submission.csv').read_bytes()
@@ -88,14 +106,26 @@ def test_same_seed_same_csv(finished, tmp_path):
 def test_a_killed_run_continues(finished, tmp_path):
     run, options, _ = finished
     work = run.parent.parent/'data'
-    args = [sys.executable, '-m', 'b2t_kaggle.cli', 'infer', '--out', str(tmp_path), '--work', str(work), '--name', 'killed',
-            *sets(SMALL | {'train.num_training_batches': 60, 'train.batches_per_save': 1})]
+    args = [
+        sys.executable,
+        '-m',
+        'b2t_kaggle.cli',
+        'infer',
+        '--out',
+        str(tmp_path),
+        '--work',
+        str(work),
+        '--name',
+        'killed',
+        *sets(SMALL | {'train.num_training_batches': 60, 'train.batches_per_save': 1}),
+    ]
     p = subprocess.Popen(args, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     last = tmp_path/'killed'/'train'/'last.pt'
     deadline = time.time() + 300
     while not last.exists() and time.time() < deadline and p.poll() is None: time.sleep(0.05)
     assert last.exists() and p.poll() is None, 'the run ended before it could be killed'
-    for q in psutil.Process(p.pid).children(recursive=True) + [p]: q.kill()   # the kernel too: it is the one that trains
+    for q in psutil.Process(p.pid).children(recursive=True) + [p]:
+        q.kill()  # the kernel too: it is the one that trains
     p.wait()
     stage = StageRun(Run(tmp_path/'killed', work), 'train')
     assert stage.status() == 'was interrupted'
@@ -108,20 +138,40 @@ def test_a_killed_run_continues(finished, tmp_path):
 def test_a_stage_by_plain_papermill(finished, tmp_path):
     run, _, _ = finished
     import papermill as pm
+
     from b2t_kaggle.stages import notebook_path
-    pm.execute_notebook(notebook_path('check'), tmp_path/'check.ipynb', dict(run_dir=str(run), work_dir=str(run.parent.parent/'data')),
-                        kernel_name='python3', progress_bar=False)
+
+    pm.execute_notebook(
+        notebook_path('check'),
+        tmp_path / 'check.ipynb',
+        dict(run_dir=str(run), work_dir=str(run.parent.parent / 'data')),
+        kernel_name='python3',
+        progress_bar=False,
+    )
     assert StageRun(Run(run, run.parent.parent/'data'), 'check').status() == 'done'
 
 
 def test_an_official_checkpoint_is_used_without_training(finished, tmp_path):
-    "A folder of the official kit (args.yaml, best_checkpoint) gives the same log-probabilities as the checkpoint it was made from."
+    """A folder of the official kit (args.yaml, best_checkpoint) gives the same log-probabilities as the checkpoint
+    it was made from."""
     import numpy as np
+
     from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.pytorch.checkpoint import load_model, save_official
     run, _, _ = finished
     official = save_official(*load_model(run/'train'/'best.pt'), tmp_path/'t15_pretrained_rnn_baseline')
-    r = b2t('infer', '--out', tmp_path, '--work', run.parent.parent/'data', '--name', 'given', '--checkpoint', official, *sets(SMALL))
+    r = b2t(
+        'infer',
+        '--out',
+        tmp_path,
+        '--work',
+        run.parent.parent / 'data',
+        '--name',
+        'given',
+        '--checkpoint',
+        official,
+        *sets(SMALL),
+    )
     assert r.returncode == 0, r.stderr[-3000:]
     assert 'train' not in stamps(tmp_path/'given')
     ours, theirs = (LogitStore.open(d/'logits'/'val.arrow') for d in (run, tmp_path/'given'))
@@ -142,20 +192,64 @@ def test_a_failing_stage_says_why(finished, tmp_path):
 
 
 def test_the_official_configuration_runs_as_it_is(finished, tmp_path):
-    "rnn_args.yaml with its own sessions and official sizes is accepted; only what a small machine cannot do is overridden."
+    """rnn_args.yaml with its own sessions and official sizes is accepted; only what a small machine cannot do is
+    overridden."""
     run, _, _ = finished
-    official = dict(model=dict(n_input_features=512, n_units=768, rnn_dropout=0.4, rnn_trainable=True, n_layers=5, patch_size=14, patch_stride=4,
-                               input_network=dict(n_input_layers=1, input_layer_sizes=[512], input_trainable=True, input_layer_dropout=0.2)),
-                    gpu_number='1', mode='train', use_amp=True, output_dir='trained_models/baseline_rnn', num_training_batches=120000,
-                    lr_scheduler_type='cosine', lr_max=0.005, lr_min=0.0001, lr_decay_steps=120000, lr_warmup_steps=1000, epsilon=0.1,
-                    dataset=dict(data_transforms=dict(white_noise_std=1.0, constant_offset_std=0.2, random_cut=3, smooth_kernel_size=100,
-                                                      smooth_data=True, smooth_kernel_std=2),
-                                 batch_size=64, days_per_batch=4, dataset_dir='../data/hdf5_data_final', bad_trials_dict=None,
-                                 sessions=['t15.2023.08.11', 't15.2023.08.13'], dataset_probability_val=[0, 1]))
+    official = dict(
+        model=dict(
+            n_input_features=512,
+            n_units=768,
+            rnn_dropout=0.4,
+            rnn_trainable=True,
+            n_layers=5,
+            patch_size=14,
+            patch_stride=4,
+            input_network=dict(
+                n_input_layers=1, input_layer_sizes=[512], input_trainable=True, input_layer_dropout=0.2
+            ),
+        ),
+        gpu_number='1',
+        mode='train',
+        use_amp=True,
+        output_dir='trained_models/baseline_rnn',
+        num_training_batches=120000,
+        lr_scheduler_type='cosine',
+        lr_max=0.005,
+        lr_min=0.0001,
+        lr_decay_steps=120000,
+        lr_warmup_steps=1000,
+        epsilon=0.1,
+        dataset=dict(
+            data_transforms=dict(
+                white_noise_std=1.0,
+                constant_offset_std=0.2,
+                random_cut=3,
+                smooth_kernel_size=100,
+                smooth_data=True,
+                smooth_kernel_std=2,
+            ),
+            batch_size=64,
+            days_per_batch=4,
+            dataset_dir='../data/hdf5_data_final',
+            bad_trials_dict=None,
+            sessions=['t15.2023.08.11', 't15.2023.08.13'],
+            dataset_probability_val=[0, 1],
+        ),
+    )
     (tmp_path/'rnn_args.yaml').write_text(yaml.safe_dump(official))
     small = Run(run, run.parent.parent/'data')
-    r = b2t('train', '--config', tmp_path/'rnn_args.yaml', '--data', small.data_dir, '--out', tmp_path, '--work', tmp_path/'data',
-            *sets(dict(num_training_batches=2, batch_size=4, days_per_batch=2, n_units=32)))
+    r = b2t(
+        'train',
+        '--config',
+        tmp_path / 'rnn_args.yaml',
+        '--data',
+        small.data_dir,
+        '--out',
+        tmp_path,
+        '--work',
+        tmp_path / 'data',
+        *sets(dict(num_training_batches=2, batch_size=4, days_per_batch=2, n_units=32)),
+    )
     assert r.returncode == 0, r.stderr[-3000:]
     assert yaml.safe_load((tmp_path/'rnn_args'/'config.yaml').read_text())['train']['lr_decay_steps'] == 120000
 
@@ -166,8 +260,22 @@ def test_plan_and_presets_agree():
 
 def test_two_runs_share_what_is_big(tmp_path):
     "Started together on one work folder, one of them simulates and packs, the other waits and finds it done."
-    args = lambda name: [sys.executable, '-m', 'b2t_kaggle.cli', 'pack', '--out', str(tmp_path), '--work', str(tmp_path/'data'), '--name', name, *sets(SMALL)]
-    both = [subprocess.Popen(args(n), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for n in ('one', 'two')]
+    args = lambda name: [
+        sys.executable,
+        '-m',
+        'b2t_kaggle.cli',
+        'pack',
+        '--out',
+        str(tmp_path),
+        '--work',
+        str(tmp_path / 'data'),
+        '--name',
+        name,
+        *sets(SMALL),
+    ]
+    both = [
+        subprocess.Popen(args(n), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for n in ('one', 'two')
+    ]
     said = [p.communicate(timeout=600) for p in both]
     assert [p.returncode for p in both] == [0, 0], said
     assert sum(err.count('── simulate') for _, err in said) == 1
@@ -178,15 +286,23 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     "A tiny language model; without one in the configuration there is no such stage."
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     from tiny_models import tiny_lm
+
     from b2t_kaggle.rescoring.mixture import read_weights
     run, options, _ = finished
     said = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
-    r = b2t('report', *options, *sets({'rescore.model': tiny_lm(tmp_path/'lm', 'opt', said or ['a']), 'rescore.length_penalty': 0.05}))
+    r = b2t(
+        'report',
+        *options,
+        *sets({'rescore.model': tiny_lm(tmp_path / 'lm', 'opt', said or ['a']), 'rescore.length_penalty': 0.05}),
+    )
     assert r.returncode == 0, r.stderr[-3000:]
     wers = [json.loads((run/'stages'/f'{name}.json').read_text())['metrics']['WER'] for name in ('rescore', 'report')]
     assert wers[0] == wers[1], 'the report does not have the cross-validated figure'
     assert '(cross-validated)' in (run/'report.html').read_text()
-    lists, before = ([json.loads(line) for line in (run/f'{name}_test.jsonl').read_text().splitlines()] for name in ('rescored', 'nbest'))
+    lists, before = (
+        [json.loads(line) for line in (run / f'{name}_test.jsonl').read_text().splitlines()]
+        for name in ('rescored', 'nbest')
+    )
     w = read_weights(run/'rescore_weights.json')
     for hyps, old in zip(lists, before, strict=True):
         best = next((h for h in old if h['text']), old[0]) # The LLM is not asked about nothing where there is something
@@ -194,7 +310,12 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
         assert {h['text'] for h in old} - {''} <= {h['text'] for h in hyps}
         for h in hyps:
             assert h['llm'] < 0 < len(h['text'].split()) < h['n_tokens'] if h['text'] else h['llm'] == 0
-            assert h['total'] == pytest.approx(w.acoustic_scale*h['acoustic'] + (1 - alpha)*h['ngram'] + alpha*(h['llm'] - w.length_penalty*h['n_tokens']) + w.word_score*h['n_words'])
+            assert h['total'] == pytest.approx(
+                w.acoustic_scale * h['acoustic']
+                + (1 - alpha) * h['ngram']
+                + alpha * (h['llm'] - w.length_penalty * h['n_tokens'])
+                + w.word_score * h['n_words']
+            )
         assert hyps[0]['total'] == max(h['total'] for h in hyps)
     assert w.length_penalty == 0.05
     assert [row['text'] for row in csv.DictReader((run/'submission.csv').open())] == [hyps[0]['text'] for hyps in lists]
@@ -204,19 +325,21 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
 
 
 def test_serving_a_run(finished, tmp_path, capsys):
-    "The official client, word by word, hears from the command what the run's own decoder and its LLM find, mixed by the weights that rescoring left; without those, the configured ones are taken."
+    """The official client, word by word, hears from the command what the run's own decoder and its LLM find, mixed
+    by the weights that rescoring left; without those, the configured ones are taken."""
     if not shutil.which('redis-server'): pytest.skip('redis-server is not installed')
     pytest.importorskip('redis', reason='needs redis-py: pip install b2t_kaggle[serve]')
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
     import numpy as np
+    from test_server import OfficialClient, Redis, candidates, wait_for
+    from tiny_models import tiny_lm
+
     from b2t_kaggle.cli import _llm
-    from b2t_kaggle.rescoring.llm import load_lm, score_sentences
     from b2t_kaggle.decoding.server import read_logits
-    from b2t_kaggle.rescoring.mixture import Weights, configured_weights, write_weights
     from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.phonemes import build_lexicon, to_class_ids, to_lm_order
-    from tiny_models import tiny_lm
-    from test_server import OfficialClient, Redis, candidates, wait_for
+    from b2t_kaggle.rescoring.llm import load_lm, score_sentences
+    from b2t_kaggle.rescoring.mixture import Weights, configured_weights, write_weights
     path, options, _ = finished
     lm = tiny_lm(tmp_path/'lm', 'opt', ['a few words'], max_position_embeddings=512)
     run = Run(path, path.parent.parent/'data', {'rescore.model': str(lm), 'rescore.alpha': 0.4})
@@ -227,7 +350,11 @@ def test_serving_a_run(finished, tmp_path, capsys):
     write_weights(path/'rescore_weights.json', Weights(acoustic_scale=0.4, alpha=0.3, word_score=0.2))
     stage.finish([path/'rescore_weights.json'])
     where = Redis(tmp_path)
-    server = subprocess.Popen([sys.executable, '-m', 'b2t_kaggle.cli', 'serve', *map(str, options), '--port', str(where.port)], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, '-m', 'b2t_kaggle.cli', 'serve', *map(str, options), '--port', str(where.port)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         word = max(decoder.words, key=len)
         ids = to_class_ids([p for k in (*build_lexicon([word])[word][0], 'SIL') for p in (k, 'BLANK')])
@@ -242,8 +369,11 @@ def test_serving_a_run(finished, tmp_path, capsys):
             rows, nbest = candidates(answer), decoder.decode(read_logits(np.float32(to_lm_order(x)).tobytes()))
             assert answer[b'lm_response_final'].decode() == rows[0][0]
             assert {h.text for h in nbest if h.text} <= {row[0] for row in rows}
-            np.testing.assert_allclose([row[3] for row in rows], score_sentences(model, tokenizer, [row[0] for row in rows]), atol=1e-3)
-            for text, acoustic, ngram, llm, total in rows: assert total == pytest.approx(0.4*acoustic + 0.7*ngram + 0.3*llm + 0.2*len(text.split()))
+            np.testing.assert_allclose(
+                [row[3] for row in rows], score_sentences(model, tokenizer, [row[0] for row in rows]), atol=1e-3
+            )
+            for text, acoustic, ngram, llm, total in rows:
+                assert total == pytest.approx(0.4 * acoustic + 0.7 * ngram + 0.3 * llm + 0.2 * len(text.split()))
         assert rows[0][3] < 0 and word in [row[0] for row in rows]
         server.terminate()
         assert server.wait(20) == 0

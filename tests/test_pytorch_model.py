@@ -1,4 +1,6 @@
-"The PyTorch model against a plain implementation of the published formulas, and checkpoints against hostile and damaged files."
+"""The PyTorch model against a plain implementation of the published formulas, and checkpoints against hostile and
+damaged files."""
+
 import os
 import pickle
 import subprocess
@@ -8,23 +10,30 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from b2t_kaggle.config import from_official, load_config, preset, with_overrides
-from b2t_kaggle.pytorch.checkpoint import (
-    load_file, load_model, save_atomic, save_official, to_official_args, to_official_state,
-)
-from b2t_kaggle.pytorch.models.gru import from_official_state
-from b2t_kaggle.training.checkpoints import CheckpointError
-from b2t_kaggle.pytorch.models import build_model
-from b2t_kaggle.pytorch.models.gru import GRUDecoder
 from b2t_kaggle.ctc import n_frames
+from b2t_kaggle.pytorch.checkpoint import (
+    load_file,
+    load_model,
+    save_atomic,
+    save_official,
+    to_official_args,
+    to_official_state,
+)
+from b2t_kaggle.pytorch.models import build_model
+from b2t_kaggle.pytorch.models.gru import GRUDecoder, from_official_state
 from b2t_kaggle.pytorch.recurrence import cpu_gru, frame_order
+from b2t_kaggle.training.checkpoints import CheckpointError
 
 
 class Plain(nn.Module):
-    "The baseline as its paper describes it: lists of day parameters, one trial's patches after the other, PyTorch's own GRU."
+    """The baseline as its paper describes it: lists of day parameters, one trial's patches after the other,
+    PyTorch's own GRU."""
+
     def __init__(self, F, H, D, K, L, size, stride):
         super().__init__()
         self.size, self.stride = size, stride
@@ -72,8 +81,15 @@ def test_official_weights_give_the_logits_of_the_formulas(prefix):
 
 
 @settings(max_examples=25, deadline=None)
-@given(F=st.integers(1, 5), H=st.integers(1, 6), L=st.integers(1, 3), stride=st.integers(1, 4), more=st.integers(0, 4), extra=st.lists(st.integers(0, 12), min_size=1, max_size=4),
-       seed=st.integers(0, 99))
+@given(
+    F=st.integers(1, 5),
+    H=st.integers(1, 6),
+    L=st.integers(1, 3),
+    stride=st.integers(1, 4),
+    more=st.integers(0, 4),
+    extra=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
 def test_logits_and_gradients_for_any_shape(F, H, L, stride, more, extra, seed):
     "Packed trials of different length against the plain model, trial by trial."
     size, D = stride + more, 3
@@ -89,7 +105,9 @@ def test_logits_and_gradients_for_any_shape(F, H, L, stride, more, extra, seed):
         assert torch.allclose(ours[i, :frames], one, atol=1e-10)
         loss, plain_loss = loss + (ours[i, :frames]**3).sum(), plain_loss + (one**3).sum()
     loss.backward(); plain_loss.backward()
-    theirs = from_official_state({k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in plain.named_parameters()})
+    theirs = from_official_state(
+        {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in plain.named_parameters()}
+    )
     for name, p in model.named_parameters(): assert torch.allclose(p.grad, theirs[name], atol=1e-9), name
 
 
@@ -98,7 +116,8 @@ def test_gru_equals_pytorch_within_its_precision(dtype):
     torch.manual_seed(0)
     gru = nn.GRU(32, 300, 2)
     x, h0, order = torch.randn(4, 25, 32), torch.randn(2, 4, 300), frame_order(torch.full((4,), 25))
-    with torch.autocast('cpu', torch.bfloat16, enabled=dtype == torch.bfloat16): ours = cpu_gru(gru, x.flatten(0, 1), order, h0, training=False)[0]
+    with torch.autocast('cpu', torch.bfloat16, enabled=dtype == torch.bfloat16):
+        ours = cpu_gru(gru, x.flatten(0, 1), order, h0, training=False)[0]
     error = (ours - gru(x.transpose(0, 1), h0)[0].flatten(0, 1)).abs().max()
     assert error < (1e-5 if dtype == torch.float32 else 0.03)
 
@@ -117,15 +136,27 @@ def test_autocast_changes_the_loss_little():
 
 
 def official_folder(folder, cfg, model, **more):
-    "As the official trainer leaves it: NumPy scalars and an optimiser's state beside the weights, file locations in args.yaml."
+    """As the official trainer leaves it: NumPy scalars and an optimiser's state beside the weights, file locations
+    in args.yaml."""
     out = folder/'checkpoint'
     out.mkdir(parents=True)
     state = {f'_orig_mod.{k}': v for k, v in to_official_state(model.state_dict()).items()}
     opt = torch.optim.AdamW(model.parameters())
     model(torch.randn(1, 20, cfg.model.neural_dim), torch.tensor([0])).sum().backward(); opt.step()
-    torch.save(dict(model_state_dict={k: v.clone() for k, v in state.items()}, optimizer_state_dict=opt.state_dict(), scheduler_state_dict=dict(base_lrs=[0.005], last_epoch=3),
-                    val_PER=np.float64(0.1), val_loss=np.float32(20.5), **more), out/'best_checkpoint')
-    args = to_official_args(cfg) | dict(mode='train', gpu_number='1', output_dir='trained_models/baseline_rnn', save_val_logits=True)
+    torch.save(
+        dict(
+            model_state_dict={k: v.clone() for k, v in state.items()},
+            optimizer_state_dict=opt.state_dict(),
+            scheduler_state_dict=dict(base_lrs=[0.005], last_epoch=3),
+            val_PER=np.float64(0.1),
+            val_loss=np.float32(20.5),
+            **more,
+        ),
+        out / 'best_checkpoint',
+    )
+    args = to_official_args(cfg) | dict(
+        mode='train', gpu_number='1', output_dir='trained_models/baseline_rnn', save_val_logits=True
+    )
     args['model']['input_network'] |= dict(n_input_layers=1, input_layer_sizes=[cfg.model.neural_dim])
     (out/'args.yaml').write_text(yaml.safe_dump(args))
     return out
@@ -133,7 +164,10 @@ def official_folder(folder, cfg, model, **more):
 
 @pytest.fixture
 def small():
-    cfg = with_overrides(preset('official'), {'neural_dim': 8, 'n_units': 6, 'n_layers': 2, 'data.sessions': ['t15.2023.08.11', 't15.2023.08.13']})
+    cfg = with_overrides(
+        preset('official'),
+        {'neural_dim': 8, 'n_units': 6, 'n_layers': 2, 'data.sessions': ['t15.2023.08.11', 't15.2023.08.13']},
+    )
     torch.manual_seed(0)
     return cfg, build_model(cfg.model, 2).eval()
 
@@ -148,7 +182,9 @@ def test_official_folder_loads_and_is_written_back(small, tmp_path):
         for k, v in loaded.state_dict().items(): assert torch.equal(v, want[k])
     back = save_official(loaded, c, tmp_path/'back', val_per=0.1)
     plain = Plain(8, 6, 2, 41, 2, 14, 4)
-    plain.load_state_dict(torch.load(back/'best_checkpoint', weights_only=True)['model_state_dict'])  # names and shapes as there
+    plain.load_state_dict(
+        torch.load(back / 'best_checkpoint', weights_only=True)['model_state_dict']
+    )  # names and shapes as there
     x, day = torch.randn(2, 40, 8), torch.tensor([1, 0])
     assert (plain(x, day) - loaded(x, day)).abs().max() < 1e-5
     assert from_official(yaml.safe_load((back/'args.yaml').read_text())) == load_config(out/'args.yaml')
@@ -197,8 +233,12 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize('prefix', ['', 'module.', '_orig_mod.', 'module._orig_mod.'])
 def test_official_weights_load_into_a_part_of_another_model(prefix):
     plain = random_plain(8, 6, 11, 41, 2, 14, 4)
-    whole = nn.ModuleDict(dict(head=nn.Linear(2, 2), decoder=GRUDecoder(8, 6, 11, 41, n_layers=2, patch_size=14, patch_stride=4)))
-    state = {f'head.{k}': v for k, v in whole['head'].state_dict().items()} | {f'decoder.{prefix}{k}': v for k, v in plain.state_dict().items()}
+    whole = nn.ModuleDict(
+        dict(head=nn.Linear(2, 2), decoder=GRUDecoder(8, 6, 11, 41, n_layers=2, patch_size=14, patch_stride=4))
+    )
+    state = {f'head.{k}': v for k, v in whole['head'].state_dict().items()} | {
+        f'decoder.{prefix}{k}': v for k, v in plain.state_dict().items()
+    }
     keys = list(state)
     whole.load_state_dict(state)
     assert list(state) == keys                                              # the caller's is left alone
@@ -208,9 +248,12 @@ def test_official_weights_load_into_a_part_of_another_model(prefix):
 def test_official_weights_that_do_not_fit_are_refused(tmp_path, small):
     cfg, model = small
     official = to_official_state(model.state_dict())
-    with pytest.raises(RuntimeError, match='size mismatch for day_weights'): build_model(cfg.model, 3).load_state_dict(official)
-    with pytest.raises(RuntimeError, match='Unexpected key.*day_weights.x'): model.load_state_dict(official | {'day_weights.x': torch.zeros(1)})
-    with pytest.raises(ValueError, match=r'day_biases: found days \[1\]'): model.load_state_dict({k: v for k, v in official.items() if k != 'day_biases.0'})
+    with pytest.raises(RuntimeError, match='size mismatch for day_weights'):
+        build_model(cfg.model, 3).load_state_dict(official)
+    with pytest.raises(RuntimeError, match='Unexpected key.*day_weights.x'):
+        model.load_state_dict(official | {'day_weights.x': torch.zeros(1)})
+    with pytest.raises(ValueError, match=r'day_biases: found days \[1\]'):
+        model.load_state_dict({k: v for k, v in official.items() if k != 'day_biases.0'})
     odd = official | {'day_weights.1': torch.zeros(3, 3)}
     with pytest.raises(ValueError, match=r'day_weights: found the shapes'): model.load_state_dict(odd)
     save_atomic(dict(model_state_dict=odd, config=cfg.dump()), tmp_path/'a.pt')
@@ -221,16 +264,21 @@ def test_days_in_any_form(small):
     _, model = small
     x = torch.randn(2, 20, 8)
     want = model(x, torch.tensor([1, 0]))
-    for day in ([1, 0], (1, 0), np.array([1, 0]), np.array([1, 0], np.uint8), torch.tensor([1, 0], dtype=torch.int32)): assert torch.equal(model(x, day), want)
+    for day in ([1, 0], (1, 0), np.array([1, 0]), np.array([1, 0], np.uint8), torch.tensor([1, 0], dtype=torch.int32)):
+        assert torch.equal(model(x, day), want)
     for day in ([1], [1, 0, 0], 1, [0.5, 0.], [[1, 0]]):
         with pytest.raises(ValueError, match='day_idx: found .* expected whole numbers of shape'): model(x, day)
 
 
-@pytest.mark.parametrize('change, found', [(dict(model=dict(n_units=-1)), 'model.n_units'), (dict(surprise=1), 'surprise'), (dict(train=7), 'train')])
+@pytest.mark.parametrize(
+    'change, found',
+    [(dict(model=dict(n_units=-1)), 'model.n_units'), (dict(surprise=1), 'surprise'), (dict(train=7), 'train')],
+)
 def test_a_configuration_that_cannot_be_used_names_its_fields(small, tmp_path, change, found):
     cfg, model = small
     save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump() | change), tmp_path/'a.pt')
-    with pytest.raises(CheckpointError, match=rf'a\.pt: its configuration cannot be used \({found}: '): load_model(tmp_path/'a.pt')
+    with pytest.raises(CheckpointError, match=rf'a\.pt: its configuration cannot be used \({found}: '):
+        load_model(tmp_path / 'a.pt')
     save_atomic(dict(model_state_dict=model.state_dict(), config='none'), tmp_path/'a.pt')
     with pytest.raises(CheckpointError, match=r'a\.pt: its configuration'): load_model(tmp_path/'a.pt')
 
@@ -243,7 +291,9 @@ def test_temporary_files_belong_to_one_process(tmp_path, monkeypatch):
     names, real = [], torch.save
     monkeypatch.setattr(torch, 'save', lambda value, f: (names.append(os.path.basename(f.name)), real(value, f)))
     save_atomic(dict(x=1), tmp_path/'a.pt')
-    assert names == [f'.a.pt.{os.getpid()}.tmp.pt'] and sorted(p.name for p in tmp_path.iterdir()) == sorted(['a.pt', others.name])
+    assert names == [f'.a.pt.{os.getpid()}.tmp.pt'] and sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        ['a.pt', others.name]
+    )
 
 
 def test_a_compiler_meets_no_break_but_the_gru():

@@ -15,21 +15,36 @@ import pytest
 redis = pytest.importorskip('redis', reason='redis-py is not installed; pip install b2t_kaggle[serve]')
 if shutil.which('redis-server') is None: pytest.skip('redis-server is not installed', allow_module_level=True)
 
-from b2t_kaggle.decoding import server
-from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
-from b2t_kaggle.lm.ngram import NGram, build_ngram
-from b2t_kaggle.rescoring.llm import load_lm, score_sentences, token_sequences
-from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, serve
-from b2t_kaggle.decoding.streaming import Stream
-from b2t_kaggle.rescoring.mixture import Rescored, Weights
-from b2t_kaggle.rescoring.online import LLMRescorer, llm_scorer
-from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order
 from tiny_models import tiny_lm
 
+from b2t_kaggle.decoding import server
+from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
+from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, serve
+from b2t_kaggle.decoding.streaming import Stream
+from b2t_kaggle.lm.ngram import NGram, build_ngram
+from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order
+from b2t_kaggle.rescoring.llm import load_lm, score_sentences, token_sequences
+from b2t_kaggle.rescoring.mixture import Rescored, Weights
+from b2t_kaggle.rescoring.online import LLMRescorer, llm_scorer
+
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
-LEXICON = {word: [phonemes] for word, *phonemes in map(str.split, """how HH AW, are AA R, you Y UW, there DH EH R, their DH EH R, i AY, am AE M, here HH IY R, hear HH IY R,
-    is IH Z, it IH T, good G UH D, to T UW, too T UW, see S IY, sea S IY""".split(','))}
-TEXT = ['how are you', 'are you there', 'i am here', 'how is it there', 'you are here', 'it is good to see you', 'i see']
+LEXICON = {
+    word: [phonemes]
+    for word, *phonemes in map(
+        str.split,
+        """how HH AW, are AA R, you Y UW, there DH EH R, their DH EH R, i AY, am AE M, here HH IY R, hear HH IY R,
+    is IH Z, it IH T, good G UH D, to T UW, too T UW, see S IY, sea S IY""".split(','),
+    )
+}
+TEXT = [
+    'how are you',
+    'are you there',
+    'i am here',
+    'how is it there',
+    'you are here',
+    'it is good to see you',
+    'i see',
+]
 # All that a user of the server needs, as the notebook says
 COMMANDS = '+time +info +exists +get +xread +xadd +xrevrange +client|setname +client|list'
 
@@ -41,13 +56,26 @@ class Redis:
             s.bind(('127.0.0.1', 0))
             self.port = s.getsockname()[1]
         ports = ['--port', '0', '--tls-port', str(self.port)] if tls else ['--port', str(self.port)]
-        self.command = ['redis-server', *ports, '--bind', '127.0.0.1', '--save', '', '--dir', str(folder), '--loglevel', 'warning', *options]
+        self.command = [
+            'redis-server',
+            *ports,
+            '--bind',
+            '127.0.0.1',
+            '--save',
+            '',
+            '--dir',
+            str(folder),
+            '--loglevel',
+            'warning',
+            *options,
+        ]
         self.start()
 
     def start(self): self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL)
 
     def stop(self, kill=True):
-        self.process.kill() if kill else self.process.terminate() # Redis saves before it goes, if it is configured to save at all
+        # Redis saves before it goes, if it is configured to save at all
+        self.process.kill() if kill else self.process.terminate()
         self.process.wait()
 
     def client(self, **options):
@@ -141,7 +169,8 @@ class OfficialClient:
         return self.wait('remote_lm_output_final')
 
     def trial(self, logits):
-        "A trial as the kit's script sends it: everything at once. Returns the final fields and the candidates, read as the script reads them."
+        """A trial as the kit's script sends it: everything at once. Returns the final fields and the candidates,
+        read as the script reads them."""
         assert self.reset() == {b'done': b'1'}
         assert set(self.send(logits)) == {b'lm_response_partial'}
         fields = self.finalize()
@@ -159,7 +188,8 @@ def candidates(fields):
 def logits_of(sentence, seed=0, sharp=7.0):
     rng = np.random.default_rng(seed)
     ids = [BLANK]
-    for k in to_class_ids([p for w in sentence.split() for p in (*LEXICON[w][0], 'SIL')]): ids += [k]*rng.integers(1, 3) + [BLANK]
+    for k in to_class_ids([p for w in sentence.split() for p in (*LEXICON[w][0], 'SIL')]):
+        ids += [k] * rng.integers(1, 3) + [BLANK]
     x = rng.standard_normal((len(ids), 41))
     x[np.arange(len(ids)), ids] += sharp
     return x.astype(np.float32)
@@ -168,7 +198,8 @@ def logits_of(sentence, seed=0, sharp=7.0):
 def log_softmax(x): return x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64), axis=1, keepdims=True)
 
 
-def offline(decoder, logits): return [(h.text, h.acoustic, h.ngram, 0.0, h.total) for h in decoder.decode(log_softmax(logits))]
+def offline(decoder, logits):
+    return [(h.text, h.acoustic, h.ngram, 0.0, h.total) for h in decoder.decode(log_softmax(logits))]
 
 
 def same(found, expected):
@@ -177,7 +208,8 @@ def same(found, expected):
 
 
 def test_official_evaluation(decoder, plain):
-    "Trial after trial as the kit's script sends them: what comes back is the offline n-best; nothing but the client's own flush deletes anything."
+    """Trial after trial as the kit's script sends them: what comes back is the offline n-best; nothing but the
+    client's own flush deletes anything."""
     with serving(decoder, plain) as r:
         r.config_resetstat()
         client = OfficialClient(r)
@@ -187,9 +219,15 @@ def test_official_evaluation(decoder, plain):
             same(found, offline(decoder, logits))
             assert fields[b'lm_response_final'].decode() == found[0][0] and fields[b'context_str'] == b''
         assert client.wait('remote_lm_done_finalizing') == {b'done': b'1'}
-        for stream, n in dict(output_partial=1, output_final=1, done_resetting=1, done_finalizing=1).items(): assert r.xlen(f'remote_lm_{stream}') == n*len(TEXT)
-        for asked, answered in (('reset', 'done_resetting'), ('input', 'output_partial'), ('finalize', 'output_final')): # Or else the client may miss it: it counts in whole milliseconds
-            for (a, _), (b, _) in zip(r.xrange(f'remote_lm_{asked}'), r.xrange(f'remote_lm_{answered}'), strict=True): assert server._id(b)[0] > server._id(a)[0]
+        for stream, n in dict(output_partial=1, output_final=1, done_resetting=1, done_finalizing=1).items():
+            assert r.xlen(f'remote_lm_{stream}') == n * len(TEXT)
+        for asked, answered in (
+            ('reset', 'done_resetting'),
+            ('input', 'output_partial'),
+            ('finalize', 'output_final'),
+        ):  # Or else the client may miss it: it counts in whole milliseconds
+            for (a, _), (b, _) in zip(r.xrange(f'remote_lm_{asked}'), r.xrange(f'remote_lm_{answered}'), strict=True):
+                assert server._id(b)[0] > server._id(a)[0]
         (_, args), = r.xrange('remote_lm_args')
         assert {k: args[k] for k in (b'acoustic_scale', b'blank_penalty', b'nbest', b'alpha', b'do_opt')} == {
             b'acoustic_scale': b'0.8', b'blank_penalty': b'1.0', b'nbest': b'5', b'alpha': b'0.55', b'do_opt': b'0'}
@@ -228,31 +266,48 @@ def test_logits_that_nobody_waits_for(decoder, plain):
 
 
 def test_parameters(decoder, plain):
-    "As the script may update them between reset and logits; those that come in the middle of a trial wait for the next."
+    """As the script may update them between reset and logits; those that come in the middle of a trial wait for the
+    next."""
     logits = logits_of('you are here', 1, sharp=4)
     other = LexiconBeamDecoder(LEXICON, decoder.lm, acoustic_scale=0.35, blank_penalty=90.0, nbest=3)
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
         client.reset()
-        assert client.update(acoustic_scale=0.35, blank_penalty=90.0, alpha=0.55, nbest=3, max_active=7000, beam=17.0) == {b'done': b'1'}
+        assert client.update(
+            acoustic_scale=0.35, blank_penalty=90.0, alpha=0.55, nbest=3, max_active=7000, beam=17.0
+        ) == {b'done': b'1'}
         assert r.xrevrange('remote_lm_args', count=1)[0][1][b'blank_penalty'] == b'90.0'
-        client.update(**{k.decode(): v for k, v in r.xrevrange('remote_lm_args', count=1)[0][1].items()}) # All that is shown may be sent back
+        client.update(
+            **{k.decode(): v for k, v in r.xrevrange('remote_lm_args', count=1)[0][1].items()}
+        )  # All that is shown may be sent back
         client.send(logits[:10])
         client.update(acoustic_scale=0.8, blank_penalty=1.0, nbest=5)
         client.send(logits[10:])
         assert {row[0] for row in candidates(client.finalize())} == {row[0] for row in offline(other, logits)}
         client.reset(), client.send(logits)
         same(candidates(client.finalize()), offline(decoder, logits))
-        for params, words in ((dict(acoustic_scale='loud'), "acoustic_scale: found 'loud'"), (dict(nbest=0), "nbest: found '0'"), (dict(nbest='2.5'), 'a whole number'),
-                              (dict(alpha='nan'), "alpha: found 'nan'"), (dict(do_opt=1), 'no LLM'), (dict(score_penalty_percent=2), "found '2', expected a number from 0 to 1"),
-                              (dict(acoustic_scal=1), 'acoustic_scal: there is no such'), ({b'\xff': b'\xfe'}, 'no such')):
-            answer = client.update(**params) if b'\xff' not in params else (r.xadd('remote_lm_update_params', params), client.wait('remote_lm_done_updating_params'))[1]
+        for params, words in (
+            (dict(acoustic_scale='loud'), "acoustic_scale: found 'loud'"),
+            (dict(nbest=0), "nbest: found '0'"),
+            (dict(nbest='2.5'), 'a whole number'),
+            (dict(alpha='nan'), "alpha: found 'nan'"),
+            (dict(do_opt=1), 'no LLM'),
+            (dict(score_penalty_percent=2), "found '2', expected a number from 0 to 1"),
+            (dict(acoustic_scal=1), 'acoustic_scal: there is no such'),
+            ({b'\xff': b'\xfe'}, 'no such'),
+        ):
+            answer = (
+                client.update(**params)
+                if b'\xff' not in params
+                else (r.xadd('remote_lm_update_params', params), client.wait('remote_lm_done_updating_params'))[1]
+            )
             assert answer[b'done'] == b'0' and words in answer[b'error'].decode()
         same(client.trial(logits)[1], offline(decoder, logits))
 
 
 def test_llm(decoder, plain):
-    "The official mixture, with the context that the key holds; α and the LLM itself may be changed; a failure is said and the n-gram answers."
+    """The official mixture, with the context that the key holds; α and the LLM itself may be changed; a failure is
+    said and the n-gram answers."""
     asked = []
     def rescore(hyps, context):
         asked.append(context)
@@ -276,9 +331,11 @@ def test_llm(decoder, plain):
         assert 'the LLM failed' in failed[b'error'].decode() and 'no room' in failed[b'error'].decode()
         same(candidates(failed), offline(decoder, logits))
         r.delete('contextual_decoding_current_context')
-        r.rpush('contextual_decoding_current_context', 'a list')       # Not a string: no context
-        client.update(alpha=0.0, acoustic_scale=0.8)                   # The official kit has one scale for search and mixture
-        assert client.trial(logits)[1][0][4] == pytest.approx(max(row[4] + len(row[0].split()) for row in plain_scores.values()))
+        r.rpush('contextual_decoding_current_context', 'a list')  # Not a string: no context
+        client.update(alpha=0.0, acoustic_scale=0.8)  # The official kit has one scale for search and mixture
+        assert client.trial(logits)[1][0][4] == pytest.approx(
+            max(row[4] + len(row[0].split()) for row in plain_scores.values())
+        )
         client.reset(), client.send(logits), client.update(do_opt=0)   # Too late for this trial
         assert candidates(client.finalize())[0][3] < 0
         same(client.trial(logits)[1], offline(decoder, logits))
@@ -286,10 +343,14 @@ def test_llm(decoder, plain):
 
 
 def test_a_causal_language_model(decoder, plain, tmp_path):
-    "A tiny one of transformers, in the way in which `b2t serve` uses a large one: its scores are those of `score_sentences` behind the context."
+    """A tiny one of transformers, in the way in which `b2t serve` uses a large one: its scores are those of
+    `score_sentences` behind the context."""
     pytest.importorskip('transformers', reason='transformers is not installed; pip install b2t_kaggle[llm]')
     model, tokenizer = load_lm(tiny_lm(tmp_path, 'gpt2', TEXT))
-    logits, totals = logits_of('it is good to see you', 1, sharp=4), lambda found: [0.8*a + 0.45*n + 0.55*m for _, a, n, m, _ in found]
+    logits, totals = (
+        logits_of('it is good to see you', 1, sharp=4),
+        lambda found: [0.8 * a + 0.45 * n + 0.55 * m for _, a, n, m, _ in found],
+    )
     with serving(decoder, plain, rescorer=LLMRescorer(llm_scorer(model, tokenizer), decoder)) as r:
         r.set('contextual_decoding_current_context', 'who is there')
         client = OfficialClient(r, flush=False)
@@ -301,7 +362,9 @@ def test_a_causal_language_model(decoder, plain, tmp_path):
     log_probs = dict(zip(texts, score_sentences(model, tokenizer, texts, context='who is there')))
     n_tokens = dict(zip(texts, map(len, token_sequences(tokenizer, texts)[0])))
     np.testing.assert_allclose([row[3] for row in found], [log_probs[t] for t in texts], atol=1e-4)
-    np.testing.assert_allclose([row[3] for row in penalized], [log_probs[row[0]] - 0.5*n_tokens[row[0]] for row in penalized], atol=1e-4)
+    np.testing.assert_allclose(
+        [row[3] for row in penalized], [log_probs[row[0]] - 0.5 * n_tokens[row[0]] for row in penalized], atol=1e-4
+    )
     for rows in (found, penalized): np.testing.assert_allclose([row[4] for row in rows], totals(rows), atol=1e-6)
 
 
@@ -351,7 +414,9 @@ def test_extreme_logits(decoder, plain):
     "The largest numbers of float32, and classes ruled out by -inf, are logits like others."
     logits = logits_of('i am here')
     best = logits == logits.max(1, keepdims=True)
-    extreme, ruled_out, equal = (np.where(best, a, b).astype(np.float32) for a, b in ((3e38, -3e38), (0, -np.inf), (-3e38, -3e38)))
+    extreme, ruled_out, equal = (
+        np.where(best, a, b).astype(np.float32) for a, b in ((3e38, -3e38), (0, -np.inf), (-3e38, -3e38))
+    )
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
         assert client.trial(extreme)[1][0][:2] == client.trial(ruled_out)[1][0][:2] == ('i am here', 0.0)
@@ -366,14 +431,17 @@ def test_trials_without_data(decoder, plain):
         client.reset(), client.reset()
         fields = client.finalize()
         (text, acoustic, ngram, llm, total), = candidates(fields)
-        assert (text, acoustic, llm, fields[b'lm_response_final']) == ('', 0, 0, b'') and total == pytest.approx(decoder.lm.score(''))
+        assert (text, acoustic, llm, fields[b'lm_response_final']) == ('', 0, 0, b'') and total == pytest.approx(
+            decoder.lm.score('')
+        )
         client.finalize()
         client.send(logits)                                            # After a finalize a new trial begins by itself
         same(candidates(client.finalize()), offline(decoder, logits))
 
 
 def test_clients_that_die_and_clients_that_meet(decoder, plain, caplog):
-    "What a dead client left does not show in the next one's trial; two at once get as many answers as they asked for, and the log has a word about it."
+    """What a dead client left does not show in the next one's trial; two at once get as many answers as they asked
+    for, and the log has a word about it."""
     logits = logits_of('are you there')
     with serving(decoder, plain) as r, caplog.at_level(logging.WARNING, 'b2t_kaggle.serve'):
         dead = OfficialClient(plain.client())
@@ -385,7 +453,10 @@ def test_clients_that_die_and_clients_that_meet(decoder, plain, caplog):
         assert 'its client has died, or there are two' in caplog.text
         with plain.client() as r2:
             second = OfficialClient(r2, flush=False)
-            counts = lambda: [r.xlen(f'remote_lm_{s}') for s in ('done_resetting', 'output_partial', 'output_final', 'done_finalizing')]
+            counts = lambda: [
+                r.xlen(f'remote_lm_{s}')
+                for s in ('done_resetting', 'output_partial', 'output_final', 'done_finalizing')
+            ]
             before = counts()
             for c in (client, second): c.r.xadd('remote_lm_reset', {'done': 0})
             for c in (client, second): c.r.xadd('remote_lm_input', {'logits': to_lm_order(logits).tobytes()})
@@ -404,7 +475,8 @@ def rescore_that_waits(asked: threading.Event, go: threading.Event):
 
 
 def test_flush_while_an_answer_is_made(decoder, plain):
-    "The official client flushes at its start. What was asked before is not answered after it: it would take the old sentence for its own."
+    """The official client flushes at its start. What was asked before is not answered after it: it would take the
+    old sentence for its own."""
     slow, go = threading.Event(), threading.Event()
     rescore = rescore_that_waits(slow, go)
     logits = logits_of('i see')
@@ -435,14 +507,17 @@ def test_redis_starts_anew(decoder, tmp_path, caplog):
             wait_for(lambda: r.exists('remote_lm_args'))
             assert 'the 9 frames of this trial are lost' in caplog.text
             client = OfficialClient(r, flush=False)
-            assert 'are lost; reset and send them again' in client.send(logits[9:])[b'error'].decode() # A client that noticed nothing
+            assert (
+                'are lost; reset and send them again' in client.send(logits[9:])[b'error'].decode()
+            )  # A client that noticed nothing
             assert b'error' in client.finalize()
             same(client.trial(logits)[1], offline(decoder, logits))
     finally: db.stop()
 
 
 def test_redis_starts_anew_with_its_data(decoder, tmp_path, caplog):
-    "Stopped in good order, Redis keeps what was written: the trial goes on, and the answer that was being made arrives. If the request was forgotten, the log says what nobody will hear."
+    """Stopped in good order, Redis keeps what was written: the trial goes on, and the answer that was being made
+    arrives. If the request was forgotten, the log says what nobody will hear."""
     asked, go = threading.Event(), threading.Event()
     rescore = rescore_that_waits(asked, go)
     def restart(kill):
@@ -451,7 +526,10 @@ def test_redis_starts_anew_with_its_data(decoder, tmp_path, caplog):
         wait_for(r.ping)
     logits, db = logits_of('it is good to see you'), Redis(tmp_path, '--save', '3600', '1')
     try:
-        with caplog.at_level(logging.INFO, 'b2t_kaggle.serve'), serving(decoder, db, rescorer=LLMRescorer(rescore, decoder, n_augment=0)) as r:
+        with (
+            caplog.at_level(logging.INFO, 'b2t_kaggle.serve'),
+            serving(decoder, db, rescorer=LLMRescorer(rescore, decoder, n_augment=0)) as r,
+        ):
             client = OfficialClient(r)
             client.reset()
             client.send(logits[:9])
@@ -468,15 +546,18 @@ def test_redis_starts_anew_with_its_data(decoder, tmp_path, caplog):
             client.reset(), client.send(logits)
             r.xadd('remote_lm_finalize', {'done': 0})
             assert asked.wait(20)
-            restart(kill=True) # Back to what was saved
+            restart(kill=True)  # Back to what was saved
             go.set()
-            wait_for(lambda: 'these answers are dropped: remote_lm_output_final, remote_lm_done_finalizing' in caplog.text)
+            wait_for(
+                lambda: 'these answers are dropped: remote_lm_output_final, remote_lm_done_finalizing' in caplog.text
+            )
             assert OfficialClient(r).trial(logits)[1][0][0] == 'it is good to see you'
     finally: db.stop()
 
 
 def test_broken_connections(decoder, plain, caplog):
-    "A connection that breaks while Redis goes on costs nothing: not the trial, and no answer is missing or comes twice."
+    """A connection that breaks while Redis goes on costs nothing: not the trial, and no answer is missing or comes
+    twice."""
     logits = logits_of('it is good to see you')
     def cut(r):
         for c in r.client_list():
@@ -495,11 +576,15 @@ def test_broken_connections(decoder, plain, caplog):
 
 @pytest.mark.parametrize('command', ['pipeline', 'GET', 'XADD']) # What reads and looks, the context, what answers
 def test_cut_at_a_command(command, decoder, plain, monkeypatch):
-    "The connection breaks at every third use of a command, in turn before Redis has it and after: no answer is missing, none comes twice, and the words are right."
+    """The connection breaks at every third use of a command, in turn before Redis has it and after: no answer is
+    missing, none comes twice, and the words are right."""
     uses, cuts = Counter(), Counter()
     def cutting(whole, name):
         def execute(self, *args, **kwargs):
-            if (name or args[0]) != command or not (self.connection_pool.connection_kwargs.get('client_name') or '').startswith('b2t-serve'): return whole(self, *args, **kwargs)
+            if (name or args[0]) != command or not (
+                self.connection_pool.connection_kwargs.get('client_name') or ''
+            ).startswith('b2t-serve'):
+                return whole(self, *args, **kwargs)
             uses[command] += 1
             when = {3: 'before', 0: 'after'}.get(uses[command] % 6)
             cuts[when] += 1
@@ -515,14 +600,15 @@ def test_cut_at_a_command(command, decoder, plain, monkeypatch):
             same(client.trial(logits_of(sentence))[1], offline(decoder, logits_of(sentence)))
             assert client.wait('remote_lm_done_finalizing') == {b'done': b'1'}
         monkeypatch.undo()
-        for stream in ('output_partial', 'output_final', 'done_resetting', 'done_finalizing'): assert r.xlen(f"remote_lm_{stream}") == 5
+        for stream in ('output_partial', 'output_final', 'done_resetting', 'done_finalizing'):
+            assert r.xlen(f"remote_lm_{stream}") == 5
     assert cuts['before'] and cuts['after']
 
 
 def test_what_redis_refuses(decoder, plain, caplog):
     "A key of the wrong kind where an answer belongs: the answer is dropped and said, and the server lives."
     with serving(decoder, plain) as r, caplog.at_level(logging.INFO, 'b2t_kaggle.serve'):
-        client = OfficialClient(r)
+        OfficialClient(r)
         r.set('remote_lm_done_resetting', 'x')
         r.xadd('remote_lm_reset', {'done': 0})
         wait_for(lambda: 'these answers are dropped: remote_lm_done_resetting' in caplog.text)
@@ -547,7 +633,11 @@ def test_a_fault_of_ours(decoder, plain, monkeypatch, caplog):
 def test_one_server_per_database(decoder, plain):
     "A second server would answer every client twice; in another database it may serve."
     with serving(decoder, plain) as r:
-        with pytest.raises(RuntimeError, match='another b2t serve is connected to this database'), serving(decoder, plain): pass
+        with (
+            pytest.raises(RuntimeError, match='another b2t serve is connected to this database'),
+            serving(decoder, plain),
+        ):
+            pass
         with serving(decoder, plain, clients=dict(db=1), db=1) as r1:
             found = OfficialClient(r1, flush=False).trial(logits_of('i see'))[1]
             assert not r.exists('remote_lm_output_final') and r1.exists('remote_lm_output_final')
@@ -557,7 +647,8 @@ def test_one_server_per_database(decoder, plain):
 
 
 def test_a_second_server_during_an_outage(decoder, plain):
-    "Which has come in while the first was cut off: the first goes when it is back. What Redis still takes for connections of its own does not frighten it."
+    """Which has come in while the first was cut off: the first goes when it is back. What Redis still takes for
+    connections of its own does not frighten it."""
     with server.connect(port=plain.port) as r, server.connect(port=plain.port) as r2:
         first, second = (server.RedisConnection(x, OnlineDecoder(decoder)) for x in (r, r2))
         first.open()
@@ -566,7 +657,9 @@ def test_a_second_server_during_an_outage(decoder, plain):
             first.open()
             with pytest.raises(RuntimeError, match='another b2t serve'): second.open()
         r.connection_pool.disconnect()
-        wait_for(lambda: [c['name'] for c in r2.client_list()].count(r.connection_pool.connection_kwargs['client_name']) == 0)
+        wait_for(
+            lambda: [c['name'] for c in r2.client_list()].count(r.connection_pool.connection_kwargs['client_name']) == 0
+        )
         second.open()
         with pytest.raises(RuntimeError, match='another b2t serve'): first.open()
 
@@ -581,16 +674,26 @@ def test_a_redis_that_is_not_there(caplog):
 
 def test_passwords(decoder, tmp_path):
     "A user who may do nothing but what the server needs; who has the wrong password, or none, is told."
-    db = Redis(tmp_path, '--requirepass', 'master', '--user', *f'lm on >secret ~remote_lm_* ~contextual_* {COMMANDS}'.split())
+    db = Redis(
+        tmp_path, '--requirepass', 'master', '--user', *f'lm on >secret ~remote_lm_* ~contextual_* {COMMANDS}'.split()
+    )
     options = dict(clients=dict(password='master'))
     try:
         for wrong in (dict(), dict(password='wrong'), dict(username='lm', password='master')):
-            with pytest.raises(PermissionError, match='does not let us in: .*Check user and password'), serving(decoder, db, **options, **wrong): pass
+            with (
+                pytest.raises(PermissionError, match='does not let us in: .*Check user and password'),
+                serving(decoder, db, **options, **wrong),
+            ):
+                pass
             with pytest.raises(PermissionError, match='Check user and password'): check_redis(port=db.port, **wrong)
         with serving(decoder, db, **options, username='lm', password='secret') as r:
             same(OfficialClient(r).trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
         db.client(password='master').acl_setuser('lm', enabled=True, commands=['-info'])
-        with pytest.raises(RuntimeError, match='refused: .*info'), serving(decoder, db, **options, username='lm', password='secret'): pass
+        with (
+            pytest.raises(RuntimeError, match='refused: .*info'),
+            serving(decoder, db, **options, username='lm', password='secret'),
+        ):
+            pass
     finally: db.stop()
 
 
@@ -598,19 +701,78 @@ def test_passwords(decoder, tmp_path):
 def test_tls(decoder, tmp_path):
     "Encrypted, with certificates on both sides; one that nobody vouches for is refused."
     def openssl(*args): subprocess.run(['openssl', *args], cwd=tmp_path, check=True, capture_output=True)
-    openssl('req', '-x509', '-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:prime256v1', '-nodes', '-days', '2', '-keyout', 'ca.key', '-out', 'ca.pem', '-subj', '/CN=ca')
+
+    openssl(
+        'req',
+        '-x509',
+        '-newkey',
+        'ec',
+        '-pkeyopt',
+        'ec_paramgen_curve:prime256v1',
+        '-nodes',
+        '-days',
+        '2',
+        '-keyout',
+        'ca.key',
+        '-out',
+        'ca.pem',
+        '-subj',
+        '/CN=ca',
+    )
     (tmp_path/'names').write_text('subjectAltName=IP:127.0.0.1')
     for who in ('redis', 'us'):
-        openssl('req', '-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:prime256v1', '-nodes', '-keyout', f'{who}.key', '-out', f'{who}.csr', '-subj', f'/CN={who}')
-        openssl('x509', '-req', '-days', '2', '-in', f'{who}.csr', '-CA', 'ca.pem', '-CAkey', 'ca.key', '-CAcreateserial', '-out', f'{who}.pem', '-extfile', 'names')
+        openssl(
+            'req',
+            '-newkey',
+            'ec',
+            '-pkeyopt',
+            'ec_paramgen_curve:prime256v1',
+            '-nodes',
+            '-keyout',
+            f'{who}.key',
+            '-out',
+            f'{who}.csr',
+            '-subj',
+            f'/CN={who}',
+        )
+        openssl(
+            'x509',
+            '-req',
+            '-days',
+            '2',
+            '-in',
+            f'{who}.csr',
+            '-CA',
+            'ca.pem',
+            '-CAkey',
+            'ca.key',
+            '-CAcreateserial',
+            '-out',
+            f'{who}.pem',
+            '-extfile',
+            'names',
+        )
     ca, cert, key = (str(tmp_path/f) for f in ('ca.pem', 'us.pem', 'us.key'))
-    db = Redis(tmp_path, '--tls-cert-file', 'redis.pem', '--tls-key-file', 'redis.key', '--tls-ca-cert-file', 'ca.pem', tls=True)
+    db = Redis(
+        tmp_path,
+        '--tls-cert-file',
+        'redis.pem',
+        '--tls-key-file',
+        'redis.key',
+        '--tls-ca-cert-file',
+        'ca.pem',
+        tls=True,
+    )
     clients = dict(ssl=True, ssl_ca_certs=ca, ssl_certfile=cert, ssl_keyfile=key)
     try:
         with serving(decoder, db, clients, tls=True, tls_ca=ca, tls_cert=cert, tls_key=key) as r:
             same(OfficialClient(r).trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
-        for options in (dict(), dict(tls_ca=cert)): # Nobody that the system trusts signed it; nor did we
-            with pytest.raises(PermissionError, match='CERTIFICATE_VERIFY_FAILED.*Check the certificates'), serving(decoder, db, clients, tls=True, **options): pass
+        for options in (dict(), dict(tls_ca=cert)):  # Nobody that the system trusts signed it; nor did we
+            with (
+                pytest.raises(PermissionError, match='CERTIFICATE_VERIFY_FAILED.*Check the certificates'),
+                serving(decoder, db, clients, tls=True, **options),
+            ):
+                pass
     finally: db.stop()
 
 
@@ -620,7 +782,10 @@ def test_needs_neither_torch_nor_redis_py_to_say_so():
 from b2t_kaggle.decoding.server import connect
 try: connect()
 except RuntimeError as e: print(e)"""
-    assert 'pip install b2t_kaggle[serve]' in subprocess.run([sys.executable, '-c', code], check=True, capture_output=True, text=True).stdout
+    assert (
+        'pip install b2t_kaggle[serve]'
+        in subprocess.run([sys.executable, '-c', code], check=True, capture_output=True, text=True).stdout
+    )
 
 
 def test_words_that_the_protocol_cannot_carry(decoder):
@@ -629,7 +794,8 @@ def test_words_that_the_protocol_cannot_carry(decoder):
 
 
 def test_a_clock_set_back(decoder, plain):
-    "Entries with ids before those already seen, as after a flush by a clock set back, are not missed once the server has connected anew."
+    """Entries with ids before those already seen, as after a flush by a clock set back, are not missed once the
+    server has connected anew."""
     with server.connect(port=plain.port) as r:
         line = server.RedisConnection(r, OnlineDecoder(decoder))
         line.open()
@@ -640,7 +806,8 @@ def test_a_clock_set_back(decoder, plain):
 
 
 def test_which_answer_arrived(decoder, plain):
-    "After a broken connection neither what an earlier server left nor the answer before is taken for the one that was on its way."
+    """After a broken connection neither what an earlier server left nor the answer before is taken for the one that
+    was on its way."""
     answer = 'remote_lm_done_resetting', {'done': 1}
     with server.connect(port=plain.port) as r:
         r.flushall(), r.xadd(*answer)

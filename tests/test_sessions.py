@@ -6,10 +6,20 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from b2t_kaggle.data.sessions import (SessionError, Trial, iter_trials, list_sessions, read_session, session_path,
-                                      tidy_bad_trials, validate, write_session)
+from b2t_kaggle.data.sessions import (
+    SessionError,
+    Trial,
+    iter_trials,
+    list_sessions,
+    read_session,
+    session_path,
+    tidy_bad_trials,
+    validate,
+    write_session,
+)
 
 DAY = 't15.2023.08.13'
 

@@ -10,8 +10,17 @@ import pytest
 
 from b2t_kaggle.data.sentences import CORPORA, Writer
 from b2t_kaggle.data.sessions import iter_trials, list_sessions, read_session, session_path, validate, write_session
-from b2t_kaggle.data.simulate import (SCHEDULE, TARGETS, SimulateError, electrodes, movement, plan_trials,
-                                      simulate_block, simulate_dataset, write_text)
+from b2t_kaggle.data.simulate import (
+    SCHEDULE,
+    TARGETS,
+    SimulateError,
+    electrodes,
+    movement,
+    plan_trials,
+    simulate_block,
+    simulate_dataset,
+    write_text,
+)
 from b2t_kaggle.phonemes import SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
 
 REAL = Path(__file__).parents[2]/'shared'/'t15'

@@ -9,7 +9,8 @@ import time
 
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.submission import SubmissionError, check_order, validate_submission, write_submission

@@ -20,22 +20,22 @@ from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import SingleDevice
-from b2t_kaggle.training.loop import StepResult, check_finite
 from b2t_kaggle.pytorch.trainer import Trainer, train
-from b2t_kaggle.training.memory import raise_if_oom
 from b2t_kaggle.training.budget import Budget
 from b2t_kaggle.training.history import read_history
+from b2t_kaggle.training.loop import StepResult, check_finite
+from b2t_kaggle.training.memory import raise_if_oom
 from b2t_kaggle.training.recipe import TrainingError
 
 SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']
 FEATURES = 12
 
 
-def write_toy(folder, sessions=SESSIONS, splits=dict(train=12, val=4), short=False, seed=0):
+def write_toy(folder, sessions=SESSIONS, splits=None, short=False, seed=0):
     "Sessions in which a label is a pattern that lasts ten bins."
     rng, patterns = np.random.default_rng(seed), np.random.default_rng(1).standard_normal((5, FEATURES)) * 2
     for s in sessions:
-        for split, n in splits.items():
+        for split, n in (splits or dict(train=12, val=4)).items():
             trials = []
             for i in range(n):
                 ids = rng.integers(1, 5, rng.integers(2, 5))
@@ -47,7 +47,10 @@ def write_toy(folder, sessions=SESSIONS, splits=dict(train=12, val=4), short=Fal
 
 
 def open_stores(folder):
-    return [TrialStore.build(folder, s, folder/f'{s}.arrow', progress=False, feature_subset=list(range(FEATURES))) for s in ('train', 'val')]
+    return [
+        TrialStore.build(folder, s, folder / f'{s}.arrow', progress=False, feature_subset=list(range(FEATURES)))
+        for s in ('train', 'val')
+    ]
 
 
 @pytest.fixture(scope='module')
@@ -57,30 +60,76 @@ def stores(tmp_path_factory):
     return open_stores(folder)
 
 
-SMALL = {'neural_dim': FEATURES, 'feature_subset': list(range(FEATURES)), 'n_units': 16, 'n_layers': 2, 'n_classes': 5, 'data.batch_size': 6, 'days_per_batch': 2,
-         'num_training_batches': 60, 'batches_per_val_step': 20, 'batches_per_save': 7, 'lr_warmup_steps': 5, 'lr_warmup_steps_day': 5, 'lr_max': .01, 'lr_max_day': .01,
-         'patch_size': 6, 'patch_stride': 3, 'rnn_dropout': .2, 'input_dropout': .2}
+SMALL = {
+    'neural_dim': FEATURES,
+    'feature_subset': list(range(FEATURES)),
+    'n_units': 16,
+    'n_layers': 2,
+    'n_classes': 5,
+    'data.batch_size': 6,
+    'days_per_batch': 2,
+    'num_training_batches': 60,
+    'batches_per_val_step': 20,
+    'batches_per_save': 7,
+    'lr_warmup_steps': 5,
+    'lr_warmup_steps_day': 5,
+    'lr_max': 0.01,
+    'lr_max_day': 0.01,
+    'patch_size': 6,
+    'patch_stride': 3,
+    'rnn_dropout': 0.2,
+    'input_dropout': 0.2,
+}
+
 
 def config(**kw): return with_overrides(preset('demo'), SMALL | kw)
 
 
 def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
-    "Lists of day parameters, LambdaLR, AdamW with three groups, clipping: written out here, and the same to float32's precision."
-    cfg = config(precision='float32', rnn_dropout=0, input_dropout=0, white_noise_std=0, constant_offset_std=0, random_cut=0, smooth_data=False, weight_decay_day=.01,
-                 grad_norm_clip_value=1., lr_max_day=.02, lr_decay_steps=12, lr_decay_steps_day=10, lr_warmup_steps=3, epsilon=.1)
+    """Lists of day parameters, LambdaLR, AdamW with three groups, clipping: written out here, and the same to
+    float32's precision."""
+    cfg = config(
+        precision='float32',
+        rnn_dropout=0,
+        input_dropout=0,
+        white_noise_std=0,
+        constant_offset_std=0,
+        random_cut=0,
+        smooth_data=False,
+        weight_decay_day=0.01,
+        grad_norm_clip_value=1.0,
+        lr_max_day=0.02,
+        lr_decay_steps=12,
+        lr_decay_steps_day=10,
+        lr_warmup_steps=3,
+        epsilon=0.1,
+    )
     t, c = Trainer(*stores, cfg, SingleDevice(pick_torch('cpu', 'float32'))), cfg.train
     p = {k: v.clone().requires_grad_() for k, v in to_official_state(t.model.state_dict()).items()}
     bias = [v for k, v in p.items() if 'gru.bias' in k or 'out.bias' in k]
     day = [v for k, v in p.items() if k.startswith('day_')]
     other = [v for k, v in p.items() if not k.startswith('day_') and 'gru.bias' not in k and 'out.bias' not in k]
-    opt = torch.optim.AdamW([dict(params=bias, weight_decay=0), dict(params=day, lr=c.lr_max_day, weight_decay=c.weight_decay_day), dict(params=other)],
-                            lr=c.lr_max, betas=(c.beta0, c.beta1), eps=c.epsilon, weight_decay=c.weight_decay)
+    opt = torch.optim.AdamW(
+        [
+            dict(params=bias, weight_decay=0),
+            dict(params=day, lr=c.lr_max_day, weight_decay=c.weight_decay_day),
+            dict(params=other),
+        ],
+        lr=c.lr_max,
+        betas=(c.beta0, c.beta1),
+        eps=c.epsilon,
+        weight_decay=c.weight_decay,
+    )
+
     def factor(i, low, decay, warmup):
         if i < warmup: return i / max(1, warmup)
-        if i < decay: return max(low, low + (1 - low) * 0.5 * (1 + math.cos(math.pi * (i - warmup) / max(1, decay - warmup))))
+        if i < decay:
+            return max(low, low + (1 - low) * 0.5 * (1 + math.cos(math.pi * (i - warmup) / max(1, decay - warmup))))
         return low
     main = lambda i: factor(i, c.lr_min / c.lr_max, 12, 3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, [main, lambda i: factor(i, c.lr_min_day / c.lr_max_day, 10, 5), main])
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        opt, [main, lambda i: factor(i, c.lr_min_day / c.lr_max_day, 10, 5), main]
+    )
     gru, start = torch.nn.GRU(FEATURES * 6, 16, 2, batch_first=True), {k: v.detach().clone() for k, v in p.items()}
     for i in range(15):
         parts, batch_days = t.loader(i)
@@ -88,14 +137,27 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
         x, days = torch.from_numpy(b.features.copy()), b.day.tolist()
         y = torch.stack([trial @ p[f'day_weights.{d}'] + p[f'day_biases.{d}'] for trial, d in zip(x, days)])
         y = F.softsign(y).unfold(1, 6, 3).transpose(2, 3).flatten(2)
-        y, _ = torch.func.functional_call(gru, {k[4:]: v for k, v in p.items() if k.startswith('gru.')}, (y, p['h0'].expand(2, len(x), 16).contiguous()))
+        y, _ = torch.func.functional_call(
+            gru,
+            {k[4:]: v for k, v in p.items() if k.startswith('gru.')},
+            (y, p['h0'].expand(2, len(x), 16).contiguous()),
+        )
         log_probs = (y @ p['out.weight'].T + p['out.bias']).log_softmax(-1).transpose(0, 1)
-        loss = F.ctc_loss(log_probs, torch.from_numpy(b.labels), torch.from_numpy((b.n_bins - 6) // 3 + 1), torch.from_numpy(b.n_labels), reduction='none').mean()
+        loss = F.ctc_loss(
+            log_probs,
+            torch.from_numpy(b.labels),
+            torch.from_numpy((b.n_bins - 6) // 3 + 1),
+            torch.from_numpy(b.n_labels),
+            reduction='none',
+        ).mean()
         opt.zero_grad(); loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(p.values(), 1.)
         opt.step(); schedule.step()
         taken = t.train_step(parts, batch_days)
-        assert abs(taken.losses.mean() - loss.item()) < 1e-3 * loss.item() and abs(taken.grad_norm - norm.item()) < 1e-2 * norm.item()
+        assert (
+            abs(taken.losses.mean() - loss.item()) < 1e-3 * loss.item()
+            and abs(taken.grad_norm - norm.item()) < 1e-2 * norm.item()
+        )
     final = to_official_state(t.model.state_dict())
     for k, v in p.items():
         assert (final[k] - v).abs().max() < 2e-4, k
@@ -111,13 +173,27 @@ SCRIPT = '''
     from b2t_kaggle.pytorch.trainer import train
     data, out = map(Path, sys.argv[2:])
     print('ready', flush=True)
-    print(train(*(TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')), config(), out, progress=False)['step'], flush=True)
+    stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
+    print(train(*stores, config(), out, progress=False)['step'], flush=True)
 '''
 
 
 def start(stores, out):
     env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
-    return subprocess.Popen([sys.executable, '-c', textwrap.dedent(SCRIPT), str(Path(__file__).parent), str(stores[0].path.parent), str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            '-c',
+            textwrap.dedent(SCRIPT),
+            str(Path(__file__).parent),
+            str(stores[0].path.parent),
+            str(out),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(stores, tmp_path):
@@ -139,7 +215,9 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(stores,
         assert time.monotonic() - wait_from < 60
     out, err = run.communicate()
     assert run.returncode == 0 and out.split()[-1] == '60', err
-    assert kills >= 2 and any(0 < s < 60 for s in seen), f'killed {kills} times, at checkpoints {seen}: nothing was interrupted'
+    assert kills >= 2 and any(0 < s < 60 for s in seen), (
+        f'killed {kills} times, at checkpoints {seen}: nothing was interrupted'
+    )
     for name in ('last.pt', 'best.pt'):
         a, b = (load_file(tmp_path/d/name) for d in ('whole', 'killed'))
         for k, v in a['model_state_dict'].items(): assert torch.equal(v, b['model_state_dict'][k]), (name, k)
@@ -150,21 +228,37 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(stores,
 
 def test_a_changed_run_is_refused_by_name(stores, tmp_path, capsys):
     train(*stores, config(num_training_batches=7), tmp_path/'run', progress=False)
-    for change, found in [({'lr_max': .02}, 'train.lr_max was 0.01, is now 0.02'), ({'n_units': 8}, 'model.n_units was 16, is now 8'),
-                          ({'white_noise_std': 0.1}, 'augment.white_noise_std')]:
-        with pytest.raises(TrainingError, match=found): train(*stores, config(**{'num_training_batches': 7} | change), tmp_path/'run', progress=False)
+    for change, found in [
+        ({'lr_max': 0.02}, 'train.lr_max was 0.01, is now 0.02'),
+        ({'n_units': 8}, 'model.n_units was 16, is now 8'),
+        ({'white_noise_std': 0.1}, 'augment.white_noise_std'),
+    ]:
+        with pytest.raises(TrainingError, match=found):
+            train(*stores, config(**{'num_training_batches': 7} | change), tmp_path / 'run', progress=False)
     capsys.readouterr()
-    other = 'bfloat16' if pick_torch('cpu').precision == 'float32' else 'float32'   # as when it goes on with another accelerator
-    longer = train(*stores, config(num_training_batches=9, time_budget=5., batches_per_save=2, precision=other), tmp_path/'run', progress=False)
+    other = (
+        'bfloat16' if pick_torch('cpu').precision == 'float32' else 'float32'
+    )  # as when it goes on with another accelerator
+    longer = train(
+        *stores,
+        config(num_training_batches=9, time_budget=5.0, batches_per_save=2, precision=other),
+        tmp_path / 'run',
+        progress=False,
+    )
     said = capsys.readouterr().out
-    assert longer['step'] == 9 and f', {other}: ' in said and 'continuing after 7 batches, which were computed on cpu' in said
+    assert (
+        longer['step'] == 9
+        and f', {other}: ' in said
+        and 'continuing after 7 batches, which were computed on cpu' in said
+    )
 
 
 def test_changed_data_is_refused(tmp_path):
     write_toy(tmp_path)
     train(*open_stores(tmp_path), config(num_training_batches=3), tmp_path/'run', progress=False)
     write_toy(tmp_path, seed=7)
-    with pytest.raises(TrainingError, match='train trials was 36'): train(*open_stores(tmp_path), config(num_training_batches=3), tmp_path/'run', progress=False)
+    with pytest.raises(TrainingError, match='train trials was 36'):
+        train(*open_stores(tmp_path), config(num_training_batches=3), tmp_path / 'run', progress=False)
 
 
 def test_a_failing_disk_keeps_the_previous_checkpoint(stores, tmp_path, monkeypatch):
@@ -183,7 +277,11 @@ def test_trials_that_cannot_be_aligned_are_named_and_left_out(tmp_path, capsys):
     write_toy(tmp_path, short=True)
     result = train(*open_stores(tmp_path), config(num_training_batches=30), tmp_path/'run', progress=False)
     said = capsys.readouterr().out
-    assert result['finished'] and '3 trials with too few frames' in said and f'{SESSIONS[0]} block 1 trial 3 (trial_0003)' in said
+    assert (
+        result['finished']
+        and '3 trials with too few frames' in said
+        and f'{SESSIONS[0]} block 1 trial 3 (trial_0003)' in said
+    )
 
 
 def test_a_loss_that_is_no_number_names_its_trials_and_leaves_the_weights(stores):
@@ -192,15 +290,31 @@ def test_a_loss_that_is_no_number_names_its_trials_and_leaves_the_weights(stores
     before, (parts, days) = {k: v.clone() for k, v in t.model.state_dict().items()}, t.loader(1)
     parts[0].x[2, 4, 0] = np.inf
     row = stores[0].index.iloc[parts[0].batch.trials[2]]
-    with pytest.raises(TrainingError, match=rf'batch 1: .*{row.session} block {row.block} trial {row.trial} \({row.key}\)\. Look'): t.train_step(parts, days)
+    with pytest.raises(
+        TrainingError, match=rf'batch 1: .*{row.session} block {row.block} trial {row.trial} \({row.key}\)\. Look'
+    ):
+        t.train_step(parts, days)
     for k, v in t.model.state_dict().items(): assert torch.equal(v, before[k])
 
 
 def test_early_stopping_and_time_budget(stores, tmp_path):
     # without learning nothing improves after the first validation
-    still = config(lr_max=1e-12, lr_max_day=1e-12, lr_min=0, lr_min_day=0, early_stopping=True, early_stopping_val_steps=2, batches_per_val_step=3)
+    still = config(
+        lr_max=1e-12,
+        lr_max_day=1e-12,
+        lr_min=0,
+        lr_min_day=0,
+        early_stopping=True,
+        early_stopping_val_steps=2,
+        batches_per_val_step=3,
+    )
     result = train(*stores, still, tmp_path/'early', progress=False)
-    assert result['stopped'] == 'early stopping' and result['finished'] and result['step'] == 9 and result['best_step'] == 3
+    assert (
+        result['stopped'] == 'early stopping'
+        and result['finished']
+        and result['step'] == 9
+        and result['best_step'] == 3
+    )
     assert train(*stores, still, tmp_path/'early', progress=False)['step'] == 9
     began = time.monotonic()
     long = config(num_training_batches=10**6, time_budget=3 / 60)
@@ -229,11 +343,21 @@ def test_starting_from_another_model_keeps_the_days_by_name(stores, tmp_path):
     train(*stores, config(num_training_batches=12), tmp_path/'first', progress=False)
     old, _ = load_model(tmp_path/'first')
     write_toy(tmp_path/'later', SESSIONS[1:] + ['t15.2023.09.01'])
-    t = Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt')), SingleDevice(pick_torch('cpu')))
-    assert torch.equal(t.model.day_weights[:2], old.day_weights[1:]) and torch.equal(t.model.day_weights[2], torch.eye(FEATURES))
+    t = Trainer(
+        *open_stores(tmp_path / 'later'),
+        config(init_checkpoint_path=str(tmp_path / 'first' / 'best.pt')),
+        SingleDevice(pick_torch('cpu')),
+    )
+    assert torch.equal(t.model.day_weights[:2], old.day_weights[1:]) and torch.equal(
+        t.model.day_weights[2], torch.eye(FEATURES)
+    )
     assert torch.equal(t.model.gru.weight_ih_l0, old.gru.weight_ih_l0)
     with pytest.raises(TrainingError, match='does not fit'):
-        Trainer(*open_stores(tmp_path/'later'), config(init_checkpoint_path=str(tmp_path/'first'/'best.pt'), n_units=8), SingleDevice(pick_torch('cpu')))
+        Trainer(
+            *open_stores(tmp_path / 'later'),
+            config(init_checkpoint_path=str(tmp_path / 'first' / 'best.pt'), n_units=8),
+            SingleDevice(pick_torch('cpu')),
+        )
 
 
 def test_inference_agrees_with_validation(stores, tmp_path):
@@ -269,22 +393,41 @@ def test_the_budget_goes_by_usual_steps_and_by_the_validation_that_was_timed(mon
 
 
 def test_two_processes_take_the_same_steps_as_one(stores, tmp_path):
-    "torchrun, DistributedDataParallel over gloo: the losses of the same global batches, the same weights, one set of files."
+    """torchrun, DistributedDataParallel over gloo: the losses of the same global batches, the same weights, one set
+    of files."""
     from b2t_kaggle.pytorch.launch import launch
-    sure = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, rnn_dropout=0, input_dropout=0, precision='float32', num_training_batches=20, batches_per_val_step=10)
+
+    sure = dict(
+        white_noise_std=0,
+        constant_offset_std=0,
+        random_cut=0,
+        rnn_dropout=0,
+        input_dropout=0,
+        precision='float32',
+        num_training_batches=20,
+        batches_per_val_step=10,
+    )
     one = train(*stores, config(**sure), tmp_path/'one', progress=False)
     two = launch(2, *stores, config(**sure), tmp_path/'two', progress=False)
     assert two['step'] == one['step'] == 20 and two['val_loss'] == pytest.approx(one['val_loss'], rel=1e-4)
     a, b = (read_history(tmp_path/d/'history.csv') for d in ('one', 'two'))
-    assert b.loss.tolist() == pytest.approx(a.loss.tolist(), rel=1e-4) and b.grad_norm.tolist() == pytest.approx(a.grad_norm.tolist(), rel=1e-3)
+    assert b.loss.tolist() == pytest.approx(a.loss.tolist(), rel=1e-4) and b.grad_norm.tolist() == pytest.approx(
+        a.grad_norm.tolist(), rel=1e-3
+    )
     a, b = (load_file(tmp_path/d/'last.pt')['model_state_dict'] for d in ('one', 'two'))
     for k in a: assert torch.allclose(a[k], b[k], atol=1e-4), k
-    longer = dict(num_training_batches=30, lr_decay_steps=60, lr_decay_steps_day=60)   # and in three parts, whose gradients are summed once
-    one, two = train(*stores, config(**sure | longer), tmp_path/'one3', progress=False), launch(2, *stores, config(**sure | longer | dict(accumulate=3)), tmp_path/'two3', progress=False)
+    longer = dict(
+        num_training_batches=30, lr_decay_steps=60, lr_decay_steps_day=60
+    )  # and in three parts, whose gradients are summed once
+    one, two = (
+        train(*stores, config(**sure | longer), tmp_path / 'one3', progress=False),
+        launch(2, *stores, config(**sure | longer | dict(accumulate=3)), tmp_path / 'two3', progress=False),
+    )
     assert two['step'] == 30 and two['val_loss'] == pytest.approx(one['val_loss'], rel=1e-3)
     again = launch(2, *stores, config(**sure | dict(num_training_batches=23)), tmp_path/'two', progress=False)
     assert again['step'] == 23
-    with pytest.raises(TrainingError, match='cannot be divided evenly among 4 devices'): launch(4, *stores, config(), tmp_path/'four', progress=False)
+    with pytest.raises(TrainingError, match='cannot be divided evenly among 4 devices'):
+        launch(4, *stores, config(), tmp_path / 'four', progress=False)
 
 
 MEMORY = """
@@ -303,32 +446,66 @@ MEMORY = """
     where = sys.argv[3]
     if where == 'model': trainer.build_model = limit(trainer.build_model)
     else: setattr(Trainer, where, limit(getattr(Trainer, where)))
-    train(*stores, config(n_units=3000, accumulate=2, batches_per_val_step=1, precision='float32'), Path(sys.argv[4]), progress=False)
+    large = config(n_units=3000, accumulate=2, batches_per_val_step=1, precision='float32')
+    train(*stores, large, Path(sys.argv[4]), progress=False)
 """
 
-@pytest.mark.parametrize('where, says', [
-    ('train_step', ['batch 0 does not fit into the memory of ', '3 trials of up to', '(the bucket) need about', 'GiB, estimated', 'Lower data.batch_size, or set train.accumulate=4']),
-    ('model', ['the model and its optimiser do not fit', 'model.n_units'])])
+
+@pytest.mark.parametrize(
+    'where, says',
+    [
+        (
+            'train_step',
+            [
+                'batch 0 does not fit into the memory of ',
+                '3 trials of up to',
+                '(the bucket) need about',
+                'GiB, estimated',
+                'Lower data.batch_size, or set train.accumulate=4',
+            ],
+        ),
+        ('model', ['the model and its optimiser do not fit', 'model.n_units']),
+    ],
+)
 def test_what_does_not_fit_says_what_to_change(stores, tmp_path, where, says):
     "With a real limit on memory, which is exceeded by the gradients of the first step, or by the model."
     env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run([sys.executable, '-c', textwrap.dedent(MEMORY), str(Path(__file__).parent), str(stores[0].path.parent), where, str(tmp_path)], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            '-c',
+            textwrap.dedent(MEMORY),
+            str(Path(__file__).parent),
+            str(stores[0].path.parent),
+            where,
+            str(tmp_path),
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith('b2t_kaggle.training.recipe.recipe.TrainingError: ') and "can't allocate memory" in last, done.stderr[-2000:]
+    assert last.startswith('b2t_kaggle.training.recipe.TrainingError: ') and "can't allocate memory" in last, (
+        done.stderr[-2000:]
+    )
     for word in says: assert word in last, last
 
 
 def test_a_validation_that_does_not_fit_names_its_own_setting(stores):
     t = Trainer(*stores, config(), SingleDevice(pick_torch('cpu')))
     t.doing = 'validating'
-    with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'): raise_if_oom(RuntimeError('XLA: RESOURCE_EXHAUSTED: out of HBM'), t.backend.device.name, t)
+    with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'):
+        raise_if_oom(RuntimeError('XLA: RESOURCE_EXHAUSTED: out of HBM'), t.backend.device.name, t)
     raise_if_oom(RuntimeError('something else'), t.backend.device.name, t)   # is left alone
 
 
 def test_a_run_may_go_on_in_smaller_parts(stores, tmp_path):
     train(*stores, config(num_training_batches=7), tmp_path, progress=False)
     assert train(*stores, config(num_training_batches=9, accumulate=2), tmp_path, progress=False)['step'] == 9
-    with pytest.raises(TrainingError, match='data.batch_size = 6 cannot be divided into train.accumulate = 4 equal parts'): train(*stores, config(accumulate=4), tmp_path/'other', progress=False)
+    with pytest.raises(
+        TrainingError, match='data.batch_size = 6 cannot be divided into train.accumulate = 4 equal parts'
+    ):
+        train(*stores, config(accumulate=4), tmp_path / 'other', progress=False)
 
 
 def test_a_budget_that_ends_with_the_last_step_leaves_a_finished_run(stores, tmp_path):
@@ -344,12 +521,14 @@ class Rank:
 
 def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):
     step = lambda norm: StepResult(3, np.array([0, 1]), {}, lambda: (np.ones(2), norm))
-    with pytest.raises(TrainingError, match='^the bad one$'): check_finite(step(math.nan), Rank(stores[0], ('the bad one', True)))
+    with pytest.raises(TrainingError, match='^the bad one$'):
+        check_finite(step(math.nan), Rank(stores[0], ('the bad one', True)))
     check_finite(step(1.), Rank(stores[0], (None, False)))
 
 
 def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_run(stores, tmp_path, monkeypatch):
-    "As on an accelerator: the history has the same rows, and what is not a number is found a few steps later, before anything is saved."
+    """As on an accelerator: the history has the same rows, and what is not a number is found a few steps later,
+    before anything is saved."""
     whole = train(*stores, config(num_training_batches=25, batches_per_save=100), tmp_path/'each', progress=False)
     class Accelerator(SingleDevice):
         def __init__(self, *args): super().__init__(*args); self.sync_every = 10
@@ -362,21 +541,41 @@ def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_ru
         if self.step == 13: p.x[1, 3, 0] = math.inf
         return backward(self, p, *args)
     monkeypatch.setattr(Trainer, '_backward', spoilt)
-    with pytest.raises(TrainingError, match='batch 13: the loss is'): train(*stores, config(batches_per_save=1000, batches_per_val_step=10), tmp_path/'bad', progress=False)
+    with pytest.raises(TrainingError, match='batch 13: the loss is'):
+        train(*stores, config(batches_per_save=1000, batches_per_val_step=10), tmp_path / 'bad', progress=False)
     assert load_file(tmp_path/'bad'/'last.pt')['step'] == 10
 
 
 def test_processes_end_with_the_one_that_started_them(stores, tmp_path):
     "Killed at once, torchrun too, so that nobody is left to end the others but the system."
     import psutil
-    code = '\n'.join(['import sys; sys.path.insert(0, sys.argv[1])', 'from test_trainer import *', 'from b2t_kaggle.pytorch.launch import launch',
-                      "launch(2, *[TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')], config(num_training_batches=10**6), Path(sys.argv[3]), progress=False)"])
+
+    code = '\n'.join(
+        [
+            'import sys; sys.path.insert(0, sys.argv[1])',
+            'from test_trainer import *',
+            'from b2t_kaggle.pytorch.launch import launch',
+            "stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]",
+            'launch(2, *stores, config(num_training_batches=10**6), Path(sys.argv[3]), progress=False)',
+        ]
+    )
     env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
-    parent = subprocess.Popen([sys.executable, '-c', code, str(Path(__file__).parent), str(stores[0].path.parent), str(tmp_path)], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, '-c', code, str(Path(__file__).parent), str(stores[0].path.parent), str(tmp_path)],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     began = time.monotonic()
-    while not (tmp_path/'last.pt').exists(): assert parent.poll() is None and time.monotonic() - began < 120; time.sleep(0.1)
+    while not (tmp_path / 'last.pt').exists():
+        assert parent.poll() is None and time.monotonic() - began < 120
+        time.sleep(0.1)
     family = psutil.Process(parent.pid).children(recursive=True)
-    workers = [p for p in family if any('b2t_kaggle.pytorch.launch' in a for a in p.cmdline()) and 'torch.distributed.run' not in p.cmdline()]
+    workers = [
+        p
+        for p in family
+        if any('b2t_kaggle.pytorch.launch' in a for a in p.cmdline()) and 'torch.distributed.run' not in p.cmdline()
+    ]
     assert len(workers) == 2
     torchrun = next(p for p in family if 'torch.distributed.run' in p.cmdline())
     torchrun.kill(); parent.kill(); parent.wait()

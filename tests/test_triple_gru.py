@@ -1,24 +1,38 @@
-"The adversarial denoiser against formulas made of PyTorch's own layers: values, gradients and their signs, costs, and its place in configuration and checkpoints."
+"""The adversarial denoiser against formulas made of PyTorch's own layers: values, gradients and their signs, costs,
+and its place in configuration and checkpoints."""
+
 import math
 
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from b2t_kaggle.config import load_config, preset, save_config, with_overrides
-from b2t_kaggle.schema import ConfigError
+from b2t_kaggle.ctc import n_frames
+from b2t_kaggle.encoders.triple_gru import reversal_strength
 from b2t_kaggle.pytorch.checkpoint import load_model, save_atomic, save_official, to_official_args, to_official_state
-from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.models.gru import GRUDecoder
-from b2t_kaggle.ctc import n_frames
 from b2t_kaggle.pytorch.models.triple_gru import NoisySpeechModel, TripleGRUDecoder, triple_loss
-from b2t_kaggle.encoders.triple_gru import reversal_strength
+from b2t_kaggle.schema import ConfigError
+from b2t_kaggle.training.checkpoints import CheckpointError
 
-SMALL = dict(neural_dim=6, n_units=8, n_days=3, n_classes=5, n_layers=2, patch_size=4, patch_stride=2, noise_units=3, noise_layers=1, noisy_units=7)
+SMALL = dict(
+    neural_dim=6,
+    n_units=8,
+    n_days=3,
+    n_classes=5,
+    n_layers=2,
+    patch_size=4,
+    patch_stride=2,
+    noise_units=3,
+    noise_layers=1,
+    noisy_units=7,
+)
 
 
 def random_model(seed=0, **kw):
@@ -32,7 +46,11 @@ def random_model(seed=0, **kw):
 def batch(lengths, seed=0, neural_dim=6):
     g = torch.Generator().manual_seed(seed)
     n_bins = torch.tensor(lengths)
-    return torch.randn(len(lengths), max(lengths), neural_dim, generator=g, dtype=torch.float64), torch.randint(0, 3, (len(lengths),), generator=g), n_bins
+    return (
+        torch.randn(len(lengths), max(lengths), neural_dim, generator=g, dtype=torch.float64),
+        torch.randint(0, 3, (len(lengths),), generator=g),
+        n_bins,
+    )
 
 
 def padded(model, x, day, n_bins, **kw):
@@ -46,7 +64,9 @@ def states(part, x):
     "GRU states of one trial `[T', I]`, by PyTorch."
     g = part.gru
     gru = nn.GRU(g.input_size, g.hidden_size, g.num_layers).double()
-    return torch.func.functional_call(gru, dict(g.named_parameters()), (x[:, None], part.h0.expand(g.num_layers, 1, -1).contiguous()))[0][:, 0]
+    return torch.func.functional_call(
+        gru, dict(g.named_parameters()), (x[:, None], part.h0.expand(g.num_layers, 1, -1).contiguous())
+    )[0][:, 0]
 
 
 def by_formula(model, x, day, n_bins):
@@ -60,17 +80,29 @@ def by_formula(model, x, day, n_bins):
 
 
 @settings(max_examples=10, deadline=None)
-@given(lengths=st.lists(st.integers(4, 15), min_size=1, max_size=4), noise_units=st.sampled_from([None, 1, 5]), seed=st.integers(0, 50))
+@given(
+    lengths=st.lists(st.integers(4, 15), min_size=1, max_size=4),
+    noise_units=st.sampled_from([None, 1, 5]),
+    seed=st.integers(0, 50),
+)
 def test_packed_padded_and_formula_agree(lengths, noise_units, seed):
     "All three outputs and every gradient, for trials of any length."
     model, args = random_model(seed, noise_units=noise_units), batch(lengths, seed)
     frames, grads = n_frames(args[2], 4, 2), []
-    for outs in (model(*args[:2], n_bins=args[2], mode='full', strength=-1.), padded(model, *args, mode='full', strength=-1.)):  # −λ = 1: as if not reversed
+    for outs in (
+        model(*args[:2], n_bins=args[2], mode='full', strength=-1.0),
+        padded(model, *args, mode='full', strength=-1.0),
+    ):  # −λ = 1: as if not reversed
         for trial, n, want in zip(zip(*outs), frames, by_formula(model, *args), strict=True):
-            for ours, theirs in zip(trial, want): torch.testing.assert_close(ours[:n], theirs, rtol=0, atol=1e-10)
-        loss = sum((o[:n]**3).sum() for trial, n in zip(zip(*outs), frames) for o in trial)
+            for ours, theirs in zip(trial, want):
+                torch.testing.assert_close(ours[:n], theirs, rtol=0, atol=1e-10)
+        loss = sum((o[:n] ** 3).sum() for trial, n in zip(zip(*outs), frames) for o in trial)
         grads.append(torch.autograd.grad(loss, list(model.parameters())))
-    grads.append(torch.autograd.grad(sum((o**3).sum() for trial in by_formula(model, *args) for o in trial), list(model.parameters())))
+    grads.append(
+        torch.autograd.grad(
+            sum((o**3).sum() for trial in by_formula(model, *args) for o in trial), list(model.parameters())
+        )
+    )
     for (name, _), *g in zip(model.named_parameters(), *grads):
         for other in g[1:]: torch.testing.assert_close(g[0], other, rtol=1e-7, atol=1e-9, msg=name)
 
@@ -86,7 +118,9 @@ def test_the_gradient_is_reversed_for_what_lies_before_the_noise(strength):
         if name.startswith('clean.'): assert a is None and b is None
         else:
             assert b.abs().max() > 1e-6, name
-            torch.testing.assert_close(a, b if name.startswith('noisy.') else -float(strength) * b, rtol=1e-6, atol=1e-9, msg=name)
+            torch.testing.assert_close(
+                a, b if name.startswith('noisy.') else -float(strength) * b, rtol=1e-6, atol=1e-9, msg=name
+            )
 
 
 def test_inference_is_the_clean_part_alone(monkeypatch):
@@ -95,7 +129,8 @@ def test_inference_is_the_clean_part_alone(monkeypatch):
     def refuse(*_): raise AssertionError('the adversary was asked')
     monkeypatch.setattr(NoisySpeechModel, 'forward', refuse)
     assert torch.equal(model(*args[:2]), clean)
-    with pytest.raises(ValueError, match="mode is 'Full', expected 'inference' or 'full'"): model(*args[:2], mode='Full')
+    with pytest.raises(ValueError, match="mode is 'Full', expected 'inference' or 'full'"):
+        model(*args[:2], mode='Full')
 
 
 def test_cut_trials_continue():
@@ -111,24 +146,36 @@ def test_loss_is_the_sum_that_is_written():
     frames = torch.tensor([6, 1, 4])
     loss = triple_loss(out, lambda logits: logits.square().sum((1, 2)), frames)
     for i, n in enumerate(frames):
-        torch.testing.assert_close(loss[i], out[0][i].square().sum() + 0.2 * out[1][i].square().sum() + 0.001 * out[2][i, :n].square().mean())
+        torch.testing.assert_close(
+            loss[i], out[0][i].square().sum() + 0.2 * out[1][i].square().sum() + 0.001 * out[2][i, :n].square().mean()
+        )
     changed = out[2].clone(); changed[1, 1:] = 1e3  # beyond the trial
     assert torch.equal(triple_loss((*out[:2], changed), lambda logits: logits.square().sum((1, 2)), frames), loss)
 
 
-def ctc_of(labels, frames): return lambda logits: F.ctc_loss(logits.float().log_softmax(-1).transpose(0, 1), labels, frames, torch.full((len(labels),), labels.shape[1]), reduction='none')
+def ctc_of(labels, frames):
+    return lambda logits: F.ctc_loss(
+        logits.float().log_softmax(-1).transpose(0, 1),
+        labels,
+        frames,
+        torch.full((len(labels),), labels.shape[1]),
+        reduction='none',
+    )
 
 
 @pytest.mark.parametrize('noise_units', [4, None])
 @pytest.mark.parametrize('precision', ['float32', 'bfloat16'])
 def test_training_lowers_the_loss(precision, noise_units):
     torch.manual_seed(0)
-    model = TripleGRUDecoder(**SMALL | dict(noise_units=noise_units, rnn_dropout=0.1, input_dropout=0.1, noise_layers=2, schedule='ramp')).train()
+    model = TripleGRUDecoder(
+        **SMALL | dict(noise_units=noise_units, rnn_dropout=0.1, input_dropout=0.1, noise_layers=2, schedule='ramp')
+    ).train()
     x, day, n_bins = batch([30, 22, 26])
     labels, frames = torch.tensor([[1, 2, 3], [2, 1, 4], [4, 3, 1]]), n_frames(n_bins, 4, 2)
     opt, losses = torch.optim.Adam(model.parameters(), lr=0.02), []
     for step in range(40):
-        with torch.autocast('cpu', torch.bfloat16, enabled=precision == 'bfloat16'): out = model(x.float(), day, n_bins=n_bins, **model.training_args(step, 40))
+        with torch.autocast('cpu', torch.bfloat16, enabled=precision == 'bfloat16'):
+            out = model(x.float(), day, n_bins=n_bins, **model.training_args(step, 40))
         loss = model.training_losses(out, ctc_of(labels, frames), frames)
         assert loss.shape == (3,) and loss.dtype == torch.float32
         opt.zero_grad(); loss.mean().backward(); opt.step()
@@ -146,7 +193,9 @@ def test_autocast_follows_float32():
     for on in (False, True):
         model.zero_grad()
         with torch.autocast('cpu', torch.bfloat16, enabled=on): out = model(x.float(), day, mode='full')
-        model.training_losses(out, lambda logits: -logits.float().log_softmax(-1)[..., 3].sum(1), torch.full((4,), out[0].shape[1])).sum().backward()
+        model.training_losses(
+            out, lambda logits: -logits.float().log_softmax(-1)[..., 3].sum(1), torch.full((4,), out[0].shape[1])
+        ).sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert torch.cosine_similarity(*grads, dim=0) > 0.995
 
@@ -154,17 +203,23 @@ def test_autocast_follows_float32():
 def test_a_new_model_is_the_clean_model_on_the_whole_recording():
     torch.manual_seed(0)
     model, (x, day, _) = TripleGRUDecoder(**SMALL).double(), batch([12, 9])
-    single = GRUDecoder(*(SMALL[k] for k in ('neural_dim', 'n_units', 'n_days', 'n_classes')), n_layers=2, patch_size=4, patch_stride=2).double()
-    single.load_state_dict({k.removeprefix('clean.'): v for k, v in model.state_dict().items() if k.startswith(('clean.', 'day_'))})
+    single = GRUDecoder(
+        *(SMALL[k] for k in ('neural_dim', 'n_units', 'n_days', 'n_classes')), n_layers=2, patch_size=4, patch_stride=2
+    ).double()
+    single.load_state_dict(
+        {k.removeprefix('clean.'): v for k, v in model.state_dict().items() if k.startswith(('clean.', 'day_'))}
+    )
     torch.testing.assert_close(model(x, day), single(x, day))
 
 
-def gru_size(n_in, n, layers): return 3 * n * (n_in + n + 2) + (layers - 1) * 3 * n * (2 * n + 2) + n  # with the initial state
+def gru_size(n_in, n, layers):
+    return 3 * n * (n_in + n + 2) + (layers - 1) * 3 * n * (2 * n + 2) + n  # with the initial state
 
 
 @pytest.mark.parametrize('noise_units', [256, None])
 def test_parameters_at_the_official_sizes(noise_units):
-    with torch.device('meta'): model = build_model(with_overrides(preset('triple_gru'), {'noise_units': noise_units}).model, n_days=45)
+    with torch.device('meta'):
+        model = build_model(with_overrides(preset('triple_gru'), {'noise_units': noise_units}).model, n_days=45)
     count = {part: sum(p.numel() for p in getattr(model, part).parameters()) for part in ('noise', 'clean', 'noisy')}
     read_out = 769 * 41
     noise = gru_size(7168, 256, 2) + 257 * 7168 if noise_units else gru_size(7168, 7168, 2)
@@ -187,7 +242,17 @@ def test_the_optimiser_finds_all_biases_by_name():
 
 
 def config(**kw):
-    return with_overrides(preset('triple_gru'), {'neural_dim': 6, 'n_units': 8, 'n_layers': 2, 'noise_units': 3, 'data.sessions': ['t15.2023.08.11', 't15.2023.08.13']} | kw)
+    return with_overrides(
+        preset('triple_gru'),
+        {
+            'neural_dim': 6,
+            'n_units': 8,
+            'n_layers': 2,
+            'noise_units': 3,
+            'data.sessions': ['t15.2023.08.11', 't15.2023.08.13'],
+        }
+        | kw,
+    )
 
 
 def test_configuration(tmp_path):
@@ -195,17 +260,46 @@ def test_configuration(tmp_path):
     save_config(cfg, tmp_path/'config.yaml')
     assert load_config(tmp_path/'config.yaml') == cfg
     model = build_model(cfg.model, 2)
-    assert isinstance(model, TripleGRUDecoder) and (model.cfg.adversarial_strength, model.cfg.adversarial_schedule) == (0.3, 'ramp')
-    assert (model.noise.gru.hidden_size, model.clean.gru.hidden_size, model.clean.gru.num_layers, model.noisy.gru.hidden_size) == (3, 8, 2, 8)
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == {'noise.h0', 'clean.h0', 'noisy.h0', 'clean.out.weight', 'clean.out.bias', 'noisy.out.weight', 'noisy.out.bias',
-                                                                          'noise.out.weight', 'noise.out.bias'}
+    assert isinstance(model, TripleGRUDecoder) and (model.cfg.adversarial_strength, model.cfg.adversarial_schedule) == (
+        0.3,
+        'ramp',
+    )
+    assert (
+        model.noise.gru.hidden_size,
+        model.clean.gru.hidden_size,
+        model.clean.gru.num_layers,
+        model.noisy.gru.hidden_size,
+    ) == (3, 8, 2, 8)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        'noise.h0',
+        'clean.h0',
+        'noisy.h0',
+        'clean.out.weight',
+        'clean.out.bias',
+        'noisy.out.weight',
+        'noisy.out.bias',
+        'noise.out.weight',
+        'noise.out.bias',
+    }
     official = preset('triple_gru').model
-    assert (official.n_layers, official.n_units, official.noise_units, official.adversarial_strength) == (3, 768, 256, 0.5)
+    assert (official.n_layers, official.n_units, official.noise_units, official.adversarial_strength) == (
+        3,
+        768,
+        256,
+        0.5,
+    )
     assert build_model(config(noise_units=None).model, 2).noise.gru.hidden_size == 14 * 6
 
 
-@pytest.mark.parametrize('key, value, says', [('model.name', 'triple', "'gru' or 'triple_gru'"), ('noise_units', 0, 'model.noise_units'), ('adversarial_strength', -0.1, 'model.adversarial_strength'),
-                                              ('adversarial_schedule', 'linear', "'constant' or 'ramp'")])
+@pytest.mark.parametrize(
+    'key, value, says',
+    [
+        ('model.name', 'triple', "'gru' or 'triple_gru'"),
+        ('noise_units', 0, 'model.noise_units'),
+        ('adversarial_strength', -0.1, 'model.adversarial_strength'),
+        ('adversarial_schedule', 'linear', "'constant' or 'ramp'"),
+    ],
+)
 def test_bad_configuration(key, value, says):
     with pytest.raises(ConfigError, match=says): config(**{key: value})
 
@@ -219,17 +313,23 @@ def test_checkpoints(tmp_path):
     x, day = torch.randn(2, 40, 6), torch.tensor([0, 1])
     assert c == cfg and torch.equal(again(x, day), model(x, day))
     save_atomic(dict(model_state_dict=model.state_dict(), config=config(noise_units=4).dump()), tmp_path/'best.pt')
-    with pytest.raises(CheckpointError, match=r'noise.h0 has shape \[1, 1, 3\], expected \[1, 1, 4\]'): load_model(tmp_path)
-    save_atomic(dict(model_state_dict=model.state_dict(), config=with_overrides(config(), {'model.name': 'gru'}).dump()), tmp_path/'best.pt')
+    with pytest.raises(CheckpointError, match=r'noise.h0 has shape \[1, 1, 3\], expected \[1, 1, 4\]'):
+        load_model(tmp_path)
+    save_atomic(
+        dict(model_state_dict=model.state_dict(), config=with_overrides(config(), {'model.name': 'gru'}).dump()),
+        tmp_path / 'best.pt',
+    )
     with pytest.raises(CheckpointError, match='gru.weight_ih_l0 is missing'): load_model(tmp_path)
 
 
 def test_the_official_form_is_refused(tmp_path):
     cfg = config()
     model = build_model(cfg.model, 2)
-    with pytest.raises(CheckpointError, match='model.name is triple_gru, which the official kit does not have'): save_official(model, cfg, tmp_path)
+    with pytest.raises(CheckpointError, match='model.name is triple_gru, which the official kit does not have'):
+        save_official(model, cfg, tmp_path)
     with pytest.raises(CheckpointError, match='model.name is triple_gru'): to_official_args(cfg)
-    with pytest.raises(CheckpointError, match='noise.h0: the official kit has no such weight'): to_official_state(model.state_dict())
+    with pytest.raises(CheckpointError, match='noise.h0: the official kit has no such weight'):
+        to_official_state(model.state_dict())
     assert not list(tmp_path.iterdir())
 
 
@@ -242,6 +342,7 @@ def test_a_changing_strength_does_not_compile_again():
         f = model._padded(x, day)
         noisy = compiled(f, model.noise(f)[0], strength)
         want = model.noisy(f, model.noise(f)[0], strength)
-        for a, b in zip(*(torch.autograd.grad(y.sum(), model.noise.out.bias) for y in (noisy, want))): torch.testing.assert_close(a, b)
+        for a, b in zip(*(torch.autograd.grad(y.sum(), model.noise.out.bias) for y in (noisy, want))):
+            torch.testing.assert_close(a, b)
         counts.append(counter.frame_count)
     assert counts[1:] == [counts[1]] * 4 and 0 < counts[0], counts

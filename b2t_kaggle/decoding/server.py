@@ -289,7 +289,8 @@ _WAIT_MS = 100                            # For an entry, before the parameters 
 
 def _redis():
     "The package redis."
-    try: import redis
+    try:
+        import redis
     except ImportError:
         raise RuntimeError('the server talks through redis-py, which is not installed; '
                            'pip install b2t_kaggle[serve]') from None

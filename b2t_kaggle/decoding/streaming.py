@@ -62,7 +62,10 @@ class Stream:
 # %% ../../nbs/decoding/06_streaming.ipynb #c014
 class BinEncoder(Protocol):
     "What gives the frames of one trial from its bins."
-    def push(self, bins: np.ndarray) -> np.ndarray: "Log-probabilities [n, 41] of the frames that `bins` [t, F] complete."
+
+    def push(self, bins: np.ndarray) -> np.ndarray:
+        "Log-probabilities [n, 41] of the frames that `bins` [t, F] complete."
+
     def finish(self) -> np.ndarray: "Log-probabilities [n, 41] of the frames that only wait for the end of the trial."
 
 class BinStream:

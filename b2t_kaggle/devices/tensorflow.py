@@ -16,8 +16,23 @@ from dataclasses import replace
 from functools import lru_cache
 
 from b2t_kaggle.devices.machine import (
-    NO_TPU, PACKAGES, TENSORFLOW_PACKAGES, Detected, Device, DeviceError, Gpu, Tpu, check_accelerator,
-    choose_precision, detect, driver_gpus, gpu_device, join_clauses, seen_variables, tpu_device, unused_tpu,
+    NO_TPU,
+    PACKAGES,
+    TENSORFLOW_PACKAGES,
+    Detected,
+    Device,
+    DeviceError,
+    Gpu,
+    Tpu,
+    check_accelerator,
+    choose_precision,
+    detect,
+    driver_gpus,
+    gpu_device,
+    join_clauses,
+    seen_variables,
+    tpu_device,
+    unused_tpu,
 )
 
 # %% ../../nbs/devices/02_tensorflow.ipynb #c006

@@ -12,8 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from b2t_kaggle.devices.machine import (
-    NO_TPU, Detected, Device, DeviceError, check_accelerator, choose_precision, detect, gpu_device, join_clauses,
-    reason_for_precision, tpu_device, unused_tpu,
+    NO_TPU,
+    Detected,
+    Device,
+    DeviceError,
+    check_accelerator,
+    choose_precision,
+    detect,
+    gpu_device,
+    join_clauses,
+    reason_for_precision,
+    tpu_device,
+    unused_tpu,
 )
 
 # %% ../../nbs/devices/01_torch.ipynb #c006

@@ -19,7 +19,14 @@ from numba import njit
 
 from ..files import atomic_path, user_cache
 from b2t_kaggle.lm.arpa import (
-    ArpaError, ArpaReader, Grams, WordTable, is_kenlm_binary, read_counts, word_ids, word_table,
+    ArpaError,
+    ArpaReader,
+    Grams,
+    WordTable,
+    is_kenlm_binary,
+    read_counts,
+    word_ids,
+    word_table,
 )
 from .ngram import LN10, NGram
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..training.recipe import draw_cut, smoothing_kernel, step_seed
 from ..config import AugmentConfig
 from .layers import smooth
+from ..training.recipe import draw_cut, smoothing_kernel, step_seed
 
 # %% ../../nbs/pytorch/03_augment.ipynb #c006
 def add_noise(

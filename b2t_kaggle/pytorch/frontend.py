@@ -13,11 +13,16 @@ from torch import Tensor, nn
 
 from ..encoders.gru import PatchedConfig
 from b2t_kaggle.pytorch.layers import (
-    day_affine, dropout, pack, packed_day_affine, packed_windows, sliced_windows, softsign,
+    day_affine,
+    dropout,
+    pack,
+    packed_day_affine,
+    packed_windows,
+    sliced_windows,
+    softsign,
 )
-from .recurrence import FrameOrder, cpu_gru, frame_order, permute
 from .models.encoder import Encoder, check_days
-from .recurrence import GRU
+from .recurrence import GRU, FrameOrder, cpu_gru, frame_order, permute
 
 # %% ../../nbs/pytorch/04_frontend.ipynb #c006
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import tempfile
 from pathlib import Path
 
 from ..config import Config
-from ..files import write_whole
 from ..data.store import TrialStore
 from ..devices.machine import n_cores
 from ..devices.torch import pick_torch
+from ..files import write_whole
 from .parallel import in_torchrun
 from .trainer import train
 from ..training.recipe import TrainingError

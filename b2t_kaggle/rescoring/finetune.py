@@ -18,7 +18,12 @@ import torch
 from tqdm import tqdm
 
 from b2t_kaggle.rescoring.llm import (
-    OVERFLOW_HINT, LanguageModelError, check_sequences, require_package, score_sentences, token_sequences,
+    OVERFLOW_HINT,
+    LanguageModelError,
+    check_sequences,
+    require_package,
+    score_sentences,
+    token_sequences,
 )
 from ..training.recipe import lr_factor
 

@@ -19,9 +19,9 @@ from rapidfuzz.distance import Levenshtein
 from tqdm import tqdm
 
 from ..config import RescoreConfig
+from ..decoding.nbest import Hypothesis
 from ..files import write_whole
 from ..lm.automaton import Automaton
-from ..decoding.nbest import Hypothesis
 from ..lm.ngram import NGram
 from ..metrics import word_errors
 
@@ -321,7 +321,7 @@ _TRIALS_AT_ONCE = 8 # Trials that share prefix trees
 
 def _score_lists(lists, contexts, model, tokenizer, end: bool) -> list[list[Rescored]]:
     "The LLM's scores of the lists of a few trials."
-    from b2t_kaggle.rescoring.llm import score_sentences, token_sequences # Needs torch; reading weights does not
+    from b2t_kaggle.rescoring.llm import score_sentences, token_sequences  # Needs torch; reading weights does not
     context = ''
     if contexts is not None: context = [c for hyps, c in zip(lists, contexts, strict=True) for _ in hyps]
     texts = [h.text for hyps in lists for h in hyps]

@@ -8,9 +8,9 @@ __all__ = ['trial_seeds', 'add_noise', 'cut_start', 'mask_places', 'mask_time', 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c003
 import numpy as np
 
-from ..training.recipe import smoothing_kernel
 from ..config import AugmentConfig
 from .layers import smooth, tf, trial_random
+from ..training.recipe import smoothing_kernel
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c006
 def trial_seeds(

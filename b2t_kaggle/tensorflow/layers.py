@@ -29,8 +29,8 @@ def check_keras(
 # %% ../../nbs/tensorflow/00_layers.ipynb #c006
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # before the import, whose messages nobody can act on
 try:
-    import tensorflow as tf
     import keras
+    import tensorflow as tf
 except ImportError as e:
     raise ImportError(f'the models in b2t_kaggle.tensorflow need TensorFlow with Keras 3 ({e}); '
                       'pip install b2t_kaggle[tf], or train with PyTorch (train.framework=pytorch)') from e

@@ -190,7 +190,8 @@ class TensorBoardLogger:
     def __init__(self,
         folder: Path, # Made where it is missing
     ):
-        try: import tensorboard.summary.v2  # noqa: F401
+        try:
+            import tensorboard.summary.v2  # noqa: F401
         except ImportError as e:
             raise TrainingError('TensorBoard, with which TensorFlow writes the curves of a run, cannot be imported '
                                 f'({e}); pip install tensorboard') from e

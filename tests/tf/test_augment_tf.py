@@ -4,14 +4,15 @@ import pytest
 
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 torch = pytest.importorskip('torch')
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from b2t_kaggle.training.recipe import draw_cut, gaussian_kernel, step_seed
 from b2t_kaggle.config import AugmentConfig
 from b2t_kaggle.pytorch import augment as pt
 from b2t_kaggle.pytorch.layers import smooth as smooth_pt
 from b2t_kaggle.tensorflow.augment import Augment, add_noise, cut_start, mask_places, mask_time, trial_seeds
 from b2t_kaggle.tensorflow.layers import smooth
+from b2t_kaggle.training.recipe import draw_cut, gaussian_kernel, step_seed
 
 NONE = AugmentConfig(white_noise_std=0, constant_offset_std=0, random_cut=0, smooth_data=False)
 def only(**kw): return NONE.model_copy(update=kw)

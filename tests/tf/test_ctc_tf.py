@@ -5,7 +5,8 @@ import pytest
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 torch = pytest.importorskip('torch')
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from b2t_kaggle.tensorflow.ctc import ctc_loss
 

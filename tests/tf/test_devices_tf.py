@@ -13,12 +13,13 @@ from urllib.error import URLError
 import pytest
 
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
-from b2t_kaggle.devices import machine as detection, tensorflow as devices
+from test_devices import chips, machine
+
+from b2t_kaggle.devices import machine as detection
+from b2t_kaggle.devices import tensorflow as devices
 from b2t_kaggle.devices.machine import Device, DeviceError, Gpu, cpu_flags
 from b2t_kaggle.devices.tensorflow import configure_mixed_precision, create_tpu_strategy, pick_tensorflow
 from b2t_kaggle.tensorflow.feed import Strategy, start
-
-from test_devices import chips, machine
 
 ROOT = Path(__file__).parents[2]
 KAGGLE = {'ISTPUVM': '1', 'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_ID': '0', 'TPU_WORKER_HOSTNAMES': 'localhost',

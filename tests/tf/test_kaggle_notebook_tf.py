@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
+from kaggle_session import NOTEBOOKS, RECORDINGS, execute, trap_pip
+from test_devices import simulate
+
 from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices import machine as detection
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.training.history import read_history
-from kaggle_session import NOTEBOOKS, RECORDINGS, execute, trap_pip
-from test_devices import simulate
 
 NOTEBOOK = 'train_tensorflow.ipynb'
 

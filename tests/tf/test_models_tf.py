@@ -3,7 +3,8 @@ against Keras' own layers; bfloat16."""
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from b2t_kaggle.ctc import n_frames
 from b2t_kaggle.pytorch.models import gru as pt

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import torch
 from test_models_tf import (  # noqa: F401 (a fixture)
-    SMALL, assert_parity, assert_trains, batch, bfloat16, program_sizes, random_torch,
+    SMALL,
+    assert_parity,
+    assert_trains,
+    batch,
+    bfloat16,
+    program_sizes,
+    random_torch,
 )
 
 from b2t_kaggle.pytorch.models import triple_gru as pt

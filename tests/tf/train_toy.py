@@ -8,6 +8,7 @@ import tensorflow as tf
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_trainer import config
+
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.tensorflow.feed import start
 from b2t_kaggle.tensorflow.trainer import Trainer, train

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
+from kaggle_session import RECORDINGS, execute, trap_pip
+
 from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.pytorch.checkpoint import load_file
 from b2t_kaggle.training.history import read_history
-from kaggle_session import RECORDINGS, execute, trap_pip
 
 
 def session(room, environment, minutes, n_devices):

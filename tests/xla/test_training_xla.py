@@ -1,6 +1,8 @@
-"""Training on XLA: the same on one device and on eight, compiled once per length, nothing on the host, and a run that moves between accelerators.
+"""Training on XLA: the same on one device and on eight, compiled once per length, nothing on the host, and a run
+that moves between accelerators.
 
 Each run is a process of its own (train_toy.py): torch_xla starts once, and the number of devices is settled then."""
+
 import json
 import os
 import subprocess
@@ -13,7 +15,14 @@ pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_trainer import open_stores, write_toy
 
-NOTHING_RANDOM = {'white_noise_std': 0, 'constant_offset_std': 0, 'random_cut': 0, 'rnn_dropout': 0, 'input_dropout': 0, 'precision': 'float32'}
+NOTHING_RANDOM = {
+    'white_noise_std': 0,
+    'constant_offset_std': 0,
+    'random_cut': 0,
+    'rnn_dropout': 0,
+    'input_dropout': 0,
+    'precision': 'float32',
+}
 
 
 @pytest.fixture(scope='module')
@@ -28,8 +37,20 @@ def xla(what, data, out, overrides, n=1):
     "What train_toy.py found, on `n` XLA devices of the processor; a DeprecationWarning ends it."
     out.mkdir(exist_ok=True)
     env = os.environ | {'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': str(n), 'PYTHONPATH': os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name('train_toy.py')), what, str(data), str(out), json.dumps({'data.batch_size': 8, 'n_buckets': 2} | overrides)],
-                          env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(Path(__file__).with_name('train_toy.py')),
+            what,
+            str(data),
+            str(out),
+            json.dumps({'data.batch_size': 8, 'n_buckets': 2} | overrides),
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((out/'result.json').read_text()) | {'said': done.stdout}
 
@@ -66,17 +87,36 @@ def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_proces
     "The CPU's own way to compute, two devices, and two devices with a batch in two parts."
     two = xla('steps', data, tmp_path/'two', NOTHING_RANDOM, n=2)
     parts = xla('steps', data, tmp_path/'parts', NOTHING_RANDOM | {'accumulate': 2}, n=2)
-    code = ('import json, sys; sys.path.insert(0, sys.argv[1]); from test_trainer import *; from b2t_kaggle.pytorch.trainer import *\n'
-            "t = Trainer(*open_stores(Path(sys.argv[2])), config(**json.loads(sys.argv[3])), SingleDevice(pick_torch('cpu', 'float32')))\n"
-            "taken = [t.train_step(*t.loader(i)) for i in range(9)]; print(json.dumps([[float(x.losses.mean()) for x in taken], [x.grad_norm for x in taken]]))")
-    cpu = subprocess.run([sys.executable, '-c', code, str(Path(__file__).parents[1]), str(data), json.dumps({'data.batch_size': 8} | NOTHING_RANDOM)],
-                         env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}, capture_output=True, text=True, check=True)
+    code = (
+        'import json, sys; sys.path.insert(0, sys.argv[1])\n'
+        'from test_trainer import *; from b2t_kaggle.pytorch.trainer import *\n'
+        "cpu = SingleDevice(pick_torch('cpu', 'float32'))\n"
+        't = Trainer(*open_stores(Path(sys.argv[2])), config(**json.loads(sys.argv[3])), cpu)\n'
+        'taken = [t.train_step(*t.loader(i)) for i in range(9)]\n'
+        'print(json.dumps([[float(x.losses.mean()) for x in taken], [x.grad_norm for x in taken]]))'
+    )
+    cpu = subprocess.run(
+        [
+            sys.executable,
+            '-c',
+            code,
+            str(Path(__file__).parents[1]),
+            str(data),
+            json.dumps({'data.batch_size': 8} | NOTHING_RANDOM),
+        ],
+        env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     losses, norms = json.loads(cpu.stdout.splitlines()[-1])
     for result in (two, parts):
         assert result['losses'] == pytest.approx(losses, rel=1e-4) and result['norms'] == pytest.approx(norms, rel=1e-3)
     assert two['n'] == 2 and compiled_once(two)
     seen = {b for step in parts['buckets'] for b in step}
-    assert parts['compiled'][-1] == len(seen) + 2, 'a program per length, one for the update, one that sets the gradients to zero'
+    assert parts['compiled'][-1] == len(seen) + 2, (
+        'a program per length, one for the update, one that sets the gradients to zero'
+    )
 
 
 @pytest.mark.parametrize('model', [{}, {'model.name': 'triple_gru', 'noise_units': 16}], ids=['gru', 'triple_gru'])
@@ -88,27 +128,60 @@ def test_bfloat16_trains(model, data, tmp_path):
 
 def test_a_run_moves_between_accelerators(data, tmp_path):
     "From the processor to XLA and back; what continues says so, and inference agrees."
-    run = lambda n: NOTHING_RANDOM | {'num_training_batches': n, 'lr_decay_steps': 30, 'lr_decay_steps_day': 30, 'batches_per_val_step': 10, 'batches_per_save': 10, 'n_buckets': 1}
-    code = ('import json, sys; sys.path.insert(0, sys.argv[1]); from test_trainer import *\n'
-            "stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]\n"
-            "print(json.dumps(train(*stores, config(**json.loads(sys.argv[4])), Path(sys.argv[3]), progress=False)))\n"
-            "print(json.dumps(infer(Path(sys.argv[3])/'best.pt', stores[1], Path(sys.argv[3])/'v.arrow', accelerator='cpu', precision='float32', progress=False)[0][:3].tolist()))")
+    run = lambda n: (
+        NOTHING_RANDOM
+        | {
+            'num_training_batches': n,
+            'lr_decay_steps': 30,
+            'lr_decay_steps_day': 30,
+            'batches_per_val_step': 10,
+            'batches_per_save': 10,
+            'n_buckets': 1,
+        }
+    )
+    code = (
+        'import json, sys; sys.path.insert(0, sys.argv[1]); from test_trainer import *\n'
+        "stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]\n"
+        "print(json.dumps(train(*stores, config(**json.loads(sys.argv[4])), Path(sys.argv[3]), progress=False)))\n"
+        'run = Path(sys.argv[3])\n'
+        "logits = infer(run/'best.pt', stores[1], run/'v.arrow', 'cpu', 'float32', progress=False)\n"
+        'print(json.dumps(logits[0][:3].tolist()))'
+    )
+
     def cpu(out, overrides):
-        done = subprocess.run([sys.executable, '-c', code, str(Path(__file__).parents[1]), str(data), str(out), json.dumps({'data.batch_size': 8, 'accelerator': 'cpu'} | overrides)],
-                              env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}, capture_output=True, text=True)
+        done = subprocess.run(
+            [
+                sys.executable,
+                '-c',
+                code,
+                str(Path(__file__).parents[1]),
+                str(data),
+                str(out),
+                json.dumps({'data.batch_size': 8, 'accelerator': 'cpu'} | overrides),
+            ],
+            env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-2]), json.loads(done.stdout.splitlines()[-1]), done.stdout
     whole, log_probs, _ = cpu(tmp_path/'whole', run(30))
     cpu(tmp_path/'moved', run(10))
     there = xla('train', data, tmp_path/'moved', run(20))
-    assert 'continuing after 10 batches, which were computed on cpu' in there['said'] and 'first step after' in there['said']
+    assert (
+        'continuing after 10 batches, which were computed on cpu' in there['said']
+        and 'first step after' in there['said']
+    )
     assert there['compiled'] == 2, 'a continued run compiles its steps and its validations, each once'
     back, moved, said = cpu(tmp_path/'moved', run(30))
     assert 'continuing after 20 batches, which were computed on xla' in said
     assert back['val_loss'] == pytest.approx(whole['val_loss'], rel=1e-3) and back['step'] == 30
     assert sum(moved, []) == pytest.approx(sum(log_probs, []), abs=2e-2)
-    assert sum(there['first_log_probs'], []) != pytest.approx(sum(moved, []), abs=1e-6), 'the last ten batches changed nothing'
+    assert sum(there['first_log_probs'], []) != pytest.approx(sum(moved, []), abs=1e-6), (
+        'the last ten batches changed nothing'
+    )
 
 
 def test_a_batch_that_eight_devices_cannot_share_is_refused(data, tmp_path):
-    with pytest.raises(AssertionError, match='cannot be divided evenly among 8 devices; take a multiple of 8'): xla('steps', data, tmp_path, {'data.batch_size': 12}, n=8)
+    with pytest.raises(AssertionError, match='cannot be divided evenly among 8 devices; take a multiple of 8'):
+        xla('steps', data, tmp_path, {'data.batch_size': 12}, n=8)

@@ -1,9 +1,10 @@
-"TripleGRU on an XLA device: trains in bfloat16, equals the CPU in float32, nothing on the host, one compilation whatever λ is."
+"""TripleGRU on an XLA device: trains in bfloat16, equals the CPU in float32, nothing on the host, one compilation
+whatever λ is."""
+
 import pytest
 
 torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 import torch
-import torch.nn.functional as F
 import torch_xla.debug.metrics as met
 
 from b2t_kaggle.ctc import n_frames
@@ -16,7 +17,9 @@ N_STEPS, SIZE, STRIDE = 5, 6, 2
 def build(noise_units=6, **kw):
     "A model none of whose parts is zero."
     torch.manual_seed(0)
-    model = TripleGRUDecoder(8, 12, 3, 5, n_layers=2, patch_size=SIZE, patch_stride=STRIDE, noise_units=noise_units, **kw)
+    model = TripleGRUDecoder(
+        8, 12, 3, 5, n_layers=2, patch_size=SIZE, patch_stride=STRIDE, noise_units=noise_units, **kw
+    )
     if noise_units: torch.nn.init.normal_(model.noise.out.weight, std=0.1)
     return model
 
@@ -28,7 +31,8 @@ def data():
 
 
 def read(logits, frames):
-    "Stands for CTC, which has its own tests: each trial's negative log-likelihood of a fixed class in all its frames, in float32."
+    """Stands for CTC, which has its own tests: each trial's negative log-likelihood of a fixed class in all its
+    frames, in float32."""
     there = torch.arange(logits.shape[1], device=logits.device) < frames[:, None]
     return -(logits.float().log_softmax(-1)[..., 3] * there).sum(1)
 
@@ -40,7 +44,8 @@ def run(device, dtype=None, n=N_STEPS, **kw):
     frames, losses = n_frames(n_bins, SIZE, STRIDE), []
     opt = torch.optim.SGD(model.parameters(), lr=0.02)
     for step in range(n):
-        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype is not None): out = model(x, day, n_bins=n_bins, **model.training_args(step, n))
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype is not None):
+            out = model(x, day, n_bins=n_bins, **model.training_args(step, n))
         loss = model.training_losses(out, lambda logits: read(logits, frames), frames)
         loss.mean().backward()
         opt.step(); opt.zero_grad()
@@ -62,7 +67,8 @@ def test_float32_training_is_that_of_the_cpu(noise_units):
     assert fallbacks() == []
     want, cpu = run('cpu', noise_units=noise_units)  # packed: the padding is not even computed there
     torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-4)
-    for (name, p), q in zip(model.named_parameters(), cpu.parameters()): torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-3, atol=1e-4, msg=name)
+    for (name, p), q in zip(model.named_parameters(), cpu.parameters()):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-3, atol=1e-4, msg=name)
     assert want[-1].mean() < want[0].mean() - 1  # and there was something to compare
 
 
@@ -97,7 +103,9 @@ def test_one_compilation_whatever_the_strength():
     on_device = [torch.tensor([s]).to(device)[0] for s in (0.1, 0.9)]
     torch_xla.sync()
     met.clear_all()
-    counts = [step(s) for s in (0.3, 0.7, 0.0, 1.0, 0.2, torch.tensor(0.4), torch.tensor(0.))]  # XLA has its ways with 0 and 1, and 0.2 is a number of the loss too
+    counts = [
+        step(s) for s in (0.3, 0.7, 0.0, 1.0, 0.2, torch.tensor(0.4), torch.tensor(0.0))
+    ]  # XLA has its ways with 0 and 1, and 0.2 is a number of the loss too
     assert counts == [1] * 7, counts
     counts = [step(s) for s in on_device]
     assert counts == [2, 2], counts  # a tensor of the device is another graph, and one is enough for it

@@ -1,4 +1,6 @@
-"Trains a toy on an XLA device and writes what happened as JSON; a process of its own, because torch_xla starts once. Called by test_training_xla.py."
+"""Trains a toy on an XLA device and writes what happened as JSON; a process of its own, because torch_xla starts
+once. Called by test_training_xla.py."""
+
 import json
 import sys
 import warnings
@@ -6,16 +8,18 @@ from pathlib import Path
 
 warnings.simplefilter('error', DeprecationWarning)
 import torch_xla.debug.metrics as met  # before anything computes on the CPU
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import encoders
-from test_trainer import config, open_stores
+from test_trainer import config
+
 from b2t_kaggle.data.batches import bucket_of, evaluation_batches
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
-from b2t_kaggle.training.trials import bucket_lengths
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import start
 from b2t_kaggle.pytorch.trainer import Trainer, train
+from b2t_kaggle.training.trials import bucket_lengths
 
 
 def compilations(): return met.metric_data('CompileTime')[0]
@@ -34,7 +38,12 @@ def steps(stores, cfg, n):
         out['losses'].append(taken)
     before, validations = compilations(), [t.validate() for _ in range(2)]
     few = bucket_lengths(t.store_val, cfg, True)
-    out['val_buckets'] = len({bucket_of(t.store_val.n_bins[i[i >= 0]].max(), few) for i in evaluation_batches(t.store_val.n_bins, cfg.data.eval_batch_size)})
+    out['val_buckets'] = len(
+        {
+            bucket_of(t.store_val.n_bins[i[i >= 0]].max(), few)
+            for i in evaluation_batches(t.store_val.n_bins, cfg.data.eval_batch_size)
+        }
+    )
     out['val_compiled'], out['val'] = compilations() - before, [[v['val_loss'], v['val_per']] for v in validations]
     out['fallbacks'] = [c for c in met.counter_names() if c.startswith('aten::')]
     out['norms'], out['losses'] = [t.grad_norm for t in out['losses']], [float(t.losses.mean()) for t in out['losses']]
@@ -54,7 +63,9 @@ if __name__ == '__main__':
         result = train(*stores, cfg, out, progress=False)
         result['compiled'] = compilations()
         logits = infer(out/'best.pt', stores[1], out/'val.arrow', accelerator='xla', progress=False)
-        again = infer(out/'best.pt', stores[0], out/'train.arrow', accelerator='xla', progress=False)  # as the stage does for test: torch_xla is set up already
+        again = infer(
+            out / 'best.pt', stores[0], out / 'train.arrow', accelerator='xla', progress=False
+        )  # as the stage does for test: torch_xla is set up already
         assert len(again) == len(stores[0])
         result['first_log_probs'] = logits[0][:3].tolist()
     (out/'result.json').write_text(json.dumps(result))
