@@ -46,6 +46,8 @@ def stamped(
 ) -> dict:
     "The notebook with the record of its execution, as metadata and as its last line."
     stamp = dict(executed=date.today().isoformat(), machine=machine, commit=commit, code=code_hash(notebook))
+    for c in notebook['cells']:
+        if c['metadata'].get('tags') == []: del c['metadata']['tags']   # papermill's
     cells = [c for c in notebook['cells'] if not ''.join(c['source']).startswith(LINE)]
     line = f'{LINE}{stamp["executed"]} on {machine}, commit {commit}.*'
     cells.append(dict(cell_type='markdown', id=f'c{len(cells):03}', metadata={}, source=[line]))
@@ -58,7 +60,7 @@ def execute(name: str):
     path = FOLDER/f'{name}.ipynb'
     describe = ['git', 'describe', '--always', '--dirty=+']   # a plus stands for changes that are not committed
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    machine = f'{cpu_name()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}'
+    machine = f'{cpu_name()}, {platform.system()}, Python {platform.python_version()}'
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)/path.name
         # Bars of progress are no results
