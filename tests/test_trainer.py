@@ -20,7 +20,7 @@ from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import SingleDevice
-from b2t_kaggle.pytorch.trainer import Trainer, train
+from b2t_kaggle.pytorch.trainer import Trainer, add_gradients, train
 from b2t_kaggle.training.budget import Budget
 from b2t_kaggle.training.history import read_history
 from b2t_kaggle.training.loop import StepResult, check_finite
@@ -377,7 +377,7 @@ def test_the_budget_goes_by_usual_steps_and_by_the_validation_that_was_timed(mon
     now = [0.0]
     monkeypatch.setattr(time, 'monotonic', lambda: now[0])
     def takes(seconds): now[0] += seconds
-    b = Budget(minutes=10, val_part=20)
+    b = Budget(minutes=10, val_batches=20)
     b.timed('step', takes, 100)                    # compilation: taken as usual, a validation would need 2000 s
     assert not b.is_spent()
     for s in (1, 1, 1, 1, 30): b.timed('step', takes, s)  # one step that compiles again is not usual either
@@ -493,7 +493,7 @@ def test_what_does_not_fit_says_what_to_change(stores, tmp_path, where, says):
 
 def test_a_validation_that_does_not_fit_names_its_own_setting(stores):
     t = Trainer(*stores, config(), SingleDevice(pick_torch('cpu')))
-    t.doing = 'validating'
+    t.current = 'validating'
     with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'):
         raise_if_oom(RuntimeError('XLA: RESOURCE_EXHAUSTED: out of HBM'), t.backend.device.name, t)
     raise_if_oom(RuntimeError('something else'), t.backend.device.name, t)   # is left alone
@@ -523,7 +523,7 @@ def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):
     step = lambda norm: StepResult(3, np.array([0, 1]), {}, lambda: (np.ones(2), norm))
     with pytest.raises(TrainingError, match='^the bad one$'):
         check_finite(step(math.nan), Rank(stores[0], ('the bad one', True)))
-    check_finite(step(1.), Rank(stores[0], (None, False)))
+    check_finite(step(1.), Rank(stores[0], None))
 
 
 def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_run(stores, tmp_path, monkeypatch):
@@ -536,11 +536,10 @@ def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_ru
     tenth = train(*stores, config(num_training_batches=25, batches_per_save=100), tmp_path/'tenth', progress=False)
     a, b = (read_history(tmp_path/d/'history.csv').drop(columns='seconds') for d in ('each', 'tenth'))
     assert a.equals(b) and whole['val_loss'] == tenth['val_loss']
-    backward = Trainer._backward
-    def spoilt(self, p, *args):
-        if self.step == 13: p.x[1, 3, 0] = math.inf
-        return backward(self, p, *args)
-    monkeypatch.setattr(Trainer, '_backward', spoilt)
+    def spoilt(t, p, *args):
+        if t.step == 13: p.x[1, 3, 0] = math.inf
+        return add_gradients(t, p, *args)
+    monkeypatch.setattr('b2t_kaggle.pytorch.trainer.add_gradients', spoilt)
     with pytest.raises(TrainingError, match='batch 13: the loss is'):
         train(*stores, config(batches_per_save=1000, batches_per_val_step=10), tmp_path / 'bad', progress=False)
     assert load_file(tmp_path/'bad'/'last.pt')['step'] == 10

@@ -27,7 +27,7 @@ def toy(tmp_path_factory):
 
 @pytest.mark.parametrize('name', names())
 def test_one_program_per_length_and_no_fallback(name, toy, tmp_path):
-    result = xla('encoder', toy, tmp_path, {'name': name})
+    result = xla('encoder', toy, tmp_path, {'name': name, 'data.batch_size': 4})
     assert compiled_once(result) and result['val_compiled'] == result['val_buckets'], result
     assert result['fallbacks'] == []
     assert result['losses'][-1] < result['losses'][0]
