@@ -44,7 +44,7 @@ class SimulateConfig(Section):
     seed: int = 0
     "Same seed, same bytes."
 
-# %% ../nbs/07_config.ipynb #c009
+# %% ../nbs/07_config.ipynb #c010
 class DataConfig(Section):
     dataset_dir: AbsolutePath | None = None
     "Folder with the `t15.YYYY.MM.DD` session folders; none means: simulate."
@@ -69,7 +69,7 @@ class DataConfig(Section):
     eval_batch_size: int = Field(64, ge=1)
     "Trials per batch in validation and inference."
 
-# %% ../nbs/07_config.ipynb #c011
+# %% ../nbs/07_config.ipynb #c013
 class AugmentConfig(Section):
     white_noise_std: float = Field(1.0, ge=0)
     "Independent Gaussian noise on every feature and bin."
@@ -96,7 +96,7 @@ class AugmentConfig(Section):
     time_mask_max: float = Field(0.05, ge=0, le=1)
     "Largest length of one time mask, as a part of the trial."
 
-# %% ../nbs/07_config.ipynb #c013
+# %% ../nbs/07_config.ipynb #c016
 class TrainConfig(Section):
     framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
     "Which implementation trains and infers."
@@ -158,7 +158,7 @@ class TrainConfig(Section):
     time_budget: float | None = Field(None, gt=0)
     "Minutes after which training stops, saves, and lets the pipeline go on."
 
-# %% ../nbs/07_config.ipynb #c014
+# %% ../nbs/07_config.ipynb #c018
 class InferConfig(Section):
     checkpoint: AbsolutePath | None = None
     ("A checkpoint to use instead of training: ours, or a folder of the official kit with `args.yaml` and "
@@ -228,7 +228,7 @@ class RescoreConfig(Section):
     ("n-gram log-probability per word below which the LLM is not asked, as in sentences of random words; none asks it "
      "always.")
 
-# %% ../nbs/07_config.ipynb #c016
+# %% ../nbs/07_config.ipynb #c021
 SCHEMA = 2 # Number of this layout of the groups; saved with every configuration
 
 _FIRST_MODEL_FIELDS = set('noise_units adversarial_strength adversarial_schedule n_units patch_size'.split())
@@ -248,7 +248,7 @@ def upgrade(
         values['model'] = {k: v for k, v in model.items() if k in known}
     return values
 
-# %% ../nbs/07_config.ipynb #c019
+# %% ../nbs/07_config.ipynb #c024
 class Config(Section):
     "Everything that a run depends on, apart from its input files."
     simulate: SimulateConfig = SimulateConfig()
@@ -282,11 +282,11 @@ class Config(Section):
         "All values as plain JSON types, with the number of the schema; `Config.model_validate` reads them back equal."
         return dict(schema=SCHEMA) | self.model_dump(mode='json')
 
-# %% ../nbs/07_config.ipynb #c023
+# %% ../nbs/07_config.ipynb #c028
 _SAME_MODEL = 'num_training_batches time_budget batches_per_save accelerator precision accumulate compile profile'
 MAY_CHANGE = {f'train.{k}' for k in _SAME_MODEL.split()} | {'data.dataset_dir', 'data.eval_batch_size'}
 
-# %% ../nbs/07_config.ipynb #c025
+# %% ../nbs/07_config.ipynb #c030
 def changed_values(
     cfg: Config,                  # A configuration
     without: set[str] = frozenset(), # Keys, `group.field`, that do not count
@@ -297,7 +297,7 @@ def changed_values(
     values |= {'model.name': cfg.model.name, 'schema': SCHEMA}
     return {k: v for k, v in values.items() if k not in without}
 
-# %% ../nbs/07_config.ipynb #c028
+# %% ../nbs/07_config.ipynb #c033
 def _model_fields() -> dict[str, dict[str, FieldInfo]]:
     "Fields of the encoders that can be imported here, by encoder."
     fields = {}
@@ -328,7 +328,7 @@ def config_keys() -> dict[str, str]:
     "Every settable key, `group.field`, and its description."
     return {key: description for key, (_, description) in config_fields().items()}
 
-# %% ../nbs/07_config.ipynb #c030
+# %% ../nbs/07_config.ipynb #c035
 def _resolve(key: str) -> str:
     "The full `group.field` of a key; a bare name must be unique."
     keys = list(config_keys())
@@ -340,7 +340,7 @@ def _resolve(key: str) -> str:
     hint = f'did you mean {" or ".join(near)}?' if near else '`b2t keys` lists them all'
     raise ConfigError(f'--set {key}: there is no such key; {hint}')
 
-# %% ../nbs/07_config.ipynb #c032
+# %% ../nbs/07_config.ipynb #c037
 def _suggest(sentence: str) -> str:
     "The sentence about a key that does not exist, with the nearest ones."
     key = sentence.split(':')[0]
@@ -360,7 +360,7 @@ def _parse(text: Any) -> Any:
     try: return float(text) if looks_like_float else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError): return text
 
-# %% ../nbs/07_config.ipynb #c034
+# %% ../nbs/07_config.ipynb #c039
 def _merge_model(
     old: EncoderConfig, # What was configured
     new: dict,          # Values that replace some of it
@@ -391,14 +391,14 @@ def with_overrides(
         groups.setdefault(group, {})[field] = _parse(value)
     return _merge(cfg, groups)
 
-# %% ../nbs/07_config.ipynb #c037
+# %% ../nbs/07_config.ipynb #c042
 def from_official(
     values: dict, # A parsed `rnn_args.yaml` or `args.yaml`
 ) -> Config:
     "The official configuration as ours; raises `ConfigError` for a key that the official kit does not have."
     return _validated(to_our_names(values))
 
-# %% ../nbs/07_config.ipynb #c040
+# %% ../nbs/07_config.ipynb #c045
 PRESETS = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
@@ -421,7 +421,7 @@ def preset(
         raise ConfigError(f'preset {name!r} does not exist; there are {", ".join(PRESETS)}')
     return _validated(PRESETS[name])
 
-# %% ../nbs/07_config.ipynb #c041
+# %% ../nbs/07_config.ipynb #c046
 def read_yaml(path: str | Path) -> dict:
     "A YAML mapping, with an error that names the file."
     try: values = yaml.safe_load(Path(path).read_text())
@@ -431,7 +431,7 @@ def read_yaml(path: str | Path) -> dict:
         raise ConfigError(f'{path}: expected a mapping of groups to fields, found {type(values).__name__}')
     return values
 
-# %% ../nbs/07_config.ipynb #c042
+# %% ../nbs/07_config.ipynb #c047
 def load_config(
     path: str | Path | None = None, # YAML file, ours or the official kit's; none means the preset alone
     base: str = 'official',         # Preset that a file in our format starts from

@@ -1,0 +1,130 @@
+"What every encoder of TensorFlow must do. The registry is the list: an encoder is tested by being there."
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from encoders import config, open_toy, write_toy
+
+from b2t_kaggle.convert import convert
+from b2t_kaggle.schema import ConfigError
+from b2t_kaggle.tensorflow.checkpoint import load_last, load_model
+from b2t_kaggle.tensorflow.feed import start
+from b2t_kaggle.tensorflow.inference import infer
+from b2t_kaggle.tensorflow.models import build_model, encoder_class, model_names
+from b2t_kaggle.tensorflow.trainer import Trainer, train
+from b2t_kaggle.training.checkpoints import CheckpointError
+
+NAMES = model_names()
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('toy')
+    write_toy(folder)
+    open_toy(folder)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def trained(data, tmp_path_factory):
+    "The folder and the result of a training that was never interrupted, by encoder."
+    runs = {}
+    def get(name):
+        if name not in runs:
+            out = tmp_path_factory.mktemp(name)
+            runs[name] = out, train(*open_toy(data), config(name, framework='tensorflow'), out, progress=False)
+        return runs[name]
+    return get
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_overfits_a_toy(name, trained):
+    assert trained(name)[1]['val_per'] == 0
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_padding_changes_nothing(name, trained):
+    "What lies beyond a trial's end is garbage here; its own frames are those of the trial alone."
+    model, cfg = load_model(trained(name)[0]/'best.weights.h5')
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 60, 16)).astype('float32')
+    garbage = x.copy()
+    garbage[1, 31:] = 1e4 * rng.standard_normal((29, 16))
+    n = cfg.model.n_frames(31)
+    clean, dirty = (model(batch, np.array([0, 1])).numpy() for batch in (x, garbage))
+    np.testing.assert_allclose(clean[1, :n], dirty[1, :n], rtol=1e-5, atol=1e-5)
+    assert clean.shape[1] == cfg.model.n_frames(60)
+    alone = model(x[1:, :31], np.array([1])).numpy()
+    np.testing.assert_allclose(clean[1, :n], alone[0, :n], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
+    "SIGKILL as soon as there is a checkpoint; the weights are those of a run that was never killed, bit for bit."
+    script = str(Path(__file__).parents[1]/'encoders.py')
+    command = [sys.executable, script, str(data), str(tmp_path), name, 'tensorflow']
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
+    p = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (tmp_path/'last.weights.h5').exists():
+        assert p.poll() is None, 'it ended by itself'
+        time.sleep(0.01)
+    p.send_signal(signal.SIGKILL)
+    p.wait()
+    assert 0 < load_last(tmp_path/'last.weights.h5')['run']['step'] < 200
+    result = train(*open_toy(data), config(name, framework='tensorflow'), tmp_path, progress=False)
+    assert result['step'] == 200
+    again, never = (load_model(folder/'best.weights.h5')[0].to_state() for folder in (tmp_path, trained(name)[0]))
+    for k, v in never.items(): np.testing.assert_array_equal(v, again[k], err_msg=k)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_saves_and_loads(name, data, trained, tmp_path):
+    "What is inferred from the file is what the model in memory says."
+    file = trained(name)[0]/'best.weights.h5'
+    model, cfg = load_model(file)
+    store, _ = open_toy(data)
+    logits = infer(file, store, tmp_path/'logits.arrow', 'cpu', 'float32', batch_size=3, progress=False)
+    x = np.array(store[3].features, dtype='float32')[None]
+    alone = tf.nn.log_softmax(model(x, np.array([int(store.day[3])]))).numpy()[0]
+    np.testing.assert_allclose(logits[3], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_official_form_or_refusal(name, trained, tmp_path):
+    "Through `b2t convert`, to the official kit's folder and back, bit for bit; or one sentence."
+    file = trained(name)[0]/'best.weights.h5'
+    model, cfg = load_model(file)
+    if not cfg.model.has_official_form:
+        with pytest.raises(CheckpointError, match=f'model.name is {name}, which the official kit does not have'):
+            convert(file, tmp_path/'official')
+        return
+    convert(file, tmp_path/'official')
+    convert(tmp_path/'official', tmp_path/'back.weights.h5')
+    back = load_model(tmp_path/'back.weights.h5')[0].to_state()
+    for k, v in model.to_state().items(): np.testing.assert_array_equal(v, back[k], err_msg=k)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_accumulated_gradients(name, data):
+    "A batch in two parts gives the losses and the gradient of the whole one."
+    results = []
+    for accumulate in (1, 2):
+        cfg = config(name, framework='tensorflow', accumulate=accumulate)
+        trainer = Trainer(*open_toy(data), cfg, start('cpu', 'float32'))
+        steps = list(trainer.steps(3))
+        results.append(([s.losses.mean() for s in steps], [s.grad_norm for s in steps]))
+    for one, parts in zip(*results): assert parts == pytest.approx(one, rel=2e-3)
+
+
+def test_a_model_that_tensorflow_lacks_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match='model.name = conv: TensorFlow has no such encoder, it has gru, triple_gru'):
+        encoder_class('conv')
+    assert {'gru', 'triple_gru'} <= set(NAMES) and build_model(config('gru').model, 2).cfg.name == 'gru'
