@@ -61,7 +61,8 @@ def checkout(tmp_path_factory):
 
 
 def run(root, *command):
-    env = os.environ | {'PYTHONPATH': str(root)}
+    # nbdev does nothing where a notebook that is tested has left IN_TEST
+    env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'} | {'PYTHONPATH': str(root)}
     done = subprocess.run(list(map(str, command)), cwd=root, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     return done
