@@ -8,7 +8,6 @@ __all__ = ['TRAINING', 'CURVES', 'SIMULATION', 'PINNED', 'find_one', 'attached_r
 
 # %% ../nbs/17_kaggle.ipynb #c003
 import importlib
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+
+from .files import atomic_path
 
 # %% ../nbs/17_kaggle.ipynb #c006
 def find_one(
@@ -37,13 +38,6 @@ def attached_recordings(
     return find_one((file.parents[1] for file in files), 'the recordings')
 
 # %% ../nbs/17_kaggle.ipynb #c009
-def _copy_whole(source: Path, target: Path) -> None:
-    "Copy a file whole or not at all; its folder is made."
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f'.tmp.{target.name}')
-    shutil.copyfile(source, partial)
-    os.replace(partial, target)
-
 def restore_checkpoint(
     input_dir: str | Path, # Where Kaggle puts what is attached
     work_dir: str | Path,  # What is kept of the session
@@ -61,7 +55,7 @@ def restore_checkpoint(
     attached = earlier/'train'/checkpoint
     files = [file for folder in ('cache', 'train') for file in sorted((earlier/folder).rglob('*')) if file.is_file()]
     for file in [*(file for file in files if file != attached), attached]:
-        _copy_whole(file, Path(work_dir)/file.relative_to(earlier))
+        with atomic_path(Path(work_dir)/file.relative_to(earlier)) as partial: shutil.copyfile(file, partial)
     return attached
 
 # %% ../nbs/17_kaggle.ipynb #c013

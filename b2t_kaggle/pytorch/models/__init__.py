@@ -6,30 +6,21 @@
 __all__ = ['model_names', 'encoder_class', 'build_model']
 
 # %% ../../../nbs/pytorch/models/00_registry.ipynb #c003
-import importlib
-import pkgutil
-
-from ...encoders.encoder import EncoderConfig
+from ...encoders.encoder import EncoderConfig, encoders_in, find_encoder
 from .encoder import Encoder
-from ...schema import ConfigError
 
 # %% ../../../nbs/pytorch/models/00_registry.ipynb #c005
+_ROOM = 'b2t_kaggle.pytorch.models'
+
 def model_names() -> list[str]:
     "Encoders that PyTorch has."
-    import b2t_kaggle.pytorch.models as room
-    return sorted(m.name for m in pkgutil.iter_modules(room.__path__) if m.name != 'encoder')
+    return encoders_in(_ROOM)
 
 def encoder_class(
     name: str, # Of an encoder
 ) -> type[Encoder]:
     "The class of an encoder. Raises `ConfigError` for one that PyTorch does not have."
-    if name not in model_names():
-        raise ConfigError(f'model.name = {name}: PyTorch has no such encoder, it has {", ".join(model_names())}')
-    module = importlib.import_module(f'b2t_kaggle.pytorch.models.{name}')
-    for c in vars(module).values():
-        is_encoder = isinstance(c, type) and issubclass(c, Encoder) and 'Config' in vars(c)
-        if is_encoder and c.__module__ == module.__name__: return c
-    raise ConfigError(f'{module.__name__}: expected a class that derives from Encoder and has a Config')
+    return find_encoder(_ROOM, 'PyTorch', Encoder, name)
 
 def build_model(
     cfg: EncoderConfig, # The run's `model` group
