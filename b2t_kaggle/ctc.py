@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['n_frames', 'round_length', 'frames_needed', 'collapse', 'greedy', 'check_log_probs', 'phoneme_beam', 'align']
 
-# %% ../nbs/03_ctc.ipynb #c003
+# %% ../nbs/03_ctc.ipynb #c84c7582
 import heapq
 import math
 
 import numpy as np
-from numba import njit
 
 from .phonemes import BLANK
 
@@ -59,31 +58,26 @@ def greedy(
     "The best path through the frames, as labels."
     return collapse(np.asarray(log_probs).argmax(-1))
 
-# %% ../nbs/03_ctc.ipynb #c020
+# %% ../nbs/03_ctc.ipynb #1150df5f
 _FLOOR = -1e4     # Log-probability that stands for all lower ones
 _TOLERANCE = 0.02 # A row's log-sum may be off by this: half precision
 
 _FINE, _NOT_A_NUMBER, _ALL_ZERO, _WRONG_SUM = range(4) # What may be wrong with a frame
 
-@njit(cache=True, nogil=True)
-def _raise_to_floor(x):
-    "Raise the lowest log-probabilities [T', K] to the floor in place; returns what is wrong, in which frame and class."
-    for t in range(len(x)):
-        top = -math.inf
-        for k in range(x.shape[1]):
-            if math.isnan(x[t, k]) or x[t, k] == math.inf: return _NOT_A_NUMBER, t, k
-            top = max(top, x[t, k])
-        if top == -math.inf: return _ALL_ZERO, t, 0
-        total = 0.0
-        for k in range(x.shape[1]):
-            total += math.exp(x[t, k] - top)
-            x[t, k] = max(x[t, k], _FLOOR)
-        if abs(top + math.log(total)) > _TOLERANCE: return _WRONG_SUM, t, 0
-    return _FINE, 0, 0
+def _first_fault(x: np.ndarray) -> tuple[int, int]:
+    "The first frame of [T', K] in which something is wrong, and what; `_FINE` if there is none."
+    top = x.max(axis=1) # NaN where there is one
+    with np.errstate(invalid='ignore'): sums = top + np.log(np.exp(x - top[:, None]).sum(axis=1))
+    faults = np.where(np.abs(sums) > _TOLERANCE, _WRONG_SUM, _FINE)
+    faults[top == -np.inf] = _ALL_ZERO
+    faults[np.isnan(top) | (top == np.inf)] = _NOT_A_NUMBER
+    wrong = np.flatnonzero(faults)
+    return (int(wrong[0]), int(faults[wrong[0]])) if len(wrong) else (0, _FINE)
 
-def _describe(fault: int, frame: np.ndarray, k: int) -> str:
+def _describe(fault: int, frame: np.ndarray) -> str:
     "What was found in a frame, what was expected, and what to do."
     if fault == _NOT_A_NUMBER:
+        k = int((np.isnan(frame) | (frame == np.inf)).argmax())
         return f', class {k}: found {frame[k]}, expected log-probabilities; look for overflow in the model'
     if fault == _ALL_ZERO:
         return ': found -inf for every class, expected probabilities that sum to 1; look for overflow in the model'
@@ -99,9 +93,9 @@ def check_log_probs(
     if x.ndim != 2 or x.shape[1] < 2 or (n_classes and x.shape[1] != n_classes):
         raise ValueError(f"log_probs: found shape {x.shape}, expected [T', {n_classes or 'K'}], "
                          'one row of log-probabilities per frame')
-    fault, t, k = _raise_to_floor(x)
-    if fault: raise ValueError(f'log_probs, frame {t}{_describe(fault, x[t], k)}')
-    return x
+    t, fault = _first_fault(x)
+    if fault: raise ValueError(f'log_probs, frame {t}{_describe(fault, x[t])}')
+    return np.maximum(x, _FLOOR, out=x)
 
 # %% ../nbs/03_ctc.ipynb #c023
 _Prefixes = dict[tuple[int, ...], tuple[float, float]]

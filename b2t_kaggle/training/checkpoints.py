@@ -6,18 +6,20 @@
 __all__ = ['BEST', 'LAST', 'CheckpointError', 'find_checkpoint', 'framework_of', 'checkpoint_files', 'stored_config',
            'check_features', 'provenance']
 
-# %% ../../nbs/training/03_checkpoints.ipynb #c003
+# %% ../../nbs/training/03_checkpoints.ipynb #22a07bab
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from ..config import Config
-from ..data.store import TrialStore
 from ..devices.machine import Device
 from ..files import sha256
 from ..schema import ConfigError, describe_errors
 from .recipe import TrainingError
+
+if TYPE_CHECKING: from b2t_kaggle.data.store import TrialStore # Brings pandas, for which `b2t` need not wait
 
 # %% ../../nbs/training/03_checkpoints.ipynb #c006
 class CheckpointError(ValueError):
@@ -75,9 +77,9 @@ def stored_config(
         raise CheckpointError(f'{path}: its configuration lists no sessions, so its day layers cannot be told apart')
     return cfg
 
-# %% ../../nbs/training/03_checkpoints.ipynb #c012
+# %% ../../nbs/training/03_checkpoints.ipynb #83e8dad5
 def check_features(
-    store: TrialStore,      # Trials to run a model on
+    store: 'TrialStore',    # Trials to run a model on
     cfg: Config,            # The model's configuration
     checkpoint: str | Path, # Where it came from, for the error
 ) -> None:
@@ -87,10 +89,10 @@ def check_features(
                         f'{cfg.model.neural_dim}; pack with its data.feature_subset')
 
 def provenance(
-    checkpoint: Path,  # The file with the weights
-    store: TrialStore, # Trials that it was run on
-    cfg: Config,       # The model's configuration
-    device: Device,    # Where it ran
+    checkpoint: Path,    # The file with the weights
+    store: 'TrialStore', # Trials that it was run on
+    cfg: Config,         # The model's configuration
+    device: Device,      # Where it ran
 ) -> dict:
     "Where log-probabilities come from, as a `LogitStore` keeps it."
     file = dict(checkpoint=str(checkpoint), checkpoint_sha256=sha256(checkpoint))
