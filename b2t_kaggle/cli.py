@@ -126,7 +126,7 @@ def open_run(
     cfg = load_config(config_, base=base, overrides=overrides) if is_new else None
     return Run(Path(out)/name, work, overrides, cfg)
 
-# %% ../nbs/16_cli.ipynb #c013
+# %% ../nbs/16_cli.ipynb #c014
 def _warn_about_schedule(cfg: Config) -> None:
     "Print a warning where the learning rate falls over more batches than are trained."
     n = cfg.train.num_training_batches
@@ -149,7 +149,7 @@ def run_until(
     if stage in (None, 'report'):
         click.echo(f'Submission: {run.dir/"submission.csv"}\nReport:     {run.dir/"report.html"}')
 
-# %% ../nbs/16_cli.ipynb #c015
+# %% ../nbs/16_cli.ipynb #c017
 class _Group(click.Group):
     "Turns what the kit itself raises into one line and exit status 1; anything else is a bug and shows its traceback."
     def invoke(self, ctx):
@@ -180,7 +180,7 @@ def run(force, **options):
     "All stages, from sessions to submission.csv and a report; what is done is skipped, what was interrupted continues."
     run_until(None, force, **options)
 
-# %% ../nbs/16_cli.ipynb #c016
+# %% ../nbs/16_cli.ipynb #c022
 def _add_stage(name: str, options: tuple = ()):
     "A verb for a stage, with what it takes beyond the shared options."
     def verb(force, **values): run_until(name, force, **values)
@@ -192,7 +192,7 @@ for _name in ('pack', 'decode', 'rescore', 'submit', 'report'): _add_stage(_name
 _add_stage('train', _TRAINING)
 _add_stage('infer', _INFERRING)
 
-# %% ../nbs/16_cli.ipynb #c018
+# %% ../nbs/16_cli.ipynb #c025
 @main.command()
 @click.argument('folder', required=False, type=click.Path(file_okay=False))
 @shared_options
@@ -216,7 +216,7 @@ def check(folder, force, **options):
     click.echo(problems.to_string(index=False))
     sys.exit(1)
 
-# %% ../nbs/16_cli.ipynb #c019
+# %% ../nbs/16_cli.ipynb #c028
 @main.group(invoke_without_command=True)
 @click.pass_context
 @shared_options
@@ -226,7 +226,7 @@ def lm(ctx, force, **options):
 
 for _tool in tools: lm.add_command(_tool)
 
-# %% ../nbs/16_cli.ipynb #c021
+# %% ../nbs/16_cli.ipynb #c031
 def _weights(run: Run):
     "Weights of the mixture with an LLM: those that the stage rescore found, if it is done, else the configured ones."
     from b2t_kaggle.rescoring.mixture import configured_weights, read_weights
@@ -247,7 +247,7 @@ def _llm(run: Run, decoder):
     model, tokenizer = load_lm(c.model, dtype=c.dtype, eight_bit=c.eight_bit, adapter=c.adapter)
     return LLMRescorer(llm_scorer(model, tokenizer, end=c.end), decoder, weights, n_augment=c.swaps)
 
-# %% ../nbs/16_cli.ipynb #c022
+# %% ../nbs/16_cli.ipynb #c033
 _CONNECTION = (
     click.option('--host', default='127.0.0.1', show_default=True, help='Where Redis is.'),
     click.option('--port', default=6379, show_default=True, help='Its port.'),
@@ -293,7 +293,7 @@ def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cer
         serve(decoder, host, port, rescorer=_llm(run, decoder), **connection)
     except KeyboardInterrupt: click.echo('Stopped.')
 
-# %% ../nbs/16_cli.ipynb #c023
+# %% ../nbs/16_cli.ipynb #c036
 @main.command()
 @click.argument('stores', nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option('-o', '--output', required=True, type=click.Path(dir_okay=False), help='The LogitStore to write.')
@@ -330,7 +330,7 @@ def keys(part):
     for key, (default, meaning) in config_fields().items():
         if part is None or part in key: click.echo(f'{click.style(key, bold=True)} = {default}\n    {meaning}')
 
-# %% ../nbs/16_cli.ipynb #c025
+# %% ../nbs/16_cli.ipynb #c040
 @main.command()
 @click.option('--output', default='_docs', show_default=True, type=_FOLDER, help='Folder of the site.')
 @click.option('--serve', is_flag=True, help='Serve it on this machine and rebuild on changes.')
@@ -346,5 +346,5 @@ def docs(output, serve):
     args = ['serve'] if serve else ['build', '--site-dir', str(Path(output).absolute())]
     sys.exit(subprocess.run([sys.executable, '-m', 'mkdocs', *args], cwd=root).returncode)
 
-# %% ../nbs/16_cli.ipynb #c026
+# %% ../nbs/16_cli.ipynb #c041
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook, too, is __main__, but it has no file

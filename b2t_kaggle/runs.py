@@ -144,7 +144,22 @@ def _free(path: Path) -> Path:
     candidates = (path.with_name(path.name + (f'.{i}' if i else '')) for i in itertools.count())
     return next(p for p in candidates if not p.exists())
 
-# %% ../nbs/13_runs.ipynb #c013
+def _output_marks(name: str, outputs: Iterable[Path], home: Path) -> dict[str, list[int]]:
+    "Path in `home`, size and time of each output of a stage. Raises `PipelineError` for one that lies elsewhere."
+    marks = {os.path.relpath(p, home): [Path(p).stat().st_size, Path(p).stat().st_mtime_ns] for p in outputs}
+    if foreign := [p for p in marks if p.startswith('..')]:
+        raise PipelineError(f'stage {name}: {foreign[0]} is not in {home}; a stage stamps only what it wrote there')
+    return marks
+
+def _changed_output(marks: dict[str, list[int]], home: Path) -> str:
+    "What happened to the first output that is not as it was; empty where all are."
+    for name, (size, mtime) in marks.items():
+        path = home/name
+        if not path.exists(): return f'{path.name} is missing'
+        if (size, mtime) != (path.stat().st_size, path.stat().st_mtime_ns): return f'{path.name} was changed'
+    return ''
+
+# %% ../nbs/13_runs.ipynb #c015
 class StageRun:
     "One stage of a run: its stamp, and what a stage notebook calls at its start and end."
     def __init__(self,
@@ -176,10 +191,7 @@ class StageRun:
         if stamp['key'] != self.run.key(self.name): return 'inputs or parameters changed'
         if 'outputs' not in stamp: return 'was interrupted'
         if stamp['needs'] != {n.name: n.id for n in self.needs}: return 'an earlier stage was done again'
-        for name, (size, mtime) in stamp['outputs'].items():
-            path = self.home/name
-            if not path.exists(): return f'{path.name} is missing'
-            if (size, mtime) != (path.stat().st_size, path.stat().st_mtime_ns): return f'{path.name} was changed'
+        if changed := _changed_output(stamp['outputs'], self.home): return changed
         return 'done' if stamp['finished'] else 'stopped early'
 
     def begin(self) -> 'StageRun':
@@ -228,18 +240,15 @@ class StageRun:
         finished: bool = True,       # False when it stopped early, so that the next run continues it
     ) -> None:
         "Stamp the stage."
-        sizes = {os.path.relpath(p, self.home): [Path(p).stat().st_size, Path(p).stat().st_mtime_ns] for p in outputs}
-        if foreign := [p for p in sizes if p.startswith('..')]:
-            raise PipelineError(f'stage {self.name}: {foreign[0]} is not in {self.home}; a stage stamps only what it '
-                                'wrote there')
+        marks = _output_marks(self.name, outputs, self.home)
         seconds = round(time.time() - self.started, 1)
         needs = {n.name: n.id for n in self.needs}
         stamp = dict(key=self.key, fingerprint=self.run.fingerprint(self.name), finished=finished, seconds=seconds,
-                     outputs=sizes, needs=needs, metrics=metrics or {})
+                     outputs=marks, needs=needs, metrics=metrics or {})
         write_json(stamp, self.stamp_path)
         self._running.release()
 
-# %% ../nbs/13_runs.ipynb #c014
+# %% ../nbs/13_runs.ipynb #c018
 def begin_stage(
     name: str,                # Stage
     run_dir: str | Path,      # The run's folder
@@ -249,7 +258,7 @@ def begin_stage(
     "What a stage notebook starts with, whoever executes it."
     return StageRun(Run(run_dir, work_dir, overrides), name).begin()
 
-# %% ../nbs/13_runs.ipynb #c017
+# %% ../nbs/13_runs.ipynb #c021
 def open_decoder(
     run: Run,  # Its `lm` stage must be done
     **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration

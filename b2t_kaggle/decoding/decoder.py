@@ -97,7 +97,27 @@ def _spelled_name(spelling: tuple[int, ...]) -> str:
     "A spelled word in a text."
     return '-'.join(PHONEMES[s] for s in spelling).lower()
 
+def _spelling_costs(
+    words: np.ndarray,  # Word ids from `_join_spellings`
+    starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]]
+    n_words: int,       # Of the lexicon
+    spelled: list[tuple[int, ...]], # The spellings
+    penalty: float,     # For each phoneme
+) -> np.ndarray:        # [n]
+    "The penalty of each text's spelled words."
+    costs = np.append(np.zeros(n_words), penalty*np.array([len(s) for s in spelled]))
+    return np.array([costs[words[a:b]].sum() for a, b in itertools.pairwise(starts)])
+
 # %% ../../nbs/decoding/05_decoder.ipynb #c018
+def _decode_trial(decode: Callable, trials: Sequence[np.ndarray], i: int) -> list[Hypothesis]:
+    "Decode one of the trials; an error names it."
+    try: return decode(trials[i])
+    except ValueError as e: raise ValueError(f'trial {i}: {e}') from None
+
+def _with_progress(results: Iterable, n: int, show: bool) -> list:
+    "All results, behind a progress bar."
+    return list(tqdm(results, total=n, desc='decode', unit=' trials', disable=not show))
+
 _decode_inherited = None # In a forked process: decodes one of the trials
 
 def _inherit(decode_trial: Callable) -> None:
@@ -136,8 +156,89 @@ def _check_parameters(p: dict) -> None:
         raise ValueError(f"word_score is {p['word_score']}; expected a finite number")
     if p['merge'] not in ('max', 'sum'): raise ValueError(f"merge is {p['merge']!r}; expected 'max' or 'sum'")
 
-# %% ../../nbs/decoding/05_decoder.ipynb #c022
-class LexiconBeamDecoder:
+# %% ../../nbs/decoding/05_decoder.ipynb #c024
+_UNIFORM = np.full((3, len(PHONEMES)), -math.log(len(PHONEMES))) # Frames of which nothing is known
+
+class _SentenceScorer:
+    "A lexicon, an n-gram and their weights: scores sentences by definition, whoever found them."
+    def __init__(self,
+        words: list[str],         # Words [W]
+        spellings: list[list[tuple[int, ...]]], # Of each word, from `spellings_of` [W]
+        lm: NGram | Automaton,    # n-gram model of the words
+        lm_weight: float,         # This and the rest as in `LexiconBeamDecoder`
+        word_score: float,
+        acoustic_scale: float,
+        blank_penalty: float,
+        nbest: int,
+        merge: Literal['max', 'sum'],
+        blank_skip: float,
+        oov_penalty: float | None,
+    ):
+        self.lm = lm
+        self.lm_weight = float(lm_weight)
+        self.word_score = float(word_score)
+        self.acoustic_scale = acoustic_scale
+        self.blank_penalty = blank_penalty
+        self.nbest = nbest
+        self.merge = merge
+        self.blank_skip = blank_skip
+        self.oov_penalty = oov_penalty
+        self.words = words
+        if lm_weight: check_words(lm, self.words)
+        if isinstance(lm, NGram) and is_arpa(lm.path): lm = Automaton.load(lm.path)
+        self._automaton = AutomatonScorer(lm, self.words) if isinstance(lm, Automaton) else None
+        self._prons = pronunciations(spellings)
+        self._word_id = {w: i for i, w in enumerate(self.words)}
+
+    def prepare(self,
+        log_probs: np.ndarray, # Log-probabilities [t, 41]
+    ) -> Frames:
+        "Frames as this decoder searches and scores them."
+        return prepare_frames(log_probs, self.acoustic_scale, self.blank_penalty, self.blank_skip)
+
+    def rank(self,
+        log_probs: np.ndarray, # Of all frames, from `prepare` [T', 41]
+        words: np.ndarray,     # Word ids of texts, one after the other, from `Search.texts`
+        starts: np.ndarray,    # Text i is words[starts[i]:starts[i + 1]]
+    ) -> list[Hypothesis]:     # Up to `nbest`
+        "Sentences, scored by definition, the best ones first."
+        spelled = []
+        if self.oov_penalty is not None: words, starts, spelled = _join_spellings(words, starts, len(self.words))
+        prons = _with_spellings(self._prons, spelled) if spelled else self._prons
+        names = self.words + [_spelled_name(s) for s in spelled] if spelled else self.words
+        texts = [' '.join([names[w] for w in words[a:b].tolist()]) for a, b in itertools.pairwise(starts.tolist())]
+        acoustic = acoustic_scores(log_probs, words, starts, prons, self.merge == 'sum')
+        ngram = self._ngram(words, starts, texts)
+        if spelled: ngram = ngram - _spelling_costs(words, starts, len(self.words), spelled, self.oov_penalty)
+        n_words = np.diff(starts)
+        total = self.acoustic_scale*acoustic + self.lm_weight*ngram + self.word_score*n_words
+        best = {} # Text -> its number; a spelled word may look like one of the lexicon
+        for i in np.argsort(-total, kind='stable').tolist(): best.setdefault(texts[i], i)
+        order = list(best.values())[:self.nbest]
+        columns = (x[order].tolist() for x in (acoustic, ngram, n_words, total))
+        hyps = map(Hypothesis, (texts[i] for i in order), *columns)
+        return [h for h in hyps if h.total > -math.inf]
+
+    def word_frames(self,
+        log_probs: np.ndarray,  # Log-probabilities of the trial [T', 41]
+        hypothesis: Hypothesis, # One of its hypotheses
+    ) -> np.ndarray:            # First and last frame of each word's phonemes [n_words, 2]
+        "When each word was spoken, on the best path; raises `ValueError` for unknown words and for too few frames."
+        text = hypothesis.text.split()
+        unknown = [w for w in text if w not in self._word_id]
+        if unknown: raise ValueError(f'{unknown[0]!r} is not in the lexicon of this decoder')
+        x = self.prepare(log_probs).log_probs
+        spans = word_spans(x, np.array([self._word_id[w] for w in text], np.int64), self._prons)
+        if spans is None: raise ValueError(f'{len(x)} frames are too few for {hypothesis.text!r}')
+        return spans
+
+    def _ngram(self, words: np.ndarray, starts: np.ndarray, texts: list[str]) -> np.ndarray:
+        "Natural-log n-gram probability of each text with its end."
+        if not self._automaton: return np.array([self.lm.score(text) for text in texts])
+        return LN10*_ngram_scores(words, starts, self._automaton.view, self._automaton.begin)
+
+# %% ../../nbs/decoding/05_decoder.ipynb #c028
+class LexiconBeamDecoder(_SentenceScorer):
     """Lexicon + n-gram CTC beam search: keeps the `beam` best (trie node, n-gram state) pairs per frame, and scores the
     sentences that it found by definition.
 
@@ -166,27 +267,15 @@ class LexiconBeamDecoder:
         top_k: int | None = None,     # Classes of a frame to move to (`beam_size_token`); none: all
     ):
         _check_parameters(locals())
-        self.lm = lm
+        words, spellings = spellings_of(lexicon)
+        super().__init__(words, spellings, lm, lm_weight, word_score, acoustic_scale, blank_penalty, nbest, merge,
+                         blank_skip, oov_penalty)
         self.beam = beam
-        self.lm_weight = float(lm_weight)
-        self.word_score = float(word_score)
-        self.acoustic_scale = acoustic_scale
-        self.blank_penalty = blank_penalty
-        self.nbest = nbest
-        self.merge = merge
         self.threshold = threshold
-        self.blank_skip = blank_skip
-        self.oov_penalty = oov_penalty
         self.top_k = top_k
-        self.words, spellings = spellings_of(lexicon)
-        if lm_weight: check_words(lm, self.words)
-        if isinstance(lm, NGram) and is_arpa(lm.path): lm = Automaton.load(lm.path)
-        self._automaton = AutomatonScorer(lm, self.words) if isinstance(lm, Automaton) else None
         unigrams = self._new_scorer().unigrams()
         trie = build_trie(spellings, unigrams[:-1])
         self.trie = trie if oov_penalty is None else with_spelling(trie, unigrams[-1])
-        self._prons = pronunciations(spellings)
-        self._word_id = {w: i for i, w in enumerate(self.words)}
         self._idle = [] # Searches that nobody uses: several threads may decode
 
     def decode(self,
@@ -211,31 +300,12 @@ class LexiconBeamDecoder:
         "Decode trials in parallel; an error names the trial. Asking KenLM needs one core where systems cannot fork."
         n = len(log_probs)
         n_jobs = min(n_jobs or n_cores(), n)
-        decode_trial = partial(self._decode_trial, log_probs)
+        decode_trial = partial(_decode_trial, self.decode, log_probs)
         collect = partial(_with_progress, n=n, show=progress)
         forks = not self._automaton
         if n_jobs <= 1 or (forks and 'fork' not in get_all_start_methods()): return collect(map(decode_trial, range(n)))
-        if forks: self._compile() # Then no process needs to
+        if forks: self.decode(_UNIFORM) # Compiles what is compiled; then no process needs to
         return (_in_forks if forks else _in_threads)(decode_trial, n, n_jobs, collect)
-
-    def word_frames(self,
-        log_probs: np.ndarray,  # Log-probabilities of the trial [T', 41]
-        hypothesis: Hypothesis, # One of its hypotheses
-    ) -> np.ndarray:            # First and last frame of each word's phonemes [n_words, 2]
-        "When each word was spoken, on the best path; raises `ValueError` for unknown words and for too few frames."
-        text = hypothesis.text.split()
-        unknown = [w for w in text if w not in self._word_id]
-        if unknown: raise ValueError(f'{unknown[0]!r} is not in the lexicon of this decoder')
-        x = self.prepare(log_probs).log_probs
-        spans = word_spans(x, np.array([self._word_id[w] for w in text], np.int64), self._prons)
-        if spans is None: raise ValueError(f'{len(x)} frames are too few for {hypothesis.text!r}')
-        return spans
-
-    def prepare(self,
-        log_probs: np.ndarray, # Log-probabilities [t, 41]
-    ) -> Frames:
-        "Frames as this decoder searches and scores them."
-        return prepare_frames(log_probs, self.acoustic_scale, self.blank_penalty, self.blank_skip)
 
     def take_search(self) -> Search:
         "A search that nobody uses, at the beginning of a trial; `return_search` gives it back."
@@ -251,51 +321,6 @@ class LexiconBeamDecoder:
         "Another trial may use the search."
         self._idle.append(search)
 
-    def rank(self,
-        log_probs: np.ndarray, # Of all frames, from `prepare` [T', 41]
-        words: np.ndarray,     # Word ids of texts, one after the other, from `Search.texts`
-        starts: np.ndarray,    # Text i is words[starts[i]:starts[i + 1]]
-    ) -> list[Hypothesis]:     # Up to `nbest`
-        "Sentences, scored by definition, the best ones first."
-        spelled = []
-        if self.oov_penalty is not None: words, starts, spelled = _join_spellings(words, starts, len(self.words))
-        prons = _with_spellings(self._prons, spelled) if spelled else self._prons
-        names = self.words + [_spelled_name(s) for s in spelled] if spelled else self.words
-        texts = [' '.join([names[w] for w in words[a:b].tolist()]) for a, b in itertools.pairwise(starts.tolist())]
-        acoustic = acoustic_scores(log_probs, words, starts, prons, self.merge == 'sum')
-        ngram = self._ngram(words, starts, texts) - self._spelling_costs(words, starts, spelled)
-        n_words = np.diff(starts)
-        total = self.acoustic_scale*acoustic + self.lm_weight*ngram + self.word_score*n_words
-        best = {} # Text -> its number; a spelled word may look like one of the lexicon
-        for i in np.argsort(-total, kind='stable').tolist(): best.setdefault(texts[i], i)
-        order = list(best.values())[:self.nbest]
-        columns = (x[order].tolist() for x in (acoustic, ngram, n_words, total))
-        hyps = map(Hypothesis, (texts[i] for i in order), *columns)
-        return [h for h in hyps if h.total > -math.inf]
-
     def _new_scorer(self) -> AutomatonScorer | KenLMScorer:
         "The automaton, or a table of KenLM's answers that a search has for itself."
         return self._automaton or KenLMScorer(self.lm, self.words)
-
-    def _ngram(self, words: np.ndarray, starts: np.ndarray, texts: list[str]) -> np.ndarray:
-        "Natural-log n-gram probability of each text with its end."
-        if not self._automaton: return np.array([self.lm.score(text) for text in texts])
-        return LN10*_ngram_scores(words, starts, self._automaton.view, self._automaton.begin)
-
-    def _spelling_costs(self, words: np.ndarray, starts: np.ndarray, spelled: list[tuple]) -> np.ndarray | float:
-        "The penalty of each text's spelled words."
-        if not spelled: return 0.
-        costs = np.append(np.zeros(len(self.words)), self.oov_penalty*np.array([len(s) for s in spelled]))
-        return np.array([costs[words[a:b]].sum() for a, b in itertools.pairwise(starts)])
-
-    def _decode_trial(self, trials: Sequence[np.ndarray], i: int) -> list[Hypothesis]:
-        try: return self.decode(trials[i])
-        except ValueError as e: raise ValueError(f'trial {i}: {e}') from None
-
-    def _compile(self) -> None:
-        "Compile what is compiled."
-        self.decode(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES))))
-
-def _with_progress(results: Iterable, n: int, show: bool) -> list:
-    "All results, behind a progress bar."
-    return list(tqdm(results, total=n, desc='decode', unit=' trials', disable=not show))

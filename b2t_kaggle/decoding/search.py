@@ -166,6 +166,24 @@ def _get(table, stamp, state, node):
     return table.hyp[i] if table.stamp[i] == stamp else np.int32(-1)
 
 # %% ../../nbs/decoding/02_search.ipynb #c027
+def _begin(state: State, ngram_state: int) -> None:
+    "The beginning of a trial."
+    first_hyp = Hyps(node=0, state=ngram_state, label=-np.inf, blank=0, label_history=0, blank_history=0, score=0)
+    for array, value in zip(state.hyps, first_hyp): array[0] = value
+    first_entry = Arena(prev=-1, word=-1, alt=-1, score_gap=0, text=0, lattice=0)
+    for array, value in zip(state.arena, first_entry): array[0] = value
+    state.counters['n_hyps'] = 1
+    state.counters['n_entries'] = 1
+    state.counters['n_asked'] = 0
+
+def _extended(arena: Arena, size: int) -> Arena:
+    "An arena with room for so many entries; where it must grow it at least doubles, so that this is rarely needed."
+    missing = size - len(arena.prev)
+    if missing <= 0: return arena
+    def longer(array): return np.concatenate([array, np.zeros(max(len(array), missing), array.dtype)])
+    return Arena(*map(longer, arena))
+
+# %% ../../nbs/decoding/02_search.ipynb #c030
 class Model(NamedTuple):
     "What compiled code searches with."
     trie: Trie
@@ -180,7 +198,7 @@ class Options(NamedTuple):
     oov_penalty: np.float32 # For each phoneme of a spelled word; infinity: none is spelled
     top_k: int              # Classes of a frame that hypotheses may move to; 0: all
 
-# %% ../../nbs/decoding/02_search.ipynb #c029
+# %% ../../nbs/decoding/02_search.ipynb #c032
 @_jit
 def _better_path(hyps, i, arena, count):
     "The better of a hypothesis' two scores and its history."
@@ -243,7 +261,7 @@ def _from_parents(frame, active, nodes, hyps, candidates, scratch, table, arena,
         top = max(top, _join_label(candidates, i, arena, count, score + frame[node.symbol], history, ahead))
     return top
 
-# %% ../../nbs/decoding/02_search.ipynb #c034
+# %% ../../nbs/decoding/02_search.ipynb #c037
 @_jit
 def _lacks_room(count, arena_size, n, more):
     "Whether `more` arrivals after n candidates might not fit, or their entries of the arena, two for each."
@@ -273,7 +291,7 @@ def _ask(asked, count, ngram_state, word):
     asked[count.n_asked] = (np.int64(ngram_state) << 32) | np.int64(word)
     count.n_asked += 1
 
-# %% ../../nbs/decoding/02_search.ipynb #c035
+# %% ../../nbs/decoding/02_search.ipynb #c038
 @_jit
 def _end_words(frame, trie, ngram, hyps, candidates, scratch, table, arena, count, options, bound):
     "Complete words with SIL, back to the root; returns the number of candidates. Sets `overflow` if room is lacking."
@@ -297,7 +315,7 @@ def _end_words(frame, trie, ngram, hyps, candidates, scratch, table, arena, coun
             n = _arrive(candidates, table, arena, count, n, ngram_state, 0, score, ahead, history)
     return n
 
-# %% ../../nbs/decoding/02_search.ipynb #c038
+# %% ../../nbs/decoding/02_search.ipynb #c041
 @_jit
 def _spell(frame, active, trie, hyps, candidates, scratch, table, arena, count, options, bound, n):
     "Spell on, or begin to; returns the number of candidates. Sets `overflow` if room is lacking."
@@ -323,7 +341,7 @@ def _spell(frame, active, trie, hyps, candidates, scratch, table, arena, count, 
             n = _arrive(candidates, table, arena, count, n, hyps.state[i], spelled, score, ahead, history)
     return n
 
-# %% ../../nbs/decoding/02_search.ipynb #c040
+# %% ../../nbs/decoding/02_search.ipynb #c043
 @_jit
 def _move_to_children(frame, active, nodes, hyps, candidates, children, scratch, n_hyps, lm_weight, bound, n):
     "Move to the active children that are not in the beam; returns the number of candidates."
@@ -351,7 +369,7 @@ def _move_to_children(frame, active, nodes, hyps, candidates, children, scratch,
             n += 1
     return n
 
-# %% ../../nbs/decoding/02_search.ipynb #c043
+# %% ../../nbs/decoding/02_search.ipynb #c046
 @_jit
 def _kth_best(scores, k, room):
     "The k-th best score, or -inf where there are fewer, by quickselect: np.partition compiles longer."
@@ -410,7 +428,7 @@ def _select(hyps, candidates, children, sorting, n, total, beam, top, bound):
         if worst == _NEVER: break
     return k
 
-# %% ../../nbs/decoding/02_search.ipynb #c047
+# %% ../../nbs/decoding/02_search.ipynb #c050
 @_jit
 def _take_blank(hyps, arena, count):
     "A frame that is certainly blank."
@@ -432,7 +450,7 @@ def _all_fit(nodes, hyps, n_hyps, beam, spelling):
         if total > beam: return False
     return True
 
-# %% ../../nbs/decoding/02_search.ipynb #c049
+# %% ../../nbs/decoding/02_search.ipynb #c054
 @_jit
 def _best_of(scores, start, end, top):
     "The best of `top` and some scores."
@@ -485,7 +503,7 @@ def _search_frames(scores, skip, t, model, options, state):
         t += 1
     return t
 
-# %% ../../nbs/decoding/02_search.ipynb #c051
+# %% ../../nbs/decoding/02_search.ipynb #c058
 @_jit
 def _walk(arena, starts, scores, n_texts, max_steps):
     "The best distinct texts: word ids, concatenated, and where each begins. Texts are told apart by their hashes."
@@ -523,7 +541,7 @@ def _walk(arena, starts, scores, n_texts, max_steps):
             entry = arena.prev[entry]
     return np.array(words, dtype=np.int64), np.array(first, dtype=np.int64)
 
-# %% ../../nbs/decoding/02_search.ipynb #c054
+# %% ../../nbs/decoding/02_search.ipynb #c062
 @_jit
 def _complete(hyps, scratch, count, ngram, lm_weight):
     "Scores of the complete hypotheses with the sentence's end, and their histories."
@@ -543,7 +561,35 @@ def _complete(hyps, scratch, count, ngram, lm_weight):
             k += 1
     return scores[:k], starts[:k]
 
-# %% ../../nbs/decoding/02_search.ipynb #c056
+# %% ../../nbs/decoding/02_search.ipynb #c066
+def _texts(
+    state: State, starts: np.ndarray, scores: np.ndarray, n_texts: int, n_frames: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    "The best distinct texts of histories, by `_walk`, whose steps grow with the trial."
+    return _walk(state.arena, starts, scores, n_texts, n_texts*(1000 + 20*n_frames))
+
+def _words_of(state: State, i: int, n_frames: int) -> np.ndarray:
+    "The best words of a hypothesis."
+    hyps = state.hyps
+    history = hyps.label_history if hyps.label[i] > hyps.blank[i] else hyps.blank_history
+    return _texts(state, history[i:i + 1], np.zeros(1, np.float32), 1, n_frames)[0]
+
+def _unfinished(trie: Trie, state: State, n_texts: int, n_frames: int) -> tuple[np.ndarray, np.ndarray]:
+    "Texts of hypotheses that are all in the middle of a word: as many as wanted, and all of a hypothesis."
+    hyps = state.hyps
+    n = state.counters['n_hyps'][0]
+    found = {} # Used as an ordered set
+    for i in np.argsort(-hyps.score[:n], kind='stable'):
+        node = trie.nodes[hyps.node[i]]
+        words = _words_of(state, i, n_frames)
+        for w in trie.words[node['first_word']:node['first_word'] + node['n_words']]:
+            found.setdefault((*words, w))
+        found.setdefault(tuple(words)) # Fits into any frames
+        if len(found) >= n_texts: break
+    start, words = flatten(found)
+    return words, start
+
+# %% ../../nbs/decoding/02_search.ipynb #c070
 _ARENA_SIZE = 1 << 14 # At the beginning
 
 class Search:
@@ -572,14 +618,7 @@ class Search:
         self.scorer.begin_trial()
         self.options = self.options._replace(threshold=np.float32(threshold))
         self.n_frames = 0
-        first_hyp = Hyps(node=0, state=self.scorer.begin, label=-np.inf, blank=0, label_history=0, blank_history=0,
-                         score=0)
-        for array, value in zip(self.state.hyps, first_hyp): array[0] = value
-        first_entry = Arena(prev=-1, word=-1, alt=-1, score_gap=0, text=0, lattice=0)
-        for array, value in zip(self.state.arena, first_entry): array[0] = value
-        self.state.counters['n_hyps'] = 1
-        self.state.counters['n_entries'] = 1
-        self.state.counters['n_asked'] = 0
+        _begin(self.state, self.scorer.begin)
 
     def push(self,
         scores: np.ndarray, # The next frames' scaled log-probabilities [t, K] float32
@@ -603,12 +642,13 @@ class Search:
                                        self.options.lm_weight)
             if not self.state.counters['n_asked'][0]: break
             self._provide()
-        return self._walk(starts, scores, n_texts) if len(scores) else self._unfinished(n_texts)
+        if len(scores) == 0: return _unfinished(self.trie, state, n_texts, self.n_frames)
+        return _texts(state, starts, scores, n_texts, self.n_frames)
 
     def best_words(self) -> np.ndarray: # Word ids
         "The best hypothesis so far, without the word that it is in."
         n = self.state.counters['n_hyps'][0]
-        return self._words_of(self.state.hyps.score[:n].argmax())
+        return _words_of(self.state, self.state.hyps.score[:n].argmax(), self.n_frames)
 
     def counts(self) -> dict[str, int]:
         "What the search has done so far, in all its trials."
@@ -630,36 +670,5 @@ class Search:
         if count['n_asked']: self.scorer.resolve(state.scratch.asked[:count['n_asked']])
         count['n_asked'] = 0
         if count['overflow']: self._make_buffers(4*int(count['room']), state.hyps, state.arena, state.counters)
-        self._extend_arena(int(count['n_entries'] + 2*(self.options.beam + count['room'])))
-
-    def _extend_arena(self, size: int) -> None:
-        "Room for so many entries, and as many again so that this is rarely needed."
-        missing = size - len(self.state.arena.prev)
-        if missing <= 0: return
-        def longer(array): return np.concatenate([array, np.zeros(max(len(array), missing), array.dtype)])
-        self.state = self.state._replace(arena=Arena(*map(longer, self.state.arena)))
-
-    def _walk(self, starts: np.ndarray, scores: np.ndarray, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
-        max_steps = n_texts*(1000 + 20*self.n_frames)
-        return _walk(self.state.arena, starts, scores, n_texts, max_steps)
-
-    def _words_of(self, i: int) -> np.ndarray:
-        "The best words of a hypothesis."
-        hyps = self.state.hyps
-        history = hyps.label_history if hyps.label[i] > hyps.blank[i] else hyps.blank_history
-        return self._walk(history[i:i + 1], np.zeros(1, np.float32), 1)[0]
-
-    def _unfinished(self, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
-        "Texts of hypotheses that are all in the middle of a word: as many as wanted, and all of a hypothesis."
-        hyps = self.state.hyps
-        n = self.state.counters['n_hyps'][0]
-        found = {} # Used as an ordered set
-        for i in np.argsort(-hyps.score[:n], kind='stable'):
-            node = self.trie.nodes[hyps.node[i]]
-            words = self._words_of(i)
-            for w in self.trie.words[node['first_word']:node['first_word'] + node['n_words']]:
-                found.setdefault((*words, w))
-            found.setdefault(tuple(words)) # Fits into any frames
-            if len(found) >= n_texts: break
-        start, words = flatten(found)
-        return words, start
+        size = int(count['n_entries'] + 2*(self.options.beam + count['room']))
+        self.state = self.state._replace(arena=_extended(self.state.arena, size))

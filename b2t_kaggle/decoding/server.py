@@ -70,6 +70,11 @@ def read_logits(
     log_probs = from_lm_order(x - np.logaddexp.reduce(x, axis=1, keepdims=True))
     return np.ascontiguousarray(log_probs) # For another layout the search would be compiled anew
 
+def _payload(entry: dict[bytes, bytes]) -> bytes:
+    "The bytes of an entry's logits; raises `ValueError` where it has none."
+    if b'logits' in entry: return entry[b'logits']
+    raise ValueError(f'no field logits; found {", ".join(map(repr, entry)) or "none"}')
+
 # %% ../../nbs/decoding/07_server.ipynb #c011
 def scoring(
     nbest: Iterable[tuple[Hypothesis, float]], # Hypotheses and their LLM log-probabilities
@@ -78,6 +83,11 @@ def scoring(
     fields = []
     for h, llm in nbest: fields += [h.text, float(h.acoustic), float(h.ngram), float(llm), float(h.total)]
     return ';'.join(map(str, fields))
+
+def _check_no_semicolon(words: Iterable[str]) -> None:
+    "Raise `ValueError` that names a word which the protocol cannot carry."
+    if wrong := next((w for w in words if ';' in w), None):
+        raise ValueError(f'lexicon, word {wrong!r}: the protocol joins sentences by semicolons, no word may hold one')
 
 # %% ../../nbs/decoding/07_server.ipynb #c014
 _OF_KALDI = ('max_active', 'min_active', 'beam', 'lattice_beam', 'ctc_blank_skip_threshold', 'rescore')
@@ -159,6 +169,14 @@ def _first_settings(decoder: LexiconBeamDecoder, rescorer: Rescorer | None) -> S
     return Settings(**search, alpha=float(rescorer.alpha), do_opt=1, mixture_scale=float(rescorer.acoustic_scale),
                     length_penalty=float(rescorer.length_penalty), top_candidates_to_augment=rescorer.n_augment)
 
+def _with_settings(decoder: LexiconBeamDecoder, settings: Settings) -> LexiconBeamDecoder:
+    "The same decoder with the client's values of what concerns the search."
+    decoder = copy.copy(decoder)
+    decoder.acoustic_scale = settings.acoustic_scale
+    decoder.blank_penalty = settings.blank_penalty
+    decoder.nbest = settings.nbest
+    return decoder
+
 @dataclass
 class Trial:
     "What one sentence needs until it is finalised."
@@ -182,16 +200,20 @@ def _error_field(text: str) -> dict:
     "The field `error`, if there is one."
     return {'error': text} if text else {}
 
-# %% ../../nbs/decoding/07_server.ipynb #c024
+def _final_replies(nbest: list[tuple[Hypothesis, float]], context: str, error: str) -> Replies:
+    "Replies to a finalize: hypotheses and their LLM scores, best first, and what went wrong."
+    best = nbest[0][0].text if nbest else ''
+    final = {'lm_response_final': best, 'scoring': scoring(nbest), 'context_str': context}
+    return [(FINAL, final | _error_field(error)), (DONE[FINALIZE], {'done': 1})]
+
+# %% ../../nbs/decoding/07_server.ipynb #c026
 class OnlineDecoder:
     "Answers the entries of the official protocol, one trial at a time."
     def __init__(self,
         decoder: LexiconBeamDecoder, # The search; its parameters are the settings at the start
         rescorer: Rescorer | None = None, # Ranks candidates by an LLM; none: LLM scores are 0, totals the decoder's
     ):
-        if wrong := next((w for w in decoder.words if ';' in w), None):
-            raise ValueError(f'lexicon, word {wrong!r}: the protocol joins sentences by semicolons, '
-                             'no word may hold one')
+        _check_no_semicolon(decoder.words)
         self.decoder = decoder
         self.rescorer = rescorer
         self.settings = _first_settings(decoder, rescorer)
@@ -214,11 +236,7 @@ class OnlineDecoder:
 
     def begin(self) -> Trial:
         "A trial under the present settings."
-        decoder = copy.copy(self.decoder)
-        decoder.acoustic_scale = self.settings.acoustic_scale
-        decoder.blank_penalty = self.settings.blank_penalty
-        decoder.nbest = self.settings.nbest
-        self.trial = Trial(Stream(decoder), self.settings, error=self.lost)
+        self.trial = Trial(Stream(_with_settings(self.decoder, self.settings)), self.settings, error=self.lost)
         self.lost = ''
         return self.trial
 
@@ -245,9 +263,7 @@ class OnlineDecoder:
     def _push(self, entry: dict, context: str) -> Replies:
         trial = self.trial or self.begin()
         try:
-            if b'logits' not in entry:
-                raise ValueError(f'no field logits; found {", ".join(map(repr, entry)) or "none"}')
-            log_probs = read_logits(entry[b'logits'], MAX_FRAMES - trial.frames)
+            log_probs = read_logits(_payload(entry), MAX_FRAMES - trial.frames)
             trial.stream.push(log_probs)
             trial.frames += len(log_probs)
         except ValueError as e:
@@ -276,12 +292,11 @@ class OnlineDecoder:
             except Exception as e: # An LLM may fail in many ways, out of memory for one; the n-gram's answer is there
                 _log.exception('the LLM failed')
                 trial.error = trial.error or f'the LLM failed, this is what the n-gram says; {e}'
-        best = nbest[0][0].text if nbest else ''
-        _log.info('%d frames: %s', trial.frames, best)
-        final = {'lm_response_final': best, 'scoring': scoring(nbest), 'context_str': context}
-        return [(FINAL, final | _error_field(trial.error)), (DONE[FINALIZE], {'done': 1})]
+        replies = _final_replies(nbest, context, trial.error)
+        _log.info('%d frames: %s', trial.frames, replies[0][1]['lm_response_final'])
+        return replies
 
-# %% ../../nbs/decoding/07_server.ipynb #c032
+# %% ../../nbs/decoding/07_server.ipynb #c034
 _ORDER = [RESET, UPDATE, INPUT, FINALIZE] # Of a trial's entries, where ids do not tell
 _NAME = 'b2t-serve'                       # Connections of all servers begin with it
 _KEEP = 10_000                            # Entries of each stream of ours
@@ -321,7 +336,7 @@ def connect(
     return redis.Redis(host, port, db=db, username=username, password=password, client_name=name, protocol=2,
                        retry=never, **limits, **secure)
 
-# %% ../../nbs/decoding/07_server.ipynb #c035
+# %% ../../nbs/decoding/07_server.ipynb #c037
 def _id(
     entry_id: str | bytes, # As Redis writes it
 ) -> tuple[int, int]:
@@ -330,6 +345,37 @@ def _id(
     ms, number = entry_id.split('-')
     return int(ms), int(number)
 
+def _now(clock: tuple[int, int]) -> str:
+    "The first id of a millisecond, from Redis's time: seconds and microseconds."
+    s, us = clock
+    return f'{1000*s + us//1000}-0'
+
+def _oldest(entries: list) -> tuple[str, bytes, dict]:
+    "Stream, id and fields of the entry to answer first, of what XREAD found: `[stream, [(id, fields), …]]` each."
+    first = {stream.decode(): found[0] for stream, found in entries}
+    stream = min(first, key=lambda s: (_id(first[s][0])[0], _ORDER.index(s)))
+    return stream, *first[stream]
+
+def _is_sent(newest: tuple[bytes, dict], last: str | bytes, fields: dict) -> bool:
+    "Whether the newest entry of a stream, later than the last that is known, has the fields that were being sent."
+    entry_id, found = newest
+    expected = {k.encode(): str(v).encode() for k, v in fields.items()}
+    return _id(entry_id) > _id(last) and found == expected
+
+def _pause(asked: str | bytes, clock: tuple[int, int]) -> float:
+    "Seconds to wait until the millisecond of a request is over by Redis's time; at most one millisecond."
+    s, us = clock
+    ms, _ = _id(asked)
+    return min(ms + 1 - (1000*s + us/1000), 1)/1000 if 1000*s + us//1000 <= ms else 0
+
+def _context(redis) -> str:
+    "Text that came before, by the key that a client may set."
+    try: return (redis.get(CONTEXT) or b'').decode(errors='replace').strip()
+    except _redis().ResponseError as e:
+        _log.error('%s could not be read: %s', CONTEXT, e)
+        return ''
+
+# %% ../../nbs/decoding/07_server.ipynb #c042
 def _check_alone(redis) -> None:
     "Raise `RuntimeError` where another server is connected: both would answer every client."
     ours = redis.connection_pool.connection_kwargs
@@ -339,21 +385,57 @@ def _check_alone(redis) -> None:
     if others: raise RuntimeError(f'another b2t serve is connected to this database (from {" and ".join(others)}); '
                                   'stop it first, or use another database')
 
-# %% ../../nbs/decoding/07_server.ipynb #c037
-class RedisConnection:
+# %% ../../nbs/decoding/07_server.ipynb #c045
+class _Sender:
+    "Writes the replies to the latest request."
+    def __init__(self,
+        redis, # From `connect`
+    ):
+        self.redis = redis
+        self.request = (RESET, '0-0')  # Stream and id of the latest request
+        self.sent = {}                 # Stream that the server writes -> id of its last entry
+        self.unsent = deque()          # Replies that Redis has not taken yet
+
+    def drop(self,
+        reason: str, # What happened
+    ) -> None:
+        "Give up the replies that were not sent yet, and log which."
+        if self.unsent:
+            streams = ', '.join(stream for stream, _ in self.unsent)
+            _log.warning('%s; these answers are dropped: %s', reason, streams)
+        self.unsent.clear()
+
+    def _arrived(self, stream: str, fields: dict) -> bool:
+        "Whether the newest entry of a stream is the one that was being sent."
+        newest = self.redis.xrevrange(stream, count=1)
+        if not newest: return False
+        arrived = _is_sent(newest[0], self.sent[stream], fields)
+        if arrived: self.sent[stream], _ = newest[0]
+        return arrived
+
+    def _send(self) -> None:
+        "Write the replies, later than the millisecond of the request; none to a request that was flushed away since."
+        if not self.unsent: return
+        now, has_args = self.redis.pipeline(transaction=False).time().exists(ARGS).execute()
+        if pause := _pause(self.request[1], now): time.sleep(pause)
+        if not has_args: self.drop('The database was flushed while an entry was being answered')
+        while self.unsent:
+            stream, fields = self.unsent[0]
+            self.sent[stream] = self.redis.xadd(stream, fields, maxlen=_KEEP)
+            self.unsent.popleft()
+
+# %% ../../nbs/decoding/07_server.ipynb #c047
+class RedisConnection(_Sender):
     "The connection to Redis: what was read, and what is still to be sent."
     def __init__(self,
         redis,                 # From `connect`
         online: OnlineDecoder, # Who answers
     ):
-        self.redis = redis
+        super().__init__(redis)
         self.online = online
-        self.run = None                # Of the Redis that was greeted last; none before the first greeting
-        self.seen = {}                 # Stream that a client writes -> id of the last entry that was read
-        self.request = (RESET, '0-0')  # Stream and id of the latest request
-        self.sent = {}                 # Stream that the server writes -> id of its last entry
-        self.unsent = deque()          # Replies that Redis has not taken yet
-        self.opening = False           # Whether a connection may be made now
+        self.run = None       # Of the Redis that was greeted last; none before the first greeting
+        self.seen = {}        # Stream that a client writes -> id of the last entry that was read
+        self.opening = False  # Whether a connection may be made now
         redis.connection_pool.connection_kwargs['redis_connect_func'] = self._connect
 
     def open(self) -> None:
@@ -362,8 +444,7 @@ class RedisConnection:
         try: _check_alone(self.redis) # Makes the connection
         finally: self.opening = False
         run = self.redis.info('server')['run_id']
-        s, us = self.redis.time()
-        now = f'{1000*s + us//1000}-0'
+        now = _now(self.redis.time())
         self._compare(run, now)
         self.seen = {k: min(v, now, key=_id) for k, v in self.seen.items()} # A clock may have been set back
         if self.unsent and self._arrived(*self.unsent[0]): self.unsent.popleft()
@@ -376,20 +457,11 @@ class RedisConnection:
         request = self._read()
         if request is None: return
         stream, entry_id, entry = request
-        context = self._context() if stream == FINALIZE else ''
+        context = _context(self.redis) if stream == FINALIZE else ''
         self.seen[stream] = entry_id
         self.request = stream, entry_id
         self.unsent.extend(self.online.handle(stream, entry, context))
         self._send()
-
-    def drop(self,
-        reason: str, # What happened
-    ) -> None:
-        "Give up the replies that were not sent yet, and log which."
-        if self.unsent:
-            streams = ', '.join(stream for stream, _ in self.unsent)
-            _log.warning('%s; these answers are dropped: %s', reason, streams)
-        self.unsent.clear()
 
     def _connect(self, connection) -> None:
         "Make a connection if it is time for that; redis-py would make one by itself, and hide a restart."
@@ -413,50 +485,18 @@ class RedisConnection:
         stream, entry_id = self.request
         return bool(self.redis.xrevrange(stream, entry_id, entry_id))
 
-    def _arrived(self, stream: str, fields: dict) -> bool:
-        "Whether the newest entry of a stream is the one that was being sent."
-        newest = self.redis.xrevrange(stream, count=1)
-        if not newest: return False
-        entry_id, found = newest[0]
-        expected = {k.encode(): str(v).encode() for k, v in fields.items()}
-        arrived = _id(entry_id) > _id(self.sent[stream]) and found == expected
-        if arrived: self.sent[stream] = entry_id
-        return arrived
-
     def _read(self) -> tuple[str, bytes, dict] | None:
         "Stream, id and fields of the oldest entry that was not answered yet; none after a tenth of a second."
         reading = self.redis.pipeline(transaction=False).xread(self.seen, count=1, block=_WAIT_MS).exists(ARGS)
         entries, has_args = reading.execute()
         if not has_args: self._publish()
-        if not entries: return None
-        oldest = {stream.decode(): first for stream, (first, *_) in entries}
-        stream = min(oldest, key=lambda s: (_id(oldest[s][0])[0], _ORDER.index(s)))
-        return stream, *oldest[stream]
+        return _oldest(entries) if entries else None
 
     def _publish(self) -> None:
         "Show the parameters."
         self.sent[ARGS] = self.redis.xadd(ARGS, self.online.args())
 
-    def _context(self) -> str:
-        "Text that came before, by the key that a client may set."
-        try: return (self.redis.get(CONTEXT) or b'').decode(errors='replace').strip()
-        except _redis().ResponseError as e:
-            _log.error('%s could not be read: %s', CONTEXT, e)
-            return ''
-
-    def _send(self) -> None:
-        "Write the replies, later than the millisecond of the request; none to a request that was flushed away since."
-        if not self.unsent: return
-        (s, us), has_args = self.redis.pipeline(transaction=False).time().exists(ARGS).execute()
-        asked, _ = _id(self.request[1])
-        if 1000*s + us//1000 <= asked: time.sleep(min(asked + 1 - (1000*s + us/1000), 1)/1000)
-        if not has_args: self.drop('The database was flushed while an entry was being answered')
-        while self.unsent:
-            stream, fields = self.unsent[0]
-            self.sent[stream] = self.redis.xadd(stream, fields, maxlen=_KEEP)
-            self.unsent.popleft()
-
-# %% ../../nbs/decoding/07_server.ipynb #c039
+# %% ../../nbs/decoding/07_server.ipynb #c051
 def check_redis(
     host: str = '127.0.0.1', # Where Redis is
     port: int = 6379,        # Its port
@@ -484,7 +524,7 @@ def _lasting(e: Exception, where: str) -> Exception | None:
         return PermissionError(f'{refused} Check the certificates, and whether that port speaks TLS.')
     return None
 
-# %% ../../nbs/decoding/07_server.ipynb #c041
+# %% ../../nbs/decoding/07_server.ipynb #c053
 def _prepare(online: OnlineDecoder):
     "Compile what is compiled: the first client should not wait for that."
     _log.info('Preparing the search')
@@ -494,7 +534,7 @@ def _prepare(online: OnlineDecoder):
     trial.stream.finish()
     online.trial = None
 
-# %% ../../nbs/decoding/07_server.ipynb #c042
+# %% ../../nbs/decoding/07_server.ipynb #c054
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2 # Seconds before Redis is tried again
 
 def serve(
