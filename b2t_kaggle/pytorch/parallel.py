@@ -22,15 +22,9 @@ from ..devices.machine import Device, DeviceError
 from ..files import user_cache
 from .optimizer import DayAdamW, StackedAdamW
 
-# %% ../../nbs/pytorch/07_parallel.ipynb #c006
-class Backend:
-    "A device, and how a trainer uses it. The defaults are those of one process with one device."
-    n_devices = 1         # Devices that share a batch
-    world_size = 1        # Processes
-    rank = 0              # Which process this is
-    static_shapes = False # Whether batches have one of few lengths, because a compiler sees them
-    optimizer = DayAdamW  # Its optimiser
-
+# %% ../../nbs/pytorch/07_parallel.ipynb #10374a52
+class _Placement:
+    "A device, and how values get there."
     def __init__(self,
         device: Device, # From `pick_torch`
     ):
@@ -39,11 +33,6 @@ class Backend:
         self.torch_device = torch.device(device.kind)
         # steps between looks at their results: each look makes the host wait for the device
         self.sync_every = 1 if device.kind == 'cpu' else 10
-
-    @property
-    def is_main_process(self) -> bool:
-        "Whether this process prints and writes."
-        return self.rank == 0
 
     def put(self,
         array: np.ndarray, # Its first dimension is the batch
@@ -89,6 +78,20 @@ class Backend:
     ) -> nn.Module:
         "Move it to the device; returns what to call for a forward pass in training."
         return model.to(self.torch_device)
+
+# %% ../../nbs/pytorch/07_parallel.ipynb #feaeddf4
+class Backend(_Placement):
+    "A device, and how a trainer uses it. The defaults are those of one process with one device."
+    n_devices = 1         # Devices that share a batch
+    world_size = 1        # Processes
+    rank = 0              # Which process this is
+    static_shapes = False # Whether batches have one of few lengths, because a compiler sees them
+    optimizer = DayAdamW  # Its optimiser
+
+    @property
+    def is_main_process(self) -> bool:
+        "Whether this process prints and writes."
+        return self.rank == 0
 
     def autocast(self) -> AbstractContextManager:
         "Products in bfloat16 where the run computes in it; parameters, loss and optimiser stay in float32."

@@ -77,7 +77,7 @@ class BatchLoader:
         lengths = self.backend.lengths
         return MicroBatch(b, put(b.features), put(b.day), put(b.labels), lengths(b.n_bins), lengths(b.n_labels))
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c013
+# %% ../../nbs/pytorch/09_trainer.ipynb #d7f00935
 def add_gradients(
     trainer: 'Trainer',      # Whose weights get them
     micro_batch: MicroBatch, # Rows of this process
@@ -102,12 +102,45 @@ def add_gradients(
     (losses.mean() / n_parts).backward()
     return backend.result(losses.detach())
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c015
+def _all_gradients(trainer: 'Trainer', parts: list[MicroBatch]) -> list[Tensor]:
+    "Gradients of the batch, and the losses of each micro-batch."
+    backend = trainer.backend
+    n = len(parts)
+    if n > 1: backend.zero_gradients(trainer.model)
+    losses = []
+    for i, part in enumerate(parts):
+        with backend.micro_batch(trainer.forward, is_last=i == n - 1):
+            losses.append(add_gradients(trainer, part, backend.rank*n + i, n))
+    if n > 1: backend.end_step()  # all parts are the same program
+    return losses
+
+# %% ../../nbs/pytorch/09_trainer.ipynb #9fb9c644
+def _clip(model: nn.Module, largest: float) -> Tensor:
+    "Scale gradients down whose norm is larger; 0 means no clipping. Returns their norm before."
+    params = [p for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in params])
+    nn.utils.clip_grads_with_norm_(params, largest or math.inf, norm)
+    return norm
+
+# %% ../../nbs/pytorch/09_trainer.ipynb #49c4ebc1
 def on_host(value):
     "Tensors in nested dicts, on the CPU."
     if isinstance(value, dict): return {k: on_host(v) for k, v in value.items()}
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
+def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
+    "Weights of a checkpoint, or of a model that was trained before; returns what the checkpoint holds."
+    if checkpoint:
+        saved = load_file(checkpoint)
+        trainer.restore(saved, checkpoint)
+        trainer.model.load_state_dict(saved['model_state_dict'])
+        return saved
+    if path := trainer.cfg.train.init_checkpoint_path:
+        weights = {k: v.numpy() for k, v in trainer.model.state_dict().items()} # they share the model's memory
+        start_from(weights, trainer.model, trainer.day_of, load_weights, path)
+    return None
+
+# %% ../../nbs/pytorch/09_trainer.ipynb #0e217de1
 class Trainer(loop.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'pytorch'
@@ -132,7 +165,7 @@ class Trainer(loop.Trainer):
         self.device = str(backend.device)
         torch.manual_seed(cfg.train.seed)
         self.model = build_model(cfg.model, len(store.sessions))
-        saved = self._begin(checkpoint)
+        saved = _begin(self, checkpoint)
         self.compiled = torch.compile(self.model) if cfg.train.compile else self.model
         self.forward = backend.place(self.compiled)
         self.optimizer = backend.optimizer(self.model, cfg.train)
@@ -140,18 +173,6 @@ class Trainer(loop.Trainer):
         self.loader = BatchLoader(store, cfg, backend)
         if saved: self.optimizer.load_state_dict(saved['optimizer_state_dict'])
         backend.prepare(self.optimizer)
-
-    def _begin(self, checkpoint: Path | None) -> dict | None:
-        "Weights of a checkpoint, or of a model that was trained before; returns what the checkpoint holds."
-        if checkpoint:
-            saved = load_file(checkpoint)
-            self.restore(saved, checkpoint)
-            self.model.load_state_dict(saved['model_state_dict'])
-            return saved
-        if path := self.cfg.train.init_checkpoint_path:
-            weights = {k: v.numpy() for k, v in self.model.state_dict().items()} # they share the model's memory
-            start_from(weights, self.model, self.day_of, load_weights, path)
-        return None
 
     def steps(self, end: int) -> Iterator[StepResult]:
         "Take the steps before `end` that are left."
@@ -165,8 +186,8 @@ class Trainer(loop.Trainer):
         backend = self.backend
         self.current = parts
         self.model.train()
-        losses = self._all_gradients(parts)
-        norm = self._clip()
+        losses = _all_gradients(self, parts)
+        norm = _clip(self.model, self.cfg.train.grad_norm_clip_value)
         rates = learning_rates(self.step, self.cfg.train)
         trials = np.concatenate([p.batch.trials for p in parts])
         def fetch(): return np.concatenate([part.cpu().numpy() for part in losses]), norm.item()
@@ -176,25 +197,6 @@ class Trainer(loop.Trainer):
         backend.end_step()
         self.step += 1
         return result
-
-    def _all_gradients(self, parts: list[MicroBatch]) -> list[Tensor]:
-        "Gradients of the batch, and the losses of each micro-batch."
-        backend = self.backend
-        n = len(parts)
-        if n > 1: backend.zero_gradients(self.model)
-        losses = []
-        for i, part in enumerate(parts):
-            with backend.micro_batch(self.forward, is_last=i == n - 1):
-                losses.append(add_gradients(self, part, backend.rank*n + i, n))
-        if n > 1: backend.end_step()  # all parts are the same program
-        return losses
-
-    def _clip(self) -> Tensor:
-        "Clip the gradients; returns their norm before."
-        params = [p for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in params])
-        nn.utils.clip_grads_with_norm_(params, self.cfg.train.grad_norm_clip_value or math.inf, norm)
-        return norm
 
     def metrics(self) -> dict:
         "Loss and PER on the validation trials."

@@ -68,7 +68,36 @@ def accumulate_gradients(
     _, losses, grads = tf.while_loop(lambda i, *_: i < n, add, (0, no_losses, zeros))
     return losses.concat(), grads
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #c012
+# %% ../../nbs/tensorflow/09_trainer.ipynb #f5b5eb5c
+def _update(trainer: 'Trainer', loss: tf.Tensor, grads: dict, numbers: dict) -> tf.Tensor:
+    "Update the weights, where loss and gradients are numbers; returns the norm of the gradients before clipping."
+    grads, norm = clip(grads, trainer.cfg.train.grad_norm_clip_value)
+    usable = tf.math.is_finite(norm) & tf.math.is_finite(loss)
+    trainer.optimizer.step(grads, numbers['rates'], numbers['in_batch'], usable)
+    return norm
+
+def _replica_step(trainer: 'Trainer', share: dict, numbers: dict) -> tuple[tf.Tensor, tf.Tensor]:
+    "On each replica: losses of its trials, and the norm of all gradients."
+    losses, grads = trainer.compiled_gradients(share, numbers)
+    replicas = tf.distribute.get_replica_context()
+    loss, grads = replicas.all_reduce('SUM', (tf.reduce_sum(losses), grads))
+    return losses, trainer.compiled_update(loss, grads, numbers)
+
+# %% ../../nbs/tensorflow/09_trainer.ipynb #445ba33b
+def _begin(trainer: 'Trainer', checkpoint: Path | None) -> None:
+    "Weights of a checkpoint, or of a model that was trained before."
+    if checkpoint:
+        saved = load_last(checkpoint)
+        trainer.restore(saved['run'], checkpoint)
+        load_state(trainer.model, checkpoint)
+        trainer.optimizer.load_state_dict(saved['optimizer'])
+    elif path := trainer.cfg.train.init_checkpoint_path:
+        variables = trainer.model.named_variables()
+        weights = {name: v.numpy().copy() for name, v in variables.items()}
+        start_from(weights, trainer.model, trainer.day_of, load_weights, path)
+        for name, v in variables.items(): v.assign(weights[name])
+
+# %% ../../nbs/tensorflow/09_trainer.ipynb #fd8f1e4f
 class Trainer(loop.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'tensorflow'
@@ -94,24 +123,11 @@ class Trainer(loop.Trainer):
         with backend.distribution.scope():
             self.model = build_model(cfg.model, len(store.sessions))
             self.optimizer = StackedAdamW(self.model, cfg.train)
-        self._begin(checkpoint)
+        _begin(self, checkpoint)
         self.compiled_gradients = backend.compile(lambda share, numbers: accumulate_gradients(self, share, numbers))
-        self.compiled_update = backend.compile(self._update)
-        self.program = Program(self._replica_step, backend)
+        self.compiled_update = backend.compile(lambda loss, grads, numbers: _update(self, loss, grads, numbers))
+        self.program = Program(lambda share, numbers: _replica_step(self, share, numbers), backend)
         self.evaluator = self._evaluator() if self.store_val else None
-
-    def _begin(self, checkpoint: Path | None) -> None:
-        "Weights of a checkpoint, or of a model that was trained before."
-        if checkpoint:
-            saved = load_last(checkpoint)
-            self.restore(saved['run'], checkpoint)
-            load_state(self.model, checkpoint)
-            self.optimizer.load_state_dict(saved['optimizer'])
-        elif path := self.cfg.train.init_checkpoint_path:
-            variables = self.model.named_variables()
-            weights = {name: v.numpy().copy() for name, v in variables.items()}
-            start_from(weights, self.model, self.day_of, load_weights, path)
-            for name, v in variables.items(): v.assign(weights[name])
 
     def _evaluator(self) -> Evaluator:
         "Of the validation trials."
@@ -151,20 +167,6 @@ class Trainer(loop.Trainer):
             args={k: v for k, v in args.items() if isinstance(v, float)},
             in_batch=np.isin(range(len(self.day_of)), days).astype(np.float32),
         )
-
-    def _replica_step(self, share: dict, numbers: dict) -> tuple[tf.Tensor, tf.Tensor]:
-        "On each replica: losses of its trials, and the norm of all gradients."
-        losses, grads = self.compiled_gradients(share, numbers)
-        replicas = tf.distribute.get_replica_context()
-        loss, grads = replicas.all_reduce('SUM', (tf.reduce_sum(losses), grads))
-        return losses, self.compiled_update(loss, grads, numbers)
-
-    def _update(self, loss: tf.Tensor, grads: dict, numbers: dict) -> tf.Tensor:
-        "Update the weights, where loss and gradients are numbers; returns the norm of the gradients before clipping."
-        grads, norm = clip(grads, self.cfg.train.grad_norm_clip_value)
-        usable = tf.math.is_finite(norm) & tf.math.is_finite(loss)
-        self.optimizer.step(grads, numbers['rates'], numbers['in_batch'], usable)
-        return norm
 
     def metrics(self) -> dict:
         "Loss and PER on the validation trials."

@@ -62,8 +62,44 @@ def variables_by_attribute(
     known = {id(v) for v in below.values()}
     return {prefix + v.name: v for v in layer.weights if id(v) not in known} | below
 
-# %% ../../../nbs/tensorflow/models/01_encoder.ipynb #c015
-class Encoder(keras.Model):
+# %% ../../../nbs/tensorflow/models/01_encoder.ipynb #5c91547b
+class _NamedModel(keras.Model):
+    "A model whose variables have names, and whose weights go to PyTorch and back."
+    def named_variables(self) -> dict[str, keras.Variable]:
+        "All variables by name."
+        return variables_by_attribute(self)
+
+    def to_pytorch(self,
+        values: Mapping[str, np.ndarray], # By the names of `named_variables`: weights or gradients
+    ) -> dict[str, np.ndarray]:
+        "The same by PyTorch's names and in its layouts; as they are, for an encoder that PyTorch does not have."
+        return dict(values)
+
+    def from_pytorch(self,
+        state: Mapping[str, np.ndarray], # By PyTorch's names, in its layouts
+    ) -> dict[str, np.ndarray]:
+        "The inverse of `to_pytorch`."
+        return dict(state)
+
+    def to_state(self) -> dict[str, np.ndarray]:
+        "The weights as the `state_dict()` of PyTorch's model of the same architecture."
+        return self.to_pytorch({name: v.numpy() for name, v in self.named_variables().items()})
+
+    def from_state(self,
+        state: Mapping[str, np.ndarray], # The `state_dict()` of PyTorch's model
+    ) -> None:
+        "Set the weights. Raises `ValueError` that names those which are missing, unknown or of another shape."
+        expected = {k: v.shape for k, v in self.to_state().items()}
+        wrong = [f'{k} is missing' for k in expected if k not in state]
+        wrong += [f'{k} is unknown' for k in state if k not in expected]
+        wrong += [f'{k} has shape {list(np.shape(state[k]))}, expected {list(shape)}' for k, shape in expected.items()
+                  if k in state and np.shape(state[k]) != shape]
+        if wrong: raise ValueError(f'weights of another model: {"; ".join(wrong)}')
+        variables = self.named_variables()
+        for name, v in self.from_pytorch(state).items(): variables[name].assign(v)
+
+# %% ../../../nbs/tensorflow/models/01_encoder.ipynb #3527d1f5
+class Encoder(_NamedModel):
     """Features of a trial to logits per frame. Derive from it, set `Config`, make all variables in the constructor, and
     write `encode`."""
     Config: ClassVar[type[EncoderConfig]]
@@ -130,36 +166,3 @@ class Encoder(keras.Model):
 
     def freeze(self) -> None:
         "Make variables of parts that the configuration says are not trained not trainable."
-
-    def named_variables(self) -> dict[str, keras.Variable]:
-        "All variables by name."
-        return variables_by_attribute(self)
-
-    def to_pytorch(self,
-        values: Mapping[str, np.ndarray], # By the names of `named_variables`: weights or gradients
-    ) -> dict[str, np.ndarray]:
-        "The same by PyTorch's names and in its layouts; as they are, for an encoder that PyTorch does not have."
-        return dict(values)
-
-    def from_pytorch(self,
-        state: Mapping[str, np.ndarray], # By PyTorch's names, in its layouts
-    ) -> dict[str, np.ndarray]:
-        "The inverse of `to_pytorch`."
-        return dict(state)
-
-    def to_state(self) -> dict[str, np.ndarray]:
-        "The weights as the `state_dict()` of PyTorch's model of the same architecture."
-        return self.to_pytorch({name: v.numpy() for name, v in self.named_variables().items()})
-
-    def from_state(self,
-        state: Mapping[str, np.ndarray], # The `state_dict()` of PyTorch's model
-    ) -> None:
-        "Set the weights. Raises `ValueError` that names those which are missing, unknown or of another shape."
-        expected = {k: v.shape for k, v in self.to_state().items()}
-        wrong = [f'{k} is missing' for k in expected if k not in state]
-        wrong += [f'{k} is unknown' for k in state if k not in expected]
-        wrong += [f'{k} has shape {list(np.shape(state[k]))}, expected {list(shape)}' for k, shape in expected.items()
-                  if k in state and np.shape(state[k]) != shape]
-        if wrong: raise ValueError(f'weights of another model: {"; ".join(wrong)}')
-        variables = self.named_variables()
-        for name, v in self.from_pytorch(state).items(): variables[name].assign(v)
