@@ -6,6 +6,7 @@
 __all__ = ['Frames', 'Frontend', 'StreamState', 'push_patches']
 
 # %% ../../nbs/pytorch/04_frontend.ipynb #c003
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,7 @@ class Frames:
         flat = y.new_zeros(self.n_trials * self.n_frames, y.shape[1]).index_copy(0, self.order.padded, y)
         return flat.view(self.n_trials, self.n_frames, -1)
 
-# %% ../../nbs/pytorch/04_frontend.ipynb #c008
+# %% ../../nbs/pytorch/04_frontend.ipynb #c010
 class Frontend(Encoder):
     """The first layers of an encoder: a layer per day, softsign, dropout, patches. It derives from this class and calls
     `frames`."""
@@ -106,7 +107,6 @@ class Frontend(Encoder):
         if cfg.patch_size: x = sliced_windows(x, cfg.patch_size, cfg.patch_stride)
         return Frames(x.transpose(0, 1), None, x.shape[0], x.shape[1])
 
-    @torch.compiler.disable
     def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Frames:
         "The same without any padding; how a CPU computes them."
         cfg = self.cfg
@@ -119,13 +119,18 @@ class Frontend(Encoder):
         if cfg.patch_size: x = packed_windows(x, lengths, size, stride)
         return Frames(x, order, len(frames), int(frames.max()))
 
+    def compiled(self) -> Callable:
+        "The same by `torch.compile`, except for what a CPU computes: its shapes are others in each batch."
+        self._packed = torch.compiler.disable(self._packed)
+        return torch.compile(self)
+
     def freeze(self) -> None:
         "Day layers that are not trained stay the identity, GRU layers what they are."
         for m in self.modules():
             if isinstance(m, GRU): m.requires_grad_(self.cfg.rnn_trainable)
         for p in (self.day_weights, self.day_biases): p.requires_grad_(self.cfg.input_trainable)
 
-# %% ../../nbs/pytorch/04_frontend.ipynb #c016
+# %% ../../nbs/pytorch/04_frontend.ipynb #c020
 @dataclass
 class StreamState:
     "Where the stream of a batch of trials is."

@@ -77,7 +77,7 @@ class BatchLoader:
         lengths = self.backend.lengths
         return MicroBatch(b, put(b.features), put(b.day), put(b.labels), lengths(b.n_bins), lengths(b.n_labels))
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #d7f00935
+# %% ../../nbs/pytorch/09_trainer.ipynb #c013
 def add_gradients(
     trainer: 'Trainer',      # Whose weights get them
     micro_batch: MicroBatch, # Rows of this process
@@ -114,7 +114,7 @@ def _all_gradients(trainer: 'Trainer', parts: list[MicroBatch]) -> list[Tensor]:
     if n > 1: backend.end_step()  # all parts are the same program
     return losses
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #9fb9c644
+# %% ../../nbs/pytorch/09_trainer.ipynb #c017
 def _clip(model: nn.Module, largest: float) -> Tensor:
     "Scale gradients down whose norm is larger; 0 means no clipping. Returns their norm before."
     params = [p for p in model.parameters() if p.grad is not None]
@@ -122,7 +122,7 @@ def _clip(model: nn.Module, largest: float) -> Tensor:
     nn.utils.clip_grads_with_norm_(params, largest or math.inf, norm)
     return norm
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #49c4ebc1
+# %% ../../nbs/pytorch/09_trainer.ipynb #c021
 def on_host(value):
     "Tensors in nested dicts, on the CPU."
     if isinstance(value, dict): return {k: on_host(v) for k, v in value.items()}
@@ -140,7 +140,7 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
         start_from(weights, trainer.model, trainer.day_of, load_weights, path)
     return None
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #0e217de1
+# %% ../../nbs/pytorch/09_trainer.ipynb #c025
 class Trainer(loop.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'pytorch'
@@ -166,7 +166,7 @@ class Trainer(loop.Trainer):
         torch.manual_seed(cfg.train.seed)
         self.model = build_model(cfg.model, len(store.sessions))
         saved = _begin(self, checkpoint)
-        self.compiled = torch.compile(self.model) if cfg.train.compile else self.model
+        self.compiled = self.model.compiled() if cfg.train.compile else self.model
         self.forward = backend.place(self.compiled)
         self.optimizer = backend.optimizer(self.model, cfg.train)
         self.augment = Augment(cfg.augment, cfg.train.seed)
@@ -224,7 +224,7 @@ class Trainer(loop.Trainer):
     def gather(self, value) -> list: return self.backend.gather(value)
     def compiler_report(self) -> str: return self.backend.compiler_report()
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c022
+# %% ../../nbs/pytorch/09_trainer.ipynb #c032
 def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best

@@ -89,6 +89,10 @@ class Encoder(nn.Module):
         "Whether weight decay applies: to matrices, not to biases and gains."
         return parameter.ndim >= 2
 
+    def compiled(self) -> Callable:
+        "The same by `torch.compile`. Not a decorator, which would import the compiler (3 s) where nobody uses it."
+        return torch.compile(self)
+
     def freeze(self) -> None:
         "Turn off the gradients of parts that the configuration says are not trained."
 
