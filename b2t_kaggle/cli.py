@@ -18,7 +18,7 @@ import b2t_kaggle
 from .cli_lm import tools
 from .config import PRESETS, Config, TrainConfig, config_fields, load_config
 from .pipeline import run_stages
-from .runs import Run, StageRun
+from .runs import Run, StageRun, logit_files
 from .stages import STAGES
 
 # %% ../nbs/16_cli.ipynb #c006
@@ -294,18 +294,57 @@ def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cer
     except KeyboardInterrupt: click.echo('Stopped.')
 
 # %% ../nbs/16_cli.ipynb #c036
-@main.command()
-@click.argument('stores', nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option('-o', '--output', required=True, type=click.Path(dir_okay=False), help='The LogitStore to write.')
-@click.option(
-    '--how', 'method', default='log_prob', show_default=True, type=click.Choice(['log_prob', 'prob']),
-    help='Average log-probabilities or probabilities.')
-def ensemble(stores, output, method):
-    "Average the log-probabilities of several models on the same trials."
+def _average_files(stores: tuple[str, ...], output: str, method: str) -> None:
+    "Write the average of LogitStores to a file."
     from b2t_kaggle.logits import LogitStore
+    if folders := [s for s in stores if not Path(s).is_file()]:
+        raise click.BadParameter(f'{folders[0]} is not a file; -o averages LogitStores, --name makes a run of runs')
+    if (Path(output).absolute().parents[1]/'config.yaml').exists():
+        raise click.ClickException(f'{output} is where a run has its own log-probabilities; write to another file, or '
+                                   'make a run of the average with --name')
     LogitStore.average([LogitStore.open(s) for s in stores], output, method)
     click.echo(f'Wrote {output}')
 
+def _ensemble_options(members: tuple[str, ...], method: str, options: dict) -> dict:
+    "The options of `open_run` for a run whose log-probabilities are those of the members."
+    out = Path(options['out'])
+    files = [str(f) for member in members for f in logit_files(member, out)]
+    configs = [f/'config.yaml' for member in members for f in (Path(member), out/member)]
+    own = out/options['name']/'config.yaml'
+    if own.exists() and not load_config(own).infer.logits:
+        raise click.ClickException(f'{own.parent} is a run with a model of its own; give the ensemble another --name')
+    if own in configs: raise click.ClickException(f'{own.parent} cannot be made of itself; give another --name')
+    first = next((str(c) for c in configs if c.exists()), None)
+    config = options['config_'] or (None if own.exists() or options['preset_'] else first)
+    given = {'infer.logits': files, 'infer.average': method, 'infer.checkpoint': None}
+    return options | dict(config_=config, overrides=given | options['overrides'])
+
+@main.command()
+@click.argument('members', nargs=-1, required=True, metavar='RUN_OR_STORE...')
+@click.option(
+    '-o', '--output', type=click.Path(dir_okay=False),
+    help='Write the average of LogitStores of one split to this file, and no more.')
+@click.option(
+    '--how', 'method', default='log_prob', show_default=True, type=click.Choice(['log_prob', 'prob']),
+    help='Average log-probabilities or probabilities.')
+@shared_options
+def ensemble(members, output, method, force, **options):
+    """Average several models, as a run with a submission of its own, or as a file.
+
+    With --name: a run whose log-probabilities are the average of those of other runs, or of LogitStores of val and test
+    (one store of a split is taken as it is). All that follows is done: language model, decoding, submission, report.
+
+    \b
+    b2t ensemble seed1 seed2 --name both
+    b2t ensemble seed1 downloads/val.arrow downloads/test.arrow --name both
+    b2t ensemble seed1/logits/test.arrow seed2/logits/test.arrow -o average.arrow
+    """
+    if bool(output) == bool(options['name']):
+        raise click.UsageError('give either --name, for a run that is decoded, or -o, for a file')
+    if output: return _average_files(members, output, method)
+    run_until(None, force, **_ensemble_options(members, method, options))
+
+# %% ../nbs/16_cli.ipynb #c042
 @main.command()
 @click.argument('source', type=click.Path(exists=True))
 @click.argument('target', type=click.Path())
@@ -330,7 +369,7 @@ def keys(part):
     for key, (default, meaning) in config_fields().items():
         if part is None or part in key: click.echo(f'{click.style(key, bold=True)} = {default}\n    {meaning}')
 
-# %% ../nbs/16_cli.ipynb #c040
+# %% ../nbs/16_cli.ipynb #c045
 @main.command()
 @click.option('--output', default='_docs', show_default=True, type=_FOLDER, help='Folder of the site.')
 @click.option('--serve', is_flag=True, help='Serve it on this machine and rebuild on changes.')
@@ -346,5 +385,5 @@ def docs(output, serve):
     args = ['serve'] if serve else ['build', '--site-dir', str(Path(output).absolute())]
     sys.exit(subprocess.run([sys.executable, '-m', 'mkdocs', *args], cwd=root).returncode)
 
-# %% ../nbs/16_cli.ipynb #c041
+# %% ../nbs/16_cli.ipynb #c046
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook, too, is __main__, but it has no file

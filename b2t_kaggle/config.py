@@ -158,11 +158,17 @@ class TrainConfig(Section):
     time_budget: float | None = Field(None, gt=0)
     "Minutes after which training stops, saves, and lets the pipeline go on."
 
-# %% ../nbs/08_config.ipynb #c018
+# %% ../nbs/08_config.ipynb #c019
+def _as_list(value): return [value] if isinstance(value, str | Path) else value
+
 class InferConfig(Section):
     checkpoint: AbsolutePath | None = None
     ("A checkpoint to use instead of training: ours, or a folder of the official kit with `args.yaml` and "
      "`best_checkpoint`.")
+    logits: Annotated[list[AbsolutePath], BeforeValidator(_as_list)] = []
+    ("LogitStores to decode instead of a model's, of val and test, in any order; several of a split are averaged.")
+    average: Literal['log_prob', 'prob'] = 'log_prob'
+    "What is averaged where `logits` has several of a split: log-probabilities, or probabilities."
 
 class LMConfig(Section):
     path: AbsolutePath | None = None
@@ -228,7 +234,7 @@ class RescoreConfig(Section):
     ("n-gram log-probability per word below which the LLM is not asked, as in sentences of random words; none asks it "
      "always.")
 
-# %% ../nbs/08_config.ipynb #c021
+# %% ../nbs/08_config.ipynb #c022
 SCHEMA = 2 # Number of this layout of the groups; saved with every configuration
 
 _FIRST_MODEL_FIELDS = set('noise_units adversarial_strength adversarial_schedule n_units patch_size'.split())
@@ -248,7 +254,7 @@ def upgrade(
         values['model'] = {k: v for k, v in model.items() if k in known}
     return values
 
-# %% ../nbs/08_config.ipynb #c024
+# %% ../nbs/08_config.ipynb #c025
 class Config(Section):
     "Everything that a run depends on, apart from its input files."
     simulate: SimulateConfig = SimulateConfig()
@@ -272,6 +278,9 @@ class Config(Section):
         if data.feature_subset is not None and len(data.feature_subset) != self.model.neural_dim:
             raise ValueError(f'model.neural_dim is {self.model.neural_dim}, but data.feature_subset names '
                              f'{len(data.feature_subset)} features; make them equal')
+        if self.infer.checkpoint and self.infer.logits:
+            raise ValueError('infer.checkpoint and infer.logits are both set, and only one of them can be used; set '
+                             'the other one to null')
         must = data.must_include_days or []
         if len(must) > data.days_per_batch:
             raise ValueError(f'data.must_include_days names {len(must)} days, more than data.days_per_batch = '
@@ -282,11 +291,11 @@ class Config(Section):
         "All values as plain JSON types, with the number of the schema; `Config.model_validate` reads them back equal."
         return dict(schema=SCHEMA) | self.model_dump(mode='json')
 
-# %% ../nbs/08_config.ipynb #c028
+# %% ../nbs/08_config.ipynb #c029
 _SAME_MODEL = 'num_training_batches time_budget batches_per_save accelerator precision accumulate compile profile'
 MAY_CHANGE = {f'train.{k}' for k in _SAME_MODEL.split()} | {'data.dataset_dir', 'data.eval_batch_size'}
 
-# %% ../nbs/08_config.ipynb #c030
+# %% ../nbs/08_config.ipynb #c031
 def changed_values(
     cfg: Config,                  # A configuration
     without: set[str] = frozenset(), # Keys, `group.field`, that do not count
@@ -297,7 +306,7 @@ def changed_values(
     values |= {'model.name': cfg.model.name, 'schema': SCHEMA}
     return {k: v for k, v in values.items() if k not in without}
 
-# %% ../nbs/08_config.ipynb #c033
+# %% ../nbs/08_config.ipynb #c034
 def _model_fields() -> dict[str, dict[str, FieldInfo]]:
     "Fields of the encoders that can be imported here, by encoder."
     fields = {}
@@ -328,7 +337,7 @@ def config_keys() -> dict[str, str]:
     "Every settable key, `group.field`, and its description."
     return {key: description for key, (_, description) in config_fields().items()}
 
-# %% ../nbs/08_config.ipynb #c035
+# %% ../nbs/08_config.ipynb #c036
 def _resolve(key: str) -> str:
     "The full `group.field` of a key; a bare name must be unique."
     keys = list(config_keys())
@@ -340,7 +349,7 @@ def _resolve(key: str) -> str:
     hint = f'did you mean {" or ".join(near)}?' if near else '`b2t keys` lists them all'
     raise ConfigError(f'--set {key}: there is no such key; {hint}')
 
-# %% ../nbs/08_config.ipynb #c037
+# %% ../nbs/08_config.ipynb #c038
 def _suggest(sentence: str) -> str:
     "The sentence about a key that does not exist, with the nearest ones."
     key = sentence.split(':')[0]
@@ -360,7 +369,7 @@ def _parse(text: Any) -> Any:
     try: return float(text) if looks_like_float else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError): return text
 
-# %% ../nbs/08_config.ipynb #c039
+# %% ../nbs/08_config.ipynb #c040
 def _merge_model(
     old: EncoderConfig, # What was configured
     new: dict,          # Values that replace some of it
@@ -391,14 +400,14 @@ def with_overrides(
         groups.setdefault(group, {})[field] = _parse(value)
     return _merge(cfg, groups)
 
-# %% ../nbs/08_config.ipynb #c042
+# %% ../nbs/08_config.ipynb #c043
 def from_official(
     values: dict, # A parsed `rnn_args.yaml` or `args.yaml`
 ) -> Config:
     "The official configuration as ours; raises `ConfigError` for a key that the official kit does not have."
     return _validated(to_our_names(values))
 
-# %% ../nbs/08_config.ipynb #c045
+# %% ../nbs/08_config.ipynb #c046
 PRESETS = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
@@ -421,7 +430,7 @@ def preset(
         raise ConfigError(f'preset {name!r} does not exist; there are {", ".join(PRESETS)}')
     return _validated(PRESETS[name])
 
-# %% ../nbs/08_config.ipynb #c046
+# %% ../nbs/08_config.ipynb #c047
 def read_yaml(path: str | Path) -> dict:
     "A YAML mapping, with an error that names the file."
     try: values = yaml.safe_load(Path(path).read_text())
@@ -431,7 +440,7 @@ def read_yaml(path: str | Path) -> dict:
         raise ConfigError(f'{path}: expected a mapping of groups to fields, found {type(values).__name__}')
     return values
 
-# %% ../nbs/08_config.ipynb #c047
+# %% ../nbs/08_config.ipynb #c048
 def load_config(
     path: str | Path | None = None, # YAML file, ours or the official kit's; none means the preset alone
     base: str = 'official',         # Preset that a file in our format starts from

@@ -76,11 +76,34 @@ def _do(stage: StageRun, forced: bool) -> str:
 
 def _row(stage: StageRun, status: str) -> dict:
     "What happened, for the closing table."
+    if status == 'needless': return dict(stage=stage.name, state='not needed', seconds=0, figures='')
     stamp = stage.stamp
     state = 'done' if stamp['finished'] else 'stopped early'
     figures = [f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}' for k, v in stamp['metrics'].items()]
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
                 seconds=stamp['seconds'], figures=', '.join(figures))
+
+def _pending(
+    stages: dict[str, StageRun], # In order
+    force: Iterable[str],
+) -> set[str]:
+    """Stages that have something to do. What is shared serves only the stages that read it: where these are done, a
+    packed store that is not here need not be made."""
+    pending = set()
+    for name, stage in stages.items():
+        if STAGES[name].shared: continue
+        if name in force or pending & set(STAGES[name].needs) or stage.status() != 'done': pending.add(name)
+    for name, stage in reversed(stages.items()):
+        if not STAGES[name].shared: continue
+        is_read = name == list(stages)[-1] or any(name in STAGES[n].needs for n in pending)
+        if name in force or (is_read and stage.status() != 'done'): pending.add(name)
+    return pending
+
+def _check_given(run: Run, names: list[str]) -> None:
+    "Raise `PipelineError` where a submission is wanted and none of the given log-probabilities are of test."
+    if 'submit' not in names or 'test' in run.splits: return
+    raise PipelineError('none of the files of infer.logits has log-probabilities of test, so there would be no '
+                        'submission; add one, or go as far as `b2t decode`')
 
 def run_stages(
     run: Run,                  # The run
@@ -92,8 +115,11 @@ def run_stages(
     if wrong := sorted(set(force) - set(names)):
         raise PipelineError(f'--force {wrong[0]}: this command does not come to that stage; it does {", ".join(names)}')
     rows = []
-    for name in names:
-        stage = StageRun(run, name)
-        status = _do(stage, name in force)
+    stages = {name: StageRun(run, name) for name in names}
+    pending = _pending(stages, force)
+    for name, stage in stages.items():
+        needless = STAGES[name].shared and name not in pending and stage.status() != 'done'
+        status = 'needless' if needless else _do(stage, name in force)
         rows.append(_row(stage, status))
+        if name == 'ensemble': _check_given(run, names)
     return rows

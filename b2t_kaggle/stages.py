@@ -13,7 +13,7 @@ from pathlib import Path
 import b2t_kaggle
 from .config import Config
 
-# %% ../nbs/12_stages.ipynb #c005
+# %% ../nbs/12_stages.ipynb #17eef7fb
 class PipelineError(RuntimeError):
     "A run that cannot go on; the message names the stage and what to do."
 
@@ -28,7 +28,7 @@ class Stage:
 
 _CHECKED = ('data.dataset_dir', 'data.sessions', 'data.bad_trials_dict')
 _PACKED = (*_CHECKED, 'data.drop_instructions', 'data.feature_subset', 'data.dtype')
-_INFERRED = ('infer', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size')
+_INFERRED = ('infer.checkpoint', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size')
 
 STAGES = {s.name: s for s in (
     Stage('simulate', 'simulate a participant, as official HDF5 sessions', ('simulate',), (), shared=True),
@@ -36,19 +36,22 @@ STAGES = {s.name: s for s in (
     Stage('pack', 'pack the sessions into memory-mapped stores', _PACKED, ('check',), shared=True),
     Stage('train', 'train the acoustic model', ('data', 'model', 'augment', 'train'), ('pack',)),
     Stage('infer', 'log-probabilities of val and test', _INFERRED, ('pack', 'train')),
-    Stage('lm', 'n-gram language model and pronunciation lexicon', ('lm',), ('pack',)),
-    Stage('decode', 'beam search: n-best sentences of val and test', ('decode',), ('infer', 'lm')),
+    Stage('ensemble', 'given log-probabilities, averaged over models', ('infer.logits', 'infer.average'), ('pack',)),
+    Stage('lm', 'n-gram language model and pronunciation lexicon', ('lm',), ('simulate', 'pack')),
+    Stage('decode', 'beam search: n-best sentences of val and test', ('decode',), ('infer', 'ensemble', 'lm', 'pack')),
     Stage('rescore', 'an LLM ranks the n-best sentences anew', ('rescore',), ('decode', 'lm', 'pack')),
     Stage('submit', 'write and validate submission.csv', (), ('rescore', 'decode', 'pack')),
-    Stage('report', 'one page: PER, WER, sessions, worst trials, curves', (), ('submit',)),
+    Stage('report', 'one page: PER, WER, sessions, worst trials, curves', (), ('submit', 'pack')),
 )}
 
-# %% ../nbs/12_stages.ipynb #c008
+# %% ../nbs/12_stages.ipynb #bc59bc5c
 def _skipped(cfg: Config) -> dict[str, str]:
     "Stages that a configuration makes needless, and why."
     skipped = {}
     if cfg.data.dataset_dir is not None: skipped['simulate'] = 'data.dataset_dir is set'
     if cfg.infer.checkpoint is not None: skipped['train'] = 'infer.checkpoint is set'
+    if cfg.infer.logits: skipped |= dict.fromkeys(('train', 'infer'), 'infer.logits is set')
+    else: skipped['ensemble'] = 'infer.logits, the log-probabilities to take, is not set'
     if cfg.rescore.model is None: skipped['rescore'] = 'rescore.model, the language model to ask, is not set'
     return skipped
 

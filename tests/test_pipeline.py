@@ -8,13 +8,18 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from b2t_kaggle import cli, pipeline
 from b2t_kaggle.config import preset
+from b2t_kaggle.logits import LogitError, LogitStore
+from b2t_kaggle.pipeline import run_stages
 from b2t_kaggle.runs import Run, StageRun, open_decoder
-from b2t_kaggle.stages import STAGES, plan
+from b2t_kaggle.stages import STAGES, code_cells, plan
 
 # Small enough for seconds, large enough that every stage has work to do
 SMALL = {
@@ -154,9 +159,6 @@ def test_a_stage_by_plain_papermill(finished, tmp_path):
 def test_an_official_checkpoint_is_used_without_training(finished, tmp_path):
     """A folder of the official kit (args.yaml, best_checkpoint) gives the same log-probabilities as the checkpoint
     it was made from."""
-    import numpy as np
-
-    from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.pytorch.checkpoint import load_model, save_official
     run, _, _ = finished
     official = save_official(*load_model(run/'train'/'best.pt'), tmp_path/'t15_pretrained_rnn_baseline')
@@ -255,7 +257,7 @@ def test_the_official_configuration_runs_as_it_is(finished, tmp_path):
 
 
 def test_plan_and_presets_agree():
-    assert PLAN == [s for s in STAGES if s != 'rescore']
+    assert PLAN == [s for s in STAGES if s not in ('ensemble', 'rescore')]
 
 
 def test_two_runs_share_what_is_big(tmp_path):
@@ -330,13 +332,11 @@ def test_serving_a_run(finished, tmp_path, capsys):
     if not shutil.which('redis-server'): pytest.skip('redis-server is not installed')
     pytest.importorskip('redis', reason='needs redis-py: pip install b2t_kaggle[serve]')
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
-    import numpy as np
     from test_server import OfficialClient, Redis, candidates, wait_for
     from tiny_models import tiny_lm
 
     from b2t_kaggle.cli import _llm
     from b2t_kaggle.decoding.server import read_logits
-    from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.phonemes import build_lexicon, to_class_ids, to_lm_order
     from b2t_kaggle.rescoring.llm import load_lm, score_sentences
     from b2t_kaggle.rescoring.mixture import Weights, configured_weights, write_weights
@@ -383,3 +383,91 @@ def test_serving_a_run(finished, tmp_path, capsys):
         where.stop()
         stage.discard()
         Run(path, run.work, {'rescore.model': None, 'rescore.alpha': 0.55})
+
+
+def execute_here(run, name):
+    "Execute the code of a stage's notebook in this process, which takes seconds less than a kernel of its own."
+    import matplotlib
+    matplotlib.use('Agg')
+    variables = dict(run_dir=str(run.dir), work_dir=str(run.work), overrides={})
+    for cell in code_cells(name):
+        if not cell.startswith('run_dir ='): exec(cell, variables)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    "Stages are executed in this process; names of those that were."
+    names = []
+    def execute(run, name):
+        names.append(name)
+        execute_here(run, name)
+    monkeypatch.setattr(pipeline, 'execute', execute)
+    monkeypatch.setattr(pipeline, 'write_report', lambda run: run.dir/'report.html')
+    return names
+
+
+def files_of(folder): return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob('*') if p.is_file()}
+
+
+def test_an_ensemble_is_a_run_of_its_own(finished, tmp_path, here):
+    "Its log-probabilities are the mean of its members', are decoded, and nothing of the members is written to."
+    run, options, _ = finished
+    first = {split: LogitStore.open(run/'logits'/f'{split}.arrow') for split in ('val', 'test')}
+    rng = np.random.default_rng(0)
+    def another(x):
+        x = x + rng.normal(size=x.shape).astype(np.float32)
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+    second = {s: [another(x) for x in store] for s, store in first.items()}
+    for split, store in first.items():
+        LogitStore.write(tmp_path/f'second-{split}.arrow', second[split], store.index, {})
+    before = {p: mark for p, mark in files_of(run).items() if p.name != 'config.yaml'}
+    # The two come from elsewhere: only their names say which is which
+    stores = sorted(tmp_path.glob('second-*.arrow'))
+    folders = [*map(str, options[:4]), '--name', 'two']
+    done = CliRunner().invoke(cli.main, ['ensemble', 'small', *map(str, stores), *folders])
+    assert done.exit_code == 0, done.output
+    assert here == ['ensemble', 'lm', 'decode', 'submit', 'report']
+    assert {p: mark for p, mark in files_of(run).items() if p in before} == before
+    two = run.parent/'two'
+    assert len(list(csv.DictReader((two/'submission.csv').open()))) == 4
+    for i, x in enumerate(LogitStore.open(two/'ensemble'/'test.arrow')):
+        mean = (first['test'][i] + second['test'][i])/2
+        np.testing.assert_allclose(x, mean - np.log(np.exp(mean).sum(-1, keepdims=True)), atol=1e-5)
+    metrics = json.loads((two/'stages'/'ensemble.json').read_text())['metrics']
+    assert metrics['models'] == 2 and metrics['PER'] > 0
+    done = CliRunner().invoke(cli.main, ['run', *folders])
+    assert done.exit_code == 0 and len(here) == 5, done.output
+
+
+def test_log_probabilities_of_test_alone(finished, tmp_path, here):
+    "As somebody else's are: there is a submission and no error rate."
+    run, _, _ = finished
+    shutil.copytree(run, tmp_path/'run')
+    theirs = Run(tmp_path/'run', run.parent.parent/'data', {'infer.logits': str(run/'logits'/'test.arrow')})
+    run_stages(theirs)
+    assert here == ['ensemble', 'decode', 'submit', 'report']
+    assert (theirs.logits('test').read_bytes(), theirs.splits) == ((run/'logits'/'test.arrow').read_bytes(), ['test'])
+    assert StageRun(theirs, 'decode').stamp['metrics'] == StageRun(theirs, 'report').stamp['metrics'] == {}
+    assert len(list(csv.DictReader((theirs.dir/'submission.csv').open()))) == 4
+
+
+def test_log_probabilities_of_other_trials_are_refused(finished, tmp_path, here):
+    run, _, _ = finished
+    store = LogitStore.open(run/'logits'/'val.arrow')
+    index = store.index.assign(sentence=['Not what was said.', *store.index.sentence[1:]])
+    LogitStore.write(tmp_path/'foreign.arrow', list(store), index, store.provenance)
+    theirs = Run(tmp_path/'run', run.parent.parent/'data', SMALL | {'infer.logits': f'{tmp_path}/foreign.arrow'})
+    with pytest.raises(LogitError, match=r"foreign.arrow is not of the trials .* has sentence 'Not what was said.'"):
+        run_stages(theirs, 'decode')
+
+
+def test_a_finished_run_that_was_moved(finished, tmp_path, here):
+    "Nothing is done again, neither without the big files nor with them in another place."
+    run, _, _ = finished
+    config = (run/'config.yaml').read_text()
+    shutil.copytree(run, tmp_path/'run', copy_function=shutil.copyfile)
+    rows = run_stages(Run(tmp_path/'run', tmp_path/'empty'))
+    assert here == [] and {r['state'] for r in rows} == {'not needed', 'skipped, nothing changed'}
+    assert (tmp_path/'run'/'config.yaml').read_text() == config
+    run_stages(Run(tmp_path/'run', run.parent.parent/'data', {'beam': 6}))
+    assert here == ['decode', 'submit', 'report']

@@ -22,16 +22,18 @@ from .recipe import TrainingError
 if TYPE_CHECKING: # It brings pandas, for which `b2t` need not wait
     from b2t_kaggle.data.store import TrialStore
 
-# %% ../../nbs/training/03_checkpoints.ipynb #c006
+# %% ../../nbs/training/03_checkpoints.ipynb #03556f8b
 class CheckpointError(ValueError):
     "A checkpoint that cannot be used; the message names the file and what is wrong with it."
 
 BEST = dict(pytorch='best.pt', tensorflow='best.weights.h5')
 LAST = dict(pytorch='last.pt', tensorflow='last.weights.h5')
 
-# Where each framework's model is looked for in a folder. PyTorch reads the official kit's, too
+# Where each framework's model is looked for in a folder. PyTorch reads the official kit's, too, whose archive holds a
+# folder in a folder of the same name
+_OFFICIAL = ('best_checkpoint', 'checkpoint/best_checkpoint', 't15_pretrained_rnn_baseline/checkpoint/best_checkpoint')
 _PLACES = dict(
-    pytorch=('best_checkpoint', 'checkpoint/best_checkpoint', 'best.pt', 'train/best.pt'),
+    pytorch=(*_OFFICIAL, 'best.pt', 'train/best.pt'),
     tensorflow=('best.weights.h5', 'train/best.weights.h5'),
 )
 
@@ -59,7 +61,8 @@ def checkpoint_files(
     "The files that a model is read from: its weights, and the official kit's `args.yaml` beside them."
     path = Path(path)
     if not path.is_dir(): return [path]
-    names = {p for places in _PLACES.values() for p in places} | {'args.yaml', 'checkpoint/args.yaml'}
+    names = {p for places in _PLACES.values() for p in places}
+    names |= {str(Path(p).with_name('args.yaml')) for p in _OFFICIAL}
     return sorted(path/name for name in names if (path/name).is_file())
 
 # %% ../../nbs/training/03_checkpoints.ipynb #c009

@@ -36,13 +36,18 @@ def _default(key: str) -> str:
     fields = config_fields()
     return str(fields[key][0]) if key in fields else 'unknown'
 
+_PATHS = {'train.init_checkpoint_path'} # Of a path only the name counts: the data may lie elsewhere on another machine
+
+def _comparable(key: str, value: str | None) -> str | None:
+    return Path(value).name if key in _PATHS and value else value
+
 def check_same(
     old: dict[str, str], # `fingerprint` of the checkpoint
     new: dict[str, str], # `fingerprint` of this run
     path: Path,          # The checkpoint
 ) -> None:
     "Raise `TrainingError` that names every difference."
-    changed = [k for k in sorted(old | new) if old.get(k) != new.get(k)]
+    changed = [k for k in sorted(old | new) if _comparable(k, old.get(k)) != _comparable(k, new.get(k))]
     if not changed: return
     reasons = [f'{k} was {old.get(k) or _default(k)}, is now {new.get(k) or _default(k)}' for k in changed]
     raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(reasons)}. Restore that, or start anew '
