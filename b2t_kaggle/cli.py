@@ -145,6 +145,8 @@ def run_until(
     _warn_about_schedule(run.cfg)
     rows = run_stages(run, stage, force)
     click.echo(pd.DataFrame(rows).to_string(index=False, justify='left'))
+    stopped = [row['stage'] for row in rows if row['state'] == 'stopped early']
+    if stopped: click.echo(f'\nStopped early: {", ".join(stopped)}. The same line goes on where they stopped.')
     click.echo(f'\nEverything is in {run.dir}')
     if stage in (None, 'report'):
         click.echo(f'Submission: {run.dir/"submission.csv"}\nReport:     {run.dir/"report.html"}')

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'MAY_CHANGE', 'PRESETS', 'SimulateConfig', 'DataConfig', 'AugmentConfig', 'TrainConfig', 'InferConfig',
-           'LMConfig', 'DecodeConfig', 'RescoreConfig', 'upgrade', 'Config', 'changed_values', 'config_fields',
-           'config_keys', 'with_overrides', 'from_official', 'preset', 'read_yaml', 'load_config', 'save_config']
+           'LMConfig', 'DecodeConfig', 'RescoreConfig', 'SessionConfig', 'upgrade', 'Config', 'changed_values',
+           'config_fields', 'config_keys', 'with_overrides', 'from_official', 'preset', 'read_yaml', 'load_config',
+           'save_config']
 
 # %% ../nbs/08_config.ipynb #c003
 import difflib
@@ -235,6 +236,12 @@ class RescoreConfig(Section):
      "always.")
 
 # %% ../nbs/08_config.ipynb #c022
+class SessionConfig(Section):
+    hours: float | None = Field(None, gt=0)
+    ("Hours after which a run must be over: training stops in time, what is left is decoded with a narrow beam, and "
+     "there is a submission. None: on Kaggle what a session there has, elsewhere no end.")
+
+# %% ../nbs/08_config.ipynb #c025
 SCHEMA = 2 # Number of this layout of the groups; saved with every configuration
 
 _FIRST_MODEL_FIELDS = set('noise_units adversarial_strength adversarial_schedule n_units patch_size'.split())
@@ -254,7 +261,7 @@ def upgrade(
         values['model'] = {k: v for k, v in model.items() if k in known}
     return values
 
-# %% ../nbs/08_config.ipynb #c025
+# %% ../nbs/08_config.ipynb #c028
 class Config(Section):
     "Everything that a run depends on, apart from its input files."
     simulate: SimulateConfig = SimulateConfig()
@@ -266,6 +273,7 @@ class Config(Section):
     lm: LMConfig = LMConfig()
     decode: DecodeConfig = DecodeConfig()
     rescore: RescoreConfig = RescoreConfig()
+    session: SessionConfig = SessionConfig()
 
     @model_validator(mode='before')
     @classmethod
@@ -291,11 +299,11 @@ class Config(Section):
         "All values as plain JSON types, with the number of the schema; `Config.model_validate` reads them back equal."
         return dict(schema=SCHEMA) | self.model_dump(mode='json')
 
-# %% ../nbs/08_config.ipynb #c029
+# %% ../nbs/08_config.ipynb #c032
 _SAME_MODEL = 'num_training_batches time_budget batches_per_save accelerator precision accumulate compile profile'
 MAY_CHANGE = {f'train.{k}' for k in _SAME_MODEL.split()} | {'data.dataset_dir', 'data.eval_batch_size'}
 
-# %% ../nbs/08_config.ipynb #c031
+# %% ../nbs/08_config.ipynb #c034
 def changed_values(
     cfg: Config,                  # A configuration
     without: set[str] = frozenset(), # Keys, `group.field`, that do not count
@@ -306,7 +314,7 @@ def changed_values(
     values |= {'model.name': cfg.model.name, 'schema': SCHEMA}
     return {k: v for k, v in values.items() if k not in without}
 
-# %% ../nbs/08_config.ipynb #c034
+# %% ../nbs/08_config.ipynb #c037
 def _model_fields() -> dict[str, dict[str, FieldInfo]]:
     "Fields of the encoders that can be imported here, by encoder."
     fields = {}
@@ -337,7 +345,7 @@ def config_keys() -> dict[str, str]:
     "Every settable key, `group.field`, and its description."
     return {key: description for key, (_, description) in config_fields().items()}
 
-# %% ../nbs/08_config.ipynb #c036
+# %% ../nbs/08_config.ipynb #c039
 def _resolve(key: str) -> str:
     "The full `group.field` of a key; a bare name must be unique."
     keys = list(config_keys())
@@ -349,7 +357,7 @@ def _resolve(key: str) -> str:
     hint = f'did you mean {" or ".join(near)}?' if near else '`b2t keys` lists them all'
     raise ConfigError(f'--set {key}: there is no such key; {hint}')
 
-# %% ../nbs/08_config.ipynb #c038
+# %% ../nbs/08_config.ipynb #c041
 def _suggest(sentence: str) -> str:
     "The sentence about a key that does not exist, with the nearest ones."
     key = sentence.split(':')[0]
@@ -369,7 +377,7 @@ def _parse(text: Any) -> Any:
     try: return float(text) if looks_like_float else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError): return text
 
-# %% ../nbs/08_config.ipynb #c040
+# %% ../nbs/08_config.ipynb #c043
 def _merge_model(
     old: EncoderConfig, # What was configured
     new: dict,          # Values that replace some of it
@@ -400,14 +408,14 @@ def with_overrides(
         groups.setdefault(group, {})[field] = _parse(value)
     return _merge(cfg, groups)
 
-# %% ../nbs/08_config.ipynb #c043
+# %% ../nbs/08_config.ipynb #c046
 def from_official(
     values: dict, # A parsed `rnn_args.yaml` or `args.yaml`
 ) -> Config:
     "The official configuration as ours; raises `ConfigError` for a key that the official kit does not have."
     return _validated(to_our_names(values))
 
-# %% ../nbs/08_config.ipynb #c046
+# %% ../nbs/08_config.ipynb #c049
 PRESETS = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
@@ -430,7 +438,7 @@ def preset(
         raise ConfigError(f'preset {name!r} does not exist; there are {", ".join(PRESETS)}')
     return _validated(PRESETS[name])
 
-# %% ../nbs/08_config.ipynb #c047
+# %% ../nbs/08_config.ipynb #c050
 def read_yaml(path: str | Path) -> dict:
     "A YAML mapping, with an error that names the file."
     try: values = yaml.safe_load(Path(path).read_text())
@@ -440,7 +448,7 @@ def read_yaml(path: str | Path) -> dict:
         raise ConfigError(f'{path}: expected a mapping of groups to fields, found {type(values).__name__}')
     return values
 
-# %% ../nbs/08_config.ipynb #c048
+# %% ../nbs/08_config.ipynb #c051
 def load_config(
     path: str | Path | None = None, # YAML file, ours or the official kit's; none means the preset alone
     base: str = 'official',         # Preset that a file in our format starts from

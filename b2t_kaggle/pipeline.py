@@ -13,9 +13,12 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from .devices.machine import detect
+from .devices.session import check_accelerator_present, session_hours
 from .files import write_whole
 from .runs import Run, StageRun
 from .stages import STAGES, PipelineError, notebook_path, plan
+from .training.budget import Deadline, session
 
 # %% ../nbs/14_pipeline.ipynb #c006
 def execute(
@@ -99,6 +102,17 @@ def _pending(
         if name in force or (is_read and stage.status() != 'done'): pending.add(name)
     return pending
 
+def _check_accelerator(run: Run, kind: str) -> None:
+    "Raise `DeviceError` before anything is computed for a training on recordings that would last weeks."
+    t = run.cfg.train
+    if run.cfg.data.dataset_dir: check_accelerator_present(kind, t.accelerator, t.num_training_batches)
+
+def _check_time(name: str, deadline: Deadline) -> None:
+    "Raise `PipelineError` where the session is over and a stage is to begin without which there is no submission."
+    if deadline.left() > 0: return
+    raise PipelineError(f'stage {name}: the session is over before there is anything to submit; run the same line in '
+                        'another one, or with a larger session.hours')
+
 def _check_given(run: Run, names: list[str]) -> None:
     "Raise `PipelineError` where a submission is wanted and none of the given log-probabilities are of test."
     if 'submit' not in names or 'test' in run.splits: return
@@ -110,16 +124,21 @@ def run_stages(
     until: str | None = None,  # Last stage wanted; none means all
     force: Iterable[str] = (), # Stages to do again even if they are done
 ) -> list[dict]:               # A row per stage: stage, what happened, seconds, figures
-    "Do what is not done, in order; raises `PipelineError` at the first stage that fails."
+    """Do what is not done, in order; raises `PipelineError` at the first stage that fails, and `DeviceError` before a
+    long training on recordings that has no accelerator."""
     names = plan(run.cfg, until)
     if wrong := sorted(set(force) - set(names)):
         raise PipelineError(f'--force {wrong[0]}: this command does not come to that stage; it does {", ".join(names)}')
     rows = []
     stages = {name: StageRun(run, name) for name in names}
     pending = _pending(stages, force)
-    for name, stage in stages.items():
-        needless = STAGES[name].shared and name not in pending and stage.status() != 'done'
-        status = 'needless' if needless else _do(stage, name in force)
-        rows.append(_row(stage, status))
-        if name == 'ensemble': _check_given(run, names)
+    kind = detect().kind
+    if 'train' in pending: _check_accelerator(run, kind)
+    with session(session_hours(run.cfg.session.hours, kind)) as deadline:
+        for name, stage in stages.items():
+            if name in pending and STAGES[name].shared: _check_time(name, deadline)
+            needless = STAGES[name].shared and name not in pending and stage.status() != 'done'
+            status = 'needless' if needless else _do(stage, name in force)
+            rows.append(_row(stage, status))
+            if name == 'ensemble': _check_given(run, names)
     return rows

@@ -21,6 +21,7 @@ import b2t_kaggle
 from .config import MAY_CHANGE, SCHEMA, Config, changed_values, load_config, save_config, with_overrides
 from .files import write_whole
 from .stages import STAGES, PipelineError, code_cells, plan
+from .training.budget import Deadline
 from .training.checkpoints import BEST, checkpoint_files
 
 # %% ../nbs/13_runs.ipynb #c006
@@ -250,6 +251,11 @@ class StageRun:
         self.stamp_path = self.home/'stages'/(f'{name}-{run.fingerprint(name)}.json' if shared else f'{name}.json')
         self.needs = [StageRun(run, n) for n in STAGES[name].needs if n in plan(run.cfg)]
 
+    def time_left(self) -> float:
+        "Seconds until it must stop, so that those after it are over when the session ends; infinite without an end."
+        stage = STAGES[self.name]
+        return Deadline.of_session().left(60*(stage.keeps + (stage.keeps_for_llm if self.run.cfg.rescore.model else 0)))
+
     @property
     def stamp(self) -> dict:
         "What the last execution left; empty where there was none."
@@ -285,6 +291,9 @@ class StageRun:
         fingerprint = self.run.fingerprint(self.name)
         old = self.stamp
         if old and old['key'] != self.key: self._clear(fingerprint)
+        resumes = old.get('finished') is False and not _changed_output(old['outputs'], self.home)
+        if not resumes: self._forget_left()
+        self.version = _sha([self.key, {n.name: n.id for n in self.needs}])
         self.started = time.time()
         write_json(dict(key=self.key, fingerprint=fingerprint), self.stamp_path)
         return self
@@ -312,7 +321,26 @@ class StageRun:
     def discard(self) -> None:
         "Forget that the stage was done, so that it is done from its beginning."
         self._clear(None)
+        self._forget_left()
         self.stamp_path.unlink(missing_ok=True)
+
+    def _forget_left(self) -> None:
+        for path in self.stamp_path.parent.glob(f'{self.name}-*.left'): path.unlink()
+
+    def leave(self,
+        split: str,             # `val` or `test`
+        trials: Iterable[int],  # That a later execution has to do; none where all are done
+    ) -> None:
+        "Note what is left of a split when the stage has to stop, for the execution that continues it."
+        write_json(dict(version=self.version, trials=list(trials)), self.stamp_path.parent/f'{self.name}-{split}.left')
+
+    def left(self,
+        split: str, # `val` or `test`
+    ) -> list[int] | None:
+        "The trials that an execution on the same inputs left of a split when it had to stop; None where none did."
+        try: noted = json.loads((self.stamp_path.parent/f'{self.name}-{split}.left').read_text())
+        except (FileNotFoundError, json.JSONDecodeError): return None
+        return noted['trials'] if noted['version'] == self.version else None
 
     def finish(self,
         outputs: Iterable[Path],     # Files that the stage wrote
@@ -328,7 +356,7 @@ class StageRun:
         write_json(stamp, self.stamp_path)
         self._running.release()
 
-# %% ../nbs/13_runs.ipynb #c025
+# %% ../nbs/13_runs.ipynb #c027
 def begin_stage(
     name: str,                # Stage
     run_dir: str | Path,      # The run's folder
@@ -338,7 +366,7 @@ def begin_stage(
     "What a stage notebook starts with, whoever executes it."
     return StageRun(Run(run_dir, work_dir, overrides), name).begin()
 
-# %% ../nbs/13_runs.ipynb #c028
+# %% ../nbs/13_runs.ipynb #c030
 def open_decoder(
     run: Run,  # Its `lm` stage must be done
     **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration

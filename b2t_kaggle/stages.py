@@ -13,7 +13,7 @@ from pathlib import Path
 import b2t_kaggle
 from .config import Config
 
-# %% ../nbs/12_stages.ipynb #17eef7fb
+# %% ../nbs/12_stages.ipynb #c005
 class PipelineError(RuntimeError):
     "A run that cannot go on; the message names the stage and what to do."
 
@@ -25,6 +25,8 @@ class Stage:
     config: tuple[str, ...]  # Configuration groups (`model`) or fields (`data.dtype`) that change its result
     needs: tuple[str, ...]   # Stages whose outputs it reads
     shared: bool = False     # Whether its outputs lie in the work folder, where other runs find them too
+    keeps: float = 0         # Minutes of a session that it leaves to the stages after it
+    keeps_for_llm: float = 0 # Further minutes, where an LLM follows
 
 _CHECKED = ('data.dataset_dir', 'data.sessions', 'data.bad_trials_dict')
 _PACKED = (*_CHECKED, 'data.drop_instructions', 'data.feature_subset', 'data.dtype')
@@ -34,17 +36,18 @@ STAGES = {s.name: s for s in (
     Stage('simulate', 'simulate a participant, as official HDF5 sessions', ('simulate',), (), shared=True),
     Stage('check', 'list every problem of the session files', _CHECKED, ('simulate',), shared=True),
     Stage('pack', 'pack the sessions into memory-mapped stores', _PACKED, ('check',), shared=True),
-    Stage('train', 'train the acoustic model', ('data', 'model', 'augment', 'train'), ('pack',)),
-    Stage('infer', 'log-probabilities of val and test', _INFERRED, ('pack', 'train')),
+    Stage('train', 'train the acoustic model', ('data', 'model', 'augment', 'train'), ('pack',), False, 45, 60),
+    Stage('infer', 'log-probabilities of val and test', _INFERRED, ('pack', 'train'), False, 25, 60),
     Stage('ensemble', 'given log-probabilities, averaged over models', ('infer.logits', 'infer.average'), ('pack',)),
     Stage('lm', 'n-gram language model and pronunciation lexicon', ('lm',), ('simulate', 'pack')),
-    Stage('decode', 'beam search: n-best sentences of val and test', ('decode',), ('infer', 'ensemble', 'lm', 'pack')),
-    Stage('rescore', 'an LLM ranks the n-best sentences anew', ('rescore',), ('decode', 'lm', 'pack')),
+    Stage('decode', 'beam search: n-best sentences of val and test', ('decode',), ('infer', 'ensemble', 'lm', 'pack'),
+          False, 5, 60),
+    Stage('rescore', 'an LLM ranks the n-best sentences anew', ('rescore',), ('decode', 'lm', 'pack'), False, 5),
     Stage('submit', 'write and validate submission.csv', (), ('rescore', 'decode', 'pack')),
     Stage('report', 'one page: PER, WER, sessions, worst trials, curves', (), ('submit', 'pack')),
 )}
 
-# %% ../nbs/12_stages.ipynb #bc59bc5c
+# %% ../nbs/12_stages.ipynb #c008
 def _skipped(cfg: Config) -> dict[str, str]:
     "Stages that a configuration makes needless, and why."
     skipped = {}

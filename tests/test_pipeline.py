@@ -471,3 +471,56 @@ def test_a_finished_run_that_was_moved(finished, tmp_path, here):
     assert (tmp_path/'run'/'config.yaml').read_text() == config
     run_stages(Run(tmp_path/'run', run.parent.parent/'data', {'beam': 6}))
     assert here == ['decode', 'submit', 'report']
+
+
+def test_a_session_that_ends_leaves_a_submission(finished, tmp_path, here, monkeypatch):
+    """Without time val has no log-probabilities and test a narrow beam's sentences; later sessions do what was left, and
+    end where one that had time does."""
+    run, _, _ = finished
+    work = run.parent.parent/'data'
+    for name in ('short', 'long'): shutil.copytree(run, tmp_path/name)
+    values = {'decode.beam': 30}
+    run_stages(Run(tmp_path/'long', work, values))
+    here.clear()
+
+    def with_time(seconds, force=()):
+        "Run what there is to do; returns the stages that were stopped."
+        with monkeypatch.context() as m:
+            m.setattr(StageRun, 'time_left', lambda stage: seconds[stage.name])
+            rows = run_stages(Run(tmp_path/'short', work, values), force=force)
+        rows = [row['stage'] for row in rows if row['state'] == 'stopped early']
+        assert len(list(csv.DictReader((tmp_path/'short'/'submission.csv').open()))) == 4
+        return rows
+
+    assert with_time(dict(infer=0, decode=0), force=['infer']) == ['infer', 'decode']
+    short = Run(tmp_path/'short', work)
+    assert short.splits == ['test'] and StageRun(short, 'decode').stamp['metrics'] == {'narrow': 4}
+    before = short.logits('test').stat().st_mtime_ns
+    assert with_time(dict(infer=np.inf, decode=0)) == ['decode']
+    assert short.logits('test').stat().st_mtime_ns == before # Only val was missing
+    assert StageRun(short, 'decode').stamp['metrics']['narrow'] == 8
+    assert with_time(dict(decode=1e9)) == []
+    assert here == ['infer', 'decode', 'submit', 'report']*2 + ['decode', 'submit', 'report']
+    for name in ('nbest_val.jsonl', 'nbest_test.jsonl', 'submission.csv'):
+        assert (tmp_path/'short'/name).read_text() == (tmp_path/'long'/name).read_text()
+
+
+def test_an_llm_that_has_no_time_changes_nothing(finished, tmp_path, here, monkeypatch):
+    "The trials that it does not come to keep the order of the search, and are rescored later."
+    pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
+    from tiny_models import tiny_lm
+    run, _, _ = finished
+    shutil.copytree(run, tmp_path/'run')
+    values = {'rescore.model': str(tiny_lm(tmp_path/'lm', 'opt', ['a few words']))}
+    monkeypatch.setattr(StageRun, 'time_left', lambda stage: 0)
+    ranked = Run(tmp_path/'run', run.parent.parent/'data', values)
+    run_stages(ranked)
+    assert here == ['rescore', 'submit', 'report']
+    assert StageRun(ranked, 'rescore').stamp['metrics']['not_rescored'] == 8
+    best = [hyps[0]['text'] for hyps in map(json.loads, (run/'nbest_test.jsonl').read_text().splitlines())]
+    assert [row['text'] for row in csv.DictReader((ranked.dir/'submission.csv').open())] == best
+    monkeypatch.undo()
+    monkeypatch.setattr(pipeline, 'execute', execute_here)
+    monkeypatch.setattr(pipeline, 'write_report', lambda run: None)
+    assert {row['state'] for row in run_stages(ranked, 'rescore')} == {'skipped, nothing changed', 'done'}
+    assert all(h['llm'] < 0 for hyps in ranked.nbest('val') for h in map(vars, hyps) if h['text'])

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from multiprocessing import get_all_start_methods, get_context
 from typing import Literal, NamedTuple
@@ -306,6 +307,15 @@ class LexiconBeamDecoder(_SentenceScorer):
         if n_jobs <= 1 or (forks and 'fork' not in get_all_start_methods()): return collect(map(decode_trial, range(n)))
         if forks: self.decode(_UNIFORM) # Compiles what is compiled; then no process needs to
         return (_in_forks if forks else _in_threads)(decode_trial, n, n_jobs, collect)
+
+    def with_beam(self,
+        beam: int, # Hypotheses kept per frame
+    ) -> 'LexiconBeamDecoder':
+        "The same decoder with another beam; lexicon and language model are shared."
+        other = copy(self)
+        other.beam = beam
+        other._idle = []
+        return other
 
     def take_search(self) -> Search:
         "A search that nobody uses, at the beginning of a trial; `return_search` gives it back."
