@@ -86,6 +86,7 @@ def _row(stage: StageRun, status: str) -> dict:
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
                 seconds=stamp['seconds'], figures=', '.join(figures))
 
+# %% ../nbs/14_pipeline.ipynb #c012
 def _pending(
     stages: dict[str, StageRun], # In order
     force: Iterable[str],

@@ -98,6 +98,13 @@ def _is_place(key: str, value) -> bool:
     "Whether a configuration value only says where files are; an LLM may be a name on a hub instead."
     return key in _PATHS and (key != 'rescore.model' or Path(value).is_dir())
 
+def _stage_values(name: str, cfg: Config, without: set[str]) -> dict:
+    "Configuration values that a stage depends on, as far as they differ from their defaults."
+    groups = STAGES[name].config
+    values = {k: v for k, v in changed_values(cfg, without).items() if not _is_place(k, v)}
+    return dict(schema=SCHEMA) | {k: v for k, v in values.items() if k in groups or k.split('.')[0] in groups}
+
+# %% ../nbs/13_runs.ipynb #c013
 class Run:
     "A run's folder, configuration, keys and stamps."
     def __init__(self,
@@ -122,12 +129,6 @@ class Run:
         if name not in self._marks: self._marks[name] = _stage_marks(name, self.cfg)
         return self._marks[name]
 
-    def _values(self, name: str, without: set[str]) -> dict:
-        "Configuration values that a stage depends on, as far as they differ from their defaults."
-        groups = STAGES[name].config
-        values = {k: v for k, v in changed_values(self.cfg, without).items() if not _is_place(k, v)}
-        return dict(schema=SCHEMA) | {k: v for k, v in values.items() if k in groups or k.split('.')[0] in groups}
-
     def _needs(self, name: str) -> list[str]:
         active = plan(self.cfg)
         return [n for n in STAGES[name].needs if n in active]
@@ -140,7 +141,7 @@ class Run:
         version = STAGES[name].shared and b2t_kaggle.__version__
         files = [mark if name == 'train' else mark[:2] for mark in self.marks(name)]
         earlier = {n: self.fingerprint(n) for n in self._needs(name)}
-        return _sha([version, self._values(name, MAY_CHANGE), files, earlier])
+        return _sha([version, _stage_values(name, self.cfg, MAY_CHANGE), files, earlier])
 
     def key(self,
         name: str, # Stage
@@ -149,7 +150,7 @@ class Run:
         code = _sha(code_cells(name))
         files = self.marks(name)
         earlier = {n: self.key(n) for n in self._needs(name)}
-        values = self._values(name, _NOT_IN_KEY)
+        values = _stage_values(name, self.cfg, _NOT_IN_KEY)
         return _sha([self.fingerprint(name), b2t_kaggle.__version__, code, values, files, earlier])
 
     @property
@@ -196,7 +197,7 @@ class Run:
         from b2t_kaggle.rescoring.mixture import Rescored
         return read_nbest(self.dir/f'rescored_{split}.jsonl', Rescored)
 
-# %% ../nbs/13_runs.ipynb #c014
+# %% ../nbs/13_runs.ipynb #c016
 def logit_files(
     member: str | Path, # A LogitStore, the folder of a run, or the name of a run
     out: str | Path,    # Folder of the runs
@@ -212,7 +213,7 @@ def logit_files(
     verb = 'decode' if is_ensemble else 'infer'
     raise PipelineError(f'{folder} has no log-probabilities yet; `b2t {verb}` on this run makes them')
 
-# %% ../nbs/13_runs.ipynb #c017
+# %% ../nbs/13_runs.ipynb #c019
 def write_json(value, path: Path) -> None:
     "JSON through a temporary name, so that a reader never sees half a file."
     write_whole(path, json.dumps(value, indent=1, default=str))
@@ -237,9 +238,26 @@ def _changed_output(marks: dict[str, list], home: Path) -> str:
         if mark != content_mark(path): return f'{path.name} was changed'
     return ''
 
-# %% ../nbs/13_runs.ipynb #c020
-class StageRun:
-    "One stage of a run: its stamp, and what a stage notebook calls at its start and end."
+# %% ../nbs/13_runs.ipynb #c022
+def _write_left(path: Path, version: str, trials: Iterable[int]) -> None:
+    "Note the trials that are left, and for which inputs."
+    write_json(dict(version=version, trials=list(trials)), path)
+
+def _read_left(path: Path, version: str) -> list[int] | None:
+    "The trials that are left; None where nothing was noted for these inputs."
+    try: noted = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError): return None
+    return noted['trials'] if noted['version'] == version else None
+
+def _exchange_model(home: Path, old: str, new: str | None) -> None:
+    "Set the folder `train` aside under the fingerprint of its run, and take back what was set aside for a new one."
+    train = home/'train'
+    if train.exists(): train.rename(_free(home/f'train-{old}'))
+    if new and (aside := home/f'train-{new}').exists(): aside.rename(train)
+
+# %% ../nbs/13_runs.ipynb #c025
+class _Stamped:
+    "One stage of a run as its stamp tells it."
     def __init__(self,
         run: Run,
         name: str, # Stage
@@ -249,7 +267,7 @@ class StageRun:
         shared = STAGES[name].shared
         self.home = run.work if shared else run.dir   # what the paths in the stamp are relative to
         self.stamp_path = self.home/'stages'/(f'{name}-{run.fingerprint(name)}.json' if shared else f'{name}.json')
-        self.needs = [StageRun(run, n) for n in STAGES[name].needs if n in plan(run.cfg)]
+        self.needs = [type(self)(run, n) for n in STAGES[name].needs if n in plan(run.cfg)]
 
     def time_left(self) -> float:
         "Seconds until it must stop, so that those after it are over when the session ends; infinite without an end."
@@ -280,6 +298,9 @@ class StageRun:
         if changed := _changed_output(stamp['outputs'], self.home): return changed
         return 'done' if stamp['finished'] else 'stopped early'
 
+# %% ../nbs/13_runs.ipynb #c028
+class StageRun(_Stamped):
+    "One stage of a run: its stamp, and what a stage notebook calls at its start and end."
     def begin(self) -> 'StageRun':
         "Check that what the stage needs is there, and clear away what another configuration left."
         for n in self.needs:
@@ -311,12 +332,10 @@ class StageRun:
         """Remove the results of another key; a model is set aside under its fingerprint, and what was set aside for
         `fingerprint` comes back."""
         old = self.stamp
-        train = self.home/'train'
-        for p in old.get('outputs', {}):
-            if self.name != 'train': (self.home/p).unlink(missing_ok=True)
-        if self.name == 'train' and old.get('fingerprint') != fingerprint:
-            if train.exists(): train.rename(_free(self.home/f'train-{old.get("fingerprint", "unknown")}'))
-            if fingerprint and (aside := self.home/f'train-{fingerprint}').exists(): aside.rename(train)
+        if self.name != 'train':
+            for p in old.get('outputs', {}): (self.home/p).unlink(missing_ok=True)
+        elif old.get('fingerprint') != fingerprint:
+            _exchange_model(self.home, old.get('fingerprint', 'unknown'), fingerprint)
 
     def discard(self) -> None:
         "Forget that the stage was done, so that it is done from its beginning."
@@ -332,15 +351,13 @@ class StageRun:
         trials: Iterable[int],  # That a later execution has to do; none where all are done
     ) -> None:
         "Note what is left of a split when the stage has to stop, for the execution that continues it."
-        write_json(dict(version=self.version, trials=list(trials)), self.stamp_path.parent/f'{self.name}-{split}.left')
+        _write_left(self.stamp_path.parent/f'{self.name}-{split}.left', self.version, trials)
 
     def left(self,
         split: str, # `val` or `test`
     ) -> list[int] | None:
         "The trials that an execution on the same inputs left of a split when it had to stop; None where none did."
-        try: noted = json.loads((self.stamp_path.parent/f'{self.name}-{split}.left').read_text())
-        except (FileNotFoundError, json.JSONDecodeError): return None
-        return noted['trials'] if noted['version'] == self.version else None
+        return _read_left(self.stamp_path.parent/f'{self.name}-{split}.left', self.version)
 
     def finish(self,
         outputs: Iterable[Path],     # Files that the stage wrote
@@ -356,7 +373,7 @@ class StageRun:
         write_json(stamp, self.stamp_path)
         self._running.release()
 
-# %% ../nbs/13_runs.ipynb #c027
+# %% ../nbs/13_runs.ipynb #c035
 def begin_stage(
     name: str,                # Stage
     run_dir: str | Path,      # The run's folder
@@ -366,7 +383,7 @@ def begin_stage(
     "What a stage notebook starts with, whoever executes it."
     return StageRun(Run(run_dir, work_dir, overrides), name).begin()
 
-# %% ../nbs/13_runs.ipynb #c030
+# %% ../nbs/13_runs.ipynb #c038
 def open_decoder(
     run: Run,  # Its `lm` stage must be done
     **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration

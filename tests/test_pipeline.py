@@ -474,7 +474,7 @@ def test_a_finished_run_that_was_moved(finished, tmp_path, here):
 
 
 def test_a_session_that_ends_leaves_a_submission(finished, tmp_path, here, monkeypatch):
-    """Without time val has no log-probabilities and test a narrow beam's sentences; later sessions do what was left, and
+    """Without time val has no log-probabilities and test what a narrow beam finds; later sessions do what was left, and
     end where one that had time does."""
     run, _, _ = finished
     work = run.parent.parent/'data'

@@ -308,10 +308,8 @@ class LexiconBeamDecoder(_SentenceScorer):
         if forks: self.decode(_UNIFORM) # Compiles what is compiled; then no process needs to
         return (_in_forks if forks else _in_threads)(decode_trial, n, n_jobs, collect)
 
-    def with_beam(self,
-        beam: int, # Hypotheses kept per frame
-    ) -> 'LexiconBeamDecoder':
-        "The same decoder with another beam; lexicon and language model are shared."
+    def with_beam(self, beam: int) -> 'LexiconBeamDecoder':
+        "The same decoder with another beam [hypotheses per frame]; lexicon and language model are shared."
         other = copy(self)
         other.beam = beam
         other._idle = []
