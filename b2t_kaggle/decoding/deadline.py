@@ -45,7 +45,7 @@ def decode_in_time(
 ) -> tuple[list[list[Hypothesis]], list[int]]: # The n-best of each trial, and the trials that need a proper search yet
     "Decode in time; the trials that the time does not suffice for have what a narrow beam finds."
     n_jobs = n_jobs or n_cores()
-    nbest = list(known) if known is not None else [None]*len(log_probs)
+    nbest: list = list(known) if known is not None else [None]*len(log_probs)
     todo = list(range(len(log_probs)) if todo is None else todo)
     narrow = decoder.with_beam(_NARROW)
     hurry = todo and left() < math.inf
