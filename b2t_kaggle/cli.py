@@ -15,6 +15,7 @@ from typing import get_args
 import click
 
 import b2t_kaggle
+from .cli_data import data
 from .cli_lm import tools
 from .config import PRESETS, Config, TrainConfig, config_fields, load_config
 from .pipeline import run_stages
@@ -227,6 +228,7 @@ def lm(ctx, force, **options):
     if ctx.invoked_subcommand is None: run_until('lm', force, **options)
 
 for _tool in tools: lm.add_command(_tool)
+main.add_command(data)
 
 # %% ../nbs/16_cli.ipynb #c031
 def _weights(run: Run):
