@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['data', 'get']
 
-# %% ../nbs/15_cli_data.ipynb #5a010959
+# %% ../nbs/15_cli_data.ipynb #c002
 from pathlib import Path
 
 import click
 
-# %% ../nbs/15_cli_data.ipynb #1618a41e
+# %% ../nbs/15_cli_data.ipynb #c004
 @click.group()
 def data():
     "Fetch the recordings and the official checkpoint."
@@ -27,7 +27,7 @@ def get(source, output):
     folder are used. Inside a Kaggle notebook nothing has to be fetched: Add Input attaches the competition.
 
     \b
-    kaggle  by the program kaggle or the package kagglehub, whichever is installed (pip install kaggle);
+    kaggle  by the program kaggle or the package kagglehub, whichever is installed (pip install kagglehub);
             wants KAGGLE_API_TOKEN, or kaggle.json in ~/.kaggle, and that the competition's rules are accepted
     dryad   doi:10.5061/dryad.dncjsxm85, public domain, with checksums;
             wants DRYAD_CLIENT_ID and DRYAD_CLIENT_SECRET, which https://datadryad.org/account shows

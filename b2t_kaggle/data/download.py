@@ -6,7 +6,7 @@
 __all__ = ['T', 'DownloadError', 'AccessError', 'RemoteFile', 'find_damage', 'size_so_far', 'open_url', 'persistently',
            'read_url', 'download', 'unpack_zip', 'unpacked_size']
 
-# %% ../../nbs/data/05_download.ipynb #cea22134
+# %% ../../nbs/data/05_download.ipynb #c003
 import errno
 import gzip
 import hashlib
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from ..files import format_size, require_space, write_whole
 
-# %% ../../nbs/data/05_download.ipynb #f1128e86
+# %% ../../nbs/data/05_download.ipynb #c008
 class DownloadError(RuntimeError):
     "A file that cannot be fetched, is damaged or cannot be unpacked; the message says what to do."
 
@@ -53,7 +53,8 @@ def _find_gzip_damage(path: Path) -> str | None:
     try:
         with gzip.open(path) as f:
             while f.read(1 << 20): pass
-    except (OSError, EOFError, zlib.error) as e: return f'found a file that gzip cannot read ({e}), expected a whole one'
+    except (OSError, EOFError, zlib.error) as e:
+        return f'found a file that gzip cannot read ({e}), expected a whole one'
 
 def find_damage(
     path: Path,       # Where it is here
@@ -67,7 +68,7 @@ def find_damage(
     with open(path, 'rb') as f: found = hashlib.file_digest(f, algorithm).hexdigest()
     return None if found == expected else f'found {algorithm} {found}, expected {expected}'
 
-# %% ../../nbs/data/05_download.ipynb #fbf8613c
+# %% ../../nbs/data/05_download.ipynb #c012
 class _Part:
     "The beginning of a file, and the mark by which a server recognises what it belongs to."
     def __init__(self, path: Path):
@@ -97,7 +98,7 @@ class _Part:
         headers = {'Range': f'bytes={self.size}-'}
         return headers | {'If-Range': self.mark} if self.mark else headers
 
-# %% ../../nbs/data/05_download.ipynb #05cc8b9e
+# %% ../../nbs/data/05_download.ipynb #c014
 def size_so_far(
     file: RemoteFile,
     folder: str | Path, # Where it is being put
@@ -105,17 +106,17 @@ def size_so_far(
     "How much of a file has come already."
     return _Part(Path(folder)/file.name).size
 
-# %% ../../nbs/data/05_download.ipynb #39b5a9b9
+# %% ../../nbs/data/05_download.ipynb #c017
 _TIMEOUT = 60 # Seconds without a byte
 
 def open_url(
     url: str,
-    token: str | None = None,      # Sent as `Authorization: Bearer …`, to this server only
-    headers: dict[str, str] = {},  # Further ones
-    data: bytes | None = None,     # Makes it a POST
+    token: str | None = None,              # Sent as `Authorization: Bearer …`, to this server only
+    headers: dict[str, str] | None = None, # Further ones
+    data: bytes | None = None,             # Makes it a POST
 ) -> http.client.HTTPResponse:
     "One request. Raises `OSError`s of urllib."
-    request = Request(url, data, {'User-Agent': 'b2t_kaggle', **headers})
+    request = Request(url, data, {'User-Agent': 'b2t_kaggle', **(headers or {})})
     if token: request.add_unredirected_header('Authorization', f'Bearer {token}')
     return urlopen(request, timeout=_TIMEOUT)
 
@@ -135,7 +136,7 @@ def _failure(error: Exception, url: str) -> DownloadError | None:
                              '(on Kaggle: turn it on in the settings of the notebook)')
     return None
 
-# %% ../../nbs/data/05_download.ipynb #ce6d020f
+# %% ../../nbs/data/05_download.ipynb #c020
 T = TypeVar('T')
 _ATTEMPTS = 6
 _PASSING = (ConnectionError, TimeoutError, URLError, ssl.SSLError, http.client.HTTPException)
@@ -173,7 +174,7 @@ def read_url(
         with open_url(url, **options) as response: return response.read()
     return persistently(attempt, url)
 
-# %% ../../nbs/data/05_download.ipynb #19e85a8f
+# %% ../../nbs/data/05_download.ipynb #c023
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def _append(path: Path, response: http.client.HTTPResponse, bar: tqdm) -> None:
@@ -222,7 +223,7 @@ def _try_transfer(file: RemoteFile, part: _Part, token: str | None, progress: bo
         part.discard()
         raise ConnectionError('what had come is longer than the file') from None
 
-# %% ../../nbs/data/05_download.ipynb #c9906928
+# %% ../../nbs/data/05_download.ipynb #c026
 def _download(file: RemoteFile, path: Path, token: str | None, progress: bool) -> Path:
     "As `download`; nobody else does it at the same time."
     if path.exists():
@@ -258,7 +259,7 @@ def download(
     Path(lock.lock_file).unlink(missing_ok=True) # Whoever comes now finds the file
     return path
 
-# %% ../../nbs/data/05_download.ipynb #f656839c
+# %% ../../nbs/data/05_download.ipynb #c033
 def _open_zip(path: Path) -> zipfile.ZipFile:
     try: return zipfile.ZipFile(path)
     except zipfile.BadZipFile as e:
@@ -270,8 +271,9 @@ def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
     problem = None
     if name.is_absolute() or name.drive or name.root or '..' in name.parts: problem = 'leads out of the folder'
     if stat.S_ISLNK(member.external_attr >> 16): problem = 'is a link'
-    if problem: raise DownloadError(f'{path}: {member.filename!r} {problem}, expected files and folders below one folder; '
-                                    'the archive is not to be trusted, nothing of it was unpacked')
+    if problem:
+        raise DownloadError(f'{path}: {member.filename!r} {problem}, expected files and folders below one folder; the '
+                            'archive is not to be trusted, nothing of it was unpacked')
     if member.flag_bits & 1:
         raise DownloadError(f'{path}: {member.filename!r} is encrypted, expected an archive without a password; unpack '
                             f'it yourself, with its password: 7z x -pPASSWORD {path.name}')
@@ -280,8 +282,8 @@ def _unpack_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Pa
     "One file or folder; zipfile compares its checksum."
     try: archive.extract(member, folder)
     except (zipfile.BadZipFile, zlib.error, EOFError) as e:
-        raise DownloadError(f'{archive.filename}: {member.filename!r} is damaged ({e}); delete the archive and fetch it '
-                            'again') from None
+        raise DownloadError(f'{archive.filename}: {member.filename!r} is damaged ({e}); delete the archive and fetch '
+                            'it again') from None
     except NotImplementedError as e:
         raise DownloadError(f'{archive.filename}: {member.filename!r} is packed in a way that Python does not know '
                             f'({e}); unpack it yourself: 7z x {archive.filename}') from None
@@ -297,7 +299,7 @@ def unpack_zip(
 ) -> Path:                  # The folder
     """Unpack an archive whole or not at all.
 
-    Raises `DownloadError` where it is damaged, encrypted, or would write elsewhere, `OSError` where there is no room."""
+    Raises `DownloadError` where it is damaged, encrypted, or would write elsewhere, `OSError` without room for it."""
     path = Path(path)
     folder = Path(folder)
     if folder.exists(): raise FileExistsError(f'{folder}: is there already; {path.name} is unpacked into a new folder')
@@ -318,7 +320,7 @@ def unpack_zip(
         finally: shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
-# %% ../../nbs/data/05_download.ipynb #1465fc5c
+# %% ../../nbs/data/05_download.ipynb #c036
 class _WholeFilesOnly(Exception):
     "A server does not send parts of files."
 

@@ -6,7 +6,7 @@
 __all__ = ['RECORDINGS', 'CHECKPOINT', 'ARCHIVES', 'DOWNLOAD_SIZE', 'DRYAD', 'DOI', 'COMPETITION', 'recordings_folder',
            'dryad_files', 'dryad_token', 'get_from_dryad', 'get_from_kaggle']
 
-# %% ../../nbs/data/06_sources.ipynb #c60d1227
+# %% ../../nbs/data/06_sources.ipynb #c003
 import json
 import os
 import shutil
@@ -30,7 +30,7 @@ from b2t_kaggle.data.download import (
 from .sessions import list_sessions
 from ..files import require_space
 
-# %% ../../nbs/data/06_sources.ipynb #ae363834
+# %% ../../nbs/data/06_sources.ipynb #c006
 RECORDINGS = 't15_copyTask_neuralData'
 CHECKPOINT = 't15_pretrained_rnn_baseline'
 ARCHIVES = (RECORDINGS, CHECKPOINT)
@@ -49,7 +49,7 @@ def _missing(folder: Path) -> list[str]:
     "The archives that are not unpacked yet."
     return [name for name in ARCHIVES if not (folder/name).is_dir()]
 
-# %% ../../nbs/data/06_sources.ipynb #1d595de8
+# %% ../../nbs/data/06_sources.ipynb #c009
 DRYAD = 'https://datadryad.org'
 DOI = 'doi:10.5061/dryad.dncjsxm85'
 _DIGESTS = {'md5': 'md5', 'sha-1': 'sha1', 'sha-256': 'sha256', 'sha-384': 'sha384', 'sha-512': 'sha512'}
@@ -94,7 +94,7 @@ def dryad_token(
         raise AccessError(f'{DRYAD}: refuses DRYAD_CLIENT_ID {client!r} with this DRYAD_CLIENT_SECRET; copy both from '
                           f'{DRYAD}/account') from None
 
-# %% ../../nbs/data/06_sources.ipynb #ce7edb7b
+# %% ../../nbs/data/06_sources.ipynb #c013
 def _need_token(folder: Path, files: Sequence[RemoteFile]) -> AccessError:
     names = ' and '.join(file.name for file in files)
     return AccessError(f'Dryad gives files to accounts only: set DRYAD_CLIENT_ID and DRYAD_CLIENT_SECRET, which '
@@ -118,7 +118,8 @@ def get_from_dryad(
     if missing := _missing(folder):
         offered = dryad_files()
         if lost := [name for name in missing if f'{name}.zip' not in offered]:
-            raise DownloadError(f'{DRYAD}/dataset/{DOI}: no {lost[0]}.zip among {sorted(offered)}; the dataset has changed')
+            raise DownloadError(f'{DRYAD}/dataset/{DOI}: found {sorted(offered)}, expected {lost[0]}.zip among them; '
+                                'the dataset has changed: use --source kaggle')
         files = [offered[f'{name}.zip'] for name in missing]
         remote = [file for file in files if not (folder/file.name).exists()]
         token = dryad_token()
@@ -130,7 +131,7 @@ def get_from_dryad(
             if file in remote: path.unlink()
     return recordings_folder(folder)
 
-# %% ../../nbs/data/06_sources.ipynb #140cca66
+# %% ../../nbs/data/06_sources.ipynb #c018
 COMPETITION = 'brain-to-text-25'
 _RULES = f'https://www.kaggle.com/competitions/{COMPETITION}/rules'
 _ACCESS = (f'set KAGGLE_API_TOKEN to a token from https://www.kaggle.com/settings (or put its kaggle.json into '
@@ -175,12 +176,12 @@ def _run_package(folder: Path) -> Path:
     shutil.rmtree(scratch)
     return folder
 
-# %% ../../nbs/data/06_sources.ipynb #4a04b1df
+# %% ../../nbs/data/06_sources.ipynb #c021
 def get_from_kaggle(
     folder: str | Path,     # Where to put the recordings and the checkpoint
     progress: bool = False, # Show progress bars
 ) -> Path:                  # The folder of the sessions
-    """Fetch and unpack the files of the competition with Kaggle's client; `brain-to-text-25.zip` from a browser will do.
+    """Fetch and unpack the files of the competition by Kaggle's client; `brain-to-text-25.zip` from a browser will do.
 
     Raises `AccessError` where Kaggle refuses, `DownloadError` where no client is installed, `OSError` where there is no
     room."""
@@ -189,7 +190,7 @@ def get_from_kaggle(
     archive = folder/f'{COMPETITION}.zip'
     program = shutil.which('kaggle')
     if not program and not archive.exists() and not find_spec('kagglehub'):
-        raise DownloadError(f'neither kaggle nor kagglehub is installed: pip install kaggle, then {_ACCESS}; or '
+        raise DownloadError(f'neither kaggle nor kagglehub is installed: pip install kagglehub, then {_ACCESS}; or '
                             'download from the archive of the authors, with --source dryad')
     folder.mkdir(parents=True, exist_ok=True)
     # What is unpacked is at least as large; what it is exactly is asked before it is unpacked
