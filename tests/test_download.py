@@ -95,7 +95,8 @@ download(RemoteFile(sys.argv[1], 'a'), sys.argv[2])
 
 
 def run_download(*args):
-    return subprocess.run([sys.executable, '-c', DOWNLOAD, *map(str, args)], capture_output=True, text=True, timeout=180)
+    command = [sys.executable, '-c', DOWNLOAD, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 
 def test_a_killed_process(server, tmp_path):
