@@ -16,6 +16,7 @@ import click
 
 import b2t_kaggle
 from .cli_data import data
+from .cli_kaggle import kaggle
 from .cli_lm import tools
 from .config import PRESETS, Config, TrainConfig, config_fields, load_config
 from .pipeline import run_stages
@@ -229,6 +230,7 @@ def lm(ctx, force, **options):
 
 for _tool in tools: lm.add_command(_tool)
 main.add_command(data)
+main.add_command(kaggle)
 
 # %% ../nbs/16_cli.ipynb #c031
 def _weights(run: Run):
