@@ -1,0 +1,129 @@
+"""What Kaggle's own client makes of our files: it talks to a server on this machine.
+
+The client goes where `http_proxy` says, if it is told that Kaggle is on this machine."""
+import json
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from threading import Thread
+
+import pytest
+from click.testing import CliRunner
+
+from b2t_kaggle.cli import main
+from b2t_kaggle.kaggle.publish import find_client, slug_of
+
+pytestmark = pytest.mark.skipif(find_client() is None, reason="needs Kaggle's client: pip install b2t_kaggle[kaggle]")
+
+
+class Kaggle(BaseHTTPRequestHandler):
+    "As much of Kaggle as a push needs; what it is asked for stands in `server.asked`."
+    def answer(self):
+        body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
+        name = self.path.rpartition('/')[2]
+        self.server.asked.append((name, body if self.command == 'PUT' else json.loads(body or '{}')))
+        status, answer = self.server.answers.get(name, (200, {}))
+        text = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header('Content-Type', 'application/json')
+        self.send_header('Content-Length', str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_POST = do_PUT = answer
+
+    def log_message(self, *args): pass
+
+
+@pytest.fixture
+def kaggle():
+    server = ThreadingHTTPServer(('127.0.0.1', 0), Kaggle)
+    server.asked = []
+    server.answers = {
+        'SaveKernel': (200, {'url': 'http://localhost/code/ada/b2t-train', 'versionNumber': 1}),
+        'GetDatasetStatus': (404, {'code': 404, 'message': 'there is none'}),
+        'StartBlobUpload': (200, {'token': 'the-token', 'createUrl': 'http://localhost/upload'}),
+        'CreateDataset': (200, {'status': 'ok', 'url': 'http://localhost/datasets/ada/b2t-wheels'}),
+        'CreateDatasetVersion': (200, {'status': 'ok', 'url': 'http://localhost/datasets/ada/b2t-wheels'}),
+    }
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def b2t(kaggle, tmp_path, monkeypatch):
+    "Runs `b2t kaggle …` as a user whose client is configured for this server: its exit status and output."
+    variables = {'KAGGLE_API_ENVIRONMENT': 'LOCALHOST', 'http_proxy': f'http://127.0.0.1:{kaggle.server_port}',
+                 'no_proxy': '', 'NO_PROXY': '', 'KAGGLE_USERNAME': 'ada', 'KAGGLE_KEY': 'key', 'HOME': str(tmp_path)}
+    for name, value in variables.items(): monkeypatch.setenv(name, value)
+    def run(*args):
+        result = CliRunner().invoke(main, ['kaggle', *map(str, args)])
+        return result.exit_code, result.output
+    return run
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    path = tmp_path/'b2t_train.ipynb'
+    cells = [{'cell_type': 'code', 'source': ['import b2t_kaggle'], 'outputs': [], 'metadata': {}}]
+    metadata = {'kaggle': {'dockerImageVersionId': 31041, 'accelerator': 'none'}}
+    path.write_text(json.dumps({'cells': cells, 'metadata': metadata, 'nbformat': 4, 'nbformat_minor': 5}))
+    return path
+
+
+def test_a_notebook_for_the_tpu(kaggle, b2t, notebook, tmp_path):
+    "Its owner is the client's user, its slug comes from its name."
+    status, output = b2t('kernel', notebook, '--accelerator', 'TPU', '--competition', 'brain-to-text-25', '--dataset',
+                         'ada/b2t-wheels', '--kernel', 'ada/b2t-train', '-o', tmp_path/'push')
+    assert status == 0, output
+    (name, request), = kaggle.asked
+    assert name == 'SaveKernel' and 'title does not resolve' not in output
+    assert request['slug'] == 'ada/b2t-train' and slug_of(request['newTitle']) == 'b2t-train'
+    assert (request['machineShape'], request['enableTpu'], request['enableGpu']) == ('TpuV5E8', True, False)
+    assert (request['enableInternet'], request['isPrivate']) == (False, True)
+    assert request['competitionDataSources'] == ['brain-to-text-25']
+    assert request['datasetDataSources'] == ['ada/b2t-wheels']
+    assert request['kernelDataSources'] == ['ada/b2t-train']
+    assert not [key for key in request if 'docker' in key.lower()] and 'dockerImage' not in request['text']
+    assert json.loads(request['text'])['cells'][0]['source'] == 'import b2t_kaggle'
+    assert 'http://localhost/code/ada/b2t-train' in output
+
+
+def test_a_refusal_is_an_error(kaggle, b2t, notebook, tmp_path):
+    "The client itself ends with status 0."
+    kaggle.answers['SaveKernel'] = (200, {'error': 'Maximum weekly GPU quota of 30.00 hours reached.'})
+    status, output = b2t('kernel', notebook, '--id', 'ada/other', '--accelerator', 'T4', '--internet', '-o',
+                         tmp_path/'push')
+    assert status == 1 and 'Error: kaggle kernels push' in output and 'Maximum weekly GPU quota' in output
+    request = kaggle.asked[-1][1]
+    assert (request['machineShape'], request['enableInternet']) == ('NvidiaTeslaT4', True)
+
+
+def test_a_dataset_with_a_subfolder_and_a_new_version_of_it(kaggle, b2t, tmp_path):
+    folder = tmp_path/'wheels'
+    (folder/'models').mkdir(parents=True)
+    (folder/'models'/'lm.arpa').write_text('ngram 1=2')
+    (folder/'kit.whl').write_bytes(b'wheel')
+    status, output = b2t('dataset', folder, '--id', 'ada/b2t-wheels', '--licence', 'CC0-1.0')
+    assert status == 0 and 'private Dataset is being created' in output, output
+    uploads = [body for name, body in kaggle.asked if name == 'upload']
+    archive, = [zipfile.ZipFile(BytesIO(body)) for body in uploads if body != b'wheel']
+    assert archive.read('lm.arpa') == b'ngram 1=2' and b'wheel' in uploads
+    assert sorted(body['name'] for name, body in kaggle.asked if name == 'StartBlobUpload') == ['kit.whl', 'models.zip']
+    request = dict(kaggle.asked)['CreateDataset']
+    assert (request['ownerSlug'], request['slug'], request['title']) == ('ada', 'b2t-wheels', 'b2t wheels')
+    assert request['licenseName'] == 'CC0-1.0' and request['isPrivate'] is True and len(request['files']) == 2
+    status, output = b2t('dataset', folder, '--id', 'ada/b2t-wheels', '-m', 'with the newest kit')
+    assert status == 0 and 'version is being created' in output, output
+    request = dict(kaggle.asked)['CreateDatasetVersion']
+    assert request['datasetSlug'] == 'b2t-wheels' and request['body']['versionNotes'] == 'with the newest kit'
+
+
+def test_a_dataset_that_is_there_already(kaggle, b2t, tmp_path):
+    (tmp_path/'wheels').mkdir()
+    (tmp_path/'wheels'/'kit.whl').touch()
+    kaggle.answers['GetDatasetStatus'] = (200, {'status': 'READY'})
+    status, output = b2t('dataset', tmp_path/'wheels', '--id', 'ada/b2t-wheels')
+    assert status == 1 and 'is already in use by a dataset' in output
