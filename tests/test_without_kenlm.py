@@ -1,6 +1,6 @@
 """All that the kit does where kenlm is not installed, as on Python 3.13, on which it does not compile.
 
-Each test is a process in which the package cannot be imported."""
+Each test is a process in which the package cannot be imported. tests/test_imports.py imports every module so."""
 import json
 import os
 import subprocess
@@ -25,12 +25,8 @@ sys.meta_path.insert(0, Refuse())
 warnings.simplefilter('ignore')
 '''
 EVERYTHING = '''
-import importlib, json, os, pkgutil
+import json
 import numpy as np
-import b2t_kaggle
-names = [m.name for m in pkgutil.walk_packages(b2t_kaggle.__path__, 'b2t_kaggle.')]
-for name in names:
-    if name.split('.')[1] not in ('tensorflow', 'pytorch'): importlib.import_module(name)
 from b2t_kaggle import LexiconBeamDecoder, build_ngram, load_ngram
 from b2t_kaggle.lm.interpolate import interpolate_ngrams
 from b2t_kaggle.lm.ngram import NGram, perplexity_report
@@ -50,13 +46,13 @@ for load in (load_ngram, NGram.load):
         try: load(path)
         except ImportError as e: errors[f'{load.__name__} {path}'] = str(e)
 report = perplexity_report(lm, {'text': ['a b', 'a c']}).loc['text', ['words', 'oov']].tolist()
-print(json.dumps([len(names), found, report, errors]))
+print(json.dumps([found, report, errors]))
 '''
 
 
 def process(code, folder, *args):
     env = os.environ | {'PYTHONPATH': str(ROOT)}
-    return subprocess.run([sys.executable, '-c', HIDE + code, *args], capture_output=True, text=True, timeout=180,
+    return subprocess.run([sys.executable, '-c', HIDE + code, *args], capture_output=True, text=True, timeout=600,
                           env=env, cwd=folder)
 
 
@@ -64,14 +60,14 @@ def test_everything_but_binaries(tmp_path):
     (tmp_path/'model.bin').write_bytes(BINARY)
     r = process(EVERYTHING, tmp_path)
     assert r.returncode == 0, r.stderr
-    n_modules, found, report, errors = json.loads(r.stdout.splitlines()[-1])
-    assert n_modules > 80 and found == 'a b' and report == [4, 1]
+    found, report, errors = json.loads(r.stdout.splitlines()[-1])
+    assert found == 'a b' and report == [4, 1]
     needs = 'the package kenlm, which reads KenLM binaries, is not installed; pip install b2t_kaggle[kenlm]'
     assert errors.keys() == {'load_ngram model.bin', 'load model.bin', 'load ours.arpa'}
     for call, error in errors.items():
         assert error.startswith(f'{call.split()[1]}: {needs}') and '\n' not in error
-        assert ('give the ARPA file' in error) == call.endswith('.bin') and ('load_ngram' in error) == call.endswith(
-            '.arpa')
+        assert ('give the ARPA file' in error) == call.endswith('.bin')
+        assert ('load_ngram' in error) == call.endswith('.arpa')
 
 
 @pytest.mark.parametrize('args', [
