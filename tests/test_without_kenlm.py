@@ -31,13 +31,14 @@ from b2t_kaggle import LexiconBeamDecoder, build_ngram, load_ngram
 from b2t_kaggle.lm.interpolate import interpolate_ngrams
 from b2t_kaggle.lm.ngram import NGram, perplexity_report
 from b2t_kaggle.lm.prune import prune_ngram
+from b2t_kaggle.phonemes import to_class_ids
 ours = build_ngram(['a b', 'a b a'], 'ours.arpa', order=2)
 other = build_ngram(['b a', 'b b'], 'other.arpa', order=2)
 interpolate_ngrams([ours, other], 'mixed.arpa', dev=['a b'])
 prune_ngram('mixed.arpa', 'pruned.arpa', 1e-9)
 lm = load_ngram('pruned.arpa')
-frames = np.full((3, 41), -20.)
-frames[[0, 1, 2], [1, 0, 2]] = 0
+frames = np.full((4, 41), -20.)
+frames[np.arange(4), to_class_ids(['AA', 'SIL', 'AE', 'SIL'])] = 0
 frames -= np.logaddexp.reduce(frames, axis=1, keepdims=True)
 found = LexiconBeamDecoder({'a': [['AA']], 'b': [['AE']]}, lm).decode(frames)[0].text
 errors = {}
