@@ -24,7 +24,7 @@ setup(
     license='Apache-2.0',
     url=cfg['git_url'],
     classifiers=['Development Status :: 3 - Alpha', 'Intended Audience :: Science/Research',
-                 'Programming Language :: Python :: 3.11', 'Programming Language :: Python :: 3.12'],
+                 *(f'Programming Language :: Python :: {v}' for v in ('3.11', '3.12', '3.13'))],
     packages=find_packages(include=[f'{cfg["lib_name"]}*']) + [stages],
     package_dir={stages: f'{cfg["nbs_path"]}/pipeline'},
     include_package_data=False,  # package_data below says all of it

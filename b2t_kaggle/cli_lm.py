@@ -129,7 +129,7 @@ def programs(folder, source):
     from b2t_kaggle.lm.kenlm import build_programs
     for p in build_programs(folder, source): click.echo(f'Wrote {p}')
 
-# %% ../nbs/15_cli_lm.ipynb #c022
+# %% ../nbs/15_cli_lm.ipynb #16236a3c
 @click.command()
 @_models
 @click.option('--text', 'texts', multiple=True, required=True, type=_FILE,
@@ -138,8 +138,9 @@ def report(models, texts):
     "Perplexity, unknown words and size of MODELS."
     import pandas as pd
 
-    from b2t_kaggle.lm.ngram import NGram, model_report, perplexity_report
-    reports = {str(m): perplexity_report(NGram.load(m), {str(t): t for t in texts}) for m in models}
+    from b2t_kaggle.lm.automaton import load_ngram
+    from b2t_kaggle.lm.ngram import model_report, perplexity_report
+    reports = {str(m): perplexity_report(load_ngram(m), {str(t): t for t in texts}) for m in models}
     fits = pd.concat(reports, names=['model'])
     click.echo(f'{fits.to_string()}\n\n{model_report(models).to_string()}')
 

@@ -120,6 +120,14 @@ def _check_given(run: Run, names: list[str]) -> None:
     raise PipelineError('none of the files of infer.logits has log-probabilities of test, so there would be no '
                         'submission; add one, or go as far as `b2t decode`')
 
+def _check_language_model(path: Path | None) -> None:
+    "Raise `ImportError` that says what to do if the n-gram model is a KenLM binary and kenlm is not installed."
+    if path is None or not path.is_file(): return
+    from b2t_kaggle.lm.arpa import is_kenlm_binary
+    from b2t_kaggle.lm.kenlm import import_kenlm
+    if is_kenlm_binary(path): import_kenlm(path)
+
+# %% ../nbs/14_pipeline.ipynb #c014
 def run_stages(
     run: Run,                  # The run
     until: str | None = None,  # Last stage wanted; none means all
@@ -135,6 +143,7 @@ def run_stages(
     pending = _pending(stages, force)
     kind = detect().kind
     if 'train' in pending: _check_accelerator(run, kind)
+    if pending & {'lm', 'decode'}: _check_language_model(run.cfg.lm.path)
     with session(session_hours(run.cfg.session.hours, kind)) as deadline:
         for name, stage in stages.items():
             if name in pending and STAGES[name].shared: _check_time(name, deadline)

@@ -6,8 +6,8 @@ import re
 import resource
 from pathlib import Path
 
-import kenlm
 import numpy as np
+import pandas as pd
 import pytest
 from numba import njit
 
@@ -15,7 +15,7 @@ from b2t_kaggle.lm import automaton
 from b2t_kaggle.lm.arpa import ArpaError, Grams, read_arpa, write_arpa
 from b2t_kaggle.lm.automaton import Automaton, check_words, find, step
 from b2t_kaggle.lm.kenlm import find_program, to_binary
-from b2t_kaggle.lm.ngram import NGram, _load_kenlm, build_ngram
+from b2t_kaggle.lm.ngram import NGram, _load_kenlm, build_ngram, perplexity_report
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
@@ -70,8 +70,24 @@ def test_a_million_questions(model):
     assert n > 1_000_000 and worst < 1e-5
 
 
+def test_words_one_by_one(tmp_path):
+    "Each word's probability, and which are unknown, as KenLM has them; also of a model in capitals, also of nothing."
+    unigrams(tmp_path/'lm.arpa', ['<unk>', '<s>', '</s>', 'THE', 'YES', 'NO', "IT'S"])
+    (tmp_path/'gaps.arpa').write_text(model_with_gaps())
+    texts_of = {'lm.arpa': ["the dog it's", 'x'], 'gaps.arpa': ['a b c b', 'a x <unk>']}
+    for name, sentences in texts_of.items():
+        models = Automaton.load(tmp_path/name), NGram.load(tmp_path/name)
+        for s in (*sentences, ''):
+            (ours, our_unknown), (theirs, their_unknown) = (m.word_scores(s) for m in models)
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+            assert our_unknown.tolist() == their_unknown.tolist() and len(ours) == len(s.split()) + 1
+        texts = {'all': sentences, 'none': []}
+        pd.testing.assert_frame_equal(*(perplexity_report(m, texts) for m in models), rtol=1e-5)
+
+
 def test_states_merge_histories_as_kenlm_does(model):
     "As many states as KenLM tells apart, so the search recombines no less."
+    import kenlm
     text, path = model
     automaton = Automaton.load(path)
     lm = NGram.load(path).model
@@ -234,6 +250,7 @@ def test_words_that_no_model_knows(tmp_path):
 def test_binaries_stay_on_disk(model, tmp_path):
     "Only the head of a KenLM binary is in memory before it is queried; all of it is where KenLM loads it by itself."
     if not find_program('build_binary'): pytest.skip("KenLM's programs are not here; build them with `b2t lm programs`")
+    import kenlm
     def resident(path):
         kb = 0
         ours = False

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import astuple
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,9 @@ PRONUNCIATIONS = [p for n in (1, 2, 3) for p in itertools.product(('AA', 'B', 'K
 
 @cache
 def ngram(order, folder):
-    return NGram.load(build_ngram(TEXT, Path(folder)/f'{order}.arpa', order=order, estimator='own'))
+    "KenLM's model, whose scores are not our code; where its package cannot be had, ours."
+    path = build_ngram(TEXT, Path(folder)/f'{order}.arpa', order=order, estimator='own')
+    return (NGram if find_spec('kenlm') else Automaton).load(path)
 
 
 def log_softmax(x): return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
@@ -254,7 +257,7 @@ def test_processes_and_order(lm):
 
 def without_file(lm):
     "The same model, whose file is gone, so that KenLM must be asked."
-    return NGram(lm.model, 'nowhere.arpa')
+    return NGram(NGram.load(lm.path).model, 'nowhere.arpa')
 
 
 def test_kenlm_and_automaton_agree(tmp_path):

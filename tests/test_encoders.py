@@ -165,16 +165,16 @@ def test_the_names_are_the_files():
 
 def test_from_bins_to_words(data, trained, tmp_path):
     "A stream of bins gives partial words, and in the end the n-best of the whole trial."
-    pytest.importorskip('kenlm')
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.decoding.streaming import BinStream
-    from b2t_kaggle.lm.ngram import NGram, build_ngram
+    from b2t_kaggle.lm.automaton import Automaton
+    from b2t_kaggle.lm.ngram import build_ngram
     model, cfg = load_model(trained('gru')[0]/'best.pt')
     store, _ = open_toy(data)
     whole = infer(trained('gru')[0]/'best.pt', store, tmp_path/'logits.arrow', 'cpu', 'float32', progress=False)
     lexicon = {'a': [['AA']], 'b': [['AE']], 'ab': [['AA', 'AE']]}
     decoder = LexiconBeamDecoder(
-        lexicon, NGram.load(build_ngram(['a b', 'ab a'], tmp_path / 'lm.arpa', order=2)), nbest=3
+        lexicon, Automaton.load(build_ngram(['a b', 'ab a'], tmp_path / 'lm.arpa', order=2)), nbest=3
     )
 
     def padded(log_probs): return np.pad(log_probs, ((0, 0), (0, 41 - log_probs.shape[1])), constant_values=-30.)

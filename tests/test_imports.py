@@ -70,15 +70,16 @@ def load(modules, missing=(), watched=()):
     return json.loads(r.stdout.splitlines()[-1])
 
 
-def test_neither_tensorflow_nor_torch_xla_is_needed():
+def test_neither_tensorflow_nor_torch_xla_nor_kenlm_is_needed():
     others = [m for m in MODULES if m not in TENSORFLOW]
-    errors, loaded = load(others, ['tensorflow', 'keras', 'torch_xla'], ['tensorflow', 'keras', 'torch_xla'])
+    missing = ['tensorflow', 'keras', 'torch_xla', 'kenlm']
+    errors, loaded = load(others, missing, missing)
     assert errors == {} and loaded == []
 
 
 def test_decoding_needs_no_framework():
     "All that is about neither a framework nor large language models."
-    heavy = ['torch', 'torch_xla', 'tensorflow', 'keras', 'jax', 'transformers', 'peft', 'redis']
+    heavy = ['torch', 'torch_xla', 'tensorflow', 'keras', 'jax', 'transformers', 'peft', 'redis', 'kenlm']
     errors, loaded = load([m for m in MODULES if m not in TENSORFLOW + PYTORCH + LANGUAGE_MODELS], heavy, heavy)
     assert errors == {} and loaded == []
 
@@ -105,7 +106,7 @@ def test_rooms_of_pytorch_bring_no_tensorflow():
 
 def test_rooms_of_tensorflow_bring_no_pytorch():
     pytest.importorskip('tensorflow')
-    errors, loaded = load(TENSORFLOW, ['torch'], ['torch', 'torch_xla', 'tensorflow'])
+    errors, loaded = load(TENSORFLOW, ['torch', 'kenlm'], ['torch', 'torch_xla', 'tensorflow'])
     assert errors == {} and loaded == ['tensorflow']
 
 

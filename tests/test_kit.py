@@ -28,13 +28,28 @@ def test_no_python(tmp_path):
     assert r.returncode == 2 and r.stderr.startswith('kit: Python 3.11') and 'apt-get install python3' in r.stderr
 
 
-def test_no_venv_no_headers_no_compiler(tmp_path):
-    fake = 'case "$2" in *ensurepip*|*sysconfig*) exit 1;; *venv*) echo python3.11-venv;; *) exit 0;; esac'
-    r = kit('run', path=tools(tmp_path, fake), B2T_ENVS=str(tmp_path/'envs'))
+# A Python without venv and headers, older than 3.13 or not
+BARE = 'case "$2" in *ensurepip*|*sysconfig*) exit 1;; *venv*) echo python3.11-venv;; *">= (3, 13)"*) exit {};; esac'
+
+
+@pytest.mark.parametrize('args, is_old, missing', [
+    (('run',), True, ''), (('env', 'llm'), True, ''), (('env', 'dev'), False, ''), (('env', 'xla'), False, ''),
+    *((('env', extra), True, ' python3-dev g++ make') for extra in ('dev', 'xla', 'kenlm')),
+], ids=str)
+def test_no_venv_no_headers_no_compiler(args, is_old, missing, tmp_path):
+    "A compiler is asked for only where kenlm is going to be compiled."
+    r = kit(*args, path=tools(tmp_path, BARE.format(int(not is_old))), B2T_ENVS=str(tmp_path/'envs'))
     assert r.returncode == 2
-    assert len(r.stderr.splitlines()) == 1
-    for word in ('-venv', 'python3-dev', 'g++', 'make', 'apt-get install'): assert word in r.stderr
+    reason = ' (kenlm is compiled on installation)' if missing else ''
+    install = f'on Debian and Ubuntu: apt-get install python3.11-venv{missing}'
+    assert r.stderr == f'kit: missing: python3.11-venv{missing}{reason}; {install}\n'
     assert not (tmp_path/'envs').exists() or not list((tmp_path/'envs').glob('env-*/bin'))
+
+
+def test_kenlm_on_a_python_on_which_it_does_not_compile(tmp_path):
+    r = kit('env', 'kenlm', path=tools(tmp_path, BARE.format(1)), B2T_ENVS=str(tmp_path/'envs'))
+    assert r.returncode == 2 and len(r.stderr.splitlines()) == 1
+    assert 'does not compile on Python 3.13; B2T_PYTHON=python3.12' in r.stderr
 
 
 @pytest.mark.parametrize(

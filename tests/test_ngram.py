@@ -7,7 +7,6 @@ import subprocess
 import time
 import tracemalloc
 
-import kenlm
 import numpy as np
 import pandas as pd
 import pytest
@@ -255,6 +254,7 @@ def test_perplexity_report(tmp_path):
 @pytest.mark.parametrize('suffix', ['.arpa', '.arpa.gz'])
 def test_capitals(suffix, tmp_path):
     "A 5-gram in capitals, as participants have, is queried in lower case, whole sentences and word by word."
+    import kenlm
     text = build_ngram(SENTENCES, tmp_path/'lower.arpa', order=5, estimator='own').read_text()
     upper = tmp_path/f'upper{suffix}'
     capitals = '\n' + re.sub(r'(?<=[\t ])(?!<)\S+', lambda m: m[0].upper(), text)

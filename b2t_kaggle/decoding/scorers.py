@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['NGramView', 'score_word', 'AutomatonScorer', 'KenLMScorer']
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c003
+# %% ../../nbs/decoding/01_scorers.ipynb #d839f45a
 from typing import NamedTuple
 
-import kenlm
 import numpy as np
 from numba import njit
 
@@ -85,7 +84,7 @@ _NO_FIRST = np.zeros(0, FIRST) # A table has arcs only
 _NO_STATES = np.zeros(0, STATE)
 _TABLE_SIZE = 1 << 17          # At the beginning
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c011
+# %% ../../nbs/decoding/01_scorers.ipynb #941101f1
 class KenLMScorer:
     "A KenLM model, as the search asks it: the answers that it gave so far."
     MAX_STATES = 1_000_000 # Some 200 MB; then the table is begun anew
@@ -95,6 +94,9 @@ class KenLMScorer:
         lm: NGram,        # The n-gram
         words: list[str], # The lexicon's words [W]
     ):
+        import kenlm  # Its package is needed for its models only
+
+        self.new_state = kenlm.State
         self.model = lm.model
         self.words = [*words, '<unk>', '</s>']
         self.word_ids = np.arange(len(self.words), dtype=np.int32)
@@ -107,7 +109,7 @@ class KenLMScorer:
 
     def clear(self) -> None:
         "Forget all answers."
-        first = kenlm.State()
+        first = self.new_state()
         self.model.BeginSentenceWrite(first)
         self.states = [first]     # KenLM's states by their number
         self.number = {first: 0}  # The numbers of KenLM's states
@@ -120,8 +122,8 @@ class KenLMScorer:
 
     def unigrams(self) -> np.ndarray:
         "Natural-log probability without context of each word, and of `<unk>` [W + 1]."
-        no_context = kenlm.State()
-        after = kenlm.State()
+        no_context = self.new_state()
+        after = self.new_state()
         self.model.NullContextWrite(no_context)
         return LN10*np.array([self.model.BaseScore(no_context, w, after) for w in self.words[:-1]])
 
@@ -136,7 +138,7 @@ class KenLMScorer:
 
     def _answer(self, state: int, word: int) -> tuple[float, int]:
         "log10 probability of a word after a state, and the number of the next state."
-        after = kenlm.State()
+        after = self.new_state()
         log_prob = self.model.BaseScore(self.states[state], self.words[word], after)
         number = self.number.setdefault(after, len(self.states))
         if number == len(self.states): self.states.append(after)

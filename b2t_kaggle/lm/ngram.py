@@ -5,20 +5,21 @@
 # %% auto #0
 __all__ = ['LN10', 'build_ngram', 'NGram', 'perplexity_report', 'model_report']
 
-# %% ../../nbs/lm/04_ngram.ipynb #c003
+# %% ../../nbs/lm/04_ngram.ipynb #30904e70
+import itertools
 import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import kenlm
+import numpy as np
 import pandas as pd
 
 from .arpa import ArpaReader, in_capitals, is_kenlm_binary, plain_text, read_counts
 from .corpus import clean_text, read_sentences
-from .kenlm import find_program, run_lmplz
+from .kenlm import find_program, import_kenlm, run_lmplz
 from .kneser_ney import FALLBACK_DISCOUNTS, estimate_arpa
 
 # %% ../../nbs/lm/04_ngram.ipynb #c006
@@ -68,19 +69,25 @@ def build_ngram(
                       f'{", ".join(map(str, fallback_orders))}; used {FALLBACK_DISCOUNTS} instead', stacklevel=2)
     return Path(out_path)
 
-# %% ../../nbs/lm/04_ngram.ipynb #c010
-def _load_kenlm(path: Path) -> kenlm.Model:
+# %% ../../nbs/lm/04_ngram.ipynb #e96beb7c
+if TYPE_CHECKING: # Others import it where they read a model
+    import kenlm
+
+    from b2t_kaggle.lm.automaton import Automaton
+
+def _load_kenlm(path: Path) -> 'kenlm.Model':
     "KenLM's model of a file; raises `OSError`, `RuntimeError` or `EOFError` with KenLM's message."
+    kenlm = import_kenlm(path)
     config = kenlm.Config()
     config.show_progress = False
     config.arpa_complain = kenlm.ARPALoadComplain.NONE
     config.load_method = kenlm.LoadMethod.LAZY # Of a binary only the parts that are queried are read, whatever its size
     with plain_text(path) as plain: return kenlm.Model(str(plain), config)
 
-# %% ../../nbs/lm/04_ngram.ipynb #c013
+# %% ../../nbs/lm/04_ngram.ipynb #e2924ebe
 class _CapitalsModel:
     "A KenLM model of words in capitals that is queried in lower case."
-    def __init__(self, model: kenlm.Model): self.model = model
+    def __init__(self, model: 'kenlm.Model'): self.model = model
 
     @staticmethod
     def spell(word: str) -> str: return word if word.startswith('<') else word.upper()
@@ -96,7 +103,7 @@ class _CapitalsModel:
     def full_scores(self, sentence, bos=True, eos=True):
         return self.model.full_scores(' '.join(map(self.spell, sentence.split())), bos, eos)
 
-# %% ../../nbs/lm/04_ngram.ipynb #c016
+# %% ../../nbs/lm/04_ngram.ipynb #4b1938a6
 LN10 = math.log(10)
 
 def _load_problem(path: Path, message: str) -> str:
@@ -112,8 +119,8 @@ def _load_problem(path: Path, message: str) -> str:
 class NGram:
     "An n-gram model in KenLM. Scores are natural logs. Words are given in lower case; the model may have capitals."
     def __init__(self,
-        model: kenlm.Model, # The model; `NGram.load` reads one
-        path: str | Path,   # Where it came from
+        model: 'kenlm.Model', # The model; `NGram.load` reads one
+        path: str | Path,     # Where it came from
     ):
         self.model = _CapitalsModel(model) if in_capitals(model) else model
         self.path = Path(path)
@@ -123,7 +130,8 @@ class NGram:
     def load(cls,
         path: str | Path, # ARPA file (plain or .gz) or KenLM binary, which is mapped into memory
     ) -> 'NGram':
-        "Load a model; raises `FileNotFoundError`, or `ValueError` that names file, line, found and expected."
+        """Load a model. Raises `FileNotFoundError`, `ValueError` that names file, line, found and expected, or
+        `ImportError` that says what to install."""
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f'{path}: there is no such file; '
@@ -141,26 +149,33 @@ class NGram:
         sentence = words if isinstance(words, str) else ' '.join(words)
         return LN10*math.fsum(log10_prob for log10_prob, _, _ in self.model.full_scores(sentence, bos, eos))
 
+    def word_scores(self,
+        sentence: str, # Normalised words, separated by spaces
+    ) -> tuple[np.ndarray, np.ndarray]: # Natural-log probabilities [N + 1]; which words are unknown [N + 1]
+        "The probability of each word of a sentence, and of its end."
+        log10_probs, _, unknown = zip(*self.model.full_scores(sentence))
+        return LN10*np.array(log10_probs), np.array(unknown, bool)
+
     def __contains__(self, word: str) -> bool: return word in self.model
     def __repr__(self) -> str: return f'NGram({str(self.path)!r}, order={self.order})'
 
-# %% ../../nbs/lm/04_ngram.ipynb #c019
-def _perplexity(log10_prob: float, n: int) -> float: return 10**(-log10_prob/n) if n else math.nan
+# %% ../../nbs/lm/04_ngram.ipynb #1a1192dc
+def _perplexity(log_prob: float, n: int) -> float: return math.exp(-log_prob/n) if n else math.nan
 
-def _fit(lm: NGram, text: str | Path | Iterable[str]) -> dict:
+def _fit(lm: 'NGram | Automaton', text: str | Path | Iterable[str]) -> dict:
     "The row of a text in `perplexity_report`."
     sentences = 0
     words = 0
     oov = Counter()
-    known = 0.0   # log10 probability of the words that the model knows, and of the sentences' ends
+    known = 0.0   # Log-probability of the words that the model knows, and of the sentences' ends
     unknown = 0.0 # And of the others
     for s in read_sentences(text):
-        scores = list(lm.model.full_scores(s))
+        scores, is_oov = lm.word_scores(s)
         sentences += 1
         words += len(s.split())
-        oov.update(w for w, (_, _, is_oov) in zip(s.split(), scores) if is_oov)
-        known += sum(p for p, _, is_oov in scores if not is_oov)
-        unknown += sum(p for p, _, is_oov in scores if is_oov)
+        oov.update(itertools.compress(s.split(), is_oov))
+        known += scores[~is_oov].sum()
+        unknown += scores[is_oov].sum()
     n = words + sentences
     n_oov = oov.total()
     return dict(
@@ -170,7 +185,7 @@ def _fit(lm: NGram, text: str | Path | Iterable[str]) -> dict:
     )
 
 def perplexity_report(
-    lm: NGram,                                    # The model
+    lm: 'NGram | Automaton',                      # The model
     texts: dict[str, str | Path | Iterable[str]], # Name of each text and the text, as `read_sentences` takes it
 ) -> pd.DataFrame: # One row per text
     "Sentences, words, out-of-vocabulary words (number, share, the most frequent), perplexity without and with them."
