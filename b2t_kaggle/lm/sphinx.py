@@ -152,13 +152,15 @@ def _names(
     words: list[str],    # Words of a model
 ) -> list[str | None]:   # Names, all different; none for those to leave out
     "The normalised form of each word."
-    names = [_MARKS.get(w) or normalize_sentence(re.sub(r'\(\d+\)$', '', w)) for w in words]
-    normal = {w for w, name in zip(words, names) if w == name}
+    forms = [_MARKS.get(w) or normalize_sentence(re.sub(r'\(\d+\)$', '', w)) for w in words]
+    normal = {w for w, form in zip(words, forms) if w == form}
+    names: list[str | None] = []
     taken = set()
-    for i, (word, name) in enumerate(zip(words, names)):
-        is_word = name in _MARKS or name.replace("'", '').replace('-', '').isalpha()
-        if not is_word or name in taken or (name in normal and name != word): names[i] = None
-        else: taken.add(name)
+    for word, form in zip(words, forms):
+        is_word = form in _MARKS or form.replace("'", '').replace('-', '').isalpha()
+        is_first = form not in taken and (form == word or form not in normal)
+        names.append(form if is_word and is_first else None)
+        if names[-1]: taken.add(form)
     return names
 
 # %% ../../nbs/lm/10_sphinx.ipynb #c024
