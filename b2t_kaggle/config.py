@@ -174,6 +174,9 @@ class InferConfig(Section):
 class LMConfig(Section):
     path: AbsolutePath | None = None
     "A ready ARPA or KenLM binary; none means: build one from `texts` and the training transcripts."
+    general: AbsolutePath | None = None
+    ("A general model of the language to mix with those of `texts` and of the training transcripts, by weights tuned "
+     "on val: an ARPA file, or CMU Sphinx's, in the wheel of pocketsphinx or out of it (`en-us.lm.bin`).")
     texts: list[AbsolutePath] = []
     "Text files, one sentence a line."
     order: int = Field(3, ge=1, le=6)
@@ -282,6 +285,9 @@ class Config(Section):
 
     @model_validator(mode='after')
     def _groups_fit(self):
+        if self.lm.path and self.lm.general:
+            raise ValueError(f'lm.path is {self.lm.path}, a model to use as it is, and lm.general is '
+                             f'{self.lm.general}, one to mix with text; set one of them and the other to null')
         data = self.data
         if data.feature_subset is not None and len(data.feature_subset) != self.model.neural_dim:
             raise ValueError(f'model.neural_dim is {self.model.neural_dim}, but data.feature_subset names '

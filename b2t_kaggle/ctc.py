@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['n_frames', 'round_length', 'frames_needed', 'collapse', 'greedy', 'check_log_probs', 'phoneme_beam', 'align']
 
-# %% ../nbs/03_ctc.ipynb #c84c7582
+# %% ../nbs/03_ctc.ipynb #c003
 import heapq
 import math
 
@@ -58,7 +58,7 @@ def greedy(
     "The best path through the frames, as labels."
     return collapse(np.asarray(log_probs).argmax(-1))
 
-# %% ../nbs/03_ctc.ipynb #1150df5f
+# %% ../nbs/03_ctc.ipynb #c020
 _FLOOR = -1e4     # Log-probability that stands for all lower ones
 _TOLERANCE = 0.02 # A row's log-sum may be off by this: half precision
 

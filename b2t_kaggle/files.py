@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['atomic_path', 'write_whole', 'sha256', 'format_size', 'free_space', 'require_space', 'user_cache']
 
-# %% ../nbs/00_files.ipynb #aa12c235
+# %% ../nbs/00_files.ipynb #c003
 import hashlib
 import os
 import shutil
@@ -61,7 +61,7 @@ def sha256(
     "The file's SHA-256 in hexadecimal; it is read in blocks, so it may be larger than memory."
     with open(path, 'rb') as f: return hashlib.file_digest(f, 'sha256').hexdigest()
 
-# %% ../nbs/00_files.ipynb #0c9a710a
+# %% ../nbs/00_files.ipynb #c026
 def format_size(
     n_bytes: int, # Of a file, or of a place for one
 ) -> str:
@@ -89,7 +89,7 @@ def require_space(
         raise OSError(f'{folder}: {format_size(free)} free, expected at least {format_size(n_bytes)} for {purpose}; '
                       f'free {format_size(n_bytes - free)} there, or choose a folder on another disk')
 
-# %% ../nbs/00_files.ipynb #c026
+# %% ../nbs/00_files.ipynb #c029
 def user_cache(
     name: str, # Name of the subfolder
 ) -> Path:     # It need not exist

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NGramView', 'score_word', 'AutomatonScorer', 'KenLMScorer']
 
-# %% ../../nbs/decoding/01_scorers.ipynb #d839f45a
+# %% ../../nbs/decoding/01_scorers.ipynb #c003
 from typing import NamedTuple
 
 import numpy as np
@@ -84,7 +84,7 @@ _NO_FIRST = np.zeros(0, FIRST) # A table has arcs only
 _NO_STATES = np.zeros(0, STATE)
 _TABLE_SIZE = 1 << 17          # At the beginning
 
-# %% ../../nbs/decoding/01_scorers.ipynb #941101f1
+# %% ../../nbs/decoding/01_scorers.ipynb #c011
 class KenLMScorer:
     "A KenLM model, as the search asks it: the answers that it gave so far."
     MAX_STATES = 1_000_000 # Some 200 MB; then the table is begun anew

@@ -65,7 +65,7 @@ def find(
         if i == len(arcs): i = 0
     return i
 
-# %% ../../nbs/lm/06_automaton.ipynb #07042eed
+# %% ../../nbs/lm/06_automaton.ipynb #c010
 @_jit
 def step(
     lm,    # `Arrays`
@@ -275,7 +275,7 @@ def _load_cached(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
                   f'({"; ".join(problems)})', stacklevel=3)
     return facts, arrays
 
-# %% ../../nbs/lm/06_automaton.ipynb #02c8612b
+# %% ../../nbs/lm/06_automaton.ipynb #c027
 class Automaton:
     "An n-gram model as arrays."
     MIN_CACHED_BYTES = 1 << 22 # Size of an ARPA file from which on its arrays are kept; smaller ones are read at once
@@ -336,7 +336,7 @@ class Automaton:
     def __contains__(self, word: str) -> bool: return self.ids([word])[0] != self.unknown
     def __repr__(self) -> str: return f'Automaton({str(self.path)!r}, order={self.order})'
 
-# %% ../../nbs/lm/06_automaton.ipynb #a9049f17
+# %% ../../nbs/lm/06_automaton.ipynb #c039
 def is_arpa(
     path: str | Path, # A file of either kind
 ) -> bool:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['word_probabilities', 'interpolation_weights', 'interpolate_ngrams']
 
-# %% ../../nbs/lm/08_interpolate.ipynb #3a95ea33
+# %% ../../nbs/lm/08_interpolate.ipynb #c003
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from .backoff import BackoffModel, BackoffTable, from_arpa, renormalize, write_b
 from .corpus import read_sentences
 from .ngram import NGram
 
-# %% ../../nbs/lm/08_interpolate.ipynb #8fbc5939
+# %% ../../nbs/lm/08_interpolate.ipynb #c008
 def word_probabilities(
     lm: Automaton | NGram,    # The model
     sentences: Iterable[str], # Normalised sentences
@@ -84,7 +84,7 @@ def _interpolate(models: list[BackoffModel], weights: Sequence[float]) -> Backof
         below = rows
     return BackoffModel(words, union)
 
-# %% ../../nbs/lm/08_interpolate.ipynb #fbca3bbd
+# %% ../../nbs/lm/08_interpolate.ipynb #c015
 def _check_weights(weights: Sequence[float], n: int) -> None:
     "Raise `ValueError` if these are not the weights of n models."
     if len(weights) != n or not min(weights) >= 0 or not 0 < sum(weights) < np.inf:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PROGRAMS', 'import_kenlm', 'programs_folder', 'find_program', 'build_programs', 'run_lmplz', 'to_binary']
 
-# %% ../../nbs/lm/02_kenlm.ipynb #d5dd2935
+# %% ../../nbs/lm/02_kenlm.ipynb #c003
 import os
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ from typing import Literal
 from ..files import atomic_path, user_cache
 from .arpa import is_kenlm_binary, open_text, plain_text
 
-# %% ../../nbs/lm/02_kenlm.ipynb #29957c55
+# %% ../../nbs/lm/02_kenlm.ipynb #c006
 def import_kenlm(
     path: str | Path, # The model that it is to read
 ) -> ModuleType:      # `kenlm`
@@ -36,7 +36,7 @@ def import_kenlm(
                           f'3.11 or 3.12), or {other}', name='kenlm') from e
     return kenlm
 
-# %% ../../nbs/lm/02_kenlm.ipynb #c006
+# %% ../../nbs/lm/02_kenlm.ipynb #c009
 PROGRAMS = ('lmplz', 'build_binary', 'query', 'filter')
 
 def programs_folder() -> Path:
@@ -49,7 +49,7 @@ def find_program(
     "One of KenLM's programs, from the `PATH` or from `programs_folder`."
     return shutil.which(name) or shutil.which(name, path=programs_folder())
 
-# %% ../../nbs/lm/02_kenlm.ipynb #f9111ac4
+# %% ../../nbs/lm/02_kenlm.ipynb #c012
 def _run(command: list, task: str) -> str:
     "Run a program and return its output; raises `RuntimeError` that names the task, with the end of the output."
     command = list(map(str, command))
@@ -100,7 +100,7 @@ def build_programs(
             with atomic_path(folder/name) as new: shutil.copy2(build/'bin'/name, new)
     return [folder/name for name in PROGRAMS]
 
-# %% ../../nbs/lm/02_kenlm.ipynb #c012
+# %% ../../nbs/lm/02_kenlm.ipynb #c015
 def run_lmplz(
     program: str | Path,      # Path of lmplz
     sentences: Iterable[str], # Words separated by spaces
@@ -131,7 +131,7 @@ def run_lmplz(
     messages = [line for line in done.stderr.splitlines() if line.startswith('Substituting fallback')]
     return [int(line.split('order ')[1].split(':')[0]) + 1 for line in messages]
 
-# %% ../../nbs/lm/02_kenlm.ipynb #c015
+# %% ../../nbs/lm/02_kenlm.ipynb #c018
 def to_binary(
     path: str | Path,     # ARPA file, plain or .gz
     out_path: str | Path, # KenLM binary to write

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MODELS', 'MEMORY_PER_BYTE', 'PublicModel', 'list_models', 'find_model', 'get_model']
 
-# %% ../../nbs/lm/09_models.ipynb #450887d0
+# %% ../../nbs/lm/09_models.ipynb #c003
 import difflib
 import json
 import re
@@ -17,7 +17,7 @@ from urllib.parse import urljoin
 from ..data.download import DownloadError, RemoteFile, download, read_url
 from ..files import format_size, sha256, user_cache, write_whole
 
-# %% ../../nbs/lm/09_models.ipynb #dd431ccc
+# %% ../../nbs/lm/09_models.ipynb #c006
 @dataclass(frozen=True)
 class PublicModel:
     "An n-gram model that somebody offers, as a gzipped ARPA file."
@@ -73,7 +73,7 @@ MODELS = {model.name: model for model in (
                  'f2b2d1507637ddf459d3579159f7e8099ed7d77452ff1059aeeeaea33d274613'),
 )}
 
-# %% ../../nbs/lm/09_models.ipynb #95a394a4
+# %% ../../nbs/lm/09_models.ipynb #c009
 MEMORY_PER_BYTE = 3.2 # Of the search's arrays, for each byte of a gzipped ARPA file; an estimate
 
 def list_models() -> str:
@@ -85,7 +85,7 @@ def list_models() -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
-# %% ../../nbs/lm/09_models.ipynb #8053acb9
+# %% ../../nbs/lm/09_models.ipynb #c012
 def find_model(
     name: str, # One of `MODELS`
 ) -> PublicModel:

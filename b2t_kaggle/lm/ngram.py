@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LN10', 'build_ngram', 'NGram', 'perplexity_report', 'model_report']
 
-# %% ../../nbs/lm/04_ngram.ipynb #30904e70
+# %% ../../nbs/lm/04_ngram.ipynb #c003
 import itertools
 import math
 import warnings
@@ -69,7 +69,7 @@ def build_ngram(
                       f'{", ".join(map(str, fallback_orders))}; used {FALLBACK_DISCOUNTS} instead', stacklevel=2)
     return Path(out_path)
 
-# %% ../../nbs/lm/04_ngram.ipynb #e96beb7c
+# %% ../../nbs/lm/04_ngram.ipynb #c010
 if TYPE_CHECKING: # Others import it where they read a model
     import kenlm
 
@@ -84,7 +84,7 @@ def _load_kenlm(path: Path) -> 'kenlm.Model':
     config.load_method = kenlm.LoadMethod.LAZY # Of a binary only the parts that are queried are read, whatever its size
     with plain_text(path) as plain: return kenlm.Model(str(plain), config)
 
-# %% ../../nbs/lm/04_ngram.ipynb #e2924ebe
+# %% ../../nbs/lm/04_ngram.ipynb #c013
 class _CapitalsModel:
     "A KenLM model of words in capitals that is queried in lower case."
     def __init__(self, model: 'kenlm.Model'): self.model = model
@@ -103,7 +103,7 @@ class _CapitalsModel:
     def full_scores(self, sentence, bos=True, eos=True):
         return self.model.full_scores(' '.join(map(self.spell, sentence.split())), bos, eos)
 
-# %% ../../nbs/lm/04_ngram.ipynb #4b1938a6
+# %% ../../nbs/lm/04_ngram.ipynb #c016
 LN10 = math.log(10)
 
 def _load_problem(path: Path, message: str) -> str:
@@ -159,7 +159,7 @@ class NGram:
     def __contains__(self, word: str) -> bool: return word in self.model
     def __repr__(self) -> str: return f'NGram({str(self.path)!r}, order={self.order})'
 
-# %% ../../nbs/lm/04_ngram.ipynb #1a1192dc
+# %% ../../nbs/lm/04_ngram.ipynb #c019
 def _perplexity(log_prob: float, n: int) -> float: return math.exp(-log_prob/n) if n else math.nan
 
 def _fit(lm: 'NGram | Automaton', text: str | Path | Iterable[str]) -> dict:

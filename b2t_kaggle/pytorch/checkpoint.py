@@ -108,7 +108,7 @@ def weights_file(
                               'kit) or best.pt (ours)')
     return found
 
-# %% ../../nbs/pytorch/05_checkpoint.ipynb #c014
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c018
 def _read_config(content: dict, path: Path) -> Config:
     "The configuration in a checkpoint of ours, or beside the official kit's."
     if 'config' in content: return stored_config(lambda: Config.model_validate(content['config']), path)
@@ -138,7 +138,7 @@ def load_weights(
     model, cfg = load_model(path)
     return {k: v.numpy() for k, v in model.state_dict().items()}, cfg
 
-# %% ../../nbs/pytorch/05_checkpoint.ipynb #c016
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c020
 def to_official_args(
     cfg: Config, # With `data.sessions`
 ) -> dict:

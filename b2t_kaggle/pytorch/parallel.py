@@ -22,7 +22,7 @@ from ..devices.machine import Device, DeviceError
 from ..files import user_cache
 from .optimizer import DayAdamW, StackedAdamW
 
-# %% ../../nbs/pytorch/07_parallel.ipynb #10374a52
+# %% ../../nbs/pytorch/07_parallel.ipynb #c006
 class _Placement:
     "A device, and how values get there."
     def __init__(self,
@@ -79,7 +79,7 @@ class _Placement:
         "Move it to the device; returns what to call for a forward pass in training."
         return model.to(self.torch_device)
 
-# %% ../../nbs/pytorch/07_parallel.ipynb #feaeddf4
+# %% ../../nbs/pytorch/07_parallel.ipynb #c010
 class Backend(_Placement):
     "A device, and how a trainer uses it. The defaults are those of one process with one device."
     n_devices = 1         # Devices that share a batch
@@ -140,7 +140,7 @@ class Backend(_Placement):
 
 class SingleDevice(Backend): "One CPU or one GPU."
 
-# %% ../../nbs/pytorch/07_parallel.ipynb #c009
+# %% ../../nbs/pytorch/07_parallel.ipynb #c015
 class DDP(Backend):
     "This process's GPU, and the processes of the others: DistributedDataParallel (Li et al., 2020)."
     def __init__(self, device: Device):
@@ -173,7 +173,7 @@ def in_torchrun() -> bool:
     "Whether `torchrun` started this process."
     return {'RANK', 'WORLD_SIZE', 'LOCAL_RANK'} <= set(os.environ)
 
-# %% ../../nbs/pytorch/07_parallel.ipynb #c012
+# %% ../../nbs/pytorch/07_parallel.ipynb #c018
 CACHE = user_cache('xla')
 
 class XLA(Backend):
@@ -268,7 +268,7 @@ class XLA(Backend):
         kept = f'{found} found in {self.cache}' if self.cache else 'which this backend cannot keep for the next run'
         return f': {compiled} programs compiled, {kept}'
 
-# %% ../../nbs/pytorch/07_parallel.ipynb #c014
+# %% ../../nbs/pytorch/07_parallel.ipynb #c022
 def start(
     device: Device, # From `pick_torch`
     cache: Path | None = CACHE, # Folder of an XLA compiler's programs; None keeps none

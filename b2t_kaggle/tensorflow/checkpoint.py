@@ -51,7 +51,7 @@ def _write(
             if write_arrays: write_arrays(f)
             f.attrs.update(texts | dict(crc32=_crc_of_texts(texts)))
 
-# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c008
+# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c010
 def _is_pytorch(path: Path) -> bool:
     """Whether it begins as PyTorch's archives do, with a pickle inside, or is a pickle, as before version 1.6; neither
     is opened."""
@@ -70,7 +70,7 @@ def weights_file(
     if not found: raise CheckpointError(f'{path}: holds no checkpoint; expected best.weights.h5')
     return found
 
-# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c009
+# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c013
 def _first_line(e: Exception) -> str: return (str(e).splitlines() or [type(e).__name__])[0]
 
 # What h5py raises, wherever it stumbles
@@ -97,7 +97,7 @@ def _read(
         raise CheckpointError(f'{path}: damaged, or not a Keras weights file ({_first_line(e)}); {_EXPECTED}') from None
     raise CheckpointError(f'{path}: damaged, its configuration is not as it was written; copy or download it again')
 
-# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c011
+# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c016
 def _check_fit(
     written: Mapping[str, dict], # From `_contents`, of a file
     model: Encoder,              # Which is to receive the weights
@@ -132,7 +132,7 @@ def load_state(
         raise CheckpointError(f'{path}: damaged, {", ".join(changed[:4])} {verb} not as written; copy or download it '
                               'again')
 
-# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c013
+# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c019
 def save_best(
     path: str | Path, # `….weights.h5`
     model: Encoder,   # From `build_model`
@@ -165,7 +165,7 @@ def read_metrics(
     "What the model in it reached, as it was given to `save_best`; raises `CheckpointError`."
     return _read(weights_file(path), ('figures',))['figures']
 
-# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c018
+# %% ../../nbs/tensorflow/05_checkpoint.ipynb #c024
 def save_last(
     path: str | Path, # `….weights.h5`
     model: Encoder,   # From `build_model`

@@ -68,7 +68,7 @@ def accumulate_gradients(
     _, losses, grads = tf.while_loop(lambda i, *_: i < n, add, (0, no_losses, zeros))
     return losses.concat(), grads
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #f5b5eb5c
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c014
 def _update(trainer: 'Trainer', loss: tf.Tensor, grads: dict, numbers: dict) -> tf.Tensor:
     "Update the weights, where loss and gradients are numbers; returns the norm of the gradients before clipping."
     grads, norm = clip(grads, trainer.cfg.train.grad_norm_clip_value)
@@ -83,7 +83,7 @@ def _replica_step(trainer: 'Trainer', share: dict, numbers: dict) -> tuple[tf.Te
     loss, grads = replicas.all_reduce('SUM', (tf.reduce_sum(losses), grads))
     return losses, trainer.compiled_update(loss, grads, numbers)
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #445ba33b
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c018
 def _begin(trainer: 'Trainer', checkpoint: Path | None) -> None:
     "Weights of a checkpoint, or of a model that was trained before."
     if checkpoint:
@@ -97,7 +97,7 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> None:
         start_from(weights, trainer.model, trainer.day_of, load_weights, path)
         for name, v in variables.items(): v.assign(weights[name])
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #fd8f1e4f
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c022
 class Trainer(loop.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'tensorflow'
@@ -186,7 +186,7 @@ class Trainer(loop.Trainer):
         bins = self.backend.shares(self.current['x'])[0].shape[1]
         return rows, bins, sum(math.prod(v.shape) for v in self.model.named_variables().values())
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #c019
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c029
 class TensorBoardLogger:
     "Adds to the curves in the folder `tensorboard` of a run."
     def __init__(self,
@@ -218,7 +218,7 @@ class TensorBoardLogger:
         with self.writer.as_default(step):
             for name, v in values.items(): tf.summary.scalar(name, v)
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #c022
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c032
 class Profiler:
     "Profiles some steps of a run, from the tenth on; it is called after each."
     def __init__(self,
@@ -242,7 +242,7 @@ class Profiler:
     def __exit__(self, *_):
         if self.first <= self.n_done < self.last: tf.profiler.experimental.stop()
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #c024
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c034
 def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best

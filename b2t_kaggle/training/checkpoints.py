@@ -22,7 +22,7 @@ from .recipe import TrainingError
 if TYPE_CHECKING: # It brings pandas, for which `b2t` need not wait
     from b2t_kaggle.data.store import TrialStore
 
-# %% ../../nbs/training/03_checkpoints.ipynb #03556f8b
+# %% ../../nbs/training/03_checkpoints.ipynb #c006
 class CheckpointError(ValueError):
     "A checkpoint that cannot be used; the message names the file and what is wrong with it."
 
@@ -65,7 +65,7 @@ def checkpoint_files(
     names |= {str(Path(p).with_name('args.yaml')) for p in _OFFICIAL}
     return sorted(path/name for name in names if (path/name).is_file())
 
-# %% ../../nbs/training/03_checkpoints.ipynb #c009
+# %% ../../nbs/training/03_checkpoints.ipynb #c011
 def stored_config(
     read: Callable[[], Config], # Reads it
     path: str | Path,           # The checkpoint
@@ -81,7 +81,7 @@ def stored_config(
         raise CheckpointError(f'{path}: its configuration lists no sessions, so its day layers cannot be told apart')
     return cfg
 
-# %% ../../nbs/training/03_checkpoints.ipynb #c012
+# %% ../../nbs/training/03_checkpoints.ipynb #c014
 def check_features(
     store: 'TrialStore',    # Trials to run a model on
     cfg: Config,            # The model's configuration

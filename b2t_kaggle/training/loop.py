@@ -227,7 +227,7 @@ class Loop:
         self.synced_at = self.budget.elapsed()
         return losses[-1]
 
-# %% ../../nbs/training/07_loop.ipynb #c021
+# %% ../../nbs/training/07_loop.ipynb #c023
 def _check(loop: Loop) -> np.ndarray:
     "The mean loss of each pending step over all processes; raises `TrainingError` for one that is not a number."
     t = loop.trainer
@@ -259,7 +259,7 @@ def _save(loop: Loop, is_best: bool) -> None:
     loop.history.save()
     loop.budget.timed('save', t.save_last, loop.out/LAST[t.framework])
 
-# %% ../../nbs/training/07_loop.ipynb #c026
+# %% ../../nbs/training/07_loop.ipynb #c028
 def result_of(
     trainer: Trainer,    # That has come to an end
     stopped: str | None, # From `Loop.run`

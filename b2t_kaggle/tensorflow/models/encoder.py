@@ -62,7 +62,7 @@ def variables_by_attribute(
     known = {id(v) for v in below.values()}
     return {prefix + v.name: v for v in layer.weights if id(v) not in known} | below
 
-# %% ../../../nbs/tensorflow/models/01_encoder.ipynb #5c91547b
+# %% ../../../nbs/tensorflow/models/01_encoder.ipynb #c015
 class _NamedModel(keras.Model):
     "A model whose variables have names, and whose weights go to PyTorch and back."
     def named_variables(self) -> dict[str, keras.Variable]:
@@ -98,7 +98,7 @@ class _NamedModel(keras.Model):
         variables = self.named_variables()
         for name, v in self.from_pytorch(state).items(): variables[name].assign(v)
 
-# %% ../../../nbs/tensorflow/models/01_encoder.ipynb #3527d1f5
+# %% ../../../nbs/tensorflow/models/01_encoder.ipynb #c019
 class Encoder(_NamedModel):
     """Features of a trial to logits per frame. Derive from it, set `Config`, make all variables in the constructor, and
     write `encode`."""
