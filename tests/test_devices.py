@@ -152,8 +152,8 @@ SIMULATED = {
         {'COLAB_TPU_1VM': ''}, dict(vfio=1, pci=[('0x10de', '0x1eb8', '0x030200'), NETWORK_CARD]),
         {'torch': '2.10.0', 'tensorflow-cpu': '2.20.0'}, (T4,),
         kind='cuda', plan=('cuda', 'Tesla T4', 'float16', 1),
-        words=['cuda (Tesla T4), float16: a GPU is here; does not compute bfloat16 (compute capability 7.5, 8.0 would), '
-               'but float16, with a scaled loss', 'tensorflow-cpu 2.20.0 is built without CUDA']),
+        words=['cuda (Tesla T4), float16: a GPU is here; does not compute bfloat16 (compute capability 7.5, 8.0 '
+               'would), but float16, with a scaled loss', 'tensorflow-cpu 2.20.0 is built without CUDA']),
     'T4 x 2': Simulated(
         {}, {}, {'torch': '2.10.0', 'tensorflow': '2.20.0'}, (T4, T4),
         kind='cuda', plan=('cuda', 'Tesla T4', 'float16', 2),
@@ -161,8 +161,8 @@ SIMULATED = {
     'a GPU without tensor cores': Simulated(
         {}, {}, {'torch': '2.10.0'}, (P100,),
         kind='cuda', plan=('cuda', 'Tesla P100-PCIE-16GB', 'float32', 1),
-        words=['float32: a GPU is here; does not compute bfloat16 (compute capability 6.0, 8.0 would), and has no tensor '
-               'cores']),
+        words=['float32: a GPU is here; does not compute bfloat16 (compute capability 6.0, 8.0 would), and has no '
+               'tensor cores']),
     'nothing': Simulated(
         {'ISTPUVM': '0', 'COLAB_TPU_1VM': ''}, dict(memory_kib=25165824),
         words=['24 GiB memory', 'variables   none', 'packages    no framework', 'torch       not installed',
@@ -239,7 +239,8 @@ def test_what_pytorch_emulates_does_not_count(monkeypatch):
 
 def test_float16_is_not_for_tpus(tmp_path):
     for name, accelerator in (('kaggle v5e-8', 'tpu'), ('kaggle v5e-8', 'auto'), ('PJRT on the processor', 'xla')):
-        with pytest.raises(DeviceError) as e: plan_torch(simulate(name, tmp_path/name/accelerator), accelerator, 'float16')
+        d = simulate(name, tmp_path/name/accelerator)
+        with pytest.raises(DeviceError) as e: plan_torch(d, accelerator, 'float16')
         assert str(e.value) == ('precision float16 is for GPUs, TPUs compute bfloat16; set train.precision=bfloat16 or '
                                 'auto')
 
