@@ -104,8 +104,9 @@ class TrainConfig(Section):
     accelerator: Literal['auto', 'cpu', 'cuda', 'tpu', 'xla'] = 'auto'
     ("`auto` takes the best one here and says which; anything else is an error where it is missing. `xla` is whatever "
      "PyTorch/XLA drives, a TPU or, for tests, the processor.")
-    precision: Literal['auto', 'float32', 'bfloat16'] = 'auto'
-    "`auto` is bfloat16 autocast where the hardware computes it, else float32."
+    precision: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
+    ("`auto` is bfloat16 where the hardware computes it, float16 with a scaled loss on older GPUs with tensor cores "
+     "(T4, V100), else float32.")
     num_training_batches: int = Field(120_000, ge=1)
     "Optimiser steps."
     lr_scheduler_type: Literal['cosine', 'linear'] = 'cosine'

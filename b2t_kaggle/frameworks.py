@@ -51,7 +51,7 @@ def infer(
     store: TrialStore,            # Trials to run it on
     path: str | Path,             # The LogitStore to write
     accelerator: str = 'auto',    # `auto`, `cpu`, `cuda`, `tpu` or (PyTorch) `xla`
-    precision: str = 'auto',      # `auto`, `float32` or `bfloat16`
+    precision: str = 'auto',      # `auto`, `float32`, `bfloat16` or `float16`
     batch_size: int = 64,         # Trials per batch
     progress: bool = True,        # Show a progress bar
     framework: str | None = None, # `pytorch` or `tensorflow`; None takes the one whose checkpoint it is

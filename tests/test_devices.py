@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from b2t_kaggle.devices.machine import (
     driver_gpus,
     find_tpu,
     seen_variables,
+    torch_gpus,
     tpu_type,
 )
 from b2t_kaggle.devices.report import describe
@@ -28,6 +30,7 @@ KAGGLE_PACKAGES = PAIR | {'tensorflow-cpu': '2.20.0'}
 KAGGLE = {'ISTPUVM': '1', 'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0',
           'TPU_SKIP_MDS_QUERY': '1', 'KAGGLE_USER': 'x'}
 T4 = Gpu('Tesla T4', 15., '7.5', False)
+P100 = Gpu('Tesla P100-PCIE-16GB', 16., '6.0', False)
 H200 = Gpu('NVIDIA H200', 140., '9.0', True)
 
 
@@ -148,8 +151,18 @@ SIMULATED = {
     'a GPU without bfloat16': Simulated(
         {'COLAB_TPU_1VM': ''}, dict(vfio=1, pci=[('0x10de', '0x1eb8', '0x030200'), NETWORK_CARD]),
         {'torch': '2.10.0', 'tensorflow-cpu': '2.20.0'}, (T4,),
-        kind='cuda', plan=('cuda', 'Tesla T4', 'float32', 1),
-        words=['does not compute bfloat16', 'tensorflow-cpu 2.20.0 is built without CUDA']),
+        kind='cuda', plan=('cuda', 'Tesla T4', 'float16', 1),
+        words=['cuda (Tesla T4), float16: a GPU is here; does not compute bfloat16 (compute capability 7.5, 8.0 '
+               'would), but float16, with a scaled loss', 'tensorflow-cpu 2.20.0 is built without CUDA']),
+    'T4 x 2': Simulated(
+        {}, {}, {'torch': '2.10.0', 'tensorflow': '2.20.0'}, (T4, T4),
+        kind='cuda', plan=('cuda', 'Tesla T4', 'float16', 2),
+        words=['torch       cuda (Tesla T4, 2 devices), float16', 'tensorflow  cuda (Tesla T4, 2 devices), float16']),
+    'a GPU without tensor cores': Simulated(
+        {}, {}, {'torch': '2.10.0'}, (P100,),
+        kind='cuda', plan=('cuda', 'Tesla P100-PCIE-16GB', 'float32', 1),
+        words=['float32: a GPU is here; does not compute bfloat16 (compute capability 6.0, 8.0 would), and has no '
+               'tensor cores']),
     'nothing': Simulated(
         {'ISTPUVM': '0', 'COLAB_TPU_1VM': ''}, dict(memory_kib=25165824),
         words=['24 GiB memory', 'variables   none', 'packages    no framework', 'torch       not installed',
@@ -201,6 +214,37 @@ def test_xla_on_the_processor(tmp_path):
     assert plan_torch(d, 'xla', 'bfloat16').precision == 'bfloat16'
 
 
+def test_precision_on_a_gpu(tmp_path):
+    old = simulate('a GPU without bfloat16', tmp_path)
+    new = replace(old, gpus=(H200,))
+    for precision in ('float32', 'float16'):
+        for d in (old, new):
+            got = plan_torch(d, 'cuda', precision)
+            assert got.precision == precision and f'{precision} asked for' in got.reason
+    assert (plan_torch(old).precision, plan_torch(new).precision) == ('float16', 'bfloat16')
+    assert plan_torch(replace(old, gpus=()), 'cpu', 'float16').precision == 'float16'
+
+
+def test_what_pytorch_emulates_does_not_count(monkeypatch):
+    "PyTorch says that a T4 supports bfloat16, unless it is asked without emulation."
+    import torch
+    t4 = SimpleNamespace(name='Tesla T4', total_memory=15 * 2**30, major=7, minor=5)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda i: t4)
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation=True: including_emulation)
+    gpus = torch_gpus()
+    assert gpus == (T4, T4) and not T4.bfloat16
+
+
+def test_float16_is_not_for_tpus(tmp_path):
+    for name, accelerator in (('kaggle v5e-8', 'tpu'), ('kaggle v5e-8', 'auto'), ('PJRT on the processor', 'xla')):
+        d = simulate(name, tmp_path/name/accelerator)
+        with pytest.raises(DeviceError) as e: plan_torch(d, accelerator, 'float16')
+        assert str(e.value) == ('precision float16 is for GPUs, TPUs compute bfloat16; set train.precision=bfloat16 or '
+                                'auto')
+
+
 def test_precision_on_a_tpu(tmp_path):
     d = simulate('kaggle v5e-8', tmp_path)
     assert (plan_torch(d, 'tpu').precision, plan_torch(d, 'tpu', 'float32').precision) == ('bfloat16', 'float32')
@@ -209,7 +253,7 @@ def test_precision_on_a_tpu(tmp_path):
 
 @pytest.mark.parametrize('name, accelerator, precision, message', [
     ('nothing', 'gpu', 'auto', "accelerator 'gpu' does not exist; take auto, cpu, cuda, tpu or xla"),
-    ('nothing', 'cpu', 'float16', "precision 'float16' does not exist; take auto, float32 or bfloat16"),
+    ('nothing', 'cpu', 'float8', "precision 'float8' does not exist; take auto, float32, bfloat16 or float16"),
     ('nothing', 'cuda', 'auto', 'accelerator cuda: PyTorch finds no CUDA device (torch not installed)'),
     ('nothing', 'tpu', 'auto', 'accelerator tpu: no TPU here'),
     ('nothing', 'xla', 'auto', 'must be asked for with PJRT_DEVICE=CPU'),
@@ -283,7 +327,7 @@ TENSORFLOW = {
     'GPUs left alone': ('GPUs', None, 'cpu', ('cpu', 'float32', 1, 'asked for')),
     'a GPU without bfloat16': (
         'a GPU without bfloat16', {'tensorflow': '2.20.0'}, 'cuda',
-        ('cuda', 'float32', 1, 'does not compute bfloat16')),
+        ('cuda', 'float16', 1, 'does not compute bfloat16')),
     'a build without CUDA': (
         'a GPU without bfloat16', None, 'auto', ('cpu', 'float32', 1, 'tensorflow-cpu 2.20.0 is built without CUDA')),
     'a build without CUDA, asked for': (
@@ -305,7 +349,11 @@ def test_tensorflow(name, tmp_path):
         got = plan_tensorflow(d, accelerator)
         assert (got.kind, got.precision, got.n) == expected[:3] and expected[3] in got.reason
         assert plan_tensorflow(d, accelerator, 'float32').precision == 'float32'
-        with pytest.raises(DeviceError, match='precision'): plan_tensorflow(d, accelerator, 'float16')
+        with pytest.raises(DeviceError, match='precision'): plan_tensorflow(d, accelerator, 'float8')
+        if got.kind == 'tpu':
+            with pytest.raises(DeviceError, match='^precision float16 is for GPUs'):
+                plan_tensorflow(d, accelerator, 'float16')
+        else: assert plan_tensorflow(d, accelerator, 'float16').precision == 'float16'
 
 
 def test_tensorflow_and_torch_xla_share_no_tpu(tmp_path):

@@ -17,7 +17,7 @@ from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
-from b2t_kaggle.pytorch.checkpoint import load_file, load_model, to_official_state
+from b2t_kaggle.pytorch.checkpoint import load_file, load_model, save_atomic, to_official_state
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.trainer import Trainer, add_gradients, train
@@ -424,8 +424,14 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path):
         launch(2, *stores, config(**sure | longer | dict(accumulate=3)), tmp_path / 'two3', progress=False),
     )
     assert two['step'] == 30 and two['val_loss'] == pytest.approx(one['val_loss'], rel=1e-3)
-    again = launch(2, *stores, config(**sure | dict(num_training_batches=23)), tmp_path/'two', progress=False)
-    assert again['step'] == 23
+    # in float16, with a scale at which every gradient overflows: both leave the weights, and agree on the scale
+    last = tmp_path/'two'/'last.pt'
+    saved = load_file(last)
+    save_atomic(saved | dict(loss_scale=torch.amp.GradScaler('cpu', 2.**60).state_dict()), last)
+    half = config(**sure | dict(num_training_batches=23, precision='float16'))
+    again = launch(2, *stores, half, tmp_path/'two', progress=False)
+    assert again['step'] == 23 and again['skipped'] == 3 and load_file(last)['loss_scale']['scale'] == 2.**57
+    for k, v in load_file(last)['model_state_dict'].items(): assert torch.equal(v, saved['model_state_dict'][k]), k
     with pytest.raises(TrainingError, match='cannot be divided evenly among 4 devices'):
         launch(4, *stores, config(), tmp_path / 'four', progress=False)
 

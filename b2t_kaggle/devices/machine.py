@@ -7,7 +7,8 @@ __all__ = ['TPU_GENERATIONS', 'TPU_VARIABLES', 'TENSORFLOW_PACKAGES', 'PACKAGES'
            'cpu_flags', 'cpu_computes_bfloat16', 'n_cores', 'cpu_name', 'Gpu', 'driver_gpus', 'torch_gpus',
            'Generation', 'tpu_type', 'seen_variables', 'tpu_server', 'tpu_pci', 'tpu_files', 'Tpu', 'find_tpu',
            'installed_packages', 'format_table', 'Detected', 'detect', 'DeviceError', 'Device', 'join_clauses',
-           'check_accelerator', 'choose_precision', 'reason_for_precision', 'unused_tpu', 'tpu_device', 'gpu_device']
+           'check_accelerator', 'choose_precision', 'refuse_float16', 'reason_for_precision', 'gpu_precision',
+           'unused_tpu', 'tpu_device', 'gpu_device']
 
 # %% ../../nbs/devices/00_machine.ipynb #c003
 import os
@@ -58,6 +59,11 @@ class Gpu:
     memory_gib: float # Its memory [GiB]
     capability: str   # Compute capability, such as `8.0`
     bfloat16: bool    # Whether it multiplies bfloat16 (from 8.0 on)
+
+    @property
+    def tensor_cores(self) -> bool:
+        "Whether it has units for products of float16, several times as fast as those of float32 (from 7.0 on)."
+        return float(self.capability) >= 7
 
 def _nvidia_smi() -> str:
     "Output of the driver's tool, one line for each GPU; empty if there is none."
@@ -350,7 +356,7 @@ class Device:
     "Where a run computes, in which precision, and why."
     kind: str      # `cpu`, `cuda` or `xla`, as PyTorch calls devices; for TensorFlow also `tpu`
     name: str      # As people know it
-    precision: str # `float32` or `bfloat16`
+    precision: str # `float32`, `bfloat16` or `float16`
     reason: str    # Why this device and precision: clauses with semicolons between them
     n: int = 1     # Devices, each of which takes a share of a batch
     jit: bool = True # Whether TensorFlow's XLA has programs for it
@@ -371,7 +377,7 @@ def join_clauses(
 
 # %% ../../nbs/devices/00_machine.ipynb #c041
 ACCELERATORS = ('auto', 'cpu', 'cuda', 'tpu', 'xla')
-PRECISIONS = ('auto', 'float32', 'bfloat16')
+PRECISIONS = ('auto', 'float32', 'bfloat16', 'float16')
 NO_TPU = ('no TPU here: no variable, device file or PCI device speaks of one; on Kaggle choose a TPU as the '
           'accelerator of the session, or set train.accelerator=auto')
 
@@ -385,20 +391,41 @@ def check_accelerator(
         raise DeviceError(f'accelerator {accelerator!r} does not exist; take {_one_of(ACCELERATORS)}')
 
 def choose_precision(
-    asked: str,       # `auto`, `float32` or `bfloat16`
+    asked: str,       # `auto`, `float32`, `bfloat16` or `float16`
     native: bool,     # Whether the device computes bfloat16, which `auto` takes then
     reason: str = '', # Why `auto` takes it
+    otherwise: str = 'float32', # What `auto` takes on a device that does not
 ) -> tuple[str, str]:
     "Precision and its reason; raises `DeviceError` for a precision that does not exist."
     if asked not in PRECISIONS: raise DeviceError(f'precision {asked!r} does not exist; take {_one_of(PRECISIONS)}')
     if asked != 'auto': return asked, f'{asked} asked for'
-    return ('bfloat16' if native else 'float32'), reason
+    return ('bfloat16' if native else otherwise), reason
+
+def refuse_float16(
+    asked: str, # Precision, from the user
+) -> None:
+    "Raises `DeviceError` for float16 on a device that XLA compiles for TPUs or, in tests of that, for the processor."
+    if asked == 'float16':
+        raise DeviceError('precision float16 is for GPUs, TPUs compute bfloat16; set train.precision=bfloat16 or auto')
 
 def reason_for_precision(
     native: bool, # Whether the device computes bfloat16
 ) -> str:
     "Why `auto` takes the precision that it does."
     return f'{"computes" if native else "does not compute"} bfloat16'
+
+def gpu_precision(
+    gpu: Gpu,   # Which computes
+    asked: str, # From the user
+) -> tuple[str, str]:
+    "Precision and its reason: in 16 bits where the GPU multiplies them faster than float32."
+    otherwise = 'float16' if gpu.tensor_cores else 'float32'
+    reason = reason_for_precision(gpu.bfloat16)
+    if not gpu.bfloat16:
+        reason += f' (compute capability {gpu.capability}, 8.0 would), '
+        reason += ('but float16, with a scaled loss' if gpu.tensor_cores
+                   else 'and has no tensor cores that would make float16 faster than float32')
+    return choose_precision(asked, gpu.bfloat16, reason, otherwise)
 
 def unused_tpu(
     d: Detected,      # What is here
@@ -417,6 +444,7 @@ def tpu_device(
     "The TPU, as PyTorch/XLA has it."
     generation = d.tpu.generation
     name = generation.name if generation else d.tpu.type or 'of unknown generation'
+    refuse_float16(precision)
     chosen, because = choose_precision(precision, True, reason_for_precision(True))
     why = 'the TPU is the fastest here' if accelerator == 'auto' else 'asked for'
     return Device('xla', f'TPU {name}', chosen, join_clauses(why, because), d.tpu.devices or 1)
@@ -429,6 +457,6 @@ def gpu_device(
 ) -> Device:
     "All GPUs, which have to be alike."
     gpu = d.gpus[0]
-    chosen, because = choose_precision(precision, gpu.bfloat16, reason_for_precision(gpu.bfloat16))
+    chosen, because = gpu_precision(gpu, precision)
     why = 'a GPU is here' if accelerator == 'auto' else 'asked for'
     return Device('cuda', gpu.name, chosen, join_clauses(why, unused, because), len(d.gpus))

@@ -100,7 +100,7 @@ def _on_tpu(d: Detected, accelerator: str, precision: str) -> Device:
 
 def _on_gpu(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
     device = gpu_device(d, accelerator, precision, unused)
-    if device.precision == 'float32': return device
+    if device.precision != 'bfloat16': return device
     return device.with_reasons('GRU layers in float32, with factors in TF32')
 
 def _on_cpu(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
@@ -130,7 +130,7 @@ def check_tensorflow(
 def plan_tensorflow(
     d: Detected,               # What is here
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda` or `tpu`
-    precision: str = 'auto',   # `auto`, `float32` or `bfloat16`
+    precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
 ) -> Device:
     """The device that TensorFlow would use, from facts alone.
 
@@ -260,7 +260,7 @@ def _pick_gpus_or_cpu(d: Detected, accelerator: str, precision: str, failure: st
 # %% ../../nbs/devices/02_tensorflow.ipynb #c026
 def pick_tensorflow(
     accelerator: str = 'auto',  # `auto`, `cpu`, `cuda` or `tpu`
-    precision: str = 'auto',    # `auto`, `float32` or `bfloat16`
+    precision: str = 'auto',    # `auto`, `float32`, `bfloat16` or `float16`
     address: str | None = None, # Of the TPU: `local`, a name or `host:port`; None takes it from the environment
 ) -> Device:
     """The device for TensorFlow, started. Imports tensorflow.
@@ -308,19 +308,20 @@ def create_tpu_strategy(
 
 # %% ../../nbs/devices/02_tensorflow.ipynb #c032
 def configure_mixed_precision(
-    device: Device | str | None = None, # Or its precision, `float32` or `bfloat16`; None and `auto` pick the device
+    device: Device | str | None = None, # Or its precision, such as `float32`; None and `auto` pick the device
     disable: bool = False,              # Compute in float32 throughout, whatever the device; none is started
 ) -> str:
-    """Set Keras' precision policy as the device has it: `mixed_bfloat16` or `float32`, which is returned.
+    """Set Keras' precision policy as the device has it: `mixed_bfloat16`, `mixed_float16` or `float32`, which is
+    returned.
 
-    In float32 no product is rounded to TF32, in bfloat16 float32 products may be."""
+    In float32 no product is rounded to TF32, in 16 bits float32 products may be."""
     import keras
     import tensorflow as tf
     precision = getattr(device, 'precision', device) or 'auto'
     if disable: precision = 'float32'
     if precision == 'auto': precision = pick_tensorflow().precision
     precision, _ = choose_precision(precision, False)
-    policy = 'mixed_bfloat16' if precision == 'bfloat16' else 'float32'
+    policy = 'float32' if precision == 'float32' else f'mixed_{precision}'
     keras.mixed_precision.set_global_policy(policy)
-    tf.config.experimental.enable_tensor_float_32_execution(precision == 'bfloat16')
+    tf.config.experimental.enable_tensor_float_32_execution(precision != 'float32')
     return policy

@@ -22,6 +22,7 @@ from b2t_kaggle.devices.machine import (
     gpu_device,
     join_clauses,
     reason_for_precision,
+    refuse_float16,
     tpu_device,
     unused_tpu,
 )
@@ -85,6 +86,7 @@ def tpu_problem(
 def _xla_cpu_device(d: Detected, precision: str) -> Device:
     "The processor through PyTorch/XLA; raises `DeviceError`."
     if problem := xla_package_problem(d): raise DeviceError(f'accelerator xla: {problem}')
+    refuse_float16(precision)
     exact = "XLA's processor backend is for tests and comparisons, float32 keeps them exact"
     chosen, because = choose_precision(precision, False, exact)
     n = d.variables.get('CPU_NUM_DEVICES', '1')
@@ -99,7 +101,7 @@ def _cpu_device(d: Detected, accelerator: str, precision: str, unused: str) -> D
 def plan_torch(
     d: Detected,               # What is here
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda`, `tpu` or `xla`
-    precision: str = 'auto',   # `auto`, `float32` or `bfloat16`
+    precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
 ) -> Device:
     """The device that PyTorch would use, from facts alone.
 
@@ -140,7 +142,7 @@ def _start_xla(device: Device) -> Device:
 
 def pick_torch(
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda`, `tpu` or `xla`
-    precision: str = 'auto',   # `auto`, `float32` or `bfloat16`
+    precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
 ) -> Device:
     """The device for PyTorch, ready for use. Imports torch, and torch_xla if that is the choice.
 

@@ -30,6 +30,7 @@ def new_state(
 class _WithState:
     "What the optimisers share: a state by parameter that moves between them."
     state: dict[str, dict[str, Tensor]]
+    scaler: torch.amp.GradScaler | None = None # Of the loss, in float16
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]: return self.state
 
@@ -64,19 +65,34 @@ class DayAdamW(_WithState):
         self.stacked[p] = rows
         return rows, [{k: v[i] for k, v in state.items()} for i in range(len(rows))]
 
+    def _hand_out(self, days: np.ndarray) -> None:
+        "The gradients of a batch's days to their rows, which share their memory."
+        for p, rows in self.stacked.items():
+            for i in np.unique(days): rows[i].grad = None if p.grad is None else p.grad[i]
+
+    def unscale(self,
+        days: np.ndarray, # Days of the batch
+    ) -> None:
+        "Divide the gradients of a scaled loss by its scale, and note whether one of them overflowed."
+        self._hand_out(days)
+        self.scaler.unscale_(self.adamw)
+
     def step(self,
         rates: dict[str, float], # Of `model` and `day`
         days: np.ndarray,        # Days of the batch
     ) -> None:
-        "Update from the gradients of the model, then clear them."
+        """Update from the gradients of the model, then clear them. With a scaler an overflow leaves everything as it is
+        but the scale; nobody waits for the device to learn of it."""
         for group in self.adamw.param_groups: group['lr'] = rates[group['rate']]
-        for p, rows in self.stacked.items():
-            for i in np.unique(days): rows[i].grad = None if p.grad is None else p.grad[i]
-        self.adamw.step()
+        self._hand_out(days)
+        if self.scaler:
+            self.scaler.step(self.adamw)
+            self.scaler.update()
+        else: self.adamw.step()
         self.adamw.zero_grad()
         for p in self.stacked: p.grad = None
 
-# %% ../../nbs/pytorch/06_optimizer.ipynb #c011
+# %% ../../nbs/pytorch/06_optimizer.ipynb #c013
 class StackedAdamW(_WithState):
     "The same as `DayAdamW` in plain tensor operations; the program does not depend on which days a batch holds."
     def __init__(self,

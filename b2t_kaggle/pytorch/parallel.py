@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..devices.machine import Device, DeviceError
 from ..files import user_cache
 from .optimizer import DayAdamW, StackedAdamW
+from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL
 
 # %% ../../nbs/pytorch/07_parallel.ipynb #c006
 class _Placement:
@@ -33,6 +34,9 @@ class _Placement:
         self.torch_device = torch.device(device.kind)
         # steps between looks at their results: each look makes the host wait for the device
         self.sync_every = 1 if device.kind == 'cpu' else 10
+        self.scaler = None # Of the loss
+        if device.precision == 'float16':
+            self.scaler = torch.amp.GradScaler(device.kind, FIRST_SCALE, growth_interval=SCALE_INTERVAL)
 
     def put(self,
         array: np.ndarray, # Its first dimension is the batch
@@ -94,8 +98,9 @@ class Backend(_Placement):
         return self.rank == 0
 
     def autocast(self) -> AbstractContextManager:
-        "Products in bfloat16 where the run computes in it; parameters, loss and optimiser stay in float32."
-        return torch.autocast(self.device.kind, torch.bfloat16, enabled=self.device.precision == 'bfloat16')
+        "Products in 16 bits where the run computes in them; parameters, loss and optimiser stay in float32."
+        dtype = torch.float16 if self.device.precision == 'float16' else torch.bfloat16
+        return torch.autocast(self.device.kind, dtype, enabled=self.device.precision != 'float32')
 
     def micro_batch(self,
         forward: nn.Module, # From `place`

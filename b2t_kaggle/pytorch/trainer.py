@@ -99,7 +99,8 @@ def add_gradients(
     frames = cfg.model.n_frames(n_bins)
     def ctc(logits): return ctc_losses(logits, micro_batch.labels, frames, micro_batch.n_labels)
     losses = model.training_losses(out, ctc, frames)
-    (losses.mean() / n_parts).backward()
+    loss = losses.mean() / n_parts
+    (backend.scaler.scale(loss) if backend.scaler else loss).backward()
     return backend.result(losses.detach())
 
 def _all_gradients(trainer: 'Trainer', parts: list[MicroBatch]) -> list[Tensor]:
@@ -163,12 +164,14 @@ class Trainer(loop.Trainer):
         self.is_main_process = backend.is_main_process
         self.sync_every = backend.sync_every
         self.device = str(backend.device)
+        self.scaler = backend.scaler
         torch.manual_seed(cfg.train.seed)
         self.model = build_model(cfg.model, len(store.sessions))
         saved = _begin(self, checkpoint)
         self.compiled = self.model.compiled() if cfg.train.compile else self.model
         self.forward = backend.place(self.compiled)
         self.optimizer = backend.optimizer(self.model, cfg.train)
+        self.optimizer.scaler = self.scaler
         self.augment = Augment(cfg.augment, cfg.train.seed)
         self.loader = BatchLoader(store, cfg, backend)
         if saved: self.optimizer.load_state_dict(saved['optimizer_state_dict'])
@@ -187,11 +190,12 @@ class Trainer(loop.Trainer):
         self.current = parts
         self.model.train()
         losses = _all_gradients(self, parts)
+        if self.scaler: self.optimizer.unscale(days)
         norm = _clip(self.model, self.cfg.train.grad_norm_clip_value)
         rates = learning_rates(self.step, self.cfg.train)
         trials = np.concatenate([p.batch.trials for p in parts])
         def fetch(): return np.concatenate([part.cpu().numpy() for part in losses]), norm.item()
-        result = StepResult(self.step, trials, rates, fetch)
+        result = StepResult(self.step, trials, rates, fetch, is_scaled=self.scaler is not None)
         if self.sync_every == 1: check_finite(result, self)
         self.optimizer.step(backend.scalars(**rates), backend.days(days, len(self.store.sessions)))
         backend.end_step()
@@ -224,7 +228,7 @@ class Trainer(loop.Trainer):
     def gather(self, value) -> list: return self.backend.gather(value)
     def compiler_report(self) -> str: return self.backend.compiler_report()
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c032
+# %% ../../nbs/pytorch/09_trainer.ipynb #c034
 def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best

@@ -67,7 +67,7 @@ class Strategy:
 
 def start(
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda` or `tpu`
-    precision: str = 'auto',   # `auto`, `float32` or `bfloat16`
+    precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
     on_step: Callable[[], None] = _nothing, # Called after each training step
 ) -> Strategy:
     "All devices of the accelerator, with TensorFlow set to the precision. Raises `DeviceError`."

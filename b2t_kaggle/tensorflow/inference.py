@@ -46,7 +46,7 @@ def infer(
     store: TrialStore,          # Trials to run it on
     path: str | Path,           # The LogitStore to write
     accelerator: str = 'auto',  # `auto`, `cpu`, `cuda` or `tpu`
-    precision: str = 'auto',    # `auto`, `float32` or `bfloat16`
+    precision: str = 'auto',    # `auto`, `float32`, `bfloat16` or `float16`
     batch_size: int = 64,       # Trials per batch
     progress: bool = True,      # Show a progress bar
 ) -> LogitStore:

@@ -21,7 +21,7 @@ from .evaluate import Evaluator, evaluate, losses_and_paths
 from .feed import BatchLoader, Program, Strategy, start
 from .layers import keras, tf
 from .models import build_model
-from .optimizer import StackedAdamW, clip
+from .optimizer import LossScaler, StackedAdamW, clip
 from ..training import loop
 from ..training.history import summarize
 from ..training.loop import StepResult, check_finite, fit, start_from
@@ -35,7 +35,7 @@ def gradients_of(
     rows: dict[str, tf.Tensor],    # From `BatchLoader`, some of them
     numbers: dict,                 # From `Trainer.numbers`, as tensors
 ) -> _Gradients:
-    "Losses of some rows `[b]`, and their part of the gradients of the whole batch's mean."
+    "Losses of some rows `[b]`, and their part of the gradients of the whole batch's mean, which float16 scales."
     cfg = trainer.cfg
     variables = trainer.optimizer.variables
     args = trainer.model.training_args(0, cfg.train.num_training_batches) | numbers['args']
@@ -46,6 +46,7 @@ def gradients_of(
         def ctc(logits): return ctc_loss(logits, rows['labels'], frames, rows['n_labels'])
         losses = trainer.model.training_losses(out, ctc, frames)
         loss = tf.reduce_sum(losses) / cfg.data.batch_size
+        if trainer.optimizer.scaler: loss = trainer.optimizer.scaler.scale(loss)
     grads = tape.gradient(loss, list(variables.values()))
     return losses, dict(zip(variables, map(tf.convert_to_tensor, grads)))
 
@@ -71,9 +72,12 @@ def accumulate_gradients(
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c014
 def _update(trainer: 'Trainer', loss: tf.Tensor, grads: dict, numbers: dict) -> tf.Tensor:
     "Update the weights, where loss and gradients are numbers; returns the norm of the gradients before clipping."
+    scaler = trainer.optimizer.scaler
+    if scaler: grads = scaler.unscale(grads)
     grads, norm = clip(grads, trainer.cfg.train.grad_norm_clip_value)
     usable = tf.math.is_finite(norm) & tf.math.is_finite(loss)
     trainer.optimizer.step(grads, numbers['rates'], numbers['in_batch'], usable)
+    if scaler: scaler.update(usable)
     return norm
 
 def _replica_step(trainer: 'Trainer', share: dict, numbers: dict) -> tuple[tf.Tensor, tf.Tensor]:
@@ -123,6 +127,7 @@ class Trainer(loop.Trainer):
         with backend.distribution.scope():
             self.model = build_model(cfg.model, len(store.sessions))
             self.optimizer = StackedAdamW(self.model, cfg.train)
+            if backend.device.precision == 'float16': self.scaler = self.optimizer.scaler = LossScaler()
         _begin(self, checkpoint)
         self.compiled_gradients = backend.compile(lambda share, numbers: accumulate_gradients(self, share, numbers))
         self.compiled_update = backend.compile(lambda loss, grads, numbers: _update(self, loss, grads, numbers))
@@ -150,7 +155,8 @@ class Trainer(loop.Trainer):
         losses, norm = self.program(batch, tf.nest.map_structure(tf.constant, numbers))
         on_host = self.backend.on_host
         def fetch(): return on_host(losses), float(on_host(norm)[0])
-        result = StepResult(self.step, self.loader.trials(self.step), numbers['rates'], fetch)
+        is_scaled = self.scaler is not None
+        result = StepResult(self.step, self.loader.trials(self.step), numbers['rates'], fetch, is_scaled)
         if self.sync_every == 1: check_finite(result, self)
         self.step += 1
         return result

@@ -6,6 +6,7 @@
 __all__ = ['summarize', 'BestTracker', 'History', 'read_history', 'plot_history']
 
 # %% ../../nbs/training/02_history.ipynb #c002
+import math
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,7 @@ class History:
         seconds: float,                 # Since the run began
         validation: dict | None = None, # From `summarize`
         end_row: bool = False,          # A checkpoint follows
+        is_scaled: bool = False,        # In float16: a step whose gradient overflowed was skipped
     ) -> None:
         "One training batch; every tenth, or one with a validation or checkpoint, ends a row."
         self.window.append((loss, grad_norm))
@@ -83,6 +85,9 @@ class History:
         mean_loss, mean_norm = np.mean(self.window, 0)
         row = dict(step=step, loss=mean_loss, grad_norm=mean_norm, lr=rates['model'], lr_day=rates['day'],
                    seconds=round(seconds, 2), val_loss=None, val_per=None)
+        if is_scaled:
+            norms = [norm for _, norm in self.window if math.isfinite(norm)]
+            row |= dict(grad_norm=np.mean(norms) if norms else None, skipped=len(self.window) - len(norms))
         self.rows.append(row | {k: v for k, v in (validation or {}).items() if k != 'sessions'})
         self.window = []
 
@@ -93,7 +98,8 @@ class History:
 def read_history(
     path: str | Path, # `history.csv`
 ) -> pd.DataFrame:
-    "Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a row."
+    """Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a
+    row. In float16 also skipped, how many of these batches were left out because a gradient overflowed."""
     return pd.read_csv(path)
 
 # %% ../../nbs/training/02_history.ipynb #c013

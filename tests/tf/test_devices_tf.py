@@ -227,7 +227,8 @@ def test_gpus(monkeypatch):
         assert create_tpu_strategy(accelerator=accelerator).names == ['GPU:0', 'GPU:1']
     simulate_gpus(monkeypatch, (7, 5), n=1)
     d = pick_tensorflow()
-    assert (d.precision, d.n) == ('float32', 1) and 'TensorFlow sees 1 of 2 GPUs' in d.reason
+    assert (d.precision, d.n) == ('float16', 1) and 'TensorFlow sees 1 of 2 GPUs' in d.reason
+    assert 'TF32' not in d.reason
     assert create_tpu_strategy(device=d) is tf.distribute.get_strategy()
 
 
@@ -288,6 +289,7 @@ def test_mixed_precision_follows_the_device(monkeypatch):
         for kind, precision, disable, policy in [
             ('tpu', 'bfloat16', False, 'mixed_bfloat16'),
             ('tpu', 'bfloat16', True, 'float32'),
+            ('cuda', 'float16', False, 'mixed_float16'),
             ('cpu', 'float32', False, 'float32'),
         ]:
             configured = configure_mixed_precision(Device(kind, '', precision, ''), disable)

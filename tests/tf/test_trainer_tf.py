@@ -25,6 +25,7 @@ from b2t_kaggle.tensorflow.feed import start
 from b2t_kaggle.tensorflow.inference import infer
 from b2t_kaggle.tensorflow.layers import keras
 from b2t_kaggle.tensorflow.trainer import Trainer, train
+from b2t_kaggle.tensorflow.trainer import _begin as begin
 from b2t_kaggle.training.checkpoints import BEST, CheckpointError
 from b2t_kaggle.training.history import read_history
 from b2t_kaggle.training.memory import raise_if_oom
@@ -156,30 +157,73 @@ def inference_agrees_with_validation(stores, folder, result):
     assert edits / stores[1].n_labels.sum() == pytest.approx(result['val_per'])
 
 
-def test_a_run_in_bfloat16(stores, tmp_path):
+def losses_in(stores, precision):
+    "Of twelve steps in parts, and the trainer after them."
+    kw = {'accumulate': 2, 'precision': precision, 'lr_warmup_steps': 1, 'lr_warmup_steps_day': 1, 'n_layers': 1}
+    t = new_trainer(stores, precision, **kw)
+    if t.scaler: t.scaler.load_state_dict(dict(scale=2.**10, n_good=0))  # the first scale would cost some steps
+    return t, np.array([r.losses for r in map(t.train_step, t.loader(0, 12))])
+
+
+@pytest.fixture(scope='module')
+def exact_losses(stores): return losses_in(stores, 'float32')[1]
+
+
+@pytest.mark.parametrize('precision', ['bfloat16', 'float16'])
+def test_a_run_in_16_bits(stores, tmp_path, precision, exact_losses):
     """Takes nearly the steps of float32, in parts too, and its log-probabilities are nearly those that float32 finds
     for its weights."""
-    kw = {'accumulate': 2, 'precision': 'bfloat16', 'lr_warmup_steps': 1, 'lr_warmup_steps_day': 1}
-    def losses_of(precision):
-        t = new_trainer(stores, precision, **kw)
-        return t, np.array([r.losses for r in map(t.train_step, t.loader(0, 12))])
     def log_probs(precision):
         path = tmp_path/f'{precision}.arrow'
         return np.concatenate([*infer(tmp_path, stores[1], path, 'cpu', precision, progress=False)])
     try:
-        t, losses = losses_of('bfloat16')
-        assert keras.config.dtype_policy().name == 'mixed_bfloat16' and t.model.compute_dtype == 'bfloat16'
+        t, losses = losses_in(stores, precision)
+        assert keras.config.dtype_policy().name == f'mixed_{precision}' and t.model.compute_dtype == precision
         assert {v.dtype for v in t.model.named_variables().values()} == {'float32'}
         validation = t.validate()
         t.best.update(validation, t.step)
         t.save_best(tmp_path/BEST[t.framework])
-        low = log_probs('bfloat16')
+        if t.scaler: overflows_and_restores(t, tmp_path/'last.weights.h5')
+        low = log_probs(precision)
         high = log_probs('float32')
-        exact_losses = losses_of('float32')[1]
     finally: configure_mixed_precision('float32')
     assert losses[-3:].mean() < .7 * losses[:3].mean()
     for found, exact in ((losses, exact_losses), (low, high)):
         assert found.dtype == exact.dtype and 0 < abs(found - exact).max() < .05 * abs(exact).max()
+    assert abs(np.log(np.exp(low.astype(float)).sum(-1))).max() < 1e-5
+
+
+def everything(t):
+    "Weights, moments and numbers of steps."
+    state = {f'{name}.{k}': v for name, s in t.optimizer.state_dict().items() for k, v in s.items()}
+    return state | {k: v.numpy() for k, v in t.model.named_variables().items()}
+
+
+def overflows_and_restores(t, path):
+    """An overflow leaves everything but the scale; what was saved shortly before the scale is doubled goes on to the
+    last bit."""
+    def take(n):
+        first = t.step
+        results = [t.train_step(b) for b in t.loader(first, first + n)]
+        return [r.skipped for r in results], everything(t)
+    assert t.scaler.state_dict() == dict(scale=2.**10, n_good=12)
+    before = everything(t)
+    t.scaler.load_state_dict(dict(scale=2.**60, n_good=7))
+    skipped, after = take(1)
+    assert skipped == [True] and t.scaler.state_dict() == dict(scale=2.**59, n_good=0)
+    for k, v in after.items(): np.testing.assert_array_equal(v, before[k], err_msg=k)
+    t.scaler.load_state_dict(dict(scale=2.**9, n_good=1999))
+    t.n_skipped = 1
+    t.save_last(path)
+    skipped, whole = take(2)
+    assert skipped == [False, False] and t.scaler.state_dict() == dict(scale=2.**10, n_good=1)
+    t.scaler.load_state_dict(dict(scale=4., n_good=0))
+    t.n_skipped = 0
+    begin(t, path)
+    assert t.n_skipped == 1 and t.scaler.state_dict() == dict(scale=2.**9, n_good=1999)
+    _, again = take(2)
+    for k, v in again.items(): np.testing.assert_array_equal(v, whole[k], err_msg=k)
+    assert t.scaler.state_dict() == dict(scale=2.**10, n_good=1)
 
 
 def test_without_tensorboard_no_step_is_taken(stores, tmp_path, monkeypatch):
