@@ -75,7 +75,9 @@ def _outside_files(name: str, cfg: Config) -> dict[str, list[Path]]:
         return {'train.init_checkpoint_path': checkpoint_files(cfg.train.init_checkpoint_path)}
     if name == 'infer' and cfg.infer.checkpoint: return {'infer.checkpoint': checkpoint_files(cfg.infer.checkpoint)}
     if name == 'ensemble': return {'infer.logits': cfg.infer.logits}
-    if name == 'lm': return {'lm.path': [cfg.lm.path] if cfg.lm.path else [], 'lm.texts': cfg.lm.texts}
+    if name == 'lm':
+        models = {f'lm.{k}': [path] for k in ('path', 'general') if (path := getattr(cfg.lm, k))}
+        return models | {'lm.texts': cfg.lm.texts}
     return {'rescore.model': _llm_files(cfg)} if name == 'rescore' else {}
 
 def _stage_marks(name: str, cfg: Config) -> list:
@@ -91,8 +93,8 @@ def _sha(value) -> str:
 # May differ between two calls without making a finished stage out of date
 _NOT_IN_KEY = {'train.time_budget', 'train.accelerator', 'decode.n_jobs'}
 # Say where files are
-_PATHS = {'data.dataset_dir', 'train.init_checkpoint_path', 'infer.checkpoint', 'infer.logits', 'lm.path', 'lm.texts',
-          'rescore.model', 'rescore.adapter'}
+_PATHS = {'data.dataset_dir', 'train.init_checkpoint_path', 'infer.checkpoint', 'infer.logits', 'lm.path', 'lm.general',
+          'lm.texts', 'rescore.model', 'rescore.adapter'}
 
 def _is_place(key: str, value) -> bool:
     "Whether a configuration value only says where files are; an LLM may be a name on a hub instead."
