@@ -3,6 +3,7 @@
 A session as Kaggle executes it, by papermill, on a small simulation."""
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,17 +35,39 @@ def trap_pip(folder):
     return os.environ | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': python_path}
 
 
-def execute(notebook, room, environment, **values):
-    """Run the notebook in `room`.
+def outputs_of(notebook):
+    "All outputs of an executed notebook."
+    return [output for cell in json.loads(notebook.read_text())['cells'] for output in cell.get('outputs', [])]
 
-    Returns papermill's exit status, what each cell printed or raised, and papermill's errors."""
+
+def text_of(outputs): return ''.join(''.join(o.get('text', [])) + o.get('evalue', '') for o in outputs)
+
+
+def execute(notebook, room, environment, **values):
+    """Run the notebook in `room`. What is attached cannot be written to.
+
+    Returns papermill's exit status, what the notebook printed or raised, and papermill's errors."""
     folders = dict(input_dir=str(room/'input'), work_dir=str(room/'working'), scratch_dir=str(room/'scratch'))
-    values = folders | dict(preset='demo', overrides=SMALL, package='nowhere') | values
-    (room/'parameters.yaml').write_text(json.dumps(values))
+    (room/'parameters.yaml').write_text(json.dumps(folders | dict(package='nowhere') | values))
     out = room/'out.ipynb'
     command = [sys.executable, '-m', 'papermill', NOTEBOOKS/notebook, out, '-f', room/'parameters.yaml',
                '-k', 'python3', '--no-progress-bar']
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    cells = json.loads(out.read_text())['cells'] if out.exists() else []
-    def text_of(outputs): return ''.join(''.join(o.get('text', [])) + o.get('evalue', '') for o in outputs)
-    return done.returncode, [text_of(c['outputs']) for c in cells if c.get('outputs')], done.stderr
+    attached = [room/'input', *(room/'input').rglob('*')]
+    for p in attached: p.chmod(0o555 if p.is_dir() else 0o444)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    for p in attached: p.chmod(0o755)   # so that pytest can clear up
+    return done.returncode, text_of(outputs_of(out)) if out.exists() else '', done.stderr
+
+
+def train(room, environment, **values):
+    """Run train.ipynb on the small model, and return what it printed. It must succeed."""
+    status, text, error = execute('train.ipynb', room, environment, **dict(preset='demo', overrides=SMALL) | values)
+    assert status == 0, error[-3000:]
+    return text
+
+
+def attach(room, *earlier):
+    "The recordings of the first room, and the output of each as that of a notebook, attached to a session in `room`."
+    shutil.copytree(earlier[0]/'input'/'competitions', room/'input'/'competitions')
+    for i, other in enumerate(earlier):
+        shutil.copytree(other/'working', room/'input'/'notebooks'/'someone'/f'version-{i}')

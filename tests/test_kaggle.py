@@ -1,10 +1,11 @@
 "How the notebooks in nbs/kaggle come by the kit and by packages that are missing, and what they leave alone."
 import json
+import os
 import subprocess
 import sys
 
 import pytest
-from kaggle_session import NOTEBOOKS, trap_pip
+from kaggle_session import NOTEBOOKS, RECORDINGS, trap_pip
 
 # The cells up to the one that prints what is attached, on a machine without the kit and without one of its packages
 START = '''
@@ -17,13 +18,14 @@ for cell in [c for c in json.load(open(sys.argv[1]))["cells"] if c["cell_type"] 
     exec("".join(cell["source"]), variables)
     if "parameters" in cell["metadata"].get("tags", []):
         folders = dict(input_dir=sys.argv[2], work_dir=sys.argv[3], scratch_dir=sys.argv[3])
-        variables |= folders | dict(package=os.environ.get("PACKAGE"))
+        given = json.loads(os.environ.get("PARAMETERS", "{}"))
+        variables |= folders | dict(package=os.environ.get("PACKAGE")) | given
 print("PATH", sys.path[0], os.environ["PYTHONPATH"].split(os.pathsep)[0])
 '''
-BOTH = pytest.mark.parametrize('notebook', ['train_tpu.ipynb', 'train_tensorflow.ipynb'])
+ALL = ('train.ipynb', 'submit.ipynb', 'ensemble.ipynb')
 
 
-def start(notebook, room, absent=('b2t_kaggle', 'rapidfuzz'), **variables):
+def start(room, absent=('b2t_kaggle.config', 'rapidfuzz'), notebook='train.ipynb', **variables):
     "Run the first cells; returns the process, and what pip was calls_of_pip for."
     (room/'trap').mkdir()
     env = trap_pip(room/'trap') | {'ABSENT': json.dumps(absent)} | variables
@@ -33,13 +35,12 @@ def start(notebook, room, absent=('b2t_kaggle', 'rapidfuzz'), **variables):
     return done, [line.split() for line in calls.read_text().splitlines()] if calls.exists() else []
 
 
-@BOTH
-def test_the_kit_and_what_is_missing_come_from_wheels(notebook, tmp_path):
+def test_the_kit_and_what_is_missing_come_from_wheels(tmp_path):
     wheels = tmp_path/'input'/'my-wheels'
     wheels.mkdir(parents=True)
     kit = wheels/'b2t_kaggle-0.1.0-py3-none-any.whl'
     kit.touch()
-    done, calls_of_pip = start(notebook, tmp_path)
+    done, calls_of_pip = start(tmp_path)
     assert done.returncode == 0, done.stderr
     held = tmp_path/'working'/'held.txt'
     assert calls_of_pip == [
@@ -49,9 +50,8 @@ def test_the_kit_and_what_is_missing_come_from_wheels(notebook, tmp_path):
     assert {line.split('==')[0] for line in held.read_text().splitlines()} >= {'numpy', 'torch'}
 
 
-@BOTH
-def test_neither_wheels_nor_the_internet(notebook, tmp_path):
-    done, calls_of_pip = start(notebook, tmp_path, PACKAGE='the-source')
+def test_neither_wheels_nor_the_internet(tmp_path):
+    done, calls_of_pip = start(tmp_path, PACKAGE='the-source')
     assert [a[-1] for a in calls_of_pip] == ['the-source', 'rapidfuzz'] and done.returncode
     assert 'rapidfuzz: not installed (no route to the index)' in done.stderr
     assert 'attach a dataset with wheels for Python 3.' in done.stderr
@@ -59,36 +59,74 @@ def test_neither_wheels_nor_the_internet(notebook, tmp_path):
 
 def test_tensorflow_brings_no_tensorboard_along(tmp_path):
     "So the notebook asks for it."
-    absent = ('b2t_kaggle', 'tensorboard')
-    done, calls_of_pip = start('train_tensorflow.ipynb', tmp_path, absent, PACKAGE='the-source')
+    absent = ('b2t_kaggle.config', 'tensorboard')
+    parameters = json.dumps(dict(framework='tensorflow'))
+    done, calls_of_pip = start(tmp_path, absent, PACKAGE='the-source', PARAMETERS=parameters)
     assert [a[-1] for a in calls_of_pip] == ['the-source', 'tensorboard'] and 'missing: tensorboard' in done.stdout
 
 
-@BOTH
-def test_an_attached_source_folder_is_used_as_it_is(notebook, tmp_path):
+def test_an_attached_source_folder_is_used_as_it_is(tmp_path):
     source = tmp_path/'input'/'b2t'
     (source/'b2t_kaggle').mkdir(parents=True)
-    (source/'settings.ini').touch()
-    done, calls_of_pip = start(notebook, tmp_path, absent=('b2t_kaggle',))
+    for file in ('settings.ini', 'b2t_kaggle/config.py'): (source/file).touch()
+    done, calls_of_pip = start(tmp_path, absent=('b2t_kaggle.config',))
     assert done.returncode == 0 and calls_of_pip == [], done.stderr
     assert f'PATH {source} {source}' in done.stdout
     assert 'nothing to install' in done.stdout
 
 
-@BOTH
 @pytest.mark.parametrize('attached', [0, 2])
-def test_without_the_kit_it_says_what_to_attach(notebook, attached, tmp_path):
+def test_without_the_kit_it_says_what_to_attach(attached, tmp_path):
     for i in range(attached):
         (tmp_path/'input'/str(i)).mkdir(parents=True)
         (tmp_path/'input'/str(i)/'b2t_kaggle-0.1.0-py3-none-any.whl').touch()
-    done, calls_of_pip = start(notebook, tmp_path)
+    done, calls_of_pip = start(tmp_path)
     error = f'RuntimeError: b2t_kaggle is not installed, and attached {attached} times; attach one dataset'
     assert error in done.stderr and calls_of_pip == []
 
 
-def test_what_must_stand_in_both_notebooks_is_the_same():
+def test_what_must_stand_in_all_notebooks_is_the_same():
     def start_cell(notebook):
         cells = [''.join(cell['source']) for cell in json.loads((NOTEBOOKS/notebook).read_text())['cells']]
         cell, = [cell for cell in cells if 'settings.ini' in cell]
-        return cell.split('importlib.invalidate_caches()')[0]
-    assert start_cell('train_tpu.ipynb') == start_cell('train_tensorflow.ipynb')
+        return cell
+    assert len({start_cell(notebook) for notebook in ALL}) == 1
+
+
+# The cell that finds the kit, in a process that has none: its own folder, the environment's are taken off the path
+WITHOUT_KIT = '''
+import json, os, sys
+sys.path[:] = [""] + [p for p in sys.path[1:] if not os.path.exists(os.path.join(p, "b2t_kaggle", "config.py"))]
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+cells = ["".join(c["source"]) for c in json.load(open(sys.argv[1]))["cells"]]
+cell, = [cell for cell in cells if "settings.ini" in cell]
+exec(cell, dict(input_dir="input", package=None))
+import b2t_kaggle
+print(b2t_kaggle.__file__)
+'''
+
+
+@pytest.mark.parametrize('is_whole', [True, False])
+def test_a_checkout_in_the_working_folder_does_not_pass_for_the_kit(is_whole, tmp_path):
+    "Python takes its folder for a package without modules. It is used as a checkout if it is one."
+    kit = tmp_path/'b2t_kaggle'/'b2t_kaggle'
+    kit.mkdir(parents=True)
+    (kit.parent/'settings.ini').touch()
+    for file in ('__init__.py', 'config.py') if is_whole else (): (kit/file).touch()
+    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
+    command = [sys.executable, '-c', WITHOUT_KIT, NOTEBOOKS/'train.ipynb']
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    if is_whole: assert done.stdout.strip() == str(kit/'__init__.py'), done.stderr
+    else: assert 'RuntimeError: b2t_kaggle is not installed, and attached 0 times' in done.stderr
+
+
+def test_a_session_without_an_accelerator_says_so(tmp_path):
+    "With recordings, before anything is installed or computed; all that is missing in one error."
+    session = tmp_path/'input'/RECORDINGS/'t15.2023.08.11'
+    session.mkdir(parents=True)
+    (session/'data_train.hdf5').touch()
+    done, _ = start(tmp_path, ('rapidfuzz',), CUDA_VISIBLE_DEVICES='-1')
+    for words in ('This session cannot begin', '- rapidfuzz: not installed', '- no GPU or TPU that pytorch can use',
+                  'set accelerator="cpu"'):
+        assert words in done.stderr, done.stderr
+    assert not (tmp_path/'working'/'run').exists()
