@@ -52,6 +52,7 @@ def execute(notebook, room, environment, **values):
     out = room/'out.ipynb'
     command = [sys.executable, '-m', 'papermill', NOTEBOOKS/notebook, out, '-f', room/'parameters.yaml',
                '-k', 'python3', '--no-progress-bar']
+    (room/'input').mkdir(exist_ok=True)
     attached = [room/'input', *(room/'input').rglob('*')]
     for p in attached: p.chmod(0o555 if p.is_dir() else 0o444)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
