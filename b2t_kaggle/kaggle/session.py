@@ -40,6 +40,7 @@ class Attached:
     official: tuple[Path, ...] = ()    # Folders of the official kit's checkpoint
     logits: tuple[Path, ...] = ()      # LogitStores
     ngrams: tuple[Path, ...] = ()      # ARPA files and KenLM binaries
+    general: tuple[Path, ...] = ()     # General models of the language to mix with the transcripts
     llms: tuple[Path, ...] = ()        # Folders of causal language models
     adapters: tuple[Path, ...] = ()    # Folders of LoRA adapters
     wheels: tuple[Path, ...] = ()      # Folders of wheels
@@ -82,13 +83,19 @@ def _starts_with(path: Path, words: bytes) -> bool:
 def _is_kenlm(path: Path) -> bool:
     with open(path, 'rb') as f: return f.read(8) == b'mmap lm '
 
+def _is_sphinx(path: Path) -> bool:
+    with open(path, 'rb') as f: return f.read(19) == b'Trie Language Model'
+
 def _kind_of_file(path: Path) -> str | None:
     "The field of `Attached` to which a file that lies in no run belongs."
     name = path.name
     if name in ('best.pt', 'best.weights.h5'): return 'checkpoints'
     if name.endswith('.arrow'): return 'logits' if _starts_with(path, b'"kind": "log_probs"') else None
     if name.endswith(('.arpa', '.arpa.gz')): return 'ngrams'
-    return 'ngrams' if name.endswith(('.bin', '.binary', '.klm', '.kenlm')) and _is_kenlm(path) else None
+    if name.startswith('pocketsphinx-') and name.endswith('.whl'): return 'general'
+    if not name.endswith(('.bin', '.binary', '.klm', '.kenlm')): return None
+    if _is_kenlm(path): return 'ngrams'
+    return 'general' if _is_sphinx(path) else None
 
 def _kinds_of_folder(name: str, folders: list[str], files: list[str]) -> set[str]:
     "The fields of `Attached` to which a folder belongs, from the names that are in it."
@@ -388,8 +395,9 @@ def _source(found: Attached, at_least: int, problems: list[str]) -> dict[str, An
 
 def _language_models(found: Attached, overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     "Configuration values that name what is attached; what `overrides` names is left to them."
-    kinds = {'lm.path': (found.ngrams, 'the n-gram model'), 'rescore.model': (found.llms, 'the LLM'),
-             'rescore.adapter': (found.adapters, "the LLM's adapter")}
+    general = () if found.ngrams or 'lm.path' in overrides else found.general
+    kinds = {'lm.path': (found.ngrams, 'the n-gram model'), 'lm.general': (general, 'the general n-gram model'),
+             'rescore.model': (found.llms, 'the LLM'), 'rescore.adapter': (found.adapters, "the LLM's adapter")}
     values = {}
     for key, (paths, name) in kinds.items():
         if key in overrides: continue
