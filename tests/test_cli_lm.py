@@ -225,7 +225,7 @@ def test_report(made):
 
 
 @pytest.mark.parametrize('args, code, message', [
-    (('text.txt', '--text', 'dev.txt'), 1, 'text.txt: neither an ARPA file nor a KenLM binary .*line 1'),
+    (('text.txt', '--text', 'dev.txt'), 1, r'text.txt: line 1: found .*, expected .data'),
     (('a/lm.arpa',), 2, '--text'),
     (('a/lm.arpa', '--text', 'nothing.txt'), 2, 'nothing.txt. does not exist'),
 ])

@@ -177,7 +177,9 @@ def test_ways_to_say_the_same(problem):
     for t in (targets, targets.int(), flat):
         for lengths in ((frames.int(), n_labels.int()), (frames.tolist(), n_labels.tolist()),
                         (tuple(frames.tolist()), n_labels)):
-            assert torch.equal(ctc_loss(log_probs, t, *lengths, blank, reduction='none'), want)
+            # Not bit by bit: in one of many runs a last digit was another one
+            found = ctc_loss(log_probs, t, *lengths, blank, reduction='none')
+            torch.testing.assert_close(found, want, rtol=1e-13, atol=1e-13)
 
 
 def test_without_gradient():

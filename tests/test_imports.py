@@ -128,7 +128,10 @@ FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 def imported(module):
     "What the module's source imports, at its top or inside functions: dotted names, of modules or of names in them."
     package = module if source(module).name == '__init__.py' else module.rpartition('.')[0]
-    for node in ast.walk(ast.parse(source(module).read_text())):
+    tree = ast.parse(source(module).read_text())
+    for node in ast.walk(tree):   # What only a type checker imports is no import
+        if isinstance(node, ast.If) and ast.unparse(node.test) == 'TYPE_CHECKING': node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import): yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package.split('.')[:len(package.split('.')) + 1 - node.level] if node.level else []

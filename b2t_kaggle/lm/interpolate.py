@@ -24,7 +24,9 @@ def word_probabilities(
     sentences: Iterable[str], # Normalised sentences
 ) -> np.ndarray:              # p(word | words before), `</s>` too; 0 for an unknown word [N]
     "The probability of each word of a text."
-    scores, unknown = map(np.concatenate, zip(*map(lm.word_scores, sentences)))
+    scored = [lm.word_scores(s) for s in sentences]
+    if not scored: return np.empty(0)
+    scores, unknown = map(np.concatenate, zip(*scored))
     return np.where(unknown, 0., np.exp(scores))
 
 def interpolation_weights(
