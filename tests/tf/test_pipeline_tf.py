@@ -74,8 +74,9 @@ def test_the_official_configuration_trains_as_it_is(finished, tmp_path):
     assert model.day_weights.shape == (2, 512, 512)
 
 
-def test_a_schedule_that_is_longer_than_the_run_is_said(tmp_path):
-    r = b2t('simulate', '--out', tmp_path, '--work', tmp_path/'data', *TINY, '--set', 'lr_decay_steps=1000')
+def test_a_schedule_that_is_longer_than_the_run_is_said(finished, tmp_path):
+    work = finished[0].parent/'data'   # where there are sessions already
+    r = b2t('simulate', '--out', tmp_path, '--work', work, *TINY, '--set', 'lr_decay_steps=1000')
     warning = 'The learning rate falls over more batches than the 6 that are trained'
     assert r.returncode == 0 and warning in r.stderr, r.stderr
 
