@@ -39,7 +39,7 @@ def check_days(
 class Encoder(nn.Module):
     "Features of a trial to logits per frame. Derive from it, set `Config`, and write `encode`."
     Config: ClassVar[type[EncoderConfig]]
-    is_causal: ClassVar[bool] = False # Whether a frame depends on no later bins than its own
+    is_causal: bool = False # Whether a frame depends on no later bins than its own
 
     def __init__(self,
         cfg: EncoderConfig, # The `model` group
@@ -80,6 +80,15 @@ class Encoder(nn.Module):
         "The loss of each trial `[B]`."
         return ctc(out)
 
+    def training_state(self) -> dict:
+        "What a step leaves behind beside weights, as tensors or plain values; a run that continues needs it."
+        return {}
+
+    def load_training_state(self,
+        state: dict, # From `training_state`
+    ) -> None:
+        "Go on where it was taken."
+
     def is_per_day(self, name: str) -> bool:
         """Whether a parameter has a row per day; such have a learning rate and decay of their own, and rows of days
         that a batch lacks stay."""
@@ -104,3 +113,13 @@ class Encoder(nn.Module):
     def push(self, x: Tensor, day_idx: Tensor, state: Any) -> tuple[Tensor, Any]:
         "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."
         return self.start()
+
+    def finish(self, day_idx: Tensor, state: Any) -> Tensor | None:
+        "Logits `[B, n, K]` of the frames that only wait for the end of the trial; None where none ever does."
+        return None
+
+    def load_reference(self,
+        content: dict, # What a checkpoint of the model's first implementation holds
+    ) -> None:
+        "Take over its weights where they fit. Raises `ValueError` where they do not."
+        raise ValueError(f'model.name = {self.cfg.name} knows no other implementation to take weights from')
