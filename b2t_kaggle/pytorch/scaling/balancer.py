@@ -17,13 +17,13 @@ from .schedule import FloatLike, ScheduledFloat, value_of
 
 # %% ../../../nbs/pytorch/scaling/06_balancer.ipynb #c006
 ABS_TO_RMS = 1.25331413732  # √(π/2)
-ERF_SLOPE = 0.8139535143    # times artanh(y) is about √2 erf⁻¹(y)
-TINY = 1e-10
+ERF_SLOPE = 0.8139535143    # times artanh(y) is about erf⁻¹(y)
+TINY = 1e-10                # so that 0 and 1 have a logarithm
 
 def proportion_to_mean(
     p: float | Tensor, # Share of positive values, 0 … 1
 ) -> float | Tensor:
-    "The mean over the standard deviation of a Gaussian that is positive with this probability, about."
+    "The limit of the mean over the standard deviation that icefall makes of it."
     log = torch.log if isinstance(p, Tensor) else math.log
     return ERF_SLOPE / 2 * (log(2 * p + TINY) - log(2 - 2 * p + TINY))
 

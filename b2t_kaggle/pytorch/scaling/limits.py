@@ -32,8 +32,8 @@ class _LimitParameter(torch.autograd.Function):
 
 def limit_param_value(
     x: Tensor,             # A parameter
-    min: float | Tensor,   # noqa: A002  Lower limit
-    max: float | Tensor,   # noqa: A002  Upper limit
+    min: float | Tensor,   # Lower limit  # noqa: A002
+    max: float | Tensor,   # Upper limit  # noqa: A002
     prob: float = 0.6,     # Share of the calls in which it acts
     training: bool = True, # Outside training it never does
 ) -> Tensor:

@@ -47,6 +47,23 @@ def ScaledConv2d(
     return _scaled(nn.Conv2d(*args, **kwargs), initial_scale)
 
 # %% ../../../nbs/pytorch/scaling/05_linear.ipynb #c008
+def _is_off(p: float | Tensor, training: bool) -> bool:
+    "Whether nothing is dropped; a rate that is a tensor is not looked at."
+    return not training or (isinstance(p, float | int) and p == 0)
+
+class _DropLines(torch.autograd.Function):
+    "A product with a mask and a number; keeps its result."
+    @staticmethod
+    def forward(ctx, x, mask, scale):
+        y = (x * mask).mul_(scale)
+        ctx.save_for_backward(y)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad): return (grad * (ctx.saved_tensors[0] != 0)).mul_(ctx.scale), None, None
+
 class Dropout2(nn.Module):
     "Dropout whose rate may be scheduled."
     def __init__(self,
@@ -59,7 +76,8 @@ class Dropout2(nn.Module):
         x: Tensor, # Of any shape
     ) -> Tensor:
         "`x` with zeros at random, the rest scaled so that the expectation stays."
-        return _dropped(x, value_of(self.p), None) if self.training else x
+        p = value_of(self.p)
+        return x if _is_off(p, self.training) else x * keep_mask(x, p) * (1 / (1 - p))
 
 class Dropout3(nn.Module):
     "Dropout with one mask for all places along a dimension; its rate may be scheduled."
@@ -75,23 +93,9 @@ class Dropout3(nn.Module):
         x: Tensor, # Of any shape
     ) -> Tensor:
         "`x` with zeros at random, the rest scaled so that the expectation stays."
-        return _dropped(x, value_of(self.p), self.shared_dim) if self.training else x
-
-class _MultiplyMask(torch.autograd.Function):
-    "A product with a boolean mask and a number; keeps the mask."
-    @staticmethod
-    def forward(ctx, x, mask, scale):
-        ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return (x * mask).mul_(scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad): return (grad * ctx.saved_tensors[0]).mul_(ctx.scale), None, None
-
-def _dropped(x, p, shared_dim):
-    if isinstance(p, float | int) and p == 0: return x
-    return _MultiplyMask.apply(x, keep_mask(x, p, shared_dim), 1 / (1 - p))
+        p = value_of(self.p)
+        if _is_off(p, self.training): return x
+        return _DropLines.apply(x, keep_mask(x, p, self.shared_dim), 1 / (1 - p))
 
 # %% ../../../nbs/pytorch/scaling/05_linear.ipynb #c011
 def _like_autocast(x: Tensor) -> torch.dtype:
@@ -157,6 +161,5 @@ class ActivationDropoutAndLinear(nn.Module):
     ) -> Tensor:
         "`[…, C']`."
         p = value_of(self.dropout_p) if self.training else 0.0
-        is_off = isinstance(p, float | int) and p == 0
-        mask = None if is_off else keep_mask(x, p, self.dropout_shared_dim)
+        mask = None if _is_off(p, self.training) else keep_mask(x, p, self.dropout_shared_dim)
         return _ActivationDropoutLinear.apply(x, self.weight, self.bias, mask, 1 / (1 - p), self.activation)

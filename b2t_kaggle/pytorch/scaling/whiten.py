@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .draws import bernoulli
 from .schedule import FloatLike, value_of
 
 # %% ../../../nbs/pytorch/scaling/07_whiten.ipynb #c006
