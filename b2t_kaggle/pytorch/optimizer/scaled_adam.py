@@ -27,7 +27,7 @@ def new_state(
 ) -> State:
     "The state before the first step: `exp_avg_sq`, `delta` `[N, …]`, and `[N]` the others."
     def zeros(): return torch.zeros(len(p), dtype=p.dtype, device=p.device)
-    state = dict(exp_avg_sq=torch.zeros_like(p), delta=torch.zeros_like(p), step=zeros())
+    state = dict(exp_avg_sq=torch.zeros_like(p), delta=torch.zeros_like(p), n_steps=zeros())
     if p[0].numel() == 1: return state
     return state | dict(rms=_rms(p), overlap=zeros(), overlap_sq=zeros(), size_exp_avg_sq=zeros())
 
@@ -40,7 +40,7 @@ def _direction(g: Tensor, state: State, group: dict) -> tuple[Tensor, Tensor]:
     "Adam's step without momentum for a learning rate of 1 `[N, …]`, and the new second moment."
     beta = group['betas'][1]
     v = beta * state['exp_avg_sq'] + (1 - beta) * g * g
-    bias = _bias(beta, state['step'] + 1)
+    bias = _bias(beta, state['n_steps'] + 1)
     divisor = torch.where(bias < 0.99, bias, 1.)
     return -g / ((v / _wide(divisor, v)).sqrt() + group['eps']), v
 
@@ -48,7 +48,7 @@ def _direction(g: Tensor, state: State, group: dict) -> tuple[Tensor, Tensor]:
 def _size_step(p: Tensor, g: Tensor, state: State, group: dict) -> tuple[Tensor, State]:
     "By what part of its size each row grows `[N]`, and what is new in the state."
     period = group['size_update_period']
-    phase = torch.remainder(state['step'], period)
+    phase = torch.remainder(state['n_steps'], period)
     ends = phase == period - 1
     now = (p * g).flatten(1).sum(1)
     overlap = torch.where(phase == 0, 0., state['overlap']) + now
@@ -57,7 +57,7 @@ def _size_step(p: Tensor, g: Tensor, state: State, group: dict) -> tuple[Tensor,
 
     beta = group['betas'][1]**period
     w = beta * state['size_exp_avg_sq'] + (1 - beta) * overlap_sq / period
-    correction = _bias(group['betas'][1], state['step'] + 1).sqrt()
+    correction = _bias(group['betas'][1], state['n_steps'] + 1).sqrt()
     c = -group['lr'] * group['scalar_lr_scale'] * correction * overlap / (w.sqrt() + group['eps'])
     c = torch.where(rms < group['param_min_rms'], 0., c).clamp(-0.1, 0.1)
     c = torch.minimum(c, (group['param_max_rms'] - rms) / rms)
@@ -76,7 +76,7 @@ def take_step(
     "The parameters after a step."
     is_scalar = 'rms' not in state
     direction, v = _direction(g, state, group)
-    new = dict(exp_avg_sq=v, step=state['step'] + 1)
+    new = dict(exp_avg_sq=v, n_steps=state['n_steps'] + 1)
     if is_scalar: delta = direction * (group['lr'] * group['scalar_lr_scale'])
     else:
         growth, sizes = _size_step(p, g, state, group)
@@ -196,8 +196,6 @@ def _check(defaults: dict) -> None:
 class ScaledAdam(torch.optim.Optimizer):
     "Adam with steps relative to each parameter's size (Yao et al., 2024), with icefall's arguments."
     _step_supports_amp_scaling = True # An overflow is left out on the device
-    found_inf: Tensor | None = None   # From a `GradScaler`
-    grad_scale: Tensor | None = None  # Likewise, where gradients are still scaled
 
     def __init__(self,
         params: Iterable,               # Parameters, pairs (name, parameter), or groups of `params` or `named_params`
@@ -252,11 +250,13 @@ class ScaledAdam(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad(): loss = closure()
-        active = None if self.found_inf is None else self.found_inf.view(1) == 0
+        found_inf = getattr(self, 'found_inf', None)   # A `GradScaler` sets both for a step
+        grad_scale = getattr(self, 'grad_scale', None) # None where gradients are unscaled already
+        active = None if found_inf is None else found_inf.view(1) == 0
         for group in self.param_groups:
             stacks = self.stacks(group)
             grads = [s.gradients() for s in stacks]
-            if self.grad_scale is not None: grads = [g / self.grad_scale for g in grads]
+            if grad_scale is not None: grads = [g / grad_scale for g in grads]
             if clipping := self.clipping(group):
                 norm = sum(s.norm_sq(g) for s, g in zip(stacks, grads)).sqrt().view(1)
                 factor = clip_factor(norm, clipping, group['clipping_scale'], active)
