@@ -354,13 +354,20 @@ def ensemble(members, output, method, force, **options):
 @main.command()
 @click.argument('source', type=click.Path(exists=True))
 @click.argument('target', type=click.Path())
-def convert(source, target):
+@click.option('--preset', 'preset_', type=click.Choice(list(PRESETS)),
+              help='What SOURCE fills, where another implementation saved it and it says nothing of itself.')
+@click.option('--set', 'overrides', multiple=True, callback=_key_values, metavar='KEY=VALUE',
+              help='Values that differ from the preset.')
+def convert(source, target, preset_, overrides):
     """Write the model in SOURCE in another framework's form: a TARGET that ends in .weights.h5 is TensorFlow's, one
     that ends in .pt PyTorch's, any other a folder of the official kit.
 
-    SOURCE is a checkpoint of any of the three, or the folder that holds it."""
+    SOURCE is a checkpoint of any of the three, or the folder that holds it. With --preset it may be a checkpoint of
+    icefall's Zipformer; what it does not have, front end and read-out, is as at the beginning of a training."""
     from b2t_kaggle.convert import convert
-    click.echo(f'Wrote {convert(source, target)}')
+    if overrides and not preset_: raise click.UsageError('--set changes a preset; say which, with --preset')
+    cfg = load_config(base=preset_, overrides=overrides) if preset_ else None
+    click.echo(f'Wrote {convert(source, target, cfg)}')
 
 @main.command()
 def devices():

@@ -448,9 +448,19 @@ def from_official(
     return _validated(to_our_names(values))
 
 # %% ../nbs/08_config.ipynb #c049
+_ICEFALL = dict(num_training_batches=30_000, optimizer='scaled_adam', lr_scheduler_type='eden',
+                lr_max=0.045, lr_warmup_steps=500, lr_max_day=0.01, lr_warmup_steps_day=500)
+_MASKS = dict(time_masks=10, time_mask_max=0.03)
+
 PRESETS = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
+    'zipformer-small': {'model': dict(name='zipformer'), 'augment': _MASKS, 'train': _ICEFALL},
+    'zipformer-streaming': {
+        'model': dict(name='zipformer', causal=True),
+        'augment': dict(smooth_causal=True) | _MASKS,
+        'train': _ICEFALL,
+    },
     'demo': {
         'data': dict(batch_size=16, days_per_batch=4),
         'model': dict(n_units=128, n_layers=2, patch_size=14, patch_stride=8, rnn_dropout=0.2, input_dropout=0.1),
@@ -463,7 +473,7 @@ PRESETS = {
 }
 
 def preset(
-    name: str, # `demo`, `official` or `triple_gru`
+    name: str, # A key of `PRESETS`, such as `official`
 ) -> Config:
     "A named configuration."
     if name not in PRESETS:

@@ -33,7 +33,13 @@ def read_model(
     weights = {k: v.numpy() for k, v in model.state_dict().items()}
     return weights, cfg, {k: content[k] for k in _METRICS if k in content}
 
-# %% ../nbs/10_convert.ipynb #c008
+# %% ../nbs/10_convert.ipynb #c007
+def _read_reference(path: str | Path, cfg: Config) -> dict[str, np.ndarray]:
+    "Weights by name of a model, of which another implementation saved a part. Raises `CheckpointError`."
+    from b2t_kaggle.pytorch.checkpoint import load_reference
+    return {k: v.numpy() for k, v in load_reference(path, cfg).state_dict().items()}
+
+# %% ../nbs/10_convert.ipynb #c009
 def _write_tensorflow(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> Path:
     from b2t_kaggle.tensorflow.checkpoint import save_best
     from b2t_kaggle.tensorflow.models import build_model
@@ -57,6 +63,7 @@ def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, tar
 def convert(
     source: str | Path, # A checkpoint of any form, or its folder
     target: str | Path, # What to write; its name says in which form, see above
+    cfg: Config | None = None, # Of the model to fill, where the source is what another implementation saved
 ) -> Path:
     """Write a trained model in another form, whole or not at all. Raises `CheckpointError` for a file that cannot be
     read, or a model that the target's form does not have, `ValueError` for a name with the ending of another form."""
@@ -66,7 +73,7 @@ def convert(
         raise ValueError(f'{target}: no form has that ending; name it {target.stem}.pt for PyTorch, '
                          f'{target.stem}{_TENSORFLOW} for TensorFlow, or {target.stem} for a folder as the official '
                          'kit has it')
-    state, cfg, metrics = read_model(source)
+    state, cfg, metrics = read_model(source) if cfg is None else (_read_reference(source, cfg), cfg, {})
     cfg = with_overrides(cfg, {'train.framework': 'tensorflow' if to_tensorflow else 'pytorch'})
     target.parent.mkdir(parents=True, exist_ok=True)
     write = _write_tensorflow if to_tensorflow else _write_pytorch

@@ -127,8 +127,8 @@ class Encoder(nn.Module):
         "Logits `[B, n, K]` of the frames that only wait for the end of the trial; None where none ever does."
         return None
 
-    def load_reference(self,
-        content: dict, # What a checkpoint of the model's first implementation holds
-    ) -> None:
-        "Take over its weights where they fit. Raises `ValueError` where they do not."
+    def reference_weights(self,
+        content: dict, # What a checkpoint of another implementation holds
+    ) -> tuple[nn.Module, dict[str, Tensor]]:
+        "The part of this model that it has, and its weights by that part's names. Raises `ValueError`."
         raise ValueError(f'model.name = {self.cfg.name} knows no other implementation to take weights from')
