@@ -34,10 +34,11 @@ def read_model(
     return weights, cfg, {k: content[k] for k in _METRICS if k in content}
 
 # %% ../nbs/10_convert.ipynb #c007
-def _read_reference(path: str | Path, cfg: Config) -> dict[str, np.ndarray]:
-    "Weights by name of a model, of which another implementation saved a part. Raises `CheckpointError`."
+def _read_reference(path: str | Path, cfg: Config) -> tuple[dict[str, np.ndarray], Config, dict]:
+    "As `read_model`, for a model of which another implementation saved a part; without sessions it knows no day."
     from b2t_kaggle.pytorch.checkpoint import load_reference
-    return {k: v.numpy() for k, v in load_reference(path, cfg).state_dict().items()}
+    cfg = with_overrides(cfg, {'data.sessions': cfg.data.sessions or []})
+    return {k: v.numpy() for k, v in load_reference(path, cfg).state_dict().items()}, cfg, {}
 
 # %% ../nbs/10_convert.ipynb #c009
 def _write_tensorflow(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> Path:
@@ -73,7 +74,7 @@ def convert(
         raise ValueError(f'{target}: no form has that ending; name it {target.stem}.pt for PyTorch, '
                          f'{target.stem}{_TENSORFLOW} for TensorFlow, or {target.stem} for a folder as the official '
                          'kit has it')
-    state, cfg, metrics = read_model(source) if cfg is None else (_read_reference(source, cfg), cfg, {})
+    state, cfg, metrics = read_model(source) if cfg is None else _read_reference(source, cfg)
     cfg = with_overrides(cfg, {'train.framework': 'tensorflow' if to_tensorflow else 'pytorch'})
     target.parent.mkdir(parents=True, exist_ok=True)
     write = _write_tensorflow if to_tensorflow else _write_pytorch
