@@ -74,9 +74,9 @@ def layer_floats(
     "Numbers that a layer of a stack keeps for its backward pass, for one trial."
     frames = -(-n_patches // cfg.downsampling_factor[i])
     heads = cfg.num_heads[i]
-    per_head = 2 * (2 * cfg.query_head_dim + cfg.pos_head_dim) + 6 * cfg.value_head_dim
-    per_frame = 45 * cfg.encoder_dim[i] + 4 * cfg.feedforward_dim[i] + heads * per_head
-    return frames * (per_frame + 1.5 * heads * frames)
+    per_head = 1.5 * (2 * cfg.query_head_dim + cfg.pos_head_dim) + 2 * cfg.value_head_dim
+    per_frame = 31 * cfg.encoder_dim[i] + 2.5 * cfg.feedforward_dim[i] + heads * per_head
+    return frames * (per_frame + 1.1 * heads * frames)
 
 # %% ../../nbs/encoders/05_zipformer.ipynb #c012
 class ZipformerConfig(StacksConfig):
