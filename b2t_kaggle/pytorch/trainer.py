@@ -21,6 +21,7 @@ from ..data.store import TrialStore
 from ..devices.torch import pick_torch
 from .augment import Augment
 from .checkpoint import load_file, load_weights, save_atomic
+from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
 from .parallel import Backend, start
@@ -40,6 +41,11 @@ class MicroBatch:
     labels: Tensor    # `[B, S]`
     n_bins: Tensor    # `[B]`, on the host where that is not compiled
     n_labels: Tensor  # `[B]`, likewise
+
+    def two_views(self) -> 'MicroBatch':
+        "Each row twice, for `train.cr_ctc`; `batch` stays as it is."
+        tensors = (self.x, self.day, self.labels, self.n_bins, self.n_labels)
+        return MicroBatch(self.batch, *map(two_views, tensors))
 
 class BatchLoader:
     "The batches of a run by their step."
@@ -78,13 +84,30 @@ class BatchLoader:
         return MicroBatch(b, put(b.features), put(b.day), put(b.labels), lengths(b.n_bins), lengths(b.n_labels))
 
 # %% ../../nbs/pytorch/09_trainer.ipynb #c013
+def _losses(trainer: 'Trainer', out, rows: MicroBatch, frames: Tensor) -> dict[str, Tensor]:
+    "What is minimised, `loss` `[B]`, and parts of it that have a curve of their own."
+    cfg = trainer.cfg.train
+
+    def per_unit(losses: Tensor, n_labels: Tensor) -> Tensor:
+        if cfg.ctc_reduction == 'trial': return losses
+        return losses / n_labels.to(losses.device).clamp(min=1)
+
+    def ctc(logits: Tensor) -> Tensor:
+        return per_unit(ctc_losses(logits, rows.labels, frames, rows.n_labels), rows.n_labels)
+
+    losses = trainer.model.training_losses(out, ctc, frames)
+    if not cfg.cr_ctc: return dict(loss=losses)
+    consistency = consistency_losses(trainer.model.training_logits(out), frames)
+    consistency = per_unit(consistency, rows.n_labels[::2])
+    return dict(loss=mean_of_views(losses) + cfg.cr_ctc * consistency, consistency=consistency)
+
 def add_gradients(
     trainer: 'Trainer',      # Whose weights get them
     micro_batch: MicroBatch, # Rows of this process
     place: int,              # The number of this micro-batch among those of all processes
     n_parts: int,            # Micro-batches that each process computes in this step
-) -> Tensor:
-    "Add the gradients of the mean loss to those of the batch; returns the losses `[B]`."
+) -> dict[str, Tensor]:
+    "Add the gradients of the mean loss to those of the batch; returns `loss` `[B]`, and parts of it by name."
     cfg = trainer.cfg
     backend = trainer.backend
     model = trainer.model
@@ -93,17 +116,16 @@ def add_gradients(
     numbers = {k: v for k, v in training_args.items() if isinstance(v, float)} # they change from step to step
     scalars = backend.scalars(cut=draw_cut(cfg.augment, seed), **numbers)
     cut = scalars.pop('cut')
-    x, n_bins = trainer.augment.apply(micro_batch.x, micro_batch.n_bins, cut, backend.generator(seed))
+    rows = micro_batch.two_views() if cfg.train.cr_ctc else micro_batch
+    x, n_bins = trainer.augment.apply(rows.x, rows.n_bins, cut, backend.generator(seed))
     backend.seed(step_seed(cfg.train.seed, trainer.step, 2*place + 1))  # dropout
-    with backend.autocast(): out = trainer.forward(x, micro_batch.day, n_bins=n_bins, **(training_args | scalars))
-    frames = cfg.model.n_frames(n_bins)
-    def ctc(logits): return ctc_losses(logits, micro_batch.labels, frames, micro_batch.n_labels)
-    losses = model.training_losses(out, ctc, frames)
-    loss = losses.mean() / n_parts
+    with backend.autocast(): out = trainer.forward(x, rows.day, n_bins=n_bins, **(training_args | scalars))
+    losses = _losses(trainer, out, rows, cfg.model.n_frames(n_bins))
+    loss = losses['loss'].mean() / n_parts
     (backend.scaler.scale(loss) if backend.scaler else loss).backward()
-    return backend.result(losses.detach())
+    return {k: backend.result(v.detach()) for k, v in losses.items()}
 
-def _all_gradients(trainer: 'Trainer', parts: list[MicroBatch]) -> list[Tensor]:
+def _all_gradients(trainer: 'Trainer', parts: list[MicroBatch]) -> list[dict[str, Tensor]]:
     "Gradients of the batch, and the losses of each micro-batch."
     backend = trainer.backend
     n = len(parts)
@@ -115,7 +137,11 @@ def _all_gradients(trainer: 'Trainer', parts: list[MicroBatch]) -> list[Tensor]:
     if n > 1: backend.end_step()  # all parts are the same program
     return losses
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c017
+def _joined(losses: list[dict[str, Tensor]], name: str) -> np.ndarray:
+    "One of the losses of all micro-batches `[B]`, on the host."
+    return np.concatenate([part[name].cpu().numpy() for part in losses])
+
+# %% ../../nbs/pytorch/09_trainer.ipynb #c019
 def _clip(model: nn.Module, largest: float) -> Tensor:
     "Scale gradients down whose norm is larger; 0 means no clipping. Returns their norm before."
     params = [p for p in model.parameters() if p.grad is not None]
@@ -123,7 +149,7 @@ def _clip(model: nn.Module, largest: float) -> Tensor:
     nn.utils.clip_grads_with_norm_(params, largest or math.inf, norm)
     return norm
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c021
+# %% ../../nbs/pytorch/09_trainer.ipynb #c023
 def on_host(value):
     "Tensors in nested dicts, on the CPU."
     if isinstance(value, dict): return {k: on_host(v) for k, v in value.items()}
@@ -141,7 +167,7 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
         start_from(weights, trainer.model, trainer.day_of, load_weights, path)
     return None
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c025
+# %% ../../nbs/pytorch/09_trainer.ipynb #c027
 class Trainer(loop.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'pytorch'
@@ -172,6 +198,7 @@ class Trainer(loop.Trainer):
         self.forward = backend.place(self.compiled)
         self.optimizer = backend.optimizer(self.model, cfg.train)
         self.optimizer.scaler = self.scaler
+        self.largest_norm = 0. if cfg.train.optimizer == 'scaled_adam' else cfg.train.grad_norm_clip_value
         self.augment = Augment(cfg.augment, cfg.train.seed)
         self.loader = BatchLoader(store, cfg, backend)
         if saved: self.optimizer.load_state_dict(saved['optimizer_state_dict'])
@@ -191,11 +218,12 @@ class Trainer(loop.Trainer):
         self.model.train()
         losses = _all_gradients(self, parts)
         if self.scaler: self.optimizer.unscale(days)
-        norm = _clip(self.model, self.cfg.train.grad_norm_clip_value)
+        norm = _clip(self.model, self.largest_norm)
         rates = learning_rates(self.step, self.cfg.train)
         trials = np.concatenate([p.batch.trials for p in parts])
-        def fetch(): return np.concatenate([part.cpu().numpy() for part in losses]), norm.item()
-        result = StepResult(self.step, trials, rates, fetch, is_scaled=self.scaler is not None)
+        def fetch(): return _joined(losses, 'loss'), norm.item()
+        def fetch_terms(): return {name: _joined(losses, name) for name in losses[0] if name != 'loss'}
+        result = StepResult(self.step, trials, rates, fetch, self.scaler is not None, fetch_terms)
         if self.sync_every == 1: check_finite(result, self)
         self.optimizer.step(backend.scalars(**rates), backend.days(days, len(self.store.sessions)))
         backend.end_step()
@@ -205,7 +233,8 @@ class Trainer(loop.Trainer):
     def metrics(self) -> dict:
         "Loss and PER on the validation trials."
         self.model.eval()
-        return summarize(evaluate(self.compiled, self.store_val, self.day_of, self.cfg, self.backend))
+        table = evaluate(self.compiled, self.store_val, self.day_of, self.cfg, self.backend)
+        return summarize(table, self.cfg.train.ctc_reduction)
 
     def save_best(self, path: Path) -> None:
         "The model alone, as `load_model` reads it."
@@ -228,7 +257,7 @@ class Trainer(loop.Trainer):
     def gather(self, value) -> list: return self.backend.gather(value)
     def compiler_report(self) -> str: return self.backend.compiler_report()
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c034
+# %% ../../nbs/pytorch/09_trainer.ipynb #c036
 def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best

@@ -43,7 +43,10 @@ def gradients_of(
         x, n_bins = trainer.augment.train(rows['x'], rows['n_bins'], numbers['cut'], rows['seeds'])
         frames = cfg.model.n_frames(n_bins)
         out = trainer.model(x, rows['day'], n_bins=n_bins, training=True, seeds=rows['seeds'], **args)
-        def ctc(logits): return ctc_loss(logits, rows['labels'], frames, rows['n_labels'])
+        def ctc(logits):
+            losses = ctc_loss(logits, rows['labels'], frames, rows['n_labels'])
+            if cfg.train.ctc_reduction == 'trial': return losses
+            return losses / tf.cast(tf.maximum(rows['n_labels'], 1), losses.dtype)
         losses = trainer.model.training_losses(out, ctc, frames)
         loss = tf.reduce_sum(losses) / cfg.data.batch_size
         if trainer.optimizer.scaler: loss = trainer.optimizer.scaler.scale(loss)
@@ -102,6 +105,18 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> None:
         for name, v in variables.items(): v.assign(weights[name])
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c022
+_HAS = dict(optimizer=('adamw',), lr_scheduler_type=('cosine', 'linear', 'step'), cr_ctc=(0,))
+
+def _refuse(cfg: Config) -> None:
+    "Raises `TrainingError` for a choice that TensorFlow does not have."
+    for field, choices in _HAS.items():
+        value = getattr(cfg.train, field)
+        if value in choices: continue
+        known = ', '.join(map(str, choices))
+        raise TrainingError(f'train.{field} = {value} is for PyTorch; TensorFlow has {known}. Set one of these, or '
+                            'train.framework=pytorch')
+
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c024
 class Trainer(loop.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'tensorflow'
@@ -116,6 +131,7 @@ class Trainer(loop.Trainer):
         if cfg.train.compile:
             raise TrainingError('train.compile = true is `torch.compile`; TensorFlow compiles by itself, so set it to '
                                 'false')
+        _refuse(cfg)
         super().__init__(store, store_val, cfg)
         cfg = self.cfg
         self.backend = backend
@@ -176,7 +192,7 @@ class Trainer(loop.Trainer):
 
     def metrics(self) -> dict:
         "Loss and PER on the validation trials."
-        return summarize(evaluate(self.evaluator))
+        return summarize(evaluate(self.evaluator), self.cfg.train.ctc_reduction)
 
     def save_best(self, path: Path) -> None:
         "The model alone, as `load_model` reads it."
@@ -192,7 +208,7 @@ class Trainer(loop.Trainer):
         bins = self.backend.shares(self.current['x'])[0].shape[1]
         return rows, bins, sum(math.prod(v.shape) for v in self.model.named_variables().values())
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #c029
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c031
 class TensorBoardLogger:
     "Adds to the curves in the folder `tensorboard` of a run."
     def __init__(self,
@@ -224,7 +240,7 @@ class TensorBoardLogger:
         with self.writer.as_default(step):
             for name, v in values.items(): tf.summary.scalar(name, v)
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #c032
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c034
 class Profiler:
     "Profiles some steps of a run, from the tenth on; it is called after each."
     def __init__(self,
@@ -248,7 +264,7 @@ class Profiler:
     def __exit__(self, *_):
         if self.first <= self.n_done < self.last: tf.profiler.experimental.stop()
 
-# %% ../../nbs/tensorflow/09_trainer.ipynb #c034
+# %% ../../nbs/tensorflow/09_trainer.ipynb #c036
 def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best

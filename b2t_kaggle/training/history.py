@@ -18,9 +18,11 @@ from ..files import atomic_path
 # %% ../../nbs/training/02_history.ipynb #c005
 def summarize(
     table: pd.DataFrame, # A row per trial: session, loss, edits, n_labels
+    ctc_reduction: str = 'trial', # Mean loss per `trial`, or per `label`: the mean over trials of each trial's mean
 ) -> dict:
     "`val_loss` and `val_per` over all trials, and the PER of each session in `sessions`."
-    finite = table.loss[np.isfinite(table.loss)]
+    losses = table.loss / table.n_labels.clip(lower=1) if ctc_reduction == 'label' else table.loss
+    finite = losses[np.isfinite(losses)]
     by_session = table.groupby('session', sort=False)[['edits', 'n_labels']].sum()
     return dict(
         val_loss=float(finite.mean()),
@@ -78,16 +80,18 @@ class History:
         validation: dict | None = None, # From `summarize`
         end_row: bool = False,          # A checkpoint follows
         is_scaled: bool = False,        # In float16: a step whose gradient overflowed was skipped
+        terms: dict[str, float] | None = None, # Parts of the loss that have a curve of their own
     ) -> None:
         "One training batch; every tenth, or one with a validation or checkpoint, ends a row."
-        self.window.append((loss, grad_norm))
+        self.window.append((loss, grad_norm, *(terms or {}).values()))
         if not (validation or end_row or step % self.every == 0): return
-        mean_loss, mean_norm = np.mean(self.window, 0)
+        mean_loss, mean_norm, *means = np.mean(self.window, 0)
         row = dict(step=step, loss=mean_loss, grad_norm=mean_norm, lr=rates['model'], lr_day=rates['day'],
                    seconds=round(seconds, 2), val_loss=None, val_per=None)
         if is_scaled:
-            norms = [norm for _, norm in self.window if math.isfinite(norm)]
+            norms = [norm for _, norm, *_ in self.window if math.isfinite(norm)]
             row |= dict(grad_norm=np.mean(norms) if norms else None, skipped=len(self.window) - len(norms))
+        row |= dict(zip(terms or {}, means))
         self.rows.append(row | {k: v for k, v in (validation or {}).items() if k != 'sessions'})
         self.window = []
 
@@ -99,7 +103,8 @@ def read_history(
     path: str | Path, # `history.csv`
 ) -> pd.DataFrame:
     """Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a
-    row. In float16 also skipped, how many of these batches were left out because a gradient overflowed."""
+    row. In float16 also skipped, how many of these batches were left out because a gradient overflowed; with
+    `train.cr_ctc` consistency, how much two views of a trial differ."""
     return pd.read_csv(path)
 
 # %% ../../nbs/training/02_history.ipynb #c013
@@ -113,7 +118,8 @@ def plot_history(
     fig, (losses, errors) = plt.subplots(1, 2, figsize=(10, 3), layout='constrained')
     losses.plot(history.step, history.loss, lw=1, label='training')
     losses.plot(val.step, val.val_loss, 'o-', ms=3, label='validation')
-    losses.set(xlabel='batch', ylabel='CTC loss per trial', yscale='log')
+    if 'consistency' in history: losses.plot(history.step, history.consistency, lw=1, label='between views')
+    losses.set(xlabel='batch', ylabel='loss', yscale='log')
     losses.legend()
     errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1')
     if len(val):

@@ -38,6 +38,7 @@ class StepResult:
     rates: dict[str, float] # Learning rates
     fetch: Callable[[], tuple[np.ndarray, float]] # Brings losses `[B]` and the gradient's norm to the host
     is_scaled: bool = False # Whether the loss was scaled, because gradients are computed in float16
+    fetch_terms: Callable[[], dict[str, np.ndarray]] = dict # Brings parts of the losses with a curve of their own
 
     @cached_property
     def _fetched(self) -> tuple[np.ndarray, float]: return self.fetch()
@@ -51,6 +52,11 @@ class StepResult:
     def grad_norm(self) -> float:
         "Norm of the gradient before clipping; waits for the device."
         return self._fetched[1]
+
+    @cached_property
+    def terms(self) -> dict[str, np.ndarray]:
+        "Parts of the losses `[B]` by name; waits for the device."
+        return self.fetch_terms()
 
     @property
     def skipped(self) -> bool:
@@ -268,13 +274,21 @@ def _ask_for_time(loop: Loop) -> None:
     t = loop.trainer
     if not loop._is_last() and t.gather(loop.budget.is_spent(t.sync_every))[0]: loop.stopped = 'time budget'
 
+def _terms(loop: Loop) -> list[dict[str, float]]:
+    "Means of the parts of the loss of each pending step over all processes."
+    own = [{k: float(v.mean()) for k, v in result.terms.items()} for result in loop.pending]
+    if not own[0]: return own
+    gathered = loop.trainer.gather(own)
+    return [{k: float(np.mean([terms[k] for terms in step])) for k in step[0]} for step in zip(*gathered)]
+
 def _record(loop: Loop, losses: np.ndarray, validation: dict | None, saves: bool) -> None:
     "Add the pending steps to the history, and show its new rows to the logger."
     known = len(loop.history.rows)
-    for result, loss in zip(loop.pending, losses):
+    for result, loss, terms in zip(loop.pending, losses, _terms(loop)):
         is_last = result is loop.pending[-1]
         loop.history.add(result.step + 1, loss, result.grad_norm, result.rates, loop.trainer.seconds,
-                         validation if is_last else None, end_row=saves and is_last, is_scaled=result.is_scaled)
+                         validation if is_last else None, end_row=saves and is_last, is_scaled=result.is_scaled,
+                         terms=terms)
     if loop.log: loop.log(loop.history.rows[known:], (validation or {}).get('sessions', {}))
 
 def _save(loop: Loop, is_best: bool) -> None:

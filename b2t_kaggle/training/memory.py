@@ -16,8 +16,9 @@ def step_memory(
     batch_size: int, # Trials that a device computes at once
     n_bins: int,     # Length they are padded to
 ) -> float:
-    "Bytes of a training step, estimated."
-    return 4 * (4 * n_params + cfg.model.activation_floats(batch_size, n_bins))
+    "Bytes of a training step, estimated. With `train.cr_ctc` each trial is computed twice."
+    rows = 2 * batch_size if cfg.train.cr_ctc else batch_size
+    return 4 * (4 * n_params + cfg.model.activation_floats(rows, n_bins))
 
 # %% ../../nbs/training/06_memory.ipynb #c008
 _ERROR_TYPES = {'MemoryError', 'OutOfMemoryError', 'ResourceExhaustedError'}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...encoders.encoder import EncoderConfig
+from ...training.recipe import TrainingError
 
 # %% ../../../nbs/pytorch/models/01_encoder.ipynb #c006
 def mask_padding(
@@ -79,6 +80,14 @@ class Encoder(nn.Module):
     ) -> Tensor:
         "The loss of each trial `[B]`."
         return ctc(out)
+
+    def training_logits(self,
+        out: Any, # What `forward` returned in a training step
+    ) -> Tensor:
+        "The logits `[B, T', K]` in it that inference takes; for `train.cr_ctc`."
+        if isinstance(out, Tensor): return out
+        raise TrainingError(f'train.cr_ctc: model.name = {self.cfg.name} does not say which logits it infers with '
+                            '(training_logits); set train.cr_ctc=0')
 
     def is_per_day(self, name: str) -> bool:
         """Whether a parameter has a row per day; such have a learning rate and decay of their own, and rows of days

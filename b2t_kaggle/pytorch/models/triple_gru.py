@@ -194,6 +194,10 @@ class TripleGRUDecoder(Frontend):
         "The loss of each trial `[B]`, see `triple_loss`."
         return triple_loss(out, ctc, frames, self.cfg.noisy_loss_weight, self.cfg.noise_power_weight)
 
+    def training_logits(self, out: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        "Those of clean speech."
+        return out[0]
+
     def start(self, batch_size: int = 1) -> StreamState: return StreamState()
 
     def push(self, x: Tensor, day_idx: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
