@@ -109,14 +109,18 @@ class TrainConfig(Section):
      "(T4, V100), else float32.")
     num_training_batches: int = Field(120_000, ge=1)
     "Optimiser steps."
-    lr_scheduler_type: Literal['cosine', 'linear'] = 'cosine'
-    "Shape of the learning rate after warm-up."
+    optimizer: Literal['adamw', 'scaled_adam'] = 'adamw'
+    ("AdamW, or ScaledAdam (Yao et al., 2024), whose steps are relative to the size of each weight. The latter has "
+     "icefall's β, ε and clipping, by the median of recent gradient norms, and no weight decay.")
+    lr_scheduler_type: Literal['cosine', 'linear', 'step', 'eden'] = 'cosine'
+    ("Shape of the learning rate after warm-up: down to `lr_min` along half a cosine or a straight line; down once, by "
+     "`lr_step_factor`; or Eden2, which falls without an end (icefall).")
     lr_max: float = Field(0.005, gt=0)
     "Peak learning rate of the model."
     lr_min: float = Field(0.0001, ge=0)
-    "Final learning rate of the model."
+    "Final learning rate of the model, where the rate goes down to one."
     lr_decay_steps: int | None = Field(None, ge=1)
-    "Batches until `lr_min`; none means `num_training_batches`."
+    "Batches until `lr_min`, or those that `lr_step_at` is a part of; none means `num_training_batches`."
     lr_warmup_steps: int = Field(1000, ge=0)
     "Batches of linear warm-up."
     lr_max_day: float = Field(0.005, gt=0)
@@ -127,6 +131,12 @@ class TrainConfig(Section):
     "Batches until `lr_min_day`; none means `num_training_batches`."
     lr_warmup_steps_day: int = Field(1000, ge=0)
     "Batches of linear warm-up of the day layers."
+    lr_step_factor: float = Field(0.1, gt=0, le=1)
+    "`step`: what all rates are multiplied by."
+    lr_step_at: float = Field(0.6, gt=0, le=1)
+    "`step`: when, as a part of the run."
+    lr_eden_batches: int = Field(7500, ge=1)
+    "`eden`: batches after which the rate has fallen to 0.7 of its peak."
     beta0: float = Field(0.9, ge=0, lt=1)
     "AdamW's first β."
     beta1: float = Field(0.999, ge=0, lt=1)
@@ -134,11 +144,17 @@ class TrainConfig(Section):
     epsilon: float = Field(0.1, gt=0)
     "AdamW's ε."
     weight_decay: float = Field(0.001, ge=0)
-    "Weight decay; never on biases."
+    "AdamW's weight decay; never on biases."
     weight_decay_day: float = Field(0.0, ge=0)
-    "Weight decay of the day layers."
+    "AdamW's weight decay of the day layers."
     grad_norm_clip_value: float = Field(10.0, ge=0)
-    "Largest gradient norm; 0 means no clipping."
+    "Largest gradient norm; 0 means no clipping. ScaledAdam does not ask for it, because it clips by itself."
+    ctc_reduction: Literal['trial', 'label'] = 'trial'
+    ("What the CTC loss is counted per: a trial, as in the official kit, or a label, each trial's loss divided by its "
+     "number of labels.")
+    cr_ctc: float = Field(0.0, ge=0)
+    ("Weight of CR-CTC (Yao et al., 2024): each trial is seen with two augmentations, whose frames are to agree; 0 "
+     "means one. There it is 0.2, with 2.5 times the time masks.")
     seed: int = 10
     "Seed of weights, batches, augmentation and dropout."
     batches_per_val_step: int = Field(2000, ge=1)
@@ -159,6 +175,15 @@ class TrainConfig(Section):
     "Checkpoint whose weights training starts from."
     time_budget: float | None = Field(None, gt=0)
     "Minutes after which training stops, saves, and lets the pipeline go on."
+
+    @model_validator(mode='after')
+    def _shape_is_chosen(self):
+        for field, shape in (('lr_step_factor', 'step'), ('lr_step_at', 'step'), ('lr_eden_batches', 'eden')):
+            value = getattr(self, field)
+            if self.lr_scheduler_type != shape and value != type(self).model_fields[field].default:
+                raise ValueError(f'train.{field} = {value} belongs to train.lr_scheduler_type = {shape}, which is '
+                                 f'{self.lr_scheduler_type}; set that, or leave the field out')
+        return self
 
 # %% ../nbs/08_config.ipynb #c019
 def _as_list(value): return [value] if isinstance(value, str | Path) else value

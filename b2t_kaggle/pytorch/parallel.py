@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..config import TrainConfig
 from ..devices.machine import Device, DeviceError
 from ..files import user_cache
-from .optimizer import DayAdamW, StackedAdamW
+from .models.encoder import Encoder
+from .optimizer import RunOptimizer, make_optimizer
 from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL
 
 # %% ../../nbs/pytorch/07_parallel.ipynb #c006
@@ -90,7 +92,6 @@ class Backend(_Placement):
     world_size = 1        # Processes
     rank = 0              # Which process this is
     static_shapes = False # Whether batches have one of few lengths, because a compiler sees them
-    optimizer = DayAdamW  # Its optimiser
 
     @property
     def is_main_process(self) -> bool:
@@ -108,6 +109,13 @@ class Backend(_Placement):
     ) -> AbstractContextManager:
         "Context in which the gradients of a part of a batch are computed."
         return contextlib.nullcontext()
+
+    def optimizer(self,
+        model: Encoder,   # On the device
+        cfg: TrainConfig, # The run's `train` group
+    ) -> RunOptimizer:
+        "The optimiser of a run."
+        return make_optimizer(model, cfg, is_compiled=self.static_shapes)
 
     def zero_gradients(self, model: nn.Module) -> None: "Called before the parts of a batch, if it has several."
 
@@ -191,7 +199,6 @@ CACHE = programs_folder()
 class XLA(Backend):
     "All XLA devices of this machine behind one process: SPMD over a mesh along the batch (Xu et al., 2021, GSPMD)."
     static_shapes = True
-    optimizer = StackedAdamW
     _started = False # torch_xla is set up once per process
 
     def __init__(self,

@@ -31,13 +31,21 @@ def lr_factor(
     done = (step - warmup) / max(1, decay - warmup)
     return final + (1 - final) * (0.5 * (1 + math.cos(math.pi * done)) if shape == 'cosine' else 1 - done)
 
+def _decayed(step: int, decay: int, cfg: TrainConfig) -> float:
+    "The same for shapes without a final rate, and without warm-up."
+    if cfg.lr_scheduler_type == 'eden': return 1 / math.sqrt(1 + (step / cfg.lr_eden_batches)**2)
+    return cfg.lr_step_factor if step >= round(cfg.lr_step_at * decay) else 1.
+
 def _learning_rate(step: int, cfg: TrainConfig, suffix: str) -> float:
     "The rate of one group of parameters, whose fields of the configuration end in `suffix`."
     peak = getattr(cfg, f'lr_max{suffix}')
     final = getattr(cfg, f'lr_min{suffix}')
     warmup = getattr(cfg, f'lr_warmup_steps{suffix}')
     decay = getattr(cfg, f'lr_decay_steps{suffix}') or cfg.num_training_batches
-    return peak * lr_factor(step, warmup, decay, final / peak, cfg.lr_scheduler_type)
+    if cfg.lr_scheduler_type in ('cosine', 'linear'):
+        return peak * lr_factor(step, warmup, decay, final / peak, cfg.lr_scheduler_type)
+    warmed = step / warmup if step < warmup else 1.
+    return peak * warmed * _decayed(step, decay, cfg)
 
 def learning_rates(
     step: int,        # Training batch, from 0
