@@ -448,9 +448,20 @@ def from_official(
     return _validated(to_our_names(values))
 
 # %% ../nbs/08_config.ipynb #c049
+_TIME_MASKED = {
+    'data': dict(batch_size=64),
+    'augment': dict(white_noise_std=0.2, constant_offset_std=0.05, random_cut=0, time_masks=20, time_mask_max=0.05),
+    'train': dict(num_training_batches=63_000, lr_scheduler_type='step', lr_step_at=0.6, lr_step_factor=0.1,
+                  lr_max=0.002, lr_warmup_steps=1260, lr_max_day=0.002, lr_warmup_steps_day=1260,
+                  beta0=0.9, beta1=0.999, epsilon=1e-8, weight_decay=1e-5, grad_norm_clip_value=100,
+                  ctc_reduction='label'),
+}
+
 PRESETS = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
+    'transformer': {'model': dict(name='transformer')} | _TIME_MASKED,
+    'transformer-causal': {'model': dict(name='transformer', causal=True)} | _TIME_MASKED,
     'demo': {
         'data': dict(batch_size=16, days_per_batch=4),
         'model': dict(n_units=128, n_layers=2, patch_size=14, patch_stride=8, rnn_dropout=0.2, input_dropout=0.1),
@@ -463,7 +474,7 @@ PRESETS = {
 }
 
 def preset(
-    name: str, # `demo`, `official` or `triple_gru`
+    name: str, # A key of `PRESETS`, such as `official`
 ) -> Config:
     "A named configuration."
     if name not in PRESETS:

@@ -14,19 +14,25 @@ FEATURES = list(range(16))
 N_CLASSES = 5
 
 # Fields that make an encoder large; one that has none of them is tested as it is by default
-SMALL = dict(n_units=32, n_layers=1, noise_units=8, patch_size=8, patch_stride=4, rnn_dropout=0, input_dropout=0)
+SMALL = dict(n_units=32, n_layers=1, noise_units=8, patch_size=8, patch_stride=4, rnn_dropout=0, input_dropout=0,
+             n_heads=2, head_dim=16, dropout=0)
+# Encoders that are tested once more with other fields: the name of the test, the encoder, what it sets
+VARIANTS: dict[str, tuple[str, dict]] = {
+    'causal transformer': ('transformer', {'model.causal': True, 'model.left_context': 5, 'model.left_context_min': 3}),
+}
 NOTHING_RANDOM = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, precision='float32')
 
 
 def config(name: str, **changes) -> Config:
-    "A small configuration of an encoder, whose trials and batches are the toy's."
+    "A small configuration of an encoder or of a variant, whose trials and batches are the toy's."
+    name, variant = VARIANTS.get(name, (name, {}))
     fields = encoder_config(name).model_fields
     model = {f'model.{k}': v for k, v in SMALL.items() if k in fields}
     model |= {'model.name': name, 'model.neural_dim': len(FEATURES), 'model.n_classes': N_CLASSES}
     data = {'data.feature_subset': FEATURES, 'data.batch_size': 4, 'data.days_per_batch': 2, 'data.n_buckets': 2}
     train = dict(num_training_batches=200, batches_per_val_step=100, batches_per_save=20, lr_warmup_steps=5,
                  lr_max=.01, lr_max_day=.001, accelerator='cpu', smooth_data=False)
-    return with_overrides(preset('demo'), model | data | train | NOTHING_RANDOM | changes)
+    return with_overrides(preset('demo'), model | variant | data | train | NOTHING_RANDOM | changes)
 
 
 def write_toy(folder: Path, n_trials: int = 4) -> None:

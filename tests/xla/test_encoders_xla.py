@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from encoders import open_toy, write_toy
+from encoders import VARIANTS, open_toy, write_toy
 from test_training_xla import compiled_once, xla
 
 
@@ -25,7 +25,7 @@ def toy(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize('name', names())
+@pytest.mark.parametrize('name', [*names(), *VARIANTS])
 def test_one_program_per_length_and_no_fallback(name, toy, tmp_path):
     result = xla('encoder', toy, tmp_path, {'name': name, 'data.batch_size': 4})
     assert compiled_once(result) and result['val_compiled'] == result['val_buckets'], result
