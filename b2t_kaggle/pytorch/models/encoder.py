@@ -39,7 +39,7 @@ def check_days(
 class Encoder(nn.Module):
     "Features of a trial to logits per frame. Derive from it, set `Config`, and write `encode`."
     Config: ClassVar[type[EncoderConfig]]
-    is_causal: ClassVar[bool] = False # Whether a frame depends on no later bins than its own
+    is_causal: bool = False # Whether a frame depends on no later bins than its own
 
     def __init__(self,
         cfg: EncoderConfig, # The `model` group
