@@ -28,7 +28,7 @@ def inputs(T, seed, kinds):
     return [normal(S, T, H, P), log_decay, normal(S, T, N), normal(S, T, N), normal(S, N, H, P)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     T=st.integers(1, 50),
     chunk_size=st.integers(1, 60),

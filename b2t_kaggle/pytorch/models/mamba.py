@@ -174,7 +174,7 @@ class MambaLayer(nn.Module):
         if inside is not None: dt = dt * inside
         x = x.unflatten(-1, (cfg.n_heads, cfg.head_dim))
         inputs = x * dt[..., None], -dt * self.log_a.exp(), b, c
-        y, states = ssd(*(v.flatten(0, 1) for v in inputs), cfg.chunk_size, states)
+        y, states = ssd(*(v.flatten(0, 1) for v in inputs), chunk_size=cfg.chunk_size, state=states)
         return (y.unflatten(0, x.shape[:2]) + self.skip * x).flatten(-2), (before, states)
 
 # %% ../../../nbs/pytorch/models/06_mamba.ipynb #c021
