@@ -462,6 +462,11 @@ PRESETS = {
     'triple_gru': {'model': dict(name='triple_gru')},
     'transformer': {'model': dict(name='transformer')} | _TIME_MASKED,
     'transformer-causal': {'model': dict(name='transformer', causal=True)} | _TIME_MASKED,
+    'mamba': {
+        'model': dict(name='mamba', n_units=2048, projection_units=4096, dt_min=0.067, dt_max=1.74),
+        'train': dict(num_training_batches=30_000, epsilon=1e-8, weight_decay=0.01, grad_norm_clip_value=1.0,
+                      lr_max=0.0003, lr_min=0.000003, lr_max_day=0.0003, lr_min_day=0.000003),
+    },
     'demo': {
         'data': dict(batch_size=16, days_per_batch=4),
         'model': dict(n_units=128, n_layers=2, patch_size=14, patch_stride=8, rnn_dropout=0.2, input_dropout=0.1),
