@@ -48,6 +48,10 @@ class EncoderConfig(Section):
         "Bins from one frame to the next; a frame lasts 20 ms times this."
         return 1
 
+    def stream_stride(self) -> int:
+        "Bins from one answer of a stream to the next: those of a frame, unless frames come in chunks."
+        return self.frame_stride()
+
     def activation_floats(self,
         batch_size: int, # Trials that a device computes at once
         n_bins: int,     # Bins that they are padded to

@@ -47,6 +47,8 @@ class SmoothingStream:
         return self.push(torch.zeros(1, self.n_after, self.window.shape[2]))
 
 # %% ../../nbs/pytorch/12_streaming.ipynb #c009
+def _log_probs(logits: Tensor) -> np.ndarray: return logits.float().log_softmax(-1)[0].numpy()
+
 class EncoderStream:
     "Bins of one trial as they come to log-probabilities; `decoding.streaming.BinStream` reads words from them."
     def __init__(self,
@@ -75,14 +77,16 @@ class EncoderStream:
 
     def finish(self) -> np.ndarray:
         "The frames `[n, K]` that only wait for the end of the trial."
-        return self._encode(self.smoothing.finish())
+        last = self._encode(self.smoothing.finish())
+        with torch.no_grad(): logits = self.model.finish(self.day, self.state)
+        return last if logits is None else np.concatenate([last, _log_probs(logits)])
 
     @torch.no_grad()
     def _encode(self, x: Tensor) -> np.ndarray:
         logits, self.state = self.model.push(x, self.day, self.state)
-        return logits.float().log_softmax(-1)[0].numpy()
+        return _log_probs(logits)
 
     def delay_ms(self) -> dict[str, int]:
         """How long a bin waits, in milliseconds: for the bins that smoothing reads, and at most for the end of its
-        frame."""
-        return dict(smoothing=20 * self.smoothing.n_after, frame=20 * (self.cfg.model.frame_stride() - 1))
+        frame, or of the chunk of frames that an encoder gives at once."""
+        return dict(smoothing=20 * self.smoothing.n_after, frame=20 * (self.cfg.model.stream_stride() - 1))

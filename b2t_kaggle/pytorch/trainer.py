@@ -161,6 +161,7 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
         saved = load_file(checkpoint)
         trainer.restore(saved, checkpoint)
         trainer.model.load_state_dict(saved['model_state_dict'])
+        trainer.model.load_training_state(saved.get('training_state', {}))
         return saved
     if path := trainer.cfg.train.init_checkpoint_path:
         weights = {k: v.numpy() for k, v in trainer.model.state_dict().items()} # they share the model's memory
@@ -245,7 +246,8 @@ class Trainer(loop.Trainer):
         "Everything the run needs to continue."
         weights = on_host(self.model.state_dict())
         optimizer = on_host(self.optimizer.state_dict())
-        model = dict(model_state_dict=weights, optimizer_state_dict=optimizer, config=self.cfg.dump())
+        model = dict(model_state_dict=weights, training_state=on_host(self.model.training_state()),
+                     optimizer_state_dict=optimizer, config=self.cfg.dump())
         save_atomic(model | self.state(), path)
 
     def memory_footprint(self) -> tuple[int, int, int]:

@@ -12,9 +12,10 @@ from test_training_xla import compiled_once, xla
 
 
 def names():
-    "Files, because a registry would be imported here, and torch_xla must come first."
+    "Files and packages, because a registry would be imported here, and torch_xla must come first."
     folder = Path(__file__).parents[2]/'b2t_kaggle'/'pytorch'/'models'
-    return sorted(p.stem for p in folder.glob('*.py') if p.stem not in ('__init__', 'encoder'))
+    packages = {p.parent.name for p in folder.glob('*/__init__.py')}
+    return sorted({p.stem for p in folder.glob('*.py')} - {'__init__', 'encoder'} | packages)
 
 
 @pytest.fixture(scope='module')

@@ -89,6 +89,15 @@ class Encoder(nn.Module):
         raise TrainingError(f'train.cr_ctc: model.name = {self.cfg.name} does not say which logits it infers with '
                             '(training_logits); set train.cr_ctc=0')
 
+    def training_state(self) -> dict:
+        "What a step leaves behind beside weights, as tensors or plain values; a run that continues needs it."
+        return {}
+
+    def load_training_state(self,
+        state: dict, # From `training_state`
+    ) -> None:
+        "Go on where it was taken."
+
     def is_per_day(self, name: str) -> bool:
         """Whether a parameter has a row per day; such have a learning rate and decay of their own, and rows of days
         that a batch lacks stay."""
@@ -113,3 +122,13 @@ class Encoder(nn.Module):
     def push(self, x: Tensor, day_idx: Tensor, state: Any) -> tuple[Tensor, Any]:
         "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."
         return self.start()
+
+    def finish(self, day_idx: Tensor, state: Any) -> Tensor | None:
+        "Logits `[B, n, K]` of the frames that only wait for the end of the trial; None where none ever does."
+        return None
+
+    def load_reference(self,
+        content: dict, # What a checkpoint of the model's first implementation holds
+    ) -> None:
+        "Take over its weights where they fit. Raises `ValueError` where they do not."
+        raise ValueError(f'model.name = {self.cfg.name} knows no other implementation to take weights from')
