@@ -77,7 +77,7 @@ class _Balance(torch.autograd.Function):
         return edited, None, None, None, None, None
 
 class Balancer(nn.Module):
-    "The identity; changes gradients so that channels stay within limits (Yao et al., 2023, 2024)."
+    "The identity; changes gradients so that channels stay within limits (Yao et al., 2024)."
     def __init__(self,
         num_channels: int,                # C
         channel_dim: int,                 # Their dimension

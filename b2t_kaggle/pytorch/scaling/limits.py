@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .draws import bernoulli
+from .schedule import FloatLike, value_of
 
 # %% ../../../nbs/pytorch/scaling/03_limits.ipynb #c006
 class _LimitParameter(torch.autograd.Function):
@@ -31,15 +32,15 @@ class _LimitParameter(torch.autograd.Function):
         return torch.where(outward & ctx.acts, -grad, grad), None, None, None
 
 def limit_param_value(
-    x: Tensor,             # A parameter
-    min: float | Tensor,   # Lower limit  # noqa: A002
-    max: float | Tensor,   # Upper limit  # noqa: A002
-    prob: float = 0.6,     # Share of the calls in which it acts
-    training: bool = True, # Outside training it never does
+    x: Tensor,              # A parameter
+    min: FloatLike,         # Lower limit  # noqa: A002
+    max: FloatLike,         # Upper limit  # noqa: A002
+    prob: float = 0.6,      # Share of the calls in which it acts
+    training: bool = True,  # Outside training it never does
 ) -> Tensor:
     "`x`; of its gradient those values are negated with which a descent would push `x` further beyond a limit."
     acts = training and bernoulli(prob, x.device)
-    return x if acts is False else _LimitParameter.apply(x, min, max, acts)
+    return x if acts is False else _LimitParameter.apply(x, value_of(min), value_of(max), acts)
 
 # %% ../../../nbs/pytorch/scaling/03_limits.ipynb #c009
 class _PenalizeLarge(torch.autograd.Function):

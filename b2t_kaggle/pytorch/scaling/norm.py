@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .limits import limit_param_value
-from .schedule import FloatLike, value_of
+from .schedule import FloatLike
 
 # %% ../../../nbs/pytorch/scaling/04_norm.ipynb #c006
 class _BiasNorm(torch.autograd.Function):
@@ -65,7 +65,7 @@ class BiasNorm(nn.Module):
     ) -> Tensor:
         "The normalised input, of its shape and type."
         dim = self.channel_dim % x.ndim
-        low, high = value_of(self.log_scale_min), value_of(self.log_scale_max)
-        log_scale = limit_param_value(self.log_scale, low, high, training=self.training)
+        limits = self.log_scale_min, self.log_scale_max
+        log_scale = limit_param_value(self.log_scale, *limits, training=self.training)
         bias = self.bias.view([-1] + [1] * (x.ndim - 1 - dim))
         return _BiasNorm.apply(x, bias, log_scale, dim, self.store_output_for_backprop)
