@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import encoders
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from b2t_kaggle.data.store import TrialStore  # noqa: F401
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.augment import Augment
 from b2t_kaggle.pytorch.cr_ctc import consistency_losses
+from b2t_kaggle.pytorch.models import model_names
 from b2t_kaggle.pytorch.parallel import SingleDevice, start  # noqa: F401
 from b2t_kaggle.pytorch.trainer import Trainer, _all_gradients
 from b2t_kaggle.training.history import read_history
@@ -147,6 +149,20 @@ def test_an_encoder_with_losses_of_its_own(stores):
     t.model.training_logits = lambda out: super(type(t.model), t.model).training_logits(out)
     with pytest.raises(RuntimeError, match='train.cr_ctc: model.name = triple_gru does not say which logits'):
         _all_gradients(t, t.loader(0)[0])
+
+
+@pytest.mark.parametrize('name', model_names())
+def test_every_encoder_learns_from_two_views(name, tmp_path_factory):
+    "One step with ScaledAdam: each trial has a loss of both views, and the last layer moves."
+    folder = tmp_path_factory.mktemp(name)
+    encoders.write_toy(folder, n_trials=2)
+    cfg = encoders.config(name, cr_ctc=.2, white_noise_std=.5, optimizer='scaled_adam', lr_warmup_steps=0)
+    t = Trainer(*encoders.open_toy(folder), cfg, SingleDevice(pick_torch('cpu', 'float32')))
+    before = [p.detach().clone() for p in t.model.parameters()]
+    taken = t.train_step(*t.loader(0))
+    assert taken.losses.shape == taken.terms['consistency'].shape == (4,)
+    assert np.isfinite(taken.losses).all() and (taken.terms['consistency'] > 0).all()
+    assert not torch.equal(list(t.model.parameters())[-1], before[-1])
 
 
 class Shaken(Augment):
