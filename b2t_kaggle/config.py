@@ -448,6 +448,15 @@ def from_official(
     return _validated(to_our_names(values))
 
 # %% ../nbs/08_config.ipynb #c049
+_TIME_MASKED = {
+    'data': dict(batch_size=64),
+    'augment': dict(white_noise_std=0.2, constant_offset_std=0.05, random_cut=0, time_masks=20, time_mask_max=0.05),
+    'train': dict(num_training_batches=63_000, lr_scheduler_type='step', lr_step_at=0.6, lr_step_factor=0.1,
+                  lr_max=0.002, lr_warmup_steps=1260, lr_max_day=0.002, lr_warmup_steps_day=1260,
+                  beta0=0.9, beta1=0.999, epsilon=1e-8, weight_decay=1e-5, grad_norm_clip_value=100,
+                  ctc_reduction='label'),
+}
+
 _ICEFALL = dict(num_training_batches=30_000, optimizer='scaled_adam', lr_scheduler_type='eden',
                 lr_max=0.045, lr_warmup_steps=500, lr_max_day=0.01, lr_warmup_steps_day=500)
 _MASKS = dict(time_masks=10, time_mask_max=0.03)
@@ -455,6 +464,13 @@ _MASKS = dict(time_masks=10, time_mask_max=0.03)
 PRESETS = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
+    'transformer': {'model': dict(name='transformer')} | _TIME_MASKED,
+    'transformer-causal': {'model': dict(name='transformer', causal=True)} | _TIME_MASKED,
+    'mamba': {
+        'model': dict(name='mamba', n_units=2048, projection_units=4096, dt_min=0.067, dt_max=1.74),
+        'train': dict(num_training_batches=30_000, epsilon=1e-8, weight_decay=0.01, grad_norm_clip_value=1.0,
+                      lr_max=0.0003, lr_min=0.000003, lr_max_day=0.0003, lr_min_day=0.000003),
+    },
     'zipformer-small': {'model': dict(name='zipformer'), 'augment': _MASKS, 'train': _ICEFALL},
     'zipformer-streaming': {
         'model': dict(name='zipformer', causal=True),

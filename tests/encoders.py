@@ -14,13 +14,20 @@ FEATURES = list(range(16))
 N_CLASSES = 5
 
 # Fields that make an encoder large; one that has none of them is tested as it is by default
-SMALL = dict(n_units=32, n_layers=1, noise_units=8, patch_size=8, patch_stride=4, rnn_dropout=0, input_dropout=0)
+SMALL = dict(n_units=32, n_layers=1, noise_units=8, patch_size=8, patch_stride=4, rnn_dropout=0, input_dropout=0,
+             n_heads=2, head_dim=16, dropout=0, projection_units=32, state_size=8, chunk_size=8, projection_dropout=0,
+             output_dropout=0)
 # Of a Zipformer; what acts on whole batches or draws at random is off, so that parts of a batch add up to it
 SMALL |= dict(downsampling_factor=[2], num_encoder_layers=[1], encoder_dim=[24], encoder_unmasked_dim=[24],
               feedforward_dim=[48], num_heads=[2], cnn_module_kernel=[7], query_head_dim=8, pos_dim=16,
-              chunk_size=8, left_context_frames=8, dropout=0, balancer=False, whiten=False, skips=False)
+              left_context_frames=8, balancer=False, whiten=False, skips=False)
 # Encoders that are tested once more with other fields: the name of the test, the encoder, what it sets
-VARIANTS: dict[str, tuple[str, dict]] = {'zipformer causal': ('zipformer', {'model.causal': True})}
+VARIANTS: dict[str, tuple[str, dict]] = {
+    'causal transformer': ('transformer', {'model.causal': True, 'model.left_context': 5, 'model.left_context_min': 3}),
+    'bidirectional gru': ('gru', {'model.bidirectional': True}),
+    'causal mamba': ('mamba', {'model.bidirectional': False}),
+    'causal zipformer': ('zipformer', {'model.causal': True}),
+}
 NOTHING_RANDOM = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, precision='float32')
 
 

@@ -104,7 +104,7 @@ def test_the_other_framework_refuses_it_in_one_line(checkout, tmp_path):
         "try: build_model(load_config(overrides={'model.name': 'conv'}).model, 1)\nexcept ConfigError as e: print(e)"
     )
     said = run(checkout, sys.executable, '-c', code).stdout.splitlines()
-    assert said[-1] == 'model.name = conv: TensorFlow has no such encoder, it has gru, triple_gru'
+    assert said[-1] == 'model.name = conv: TensorFlow has no such encoder, it has gru, transformer, triple_gru'
 
 
 def test_it_is_tested_by_being_there(checkout):

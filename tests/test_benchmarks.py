@@ -11,11 +11,12 @@ from bench import code_hash, problem, stamped  # noqa: E402
 
 BENCHMARKS = sorted((ROOT/'nbs'/'benchmarks').glob('*.ipynb'))
 # Those that nobody has executed since outputs are kept. This list only shrinks: ./kit bench NAME, and its name goes
-NEVER_EXECUTED = {'00_loading', '01_training_step', '02_difficulty', '03_triple_gru', '04_xla', '05_tensorflow',
-                  '06_decoding', '07_rescoring', '08_server'}
+NEVER_EXECUTED = {'01_training_step', '02_difficulty', '03_triple_gru', '04_xla', '05_tensorflow', '06_decoding',
+                  '08_server', '09_encoders'}
 NOTEBOOK = {'metadata': {'kernelspec': {'name': 'python3'}}, 'nbformat': 4, 'nbformat_minor': 5, 'cells': [
     {'cell_type': 'markdown', 'source': ['# A title'], 'metadata': {}, 'id': 'c000'},
-    {'cell_type': 'code', 'source': ['x = 1\n', 'x'], 'metadata': {}, 'id': 'c001', 'outputs': [{'text': '1'}]}]}
+    {'cell_type': 'code', 'source': ['x = 1\n', 'x'], 'metadata': {}, 'id': 'c001',
+     'outputs': [{'text': '1'}, {'name': 'stderr', 'text': 'a bar\r'}]}]}
 
 
 @pytest.mark.parametrize('path', BENCHMARKS, ids=lambda p: p.stem)
@@ -45,6 +46,7 @@ def test_a_changed_cell_is_noticed_and_a_changed_text_is_not(tmp_path):
     write(done)
     assert problem(path) is None and done['metadata']['b2t']['machine'] == 'a machine'
     assert done['cells'][-1]['source'][0].endswith('on a machine, commit abc.*')
+    assert done['cells'][1]['outputs'] == [{'text': '1'}]   # what went to stderr is no result
     assert len(stamped(done, 'another', 'def')['cells']) == len(done['cells']) and code_hash(done) == code_hash(
         NOTEBOOK
     )

@@ -100,6 +100,7 @@ def decoder(tmp_path_factory):
 @pytest.fixture(scope='module')
 def plain(tmp_path_factory):
     server = Redis(tmp_path_factory.mktemp('redis'))
+    wait_for(server.client().ping)
     yield server
     server.stop()
 

@@ -294,7 +294,8 @@ def test_configuration(tmp_path):
 @pytest.mark.parametrize(
     'key, value, says',
     [
-        ('model.name', 'triple', "'gru' or 'triple_gru'"),
+        ('model.name', 'triple', "expected 'gru' or"),
+        ('model.name', 'triple', "or 'triple_gru'"),
         ('noise_units', 0, 'model.noise_units'),
         ('adversarial_strength', -0.1, 'model.adversarial_strength'),
         ('adversarial_schedule', 'linear', "'constant' or 'ramp'"),

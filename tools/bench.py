@@ -44,10 +44,11 @@ def stamped(
     machine: str,   # What it ran on
     commit: str,    # The state of the repository
 ) -> dict:
-    "The notebook with the record of its execution, as metadata and as its last line."
+    "The notebook with the record of its execution, as metadata and as its last line; bars and warnings are no results."
     stamp = dict(executed=date.today().isoformat(), machine=machine, commit=commit, code=code_hash(notebook))
     for c in notebook['cells']:
         if c['metadata'].get('tags') == []: del c['metadata']['tags']   # papermill's
+        if c.get('outputs'): c['outputs'] = [o for o in c['outputs'] if o.get('name') != 'stderr']
     cells = [c for c in notebook['cells'] if not ''.join(c['source']).startswith(LINE)]
     line = f'{LINE}{stamp["executed"]} on {machine}, commit {commit}.*'
     cells.append(dict(cell_type='markdown', id=f'c{len(cells):03}', metadata={}, source=[line]))
@@ -63,8 +64,7 @@ def execute(name: str):
     machine = f'{cpu_name()}, {platform.system()}, Python {platform.python_version()}'
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)/path.name
-        # Bars of progress are no results
-        env = os.environ | {'TQDM_DISABLE': '1', 'OMP_WAIT_POLICY': 'PASSIVE', 'TF_CPP_MIN_LOG_LEVEL': '2'}
+        env = os.environ | {'OMP_WAIT_POLICY': 'PASSIVE', 'TF_CPP_MIN_LOG_LEVEL': '2'}
         env['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
         command = [sys.executable, '-m', 'papermill', path, out, '-k', 'python3', '--cwd', path.parent]
         if subprocess.run(command, env=env, cwd=ROOT).returncode: sys.exit(f'{path.name} failed; its file is as it was')

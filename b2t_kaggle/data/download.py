@@ -89,8 +89,8 @@ class _Part:
         "Empty, with the mark that a server gives in these headers."
         self.discard()
         tag = headers.get('ETag', '')
-        write_whole(self.mark_path, headers.get('Last-Modified', '') if tag.startswith('W/') else tag
-                    or headers.get('Last-Modified', ''))
+        is_strong = tag and not tag.startswith('W/')  # A weak one does not promise the same bytes
+        write_whole(self.mark_path, tag if is_strong else headers.get('Last-Modified', ''))
 
     def range_headers(self, has_checksum: bool) -> dict[str, str]:
         "How to ask for the rest; empty where nobody would notice that it is the rest of another file."

@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -20,14 +20,17 @@ from ..schema import ConfigError, Section, describe_errors
 # %% ../../nbs/encoders/00_encoder.ipynb #c006
 class EncoderConfig(Section):
     "The `model` group of a configuration; each encoder derives its own."
-    has_official_form: ClassVar[bool] = False # Whether the official kit has this model, so that `b2t convert` writes it
-
     name: str
     "Architecture: one of the encoders of this kit."
     neural_dim: int = Field(512, ge=1)
     "Features per bin, F."
     n_classes: int = Field(41, ge=2)
     "Classes, K: blank, 39 phonemes, word separator."
+
+    @property
+    def has_official_form(self) -> bool:
+        "Whether the official kit has this model, so that `b2t convert` writes it."
+        return False
 
     def n_frames(self,
         n_bins, # Bins of 20 ms: a number, an array or a tensor

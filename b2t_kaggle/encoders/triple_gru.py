@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .gru import GRUConfig
+from .gru import RecurrentConfig
 
 # %% ../../nbs/encoders/02_triple_gru.ipynb #c006
 def reversal_strength(
@@ -25,10 +25,8 @@ def reversal_strength(
     return strength * math.tanh(5 * step / n_steps)  # 2 / (1 + exp(−10 p)) − 1 is tanh(5 p)
 
 # %% ../../nbs/encoders/02_triple_gru.ipynb #c009
-class TripleGRUConfig(GRUConfig):
+class TripleGRUConfig(RecurrentConfig):
     "Three GRUs, of which one is an adversarial denoiser."
-    has_official_form = False
-
     name: Literal['triple_gru'] = 'triple_gru'
     "Architecture: three GRUs, of which one is an adversarial denoiser."
     n_layers: int = Field(3, ge=1)

@@ -80,6 +80,7 @@ _HEADER = 1 << 16 # Bytes of a file that tell what it is
 def _starts_with(path: Path, words: bytes) -> bool:
     with open(path, 'rb') as f: return words in f.read(_HEADER)
 
+# As in lm.arpa and lm.sphinx, which need Numba; it may have to be installed first
 def _is_kenlm(path: Path) -> bool:
     with open(path, 'rb') as f: return f.read(8) == b'mmap lm '
 

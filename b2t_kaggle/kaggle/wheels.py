@@ -9,6 +9,7 @@ __all__ = ['NEW', 'PURE', 'COMPILED', 'README', 'Image', 'canonical_name', 'find
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c003
 import json
+import os
 import re
 import shlex
 import shutil
@@ -70,7 +71,9 @@ def _pip(
     "Run pip; raises `RuntimeError` with its reason."
     other = [] if python in (None, sys.executable) else ['--python', python]
     command = [sys.executable, '-m', 'pip', *other, *args, '--quiet', '--disable-pip-version-check', '--no-input']
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    # What PYTHONPATH adds to this interpreter is not installed in another one
+    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'} if other else None
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
     if not done.returncode: return
     lines = done.stderr.strip().splitlines() or ['it gave no reason']
     errors = [line.removeprefix('ERROR: ') for line in lines if line.startswith('ERROR: ')]

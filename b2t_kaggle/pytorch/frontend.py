@@ -34,14 +34,16 @@ class Frames:
     order: FrameOrder | None # Of packed frames
     n_trials: int            # B
     n_frames: int            # T'
+    lengths: Tensor | None = None # Frames of each trial `[B]`; none means T'
 
     def gru(self,
-        module: GRU,    # Unidirectional
+        module: GRU,    # Of one direction or two
         x: Tensor,      # Its input, in the order of `self.x`
-        states: Tensor, # Initial states `[L, B, H]`
+        states: Tensor, # Initial states `[L·directions, B, H]`
     ) -> tuple[Tensor, Tensor]:
-        "The last layer's states, in the order of time, and each layer's last state `[L, B, H]`."
-        return module(x, states) if self.order is None else cpu_gru(module, x, self.order, states, module.training)
+        "The last layer's states, in the order of time, and each layer's last state `[L·directions, B, H]`."
+        if self.order is None: return module(x, states, self.lengths)
+        return cpu_gru(module, x, self.order, states, module.training)
 
     def by_trial(self,
         y: Tensor, # Frames in the order of time
@@ -68,8 +70,11 @@ class Frontend(Encoder):
     def __init__(self,
         cfg: PatchedConfig, # The `model` group
         n_days: int,        # Recording days, D
+        day_layer: bool = True, # Whether there is a layer per day
     ):
         super().__init__(cfg, n_days)
+        self.has_day_layer = day_layer
+        if not day_layer: return
         self.day_weights = nn.Parameter(torch.eye(cfg.neural_dim).repeat(n_days, 1, 1))
         self.day_biases = nn.Parameter(torch.zeros(n_days, 1, cfg.neural_dim))
 
@@ -96,16 +101,17 @@ class Frontend(Encoder):
             raise ValueError(f'the batch has {T} bins, fewer than patch_size = {self.cfg.patch_size}; pad it, or leave '
                              'such short trials out')
         day_idx = check_days(x, day_idx)
-        if x.device.type != 'cpu': return self._padded(x, day_idx)
+        if x.device.type != 'cpu': return self._padded(x, day_idx, n_bins)
         return self._packed(x, day_idx, torch.full((B,), T) if n_bins is None else n_bins)
 
-    def _padded(self, x: Tensor, day_idx: Tensor) -> Frames:
+    def _padded(self, x: Tensor, day_idx: Tensor, n_bins: Tensor | None = None) -> Frames:
         "What the frames are, in five operations; how an accelerator computes them."
         cfg = self.cfg
-        x = softsign(day_affine(x, day_idx, self.day_weights, self.day_biases))
-        x = dropout(x, cfg.input_dropout, self.training)
+        if self.has_day_layer: x = day_affine(x, day_idx, self.day_weights, self.day_biases)
+        x = dropout(softsign(x), cfg.input_dropout, self.training)
         if cfg.patch_size: x = sliced_windows(x, cfg.patch_size, cfg.patch_stride)
-        return Frames(x.transpose(0, 1), None, x.shape[0], x.shape[1])
+        lengths = None if n_bins is None else cfg.n_frames(n_bins).clamp(min=1)
+        return Frames(x.transpose(0, 1), None, x.shape[0], x.shape[1], lengths)
 
     def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Frames:
         "The same without any padding; how a CPU computes them."
@@ -114,10 +120,11 @@ class Frontend(Encoder):
         frames = cfg.n_frames(n_bins).clamp(min=1)  # a trial shorter than a patch still gets a frame, of padding
         lengths = ((frames - 1) * stride + size).tolist()
         order = frame_order(frames)
-        x = softsign(packed_day_affine(pack(x, lengths), self.day_weights, self.day_biases, day_idx, lengths))
-        x = dropout(x, cfg.input_dropout, self.training)
+        x = pack(x, lengths)
+        if self.has_day_layer: x = packed_day_affine(x, self.day_weights, self.day_biases, day_idx, lengths)
+        x = dropout(softsign(x), cfg.input_dropout, self.training)
         if cfg.patch_size: x = packed_windows(x, lengths, size, stride)
-        return Frames(x, order, len(frames), int(frames.max()))
+        return Frames(x, order, len(frames), int(frames.max()), frames)
 
     def compiled(self) -> Callable:
         "The same by `torch.compile`, except for what a CPU computes: its shapes are others in each batch."
@@ -128,9 +135,10 @@ class Frontend(Encoder):
         "Day layers that are not trained stay the identity, GRU layers what they are."
         for m in self.modules():
             if isinstance(m, GRU): m.requires_grad_(self.cfg.rnn_trainable)
-        for p in (self.day_weights, self.day_biases): p.requires_grad_(self.cfg.input_trainable)
+        if self.has_day_layer:
+            for p in (self.day_weights, self.day_biases): p.requires_grad_(self.cfg.input_trainable)
 
-# %% ../../nbs/pytorch/04_frontend.ipynb #c020
+# %% ../../nbs/pytorch/04_frontend.ipynb #c022
 @dataclass
 class StreamState:
     "Where the stream of a batch of trials is."

@@ -104,6 +104,8 @@ class _ScanRecurrence(torch.autograd.Function):
         d_gates = torch.cat([d_s[..., :2*H], (d * d_n).to(dtype)], -1)  # the input's part of n is not scaled by r
         return d_gates, d_h0.to(h0.dtype), d_w.to(w_hh.dtype), d_b.to(w_hh.dtype)
 
+_LARGE = 1e4 # An argument of the update gate that opens it fully, whatever the state adds to it
+
 def scan_gru_layer(
     x: Tensor,    # Input `[T, B, I]`
     h0: Tensor,   # Initial state `[B, H]`
@@ -111,15 +113,21 @@ def scan_gru_layer(
     w_hh: Tensor, # `[3H, H]`
     b_ih: Tensor, # `[3H]`
     b_hh: Tensor, # `[3H]`
+    hold: Tensor | None = None, # Frames that leave the state as it is, boolean `[T, B]`
 ) -> tuple[Tensor, Tensor]:
     """One GRU layer in one direction, equal to `nn.GRU`.
 
     Returns the states `[T, B, H]`, float32 or wider, and the last one `[B, H]`."""
-    return _ScanRecurrence.apply(F.linear(x, w_ih, b_ih), h0, w_hh, b_hh)
+    gates = F.linear(x, w_ih, b_ih)
+    if hold is not None:
+        r, z, n = gates.chunk(3, -1)
+        gates = torch.cat([r, z.masked_fill(hold[..., None], _LARGE), n], -1)
+    return _ScanRecurrence.apply(gates, h0, w_hh, b_hh)
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c018
 class GRU(getattr(nn.GRU, '_orig', nn.GRU)):
-    "`nn.GRU`, sequence first and with biases, which on an XLA device is a scan for each layer and direction."
+    """`nn.GRU`, sequence first and with biases, which on an XLA device is a scan for each layer and direction.
+    Backwards, it reads each trial from its own last frame."""
     def __init__(self,
         input_size: int,             # Features per frame, I
         hidden_size: int,            # Units, H
@@ -130,25 +138,39 @@ class GRU(getattr(nn.GRU, '_orig', nn.GRU)):
         super().__init__(input_size, hidden_size, num_layers, dropout=dropout, bidirectional=bidirectional)
 
     def forward(self,
-        x: Tensor,                # Input `[T, B, I]`
-        h0: Tensor | None = None, # Initial states `[L·directions, B, H]`; none means zeros
+        x: Tensor,                    # Input `[T, B, I]`
+        h0: Tensor | None = None,     # Initial states `[L·directions, B, H]`; none means zeros
+        frames: Tensor | None = None, # Frames of each trial `[B]`, on the host or an XLA device; none means T
     ) -> tuple[Tensor, Tensor]:
         "States of the last layer `[T, B, H·directions]` and the last states of all `[L·directions, B, H]`."
-        return super().forward(x, h0) if x.device.type != 'xla' else scan_gru(self, x, h0)
+        if x.device.type == 'xla': return scan_gru(self, x, h0, frames)
+        if frames is None or not self.bidirectional: return super().forward(x, h0)
+        packed = nn.utils.rnn.pack_padded_sequence(x, frames.cpu(), enforce_sorted=False)
+        y, last = super().forward(packed, h0)
+        return nn.utils.rnn.pad_packed_sequence(y, total_length=len(x))[0], last
 
 def _layer_weights(module: nn.GRU, layer: int, suffix: str = '') -> list[Tensor]:
     "Weights and biases of a layer of `nn.GRU`; the backward direction's end with `_reverse`."
     names = 'weight_ih', 'weight_hh', 'bias_ih', 'bias_hh'
     return [getattr(module, f'{name}_l{layer}{suffix}') for name in names]
 
+def _suffixes(module: nn.GRU) -> list[str]:
+    "Ends of the names of each direction's weights."
+    return ['', '_reverse'] if module.bidirectional else ['']
+
 def scan_gru(
     module: nn.Module,        # An `nn.GRU` with biases, sequence first
     x: Tensor,                # Input `[T, B, I]`
     h0: Tensor | None = None, # Initial states `[L·directions, B, H]`; none means zeros
+    frames: Tensor | None = None, # Frames of each trial `[B]`; none means T
 ) -> tuple[Tensor, Tensor]:
-    "What `module(x, h0)` returns, by scans, on any device."
-    suffixes = ['', '_reverse'] if module.bidirectional else ['']
+    """What `module(x, h0)` returns, by scans, on any device. Backwards, a trial begins at its own last frame; what lies
+    behind it holds the initial state."""
+    suffixes = _suffixes(module)
     n_directions = len(suffixes)
+    hold = None
+    if frames is not None and module.bidirectional:
+        hold = torch.arange(len(x) - 1, -1, -1, device=x.device)[:, None] >= frames.to(x.device)
     if h0 is None: h0 = x.new_zeros(n_directions * module.num_layers, x.shape[1], module.hidden_size)
     last = []
     for i in range(module.num_layers):
@@ -156,13 +178,13 @@ def scan_gru(
         outs = []
         for j, suffix in enumerate(suffixes):
             weights = _layer_weights(module, i, suffix)
-            y, h = scan_gru_layer(x.flip(0) if j else x, h0[n_directions*i + j], *weights)
+            y, h = scan_gru_layer(x.flip(0) if j else x, h0[n_directions*i + j], *weights, hold if j else None)
             outs.append(y.flip(0) if j else y)
             last.append(h)
         x = torch.cat(outs, -1) if n_directions > 1 else outs[0]
     return x, torch.stack(last)
 
-# %% ../../nbs/pytorch/01_recurrence.ipynb #c023
+# %% ../../nbs/pytorch/01_recurrence.ipynb #c025
 @dataclass(frozen=True)
 class FrameOrder:
     "Packed frames ordered by time. B trials, N frames in all; *j* is a trial's place among the trials, longest first."
@@ -172,6 +194,7 @@ class FrameOrder:
     to_trials: Tensor   # The inverse `[N]`
     previous: Tensor    # Row of the same trial's frame before, with the B initial states in front of all rows `[N]`
     last: Tensor        # Row of each trial's last frame, in the order of `trials` `[B]`
+    mirror: Tensor      # Row of the frame as far from its trial's end as each row's is from its start `[N]`
     padded: Tensor      # Place of each row in a flattened `[B, T']` `[N]`
 
 def frame_order(
@@ -194,9 +217,10 @@ def frame_order(
         to_trials=from_trials.argsort(),
         previous=torch.where(t > 0, B + first_rows[t - 1], 0) + j,
         last=first_rows[frames[trials] - 1] + torch.arange(B),
+        mirror=first_rows[frames[trials[j]] - 1 - t] + j,
         padded=trials[j] * T + t)
 
-# %% ../../nbs/pytorch/01_recurrence.ipynb #c026
+# %% ../../nbs/pytorch/01_recurrence.ipynb #c028
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, rows, inverse):
@@ -217,7 +241,7 @@ def permute(
     "`x[rows]`, whose gradient is a selection too, not a scatter."
     return _Permute.apply(x, rows, inverse)
 
-# %% ../../nbs/pytorch/01_recurrence.ipynb #c029
+# %% ../../nbs/pytorch/01_recurrence.ipynb #c031
 def _step_dtype(w_hh: Tensor, dtype: torch.dtype) -> torch.dtype:
     "Precision of a step's product: autocast's, except for matrices so small that converting the state costs more."
     wide = torch.promote_types(dtype, torch.float32)
@@ -251,7 +275,7 @@ def _run_steps(
         h_before = h_next
     return gates, q, h
 
-# %% ../../nbs/pytorch/01_recurrence.ipynb #c032
+# %% ../../nbs/pytorch/01_recurrence.ipynb #c034
 def _run_steps_back(
     grad: Tensor,      # Of the states after each frame `[N, H]`
     factors: Tensor,   # Of d in d_r, d_z and d_q `[N, 3, H]`
@@ -303,7 +327,7 @@ class _PackedRecurrence(torch.autograd.Function):
         torch.mul(ds, d_n, out=d_gates[:, 2])  # the input's part of n is not scaled by r
         return flat.to(ctx.in_dtype), d_h0, d_w, d_b, None, None
 
-# %% ../../nbs/pytorch/01_recurrence.ipynb #c035
+# %% ../../nbs/pytorch/01_recurrence.ipynb #c037
 def gru_layer(
     x: Tensor,              # Input `[N, I]`, ordered by time
     h0: Tensor,             # Initial states `[B, H]`, longest trial first
@@ -313,25 +337,37 @@ def gru_layer(
     b_hh: Tensor,           # `[3H]`
     order: FrameOrder,      # Of the frames
     by_trial: bool = False, # `x` is ordered trial after trial
+    reverse: bool = False,  # From each trial's last frame to its first
 ) -> Tensor:
     "One GRU layer on a CPU, equal to `nn.GRU` (Cho et al., 2014, in cuDNN's form), `[N, H]`, ordered by time."
     gates = F.linear(x, w_ih, b_ih)
     if by_trial: gates = permute(gates, order.from_trials, order.to_trials)
-    return _PackedRecurrence.apply(gates, h0, w_hh, b_hh, order.counts, order.previous)
+    if reverse: gates = permute(gates, order.mirror, order.mirror)
+    y = _PackedRecurrence.apply(gates, h0, w_hh, b_hh, order.counts, order.previous)
+    return permute(y, order.mirror, order.mirror) if reverse else y
 
 def cpu_gru(
-    module: nn.GRU,    # Holds the weights; one direction
+    module: nn.GRU,    # Holds the weights
     x: Tensor,         # Input `[N, I]`, trial after trial
     order: FrameOrder, # Of the frames
-    h0: Tensor,        # Initial states `[L, B, H]`
+    h0: Tensor,        # Initial states `[L·directions, B, H]`
     training: bool,    # Whether there is dropout between layers
 ) -> tuple[Tensor, Tensor]:
     """All layers of an `nn.GRU` on packed trials, with dropout between them.
 
-    Returns the output `[N, H]`, ordered by time, and the states `[L, B, H]` after each trial's last frame."""
+    Returns the output `[N, H·directions]`, ordered by time, and the states `[L·directions, B, H]` after the frame of
+    each trial that is read last."""
+    suffixes = _suffixes(module)
+    places = order.trials.argsort()
+    read_last = order.last[places], places  # backwards that is the first frame, and these are the first rows
     last = []
     for i in range(module.num_layers):
         if i: x = dropout(x, module.dropout, training)
-        x = gru_layer(x, h0[i, order.trials], *_layer_weights(module, i), order, by_trial=i == 0)
-        last.append(x[order.last[order.trials.argsort()]])
+        outs = []
+        for j, suffix in enumerate(suffixes):
+            h = h0[len(suffixes)*i + j, order.trials]
+            y = gru_layer(x, h, *_layer_weights(module, i, suffix), order, by_trial=i == 0, reverse=j == 1)
+            outs.append(y)
+            last.append(y[read_last[j]])
+        x = torch.cat(outs, -1) if len(outs) > 1 else outs[0]
     return x, torch.stack(last)

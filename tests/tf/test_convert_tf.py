@@ -43,7 +43,7 @@ def ragged(batch=4):
     return x, rng.integers(0, 3, batch), n_bins
 
 
-@pytest.mark.parametrize('name', ['gru', 'triple_gru'])
+@pytest.mark.parametrize('name', ['gru', 'transformer', 'triple_gru'])
 def test_both_ways_by_the_command_line(name, tmp_path):
     model, cfg = trained(name, tmp_path)
     target = tmp_path/'best.weights.h5'
@@ -53,7 +53,7 @@ def test_both_ways_by_the_command_line(name, tmp_path):
     x, day, n_bins = ragged()
     ours = model(torch.from_numpy(x), torch.from_numpy(day)).detach().numpy()
     other = theirs(x, day).numpy()
-    frames = (n_bins - 14) // cfg.model.patch_stride + 1
+    frames = cfg.model.n_frames(n_bins)
     for a, b, n in zip(ours, other, frames): np.testing.assert_allclose(b[:n], a[:n], atol=1e-4)
     again, first = (of_torch.load_file(tmp_path/f) for f in ('again.pt', 'best.pt'))
     for k, v in first['model_state_dict'].items(): assert torch.equal(v, again['model_state_dict'][k]), k

@@ -59,7 +59,8 @@ def test_padding_changes_nothing(name, trained):
     garbage = x.copy()
     garbage[1, 31:] = 1e4 * rng.standard_normal((29, 16))
     n = cfg.model.n_frames(31)
-    clean, dirty = (model(batch, np.array([0, 1])).numpy() for batch in (x, garbage))
+    n_bins = np.array([60, 31])
+    clean, dirty = (model(batch, np.array([0, 1]), n_bins).numpy() for batch in (x, garbage))
     np.testing.assert_allclose(clean[1, :n], dirty[1, :n], rtol=1e-5, atol=1e-5)
     assert clean.shape[1] == cfg.model.n_frames(60)
     alone = model(x[1:, :31], np.array([1])).numpy()
@@ -125,6 +126,6 @@ def test_accumulated_gradients(name, data):
 
 
 def test_a_model_that_tensorflow_lacks_is_refused_in_one_line():
-    with pytest.raises(ConfigError, match='model.name = conv: TensorFlow has no such encoder, it has gru, triple_gru'):
-        encoder_class('conv')
+    refusal = 'model.name = conv: TensorFlow has no such encoder, it has gru, transformer, triple_gru'
+    with pytest.raises(ConfigError, match=refusal): encoder_class('conv')
     assert {'gru', 'triple_gru'} <= set(NAMES) and build_model(config('gru').model, 2).cfg.name == 'gru'

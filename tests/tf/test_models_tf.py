@@ -1,5 +1,5 @@
-"""The GRU in TensorFlow against the one in PyTorch, weights, logits and gradients; compiled against eager; our loop
-against Keras' own layers; bfloat16."""
+"""GRU and transformer in TensorFlow against those in PyTorch, weights, logits and gradients; compiled against eager;
+our loop against Keras' own layers; bfloat16."""
 import numpy as np
 import pytest
 import torch
@@ -7,10 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from b2t_kaggle.ctc import n_frames
+from b2t_kaggle.encoders.transformer import TransformerConfig
+from b2t_kaggle.pytorch.models import build_model as build_pytorch
 from b2t_kaggle.pytorch.models import gru as pt
 from b2t_kaggle.tensorflow import recurrence
 from b2t_kaggle.tensorflow.layers import keras, tf
-from b2t_kaggle.tensorflow.models.gru import GRUDecoder, to_pytorch
+from b2t_kaggle.tensorflow.models import build_model
+from b2t_kaggle.tensorflow.models.gru import GRUDecoder
 
 SMALL = dict(neural_dim=6, n_units=8, n_days=4, n_classes=5)
 
@@ -59,7 +62,7 @@ def tf_results(model, x, day, n_bins, jit=False, **kw):
     variables = model.named_variables()
     def step(x, day):
         with tf.GradientTape() as tape:
-            outs = as_tuple(model(x, day, **kw))
+            outs = as_tuple(model(x, day, n_bins=n_bins, **kw))
             loss = weighted(outs, frames, tf)
         return outs, tape.gradient(loss, list(variables.values()))
     outs, grads = (tf.function(step, jit_compile=True) if jit else step)(tf.constant(x), tf.constant(day))
@@ -86,7 +89,7 @@ def assert_parity(theirs, ours, lengths, jit=False, **kw):
     assert all(back[k].dtype == v.dtype and np.array_equal(back[k], v) for k, v in state.items())
     args = batch(lengths)
     outs, grads = tf_results(ours, *args, jit, **kw)
-    assert_same_results((outs, to_pytorch(grads)), torch_results(theirs, *args, **kw), ours.cfg.n_frames(args[2]))
+    assert_same_results((outs, ours.to_pytorch(grads)), torch_results(theirs, *args, **kw), ours.cfg.n_frames(args[2]))
 
 
 @pytest.mark.parametrize('n_layers, patch_size, patch_stride, jit', [
@@ -95,6 +98,17 @@ def assert_parity(theirs, ours, lengths, jit=False, **kw):
 def test_parity_with_pytorch(n_layers, patch_size, patch_stride, jit):
     sizes = SMALL | dict(n_layers=n_layers, patch_size=patch_size, patch_stride=patch_stride)
     assert_parity(random_torch(pt.GRUDecoder, **sizes), GRUDecoder(**sizes), [30, 17, 23, 14], jit)
+
+
+@pytest.mark.parametrize('fields, jit', [({}, False), (dict(causal=True), True), (dict(day_layer=True), False)])
+def test_transformers_parity_with_pytorch(fields, jit):
+    "Trials of different length, one of which fills no patch at its end; contexts and distances that end within it."
+    cfg = TransformerConfig(neural_dim=6, n_classes=5, n_units=12, n_layers=2, n_heads=2, head_dim=5, max_distance=9,
+                            left_context=4, left_context_min=4, patch_size=2, **fields)
+    torch.manual_seed(0)
+    theirs = build_pytorch(cfg, n_days=4).eval()
+    for p in theirs.parameters(): torch.nn.init.normal_(p, std=0.3)
+    assert_parity(theirs, build_model(cfg, n_days=4), [40, 17, 23, 14], jit)
 
 
 def test_official_weights():
@@ -212,6 +226,13 @@ def assert_trains(model, **kw):
 def test_bfloat16_trains(bfloat16):
     keras.utils.set_random_seed(0)
     assert_trains(GRUDecoder(**SMALL, n_layers=1, patch_size=5, patch_stride=3))
+
+
+def test_a_transformer_trains_in_bfloat16(bfloat16):
+    keras.utils.set_random_seed(0)
+    cfg = TransformerConfig(neural_dim=6, n_classes=5, n_units=12, n_layers=1, n_heads=2, head_dim=6, dropout=0,
+                            input_dropout=0)
+    assert_trains(build_model(cfg, n_days=4))
 
 
 def test_bfloat16_gradients_are_near_those_of_float32(bfloat16):

@@ -71,13 +71,17 @@ class GRUDecoder(Frontend):
         n_layers: int = 5,          # GRU layers, L
         patch_size: int = 0,        # Bins per patch; 0 means no patching
         patch_stride: int = 0,      # Bins between patches
+        bidirectional: bool = False, # Each layer reads the trial backwards too
     ):
         sizes = dict(neural_dim=neural_dim, n_units=n_units, n_classes=n_classes, n_layers=n_layers)
         dropouts = dict(rnn_dropout=rnn_dropout, input_dropout=input_dropout)
-        super().__init__(GRUConfig(**sizes, **dropouts, patch_size=patch_size, patch_stride=patch_stride), n_days)
-        self.gru = GRU(self.frame_dim, n_units, n_layers, dropout=rnn_dropout)
-        self.out = nn.Linear(n_units, n_classes)
+        patches = dict(patch_size=patch_size, patch_stride=patch_stride)
+        super().__init__(GRUConfig(**sizes, **dropouts, **patches, bidirectional=bidirectional), n_days)
+        self.is_causal = not bidirectional
+        self.gru = GRU(self.frame_dim, n_units, n_layers, rnn_dropout, bidirectional)
+        self.out = nn.Linear(n_units * (1 + bidirectional), n_classes)
         self.h0 = nn.Parameter(nn.init.xavier_uniform_(torch.empty(1, 1, n_units)))
+        if bidirectional: self.h0_reverse = nn.Parameter(nn.init.xavier_uniform_(torch.empty(1, 1, n_units)))
         init_gru(self.gru)
         nn.init.xavier_uniform_(self.out.weight)
         self.register_load_state_dict_pre_hook(_load_official)
@@ -86,26 +90,37 @@ class GRUDecoder(Frontend):
     def from_config(cls, cfg: GRUConfig, n_days: int) -> 'GRUDecoder':
         "The model of a configuration."
         sizes = cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes
-        model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, cfg.patch_size, cfg.patch_stride)
+        model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, cfg.patch_size, cfg.patch_stride,
+                    cfg.bidirectional)
         model.cfg = cfg
         return model
+
+    def initial_states(self,
+        n_trials: int, # B
+    ) -> Tensor:
+        "The learnt states `[L·directions, B, H]`."
+        n_layers = self.gru.num_layers
+        if self.is_causal: return self.h0.expand(n_layers, n_trials, -1).contiguous()
+        return torch.cat([self.h0, self.h0_reverse]).repeat(n_layers, n_trials, 1)
 
     def forward(self,
         x: Tensor,                     # Features `[B, T, F]`, smoothed
         day_idx: Tensor,               # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
-        states: Tensor | None = None,  # States `[L, B, H]` to start from; none means the learnt ones
-        return_state: bool = False,    # Also return the states `[L, B, H]` after the last frame
+        states: Tensor | None = None,  # States `[L·directions, B, H]` to start from; none means the learnt ones
+        return_state: bool = False,    # Also return these states after the frame of each trial that is read last
         n_bins: Tensor | None = None,  # Bins of each trial `[B]`; what lies beyond need not be computed
     ) -> Tensor:
         """Logits `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames`
         does."""
         f = self.frames(x, day_idx, n_bins)
-        if states is None: states = self.h0.expand(self.gru.num_layers, f.n_trials, -1).contiguous()
+        if states is None: states = self.initial_states(f.n_trials)
         y, states = f.gru(self.gru, f.x, states)
         logits = f.unpack(self.out(y))
         return (logits, states) if return_state else logits
 
-    def start(self, batch_size: int = 1) -> StreamState: return StreamState()
+    def start(self, batch_size: int = 1) -> StreamState:
+        "The state before the first bin, for `push`. Raises `NotImplementedError` for a bidirectional model."
+        return StreamState() if self.is_causal else super().start()
 
     def push(self, x: Tensor, day_idx: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
         "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."

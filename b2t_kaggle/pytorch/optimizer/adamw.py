@@ -146,4 +146,4 @@ class StackedAdamW(RunOptimizer):
 
 def _wide(v: Tensor, like: Tensor) -> Tensor:
     "A number for each row, or a single one, with the dimensions of a parameter."
-    return v.view(*v.shape, *[1] * (like.ndim - v.ndim))
+    return v.view(*v.shape, *[1] * (like.ndim - v.ndim)) if like.ndim else v[0]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ...encoders.gru import GRUConfig
+from ...schema import ConfigError
 from ..frontend import Frontend
 from ..layers import keras, tf
 from ..recurrence import GRU
@@ -162,7 +163,10 @@ class GRUDecoder(GRUEncoder):
 
     @classmethod
     def from_config(cls, cfg: GRUConfig, n_days: int) -> 'GRUDecoder':
-        "The model of a configuration."
+        "The model of a configuration. Raises `ConfigError` for a bidirectional one."
+        if cfg.bidirectional:
+            raise ConfigError('model.bidirectional is true: TensorFlow has the GRU that reads forwards; set it to '
+                              'false, or train.framework to pytorch')
         model = cls(cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes, cfg.rnn_dropout, cfg.input_dropout,
                     cfg.n_layers, cfg.patch_size, cfg.patch_stride)
         model.cfg = cfg

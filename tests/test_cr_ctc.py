@@ -1,0 +1,227 @@
+"""CR-CTC and the reduction of the CTC loss: formulas in NumPy, views that agree, and batches in parts and processes."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import encoders
+import numpy as np
+import pytest
+import torch
+from test_trainer import config, open_stores, write_toy
+
+from b2t_kaggle.data.store import TrialStore  # noqa: F401
+from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.pytorch.augment import Augment
+from b2t_kaggle.pytorch.cr_ctc import consistency_losses
+from b2t_kaggle.pytorch.models import model_names
+from b2t_kaggle.pytorch.parallel import SingleDevice, start  # noqa: F401
+from b2t_kaggle.pytorch.trainer import Trainer, _all_gradients
+from b2t_kaggle.training.history import read_history
+
+STILL = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, rnn_dropout=0, input_dropout=0)
+
+
+@pytest.fixture(scope='module')
+def stores(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('toy')
+    write_toy(folder)
+    return open_stores(folder)
+
+
+def trainer(stores, **kw):
+    return Trainer(*stores, config(precision='float32', **kw), SingleDevice(pick_torch('cpu', 'float32')))
+
+
+def softmax(z):
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def test_value_and_gradient_of_the_formula():
+    """In float64, frame by frame; the gradient in closed form: a view's logits are pulled from its own posterior to
+    the other one's, by half of their difference."""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 3, 7, 5)) * 3
+    frames = np.array([7, 1, 4])
+    p, q = softmax(a), softmax(b)
+    expected = np.zeros(3)
+    grad_a, grad_b = np.zeros_like(a), np.zeros_like(b)
+    for i, n in enumerate(frames):
+        for t in range(n):
+            expected[i] += .5 * sum(p[i, t, k] * np.log(p[i, t, k] / q[i, t, k])
+                                    + q[i, t, k] * np.log(q[i, t, k] / p[i, t, k]) for k in range(5))
+            grad_a[i, t] = .5 * (p[i, t] - q[i, t])
+            grad_b[i, t] = .5 * (q[i, t] - p[i, t])
+    logits = torch.tensor(np.stack([a, b], 1).reshape(6, 7, 5), dtype=torch.float32, requires_grad=True)
+    losses = consistency_losses(logits, torch.tensor(np.repeat(frames, 2)))
+    np.testing.assert_allclose(losses.detach().numpy(), expected, rtol=1e-5)
+    losses.sum().backward()
+    found = logits.grad.numpy().reshape(3, 2, 7, 5)
+    np.testing.assert_allclose(found[:, 0], grad_a, atol=1e-6)
+    np.testing.assert_allclose(found[:, 1], grad_b, atol=1e-6)
+
+
+def test_what_lies_beyond_the_end_counts_nothing():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 9, 5)
+    frames = torch.tensor([6, 6, 9, 9])
+    before = consistency_losses(logits, frames)
+    logits[:2, 6:] = 1e4 * torch.randn(2, 3, 5)
+    logits.requires_grad_()
+    after = consistency_losses(logits, frames)
+    after.sum().backward()
+    assert torch.equal(before, after.detach()) and (logits.grad[:2, 6:] == 0).all()
+
+
+def test_views_that_are_equal_have_no_loss_and_no_gradient(stores):
+    "A step with nothing random is the one without CR-CTC, whatever its weight."
+    results = []
+    for weight in (0, 5.):
+        t = trainer(stores, cr_ctc=weight, **STILL)
+        parts, _ = t.loader(0)
+        losses, = _all_gradients(t, parts)
+        results.append((losses, {k: p.grad for k, p in t.model.named_parameters()}))
+    (plain, expected), (views, grads) = results
+    assert (views['consistency'] == 0).all()
+    torch.testing.assert_close(views['loss'], plain['loss'])
+    for k, g in grads.items(): torch.testing.assert_close(g, expected[k], rtol=1e-4, atol=1e-6)
+
+
+def test_views_differ_in_noise_masks_and_dropout_and_not_in_their_cut(stores):
+    t = trainer(stores, cr_ctc=.2, random_cut=4, time_masks=3, time_mask_max=.2)
+    (part,), _ = t.loader(0)
+    rows = part.two_views()
+    x, n_bins = t.augment.apply(rows.x, rows.n_bins, 3, torch.Generator().manual_seed(0))
+    a, b = x[::2], x[1::2]
+    assert torch.equal(n_bins[::2], n_bins[1::2]) and torch.equal(n_bins[::2], part.n_bins - 3)
+    for i, n in enumerate(n_bins[::2]): assert not torch.equal(a[i, :n], b[i, :n])
+    masked = (x == 0).all(-1)
+    assert not torch.equal(masked[::2], masked[1::2])
+    still = trainer(stores, cr_ctc=.2, **STILL | dict(input_dropout=.3))
+    losses, = _all_gradients(still, still.loader(0)[0])
+    assert (losses['consistency'] > 0).all()
+
+
+def test_the_loss_is_the_mean_of_both_and_their_consistency(stores):
+    "Put together from what the parts say, for each reduction."
+    for reduction in ('trial', 'label'):
+        t = trainer(stores, cr_ctc=.3, ctc_reduction=reduction)
+        t.model.eval() # no dropout: the same noise gives the same logits
+        (part,), _ = t.loader(0)
+        seen = []
+        t.augment.apply, real = lambda *args: seen.append(real(*args)) or seen[-1], t.augment.apply
+        losses, = _all_gradients(t, [part])
+        x, n_bins = seen[0]
+        frames = t.cfg.model.n_frames(n_bins)
+        rows = part.two_views()
+        logits = t.model(x, rows.day, n_bins=n_bins).detach()
+        ctc = torch.nn.functional.ctc_loss(logits.log_softmax(-1).transpose(0, 1), rows.labels, frames, rows.n_labels,
+                                           reduction='none')
+        unit = part.n_labels if reduction == 'label' else 1
+        consistency = consistency_losses(logits, frames) / unit
+        torch.testing.assert_close(losses['consistency'], consistency, rtol=1e-4, atol=1e-5)
+        expected = (ctc[::2] + ctc[1::2]) / 2 / unit + .3 * consistency
+        torch.testing.assert_close(losses['loss'], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_per_label_is_pytorchs_mean(stores):
+    t = trainer(stores, ctc_reduction='label', **STILL)
+    (part,), _ = t.loader(0)
+    losses, = _all_gradients(t, [part])
+    t.model.eval()
+    x = t.augment.eval(part.x)
+    log_probs = t.model(x, part.day, n_bins=part.n_bins).log_softmax(-1).transpose(0, 1)
+    frames = t.cfg.model.n_frames(part.n_bins)
+    expected = torch.nn.functional.ctc_loss(log_probs, part.labels, frames, part.n_labels)
+    torch.testing.assert_close(losses['loss'].mean(), expected.detach(), rtol=1e-4, atol=1e-5)
+    validation = t.validate()
+    per_trial = trainer(stores, **STILL).validate()
+    assert validation['val_per'] == per_trial['val_per'] and validation['val_loss'] < .5 * per_trial['val_loss']
+
+
+def test_an_encoder_with_losses_of_its_own(stores):
+    "The TripleGRU's clean logits are compared; an encoder that does not say which ones it has is refused in a line."
+    sizes = {'model.name': 'triple_gru', 'noise_units': 8}
+    losses, = _all_gradients(t := trainer(stores, cr_ctc=.2, **sizes), t.loader(0)[0])
+    assert (losses['consistency'] > 0).all() and torch.isfinite(losses['loss']).all()
+    t.model.training_logits = lambda out: super(type(t.model), t.model).training_logits(out)
+    with pytest.raises(RuntimeError, match='train.cr_ctc: model.name = triple_gru does not say which logits'):
+        _all_gradients(t, t.loader(0)[0])
+
+
+@pytest.mark.parametrize('name', model_names())
+def test_every_encoder_learns_from_two_views(name, tmp_path_factory):
+    "One step with ScaledAdam: each trial has a loss of both views, and the last layer moves."
+    folder = tmp_path_factory.mktemp(name)
+    encoders.write_toy(folder, n_trials=2)
+    cfg = encoders.config(name, cr_ctc=.2, white_noise_std=.5, optimizer='scaled_adam', lr_warmup_steps=0)
+    t = Trainer(*encoders.open_toy(folder), cfg, SingleDevice(pick_torch('cpu', 'float32')))
+    before = [p.detach().clone() for p in t.model.parameters()]
+    taken = t.train_step(*t.loader(0))
+    assert taken.losses.shape == taken.terms['consistency'].shape == (4,)
+    assert np.isfinite(taken.losses).all() and (taken.terms['consistency'] > 0).all()
+    assert not torch.equal(list(t.model.parameters())[-1], before[-1])
+
+
+class Shaken(Augment):
+    "Views that differ by numbers that depend on the row's own content alone, wherever it is computed."
+    def apply(self, x, n_bins, cut, generator):
+        sign = torch.tensor([1., -1.]).repeat(len(x) // 2).view(-1, 1, 1)
+        return self.eval(x * (1 + .3 * sign)), n_bins
+
+
+def losses_and_weights(stores, backend, **kw):
+    "Of twelve steps of ScaledAdam with the views of `Shaken`; the last two are clipped."
+    recipe = dict(precision='float32', cr_ctc=.2, optimizer='scaled_adam', lr_scheduler_type='step', lr_max=.03)
+    t = Trainer(*stores, config(**recipe | STILL | kw), backend)
+    t.augment = Shaken(t.cfg.augment, 0)
+    results = [t.train_step(*t.loader(i)) for i in range(12)]
+    means = [[float(np.mean(x)) for x in (r.losses, r.terms['consistency'])] for r in results]
+    return np.array(means), {k: v.flatten().tolist() for k, v in t.model.state_dict().items()}
+
+
+def test_a_batch_in_parts_is_the_whole_one(stores):
+    cpu = SingleDevice(pick_torch('cpu', 'float32'))
+    whole, parts = (losses_and_weights(stores, cpu, accumulate=n) for n in (1, 3))
+    assert whole[0][:, 1].min() > 1e-3, 'the views agree, so that this proves nothing'
+    np.testing.assert_allclose(parts[0], whole[0], rtol=1e-3)
+    for k, v in whole[1].items(): np.testing.assert_allclose(parts[1][k], v, atol=1e-4)
+
+
+SCRIPT = '''
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_cr_ctc import *
+stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]
+backend = start(pick_torch('cpu', 'float32'))
+means, weights = losses_and_weights(stores, backend)
+means = np.mean(backend.gather(means), 0).tolist()
+if backend.is_main_process: Path(sys.argv[3]).write_text(json.dumps([means, weights]))
+backend.close()
+'''
+
+
+def test_two_processes_take_the_steps_of_one(stores, tmp_path):
+    script = tmp_path/'two.py'
+    script.write_text(SCRIPT)
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', str(script),
+               str(Path(__file__).parent), str(stores[0].path.parent), str(tmp_path/'result.json')]
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    means, weights = json.loads((tmp_path/'result.json').read_text())
+    one = losses_and_weights(stores, SingleDevice(pick_torch('cpu', 'float32')))
+    np.testing.assert_allclose(means, one[0], rtol=1e-3)
+    for k, v in one[1].items(): np.testing.assert_allclose(weights[k], v, atol=1e-4)
+
+
+def test_its_curve_is_in_the_history(stores, tmp_path):
+    from b2t_kaggle.pytorch.trainer import train
+    kw = dict(num_training_batches=20, batches_per_val_step=20, precision='float32')
+    train(*stores, config(cr_ctc=.2, **kw), tmp_path/'with', progress=False)
+    train(*stores, config(**kw), tmp_path/'without', progress=False)
+    with_it, without = (read_history(tmp_path/run/'history.csv') for run in ('with', 'without'))
+    assert (with_it.consistency > 0).all() and 'consistency' not in without

@@ -1,0 +1,72 @@
+"ScaledAdam and CR-CTC on XLA: one program, nothing on the host, the numbers of the CPU, and the same on two devices."
+import sys
+from pathlib import Path
+
+import pytest
+
+torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
+import torch
+import torch_xla.debug.metrics as met
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+from test_trainer import open_stores, write_toy
+from test_training_xla import compiled_once, xla
+
+from b2t_kaggle.pytorch.optimizer import ScaledAdam
+
+RECIPE = {'optimizer': 'scaled_adam', 'lr_scheduler_type': 'eden', 'lr_max': .03, 'lr_max_day': .03, 'cr_ctc': .2,
+          'time_masks': 2, 'ctc_reduction': 'label'}
+
+
+def test_sixty_steps_are_one_program_and_the_cpus():
+    "Two groups, of which one has rows that a mask chooses; limits and clipping act."
+    torch.manual_seed(0)
+    shapes = [(), (3, 4), (3, 4), (7,)]
+    start = [torch.randn(s) for s in shapes]
+    days = torch.randn(3, 5)
+    grads = [[torch.randn(s) * (50 if n in (13, 47) else 1) for s in [*shapes, (3, 5)]] for n in range(60)]
+    masks = (torch.rand(60, 3) > .4).float()
+
+    def run(device):
+        params = [torch.nn.Parameter(p.clone().to(device)) for p in [*start, days]]
+        groups = [dict(params=params[:-1]), dict(params=params[-1:], has_rows=True)]
+        adam = ScaledAdam(groups, clipping_scale=1., clipping_update_period=15, param_max_rms=1.2, scalar_max=1.2)
+        for group in adam.param_groups:
+            adam.stacks(group)
+            adam.clipping(group)
+        compiled = []
+        for n in range(60):
+            rates = torch.tensor([.05 / (n + 1), .03]).to(device).unbind()
+            for p, g in zip(params, grads[n]): p.grad = g.to(device)
+            for group, lr in zip(adam.param_groups, rates): group['lr'] = lr
+            adam.param_groups[1]['rows'] = masks[n].to(device)
+            adam.step()
+            if device.type == 'xla': torch_xla.sync()
+            compiled.append(met.metric_data('CompileTime')[0] if met.metric_data('CompileTime') else 0)
+        return [p.detach().cpu() for p in params], compiled
+
+    met.clear_all()
+    found, compiled = run(torch_xla.device())
+    assert not [c for c in met.counter_names() if c.startswith('aten::')]
+    assert compiled[2:] == [compiled[1]] * 58, compiled # the first step also makes the state
+    expected, _ = run(torch.device('cpu'))
+    for a, b, p in zip(found, expected, [*start, days]):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5) and not torch.allclose(b, p, atol=.01)
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('toy')
+    write_toy(folder)
+    open_stores(folder)
+    return folder
+
+
+def test_a_step_is_one_program_per_length_on_one_device_and_the_same_on_two(data, tmp_path):
+    "Noise, masks and dropout of both views included."
+    one = xla('steps', data, tmp_path/'one', RECIPE)
+    assert compiled_once(one) and one['fallbacks'] == [], one
+    two = xla('steps', data, tmp_path/'two', RECIPE, n=2)
+    assert two['n'] == 2 and compiled_once(two) and two['fallbacks'] == []
+    for k in ('losses', 'norms'): assert two[k] == pytest.approx(one[k], rel=1e-3), k
