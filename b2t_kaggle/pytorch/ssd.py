@@ -27,10 +27,11 @@ def segment_sums(
     coarse = _coarse(a)
     fine = (a - coarse).cumsum(-1)
     coarse = coarse.cumsum(-1)
-    sums = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
+    sums = fine[..., :, None] - fine[..., None, :]
+    sums += coarse[..., :, None] - coarse[..., None, :]
     T = a.shape[-1]
     behind = torch.ones(T, T, dtype=torch.bool, device=a.device).triu(1)
-    return sums.masked_fill(behind, -torch.inf)
+    return sums.masked_fill_(behind, -torch.inf)
 
 # %% ../../nbs/pytorch/14_ssd.ipynb #c011
 def _carry(
@@ -68,7 +69,7 @@ def ssd(
     c = c.reshape(S, C, Q, N)
     a = log_decay.reshape(S, C, Q, H).transpose(2, 3)       # [S, C, H, Q]
     through = a.clamp(min=_LOWEST).cumsum(-1)               # from a chunk's start to behind each frame
-    between = segment_sums(a).exp()                         # [S, C, H, Q, Q]
+    between = segment_sums(a).exp_()                        # [S, C, H, Q, Q]
     weights = (c @ b.mT)[:, :, None] * between
     y = (weights @ x.transpose(2, 3)).transpose(2, 3)       # [S, C, Q, H, P]
     to_end = between[..., -1, :].transpose(2, 3)[..., None] # [S, C, Q, H, 1]
