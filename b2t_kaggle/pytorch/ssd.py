@@ -27,10 +27,11 @@ def segment_sums(
     coarse = _coarse(a)
     fine = (a - coarse).cumsum(-1)
     coarse = coarse.cumsum(-1)
-    sums = (coarse[..., :, None] - coarse[..., None, :]) + (fine[..., :, None] - fine[..., None, :])
+    sums = fine[..., :, None] + (-fine)[..., None, :]
+    sums += coarse[..., :, None] - coarse[..., None, :]
     T = a.shape[-1]
     behind = torch.ones(T, T, dtype=torch.bool, device=a.device).triu(1)
-    return sums.masked_fill(behind, -torch.inf)
+    return sums.masked_fill_(behind, -torch.inf)
 
 # %% ../../nbs/pytorch/14_ssd.ipynb #c011
 def _carry(
@@ -67,18 +68,19 @@ def ssd(
     b = b.reshape(S, C, Q, N)
     c = c.reshape(S, C, Q, N)
     a = log_decay.reshape(S, C, Q, H).transpose(2, 3)       # [S, C, H, Q]
-    through = a.clamp(min=_LOWEST).cumsum(-1)               # from a chunk's start to behind each frame
-    between = segment_sums(a).exp()                         # [S, C, H, Q, Q]
-    weights = (c @ b.mT)[:, :, None] * between
+    weights = (c @ b.mT)[:, :, None] * segment_sums(a).exp_()
     y = (weights @ x.transpose(2, 3)).transpose(2, 3)       # [S, C, Q, H, P]
-    to_end = between[..., -1, :].transpose(2, 3)[..., None] # [S, C, Q, H, 1]
-    made = (b.mT @ (x * to_end).flatten(3)).unflatten(-1, (H, P))
+    a = a.clamp(min=_LOWEST).transpose(2, 3)                # [S, C, Q, H]
+    through = a.cumsum(2)                                   # from a chunk's start to behind each frame
+    to_end = F.pad(a[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)
+    made = (b.mT @ (x * to_end.exp()[..., None]).flatten(3)).unflatten(-1, (H, P))
     if state is None: state = log_decay.new_zeros(S, N, H, P)
     with torch.autocast(x.device.type, enabled=False):
-        states = _carry(made.to(log_decay.dtype), through[..., -1], state)
-    read = (c @ states[:, :-1].to(made.dtype).flatten(3)).unflatten(-1, (H, P))
-    y = y + read * through.exp().transpose(2, 3)[..., None]
-    return y.reshape(S, C*Q, H, P)[:, :T], states[:, -1]
+        states = _carry(made.to(log_decay.dtype), a.sum(2), state)
+    states, last = states.split([C, 1], 1)
+    read = (c @ states.to(made.dtype).flatten(3)).unflatten(-1, (H, P))
+    y = (y + read * through.exp()[..., None]).flatten(1, 2)
+    return y[:, :T] if missing else y, last.squeeze(1)
 
 # %% ../../nbs/pytorch/14_ssd.ipynb #c024
 class _CausalConv(torch.autograd.Function):
