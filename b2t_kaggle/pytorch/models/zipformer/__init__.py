@@ -159,9 +159,10 @@ class Zipformer(Encoder):
         x: Tensor,       # Features `[B, T, F]`
         day_idx: Tensor, # Day of each trial `[B]`
     ) -> Tensor:
-        "The encoder's input `[B, T', C]`."
+        """The encoder's input `[B, T', C]`. Where products are computed in 16 bits, what layers add up is still in
+        float32."""
         if self.cfg.day_layer: x = softsign(day_affine(x, day_idx, self.day_weights, self.day_biases))
-        return self.frontend(x)
+        return self.frontend(x).to(self.out.weight.dtype)
 
     def encode(self,
         x: Tensor,                                 # Features `[B, T, F]`, zero beyond a trial's end
