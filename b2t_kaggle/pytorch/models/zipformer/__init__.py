@@ -32,6 +32,7 @@ from b2t_kaggle.pytorch.scaling import (
     set_batch_count,
     training_state,
 )
+from ....training.recipe import TrainingError
 
 _all_ = ['Zipformer2', 'Conv2dSubsampling']
 
@@ -208,9 +209,9 @@ class Zipformer(Encoder):
         return parameter.ndim >= 2 and not name.endswith('conv_scale')
 
     def compiled(self) -> Callable:
-        "Raises `NotImplementedError`: what a call leaves out is drawn on the host, so there is no one program."
-        raise NotImplementedError('train.compile = true: a Zipformer draws on the host what a step leaves out, which '
-                                  'torch.compile cannot follow; set it to false')
+        "Raises `TrainingError`: what a call leaves out is drawn on the host, so there is no one program."
+        raise TrainingError('train.compile = true: model.name = zipformer draws on the host what a step leaves out, '
+                            'which torch.compile cannot follow; set it to false')
 
     def freeze(self) -> None:
         "Day layers that are not trained stay the identity. A parameter without effect needs no gradient."
