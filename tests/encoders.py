@@ -64,7 +64,15 @@ def open_toy(folder: Path) -> list[TrialStore]:
     return [TrialStore.open(path), TrialStore.open(path)]
 
 
-if __name__ == '__main__':  # trains in a process that a test kills
+FEW = dict(num_training_batches=6, batches_per_val_step=6)
+
+if __name__ == '__main__':  # trains in a process that a test kills, or several encoders in a pair of processes
     from b2t_kaggle.frameworks import train
-    folder, out, name, framework = sys.argv[1:5]
-    train(*open_toy(Path(folder)), config(name, framework=framework), Path(out), progress=False)
+    folder, out, names, framework = sys.argv[1:5]
+    if ',' not in names: train(*open_toy(Path(folder)), config(names, framework=framework), Path(out), progress=False)
+    else:
+        from torch import distributed
+        distributed.init_process_group('gloo')  # A second one, for the second encoder, would wait for the first
+        for name in filter(None, names.split(',')):
+            train(*open_toy(Path(folder)), config(name, framework=framework, **FEW), Path(out)/name, progress=False)
+        distributed.destroy_process_group()

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from encoders import SESSIONS, VARIANTS, config, open_toy, write_toy
+from encoders import FEW, SESSIONS, VARIANTS, config, open_toy, write_toy
 
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.augment import Augment
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, save_official
 from b2t_kaggle.pytorch.inference import infer
-from b2t_kaggle.pytorch.launch import launch
 from b2t_kaggle.pytorch.models import build_model, model_names
 from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.streaming import EncoderStream
 from b2t_kaggle.pytorch.trainer import Trainer, train
 from b2t_kaggle.training.checkpoints import CheckpointError
+from b2t_kaggle.training.history import read_history
 
 NAMES = model_names()
 NAMES_AND_VARIANTS = [*NAMES, *VARIANTS]
@@ -134,13 +134,28 @@ def test_accumulated_gradients(name, data):
     for one, parts in zip(*results): assert parts == pytest.approx(one, rel=2e-3)
 
 
+@pytest.fixture(scope='module')
+def in_two_processes(request, data, tmp_path_factory):
+    "A folder for each encoder. One pair of processes trains them all: starting it takes longer than the few steps."
+    names = [item.callspec.params['name'] for item in request.session.items
+             if item.name.startswith('test_two_processes[')]
+    out = tmp_path_factory.mktemp('pair')
+    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
+    script = str(Path(__file__).with_name('encoders.py'))
+    done = subprocess.run([*torchrun, script, data, out, ','.join([*names, '']), 'pytorch'], capture_output=True,
+                          text=True, env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
 @pytest.mark.parametrize('name', NAMES)
-def test_two_processes(name, data, tmp_path):
-    "DistributedDataParallel over gloo takes the steps of one process."
-    few = config(name, num_training_batches=6, batches_per_val_step=6)
-    one = train(*open_toy(data), few, tmp_path/'one', progress=False)
-    two = launch(2, *open_toy(data), few, tmp_path/'two', progress=False)
-    assert two['step'] == one['step'] == 6 and two['val_loss'] == pytest.approx(one['val_loss'], rel=1e-3)
+def test_two_processes(name, data, in_two_processes, tmp_path):
+    "DistributedDataParallel over gloo takes the steps of one process; `launch` itself is tried in test_trainer."
+    one = train(*open_toy(data), config(name, **FEW), tmp_path, progress=False)
+    two = load_file(in_two_processes/name/'last.pt')
+    history = read_history(in_two_processes/name/'history.csv')
+    assert two['step'] == one['step'] == 6
+    assert history.val_loss.dropna().iloc[-1] == pytest.approx(one['val_loss'], rel=1e-3)
 
 
 @pytest.mark.parametrize('name', NAMES_AND_VARIANTS)

@@ -162,7 +162,8 @@ class DDP(Backend):
         if device.kind == 'cuda':
             self.torch_device = torch.device('cuda', int(os.environ['LOCAL_RANK']))
             torch.cuda.set_device(self.torch_device)
-        dist.init_process_group('nccl' if device.kind == 'cuda' else 'gloo')
+        self.is_owner = not dist.is_initialized()  # A program that trains several times has a group of its own
+        if self.is_owner: dist.init_process_group('nccl' if device.kind == 'cuda' else 'gloo')
         self.dist = dist
         self.world_size = dist.get_world_size()
         self.n_devices = self.world_size
@@ -180,7 +181,7 @@ class DDP(Backend):
         self.dist.all_gather_object(values, value, group=self.objects)
         return values
 
-    def close(self): self.dist.destroy_process_group()
+    def close(self): self.dist.destroy_process_group(None if self.is_owner else self.objects)
 
 def in_torchrun() -> bool:
     "Whether `torchrun` started this process."
