@@ -3,6 +3,7 @@
 `shared/zipformer` beside this repository holds what icefall's own modules give: each stack, each gradient, each part
 that is left out at random."""
 import json
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -10,12 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from encoders import config, open_toy, write_toy
+
+from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.models.zipformer import Conv2dSubsampling, Zipformer2
 from b2t_kaggle.pytorch.models.zipformer.attention import RelPositionMultiheadAttentionWeights
 from b2t_kaggle.pytorch.models.zipformer.bypass import BypassModule, SimpleDownsample, SimpleUpsample
 from b2t_kaggle.pytorch.models.zipformer.convolution import ChunkCausalDepthwiseConv1d
 from b2t_kaggle.pytorch.models.zipformer.positions import CompactRelPositionalEncoding
+from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.scaling import Balancer, ScheduledFloat, Whiten, set_batch_count
+from b2t_kaggle.pytorch.trainer import Trainer
 
 SHARED = Path(__file__).parents[2]/'shared'/'zipformer'
 needs_reference = pytest.mark.skipif(not SHARED.exists(), reason='needs ../shared/zipformer: figures made with icefall')
@@ -423,3 +431,43 @@ def test_feature_masks(monkeypatch):
     draw(monkeypatch, (1, 5, 1), units()['feature_mask.noise1'], units()['feature_mask.noise2'])
     masks = encoder.get_feature_masks(torch.zeros(7, 5, 24))
     for i, mask in enumerate(masks): assert torch.equal(mask, units()[f'feature_mask.stack_{i}'])
+
+
+# In the kit
+
+EVERYTHING = {'model.balancer': True, 'model.whiten': True, 'model.skips': True, 'model.dropout': 0.1,
+              'model.encoder_unmasked_dim': [16]}
+
+
+def test_a_run_continues_exactly_with_all_that_is_random(tmp_path):
+    "Limits, whitening, skips and dropout are on; without what Whiten remembers it would be another run."
+    write_toy(tmp_path)
+    def trainer(checkpoint=None):
+        cfg = config('zipformer', **EVERYTHING)
+        return Trainer(*open_toy(tmp_path), cfg, SingleDevice(pick_torch('cpu', 'float32')), checkpoint)
+
+    never = trainer()
+    for i in range(8):
+        if i == 5: never.save_last(tmp_path/'last.pt')
+        never.train_step(*never.loader(i))
+    again = trainer(tmp_path/'last.pt')
+    assert len({float(v) for v in again.model.training_state().values()}) > 1
+    for i in range(5, 8): again.train_step(*again.loader(i))
+    for k, v in never.model.state_dict().items(): assert torch.equal(v, again.model.state_dict()[k]), k
+    assert never.model.training_state() == again.model.training_state()
+
+
+def test_products_in_16_bits():
+    "Sums of layers stay in float32, and the logits are close to those in float32."
+    torch.manual_seed(0)
+    model = build_model(config('zipformer').model, 2).eval()
+    x = torch.randn(2, 60, 16)
+    exact = model(x, [0, 1]).detach()
+    with torch.autocast('cpu', torch.bfloat16):
+        frames = model.frames(x, torch.tensor([0, 1])).transpose(0, 1)
+        assert model.encoder(frames, torch.tensor([14, 14]))[0].dtype == torch.float32
+        rounded = model(x, [0, 1]).detach().float()
+    relatively_close(rounded, exact, 0.03)
+    model.train()
+    with torch.autocast('cpu', torch.bfloat16): model(x, [0, 1], batch_count=100.0).float().square().mean().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)

@@ -32,6 +32,7 @@ from b2t_kaggle.pytorch.scaling import (
     set_batch_count,
     training_state,
 )
+from ....training.recipe import TrainingError
 
 _all_ = ['Zipformer2', 'Conv2dSubsampling']
 
@@ -159,9 +160,10 @@ class Zipformer(Encoder):
         x: Tensor,       # Features `[B, T, F]`
         day_idx: Tensor, # Day of each trial `[B]`
     ) -> Tensor:
-        "The encoder's input `[B, T', C]`."
+        """The encoder's input `[B, T', C]`. Where products are computed in 16 bits, what layers add up is still in
+        float32."""
         if self.cfg.day_layer: x = softsign(day_affine(x, day_idx, self.day_weights, self.day_biases))
-        return self.frontend(x)
+        return self.frontend(x).to(self.out.weight.dtype)
 
     def encode(self,
         x: Tensor,                                 # Features `[B, T, F]`, zero beyond a trial's end
@@ -207,9 +209,9 @@ class Zipformer(Encoder):
         return parameter.ndim >= 2 and not name.endswith('conv_scale')
 
     def compiled(self) -> Callable:
-        "Raises `NotImplementedError`: what a call leaves out is drawn on the host, so there is no one program."
-        raise NotImplementedError('train.compile = true: a Zipformer draws on the host what a step leaves out, which '
-                                  'torch.compile cannot follow; set it to false')
+        "Raises `TrainingError`: what a call leaves out is drawn on the host, so there is no one program."
+        raise TrainingError('train.compile = true: model.name = zipformer draws on the host what a step leaves out, '
+                            'which torch.compile cannot follow; set it to false')
 
     def freeze(self) -> None:
         "Day layers that are not trained stay the identity. A parameter without effect needs no gradient."
