@@ -81,7 +81,7 @@ def test_weights_of_the_list_alone_give_its_shares():
     for rows, shares in (slots, network.slots), (gaps, network.gaps):
         scores = class_scores(rows, weights)
         p = np.exp(scores - np.logaddexp.reduce(scores, axis=1)[:, None])
-        assert np.abs(p - shares).max() < .05
+        assert np.abs(p - shares).max() < .09 # What the list lacks has a floor of 0.002 for each class
     assert network.slots[2, to_class_ids(['D'])[0]] == pytest.approx(.3)
     assert network.gaps[3, to_class_ids(['AH'])[0]] == pytest.approx(.2)
 
