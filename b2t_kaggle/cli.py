@@ -15,6 +15,7 @@ from typing import get_args
 import click
 
 import b2t_kaggle
+from .cli_combine import combine
 from .cli_data import data
 from .cli_kaggle import kaggle
 from .cli_lm import tools
@@ -243,6 +244,7 @@ def lm(ctx, force, **options):
 for _tool in tools: lm.add_command(_tool)
 main.add_command(data)
 main.add_command(kaggle)
+main.add_command(combine)
 
 # %% ../nbs/16_cli.ipynb #c034
 def _weights(run: Run):
