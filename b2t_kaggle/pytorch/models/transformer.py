@@ -121,10 +121,11 @@ class Block(nn.Module):
 def split_heads(
     qkv: Tensor,  # From `Block.project` `[B, T', 3 · H · head_dim]`
     n_heads: int, # Heads, H
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     "Queries, keys and values, each `[B, H, T', head_dim]`."
     B, T, _ = qkv.shape
-    return qkv.view(B, T, 3, n_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = qkv.view(B, T, 3, n_heads, -1).permute(2, 0, 3, 1, 4)
+    return q, k, v
 
 def attend(
     q: Tensor,      # Queries `[B, H, n, head_dim]`
@@ -270,14 +271,13 @@ def push_frames(
     if n < 1: return x.new_zeros(len(x), 0, cfg.n_classes), StreamState(bins, state.past)
     used = n * cfg.patch_size
     y = model.embedding(model._by_day(bins[:, :used], check_days(x, day_idx)))
-    past = state.past or [None] * cfg.n_layers
     n_past = state.past[0][0].shape[2] if state.past else 0
     left = torch.full((1,), cfg.left_context, device=x.device)
     added = only(within_context(n, n_past + n, left), model.positions(n, n_past + n))
     kept = []
-    for block, earlier in zip(model.blocks, past):
+    for i, block in enumerate(model.blocks):
         q, k, v = split_heads(block.project(y), cfg.n_heads)
-        if earlier: k, v = (torch.cat(pair, 2) for pair in zip(earlier, (k, v)))
+        if state.past: k, v = (torch.cat(pair, 2) for pair in zip(state.past[i], (k, v)))
         y = block.combine(y, attend(q, k, v, added))
         first = max(n_past + n - cfg.left_context, 0)
         kept.append((k[:, :, first:], v[:, :, first:]))
