@@ -15,20 +15,13 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _lm = click.option('--lm', 'lm_path', type=_FILE, help='n-gram model, an ARPA file.')
 _words = click.option('--words', type=_FILE, help='Words to decode, one a line. Default: all of the n-gram.')
 
-def _vocabulary(lm_path: Path, words: Path | None) -> list[str]:
-    "The words of a file, or of an ARPA file, without its marks."
-    if words: return words.read_text(encoding='utf-8').split()
-    from b2t_kaggle.lm.arpa import ArpaReader
-    reader = ArpaReader(lm_path)
-    for grams in reader:
-        if grams.ids.shape[1] > 1: break # All unigrams have come
-    return [w for w in reader.words if not w.startswith('<')]
-
 def _open_model(lm_path: Path, words: Path | None):
     "Lexicon and n-gram."
+    from b2t_kaggle.lm.arpa import model_words
     from b2t_kaggle.lm.automaton import Automaton
     from b2t_kaggle.phonemes import build_lexicon
-    return build_lexicon(_vocabulary(lm_path, words), variants=False), Automaton.load(lm_path)
+    vocabulary = words.read_text(encoding='utf-8').split() if words else model_words(lm_path)
+    return build_lexicon(vocabulary, variants=False), Automaton.load(lm_path)
 
 @click.command()
 @click.argument('lists', type=_FILE)

@@ -229,16 +229,17 @@ def _learned(x: PhonemeList) -> _Learned:
     network = phoneme_network(x.sequences, x.scores)
     return _Learned(*network_rows(network), *true_classes(network, x.phonemes))
 
-def _fit_classes(trials: Sequence[_Learned], penalty: float) -> ConfusionModel:
+_TO_SEARCH = np.zeros((2, N_WEIGHTS)) # Added to the weights of slots and gaps
+_TO_SEARCH[0, BLANK] = _NONE_IN_SLOT
+_TO_SEARCH[1, 1:N_CLASSES] = _SOME_IN_GAP
+
+def _fit_classes(trials: Sequence[_Learned], penalty: float, start: ConfusionModel | None = None) -> ConfusionModel:
     "The most likely classes of slots and gaps."
     columns = list(zip(*trials))
-    slots = fit_classes(concatenate_rows(columns[0]), np.concatenate(columns[2]), penalty)
-    gaps = fit_classes(concatenate_rows(columns[1]), np.concatenate(columns[3]), penalty)
-    to_search = np.zeros((2, N_WEIGHTS))
-    to_search[0, BLANK] = _NONE_IN_SLOT
-    to_search[1, :N_CLASSES] = _SOME_IN_GAP
-    to_search[1, BLANK] = 0
-    return replace(_START, slots=slots + to_search[0], gaps=gaps + to_search[1])
+    begin = (None, None) if start is None else (start.slots - _TO_SEARCH[0], start.gaps - _TO_SEARCH[1])
+    slots = fit_classes(concatenate_rows(columns[0]), np.concatenate(columns[2]), penalty, begin[0])
+    gaps = fit_classes(concatenate_rows(columns[1]), np.concatenate(columns[3]), penalty, begin[1])
+    return replace(_START, slots=slots + _TO_SEARCH[0], gaps=gaps + _TO_SEARCH[1])
 
 def _folds(n: int, n_folds: int, seed: int) -> np.ndarray:
     "The fold of each of n trials [n]."
@@ -302,7 +303,7 @@ def fit_confusions(
     fold = _folds(len(lists), n_folds, seed)
     with_candidates = []
     for f in range(n_folds):
-        model = _fit_classes([t for t, other in zip(trials, fold) if other != f], class_penalty)
+        model = _fit_classes([t for t, other in zip(trials, fold) if other != f], class_penalty, final)
         decoder = _decoder(lexicon, lm, model, _BEAM, _NBEST)
         for i in np.flatnonzero(fold == f):
             found = decoder.decode(list_frames(lists[i], model))[:n_candidates]
