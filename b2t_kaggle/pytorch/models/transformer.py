@@ -205,8 +205,8 @@ class Transformer(Encoder):
             frames = cfg.n_frames(n_bins.to(x.device, non_blocking=True))
             added = only(inside(frames, T), added)
         for block in self.blocks:
-            heads = split_heads(block.project(x), cfg.n_heads)
-            x = block.combine(x, attend(*heads, added, self._attention_dropout))
+            q, k, v = split_heads(block.project(x), cfg.n_heads)
+            x = block.combine(x, attend(q, k, v, added, self._attention_dropout))
         return self.out(self.norm(x))
 
     def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class Transformer(Encoder):
             added = [only(within_context(n, n, c), a) for n, c, a in zip(frames, left, added)]
         for block in self.blocks:
             heads = [split_heads(trial[None], cfg.n_heads) for trial in block.project(x).split(frames)]
-            attended = [attend(*h, a, self._attention_dropout)[0] for h, a in zip(heads, added)]
+            attended = [attend(q, k, v, a, self._attention_dropout)[0] for (q, k, v), a in zip(heads, added)]
             x = block.combine(x, torch.cat(attended))
         return nn.utils.rnn.pad_sequence(self.out(self.norm(x)).split(frames), batch_first=True)
 
