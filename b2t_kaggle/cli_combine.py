@@ -54,7 +54,7 @@ def _read(sources, split: str, out: Path, work: Path, blocks: Path | None):
     hypotheses = _merged(run_hypotheses(f, work, split) if f else read_hypotheses(s) for s, f in zip(sources, folders))
     return with_corpora(hypotheses, read_blocks(blocks)) if blocks else hypotheses
 
-# %% ../nbs/15_cli_combine.ipynb #c007
+# %% ../nbs/15_cli_combine.ipynb #c008
 def _write(output: Path, hypotheses, combined) -> None:
     "Write a submission, or the form for hypotheses with the log-probability of being right as the total."
     import math
@@ -89,7 +89,7 @@ def _tell(title: str, hypotheses, combined) -> None:
     click.echo(f'\n{title}\n{error_table(word_errors(known.references(), texts), corpora, "corpus").to_string()}')
     click.echo(f'against the plain vote: {bootstrap_difference(known.references(), vote(known), texts)}')
 
-# %% ../nbs/15_cli_combine.ipynb #c009
+# %% ../nbs/15_cli_combine.ipynb #c010
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.command()

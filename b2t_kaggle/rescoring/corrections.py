@@ -294,6 +294,7 @@ def _fit(cases: Sequence[Case]) -> tuple[dict[str, float], float]:
     w = fit_logistic(x, y, ridge)/scale
     return dict(zip(['constant', *names], map(float, w))), ridge
 
+# %% ../../nbs/rescoring/08_corrections.ipynb #c022
 def _correct(case: Case, coefficients: dict[str, float]) -> str:
     "The pivot after all corrections that are more probably right than wrong, the most probable first."
     p = case.proposals
@@ -345,6 +346,7 @@ def learn(
     prepared, errors, words = _prepare(hypotheses, lm)
     return _learn(prepared, errors, words, range(len(prepared)))
 
+# %% ../../nbs/rescoring/08_corrections.ipynb #c024
 def _check_features(prepared: Prepared, corrector: Corrector) -> None:
     "Raise `ValueError` for a feature that was learned and cannot be computed."
     weights = np.array(corrector.weights)
@@ -366,8 +368,8 @@ def apply(
     or no voter is known."""
     voters = hypotheses.voters
     if voters and not set(voters) & set(corrector.voters):
-        raise ValueError(f'none of {len(voters)} voters was learned: found {voters[0]}, expected such as {corrector.voters[0]}'
-                         '; give systems, models and decoders the names that they had when it was learned')
+        raise ValueError(f'no voter was learned: found {voters[0]} and others, expected {corrector.voters[0]} …; '
+                         'give systems, models and decoders the names that they had when it was learned')
     prepared = Prepared(hypotheses, corrector.voters, lm)
     _check_features(prepared, corrector)
     return _apply(prepared, corrector, range(len(prepared)))
@@ -396,7 +398,7 @@ def cross_validate(
         for i, result in zip(some, _apply(prepared, corrector, some)): combined[i] = result
     return combined
 
-# %% ../../nbs/rescoring/08_corrections.ipynb #c024
+# %% ../../nbs/rescoring/08_corrections.ipynb #c028
 def write_corrector(
     path: str | Path, # JSON file to write
     corrector: Corrector,

@@ -140,7 +140,7 @@ def _parse_entry(values: dict) -> tuple[Trial, Entry]:
     trial = Trial(**{k: v for k, v in values.items() if k in _FACTS})
     return trial, Entry(**{k: v for k, v in values.items() if k == 'trial' or k not in _FACTS})
 
-# %% ../../nbs/rescoring/06_hypotheses.ipynb #c010
+# %% ../../nbs/rescoring/06_hypotheses.ipynb #c011
 def _parse_lists(values: dict) -> tuple[Trial, list[Entry]]:
     "A line with lists of sentences; raises `ValueError` that names the field."
     lists = {k: v for k, v in values.items() if isinstance(v, list)}
@@ -215,7 +215,7 @@ def read_hypotheses(
             except ValueError as e: raise ValueError(f'{path}, line {line}, {e}') from None
     return hypotheses
 
-# %% ../../nbs/rescoring/06_hypotheses.ipynb #c015
+# %% ../../nbs/rescoring/06_hypotheses.ipynb #c016
 def _shares(entries: Sequence[Entry], temperature: float) -> np.ndarray:
     "How a voter splits its vote between its sentences."
     if all(e.total is not None for e in entries):
