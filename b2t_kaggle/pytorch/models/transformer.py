@@ -135,7 +135,10 @@ def attend(
     p: float = 0.0, # Dropout of the weights
 ) -> Tensor:
     "Weighted sums of values, head beside head, `[B, n, H · head_dim]` (Vaswani et al., 2017)."
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype), dropout_p=p)
+    if p and q.device.type == 'cpu':  # where the dropout of `scaled_dot_product_attention` takes as long as the softmax
+        scores = (q * q.shape[-1]**-0.5) @ k.mT + added
+        y = dropout(scores.softmax(-1), p, training=True) @ v
+    else: y = F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype), dropout_p=p)
     return y.transpose(1, 2).flatten(2)
 
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c018
