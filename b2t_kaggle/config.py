@@ -180,9 +180,10 @@ class TrainConfig(Section):
     def _shape_is_chosen(self):
         for field, shape in (('lr_step_factor', 'step'), ('lr_step_at', 'step'), ('lr_eden_batches', 'eden')):
             value = getattr(self, field)
-            if self.lr_scheduler_type != shape and value != type(self).model_fields[field].default:
+            default = type(self).model_fields[field].default
+            if self.lr_scheduler_type != shape and value != default:
                 raise ValueError(f'train.{field} = {value} belongs to train.lr_scheduler_type = {shape}, which is '
-                                 f'{self.lr_scheduler_type}; set that, or leave the field out')
+                                 f'{self.lr_scheduler_type}; set that, or train.{field}={default}, its default')
         return self
 
 # %% ../nbs/08_config.ipynb #c019

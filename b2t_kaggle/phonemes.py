@@ -537,13 +537,18 @@ def sentence_to_phonemes(
 # %% ../nbs/01_phonemes.ipynb #c060
 def build_lexicon(
     words: Iterable[str] | None = None, # Normalised words; none means the whole dictionary
+    variants: bool = True,              # Other pronunciations than the labels', too
 ) -> dict[str, list[list[str]]]:        # Word to its pronunciations, phoneme names without `SIL`, the labels' first
     """A pronunciation lexicon.
+
+    The labels have one pronunciation of each word, or two of a homograph; a model that learned from them says the
+    others rarely.
 
     Unknown words are spelled; words without letters get no entry; raises `ValueError` for a word that is not
     normalised."""
     lexicon = {}
     for word in dict.fromkeys(_dictionary() if words is None else words):
-        prons = _distinct([*(_readings(word) or ()), *pronunciations(word)])
-        if prons: lexicon[word] = prons
+        readings = [*(_readings(word) or ())]
+        prons = _distinct([*readings, *pronunciations(word)])
+        if prons: lexicon[word] = prons if variants else prons[:max(1, len(readings))]
     return lexicon

@@ -228,10 +228,11 @@ def assert_same_state(a, b):
 
 def test_it_learns(stores):
     "A toy is overfitted; evaluated on the training trials themselves."
-    sizes = dict(n_units=48, n_layers=1, num_training_batches=100, smooth_data=False, lr_eden_batches=100, lr_max=.05)
+    sizes = dict(n_units=48, n_layers=1, rnn_dropout=0, smooth_data=False, lr_eden_batches=100, lr_max=.08)
     t = trainer([stores[0], stores[0]], **sizes)
-    take(t, 100)
-    assert t.metrics()['val_per'] < .15
+    take(t, 60)
+    per = t.metrics()['val_per']
+    assert per < .25, per
 
 
 def test_a_batch_without_a_day_leaves_its_row_and_state(stores):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ArpaError', 'Grams', 'Arpa', 'open_text', 'is_kenlm_binary', 'plain_text', 'write_arpa', 'WordTable', 'word_table',
-           'word_ids', 'read_counts', 'in_capitals', 'ArpaReader', 'read_arpa']
+           'word_ids', 'read_counts', 'in_capitals', 'ArpaReader', 'read_arpa', 'model_words']
 
 # %% ../../nbs/lm/00_arpa.ipynb #c003
 import gzip
@@ -439,3 +439,13 @@ def read_arpa(
     pieces = defaultdict(list) # Of each order
     for piece in reader: pieces[piece.ids.shape[1]].append(piece)
     return Arpa(reader.words, [_concatenate(pieces[n], n) for n in range(1, len(reader.counts) + 1)])
+
+# %% ../../nbs/lm/00_arpa.ipynb #c043
+def model_words(
+    path: str | Path, # ARPA file, plain or .gz
+) -> list[str]:       # As `ArpaReader` has them, without marks such as `<s>`
+    "The words of an n-gram model; raises `ArpaError` that names file and line."
+    reader = ArpaReader(path)
+    for piece in reader:
+        if piece.ids.shape[1] > 1: break # All unigrams have come
+    return [w for w in reader.words if not w.startswith('<')]

@@ -19,34 +19,69 @@ def _coarse(a: Tensor) -> Tensor:
     "Multiples of 1/256; sums of a few hundred of them are exact in float32."
     return ((a.detach() * _STEP).round() / _STEP)
 
+def _running_sums(a: Tensor) -> tuple[Tensor, Tensor]:
+    "Of the rest, and of the multiples of 1/256, which have no gradient."
+    a = a.clamp(min=_LOWEST)
+    coarse = _coarse(a)
+    return (a - coarse).cumsum(-1), coarse.cumsum(-1)
+
+def _differences(fine: Tensor, coarse: Tensor) -> Tensor:
+    "Of all pairs of running sums, −∞ above the diagonal."
+    sums = fine[..., :, None] + (-fine)[..., None, :]
+    sums += coarse[..., :, None] - coarse[..., None, :]
+    T = fine.shape[-1]
+    behind = torch.ones(T, T, dtype=torch.bool, device=fine.device).triu(1)
+    return sums.masked_fill_(behind, -torch.inf)
+
 def segment_sums(
     a: Tensor, # Log decays, none above 0 `[…, T]`
 ) -> Tensor:
     "Sum of `a` behind frame s up to frame t at `[…, t, s]`; −∞ where s is behind t. `[…, T, T]`."
-    a = a.clamp(min=_LOWEST)
-    coarse = _coarse(a)
-    fine = (a - coarse).cumsum(-1)
-    coarse = coarse.cumsum(-1)
-    sums = fine[..., :, None] + (-fine)[..., None, :]
-    sums += coarse[..., :, None] - coarse[..., None, :]
-    T = a.shape[-1]
-    behind = torch.ones(T, T, dtype=torch.bool, device=a.device).triu(1)
-    return sums.masked_fill_(behind, -torch.inf)
+    return _differences(*_running_sums(a))
 
 # %% ../../nbs/pytorch/14_ssd.ipynb #c011
 def _carry(
     made: Tensor,   # What each chunk adds to the state `[S, C, N, H, P]`
     totals: Tensor, # Log decay through each chunk `[S, C, H]`
-    state: Tensor,  # In front of the first `[S, N, H, P]`
-) -> Tensor:
-    "The state in front of each chunk and behind the last one `[S, C + 1, N, H, P]`."
+    state: Tensor | None, # In front of the first `[S, N, H, P]`; none means zeros
+) -> tuple[Tensor, Tensor]:
+    "The state in front of each chunk `[S, C, N, H, P]`, and behind the last one `[S, N, H, P]`."
     S, C, N, H, P = made.shape
-    decays = segment_sums(F.pad(totals.transpose(1, 2), (1, 0))).exp()         # [S, H, C + 1, C + 1]
-    states = torch.cat([state[:, None].to(made.dtype), made], 1)
-    states = states.permute(0, 3, 1, 2, 4).reshape(S, H, C + 1, N * P)
-    return (decays @ states).view(S, H, C + 1, N, P).permute(0, 2, 3, 1, 4)
+    decays = segment_sums(F.pad(totals.transpose(1, 2), (1, 0))).exp()        # [S, H, C + 1, C + 1]
+    made = made.permute(0, 3, 1, 2, 4).reshape(S, H, C, N * P)
+    # what follows is two products, because training needs the first alone
+    found = []
+    for decay in (decays[:, :, :C], decays[:, :, C:]):
+        states = (decay[..., 1:] @ made).view(S, H, -1, N, P).permute(0, 2, 3, 1, 4)
+        if state is not None: states = states + decay[..., 0].transpose(1, 2)[:, :, None, :, None] * state[:, None]
+        found.append(states)
+    return found[0], found[1].squeeze(1)
 
 # %% ../../nbs/pytorch/14_ssd.ipynb #c014
+class _ChunkWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, fine, coarse):
+        between = _differences(fine, coarse).exp_()
+        weights = (scores[:, :, None] * between).to(scores.dtype)
+        ctx.save_for_backward(between, weights)
+        return weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        between, weights = ctx.saved_tensors
+        d_scores = (grad * between).sum(2).to(grad.dtype)
+        d_sums = grad.to(between.dtype) * weights
+        return d_scores, d_sums.sum(-1) - d_sums.sum(-2), None
+
+def _chunk_weights(
+    scores: Tensor, # Products of c and b `[S, C, Q, Q]`
+    a: Tensor,      # Log decays `[S, C, H, Q]`
+) -> Tensor:
+    "What each frame gets from each other `[S, C, H, Q, Q]`, of the type of `scores`."
+    return _ChunkWeights.apply(scores, *_running_sums(a))
+
+# %% ../../nbs/pytorch/14_ssd.ipynb #c017
 def ssd(
     x: Tensor,          # Input of each head `[S, T, H, P]`
     log_decay: Tensor,  # Log of what the state is multiplied by before a frame is added, ≤ 0, float32 `[S, T, H]`
@@ -68,21 +103,18 @@ def ssd(
     b = b.reshape(S, C, Q, N)
     c = c.reshape(S, C, Q, N)
     a = log_decay.reshape(S, C, Q, H).transpose(2, 3)       # [S, C, H, Q]
-    weights = (c @ b.mT)[:, :, None] * segment_sums(a).exp_()
-    y = (weights @ x.transpose(2, 3)).transpose(2, 3)       # [S, C, Q, H, P]
+    y = (_chunk_weights(c @ b.mT, a) @ x.transpose(2, 3)).transpose(2, 3) # [S, C, Q, H, P]
     a = a.clamp(min=_LOWEST).transpose(2, 3)                # [S, C, Q, H]
     through = a.cumsum(2)                                   # from a chunk's start to behind each frame
     to_end = F.pad(a[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)
     made = (b.mT @ (x * to_end.exp()[..., None]).flatten(3)).unflatten(-1, (H, P))
-    if state is None: state = log_decay.new_zeros(S, N, H, P)
     with torch.autocast(x.device.type, enabled=False):
-        states = _carry(made.to(log_decay.dtype), a.sum(2), state)
-    states, last = states.split([C, 1], 1)
+        states, last = _carry(made.to(log_decay.dtype), a.sum(2), state)
     read = (c @ states.to(made.dtype).flatten(3)).unflatten(-1, (H, P))
     y = (y + read * through.exp()[..., None]).flatten(1, 2)
-    return y[:, :T] if missing else y, last.squeeze(1)
+    return y[:, :T] if missing else y, last
 
-# %% ../../nbs/pytorch/14_ssd.ipynb #c024
+# %% ../../nbs/pytorch/14_ssd.ipynb #c027
 class _CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):

@@ -75,7 +75,7 @@ def test_from_an_official_folder(tmp_path):
 def test_what_cannot_be_converted(tmp_path):
     trained('triple_gru', tmp_path)
     status, output = b2t('convert', tmp_path/'best.pt', tmp_path/'official')
-    assert status == 1 and 'only gru can be written' in output, output
+    assert status == 1 and 'only a gru that reads forwards can be written' in output, output
     assert not (tmp_path/'official'/'checkpoint'/'best_checkpoint').exists()
     (tmp_path/'broken.pt').write_bytes(b'PK nothing')
     status, output = b2t('convert', tmp_path/'broken.pt', tmp_path/'x.weights.h5')

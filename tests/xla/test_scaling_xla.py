@@ -43,6 +43,8 @@ def number(value, device):
 
 
 def step(model, x, batch_count):
+    "A step's gradients; the seed is set before each, as the trainer does."
+    torch_xla.manual_seed(0)
     for p in model.parameters(): p.grad = None
     set_batch_count(model, batch_count)
     model(x).pow(4).sum().backward()
@@ -57,7 +59,7 @@ def test_one_program_for_all_steps_and_nothing_on_the_host():
     device = torch_xla.device()
     model = parts(None, (.025, .25), .3).to(device)
     x = X.to(device)
-    torch_xla.manual_seed(0)
+    torch_xla.sync()  # as the trainer does: a parameter that is 1 would be a constant of the first program
     step(model, x, number(0., device))
     met.clear_all()
     found = [step(model, x, number(float(i), device)) for i in (100, 5000, 20000)]
@@ -83,8 +85,8 @@ def test_the_state_of_whiten_stays_on_the_device():
     x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)).to(device)
     for limit, expected in ((1., .25), (6., .025)):
         whiten = Whiten(1, limit, (.025, .25), .01)
-        torch_xla.manual_seed(0)
-        for _ in range(40):  # it acts in a quarter of the calls
+        for i in range(40):  # it acts in a quarter of the calls
+            torch_xla.manual_seed(i)
             z = (x * 1.).requires_grad_()
             whiten(z).sum().backward()
             torch_xla.sync()

@@ -121,10 +121,11 @@ class Block(nn.Module):
 def split_heads(
     qkv: Tensor,  # From `Block.project` `[B, T', 3 · H · head_dim]`
     n_heads: int, # Heads, H
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     "Queries, keys and values, each `[B, H, T', head_dim]`."
     B, T, _ = qkv.shape
-    return qkv.view(B, T, 3, n_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = qkv.view(B, T, 3, n_heads, -1).permute(2, 0, 3, 1, 4)
+    return q, k, v
 
 def attend(
     q: Tensor,      # Queries `[B, H, n, head_dim]`
@@ -134,7 +135,10 @@ def attend(
     p: float = 0.0, # Dropout of the weights
 ) -> Tensor:
     "Weighted sums of values, head beside head, `[B, n, H · head_dim]` (Vaswani et al., 2017)."
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype), dropout_p=p)
+    if p and q.device.type == 'cpu':  # where the dropout of `scaled_dot_product_attention` takes as long as the softmax
+        scores = (q * q.shape[-1]**-0.5) @ k.mT + added
+        y = dropout(scores.softmax(-1), p, training=True) @ v
+    else: y = F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype), dropout_p=p)
     return y.transpose(1, 2).flatten(2)
 
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c018
@@ -204,8 +208,8 @@ class Transformer(Encoder):
             frames = cfg.n_frames(n_bins.to(x.device, non_blocking=True))
             added = only(inside(frames, T), added)
         for block in self.blocks:
-            heads = split_heads(block.project(x), cfg.n_heads)
-            x = block.combine(x, attend(*heads, added, self._attention_dropout))
+            q, k, v = split_heads(block.project(x), cfg.n_heads)
+            x = block.combine(x, attend(q, k, v, added, self._attention_dropout))
         return self.out(self.norm(x))
 
     def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
@@ -222,7 +226,7 @@ class Transformer(Encoder):
             added = [only(within_context(n, n, c), a) for n, c, a in zip(frames, left, added)]
         for block in self.blocks:
             heads = [split_heads(trial[None], cfg.n_heads) for trial in block.project(x).split(frames)]
-            attended = [attend(*h, a, self._attention_dropout)[0] for h, a in zip(heads, added)]
+            attended = [attend(q, k, v, a, self._attention_dropout)[0] for (q, k, v), a in zip(heads, added)]
             x = block.combine(x, torch.cat(attended))
         return nn.utils.rnn.pad_sequence(self.out(self.norm(x)).split(frames), batch_first=True)
 
@@ -270,14 +274,13 @@ def push_frames(
     if n < 1: return x.new_zeros(len(x), 0, cfg.n_classes), StreamState(bins, state.past)
     used = n * cfg.patch_size
     y = model.embedding(model._by_day(bins[:, :used], check_days(x, day_idx)))
-    past = state.past or [None] * cfg.n_layers
     n_past = state.past[0][0].shape[2] if state.past else 0
     left = torch.full((1,), cfg.left_context, device=x.device)
     added = only(within_context(n, n_past + n, left), model.positions(n, n_past + n))
     kept = []
-    for block, earlier in zip(model.blocks, past):
+    for i, block in enumerate(model.blocks):
         q, k, v = split_heads(block.project(y), cfg.n_heads)
-        if earlier: k, v = (torch.cat(pair, 2) for pair in zip(earlier, (k, v)))
+        if state.past: k, v = (torch.cat(pair, 2) for pair in zip(state.past[i], (k, v)))
         y = block.combine(y, attend(q, k, v, added))
         first = max(n_past + n - cfg.left_context, 0)
         kept.append((k[:, :, first:], v[:, :, first:]))

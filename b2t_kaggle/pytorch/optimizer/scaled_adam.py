@@ -151,24 +151,27 @@ class Stack:
         "The parameters `[N, …]`."
         return self._as_one([p.detach() for p in self.params])
 
-    def gradients(self) -> Tensor:
-        "Their gradients, zeros where there is none `[N, …]`."
-        return self._as_one([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
+    def gradients(self, factor: Tensor | None) -> Tensor:
+        "Their gradients `[N, …]`, zeros where there is none, times a factor `[1]`."
+        g = self._as_one([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
+        return g if factor is None else g * factor
 
     def norm_sq(self,
-        g: Tensor, # From `gradients`
+        factor: Tensor | None = None, # Of the gradients `[1]`
     ) -> Tensor:
         "The squared norm of the gradient of relative changes `[]`."
+        g = self.gradients(factor)
         scale = self.state.get('rms', self.group['scalar_lr_scale'])
         return (g.reshape(len(g), -1).square().sum(1) * scale**2).sum()
 
     def step(self,
-        g: Tensor, # Gradients, clipped `[N, …]`
-        active: Tensor | None, # Whether the step is taken `[1]`; None means that it is
+        factor: Tensor | None = None, # Of the gradients `[1]`
+        active: Tensor | None = None, # Whether the step is taken `[1]`; None means that it is
     ) -> None:
-        "Take it."
+        "Take it. A stack of gradients is not kept from `norm_sq`, because all of them together would be a model more."
         rows = self.group['rows']
         p = self.values()
+        g = self.gradients(factor)
         if rows is not None and rows.dtype == torch.long:
             some = {k: v[rows] for k, v in self.state.items()}
             p.index_copy_(0, rows, take_step(p[rows], g[rows], some, self.group, active))
@@ -253,13 +256,13 @@ class ScaledAdam(torch.optim.Optimizer):
         found_inf = getattr(self, 'found_inf', None)   # A `GradScaler` sets both for a step
         grad_scale = getattr(self, 'grad_scale', None) # None where gradients are unscaled already
         active = None if found_inf is None else found_inf.view(1) == 0
+        unscale = None if grad_scale is None else 1 / grad_scale.view(1)
         for group in self.param_groups:
             stacks = self.stacks(group)
-            grads = [s.gradients() for s in stacks]
-            if grad_scale is not None: grads = [g / grad_scale for g in grads]
+            factor = unscale
             if clipping := self.clipping(group):
-                norm = sum(s.norm_sq(g) for s, g in zip(stacks, grads)).sqrt().view(1)
-                factor = clip_factor(norm, clipping, group['clipping_scale'], active)
-                grads = [g * factor for g in grads]
-            for s, g in zip(stacks, grads): s.step(g, active)
+                norm = sum(s.norm_sq(unscale) for s in stacks).sqrt().view(1)
+                clip = clip_factor(norm, clipping, group['clipping_scale'], active)
+                factor = clip if unscale is None else clip * unscale
+            for s in stacks: s.step(factor, active)
         return loss

@@ -31,7 +31,7 @@ def swoosh_slope(
 ) -> Tensor:
     "The function's derivative, σ(x − shift) − 0.08, of the type of `x`."
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    return torch.sigmoid(wide - SHIFT[name]).sub_(SLOPE).to(x.dtype)
+    return (wide - SHIFT[name]).sigmoid_().sub_(SLOPE).to(x.dtype)
 
 # %% ../../../nbs/pytorch/scaling/02_activations.ipynb #c008
 LARGEST_SLOPE = 1.005 # of the softplus that 8 bits hold: a little more than there is, for the rounding up

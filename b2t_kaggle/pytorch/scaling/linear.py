@@ -130,7 +130,7 @@ class _ActivationDropoutLinear(torch.autograd.Function):
             if ctx.has_bias: d_bias = rows.sum(0).to(weight.dtype)
             if ctx.needs_input_grad[0]:
                 d_active = _masked((grad @ weight.to(grad.dtype)).to(x.dtype), mask, ctx.scale)
-                d_x = d_active * swoosh_slope(x, ctx.activation)
+                d_x = swoosh_slope(x, ctx.activation).mul_(d_active)
         return d_x, d_weight, d_bias, None, None, None
 
 # %% ../../../nbs/pytorch/scaling/05_linear.ipynb #c012

@@ -36,9 +36,9 @@ class _BiasNorm(torch.autograd.Function):
         x = kept.to(scale.dtype)
         if ctx.keep_output: x = x / scale
         inner = (g * x).sum(dim, keepdim=True)
-        toward = (x - bias) * (inner * scale / mean_square / x.shape[dim])
+        toward = (x - bias).mul_(inner * scale / mean_square / x.shape[dim])
         d_bias = toward.sum([i for i in range(x.ndim) if i != dim]).view_as(bias)
-        return (g * scale - toward).to(grad.dtype), d_bias, (inner * scale).sum(), None, None
+        return (g * scale).sub_(toward).to(grad.dtype), d_bias, (inner * scale).sum(), None, None
 
 # %% ../../../nbs/pytorch/scaling/04_norm.ipynb #c007
 class BiasNorm(nn.Module):

@@ -146,7 +146,8 @@ class RelativePositions(keras.layers.Layer):
         super().__init__(autocast=False, dtype='float32')
         self.farthest = cfg.max_distance
         self.buckets = cfg.bucket_of_distance()
-        self.bias = self.add_weight((cfg.position_buckets, cfg.n_heads), initializer='zeros', name='bias')
+        shape = cfg.position_buckets, cfg.n_heads
+        self.bias = self.add_weight(shape, initializer='zeros', name='bias', autocast=False)
         self.built = True
 
     def added(self,

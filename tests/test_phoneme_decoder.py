@@ -1,0 +1,115 @@
+"Lists of phoneme sequences: the search against all paths, the learned scores against sums, and real lists."
+import csv
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from b2t_kaggle.decoding.confusions import N_WEIGHTS, class_scores, network_rows
+from b2t_kaggle.decoding.phoneme_decoder import (
+    ConfusionModel,
+    decode_lists,
+    expected_errors,
+    fit_confusions,
+    list_frames,
+)
+from b2t_kaggle.decoding.phoneme_lists import parse_phonemes, phoneme_list, phoneme_network, read_phoneme_lists
+from b2t_kaggle.lm.automaton import Automaton
+from b2t_kaggle.lm.ngram import build_ngram
+from b2t_kaggle.metrics import total, word_errors
+from b2t_kaggle.phonemes import BLANK, SIL, build_lexicon, normalize_sentence, to_class_ids
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
+LEXICON = {'a': [['AH']], 'ab': [['AH', 'B']], 'b': [['B'], ['B', 'AH']]}
+CLASSES = [BLANK, *to_class_ids(['AH', 'B']), SIL]
+T15 = Path(__file__).parents[2]/'shared'/'t15'
+
+
+@pytest.fixture(scope='module')
+def lm(tmp_path_factory):
+    path = tmp_path_factory.mktemp('lm')/'lm.arpa'
+    return Automaton.load(build_ngram(['a b', 'b a', 'ab', 'a', 'b b a'], path, order=2, estimator='own'))
+
+
+def random_model(seed):
+    rng = np.random.default_rng(seed)
+    return ConfusionModel(rng.normal(size=N_WEIGHTS), rng.normal(size=N_WEIGHTS), lm_weight=.7, word_score=-.3)
+
+
+def spellings(text):
+    ways = itertools.product(*(LEXICON[w] for w in text.split()))
+    return [tuple(s for pron in way for s in (*to_class_ids(pron).tolist(), SIL)) for way in ways]
+
+
+def best_by_enumeration(frames, lm, model):
+    "Every path through the frames over the lexicon's classes: the best total of each sentence that one spells."
+    best_of_labels = {}
+    for path in itertools.product(CLASSES, repeat=len(frames)):
+        labels = tuple(k for k, _ in itertools.groupby(path) if k != BLANK)
+        score = sum(frames[t, k] for t, k in enumerate(path))
+        best_of_labels[labels] = max(score, best_of_labels.get(labels, -math.inf))
+    totals = {}
+    for n in range(4):
+        for words in itertools.product(LEXICON, repeat=n):
+            text = ' '.join(words)
+            acoustic = max(best_of_labels.get(s, -math.inf) for s in spellings(text))
+            totals[text] = acoustic + model.lm_weight*lm.score(text) + model.word_score*n
+    return max(totals.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_the_best_sentence_is_that_of_all_paths(lm, seed):
+    x = phoneme_list({'five_best': [{'phonemes': 'AH B |', 'score': -.4}, {'phonemes': 'AH | |', 'score': -1.3}]})
+    model = random_model(seed)
+    frames = list_frames(x, model)
+    assert frames.shape == (7, 41) and np.allclose(np.logaddexp.reduce(frames, 1), 0)
+    text, score = best_by_enumeration(frames, lm, model)
+    found = max(decode_lists([x], LEXICON, lm, model)[0], key=lambda h: h.total)
+    assert found.text == text
+    assert found.total == pytest.approx(score, abs=1e-3)
+
+
+def test_weights_of_the_list_alone_give_its_shares():
+    "With one weight for the ratio and no other, a slot's classes have the list's probabilities, but for the floor."
+    sequences = [parse_phonemes('AH | B'), parse_phonemes('AH | D'), parse_phonemes('AH | B AH')]
+    network = phoneme_network(sequences, np.log([.5, .3, .2]))
+    weights = np.zeros(N_WEIGHTS)
+    weights[-2] = 1
+    slots, gaps = network_rows(network)
+    for rows, shares in (slots, network.slots), (gaps, network.gaps):
+        scores = class_scores(rows, weights)
+        p = np.exp(scores - np.logaddexp.reduce(scores, axis=1)[:, None])
+        assert np.abs(p - shares).max() < .09 # What the list lacks has a floor of 0.002 for each class
+    assert network.slots[2, to_class_ids(['D'])[0]] == pytest.approx(.3)
+    assert network.gaps[3, to_class_ids(['AH'])[0]] == pytest.approx(.2)
+
+
+def test_the_order_is_that_of_expected_errors(lm):
+    x = phoneme_list({'greedy': 'AH B | AH |'})
+    found = decode_lists([x], LEXICON, lm, random_model(7), nbest=20)[0]
+    p = np.exp([h.total for h in found])
+    errors = np.array([[word_errors([b.text], [a.text])[0].edits for b in found] for a in found])
+    assert np.allclose(expected_errors(found, 1.), errors @ p/p.sum())
+    assert (np.diff(expected_errors(found, 1.)) > -1e-9).all()
+
+
+@pytest.mark.skipif(not (T15/'phonemes_val.jsonl').exists(), reason=f'{T15} does not exist: no real lists')
+def test_what_is_learned_from_real_lists_lowers_the_errors_of_others(tmp_path):
+    lists = [x for x in read_phoneme_lists(T15/'phonemes_val.jsonl', labelled=True) if len(x.sequences) > 1][::6]
+    with open(T15/'train.csv') as f: rows = list(csv.DictReader(f))
+    text = [normalize_sentence(r['sentence']) for r in rows]
+    words = sorted({w for s in text for w in s.split() if w.replace("'", '').isalpha()})
+    lm = Automaton.load(build_ngram(text, tmp_path/'lm.arpa', order=2, estimator='own'))
+    lexicon = build_lexicon(words, variants=False)
+    known, others = lists[::2], lists[1::2]
+    truth = [x.sentence for x in others]
+
+    def errors(model):
+        found = decode_lists(others, lexicon, lm, model, beam=100, nbest=20)
+        return total(word_errors(truth, [h[0].text for h in found])).edits
+    trusting = np.zeros(N_WEIGHTS)
+    trusting[-2] = 1
+    learned = fit_confusions(known, lexicon, lm, n_folds=2, n_candidates=20)
+    assert errors(learned) < .9*errors(ConfusionModel(trusting, trusting))
