@@ -209,8 +209,9 @@ def read_hypotheses(
     for path in map(Path, paths):
         try: rows = _rows(path)
         except ValueError as e: raise ValueError(f'{path}, {e}') from None
+        system = path.stem.removesuffix('_val').removesuffix('_test')
         for line, (trial, entries) in rows:
-            named = [e if any(e.voter) else replace(e, system=path.stem) for e in entries]
+            named = [e if any(e.voter) else replace(e, system=system) for e in entries]
             try: hypotheses.add(trial, named)
             except ValueError as e: raise ValueError(f'{path}, line {line}, {e}') from None
     return hypotheses
