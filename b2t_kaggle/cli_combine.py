@@ -100,7 +100,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
               help='Hypotheses of the same systems with references, to learn from; "val" for the val lists of the '
                    'SOURCEs that are runs. Repeat it for more. Default: the plain vote.')
 @click.option('--lm', type=_FILE, help='n-gram model (ARPA, or KenLM binary) as a further voice. Needs --tune.')
-@click.option('--blocks', type=_FILE, help='The official description of the blocks (CSV), for those of random words.')
+@click.option('--blocks', type=_FILE, help='The official description of the blocks (CSV), for error rates by corpus.')
 @click.option('--out', default='submissions', show_default=True, type=click.Path(path_type=Path),
               help='Folder of the runs.')
 @click.option('--work', default='data', show_default=True, type=click.Path(path_type=Path),

@@ -20,7 +20,7 @@ from ..files import write_whole
 from ..metrics import word_errors
 from ..phonemes import normalize_sentence
 from .combine import _word_distances
-from .gate import Frequencies, LanguageModel, random_trials
+from .gate import Frequencies, LanguageModel
 from .hypotheses import Ballots, Entry, Hypotheses, ballots
 
 # %% ../../nbs/rescoring/08_corrections.ipynb #c005
@@ -130,15 +130,13 @@ def _length_features(p: Proposals) -> dict[str, np.ndarray]:
     letters = [len(''.join(c.words)) - len(''.join(p.words[c.start:c.end])) for c in p.corrections]
     return dict(words=np.array(words, float), letters=np.array(letters, float))
 
-def _word_features(p: Proposals, lm: LanguageModel, alone: Frequencies, is_random: bool) -> dict[str, np.ndarray]:
+def _word_features(p: Proposals, lm: LanguageModel, alone: Frequencies) -> dict[str, np.ndarray]:
     "What the words say."
     score = lm.score(' '.join(p.words))
     gains = np.array([lm.score(corrected(p.words, [c])) - score for c in p.corrections])
     pairs = [(' '.join(c.words), ' '.join(p.words[c.start:c.end])) for c in p.corrections]
     frequency = np.array([alone(new) - alone(old) for new, old in pairs])
-    context = gains - frequency
-    return dict(frequency=frequency, context=context, random=np.full(len(gains), float(is_random)),
-                random_context=context*is_random)
+    return dict(frequency=frequency, context=gains - frequency)
 def _score_features(p: Proposals, texts: Sequence[str], entries: Sequence[Entry]) -> dict[str, np.ndarray]:
     "What scores say, of those that every entry has."
     features = {}
@@ -173,8 +171,6 @@ class Prepared:
         self.entries = [[e for e in some if e.voter in counted] for some in hypotheses.entries.values()]
         self.ballots = [ballots(some, self.voters) for some in self.entries]
         self.distances = [_word_distances(b.texts) for b in self.ballots]
-        random = random_trials(hypotheses, lm)
-        self.is_random = [name in random for name in hypotheses.trials]
         self._alone = Frequencies(lm) if lm is not None else None
         self._cases = {}
 
@@ -182,7 +178,8 @@ class Prepared:
 
     def _edits(self, i: int, texts: Sequence[str]) -> np.ndarray:
         "Word errors of sentences for trial i."
-        return np.array([c.edits for c in word_errors([self.trials[i].reference]*len(texts), texts)], int)
+        reference = self.trials[i].reference or ''
+        return np.array([c.edits for c in word_errors([reference]*len(texts), texts)], int)
 
     def errors(self) -> tuple[np.ndarray, np.ndarray]:
         "Expected word errors, and reference words where it votes, of each voter in each trial [n, V]."
@@ -190,14 +187,14 @@ class Prepared:
         words = np.zeros((len(self), len(self.voters)))
         for i, b in enumerate(self.ballots):
             errors[i] = self._edits(i, b.texts) @ b.votes
-            words[i] = word_errors([self.trials[i].reference], [''])[0].length*b.votes.sum(0)
+            words[i] = self._edits(i, [''])[0]*b.votes.sum(0) # All words are missing in an empty text
         return errors, words
 
     def _case(self, i: int, number: int) -> Case:
         "Trial i with sentence `number` as its pivot."
         p = proposals(self.ballots[i].texts, number)
         features = _length_features(p) | _score_features(p, self.ballots[i].texts, self.entries[i])
-        if self.lm is not None: features |= _word_features(p, self.lm, self._alone, self.is_random[i])
+        if self.lm is not None: features |= _word_features(p, self.lm, self._alone)
         if self.trials[i].reference is None: return Case(p, features, None)
         edits = self._edits(i, [' '.join(p.words), *(corrected(p.words, [c]) for c in p.corrections)])
         return Case(p, features, edits[1:] - edits[0])
@@ -275,7 +272,8 @@ class Combined(NamedTuple):
 
 def _matrix(features: dict[str, np.ndarray], names: Sequence[str]) -> np.ndarray:
     "Features in the order of names, behind a constant [C, F]."
-    return np.stack([np.ones(len(features['votes'])), *(features[name] for name in names)], axis=1)
+    n = len(next(iter(features.values())))
+    return np.stack([np.ones(n), *(features[name] for name in names)], axis=1)
 
 def _fit(cases: Sequence[Case]) -> tuple[dict[str, float], float]:
     "Coefficients of the features as they are, and the ridge."

@@ -175,22 +175,22 @@ def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
     trial, entry = _parse_entry(values)
     return trial, [entry]
 
-def _csv_rows(text: str) -> list[tuple[int, list]]:
+def _csv_rows(text: str) -> list[tuple[int, tuple[Trial, list[Entry]]]]:
     "The rows of a submission as (line, (trial, [entry])); raises `ValueError`."
     rows = csv.reader(text.splitlines())
     if (header := next(rows, [])) != ['id', 'text']:
         raise ValueError(f"line 1: found the header {','.join(header)!r}, expected 'id,text'")
-    parsed = []
+    parsed: list[tuple[int, tuple[Trial, list[Entry]]]] = []
     for row in rows:
         if len(row) != 2: raise ValueError(f'line {rows.line_num}: found {len(row)} fields, expected 2')
         parsed.append((rows.line_num, (Trial(row[0]), [Entry(*row)])))
     return parsed
 
-def _rows(path: Path) -> list:
+def _rows(path: Path) -> list[tuple[int, tuple[Trial, list[Entry]]]]:
     "The trials and entries of each line of a file as (line, (trial, entries))."
     text = path.read_text(encoding='utf-8')
     if path.suffix == '.csv': return _csv_rows(text)
-    rows = []
+    rows: list[tuple[int, tuple[Trial, list[Entry]]]] = []
     for i, line in enumerate(text.splitlines(), 1):
         if path.suffix == '.txt': rows.append((i, (Trial(str(i - 1)), [Entry(str(i - 1), line)])))
         elif line.strip():
@@ -209,8 +209,9 @@ def read_hypotheses(
     for path in map(Path, paths):
         try: rows = _rows(path)
         except ValueError as e: raise ValueError(f'{path}, {e}') from None
+        system = path.stem.removesuffix('_val').removesuffix('_test')
         for line, (trial, entries) in rows:
-            named = [e if any(e.voter) else replace(e, system=path.stem) for e in entries]
+            named = [e if any(e.voter) else replace(e, system=system) for e in entries]
             try: hypotheses.add(trial, named)
             except ValueError as e: raise ValueError(f'{path}, line {line}, {e}') from None
     return hypotheses
