@@ -75,7 +75,7 @@ def list_frames(
 # %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c009
 _BEAM = 400
 _NBEST = 100
-_THRESHOLD = 16.
+_THRESHOLD = 40.
 
 def _decoder(lexicon: Lexicon, lm: NGram | Automaton, model: ConfusionModel, beam: int, nbest: int):
     "The search for a model's frames."
