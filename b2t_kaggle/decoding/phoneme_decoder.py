@@ -75,7 +75,7 @@ def list_frames(
 # %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c009
 _BEAM = 400
 _NBEST = 100
-_THRESHOLD = 16.
+_THRESHOLD = 40.
 
 def _decoder(lexicon: Lexicon, lm: NGram | Automaton, model: ConfusionModel, beam: int, nbest: int):
     "The search for a model's frames."
@@ -279,7 +279,7 @@ def _candidates(
 
 _CLASS_ID = {p: i for i, p in enumerate(PHONEMES)}
 
-# %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c022
+# %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c024
 def fit_confusions(
     lists: Sequence[PhonemeList], # With true phonemes and sentences
     lexicon: Lexicon,             # As in `decode_lists`
@@ -340,7 +340,7 @@ def cross_validate_lists(
         for i, hypotheses in zip(held_out, found): decoded[i] = hypotheses
     return decoded
 
-# %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c026
+# %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c028
 _FORMAT = 'b2t confusions 1'
 
 def save_confusions(
