@@ -125,7 +125,8 @@ def test_accumulated_gradients(name, data):
     for one, parts in zip(*results): assert parts == pytest.approx(one, rel=2e-3)
 
 
-def test_a_model_that_tensorflow_lacks_is_refused_in_one_line():
-    refusal = 'model.name = conv: TensorFlow has no such encoder, it has gru, transformer, triple_gru'
-    with pytest.raises(ConfigError, match=refusal): encoder_class('conv')
+@pytest.mark.parametrize('name', ['conv', 'mamba', 'zipformer'])
+def test_a_model_that_tensorflow_lacks_is_refused_in_one_line(name):
+    refusal = f'model.name = {name}: TensorFlow has no such encoder, it has gru, transformer, triple_gru'
+    with pytest.raises(ConfigError, match=refusal): encoder_class(name)
     assert {'gru', 'triple_gru'} <= set(NAMES) and build_model(config('gru').model, 2).cfg.name == 'gru'
