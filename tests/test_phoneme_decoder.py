@@ -96,21 +96,14 @@ def test_the_order_is_that_of_expected_errors(lm):
 
 
 @pytest.mark.skipif(not (T15/'phonemes_val.jsonl').exists(), reason=f'{T15} does not exist: no real lists')
-def test_what_is_learned_from_real_lists_lowers_the_errors_of_others(tmp_path):
-    lists = [x for x in read_phoneme_lists(T15/'phonemes_val.jsonl', labelled=True) if len(x.sequences) > 1][::2]
-    with open(T15/'train.csv') as f: rows = list(csv.DictReader(f))
-    text = [normalize_sentence(r['sentence']) for r in rows]
+def test_real_lists_become_sentences(tmp_path):
+    "With two words' context of the train transcripts alone, four of five words are right."
+    lists = [x for x in read_phoneme_lists(T15/'phonemes_val.jsonl', labelled=True) if len(x.sequences) > 1][::4]
+    with open(T15/'train.csv') as f: text = [normalize_sentence(row['sentence']) for row in csv.DictReader(f)]
     words = sorted({w for s in text for w in s.split() if w.replace("'", '').isalpha()})
     lm = Automaton.load(build_ngram(text, tmp_path/'lm.arpa', order=2, estimator='own'))
     lexicon = build_lexicon(words, variants=False)
-    others = lists[::6]
-    known = [x for i, x in enumerate(lists) if i % 6]
-    truth = [x.sentence for x in others]
-
-    def errors(model):
-        found = decode_lists(others, lexicon, lm, model, beam=100, nbest=20)
-        return total(word_errors(truth, [h[0].text for h in found])).edits
-    trusting = np.zeros(N_WEIGHTS)
-    trusting[-2] = 1
-    learned = fit_confusions(known, lexicon, lm, n_folds=2, n_candidates=20)
-    assert errors(learned) < errors(ConfusionModel(trusting, trusting))
+    others = lists[::4]
+    model = fit_confusions([x for i, x in enumerate(lists) if i % 4], lexicon, lm, change_penalty=np.inf)
+    found = decode_lists(others, lexicon, lm, model, beam=300, nbest=20)
+    assert total(word_errors([x.sentence for x in others], [h[0].text for h in found])).rate < .25

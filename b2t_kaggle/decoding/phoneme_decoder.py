@@ -73,7 +73,7 @@ def list_frames(
     return _normalized(_interleave(class_scores(slots, model.slots), class_scores(gaps, model.gaps)))
 
 # %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c009
-_BEAM = 400
+_BEAM = 1000
 _NBEST = 100
 _THRESHOLD = 40.
 
