@@ -45,7 +45,8 @@ def test_any_length_chunk_and_decay(T, chunk_size, seed, kinds):
     gradients = [torch.autograd.grad(y.sum() + h.sum(), at) for (y, h), at in ((found, rounded), (want, exact))]
     for v, w in zip(*gradients):
         assert v.isfinite().all()
-        torch.testing.assert_close(v.double(), w, rtol=0, atol=1e-4 * max(w.abs().max().item(), 1e-6))
+        # Where every state is forgotten at once, the gradient of a decay is the rounding of terms of size 1
+        torch.testing.assert_close(v.double(), w, rtol=0, atol=1e-4 * max(w.abs().max().item(), 1e-2))
 
 
 def test_double_precision_is_kept():
