@@ -51,7 +51,7 @@ PHONEME_OPTIONS = ( # Of `b2t decode`
     _words,
     click.option('-o', '--output', type=click.Path(dir_okay=False, path_type=Path),
                  help='With --phonemes: the file of sentences to write.'),
-    click.option('--nbest', default=100, show_default=True, type=click.IntRange(1),
+    click.option('--nbest', default=200, show_default=True, type=click.IntRange(1),
                  help='With --phonemes: sentences of a trial.'),
 )
 
@@ -73,7 +73,7 @@ def decode_phonemes(
     trials = read_phoneme_lists(phonemes)
     model = load_confusions(confusions_path)
     lexicon, lm = _open_model(lm_path, words)
-    found = decode_lists(trials, lexicon, lm, model, nbest=nbest)
+    found = decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True)
     write_sentences(output, trials, found)
     if all(t.sentence for t in trials):
         rate = word_error_rate([t.sentence for t in trials], [h[0].text for h in found])

@@ -73,8 +73,9 @@ def list_frames(
     return _normalized(_interleave(class_scores(slots, model.slots), class_scores(gaps, model.gaps)))
 
 # %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c009
-_BEAM = 1000
-_NBEST = 100
+_BEAM = 4000          # Lists of ten per cent wrong phonemes leave many sentences open
+_CANDIDATE_BEAM = 400 # Enough for candidates to learn from
+_NBEST = 200
 _THRESHOLD = 40.
 
 def _decoder(lexicon: Lexicon, lm: NGram | Automaton, model: ConfusionModel, beam: int, nbest: int):
@@ -106,10 +107,13 @@ def decode_lists(
     model: ConfusionModel,   # From `fit_confusions`
     beam: int = _BEAM,       # Hypotheses kept per frame
     nbest: int = _NBEST,     # Sentences of a trial
+    n_jobs: int = 0,         # Cores to use; 0 means all
+    progress: bool = False,  # Whether to show a progress bar
 ) -> list[list[Hypothesis]]: # Of each trial, the one with the fewest expected word errors first
     "Sentences of lists of phoneme sequences."
     decoder = _decoder(lexicon, lm, model, beam, nbest)
-    return [_in_order_of_risk(decoder.decode(list_frames(x, model)), model.sharpness) for x in lists]
+    found = decoder.decode_all([list_frames(x, model) for x in lists], n_jobs, progress)
+    return [_in_order_of_risk(hypotheses, model.sharpness) for hypotheses in found]
 
 # %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c014
 @_jit
@@ -304,10 +308,11 @@ def fit_confusions(
     with_candidates = []
     for f in range(n_folds):
         model = _fit_classes([t for t, other in zip(trials, fold) if other != f], class_penalty, final)
-        decoder = _decoder(lexicon, lm, model, _BEAM, _NBEST)
-        for i in np.flatnonzero(fold == f):
-            found = decoder.decode(list_frames(lists[i], model))[:n_candidates]
-            trial = _candidates(trials[i], lists[i].sentence, found, model, lexicon)
+        decoder = _decoder(lexicon, lm, model, _CANDIDATE_BEAM, n_candidates)
+        held_out = np.flatnonzero(fold == f)
+        found = decoder.decode_all([list_frames(lists[i], model) for i in held_out], progress=False)
+        for i, hypotheses in zip(held_out, found):
+            trial = _candidates(trials[i], lists[i].sentence, hypotheses, model, lexicon)
             if len(trial.errors): with_candidates.append(trial)
     return _change_for_words(final, with_candidates, change_penalty)
 
