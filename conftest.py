@@ -16,6 +16,9 @@ ROOT = Path(__file__).parent
 # A busy machine is no failure
 settings.register_profile('kit', deadline=None)
 settings.load_profile('kit')
+# What a test starts finds the package's code compiled by the process before it
+os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
+sys.dont_write_bytecode = False
 # Tiny models are computed in no time and compiled for minutes: LLVM need not optimise what XLA makes of them, in
 # TensorFlow and in PyTorch/XLA alike (40 and 60 % less processor time). What is compiled, how often, and what would
 # fall back to the host stays the same

@@ -204,29 +204,23 @@ def padding_table(
 
 # %% ../../nbs/data/04_batches.ipynb #c032
 @intrinsic
-def _half_to_float(typing_context, bits):
-    "A float16, given as its bits, as a float32."
+def _converted(typing_context, x, like):
+    "A number as the type of another: a float16, given as its bits, as a float32; anything else as it is."
+    is_half = (x, like) == (types.uint16, types.float32)
     def codegen(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-    return types.float32(types.uint16), codegen
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType()) if is_half else args[0]
+    return (like if is_half else x)(x, like), codegen
 
 # %% ../../nbs/data/04_batches.ipynb #c035
-@njit
-def _unchanged(x): return x
+@njit(cache=True, nogil=True)
+def _fill(flat, starts, lengths, out):
+    "Copy arrays into the rows of a batch, converted, and pad them with zeros."
+    for row in range(len(starts)):
+        source = flat[starts[row]:starts[row] + lengths[row]]
+        target = out[row]
+        for i in range(source.size): target[i] = _converted(source[i], target[i])
+        target[source.size:] = 0
 
-def _compile_fill(convert):
-    "A function that copies arrays into the rows of a batch, converted, and pads them with zeros."
-    @njit(nogil=True)
-    def fill(flat, starts, lengths, out):
-        for row in range(len(starts)):
-            source = flat[starts[row]:starts[row] + lengths[row]]
-            target = out[row]
-            for i in range(source.size): target[i] = convert(source[i])
-            target[source.size:] = 0
-    return fill
-
-_copy = _compile_fill(_unchanged)
-_widen = _compile_fill(_half_to_float)
 
 def _bits(x: np.ndarray) -> np.ndarray:
     "Float16 as its bits, anything else as it is."
@@ -244,9 +238,9 @@ def fill_rows(
     longest = lengths.max(initial=0)
     if len(starts) != len(out) or longest > out.shape[1]:
         raise ValueError(f'arrays of up to {longest} numbers do not fit into {list(out.shape)}')
-    if flat.dtype == out.dtype: _copy(_bits(flat), starts, lengths, _bits(out))
-    elif (flat.dtype, out.dtype) == (np.float16, np.float32): _widen(_bits(flat), starts, lengths, out)
-    else: raise TypeError(f'{flat.dtype} cannot be delivered as {out.dtype}')
+    if flat.dtype != out.dtype and (flat.dtype, out.dtype) != (np.float16, np.float32):
+        raise TypeError(f'{flat.dtype} cannot be delivered as {out.dtype}')
+    _fill(_bits(flat), starts, lengths, _bits(out))
 
 # %% ../../nbs/data/04_batches.ipynb #c038
 def _reference_counts(arrays: list) -> list[int]:
