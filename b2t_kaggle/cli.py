@@ -22,7 +22,7 @@ from .cli_lm import tools
 from .cli_phonemes import PHONEME_OPTIONS, confusions, decode_phonemes
 from .config import PRESETS, Config, TrainConfig, config_fields, load_config
 from .pipeline import run_stages
-from .runs import Run, StageRun, logit_files
+from .runs import Run, StageRun, logit_files, search_tuning
 from .stages import STAGES
 
 # %% ../nbs/16_cli.ipynb #c006
@@ -257,6 +257,13 @@ def _weights(run: Run):
     click.echo(f'Weights of the mixture, {origin}: {weights}', err=True)
     return weights
 
+def _tell_search(run: Run, decoder) -> None:
+    "Say which weights the search has, and where they come from."
+    origin = 'from the stage decode' if search_tuning(run) else 'as configured'
+    names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
+    weights = ', '.join(f'{k} {getattr(decoder, k):.4g}' for k in names)
+    click.echo(f'Weights of the search, {origin}: {weights}', err=True)
+
 def _llm(run: Run, decoder):
     "The rescorer of a run's LLM for `serve`; none if it has no LLM."
     c = run.cfg.rescore
@@ -310,6 +317,7 @@ def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cer
     signal.signal(signal.SIGTERM, signal.default_int_handler) # As service managers stop it
     try:
         decoder = open_decoder(run, nbest=nbest)
+        _tell_search(run, decoder)
         serve(decoder, host, port, rescorer=_llm(run, decoder), **connection)
     except KeyboardInterrupt: click.echo('Stopped.')
 

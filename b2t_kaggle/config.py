@@ -214,6 +214,9 @@ class LMConfig(Section):
 class DecodeConfig(Section):
     beam: int = Field(100, ge=1)
     "Hypotheses kept per frame."
+    tune: bool = True
+    ("Find acoustic scale, blank penalty and word score on the validation trials. Those of the next four that are not "
+     "at their defaults stay as they are; false: all of them do.")
     lm_weight: float = Field(1.0, ge=0)
     "Weight of the n-gram's natural-log score."
     word_score: float = 0.0

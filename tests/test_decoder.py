@@ -588,7 +588,7 @@ def test_defaults_are_those_of_the_configuration():
         for name, p in inspect.signature(LexiconBeamDecoder).parameters.items()
         if name not in ('lexicon', 'lm')
     }
-    of_config = DecodeConfig().model_dump(exclude={'n_jobs'})  # That one is `decode_all`'s
+    of_config = DecodeConfig().model_dump(exclude={'n_jobs', 'tune'})  # `decode_all`'s, and that of `tuning`
     assert of_decoder.keys() == of_config.keys()
     assert {k for k in of_config if of_decoder[k] != of_config[k]} <= {
         'nbest'

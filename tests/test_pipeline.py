@@ -505,6 +505,54 @@ def test_a_session_that_ends_leaves_a_submission(finished, tmp_path, here, monke
         assert (tmp_path/'short'/name).read_text() == (tmp_path/'long'/name).read_text()
 
 
+def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypatch):
+    """Too few trials tune nothing; a session without time leaves it to the next one; one that was stopped after tuning
+    goes on with what it found, and so does whoever opens the decoder."""
+    from b2t_kaggle.decoding import tuning
+    run, _, _ = finished
+    shutil.copytree(run, tmp_path/'run')
+    tuned = Run(tmp_path/'run', run.parent.parent/'data', {'decode.beam': 7})
+    path = tuned.dir/'decode_weights.json'
+
+    def decode(left):
+        "Decode with so many seconds left; returns the state of the stage."
+        monkeypatch.setattr(StageRun, 'time_left', lambda stage: left())
+        return run_stages(tuned, 'decode')[-1]['state']
+
+    assert decode(lambda: np.inf) == 'done' and not path.exists()
+    plain = StageRun(tuned, 'decode').stamp['metrics']
+    assert plain.keys() == {'WER'} and open_decoder(tuned).blank_penalty == 1
+    monkeypatch.setattr(tuning, 'MIN_TRIALS', 4)
+    # A result that is known
+    better = tuning.SearchWeights(0.4, 1., 9., 0.5)
+    found = tuning.Tuning(tuning.SearchWeights(0.8, 1., 1., 0.), better, (better,),
+                          dict(start=9, candidate=5, validated=6), (6,), (20,), (0, 1, 2, 3),
+                          {k: [v] for k, v in better._asdict().items()}, [[[[5]]]])
+    asked = []
+    def tune_search(decoder, trials, references, given, left, **options):
+        if left() <= 0: raise tuning.OutOfTime('no time')
+        asked.append((len(trials), len(references), given, options['n_others']))
+        return found
+    monkeypatch.setattr(tuning, 'tune_search', tune_search)
+    StageRun(tuned, 'decode').discard()
+    assert decode(lambda: 0) == 'stopped early' and not path.exists() and not asked
+    assert decode(lambda: 0 if path.exists() else 1e9) == 'stopped early'
+    assert asked == [(4, 4, [], 8)] and StageRun(tuned, 'decode').stamp['metrics']['narrow'] == 8
+    assert open_decoder(tuned).acoustic_scale == 0.4
+    assert decode(lambda: np.inf) == 'done' and len(asked) == 1
+    metrics = StageRun(tuned, 'decode').stamp['metrics']
+    assert metrics == {'WER': 6/20, 'WER as configured': 9/20} | better._asdict()
+    decoder = open_decoder(tuned)
+    assert {k: getattr(decoder, k) for k in better._fields} == better._asdict()
+    logits = LogitStore.open(tuned.logits('test'))
+    assert [h[0].text for h in tuned.nbest('test')] == [decoder.decode(x)[0].text for x in logits]
+    run_stages(tuned)
+    assert StageRun(tuned, 'report').stamp['metrics']['WER'] == 6/20
+    tuned = Run(tuned.dir, tuned.work, {'decode.tune': False})
+    assert decode(lambda: np.inf) == 'done' and not path.exists() and len(asked) == 1
+    assert StageRun(tuned, 'decode').stamp['metrics'] == plain
+
+
 def test_an_llm_that_has_no_time_changes_nothing(finished, tmp_path, here, monkeypatch):
     "The trials that it does not come to keep the order of the search, and are rescored later."
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')

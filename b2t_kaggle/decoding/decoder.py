@@ -233,6 +233,25 @@ class _SentenceScorer:
         if spans is None: raise ValueError(f'{len(x)} frames are too few for {hypothesis.text!r}')
         return spans
 
+    def acoustic(self,
+        log_probs: np.ndarray, # Log-probabilities of one trial [T', 41]
+        texts: Sequence[str],  # Sentences, such as those of an n-best list
+    ) -> np.ndarray:           # [n]
+        "Acoustic score of each sentence, with the blank penalty; raises `ValueError` for unknown words."
+        spelled: dict[tuple[int, ...], int] = {}
+        start, words = flatten([[self._number(w, spelled) for w in text.split()] for text in texts])
+        prons = _with_spellings(self._prons, list(spelled)) if spelled else self._prons
+        return acoustic_scores(self.prepare(log_probs).log_probs, words, start, prons, self.merge == 'sum')
+
+    def _number(self, word: str, spelled: dict[tuple[int, ...], int]) -> int:
+        "Id of a word; a spelled one gets the next number, which is noted."
+        if word in self._word_id: return self._word_id[word]
+        phonemes = word.upper().split('-')
+        if self.oov_penalty is None or not set(phonemes) <= set(PHONEMES):
+            raise ValueError(f'{word!r} is not in the lexicon of this decoder')
+        spelling = tuple(PHONEMES.index(p) for p in phonemes)
+        return len(self.words) + spelled.setdefault(spelling, len(spelled))
+
     def _ngram(self, words: np.ndarray, starts: np.ndarray, texts: list[str]) -> np.ndarray:
         "Natural-log n-gram probability of each text with its end."
         if not self._automaton: return np.array([self.lm.score(text) for text in texts])
@@ -313,6 +332,21 @@ class LexiconBeamDecoder(_SentenceScorer):
         other = copy(self)
         other.beam = beam
         other._idle = []
+        return other
+
+    def with_weights(self,
+        acoustic_scale: float, # This and the others as in `LexiconBeamDecoder`
+        lm_weight: float,
+        blank_penalty: float,
+        word_score: float,
+    ) -> 'LexiconBeamDecoder':
+        "The same decoder with other weights; lexicon and language model are shared."
+        other = self.with_beam(self.beam)
+        other.acoustic_scale = acoustic_scale
+        other.lm_weight = lm_weight
+        other.blank_penalty = blank_penalty
+        other.word_score = word_score
+        _check_parameters(vars(other))
         return other
 
     def take_search(self) -> Search:

@@ -1,0 +1,153 @@
+"""The search's weights: points that mean the same have the same errors, the grid against searches of each of its
+points, folds that do not see themselves, results that depend on nothing but the trials."""
+import itertools
+
+import numpy as np
+import pytest
+
+from b2t_kaggle.decoding import tuning
+from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
+from b2t_kaggle.decoding.tuning import OutOfTime, SearchWeights, tune_search
+from b2t_kaggle.lm.automaton import Automaton
+from b2t_kaggle.lm.ngram import build_ngram
+from b2t_kaggle.metrics import word_errors
+from b2t_kaggle.phonemes import to_class_ids
+
+pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
+LEXICON = {'a': [['AA']], 'b': [['B']], 'ab': [['AA', 'B']], 'ba': [['B', 'AA']], 'aab': [['AA', 'AA', 'B']]}
+REFERENCES = ['a b', 'ab', 'ba a', 'a ab', 'b', 'aab b', 'a ba', 'ab ab', 'b a', 'a', 'ba', 'aab']
+GRID = dict(acoustic_scale=np.array([0.4, 0.8, 1.6]), lm_weight=np.array([1.]), blank_penalty=np.array([1., 3., 9.]),
+            word_score=np.array([-1., 0., 1.]))
+FONDNESS = 27.
+
+
+def frames(sentence, seed, fondness=1.):
+    "Frames of a model with noise, which takes the blank for so many times as likely as it is."
+    rng = np.random.default_rng(seed)
+    rows = [[0]]
+    for word in sentence.split():
+        for k in to_class_ids([*LEXICON[word][0], 'SIL']): rows += [[k], [0]*rng.integers(1, 3)]
+    ids = np.concatenate(rows).astype(int)
+    x = 2.*rng.standard_normal((len(ids), 41))
+    x[np.arange(len(ids)), ids] += 5
+    x[:, 0] += np.log(fondness)
+    return x - np.logaddexp.reduce(x, axis=1, keepdims=True)
+
+
+@pytest.fixture(scope='module')
+def lm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('lm')
+    return Automaton.load(build_ngram(REFERENCES, folder/'lm.arpa', order=2, estimator='own'))
+
+
+@pytest.fixture(scope='module')
+def decoder(lm): return LexiconBeamDecoder(LEXICON, lm, beam=50)
+
+
+@pytest.fixture(scope='module')
+def trials(): return [frames(s, seed) for seed, s in enumerate(REFERENCES)]
+
+
+def tuned(decoder, trials, references=REFERENCES, grid=GRID, folds=3, n_jobs=1, **options):
+    return tune_search(decoder, trials, references, grid=grid, folds=folds, n_jobs=n_jobs, progress=False, **options)
+
+
+def searches_of(decoder, trials, points, left=lambda: np.inf):
+    clock = tuning._Clock(left, len(trials), 0)
+    searches = tuning._Searches(decoder, trials, REFERENCES, GRID, clock, 1)
+    for point in points: searches.add(point)
+    return searches
+
+
+def test_a_blank_that_is_too_likely_is_undone_by_its_penalty(decoder, trials):
+    """The blank's odds times 27 with penalties times 27 are the same trials: the same errors everywhere, and the same
+    choice, which therefore is known."""
+    fond = [frames(s, seed, FONDNESS) for seed, s in enumerate(REFERENCES)]
+    plain = tuned(decoder, trials)
+    other = tuned(decoder.with_weights(0.8, 1, FONDNESS, 0), fond,
+                  grid=GRID | dict(blank_penalty=FONDNESS*GRID['blank_penalty']))
+    assert other.errors == plain.errors and other.edits == plain.edits and other.fold_edits == plain.fold_edits
+    for a, b in zip((plain.candidate, *plain.folds), (other.candidate, *other.folds), strict=True):
+        assert b == a._replace(blank_penalty=FONDNESS*a.blank_penalty)
+    # And from a penalty of 1 the way is found
+    wide = GRID | dict(blank_penalty=3.**np.arange(6))
+    found = tuned(decoder, fond, grid=wide)
+    assert found.candidate.blank_penalty >= 9 and found.edits['candidate'] < found.edits['start']
+
+
+def test_only_ratios_count(decoder, trials):
+    "Scale, n-gram weight and word score doubled are the same search."
+    plain = tuned(decoder, trials)
+    doubled = tuned(decoder.with_weights(1.6, 2, 1, 0), trials, grid=GRID | {
+        k: 2*GRID[k] for k in ('acoustic_scale', 'lm_weight', 'word_score')})
+    assert doubled.errors == plain.errors and doubled.edits == plain.edits
+    assert doubled.candidate == SearchWeights(*np.array(plain.candidate)*[2, 2, 1, 2])
+
+
+def test_the_grid_is_what_searches_find(decoder, lm, trials):
+    "Every point, by a decoder that was built with its weights."
+    searches = searches_of(decoder, trials, [(1, 0, 0, 1), (0, 0, 2, 1), (2, 0, 1, 1)])
+    for point in itertools.product(range(3), [0], range(3), range(3)):
+        weights = searches.weights(point)
+        built = LexiconBeamDecoder(LEXICON, lm, beam=50, **weights._asdict())
+        best = [built.decode(x)[0].text for x in trials]
+        expected = [e.edits for e in word_errors(REFERENCES, best)]
+        assert searches.table[(slice(None), *point)].tolist() == expected, weights
+        assert searches.edits(point, range(12)) == expected
+
+
+def test_a_fold_is_searched_with_weights_that_do_not_know_it(decoder, trials, monkeypatch):
+    start = (1, 0, 0, 1)
+    searches = searches_of(decoder, trials, [start, (0, 0, 2, 1)])
+    asked = []
+    monkeypatch.setattr(searches, 'edits', lambda point, some: asked.append((point, some)) or [0])
+    before = [weights for weights, _ in tuning._validate(searches, start, 3)]
+    assert sorted(i for _, some in asked for i in some) == list(range(12))
+    assert [searches.weights(point) for point, _ in asked] == before
+    rng = np.random.default_rng(0)
+    for k in range(3):
+        kept = searches.table.copy()
+        searches.table[k::3] = rng.integers(0, 99, searches.table[k::3].shape)
+        assert tuning._validate(searches, start, 3)[k][0] == before[k]
+        searches.table[:] = kept
+
+
+def test_the_figures_are_those_of_the_sentences(decoder, lm, trials):
+    "Start, candidate and folds, each by a decoder that was built with its weights."
+    result = tuned(decoder, trials)
+    def edits(weights, some):
+        built = LexiconBeamDecoder(LEXICON, lm, beam=50, **weights._asdict())
+        best = [built.decode(trials[i])[0].text for i in some]
+        return sum(e.edits for e in word_errors([REFERENCES[i] for i in some], best))
+    assert result.edits['start'] == edits(SearchWeights(0.8, 1, 1, 0), range(12)) > 0
+    assert result.edits['candidate'] == edits(result.candidate, range(12)) <= result.edits['start']
+    assert list(result.fold_edits) == [edits(w, range(k, 12, 3)) for k, w in enumerate(result.folds)]
+    assert sum(result.fold_edits) == result.edits['validated']
+    assert result.n_words == sum(len(r.split()) for r in REFERENCES)
+    better = result.edits['validated'] < result.edits['start']
+    assert result.weights == (result.candidate if better else result.start)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_tuned_weights_make_no_more_errors_than_the_start(decoder, trials, seed):
+    "Also where the references belong to other trials, so that there is nothing to learn."
+    shuffled = np.random.default_rng(seed).permutation(REFERENCES).tolist()
+    result = tuned(decoder, trials, shuffled)
+    assert result.edits['candidate'] <= result.edits['start']
+
+
+def test_nothing_but_the_trials_decides(decoder, trials):
+    first = tuned(decoder, trials)
+    assert tuned(decoder, trials, n_jobs=3) == first
+    assert tuned(decoder, trials, left=lambda: 1e9, n_others=5) == first
+    some = tuned(decoder, trials, most=5)
+    assert some.trials == (0, 2, 4, 7, 9)
+
+
+def test_a_session_that_ends_tunes_nothing(decoder, trials):
+    "Neither where there is no time at its beginning nor where it turns out to be short."
+    with pytest.raises(OutOfTime, match='and 0 s are left'): tuned(decoder, trials, left=lambda: 0.)
+    with pytest.raises(OutOfTime, match='are needed to tune and to decode'):
+        tuned(decoder, trials, left=lambda: 60., n_others=10**9)
+    times = iter([1e9]*5)
+    with pytest.raises(OutOfTime): tuned(decoder, trials, left=lambda: next(times, 0.))
