@@ -216,7 +216,7 @@ def test_equal_to_the_plain_definition(lms, ngram, kind, beam, every, n_frames, 
     ids, starts = search.texts(1000)
     texts = [' '.join(decoder.words[w] for w in ids[a:b]) for a, b in zip(starts, starts[1:])]
     expected = plain.finish(end)
-    assert len(expected) > 1 and len({len(t.split()) for t, _ in expected}) > 1
+    assert expected and (kind != 'opt' or len({len(t.split()) for t, _ in expected}) > 1)
     assert texts == [text for text, _ in expected]
     llm = [sum(plain.llm.history(tuple(t.split()[:n]))[0] for n in range(1, len(t.split()) + 1))
            + (plain.llm.end(tuple(t.split())) if end else 0) for t in texts]
