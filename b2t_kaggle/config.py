@@ -237,6 +237,20 @@ class DecodeConfig(Section):
     "A word outside the lexicon may be spelled by its phonemes, for this much per phoneme; none allows no such words."
     top_k: int | None = Field(None, ge=1)
     "Classes of a frame that hypotheses may move to, the most probable ones; none leaves it to beam and threshold."
+    llm: FolderOrName | None = None
+    ("Causal language model of transformers inside the search: a local folder, or a name on the hub; none means the "
+     "n-gram alone.")
+    llm_adapter: AbsolutePath | None = None
+    "Folder of a LoRA adapter for it."
+    llm_weight: float = Field(0.5, gt=0)
+    "Weight of its natural-log score, beside `lm_weight` of the n-gram's."
+    llm_every: int = Field(15, ge=1)
+    "It scores the words that are new after so many frames; until then the n-gram stands in for it."
+    llm_capitals: bool = True
+    ("Whether it may read words with a capital first letter; false suits the adapters of `b2t lm finetune`, which "
+     "learn sentences without.")
+    llm_end: bool = False
+    "Whether it scores the end of the sentence too; true suits these adapters, which learn it."
     n_jobs: int = Field(0, ge=0)
     "Processor cores to use; 0 means all."
 
@@ -325,6 +339,9 @@ class Config(Section):
         if self.infer.checkpoint and self.infer.logits:
             raise ValueError('infer.checkpoint and infer.logits are both set, and only one of them can be used; set '
                              'the other one to null')
+        if self.decode.llm and self.decode.oov_penalty is not None:
+            raise ValueError(f'decode.oov_penalty is {self.decode.oov_penalty}, for words that are spelled, and '
+                             'decode.llm is set, which cannot score them; set one of them to null')
         must = data.must_include_days or []
         if len(must) > data.days_per_batch:
             raise ValueError(f'data.must_include_days names {len(must)} days, more than data.days_per_batch = '

@@ -66,8 +66,8 @@ def _session_files(folder: Path) -> list[Path]:
                             'with --data')
     return sorted(folder.glob('*/data_*.hdf5'))
 
-def _llm_files(cfg: Config) -> list[Path]:
-    folders = [Path(p) for p in (cfg.rescore.model, cfg.rescore.adapter) if p and Path(p).is_dir()]
+def _llm_files(*folders_or_names) -> list[Path]:
+    folders = [Path(p) for p in folders_or_names if p and Path(p).is_dir()]
     return [f for folder in folders for f in sorted(folder.glob('*')) if f.is_file()]
 
 def _outside_files(name: str, cfg: Config) -> dict[str, list[Path]]:
@@ -79,7 +79,8 @@ def _outside_files(name: str, cfg: Config) -> dict[str, list[Path]]:
     if name == 'lm':
         models = {f'lm.{k}': [path] for k in ('path', 'general') if (path := getattr(cfg.lm, k))}
         return models | {'lm.texts': cfg.lm.texts}
-    return {'rescore.model': _llm_files(cfg)} if name == 'rescore' else {}
+    if name == 'decode': return {'decode.llm': _llm_files(cfg.decode.llm, cfg.decode.llm_adapter)}
+    return {'rescore.model': _llm_files(cfg.rescore.model, cfg.rescore.adapter)} if name == 'rescore' else {}
 
 def _stage_marks(name: str, cfg: Config) -> list:
     "Marks of the files from outside that a stage reads."
@@ -95,11 +96,11 @@ def _sha(value) -> str:
 _NOT_IN_KEY = {'train.time_budget', 'train.accelerator', 'decode.n_jobs'}
 # Say where files are
 _PATHS = {'data.dataset_dir', 'train.init_checkpoint_path', 'infer.checkpoint', 'infer.logits', 'lm.path', 'lm.general',
-          'lm.texts', 'rescore.model', 'rescore.adapter'}
+          'lm.texts', 'decode.llm', 'decode.llm_adapter', 'rescore.model', 'rescore.adapter'}
 
 def _is_place(key: str, value) -> bool:
     "Whether a configuration value only says where files are; an LLM may be a name on a hub instead."
-    return key in _PATHS and (key != 'rescore.model' or Path(value).is_dir())
+    return key in _PATHS and (key not in ('decode.llm', 'rescore.model') or Path(value).is_dir())
 
 def _stage_values(name: str, cfg: Config, without: set[str]) -> dict:
     "Configuration values that a stage depends on, as far as they differ from their defaults."
@@ -397,12 +398,22 @@ def search_tuning(
     if path.name not in stage.stamp.get('outputs', {}) or stage.status() not in ('done', 'stopped early'): return None
     return read_tuning(path)
 
+def _fusion(cfg: Config):
+    "The language model that takes part in the search; none without `decode.llm`."
+    c = cfg.decode
+    if c.llm is None: return None
+    from b2t_kaggle.rescoring.fusion import LLMFusion
+    from b2t_kaggle.rescoring.llm import load_lm
+    model, tokenizer = load_lm(c.llm, adapter=c.llm_adapter)
+    return LLMFusion(model, tokenizer, c.llm_weight, c.llm_every, c.llm_capitals, c.llm_end)
+
 def open_decoder(
     run: Run,  # Its `lm` stage must be done
     **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration
 ):
-    """The `LexiconBeamDecoder` that a run's configuration describes, with tuned weights where there are some. Raises
-    `PipelineError` where the run has no language model yet."""
+    """The `LexiconBeamDecoder` that a run's configuration describes, with tuned weights where there are some and
+    `decode.llm` inside the search. Raises `PipelineError` where the run has no n-gram yet, and
+    `rescoring.llm.LanguageModelError` where the LLM is missing."""
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.phonemes import build_lexicon
@@ -411,5 +422,6 @@ def open_decoder(
     lexicon = build_lexicon(words.read_text().split())
     tuning = search_tuning(run)
     weights = tuning.weights._asdict() if tuning else {}
-    options = run.cfg.decode.model_dump(exclude={'n_jobs', 'tune'}) | weights | changes
-    return LexiconBeamDecoder(lexicon, load_ngram(run.lm_path), **options)
+    values = run.cfg.decode.model_dump(exclude={'n_jobs', 'tune'})
+    options = {k: v for k, v in values.items() if not k.startswith('llm')} | weights | changes
+    return LexiconBeamDecoder(lexicon, load_ngram(run.lm_path), fusion=_fusion(run.cfg), **options)

@@ -553,6 +553,30 @@ def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypa
     assert StageRun(tuned, 'decode').stamp['metrics'] == plain
 
 
+def test_an_llm_inside_the_search(finished, tmp_path, here):
+    "Its scores are in the lists and in their totals; without the model there is an error that says so."
+    pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
+    from tiny_models import tiny_lm
+
+    from b2t_kaggle.rescoring.llm import LanguageModelError
+    run, _, _ = finished
+    shutil.copytree(run, tmp_path/'run')
+    lm = tiny_lm(tmp_path/'lm', 'opt', ['a few words'], max_position_embeddings=512)
+    fused = Run(tmp_path/'run', run.parent.parent/'data', {'decode.llm': str(lm), 'decode.llm_weight': 0.3})
+    run_stages(fused)
+    assert here == ['decode', 'submit', 'report']
+    cfg = fused.cfg.decode
+    for hyps in fused.nbest('test'):
+        for h in hyps:
+            score = cfg.acoustic_scale*h.acoustic + cfg.lm_weight*h.ngram + cfg.word_score*h.n_words + 0.3*h.llm
+            assert h.total == pytest.approx(score) and (h.llm < 0 or not h.text)
+    lm.rename(tmp_path/'moved')
+    with pytest.raises(LanguageModelError, match='not loaded .there is no such folder'): open_decoder(fused)
+    moved = Run(tmp_path/'run', run.parent.parent/'data', {'decode.llm': str(tmp_path/'moved')})
+    run_stages(moved)
+    assert here == ['decode', 'submit', 'report'] # It is the same model
+
+
 def test_an_llm_that_has_no_time_changes_nothing(finished, tmp_path, here, monkeypatch):
     "The trials that it does not come to keep the order of the search, and are rescored later."
     pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')

@@ -22,8 +22,9 @@ from tqdm import tqdm
 
 from ..ctc import check_log_probs
 from .acoustic import Pronunciations, acoustic_scores, pronunciations, word_spans
+from .histories import Fusion, HistoryScorer
 from .lexicon import Lexicon, build_trie, flatten, spellings_of, with_spelling
-from .nbest import Hypothesis
+from .nbest import Fused, Hypothesis
 from .scorers import AutomatonScorer, KenLMScorer, score_word
 from .search import Search
 from ..devices.machine import n_cores
@@ -201,7 +202,9 @@ class _SentenceScorer:
         log_probs: np.ndarray, # Of all frames, from `prepare` [T', 41]
         words: np.ndarray,     # Word ids of texts, one after the other, from `Search.texts`
         starts: np.ndarray,    # Text i is words[starts[i]:starts[i + 1]]
-    ) -> list[Hypothesis]:     # Up to `nbest`
+        llm: np.ndarray | None = None, # What a fusion says of each text, from `Search.llm_scores`
+        llm_weight: float = 0.0,       # Its weight
+    ) -> list[Hypothesis]:     # Up to `nbest`; `Fused` where there is a fusion
         "Sentences, scored by definition, the best ones first."
         spelled = []
         if self.oov_penalty is not None: words, starts, spelled = _join_spellings(words, starts, len(self.words))
@@ -213,11 +216,13 @@ class _SentenceScorer:
         if spelled: ngram = ngram - _spelling_costs(words, starts, len(self.words), spelled, self.oov_penalty)
         n_words = np.diff(starts)
         total = self.acoustic_scale*acoustic + self.lm_weight*ngram + self.word_score*n_words
+        if llm is not None: total = total + llm_weight*llm
         best = {} # Text -> its number; a spelled word may look like one of the lexicon
         for i in np.argsort(-total, kind='stable').tolist(): best.setdefault(texts[i], i)
         order = list(best.values())[:self.nbest]
-        columns = (x[order].tolist() for x in (acoustic, ngram, n_words, total))
-        hyps = map(Hypothesis, (texts[i] for i in order), *columns)
+        scores = [acoustic, ngram, n_words, total] + ([] if llm is None else [llm])
+        kind = Hypothesis if llm is None else Fused
+        hyps = map(kind, (texts[i] for i in order), *(x[order].tolist() for x in scores))
         return [h for h in hyps if h.total > -math.inf]
 
     def word_frames(self,
@@ -285,14 +290,20 @@ class LexiconBeamDecoder(_SentenceScorer):
         blank_skip: float = 0.999,    # Frames whose penalised blank is likelier are not searched; 1: all are
         oov_penalty: float | None = None, # Per phoneme of a spelled `<unk>`; log 39: all alike; none: none
         top_k: int | None = None,     # Classes of a frame to move to (`beam_size_token`); none: all
+        fusion: Fusion | None = None, # A language model of whole sentences inside the search; none: the n-gram alone
     ):
         _check_parameters(locals())
+        if fusion is not None and oov_penalty is not None:
+            raise ValueError(f'oov_penalty is {oov_penalty} beside a fusion; a language model inside the search cannot '
+                             'score words that are spelled, so set one of them to none')
         words, spellings = spellings_of(lexicon)
         super().__init__(words, spellings, lm, lm_weight, word_score, acoustic_scale, blank_penalty, nbest, merge,
                          blank_skip, oov_penalty)
         self.beam = beam
         self.threshold = threshold
         self.top_k = top_k
+        self.fusion = fusion
+        if fusion is not None: check_words(lm, self.words) # The n-gram stands in for the fusion, whatever its weight
         unigrams = self._new_scorer().unigrams()
         trie = build_trie(spellings, unigrams[:-1])
         self.trie = trie if oov_penalty is None else with_spelling(trie, unigrams[-1])
@@ -308,9 +319,17 @@ class LexiconBeamDecoder(_SentenceScorer):
         frames = self.prepare(log_probs)
         search = self.take_search()
         search.push(frames.scores, frames.skip)
+        return self.finish(search, frames.log_probs)
+
+    def finish(self,
+        search: Search,        # From `take_search`; it goes back to the decoder
+        log_probs: np.ndarray, # Of all frames that were pushed, from `prepare` [T', 41]
+    ) -> list[Hypothesis]:     # Up to `nbest`
+        "The n-best of a trial whose frames were all searched."
         words, starts = search.texts(2*self.nbest)
+        llm = search.llm_scores(words, starts)
         self.return_search(search)
-        return self.rank(frames.log_probs, words, starts)
+        return self.rank(log_probs, words, starts, llm, self.fusion.weight if self.fusion else 0.)
 
     def decode_all(self,
         log_probs: Sequence[np.ndarray], # Trials, such as a `LogitStore`: read one by one, by index
@@ -322,7 +341,7 @@ class LexiconBeamDecoder(_SentenceScorer):
         n_jobs = min(n_jobs or n_cores(), n)
         decode_trial = partial(_decode_trial, self.decode, log_probs)
         collect = partial(_with_progress, n=n, show=progress)
-        forks = not self._automaton
+        forks = not self._automaton and self.fusion is None # What a fusion computes with may not survive a fork
         if n_jobs <= 1 or (forks and 'fork' not in get_all_start_methods()): return collect(map(decode_trial, range(n)))
         if forks: self.decode(_UNIFORM) # Compiles what is compiled; then no process needs to
         return (_in_forks if forks else _in_threads)(decode_trial, n, n_jobs, collect)
@@ -354,13 +373,18 @@ class LexiconBeamDecoder(_SentenceScorer):
         try: search = self._idle.pop()
         except IndexError:
             penalty = math.inf if self.oov_penalty is None else self.lm_weight*self.oov_penalty
-            search = Search(self.trie, self._new_scorer(), self.beam, self.lm_weight, self.word_score, penalty,
-                            self.top_k or 0)
+            scorer = self._new_scorer()
+            weight = self.lm_weight
+            if self.fusion is not None:
+                scorer = HistoryScorer(scorer, self.words, self.lm_weight, self.fusion)
+                weight = scorer.weight
+            search = Search(self.trie, scorer, self.beam, weight, self.word_score, penalty, self.top_k or 0)
         search.start(self.threshold*self.acoustic_scale)
         return search
 
     def return_search(self, search: Search) -> None:
         "Another trial may use the search."
+        search.forget()
         self._idle.append(search)
 
     def _new_scorer(self) -> AutomatonScorer | KenLMScorer:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from .histories import HistoryScorer, fuse, fuse_at_end, llm_scores
 from .lexicon import Trie, count_bits, flatten, lowest_bit
 from .scorers import AutomatonScorer, KenLMScorer, NGramView, score_word
 from ..lm.ngram import LN10
@@ -596,15 +597,16 @@ class Search:
     "A beam search with its buffers, for one trial at a time."
     def __init__(self,
         trie: Trie,                # Of the lexicon, perhaps `with_spelling`
-        scorer: AutomatonScorer | KenLMScorer, # The n-gram
+        scorer: AutomatonScorer | KenLMScorer | HistoryScorer, # The n-gram, perhaps with a fusion
         beam: int,                 # Hypotheses kept per frame
-        lm_weight: float = 1.0,    # Weight of the n-gram's score
+        lm_weight: float = 1.0,    # Weight of the scorer's answers
         word_score: float = 0.0,   # Added per word
         oov_penalty: float = np.inf, # For each phoneme of a spelled word; infinity: none is spelled
         top_k: int = 0,            # Classes of a frame that hypotheses may move to; 0: all
     ):
         self.trie = trie
         self.scorer = scorer
+        self.fused = scorer if isinstance(scorer, HistoryScorer) else None
         self.options = Options(beam, np.float32(np.inf), np.float32(lm_weight), np.float32(word_score),
                                np.float32(oov_penalty), top_k)
         self.n_frames = 0 # Of the trial
@@ -625,17 +627,20 @@ class Search:
         skip: np.ndarray,   # Which of them are certainly blank [t] bool
     ) -> None:
         "Search on through some frames."
-        t = 0
-        while True:
-            t = _search_frames(scores, skip, t, self._model(), self.options, self.state)
-            if t == len(scores): break
-            self._provide()
-        self.n_frames += len(scores)
+        every = self.fused.fusion.every if self.fused else max(1, len(scores))
+        while len(scores):
+            n = every - self.n_frames % every if self.fused else every # Frames to the next fusion
+            self._search(scores[:n], skip[:n])
+            scores, skip = scores[n:], skip[n:]
+            if self.fused and self.n_frames % every == 0: self._add(fuse(self.fused, self._held()))
 
     def texts(self,
         n_texts: int, # How many
     ) -> tuple[np.ndarray, np.ndarray]: # Word ids of the texts, concatenated, and where each begins
         "The best distinct texts of the trial, about in the order of their scores."
+        if self.fused:
+            complete = self.state.hyps.node[:len(self._held())] == 0
+            self._add(fuse_at_end(self.fused, self._held()[complete], self._held()))
         while True:
             state = self.state
             scores, starts = _complete(state.hyps, state.scratch, state.counters[0], self.scorer.view,
@@ -650,10 +655,41 @@ class Search:
         n = self.state.counters['n_hyps'][0]
         return _words_of(self.state, self.state.hyps.score[:n].argmax(), self.n_frames)
 
+    def llm_scores(self,
+        words: np.ndarray,  # Word ids of texts, one after the other
+        starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]]
+    ) -> np.ndarray | None: # Natural-log probabilities; None without a fusion
+        "What the fusion's model says of whole sentences."
+        return llm_scores(self.fused, words, starts) if self.fused else None
+
+    def forget(self) -> None:
+        "Free what a fusion holds for the trial, which is over."
+        if self.fused: self.fused.end_trial()
+
     def counts(self) -> dict[str, int]:
         "What the search has done so far, in all its trials."
         count = self.state.counters[0]
         return {'searched frames': int(count['n_frames']), 'candidates': int(count['n_candidates'])}
+
+    def _search(self, scores: np.ndarray, skip: np.ndarray) -> None:
+        "Search on through some frames without a fusion."
+        t = 0
+        while True:
+            t = _search_frames(scores, skip, t, self._model(), self.options, self.state)
+            if t == len(scores): break
+            self._provide()
+        self.n_frames += len(scores)
+
+    def _held(self) -> np.ndarray:
+        "The scorer's states of the hypotheses."
+        return self.state.hyps.state[:self.state.counters['n_hyps'][0]]
+
+    def _add(self, added: np.ndarray) -> None:
+        "Change the hypotheses' scores, which stay relative to the best one."
+        hyps = self.state.hyps
+        n = len(added)
+        added = (added - (hyps.score[:n] + added).max()).astype(np.float32)
+        for scores in (hyps.label, hyps.blank, hyps.score): scores[:n] += added
 
     def _model(self) -> Model:
         "The model as it is now: KenLM's answers grow."

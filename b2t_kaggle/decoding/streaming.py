@@ -47,9 +47,7 @@ class Stream:
         "The n-best of all frames, as `LexiconBeamDecoder.decode` gives them; the stream is finished then."
         search = self._open_search()
         self._search = None
-        words, starts = search.texts(2*self._decoder.nbest)
-        self._decoder.return_search(search)
-        return self._decoder.rank(np.concatenate(self._frames), words, starts)
+        return self._decoder.finish(search, np.concatenate(self._frames))
 
     def _open_search(self) -> Search:
         "The search; raises `ValueError` where the stream is finished."

@@ -167,7 +167,9 @@ class _Searches:
         clock: _Clock,
         n_jobs: int,
     ):
-        self.decoder = decoder
+        # An LLM inside the search would take its time in each of many searches: weights are tuned without it
+        self.decoder = decoder.with_beam(decoder.beam)
+        self.decoder.fusion = None
         self.log_probs = log_probs
         self.references = references
         self.grid = grid
