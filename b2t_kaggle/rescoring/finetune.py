@@ -214,6 +214,7 @@ def _train(model, sequences, n_given, batches, lr: float, separate_head: bool, s
         state.longest = max(state.longest, time.monotonic() - start)
         bar.set_postfix(loss=f'{loss:.2f}')
 
+# %% ../../nbs/rescoring/03_finetune.ipynb #c025
 def train_lora(
     model: torch.nn.Module,           # A causal language model of transformers; gets LoRA layers
     sequences: Sequence[Sequence[int]], # Tokens of each example
