@@ -19,6 +19,7 @@ from .cli_combine import combine
 from .cli_data import data
 from .cli_kaggle import kaggle
 from .cli_lm import tools
+from .cli_merge import merge
 from .cli_phonemes import PHONEME_OPTIONS, confusions, decode_phonemes
 from .config import PRESETS, Config, TrainConfig, config_fields, load_config
 from .pipeline import run_stages
@@ -245,6 +246,7 @@ for _tool in tools: lm.add_command(_tool)
 main.add_command(data)
 main.add_command(kaggle)
 main.add_command(combine)
+main.add_command(merge)
 
 # %% ../nbs/16_cli.ipynb #c034
 def _weights(run: Run):

@@ -28,7 +28,7 @@ def is_empty(module): return not source(module).read_text().strip()
 
 TENSORFLOW = [m for m in MODULES if m.startswith('b2t_kaggle.tensorflow.') and not is_empty(m)]
 PYTORCH = [m for m in MODULES if m.startswith('b2t_kaggle.pytorch.')]
-LANGUAGE_MODELS = [f'b2t_kaggle.rescoring.{m}' for m in ('llm', 'finetune')]
+LANGUAGE_MODELS = [f'b2t_kaggle.rescoring.{m}' for m in ('llm', 'finetune', 'merge')]
 
 HIDE = '''
 import importlib, json, sys
@@ -113,7 +113,7 @@ def test_rooms_of_tensorflow_bring_no_pytorch():
 # Which module imports which, read from the source: also imports inside functions, which no test may reach.
 # From top to bottom: a module imports from its own floor and from those below
 FLOORS = (
-    ('cli', 'cli_combine', 'cli_data', 'cli_kaggle', 'cli_lm', 'cli_phonemes', 'kaggle'),
+    ('cli', 'cli_combine', 'cli_data', 'cli_kaggle', 'cli_lm', 'cli_merge', 'cli_phonemes', 'kaggle'),
     ('pipeline', 'runs', 'stages', 'convert', 'frameworks'),
     ('pytorch', 'tensorflow'),
     ('rescoring',),

@@ -207,7 +207,7 @@ def test_float16_that_overflows_is_named(tmp_path):
     with pytest.raises(LanguageModelError, match=message): score_sentences(model, tokenizer, TEXT)
 
 
-def test_the_arguments_of_8_bits(monkeypatch, tmp_path):
+def test_the_arguments_of_8_and_4_bits(monkeypatch, tmp_path):
     "What would be asked of transformers where bitsandbytes is installed."
     from transformers import AutoModelForCausalLM
     folder = tiny_lm(tmp_path, 'opt', TEXT)
@@ -222,15 +222,20 @@ def test_the_arguments_of_8_bits(monkeypatch, tmp_path):
         assert load_lm(folder, dtype=dtype, eight_bit=True, device='cpu')[0] is model
         assert asked['quantization_config'].load_in_8bit and asked['device_map'] == {'': 'cpu'}
         assert asked['dtype'] == expected
+    load_lm(folder, dtype='float16', four_bit=True, device='cpu')
+    config = asked['quantization_config']
+    assert config.load_in_4bit and not config.load_in_8bit and config.bnb_4bit_compute_dtype == torch.float16
+    assert config.bnb_4bit_quant_type == 'nf4' and asked['device_map'] == {'': 'cpu'}
     with pytest.raises(LanguageModelError, match='expected auto, float32'):
         load_lm(folder, dtype='int8', eight_bit=True, device='cpu')
 
 
+@pytest.mark.parametrize('option', ['eight_bit', 'four_bit'])
 @pytest.mark.parametrize('missing', ['bitsandbytes', 'accelerate'])
-def test_a_package_that_8_bits_need_is_named(monkeypatch, tmp_path, missing):
+def test_a_package_that_fewer_bits_need_is_named(monkeypatch, tmp_path, missing, option):
     monkeypatch.setattr(llm, 'find_spec', lambda package: None if package == missing else package)
-    message = f'eight_bit needs the package {missing}, which is not installed; pip install {missing}'
-    with pytest.raises(LanguageModelError, match=message): load_lm(tmp_path, eight_bit=True)
+    message = f'{option} needs the package {missing}, which is not installed; pip install {missing}'
+    with pytest.raises(LanguageModelError, match=message): load_lm(tmp_path, **{option: True})
 
 
 @pytest.mark.parametrize('error, message', [

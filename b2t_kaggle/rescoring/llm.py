@@ -43,27 +43,35 @@ def _dtype(name: str, device: str) -> torch.dtype:
     return getattr(torch, name)
 
 # %% ../../nbs/rescoring/00_llm.ipynb #c013
-def _from_pretrained(name, dtype: torch.dtype, eight_bit: bool, adapter, device: str, local_files_only: bool):
+def _quantization(option: str | None, dtype: torch.dtype, device: str) -> dict:
+    "What transformers is asked for with `eight_bit` or `four_bit`."
+    if option is None: return {}
+    from transformers import BitsAndBytesConfig
+    if option == 'eight_bit': config = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True,
+                                    bnb_4bit_compute_dtype=dtype)
+    return dict(quantization_config=config, device_map={'': device})
+
+def _from_pretrained(name, dtype: torch.dtype, option: str | None, adapter, device: str, local_files_only: bool):
     "Model, tokenizer, and the weights that the checkpoint lacks (transformers leaves them random)."
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     if Path(name).is_absolute() and not Path(name).is_dir(): raise OSError('there is no such folder')
-    quantization = {}
-    if eight_bit:
-        quantization = dict(quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map={'': device})
+    quantization = _quantization(option, dtype, device)
     tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_files_only)
     model, info = AutoModelForCausalLM.from_pretrained(
         name, dtype=dtype, local_files_only=local_files_only, output_loading_info=True, **quantization)
     if adapter is not None:
         from peft import PeftModel
         model = PeftModel.from_pretrained(model, str(adapter))
-        if not eight_bit: model = model.merge_and_unload() # As fast as without an adapter
+        if option is None: model = model.merge_and_unload() # As fast as without an adapter
     return model, tokenizer, sorted(info['missing_keys'])
 
-def _check_packages(eight_bit: bool, adapter) -> None:
+def _check_packages(option: str | None, adapter) -> None:
     "Raise `LanguageModelError` where a package is missing or the adapter's folder holds no adapter."
     require_package('transformers', 'a language model')
-    if eight_bit:
-        for package in ('bitsandbytes', 'accelerate'): require_package(package, 'eight_bit')
+    if option is not None:
+        for package in ('bitsandbytes', 'accelerate'): require_package(package, option)
     if adapter is None: return
     require_package('peft', 'an adapter')
     if not (Path(adapter)/'adapter_config.json').is_file():
@@ -86,19 +94,22 @@ def load_lm(
     adapter: str | Path | None = None,# Folder of a LoRA adapter, such as `finetune` saves
     device: str | None = None,        # Such as `cuda:1`; None: the GPU if there is one
     local_files_only: bool = False,   # Never ask the hub
+    four_bit: bool = False,           # 4-bit weights, as QLoRA trains with; needs the same packages
 ) -> tuple[torch.nn.Module, object]:  # Model, in evaluation mode, and tokenizer
     "A causal language model; raises `LanguageModelError` where the model, the adapter or a package is missing."
-    _check_packages(eight_bit, adapter)
+    if eight_bit and four_bit: raise LanguageModelError('eight_bit and four_bit: found both, expected at most one')
+    option = 'eight_bit' if eight_bit else 'four_bit' if four_bit else None
+    _check_packages(option, adapter)
     from safetensors import SafetensorError
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     weights_dtype = _dtype(dtype, device)
-    try: model, tokenizer, missing = _from_pretrained(name, weights_dtype, eight_bit, adapter, device, local_files_only)
+    try: model, tokenizer, missing = _from_pretrained(name, weights_dtype, option, adapter, device, local_files_only)
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise _loading_error(name, adapter, e) from None
     if missing:
         raise LanguageModelError(f'{name}: the weights lack {", ".join(missing[:3])} ({len(missing)} in all); '
                                  'not the weights of a causal language model, or a part of them is missing')
-    return (model if eight_bit else model.to(device)).eval(), tokenizer
+    return (model.to(device) if option is None else model).eval(), tokenizer
 
 # %% ../../nbs/rescoring/00_llm.ipynb #c018
 def start_tokens(
@@ -274,7 +285,7 @@ def _has_separate_head(model, ids: np.ndarray) -> bool:
         states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         logits = model.get_output_embeddings()(states)
     except _UNSUPPORTED: return False
-    return torch.allclose(logits, whole, rtol=1e-4, atol=1e-5*whole.abs().max().item())
+    return torch.allclose(logits, whole, rtol=1e-4, atol=1e-5*whole.nan_to_num(0, 0, 0).abs().max().item())
 
 def _has_tree_attention(model, sequences: Sequence[tuple[int, ...]], separate_head: bool) -> bool:
     "Whether a tree's scores are near those of rows, compared with a causal mask that ignores the tree."
