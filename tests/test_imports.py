@@ -28,7 +28,7 @@ def is_empty(module): return not source(module).read_text().strip()
 
 TENSORFLOW = [m for m in MODULES if m.startswith('b2t_kaggle.tensorflow.') and not is_empty(m)]
 PYTORCH = [m for m in MODULES if m.startswith('b2t_kaggle.pytorch.')]
-LANGUAGE_MODELS = [f'b2t_kaggle.rescoring.{m}' for m in ('llm', 'finetune', 'merge')]
+LANGUAGE_MODELS = [f'b2t_kaggle.rescoring.{m}' for m in ('llm', 'finetune', 'fusion', 'merge')]
 
 HIDE = '''
 import importlib, json, sys
