@@ -140,7 +140,7 @@ def frame_times(
     try: model = Config.model_validate(provenance['config']).model
     except (KeyError, ValueError): return None # Not ours, or of a version that this one does not read
     length = next((n for n in range(1, 1000) if model.n_frames(n) >= 1), None)
-    return length and FrameTimes(model.frame_stride(), length)
+    return FrameTimes(model.frame_stride(), length) if length else None
 
 def nearest_frames(
     times: np.ndarray, # Of frames, ascending [T']

@@ -64,8 +64,8 @@ class BatchLoader:
         store_val: TrialStore | None = None, # Validation trials, for `train.refit`
     ):
         batch_size = cfg.data.batch_size
-        self.refit_from = refit_step(cfg.train)
-        self.store = store if self.refit_from is None else JointStore([store, store_val])
+        self.refit_from = None if store_val is None else refit_step(cfg.train)
+        self.store = store if store_val is None or self.refit_from is None else JointStore([store, store_val])
         self.backend = backend
         self.accumulation_steps = cfg.train.accumulate
         if batch_size % self.accumulation_steps:
@@ -74,7 +74,7 @@ class BatchLoader:
         backend.rows_per_device(batch_size // self.accumulation_steps, 'data.batch_size / train.accumulate')
         self.usable = usable_trials(store, cfg, verbose=backend.is_main_process)
         self.sampler = self._sampler(self.usable, cfg)
-        if self.refit_from is not None:
+        if store_val is not None and self.refit_from is not None:
             usable_val = usable_trials(store_val, cfg, verbose=backend.is_main_process)
             self.usable_refit = np.concatenate([self.usable, len(store) + usable_val])
             self.sampler_refit = self._sampler(self.usable_refit, cfg)
