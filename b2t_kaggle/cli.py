@@ -15,6 +15,7 @@ from typing import get_args
 import click
 
 import b2t_kaggle
+from .cli_average import average
 from .cli_combine import combine
 from .cli_data import data
 from .cli_kaggle import kaggle
@@ -247,6 +248,7 @@ main.add_command(data)
 main.add_command(kaggle)
 main.add_command(combine)
 main.add_command(merge)
+main.add_command(average)
 
 # %% ../nbs/16_cli.ipynb #c034
 def _weights(run: Run):
@@ -324,7 +326,14 @@ def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cer
     except KeyboardInterrupt: click.echo('Stopped.')
 
 # %% ../nbs/16_cli.ipynb #c039
-def _average_files(stores: tuple[str, ...], output: str, method: str) -> None:
+def _weights(ctx, param, text: str) -> str | list[float]:
+    "`equal`, `tune`, or numbers between commas."
+    if text in ('equal', 'tune'): return text
+    try: return [float(x) for x in text.split(',')]
+    except ValueError: pass
+    raise click.BadParameter(f'{text!r} is neither equal nor tune nor numbers between commas')
+
+def _average_files(stores: tuple[str, ...], output: str, method: str, weights: str | list[float]) -> None:
     "Write the average of LogitStores to a file."
     from b2t_kaggle.logits import LogitStore
     if folders := [s for s in stores if not Path(s).is_file()]:
@@ -332,10 +341,11 @@ def _average_files(stores: tuple[str, ...], output: str, method: str) -> None:
     if (Path(output).absolute().parents[1]/'config.yaml').exists():
         raise click.ClickException(f'{output} is where a run has its own log-probabilities; write to another file, or '
                                    'make a run of the average with --name')
-    LogitStore.average([LogitStore.open(s) for s in stores], output, method)
+    if weights == 'tune': raise click.BadParameter('tune needs labels of val, which a run has; with -o give numbers')
+    LogitStore.average([LogitStore.open(s) for s in stores], output, method, None if weights == 'equal' else weights)
     click.echo(f'Wrote {output}')
 
-def _ensemble_options(members: tuple[str, ...], method: str, options: dict) -> dict:
+def _ensemble_options(members: tuple[str, ...], method: str, weights: str | list[float], options: dict) -> dict:
     "The options of `open_run` for a run whose log-probabilities are those of the members."
     out = Path(options['out'])
     files = [str(f) for member in members for f in logit_files(member, out)]
@@ -346,7 +356,7 @@ def _ensemble_options(members: tuple[str, ...], method: str, options: dict) -> d
     if own in configs: raise click.ClickException(f'{own.parent} cannot be made of itself; give another --name')
     first = next((str(c) for c in configs if c.exists()), None)
     config = options['config_'] or (None if own.exists() or options['preset_'] else first)
-    given = {'infer.logits': files, 'infer.average': method, 'infer.checkpoint': None}
+    given = {'infer.logits': files, 'infer.average': method, 'infer.weights': weights, 'infer.checkpoint': None}
     return options | dict(config_=config, overrides=given | options['overrides'])
 
 @main.command()
@@ -357,22 +367,25 @@ def _ensemble_options(members: tuple[str, ...], method: str, options: dict) -> d
 @click.option(
     '--how', 'method', default='log_prob', show_default=True, type=click.Choice(['log_prob', 'prob']),
     help='Average log-probabilities or probabilities.')
+@click.option(
+    '--weights', default='equal', show_default=True, callback=_weights, metavar='equal|tune|A,B,…',
+    help='How much each model counts: all alike, as tuned on val (--name only), or numbers in the order of the models.')
 @shared_options
-def ensemble(members, output, method, force, **options):
+def ensemble(members, output, method, weights, force, **options):
     """Average several models, as a run with a submission of its own, or as a file.
 
     With --name: a run whose log-probabilities are the average of those of other runs, or of LogitStores of val and test
     (one store of a split is taken as it is). All that follows is done: language model, decoding, submission, report.
 
     \b
-    b2t ensemble seed1 seed2 --name both
+    b2t ensemble seed1 seed2 --name both --weights tune
     b2t ensemble seed1 downloads/val.arrow downloads/test.arrow --name both
     b2t ensemble seed1/logits/test.arrow seed2/logits/test.arrow -o average.arrow
     """
     if bool(output) == bool(options['name']):
         raise click.UsageError('give either --name, for a run that is decoded, or -o, for a file')
-    if output: return _average_files(members, output, method)
-    run_until(None, force, **_ensemble_options(members, method, options))
+    if output: return _average_files(members, output, method, weights)
+    run_until(None, force, **_ensemble_options(members, method, weights, options))
 
 # %% ../nbs/16_cli.ipynb #c045
 @main.command()

@@ -165,6 +165,16 @@ class TrainConfig(Section):
     "Stop when validation no longer improves."
     early_stopping_val_steps: int = Field(20, ge=1)
     "Validations without improvement before stopping."
+    weight_average: Literal['ema', 'swa'] | None = None
+    ("Weights that are validated, kept and inferred with: an exponential moving average over the steps, or the mean "
+     "over the last part of the run (stochastic weight averaging); none means those of the last step.")
+    ema_decay: float = Field(0.999, gt=0, lt=1)
+    "`ema`: part of the average that is left after a step; less in the first steps, so that the start is forgotten."
+    swa_start: float = Field(0.75, ge=0, lt=1)
+    "`swa`: when the mean begins, as a part of the run."
+    refit: float = Field(0.0, ge=0, le=0.5)
+    ("Part of the run, at its end, in which the trials of val are trained on as well; 0 means none. `best` is chosen "
+     "before, and every figure of val is its own; test is inferred with the refitted model.")
     accumulate: int = Field(1, ge=1)
     "Parts that a batch is computed in, where memory does not hold it whole; the step is the same."
     compile: bool = False
@@ -179,12 +189,25 @@ class TrainConfig(Section):
     @model_validator(mode='after')
     def _shape_is_chosen(self):
         for field, shape in (('lr_step_factor', 'step'), ('lr_step_at', 'step'), ('lr_eden_batches', 'eden')):
-            value = getattr(self, field)
-            default = type(self).model_fields[field].default
-            if self.lr_scheduler_type != shape and value != default:
-                raise ValueError(f'train.{field} = {value} belongs to train.lr_scheduler_type = {shape}, which is '
-                                 f'{self.lr_scheduler_type}; set that, or train.{field}={default}, its default')
+            self._belongs(field, 'lr_scheduler_type', shape)
         return self
+
+    @model_validator(mode='after')
+    def _average_is_chosen(self):
+        self._belongs('ema_decay', 'weight_average', 'ema')
+        self._belongs('swa_start', 'weight_average', 'swa')
+        if self.refit and self.early_stopping:
+            raise ValueError(f'train.refit = {self.refit} is the end of a run, which train.early_stopping may never '
+                             'reach; set one of them')
+        return self
+
+    def _belongs(self, field: str, owner: str, choice: str) -> None:
+        "Raises `ValueError` where `field` is set, and what it is for is not chosen."
+        value = getattr(self, field)
+        default = type(self).model_fields[field].default
+        if getattr(self, owner) != choice and value != default:
+            raise ValueError(f'train.{field} = {value} belongs to train.{owner} = {choice}, which is '
+                             f'{getattr(self, owner)}; set that, or train.{field}={default}, its default')
 
 # %% ../nbs/08_config.ipynb #c019
 def _as_list(value): return [value] if isinstance(value, str | Path) else value
@@ -197,6 +220,9 @@ class InferConfig(Section):
     ("LogitStores to decode instead of a model's, of val and test, in any order; several of a split are averaged.")
     average: Literal['log_prob', 'prob'] = 'log_prob'
     "What is averaged where `logits` has several of a split: log-probabilities, or probabilities."
+    weights: Literal['equal', 'tune'] | list[Annotated[float, Field(ge=0)]] = 'equal'
+    ("How much each model counts in that average: all alike; weights tuned on val; or numbers, one for each model in "
+     "the order in which `logits` has them.")
 
 class LMConfig(Section):
     path: AbsolutePath | None = None

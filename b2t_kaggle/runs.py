@@ -23,7 +23,7 @@ from .config import MAY_CHANGE, SCHEMA, Config, changed_values, load_config, sav
 from .files import write_whole
 from .stages import STAGES, PipelineError, code_cells, plan
 from .training.budget import Deadline
-from .training.checkpoints import BEST, checkpoint_files
+from .training.checkpoints import BEST, REFIT, checkpoint_files, checkpoint_for
 
 # %% ../nbs/13_runs.ipynb #c006
 _BLOCK = 1 << 16   # Bytes that are read at once
@@ -171,6 +171,14 @@ class Run:
     def checkpoint(self) -> Path:
         "What `infer` loads: the configured checkpoint, or the best one of this run."
         return self.cfg.infer.checkpoint or self.dir/'train'/BEST[self.cfg.train.framework]
+
+    def checkpoint_for(self,
+        split: str, # `val` or `test`
+    ) -> Path:
+        "What a split is inferred with: test with the refitted model, which has seen val, where there is one."
+        own = None if self.cfg.infer.checkpoint else self.dir/'train'/REFIT
+        if own and split == 'test' and self.cfg.train.refit and own.exists(): return own
+        return checkpoint_for(self.checkpoint, split)
 
     def logits(self,
         split: str, # `val` or `test`

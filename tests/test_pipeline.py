@@ -439,6 +439,24 @@ def test_an_ensemble_is_a_run_of_its_own(finished, tmp_path, here):
     assert done.exit_code == 0 and len(here) == 5, done.output
 
 
+def test_a_refit_and_tuned_weights(finished, tmp_path, here):
+    "Val is inferred with the model that has not seen it, test with the other; weights are tuned on such a val."
+    run, _, _ = finished
+    work = run.parent.parent/'data'
+    refit = Run(tmp_path/'refit', work, SMALL | {'train.refit': 0.5, 'train.weight_average': 'swa'})
+    run_stages(refit, 'infer')
+    models = {split: LogitStore.open(refit.logits(split)).provenance['checkpoint'] for split in ('val', 'test')}
+    assert models == dict(val=str(refit.dir/'train'/'best.pt'), test=str(refit.dir/'train'/'refit.pt'))
+    assert set(StageRun(refit, 'train').stamp['outputs']) == {'train/best.pt', 'train/refit.pt'}
+    given = [str(r/'logits'/f'{split}.arrow') for r in (run, refit.dir) for split in ('val', 'test')]
+    both = Run(tmp_path/'both', work, SMALL | {'infer.logits': given, 'infer.weights': 'tune'})
+    run_stages(both, 'ensemble')
+    weights = LogitStore.open(both.logits('test')).provenance['weights']
+    assert len(weights) == 2 and sum(weights) == pytest.approx(1)
+    assert LogitStore.open(both.logits('val')).provenance['weights'] == weights
+    assert StageRun(both, 'ensemble').stamp['metrics']['PER'] > 0
+
+
 def test_log_probabilities_of_test_alone(finished, tmp_path, here):
     "As somebody else's are: there is a submission and no error rate."
     run, _, _ = finished

@@ -22,6 +22,7 @@ from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.trainer import Trainer, add_gradients, train
 from b2t_kaggle.training.budget import Budget
+from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.training.history import read_history
 from b2t_kaggle.training.loop import StepResult, check_finite
 from b2t_kaggle.training.memory import raise_if_oom
@@ -83,6 +84,38 @@ SMALL = {
 
 
 def config(**kw): return with_overrides(preset('demo'), SMALL | kw)
+
+
+def test_steps_of_a_refit_are_those_of_a_run_on_both_splits(stores, tmp_path):
+    "Beside a store whose files hold the trials of both; and nothing passes for honest that has seen val."
+    for s in SESSIONS:
+        trials = [t for store in stores for t in map(store.__getitem__, range(len(store))) if t.session == s]
+        together = []
+        for i, t in enumerate(trials):
+            x = np.zeros((len(t.features), 512), 'float32')
+            x[:, :FEATURES] = t.features
+            together.append(Trial(s, 'train', f'trial_{i:04d}', 1, i, x, t.class_ids, 'hello', False))
+        write_session(session_path(tmp_path, s, 'train'), together)
+    both = TrialStore.build(tmp_path, 'train', tmp_path/'both.arrow', progress=False,
+                            feature_subset=list(range(FEATURES)))
+    cpu = SingleDevice(pick_torch('cpu', 'float32'))
+    refitted = Trainer(*stores, config(num_training_batches=12, refit=0.5), cpu)
+    alone = Trainer(*stores, config(num_training_batches=12), cpu)
+    for t in (refitted, alone): assert len(list(t.steps(6))) == 6
+    for k, v in alone.model.state_dict().items(): assert torch.equal(refitted.model.state_dict()[k], v)
+    union = Trainer(both, None, config(num_training_batches=12), cpu)
+    union.model.load_state_dict(refitted.model.state_dict())
+    union.optimizer.load_state_dict(refitted.optimizer.state_dict())
+    union.step = 6
+    for t in (union, refitted): assert len(list(t.steps(12))) == 6
+    for k, v in union.model.state_dict().items(): assert torch.equal(refitted.model.state_dict()[k], v)
+    assert not torch.equal(refitted.model.out.weight, alone.model.out.weight)
+    assert refitted.validate() is None
+    for name, save in (('best.pt', alone.save_best), ('refit.pt', refitted.save_refit)): save(tmp_path/name)
+    for name in ('best.pt', 'refit.pt'): infer(tmp_path/name, both, tmp_path/'train_logits', 'cpu', progress=False)
+    infer(tmp_path/'best.pt', stores[1], tmp_path/'val_logits', 'cpu', progress=False)
+    with pytest.raises(CheckpointError, match='refit.pt: was trained on the trials of val from batch 6 on'):
+        infer(tmp_path/'refit.pt', stores[1], tmp_path/'val_logits', 'cpu', progress=False)
 
 
 def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from .store import TrialStore
+from .store import JointStore, TrialStore
 
 # %% ../../nbs/data/04_batches.ipynb #c008
 def _resolve_days(
@@ -322,8 +322,14 @@ class Batcher:
         B = len(trials)
         F = self.store.n_features
         features = self._pool.get((B, T, F), self.dtype, room=B*self.buckets[-1]*F*self.dtype.itemsize)
-        ragged = self.store.ragged
-        fill_rows(features.reshape(B, T*F), ragged.flat, ragged.starts[trials], n_bins*F)
+        if not isinstance(self.store, JointStore):
+            ragged = self.store.ragged
+            fill_rows(features.reshape(B, T*F), ragged.flat, ragged.starts[trials], n_bins*F)
+            return features
+        for store, mine, places in self.store.parts(trials):
+            rows = np.empty((len(places), T*F), self.dtype)
+            fill_rows(rows, store.ragged.flat, store.ragged.starts[places], n_bins[mine]*F)
+            features[mine] = rows.reshape(-1, T, F)
         return features
 
     def _labels(self, trials: np.ndarray) -> np.ndarray:

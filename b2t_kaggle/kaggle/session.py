@@ -25,6 +25,7 @@ from ..devices import machine
 from ..devices.session import session_hours
 from ..files import atomic_path
 from ..training.budget import announce_session
+from ..training.checkpoints import REFIT
 
 if TYPE_CHECKING: # It needs packages that may have to be installed first
     from b2t_kaggle.config import Config
@@ -392,6 +393,7 @@ def _source(found: Attached, at_least: int, problems: list[str]) -> dict[str, An
                         "and test.arrow), or the competition's data, in which the official checkpoint is "
                         '(t15_pretrained_rnn_baseline)')
     framework = 'tensorflow' if model and model.name.endswith('.weights.h5') else 'pytorch'
+    if model and (model.parent/REFIT).is_file(): model = model.parent # The folder has two models, one of them for test
     return {'infer.logits': [], 'infer.checkpoint': model, 'train.framework': framework}
 
 def _language_models(found: Attached, overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['save_atomic', 'load_file', 'to_official_state', 'load_state', 'load_reference', 'weights_file', 'load_model',
-           'load_weights', 'to_official_args', 'save_official']
+           'load_weights', 'check_unseen', 'to_official_args', 'save_official']
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c003
 import pickle
@@ -23,7 +23,7 @@ from ..official import OFFICIAL_KEYS
 from .models import build_model
 from .models.encoder import Encoder
 from .models.gru import from_official_state
-from ..training.checkpoints import CheckpointError, find_checkpoint, stored_config
+from ..training.checkpoints import BEST, CheckpointError, find_checkpoint, stored_config
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c006
 def save_atomic(
@@ -153,6 +153,18 @@ def load_weights(
     return {k: v.numpy() for k, v in model.state_dict().items()}, cfg
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c020
+def check_unseen(
+    path: str | Path, # As in `load_model`
+    use: str,         # What it is wanted for, as the end of a sentence
+) -> None:
+    "Raises `CheckpointError` for a model that was trained on val."
+    path = weights_file(path)
+    began = load_file(path).get('refit_from')
+    if began is None: return
+    raise CheckpointError(f'{path}: was trained on the trials of val from batch {began} on (train.refit), so that val '
+                          f'would look too good {use}; take {BEST["pytorch"]} beside it, which was not')
+
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c023
 def to_official_args(
     cfg: Config, # With `data.sessions`
 ) -> dict:

@@ -85,6 +85,12 @@ class _Placement:
         "Move it to the device; returns what to call for a forward pass in training."
         return model.to(self.torch_device)
 
+    def place_copy(self,
+        model: nn.Module, # That is not trained, such as an average
+    ) -> nn.Module:
+        "Move it to the device, which each process does for itself."
+        return model.to(self.torch_device)
+
 # %% ../../nbs/pytorch/07_parallel.ipynb #c010
 class Backend(_Placement):
     "A device, and how a trainer uses it. The defaults are those of one process with one device."
@@ -265,6 +271,8 @@ class XLA(Backend):
         model.to(self.torch_device)
         self._replicate(model.parameters())
         return model
+
+    def place_copy(self, model): return self.place(model)
 
     def prepare(self, optimizer):
         self._replicate(v for state in optimizer.state_dict().values() for v in state.values())

@@ -17,18 +17,26 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..data.batches import Batch, Batcher, DayBalancedSampler, longest_in_batches, prefetch
-from ..data.store import TrialStore
+from ..data.store import JointStore, TrialStore
 from ..devices.torch import pick_torch
 from .augment import Augment
-from .checkpoint import load_file, load_weights, save_atomic
+from .checkpoint import check_unseen, load_file, load_weights, save_atomic
 from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
 from .parallel import Backend, start
+from .weight_average import WeightAverage
 from ..training import loop
 from ..training.history import summarize
 from ..training.loop import StepResult, check_finite, fit, start_from
-from ..training.recipe import TrainingError, draw_cut, learning_rates, step_seed
+from b2t_kaggle.training.recipe import (
+    TrainingError,
+    averaging_rate,
+    draw_cut,
+    learning_rates,
+    refit_step,
+    step_seed,
+)
 from ..training.trials import bucket_lengths, usable_trials
 
 # %% ../../nbs/pytorch/09_trainer.ipynb #c010
@@ -53,9 +61,11 @@ class BatchLoader:
         store: TrialStore, # Training trials
         cfg: Config,       # The run's configuration
         backend: Backend,  # Where they go
+        store_val: TrialStore | None = None, # Validation trials, for `train.refit`
     ):
         batch_size = cfg.data.batch_size
-        self.store = store
+        self.refit_from = None if store_val is None else refit_step(cfg.train)
+        self.store = store if store_val is None or self.refit_from is None else JointStore([store, store_val])
         self.backend = backend
         self.accumulation_steps = cfg.train.accumulate
         if batch_size % self.accumulation_steps:
@@ -63,16 +73,30 @@ class BatchLoader:
                                 f'{self.accumulation_steps} equal parts; make it a multiple')
         backend.rows_per_device(batch_size // self.accumulation_steps, 'data.batch_size / train.accumulate')
         self.usable = usable_trials(store, cfg, verbose=backend.is_main_process)
-        self.sampler = DayBalancedSampler(store.day[self.usable], batch_size, cfg.data.days_per_batch, cfg.train.seed,
-                                          cfg.data.must_include_days)
+        self.sampler = self._sampler(self.usable, cfg)
+        if store_val is not None and self.refit_from is not None:
+            usable_val = usable_trials(store_val, cfg, verbose=backend.is_main_process)
+            self.usable_refit = np.concatenate([self.usable, len(store) + usable_val])
+            self.sampler_refit = self._sampler(self.usable_refit, cfg)
         static_shapes = backend.static_shapes or cfg.train.compile
         longest = longest_in_batches(self.sampler, store.n_bins[self.usable]) if static_shapes else None
-        buckets = bucket_lengths(store, cfg, static_shapes, longest)
-        self.batcher = Batcher(store, buckets, delivered_dtype(store, backend))
+        buckets = bucket_lengths(self.store, cfg, static_shapes, longest)
+        self.batcher = Batcher(self.store, buckets, delivered_dtype(store, backend))
+
+    def _sampler(self, usable: np.ndarray, cfg: Config) -> DayBalancedSampler:
+        return DayBalancedSampler(self.store.day[usable], cfg.data.batch_size, cfg.data.days_per_batch, cfg.train.seed,
+                                  cfg.data.must_include_days)
+
+    def trials(self,
+        step: int, # Training batch, from 0
+    ) -> np.ndarray:
+        "The trials of a step's batch, as indices into `store`."
+        if self.refit_from is None or step < self.refit_from: return self.usable[self.sampler.batch(step)]
+        return self.usable_refit[self.sampler_refit.batch(step)]
 
     def __call__(self, step: int) -> tuple[list[MicroBatch], np.ndarray]:
         "This process's parts of a step's batch, and the days of the whole batch."
-        trials = self.usable[self.sampler.batch(step)]
+        trials = self.trials(step)
         mine = trials[self.backend.rank::self.backend.world_size]
         parts = [self._load(mine[i::self.accumulation_steps]) for i in range(self.accumulation_steps)]
         return parts, np.unique(self.store.day[trials])
@@ -164,11 +188,21 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
         trainer.model.load_training_state(saved.get('training_state', {}))
         return saved
     if path := trainer.cfg.train.init_checkpoint_path:
+        check_unseen(path, 'in this training')
         weights = {k: v.numpy() for k, v in trainer.model.state_dict().items()} # they share the model's memory
         start_from(weights, trainer.model, trainer.day_of, load_weights, path)
     return None
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c027
+# %% ../../nbs/pytorch/09_trainer.ipynb #c024
+def _average(trainer: 'Trainer', saved: dict | None) -> WeightAverage | None:
+    "The average of the weights, if there is to be one: that of a checkpoint, or the weights with which a run begins."
+    if trainer.cfg.train.weight_average is None: return None
+    average = WeightAverage(trainer.model)
+    if saved: average.model.load_state_dict(saved['average_state_dict'])
+    trainer.backend.place_copy(average.model)
+    return average
+
+# %% ../../nbs/pytorch/09_trainer.ipynb #c028
 class Trainer(loop.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'pytorch'
@@ -195,13 +229,18 @@ class Trainer(loop.Trainer):
         torch.manual_seed(cfg.train.seed)
         self.model = build_model(cfg.model, len(store.sessions))
         saved = _begin(self, checkpoint)
+        self.average = _average(self, saved)
+        self.result = self.average.model if self.average else self.model # What is validated and saved as the model
         self.compiled = self.model.compiled() if cfg.train.compile else self.model
+        self.evaluated = self.compiled
+        if self.average: self.evaluated = self.result.compiled() if cfg.train.compile else self.result
         self.forward = backend.place(self.compiled)
         self.optimizer = backend.optimizer(self.model, cfg.train)
         self.optimizer.scaler = self.scaler
         self.largest_norm = 0. if cfg.train.optimizer == 'scaled_adam' else cfg.train.grad_norm_clip_value
         self.augment = Augment(cfg.augment, cfg.train.seed)
-        self.loader = BatchLoader(store, cfg, backend)
+        self.loader = BatchLoader(store, cfg, backend, self.store_val)
+        self.store = self.loader.store
         if saved: self.optimizer.load_state_dict(saved['optimizer_state_dict'])
         backend.prepare(self.optimizer)
 
@@ -226,21 +265,30 @@ class Trainer(loop.Trainer):
         def fetch_terms(): return {name: _joined(losses, name) for name in losses[0] if name != 'loss'}
         result = StepResult(self.step, trials, rates, fetch, self.scaler is not None, fetch_terms)
         if self.sync_every == 1: check_finite(result, self)
-        self.optimizer.step(backend.scalars(**rates), backend.days(days, len(self.store.sessions)))
+        averaging = dict(average=averaging_rate(self.step, self.cfg.train)) if self.average else {}
+        scalars = backend.scalars(**rates, **averaging)
+        self.optimizer.step(scalars, backend.days(days, len(self.store.sessions)))
+        if self.average: self.average.update(self.model, scalars['average'])
         backend.end_step()
         self.step += 1
         return result
 
     def metrics(self) -> dict:
         "Loss and PER on the validation trials."
-        self.model.eval()
-        table = evaluate(self.compiled, self.store_val, self.day_of, self.cfg, self.backend)
+        self.result.eval()
+        table = evaluate(self.evaluated, self.store_val, self.day_of, self.cfg, self.backend)
         return summarize(table, self.cfg.train.ctc_reduction)
 
     def save_best(self, path: Path) -> None:
         "The model alone, as `load_model` reads it."
-        weights = on_host(self.model.state_dict())
+        weights = on_host(self.result.state_dict())
         save_atomic(dict(model_state_dict=weights, config=self.cfg.dump(), **self.best.metrics), path)
+
+    def save_refit(self, path: Path) -> None:
+        "The same, marked as a model that has seen val."
+        weights = on_host(self.result.state_dict())
+        marks = dict(step=self.step, refit_from=self.refit_from)
+        save_atomic(dict(model_state_dict=weights, config=self.cfg.dump(), **marks), path)
 
     def save_last(self, path: Path) -> None:
         "Everything the run needs to continue."
@@ -248,6 +296,7 @@ class Trainer(loop.Trainer):
         optimizer = on_host(self.optimizer.state_dict())
         model = dict(model_state_dict=weights, training_state=on_host(self.model.training_state()),
                      optimizer_state_dict=optimizer, config=self.cfg.dump())
+        if self.average: model['average_state_dict'] = on_host(self.average.model.state_dict())
         save_atomic(model | self.state(), path)
 
     def memory_footprint(self) -> tuple[int, int, int]:
@@ -259,7 +308,7 @@ class Trainer(loop.Trainer):
     def gather(self, value) -> list: return self.backend.gather(value)
     def compiler_report(self) -> str: return self.backend.compiler_report()
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c036
+# %% ../../nbs/pytorch/09_trainer.ipynb #c037
 def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best

@@ -105,7 +105,8 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> None:
         for name, v in variables.items(): v.assign(weights[name])
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c022
-_HAS = dict(optimizer=('adamw',), lr_scheduler_type=('cosine', 'linear', 'step'), cr_ctc=(0,))
+_HAS = dict(optimizer=('adamw',), lr_scheduler_type=('cosine', 'linear', 'step'), cr_ctc=(0,), weight_average=(None,),
+            refit=(0,))
 
 def _refuse(cfg: Config) -> None:
     "Raises `TrainingError` for a choice that TensorFlow does not have."

@@ -22,10 +22,10 @@ from tqdm import tqdm
 from ..config import Config
 from ..data.store import TrialStore
 from .budget import Budget
-from .checkpoints import BEST, LAST
+from .checkpoints import BEST, LAST, REFIT
 from .history import BestTracker, History
 from .memory import raise_if_oom
-from .recipe import SMALLEST_SCALE, TrainingError
+from .recipe import SMALLEST_SCALE, TrainingError, refit_step
 from .resume import check_same, fingerprint, transfer_weights
 from .trials import name_trials
 
@@ -83,6 +83,10 @@ class Trainer(ABC):
         self.cfg = cfg.model_copy(update=dict(data=cfg.data.model_copy(update=dict(sessions=store.sessions))))
         self.day_of = {s: i for i, s in enumerate(store.sessions)}
         self.fingerprint = fingerprint(self.cfg, dict(train=store, val=self.store_val))
+        self.refit_from = refit_step(cfg.train) # The first step that may train on val; None without a refit
+        if self.refit_from is not None and self.store_val is None:
+            raise TrainingError(f'train.refit = {cfg.train.refit}, but there are no trials of val to train on; set it '
+                                'to 0')
         self.step = 0
         self.n_skipped = 0  # Steps that a scaler left out
         self.seconds = 0.0
@@ -97,6 +101,9 @@ class Trainer(ABC):
     def save_best(self, path: Path) -> None: "Write the model alone."
     @abstractmethod
     def save_last(self, path: Path) -> None: "Write `state()`, the model and the optimiser."
+    def save_refit(self, path: Path) -> None:
+        "Write the model alone, marked as one that has seen val."
+        raise NotImplementedError(f'{type(self).__name__} has no refit')
     @abstractmethod
     def memory_footprint(self) -> tuple[int, int, int]:
         "Rows and bins of `current` that a device computes at once, and the parameters of the model."
@@ -104,9 +111,14 @@ class Trainer(ABC):
     def gather(self, value) -> list: return [value]
     def compiler_report(self) -> str: return ''
 
+    @property
+    def is_refitting(self) -> bool:
+        "Whether the weights have seen val, so that its figures would tell nothing."
+        return self.refit_from is not None and self.step > self.refit_from
+
     def validate(self) -> dict | None:
-        "Loss and PER on the validation trials, if there are any."
-        if self.store_val is None: return None
+        "Loss and PER on the validation trials, if there are any and the model has not been trained on them."
+        if self.store_val is None or self.is_refitting: return None
         before = self.current
         self.current = 'validating'
         metrics = self.metrics()
@@ -123,6 +135,7 @@ class Trainer(ABC):
         "What a run needs to continue, beside the weights and the optimiser: plain values."
         state = dict(fingerprint=self.fingerprint, device=self.device, step=self.step, seconds=self.seconds,
                      best=self.best.metrics, bad_evals=self.best.bad_evals, n_skipped=self.n_skipped)
+        if self.refit_from is not None: state['refit_from'] = self.refit_from
         return state | (dict(loss_scale=self.scaler.state_dict()) if self.scaler else {})
 
     def restore(self,
@@ -132,6 +145,7 @@ class Trainer(ABC):
         """Go on where a checkpoint was taken. Raises `TrainingError` if it belongs to another run; call it before its
         weights are used."""
         check_same(state['fingerprint'], self.fingerprint, path)
+        self._check_refit(state, path)
         self.step = state['step']
         self.seconds = state['seconds']
         self.best.metrics = state['best']
@@ -140,6 +154,15 @@ class Trainer(ABC):
         if self.scaler and 'loss_scale' in state: self.scaler.load_state_dict(state['loss_scale'])
         moved = f', which were computed on {state["device"]}' if state['device'] != self.device else ''
         if self.is_main_process: print(f'continuing after {self.step} batches{moved}')
+
+    def _check_refit(self, state: dict, path: Path) -> None:
+        "Raises `TrainingError` where weights that have seen val would count as some that have not."
+        began = state.get('refit_from')
+        if began is None or state['step'] <= began or began == self.refit_from: return
+        raise TrainingError(
+            f'{path}: was trained on val from batch {began} on, and would be validated on it again: with '
+            f'train.num_training_batches={self.cfg.train.num_training_batches} the refit begins at batch '
+            f'{self.refit_from}. Restore that number, or start anew in another folder (or remove this one)')
 
 # %% ../../nbs/training/07_loop.ipynb #c012
 def start_from(
@@ -235,7 +258,7 @@ class Loop:
         t = self.trainer
         c = t.cfg.train
         return (self._is_due(c.batches_per_val_step) or self._is_due(c.batches_per_save) or self._is_last()
-                or t.step == self.first_step or len(self.pending) == t.sync_every)
+                or t.step in (self.first_step, t.refit_from) or len(self.pending) == t.sync_every)
 
     def _sync(self) -> float:
         "Look at the results of the pending steps, validate and save where that is due; returns the last loss."
@@ -244,7 +267,7 @@ class Loop:
         losses = _check(self)
         _ask_for_time(self)
         ends = self._is_last() or bool(self.stopped)
-        validates = ends or self._is_due(c.batches_per_val_step)
+        validates = ends or t.step == t.refit_from or self._is_due(c.batches_per_val_step)
         validation = self.budget.timed('validate', t.validate) if validates else None
         t.seconds = self.seconds_before + self.budget.elapsed()
         is_best = t.is_best(validation, ends)
@@ -292,22 +315,26 @@ def _record(loop: Loop, losses: np.ndarray, validation: dict | None, saves: bool
     if loop.log: loop.log(loop.history.rows[known:], (validation or {}).get('sessions', {}))
 
 def _save(loop: Loop, is_best: bool) -> None:
-    "Write the best model if it is new, the curves, and the state from which the run continues, in this order."
+    """Write the best model if it is new, the refitted one at the end, the curves, and the state from which the run
+    continues, in this order."""
     t = loop.trainer
     if is_best: t.save_best(loop.out/BEST[t.framework])
+    if t.refit_from is not None and loop._is_last(): t.save_refit(loop.out/REFIT)
     loop.history.save()
     loop.budget.timed('save', t.save_last, loop.out/LAST[t.framework])
 
-# %% ../../nbs/training/07_loop.ipynb #c030
+# %% ../../nbs/training/07_loop.ipynb #c034
 def result_of(
     trainer: Trainer,    # That has come to an end
     stopped: str | None, # From `Loop.run`
 ) -> dict:
     """`step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`, `val_loss`, `best_step` and
-    `sessions`. In float16 also `skipped`, the steps that were left out because a gradient overflowed."""
+    `sessions`. In float16 also `skipped`, the steps that were left out because a gradient overflowed; with a refit
+    `refit_from`, the batches before it, on which alone these figures rest."""
     best = {'best_step' if k == 'step' else k: v for k, v in trainer.best.metrics.items()}
     run = dict(step=trainer.step, finished=stopped != 'time budget', stopped=stopped, seconds=trainer.seconds)
     if trainer.scaler: run['skipped'] = trainer.n_skipped
+    if trainer.refit_from is not None: run['refit_from'] = trainer.refit_from
     return run | best
 
 def fit(

@@ -84,8 +84,9 @@ def test_eight_devices_take_the_same_steps_as_one(one, data, tmp_path):
 
 
 def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_processor(data, tmp_path):
-    "The CPU's own way to compute, two devices, and two devices with a batch in two parts."
-    two = xla('steps', data, tmp_path/'two', NOTHING_RANDOM, n=2)
+    """The CPU's own way to compute, two devices, and two devices with a batch in two parts. An average of the weights
+    changes no step, and is part of its program."""
+    two = xla('steps', data, tmp_path/'two', NOTHING_RANDOM | {'weight_average': 'ema'}, n=2)
     parts = xla('steps', data, tmp_path/'parts', NOTHING_RANDOM | {'accumulate': 2}, n=2)
     code = (
         'import json, sys; sys.path.insert(0, sys.argv[1])\n'
@@ -112,7 +113,7 @@ def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_proces
     losses, norms = json.loads(cpu.stdout.splitlines()[-1])
     for result in (two, parts):
         assert result['losses'] == pytest.approx(losses, rel=1e-4) and result['norms'] == pytest.approx(norms, rel=1e-3)
-    assert two['n'] == 2 and compiled_once(two)
+    assert two['n'] == 2 and compiled_once(two) and two['val_compiled'] == two['val_buckets']
     seen = {b for step in parts['buckets'] for b in step}
     assert parts['compiled'][-1] == len(seen) + 2, (
         'a program per length, one for the update, one that sets the gradients to zero'
