@@ -172,7 +172,7 @@ def merge(
             bar.update(len(batch))
     return merged
 
-# %% ../../nbs/rescoring/11_merge.ipynb #c026
+# %% ../../nbs/rescoring/11_merge.ipynb #c028
 def cross_validate_merger(
     model: torch.nn.Module,        # A causal language model of transformers; is left as it was
     tokenizer,                     # Its tokenizer
