@@ -40,6 +40,8 @@ class SimulateConfig(Section):
     structured_noise: float = Field(0.0, ge=0)
     ("Interference of four sources that have nothing to do with speech, in standard deviations of a feature; 0 means "
      "none.")
+    drift: float = Field(1.0, ge=0)
+    "Scales the drift of the electrodes' rates within a block; 3 changes them by about half."
     lm_sentences: int = Field(20_000, ge=0)
     "Sentences of general text from the same generator, for the language model; none of them occurs in val or test."
     seed: int = 0
@@ -223,6 +225,22 @@ class InferConfig(Section):
     weights: Literal['equal', 'tune'] | list[Annotated[float, Field(ge=0)]] = 'equal'
     ("How much each model counts in that average: all alike; weights tuned on val; or numbers, one for each model in "
      "the order in which `logits` has them.")
+    adapt: Literal['recalibrate', 'dietcorp', 'both'] | None = None
+    ("Adaptation to the trials that are inferred, in the order of recording (PyTorch, on a CPU or GPU): features are "
+     "recalibrated to those of training; or the first layers are trained on what was decoded, a step for each trial "
+     "(DietCORP); none changes nothing.")
+    adapt_window: int = Field(20, ge=1)
+    "Recalibration: trials of a block, up to the present one, whose statistics count."
+    adapt_copies: int = Field(64, ge=1)
+    "DietCORP: augmented copies of a trial in a step."
+    adapt_rate: float = Field(0.003, gt=0)
+    ("DietCORP: size of a step, as a part of the norm of the weights that it changes, where the loss per label is 1 or "
+     "more; smaller in proportion where it is less.")
+    adapt_gate: float = Field(0.3, ge=0)
+    ("DietCORP: part of a decoded sentence's phonemes that may differ from the likeliest ones of the frames; from a "
+     "sentence that differs more nothing is learned.")
+    adapt_forget: float = Field(0.02, ge=0, le=1)
+    "DietCORP: how far weights go back to the trained ones with each step, so that no step counts for ever."
 
 class LMConfig(Section):
     path: AbsolutePath | None = None
@@ -368,6 +386,10 @@ class Config(Section):
         if self.decode.llm and self.decode.oov_penalty is not None:
             raise ValueError(f'decode.oov_penalty is {self.decode.oov_penalty}, for words that are spelled, and '
                              'decode.llm is set, which cannot score them; set one of them to null')
+        if self.infer.adapt and (self.infer.logits or self.train.framework != 'pytorch'):
+            reason = 'has infer.logits alone' if self.infer.logits else 'infers with TensorFlow'
+            raise ValueError(f'infer.adapt is {self.infer.adapt}, which needs a model of PyTorch, but this run '
+                             f'{reason}; set it to null')
         must = data.must_include_days or []
         if len(must) > data.days_per_batch:
             raise ValueError(f'data.must_include_days names {len(must)} days, more than data.days_per_batch = '

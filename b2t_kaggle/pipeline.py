@@ -17,7 +17,7 @@ from .devices.machine import detect
 from .devices.session import check_accelerator_present, session_hours
 from .files import write_whole
 from .runs import Run, StageRun
-from .stages import STAGES, PipelineError, notebook_path, plan
+from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
 from .training.budget import Deadline, session
 
 # %% ../nbs/14_pipeline.ipynb #c006
@@ -96,10 +96,10 @@ def _pending(
     pending = set()
     for name, stage in stages.items():
         if STAGES[name].shared: continue
-        if name in force or pending & set(STAGES[name].needs) or stage.status() != 'done': pending.add(name)
+        if name in force or pending & set(needs_of(name, stage.run.cfg)) or stage.status() != 'done': pending.add(name)
     for name, stage in reversed(stages.items()):
         if not STAGES[name].shared: continue
-        is_read = name == list(stages)[-1] or any(name in STAGES[n].needs for n in pending)
+        is_read = name == list(stages)[-1] or any(name in needs_of(n, stage.run.cfg) for n in pending)
         if name in force or (is_read and stage.status() != 'done'): pending.add(name)
     return pending
 

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 import b2t_kaggle
 from .config import MAY_CHANGE, SCHEMA, Config, changed_values, load_config, save_config, with_overrides
 from .files import write_whole
-from .stages import STAGES, PipelineError, code_cells, plan
+from .stages import STAGES, PipelineError, code_cells, needs_of, plan, values_of
 from .training.budget import Deadline
 from .training.checkpoints import BEST, REFIT, checkpoint_files, checkpoint_for
 
@@ -104,7 +104,7 @@ def _is_place(key: str, value) -> bool:
 
 def _stage_values(name: str, cfg: Config, without: set[str]) -> dict:
     "Configuration values that a stage depends on, as far as they differ from their defaults."
-    groups = STAGES[name].config
+    groups = values_of(name, cfg)
     values = {k: v for k, v in changed_values(cfg, without).items() if not _is_place(k, v)}
     return dict(schema=SCHEMA) | {k: v for k, v in values.items() if k in groups or k.split('.')[0] in groups}
 
@@ -135,7 +135,7 @@ class Run:
 
     def _needs(self, name: str) -> list[str]:
         active = plan(self.cfg)
-        return [n for n in STAGES[name].needs if n in active]
+        return [n for n in needs_of(name, self.cfg) if n in active]
 
     def fingerprint(self,
         name: str, # Stage
@@ -279,7 +279,7 @@ class _Stamped:
         shared = STAGES[name].shared
         self.home = run.work if shared else run.dir   # what the paths in the stamp are relative to
         self.stamp_path = self.home/'stages'/(f'{name}-{run.fingerprint(name)}.json' if shared else f'{name}.json')
-        self.needs = [type(self)(run, n) for n in STAGES[name].needs if n in plan(run.cfg)]
+        self.needs = [type(self)(run, n) for n in needs_of(name, run.cfg) if n in plan(run.cfg)]
 
     def time_left(self) -> float:
         "Seconds until it must stop, so that those after it are over when the session ends; infinite without an end."

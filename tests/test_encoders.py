@@ -55,6 +55,14 @@ def test_overfits_a_toy(name, trained):
 
 
 @pytest.mark.parametrize('name', NAMES_AND_VARIANTS)
+def test_the_layer_that_reads_patches_has_these_parameters(name):
+    model = build_model(config(name).model, 2)
+    names = [n for n, _ in model.named_parameters()]
+    assert all(any(n.startswith(begin) for n in names) for begin in model.patch_layer)
+    assert bool(model.patch_layer) or name not in ('gru', 'triple_gru', 'transformer', 'mamba', 'zipformer')
+
+
+@pytest.mark.parametrize('name', NAMES_AND_VARIANTS)
 def test_padding_changes_nothing(name):
     "What lies beyond a trial's end is garbage here, in both ways to compute it; training and evaluation alike."
     cfg = config(name)

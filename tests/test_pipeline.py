@@ -455,6 +455,15 @@ def test_a_refit_and_tuned_weights(finished, tmp_path, here):
     assert len(weights) == 2 and sum(weights) == pytest.approx(1)
     assert LogitStore.open(both.logits('val')).provenance['weights'] == weights
     assert StageRun(both, 'ensemble').stamp['metrics']['PER'] > 0
+    del here[:]
+    plain = LogitStore.open(refit.logits('val'))[0]
+    adapting = Run(refit.dir, work, {'infer.adapt': 'both', 'infer.adapt_copies': 2})
+    run_stages(adapting, 'infer')
+    assert here == ['lm', 'infer']
+    found = LogitStore.open(adapting.logits('test')).provenance
+    assert found['checkpoint'] == models['test'] and found['adapt'] == 'both'
+    assert StageRun(adapting, 'infer').stamp['metrics']['learned_test'] == found['learned']
+    assert not np.array_equal(LogitStore.open(adapting.logits('val'))[0], plain)
 
 
 def test_log_probabilities_of_test_alone(finished, tmp_path, here):

@@ -472,6 +472,7 @@ def simulate_block(
     e: Electrodes,        # The day's electrodes
     seed: int = 0,        # Same seed, same recording
     structured_noise: float = 0., # Interference, in standard deviations of the features
+    drift_size: float = 1., # Scales the drift from trial to trial
 ) -> tuple[list[Trial], list[np.ndarray]]: # Trials, and for each the class being spoken in each bin
     "Record a block."
     day = int(trials.day.iloc[0])
@@ -479,7 +480,7 @@ def simulate_block(
     ids = [to_class_ids(sentence_to_phonemes(s)) for s in trials.sentence]
     day_tempo = np.exp(0.06*np.random.default_rng((seed, 5, day)).standard_normal())
     rng = np.random.default_rng((seed, 4, day, block))
-    drift = np.cumsum(_DRIFT*rng.standard_normal((len(ids), 2*N_ELECTRODES)), axis=0)
+    drift = np.cumsum(drift_size*_DRIFT*rng.standard_normal((len(ids), 2*N_ELECTRODES)), axis=0)
     movements = []
     for class_ids in ids:
         tempo = day_tempo*np.exp(0.08*rng.standard_normal())
@@ -497,7 +498,7 @@ def simulate_block(
             for row, f, class_ids in zip(trials.itertuples(), recorded, ids)]
     return made, [spoken for _, spoken in movements]
 
-# %% ../../nbs/data/02_simulate.ipynb #c063
+# %% ../../nbs/data/02_simulate.ipynb #c065
 def write_text(
     path: str | Path,   # Text file, one sentence a line
     plan: pd.DataFrame, # The trials
@@ -515,7 +516,7 @@ def write_text(
     write_whole(path, ''.join(s + '\n' for s in sentences))
     return path
 
-# %% ../../nbs/data/02_simulate.ipynb #c066
+# %% ../../nbs/data/02_simulate.ipynb #c068
 _MARKER = 'simulated.json'
 _LM_TEXT = 'lm_text.txt'
 
@@ -536,22 +537,22 @@ def _claim(folder: Path, parameters: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(marker, json.dumps(parameters))
 
-# %% ../../nbs/data/02_simulate.ipynb #c069
-def _record(trials: pd.DataFrame, e: Electrodes, seed: int, structured_noise: float) -> Iterator[Trial]:
-    "The recorded trials of a plan's rows, block by block."
-    for _, block in trials.groupby('block'): yield from simulate_block(block, e, seed, structured_noise)[0]
+# %% ../../nbs/data/02_simulate.ipynb #c071
+def _record(trials: pd.DataFrame, e: Electrodes, *noise: float) -> Iterator[Trial]:
+    "The recorded trials of a plan's rows, block by block; `noise` are the last arguments of `simulate_block`."
+    for _, block in trials.groupby('block'): yield from simulate_block(block, e, *noise)[0]
 
-def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, seed: int, structured_noise: float) -> None:
+def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, *noise: float) -> None:
     "Record the trials of a day and write its session files; a split without trials has no file."
     session = trials.session.iloc[0]
     train = trials[trials.split == 'train']
-    if len(train): write_session(session_path(out_dir, session, 'train'), _record(train, e, seed, structured_noise))
-    held_out = list(_record(trials[trials.split != 'train'], e, seed, structured_noise))
+    if len(train): write_session(session_path(out_dir, session, 'train'), _record(train, e, *noise))
+    held_out = list(_record(trials[trials.split != 'train'], e, *noise))
     for split in 'val', 'test':
         recorded = [t for t in held_out if t.split == split]
         if recorded: write_session(session_path(out_dir, session, split), recorded)
 
-# %% ../../nbs/data/02_simulate.ipynb #c070
+# %% ../../nbs/data/02_simulate.ipynb #c072
 def simulate_dataset(
     out_dir: str | Path,        # Where the session folders and `lm_text.txt` go
     n_sessions: int = 8,        # Recording days, from the first of the real schedule on; 45 are all
@@ -564,6 +565,7 @@ def simulate_dataset(
     seed: int = 0,              # Same seed, same bytes
     structured_noise: float = 0., # Interference of few sources, in standard deviations of the features; 0 means none
     progress: bool = False,     # Show a progress bar
+    drift: float = 1.,          # Scales the drift of rates from trial to trial
 ) -> Path:
     """Simulate a participant: official HDF5 sessions and `lm_text.txt` in `out_dir`, which is returned.
 
@@ -573,11 +575,12 @@ def simulate_dataset(
                       max_words=max_words, seed=seed)
     # Without interference the marker is the same as it was before there was any
     if structured_noise: parameters['structured_noise'] = structured_noise
+    if drift != 1: parameters['drift'] = drift # Likewise
     plan = plan_trials(n_sessions, train, val, test, max_words, seed)
     _claim(out_dir, parameters)
     days = tqdm(electrodes(n_sessions, snr, seed), desc='simulate', unit='session', disable=not progress)
     for day, e in enumerate(days):
         trials = plan[plan.day == day]
-        if len(trials): _write_day(out_dir, trials, e, seed, structured_noise)
+        if len(trials): _write_day(out_dir, trials, e, seed, structured_noise, drift)
     write_text(out_dir/_LM_TEXT, plan, lm_sentences, max_words, seed)
     return out_dir

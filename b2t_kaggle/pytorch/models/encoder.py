@@ -41,6 +41,7 @@ class Encoder(nn.Module):
     "Features of a trial to logits per frame. Derive from it, set `Config`, and write `encode`."
     Config: ClassVar[type[EncoderConfig]]
     is_causal: bool = False # Whether a frame depends on no later bins than its own
+    patch_layer: ClassVar[tuple[str, ...]] = () # How names of the parameters begin that read patches of bins
 
     def __init__(self,
         cfg: EncoderConfig, # The `model` group

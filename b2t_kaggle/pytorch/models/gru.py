@@ -60,6 +60,7 @@ def init_gru(
 class GRUDecoder(Frontend):
     "Features of a trial to logits per frame (Card et al., NEJM 2024, the baseline of Brain-to-Text '25)."
     Config = GRUConfig
+    patch_layer = ('gru.weight_ih_l0', 'gru.bias_ih_l0')
 
     def __init__(self,
         neural_dim: int,            # Features per bin, F

@@ -200,6 +200,7 @@ def skip_layer(
 class Mamba(Frontend):
     "Features of a trial to logits per frame."
     Config = MambaConfig
+    patch_layer = ('project.',)
 
     def __init__(self,
         cfg: MambaConfig, # The `model` group
