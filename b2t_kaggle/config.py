@@ -386,14 +386,18 @@ class Config(Section):
         if self.decode.llm and self.decode.oov_penalty is not None:
             raise ValueError(f'decode.oov_penalty is {self.decode.oov_penalty}, for words that are spelled, and '
                              'decode.llm is set, which cannot score them; set one of them to null')
-        if self.infer.adapt and (self.infer.logits or self.train.framework != 'pytorch'):
-            reason = 'has infer.logits alone' if self.infer.logits else 'infers with TensorFlow'
-            raise ValueError(f'infer.adapt is {self.infer.adapt}, which needs a model of PyTorch, but this run '
-                             f'{reason}; set it to null')
         must = data.must_include_days or []
         if len(must) > data.days_per_batch:
             raise ValueError(f'data.must_include_days names {len(must)} days, more than data.days_per_batch = '
                              f'{data.days_per_batch}')
+        return self
+
+    @model_validator(mode='after')
+    def _has_a_model_to_adapt(self):
+        if self.infer.adapt and (self.infer.logits or self.train.framework != 'pytorch'):
+            reason = 'has infer.logits alone' if self.infer.logits else 'infers with TensorFlow'
+            raise ValueError(f'infer.adapt is {self.infer.adapt}, which needs a model of PyTorch, but this run '
+                             f'{reason}; set it to null')
         return self
 
     def dump(self) -> dict:

@@ -266,7 +266,7 @@ def adapt_to(
     if moments is not None and (missing := [known[d] for d in day_of.values() if known[d] not in moments]):
         raise TrainingError(f'infer.adapt = {options.adapt}: there are no training trials of {missing[0]}, to whose '
                             'statistics features could be recalibrated; pack them, too, or set infer.adapt=dietcorp')
-    arrays = [None]*len(store)
+    by_row: dict[int, np.ndarray] = {}
     rows = []
     recent = deque(maxlen=options.adapt_window)
     order = recording_order(store.index)
@@ -278,10 +278,10 @@ def adapt_to(
         if moments is not None:
             recent.append(Moments.of(x))
             x = recalibrate(x, list(recent), moments[known[day]])
-        arrays[i] = adapter.log_probs(x, day)
-        refused = adapter.learn(x, day, arrays[i], label_of(arrays[i]), step) if label_of else None
+        log_probs = by_row[i] = adapter.log_probs(x, day)
+        refused = adapter.learn(x, day, log_probs, label_of(log_probs), step) if label_of else None
         rows.append(dict(session=session, block=block, trial=trial, refused=refused))
-    return arrays, pd.DataFrame(rows)
+    return [by_row[i] for i in range(len(store))], pd.DataFrame(rows)
 
 def infer_adapted(
     checkpoint: str | Path,    # As for `inference.infer`
