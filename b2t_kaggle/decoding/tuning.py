@@ -107,16 +107,12 @@ def _smoothed(errors: np.ndarray) -> np.ndarray:
 Point = tuple[int, ...] # Place in the grid
 
 def _best_point(
-    errors: np.ndarray,                # Word errors at each point
-    start: Point,                      # Where tuning started
-    among: Sequence[Point] | None = None, # Points that may be chosen; None: all
+    errors: np.ndarray,     # Word errors at each point
+    start: Point,           # Where tuning started
+    candidates: np.ndarray, # Which points can be chosen, the start among them
 ) -> Point:
     "The point with the fewest errors around it, among those with no more errors than the start; ties: the nearest one."
-    allowed = errors <= errors[start]
-    if among is not None:
-        searched = np.zeros(errors.shape, bool)
-        searched[tuple(np.transpose(among))] = True
-        allowed &= searched
+    allowed = candidates & (errors <= errors[start])
     points = np.argwhere(allowed)
     distance = np.abs(points - start).sum(1)
     i = np.lexsort((distance, _smoothed(errors)[allowed]))[0]
@@ -124,8 +120,8 @@ def _best_point(
 
 # %% ../../nbs/decoding/12_tuning.ipynb #c018
 _NBEST = 100    # Sentences that a search adds to a trial's pool, at most
-_ROUNDS = 6     # Searches where the pools are best, at most
-_SEARCHES = 10  # Of all trials, at most: three at the beginning, the rounds, and the cross-validation
+_ROUNDS = 8     # Searches where the pools are best, at most
+_SEARCHES = 12  # Of all trials, at most: three at the beginning, the rounds, and the cross-validation
 
 class OutOfTime(RuntimeError):
     "There is no time to tune weights and decode with them."
@@ -183,6 +179,12 @@ class _Searches:
     def weights(self, point: Point) -> SearchWeights:
         "The weights at a point."
         return SearchWeights(*(float(values[i]) for values, i in zip(self.grid.values(), point)))
+
+    def near(self, reach: int) -> np.ndarray:
+        "Which points are at most so many steps, along each axis, from one that was searched [S, L, B, W]."
+        mask = np.zeros(self.table.shape[1:], bool)
+        for point in self.found: mask[tuple(slice(max(0, i - reach), i + reach + 1) for i in point)] = True
+        return mask
 
     def edits(self, point: Point, trials: Sequence[int]) -> list[int]:
         "Word errors of some trials, searched at a point."
@@ -282,11 +284,11 @@ def _climb(searches: _Searches, start: Point, count: Callable[[], object]) -> Po
         searches.add(point)
         count()
     for _ in range(_ROUNDS):
-        point = _best_point(searches.table.sum(0), start)
+        point = _best_point(searches.table.sum(0), start, searches.near(1))
         if point in searches.found: break
         searches.add(point)
         count()
-    best = _best_point(searches.table.sum(0), start, list(searches.found))
+    best = _best_point(searches.table.sum(0), start, searches.near(0))
     return best if sum(searches.found[best]) <= sum(searches.found[start]) else start
 
 def tune_search(
@@ -334,7 +336,7 @@ def _validate(searches: _Searches, start: Point, folds: int) -> list[tuple[Searc
     fold = np.arange(n) % folds
     results = []
     for k in range(folds):
-        point = _best_point(searches.table[fold != k].sum(0), start)
+        point = _best_point(searches.table[fold != k].sum(0), start, searches.near(1))
         searches.clock.check()
         results.append((searches.weights(point), sum(searches.edits(point, np.flatnonzero(fold == k).tolist()))))
     return results
