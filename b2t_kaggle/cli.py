@@ -15,6 +15,7 @@ from typing import get_args
 import click
 
 import b2t_kaggle
+from .cli_audio import audio
 from .cli_average import average
 from .cli_combine import combine
 from .cli_data import data
@@ -244,6 +245,7 @@ def lm(ctx, force, **options):
     if ctx.invoked_subcommand is None: run_until('lm', force, **options)
 
 for _tool in tools: lm.add_command(_tool)
+main.add_command(audio)
 main.add_command(data)
 main.add_command(kaggle)
 main.add_command(combine)

@@ -56,3 +56,59 @@ def tiny_lm(
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(model_config).save_pretrained(folder)
     return Path(folder)
+
+
+def tiny_tts(
+    folder: str | Path, # Where to save model and tokenizer
+) -> Path:
+    "A tiny text-to-speech model, VITS as in facebook/mms-tts-eng, with random weights and a tokenizer of letters."
+    import json
+
+    from transformers import VitsConfig, VitsModel, VitsTokenizer
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = folder/'letters.json'
+    letters.write_text(json.dumps({c: i for i, c in enumerate("_abcdefghijklmnopqrstuvwxyz' ")}))
+    tokenizer = VitsTokenizer(str(letters), pad_token='_', unk_token='_', phonemize=False)
+    tokenizer.save_pretrained(folder)
+    small = dict(hidden_size=16, num_hidden_layers=1, ffn_dim=16, flow_size=16, spectrogram_bins=9)
+    decoder = dict(upsample_initial_channel=16, upsample_rates=(16, 16), upsample_kernel_sizes=(32, 32),
+                   resblock_kernel_sizes=(3,), resblock_dilation_sizes=((1,),), sampling_rate=16000)
+    predictor = dict(use_stochastic_duration_prediction=False, duration_predictor_filter_channels=8,
+                     prior_encoder_num_flows=2, prior_encoder_num_wavenet_layers=1,
+                     posterior_encoder_num_wavenet_layers=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        VitsModel(VitsConfig(vocab_size=29, **small, **decoder, **predictor)).save_pretrained(folder)
+    return folder
+
+
+def tiny_audio_model(
+    folder: str | Path, # Where to save model and feature extractor
+    kind: str,          # `whisper`, `qwen2_audio` or `qwen2_5_omni_thinker`
+    seconds: int = 2,   # What the tower hears at a time
+) -> Path:
+    "A tiny model with an audio tower and random weights, as a whole, as the real ones are saved."
+    from transformers import AutoConfig, WhisperFeatureExtractor
+    from transformers import Qwen2_5OmniThinkerForConditionalGeneration as Omni
+    from transformers import Qwen2AudioForConditionalGeneration as Qwen2Audio
+    from transformers import WhisperForConditionalGeneration as Whisper
+    tower = dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, num_mel_bins=8,
+                 max_source_positions=50*seconds)
+    text = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+                vocab_size=32, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    if kind == 'whisper':
+        decoder = dict(decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=32, pad_token_id=0,
+                       bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
+        config = AutoConfig.for_model(kind, **tower, **decoder)
+    elif kind == 'qwen2_audio': config = AutoConfig.for_model(kind, audio_config=tower, text_config=text)
+    else:
+        vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=16)
+        config = AutoConfig.for_model(kind, audio_config=tower | dict(output_dim=12, n_window=10), text_config=text,
+                                      vision_config=vision)
+    model = dict(whisper=Whisper, qwen2_audio=Qwen2Audio, qwen2_5_omni_thinker=Omni)[kind]
+    WhisperFeatureExtractor(feature_size=8, chunk_length=seconds).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model(config).save_pretrained(folder)
+    return Path(folder)
