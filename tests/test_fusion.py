@@ -315,6 +315,7 @@ def test_models_that_cannot(tmp_path, lms, ngram):
     with pytest.raises(LanguageModelError, match='no eos_token'): LLMFusion(model, Endless(), end=True)
 
 
+@pytest.mark.filterwarnings('ignore:invalid value')
 def test_long_trials_and_overflow_are_errors(lms, ngram):
     decoder = decoder_of(ngram, fusion_of(lms['opt'], every=1), beam=4)
     with pytest.raises(LanguageModelError, match='tokens is too long for OPTForCausalLM, which takes up to 64'):
