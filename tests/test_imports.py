@@ -120,7 +120,7 @@ FLOORS = (
     ('decoding',),
     ('lm', 'training'),
     ('data', 'logits', 'metrics', 'submission'),
-    ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'files'),
+    ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'reading', 'files'),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 
