@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'MAX_YAML_VALUES', 'MAX_BINS', 'MAX_LABELS', 'MAX_ATTRIBUTE_BYTES',
-           'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_WHOLE', 'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError', 'check_is_file',
-           'read_text', 'parse_json', 'is_finite_number', 'parse_yaml', 'read_yaml_file', 'check_link', 'open_dataset',
-           'check_size', 'read_attribute', 'check_hdf5']
+           'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_WHOLE', 'MAX_FEATURES', 'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError',
+           'check_is_file', 'read_text', 'parse_json', 'is_finite_number', 'parse_yaml', 'read_yaml_file', 'check_link',
+           'open_dataset', 'check_size', 'read_attribute', 'check_hdf5']
 
 # %% ../nbs/00_reading.ipynb #c003
 import json
@@ -31,6 +31,7 @@ MAX_ATTRIBUTE_BYTES = 1 << 16 # A sentence has a hundred
 MAX_EXPANSION = 100           # Bytes of a data set for each that is in the file; recordings do not shrink to a tenth
 SMALL_BYTES = 1 << 20         # What may be read whatever it expands to
 MAX_WHOLE = 10**12            # Of any whole number of a configuration; 64 bits hold it, and its product with a size
+MAX_FEATURES = 8_192          # Per bin; the arrays give 512, and each day has a matrix of their square
 MAX_MODEL_SIZE = 100_000      # Units, features, classes or bins of a model, in a configuration
 MAX_LAYERS = 1_000            # Of a model; the deepest encoder here has 20
 
@@ -186,8 +187,8 @@ def check_size(
     n_bytes = math.prod(dataset.shape or ())*dataset.dtype.itemsize
     stored = dataset.id.get_storage_size()
     if n_bytes > max(SMALL_BYTES, MAX_EXPANSION*stored):
-        raise ReadError(f'the shape {list(dataset.shape)} of {dataset.dtype}, of which only {stored:,} bytes are in the '
-                        f'file, expected at least {n_bytes//MAX_EXPANSION:,}')
+        raise ReadError(f'the shape {list(dataset.shape)} of {dataset.dtype}, of which only {stored:,} bytes are in '
+                        f'the file, expected at least {n_bytes//MAX_EXPANSION:,}')
 
 def read_attribute(
     group: 'h5py.Group',

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..reading import MAX_LAYERS, MAX_MODEL_SIZE
+from ..reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
 from ..schema import ConfigError, Section, describe_errors
 
 # %% ../../nbs/encoders/00_encoder.ipynb #c006
@@ -23,7 +23,7 @@ class EncoderConfig(Section):
     "The `model` group of a configuration; each encoder derives its own."
     name: str
     "Architecture: one of the encoders of this kit."
-    neural_dim: int = Field(512, ge=1)
+    neural_dim: int = Field(512, ge=1, le=MAX_FEATURES)
     "Features per bin, F."
     n_classes: int = Field(41, ge=2)
     "Classes, K: blank, 39 phonemes, word separator."
