@@ -470,6 +470,7 @@ def _validated(values: dict) -> Config:
     "A `Config` from plain values; validation errors become one readable `ConfigError`."
     try: return Config.model_validate(values)
     except ValidationError as e: sentences = describe_errors(e)
+    if len(sentences) > 8: sentences[8:] = [f'and {len(sentences) - 8} more']
     raise ConfigError('; '.join(_suggest(s) if 'there is no such key' in s else s for s in sentences))
 
 def _parse(text: Any) -> Any:

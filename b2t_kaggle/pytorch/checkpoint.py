@@ -9,7 +9,7 @@ __all__ = ['save_atomic', 'load_file', 'to_official_state', 'load_state', 'load_
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c003
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -151,13 +151,17 @@ def _at_most(n: int, path: Path) -> Iterator[None]:
     finally:
         for hook in hooks: hook.remove()
 
-def _build_for(state: Mapping[str, Tensor], build: Callable[[], Encoder], path: Path) -> Encoder:
+def _build_for(state: Mapping[str, Tensor], cfg: Config, path: Path) -> Encoder:
     "A new model about as large as some weights. Raises `CheckpointError` for one that is far larger."
     _check_weights(state, path)
     _check_extent(state, path)
+    widest = max((n for w in state.values() for n in w.shape), default=0)
+    if cfg.model.neural_dim > 4*widest + 1000:
+        raise CheckpointError(f'{path}: the weights do not fit the configuration: model.neural_dim is '
+                              f'{cfg.model.neural_dim}, and no weight is wider than {widest}')
     n = 4*sum(w.numel() for w in state.values()) + SMALL_BYTES
     try:
-        with _at_most(n, path): return build()
+        with _at_most(n, path): return build_model(cfg.model, len(cfg.data.sessions))
     except (RuntimeError, MemoryError) as e: # Already one of its tensors is too large
         raise CheckpointError(f'{path}: the model of its configuration cannot be built ({_first_line(e)}); the '
                               'configuration is that of another model, or damaged') from None
@@ -225,7 +229,7 @@ def load_model(
         raise CheckpointError(f'{path}: has no model_state_dict; found {", ".join(map(str, list(content)[:6]))}')
     cfg = _read_config(content, path)
     state = content['model_state_dict']
-    model = _build_for(state, lambda: build_model(cfg.model, len(cfg.data.sessions)), path)
+    model = _build_for(state, cfg, path)
     load_state(model, state, path)
     return model.eval(), cfg
 
