@@ -120,7 +120,9 @@ def in_a_process(kind: Kind, cases: list, folder: Path) -> list[dict]:
     _, status = os.waitpid(pid, 0)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     found = [line for line in lines if 'result' in line or 'error' in line]
-    if status: found.append((lines or [dict(case='whole')])[-1] | dict(complaint=f'the process ended with status {status}'))
+    if status:
+        last = lines[-1] if lines else dict(case='whole')
+        found.append(last | dict(complaint=f'the process ended with status {status}'))
     return found
 
 
