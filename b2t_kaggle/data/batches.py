@@ -328,7 +328,7 @@ class Batcher:
             fill_rows(features.reshape(B, T*F), ragged.flat, ragged.starts[trials], n_bins*F)
             return features
         for store, mine, places in self.store.parts(trials):
-            store.ragged.verify(places)
+            store.ragged.verify(places[places >= 0])
             rows = np.empty((len(places), T*F), self.dtype)
             fill_rows(rows, store.ragged.flat, store.ragged.starts[places], n_bins[mine]*F)
             features[mine] = rows.reshape(-1, T, F)
