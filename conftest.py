@@ -54,6 +54,11 @@ class NotebookTest(pytest.Item):
     def reportinfo(self): return self.path, None, str(self.path.relative_to(ROOT))
 
 
+def pytest_addoption(parser):
+    parser.addoption('--faults', type=int, default=12, metavar='N',
+                     help='cases of damage that tests/faults draws for each kind of file')
+
+
 def pytest_collect_file(file_path, parent):
     if file_path.suffix == '.ipynb' and ROOT/'nbs' in file_path.parents and '.ipynb_checkpoints' not in file_path.parts:
         return Notebook.from_parent(parent, path=file_path)

@@ -231,7 +231,8 @@ def check(folder, force, **options):
     "List every problem of the session files in FOLDER, or of a run's; exits 1 if there are any."
     if folder is None: return run_until('check', force, **options)
     from b2t_kaggle.data.sessions import list_sessions, validate
-    problems = validate(folder)
+    data = load_config(base='demo', overrides=options['overrides']).data
+    problems = validate(folder, dtype=data.dtype, feature_subset=data.feature_subset)
     if len(problems) == 0: return click.echo(f'{len(list_sessions(folder))} sessions, no problems')
     click.echo(problems.to_string(index=False))
     sys.exit(1)

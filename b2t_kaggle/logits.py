@@ -23,7 +23,7 @@ from rapidfuzz.distance import Levenshtein
 from .config import Config
 from .ctc import collapse
 from .files import atomic_path
-from .ragged import Ragged, write_ragged
+from .ragged import Ragged, RaggedError, write_ragged
 
 # %% ../nbs/05_logits.ipynb #c005
 class LogitError(ValueError):
@@ -71,7 +71,17 @@ class LogitStore:
         self.path = self._ragged.path
         self.provenance = self._ragged.metadata
         self.n_frames = self._ragged.lengths
-        self.n_classes = self._ragged.item_shape[0]
+        self.n_classes = self._check_contents()
+
+    def _check_contents(self) -> int:
+        "The number of classes. Raises `RaggedError` for an index or arrays that are none of log-probabilities."
+        item_shape = self._ragged.item_shape
+        is_matrix = len(item_shape) == 1 and self._ragged.dtype.kind == 'f'
+        missing = [c for c in _TRIAL if c not in self._ragged.table.column_names]
+        if is_matrix and not missing and isinstance(self.provenance, dict): return item_shape[0]
+        found = f'no column {missing[0]}' if missing else f'{self._ragged.dtype} {["n", *item_shape]}'
+        raise RaggedError(f"{self.path}: found {found}, expected log-probabilities [T', K] of trials with session and "
+                          'key; make it again')
 
     @classmethod
     def open(cls, path: str | Path) -> 'LogitStore':

@@ -60,7 +60,8 @@ def _flatten(d: dict, prefix: str = '') -> dict[str, Any]:
 
 def is_official(values: dict) -> bool:
     "Whether a parsed YAML file is one of the official kit's."
-    return 'dataset' in values and 'data_transforms' in (values.get('dataset') or {})
+    dataset = values.get('dataset')
+    return isinstance(dataset, dict) and 'data_transforms' in dataset
 
 # %% ../nbs/07_official.ipynb #c007
 def to_our_names(

@@ -42,6 +42,10 @@ def execute(
     except DeadKernelError:
         raise PipelineError(f'stage {name}: its process was killed, most likely for want of memory; smaller batches '
                             f'(data.batch_size, data.eval_batch_size) need less. The record is in {out}') from None
+    except RuntimeError as e: # jupyter_client's
+        if 'died before replying' not in str(e): raise
+        raise PipelineError(f'stage {name}: its process was killed while it started, most likely for want of memory; '
+                            'end other programs, and run the same line again') from None
     except pm.PapermillExecutionError as e:
         raise PipelineError(f'stage {name} failed: {e.ename}: {e.evalue}\nThe whole traceback is in {out}') from None
 
@@ -81,10 +85,10 @@ def _row(stage: StageRun, status: str) -> dict:
     "What happened, for the closing table."
     if status == 'needless': return dict(stage=stage.name, state='not needed', seconds=0, figures='')
     stamp = stage.stamp
-    state = 'done' if stamp['finished'] else 'stopped early'
-    figures = [f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}' for k, v in stamp['metrics'].items()]
+    state = 'done' if stamp.get('finished') else 'stopped early'
+    figures = [f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}' for k, v in stamp.get('metrics', {}).items()]
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
-                seconds=stamp['seconds'], figures=', '.join(figures))
+                seconds=stamp.get('seconds', 0), figures=', '.join(figures))
 
 # %% ../nbs/14_pipeline.ipynb #c012
 def _pending(

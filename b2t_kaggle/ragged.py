@@ -9,7 +9,9 @@ __all__ = ['RaggedError', 'RaggedWriter', 'Ragged', 'write_ragged']
 import itertools
 import json
 import math
-from collections.abc import Iterable
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +22,12 @@ import pandas as pd
 import pyarrow as pa
 
 from .files import atomic_path
+from .reading import ReadError, check_is_file, parse_json
 
 # %% ../nbs/04_ragged.ipynb #c008
 _VALUES = 'values'
 _KEY = b'b2t_kaggle'  # under which the header stands in the metadata
+_HEADER_CRC = b'b2t_kaggle crc32'
 _VERSION = 1
 
 class RaggedError(ValueError):
@@ -44,6 +48,8 @@ def _numpy_type(arrow_type: pa.DataType) -> tuple[np.dtype, tuple[int, ...]]:
     while pa.types.is_fixed_size_list(arrow_type):
         item_shape.append(arrow_type.list_size)
         arrow_type = arrow_type.value_type
+    if not (pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type)):
+        raise RaggedError(f'values are {arrow_type}, expected numbers; the file is damaged')
     return np.dtype(arrow_type.to_pandas_dtype()), tuple(item_shape)
 
 # %% ../nbs/04_ragged.ipynb #c011
@@ -85,6 +91,42 @@ def _record_batch(
     return pa.record_batch([*index, pa.LargeListArray.from_arrays(offsets, items)], schema=schema)
 
 # %% ../nbs/04_ragged.ipynb #c017
+_PAGE = 512 # 64-bit numbers
+
+def _checksum(values: np.ndarray) -> int:
+    "Checksum of an array's bytes."
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    n_pages = len(data)//(8*_PAGE)
+    sums = data[:8*_PAGE*n_pages].view(np.uint64).reshape(n_pages, _PAGE).sum(1, dtype=np.uint64)
+    return zlib.crc32(data[8*_PAGE*n_pages:], zlib.crc32(sums))
+
+def _column_bytes(column: pa.Array) -> Iterator[bytes]:
+    "What a column of the index says, however it is laid out in memory."
+    kind = column.type
+    yield column.is_null().to_numpy(zero_copy_only=False).tobytes()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        yield b'list' + column.value_lengths().fill_null(0).to_numpy().astype(np.int64).tobytes()
+        yield from _column_bytes(column.flatten())
+    elif pa.types.is_integer(kind) or pa.types.is_float32(kind) or pa.types.is_float64(kind):
+        numbers = column.fill_null(0).to_numpy(zero_copy_only=False)
+        yield numbers.dtype.name.encode() + numbers.tobytes()
+    else: yield repr(column.to_pylist()).encode()
+
+def _index_checksum(
+    batch: pa.RecordBatch, # A chunk
+    k: int,                # Its number
+    is_last: bool,         # Whether it is the last one of the file
+) -> int:
+    "Checksum of everything in a chunk but the values: lengths, type of the values, names and columns of the index."
+    values = batch.column(_VALUES)
+    facts = [k, is_last, *map(str, _numpy_type(values.type)), *batch.schema.names]
+    crc = zlib.crc32(np.diff(values.offsets.to_numpy()), zlib.crc32(json.dumps(facts).encode()))
+    for name, column in zip(batch.schema.names, batch.columns):
+        if name == _VALUES: continue
+        for part in _column_bytes(column): crc = zlib.crc32(part, crc)
+    return crc
+
+# %% ../nbs/04_ragged.ipynb #c020
 class _Chunk:
     "Arrays that wait to be written, one behind the other, with their rows of the index."
     def __init__(self,
@@ -100,6 +142,7 @@ class _Chunk:
         "Forget the arrays, keep the memory."
         self.lengths = []
         self.rows = []
+        self.checksums = []
         self.used = 0  # length of all arrays together
 
     def has_room(self, n: int) -> bool:
@@ -111,12 +154,14 @@ class _Chunk:
         n = len(values)
         if self.used + n > len(self.values):
             self.values = np.empty((max(n, self.size), *values.shape[1:]), self.values.dtype)
-        _cast_into(self.values[self.used:self.used + n], values)
+        stored = self.values[self.used:self.used + n]
+        _cast_into(stored, values)
+        self.checksums.append(_checksum(stored))
         self.lengths.append(n)
         self.rows.append(row)
         self.used += n
 
-# %% ../nbs/04_ragged.ipynb #c020
+# %% ../nbs/04_ragged.ipynb #c023
 class RaggedWriter:
     """Writes arrays of one type to one file, as a stream.
 
@@ -133,11 +178,13 @@ class RaggedWriter:
         self.path = Path(path)
         self.item_shape = tuple(item_shape)
         dtype = np.dtype(dtype)
-        header = json.dumps(dict(version=_VERSION, kind=kind, metadata=metadata or {}))
+        header = json.dumps(dict(version=_VERSION, kind=kind, checksums=True, metadata=metadata or {})).encode()
         values = pa.field(_VALUES, _values_type(dtype, self.item_shape), nullable=False)
-        self.schema = pa.schema([*(schema or []), values], metadata={_KEY: header})
+        metadata = {_KEY: header, _HEADER_CRC: str(zlib.crc32(header))}
+        self.schema = pa.schema([*(schema or []), values], metadata=metadata)
         self._columns = {f.name for f in schema or []}
         self._n_appended = 0
+        self._n_written = 0 # Chunks
         item_bytes = dtype.itemsize*math.prod(self.item_shape)
         self._chunk = _Chunk(max(1, chunk_bytes//item_bytes), dtype, self.item_shape)
 
@@ -162,50 +209,115 @@ class RaggedWriter:
         except RaggedError as e: raise RaggedError(f'{self.path}: array {self._n_appended} {e}') from None
         self._n_appended += 1
 
-    def _write_chunk(self):
+    def _write_chunk(self, is_last: bool = False):
         c = self._chunk
-        if c.rows: self._arrow.write_batch(_record_batch(self.schema, c.values[:c.used], c.lengths, c.rows))
+        if c.rows:
+            batch = _record_batch(self.schema, c.values[:c.used], c.lengths, c.rows)
+            crc32 = dict(index=_index_checksum(batch, self._n_written, is_last), arrays=c.checksums)
+            self._arrow.write_batch(batch, custom_metadata=dict(crc32=json.dumps(crc32)))
+            self._n_written += 1
         c.clear()
 
     def _write_last_chunk(self, error, *_):
-        if error is None: self._write_chunk()
+        if error is None: self._write_chunk(is_last=True)
 
     def __exit__(self, *error): return self._open.__exit__(*error)
 
-# %% ../nbs/04_ragged.ipynb #c023
+# %% ../nbs/04_ragged.ipynb #c026
 # What Arrow raises for bytes that make no sense
-_DAMAGE = (pa.ArrowException, OSError, NotImplementedError, UnicodeDecodeError)
+_DAMAGE = (pa.ArrowException, OSError, NotImplementedError, UnicodeDecodeError, ValueError, TypeError, KeyError,
+           IndexError, AttributeError, OverflowError, MemoryError)
+
+def _one_line(e: Exception) -> str:
+    "What an exception says, shortened."
+    return ' '.join(str(e).split())[:200] or type(e).__name__
 
 def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
     "The mapped file, its reader and its header. Raises `RaggedError` for a file that is not ours or not complete."
     try:
+        check_is_file(path)
         buffer = pa.memory_map(str(path)).read_buffer()
         reader = pa.ipc.open_file(buffer)
         metadata = reader.schema.metadata or {}
+        names = reader.schema.names
     except FileNotFoundError: raise RaggedError(f'{path}: no such file') from None
+    except ReadError as e: raise RaggedError(str(e)) from None
     except _DAMAGE as e:
-        raise RaggedError(f'{path}: not an Arrow IPC file, or cut off ({e}); make it again') from None
-    if _KEY not in metadata or _VALUES not in reader.schema.names:
+        raise RaggedError(f'{path}: not an Arrow IPC file, or cut off ({_one_line(e)}); make it again') from None
+    if _KEY not in metadata or _VALUES not in names:
         raise RaggedError(f'{path}: an Arrow file, but not written by b2t_kaggle '
                           f'(expected metadata {_KEY.decode()!r} and a column {_VALUES!r})')
-    return buffer, reader, _header(metadata[_KEY], path)
+    return buffer, reader, _header(metadata, path)
 
-def _header(text: bytes, path: Path) -> dict:
+def _header(metadata: dict[bytes, bytes], path: Path) -> dict:
     "Version, kind and metadata of a file. Raises `RaggedError` where they cannot be read or the version is another."
-    try: header = json.loads(text)
+    text = metadata[_KEY]
+    try: header = parse_json(text)
     except ValueError as e: raise RaggedError(f'{path}: damaged header ({e}); make it again') from None
+    if not isinstance(header, dict): raise RaggedError(f'{path}: damaged header; make it again')
+    has_crc = header.get('checksums') or _HEADER_CRC in metadata
+    if has_crc and metadata.get(_HEADER_CRC) != str(zlib.crc32(text)).encode():
+        raise RaggedError(f'{path}: damaged header, it is not as it was written; make it again')
     if header.get('version') != _VERSION:
         raise RaggedError(f'{path}: written in version {header.get("version")}, expected {_VERSION}; make it again')
     return header
 
-# %% ../nbs/04_ragged.ipynb #c024
-def _read_chunk(reader: pa.RecordBatchFileReader, k: int, path: Path) -> pa.RecordBatch:
-    "Chunk `k`, with offsets and texts that lie inside the file; raises `RaggedError`. The values are not looked at."
+# %% ../nbs/04_ragged.ipynb #c028
+def _number_at(data: memoryview, kind: str, at: int) -> int:
+    "A number of a flatbuffer; raises `RaggedError` outside of it."
+    if not 0 <= at <= len(data) - struct.calcsize(kind): raise RaggedError('a place outside the file')
+    return struct.unpack_from(kind, data, at)[0]
+
+def _field_at(data: memoryview, table: int, slot: int) -> int | None:
+    "Where a field of a table is; none where it is not there."
+    fields = table - _number_at(data, '<i', table)
+    n_bytes = _number_at(data, '<H', fields)
+    place = _number_at(data, '<H', fields + 4 + 2*slot) if 4 + 2*slot < n_bytes else 0
+    return table + place if place else None
+
+def _follow(data: memoryview, at: int | None) -> int:
+    "What the reference at a place leads to."
+    if at is None: raise RaggedError('a reference is missing')
+    return at + _number_at(data, '<I', at)
+
+def _is_compressed(
+    data: memoryview, # The file
+    k: int,           # Number of the chunk
+) -> bool:
+    "Whether a chunk says how it is compressed."
+    n_bytes = _number_at(data, '<i', len(data) - 10) # Of the footer, which ends with the format's name
+    footer = _follow(data, len(data) - 10 - n_bytes)
+    chunks = _follow(data, _field_at(data, footer, 3))
+    chunk = _number_at(data, '<q', chunks + 4 + 24*k)
+    message = _follow(data, chunk + 8) # Behind a mark and a length
+    return _field_at(data, _follow(data, _field_at(data, message, 2)), 3) is not None
+
+# %% ../nbs/04_ragged.ipynb #c030
+def _verify_index(batch: pa.RecordBatch, custom: dict | None, k: int, is_last: bool) -> list[int]:
+    "The checksums of a chunk's arrays. Raises `RaggedError` where its index is not as it was written."
+    crc32 = parse_json((custom or {}).get(b'crc32', b'{}'))
+    if crc32.get('index') != _index_checksum(batch, k, is_last):
+        raise RaggedError('the index is not as it was written')
+    if len(crc32['arrays']) != len(batch): raise RaggedError('its checksums are not as they were written')
+    return crc32['arrays']
+
+def _read_chunk(
+    data: memoryview,    # The file
+    reader: pa.RecordBatchFileReader,
+    k: int,              # Number of the chunk
+    path: Path,
+    has_checksums: bool,
+) -> tuple[pa.RecordBatch, list[int]]: # Without checksums the latter is empty
+    """A chunk, with offsets and texts that lie inside the file, and the checksums of its arrays; raises `RaggedError`.
+    The values are not looked at."""
     try:
-        batch = reader.get_batch(k)
+        if _is_compressed(data, k): raise RaggedError('its values are compressed, expected them as they are')
+        batch, custom = reader.get_batch_with_custom_metadata(k)
         batch.validate(full=True)
-    except _DAMAGE as e: raise RaggedError(f'{path}: damaged ({e}); make it again') from None
-    return batch
+        if batch.column(_VALUES).null_count: raise RaggedError('an array is missing')
+        is_last = k == reader.num_record_batches - 1
+        return batch, _verify_index(batch, custom, k, is_last) if has_checksums else []
+    except _DAMAGE as e: raise RaggedError(f'{path}: damaged ({_one_line(e)}); make it again') from None
 
 def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray]:
     "Where the arrays of a chunk begin, in bytes from `address`, and their lengths."
@@ -215,7 +327,17 @@ def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray
     dtype, item_shape = _numpy_type(column.type)
     return data.address - address + offsets[:-1]*dtype.itemsize*math.prod(item_shape), np.diff(offsets)
 
-# %% ../nbs/04_ragged.ipynb #c026
+# %% ../nbs/04_ragged.ipynb #c032
+def _starts(located: list[tuple[np.ndarray, np.ndarray]], ragged: 'Ragged', size: int) -> np.ndarray:
+    "Where each array begins, in numbers. Raises `RaggedError` for one that is not in the file as it is, or compressed."
+    starts = np.concatenate([np.zeros(0, np.int64), *(starts for starts, _ in located)])
+    ends = starts + ragged.lengths*ragged._item_size*ragged.dtype.itemsize
+    outside = (starts < 0) | (ends > size) | (starts % ragged.dtype.itemsize != 0)
+    if (outside & (ragged.lengths > 0)).any():
+        raise RaggedError(f'{ragged.path}: array {int(np.argmax(outside))} is compressed or lies outside the file; '
+                          'make it again')
+    return starts//ragged.dtype.itemsize
+
 class Ragged:
     "Many arrays `[n, *item_shape]` of one type in one memory-mapped file; `[i]` is a read-only view of the i-th."
     def __init__(self,
@@ -228,15 +350,21 @@ class Ragged:
         self.metadata = header.get('metadata')
         if kind not in (None, self.kind):
             raise RaggedError(f'{self.path}: holds {self.kind}, expected {kind}; give another file')
-        self.dtype, self.item_shape = _numpy_type(reader.schema.field(_VALUES).type)
+        try: self.dtype, self.item_shape = _numpy_type(reader.schema.field(_VALUES).type)
+        except RaggedError as e: raise RaggedError(f'{self.path}: {e}') from None
         self._item_size = math.prod(self.item_shape)
-        chunks = [_read_chunk(reader, k, self.path) for k in range(reader.num_record_batches)]
+        has_checksums = bool(header.get('checksums'))
+        data = memoryview(buffer)
+        read = [_read_chunk(data, reader, k, self.path, has_checksums) for k in range(reader.num_record_batches)]
+        chunks = [chunk for chunk, _ in read]
+        self._checksums = [crc for _, checksums in read for crc in checksums]
         located = [_locate(c, buffer.address) for c in chunks]
         none = np.zeros(0, np.int64)
         self.lengths = np.concatenate([none, *(lengths for _, lengths in located)])
+        self._verified = np.full(len(self.lengths), not has_checksums)
         # The whole file as numbers, headers too, and where in it each array begins
         self.flat = np.frombuffer(buffer, self.dtype, count=buffer.size//self.dtype.itemsize)
-        self.starts = np.concatenate([none, *(starts for starts, _ in located)])//self.dtype.itemsize
+        self.starts = _starts(located, self, buffer.size)
         table = pa.Table.from_batches(chunks, reader.schema)
         self.table = table.drop_columns(_VALUES).replace_schema_metadata(None)
 
@@ -246,19 +374,34 @@ class Ragged:
         shape = ['n', *self.item_shape]
         return f'{type(self).__name__}({str(self.path)!r}: {len(self)} {self.kind}, {self.dtype} {shape})'
 
-    def __getitem__(self, i: int) -> np.ndarray:
-        "Array `i` as a view [n, *item_shape] of the mapped file."
-        i = range(len(self))[i]
+    def _view(self, i: int) -> np.ndarray:
+        "Array `i`, whatever it holds."
         start = int(self.starts[i])
         n = int(self.lengths[i])
         return self.flat[start:start + n*self._item_size].reshape(n, *self.item_shape)
+
+    def verify(self,
+        arrays: np.ndarray, # Indices of those that are about to be read from `flat`
+    ) -> None:
+        "Raise `RaggedError` where one is not as it was written; each is looked at once."
+        for i in np.unique(arrays[~self._verified[arrays]]):
+            if _checksum(self._view(i)) != self._checksums[i]:
+                raise RaggedError(f'{self.path}: damaged, array {i} is not as it was written; remove the file and make '
+                                  'it again')
+            self._verified[i] = True
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        "Array `i` as a view [n, *item_shape] of the mapped file. Raises `RaggedError` where it is damaged."
+        i = range(len(self))[i]
+        if not self._verified[i]: self.verify(np.array([i]))
+        return self._view(i)
 
     @cached_property
     def index(self) -> pd.DataFrame:
         "The index, a row for each array."
         return self.table.to_pandas()
 
-# %% ../nbs/04_ragged.ipynb #c028
+# %% ../nbs/04_ragged.ipynb #c034
 def write_ragged(
     path: str | Path,                  # File to write
     arrays: Iterable[np.ndarray],      # [n, *item_shape] each, consumed one at a time; the first decides type and shape

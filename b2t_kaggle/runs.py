@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 import b2t_kaggle
 from .config import MAY_CHANGE, SCHEMA, Config, changed_values, load_config, save_config, with_overrides
 from .files import write_whole
+from .reading import parse_json, read_text
 from .stages import STAGES, PipelineError, code_cells, needs_of, plan, values_of
 from .training.budget import Deadline
 from .training.checkpoints import BEST, REFIT, checkpoint_files, checkpoint_for
@@ -230,6 +231,12 @@ def write_json(value, path: Path) -> None:
     "JSON through a temporary name, so that a reader never sees half a file."
     write_whole(path, json.dumps(value, indent=1, default=str))
 
+def _read_noted(path: Path) -> dict:
+    "What `write_json` wrote; empty where there is nothing, or nothing of that form."
+    try: noted = parse_json(read_text(path))
+    except (FileNotFoundError, ValueError): return {}
+    return noted if isinstance(noted, dict) else {}
+
 def _free(path: Path) -> Path:
     "`path`, or with a number behind it where that is taken."
     candidates = (path.with_name(path.name + (f'.{i}' if i else '')) for i in itertools.count())
@@ -257,9 +264,10 @@ def _write_left(path: Path, version: str, trials: Iterable[int]) -> None:
 
 def _read_left(path: Path, version: str) -> list[int] | None:
     "The trials that are left; None where nothing was noted for these inputs."
-    try: noted = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError): return None
-    return noted['trials'] if noted['version'] == version else None
+    noted = _read_noted(path)
+    trials = noted.get('trials')
+    is_list = isinstance(trials, list) and all(isinstance(i, int) and i >= 0 for i in trials)
+    return trials if is_list and noted.get('version') == version else None
 
 def _exchange_model(home: Path, old: str, new: str | None) -> None:
     "Set the folder `train` aside under the fingerprint of its run, and take back what was set aside for a new one."
@@ -268,6 +276,18 @@ def _exchange_model(home: Path, old: str, new: str | None) -> None:
     if new and (aside := home/f'train-{new}').exists(): aside.rename(train)
 
 # %% ../nbs/13_runs.ipynb #c025
+_STAMP = dict(key=str, fingerprint=str, finished=bool, seconds=int | float, made=int | float, outputs=dict, needs=dict,
+              metrics=dict)
+
+def _is_inside(name: str) -> bool:
+    "Whether a path of a stamp stays in the folder that it is relative to: what it names is removed one day."
+    return not Path(name).is_absolute() and '..' not in Path(name).parts and '\0' not in name
+
+def _is_stamp(stamp: dict) -> bool:
+    "Whether values are those of a stamp, finished or not."
+    has_types = all(isinstance(stamp[k], kind) for k, kind in _STAMP.items() if k in stamp)
+    return 'key' in stamp and has_types and all(map(_is_inside, stamp.get('outputs', {})))
+
 class _Stamped:
     "One stage of a run as its stamp tells it."
     def __init__(self,
@@ -288,9 +308,9 @@ class _Stamped:
 
     @property
     def stamp(self) -> dict:
-        "What the last execution left; empty where there was none."
-        try: return json.loads(self.stamp_path.read_text())
-        except (FileNotFoundError, json.JSONDecodeError): return {}
+        "What the last execution left; empty where there was none, or its stamp is damaged."
+        stamp = _read_noted(self.stamp_path)
+        return stamp if _is_stamp(stamp) else {}
 
     @property
     def id(self) -> str:
@@ -303,12 +323,12 @@ class _Stamped:
     def status(self) -> str:
         "`done`, or why the stage has to run."
         stamp = self.stamp
-        if not stamp: return 'never ran'
+        if not stamp: return 'its stamp is damaged' if self.stamp_path.exists() else 'never ran'
         if stamp['key'] != self.run.key(self.name): return 'inputs or parameters changed'
         if 'outputs' not in stamp: return 'was interrupted'
-        if stamp['needs'] != {n.name: n.id for n in self.needs}: return 'an earlier stage was done again'
+        if stamp.get('needs') != {n.name: n.id for n in self.needs}: return 'an earlier stage was done again'
         if changed := _changed_output(stamp['outputs'], self.home): return changed
-        return 'done' if stamp['finished'] else 'stopped early'
+        return 'done' if stamp.get('finished') else 'stopped early'
 
 # %% ../nbs/13_runs.ipynb #c028
 class StageRun(_Stamped):
@@ -324,7 +344,7 @@ class StageRun(_Stamped):
         fingerprint = self.run.fingerprint(self.name)
         old = self.stamp
         if old and old['key'] != self.key: self._clear(fingerprint)
-        resumes = old.get('finished') is False and not _changed_output(old['outputs'], self.home)
+        resumes = old.get('finished') is False and not _changed_output(old.get('outputs', {}), self.home)
         if not resumes: self._forget_left()
         self.version = _sha([self.key, {n.name: n.id for n in self.needs}])
         self.started = time.time()
@@ -427,7 +447,7 @@ def open_decoder(
     from b2t_kaggle.phonemes import build_lexicon
     words = run.dir/'lm'/'words.txt'
     if not words.exists(): raise PipelineError(f'{words} does not exist; run `b2t lm` on this run first')
-    lexicon = build_lexicon(words.read_text().split())
+    lexicon = build_lexicon(read_text(words).split())
     tuning = search_tuning(run)
     weights = tuning.weights._asdict() if tuning else {}
     values = run.cfg.decode.model_dump(exclude={'n_jobs', 'tune'})

@@ -9,7 +9,9 @@ __all__ = ['AbsolutePath', 'FolderOrName', 'ConfigError', 'Section', 'describe_e
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+
+from .reading import MAX_WHOLE
 
 # %% ../nbs/06_schema.ipynb #c005
 class ConfigError(ValueError):
@@ -19,8 +21,13 @@ def _as_path(folder_or_name: str) -> str:
     "A local folder as an absolute path; anything else is a name on a hub."
     return str(Path(folder_or_name).absolute()) if Path(folder_or_name).is_dir() else folder_or_name
 
+def _absolute(path: Path) -> Path:
+    "With the home folder for `~`; raises `ValueError` for the home of a user who does not exist."
+    try: return path.expanduser().absolute()
+    except RuntimeError as e: raise ValueError(f'{path}: {e}; write the folder in full') from None
+
 # A run may be continued from another working folder, so paths are made absolute when they are read
-AbsolutePath = Annotated[Path, AfterValidator(lambda p: p.expanduser().absolute())]
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 FolderOrName = Annotated[str, AfterValidator(_as_path)]
 
 # %% ../nbs/06_schema.ipynb #c007
@@ -32,7 +39,21 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
         coerce_numbers_to_str=True, # block numbers in YAML are numbers, the official kit wants text
+        allow_inf_nan=False,        # YAML has them, and a training would end in them
     )
+
+    @model_validator(mode='after')
+    def _numbers_are_possible(self):
+        for name, value in self:
+            if isinstance(value, int) and abs(value) > MAX_WHOLE:
+                raise ValueError(f'{name} is beyond {MAX_WHOLE:,}, which no run can mean')
+        return self
+
+def _found(value) -> str:
+    "A value for an error: its beginning, where it is long."
+    try: text = repr(value)
+    except ValueError: return 'a number of thousands of digits' # which Python does not write out
+    return text if len(text) <= 200 else text[:200] + '…'
 
 def describe_errors(
     error: ValidationError, # From pydantic
@@ -45,5 +66,5 @@ def describe_errors(
         reason = e['msg'].removeprefix('Value error, ')
         if not e['loc'] or e['type'] == 'encoder': sentences.append(reason)
         elif e['type'] == 'extra_forbidden': sentences.append(f'{key}: there is no such key')
-        else: sentences.append(f'{key}: {reason} (found {e["input"]!r})')
+        else: sentences.append(f'{key}: {reason} (found {_found(e["input"])})')
     return sentences

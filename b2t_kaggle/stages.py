@@ -28,8 +28,8 @@ class Stage:
     keeps: float = 0         # Minutes of a session that it leaves to the stages after it
     keeps_for_llm: float = 0 # Further minutes, where an LLM follows
 
-_CHECKED = ('data.dataset_dir', 'data.sessions', 'data.bad_trials_dict')
-_PACKED = (*_CHECKED, 'data.drop_instructions', 'data.feature_subset', 'data.dtype')
+_CHECKED = ('data.dataset_dir', 'data.sessions', 'data.bad_trials_dict', 'data.dtype', 'data.feature_subset')
+_PACKED = (*_CHECKED, 'data.drop_instructions')
 _INFERRED = ('infer.checkpoint', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size',
              'infer.adapt', 'infer.adapt_window', 'infer.adapt_copies', 'infer.adapt_rate', 'infer.adapt_gate',
              'infer.adapt_forget')

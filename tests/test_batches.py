@@ -141,7 +141,8 @@ def store_of(lengths, n_features=8, dtype='float16', seed=0):
     rng = np.random.default_rng(seed)
     xs = [rng.standard_normal((n, n_features)).astype(dtype) for n in lengths]
     ids = [rng.integers(1, 41, rng.integers(0, 9)) for _ in lengths]
-    ragged = SimpleNamespace(flat=np.concatenate(xs).reshape(-1), starts=n_features*np.cumsum([0, *lengths[:-1]]))
+    ragged = SimpleNamespace(flat=np.concatenate(xs).reshape(-1), starts=n_features*np.cumsum([0, *lengths[:-1]]),
+                             verify=lambda trials: None)
     return SimpleNamespace(path='memory', ragged=ragged, dtype=np.dtype(dtype), n_features=n_features,
                            features=xs.__getitem__, n_bins=np.array(lengths),
                            day=rng.integers(0, 3, len(lengths)), n_labels=np.array([len(x) for x in ids]),

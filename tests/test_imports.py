@@ -121,7 +121,7 @@ FLOORS = (
     ('decoding',),
     ('lm', 'training', 'audio'),
     ('data', 'logits', 'metrics', 'submission'),
-    ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'files'),
+    ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'reading', 'files'),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 

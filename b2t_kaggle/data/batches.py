@@ -324,9 +324,11 @@ class Batcher:
         features = self._pool.get((B, T, F), self.dtype, room=B*self.buckets[-1]*F*self.dtype.itemsize)
         if not isinstance(self.store, JointStore):
             ragged = self.store.ragged
+            ragged.verify(trials[trials >= 0])
             fill_rows(features.reshape(B, T*F), ragged.flat, ragged.starts[trials], n_bins*F)
             return features
         for store, mine, places in self.store.parts(trials):
+            store.ragged.verify(places[places >= 0])
             rows = np.empty((len(places), T*F), self.dtype)
             fill_rows(rows, store.ragged.flat, store.ragged.starts[places], n_bins[mine]*F)
             features[mine] = rows.reshape(-1, T, F)

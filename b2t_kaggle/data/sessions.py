@@ -22,6 +22,16 @@ from tqdm import tqdm
 
 from ..files import atomic_path
 from ..phonemes import SIL
+from b2t_kaggle.reading import (
+    MAX_BINS,
+    MAX_LABELS,
+    ReadError,
+    check_is_file,
+    check_link,
+    check_size,
+    open_dataset,
+    read_attribute,
+)
 
 # %% ../../nbs/data/00_sessions.ipynb #c006
 N_FEATURES = 512     # 256 electrodes: threshold crossings, then spike-band power
@@ -116,12 +126,17 @@ def _has_type(value, kind: str) -> bool:
     value = np.asarray(value)
     if kind.startswith('float32'):
         return value.dtype == np.float32 and value.ndim == 2 and value.shape[1] == N_FEATURES
-    return np.issubdtype(value.dtype, np.integer) and value.ndim == (1 if '[' in kind else 0)
+    if not np.issubdtype(value.dtype, np.integer): return False
+    return value.ndim == 1 if '[' in kind else value.ndim == 0 and value <= np.iinfo(np.int64).max
+
+def _short(text: str) -> str:
+    "A text, or its beginning, for an error message."
+    return text if len(text) <= 100 else text[:100] + '…'
 
 def _describe(value) -> str:
     "A value for an error message: type and shape of an array, else the value itself."
-    if np.ndim(value): return f'{np.asarray(value).dtype} [{", ".join(map(str, np.shape(value)))}]'
-    return repr(value) if isinstance(value, str) else f'{type(value).__name__} {value!r}'
+    if np.ndim(value): return _short(f'{np.asarray(value).dtype} [{", ".join(map(str, np.shape(value)))}]')
+    return _short(repr(value) if isinstance(value, str) else f'{type(value).__name__} {value!r}')
 
 # %% ../../nbs/data/00_sessions.ipynb #c017
 _FETCH = 'fetch the file again'
@@ -143,7 +158,8 @@ def _check_types(raw: dict, split: str) -> Iterator[_Fault]:
             place = 'dataset' if field in _DATASETS else 'attribute'
             yield _Fault(field, 'nothing', kind, f'the {place} is missing; {_FETCH}')
         elif isinstance(raw[field], Exception):
-            yield _Fault(field, f'unreadable data ({raw[field]})', kind, _FETCH_OR_LEAVE_OUT)
+            reason = _short(' '.join(str(raw[field]).split()) or type(raw[field]).__name__)
+            yield _Fault(field, f'unreadable data ({reason})', kind, _FETCH_OR_LEAVE_OUT)
         elif not _has_type(raw[field], kind):
             yield _Fault(field, _describe(raw[field]), kind, 'write it in the official format')
 
@@ -165,7 +181,7 @@ def _check_session(raw: dict, session: str, checked: set[str]) -> Iterator[_Faul
     "A trial that belongs to another session than its folder."
     if 'session' in checked and raw['session'] != session:
         advice = "the file lies in another session's folder, or its attribute is wrong"
-        yield _Fault('session', raw['session'], session, advice)
+        yield _Fault('session', _short(raw['session']), session, advice)
 
 # %% ../../nbs/data/00_sessions.ipynb #c020
 def _letters(text: str) -> str: return re.sub(r'[^a-z]', '', text.lower())
@@ -200,12 +216,32 @@ def _check_transcription(raw: dict) -> Iterator[_Fault]:
         yield _Fault('transcription', repr(text), expected, 'the sentence_label is used', 'warning')
 
 # %% ../../nbs/data/00_sessions.ipynb #c022
-def _problems(raw: dict, file: str | Path, key: str, session: str, split: str) -> list[Problem]:
+def _check_range(raw: dict, dtype: np.dtype, subset: list[int] | None) -> Iterator[_Fault]:
+    "A finite feature that is too large for the type that it is to be stored in."
+    x = raw['input_features'] if subset is None else raw['input_features'][:, subset]
+    if dtype.itemsize >= x.dtype.itemsize or not x.size: return
+    largest = max(x.max(), x.min(), key=abs)
+    limit = np.finfo(dtype).max
+    with np.errstate(over='ignore'): fits = np.isfinite(dtype.type(largest))
+    if np.isfinite(largest) and not fits:
+        yield _Fault('input_features', f'the value {largest:g}', f'at most {limit:g}, the largest {dtype}',
+                     'store the wider type (--set data.dtype=float32)')
+
+def _problems(
+    raw: dict,
+    file: str | Path,
+    key: str,
+    session: str,
+    split: str,
+    dtype: str = 'float32',          # Type that features are to be stored in
+    subset: list[int] | None = None, # Features that are to be stored; none means all
+) -> list[Problem]:
     "Everything that is wrong with one trial."
     faults = list(_check_types(raw, split))
     checked = set(_fields(split)) - {f.field for f in faults}
     faults += _check_session(raw, session, checked)
     faults += _check_features(raw, checked)
+    if 'input_features' in checked: faults += _check_range(raw, np.dtype(dtype), subset)
     if {'seq_class_ids', 'seq_len'} <= checked: faults += _check_class_ids(raw)
     if {'transcription', 'sentence_label'} <= checked: faults += _check_transcription(raw)
     return [Problem(str(file), key, *fault) for fault in faults]
@@ -226,17 +262,28 @@ def _identify(path: str | Path) -> tuple[str, str]:
 
 # %% ../../nbs/data/00_sessions.ipynb #c028
 # What h5py raises for damaged files, depending on the place
-_DAMAGED = (OSError, RuntimeError, KeyError, ValueError, TypeError)
+_DAMAGED = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError, MemoryError)
+_LONGEST = dict(input_features=MAX_BINS, seq_class_ids=MAX_LABELS, transcription=MAX_LABELS)
+
+def _read_dataset(group: h5py.Group, field: str) -> np.ndarray:
+    "The values of a dataset, or an array of its type and shape without memory where these are wrong."
+    dataset = open_dataset(group, field)
+    outline = np.broadcast_to(np.zeros((), dataset.dtype), dataset.shape or ())
+    if not _has_type(outline, (_COMMON | _LABELS)[field]): return outline
+    if len(outline) > _LONGEST[field]:
+        raise ReadError(f'{len(outline):,} rows, expected at most {_LONGEST[field]:,}')
+    check_size(dataset)
+    return dataset[()]
 
 def _read_raw(group: h5py.Group) -> dict:
     "The datasets and attributes of a trial as they are; an `Exception` stands for data that cannot be read."
     raw = {}
     for field in _COMMON | _LABELS:
         try:
-            if field in _DATASETS and field in group: raw[field] = group[field][()]
-            elif field not in _DATASETS and field in group.attrs: raw[field] = group.attrs[field]
+            if field not in _DATASETS:
+                if field in group.attrs: raw[field] = read_attribute(group, field)
+            elif group.id.links.exists(field.encode()): raw[field] = _read_dataset(group, field)
         except _DAMAGED as e: raw[field] = e
-        if isinstance(raw.get(field), bytes | np.bytes_): raw[field] = raw[field].decode('utf-8', 'replace')
     return raw
 
 # %% ../../nbs/data/00_sessions.ipynb #c031
@@ -251,8 +298,20 @@ def _check_keys(f: h5py.File, path: str | Path) -> Iterator[Problem]:
         advice = 'trials are numbered from trial_0000 without a gap; number them again'
         yield Problem(str(path), key, '', f'group {key}', f'group {expected}', advice, 'warning')
     for key in keys:
+        try: check_link(f, key)
+        except ReadError as e:
+            yield Problem(str(path), key, '', str(e), 'a group with datasets and attributes', 'it is left alone')
+            continue
+        except KeyError: pass # It leads nowhere
         if not isinstance(f.get(key), h5py.Group):
             yield Problem(str(path), key, '', 'no readable group', 'a group with datasets and attributes', _FETCH)
+
+def _groups(f: h5py.File) -> Iterator[tuple[str, h5py.Group]]:
+    "The groups of a file that are in the file, by name."
+    for key in f.keys():
+        try: check_link(f, key)
+        except (ReadError, KeyError): continue
+        if isinstance(group := f.get(key), h5py.Group): yield key, group
 
 def _trial_numbers(raw: dict) -> tuple[int, int] | None:
     "Block and trial number, or none where they cannot be read."
@@ -305,6 +364,8 @@ def _scan(
     path: str | Path,               # A session's file
     duplicates: _Duplicates,        # The session's trials so far
     bad_trials: dict | None = None, # Trials to leave out
+    dtype: str = 'float32',         # Type that features are to be stored in
+    subset: list[int] | None = None, # Features that are to be stored; none means all
 ) -> Iterator[tuple[dict | None, str, list[Problem]]]:
     "Each trial of a file as (raw, key, problems); problems of the file as a whole come with `None` for the trial."
     session, split = _identify(path)
@@ -313,7 +374,12 @@ def _scan(
     def file_problem(found, advice):
         return None, '', [Problem(str(path), '', '', found, 'a readable HDF5 file', advice + _FETCH)]
 
-    try: f = h5py.File(path, 'r')
+    try:
+        check_is_file(path)
+        f = h5py.File(path, 'r')
+    except ReadError as e:
+        yield file_problem(str(e).removeprefix(f'{path}: found '), 'it would never end: ')
+        return
     except OSError as e:
         missing = isinstance(e, FileNotFoundError)
         found = 'no such file' if missing else f'a file that HDF5 cannot open ({e})'
@@ -323,11 +389,10 @@ def _scan(
         try:
             broken = list(_check_keys(f, path))
             if broken: yield None, '', broken
-            for key in f.keys():
-                if not isinstance(f.get(key), h5py.Group): continue
-                raw = _read_raw(f[key])
+            for key, group in _groups(f):
+                raw = _read_raw(group)
                 if _is_named(raw, bad): continue
-                problems = _problems(raw, path, key, session, split)
+                problems = _problems(raw, path, key, session, split, dtype, subset)
                 problems += duplicates.check(raw, path, key)
                 yield raw, key, problems
         except _DAMAGED as e: yield file_problem(f'a file that HDF5 cannot read ({e})', 'it is damaged: ')
@@ -418,7 +483,11 @@ def write_session(
 
 # %% ../../nbs/data/00_sessions.ipynb #c047
 def _check_session_files(folder: Path) -> Iterator[Problem]:
-    "A session's folder without any of its files."
+    "A session's folder without any of its files, or with files of nearly their names, which nobody would read."
+    for p in sorted(folder.iterdir()):
+        if p.name.startswith('.') or p.suffix.lower() not in ('.hdf5', '.h5') or p.suffix == '.hdf5': continue
+        expected = 'data_train.hdf5, data_val.hdf5 or data_test.hdf5'
+        yield Problem(str(p), '', '', f'file name {p.name}', expected, 'rename the file, or remove it')
     if not any(session_path(folder.parent, folder.name, s).exists() for s in SPLITS):
         expected = 'data_train.hdf5, data_val.hdf5 or data_test.hdf5'
         yield Problem(str(folder), '', '', 'no data file', expected, 'remove the folder, or fetch its files')
@@ -455,13 +524,13 @@ def _table(problems: list[Problem]) -> pd.DataFrame:
     "Problems as a table, a row each."
     return pd.DataFrame([asdict(p) for p in problems], columns=[f.name for f in fields(Problem)])
 
-def _check_session_contents(folder: Path, bad_trials: dict) -> Iterator[Problem]:
-    "The problems of all files of a session, without those of bad trials."
+def _check_session_contents(folder: Path, bad_trials: dict, **stored) -> Iterator[Problem]:
+    "The problems of all files of a session, without those of bad trials; `stored` is `dtype` and `subset`."
     duplicates = _Duplicates()
     for path in sorted(folder.glob('*.hdf5')):
         if path.name.startswith('.'): continue
         try:
-            for _, _, problems in _scan(path, duplicates, bad_trials): yield from problems
+            for _, _, problems in _scan(path, duplicates, bad_trials, **stored): yield from problems
         except SessionError as e: yield e.problem
 
 def validate(
@@ -469,15 +538,18 @@ def validate(
     progress: bool = False, # Show a progress bar
     sessions: list[str] | None = None, # Check only these; none means all, and the folders that should be sessions
     bad_trials: dict | None = None,    # Trials whose problems do not count: `{session: {block: [trial, …]}}`
+    dtype: str = 'float16',            # Type that `pack` is to store, beyond which a feature is an error
+    feature_subset: list[int] | None = None, # Features that it is to store; none means all
 ) -> pd.DataFrame:
     """Every problem of every file, a row each: file, trial, field, found, expected, advice, severity.
 
     A table without rows means that the data is fine."""
     data_dir = Path(data_dir)
     bad_trials = tidy_bad_trials(bad_trials)
+    subset = feature_subset and [f for f in feature_subset if 0 <= f < N_FEATURES] # `pack` refuses others
     try: problems = list(_check_folders(data_dir) if sessions is None else _check_named_sessions(data_dir, sessions))
     except SessionError as e: return _table([e.problem])
     present = [s for s in list_sessions(data_dir) if sessions is None or s in sessions]
     for session in tqdm(present, desc='check', unit='session', disable=not progress):
-        problems += _check_session_contents(data_dir/session, bad_trials)
+        problems += _check_session_contents(data_dir/session, bad_trials, dtype=dtype, subset=subset)
     return _table(problems)

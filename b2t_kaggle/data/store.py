@@ -129,6 +129,33 @@ def _pack(data_dir: Path, recipe: dict, path: Path, progress: bool) -> None:
                               'wait until they are complete and run it again')
 
 # %% ../../nbs/data/03_store.ipynb #c017
+_NEVER_MISSING = ('session', 'day', 'block', 'trial', 'key', 'n_bins', 'n_labels', 'is_instruction')
+
+def _misfit(ragged: Ragged) -> str:
+    "What is not as `build_store` writes it; empty where all is."
+    recipe = ragged.metadata
+    if not isinstance(recipe, dict) or not isinstance(recipe.get('sessions'), list) or 'split' not in recipe:
+        return 'its recipe has no sessions or no split'
+    if len(ragged.item_shape) != 1 or ragged.dtype.kind != 'f':
+        return f'its features are {ragged.dtype} {["n", *ragged.item_shape]}'
+    table = ragged.table
+    for field in _COLUMNS:
+        if field.name not in table.column_names: return f'the column {field.name} is missing'
+        found = table.schema.field(field.name).type
+        if found.id != field.type.id: return f'the column {field.name} is {found}'
+        if field.name in _NEVER_MISSING and table[field.name].null_count: return f'the column {field.name} has gaps'
+    if (table['n_bins'].to_numpy() != ragged.lengths).any(): return 'n_bins are not the lengths of the features'
+    days = table['day'].to_numpy()
+    if ((days < 0) | (days >= len(recipe['sessions']))).any(): return 'a day is none of its sessions'
+    n_labels = table['class_ids'].combine_chunks().value_lengths().fill_null(0).to_numpy()
+    return 'n_labels are not the lengths of the labels' if (table['n_labels'].to_numpy() != n_labels).any() else ''
+
+def _check_contents(ragged: Ragged) -> None:
+    "Raise `RaggedError` where a file does not hold what `build_store` writes."
+    if misfit := _misfit(ragged):
+        raise RaggedError(f'{ragged.path}: not a store of trials as `b2t pack` writes it: {misfit}; pack the sessions '
+                          'again')
+
 class TrialStore:
     "All trials of a split in one memory-mapped file; `[i]` is a `StoredTrial`, and there are methods for its parts."
     def __init__(self,
@@ -137,8 +164,9 @@ class TrialStore:
         self.ragged = Ragged(path, kind='trials')
         self.path = self.ragged.path
         self.dtype = self.ragged.dtype
-        self.n_features = self.ragged.item_shape[0]
         self.recipe = self.ragged.metadata
+        _check_contents(self.ragged)
+        self.n_features = self.ragged.item_shape[0]
         self.sessions = self.recipe['sessions']
         self.split = self.recipe['split']
         table = self.ragged.table

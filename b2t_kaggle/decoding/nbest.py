@@ -7,11 +7,13 @@ __all__ = ['Hypothesis', 'Fused', 'write_nbest', 'read_nbest']
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c003
 import json
+import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..files import write_whole
+from ..reading import is_finite_number, parse_json, read_text
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c006
 @dataclass(frozen=True)
@@ -30,16 +32,41 @@ class Fused(Hypothesis):
     llm: float # Natural-log probability of the words by the fusion's model
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c012
+def _crc32(values: list[dict]) -> int: return zlib.crc32(json.dumps(values).encode())
+
+def _to_line(hyps: Sequence[Hypothesis]) -> str:
+    "A list as JSON with its checksum."
+    values = [vars(h) for h in hyps]
+    if values: values[0] = values[0] | dict(crc32=_crc32(values))
+    return json.dumps(values) + '\n'
+
 def write_nbest(
     path: str | Path,                      # JSON lines file to write
     nbest: Iterable[Sequence[Hypothesis]], # The hypotheses of each trial, best first
 ) -> None:
     "Write n-best lists, whole or not at all."
-    write_whole(path, ''.join(json.dumps([vars(h) for h in hyps]) + '\n' for hyps in nbest))
+    write_whole(path, ''.join(map(_to_line, nbest)))
 
-def _entry(kind: type[Hypothesis], values: dict) -> Hypothesis:
-    "An entry; where a plain hypothesis is expected, it may be one of a search with a fusion."
-    return Fused(**values) if kind is Hypothesis and 'llm' in values else kind(**values)
+def _entry(values: dict, kind: type[Hypothesis], rank: int) -> Hypothesis:
+    """An entry; where a plain hypothesis is expected, it may be one of a search with a fusion. Raises `ValueError` for
+    a field that is no text, whole number or finite number where it must be one."""
+    if kind is Hypothesis and 'llm' in values: kind = Fused
+    for f in fields(kind):
+        if f.name not in values: continue # The class itself names what is missing
+        value = values[f.name]
+        fits = isinstance(value, str) if f.type is str else is_finite_number(value)
+        if f.type is int: fits = fits and isinstance(value, int)
+        if not fits: raise ValueError(f'entry {rank}, {f.name}: found {repr(value)[:60]}, expected {f.type.__name__}')
+    return kind(**values)
+
+def _from_line(line: str, kind: type[Hypothesis]) -> list[Hypothesis]:
+    "The list of a line; raises `ValueError` or `TypeError` where it is none, or not as it was written."
+    values = parse_json(line)
+    if not isinstance(values, list) or not all(isinstance(h, dict) for h in values):
+        raise ValueError('expected a list of hypotheses')
+    crc32 = values[0].pop('crc32', None) if values else None
+    if crc32 is not None and crc32 != _crc32(values): raise ValueError('damaged, it is not as it was written')
+    return [_entry(h, kind, rank) for rank, h in enumerate(values)]
 
 def read_nbest(
     path: str | Path, # From `write_nbest`
@@ -47,8 +74,8 @@ def read_nbest(
 ) -> list[list[Hypothesis]]:
     "The n-best lists of a file; raises `ValueError` naming the line that is none."
     nbest = []
-    for i, line in enumerate(Path(path).read_text().splitlines(), 1):
-        try: nbest.append([_entry(kind, h) for h in json.loads(line)])
+    for i, line in enumerate(read_text(path).splitlines(), 1):
+        try: nbest.append(_from_line(line, kind))
         except (ValueError, TypeError) as e:
-            raise ValueError(f'{path}, line {i}: not an n-best list ({e}); decode again') from None
+            raise ValueError(f'{path}, line {i}: not an n-best list ({str(e)[:200]}); decode again') from None
     return nbest

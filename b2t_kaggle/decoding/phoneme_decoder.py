@@ -40,6 +40,7 @@ from ..files import write_whole
 from ..lm.automaton import Automaton
 from ..lm.ngram import NGram
 from ..phonemes import BLANK, PHONEMES, SIL
+from ..reading import parse_json, read_text
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
@@ -360,11 +361,12 @@ def load_confusions(
     path: str | Path, # From `save_confusions`
 ) -> ConfusionModel:
     "A model; raises `ValueError` for another kind of file."
-    try: values = json.loads(Path(path).read_text(encoding='utf-8'))
+    try: values = parse_json(read_text(path))
     except ValueError: values = None
-    if not isinstance(values, dict) or values.pop('format', None) != _FORMAT:
-        raise ValueError(f'{path}: not a model of confusions of this version; make one with `b2t confusions`')
-    return ConfusionModel(**values | {k: np.array(values[k]) for k in ('slots', 'gaps')})
+    problem = f'{path}: not a model of confusions of this version; make one with `b2t confusions`'
+    if not isinstance(values, dict) or values.pop('format', None) != _FORMAT: raise ValueError(problem)
+    try: return ConfusionModel(**values | {k: np.array(values[k], float) for k in ('slots', 'gaps')})
+    except (KeyError, TypeError, ValueError): raise ValueError(problem) from None
 
 def write_sentences(
     path: str | Path,                        # JSON Lines to write

@@ -7,7 +7,6 @@ __all__ = ['parse_phonemes', 'PhonemeList', 'merge_equal', 'phoneme_list', 'read
            'phoneme_network']
 
 # %% ../../nbs/decoding/09_phoneme_lists.ipynb #c003
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from numba import njit
 
 from ..phonemes import BLANK, PHONEMES, SIL, normalize_sentence
+from ..reading import parse_json, read_text
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
@@ -93,12 +93,13 @@ def read_phoneme_lists(
 ) -> list[PhonemeList]:
     "The lists of a file; raises `ValueError` that names the line, what was found and what was expected."
     lists = []
-    for i, text in enumerate(Path(path).read_text(encoding='utf-8').splitlines(), 1):
+    for i, text in enumerate(read_text(path).splitlines(), 1):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             if not isinstance(line, dict): raise ValueError(f'found {text[:40]!r}, expected an object')
             lists.append(phoneme_list(line))
-        except (ValueError, AttributeError) as e: raise ValueError(f'{path}, line {i}: {e}') from None
+        except (ValueError, AttributeError, TypeError) as e:
+            raise ValueError(f'{path}, line {i}: {str(e)[:200]}') from None
         missing = [k for k in ('phonemes', 'sentence') if labelled and getattr(lists[-1], k) is None]
         if missing: raise ValueError(f'{path}, line {i}: no {missing[0]!r}, which is needed to learn from a trial')
     if not lists: raise ValueError(f'{path}: found no line, expected one for each trial')

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
 from ..schema import ConfigError, Section, describe_errors
 
 # %% ../../nbs/encoders/00_encoder.ipynb #c006
@@ -22,10 +23,20 @@ class EncoderConfig(Section):
     "The `model` group of a configuration; each encoder derives its own."
     name: str
     "Architecture: one of the encoders of this kit."
-    neural_dim: int = Field(512, ge=1)
+    neural_dim: int = Field(512, ge=1, le=MAX_FEATURES)
     "Features per bin, F."
     n_classes: int = Field(41, ge=2)
     "Classes, K: blank, 39 phonemes, word separator."
+
+    @model_validator(mode='after')
+    def _sizes_are_possible(self):
+        for name, value in self:
+            largest = MAX_LAYERS if name in ('n_layers', 'num_encoder_layers') else MAX_MODEL_SIZE
+            numbers = value if isinstance(value, list) else [value]
+            if any(isinstance(n, int) and n > largest for n in numbers):
+                raise ValueError(f'model.{name} = {value} is beyond {largest:,}, which no model here can have; '
+                                 'correct it')
+        return self
 
     @property
     def has_official_form(self) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 from numba import njit
 
 from ..files import atomic_path
+from ..reading import SMALL_BYTES
 
 # %% ../../nbs/lm/00_arpa.ipynb #c006
 class ArpaError(ValueError):
@@ -102,12 +103,14 @@ def write_arpa(
         if written != counts: raise ValueError(f'{path}: {written} n-grams came, expected {counts}')
 
 # %% ../../nbs/lm/00_arpa.ipynb #c018
+_LARGEST = float(np.finfo(np.float32).max) # Of what an n-gram's numbers are stored in
+
 def _parse_number(field: bytes) -> float:
     "A finite number; raises `ValueError` that says what was found."
     found = field[:20].decode(errors='replace')
     try: number = float(field)
     except ValueError: raise ValueError(f'found {found!r}, expected a number') from None
-    if not np.isfinite(number): raise ValueError(f'found {found}, expected a finite number')
+    if not abs(number) <= _LARGEST: raise ValueError(f'found {found}, expected a finite number that float32 can hold')
     return number
 
 def _parse_line(
@@ -259,7 +262,7 @@ def _parse_lines(text, at, row, table, grams):
     while row < len(grams.ids):
         begin, end = _field(text, at)
         log_prob = _number(text, begin, end)
-        if not log_prob <= 0: return row, at
+        if not -_LARGEST <= log_prob <= 0: return row, at
         for j in range(n):
             begin, end = _field(text, end)
             if begin == end: return row, at
@@ -270,7 +273,7 @@ def _parse_lines(text, at, row, table, grams):
         begin, end = _field(text, end)
         backoff = _number(text, begin, end) if begin < end else 0.
         begin, end = _field(text, end)
-        if begin < end or not abs(backoff) < np.inf: return row, at
+        if begin < end or not abs(backoff) <= _LARGEST: return row, at
         grams.log_prob[row] = log_prob
         grams.backoff[row] = backoff
         at = end + 1
@@ -278,6 +281,8 @@ def _parse_lines(text, at, row, table, grams):
     return row, at
 
 # %% ../../nbs/lm/00_arpa.ipynb #c031
+_BYTES_PER_NGRAM = 4 # At least: a number, a tab, a word, a newline
+
 class _Head:
     "The counts in the head of an ARPA file, and the number of the line that was read last."
     def __init__(self, path: str | Path):
@@ -307,10 +312,17 @@ class _Head:
         while (line := self.next_line(f)).startswith('ngram '):
             n, _, count = line[6:].partition('=')
             expected = len(self.counts) + 1
-            if n.strip() != str(expected) or not count.strip().isdigit():
+            is_number = count.strip().isascii() and count.strip().isdigit() and len(count.strip()) < 16
+            if n.strip() != str(expected) or not is_number:
                 self.fail(f'found {line[:40]!r}, expected ngram {expected}=COUNT')
             self.counts.append(int(count))
+            if sum(self.counts)*_BYTES_PER_NGRAM > max(SMALL_BYTES, self.path.stat().st_size*self._expansion()):
+                self.fail(f'found {line[:40]!r}, more n-grams than the file has room for')
         return line
+
+    def _expansion(self) -> int:
+        "The most bytes of text for each byte of the file."
+        return 1032 if self.path.suffix == '.gz' else 1 # Deflate's limit
 
 @contextmanager
 def _open_arpa(path: Path) -> Iterator[BinaryIO]:

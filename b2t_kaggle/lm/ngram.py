@@ -114,6 +114,7 @@ def _load_problem(path: Path, message: str) -> str:
     try:
         for _ in ArpaReader(path): pass # To the first line that is wrong
     except (OSError, ValueError) as e: message = str(e).removeprefix(f'{path}: ')
+    message = ' '.join(message.split())[:300]
     return f'neither an ARPA file nor a KenLM binary that can be read; {message}'
 
 class NGram:
@@ -137,7 +138,8 @@ class NGram:
             raise FileNotFoundError(f'{path}: there is no such file; '
                                     'build a model with `b2t lm build`, or give an ARPA file or KenLM binary')
         try: return cls(_load_kenlm(path), path)
-        except (OSError, RuntimeError, EOFError) as e: problem = _load_problem(path, str(e))
+        # KenLM's messages may hold bytes of the file, and its counts may be absurd
+        except (OSError, RuntimeError, EOFError, ValueError, MemoryError) as e: problem = _load_problem(path, str(e))
         raise ValueError(f'{path}: {problem}')
 
     def score(self,

@@ -7,9 +7,10 @@ __all__ = ['save_atomic', 'load_file', 'to_official_state', 'load_state', 'load_
            'load_weights', 'check_unseen', 'to_official_args', 'save_official']
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c003
-import pickle
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..official import OFFICIAL_KEYS
 from .models import build_model
 from .models.encoder import Encoder
 from .models.gru import from_official_state
+from ..reading import SMALL_BYTES, ReadError, check_is_file
 from ..training.checkpoints import BEST, CheckpointError, find_checkpoint, stored_config
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c006
@@ -33,7 +35,36 @@ def save_atomic(
     "`torch.save` that never leaves half a file under `path`."
     with atomic_path(path, durable=True) as tmp, open(tmp, 'wb') as f: torch.save(value, f)
 
-# %% ../../nbs/pytorch/05_checkpoint.ipynb #c007
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c008
+# What zipfile raises for damaged archives, depending on the place
+_DAMAGED_ARCHIVE = (zipfile.BadZipFile, OSError, RuntimeError, ValueError, EOFError, KeyError, IndexError)
+
+def _archive_problem(path: Path) -> str:
+    "What is wrong with the records of an archive; empty where nothing is."
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        names = {r.filename for r in records}
+        if len(names) < len(records): return 'two records have the same name'
+        if any(r.compress_type != zipfile.ZIP_STORED for r in records): return 'a record is compressed'
+        if sum(r.file_size for r in records) > path.stat().st_size: return 'its records are larger than the file'
+        if not any(r.CRC for r in records): return ''
+        bad = archive.testzip()
+        return f'the record {bad!r} is not as it was written' if bad else ''
+
+def _check_archive(path: Path) -> None:
+    "Raise `CheckpointError` where an archive is damaged; what begins as no archive is left to PyTorch."
+    with open(path, 'rb') as f:
+        if f.read(4) != b'PK\x03\x04': return
+    try: problem = _archive_problem(path)
+    except _DAMAGED_ARCHIVE as e: problem = f'its archive cannot be read ({_first_line(e)})'
+    if problem: raise CheckpointError(f'{path}: damaged, {problem}; copy or download it again')
+
+def _first_line(e: Exception) -> str:
+    "What an exception says, in one line, without PyTorch's advice to load programs too."
+    line = (str(e).splitlines() or [''])[0]
+    return line[:150] if line and 'weights_only' not in line else type(e).__name__
+
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c010
 def _numpy_scalar(dtype, data: bytes):
     "Stands in for NumPy's own constructor: numbers only, never an object."
     if dtype.kind not in 'fiub': raise CheckpointError(f'a NumPy scalar of type {dtype} is not a number')
@@ -43,10 +74,12 @@ def _numpy_scalar(dtype, data: bytes):
 _SCALARS = [(_numpy_scalar, f'numpy.{core}.multiarray.scalar') for core in ('_core', 'core')]
 _SAFE = [*_SCALARS, np.dtype, *{type(np.dtype(t)) for t in ('f4', 'f8', 'i4', 'i8')}]
 
-def _reason(error: Exception) -> str:
-    "The first line that says why, without PyTorch's advice."
-    lines = str(error).split('Unsupported', 1)[-1].strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _refusal(e: Exception) -> str:
+    "Why PyTorch did not load a file, and what to do."
+    if named := re.search(r'GLOBAL ([\w.]+)', str(e)):
+        return (f'not loaded, because it holds more than weights ({named[1]}); expected a PyTorch checkpoint of '
+                'tensors and numbers, give the state dict of that model')
+    return f'damaged, or not a PyTorch checkpoint ({_first_line(e)}); copy or download it again'
 
 def load_file(
     path: str | Path, # A checkpoint of either kind
@@ -54,17 +87,20 @@ def load_file(
     """Contents of a checkpoint on the CPU; raises `CheckpointError` when it is damaged or holds anything but tensors,
     numbers and containers."""
     path = Path(path)
+    try: check_is_file(path)
+    except ReadError as e: raise CheckpointError(str(e)) from None
     if not path.is_file(): raise CheckpointError(f'{path}: there is no such file')
+    _check_archive(path)
     try:
-        with torch.serialization.safe_globals(_SAFE): return torch.load(path, map_location='cpu', weights_only=True)
-    except pickle.UnpicklingError as e:
-        raise CheckpointError(f'{path}: not loaded, because it holds more than weights or is damaged ({_reason(e)}); '
-                              'expected a PyTorch checkpoint of tensors and numbers') from None
-    except (RuntimeError, EOFError, zipfile.BadZipFile, OSError) as e:
-        raise CheckpointError(f'{path}: damaged, or not a PyTorch checkpoint ({_reason(e)}); copy or download it '
-                              'again') from None
+        with torch.serialization.safe_globals(_SAFE):
+            content = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as e: raise CheckpointError(f'{path}: {_refusal(e)}') from None # Any: a pickle can raise anything
+    if not isinstance(content, dict):
+        raise CheckpointError(f'{path}: holds one {type(content).__name__}, expected weights by name and what belongs '
+                              'to them; give a checkpoint of this kit or of the official one')
+    return content
 
-# %% ../../nbs/pytorch/05_checkpoint.ipynb #c010
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c015
 _OFFICIAL_PARTS = ('day_weights', 'day_biases', 'gru', 'out', 'h0')
 
 def to_official_state(
@@ -79,13 +115,64 @@ def to_official_state(
     for name in ('day_weights', 'day_biases'): official |= {f'{name}.{i}': w.clone() for i, w in enumerate(state[name])}
     return official
 
-# %% ../../nbs/pytorch/05_checkpoint.ipynb #c013
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c018
+def _check_weights(state: Mapping, path: str | Path) -> None:
+    "Raise `CheckpointError` for anything but dense tensors in memory, by name."
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f'{path}: model_state_dict is a {type(state).__name__}, expected tensors by name')
+    for name, w in state.items():
+        if not isinstance(name, str): raise CheckpointError(f'{path}: found a weight named {name!r}, expected text')
+        is_dense = isinstance(w, Tensor) and w.layout == torch.strided and w.device.type == 'cpu'
+        if not is_dense or w.is_quantized or w.is_complex():
+            found = f'a tensor of {w.dtype}, {w.layout} on {w.device}' if isinstance(w, Tensor) else type(w).__name__
+            raise CheckpointError(f'{path}: the weight {name} is {found}, expected a dense tensor of real numbers; '
+                                  'save the model again')
+
+def _check_extent(state: Mapping[str, Tensor], path: Path) -> None:
+    "Raise `CheckpointError` where tensors are larger than what the file has for them."
+    n_bytes = sum(w.numel()*w.element_size() for w in state.values())
+    if n_bytes > 4*path.stat().st_size + SMALL_BYTES: # Tied weights are stored once
+        raise CheckpointError(f'{path}: its tensors would take {n_bytes:,} bytes, far more than the file has; save the '
+                              'model again')
+
+@contextmanager
+def _at_most(n: int, path: Path) -> Iterator[None]:
+    "A model that is built in this block raises `CheckpointError` as soon as it has more numbers, before they are set."
+    count = 0
+    def add(module, name, value):
+        nonlocal count
+        count += value.numel() if value is not None else 0
+        if count > n:
+            raise CheckpointError(f'{path}: the weights do not fit the configuration, which describes a model of more '
+                                  f'than {n:,} numbers; it is that of another model, or damaged')
+    hooks = [register(add) for register in (nn.modules.module.register_module_parameter_registration_hook,
+                                            nn.modules.module.register_module_buffer_registration_hook)]
+    try: yield
+    finally:
+        for hook in hooks: hook.remove()
+
+def _build_for(state: Mapping[str, Tensor], cfg: Config, path: Path) -> Encoder:
+    "A new model about as large as some weights. Raises `CheckpointError` for one that is far larger."
+    _check_weights(state, path)
+    _check_extent(state, path)
+    widest = max((n for w in state.values() for n in w.shape), default=0)
+    if cfg.model.neural_dim > 4*widest + 1000:
+        raise CheckpointError(f'{path}: the weights do not fit the configuration: model.neural_dim is '
+                              f'{cfg.model.neural_dim}, and no weight is wider than {widest}')
+    n = 4*sum(w.numel() for w in state.values()) + SMALL_BYTES
+    try:
+        with _at_most(n, path): return build_model(cfg.model, len(cfg.data.sessions))
+    except (RuntimeError, MemoryError) as e: # Already one of its tensors is too large
+        raise CheckpointError(f'{path}: the model of its configuration cannot be built ({_first_line(e)}); the '
+                              'configuration is that of another model, or damaged') from None
+
 def load_state(
     model: nn.Module,            # Receives the weights
     state: Mapping[str, Tensor], # In either form
     path: str | Path,            # Where it came from, for errors
 ) -> None:
     "Put weights into a model; raises `CheckpointError` when a name or shape does not fit."
+    _check_weights(state, path)
     try: state = from_official_state(state)
     except ValueError as e: raise CheckpointError(f'{path}: {e}') from None
     expected = model.state_dict()
@@ -122,7 +209,7 @@ def weights_file(
                               'kit) or best.pt (ours)')
     return found
 
-# %% ../../nbs/pytorch/05_checkpoint.ipynb #c018
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c023
 def _read_config(content: dict, path: Path) -> Config:
     "The configuration in a checkpoint of ours, or beside the official kit's."
     if 'config' in content: return stored_config(lambda: Config.model_validate(content['config']), path)
@@ -141,8 +228,9 @@ def load_model(
     if 'model_state_dict' not in content:
         raise CheckpointError(f'{path}: has no model_state_dict; found {", ".join(map(str, list(content)[:6]))}')
     cfg = _read_config(content, path)
-    model = build_model(cfg.model, len(cfg.data.sessions))
-    load_state(model, content['model_state_dict'], path)
+    state = content['model_state_dict']
+    model = _build_for(state, cfg, path)
+    load_state(model, state, path)
     return model.eval(), cfg
 
 def load_weights(
@@ -152,7 +240,7 @@ def load_weights(
     model, cfg = load_model(path)
     return {k: v.numpy() for k, v in model.state_dict().items()}, cfg
 
-# %% ../../nbs/pytorch/05_checkpoint.ipynb #c020
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c025
 def check_unseen(
     path: str | Path, # As in `load_model`
     use: str,         # What it is wanted for, as the end of a sentence
@@ -164,7 +252,7 @@ def check_unseen(
     raise CheckpointError(f'{path}: was trained on the trials of val from batch {began} on (train.refit), so that val '
                           f'would look too good {use}; take {BEST["pytorch"]} beside it, which was not')
 
-# %% ../../nbs/pytorch/05_checkpoint.ipynb #c023
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c028
 def to_official_args(
     cfg: Config, # With `data.sessions`
 ) -> dict:

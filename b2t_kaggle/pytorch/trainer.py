@@ -8,6 +8,7 @@ __all__ = ['MicroBatch', 'BatchLoader', 'add_gradients', 'on_host', 'Trainer', '
 # %% ../../nbs/pytorch/09_trainer.ipynb #c003
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +21,14 @@ from ..data.batches import Batch, Batcher, DayBalancedSampler, longest_in_batche
 from ..data.store import JointStore, TrialStore
 from ..devices.torch import pick_torch
 from .augment import Augment
-from .checkpoint import check_unseen, load_file, load_weights, save_atomic
+from .checkpoint import check_unseen, load_file, load_state, load_weights, save_atomic
 from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
 from .parallel import Backend, start
 from .weight_average import WeightAverage
 from ..training import loop
+from ..training.checkpoints import CheckpointError
 from ..training.history import summarize
 from ..training.loop import StepResult, check_finite, fit, start_from
 from b2t_kaggle.training.recipe import (
@@ -179,13 +181,24 @@ def on_host(value):
     if isinstance(value, dict): return {k: on_host(v) for k, v in value.items()}
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
+@contextmanager
+def _as_part_of(checkpoint: Path) -> Iterator[None]:
+    "Errors about a part of a checkpoint become `CheckpointError`, which names the file."
+    try: yield
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as e:
+        raise CheckpointError(f'{checkpoint}: does not fit this run ({type(e).__name__}); remove it to start '
+                              'anew') from None
+
 def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
     "Weights of a checkpoint, or of a model that was trained before; returns what the checkpoint holds."
     if checkpoint:
         saved = load_file(checkpoint)
+        if missing := [k for k in ('model_state_dict', 'optimizer_state_dict') if k not in saved]:
+            raise CheckpointError(f'{checkpoint}: has no {missing[0]}, expected what a run saves to continue '
+                                  '(last.pt); remove it to start anew')
         trainer.restore(saved, checkpoint)
-        trainer.model.load_state_dict(saved['model_state_dict'])
-        trainer.model.load_training_state(saved.get('training_state', {}))
+        load_state(trainer.model, saved['model_state_dict'], checkpoint)
+        with _as_part_of(checkpoint): trainer.model.load_training_state(saved.get('training_state', {}))
         return saved
     if path := trainer.cfg.train.init_checkpoint_path:
         check_unseen(path, 'in this training')
@@ -241,7 +254,8 @@ class Trainer(loop.Trainer):
         self.augment = Augment(cfg.augment, cfg.train.seed)
         self.loader = BatchLoader(store, cfg, backend, self.store_val)
         self.store = self.loader.store
-        if saved: self.optimizer.load_state_dict(saved['optimizer_state_dict'])
+        if saved:
+            with _as_part_of(checkpoint): self.optimizer.load_state_dict(saved['optimizer_state_dict'])
         backend.prepare(self.optimizer)
 
     def steps(self, end: int) -> Iterator[StepResult]:

@@ -19,6 +19,7 @@ from rapidfuzz.distance import Levenshtein
 from ..files import write_whole
 from ..metrics import word_errors
 from ..phonemes import normalize_sentence
+from ..reading import parse_json, read_text
 from .combine import _word_distances
 from .gate import Frequencies, LanguageModel
 from .hypotheses import Ballots, Entry, Hypotheses, ballots
@@ -409,7 +410,7 @@ def read_corrector(
 ) -> Corrector:
     "What was learned; raises `ValueError` that names the file where it holds something else."
     try:
-        values = json.loads(Path(path).read_text(encoding='utf-8'))
+        values = parse_json(read_text(path))
         values['voters'] = tuple(map(tuple, values['voters']))
         for name in ('weights', 'certainty'): values[name] = tuple(values[name])
         return Corrector(**values)

@@ -18,6 +18,7 @@ import numpy as np
 from ..decoding.nbest import Hypothesis
 from ..files import write_whole
 from ..phonemes import normalize_sentence
+from ..reading import ReadError, is_finite_number, parse_json, read_text
 
 # %% ../../nbs/rescoring/06_hypotheses.ipynb #c005
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _is_kind(name: str, value) -> bool:
     if name == 'trial': return isinstance(value, str | int) and not isinstance(value, bool)
     if name in _TEXT: return isinstance(value, str)
     if name in _WHOLE: return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+    return is_finite_number(value)
 
 def _expected(name: str) -> str:
     "What a field holds, for an error."
@@ -134,8 +135,9 @@ def _parse_entry(values: dict) -> tuple[Trial, Entry]:
     for name in ('trial', 'text'):
         if name not in values: raise ValueError(f'field {name!r} is missing')
     for name, value in values.items():
-        if name not in _FIELDS: raise ValueError(f'field {name!r} is not known, expected {", ".join(_FIELDS)}')
-        if not _is_kind(name, value): raise ValueError(f'field {name!r}: found {value!r}, expected {_expected(name)}')
+        if name not in _FIELDS: raise ValueError(f'field {name[:60]!r} is not known, expected {", ".join(_FIELDS)}')
+        if not _is_kind(name, value):
+            raise ValueError(f'field {name!r}: found {repr(value)[:60]}, expected {_expected(name)}')
     values['trial'] = str(values['trial'])
     trial = Trial(**{k: v for k, v in values.items() if k in _FACTS})
     return trial, Entry(**{k: v for k, v in values.items() if k == 'trial' or k not in _FACTS})
@@ -159,7 +161,7 @@ def _parse_nbest(values: list, trial: str) -> tuple[Trial, list[Entry]]:
     "A line of an n-best file."
     entries = []
     for rank, h in enumerate(values):
-        if not isinstance(h, dict): raise ValueError(f'entry {rank}: found {h!r}, expected a hypothesis')
+        if not isinstance(h, dict): raise ValueError(f'entry {rank}: found {repr(h)[:60]}, expected a hypothesis')
         given = {k: v for k, v in h.items() if k in ('text', *_SCORES)} | dict(trial=trial, rank=rank)
         try: entries.append(_parse_entry(given)[1])
         except ValueError as e: raise ValueError(f'entry {rank}, {e}') from None
@@ -167,28 +169,33 @@ def _parse_nbest(values: list, trial: str) -> tuple[Trial, list[Entry]]:
 
 def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
     "What a line of JSON says, in whichever form."
-    try: values = json.loads(line)
-    except json.JSONDecodeError as e: raise ValueError(f'not JSON ({e})') from None
+    values = parse_json(line)
     if isinstance(values, list): return _parse_nbest(values, str(number - 1))
-    if not isinstance(values, dict): raise ValueError(f'found {values!r}, expected an object or an n-best list')
+    if not isinstance(values, dict):
+        raise ValueError(f'found {repr(values)[:60]}, expected an object or an n-best list')
     if any(isinstance(v, list) for v in values.values()): return _parse_lists(values)
     trial, entry = _parse_entry(values)
     return trial, [entry]
 
+def _whole(rows) -> Iterable[list[str]]:
+    "The rows of a CSV reader; raises `ValueError` where it gives up."
+    try: yield from rows
+    except csv.Error as e: raise ValueError(f'line {rows.line_num}: not CSV ({e})') from None
+
 def _csv_rows(text: str) -> list[tuple[int, tuple[Trial, list[Entry]]]]:
     "The rows of a submission as (line, (trial, [entry])); raises `ValueError`."
     rows = csv.reader(text.splitlines())
-    if (header := next(rows, [])) != ['id', 'text']:
-        raise ValueError(f"line 1: found the header {','.join(header)!r}, expected 'id,text'")
+    if (header := next(_whole(rows), [])) != ['id', 'text']:
+        raise ValueError(f"line 1: found the header {','.join(header)[:60]!r}, expected 'id,text'")
     parsed: list[tuple[int, tuple[Trial, list[Entry]]]] = []
-    for row in rows:
+    for row in _whole(rows):
         if len(row) != 2: raise ValueError(f'line {rows.line_num}: found {len(row)} fields, expected 2')
         parsed.append((rows.line_num, (Trial(row[0]), [Entry(*row)])))
     return parsed
 
 def _rows(path: Path) -> list[tuple[int, tuple[Trial, list[Entry]]]]:
     "The trials and entries of each line of a file as (line, (trial, entries))."
-    text = path.read_text(encoding='utf-8')
+    text = read_text(path)
     if path.suffix == '.csv': return _csv_rows(text)
     rows: list[tuple[int, tuple[Trial, list[Entry]]]] = []
     for i, line in enumerate(text.splitlines(), 1):
@@ -208,6 +215,7 @@ def read_hypotheses(
     hypotheses = Hypotheses()
     for path in map(Path, paths):
         try: rows = _rows(path)
+        except ReadError: raise # It names the file already
         except ValueError as e: raise ValueError(f'{path}, {e}') from None
         system = path.stem.removesuffix('_val').removesuffix('_test')
         for line, (trial, entries) in rows:

@@ -24,6 +24,7 @@ from ..files import write_whole
 from ..lm.automaton import Automaton
 from ..lm.ngram import NGram
 from ..metrics import word_errors
+from ..reading import parse_json, read_text
 
 # %% ../../nbs/rescoring/01_mixture.ipynb #c006
 def _swaps(a: list[str], b: list[str]) -> Iterator[str]:
@@ -128,7 +129,7 @@ def read_weights(
 ) -> Weights:
     "The weights of a file; raises `ValueError` that names it where it holds none."
     try:
-        values = json.loads(Path(path).read_text(encoding='utf-8'))
+        values = parse_json(read_text(path))
         if values['gate'] is None: values['gate'] = -np.inf
         return Weights(**{f.name: float(values[f.name]) for f in fields(Weights)})
     except (OSError, ValueError, TypeError, KeyError) as e:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..config import Config
 from ..files import atomic_path
+from ..reading import check_hdf5, check_is_file
 from .models import build_model
 from .models.encoder import Encoder
 from ..training.checkpoints import CheckpointError, find_checkpoint, stored_config
@@ -84,7 +85,9 @@ def _read(
 ) -> dict:
     "Values of a file by name, and what `read_arrays` finds. Raises `CheckpointError`."
     try:
+        check_is_file(path)
         with h5py.File(path, 'r') as f:
+            check_hdf5(f) # All of it: Keras opens the file after us
             texts = {k: v for k, v in f.attrs.items() if isinstance(v, str)}
             is_whole = f.attrs.get('crc32') == _crc_of_texts(texts)
             if missing := [k for k in keys if k not in texts]:

@@ -64,6 +64,17 @@ class StepResult:
         return self.is_scaled and not math.isfinite(self.grad_norm)
 
 # %% ../../nbs/training/07_loop.ipynb #c010
+_SAVED = dict(fingerprint=dict, step=int, seconds=int | float, best=dict, bad_evals=int, device=str)
+
+def _check_state(state: dict, path: Path) -> None:
+    "Raise `TrainingError` where something is missing that a run needs to continue, or is of another type."
+    for name, kind in _SAVED.items():
+        if isinstance(state.get(name), kind): continue
+        found = f'a {type(state[name]).__name__}' if name in state else 'nothing'
+        expected = getattr(kind, '__name__', str(kind))
+        raise TrainingError(f'{path}: {name}: found {found}, expected {expected}, which a run needs to continue; '
+                            'remove the file to start anew')
+
 class Trainer(ABC):
     "A model in training and what it has reached; each framework derives its own."
     framework: str            # `pytorch` or `tensorflow`, which names the checkpoints
@@ -144,6 +155,7 @@ class Trainer(ABC):
     ) -> None:
         """Go on where a checkpoint was taken. Raises `TrainingError` if it belongs to another run; call it before its
         weights are used."""
+        _check_state(state, path)
         check_same(state['fingerprint'], self.fingerprint, path)
         self._check_refit(state, path)
         self.step = state['step']

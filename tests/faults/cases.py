@@ -1,0 +1,442 @@
+"""Files of every kind that the kit reads, whole, damaged and hostile: what the campaign in `test_faults.py` tries.
+
+A kind has a small real file and a reader. Damage is drawn from a seed, so that a case is known by its kind and number.
+"""
+import gzip
+import io
+import json
+import math
+import os
+import pickle
+import random
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import torch
+import yaml
+
+from b2t_kaggle.config import load_config, preset, save_config, with_overrides
+from b2t_kaggle.data.sessions import Trial, validate, write_session
+from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.decoding.nbest import Hypothesis, read_nbest, write_nbest
+from b2t_kaggle.decoding.phoneme_decoder import load_confusions
+from b2t_kaggle.lm.arpa import read_arpa
+from b2t_kaggle.lm.automaton import load_ngram
+from b2t_kaggle.logits import LogitStore
+from b2t_kaggle.pytorch.checkpoint import load_model, save_atomic, save_official
+from b2t_kaggle.pytorch.models import build_model
+from b2t_kaggle.rescoring.hypotheses import read_hypotheses, write_hypotheses
+from b2t_kaggle.rescoring.mixture import read_weights
+from b2t_kaggle.runs import Run, StageRun
+
+SECRET = 'what-no-message-may-hold'
+DAY = 't15.2023.08.13'
+
+
+@dataclass(frozen=True)
+class Kind:
+    "Files of one format."
+    path: Path                      # A whole one, in a folder of its own
+    read: Callable[[Path], object]  # What is compared, as text
+    has_checksum: bool = False      # Whether any change is noticed; else what is read may differ
+
+
+def digest(*arrays: np.ndarray) -> str:
+    "A text that differs where an array does."
+    return ' '.join(f'{a.dtype} {a.shape} {zlib.crc32(np.ascontiguousarray(a).tobytes())}' for a in arrays)
+
+
+def as_text(trials) -> str:
+    return '\n'.join(f'{t.key} {t.sentence!r} {digest(t.features, t.class_ids)}' for t in trials)
+
+
+def read_store(path):
+    store = TrialStore.open(path)
+    return as_text(store[i] for i in range(len(store))) + store.index.to_csv()
+
+
+def read_logits(path):
+    store = LogitStore.open(path)
+    return digest(*store) + store.index.to_csv()
+
+
+def read_checkpoint(path):
+    model, cfg = load_model(path)
+    return digest(*(v.numpy() for v in model.state_dict().values())) + str(cfg.dump())
+
+
+def read_official(path):
+    "Whichever of the two files was changed."
+    return read_checkpoint(path.parent)
+
+
+def read_model(path):
+    model = load_ngram(path)
+    return f'{model.score("how are you"):.4f} {len(read_arpa(path).words)}'
+
+
+def read_sessions(path):
+    "What `check` and `pack` say of a session's file, which must agree."
+    data = path.parents[1]
+    problems = validate(data)
+    text = problems.to_string()
+    assert SECRET not in text, 'check shows another file'
+    is_good = not (problems.severity == 'error').any()
+    try: packed = TrialStore.build(data, 'train', data/'packed.arrow', progress=False)
+    except ValueError as e:
+        assert not is_good, f'check finds nothing, pack says: {e}'
+        raise
+    assert is_good, f'pack finds nothing, check says: {text}'
+    return read_store(packed.path)
+
+
+def sentences():
+    "Three trials of a session."
+    ids = np.array([17, 38, 40])
+    for i in range(3):
+        features = np.random.default_rng(i).standard_normal((20, 512)).astype('float32')
+        yield Trial(DAY, 'train', f'trial_{i:04d}', 1, i, features, ids, 'Is.')
+
+
+ARPA = '''\\data\\
+ngram 1=6
+ngram 2=3
+
+\\1-grams:
+-1.1\t<unk>
+0\t<s>\t-0.3
+-0.9\t</s>
+-0.8\thow\t-0.2
+-0.7\tare\t-0.1
+-0.6\tyou\t-0.1
+
+\\2-grams:
+-0.2\t<s> how
+-0.3\thow are
+-0.1\tyou </s>
+
+\\end\\
+'''
+
+
+def make_kinds(folder: Path) -> dict[str, Kind]:
+    "Write a file of each kind."
+    kinds = {}
+
+    def add(name, file, read, **options):
+        path = folder/name/file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kinds[name] = Kind(path, read, **options)
+        return path
+
+    session = add('session', f'{DAY}/data_train.hdf5', read_sessions)
+    write_session(session, sentences())
+    trials = add('trials', 'train.arrow', read_store, has_checksum=True)
+    TrialStore.build(session.parents[1], 'train', trials, progress=False)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((3, 12, 41)).astype('float32')
+    x -= np.log(np.exp(x).sum(-1, keepdims=True))
+    index = TrialStore.open(kinds['trials'].path).index
+    LogitStore.write(add('logits', 'val.arrow', read_logits, has_checksum=True), x, index, dict(model='m', split='val'))
+    cfg = with_overrides(preset('official'), {'neural_dim': 4, 'n_units': 3, 'n_layers': 1, 'patch_size': 2,
+                                              'patch_stride': 1, 'data.sessions': [DAY]})
+    torch.manual_seed(0)
+    model = build_model(cfg.model, 1)
+    content = dict(model_state_dict=model.state_dict(), config=cfg.dump(), val_per=0.1)
+    save_atomic(content, add('best.pt', 'best.pt', read_checkpoint, has_checksum=True))
+    add('official weights', 'checkpoint/best_checkpoint', read_official, has_checksum=True)
+    save_official(model, cfg, folder/'official weights', 0.1)
+    add('args.yaml', 'checkpoint/args.yaml', read_official)
+    save_official(model, cfg, folder/'args.yaml', 0.1)
+    save_config(cfg, add('config', 'config.yaml', lambda p: str(load_config(p).dump())))
+    hyps = [[Hypothesis('how are you', -2.5, -4., 3, -6.5), Hypothesis('how', -3.5, -5., 1, -8.5)]]*3
+    nbest = add('nbest', 'nbest_val.jsonl', lambda p: str(read_nbest(p)), has_checksum=True)
+    write_nbest(nbest, hyps)
+    lists = read_hypotheses(nbest)
+    write_hypotheses(add('hypotheses', 'a.jsonl', lambda p: str(read_hypotheses(p))), lists)
+    add('submission', 'a.csv', lambda p: str(read_hypotheses(p))).write_text('id,text\n0,how are you\n1,how\n')
+    add('arpa', 'lm.arpa', read_model).write_text(ARPA)
+    add('arpa.gz', 'lm.arpa.gz', read_model).write_bytes(gzip.compress(ARPA.encode(), mtime=0))
+    weights = dict(acoustic_scale=.3, alpha=.5, word_score=0., length_penalty=0., gate=None)
+    add('weights', 'rescore_weights.json', lambda p: str(read_weights(p))).write_text(json.dumps(weights))
+    add('confusions', 'confusions.json', lambda p: str(load_confusions(p))).write_text('{"format": "b2t confusions 1"}')
+    run = Run(folder/'stamp'/'run', folder/'stamp'/'work', cfg=preset('demo'))
+    stage = StageRun(run, 'train')
+    stamp = dict(key=run.key('train'), fingerprint='f', finished=True, outputs={'train/best.pt': [1, 'h']}, needs={},
+                 metrics={}, seconds=1., made=1.)
+    add('stamp', 'run/stages/train.json', lambda p: stage.status()).write_text(json.dumps(stamp))
+    return kinds
+
+
+# Damage
+
+def flip(data: bytearray, r: random.Random):
+    for _ in range(r.choice((1, 1, 3, 20))): data[r.randrange(len(data))] ^= 1 << r.randrange(8)
+
+
+def truncate(data: bytearray, r: random.Random): del data[r.randrange(len(data)):]
+
+
+def zeros(data: bytearray, r: random.Random):
+    begin = r.randrange(len(data))
+    n = min(r.choice((16, 512)), len(data) - begin)
+    data[begin:begin + n] = bytes(n)
+
+
+def insert(data: bytearray, r: random.Random):
+    at = r.randrange(len(data))
+    data[at:at] = r.randbytes(r.choice((1, 7, 64)))
+
+
+def leave_out(data: bytearray, r: random.Random):
+    at = r.randrange(len(data))
+    del data[at:at + r.choice((1, 7, 64))]
+
+
+def exchange(data: bytearray, r: random.Random):
+    "Two blocks."
+    n = min(64, len(data)//3)
+    a = r.randrange(len(data) - 2*n)
+    b = r.randrange(a + n, len(data) - n)
+    data[a:a + n], data[b:b + n] = data[b:b + n], data[a:a + n]
+
+
+def long_digits(data: bytearray, r: random.Random):
+    "Numbers of another size, where there are digits."
+    places = [i for i, c in enumerate(data) if chr(c).isdigit()] or [0]
+    at = r.choice(places)
+    data[at:at + 1] = r.choice((b'-1e999', b'9'*30, b'nan', b'-', b'0x7f', b'9'*5000))
+
+
+DAMAGE = (flip, flip, flip, truncate, zeros, insert, leave_out, exchange, long_digits)
+
+
+def damaged(kind: Kind, name: str, number: int) -> bytes:
+    "The contents of case `number` of a kind."
+    r = random.Random(f'{name} {number}')
+    data = bytearray(kind.path.read_bytes())
+    r.choice(DAMAGE)(data, r)
+    return bytes(data)
+
+
+# Hostile files, by kind
+
+def hdf5(change):
+    "A session's file with something changed in its second trial."
+    def make(path, secret):
+        with h5py.File(path, 'a') as f: change(f['trial_0001'], secret)
+    return make
+
+
+def replace_with(name, **options):
+    "Another dataset in place of one."
+    def change(group, secret):
+        del group[name]
+        group.create_dataset(name, **options)
+    return hdf5(change)
+
+
+def link(name, target):
+    def change(group, secret):
+        del group[name]
+        group[name] = target(secret)
+    return hdf5(change)
+
+
+def virtual(group, secret):
+    layout = h5py.VirtualLayout((500,), 'i4')
+    layout[:] = h5py.VirtualSource(secret.with_suffix('.h5'), 'codes', (500,))
+    del group['transcription']
+    group.create_virtual_dataset('transcription', layout)
+
+
+def external_storage(group, secret):
+    del group['transcription']
+    group.create_dataset('transcription', (6,), 'i4', external=[(str(secret), 0, 24)])
+
+
+def attribute(name, value): return hdf5(lambda group, secret: group.attrs.__setitem__(name, value))
+
+
+def trial_elsewhere(path, secret):
+    with h5py.File(path, 'a') as f:
+        del f['trial_0002']
+        f['trial_0002'] = h5py.ExternalLink(str(secret.with_suffix('.h5')), '/')
+
+
+def through_a_link(path, secret):
+    with h5py.File(path, 'a') as f:
+        f['elsewhere'] = h5py.ExternalLink(str(secret.with_suffix('.h5')), '/')
+        del f['trial_0001/transcription']
+        f['trial_0001/transcription'] = h5py.SoftLink('/elsewhere/codes')
+
+
+def content(value): return lambda path, secret: path.write_bytes(value if isinstance(value, bytes) else value.encode())
+def saved(value): return lambda path, secret: torch.save(value(torch.load(path, weights_only=True)), path)
+
+
+def weights(change):
+    "A checkpoint with each weight changed."
+    return saved(lambda c: c | dict(model_state_dict={k: change(v) for k, v in c['model_state_dict'].items()}))
+
+
+def model_fields(**fields):
+    return saved(lambda c: c | dict(config=c['config'] | dict(model=c['config']['model'] | fields)))
+
+
+def compressed(path, secret):
+    "As an archive of two hundred times its size."
+    out = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, 'w', zipfile.ZIP_DEFLATED) as new:
+        for r in old.infolist(): new.writestr(r.filename, old.read(r))
+        new.writestr('best/data/99', bytes(10**8))
+    path.write_bytes(out.getvalue())
+
+
+class Program:
+    def __reduce__(self): return os.system, ('true',)
+
+
+def bomb():
+    lines = ['a0: &a0 [x, x, x, x, x, x, x, x, x, x]']
+    lines += [f'a{i + 1}: &a{i + 1} [{", ".join([f"*a{i}"]*10)}]' for i in range(9)]
+    return '\n'.join(lines)
+
+
+def fifo(path, secret):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path, secret):
+    path.unlink()
+    path.symlink_to('/dev/zero')
+
+
+def edit_yaml(change):
+    def make(path, secret):
+        values = yaml.safe_load(path.read_text())
+        change(values)
+        path.write_text(yaml.safe_dump(values))
+    return make
+
+
+def arrow(compression=None, shape=(10,), kind='log_probs', columns=()):
+    "A file of Arrow's as another program may write it."
+    def make(path, secret):
+        header = json.dumps(dict(version=1, kind=kind, metadata=dict(sessions=[DAY], split='train')))
+        item = pa.float32()
+        for n in reversed(shape): item = pa.list_(item, n)
+        fields = [pa.field(n, pa.int64()) for n in columns] + [pa.field('values', pa.large_list(item))]
+        schema = pa.schema(fields, metadata={'b2t_kaggle': header})
+        n = 10**6 if compression else 100 # Of 40 numbers where it is compressed
+        values = pa.array(np.zeros(n*math.prod(shape), 'float32'))
+        for m in reversed(shape): values = pa.FixedSizeListArray.from_arrays(values, m)
+        values = pa.LargeListArray.from_arrays(pa.array([0, n], pa.int64()), values)
+        with pa.ipc.new_file(str(path), schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as f:
+            f.write_batch(pa.record_batch([*(pa.array([0]) for _ in columns), values], schema=schema))
+    return make
+
+
+JSON_TEXTS = {'empty': '', 'null': 'null', 'list': '[1]', 'deep': '['*10**5, 'not UTF-8': b'"\xff\xfe"',
+              'digits': '1'*10**4}
+YAML_TEXTS = {
+    'empty': '', 'list': '- 1', 'deep': '['*10**4, 'deep mapping': '{a: '*3000, 'bomb': bomb(), 'not UTF-8': b'a: \xff',
+    'python': 'a: !!python/object/apply:os.system [ls]', 'no date': 'a: 2020-99-99', 'control': 'a: "\x07"\x00',
+    'numbers as keys': '1: {2: 3}', 'alias of itself': 'a: &a [*a]', 'many digits': 'train: {seed: ' + '9'*6000 + '}',
+}
+
+HOSTILE = {
+    'session': {
+        'vast features': replace_with('input_features', shape=(10**9, 512), dtype='f4', chunks=(64, 512)),
+        'half a million rows': replace_with('input_features', shape=(5*10**5, 512), dtype='f4', chunks=(64, 512)),
+        'absent features': replace_with('input_features', shape=(89_000, 512), dtype='f4', chunks=(64, 512)),
+        'vast transcription': replace_with('transcription', shape=(10**9,), dtype='i4', chunks=(10**4,)),
+        'vast labels': replace_with('seq_class_ids', shape=(10**9,), dtype='i8', chunks=(10**4,), compression='gzip'),
+        'texts as features': replace_with('input_features', data=['a']*10, dtype=h5py.string_dtype()),
+        'external link': link('transcription', lambda s: h5py.ExternalLink(str(s.with_suffix('.h5')), '/codes')),
+        'link to itself': link('transcription', lambda s: h5py.SoftLink('/trial_0001/transcription')),
+        'link to nowhere': link('transcription', lambda s: h5py.SoftLink('/etc/passwd')),
+        'link through an external one': through_a_link,
+        'trial in another file': trial_elsewhere,
+        'virtual': hdf5(virtual),
+        'external storage': hdf5(external_storage),
+        'block beyond 64 bits': attribute('block_num', np.uint64(2**64 - 1)),
+        'label that is not UTF-8': attribute('sentence_label', np.bytes_(b'na\xefve')),
+        'session that is not UTF-8': attribute('session', np.bytes_(b't15\xff')),
+        'label of pages': attribute('sentence_label', 'word '*12_000),
+        'numbers as label': attribute('sentence_label', np.arange(5)),
+        'beyond float16': hdf5(lambda g, s: g['input_features'].__setitem__((3, 4), 1e30)),
+    },
+    'trials': {
+        'another kind': arrow(), 'no columns': arrow(kind='trials'),
+        'wrong columns': arrow(kind='trials', columns=('day', 'n_bins')),
+        'zstd': arrow('zstd', (40,), kind='trials'), 'JSON': content('{}'),
+    },
+    'logits': {
+        'no columns': arrow(), 'texts as trials': arrow(columns=('session', 'key')), 'no classes': arrow(shape=()),
+        'zstd': arrow('zstd', (40,), columns=('session', 'key')),
+        'three axes': arrow(shape=(2, 3), columns=('session', 'key')),
+    },
+    'best.pt': {
+        'text': content('epoch: 3'), 'empty': content(''), 'null': saved(lambda c: None), 'list': saved(lambda c: [c]),
+        'tensor': saved(lambda c: torch.ones(3)), 'lists as weights': weights(lambda w: w.tolist()),
+        'sparse': weights(lambda w: w.to_sparse()), 'complex': weights(lambda w: w.to(torch.complex64)),
+        'meta': weights(lambda w: w.to('meta')), 'stride 0': weights(lambda w: w.reshape(-1)[:1].expand(10**5, 10**5)),
+        'numbers as names': saved(lambda c: c | dict(model_state_dict={1: torch.ones(1)})),
+        'weights alone': saved(lambda c: c['model_state_dict']),
+        'no mapping': saved(lambda c: c | dict(model_state_dict=3)),
+        'config is text': saved(lambda c: c | dict(config='gru')),
+        'a million layers': model_fields(n_layers=10**6), 'a thousand layers': model_fields(n_layers=1000),
+        'wide': model_fields(n_units=10**5), 'many features': model_fields(neural_dim=8192),
+        'another encoder': model_fields(name='zipformer'), 'no encoder': model_fields(name='../gru'),
+        'not a number': model_fields(input_dropout=float('nan')),
+        'a program': saved(lambda c: c | dict(extra=Program())),
+        'a pickle': content(pickle.dumps(dict(a=1))), 'a pickled program': content(pickle.dumps(Program())),
+        'compressed': compressed,
+    },
+    'official weights': {'null': saved(lambda c: None), 'lists': weights(lambda w: w.tolist()),
+                         'stride 0': weights(lambda w: w.reshape(-1)[:1].expand(10**5, 10**5))},
+    'args.yaml': {k: content(v) for k, v in YAML_TEXTS.items()} | {
+        'a million layers': edit_yaml(lambda a: a['model'].__setitem__('n_layers', 10**6)),
+        'a thousand layers': edit_yaml(lambda a: a['model'].__setitem__('n_layers', 1000)),
+        'section is a number': edit_yaml(lambda a: a.__setitem__('dataset', 1)),
+        'ten million sessions': edit_yaml(lambda a: a['dataset'].__setitem__('sessions', 10**7)),
+    },
+    'config': {k: content(v) for k, v in YAML_TEXTS.items() if k != 'empty'} | {
+        k: content(v) for k, v in {
+            'nan': 'train: {lr_max: .nan}', 'inf': 'decode: {threshold: .inf}', 'negative seed': 'simulate: {seed: -3}',
+            'group is a list': 'train: [1]', 'group is null': 'train:',
+            'home of nobody': 'data: {dataset_dir: ~nobody-here/x}',
+            'null character': 'rescore: {model: "a\\0b"}', 'name is a list': 'model: {name: [gru]}',
+            'schema is a list': 'schema: [2]'}.items()},
+    'nbest': {k: content(v) for k, v in (JSON_TEXTS | {
+        'numbers': '[1, 2]', 'no score': '[{"text": "a"}]', 'not finite': '[{"text": "a", "acoustic": NaN}]',
+        'text is a list': '[{"text": [], "acoustic": 0, "ngram": 0, "n_words": 1, "total": 0}]'}).items()
+        if k not in ('empty',)},
+    'hypotheses': {k: content(v) for k, v in (JSON_TEXTS | {
+        'huge rank': '{"trial": "a", "text": "b", "rank": ' + '9'*400 + '}',
+        'huge score': '{"trial": 1, "text": "b", "total": 1e999}',
+        'huge whole score': '{"trial": 1, "text": "b", "total": ' + '9'*400 + '}',
+        'text is a mapping': '{"trial": "a", "text": {}}'}).items() if k != 'empty'},
+    'submission': {'not UTF-8': content(b'id,text\n0,\xff\n'), 'a long field': content('id,text\n0,' + 'a'*200_000),
+                   'three fields': content('id,text\n0,a,b'), 'null characters': content('id,text\n\0,\0')},
+    'arpa': {
+        '-1e999': content(ARPA.replace('-0.8', '-1e999')), '-1e39': content(ARPA.replace('-0.2\t<s>', '-1e39\t<s>')),
+        '-inf': content(ARPA.replace('-0.8', '-inf')), 'backoff': content(ARPA.replace('-0.3\n', '1e39\n')),
+        'vast': content(ARPA.replace('1=6', f'1={10**12}')), 'digits': content(ARPA.replace('1=6', '1=' + '9'*5000)),
+        'superscript': content(ARPA.replace('1=6', '1=²')), 'orders': content('\\data\\\n' + ''.join(
+            f'ngram {n}=1\n' for n in range(1, 3000)))},
+    'arpa.gz': {'no gzip': content(ARPA), 'vast': content(gzip.compress(ARPA.replace('1=6', f'1={10**12}').encode()))},
+    'weights': {k: content(v) for k, v in (JSON_TEXTS | {'gate is a list': '{"gate": [1]}'}).items()},
+    'confusions': {k: content(v) for k, v in JSON_TEXTS.items()},
+    'stamp': {k: content(v) for k, v in (JSON_TEXTS | {
+        'another type': '{"key": 1, "outputs": 3}', 'outside': '{"key": "a", "outputs": {"../../x": []}}'}).items()},
+}
+for _name in HOSTILE: HOSTILE[_name] |= {'a pipe': fifo, 'a device without an end': device}
