@@ -114,7 +114,7 @@ class TargetStore:
         for o, row in zip(out, rows): o[:len(row)] = row
         return out, lengths
 
-# %% ../../nbs/audio/03_targets.ipynb #c012
+# %% ../../nbs/audio/03_targets.ipynb #c013
 _PACKAGES = 'b2t_kaggle', 'numpy', 'torch', 'transformers'
 _PART = 256  # Sentences that are computed, then written
 
@@ -191,7 +191,7 @@ def build_targets(
     shutil.rmtree(folder, ignore_errors=True)
     return TargetStore(path)
 
-# %% ../../nbs/audio/03_targets.ipynb #c023
+# %% ../../nbs/audio/03_targets.ipynb #c024
 def session_sentences(
     data_dir: str | Path, # Folder with the session folders
 ) -> list[str]:           # In the order of sessions, without instructions such as `[DO NOTHING]`

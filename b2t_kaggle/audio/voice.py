@@ -181,8 +181,8 @@ class EspeakVoice:
         self._library.espeak_Synth(encoded, len(encoded) + 1, 0, 1, 0, _UTF8, None, None)
         self._library.espeak_Synchronize()
         wave = np.concatenate(waves).astype(np.float32)/32768
-        if not len(wave): raise AudioError(f'voice espeak-ng: {text!r} became no sound; expected a sentence of letters')
         spoken = [(start, name) for start, name in events if not name.startswith('_')]
+        if not spoken: raise AudioError(f'voice espeak-ng: {text!r} became no sound; expected a sentence of letters')
         names = tuple(name for _, name in spoken)
         return Speech(wave, self.rate, names, tuple(start for start, _ in spoken), text)
 
