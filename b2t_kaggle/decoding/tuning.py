@@ -120,8 +120,7 @@ def _best_point(
 
 # %% ../../nbs/decoding/12_tuning.ipynb #c018
 _NBEST = 100    # Sentences that a search adds to a trial's pool, at most
-_ROUNDS = 8     # Searches where the pools are best, at most
-_SEARCHES = 12  # Of all trials, at most: three at the beginning, the rounds, and the cross-validation
+_SEARCHES = 16  # Of all trials, at most
 
 class OutOfTime(RuntimeError):
     "There is no time to tune weights and decode with them."
@@ -180,10 +179,10 @@ class _Searches:
         "The weights at a point."
         return SearchWeights(*(float(values[i]) for values, i in zip(self.grid.values(), point)))
 
-    def near(self, reach: int) -> np.ndarray:
-        "Which points are at most so many steps, along each axis, from one that was searched [S, L, B, W]."
+    def near(self) -> np.ndarray:
+        "Which points are at most one step, along each axis, from one that was searched [S, L, B, W]."
         mask = np.zeros(self.table.shape[1:], bool)
-        for point in self.found: mask[tuple(slice(max(0, i - reach), i + reach + 1) for i in point)] = True
+        for point in self.found: mask[tuple(slice(max(0, i - 1), i + 2) for i in point)] = True
         return mask
 
     def edits(self, point: Point, trials: Sequence[int]) -> list[int]:
@@ -278,18 +277,30 @@ def _spread(n: int, most: int) -> list[int]:
     "At most so many of n trials, evenly spread."
     return list(range(n)) if n <= most else [i*n//most for i in range(most)]
 
-def _climb(searches: _Searches, start: Point, count: Callable[[], object]) -> Point:
-    "Search until the best point has been searched; returns it."
+def _best_searched(searches: _Searches, start: Point, part: np.ndarray) -> Point:
+    "The best point for a part of the trials among those whose searches made no more errors than that with the start."
+    edits = {point: np.array(found)[part].sum() for point, found in searches.found.items()}
+    candidates = np.zeros(searches.table.shape[1:], bool)
+    for point in edits: candidates[point] = edits[point] <= edits[start]
+    return _best_point(searches.table[part].sum(0), start, candidates)
+
+def _choose(
+    searches: _Searches,
+    start: Point,
+    parts: Sequence[np.ndarray],  # Which trials belong to each part [n] bool
+    count: Callable[[], object],  # Called after each search
+) -> list[Point]:
+    "The best point for each part of the trials: what seems best is searched, until all of it has been."
     for point in _beginning(start, searches.table.shape[1:]):
-        searches.add(point)
+        if point not in searches.found: searches.add(point)
         count()
-    for _ in range(_ROUNDS):
-        point = _best_point(searches.table.sum(0), start, searches.near(1))
-        if point in searches.found: break
-        searches.add(point)
+    while len(searches.found) < _SEARCHES:
+        points = [_best_point(searches.table[part].sum(0), start, searches.near()) for part in parts]
+        new = [p for p in points if p not in searches.found]
+        if not new: break
+        searches.add(new[0])
         count()
-    best = _best_point(searches.table.sum(0), start, searches.near(0))
-    return best if sum(searches.found[best]) <= sum(searches.found[start]) else start
+    return [_best_searched(searches, start, part) for part in parts]
 
 def tune_search(
     decoder: LexiconBeamDecoder,     # With the weights to start from
@@ -313,6 +324,7 @@ def tune_search(
     first = SearchWeights(*(getattr(decoder, k) for k in SearchWeights._fields))
     grid = weight_grid(first, fixed) if grid is None else grid
     start = tuple(int(np.searchsorted(grid[k], v)) for k, v in first._asdict().items())
+    fold = np.arange(len(trials)) % folds
     clock = _Clock(left, len(trials), n_others)
     searches = _Searches(decoder, [log_probs[i] for i in trials], [references[i] for i in trials], grid, clock,
                          n_jobs or n_cores())
@@ -320,26 +332,13 @@ def tune_search(
     if left() < np.inf: searches.estimate()
     clock.check(_SEARCHES)
     with tqdm(total=_SEARCHES, desc='tune', unit=' searches', disable=not progress) as bar:
-        best = _climb(searches, start, bar.update)
-        validated = _validate(searches, start, folds)
-        bar.update()
-    counts = dict(start=sum(searches.found[start]), candidate=sum(searches.found[best]),
-                  validated=sum(edits for _, edits in validated))
+        best, *others = _choose(searches, start, [fold >= 0, *(fold != k for k in range(folds))], bar.update)
+    fold_edits = tuple(int(np.array(searches.found[p])[fold == k].sum()) for k, p in enumerate(others))
+    counts = dict(start=sum(searches.found[start]), candidate=sum(searches.found[best]), validated=sum(fold_edits))
     words = np.array([e.length for e in word_errors(searches.references, searches.references)])
-    return Tuning(first, searches.weights(best), tuple(w for w, _ in validated), counts,
-                  tuple(edits for _, edits in validated), tuple(int(words[k::folds].sum()) for k in range(folds)),
-                  tuple(trials), {k: v.tolist() for k, v in grid.items()}, searches.table.sum(0).tolist())
-
-def _validate(searches: _Searches, start: Point, folds: int) -> list[tuple[SearchWeights, int]]:
-    "For each fold the weights of the other trials, and the word errors of its own, searched with them."
-    n = len(searches.references)
-    fold = np.arange(n) % folds
-    results = []
-    for k in range(folds):
-        point = _best_point(searches.table[fold != k].sum(0), start, searches.near(1))
-        searches.clock.check()
-        results.append((searches.weights(point), sum(searches.edits(point, np.flatnonzero(fold == k).tolist()))))
-    return results
+    return Tuning(first, searches.weights(best), tuple(searches.weights(p) for p in others), counts, fold_edits,
+                  tuple(int(words[fold == k].sum()) for k in range(folds)), tuple(trials),
+                  {k: v.tolist() for k, v in grid.items()}, searches.table.sum(0).tolist())
 
 # %% ../../nbs/decoding/12_tuning.ipynb #c031
 _LABELS = dict(acoustic_scale='acoustic scale', lm_weight='n-gram weight', blank_penalty='blank penalty',
@@ -383,6 +382,7 @@ def reason_not_to_tune(
     "Why the configured weights are used as they are; empty where they are to be tuned."
     given = given_weights(cfg)
     if not cfg.tune: return 'decode.tune is false'
+    if cfg.llm: return 'decode.llm is set, whose score beside theirs is no part of what is tuned'
     if all(len(values) == 1 for values in weight_grid(SearchWeights(0.8, 1, 1, 0), given).values()):
         return f'{", ".join(given)} are given'
     if not n_trials: return 'there are no validation trials with a sentence and log-probabilities'
