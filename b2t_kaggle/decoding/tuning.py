@@ -383,6 +383,7 @@ def reason_not_to_tune(
     "Why the configured weights are used as they are; empty where they are to be tuned."
     given = given_weights(cfg)
     if not cfg.tune: return 'decode.tune is false'
+    if cfg.llm: return 'decode.llm takes part in the search, and they would be tuned without it'
     if all(len(values) == 1 for values in weight_grid(SearchWeights(0.8, 1, 1, 0), given).values()):
         return f'{", ".join(given)} are given'
     if not n_trials: return 'there are no validation trials with a sentence and log-probabilities'
