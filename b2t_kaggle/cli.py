@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['shared_options', 'training_options', 'open_run', 'run_until', 'main', 'run', 'decode', 'simulate', 'check', 'lm',
-           'connection_options', 'serve', 'ensemble', 'convert', 'devices', 'keys', 'docs']
+           'combine', 'connection_options', 'serve', 'ensemble', 'convert', 'devices', 'keys', 'docs']
 
 # %% ../nbs/16_cli.ipynb #c003
 import sys
@@ -17,7 +17,8 @@ import click
 import b2t_kaggle
 from .cli_audio import audio
 from .cli_average import average
-from .cli_combine import combine
+from .cli_combine import COMBINE_OPTIONS, combine_sources
+from .cli_compare import compare
 from .cli_data import data
 from .cli_kaggle import kaggle
 from .cli_lm import tools
@@ -249,7 +250,21 @@ for _tool in tools: lm.add_command(_tool)
 main.add_command(audio)
 main.add_command(data)
 main.add_command(kaggle)
-main.add_command(combine)
+main.add_command(compare)
+
+def combine(force, sources, output, tune, lm, blocks, **options):
+    """One sentence for each trial from hypotheses of any number of systems.
+
+    A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv, sentences .txt), or a
+    run, whose lists of test are taken. Where the SOURCEs are the files to learn from, each trial is combined by what
+    the others teach.
+
+    Without a SOURCE: combine the lists of a run with those of combine.sources; earlier stages that are not done are
+    done first."""
+    if sources: return combine_sources(sources, output, tune, lm, blocks, Path(options['out']))
+    run_until('combine', force, **options)
+
+main.command()(shared_options(_with(COMBINE_OPTIONS, combine)))
 main.add_command(merge)
 main.add_command(average)
 

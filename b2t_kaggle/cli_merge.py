@@ -35,12 +35,12 @@ def _tell_origins(merged: dict) -> None:
     for origin, title in _ORIGINS.items():
         if counts[origin]: click.echo(f'{counts[origin]:6} {title}')
 
-def _lessons(sources, tune, train, n_candidates: int, out: Path, work: Path) -> tuple[list, list]:
+def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, list]:
     "The examples of val and train to learn from; raises `ValueError` where lists teach nothing."
     from b2t_kaggle.rescoring.hypotheses import read_hypotheses
     from b2t_kaggle.rescoring.merge_data import check_errors, examples
     runs = [s for s in sources if 'val' in tune and _folder(s, out)]
-    val = _read([*runs, *(t for t in tune if t != 'val')], 'val', out, work, None)
+    val = _read([*runs, *(t for t in tune if t != 'val')], 'val', out, None)
     check_errors(val, ', '.join(tune))
     if not train: return examples(val, n_candidates), []
     lists = read_hypotheses(*train)
@@ -76,10 +76,8 @@ def _lessons(sources, tune, train, n_candidates: int, out: Path, work: Path) -> 
 @click.option('--four-bit', is_flag=True, help='4-bit weights (QLoRA where it is taught); needs bitsandbytes.')
 @click.option('--out', default='submissions', show_default=True, type=click.Path(path_type=Path),
               help='Folder of the runs.')
-@click.option('--work', default='data', show_default=True, type=click.Path(path_type=Path),
-              help='Folder with what runs can make again.')
 def merge(sources, model, output, tune, train, adapter, snap, candidates, folds, epochs, batch_size, seed, dtype,
-          four_bit, out, work):
+          four_bit, out):
     """A language model reads what several systems heard and writes the sentence of each trial.
 
     A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv, sentences .txt), or a
@@ -92,12 +90,12 @@ def merge(sources, model, output, tune, train, adapter, snap, candidates, folds,
     from b2t_kaggle.training.budget import Deadline
     if train and not tune: raise click.UsageError('--train needs --tune: it is taught between val and val')
     crossed = bool(tune) and set(tune) == set(sources)
-    hypotheses = _read(sources, 'val' if crossed else 'test', out, work, None)
+    hypotheses = _read(sources, 'val' if crossed else 'test', out, None)
     click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
     asked = examples(hypotheses, candidates)
     left = Deadline.of_session().left
     teaching = dict(epochs=epochs, batch_size=batch_size, seed=seed)
-    lessons = _lessons(sources, tune, train, candidates, out, work) if tune else ([], [])
+    lessons = _lessons(sources, tune, train, candidates, out) if tune else ([], [])
     lm, tokenizer = load_lm(model, dtype=dtype, four_bit=four_bit, adapter=None if tune else adapter)
     folder = adapter or output.with_suffix('.adapter')
     if crossed:

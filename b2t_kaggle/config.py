@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'MAY_CHANGE', 'PRESETS', 'SimulateConfig', 'DataConfig', 'AugmentConfig', 'TrainConfig', 'InferConfig',
-           'LMConfig', 'DecodeConfig', 'RescoreConfig', 'SessionConfig', 'upgrade', 'Config', 'changed_values',
-           'config_fields', 'config_keys', 'with_overrides', 'from_official', 'preset', 'read_yaml', 'load_config',
-           'save_config']
+           'LMConfig', 'DecodeConfig', 'RescoreConfig', 'CombineConfig', 'ReportConfig', 'SessionConfig', 'upgrade',
+           'Config', 'changed_values', 'config_fields', 'config_keys', 'with_overrides', 'from_official', 'preset',
+           'read_yaml', 'load_config', 'save_config']
 
 # %% ../nbs/08_config.ipynb #c003
 import difflib
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from .encoders.encoder import EncoderConfig, encoder_config, encoder_names, parse_encoder
@@ -327,6 +327,21 @@ class RescoreConfig(Section):
     ("n-gram log-probability per word below which the LLM is not asked, as in sentences of random words; none asks it "
      "always.")
 
+def _as_absolute(source: str) -> str:
+    "A file or folder as an absolute path; anything else is the name of a run."
+    return str(Path(source).absolute()) if Path(source).exists() else source
+
+class CombineConfig(Section):
+    sources: Annotated[list[Annotated[str, AfterValidator(_as_absolute)]], BeforeValidator(_as_list)] = []
+    ("Other systems whose sentences are combined with the run's own: runs (their folders, or their names among the "
+     "runs), and files of hypotheses whose names have the word val or test. None means no combination.")
+    nbest: int = Field(10, ge=1)
+    "Sentences of a system that count in a trial, the best ones."
+
+class ReportConfig(Section):
+    blocks: AbsolutePath | None = None
+    "The official description of the blocks (CSV), with which the report has error rates by corpus."
+
 # %% ../nbs/08_config.ipynb #c022
 class SessionConfig(Section):
     hours: float | None = Field(None, gt=0)
@@ -365,6 +380,8 @@ class Config(Section):
     lm: LMConfig = LMConfig()
     decode: DecodeConfig = DecodeConfig()
     rescore: RescoreConfig = RescoreConfig()
+    combine: CombineConfig = CombineConfig()
+    report: ReportConfig = ReportConfig()
     session: SessionConfig = SessionConfig()
 
     @model_validator(mode='before')

@@ -47,8 +47,9 @@ STAGES = {s.name: s for s in (
     Stage('decode', 'beam search: n-best sentences of val and test', ('decode',), ('infer', 'ensemble', 'lm', 'pack'),
           keeps=5, keeps_for_llm=60),
     Stage('rescore', 'an LLM ranks the n-best sentences anew', ('rescore',), ('decode', 'lm', 'pack'), keeps=5),
-    Stage('submit', 'write and validate submission.csv', (), ('rescore', 'decode', 'pack')),
-    Stage('report', 'one page: PER, WER, sessions, worst trials, curves', (), ('submit', 'pack')),
+    Stage('combine', 'one sentence of those of several systems', ('combine',), ('rescore', 'decode', 'lm', 'pack')),
+    Stage('submit', 'write and validate submission.csv', (), ('combine', 'rescore', 'decode', 'pack')),
+    Stage('report', 'one page: PER, WER, sessions, worst trials, curves', ('report',), ('submit', 'pack')),
 )}
 
 # %% ../nbs/12_stages.ipynb #c008
@@ -78,6 +79,7 @@ def _skipped(cfg: Config) -> dict[str, str]:
     if cfg.infer.logits: skipped |= dict.fromkeys(('train', 'infer'), 'infer.logits is set')
     else: skipped['ensemble'] = 'infer.logits, the log-probabilities to take, is not set'
     if cfg.rescore.model is None: skipped['rescore'] = 'rescore.model, the language model to ask, is not set'
+    if not cfg.combine.sources: skipped['combine'] = 'combine.sources, the systems to combine with, is not set'
     return skipped
 
 def plan(

@@ -113,14 +113,14 @@ def test_rooms_of_tensorflow_bring_no_pytorch():
 # Which module imports which, read from the source: also imports inside functions, which no test may reach.
 # From top to bottom: a module imports from its own floor and from those below
 FLOORS = (
-    ('cli', 'cli_audio', 'cli_average', 'cli_combine', 'cli_data', 'cli_kaggle', 'cli_lm', 'cli_merge', 'cli_phonemes',
-     'kaggle'),
-    ('pipeline', 'runs', 'stages', 'convert', 'frameworks'),
+    ('cli', 'cli_audio', 'cli_average', 'cli_combine', 'cli_compare', 'cli_data', 'cli_kaggle', 'cli_lm', 'cli_merge',
+     'cli_phonemes', 'kaggle'),
+    ('pipeline', 'results', 'runs', 'stages', 'convert', 'frameworks'),
     ('pytorch', 'tensorflow'),
     ('rescoring',),
     ('decoding',),
     ('lm', 'training', 'audio'),
-    ('data', 'logits', 'metrics', 'submission'),
+    ('data', 'logits', 'metrics', 'bootstrap', 'comparison', 'submission'),
     ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'reading', 'files'),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}

@@ -15,11 +15,14 @@ import yaml
 from click.testing import CliRunner
 
 from b2t_kaggle import cli, pipeline
+from b2t_kaggle.comparison import read_results
 from b2t_kaggle.config import preset
 from b2t_kaggle.logits import LogitError, LogitStore
 from b2t_kaggle.pipeline import run_stages
+from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, read_hypotheses, write_hypotheses
+from b2t_kaggle.results import RESULTS
 from b2t_kaggle.runs import Run, StageRun, open_decoder
-from b2t_kaggle.stages import STAGES, code_cells, plan
+from b2t_kaggle.stages import STAGES, PipelineError, code_cells, plan
 
 # Small enough for seconds, large enough that every stage has work to do
 SMALL = {
@@ -257,7 +260,7 @@ def test_the_official_configuration_runs_as_it_is(finished, tmp_path):
 
 
 def test_plan_and_presets_agree():
-    assert PLAN == [s for s in STAGES if s not in ('ensemble', 'rescore')]
+    assert PLAN == [s for s in STAGES if s not in ('ensemble', 'rescore', 'combine')]
 
 
 def test_two_runs_share_what_is_big(tmp_path):
@@ -464,6 +467,48 @@ def test_a_refit_and_tuned_weights(finished, tmp_path, here):
     assert found['checkpoint'] == models['test'] and found['adapt'] == 'both'
     assert StageRun(adapting, 'infer').stamp['metrics']['learned_test'] == found['learned']
     assert not np.array_equal(LogitStore.open(adapting.logits('val'))[0], plain)
+
+
+def test_other_systems_are_combined_with_a_run(finished, tmp_path, here):
+    """One that is right on val is trusted on test; what was done before stays, and what changed is combined again.
+    Where nothing can be learned, all have one vote."""
+    run, _, _ = finished
+    work = run.parent.parent/'data'
+    shutil.copytree(run, tmp_path/'two')
+    def write(split, name='theirs', said='the sentence {}'):
+        "Hypotheses of a system that knows val, and says of each trial of test which one it is."
+        h = read_hypotheses(run/'hypotheses'/f'decode_{split}.jsonl')
+        texts = {t: trial.reference or said.format('abcd'[int(t)]) for t, trial in h.trials.items()}
+        entries = {t: [Entry(t, text, name)] for t, text in texts.items()}
+        write_hypotheses(tmp_path/f'{name}_{split}.jsonl', Hypotheses(h.trials, entries))
+        return str(tmp_path/f'{name}_{split}.jsonl')
+    def submitted(): return [row['text'] for row in csv.DictReader((tmp_path/'two'/'submission.csv').open())]
+
+    sources = [str(run), write('val'), write('test')]
+    two = Run(tmp_path/'two', work, {'decode.beam': 6, 'combine.sources': sources})
+    run_stages(two)
+    assert here == ['decode', 'combine', 'submit', 'report']
+    assert submitted() == [f'the sentence {name}' for name in 'abcd']
+    metrics = StageRun(two, 'combine').stamp['metrics']
+    assert metrics['systems'] == 3 and metrics['WER'] <= metrics['before']
+    assert StageRun(two, 'report').stamp['metrics']['WER'] == metrics['WER']
+    assert read_results(two.dir/RESULTS).text.to_list() == [hyps[0].text for hyps in two.nbest('val')]
+    combined = read_hypotheses(two.hypotheses('test'))
+    assert combined.voters == [('two', 'gru', 'combination')] and [*combined.trials] == ['0', '1', '2', '3']
+    run_stages(two)
+    write('test', said='another sentence {}')
+    run_stages(Run(two.dir, work))
+    assert here[4:] == ['combine', 'submit', 'report'] and submitted()[3] == 'another sentence d'
+
+    foreign = tmp_path/'foreign_test.jsonl'
+    foreign.write_text('{"trial": 99, "text": "yes"}')
+    with pytest.raises(PipelineError, match="1 of their trials of test are not among the 4 of this run, such as '99'"):
+        run_stages(Run(two.dir, work, {'combine.sources': [str(foreign)]}), 'combine')
+    alone = {'infer.logits': str(run/'logits'/'test.arrow'), 'combine.sources': [write('test', n) for n in 'ab']}
+    run_stages(Run(two.dir, work, alone))
+    assert submitted() == [f'the sentence {name}' for name in 'abcd'] # Two votes against one
+    with pytest.raises(PipelineError, match='stage combine has nothing to do: combine.sources'):
+        run_stages(Run(two.dir, work, {'combine.sources': []}), 'combine')
 
 
 def test_log_probabilities_of_test_alone(finished, tmp_path, here):

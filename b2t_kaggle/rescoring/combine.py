@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['word_network', 'Candidates', 'candidates', 'Combination', 'posterior', 'minimum_bayes_risk', 'rover', 'combine_trial',
-           'combine', 'tune_combination', 'cross_validate_combination', 'Difference', 'bootstrap_difference']
+           'combine', 'tune_combination', 'cross_validate_combination']
 
 # %% ../../nbs/rescoring/02_combine.ipynb #c003
 import itertools
@@ -16,6 +16,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 
+from ..bootstrap import bootstrap_difference as bootstrap_difference  # Benchmark 11 has it from here
 from ..decoding.nbest import Hypothesis
 from ..metrics import word_errors
 from ..phonemes import normalize_sentence
@@ -198,32 +199,3 @@ def cross_validate_combination(
     fold = np.arange(len(references)) % folds
     chosen = [grid[int(edits[:, fold != k].sum(1).argmin())] for k in range(folds)]
     return [combine_trial(c, chosen[k]) for c, k in zip(cs, fold)], chosen
-
-# %% ../../nbs/rescoring/02_combine.ipynb #c025
-class Difference(NamedTuple):
-    "A difference of word error rates with its interval."
-    value: float
-    low: float
-    high: float
-
-    def __str__(self):
-        return f'{100*self.value:+.2f} points ({100*self.low:+.2f} to {100*self.high:+.2f})'
-
-def bootstrap_difference(
-    references: Sequence[str], # The sentence of each trial
-    a: Sequence[str],          # Texts of one system
-    b: Sequence[str],          # Texts of the other system
-    level: float = 0.95,       # Of the interval
-    n: int = 2_000,            # Times the sentences are drawn
-    seed: int = 0,
-) -> Difference:               # WER of b less that of a: negative where b is better
-    "Paired bootstrap over sentences."
-    errors_a = word_errors(references, a)
-    errors_b = word_errors(references, b)
-    more = np.array([y.edits - x.edits for x, y in zip(errors_a, errors_b)])
-    length = np.array([x.length for x in errors_a])
-    rng = np.random.default_rng(seed)
-    draws = rng.multinomial(len(more), np.full(len(more), 1/len(more)), size=n) # Times each sentence is drawn [n, N]
-    rates = (draws @ more)/np.maximum(1, draws @ length)
-    low, high = np.quantile(rates, [(1 - level)/2, (1 + level)/2])
-    return Difference(float(more.sum()/max(1, length.sum())), float(low), float(high))
