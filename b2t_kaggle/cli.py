@@ -344,7 +344,7 @@ def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cer
     except KeyboardInterrupt: click.echo('Stopped.')
 
 # %% ../nbs/16_cli.ipynb #c039
-def _weights(ctx, param, text: str) -> str | list[float]:
+def _shares(ctx, param, text: str) -> str | list[float]:
     "`equal`, `tune`, or numbers between commas."
     if text in ('equal', 'tune'): return text
     try: return [float(x) for x in text.split(',')]
@@ -386,7 +386,7 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str | list
     '--how', 'method', default='log_prob', show_default=True, type=click.Choice(['log_prob', 'prob']),
     help='Average log-probabilities or probabilities.')
 @click.option(
-    '--weights', default='equal', show_default=True, callback=_weights, metavar='equal|tune|A,B,…',
+    '--weights', default='equal', show_default=True, callback=_shares, metavar='equal|tune|A,B,…',
     help='How much each model counts: all alike, as tuned on val (--name only), or numbers in the order of the models.')
 @shared_options
 def ensemble(members, output, method, weights, force, **options):
