@@ -374,7 +374,8 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str | list
     if own in configs: raise click.ClickException(f'{own.parent} cannot be made of itself; give another --name')
     first = next((str(c) for c in configs if c.exists()), None)
     config = options['config_'] or (None if own.exists() or options['preset_'] else first)
-    given = {'infer.logits': files, 'infer.average': method, 'infer.weights': weights, 'infer.checkpoint': None}
+    given = {'infer.logits': files, 'infer.average': method, 'infer.weights': weights, 'infer.checkpoint': None,
+             'infer.adapt': None}
     return options | dict(config_=config, overrides=given | options['overrides'])
 
 @main.command()

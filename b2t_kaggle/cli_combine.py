@@ -105,12 +105,17 @@ def combine_sources(
     hypotheses = _read(sources, 'test', out, blocks)
     click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
     if not tune: combined = [Combined(text, 1.) for text in vote(hypotheses)]
-    elif set(tune) == set(sources): combined = cross_validate(hypotheses, model)
+    elif set(tune) == set(sources) and not any(_folder(s, out) for s in sources):
+        combined = cross_validate(hypotheses, model)
     else:
         runs = [s for s in sources if 'val' in tune and _folder(s, out)]
         teachers = _read([*runs, *(t for t in tune if t != 'val')], 'val', out, blocks)
         title = f'On the {len(teachers)} trials to learn from, cross-validated:'
         _tell(title, teachers, cross_validate(teachers, model))
-        combined = apply(learn(teachers, model), hypotheses, model)
+        corrector = learn(teachers, model)
+        for v in hypotheses.voters:
+            if v not in corrector.voters:
+                click.echo(f'{" ".join(filter(None, v))} is not heard: --tune has nothing of it to learn from')
+        combined = apply(corrector, hypotheses, model)
     _tell('On what is written:', hypotheses, combined)
     _write(output, hypotheses, combined)

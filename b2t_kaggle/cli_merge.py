@@ -89,7 +89,8 @@ def merge(sources, model, output, tune, train, adapter, snap, candidates, folds,
     from b2t_kaggle.rescoring.merge_data import curricula, curriculum, examples
     from b2t_kaggle.training.budget import Deadline
     if train and not tune: raise click.UsageError('--train needs --tune: it is taught between val and val')
-    crossed = bool(tune) and set(tune) == set(sources)
+    # A run is learned from on val and written for test
+    crossed = bool(tune) and set(tune) == set(sources) and not any(_folder(s, out) for s in sources)
     hypotheses = _read(sources, 'val' if crossed else 'test', out, None)
     click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
     asked = examples(hypotheses, candidates)

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from .config import Config, with_overrides
-from .training.checkpoints import framework_of
+from .training.checkpoints import CheckpointError, framework_of
 
 # %% ../nbs/10_convert.ipynb #c006
 _TENSORFLOW = '.weights.h5'
 _OTHERS = '.h5', '.keras', '.pth', '.ckpt', '.bin', '.safetensors' # What is easily mistaken for it
-_METRICS = ('val_per', 'val_loss', 'step', 'sessions')
+_METRICS = ('val_per', 'val_loss', 'step', 'sessions', 'refit_from')
 
 def read_model(
     path: str | Path, # A checkpoint of any form, or its folder
@@ -57,6 +57,9 @@ def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, tar
     from b2t_kaggle.pytorch.models import build_model
     model = build_model(cfg.model, len(cfg.data.sessions))
     model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()})
+    if target.suffix != '.pt' and 'refit_from' in metrics:
+        raise CheckpointError(f'{target}: the official form cannot say that a model was trained on val (train.refit); '
+                              'convert best.pt, or give a name that ends in .pt')
     if target.suffix != '.pt': return save_official(model, cfg, target, metrics.get('val_per'))
     save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump(), **metrics), target)
     return target

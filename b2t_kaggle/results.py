@@ -29,7 +29,7 @@ _DECODERS = dict(decode='lexicon', rescore='lexicon+llm', combine='combination')
 
 def _model_name(provenance: Mapping) -> str | None:
     "The acoustic model of log-probabilities, or all of which they are the average."
-    names = [_model_name(member) or 'unknown' for member in provenance.get('members', ())]
+    names = sorted(_model_name(member) or 'unknown' for member in provenance.get('members', ()))
     return ' & '.join(names) or provenance.get('model')
 
 def _is_spoken(row) -> bool: return not row.is_instruction and isinstance(row.sentence, str)
@@ -96,22 +96,28 @@ def read_systems(
 
     Raises `PipelineError` for a system with other trials, `ValueError` where one knows other facts about a trial."""
     own = run.hypotheses(split, list_stage(run.cfg, combined=False))
-    known = read_hypotheses(own).trials
+    alone = read_hypotheses(own)
+    numbers = set(map(str, range(len(TrialStore.open(run.packed_dir/f'{split}.arrow').index))))
     sources = [hypothesis_files(s, run.dir.parent) for s in run.cfg.combine.sources]
     others = [files[split] for files in sources if split in files]
+    for path in others:
+        if twice := set(alone.voters) & set(read_hypotheses(path).voters):
+            raise PipelineError(f'combine.sources: {path} has sentences of {" ".join(min(twice))}, the name that this '
+                                'run has itself, so both would be one system; give one of the runs another name and '
+                                'decode it again (--force decode)')
     together = read_hypotheses(own, *others)
-    if foreign := [t for t in together.trials if t not in known]:
+    if foreign := [t for t in together.trials if t not in numbers]:
         raise PipelineError(f'combine.sources: {len(foreign)} of their trials of {split} are not among the '
-                            f'{len(known)} of this run, such as {foreign[0]!r}; expected hypotheses of the same '
+                            f'{len(numbers)} of this run, such as {foreign[0]!r}; expected hypotheses of the same '
                             f'trials, under their numbers in the split, from 0 on, in {", ".join(map(str, others))}')
-    return best_entries(together, run.cfg.combine.nbest)
+    return best_entries(together.subset(alone.trials), run.cfg.combine.nbest) # Others are instructions
 
 def combined_lists(
     nbest: Sequence[Sequence[Hypothesis]], # Of each trial, before the combination
     combined: Mapping[str, Combined],      # By the trial's number
 ) -> list[list[Hypothesis]]:
     "One sentence for each trial, whose total is the log-probability that it is right; what was not combined is kept."
-    lists = [list(hyps) for hyps in nbest]
+    lists = [[Hypothesis(h.text, h.acoustic, h.ngram, h.n_words, h.total) for h in hyps] for hyps in nbest]
     for trial, c in combined.items():
         total = math.log(max(c.confidence, 1e-9))
         lists[int(trial)] = [Hypothesis(c.text, 0., 0., len(c.text.split()), total)]

@@ -77,7 +77,10 @@ def _outside_files(name: str, cfg: Config, out: Path) -> dict[str, list[Path]]:
     the folder of the runs."""
     if name == 'train' and cfg.train.init_checkpoint_path:
         return {'train.init_checkpoint_path': checkpoint_files(cfg.train.init_checkpoint_path)}
-    if name == 'infer' and cfg.infer.checkpoint: return {'infer.checkpoint': checkpoint_files(cfg.infer.checkpoint)}
+    if name == 'infer':
+        files = {'infer.checkpoint': checkpoint_files(cfg.infer.checkpoint)} if cfg.infer.checkpoint else {}
+        learns = 'decode' in values_of(name, cfg) # From sentences that an LLM in the search has changed
+        return files | ({'decode.llm': _llm_files(cfg.decode.llm, cfg.decode.llm_adapter)} if learns else {})
     if name == 'ensemble': return {'infer.logits': cfg.infer.logits}
     if name == 'combine':
         return {'combine.sources': [f for s in cfg.combine.sources for f in hypothesis_files(s, out).values()]}
@@ -162,7 +165,8 @@ class Run:
         version = STAGES[name].shared and b2t_kaggle.__version__
         files = [mark if name == 'train' else mark[:2] for mark in self.marks(name)]
         earlier = {n: self.fingerprint(n) for n in self._needs(name)}
-        return _sha([version, _stage_values(name, self.cfg, MAY_CHANGE), files, earlier])
+        values = _stage_values(name, self.cfg, MAY_CHANGE | _NOT_IN_KEY)
+        return _sha([version, values, files, earlier])
 
     def key(self,
         name: str, # Stage

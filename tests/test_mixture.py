@@ -1,5 +1,6 @@
 "Exact line searches against brute force, the gate against every threshold, exchanged words by definition."
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -198,5 +199,6 @@ def test_lists_of_different_number_of_words_and_rescored_files(tmp_path):
     write_nbest(file, interpolate([[Rescored(**vars(short), llm=-3.)]], Weights()))
     text = file.read_text()
     assert '"llm": -3.0' in text
-    file.write_text(text.replace(', "n_tokens": 0', '')) # As it was written before there was a length penalty
+    # As it was written before there were a length penalty and checksums
+    file.write_text(re.sub(r', "(n_tokens|crc32)": \d+', '', text))
     assert text != file.read_text() and read_nbest(file, Rescored)[0][0].llm == -3

@@ -25,6 +25,7 @@ from .voice import Voice
 from ..data.sessions import list_sessions, session_path
 from ..phonemes import normalize_sentence
 from ..ragged import Ragged, RaggedWriter
+from ..reading import check_is_file, check_link, read_attribute
 
 # %% ../../nbs/audio/03_targets.ipynb #c006
 class AudioTarget:
@@ -126,10 +127,17 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError: pass
     return found
 
+_WHERE_FROM = {'name', 'revision'} # Of weights, whose checksum says what they are
+
 def _differences(a: dict, b: dict) -> str:
-    "What two identities differ in."
-    return ', '.join(f'{part} {key} {a[part].get(key)} instead of {b[part].get(key)}' for part in ('voice', 'tower')
-                     for key in sorted(a[part].keys() | b[part].keys()) if a[part].get(key) != b[part].get(key))
+    "What two identities differ in; where weights came from makes no difference."
+    found = []
+    for part in ('voice', 'tower'):
+        ignored = _WHERE_FROM if 'weights' in a[part] and 'weights' in b[part] else set()
+        keys = sorted((a[part].keys() | b[part].keys()) - ignored)
+        found += [f'{part} {key} {a[part].get(key)} instead of {b[part].get(key)}'
+                  for key in keys if a[part].get(key) != b[part].get(key)]
+    return ', '.join(found)
 
 def _open_same(path: Path, target: AudioTarget, whole: Path) -> TargetStore:
     "A file of targets; raises `AudioError` where it is of another voice or tower."
@@ -192,6 +200,16 @@ def build_targets(
     return TargetStore(path)
 
 # %% ../../nbs/audio/03_targets.ipynb #c024
+def _labels(path: Path) -> list[str]:
+    "The labels in a session's file. Raises `AudioError`."
+    try:
+        check_is_file(path)
+        with h5py.File(path) as f:
+            for key in f: check_link(f, key)
+            return [str(read_attribute(g, 'sentence_label')) for g in f.values() if 'sentence_label' in g.attrs]
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
+        raise AudioError(f'{path}: its labels cannot be read ({e}); fetch the file again') from None
+
 def session_sentences(
     data_dir: str | Path, # Folder with the session folders
 ) -> list[str]:           # In the order of sessions, without instructions such as `[DO NOTHING]`
@@ -199,8 +217,7 @@ def session_sentences(
     found = []
     for path in (session_path(data_dir, s, split) for s in list_sessions(data_dir) for split in ('train', 'val')):
         if not path.exists(): continue
-        with h5py.File(path) as f: labels = [group.attrs.get('sentence_label', '') for group in f.values()]
-        found += [s.decode() if isinstance(s, bytes) else str(s) for s in labels]
+        found += _labels(path)
     sentences = [s for s in found if s.strip() and not s.strip().startswith('[')]
     if not sentences:
         raise AudioError(f'{data_dir}: no labelled trials; expected session folders t15.YYYY.MM.DD with '

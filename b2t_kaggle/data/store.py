@@ -236,7 +236,7 @@ def build_store(
     data_dir = Path(data_dir)
     path = Path(path)
     recipe = _recipe(data_dir, split, dtype, sessions, drop_instructions, bad_trials, feature_subset)
-    if not _is_current(path, recipe): _pack(data_dir, recipe, path, progress)
+    if not _is_current(path, recipe) or _misfit(Ragged(path, kind='trials')): _pack(data_dir, recipe, path, progress)
     return path
 
 # %% ../../nbs/data/03_store.ipynb #c027

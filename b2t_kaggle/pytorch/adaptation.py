@@ -297,7 +297,7 @@ def infer_adapted(
     """Log-probabilities of a model that adapts, written whole or not at all; its provenance says from how many trials
     something was learned. Raises `CheckpointError`, or `TrainingError` where model, trials or device do not fit."""
     model, cfg = load_model(checkpoint)
-    if store.split == 'val' and cfg.train.refit: check_unseen(checkpoint, 'here')
+    if store.split == 'val': check_unseen(checkpoint, 'here')
     check_features(store, cfg, checkpoint)
     backend = start(pick_torch(accelerator, precision), together=False)
     if backend.static_shapes:

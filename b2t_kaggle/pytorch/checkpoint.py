@@ -247,8 +247,9 @@ def check_unseen(
 ) -> None:
     "Raises `CheckpointError` for a model that was trained on val."
     path = weights_file(path)
-    began = load_file(path).get('refit_from')
-    if began is None: return
+    content = load_file(path)
+    began = content.get('refit_from')
+    if began is None or content.get('step', began + 1) <= began: return # An average has no step
     raise CheckpointError(f'{path}: was trained on the trials of val from batch {began} on (train.refit), so that val '
                           f'would look too good {use}; take {BEST["pytorch"]} beside it, which was not')
 

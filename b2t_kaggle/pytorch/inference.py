@@ -53,7 +53,7 @@ def infer(
     """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, also
     for val and a model that was trained on it, or `TrainingError` where model and trials do not fit."""
     model, cfg = load_model(checkpoint)
-    if store.split == 'val' and cfg.train.refit: check_unseen(checkpoint, 'here')
+    if store.split == 'val': check_unseen(checkpoint, 'here')
     check_features(store, cfg, checkpoint)
     backend = start(pick_torch(accelerator, precision), together=False)
     backend.place(model)

@@ -207,11 +207,11 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
     return None
 
 # %% ../../nbs/pytorch/09_trainer.ipynb #c024
-def _average(trainer: 'Trainer', saved: dict | None) -> WeightAverage | None:
+def _average(trainer: 'Trainer', saved: dict | None, checkpoint: Path | None) -> WeightAverage | None:
     "The average of the weights, if there is to be one: that of a checkpoint, or the weights with which a run begins."
     if trainer.cfg.train.weight_average is None: return None
     average = WeightAverage(trainer.model)
-    if saved: average.model.load_state_dict(saved['average_state_dict'])
+    if saved: load_state(average.model, saved.get('average_state_dict', {}), checkpoint)
     trainer.backend.place_copy(average.model)
     return average
 
@@ -242,7 +242,7 @@ class Trainer(loop.Trainer):
         torch.manual_seed(cfg.train.seed)
         self.model = build_model(cfg.model, len(store.sessions))
         saved = _begin(self, checkpoint)
-        self.average = _average(self, saved)
+        self.average = _average(self, saved, checkpoint)
         self.result = self.average.model if self.average else self.model # What is validated and saved as the model
         self.compiled = self.model.compiled() if cfg.train.compile else self.model
         self.evaluated = self.compiled

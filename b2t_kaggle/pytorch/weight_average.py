@@ -6,6 +6,7 @@
 __all__ = ['WeightAverage', 'average_checkpoints']
 
 # %% ../../nbs/pytorch/08_weight_average.ipynb #c002
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -57,7 +58,8 @@ def average_checkpoints(
     states = [m.state_dict() for m in models]
     mean = {k: torch.stack([s[k].double() for s in states]).mean(0).to(v.dtype) if v.is_floating_point() else v
             for k, v in states[0].items()}
-    refits = [began for f in files if (began := load_file(f).get('refit_from')) is not None]
+    refits = [c['refit_from'] for c in map(load_file, files) # An average has no step
+              if c.get('step', math.inf) > c.get('refit_from', math.inf)]
     mark = dict(refit_from=min(refits)) if refits else {}
     save_atomic(dict(model_state_dict=mean, config=configs[0].dump(), average_of=[str(f) for f in files]) | mark, path)
     return Path(path)

@@ -370,6 +370,7 @@ def fit(
     try:
         with logger(out) as log:
             trainer = trainer_class(store, store_val, cfg, backend, last if continues else None)
+            if not continues and trainer.is_main_process: (out/REFIT).unlink(missing_ok=True) # Of an earlier training
             history = History(out/'history.csv', trainer.step)
             stopped = Loop(trainer, history, budget, out, log if callable(log) else None).run(progress)
     except Exception as e:
