@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from .config import Config, with_overrides
-from .training.checkpoints import CheckpointError, framework_of
+from .training.checkpoints import CheckpointError, framework_of, seen_val_from
 
 # %% ../nbs/10_convert.ipynb #c006
 _TENSORFLOW = '.weights.h5'
@@ -28,10 +28,9 @@ def read_model(
         model, cfg = checkpoint.load_model(path)
         return model.to_state(), cfg, checkpoint.read_metrics(path)
     from b2t_kaggle.pytorch import checkpoint
-    model, cfg = checkpoint.load_model(path)
-    content = checkpoint.load_file(checkpoint.weights_file(path))
+    model, cfg, facts = checkpoint.load_with_facts(path)
     weights = {k: v.numpy() for k, v in model.state_dict().items()}
-    return weights, cfg, {k: content[k] for k in _METRICS if k in content}
+    return weights, cfg, {k: facts[k] for k in _METRICS if k in facts}
 
 # %% ../nbs/10_convert.ipynb #c007
 def _read_reference(path: str | Path, cfg: Config) -> tuple[dict[str, np.ndarray], Config, dict]:
@@ -57,7 +56,7 @@ def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, tar
     from b2t_kaggle.pytorch.models import build_model
     model = build_model(cfg.model, len(cfg.data.sessions))
     model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()})
-    if target.suffix != '.pt' and 'refit_from' in metrics:
+    if target.suffix != '.pt' and seen_val_from(metrics) is not None:
         raise CheckpointError(f'{target}: the official form cannot say that a model was trained on val (train.refit); '
                               'convert best.pt, or give a name that ends in .pt')
     if target.suffix != '.pt': return save_official(model, cfg, target, metrics.get('val_per'))

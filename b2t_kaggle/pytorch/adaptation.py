@@ -27,7 +27,7 @@ from ..devices.torch import pick_torch
 from ..logits import LogitStore
 from ..phonemes import sentence_to_phonemes, to_class_ids
 from .augment import Augment
-from .checkpoint import check_unseen, load_model, weights_file
+from .checkpoint import load_model, weights_file
 from .evaluate import ctc_losses
 from .models.encoder import Encoder
 from .parallel import Backend, start
@@ -296,8 +296,7 @@ def infer_adapted(
 ) -> LogitStore:
     """Log-probabilities of a model that adapts, written whole or not at all; its provenance says from how many trials
     something was learned. Raises `CheckpointError`, or `TrainingError` where model, trials or device do not fit."""
-    model, cfg = load_model(checkpoint)
-    if store.split == 'val': check_unseen(checkpoint, 'here')
+    model, cfg = load_model(checkpoint, unseen='here' if store.split == 'val' else None)
     check_features(store, cfg, checkpoint)
     backend = start(pick_torch(accelerator, precision), together=False)
     if backend.static_shapes:

@@ -15,7 +15,7 @@ from ..config import Config
 from ..data.store import TrialStore
 from ..devices.torch import pick_torch
 from ..logits import LogitStore
-from .checkpoint import check_unseen, load_model, weights_file
+from .checkpoint import load_model, weights_file
 from .evaluate import logits_of
 from .parallel import Backend, start
 from ..training.checkpoints import check_features, provenance
@@ -52,8 +52,7 @@ def infer(
 ) -> LogitStore:
     """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, also
     for val and a model that was trained on it, or `TrainingError` where model and trials do not fit."""
-    model, cfg = load_model(checkpoint)
-    if store.split == 'val': check_unseen(checkpoint, 'here')
+    model, cfg = load_model(checkpoint, unseen='here' if store.split == 'val' else None)
     check_features(store, cfg, checkpoint)
     backend = start(pick_torch(accelerator, precision), together=False)
     backend.place(model)

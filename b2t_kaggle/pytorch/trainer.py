@@ -21,7 +21,7 @@ from ..data.batches import Batch, Batcher, DayBalancedSampler, longest_in_batche
 from ..data.store import JointStore, TrialStore
 from ..devices.torch import pick_torch
 from .augment import Augment
-from .checkpoint import check_unseen, load_file, load_state, load_weights, save_atomic
+from .checkpoint import load_file, load_state, load_weights, save_atomic
 from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
@@ -201,7 +201,6 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
         with _as_part_of(checkpoint): trainer.model.load_training_state(saved.get('training_state', {}))
         return saved
     if path := trainer.cfg.train.init_checkpoint_path:
-        check_unseen(path, 'in this training')
         weights = {k: v.numpy() for k, v in trainer.model.state_dict().items()} # they share the model's memory
         start_from(weights, trainer.model, trainer.day_of, load_weights, path)
     return None

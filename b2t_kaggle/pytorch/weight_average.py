@@ -6,7 +6,6 @@
 __all__ = ['WeightAverage', 'average_checkpoints']
 
 # %% ../../nbs/pytorch/08_weight_average.ipynb #c002
-import math
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -14,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checkpoint import load_file, load_model, save_atomic, weights_file
+from .checkpoint import load_with_facts, save_atomic, weights_file
 from .models.encoder import Encoder
-from ..training.checkpoints import CheckpointError
+from ..training.checkpoints import CheckpointError, seen_val_from
 
 # %% ../../nbs/pytorch/08_weight_average.ipynb #c005
 class WeightAverage:
@@ -53,13 +52,12 @@ def average_checkpoints(
     val marks the mean. Raises `CheckpointError`."""
     if len(checkpoints) < 2: raise CheckpointError('one checkpoint has no average; give two or more')
     files = [weights_file(c) for c in checkpoints]
-    models, configs = zip(*map(load_model, files))
+    models, configs, facts = zip(*map(load_with_facts, files))
     _check_one_model(configs, files)
     states = [m.state_dict() for m in models]
     mean = {k: torch.stack([s[k].double() for s in states]).mean(0).to(v.dtype) if v.is_floating_point() else v
             for k, v in states[0].items()}
-    refits = [c['refit_from'] for c in map(load_file, files) # An average has no step
-              if c.get('step', math.inf) > c.get('refit_from', math.inf)]
+    refits = [began for f in facts if (began := seen_val_from(f)) is not None]
     mark = dict(refit_from=min(refits)) if refits else {}
     save_atomic(dict(model_state_dict=mean, config=configs[0].dump(), average_of=[str(f) for f in files]) | mark, path)
     return Path(path)

@@ -19,7 +19,7 @@ from ..files import atomic_path
 from ..reading import check_hdf5, check_is_file
 from .models import build_model
 from .models.encoder import Encoder
-from ..training.checkpoints import CheckpointError, find_checkpoint, stored_config
+from ..training.checkpoints import CheckpointError, check_unseen, find_checkpoint, stored_config
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c006
 _ENDING = '.weights.h5' # Without it Keras neither writes nor reads weights
@@ -146,20 +146,23 @@ def save_best(
     _write(path, model, dict(config=cfg.dump(), figures=dict(metrics)))
 
 def load_model(
-    path: str | Path, # Our file, or the folder that holds it
+    path: str | Path,          # Our file, or the folder that holds it
+    unseen: str | None = None, # Its use, as the end of a sentence, where it must not have been trained on val
 ) -> tuple[Encoder, Config]:
     "A model, and its configuration, whose `data.sessions` are its days in order; raises `CheckpointError`."
     path = weights_file(path)
+    if unseen: check_unseen(read_metrics(path), path, unseen)
     cfg = stored_config(lambda: Config.model_validate(_read(path, ('config', 'weights'))['config']), path)
     model = build_model(cfg.model, len(cfg.data.sessions))
     load_state(model, path)
     return model, cfg
 
 def load_weights(
-    path: str | Path, # As in `load_model`
+    path: str | Path,          # This and the other as in `load_model`
+    unseen: str | None = None,
 ) -> tuple[dict[str, np.ndarray], Config]:
     "Weights by the names of `named_variables`, and the configuration; raises `CheckpointError`."
-    model, cfg = load_model(path)
+    model, cfg = load_model(path, unseen)
     return {name: v.numpy() for name, v in model.named_variables().items()}, cfg
 
 def read_metrics(

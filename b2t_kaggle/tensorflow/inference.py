@@ -13,12 +13,12 @@ import numpy as np
 from ..config import Config
 from ..data.store import TrialStore
 from ..logits import LogitStore
-from .checkpoint import load_model, read_metrics, weights_file
+from .checkpoint import load_model, weights_file
 from .evaluate import Evaluator
 from .feed import Strategy, start
 from .layers import tf
 from .models.encoder import Encoder
-from ..training.checkpoints import CheckpointError, check_features, provenance
+from ..training.checkpoints import check_features, provenance
 
 # %% ../../nbs/tensorflow/10_inference.ipynb #c006
 def _log_probs(logits: tf.Tensor, batch: dict, frames: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -53,12 +53,8 @@ def infer(
     """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, or
     `TrainingError` where model and trials do not fit."""
     file = weights_file(checkpoint)
-    began = read_metrics(file).get('refit_from')
-    if store.split == 'val' and began is not None:
-        raise CheckpointError(f'{file}: was trained on the trials of val from batch {began} on (train.refit), so that '
-                              'val would look too good here; take the model that best.pt was converted to')
     strategy = start(accelerator, precision)
-    with strategy.distribution.scope(): model, cfg = load_model(file)
+    with strategy.distribution.scope(): model, cfg = load_model(file, unseen='here' if store.split == 'val' else None)
     check_features(store, cfg, checkpoint)
     arrays = log_probs_of(model, store, cfg, strategy, batch_size, progress)
     Path(path).parent.mkdir(parents=True, exist_ok=True)

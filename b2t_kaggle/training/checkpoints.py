@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['BEST', 'LAST', 'REFIT', 'CheckpointError', 'find_checkpoint', 'framework_of', 'checkpoint_files', 'checkpoint_for',
-           'stored_config', 'check_features', 'provenance']
+           'seen_val_from', 'check_unseen', 'stored_config', 'check_features', 'provenance']
 
 # %% ../../nbs/training/03_checkpoints.ipynb #c003
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,25 @@ def checkpoint_for(
     path = Path(path)
     refitted = next((p for p in (path/REFIT, path/'train'/REFIT) if p.is_file()), None)
     return refitted if split == 'test' and refitted else path
+
+def seen_val_from(
+    facts: Mapping, # What a checkpoint says beside its weights
+) -> int | None:
+    "The batch from which on a model was trained on val as well; None for one that was not, or not yet."
+    began = facts.get('refit_from')
+    return None if began is None or facts.get('step', math.inf) <= began else began # An average has no step
+
+def check_unseen(
+    facts: Mapping,   # What a checkpoint says beside its weights
+    path: str | Path, # The checkpoint
+    use: str,         # What it is wanted for, as the end of a sentence
+) -> None:
+    "Raises `CheckpointError` for a model that was trained on val."
+    began = seen_val_from(facts)
+    if began is None: return
+    raise CheckpointError(f'{path}: was trained on the trials of val from batch {began} on (train.refit), so that val '
+                          f'would look too good {use}; take {BEST["pytorch"]} of its run, which was not, or what was '
+                          'converted from it')
 
 # %% ../../nbs/training/03_checkpoints.ipynb #c013
 def stored_config(

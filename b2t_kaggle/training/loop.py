@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ..config import Config
 from ..data.store import TrialStore
 from .budget import Budget
-from .checkpoints import BEST, LAST, REFIT
+from .checkpoints import BEST, LAST, REFIT, seen_val_from
 from .history import BestTracker, History
 from .memory import raise_if_oom
 from .recipe import SMALLEST_SCALE, TrainingError, refit_step
@@ -169,8 +169,8 @@ class Trainer(ABC):
 
     def _check_refit(self, state: dict, path: Path) -> None:
         "Raises `TrainingError` where weights that have seen val would count as some that have not."
-        began = state.get('refit_from')
-        if began is None or state['step'] <= began or began == self.refit_from: return
+        began = seen_val_from(state)
+        if began in (None, self.refit_from): return
         raise TrainingError(
             f'{path}: was trained on val from batch {began} on, and would be validated on it again: with '
             f'train.num_training_batches={self.cfg.train.num_training_batches} the refit begins at batch '
@@ -181,11 +181,11 @@ def start_from(
     weights: dict[str, np.ndarray], # Of this run's model by name; changed in place
     model,                          # This run's encoder, which says what it has a row per day of
     day_of: dict[str, int],         # Its day of each session
-    load: Callable[[Path], tuple[dict[str, np.ndarray], Config]], # Reads weights by name, and their configuration
+    load: Callable[[Path, str], tuple[dict[str, np.ndarray], Config]], # The framework's `load_weights`
     path: Path,                     # A checkpoint, ours or official
 ) -> None:
     "Initial weights from a trained model. Raises `CheckpointError`, or `TrainingError` for a model of another shape."
-    trained, cfg = load(path)
+    trained, cfg = load(path, 'in this training')
     transfer_weights(weights, trained, model.is_per_day, day_of, cfg.data.sessions, path)
 
 # %% ../../nbs/training/07_loop.ipynb #c016
