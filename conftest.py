@@ -5,6 +5,7 @@ another at the end, and PyTorch is imported once for each worker.
 """
 import os
 import re
+import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,13 @@ sys.dont_write_bytecode = False
 # TensorFlow and in PyTorch/XLA alike (40 and 60 % less processor time). What is compiled, how often, and what would
 # fall back to the host stays the same
 os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0'
+
+# Tests reach this machine alone, as does what they start, unless a variable asks for what needs the network
+NO_NETWORK = str(ROOT/'tests'/'no_network')
+if not {'BUILD_KENLM', 'RESOLVE'} & os.environ.keys() and NO_NETWORK not in os.environ.get('PYTHONPATH', '').split(':'):
+    os.environ['PYTHONPATH'] = ':'.join(filter(None, (NO_NETWORK, os.environ.get('PYTHONPATH'))))
+    sys.path.append(NO_NETWORK)
+    runpy.run_path(f'{NO_NETWORK}/sitecustomize.py')
 
 # Files that take half a minute of processor time and more, in seconds (November 2026, EPYC). A file that is missing
 # here only starts later

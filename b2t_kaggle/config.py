@@ -226,6 +226,9 @@ class InferConfig(Section):
     weights: Literal['equal', 'tune'] | list[Annotated[float, Field(ge=0)]] = 'equal'
     ("How much each model counts in that average: all alike; weights tuned on val; or numbers, one for each model in "
      "the order in which `logits` has them.")
+    smoothing: Literal['same', 'valid'] = 'same'
+    ("How trials are smoothed at their ends: with zeros beyond them, as in training (`same`), or without the bins that "
+     "would need them (`valid`), as in the official kit's evaluation.")
     adapt: Literal['recalibrate', 'dietcorp', 'both'] | None = None
     ("Adaptation to the trials that are inferred, in the order of recording (PyTorch, on a CPU or GPU): features are "
      "recalibrated to those of training; or the first layers are trained on what was decoded, a step for each trial "
@@ -416,6 +419,9 @@ class Config(Section):
             reason = 'has infer.logits alone' if self.infer.logits else 'infers with TensorFlow'
             raise ValueError(f'infer.adapt is {self.infer.adapt}, which needs a model of PyTorch, but this run '
                              f'{reason}; set it to null')
+        if self.infer.adapt and self.infer.smoothing == 'valid':
+            raise ValueError(f'infer.adapt is {self.infer.adapt}, which smooths as training does, and infer.smoothing '
+                             'is valid; set one to null, or the other to same')
         return self
 
     def dump(self) -> dict:

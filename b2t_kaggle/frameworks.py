@@ -55,6 +55,7 @@ def infer(
     batch_size: int = 64,         # Trials per batch
     progress: bool = True,        # Show a progress bar
     framework: str | None = None, # `pytorch` or `tensorflow`; None takes the one whose checkpoint it is
+    smoothing: str = 'same',      # Or `valid`, as the official evaluation smooths
 ) -> LogitStore:
     """Log-probabilities of all trials of `store`, written to `path` whole or not at all.
 
@@ -64,4 +65,4 @@ def infer(
         from b2t_kaggle.tensorflow.inference import infer
     else:
         from b2t_kaggle.pytorch.inference import infer
-    return infer(checkpoint, store, path, accelerator, precision, batch_size, progress)
+    return infer(checkpoint, store, path, accelerator, precision, batch_size, progress, smoothing)

@@ -135,22 +135,25 @@ class FrameTimes(NamedTuple):
     "When a model's frames are, in bins."
     stride: int # From one frame to the next
     length: int # Of a frame
+    begin: int = 0 # Of the first frame
 
     def middles(self,
         n_frames: int, # T'
     ) -> np.ndarray:
         "The middle of each frame `[T']`, in bins from the start of the trial."
-        return np.arange(n_frames)*self.stride + self.length/2
+        return self.begin + np.arange(n_frames)*self.stride + self.length/2
 
 def frame_times(
     provenance: Mapping, # Of a store
 ) -> FrameTimes | None:
     "When its frames are, by the configuration of its model; None where that is not known."
     if members := provenance.get('members'): return frame_times(members[provenance.get('frames_of', 0)])
-    try: model = Config.model_validate(provenance['config']).model
-    except (KeyError, ValueError): return None # Not ours, or of a version that this one does not read
+    try:
+        model = Config.model_validate(provenance['config']).model
+        begin = int(provenance.get('first_bin', 0))
+    except (KeyError, TypeError, ValueError): return None # Not ours, or of a version that this one does not read
     length = next((n for n in range(1, 1000) if model.n_frames(n) >= 1), None)
-    return FrameTimes(model.frame_stride(), length) if length else None
+    return FrameTimes(model.frame_stride(), length, begin) if length else None
 
 def nearest_frames(
     times: np.ndarray, # Of frames, ascending [T']

@@ -31,8 +31,8 @@ class Stage:
 _CHECKED = ('data.dataset_dir', 'data.sessions', 'data.bad_trials_dict', 'data.dtype', 'data.feature_subset')
 _PACKED = (*_CHECKED, 'data.drop_instructions')
 _INFERRED = ('infer.checkpoint', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size',
-             'infer.adapt', 'infer.adapt_window', 'infer.adapt_copies', 'infer.adapt_rate', 'infer.adapt_gate',
-             'infer.adapt_forget')
+             'infer.smoothing', 'infer.adapt', 'infer.adapt_window', 'infer.adapt_copies', 'infer.adapt_rate',
+             'infer.adapt_gate', 'infer.adapt_forget')
 
 STAGES = {s.name: s for s in (
     Stage('simulate', 'simulate a participant, as official HDF5 sessions', ('simulate',), (), shared=True),

@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from .files import atomic_path
+from .reading import ReadError, check_is_file
 
 # %% ../nbs/09_submission.ipynb #c006
 class SubmissionError(ValueError):
@@ -114,7 +115,10 @@ def validate_submission(
     """Check a submission.
 
     Raises `SubmissionError` with every problem: header, ids, number and order of rows, characters, encoding."""
-    try: data = Path(path).read_bytes()
+    try:
+        check_is_file(path)
+        data = Path(path).read_bytes()
+    except ReadError as e: raise SubmissionError(str(e)) from None
     except OSError as e: raise SubmissionError(f'{path}: cannot be read ({e.strerror})') from None
     return _check(data, path, expected)
 

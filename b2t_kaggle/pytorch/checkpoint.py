@@ -17,8 +17,9 @@ import numpy as np
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR
 
-from ..config import Config, load_config
+from ..config import Config, TrainConfig, load_config
 from ..files import atomic_path, write_whole
 from ..official import OFFICIAL_KEYS
 from .models import build_model
@@ -274,17 +275,45 @@ def to_official_args(
     args['dataset']['neural_dim'] = cfg.model.neural_dim
     return args
 
+_COMPILED = '_orig_mod.' # What torch.compile, which the official trainer calls first, puts before each name
+
+def _official_group(name: str) -> str:
+    "The official optimiser's group of a parameter."
+    if 'day_' in name: return 'day_layer'
+    return 'bias' if 'gru.bias' in name or 'out.bias' in name else 'other'
+
+def _fresh_optimizer(state: Mapping[str, Tensor], cfg: TrainConfig) -> dict:
+    "States of the official optimiser and schedule as a training begins; the official trainer asks for them."
+    own = dict(bias=dict(weight_decay=0), other={},
+               day_layer=dict(lr=cfg.lr_max_day, weight_decay=cfg.weight_decay_day))
+    groups = []
+    for kind in ('bias', 'day_layer', 'other'):
+        n = sum(_official_group(name) == kind for name in state)
+        groups.append(dict(params=[nn.Parameter(torch.empty(0)) for _ in range(n)], group_type=kind) | own[kind])
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr_max, betas=(cfg.beta0, cfg.beta1), eps=cfg.epsilon,
+                                  weight_decay=cfg.weight_decay, fused=True)
+    if cfg.lr_scheduler_type == 'linear':
+        steps = cfg.lr_decay_steps or cfg.num_training_batches
+        schedule = LinearLR(optimizer, start_factor=1., end_factor=cfg.lr_min/cfg.lr_max, total_iters=steps)
+    else:
+        warmups = cfg.lr_warmup_steps, cfg.lr_warmup_steps_day, cfg.lr_warmup_steps
+        schedule = LambdaLR(optimizer, [lambda step, n=n: 0. if n else 1. for n in warmups])
+    return dict(optimizer_state_dict=optimizer.state_dict(), scheduler_state_dict=schedule.state_dict())
+
 def save_official(
     model: Encoder,               # Ours
     cfg: Config,                  # Its configuration, with `data.sessions`
     folder: str | Path,           # Receives `checkpoint/args.yaml` and `checkpoint/best_checkpoint`
     val_per: float | None = None, # The validation PER it reached, as a fraction
 ) -> Path:
-    """Write a model as the official kit reads it, into `folder/checkpoint`, which is returned.
-    Raises `CheckpointError` for a model that the kit does not have."""
+    """Write a model as the official trainer writes it, into `folder/checkpoint`, which is returned. That trainer may
+    start from it; optimiser and schedule are those of a training that begins. Raises `CheckpointError` for a model that
+    the kit does not have."""
     checkpoint = Path(folder)/'checkpoint'
     args = to_official_args(cfg)
     state = to_official_state(model.state_dict())
     write_whole(checkpoint/'args.yaml', yaml.safe_dump(args, sort_keys=False))
-    save_atomic(dict(model_state_dict=state, val_PER=val_per), checkpoint/'best_checkpoint')
+    content = dict(model_state_dict={_COMPILED + name: w for name, w in state.items()},
+                   val_PER=float('inf') if val_per is None else val_per) # A trainer that goes on compares with it
+    save_atomic(content | _fresh_optimizer(state, cfg.train), checkpoint/'best_checkpoint')
     return checkpoint

@@ -23,7 +23,7 @@ from ..data.store import TrialStore
 from .augment import Augment
 from .ctc import ctc_loss
 from .parallel import Backend
-from ..training.trials import bucket_lengths, model_days
+from ..training.trials import bucket_lengths, model_days, smoothing_edges
 
 # %% ../../nbs/pytorch/08_evaluate.ipynb #c005
 def ctc_losses(
@@ -54,12 +54,14 @@ def logits_of(
     backend: Backend,       # The device; with several processes each gets a part of the batches
     batch_size: int,        # Trials per batch, at most
     progress: str | None = None, # Label of a progress bar
+    smoothing: str = 'same',     # Or `valid`, see `training.trials.smoothing_edges`
 ) -> Iterator[tuple[Batch, Tensor, np.ndarray]]:
     """Yields for each batch the `Batch`, its logits `[B, T', K]`, float32, on the device, and the frames of each trial
     `[B]`."""
     static_shapes = backend.static_shapes or cfg.train.compile
     augment = Augment(cfg.augment, 0)
     days = model_days(store, day_of)
+    first, last = smoothing_edges(store, cfg, smoothing)
     batcher = Batcher(store, bucket_lengths(store, cfg, static_shapes), delivered_dtype(store, backend))
     # each device of a static mesh gets as many rows as any other
     rows = -(-batch_size // backend.n_devices) * backend.n_devices if backend.static_shapes else batch_size
@@ -68,12 +70,15 @@ def logits_of(
     def load(trials):
         b = batcher(trials)
         day = np.where(b.trials >= 0, days[b.trials], 0)
-        return b, backend.put(b.features), backend.put(day), backend.lengths(b.n_bins)
+        n_bins = np.maximum(b.n_bins - (first + last), 0)
+        return b, cfg.model.n_frames(n_bins), backend.put(b.features), backend.put(day), backend.lengths(n_bins)
 
     with tqdm(total=len(store), desc=progress, unit=' trials', disable=progress is None) as bar:
-        for b, x, day, n_bins in prefetch(map(load, batches)):
-            with backend.autocast(): logits = model(augment.eval(x), day, n_bins=n_bins)
-            yield b, logits.float(), cfg.model.n_frames(b.n_bins)
+        for b, frames, x, day, n_bins in prefetch(map(load, batches)):
+            x = augment.eval(x)
+            if first: x = F.pad(x[:, first:], (0, 0, 0, first)) # The same shape, which a compiler knows
+            with backend.autocast(): logits = model(x, day, n_bins=n_bins)
+            yield b, logits.float(), frames
             bar.update(int((b.trials >= 0).sum()))
 
 # %% ../../nbs/pytorch/08_evaluate.ipynb #c010

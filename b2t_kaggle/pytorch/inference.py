@@ -28,12 +28,13 @@ def log_probs_of(
     backend: Backend,      # The device
     batch_size: int = 64,  # Trials per batch
     progress: bool = True, # Show a progress bar
+    smoothing: str = 'same', # Or `valid`, as the official evaluation smooths
 ) -> list[np.ndarray]:
     "Natural log-probabilities of each trial, float32 `[T', K]`, in the order of the store."
     arrays = [None] * len(store)
     day_of = {s: i for i, s in enumerate(cfg.data.sessions)}
     label = f'infer {store.split}' if progress else None
-    for b, logits, frames in logits_of(model, store, day_of, cfg, backend, batch_size, label):
+    for b, logits, frames in logits_of(model, store, day_of, cfg, backend, batch_size, label, smoothing):
         log_probs = backend.result(logits.log_softmax(-1))
         backend.end_step()
         for i, x, n in zip(b.trials, log_probs.cpu().numpy(), frames):
@@ -49,6 +50,7 @@ def infer(
     precision: str = 'auto',    # `auto`, `float32`, `bfloat16` or `float16`
     batch_size: int = 64,       # Trials per batch
     progress: bool = True,      # Show a progress bar
+    smoothing: str = 'same',    # Or `valid`, as the official evaluation smooths
 ) -> LogitStore:
     """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, also
     for val and a model that was trained on it, or `TrainingError` where model and trials do not fit."""
@@ -56,6 +58,7 @@ def infer(
     check_features(store, cfg, checkpoint)
     backend = start(pick_torch(accelerator, precision), together=False)
     backend.place(model)
-    arrays = log_probs_of(model, store, cfg, backend, batch_size, progress)
+    arrays = log_probs_of(model, store, cfg, backend, batch_size, progress, smoothing)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return LogitStore.write(path, arrays, store.index, provenance(weights_file(checkpoint), store, cfg, backend.device))
+    origin = provenance(weights_file(checkpoint), store, cfg, backend.device, smoothing)
+    return LogitStore.write(path, arrays, store.index, origin)

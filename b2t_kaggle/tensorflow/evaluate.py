@@ -22,7 +22,7 @@ from .ctc import ctc_loss
 from .feed import Program, Strategy, distribute, rows
 from .layers import tf
 from .models.encoder import Encoder
-from ..training.trials import bucket_lengths, model_days
+from ..training.trials import bucket_lengths, model_days, smoothing_edges
 
 # %% ../../nbs/tensorflow/08_evaluate.ipynb #c005
 class Evaluator:
@@ -35,6 +35,7 @@ class Evaluator:
         strategy: Strategy,     # Where it is computed
         batch_size: int,        # Trials per batch, at most
         result: Callable,       # `result(logits, batch, frames) -> dict` of tensors `[B, …]`, part of the program
+        smoothing: str = 'same', # Or `valid`, see `training.trials.smoothing_edges`
     ):
         self.store = store
         self.strategy = strategy
@@ -44,9 +45,11 @@ class Evaluator:
         n_rows = -(-min(batch_size, len(store) or 1) // strategy.n_devices) * strategy.n_devices
         self.batches = evaluation_batches(store.n_bins, n_rows)
         augment = Augment(cfg.augment)
+        first, last = smoothing_edges(store, cfg, smoothing)
         def share(b):
-            logits = model(augment.eval(b['x']), b['day'], n_bins=b['n_bins'])
-            return result(logits, b, cfg.model.n_frames(b['n_bins']))
+            x = tf.pad(augment.eval(b['x'])[:, first:], [[0, 0], [0, first], [0, 0]]) # The same shape
+            n_bins = tf.maximum(b['n_bins'] - (first + last), 0)
+            return result(model(x, b['day'], n_bins=n_bins), b, cfg.model.n_frames(n_bins))
         self.program = Program(strategy.compile(share), strategy)
 
     def __call__(self,

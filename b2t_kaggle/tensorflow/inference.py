@@ -31,11 +31,12 @@ def log_probs_of(
     strategy: Strategy,    # Where it is computed
     batch_size: int = 64,  # Trials per batch
     progress: bool = True, # Show a progress bar
+    smoothing: str = 'same', # Or `valid`, as the official evaluation smooths
 ) -> list[np.ndarray]:
     "Natural log-probabilities of each trial, float32 `[T', K]`, in the order of the store."
     arrays = [None] * len(store)
     day_of = {s: i for i, s in enumerate(cfg.data.sessions)}
-    evaluator = Evaluator(model, store, day_of, cfg, strategy, batch_size, _log_probs)
+    evaluator = Evaluator(model, store, day_of, cfg, strategy, batch_size, _log_probs, smoothing)
     for trials, r in evaluator(f'infer {store.split}' if progress else None):
         for i, log_probs, n in zip(trials, r['log_probs'], r['frames']): arrays[i] = log_probs[:n].copy()
     return arrays
@@ -49,6 +50,7 @@ def infer(
     precision: str = 'auto',    # `auto`, `float32`, `bfloat16` or `float16`
     batch_size: int = 64,       # Trials per batch
     progress: bool = True,      # Show a progress bar
+    smoothing: str = 'same',    # Or `valid`, as the official evaluation smooths
 ) -> LogitStore:
     """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, or
     `TrainingError` where model and trials do not fit."""
@@ -56,6 +58,6 @@ def infer(
     strategy = start(accelerator, precision)
     with strategy.distribution.scope(): model, cfg = load_model(file, unseen='here' if store.split == 'val' else None)
     check_features(store, cfg, checkpoint)
-    arrays = log_probs_of(model, store, cfg, strategy, batch_size, progress)
+    arrays = log_probs_of(model, store, cfg, strategy, batch_size, progress, smoothing)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return LogitStore.write(path, arrays, store.index, provenance(file, store, cfg, strategy.device))
+    return LogitStore.write(path, arrays, store.index, provenance(file, store, cfg, strategy.device, smoothing))

@@ -18,7 +18,7 @@ from ..config import Config
 from ..devices.machine import Device
 from ..files import sha256
 from ..schema import ConfigError, describe_errors
-from .recipe import TrainingError
+from .recipe import TrainingError, smoothing_margins
 
 if TYPE_CHECKING: # It brings pandas, for which `b2t` need not wait
     from b2t_kaggle.data.store import TrialStore
@@ -128,8 +128,9 @@ def provenance(
     store: 'TrialStore', # Trials that it was run on
     cfg: Config,         # The model's configuration
     device: Device,      # Where it ran
+    smoothing: str = 'same', # How trials were smoothed at their ends
 ) -> dict:
     "Where log-probabilities come from, as a `LogitStore` keeps it."
     file = dict(checkpoint=str(checkpoint), checkpoint_sha256=sha256(checkpoint))
     return file | dict(model=cfg.model.name, split=store.split, device=str(device), precision=device.precision,
-                       config=cfg.dump())
+                       config=cfg.dump(), smoothing=smoothing, first_bin=smoothing_margins(cfg.augment, smoothing)[0])

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FIRST_SCALE', 'SCALE_INTERVAL', 'SMALLEST_SCALE', 'TrainingError', 'lr_factor', 'learning_rates', 'averaging_rate',
-           'refit_step', 'group_of', 'gaussian_kernel', 'smoothing_kernel', 'step_seed', 'draw_cut']
+           'refit_step', 'group_of', 'gaussian_kernel', 'smoothing_kernel', 'smoothing_margins', 'step_seed',
+           'draw_cut']
 
 # %% ../../nbs/training/00_recipe.ipynb #c002
 import math
@@ -110,6 +111,16 @@ def smoothing_kernel(
     "The kernel of a configuration; None where it does not smooth."
     if not cfg.smooth_data: return None
     return gaussian_kernel(cfg.smooth_kernel_size, cfg.smooth_kernel_std, cfg.smooth_causal)
+
+def smoothing_margins(
+    cfg: AugmentConfig, # The run's `augment` group
+    smoothing: str,     # `same` or `valid`
+) -> tuple[int, int]:
+    "Bins that smoothing leaves out at the beginning and at the end of a trial."
+    kernel = smoothing_kernel(cfg)
+    if smoothing == 'same' or kernel is None: return 0, 0
+    before = (len(kernel) - 1)//2
+    return before, len(kernel) - 1 - before
 
 # %% ../../nbs/training/00_recipe.ipynb #c022
 def step_seed(

@@ -125,53 +125,66 @@ ngram 2=3
 '''
 
 
-def make_kinds(folder: Path) -> dict[str, Kind]:
+def read_stamp(path):
+    root = path.parents[1]
+    return StageRun(Run(root, root/'work', cfg=preset('demo')), 'train').status()
+
+
+# Name: file in a folder of its own, reader, and whether any change is noticed
+KINDS = {
+    'session': (f'{DAY}/data_train.hdf5', read_sessions, False),
+    'trials': ('train.arrow', read_store, True),
+    'logits': ('val.arrow', read_logits, True),
+    'best.pt': ('best.pt', read_checkpoint, True),
+    'official weights': ('checkpoint/best_checkpoint', read_official, True),
+    'args.yaml': ('checkpoint/args.yaml', read_official, False),
+    'config': ('config.yaml', lambda p: load_config(p).dump(), False),
+    'nbest': ('nbest_val.jsonl', read_nbest, True),
+    'hypotheses': ('a.jsonl', read_hypotheses, False),
+    'submission': ('a.csv', read_hypotheses, False),
+    'arpa': ('lm.arpa', read_model, False),
+    'arpa.gz': ('lm.arpa.gz', read_model, False),
+    'weights': ('rescore_weights.json', read_weights, False),
+    'confusions': ('confusions.json', load_confusions, False),
+    'stamp': ('run/stages/train.json', read_stamp, False),
+}
+
+
+def kinds_in(folder: Path) -> dict[str, Kind]:
+    "The kinds whose files `make_kinds` wrote."
+    return {name: Kind(folder/name/file, *rest) for name, (file, *rest) in KINDS.items()}
+
+
+def make_kinds(folder: Path) -> None:
     "Write a file of each kind."
-    kinds = {}
-
-    def add(name, file, read, **options):
-        path = folder/name/file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kinds[name] = Kind(path, read, **options)
-        return path
-
-    session = add('session', f'{DAY}/data_train.hdf5', read_sessions)
-    write_session(session, sentences())
-    trials = add('trials', 'train.arrow', read_store, has_checksum=True)
-    TrialStore.build(session.parents[1], 'train', trials, progress=False)
+    path = {name: kind.path for name, kind in kinds_in(folder).items()}
+    for p in path.values(): p.parent.mkdir(parents=True)
+    write_session(path['session'], sentences())
+    trials = TrialStore.build(path['session'].parents[1], 'train', path['trials'], progress=False)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((3, 12, 41)).astype('float32')
     x -= np.log(np.exp(x).sum(-1, keepdims=True))
-    index = TrialStore.open(kinds['trials'].path).index
-    LogitStore.write(add('logits', 'val.arrow', read_logits, has_checksum=True), x, index, dict(model='m', split='val'))
+    LogitStore.write(path['logits'], x, trials.index, dict(model='m', split='val'))
     cfg = with_overrides(preset('official'), {'neural_dim': 4, 'n_units': 3, 'n_layers': 1, 'patch_size': 2,
                                               'patch_stride': 1, 'data.sessions': [DAY]})
     torch.manual_seed(0)
     model = build_model(cfg.model, 1)
-    content = dict(model_state_dict=model.state_dict(), config=cfg.dump(), val_per=0.1)
-    save_atomic(content, add('best.pt', 'best.pt', read_checkpoint, has_checksum=True))
-    add('official weights', 'checkpoint/best_checkpoint', read_official, has_checksum=True)
-    save_official(model, cfg, folder/'official weights', 0.1)
-    add('args.yaml', 'checkpoint/args.yaml', read_official)
-    save_official(model, cfg, folder/'args.yaml', 0.1)
-    save_config(cfg, add('config', 'config.yaml', lambda p: str(load_config(p).dump())))
+    save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump(), val_per=0.1), path['best.pt'])
+    for name in ('official weights', 'args.yaml'): save_official(model, cfg, folder/name, 0.1)
+    save_config(cfg, path['config'])
     hyps = [[Hypothesis('how are you', -2.5, -4., 3, -6.5), Hypothesis('how', -3.5, -5., 1, -8.5)]]*3
-    nbest = add('nbest', 'nbest_val.jsonl', lambda p: str(read_nbest(p)), has_checksum=True)
-    write_nbest(nbest, hyps)
-    lists = read_hypotheses(nbest)
-    write_hypotheses(add('hypotheses', 'a.jsonl', lambda p: str(read_hypotheses(p))), lists)
-    add('submission', 'a.csv', lambda p: str(read_hypotheses(p))).write_text('id,text\n0,how are you\n1,how\n')
-    add('arpa', 'lm.arpa', read_model).write_text(ARPA)
-    add('arpa.gz', 'lm.arpa.gz', read_model).write_bytes(gzip.compress(ARPA.encode(), mtime=0))
+    write_nbest(path['nbest'], hyps)
+    write_hypotheses(path['hypotheses'], read_hypotheses(path['nbest']))
+    path['submission'].write_text('id,text\n0,how are you\n1,how\n')
+    path['arpa'].write_text(ARPA)
+    path['arpa.gz'].write_bytes(gzip.compress(ARPA.encode(), mtime=0))
     weights = dict(acoustic_scale=.3, alpha=.5, word_score=0., length_penalty=0., gate=None)
-    add('weights', 'rescore_weights.json', lambda p: str(read_weights(p))).write_text(json.dumps(weights))
-    add('confusions', 'confusions.json', lambda p: str(load_confusions(p))).write_text('{"format": "b2t confusions 1"}')
-    run = Run(folder/'stamp'/'run', folder/'stamp'/'work', cfg=preset('demo'))
-    stage = StageRun(run, 'train')
+    path['weights'].write_text(json.dumps(weights))
+    path['confusions'].write_text('{"format": "b2t confusions 1"}')
+    run = Run(path['stamp'].parents[1], path['stamp'].parents[2]/'work', cfg=preset('demo'))
     stamp = dict(key=run.key('train'), fingerprint='f', finished=True, outputs={'train/best.pt': [1, 'h']}, needs={},
                  metrics={}, seconds=1., made=1.)
-    add('stamp', 'run/stages/train.json', lambda p: stage.status()).write_text(json.dumps(stamp))
-    return kinds
+    path['stamp'].write_text(json.dumps(stamp))
 
 
 # Damage

@@ -1,0 +1,160 @@
+"""How a case is tried: in a process of its own, so that a crash or a hang is one of its results; its memory, its
+processor time and its time are limited.
+
+The processes are copies of one that was started for that, has imported what they need, and never had a second thread.
+"""
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import HOSTILE, SECRET, Kind, damaged, kinds_in
+
+import b2t_kaggle
+
+HERE = Path(b2t_kaggle.__file__).parent
+REPORTED = ValueError, RuntimeError, OSError, ImportError  # What the command turns into one line
+MAX_GROWTH = 100 << 20  # Bytes of memory that reading one file of some kilobytes may take
+CPU_SECONDS = 20        # Of processor time for one file
+SECONDS = 300           # By the clock, on a machine that is busy with other things
+
+
+# In the process of its own
+
+def memory(name: str) -> int:
+    "A figure of this process in bytes: `VmRSS`, or `VmHWM`, the most since it was reset."
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return 1024*next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def complaint(e: Exception, path: Path) -> str:
+    "What is wrong with an error; empty where nothing is."
+    text = str(e)
+    raised_in = Path(traceback.extract_tb(e.__traceback__)[-1].filename)
+    if not isinstance(e, REPORTED): return 'an error that the command does not expect'
+    if not (raised_in.is_relative_to(HERE) or isinstance(e, OSError)): return f'raised in {raised_in}'
+    if path.name not in text and path.parent.name not in text: return 'it does not name the file'
+    if SECRET in text: return 'it quotes another file'
+    if 'weights_only' in text: return 'it quotes advice to run what is in the file'
+    return 'more than one line' if '\n' in text.strip() else 'a page' if len(text) > 1500 else ''
+
+
+def outcome(kind: Kind, path: Path) -> dict:
+    "What reading a file ends in: `result`, or `error`; and `complaint`, where that is not as promised."
+    Path('/proc/self/clear_refs').write_text('5')  # The most memory is counted from here on
+    before = memory('VmRSS')
+    try: found = dict(result=str(kind.read(path)))
+    except AssertionError as e: found = dict(error=str(e)[:2000], complaint='an assertion of the reader')
+    except Exception as e: found = dict(error=f'{type(e).__name__}: {e}'[:2000], complaint=complaint(e, path))
+    growth = memory('VmHWM') - before
+    if growth > MAX_GROWTH: found['complaint'] = f'{growth >> 20} MB of memory'
+    if SECRET in found.get('result', ''): found['complaint'] = 'it shows another file'
+    return found
+
+
+def put(kind: Kind, folder: Path) -> Path:
+    "A copy of all that belongs to a whole file, which may be changed."
+    shutil.rmtree(folder, ignore_errors=True)
+    root = kind.path.parents[1]
+    shutil.copytree(root, folder)
+    return folder/kind.path.relative_to(root)
+
+
+def try_all(kind: Kind, cases: list, folder: Path, out) -> None:
+    "Try cases, (name, make, arguments) each, and send a dict about each, one before and one after."
+    warnings.simplefilter('ignore')
+    limit = memory('VmSize') + (4 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    path = put(kind, folder)
+    out.send(dict(case='whole'))
+    outcome(kind, path)  # Imports and compiles what reading needs, which is not the file's memory
+    expected = outcome(kind, path)
+    out.send(dict(case='whole', **expected))
+    for name, make, *arguments in cases:
+        out.send(dict(case=name))
+        used = int(time.process_time())
+        resource.setrlimit(resource.RLIMIT_CPU, (used + CPU_SECONDS, resource.RLIM_INFINITY))
+        path = put(kind, folder)
+        make(path, *arguments)
+        found = outcome(kind, path)
+        if name.isdigit() and kind.has_checksum and found.get('result', expected['result']) != expected['result']:
+            found['complaint'] = 'damage was not noticed'
+        out.send(dict(case=name, **found))
+
+
+def try_kind(out, copy: Path, folder: Path, name: str, n: int, secret: Path) -> None:
+    "All hostile cases of a kind, and `n` drawn ones."
+    kind = kinds_in(folder)[name]
+    cases = [(str(i), lambda path, i: path.write_bytes(damaged(kind, name, i)), i) for i in range(n)]
+    cases += [(case, make, secret) for case, make in HOSTILE[name].items()]
+    try_all(kind, cases, copy, out)
+
+
+def _raise(error: Exception): raise error
+
+
+# By what the report of it must say: readers that do not do as promised, given the path and the secret
+READERS = {
+    'an error that': lambda p, s: _raise(KeyError(p.name)),
+    'raised in': lambda p, s: _raise(ValueError(p.name)),
+    'MB of memory': lambda p, s: np.ones(20 << 20).sum(),
+    'another file': lambda p, s: s.read_text(),
+    'ended with status': lambda p, s: os.kill(os.getpid(), signal.SIGSEGV),
+    'hangs': lambda p, s: os.read(os.pipe()[0], 1),
+    'damage was not noticed': lambda p, s: p.read_text(),
+}
+
+
+def try_reader(out, copy: Path, path: Path, expected: str, secret: Path) -> None:
+    "One of `READERS`."
+    kind = Kind(path, lambda p: READERS[expected](p, secret), has_checksum=True)
+    try_all(kind, [('0', lambda p: p.write_text('changed'))], copy, out)
+
+
+# In the process of the tests
+
+def start() -> None:
+    "Start the process that the others are copies of."
+    with pytest.MonkeyPatch.context() as m:
+        for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'): m.setenv(name, '1')
+        m.setenv('PYTHONPATH', os.pathsep.join(p for p in sys.path if p))
+        forkserver.set_forkserver_preload(['campaign'])
+        forkserver.ensure_running()
+
+
+def in_a_process(target: Callable, *arguments, seconds: float = SECONDS) -> list[dict]:
+    """What each case ended in that `target(connection, *arguments)` tried; a case that the process did not survive, or
+    that took longer than `seconds`, has `complaint`."""
+    context = multiprocessing.get_context('forkserver')
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(sender, *arguments), daemon=True)
+    process.start()
+    sender.close()
+    sent = [dict(case='whole')]
+    hangs = False
+    try:
+        while not hangs:
+            hangs = not receiver.poll(seconds)
+            if not hangs: sent.append(receiver.recv())
+    except EOFError: pass
+    if hangs: process.kill()
+    process.join(60)
+    found = [s for s in sent if 'result' in s or 'error' in s]
+    how = 'hangs' if hangs else f'the process ended with status {process.exitcode}'
+    if hangs or process.exitcode: found.append(dict(case=sent[-1]['case'], complaint=how))
+    return found
+
+
+def report(found: list[dict]) -> str:
+    "The cases that did not end as promised."
+    return '\n'.join(f'{f["case"]}: {f["complaint"]}: {f.get("error", "")[:400]}' for f in found if f.get('complaint'))

@@ -1,0 +1,33 @@
+"""Nothing but this machine can be reached. Python imports a module of this name when it starts, if it is on the path:
+conftest.py puts it there, for what tests start. What is not Python (Redis, a kernel's ZeroMQ) is not asked."""
+import errno
+import ipaddress
+import os
+import socket
+import sys
+
+HERE = {'', 'localhost', 'localhost.localdomain', os.uname().nodename}
+LOOKUPS = {'socket.getaddrinfo', 'socket.gethostbyname'}
+CONNECTIONS = {'socket.connect', 'socket.sendto', 'socket.sendmsg'}
+
+
+def _as_ip(host):
+    "An address that needs no look-up; None for a name."
+    try: return ipaddress.ip_address(host.partition('%')[0])
+    except ValueError: return None
+
+
+def _guard(event, args):
+    "Raises what Python raises on a machine without a network."
+    if event not in LOOKUPS and event not in CONNECTIONS: return
+    host = args[0] if event in LOOKUPS else args[1][0] if isinstance(args[1], tuple) and args[1] else None
+    if isinstance(host, bytes): host = host.decode('ascii', 'replace')
+    if not isinstance(host, str) or host in HERE: return  # A socket of this machine
+    ip = _as_ip(host)
+    if event in LOOKUPS and ip is None:
+        raise socket.gaierror(socket.EAI_NONAME, f'tests may reach this machine alone, not {host}')
+    if event in CONNECTIONS and not (ip and (ip.is_loopback or ip.is_unspecified)):
+        raise OSError(errno.ENETUNREACH, f'tests may reach this machine alone, not {host}')
+
+
+sys.addaudithook(_guard)

@@ -1,0 +1,32 @@
+"Tests reach nothing but this machine, nor does what they start (conftest.py, tests/no_network)."
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(bool({'BUILD_KENLM', 'RESOLVE'} & os.environ.keys()), reason='asked to use the network')
+ELSEWHERE = [('192.0.2.1', 80), ('2001:db8::1', 80), ('example.com', 80)]  # Addresses for documentation, of nobody
+
+
+@pytest.mark.parametrize('address', ELSEWHERE)
+def test_other_machines_cannot_be_reached(address):
+    with pytest.raises(OSError, match=f'tests may reach this machine alone, not {address[0]}'):
+        socket.create_connection(address, timeout=1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, pytest.raises(OSError, match='this machine alone'):
+        s.sendto(b'', (ELSEWHERE[0]))
+
+
+@pytest.mark.parametrize('host', ['127.0.0.1', 'localhost'])
+def test_this_machine_can(host):
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        socket.create_connection((host, server.getsockname()[1]), timeout=10).close()
+
+
+def test_what_tests_start_cannot_either():
+    "A process, and one that it starts."
+    child = f'import socket; socket.create_connection({ELSEWHERE[0]}, timeout=1)'
+    code = f'import subprocess, sys; sys.exit(subprocess.run([sys.executable, "-c", {child!r}]).returncode)'
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and 'tests may reach this machine alone, not 192.0.2.1' in done.stderr
