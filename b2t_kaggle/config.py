@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SCHEMA', 'MAY_CHANGE', 'PRESETS', 'SimulateConfig', 'DataConfig', 'AugmentConfig', 'TrainConfig', 'InferConfig',
            'LMConfig', 'DecodeConfig', 'RescoreConfig', 'CombineConfig', 'ReportConfig', 'SessionConfig', 'upgrade',
-           'Config', 'changed_values', 'config_fields', 'config_keys', 'with_overrides', 'from_official', 'preset',
-           'read_yaml', 'load_config', 'save_config']
+           'Config', 'changed_values', 'differing_values', 'config_fields', 'config_keys', 'with_overrides',
+           'from_official', 'preset', 'read_yaml', 'load_config', 'save_config']
 
 # %% ../nbs/08_config.ipynb #c003
 import difflib
@@ -444,6 +444,18 @@ def changed_values(
     return {k: v for k, v in values.items() if k not in without}
 
 # %% ../nbs/08_config.ipynb #c037
+def differing_values(
+    cfg: Config,   # A configuration
+    other: Config, # What it is compared with
+) -> dict[str, Any]: # `group.field`: value, as plain JSON types
+    "Values of `cfg` that `other` does not have; all of the model where the two have different ones."
+    def flat(c): return {f'{g}.{k}': v for g, values in c.model_dump(mode='json').items() for k, v in values.items()}
+    theirs = flat(other)
+    is_other_model = cfg.model.name != other.model.name
+    return {k: v for k, v in flat(cfg).items()
+            if k not in theirs or theirs[k] != v or (is_other_model and k.startswith('model.'))}
+
+# %% ../nbs/08_config.ipynb #c040
 def _model_fields() -> dict[str, dict[str, FieldInfo]]:
     "Fields of the encoders that can be imported here, by encoder."
     fields = {}
@@ -474,7 +486,7 @@ def config_keys() -> dict[str, str]:
     "Every settable key, `group.field`, and its description."
     return {key: description for key, (_, description) in config_fields().items()}
 
-# %% ../nbs/08_config.ipynb #c039
+# %% ../nbs/08_config.ipynb #c042
 def _resolve(key: str) -> str:
     "The full `group.field` of a key; a bare name must be unique."
     keys = list(config_keys())
@@ -486,7 +498,7 @@ def _resolve(key: str) -> str:
     hint = f'did you mean {" or ".join(near)}?' if near else '`b2t keys` lists them all'
     raise ConfigError(f'--set {key}: there is no such key; {hint}')
 
-# %% ../nbs/08_config.ipynb #c041
+# %% ../nbs/08_config.ipynb #c044
 def _suggest(sentence: str) -> str:
     "The sentence about a key that does not exist, with the nearest ones."
     key = sentence.split(':')[0]
@@ -507,7 +519,7 @@ def _parse(text: Any) -> Any:
     try: return float(text) if looks_like_float else parse_yaml(text)
     except ValueError: return text
 
-# %% ../nbs/08_config.ipynb #c043
+# %% ../nbs/08_config.ipynb #c046
 def _merge_model(
     old: EncoderConfig, # What was configured
     new: dict,          # Values that replace some of it
@@ -538,14 +550,14 @@ def with_overrides(
         groups.setdefault(group, {})[field] = _parse(value)
     return _merge(cfg, groups)
 
-# %% ../nbs/08_config.ipynb #c046
+# %% ../nbs/08_config.ipynb #c049
 def from_official(
     values: dict, # A parsed `rnn_args.yaml` or `args.yaml`
 ) -> Config:
     "The official configuration as ours; raises `ConfigError` for a key that the official kit does not have."
     return _validated(to_our_names(values))
 
-# %% ../nbs/08_config.ipynb #c049
+# %% ../nbs/08_config.ipynb #c052
 _TIME_MASKED = {
     'data': dict(batch_size=64),
     'augment': dict(white_noise_std=0.2, constant_offset_std=0.05, random_cut=0, time_masks=20, time_mask_max=0.05),
@@ -594,7 +606,7 @@ def preset(
         raise ConfigError(f'preset {name!r} does not exist; there are {", ".join(PRESETS)}')
     return _validated(PRESETS[name])
 
-# %% ../nbs/08_config.ipynb #c050
+# %% ../nbs/08_config.ipynb #c053
 def read_yaml(path: str | Path) -> dict:
     "A YAML mapping, with an error that names the file."
     try: values = read_yaml_file(path)
@@ -604,7 +616,7 @@ def read_yaml(path: str | Path) -> dict:
         raise ConfigError(f'{path}: expected a mapping of groups to fields, found {type(values).__name__}')
     return values
 
-# %% ../nbs/08_config.ipynb #c051
+# %% ../nbs/08_config.ipynb #c054
 def load_config(
     path: str | Path | None = None, # YAML file, ours or the official kit's; none means the preset alone
     base: str = 'official',         # Preset that a file in our format starts from
