@@ -101,6 +101,8 @@ class AugmentConfig(Section):
     "Largest length of one time mask, as a part of the trial."
 
 # %% ../nbs/08_config.ipynb #c016
+def _split(value): return value.replace(' ', '').split(',') if isinstance(value, str) else value
+
 class TrainConfig(Section):
     framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
     "Which implementation trains and infers."
@@ -186,6 +188,9 @@ class TrainConfig(Section):
     "Batches, from the tenth on, that TensorFlow's profiler records for TensorBoard; 0 means none."
     init_checkpoint_path: AbsolutePath | None = None
     "Checkpoint whose weights training starts from."
+    log: Annotated[list[Literal['tensorboard', 'wandb', 'mlflow']] | None, BeforeValidator(_split)] = None
+    ("Trackers that see the curves while it trains: tensorboard, wandb (Weights & Biases), mlflow, with commas between "
+     "them. None: TensorBoard where TensorFlow trains, no tracker where PyTorch does; []: no tracker.")
     time_budget: float | None = Field(None, gt=0)
     "Minutes after which training stops, saves, and lets the pipeline go on."
 
@@ -429,7 +434,8 @@ class Config(Section):
         return dict(schema=SCHEMA) | self.model_dump(mode='json')
 
 # %% ../nbs/08_config.ipynb #c032
-_SAME_MODEL = 'num_training_batches time_budget batches_per_save accelerator precision accumulate compile profile'
+_SAME_MODEL = ('num_training_batches time_budget batches_per_save accelerator precision accumulate compile profile '
+               'log')
 MAY_CHANGE = {f'train.{k}' for k in _SAME_MODEL.split()} | {'data.dataset_dir', 'data.eval_batch_size'}
 
 # %% ../nbs/08_config.ipynb #c034

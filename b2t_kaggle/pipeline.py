@@ -112,6 +112,11 @@ def _check_accelerator(run: Run, kind: str) -> None:
     t = run.cfg.train
     if run.cfg.data.dataset_dir: check_accelerator_present(kind, t.accelerator, t.num_training_batches)
 
+def _check_trackers(run: Run) -> None:
+    "Raise `TrainingError` for a tracker of `train.log` that is not installed."
+    from b2t_kaggle.training.trackers import check_trackers, tracker_names
+    check_trackers(tracker_names(run.cfg.train.log, run.cfg.train.framework))
+
 def _check_time(name: str, deadline: Deadline) -> None:
     "Raise `PipelineError` where the session is over and a stage is to begin without which there is no submission."
     if deadline.left() > 0: return
@@ -137,8 +142,9 @@ def run_stages(
     until: str | None = None,  # Last stage wanted; none means all
     force: Iterable[str] = (), # Stages to do again even if they are done
 ) -> list[dict]:               # A row per stage: stage, what happened, seconds, figures
-    """Do what is not done, in order; raises `PipelineError` at the first stage that fails, and `DeviceError` before a
-    long training on recordings that has no accelerator."""
+    """Do what is not done, in order; raises `PipelineError` at the first stage that fails. Before anything is
+    computed: `DeviceError` for a long training on recordings without an accelerator, `TrainingError` for a tracker of
+    `train.log` that is not installed."""
     names = plan(run.cfg, until)
     if wrong := sorted(set(force) - set(names)):
         raise PipelineError(f'--force {wrong[0]}: this command does not come to that stage; it does {", ".join(names)}')
@@ -146,7 +152,9 @@ def run_stages(
     stages = {name: StageRun(run, name) for name in names}
     pending = _pending(stages, force)
     kind = detect().kind
-    if 'train' in pending: _check_accelerator(run, kind)
+    if 'train' in pending:
+        _check_accelerator(run, kind)
+        _check_trackers(run)
     if pending & {'lm', 'decode'}: _check_language_model(run.cfg.lm.path)
     with session(session_hours(run.cfg.session.hours, kind)) as deadline:
         for name, stage in stages.items():

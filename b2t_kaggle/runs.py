@@ -112,7 +112,7 @@ def _sha(value) -> str:
 
 # %% ../nbs/13_runs.ipynb #c011
 # May differ between two calls without making a finished stage out of date
-_NOT_IN_KEY = {'train.time_budget', 'train.accelerator', 'decode.n_jobs'}
+_NOT_IN_KEY = {'train.time_budget', 'train.accelerator', 'train.log', 'decode.n_jobs'}
 # Say where files are
 _PATHS = {'data.dataset_dir', 'train.init_checkpoint_path', 'infer.checkpoint', 'infer.logits', 'lm.path', 'lm.general',
           'lm.texts', 'decode.llm', 'decode.llm_adapter', 'rescore.model', 'rescore.adapter',

@@ -6,11 +6,9 @@
 __all__ = ['StepResult', 'Trainer', 'start_from', 'check_finite', 'check_scale', 'Loop', 'result_of', 'fit']
 
 # %% ../../nbs/training/07_loop.ipynb #c002
-import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +25,7 @@ from .history import BestTracker, History
 from .memory import raise_if_oom
 from .recipe import SMALLEST_SCALE, TrainingError, refit_step
 from .resume import check_same, fingerprint, transfer_weights
+from .trackers import TrackedRun, check_trackers, tracked_values, tracker_names, tracking
 from .trials import name_trials
 
 # %% ../../nbs/training/07_loop.ipynb #c007
@@ -261,6 +260,12 @@ class Loop:
                 if self.stopped: break
         return self.stopped
 
+    @property
+    def is_told(self) -> bool:
+        "Whether trackers see this loop: in the process that writes, if there are steps left."
+        t = self.trainer
+        return t.is_main_process and not self.stopped and t.step < t.cfg.train.num_training_batches
+
     def _is_due(self, every: int) -> bool: return self.trainer.step % every == 0
 
     def _is_last(self) -> bool: return self.trainer.step == self.trainer.cfg.train.num_training_batches
@@ -357,22 +362,23 @@ def fit(
     cfg: Config,                   # The run's configuration
     out_dir: str | Path,           # Receives checkpoints and `history.csv`; a run that is there is continued
     progress: bool = True,         # Show a progress bar
-    logger: Callable[[Path], AbstractContextManager] = contextlib.nullcontext, # Makes what sees new rows of the curves
 ) -> dict:
     "Train, or continue. Returns what `result_of` says. Raises `TrainingError`."
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
+    names = tracker_names(cfg.train.log, trainer_class.framework)
+    check_trackers(names)
     budget = Budget(cfg.train.time_budget, len(store_val or ()) / cfg.data.batch_size)
     backend = start()
     last = out/LAST[trainer_class.framework]
     continues = backend.gather(last.exists())[0]
     trainer = None
     try:
-        with logger(out) as log:
-            trainer = trainer_class(store, store_val, cfg, backend, last if continues else None)
-            if not continues and trainer.is_main_process: (out/REFIT).unlink(missing_ok=True) # Of an earlier training
-            history = History(out/'history.csv', trainer.step)
-            stopped = Loop(trainer, history, budget, out, log if callable(log) else None).run(progress)
+        trainer = trainer_class(store, store_val, cfg, backend, last if continues else None)
+        if not continues and trainer.is_main_process: (out/REFIT).unlink(missing_ok=True) # Of an earlier training
+        loop = Loop(trainer, History(out/'history.csv', trainer.step), budget, out)
+        tracked = TrackedRun(out, tracked_values(trainer.cfg), trainer.step)
+        with tracking(names if loop.is_told else [], tracked) as loop.log: stopped = loop.run(progress)
     except Exception as e:
         raise_if_oom(e, backend.device.name, trainer)
         raise
