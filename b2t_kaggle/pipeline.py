@@ -6,6 +6,7 @@
 __all__ = ['execute', 'write_report', 'run_stages']
 
 # %% ../nbs/14_pipeline.ipynb #c003
+import json
 import os
 import sys
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from filelock import FileLock
 from .devices.machine import detect
 from .devices.session import check_accelerator_present, session_hours
 from .files import write_whole
+from .report import report_page
 from .runs import Run, StageRun
 from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
 from .training.budget import Deadline, session
@@ -52,11 +54,9 @@ def execute(
 # %% ../nbs/14_pipeline.ipynb #c008
 def write_report(run: Run) -> Path:
     "`report.html` from the executed report notebook."
-    from nbconvert import HTMLExporter
     notebook = run.dir/'notebooks'/notebook_path('report').name
-    html, _ = HTMLExporter(exclude_input=True).from_filename(str(notebook))
     path = run.dir/'report.html'
-    write_whole(path, html)
+    write_whole(path, report_page(json.loads(notebook.read_text(encoding='utf-8')), run.dir.absolute().name))
     return path
 
 # %% ../nbs/14_pipeline.ipynb #c009

@@ -115,13 +115,14 @@ def test_rooms_of_tensorflow_bring_no_pytorch():
 FLOORS = (
     ('cli', 'cli_audio', 'cli_average', 'cli_combine', 'cli_compare', 'cli_data', 'cli_kaggle', 'cli_lm', 'cli_merge',
      'cli_phonemes', 'kaggle'),
-    ('pipeline', 'results', 'runs', 'stages', 'convert', 'frameworks'),
+    ('pipeline', 'report', 'results', 'runs', 'stages', 'convert', 'frameworks'),
     ('pytorch', 'tensorflow'),
     ('rescoring',),
     ('decoding',),
     ('lm', 'training', 'audio'),
     ('data', 'logits', 'metrics', 'bootstrap', 'comparison', 'submission'),
-    ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'reading', 'files'),
+    ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'reading', 'files',
+     'pages'),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 
