@@ -198,7 +198,7 @@ def _add_stage(name: str, options: tuple = ()):
     verb.__doc__ = f'{purpose[0].upper()}{purpose[1:]}; earlier stages that are not done are done first.'
     main.command(name)(shared_options(_with(options, verb)))
 
-for _name in ('pack', 'rescore', 'submit', 'report'): _add_stage(_name)
+for _name in ('pack', 'generate', 'rescore', 'submit', 'report'): _add_stage(_name)
 _add_stage('train', _TRAINING)
 _add_stage('infer', _INFERRING)
 

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'MAY_CHANGE', 'PRESETS', 'SimulateConfig', 'DataConfig', 'AugmentConfig', 'TrainConfig', 'InferConfig',
-           'LMConfig', 'DecodeConfig', 'RescoreConfig', 'CombineConfig', 'ReportConfig', 'SessionConfig', 'upgrade',
-           'Config', 'changed_values', 'differing_values', 'config_fields', 'config_keys', 'with_overrides',
-           'from_official', 'preset', 'read_yaml', 'load_config', 'save_config']
+           'LMConfig', 'DecodeConfig', 'RescoreConfig', 'CombineConfig', 'ReportConfig', 'AudioConfig',
+           'GenerateConfig', 'SessionConfig', 'upgrade', 'Config', 'changed_values', 'differing_values',
+           'config_fields', 'config_keys', 'with_overrides', 'from_official', 'preset', 'read_yaml', 'load_config',
+           'save_config']
 
 # %% ../nbs/08_config.ipynb #c003
 import difflib
@@ -351,12 +352,53 @@ class ReportConfig(Section):
     "The official description of the blocks (CSV), with which the report has error rates by corpus."
 
 # %% ../nbs/08_config.ipynb #c022
+_LossWeight = Annotated[float, Field(ge=0)] | list[tuple[float, Annotated[float, Field(ge=0)]]]
+
+class AudioConfig(Section):
+    language_model: FolderOrName | None = None
+    ("Audio LLM of transformers in the form of Qwen2-Audio that is to read the model's vectors: a local folder, or a "
+     "name on the hub; none means that words are found by the beam search.")
+    llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
+    "Type of its weights; `auto` is float32 on a CPU, on a GPU what that computes with."
+    quantization: Literal['eight_bit', 'four_bit'] | None = None
+    "Load its matrices with fewer bits; needs bitsandbytes."
+    lora_rank: int = Field(8, ge=0, le=1024)
+    "Rank of its LoRA layers, which are trained along; 0 means that it is frozen."
+    gradient_checkpointing: bool = True
+    "Compute its layers once more on the way back instead of keeping what they made: less memory, more time."
+    prompt: str = 'Write what is said.'
+    "What it is asked, in its chat template, behind the place where speech stands."
+    stack: int = Field(2, ge=1, le=64)
+    "Neighbouring frames of the model that make a vector."
+    targets: AbsolutePath | None = None
+    "File of `b2t audio targets`, made by the tower of the same audio LLM, that vectors are to be like."
+    align_by: Literal['soft_dtw', 'monotonic', 'interpolation'] = 'soft_dtw'
+    "How vectors find their targets in time."
+    align_distance: Literal['cosine', 'mse'] = 'cosine'
+    "Distance of a vector to its target."
+    answer_weight: _LossWeight = 1.0
+    ("Weight of the cross entropy per token of the answer; this and the next ones are a number, or pairs (batches, "
+     "weight) between which it changes linearly.")
+    ctc_weight: _LossWeight = 0.3
+    "Weight of the CTC loss of the phonemes."
+    align_weight: _LossWeight = 1.0
+    "Weight of the distance to the targets, where there are some."
+    contrast_weight: _LossWeight = 0.1
+    "Weight of InfoNCE between the sentences of a batch and their targets, where there are some."
+
+class GenerateConfig(Section):
+    beams: int = Field(4, ge=1, le=100)
+    "Sentences that the audio LLM looks for in a trial; validation in training looks for one."
+    max_tokens: int = Field(128, ge=1, le=4096)
+    "Tokens of the longest answer; one that does not end by then has run away."
+
+# %% ../nbs/08_config.ipynb #c025
 class SessionConfig(Section):
     hours: float | None = Field(None, gt=0)
     ("Hours after which a run must be over: training stops in time, what is left is decoded with a narrow beam, and "
      "there is a submission. None: on Kaggle what a session there has, elsewhere no end.")
 
-# %% ../nbs/08_config.ipynb #c025
+# %% ../nbs/08_config.ipynb #c028
 SCHEMA = 2 # Number of this layout of the groups; saved with every configuration
 
 _FIRST_MODEL_FIELDS = set('noise_units adversarial_strength adversarial_schedule n_units patch_size'.split())
@@ -376,7 +418,7 @@ def upgrade(
         values['model'] = {k: v for k, v in model.items() if k in known}
     return values
 
-# %% ../nbs/08_config.ipynb #c028
+# %% ../nbs/08_config.ipynb #c031
 class Config(Section):
     "Everything that a run depends on, apart from its input files."
     simulate: SimulateConfig = SimulateConfig()
@@ -389,6 +431,8 @@ class Config(Section):
     decode: DecodeConfig = DecodeConfig()
     rescore: RescoreConfig = RescoreConfig()
     combine: CombineConfig = CombineConfig()
+    audio: AudioConfig = AudioConfig()
+    generate: GenerateConfig = GenerateConfig()
     report: ReportConfig = ReportConfig()
     session: SessionConfig = SessionConfig()
 
@@ -429,16 +473,30 @@ class Config(Section):
                              'is valid; set one to null, or the other to same')
         return self
 
+    @model_validator(mode='after')
+    def _can_train_an_audio_llm(self):
+        if self.audio.language_model is None: return self
+        t = self.train
+        wrong = dict(framework=t.framework != 'pytorch', cr_ctc=bool(t.cr_ctc), compile=t.compile,
+                     weight_average=t.weight_average is not None)
+        for field in (k for k, is_wrong in wrong.items() if is_wrong):
+            raise ValueError(f'audio.language_model is set, with which train.{field} = {getattr(t, field)} does not '
+                             f'work; set it to {TrainConfig.model_fields[field].default}')
+        if self.infer.logits:
+            raise ValueError('audio.language_model reads the vectors of a model, and this run has infer.logits alone; '
+                             'set one of them to null')
+        return self
+
     def dump(self) -> dict:
         "All values as plain JSON types, with the number of the schema; `Config.model_validate` reads them back equal."
         return dict(schema=SCHEMA) | self.model_dump(mode='json')
 
-# %% ../nbs/08_config.ipynb #c032
+# %% ../nbs/08_config.ipynb #c035
 _SAME_MODEL = ('num_training_batches time_budget batches_per_save accelerator precision accumulate compile profile '
                'log')
 MAY_CHANGE = {f'train.{k}' for k in _SAME_MODEL.split()} | {'data.dataset_dir', 'data.eval_batch_size'}
 
-# %% ../nbs/08_config.ipynb #c034
+# %% ../nbs/08_config.ipynb #c037
 def changed_values(
     cfg: Config,                  # A configuration
     without: set[str] = frozenset(), # Keys, `group.field`, that do not count
@@ -592,6 +650,13 @@ PRESETS = {
         'model': dict(name='zipformer', causal=True),
         'augment': dict(smooth_causal=True) | _MASKS,
         'train': _ICEFALL,
+    },
+    'audio-llm': {
+        'data': dict(batch_size=16, eval_batch_size=8, drop_instructions=True),
+        'model': dict(bidirectional=True),
+        'audio': dict(language_model='Qwen/Qwen2-Audio-7B-Instruct'),
+        'train': dict(num_training_batches=30_000, epsilon=1e-8, lr_max=0.0003, lr_min=0.000003, lr_max_day=0.0003,
+                      lr_min_day=0.000003, grad_norm_clip_value=1.0),
     },
     'demo': {
         'data': dict(batch_size=16, days_per_batch=4),

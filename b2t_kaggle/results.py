@@ -25,7 +25,7 @@ from .runs import Run, hypothesis_files, list_stage
 from .stages import PipelineError
 
 # %% ../nbs/13_results.ipynb #c007
-_DECODERS = dict(decode='lexicon', rescore='lexicon+llm', combine='combination')
+_DECODERS = dict(decode='lexicon', generate='audio llm', rescore='lexicon+llm', combine='combination')
 
 def _model_name(provenance: Mapping) -> str | None:
     "The acoustic model of log-probabilities, or all of which they are the average."

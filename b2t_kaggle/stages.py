@@ -38,7 +38,7 @@ STAGES = {s.name: s for s in (
     Stage('simulate', 'simulate a participant, as official HDF5 sessions', ('simulate',), (), shared=True),
     Stage('check', 'list every problem of the session files', _CHECKED, ('simulate',), shared=True),
     Stage('pack', 'pack the sessions into memory-mapped stores', _PACKED, ('check',), shared=True),
-    Stage('train', 'train the acoustic model', ('data', 'model', 'augment', 'train'), ('pack',),
+    Stage('train', 'train the acoustic model', ('data', 'model', 'augment', 'train', 'audio'), ('pack',),
           keeps=45, keeps_for_llm=60),
     Stage('infer', 'log-probabilities of val and test', _INFERRED, ('pack', 'train'), keeps=25, keeps_for_llm=60),
     Stage('ensemble', 'given log-probabilities, averaged over models',
@@ -46,9 +46,13 @@ STAGES = {s.name: s for s in (
     Stage('lm', 'n-gram language model and pronunciation lexicon', ('lm',), ('simulate', 'pack')),
     Stage('decode', 'beam search: n-best sentences of val and test', ('decode',), ('infer', 'ensemble', 'lm', 'pack'),
           keeps=5, keeps_for_llm=60),
-    Stage('rescore', 'an LLM ranks the n-best sentences anew', ('rescore',), ('decode', 'lm', 'pack'), keeps=5),
-    Stage('combine', 'one sentence of those of several systems', ('combine',), ('rescore', 'decode', 'lm', 'pack')),
-    Stage('submit', 'write and validate submission.csv', (), ('combine', 'rescore', 'decode', 'pack')),
+    Stage('generate', 'an audio LLM writes n-best sentences of val and test', ('audio', 'generate', *_INFERRED),
+          ('infer', 'lm', 'pack')),
+    Stage('rescore', 'an LLM ranks the n-best sentences anew', ('rescore',), ('decode', 'generate', 'lm', 'pack'),
+          keeps=5),
+    Stage('combine', 'one sentence of those of several systems', ('combine',),
+          ('rescore', 'decode', 'generate', 'lm', 'pack')),
+    Stage('submit', 'write and validate submission.csv', (), ('combine', 'rescore', 'decode', 'generate', 'pack')),
     Stage('report', 'one page: PER, WER, sessions, worst trials, curves', ('report',), ('submit', 'pack')),
 )}
 
@@ -79,6 +83,8 @@ def _skipped(cfg: Config) -> dict[str, str]:
     if cfg.infer.logits: skipped |= dict.fromkeys(('train', 'infer'), 'infer.logits is set')
     else: skipped['ensemble'] = 'infer.logits, the log-probabilities to take, is not set'
     if cfg.rescore.model is None: skipped['rescore'] = 'rescore.model, the language model to ask, is not set'
+    if cfg.audio.language_model: skipped['decode'] = 'audio.language_model writes the sentences (stage generate)'
+    else: skipped['generate'] = 'audio.language_model, the audio LLM that writes, is not set'
     if not cfg.combine.sources: skipped['combine'] = 'combine.sources, the systems to combine with, is not set'
     return skipped
 

@@ -25,6 +25,7 @@ from .checkpoint import load_file, load_state, load_weights, save_atomic
 from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
+from .models.encoder import Encoder
 from .parallel import Backend, start
 from .weight_average import WeightAverage
 from ..training import loop
@@ -122,7 +123,7 @@ def _losses(trainer: 'Trainer', out, rows: MicroBatch, frames: Tensor) -> dict[s
         return per_unit(ctc_losses(logits, rows.labels, frames, rows.n_labels), rows.n_labels)
 
     losses = trainer.model.training_losses(out, ctc, frames)
-    if not cfg.cr_ctc: return dict(loss=losses)
+    if not cfg.cr_ctc: return losses if isinstance(losses, dict) else dict(loss=losses)
     consistency = consistency_losses(trainer.model.training_logits(out), frames)
     consistency = per_unit(consistency, rows.n_labels[::2])
     return dict(loss=mean_of_views(losses) + cfg.cr_ctc * consistency, consistency=consistency)
@@ -145,7 +146,8 @@ def add_gradients(
     rows = micro_batch.two_views() if cfg.train.cr_ctc else micro_batch
     x, n_bins = trainer.augment.apply(rows.x, rows.n_bins, cut, backend.generator(seed))
     backend.seed(step_seed(cfg.train.seed, trainer.step, 2*place + 1))  # dropout
-    with backend.autocast(): out = trainer.forward(x, rows.day, n_bins=n_bins, **(training_args | scalars))
+    given = training_args | scalars | model.training_inputs(rows.batch.trials)
+    with backend.autocast(): out = trainer.forward(x, rows.day, n_bins=n_bins, **given)
     losses = _losses(trainer, out, rows, cfg.model.n_frames(n_bins))
     loss = losses['loss'].mean() / n_parts
     (backend.scaler.scale(loss) if backend.scaler else loss).backward()
@@ -175,7 +177,15 @@ def _clip(model: nn.Module, largest: float) -> Tensor:
     nn.utils.clip_grads_with_norm_(params, largest or math.inf, norm)
     return norm
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c023
+def _part_norms(model: Encoder) -> dict[str, Tensor]:
+    "Norms of the gradients of the parts that a model names, `[1]` each."
+    norms = {}
+    for part, prefix in model.parts().items():
+        grads = [p.grad for name, p in model.named_parameters() if name.startswith(prefix) and p.grad is not None]
+        norms[f'grad_{part}'] = nn.utils.get_total_norm(grads).reshape(1)
+    return norms
+
+# %% ../../nbs/pytorch/09_trainer.ipynb #c025
 def on_host(value):
     "Tensors in nested dicts, on the CPU."
     if isinstance(value, dict): return {k: on_host(v) for k, v in value.items()}
@@ -197,15 +207,16 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
             raise CheckpointError(f'{checkpoint}: has no {missing[0]}, expected what a run saves to continue '
                                   '(last.pt); remove it to start anew')
         trainer.restore(saved, checkpoint)
-        load_state(trainer.model, saved['model_state_dict'], checkpoint)
+        load_state(trainer.model, trainer.model.state_of(saved), checkpoint)
         with _as_part_of(checkpoint): trainer.model.load_training_state(saved.get('training_state', {}))
         return saved
     if path := trainer.cfg.train.init_checkpoint_path:
-        weights = {k: v.numpy() for k, v in trainer.model.state_dict().items()} # they share the model's memory
-        start_from(weights, trainer.model, trainer.day_of, load_weights, path)
+        model = trainer.model.acoustic
+        weights = {k: v.numpy() for k, v in model.state_dict().items()} # they share the model's memory
+        start_from(weights, model, trainer.day_of, load_weights, path)
     return None
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c024
+# %% ../../nbs/pytorch/09_trainer.ipynb #c026
 def _average(trainer: 'Trainer', saved: dict | None, checkpoint: Path | None) -> WeightAverage | None:
     "The average of the weights, if there is to be one: that of a checkpoint, or the weights with which a run begins."
     if trainer.cfg.train.weight_average is None: return None
@@ -214,7 +225,7 @@ def _average(trainer: 'Trainer', saved: dict | None, checkpoint: Path | None) ->
     trainer.backend.place_copy(average.model)
     return average
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c028
+# %% ../../nbs/pytorch/09_trainer.ipynb #c030
 class Trainer(loop.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'pytorch'
@@ -239,7 +250,7 @@ class Trainer(loop.Trainer):
         self.device = str(backend.device)
         self.scaler = backend.scaler
         torch.manual_seed(cfg.train.seed)
-        self.model = build_model(cfg.model, len(store.sessions))
+        self.model = self.build()
         saved = _begin(self, checkpoint)
         self.average = _average(self, saved, checkpoint)
         self.result = self.average.model if self.average else self.model # What is validated and saved as the model
@@ -257,6 +268,10 @@ class Trainer(loop.Trainer):
             with _as_part_of(checkpoint): self.optimizer.load_state_dict(saved['optimizer_state_dict'])
         backend.prepare(self.optimizer)
 
+    def build(self) -> Encoder:
+        "The model of the configuration, as it begins."
+        return build_model(self.cfg.model, len(self.day_of))
+
     def steps(self, end: int) -> Iterator[StepResult]:
         "Take the steps before `end` that are left."
         for parts, days in prefetch(map(self.loader, range(self.step, end))): yield self.train_step(parts, days)
@@ -271,11 +286,14 @@ class Trainer(loop.Trainer):
         self.model.train()
         losses = _all_gradients(self, parts)
         if self.scaler: self.optimizer.unscale(days)
+        norms = _part_norms(self.model)
         norm = _clip(self.model, self.largest_norm)
         rates = learning_rates(self.step, self.cfg.train)
         trials = np.concatenate([p.batch.trials for p in parts])
         def fetch(): return _joined(losses, 'loss'), norm.item()
-        def fetch_terms(): return {name: _joined(losses, name) for name in losses[0] if name != 'loss'}
+        def fetch_terms():
+            terms = {name: _joined(losses, name) for name in losses[0] if name != 'loss'}
+            return terms | {name: v.cpu().numpy() for name, v in norms.items()}
         result = StepResult(self.step, trials, rates, fetch, self.scaler is not None, fetch_terms)
         if self.sync_every == 1: check_finite(result, self)
         averaging = dict(average=averaging_rate(self.step, self.cfg.train)) if self.average else {}
@@ -294,21 +312,19 @@ class Trainer(loop.Trainer):
 
     def save_best(self, path: Path) -> None:
         "The model alone, as `load_model` reads it."
-        weights = on_host(self.result.state_dict())
-        save_atomic(dict(model_state_dict=weights, config=self.cfg.dump(), **self.best.metrics), path)
+        save_atomic(on_host(self.result.checkpoint()) | dict(config=self.cfg.dump(), **self.best.metrics), path)
 
     def save_refit(self, path: Path) -> None:
         "The same, marked as a model that has seen val."
-        weights = on_host(self.result.state_dict())
         marks = dict(step=self.step, refit_from=self.refit_from)
-        save_atomic(dict(model_state_dict=weights, config=self.cfg.dump(), **marks), path)
+        save_atomic(on_host(self.result.checkpoint()) | dict(config=self.cfg.dump(), **marks), path)
 
     def save_last(self, path: Path) -> None:
         "Everything the run needs to continue."
-        weights = on_host(self.model.state_dict())
         optimizer = on_host(self.optimizer.state_dict())
-        model = dict(model_state_dict=weights, training_state=on_host(self.model.training_state()),
-                     optimizer_state_dict=optimizer, config=self.cfg.dump())
+        model = on_host(self.model.checkpoint())
+        model |= dict(training_state=on_host(self.model.training_state()), optimizer_state_dict=optimizer,
+                      config=self.cfg.dump())
         if self.average: model['average_state_dict'] = on_host(self.average.model.state_dict())
         save_atomic(model | self.state(), path)
 
@@ -321,7 +337,7 @@ class Trainer(loop.Trainer):
     def gather(self, value) -> list: return self.backend.gather(value)
     def compiler_report(self) -> str: return self.backend.compiler_report()
 
-# %% ../../nbs/pytorch/09_trainer.ipynb #c037
+# %% ../../nbs/pytorch/09_trainer.ipynb #c039
 def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best

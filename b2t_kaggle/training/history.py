@@ -31,10 +31,11 @@ def summarize(
     )
 
 # %% ../../nbs/training/02_history.ipynb #c008
-def _rank(metrics: dict) -> tuple[float, float]: return metrics['val_per'], metrics['val_loss']
+def _rank(metrics: dict) -> tuple[float, float]:
+    return metrics.get('val_wer', metrics['val_per']), metrics['val_loss']
 
 class BestTracker:
-    "The best validation so far: the lower PER, or the lower loss among equals."
+    "The best validation so far: the lower WER where there is one, else the lower PER, or the lower loss among equals."
     def __init__(self):
         self.metrics = dict(val_per=None, val_loss=None, step=0, sessions={})
         self.bad_evals = 0 # Validations since the best one
@@ -104,7 +105,8 @@ def read_history(
 ) -> pd.DataFrame:
     """Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a
     row. In float16 also skipped, how many of these batches were left out because a gradient overflowed; with
-    `train.cr_ctc` consistency, how much two views of a trial differ."""
+    `train.cr_ctc` consistency, how much two views of a trial differ. With an audio LLM val_wer, the losses by name, and
+    the gradient norms of its parts."""
     return pd.read_csv(path)
 
 # %% ../../nbs/training/02_history.ipynb #c013
@@ -121,9 +123,12 @@ def plot_history(
     if 'consistency' in history: losses.plot(history.step, history.consistency, lw=1, label='between views')
     losses.set(xlabel='batch', ylabel='loss', yscale='log')
     losses.legend()
-    errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1')
+    errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label='PER')
+    if 'val_wer' in val:
+        errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
+        errors.legend()
     if len(val):
         place = val.step[val.val_per.idxmin()], 100 * val.val_per.min()
         errors.annotate(f'{val.val_per.min():.1%}', place, xytext=(0, 8), textcoords='offset points', ha='center')
-    errors.set(xlabel='batch', ylabel='validation PER (%)', ylim=0)
+    errors.set(xlabel='batch', ylabel='validation errors (%)' if 'val_wer' in val else 'validation PER (%)', ylim=0)
     return fig

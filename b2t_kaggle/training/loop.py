@@ -256,7 +256,9 @@ class Loop:
                 loss = self._sync()
                 best = t.best.metrics['val_per']
                 skipped = dict(skipped=t.n_skipped) if t.scaler else {}
-                bar.set_postfix(loss=f'{loss:.2f}', PER=f'{best:.1%}' if best else '-', **skipped, refresh=False)
+                written = dict(WER=f'{t.best.metrics["val_wer"]:.1%}') if 'val_wer' in t.best.metrics else {}
+                bar.set_postfix(loss=f'{loss:.2f}', PER=f'{best:.1%}' if best else '-', **written, **skipped,
+                                refresh=False)
                 if self.stopped: break
         return self.stopped
 

@@ -22,7 +22,7 @@ def fingerprint(
     stores: dict[str, TrialStore | None], # By split
 ) -> dict[str, str]:
     "Everything that the weights depend on, as text by name."
-    groups = ('data', 'model', 'augment', 'train', 'schema')
+    groups = ('data', 'model', 'augment', 'train', 'audio', 'schema')
     values = changed_values(cfg, without=MAY_CHANGE)
     marks = {k: str(v) for k, v in values.items() if k.split('.')[0] in groups}
     for split, store in stores.items():
@@ -36,7 +36,8 @@ def _default(key: str) -> str:
     fields = config_fields()
     return str(fields[key][0]) if key in fields else 'unknown'
 
-_PATHS = {'train.init_checkpoint_path'} # Of a path only the name counts: the data may lie elsewhere on another machine
+# Of a path only the name counts: the data may lie elsewhere on another machine
+_PATHS = {'train.init_checkpoint_path', 'audio.targets', 'audio.language_model'}
 
 def _comparable(key: str, value: str | None) -> str | None:
     return Path(value).name if key in _PATHS and value else value

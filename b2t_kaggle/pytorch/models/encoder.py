@@ -9,6 +9,7 @@ __all__ = ['mask_padding', 'check_days', 'Encoder']
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +43,7 @@ class Encoder(nn.Module):
     Config: ClassVar[type[EncoderConfig]]
     is_causal: bool = False # Whether a frame depends on no later bins than its own
     patch_layer: ClassVar[tuple[str, ...]] = () # How names of the parameters begin that read patches of bins
+    read_out: ClassVar[str] = 'out' # The linear layer that makes logits of states
 
     def __init__(self,
         cfg: EncoderConfig, # The `model` group
@@ -74,12 +76,18 @@ class Encoder(nn.Module):
         floats."""
         return {}
 
+    def training_inputs(self,
+        trials: np.ndarray, # Of the batch, as indices into the training trials `[B]`
+    ) -> dict:
+        "More arguments of `forward` in a training step, which depend on the trials."
+        return {}
+
     def training_losses(self,
         out: Any,                        # What `forward` returned
         ctc: Callable[[Tensor], Tensor], # CTC loss of each trial `[B]` from logits
         frames: Tensor,                  # Frames of each trial `[B]`
-    ) -> Tensor:
-        "The loss of each trial `[B]`."
+    ) -> Tensor | dict[str, Tensor]:
+        "The loss of each trial `[B]`; or by name `loss`, and parts of it that are to have curves of their own."
         return ctc(out)
 
     def training_logits(self,
@@ -98,6 +106,25 @@ class Encoder(nn.Module):
         state: dict, # From `training_state`
     ) -> None:
         "Go on where it was taken."
+
+    @property
+    def acoustic(self) -> 'Encoder':
+        "The model that makes the logits: this one, or one that it is built around."
+        return self
+
+    def checkpoint(self) -> dict[str, dict[str, Tensor]]:
+        "The weights as a checkpoint has them: `model_state_dict`, those of `acoustic`, and what stands beside them."
+        return dict(model_state_dict=self.state_dict())
+
+    def state_of(self,
+        checkpoint: dict, # With what `checkpoint` gave
+    ) -> dict[str, Tensor]:
+        "The state dict of this model."
+        return checkpoint['model_state_dict']
+
+    def parts(self) -> dict[str, str]:
+        "Parts whose gradient norms are to have curves of their own, and how the names of their parameters begin."
+        return {}
 
     def is_per_day(self, name: str) -> bool:
         """Whether a parameter has a row per day; such have a learning rate and decay of their own, and rows of days

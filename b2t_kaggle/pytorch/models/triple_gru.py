@@ -124,6 +124,7 @@ class TripleGRUDecoder(Frontend):
     "Features of a trial to logits per frame, read from what is left after a learnt noise is subtracted."
     Config = TripleGRUConfig
     patch_layer = ('noise.gru.weight_ih_l0', 'noise.gru.bias_ih_l0', 'clean.gru.weight_ih_l0', 'clean.gru.bias_ih_l0')
+    read_out = 'clean.out'
 
     def __init__(self,
         neural_dim: int,            # Features per bin, F

@@ -1,0 +1,106 @@
+"""A run whose sentences an audio LLM writes, from sessions to a submission, on a tiny model of the real class."""
+import csv
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
+pytest.importorskip('peft', reason='needs peft: pip install b2t_kaggle[llm]')
+
+from test_pipeline import SMALL, execute_here
+from tiny_models import tiny_audio_llm
+
+from b2t_kaggle import pipeline
+from b2t_kaggle.config import ConfigError, load_config
+from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.lm.automaton import load_ngram
+from b2t_kaggle.metrics import word_error_rate
+from b2t_kaggle.pipeline import run_stages
+from b2t_kaggle.rescoring.hypotheses import Hypotheses, read_hypotheses, write_hypotheses
+from b2t_kaggle.runs import Run, StageRun
+from b2t_kaggle.stages import plan
+from b2t_kaggle.submission import validate_submission
+from b2t_kaggle.training.history import read_history
+
+
+@pytest.fixture(scope='module')
+def here():
+    "Stages are executed in this process; names of those that were."
+    names = []
+    def execute(run, name):
+        names.append(name)
+        execute_here(run, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, 'execute', execute)
+        patch.setattr(pipeline, 'write_report', lambda run: run.dir/'report.html')
+        yield names
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory, here):
+    "What `b2t run --preset audio-llm` leaves."
+    tmp = tmp_path_factory.mktemp('audio_llm')
+    small = {k: v for k, v in SMALL.items() if not k.startswith('decode.')}
+    llm = tiny_audio_llm(tmp/'llm', ['how are you', 'i am fine'])
+    small |= {'audio.language_model': str(llm), 'audio.lora_rank': 2, 'generate.max_tokens': 12, 'generate.beams': 3,
+              'train.num_training_batches': 4, 'train.accelerator': 'cpu'}
+    run = Run(tmp/'runs'/'hears', tmp/'work', cfg=load_config(base='audio-llm', overrides=small))
+    run_stages(run)
+    assert here == [s for s in plan(run.cfg)] and 'generate' in here and 'decode' not in here
+    here.clear()
+    return run
+
+
+def submitted(run): return [row['text'] for row in csv.DictReader((run.dir/'submission.csv').open())]
+
+
+def test_a_run_ends_in_a_valid_submission(finished):
+    test = TrialStore.open(finished.packed_dir/'test.arrow').index
+    validate_submission(finished.dir/'submission.csv', test)
+    lists = finished.nbest('test')
+    assert submitted(finished) == [hyps[0].text for hyps in lists]
+    ngram = load_ngram(finished.lm_path)
+    for hyps in lists:
+        assert all(h.acoustic < 0 and h.total == h.acoustic for h in hyps)
+        assert [h.ngram for h in hyps] == [pytest.approx(ngram.score(h.text), abs=1e-6) for h in hyps]
+
+
+def test_its_error_rate_is_that_of_whole_sentences(finished):
+    val = TrialStore.open(finished.packed_dir/'val.arrow').index
+    texts = [hyps[0].text for hyps in finished.nbest('val')]
+    metrics = StageRun(finished, 'generate').stamp['metrics']
+    assert metrics['WER'] == word_error_rate(val.sentence, texts)
+    assert metrics['WER'] == StageRun(finished, 'report').stamp['metrics']['WER']
+    assert metrics['empty_val'] == texts.count('')
+    history = read_history(finished.dir/'train'/'history.csv')
+    assert {'answer', 'ctc', 'grad_encoder', 'grad_projector', 'grad_lora', 'val_wer'} <= set(history)
+
+
+def test_what_was_done_stays_done(finished, here):
+    run_stages(finished)
+    assert here == []
+    run_stages(Run(finished.dir, finished.work, {'generate.beams': 2}), 'submit')
+    assert here == ['generate', 'submit']
+    here.clear()
+
+
+def test_its_lists_are_combined_with_those_of_others(finished, here, tmp_path):
+    for split in ('val', 'test'):
+        own = read_hypotheses(finished.hypotheses(split))
+        entries = {t: [replace(e, system='theirs') for e in some] for t, some in own.entries.items()}
+        write_hypotheses(tmp_path/f'theirs_{split}.jsonl', Hypotheses(own.trials, entries))
+    sources = [str(tmp_path/f'theirs_{split}.jsonl') for split in ('val', 'test')]
+    combined = Run(finished.dir, finished.work, {'combine.sources': sources})
+    before = submitted(finished)
+    run_stages(combined, 'submit')
+    assert here[-2:] == ['combine', 'submit'] and submitted(combined) == before
+
+
+REFUSED = [('train.framework', 'tensorflow'), ('train.cr_ctc', .2), ('train.compile', True),
+           ('train.weight_average', 'ema'), ('infer.logits', ['val.arrow'])]
+
+
+@pytest.mark.parametrize('key, value', REFUSED)
+def test_what_an_audio_llm_cannot_be_trained_with(key, value):
+    with pytest.raises(ConfigError, match=f'audio.language_model .*{key}'):
+        load_config(base='audio-llm', overrides={key: value})
