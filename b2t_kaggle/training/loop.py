@@ -269,8 +269,8 @@ class Loop:
     def run(self,
         progress: bool = True, # Show a progress bar
     ) -> str | None:
-        """Take the steps that are left; returns why it stopped before the last one, or None. Raises `TrainingError`, and
-        after a Ctrl-C `KeyboardInterrupt` that says what is saved."""
+        """Take the steps that are left; returns why it stopped before the last one, or None. Raises `TrainingError`,
+        and after a Ctrl-C `KeyboardInterrupt` that says what is saved."""
         t = self.trainer
         end = t.cfg.train.num_training_batches
         hidden = not (progress and t.is_main_process)
