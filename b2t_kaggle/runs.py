@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['content_mark', 'file_marks', 'write_json', 'search_stage', 'list_stage', 'Run', 'logit_files', 'hypothesis_files',
-           'StageRun', 'begin_stage', 'search_tuning', 'open_decoder']
+           'StageRun', 'branch', 'begin_stage', 'search_tuning', 'open_decoder']
 
 # %% ../nbs/13_runs.ipynb #c003
 import hashlib
@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable
 from functools import lru_cache
@@ -33,7 +34,7 @@ from b2t_kaggle.config import (
 )
 from .files import write_whole
 from .reading import parse_json, read_text
-from .stages import STAGES, PipelineError, code_cells, needs_of, plan, values_of
+from .stages import STAGES, PipelineError, code_cells, needs_of, notebook_path, plan, values_of
 from .training.budget import Deadline
 from .training.checkpoints import BEST, REFIT, checkpoint_files, checkpoint_for
 
@@ -543,6 +544,34 @@ class StageRun(_Stamped):
         self._running.release()
 
 # %% ../nbs/13_runs.ipynb #c041
+def _share(source: Path, target: Path) -> None:
+    "The same file under another name; a copy where the disk has no links."
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try: os.link(source, target)
+    except OSError: shutil.copyfile(source, target)
+
+def branch(
+    run: Run,   # New
+    other: Run, # That it is a variant of
+) -> list[str]: # Stages
+    "Give a run the results of another one, as far as its own would be the same; returns the stages that this does."
+    done: list[str] = []
+    if 'train' in plan(run.cfg) and StageRun(other, 'train').stamp.get('fingerprint') == run.fingerprint('train'):
+        for f in (other.dir/'train').glob('*'):
+            if f.is_file(): _share(f, run.dir/'train'/f.name)
+    for name in plan(run.cfg):
+        if STAGES[name].shared or name not in plan(other.cfg): continue
+        stage = StageRun(other, name)
+        earlier = [n for n in needs_of(name, run.cfg) if n in plan(run.cfg) and not STAGES[n].shared]
+        if not set(earlier) <= set(done) or stage.status() != 'done' or run.key(name) != other.key(name): continue
+        notebook = f'notebooks/{notebook_path(name).name}'
+        files = [*stage.stamp['outputs'], str(stage.stamp_path.relative_to(other.dir)), notebook]
+        for file in files:
+            if (other.dir/file).exists() and not (run.dir/file).exists(): _share(other.dir/file, run.dir/file)
+        done.append(name)
+    return done
+
+# %% ../nbs/13_runs.ipynb #c044
 def begin_stage(
     name: str,                # Stage
     run_dir: str | Path,      # The run's folder
@@ -552,7 +581,7 @@ def begin_stage(
     "What a stage notebook starts with, whoever executes it."
     return StageRun(Run(run_dir, work_dir, overrides, save=False), name).begin()
 
-# %% ../nbs/13_runs.ipynb #c044
+# %% ../nbs/13_runs.ipynb #c047
 def search_tuning(
     run: Run,
 ):

@@ -56,12 +56,31 @@ def work(
         store, store_val = (path and TrialStore.open(path) for path in options['stores'])
         cfg = Config.model_validate(options['config'])
         result = train_of(cfg)(store, store_val, cfg, options['out'], options['progress'])
+    except KeyboardInterrupt as e:
+        if os.environ['RANK'] == '0': write_whole(job.with_name('interrupted'), str(e))
+        raise
     except (ValueError, RuntimeError, OSError) as e:
         if not error.exists(): write_whole(error, str(e))  # later errors of other processes follow from the first one
         raise
     if os.environ['RANK'] == '0': write_whole(job.with_name('result'), json.dumps(result))
 
 # %% ../../nbs/pytorch/11_launch.ipynb #c012
+def _exit_status(
+    command: list[str],
+    env: dict[str, str],
+) -> tuple[int, bool]: # And whether there was a Ctrl-C
+    "Run a command to its end; the first Ctrl-C waits for what the command makes of it."
+    was_interrupted = False
+    with subprocess.Popen(command, env=env, preexec_fn=end_with_parent) as process:
+        while True:
+            try: return process.wait(), was_interrupted
+            except KeyboardInterrupt:
+                if was_interrupted:
+                    process.kill()
+                    raise
+                was_interrupted = True
+
+# %% ../../nbs/pytorch/11_launch.ipynb #c013
 def launch(
     n: int,                       # Processes, one per GPU
     store: TrialStore,            # Training trials
@@ -79,11 +98,14 @@ def launch(
         job = Path(d)/'job.json'
         job.write_text(json.dumps(options))
         command = [*torchrun, '-m', 'b2t_kaggle.pytorch.launch', str(job)]
-        done = subprocess.run(command, env=os.environ | {'OMP_NUM_THREADS': threads}, preexec_fn=end_with_parent)
-        if done.returncode == 0: return json.loads(job.with_name('result').read_text())
+        status, was_interrupted = _exit_status(command, os.environ | {'OMP_NUM_THREADS': threads})
+        if status == 0: return json.loads(job.with_name('result').read_text())
+        interrupted = job.with_name('interrupted')
+        if interrupted.exists(): raise KeyboardInterrupt(interrupted.read_text())
+        if was_interrupted: raise KeyboardInterrupt('the last checkpoint is intact')
         error = job.with_name('error')
         if error.exists(): raise TrainingError(error.read_text())
-    raise TrainingError(f'training in {n} processes ended with exit status {done.returncode}; its output says why. The '
+    raise TrainingError(f'training in {n} processes ended with exit status {status}; its output says why. The '
                         'last checkpoint is intact')
 
 def train_here(
