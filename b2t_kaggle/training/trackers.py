@@ -187,7 +187,9 @@ class MLflowTracker(AppendingTracker):
     def finish(self, succeeded): self.client.set_terminated(self.run_id, 'FINISHED' if succeeded else 'FAILED')
 
 # %% ../../nbs/training/06_trackers.ipynb #c021
-TRACKERS = dict(tensorboard=TensorBoardTracker, wandb=WandbTracker, mlflow=MLflowTracker)
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = dict(
+    tensorboard=TensorBoardTracker, wandb=WandbTracker, mlflow=MLflowTracker,
+)
 _TITLES = dict(tensorboard='TensorBoard', wandb='Weights & Biases', mlflow='MLflow')
 
 def tracker_names(
