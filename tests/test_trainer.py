@@ -558,6 +558,45 @@ class Rank:
     def gather(self, value): return [value, self.other]
 
 
+def test_two_machines_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
+    """As torchrun starts them on two machines with a process each: this process is the first machine's, over loopback.
+    They continue what one process began."""
+    import json
+    import socket
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    sure = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, rnn_dropout=0, input_dropout=0,
+                precision='float32', batches_per_val_step=6, lr_decay_steps=12, lr_decay_steps_day=12)
+    one = train(*stores, config(**sure, num_training_batches=12), tmp_path/'one', progress=False)
+    train(*stores, config(**sure, num_training_batches=4), tmp_path/'two', progress=False)
+    cfg = config(**sure, num_training_batches=12)
+    (tmp_path/'machines').mkdir()
+    job = tmp_path/'machines'/'job.json'
+    job.write_text(json.dumps(dict(stores=[str(s.path) for s in stores], config=cfg.dump(), out=str(tmp_path/'two'),
+                                   progress=False)))
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    machine = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), WORLD_SIZE='2', LOCAL_RANK='0', RANK='0')
+    for k, v in machine.items(): monkeypatch.setenv(k, v)
+    other = subprocess.Popen([sys.executable, '-m', 'b2t_kaggle.pytorch.launch', str(job)],
+                             env=os.environ | dict(RANK='1', PYTHONPATH=os.pathsep.join(sys.path)))
+    try:
+        dist.init_process_group('gloo', timeout=timedelta(seconds=100))
+        two = train(*stores, cfg, tmp_path/'two', progress=False)
+        assert other.wait(60) == 0 and not (job.parent/'error').exists()
+    finally:
+        other.kill()
+        if dist.is_initialized(): dist.destroy_process_group()
+    assert two['step'] == one['step'] == 12
+    a, b = (read_history(tmp_path/d/'history.csv').set_index('step') for d in ('one', 'two'))
+    assert b.val_loss[12] == pytest.approx(a.val_loss[12], rel=1e-4)
+    a, b = (load_file(tmp_path/d/'last.pt')['model_state_dict'] for d in ('one', 'two'))
+    for k in a: assert torch.allclose(a[k], b[k], atol=1e-4), k
+
+
 def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):
     step = lambda norm: StepResult(3, np.array([0, 1]), {}, lambda: (np.ones(2), norm))
     with pytest.raises(TrainingError, match='^the bad one$'):

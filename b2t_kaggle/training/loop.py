@@ -389,6 +389,13 @@ def result_of(
     if trainer.refit_from is not None: run['refit_from'] = trainer.refit_from
     return run | best
 
+def _check_together(values: list, what: str) -> None:
+    "Raises `TrainingError` where processes that train together would not do the same."
+    for rank, value in enumerate(values):
+        if value == values[0]: continue
+        raise TrainingError(f'{what} are not the same for all processes: the first has {values[0]}, process {rank} has '
+                            f'{value}. Machines that train together see the same stores and the same folder of the run')
+
 def fit(
     trainer_class: type[Trainer],  # Called with the stores, the configuration, the backend and the checkpoint
     start: Callable[[], Any],      # Starts the devices; returns a backend with `device`, `gather` and `close`
@@ -406,11 +413,13 @@ def fit(
     budget = Budget(cfg.train.time_budget, len(store_val or ()) / cfg.data.batch_size)
     backend = start()
     last = out/LAST[trainer_class.framework]
-    continues = backend.gather(last.exists())[0]
+    continues = backend.gather(last.exists())
+    _check_together(continues, f'Checkpoints ({last})')
+    _check_together(backend.gather(fingerprint(cfg, dict(train=store, val=store_val))), 'Trials and values')
     trainer = None
     try:
-        trainer = trainer_class(store, store_val, cfg, backend, last if continues else None)
-        if not continues and trainer.is_main_process: (out/REFIT).unlink(missing_ok=True) # Of an earlier training
+        trainer = trainer_class(store, store_val, cfg, backend, last if continues[0] else None)
+        if not continues[0] and trainer.is_main_process: (out/REFIT).unlink(missing_ok=True) # Of an earlier training
         loop = Loop(trainer, History(out/'history.csv', trainer.step), budget, out)
         tracked = TrackedRun(out, tracked_values(trainer.cfg), trainer.step)
         with tracking(names if loop.is_told else [], tracked) as loop.log: stopped = loop.run(progress)

@@ -133,13 +133,14 @@ class WandbTracker(AppendingTracker):
     def start(self, run, run_id):
         import wandb
         mode = wandb_mode()
-        if mode == 'online' and not wandb.Api().api_key: # Else it would ask, where nobody can answer
-            raise TrainingError('train.log has wandb, and there is no key for it here; set WANDB_API_KEY, call `wandb '
-                                'login`, or set WANDB_MODE=offline')
         project = os.environ.get('WANDB_PROJECT') or 'b2t_kaggle'
         settings = wandb.Settings(console='off', silent=True)
-        self.run = wandb.init(project=project, name=run.name, id=run_id or wandb.util.generate_id(), resume='allow',
-                              dir=str(run.folder), config=run.values, mode=mode, settings=settings)
+        try:
+            self.run = wandb.init(project=project, name=run.name, id=run_id, resume='allow', dir=str(run.folder),
+                                  config=run.values, mode=mode, settings=settings)
+        except Exception as e: # No key, no network, a run that was deleted there
+            raise TrainingError(f'Weights & Biases, which train.log asks for, cannot start ({e}); set WANDB_API_KEY or '
+                                'call `wandb login`, or set WANDB_MODE=offline') from e
         self.run.define_metric('*', step_metric='batch')
         self.run.define_metric('val_per', step_metric='batch', summary='min')
         if mode == 'offline': print(f'Weights & Biases is offline; later: wandb sync {Path(self.run.dir).parent}')
@@ -186,7 +187,9 @@ class MLflowTracker(AppendingTracker):
     def finish(self, succeeded): self.client.set_terminated(self.run_id, 'FINISHED' if succeeded else 'FAILED')
 
 # %% ../../nbs/training/06_trackers.ipynb #c021
-TRACKERS = dict(tensorboard=TensorBoardTracker, wandb=WandbTracker, mlflow=MLflowTracker)
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = dict(
+    tensorboard=TensorBoardTracker, wandb=WandbTracker, mlflow=MLflowTracker,
+)
 _TITLES = dict(tensorboard='TensorBoard', wandb='Weights & Biases', mlflow='MLflow')
 
 def tracker_names(
