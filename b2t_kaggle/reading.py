@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'MAX_YAML_VALUES', 'MAX_BINS', 'MAX_LABELS', 'MAX_ATTRIBUTE_BYTES',
-           'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_WHOLE', 'MAX_FEATURES', 'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError',
-           'check_is_file', 'read_text', 'parse_json', 'is_finite_number', 'parse_yaml', 'read_yaml_file', 'check_link',
-           'open_dataset', 'check_size', 'read_attribute', 'check_hdf5']
+           'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_LINE_BYTES', 'MAX_NGRAM_BYTES', 'MAX_WHOLE', 'MAX_FEATURES',
+           'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError', 'check_is_file', 'read_text', 'limit_lines', 'parse_json',
+           'is_finite_number', 'parse_yaml', 'read_yaml_file', 'check_link', 'open_dataset', 'check_size',
+           'read_attribute', 'check_hdf5']
 
 # %% ../nbs/00_reading.ipynb #c003
+import io
 import json
 import math
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import yaml
@@ -30,6 +32,8 @@ MAX_LABELS = 10_000           # Of a trial; the official files have room for 500
 MAX_ATTRIBUTE_BYTES = 1 << 16 # A sentence has a hundred
 MAX_EXPANSION = 100           # Bytes of a data set for each that is in the file; recordings do not shrink to a tenth
 SMALL_BYTES = 1 << 20         # What may be read whatever it expands to
+MAX_LINE_BYTES = 1 << 24      # Of a text, which may be compressed to a thousandth: a book has ten times less
+MAX_NGRAM_BYTES = 1 << 16     # Of a line of an n-gram model: a few words
 MAX_WHOLE = 10**12            # Of any whole number of a configuration; 64 bits hold it, and its product with a size
 MAX_FEATURES = 8_192          # Per bin; the arrays give 512, and each day has a matrix of their square
 MAX_MODEL_SIZE = 100_000      # Units, features, classes or bins of a model, in a configuration
@@ -66,6 +70,38 @@ def read_text(
     return text.replace('\r\n', '\n')
 
 # %% ../nbs/00_reading.ipynb #c011
+class _Lines(io.RawIOBase):
+    "A file whose lines have a limit, which is looked at when bytes are read."
+    def __init__(self, f: BinaryIO, path: Path, max_bytes: int):
+        self.f = f
+        self.path = path
+        self.max_bytes = max_bytes
+        self.length = 0 # Of the line that is read
+
+    def readable(self) -> bool: return True
+
+    def readinto(self, buffer) -> int:
+        n = self.f.readinto(buffer)
+        end = bytes(buffer[:n]).rfind(b'\n')
+        self.length = self.length + n if end < 0 else n - end - 1
+        if self.length > self.max_bytes:
+            raise ReadError(f'{self.path}: found a line of more than {self.max_bytes:,} bytes, expected text in '
+                            'shorter lines; is it the right file?')
+        return n
+
+    def close(self) -> None:
+        self.f.close()
+        super().close()
+
+def limit_lines(
+    f: BinaryIO,               # An open file, perhaps one that is unpacked as it is read
+    path: str | Path,          # Its path, for the error
+    max_bytes: int = MAX_LINE_BYTES,
+) -> BinaryIO:
+    "The same bytes, but a line that is longer raises `ReadError`, before it is in memory."
+    return io.BufferedReader(_Lines(f, Path(path), max_bytes), min(max_bytes, 1 << 16))
+
+# %% ../nbs/00_reading.ipynb #c014
 def parse_json(
     text: str | bytes, # One value
 ) -> Any:
@@ -81,7 +117,7 @@ def is_finite_number(value) -> bool:
     try: return math.isfinite(value)
     except OverflowError: return False  # an integer beyond floats
 
-# %% ../nbs/00_reading.ipynb #c014
+# %% ../nbs/00_reading.ipynb #c017
 class _Loader(yaml.SafeLoader):
     "PyYAML's safe loader, which counts."
     def __init__(self, text: str):
@@ -125,7 +161,7 @@ def parse_yaml(
     finally:
         if loader: loader.dispose()
 
-# %% ../nbs/00_reading.ipynb #c016
+# %% ../nbs/00_reading.ipynb #c019
 def read_yaml_file(
     path: str | Path, # Of plain data
 ) -> Any:
@@ -134,7 +170,7 @@ def read_yaml_file(
     try: return parse_yaml(text)
     except ValueError as e: raise ReadError(f'{path}: {e}; correct that line, or fetch the file again') from None
 
-# %% ../nbs/00_reading.ipynb #c019
+# %% ../nbs/00_reading.ipynb #c022
 _MAX_HOPS = 16 # From link to link, as HDF5 has it
 
 def _short(text: str) -> str:
@@ -163,7 +199,7 @@ def check_link(
                             'expected all data in one file, fetch it again')
         if i < len(parts) - 1: at = at[part]
 
-# %% ../nbs/00_reading.ipynb #c020
+# %% ../nbs/00_reading.ipynb #c023
 def open_dataset(
     group: 'h5py.Group',
     name: str,         # Of the data set in it
@@ -207,7 +243,7 @@ def read_attribute(
     except UnicodeError: raise ReadError('text that is not UTF-8') from None
     return value
 
-# %% ../nbs/00_reading.ipynb #c024
+# %% ../nbs/00_reading.ipynb #c027
 def check_hdf5(
     f: 'h5py.File', # All of it is looked at, and nothing is read
 ) -> None:

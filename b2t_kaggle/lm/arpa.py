@@ -8,6 +8,7 @@ __all__ = ['ArpaError', 'Grams', 'Arpa', 'open_text', 'is_kenlm_binary', 'plain_
 
 # %% ../../nbs/lm/00_arpa.ipynb #c003
 import gzip
+import io
 import shutil
 import tempfile
 import zlib
@@ -22,7 +23,7 @@ import numpy as np
 from numba import njit
 
 from ..files import atomic_path
-from ..reading import SMALL_BYTES
+from ..reading import MAX_NGRAM_BYTES, SMALL_BYTES, ReadError, check_is_file, limit_lines
 
 # %% ../../nbs/lm/00_arpa.ipynb #c006
 class ArpaError(ValueError):
@@ -46,12 +47,14 @@ def open_text(
 ):
     """Open a UTF-8 text file.
 
-    Bytes that are not UTF-8 raise `UnicodeDecodeError` when they are read.
+    Bytes that are not UTF-8 raise `UnicodeDecodeError` when they are read, endless lines `ReadError`.
     Words of another encoding that an `ArpaReader` has read are written as they were."""
-    encoding = {}
-    if 'b' not in mode: encoding = dict(encoding='utf-8', errors='strict' if 'r' in mode else 'surrogateescape')
     opener = gzip.open if str(path).endswith('.gz') else open
-    return opener(path, mode, **encoding)
+    if 'r' in mode:
+        check_is_file(path)
+        f = limit_lines(opener(path, 'rb'), path)
+        return f if 'b' in mode else io.TextIOWrapper(f, encoding='utf-8')
+    return opener(path, mode, **({} if 'b' in mode else dict(encoding='utf-8', errors='surrogateescape')))
 
 def is_kenlm_binary(path: str | Path) -> bool:
     "Whether a file begins as KenLM's binary models do."
@@ -328,7 +331,10 @@ class _Head:
 def _open_arpa(path: Path) -> Iterator[BinaryIO]:
     "Open a file to read its bytes; raises `ArpaError` if it is gzipped and damaged."
     try:
-        with open_text(path, 'rb') as f: yield f
+        check_is_file(path)
+        opener = gzip.open if path.suffix == '.gz' else open
+        with limit_lines(opener(path, 'rb'), path, MAX_NGRAM_BYTES) as f: yield f
+    except ReadError as e: raise ArpaError(str(e)) from None
     except (gzip.BadGzipFile, zlib.error, EOFError) as e:
         raise ArpaError(f'{path}: not a whole gzip file ({e}); fetch or write it again') from None
 
@@ -357,6 +363,9 @@ def _swap_case(word: str) -> str:
     return swapped if swapped.swapcase() == word and not word.startswith('<') else word
 
 # %% ../../nbs/lm/00_arpa.ipynb #c037
+_FEW_LINES = 250        # Of 64 kB each at most
+_MANY_BYTES = 1 << 24   # Of lines that are read at a time
+
 class ArpaReader(_Head):
     """Iterate over the n-grams of an ARPA file in `Grams` of at most `size`.
 
@@ -388,17 +397,29 @@ class ArpaReader(_Head):
         for n, count in enumerate(self.counts, 1):
             if heading != f'\\{n}-grams:': self.fail(f'found {heading[:40]!r}, expected \\{n}-grams:')
             if n == 2: table = self._word_table()
-            for start in range(0, count, self.size):
-                expected = min(self.size, count - start)
-                lines = list(islice(f, expected))
+            start = 0
+            while start < count:
+                lines = self._next_lines(f, min(self.size, count - start))
+                if not lines: self.fail('the file ends without \\end\\')
                 self.line += len(lines)
                 yield self._parse(lines, n, start, table)
-                if len(lines) < expected: self.fail('the file ends without \\end\\')
+                start += len(lines)
             heading = self.next_line(f)
             if not heading.startswith('\\'):
                 self.fail(f'the section of {n}-grams has more than {count} entries, '
                           f'expected {count} as the head of the file says')
         if heading != '\\end\\': self.fail(f'found {heading[:40]!r}, expected \\end\\')
+
+    def _next_lines(self, f: BinaryIO, n: int) -> list[bytes]:
+        "Up to n lines; fewer at the end of the file, and of long ones."
+        lines = []
+        n_bytes = 0
+        while len(lines) < n and n_bytes < _MANY_BYTES:
+            more = list(islice(f, min(_FEW_LINES, n - len(lines))))
+            if not more: break
+            lines += more
+            n_bytes += sum(map(len, more))
+        return lines
 
     def _word_table(self) -> WordTable:
         "The numbers of the words, for compiled code."

@@ -19,7 +19,7 @@ import pandas as pd
 
 from .arpa import ArpaReader, in_capitals, is_kenlm_binary, plain_text, read_counts
 from .corpus import clean_text, read_sentences
-from .kenlm import find_program, import_kenlm, run_lmplz
+from .kenlm import KenLMError, check_binary, find_program, import_kenlm, run_lmplz
 from .kneser_ney import FALLBACK_DISCOUNTS, estimate_arpa
 
 # %% ../../nbs/lm/04_ngram.ipynb #c006
@@ -76,12 +76,13 @@ if TYPE_CHECKING: # Others import it where they read a model
     from b2t_kaggle.lm.automaton import Automaton
 
 def _load_kenlm(path: Path) -> 'kenlm.Model':
-    "KenLM's model of a file; raises `OSError`, `RuntimeError` or `EOFError` with KenLM's message."
+    "KenLM's model of a file; raises `KenLMError`, or `OSError`, `RuntimeError` or `EOFError` with KenLM's message."
     kenlm = import_kenlm(path)
     config = kenlm.Config()
     config.show_progress = False
     config.arpa_complain = kenlm.ARPALoadComplain.NONE
     config.load_method = kenlm.LoadMethod.LAZY # Of a binary only the parts that are queried are read, whatever its size
+    if is_kenlm_binary(path): check_binary(path)
     with plain_text(path) as plain: return kenlm.Model(str(plain), config)
 
 # %% ../../nbs/lm/04_ngram.ipynb #c013
@@ -112,7 +113,7 @@ def _load_problem(path: Path, message: str) -> str:
         return ('KenLM has no room for so many n-grams whose last words alone were pruned away; '
                 f'add those with `b2t lm prune {path} -o NEW.arpa --threshold 0`')
     try:
-        for _ in ArpaReader(path): pass # To the first line that is wrong
+        for _ in () if is_kenlm_binary(path) else ArpaReader(path): pass # To the first line that is wrong
     except (OSError, ValueError) as e: message = str(e).removeprefix(f'{path}: ')
     message = ' '.join(message.split())[:300]
     return f'neither an ARPA file nor a KenLM binary that can be read; {message}'
@@ -138,6 +139,7 @@ class NGram:
             raise FileNotFoundError(f'{path}: there is no such file; '
                                     'build a model with `b2t lm build`, or give an ARPA file or KenLM binary')
         try: return cls(_load_kenlm(path), path)
+        except KenLMError: raise
         # KenLM's messages may hold bytes of the file, and its counts may be absurd
         except (OSError, RuntimeError, EOFError, ValueError, MemoryError) as e: problem = _load_problem(path, str(e))
         raise ValueError(f'{path}: {problem}')

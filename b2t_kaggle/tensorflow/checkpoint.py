@@ -7,8 +7,10 @@ __all__ = ['weights_file', 'load_state', 'save_best', 'load_model', 'load_weight
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c003
 import json
+import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -17,6 +19,7 @@ import numpy as np
 from ..config import Config
 from ..files import atomic_path
 from ..reading import check_hdf5, check_is_file
+from .layers import keras
 from .models import build_model
 from .models.encoder import Encoder
 from ..training.checkpoints import CheckpointError, check_unseen, find_checkpoint, stored_config
@@ -78,6 +81,12 @@ def _first_line(e: Exception) -> str: return (str(e).splitlines() or [type(e).__
 _DAMAGE = (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeError)
 _EXPECTED = 'expected a file that `b2t train --framework tensorflow` or `b2t convert` wrote'
 
+def _check_list(weights) -> None:
+    "Raise `ValueError` for anything but shapes and checksums by name, as `_contents` has them."
+    for w in dict(weights).values():
+        if not all(isinstance(n, int) and n >= 0 for n in [*w['shape'], w['crc32']]):
+            raise ValueError('its list of weights is none')
+
 def _read(
     path: Path,             # From `_write`
     keys: tuple[str, ...],  # Values that must be there
@@ -94,6 +103,7 @@ def _read(
                 raise CheckpointError(f'{path}: holds no {" and no ".join(missing)}; {_EXPECTED}')
             if is_whole:
                 values = {k: json.loads(v) for k, v in texts.items()}
+                if 'weights' in values: _check_list(values['weights'])
                 return values | (read_arrays(f) if read_arrays else {})
     except CheckpointError: raise
     except _DAMAGE as e:
@@ -101,6 +111,8 @@ def _read(
     raise CheckpointError(f'{path}: damaged, its configuration is not as it was written; copy or download it again')
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c016
+_SMALL = 10_000 # Numbers of a model that may be built whatever its file holds, so that an error can compare the two
+
 def _check_fit(
     written: Mapping[str, dict], # From `_contents`, of a file
     model: Encoder,              # Which is to receive the weights
@@ -114,6 +126,28 @@ def _check_fit(
     if not wrong: return
     more = f'; and {len(wrong) - 4} more' if len(wrong) > 4 else ''
     raise CheckpointError(f'{path}: weights of another model: {"; ".join(wrong[:4])}{more}')
+
+@contextmanager
+def _at_most(n: int, path: Path) -> Iterator[None]:
+    "A model that is built in this block raises `CheckpointError` before it has more numbers."
+    add_weight = keras.layers.Layer.add_weight
+    count = 0
+    def add(layer, shape=None, *args, **options):
+        nonlocal count
+        count += math.prod(shape or ())
+        if count > n:
+            raise CheckpointError(f'{path}: weights of another model: its configuration describes one of more than '
+                                  f'{n:,} numbers, and the file holds far fewer; copy or download it again')
+        return add_weight(layer, shape, *args, **options)
+    keras.layers.Layer.add_weight = add
+    try: yield
+    finally: keras.layers.Layer.add_weight = add_weight
+
+def _build_for(written: Mapping[str, dict], cfg: Config, path: Path) -> Encoder:
+    "A new model about as large as some weights. Raises `CheckpointError` for one that is far larger."
+    n_written = sum(math.prod(w['shape']) for w in written.values())
+    n = 4*min(n_written, path.stat().st_size) + _SMALL
+    with _at_most(n, path): return build_model(cfg.model, len(cfg.data.sessions))
 
 def load_state(
     model: Encoder,   # Receives the weights
@@ -152,8 +186,9 @@ def load_model(
     "A model, and its configuration, whose `data.sessions` are its days in order; raises `CheckpointError`."
     path = weights_file(path)
     if unseen: check_unseen(read_metrics(path), path, unseen)
-    cfg = stored_config(lambda: Config.model_validate(_read(path, ('config', 'weights'))['config']), path)
-    model = build_model(cfg.model, len(cfg.data.sessions))
+    content = _read(path, ('config', 'weights'))
+    cfg = stored_config(lambda: Config.model_validate(content['config']), path)
+    model = _build_for(content['weights'], cfg, path)
     load_state(model, path)
     return model, cfg
 

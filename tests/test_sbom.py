@@ -1,0 +1,47 @@
+"The list of an environment's packages (tools/sbom.py), compared with pip's own."
+import json
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from packaging.utils import canonicalize_name
+
+TOOL = Path(__file__).parent.parent/'tools'/'sbom.py'
+DIGEST = '0123456789abcdef'*4
+
+
+def run(*command): return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
+
+
+@pytest.fixture(scope='module')
+def bill(tmp_path_factory):
+    "Of this environment, in which pip is said to have installed itself from one archive, and from a folder."
+    folder = tmp_path_factory.mktemp('env')
+    version = __import__('pip').__version__
+    items = [dict(metadata=dict(name='Pip', version=version), download_info=info)
+             for info in (dict(archive_info=dict(hashes=dict(sha256=DIGEST))), dict(dir_info={}))]
+    (folder/'report-.json').write_text(json.dumps(dict(version='1', install=items)))
+    return run(sys.executable, TOOL, folder)
+
+
+def test_names_and_versions_are_those_that_pip_finds(bill):
+    found = run(sys.executable, '-m', 'pip', 'inspect', '--local')['installed']
+    expected = {canonicalize_name(p['metadata']['name']): p['metadata']['version'] for p in found}
+    expected.pop('b2t-kaggle', None)
+    ours = {c['purl'].removeprefix('pkg:pypi/').partition('@') for c in bill['components']}
+    ours = {name: unquote(version) for name, _, version in ours if name != 'b2t-kaggle'}
+    assert ours == expected
+    refs = [c['bom-ref'] for c in bill['components']]
+    assert len(set(refs)) == len(refs)
+
+
+def test_hashes_needs_and_licences(bill):
+    by_name = {c['name']: c for c in bill['components']}
+    assert {name for name, c in by_name.items() if 'hashes' in c} == {'pip'}
+    assert by_name['pip']['hashes'] == [{'alg': 'SHA-256', 'content': DIGEST}]
+    needs = {d['ref']: d['dependsOn'] for d in bill['dependencies']}
+    assert by_name['numpy']['purl'] in needs[by_name['pandas']['purl']]
+    assert set(sum(needs.values(), [])) <= needs.keys()
+    assert by_name['click']['licenses'] == [{'expression': 'BSD-3-Clause'}]

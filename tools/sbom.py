@@ -1,0 +1,80 @@
+"""The packages of this environment as CycloneDX 1.5 (JSON), on standard output: `./kit sbom [EXTRA]`.
+
+Names, versions, licences and needs are those of the installed metadata. The SHA-256 of an archive is from the reports
+that pip wrote when `./kit` installed it (`report-*.json` in the environment's folder); what was installed otherwise has
+none."""
+import json
+import platform
+import re
+import sys
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from urllib.parse import quote
+
+from packaging.requirements import Requirement
+
+KIT = 'b2t-kaggle'
+
+
+def normalize(name: str) -> str: return re.sub('[-_.]+', '-', name).lower()  # PEP 503
+
+
+def purl(name: str, version: str) -> str: return f'pkg:pypi/{normalize(name)}@{quote(version)}'
+
+
+def known_hashes(reports: list[Path]) -> dict[str, str]:
+    "The SHA-256 of the archive of each package, by purl; later reports count."
+    known = {}
+    for report in reports:
+        for item in json.loads(report.read_text(encoding='utf-8'))['install']:
+            digest = item['download_info'].get('archive_info', {}).get('hashes', {}).get('sha256')
+            if digest: known[purl(item['metadata']['name'], item['metadata']['version'])] = digest
+    return known
+
+
+def licences(package: Distribution) -> list[dict]:
+    "As the package says: an SPDX expression, else classifiers, else the first line of its text."
+    says = package.metadata
+    if expression := says.get('License-Expression'): return [dict(expression=expression)]
+    names = [c.split(' :: ')[-1] for c in says.get_all('Classifier', []) if c.startswith('License :: ')]
+    names = names or (says.get('License') or '').strip().splitlines()[:1]
+    return [dict(license=dict(name=name)) for name in names]
+
+
+def needs(package: Distribution, installed: dict[str, str]) -> list[str]:
+    "The installed packages that it asks for without extras, as purls."
+    requirements = [Requirement(r) for r in package.requires or []]
+    names = {normalize(r.name) for r in requirements if r.marker is None or r.marker.evaluate({'extra': ''})}
+    return sorted(installed[name] for name in names if name in installed)
+
+
+def component(package: Distribution, hashes: dict[str, str]) -> dict:
+    ref = purl(package.name, package.version)
+    out = {'type': 'library', 'bom-ref': ref, 'name': package.name, 'version': package.version, 'purl': ref}
+    if found := licences(package): out['licenses'] = found
+    if ref in hashes: out['hashes'] = [dict(alg='SHA-256', content=hashes[ref])]
+    return out
+
+
+def bill_of_materials(reports: list[Path]) -> dict:
+    "What is installed where this runs; equal for equal environments."
+    packages = {normalize(p.name): p for p in reversed(list(distributions()))}  # The first on the path is imported
+    installed = {name: purl(p.name, p.version) for name, p in sorted(packages.items())}
+    hashes = known_hashes(reports)
+    components = {name: component(packages[name], hashes) for name in installed}
+    kit = components.pop(KIT, None)
+    machine = dict(python=platform.python_version(), machine=f'{sys.platform} {platform.machine()}')
+    properties = [dict(name=name, value=value) for name, value in machine.items()]
+    metadata = dict(component=kit | dict(type='application')) if kit else {}
+    return dict(
+        bomFormat='CycloneDX', specVersion='1.5', version=1, metadata=metadata | dict(properties=properties),
+        components=list(components.values()),
+        dependencies=[dict(ref=installed[name], dependsOn=needs(packages[name], installed)) for name in installed],
+    )
+
+
+if __name__ == '__main__':
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else sys.prefix)
+    reports = sorted(folder.glob('report-*.json'), key=lambda p: p.stat().st_mtime)
+    json.dump(bill_of_materials(reports), sys.stdout, indent=1)
+    print()
