@@ -64,8 +64,8 @@ def group_table(
         cells = {by: group, 'sentences': int(row.trials)}
         for name in (m for m in (WER, PER) if m in some):
             value, low, high = row[name]
-            interval = f'{100*low:.1f} to {100*high:.1f}'
-            cells |= {name: f'<b>{percent(value)}</b> <small>{interval}</small>{_bar(value, most)}'}
+            interval = f'<small>{100*low:.1f} to {100*high:.1f}</small>'
+            cells |= {name: f'<b>{percent(value)}</b> {interval}{_bar(value, most)}'}
         rows.append(cells)
     return f'<div class="scroll">{table(rows)}</div>'
 

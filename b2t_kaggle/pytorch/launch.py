@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
