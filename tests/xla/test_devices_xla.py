@@ -60,17 +60,32 @@ def test_counting_leaves_spmd_and_the_cache_possible(tmp_path):
     assert list((tmp_path/'cache').iterdir())
 
 
+@pytest.fixture(scope='module')
+def plain(tmp_path_factory):
+    "What `CACHE` and `REFUSE` print on so many devices, in one process, and the folder in which it ran."
+    found = {}
+    def get(n):
+        if n not in found:
+            folder = tmp_path_factory.mktemp('plain')
+            found[n] = python(CACHE.format('') + REFUSE, folder, n).splitlines(), folder
+        return found[n]
+    return get
+
+
 @pytest.mark.parametrize('n', [1, 2])
-def test_programs_are_kept_on_disk_where_the_backend_can_read_them_back(tmp_path, n):
+def test_programs_are_kept_on_disk_where_the_backend_can_read_them_back(plain, tmp_path, n):
     """The processor's backend writes programs but cannot read them, so `XLA` keeps none there.
 
     Told that it is a TPU, it does."""
-    assert python(CACHE.format(''), tmp_path, n).split() == ['36.0', 'None', 'True']
-    assert not (tmp_path/'cache').exists()
+    (first, _), folder = plain(n)
+    assert first.split() == ['36.0', 'None', 'True']
+    assert not (folder/'cache').exists()
     as_tpu = CACHE.format("xr.device_type = lambda: 'TPU'")
     assert python(as_tpu, tmp_path, n).split() == ['36.0', 'cache', 'True']
     assert list((tmp_path/'cache').iterdir())
 
 
-def test_a_compiled_model_is_refused(tmp_path):
-    assert 'train.compile = true is for CPUs and GPUs' in python(REFUSE, tmp_path, 1)
+@pytest.mark.parametrize('n', [1, 2])
+def test_a_compiled_model_is_refused(plain, n):
+    (_, refusal), _ = plain(n)
+    assert 'train.compile = true is for CPUs and GPUs' in refusal

@@ -1,22 +1,12 @@
-"ScaledAdam and CR-CTC on XLA: one program, nothing on the host, the numbers of the CPU, and the same on two devices."
-import sys
-from pathlib import Path
-
+"""ScaledAdam on XLA: one program, nothing on the host, the numbers of the CPU. The steps of a trainer with it, on two
+devices too, are tried in test_training_xla."""
 import pytest
 
 torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 import torch
 import torch_xla.debug.metrics as met
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
-from test_trainer import open_stores, write_toy
-from test_training_xla import compiled_once, xla
-
 from b2t_kaggle.pytorch.optimizer import ScaledAdam
-
-RECIPE = {'optimizer': 'scaled_adam', 'lr_scheduler_type': 'eden', 'lr_max': .03, 'lr_max_day': .03, 'cr_ctc': .2,
-          'time_masks': 2, 'ctc_reduction': 'label'}
 
 
 def test_sixty_steps_are_one_program_and_the_cpus():
@@ -53,20 +43,3 @@ def test_sixty_steps_are_one_program_and_the_cpus():
     expected, _ = run(torch.device('cpu'))
     for a, b, p in zip(found, expected, [*start, days]):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5) and not torch.allclose(b, p, atol=.01)
-
-
-@pytest.fixture(scope='module')
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('toy')
-    write_toy(folder)
-    open_stores(folder)
-    return folder
-
-
-def test_a_step_is_one_program_per_length_on_one_device_and_the_same_on_two(data, tmp_path):
-    "Noise, masks and dropout of both views included."
-    one = xla('steps', data, tmp_path/'one', RECIPE)
-    assert compiled_once(one) and one['fallbacks'] == [], one
-    two = xla('steps', data, tmp_path/'two', RECIPE, n=2)
-    assert two['n'] == 2 and compiled_once(two) and two['fallbacks'] == []
-    for k in ('losses', 'norms'): assert two[k] == pytest.approx(one[k], rel=1e-3), k

@@ -1,7 +1,8 @@
 """Training on XLA: the same on one device and on eight, compiled once per length, nothing on the host, and a run
 that moves between accelerators.
 
-Each run is a process of its own (train_toy.py): torch_xla starts once, and the number of devices is settled then."""
+What computes on XLA is in processes of their own (train_toy.py): torch_xla starts once, and the number of devices is
+settled then."""
 
 import json
 import os
@@ -13,7 +14,13 @@ import pytest
 
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_trainer import open_stores, write_toy
+from test_trainer import config, open_stores, write_toy
+
+from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.pytorch.inference import infer
+from b2t_kaggle.pytorch.parallel import SingleDevice
+from b2t_kaggle.pytorch.trainer import Trainer, train
 
 NOTHING_RANDOM = {
     'white_noise_std': 0,
@@ -37,26 +44,42 @@ def xla(what, data, out, overrides, n=1):
     "What train_toy.py found, on `n` XLA devices of the processor; a DeprecationWarning ends it."
     out.mkdir(exist_ok=True)
     env = os.environ | {'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': str(n), 'PYTHONPATH': os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).with_name('train_toy.py')),
-            what,
-            str(data),
-            str(out),
-            json.dumps({'data.batch_size': 8, 'n_buckets': 2} | overrides),
-        ],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    script = str(Path(__file__).with_name('train_toy.py'))
+    command = [sys.executable, script, what, str(data), str(out), json.dumps(overrides)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((out/'result.json').read_text()) | {'said': done.stdout}
 
 
+SIZES = {'data.batch_size': 8, 'n_buckets': 2}
+BFLOAT16 = {'precision': 'bfloat16', 'n_buckets': 1}
+TRIPLE = {'model.name': 'triple_gru', 'noise_units': 16}
+SCALED_ADAM = {'optimizer': 'scaled_adam', 'lr_scheduler_type': 'eden', 'lr_max': .03, 'lr_max_day': .03, 'cr_ctc': .2,
+               'time_masks': 2, 'ctc_reduction': 'label'}
+# What is trained, by the number of devices: those of a number in one process, because starting one takes as long as
+# compiling two programs
+RUNS = {
+    1: {'gru': {}, 'scaled_adam': SCALED_ADAM, 'bfloat16 gru': BFLOAT16, 'bfloat16 triple_gru': BFLOAT16 | TRIPLE},
+    2: {'gru': NOTHING_RANDOM | {'weight_average': 'ema'}, 'parts': NOTHING_RANDOM | {'accumulate': 2},
+        'scaled_adam': SCALED_ADAM},
+    8: {'gru': {}, 'refused': {'data.batch_size': 12}},
+}
+
+
 @pytest.fixture(scope='module')
-def one(data, tmp_path_factory): return xla('steps', data, tmp_path_factory.mktemp('one'), {})
+def steps_on(data, tmp_path_factory):
+    "Some steps of a run on so many devices."
+    found = {}
+    def get(n, name):
+        if n not in found:
+            runs = {name: SIZES | changes for name, changes in RUNS[n].items()}
+            found[n] = xla('steps', data, tmp_path_factory.mktemp(f'on_{n}'), runs, n)
+        return found[n][name]
+    return get
+
+
+@pytest.fixture
+def one(steps_on): return steps_on(1, 'gru')
 
 
 def compiled_once(result):
@@ -74,43 +97,25 @@ def test_a_step_is_compiled_once_per_length_and_nothing_falls_back_to_the_host(o
     assert one['losses'][-1] < 0.7 * one['losses'][0]
 
 
-def test_eight_devices_take_the_same_steps_as_one(one, data, tmp_path):
+def test_eight_devices_take_the_same_steps_as_one(one, steps_on):
     "Noise, cuts and dropout included. Two devices do too, see the test below."
-    eight = xla('steps', data, tmp_path, {}, n=8)
+    eight = steps_on(8, 'gru')
     assert eight['n'] == 8 and one['n'] == 1
     for k in ('losses', 'norms'): assert eight[k] == pytest.approx(one[k], rel=1e-4), k
     assert eight['val'][0] == pytest.approx(one['val'][0], rel=1e-4)
     assert compiled_once(eight) and eight['val_compiled'] == eight['val_buckets'] and eight['fallbacks'] == []
 
 
-def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_processor(data, tmp_path):
+def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_processor(steps_on, data):
     """The CPU's own way to compute, two devices, and two devices with a batch in two parts. An average of the weights
     changes no step, and is part of its program."""
-    two = xla('steps', data, tmp_path/'two', NOTHING_RANDOM | {'weight_average': 'ema'}, n=2)
-    parts = xla('steps', data, tmp_path/'parts', NOTHING_RANDOM | {'accumulate': 2}, n=2)
-    code = (
-        'import json, sys; sys.path.insert(0, sys.argv[1])\n'
-        'from test_trainer import *; from b2t_kaggle.pytorch.trainer import *\n'
-        "cpu = SingleDevice(pick_torch('cpu', 'float32'))\n"
-        't = Trainer(*open_stores(Path(sys.argv[2])), config(**json.loads(sys.argv[3])), cpu)\n'
-        'taken = [t.train_step(*t.loader(i)) for i in range(9)]\n'
-        'print(json.dumps([[float(x.losses.mean()) for x in taken], [x.grad_norm for x in taken]]))'
-    )
-    cpu = subprocess.run(
-        [
-            sys.executable,
-            '-c',
-            code,
-            str(Path(__file__).parents[1]),
-            str(data),
-            json.dumps({'data.batch_size': 8} | NOTHING_RANDOM),
-        ],
-        env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    losses, norms = json.loads(cpu.stdout.splitlines()[-1])
+    two = steps_on(2, 'gru')
+    parts = steps_on(2, 'parts')
+    cfg = config(**{'data.batch_size': 8} | NOTHING_RANDOM)
+    cpu = Trainer(*open_stores(data), cfg, SingleDevice(pick_torch('cpu', 'float32')))
+    taken = [cpu.train_step(*cpu.loader(i)) for i in range(9)]
+    losses = [float(t.losses.mean()) for t in taken]
+    norms = [t.grad_norm for t in taken]
     for result in (two, parts):
         assert result['losses'] == pytest.approx(losses, rel=1e-4) and result['norms'] == pytest.approx(norms, rel=1e-3)
     assert two['n'] == 2 and compiled_once(two) and two['val_compiled'] == two['val_buckets']
@@ -120,52 +125,32 @@ def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_proces
     )
 
 
-@pytest.mark.parametrize('model', [{}, {'model.name': 'triple_gru', 'noise_units': 16}], ids=['gru', 'triple_gru'])
-def test_bfloat16_trains(model, data, tmp_path):
-    result = xla('steps', data, tmp_path, {'precision': 'bfloat16', 'n_buckets': 1} | model)
+def test_a_step_of_scaled_adam_is_one_program_per_length_on_one_device_and_the_same_on_two(steps_on):
+    "With CR-CTC; noise, masks and dropout of both views included."
+    one, two = steps_on(1, 'scaled_adam'), steps_on(2, 'scaled_adam')
+    assert compiled_once(one) and one['fallbacks'] == [], one
+    assert two['n'] == 2 and compiled_once(two) and two['fallbacks'] == []
+    for k in ('losses', 'norms'): assert two[k] == pytest.approx(one[k], rel=1e-3), k
+
+
+@pytest.mark.parametrize('model', ['gru', 'triple_gru'])
+def test_bfloat16_trains(model, steps_on):
+    result = steps_on(1, f'bfloat16 {model}')
     assert result['losses'][-1] < 0.8 * result['losses'][0] and result['fallbacks'] == []
     assert result['compiled'] == [0] + [1] * 9
 
 
-def test_a_run_moves_between_accelerators(data, tmp_path):
+def test_a_run_moves_between_accelerators(data, tmp_path, capsys):
     "From the processor to XLA and back; what continues says so, and inference agrees."
-    run = lambda n: (
-        NOTHING_RANDOM
-        | {
-            'num_training_batches': n,
-            'lr_decay_steps': 30,
-            'lr_decay_steps_day': 30,
-            'batches_per_val_step': 10,
-            'batches_per_save': 10,
-            'n_buckets': 1,
-        }
-    )
-    code = (
-        'import json, sys; sys.path.insert(0, sys.argv[1]); from test_trainer import *\n'
-        "stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]\n"
-        "print(json.dumps(train(*stores, config(**json.loads(sys.argv[4])), Path(sys.argv[3]), progress=False)))\n"
-        'run = Path(sys.argv[3])\n'
-        "logits = infer(run/'best.pt', stores[1], run/'v.arrow', 'cpu', 'float32', progress=False)\n"
-        'print(json.dumps(logits[0][:3].tolist()))'
-    )
+    lengths = {'lr_decay_steps': 30, 'lr_decay_steps_day': 30, 'batches_per_val_step': 10, 'batches_per_save': 10}
+    def run(n): return SIZES | NOTHING_RANDOM | lengths | {'num_training_batches': n, 'n_buckets': 1}
 
     def cpu(out, overrides):
-        done = subprocess.run(
-            [
-                sys.executable,
-                '-c',
-                code,
-                str(Path(__file__).parents[1]),
-                str(data),
-                str(out),
-                json.dumps({'data.batch_size': 8, 'accelerator': 'cpu'} | overrides),
-            ],
-            env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-2]), json.loads(done.stdout.splitlines()[-1]), done.stdout
+        "The result, the log-probabilities of a trial, and what was said."
+        stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
+        result = train(*stores, config(**{'accelerator': 'cpu'} | overrides), out, progress=False)
+        logits = infer(out/'best.pt', stores[1], out/'v.arrow', 'cpu', 'float32', progress=False)
+        return result, logits[0][:3].tolist(), capsys.readouterr().out
     whole, log_probs, _ = cpu(tmp_path/'whole', run(30))
     cpu(tmp_path/'moved', run(10))
     there = xla('train', data, tmp_path/'moved', run(20))
@@ -183,6 +168,6 @@ def test_a_run_moves_between_accelerators(data, tmp_path):
     )
 
 
-def test_a_batch_that_eight_devices_cannot_share_is_refused(data, tmp_path):
-    with pytest.raises(AssertionError, match='cannot be divided evenly among 8 devices; take a multiple of 8'):
-        xla('steps', data, tmp_path, {'data.batch_size': 12}, n=8)
+def test_a_batch_that_eight_devices_cannot_share_is_refused(steps_on):
+    refusal = 'cannot be divided evenly among 8 devices; take a multiple of 8'
+    assert refusal in steps_on(8, 'refused')['error']

@@ -3,6 +3,7 @@ once. Called by test_training_xla.py."""
 
 import json
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -50,17 +51,26 @@ def steps(stores, cfg, n):
     return out
 
 
+def steps_of_each(stores, configs):
+    "Of each of some configurations, what `steps` finds, or the error."
+    found = {}
+    for name, cfg in configs.items():
+        try: found[name] = steps(stores, cfg, 9)
+        except Exception: found[name] = dict(error=traceback.format_exc())
+    return found
+
+
 if __name__ == '__main__':
     what, data, out, overrides = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
-    if what == 'encoder':
-        cfg = encoders.config(overrides.pop('name'), **{'accelerator': 'xla'} | overrides)
-        result = steps(encoders.open_toy(data), cfg, 9)
-    else:
-        cfg = config(**{'accelerator': 'xla'} | overrides)
-        stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
-    if what == 'steps': result = steps(stores, cfg, 9)
+    on_xla = {'accelerator': 'xla'}
+    if what == 'encoders':
+        configs = {name: encoders.config(name, **on_xla | changes) for name, changes in overrides.items()}
+        result = steps_of_each(encoders.open_toy(data), configs)
+    else: stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
+    if what == 'steps':
+        result = steps_of_each(stores, {name: config(**on_xla | changes) for name, changes in overrides.items()})
     if what == 'train':
-        result = train(*stores, cfg, out, progress=False)
+        result = train(*stores, config(**on_xla | overrides), out, progress=False)
         result['compiled'] = compilations()
         logits = infer(out/'best.pt', stores[1], out/'val.arrow', accelerator='xla', progress=False)
         again = infer(
