@@ -8,6 +8,8 @@ __all__ = ['shared_options', 'training_options', 'open_run', 'run_until', 'comma
            'keys', 'docs']
 
 # %% ../nbs/16_cli.ipynb #c003
+import contextlib
+import difflib
 import os
 import re
 import shlex
@@ -30,9 +32,10 @@ from .cli_merge import merge
 from .cli_phonemes import PHONEME_OPTIONS, confusions, decode_phonemes
 from .cli_runs import open_branch, runs
 from .config import PRESETS, Config, TrainConfig, config_fields, differing_values, load_config
+from .decoding.compilation import compiled_ahead
 from .pipeline import Interrupted, run_stages
 from .runs import Run, StageRun, logit_files, search_tuning
-from .stages import STAGES
+from .stages import STAGES, plan
 
 # %% ../nbs/16_cli.ipynb #c006
 def _key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
@@ -172,6 +175,23 @@ def _tell_settings(run: Run) -> None:
         click.echo(f'Results of {run.dir.name} that depend on {_short(given)} are replaced; --from {run.dir.name} '
                    '--name OTHER makes another run of it.', err=True)
 
+def _warn_about_warmup(cfg: Config) -> None:
+    "Print a warning where a training ends before the learning rate is at its peak."
+    t = cfg.train
+    longest = max(t.lr_warmup_steps, t.lr_warmup_steps_day)
+    if longest < t.num_training_batches: return
+    n = max(1, t.num_training_batches//10)
+    click.echo(f'The learning rate rises over {longest} batches, and only {t.num_training_batches} are trained, so it '
+               f'never gets to its peak; --set lr_warmup_steps={n} --set lr_warmup_steps_day={n} shortens that.',
+               err=True)
+
+def _warn_about_text(cfg: Config) -> None:
+    "Print a warning where words that are not in the sentences of train could not be decoded."
+    if cfg.data.dataset_dir is None or cfg.lm.path or cfg.lm.general or cfg.lm.texts: return
+    click.echo('The language model gets no text but the sentences of train, and other words cannot be decoded; give '
+               '--set lm.general=FILE, --set lm.path=FILE (`b2t lm get` lists some) or --set lm.texts=[FILE].',
+               err=True)
+
 def run_until(
     stage: str | None, # The last stage; None for all
     force,             # Stages that are done again
@@ -182,7 +202,11 @@ def run_until(
     run = open_run(**options)
     _tell_settings(run)
     _warn_about_schedule(run.cfg)
-    rows = run_stages(run, stage, force)
+    stages = plan(run.cfg, stage)
+    if 'train' in stages: _warn_about_warmup(run.cfg)
+    if 'lm' in stages: _warn_about_text(run.cfg)
+    decodes_first = 'decode' in stages and not (run.dir/'stages'/'decode.json').exists()
+    with compiled_ahead() if decodes_first else contextlib.nullcontext(): rows = run_stages(run, stage, force)
     click.echo(pd.DataFrame(rows).to_string(index=False, justify='left'))
     stopped = [row['stage'] for row in rows if row['state'] == 'stopped early']
     if stopped: click.echo(f'\nStopped early: {", ".join(stopped)}. The same line goes on where they stopped.')
@@ -235,12 +259,27 @@ def main():
     b2t run --set n_units=256       with another value (b2t keys lists them all)
     """
 
+def _quick(options: dict) -> dict:
+    "The options of a run as `--quick` has it; says what that gives up."
+    if given := [k for k in ('preset_', 'config_', 'data', 'from_') if options.get(k)]:
+        raise click.UsageError(f'--quick is a simulation of its own; leave out --{given[0].strip("_")}')
+    quick, demo = (load_config(base=name) for name in ('quick', 'demo'))
+    click.echo(
+        f'Quick: {quick.simulate.n_sessions} sessions of {quick.simulate.train} sentences (else '
+        f'{demo.simulate.n_sessions} of {demo.simulate.train}), {quick.train.num_training_batches} batches (else '
+        f'{demo.train.num_training_batches}), a smaller model, and weights of the search that are not tuned: it shows '
+        'that all of it works, and its error rates are high. Without --quick it takes minutes.', err=True)
+    name = options['name'] or 'quick'
+    is_known = (Path(options['out'])/name/'config.yaml').exists()
+    return options | dict(name=name, preset_=None if is_known else 'quick')
+
 @main.command()
 @shared_options
 @training_options
-def run(force, **options):
+@click.option('--quick', is_flag=True, help='In about a minute, on a small simulation; says what it gives up.')
+def run(force, quick, **options):
     "All stages, from sessions to submission.csv and a report; what is done is skipped, what was interrupted continues."
-    run_until(None, force, **options)
+    run_until(None, force, **(_quick(options) if quick else options))
 
 # %% ../nbs/16_cli.ipynb #c025
 def _add_stage(name: str, options: tuple = ()):
@@ -467,7 +506,8 @@ def ensemble(members, output, method, weights, force, **options):
               help='What SOURCE fills, where another implementation saved it and it says nothing of itself.')
 @click.option('--set', 'overrides', multiple=True, callback=_key_values, metavar='KEY=VALUE',
               help='Values that differ from the preset.')
-def convert(source, target, preset_, overrides):
+@click.option('--yes', is_flag=True, help='Replace TARGET without a question.')
+def convert(source, target, preset_, overrides, yes):
     """Write the model in SOURCE in another framework's form: a TARGET that ends in .weights.h5 is TensorFlow's, one
     that ends in .pt PyTorch's, any other a folder of the official kit.
 
@@ -476,6 +516,7 @@ def convert(source, target, preset_, overrides):
     from b2t_kaggle.convert import convert
     if overrides and not preset_: raise click.UsageError('--set changes a preset; say which, with --preset')
     cfg = load_config(base=preset_, overrides=overrides) if preset_ else None
+    if Path(target).exists() and not yes: click.confirm(f'{target} is there already; replace it?', abort=True)
     click.echo(f'Wrote {convert(source, target, cfg)}')
 
 @main.command()
@@ -484,12 +525,34 @@ def devices():
     from b2t_kaggle.devices.report import describe
     click.echo(describe())
 
+def _at_hand(name: str | None, preset_: str | None, out: str) -> tuple[Config, str]:
+    "The configuration of a run or preset, and what it is called: those asked for, else what `b2t run` would take."
+    if name and preset_: raise click.UsageError('--name is a run and --preset is none; give one of them')
+    config = Path(out)/(name or 'demo')/'config.yaml'
+    if name and not config.exists(): raise click.UsageError(f'{config.parent} is no run; `b2t runs` lists them')
+    if config.exists() and not preset_: return load_config(config), f'run {config.parent.name}'
+    return load_config(base=preset_ or 'demo'), f'preset {preset_ or "demo"}'
+
 @main.command()
 @click.argument('part', required=False)
-def keys(part):
-    "Every configuration key with default and meaning; PART selects those that contain it."
-    for key, (default, meaning) in config_fields().items():
-        if part is None or part in key: click.echo(f'{click.style(key, bold=True)} = {default}\n    {meaning}')
+@click.option('--name', help='A run; its values are shown. Default: the run demo, if it is there.')
+@click.option('--preset', 'preset_', type=click.Choice(list(PRESETS)), help='A preset; its values are shown.')
+@click.option('--out', default='submissions', show_default=True, type=_FOLDER, help='Folder of the runs.')
+def keys(part, name, preset_, out):
+    """Every configuration key with its value in a run or preset, its default where it is another, and what it means;
+    PART selects keys that contain it."""
+    cfg, source = _at_hand(name, preset_, out)
+    values = {f'{g}.{k}': v for g, group in cfg.dump().items() if isinstance(group, dict) for k, v in group.items()}
+    known = config_fields()
+    found = {key: field for key, field in known.items() if part is None or part in key}
+    if not found:
+        near = difflib.get_close_matches(part, [*known, *(k.split('.')[1] for k in known)], n=3, cutoff=0.5)
+        hint = f'did you mean {" or ".join(near)}?' if near else '`b2t keys` lists them all'
+        raise click.ClickException(as_called(f'no key contains {part!r}; {hint}'))
+    for key, (default, meaning) in found.items():
+        value = values.get(key, default)
+        of = f' ({source}; default {default})' if value != default else ''
+        click.echo(f'{click.style(key, bold=True)} = {value}{of}\n    {meaning}')
 
 # %% ../nbs/16_cli.ipynb #c051
 @main.command()

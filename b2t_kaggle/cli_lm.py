@@ -57,7 +57,7 @@ def clean(texts, output, numbers, vocab):
 @click.command()
 @_texts
 @_output
-@click.option('--order', default=4, show_default=True, help='Order n of the model.')
+@click.option('--order', default=3, show_default=True, help='Order n of the model, as in lm.order.')
 @click.option('--prune', default='0', show_default=True, callback=_numbers,
               help='Leave out n-grams that occur at most so often, per order, such as 0,0,1.')
 @click.option('--threshold', default=0., callback=_threshold,

@@ -658,6 +658,16 @@ PRESETS = {
         'train': dict(num_training_batches=30_000, epsilon=1e-8, lr_max=0.0003, lr_min=0.000003, lr_max_day=0.0003,
                       lr_min_day=0.000003, grad_norm_clip_value=1.0),
     },
+    'quick': {
+        'simulate': dict(n_sessions=4, train=40, val=12, test=12, lm_sentences=4000),
+        'data': dict(batch_size=16, days_per_batch=4),
+        'model': dict(n_units=96, n_layers=1, patch_size=14, patch_stride=8, rnn_dropout=0., input_dropout=0.1),
+        'augment': dict(white_noise_std=0.4, constant_offset_std=0.1),
+        'train': dict(num_training_batches=150, batches_per_val_step=75, batches_per_save=75, epsilon=1e-8,
+                      lr_max=0.006, lr_min=0.00006, lr_warmup_steps=15,
+                      lr_max_day=0.0003, lr_min_day=0.00001, lr_warmup_steps_day=15),
+        'decode': dict(nbest=10, beam=50, tune=False),
+    },
     'demo': {
         'data': dict(batch_size=16, days_per_batch=4),
         'model': dict(n_units=128, n_layers=2, patch_size=14, patch_stride=8, rnn_dropout=0.2, input_dropout=0.1),

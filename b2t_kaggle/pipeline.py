@@ -209,8 +209,11 @@ def _check_llm(key: str, name: str | None, adapter: Path | None) -> None:
     _check_adapter(key, adapter)
     if (Path(name)/'config.json').is_file(): return
     if Path(name).is_dir(): raise PipelineError(f'{key} = {name}: has no config.json; {advice}')
-    from huggingface_hub import hf_hub_download
-    try: hf_hub_download(name, 'config.json')
+    try:
+        from huggingface_hub import hf_hub_download
+        hf_hub_download(name, 'config.json')
+    except ImportError as e:
+        raise PipelineError(f'{key} = {name}: {e.name} is missing; pip install b2t_kaggle[llm]') from None
     except (OSError, ValueError) as e:
         reason = (str(e).strip() or repr(e)).splitlines()[0]
         raise PipelineError(f'{key} = {name}: is no folder, and is not on the hub ({reason}); {advice}') from None

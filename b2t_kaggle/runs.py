@@ -608,9 +608,11 @@ def open_decoder(
     """The `LexiconBeamDecoder` that a run's configuration describes, with tuned weights where there are some and
     `decode.llm` inside the search. Raises `PipelineError` where the run has no n-gram yet, and
     `rescoring.llm.LanguageModelError` where the LLM is missing."""
+    from b2t_kaggle.decoding.compilation import say_when_compiling
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.phonemes import build_lexicon
+    say_when_compiling()
     words = run.dir/'lm'/'words.txt'
     if not words.exists(): raise PipelineError(f'{words} does not exist; run `b2t lm` on this run first')
     lexicon = build_lexicon(read_text(words).split())

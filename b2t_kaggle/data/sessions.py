@@ -550,6 +550,6 @@ def validate(
     try: problems = list(_check_folders(data_dir) if sessions is None else _check_named_sessions(data_dir, sessions))
     except SessionError as e: return _table([e.problem])
     present = [s for s in list_sessions(data_dir) if sessions is None or s in sessions]
-    for session in tqdm(present, desc='check', unit='session', disable=not progress):
+    for session in tqdm(present, desc='check', unit=' sessions', disable=not progress):
         problems += _check_session_contents(data_dir/session, bad_trials, dtype=dtype, subset=subset)
     return _table(problems)

@@ -578,7 +578,7 @@ def simulate_dataset(
     if drift != 1: parameters['drift'] = drift # Likewise
     plan = plan_trials(n_sessions, train, val, test, max_words, seed)
     _claim(out_dir, parameters)
-    days = tqdm(electrodes(n_sessions, snr, seed), desc='simulate', unit='session', disable=not progress)
+    days = tqdm(electrodes(n_sessions, snr, seed), desc='simulate', unit=' sessions', disable=not progress)
     for day, e in enumerate(days):
         trials = plan[plan.day == day]
         if len(trials): _write_day(out_dir, trials, e, seed, structured_noise, drift)

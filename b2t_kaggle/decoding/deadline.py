@@ -42,6 +42,7 @@ def decode_in_time(
     todo: Sequence[int] | None = None, # Trials to decode; None means all
     n_jobs: int = 0,                  # Cores to use; 0 means all
     progress: bool = True,            # Show a progress bar
+    label: str = 'decode',            # Of the bar
 ) -> tuple[list[list[Hypothesis]], list[int]]: # The n-best of each trial, and the trials that need a proper search yet
     "Decode in time; the trials that the time does not suffice for have what a narrow beam finds."
     n_jobs = n_jobs or n_cores()
@@ -51,7 +52,7 @@ def decode_in_time(
     hurry = todo and left() < math.inf
     seconds = _narrow_seconds(narrow, log_probs, todo, n_jobs) if hurry else 0. # Of a trial in the narrow search
     part_seconds = 0.
-    with tqdm(total=len(todo), desc='decode', unit=' trials', disable=not progress) as bar:
+    with tqdm(total=len(todo), desc=label, unit=' trials', disable=not progress) as bar:
         while todo and left() > part_seconds + seconds*sum(nbest[i] is None for i in todo):
             start = time.monotonic()
             part = todo[:_AT_ONCE*n_jobs]

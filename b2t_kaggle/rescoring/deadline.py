@@ -39,7 +39,7 @@ def score_in_time(
     scored = {split: dict((known or {}).get(split, {})) for split in nbest}
     todo = {split: [i for i in range(len(lists)) if i not in scored[split]] for split, lists in nbest.items()}
     part_seconds = 0.
-    with tqdm(total=sum(map(len, todo.values())), desc='LLM', unit=' trials', disable=not progress) as bar:
+    with tqdm(total=sum(map(len, todo.values())), desc='rescore', unit=' trials', disable=not progress) as bar:
         for split, part in turns(todo):
             if left() <= part_seconds: break
             start = time.monotonic()

@@ -6,11 +6,14 @@
 __all__ = ['Strategy', 'start', 'Program', 'distribute', 'rows', 'BatchLoader']
 
 # %% ../../nbs/tensorflow/07_feed.ipynb #c002
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+from tqdm import tqdm
 
 from ..config import Config
 from ..data.batches import Batcher, DayBalancedSampler, longest_in_batches
@@ -24,6 +27,11 @@ from ..training.trials import bucket_lengths, usable_trials
 
 # %% ../../nbs/tensorflow/07_feed.ipynb #c005
 def _nothing() -> None: pass
+
+@cache
+def _say_that_it_compiles() -> None:
+    "Once in a process."
+    tqdm.write('TensorFlow compiles; the first batch of each length waits for that', file=sys.stderr)
 
 @dataclass
 class Strategy:
@@ -45,7 +53,10 @@ class Strategy:
     def compile(self, f: Callable) -> Callable:
         "A function of one replica as a program."
         jit = self.device.kind == 'cpu' and self.device.jit and self.n_devices == 1
-        return tf.function(f, autograph=False, jit_compile=jit or None)
+        def traced(*args): # Called once for each program
+            _say_that_it_compiles()
+            return f(*args)
+        return tf.function(traced, autograph=False, jit_compile=jit or None)
 
     def shares(self, value) -> tuple[tf.Tensor, ...]:
         "What each device has of a value."
