@@ -119,6 +119,8 @@ def tiny_audio_llm(
     sentences: Sequence[str],  # The tokenizer is trained on them
     vocab_size: int = 300,     # At most so many tokens; byte-level BPE needs 256
     seconds: int = 2,          # What the tower hears at a time
+    tower: dict | None = None, # Other sizes of the tower
+    text: dict | None = None,  # Other sizes of the text model
 ) -> Path:
     "A tiny Qwen2-Audio that can write: its processor with the chat template, and random weights, as the real one."
     from transformers import PreTrainedTokenizerFast, Qwen2AudioConfig, Qwen2AudioProcessor, WhisperFeatureExtractor
@@ -127,15 +129,16 @@ def tiny_audio_llm(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token='<|im_end|>', pad_token=end)
     special = ['<|im_start|>', '<|im_end|>', '<|AUDIO|>', '<|audio_bos|>', '<|audio_eos|>']
     tokenizer.add_special_tokens(dict(additional_special_tokens=special))
-    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=seconds)
-    Qwen2AudioProcessor(extractor, tokenizer).save_pretrained(folder)
     tower = dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, num_mel_bins=8,
-                 max_source_positions=50*seconds)
-    text = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=False)
-    text |= dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-                 pad_token_id=tokenizer.pad_token_id)
-    config = Qwen2AudioConfig(audio_config=tower, text_config=text,
+                 max_source_positions=50*seconds) | (tower or {})
+    extractor = WhisperFeatureExtractor(feature_size=tower['num_mel_bins'], chunk_length=seconds)
+    Qwen2AudioProcessor(extractor, tokenizer).save_pretrained(folder)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=False)
+    sizes |= text or {}
+    sizes |= dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+                  pad_token_id=tokenizer.pad_token_id)
+    config = Qwen2AudioConfig(audio_config=tower, text_config=sizes,
                               audio_token_index=tokenizer.convert_tokens_to_ids('<|AUDIO|>'))
     with torch.random.fork_rng():
         torch.manual_seed(0)
