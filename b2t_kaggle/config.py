@@ -482,6 +482,9 @@ class Config(Section):
         for field in (k for k, is_wrong in wrong.items() if is_wrong):
             raise ValueError(f'audio.language_model is set, with which train.{field} = {getattr(t, field)} does not '
                              f'work; set it to {TrainConfig.model_fields[field].default}')
+        if self.infer.adapt:
+            raise ValueError(f'audio.language_model is set, and infer.adapt = {self.infer.adapt} adapts the logits '
+                             'alone, which it does not read; set one of them to null')
         if self.infer.logits:
             raise ValueError('audio.language_model reads the vectors of a model, and this run has infer.logits alone; '
                              'set one of them to null')
@@ -507,7 +510,7 @@ def changed_values(
     values |= {'model.name': cfg.model.name, 'schema': SCHEMA}
     return {k: v for k, v in values.items() if k not in without}
 
-# %% ../nbs/08_config.ipynb #c037
+# %% ../nbs/08_config.ipynb #c040
 def differing_values(
     cfg: Config,   # A configuration
     other: Config, # What it is compared with
@@ -519,7 +522,7 @@ def differing_values(
     return {k: v for k, v in flat(cfg).items()
             if k not in theirs or theirs[k] != v or (is_other_model and k.startswith('model.'))}
 
-# %% ../nbs/08_config.ipynb #c040
+# %% ../nbs/08_config.ipynb #c043
 def _model_fields() -> dict[str, dict[str, FieldInfo]]:
     "Fields of the encoders that can be imported here, by encoder."
     fields = {}
@@ -550,7 +553,7 @@ def config_keys() -> dict[str, str]:
     "Every settable key, `group.field`, and its description."
     return {key: description for key, (_, description) in config_fields().items()}
 
-# %% ../nbs/08_config.ipynb #c042
+# %% ../nbs/08_config.ipynb #c045
 def _resolve(key: str) -> str:
     "The full `group.field` of a key; a bare name must be unique."
     keys = list(config_keys())
@@ -562,7 +565,7 @@ def _resolve(key: str) -> str:
     hint = f'did you mean {" or ".join(near)}?' if near else '`b2t keys` lists them all'
     raise ConfigError(f'--set {key}: there is no such key; {hint}')
 
-# %% ../nbs/08_config.ipynb #c044
+# %% ../nbs/08_config.ipynb #c047
 def _suggest(sentence: str) -> str:
     "The sentence about a key that does not exist, with the nearest ones."
     key = sentence.split(':')[0]
@@ -583,7 +586,7 @@ def _parse(text: Any) -> Any:
     try: return float(text) if looks_like_float else parse_yaml(text)
     except ValueError: return text
 
-# %% ../nbs/08_config.ipynb #c046
+# %% ../nbs/08_config.ipynb #c049
 def _merge_model(
     old: EncoderConfig, # What was configured
     new: dict,          # Values that replace some of it
@@ -614,14 +617,14 @@ def with_overrides(
         groups.setdefault(group, {})[field] = _parse(value)
     return _merge(cfg, groups)
 
-# %% ../nbs/08_config.ipynb #c049
+# %% ../nbs/08_config.ipynb #c052
 def from_official(
     values: dict, # A parsed `rnn_args.yaml` or `args.yaml`
 ) -> Config:
     "The official configuration as ours; raises `ConfigError` for a key that the official kit does not have."
     return _validated(to_our_names(values))
 
-# %% ../nbs/08_config.ipynb #c052
+# %% ../nbs/08_config.ipynb #c055
 _TIME_MASKED = {
     'data': dict(batch_size=64),
     'augment': dict(white_noise_std=0.2, constant_offset_std=0.05, random_cut=0, time_masks=20, time_mask_max=0.05),
@@ -687,7 +690,7 @@ def preset(
         raise ConfigError(f'preset {name!r} does not exist; there are {", ".join(PRESETS)}')
     return _validated(PRESETS[name])
 
-# %% ../nbs/08_config.ipynb #c053
+# %% ../nbs/08_config.ipynb #c056
 def read_yaml(path: str | Path) -> dict:
     "A YAML mapping, with an error that names the file."
     try: values = read_yaml_file(path)
@@ -697,7 +700,7 @@ def read_yaml(path: str | Path) -> dict:
         raise ConfigError(f'{path}: expected a mapping of groups to fields, found {type(values).__name__}')
     return values
 
-# %% ../nbs/08_config.ipynb #c054
+# %% ../nbs/08_config.ipynb #c057
 def load_config(
     path: str | Path | None = None, # YAML file, ours or the official kit's; none means the preset alone
     base: str = 'official',         # Preset that a file in our format starts from

@@ -432,7 +432,8 @@ class _Stamped:
     def time_left(self) -> float:
         "Seconds until it must stop, so that those after it are over when the session ends; infinite without an end."
         stage = STAGES[self.name]
-        return Deadline.of_session().left(60*(stage.keeps + (stage.keeps_for_llm if self.run.cfg.rescore.model else 0)))
+        follows = self.run.cfg.rescore.model or self.run.cfg.audio.language_model
+        return Deadline.of_session().left(60*(stage.keeps + (stage.keeps_for_llm if follows else 0)))
 
     @property
     def stamp(self) -> dict:

@@ -97,7 +97,7 @@ def test_its_lists_are_combined_with_those_of_others(finished, here, tmp_path):
 
 
 REFUSED = [('train.framework', 'tensorflow'), ('train.cr_ctc', .2), ('train.compile', True),
-           ('train.weight_average', 'ema'), ('infer.logits', ['val.arrow'])]
+           ('train.weight_average', 'ema'), ('infer.logits', ['val.arrow']), ('infer.adapt', 'recalibrate')]
 
 
 @pytest.mark.parametrize('key, value', REFUSED)

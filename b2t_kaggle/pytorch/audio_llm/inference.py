@@ -6,6 +6,7 @@
 __all__ = ['write_trials', 'open_llm', 'load_audio_model', 'infer_sentences']
 
 # %% ../../../nbs/pytorch/audio_llm/06_inference.ipynb #c002
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +33,14 @@ def write_trials(
     max_tokens: int,    # As there
     batch_size: int,    # Trials at once, at most
     progress: str | None = None, # Label of a progress bar
+    smoothing: str = 'same',     # Or `valid`, as in `pytorch.evaluate.logits_of`
 ) -> list[Written]:     # Of each trial, in the order of the store
     "The sentences of all trials."
     day_of = {s: i for i, s in enumerate(cfg.data.sessions)}
     def vectors_of(x, day, n_bins): return model.brain(x, day, n_bins).vectors
     own = {}
-    for b, vectors, n_frames in logits_of(vectors_of, store, day_of, cfg, backend, batch_size, progress):
+    batches = logits_of(vectors_of, store, day_of, cfg, backend, batch_size, progress, smoothing)
+    for b, vectors, n_frames in batches:
         n_vectors = torch.from_numpy(np.asarray(model.brain.projector.n_vectors(n_frames)))
         own |= zip(b.trials.tolist(), generate(model.llm, vectors, n_vectors, beams, max_tokens))
     written = {i: w for part in backend.gather(own) for i, w in part.items()}
@@ -70,20 +73,22 @@ def load_audio_model(
 
 def infer_sentences(
     checkpoint: str | Path, # As in `load_audio_model`
-    store: TrialStore,      # Trials to run it on
+    stores: Sequence[TrialStore], # Trials to run it on
     cfg: Config,            # Says where and how: `train.accelerator`, `train.precision`, `audio`, `generate`
-    progress: bool = True,  # Show a progress bar
-) -> list[Written]:
-    """The sentences of all trials of `store`. Raises `CheckpointError`, also for val and a model that was trained on
+    progress: bool = True,  # Show progress bars
+) -> list[list[Written]]:
+    """The sentences of all trials of each store. Raises `CheckpointError`, also for val and a model that was trained on
     it, or `TrainingError` where model and trials do not fit."""
     backend = start(pick_torch(cfg.train.accelerator, cfg.train.precision), together=False)
     if backend.static_shapes:
         raise CheckpointError(f'{checkpoint}: an audio LLM writes on a CPU or a GPU, found {backend.device}; set '
                               'train.accelerator to cpu or cuda')
     model, trained = load_audio_model(checkpoint, cfg.audio.language_model, str(backend.torch_device),
-                                      unseen='here' if store.split == 'val' else None)
-    check_features(store, trained, checkpoint)
+                                      unseen='here' if any(s.split == 'val' for s in stores) else None)
+    for store in stores: check_features(store, trained, checkpoint)
     backend.place(model)
-    label = f'write {store.split}' if progress else None
-    return write_trials(model, store, trained, backend, cfg.generate.beams, cfg.generate.max_tokens,
-                        cfg.data.eval_batch_size, label)
+    def write(store):
+        return write_trials(model, store, trained, backend, cfg.generate.beams, cfg.generate.max_tokens,
+                            cfg.data.eval_batch_size, f'write {store.split}' if progress else None,
+                            cfg.infer.smoothing)
+    return [write(store) for store in stores]
