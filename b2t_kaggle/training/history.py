@@ -110,19 +110,33 @@ def read_history(
     return pd.read_csv(path)
 
 # %% ../../nbs/training/02_history.ipynb #c013
+_PARTS = dict(consistency='between views', answer='cross entropy', ctc='CTC', align='distance to targets',
+              contrast='InfoNCE')
+
+def _plot_norms(ax, history: pd.DataFrame, names: list[str]) -> None:
+    "The gradient norms of a model's parts."
+    for name in names: ax.plot(history.step, history[name], lw=1, label=name.removeprefix('grad_'))
+    ax.set(xlabel='batch', ylabel='gradient norm', yscale='log')
+    ax.legend()
+
 def plot_history(
     path: str | Path, # `history.csv`
 ):
-    "Training and validation loss, and the validation PER; returns the figure."
+    """Training and validation loss with its parts, and the validation PER; with an audio LLM its WER, and the gradient
+    norms of the model's parts. Returns the figure."""
     import matplotlib.pyplot as plt
     history = read_history(path)
     val = history.dropna(subset=['val_loss'])
-    fig, (losses, errors) = plt.subplots(1, 2, figsize=(10, 3), layout='constrained')
+    norms = [name for name in history if name.startswith('grad_') and name != 'grad_norm']
+    n = 3 if norms else 2
+    fig, (losses, errors, *others) = plt.subplots(1, n, figsize=(5*n, 3), layout='constrained')
     losses.plot(history.step, history.loss, lw=1, label='training')
     losses.plot(val.step, val.val_loss, 'o-', ms=3, label='validation')
-    if 'consistency' in history: losses.plot(history.step, history.consistency, lw=1, label='between views')
+    for name, label in _PARTS.items():
+        if name in history: losses.plot(history.step, history[name], lw=1, label=label)
     losses.set(xlabel='batch', ylabel='loss', yscale='log')
     losses.legend()
+    if norms: _plot_norms(others[0], history, norms)
     errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label='PER')
     if 'val_wer' in val:
         errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
