@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['shared_options', 'training_options', 'open_run', 'run_until', 'command_name', 'as_called', 'main', 'run', 'decode',
-           'simulate', 'check', 'lm', 'combine', 'connection_options', 'serve', 'ensemble', 'convert', 'devices',
-           'keys', 'docs']
+           'simulate', 'check', 'lm', 'combine', 'sweep', 'connection_options', 'serve', 'ensemble', 'convert',
+           'devices', 'keys', 'docs']
 
 # %% ../nbs/16_cli.ipynb #c003
 import contextlib
@@ -31,6 +31,7 @@ from .cli_lm import tools
 from .cli_merge import merge
 from .cli_phonemes import PHONEME_OPTIONS, confusions, decode_phonemes
 from .cli_runs import open_branch, runs
+from .cli_sweep import SWEEP_OPTIONS, sweep_runs
 from .config import PRESETS, Config, TrainConfig, config_fields, differing_values, load_config
 from .decoding.compilation import compiled_ahead
 from .pipeline import Interrupted, run_stages
@@ -359,6 +360,19 @@ def combine(force, sources, output, tune, lm, blocks, **options):
 main.command()(shared_options(_with(COMBINE_OPTIONS, combine)))
 main.add_command(merge)
 main.add_command(average)
+
+def sweep(force, overrides, trials, study, startup, **options):
+    """Train many runs that differ in some values, which Optuna proposes; the worst ones are cut short.
+
+    A --set may have a range: KEY=LOW:HIGH, KEY=LOW:HIGH:log, or KEY=A,B,C. The runs are NAME-000, NAME-001, …; they are
+    compared by their phoneme error rate on val. The same line goes on with what was interrupted."""
+    from b2t_kaggle.sweep import ranges_of, split_ranges
+    if force: raise click.UsageError('--force is for one run; name a trial, as in b2t train --name NAME-000')
+    texts, fixed = split_ranges(overrides)
+    run = open_run(overrides=fixed, **options)
+    sweep_runs(run, ranges_of(texts, run.cfg), trials, study, startup)
+
+main.command()(shared_options(training_options(_with(SWEEP_OPTIONS, sweep))))
 
 # %% ../nbs/16_cli.ipynb #c037
 def _weights(run: Run):

@@ -27,6 +27,7 @@ from .budget import Budget
 from .checkpoints import BEST, LAST, REFIT, seen_val_from
 from .history import BestTracker, History
 from .memory import raise_if_oom
+from .pruning import Judge, judge_here
 from .recipe import SMALLEST_SCALE, TrainingError, refit_step
 from .resume import check_same, fingerprint, transfer_weights
 from .trackers import TrackedRun, check_trackers, tracked_values, tracker_names, tracking
@@ -253,12 +254,14 @@ class Loop:
         budget: Budget,    # Of time
         out: Path,         # Receives the checkpoints
         log: Callable[[list[dict], dict], None] | None = None, # Sees new rows of the curves, and PER by session
+        judge: Judge | None = None, # Of a trial of a sweep
     ):
         self.trainer = trainer
         self.history = history
         self.budget = budget
         self.out = out
         self.log = log
+        self.judge = judge
         self.pending = []                     # Results that nobody has looked at
         self.synced_at = budget.elapsed()     # When somebody did for the last time
         self.first_step = trainer.step + 1
@@ -319,6 +322,7 @@ class Loop:
         validation = self.budget.timed('validate', t.validate) if validates else None
         t.seconds = self.seconds_before + self.budget.elapsed()
         is_best = t.is_best(validation, ends)
+        _ask_judge(self, validation)
         self.stopped = self.stopped or t.best.has_converged(c)
         saves = bool(ends or self.stopped or validation or self._is_due(c.batches_per_save))
         _record(self, losses, validation, saves)
@@ -349,6 +353,13 @@ def _ask_to_stop(loop: Loop) -> None:
     if any(interrupted): loop.stopped = INTERRUPTED
     elif spent[0]: loop.stopped = 'time budget'
 
+def _ask_judge(loop: Loop, validation: dict | None) -> None:
+    "Stop where other trials of a sweep did better; the main process, which has the judge, decides."
+    t = loop.trainer
+    if validation is None or not loop._is_due(t.cfg.train.batches_per_val_step): return
+    is_pruned = loop.judge is not None and loop.judge(t.step, validation['val_per'])
+    if t.gather(is_pruned)[0] and not loop._is_last(): loop.stopped = loop.stopped or 'pruned'
+
 def _terms(loop: Loop) -> list[dict[str, float]]:
     "Means of the parts of the loss of each pending step over all processes."
     own = [{k: float(v.mean()) for k, v in result.terms.items()} for result in loop.pending]
@@ -375,7 +386,7 @@ def _save(loop: Loop, is_best: bool) -> None:
     loop.history.save()
     loop.budget.timed('save', t.save_last, loop.out/LAST[t.framework])
 
-# %% ../../nbs/training/07_loop.ipynb #c039
+# %% ../../nbs/training/07_loop.ipynb #c041
 def result_of(
     trainer: Trainer,    # That has come to an end
     stopped: str | None, # From `Loop.run`
@@ -384,7 +395,8 @@ def result_of(
     `sessions`. In float16 also `skipped`, the steps that were left out because a gradient overflowed; with a refit
     `refit_from`, the batches before it, on which alone these figures rest."""
     best = {'best_step' if k == 'step' else k: v for k, v in trainer.best.metrics.items()}
-    run = dict(step=trainer.step, finished=stopped != 'time budget', stopped=stopped, seconds=trainer.seconds)
+    finished = stopped not in ('time budget', 'pruned')
+    run = dict(step=trainer.step, finished=finished, stopped=stopped, seconds=trainer.seconds)
     if trainer.scaler: run['skipped'] = trainer.n_skipped
     if trainer.refit_from is not None: run['refit_from'] = trainer.refit_from
     return run | best
@@ -422,6 +434,7 @@ def fit(
         if not continues[0] and trainer.is_main_process: (out/REFIT).unlink(missing_ok=True) # Of an earlier training
         loop = Loop(trainer, History(out/'history.csv', trainer.step), budget, out)
         tracked = TrackedRun(out, tracked_values(trainer.cfg), trainer.step)
+        if loop.is_told: loop.judge = judge_here()
         with tracking(names if loop.is_told else [], tracked) as loop.log: stopped = loop.run(progress)
     except Exception as e:
         raise_if_oom(e, backend.device.name, trainer)

@@ -1,0 +1,129 @@
+"""A sweep that is killed, two processes that share a study, and a training that asks its judge.
+
+A stage costs nothing here: what papermill would execute is replaced by what it leaves."""
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from matplotlib.figure import Figure
+
+from b2t_kaggle import cli, pipeline
+from b2t_kaggle.runs import Run, StageRun
+from b2t_kaggle.training.pruning import judge_here
+
+pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')
+
+SPACE = ['--set', 'train.lr_max=1e-4:1e-2:log', '--set', 'model.n_units=8,16', '--set', 'train.accelerator=cpu']
+
+
+class Stage:
+    "Stands for papermill. A trial's PER falls with every step, to a level that depends on its values."
+    def __init__(self, dies_in=None):
+        self.dies_in = dies_in # Name of the run in which this process is killed, after its second step
+        self.steps = []        # Runs, a name for each step that was taken
+
+    def __call__(self, run, name):
+        stage = StageRun(run, name).begin()
+        if name != 'train': return stage.finish([])
+        judge = judge_here()
+        checkpoint = run.dir/'checkpoint'
+        done = int(checkpoint.read_text()) if checkpoint.exists() else 0
+        for step in range(done + 1, 5):
+            self.steps.append(run.dir.name)
+            per = .2 + 30*abs(run.cfg.train.lr_max - .003) + run.cfg.model.n_units/100 + 1/step
+            checkpoint.write_text(str(step))
+            if judge(step, per): break
+            if run.dir.name == self.dies_in and step == 2: os.kill(os.getpid(), 9)
+        stage.finish([], dict(steps=step, PER=per), finished=step == 4)
+
+
+def sweep(folder, *options):
+    "Call `b2t sweep`; returns its output and the table without times."
+    import pandas as pd
+    places = ['--out', str(folder/'out'), '--work', str(folder/'work')]
+    done = CliRunner().invoke(cli.main, ['sweep', '--name', 'toy', *places, '--startup', '2', *SPACE, *options])
+    path = folder/'out'/'toy'/'sweep.csv'
+    return done, pd.read_csv(path).drop(columns='minutes') if path.exists() else None
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    stage = Stage()
+    monkeypatch.setattr(pipeline, 'execute', stage)
+    monkeypatch.setattr('b2t_kaggle.sweep.plot_sweep', lambda *args: Figure(figsize=(1, 1))) # Its notebook looks at it
+    return stage
+
+
+DIES = '''
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    from pathlib import Path
+    from test_sweep import Stage, pipeline, sweep
+    pipeline.execute = Stage(dies_in=sys.argv[3])
+    sweep(Path(sys.argv[2]), '--trials', '6')
+'''
+
+
+def test_a_sweep_that_is_killed_is_the_same_as_one_that_is_not(stage, tmp_path):
+    whole, expected = sweep(tmp_path/'whole', '--trials', '6')
+    assert whole.exit_code == 0, whole.output
+    assert set(expected.state) == {'complete', 'pruned'} and len(expected) == 6
+    last = expected[expected.state == 'complete'].run.max() # The last one that is not cut short
+    code = [sys.executable, '-c', textwrap.dedent(DIES), str(Path(__file__).parent), str(tmp_path/'killed'), last]
+    killed = subprocess.run(code, capture_output=True, text=True, timeout=120,
+                            env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)})
+    assert killed.returncode == -9, killed.stderr
+    stage.steps = []
+    done, table = sweep(tmp_path/'killed', '--trials', '6')
+    assert done.exit_code == 0, done.output
+    assert table.equals(expected)
+    assert stage.steps[:2] == [last]*2 and last not in stage.steps[2:], 'it goes on behind its checkpoint'
+
+
+def test_trials_are_runs_and_what_fails_is_said(stage, tmp_path, monkeypatch):
+    done, table = sweep(tmp_path, '--trials', '2')
+    best = table.run[0]
+    assert f'b2t run --name {best} goes on with it' in done.output and (tmp_path/'out'/'toy'/'sweep.png').exists()
+    run = Run(tmp_path/'out'/best, tmp_path/'work')
+    assert run.cfg.model.n_units == table['model.n_units'][0] and run.cfg.train.num_training_batches == 600
+    # Another range, or another value that all have, is another sweep
+    other, _ = sweep(tmp_path, '--set', 'model.n_units=8,32')
+    assert other.exit_code == 1 and 'range of model.n_units was' in other.output
+    other, _ = sweep(tmp_path, '--set', 'train.seed=4')
+    assert other.exit_code == 1 and 'train.seed was its default, is now 4' in other.output
+
+    def explodes(run, name):
+        if name == 'train': raise pipeline.PipelineError('stage train failed: TrainingError: the loss is nan')
+        StageRun(run, name).begin().finish([])
+
+    monkeypatch.setattr(pipeline, 'execute', explodes)
+    done, table = sweep(tmp_path/'bad', '--trials', '2')
+    assert done.exit_code == 1 and 'no trial came to its end' in done.output and set(table.state) == {'fail'}
+    assert 'toy-001: failed: stage train failed: TrainingError: the loss is nan' in done.output
+
+
+def test_machines_share_a_study(stage, tmp_path):
+    "A journal in a folder that both see; each has its own runs, and leaves those of the other alone."
+    study = ['--study', str(tmp_path/'shared.journal')]
+    sweep(tmp_path/'one', '--trials', '3', *study)
+    import optuna
+
+    from b2t_kaggle.training.pruning import open_storage
+    optuna.load_study(study_name='toy', storage=open_storage(study[1])).ask() # A third machine is at work on the fourth
+    done, table = sweep(tmp_path/'two', '--trials', '5', *study)
+    assert len(table) == 5 and 'at work elsewhere or lost there: toy-003' in done.output
+    runs = {folder: {p.name for p in (tmp_path/folder/'out').iterdir()} for folder in ('one', 'two')}
+    assert runs == {'one': {'toy', 'toy-000', 'toy-001', 'toy-002'}, 'two': {'toy', 'toy-004'}}
+
+
+def test_what_cannot_be_searched(stage, tmp_path):
+    for options, why in ((['--set', 'train.lr_max=1e-2:1e-4'], 'write the lower end first'),
+                         (['--set', 'model.rnn_dropout=0:3'], 'model.rnn_dropout'),
+                         (['--force', 'train'], '--force is for one run')):
+        done, _ = sweep(tmp_path, *options)
+        assert done.exit_code and why in done.output, done.output
+    assert not stage.steps
