@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import psutil
@@ -53,6 +54,38 @@ def b2t(*args, **kw):
     )
 
 
+def command(*args):
+    "Run the command in this process."
+    return CliRunner().invoke(cli.main, list(map(str, args)))
+
+
+def execute_here(run, name):
+    "Execute the code of a stage's notebook in this process, which takes seconds less than a kernel of its own."
+    import matplotlib
+    matplotlib.use('Agg')
+    variables = dict(run_dir=str(run.dir), work_dir=str(run.work), overrides={})
+    for cell in code_cells(name):
+        if not cell.startswith('run_dir ='): exec(cell, variables)
+
+
+@contextmanager
+def stages_here():
+    "Stages are executed in this process, and no report is written; gives the names of those that were."
+    names = []
+    def execute(run, name):
+        names.append(name)
+        execute_here(run, name)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(pipeline, 'execute', execute)
+        m.setattr(pipeline, 'write_report', lambda run: run.dir/'report.html')
+        yield names
+
+
+@pytest.fixture
+def here():
+    with stages_here() as names: yield names
+
+
 def sets(values): return [a for k, v in values.items() for a in ('--set', f'{k}={v}')]
 
 
@@ -86,48 +119,39 @@ def test_a_run_leaves_everything(finished):
 def test_nothing_is_done_twice(finished):
     run, options, _ = finished
     before = stamps(run)
-    r = b2t('run', *options)
-    assert r.returncode == 0, r.stderr
+    r = command('run', *options)
+    assert r.exit_code == 0, r.output
     assert r.stdout.count('skipped, nothing changed') == len(PLAN)
     assert stamps(run) == before
 
 
-def test_a_changed_value_redoes_what_depends_on_it(finished):
+def test_a_changed_value_redoes_what_depends_on_it(finished, here):
     run, options, _ = finished
     before = stamps(run)
-    r = b2t('run', *options, '--set', 'decode.beam=5')
-    assert r.returncode == 0, r.stderr
+    r = command('run', *options, '--set', 'decode.beam=5')
+    assert r.exit_code == 0, r.output
     after = stamps(run)
     assert {n for n in after if after[n] != before[n]} == {'decode', 'submit', 'report'}
 
 
-def test_same_seed_same_csv(finished, tmp_path):
-    run, _, _ = finished
-    r = b2t(
-        'submit', '--out', tmp_path, '--work', tmp_path / 'data', '--name', 'again', *sets(SMALL | {'decode.beam': 5})
-    )
-    assert r.returncode == 0, r.stderr[-3000:]
-    b2t('run', '--out', run.parent, '--work', run.parent.parent/'data', '--name', 'small', '--set', 'decode.beam=5')
+def test_same_seed_same_csv(finished, tmp_path, here):
+    "Whether kernels of their own execute the stages, or this process."
+    run, options, _ = finished
+    folders = ['--out', tmp_path, '--work', tmp_path/'data', '--name', 'again']
+    r = command('submit', *folders, *sets(SMALL | {'decode.beam': 5}))
+    assert r.exit_code == 0 and here == [name for name in PLAN if name != 'report'], r.output[-3000:]
+    command('run', *options, '--set', 'decode.beam=5')
     assert (tmp_path/'again'/'submission.csv').read_bytes() == (run/'submission.csv').read_bytes()
 
 
-def test_a_killed_run_continues(finished, tmp_path):
+def test_a_killed_run_continues(finished, tmp_path, here):
     run, options, _ = finished
     work = run.parent.parent/'data'
-    args = [
-        sys.executable,
-        '-m',
-        'b2t_kaggle.cli',
-        'infer',
-        '--out',
-        str(tmp_path),
-        '--work',
-        str(work),
-        '--name',
-        'killed',
-        *sets(SMALL | {'train.num_training_batches': 60, 'train.batches_per_save': 1}),
-    ]
-    p = subprocess.Popen(args, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    longer = SMALL | {'train.num_training_batches': 60, 'train.batches_per_save': 1}
+    args = ['infer', '--out', str(tmp_path), '--work', str(work), '--name', 'killed', *sets(longer)]
+    p = subprocess.Popen(
+        [sys.executable, '-m', 'b2t_kaggle.cli', *args], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     last = tmp_path/'killed'/'train'/'last.pt'
     deadline = time.time() + 300
     while not last.exists() and time.time() < deadline and p.poll() is None: time.sleep(0.05)
@@ -137,8 +161,8 @@ def test_a_killed_run_continues(finished, tmp_path):
     p.wait()
     stage = StageRun(Run(tmp_path/'killed', work), 'train')
     assert stage.status() == 'was interrupted'
-    r = subprocess.run(args, capture_output=True, text=True, timeout=600)
-    assert r.returncode == 0, r.stderr[-3000:]
+    r = command(*args)
+    assert r.exit_code == 0 and here == ['train', 'infer'], r.output[-3000:]
     assert 'train: train the acoustic model (was interrupted)' in r.stderr
     assert json.loads(stage.stamp_path.read_text())['metrics']['steps'] == 60
 
@@ -159,13 +183,13 @@ def test_a_stage_by_plain_papermill(finished, tmp_path):
     assert StageRun(Run(run, run.parent.parent/'data'), 'check').status() == 'done'
 
 
-def test_an_official_checkpoint_is_used_without_training(finished, tmp_path):
+def test_an_official_checkpoint_is_used_without_training(finished, tmp_path, here):
     """A folder of the official kit (args.yaml, best_checkpoint) gives the same log-probabilities as the checkpoint
     it was made from."""
     from b2t_kaggle.pytorch.checkpoint import load_model, save_official
     run, _, _ = finished
     official = save_official(*load_model(run/'train'/'best.pt'), tmp_path/'t15_pretrained_rnn_baseline')
-    r = b2t(
+    r = command(
         'infer',
         '--out',
         tmp_path,
@@ -177,7 +201,7 @@ def test_an_official_checkpoint_is_used_without_training(finished, tmp_path):
         official,
         *sets(SMALL),
     )
-    assert r.returncode == 0, r.stderr[-3000:]
+    assert r.exit_code == 0 and here == ['infer'], r.output[-3000:]
     assert 'train' not in stamps(tmp_path/'given')
     ours, theirs = (LogitStore.open(d/'logits'/'val.arrow') for d in (run, tmp_path/'given'))
     for i in range(len(ours)): np.testing.assert_allclose(theirs[i], ours[i], atol=1e-5)
@@ -196,7 +220,7 @@ def test_a_failing_stage_says_why(finished, tmp_path):
     assert r.returncode == 1 and 'data_train.hdf5' in r.stdout
 
 
-def test_the_official_configuration_runs_as_it_is(finished, tmp_path):
+def test_the_official_configuration_runs_as_it_is(finished, tmp_path, here):
     """rnn_args.yaml with its own sessions and official sizes is accepted; only what a small machine cannot do is
     overridden."""
     run, _, _ = finished
@@ -243,7 +267,7 @@ def test_the_official_configuration_runs_as_it_is(finished, tmp_path):
     )
     (tmp_path/'rnn_args.yaml').write_text(yaml.safe_dump(official))
     small = Run(run, run.parent.parent/'data')
-    r = b2t(
+    r = command(
         'train',
         '--config',
         tmp_path / 'rnn_args.yaml',
@@ -255,7 +279,7 @@ def test_the_official_configuration_runs_as_it_is(finished, tmp_path):
         tmp_path / 'data',
         *sets(dict(num_training_batches=2, batch_size=4, days_per_batch=2, n_units=32)),
     )
-    assert r.returncode == 0, r.stderr[-3000:]
+    assert r.exit_code == 0 and here == ['check', 'pack', 'train'], r.output[-3000:]
     assert yaml.safe_load((tmp_path/'rnn_args'/'config.yaml').read_text())['train']['lr_decay_steps'] == 120000
 
 
@@ -295,12 +319,12 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     from b2t_kaggle.rescoring.mixture import read_weights
     run, options, _ = finished
     said = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
-    r = b2t(
-        'report',
-        *options,
-        *sets({'rescore.model': tiny_lm(tmp_path / 'lm', 'opt', said or ['a']), 'rescore.length_penalty': 0.05}),
-    )
-    assert r.returncode == 0, r.stderr[-3000:]
+    values = {'rescore.model': tiny_lm(tmp_path/'lm', 'opt', said or ['a']), 'rescore.length_penalty': 0.05}
+    with stages_here() as here:
+        r = command('submit', *options, *sets(values))
+        assert r.exit_code == 0 and here == ['rescore', 'submit'], r.output[-3000:]
+    r = command('report', *options)
+    assert r.exit_code == 0, r.output[-3000:]
     wers = [json.loads((run/'stages'/f'{name}.json').read_text())['metrics']['WER'] for name in ('rescore', 'report')]
     assert wers[0] == wers[1], 'the report does not have the cross-validated figure'
     assert '(cross-validated)' in (run/'report.html').read_text()
@@ -324,9 +348,11 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
         assert hyps[0]['total'] == max(h['total'] for h in hyps)
     assert w.length_penalty == 0.05
     assert [row['text'] for row in csv.DictReader((run/'submission.csv').open())] == [hyps[0]['text'] for hyps in lists]
-    r = b2t('rescore', *options, *sets({'rescore.model': 'null', 'rescore.length_penalty': 0}))
-    assert r.returncode == 1 and 'rescore.model, the language model to ask, is not set' in r.stderr
-    assert b2t('report', *options).returncode == 0
+    r = command('rescore', *options, *sets({'rescore.model': 'null', 'rescore.length_penalty': 0}))
+    assert r.exit_code == 1 and 'rescore.model, the language model to ask, is not set' in r.stderr
+    with stages_here():
+        r = command('report', *options)
+        assert r.exit_code == 0, r.output
 
 
 def test_serving_a_run(finished, tmp_path, capsys):
@@ -386,27 +412,6 @@ def test_serving_a_run(finished, tmp_path, capsys):
         where.stop()
         stage.discard()
         Run(path, run.work, {'rescore.model': None, 'rescore.alpha': 0.55})
-
-
-def execute_here(run, name):
-    "Execute the code of a stage's notebook in this process, which takes seconds less than a kernel of its own."
-    import matplotlib
-    matplotlib.use('Agg')
-    variables = dict(run_dir=str(run.dir), work_dir=str(run.work), overrides={})
-    for cell in code_cells(name):
-        if not cell.startswith('run_dir ='): exec(cell, variables)
-
-
-@pytest.fixture
-def here(monkeypatch):
-    "Stages are executed in this process; names of those that were."
-    names = []
-    def execute(run, name):
-        names.append(name)
-        execute_here(run, name)
-    monkeypatch.setattr(pipeline, 'execute', execute)
-    monkeypatch.setattr(pipeline, 'write_report', lambda run: run.dir/'report.html')
-    return names
 
 
 def files_of(folder): return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob('*') if p.is_file()}
