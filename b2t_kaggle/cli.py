@@ -494,18 +494,19 @@ def keys(part):
 # %% ../nbs/16_cli.ipynb #c051
 @main.command()
 @click.option('--output', default='_docs', show_default=True, type=_FOLDER, help='Folder of the site.')
-@click.option('--serve', is_flag=True, help='Serve it on this machine and rebuild on changes.')
-def docs(output, serve):
-    "Build the documentation site: executes the notebooks. Needs a checkout and the [docs] extra."
+@click.option('--plain', is_flag=True, help='Without what the examples print and draw, which are not executed then.')
+def docs(output, plain):
+    """Build the documentation site from a checkout's notebooks; what its examples print and draw is kept until they
+    change. It needs the environment of the tests (./kit docs makes it)."""
+    import os
     import subprocess
-    from importlib.util import find_spec
     root = Path(b2t_kaggle.__file__).parent.parent
-    if not (root/'mkdocs.yml').exists():
-        raise click.ClickException(f'{root} is not a checkout of the project (it has no mkdocs.yml)')
-    if find_spec('mkdocs_jupyter') is None:
-        raise click.ClickException('mkdocs-jupyter is missing; pip install b2t_kaggle[docs]')
-    args = ['serve'] if serve else ['build', '--site-dir', str(Path(output).absolute())]
-    sys.exit(subprocess.run([sys.executable, '-m', 'mkdocs', *args], cwd=root).returncode)
+    if not (root/'tools'/'docs').is_dir():
+        raise click.ClickException(f'{root} is not a checkout of the project (it has no tools/docs)')
+    places = [root, root/'tools', os.environ.get('PYTHONPATH')]
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join(str(p) for p in places if p))
+    args = ['--output', str(Path(output).absolute()), *(['--plain'] if plain else [])]
+    sys.exit(subprocess.run([sys.executable, '-m', 'docs', *args], env=env).returncode)
 
 # %% ../nbs/16_cli.ipynb #c052
 # A notebook, too, is __main__, but it has no file

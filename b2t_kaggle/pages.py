@@ -169,7 +169,8 @@ def output(
     forms = {form: ''.join(text) if isinstance(text, list) else text for form, text in out['data'].items()}
     if 'text/html' in forms:
         made = forms['text/html']
-        return _own_table(made) if 'class="dataframe"' in made else made
+        if 'class="dataframe"' in made: return _own_table(made)
+        return f'<div class="scroll">{made}</div>\n' if '<table' in made and 'class="scroll"' not in made else made
     if 'image/svg+xml' in forms: return recolored(forms['image/svg+xml'], name)
     if 'image/png' in forms:
         data = forms['image/png'].replace('\n', '')

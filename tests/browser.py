@@ -1,0 +1,117 @@
+"""A headless Chromium, spoken to through its driver (W3C WebDriver), for tests of pages.
+
+Debian has both as the packages chromium and chromium-driver."""
+import base64
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
+DRIVER = shutil.which('chromedriver')
+QUIET = ['--headless', '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-sync',
+         '--disable-component-update', '--disable-background-networking', '--hide-scrollbars',
+         '--allow-file-access-from-files']
+WIDTHS = dict(phone=390, desktop=1280)
+WAIT = 60   # Seconds for one command
+
+
+class Browser:
+    "A session of the driver."
+    def __init__(self, port: int, folder: str):
+        self.url = f'http://127.0.0.1:{port}'
+        options = {'binary': CHROMIUM, 'args': [*QUIET, f'--user-data-dir={folder}']}
+        wanted = {'browserName': 'chrome', 'goog:chromeOptions': options, 'goog:loggingPrefs': {'browser': 'ALL'}}
+        self.url += '/session/' + self.ask('/session', dict(capabilities=dict(alwaysMatch=wanted)))['sessionId']
+
+    def ask(self, path: str, body: dict | None = None, method: str = 'POST'):
+        data = json.dumps(body or {}).encode() if method == 'POST' else None
+        request = urllib.request.Request(self.url + path, data, {'Content-Type': 'application/json'}, method=method)
+        with urllib.request.urlopen(request, timeout=WAIT) as answer: return json.load(answer)['value']
+
+    def command(self, name: str, **params): return self.ask('/goog/cdp/execute', dict(cmd=name, params=params))
+
+    def show(self, page: Path, width: int, dark: bool = False):
+        "Open a page at a width."
+        self.command('Emulation.setDeviceMetricsOverride', width=width, height=900, deviceScaleFactor=1,
+                     mobile=width < 600)
+        scheme = dict(name='prefers-color-scheme', value='dark' if dark else 'light')
+        self.command('Emulation.setEmulatedMedia', features=[scheme])
+        self.ask('/url', dict(url=page.resolve().as_uri()))
+
+    def run(self, script: str):
+        "What a script returns."
+        return self.ask('/execute/sync', dict(script=script, args=[]))
+
+    def messages(self) -> list[str]:
+        "What the console said since the last time."
+        return [entry['message'] for entry in self.ask('/se/log', dict(type='browser'))]
+
+    def picture(self, path: Path, whole: bool = True):
+        shot = self.command('Page.captureScreenshot', format='png', captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(shot['data']))
+
+
+# What is wider than the window, though nothing around it can be scrolled sideways
+TOO_WIDE = '''
+const wide = []
+for (const e of document.querySelectorAll('body *')) {
+  const box = e.getBoundingClientRect()
+  if (!box.width || box.right <= document.documentElement.clientWidth + 1) continue
+  let p = e
+  while (p && !['auto', 'scroll', 'hidden'].includes(getComputedStyle(p).overflowX)) p = p.parentElement
+  if (!p || p === document.body) wide.push(`${e.tagName} ${e.getAttribute('class')}: ${e.textContent.slice(0, 40)}`)
+}
+return wide.slice(0, 3)
+'''
+# Tables that a reader would have to scroll sideways
+SCROLLED = '''
+return [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth + 1)
+  .map(e => e.textContent.trim().slice(0, 60))
+'''
+# The least contrast of text with what is behind it (WCAG), and where that is
+CONTRAST = '''
+const parse = c => (c.match(/[\\d.]+/g) || []).map(Number)
+const light = c => { const [r, g, b] = c.map(v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b }
+const behind = e => { while (e) { const c = parse(getComputedStyle(e).backgroundColor)
+  if (c.length === 3 || c[3] > 0.9) return c.slice(0, 3); e = e.parentElement } return [255, 255, 255] }
+let least = [21, '']
+for (const e of document.querySelectorAll('main *, header *')) {
+  if (![...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()) || e.closest('svg')) continue
+  if (!e.getBoundingClientRect().width) continue
+  const [a, b] = [light(parse(getComputedStyle(e).color).slice(0, 3)), light(behind(e))]
+  const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)
+  if (ratio < least[0]) least = [ratio, e.outerHTML.slice(0, 100)]
+}
+return least
+'''
+
+
+@contextmanager
+def browser():
+    "A browser that is gone afterwards, whatever happens."
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        log = Path(folder)/'driver.log'
+        with log.open('wb') as out:
+            driver = subprocess.Popen([DRIVER, '--port=0'], stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield Browser(_port(log), f'{folder}/profile')
+        finally:
+            driver.terminate()
+            try: driver.wait(timeout=10)
+            except subprocess.TimeoutExpired: driver.kill()
+
+
+def _port(log: Path) -> int:
+    "The port that the driver chose."
+    for _ in range(10*WAIT):
+        words = log.read_text().rstrip().rstrip('.').rsplit(' ', 1)
+        if 'started successfully on port' in words[0]: return int(words[1])
+        time.sleep(0.1)
+    raise TimeoutError(f'the driver of Chromium did not start: {log.read_text()}')

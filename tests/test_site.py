@@ -1,0 +1,232 @@
+"""The documentation site and the page of a run: what shows and what does not, links, titles, and how they look.
+
+`./kit docs` checks all pages when it builds them; here are a few of each kind. Where Chromium and its driver are
+installed, the pages are looked at in both colours and at two widths."""
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, CONTRAST, DRIVER, SCROLLED, TOO_WIDE, WIDTHS, browser
+
+from b2t_kaggle import pages
+from b2t_kaggle.comparison import result_table, results_of
+from b2t_kaggle.config import load_config
+from b2t_kaggle.report import configuration, group_table, headline, provenance, report_page, timings, worst_trials
+
+ROOT = Path(__file__).parent.parent
+NBS = ROOT/'nbs'
+sys.path.insert(0, str(ROOT/'tools'))
+from docs import api, build, check, execute, order  # noqa: E402
+
+NOTEBOOKS = [p for p in sorted(NBS.rglob('*.ipynb')) if '.ipynb_checkpoints' not in p.parts]
+# A landing page, prose, an API with classes, formulas, a benchmark with outputs, a stage
+FEW = ('index', 'guides/design', 'guides/comparison', '02_metrics', '08_config', 'decoding/12_tuning',
+       'benchmarks/11_combination', 'pipeline/09_report')
+
+
+def prose(path):
+    "The Markdown of a notebook."
+    cells = json.loads(path.read_text())['cells']
+    return [''.join(c['source']) for c in cells if c['cell_type'] == 'markdown']
+
+
+def without_code(text): return re.sub(r'```.*?```|`[^`]*`', '', text, flags=re.DOTALL)
+
+
+def test_every_notebook_has_one_title_and_is_one_page():
+    for path in NOTEBOOKS:
+        titles = [t for cell in prose(path) for t in re.findall(r'^# .+', without_code(cell), re.MULTILINE)]
+        assert len(titles) == 1, (path, titles)
+    listed = [p for members in order.groups(NBS).values() for p in members]
+    assert sorted(listed) == NOTEBOOKS and 'More' not in order.groups(NBS)
+
+
+def test_links_between_notebooks_lead_somewhere():
+    lost = []
+    for path in NOTEBOOKS:
+        for target in re.findall(r'\]\(([^)#\s]+)', without_code('\n'.join(prose(path)))):
+            there = (ROOT if path.name == 'index.ipynb' else path.parent)/target
+            if not re.match('[a-z]+:', target) and not there.exists(): lost.append((path.name, target))
+    assert lost == []
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+    "A site of a few pages, and what is wrong with them but for links to the pages that are left out."
+    paths = [NBS/f'{name}.ipynb' for name in FEW]
+    few = {'Begin': paths[:1], 'How to': paths[1:3], 'Benchmarks': [paths[6]], 'Library': [*paths[3:6], paths[7]]}
+    folder = tmp_path_factory.mktemp('site')/'pages'
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, 'groups', lambda _: few)
+        patch.setattr(build, 'modules', lambda: [ROOT/'b2t_kaggle'/'metrics.py'])
+        build.build(folder, execute=False)
+    return folder, [p for p in check.problems(folder) if not re.search(r'\.(ipynb|html)\S* leads nowhere', p)]
+
+
+def test_pages_are_sound(site): assert site[1] == []
+
+
+def text(site, name): return (site[0]/f'{name}.html').read_text()
+
+
+def test_what_shows_and_what_does_not(site):
+    metrics = text(site, '02_metrics')
+    assert '<section class="name" id="word_error_rate">' in metrics
+    assert 'One text for each trial; normalised first' in metrics and '<i>returns</i>' in metrics
+    assert 'source/metrics.html#L' in metrics
+    for hidden in ('default_exp', '#| ', 'from fastcore', '_count_each</b>'): assert hidden not in metrics, hidden
+    benchmark = text(site, 'benchmarks/11_combination')
+    assert 'Executed 2026-' in benchmark and '2.33%' in benchmark
+    assert 'skip_exec' not in text(site, 'pipeline/09_report')
+    assert text(site, 'decoding/12_tuning').count('class="math"') > 5
+    assert './kit run' in text(site, 'index') and text(site, 'index').count('<h1') == 1
+
+
+def test_a_source_link_leads_to_the_line(site):
+    line = int(re.search(r'source/metrics.html#L(\d+)', text(site, '02_metrics').split('id="bleu"')[1])[1])
+    assert (ROOT/'b2t_kaggle'/'metrics.py').read_text().splitlines()[line - 1].startswith('def bleu(')
+
+
+def test_the_search_knows_names_and_sections(site):
+    entries = json.loads((site[0]/'search.js').read_text().removeprefix('window.SEARCH = '))
+    assert ['metrics', 'word_error_rate', '02_metrics.html#word_error_rate'] in [e[:3] for e in entries]
+    assert any(e[:3] == ['Design', 'Two boundaries', 'guides/design.html#two-boundaries'] for e in entries)
+
+
+def test_the_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path/'thesis.txt').touch()
+    with pytest.raises(FileExistsError, match='holds something else than a site'):
+        build.write_site(tmp_path, [], [])
+    assert (tmp_path/'thesis.txt').exists()
+
+
+FUNCTION = '''
+def f(
+    # Above,
+    a: int, # and behind
+    b=3, # With | a bar
+    *rest: str, # More
+) -> dict[str, int]: # What comes back
+    "Does `it`."
+class C:
+    "A class."
+    n: int = 1 # How many
+    def g(self, x): # Not of x alone
+        "Halves."
+'''
+
+
+def test_parameters_from_comments():
+    f, c = ast.parse(FUNCTION).body
+    rows = api.parameters(f, api.comments(FUNCTION))
+    assert [re.sub('<.*?>', '', row['name']) for row in rows] == ['a', 'b', '*rest', 'returns']
+    assert [row['meaning'] for row in rows] == ['Above, and behind', 'With | a bar', 'More', 'What comes back']
+    assert [row['default'] for row in rows] == ['', '<code>3</code>', '', '']
+    assert [row['meaning'] for row in api.fields(c, api.comments(FUNCTION))] == ['How many']
+    assert 'class="method"' in api.card(c, api.comments(FUNCTION), 'x.html')
+
+
+@pytest.mark.parametrize('code, shown', [
+    ('test_eq(f(1), 2)', False), ('print(1)', True), ('x = 1\nx', True), ('fig, ax = plt.subplots()', True),
+    ('x = 1', False), ('import os', False), ('#| hide\nprint(1)', False), ('#| export\ndef f(): print(1)', False),
+    ('with a:\n    plot_history(x)', True), ('rows.append(1)', False), ('model(x);', False)])
+def test_cells_that_show_something(code, shown): assert execute.shows(code) == shown
+
+
+def test_outputs_are_kept_until_code_or_library_change():
+    def notebook(*cells): return dict(cells=[dict(cell_type='code', source=[c]) for c in cells])
+    one = notebook('from b2t_kaggle.metrics import bleu', 'print(1)')
+    key = execute.key(one)
+    assert execute.key(one) == key != execute.key(notebook('from b2t_kaggle.metrics import bleu', 'print(2)'))
+    assert execute.key(dict(cells=[*one['cells'], dict(cell_type='markdown', source=['more'])])) == key
+    modules = {p.name for p in execute.modules_of(['from b2t_kaggle.metrics import bleu'])}
+    assert {'metrics.py', 'phonemes.py'} <= modules and 'trainer.py' not in modules
+
+
+def test_what_is_wrong_is_found(tmp_path):
+    (tmp_path/'a.html').write_text('<h1>a</h1><h1>b</h1><p id="x"></p><p id="x"></p><table></table>'
+                                   '<pre>#| hide</pre><pre class="output">Out[3]: </pre><a href="b.html">b</a>'
+                                   '<a href="#y">y</a><a href="https://example.org">e</a>')
+    found = check.problems(tmp_path)
+    assert [p.removeprefix('a.html: ') for p in found] == [
+        'found 2 titles (h1), expected one', '2 places are called x', '1 tables may be wider than the page',
+        'a directive shows', 'Out[3]: shows', 'b.html leads nowhere', '#y: there is no such place']
+
+
+@pytest.fixture(scope='module')
+def report(tmp_path_factory):
+    "The page of a run with everything that such a page may have."
+    words = 'we will see what the others have to say about it'.split()
+    rows = [dict(trial=i, reference=' '.join(words[:3 + i % 8]), text=' '.join(words[i % 2:3 + i % 8]), corpus='Random',
+                 session=f't15.2023.08.{10 + i % 6}', block=i, phonemes='HH AW SIL', greedy='HH AH SIL')
+            for i in range(24)]
+    results = results_of(rows)
+    changed = {'neural_dim': 128, 'data.feature_subset': list(range(0, 512, 4)),
+               'data.dataset_dir': '/a/long/path/to/the/recordings/hdf5_data_final'}
+    cfg = load_config(base='demo', overrides=changed)
+    metrics = dict(steps=600, weights=dict(alpha=0.5, length_penalty=0.123456), PER=0.1)
+    stamps = dict(train=dict(seconds=170.0, made=0, metrics=metrics, outputs={'train/best.pt': [1 << 28, 'ab' * 8]}))
+    def draw():
+        import matplotlib.pyplot as plt
+        fig, ax = plt.subplots(figsize=(10, 3))
+        ax.plot([3, 2, 1], label='loss')
+        ax.legend()
+        return fig
+    pieces = [headline(results, dict(WER=0.12, PER=0.3), dict(WER='(cross-validated)')),
+              *(group_table(result_table(results), by) for by in ('corpus', 'length', 'session')),
+              worst_trials(results), pages.figure(draw(), 'Loss'), timings(stamps), configuration(cfg),
+              provenance(dict(data='simulated'), stamps)]
+    cells = [dict(cell_type='markdown', source='# Report\n\n> One page.')]
+    for i, piece in enumerate(pieces):
+        shown = dict(output_type='display_data', data={'text/html': piece, 'text/plain': '<IPython.core.display.HTML>'})
+        cells.append(dict(cell_type='code', source='show(…)', outputs=[shown]))
+        cells.append(dict(cell_type='markdown', source=f'## Section {i}'))
+    path = tmp_path_factory.mktemp('run')/'report.html'
+    path.write_text(report_page(dict(cells=cells), 'seed1'))
+    return path
+
+
+def test_the_page_of_a_run_is_sound(report):
+    assert check.problems(report.parent) == []
+    shown = report.read_text()
+    assert 'show(…)' not in shown and "{'" not in shown and 'alpha 0.5, length penalty 0.1235' in shown
+    assert not re.search(r'(?:src|href)="(?!data:|#)', shown), 'it needs another file'
+
+
+@pytest.fixture(scope='module')
+def chromium():
+    if not (CHROMIUM and DRIVER): pytest.skip('pages are not looked at: apt-get install chromium chromium-driver')
+    with browser() as one: yield one
+
+
+@pytest.mark.parametrize('width', WIDTHS)
+def test_pages_fit_and_can_be_read(chromium, site, report, width):
+    for path in [*(site[0]/f'{name}.html' for name in FEW), site[0]/'source'/'metrics.html', report]:
+        for dark in (False, True):
+            chromium.show(path, WIDTHS[width], dark)
+            where = path.name, width, 'dark' if dark else 'light'
+            assert chromium.run(TOO_WIDE) == [], where
+            assert [m for m in chromium.messages() if 'ERR_FILE_NOT_FOUND' not in m] == [], where
+            least, element = chromium.run(CONTRAST)
+            assert least >= 4.5, (*where, element)
+            if path == report and width == 'desktop': assert chromium.run(SCROLLED) == [], where
+
+
+def test_the_search_finds(chromium, site):
+    chromium.show(site[0]/'index.html', WIDTHS['desktop'])
+    found = chromium.ask('/execute/async', dict(args=[], script='''
+        const done = arguments[0], input = document.getElementById('query')
+        input.value = 'word_error_rate'
+        const links = () => [...document.querySelectorAll('#found a')].map(a => a.getAttribute('href'))
+        input.oninput().then(() => done(links()))'''))
+    assert found[0] == '02_metrics.html#word_error_rate'
+
+
+def test_a_page_that_is_too_wide_is_found(chromium, tmp_path):
+    page = tmp_path/'wide.html'
+    page.write_text('<body><main><div style="width:2000px;color:#777;background:#777">wide</div></main></body>')
+    chromium.show(page, WIDTHS['phone'])
+    assert chromium.run(TOO_WIDE) and chromium.run(CONTRAST)[0] < 1.1

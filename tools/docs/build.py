@@ -1,0 +1,340 @@
+"""The documentation site: one page for each notebook, with what its examples print and draw, and the API by names."""
+import ast
+import html
+import json
+import os
+import posixpath
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
+
+from b2t_kaggle.pages import markdown, output, page, table
+
+from .api import card, comments, lines_of, public
+from .execute import ROOT, code_of, directives, outputs
+from .order import groups
+
+NBS = ROOT/'nbs'
+HERE = Path(__file__).parent
+TITLE = 'b2t_kaggle'
+_HEADING = re.compile(r'<h([1-4])[^>]*?id="([^"]*)"[^>]*>(.*?)</h\1>', re.DOTALL)
+
+
+@dataclass
+class Page:
+    "A page of the site before its frame is put around it."
+    path: str              # In the site, such as `lm/07_prune.html`
+    title: str
+    about: str = ''        # One line of text
+    body: str = ''
+    group: str = ''
+    entries: list = field(default_factory=list)   # For the search: title, anchor, text
+
+
+def plain(made: str) -> str:
+    "The text of HTML."
+    made = re.sub(r'<(svg|style|pre|table).*?</\1>', ' ', made, flags=re.DOTALL)
+    return ' '.join(html.unescape(re.sub('<[^>]+>', ' ', made)).split())
+
+
+def clean_headings(made: str) -> str:
+    "Headings without the signs that notebooks put behind them, and places named as on GitHub, in small letters."
+    made = re.sub(r'<a class="anchor-link"[^>]*>.*?</a>', '', made)
+    return re.sub(r'(<h\d[^>]*? id=|<a href=)"(#?)([^"#]*)"',
+                  lambda m: m[0] if m[1] == '<a href=' and not m[2] else f'{m[1]}"{m[2]}{unquote(m[3]).lower()}"', made)
+
+
+def highlighted(code: str) -> str:
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+    return highlight(code, PythonLexer(), HtmlFormatter(nowrap=True))
+
+
+def without_directives(code: str) -> str: return re.sub(r'^#\|.*\n?', '', code, flags=re.MULTILINE).strip('\n')
+
+
+def is_import(code: str) -> bool:
+    "Whether a cell only imports."
+    try: body = ast.parse(code).body
+    except SyntaxError: return False
+    return all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
+
+
+class Names:
+    "Where the names of a module are in its source page."
+    def __init__(self, module: str | None):
+        place = ROOT/'b2t_kaggle'/(module or '').replace('.', '/')
+        if module and place.is_dir(): place /= '__init__'
+        self.file = place.with_suffix('.py') if module else None
+        self.exists = bool(self.file and self.file.exists())
+        self.lines = lines_of(self.file.read_text(encoding='utf-8')) if self.exists else {}
+
+    @property
+    def page(self) -> str: return source_path(self.file)
+
+    def link(self, name: str, page_path: str) -> str:
+        "From a page to the line at which a name begins."
+        line = f'#L{self.lines[name]}' if name in self.lines else ''
+        return relative(self.page, page_path) + line
+
+
+def source_path(file: Path) -> str:
+    "Where the source of a module stands in the site."
+    return f'source/{file.relative_to(ROOT/"b2t_kaggle").with_suffix(".html").as_posix()}'
+
+
+def relative(target: str, start: str) -> str: return posixpath.relpath(target, posixpath.dirname(start) or '.')
+
+
+def exported(code: str, names: Names, path: str) -> str:
+    "Cards of the public names of an exported cell, and its code behind them."
+    bare = without_directives(code)
+    notes = comments(bare)
+    made = ''.join(card(node, notes, names.link(node.name, path)) for node in public(bare))
+    if is_import(bare): return ''
+    word = 'Code' if made else 'Code of helpers'
+    return f'{made}<details><summary>{word}</summary><pre>{highlighted(bare)}</pre></details>\n'
+
+
+def example(code: str, folded: bool) -> str:
+    bare = without_directives(code)
+    if is_import(bare) or not bare: return ''
+    made = f'<pre>{highlighted(bare)}</pre>\n'
+    return f'<details><summary>Code</summary>{made}</details>\n' if folded else made
+
+
+def executed_line(notebook: dict) -> str:
+    "When and where a benchmark was executed."
+    stamp = notebook['metadata'].get('b2t')
+    if not stamp: return '<p class="kicker">Not executed yet: the figures are still missing.</p>\n'
+    return f'<p class="kicker">Executed {stamp["executed"]} on {html.escape(stamp["machine"])}.</p>\n'
+
+
+def cells_of(notebook: dict, ran: list | None, path: str, is_benchmark: bool) -> Iterator[str]:
+    "The HTML of each cell that is shown."
+    defaults = [re.search(r'^#\|\s*default_exp (\S+)', code_of(c), re.MULTILINE) for c in notebook['cells']]
+    names = Names(next((m[1] for m in defaults if m), None))
+    for i, cell in enumerate(notebook['cells']):
+        source = code_of(cell)
+        if cell['cell_type'] == 'markdown':
+            if not source.startswith('*Executed '): yield clean_headings(markdown(source))
+        if cell['cell_type'] != 'code' or directives(source) & {'hide', 'default_exp'}: continue
+        if 'export' in directives(source): yield exported(source, names, path)
+        else: yield example(source, folded=is_benchmark)
+        outs = ran[i] if ran else cell.get('outputs', [])
+        yield ''.join(output(o, f'o{i}-{k}') for k, o in enumerate(outs) if o['output_type'] != 'error')
+
+
+def notebook_page(path: Path, ran: list | None) -> Page:
+    notebook = json.loads(path.read_text(encoding='utf-8'))
+    place = path.relative_to(NBS).with_suffix('.html').as_posix()
+    is_benchmark = path.parent.name == 'benchmarks'
+    body = ''.join(cells_of(notebook, ran, place, is_benchmark))
+    title = plain(re.search('<h1.*?</h1>', body, re.DOTALL)[0])
+    if is_benchmark: body = re.sub('</blockquote>', lambda m: m[0] + executed_line(notebook), body, count=1)
+    about = re.search('<blockquote>(.*?)</blockquote>', body, re.DOTALL)
+    return Page(place, title, plain(about[1]) if about else '', body)
+
+
+def text_page(path: Path, place: str) -> Page:
+    "A page of a Markdown file of the project."
+    body = clean_headings(markdown(path.read_text(encoding='utf-8')))
+    return Page(place, plain(re.search('<h1.*?</h1>', body, re.DOTALL)[0]), '', body, 'Contribute')
+
+
+def source_page(file: Path) -> Page:
+    "A module with its lines numbered by their anchors."
+    code = highlighted(file.read_text(encoding='utf-8')).rstrip('\n').split('\n')
+    lines = '\n'.join(f'<span id="L{i}">{line}</span>' for i, line in enumerate(code, 1))
+    name = file.relative_to(ROOT).as_posix()
+    return Page(source_path(file), name, '', f'<h1>{name}</h1>\n<pre class="lines">{lines}</pre>')
+
+
+def list_of_benchmarks(pages: list[Page]) -> Page:
+    "All benchmarks with date and machine."
+    rows = []
+    for p in pages:
+        stamp = json.loads((NBS/p.path).with_suffix('.ipynb').read_text(encoding='utf-8'))['metadata'].get('b2t', {})
+        link = f'<a href="{relative(p.path, "benchmarks/index.html")}">{html.escape(p.title)}</a>'
+        machine = stamp.get('machine', '').split(', ')[0]
+        rows.append(dict(benchmark=link, question=p.about, executed=stamp.get('executed', 'not yet'), machine=machine))
+    intro = ('<h1>Benchmarks</h1><blockquote><p>What was measured, when and on which machine.</p></blockquote>'
+             '<p>Each is a notebook with its figures; <code>./kit bench NAME</code> executes it again. A test refuses '
+             'figures of other code than the one that stands there. “Not yet” means that the code changed or has not '
+             'run, and that there are no figures.</p>')
+    return Page('benchmarks/index.html', 'Benchmarks', 'What was measured, when and on which machine.',
+                f'{intro}<div class="scroll">{table(rows)}</div>', 'Benchmarks')
+
+
+_WAYS = {
+    'guides/tutorial.html': ('Ten-minute tutorial', 'See it work, change one thing, compare.'),
+    'guides/official_checkpoint.html': ('Submit', 'From the official checkpoint to a submission.csv.'),
+    'guides/kaggle_gpu.html': ('Train', 'On Kaggle, on your own GPU, or on a TPU.'),
+    'guides/comparison.html': ('How it compares', 'With the official kit and other systems, point by point.'),
+    'guides/design.html': ('Design', 'One spine of files, and why.'),
+    'benchmarks/index.html': ('Benchmarks', 'What was measured, when and where.'),
+}
+
+
+def landing(overview: Page) -> Page:
+    "The first page: the one command and what it leaves, ways to go on, then the overview."
+    about = html.escape(overview.about)
+    ways = ''.join(f'<a class="card" href="{path}"><b>{title}</b><span>{text}</span></a>\n'
+                   for path, (title, text) in _WAYS.items())
+    body = re.sub('<h1.*?</h1>', '', overview.body, count=1, flags=re.DOTALL)
+    body = re.sub('<blockquote>.*?</blockquote>', '', body, count=1, flags=re.DOTALL)
+    hero = (f'<div class="hero"><h1>{TITLE}</h1><p class="lead">{about}</p>\n<pre><code>./kit run</code></pre>\n'
+            '<p>Simulates a participant, trains, decodes, and leaves <code>submissions/demo/submission.csv</code>, '
+            'checked, and <code>report.html</code>, the page of the run.</p></div>\n')
+    return Page(overview.path, TITLE, overview.about, f'{hero}<div class="cards">{ways}</div>\n{body}', 'Begin')
+
+
+def rewritten(body: str, path: str, known: set[str]) -> str:
+    "Links to notebooks and files of the project lead to their pages."
+    def link(m):
+        target, _, anchor = m[1].partition('#')
+        if re.match(r'[a-z]+:', target) or not target.endswith(('.ipynb', '.md', '.py')): return m[0]
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+        place = re.sub(r'^(\.\./)+', '', place)
+        place = re.sub(r'^nbs/', '', re.sub(r'\.(ipynb|md|py)$', '.html', place))
+        if place.startswith('b2t_kaggle/'): place = place.replace('b2t_kaggle/', 'source/', 1)
+        if place == 'README.html': place = 'index.html'
+        if place not in known: return m[0]
+        return f'href="{relative(place, path)}{"#" + anchor.lower() if anchor else ""}"'
+    return re.sub(r'href="([^"]*)"', link, body)
+
+
+def unique_ids(body: str) -> str:
+    "Headings of the same words get a number."
+    seen = {}
+    def number(m):
+        n = seen[m[1]] = seen.get(m[1], 0) + 1
+        return m[0] if n == 1 else f' id="{m[1]}-{n}"'
+    return re.sub(r'(?:(?<=<h\d)|(?<=<section class="name")) id="([^"]*)"', number, body)
+
+
+def find_entries(p: Page) -> list:
+    "What the search knows of a page: page, title, place and first words of each section and each name."
+    entries = [[p.title, p.title, p.path, p.about]]
+    pieces = re.split(r'(?=<h[23][ >])|(?=<section class="name")', p.body)
+    for piece in pieces:
+        heading = re.match(r'<h[23] id="([^"]*)">(.*?)</h', piece, re.DOTALL)
+        name = re.match(r'<section class="name" id="([^"]*)"', piece)
+        if not heading and not name:
+            entries[0][3] += ' ' + plain(piece)[:400]
+            continue
+        anchor = (heading or name)[1]
+        title = plain(heading[2]) if heading else anchor
+        text = plain(re.sub('<p class="signature">.*?</p>|<h[23].*?</h[23]>', '', piece, count=1, flags=re.DOTALL))
+        entries.append([p.title, title, f'{p.path}#{anchor}', text[:400]])
+    return entries
+
+
+def menu(pages: list[Page], here: Page) -> str:
+    "All pages by group; the group of this page is open."
+    made = ''
+    for group in dict.fromkeys(p.group for p in pages):
+        items = ''.join(
+            f'<li><a href="{relative(p.path, here.path)}"{" aria-current=page" if p is here else ""}>'
+            f'{html.escape("Overview" if p.path in ("index.html", "benchmarks/index.html") else p.title)}</a></li>'
+            for p in pages if p.group == group)
+        is_open = ' open' if group == here.group or group in ('Begin', 'How to') else ''
+        made += f'<details{is_open}><summary>{group}</summary><ul>{items}</ul></details>\n'
+    return made
+
+
+def contents(body: str) -> str:
+    "The sections of a page that has several."
+    found = [(level, anchor, plain(text)) for level, anchor, text in _HEADING.findall(body) if level == '2']
+    if len(found) < 4: return ''
+    items = ''.join(f'<li><a href="#{anchor}">{html.escape(text)}</a></li>' for _, anchor, text in found)
+    return f'<details class="contents"><summary>On this page</summary><ul>{items}</ul></details>\n'
+
+
+def neighbours(p: Page, pages: list[Page]) -> list[str]:
+    "Links to the page before this one and to the one behind, empty where there is none."
+    at = next((i for i, other in enumerate(pages) if other is p), None)
+    made = []
+    for i, text in ((None if at is None else at - 1, '← {}'), (None if at is None else at + 1, '{} →')):
+        if i is None or not 0 <= i < len(pages): made.append('')
+        else: made.append(f'<a href="{relative(pages[i].path, p.path)}">{text.format(html.escape(pages[i].title))}</a>')
+    return made
+
+
+def framed(p: Page, pages: list[Page]) -> str:
+    "A page with its head, menu and the ways to its neighbours."
+    base = relative('index.html', p.path).removesuffix('index.html')
+    body = p.body
+    if p.path != 'index.html':
+        after = '</blockquote>' if '</blockquote>' in body[:2000] else '</h1>'
+        body = body.replace(after, after + contents(body), 1)
+    before, after = neighbours(p, pages)
+    head = (f'<meta name="description" content="{html.escape(p.about)}">\n<link rel="icon" href="data:,">\n'
+            f'<link rel="stylesheet" href="{base}site.css">\n'
+            f'<script src="{base}site.js" data-base="{base}"></script>\n')
+    made = (f'<header><button id="menu" aria-label="Menu" aria-expanded="false">☰</button>'
+            f'<a class="home" href="{base}index.html">{TITLE}</a><div class="search"><input id="query" type="search" '
+            'placeholder="Search ( / )" aria-label="Search" autocomplete="off"><ul id="found"></ul></div>'
+            '<button id="theme" aria-label="Light or dark">◐</button></header>\n'
+            f'<div class="columns"><nav class="pages" aria-label="Pages">{menu(pages, p)}</nav>\n<main>\n{body}\n'
+            f'<div class="ways"><span>{before}</span><span>{after}</span></div></main></div>')
+    title = TITLE if p.path == 'index.html' else f'{p.title} · {TITLE}'
+    return page(title, made, head)
+
+
+def modules() -> list[Path]:
+    "The files of the package that hold something."
+    files = sorted((ROOT/'b2t_kaggle').rglob('*.py'))
+    return [p for p in files if p.name != '_modidx.py' and p.stat().st_size]
+
+
+def all_pages(n_jobs: int, execute: bool, say=print) -> tuple[list[Page], list[Page]]:
+    "The pages in the reader's order, and those of the modules' source."
+    by_group = groups(NBS)
+    paths = [p for members in by_group.values() for p in members]
+    ran = outputs(paths, n_jobs, say) if execute else {}
+    pages = []
+    for group, members in by_group.items():
+        made = [notebook_page(p, ran.get(p)) for p in members]
+        for p in made: p.group = group
+        if group == 'Benchmarks': made.insert(0, list_of_benchmarks(made))
+        pages += made
+    pages[0] = landing(pages[0])
+    pages += [text_page(ROOT/f'{name}.md', f'{name}.html') for name in ('CONTRIBUTING', 'CHANGELOG')]
+    return pages, [source_page(p) for p in modules()]
+
+
+def build(
+    folder: str | Path,    # Of the site; what another build left there is replaced
+    n_jobs: int | None = None, # Processes that execute notebooks; None: one for each core
+    execute: bool = True,  # False: without the outputs of examples, in seconds
+    say=print,
+) -> int:                  # Pages
+    "Build the site, whole or not at all."
+    pages, sources = all_pages(n_jobs or os.cpu_count() or 1, execute, say)
+    write_site(Path(folder), pages, sources)
+    return len(pages) + len(sources)
+
+
+def write_site(target: Path, pages: list[Page], sources: list[Page]) -> None:
+    "Write all pages, style, program and index of the search, whole or not at all."
+    if target.exists() and any(target.iterdir()) and not (target/'search.js').exists():
+        raise FileExistsError(f'{target} holds something else than a site; name another folder')
+    known = {p.path for p in pages + sources}
+    for p in pages: p.body = unique_ids(rewritten(p.body, p.path, known))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix='.site-') as folder:
+        new = Path(folder)/'site'
+        for p in pages + sources:
+            (new/p.path).parent.mkdir(parents=True, exist_ok=True)
+            (new/p.path).write_text(framed(p, pages), encoding='utf-8')
+        index = [entry for p in pages for entry in find_entries(p)]
+        (new/'search.js').write_text(f'window.SEARCH = {json.dumps(index, ensure_ascii=False)}', encoding='utf-8')
+        for name in ('site.css', 'site.js'): shutil.copy(HERE/name, new/name)
+        if target.exists(): shutil.rmtree(target)
+        shutil.move(new, target)

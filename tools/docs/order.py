@@ -1,0 +1,41 @@
+"""The order in which a reader would choose the pages, from the first hour to the last module."""
+from pathlib import Path
+
+# Title of a group, and its pages: notebooks, or folders, whose notebooks follow by their numbers
+GROUPS = (
+    ('Begin', ('index.ipynb', 'guides/tutorial.ipynb', 'guides/design.ipynb', 'guides/comparison.ipynb',
+               'guides/beside_the_official_kit.ipynb')),
+    ('How to', (
+        'guides/colab.ipynb', 'guides/official_checkpoint.ipynb', 'guides/kaggle_gpu.ipynb', 'guides/kaggle_tpu.ipynb',
+        'guides/own_language_model.ipynb', 'guides/ensembles.ipynb', 'guides/streaming.ipynb',
+        'guides/which_encoder.ipynb', 'guides/hours_per_card.ipynb', 'guides/adding_an_encoder.ipynb', 'guides')),
+    ('Benchmarks', ('benchmarks',)),
+    ('Stages of a run', ('pipeline',)),
+    ('Notebooks for Kaggle', ('kaggle/train.ipynb', 'kaggle/submit.ipynb', 'kaggle/ensemble.ipynb')),
+    ('Library: basics', ('.',)),
+    ('Library: data', ('data',)),
+    ('Library: encoders', ('encoders',)),
+    ('Library: training', ('training', 'devices')),
+    ('Library: PyTorch', ('pytorch', 'pytorch/models', 'pytorch/models/zipformer', 'pytorch/optimizer',
+                          'pytorch/scaling')),
+    ('Library: TensorFlow', ('tensorflow', 'tensorflow/models')),
+    ('Library: language models', ('lm',)),
+    ('Library: decoding', ('decoding',)),
+    ('Library: rescoring', ('rescoring',)),
+    ('Library: audio', ('audio',)),
+    ('Library: Kaggle', ('kaggle',)),
+)
+
+
+def groups(folder: Path) -> dict[str, list[Path]]:
+    "Notebooks by group, each once; those of a folder that no group names come last."
+    seen, made = set(), {}
+    for title, places in GROUPS:
+        made[title] = []
+        for place in places:
+            found = [folder/place] if place.endswith('.ipynb') else sorted((folder/place).glob('*.ipynb'))
+            made[title] += [p for p in found if p.exists() and p not in seen]
+            seen |= set(found)
+    rest = sorted(p for p in folder.rglob('*.ipynb') if p not in seen and '.ipynb_checkpoints' not in p.parts)
+    made['More'] = rest
+    return {title: pages for title, pages in made.items() if pages}
