@@ -41,7 +41,7 @@ def test_every_notebook_has_one_title_and_is_one_page():
         titles = [t for cell in prose(path) for t in re.findall(r'^# .+', without_code(cell), re.MULTILINE)]
         assert len(titles) == 1, (path, titles)
     listed = [p for members in order.groups(NBS).values() for p in members]
-    assert sorted(listed) == NOTEBOOKS and 'More' not in order.groups(NBS)
+    assert sorted(listed) == NOTEBOOKS
 
 
 def test_links_between_notebooks_lead_somewhere():

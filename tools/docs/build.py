@@ -188,6 +188,7 @@ def landing(overview: Page) -> Page:
                    for path, (title, text) in _WAYS.items())
     body = re.sub('<h1.*?</h1>', '', overview.body, count=1, flags=re.DOTALL)
     body = re.sub('<blockquote>.*?</blockquote>', '', body, count=1, flags=re.DOTALL)
+    body = re.sub(r'<p>\s*<a [^>]*>\s*<img .*?</p>', '', body, count=1, flags=re.DOTALL)   # badges, from elsewhere
     hero = (f'<div class="hero"><h1>{TITLE}</h1><p class="lead">{about}</p>\n<pre><code>./kit run</code></pre>\n'
             '<p>Simulates a participant, trains, decodes, and leaves <code>submissions/demo/submission.csv</code>, '
             'checked, and <code>report.html</code>, the page of the run.</p></div>\n')

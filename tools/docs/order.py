@@ -3,9 +3,10 @@ from pathlib import Path
 
 # Title of a group, and its pages: notebooks, or folders, whose notebooks follow by their numbers
 GROUPS = (
-    ('Begin', ('index.ipynb', 'guides/tutorial.ipynb', 'guides/design.ipynb', 'guides/comparison.ipynb')),
+    ('Begin', ('index.ipynb', 'guides/tutorial.ipynb', 'guides/design.ipynb', 'guides/comparison.ipynb',
+               'guides/beside_the_official_kit.ipynb')),
     ('How to', (
-        'guides/official_checkpoint.ipynb', 'guides/kaggle_gpu.ipynb', 'guides/kaggle_tpu.ipynb',
+        'guides/colab.ipynb', 'guides/official_checkpoint.ipynb', 'guides/kaggle_gpu.ipynb', 'guides/kaggle_tpu.ipynb',
         'guides/own_language_model.ipynb', 'guides/ensembles.ipynb', 'guides/streaming.ipynb',
         'guides/which_encoder.ipynb', 'guides/hours_per_card.ipynb', 'guides/adding_an_encoder.ipynb', 'guides')),
     ('Benchmarks', ('benchmarks',)),
@@ -27,14 +28,16 @@ GROUPS = (
 
 
 def groups(folder: Path) -> dict[str, list[Path]]:
-    "Notebooks by group, each once; those of a folder that no group names come last."
-    seen, made = set(), {}
+    "Notebooks by group, each once; a folder that no group names belongs to the group of the folder above it."
+    made, home = {}, {}
     for title, places in GROUPS:
         made[title] = []
         for place in places:
             found = [folder/place] if place.endswith('.ipynb') else sorted((folder/place).glob('*.ipynb'))
-            made[title] += [p for p in found if p.exists() and p not in seen]
-            seen |= set(found)
-    rest = sorted(p for p in folder.rglob('*.ipynb') if p not in seen and '.ipynb_checkpoints' not in p.parts)
-    made['More'] = rest
+            made[title] += [p for p in found if p.exists() and not any(p in pages for pages in made.values())]
+            if not place.endswith('.ipynb'): home[folder/place] = title
+    named = {p for pages in made.values() for p in pages}
+    for p in sorted(folder.rglob('*.ipynb')):
+        if p in named or '.ipynb_checkpoints' in p.parts: continue
+        made[next(home[above] for above in p.parents if above in home)].append(p)
     return {title: pages for title, pages in made.items() if pages}
