@@ -57,7 +57,9 @@ def _systems(sources, out: Path) -> dict[str, list[dict]]:
 def _sentences(path: Path) -> list[str]:
     "Sentences of a text file, or of the column `sentence` of a CSV."
     import csv
-    text = path.read_text(encoding='utf-8')
+
+    from b2t_kaggle.reading import read_text
+    text = read_text(path)
     if path.suffix != '.csv': return text.splitlines()
     rows = csv.DictReader(io.StringIO(text))
     if 'sentence' not in (rows.fieldnames or ()):

@@ -20,7 +20,8 @@ def _open_model(lm_path: Path, words: Path | None):
     from b2t_kaggle.lm.arpa import model_words
     from b2t_kaggle.lm.automaton import Automaton
     from b2t_kaggle.phonemes import build_lexicon
-    vocabulary = words.read_text(encoding='utf-8').split() if words else model_words(lm_path)
+    from b2t_kaggle.reading import read_text
+    vocabulary = read_text(words).split() if words else model_words(lm_path)
     return build_lexicon(vocabulary, variants=False), Automaton.load(lm_path)
 
 @click.command()

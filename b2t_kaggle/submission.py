@@ -40,13 +40,18 @@ def check_order(
 _ALPHABET = re.compile(r"[a-zA-Z\-' ]*")                # What the metric keeps
 _MISSING = {'NA', 'NULL', 'NaN', 'None', 'nan', 'null'} # What pandas reads as missing, of what the alphabet can spell
 
+def _short(text: str) -> str:
+    "A text, or the beginning of a long one."
+    return text if len(text) <= 100 else text[:100] + '…'
+
 def _text_problem(text) -> str | None:
     "What is wrong with a text, if anything."
     if not isinstance(text, str):
         return f'found {text!r}, expected text; write an empty text for a trial without a hypothesis'
     if _ALPHABET.fullmatch(text): return None
     bad = ''.join(dict.fromkeys(re.sub(r"[a-zA-Z\-' ]", '', text)))
-    return f"found {bad!r} in {text!r}, expected only a-z, A-Z, space, - and '; apply normalize_sentence"
+    found = f'found {_short(bad)!r} in {_short(text)!r}'
+    return f"{found}, expected only a-z, A-Z, space, - and '; apply normalize_sentence"
 
 def _text_warnings(texts: list[str]) -> list[str]:
     "What is allowed but probably a mistake."
@@ -71,8 +76,8 @@ def _id_problems(ids: list[tuple[int, str]], n: int | None) -> list[str]:
     repeated = []
     shifted = []
     for row, (line, i) in enumerate(ids):
-        if i in first_line: repeated.append(f'line {line}: id {i} was already in line {first_line[i]}')
-        elif i != str(row): shifted.append(f'line {line}: id is {i!r}, expected {row}')
+        if i in first_line: repeated.append(f'line {line}: id {_short(i)} was already in line {first_line[i]}')
+        elif i != str(row): shifted.append(f'line {line}: id is {_short(i)!r}, expected {row}')
         first_line.setdefault(i, line)
     problems = shifted[:1] + repeated # One missing row shifts all that follow
     missing = [str(i) for i in range(len(ids) if n is None else n) if str(i) not in first_line]
@@ -89,11 +94,11 @@ def _problems(rows: list[tuple[int, list[str]]], n: int | None) -> list[str]:
     rows = rows[1:]
     problems = []
     if header != ['id', 'text']:
-        problems.append(f'line 1: found the header {",".join(header)!r}, expected \'id,text\'')
+        problems.append(f'line 1: found the header {_short(",".join(header))!r}, expected \'id,text\'')
     problems += [f'line {line}: found {len(r)} fields, expected 2' for line, r in rows if len(r) != 2]
     rows = [(line, *r) for line, r in rows if len(r) == 2]
     problems += _id_problems([(line, i) for line, i, _ in rows], n)
-    problems += [f'line {line}, id {i}: {p}' for line, i, t in rows if (p := _text_problem(t))]
+    problems += [f'line {line}, id {_short(i)}: {p}' for line, i, t in rows if (p := _text_problem(t))]
     return problems
 
 def _check(data: bytes, name, expected: int | pd.DataFrame | None) -> list[str]:

@@ -24,7 +24,7 @@ from .tower import Tower
 from .voice import Voice
 from ..data.sessions import list_sessions, session_path
 from ..phonemes import normalize_sentence
-from ..ragged import Ragged, RaggedWriter
+from ..ragged import Ragged, RaggedError, RaggedWriter
 from ..reading import check_is_file, check_link, read_attribute
 
 # %% ../../nbs/audio/03_targets.ipynb #c006
@@ -61,6 +61,19 @@ _KIND = 'audio targets'
 _COLUMNS = pa.schema(dict(sentence=pa.string(), seconds=pa.float32(), phonemes=pa.list_(pa.string()),
                           starts=pa.list_(pa.float32())))
 
+def _problem(ragged: Ragged) -> str:
+    "What a file of ours lacks that a file of targets has; empty where nothing is."
+    index = ragged.table.schema
+    missing = [f.name for f in _COLUMNS if f.name not in index.names or index.field(f.name).type != f.type]
+    if missing: return f'its index has no {missing[0]} of the right type'
+    if len(ragged.item_shape) != 1: return f'its arrays have {1 + len(ragged.item_shape)} axes, expected 2'
+    identity = ragged.metadata.get('identity')
+    named = isinstance(identity, dict) and all(isinstance(identity.get(k), dict) and 'name' in identity[k]
+                                               for k in ('voice', 'tower'))
+    if not named: return 'it does not say which voice and tower made it'
+    missing = [k for k in ('versions', 'frame_seconds') if k not in ragged.metadata]
+    return f'it does not say its {missing[0]}' if missing else ''
+
 class TargetStore:
     "Targets by sentence: `store['how are you']` is a view `[S, D]` of the mapped file."
     def __init__(self,
@@ -69,6 +82,8 @@ class TargetStore:
         "Raises `RaggedError` where it is none."
         self.ragged = Ragged(path, _KIND)
         self.path = self.ragged.path
+        if problem := _problem(self.ragged):
+            raise RaggedError(f'{path}: no file of audio targets ({problem}); make it again with `b2t audio targets`')
         self.identity = self.ragged.metadata['identity']
         self.versions = self.ragged.metadata['versions']
         self.frame_seconds = self.ragged.metadata['frame_seconds']

@@ -108,6 +108,10 @@ def write_arpa(
 # %% ../../nbs/lm/00_arpa.ipynb #c018
 _LARGEST = float(np.finfo(np.float32).max) # Of what an n-gram's numbers are stored in
 
+def _quoted(word: bytes) -> str:
+    "A word, or the beginning of a long one, for an error."
+    return repr(word[:60].decode(errors='replace') + ('…' if len(word) > 60 else ''))
+
 def _parse_number(field: bytes) -> float:
     "A finite number; raises `ValueError` that says what was found."
     found = field[:20].decode(errors='replace')
@@ -131,7 +135,7 @@ def _parse_line(
     words = fields[1:n + 1]
     for w in words:
         if w not in ids:
-            raise ValueError(f'found the word {w.decode(errors="replace")!r}, which is not among the unigrams')
+            raise ValueError(f'found the word {_quoted(w)}, which is not among the unigrams')
     return [ids[w] for w in words], log_prob, backoff
 
 # %% ../../nbs/lm/00_arpa.ipynb #c021
@@ -189,8 +193,8 @@ def word_table(
     table = WordTable(np.full(size, -1), np.zeros(size, np.int32))
     same = _fill(table, *_joined(words))
     if same[0] >= 0:
-        one, other = (list(words)[i].decode(errors='replace') for i in same)
-        raise ValueError(f'the words {one!r} and {other!r} have the same hash; rename one of them')
+        one, other = (_quoted(list(words)[i]) for i in same)
+        raise ValueError(f'the words {one} and {other} have the same hash; rename one of them')
     return table
 
 def word_ids(
@@ -432,7 +436,7 @@ class ArpaReader(_Head):
             if len(fields) < 2: continue
             new = len(self.ids)
             if self.ids.setdefault(fields[1], new) != new:
-                self.fail(f'the word {fields[1].decode(errors="replace")!r} has a unigram already', line_number)
+                self.fail(f'the word {_quoted(fields[1])} has a unigram already', line_number)
         if b'<unk>' in self.ids and b'<UNK>' in self.ids:
             self.fail('found <unk> and <UNK>, which mean the same, among the unigrams; leave one out')
 

@@ -19,6 +19,7 @@ import numpy as np
 from ..files import write_whole
 from .arpa import Arpa, Grams, write_arpa
 from ..phonemes import normalize_sentence
+from ..reading import check_is_file
 
 # %% ../../nbs/lm/10_sphinx.ipynb #c008
 class SphinxError(ValueError):
@@ -268,6 +269,7 @@ def read_sphinx(
     Probabilities and backoff weights are the file's. Raises `SphinxError` that says which file, what was found and what
     was expected."""
     path = model_file(source)
+    check_is_file(path)
     if zipfile.is_zipfile(path): data, licence = _read_wheel(path)
     else: data, licence = path.read_bytes(), _licence_of(path)
     return _parse(data, str(path))._replace(licence=licence)

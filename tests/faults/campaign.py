@@ -37,7 +37,7 @@ def memory(name: str) -> int:
     return 1024*next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def complaint(e: Exception, path: Path) -> str:
+def complaint(e: Exception, kind: Kind, path: Path) -> str:
     "What is wrong with an error; empty where nothing is."
     text = str(e)
     raised_in = Path(traceback.extract_tb(e.__traceback__)[-1].filename)
@@ -46,7 +46,8 @@ def complaint(e: Exception, path: Path) -> str:
     if path.name not in text and path.parent.name not in text: return 'it does not name the file'
     if SECRET in text: return 'it quotes another file'
     if 'weights_only' in text: return 'it quotes advice to run what is in the file'
-    return 'more than one line' if '\n' in text.strip() else 'a page' if len(text) > 1500 else ''
+    lines = text.strip().splitlines()
+    return 'too many lines' if len(lines) > kind.n_lines else 'a page' if max(map(len, lines)) > 1500 else ''
 
 
 def outcome(kind: Kind, path: Path) -> dict:
@@ -55,7 +56,7 @@ def outcome(kind: Kind, path: Path) -> dict:
     before = memory('VmRSS')
     try: found = dict(result=str(kind.read(path)))
     except AssertionError as e: found = dict(error=str(e)[:2000], complaint='an assertion of the reader')
-    except Exception as e: found = dict(error=f'{type(e).__name__}: {e}'[:2000], complaint=complaint(e, path))
+    except Exception as e: found = dict(error=f'{type(e).__name__}: {e}'[:2000], complaint=complaint(e, kind, path))
     growth = memory('VmHWM') - before
     if growth > MAX_GROWTH: found['complaint'] = f'{growth >> 20} MB of memory'
     if SECRET in found.get('result', ''): found['complaint'] = 'it shows another file'
@@ -73,12 +74,13 @@ def put(kind: Kind, folder: Path) -> Path:
 def try_all(kind: Kind, cases: list, folder: Path, out) -> None:
     "Try cases, (name, make, arguments) each, and send a dict about each, one before and one after."
     warnings.simplefilter('ignore')
-    limit = memory('VmSize') + (4 << 30)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     path = put(kind, folder)
     out.send(dict(case='whole'))
     outcome(kind, path)  # Imports and compiles what reading needs, which is not the file's memory
+    limit = memory('VmSize') + (4 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     expected = outcome(kind, path)
+    if 'result' not in expected: expected['complaint'] = 'a whole file is refused'
     out.send(dict(case='whole', **expected))
     for name, make, *arguments in cases:
         out.send(dict(case=name))

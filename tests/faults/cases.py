@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -21,19 +22,25 @@ import pyarrow as pa
 import torch
 import yaml
 
+from b2t_kaggle.audio.targets import TargetStore, build_targets
 from b2t_kaggle.config import load_config, preset, save_config, with_overrides
 from b2t_kaggle.data.sessions import Trial, validate, write_session
 from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.decoding.confusions import N_WEIGHTS
 from b2t_kaggle.decoding.nbest import Hypothesis, read_nbest, write_nbest
-from b2t_kaggle.decoding.phoneme_decoder import load_confusions
+from b2t_kaggle.decoding.phoneme_decoder import ConfusionModel, load_confusions, save_confusions
+from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.lm.arpa import read_arpa
 from b2t_kaggle.lm.automaton import load_ngram
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.pytorch.checkpoint import load_model, save_atomic, save_official
 from b2t_kaggle.pytorch.models import build_model
+from b2t_kaggle.pytorch.parallel import start
+from b2t_kaggle.pytorch.trainer import Trainer
 from b2t_kaggle.rescoring.hypotheses import read_hypotheses, write_hypotheses
 from b2t_kaggle.rescoring.mixture import read_weights
 from b2t_kaggle.runs import Run, StageRun
+from b2t_kaggle.submission import validate_submission
 
 SECRET = 'what-no-message-may-hold'
 DAY = 't15.2023.08.13'
@@ -45,6 +52,7 @@ class Kind:
     path: Path                      # A whole one, in a folder of its own
     read: Callable[[Path], object]  # What is compared, as text
     has_checksum: bool = False      # Whether any change is noticed; else what is read may differ
+    n_lines: int = 1                # That an error may have
 
 
 def digest(*arrays: np.ndarray) -> str:
@@ -125,9 +133,51 @@ ngram 2=3
 '''
 
 
+def read_last(path):
+    "What a training continues from."
+    store = TrialStore.open(path.parents[1]/'train.arrow')
+    trainer = Trainer(store, None, last_config(store), start(pick_torch('cpu', 'float32')), path)
+    return digest(*(v.numpy() for v in trainer.model.state_dict().values())) + f' {trainer.step} {trainer.best.metrics}'
+
+
+def read_weights_h5(path):
+    "Weights and configuration, which have checksums; all else is read."
+    from b2t_kaggle.tensorflow.checkpoint import load_last, load_weights
+    load_last(path)
+    weights, cfg = load_weights(path)
+    return digest(*weights.values()) + str(cfg.dump())
+
+
+def read_targets(path):
+    store = TargetStore(path)
+    text = '\n'.join(f'{s!r} {digest(store[s])} {store.phonemes(s)}' for s in store.sentences)
+    return text + f'{store} {store.versions}'
+
+
 def read_stamp(path):
     root = path.parents[1]
     return StageRun(Run(root, root/'work', cfg=preset('demo')), 'train').status()
+
+
+def small_config(**overrides):
+    "Of a model of some hundred numbers."
+    return with_overrides(preset('official'), {'neural_dim': 4, 'n_units': 3, 'n_layers': 1, 'patch_size': 2,
+                                               'patch_stride': 1, 'data.sessions': [DAY], **overrides})
+
+
+def last_config(store):
+    "Of a training of some steps."
+    return small_config(**{'num_training_batches': 3, 'lr_warmup_steps': 1, 'lr_warmup_steps_day': 1, 'random_cut': 0,
+                           'feature_subset': [0, 1, 2, 3], 'data.batch_size': 2, 'days_per_batch': 1})
+
+
+class Target:
+    "A voice and a tower that make numbers of letters."
+    identity = dict(voice=dict(name='spelling'), tower=dict(name='numbers'))
+    tower = SimpleNamespace(frame_seconds=0.02, dimension=2, encode=lambda speeches: [
+        np.array([[ord(c), 1] for c in s.text], 'float32') for s in speeches])
+
+    def speak(self, text): return SimpleNamespace(text=text, seconds=1., phonemes=('a', 'b'), starts=(0., .5))
 
 
 # Name: file in a folder of its own, reader, and whether any change is noticed
@@ -136,6 +186,7 @@ KINDS = {
     'trials': ('train.arrow', read_store, True),
     'logits': ('val.arrow', read_logits, True),
     'best.pt': ('best.pt', read_checkpoint, True),
+    'last.pt': ('run/last.pt', read_last, True),
     'official weights': ('checkpoint/best_checkpoint', read_official, True),
     'args.yaml': ('checkpoint/args.yaml', read_official, False),
     'config': ('config.yaml', lambda p: load_config(p).dump(), False),
@@ -147,17 +198,20 @@ KINDS = {
     'weights': ('rescore_weights.json', read_weights, False),
     'confusions': ('confusions.json', load_confusions, False),
     'stamp': ('run/stages/train.json', read_stamp, False),
+    'targets': ('targets.arrow', read_targets, True),
+    'submission to check': ('submission.csv', lambda p: validate_submission(p, 2), False, 12),
 }
+TF_KINDS = {'weights.h5': ('last.weights.h5', read_weights_h5, True)}  # In processes that have TensorFlow
 
 
 def kinds_in(folder: Path) -> dict[str, Kind]:
-    "The kinds whose files `make_kinds` wrote."
-    return {name: Kind(folder/name/file, *rest) for name, (file, *rest) in KINDS.items()}
+    "The kinds whose files `make_kinds` and `make_tf_kinds` write."
+    return {name: Kind(folder/name/file, *rest) for name, (file, *rest) in (KINDS | TF_KINDS).items()}
 
 
 def make_kinds(folder: Path) -> None:
     "Write a file of each kind."
-    path = {name: kind.path for name, kind in kinds_in(folder).items()}
+    path = {name: kind.path for name, kind in kinds_in(folder).items() if name in KINDS}
     for p in path.values(): p.parent.mkdir(parents=True)
     write_session(path['session'], sentences())
     trials = TrialStore.build(path['session'].parents[1], 'train', path['trials'], progress=False)
@@ -165,8 +219,7 @@ def make_kinds(folder: Path) -> None:
     x = rng.standard_normal((3, 12, 41)).astype('float32')
     x -= np.log(np.exp(x).sum(-1, keepdims=True))
     LogitStore.write(path['logits'], x, trials.index, dict(model='m', split='val'))
-    cfg = with_overrides(preset('official'), {'neural_dim': 4, 'n_units': 3, 'n_layers': 1, 'patch_size': 2,
-                                              'patch_stride': 1, 'data.sessions': [DAY]})
+    cfg = small_config()
     torch.manual_seed(0)
     model = build_model(cfg.model, 1)
     save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump(), val_per=0.1), path['best.pt'])
@@ -180,11 +233,32 @@ def make_kinds(folder: Path) -> None:
     path['arpa.gz'].write_bytes(gzip.compress(ARPA.encode(), mtime=0))
     weights = dict(acoustic_scale=.3, alpha=.5, word_score=0., length_penalty=0., gate=None)
     path['weights'].write_text(json.dumps(weights))
-    path['confusions'].write_text('{"format": "b2t confusions 1"}')
+    save_confusions(path['confusions'], ConfusionModel(np.zeros(N_WEIGHTS), np.zeros(N_WEIGHTS)))
     run = Run(path['stamp'].parents[1], path['stamp'].parents[2]/'work', cfg=preset('demo'))
-    stamp = dict(key=run.key('train'), fingerprint='f', finished=True, outputs={'train/best.pt': [1, 'h']}, needs={},
+    stamp = dict(key=run.key('train'), fingerprint='f', finished=True, outputs={'train/best.pt': [1, 'h']},
+                 needs={n.name: n.id for n in StageRun(run, 'train').needs},
                  metrics={}, seconds=1., made=1.)
     path['stamp'].write_text(json.dumps(stamp))
+    build_targets(['how are you', 'fine'], Target(), path['targets'], progress=False)
+    path['submission to check'].write_text('id,text\n0,how are you\n1,how\n')
+    make_last(path['last.pt'], path['session'].parents[1])
+
+
+def make_last(path: Path, sessions: Path) -> None:
+    "A training's checkpoint after no step, and the trials beside it."
+    store = TrialStore.build(sessions, 'train', path.parents[1]/'train.arrow', feature_subset=range(4), progress=False)
+    Trainer(store, None, last_config(store), start(pick_torch('cpu', 'float32'))).save_last(path)
+
+
+def make_tf_kinds(folder: Path) -> None:
+    "Write the files that are TensorFlow's."
+    from b2t_kaggle.tensorflow.checkpoint import save_last
+    from b2t_kaggle.tensorflow.models import build_model
+    path = kinds_in(folder)['weights.h5'].path
+    path.parent.mkdir(parents=True)
+    cfg = small_config(**{'train.framework': 'tensorflow'})
+    moments = dict(h0=dict(m=np.zeros(3, 'float32'), v=np.ones(3, 'float32')))
+    save_last(path, build_model(cfg.model, 1), cfg, dict(val_per=0.1), moments, dict(step=3))
 
 
 # Damage
@@ -313,6 +387,49 @@ def compressed(path, secret):
     path.write_bytes(out.getvalue())
 
 
+def h5(change):
+    "A file of TensorFlow's weights with something changed."
+    def make(path, secret):
+        with h5py.File(path, 'a') as f: change(f, secret)
+    return make
+
+
+def h5_texts(change):
+    "What stands beside weights, as another program may write it: with the right checksum."
+    def make(f, secret):
+        texts = {k: json.loads(v) for k, v in f.attrs.items() if isinstance(v, str)}
+        change(texts)
+        texts = {k: json.dumps(v) for k, v in texts.items()}
+        f.attrs.update(texts | dict(crc32=zlib.crc32(''.join(texts[k] for k in sorted(texts)).encode())))
+    return h5(make)
+
+
+def h5_config(**fields): return h5_texts(lambda t: t['config']['model'].update(fields))
+
+
+def some_weight(f):
+    "Group and name of a data set of Keras."
+    found = []
+    f.visititems(lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) and '/vars/' in name else None)
+    group, _, name = found[0].rpartition('/')
+    return f[group], name
+
+
+def vast_weight(f, secret):
+    group, name = some_weight(f)
+    del group[name]
+    group.create_dataset(name, (10**9, 512), 'f4', chunks=(64, 512))
+
+
+def virtual_weight(f, secret):
+    group, name = some_weight(f)
+    shape = group[name].shape
+    layout = h5py.VirtualLayout(shape, 'f4')
+    layout[:] = h5py.VirtualSource(secret.with_suffix('.h5'), 'codes', shape)
+    del group[name]
+    group.create_virtual_dataset(name, layout)
+
+
 class Program:
     def __reduce__(self): return os.system, ('true',)
 
@@ -356,6 +473,12 @@ def arrow(compression=None, shape=(10,), kind='log_probs', columns=()):
         with pa.ipc.new_file(str(path), schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as f:
             f.write_batch(pa.record_batch([*(pa.array([0]) for _ in columns), values], schema=schema))
     return make
+
+
+def long_lines():
+    "300 MB of n-grams in a few kilobytes."
+    head = ARPA.partition('-0.9')[0].replace('1=6', '1=100000')
+    return gzip.compress(head.encode()) + gzip.compress((b'-1\tw' + b'a'*50_000 + b'\n')*20)*300
 
 
 JSON_TEXTS = {'empty': '', 'null': 'null', 'list': '[1]', 'deep': '['*10**5, 'not UTF-8': b'"\xff\xfe"',
@@ -415,6 +538,18 @@ HOSTILE = {
         'a pickle': content(pickle.dumps(dict(a=1))), 'a pickled program': content(pickle.dumps(Program())),
         'compressed': compressed,
     },
+    'last.pt': {
+        'text': content('epoch: 3'), 'null': saved(lambda c: None), 'lists as weights': weights(lambda w: w.tolist()),
+        'stride 0': weights(lambda w: w.reshape(-1)[:1].expand(10**5, 10**5)),
+        'no optimizer': saved(lambda c: c | dict(optimizer_state_dict=None)),
+        'numbers as optimizer': saved(lambda c: c | dict(optimizer_state_dict={1: 2})),
+        'state of the optimizer': saved(lambda c: c | dict(optimizer_state_dict=dict(state={0: 'a'}, param_groups=3))),
+        'step is text': saved(lambda c: c | dict(step='three')), 'huge step': saved(lambda c: c | dict(step=10**30)),
+        'negative step': saved(lambda c: c | dict(step=-1)), 'step is nan': saved(lambda c: c | dict(step=math.nan)),
+        'best is a list': saved(lambda c: c | dict(best=[1])),
+        'no fingerprint': saved(lambda c: c | dict(fingerprint=1)),
+        'training state': saved(lambda c: c | dict(training_state=[1])), 'a program': saved(
+            lambda c: c | dict(extra=Program())), 'weights alone': saved(lambda c: c['model_state_dict'])},
     'official weights': {'null': saved(lambda c: None), 'lists': weights(lambda w: w.tolist()),
                          'stride 0': weights(lambda w: w.reshape(-1)[:1].expand(10**5, 10**5))},
     'args.yaml': {k: content(v) for k, v in YAML_TEXTS.items()} | {
@@ -447,7 +582,31 @@ HOSTILE = {
         'vast': content(ARPA.replace('1=6', f'1={10**12}')), 'digits': content(ARPA.replace('1=6', '1=' + '9'*5000)),
         'superscript': content(ARPA.replace('1=6', '1=²')), 'orders': content('\\data\\\n' + ''.join(
             f'ngram {n}=1\n' for n in range(1, 3000)))},
-    'arpa.gz': {'no gzip': content(ARPA), 'vast': content(gzip.compress(ARPA.replace('1=6', f'1={10**12}').encode()))},
+    'arpa.gz': {
+        'one line': content(gzip.compress(b'a'*10**6)*300), 'long lines': content(long_lines()),
+        'no gzip': content(ARPA),
+        'vast': content(gzip.compress(ARPA.replace('1=6', f'1={10**12}').encode()))},
+    'targets': {
+        'no columns': arrow(kind='audio targets'), 'another kind': arrow(), 'JSON': content('{}'),
+        'wrong columns': arrow(kind='audio targets', columns=('sentence', 'seconds', 'phonemes', 'starts')),
+        'zstd': arrow('zstd', (40,), kind='audio targets', columns=('sentence', 'seconds', 'phonemes', 'starts'))},
+    'submission to check': {
+        'not UTF-8': content(b'id,text\n0,\xff\n'), 'a long field': content('id,text\n0,' + 'a'*200_000),
+        'null characters': content('id,text\n\0,\0'), 'a huge id': content('id,text\n' + '9'*6000 + ',a\n'),
+        'an open quote': content('id,text\n0,"' + 'a\n'*1000)},
+    'weights.h5': {
+        'text': content('epoch: 3'), 'empty': content(''), 'of PyTorch': lambda path, secret: torch.save({}, path),
+        'a thousand layers': h5_config(n_layers=1000), 'wide': h5_config(n_units=10**5),
+        'many features': h5_config(neural_dim=8192), 'another encoder': h5_config(name='zipformer'),
+        'not a number': h5_config(input_dropout=float('nan')),
+        'ten thousand days': h5_texts(lambda t: t['config']['data'].update(sessions=['t15.2023.08.13']*10**4)),
+        'no list of weights': h5_texts(lambda t: t.update(weights=[1])),
+        'no shapes': h5_texts(lambda t: t.update(weights=dict.fromkeys(t['weights'], 3))),
+        'vast shapes': h5_texts(lambda t: t['weights']['h0'].update(shape=[10**9, 10**9])),
+        'external link': h5(lambda f, s: f.__setitem__('x', h5py.ExternalLink(str(s.with_suffix('.h5')), '/codes'))),
+        'vast': h5(lambda f, s: f.create_dataset('x', (10**9, 512), 'f4', chunks=(64, 512))),
+        'in place of a weight': h5(vast_weight),
+        'virtual': h5(virtual_weight)},
     'weights': {k: content(v) for k, v in (JSON_TEXTS | {'gate is a list': '{"gate": [1]}'}).items()},
     'confusions': {k: content(v) for k, v in JSON_TEXTS.items()},
     'stamp': {k: content(v) for k, v in (JSON_TEXTS | {
