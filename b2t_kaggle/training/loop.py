@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from ..config import Config
 from ..data.store import TrialStore
+from ..reading import MAX_WHOLE
 from .budget import Budget
 from .checkpoints import BEST, LAST, REFIT, seen_val_from
 from .history import BestTracker, History
@@ -78,6 +79,9 @@ def _check_state(state: dict, path: Path) -> None:
         expected = getattr(kind, '__name__', str(kind))
         raise TrainingError(f'{path}: {name}: found {found}, expected {expected}, which a run needs to continue; '
                             'remove the file to start anew')
+    if not 0 <= state['step'] <= MAX_WHOLE:
+        raise TrainingError(f'{path}: step: found a number outside of 0 to {MAX_WHOLE:,}; remove the file to start '
+                            'anew')
 
 class Trainer(ABC):
     "A model in training and what it has reached; each framework derives its own."
