@@ -3,10 +3,14 @@
 Notebooks and test files share the worker processes of pytest-xdist, the longest first, so that no core waits for
 another at the end, and PyTorch is imported once for each worker.
 """
+import hashlib
 import os
 import re
 import runpy
+import shutil
 import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,6 +51,58 @@ SECONDS = {'test_pipeline': 250, 'test_trainer_tf': 200, 'test_encoders_tf': 150
 NO_KENLM = sys.version_info >= (3, 13) and find_spec('kenlm') is None
 
 
+# What Numba compiled, for other checkouts of the same sources: beside the environments that `kit` makes
+CACHE = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'b2t_kaggle'
+COMPILED = Path(os.environ.get('B2T_ENVS') or CACHE)/'numba'
+
+
+def compiled_files(package): return sorted(package.rglob('__pycache__/*.nb[ci]'))
+
+
+def compiled_marker():
+    """The file that says which sources this checkout's compiled functions are of: of all modules that Numba compiles
+    together, because it does not see that a function changed that another module calls."""
+    sources = [p for p in sorted((ROOT/'b2t_kaggle').rglob('*.py')) if b'njit' in p.read_bytes()]
+    key = hashlib.sha256(f'{version("numba")} {sys.version}'.encode())
+    for p in sources: key.update(str(p.relative_to(ROOT)).encode() + p.read_bytes())
+    return ROOT/'b2t_kaggle'/'__pycache__'/f'numba-{key.hexdigest()[:16]}'
+
+
+def snapshots(marker):
+    "Folders of compiled functions, the fullest last. None is ever written to again."
+    return sorted((COMPILED/marker.name).glob('[0-9]*'))
+
+
+def take_compiled():
+    "Begin with what another checkout of the same sources compiled, and without what is of other sources."
+    marker = compiled_marker()
+    if marker.exists(): return
+    package = ROOT/'b2t_kaggle'
+    for old in (*compiled_files(package), *marker.parent.glob('numba-*')): old.unlink(missing_ok=True)
+    for folder in snapshots(marker)[-1:]: shutil.copytree(folder, package, dirs_exist_ok=True)
+    marker.parent.mkdir(exist_ok=True)
+    marker.touch()
+
+
+def keep_compiled():
+    "Leave what was compiled to other checkouts, where they have a tenth less; a few sets of sources are kept."
+    marker = compiled_marker()
+    package = ROOT/'b2t_kaggle'
+    files = compiled_files(package)
+    name = f'{len(files):05}'
+    kept = snapshots(marker)
+    if not marker.exists() or not files or (kept and int(kept[-1].name) > 0.9*len(files)): return
+    marker_folder = COMPILED/marker.name
+    marker_folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=COMPILED) as tmp:
+        for p in files:
+            copy = Path(tmp)/name/p.relative_to(package)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(p, copy)
+        if not (marker_folder/name).exists(): os.rename(Path(tmp)/name, marker_folder/name)
+    for old in sorted(COMPILED.glob('numba-*'), key=os.path.getmtime)[:-5]: shutil.rmtree(old, ignore_errors=True)
+
+
 class Notebook(pytest.File):
     "A notebook, as pytest sees it: a file with one test."
     def collect(self): yield NotebookTest.from_parent(self, name=self.path.stem)
@@ -62,6 +118,20 @@ class NotebookTest(pytest.Item):
         if not passed: pytest.fail('a cell raises; its traceback is above', pytrace=False)
 
     def reportinfo(self): return self.path, None, str(self.path.relative_to(ROOT))
+
+
+def shares_compiled(config):
+    "Whether this process begins and ends the tests; a worker of pytest-xdist does not."
+    try: return not hasattr(config, 'workerinput') and bool(version('numba'))
+    except PackageNotFoundError: return False
+
+
+def pytest_configure(config):
+    if shares_compiled(config): take_compiled()
+
+
+def pytest_unconfigure(config):
+    if shares_compiled(config): keep_compiled()
 
 
 def pytest_addoption(parser):

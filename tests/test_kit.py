@@ -58,3 +58,30 @@ def test_kenlm_on_a_python_on_which_it_does_not_compile(tmp_path):
 def test_help_and_mistakes(args, status, said):
     r = kit(*args)
     assert r.returncode == status and said in r.stdout + r.stderr
+
+
+def test_what_numba_compiled_serves_other_checkouts_of_the_same_sources(tmp_path, monkeypatch):
+    "All of it or nothing: what was compiled of other sources is not even kept."
+    import conftest
+    monkeypatch.setattr(conftest, 'COMPILED', tmp_path/'cache')
+
+    def session(checkout, compiles=(), **sources):
+        "What is compiled there when a session of pytest begins, which then compiles more."
+        cache = tmp_path/checkout/'b2t_kaggle'/'__pycache__'
+        cache.mkdir(parents=True, exist_ok=True)
+        for name, source in sources.items(): (cache.parent/f'{name}.py').write_text(source)
+        monkeypatch.setattr(conftest, 'ROOT', tmp_path/checkout)
+        conftest.take_compiled()
+        found = sorted(p.name for p in cache.glob('*.nb?'))
+        for name in compiles: (cache/name).write_text(checkout)
+        conftest.keep_compiled()
+        return found
+
+    old = dict(fast='@njit', slow='pass')
+    assert session('one', ['f.nbi', 'f.1.nbc'], **old) == []
+    assert session('two', ['g.nbi', 'g.1.nbc'], **old) == ['f.1.nbc', 'f.nbi']
+    assert session('one') == ['f.1.nbc', 'f.nbi']  # its own
+    assert session('three', **old | dict(slow='other')) == ['f.1.nbc', 'f.nbi', 'g.1.nbc', 'g.nbi']
+    assert session('two', fast='@njit()') == []
+    assert session('two', fast='@njit') == ['f.1.nbc', 'f.nbi', 'g.1.nbc', 'g.nbi']
+    assert (tmp_path/'two'/'b2t_kaggle'/'__pycache__'/'g.nbi').read_text() == 'two'
