@@ -6,6 +6,7 @@
 __all__ = ['Trainer', 'train']
 
 # %% ../../../nbs/pytorch/audio_llm/07_trainer.ipynb #c003
+import json
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from .inference import open_llm, write_trials
 from .memory import TextModelSize, llm_memory
 from .model import AudioLLM, Lessons
 from ..parallel import Backend, start
+from ...rescoring.finetune import model_mark
 from ...training.loop import fit
 from ...training.memory import step_memory
 from ...training.recipe import TrainingError
@@ -38,12 +40,16 @@ class Trainer(trainer.Trainer):
             raise TrainingError(f'audio.language_model is trained on a CPU or a GPU, found {backend.device}; set '
                                 'train.accelerator to cpu or cuda')
         self.llm = open_llm(cfg.audio, str(backend.torch_device))
+        self.targets = TargetStore(cfg.audio.targets) if cfg.audio.targets else None
         super().__init__(store, store_val, cfg, backend, checkpoint)
-        targets = TargetStore(cfg.audio.targets) if cfg.audio.targets else None
-        self.model.lessons = Lessons(self.store.index.sentence, self.llm, targets)
+        self.model.lessons = Lessons(self.store.index.sentence, self.llm, self.targets)
         if self.is_main_process: print(self.memory_report())
 
-    def build(self) -> AudioLLM: return AudioLLM(super().build(), self.llm, self.cfg.audio)
+    def build(self) -> AudioLLM:
+        "Around the acoustic model; a checkpoint belongs to these weights of the audio LLM and these targets."
+        self.fingerprint['weights of the audio LLM'] = model_mark(self.llm.lm)
+        if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.identity, sort_keys=True)
+        return AudioLLM(super().build(), self.llm, self.cfg.audio)
 
     def memory_report(self) -> str:
         "What a step with the longest trials needs, estimated, and on a GPU what there is."
