@@ -174,26 +174,27 @@ def _values(sweep: Sweep, number: int) -> dict[str, Any]:
     trial = optuna.trial.Trial(sweep.study, sweep.study.trials[number]._trial_id)
     return {key: r.suggest(trial, key) for key, r in sweep.ranges.items()}
 
-def _train(sweep: Sweep, number: int) -> dict:
-    "Train a trial, or go on with it; returns the stamp of its training."
-    cfg = with_overrides(sweep.run.cfg, _values(sweep, number))
-    run = Run(sweep.folder(number), sweep.run.work, None, cfg, sweep.run.origin)
+def _train(sweep: Sweep, number: int, run: Run) -> None:
+    "Train a trial, or go on with it."
     fields = dict(storage=sweep.storage, study=sweep.study.study_name, number=number, startup=sweep.startup)
     with _environment(TRIAL_VARIABLE, json.dumps(fields)): run_stages(run, 'train')
-    return StageRun(run, 'train').stamp
 
 def _end(sweep: Sweep, number: int) -> str:
     "Do what is left of a trial, and tell Optuna how it ended; returns that. Empty where its session ended before."
     states = sweep.optuna.trial.TrialState
+    cfg = with_overrides(sweep.run.cfg, _values(sweep, number))
+    run = Run(sweep.folder(number), sweep.run.work, None, cfg, sweep.run.origin)
     def is_pruned() -> bool: return 'pruned' in sweep.study.trials[number].user_attrs
     if not is_pruned(): # By a process that was killed before it could say so
-        try: stamp = _train(sweep, number)
+        try: _train(sweep, number, run)
         except PipelineError as e:
+            if StageRun(run, 'pack').status() != 'done': raise # Before any training: other trials would end there, too
             sweep.study.tell(number, state=states.FAIL)
             return f'failed: {e}'
     if is_pruned():
         sweep.study.tell(number, state=states.PRUNED)
         return f'pruned after {sweep.study.trials[number].user_attrs["pruned"]} batches'
+    stamp = StageRun(run, 'train').stamp
     per = stamp['metrics'].get('PER')
     if per is None: raise PipelineError('the sessions have no trials of val, whose PER a sweep compares')
     if not stamp['finished']: return ''

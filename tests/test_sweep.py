@@ -105,6 +105,12 @@ def test_trials_are_runs_and_what_fails_is_said(stage, tmp_path, monkeypatch):
     assert done.exit_code == 1 and 'no trial came to its end' in done.output and set(table.state) == {'fail'}
     assert 'toy-001: failed: stage train failed: TrainingError: the loss is nan' in done.output
 
+    def damaged(run, name): raise pipeline.PipelineError('stage check failed: no sessions')
+
+    monkeypatch.setattr(pipeline, 'execute', damaged)
+    done, table = sweep(tmp_path/'none', '--trials', '2')
+    assert str(done.exception) == 'stage check failed: no sessions' and table is None
+
 
 def test_machines_share_a_study(stage, tmp_path):
     "A journal in a folder that both see; each has its own runs, and leaves those of the other alone."
