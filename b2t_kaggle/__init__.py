@@ -65,7 +65,9 @@ def __getattr__(name: str):
     "Import a name of the front door when it is used for the first time (PEP 562)."
     if name in _MODULES:
         from importlib import import_module
-        value = getattr(import_module(f'{__name__}.{_MODULES[name]}'), name)
+
+        from b2t_kaggle.docstrings import with_parameters
+        value = with_parameters(getattr(import_module(f'{__name__}.{_MODULES[name]}'), name))
         globals()[name] = value
         return value
     message = f'module {__name__!r} has no attribute {name!r}'

@@ -277,7 +277,7 @@ def _quick(options: dict) -> dict:
 @main.command()
 @shared_options
 @training_options
-@click.option('--quick', is_flag=True, help='In about a minute, on a small simulation; says what it gives up.')
+@click.option('--quick', is_flag=True, help='A short run on a small simulation; says what it gives up.')
 def run(force, quick, **options):
     "All stages, from sessions to submission.csv and a report; what is done is skipped, what was interrupted continues."
     run_until(None, force, **(_quick(options) if quick else options))

@@ -662,7 +662,7 @@ PRESETS = {
                       lr_min_day=0.000003, grad_norm_clip_value=1.0),
     },
     'quick': {
-        'simulate': dict(n_sessions=4, train=40, val=12, test=12, lm_sentences=4000),
+        'simulate': dict(n_sessions=4, train=40, val=12, test=12),
         'data': dict(batch_size=16, days_per_batch=4),
         'model': dict(n_units=96, n_layers=1, patch_size=14, patch_stride=8, rnn_dropout=0., input_dropout=0.1),
         'augment': dict(white_noise_std=0.4, constant_offset_std=0.1),

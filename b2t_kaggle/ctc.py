@@ -89,7 +89,10 @@ def check_log_probs(
     n_classes: int | None = None,  # K; none: any number
 ) -> np.ndarray:                   # A copy in float64, none below -10000
     "Log-probabilities that can be searched; raises `ValueError` that names the frame, what was found and what to do."
-    x = np.array(log_probs, dtype=np.float64, order='C') # A copy, which may be changed
+    try: x = np.array(log_probs, dtype=np.float64, order='C') # A copy, which may be changed
+    except (TypeError, ValueError):
+        raise TypeError(f'log_probs: found a {type(log_probs).__name__} that is no array of numbers, expected one row '
+                        'of log-probabilities per frame') from None
     if x.ndim != 2 or x.shape[1] < 2 or (n_classes and x.shape[1] != n_classes):
         raise ValueError(f"log_probs: found shape {x.shape}, expected [T', {n_classes or 'K'}], "
                          'one row of log-probabilities per frame')

@@ -10,7 +10,7 @@ __all__ = ['ARPABET', 'PHONEMES', 'BLANK', 'SIL', 'to_class_ids', 'from_class_id
 # %% ../nbs/01_phonemes.ipynb #c003
 import gc
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -535,8 +535,15 @@ def sentence_to_phonemes(
     return phonemes
 
 # %% ../nbs/01_phonemes.ipynb #c060
+def _normalised_words(words: Iterable[str]) -> Iterator[str]:
+    "Each word as it is, where nothing is to be done, else as normalisation has it."
+    for word in words:
+        if not isinstance(word, str): raise TypeError(f'words: found {word!r}, expected words as text')
+        if re.fullmatch("[a-z]+", word): yield word
+        else: yield from normalize_sentence(word).split()
+
 def build_lexicon(
-    words: Iterable[str] | None = None, # Normalised words; none means the whole dictionary
+    words: Iterable[str] | None = None, # Words, normalised first; none means the whole dictionary
     variants: bool = True,              # Other pronunciations than the labels', too
 ) -> dict[str, list[list[str]]]:        # Word to its pronunciations, phoneme names without `SIL`, the labels' first
     """A pronunciation lexicon.
@@ -544,10 +551,12 @@ def build_lexicon(
     The labels have one pronunciation of each word, or two of a homograph; a model that learned from them says the
     others rarely.
 
-    Unknown words are spelled; words without letters get no entry; raises `ValueError` for a word that is not
-    normalised."""
+    Words are normalised as the text of a language model is (`normalize_sentence`), which may make several of one.
+    Unknown words are spelled; words without letters get no entry. Raises `TypeError` for a text in place of words."""
+    if isinstance(words, str):
+        raise TypeError(f'words: found the text {words[:60]!r}, expected a list of words; text.split() makes one')
     lexicon = {}
-    for word in dict.fromkeys(_dictionary() if words is None else words):
+    for word in dict.fromkeys(_dictionary() if words is None else _normalised_words(words)):
         readings = [*(_readings(word) or ())]
         prons = _distinct([*readings, *pronunciations(word)])
         if prons: lexicon[word] = prons if variants else prons[:max(1, len(readings))]

@@ -79,7 +79,8 @@ def execute(
     os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up says much that nobody can act on
     parameters = dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute()), overrides=run.unsaved())
-    quiet = ['--IPKernelApp.log_level=40']  # no warning about loopback without encryption, at every stage
+    # No warning about loopback without encryption at every stage, and no word when jupyter ends a kernel
+    quiet = ['--IPKernelApp.log_level=50']
     with _passed_on() as (options, interrupts):
         try:
             pm.execute_notebook(source, out, parameters, kernel_name='python3', progress_bar=False,

@@ -122,7 +122,7 @@ FLOORS = (
     ('lm', 'training', 'audio'),
     ('data', 'logits', 'metrics', 'bootstrap', 'comparison', 'submission'),
     ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'reading', 'files',
-     'pages'),
+     'docstrings', 'pages'),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 

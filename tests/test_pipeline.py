@@ -63,7 +63,7 @@ def execute_here(run, name):
     "Execute the code of a stage's notebook in this process, which takes seconds less than a kernel of its own."
     import matplotlib
     matplotlib.use('Agg')
-    variables = dict(run_dir=str(run.dir), work_dir=str(run.work), overrides={})
+    variables = dict(run_dir=str(run.dir), work_dir=str(run.work), overrides=run.unsaved())
     for cell in code_cells(name):
         if not cell.startswith('run_dir ='): exec(cell, variables)
 

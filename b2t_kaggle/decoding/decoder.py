@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from multiprocessing import get_all_start_methods, get_context
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -186,6 +187,8 @@ class _SentenceScorer:
         self.blank_skip = blank_skip
         self.oov_penalty = oov_penalty
         self.words = words
+        if isinstance(lm, str | Path):
+            raise TypeError(f'lm: found the path {lm}, expected the model in it; load_ngram(path) reads it')
         if lm_weight: check_words(lm, self.words)
         if isinstance(lm, NGram) and is_arpa(lm.path): lm = Automaton.load(lm.path)
         self._automaton = AutomatonScorer(lm, self.words) if isinstance(lm, Automaton) else None

@@ -7,7 +7,7 @@ __all__ = ['Lexicon', 'spellings_of', 'flatten', 'Trie', 'count_bits', 'lowest_b
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c003
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +37,9 @@ def spellings_of(
     lexicon: Lexicon, # From `b2t_kaggle.phonemes.build_lexicon`
 ) -> tuple[list[str], list[list[tuple[int, ...]]]]: # The words [W], and the distinct class-id spellings of each [W]
     "Words and their spellings; raises `ValueError` that names the word which cannot be used."
+    if not isinstance(lexicon, Mapping):
+        raise TypeError(f'lexicon: found a {type(lexicon).__name__}, expected a dict of words and their pronunciations '
+                        'as b2t_kaggle.phonemes.build_lexicon(words) makes it')
     if not lexicon: raise ValueError('the lexicon is empty; build one with b2t_kaggle.phonemes.build_lexicon')
     spellings = []
     for word, prons in lexicon.items():
