@@ -82,7 +82,8 @@ def test_what_shows_and_what_does_not(site):
     assert 'Executed 2026-' in benchmark and '2.33%' in benchmark
     assert 'skip_exec' not in text(site, 'pipeline/09_report')
     assert text(site, 'decoding/12_tuning').count('class="math"') > 5
-    assert './kit run' in text(site, 'index') and text(site, 'index').count('<h1') == 1
+    first = text(site, 'index')
+    assert './kit run' in first and '<span>word error rate</span><b>' in first and first.count('<h1') == 1
 
 
 def test_a_source_link_leads_to_the_line(site):
