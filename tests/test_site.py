@@ -126,6 +126,7 @@ def test_parameters_from_comments():
     assert [re.sub('<.*?>', '', row['name']) for row in rows] == ['a', 'b', '*rest', 'returns']
     assert [row['meaning'] for row in rows] == ['Above, and behind', 'With | a bar', 'More', 'What comes back']
     assert [row['default'] for row in rows] == ['', '<code>3</code>', '', '']
+    assert '<td>Does <code>x</code>.</td>' in api.filled([dict(name='a', default='', meaning='Does <code>x</code>.')])
     assert [row['meaning'] for row in api.fields(c, api.comments(FUNCTION))] == ['How many']
     assert 'class="method"' in api.card(c, api.comments(FUNCTION), 'x.html')
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
-from b2t_kaggle.pages import cards, markdown, output, page, table
+from b2t_kaggle.pages import Html, cards, markdown, output, page, table
 
 from .api import card, comments, lines_of, public
 from .execute import ROOT, code_of, directives, outputs
@@ -160,7 +160,7 @@ def list_of_benchmarks(pages: list[Page]) -> Page:
     rows = []
     for p in pages:
         stamp = json.loads((NBS/p.path).with_suffix('.ipynb').read_text(encoding='utf-8'))['metadata'].get('b2t', {})
-        link = f'<a href="{relative(p.path, "benchmarks/index.html")}">{html.escape(p.title)}</a>'
+        link = Html(f'<a href="{relative(p.path, "benchmarks/index.html")}">{html.escape(p.title)}</a>')
         machine = stamp.get('machine', '').split(', ')[0]
         rows.append(dict(benchmark=link, question=p.about, executed=stamp.get('executed', 'not yet'), machine=machine))
     intro = ('<h1>Benchmarks</h1><blockquote><p>What was measured, when and on which machine.</p></blockquote>'

@@ -132,7 +132,8 @@ def outputs(paths: Iterable[Path], n_jobs: int, say=print) -> dict[Path, list[li
     if not todo: return found
     say(f'{len(found)} notebooks have kept outputs, {len(todo)} are executed')
     failed = []
-    with ProcessPoolExecutor(n_jobs, mp_context=get_context('spawn')) as pool:
+    # A process that has executed many notebooks holds the memory of all of them
+    with ProcessPoolExecutor(n_jobs, mp_context=get_context('spawn'), max_tasks_per_child=30) as pool:
         running = {pool.submit(_work, path): path for path in todo}
         for done in as_completed(running):
             path = running[done]
