@@ -20,7 +20,7 @@ from .bootstrap import rate_interval
 from .comparison import PER, WER, measure
 from .config import PRESETS, Config, config_fields, preset
 from .metrics import ErrorCounts, total
-from .pages import aligned, cards, markdown, output, page, table
+from .pages import Html, aligned, cards, markdown, output, page, table
 from .phonemes import normalize_sentence
 
 # %% ../nbs/13_report.ipynb #c008
@@ -65,7 +65,7 @@ def group_table(
         for name in (m for m in (WER, PER) if m in some):
             value, low, high = row[name]
             interval = f'<small>{100*low:.1f} to {100*high:.1f}</small>'
-            cells |= {name: f'<b>{percent(value)}</b> {interval}{_bar(value, most)}'}
+            cells |= {name: Html(f'<b>{percent(value)}</b> {interval}{_bar(value, most)}')}
         rows.append(cells)
     return f'<div class="scroll">{table(rows)}</div>'
 
@@ -122,7 +122,7 @@ def timings(
     "Seconds and figures of each stage."
     seconds = {name: stamp.get('seconds', 0) for name, stamp in stamps.items()}
     most = max([*seconds.values(), 1e-9])
-    rows = [{'stage': name, 'time': f'<span>{duration(seconds[name])}</span>{_bar(seconds[name], most)}',
+    rows = [{'stage': name, 'time': Html(f'{duration(seconds[name])}{_bar(seconds[name], most)}'),
              'what it found': ', '.join(figure_text(*item) for item in stamps[name].get('metrics', {}).items())}
             for name in stamps]
     return f'<p>{duration(sum(seconds.values()))} in all.</p>\n<div class="scroll">{table(rows)}</div>'
@@ -160,8 +160,8 @@ def configuration(
     if not changed: return f'<p>All values are those of the preset <code>{name}</code>.</p>'
     meanings = config_fields()
     def about(key): return re.sub('^<p>|</p>$', '', markdown(meanings.get(key, (None, ''))[1]).strip())
-    rows = [dict(key=f'<code>{key}</code><br><small>{about(key)}</small>', preset=_setting(theirs), run=_setting(own))
-            for key, (theirs, own) in changed.items()]
+    rows = [dict(key=Html(f'<code>{key}</code><br><small>{about(key)}</small>'), preset=_setting(theirs),
+                 run=_setting(own)) for key, (theirs, own) in changed.items()]
     return (f'<p>{len(rows)} values differ from the preset <code>{name}</code>.</p>\n'
             f'<div class="scroll">{table(rows)}</div>')
 
@@ -178,7 +178,8 @@ def provenance(
     known = {'kit': f'b2t_kaggle {b2t_kaggle.__version__}'}
     if made: known['made'] = f'{_date(min(made))} to {_date(max(made))}'
     known |= facts
-    files = [dict(file=f'<code>{html.escape(name)}</code>', bytes=size, hash=f'<code>{mark}</code>')
+    def code(text): return Html(f'<code>{html.escape(text)}</code>')
+    files = [dict(file=code(name), bytes=size, hash=code(mark))
              for stamp in stamps.values() for name, (size, mark) in stamp.get('outputs', {}).items()]
     listed = [dict(what=what, value=value) for what, value in known.items()]
     return (f'<div class="scroll">{table(listed)}</div>\n<details><summary>{len(files)} files and their hashes'

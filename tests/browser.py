@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,7 +100,9 @@ def browser():
         with log.open('wb') as out:
             driver = subprocess.Popen([DRIVER, '--port=0'], stdout=out, stderr=subprocess.STDOUT)
         try:
-            yield Browser(_port(log), f'{folder}/profile')
+            one = Browser(_port(log), f'{folder}/profile')
+            try: yield one
+            finally: one.ask('', method='DELETE')
         finally:
             driver.terminate()
             try: driver.wait(timeout=10)

@@ -82,7 +82,8 @@ def test_what_shows_and_what_does_not(site):
     assert 'Executed 2026-' in benchmark and '2.33%' in benchmark
     assert 'skip_exec' not in text(site, 'pipeline/09_report')
     assert text(site, 'decoding/12_tuning').count('class="math"') > 5
-    assert './kit run' in text(site, 'index') and text(site, 'index').count('<h1') == 1
+    first = text(site, 'index')
+    assert './kit run' in first and '<span>word error rate</span><b>' in first and first.count('<h1') == 1
 
 
 def test_a_source_link_leads_to_the_line(site):
@@ -125,6 +126,7 @@ def test_parameters_from_comments():
     assert [re.sub('<.*?>', '', row['name']) for row in rows] == ['a', 'b', '*rest', 'returns']
     assert [row['meaning'] for row in rows] == ['Above, and behind', 'With | a bar', 'More', 'What comes back']
     assert [row['default'] for row in rows] == ['', '<code>3</code>', '', '']
+    assert '<td>Does <code>x</code>.</td>' in api.filled([dict(name='a', default='', meaning='Does <code>x</code>.')])
     assert [row['meaning'] for row in api.fields(c, api.comments(FUNCTION))] == ['How many']
     assert 'class="method"' in api.card(c, api.comments(FUNCTION), 'x.html')
 

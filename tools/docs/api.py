@@ -7,7 +7,7 @@ import io
 import tokenize
 from collections.abc import Iterator
 
-from b2t_kaggle.pages import markdown, table
+from b2t_kaggle.pages import Html, markdown, table
 
 _FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
@@ -62,10 +62,10 @@ def parameters(f: ast.FunctionDef, notes: dict) -> list[dict]:
     return made
 
 
-def _filled(rows: list[dict]) -> str:
+def filled(rows: list[dict]) -> str:
     "The table without the columns in which there is nothing."
     kept = [k for k in rows[0] if any(row[k] for row in rows)] if rows else []
-    rows = [{k: row[k] or '<span></span>' for k in kept} for row in rows]
+    rows = [{k: Html(row[k]) for k in kept} for row in rows]
     return f'<div class="scroll api">{table(rows)}</div>' if rows else ''
 
 
@@ -98,7 +98,7 @@ def _method(f: ast.FunctionDef, notes: dict) -> str:
     rows = [] if is_property else parameters(f, notes)
     rows = rows if any(row['meaning'] for row in rows) else []
     return (f'<div class="method"><p><code>{html.escape(shown)}</code></p>\n'
-            f'{markdown(ast.get_docstring(f) or "")}{_filled(rows)}</div>')
+            f'{markdown(ast.get_docstring(f) or "")}{filled(rows)}</div>')
 
 
 def card(node: ast.AST, notes: dict, link: str) -> str:
@@ -112,7 +112,7 @@ def card(node: ast.AST, notes: dict, link: str) -> str:
                and ast.get_docstring(n)] if kind == 'class' else []
     return (f'<section class="name" id="{node.name}">\n<p class="signature"><span class="k">{kind}</span> '
             f'<b>{node.name}</b>{html.escape(brackets)}<a href="{link}">source</a></p>\n'
-            f'{markdown(ast.get_docstring(node) or "")}{_filled(rows)}'
+            f'{markdown(ast.get_docstring(node) or "")}{filled(rows)}'
             f'{"".join(_method(m, notes) for m in methods)}</section>\n')
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
-from b2t_kaggle.pages import markdown, output, page, table
+from b2t_kaggle.pages import Html, cards, markdown, output, page, table
 
 from .api import card, comments, lines_of, public
 from .execute import ROOT, code_of, directives, outputs
@@ -160,7 +160,7 @@ def list_of_benchmarks(pages: list[Page]) -> Page:
     rows = []
     for p in pages:
         stamp = json.loads((NBS/p.path).with_suffix('.ipynb').read_text(encoding='utf-8'))['metadata'].get('b2t', {})
-        link = f'<a href="{relative(p.path, "benchmarks/index.html")}">{html.escape(p.title)}</a>'
+        link = Html(f'<a href="{relative(p.path, "benchmarks/index.html")}">{html.escape(p.title)}</a>')
         machine = stamp.get('machine', '').split(', ')[0]
         rows.append(dict(benchmark=link, question=p.about, executed=stamp.get('executed', 'not yet'), machine=machine))
     intro = ('<h1>Benchmarks</h1><blockquote><p>What was measured, when and on which machine.</p></blockquote>'
@@ -181,6 +181,22 @@ _WAYS = {
 }
 
 
+def results_of(overview: str) -> str:
+    "Cards of the result that the overview tells of the one command; raises `ValueError` where it tells none."
+    text = plain(re.sub('</?table>', '', overview))
+    found = {name: re.search(pattern, text) for name, pattern in _RESULTS.items()}
+    if lost := [name for name, m in found.items() if not m]:
+        raise ValueError(f'nbs/index.ipynb: found no {" and no ".join(lost)} of ./kit run, expected sentences in which '
+                         'they stand; mend the patterns _RESULTS of tools/docs/build.py')
+    notes = {'time': '2 cores, no GPU'}
+    return cards({name: (m[1], notes.get(name, 'simulated, val')) for name, m in found.items()})
+
+
+# What the overview says of the one command, and where
+_RESULTS = {'time': r'\./kit run (\d+ min(?: \d+ s)?)', 'phoneme error rate': r'phoneme error rate of ([\d.]+ %)',
+            'word error rate': r'word error rate of ([\d.]+ %)'}
+
+
 def landing(overview: Page) -> Page:
     "The first page: the one command and what it leaves, ways to go on, then the overview."
     about = html.escape(overview.about)
@@ -192,7 +208,8 @@ def landing(overview: Page) -> Page:
     hero = (f'<div class="hero"><h1>{TITLE}</h1><p class="lead">{about}</p>\n<pre><code>./kit run</code></pre>\n'
             '<p>Simulates a participant, trains, decodes, and leaves <code>submissions/demo/submission.csv</code>, '
             'checked, and <code>report.html</code>, the page of the run.</p></div>\n')
-    return Page(overview.path, TITLE, overview.about, f'{hero}<div class="cards">{ways}</div>\n{body}', 'Begin')
+    hero += f'{results_of(overview.body)}<div class="cards begin">{ways}</div>\n'
+    return Page(overview.path, TITLE, overview.about, hero + body, 'Begin')
 
 
 def rewritten(body: str, path: str, known: set[str]) -> str:

@@ -131,12 +131,17 @@ def outputs(paths: Iterable[Path], n_jobs: int, say=print) -> dict[Path, list[li
         else: todo[path] = kept
     if not todo: return found
     say(f'{len(found)} notebooks have kept outputs, {len(todo)} are executed')
-    with ProcessPoolExecutor(n_jobs, mp_context=get_context('spawn')) as pool:
+    failed = []
+    # A process that has executed many notebooks holds the memory of all of them
+    with ProcessPoolExecutor(n_jobs, mp_context=get_context('spawn'), max_tasks_per_child=30) as pool:
         running = {pool.submit(_work, path): path for path in todo}
         for done in as_completed(running):
             path = running[done]
             try: found[path] = done.result()
-            except Exception as e: raise RuntimeError(f'{path.relative_to(ROOT)}: {type(e).__name__}: {e}') from None
+            except Exception as e:
+                failed.append(f'{path.relative_to(ROOT)}: {type(e).__name__}: {e}')
+                continue
             write_whole(todo[path], json.dumps(found[path]))
-            say(f'  {path.relative_to(ROOT)}')
+            say(f'  {path.relative_to(ROOT)}', flush=True)
+    if failed: raise RuntimeError('\n'.join(['these notebooks fail:', *failed]))
     return found
