@@ -18,6 +18,7 @@ from rapidfuzz.distance import Levenshtein
 
 from b2t_kaggle.config import DecodeConfig
 from b2t_kaggle.ctc import align, greedy, phoneme_beam
+from b2t_kaggle.decoding.acoustic import acoustic_scores, pronunciations
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.decoding.streaming import Stream
@@ -189,6 +190,62 @@ def spoken(n_words, seed):
     for w in rng.choice(sorted(LEXICON), n_words):
         ids += [k for p in LEXICON[w][0] for k in (*to_class_ids([p]), BLANK)] + [SIL, SIL, BLANK]
     return noisy(ids, seed)
+
+
+def ctc_best(log_probs, labels):
+    "The best path's log-probability, by the textbook: all states in all frames."
+    states = np.zeros(2*len(labels) + 1, int)
+    states[1::2] = labels
+    may_skip = np.zeros(len(states), bool)
+    may_skip[3::2] = states[3::2] != states[1:-2:2]
+    score = np.full(len(states), -np.inf)
+    score[0] = 0
+    for frame in log_probs:
+        best = score.copy()
+        best[1:] = np.maximum(best[1:], score[:-1])
+        best[2:] = np.where(may_skip[2:], np.maximum(best[2:], score[:-2]), best[2:])
+        score = best + frame[states]
+    return score[-2:].max()
+
+
+def by_all_spellings(log_probs, text, spellings):
+    "The best of all spellings of a text."
+    spelled = itertools.product(*(spellings[w] for w in text))
+    return max(ctc_best(log_probs, [k for pron in prons for k in (*pron, SIL)]) for prons in spelled)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_acoustic_scores_are_those_of_all_paths(seed):
+    "To the last digit, whatever words are alike, and whether the frames fit any of them."
+    rng = np.random.default_rng(seed)
+    spellings = [[tuple(rng.integers(1, 4, rng.integers(1, 4))) for _ in range(rng.integers(1, 3))] for _ in range(4)]
+    common = rng.integers(0, 4, 3)
+    texts = [np.append(common[:rng.integers(0, 4)], rng.integers(0, 4, rng.integers(0, 3))) for _ in range(5)]
+    x = rng.choice([1., 4., 1e3])*rng.standard_normal((rng.integers(0, 80), 41))
+    x = x - np.logaddexp.reduce(x, axis=1, keepdims=True)
+    starts = np.cumsum([0, *map(len, texts)])
+    words = np.concatenate(texts).astype(np.int64)
+    found = acoustic_scores(x, words, starts, pronunciations(spellings), False)
+    assert found.tolist() == [by_all_spellings(x, text, spellings) for text in texts]
+
+
+@pytest.mark.parametrize('fits', [True, False])
+def test_acoustic_scores_of_long_trials(fits):
+    "Most of all paths are never looked at, and it makes no difference."
+    rng = np.random.default_rng(0)
+    spellings = [[tuple(rng.integers(1, 39, 3))] for _ in range(50)]
+    said = rng.integers(0, 50, 200)
+    texts = [said.copy() for _ in range(4)]
+    for i, text in enumerate(texts): text[rng.integers(0, 200, i)] = 0
+    labels = [k for w in said for k in (*spellings[w][0], SIL)]
+    ids = np.repeat(np.insert(labels, range(len(labels)), BLANK), rng.integers(1, 3, 2*len(labels)))
+    x = 1.5*rng.standard_normal((len(ids), 41))
+    if fits: x[np.arange(len(ids)), ids] += 6
+    x = x - np.logaddexp.reduce(x, axis=1, keepdims=True)
+    starts = np.cumsum([0, *map(len, texts)])
+    found = acoustic_scores(x, np.concatenate(texts), starts, pronunciations(spellings), False)
+    assert found.tolist() == [by_all_spellings(x, text, spellings) for text in texts]
 
 
 def test_recombination_keeps_the_nbest(lm):

@@ -269,7 +269,7 @@ def test_logits_that_nobody_waits_for(decoder, plain):
         assert r.xlen('remote_lm_output_partial') == len(logits)
 
 
-def test_parameters(decoder, plain):
+def test_parameters(decoder, plain, caplog):
     """As the script may update them between reset and logits; those that come in the middle of a trial wait for the
     next."""
     logits = logits_of('you are here', 1, sharp=4)
@@ -297,16 +297,17 @@ def test_parameters(decoder, plain):
             (dict(alpha='nan'), "alpha: found 'nan'"),
             (dict(do_opt=1), 'no LLM'),
             (dict(score_penalty_percent=2), "found '2', expected a number from 0 to 1"),
-            (dict(acoustic_scal=1), 'acoustic_scal: there is no such'),
-            ({b'\xff': b'\xfe'}, 'no such'),
         ):
-            answer = (
-                client.update(**params)
-                if b'\xff' not in params
-                else (r.xadd('remote_lm_update_params', params), client.wait('remote_lm_done_updating_params'))[1]
-            )
+            answer = client.update(**params)
             assert answer[b'done'] == b'0' and words in answer[b'error'].decode()
         same(client.trial(logits)[1], offline(decoder, logits))
+        for params, name in ((dict(acoustic_scal=1), 'acoustic_scal'), ({b'\xff': b'\xfe'}, '\ufffd'),
+                             (dict(specific_word_bias=5), 'specific_word_bias')): # Sent by the official client
+            r.xadd('remote_lm_update_params', params | {'alpha': 0.25})
+            assert client.wait('remote_lm_done_updating_params') == {b'done': b'1'}
+            assert f'{name} = ' in caplog.text and 'is ignored: there is no such parameter' in caplog.text
+            assert r.xrevrange('remote_lm_args', count=1)[0][1][b'alpha'] == b'0.25'
+            caplog.clear()
 
 
 def test_llm(decoder, plain):
@@ -494,6 +495,84 @@ def test_flush_while_an_answer_is_made(decoder, plain):
         go.set()
         assert second.trial(logits)[1][0][0] == 'i see'
         wait_for(lambda: r.xlen('remote_lm_done_finalizing') == r.xlen('remote_lm_output_final') == 1)
+
+
+def test_others_while_a_trial_ends(decoder, plain):
+    """A second client resets, changes parameters and decodes while the end of the first one's trial is made; the ends
+    are answered in the order in which they were asked for."""
+    slow, go = threading.Event(), threading.Event()
+    rescore = rescore_that_waits(slow, go)
+    with serving(decoder, plain, rescorer=LLMRescorer(rescore, decoder, n_augment=0)) as r, plain.client() as r2:
+        first = OfficialClient(r)
+        first.reset(), first.send(logits_of('how are you'))
+        r.xadd('remote_lm_finalize', {'done': 0})
+        assert slow.wait(20)
+        second = OfficialClient(r2, flush=False)
+        assert second.reset() == {b'done': b'1'} == second.update(nbest=1)
+        assert second.send(logits_of('i see'))[b'lm_response_partial'] == b'i see'
+        r2.xadd('remote_lm_finalize', {'done': 0})
+        second.reset() # A third trial, of whom ever
+        assert not r.exists('remote_lm_output_final') and not r.exists('remote_lm_done_finalizing')
+        go.set()
+        assert first.wait('remote_lm_output_final')[b'lm_response_final'] == b'how are you'
+        finals = [second.wait('remote_lm_output_final') for _ in range(2)]
+        assert [f[b'lm_response_final'] for f in finals] == [b'how are you', b'i see']
+        assert len(candidates(finals[0])) > 1 == len(candidates(finals[1])) # Each under its own settings
+        wait_for(lambda: r.xlen('remote_lm_done_finalizing') == 2)
+
+
+def test_no_more_ends_than_there_is_room_for(decoder, plain, monkeypatch):
+    "Who finalizes trial after trial without reading gets all answers in their order; meanwhile not all are in memory."
+    monkeypatch.setattr(server, '_MOST_ENDING', 2)
+    slow, go = threading.Event(), threading.Event()
+    rescore = rescore_that_waits(slow, go)
+    with serving(decoder, plain, rescorer=LLMRescorer(rescore, decoder, n_augment=0)) as r:
+        for sentence in TEXT[:5]:
+            r.xadd('remote_lm_input', {'logits': np.float32(to_lm_order(logits_of(sentence))).tobytes()})
+            wait_for(lambda: slow.is_set() or r.xlen('remote_lm_output_partial') == 1)
+            r.xadd('remote_lm_finalize', {'done': 0})
+            assert slow.wait(20)
+            time.sleep(0.002) # Ids do not tell the order within a millisecond
+        wait_for(lambda: r.xlen('remote_lm_output_partial') == 2)
+        time.sleep(0.2) # Enough for a server that reads on
+        assert r.xlen('remote_lm_output_partial') == 2
+        go.set()
+        wait_for(lambda: r.xlen('remote_lm_done_finalizing') == 5)
+        finals = [fields[b'lm_response_final'].decode() for _, fields in r.xrange('remote_lm_output_final')]
+        assert finals == TEXT[:5]
+
+
+def test_requests_from_before_the_server(decoder, plain, caplog):
+    "Who asked before there was a server gets no answer, and the log says who; what was answered is not named."
+    with plain.client() as r:
+        r.flushall()
+        r.xadd('remote_lm_reset', {'done': 0}, '1700000000000-0')
+        r.xadd('remote_lm_done_resetting', {'done': 1}, '1700000000001-0')
+        r.xadd('remote_lm_input', {'logits': b''}, '1700000000002-0')
+        with server.connect(port=plain.port) as own, caplog.at_level(logging.WARNING, 'b2t_kaggle.serve'):
+            server.RedisConnection(own, OnlineDecoder(decoder)).open()
+        assert 'remote_lm_input: a request of ' in caplog.text and 'is not answered; send it again' in caplog.text
+        assert 'remote_lm_reset' not in caplog.text
+        assert not r.exists('remote_lm_output_partial')
+
+
+def test_keys_of_the_wrong_type(decoder, plain, caplog):
+    "Named once, however often they are met; when they are gone, the server answers."
+    def times(key): return caplog.text.count(f'{key}: WRONGTYPE')
+    with serving(decoder, plain) as r, caplog.at_level(logging.INFO, 'b2t_kaggle.serve'):
+        client = OfficialClient(r)
+        for _ in range(2):
+            caplog.clear()
+            wait_for(lambda: r.exists('remote_lm_args'))
+            r.set('remote_lm_input', 'x')
+            wait_for(lambda: times('remote_lm_input'))
+            time.sleep(0.5) # The server has tried again
+            assert times('remote_lm_input') == 1 and 'refused' not in caplog.text
+            r.delete('remote_lm_input')
+            same(client.trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
+        r.rpush('contextual_decoding_current_context', 'a list')
+        for _ in range(2): client.trial(logits_of('i see'))
+        assert times('contextual_decoding_current_context') == 1
 
 
 def test_redis_starts_anew(decoder, tmp_path, caplog):
@@ -699,6 +778,13 @@ def test_passwords(decoder, tmp_path):
         ):
             pass
     finally: db.stop()
+
+
+def test_a_redis_without_tls(decoder, plain, monkeypatch):
+    "Is not waited for."
+    for limit in ('socket_connect_timeout', 'socket_timeout'): monkeypatch.setitem(server._LIMITS, limit, 0.3)
+    for ask in (lambda: check_redis(port=plain.port, tls=True), lambda: serve(decoder, port=plain.port, tls=True)):
+        with pytest.raises(PermissionError, match='does not speak TLS on that port; leave TLS .--tls. out'): ask()
 
 
 @pytest.mark.skipif(shutil.which('openssl') is None, reason='openssl is not installed')

@@ -33,45 +33,18 @@ def pronunciations(
     return Pronunciations(first, *flatten(itertools.chain.from_iterable(spellings)))
 
 # %% ../../nbs/decoding/04_acoustic.ipynb #c010
-@_jit
-def _word_tree(words, first):
-    "The tree of texts words[first[i]:first[i + 1]]: word and parent of each node, and the last node of each text."
-    size = len(words) + 1
-    word = np.full(size, -1, np.int64)
-    parent = np.full(size, -1, np.int64)
-    child = np.zeros(size, np.int64)   # The child that was added last
-    sibling = np.zeros(size, np.int64) # The child of the same parent that was added before
-    last = np.zeros(len(first) - 1, np.int64)
-    n = 1
-    for i in range(len(first) - 1):
-        node = 0
-        for w in words[first[i]:first[i + 1]]:
-            c = child[node]
-            while c > 0 and word[c] != w: c = sibling[c]
-            if c == 0:
-                c = n
-                n += 1
-                word[c] = w
-                parent[c] = node
-                sibling[c] = child[node]
-                child[node] = c
-            node = c
-        last[i] = node
-    return word[:n], parent[:n], last
-
-# %% ../../nbs/decoding/04_acoustic.ipynb #c012
 class SpellingGraph(NamedTuple):
-    "The graph that spells a tree of words; node 0 is before the first word."
+    "The graph that spells a sentence; node 0 is before the first word, the last one is the SIL of the last word."
     symbol: np.ndarray # Class of each node [N]
     first: np.ndarray  # Node i has the predecessors before[first[i]:first[i + 1]] [N + 1]
     before: np.ndarray
-    sil: np.ndarray    # The node of each word's SIL; 0 for the root of the tree
+    sil: np.ndarray    # The node of each word's SIL, and node 0 in front [n_words + 1]
 
 @_jit
-def _graph_size(word, prons):
-    "Nodes and arcs of the graph that spells a tree of words."
+def _graph_size(words, prons):
+    "Nodes and arcs of the graph that spells words."
     n_nodes, n_arcs = 1, 0
-    for w in word[1:]:
+    for w in words:
         a, b = prons.first[w], prons.first[w + 1]
         n_phonemes = prons.start[b] - prons.start[a]
         n_nodes += n_phonemes + 1
@@ -79,28 +52,28 @@ def _graph_size(word, prons):
     return n_nodes, n_arcs
 
 @_jit
-def _spelling_graph(word, parent, prons):
-    "Spell a tree of words: for each word its pronunciations side by side, then its SIL."
-    n_nodes, n_arcs = _graph_size(word, prons)
+def _spelling_graph(words, prons):
+    "Spell a sentence: for each word its pronunciations side by side, then its SIL."
+    n_nodes, n_arcs = _graph_size(words, prons)
     symbol = np.empty(n_nodes, np.int64)
     first = np.zeros(n_nodes + 1, np.int64)
     before = np.empty(n_arcs, np.int64)
-    sil = np.zeros(len(word), np.int64)
+    sil = np.zeros(len(words) + 1, np.int64)
     symbol[0] = -1
     n, m = 1, 0 # Nodes and arcs so far
-    for k in range(1, len(word)):
-        a, b = prons.first[word[k]], prons.first[word[k] + 1]
+    for k in range(len(words)):
+        a, b = prons.first[words[k]], prons.first[words[k] + 1]
         end = n - 1 # Last node of the pronunciation in turn
         for p in range(a, b):
             for i in range(prons.start[p], prons.start[p + 1]):
                 symbol[n] = prons.symbols[i]
                 first[n] = m
-                before[m] = sil[parent[k]] if i == prons.start[p] else n - 1
+                before[m] = sil[k] if i == prons.start[p] else n - 1
                 n += 1
                 m += 1
         symbol[n] = SIL
         first[n] = m
-        sil[k] = n
+        sil[k + 1] = n
         for p in range(a, b):
             end += prons.start[p + 1] - prons.start[p]
             before[m] = end
@@ -109,7 +82,14 @@ def _spelling_graph(word, parent, prons):
     first[n] = m
     return SpellingGraph(symbol, first, before, sil)
 
-# %% ../../nbs/decoding/04_acoustic.ipynb #c014
+# %% ../../nbs/decoding/04_acoustic.ipynb #c013
+class _Limits(NamedTuple):
+    "What a path can do at best."
+    reach: np.ndarray  # The last node that nodes up to this one lead to in a frame [N]
+    rest: np.ndarray   # Frames that are needed from each node to the end, at least [N]
+    more: np.ndarray   # Log of the number of spellings of what follows each node; zeros for a best path [N]
+    ahead: np.ndarray  # What the frames from each one on can add at most [T' + 1]
+
 @_jit
 def _join(a, b, add):
     "The larger of two log-probabilities, or their log-sum."
@@ -117,37 +97,210 @@ def _join(a, b, add):
     return a + math.log1p(math.exp(b - a)) if add and b > -math.inf else a
 
 @_jit
-def acoustic_scores(
-    log_probs, # Log-probabilities [T', K] float64
-    words,     # Word ids of all texts
-    starts,    # Text i is words[starts[i]:starts[i + 1]]
-    prons,     # `Pronunciations`
-    add,       # Whether paths are summed up; otherwise the best one counts
-):             # Natural log, for each text
-    "Log-probability of the frames given each text."
-    word, parent, last = _word_tree(words, starts)
-    graph = _spelling_graph(word, parent, prons)
+def _most_ahead(log_probs, add):
+    "What the frames from each one on can add to a score at most: the best class, or all classes together [T' + 1]."
+    ahead = np.zeros(len(log_probs) + 1)
+    for t in range(len(log_probs) - 1, -1, -1):
+        most = -math.inf
+        for x in log_probs[t]: most = _join(most, x, add)
+        ahead[t] = ahead[t + 1] + most
+    return ahead
+
+@_jit
+def _limits(graph, ahead, add):
+    "What paths through a graph can do at best."
     symbol, first, before, sil = graph
     n = len(symbol)
+    reach = np.zeros(n, np.int64)
+    rest = np.full(n, n)
+    more = np.zeros(n)
+    rest[n - 1] = 0
+    for i in range(n - 1, 0, -1):
+        for j in before[first[i]:first[i + 1]]:
+            reach[j] = max(reach[j], i)
+            rest[j] = min(rest[j], rest[i] + 1)
+    reach[n - 1] = n - 1
+    for i in range(1, n): reach[i] = max(reach[i], reach[i - 1])
+    if add:
+        for k in range(len(sil) - 2, -1, -1): # Backwards, a word and the SIL before it at a time
+            end = sil[k + 1]
+            more[sil[k]:end] = more[end] + math.log(first[end + 1] - first[end])
+    return _Limits(reach, rest, more, ahead)
+
+# %% ../../nbs/decoding/04_acoustic.ipynb #c016
+_MOST = 1024 # Nodes in a frame
+
+@_jit
+def _move(frame, graph, label, blank, low, high, add):
+    "All nodes from low to high, one frame on; the others must be ruled out."
+    symbol, first, before, sil = graph
+    for i in range(high, low - 1, -1): # Backwards, so that predecessors still hold the frame before
+        score = label[i]
+        for m in range(first[i], first[i + 1]):
+            j = before[m]
+            score = _join(score, blank[j], add)
+            if symbol[j] != symbol[i]: score = _join(score, label[j], add)
+        blank[i] = _join(label[i], blank[i], add) + frame[BLANK]
+        label[i] = score + frame[symbol[i]] if i else -math.inf
+
+@_jit
+def _rule_out(label, blank, start, end):
+    "No path is at the nodes from start to end - 1 any more."
+    label[start:end] = -math.inf
+    blank[start:end] = -math.inf
+
+@_jit
+def _narrowed(label, blank, low, high, most):
+    "At most so many nodes, about the best one."
+    if high - low < most: return low, high
+    best = low
+    for i in range(low, high + 1):
+        if max(label[i], blank[i]) > max(label[best], blank[best]): best = i
+    a = min(max(low, best - most//2), high - most + 1)
+    return a, a + most - 1
+
+@_jit
+def _kept(label, blank, low, high, more, bound, add):
+    "Without the nodes at both ends whose score, with what may still come, is below a bound."
+    while low <= high and _join(label[low], blank[low], add) + more[low] < bound: low += 1
+    while low <= high and _join(label[high], blank[high], add) + more[high] < bound: high -= 1
+    return low, high
+
+# %% ../../nbs/decoding/04_acoustic.ipynb #c019
+_EVERY = 32 # Frames
+
+class _Saved(NamedTuple):
+    "States before the frames _EVERY, 2·_EVERY, …: the nodes from low to high, and the last one that was ever reached."
+    count: np.ndarray # How many hold [1]
+    low: np.ndarray
+    high: np.ndarray
+    furthest: np.ndarray
+    label: np.ndarray # [n, _MOST]
+    blank: np.ndarray
+
+@_jit
+def _no_states(n_frames):
+    "Room for the states of a sentence."
+    n = n_frames//_EVERY
+    whole = np.zeros((3, n), np.int64)
+    return _Saved(np.zeros(1, np.int64), whole[0], whole[1], whole[2], np.zeros((n, _MOST)), np.zeros((n, _MOST)))
+
+@_jit
+def _save(saved, low, high, furthest, label, blank):
+    "Save a state as the next one."
+    s = saved.count[0]
+    saved.low[s] = low
+    saved.high[s] = high
+    saved.furthest[s] = furthest
+    saved.label[s, :high - low + 1] = label[low:high + 1]
+    saved.blank[s, :high - low + 1] = blank[low:high + 1]
+    saved.count[0] = s + 1
+
+@_jit
+def _keep_saved(saved, node):
+    "Only the states whose paths never came to a node, behind which another sentence goes on, or ends."
+    while saved.count[0] > 0 and saved.furthest[saved.count[0] - 1] >= node: saved.count[0] -= 1
+
+@_jit
+def _score_above(log_probs, graph, limits, least, add, most, saved, low, high):
+    """Log-probability of the frames given a sentence, of all paths that may come to `least`; -inf if there are none.
+    Goes on from what is saved, and saves more. Writes which nodes were kept in frame t, from low[t] to high[t]."""
+    n = len(limits.reach)
     label = np.full(n, -math.inf) # Paths that end in the node's class
     blank = np.full(n, -math.inf) # and in a blank after it
     blank[0] = 0
-    for t in range(len(log_probs)):
-        for i in range(n - 1, -1, -1): # Backwards, so that predecessors still hold the frame before
-            score = label[i]
-            for m in range(first[i], first[i + 1]):
-                j = before[m]
-                score = _join(score, blank[j], add)
-                if symbol[j] != symbol[i]: score = _join(score, label[j], add)
-            blank[i] = _join(label[i], blank[i], add) + log_probs[t, BLANK]
-            label[i] = score + log_probs[t, symbol[i]] if i else -math.inf
-    scores = np.empty(len(last))
-    for i in range(len(last)):
-        end = sil[last[i]]
-        scores[i] = _join(label[end], blank[end], add)
+    a, b, furthest, start = 0, 0, 0, saved.count[0]*_EVERY
+    if start:
+        s = saved.count[0] - 1
+        a, b, furthest = saved.low[s], saved.high[s], saved.furthest[s]
+        blank[0] = -math.inf
+        label[a:b + 1] = saved.label[s, :b - a + 1]
+        blank[a:b + 1] = saved.blank[s, :b - a + 1]
+    saving = True
+    for t in range(start, len(log_probs)):
+        if saving and saved.count[0] < len(saved.low) and t == _EVERY*(saved.count[0] + 1):
+            _save(saved, a, b, furthest, label, blank)
+        first, last = a, limits.reach[b]
+        furthest = max(furthest, last)
+        _move(log_probs[t], graph, label, blank, first, last, add)
+        a, b = _kept(label, blank, first, last, limits.more, least - limits.ahead[t + 1], add)
+        while a <= b and limits.rest[a] > len(log_probs) - 1 - t:
+            a += 1
+            saving = False # A shorter sentence might need it
+        if a > b: return -math.inf
+        a, b = _narrowed(label, blank, a, b, most)
+        _rule_out(label, blank, first, a)
+        _rule_out(label, blank, b + 1, last + 1)
+        low[t] = a
+        high[t] = b
+    return _join(label[-1], blank[-1], add)
+
+# %% ../../nbs/decoding/04_acoustic.ipynb #c021
+_NO_MORE = 64.0 # Nats that what is left out of a sum is behind
+
+@_jit
+def _above(log_probs, graph, limits, least, add, most, saved, low, high):
+    "`_score_above` with a margin for rounding errors, and in a sum for what does not change its digits."
+    margin = 1e-6 + 1e-9*(abs(limits.ahead[0]) + abs(least)) + (_NO_MORE if add else 0.)
+    return _score_above(log_probs, graph, limits, least - margin, add, most, saved, low, high)
+
+@_jit
+def _score(log_probs, graph, limits, least, add, saved, low, high):
+    """The score of a sentence, -inf if the frames are too few for it. `least` is a guess, on which it does not depend.
+    Writes which nodes were kept after each frame."""
+    if limits.rest[0] > len(log_probs): return -math.inf
+    score = _above(log_probs, graph, limits, least, add, _MOST, saved, low, high)
+    if score >= least > -math.inf: return score
+    gap = limits.ahead[0] - least
+    while score == -math.inf and gap < 1e5*len(log_probs):
+        gap *= 1.5
+        fresh = _no_states(0)
+        score = _above(log_probs, graph, limits, limits.ahead[0] - gap, add, _MOST, fresh, low, high)
+        if score >= limits.ahead[0] - gap: return score
+    most = _MOST if score > -math.inf else len(limits.reach) # All nodes, where a path is too far from the others
+    return _above(log_probs, graph, limits, score, add, most, _no_states(0), low, high)
+
+_GUESS = 32.0 # Nats that a sentence is behind what is possible at most, to begin with
+_SPREAD = 48. # Nats that the sentences of a list may be behind the first one
+
+@_jit
+def _scores(log_probs, words, starts, order, prons, add):
+    "The score of each text, computed in an order in which neighbours begin alike."
+    ahead = _most_ahead(log_probs, add)
+    low = np.zeros(len(log_probs), np.int64)
+    high = np.zeros(len(log_probs), np.int64)
+    saved = _no_states(len(log_probs))
+    scores = np.empty(len(order))
+    before = words[:0]
+    least = ahead[0] - _GUESS
+    for k in range(-1, len(order)): # First the first text, to know what is to be expected
+        i = order[k] if k >= 0 else 0
+        text = words[starts[i]:starts[i + 1]]
+        graph = _spelling_graph(text, prons)
+        common = 0
+        while common < min(len(text), len(before)) and text[common] == before[common]: common += 1
+        _keep_saved(saved, graph.sil[common])
+        scores[i] = _score(log_probs, graph, _limits(graph, ahead, add), least, add, saved, low, high)
+        before = text
+        if k >= 0: continue
+        if scores[0] > -math.inf: least = scores[0] - _SPREAD
+        saved.count[0] = 0 # What was saved holds for what is as good as the guess
     return scores
 
-# %% ../../nbs/decoding/04_acoustic.ipynb #c018
+def acoustic_scores(
+    log_probs: np.ndarray, # Log-probabilities [T', K] float64
+    words: np.ndarray,     # Word ids of all texts
+    starts: np.ndarray,    # Text i is words[starts[i]:starts[i + 1]]
+    prons: Pronunciations, # Of all words
+    add: bool,             # Whether paths are summed up; otherwise the best one counts
+) -> np.ndarray:           # Natural log, for each text
+    "Log-probability of the frames given each text, in time that grows with the frames as it grows with the texts."
+    texts = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
+    if not texts: return np.zeros(0)
+    order = np.array(sorted(range(len(texts)), key=texts.__getitem__))
+    return _scores(log_probs, words, starts, order, prons, add)
+
+# %% ../../nbs/decoding/04_acoustic.ipynb #c027
 @_jit
 def _best_source(score, graph, i):
     "Where the best path to a node comes from: the node itself, a predecessor, or the blank after a predecessor."
@@ -159,25 +312,38 @@ def _best_source(score, graph, i):
     return source
 
 @_jit
-def _best_path(log_probs, graph, end):
-    "The node of each frame of the best path to `end`, negative for a blank after it [T']; empty if there is none."
-    n = len(graph.symbol)
-    back = np.zeros((len(log_probs), 2*n), np.int32) # Where the best path to each entry comes from
-    score = np.full(2*n, -math.inf)
-    score[0] = 0
-    for t in range(len(log_probs)):
-        for i in range(n - 1, -1, -1): # Backwards, so that predecessors still hold the frame before
-            source = _best_source(score, graph, i)
-            back[t, 2*i] = 2*i + 1 if score[2*i + 1] > score[2*i] else 2*i
-            score[2*i] = score[back[t, 2*i]] + log_probs[t, BLANK]
-            score[2*i + 1] = score[source] + log_probs[t, graph.symbol[i]] if i else -math.inf
-            back[t, 2*i + 1] = source
-    path = np.zeros(len(log_probs), np.int64)
-    entry = 2*end + 1 if score[2*end + 1] > score[2*end] else 2*end
-    if score[entry] == -math.inf: return path[:0]
-    for t in range(len(log_probs) - 1, -1, -1):
+def _best_path(log_probs, graph):
+    "The node of each frame of the best path, negative for a blank after it [T']; empty if there is none."
+    n_frames = len(log_probs)
+    path = np.zeros(n_frames, np.int64)
+    limits = _limits(graph, _most_ahead(log_probs, False), False)
+    low = np.zeros(n_frames, np.int64)
+    high = np.zeros(n_frames, np.int64)
+    least = limits.ahead[0] - _GUESS
+    score = _score(log_probs, graph, limits, least, False, _no_states(0), low, high)
+    if score == -math.inf: return path[:0]
+    place = np.zeros(n_frames + 1, np.int64) # Where the nodes of a frame begin
+    for t in range(n_frames): place[t + 1] = place[t] + high[t] - low[t] + 1
+    back = np.zeros(2*place[-1], np.int32)   # Where the best path to each entry comes from
+    scores = np.full(2*len(graph.symbol), -math.inf)
+    scores[0] = 0
+    a, b = 0, 0
+    for t in range(n_frames):
+        for i in range(high[t], low[t] - 1, -1): # Backwards, so that predecessors still hold the frame before
+            source = _best_source(scores, graph, i)
+            k = 2*(place[t] + i - low[t])
+            back[k] = 2*i + 1 if scores[2*i + 1] > scores[2*i] else 2*i
+            back[k + 1] = source
+            scores[2*i] = scores[back[k]] + log_probs[t, BLANK]
+            scores[2*i + 1] = scores[source] + log_probs[t, graph.symbol[i]] if i else -math.inf
+        scores[2*a:2*low[t]] = -math.inf
+        scores[2*high[t] + 2:2*b + 2] = -math.inf
+        a = low[t]
+        b = high[t]
+    entry = len(scores) - 1 if scores[-1] > scores[-2] else len(scores) - 2
+    for t in range(n_frames - 1, -1, -1):
         path[t] = entry//2 if entry % 2 else -(entry//2)
-        entry = back[t, entry]
+        entry = back[2*(place[t] - low[t]) + entry]
     return path
 
 def word_spans(
@@ -186,9 +352,8 @@ def word_spans(
     prons: Pronunciations,  # Of all words
 ) -> np.ndarray | None:     # First and last frame of each word's phonemes [n_words, 2]; none: frames are too few
     "When each word was spoken, on the best path."
-    word, parent, last = _word_tree(words, np.array([0, len(words)]))
-    graph = _spelling_graph(word, parent, prons)
-    path = _best_path(log_probs, graph, graph.sil[last[0]])
+    graph = _spelling_graph(words, prons)
+    path = _best_path(log_probs, graph)
     if len(path) < len(words): return None
     spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in itertools.pairwise(graph.sil)]
     return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)

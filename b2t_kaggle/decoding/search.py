@@ -569,20 +569,30 @@ def _texts(
     "The best distinct texts of histories, by `_walk`, whose steps grow with the trial."
     return _walk(state.arena, starts, scores, n_texts, n_texts*(1000 + 20*n_frames))
 
-def _words_of(state: State, i: int, n_frames: int) -> np.ndarray:
+@_jit
+def _best_text(arena, history):
+    "The best words of a history, as far as it goes back."
+    words = [np.int64(0)]
+    words.clear()
+    while history > 0:
+        if arena.word[history] >= 0: words.append(np.int64(arena.word[history]))
+        history = arena.prev[history]
+    return np.array(words, dtype=np.int64)[::-1].copy()
+
+def _words_of(state: State, i: int) -> np.ndarray:
     "The best words of a hypothesis."
     hyps = state.hyps
     history = hyps.label_history if hyps.label[i] > hyps.blank[i] else hyps.blank_history
-    return _texts(state, history[i:i + 1], np.zeros(1, np.float32), 1, n_frames)[0]
+    return _best_text(state.arena, history[i])
 
-def _unfinished(trie: Trie, state: State, n_texts: int, n_frames: int) -> tuple[np.ndarray, np.ndarray]:
+def _unfinished(trie: Trie, state: State, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
     "Texts of hypotheses that are all in the middle of a word: as many as wanted, and all of a hypothesis."
     hyps = state.hyps
     n = state.counters['n_hyps'][0]
     found = {} # Used as an ordered set
     for i in np.argsort(-hyps.score[:n], kind='stable'):
         node = trie.nodes[hyps.node[i]]
-        words = _words_of(state, i, n_frames)
+        words = _words_of(state, i)
         for w in trie.words[node['first_word']:node['first_word'] + node['n_words']]:
             found.setdefault((*words, w))
         found.setdefault(tuple(words)) # Fits into any frames
@@ -647,13 +657,13 @@ class Search:
                                        self.options.lm_weight)
             if not self.state.counters['n_asked'][0]: break
             self._provide()
-        if len(scores) == 0: return _unfinished(self.trie, state, n_texts, self.n_frames)
+        if len(scores) == 0: return _unfinished(self.trie, state, n_texts)
         return _texts(state, starts, scores, n_texts, self.n_frames)
 
     def best_words(self) -> np.ndarray: # Word ids
         "The best hypothesis so far, without the word that it is in."
         n = self.state.counters['n_hyps'][0]
-        return _words_of(self.state, self.state.hyps.score[:n].argmax(), self.n_frames)
+        return _words_of(self.state, self.state.hyps.score[:n].argmax())
 
     def llm_scores(self,
         words: np.ndarray,  # Word ids of texts, one after the other

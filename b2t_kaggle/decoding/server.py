@@ -12,12 +12,15 @@ import copy
 import logging
 import math
 import secrets
+import socket
 import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -141,7 +144,8 @@ class Settings:
             name, text = key.decode(errors='replace'), value.decode(errors='replace')
             if name in _WITHOUT_EFFECT: _log.info('%s = %s has no effect: %s', name, text, _WITHOUT_EFFECT[name])
             elif name not in _RANGES:
-                raise ValueError(f'{name}: there is no such parameter; expected {", ".join(_RANGES)}')
+                _log.warning('%s = %s is ignored: there is no such parameter; expected %s', name[:40], text[:40],
+                             ', '.join(_RANGES))
             else: new[name] = _number(name, text, type(getattr(self, name)))
         if 'acoustic_scale' in new: new['mixture_scale'] = new['acoustic_scale']
         return replace(self, **new)
@@ -226,17 +230,23 @@ class OnlineDecoder:
         context: str = '',         # Text before this sentence; a finalize shows it to the LLM
     ) -> Replies:                  # Streams and fields to write, in this order
         "Answer an entry; never raises."
-        answer = {RESET: self._reset, UPDATE: self._update, INPUT: self._push, FINALIZE: self._finalize}
-        try: return answer[stream](entry, context)
-        except Exception as e: # A fault of ours must not leave the client waiting
-            _log.exception('%s could not be answered', stream)
-            self.drop('the decoder failed')
-            error = _error_field(f'the decoder failed: {e!r}; the log of the server says where')
-            return [(reply, fields | error) for reply, fields in _WORDLESS[stream]]
+        if stream == FINALIZE: return self.finalize(context)()
+        answer = {RESET: self._reset, UPDATE: self._update, INPUT: self._push}[stream]
+        return self._safely(stream, partial(answer, entry))
+
+    def finalize(self,
+        context: str = '',       # Text before this sentence, for the LLM
+    ) -> Callable[[], Replies]:  # Answers the finalize, perhaps in another thread; never raises
+        "End the trial in progress."
+        trial = self.trial
+        begin = partial(self._new_trial, self.settings, self.lost) # Of a trial without logits
+        self.trial = None
+        self.lost = ''
+        return partial(self._safely, FINALIZE, lambda: self._final(trial or begin(), context))
 
     def begin(self) -> Trial:
         "A trial under the present settings."
-        self.trial = Trial(Stream(_with_settings(self.decoder, self.settings)), self.settings, error=self.lost)
+        self.trial = self._new_trial(self.settings, self.lost)
         self.lost = ''
         return self.trial
 
@@ -255,12 +265,24 @@ class OnlineDecoder:
         return dict(lm_path=str(getattr(d.lm, 'path', '')), beam=int(d.beam), lm_weight=float(d.lm_weight),
                     word_score=float(d.word_score), **asdict(self.settings))
 
-    def _reset(self, entry: dict, context: str) -> Replies:
+    def _new_trial(self, settings: Settings, error: str) -> Trial:
+        return Trial(Stream(_with_settings(self.decoder, settings)), settings, error=error)
+
+    def _safely(self, stream: str, answer: Callable[[], Replies]) -> Replies:
+        "An answer, or one that says what went wrong: a fault of ours must not leave the client waiting."
+        try: return answer()
+        except Exception as e:
+            _log.exception('%s could not be answered', stream)
+            if stream != FINALIZE: self.drop('the decoder failed') # The trial of a finalize was taken
+            error = _error_field(f'the decoder failed: {e!r}; the log of the server says where')
+            return [(reply, fields | error) for reply, fields in _WORDLESS[stream]]
+
+    def _reset(self, entry: dict) -> Replies:
         self.drop('a reset came before the end of a trial; its client has died, or there are two')
         self.lost = '' # This client knows: the reset is its own
         return _DONE_RESETTING
 
-    def _push(self, entry: dict, context: str) -> Replies:
+    def _push(self, entry: dict) -> Replies:
         trial = self.trial or self.begin()
         try:
             log_probs = read_logits(_payload(entry), MAX_FRAMES - trial.frames)
@@ -271,7 +293,7 @@ class OnlineDecoder:
             trial.error = trial.error or f'an entry was left out; {e}'
         return [(PARTIAL, {'lm_response_partial': trial.stream.partial()} | _error_field(trial.error))]
 
-    def _update(self, entry: dict, context: str) -> Replies:
+    def _update(self, entry: dict) -> Replies:
         try:
             new = self.settings.updated(entry)
             if new.do_opt and not self.rescorer: raise ValueError('do_opt: this server has no LLM; start it with one')
@@ -282,9 +304,7 @@ class OnlineDecoder:
         _log.info('parameters%s: %s', ' from the next trial on' if self.trial else '', new)
         return [(ARGS, self.args()), (DONE[UPDATE], {'done': 1})]
 
-    def _finalize(self, entry: dict, context: str) -> Replies:
-        trial = self.trial or self.begin()
-        self.trial = None
+    def _final(self, trial: Trial, context: str) -> Replies:
         hyps = trial.stream.finish()
         nbest = [(h, 0.0) for h in hyps]
         if trial.settings.do_opt:
@@ -296,11 +316,13 @@ class OnlineDecoder:
         _log.info('%d frames: %s', trial.frames, replies[0][1]['lm_response_final'])
         return replies
 
-# %% ../../nbs/decoding/07_server.ipynb #c034
+# %% ../../nbs/decoding/07_server.ipynb #c036
 _ORDER = [RESET, UPDATE, INPUT, FINALIZE] # Of a trial's entries, where ids do not tell
 _NAME = 'b2t-serve'                       # Connections of all servers begin with it
 _KEEP = 10_000                            # Entries of each stream of ours
+_LIMITS = dict(socket_timeout=10, socket_connect_timeout=5, socket_keepalive=True) # Seconds
 _WAIT_MS = 100                            # For an entry, before the parameters are looked after
+_GLANCE_MS = 2                            # The same while a trial ends
 
 def _redis():
     "The package redis."
@@ -332,11 +354,10 @@ def connect(
     secure = dict(ssl=True, ssl_check_hostname=True, **certificates) if tls else {}
     never = redis.retry.Retry(redis.backoff.NoBackoff(), 0) # An entry sent twice would answer two requests
     name = f'{_NAME}-{secrets.token_hex(4)}' # Of this server and no other
-    limits = dict(socket_timeout=10, socket_connect_timeout=5, socket_keepalive=True)
     return redis.Redis(host, port, db=db, username=username, password=password, client_name=name, protocol=2,
-                       retry=never, **limits, **secure)
+                       retry=never, **_LIMITS, **secure)
 
-# %% ../../nbs/decoding/07_server.ipynb #c037
+# %% ../../nbs/decoding/07_server.ipynb #c039
 def _id(
     entry_id: str | bytes, # As Redis writes it
 ) -> tuple[int, int]:
@@ -369,13 +390,10 @@ def _pause(asked: str | bytes, clock: tuple[int, int]) -> float:
     return min(ms + 1 - (1000*s + us/1000), 1)/1000 if 1000*s + us//1000 <= ms else 0
 
 def _context(redis) -> str:
-    "Text that came before, by the key that a client may set."
-    try: return (redis.get(CONTEXT) or b'').decode(errors='replace').strip()
-    except _redis().ResponseError as e:
-        _log.error('%s could not be read: %s', CONTEXT, e)
-        return ''
+    "Text that came before, by the key that a client may set; raises `ResponseError` where that is no text."
+    return (redis.get(CONTEXT) or b'').decode(errors='replace').strip()
 
-# %% ../../nbs/decoding/07_server.ipynb #c042
+# %% ../../nbs/decoding/07_server.ipynb #c044
 def _check_alone(redis) -> None:
     "Raise `RuntimeError` where another server is connected: both would answer every client."
     ours = redis.connection_pool.connection_kwargs
@@ -385,7 +403,11 @@ def _check_alone(redis) -> None:
     if others: raise RuntimeError(f'another b2t serve is connected to this database (from {" and ".join(others)}); '
                                   'stop it first, or use another database')
 
-# %% ../../nbs/decoding/07_server.ipynb #c045
+# %% ../../nbs/decoding/07_server.ipynb #c047
+def _log_dropped(reason: str, streams: list[str]) -> None:
+    "Tell the log of answers that nobody will get."
+    if streams: _log.warning('%s; these answers are dropped: %s', reason, ', '.join(streams))
+
 class _Sender:
     "Writes the replies to the latest request."
     def __init__(self,
@@ -400,9 +422,7 @@ class _Sender:
         reason: str, # What happened
     ) -> None:
         "Give up the replies that were not sent yet, and log which."
-        if self.unsent:
-            streams = ', '.join(stream for stream, _ in self.unsent)
-            _log.warning('%s; these answers are dropped: %s', reason, streams)
+        _log_dropped(reason, [stream for stream, _ in self.unsent])
         self.unsent.clear()
 
     def _arrived(self, stream: str, fields: dict) -> bool:
@@ -424,7 +444,65 @@ class _Sender:
             self.sent[stream] = self.redis.xadd(stream, fields, maxlen=_KEEP)
             self.unsent.popleft()
 
-# %% ../../nbs/decoding/07_server.ipynb #c047
+# %% ../../nbs/decoding/07_server.ipynb #c050
+_MOST_ENDING = 4 # Trials whose end is being made or waits for its turn; then no more is read
+
+class _Ending:
+    "Ends of trials that are being made."
+    def __init__(self):
+        self.thread = ThreadPoolExecutor(1, 'end of a trial')
+        self.futures: deque[Future] = deque()
+
+    def start(self,
+        answer: Callable[[], Replies], # From `OnlineDecoder.finalize`
+    ) -> None:
+        "Make an answer when it is its turn."
+        self.futures.append(self.thread.submit(answer))
+
+    def finished(self) -> Replies:
+        "What is ready, in the order of the requests."
+        replies: Replies = []
+        while self.futures and self.futures[0].done(): replies += self.futures.popleft().result()
+        return replies
+
+    def drop(self,
+        reason: str, # What happened
+    ) -> None:
+        "Nobody waits for the answers any more."
+        _log_dropped(reason, [stream for _ in self.futures for stream, _ in _WORDLESS[FINALIZE]])
+        for future in self.futures: future.cancel()
+        self.futures.clear()
+
+    def close(self) -> None:
+        "Wait for the answer that is being made, and give up the others."
+        self.thread.shutdown(cancel_futures=True)
+
+# %% ../../nbs/decoding/07_server.ipynb #c053
+_ANSWERS = DONE | {INPUT: PARTIAL, FINALIZE: FINAL} # Stream that a client writes -> where its answer belongs
+
+def _waiting(
+    redis, # From `connect`
+) -> dict[str, int]:
+    "Streams whose last request has no answer, and the milliseconds of its id."
+    waiting = {}
+    for stream, answers in _ANSWERS.items():
+        asked = redis.xrevrange(stream, count=1)
+        answered = redis.xrevrange(answers, count=1) if asked else []
+        if asked and (not answered or _id(answered[0][0]) < _id(asked[0][0])): waiting[stream] = _id(asked[0][0])[0]
+    return waiting
+
+def _no_streams(
+    redis, # From `connect`
+) -> set[str]:
+    "Keys that hold something else where a stream belongs."
+    wrong = set()
+    for stream in (*_ANSWERS, *_ANSWERS.values(), ARGS):
+        try: redis.xrevrange(stream, count=1)
+        except _redis().ResponseError as e:
+            if 'WRONGTYPE' in str(e): wrong.add(stream)
+    return wrong
+
+# %% ../../nbs/decoding/07_server.ipynb #c055
 class RedisConnection(_Sender):
     "The connection to Redis: what was read, and what is still to be sent."
     def __init__(self,
@@ -433,9 +511,11 @@ class RedisConnection(_Sender):
     ):
         super().__init__(redis)
         self.online = online
+        self.ending = _Ending()
         self.run = None       # Of the Redis that was greeted last; none before the first greeting
         self.seen = {}        # Stream that a client writes -> id of the last entry that was read
         self.opening = False  # Whether a connection may be made now
+        self.wrong: set[str] = set() # Keys of the wrong type that the log has named
         redis.connection_pool.connection_kwargs['redis_connect_func'] = self._connect
 
     def open(self) -> None:
@@ -445,23 +525,64 @@ class RedisConnection(_Sender):
         finally: self.opening = False
         run = self.redis.info('server')['run_id']
         now = _now(self.redis.time())
+        is_first = self.run is None
         self._compare(run, now)
         self.seen = {k: min(v, now, key=_id) for k, v in self.seen.items()} # A clock may have been set back
         if self.unsent and self._arrived(*self.unsent[0]): self.unsent.popleft()
         self.run = run
+        if is_first: self._warn_of_waiting(_id(now)[0])
         self._send()
-        if not self.redis.exists(ARGS): self._publish()
+        if not self.redis.exists(ARGS): self._publish_again()
 
     def step(self) -> None:
         "Read an entry and answer it. It counts as seen when nothing that may fail lies before its reply."
+        self.unsent.extend(self.ending.finished())
+        self._send()
         request = self._read()
+        self.wrong.difference_update(_ORDER) # These can be read
         if request is None: return
         stream, entry_id, entry = request
-        context = _context(self.redis) if stream == FINALIZE else ''
+        context = self._read_context() if stream == FINALIZE else ''
         self.seen[stream] = entry_id
         self.request = stream, entry_id
-        self.unsent.extend(self.online.handle(stream, entry, context))
+        if stream == FINALIZE: self.ending.start(self.online.finalize(context))
+        else: self.unsent.extend(self.online.handle(stream, entry))
         self._send()
+
+    def drop_all(self,
+        reason: str, # What happened
+    ) -> None:
+        "Give up all answers, those that are still being made as well."
+        self.ending.drop(reason)
+        self.drop(reason)
+
+    def name_wrong(self) -> bool:
+        "Tell the log of keys of the wrong type, of each once as long as it is there; returns whether there are any."
+        found = _no_streams(self.redis)
+        for key in sorted(found - self.wrong): self._name(key, 'a stream')
+        self.wrong = found | (self.wrong & {CONTEXT})
+        return bool(found)
+
+    def _name(self, key: str, expected: str) -> None:
+        _log.error('%s: WRONGTYPE, found a key that is not %s; delete it (DEL %s)', key, expected, key)
+
+    def _read_context(self) -> str:
+        "Text that came before; none where the key holds no text."
+        try: context = _context(self.redis)
+        except _redis().ResponseError as e:
+            if 'WRONGTYPE' not in str(e): raise
+            if CONTEXT not in self.wrong: self._name(CONTEXT, 'a string')
+            self.wrong.add(CONTEXT)
+            return ''
+        self.wrong.discard(CONTEXT)
+        return context
+
+    def _warn_of_waiting(self, now: int) -> None:
+        "Tell the log of requests that nobody will answer."
+        if self.name_wrong(): return # The streams cannot be read
+        for stream, asked in _waiting(self.redis).items():
+            _log.warning('%s: a request of %.0f s before this server started is not answered; send it again, or start '
+                         'the client anew', stream, max(0, now - asked)/1000)
 
     def _connect(self, connection) -> None:
         "Make a connection if it is time for that; redis-py would make one by itself, and hide a restart."
@@ -478,7 +599,7 @@ class RedisConnection(_Sender):
         else:
             _log.warning('Redis was started anew, and has forgotten what was asked')
             self.online.drop('Redis was started anew')
-            self.drop('Redis was started anew')
+            self.drop_all('Redis was started anew')
 
     def _kept(self) -> bool:
         "Whether the latest request is still in its stream."
@@ -487,16 +608,20 @@ class RedisConnection(_Sender):
 
     def _read(self) -> tuple[str, bytes, dict] | None:
         "Stream, id and fields of the oldest entry that was not answered yet; none after a tenth of a second."
-        reading = self.redis.pipeline(transaction=False).xread(self.seen, count=1, block=_WAIT_MS).exists(ARGS)
-        entries, has_args = reading.execute()
-        if not has_args: self._publish()
-        return _oldest(entries) if entries else None
+        wait = _WAIT_MS if not self.ending.futures else _GLANCE_MS
+        reading = self.redis.pipeline(transaction=False)
+        if len(self.ending.futures) < _MOST_ENDING: reading.xread(self.seen, count=1, block=wait)
+        else: time.sleep(wait/1000)
+        *entries, has_args = reading.exists(ARGS).execute()
+        if not has_args: self._publish_again()
+        return _oldest(entries[0]) if entries and entries[0] else None
 
-    def _publish(self) -> None:
-        "Show the parameters."
+    def _publish_again(self) -> None:
+        "Show the parameters after a flush, before which nothing was asked that anybody waits for."
+        self.ending.drop('The database was flushed while a trial ended')
         self.sent[ARGS] = self.redis.xadd(ARGS, self.online.args())
 
-# %% ../../nbs/decoding/07_server.ipynb #c051
+# %% ../../nbs/decoding/07_server.ipynb #c059
 def check_redis(
     host: str = '127.0.0.1', # Where Redis is
     port: int = 6379,        # Its port
@@ -506,7 +631,7 @@ def check_redis(
     with connect(host, port, **connection) as r:
         try: _check_alone(r)
         except _errors() as e:
-            if lasting := _lasting(e, f'{host}:{port}'): raise lasting from None
+            if lasting := _lasting(e, host, port, connection): raise lasting from None
             _log.warning('No connection to Redis at %s:%d (%s); it will be waited for', host, port, e)
 
 def _errors() -> tuple:
@@ -514,17 +639,29 @@ def _errors() -> tuple:
     redis = _redis()
     return redis.ConnectionError, redis.TimeoutError, redis.ResponseError
 
-def _lasting(e: Exception, where: str) -> Exception | None:
-    "The error to raise where waiting will not help."
+def _speaks_plainly(host: str, port: int) -> bool:
+    "Whether a Redis answers without TLS."
+    try:
+        with socket.create_connection((host, port), timeout=2) as s:
+            s.sendall(b'PING\r\n')
+            return s.recv(1) in (b'+', b'-') # PONG, or that a password is needed
+    except OSError: return False
+
+def _lasting(e: Exception, host: str, port: int, options: dict) -> Exception | None:
+    "The error to raise where waiting will not help; `options` are those of `connect`."
     redis = _redis()
+    where = f'{host}:{port}'
     if isinstance(e, redis.ResponseError): return RuntimeError(f'Redis at {where} refused: {e}')
     refused = f'Redis at {where} does not let us in: {e}'
     if isinstance(e, redis.AuthenticationError): return PermissionError(f'{refused} Check user and password.')
+    if options.get('tls') and _speaks_plainly(host, port):
+        return PermissionError(f'Redis at {where} does not speak TLS on that port; leave TLS (--tls) out, or give the '
+                               'port on which it does')
     if isinstance(e.__cause__ or e.__context__, ssl.SSLError):
         return PermissionError(f'{refused} Check the certificates, and whether that port speaks TLS.')
     return None
 
-# %% ../../nbs/decoding/07_server.ipynb #c053
+# %% ../../nbs/decoding/07_server.ipynb #c061
 def _prepare(online: OnlineDecoder):
     "Compile what is compiled: the first client should not wait for that."
     _log.info('Preparing the search')
@@ -534,7 +671,7 @@ def _prepare(online: OnlineDecoder):
     trial.stream.finish()
     online.trial = None
 
-# %% ../../nbs/decoding/07_server.ipynb #c054
+# %% ../../nbs/decoding/07_server.ipynb #c062
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2 # Seconds before Redis is tried again
 
 def serve(
@@ -552,26 +689,35 @@ def serve(
     stop = stop or threading.Event()
     with connect(host, port, **options) as r:
         connection = RedisConnection(r, OnlineDecoder(decoder, rescorer))
-        connected = False
-        pause = _FIRST_PAUSE
-        _prepare(connection.online)
-        while not stop.is_set():
-            try:
-                if not connected:
-                    connection.open()
-                    _log.info('Connected to Redis at %s:%d, waiting for logits', host, port)
-                    connected = True
-                connection.step()
-                pause = _FIRST_PAUSE
-                continue
-            except _errors() as e:
-                if connection.run is None and (lasting := _lasting(e, f'{host}:{port}')): raise lasting from None
-                if isinstance(e, _redis().ResponseError):
-                    _log.error('Redis refused: %s', e)
-                    connection.drop('Redis refused one')
-                else:
-                    _log.warning('No connection to Redis at %s:%d (%s); trying again in %.1f s',
-                                 host, port, e, pause)
-                    connected = False
-            stop.wait(pause)
-            pause = min(2*pause, _LONGEST_PAUSE)
+        try: _serve(connection, host, port, stop, options)
+        finally: connection.ending.close()
+
+def _serve(connection: RedisConnection, host: str, port: int, stop: threading.Event, options: dict) -> None:
+    "Answer until `stop`."
+    connected = False
+    pause = _FIRST_PAUSE
+    _prepare(connection.online)
+    while not stop.is_set():
+        try:
+            if not connected:
+                connection.open()
+                _log.info('Connected to Redis at %s:%d, waiting for logits', host, port)
+                connected = True
+            connection.step()
+            pause = _FIRST_PAUSE
+            continue
+        except _errors() as e:
+            if connection.run is None and (lasting := _lasting(e, host, port, options)): raise lasting from None
+            if isinstance(e, _redis().ResponseError): _refused(connection, e)
+            else:
+                _log.warning('No connection to Redis at %s:%d (%s); trying again in %.1f s', host, port, e, pause)
+                connected = False
+        stop.wait(pause)
+        pause = min(2*pause, _LONGEST_PAUSE)
+
+def _refused(connection: RedisConnection, e: Exception) -> None:
+    "Tell the log what Redis refused, and give up what was to be sent."
+    try: named = 'WRONGTYPE' in str(e) and connection.name_wrong()
+    except _errors(): named = False
+    if not named: _log.error('Redis refused: %s', e)
+    connection.drop('Redis refused one')
