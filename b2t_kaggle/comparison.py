@@ -25,6 +25,7 @@ from b2t_kaggle.bootstrap import (
 from .files import write_whole
 from .metrics import ErrorCounts, phoneme_errors, total, word_errors
 from .phonemes import normalize_sentence
+from .reading import parse_json, read_text
 
 # %% ../nbs/09_comparison.ipynb #c005
 _FACTS = ('session', 'block', 'corpus', 'seen', 'reference', 'phonemes')
@@ -59,9 +60,9 @@ def read_results(
 ) -> pd.DataFrame:
     "The results of a file; raises `ValueError` that names the file, and the line where one is not of this kind."
     rows = []
-    for i, line in enumerate(Path(path).read_text(encoding='utf-8').splitlines(), 1):
-        try: row = json.loads(line)
-        except ValueError as e: raise ValueError(f'{path}, line {i}: not JSON ({e}); write it again') from None
+    for i, line in enumerate(read_text(path).splitlines(), 1):
+        try: row = parse_json(line)
+        except ValueError as e: raise ValueError(f'{path}, line {i}: {e}; write it again') from None
         if not isinstance(row, dict) or (unknown := set(row) - {'trial', *_COLUMNS}):
             found = repr(row) if not isinstance(row, dict) else f'the field {sorted(unknown)[0]!r}'
             raise ValueError(f'{path}, line {i}: found {found}, expected trial, {", ".join(_COLUMNS)}')

@@ -25,6 +25,7 @@ from .nbest import Hypothesis
 from ..devices.machine import n_cores
 from ..files import write_whole
 from ..metrics import ErrorCounts, total, word_errors
+from ..reading import parse_json, read_text
 
 # %% ../../nbs/decoding/12_tuning.ipynb #c006
 class SearchWeights(NamedTuple):
@@ -401,11 +402,11 @@ def read_tuning(
 ) -> Tuning:
     "What was found; raises `ValueError` that names the file where it holds nothing of the kind."
     try:
-        values = json.loads(Path(path).read_text(encoding='utf-8'))
+        values = parse_json(read_text(path))
         for name in ('start', 'candidate'): values[name] = SearchWeights(*values[name])
         values['folds'] = tuple(SearchWeights(*w) for w in values['folds'])
         for name in ('fold_edits', 'fold_words', 'trials'): values[name] = tuple(values[name])
         return Tuning(**values)
     except (OSError, ValueError, TypeError, KeyError) as e:
-        reason = f'{type(e).__name__}: {e}'
+        reason = f'{type(e).__name__}: {str(e).removeprefix(f"{path}: ")}'
         raise ValueError(f'{path}: not the weights of a search ({reason}); decode again') from None

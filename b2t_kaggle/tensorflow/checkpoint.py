@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 
 from ..config import Config
-from ..files import atomic_path
+from ..files import atomic_path, require_space
 from ..reading import check_hdf5, check_is_file
 from .layers import keras
 from .models import build_model
@@ -42,6 +42,7 @@ def _write(
     model: Encoder,   # Its weights
     values: dict,     # What JSON can hold, by name
     write_arrays: Callable[[h5py.File], None] | None = None, # Adds arrays to the file
+    n_bytes: int = 0, # How large these are
 ) -> None:
     "A model and everything beside it, whole or not at all."
     path = Path(path)
@@ -49,6 +50,8 @@ def _write(
         raise ValueError(f'{path}: the name of a Keras weights file must end in {_ENDING}')
     values = values | dict(weights=_contents(model))
     texts = {k: json.dumps(v, default=float) for k, v in values.items()}  # floats of NumPy
+    # HDF5, to which Keras gives the name of a file, ends the process where the disk is full
+    require_space(path.parent, sum(v.numpy().nbytes for v in model.named_variables().values()) + n_bytes, path.name)
     with atomic_path(path, durable=True) as tmp:
         model.save_weights(tmp)
         with h5py.File(tmp, 'r+') as f:
@@ -219,7 +222,8 @@ def save_last(
     def write_arrays(f):
         for name, state in optimizer.items():
             for k, v in state.items(): f.create_dataset(f'optimizer/{name}/{k}', data=v, fletcher32=True)
-    _write(path, model, dict(config=cfg.dump(), figures=dict(metrics), run=dict(run)), write_arrays)
+    n_bytes = sum(v.nbytes for state in optimizer.values() for v in state.values())
+    _write(path, model, dict(config=cfg.dump(), figures=dict(metrics), run=dict(run)), write_arrays, n_bytes)
 
 def load_last(
     path: str | Path, # From `save_last`
