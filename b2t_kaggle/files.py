@@ -14,6 +14,7 @@ import io
 import os
 import platform
 import re
+import resource
 import shutil
 import stat
 import tempfile
@@ -306,8 +307,13 @@ def require_space(
     folder: str | Path, # Where something is to be written
     n_bytes: int,       # How much
     purpose: str,       # What it is, for the error
+    largest: int = 0,   # How much of it in one file, as far as that is known
 ) -> None:
-    "Raises `WriteError` that says what is missing where a disk has less room than that."
+    "Raises `WriteError` that says what is missing where a disk has less room, or files may not grow so large."
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < largest:
+        raise WriteError(f'{folder}: files of this process may grow to {format_size(limit)} (ulimit -f), expected at '
+                         f'least {format_size(largest)} for {purpose}; raise that limit')
     free = free_space(folder)
     if free < n_bytes:
         raise WriteError(f'{folder}: {format_size(free)} free, expected at least {format_size(n_bytes)} for {purpose}; '

@@ -133,10 +133,11 @@ def _pack(data_dir: Path, recipe: dict, path: Path, progress: bool) -> None:
     dtype = recipe['dtype']
     sessions = recipe['sessions']
     subset = recipe['feature_subset']
-    require_space(path.parent, packed_bytes(data_dir, split, dtype, sessions, subset), f'the packed trials of {split}')
+    n_bytes = packed_bytes(data_dir, split, dtype, sessions, subset)
+    require_space(path.parent, n_bytes, f'the packed trials of {split}', n_bytes)
     files = {s: session_path(data_dir, s, split) for s in recipe['sources']}
-    n_bytes = sum(f.stat().st_size for f in files.values())
-    bar = tqdm(total=n_bytes, unit='B', unit_scale=True, desc=f'pack {split}', disable=not progress)
+    n_read = sum(f.stat().st_size for f in files.values())
+    bar = tqdm(total=n_read, unit='B', unit_scale=True, desc=f'pack {split}', disable=not progress)
     writer = RaggedWriter(path, dtype, (len(subset or range(N_FEATURES)),), _COLUMNS, 'trials', recipe)
     with bar, writer, unchanged(files.values(), 'packed'):
         for session, file in files.items():

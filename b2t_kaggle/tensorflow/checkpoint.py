@@ -37,6 +37,10 @@ def _contents(model: Encoder) -> dict[str, dict]:
     "Shape and checksum of each weight."
     return {name: dict(shape=list(v.shape), crc32=_crc(v.numpy())) for name, v in model.named_variables().items()}
 
+# HDF5, to which Keras gives no more than a name, ends the process where a file cannot be written. So room is asked for
+# first: for the arrays, and rather too much for what describes them
+_HDF5_BYTES = 1 << 20
+
 def _write(
     path: str | Path, # `….weights.h5`
     model: Encoder,   # Its weights
@@ -50,8 +54,8 @@ def _write(
         raise ValueError(f'{path}: the name of a Keras weights file must end in {_ENDING}')
     values = values | dict(weights=_contents(model))
     texts = {k: json.dumps(v, default=float) for k, v in values.items()}  # floats of NumPy
-    # HDF5, to which Keras gives the name of a file, ends the process where the disk is full
-    require_space(path.parent, sum(v.numpy().nbytes for v in model.named_variables().values()) + n_bytes, path.name)
+    n_bytes += sum(v.numpy().nbytes for v in model.named_variables().values()) + _HDF5_BYTES
+    require_space(path.parent, n_bytes, path.name, n_bytes)
     with atomic_path(path, durable=True) as tmp:
         model.save_weights(tmp)
         with h5py.File(tmp, 'r+') as f:

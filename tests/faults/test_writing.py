@@ -5,6 +5,7 @@ nothing else is left. A limit of the system on the size of files stands for the 
 """
 import errno
 import os
+import re
 import resource
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import b2t_kaggle
 from b2t_kaggle.audio.sound import write_wav
 from b2t_kaggle.cli import main
 from b2t_kaggle.config import preset, with_overrides
@@ -269,6 +271,8 @@ def test_room_is_asked_for_before_anything_is_computed(tmp_path, monkeypatch):
     monkeypatch.setattr('b2t_kaggle.files.free_space', lambda folder: 10_000)
     with pytest.raises(WriteError, match='expected at least .* for the packed trials of train'):
         TrialStore.build(tmp_path, 'train', tmp_path/'train.arrow')
+    with largest_file(LIMIT), pytest.raises(WriteError, match=r'may grow to 3\.0 kB \(ulimit -f\), expected at least'):
+        TrialStore.build(tmp_path, 'train', tmp_path/'train.arrow')
     with pytest.raises(WriteError, match=r'expected at least .* for a model of [\d,]+ n-grams'):
         WRITERS['arpa'][1](tmp_path/'lm.arpa')
     assert not list(tmp_path.glob('*.ar*'))
@@ -316,3 +320,9 @@ def test_what_changes_while_it_is_read_is_called_that(tmp_path):
     store[0]
     with pytest.raises(RaggedError, match=r'a\.arrow: changed since it was opened, array 1'): store[1]
     with pytest.raises(RaggedError, match=r'a\.arrow: damaged, array 1'): type(store)(path)[1]
+
+
+def test_temporary_files_are_made_in_one_place():
+    "So that those of killed processes are known by their names."
+    sources = Path(b2t_kaggle.__file__).parent.rglob('*.py')
+    assert [f.name for f in sources if re.search(r'^(import|from) tempfile', f.read_text(), re.M)] == ['files.py']
