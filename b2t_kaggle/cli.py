@@ -32,6 +32,7 @@ from .cli_merge import merge
 from .cli_phonemes import PHONEME_OPTIONS, confusions, decode_phonemes
 from .cli_runs import open_branch, runs
 from .cli_sweep import SWEEP_OPTIONS, sweep_runs
+from .cli_types import FILE, OUTPUT
 from .config import PRESETS, Config, TrainConfig, config_fields, differing_values, load_config
 from .decoding.compilation import compiled_ahead
 from .pipeline import Interrupted, run_stages
@@ -45,7 +46,6 @@ def _key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
         raise click.BadParameter(f'{wrong[0]!r} is not of the form key=value, such as train.lr_max=0.003')
     return dict(i.split('=', 1) for i in items)
 
-_FILE = click.Path(exists=True, dir_okay=False)
 _FOLDER = click.Path(file_okay=False)
 
 _SHARED = (
@@ -54,7 +54,7 @@ _SHARED = (
         '--preset', 'preset_', type=click.Choice(list(PRESETS)),
         help='Where the configuration starts. Default: demo, or official with --data.'),
     click.option(
-        '--config', 'config_', type=_FILE,
+        '--config', 'config_', type=FILE,
         help='YAML file: ours, or the official kit\'s rnn_args.yaml as it is.'),
     click.option(
         '--data', type=click.Path(exists=True, file_okay=False),
@@ -414,10 +414,10 @@ _CONNECTION = (
         help='Password; better given in the environment, where other users do not see it.'),
     click.option('--tls', is_flag=True, help="Encrypt, and check Redis's certificate."),
     click.option(
-        '--tls-ca', type=_FILE,
+        '--tls-ca', type=FILE,
         help="File with the certificate of who signed Redis's. Default: those that the system trusts."),
-    click.option('--tls-cert', type=_FILE, help='Our certificate, where Redis asks for one.'),
-    click.option('--tls-key', type=_FILE, help='Its key.'),
+    click.option('--tls-cert', type=FILE, help='Our certificate, where Redis asks for one.'),
+    click.option('--tls-key', type=FILE, help='Its key.'),
 )
 
 def connection_options(f):
@@ -487,7 +487,7 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str | list
 @main.command()
 @click.argument('members', nargs=-1, required=True, metavar='RUN_OR_STORE...')
 @click.option(
-    '-o', '--output', type=click.Path(dir_okay=False),
+    '-o', '--output', type=OUTPUT,
     help='Write the average of LogitStores of one split to this file, and no more.')
 @click.option(
     '--how', 'method', default='log_prob', show_default=True, type=click.Choice(['log_prob', 'prob']),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import click
 
+from .cli_types import OUTPUT
+
 # %% ../nbs/15_cli_audio.ipynb #c004
 _VOICE = 'facebook/mms-tts-eng'
 _TOWER = 'Qwen/Qwen2-Audio-7B'
@@ -30,7 +32,7 @@ def audio():
 
 @audio.command()
 @click.argument('sources', nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option('-o', '--output', required=True, type=click.Path(dir_okay=False, path_type=Path),
+@click.option('-o', '--output', required=True, type=OUTPUT,
               help='File to write, or to add to.')
 @click.option('--voice', default=_VOICE, show_default=True,
               help='Who speaks: a text-to-speech model, a folder or a name on the hub; or espeak-ng.')

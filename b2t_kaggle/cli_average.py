@@ -10,10 +10,12 @@ from pathlib import Path
 
 import click
 
+from .cli_types import OUTPUT
+
 # %% ../nbs/15_cli_average.ipynb #c004
 @click.command()
 @click.argument('checkpoints', nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option('-o', '--output', required=True, type=click.Path(dir_okay=False, path_type=Path),
+@click.option('-o', '--output', required=True, type=OUTPUT,
               help='The checkpoint to write.')
 def average(checkpoints, output):
     "Average the weights of CHECKPOINTS of one model: PyTorch's, ours or the official kit's, or folders that hold them."

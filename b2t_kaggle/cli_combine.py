@@ -10,11 +10,14 @@ from pathlib import Path
 
 import click
 
+from .cli_types import FILE, OUTPUT
+
 # %% ../nbs/15_cli_combine.ipynb #c005
 def _folder(source: str, out: Path) -> Path | None:
     "The folder of the run that a source names; none for a file."
     if Path(source).is_file(): return None
-    found = next((f for f in (Path(source), out/source) if (f/'config.yaml').exists()), None)
+    from b2t_kaggle.runs import find_run
+    found = find_run(source, out)
     if found is None: raise click.BadParameter(f'{source} is neither a file nor a run in {out}')
     return found
 
@@ -70,19 +73,17 @@ def _tell(title: str, hypotheses, combined) -> None:
     click.echo(f'against the plain vote: {bootstrap_difference(known.references(), vote(known), texts)}')
 
 # %% ../nbs/15_cli_combine.ipynb #c010
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-
 COMBINE_OPTIONS = (
     click.argument('sources', nargs=-1, metavar='[SOURCE...]'),
-    click.option('-o', '--output', type=click.Path(dir_okay=False, path_type=Path),
+    click.option('-o', '--output', type=OUTPUT,
                  help='With SOURCEs: a submission (.csv), or hypotheses with the log-probability of being right '
                       '(.jsonl).'),
     click.option('--tune', multiple=True, metavar='FILE|val',
                  help='With SOURCEs: hypotheses of the same systems with references, to learn from; "val" for the val '
                       'lists of the SOURCEs that are runs. Repeat it for more. Default: the plain vote.'),
-    click.option('--lm', type=_FILE,
+    click.option('--lm', type=FILE,
                  help='With SOURCEs: n-gram model (ARPA, or KenLM binary) as a further voice. Needs --tune.'),
-    click.option('--blocks', type=_FILE,
+    click.option('--blocks', type=FILE,
                  help='With SOURCEs: the official description of the blocks (CSV), for error rates by corpus.'),
 )
 

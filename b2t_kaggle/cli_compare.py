@@ -11,6 +11,8 @@ from pathlib import Path
 
 import click
 
+from .cli_types import FILE, OUTPUT
+
 # %% ../nbs/15_cli_compare.ipynb #c005
 def _of_run(folder: Path) -> list[dict]:
     "What a run found in each trial. Raises `ClickException` where its report is not done, or not of its last lists."
@@ -43,9 +45,10 @@ def _of_file(path: Path) -> dict[str, list[dict]]:
 
 def _systems(sources, out: Path) -> dict[str, list[dict]]:
     "What each system found in each trial, by a name that only it has."
+    from b2t_kaggle.runs import find_run
     systems = {}
     for source in sources:
-        folder = next((f for f in (Path(source), out/source) if (f/'config.yaml').exists()), None)
+        folder = find_run(source, out)
         if folder is None and not Path(source).is_file():
             raise click.BadParameter(f'{source} is neither a file of hypotheses nor a run in {out}')
         for name, rows in ({folder.name: _of_run(folder)} if folder else _of_file(Path(source))).items():
@@ -139,16 +142,14 @@ def _page(title: str, sections) -> str:
     return f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>\n{body}\n'
 
 # %% ../nbs/15_cli_compare.ipynb #c014
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-
 @click.command()
 @click.argument('sources', nargs=-1, required=True, metavar='RUN_OR_FILE...')
-@click.option('--truth', type=_FILE, help='Hypotheses with references, where no RUN_OR_FILE knows what was said.')
-@click.option('--train', type=_FILE,
+@click.option('--truth', type=FILE, help='Hypotheses with references, where no RUN_OR_FILE knows what was said.')
+@click.option('--train', type=FILE,
               help='The sentences of train, to tell seen from unseen ones: a text file, or a CSV with the column '
                    'sentence. Runs know them.')
-@click.option('--blocks', type=_FILE, help='The official description of the blocks (CSV), for error rates by corpus.')
-@click.option('--html', type=click.Path(dir_okay=False, path_type=Path), help='Write a page with tables and plots.')
+@click.option('--blocks', type=FILE, help='The official description of the blocks (CSV), for error rates by corpus.')
+@click.option('--html', type=OUTPUT, help='Write a page with tables and plots.')
 @click.option('--out', default='submissions', show_default=True, type=click.Path(path_type=Path),
               help='Folder of the runs.')
 def compare(sources, truth, train, blocks, html, out):

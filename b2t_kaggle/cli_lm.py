@@ -12,11 +12,12 @@ from pathlib import Path
 
 import click
 
+from .cli_types import FILE, OUTPUT
+
 # %% ../nbs/15_cli_lm.ipynb #c004
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_texts = click.argument('texts', nargs=-1, required=True, type=_FILE)
-_models = click.argument('models', nargs=-1, required=True, type=_FILE)
-_output = click.option('-o', '--output', required=True, type=click.Path(dir_okay=False, path_type=Path),
+_texts = click.argument('texts', nargs=-1, required=True, type=FILE)
+_models = click.argument('models', nargs=-1, required=True, type=FILE)
+_output = click.option('-o', '--output', required=True, type=OUTPUT,
                        help='The file to write; .gz is compressed.')
 
 def _numbers(ctx, param, value: str) -> tuple:
@@ -43,7 +44,7 @@ def _threshold(ctx, param, value: float) -> float:
 @_texts
 @_output
 @click.option('--numbers/--no-numbers', default=True, show_default=True, help='Numbers in words, or cut out.')
-@click.option('--vocab', type=_FILE, help='Leave out sentences with other words.')
+@click.option('--vocab', type=FILE, help='Leave out sentences with other words.')
 def clean(texts, output, numbers, vocab):
     "The sentences of written text, one a line, as a language model wants them."
     from b2t_kaggle.files import atomic_path
@@ -62,7 +63,7 @@ def clean(texts, output, numbers, vocab):
               help='Leave out n-grams that occur at most so often, per order, such as 0,0,1.')
 @click.option('--threshold', default=0., callback=_threshold,
               help='Then leave out n-grams that raise the perplexity by a smaller share, such as 1e-8.')
-@click.option('--vocab', type=_FILE, help='Keep these words only: a word a line, or a pronunciation dictionary.')
+@click.option('--vocab', type=FILE, help='Keep these words only: a word a line, or a pronunciation dictionary.')
 @click.option('--clean/--sentences', default=True, show_default=True,
               help='Whether TEXTS are written text to be cleaned, or sentences, one a line.')
 @click.option('--numbers/--no-numbers', default=True, show_default=True,
@@ -107,7 +108,7 @@ def import_model(source, output):
 @click.command('mix')
 @_models
 @_output
-@click.option('--dev', type=_FILE, help='Sentences of the task, one a line, on which the weights are tuned.')
+@click.option('--dev', type=FILE, help='Sentences of the task, one a line, on which the weights are tuned.')
 @click.option('--weights', callback=_weights, help='Weights instead, such as 0.7,0.3.')
 def interpolate(models, output, dev, weights):
     "One model of several ARPA files, their probabilities interpolated by weights."
@@ -116,7 +117,7 @@ def interpolate(models, output, dev, weights):
 
 # %% ../nbs/15_cli_lm.ipynb #c018
 @click.command()
-@click.argument('model', type=_FILE)
+@click.argument('model', type=FILE)
 @_output
 @click.option('--threshold', required=True, type=float, callback=_threshold,
               help='Leave out n-grams that raise the perplexity by a smaller share, such as 1e-8; '
@@ -130,7 +131,7 @@ def prune(model, output, threshold):
 
 # %% ../nbs/15_cli_lm.ipynb #c021
 @click.command()
-@click.argument('model', type=_FILE)
+@click.argument('model', type=FILE)
 @_output
 @click.option('--kind', default='trie', show_default=True, type=click.Choice(['trie', 'probing']),
               help='Small, or fast.')
@@ -146,7 +147,7 @@ def binary(model, output, kind, bits):
 # %% ../nbs/15_cli_lm.ipynb #c022
 @click.command()
 @click.argument('folder', required=False, type=click.Path(file_okay=False, path_type=Path))
-@click.option('--source', type=_FILE, help="kenlm's source archive, where there is no network.")
+@click.option('--source', type=FILE, help="kenlm's source archive, where there is no network.")
 def programs(folder, source):
     "Build KenLM's programs, into FOLDER or where the kit finds them."
     from b2t_kaggle.lm.kenlm import build_programs
@@ -155,7 +156,7 @@ def programs(folder, source):
 # %% ../nbs/15_cli_lm.ipynb #c024
 @click.command()
 @_models
-@click.option('--text', 'texts', multiple=True, required=True, type=_FILE,
+@click.option('--text', 'texts', multiple=True, required=True, type=FILE,
               help='Sentences, one a line; repeat it for more files.')
 def report(models, texts):
     "Perplexity, unknown words and size of MODELS."
@@ -170,7 +171,7 @@ def report(models, texts):
 # %% ../nbs/15_cli_lm.ipynb #c027
 @click.command('finetune')
 @click.argument('model')
-@click.argument('texts', nargs=-1, required=True, type=_FILE)
+@click.argument('texts', nargs=-1, required=True, type=FILE)
 @click.option('-o', '--output', required=True, type=click.Path(file_okay=False, path_type=Path),
               help='Folder of the adapter.')
 @click.option('--epochs', default=3, show_default=True, type=click.IntRange(1),

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import click
 
-from .cli_combine import _FILE, _folder, _read, _tell, _write
+from .cli_combine import _folder, _read, _tell, _write
+from .cli_types import FILE, OUTPUT
 
 # %% ../nbs/15_cli_merge.ipynb #c005
 _ORIGINS = dict(model='what the model wrote', only='the only candidate', far='the vote, as the answer was far from it',
@@ -52,12 +53,12 @@ def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, 
 @click.argument('sources', nargs=-1, required=True, metavar='SOURCE...')
 @click.option('--model', required=True, metavar='NAME',
               help='Causal language model of transformers: a folder, or a name on the hub.')
-@click.option('-o', '--output', required=True, type=click.Path(dir_okay=False, path_type=Path),
+@click.option('-o', '--output', required=True, type=OUTPUT,
               help='A submission (.csv), or hypotheses (.jsonl).')
 @click.option('--tune', multiple=True, metavar='FILE|val',
               help='Hypotheses with references, to teach the model; "val" for the val lists of the SOURCEs that are '
                    'runs. Repeat it for more. Default: the model is asked as it is, or with --adapter.')
-@click.option('--train', multiple=True, type=_FILE,
+@click.option('--train', multiple=True, type=FILE,
               help='Lists of train trials, from models that were trained without them: taught between val and val. '
                    'Lists without errors are refused. Needs --tune.')
 @click.option('--adapter', type=click.Path(file_okay=False, path_type=Path),

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import click
 
+from .cli_types import FILE, OUTPUT
+
 # %% ../nbs/15_cli_phonemes.ipynb #c004
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_lm = click.option('--lm', 'lm_path', type=_FILE, help='n-gram model, an ARPA file.')
-_words = click.option('--words', type=_FILE, help='Words to decode, one a line. Default: all of the n-gram.')
+_lm = click.option('--lm', 'lm_path', type=FILE, help='n-gram model, an ARPA file.')
+_words = click.option('--words', type=FILE, help='Words to decode, one a line. Default: all of the n-gram.')
 
 def _open_model(lm_path: Path, words: Path | None):
     "Lexicon and n-gram."
@@ -25,10 +26,10 @@ def _open_model(lm_path: Path, words: Path | None):
     return build_lexicon(vocabulary, variants=False), Automaton.load(lm_path)
 
 @click.command()
-@click.argument('lists', type=_FILE)
+@click.argument('lists', type=FILE)
 @_lm
 @_words
-@click.option('-o', '--output', required=True, type=click.Path(dir_okay=False, path_type=Path),
+@click.option('-o', '--output', required=True, type=OUTPUT,
               help='The file to write.')
 def confusions(lists, lm_path, words, output):
     """Learn from LISTS, the best phoneme sequences of trials whose sentences are known, what a model confuses and how
@@ -45,12 +46,12 @@ def confusions(lists, lm_path, words, output):
                f'{model.word_score:.2f}\nWrote {output}')
 
 PHONEME_OPTIONS = ( # Of `b2t decode`
-    click.option('--phonemes', type=_FILE,
+    click.option('--phonemes', type=FILE,
                  help='Decode these lists of phoneme sequences (JSON Lines) instead of a run.'),
-    click.option('--confusions', 'confusions_path', type=_FILE, help='With --phonemes: from `b2t confusions`.'),
+    click.option('--confusions', 'confusions_path', type=FILE, help='With --phonemes: from `b2t confusions`.'),
     _lm,
     _words,
-    click.option('-o', '--output', type=click.Path(dir_okay=False, path_type=Path),
+    click.option('-o', '--output', type=OUTPUT,
                  help='With --phonemes: the file of sentences to write.'),
     click.option('--nbest', default=200, show_default=True, type=click.IntRange(1),
                  help='With --phonemes: sentences of a trial.'),

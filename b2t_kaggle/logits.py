@@ -10,7 +10,6 @@ __all__ = ['LogitError', 'log_sum_exp', 'LogitStore', 'FrameTimes', 'frame_times
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from rapidfuzz.distance import Levenshtein
 
 from .config import Config
 from .ctc import collapse
-from .files import atomic_path
+from .files import atomic_path, scratch_folder
 from .ragged import Ragged, RaggedError, write_ragged
 
 # %% ../nbs/05_logits.ipynb #c005
@@ -251,7 +250,7 @@ def average_stores(
     w = None if weights is None else _normalized(weights, len(stores))
     reference = _check_stores(stores)
     if path is None:
-        with tempfile.TemporaryDirectory() as d: return average_stores(stores, Path(d)/'average.arrow', mean, weights)
+        with scratch_folder() as d: return average_stores(stores, d/'average.arrow', mean, weights)
     provenance = dict(average=mean, members=[s.provenance for s in stores])
     if reference: provenance['frames_of'] = reference # The member whose frames these are; the first, if nothing is said
     if w is not None: provenance['weights'] = w.tolist()

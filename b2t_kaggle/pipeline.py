@@ -20,12 +20,12 @@ from filelock import FileLock
 from .config import Config
 from .devices.machine import detect
 from .devices.session import check_accelerator_present, session_hours
-from .files import write_whole
+from .files import write_error, write_whole
 from .report import report_page
-from .runs import Run, StageRun
+from .runs import Run, StageRun, input_changed
 from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
 from .training.budget import Deadline, session
-from .training.checkpoints import checkpoint_files
+from .training.checkpoints import LAST, checkpoint_files
 
 # %% ../nbs/14_pipeline.ipynb #c006
 class Interrupted(KeyboardInterrupt):
@@ -65,6 +65,12 @@ def _passed_on() -> Iterator[tuple[dict, list]]: # Options for papermill; not em
     finally: signal.signal(signal.SIGINT, before or signal.default_int_handler)
 
 # %% ../nbs/14_pipeline.ipynb #c008
+def _kept(run: Run, name: str) -> str:
+    "What a stage that failed leaves for the next call, as a sentence."
+    last = run.dir/'train'/LAST[run.cfg.train.framework]
+    more = f', and the training goes on from {last}' if name == 'train' and last.exists() else ''
+    return f'What the stages before it made is kept{more}'
+
 def execute(
     run: Run,  # The run
     name: str, # Stage
@@ -88,11 +94,11 @@ def execute(
             return
         except Exception as e: error = e
     was_asked = isinstance(error, pm.PapermillExecutionError) and error.ename == 'KeyboardInterrupt'
-    if not interrupts and not was_asked: raise _failure(name, error, out)
+    if not interrupts and not was_asked: raise _failure(run, name, error, out)
     saved = was_asked and error.evalue or 'what it had not finished begins anew'
     raise Interrupted(f'Interrupted in the stage {name}: {saved}; the stages before it are done.')
 
-def _failure(name: str, error: Exception, out: Path) -> Exception:
+def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
     "What to raise where papermill failed; `out` is the executed notebook."
     import papermill as pm
     from nbclient.exceptions import DeadKernelError
@@ -102,6 +108,11 @@ def _failure(name: str, error: Exception, out: Path) -> Exception:
     if isinstance(error, RuntimeError) and 'died before replying' in str(error): # jupyter_client's
         return PipelineError(f'stage {name}: its process was killed while it started, most likely for want of memory; '
                              'end other programs, and run the same line again')
+    if isinstance(error, OSError): # papermill writes the record after each cell
+        problem = write_error(error, out, out) or f'{error.filename or out}: {error.strerror or error}'
+        return PipelineError(f'stage {name}: {problem}. {_kept(run, name)}')
+    if isinstance(error, pm.PapermillExecutionError) and error.ename in ('WriteError', 'ChangedError'):
+        return PipelineError(f'stage {name}: {error.evalue}. {_kept(run, name)}; the record is in {out}')
     if isinstance(error, pm.PapermillExecutionError):
         return PipelineError(f'stage {name} failed: {error.ename}: {error.evalue}\nThe whole traceback is in {out}')
     return error
@@ -123,6 +134,15 @@ def _lock(stage: StageRun) -> FileLock:
 def _is_stale(report: Path, stamp: Path) -> bool:
     return not report.exists() or report.stat().st_mtime_ns <= stamp.stat().st_mtime_ns
 
+def _execute_unchanged(stage: StageRun) -> None:
+    "Execute a stage. Where it fails and a file that it reads has changed meanwhile, the error says that instead."
+    before = stage.inputs()
+    try: execute(stage.run, stage.name)
+    except PipelineError:
+        changed = stage.changed_input(before) or stage.run.changed_file()
+        if not changed: raise
+        raise PipelineError(input_changed(stage.name, changed)) from None
+
 def _do(stage: StageRun, forced: bool) -> str:
     "Execute a stage where it is not done; returns the status that it had."
     run = stage.run
@@ -134,7 +154,7 @@ def _do(stage: StageRun, forced: bool) -> str:
             reason = 'forced' if forced else stage.reason()
             print(f'── {name}: {STAGES[name].does} ({reason})', file=sys.stderr, flush=True)
             if not STAGES[name].shared: run.save()
-            execute(run, name)
+            _execute_unchanged(stage)
         if name == 'report' and _is_stale(run.dir/'report.html', stage.stamp_path): write_report(run)
     return status
 
@@ -147,7 +167,7 @@ def _row(stage: StageRun, status: str) -> dict:
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
                 seconds=stamp.get('seconds', 0), figures=', '.join(figures))
 
-# %% ../nbs/14_pipeline.ipynb #c016
+# %% ../nbs/14_pipeline.ipynb #c018
 def _pending(
     stages: dict[str, StageRun], # In order
     force: Iterable[str],
@@ -250,7 +270,7 @@ def _check_language_model(path: Path | None) -> None:
     from b2t_kaggle.lm.kenlm import import_kenlm
     if is_kenlm_binary(path): import_kenlm(path)
 
-# %% ../nbs/14_pipeline.ipynb #c018
+# %% ../nbs/14_pipeline.ipynb #c020
 def run_stages(
     run: Run,                  # The run
     until: str | None = None,  # Last stage wanted; none means all

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from .files import atomic_path
+from .files import atomic_path, file_state
 from .reading import ReadError, check_is_file, parse_json
 
 # %% ../nbs/04_ragged.ipynb #c008
@@ -345,6 +345,7 @@ class Ragged:
         kind: str | None = None, # What the arrays must be; none takes any
     ):
         self.path = Path(path)
+        self._state = file_state(self.path)
         buffer, reader, header = _open_arrow(self.path)
         self.kind = header.get('kind')
         self.metadata = header.get('metadata')
@@ -386,7 +387,9 @@ class Ragged:
         "Raise `RaggedError` where one is not as it was written; each is looked at once."
         for i in np.unique(arrays[~self._verified[arrays]]):
             if _checksum(self._view(i)) != self._checksums[i]:
-                raise RaggedError(f'{self.path}: damaged, array {i} is not as it was written; remove the file and make '
+                changed = file_state(self.path) != self._state
+                what = 'changed since it was opened' if changed else 'damaged'
+                raise RaggedError(f'{self.path}: {what}, array {i} is not as it was written; remove the file and make '
                                   'it again')
             self._verified[i] = True
 

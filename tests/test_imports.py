@@ -114,7 +114,7 @@ def test_rooms_of_tensorflow_bring_no_pytorch():
 # From top to bottom: a module imports from its own floor and from those below
 FLOORS = (
     ('cli', 'cli_audio', 'cli_average', 'cli_combine', 'cli_compare', 'cli_data', 'cli_kaggle', 'cli_lm', 'cli_merge',
-     'cli_phonemes', 'cli_runs', 'cli_sweep', 'kaggle'),
+     'cli_phonemes', 'cli_runs', 'cli_sweep', 'cli_types', 'kaggle'),
     ('sweep', 'pipeline', 'report', 'results', 'runs', 'stages', 'convert', 'frameworks'),
     ('pytorch', 'tensorflow'),
     ('rescoring',),

@@ -16,6 +16,7 @@ from torch import nn
 
 from b2t_kaggle.config import from_official, load_config, preset, with_overrides
 from b2t_kaggle.ctc import n_frames
+from b2t_kaggle.files import _owner
 from b2t_kaggle.pytorch.checkpoint import (
     load_file,
     load_model,
@@ -321,13 +322,14 @@ def test_a_configuration_that_cannot_be_used_names_its_fields(small, tmp_path, c
 
 def test_temporary_files_belong_to_one_process(tmp_path, monkeypatch):
     "A living process's is left alone, a dead one's removed, and each process has its own name."
-    dead = subprocess.Popen([sys.executable, '-c', '']); dead.wait()
-    stale, others = tmp_path/f'.a.pt.{dead.pid}.tmp.pt', tmp_path/f'.a.pt.{os.getppid()}.tmp.pt'
+    dead = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)
+    stale, others = (tmp_path/f'.a.pt.{_owner(pid)}.tmp.pt' for pid in (dead.pid, os.getppid()))
+    dead.communicate()
     stale.write_bytes(b'half'); others.write_bytes(b'half')
     names, real = [], torch.save
     monkeypatch.setattr(torch, 'save', lambda value, f: (names.append(os.path.basename(f.name)), real(value, f)))
     save_atomic(dict(x=1), tmp_path/'a.pt')
-    assert names == [f'.a.pt.{os.getpid()}.tmp.pt'] and sorted(p.name for p in tmp_path.iterdir()) == sorted(
+    assert names == [f'.a.pt.{_owner()}.tmp.pt'] and sorted(p.name for p in tmp_path.iterdir()) == sorted(
         ['a.pt', others.name]
     )
 

@@ -11,6 +11,7 @@ import pytest
 
 from b2t_kaggle.data.sessions import SessionError, Trial, read_session, session_path, write_session
 from b2t_kaggle.data.store import StoreError, TrialStore
+from b2t_kaggle.files import ChangedError
 from b2t_kaggle.ragged import RaggedError, write_ragged
 
 DAYS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18', 't15.2023.08.20']
@@ -152,7 +153,8 @@ def test_a_source_that_changes_while_it_is_packed_is_noticed(data_dir, monkeypat
         yield from read_session(path)
         os.utime(session_path(data_dir, DAYS[0], 'train'))
     monkeypatch.setattr(room, 'iter_trials', meddle)
-    with pytest.raises(RaggedError, match='changed while they were packed'): build(data_dir)
+    with pytest.raises(ChangedError, match=r'data_train\.hdf5: changed while it was packed'): build(data_dir)
+    assert not list(data_dir.glob('*.arrow'))
 
 
 def test_it_can_be_sent_to_another_process(data_dir):

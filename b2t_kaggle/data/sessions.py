@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from ..files import atomic_path
+from ..files import DeferringFile, atomic_path
 from ..phonemes import SIL
 from b2t_kaggle.reading import (
     MAX_BINS,
@@ -465,20 +465,24 @@ def write_session(
     path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are made
     trials: Iterable[Trial], # Consumed one at a time; groups are numbered in this order
 ) -> Path:
-    "Write one split of a session in the official format; raises `SessionError` for a trial that cannot be read back."
+    """Write one split of a session in the official format. Raises `SessionError` for a trial that cannot be read back,
+    `files.WriteError` where there is no room."""
     path = Path(path)
     session, split = _identify(path)
     duplicates = _Duplicates()
-    with atomic_path(path) as tmp, h5py.File(tmp, 'w') as f:
-        for i, trial in enumerate(trials):
-            key = f'trial_{i:04d}'
-            raw = _from_trial(replace(trial, split=split))
-            problems = [*_problems(raw, path, key, session, split), *duplicates.check(raw, path, key)]
-            if problems: raise SessionError(problems[0])
-            _write_group(f, key, raw)
-        if not len(f):
-            advice = 'write no file for an empty split'
-            raise SessionError(Problem(str(path), '', '', 'no trials', 'at least 1', advice))
+    with atomic_path(path) as tmp, DeferringFile(tmp, 'w+b') as file:
+        with h5py.File(file, 'w') as f:
+            for i, trial in enumerate(trials):
+                key = f'trial_{i:04d}'
+                raw = _from_trial(replace(trial, split=split))
+                problems = [*_problems(raw, path, key, session, split), *duplicates.check(raw, path, key)]
+                if problems: raise SessionError(problems[0])
+                _write_group(f, key, raw)
+                file.check()
+            if not len(f):
+                advice = 'write no file for an empty split'
+                raise SessionError(Problem(str(path), '', '', 'no trials', 'at least 1', advice))
+        file.check()
     return path
 
 # %% ../../nbs/data/00_sessions.ipynb #c047

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEDULE', 'ARTICULATORS', 'TARGETS', 'N_ELECTRODES', 'SessionBlock', 'Day', 'SimulateError', 'plan_trials',
            'movement', 'Electrodes', 'electrodes', 'features', 'interfere', 'zscore', 'simulate_block', 'write_text',
-           'simulate_dataset']
+           'simulated_bytes', 'simulate_dataset']
 
 # %% ../../nbs/data/02_simulate.ipynb #c003
 import json
@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from .sentences import Writer
 from .sessions import Trial, list_sessions, session_path, write_session
-from ..files import write_whole
+from ..files import require_space, write_whole
 from ..phonemes import ARPABET, SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
 
 # %% ../../nbs/data/02_simulate.ipynb #c006
@@ -538,6 +538,23 @@ def _claim(folder: Path, parameters: dict) -> None:
     write_whole(marker, json.dumps(parameters))
 
 # %% ../../nbs/data/02_simulate.ipynb #c071
+_TRIAL_BYTES = 8000 # Of the labels and of HDF5, measured on files of few trials, which take most
+
+def simulated_bytes(
+    plan: pd.DataFrame, # The trials
+) -> int:
+    "About how large the session files of a plan become."
+    said = plan.sentence.value_counts()
+    ids = [to_class_ids(sentence_to_phonemes(sentence)) for sentence in said.index]
+    bins = sum(n*(2*_EDGE + _LENGTH[i[:-1]].sum()) for n, i in zip(said, ids))
+    return int(4*2*N_ELECTRODES*bins + _TRIAL_BYTES*len(plan))
+
+def _require_space(folder: Path, plan: pd.DataFrame) -> None:
+    "Raise `files.WriteError` where there is no room for what an earlier call did not write."
+    written = sum(f.stat().st_size for f in folder.glob('*/data_*.hdf5'))
+    require_space(folder, simulated_bytes(plan) - written, f'{len(plan):,} simulated trials')
+
+# %% ../../nbs/data/02_simulate.ipynb #c073
 def _record(trials: pd.DataFrame, e: Electrodes, *noise: float) -> Iterator[Trial]:
     "The recorded trials of a plan's rows, block by block; `noise` are the last arguments of `simulate_block`."
     for _, block in trials.groupby('block'): yield from simulate_block(block, e, *noise)[0]
@@ -552,7 +569,7 @@ def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, *noise: float
         recorded = [t for t in held_out if t.split == split]
         if recorded: write_session(session_path(out_dir, session, split), recorded)
 
-# %% ../../nbs/data/02_simulate.ipynb #c072
+# %% ../../nbs/data/02_simulate.ipynb #c074
 def simulate_dataset(
     out_dir: str | Path,        # Where the session folders and `lm_text.txt` go
     n_sessions: int = 8,        # Recording days, from the first of the real schedule on; 45 are all
@@ -569,7 +586,8 @@ def simulate_dataset(
 ) -> Path:
     """Simulate a participant: official HDF5 sessions and `lm_text.txt` in `out_dir`, which is returned.
 
-    Raises `SimulateError` for a folder with other data, or where there are not enough sentences."""
+    Raises `SimulateError` for a folder with other data, or where there are not enough sentences, `files.WriteError`
+    where there is no room."""
     out_dir = Path(out_dir)
     parameters = dict(n_sessions=n_sessions, train=train, val=val, test=test, snr=snr, lm_sentences=lm_sentences,
                       max_words=max_words, seed=seed)
@@ -578,6 +596,7 @@ def simulate_dataset(
     if drift != 1: parameters['drift'] = drift # Likewise
     plan = plan_trials(n_sessions, train, val, test, max_words, seed)
     _claim(out_dir, parameters)
+    _require_space(out_dir, plan)
     days = tqdm(electrodes(n_sessions, snr, seed), desc='simulate', unit=' sessions', disable=not progress)
     for day, e in enumerate(days):
         trials = plan[plan.day == day]

@@ -408,5 +408,5 @@ def read_tuning(
         for name in ('fold_edits', 'fold_words', 'trials'): values[name] = tuple(values[name])
         return Tuning(**values)
     except (OSError, ValueError, TypeError, KeyError) as e:
-        reason = f'{type(e).__name__}: {e}'
+        reason = f'{type(e).__name__}: {str(e).removeprefix(f"{path}: ")}'
         raise ValueError(f'{path}: not the weights of a search ({reason}); decode again') from None

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NEW', 'PURE', 'COMPILED', 'README', 'Image', 'canonical_name', 'find_python', 'emulated', 'plan_installation',
            'read_metadata', 'build_kit', 'needed_glibc', 'requirement_of', 'build_source', 'licence_of',
-           'describe_wheel', 'replaced_folder', 'build_wheels']
+           'describe_wheel', 'replaced_wheels', 'build_wheels']
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c003
 import json
@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from pathlib import Path
 import yaml
 
 import b2t_kaggle
-from ..files import sha256
+from ..files import replaced_folder, scratch_folder, sha256
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c006
 @dataclass(frozen=True)
@@ -96,24 +95,24 @@ def emulated(
     image: Image, # What the environment claims to hold
 ) -> Iterator[Path]:
     "The interpreter of an environment that is removed afterwards."
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         creator = find_python(image.python) or sys.executable
         command = [creator, '-m', 'venv', '--without-pip', folder]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode: raise RuntimeError(f'{creator} makes no environment: {done.stdout}{done.stderr}')
-        packages, = Path(folder).glob('lib/python*/site-packages')
+        packages, = folder.glob('lib/python*/site-packages')
         for name, version in image.holds.items():
             info = packages/f'{name.replace("-", "_")}-{version or NEW}.dist-info'
             info.mkdir()
             (info/'METADATA').write_text(f'Metadata-Version: 2.1\nName: {name}\nVersion: {version or NEW}\n')
             (info/'RECORD').touch()
-        yield Path(folder)/'bin'/'python'
+        yield folder/'bin'/'python'
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c013
 def _resolve(image: Image, requirements: Iterable[str], options: Iterable[str]) -> list[dict]:
     "What packages that pip would install say of themselves."
-    with emulated(image) as python, tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch)/'report.json'
+    with emulated(image) as python, scratch_folder() as scratch:
+        report = scratch/'report.json'
         _pip('install', '--dry-run', '--report', report, *image.pip_options(), *options, *requirements, python=python)
         return [item['metadata'] for item in json.loads(report.read_text())['install']]
 
@@ -171,9 +170,9 @@ def build_kit(
 ) -> Path:
     "The wheel of the kit. Raises `ValueError` if there is no checkout to build it from."
     root = Path(source or Path(b2t_kaggle.__file__).parents[1])
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         if source is None or root.is_dir():
-            source = Path(scratch)/'b2t_kaggle'
+            source = scratch/'b2t_kaggle'
             _copy_checkout(root, source)
         _pip('wheel', '--no-deps', '--wheel-dir', folder, source)
     return next(folder.glob('b2t_kaggle-*.whl'))
@@ -211,9 +210,9 @@ def build_source(
     if python is None and not pure:
         raise RuntimeError(f'it is compiled, and there is no python{image.python} on the PATH of this machine that '
                            'runs')
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         _pip('wheel', '--no-deps', '--wheel-dir', scratch, requirement, python=python)
-        wheel, = Path(scratch).glob('*.whl')
+        wheel, = scratch.glob('*.whl')
         if pure and not wheel.name.endswith('-none-any.whl'):
             raise RuntimeError(f'{wheel.name} was built, expected one for every system')
         needed = '.'.join(map(str, needed_glibc(wheel)))
@@ -246,7 +245,7 @@ def describe_wheel(
                 origin=origin, bytes=wheel.stat().st_size, sha256=sha256(wheel))
 
 @contextmanager
-def replaced_folder(
+def replaced_wheels(
     folder: Path, # The folder to be
 ) -> Iterator[Path]:
     """A folder beside it that takes its place at the end of the block, or is removed if the block raises.
@@ -254,13 +253,9 @@ def replaced_folder(
     Raises `ValueError` if there is one that holds something else than wheels and their manifest."""
     if folder.exists() and any(folder.iterdir()) and not (folder/'manifest.json').exists():
         raise ValueError(f'{folder}: holds files, but no manifest.json of an earlier call; name a new folder')
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f'.{folder.name}.', dir=folder.parent) as scratch:
-        new = Path(scratch)/'new'
+    with replaced_folder(folder) as new:
         new.mkdir()
         yield new
-        if folder.exists(): folder.rename(Path(scratch)/'old')
-        new.rename(folder)
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c024
 README = """# The kit for Brain-to-Text '25, for Kaggle's {image} image without the internet
@@ -304,8 +299,7 @@ def build_wheels(
 
     Raises `RuntimeError` if pip finds no wheel of something, or would replace what the image holds."""
     folder = Path(folder)
-    with tempfile.TemporaryDirectory() as scratch, replaced_folder(folder) as new:
-        built = Path(scratch)
+    with scratch_folder() as built, replaced_wheels(folder) as new:
         metadata = read_metadata(build_kit(built, kit))
         compiled, left_out = _build_sources(image, metadata, built)
         requirements = ['b2t_kaggle[llm]', *compiled, *others]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from ..files import atomic_path, user_cache
+from ..files import atomic_path, unchanged, user_cache
 from b2t_kaggle.lm.arpa import (
     ArpaError,
     ArpaReader,
@@ -238,7 +238,7 @@ def _write_cache(path: Path, facts: dict, arrays: dict[str, np.ndarray]) -> None
     line = json.dumps(facts | {'lengths': {name: len(a) for name, a in arrays.items()}}).encode()
     with atomic_path(path) as scratch, open(scratch, 'wb') as f:
         f.write(line.ljust((len(line) + 64)//64*64 - 1) + b'\n')
-        for a in arrays.values(): a.tofile(f)
+        for a in arrays.values(): f.write(a.view(np.uint8).data) # `tofile` does not say what is wrong
 
 def _read_cache(path: Path, source: dict) -> tuple[dict, dict[str, np.ndarray]] | None:
     "Facts and arrays of a file, mapped into memory; none where it is damaged or was made of another source."
@@ -300,13 +300,14 @@ class Automaton:
         """Read an ARPA file, or the arrays that were kept of it.
 
         They are in `<path>.automaton` beside it or, where that folder cannot be written to, in the user's cache.
-        Raises `FileNotFoundError`, or `ValueError` that names the file, the line, what was found and expected."""
+        Raises `FileNotFoundError`, `ValueError` that names the file, the line, what was found and expected, or
+        `files.ChangedError` where the file changes meanwhile."""
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f'{path}: there is no such file; '
                                     'build a model with `b2t lm build`, or give an ARPA file')
         small = path.stat().st_size < cls.MIN_CACHED_BYTES
-        return cls(path, *(_build(path) if small else _load_cached(path)))
+        with unchanged([path], 'read'): return cls(path, *(_build(path) if small else _load_cached(path)))
 
     def ids(self,
         words: Sequence[str], # Words as the model writes them

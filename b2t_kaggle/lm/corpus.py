@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+from ..files import unchanged
 from .arpa import open_text
 from ..phonemes import normalize_sentence, spell_numbers
 
@@ -27,13 +28,14 @@ def read_lines(
     """Stream the lines of files and lists.
 
     A string is a file if one of that name exists, or if it is one word ending in .txt or .gz. Raises `ValueError`
-    that names a file that is not UTF-8 text or not a whole gzip file, `FileNotFoundError` for a missing one."""
+    that names a file that is not UTF-8 text or not a whole gzip file, `FileNotFoundError` for a missing one,
+    `files.ChangedError` for one that changes meanwhile."""
     for text in [texts] if isinstance(texts, (str, Path)) else texts:
         if not _is_file(text):
             yield text
             continue
         try:
-            with open_text(text, 'rt') as lines: yield from lines
+            with unchanged([text], 'read'), open_text(text, 'rt') as lines: yield from lines
         except UnicodeDecodeError as e:
             raise ValueError(f'{text}: not UTF-8 text ({e}); convert the file, for example with iconv') from None
         except (gzip.BadGzipFile, EOFError) as e: raise ValueError(f'{text}: not a whole gzip file ({e})') from None

@@ -6,7 +6,6 @@
 __all__ = ['MIN_DEV_WORDS', 'general_arpa', 'Mixture', 'mix_general', 'most_frequent']
 
 # %% ../../nbs/lm/11_general.ipynb #c003
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from ..files import scratch_folder
 from .arpa import ArpaError, is_kenlm_binary
 from .automaton import Automaton, load_ngram
 from .corpus import read_sentences, vocabulary
@@ -62,10 +62,10 @@ def mix_general(
 
     Raises as `general_arpa`, `build_ngram` and `interpolate_ngrams` do."""
     dev = list(read_sentences(dev))
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {'general': general_arpa(general, Path(folder))}
+    with scratch_folder() as folder:
+        paths = {'general': general_arpa(general, folder)}
         for i, (name, text) in enumerate(texts.items()):
-            paths[name] = build_ngram(text, Path(folder)/f'{i}.arpa', order=order, vocab=vocabulary(text))
+            paths[name] = build_ngram(text, folder/f'{i}.arpa', order=order, vocab=vocabulary(text))
         fits = []
         probs = []
         for name, path in paths.items():

@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..files import atomic_path, user_cache
+from ..files import atomic_path, require_space, scratch_folder, user_cache
 from .arpa import is_kenlm_binary, open_text, plain_text
 
 # %% ../../nbs/lm/02_kenlm.ipynb #c006
@@ -127,8 +126,7 @@ def build_programs(
         if not shutil.which(tool):
             raise FileNotFoundError(f'there is no {tool}, which builds the programs; '
                                     f'install it (Debian: apt-get install {package} libboost-all-dev)')
-    with tempfile.TemporaryDirectory() as scratch:
-        scratch = Path(scratch)
+    with scratch_folder() as scratch:
         sources = _unpack(Path(source) if source else _fetch_source(scratch), scratch/'source')
         build = scratch/'build'
         _run(['cmake', '-S', sources, '-B', build, '-DCMAKE_BUILD_TYPE=Release', '-DENABLE_INTERPOLATE=OFF'],
@@ -148,22 +146,23 @@ def run_lmplz(
     vocab: set[str] | None,   # Keep n-grams of these words only; none means all words
 ) -> list[int]:               # Orders that have fallback discounts
     "Estimate a model with KenLM's program; raises `RuntimeError` with its message where it fails."
-    with tempfile.TemporaryDirectory() as d:
-        text = Path(d)/'text'
-        arpa = Path(d)/'arpa'
+    with scratch_folder() as d:
+        text = d/'text'
+        arpa = d/'arpa'
         with open_text(text, 'wt') as f: f.writelines(f'{s}\n' for s in sentences)
         # Its default would take 80 % of the memory
         command = [program, '-o', order, '-S', '500M', '-T', f'{d}/', '--discount_fallback',
                    '--text', text, '--arpa', arpa, '--prune', *prune]
         if vocab is not None:
-            (Path(d)/'vocab').write_text('\n'.join(sorted(vocab)), encoding='utf-8')
-            command += ['--limit_vocab_file', Path(d)/'vocab']
+            (d/'vocab').write_text('\n'.join(sorted(vocab)), encoding='utf-8')
+            command += ['--limit_vocab_file', d/'vocab']
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f'{program} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}')
         if order == 1:
             content = arpa.read_text().replace('\n\n', '\nngram 2=0\n\n', 1)
             arpa.write_text(content.replace('\\end\\', '\\2-grams:\n\n\\end\\'))
+        if not str(path).endswith('.gz'): require_space(Path(path).parent, arpa.stat().st_size, 'the n-gram model')
         with atomic_path(path) as scratch, open(arpa, 'rb') as f, open_text(scratch, 'wb') as out:
             shutil.copyfileobj(f, out)
     messages = [line for line in done.stderr.splitlines() if line.startswith('Substituting fallback')]

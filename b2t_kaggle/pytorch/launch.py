@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from ..config import Config
 from ..data.store import TrialStore
 from ..devices.machine import n_cores
 from ..devices.torch import pick_torch
-from ..files import write_whole
+from ..files import scratch_folder, write_whole
 from .parallel import in_torchrun
 from .trainer import train
 from ..training.recipe import TrainingError
@@ -65,7 +64,7 @@ def work(
         raise
     if os.environ['RANK'] == '0': write_whole(job.with_name('result'), json.dumps(result))
 
-# %% ../../nbs/pytorch/11_launch.ipynb #c013
+# %% ../../nbs/pytorch/11_launch.ipynb #c012
 def several_machines(
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> bool:
@@ -86,14 +85,14 @@ def _line_for_others(n: int, job: Path, environ: Mapping[str, str] = os.environ)
 def _job_folder(out_dir: Path) -> Iterator[Path]:
     "Where the job and its result lie: in the run's folder where other machines read it, else in a temporary one."
     if not several_machines():
-        with tempfile.TemporaryDirectory() as d: yield Path(d)
+        with scratch_folder() as d: yield d
         return
     folder = out_dir/'machines'
     folder.mkdir(parents=True, exist_ok=True)
     for name in ('result', 'error', 'interrupted'): (folder/name).unlink(missing_ok=True)
     yield folder
 
-# %% ../../nbs/pytorch/11_launch.ipynb #c012
+# %% ../../nbs/pytorch/11_launch.ipynb #c015
 def _exit_status(
     command: list[str],
     env: dict[str, str],
@@ -109,7 +108,7 @@ def _exit_status(
                     raise
                 was_interrupted = True
 
-# %% ../../nbs/pytorch/11_launch.ipynb #c013
+# %% ../../nbs/pytorch/11_launch.ipynb #c018
 def launch(
     n: int,                       # Processes, one per GPU
     store: TrialStore,            # Training trials
@@ -158,5 +157,5 @@ def train_here(
         return train_of(cfg)(store, store_val, cfg, out_dir, progress)
     return launch(device.n, store, store_val, cfg, out_dir, progress)
 
-# %% ../../nbs/pytorch/11_launch.ipynb #c013
+# %% ../../nbs/pytorch/11_launch.ipynb #c019
 if __name__ == '__main__' and '__file__' in globals(): work(sys.argv[1])

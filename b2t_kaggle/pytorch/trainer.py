@@ -332,7 +332,11 @@ class Trainer(loop.Trainer):
         "Rows and bins of the current batch that a device computes at once, and the parameters of the model."
         rows, bins = max((p.x.shape[:2] for p in self.current), key=lambda shape: shape[1])
         devices_per_process = self.backend.n_devices // self.backend.world_size
-        return rows // devices_per_process, bins, sum(p.numel() for p in self.model.parameters())
+        return rows // devices_per_process, bins, self.n_parameters()
+
+    def n_parameters(self) -> int:
+        "Numbers in the weights."
+        return sum(p.numel() for p in self.model.parameters())
 
     def gather(self, value) -> list: return self.backend.gather(value)
     def compiler_report(self) -> str: return self.backend.compiler_report()

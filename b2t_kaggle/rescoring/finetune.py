@@ -9,9 +9,6 @@ __all__ = ['perplexity', 'save_adapter', 'OutOfTime', 'model_mark', 'TrainingSta
 import hashlib
 import json
 import math
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +17,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..files import atomic_path
+from ..files import atomic_path, replaced_folder
+from ..reading import parse_json, read_text
 from b2t_kaggle.rescoring.llm import (
     OVERFLOW_HINT,
     LanguageModelError,
@@ -70,21 +68,10 @@ def save_adapter(
     folder: str | Path, # Replaced if it exists
     marks: dict[str, str] | None = None, # What it was made of, kept as `training.json`
 ) -> None:
-    """Write the adapter's folder whole or not at all: under another name, then renamed.
-
-    An error or interrupt leaves the old one as it was. A process that is killed leaves a folder `.NAME.…` beside it to
-    be deleted. Between the two renames, that folder has the old adapter as `old` and the new one as `new`."""
-    folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f'.{folder.name}.', dir=folder.parent))
-    try:
-        model.save_pretrained(scratch/'new')
-        if marks: (scratch/'new'/'training.json').write_text(json.dumps(marks, indent=1), encoding='utf-8')
-        if folder.exists(): os.replace(folder, scratch/'old')
-        os.replace(scratch/'new', folder)
-    finally:
-        if (scratch/'old').exists() and not folder.exists(): os.replace(scratch/'old', folder)
-        shutil.rmtree(scratch)
+    "Write the adapter's folder whole or not at all. Raises `files.WriteError` where it cannot be written."
+    with replaced_folder(folder) as new:
+        model.save_pretrained(new)
+        if marks: (new/'training.json').write_text(json.dumps(marks, indent=1), encoding='utf-8')
 
 # %% ../../nbs/rescoring/03_finetune.ipynb #c018
 class OutOfTime(RuntimeError):
@@ -135,7 +122,7 @@ class TrainingState:
         cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         state = dict(marks=self.marks, step=step, weights=_trained(model), optimizer=optimizer.state_dict(),
                      rng=torch.get_rng_state(), cuda_rng=cuda_rng)
-        with atomic_path(self.path) as tmp: torch.save(state, tmp)
+        with atomic_path(self.path) as tmp, open(tmp, 'wb') as f: torch.save(state, f)
         self.saved = time.monotonic()
 
     def before_step(self, model, optimizer, step: int, n_steps: int) -> None:
@@ -149,7 +136,10 @@ class TrainingState:
 def _marks_of(folder: Path) -> dict[str, str]:
     "What the adapter in a folder was made of; nothing where there is none."
     path = folder/'training.json'
-    return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+    if not path.exists(): return {}
+    try: return parse_json(read_text(path))
+    except ValueError as e:
+        raise ValueError(f'{path}: {str(e).removeprefix(f"{path}: ")}; remove that folder to start anew') from None
 
 def _trained(model) -> dict[str, torch.Tensor]:
     "The parameters that are trained."

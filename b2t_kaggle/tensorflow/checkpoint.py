@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 
 from ..config import Config
-from ..files import atomic_path
+from ..files import atomic_path, require_space
 from ..reading import check_hdf5, check_is_file
 from .layers import keras
 from .models import build_model
@@ -37,11 +37,16 @@ def _contents(model: Encoder) -> dict[str, dict]:
     "Shape and checksum of each weight."
     return {name: dict(shape=list(v.shape), crc32=_crc(v.numpy())) for name, v in model.named_variables().items()}
 
+# HDF5, to which Keras gives no more than a name, ends the process where a file cannot be written. So room is asked for
+# first: for the arrays, and rather too much for what describes them
+_HDF5_BYTES = 1 << 20
+
 def _write(
     path: str | Path, # `….weights.h5`
     model: Encoder,   # Its weights
     values: dict,     # What JSON can hold, by name
     write_arrays: Callable[[h5py.File], None] | None = None, # Adds arrays to the file
+    n_bytes: int = 0, # How large these are
 ) -> None:
     "A model and everything beside it, whole or not at all."
     path = Path(path)
@@ -49,6 +54,8 @@ def _write(
         raise ValueError(f'{path}: the name of a Keras weights file must end in {_ENDING}')
     values = values | dict(weights=_contents(model))
     texts = {k: json.dumps(v, default=float) for k, v in values.items()}  # floats of NumPy
+    n_bytes += sum(v.numpy().nbytes for v in model.named_variables().values()) + _HDF5_BYTES
+    require_space(path.parent, n_bytes, path.name, n_bytes)
     with atomic_path(path, durable=True) as tmp:
         model.save_weights(tmp)
         with h5py.File(tmp, 'r+') as f:
@@ -219,7 +226,8 @@ def save_last(
     def write_arrays(f):
         for name, state in optimizer.items():
             for k, v in state.items(): f.create_dataset(f'optimizer/{name}/{k}', data=v, fletcher32=True)
-    _write(path, model, dict(config=cfg.dump(), figures=dict(metrics), run=dict(run)), write_arrays)
+    n_bytes = sum(v.nbytes for state in optimizer.values() for v in state.values())
+    _write(path, model, dict(config=cfg.dump(), figures=dict(metrics), run=dict(run)), write_arrays, n_bytes)
 
 def load_last(
     path: str | Path, # From `save_last`

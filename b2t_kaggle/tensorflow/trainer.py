@@ -207,7 +207,11 @@ class Trainer(loop.Trainer):
         "Rows and bins of the current batch that a device computes at once, and the parameters of the model."
         rows = self.cfg.data.batch_size // (self.backend.n_devices * self.cfg.train.accumulate)
         bins = self.backend.shares(self.current['x'])[0].shape[1]
-        return rows, bins, sum(math.prod(v.shape) for v in self.model.named_variables().values())
+        return rows, bins, self.n_parameters()
+
+    def n_parameters(self) -> int:
+        "Numbers in the weights."
+        return sum(math.prod(v.shape) for v in self.model.named_variables().values())
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c031
 class Profiler:

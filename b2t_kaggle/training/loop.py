@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INTERRUPTED', 'StepResult', 'Trainer', 'start_from', 'check_finite', 'check_scale', 'noted_interrupt', 'Loop',
-           'result_of', 'fit']
+           'result_of', 'checkpoint_bytes', 'fit']
 
 # %% ../../nbs/training/07_loop.ipynb #c002
 import contextlib
@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from ..config import Config
 from ..data.store import TrialStore
+from ..files import WriteError, require_space
 from ..reading import MAX_WHOLE
 from .budget import Budget
 from .checkpoints import BEST, LAST, REFIT, seen_val_from
@@ -126,6 +127,10 @@ class Trainer(ABC):
     @abstractmethod
     def memory_footprint(self) -> tuple[int, int, int]:
         "Rows and bins of `current` that a device computes at once, and the parameters of the model."
+
+    def n_parameters(self) -> int:
+        "Numbers in the weights."
+        return self.memory_footprint()[-1]
 
     def gather(self, value) -> list: return [value]
     def compiler_report(self) -> str: return ''
@@ -412,6 +417,29 @@ def _check_together(values: list, what: str) -> None:
         raise TrainingError(f'{what} are not the same for all processes: the first has {values[0]}, process {rank} has '
                             f'{value}. Machines that train together see the same stores and the same folder of the run')
 
+# %% ../../nbs/training/07_loop.ipynb #c043
+def checkpoint_bytes(
+    n_parameters: int, # Numbers in the weights
+    cfg: Config,       # The run's configuration
+) -> dict[str, int]:
+    """About how large the files of a training become: the best weights, those with which it continues, which have two
+    moments each and an average where there is one, and the refitted ones."""
+    weights = 4*n_parameters
+    files = dict(best=weights, last=weights*(4 if cfg.train.weight_average else 3))
+    return files | (dict(refit=weights) if cfg.train.refit else {})
+
+def _check_space(trainer: Trainer, out: Path) -> None:
+    """Raise `WriteError`, in every process, where there is no room for the checkpoints. One that is replaced stays
+    until the new one is complete."""
+    sizes = checkpoint_bytes(trainer.n_parameters(), trainer.cfg)
+    written = sum((out/name[trainer.framework]).exists()*sizes[k] for k, name in (('best', BEST), ('last', LAST)))
+    problem = ''
+    if trainer.is_main_process:
+        try: require_space(out, sum(sizes.values()) - written + sizes['last'], 'the checkpoints of this training')
+        except WriteError as e: problem = str(e)
+    if problem := trainer.gather(problem)[0]: raise WriteError(problem)
+
+# %% ../../nbs/training/07_loop.ipynb #c045
 def fit(
     trainer_class: type[Trainer],  # Called with the stores, the configuration, the backend and the checkpoint
     start: Callable[[], Any],      # Starts the devices; returns a backend with `device`, `gather` and `close`
@@ -421,7 +449,7 @@ def fit(
     out_dir: str | Path,           # Receives checkpoints and `history.csv`; a run that is there is continued
     progress: bool = True,         # Show a progress bar
 ) -> dict:
-    "Train, or continue. Returns what `result_of` says. Raises `TrainingError`."
+    "Train, or continue. Returns what `result_of` says. Raises `TrainingError`, or `WriteError` without room."
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     names = tracker_names(cfg.train.log, trainer_class.framework)
@@ -435,6 +463,7 @@ def fit(
     trainer = None
     try:
         trainer = trainer_class(store, store_val, cfg, backend, last if continues[0] else None)
+        _check_space(trainer, out)
         if not continues[0] and trainer.is_main_process: (out/REFIT).unlink(missing_ok=True) # Of an earlier training
         loop = Loop(trainer, History(out/'history.csv', trainer.step), budget, out)
         tracked = TrackedRun(out, tracked_values(trainer.cfg), trainer.step)

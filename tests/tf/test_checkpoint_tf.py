@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 
 from b2t_kaggle.config import preset, with_overrides
+from b2t_kaggle.files import WriteError, _owner
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, save_best, save_last
 from b2t_kaggle.tensorflow.models import build_model
 from b2t_kaggle.training.checkpoints import CheckpointError
@@ -47,6 +48,7 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
         folders = [os.path.dirname(__file__), *filter(None, [os.environ.get('PYTHONPATH')])]
         env = os.environ | dict(PYTHONPATH=os.pathsep.join(folders))
         writer = subprocess.Popen([sys.executable, '-c', WRITER, str(path)], stderr=log, env=env)
+    owner = _owner(writer.pid)
     try:
         end = time.monotonic() + 120
         while not path.exists():
@@ -63,10 +65,22 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
     assert writer.wait() == -signal.SIGKILL, (tmp_path/'log').read_text()[-2000:]
     steps.append(step_of(path))
     assert steps == sorted(steps) and len(set(steps)) > 2
-    leftover = tmp_path/f'.last.weights.h5.{writer.pid}.tmp.weights.h5'
+    leftover = tmp_path/f'.last.weights.h5.{owner}.tmp.weights.h5'
     leftover.write_bytes(b'half of a file')  # as the killed one may leave it
     save_last(path, build_model(CFG.model, 1), CFG, {}, {}, dict(step=-1))
     assert load_last(path)['run'] == dict(step=-1) and sorted(os.listdir(tmp_path)) == ['last.weights.h5', 'log']
+
+
+def test_without_room_nothing_is_begun(tmp_path, monkeypatch):
+    "HDF5 would end the process."
+    path = tmp_path/'best.weights.h5'
+    model = build_model(CFG.model, 1)
+    save_best(path, model, CFG, {})
+    before = path.read_bytes()
+    monkeypatch.setattr('b2t_kaggle.files.free_space', lambda folder: 100_000)
+    with pytest.raises(WriteError, match=r'100 kB free, expected at least .* for best\.weights\.h5'):
+        save_best(path, model, CFG, {})
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ['best.weights.h5']
 
 
 def test_a_changed_byte_is_recognised_or_does_no_harm(tmp_path):

@@ -1,0 +1,328 @@
+"""Every room writes on a disk that is full, into a folder that goes away, onto what is no file, and is killed.
+
+The promise: one line that names the file, why, what was kept and what to do; what was there before is as it was, and
+nothing else is left. A limit of the system on the size of files stands for the full disk; who may mount has a real one.
+"""
+import errno
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import b2t_kaggle
+from b2t_kaggle.audio.sound import write_wav
+from b2t_kaggle.cli import main
+from b2t_kaggle.config import preset, with_overrides
+from b2t_kaggle.data.sessions import Trial, session_path, write_session
+from b2t_kaggle.data.simulate import simulate_dataset
+from b2t_kaggle.data.store import TrialStore, packed_bytes
+from b2t_kaggle.decoding.nbest import Hypothesis, write_nbest
+from b2t_kaggle.files import WriteError, clear_leftovers, replaced_folder, require_space, write_whole
+from b2t_kaggle.lm.arpa import arpa_bytes, model_words, read_counts
+from b2t_kaggle.lm.automaton import _write_cache
+from b2t_kaggle.lm.kneser_ney import estimate_arpa
+from b2t_kaggle.pipeline import execute
+from b2t_kaggle.pytorch.checkpoint import save_atomic
+from b2t_kaggle.pytorch.models import build_model
+from b2t_kaggle.pytorch.optimizer.adamw import new_state
+from b2t_kaggle.ragged import RaggedError, write_ragged
+from b2t_kaggle.runs import Run, StageRun
+from b2t_kaggle.stages import PipelineError
+from b2t_kaggle.submission import write_submission
+from b2t_kaggle.training.history import History
+from b2t_kaggle.training.loop import checkpoint_bytes
+
+DAY = 't15.2023.08.13'
+LIMIT = 3000  # Bytes; each writer below writes more
+WORDS = [f'{a}{b}' for a in 'bdfgklmnprst' for b in ('ay', 'ee', 'ow', 'oo', 'an', 'it')]
+
+
+def sentences(n, seed=0):
+    rng = np.random.default_rng(seed)
+    return [' '.join(rng.choice(WORDS, 6)) for _ in range(n)]
+
+
+def trials(n_bins=20):
+    "Two of a session."
+    for i in range(2):
+        features = np.random.default_rng(i).standard_normal((n_bins, 512)).astype('float32')
+        yield Trial(DAY, 'train', f'trial_{i:04d}', 1, i, features, np.array([17, 38, 40]), 'Is.')
+
+
+def write_history(path):
+    history = History(path, every=1)
+    for step in range(500): history.add(step, 1., 1., dict(model=.1, day=.1), 1.)
+    history.save()
+
+
+def write_folder(path):
+    with replaced_folder(path) as new:
+        new.mkdir()
+        (new/'weights').write_bytes(bytes(2*LIMIT))
+
+
+def write_cache(path): _write_cache(path, dict(order=3), dict(keys=np.zeros(LIMIT, np.int64)))
+
+
+# What writes more than the limit into a file of this name, by room
+WRITERS = {
+    'session': (f'{DAY}/data_train.hdf5', lambda p: write_session(p, trials())),
+    'store': ('all.arrow', lambda p: write_ragged(p, [np.ones((LIMIT, 2))])),
+    'checkpoint': ('last.pt', lambda p: save_atomic(dict(weights=torch.ones(LIMIT)), p)),
+    'arpa': ('lm.arpa', lambda p: estimate_arpa(sentences(100), p, 3, [0, 0, 0], None)),
+    'arpa.gz': ('lm.arpa.gz', lambda p: estimate_arpa(sentences(100), p, 3, [0, 0, 0], None)),
+    'automaton': ('lm.arpa.automaton', write_cache),
+    'n-best': ('nbest_val.jsonl', lambda p: write_nbest(p, [[Hypothesis('how are you', -2., -4., 3, -6.)]]*200)),
+    'submission': ('submission.csv', lambda p: write_submission(p, sentences(200))),
+    'history': ('history.csv', write_history),
+    'sound': ('a.wav', lambda p: write_wav(p, np.zeros(LIMIT, 'float32'), 16_000)),
+    'text': ('notes.txt', lambda p: write_whole(p, 'x'*2*LIMIT)),
+    'folder': ('adapter', write_folder),
+}
+
+
+@contextmanager
+def largest_file(n_bytes):
+    "No file of this process grows beyond so many bytes."
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try: yield
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def contents(folder):
+    "All files in a folder, by their paths in it."
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob('*')) if p.is_file()}
+
+
+def check_line(error, path, *words):
+    "An error is one line that names the file, says what was kept and what to do."
+    text = str(error.value)
+    for expected in (str(path), 'not written, because ', '. To do: ', *words): assert expected in text, text
+    assert '\n' not in text and len(text) < 500
+
+
+@pytest.mark.parametrize('room', WRITERS)
+def test_a_file_that_must_not_grow(room, tmp_path):
+    "At first, in place of an older one, and then with room."
+    name, write = WRITERS[room]
+    path = tmp_path/name
+    for before in ({}, None):
+        if before is None:
+            write(path)
+            before = contents(tmp_path)
+        with largest_file(LIMIT), pytest.raises(WriteError) as error: write(path)
+        check_line(error, path, '(ulimit -f)', 'what was there is as it was' if before else 'no part of it was left')
+        assert contents(tmp_path) == before
+    write(path)
+    assert len(contents(tmp_path)) == 1
+
+
+@pytest.mark.parametrize('room', WRITERS)
+def test_what_is_no_file_is_not_replaced(room, tmp_path):
+    name, write = WRITERS[room]
+    path = tmp_path/name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(WriteError, match=f'{path}: found a pipe, expected a .*; it stays as it is'): write(path)
+    path.unlink()
+    path.symlink_to('/dev/full')
+    with pytest.raises(WriteError, match=f'{path}: found a device'): write(path)
+    assert path.is_char_device()
+
+
+def test_a_folder_that_goes_away(tmp_path, monkeypatch):
+    "Just before the file gets its name; a rename finds no folder then."
+    rename = os.replace
+    def remove_first(old, new):
+        shutil.rmtree(Path(new).parent)
+        rename(old, new)
+    monkeypatch.setattr(os, 'replace', remove_first)
+    for room in ('store', 'checkpoint', 'arpa', 'n-best'):
+        name, write = WRITERS[room]
+        with pytest.raises(WriteError) as error: write(tmp_path/'run'/name)
+        check_line(error, tmp_path/'run'/name, 'its folder went away while it was written')
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    "A file system of 100 kB."
+    disk = tmp_path/'disk'
+    disk.mkdir()
+    command = ['mount', '-t', 'tmpfs', '-o', 'size=100k', 'tmpfs', str(disk)]
+    if not shutil.which('mount') or subprocess.run(command, capture_output=True, timeout=30).returncode:
+        pytest.skip('a file system cannot be mounted here')
+    yield disk
+    subprocess.run(['umount', '-l', str(disk)], check=True, timeout=30)
+
+
+def test_a_disk_that_is_full(small_disk):
+    for room in ('session', 'store', 'checkpoint', 'arpa.gz', 'text', 'folder'):
+        name, write = WRITERS[room]
+        (small_disk/'others').write_bytes(bytes(96 << 10))
+        path = small_disk/room/name
+        if path.parent != small_disk/room: path.parent.mkdir(parents=True)
+        with pytest.raises(WriteError) as error: write(path)
+        reason = 'not written, because the disk is full'
+        if 'free, expected at least' not in str(error.value): check_line(error, path, reason, 'no part of it was left')
+        (small_disk/'others').unlink()
+        write(path)
+        assert len(contents(small_disk/room)) == 1
+        shutil.rmtree(small_disk/room)
+    with pytest.raises(WriteError, match='102 kB free, expected at least 200 kB for the trials'):
+        require_space(small_disk, 200_000, 'the trials')
+
+
+KILLED = '''
+import os, signal, sys
+from pathlib import Path
+from b2t_kaggle.files import atomic_path, replaced_folder, scratch_folder
+
+def write(k):
+    "A file or a folder in each room, all at once."
+    if k == len(rooms):
+        print('written', flush=True)
+        sys.stdin.readline()
+        rename = os.replace
+        def only_first(old, new):
+            rename(old, new)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.replace = only_first
+        return
+    kind, path = rooms[k]
+    with dict(file=atomic_path, folder=replaced_folder, scratch=scratch_folder)[kind](path) as tmp:
+        if kind == 'file': tmp.write_text('half')
+        if kind == 'folder':
+            tmp.mkdir()
+            (tmp/'weights').write_text('new')
+        if kind == 'scratch': (tmp/'text').write_text('some')
+        write(k + 1)
+
+rooms = [line.split() for line in sys.argv[1:]]
+write(0)
+'''
+
+
+def test_a_killed_process_leaves_nothing_behind(tmp_path):
+    "As long as it lives its files stay; what a folder was before it was replaced comes back."
+    run = Run(tmp_path/'run', tmp_path/'work')
+    adapter = run.dir/'adapter'
+    adapter.mkdir()
+    (adapter/'weights').write_text('old')
+    files = [run.packed_dir/'train.arrow', run.dir/'train'/'last.pt', run.data_dir/DAY/'data_train.hdf5',
+             tmp_path/'work'/'stages'/'pack.json']
+    rooms = [f'file {f}' for f in files] + [f'scratch {run.dir}', f'folder {adapter}']
+    child = subprocess.Popen([sys.executable, '-c', KILLED, *rooms], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b'written\n'
+        def left(): return [p for p in tmp_path.rglob('.*') if '.tmp' in p.name]
+        before = left()
+        run.clear_leftovers()
+        clear_leftovers(run.dir)
+        assert len(before) == len(rooms) and left() == before
+        child.communicate(b'\n', timeout=60)
+    finally: child.kill()
+    assert child.returncode == -signal.SIGKILL
+    assert left() == before and not adapter.exists()
+    StageRun(run, 'simulate').begin()
+    assert left() == [] and (adapter/'weights').read_text() == 'old'
+
+
+def test_estimates_are_near_what_is_written(tmp_path):
+    "Rather more than too little."
+    write_session(session_path(tmp_path, DAY, 'train'), trials(400))
+    for options in (dict(), dict(dtype='float32', feature_subset=list(range(64)))):
+        path = tmp_path/'train.arrow'
+        real = TrialStore.build(tmp_path, 'train', path, progress=False, **options).path.stat().st_size
+        assert real < packed_bytes(tmp_path, 'train', **options) < 1.25*real
+
+    for name in ('lm.arpa', 'lm.arpa.gz'):
+        estimate_arpa(sentences(300), tmp_path/name, 3, [0, 0, 0], None)
+        real = (tmp_path/name).stat().st_size
+        assert real < arpa_bytes(tmp_path/name, model_words(tmp_path/name), read_counts(tmp_path/name)) < 3*real
+
+    cfg = with_overrides(preset('demo'), {'data.sessions': [DAY]})
+    model = build_model(cfg.model, 1)
+    sizes = checkpoint_bytes(sum(p.numel() for p in model.parameters()), cfg)
+    states = dict(best=model.state_dict(), last=[model.state_dict(), new_state(model)])
+    for name, state in states.items():
+        save_atomic(dict(state=state), tmp_path/name)
+        real = (tmp_path/name).stat().st_size
+        assert 0.9*real < sizes[name] < 1.1*real
+
+
+def test_room_is_asked_for_before_anything_is_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr('b2t_kaggle.files.free_space', lambda folder: 50_000)
+    size = dict(n_sessions=1, train=5, val=1, test=1, lm_sentences=10)
+    with pytest.raises(WriteError, match='50.0 kB free, expected at least .* for 5 simulated trials'):
+        simulate_dataset(tmp_path/'new', **size)
+    write_session(session_path(tmp_path, DAY, 'train'), trials())
+    monkeypatch.setattr('b2t_kaggle.files.free_space', lambda folder: 10_000)
+    with pytest.raises(WriteError, match='expected at least .* for the packed trials of train'):
+        TrialStore.build(tmp_path, 'train', tmp_path/'train.arrow')
+    with largest_file(LIMIT), pytest.raises(WriteError, match=r'may grow to 3\.0 kB \(ulimit -f\), expected at least'):
+        TrialStore.build(tmp_path, 'train', tmp_path/'train.arrow')
+    with pytest.raises(WriteError, match=r'expected at least .* for a model of [\d,]+ n-grams'):
+        WRITERS['arpa'][1](tmp_path/'lm.arpa')
+    assert not list(tmp_path.glob('*.ar*'))
+
+
+def test_the_command_says_it_in_one_line(tmp_path):
+    (tmp_path/'text').write_text('\n'.join(sentences(200)))
+    build = ['lm', 'build', '--sentences', '--estimator', 'own', '--order', '3', str(tmp_path/'text'), '-o']
+    with largest_file(LIMIT): result = CliRunner().invoke(main, [*build, str(tmp_path/'lm.arpa')])
+    assert result.exit_code == 1 and result.output.startswith(f'Error: {tmp_path}/lm.arpa: not written'), result.output
+    assert len(result.output.splitlines()) == 1 and os.listdir(tmp_path) == ['text']
+    result = CliRunner().invoke(main, [*build, '/dev/null'])
+    assert result.exit_code == 2 and '/dev/null: found a device, expected a file' in result.output
+    assert Path('/dev/null').is_char_device()
+
+
+def test_a_stage_says_what_was_kept(tmp_path, monkeypatch):
+    import papermill as pm
+    run = Run(tmp_path/'run', tmp_path)
+    (run.dir/'train').mkdir()
+    def fail_with(error):
+        def fails(*_, **__): raise error
+        monkeypatch.setattr(pm, 'execute_notebook', fails)
+        with pytest.raises(PipelineError) as found: execute(run, 'train')
+        assert '\n' not in str(found.value)
+        return str(found.value)
+    inside = pm.PapermillExecutionError(3, 1, '', 'WriteError', 'last.pt: not written, because the disk is full', [])
+    text = fail_with(inside)
+    assert text.startswith('stage train: last.pt: not written, because the disk is full. What the stages before it')
+    assert 'goes on from' not in text
+    (run.dir/'train'/'last.pt').touch()
+    assert f'the training goes on from {run.dir}/train/last.pt; the record is in ' in fail_with(inside)
+    text = fail_with(OSError(errno.ENOSPC, 'No space left on device'))
+    assert text.startswith(f'stage train: {run.dir}/notebooks/03_train.ipynb: not written, because the disk is full')
+
+
+def test_what_changes_while_it_is_read_is_called_that(tmp_path):
+    path = tmp_path/'a.arrow'
+    store = write_ragged(path, [np.arange(3.), np.arange(4.)])
+    damaged = bytearray(path.read_bytes())
+    at = damaged.index(np.arange(4.).tobytes())
+    damaged[at + 8] ^= 1
+    path.write_bytes(damaged)   # The file that is mapped
+    os.utime(path, (0, 0))
+    store[0]
+    with pytest.raises(RaggedError, match=r'a\.arrow: changed since it was opened, array 1'): store[1]
+    with pytest.raises(RaggedError, match=r'a\.arrow: damaged, array 1'): type(store)(path)[1]
+
+
+def test_temporary_files_are_made_in_one_place():
+    "So that those of killed processes are known by their names."
+    sources = Path(b2t_kaggle.__file__).parent.rglob('*.py')
+    assert [f.name for f in sources if re.search(r'^(import|from) tempfile', f.read_text(), re.M)] == ['files.py']
