@@ -1,4 +1,5 @@
 "A toy that any encoder can learn, and small configurations of all of them; for the tests that run over a registry."
+import json
 import sys
 from pathlib import Path
 
@@ -68,8 +69,10 @@ FEW = dict(num_training_batches=6, batches_per_val_step=6)
 
 if __name__ == '__main__':  # trains in a process that a test kills, or several encoders in a pair of processes
     from b2t_kaggle.frameworks import train
-    folder, out, names, framework = sys.argv[1:5]
-    if ',' not in names: train(*open_toy(Path(folder)), config(names, framework=framework), Path(out), progress=False)
+    folder, out, names, framework, *changes = sys.argv[1:]
+    if ',' not in names:
+        cfg = config(names, framework=framework, **json.loads(*changes or ['{}']))
+        train(*open_toy(Path(folder)), cfg, Path(out), progress=False)
     else:
         from torch import distributed
         distributed.init_process_group('gloo')  # A second one, for the second encoder, would wait for the first

@@ -1,4 +1,5 @@
 "What every encoder of TensorFlow must do. The registry is the list: an encoder is tested by being there."
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ import pytest
 
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from encoders import config, open_toy, write_toy
+import encoders
+from encoders import open_toy, write_toy
 
 from b2t_kaggle.convert import convert
 from b2t_kaggle.schema import ConfigError
@@ -23,6 +25,13 @@ from b2t_kaggle.tensorflow.trainer import Trainer, train
 from b2t_kaggle.training.checkpoints import CheckpointError
 
 NAMES = model_names()
+
+
+# A program for a second length takes as long as all steps do, and test_trainer_tf has one
+ONE_LENGTH = {'data.n_buckets': 1}
+
+
+def config(name, **changes): return encoders.config(name, framework='tensorflow', **ONE_LENGTH | changes)
 
 
 @pytest.fixture(scope='module')
@@ -40,7 +49,7 @@ def trained(data, tmp_path_factory):
     def get(name):
         if name not in runs:
             out = tmp_path_factory.mktemp(name)
-            runs[name] = out, train(*open_toy(data), config(name, framework='tensorflow'), out, progress=False)
+            runs[name] = out, train(*open_toy(data), config(name), out, progress=False)
         return runs[name]
     return get
 
@@ -71,7 +80,7 @@ def test_padding_changes_nothing(name, trained):
 def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
     "SIGKILL as soon as there is a checkpoint; the weights are those of a run that was never killed, bit for bit."
     script = str(Path(__file__).parents[1]/'encoders.py')
-    command = [sys.executable, script, str(data), str(tmp_path), name, 'tensorflow']
+    command = [sys.executable, script, str(data), str(tmp_path), name, 'tensorflow', json.dumps(ONE_LENGTH)]
     env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
     p = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (tmp_path/'last.weights.h5').exists():
@@ -80,7 +89,7 @@ def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
     p.send_signal(signal.SIGKILL)
     p.wait()
     assert 0 < load_last(tmp_path/'last.weights.h5')['run']['step'] < 200
-    result = train(*open_toy(data), config(name, framework='tensorflow'), tmp_path, progress=False)
+    result = train(*open_toy(data), config(name), tmp_path, progress=False)
     assert result['step'] == 200
     again, never = (load_model(folder/'best.weights.h5')[0].to_state() for folder in (tmp_path, trained(name)[0]))
     for k, v in never.items(): np.testing.assert_array_equal(v, again[k], err_msg=k)
@@ -118,7 +127,7 @@ def test_accumulated_gradients(name, data):
     "A batch in two parts gives the losses and the gradient of the whole one."
     results = []
     for accumulate in (1, 2):
-        cfg = config(name, framework='tensorflow', accumulate=accumulate)
+        cfg = config(name, accumulate=accumulate)
         trainer = Trainer(*open_toy(data), cfg, start('cpu', 'float32'))
         steps = list(trainer.steps(3))
         results.append(([s.losses.mean() for s in steps], [s.grad_norm for s in steps]))
