@@ -146,8 +146,9 @@ def _move(frame, graph, label, blank, low, high, add):
 @_jit
 def _rule_out(label, blank, start, end):
     "No path is at the nodes from start to end - 1 any more."
-    label[start:end] = -math.inf
-    blank[start:end] = -math.inf
+    for i in range(start, end):
+        label[i] = -math.inf
+        blank[i] = -math.inf
 
 @_jit
 def _narrowed(label, blank, low, high, most):
@@ -160,10 +161,10 @@ def _narrowed(label, blank, low, high, most):
     return a, a + most - 1
 
 @_jit
-def _kept(label, blank, low, high, more, bound, add):
+def _kept(label, blank, low, high, more, bound):
     "Without the nodes at both ends whose score, with what may still come, is below a bound."
-    while low <= high and _join(label[low], blank[low], add) + more[low] < bound: low += 1
-    while low <= high and _join(label[high], blank[high], add) + more[high] < bound: high -= 1
+    while low <= high and max(label[low], blank[low]) + more[low] < bound: low += 1
+    while low <= high and max(label[high], blank[high]) + more[high] < bound: high -= 1
     return low, high
 
 # %% ../../nbs/decoding/04_acoustic.ipynb #c019
@@ -192,8 +193,9 @@ def _save(saved, low, high, furthest, label, blank):
     saved.low[s] = low
     saved.high[s] = high
     saved.furthest[s] = furthest
-    saved.label[s, :high - low + 1] = label[low:high + 1]
-    saved.blank[s, :high - low + 1] = blank[low:high + 1]
+    for i in range(low, high + 1):
+        saved.label[s, i - low] = label[i]
+        saved.blank[s, i - low] = blank[i]
     saved.count[0] = s + 1
 
 @_jit
@@ -214,8 +216,9 @@ def _score_above(log_probs, graph, limits, least, add, most, saved, low, high):
         s = saved.count[0] - 1
         a, b, furthest = saved.low[s], saved.high[s], saved.furthest[s]
         blank[0] = -math.inf
-        label[a:b + 1] = saved.label[s, :b - a + 1]
-        blank[a:b + 1] = saved.blank[s, :b - a + 1]
+        for i in range(a, b + 1):
+            label[i] = saved.label[s, i - a]
+            blank[i] = saved.blank[s, i - a]
     saving = True
     for t in range(start, len(log_probs)):
         if saving and saved.count[0] < len(saved.low) and t == _EVERY*(saved.count[0] + 1):
@@ -223,7 +226,7 @@ def _score_above(log_probs, graph, limits, least, add, most, saved, low, high):
         first, last = a, limits.reach[b]
         furthest = max(furthest, last)
         _move(log_probs[t], graph, label, blank, first, last, add)
-        a, b = _kept(label, blank, first, last, limits.more, least - limits.ahead[t + 1], add)
+        a, b = _kept(label, blank, first, last, limits.more, least - limits.ahead[t + 1])
         while a <= b and limits.rest[a] > len(log_probs) - 1 - t:
             a += 1
             saving = False # A shorter sentence might need it
@@ -236,55 +239,55 @@ def _score_above(log_probs, graph, limits, least, add, most, saved, low, high):
     return _join(label[-1], blank[-1], add)
 
 # %% ../../nbs/decoding/04_acoustic.ipynb #c021
+_GUESS = 32.0   # Nats that a sentence is behind what is possible at most, to begin with
+_SPREAD = 48.0  # Nats that the sentences of a list may be behind the first one
 _NO_MORE = 64.0 # Nats that what is left out of a sum is behind
 
 @_jit
-def _above(log_probs, graph, limits, least, add, most, saved, low, high):
-    "`_score_above` with a margin for rounding errors, and in a sum for what does not change its digits."
-    margin = 1e-6 + 1e-9*(abs(limits.ahead[0]) + abs(least)) + (_NO_MORE if add else 0.)
-    return _score_above(log_probs, graph, limits, least - margin, add, most, saved, low, high)
+def _n_common(a, b):
+    "How many words two texts have in common at the beginning."
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]: n += 1
+    return n
 
 @_jit
-def _score(log_probs, graph, limits, least, add, saved, low, high):
-    """The score of a sentence, -inf if the frames are too few for it. `least` is a guess, on which it does not depend.
-    Writes which nodes were kept after each frame."""
-    if limits.rest[0] > len(log_probs): return -math.inf
-    score = _above(log_probs, graph, limits, least, add, _MOST, saved, low, high)
-    if score >= least > -math.inf: return score
-    gap = limits.ahead[0] - least
-    while score == -math.inf and gap < 1e5*len(log_probs):
-        gap *= 1.5
-        fresh = _no_states(0)
-        score = _above(log_probs, graph, limits, limits.ahead[0] - gap, add, _MOST, fresh, low, high)
-        if score >= limits.ahead[0] - gap: return score
-    most = _MOST if score > -math.inf else len(limits.reach) # All nodes, where a path is too far from the others
-    return _above(log_probs, graph, limits, score, add, most, _no_states(0), low, high)
-
-_GUESS = 32.0 # Nats that a sentence is behind what is possible at most, to begin with
-_SPREAD = 48. # Nats that the sentences of a list may be behind the first one
-
-@_jit
-def _scores(log_probs, words, starts, order, prons, add):
-    "The score of each text, computed in an order in which neighbours begin alike."
+def _scores(log_probs, words, starts, order, prons, add, low, high):
+    """The score of each text, computed in an order in which neighbours begin alike; -inf where the frames are too few.
+    Writes which nodes were kept in frame t for the last one, from low[t] to high[t]."""
+    n_frames = len(log_probs)
     ahead = _most_ahead(log_probs, add)
-    low = np.zeros(len(log_probs), np.int64)
-    high = np.zeros(len(log_probs), np.int64)
-    saved = _no_states(len(log_probs))
-    scores = np.empty(len(order))
+    saved = _no_states(n_frames)
+    scores = np.full(len(order), -math.inf)
     before = words[:0]
-    least = ahead[0] - _GUESS
-    for k in range(-1, len(order)): # First the first text, to know what is to be expected
+    guess = ahead[0] - _GUESS
+    for k in range(-1, len(order)): # The first text twice, to know what is to be expected
         i = order[k] if k >= 0 else 0
         text = words[starts[i]:starts[i + 1]]
         graph = _spelling_graph(text, prons)
-        common = 0
-        while common < min(len(text), len(before)) and text[common] == before[common]: common += 1
-        _keep_saved(saved, graph.sil[common])
-        scores[i] = _score(log_probs, graph, _limits(graph, ahead, add), least, add, saved, low, high)
+        limits = _limits(graph, ahead, add)
+        _keep_saved(saved, graph.sil[_n_common(text, before)])
         before = text
+        least = guess
+        gap = ahead[0] - guess
+        most = _MOST
+        states = saved
+        is_sure = False
+        while limits.rest[0] <= n_frames:
+            margin = 1e-6 + 1e-9*(abs(ahead[0]) + abs(least)) # More than rounding errors
+            if add: margin += _NO_MORE
+            scores[i] = _score_above(log_probs, graph, limits, least - margin, add, most, states, low, high)
+            if is_sure or scores[i] >= least: break
+            states = _no_states(0) # What is saved holds for the guess
+            gap *= 1.5
+            is_sure = scores[i] > -math.inf or gap > 1e5*n_frames
+            if scores[i] > -math.inf: least = scores[i]
+            elif not is_sure: least = ahead[0] - gap
+            else: # A path that is too far from the others
+                least = -math.inf
+                most = len(limits.rest)
         if k >= 0: continue
-        if scores[0] > -math.inf: least = scores[0] - _SPREAD
-        saved.count[0] = 0 # What was saved holds for what is as good as the guess
+        if scores[0] > -math.inf: guess = scores[0] - _SPREAD
+        saved.count[0] = 0
     return scores
 
 def acoustic_scores(
@@ -298,7 +301,8 @@ def acoustic_scores(
     texts = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
     if not texts: return np.zeros(0)
     order = np.array(sorted(range(len(texts)), key=texts.__getitem__))
-    return _scores(log_probs, words, starts, order, prons, add)
+    low, high = np.zeros((2, len(log_probs)), np.int64)
+    return _scores(log_probs, words, starts, order, prons, add, low, high)
 
 # %% ../../nbs/decoding/04_acoustic.ipynb #c027
 @_jit
@@ -312,20 +316,15 @@ def _best_source(score, graph, i):
     return source
 
 @_jit
-def _best_path(log_probs, graph):
-    "The node of each frame of the best path, negative for a blank after it [T']; empty if there is none."
+def _best_path(log_probs, graph, low, high):
+    """The node of each frame of the best path, negative for a blank after it [T']. In frame t it is at one of the nodes
+    from low[t] to high[t]."""
     n_frames = len(log_probs)
-    path = np.zeros(n_frames, np.int64)
-    limits = _limits(graph, _most_ahead(log_probs, False), False)
-    low = np.zeros(n_frames, np.int64)
-    high = np.zeros(n_frames, np.int64)
-    least = limits.ahead[0] - _GUESS
-    score = _score(log_probs, graph, limits, least, False, _no_states(0), low, high)
-    if score == -math.inf: return path[:0]
     place = np.zeros(n_frames + 1, np.int64) # Where the nodes of a frame begin
     for t in range(n_frames): place[t + 1] = place[t] + high[t] - low[t] + 1
-    back = np.zeros(2*place[-1], np.int32)   # Where the best path to each entry comes from
-    scores = np.full(2*len(graph.symbol), -math.inf)
+    back = np.zeros(2*place[n_frames], np.int32) # Where the best path to each entry comes from
+    n = len(graph.symbol)
+    scores = np.full(2*n, -math.inf)
     scores[0] = 0
     a, b = 0, 0
     for t in range(n_frames):
@@ -336,11 +335,11 @@ def _best_path(log_probs, graph):
             back[k + 1] = source
             scores[2*i] = scores[back[k]] + log_probs[t, BLANK]
             scores[2*i + 1] = scores[source] + log_probs[t, graph.symbol[i]] if i else -math.inf
-        scores[2*a:2*low[t]] = -math.inf
-        scores[2*high[t] + 2:2*b + 2] = -math.inf
-        a = low[t]
-        b = high[t]
-    entry = len(scores) - 1 if scores[-1] > scores[-2] else len(scores) - 2
+        for e in range(2*a, 2*low[t]): scores[e] = -math.inf
+        for e in range(2*high[t] + 2, 2*b + 2): scores[e] = -math.inf
+        a, b = low[t], high[t]
+    entry = 2*n - 1 if scores[2*n - 1] > scores[2*n - 2] else 2*n - 2
+    path = np.zeros(n_frames, np.int64)
     for t in range(n_frames - 1, -1, -1):
         path[t] = entry//2 if entry % 2 else -(entry//2)
         entry = back[2*(place[t] - low[t]) + entry]
@@ -352,8 +351,10 @@ def word_spans(
     prons: Pronunciations,  # Of all words
 ) -> np.ndarray | None:     # First and last frame of each word's phonemes [n_words, 2]; none: frames are too few
     "When each word was spoken, on the best path."
+    low, high = np.zeros((2, len(log_probs)), np.int64)
+    ends = np.array([0, len(words)])
+    if _scores(log_probs, words, ends, np.zeros(1, np.int64), prons, False, low, high)[0] == -math.inf: return None
     graph = _spelling_graph(words, prons)
-    path = _best_path(log_probs, graph)
-    if len(path) < len(words): return None
+    path = _best_path(log_probs, graph, low, high)
     spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in itertools.pairwise(graph.sil)]
     return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)
