@@ -180,7 +180,7 @@ def test_a_run_without_a_general_model(tmp_path, monkeypatch, capsys):
     expected = build_ngram(TRAIN, tmp_path/'expected.arpa', order=3)
     assert (tmp_path/'lm'/'lm.arpa').read_bytes() == expected.read_bytes()
     assert sorted(names['words']) == sorted(set(' '.join(TRAIN).split()))
-    line, = (line for line in capsys.readouterr().out.splitlines() if 'cannot be decoded' in line)
+    line, = (line for line in capsys.readouterr().err.splitlines() if 'cannot be decoded' in line)
     assert line.startswith('27.3% of the words of val') and 'lm.general=FILE' in line # us, am and zyx of 11
 
 

@@ -204,10 +204,10 @@ def oov_advice(
 ) -> str:
     "What to do about many words that cannot be decoded; empty where they are few."
     if not rate > MANY_OOV: return ''
-    return (f'{rate:.1%} of the words of val are not among the {n_words:,} that can be decoded, and each is an error '
-            'or more. Give text with --set lm.texts=[FILE], or a general model to mix in with --set lm.general=FILE '
-            '(the wheel that `pip download pocketsphinx --no-deps` fetches holds one), or a ready one with --set '
-            'lm.path=FILE (`b2t lm get` lists some)')
+    return (f'{rate:.1%} of the words of val cannot be decoded, because they are not among the {n_words:,} that the '
+            'language model has, and each is an error or more. Give text with --set lm.texts=[FILE], or a general '
+            'model to mix in with --set lm.general=FILE (the wheel that `pip download pocketsphinx --no-deps` fetches '
+            'holds one), or a ready one with --set lm.path=FILE (`b2t lm get` lists some)')
 
 # %% ../../nbs/lm/04_ngram.ipynb #c024
 def model_report(
