@@ -80,7 +80,7 @@ def try_all(kind: Kind, cases: list, folder: Path, out) -> None:
     limit = memory('VmSize') + (4 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     expected = outcome(kind, path)
-    if 'result' not in expected: expected['complaint'] = 'a whole file is refused'
+    if 'result' not in expected: expected['complaint'] = expected['complaint'] or 'a whole file is refused'
     out.send(dict(case='whole', **expected))
     for name, make, *arguments in cases:
         out.send(dict(case=name))
@@ -108,6 +108,7 @@ def _raise(error: Exception): raise error
 # By what the report of it must say: readers that do not do as promised, given the path and the secret
 READERS = {
     'an error that': lambda p, s: _raise(KeyError(p.name)),
+    'a whole file is refused': lambda p, s: _raise(OSError(p.name)),
     'raised in': lambda p, s: _raise(ValueError(p.name)),
     'MB of memory': lambda p, s: np.ones(20 << 20).sum(),
     'another file': lambda p, s: s.read_text(),
