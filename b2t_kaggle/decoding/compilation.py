@@ -11,7 +11,6 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 import b2t_kaggle
-from ..files import user_cache, write_whole
+from ..files import scratch_folder, user_cache, write_whole
 
 # %% ../../nbs/decoding/13_compilation.ipynb #c006
 @cache
@@ -54,9 +53,9 @@ def compile_search() -> None:
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.ngram import build_ngram
     from b2t_kaggle.phonemes import PHONEMES, build_lexicon
-    with tempfile.TemporaryDirectory() as d, warnings.catch_warnings():
+    with scratch_folder() as d, warnings.catch_warnings():
         warnings.simplefilter('ignore') # There is too little text
-        lm = load_ngram(build_ngram(['how are you'], Path(d)/'lm.arpa', order=2, estimator='own'))
+        lm = load_ngram(build_ngram(['how are you'], d/'lm.arpa', order=2, estimator='own'))
         decoder = LexiconBeamDecoder(build_lexicon(['how', 'are', 'you']), lm)
         decoder.decode(np.full((9, len(PHONEMES)), -np.log(len(PHONEMES))))
     write_whole(_mark(), '')
