@@ -297,7 +297,7 @@ def acoustic_scores(
     prons: Pronunciations, # Of all words
     add: bool,             # Whether paths are summed up; otherwise the best one counts
 ) -> np.ndarray:           # Natural log, for each text
-    "Log-probability of the frames given each text, in time that grows with the frames as it grows with the texts."
+    "Log-probability of the frames given each text; takes time as the trial is long where the frames fit the texts."
     texts = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
     if not texts: return np.zeros(0)
     order = np.array(sorted(range(len(texts)), key=texts.__getitem__))
