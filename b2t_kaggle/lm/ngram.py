@@ -206,8 +206,8 @@ def oov_advice(
     if not rate > MANY_OOV: return ''
     return (f'{rate:.1%} of the words of val cannot be decoded, because they are not among the {n_words:,} that the '
             'language model has, and each is an error or more. Give text with --set lm.texts=[FILE], or a general '
-            'model to mix in with --set lm.general=FILE (the wheel that `pip download pocketsphinx --no-deps` fetches holds '
-            'one), or a ready one with --set lm.path=FILE (`b2t lm get` lists some)')
+            'model to mix in with --set lm.general=FILE (the wheel that `pip download pocketsphinx --no-deps` fetches '
+            'holds one), or a ready one with --set lm.path=FILE (`b2t lm get` lists some)')
 
 # %% ../../nbs/lm/04_ngram.ipynb #c024
 def model_report(
