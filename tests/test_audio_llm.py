@@ -42,8 +42,9 @@ def finished(tmp_path_factory, here):
     tmp = tmp_path_factory.mktemp('audio_llm')
     small = {k: v for k, v in SMALL.items() if not k.startswith('decode.')}
     llm = tiny_audio_llm(tmp/'llm', ['how are you', 'i am fine'])
-    small |= {'audio.language_model': str(llm), 'audio.lora_rank': 2, 'generate.max_tokens': 12, 'generate.beams': 3,
-              'train.num_training_batches': 4, 'train.accelerator': 'cpu'}
+    small |= {'simulate.train': 12, 'simulate.val': 2, 'simulate.test': 2, 'audio.language_model': str(llm),
+              'audio.lora_rank': 2, 'generate.max_tokens': 6, 'train.num_training_batches': 3,
+              'train.accelerator': 'cpu'}
     run = Run(tmp/'runs'/'hears', tmp/'work', cfg=load_config(base='audio-llm', overrides=small))
     run_stages(run)
     assert here == [s for s in plan(run.cfg)] and 'generate' in here and 'decode' not in here
