@@ -126,10 +126,10 @@ def _formula(tex: str) -> str:
     svg = drawing.getvalue()
     svg = re.sub(r'<metadata>.*?</metadata>', '', svg[svg.index('<svg'):], flags=re.DOTALL)
     svg = re.sub(r'<g id="patch_1">.*?</g>', '', svg, flags=re.DOTALL)   # the paper
-    width, height = (float(re.search(rf'{side}="([\d.]+)pt"', svg)[1])/11.5 for side in ('width', 'height'))
+    width, height = (float(re.search(rf'{side}="([\d.]+)pt"', svg)[1])/10.5 for side in ('width', 'height'))
     svg = re.sub(r'\b(id="|href="#|url\(#)', r'\1NAME-', svg).replace('#000000', 'currentColor')
     svg = re.sub(r'(width|height)="[\d.]+pt" ?', '', svg, count=2)
-    place = f'width:{width:.3f}em;height:{height:.3f}em;vertical-align:-{depth/11.5:.3f}em'
+    place = f'width:{width:.3f}em;height:{height:.3f}em;vertical-align:-{depth/10.5:.3f}em'
     label = html.escape(tex, quote=True)
     attributes = f'class="math" fill="currentColor" role="img" aria-label="{label}" style="{place}"'
     return svg.strip().replace('<svg ', f'<svg {attributes} ', 1)
