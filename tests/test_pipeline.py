@@ -212,7 +212,10 @@ def test_a_failing_stage_says_why(finished, tmp_path):
     broken = tmp_path/'broken'/'t15.2023.08.11'
     broken.mkdir(parents=True)
     (broken/'data_train.hdf5').write_bytes(b'not an HDF5 file')
-    r = b2t('run', '--data', broken.parent, '--out', tmp_path, '--work', tmp_path/'data', '--preset', 'demo')
+    r = b2t(
+        'run', '--data', broken.parent, '--out', tmp_path, '--work', tmp_path/'data', '--preset', 'demo',
+        '--set', 'data.days_per_batch=1',
+    )
     assert r.returncode == 1
     assert 'stage check failed' in r.stderr and 'data_train.hdf5' in r.stderr
     assert 'Traceback (most recent call last)' not in r.stderr
