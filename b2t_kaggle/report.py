@@ -18,7 +18,7 @@ import pandas as pd
 import b2t_kaggle
 from .bootstrap import rate_interval
 from .comparison import PER, WER, measure
-from .config import PRESETS, Config, config_fields, preset
+from .config import Config, config_fields, preset
 from .metrics import ErrorCounts, total
 from .pages import Html, aligned, cards, markdown, output, page, table
 from .phonemes import normalize_sentence
@@ -135,15 +135,11 @@ def _values(cfg: Config) -> dict[str, Any]:
 
 def differences(
     cfg: Config, # Of a run
-) -> tuple[str, dict[str, tuple[Any, Any]]]: # The nearest preset; by key, its value and the run's
-    "What distinguishes a configuration from the preset that is nearest to it."
-    own = _values(cfg)
-    found = {}
-    for name in PRESETS:
-        theirs = _values(preset(name))
-        found[name] = {k: (theirs.get(k), v) for k, v in own.items() if theirs.get(k) != v}
-    nearest = min(found, key=lambda name: len(found[name]))
-    return nearest, found[nearest]
+    name: str,   # Of the preset from which it began
+) -> dict[str, tuple[Any, Any]]: # By key, the preset's value and the run's
+    "What distinguishes a configuration from a preset."
+    theirs = _values(preset(name))
+    return {k: (theirs.get(k), v) for k, v in _values(cfg).items() if theirs.get(k) != v}
 
 def _setting(value) -> str:
     "A value as `--set` takes it; of a long list its beginning."
@@ -154,9 +150,10 @@ def _setting(value) -> str:
 
 def configuration(
     cfg: Config, # Of a run
+    name: str,   # Of the preset from which it began
 ) -> str:
-    "A table of the values that differ from the nearest preset, with their meaning."
-    name, changed = differences(cfg)
+    "A table of the values that differ from the preset, with their meaning."
+    changed = differences(cfg, name)
     if not changed: return f'<p>All values are those of the preset <code>{name}</code>.</p>'
     meanings = config_fields()
     def about(key): return re.sub('^<p>|</p>$', '', markdown(meanings.get(key, (None, ''))[1]).strip())

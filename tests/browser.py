@@ -5,19 +5,21 @@ import base64
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
 DRIVER = shutil.which('chromedriver')
 QUIET = ['--headless', '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-sync',
          '--disable-component-update', '--disable-background-networking', '--hide-scrollbars',
-         '--allow-file-access-from-files']
+         '--allow-file-access-from-files', '--disable-dev-shm-usage'] # A container's /dev/shm is too small
 WIDTHS = dict(phone=390, desktop=1280)
 WAIT = 60   # Seconds for one command
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({})) # The driver is on this machine
 
 
 class Browser:
@@ -31,7 +33,7 @@ class Browser:
     def ask(self, path: str, body: dict | None = None, method: str = 'POST'):
         data = json.dumps(body or {}).encode() if method == 'POST' else None
         request = urllib.request.Request(self.url + path, data, {'Content-Type': 'application/json'}, method=method)
-        with urllib.request.urlopen(request, timeout=WAIT) as answer: return json.load(answer)['value']
+        with _DIRECT.open(request, timeout=WAIT) as answer: return json.load(answer)['value']
 
     def command(self, name: str, **params): return self.ask('/goog/cdp/execute', dict(cmd=name, params=params))
 
@@ -92,27 +94,40 @@ return least
 '''
 
 
+# Ends the driver with its browser when its own input closes: the test is over, or was killed
+_KEEPER = '''
+import os, shutil, signal, subprocess, sys
+folder, *command = sys.argv[1:]
+with open(folder + '/driver.log', 'wb') as log:
+    driver = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
+sys.stdin.read()
+try: os.killpg(driver.pid, signal.SIGKILL)
+except ProcessLookupError: pass
+driver.wait()
+shutil.rmtree(folder, ignore_errors=True)
+'''
+
+
 @contextmanager
 def browser():
-    "A browser that is gone afterwards, whatever happens."
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        log = Path(folder)/'driver.log'
-        with log.open('wb') as out:
-            driver = subprocess.Popen([DRIVER, '--port=0'], stdout=out, stderr=subprocess.STDOUT)
-        try:
-            one = Browser(_port(log), f'{folder}/profile')
-            try: yield one
-            finally: one.ask('', method='DELETE')
+    "A browser that is gone afterwards, also when this process is killed."
+    folder = Path(tempfile.mkdtemp(prefix='b2t-browser-'))
+    command = [sys.executable, '-c', _KEEPER, folder, DRIVER, '--port=0']
+    keeper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        one = Browser(_port(folder/'driver.log'), f'{folder}/profile')
+        try: yield one
         finally:
-            driver.terminate()
-            try: driver.wait(timeout=10)
-            except subprocess.TimeoutExpired: driver.kill()
+            with suppress(OSError): one.ask('', method='DELETE')
+    finally:
+        keeper.stdin.close()
+        keeper.wait(timeout=WAIT)
 
 
 def _port(log: Path) -> int:
     "The port that the driver chose."
     for _ in range(10*WAIT):
-        words = log.read_text().rstrip().rstrip('.').rsplit(' ', 1)
+        words = (log.read_text() if log.exists() else '').rstrip().rstrip('.').rsplit(' ', 1)
         if 'started successfully on port' in words[0]: return int(words[1])
         time.sleep(0.1)
     raise TimeoutError(f'the driver of Chromium did not start: {log.read_text()}')

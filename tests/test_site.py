@@ -179,7 +179,7 @@ def report(tmp_path_factory):
         return fig
     pieces = [headline(results, dict(WER=0.12, PER=0.3), dict(WER='(cross-validated)')),
               *(group_table(result_table(results), by) for by in ('corpus', 'length', 'session')),
-              worst_trials(results), pages.figure(draw(), 'Loss'), timings(stamps), configuration(cfg),
+              worst_trials(results), pages.figure(draw(), 'Loss'), timings(stamps), configuration(cfg, 'demo'),
               provenance(dict(data='simulated'), stamps)]
     cells = [dict(cell_type='markdown', source='# Report\n\n> One page.')]
     for i, piece in enumerate(pieces):

@@ -322,8 +322,9 @@ def _open_run(run_dir: Path, work: str | Path, base: str | None, preset: str, va
     "The run that is there, or a new one; `base` is a preset that was asked for by name."
     from b2t_kaggle.config import load_config
     from b2t_kaggle.runs import Run
-    is_new = base or not (run_dir/'config.yaml').exists()
-    return Run(run_dir, work, values, load_config(base=base or preset) if is_new else None)
+    if not base and (run_dir/'config.yaml').exists(): return Run(run_dir, work, values)
+    began = base or preset
+    return Run(run_dir, work, values, load_config(base=began), dict(preset=began))
 
 def prepare_training(
     input_dir: str | Path,           # Where Kaggle puts what is attached
