@@ -10,6 +10,7 @@ import runpy
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,13 +57,17 @@ CACHE = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'b2t_kagg
 COMPILED = Path(os.environ.get('B2T_ENVS') or CACHE)/'numba'
 
 
+BEGAN_WITH = set() # The marker of this session: what is compiled belongs to the sources that it began with
+
+
 def compiled_files(package): return sorted(package.rglob('__pycache__/*.nb[ci]'))
 
 
 def compiled_marker():
     """The file that says which sources this checkout's compiled functions are of: of all modules that Numba compiles
     together, because it does not see that a function changed that another module calls."""
-    sources = [p for p in sorted((ROOT/'b2t_kaggle').rglob('*.py')) if b'njit' in p.read_bytes()]
+    compiled = re.compile(rb'njit|numba|^(BLANK|SIL|LN10) *=', re.M) # Functions, intrinsics, numbers that are frozen
+    sources = [p for p in sorted((ROOT/'b2t_kaggle').rglob('*.py')) if compiled.search(p.read_bytes())]
     key = hashlib.sha256(f'{version("numba")} {sys.version}'.encode())
     for p in sources: key.update(str(p.relative_to(ROOT)).encode() + p.read_bytes())
     return ROOT/'b2t_kaggle'/'__pycache__'/f'numba-{key.hexdigest()[:16]}'
@@ -76,6 +81,7 @@ def snapshots(marker):
 def take_compiled():
     "Begin with what another checkout of the same sources compiled, and without what is of other sources."
     marker = compiled_marker()
+    BEGAN_WITH.add(marker)
     if marker.exists(): return
     package = ROOT/'b2t_kaggle'
     for old in (*compiled_files(package), *marker.parent.glob('numba-*')): old.unlink(missing_ok=True)
@@ -91,7 +97,7 @@ def keep_compiled():
     files = compiled_files(package)
     name = f'{len(files):05}'
     kept = snapshots(marker)
-    if not marker.exists() or not files or (kept and int(kept[-1].name) > 0.9*len(files)): return
+    if marker not in BEGAN_WITH or not marker.exists() or not files or (kept and int(kept[-1].name) > 0.9*len(files)): return
     marker_folder = COMPILED/marker.name
     marker_folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=COMPILED) as tmp:
@@ -127,11 +133,13 @@ def shares_compiled(config):
 
 
 def pytest_configure(config):
-    if shares_compiled(config): take_compiled()
+    with suppress(OSError): # Where the cache cannot be read or written, more is compiled
+        if shares_compiled(config): take_compiled()
 
 
 def pytest_unconfigure(config):
-    if shares_compiled(config): keep_compiled()
+    with suppress(OSError):
+        if shares_compiled(config): keep_compiled()
 
 
 def pytest_addoption(parser):

@@ -210,7 +210,8 @@ def run_until(
     with compiled_ahead() if decodes_first else contextlib.nullcontext(): rows = run_stages(run, stage, force)
     click.echo(pd.DataFrame(rows).to_string(index=False, justify='left'))
     stopped = [row['stage'] for row in rows if row['state'] == 'stopped early']
-    if stopped: click.echo(f'\nStopped early: {", ".join(stopped)}. The same line goes on where they stopped.')
+    same = 'The same line without --force' if force else 'The same line'
+    if stopped: click.echo(f'\nStopped early: {", ".join(stopped)}. {same} goes on where they stopped.')
     click.echo(f'\nEverything is in {run.dir}')
     if stage in (None, 'report'):
         click.echo(f'Submission: {run.dir/"submission.csv"}\nReport:     {run.dir/"report.html"}')
@@ -232,12 +233,17 @@ class _HelpFormatter(click.HelpFormatter):
 click.Context.formatter_class = _HelpFormatter
 
 # %% ../nbs/16_cli.ipynb #c020
+def _without_force(arguments: list[str]) -> list[str]:
+    "A command line that goes on with what --force began."
+    pairs = zip(['', *arguments], arguments)
+    return [a for before, a in pairs if before != '--force' and a != '--force' and not a.startswith('--force=')]
+
 class _Group(click.Group):
     "Turns what the kit itself raises into one line and exit status 1; anything else is a bug and shows its traceback."
     def invoke(self, ctx):
         try: return super().invoke(ctx)
         except KeyboardInterrupt as e:
-            line = f'{command_name()} {shlex.join(sys.argv[1:])}'
+            line = f'{command_name()} {shlex.join(_without_force(sys.argv[1:]))}'
             told = f'{e} Go on with:\n  {line}' if isinstance(e, Interrupted) else 'Interrupted.'
             click.echo(f'\n{told}', err=True)
             ctx.exit(130) # As shells have it: 128 and the number of the signal
@@ -264,14 +270,18 @@ def _quick(options: dict) -> dict:
     "The options of a run as `--quick` has it; says what that gives up."
     if given := [k for k in ('preset_', 'config_', 'data', 'from_') if options.get(k)]:
         raise click.UsageError(f'--quick is a simulation of its own; leave out --{given[0].strip("_")}')
+    given_folder = options.get('output_dir')
+    name = options['name'] or (None if given_folder else 'quick')
+    folder = Path(given_folder) if given_folder else Path(options['out'])/name
+    is_known = (folder/'config.yaml').exists()
+    if is_known and Run(folder, save=False).base_preset != 'quick':
+        raise click.UsageError(f'--quick: {folder} is a run already, and not a quick one; give another --name')
     quick, demo = (load_config(base=name) for name in ('quick', 'demo'))
     click.echo(
         f'Quick: {quick.simulate.n_sessions} sessions of {quick.simulate.train} sentences (else '
         f'{demo.simulate.n_sessions} of {demo.simulate.train}), {quick.train.num_training_batches} batches (else '
         f'{demo.train.num_training_batches}), a smaller model, and weights of the search that are not tuned: it shows '
         'that all of it works, and its error rates are high. Without --quick it takes minutes.', err=True)
-    name = options['name'] or 'quick'
-    is_known = (Path(options['out'])/name/'config.yaml').exists()
     return options | dict(name=name, preset_=None if is_known else 'quick')
 
 @main.command()

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from .runs import Run, StageRun, branch
-from .stages import STAGES
+from .stages import STAGES, needs_of, plan
 
 # %% ../nbs/15_cli_runs.ipynb #c005
 def open_branch(
@@ -32,8 +32,9 @@ def open_branch(
         raise click.UsageError(f'--from {from_}: {folder} is a run already, and not a variant of that one; give '
                                'another --name')
     model = Run(other, work, save=False)
-    run = Run(folder, work, overrides, model.cfg, dict(preset=model.base_preset) | origin)
+    run = Run(folder, work, overrides, model.cfg, dict(preset=model.base_preset) | origin, save=False)
     done = branch(run, model)
+    run.save() # Last: what has a configuration is taken for a whole variant
     click.echo(f'{folder.name} is a variant of {other.name}; {", ".join(done) or "no stage"} need not be done again.',
                err=True)
     return run
@@ -41,13 +42,21 @@ def open_branch(
 # %% ../nbs/15_cli_runs.ipynb #c008
 def _rate(value) -> str: return f'{value:.2%}' if isinstance(value, float) else ''
 
+def _holds(stages: dict[str, StageRun], name: str) -> bool:
+    "Whether a stage made its outputs from what the stages before it made last."
+    stamp = stages[name].stamp
+    earlier = [n for n in needs_of(name, stages[name].run.cfg) if n in stages]
+    return 'outputs' in stamp and all(
+        stamp.get('needs', {}).get(n) == stages[n].id and _holds(stages, n) for n in earlier)
+
 def run_row(
     folder: Path, # Of a run
     n_settings: int = 3, # That are shown
 ) -> dict:
     "What there is to say of a run in a line: how far it is, PER and WER on val, when, and its settings."
     run = Run(folder, save=False)
-    stamps = {n: StageRun(run, n).stamp for n in STAGES if not STAGES[n].shared}
+    stages = {n: StageRun(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
+    stamps = {n: stage.stamp for n, stage in stages.items() if _holds(stages, n)}
     done = [n for n, stamp in stamps.items() if stamp.get('finished')]
     figures = {k: v for n in done for k, v in stamps[n].get('metrics', {}).items() if k in ('PER', 'WER')}
     made = max((stamps[n].get('made', 0) for n in done), default=0)

@@ -11,10 +11,10 @@ __all__ = ['clear_leftovers', 'WriteError', 'write_error', 'check_output', 'atom
 import errno
 import hashlib
 import io
+import math
 import os
 import platform
 import re
-import resource
 import shutil
 import stat
 import tempfile
@@ -45,6 +45,7 @@ def _owner(pid: int | None = None) -> str:
 
 def _is_running(pid: int, begin: str) -> bool:
     "Whether there is the process of this number that began then."
+    if os.name == 'nt': return True # There it would be a Ctrl-C
     try: os.kill(pid, 0)  # Signal 0 only asks
     except ProcessLookupError: return False
     except PermissionError: pass  # It belongs to another user
@@ -227,8 +228,9 @@ def scratch_folder(
     with _explained(parent, parent):
         clear_leftovers(parent)
         folder = Path(tempfile.mkdtemp(prefix=f'.{name}.{_owner()}.tmp.', dir=parent))
-        try: yield folder
-        finally: shutil.rmtree(folder, ignore_errors=True)
+    try:
+        with _explained(parent, folder): yield folder
+    finally: shutil.rmtree(folder, ignore_errors=True)
 
 @contextmanager
 def replaced_folder(
@@ -303,6 +305,14 @@ def free_space(
     while not folder.exists(): folder = folder.parent
     return shutil.disk_usage(folder).free
 
+def _size_limit() -> float:
+    "How far a file of this process may grow, in bytes."
+    try:
+        import resource
+    except ImportError: return math.inf # Windows has no such limits
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
 def require_space(
     folder: str | Path, # Where something is to be written
     n_bytes: int,       # How much
@@ -310,8 +320,8 @@ def require_space(
     largest: int = 0,   # How much of it in one file, as far as that is known
 ) -> None:
     "Raises `WriteError` that says what is missing where a disk has less room, or files may not grow so large."
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit != resource.RLIM_INFINITY and limit < largest:
+    limit = _size_limit()
+    if limit < largest:
         raise WriteError(f'{folder}: files of this process may grow to {format_size(limit)} (ulimit -f), expected at '
                          f'least {format_size(largest)} for {purpose}; raise that limit')
     free = free_space(folder)

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -58,7 +58,8 @@ def _passed_on() -> Iterator[tuple[dict, list]]: # Options for papermill; not em
         os.write(2, b'\nCtrl-C: waiting for what can be saved; another one ends it at once\n')
         for kernel in kernels:
             pid = getattr(kernel.provisioner, 'pid', None)
-            if pid is not None: os.killpg(pid, signal.SIGINT) # A kernel leads a group of its own
+            with suppress(ProcessLookupError): # It is over
+                if pid is not None: os.killpg(pid, signal.SIGINT) # A kernel leads a group of its own
 
     before = signal.signal(signal.SIGINT, note)
     try: yield dict(kernel_manager_class=Kernel, on_cell_start=stop), noted
@@ -87,11 +88,13 @@ def execute(
     parameters = dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute()), overrides=run.unsaved())
     # No warning about loopback without encryption at every stage, and no word when jupyter ends a kernel
     quiet = ['--IPKernelApp.log_level=50']
+    out.unlink(missing_ok=True) # papermill writes in place, and a variant shares the file (`runs.branch`)
     with _passed_on() as (options, interrupts):
         try:
             pm.execute_notebook(source, out, parameters, kernel_name='python3', progress_bar=False,
                                 stderr_file=sys.stderr, coalesce_streams=True, extra_arguments=quiet, **options)
-            return
+            if not interrupts: return
+            raise Interrupted(f'Interrupted when the stage {name} was done.')
         except Exception as e: error = e
     was_asked = isinstance(error, pm.PapermillExecutionError) and error.ename == 'KeyboardInterrupt'
     if not interrupts and not was_asked: raise _failure(run, name, error, out)
@@ -139,7 +142,7 @@ def _execute_unchanged(stage: StageRun) -> None:
     before = stage.inputs()
     try: execute(stage.run, stage.name)
     except PipelineError:
-        changed = stage.changed_input(before) or stage.run.changed_file()
+        changed = stage.changed_input(before) or stage.run.changed_file(stage.name)
         if not changed: raise
         raise PipelineError(input_changed(stage.name, changed)) from None
 
@@ -155,6 +158,7 @@ def _do(stage: StageRun, forced: bool) -> str:
             print(f'── {name}: {STAGES[name].does} ({reason})', file=sys.stderr, flush=True)
             if not STAGES[name].shared: run.save()
             _execute_unchanged(stage)
+            run.save() # The kernel knows the values, but not where the run comes from
         if name == 'report' and _is_stale(run.dir/'report.html', stage.stamp_path): write_report(run)
     return status
 

@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -32,7 +32,7 @@ from b2t_kaggle.config import (
     save_config,
     with_overrides,
 )
-from .files import clear_leftovers, user_cache, write_whole
+from .files import atomic_path, clear_leftovers, user_cache, write_whole
 from .reading import parse_json, read_text
 from .stages import STAGES, PipelineError, code_cells, needs_of, notebook_path, plan, values_of
 from .training.budget import Deadline
@@ -183,10 +183,10 @@ class Run:
 
     def save(self) -> None:
         "Write `config.yaml` where it is not as it should be, and where the run comes from."
-        if self.saved == self.cfg: return
-        save_config(self.cfg, self.dir/'config.yaml')
-        if self.origin: write_json(self.origin, self.dir/'origin.json')
+        if self.saved != self.cfg: save_config(self.cfg, self.dir/'config.yaml')
         self.saved = self.cfg
+        path = self.dir/'origin.json'
+        if self.origin and self.origin != _read_noted(path): write_json(self.origin, path)
 
     def unsaved(self) -> dict:
         "Overrides that make this configuration of the saved one, as a stage's notebook takes them."
@@ -209,9 +209,14 @@ class Run:
         if name not in self._marks: self._marks[name] = _stage_marks(name, self.cfg, self.dir.parent)
         return self._marks[name]
 
-    def changed_file(self) -> str:
-        "The first file from outside that is not as it was when its marks were asked for; empty where all are."
-        for name, before in self._marks.items():
+    def changed_file(self,
+        stage: str, # That failed
+    ) -> str:
+        """The first file from outside that this stage or one before it reads and that is not as it was when its marks
+        were asked for; empty where all are."""
+        for name in plan(self.cfg, stage):
+            if name not in self._marks: continue
+            before = self._marks[name]
             try: now = _stage_marks(name, self.cfg, self.dir.parent)
             except PipelineError: now = [] # It is gone
             if changed := [mark[0] for mark in [*before, *now] if mark not in before or mark not in now]:
@@ -449,7 +454,11 @@ class _Stamped:
         shared = STAGES[name].shared
         self.home = run.work if shared else run.dir   # what the paths in the stamp are relative to
         self.stamp_path = self.home/'stages'/(f'{name}-{run.fingerprint(name)}.json' if shared else f'{name}.json')
-        self.needs = [type(self)(run, n) for n in needs_of(name, run.cfg) if n in plan(run.cfg)]
+
+    @cached_property
+    def needs(self) -> list:
+        "The stages whose outputs it reads."
+        return [type(self)(self.run, n) for n in needs_of(self.name, self.run.cfg) if n in plan(self.run.cfg)]
 
     def time_left(self) -> float:
         "Seconds until it must stop, so that those after it are over when the session ends; infinite without an end."
@@ -597,7 +606,8 @@ def _share(source: Path, target: Path) -> None:
     "The same file under another name; a copy where the disk has no links."
     target.parent.mkdir(parents=True, exist_ok=True)
     try: os.link(source, target)
-    except OSError: shutil.copyfile(source, target)
+    except OSError:
+        with atomic_path(target) as tmp: shutil.copyfile(source, tmp)
 
 def branch(
     run: Run,   # New
@@ -606,8 +616,9 @@ def branch(
     "Give a run the results of another one, as far as its own would be the same; returns the stages that this does."
     done: list[str] = []
     if 'train' in plan(run.cfg) and StageRun(other, 'train').stamp.get('fingerprint') == run.fingerprint('train'):
-        for f in (other.dir/'train').glob('*'):
-            if f.is_file(): _share(f, run.dir/'train'/f.name)
+        for f in (other.dir/'train').glob('[!.]*'): # Not what is being written
+            target = run.dir/'train'/f.name
+            if f.is_file() and f.name != 'trackers.json' and not target.exists(): _share(f, target)
     for name in plan(run.cfg):
         if STAGES[name].shared or name not in plan(other.cfg): continue
         stage = StageRun(other, name)

@@ -8,6 +8,7 @@ import sys
 
 HERE = {'', 'localhost', 'localhost.localdomain', os.uname().nodename}
 LOOKUPS = {'socket.getaddrinfo', 'socket.gethostbyname'}
+REVERSE = {'socket.gethostbyaddr', 'socket.getnameinfo'}
 CONNECTIONS = {'socket.connect', 'socket.sendto', 'socket.sendmsg'}
 
 
@@ -19,12 +20,13 @@ def _as_ip(host):
 
 def _guard(event, args):
     "Raises what Python raises on a machine without a network."
-    if event not in LOOKUPS and event not in CONNECTIONS: return
-    host = args[0] if event in LOOKUPS else args[1][0] if isinstance(args[1], tuple) and args[1] else None
+    if event not in LOOKUPS | REVERSE | CONNECTIONS: return
+    if event in CONNECTIONS: host = args[1][0] if isinstance(args[1], tuple) and args[1] else None
+    else: host = args[0][0] if isinstance(args[0], tuple) else args[0]
     if isinstance(host, bytes): host = host.decode('ascii', 'replace')
     if not isinstance(host, str) or host in HERE: return  # A socket of this machine
     ip = _as_ip(host)
-    if event in LOOKUPS and ip is None:
+    if event not in CONNECTIONS and (ip is None or (event in REVERSE and not ip.is_loopback)):
         raise socket.gaierror(socket.EAI_NONAME, f'tests may reach this machine alone, not {host}')
     if event in CONNECTIONS and not (ip and (ip.is_loopback or ip.is_unspecified)):
         raise OSError(errno.ENETUNREACH, f'tests may reach this machine alone, not {host}')
