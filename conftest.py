@@ -97,7 +97,8 @@ def keep_compiled():
     files = compiled_files(package)
     name = f'{len(files):05}'
     kept = snapshots(marker)
-    if marker not in BEGAN_WITH or not marker.exists() or not files or (kept and int(kept[-1].name) > 0.9*len(files)): return
+    if marker not in BEGAN_WITH or not marker.exists() or not files: return
+    if kept and int(kept[-1].name) > 0.9*len(files): return
     marker_folder = COMPILED/marker.name
     marker_folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=COMPILED) as tmp:

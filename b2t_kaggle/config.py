@@ -384,7 +384,8 @@ class AudioConfig(Section):
     align_weight: _LossWeight = 1.0
     "Weight of the distance to the targets, where there are some."
     contrast_weight: _LossWeight = 0.1
-    "Weight of InfoNCE between the sentences of a batch and their targets, where there are some."
+    ("Weight of InfoNCE between sentences that are computed at once (`train.accumulate` and several GPUs make these "
+     "fewer) and their targets, where there are some.")
 
 class GenerateConfig(Section):
     beams: int = Field(4, ge=1, le=100)
@@ -659,7 +660,7 @@ PRESETS = {
         'model': dict(bidirectional=True),
         'audio': dict(language_model='Qwen/Qwen2-Audio-7B-Instruct'),
         'train': dict(num_training_batches=30_000, epsilon=1e-8, lr_max=0.0003, lr_min=0.000003, lr_max_day=0.0003,
-                      lr_min_day=0.000003, grad_norm_clip_value=1.0),
+                      lr_min_day=0.000003, grad_norm_clip_value=1.0, ctc_reduction='label'),
     },
     'quick': {
         'simulate': dict(n_sessions=4, train=40, val=12, test=12),

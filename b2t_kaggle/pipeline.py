@@ -253,6 +253,7 @@ def _check_what_is_given(run: Run, pending: set[str]) -> None:
         planned_device(cfg)
     if 'decode' in pending: _check_llm('decode.llm', cfg.decode.llm, cfg.decode.llm_adapter)
     if 'rescore' in pending: _check_llm('rescore.model', cfg.rescore.model, cfg.rescore.adapter)
+    if pending & {'train', 'generate'}: _check_llm('audio.language_model', cfg.audio.language_model, None)
     for name in pending: run.marks(name) # Files that the configuration names
 
 def _check_time(name: str, deadline: Deadline) -> None:

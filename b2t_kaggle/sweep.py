@@ -20,11 +20,14 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from .config import MAY_CHANGE, Config, _parse, _resolve, changed_values, with_overrides
+from .devices.machine import detect
+from .devices.session import session_hours
 from .files import atomic_path
 from .pipeline import run_stages
 from .runs import Run, StageRun
 from .schema import ConfigError
 from .stages import PipelineError
+from .training.budget import session
 from .training.pruning import TRIAL_VARIABLE, import_optuna, open_storage
 
 # %% ../nbs/14_sweep.ipynb #c005
@@ -110,7 +113,7 @@ def ranges_of(
 
 # %% ../nbs/14_sweep.ipynb #c011
 # Neither of these changes what a trial finds
-_ELSEWHERE = MAY_CHANGE - {'train.num_training_batches', 'train.precision'}
+_ELSEWHERE = MAY_CHANGE - {'train.num_training_batches', 'train.precision', 'data.dataset_dir'}
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
@@ -148,7 +151,7 @@ class Sweep:
 
     def _check_same(self) -> None:
         "Raises `ConfigError` where the study was begun with other ranges, or around another configuration."
-        groups = ('simulate', 'data', 'model', 'augment', 'train')
+        groups = ('simulate', 'data', 'model', 'augment', 'train', 'audio')
         values = changed_values(self.run.cfg, without=_ELSEWHERE | set(self.ranges))
         facts = {k: str(v) for k, v in values.items() if k.split('.')[0] in groups}
         facts |= {f'range of {k}': str(r) for k, r in self.ranges.items()}
@@ -222,11 +225,12 @@ def run_trials(
     n: int, # Trials of the study, those of earlier calls and of other machines too
 ) -> bool:  # Whether all were begun; not where the session ended before
     "Go on with the trials that a process left here, and take new ones. Raises `PipelineError`, `DeviceError`."
-    left = [t.number for t in sweep.study.trials if not t.state.is_finished() and sweep.folder(t.number).is_dir()]
-    for number in left:
-        if not _do(sweep, number): return False
-    while len(sweep.study.trials) < n:
-        if not _do(sweep, sweep.study.ask().number): return False
+    with session(session_hours(sweep.run.cfg.session.hours, detect().kind)): # One for all trials
+        left = [t.number for t in sweep.study.trials if not t.state.is_finished() and sweep.folder(t.number).is_dir()]
+        for number in left:
+            if not _do(sweep, number): return False
+        while len(sweep.study.trials) < n:
+            if not _do(sweep, sweep.study.ask().number): return False
     return True
 
 # %% ../nbs/14_sweep.ipynb #c015

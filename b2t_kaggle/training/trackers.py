@@ -49,7 +49,7 @@ def tracked_values(
     cfg: Config, # The run's configuration
 ) -> dict[str, Any]:
     "The configuration of a training as trackers show it: `group.field`: value."
-    groups = cfg.model_dump(mode='json', include={'data', 'model', 'augment', 'train'})
+    groups = cfg.model_dump(mode='json', include={'data', 'model', 'augment', 'train', 'audio'})
     return {f'{g}.{k}': v for g, fields in groups.items() for k, v in fields.items()}
 
 # %% ../../nbs/training/06_trackers.ipynb #c008
@@ -135,9 +135,10 @@ class WandbTracker(AppendingTracker):
         mode = wandb_mode()
         project = os.environ.get('WANDB_PROJECT') or 'b2t_kaggle'
         settings = wandb.Settings(console='off', silent=True)
+        if mode == 'offline': run_id = None # `wandb sync` would replace what another session of the same id has sent
         try:
-            self.run = wandb.init(project=project, name=run.name, id=run_id, resume='allow', dir=str(run.folder),
-                                  config=run.values, mode=mode, settings=settings)
+            self.run = wandb.init(project=project, name=run.name, group=run.name, id=run_id, resume='allow',
+                                  dir=str(run.folder), config=run.values, mode=mode, settings=settings)
         except Exception as e: # No key, no network, a run that was deleted there
             raise TrainingError(f'Weights & Biases, which train.log asks for, cannot start ({e}); set WANDB_API_KEY or '
                                 'call `wandb login`, or set WANDB_MODE=offline') from e
@@ -239,9 +240,12 @@ def tracking(
     trackers = {}
     for name in names:
         try: trackers[name] = TRACKERS[name](run)
-        except ImportError as e:
-            raise TrainingError(f'{_TITLES[name]}, which train.log asks for, cannot be imported ({e}); pip install '
-                                f'{name}') from e
+        except Exception as e: # Of any of its libraries
+            _finish(trackers, False)
+            if isinstance(e, TrainingError): raise
+            problem = f'cannot be imported ({e}); pip install {name}' if isinstance(e, ImportError) else \
+                      f'cannot start ({e}); leave it out (train.log=[] has none), or mend that'
+            raise TrainingError(f'{_TITLES[name]}, which train.log asks for, {problem}') from e
 
     def log(rows: list[dict], sessions: dict[str, float]) -> None:
         for row in rows:

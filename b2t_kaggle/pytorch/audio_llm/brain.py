@@ -6,7 +6,7 @@
 __all__ = ['with_states', 'Projector', 'Heard', 'BrainEncoder']
 
 # %% ../../../nbs/pytorch/audio_llm/00_brain.ipynb #c003
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,7 @@ class Heard(NamedTuple):
     n_frames: Tensor  # `[B]`
     vectors: Tensor   # For a language model `[B, N, D]`
     n_vectors: Tensor # `[B]`
+    out: Any = None   # What the encoder gave; logits in it are followed by states
 
 class BrainEncoder(nn.Module):
     "An encoder of the kit with a projector."
@@ -94,4 +95,4 @@ class BrainEncoder(nn.Module):
         n_classes = self.encoder.cfg.n_classes
         n_frames = self.encoder.cfg.n_frames(n_bins)
         vectors = self.projector(both[..., n_classes:], n_frames)
-        return Heard(both[..., :n_classes], n_frames, vectors, self.projector.n_vectors(n_frames))
+        return Heard(both[..., :n_classes], n_frames, vectors, self.projector.n_vectors(n_frames), out)

@@ -138,12 +138,17 @@ def check_family(
                      f'that is known here; expected one of {", ".join(_FAMILIES)}, such as '
                      'Qwen/Qwen2-Audio-7B-Instruct')
 
+def _parts(whole: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
+    "Text model, head and projector, which transformers keeps in other places from 5.12 on, and up to 5.9."
+    if not hasattr(whole, 'multi_modal_projector'):
+        return whole.model.language_model, whole.lm_head, whole.model.multi_modal_projector
+    return whole.language_model.model, whole.language_model.lm_head, whole.multi_modal_projector
+
 def _text_model(whole: nn.Module) -> nn.Module:
     "The text model and its head, as a causal language model of their own; no weight is copied."
     from transformers import AutoModelForCausalLM
     with torch.device('meta'): lm = AutoModelForCausalLM.from_config(whole.config.text_config)
-    lm.model = whole.model.language_model
-    lm.lm_head = whole.lm_head
+    lm.model, lm.lm_head, _ = _parts(whole)
     for flag in ('is_loaded_in_8bit', 'is_loaded_in_4bit'): # By which peft chooses its layers
         if getattr(whole, flag, False): setattr(lm, flag, True)
     return lm
@@ -172,7 +177,7 @@ def load_audio_llm(
                          'download is not complete, or is of another model')
     ends = end_tokens(processor.tokenizer, whole.generation_config, name)
     prompt_parts = prompt_tokens(processor, prompt, name)
-    model = AudioLanguageModel(str(name), _text_model(whole), whole.model.multi_modal_projector,
+    model = AudioLanguageModel(str(name), _text_model(whole), _parts(whole)[2],
                                config.audio_config.d_model, processor.tokenizer, prompt_parts, ends)
     model.is_quantized = quantization is not None
     if not model.is_quantized: model.apply(lambda weight: weight.to(device))

@@ -53,7 +53,7 @@ class TextModelSize(NamedTuple):
         return self.layers*rank*sum(n + m for n, m in self.linear_shapes)
 
 # %% ../../../nbs/pytorch/audio_llm/04_memory.ipynb #c010
-_BYTES = {None: 2., 'eight_bit': 1., 'four_bit': 0.5}
+_BYTES = {'eight_bit': 1., 'four_bit': 0.5}
 _KINDS = ('weights', 'LoRA', 'states', 'logits')
 
 def llm_memory(
@@ -62,13 +62,15 @@ def llm_memory(
     n_trials: int,     # Computed at once
     n_places: int,     # Tokens and vectors of a row
     n_answer: int,     # Tokens of an answer
+    n_bytes: int = 2,  # Of a number that is not quantized
 ) -> dict[str, float]:
     "Bytes of a training step in the audio LLM, estimated, by what takes them."
-    per_place = 2*(10*size.hidden + 3*size.intermediate)
+    per_place = n_bytes*(10*size.hidden + 3*size.intermediate)
     places = n_trials*n_places
     kept = places*per_place*size.layers
-    if cfg.gradient_checkpointing: kept = places*(per_place + 2*size.hidden*size.layers)
-    weights = _BYTES[cfg.quantization]*size.layer_weights + 2*size.embedding_weights
+    if cfg.gradient_checkpointing: kept = places*(per_place + n_bytes*size.hidden*size.layers)
+    layers = _BYTES.get(cfg.quantization, n_bytes)*size.layer_weights
+    weights = layers + n_bytes*size.embedding_weights
     found = weights, 16*size.lora_weights(cfg.lora_rank), kept, 12*n_trials*n_answer*size.vocabulary
     return dict(zip(_KINDS, map(float, found)))
 
@@ -85,7 +87,7 @@ def fits_table(
     with a tenth of its memory left."""
     import pandas as pd
     rows = {}
-    for quantization in _BYTES:
+    for quantization in (None, *_BYTES):
         options = cfg.model_copy(update=dict(quantization=quantization))
         def need(n): return sum(llm_memory(size, options, n, n_places, n_answer).values())
         fixed = need(0)

@@ -101,9 +101,10 @@ class AudioLLM(Encoder):
         batches: float = 0.,           # Trained so far
         **training_args,               # Of the acoustic model
     ) -> Any:
-        "Logits `[B, T', K]`; with a lesson also the losses of each trial by name, and `batches`."
+        """Logits `[B, T', K]`; with a lesson what the acoustic model gave, the losses of each trial by name, and
+        `batches`."""
         heard = self.brain(x, day_idx, n_bins, **training_args)
-        return heard.logits if lesson is None else (heard.logits, self.losses(heard, lesson), batches)
+        return heard.logits if lesson is None else (heard.out, self.losses(heard, lesson), batches)
 
     def losses(self,
         heard: Heard,
@@ -120,8 +121,10 @@ class AudioLLM(Encoder):
 
     def training_losses(self, out: Any, ctc: Callable[[Tensor], Tensor], frames: Tensor) -> dict[str, Tensor]:
         "The weighted sum, and its parts."
-        logits, losses, batches = out
-        losses = losses | dict(ctc=ctc(logits))
+        own, losses, batches = out
+        def of_logits(x): return ctc(x[..., :self.acoustic.cfg.n_classes]) # States stand behind them
+        found = self.acoustic.training_losses(own, of_logits, frames)
+        losses = losses | dict(ctc=found['loss'] if isinstance(found, dict) else found)
         return dict(loss=self.weights.total(losses, batches)) | losses
 
     def training_args(self, step: int, n_steps: int) -> dict:

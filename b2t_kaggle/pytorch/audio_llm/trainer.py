@@ -23,10 +23,19 @@ from .model import AudioLLM, Lessons
 from ..parallel import Backend, start
 from ...rescoring.finetune import model_mark
 from ...training.loop import fit
-from ...training.memory import step_memory
+from ...training.memory import is_oom, step_memory
 from ...training.recipe import TrainingError
 
 # %% ../../../nbs/pytorch/audio_llm/07_trainer.ipynb #c005
+def _open(cfg: Config, backend: Backend):
+    "The audio LLM. Raises `TrainingError` where it does not fit."
+    try: return open_llm(cfg.audio, str(backend.torch_device))
+    except (RuntimeError, MemoryError) as e:
+        if not is_oom(e): raise
+        raise TrainingError(f'audio.language_model = {cfg.audio.language_model}: its weights do not fit into '
+                            f'{backend.device}; set audio.quantization to eight_bit or four_bit, or take a smaller '
+                            'model') from e
+
 class Trainer(trainer.Trainer):
     "An acoustic model in training with an audio LLM that reads it."
     def __init__(self,
@@ -39,7 +48,7 @@ class Trainer(trainer.Trainer):
         if backend.static_shapes:
             raise TrainingError(f'audio.language_model is trained on a CPU or a GPU, found {backend.device}; set '
                                 'train.accelerator to cpu or cuda')
-        self.llm = open_llm(cfg.audio, str(backend.torch_device))
+        self.llm = _open(cfg, backend)
         self.targets = TargetStore(cfg.audio.targets) if cfg.audio.targets else None
         super().__init__(store, store_val, cfg, backend, checkpoint)
         self.model.lessons = Lessons(self.store.index.sentence, self.llm, self.targets)
@@ -48,6 +57,10 @@ class Trainer(trainer.Trainer):
     def build(self) -> AudioLLM:
         "Around the acoustic model; a checkpoint belongs to these weights of the audio LLM and these targets."
         self.fingerprint['weights of the audio LLM'] = model_mark(self.llm.lm)
+        self.fingerprint['audio.llm_dtype'] = str(self.llm.lm.dtype).removeprefix('torch.') # What `auto` became
+        if self.targets and self.cfg.audio.contrast_weight: # InfoNCE compares the trials that are computed at once
+            at_once = self.cfg.data.batch_size//self.cfg.train.accumulate//self.backend.n_devices
+            self.fingerprint['trials computed at once'] = str(at_once)
         if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.identity, sort_keys=True)
         return AudioLLM(super().build(), self.llm, self.cfg.audio)
 
@@ -58,7 +71,8 @@ class Trainer(trainer.Trainer):
         n_answer = max(map(len, self.model.lessons.answers))
         n_vectors = self.model.brain.projector.n_vectors(self.cfg.model.n_frames(n_bins))
         n_places = len(self.llm.before) + int(n_vectors) + len(self.llm.after) + n_answer
-        need = llm_memory(TextModelSize.of(self.llm.lm.config), self.cfg.audio, rows, n_places, n_answer)
+        need = llm_memory(TextModelSize.of(self.llm.lm.config), self.cfg.audio, rows, n_places, n_answer,
+                          self.llm.lm.dtype.itemsize)
         n_params = sum(p.numel() for p in self.model.acoustic.parameters())
         need['acoustic model'] = step_memory(self.cfg, n_params, rows, n_bins)
         total = sum(need.values())
