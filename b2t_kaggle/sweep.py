@@ -103,18 +103,21 @@ def _is_whole(cfg: Config, key: str) -> bool:
     types = {field.annotation, *get_args(field.annotation)} if field else set()
     return int in types and float not in types
 
+# None of these changes what a trial finds
+_ELSEWHERE = MAY_CHANGE - {'train.num_training_batches', 'train.precision', 'data.dataset_dir'}
+
 def ranges_of(
     texts: Mapping[str, str], # From `split_ranges`
     cfg: Config,              # Whose fields they are
 ) -> dict[str, Range | Choice]: # By full name
     "Ranges. Raises `ConfigError`."
     full = {_resolve(key): text for key, text in texts.items()}
+    if vain := sorted(full.keys() & _ELSEWHERE):
+        raise ConfigError(f'{vain[0]}={full[vain[0]]}: changes nothing that a trial finds, so it cannot be searched; '
+                          'give one value, or a list in brackets')
     return {key: parse_range(text, _is_whole(cfg, key)) for key, text in full.items()}
 
 # %% ../nbs/14_sweep.ipynb #c011
-# Neither of these changes what a trial finds
-_ELSEWHERE = MAY_CHANGE - {'train.num_training_batches', 'train.precision', 'data.dataset_dir'}
-
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     "An environment variable for the processes that are started in the block."

@@ -54,7 +54,15 @@ class Judge:
         step: int,  # Batches that were done
         per: float, # PER of the validation
     ) -> bool:
-        "Whether the trial is pruned; that is noted in the study, too. A step that is taken again is told once."
+        """Whether the trial is pruned; that is noted in the study, too. A step that is taken again is told once.
+
+        Where the study cannot be reached, the training goes on, and a line says so."""
+        try: return self._ask(step, per)
+        except Exception as e: # Of any database
+            print(f'Optuna was not told of batch {step}, the training goes on: {e}')
+            return False
+
+    def _ask(self, step: int, per: float) -> bool:
         if step not in self.study.trials[self.number].intermediate_values: self.trial.report(per, step)
         if not self.trial.should_prune(): return False
         self.trial.set_user_attr('pruned', step)
