@@ -351,11 +351,12 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
         assert hyps[0]['total'] == max(h['total'] for h in hyps)
     assert w.length_penalty == 0.05
     assert [row['text'] for row in csv.DictReader((run/'submission.csv').open())] == [hyps[0]['text'] for hyps in lists]
-    r = command('rescore', *options, *sets({'rescore.model': 'null', 'rescore.length_penalty': 0}))
+    without = sets({'rescore.model': 'null', 'rescore.length_penalty': 0})
+    r = command('rescore', *options, *without)
     assert r.exit_code == 1 and 'rescore.model, the language model to ask, is not set' in r.stderr
-    with stages_here():
-        r = command('report', *options)
-        assert r.exit_code == 0, r.output
+    with stages_here() as here:
+        r = command('report', *options, *without)
+        assert r.exit_code == 0 and here == ['submit', 'report'], r.output
 
 
 def test_serving_a_run(finished, tmp_path, capsys):
