@@ -511,6 +511,7 @@ def test_others_while_a_trial_ends(decoder, plain):
         assert second.reset() == {b'done': b'1'} == second.update(nbest=1)
         assert second.send(logits_of('i see'))[b'lm_response_partial'] == b'i see'
         r2.xadd('remote_lm_finalize', {'done': 0})
+        time.sleep(0.002) # Ids do not tell the order within a millisecond
         second.reset() # A third trial, of whom ever
         assert not r.exists('remote_lm_output_final') and not r.exists('remote_lm_done_finalizing')
         go.set()
