@@ -1,4 +1,6 @@
 "PyTorch counts devices at its first backward pass, so XLA's must be there by then, also where that pass is the CPU's."
-import torch_xla
+from importlib.util import find_spec
 
-torch_xla.device()
+if find_spec('torch_xla'): # Without it each file is skipped
+    import torch_xla
+    torch_xla.device()
