@@ -7,10 +7,9 @@ import pytest
 pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
 pytest.importorskip('peft', reason='needs peft: pip install b2t_kaggle[llm]')
 
-from test_pipeline import SMALL, execute_here
+from test_pipeline import SMALL, stages_here
 from tiny_models import tiny_audio_llm
 
-from b2t_kaggle import pipeline
 from b2t_kaggle.config import ConfigError, load_config
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.lm.automaton import load_ngram
@@ -26,14 +25,7 @@ from b2t_kaggle.training.history import read_history
 @pytest.fixture(scope='module')
 def here():
     "Stages are executed in this process; names of those that were."
-    names = []
-    def execute(run, name):
-        names.append(name)
-        execute_here(run, name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, 'execute', execute)
-        patch.setattr(pipeline, 'write_report', lambda run: run.dir/'report.html')
-        yield names
+    with stages_here() as names: yield names
 
 
 @pytest.fixture(scope='module')

@@ -54,19 +54,23 @@ class Trainer(trainer.Trainer):
         self.model.lessons = Lessons(self.store.index.sentence, self.llm, self.targets)
         if self.is_main_process: print(self.memory_report())
 
+    @property
+    def at_once(self) -> int:
+        "Trials that are computed at once."
+        return self.cfg.data.batch_size//self.cfg.train.accumulate//self.backend.n_devices
+
     def build(self) -> AudioLLM:
         "Around the acoustic model; a checkpoint belongs to these weights of the audio LLM and these targets."
         self.fingerprint['weights of the audio LLM'] = model_mark(self.llm.lm)
         self.fingerprint['audio.llm_dtype'] = str(self.llm.lm.dtype).removeprefix('torch.') # What `auto` became
         if self.targets and self.cfg.audio.contrast_weight: # InfoNCE compares the trials that are computed at once
-            at_once = self.cfg.data.batch_size//self.cfg.train.accumulate//self.backend.n_devices
-            self.fingerprint['trials computed at once'] = str(at_once)
+            self.fingerprint['trials computed at once'] = str(self.at_once)
         if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.identity, sort_keys=True)
         return AudioLLM(super().build(), self.llm, self.cfg.audio)
 
     def memory_report(self) -> str:
         "What a step with the longest trials needs, estimated, and on a GPU what there is."
-        rows = self.cfg.data.batch_size//self.cfg.train.accumulate//self.backend.n_devices
+        rows = self.at_once
         n_bins = int(self.store.n_bins.max())
         n_answer = max(map(len, self.model.lessons.answers))
         n_vectors = self.model.brain.projector.n_vectors(self.cfg.model.n_frames(n_bins))
