@@ -41,6 +41,7 @@ from .training.checkpoints import BEST, REFIT, checkpoint_files, checkpoint_for
 # %% ../nbs/13_runs.ipynb #c006
 _BLOCK = 1 << 16   # Bytes that are read at once
 _N_BLOCKS = 16     # Of a large file
+_TICK = 2*10**9    # Nanoseconds in which the clock of a file system may stand still (FAT's does for two seconds)
 
 @lru_cache(maxsize=None)
 def _digest(path: Path, size: int, mtime_ns: int) -> str:
@@ -59,7 +60,9 @@ def content_mark(
 ) -> list:
     "What identifies a file's contents: `[size, hash]`."
     stat = Path(path).stat()
-    return [stat.st_size, _digest(Path(path), stat.st_size, stat.st_mtime_ns)]
+    is_new = abs(time.time_ns() - stat.st_mtime_ns) < _TICK # Another change may not be seen in its time
+    digest = _digest.__wrapped__ if is_new else _digest
+    return [stat.st_size, digest(Path(path), stat.st_size, stat.st_mtime_ns)]
 
 def file_marks(
     paths: Iterable[Path],       # Files
