@@ -23,6 +23,7 @@ from ..devices.torch import pick_torch
 from ..files import scratch_folder, write_whole
 from .parallel import in_torchrun
 from .trainer import train
+from ..training.loop import noted_interrupt
 from ..training.recipe import TrainingError
 
 # %% ../../nbs/pytorch/11_launch.ipynb #c006
@@ -98,15 +99,12 @@ def _exit_status(
     env: dict[str, str],
 ) -> tuple[int, bool]: # And whether there was a Ctrl-C
     "Run a command to its end; the first Ctrl-C waits for what the command makes of it."
-    was_interrupted = False
-    with subprocess.Popen(command, env=env, preexec_fn=end_with_parent) as process:
-        while True:
-            try: return process.wait(), was_interrupted
-            except KeyboardInterrupt:
-                if was_interrupted:
-                    process.kill()
-                    raise
-                was_interrupted = True
+    # A Ctrl-C may come before the process is waited for: it is noted, not raised
+    with noted_interrupt() as is_noted, subprocess.Popen(command, env=env, preexec_fn=end_with_parent) as process:
+        try: return process.wait(), is_noted()
+        except KeyboardInterrupt:
+            process.kill()
+            raise
 
 # %% ../../nbs/pytorch/11_launch.ipynb #c018
 def launch(
