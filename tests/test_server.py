@@ -47,6 +47,7 @@ TEXT = [
     'it is good to see you',
     'i see',
 ]
+LIMIT = 60 # Seconds that something takes at most on a busy machine
 # All that a user of the server needs, as the notebook says
 COMMANDS = '+time +info +exists +get +xread +xadd +xrevrange +client|setname +client|list'
 
@@ -54,9 +55,10 @@ COMMANDS = '+time +info +exists +get +xread +xadd +xrevrange +client|setname +cl
 class Redis:
     "A redis-server of our own in a temporary folder."
     def __init__(self, folder, *options, tls=False):
-        with socket.socket() as s:
-            s.bind(('127.0.0.1', 0))
-            self.port = s.getsockname()[1]
+        self.reserved = socket.socket() # Bound as well, so that the port goes to nobody else while Redis is down
+        self.reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.reserved.bind(('127.0.0.1', 0))
+        self.port = self.reserved.getsockname()[1]
         ports = ['--port', '0', '--tls-port', str(self.port)] if tls else ['--port', str(self.port)]
         self.command = [
             'redis-server',
@@ -82,7 +84,7 @@ class Redis:
 
     def client(self, **options):
         "As the official client connects; with a limit, so that a test cannot hang."
-        return redis.Redis('127.0.0.1', self.port, socket_timeout=20, **options)
+        return redis.Redis('127.0.0.1', self.port, socket_timeout=2*LIMIT, **options)
 
 
 @pytest.fixture(scope='module')
@@ -105,7 +107,7 @@ def plain(tmp_path_factory):
     server.stop()
 
 
-def wait_for(condition, seconds=20):
+def wait_for(condition, seconds=LIMIT):
     "Until something holds; Redis may not be there yet."
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -139,6 +141,15 @@ def serving(decoder, where, clients=None, **options):
     assert not failure
 
 
+def stopped_after(seconds):
+    "An event that ends a server which should not have begun."
+    stop = threading.Event()
+    timer = threading.Timer(seconds, stop.set)
+    timer.daemon = True
+    timer.start()
+    return stop
+
+
 class OfficialClient:
     "Speaks as the kit's evaluation script does: the same commands in the same order, and it waits in the same way."
     def __init__(self, r, flush=True):
@@ -151,7 +162,7 @@ class OfficialClient:
 
     def wait(self, stream):
         "The next entry of a stream after the one seen last."
-        found = self.r.xread({stream: self.seen[stream]}, count=1, block=10_000)
+        found = self.r.xread({stream: self.seen[stream]}, count=1, block=1000*LIMIT)
         assert found, f'no answer on {stream}'
         (self.seen[stream], fields), = found[0][1]
         return fields
@@ -222,7 +233,7 @@ def test_official_evaluation(decoder, plain):
             fields, found = client.trial(logits)
             same(found, offline(decoder, logits))
             assert fields[b'lm_response_final'].decode() == found[0][0] and fields[b'context_str'] == b''
-        assert client.wait('remote_lm_done_finalizing') == {b'done': b'1'}
+        for _ in TEXT: assert client.wait('remote_lm_done_finalizing') == {b'done': b'1'}
         for stream, n in dict(output_partial=1, output_final=1, done_resetting=1, done_finalizing=1).items():
             assert r.xlen(f'remote_lm_{stream}') == n * len(TEXT)
         for asked, answered in (
@@ -455,6 +466,7 @@ def test_clients_that_die_and_clients_that_meet(decoder, plain, caplog):
         dead.r.close()
         client = OfficialClient(r)
         same(client.trial(logits)[1], offline(decoder, logits))
+        client.wait('remote_lm_done_finalizing') # Else the counts below may be those before it
         assert 'its client has died, or there are two' in caplog.text
         with plain.client() as r2:
             second = OfficialClient(r2, flush=False)
@@ -474,7 +486,7 @@ def rescore_that_waits(asked: threading.Event, go: threading.Event):
     "Says that it was asked, and answers when it may."
     def rescore(hyps, context):
         asked.set()
-        assert go.wait(20)
+        assert go.wait(LIMIT)
         return [Rescored(**vars(h)) for h in hyps]
     return rescore
 
@@ -490,7 +502,7 @@ def test_flush_while_an_answer_is_made(decoder, plain):
             first = OfficialClient(r1)
             first.reset(), first.send(logits_of('how are you'))
             r1.xadd('remote_lm_finalize', {'done': 0})
-        assert slow.wait(20)
+        assert slow.wait(LIMIT)
         second = OfficialClient(r)
         go.set()
         assert second.trial(logits)[1][0][0] == 'i see'
@@ -506,7 +518,7 @@ def test_others_while_a_trial_ends(decoder, plain):
         first = OfficialClient(r)
         first.reset(), first.send(logits_of('how are you'))
         r.xadd('remote_lm_finalize', {'done': 0})
-        assert slow.wait(20)
+        assert slow.wait(LIMIT)
         second = OfficialClient(r2, flush=False)
         assert second.reset() == {b'done': b'1'} == second.update(nbest=1)
         assert second.send(logits_of('i see'))[b'lm_response_partial'] == b'i see'
@@ -532,7 +544,7 @@ def test_no_more_ends_than_there_is_room_for(decoder, plain, monkeypatch):
             r.xadd('remote_lm_input', {'logits': np.float32(to_lm_order(logits_of(sentence))).tobytes()})
             wait_for(lambda: slow.is_set() or r.xlen('remote_lm_output_partial') == 1)
             r.xadd('remote_lm_finalize', {'done': 0})
-            assert slow.wait(20)
+            assert slow.wait(LIMIT)
             time.sleep(0.002) # Ids do not tell the order within a millisecond
         wait_for(lambda: r.xlen('remote_lm_output_partial') == 2)
         time.sleep(0.2) # Enough for a server that reads on
@@ -620,7 +632,7 @@ def test_redis_starts_anew_with_its_data(decoder, tmp_path, caplog):
             restart(kill=False)
             assert b'error' not in client.send(logits[9:])
             r.xadd('remote_lm_finalize', {'done': 0})
-            assert asked.wait(20)
+            assert asked.wait(LIMIT)
             restart(kill=False)
             go.set()
             final = client.wait('remote_lm_output_final')
@@ -629,7 +641,7 @@ def test_redis_starts_anew_with_its_data(decoder, tmp_path, caplog):
             asked.clear(), go.clear()
             client.reset(), client.send(logits)
             r.xadd('remote_lm_finalize', {'done': 0})
-            assert asked.wait(20)
+            assert asked.wait(LIMIT)
             restart(kill=True)  # Back to what was saved
             go.set()
             wait_for(
@@ -717,11 +729,8 @@ def test_a_fault_of_ours(decoder, plain, monkeypatch, caplog):
 def test_one_server_per_database(decoder, plain):
     "A second server would answer every client twice; in another database it may serve."
     with serving(decoder, plain) as r:
-        with (
-            pytest.raises(RuntimeError, match='another b2t serve is connected to this database'),
-            serving(decoder, plain),
-        ):
-            pass
+        with pytest.raises(RuntimeError, match='another b2t serve is connected to this database'):
+            serve(decoder, '127.0.0.1', plain.port, stop=stopped_after(LIMIT))
         with serving(decoder, plain, clients=dict(db=1), db=1) as r1:
             found = OfficialClient(r1, flush=False).trial(logits_of('i see'))[1]
             assert not r.exists('remote_lm_output_final') and r1.exists('remote_lm_output_final')
@@ -784,7 +793,8 @@ def test_passwords(decoder, tmp_path):
 def test_a_redis_without_tls(decoder, plain, monkeypatch):
     "Is not waited for."
     for limit in ('socket_connect_timeout', 'socket_timeout'): monkeypatch.setitem(server._LIMITS, limit, 0.3)
-    for ask in (lambda: check_redis(port=plain.port, tls=True), lambda: serve(decoder, port=plain.port, tls=True)):
+    options = dict(port=plain.port, tls=True)
+    for ask in (lambda: check_redis(**options), lambda: serve(decoder, **options, stop=stopped_after(LIMIT))):
         with pytest.raises(PermissionError, match='does not speak TLS on that port; leave TLS .--tls. out'): ask()
 
 
