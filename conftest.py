@@ -3,13 +3,10 @@
 Notebooks and test files share the worker processes of pytest-xdist, the longest first, so that no core waits for
 another at the end, and PyTorch is imported once for each worker.
 """
-import hashlib
 import os
 import re
 import runpy
-import shutil
 import sys
-import tempfile
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,6 +16,9 @@ import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).parent
+sys.path.append(str(ROOT/'tools'))
+from compiled import keep_compiled, take_compiled  # noqa: E402
+
 # A busy machine is no failure
 settings.register_profile('kit', deadline=None)
 settings.load_profile('kit')
@@ -50,64 +50,6 @@ SECONDS = {'test_pipeline': 250, 'test_trainer_tf': 200, 'test_encoders_tf': 150
 
 # kenlm 0.3.0 does not compile on Python 3.13 and later; what compares with it, or reads its files, is skipped there
 NO_KENLM = sys.version_info >= (3, 13) and find_spec('kenlm') is None
-
-
-# What Numba compiled, for other checkouts of the same sources: beside the environments that `kit` makes
-CACHE = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'b2t_kaggle'
-COMPILED = Path(os.environ.get('B2T_ENVS') or CACHE)/'numba'
-
-
-BEGAN_WITH = set() # The marker of this session: what is compiled belongs to the sources that it began with
-
-
-def compiled_files(package): return sorted(package.rglob('__pycache__/*.nb[ci]'))
-
-
-def compiled_marker():
-    """The file that says which sources this checkout's compiled functions are of: of all modules that Numba compiles
-    together, because it does not see that a function changed that another module calls."""
-    compiled = re.compile(rb'njit|numba|^(BLANK|SIL|LN10) *=', re.M) # Functions, intrinsics, numbers that are frozen
-    sources = [p for p in sorted((ROOT/'b2t_kaggle').rglob('*.py')) if compiled.search(p.read_bytes())]
-    key = hashlib.sha256(f'{version("numba")} {sys.version}'.encode())
-    for p in sources: key.update(str(p.relative_to(ROOT)).encode() + p.read_bytes())
-    return ROOT/'b2t_kaggle'/'__pycache__'/f'numba-{key.hexdigest()[:16]}'
-
-
-def snapshots(marker):
-    "Folders of compiled functions, the fullest last. None is ever written to again."
-    return sorted((COMPILED/marker.name).glob('[0-9]*'))
-
-
-def take_compiled():
-    "Begin with what another checkout of the same sources compiled, and without what is of other sources."
-    marker = compiled_marker()
-    BEGAN_WITH.add(marker)
-    if marker.exists(): return
-    package = ROOT/'b2t_kaggle'
-    for old in (*compiled_files(package), *marker.parent.glob('numba-*')): old.unlink(missing_ok=True)
-    for folder in snapshots(marker)[-1:]: shutil.copytree(folder, package, dirs_exist_ok=True)
-    marker.parent.mkdir(exist_ok=True)
-    marker.touch()
-
-
-def keep_compiled():
-    "Leave what was compiled to other checkouts, where they have a tenth less; a few sets of sources are kept."
-    marker = compiled_marker()
-    package = ROOT/'b2t_kaggle'
-    files = compiled_files(package)
-    name = f'{len(files):05}'
-    kept = snapshots(marker)
-    if marker not in BEGAN_WITH or not marker.exists() or not files: return
-    if kept and int(kept[-1].name) > 0.9*len(files): return
-    marker_folder = COMPILED/marker.name
-    marker_folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=COMPILED) as tmp:
-        for p in files:
-            copy = Path(tmp)/name/p.relative_to(package)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(p, copy)
-        if not (marker_folder/name).exists(): os.rename(Path(tmp)/name, marker_folder/name)
-    for old in sorted(COMPILED.glob('numba-*'), key=os.path.getmtime)[:-5]: shutil.rmtree(old, ignore_errors=True)
 
 
 class Notebook(pytest.File):

@@ -85,6 +85,9 @@ def aligned(
 # %% ../nbs/02_pages.ipynb #c018
 _PAINT = {'#000000': 'currentColor', 'black': 'currentColor', '#ffffff': 'var(--paper, #fff)',
           'white': 'var(--paper, #fff)'}
+# Those of matplotlib's lines that are too dark on a dark page
+_PAINT |= {colour: f'var(--line-{name}, {colour})' for name, colour in
+           dict(blue='#1f77b4', red='#d62728', purple='#9467bd', brown='#8c564b').items()}
 
 def recolored(
     svg: str,  # As matplotlib writes it
@@ -93,7 +96,7 @@ def recolored(
     "The SVG in the colours of the page, without the declarations of a file."
     svg = svg[svg.index('<svg'):]
     svg = re.sub(r'<metadata>.*?</metadata>', '', svg, flags=re.DOTALL)
-    svg = re.sub('|'.join(map(re.escape, ('#000000', '#ffffff'))), lambda m: _PAINT[m[0]], svg)
+    svg = re.sub('|'.join(colour for colour in _PAINT if colour[0] == '#'), lambda m: _PAINT[m[0]], svg)
     svg = re.sub(r'(?<=: )(black|white)\b', lambda m: _PAINT[m[0]], svg)
     svg = re.sub(r'\b(id="|href="#|url\(#)', lambda m: f'{m[1]}{name}-', svg)
     return re.sub(r'<svg ', '<svg class="plot" role="img" ', svg, count=1)

@@ -160,7 +160,7 @@ def configuration(
     rows = [dict(key=Html(f'<code>{key}</code><br><small>{about(key)}</small>'), preset=_setting(theirs),
                  run=_setting(own)) for key, (theirs, own) in changed.items()]
     return (f'<p>{len(rows)} values differ from the preset <code>{name}</code>.</p>\n'
-            f'<div class="scroll">{table(rows)}</div>')
+            f'<div class="scroll wrap">{table(rows)}</div>')
 
 # %% ../nbs/13_report.ipynb #c023
 def _date(seconds: float) -> str:
@@ -180,7 +180,7 @@ def provenance(
              for stamp in stamps.values() for name, (size, mark) in stamp.get('outputs', {}).items()]
     listed = [dict(what=what, value=value) for what, value in known.items()]
     return (f'<div class="scroll">{table(listed)}</div>\n<details><summary>{len(files)} files and their hashes'
-            f'</summary><div class="scroll">{table(files)}</div></details>')
+            f'</summary><div class="scroll wrap">{table(files)}</div></details>')
 
 # %% ../nbs/13_report.ipynb #c026
 def report_page(

@@ -62,19 +62,19 @@ def test_help_and_mistakes(args, status, said):
 
 def test_what_numba_compiled_serves_other_checkouts_of_the_same_sources(tmp_path, monkeypatch):
     "All of it or nothing: what was compiled of other sources is not even kept."
-    import conftest
-    monkeypatch.setattr(conftest, 'COMPILED', tmp_path/'cache')
+    import compiled
+    monkeypatch.setattr(compiled, 'COMPILED', tmp_path/'cache')
 
     def session(checkout, compiles=(), **sources):
         "What is compiled there when a session of pytest begins, which then compiles more."
         cache = tmp_path/checkout/'b2t_kaggle'/'__pycache__'
         cache.mkdir(parents=True, exist_ok=True)
         for name, source in sources.items(): (cache.parent/f'{name}.py').write_text(source)
-        monkeypatch.setattr(conftest, 'ROOT', tmp_path/checkout)
-        conftest.take_compiled()
+        monkeypatch.setattr(compiled, 'ROOT', tmp_path/checkout)
+        compiled.take_compiled()
         found = sorted(p.name for p in cache.glob('*.nb?'))
         for name in compiles: (cache/name).write_text(checkout)
-        conftest.keep_compiled()
+        compiled.keep_compiled()
         return found
 
     old = dict(fast='@njit', slow='pass')

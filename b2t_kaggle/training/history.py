@@ -125,6 +125,7 @@ def plot_history(
     """Training and validation loss with its parts, and the validation PER; with an audio LLM its WER, and the gradient
     norms of the model's parts. Returns the figure."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogFormatter
     history = read_history(path)
     val = history.dropna(subset=['val_loss'])
     norms = [name for name in history if name.startswith('grad_') and name != 'grad_norm']
@@ -135,6 +136,8 @@ def plot_history(
     for name, label in _PARTS.items():
         if name in history: losses.plot(history.step, history[name], lw=1, label=label)
     losses.set(xlabel='batch', ylabel='loss', yscale='log')
+    losses.yaxis.set_major_formatter(LogFormatter())
+    losses.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, .4))) # 120, in place of 1.2 × 10²
     losses.legend()
     if norms: _plot_norms(others[0], history, norms)
     errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label='PER')

@@ -8,6 +8,8 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -254,56 +256,31 @@ def find_entries(p: Page) -> list:
     return entries
 
 
-def menu(pages: list[Page], here: Page) -> str:
-    "All pages by group; the group of this page is open."
-    made = ''
-    for group in dict.fromkeys(p.group for p in pages):
-        items = ''.join(
-            f'<li><a href="{relative(p.path, here.path)}"{" aria-current=page" if p is here else ""}>'
-            f'{html.escape("Overview" if p.path in ("index.html", "benchmarks/index.html") else p.title)}</a></li>'
-            for p in pages if p.group == group)
-        is_open = ' open' if group == here.group or group in ('Begin', 'How to') else ''
-        made += f'<details{is_open}><summary>{group}</summary><ul>{items}</ul></details>\n'
-    return made
+def sections(body: str) -> list[tuple[str, str]]:
+    "Place and title of each section of a page."
+    return [(anchor, plain(text)) for level, anchor, text in _HEADING.findall(body) if level == '2']
 
 
-def contents(body: str) -> str:
-    "The sections of a page that has several."
-    found = [(level, anchor, plain(text)) for level, anchor, text in _HEADING.findall(body) if level == '2']
-    if len(found) < 4: return ''
-    items = ''.join(f'<li><a href="#{anchor}">{html.escape(text)}</a></li>' for _, anchor, text in found)
-    return f'<details class="contents"><summary>On this page</summary><ul>{items}</ul></details>\n'
-
-
-def neighbours(p: Page, pages: list[Page]) -> list[str]:
-    "Links to the page before this one and to the one behind, empty where there is none."
-    at = next((i for i, other in enumerate(pages) if other is p), None)
-    made = []
-    for i, text in ((None if at is None else at - 1, '← {}'), (None if at is None else at + 1, '{} →')):
-        if i is None or not 0 <= i < len(pages): made.append('')
-        else: made.append(f'<a href="{relative(pages[i].path, p.path)}">{text.format(html.escape(pages[i].title))}</a>')
-    return made
+@cache
+def template(name: str):
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    return Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+                       lstrip_blocks=True).get_template(f'{name}.html.jinja')
 
 
 def framed(p: Page, pages: list[Page]) -> str:
     "A page with its head, menu and the ways to its neighbours."
     base = relative('index.html', p.path).removesuffix('index.html')
-    body = p.body
-    if p.path != 'index.html':
-        after = '</blockquote>' if '</blockquote>' in body[:2000] else '</h1>'
-        body = body.replace(after, after + contents(body), 1)
-    before, after = neighbours(p, pages)
-    head = (f'<meta name="description" content="{html.escape(p.about)}">\n<link rel="icon" href="data:,">\n'
-            f'<link rel="stylesheet" href="{base}site.css">\n'
-            f'<script src="{base}site.js" data-base="{base}"></script>\n')
-    made = (f'<header><button id="menu" aria-label="Menu" aria-expanded="false">☰</button>'
-            f'<a class="home" href="{base}index.html">{TITLE}</a><div class="search"><input id="query" type="search" '
-            'placeholder="Search ( / )" aria-label="Search" autocomplete="off"><ul id="found"></ul></div>'
-            '<button id="theme" aria-label="Light or dark">◐</button></header>\n'
-            f'<div class="columns"><nav class="pages" aria-label="Pages">{menu(pages, p)}</nav>\n<main>\n{body}\n'
-            f'<div class="ways"><span>{before}</span><span>{after}</span></div></main></div>')
-    title = TITLE if p.path == 'index.html' else f'{p.title} · {TITLE}'
-    return page(title, made, head)
+    by_group = {group: list(members) for group, members in groupby(pages, lambda other: other.group)}
+    at = next((i for i, other in enumerate(pages) if other is p), None)
+    before, after = (None, None) if at is None else (pages[at - 1] if at else None, (*pages, None)[at + 1])
+    top = re.match('.*?</h1>(\\s*<blockquote>.*?</blockquote>)?', p.body, re.DOTALL)[0]
+    made = template('page').render(
+        site=TITLE, base=base, here=p, groups=by_group, way=lambda other: relative(other.path, p.path),
+        top=top, sections=[] if p.path == 'index.html' else sections(p.body), rest=p.body.removeprefix(top),
+        before=before, after=after)
+    head = template('head').render(about=p.about, base=base)
+    return page(TITLE if p.path == 'index.html' else f'{p.title} · {TITLE}', made, head)
 
 
 def modules() -> list[Path]:

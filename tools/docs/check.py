@@ -1,10 +1,11 @@
 "What would disappoint a reader of the site: links to nothing, pages with two titles, directives that show."
 import html
+import os
 import re
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 # Elements that nothing closes
 _EMPTY = {'img', 'br', 'hr', 'meta', 'link', 'input', 'path', 'use', 'rect', 'circle', 'line', 'stop', 'col', 'image'}
@@ -34,8 +35,9 @@ class _Parts(HTMLParser):
                 break
 
     def handle_data(self, data):
-        if any(tag == 'pre' for tag, _ in self.open): self.code.append(data)
-        if ('pre', 'output') in self.open: self.printed.append(data)
+        kind = next((kind for tag, kind in self.open if tag == 'pre'), None)
+        if kind is not None: self.code.append(data)
+        if kind == 'output': self.printed.append(data)
 
 
 def parts(text: str) -> _Parts:
@@ -50,8 +52,9 @@ _OBJECT = re.compile(r'<(?:Figure|Axes|IPython|pandas)|(?:Out|In)\s?\[\d+\]:')
 
 def problems(folder: Path) -> list[str]:
     "One line for each problem of a site, or of a single page."
-    files = sorted(folder.rglob('*.html'))
-    pages = {p.resolve(): parts(p.read_text(encoding='utf-8')) for p in files}
+    files = sorted(folder.resolve().rglob('*.html'))
+    pages = {p: parts(p.read_text(encoding='utf-8')) for p in files}
+    anchors = {str(p): set(page.ids) for p, page in pages.items()}
     found = []
     for path, page in pages.items():
         name = path.relative_to(folder.resolve()).as_posix()
@@ -61,17 +64,15 @@ def problems(folder: Path) -> list[str]:
         if not name.startswith('source/') and _DIRECTIVE.search(''.join(page.code)):
             found.append(f'{name}: a directive shows')
         if printed := _OBJECT.search(''.join(page.printed)): found.append(f'{name}: {printed[0]} shows')
-        wrong = [problem for link in page.links for problem in _problem(path, html.unescape(link), pages)]
-        found += [f'{name}: {problem}' for problem in wrong]
+        for link in dict.fromkeys(page.links):
+            if problem := _problem(path, html.unescape(link), anchors): found.append(f'{name}: {link}{problem}')
     return found
 
 
-def _problem(path: Path, link: str, pages: dict) -> list[str]:
-    "Why a link leads nowhere."
-    url = urlsplit(link)
-    if url.scheme or url.netloc: return []
-    target = (path.parent/unquote(url.path)).resolve() if url.path else path
-    if not target.exists(): return [f'{link} leads nowhere']
-    if url.fragment and target in pages and unquote(url.fragment) not in pages[target].ids:
-        return [f'{link}: there is no such place']
-    return []
+def _problem(path: Path, link: str, anchors: dict[str, set[str]]) -> str:
+    "Why a link leads nowhere, empty where it does not."
+    if re.match('[a-z]+:|//', link): return ''
+    place, _, fragment = unquote(link).partition('#')
+    target = os.path.normpath(path.parent/place) if place else str(path)
+    if target not in anchors: return '' if os.path.exists(target) else ' leads nowhere'
+    return ': there is no such place' if fragment and fragment not in anchors[target] else ''

@@ -1,7 +1,8 @@
 """Outputs of the notebooks, kept under a hash of their code and of the modules of the kit that they import.
 
-The examples are executed in processes that each take many notebooks, as the tests do: PyTorch is imported once for
-each of them. What shows nothing is not executed; benchmarks have their outputs in the file."""
+The examples are executed in processes that each take many notebooks, as the tests do, the longest first: PyTorch is
+imported once for each of them. What Numba compiled for the tests serves here, too. Nothing is executed behind the last
+cell that shows something; benchmarks have their outputs in the file."""
 import ast
 import hashlib
 import json
@@ -13,12 +14,19 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from compiled import keep_compiled, take_compiled
+
 from b2t_kaggle.files import user_cache, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
-FORM = 1   # Of what is kept; another number when this file makes other outputs
-# Their examples simulate, search and train for half a minute and more each: the tests run them, the site does not
-SLOW = {'02_simulate.ipynb', '09_trainer.ipynb'}
+FORM = 2   # Of what is kept; another number when this file makes other outputs
+# The longest, which begin first, in seconds of processor time with nothing compiled (November 2026, EPYC)
+SECONDS = {}
+# A process for each core computes with one thread. What TensorFlow compiles is small and runs once: LLVM need not
+# optimise it. What a notebook starts finds the package's code compiled
+ENVIRONMENT = dict(OMP_NUM_THREADS='1', OMP_WAIT_POLICY='PASSIVE', TF_NUM_INTRAOP_THREADS='1', TF_CPP_MIN_LOG_LEVEL='2',
+                   XLA_FLAGS='--xla_backend_optimization_level=0', PYTHONDONTWRITEBYTECODE='',
+                   IN_TEST='1')   # As the tests do
 
 
 def directives(code: str) -> set[str]: return set(re.findall(r'^#\|\s*(\w+)', code, re.MULTILINE))
@@ -93,29 +101,38 @@ def key(notebook: dict) -> str:
 def is_executed(path: Path, notebook: dict) -> bool:
     "Whether the site shows what the examples of a notebook print and draw."
     relative = path.relative_to(ROOT/'nbs')
-    if relative.parts[0] in ('pipeline', 'benchmarks') or path.name in SLOW: return False
+    if relative.parts[0] in ('pipeline', 'benchmarks'): return False
     if relative.parts[0] == 'kaggle' and not path.name[0].isdigit(): return False
     if code_of(notebook['cells'][0]).startswith('---'): return False
     return any(shows(code_of(c)) for c in notebook['cells'] if c['cell_type'] == 'code')
 
 
 def _execute(path: Path) -> list[list[dict]]:
-    "The outputs of each cell; raises where an example fails."
+    "The outputs of each cell up to the last that shows something; raises where an example fails."
     import matplotlib
     matplotlib.rcParams.update({'svg.fonttype': 'none', 'savefig.transparent': True})
     from execnb.nbio import read_nb
     from execnb.shell import CaptureShell
     shell = CaptureShell(path=path.parent, mpl_format='svg')
     notebook = read_nb(path)
+    last = max(i for i, cell in enumerate(notebook.cells) if cell.cell_type == 'code' and shows(cell.source))
+    behind = [[] for _ in notebook.cells[last + 1:]]
+    notebook.cells = notebook.cells[:last + 1]
     def left_out(cell): return bool(directives(cell.source) & {'bench', 'eval'}) if cell.cell_type == 'code' else True
-    os.environ['IN_TEST'] = '1'   # as the tests do
     shell.run_all(notebook, exc_stop=True, preproc=left_out)
-    return [[dict(o) for o in cell.get('outputs', [])] for cell in notebook.cells]
+    shell.reset(new_session=False)   # What this notebook holds, the next ones need not
+    return [[dict(o) for o in cell.get('outputs', [])] for cell in notebook.cells] + behind
 
 
-def _work(path: Path) -> list[list[dict]]:
+def _processor_seconds() -> float: return sum(os.times()[:4])   # With those of processes that ended
+
+
+def _work(path: Path) -> tuple[list[list[dict]], float]:
+    "The outputs, and the seconds of processor time that they took."
     os.chdir(path.parent)
-    return json.loads(json.dumps(_execute(path), default=str))
+    began = _processor_seconds()
+    made = json.loads(json.dumps(_execute(path), default=str))
+    return made, _processor_seconds() - began
 
 
 def outputs(paths: Iterable[Path], n_jobs: int, say=print) -> dict[Path, list[list[dict]]]:
@@ -131,17 +148,29 @@ def outputs(paths: Iterable[Path], n_jobs: int, say=print) -> dict[Path, list[li
         else: todo[path] = kept
     if not todo: return found
     say(f'{len(found)} notebooks have kept outputs, {len(todo)} are executed')
+    take_compiled()
+    failed = _execute_all(dict(sorted(todo.items(), key=lambda item: -seconds_of(item[0]))), found, n_jobs, say)
+    keep_compiled()
+    if failed: raise RuntimeError('\n'.join(['these notebooks fail:', *failed]))
+    return found
+
+
+def seconds_of(path: Path) -> int: return SECONDS.get(path.relative_to(ROOT/'nbs').with_suffix('').as_posix(), 0)
+
+
+def _execute_all(todo: dict[Path, Path], found: dict[Path, list], n_jobs: int, say) -> list[str]:
+    "Execute notebooks in this order; keep the outputs of each under its file and in `found`; a line for each failure."
     failed = []
-    # A process that has executed many notebooks holds the memory of all of them
-    with ProcessPoolExecutor(n_jobs, mp_context=get_context('spawn'), max_tasks_per_child=30) as pool:
+    os.environ.update(ENVIRONMENT)   # For the processes
+    # No `max_tasks_per_child`: with it the pool stops when its processes end (Python 3.11 to 3.14, cpython#115634)
+    with ProcessPoolExecutor(n_jobs, mp_context=get_context('spawn')) as pool:
         running = {pool.submit(_work, path): path for path in todo}
         for done in as_completed(running):
             path = running[done]
-            try: found[path] = done.result()
+            try: found[path], seconds = done.result()
             except Exception as e:
                 failed.append(f'{path.relative_to(ROOT)}: {type(e).__name__}: {e}')
                 continue
             write_whole(todo[path], json.dumps(found[path]))
-            say(f'  {path.relative_to(ROOT)}', flush=True)
-    if failed: raise RuntimeError('\n'.join(['these notebooks fail:', *failed]))
-    return found
+            say(f'  {seconds:5.1f} s  {path.relative_to(ROOT)}', flush=True)
+    return failed
