@@ -2,11 +2,13 @@
 and tests it."""
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -66,7 +68,8 @@ def share_compiled(root):
     for module in (ROOT/'b2t_kaggle').rglob('*.py'):
         copy = root/module.relative_to(ROOT)
         if copy.read_bytes() == module.read_bytes(): shutil.copystat(module, copy)
-    for compiled in (ROOT/'b2t_kaggle').rglob('__pycache__/*.nb[ic]'):
+    caches = ('*.nb[ic]', 'numba-*')  # conftest.py says what the latter is
+    for compiled in itertools.chain(*((ROOT/'b2t_kaggle').rglob(f'__pycache__/{files}') for files in caches)):
         copy = root/compiled.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy2(compiled, copy)
@@ -88,17 +91,26 @@ def test_it_is_listed_with_its_fields(checkout):
     assert 'model.n_channels' in keys and 'conv: Channels of the hidden layer.' in keys
 
 
+RUN = """
+import sys
+sys.path.insert(0, 'tests')
+from test_pipeline import cli, stages_here
+with stages_here(): cli.main(sys.argv[1:])
+"""
+
+
 def test_it_trains_and_decodes(checkout, tmp_path):
+    "The command, with all stages in its own process: that each may have one is tried in test_pipeline."
     settings = [a for k, v in SMALL.items() for a in ('--set', f'{k}={v}')]
-    b2t(checkout, 'run', '--out', tmp_path, '--work', tmp_path/'data', '--name', 'conv', *settings)
+    folders = ['--out', tmp_path, '--work', tmp_path/'data', '--name', 'conv']
+    run(checkout, sys.executable, '-c', RUN, 'run', *folders, *settings)
     validate_submission(tmp_path/'conv'/'submission.csv', expected=4)
     stamp = json.loads((tmp_path/'conv'/'stages'/'train.json').read_text())
     assert stamp['metrics']['steps'] == 6
 
 
 def test_the_other_framework_refuses_it_in_one_line(checkout, tmp_path):
-    if subprocess.run([sys.executable, '-c', 'import tensorflow'], capture_output=True).returncode:
-        pytest.skip('no TensorFlow')
+    if not find_spec('tensorflow'): pytest.skip('no TensorFlow')
     code = (
         "from b2t_kaggle.config import load_config, ConfigError\nfrom b2t_kaggle.tensorflow.models import build_model\n"
         "try: build_model(load_config(overrides={'model.name': 'conv'}).model, 1)\nexcept ConfigError as e: print(e)"

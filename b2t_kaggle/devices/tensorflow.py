@@ -4,16 +4,20 @@
 
 # %% auto #0
 __all__ = ['TENSORFLOW_TPU', 'LIBTPU', 'tensorflow_build', 'tensorflow_problem', 'tensorflow_tpu_problem', 'check_tensorflow',
-           'plan_tensorflow', 'tensorflow_address', 'tensorflow_gpus', 'pick_tensorflow', 'create_tpu_strategy',
-           'configure_mixed_precision']
+           'plan_tensorflow', 'tensorflow_address', 'load_triton', 'tensorflow_gpus', 'pick_tensorflow',
+           'create_tpu_strategy', 'configure_mixed_precision']
 
 # %% ../../nbs/devices/02_tensorflow.ipynb #c003
 import os
 import re
 import socket
+import sys
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 
 from b2t_kaggle.devices.machine import (
     NO_TPU,
@@ -225,6 +229,12 @@ def _pick_tpu(d: Detected, address: str, accelerator: str, precision: str) -> De
     return device.with_reasons(unknown, missing)
 
 # %% ../../nbs/devices/02_tensorflow.ipynb #c025
+def load_triton() -> None:
+    "Load Triton where it is installed, unless TensorFlow is loaded already; one that cannot be loaded does no harm."
+    if 'tensorflow' in sys.modules or not find_spec('triton'): return
+    with suppress(ImportError): import_module('triton')
+
+# %% ../../nbs/devices/02_tensorflow.ipynb #c028
 def tensorflow_gpus() -> tuple[Gpu, ...]:
     "The GPUs that TensorFlow can use; imports tensorflow."
     import tensorflow as tf
@@ -257,7 +267,7 @@ def _pick_gpus_or_cpu(d: Detected, accelerator: str, precision: str, failure: st
     n = len(tf.config.list_logical_devices('GPU' if device.kind == 'cuda' else 'CPU'))
     return replace(device, n=n).with_reasons(failure, hidden)
 
-# %% ../../nbs/devices/02_tensorflow.ipynb #c026
+# %% ../../nbs/devices/02_tensorflow.ipynb #c029
 def pick_tensorflow(
     accelerator: str = 'auto',  # `auto`, `cpu`, `cuda` or `tpu`
     precision: str = 'auto',    # `auto`, `float32`, `bfloat16` or `float16`
@@ -269,6 +279,7 @@ def pick_tensorflow(
     d = detect('tensorflow')
     check_tensorflow(d, accelerator)
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up messages call for no action
+    load_triton()
     failure = ''
     tpu_address = tensorflow_address(d, address) if accelerator in ('auto', 'tpu') else ''
     if tpu_address:
@@ -279,7 +290,7 @@ def pick_tensorflow(
             failure = f'the TPU is not used: {e}'
     return _pick_gpus_or_cpu(d, accelerator, precision, failure)
 
-# %% ../../nbs/devices/02_tensorflow.ipynb #c029
+# %% ../../nbs/devices/02_tensorflow.ipynb #c032
 def _make_strategy(device: Device, address: str | None):
     "The strategy of a device that is started."
     import tensorflow as tf
@@ -306,7 +317,7 @@ def create_tpu_strategy(
     _missing_cores(n, device.n, accelerator)
     return strategy
 
-# %% ../../nbs/devices/02_tensorflow.ipynb #c032
+# %% ../../nbs/devices/02_tensorflow.ipynb #c035
 def configure_mixed_precision(
     device: Device | str | None = None, # Or its precision, such as `float32`; None and `auto` pick the device
     disable: bool = False,              # Compute in float32 throughout, whatever the device; none is started
@@ -315,6 +326,7 @@ def configure_mixed_precision(
     returned.
 
     In float32 no product is rounded to TF32, in 16 bits float32 products may be."""
+    load_triton()
     import keras
     import tensorflow as tf
     precision = getattr(device, 'precision', device) or 'auto'

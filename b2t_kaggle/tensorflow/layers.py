@@ -12,6 +12,7 @@ import os
 import numpy as np
 
 from ..ctc import n_frames
+from ..devices.tensorflow import load_triton
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c005
 def check_keras(
@@ -28,6 +29,7 @@ def check_keras(
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c006
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # before the import, whose messages nobody can act on
+load_triton()
 try:
     import keras
     import tensorflow as tf

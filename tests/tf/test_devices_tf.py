@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from urllib.error import URLError
@@ -270,6 +271,16 @@ print([int(i) for i in strategy.experimental_local_results(ids)], pick_tensorflo
     variables, strategy, ids = r.stdout.splitlines()
     assert variables == 'variables: CUDA_VISIBLE_DEVICES=-1'
     assert strategy.startswith('MirroredStrategy, 8 replicas: cpu (') and ids == f'{list(range(8))} 8'
+
+
+def test_an_optimiser_of_pytorch_after_tensorflow():
+    "It loads Triton, which ends a process in which TensorFlow came first."
+    if not find_spec('triton'): pytest.skip('this PyTorch has no Triton; builds for GPUs do')
+    code = ('from b2t_kaggle.tensorflow import layers\nimport torch\n'
+            'torch.optim.SGD([torch.zeros(1, requires_grad=True)])')
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=300,
+                       env=os.environ | {'PYTHONPATH': str(ROOT)})
+    assert r.returncode == 0, r.stderr
 
 
 def test_processors_compute_bfloat16_by_way_of_float32():
