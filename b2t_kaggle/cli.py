@@ -32,8 +32,8 @@ from .cli_merge import merge
 from .cli_phonemes import PHONEME_OPTIONS, confusions, decode_phonemes
 from .cli_runs import open_branch, runs
 from .cli_sweep import SWEEP_OPTIONS, sweep_runs
-from .cli_types import FILE, OUTPUT
-from .config import PRESETS, Config, TrainConfig, config_fields, differing_values, load_config
+from .cli_types import FILE, FOLDER, OUT, OUTPUT
+from .config import PRESETS, Config, TrainConfig, config_fields, differing_values, flat_values, load_config
 from .decoding.compilation import compiled_ahead
 from .pipeline import Interrupted, run_stages
 from .runs import Run, StageRun, logit_files, search_tuning
@@ -45,8 +45,6 @@ def _key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
     if wrong := [i for i in items if '=' not in i]:
         raise click.BadParameter(f'{wrong[0]!r} is not of the form key=value, such as train.lr_max=0.003')
     return dict(i.split('=', 1) for i in items)
-
-_FOLDER = click.Path(file_okay=False)
 
 _SHARED = (
     click.option('--name', help='Name of the run, and of its folder. Default: the preset\'s name.'),
@@ -62,9 +60,9 @@ _SHARED = (
     click.option(
         '--set', 'overrides', multiple=True, callback=_key_values, metavar='KEY=VALUE',
         help='Any configuration value; repeat it for more. `b2t keys` lists them.'),
-    click.option('--out', default='submissions', show_default=True, type=_FOLDER, help='Folder of the runs.'),
+    OUT,
     click.option(
-        '--work', default='data', show_default=True, type=_FOLDER,
+        '--work', default='data', show_default=True, type=FOLDER,
         help='Folder for big files that can be made again.'),
     click.option(
         '--force', multiple=True, type=click.Choice(list(STAGES)),
@@ -107,7 +105,7 @@ _COMPUTING = (
     click.option(
         '--disable-mixed-precision', '--disable_mixed_precision', 'precision', flag_value='float32',
         help='Compute in float32 throughout; the same as --set train.precision=float32.'),
-    click.option('--output-dir', type=_FOLDER, help='Folder of this run; stands for --out and --name.'),
+    click.option('--output-dir', type=FOLDER, help='Folder of this run; stands for --out and --name.'),
 )
 _TRAINING = _COMPUTING + (
     click.option('--batch-size', type=int, help='Trials in a batch; the same as --set data.batch_size=…'),
@@ -317,7 +315,7 @@ main.add_command(confusions)
 
 # %% ../nbs/16_cli.ipynb #c031
 @main.command()
-@click.argument('folder', required=False, type=click.Path(file_okay=False))
+@click.argument('folder', required=False, type=FOLDER)
 @shared_options
 def simulate(folder, force, **options):
     "Simulate a participant: official HDF5 sessions, into FOLDER or as the first stage of a run."
@@ -549,10 +547,10 @@ def devices():
     from b2t_kaggle.devices.report import describe
     click.echo(describe())
 
-def _at_hand(name: str | None, preset_: str | None, out: str) -> tuple[Config, str]:
+def _at_hand(name: str | None, preset_: str | None, out: Path) -> tuple[Config, str]:
     "The configuration of a run or preset, and what it is called: those asked for, else what `b2t run` would take."
     if name and preset_: raise click.UsageError('--name is a run and --preset is none; give one of them')
-    config = Path(out)/(name or 'demo')/'config.yaml'
+    config = out/(name or 'demo')/'config.yaml'
     if name and not config.exists(): raise click.UsageError(f'{config.parent} is no run; `b2t runs` lists them')
     if config.exists() and not preset_: return load_config(config), f'run {config.parent.name}'
     return load_config(base=preset_ or 'demo'), f'preset {preset_ or "demo"}'
@@ -561,12 +559,12 @@ def _at_hand(name: str | None, preset_: str | None, out: str) -> tuple[Config, s
 @click.argument('part', required=False)
 @click.option('--name', help='A run; its values are shown. Default: the run demo, if it is there.')
 @click.option('--preset', 'preset_', type=click.Choice(list(PRESETS)), help='A preset; its values are shown.')
-@click.option('--out', default='submissions', show_default=True, type=_FOLDER, help='Folder of the runs.')
+@OUT
 def keys(part, name, preset_, out):
     """Every configuration key with its value in a run or preset, its default where it is another, and what it means;
     PART selects keys that contain it."""
     cfg, source = _at_hand(name, preset_, out)
-    values = {f'{g}.{k}': v for g, group in cfg.dump().items() if isinstance(group, dict) for k, v in group.items()}
+    values = flat_values(cfg)
     known = config_fields()
     found = {key: field for key, field in known.items() if part is None or part in key}
     if not found:
@@ -580,7 +578,7 @@ def keys(part, name, preset_, out):
 
 # %% ../nbs/16_cli.ipynb #c051
 @main.command()
-@click.option('--output', default='_docs', show_default=True, type=_FOLDER, help='Folder of the site.')
+@click.option('--output', default='_docs', show_default=True, type=FOLDER, help='Folder of the site.')
 @click.option('--plain', is_flag=True, help='Without what the examples print and draw, which are not executed then.')
 def docs(output, plain):
     """Build the documentation site from a checkout's notebooks; what its examples print and draw is kept until they

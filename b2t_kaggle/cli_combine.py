@@ -37,6 +37,15 @@ def _read(sources, split: str, out: Path, blocks: Path | None):
     hypotheses = read_hypotheses(*(_file(s, split, out) for s in sources))
     return with_corpora(hypotheses, read_blocks(blocks)) if blocks else hypotheses
 
+def _teach_each_other(sources, tune, out: Path) -> bool:
+    "Whether the sources are the files to learn from. A run is learned from on val and written for test."
+    return bool(tune) and set(tune) == set(sources) and not any(_folder(s, out) for s in sources)
+
+def _read_teachers(sources, tune, out: Path, blocks: Path | None):
+    "The hypotheses to learn from: the files of `--tune`, and with `val` the lists of val of the sources that are runs."
+    runs = [s for s in sources if 'val' in tune and _folder(s, out)]
+    return _read([*runs, *(t for t in tune if t != 'val')], 'val', out, blocks)
+
 # %% ../nbs/15_cli_combine.ipynb #c008
 def _write(output: Path, hypotheses, combined) -> None:
     "Write a submission, or the form for hypotheses with the log-probability of being right as the total."
@@ -106,11 +115,9 @@ def combine_sources(
     hypotheses = _read(sources, 'test', out, blocks)
     click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
     if not tune: combined = [Combined(text, 1.) for text in vote(hypotheses)]
-    elif set(tune) == set(sources) and not any(_folder(s, out) for s in sources):
-        combined = cross_validate(hypotheses, model)
+    elif _teach_each_other(sources, tune, out): combined = cross_validate(hypotheses, model)
     else:
-        runs = [s for s in sources if 'val' in tune and _folder(s, out)]
-        teachers = _read([*runs, *(t for t in tune if t != 'val')], 'val', out, blocks)
+        teachers = _read_teachers(sources, tune, out, blocks)
         title = f'On the {len(teachers)} trials to learn from, cross-validated:'
         _tell(title, teachers, cross_validate(teachers, model))
         corrector = learn(teachers, model)

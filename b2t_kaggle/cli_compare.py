@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from .cli_types import FILE, OUTPUT
+from .cli_types import FILE, OUT, OUTPUT
 
 # %% ../nbs/15_cli_compare.ipynb #c005
 def _of_run(folder: Path) -> list[dict]:
@@ -150,8 +150,7 @@ def _page(title: str, sections) -> str:
                    'sentence. Runs know them.')
 @click.option('--blocks', type=FILE, help='The official description of the blocks (CSV), for error rates by corpus.')
 @click.option('--html', type=OUTPUT, help='Write a page with tables and plots.')
-@click.option('--out', default='submissions', show_default=True, type=click.Path(path_type=Path),
-              help='Folder of the runs.')
+@OUT
 def compare(sources, truth, train, blocks, html, out):
     """Compare runs, or files of hypotheses, with the first one: word and phoneme error rates by corpus, length, seen or
     unseen sentence and session, with intervals.

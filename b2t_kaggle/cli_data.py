@@ -6,9 +6,9 @@
 __all__ = ['data', 'get']
 
 # %% ../nbs/15_cli_data.ipynb #c002
-from pathlib import Path
-
 import click
+
+from .cli_types import FOLDER
 
 # %% ../nbs/15_cli_data.ipynb #c004
 @click.group()
@@ -19,7 +19,7 @@ def data():
 @click.option('--source', default='kaggle', show_default=True, type=click.Choice(['kaggle', 'dryad']),
               help='The competition, or the archive of its authors.')
 @click.option('-o', '--output', default='data/brain-to-text-25', show_default=True,
-              type=click.Path(file_okay=False, path_type=Path), help='Folder for them; 23 GB and more.')
+              type=FOLDER, help='Folder for them; 23 GB and more.')
 def get(source, output):
     """Fetch, check and unpack the recordings (11 GB) and the official checkpoint (0.5 GB).
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import click
 
+from .cli_types import FILE, FOLDER
+
 # %% ../nbs/15_cli_kaggle.ipynb #c005
 @click.group()
 def kaggle():
@@ -18,7 +20,7 @@ def kaggle():
 @kaggle.command()
 @click.option('--image', required=True, type=click.Choice(['gpu', 'tpu', 'cpu']),
               help="Kaggle's image, which comes with the accelerator.")
-@click.option('-o', '--output', type=click.Path(file_okay=False, path_type=Path),
+@click.option('-o', '--output', type=FOLDER,
               help='The folder to write. Default: b2t-wheels-IMAGE.')
 @click.option('--kit', help='Where the kit comes from: a checkout, a wheel or git+https://…; default: this checkout.')
 @click.option('--with', 'others', multiple=True, metavar='PACKAGE',
@@ -54,7 +56,7 @@ def _publish(command: list[str], push: bool) -> None:
     else: click.echo(f'To push it: {shlex.join(command)}')
 
 @kaggle.command()
-@click.argument('notebook', type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument('notebook', type=FILE)
 @click.option('--accelerator', required=True, type=click.Choice(['T4', 'P100', 'TPU', 'none']),
               help='T4: two of them. TPU: v5e-8.')
 @_id
@@ -68,7 +70,7 @@ def _publish(command: list[str], push: bool) -> None:
 @click.option('--internet/--no-internet', default=False, show_default=True,
               help='Whether the session reaches the internet.')
 @click.option('--public', is_flag=True, help='Everybody may see it.')
-@click.option('-o', '--output', type=click.Path(file_okay=False, path_type=Path),
+@click.option('-o', '--output', type=FOLDER,
               help='The folder to write. Default: kaggle-SLUG.')
 @_push
 def kernel(notebook, accelerator, name, title, competitions, datasets, kernels, internet, public, output, push):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from .cli_types import FILE, OUTPUT
+from .cli_types import FILE, FOLDER, OUTPUT
 
 # %% ../nbs/15_cli_lm.ipynb #c004
 _texts = click.argument('texts', nargs=-1, required=True, type=FILE)
@@ -146,7 +146,7 @@ def binary(model, output, kind, bits):
 
 # %% ../nbs/15_cli_lm.ipynb #c022
 @click.command()
-@click.argument('folder', required=False, type=click.Path(file_okay=False, path_type=Path))
+@click.argument('folder', required=False, type=FOLDER)
 @click.option('--source', type=FILE, help="kenlm's source archive, where there is no network.")
 def programs(folder, source):
     "Build KenLM's programs, into FOLDER or where the kit finds them."
@@ -172,7 +172,7 @@ def report(models, texts):
 @click.command('finetune')
 @click.argument('model')
 @click.argument('texts', nargs=-1, required=True, type=FILE)
-@click.option('-o', '--output', required=True, type=click.Path(file_okay=False, path_type=Path),
+@click.option('-o', '--output', required=True, type=FOLDER,
               help='Folder of the adapter.')
 @click.option('--epochs', default=3, show_default=True, type=click.IntRange(1),
               help='Times that each sentence is seen.')
@@ -193,7 +193,7 @@ def finetune_llm(model, texts, output, epochs, batch_size, dtype):
 # %% ../nbs/15_cli_lm.ipynb #c030
 @click.command()
 @click.argument('name', required=False)
-@click.option('-o', '--output', type=click.Path(file_okay=False, path_type=Path),
+@click.option('-o', '--output', type=FOLDER,
               help="Folder for it. Default: the user's cache.")
 def get(name, output):
     "Fetch the public n-gram model NAME (gzipped ARPA); without NAME, list them with size and licence."

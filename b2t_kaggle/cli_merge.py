@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from .cli_combine import _folder, _read, _tell, _write
-from .cli_types import FILE, OUTPUT
+from .cli_combine import _read, _read_teachers, _teach_each_other, _tell, _write
+from .cli_types import FILE, FOLDER, OUT, OUTPUT
 
 # %% ../nbs/15_cli_merge.ipynb #c005
 _ORIGINS = dict(model='what the model wrote', only='the only candidate', far='the vote, as the answer was far from it',
@@ -40,8 +40,7 @@ def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, 
     "The examples of val and train to learn from; raises `ValueError` where lists teach nothing."
     from b2t_kaggle.rescoring.hypotheses import read_hypotheses
     from b2t_kaggle.rescoring.merge_data import check_errors, examples
-    runs = [s for s in sources if 'val' in tune and _folder(s, out)]
-    val = _read([*runs, *(t for t in tune if t != 'val')], 'val', out, None)
+    val = _read_teachers(sources, tune, out, None)
     check_errors(val, ', '.join(tune))
     if not train: return examples(val, n_candidates), []
     lists = read_hypotheses(*train)
@@ -61,7 +60,7 @@ def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, 
 @click.option('--train', multiple=True, type=FILE,
               help='Lists of train trials, from models that were trained without them: taught between val and val. '
                    'Lists without errors are refused. Needs --tune.')
-@click.option('--adapter', type=click.Path(file_okay=False, path_type=Path),
+@click.option('--adapter', type=FOLDER,
               help='Folder of the adapter: where it is kept with --tune (default: OUTPUT with the suffix .adapter), '
                    'else the one to use.')
 @click.option('--snap', is_flag=True, help='Take the candidate nearest to what the model wrote.')
@@ -75,8 +74,7 @@ def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, 
 @click.option('--dtype', default='auto', show_default=True,
               type=click.Choice(['auto', 'float32', 'bfloat16', 'float16']), help="Type of the model's weights.")
 @click.option('--four-bit', is_flag=True, help='4-bit weights (QLoRA where it is taught); needs bitsandbytes.')
-@click.option('--out', default='submissions', show_default=True, type=click.Path(path_type=Path),
-              help='Folder of the runs.')
+@OUT
 def merge(sources, model, output, tune, train, adapter, snap, candidates, folds, epochs, batch_size, seed, dtype,
           four_bit, out):
     """A language model reads what several systems heard and writes the sentence of each trial.
@@ -90,8 +88,7 @@ def merge(sources, model, output, tune, train, adapter, snap, candidates, folds,
     from b2t_kaggle.rescoring.merge_data import curricula, curriculum, examples
     from b2t_kaggle.training.budget import Deadline
     if train and not tune: raise click.UsageError('--train needs --tune: it is taught between val and val')
-    # A run is learned from on val and written for test
-    crossed = bool(tune) and set(tune) == set(sources) and not any(_folder(s, out) for s in sources)
+    crossed = _teach_each_other(sources, tune, out)
     hypotheses = _read(sources, 'val' if crossed else 'test', out, None)
     click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
     asked = examples(hypotheses, candidates)

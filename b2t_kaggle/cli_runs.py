@@ -11,18 +11,19 @@ from pathlib import Path
 
 import click
 
-from .runs import Run, StageRun, branch
+from .cli_types import OUT
+from .runs import Run, StageRun, branch, find_run
 from .stages import STAGES, needs_of, plan
 
 # %% ../nbs/15_cli_runs.ipynb #c005
 def open_branch(
-    from_: str,       # A run: its folder, or its name beside `folder`
+    from_: str,       # A run, as `runs.find_run` takes it: its folder, or its name beside `folder`
     folder: Path,     # Of the variant
     work: str | Path, # For big files that can be made again
     overrides: dict,  # What the variant has otherwise
 ) -> Run:
     "A variant of a run, begun or to go on with. Raises `click.UsageError` for no such run, or where one is in the way."
-    other = next((f for f in (folder.parent/from_, Path(from_)) if (f/'config.yaml').exists()), None)
+    other = find_run(from_, folder.parent)
     if other is None:
         raise click.UsageError(f'--from {from_}: there is no such run in {folder.parent}; `b2t runs` lists them')
     origin = {'from': str(other.absolute())}
@@ -71,8 +72,7 @@ def run_row(
     )
 
 @click.command()
-@click.option('--out', default='submissions', show_default=True, type=click.Path(file_okay=False, path_type=Path),
-              help='Folder of the runs.')
+@OUT
 def runs(out):
     "List the runs: how far they are, phoneme and word error rate on val, and the settings that differ from the preset."
     import pandas as pd

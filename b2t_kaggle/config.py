@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEMA', 'MAY_CHANGE', 'PRESETS', 'SimulateConfig', 'DataConfig', 'AugmentConfig', 'TrainConfig', 'InferConfig',
            'LMConfig', 'DecodeConfig', 'RescoreConfig', 'CombineConfig', 'ReportConfig', 'AudioConfig',
-           'GenerateConfig', 'SessionConfig', 'upgrade', 'Config', 'changed_values', 'differing_values',
+           'GenerateConfig', 'SessionConfig', 'upgrade', 'Config', 'changed_values', 'flat_values', 'differing_values',
            'config_fields', 'config_keys', 'with_overrides', 'from_official', 'preset', 'read_yaml', 'load_config',
            'save_config']
 
@@ -512,15 +512,20 @@ def changed_values(
     return {k: v for k, v in values.items() if k not in without}
 
 # %% ../nbs/08_config.ipynb #c040
+def flat_values(
+    cfg: Config, # A configuration
+) -> dict[str, Any]: # `group.field`: value, as plain JSON types
+    "All values, defaults too."
+    return {f'{g}.{k}': v for g, values in cfg.model_dump(mode='json').items() for k, v in values.items()}
+
 def differing_values(
     cfg: Config,   # A configuration
     other: Config, # What it is compared with
 ) -> dict[str, Any]: # `group.field`: value, as plain JSON types
     "Values of `cfg` that `other` does not have; all of the model where the two have different ones."
-    def flat(c): return {f'{g}.{k}': v for g, values in c.model_dump(mode='json').items() for k, v in values.items()}
-    theirs = flat(other)
+    theirs = flat_values(other)
     is_other_model = cfg.model.name != other.model.name
-    return {k: v for k, v in flat(cfg).items()
+    return {k: v for k, v in flat_values(cfg).items()
             if k not in theirs or theirs[k] != v or (is_other_model and k.startswith('model.'))}
 
 # %% ../nbs/08_config.ipynb #c043

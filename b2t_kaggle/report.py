@@ -18,7 +18,7 @@ import pandas as pd
 import b2t_kaggle
 from .bootstrap import rate_interval
 from .comparison import PER, WER, measure
-from .config import Config, config_fields, preset
+from .config import Config, config_fields, differing_values, flat_values, preset
 from .metrics import ErrorCounts, total
 from .pages import Html, aligned, cards, markdown, output, page, table
 from .phonemes import normalize_sentence
@@ -128,18 +128,14 @@ def timings(
     return f'<p>{duration(sum(seconds.values()))} in all.</p>\n<div class="scroll">{table(rows)}</div>'
 
 # %% ../nbs/13_report.ipynb #c020
-def _values(cfg: Config) -> dict[str, Any]:
-    groups = cfg.model_dump(mode='json')
-    return {f'{group}.{key}': value for group, fields in groups.items() if isinstance(fields, dict)
-            for key, value in fields.items()}
-
 def differences(
     cfg: Config, # Of a run
     name: str,   # Of the preset from which it began
 ) -> dict[str, tuple[Any, Any]]: # By key, the preset's value and the run's
-    "What distinguishes a configuration from a preset."
-    theirs = _values(preset(name))
-    return {k: (theirs.get(k), v) for k, v in _values(cfg).items() if theirs.get(k) != v}
+    "What distinguishes a configuration from a preset; all of the model where the two have different ones."
+    theirs = preset(name)
+    values = flat_values(theirs)
+    return {k: (values.get(k), v) for k, v in differing_values(cfg, theirs).items()}
 
 def _setting(value) -> str:
     "A value as `--set` takes it; of a long list its beginning."

@@ -148,6 +148,7 @@ def _read_noted(path: Path) -> dict:
     except (FileNotFoundError, ValueError): return {}
     return noted if isinstance(noted, dict) else {}
 
+# %% ../nbs/13_runs.ipynb #c015
 # Begin of the names of the n-best files
 _LISTS = dict(decode='nbest', generate='generated', rescore='rescored', combine='combined')
 
@@ -165,8 +166,9 @@ def list_stage(
     if combined and cfg.combine.sources: return 'combine'
     return search_stage(cfg) if cfg.rescore.model is None else 'rescore'
 
-class Run:
-    "A run's folder, configuration, keys and stamps."
+# %% ../nbs/13_runs.ipynb #c017
+class _Configured:
+    "A run's folder and configuration."
     def __init__(self,
         folder: str | Path,            # The run's folder, `submissions/<name>`
         work: str | Path = 'data',     # Folder for big files that can be made again
@@ -205,6 +207,15 @@ class Run:
         "Saved values that are not the preset's."
         return differing_values(self.saved, preset(self.base_preset)) if self.saved else {}
 
+    def clear_leftovers(self) -> None:
+        "Remove temporary files that killed processes left: of this run, of what it shares, and in the user's cache."
+        shared = (self.work/'stages', *self.work.glob('simulated-*'), *self.work.glob('packed-*'))
+        for folder in (self.dir, *shared): clear_leftovers(folder, within=True)
+        for folder in user_cache('').glob('*/'): clear_leftovers(folder) # Environments lie there too, with all packages
+
+# %% ../nbs/13_runs.ipynb #c019
+class _Keyed(_Configured):
+    "What the result of each stage depends on."
     def marks(self,
         name: str, # Stage
     ) -> list:
@@ -225,12 +236,6 @@ class Run:
             if changed := [mark[0] for mark in [*before, *now] if mark not in before or mark not in now]:
                 return changed[0]
         return ''
-
-    def clear_leftovers(self) -> None:
-        "Remove temporary files that killed processes left: of this run, of what it shares, and in the user's cache."
-        shared = (self.work/'stages', *self.work.glob('simulated-*'), *self.work.glob('packed-*'))
-        for folder in (self.dir, *shared): clear_leftovers(folder, within=True)
-        for folder in user_cache('').glob('*/'): clear_leftovers(folder) # Environments lie there too, with all packages
 
     def _needs(self, name: str) -> list[str]:
         active = plan(self.cfg)
@@ -267,6 +272,9 @@ class Run:
         return dict(values=values, files=files, stages=earlier, code=_sha(code_cells(name)),
                     version=b2t_kaggle.__version__)
 
+# %% ../nbs/13_runs.ipynb #c021
+class Run(_Keyed):
+    "A run's folder, configuration, keys and files."
     @property
     def data_dir(self) -> Path:
         "The session folders: the configured ones, or the simulated ones."
@@ -335,7 +343,7 @@ class Run:
         from b2t_kaggle.rescoring.mixture import Rescored
         return read_nbest(path, Rescored)
 
-# %% ../nbs/13_runs.ipynb #c018
+# %% ../nbs/13_runs.ipynb #c026
 def logit_files(
     member: str | Path, # A LogitStore, the folder of a run, or the name of a run
     out: str | Path,    # Folder of the runs
@@ -351,7 +359,7 @@ def logit_files(
     verb = 'decode' if is_ensemble else 'infer'
     raise PipelineError(f'{folder} has no log-probabilities yet; `b2t {verb}` on this run makes them')
 
-# %% ../nbs/13_runs.ipynb #c021
+# %% ../nbs/13_runs.ipynb #c029
 def _split_in_name(path: Path) -> str:
     "`val` or `test`, as a file's name says. Raises `PipelineError` where it has neither word, or both."
     told = sorted(set(re.findall('[a-z]+', path.stem.lower())) & {'val', 'test'})
@@ -379,7 +387,7 @@ def hypothesis_files(
     if there := {split: f for split, f in files.items() if f.exists()}: return there
     raise PipelineError(f'{folder} has no hypotheses of the stage {stage} yet; `b2t {stage}` on this run makes them')
 
-# %% ../nbs/13_runs.ipynb #c024
+# %% ../nbs/13_runs.ipynb #c032
 def _free(path: Path) -> Path:
     "`path`, or with a number behind it where that is taken."
     candidates = (path.with_name(path.name + (f'.{i}' if i else '')) for i in itertools.count())
@@ -400,7 +408,7 @@ def _changed_output(marks: dict[str, list], home: Path) -> str:
         if mark != content_mark(path): return f'{path.name} was changed'
     return ''
 
-# %% ../nbs/13_runs.ipynb #c027
+# %% ../nbs/13_runs.ipynb #c035
 def _write_left(path: Path, version: str, trials: Iterable[int]) -> None:
     "Note the trials that are left, and for which inputs."
     write_json(dict(version=version, trials=list(trials)), path)
@@ -418,7 +426,7 @@ def _exchange_model(home: Path, old: str, new: str | None) -> None:
     if train.exists(): train.rename(_free(home/f'train-{old}'))
     if new and (aside := home/f'train-{new}').exists(): aside.rename(train)
 
-# %% ../nbs/13_runs.ipynb #c030
+# %% ../nbs/13_runs.ipynb #c038
 _STAMP = dict(key=str, fingerprint=str, finished=bool, seconds=int | float, made=int | float, outputs=dict, needs=dict,
               metrics=dict, inputs=dict)
 
@@ -500,7 +508,7 @@ class _Stamped:
         found = _changes(self.stamp.get('inputs', {}), self.run.inputs(self.name))
         return f'{status}: {"; ".join(found)}' if found else status
 
-# %% ../nbs/13_runs.ipynb #c034
+# %% ../nbs/13_runs.ipynb #c042
 def input_changed(
     name: str,        # Stage
     file: str | Path, # That changed
@@ -509,6 +517,7 @@ def input_changed(
     return (f'stage {name}: {file} changed while the stage ran, so that its result counts for nothing. What the stages '
             'before it made is kept; wait until the file is complete, and run the same line again')
 
+# %% ../nbs/13_runs.ipynb #c044
 class StageRun(_Stamped):
     "One stage of a run: its stamp, and what a stage notebook calls at its start and end."
     def begin(self) -> 'StageRun':
@@ -604,7 +613,7 @@ class StageRun(_Stamped):
         self.run.save()
         self._running.release()
 
-# %% ../nbs/13_runs.ipynb #c045
+# %% ../nbs/13_runs.ipynb #c055
 def _share(source: Path, target: Path) -> None:
     "The same file under another name; a copy where the disk has no links."
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -634,7 +643,7 @@ def branch(
         done.append(name)
     return done
 
-# %% ../nbs/13_runs.ipynb #c048
+# %% ../nbs/13_runs.ipynb #c058
 def begin_stage(
     name: str,                # Stage
     run_dir: str | Path,      # The run's folder
@@ -644,7 +653,7 @@ def begin_stage(
     "What a stage notebook starts with, whoever executes it."
     return StageRun(Run(run_dir, work_dir, overrides, save=False), name).begin()
 
-# %% ../nbs/13_runs.ipynb #c051
+# %% ../nbs/13_runs.ipynb #c061
 def search_tuning(
     run: Run,
 ):

@@ -172,7 +172,7 @@ class Sweep:
         "Its run's."
         return self.run.dir.with_name(f'{self.run.dir.name}-{number:03d}')
 
-# %% ../nbs/14_sweep.ipynb #c013
+# %% ../nbs/14_sweep.ipynb #c015
 def _values(sweep: Sweep, number: int) -> dict[str, Any]:
     "What Optuna proposes for a trial; the same again for one that has its values."
     optuna = sweep.optuna
@@ -180,6 +180,7 @@ def _values(sweep: Sweep, number: int) -> dict[str, Any]:
     trial = optuna.trial.Trial(sweep.study, sweep.study.trials[number]._trial_id)
     return {key: r.suggest(trial, key) for key, r in sweep.ranges.items()}
 
+# %% ../nbs/14_sweep.ipynb #c017
 def _train(sweep: Sweep, number: int, run: Run) -> None:
     "Train a trial, or go on with it."
     fields = dict(storage=sweep.storage, study=sweep.study.study_name, number=number, startup=sweep.startup)
@@ -236,7 +237,7 @@ def run_trials(
             if not _do(sweep, sweep.study.ask().number): return False
     return True
 
-# %% ../nbs/14_sweep.ipynb #c015
+# %% ../nbs/14_sweep.ipynb #c021
 def sweep_table(
     sweep: Sweep,
 ) -> pd.DataFrame:

@@ -4,15 +4,13 @@ are trained in test_cr_ctc.py."""
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from killed import kill_behind_a_checkpoint
 from test_trainer import config, open_stores, write_toy
 
 import b2t_kaggle.pytorch.optimizer.scaled_adam as scaled_adam
@@ -278,8 +276,10 @@ SCRIPT = '''
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+from killed import ask_before_each_step
 from test_scaled_adam import *
 from b2t_kaggle.data.store import TrialStore
+ask_before_each_step(Trainer)
 stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]
 train(*stores, config(**RECIPE, precision='float32', num_training_batches=40), Path(sys.argv[3]), progress=False)
 '''
@@ -291,12 +291,7 @@ def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(stores, tmp_path
     folders = [Path(__file__).parent, stores[0].path.parent, tmp_path/'cut']
     command = [sys.executable, '-c', SCRIPT, *map(str, folders)]
     env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': str(torch.get_num_threads())}
-    p = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
-    while not (tmp_path/'cut'/'last.pt').exists():
-        assert p.poll() is None, 'it ended by itself'
-        time.sleep(.005)
-    p.send_signal(signal.SIGKILL)
-    p.wait()
+    kill_behind_a_checkpoint(command, env, tmp_path/'cut'/'last.pt', steps=20)
     step = load_file(tmp_path/'cut'/'last.pt')['step']
     for run in ('cut', 'whole'): train(*stores, cfg, tmp_path/run, progress=False)
     cut, whole = (load_file(tmp_path/run/'last.pt') for run in ('cut', 'whole'))

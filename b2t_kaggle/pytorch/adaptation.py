@@ -288,14 +288,18 @@ def infer_adapted(
     store: TrialStore,         # Trials to infer
     path: str | Path,          # The LogitStore to write
     options: InferConfig,      # The run's `infer` group, with `adapt`
-    store_train: TrialStore,   # Training trials, whose statistics count
+    moments: dict[str, Moments] | None = None, # From `session_moments` of the training trials, for recalibration
     decoder=None,              # A `LexiconBeamDecoder`, for DietCORP
     accelerator: str = 'auto', # `auto`, `cpu` or `cuda`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`; a step is computed in float32
     progress: bool = True,     # Show a progress bar
 ) -> LogitStore:
     """Log-probabilities of a model that adapts, written whole or not at all; its provenance says from how many trials
-    something was learned. Raises `CheckpointError`, or `TrainingError` where model, trials or device do not fit."""
+    something was learned. Raises `CheckpointError`, or `TrainingError` where model, trials, moments or device do not
+    fit."""
+    if (moments is None) != (options.adapt == 'dietcorp'):
+        raise TrainingError(f'infer.adapt = {options.adapt}: found {"no " if moments is None else ""}moments of the '
+                            'training trials; expected some for recalibrate and both, none for dietcorp')
     model, cfg = load_model(checkpoint, unseen='here' if store.split == 'val' else None)
     check_features(store, cfg, checkpoint)
     backend = start(pick_torch(accelerator, precision), together=False)
@@ -303,7 +307,6 @@ def infer_adapted(
         raise TrainingError(f'infer.adapt = {options.adapt} adapts trial by trial, for each of which XLA would compile '
                             'a program; set train.accelerator to cpu or cuda, or infer.adapt=null')
     backend.place(model)
-    moments = session_moments(store_train) if options.adapt != 'dietcorp' else None
     label_of = decoded_label(decoder) if options.adapt != 'recalibrate' else None
     arrays, log = adapt_to(model, store, cfg, options, backend, moments, label_of, progress)
     learned = int(log.refused.isna().sum()) if label_of else 0
