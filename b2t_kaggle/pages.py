@@ -164,7 +164,19 @@ def _own_table(made: str) -> str:
     made = re.sub(r' style="text-align: right;"', '', made)
     made = re.sub(r'<td>([-+\d.,]+(?: ?%)?)</td>', r'<td class="number">\1</td>', made)
     made = re.sub(r'<div>\s*(<table>.*</table>)\s*(?:<p>.*?</p>)?\s*</div>', r'\1', made, flags=re.DOTALL)
-    return f'<div class="scroll">{made}</div>\n'
+    head, rest = made.split('</thead>', 1)
+    rows = re.findall('<tr>.*?</tr>', rest, flags=re.DOTALL)
+    numeric = [all(column) for column in zip(*(['number' in kind for kind in re.findall('<td[^>]*>', row)]
+                                               for row in rows))]
+    return f'<div class="scroll">{_headings(head, numeric)}</thead>{rest}</div>\n'
+
+def _headings(head: str, numeric: list[bool]) -> str:
+    "Those of numbers stand on the right, and break behind underscores where there is no room."
+    def cells(row):
+        n_names = row[0].count('<th') - len(numeric) # Those of the index have no column of cells
+        kinds = iter(['']*n_names + [' class="number"' if right else '' for right in numeric])
+        return re.sub('<th>([^<]*)', lambda m: f'<th{next(kinds, "")}>{m[1].replace("_", "_<wbr>")}', row[0])
+    return re.sub('<tr>.*?</tr>', cells, head, flags=re.DOTALL)
 
 def output(
     out: Mapping, # As a notebook holds it
@@ -178,13 +190,14 @@ def output(
     if 'text/html' in forms:
         made = forms['text/html']
         if 'class="dataframe"' in made: return _own_table(made)
-        return f'<div class="scroll">{made}</div>\n' if '<table' in made and 'class="scroll"' not in made else made
+        return f'<div class="scroll">{made}</div>\n' if '<table' in made and 'class="scroll' not in made else made
     if 'image/svg+xml' in forms: return recolored(forms['image/svg+xml'], name)
     if 'image/png' in forms:
         data = forms['image/png'].replace('\n', '')
         return f'<img class="plot" alt="Figure {html.escape(name)}" src="data:image/png;base64,{data}">\n'
     if 'text/markdown' in forms: return markdown(forms['text/markdown'])
     shown = forms.get('text/plain', '')
+    shown = re.sub(r'\n(Name: .*, )?(Length: \d+, )?dtype: \w+$', '', shown) # Behind a series of pandas
     return '' if re.match(r'<(Figure size|Axes|IPython)', shown) else _plain(shown)
 
 def _plain(text) -> str:
