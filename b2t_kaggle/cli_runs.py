@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from .cli_types import OUT
+from .cli_types import OUT, as_called
 from .runs import Run, StageRun, branch, find_run
 from .stages import STAGES, needs_of, plan
 
@@ -77,7 +77,7 @@ def runs(out):
     "List the runs: how far they are, phoneme and word error rate on val, and the settings that differ from the preset."
     import pandas as pd
     folders = sorted(f.parent for f in out.glob('*/config.yaml'))
-    if not folders: return click.echo(f'There are no runs in {out}; `b2t run` makes one')
+    if not folders: return click.echo(as_called(f'There are no runs in {out}; `b2t run` makes one'))
     rows = []
     for folder in folders:
         try: rows.append(run_row(folder))

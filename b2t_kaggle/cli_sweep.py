@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .cli_types import as_called
+
 if TYPE_CHECKING: # It brings the pipeline, for which other verbs need not wait
     from b2t_kaggle.runs import Run
 
@@ -42,4 +44,5 @@ def sweep_runs(
     if running and not is_over: click.echo(f'Not done, at work elsewhere or lost there: {", ".join(running)}')
     click.echo(f'Table and plots: {run.dir/"sweep.csv"}, {run.dir/"sweep.png"}')
     if not (table.state == 'complete').any(): raise click.ClickException('no trial came to its end')
-    click.echo(f'Best on val: {table.run[0]}, PER {table.PER[0]:.2%}; b2t run --name {table.run[0]} goes on with it')
+    click.echo(f'Best on val: {table.run[0]}, PER {table.PER[0]:.2%}; ' +
+               as_called(f'b2t run --name {table.run[0]} goes on with it'))

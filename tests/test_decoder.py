@@ -121,6 +121,35 @@ def test_equals_enumeration(tmp_path_factory, log_probs, lexicon, order, merge, 
     if merge == 'max': assert len(best) == 1 and best[0].total == pytest.approx(found[0].total, abs=1e-9)
 
 
+def texts_held(search, words):
+    "Texts of the hypotheses of a search, as their histories stand in its arena."
+    hyps, arena = search.state.hyps, search.state.arena
+    for i in range(search.state.counters['n_hyps'][0]):
+        text, entry = [], (hyps.label_history if hyps.label[i] > hyps.blank[i] else hyps.blank_history)[i]
+        while entry > 0:
+            if arena.word[entry] >= 0: text.append(words[arena.word[entry]])
+            entry = arena.prev[entry]
+        yield ' '.join(reversed(text))
+
+
+@settings(max_examples=60, deadline=None)
+@given(posteriors, lexicons, st.sampled_from([2, 5, 20, 5000]), st.integers(2, 6))
+def test_as_many_as_the_beam_holds(tmp_path_factory, log_probs, lexicon, beam, nbest):
+    "The list is as long as was asked for, if the hypotheses at the end have so many sentences that the frames hold."
+    folder = tmp_path_factory.getbasetemp()/'as_many'
+    folder.mkdir(exist_ok=True)
+    log_probs = log_probs[:5]
+    decoder = LexiconBeamDecoder(lexicon, ngram(2, folder), beam=beam, nbest=nbest, threshold=math.inf)
+    frames = decoder.prepare(log_probs)
+    search = decoder.take_search()
+    search.push(frames.scores, frames.skip)
+    possible = enumerate_sentences(log_probs, lexicon)
+    held = possible.keys() if beam == 5000 else possible.keys() & set(texts_held(search, decoder.words))
+    found = decoder.decode(log_probs)
+    assert min(nbest, len(held)) <= len(found) <= nbest and {h.text for h in found} <= set(possible)
+    assert len({h.text for h in found}) == len(found)
+
+
 @settings(max_examples=100, deadline=None)
 @given(posteriors, lexicons, st.integers(1, 3), st.sampled_from([None, 0.0, 1.0]), st.sampled_from([None, 1, 3]))
 def test_never_empty(tmp_path_factory, log_probs, lexicon, beam, oov_penalty, top_k):

@@ -266,6 +266,15 @@ class _SentenceScorer:
         return LN10*_ngram_scores(words, starts, self._automaton.view, self._automaton.begin)
 
 # %% ../../nbs/decoding/05_decoder.ipynb #c028
+def _distinct(
+    *found: tuple[np.ndarray, np.ndarray], # Word ids of texts, one after the other, and where each begins
+) -> tuple[np.ndarray, np.ndarray]:
+    "The texts of all in their order, each once."
+    texts = {tuple(words[a:b].tolist()): None for words, starts in found for a, b in itertools.pairwise(starts)}
+    start, words = flatten(texts)
+    return words, start
+
+# %% ../../nbs/decoding/05_decoder.ipynb #c030
 class LexiconBeamDecoder(_SentenceScorer):
     """Lexicon + n-gram CTC beam search: keeps the `beam` best (trie node, n-gram state) pairs per frame, and scores the
     sentences that it found by definition.
@@ -287,7 +296,7 @@ class LexiconBeamDecoder(_SentenceScorer):
         word_score: float = 0.0,      # Added per word
         acoustic_scale: float = 0.8,  # Weight of the acoustic score
         blank_penalty: float = 1.0,   # The blank's probability is divided by this
-        nbest: int = 10,              # Hypotheses returned
+        nbest: int = 10,              # Hypotheses returned; fewer if `beam` and `threshold` leave fewer
         merge: Literal['max', 'sum'] = 'max', # Acoustic score: best path, or sum over paths (flashlight's `log_add`)
         threshold: float = 12.0,      # Gap to the best that drops a hypothesis [acoustic nats] (`beam_threshold`)
         blank_skip: float = 0.999,    # Frames whose penalised blank is likelier are not searched; 1: all are
@@ -328,8 +337,11 @@ class LexiconBeamDecoder(_SentenceScorer):
         search: Search,        # From `take_search`; it goes back to the decoder
         log_probs: np.ndarray, # Of all frames that were pushed, from `prepare` [T', 41]
     ) -> list[Hypothesis]:     # Up to `nbest`
-        "The n-best of a trial whose frames were all searched."
-        words, starts = search.texts(2*self.nbest)
+        """The n-best of a trial whose frames were all searched. Where fewer hypotheses are complete, it has the words
+        of those in the middle of a word, too, up to there."""
+        texts = search.texts(2*self.nbest)
+        words, starts = texts
+        if len(starts) <= self.nbest: words, starts = _distinct(texts, search.begun_texts(2*self.nbest))
         llm = search.llm_scores(words, starts)
         self.return_search(search)
         return self.rank(log_probs, words, starts, llm, self.fusion.weight if self.fusion else 0.)

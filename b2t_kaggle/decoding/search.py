@@ -660,6 +660,15 @@ class Search:
         if len(scores) == 0: return _unfinished(self.trie, state, n_texts)
         return _texts(state, starts, scores, n_texts, self.n_frames)
 
+    def begun_texts(self,
+        n_texts: int, # How many
+    ) -> tuple[np.ndarray, np.ndarray]: # As from `texts`
+        "The best distinct texts of all hypotheses, without the words that these are in."
+        order = np.argsort(-self.state.hyps.score[:len(self._held())], kind='stable')
+        texts = dict.fromkeys(tuple(_words_of(self.state, i).tolist()) for i in order)
+        start, words = flatten(list(texts)[:n_texts])
+        return words, start
+
     def best_words(self) -> np.ndarray: # Word ids
         "The best hypothesis so far, without the word that it is in."
         n = self.state.counters['n_hyps'][0]

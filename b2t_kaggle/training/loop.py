@@ -299,7 +299,9 @@ class Loop:
                 bar.set_postfix(loss=f'{loss:.2f}', PER=f'{best:.1%}' if best else '-', **written, **skipped,
                                 refresh=False)
                 if self.stopped: break
-        if self.stopped == INTERRUPTED or self.is_interrupted():
+            # Nobody leaves before the main process has saved: where one ends, its launcher ends the others
+            was_interrupted = any(t.gather(self.is_interrupted()))
+        if self.stopped == INTERRUPTED or was_interrupted:
             raise KeyboardInterrupt(f'saved after {t.step} of {end} batches')
         return self.stopped
 
@@ -395,7 +397,7 @@ def _save(loop: Loop, is_best: bool) -> None:
     loop.history.save()
     loop.budget.timed('save', t.save_last, loop.out/LAST[t.framework])
 
-# %% ../../nbs/training/07_loop.ipynb #c041
+# %% ../../nbs/training/07_loop.ipynb #c043
 def result_of(
     trainer: Trainer,    # That has come to an end
     stopped: str | None, # From `Loop.run`
@@ -417,7 +419,7 @@ def _check_together(values: list, what: str) -> None:
         raise TrainingError(f'{what} are not the same for all processes: the first has {values[0]}, process {rank} has '
                             f'{value}. Machines that train together see the same stores and the same folder of the run')
 
-# %% ../../nbs/training/07_loop.ipynb #c043
+# %% ../../nbs/training/07_loop.ipynb #c045
 def checkpoint_bytes(
     n_parameters: int, # Numbers in the weights
     cfg: Config,       # The run's configuration
@@ -439,7 +441,7 @@ def _check_space(trainer: Trainer, out: Path) -> None:
         except WriteError as e: problem = str(e)
     if problem := trainer.gather(problem)[0]: raise WriteError(problem)
 
-# %% ../../nbs/training/07_loop.ipynb #c045
+# %% ../../nbs/training/07_loop.ipynb #c047
 def fit(
     trainer_class: type[Trainer],  # Called with the stores, the configuration, the backend and the checkpoint
     start: Callable[[], Any],      # Starts the devices; returns a backend with `device`, `gather` and `close`

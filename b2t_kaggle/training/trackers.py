@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRACKERS', 'TrackedRun', 'Tracker', 'tracked_values', 'TensorBoardTracker', 'AppendingTracker', 'wandb_mode',
-           'WandbTracker', 'mlflow_store', 'MLflowTracker', 'tracker_names', 'check_trackers', 'tracking']
+           'WandbTracker', 'mlflow_store', 'has_run', 'MLflowTracker', 'tracker_names', 'check_trackers', 'tracking']
 
 # %% ../../nbs/training/06_trackers.ipynb #c002
 import json
@@ -160,6 +160,16 @@ def mlflow_store(
     if folder.name == 'train': folder = folder.parent
     return environ.get('MLFLOW_TRACKING_URI') or f'sqlite:///{folder.parent/"mlflow.db"}'
 
+def has_run(
+    client,      # `mlflow.tracking.MlflowClient`
+    run_id: str,
+) -> bool:
+    "Whether MLflow has a run, and not in its bin. Raises what the client raises for want of a store."
+    try: return client.get_run(run_id).info.lifecycle_stage == 'active'
+    except Exception as e:
+        if getattr(e, 'error_code', None) == 'RESOURCE_DOES_NOT_EXIST': return False
+        raise
+
 class MLflowTracker(AppendingTracker):
     "A run of MLflow."
     name = 'mlflow'
@@ -169,9 +179,12 @@ class MLflowTracker(AppendingTracker):
         from mlflow.tracking import MlflowClient
         self.metric = Metric
         self.client = MlflowClient(mlflow_store(run))
-        if run_id:
+        if run_id and has_run(self.client, run_id):
             self.client.update_run(run_id, status='RUNNING')
             return run_id
+        if run_id:
+            print(f'MLflow has no run {run_id} any more; what is left of this training becomes a new one')
+            self.last = 0
         name = os.environ.get('MLFLOW_EXPERIMENT_NAME') or 'b2t_kaggle'
         known = self.client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self.client.create_experiment(name)
