@@ -430,7 +430,7 @@ def python(code, tmp_path, **env):
     "Run code in a new process, with packages of `tmp_path` in front of ours and without the variables of this machine."
     accelerators = ('TPU_', 'PJRT', 'XLA_', 'COLAB', 'ISTPU', 'CPU_NUM')
     clean = {k: v for k, v in os.environ.items() if not k.startswith(accelerators)}
-    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=400, cwd=tmp_path,
                           env=clean | {'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'} | env)
 
 
@@ -539,7 +539,7 @@ except machine.DeviceError as e: print('ERROR', e)
 
 
 def test_command(tmp_path):
-    r = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', 'devices'], capture_output=True, text=True, timeout=120,
+    r = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', 'devices'], capture_output=True, text=True, timeout=400,
                        cwd=tmp_path, env=os.environ | {'PYTHONPATH': str(ROOT)})
     assert r.returncode == 0, r.stderr
     labels = ['cpu', 'variables', 'packages', 'torch']

@@ -59,7 +59,7 @@ print(json.dumps([errors, sorted({m.split('.')[0] for m in sys.modules} & set(wa
 def process(code, *given):
     "Run code in a new process with this as its arguments."
     env = os.environ | {'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '2'}
-    return subprocess.run([sys.executable, '-c', code, json.dumps(given)], capture_output=True, text=True, timeout=180,
+    return subprocess.run([sys.executable, '-c', code, json.dumps(given)], capture_output=True, text=True, timeout=400,
                           env=env)
 
 
@@ -228,8 +228,8 @@ def test_the_package_loads_nothing_by_itself():
 
 
 def test_importing_the_package_takes_no_time():
-    "Less than what a handful of small modules takes; NumPy alone takes ten times as long."
-    code = 'import time; start = time.perf_counter(); import b2t_kaggle; print(time.perf_counter() - start)'
+    "Less processor time than a handful of small modules takes; NumPy alone takes ten times as long."
+    code = 'import time; start = time.process_time(); import b2t_kaggle; print(time.process_time() - start)'
     assert min(float(process(code).stdout) for _ in range(3)) < 0.05
 
 
@@ -291,7 +291,7 @@ build_ngram('sessions/lm_text.txt', 'lm.arpa')
 decoder = LexiconBeamDecoder(build_lexicon(['i', 'you', 'the']), load_ngram('lm.arpa'), beam=10)
 write_submission('submission.csv', [decoder.decode(log_probs)[0].text for log_probs in logits])
 """
-    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=180, cwd=tmp_path,
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=400, cwd=tmp_path,
                        env=os.environ | {'PYTHONPATH': str(ROOT)})
     assert r.returncode == 0, r.stderr
     assert [line.split(',')[0] for line in (tmp_path/'submission.csv').read_text().splitlines()] == ['id', '0', '1']

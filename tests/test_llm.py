@@ -259,5 +259,5 @@ u.find_spec = lambda name, *a: None if name == "transformers" else find(name, *a
 from b2t_kaggle.rescoring.llm import load_lm
 try: load_lm("none")
 except RuntimeError as e: print(e)'''
-    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
+    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=400)
     assert 'pip install transformers' in out.stdout, out.stderr

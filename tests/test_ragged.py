@@ -59,9 +59,9 @@ def test_any_item_is_found_in_constant_time(tmp_path):
         r = write_ragged(tmp_path/str(n), (np.zeros((2, 3), 'float32') for _ in range(n)))
         best = np.inf
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.thread_time() # What others on this machine take does not count
             for i in range(0, n, n//200): r[i]
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best/len(range(0, n, n//200))
     assert cost(20_000) < 5*cost(400)
 

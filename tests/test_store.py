@@ -1,10 +1,8 @@
 "Packing under pressure: memory, kills, changed sources, damaged data; days across splits."
 import os
 import pickle
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -93,7 +91,7 @@ def test_a_change_is_noticed(data_dir, change):
     path, inode = session_path(data_dir, DAYS[1], 'val'), before.path.stat().st_ino
     assert build(data_dir, 'val').path.stat().st_ino == inode
     if change == 'content': make(data_dir, DAYS[1], 'val', [18, 19, 20])
-    if change == 'time': os.utime(path)
+    if change == 'time': os.utime(path, (1, 1))
     if change == 'removed': path.unlink()
     if change == 'added': make(data_dir, DAYS[2], 'val', [30])
     after = build(data_dir, 'val', dtype='float32' if change == 'option' else 'float16')
@@ -151,7 +149,7 @@ def test_a_source_that_changes_while_it_is_packed_is_noticed(data_dir, monkeypat
     import b2t_kaggle.data.store as room
     def meddle(path, *args):
         yield from read_session(path)
-        os.utime(session_path(data_dir, DAYS[0], 'train'))
+        os.utime(session_path(data_dir, DAYS[0], 'train'), (1, 1))
     monkeypatch.setattr(room, 'iter_trials', meddle)
     with pytest.raises(ChangedError, match=r'data_train\.hdf5: changed while it was packed'): build(data_dir)
     assert not list(data_dir.glob('*.arrow'))
@@ -171,7 +169,6 @@ CHILD = '''if True:
     peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])/1024
     TrialStore.build(data_dir, 'train', f'{data_dir}/one.arrow', sessions=sessions[:1], progress=False)
     one = peak()
-    print('packing', flush=True)
     TrialStore.build(data_dir, 'train', f'{data_dir}/all.arrow', sessions=sessions, progress=False)
     print(one, peak())'''
 
@@ -192,15 +189,31 @@ def test_memory_does_not_grow_with_the_data(big_dir):
     assert size > 170 and everything - one < 40 and everything < 500, out       # MB
 
 
+WAITS = """if True:
+    import sys
+    import b2t_kaggle.data.store as room
+    data_dir, n_packed = sys.argv[1:]
+    read = room.iter_trials
+    given = []
+    def iter_trials(path, *args):
+        for trial in read(path, *args):
+            if len(given) == int(n_packed):
+                print('waiting', flush=True)
+                sys.stdin.read()
+            given.append(trial.key)
+            yield trial
+    room.iter_trials = iter_trials
+    room.TrialStore.build(data_dir, 'train', f'{data_dir}/all.arrow', progress=False)"""
+
+
 def test_a_killed_packing_leaves_nothing_but_what_the_next_one_removes(big_dir):
-    for delay in (0, 0.1):
+    "Killed with the first trial in its hands, and with one of the second session."
+    for n_packed in ('0', '100'):
         (big_dir/'all.arrow').unlink(missing_ok=True)
-        p = subprocess.Popen([sys.executable, '-c', CHILD, big_dir, *DAYS], stdout=subprocess.PIPE, text=True)
-        assert p.stdout.readline() == 'packing\n'
-        while not list(big_dir.glob('.all.arrow.*.tmp')): assert p.poll() is None and not time.sleep(0.001)
-        time.sleep(delay)
-        p.send_signal(signal.SIGKILL)
-        p.wait()
+        command = [sys.executable, '-c', WAITS, big_dir, n_packed]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as p:
+            assert p.stdout.readline() == 'waiting\n'
+            p.kill()
         assert not (big_dir/'all.arrow').exists() and list(big_dir.glob('.all.arrow.*.tmp'))
     store = TrialStore.build(big_dir, 'train', big_dir/'all.arrow', progress=False)
     assert len(store) == 256 and not list(big_dir.glob('.*.tmp'))

@@ -118,7 +118,7 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path):
             for word in 'ab': write_submission({str(p)!r}, [word]*{n})''')
     with subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == 'ready\n'
-        while not p.exists(): time.sleep(0.01)
+        while not p.exists(): assert child.poll() is None and not time.sleep(0.01)
         time.sleep(0.33)
         os.kill(child.pid, signal.SIGKILL)
     assert validate_submission(p, n) == [] and len(set(pd.read_csv(p).text)) == 1

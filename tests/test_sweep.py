@@ -74,7 +74,7 @@ def test_a_sweep_that_is_killed_is_the_same_as_one_that_is_not(stage, tmp_path):
     assert set(expected.state) == {'complete', 'pruned'} and len(expected) == 6
     last = expected[expected.state == 'complete'].run.max() # The last one that is not cut short
     code = [sys.executable, '-c', textwrap.dedent(DIES), str(Path(__file__).parent), str(tmp_path/'killed'), last]
-    killed = subprocess.run(code, capture_output=True, text=True, timeout=120,
+    killed = subprocess.run(code, capture_output=True, text=True, timeout=400,
                             env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)})
     assert killed.returncode == -9, killed.stderr
     stage.steps = []
