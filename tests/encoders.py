@@ -1,7 +1,6 @@
 "A toy that any encoder can learn, and small configurations of all of them; for the tests that run over a registry."
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -69,12 +68,9 @@ def open_toy(folder: Path) -> list[TrialStore]:
 FEW = dict(num_training_batches=6, batches_per_val_step=6)
 
 if __name__ == '__main__':  # trains in a process that a test kills, or several encoders in a pair of processes
-    from killed import ask_before_each_step
-
     from b2t_kaggle.frameworks import train
     folder, out, names, framework, *changes = sys.argv[1:]
     if ',' not in names:
-        ask_before_each_step(import_module(f'b2t_kaggle.{framework}.trainer').Trainer)
         cfg = config(names, framework=framework, **json.loads(*changes or ['{}']))
         train(*open_toy(Path(folder)), cfg, Path(out), progress=False)
     else:

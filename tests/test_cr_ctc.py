@@ -1,22 +1,19 @@
 """CR-CTC and the reduction of the CTC loss: formulas in NumPy, views that agree, and batches in parts and processes."""
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import encoders
 import numpy as np
 import pytest
 import torch
+from copies import call_as_ranks
 from test_trainer import config, open_stores, write_toy
 
-from b2t_kaggle.data.store import TrialStore  # noqa: F401
+from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.augment import Augment
 from b2t_kaggle.pytorch.cr_ctc import consistency_losses
 from b2t_kaggle.pytorch.models import model_names
-from b2t_kaggle.pytorch.parallel import SingleDevice, start  # noqa: F401
+from b2t_kaggle.pytorch.parallel import SingleDevice, start
 from b2t_kaggle.pytorch.trainer import Trainer, _all_gradients
 from b2t_kaggle.training.history import read_history
 
@@ -190,28 +187,17 @@ def test_a_batch_in_parts_is_the_whole_one(stores):
     for k, v in whole[1].items(): np.testing.assert_allclose(parts[1][k], v, atol=1e-4)
 
 
-SCRIPT = '''
-import json, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_cr_ctc import *
-stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]
-backend = start(pick_torch('cpu', 'float32'))
-means, weights = losses_and_weights(stores, backend)
-means = np.mean(backend.gather(means), 0).tolist()
-if backend.is_main_process: Path(sys.argv[3]).write_text(json.dumps([means, weights]))
-backend.close()
-'''
+def train_one_of_two(folder, out):
+    stores = [TrialStore.open(folder/f'{split}.arrow') for split in ('train', 'val')]
+    backend = start(pick_torch('cpu', 'float32'))
+    means, weights = losses_and_weights(stores, backend)
+    means = np.mean(backend.gather(means), 0).tolist()
+    if backend.is_main_process: out.write_text(json.dumps([means, weights]))
+    backend.close()
 
 
 def test_two_processes_take_the_steps_of_one(stores, tmp_path):
-    script = tmp_path/'two.py'
-    script.write_text(SCRIPT)
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', str(script),
-               str(Path(__file__).parent), str(stores[0].path.parent), str(tmp_path/'result.json')]
-    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert call_as_ranks(2, train_one_of_two, stores[0].path.parent, tmp_path/'result.json') == 0
     means, weights = json.loads((tmp_path/'result.json').read_text())
     one = losses_and_weights(stores, SingleDevice(pick_torch('cpu', 'float32')))
     np.testing.assert_allclose(means, one[0], rtol=1e-3)

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from encoders import FEW, SESSIONS, VARIANTS, config, open_toy, write_toy
-from killed import kill_behind_a_checkpoint
+from killed import ask_before_each_step, kill_behind_a_checkpoint
 
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.augment import Augment
@@ -85,12 +85,17 @@ def test_padding_changes_nothing(name):
     )
 
 
+def train_in_a_copy(allowed, folder, name, out, n_threads):
+    torch.set_num_threads(n_threads)
+    ask_before_each_step(Trainer, allowed)
+    train(*open_toy(folder), config(name), out, progress=False)
+
+
 @pytest.mark.parametrize('name', NAMES)
 def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
     "SIGKILL as soon as there is a checkpoint; the weights are those of a run that was never killed, bit for bit."
-    command = [sys.executable, str(Path(__file__).with_name('encoders.py')), str(data), str(tmp_path), name, 'pytorch']
-    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': str(torch.get_num_threads())}
-    kill_behind_a_checkpoint(command, env, tmp_path/'last.pt', steps=50)
+    arguments = data, name, tmp_path, torch.get_num_threads()
+    kill_behind_a_checkpoint(train_in_a_copy, arguments, tmp_path/'last.pt', steps=50)
     step = load_file(tmp_path/'last.pt')['step']
     train(*open_toy(data), config(name), tmp_path, progress=False)
     again, never = (load_file(folder/'last.pt') for folder in (tmp_path, trained(name)[0]))

@@ -3,15 +3,12 @@ float64, and runs that train with them: exact after SIGKILL, and through an over
 are trained in test_cr_ctc.py."""
 import json
 import math
-import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from killed import kill_behind_a_checkpoint
-from test_trainer import config, open_stores, write_toy
+from test_trainer import config, kill_training, open_stores, write_toy
 
 import b2t_kaggle.pytorch.optimizer.scaled_adam as scaled_adam
 from b2t_kaggle.devices.torch import pick_torch
@@ -272,26 +269,10 @@ def test_an_overflow_in_float16_leaves_everything(stores):
     assert not result.skipped and not torch.equal(t.model.out.weight, weight)
 
 
-SCRIPT = '''
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from killed import ask_before_each_step
-from test_scaled_adam import *
-from b2t_kaggle.data.store import TrialStore
-ask_before_each_step(Trainer)
-stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]
-train(*stores, config(**RECIPE, precision='float32', num_training_batches=40), Path(sys.argv[3]), progress=False)
-'''
-
-
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(stores, tmp_path):
     "SIGKILL after the first checkpoint; ScaledAdam, Eden2, CR-CTC, masks, noise and dropout, bit for bit."
     cfg = config(**RECIPE, precision='float32', num_training_batches=40)
-    folders = [Path(__file__).parent, stores[0].path.parent, tmp_path/'cut']
-    command = [sys.executable, '-c', SCRIPT, *map(str, folders)]
-    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': str(torch.get_num_threads())}
-    kill_behind_a_checkpoint(command, env, tmp_path/'cut'/'last.pt', steps=20)
+    kill_training(stores, tmp_path/'cut', steps=20, **RECIPE, precision='float32', num_training_batches=40)
     step = load_file(tmp_path/'cut'/'last.pt')['step']
     for run in ('cut', 'whole'): train(*stores, cfg, tmp_path/run, progress=False)
     cut, whole = (load_file(tmp_path/run/'last.pt') for run in ('cut', 'whole'))

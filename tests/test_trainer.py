@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from killed import kill_behind_a_checkpoint
+from copies import call_as_ranks
+from killed import ask_before_each_step, kill_behind_a_checkpoint
 
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
@@ -198,36 +199,29 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
         assert (v - start[k]).abs().max() > 2e-3, f'{k} hardly moved, so that this proves nothing'
 
 
-SCRIPT = '''
-    import sys
-    from pathlib import Path
-    sys.path.insert(0, sys.argv[1])
-    from killed import ask_before_each_step
-    from test_trainer import config
-    from b2t_kaggle.data.store import TrialStore
-    from b2t_kaggle.pytorch.trainer import Trainer, train
-    data, out = map(Path, sys.argv[2:])
-    ask_before_each_step(Trainer)
-    stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
-    print(train(*stores, config(), out, progress=False)['step'], flush=True)
-'''
+def train_in_a_copy(allowed, folder, out, n_threads, changes):
+    torch.set_num_threads(n_threads)
+    ask_before_each_step(Trainer, allowed)
+    stores = [TrialStore.open(folder/f'{split}.arrow') for split in ('train', 'val')]
+    train(*stores, config(**changes), out, progress=False)
+
+
+def kill_training(stores, out, steps, delay=0., **changes):
+    "Train in another process until there is the next checkpoint, and some seconds more."
+    arguments = stores[0].path.parent, out, torch.get_num_threads(), changes
+    kill_behind_a_checkpoint(train_in_a_copy, arguments, out/'last.pt', steps, delay)
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(stores, tmp_path):
     "At the next checkpoint, or at a random moment in the steps after it."
     assert train(*stores, config(), tmp_path/'whole', progress=False)['step'] == 60
-    folders = [Path(__file__).parent, stores[0].path.parent, tmp_path/'killed']
-    command = [sys.executable, '-c', textwrap.dedent(SCRIPT), *map(str, folders)]
-    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': str(torch.get_num_threads())}
-    last = tmp_path/'killed'/'last.pt'
     rng = np.random.default_rng(0)
     seen = []
     for _ in range(3):
-        kill_behind_a_checkpoint(command, env, last, steps=15, delay=rng.uniform(0, .15))
-        seen.append(load_file(last)['step'])
+        kill_training(stores, tmp_path/'killed', steps=15, delay=rng.uniform(0, .15))
+        seen.append(load_file(tmp_path/'killed'/'last.pt')['step'])
     assert 0 < seen[0] < seen[1] < seen[2] < 60, f'killed at checkpoints {seen}: nothing was interrupted'
-    run = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=400)
-    assert run.returncode == 0 and run.stdout.split()[-1] == '60', run.stderr
+    assert train(*stores, config(), tmp_path/'killed', progress=False)['step'] == 60
     for name in ('last.pt', 'best.pt'):
         a, b = (load_file(tmp_path/d/name) for d in ('whole', 'killed'))
         for k, v in a['model_state_dict'].items(): assert torch.equal(v, b['model_state_dict'][k]), (name, k)
@@ -404,9 +398,10 @@ def test_the_budget_goes_by_usual_steps_and_by_the_validation_that_was_timed(mon
     assert not Budget(None, 1).is_spent()
 
 
-def test_two_processes_take_the_same_steps_as_one(stores, tmp_path):
+def test_two_processes_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
     """torchrun, DistributedDataParallel over gloo: the losses of the same global batches, the same weights, one set
-    of files."""
+    of files. After the first time, processes that need not import anything stand for torchrun's."""
+    from b2t_kaggle.pytorch import launch as room
     from b2t_kaggle.pytorch.launch import launch
 
     sure = dict(
@@ -428,6 +423,7 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path):
     )
     a, b = (load_file(tmp_path/d/'last.pt')['model_state_dict'] for d in ('one', 'two'))
     for k in a: assert torch.allclose(a[k], b[k], atol=1e-4), k
+    monkeypatch.setattr(room, '_exit_status', lambda command, env: (call_as_ranks(2, room.work, command[-1]), False))
     longer = dict(
         num_training_batches=30, lr_decay_steps=60, lr_decay_steps_day=60
     )  # and in three parts, whose gradients are summed once

@@ -13,14 +13,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing import forkserver
 from pathlib import Path
 
 import numpy as np
-import pytest
 from cases import HOSTILE, SECRET, Kind, damaged, kinds_in
 
 import b2t_kaggle
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import copies  # noqa: E402
 
 HERE = Path(b2t_kaggle.__file__).parent
 REPORTED = ValueError, RuntimeError, OSError, ImportError  # What the command turns into one line
@@ -128,11 +129,7 @@ def try_reader(out, copy: Path, path: Path, expected: str, secret: Path) -> None
 
 def start() -> None:
     "Start the process that the others are copies of."
-    with pytest.MonkeyPatch.context() as m:
-        for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'): m.setenv(name, '1')
-        m.setenv('PYTHONPATH', os.pathsep.join(p for p in sys.path if p))
-        forkserver.set_forkserver_preload(['campaign'])
-        forkserver.ensure_running()
+    copies.start(['campaign'])
 
 
 def in_a_process(target: Callable, *arguments, seconds: float = SECONDS) -> list[dict]:

@@ -1,0 +1,56 @@
+"""Processes that have imported everything already: copies of one that was started for that, has done nothing else, and
+never had a second thread. Importing PyTorch's trainer takes longer than what most tests do with it."""
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+
+import pytest
+
+CONTEXT = multiprocessing.get_context('forkserver')
+# The campaign of tests/faults shares the process; an optimiser imports PyTorch's compiler
+TRAINER = ['b2t_kaggle.pytorch.trainer', 'torch._dynamo', 'campaign']
+
+
+def start(preload: Sequence[str] = TRAINER) -> None:
+    "Start the process that the others are copies of, unless it runs already; it need not find all modules."
+    with pytest.MonkeyPatch.context() as m:
+        for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS'): m.setenv(name, '1')
+        m.setenv('PYTHONPATH', os.pathsep.join(p for p in sys.path if p))
+        forkserver.set_forkserver_preload(list(preload))
+        forkserver.ensure_running()
+
+
+def call(function: Callable, *arguments) -> BaseProcess:
+    "Call a function of a module in a copy, which ends with this process."
+    start()
+    process = CONTEXT.Process(target=function, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def _as_rank(variables: dict[str, str], function: Callable, arguments: tuple) -> None:
+    os.environ.update(variables)
+    function(*arguments)
+
+
+def call_as_ranks(n: int, function: Callable, *arguments, seconds: float = 300) -> int:
+    """Call a function in `n` copies that find the variables which torchrun sets; returns their status. Where one fails,
+    or takes longer than `seconds`, all are killed."""
+    with socket.socket() as reserved: # Bound as long as they run, so that the port goes to nobody else
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(('127.0.0.1', 0))
+        shared = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(reserved.getsockname()[1]), WORLD_SIZE=str(n))
+        ranks = [call(_as_rank, shared | dict(RANK=str(i), LOCAL_RANK=str(i)), function, arguments) for i in range(n)]
+        running = {p.sentinel: p for p in ranks}
+        while running:
+            ended = [running.pop(s) for s in wait(list(running), seconds)]
+            if not ended or any(p.exitcode for p in ended): break
+        for p in ranks:
+            p.kill()
+            p.join()
+    return max(abs(p.exitcode) for p in ranks)
