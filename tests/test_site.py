@@ -139,6 +139,22 @@ def test_parameters_from_comments():
 def test_cells_that_show_something(code, shown): assert execute.shows(code) == shown
 
 
+def test_a_notebook_is_executed_up_to_the_last_cell_that_shows_something(tmp_path, monkeypatch):
+    import matplotlib
+    def execute_cells(*codes):
+        cells = [dict(cell_type='code', id=f'c{i}', metadata={}, outputs=[], execution_count=None, source=code)
+                 for i, code in enumerate(codes)]
+        path = tmp_path/'some.ipynb'
+        path.write_text(json.dumps(dict(cells=cells, metadata={}, nbformat=4, nbformat_minor=5)))
+        with matplotlib.rc_context(): return execute._work(path)
+
+    monkeypatch.chdir(tmp_path)
+    made, seconds = execute_cells('x = 1', 'print(x)', '#| eval: false\nprint(2)', '#| hide\nx = 3', 'x + 1', 'y = 1/0')
+    assert [out['text'] for out in made[1]] == [['1\n']] and made[0] == made[2] == made[3] == made[5] == []
+    assert made[4][0]['data']['text/plain'] == ['4'] and seconds >= 0
+    with pytest.raises(ZeroDivisionError): execute_cells('y = 1/0', 'print(y)')
+
+
 def test_outputs_are_kept_until_code_or_library_change():
     def notebook(*cells): return dict(cells=[dict(cell_type='code', source=[c]) for c in cells])
     one = notebook('from b2t_kaggle.metrics import bleu', 'print(1)')
