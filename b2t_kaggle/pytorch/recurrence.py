@@ -135,7 +135,8 @@ class GRU(getattr(nn.GRU, '_orig', nn.GRU)):
         dropout: float = 0.,         # Between layers
         bidirectional: bool = False, # Also backwards, with weights of its own
     ):
-        super().__init__(input_size, hidden_size, num_layers, dropout=dropout, bidirectional=bidirectional)
+        between = dropout if num_layers > 1 else 0. # `nn.GRU` warns where there is no layer to drop between
+        super().__init__(input_size, hidden_size, num_layers, dropout=between, bidirectional=bidirectional)
 
     def forward(self,
         x: Tensor,                    # Input `[T, B, I]`
