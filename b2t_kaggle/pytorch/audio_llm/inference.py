@@ -14,12 +14,15 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from ...audio.voice import _loading
 from ...config import AudioConfig, Config
 from ...data.store import TrialStore
 from ...devices.torch import pick_torch
 from .generate import Written, generate
 from .language_model import AudioLanguageModel, load_audio_llm
 from .model import AudioLLM
+from .whisper import load_whisper
+from .whisper_model import audio_model
 from ..checkpoint import load_state, load_with_facts, weights_file
 from ..evaluate import logits_of
 from ..parallel import Backend, start
@@ -40,7 +43,7 @@ def write_batches(
 ) -> Iterator[dict[int, Written]]:
     "What is written of the trials of each batch, by trial; those of this process."
     day_of = {s: i for i, s in enumerate(cfg.data.sessions)}
-    def vectors_of(x, day, n_bins): return model.brain(x, day, n_bins).vectors
+    def vectors_of(x, day, n_bins): return model.hear(x, day, n_bins).vectors
     batches = logits_of(vectors_of, store, day_of, cfg, backend, batch_size, progress, smoothing, trials)
     for b, vectors, n_frames in batches:
         n_vectors = torch.from_numpy(np.asarray(model.brain.projector.n_vectors(n_frames)))
@@ -65,6 +68,10 @@ def open_llm(
     device: str,      # Where it computes
 ) -> AudioLanguageModel:
     "The audio LLM of a configuration. Raises `AudioError` or `LanguageModelError`."
+    with _loading(cfg.language_model, 'audio LLM'):
+        from transformers import AutoConfig
+        kind = AutoConfig.from_pretrained(str(cfg.language_model)).model_type
+    if kind == 'whisper': return load_whisper(cfg.language_model, cfg.llm_dtype, cfg.quantization, device)
     return load_audio_llm(cfg.language_model, cfg.prompt, cfg.llm_dtype, cfg.quantization, device)
 
 _HERE = 'language_model', 'llm_dtype', 'quantization' # Depend on the machine, not on the training
@@ -82,7 +89,7 @@ def load_audio_model(
         raise CheckpointError(f'{path}: is an acoustic model that no audio LLM reads; expected one that was trained '
                               'with audio.language_model')
     audio = cfg.audio.model_copy(update={k: getattr(here, k) for k in _HERE} if here else {})
-    model = AudioLLM(encoder, open_llm(audio, device), audio)
+    model = audio_model(encoder, open_llm(audio, device), audio)
     load_state(model, model.state_of(facts | dict(model_state_dict=encoder.state_dict())), path)
     return model.eval(), cfg
 
