@@ -26,6 +26,13 @@ def _sentences(sources: tuple[Path, ...]) -> list[str]:
         else: found += filter(str.strip, read_text(source).splitlines())
     return found
 
+def _seconds(sources: tuple[Path, ...]) -> dict[str, float]:
+    "How long the sentences of the sessions in folders last."
+    from b2t_kaggle.audio.targets import sentence_seconds
+    folders = [source for source in sources if source.is_dir()]
+    if not folders: raise click.UsageError('--as-trials: found text files alone; give a folder of sessions, too')
+    return {sentence: seconds for folder in folders for sentence, seconds in sentence_seconds(folder).items()}
+
 @click.group()
 def audio():
     "Speech made of sentences, for encoders that are to say in a speech model's vectors what is attempted."
@@ -40,23 +47,27 @@ def audio():
               help='Who hears: Whisper, Qwen2-Audio or Qwen2.5-Omni, a folder or a name on the hub; or log-mel.')
 @click.option('--pace', default=1., show_default=True, type=click.FloatRange(0.1, 10),
               help='2 speaks twice as fast.')
+@click.option('--as-trials', is_flag=True,
+              help='Speak each sentence of the sessions about as long as its trials last.')
 @click.option('--device', help='Where models compute, such as cuda:1. Default: the GPU if there is one.')
 @click.option('--dtype', default='float32', show_default=True, type=click.Choice(['float32', 'bfloat16', 'float16']),
               help='Type of the weights of the tower.')
 @click.option('--batch-size', default=8, show_default=True, type=click.IntRange(1),
               help='Sentences that the tower hears at once.')
-def targets(sources, output, voice, tower, pace, device, dtype, batch_size):
+def targets(sources, output, voice, tower, pace, as_trials, device, dtype, batch_size):
     """Make the target of each distinct sentence in SOURCES: folders of sessions, or text files with a sentence a line.
 
     What is there already is kept, if it is of the same voice and tower; after an interruption the same command goes
     on."""
     from b2t_kaggle.audio.targets import AudioTarget, build_targets
     from b2t_kaggle.audio.tower import load_tower
-    from b2t_kaggle.audio.voice import default_device, load_voice
+    from b2t_kaggle.audio.voice import PacedVoice, default_device, load_voice
     sentences = _sentences(sources)
     needs_models = not (voice.startswith('espeak-ng') and tower.startswith('log-mel'))
     device = device or (default_device() if needs_models else 'cpu')
-    target = AudioTarget(load_voice(voice, pace, device), load_tower(tower, device, dtype))
+    speaker = load_voice(voice, pace, device)
+    if as_trials: speaker = PacedVoice(speaker, _seconds(sources))
+    target = AudioTarget(speaker, load_tower(tower, device, dtype))
     store = build_targets(sentences, target, output, batch_size)
     hours = sum(store.ragged.table['seconds'].to_pylist())/3600
     click.echo(f'{len(store)} sentences, {hours:.2f} hours of speech, [S, {store.dimension}] every '

@@ -356,8 +356,8 @@ _LossWeight = Annotated[float, Field(ge=0)] | list[tuple[float, Annotated[float,
 
 class AudioConfig(Section):
     language_model: FolderOrName | None = None
-    ("Audio LLM of transformers in the form of Qwen2-Audio that is to read the model's vectors: a local folder, or a "
-     "name on the hub; none means that words are found by the beam search.")
+    ("Audio LLM of transformers in the form of Qwen2-Audio, or Whisper, that is to read the model's vectors: a local "
+     "folder, or a name on the hub; none means that words are found by the beam search.")
     llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
     "Type of its weights; `auto` is float32 on a CPU, on a GPU what that computes with."
     quantization: Literal['eight_bit', 'four_bit'] | None = None
@@ -664,6 +664,13 @@ PRESETS = {
         'data': dict(batch_size=16, eval_batch_size=8, drop_instructions=True),
         'model': dict(bidirectional=True),
         'audio': dict(language_model='Qwen/Qwen2-Audio-7B-Instruct'),
+        'train': dict(num_training_batches=30_000, epsilon=1e-8, lr_max=0.0003, lr_min=0.000003, lr_max_day=0.0003,
+                      lr_min_day=0.000003, grad_norm_clip_value=1.0, ctc_reduction='label'),
+    },
+    'brain-whisper': {
+        'data': dict(batch_size=16, eval_batch_size=16, drop_instructions=True),
+        'model': dict(bidirectional=True, n_layers=2, n_units=512),
+        'audio': dict(language_model='openai/whisper-small', stack=1),
         'train': dict(num_training_batches=30_000, epsilon=1e-8, lr_max=0.0003, lr_min=0.000003, lr_max_day=0.0003,
                       lr_min_day=0.000003, grad_norm_clip_value=1.0, ctc_reduction='label'),
     },

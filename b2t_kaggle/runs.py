@@ -474,7 +474,7 @@ class _Stamped:
     def time_left(self) -> float:
         "Seconds until it must stop, so that those after it are over when the session ends; infinite without an end."
         stage = STAGES[self.name]
-        follows = self.run.cfg.rescore.model or self.run.cfg.audio.language_model
+        follows = self.run.cfg.rescore.model or self.run.cfg.audio.language_model and self.name != 'generate'
         return Deadline.of_session().left(60*(stage.keeps + (stage.keeps_for_llm if follows else 0)))
 
     @property
@@ -602,6 +602,18 @@ class StageRun(_Stamped):
         finished: bool = True,       # False when it stopped early, so that the next run continues it
     ) -> None:
         "Stamp the stage. Raises `PipelineError` where a file changed that it read."
+        self._stamp(outputs, metrics, finished)
+        self.run.save()
+        self._running.release()
+
+    def keep(self,
+        outputs: Iterable[Path], # Files that the stage wrote so far, all of them whole
+    ) -> None:
+        """Stamp the stage as one that stopped early, while it goes on: if it is killed, the next run continues it.
+        Raises `PipelineError` where a file changed that it read."""
+        self._stamp(outputs, None, finished=False)
+
+    def _stamp(self, outputs: Iterable[Path], metrics: dict | None, finished: bool) -> None:
         marks = _output_marks(self.name, outputs, self.home)
         if changed := self.changed_input(self.before): raise PipelineError(input_changed(self.name, changed))
         seconds = round(time.time() - self.started, 1)
@@ -610,8 +622,6 @@ class StageRun(_Stamped):
                      made=time.time(), outputs=marks, needs=needs, metrics=metrics or {},
                      inputs=self.run.inputs(self.name))
         write_json(stamp, self.stamp_path)
-        self.run.save()
-        self._running.release()
 
 # %% ../nbs/13_runs.ipynb #c055
 def _share(source: Path, target: Path) -> None:

@@ -47,7 +47,7 @@ STAGES = {s.name: s for s in (
     Stage('decode', 'beam search: n-best sentences of val and test', ('decode',), ('infer', 'ensemble', 'lm', 'pack'),
           keeps=5, keeps_for_llm=60),
     Stage('generate', 'an audio LLM writes n-best sentences of val and test', ('audio', 'generate', *_INFERRED),
-          ('infer', 'lm', 'pack')),
+          ('infer', 'lm', 'pack'), keeps=5, keeps_for_llm=60),
     Stage('rescore', 'an LLM ranks the n-best sentences anew', ('rescore',), ('decode', 'generate', 'lm', 'pack'),
           keeps=5),
     Stage('combine', 'one sentence of those of several systems', ('combine',),

@@ -1,5 +1,7 @@
 """A run whose sentences an audio LLM writes, from sessions to a submission, on a tiny model of the real class."""
 import csv
+import gc
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -36,7 +38,7 @@ def finished(tmp_path_factory, here):
     llm = tiny_audio_llm(tmp/'llm', ['how are you', 'i am fine'])
     small |= {'simulate.train': 12, 'simulate.val': 2, 'simulate.test': 2, 'audio.language_model': str(llm),
               'audio.lora_rank': 2, 'generate.max_tokens': 6, 'train.num_training_batches': 3,
-              'train.accelerator': 'cpu'}
+              'train.accelerator': 'cpu', 'data.eval_batch_size': 1}
     run = Run(tmp/'runs'/'hears', tmp/'work', cfg=load_config(base='audio-llm', overrides=small))
     run_stages(run)
     assert here == [s for s in plan(run.cfg)] and 'generate' in here and 'decode' not in here
@@ -67,6 +69,47 @@ def test_its_error_rate_is_that_of_whole_sentences(finished):
     assert metrics['empty_val'] == texts.count('')
     history = read_history(finished.dir/'train'/'history.csv')
     assert {'answer', 'ctc', 'grad_encoder', 'grad_projector', 'grad_lora', 'val_wer'} <= set(history)
+
+
+def test_a_session_that_ends_leaves_a_submission(finished, here, tmp_path, monkeypatch):
+    """Without time all trials have what a narrow beam finds; later sessions do what was left, one batch or all, and end
+    where one that had time does. So does one that was killed in a batch: the batches before it are not done again."""
+    from b2t_kaggle.pytorch.audio_llm import generate as writing
+    whole = {split: finished.nbest(split) for split in ('val', 'test')}
+    shutil.copytree(finished.dir, tmp_path/'run')
+    run = Run(tmp_path/'run', finished.work)
+    StageRun(run, 'generate').discard()
+    batches = []
+    search = writing.search_tokens
+
+    def count_batches(*args):
+        if len(batches) == 2: raise MemoryError('killed')
+        batches.append(1)
+        return search(*args)
+
+    monkeypatch.setattr(writing, 'search_tokens', count_batches)
+
+    def with_time(left):
+        monkeypatch.setattr(StageRun, 'time_left', lambda stage: left())
+        rows = run_stages(run, 'submit')
+        validate_submission(run.dir/'submission.csv', TrialStore.open(run.packed_dir/'test.arrow').index)
+        return [row['stage'] for row in rows if row['state'] == 'stopped early']
+
+    assert with_time(lambda: 0) == ['generate'] and not batches
+    assert StageRun(run, 'generate').stamp['metrics']['narrow'] == 4
+    assert with_time(lambda: 0 if batches else 1e9) == ['generate'] and len(batches) == 1
+    assert StageRun(run, 'generate').stamp['metrics']['narrow'] == 3
+    with pytest.raises(MemoryError, match='killed'): with_time(lambda: 1e9)
+    assert StageRun(run, 'generate').status() == 'stopped early'
+    batches[:] = [1]*3 # Two more come
+    gc.collect() # The lock goes with what failed
+    assert with_time(lambda: 1e9) == [] and len(batches) == 5
+    for split, lists in whole.items():
+        again = run.nbest(split)
+        assert [[h.text for h in hyps] for hyps in again] == [[h.text for h in hyps] for hyps in lists]
+        assert [hyps[0].total for hyps in again] == [pytest.approx(hyps[0].total) for hyps in lists]
+    assert StageRun(run, 'generate').stamp['metrics'] == StageRun(finished, 'generate').stamp['metrics']
+    here.clear()
 
 
 def test_what_was_done_stays_done(finished, here):

@@ -144,3 +144,33 @@ def tiny_audio_llm(
         torch.manual_seed(0)
         Qwen2Audio(config).save_pretrained(folder)
     return Path(folder)
+
+
+def tiny_whisper(
+    folder: str | Path,       # Where to save model, tokenizer and feature extractor
+    sentences: Sequence[str], # The tokenizer is trained on them
+    vocab_size: int = 300,    # At most so many tokens; byte-level BPE needs 256
+    **config,                 # More of the model's configuration
+) -> Path:
+    "A tiny Whisper with random weights and the tokenizer of its class; it hears 2 s."
+    import json
+
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperTokenizer
+    from transformers import WhisperForConditionalGeneration as Whisper
+    trained = json.loads(train_tokenizer('whisper', sentences, vocab_size)[0].to_str())['model']
+    tokenizer = WhisperTokenizer(vocab=trained['vocab'], merges=[tuple(pair) for pair in trained['merges']])
+    special = ['<|startoftranscript|>', '<|en|>', '<|transcribe|>', '<|notimestamps|>']
+    tokenizer.add_special_tokens(dict(additional_special_tokens=special))
+    tokenizer.save_pretrained(folder)
+    sizes = dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, decoder_layers=1,
+                 decoder_attention_heads=2, decoder_ffn_dim=16, num_mel_bins=8, max_source_positions=100,
+                 max_target_positions=64, init_std=0.3)
+    end = tokenizer.eos_token_id
+    tokens = dict(vocab_size=len(tokenizer), pad_token_id=end, bos_token_id=end, eos_token_id=end,
+                  decoder_start_token_id=tokenizer.convert_tokens_to_ids(special[0]), suppress_tokens=None,
+                  begin_suppress_tokens=None)
+    WhisperFeatureExtractor(feature_size=8, chunk_length=2).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Whisper(WhisperConfig(**sizes | tokens | config)).save_pretrained(folder)
+    return Path(folder)

@@ -6,7 +6,7 @@
 __all__ = ['ctc_losses', 'delivered_dtype', 'logits_of', 'evaluate']
 
 # %% ../../nbs/pytorch/08_evaluate.ipynb #c002
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -55,6 +55,7 @@ def logits_of(
     batch_size: int,        # Trials per batch, at most
     progress: str | None = None, # Label of a progress bar
     smoothing: str = 'same',     # Or `valid`, see `training.trials.smoothing_edges`
+    trials: Sequence[int] | None = None, # Some of the trials; None means all
 ) -> Iterator[tuple[Batch, Tensor, np.ndarray]]:
     """Yields for each batch the `Batch`, its logits `[B, T', K]`, float32, on the device, and the frames of each trial
     `[B]`."""
@@ -65,7 +66,9 @@ def logits_of(
     batcher = Batcher(store, bucket_lengths(store, cfg, static_shapes), delivered_dtype(store, backend))
     # each device of a static mesh gets as many rows as any other
     rows = -(-batch_size // backend.n_devices) * backend.n_devices if backend.static_shapes else batch_size
-    batches = evaluation_batches(store.n_bins, rows, pad=static_shapes)[backend.rank::backend.world_size]
+    chosen = np.arange(len(store)) if trials is None else np.asarray(trials, int)
+    parts = evaluation_batches(store.n_bins[chosen], rows, pad=static_shapes)[backend.rank::backend.world_size]
+    batches = [np.where(part >= 0, chosen[part], -1) for part in parts]
 
     def load(trials):
         b = batcher(trials)
@@ -73,7 +76,7 @@ def logits_of(
         n_bins = np.maximum(b.n_bins - (first + last), 0)
         return b, cfg.model.n_frames(n_bins), backend.put(b.features), backend.put(day), backend.lengths(n_bins)
 
-    with tqdm(total=len(store), desc=progress, unit=' trials', disable=progress is None) as bar:
+    with tqdm(total=len(chosen), desc=progress, unit=' trials', disable=progress is None) as bar:
         for b, frames, x, day, n_bins in prefetch(map(load, batches)):
             x = augment.eval(x)
             if first: x = F.pad(x[:, first:], (0, 0, 0, first)) # The same shape, which a compiler knows

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...audio.sound import AudioError
 from .language_model import AudioLanguageModel
+from .whisper import WhisperReader, whisper_log_probs
 from ...rescoring.llm import _states_and_head
 
 # %% ../../../nbs/pytorch/audio_llm/02_answers.ipynb #c006
@@ -64,6 +65,7 @@ def answer_log_probs(
     answers: Sequence[Sequence[int]], # Tokens of each, from `AudioLanguageModel.answer`
 ) -> Tensor:
     "Natural-log probability of each answer `[B]`, float32, with its end; differentiable."
+    if isinstance(llm, WhisperReader): return whisper_log_probs(llm, vectors, n_vectors, answers)
     rows = rows_of(llm, vectors, n_vectors, answers)
     inputs = dict(inputs_embeds=rows.inputs, attention_mask=rows.mask, use_cache=False)
     states, head = _states_and_head(llm.lm, inputs, separate_head=True)

@@ -15,6 +15,7 @@ from ...decoding.nbest import Hypothesis
 from ...phonemes import normalize_sentence
 from .answers import rows_of, score_texts
 from .language_model import AudioLanguageModel
+from .whisper import WhisperReader, search_answers
 
 # %% ../../../nbs/pytorch/audio_llm/03_generate.ipynb #c006
 _REPEATED = 3 # Words
@@ -41,15 +42,20 @@ def search_tokens(
     max_tokens: int,   # Of an answer, with its end
 ) -> list[list[list[int]]]:
     "Tokens of the best answers of each trial, and whatever fills them up behind the end."
+    was_training = llm.lm.training
+    llm.lm.eval()
+    search = search_answers if isinstance(llm, WhisperReader) else _search_rows
+    try: return search(llm, vectors, n_vectors, beams, max_tokens)
+    finally: llm.lm.train(was_training)
+
+def _search_rows(llm: AudioLanguageModel, vectors: Tensor, n_vectors: Tensor, beams: int, max_tokens: int) -> list:
+    "`search_tokens` by the text model's own search."
     from transformers import GenerationConfig
     rows = rows_of(llm, vectors, n_vectors)
     ranked = dict(length_penalty=0., early_stopping=False) if beams > 1 else {} # By probability, not by that per token
     config = GenerationConfig(do_sample=False, num_beams=beams, num_return_sequences=beams, max_new_tokens=max_tokens,
                               eos_token_id=llm.ends, pad_token_id=llm.ends[0], **ranked)
-    was_training = llm.lm.training
-    llm.lm.eval()
-    try: found = llm.lm.generate(inputs_embeds=rows.inputs, attention_mask=rows.mask, generation_config=config)
-    finally: llm.lm.train(was_training)
+    found = llm.lm.generate(inputs_embeds=rows.inputs, attention_mask=rows.mask, generation_config=config)
     return found.unflatten(0, (len(vectors), beams)).tolist()
 
 # %% ../../../nbs/pytorch/audio_llm/03_generate.ipynb #c015

@@ -52,6 +52,8 @@ _LORA = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_p
 
 class AudioLanguageModel:
     "A text model that reads vectors. It is no module, so that whoever has one neither trains nor saves its weights."
+    lora_layers = _LORA # Names of the layers that LoRA stands beside
+
     def __init__(self,
         name: str,            # Folder, or name on the hub
         lm: nn.Module,        # Causal language model of transformers
@@ -78,6 +80,13 @@ class AudioLanguageModel:
     ) -> Tensor:
         "Their embeddings `[L, E]`."
         return self.lm.get_input_embeddings()(torch.tensor(tokens, dtype=torch.long, device=self.device))
+
+    def encode(self,
+        vectors: Tensor,   # Of a brain encoder `[B, N, D]`
+        n_vectors: Tensor, # Of each trial `[B]`
+    ) -> Tensor:
+        "The vectors as an audio tower would give them: as they are, unless a model has layers of its own for them."
+        return vectors
 
     def project(self,
         vectors: Tensor, # `[…, D]`
@@ -112,7 +121,7 @@ class AudioLanguageModel:
         their weights, float32, which alone are trained. Raises `LanguageModelError` without the package peft."""
         require_package('peft', 'audio.lora_rank')
         from peft import LoraConfig, inject_adapter_in_model
-        config = LoraConfig(r=rank, lora_alpha=2*rank, lora_dropout=0.05, target_modules=list(_LORA))
+        config = LoraConfig(r=rank, lora_alpha=2*rank, lora_dropout=0.05, target_modules=list(self.lora_layers))
         inject_adapter_in_model(config, self.lm)
         trained = {name: p for name, p in self.lm.named_parameters() if p.requires_grad}
         for p in trained.values(): p.data = p.data.float()
@@ -136,7 +145,7 @@ def check_family(
     if config.model_type in _FAMILIES: return
     raise AudioError(f'audio LLM {name}: is a {config.model_type} model, which has no audio tower with a projector '
                      f'that is known here; expected one of {", ".join(_FAMILIES)}, such as '
-                     'Qwen/Qwen2-Audio-7B-Instruct')
+                     'Qwen/Qwen2-Audio-7B-Instruct, or whisper')
 
 def _parts(whole: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
     "Text model, head and projector, which transformers keeps in other places from 5.12 on, and up to 5.9."

@@ -93,6 +93,18 @@ class AudioLLM(Encoder):
     @property
     def acoustic(self) -> Encoder: return self.brain.encoder
 
+    def _encoded(self, heard: Heard) -> Heard:
+        return heard._replace(vectors=self.llm.encode(heard.vectors, heard.n_vectors))
+
+    def hear(self,
+        x: Tensor,                    # Features `[B, T, F]`, smoothed
+        day_idx: Tensor,              # Day of each trial `[B]`
+        n_bins: Tensor | None = None, # Bins of each trial `[B]`; None means T
+        **training_args,              # Of the acoustic model
+    ) -> Heard:
+        "Logits, and vectors as an audio tower would give them."
+        return self._encoded(self.brain(x, day_idx, n_bins, **training_args))
+
     def forward(self,
         x: Tensor,                     # Features `[B, T, F]`, smoothed
         day_idx: Tensor,               # Day of each trial `[B]`
@@ -104,7 +116,8 @@ class AudioLLM(Encoder):
         """Logits `[B, T', K]`; with a lesson what the acoustic model gave, the losses of each trial by name, and
         `batches`."""
         heard = self.brain(x, day_idx, n_bins, **training_args)
-        return heard.logits if lesson is None else (heard.out, self.losses(heard, lesson), batches)
+        if lesson is None: return heard.logits
+        return heard.out, self.losses(self._encoded(heard), lesson), batches
 
     def losses(self,
         heard: Heard,
@@ -122,10 +135,19 @@ class AudioLLM(Encoder):
     def training_losses(self, out: Any, ctc: Callable[[Tensor], Tensor], frames: Tensor) -> dict[str, Tensor]:
         "The weighted sum, and its parts."
         own, losses, batches = out
+        found = self.ctc_losses(own, ctc, frames)
+        losses = losses | dict(ctc=found['ctc'])
+        return dict(loss=self.weights.total(losses, batches)) | losses | found
+
+    def ctc_losses(self,
+        own: Any,                        # What the acoustic model gave
+        ctc: Callable[[Tensor], Tensor], # CTC loss of each trial `[B]` from logits
+        frames: Tensor,                  # Frames of each trial `[B]`
+    ) -> dict[str, Tensor]:
+        "Its loss `[B]` as `ctc`; what else there is has a curve alone."
         def of_logits(x): return ctc(x[..., :self.acoustic.cfg.n_classes]) # States stand behind them
         found = self.acoustic.training_losses(own, of_logits, frames)
-        losses = losses | dict(ctc=found['loss'] if isinstance(found, dict) else found)
-        return dict(loss=self.weights.total(losses, batches)) | losses
+        return dict(ctc=found['loss'] if isinstance(found, dict) else found)
 
     def training_args(self, step: int, n_steps: int) -> dict:
         return self.acoustic.training_args(step, n_steps) | dict(batches=float(step))

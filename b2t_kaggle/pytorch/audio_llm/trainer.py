@@ -18,8 +18,9 @@ from ...devices.torch import pick_torch
 from ...metrics import word_error_rate
 from .. import trainer
 from .inference import open_llm, write_trials
-from .memory import TextModelSize, llm_memory
+from .memory import llm_memory, size_of
 from .model import AudioLLM, Lessons
+from .whisper_model import audio_model
 from ..parallel import Backend, start
 from ...rescoring.finetune import model_mark
 from ...training.loop import fit
@@ -66,7 +67,7 @@ class Trainer(trainer.Trainer):
         if self.targets and self.cfg.audio.contrast_weight: # InfoNCE compares the trials that are computed at once
             self.fingerprint['trials computed at once'] = str(self.at_once)
         if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.identity, sort_keys=True)
-        return AudioLLM(super().build(), self.llm, self.cfg.audio)
+        return audio_model(super().build(), self.llm, self.cfg.audio)
 
     def memory_report(self) -> str:
         "What a step with the longest trials needs, estimated, and on a GPU what there is."
@@ -75,7 +76,7 @@ class Trainer(trainer.Trainer):
         n_answer = max(map(len, self.model.lessons.answers))
         n_vectors = self.model.brain.projector.n_vectors(self.cfg.model.n_frames(n_bins))
         n_places = len(self.llm.before) + int(n_vectors) + len(self.llm.after) + n_answer
-        need = llm_memory(TextModelSize.of(self.llm.lm.config), self.cfg.audio, rows, n_places, n_answer,
+        need = llm_memory(size_of(self.llm.lm.config), self.cfg.audio, rows, n_places, n_answer,
                           self.llm.lm.dtype.itemsize)
         n_params = sum(p.numel() for p in self.model.acoustic.parameters())
         need['acoustic model'] = step_memory(self.cfg, n_params, rows, n_bins)
