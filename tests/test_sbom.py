@@ -1,5 +1,6 @@
 "The list of an environment's packages (tools/sbom.py), compared with pip's own."
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,21 @@ DIGEST = '0123456789abcdef'*4
 def run(*command): return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
 
 
+def locked(name):
+    "The hash of one archive of a package that lock.txt has."
+    return re.search(rf'^{name}==.*\n +--hash=sha256:(\w+)', (TOOL.parent.parent/'lock.txt').read_text(), re.M)[1]
+
+
 @pytest.fixture(scope='module')
 def bill(tmp_path_factory):
-    "Of this environment, in which pip is said to have installed itself from one archive, and from a folder."
+    """Of this environment, in which pip is said to have installed itself from one archive, and from a folder, and NumPy
+    from an archive that is locked."""
     folder = tmp_path_factory.mktemp('env')
     version = __import__('pip').__version__
     items = [dict(metadata=dict(name='Pip', version=version), download_info=info)
              for info in (dict(archive_info=dict(hashes=dict(sha256=DIGEST))), dict(dir_info={}))]
+    items.append(dict(metadata=dict(name='numpy', version=__import__('numpy').__version__),
+                      download_info=dict(archive_info=dict(hashes=dict(sha256=locked('numpy'))))))
     (folder/'report-.json').write_text(json.dumps(dict(version='1', install=items)))
     return run(sys.executable, TOOL, folder)
 
@@ -39,7 +48,10 @@ def test_names_and_versions_are_those_that_pip_finds(bill):
 
 def test_hashes_needs_and_licences(bill):
     by_name = {c['name']: c for c in bill['components']}
-    assert {name for name, c in by_name.items() if 'hashes' in c} == {'pip'}
+    assert {name for name, c in by_name.items() if 'hashes' in c} == {'pip', 'numpy'}
+    said = {name: [(p['name'], p['value']) for p in c['properties']] for name, c in by_name.items()}
+    assert said.pop('numpy') == [('in lock.txt', 'yes')]
+    assert {('in lock.txt', 'no')} == set(sum(said.values(), []))
     assert by_name['pip']['hashes'] == [{'alg': 'SHA-256', 'content': DIGEST}]
     needs = {d['ref']: d['dependsOn'] for d in bill['dependencies']}
     assert by_name['numpy']['purl'] in needs[by_name['pandas']['purl']]

@@ -2,7 +2,7 @@
 
 Names, versions, licences and needs are those of the installed metadata. The SHA-256 of an archive is from the reports
 that pip wrote when `./kit` installed it (`report-*.json` in the environment's folder); what was installed otherwise has
-none."""
+none. The property `in lock.txt` says whether that archive is one of those that lock.txt has."""
 import json
 import platform
 import re
@@ -11,6 +11,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from urllib.parse import quote
 
+from lock import LOCK, parse
 from packaging.requirements import Requirement
 
 KIT = 'b2t-kaggle'
@@ -48,11 +49,17 @@ def needs(package: Distribution, installed: dict[str, str]) -> list[str]:
     return sorted(installed[name] for name in names if name in installed)
 
 
-def component(package: Distribution, hashes: dict[str, str]) -> dict:
+def locked() -> set[str]:
+    "The hashes of all archives that lock.txt has."
+    return set().union(*(hashes for hashes, _ in parse(LOCK.read_text(encoding='utf-8')).values()))
+
+
+def component(package: Distribution, hashes: dict[str, str], in_lock: set[str]) -> dict:
     ref = purl(package.name, package.version)
     out = {'type': 'library', 'bom-ref': ref, 'name': package.name, 'version': package.version, 'purl': ref}
     if found := licences(package): out['licenses'] = found
     if ref in hashes: out['hashes'] = [dict(alg='SHA-256', content=hashes[ref])]
+    out['properties'] = [dict(name='in lock.txt', value='yes' if hashes.get(ref) in in_lock else 'no')]
     return out
 
 
@@ -61,7 +68,8 @@ def bill_of_materials(reports: list[Path]) -> dict:
     packages = {normalize(p.name): p for p in reversed(list(distributions()))}  # The first on the path is imported
     installed = {name: purl(p.name, p.version) for name, p in sorted(packages.items())}
     hashes = known_hashes(reports)
-    components = {name: component(packages[name], hashes) for name in installed}
+    in_lock = locked()
+    components = {name: component(packages[name], hashes, in_lock) for name in installed}
     kit = components.pop(KIT, None)
     machine = dict(python=platform.python_version(), machine=f'{sys.platform} {platform.machine()}')
     properties = [dict(name=name, value=value) for name, value in machine.items()]

@@ -1,0 +1,186 @@
+"""lock.txt: the versions and the SHA-256 of everything that `./kit` installs, direct or not.
+
+    python tools/lock.py pick GROUP   the requirements of a group, for `pip install --require-hashes --no-deps -r`
+    python tools/lock.py here GROUP   the same, with PyTorch without CUDA where pip finds it
+    python tools/lock.py cuda GROUP   CUDA's libraries of that group, if the PyTorch beside this Python asks for them
+    python tools/lock.py extras GROUP the extras of settings.ini that are in a group, for installing without hashes
+    python tools/lock.py make         resolves anew (`./kit lock`, which brings uv along): what is locked keeps its
+                                      version where settings.ini and constraints.txt admit it; `make --upgrade` forgets
+
+Each package stands once for each marker with which one of the groups wants it, with all of its archives: source and
+wheels of every platform, so pip can take whichever fits. `# in` names the groups. PyTorch stands there in two builds
+under one version: PyPI's, and the smaller one without CUDA (`2.13.0+cpu`), which `here` asks for where an index or a
+folder offers it: pip itself would prefer whichever has its hash in an index."""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from configparser import ConfigParser
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT/'lock.txt'
+# The tests try all of dev's; `run` is the kit without extras
+EXTRAS = {'dev': ['dev', 'tf', 'llm', 'serve', 'sweep', 'kaggle'], 'xla': ['xla', 'dev'], 'run': []}
+# What is installed besides: to build the kit, kenlm and pronouncing (without wheels); for ./kit lock; by a workflow
+TOOLS = {'build': ['pip', 'setuptools', 'wheel', 'cmake'], 'lock': ['uv'], 'audit': ['pip-audit']}
+PYTHONS = '3.11', '3.12', '3.13'
+MACHINES = 'x86_64', 'aarch64'
+CUDA = re.compile(r'(nvidia|cuda)-|triton\b')
+
+
+class Locked(NamedTuple):
+    name: str
+    version: str
+    marker: str
+
+
+def settings():
+    config = ConfigParser(delimiters=['='])
+    config.read(ROOT/'settings.ini', encoding='utf-8')
+    return config['DEFAULT']
+
+
+def groups() -> list[str]:
+    "The largest first: its versions are the others', too."
+    own = [k.removesuffix('_requirements') for k in settings() if k.endswith('_requirements')]
+    return list(dict.fromkeys(['dev', 'run', *(e for e in own if e != 'xla'), *TOOLS, 'xla']))
+
+
+def extras(group: str) -> list[str]: return EXTRAS.get(group, [group])
+
+
+def wanted(group: str) -> list[str]:
+    "The requirements of a group, as settings.ini has them."
+    if group in TOOLS: return TOOLS[group]
+    keys = ['requirements', *(f'{extra}_requirements' for extra in extras(group))]
+    return [requirement for key in keys for requirement in settings()[key].split()]
+
+
+def pins(group: str) -> list[str]:
+    "The lines of constraints.txt; PyTorch/XLA's environment has a PyTorch of its own."
+    def lines(name): return [s for s in (ROOT/name).read_text().splitlines() if s and s[0] != '#']
+    if group != 'xla': return lines('constraints.txt')
+    return [s for s in lines('constraints.txt') if not s.startswith('torch==')] + lines('constraints-xla.txt')
+
+
+def parse(text: str) -> dict[Locked, tuple[set[str], set[str]]]:
+    "Hashes and groups of each entry."
+    found: dict[Locked, tuple[set[str], set[str]]] = {}
+    for block in re.split(r'\n(?=\w)', text):
+        head = re.match(r'([\w.-]+)==([^\s;]+)(?: ; (.*?))? \\\n', block)
+        if not head: continue
+        inside = re.search(r'# in (.*)', block)
+        hashes, where = found.setdefault(Locked(head[1], head[2], head[3] or ''), (set(), set()))
+        hashes |= set(re.findall(r'--hash=sha256:(\w{64})', block))
+        where |= set(inside[1].split(', ') if inside else [])
+    return found
+
+
+def entry(locked: Locked, hashes: set[str], where: set[str]) -> str:
+    head = f'{locked.name}=={locked.version}' + f' ; {locked.marker}'*bool(locked.marker)
+    lines = [head, *(f'    --hash=sha256:{digest}' for digest in sorted(hashes))]
+    return ' \\\n'.join(lines) + f'\n    # in {", ".join(sorted(where))}\n'
+
+
+def pick(group: str, cuda: bool) -> str:
+    "The entries of a group: all but CUDA's libraries, or only these."
+    if group not in groups(): sys.exit(f'lock: no group {group!r}; there are {", ".join(groups())}')
+    entries = parse(LOCK.read_text(encoding='utf-8'))
+    return ''.join(entry(k, hashes, where) for k, (hashes, where) in entries.items()
+                   if group in where and bool(CUDA.match(k.name)) == cuda)
+
+
+def asks_for_cuda() -> bool:
+    "Whether the installed PyTorch is a build with CUDA. Builds without name none of its libraries."
+    try: return any(CUDA.match(r) for r in requires('torch') or [])
+    except PackageNotFoundError: return False
+
+
+def resolve(uv: str, group: str, preferred: dict, folder: Path) -> dict[Locked, tuple[set[str], set[str]]]:
+    "What uv makes of a group's requirements, for all Pythons and systems at once."
+    (folder/'wanted.in').write_text('\n'.join(wanted(group)) + '\n')
+    (folder/'pins.txt').write_text('\n'.join(pins(group)) + '\n')
+    # uv keeps the versions that it finds in the file that it is going to write
+    (folder/'out.txt').write_text(''.join(entry(k, *v) for k, v in preferred.items()))
+    certificates = {'SSL_CERT_FILE': os.environ['PIP_CERT']} if 'PIP_CERT' in os.environ else {}
+    subprocess.run(
+        [uv, 'pip', 'compile', '--quiet', '--universal', '--generate-hashes', '--no-header', '--no-annotate',
+         '--python-version', PYTHONS[0], '-c', 'pins.txt', '-o', 'out.txt', 'wanted.in'],
+        check=True, cwd=folder, env=certificates | os.environ, stdout=subprocess.DEVNULL)
+    found = parse((folder/'out.txt').read_text())
+    return {locked: (hashes, {group}) for locked, (hashes, _) in found.items()}
+
+
+def without_cuda(version: str, *options: str) -> dict | None:
+    """What pip's report says of PyTorch's build without CUDA; none where pip finds none. PyPI has no version of that
+    name, so nothing large is downloaded from there."""
+    command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--dry-run', '--ignore-installed', '--no-deps',
+               '--only-binary', ':all:', *options, '--report', '-', f'torch=={version}+cpu']
+    done = subprocess.run(command, capture_output=True, text=True)
+    return None if done.returncode else json.loads(done.stdout)['install'][0]
+
+
+def hashes_without_cuda(version: str, folder: Path) -> set[str]:
+    "The hashes of PyTorch's wheels without CUDA that pip finds from here, for all Pythons on Linux."
+    options = [('--target', str(folder/'none'), '--python-version', python, '--platform', f'manylinux_2_28_{machine}')
+               for python in PYTHONS for machine in MACHINES]
+    found = filter(None, (without_cuda(version, *o) for o in options))
+    return {item['download_info']['archive_info']['hashes']['sha256'] for item in found}
+
+
+def here(group: str) -> str:
+    "As `pick`. PyTorch/XLA's PyTorch is always PyPI's."
+    picked = pick(group, cuda=False)
+    version = next((k.version for k in parse(picked) if k.name == 'torch'), None)
+    if group == 'xla' or version is None or not without_cuda(version): return picked
+    return picked.replace(f'torch=={version} ', f'torch=={version}+cpu ')
+
+
+def preferences(group: str, old: dict, found: dict) -> dict:
+    """Entries whose versions uv keeps: those that were found for other groups, then those of the lock so far. For
+    PyTorch/XLA, which has some older ones, those of the lock so far come first."""
+    old = {k: v for k, v in old.items() if ('xla' in v[1] if group == 'xla' else v[1] != {'xla'})}
+    first, then = (old, found) if group == 'xla' else (found, old)
+    names = {k.name for k in first}
+    return first | {k: v for k, v in then.items() if k.name not in names}
+
+
+def make(upgrade: bool):
+    "Writes lock.txt."
+    uv = shutil.which('uv', path=str(Path(sys.executable).parent)) or shutil.which('uv')
+    if not uv: sys.exit('lock: uv is missing; ./kit lock brings it along')
+    old = parse(LOCK.read_text(encoding='utf-8')) if LOCK.exists() else {}
+    found: dict[Locked, tuple[set[str], set[str]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for group in groups():
+            preferred = preferences(group, {} if upgrade else old, found)
+            for locked, (hashes, where) in resolve(uv, group, preferred, Path(scratch)).items():
+                known = found.setdefault(locked, (set(), set()))
+                known[0].update(hashes)
+                known[1].update(where)
+        for locked, (hashes, _) in found.items():
+            if locked.name != 'torch': continue
+            hashes |= hashes_without_cuda(locked.version, Path(scratch))
+            # What another machine found: not every machine has an index with these builds
+            hashes |= old.get(locked, (set(), set()))[0]
+    head = '# Written by `./kit lock` from settings.ini and constraints*.txt; tools/lock.py says what is in here\n'
+    LOCK.write_text(head + ''.join(entry(k, *v) for k, v in sorted(found.items())), encoding='utf-8')
+    print(f'{LOCK.name}: {len(found)} entries, {len({k.name for k in found})} packages', file=sys.stderr)
+
+
+def main(verb: str = '', *words: str):
+    if verb == 'make' and set(words) <= {'--upgrade'}: make(bool(words))
+    elif verb == 'pick' and len(words) == 1: sys.stdout.write(pick(words[0], cuda=False))
+    elif verb == 'here' and len(words) == 1: sys.stdout.write(here(words[0]))
+    elif verb == 'cuda' and len(words) == 1: sys.stdout.write(pick(words[0], cuda=True) if asks_for_cuda() else '')
+    elif verb == 'extras' and len(words) == 1: print(','.join(extras(words[0])))
+    else: sys.exit(__doc__)
+
+
+if __name__ == '__main__': main(*sys.argv[1:])
