@@ -85,6 +85,7 @@ def execute(
     # Two processes that wait for each other by spinning halve each other's speed where cores are shared
     os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up says much that nobody can act on
+    os.environ.setdefault('PYTHONWARNINGS', 'ignore:IProgress not found')  # tqdm's, of widgets that nobody looks at
     parameters = dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute()), overrides=run.unsaved())
     # No warning about loopback without encryption at every stage, and no word when jupyter ends a kernel
     quiet = ['--IPKernelApp.log_level=50']

@@ -180,6 +180,11 @@ def _values(sweep: Sweep, number: int) -> dict[str, Any]:
     trial = optuna.trial.Trial(sweep.study, sweep.study.trials[number]._trial_id)
     return {key: r.suggest(trial, key) for key, r in sweep.ranges.items()}
 
+def _shown(sweep: Sweep, number: int) -> str:
+    "The values of a trial as a text."
+    return ', '.join(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}'
+                     for k, v in sweep.study.trials[number].params.items())
+
 def _train(sweep: Sweep, number: int, run: Run) -> None:
     "Train a trial, or go on with it."
     fields = dict(storage=sweep.storage, study=sweep.study.study_name, number=number, startup=sweep.startup)
@@ -189,6 +194,7 @@ def _end(sweep: Sweep, number: int) -> str:
     "Do what is left of a trial, and tell Optuna how it ended; returns that. Empty where its session ended before."
     states = sweep.optuna.trial.TrialState
     cfg = with_overrides(sweep.run.cfg, _values(sweep, number))
+    print(f'{sweep.folder(number).name} begins, or goes on, with {_shown(sweep, number)}', flush=True)
     run = Run(sweep.folder(number), sweep.run.work, None, cfg, sweep.run.origin)
     def is_pruned() -> bool: return 'pruned' in sweep.study.trials[number].user_attrs
     if not is_pruned(): # By a process that was killed before it could say so
@@ -217,9 +223,7 @@ def _do(sweep: Sweep, number: int) -> bool:
     try:
         if sweep.study.trials[number].state.is_finished(): return True
         ended = _end(sweep, number)
-        values = ', '.join(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}'
-                           for k, v in sweep.study.trials[number].params.items())
-        print(f'{folder.name}: {ended or "not done yet"} ({values})', flush=True)
+        print(f'{folder.name}: {ended or "not done yet"} ({_shown(sweep, number)})', flush=True)
         return bool(ended)
     finally: lock.release()
 
