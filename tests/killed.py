@@ -28,7 +28,8 @@ def kill_behind_a_checkpoint(function: Callable, arguments: tuple, last: Path, s
     is in one of its steps, or waits."""
     before = file_state(last)
     end = time.monotonic() + LIMIT
-    p = call(function, CONTEXT.Semaphore(steps), *arguments)
+    allowed = CONTEXT.Semaphore(steps) # Is gone for the process, too, when nothing here refers to it any more
+    p = call(function, allowed, *arguments)
     try:
         while file_state(last) == before:
             assert p.is_alive(), 'it ended by itself'
