@@ -186,11 +186,6 @@ def _shown(sweep: Sweep, number: int) -> str:
     return ', '.join(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}'
                      for k, v in sweep.study.trials[number].params.items())
 
-def _shown(sweep: Sweep, number: int) -> str:
-    "The values of a trial as a text."
-    return ', '.join(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}'
-                     for k, v in sweep.study.trials[number].params.items())
-
 def _train(sweep: Sweep, number: int, run: Run) -> None:
     "Train a trial, or go on with it."
     fields = dict(storage=sweep.storage, study=sweep.study.study_name, number=number, startup=sweep.startup)
