@@ -2,6 +2,7 @@
 
 A kind has a small real file and a reader. Damage is drawn from a seed, so that a case is known by its kind and number.
 """
+import base64
 import gzip
 import io
 import json
@@ -13,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +55,7 @@ class Kind:
     read: Callable[[Path], object]  # What is compared, as text
     has_checksum: bool = False      # Whether any change is noticed; else what is read may differ
     n_lines: int = 1                # That an error may have
+    n_bytes: int | None = None      # Only so many at the beginning are damaged, and none moves; none means all
 
 
 def digest(*arrays: np.ndarray) -> str:
@@ -133,6 +136,26 @@ ngram 2=3
 '''
 
 
+# The same as KenLM's build_binary (0.3.0) writes it, packed: not every machine has the program. Behind a header of this
+# length there is no checksum, and KenLM trusts what stands there: a flipped bit can end the process
+HEADER = 124
+BINARIES = {
+    'trie': (
+        'eNrLzU0sUMjJVcgoKSmw0tfPzkhNTMtMzUnRS87P1U/OT0lVSMsvyk0sUShLLSrOzM9TMOViQIAGeyCxnxFI/AcCkAgjVIYJTB6w'
+        'Z4KKgTAbVI4ZyQRWKF1Qp7jXsq2U4dXqXRPO1J4QMX1weh17Hm9ga/XPeQ8CLdO4cr5/rC1+kA3Td/ZMz36QA5CMYpg1c+Y+GNvY'
+        '2Hj/2TNn9iLU+wD5PvsY4WolwfJMUH5aWhrYPCYGVMDMgB1cPnPmy9KZM08eT0t7JocsYVOal23HYFNsx5BYlMqQkV/OUJlfymCj'
+        'DxQAAE04VLI='),
+    'probing': (
+        'eNrLzU0sUMjJVcgoKSmw0tfPzkhNTMtMzUnRS87P1U/OT0lVSMsvyk0sUShLLSrOzM9TMOViQIAGeyCxnxFI/AcCkAgjVIYJTB6w'
+        'RxZjg9LMDKgAJN5a/XPeg0DLNFYG4gBXzvePtcUPspnQxAvqFPdatpWC7TR9cHodex5vIMi+V6t3TThTe0KEBcg+e6ZnP8jxIPWz'
+        'Zs7cl5aWBnJnw9kzPvZAvM/Y2BhIn9k7a6bkfhANM5vjE1NGy0ZjYZCexqK3H2qra1pB6hVip+zrmmCjjawWBGxK87LtGGyKgVgf'
+        'SGTklzMkFqUyVOaXMgAALANd6A=='),
+}
+
+
+def read_binary(path): return f'{load_ngram(path).score("how are you"):.4f}'
+
+
 def read_last(path):
     "What a training continues from."
     store = TrialStore.open(path.parents[1]/'train.arrow')
@@ -195,6 +218,7 @@ KINDS = {
     'submission': ('a.csv', read_hypotheses, False),
     'arpa': ('lm.arpa', read_model, False),
     'arpa.gz': ('lm.arpa.gz', read_model, False),
+    **({f'KenLM {k}': ('lm.binary', read_binary, False, 1, HEADER) for k in BINARIES} if find_spec('kenlm') else {}),
     'weights': ('rescore_weights.json', read_weights, False),
     'confusions': ('confusions.json', load_confusions, False),
     'stamp': ('run/stages/train.json', read_stamp, False),
@@ -230,6 +254,8 @@ def make_kinds(folder: Path) -> None:
     write_hypotheses(path['hypotheses'], read_hypotheses(path['nbest']))
     path['submission'].write_text('id,text\n0,how are you\n1,how\n')
     path['arpa'].write_text(ARPA)
+    for kind, packed in BINARIES.items():
+        if f'KenLM {kind}' in path: path[f'KenLM {kind}'].write_bytes(zlib.decompress(base64.b64decode(packed)))
     path['arpa.gz'].write_bytes(gzip.compress(ARPA.encode(), mtime=0))
     weights = dict(acoustic_scale=.3, alpha=.5, word_score=0., length_penalty=0., gate=None)
     path['weights'].write_text(json.dumps(weights))
@@ -309,8 +335,12 @@ def damaged(kind: Kind, name: str, number: int) -> bytes:
     "The contents of case `number` of a kind."
     r = random.Random(f'{name} {number}')
     data = bytearray(kind.path.read_bytes())
-    r.choice(DAMAGE)(data, r)
-    return bytes(data)
+    if kind.n_bytes is None:
+        r.choice(DAMAGE)(data, r)
+        return bytes(data)
+    first = data[:kind.n_bytes]
+    r.choice(DAMAGE)(first, r)
+    return bytes(first[:kind.n_bytes].ljust(kind.n_bytes, b'\0') + data[kind.n_bytes:])
 
 
 # Hostile files, by kind
@@ -612,4 +642,7 @@ HOSTILE = {
     'stamp': {k: content(v) for k, v in (JSON_TEXTS | {
         'another type': '{"key": 1, "outputs": 3}', 'outside': '{"key": "a", "outputs": {"../../x": []}}'}).items()},
 }
+for _name in (name for name in KINDS if name.startswith('KenLM')): HOSTILE[_name] = {
+    'empty': content(''), 'text': content(ARPA[::-1]),
+    'the beginning': lambda path, secret: path.write_bytes(path.read_bytes()[:HEADER//2])}
 for _name in HOSTILE: HOSTILE[_name] |= {'a pipe': fifo, 'a device without an end': device}
