@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['N_FEATURES', 'PADDED_LENGTH', 'SPLITS', 'Trial', 'Problem', 'SessionError', 'list_sessions', 'session_path',
-           'tidy_bad_trials', 'iter_trials', 'read_session', 'write_session', 'validate']
+           'tidy_bad_trials', 'iter_trials', 'read_session', 'write_session', 'validate', 'unpacked_bytes']
 
 # %% ../../nbs/data/00_sessions.ipynb #c003
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
@@ -20,10 +21,11 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from ..files import DeferringFile, atomic_path
+from ..files import DeferringFile, atomic_path, file_state
 from ..phonemes import SIL
 from b2t_kaggle.reading import (
     MAX_BINS,
+    MAX_EXPANSION,
     MAX_LABELS,
     ReadError,
     check_is_file,
@@ -533,9 +535,14 @@ def _check_session_contents(folder: Path, bad_trials: dict, **stored) -> Iterato
     duplicates = _Duplicates()
     for path in sorted(folder.glob('*.hdf5')):
         if path.name.startswith('.'): continue
-        try:
-            for _, _, problems in _scan(path, duplicates, bad_trials, **stored): yield from problems
-        except SessionError as e: yield e.problem
+        before = file_state(path)
+        try: found = [p for _, _, problems in _scan(path, duplicates, bad_trials, **stored) for p in problems]
+        except SessionError as e: found = [e.problem]
+        if file_state(path) == before: yield from found
+        else: # Whatever else was found may come from that
+            expected = 'a file that stays as it is'
+            yield Problem(str(path), '', '', 'that it changed while it was checked', expected,
+                          'wait until it is complete, and check again')
 
 def validate(
     data_dir: str | Path,   # Folder with the session folders
@@ -557,3 +564,18 @@ def validate(
     for session in tqdm(present, desc='check', unit=' sessions', disable=not progress):
         problems += _check_session_contents(data_dir/session, bad_trials, dtype=dtype, subset=subset)
     return _table(problems)
+
+# %% ../../nbs/data/00_sessions.ipynb #c053
+def unpacked_bytes(
+    path: str | Path, # A session's file
+) -> int:             # At least its size
+    "How large a session's file would be without compression; whatever is wrong with it is for others to say."
+    size = Path(path).stat().st_size
+    n_values = 0
+    with suppress(*_DAMAGED):
+        check_is_file(path)
+        with h5py.File(path, 'r') as f:
+            for _, group in _groups(f):
+                shape = open_dataset(group, 'input_features').shape
+                if len(shape) == 2 and shape[0] <= MAX_BINS: n_values += shape[0]*N_FEATURES
+    return max(size, min(4*n_values, MAX_EXPANSION*size))

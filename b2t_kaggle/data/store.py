@@ -18,7 +18,15 @@ import pandas as pd
 import pyarrow as pa
 from tqdm import tqdm
 
-from .sessions import N_FEATURES, Trial, iter_trials, list_sessions, session_path, tidy_bad_trials
+from b2t_kaggle.data.sessions import (
+    N_FEATURES,
+    Trial,
+    iter_trials,
+    list_sessions,
+    session_path,
+    tidy_bad_trials,
+    unpacked_bytes,
+)
 from ..files import require_space, unchanged
 from ..ragged import Ragged, RaggedError, RaggedWriter
 
@@ -123,9 +131,10 @@ def packed_bytes(
     feature_subset: list[int] | None = None, # As in `build_store`
 ) -> int:
     "About how large a store becomes. Raises `StoreError` for sessions that do not exist."
-    sources = _sources(Path(data_dir), split, _check_sessions(Path(data_dir), sessions))
+    data_dir = Path(data_dir)
+    present = _sources(data_dir, split, _check_sessions(data_dir, sessions))
     share = len(feature_subset or range(N_FEATURES))/N_FEATURES*np.dtype(dtype).itemsize/4
-    return _SCHEMA_BYTES + int(share*sum(size for size, _ in sources.values()))
+    return _SCHEMA_BYTES + int(share*sum(unpacked_bytes(session_path(data_dir, s, split)) for s in present))
 
 def _pack(data_dir: Path, recipe: dict, path: Path, progress: bool) -> None:
     "Write the store of a recipe."

@@ -6,6 +6,7 @@
 __all__ = ['weights_file', 'load_state', 'save_best', 'load_model', 'load_weights', 'read_metrics', 'save_last', 'load_last']
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c003
+import io
 import json
 import math
 import zlib
@@ -37,9 +38,13 @@ def _contents(model: Encoder) -> dict[str, dict]:
     "Shape and checksum of each weight."
     return {name: dict(shape=list(v.shape), crc32=_crc(v.numpy())) for name, v in model.named_variables().items()}
 
-# HDF5, to which Keras gives no more than a name, ends the process where a file cannot be written. So room is asked for
-# first: for the arrays, and rather too much for what describes them
+# HDF5 ends the process where a file cannot be written. So Keras, which gives it only a name, writes into memory.
+# Room is asked for first: for the arrays, and rather too much for what describes them
 _HDF5_BYTES = 1 << 20
+
+class _Memory(io.BytesIO):
+    "Keras writes into it as into a file with the right ending."
+    def __str__(self): return f'memory{_ENDING}'
 
 def _write(
     path: str | Path, # `….weights.h5`
@@ -56,11 +61,12 @@ def _write(
     texts = {k: json.dumps(v, default=float) for k, v in values.items()}  # floats of NumPy
     n_bytes += sum(v.numpy().nbytes for v in model.named_variables().values()) + _HDF5_BYTES
     require_space(path.parent, n_bytes, path.name, n_bytes)
-    with atomic_path(path, durable=True) as tmp:
-        model.save_weights(tmp)
-        with h5py.File(tmp, 'r+') as f:
-            if write_arrays: write_arrays(f)
-            f.attrs.update(texts | dict(crc32=_crc_of_texts(texts)))
+    memory = _Memory()
+    model.save_weights(memory)
+    with h5py.File(memory, 'r+') as f:
+        if write_arrays: write_arrays(f)
+        f.attrs.update(texts | dict(crc32=_crc_of_texts(texts)))
+    with atomic_path(path, durable=True) as tmp: tmp.write_bytes(memory.getbuffer())
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c010
 def _is_pytorch(path: Path) -> bool:

@@ -1,6 +1,7 @@
 "Checkpoints in TensorFlow: a killed writer leaves a good file, and a damaged file is recognised whichever byte it is."
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,9 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
             time.sleep(0.05)
         steps = []
         for _ in range(12):  # what a stopped process shows is what a killed one leaves
+            written = path.stat().st_mtime_ns
+            end = time.monotonic() + 20
+            while path.stat().st_mtime_ns == written and time.monotonic() < end: time.sleep(0.01)  # a busy machine
             time.sleep(rng.uniform(0, 0.1))
             writer.send_signal(signal.SIGSTOP)
             steps.append(step_of(path))
@@ -81,6 +85,23 @@ def test_without_room_nothing_is_begun(tmp_path, monkeypatch):
     with pytest.raises(WriteError, match=r'100 kB free, expected at least .* for best\.weights\.h5'):
         save_best(path, model, CFG, {})
     assert path.read_bytes() == before and os.listdir(tmp_path) == ['best.weights.h5']
+
+
+def test_a_disk_that_fills_after_room_was_found(tmp_path, monkeypatch):
+    "HDF5 would end the process, if it wrote onto the disk."
+    disk = tmp_path/'disk'
+    disk.mkdir()
+    command = ['mount', '-t', 'tmpfs', '-o', 'size=100k', 'tmpfs', str(disk)]
+    if not shutil.which('mount') or subprocess.run(command, capture_output=True, timeout=30).returncode:
+        pytest.skip('a file system cannot be mounted here')
+    try:
+        (disk/'others').write_bytes(bytes(96 << 10))
+        monkeypatch.setattr('b2t_kaggle.tensorflow.checkpoint.require_space', lambda *_: None)
+        with pytest.raises(WriteError) as error: save_best(disk/'best.weights.h5', build_model(CFG.model, 1), CFG, {})
+        expected = f'{disk}/best.weights.h5: not written, because the disk is full; no part of it was left'
+        assert str(error.value).startswith(expected)
+        assert os.listdir(disk) == ['others']
+    finally: subprocess.run(['umount', '-l', str(disk)], check=True, timeout=30)
 
 
 def test_a_changed_byte_is_recognised_or_does_no_harm(tmp_path):
