@@ -40,6 +40,8 @@ _NUMBER = re.compile(r'[-+]?[\d,.]+( ?%| s| min| h)?')
 
 def _is_number(cell) -> bool: return bool(_NUMBER.fullmatch(str(cell)))
 
+def _heading(name: str) -> str: return name.replace('_', '_<wbr>') # Breaks there where it has no room
+
 def _text(cell) -> str:
     "A value of a table as it is read."
     if isinstance(cell, float): return f'{cell:.4g}'
@@ -53,7 +55,7 @@ def table(
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     numeric = {name for name, cells in columns.items() if all(_is_number(_text(cell)) for cell in cells)}
     kinds = {name: ' class="number"' if name in numeric else '' for name in columns}
-    head = ''.join(f'<th{kinds[name]}>{html.escape(str(name))}</th>' for name in columns)
+    head = ''.join(f'<th{kinds[name]}>{_heading(html.escape(str(name)))}</th>' for name in columns)
     def cell(name, value):
         return f'<td{kinds[name]}>{value if isinstance(value, Html) else html.escape(_text(value))}</td>'
     body = ''.join('<tr>' + ''.join(map(cell, columns, row)) + '</tr>\n' for row in zip(*columns.values()))
@@ -175,7 +177,7 @@ def _headings(head: str, numeric: list[bool]) -> str:
     def cells(row):
         n_names = row[0].count('<th') - len(numeric) # Those of the index have no column of cells
         kinds = iter(['']*n_names + [' class="number"' if right else '' for right in numeric])
-        return re.sub('<th>([^<]*)', lambda m: f'<th{next(kinds, "")}>{m[1].replace("_", "_<wbr>")}', row[0])
+        return re.sub('<th>([^<]*)', lambda m: f'<th{next(kinds, "")}>{_heading(m[1])}', row[0])
     return re.sub('<tr>.*?</tr>', cells, head, flags=re.DOTALL)
 
 def output(
