@@ -295,6 +295,25 @@ def test_beam_width(lm):
     assert max(totals) == pytest.approx(totals[-1], abs=1e-9) and totals[0] < totals[-1]
 
 
+def test_clear_frames_have_a_list_too(lm):
+    """Where a threshold leaves fewer sentences than were asked for, a list is filled all the same, in streams, too; a
+    wide search without a threshold knows no better first one."""
+    n_left = []
+    for seed in range(5):
+        x = log_softmax(2.5*spoken(3, seed))
+        decoder = LexiconBeamDecoder(LEXICON, lm, beam=40, nbest=5, threshold=6.0)
+        frames, search = decoder.prepare(x), decoder.take_search()
+        search.push(frames.scores, frames.skip)
+        n_left.append(len(search.texts(10)[1]) - 1)
+        found = decoder.decode(x)
+        assert len({h.text for h in found}) == 5
+        assert found[0] == LexiconBeamDecoder(LEXICON, lm, beam=3000, nbest=1, threshold=math.inf).decode(x)[0]
+        stream = Stream(decoder)
+        for part in np.array_split(x, 3): stream.push(part)
+        assert stream.finish() == found
+    assert min(n_left) < 5, n_left
+
+
 def test_streams_equal_the_offline_result(lm):
     "In frames, in bits, in several streams at once, after one that was left unfinished, and after a refused push."
     decoder, trials = LexiconBeamDecoder(LEXICON, lm, beam=30), [spoken(n, n) for n in (10, 7, 0)]

@@ -50,10 +50,14 @@ def prepare_frames(
 ) -> Frames:
     "Check, penalise and scale log-probabilities; raises `ValueError` as `check_log_probs` does."
     x = check_log_probs(log_probs, len(PHONEMES))
-    blank = np.exp(x[:, BLANK])
-    penalised = blank/blank_penalty
-    skip = penalised > blank_skip*(penalised + 1 - blank) # As if renormalised
     x[:, BLANK] -= math.log(blank_penalty)
+    return _scaled(x, acoustic_scale, blank_penalty, blank_skip)
+
+def _scaled(x: np.ndarray, acoustic_scale: float, blank_penalty: float, blank_skip: float) -> Frames:
+    "The same from log-probabilities that are penalised already."
+    penalised = np.exp(x[:, BLANK])
+    blank = np.minimum(blank_penalty*penalised, 1)
+    skip = penalised > blank_skip*(penalised + 1 - blank) # As if renormalised
     return Frames(x, (acoustic_scale*x).astype(np.float32), skip)
 
 # %% ../../nbs/decoding/05_decoder.ipynb #c012
@@ -274,7 +278,9 @@ def _distinct(
     start, words = flatten(texts)
     return words, start
 
-# %% ../../nbs/decoding/05_decoder.ipynb #c030
+# %% ../../nbs/decoding/05_decoder.ipynb #c031
+_ENOUGH = 10 # Sentences of a trial for which its frames are not searched again
+
 class LexiconBeamDecoder(_SentenceScorer):
     """Lexicon + n-gram CTC beam search: keeps the `beam` best (trie node, n-gram state) pairs per frame, and scores the
     sentences that it found by definition.
@@ -296,7 +302,7 @@ class LexiconBeamDecoder(_SentenceScorer):
         word_score: float = 0.0,      # Added per word
         acoustic_scale: float = 0.8,  # Weight of the acoustic score
         blank_penalty: float = 1.0,   # The blank's probability is divided by this
-        nbest: int = 10,              # Hypotheses returned; fewer if `beam` and `threshold` leave fewer
+        nbest: int = 10,              # Hypotheses returned; above ten, fewer if `threshold` leaves fewer
         merge: Literal['max', 'sum'] = 'max', # Acoustic score: best path, or sum over paths (flashlight's `log_add`)
         threshold: float = 12.0,      # Gap to the best that drops a hypothesis [acoustic nats] (`beam_threshold`)
         blank_skip: float = 0.999,    # Frames whose penalised blank is likelier are not searched; 1: all are
@@ -337,11 +343,15 @@ class LexiconBeamDecoder(_SentenceScorer):
         search: Search,        # From `take_search`; it goes back to the decoder
         log_probs: np.ndarray, # Of all frames that were pushed, from `prepare` [T', 41]
     ) -> list[Hypothesis]:     # Up to `nbest`
-        """The n-best of a trial whose frames were all searched. Where fewer hypotheses are complete, it has the words
-        of those in the middle of a word, too, up to there."""
-        texts = search.texts(2*self.nbest)
-        words, starts = texts
-        if len(starts) <= self.nbest: words, starts = _distinct(texts, search.begun_texts(2*self.nbest))
+        """The n-best of a trial whose frames were all searched. Where the threshold left less than ten sentences, or
+        less than `nbest`, the frames are searched again with a larger one; with a fusion they are not."""
+        words, starts = self._found(search)
+        for factor in (2, 4):
+            if not self._left_few(search, len(starts) - 1): break
+            frames = _scaled(log_probs, self.acoustic_scale, self.blank_penalty, self.blank_skip)
+            search.start(factor*self.threshold*self.acoustic_scale)
+            search.push(frames.scores, frames.skip)
+            words, starts = self._found(search)
         llm = search.llm_scores(words, starts)
         self.return_search(search)
         return self.rank(log_probs, words, starts, llm, self.fusion.weight if self.fusion else 0.)
@@ -401,6 +411,18 @@ class LexiconBeamDecoder(_SentenceScorer):
         "Another trial may use the search."
         search.forget()
         self._idle.append(search)
+
+    def _found(self, search: Search) -> tuple[np.ndarray, np.ndarray]:
+        """Texts that a search ended with, more than are wanted: they are ranked by other scores. Where there are not
+        enough complete ones, the words of hypotheses in the middle of a word are among them, up to there."""
+        texts = search.texts(2*self.nbest)
+        if len(texts[1]) > self.nbest: return texts
+        return _distinct(texts, search.begun_texts(2*self.nbest))
+
+    def _left_few(self, search: Search, n_texts: int) -> bool:
+        "Whether the threshold left so few sentences that another search is worth it."
+        may_grow = self.threshold < math.inf and self.fusion is None
+        return n_texts < min(self.nbest, _ENOUGH) and may_grow and search.was_cut
 
     def _new_scorer(self) -> AutomatonScorer | KenLMScorer:
         "The automaton, or a table of KenLM's answers that a search has for itself."

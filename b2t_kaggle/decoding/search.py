@@ -46,6 +46,7 @@ _COUNTERS = np.dtype([
     ('n_asked', np.int64),      # Questions to KenLM that wait
     ('n_frames', np.int64),     # Frames that were searched, in all trials
     ('n_candidates', np.int64), # Candidates for the beam, in all trials
+    ('n_cut', np.int64),        # Frames of the trial in which the threshold counted
     ('room', np.int64),         # Word ends in a frame that all buffers suffice for
     ('overflow', np.int64),     # 1 where a frame had more word ends than that
 ])
@@ -176,6 +177,7 @@ def _begin(state: State, ngram_state: int) -> None:
     state.counters['n_hyps'] = 1
     state.counters['n_entries'] = 1
     state.counters['n_asked'] = 0
+    state.counters['n_cut'] = 0
 
 def _extended(arena: Arena, size: int) -> Arena:
     "An arena with room for so many entries; where it must grow it at least doubles, so that this is rarely needed."
@@ -470,6 +472,7 @@ def _search_frame(frame, model, options, state):
     count.n_frames += 1
     fits = _all_fit(nodes, hyps, count.n_hyps, options.beam, spelling)
     limit = np.float32(np.inf) if fits else options.threshold
+    if not fits: count.n_cut += 1
     top = _stay(frame, nodes, hyps, candidates, scratch, arena, count, lm_weight)
     bound = max(top - limit, _kth_best(candidates.score[:count.n_hyps], options.beam, scratch.sorting))
     least = _kth_best(frame[1:], options.top_k, scratch.sorting) if options.top_k else _NEVER
@@ -684,6 +687,12 @@ class Search:
     def forget(self) -> None:
         "Free what a fusion holds for the trial, which is over."
         if self.fused: self.fused.end_trial()
+
+    @property
+    def was_cut(self) -> bool:
+        "Whether the threshold, and not the beam, may have dropped hypotheses of the trial."
+        count = self.state.counters[0]
+        return bool(count['n_cut'] and count['n_hyps'] < self.options.beam)
 
     def counts(self) -> dict[str, int]:
         "What the search has done so far, in all its trials."
