@@ -623,7 +623,7 @@ class StageRun(_Stamped):
                      inputs=self.run.inputs(self.name))
         write_json(stamp, self.stamp_path)
 
-# %% ../nbs/13_runs.ipynb #c055
+# %% ../nbs/13_runs.ipynb #c057
 def _share(source: Path, target: Path) -> None:
     "The same file under another name; a copy where the disk has no links."
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -653,7 +653,7 @@ def branch(
         done.append(name)
     return done
 
-# %% ../nbs/13_runs.ipynb #c058
+# %% ../nbs/13_runs.ipynb #c060
 def begin_stage(
     name: str,                # Stage
     run_dir: str | Path,      # The run's folder
@@ -663,7 +663,7 @@ def begin_stage(
     "What a stage notebook starts with, whoever executes it."
     return StageRun(Run(run_dir, work_dir, overrides, save=False), name).begin()
 
-# %% ../nbs/13_runs.ipynb #c061
+# %% ../nbs/13_runs.ipynb #c063
 def search_tuning(
     run: Run,
 ):
