@@ -1,5 +1,5 @@
-"""A run with --framework tensorflow, through the command line and papermill, leaves what PyTorch's leaves, and goes on
-in the other framework."""
+"""A run with --framework tensorflow, through the command line, leaves what PyTorch's leaves, and goes on in the other
+framework. Papermill executes the stages that compute with TensorFlow; the others are tried in test_pipeline."""
 import csv
 import json
 import sys
@@ -10,9 +10,10 @@ import yaml
 
 pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_pipeline import SMALL, b2t, sets, stamps
+from test_pipeline import SMALL, b2t, command, sets, stages_here, stamps
 
 from b2t_kaggle.config import preset, with_overrides
+from b2t_kaggle.devices.tensorflow import configure_mixed_precision
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.pytorch.checkpoint import to_official_args
 from b2t_kaggle.runs import Run
@@ -28,9 +29,24 @@ def finished(tmp_path_factory):
     tmp = tmp_path_factory.mktemp('runs')
     options = ['--output-dir', tmp/'mine', '--work', tmp/'data']
     sizes = ['--batch-size', '8', '--num-batches', '4', '--disable_mixed_precision']
-    r = b2t('run', '--set', 'framework=tensorflow', *options, *sizes, *TINY)
+    shared = ['--set', 'framework=tensorflow', *options, *TINY]
+    with stages_here():
+        folders = ['--out', tmp, '--name', 'mine', '--work', tmp/'data']
+        r = command('pack', '--set', 'framework=tensorflow', *folders, *TINY)
+        assert r.exit_code == 0, r.output[-3000:]
+    r = b2t('train', *shared, *sizes)
     assert r.returncode == 0, r.stderr[-3000:]
+    with stages_here() as names:
+        r = command('run', *shared, *sizes)
+        assert r.exit_code == 0 and names == ['infer', 'lm', 'decode', 'submit', 'report'], r.output[-3000:]
     return tmp/'mine', options
+
+
+@pytest.fixture(autouse=True)
+def float32_afterwards():
+    "A run in this process leaves its precision to what comes after it."
+    yield
+    configure_mixed_precision('float32')
 
 
 def test_infer_and_the_way_to_pytorch(finished, tmp_path):
@@ -48,11 +64,11 @@ def test_infer_and_the_way_to_pytorch(finished, tmp_path):
     assert theirs.provenance['config']['data']['batch_size'] == 8 and len(theirs) == 4
     assert json.loads((out/'stages'/'infer.json').read_text())['metrics']['PER'] > 0
 
-    r = b2t('convert', out, tmp_path/'best.pt')
-    assert r.returncode == 0, r.stderr
+    r = command('convert', out, tmp_path/'best.pt')
+    assert r.exit_code == 0, r.output
     folders = ['--output-dir', tmp_path/'other', '--work', work, '--checkpoint', tmp_path/'best.pt']
-    r = b2t('infer', *folders, '--disable-mixed-precision', *TINY)
-    assert r.returncode == 0, r.stderr[-3000:]
+    with stages_here(): r = command('infer', *folders, '--disable-mixed-precision', *TINY)
+    assert r.exit_code == 0, r.output[-3000:]
     ours = LogitStore.open(tmp_path/'other'/'logits'/'val.arrow')
     for a, b in zip(theirs, ours, strict=True): assert abs(a - b).max() < 1e-4
 
@@ -65,10 +81,11 @@ def test_the_official_configuration_trains_as_it_is(finished, tmp_path):
     args = to_official_args(cfg) | dict(mode='train', gpu_number='1')
     (tmp_path/'rnn_args.yaml').write_text(yaml.safe_dump(args))
     data_dir = Run(out, out.parent/'data').data_dir
-    r = b2t('train', '--framework', 'tensorflow', '--config', tmp_path/'rnn_args.yaml', '--data', data_dir,
-            '--batch-size', '4', '--num-batches', '2', '--output-dir', tmp_path/'official', '--work', tmp_path/'data',
-            *sets(dict(days_per_batch=2, n_units=32, n_buckets=1)))
-    assert r.returncode == 0, r.stderr[-3000:]
+    sizes = ['--batch-size', '4', '--num-batches', '2']
+    options = ['--framework', 'tensorflow', '--config', tmp_path/'rnn_args.yaml', '--data', data_dir, *sizes,
+               '--output-dir', tmp_path/'official', '--work', tmp_path/'data']
+    with stages_here(): r = command('train', *options, *sets(dict(days_per_batch=2, n_units=32, n_buckets=1)))
+    assert r.exit_code == 0, r.output[-3000:]
     model, cfg = load_model(tmp_path/'official')
     assert (cfg.data.sessions, cfg.train.lr_decay_steps, cfg.model.n_layers) == (sessions, 120_000, 5)
     assert model.day_weights.shape == (2, 512, 512)
@@ -76,12 +93,12 @@ def test_the_official_configuration_trains_as_it_is(finished, tmp_path):
 
 def test_a_schedule_that_is_longer_than_the_run_is_said(finished, tmp_path):
     work = finished[0].parent/'data'   # where there are sessions already
-    r = b2t('simulate', '--out', tmp_path, '--work', work, *TINY, '--set', 'lr_decay_steps=1000')
+    r = command('simulate', '--out', tmp_path, '--work', work, *TINY, '--set', 'lr_decay_steps=1000')
     warning = 'The learning rate falls over more batches than the 6 that are trained'
-    assert r.returncode == 0 and warning in r.stderr, r.stderr
+    assert r.exit_code == 0 and warning in r.stderr, r.output
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    r = b2t('train', '--out', tmp_path, '--set', f'data.dataset_dir={tmp_path}/nowhere')
+    r = command('train', '--out', tmp_path, '--set', f'data.dataset_dir={tmp_path}/nowhere')
     advice = 'nowhere is not a folder; name the one that holds the t15.* sessions, with --data'
-    assert r.returncode == 1 and advice in r.stderr, r.stderr
+    assert r.exit_code == 1 and advice in r.stderr, r.output
