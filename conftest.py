@@ -4,6 +4,7 @@ Notebooks and test files share the worker processes of pytest-xdist, the longest
 another at the end, and PyTorch is imported once for each worker.
 """
 import os
+import random
 import re
 import runpy
 import sys
@@ -95,8 +96,17 @@ def pytest_collect_file(file_path, parent):
         return Notebook.from_parent(parent, path=file_path)
 
 
+def seed_draws():
+    """Have a test draw the same, whichever ran before it in its process: Keras takes its seeds from Python, and a new
+    process's PyTorch begins with this one."""
+    random.seed(0)
+    if torch := sys.modules.get('torch'): torch.default_generator.manual_seed(67280421310721)
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item): return (yield from _without_kenlm())
+def pytest_runtest_setup(item):
+    seed_draws()
+    return (yield from _without_kenlm())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -51,15 +51,13 @@ def test_a_writer_stopped_or_killed_at_any_moment_leaves_a_whole_file(tmp_path):
         writer = subprocess.Popen([sys.executable, '-c', WRITER, str(path)], stderr=log, env=env)
     owner = _owner(writer.pid)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 400
         while not path.exists():
             assert writer.poll() is None and time.monotonic() < end, (tmp_path/'log').read_text()[-2000:]
             time.sleep(0.05)
         steps = []
-        for _ in range(12):  # what a stopped process shows is what a killed one leaves
-            written = path.stat().st_mtime_ns
-            end = time.monotonic() + 20
-            while path.stat().st_mtime_ns == written and time.monotonic() < end: time.sleep(0.01)  # a busy machine
+        while len(steps) < 12 or len(set(steps)) < 3:  # what a stopped process shows is what a killed one leaves
+            assert time.monotonic() < end, f'it writes too slowly: {steps}'
             time.sleep(rng.uniform(0, 0.1))
             writer.send_signal(signal.SIGSTOP)
             steps.append(step_of(path))
