@@ -4,15 +4,18 @@ The examples are executed in processes that each take many notebooks, as the tes
 imported once for each of them. What Numba compiled for the tests serves here, too. Nothing is executed behind the last
 cell that shows something; benchmarks have their outputs in the file."""
 import ast
+import atexit
 import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
 
 from compiled import keep_compiled, take_compiled
 
@@ -121,8 +124,13 @@ def _execute(path: Path) -> list[list[dict]]:
     behind = [[] for _ in notebook.cells[last + 1:]]
     notebook.cells = notebook.cells[:last + 1]
     def left_out(cell): return bool(directives(cell.source) & {'bench', 'eval'}) if cell.cell_type == 'code' else True
-    shell.run_all(notebook, exc_stop=True, preproc=left_out)
-    shell.reset(new_session=False)   # What this notebook holds, the next ones need not
+    # Numba keeps what notebooks compile in one folder for all of a user's processes, where functions of one would meet
+    # classes that another process has defined
+    with tempfile.TemporaryDirectory() as cache, patch('IPython.paths.get_ipython_cache_dir', lambda: cache):
+        shell.run_all(notebook, exc_stop=True, preproc=left_out)
+    # The next notebooks need not hold what this one does, nor collect garbage for each shell when the process ends
+    shell.user_ns.clear()
+    atexit.unregister(shell.atexit_operations)
     return [[dict(o) for o in cell.get('outputs', [])] for cell in notebook.cells] + behind
 
 
