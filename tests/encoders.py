@@ -1,5 +1,4 @@
 "A toy that any encoder can learn, and small configurations of all of them; for the tests that run over a registry."
-import json
 import sys
 from pathlib import Path
 
@@ -67,15 +66,12 @@ def open_toy(folder: Path) -> list[TrialStore]:
 
 FEW = dict(num_training_batches=6, batches_per_val_step=6)
 
-if __name__ == '__main__':  # trains in a process that a test kills, or several encoders in a pair of processes
+if __name__ == '__main__':  # trains several encoders in a pair of processes
+    from torch import distributed
+
     from b2t_kaggle.frameworks import train
-    folder, out, names, framework, *changes = sys.argv[1:]
-    if ',' not in names:
-        cfg = config(names, framework=framework, **json.loads(*changes or ['{}']))
-        train(*open_toy(Path(folder)), cfg, Path(out), progress=False)
-    else:
-        from torch import distributed
-        distributed.init_process_group('gloo')  # A second one, for the second encoder, would wait for the first
-        for name in filter(None, names.split(',')):
-            train(*open_toy(Path(folder)), config(name, framework=framework, **FEW), Path(out)/name, progress=False)
-        distributed.destroy_process_group()
+    folder, out, names, framework = sys.argv[1:]
+    distributed.init_process_group('gloo')  # A second one, for the second encoder, would wait for the first
+    for name in filter(None, names.split(',')):
+        train(*open_toy(Path(folder)), config(name, framework=framework, **FEW), Path(out)/name, progress=False)
+    distributed.destroy_process_group()

@@ -1,10 +1,5 @@
 "What every encoder of TensorFlow must do. The registry is the list: an encoder is tested by being there."
-import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +7,10 @@ import pytest
 
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import copies
 import encoders
 from encoders import open_toy, write_toy
+from killed import ask_before_each_step, kill_behind_a_checkpoint
 
 from b2t_kaggle.convert import convert
 from b2t_kaggle.schema import ConfigError
@@ -76,18 +73,16 @@ def test_padding_changes_nothing(name, trained):
     np.testing.assert_allclose(clean[1, :n], alone[0, :n], rtol=1e-4, atol=1e-4)
 
 
+def train_in_a_copy(allowed, folder, name, out):
+    ask_before_each_step(Trainer, allowed)
+    train(*open_toy(folder), config(name), out, progress=False)
+
+
 @pytest.mark.parametrize('name', NAMES)
 def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
     "SIGKILL as soon as there is a checkpoint; the weights are those of a run that was never killed, bit for bit."
-    script = str(Path(__file__).parents[1]/'encoders.py')
-    command = [sys.executable, script, str(data), str(tmp_path), name, 'tensorflow', json.dumps(ONE_LENGTH)]
-    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
-    p = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (tmp_path/'last.weights.h5').exists():
-        assert p.poll() is None, 'it ended by itself'
-        time.sleep(0.01)
-    p.send_signal(signal.SIGKILL)
-    p.wait()
+    copies.start([]) # TensorFlow, with its threads, is imported by the copy
+    kill_behind_a_checkpoint(train_in_a_copy, (data, name, tmp_path), tmp_path/'last.weights.h5', steps=50)
     assert 0 < load_last(tmp_path/'last.weights.h5')['run']['step'] < 200
     result = train(*open_toy(data), config(name), tmp_path, progress=False)
     assert result['step'] == 200

@@ -1,10 +1,8 @@
 "The TensorFlow trainer: PyTorch's steps, the same on eight devices as on one, and exact resume after SIGKILL."
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,8 @@ import pytest
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 torch = pytest.importorskip('torch')
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import copies
+from killed import ask_before_each_step, kill_behind_a_checkpoint
 from test_trainer import FEATURES, SESSIONS, config, open_stores, write_toy
 from train_toy import steps
 
@@ -116,15 +116,17 @@ def test_eight_devices_take_the_same_steps_as_one(stores, tmp_path):
     assert eight['val']['val_loss'] == pytest.approx(one['val']['val_loss'], rel=1e-4)
 
 
+def train_in_a_copy(allowed, folder, overrides, out):
+    ask_before_each_step(Trainer, allowed)
+    train(*open_stores(folder), cpu_config(**overrides), out, progress=False)
+
+
 def killed_run(stores, out, overrides):
-    """A run that is killed some steps after its first checkpoint: by progress, not by the clock. Returns the step that
-    it had saved."""
-    p = process('train', stores, out, overrides)
+    "A run that is killed some steps after its first checkpoint. Returns the step that it had saved."
+    copies.start([]) # TensorFlow, with its threads, is imported by the copy
     last = out/'last.weights.h5'
-    while p.poll() is None and not last.exists(): time.sleep(0.002)
-    time.sleep(np.random.default_rng().uniform(0, 0.2))
-    if p.poll() is None: p.send_signal(signal.SIGKILL)
-    p.communicate()
+    arguments = stores[0].path.parent, overrides, out
+    kill_behind_a_checkpoint(train_in_a_copy, arguments, last, steps=30, delay=.1)
     return load_last(last)['run']['step']
 
 
