@@ -8,10 +8,12 @@ import random
 import re
 import runpy
 import sys
+import tempfile
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -64,7 +66,10 @@ class NotebookTest(pytest.Item):
         if NO_KENLM and 'NGram.load(' in self.path.read_text(encoding='utf-8'): pytest.skip('kenlm is not installed')
         from nbdev.config import get_config
         from nbdev.test import test_nb
-        passed, _ = test_nb(self.path, skip_flags=get_config().tst_flags.split(), basepath=ROOT)
+        # Numba keeps what cells compile in one folder for all of a user's processes, where functions of one would meet
+        # classes that another process has defined
+        with tempfile.TemporaryDirectory() as cache, patch('IPython.paths.get_ipython_cache_dir', lambda: cache):
+            passed, _ = test_nb(self.path, skip_flags=get_config().tst_flags.split(), basepath=ROOT)
         if not passed: pytest.fail('a cell raises; its traceback is above', pytrace=False)
 
     def reportinfo(self): return self.path, None, str(self.path.relative_to(ROOT))
