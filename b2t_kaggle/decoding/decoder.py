@@ -351,7 +351,7 @@ class LexiconBeamDecoder(_SentenceScorer):
             frames = _scaled(log_probs, self.acoustic_scale, self.blank_penalty, self.blank_skip)
             search.start(factor*self.threshold*self.acoustic_scale)
             search.push(frames.scores, frames.skip)
-            words, starts = self._found(search)
+            words, starts = _distinct((words, starts), self._found(search))
         llm = search.llm_scores(words, starts)
         self.return_search(search)
         return self.rank(log_probs, words, starts, llm, self.fusion.weight if self.fusion else 0.)
