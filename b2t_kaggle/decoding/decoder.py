@@ -414,9 +414,10 @@ class LexiconBeamDecoder(_SentenceScorer):
 
     def _found(self, search: Search) -> tuple[np.ndarray, np.ndarray]:
         """Texts that a search ended with, more than are wanted: they are ranked by other scores. Where there are not
-        enough complete ones, the words of hypotheses in the middle of a word are among them, up to there."""
+        enough complete ones, the words of hypotheses in the middle of a word are among them, up to there; with a
+        fusion they are not, since its model has not scored them."""
         texts = search.texts(2*self.nbest)
-        if len(texts[1]) > self.nbest: return texts
+        if len(texts[1]) > self.nbest or self.fusion is not None: return texts
         return _distinct(texts, search.begun_texts(2*self.nbest))
 
     def _left_few(self, search: Search, n_texts: int) -> bool:

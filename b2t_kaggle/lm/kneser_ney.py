@@ -136,7 +136,8 @@ def _discounts(adjusted: np.ndarray, last: int | None) -> tuple[np.ndarray, bool
     if n[1:4].all():
         y = n[1]/(n[1] + 2*n[2])
         discounts = np.array([0, *(j - (j + 1)*y*n[j + 1]/n[j] for j in (1, 2, 3))])
-        if (discounts >= 0).all() and (discounts <= np.arange(4)).all(): return discounts, False
+        # A discount of 0 would leave nothing for the words that did not follow a context
+        if (discounts[1:] > 0).all() and (discounts <= np.arange(4)).all(): return discounts, False
     return np.array([0, *FALLBACK_DISCOUNTS]), True
 
 # %% ../../nbs/lm/03_kneser_ney.ipynb #c024
