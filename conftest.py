@@ -7,6 +7,8 @@ import os
 import random
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 import tempfile
 from contextlib import suppress
@@ -73,6 +75,18 @@ class NotebookTest(pytest.Item):
         if not passed: pytest.fail('a cell raises; its traceback is above', pytrace=False)
 
     def reportinfo(self): return self.path, None, str(self.path.relative_to(ROOT))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    "A file system of 100 kB."
+    disk = tmp_path/'disk'
+    disk.mkdir()
+    command = ['mount', '-t', 'tmpfs', '-o', 'size=100k', 'tmpfs', str(disk)]
+    if not shutil.which('mount') or subprocess.run(command, capture_output=True, timeout=30).returncode:
+        pytest.skip('a file system cannot be mounted here')
+    yield disk
+    subprocess.run(['umount', '-l', str(disk)], check=True, timeout=30)
 
 
 def shares_compiled(config):

@@ -67,9 +67,9 @@ def _from_pretrained(name, dtype: torch.dtype, option: str | None, adapter, devi
         if option is None: model = model.merge_and_unload() # As fast as without an adapter
     return model, tokenizer, sorted(info['missing_keys'])
 
-def _check_packages(option: str | None, adapter) -> None:
+def _check_packages(option: str | None, adapter=None, user: str = 'a language model') -> None:
     "Raise `LanguageModelError` where a package is missing or the adapter's folder holds no adapter."
-    require_package('transformers', 'a language model')
+    require_package('transformers', user)
     if option is not None:
         for package in ('bitsandbytes', 'accelerate'): require_package(package, option)
     if adapter is None: return

@@ -156,18 +156,6 @@ def test_a_folder_that_goes_away(tmp_path, monkeypatch):
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    "A file system of 100 kB."
-    disk = tmp_path/'disk'
-    disk.mkdir()
-    command = ['mount', '-t', 'tmpfs', '-o', 'size=100k', 'tmpfs', str(disk)]
-    if not shutil.which('mount') or subprocess.run(command, capture_output=True, timeout=30).returncode:
-        pytest.skip('a file system cannot be mounted here')
-    yield disk
-    subprocess.run(['umount', '-l', str(disk)], check=True, timeout=30)
-
-
 def test_a_disk_that_is_full(small_disk):
     for room in ('session', 'store', 'checkpoint', 'arpa.gz', 'text', 'folder'):
         name, write = WRITERS[room]

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...audio.sound import AudioError
 from ...audio.voice import _loading
-from .language_model import AudioLanguageModel, end_tokens
-from ...rescoring.llm import _dtype, _quantization, require_package
+from .language_model import AudioLanguageModel, end_tokens, whole_model
+from ...rescoring.llm import _check_packages, _dtype
 
 # %% ../../../nbs/pytorch/audio_llm/01_whisper.ipynb #c006
 def padding_mask(
@@ -106,23 +106,17 @@ def load_whisper(
     device: str = 'cpu',             # Where it computes
 ) -> WhisperReader:
     "Raises `AudioError` or `LanguageModelError` where the model or a package is missing."
-    require_package('transformers', 'Whisper')
-    for package in ('bitsandbytes', 'accelerate') if quantization else (): require_package(package, quantization)
+    _check_packages(quantization, user='Whisper')
     weights_dtype = _dtype(dtype, device)
     with _loading(name, 'Whisper'):
         from transformers import AutoTokenizer, WhisperForConditionalGeneration
         tokenizer = AutoTokenizer.from_pretrained(str(name))
-        whole, info = WhisperForConditionalGeneration.from_pretrained(
-            str(name), dtype=weights_dtype, output_loading_info=True,
-            **_quantization(quantization, weights_dtype, device))
-    if missing := sorted(info['missing_keys']):
-        raise AudioError(f'Whisper {name}: the weights lack {", ".join(missing[:3])} ({len(missing)} in all); the '
-                         'download is not complete, or is of another model')
+        whole = whole_model(WhisperForConditionalGeneration, name, 'Whisper', weights_dtype, quantization, device)
     start = _start_tokens(whole.config, whole.generation_config, tokenizer)
     ends = end_tokens(tokenizer, whole.generation_config, name)
     model = WhisperReader(str(name), whole, tokenizer, start, ends)
     model.is_quantized = quantization is not None
-    if not model.is_quantized: model.apply(lambda weight: weight.to(device))
+    model.apply(lambda weight: weight.to(device))
     return model
 
 # %% ../../../nbs/pytorch/audio_llm/01_whisper.ipynb #c017
