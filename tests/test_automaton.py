@@ -15,7 +15,8 @@ from b2t_kaggle.lm import automaton
 from b2t_kaggle.lm.arpa import ArpaError, Grams, read_arpa, write_arpa
 from b2t_kaggle.lm.automaton import Automaton, check_words, find, step
 from b2t_kaggle.lm.kenlm import find_program, to_binary
-from b2t_kaggle.lm.ngram import NGram, _load_kenlm, build_ngram, perplexity_report
+from b2t_kaggle.lm.ngram import NGram, build_ngram, perplexity_report
+from b2t_kaggle.lm.query import load_kenlm
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
@@ -48,7 +49,7 @@ def compare(automaton, lm, sentences):
     starts = np.cumsum([0, *map(len, words)])
     ids = automaton.ids([w for ws in words for w in ws])
     ours = scores_along(automaton.arrays, automaton.begin, automaton.end, ids, starts)
-    theirs = np.fromiter((score for s in sentences for score, _, _ in lm.model.full_scores(s)), np.float32, len(ours))
+    theirs = np.fromiter((score for s in sentences for score, _, _ in lm.queries.full_scores(s)), np.float32, len(ours))
     return np.abs(ours - theirs).max(), len(ours)
 
 
@@ -90,7 +91,7 @@ def test_states_merge_histories_as_kenlm_does(model):
     import kenlm
     text, path = model
     automaton = Automaton.load(path)
-    lm = NGram.load(path).model
+    lm = load_kenlm(path)
     pairs = set()
     for s in text[:3000]:
         ours = automaton.begin
@@ -259,7 +260,7 @@ def test_binaries_stay_on_disk(model, tmp_path):
             elif ours and line.startswith('Rss:'): kb += int(line.split()[1])
         return 1024*kb/path.stat().st_size
     paths = [to_binary(model[1], tmp_path/f'{name}.bin', 'probing') for name in ('ours', 'all')]
-    models = _load_kenlm(paths[0]), kenlm.Model(str(paths[1]))
+    models = load_kenlm(paths[0]), kenlm.Model(str(paths[1]))
     assert 0 < resident(paths[0]) < 0.5 < resident(paths[1]) and models[0].order == models[1].order
 
 

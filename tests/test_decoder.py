@@ -25,6 +25,7 @@ from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.lm.automaton import Automaton, load_ngram
 from b2t_kaggle.lm.kenlm import find_program, to_binary
 from b2t_kaggle.lm.ngram import NGram, build_ngram
+from b2t_kaggle.lm.query import QueryProcess
 from b2t_kaggle.phonemes import BLANK, SIL, build_lexicon, normalize_sentence, to_class_ids
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
@@ -361,8 +362,8 @@ def test_processes_and_order(lm):
 
 
 def without_file(lm):
-    "The same model, whose file is gone, so that KenLM must be asked."
-    return NGram(NGram.load(lm.path).model, 'nowhere.arpa')
+    "The same model without the name of its file, so that KenLM must be asked, in a process of its own."
+    return NGram(QueryProcess(lm.path), 'nowhere.arpa')
 
 
 def test_kenlm_and_automaton_agree(tmp_path):
@@ -413,7 +414,7 @@ def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
     assert decoder.nbest == 3 and decoder.lm.score('how are you') == pytest.approx(score, abs=1e-5)
 
 
-def test_processes_for_kenlm(lm):
+def test_kenlm_from_several_threads(lm):
     trials = [spoken(n % 7, n) for n in range(40)]
     decoder = LexiconBeamDecoder(LEXICON, without_file(lm), beam=20)
     assert decoder.decode_all(trials, n_jobs=3, progress=False) == decoder.decode_all(trials, n_jobs=1, progress=False)

@@ -256,7 +256,6 @@ def test_perplexity_report(tmp_path):
 @pytest.mark.parametrize('suffix', ['.arpa', '.arpa.gz'])
 def test_capitals(suffix, tmp_path):
     "A 5-gram in capitals, as participants have, is queried in lower case, whole sentences and word by word."
-    import kenlm
     text = build_ngram(SENTENCES, tmp_path/'lower.arpa', order=5, estimator='own').read_text()
     upper = tmp_path/f'upper{suffix}'
     capitals = '\n' + re.sub(r'(?<=[\t ])(?!<)\S+', lambda m: m[0].upper(), text)
@@ -268,9 +267,8 @@ def test_capitals(suffix, tmp_path):
     pd.testing.assert_frame_equal(*reports, rtol=1e-5)
     scores = []
     for m in (lm, same):
-        state, after = kenlm.State(), kenlm.State()
-        m.model.BeginSentenceWrite(state)
-        scores.append([m.model.BaseScore(state, w, after) for w in ('i', '</s>', 'pizza')])
+        m.queries.begin(['i', '</s>', 'pizza'])
+        scores.append(m.queries.answers([0, 0, 0], [0, 1, 2])[0])
     np.testing.assert_allclose(*scores, atol=1e-5)
 
 

@@ -8,12 +8,10 @@ __all__ = ['Frames', 'prepare_frames', 'LexiconBeamDecoder']
 # %% ../../nbs/decoding/05_decoder.ipynb #c003
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
-from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -125,22 +123,6 @@ def _with_progress(results: Iterable, n: int, show: bool) -> list:
     "All results, behind a progress bar."
     return list(tqdm(results, total=n, desc='decode', unit=' trials', disable=not show))
 
-_decode_inherited = None # In a forked process: decodes one of the trials
-
-def _inherit(decode_trial: Callable) -> None:
-    global _decode_inherited
-    _decode_inherited = decode_trial
-
-def _decode_in_fork(i: int) -> list[Hypothesis]: return _decode_inherited(i)
-
-def _in_forks(decode_trial: Callable, n_trials: int, n_jobs: int, collect: Callable) -> list:
-    "Decode trials in processes that inherit decoder and trials."
-    with warnings.catch_warnings(), ProcessPoolExecutor(n_jobs, get_context('fork'), _inherit, (decode_trial,)) as pool:
-        # Forking is safe here, see above
-        warnings.filterwarnings('ignore', 'This process .* is multi-threaded', DeprecationWarning)
-        chunk = max(1, min(8, n_trials//(4*n_jobs)))
-        return collect(pool.map(_decode_in_fork, range(n_trials), chunksize=chunk))
-
 def _in_threads(decode_trial: Callable, n_trials: int, n_jobs: int, collect: Callable) -> list:
     "Decode trials in threads."
     with ThreadPoolExecutor(n_jobs) as pool: return collect(pool.map(decode_trial, range(n_trials)))
@@ -164,8 +146,6 @@ def _check_parameters(p: dict) -> None:
     if p['merge'] not in ('max', 'sum'): raise ValueError(f"merge is {p['merge']!r}; expected 'max' or 'sum'")
 
 # %% ../../nbs/decoding/05_decoder.ipynb #c024
-_UNIFORM = np.full((3, len(PHONEMES)), -math.log(len(PHONEMES))) # Frames of which nothing is known
-
 class _SentenceScorer:
     "A lexicon, an n-gram and their weights: scores sentences by definition, whoever found them."
     def __init__(self,
@@ -361,15 +341,12 @@ class LexiconBeamDecoder(_SentenceScorer):
         n_jobs: int = 0,                 # Cores to use; 0 means all
         progress: bool = True,           # Whether to show a progress bar
     ) -> list[list[Hypothesis]]:         # The n-best of each trial
-        "Decode trials in parallel; an error names the trial. Asking KenLM needs one core where systems cannot fork."
+        "Decode trials in parallel; an error names the trial."
         n = len(log_probs)
         n_jobs = min(n_jobs or n_cores(), n)
         decode_trial = partial(_decode_trial, self.decode, log_probs)
         collect = partial(_with_progress, n=n, show=progress)
-        forks = not self._automaton and self.fusion is None # What a fusion computes with may not survive a fork
-        if n_jobs <= 1 or (forks and 'fork' not in get_all_start_methods()): return collect(map(decode_trial, range(n)))
-        if forks: self.decode(_UNIFORM) # Compiles what is compiled; then no process needs to
-        return (_in_forks if forks else _in_threads)(decode_trial, n, n_jobs, collect)
+        return collect(map(decode_trial, range(n))) if n_jobs <= 1 else _in_threads(decode_trial, n, n_jobs, collect)
 
     def with_beam(self, beam: int) -> 'LexiconBeamDecoder':
         "The same decoder with another beam [hypotheses per frame]; lexicon and language model are shared."

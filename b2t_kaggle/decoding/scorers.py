@@ -115,52 +115,36 @@ class AnswerTable:
 # %% ../../nbs/decoding/01_scorers.ipynb #c013
 class KenLMScorer(AnswerTable):
     "A KenLM model, as the search asks it: the answers that it gave so far."
-    MAX_STATES = 1_000_000 # Some 200 MB; then the table is begun anew
+    MAX_STATES = 1_000_000 # Some 200 MB in the process that answers; then the table is begun anew
     begin = 0              # State at the beginning of a sentence
 
     def __init__(self,
         lm: NGram,        # The n-gram
         words: list[str], # The lexicon's words [W]
     ):
-        import kenlm  # Its package is needed for its models only
-
-        self.new_state = kenlm.State
-        self.model = lm.model
+        self.queries = lm.queries.fresh()
         self.words = [*words, '<unk>', '</s>']
         super().__init__(len(words))
 
     def forget(self) -> None:
         "Forget all answers."
         super().forget()
-        first = self.new_state()
-        self.model.BeginSentenceWrite(first)
-        self.states = [first]     # KenLM's states by their number
-        self.number = {first: 0}  # The numbers of KenLM's states
+        self.queries.begin(self.words)
+        self.last_state = 0
 
     def begin_trial(self) -> None:
         "Forget, if there is too much; between two trials no hypothesis needs the states."
-        if len(self.states) > self.MAX_STATES: self.forget()
+        if self.last_state > self.MAX_STATES: self.forget()
 
     def unigrams(self) -> np.ndarray:
         "Natural-log probability without context of each word, and of `<unk>` [W + 1]."
-        no_context = self.new_state()
-        after = self.new_state()
-        self.model.NullContextWrite(no_context)
-        return LN10*np.array([self.model.BaseScore(no_context, w, after) for w in self.words[:-1]])
+        return LN10*np.array(self.queries.unigrams()[:-1])
 
     def resolve(self,
         keys: np.ndarray, # What the search wants to know: state · 2^32 + word
     ) -> None:
         "Ask KenLM, and put its answers into the table."
         keys = np.unique(keys)
-        answers = [self._answer(key >> 32, key & 0xffffffff) for key in keys.tolist()]
-        log_probs, states = zip(*answers)
+        log_probs, states = self.queries.answers((keys >> 32).tolist(), (keys & 0xffffffff).tolist())
+        self.last_state = max(self.last_state, *states)
         self._store(keys, np.array(log_probs, np.float32), np.array(states, np.int32))
-
-    def _answer(self, state: int, word: int) -> tuple[float, int]:
-        "log10 probability of a word after a state, and the number of the next state."
-        after = self.new_state()
-        log_prob = self.model.BaseScore(self.states[state], self.words[word], after)
-        number = self.number.setdefault(after, len(self.states))
-        if number == len(self.states): self.states.append(after)
-        return log_prob, number

@@ -262,11 +262,11 @@ class Tuning:
         return table.assign(WER=100*table.WER).rename(columns=dict(WER='WER (%)'))
 
     def unbiased_wer(self, errors: Sequence[ErrorCounts]) -> float:
-        """Word error rate over all trials that `tune_search` was given, where `errors` are those of the weights:
-        the trials that these were tuned on count as cross-validated."""
-        if self.weights == self.start: return total(errors).rate
-        rest = total(e for i, e in enumerate(errors) if i not in set(self.trials))
-        return (rest.edits + self.edits['validated'])/max(1, rest.length + self.n_words)
+        """Word error rate over all trials that `tune_search` was given, where `errors` are those of the weights
+        (perhaps beside an LLM inside the search), and those that cross-validation finds beyond the same trials."""
+        found = total(errors)
+        if self.weights == self.start: return found.rate
+        return (found.edits + self.edits['validated'] - self.edits['candidate'])/max(1, found.length)
 
 # %% ../../nbs/decoding/12_tuning.ipynb #c026
 def _beginning(start: Point, shape: tuple[int, ...]) -> list[Point]:
@@ -383,7 +383,6 @@ def reason_not_to_tune(
     "Why the configured weights are used as they are; empty where they are to be tuned."
     given = given_weights(cfg)
     if not cfg.tune: return 'decode.tune is false'
-    if cfg.llm: return 'decode.llm is set, whose score beside theirs is no part of what is tuned'
     if all(len(values) == 1 for values in weight_grid(SearchWeights(0.8, 1, 1, 0), given).values()):
         return f'{", ".join(given)} are given'
     if not n_trials: return 'there are no validation trials with a sentence and log-probabilities'

@@ -31,6 +31,7 @@ from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.decoding.confusions import N_WEIGHTS
 from b2t_kaggle.decoding.nbest import Hypothesis, read_nbest, write_nbest
 from b2t_kaggle.decoding.phoneme_decoder import ConfusionModel, load_confusions, save_confusions
+from b2t_kaggle.decoding.scorers import KenLMScorer
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.lm.arpa import read_arpa
 from b2t_kaggle.lm.automaton import load_ngram
@@ -55,7 +56,6 @@ class Kind:
     read: Callable[[Path], object]  # What is compared, as text
     has_checksum: bool = False      # Whether any change is noticed; else what is read may differ
     n_lines: int = 1                # That an error may have
-    n_bytes: int | None = None      # Only so many at the beginning are damaged, and none moves; none means all
 
 
 def digest(*arrays: np.ndarray) -> str:
@@ -136,9 +136,7 @@ ngram 2=3
 '''
 
 
-# The same as KenLM's build_binary (0.3.0) writes it, packed: not every machine has the program. Behind a header of this
-# length there is no checksum, and KenLM trusts what stands there: a flipped bit can end the process
-HEADER = 124
+# The same as KenLM's build_binary (0.3.0) writes it, packed: not every machine has the program
 BINARIES = {
     'trie': (
         'eNrLzU0sUMjJVcgoKSmw0tfPzkhNTMtMzUnRS87P1U/OT0lVSMsvyk0sUShLLSrOzM9TMOViQIAGeyCxnxFI/AcCkAgjVIYJTB6w'
@@ -153,7 +151,12 @@ BINARIES = {
 }
 
 
-def read_binary(path): return f'{load_ngram(path).score("how are you"):.4f}'
+def read_binary(path):
+    "A sentence's score, and what a search asks: words without context, words after states."
+    lm = load_ngram(path)
+    search = KenLMScorer(lm, ['how', 'are', 'you'])
+    search.resolve(np.arange(5))
+    return f'{lm.score("how are you"):.4f} {search.unigrams().round(4)} {search.arcs["log_prob"].round(4).sum()}'
 
 
 def read_last(path):
@@ -218,7 +221,7 @@ KINDS = {
     'submission': ('a.csv', read_hypotheses, False),
     'arpa': ('lm.arpa', read_model, False),
     'arpa.gz': ('lm.arpa.gz', read_model, False),
-    **({f'KenLM {k}': ('lm.binary', read_binary, False, 1, HEADER) for k in BINARIES} if find_spec('kenlm') else {}),
+    **({f'KenLM {k}': ('lm.binary', read_binary, False) for k in BINARIES} if find_spec('kenlm') else {}),
     'weights': ('rescore_weights.json', read_weights, False),
     'confusions': ('confusions.json', load_confusions, False),
     'stamp': ('run/stages/train.json', read_stamp, False),
@@ -335,12 +338,8 @@ def damaged(kind: Kind, name: str, number: int) -> bytes:
     "The contents of case `number` of a kind."
     r = random.Random(f'{name} {number}')
     data = bytearray(kind.path.read_bytes())
-    if kind.n_bytes is None:
-        r.choice(DAMAGE)(data, r)
-        return bytes(data)
-    first = data[:kind.n_bytes]
-    r.choice(DAMAGE)(first, r)
-    return bytes(first[:kind.n_bytes].ljust(kind.n_bytes, b'\0') + data[kind.n_bytes:])
+    r.choice(DAMAGE)(data, r)
+    return bytes(data)
 
 
 # Hostile files, by kind
@@ -644,5 +643,5 @@ HOSTILE = {
 }
 for _name in (name for name in KINDS if name.startswith('KenLM')): HOSTILE[_name] = {
     'empty': content(''), 'text': content(ARPA[::-1]),
-    'the beginning': lambda path, secret: path.write_bytes(path.read_bytes()[:HEADER//2])}
+    'the beginning': lambda path, secret: path.write_bytes(path.read_bytes()[:60])}
 for _name in HOSTILE: HOSTILE[_name] |= {'a pipe': fifo, 'a device without an end': device}

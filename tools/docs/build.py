@@ -29,7 +29,7 @@ _HEADING = re.compile(r'<h([1-4])[^>]*?id="([^"]*)"[^>]*>(.*?)</h\1>', re.DOTALL
 @dataclass
 class Page:
     "A page of the site before its frame is put around it."
-    path: str              # In the site, such as `lm/07_prune.html`
+    path: str              # In the site, such as `lm/08_prune.html`
     title: str
     about: str = ''        # One line of text
     body: str = ''
