@@ -183,6 +183,9 @@ class TrainConfig(Section):
      "before, and every figure of val is its own; test is inferred with the refitted model.")
     accumulate: int = Field(1, ge=1)
     "Parts that a batch is computed in, where memory does not hold it whole; the step is the same."
+    processes: int = Field(1, ge=1)
+    ("PyTorch on a CPU: processes that train together, each with an equal part of every batch. Threads cannot share "
+     "all that a small model computes, so two processes are faster than one with two threads.")
     compile: bool = False
     "`torch.compile` the model; pays on GPUs after minutes of compilation. TensorFlow compiles anyway."
     profile: int = Field(0, ge=0)
@@ -686,10 +689,10 @@ PRESETS = {
     },
     'demo': {
         'data': dict(batch_size=16, days_per_batch=4),
-        'model': dict(n_units=128, n_layers=2, patch_size=14, patch_stride=8, rnn_dropout=0.2, input_dropout=0.1),
+        'model': dict(n_units=128, n_layers=2, patch_size=8, patch_stride=8, rnn_dropout=0.2, input_dropout=0.1),
         'augment': dict(white_noise_std=0.4, constant_offset_std=0.1),
-        'train': dict(num_training_batches=600, batches_per_val_step=200, batches_per_save=100, epsilon=1e-8,
-                      lr_max=0.004, lr_min=0.00004, lr_warmup_steps=50,
+        'train': dict(num_training_batches=500, batches_per_val_step=250, batches_per_save=100, processes=2,
+                      epsilon=1e-8, lr_max=0.004, lr_min=0.00004, lr_warmup_steps=50,
                       lr_max_day=0.0002, lr_min_day=0.00001, lr_warmup_steps_day=50),
         'decode': dict(nbest=10),
     },

@@ -12,7 +12,7 @@ NOTEBOOKS = Path(__file__).parents[1]/'nbs'/'kaggle'
 SMALL = {
     'feature_subset': list(range(12)), 'neural_dim': 12, 'n_units': 8, 'n_layers': 1, 'rnn_dropout': 0,
     'data.batch_size': 8, 'days_per_batch': 2, 'n_buckets': 1, 'eval_batch_size': 8, 'lr_warmup_steps': 1,
-    'lr_warmup_steps_day': 1, 'num_training_batches': 30, 'batches_per_val_step': 1000,
+    'lr_warmup_steps_day': 1, 'num_training_batches': 30, 'batches_per_val_step': 1000, 'processes': 1,
 }
 RECORDINGS = Path('competitions')/'brain-to-text-25'/'t15_copyTask_neuralData'/'hdf5_data_final'
 

@@ -24,7 +24,7 @@ NEW = 'nbs/pytorch/models/04_conv.ipynb'
 SMALL = {'model.name': 'conv', 'n_channels': 16, 'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 4,
          'simulate.test': 4, 'simulate.lm_sentences': 400, 'data.batch_size': 4, 'data.days_per_batch': 2,
          'num_training_batches': 6, 'batches_per_val_step': 3, 'batches_per_save': 2, 'lr_warmup_steps': 2,
-         'lr_warmup_steps_day': 2, 'decode.beam': 20}
+         'lr_warmup_steps_day': 2, 'train.processes': 1, 'decode.beam': 20}
 
 
 def written_as_the_page_says():

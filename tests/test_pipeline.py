@@ -39,6 +39,7 @@ SMALL = {
     'data.batch_size': 4,
     'data.days_per_batch': 2,
     'train.num_training_batches': 6,
+    'train.processes': 1,
     'train.batches_per_val_step': 3,
     'train.batches_per_save': 2,
     'train.lr_warmup_steps': 2,
