@@ -363,7 +363,7 @@ def test_processes_and_order(lm):
 
 def without_file(lm):
     "The same model without the name of its file, so that KenLM must be asked, in a process of its own."
-    return NGram(QueryProcess(lm.path), 'nowhere.arpa')
+    return NGram(QueryProcess.of(lm.path), 'nowhere.arpa')
 
 
 def test_kenlm_and_automaton_agree(tmp_path):

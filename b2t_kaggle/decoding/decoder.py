@@ -246,7 +246,7 @@ class _SentenceScorer:
 
     def _ngram(self, words: np.ndarray, starts: np.ndarray, texts: list[str]) -> np.ndarray:
         "Natural-log n-gram probability of each text with its end."
-        if not self._automaton: return np.array([self.lm.score(text) for text in texts])
+        if not self._automaton: return self.lm.scores(texts)
         return LN10*_ngram_scores(words, starts, self._automaton.view, self._automaton.begin)
 
 # %% ../../nbs/decoding/05_decoder.ipynb #c028

@@ -41,7 +41,7 @@ def import_kenlm(
 
 # %% ../../nbs/lm/02_kenlm.ipynb #c009
 class KenLMError(ValueError):
-    "A KenLM binary whose header does not fit its file; the message names it."
+    "A KenLM binary whose header does not fit its file, or whose reading ends a process; the message names it."
 
 # What a file of KenLM's format 5 begins with: its name, then 0, 1, -1/2, and whole numbers, of this kind of machine
 _MAGIC = b'mmap lm http://kheafield.com/code format version 5\n'

@@ -10,7 +10,7 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -107,7 +107,7 @@ class NGram:
         if not path.is_file():
             raise FileNotFoundError(f'{path}: there is no such file; '
                                     'build a model with `b2t lm build`, or give an ARPA file or KenLM binary')
-        try: return cls(QueryProcess(path) if is_kenlm_binary(path) else Queries(load_kenlm(path)), path)
+        try: return cls(QueryProcess.of(path) if is_kenlm_binary(path) else Queries.of(load_kenlm(path)), path)
         except KenLMError: raise
         # KenLM's messages may hold bytes of the file, and its counts may be absurd
         except (OSError, RuntimeError, EOFError, ValueError, MemoryError) as e: problem = _load_problem(path, str(e))
@@ -121,6 +121,12 @@ class NGram:
         "Natural-log probability of a sentence; unknown words count as `<unk>`."
         sentence = words if isinstance(words, str) else ' '.join(words)
         return LN10*math.fsum(log10_prob for log10_prob, _, _ in self.queries.full_scores(sentence, bos, eos))
+
+    def scores(self,
+        sentences: Sequence[str], # Normalised words, separated by spaces [n]
+    ) -> np.ndarray: # [n]
+        "Natural-log probabilities of whole sentences."
+        return LN10*np.array(self.queries.scores(sentences))
 
     def word_scores(self,
         sentence: str, # Normalised words, separated by spaces

@@ -8,6 +8,7 @@ __all__ = ['load_kenlm', 'Queries', 'answer', 'QueryProcess']
 # %% ../../nbs/lm/04_query.ipynb #c003
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,39 +19,52 @@ from pathlib import Path
 from threading import Lock
 from typing import IO, TYPE_CHECKING, Any
 
-from .arpa import in_capitals, is_kenlm_binary, plain_text
-from .kenlm import KenLMError, check_binary, import_kenlm
-
-if TYPE_CHECKING: # Others import it where they read a model
+# Functions import Numba, and what needs it, for themselves: the process that answers is there at once without
+if TYPE_CHECKING:
     import kenlm
 
 # %% ../../nbs/lm/04_query.ipynb #c006
-def load_kenlm(
-    path: str | Path, # ARPA file (plain or .gz) or KenLM binary
-) -> 'kenlm.Model':
-    "KenLM's model of a file; raises `KenLMError`, or `OSError`, `RuntimeError` or `EOFError` with KenLM's message."
-    kenlm = import_kenlm(path)
+def _open_kenlm(path: str | Path) -> 'kenlm.Model':
+    import kenlm
     config = kenlm.Config()
     config.show_progress = False
     config.arpa_complain = kenlm.ARPALoadComplain.NONE
     config.load_method = kenlm.LoadMethod.LAZY # Of a binary only the parts that are queried are read, whatever its size
+    return kenlm.Model(str(path), config)
+
+def load_kenlm(
+    path: str | Path, # ARPA file (plain or .gz) or KenLM binary
+) -> 'kenlm.Model':
+    "KenLM's model of a file; raises `KenLMError`, or `OSError`, `RuntimeError` or `EOFError` with KenLM's message."
+    from b2t_kaggle.lm.arpa import is_kenlm_binary, plain_text
+    from b2t_kaggle.lm.kenlm import check_binary, import_kenlm
+    import_kenlm(path) # Says what to install
     if is_kenlm_binary(path): check_binary(path)
-    with plain_text(path) as plain: return kenlm.Model(str(plain), config)
+    with plain_text(path) as plain: return _open_kenlm(plain)
 
 # %% ../../nbs/lm/04_query.ipynb #c009
 class Queries:
     "Questions to a KenLM model. Words are given in lower case; the model may have capitals. Scores are log10."
     def __init__(self,
         model: 'kenlm.Model', # From `load_kenlm`
+        capitals: bool,       # Whether it has its words in capitals
     ):
         self.model = model
-        self.capitals = in_capitals(model)
+        self.capitals = capitals
         self.order = model.order
         self.begin([])
 
+    @classmethod
+    def of(cls,
+        model: 'kenlm.Model', # From `load_kenlm`
+    ) -> 'Queries':
+        "Questions to a model, whether it has capitals or not."
+        from b2t_kaggle.lm.arpa import in_capitals
+        return cls(model, in_capitals(model))
+
     def fresh(self) -> 'Queries':
         "Others to the same model, with states of their own."
-        return Queries(self.model)
+        return Queries(self.model, self.capitals)
 
     def spell(self, word: str) -> str:
         "A word as the model has it."
@@ -67,6 +81,12 @@ class Queries:
     ) -> list[tuple[float, int, bool]]: # Of each word: log-probability, words of the n-gram, whether it is unknown
         "What KenLM says of each word of a sentence, and of its end."
         return list(self.model.full_scores(' '.join(map(self.spell, sentence.split())), bos, eos))
+
+    def scores(self,
+        sentences: Sequence[str], # Words separated by spaces [n]
+    ) -> list[float]:             # [n]
+        "Log-probabilities of whole sentences."
+        return [math.fsum(score for score, _, _ in self.full_scores(s)) for s in sentences]
 
     def begin(self,
         words: Sequence[str], # That are asked for by their numbers from now on
@@ -106,13 +126,14 @@ class Queries:
 _PROBLEMS = OSError, RuntimeError, EOFError, ValueError, MemoryError # What KenLM raises for a file that it refuses
 
 def answer(
-    path: str | Path,         # The model
+    path: str | Path,         # The model, not packed
+    capitals: bool,           # Whether it has its words in capitals
     questions: Iterable[str], # Lines
     out: IO[str],             # Takes the answers
 ) -> None:
     "Answer questions about a model until there are no more."
     def say(what): print(json.dumps(what), file=out, flush=True)
-    try: queries = Queries(load_kenlm(path))
+    try: queries = Queries(_open_kenlm(path), capitals)
     except _PROBLEMS as e: return say({'problem': str(e)})
     say(queries.order)
     for line in questions:
@@ -121,8 +142,8 @@ def answer(
 
 # %% ../../nbs/lm/04_query.ipynb #c015
 # As this process, another one finds the kit
-_ANSWER = ('import sys; path, *sys.path = sys.argv[1:]; from b2t_kaggle.lm.query import answer; '
-           'answer(path, sys.stdin, sys.stdout)')
+_ANSWER = ('import sys; path, capitals, *sys.path = sys.argv[1:]; from b2t_kaggle.lm.query import answer; '
+           'answer(path, capitals == "True", sys.stdin, sys.stdout)')
 _DAMAGE = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL} # How reading ends beyond a file
 
 def _end(process: subprocess.Popen, pid: int) -> None:
@@ -133,6 +154,7 @@ def _end(process: subprocess.Popen, pid: int) -> None:
 
 def _why_ended(path: Path, code: int) -> Exception:
     "The error for a process that answers no more."
+    from b2t_kaggle.lm.kenlm import KenLMError
     if -code in _DAMAGE:
         return KenLMError(f'{path}: a damaged KenLM binary, whose reading ended with {signal.Signals(-code).name}; '
                           'copy it again, or make it again with `b2t lm binary`')
@@ -145,20 +167,33 @@ class QueryProcess:
     Raises `KenLMError` that names the file where reading it ends that process, `RuntimeError` with KenLM's message
     where it refuses the file, or where the process was killed."""
     def __init__(self,
-        path: str | Path, # KenLM binary, or an ARPA file
+        path: str | Path,     # KenLM binary, or an ARPA file that is not packed
+        capitals: bool = False, # Whether it has its words in capitals; `QueryProcess.of` finds out
     ):
         self.path = Path(path).absolute()
+        self.capitals = capitals
         self._lock = Lock()
+        self._start()
+
+    @classmethod
+    def of(cls,
+        path: str | Path, # As above
+    ) -> 'QueryProcess':
+        "Questions to a file whose header is compared with its size first, whether it has capitals or not."
+        from b2t_kaggle.lm.arpa import in_capitals, is_kenlm_binary
+        from b2t_kaggle.lm.kenlm import check_binary, import_kenlm
         import_kenlm(path) # Says what to install
         if is_kenlm_binary(path): check_binary(path)
-        self._start()
+        queries = cls(path)
+        return cls(path, True) if in_capitals(queries) else queries
 
     def _start(self) -> None:
         "Start the process; it says the model's order."
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            [sys.executable, '-c', _ANSWER, self.path, *sys.path], text=True, stdin=pipe, stdout=pipe,
-            stderr=subprocess.DEVNULL, start_new_session=True, # A Ctrl-C is for the one that asks
+            [sys.executable, '-c', _ANSWER, self.path, str(self.capitals), *sys.path],
+            text=True, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
+            start_new_session=True, # A Ctrl-C is for the one that asks
         )
         self._pid = os.getpid()
         self._stop = weakref.finalize(self, _end, self._process, self._pid)
@@ -185,13 +220,15 @@ class QueryProcess:
 
     def fresh(self) -> 'QueryProcess':
         "Another process for the same model."
-        return QueryProcess(self.path)
+        return QueryProcess(self.path, self.capitals)
 
     def has(self, word: str) -> bool: return self._ask('has', word)
+    def __contains__(self, word: str) -> bool: return self.has(word)
 
     def full_scores(self, sentence: str, bos: bool = True, eos: bool = True) -> list[tuple[float, int, bool]]:
         return self._ask('full_scores', sentence, bos, eos)
 
+    def scores(self, sentences: Sequence[str]) -> list[float]: return self._ask('scores', list(sentences))
     def begin(self, words: Sequence[str]) -> None: self._ask('begin', list(words))
     def unigrams(self) -> list[float]: return self._ask('unigrams')
 
