@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -104,9 +104,18 @@ def _fetch_source(folder: Path) -> Path:
          "the download of kenlm's sources (without a network, give the archive)")
     return next(folder.glob('kenlm-*.tar.gz'))
 
+def _plain(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    "Files and folders, which must stay inside. Python 3.11.2, which Debian has, knows no filters of tarfile."
+    for member in archive:
+        if {'..', '/'} & set(Path(member.name).parts): raise tarfile.TarError(f'{member.name} would be outside')
+        if member.isfile() or member.isdir(): yield member
+
 def _unpack(archive: Path, folder: Path) -> Path:
     "Unpack a source archive into a folder; returns the folder of its CMakeLists.txt."
-    try: tarfile.open(archive).extractall(folder, filter='data')
+    try:
+        with tarfile.open(archive) as t:
+            t.extraction_filter = getattr(tarfile, 'data_filter', None)
+            t.extractall(folder, members=_plain(t))
     except tarfile.TarError as e: raise RuntimeError(f'{archive}: not a source archive of kenlm ({e})') from None
     cmake_lists = next(folder.glob('*/CMakeLists.txt'), None)
     if not cmake_lists:
