@@ -135,7 +135,7 @@ class NGram:
         log10_probs, _, unknown = zip(*self.queries.full_scores(sentence))
         return LN10*np.array(log10_probs), np.array(unknown, bool)
 
-    def __contains__(self, word: str) -> bool: return self.queries.has(word)
+    def __contains__(self, word: str) -> bool: return word in self.queries
     def __repr__(self) -> str: return f'NGram({str(self.path)!r}, order={self.order})'
 
 # %% ../../nbs/lm/05_ngram.ipynb #c013

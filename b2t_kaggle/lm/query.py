@@ -32,14 +32,19 @@ def _open_kenlm(path: str | Path) -> 'kenlm.Model':
     config.load_method = kenlm.LoadMethod.LAZY # Of a binary only the parts that are queried are read, whatever its size
     return kenlm.Model(str(path), config)
 
+def _check_kenlm(path: str | Path) -> None:
+    "Raise `ImportError` that says what to install, or `KenLMError` for a header that does not fit its file."
+    from b2t_kaggle.lm.arpa import is_kenlm_binary
+    from b2t_kaggle.lm.kenlm import check_binary, import_kenlm
+    import_kenlm(path)
+    if is_kenlm_binary(path): check_binary(path)
+
 def load_kenlm(
     path: str | Path, # ARPA file (plain or .gz) or KenLM binary
 ) -> 'kenlm.Model':
     "KenLM's model of a file; raises `KenLMError`, or `OSError`, `RuntimeError` or `EOFError` with KenLM's message."
-    from b2t_kaggle.lm.arpa import is_kenlm_binary, plain_text
-    from b2t_kaggle.lm.kenlm import check_binary, import_kenlm
-    import_kenlm(path) # Says what to install
-    if is_kenlm_binary(path): check_binary(path)
+    from b2t_kaggle.lm.arpa import plain_text
+    _check_kenlm(path)
     with plain_text(path) as plain: return _open_kenlm(plain)
 
 # %% ../../nbs/lm/04_query.ipynb #c009
@@ -70,7 +75,7 @@ class Queries:
         "A word as the model has it."
         return word.upper() if self.capitals and not word.startswith('<') else word
 
-    def has(self, word: str) -> bool:
+    def __contains__(self, word: str) -> bool:
         "Whether the model knows a word."
         return self.spell(word) in self.model
 
@@ -180,10 +185,8 @@ class QueryProcess:
         path: str | Path, # As above
     ) -> 'QueryProcess':
         "Questions to a file whose header is compared with its size first, whether it has capitals or not."
-        from b2t_kaggle.lm.arpa import in_capitals, is_kenlm_binary
-        from b2t_kaggle.lm.kenlm import check_binary, import_kenlm
-        import_kenlm(path) # Says what to install
-        if is_kenlm_binary(path): check_binary(path)
+        from b2t_kaggle.lm.arpa import in_capitals
+        _check_kenlm(path)
         queries = cls(path)
         return cls(path, True) if in_capitals(queries) else queries
 
@@ -222,8 +225,7 @@ class QueryProcess:
         "Another process for the same model."
         return QueryProcess(self.path, self.capitals)
 
-    def has(self, word: str) -> bool: return self._ask('has', word)
-    def __contains__(self, word: str) -> bool: return self.has(word)
+    def __contains__(self, word: str) -> bool: return self._ask('__contains__', word)
 
     def full_scores(self, sentence: str, bos: bool = True, eos: bool = True) -> list[tuple[float, int, bool]]:
         return self._ask('full_scores', sentence, bos, eos)

@@ -149,11 +149,10 @@ def train_here(
     and with other machines."""
     device = pick_torch(cfg.train.accelerator, cfg.train.precision)
     n = dict(cuda=device.n, cpu=cfg.train.processes).get(device.kind, 1)
-    if several_machines() and not in_torchrun():
-        if device.kind == 'xla': raise TrainingError('several machines train together on GPUs or CPUs, not on TPUs; '
-                                                     'unset PET_NNODES')
-        return launch(n, store, store_val, cfg, out_dir, progress)
-    if n == 1 or in_torchrun(): return train_of(cfg)(store, store_val, cfg, out_dir, progress)
+    with_others = several_machines()
+    if in_torchrun() or (n == 1 and not with_others): return train_of(cfg)(store, store_val, cfg, out_dir, progress)
+    if with_others and device.kind == 'xla':
+        raise TrainingError('several machines train together on GPUs or CPUs, not on TPUs; unset PET_NNODES')
     return launch(n, store, store_val, cfg, out_dir, progress)
 
 # %% ../../nbs/pytorch/11_launch.ipynb #c019
