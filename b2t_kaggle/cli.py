@@ -18,6 +18,7 @@ from typing import get_args
 import click
 
 import b2t_kaggle
+from .advice import as_called, command_name
 from .cli_audio import audio
 from .cli_average import average
 from .cli_combine import COMBINE_OPTIONS, combine_sources
@@ -29,7 +30,7 @@ from .cli_merge import merge
 from .cli_phonemes import PHONEME_OPTIONS, confusions, decode_phonemes
 from .cli_runs import open_branch, runs
 from .cli_sweep import SWEEP_OPTIONS, sweep_runs
-from .cli_types import FILE, FOLDER, OUT, OUTPUT, as_called, command_name
+from .cli_types import FILE, FOLDER, OUT, OUTPUT
 from .config import PRESETS, Config, TrainConfig, config_fields, differing_values, flat_values, load_config
 from .decoding.compilation import compiled_ahead
 from .pipeline import Interrupted, run_stages

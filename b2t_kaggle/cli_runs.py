@@ -11,7 +11,8 @@ from pathlib import Path
 
 import click
 
-from .cli_types import OUT, as_called
+from .advice import as_called
+from .cli_types import OUT
 from .runs import Run, StageRun, branch, find_run
 from .stages import STAGES, needs_of, plan
 

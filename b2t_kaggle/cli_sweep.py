@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .cli_types import as_called
+from .advice import as_called
 
 if TYPE_CHECKING: # It brings the pipeline, for which other verbs need not wait
     from b2t_kaggle.runs import Run

@@ -21,6 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 import b2t_kaggle
+from .advice import plain_warnings
 from b2t_kaggle.config import (
     MAY_CHANGE,
     SCHEMA,
@@ -661,6 +662,7 @@ def begin_stage(
     overrides: dict | None = None, # As in `config.with_overrides`
 ) -> StageRun:
     "What a stage notebook starts with, whoever executes it."
+    plain_warnings()
     return StageRun(Run(run_dir, work_dir, overrides, save=False), name).begin()
 
 # %% ../nbs/13_runs.ipynb #c063
