@@ -5,12 +5,15 @@
 # %% auto #0
 __all__ = ['SCHEDULE', 'ARTICULATORS', 'TARGETS', 'N_ELECTRODES', 'SessionBlock', 'Day', 'SimulateError', 'plan_trials',
            'movement', 'Electrodes', 'electrodes', 'features', 'interfere', 'zscore', 'simulate_block', 'write_text',
-           'simulated_bytes', 'simulate_dataset']
+           'simulated_bytes', 'record_part', 'simulate_dataset']
 
 # %% ../../nbs/data/02_simulate.ipynb #c003
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -22,6 +25,8 @@ from tqdm import tqdm
 
 from .sentences import Writer
 from .sessions import Trial, list_sessions, session_path, write_session
+from ..devices.machine import n_cores
+from ..devices.processes import end_with_parent
 from ..files import require_space, write_whole
 from ..phonemes import ARPABET, SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
 
@@ -569,6 +574,44 @@ def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, *noise: float
         recorded = [t for t in held_out if t.split == split]
         if recorded: write_session(session_path(out_dir, session, split), recorded)
 
+def _write_days(out_dir: Path, parameters: dict, part: int = 0, of: int = 1, progress: bool = False) -> None:
+    "Record every `of`-th day, from day `part` on."
+    p = parameters
+    plan = plan_trials(*(p[k] for k in ('n_sessions', 'train', 'val', 'test', 'max_words', 'seed')))
+    noise = p['seed'], p.get('structured_noise', 0.), p.get('drift', 1.)
+    n = p['n_sessions']
+    with tqdm(desc='simulate', unit=' sessions', total=n, disable=not progress) as bar:
+        for day, e in list(enumerate(electrodes(n, p['snr'], p['seed'])))[part::of]:
+            trials = plan[plan.day == day]
+            if len(trials): _write_day(out_dir, trials, e, *noise)
+            bar.update(min(of, n - day)) # The other processes are as far
+
+# %% ../../nbs/data/02_simulate.ipynb #y1116
+_TRIALS_A_PROCESS = 256 # With fewer a process takes longer to start than it saves
+
+@contextmanager
+def _others(out_dir: Path, n: int) -> Iterator[None]:
+    "The processes 1 … n - 1, which end within; raises `SimulateError` with the last line of one that fails."
+    command = [sys.executable, '-m', 'b2t_kaggle.data.simulate', str(out_dir)]
+    processes = [subprocess.Popen([*command, str(i), str(n)], stderr=subprocess.PIPE, text=True) for i in range(1, n)]
+    try:
+        yield
+        for p in processes:
+            said = p.communicate()[1].strip() or f'exit status {p.returncode}'
+            if p.returncode: raise SimulateError(f'{out_dir}: a process that simulates failed: {said.splitlines()[-1]}')
+    finally:
+        for p in processes:
+            with p: p.kill() # Leaving waits for it
+
+def record_part(
+    folder: Path, # Marked by `simulate_dataset`
+    part: int,    # The first day to record
+    of: int,      # Every how many days
+) -> None:
+    "What one of the other processes does."
+    end_with_parent()
+    _write_days(folder, json.loads((folder/_MARKER).read_text()), part, of)
+
 # %% ../../nbs/data/02_simulate.ipynb #c074
 def simulate_dataset(
     out_dir: str | Path,        # Where the session folders and `lm_text.txt` go
@@ -584,10 +627,11 @@ def simulate_dataset(
     progress: bool = False,     # Show a progress bar
     drift: float = 1.,          # Scales the drift of rates from trial to trial
 ) -> Path:
-    """Simulate a participant: official HDF5 sessions and `lm_text.txt` in `out_dir`, which is returned.
+    """Simulate a participant: official HDF5 sessions and `lm_text.txt` in `out_dir`, which is returned. Each core has
+    a process that records its part of the days.
 
-    Raises `SimulateError` for a folder with other data, or where there are not enough sentences, `files.WriteError`
-    where there is no room."""
+    Raises `SimulateError` for a folder with other data, where there are not enough sentences, or where a process fails,
+    `files.WriteError` where there is no room."""
     out_dir = Path(out_dir)
     parameters = dict(n_sessions=n_sessions, train=train, val=val, test=test, snr=snr, lm_sentences=lm_sentences,
                       max_words=max_words, seed=seed)
@@ -597,9 +641,11 @@ def simulate_dataset(
     plan = plan_trials(n_sessions, train, val, test, max_words, seed)
     _claim(out_dir, parameters)
     _require_space(out_dir, plan)
-    days = tqdm(electrodes(n_sessions, snr, seed), desc='simulate', unit=' sessions', disable=not progress)
-    for day, e in enumerate(days):
-        trials = plan[plan.day == day]
-        if len(trials): _write_day(out_dir, trials, e, seed, structured_noise, drift)
-    write_text(out_dir/_LM_TEXT, plan, lm_sentences, max_words, seed)
+    n = max(1, min(n_cores(), n_sessions, len(plan)//_TRIALS_A_PROCESS))
+    with _others(out_dir, n):
+        _write_days(out_dir, parameters, 0, n, progress)
+        write_text(out_dir/_LM_TEXT, plan, lm_sentences, max_words, seed)
     return out_dir
+
+# %% ../../nbs/data/02_simulate.ipynb #y120
+if __name__ == '__main__' and '__file__' in globals(): record_part(Path(sys.argv[1]), *map(int, sys.argv[2:]))
