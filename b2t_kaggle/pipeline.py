@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -21,6 +22,7 @@ from .config import Config
 from .devices.machine import detect
 from .devices.session import check_accelerator_present, session_hours
 from .files import write_error, write_whole
+from .kernels import forked_kernels, kernel_manager
 from .report import report_page
 from .runs import Run, StageRun, input_changed
 from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
@@ -39,12 +41,12 @@ def _passed_on() -> Iterator[tuple[dict, list]]: # Options for papermill; not em
     "Pass the first Ctrl-C on to the kernel that papermill starts with these options."
     noted: list[int] = []
     kernels = []
+    manager: Any = kernel_manager()
     if threading.current_thread() is not threading.main_thread() or not hasattr(os, 'killpg'):
-        yield {}, noted
+        yield dict(kernel_manager_class=manager), noted
         return
-    from jupyter_client.manager import AsyncKernelManager
 
-    class Kernel(AsyncKernelManager):
+    class Kernel(manager):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             kernels.append(self)
@@ -93,7 +95,8 @@ def execute(
     with _passed_on() as (options, interrupts):
         try:
             pm.execute_notebook(source, out, parameters, kernel_name='python3', progress_bar=False,
-                                stderr_file=sys.stderr, coalesce_streams=True, extra_arguments=quiet, **options)
+                                stderr_file=sys.stderr, coalesce_streams=True, extra_arguments=quiet,
+                                shutdown_kernel='immediate', **options) # What is to be kept is in files by then
             if not interrupts: return
             raise Interrupted(f'Interrupted when the stage {name} was done.')
         except Exception as e: error = e
@@ -297,7 +300,7 @@ def run_stages(
         _check_trackers(run)
     if pending & {'lm', 'decode'}: _check_language_model(run.cfg.lm.path)
     _check_what_is_given(run, pending)
-    with session(session_hours(run.cfg.session.hours, kind)) as deadline:
+    with session(session_hours(run.cfg.session.hours, kind)) as deadline, forked_kernels():
         for name, stage in stages.items():
             if name in pending and STAGES[name].shared: _check_time(name, deadline)
             needless = STAGES[name].shared and name not in pending and stage.status() != 'done'

@@ -117,13 +117,13 @@ def test_rooms_of_tensorflow_bring_no_pytorch():
 FLOORS = (
     ('cli', 'cli_audio', 'cli_average', 'cli_combine', 'cli_compare', 'cli_data', 'cli_kaggle', 'cli_lm', 'cli_merge',
      'cli_phonemes', 'cli_runs', 'cli_sweep', 'cli_types', 'kaggle'),
-    ('sweep', 'pipeline', 'report', 'results', 'runs', 'stages', 'convert', 'frameworks'),
+    ('sweep', 'pipeline', 'kernels', 'report', 'results', 'runs', 'stages', 'convert', 'frameworks'),
     ('pytorch', 'tensorflow'),
     ('rescoring',),
     ('decoding',),
     ('lm', 'training', 'audio'),
     ('data', 'logits', 'metrics', 'bootstrap', 'comparison', 'submission'),
-    ('devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'reading', 'files',
+    ('advice', 'devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'reading', 'files',
      'docstrings', 'pages'),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
