@@ -89,8 +89,9 @@ def execute(
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up says much that nobody can act on
     os.environ.setdefault('PYTHONWARNINGS', 'ignore:IProgress not found')  # tqdm's, of widgets that nobody looks at
     parameters = dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute()), overrides=run.unsaved())
-    # No warning about loopback without encryption at every stage, and no word when jupyter ends a kernel
-    quiet = ['--IPKernelApp.log_level=50']
+    # No warning about loopback without encryption at every stage, and no word when jupyter ends a kernel. What the
+    # processes of a stage say comes to the terminal by itself; ipykernel would pass it on as well
+    quiet = ['--IPKernelApp.log_level=50', '--IPKernelApp.capture_fd_output=False']
     out.unlink(missing_ok=True) # papermill writes in place, and a variant shares the file (`runs.branch`)
     with _passed_on() as (options, interrupts):
         try:

@@ -226,6 +226,29 @@ def test_a_failing_stage_says_why(finished, tmp_path):
     assert r.returncode == 1 and 'data_train.hdf5' in r.stdout
 
 
+@pytest.mark.parametrize('kernels', ['forked_kernels', 'nullcontext'])
+def test_what_a_process_of_a_stage_says_is_heard_once(kernels, tmp_path):
+    "Such as the bar of a training in two processes."
+    script = f"""
+import nbformat
+from contextlib import nullcontext
+from pathlib import Path
+from b2t_kaggle import pipeline
+from b2t_kaggle.kernels import forked_kernels
+from b2t_kaggle.runs import Run
+
+says = "import subprocess, sys; subprocess.run(['sh', '-c', 'echo a process >&2']); print('a cell', file=sys.stderr)"
+notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(says)])
+notebook.metadata.kernelspec = dict(name='python3', display_name='Python 3', language='python')
+nbformat.write(notebook, '00_says.ipynb')
+pipeline.notebook_path = lambda name: Path('00_says.ipynb')
+with {kernels}(): pipeline.execute(Run('run', '.'), 'says')
+"""
+    r = subprocess.run([sys.executable, '-c', script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert r.returncode == 0, r.stderr
+    assert [line for line in r.stderr.splitlines() if line in ('a process', 'a cell')] == ['a process', 'a cell']
+
+
 def test_the_official_configuration_runs_as_it_is(finished, tmp_path, here):
     """rnn_args.yaml with its own sessions and official sizes is accepted; only what a small machine cannot do is
     overridden."""

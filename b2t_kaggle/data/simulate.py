@@ -9,11 +9,11 @@ __all__ = ['SCHEDULE', 'ARTICULATORS', 'TARGETS', 'N_ELECTRODES', 'SessionBlock'
 
 # %% ../../nbs/data/02_simulate.ipynb #c003
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -413,6 +413,10 @@ def _fluctuations(n: int, rng: np.random.Generator) -> np.ndarray:
     return np.fft.irfft(white*response[:, None], n, axis=0).astype(np.float32)
 
 # %% ../../nbs/data/02_simulate.ipynb #c048
+def _product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    "x [T, D] times w [D, N]. BLAS rounds otherwise with another number of threads, and they wait for each other."
+    return np.einsum('td,dn->tn', x, w)
+
 def features(
     x: np.ndarray,            # Articulators float32 [T, D]
     e: Electrodes,            # The day's electrodes
@@ -420,12 +424,12 @@ def features(
     rng: np.random.Generator, # Draws the shared noise, then that of the power, then the crossings
 ) -> np.ndarray:              # Crossings per bin, then power, float32 [T, 512]
     "What the electrodes record during a movement, before normalisation."
-    log = _fluctuations(len(x), rng) @ e.shared
+    log = _product(_fluctuations(len(x), rng), e.shared)
     log += e.base + drift.astype(np.float32)
     for lag in range(_MAX_LAG + 1):
         early = np.concatenate([x[lag:], np.repeat(x[-1:], lag, axis=0)])
         columns = np.flatnonzero(np.tile(e.lag == lag, 2))
-        log[:, columns] += early @ e.tuning[:, columns]
+        log[:, columns] += _product(early, e.tuning[:, columns])
     log[:, N_ELECTRODES:] += _POWER_NOISE*rng.standard_normal((len(x), N_ELECTRODES), dtype=np.float32)
     np.minimum(log, 3, out=log)
     recorded = np.exp(log, out=log)
@@ -455,7 +459,7 @@ def interfere(
     pattern = np.random.default_rng((seed, 8, day)).standard_normal((len(_SOURCES), 2*N_ELECTRODES))
     pattern *= size/np.sqrt(np.square(pattern).sum(0))
     rng = np.random.default_rng((seed, 9, day, block))
-    for f in recorded: f += (_sources(len(f), rng) @ pattern).astype(np.float32)
+    for f in recorded: f += _product(_sources(len(f), rng), pattern).astype(np.float32)
 
 # %% ../../nbs/data/02_simulate.ipynb #c056
 def zscore(
@@ -574,28 +578,28 @@ def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, *noise: float
         recorded = [t for t in held_out if t.split == split]
         if recorded: write_session(session_path(out_dir, session, split), recorded)
 
-def _write_days(out_dir: Path, parameters: dict, part: int = 0, of: int = 1, progress: bool = False) -> None:
-    "Record every `of`-th day, from day `part` on."
+def _write_days(out_dir: Path, parameters: dict, part: int = 0, of: int = 1) -> Iterator[int]:
+    "Record every `of`-th day, from day `part` on, and say each when it is done."
     p = parameters
     plan = plan_trials(*(p[k] for k in ('n_sessions', 'train', 'val', 'test', 'max_words', 'seed')))
     noise = p['seed'], p.get('structured_noise', 0.), p.get('drift', 1.)
-    n = p['n_sessions']
-    with tqdm(desc='simulate', unit=' sessions', total=n, disable=not progress) as bar:
-        for day, e in list(enumerate(electrodes(n, p['snr'], p['seed'])))[part::of]:
-            trials = plan[plan.day == day]
-            if len(trials): _write_day(out_dir, trials, e, *noise)
-            bar.update(min(of, n - day)) # The other processes are as far
+    for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'])))[part::of]:
+        trials = plan[plan.day == day]
+        if len(trials): _write_day(out_dir, trials, e, *noise)
+        yield day
 
 # %% ../../nbs/data/02_simulate.ipynb #y1116
 _TRIALS_A_PROCESS = 256 # With fewer a process takes longer to start than it saves
 
-@contextmanager
-def _others(out_dir: Path, n: int) -> Iterator[None]:
-    "The processes 1 … n - 1, which end within; raises `SimulateError` with the last line of one that fails."
+def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
+    "The days that `n` processes record, as they are done; raises `SimulateError` with the last line of one that fails."
+    days, theirs = os.pipe()
     command = [sys.executable, '-m', 'b2t_kaggle.data.simulate', str(out_dir)]
-    processes = [subprocess.Popen([*command, str(i), str(n)], stderr=subprocess.PIPE, text=True) for i in range(1, n)]
+    processes = [subprocess.Popen([*command, str(part), str(n)], stdout=theirs, stderr=subprocess.PIPE, text=True)
+                 for part in range(n)]
+    os.close(theirs)
     try:
-        yield
+        with open(days) as lines: yield from map(int, lines)
         for p in processes:
             said = p.communicate()[1].strip() or f'exit status {p.returncode}'
             if p.returncode: raise SimulateError(f'{out_dir}: a process that simulates failed: {said.splitlines()[-1]}')
@@ -608,9 +612,9 @@ def record_part(
     part: int,    # The first day to record
     of: int,      # Every how many days
 ) -> None:
-    "What one of the other processes does."
+    "What one of these processes does; it prints each day when it is done."
     end_with_parent()
-    _write_days(folder, json.loads((folder/_MARKER).read_text()), part, of)
+    for day in _write_days(folder, json.loads((folder/_MARKER).read_text()), part, of): print(day, flush=True)
 
 # %% ../../nbs/data/02_simulate.ipynb #c074
 def simulate_dataset(
@@ -641,10 +645,10 @@ def simulate_dataset(
     plan = plan_trials(n_sessions, train, val, test, max_words, seed)
     _claim(out_dir, parameters)
     _require_space(out_dir, plan)
-    n = max(1, min(n_cores(), n_sessions, len(plan)//_TRIALS_A_PROCESS))
-    with _others(out_dir, n):
-        _write_days(out_dir, parameters, 0, n, progress)
-        write_text(out_dir/_LM_TEXT, plan, lm_sentences, max_words, seed)
+    n = min(n_cores(), n_sessions, len(plan)//_TRIALS_A_PROCESS)
+    days = _days_of_processes(out_dir, n) if n > 1 else _write_days(out_dir, parameters)
+    for _ in tqdm(days, desc='simulate', unit=' sessions', total=n_sessions, disable=not progress): pass
+    write_text(out_dir/_LM_TEXT, plan, lm_sentences, max_words, seed)
     return out_dir
 
 # %% ../../nbs/data/02_simulate.ipynb #y120
