@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['clear_leftovers', 'WriteError', 'write_error', 'check_output', 'atomic_path', 'write_whole', 'DeferringFile',
-           'scratch_folder', 'replaced_folder', 'ChangedError', 'file_state', 'unchanged', 'sha256', 'format_size',
-           'free_space', 'require_space', 'user_cache']
+           'scratch_folder', 'replaced_folder', 'stays_inside', 'ChangedError', 'file_state', 'unchanged', 'sha256',
+           'format_size', 'free_space', 'require_space', 'user_cache']
 
 # %% ../nbs/00_files.ipynb #c003
 import errno
@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 # %% ../nbs/00_files.ipynb #c008
 @cache
@@ -250,6 +250,14 @@ def replaced_folder(
             os.replace(new, folder)
         finally:
             if old.exists() and not folder.exists(): os.replace(old, folder)
+
+# %% ../nbs/00_files.ipynb #yin
+def stays_inside(
+    name: str, # Path in an archive or in a record, written on whatever system
+) -> bool:
+    "Whether a path stays in the folder that it is relative to, on every system."
+    path = PureWindowsPath(name) # Knows / as well as \ and C:
+    return not (path.drive or path.root or '..' in path.parts or '\0' in name)
 
 # %% ../nbs/00_files.ipynb #c040
 class ChangedError(RuntimeError):

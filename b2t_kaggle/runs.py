@@ -33,7 +33,7 @@ from b2t_kaggle.config import (
     save_config,
     with_overrides,
 )
-from .files import atomic_path, clear_leftovers, user_cache, write_whole
+from .files import atomic_path, clear_leftovers, stays_inside, user_cache, write_whole
 from .reading import parse_json, read_text
 from .stages import STAGES, PipelineError, code_cells, needs_of, notebook_path, plan, values_of
 from .training.budget import Deadline
@@ -431,14 +431,10 @@ def _exchange_model(home: Path, old: str, new: str | None) -> None:
 _STAMP = dict(key=str, fingerprint=str, finished=bool, seconds=int | float, made=int | float, outputs=dict, needs=dict,
               metrics=dict, inputs=dict)
 
-def _is_inside(name: str) -> bool:
-    "Whether a path of a stamp stays in the folder that it is relative to: what it names is removed one day."
-    return not Path(name).is_absolute() and '..' not in Path(name).parts and '\0' not in name
-
 def _is_stamp(stamp: dict) -> bool:
     "Whether values are those of a stamp, finished or not."
     has_types = all(isinstance(stamp[k], kind) for k, kind in _STAMP.items() if k in stamp)
-    return 'key' in stamp and has_types and all(map(_is_inside, stamp.get('outputs', {})))
+    return 'key' in stamp and has_types and all(map(stays_inside, stamp.get('outputs', {})))
 
 def _changes(old: dict, new: dict) -> list[str]:
     "What distinguishes the inputs of two executions of a stage, in words; nothing where the first were not noted."

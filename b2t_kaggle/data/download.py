@@ -22,7 +22,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -31,7 +31,7 @@ from urllib.request import Request, urlopen
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from ..files import format_size, require_space, write_whole
+from ..files import format_size, require_space, stays_inside, write_whole
 
 # %% ../../nbs/data/05_download.ipynb #c008
 class DownloadError(RuntimeError):
@@ -267,9 +267,8 @@ def _open_zip(path: Path) -> zipfile.ZipFile:
 
 def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
     "Raises `DownloadError` for what must not be unpacked, or cannot be."
-    name = PureWindowsPath(member.filename) # Knows / as well as \ and C:
     problem = None
-    if name.is_absolute() or name.drive or name.root or '..' in name.parts: problem = 'leads out of the folder'
+    if not stays_inside(member.filename): problem = 'leads out of the folder'
     if stat.S_ISLNK(member.external_attr >> 16): problem = 'is a link'
     if problem:
         raise DownloadError(f'{path}: {member.filename!r} {problem}, expected files and folders below one folder; the '

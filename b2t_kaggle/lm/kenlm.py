@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..files import atomic_path, require_space, scratch_folder, user_cache
+from ..files import atomic_path, require_space, scratch_folder, stays_inside, user_cache
 from .arpa import is_kenlm_binary, open_text, plain_text
 
 # %% ../../nbs/lm/02_kenlm.ipynb #c006
@@ -107,7 +107,7 @@ def _fetch_source(folder: Path) -> Path:
 def _plain(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     "Files and folders, which must stay inside. Python 3.11.2, which Debian has, knows no filters of tarfile."
     for member in archive:
-        if {'..', '/'} & set(Path(member.name).parts): raise tarfile.TarError(f'{member.name} would be outside')
+        if not stays_inside(member.name): raise tarfile.TarError(f'{member.name} would be outside')
         if member.isfile() or member.isdir(): yield member
 
 def _unpack(archive: Path, folder: Path) -> Path:
