@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import import_module
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # %% ../nbs/13_kernels.ipynb #c006
 PARENT = 'JPY_PARENT_PID' # The process without which a kernel of Jupyter ends itself
-# What most stages import. PyTorch is not among it, which two of them need
+# What every stage imports, or most
 IMPORTS = ('ipykernel.kernelapp', 'matplotlib.pyplot', 'matplotlib_inline.backend_inline', 'pandas', 'b2t_kaggle.runs',
            'b2t_kaggle.data.store', 'b2t_kaggle.logits', 'b2t_kaggle.metrics', 'b2t_kaggle.phonemes')
 
@@ -43,6 +43,10 @@ def _become(
     from ipykernel.kernelapp import launch_new_instance
     launch_new_instance()
 
+def _import(names: Iterable[str]) -> None:
+    for name in names:
+        with suppress(ImportError): import_module(name) # The stage that needs it says that it is missing
+
 def _forked(connection: socket.socket) -> dict | None: # What was asked for, in the kernel; none where no more is
     "Fork for each line from a socket, until it is closed."
     with connection, connection.makefile('r', encoding='utf-8') as lines:
@@ -51,6 +55,7 @@ def _forked(connection: socket.socket) -> dict | None: # What was asked for, in 
             pid = os.fork()
             if pid == 0: return asked
             connection.sendall(b'%d\n' % pid)
+            _import(asked['next'])
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]: pass # Those that are over
     return None
@@ -61,8 +66,7 @@ def serve(
     "Import what stages do, and fork a kernel for each line from a socket, until it is closed."
     if sys.path[0] in ('', os.getcwd()): del sys.path[0] # `-m` put it there; a kernel finds its folder itself
     os.environ[PARENT] = str(os.getpid()) # Read when ipykernel is imported
-    for name in IMPORTS:
-        with suppress(ImportError): import_module(name) # The stage that needs it says that it is missing
+    _import(IMPORTS)
     asked = _forked(socket.socket(fileno=fd))
     if asked: _become(asked['command'], asked['env'], asked['folder'])
 
@@ -124,9 +128,10 @@ class ForkServer:
         command: list[str],        # Python, `-m`, a module and its arguments
         env: dict[str, str],       # All environment variables
         folder: str | None = None, # Working folder; none means that of this process
+        following: Iterable[str] = (), # Modules that the next kernels need, to be imported while this one computes
     ) -> ForkedProcess:
         "A kernel. Raises `RuntimeError` where it cannot be started."
-        asked = dict(command=command, env=dict(env), folder=folder or os.getcwd())
+        asked = dict(command=command, env=dict(env), folder=folder or os.getcwd(), next=list(following))
         try:
             self._socket.sendall(json.dumps(asked).encode() + b'\n')
             pid = self._answers.readline()
@@ -151,7 +156,9 @@ def forked_kernels() -> Iterator[None]:
         try: yield
         finally: _server.reset(token)
 
-def kernel_manager() -> type['AsyncKernelManager']:
+def kernel_manager(
+    following: Iterable[str] = (), # Modules that the next kernels need
+) -> type['AsyncKernelManager']:
     "Jupyter's manager of a kernel, or within `forked_kernels` one that has it forked."
     from jupyter_client.manager import AsyncKernelManager
     from jupyter_client.provisioning import LocalProvisioner
@@ -164,7 +171,7 @@ def kernel_manager() -> type['AsyncKernelManager']:
             is_ours = kernel_cmd[:3] == [sys.executable, '-m', 'ipykernel_launcher']
             if not is_ours or type(local) is not LocalProvisioner:
                 return await super()._async_launch_kernel(kernel_cmd, **options)
-            local.process = server.fork(kernel_cmd, options['env'], options.get('cwd'))
+            local.process = server.fork(kernel_cmd, options['env'], options.get('cwd'), following)
             local.pid = local.pgid = local.process.pid
 
     return ForkedKernelManager

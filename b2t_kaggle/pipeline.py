@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ class _Stop(Exception):
     "Keeps papermill from executing another cell."
 
 @contextmanager
-def _passed_on() -> Iterator[tuple[dict, list]]: # Options for papermill; not empty after a Ctrl-C
+def _passed_on(
+    manager: Any, # Jupyter's class
+) -> Iterator[tuple[dict, list]]: # Options for papermill; not empty after a Ctrl-C
     "Pass the first Ctrl-C on to the kernel that papermill starts with these options."
     noted: list[int] = []
     kernels = []
-    manager: Any = kernel_manager()
     if threading.current_thread() is not threading.main_thread() or not hasattr(os, 'killpg'):
         yield dict(kernel_manager_class=manager), noted
         return
@@ -74,6 +76,13 @@ def _kept(run: Run, name: str) -> str:
     more = f', and the training goes on from {last}' if name == 'train' and last.exists() else ''
     return f'What the stages before it made is kept{more}'
 
+def _needed_next(run: Run, name: str) -> list[str]:
+    "What the stages after one import, if it is much. PyTorch/XLA is to be imported before what uses it."
+    uses_torch = run.cfg.train.framework == 'pytorch' and find_spec('torch_xla') is None
+    if name not in ('pack', 'train') or not uses_torch: return []
+    # An optimiser is going to import torch._dynamo
+    return ['b2t_kaggle.pytorch.launch', 'b2t_kaggle.pytorch.inference', 'torch._dynamo']
+
 def execute(
     run: Run,  # The run
     name: str, # Stage
@@ -93,7 +102,7 @@ def execute(
     # processes of a stage say comes to the terminal by itself; ipykernel would pass it on as well
     quiet = ['--IPKernelApp.log_level=50', '--IPKernelApp.capture_fd_output=False']
     out.unlink(missing_ok=True) # papermill writes in place, and a variant shares the file (`runs.branch`)
-    with _passed_on() as (options, interrupts):
+    with _passed_on(kernel_manager(_needed_next(run, name))) as (options, interrupts):
         try:
             pm.execute_notebook(source, out, parameters, kernel_name='python3', progress_bar=False,
                                 stderr_file=sys.stderr, coalesce_streams=True, extra_arguments=quiet,
