@@ -17,6 +17,17 @@ SMALL = {
 RECORDINGS = Path('competitions')/'brain-to-text-25'/'t15_copyTask_neuralData'/'hdf5_data_final'
 
 
+# A kernel that has nothing left to do is not waited for
+PAPERMILL = """
+import json, sys
+from pathlib import Path
+from papermill import execute_notebook
+notebook, out, parameters = sys.argv[1:]
+execute_notebook(notebook, out, json.loads(Path(parameters).read_text()), kernel_name='python3', progress_bar=False,
+                 shutdown_kernel='immediate')
+"""
+
+
 PIP = """
 import os, sys
 open(os.environ['PIP_CALLS'], 'a').write(' '.join(sys.argv[1:]) + '\\n')
@@ -48,10 +59,9 @@ def execute(notebook, room, environment, **values):
 
     Returns papermill's exit status, what the notebook printed or raised, and papermill's errors."""
     folders = dict(input_dir=str(room/'input'), work_dir=str(room/'working'), scratch_dir=str(room/'scratch'))
-    (room/'parameters.yaml').write_text(json.dumps(folders | dict(package='nowhere') | values))
+    (room/'parameters.json').write_text(json.dumps(folders | dict(package='nowhere') | values))
     out = room/'out.ipynb'
-    command = [sys.executable, '-m', 'papermill', NOTEBOOKS/notebook, out, '-f', room/'parameters.yaml',
-               '-k', 'python3', '--no-progress-bar']
+    command = [sys.executable, '-c', PAPERMILL, NOTEBOOKS/notebook, out, room/'parameters.json']
     (room/'input').mkdir(exist_ok=True)
     attached = [room/'input', *(room/'input').rglob('*')]
     for p in attached: p.chmod(0o555 if p.is_dir() else 0o444)
