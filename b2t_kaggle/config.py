@@ -692,7 +692,7 @@ PRESETS = {
         'data': dict(batch_size=16, days_per_batch=4),
         'model': dict(n_units=128, n_layers=2, patch_size=8, patch_stride=8, rnn_dropout=0.2, input_dropout=0.1),
         'augment': dict(white_noise_std=0.4, constant_offset_std=0.1),
-        'train': dict(num_training_batches=350, batches_per_val_step=175, batches_per_save=100, processes=2,
+        'train': dict(num_training_batches=370, batches_per_val_step=185, batches_per_save=100, processes=2,
                       epsilon=1e-8, lr_max=0.004, lr_min=0.00004, lr_warmup_steps=50,
                       lr_max_day=0.0002, lr_min_day=0.00001, lr_warmup_steps_day=50),
         'decode': dict(nbest=10),

@@ -89,7 +89,7 @@ def test_trials_are_runs_and_what_fails_is_said(stage, tmp_path, monkeypatch):
     best = table.run[0]
     assert f'b2t run --name {best} goes on with it' in done.output and (tmp_path/'out'/'toy'/'sweep.png').exists()
     run = Run(tmp_path/'out'/best, tmp_path/'work')
-    assert run.cfg.model.n_units == table['model.n_units'][0] and run.cfg.train.num_training_batches == 500
+    assert run.cfg.model.n_units == table['model.n_units'][0] and run.cfg.train.num_training_batches == 370
     # Another range, or another value that all have, is another sweep
     other, _ = sweep(tmp_path, '--set', 'model.n_units=8,32')
     assert other.exit_code == 1 and 'range of model.n_units was' in other.output
