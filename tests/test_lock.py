@@ -92,8 +92,10 @@ def test_pytorch_without_cuda_is_asked_for_where_there_is_one(monkeypatch):
     (version, hashes), = torch(pick('run', cuda=False)).items()
     for offered, expected in (True, f'{version}+cpu'), (False, version):
         monkeypatch.setattr(lock, 'without_cuda', lambda version, offered=offered: offered)
-        assert torch(lock.here('run')) == {expected: hashes}
-        assert lock.here('xla') == pick('xla', cuda=False) and lock.here('build') == pick('build', cuda=False)
+        assert torch(lock.part('run', large=True)) == {expected: hashes}
+        for group in 'xla', 'build':
+            large, rest = (parse(lock.part(group, large)) for large in (True, False))
+            assert large | rest == parse(pick(group, cuda=False)) and not large.keys() & rest.keys()
 
 
 def test_what_is_written_is_read_again():

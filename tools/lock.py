@@ -1,7 +1,8 @@
 """lock.txt: the versions and the SHA-256 of everything that `./kit` installs, direct or not.
 
     python tools/lock.py pick GROUP   the requirements of a group, for `pip install --require-hashes --no-deps -r`
-    python tools/lock.py here GROUP   the same, with PyTorch without CUDA where pip finds it
+    python tools/lock.py large GROUP  what of it is large, with PyTorch without CUDA where pip finds it
+    python tools/lock.py rest GROUP   what is not
     python tools/lock.py cuda GROUP   CUDA's libraries of that group, if the PyTorch beside this Python asks for them
     python tools/lock.py extras GROUP the extras of settings.ini that are in a group, for installing without hashes
     python tools/lock.py make         resolves anew (`./kit lock`, which brings uv along): what is locked keeps its
@@ -9,7 +10,7 @@
 
 Each package stands once for each marker with which one of the groups wants it, with all of its archives: source and
 wheels of every platform, so pip can take whichever fits. `# in` names the groups. PyTorch stands there in two builds
-under one version: PyPI's, and the smaller one without CUDA (`2.13.0+cpu`), which `here` asks for where an index or a
+under one version: PyPI's, and the smaller one without CUDA (`2.13.0+cpu`), which `large` asks for where an index or a
 folder offers it: pip itself would prefer whichever has its hash in an index."""
 import json
 import os
@@ -32,6 +33,8 @@ TOOLS = {'build': ['pip', 'setuptools', 'wheel', 'cmake'], 'lock': ['uv'], 'audi
 PYTHONS = '3.11', '3.12', '3.13'
 MACHINES = 'x86_64', 'aarch64'
 CUDA = re.compile(r'(nvidia|cuda)-|triton\b')
+# About half of what is unpacked, in few packages
+LARGE = 'jedi', 'llvmlite', 'matplotlib', 'numpy', 'pandas', 'pyarrow', 'sympy', 'torch'
 
 
 class Locked(NamedTuple):
@@ -134,9 +137,9 @@ def hashes_without_cuda(version: str, folder: Path) -> set[str]:
     return {item['download_info']['archive_info']['hashes']['sha256'] for item in found}
 
 
-def here(group: str) -> str:
-    "As `pick`. PyTorch/XLA's PyTorch is always PyPI's."
-    picked = pick(group, cuda=False)
+def part(group: str, large: bool) -> str:
+    "The entries of `pick` that are large, or the rest. PyTorch/XLA's PyTorch is always PyPI's."
+    picked = ''.join(entry(k, *v) for k, v in parse(pick(group, cuda=False)).items() if (k.name in LARGE) == large)
     version = next((k.version for k in parse(picked) if k.name == 'torch'), None)
     if group == 'xla' or version is None or not without_cuda(version): return picked
     return picked.replace(f'torch=={version} ', f'torch=={version}+cpu ')
@@ -177,7 +180,7 @@ def make(upgrade: bool):
 def main(verb: str = '', *words: str):
     if verb == 'make' and set(words) <= {'--upgrade'}: make(bool(words))
     elif verb == 'pick' and len(words) == 1: sys.stdout.write(pick(words[0], cuda=False))
-    elif verb == 'here' and len(words) == 1: sys.stdout.write(here(words[0]))
+    elif verb in ('large', 'rest') and len(words) == 1: sys.stdout.write(part(words[0], verb == 'large'))
     elif verb == 'cuda' and len(words) == 1: sys.stdout.write(pick(words[0], cuda=True) if asks_for_cuda() else '')
     elif verb == 'extras' and len(words) == 1: print(','.join(extras(words[0])))
     else: sys.exit(__doc__)

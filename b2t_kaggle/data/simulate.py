@@ -415,7 +415,7 @@ def _fluctuations(n: int, rng: np.random.Generator) -> np.ndarray:
 # %% ../../nbs/data/02_simulate.ipynb #c048
 def _product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     "x [T, D] times w [D, N]. BLAS rounds otherwise with another number of threads, and they wait for each other."
-    return np.einsum('td,dn->tn', x, w)
+    return np.einsum('dt,dn->tn', np.ascontiguousarray(x.T), w)
 
 def features(
     x: np.ndarray,            # Articulators float32 [T, D]

@@ -178,7 +178,9 @@ class DDP(Backend):
 
     def place(self, model):
         device_ids = None if self.device.kind == 'cpu' else [self.torch_device]
-        return nn.parallel.DistributedDataParallel(model.to(self.torch_device), device_ids=device_ids)
+        # Gradients are parts of what is sent, so they are not copied
+        return nn.parallel.DistributedDataParallel(model.to(self.torch_device), device_ids=device_ids,
+                                                   gradient_as_bucket_view=True)
 
     def micro_batch(self, forward, is_last): return contextlib.nullcontext() if is_last else forward.no_sync()
 
