@@ -45,7 +45,7 @@ def _become(
 
 def _import(names: Iterable[str]) -> None:
     for name in names:
-        with suppress(ImportError): import_module(name) # The stage that needs it says that it is missing
+        with suppress(Exception): import_module(name) # The stage that needs it says what is wrong
 
 def _forked(connection: socket.socket) -> dict | None: # What was asked for, in the kernel; none where no more is
     "Fork for each line from a socket, until it is closed."
@@ -121,6 +121,7 @@ class ForkServer:
     def __exit__(self, *error) -> None:
         self._answers.close()
         self._socket.close()
+        self.process.kill() # It may still be importing
         self.process.wait()
 
     def fork(

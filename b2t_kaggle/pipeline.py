@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -310,7 +310,8 @@ def run_stages(
         _check_trackers(run)
     if pending & {'lm', 'decode'}: _check_language_model(run.cfg.lm.path)
     _check_what_is_given(run, pending)
-    with session(session_hours(run.cfg.session.hours, kind)) as deadline, forked_kernels():
+    kernels = forked_kernels() if pending else nullcontext()
+    with session(session_hours(run.cfg.session.hours, kind)) as deadline, kernels:
         for name, stage in stages.items():
             if name in pending and STAGES[name].shared: _check_time(name, deadline)
             needless = STAGES[name].shared and name not in pending and stage.status() != 'done'
