@@ -190,8 +190,8 @@ def results_of(overview: str) -> str:
     if lost := [name for name, m in found.items() if not m]:
         raise ValueError(f'nbs/index.ipynb: found no {" and no ".join(lost)} of ./kit run, expected sentences in which '
                          'they stand; mend the patterns _RESULTS of tools/docs/build.py')
-    notes = {'time': '2 cores, no GPU; before the search was tuned',
-             'word error rate': 'simulated, val; search not tuned'}
+    notes = {'time': '2 cores, no GPU; with installing',
+             'word error rate': 'simulated, val; weights of the search cross-validated'}
     return cards({name: (m[1], notes.get(name, 'simulated, val')) for name, m in found.items()})
 
 
