@@ -356,7 +356,7 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     assert r.exit_code == 0, r.output[-3000:]
     wers = [json.loads((run/'stages'/f'{name}.json').read_text())['metrics']['WER'] for name in ('rescore', 'report')]
     assert wers[0] == wers[1], 'the report does not have the cross-validated figure'
-    assert '(cross-validated)' in (run/'report.html').read_text()
+    assert '; cross-validated</span>' in (run/'report.html').read_text()
     lists, before = (
         [json.loads(line) for line in (run / f'{name}_test.jsonl').read_text().splitlines()]
         for name in ('rescored', 'nbest')

@@ -194,7 +194,7 @@ def report(tmp_path_factory):
         ax.plot([3, 2, 1], label='loss')
         ax.legend()
         return fig
-    pieces = [headline(results, dict(WER=0.12, PER=0.3), dict(WER='(cross-validated)')),
+    pieces = [headline(results, dict(WER=0.12, PER=0.3), dict(WER='cross-validated')),
               *(group_table(result_table(results), by) for by in ('corpus', 'length', 'session')),
               worst_trials(results), pages.figure(draw(), 'Loss'), timings(stamps), configuration(cfg, 'demo'),
               provenance(dict(data='simulated'), stamps)]
