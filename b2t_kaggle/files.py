@@ -251,7 +251,7 @@ def replaced_folder(
         finally:
             if old.exists() and not folder.exists(): os.replace(old, folder)
 
-# %% ../nbs/00_files.ipynb #yin
+# %% ../nbs/00_files.ipynb #c201
 def stays_inside(
     name: str, # Path in an archive or in a record, written on whatever system
 ) -> bool:

@@ -578,17 +578,15 @@ def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, *noise: float
         recorded = [t for t in held_out if t.split == split]
         if recorded: write_session(session_path(out_dir, session, split), recorded)
 
-def _write_days(out_dir: Path, parameters: dict, part: int = 0, of: int = 1) -> Iterator[int]:
-    "Record every `of`-th day, from day `part` on, and say each when it is done."
-    p = parameters
-    plan = plan_trials(*(p[k] for k in ('n_sessions', 'train', 'val', 'test', 'max_words', 'seed')))
+def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, part: int = 0, of: int = 1) -> Iterator[int]:
+    "Record every `of`-th day of a plan with parameters, from day `part` on, and say each when it is done."
     noise = p['seed'], p.get('structured_noise', 0.), p.get('drift', 1.)
     for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'])))[part::of]:
         trials = plan[plan.day == day]
         if len(trials): _write_day(out_dir, trials, e, *noise)
         yield day
 
-# %% ../../nbs/data/02_simulate.ipynb #y1116
+# %% ../../nbs/data/02_simulate.ipynb #c201
 _TRIALS_A_PROCESS = 256 # With fewer a process takes longer to start than it saves
 
 def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
@@ -614,7 +612,9 @@ def record_part(
 ) -> None:
     "What one of these processes does; it prints each day when it is done."
     end_with_parent()
-    for day in _write_days(folder, json.loads((folder/_MARKER).read_text()), part, of): print(day, flush=True)
+    p = json.loads((folder/_MARKER).read_text())
+    plan = plan_trials(*(p[k] for k in ('n_sessions', 'train', 'val', 'test', 'max_words', 'seed')))
+    for day in _write_days(folder, plan, p, part, of): print(day, flush=True)
 
 # %% ../../nbs/data/02_simulate.ipynb #c074
 def simulate_dataset(
@@ -646,10 +646,10 @@ def simulate_dataset(
     _claim(out_dir, parameters)
     _require_space(out_dir, plan)
     n = min(n_cores(), n_sessions, len(plan)//_TRIALS_A_PROCESS)
-    days = _days_of_processes(out_dir, n) if n > 1 else _write_days(out_dir, parameters)
+    days = _days_of_processes(out_dir, n) if n > 1 else _write_days(out_dir, plan, parameters)
     for _ in tqdm(days, desc='simulate', unit=' sessions', total=n_sessions, disable=not progress): pass
     write_text(out_dir/_LM_TEXT, plan, lm_sentences, max_words, seed)
     return out_dir
 
-# %% ../../nbs/data/02_simulate.ipynb #y120
+# %% ../../nbs/data/02_simulate.ipynb #c202
 if __name__ == '__main__' and '__file__' in globals(): record_part(Path(sys.argv[1]), *map(int, sys.argv[2:]))
