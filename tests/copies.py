@@ -1,5 +1,5 @@
-"""Processes that have imported everything already: copies of one that was started for that, has done nothing else, and
-never had a second thread. Importing PyTorch's trainer takes longer than what most tests do with it."""
+"""Processes that have imported everything already: copies of one that was started for that and has done nothing else.
+Importing a framework takes longer than what most tests do with it."""
 import multiprocessing
 import os
 import socket

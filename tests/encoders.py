@@ -1,5 +1,4 @@
 "A toy that any encoder can learn, and small configurations of all of them; for the tests that run over a registry."
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -66,12 +65,12 @@ def open_toy(folder: Path) -> list[TrialStore]:
 
 FEW = dict(num_training_batches=6, batches_per_val_step=6)
 
-if __name__ == '__main__':  # trains several encoders in a pair of processes
+
+def train_as_rank(folder: Path, out: Path, names: list[str]) -> None:
+    "Train some encoders, one after the other, as one of a group of processes."
     from torch import distributed
 
-    from b2t_kaggle.frameworks import train
-    folder, out, names, framework = sys.argv[1:]
+    from b2t_kaggle.pytorch.trainer import train
     distributed.init_process_group('gloo')  # A second one, for the second encoder, would wait for the first
-    for name in filter(None, names.split(',')):
-        train(*open_toy(Path(folder)), config(name, framework=framework, **FEW), Path(out)/name, progress=False)
+    for name in names: train(*open_toy(folder), config(name, **FEW), out/name, progress=False)
     distributed.destroy_process_group()

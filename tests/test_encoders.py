@@ -1,7 +1,5 @@
 """What every encoder of PyTorch must do. The registry is the list: an encoder is tested by being there. What its fields
 may change about it is tested for the variants, too."""
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +8,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from encoders import FEW, SESSIONS, VARIANTS, config, open_toy, write_toy
+from copies import call_as_ranks
+from encoders import FEW, SESSIONS, VARIANTS, config, open_toy, train_as_rank, write_toy
 from killed import ask_before_each_step, kill_behind_a_checkpoint
 
 from b2t_kaggle.devices.torch import pick_torch
@@ -147,11 +146,7 @@ def in_two_processes(request, data, tmp_path_factory):
     names = [item.callspec.params['name'] for item in request.session.items
              if item.name.startswith('test_two_processes[')]
     out = tmp_path_factory.mktemp('pair')
-    torchrun = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
-    script = str(Path(__file__).with_name('encoders.py'))
-    done = subprocess.run([*torchrun, script, data, out, ','.join([*names, '']), 'pytorch'], capture_output=True,
-                          text=True, env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'})
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert call_as_ranks(2, train_as_rank, data, out, names) == 0
     return out
 
 

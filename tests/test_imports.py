@@ -282,7 +282,8 @@ def test_the_front_door_is_enough_for_a_submission(tmp_path):
     code = """
 from b2t_kaggle import *
 simulate_dataset('sessions', n_sessions=2, train=10, val=2, test=2, max_words=4, lm_sentences=200)
-small = dict(n_units=8, n_layers=1, num_training_batches=2, lr_warmup_steps=1, lr_warmup_steps_day=1, n_buckets=1)
+small = dict(n_units=8, n_layers=1, num_training_batches=2, lr_warmup_steps=1, lr_warmup_steps_day=1, n_buckets=1,
+             processes=1)
 cfg = load_config(base='demo', overrides=small | {'data.batch_size': 8, 'days_per_batch': 2, 'accelerator': 'cpu'})
 trials = {split: TrialStore.build('sessions', split, f'{split}.arrow') for split in ('train', 'val', 'test')}
 train(trials['train'], trials['val'], cfg, 'model', progress=False)

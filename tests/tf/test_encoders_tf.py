@@ -81,7 +81,7 @@ def train_in_a_copy(allowed, folder, name, out):
 @pytest.mark.parametrize('name', NAMES)
 def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
     "SIGKILL as soon as there is a checkpoint; the weights are those of a run that was never killed, bit for bit."
-    copies.start([]) # TensorFlow, with its threads, is imported by the copy
+    copies.start(['b2t_kaggle.tensorflow.trainer']) # Which starts no device, and so no thread of TensorFlow
     kill_behind_a_checkpoint(train_in_a_copy, (data, name, tmp_path), tmp_path/'last.weights.h5', steps=50)
     assert 0 < load_last(tmp_path/'last.weights.h5')['run']['step'] < 200
     result = train(*open_toy(data), config(name), tmp_path, progress=False)

@@ -123,7 +123,7 @@ def train_in_a_copy(allowed, folder, overrides, out):
 
 def killed_run(stores, out, overrides):
     "A run that is killed some steps after its first checkpoint. Returns the step that it had saved."
-    copies.start([]) # TensorFlow, with its threads, is imported by the copy
+    copies.start(['b2t_kaggle.tensorflow.trainer']) # Which starts no device, and so no thread of TensorFlow
     last = out/'last.weights.h5'
     arguments = stores[0].path.parent, overrides, out
     kill_behind_a_checkpoint(train_in_a_copy, arguments, last, steps=30, delay=.1)
