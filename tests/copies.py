@@ -33,9 +33,14 @@ def call(function: Callable, *arguments) -> BaseProcess:
     return process
 
 
-def _as_rank(variables: dict[str, str], function: Callable, arguments: tuple) -> None:
+def _with_variables(variables: dict[str, str], function: Callable, arguments: tuple) -> None:
     os.environ.update(variables)
     function(*arguments)
+
+
+def call_with(variables: dict[str, str], function: Callable, *arguments) -> BaseProcess:
+    "Call a function in a copy in which environment variables have these values."
+    return call(_with_variables, variables, function, arguments)
 
 
 def call_as_ranks(n: int, function: Callable, *arguments, seconds: float = 300) -> int:
@@ -45,7 +50,7 @@ def call_as_ranks(n: int, function: Callable, *arguments, seconds: float = 300) 
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(('127.0.0.1', 0))
         shared = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(reserved.getsockname()[1]), WORLD_SIZE=str(n))
-        ranks = [call(_as_rank, shared | dict(RANK=str(i), LOCAL_RANK=str(i)), function, arguments) for i in range(n)]
+        ranks = [call_with(shared | dict(RANK=str(i), LOCAL_RANK=str(i)), function, *arguments) for i in range(n)]
         running = {p.sentinel: p for p in ranks}
         while running:
             ended = [running.pop(s) for s in wait(list(running), seconds)]

@@ -1,9 +1,6 @@
 "The trainer: the official optimisation, exact resume after SIGKILL, and what it says when something is wrong."
 import itertools
 import math
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from copies import call, call_as_ranks
+from copies import call, call_as_ranks, call_with
 from killed import ask_before_each_step, kill_behind_a_checkpoint
 
 from b2t_kaggle.config import preset, with_overrides
@@ -527,6 +524,8 @@ def test_two_machines_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
 
     import torch.distributed as dist
 
+    from b2t_kaggle.pytorch import launch as room
+
     sure = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, rnn_dropout=0, input_dropout=0,
                 precision='float32', batches_per_val_step=6, lr_decay_steps=12, lr_decay_steps_day=12)
     one = train(*stores, config(**sure, num_training_batches=12), tmp_path/'one', progress=False)
@@ -542,12 +541,12 @@ def test_two_machines_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
     port = reserved.getsockname()[1]
     machine = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), WORLD_SIZE='2', LOCAL_RANK='0', RANK='0')
     for k, v in machine.items(): monkeypatch.setenv(k, v)
-    other = subprocess.Popen([sys.executable, '-m', 'b2t_kaggle.pytorch.launch', str(job)],
-                             env=os.environ | dict(RANK='1', PYTHONPATH=os.pathsep.join(sys.path)))
+    other = call_with(machine | dict(RANK='1'), room.work, str(job))
     try:
         dist.init_process_group('gloo', timeout=timedelta(seconds=300))
         two = train(*stores, cfg, tmp_path/'two', progress=False)
-        assert other.wait(200) == 0 and not (job.parent/'error').exists()
+        other.join(200)
+        assert other.exitcode == 0 and not (job.parent/'error').exists()
     finally:
         other.kill()
         reserved.close()
@@ -585,29 +584,19 @@ def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_ru
     assert load_file(tmp_path/'bad'/'last.pt')['step'] == 10
 
 
+def train_without_end(folder, out):
+    from b2t_kaggle.pytorch.launch import launch
+    launch(2, *open_stores(folder), config(num_training_batches=10**6), out, progress=False)
+
+
 def test_processes_end_with_the_one_that_started_them(stores, tmp_path):
     "Killed at once, torchrun too, so that nobody is left to end the others but the system."
     import psutil
 
-    code = '\n'.join(
-        [
-            'import sys; sys.path.insert(0, sys.argv[1])',
-            'from test_trainer import *',
-            'from b2t_kaggle.pytorch.launch import launch',
-            "stores = [TrialStore.open(Path(sys.argv[2])/f'{s}.arrow') for s in ('train', 'val')]",
-            'launch(2, *stores, config(num_training_batches=10**6), Path(sys.argv[3]), progress=False)',
-        ]
-    )
-    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path), 'OMP_NUM_THREADS': '1'}
-    parent = subprocess.Popen(
-        [sys.executable, '-c', code, str(Path(__file__).parent), str(stores[0].path.parent), str(tmp_path)],
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    parent = call(train_without_end, stores[0].path.parent, tmp_path)
     began = time.monotonic()
     while not (tmp_path / 'last.pt').exists():
-        assert parent.poll() is None and time.monotonic() - began < 400
+        assert parent.is_alive() and time.monotonic() - began < 400
         time.sleep(0.1)
     family = psutil.Process(parent.pid).children(recursive=True)
     workers = [
@@ -617,6 +606,6 @@ def test_processes_end_with_the_one_that_started_them(stores, tmp_path):
     ]
     assert len(workers) == 2
     torchrun = next(p for p in family if 'torch.distributed.run' in p.cmdline())
-    torchrun.kill(); parent.kill(); parent.wait()
+    torchrun.kill(); parent.kill(); parent.join()
     _, alive = psutil.wait_procs(workers, timeout=100)
     assert not alive
