@@ -1,6 +1,8 @@
 "The trainer: the official optimisation, exact resume after SIGKILL, and what it says when something is wrong."
 import itertools
 import math
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -585,8 +587,27 @@ def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_ru
 
 
 def train_without_end(folder, out):
+    "Train in two processes that have a process group, as a terminal's commands do, and write down what is said."
     from b2t_kaggle.pytorch.launch import launch
-    launch(2, *open_stores(folder), config(num_training_batches=10**6), out, progress=False)
+    os.setpgid(0, 0)
+    with (out/'said').open('w') as said:
+        for stream in (1, 2): os.dup2(said.fileno(), stream)
+    try: launch(2, *open_stores(folder), config(num_training_batches=10**6), out, progress=False)
+    except KeyboardInterrupt as e: print(e, flush=True)
+
+
+def test_two_processes_are_interrupted_without_a_traceback(stores, tmp_path):
+    "They save, and who started them says after which batch; torchrun and they are silent about it."
+    p = call(train_without_end, stores[0].path.parent, tmp_path)
+    began = time.monotonic()
+    while not (tmp_path/'last.pt').exists():
+        assert p.is_alive() and time.monotonic() - began < 400
+        time.sleep(.1)
+    os.killpg(p.pid, signal.SIGINT)
+    p.join(100)
+    said = (tmp_path/'said').read_text()
+    assert p.exitcode == 0 and 'Traceback' not in said, said
+    assert f'saved after {load_file(tmp_path/"last.pt")["step"]} of 1000000 batches' in said
 
 
 def test_processes_end_with_the_one_that_started_them(stores, tmp_path):
@@ -599,13 +620,9 @@ def test_processes_end_with_the_one_that_started_them(stores, tmp_path):
         assert parent.is_alive() and time.monotonic() - began < 400
         time.sleep(0.1)
     family = psutil.Process(parent.pid).children(recursive=True)
-    workers = [
-        p
-        for p in family
-        if any('b2t_kaggle.pytorch.launch' in a for a in p.cmdline()) and 'torch.distributed.run' not in p.cmdline()
-    ]
+    torchrun = next(p for p in family if any('torch.distributed.run' in a for a in p.cmdline()))
+    workers = torchrun.children()
     assert len(workers) == 2
-    torchrun = next(p for p in family if 'torch.distributed.run' in p.cmdline())
     torchrun.kill(); parent.kill(); parent.join()
     _, alive = psutil.wait_procs(workers, timeout=100)
     assert not alive

@@ -50,7 +50,7 @@ def work(
         result = train_of(cfg)(store, store_val, cfg, options['out'], options['progress'])
     except KeyboardInterrupt as e:
         if os.environ['RANK'] == '0': write_whole(job.with_name('interrupted'), str(e))
-        raise
+        raise SystemExit(130) from None # Who started it says what is saved
     except (ValueError, RuntimeError, OSError) as e:
         if not error.exists(): write_whole(error, str(e))  # later errors of other processes follow from the first one
         raise
@@ -98,6 +98,11 @@ def _exit_status(
             raise
 
 # %% ../../nbs/pytorch/11_launch.ipynb #c018
+_TORCHRUN = """from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.run import main
+try: main()
+except SignalException as e: raise SystemExit(128 + e.sigval) from None"""
+
 def launch(
     n: int,                       # Processes, one per GPU, or some on a CPU
     store: TrialStore,            # Training trials
@@ -111,7 +116,7 @@ def launch(
     stores = [s and str(Path(s.path).absolute()) for s in (store, store_val)]
     options = dict(stores=stores, config=cfg.dump(), out=str(out), progress=progress)
     alone = [] if several_machines() else ['--standalone']
-    torchrun = [sys.executable, '-m', 'torch.distributed.run', *alone, f'--nproc_per_node={n}']
+    torchrun = [sys.executable, '-c', _TORCHRUN, *alone, f'--nproc_per_node={n}']
     threads = os.environ.get('OMP_NUM_THREADS', str(max(1, n_cores() // n)))
     with _job_folder(out) as d:
         job = d/'job.json'
