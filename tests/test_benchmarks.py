@@ -10,8 +10,6 @@ sys.path.insert(0, str(ROOT/'tools'))
 from bench import code_hash, problem, stamped  # noqa: E402
 
 BENCHMARKS = sorted((ROOT/'nbs'/'benchmarks').glob('*.ipynb'))
-# Those that nobody has executed since outputs are kept. This list only shrinks: ./kit bench NAME, and its name goes
-NEVER_EXECUTED = {'01_training_step'}
 NOTEBOOK = {'metadata': {'kernelspec': {'name': 'python3'}}, 'nbformat': 4, 'nbformat_minor': 5, 'cells': [
     {'cell_type': 'markdown', 'source': ['# A title'], 'metadata': {}, 'id': 'c000'},
     {'cell_type': 'code', 'source': ['x = 1\n', 'x'], 'metadata': {}, 'id': 'c001',
@@ -21,12 +19,7 @@ NOTEBOOK = {'metadata': {'kernelspec': {'name': 'python3'}}, 'nbformat': 4, 'nbf
 @pytest.mark.parametrize('path', BENCHMARKS, ids=lambda p: p.stem)
 def test_outputs_are_those_of_the_code(path):
     found = problem(path)
-    if path.stem not in NEVER_EXECUTED: assert found is None, found
-    else: assert found and 'never executed' in found, f'{path.stem} has been executed: take it out of NEVER_EXECUTED'
-
-
-def test_who_was_never_executed_exists():
-    assert NEVER_EXECUTED <= {p.stem for p in BENCHMARKS}
+    assert found is None, found
 
 
 def test_all_other_notebooks_come_without_outputs():
