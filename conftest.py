@@ -159,5 +159,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    "What was imported by now is left out of the search for cycles."
     gc.collect()
     gc.freeze()

@@ -2,6 +2,7 @@
 its end first, however fast it is and however late the test."""
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from copies import CONTEXT, call
@@ -22,19 +23,24 @@ def ask_before_each_step(trainer: type, allowed) -> None:
     trainer.train_step = asking
 
 
+def wait_for_checkpoint(p: BaseProcess, last: Path, before: tuple | None = None) -> None:
+    "Until a process has written the checkpoint `last`, whose state was `before`."
+    end = time.monotonic() + LIMIT
+    while file_state(last) == before:
+        assert p.is_alive(), 'it ended by itself'
+        assert time.monotonic() < end, f'it has not written {last.name}'
+        time.sleep(.002)
+
+
 def kill_behind_a_checkpoint(function: Callable, arguments: tuple, last: Path, steps: int, delay: float = 0.) -> None:
     """Call a function of a module in a process of its own, with a semaphore for so many steps and `arguments`. It
     trains, and asks before each step. Kill it when it has written the checkpoint `last`, or some seconds later: then it
     is in one of its steps, or waits."""
     before = file_state(last)
-    end = time.monotonic() + LIMIT
     allowed = CONTEXT.Semaphore(steps) # Kept here: it is gone with its last name, and the process may be late
     p = call(function, allowed, *arguments)
     try:
-        while file_state(last) == before:
-            assert p.is_alive(), 'it ended by itself'
-            assert time.monotonic() < end, f'it has not written {last.name}'
-            time.sleep(.002)
+        wait_for_checkpoint(p, last, before)
         time.sleep(delay)
         assert p.is_alive(), 'it ended before it could be killed'
     finally:

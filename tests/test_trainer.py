@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copies import call, call_as_ranks, call_with
-from killed import ask_before_each_step, kill_behind_a_checkpoint
+from killed import ask_before_each_step, kill_behind_a_checkpoint, wait_for_checkpoint
 
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
@@ -599,10 +599,7 @@ def train_without_end(folder, out):
 def test_two_processes_are_interrupted_without_a_traceback(stores, tmp_path):
     "They save, and who started them says after which batch; torchrun and they are silent about it."
     p = call(train_without_end, stores[0].path.parent, tmp_path)
-    began = time.monotonic()
-    while not (tmp_path/'last.pt').exists():
-        assert p.is_alive() and time.monotonic() - began < 400
-        time.sleep(.1)
+    wait_for_checkpoint(p, tmp_path/'last.pt')
     os.killpg(p.pid, signal.SIGINT)
     p.join(100)
     said = (tmp_path/'said').read_text()
@@ -615,13 +612,10 @@ def test_processes_end_with_the_one_that_started_them(stores, tmp_path):
     import psutil
 
     parent = call(train_without_end, stores[0].path.parent, tmp_path)
-    began = time.monotonic()
-    while not (tmp_path / 'last.pt').exists():
-        assert parent.is_alive() and time.monotonic() - began < 400
-        time.sleep(0.1)
+    wait_for_checkpoint(parent, tmp_path/'last.pt')
     family = psutil.Process(parent.pid).children(recursive=True)
     torchrun = next(p for p in family if any('torch.distributed.run' in a for a in p.cmdline()))
-    workers = torchrun.children()
+    workers = [p for p in torchrun.children() if 'b2t_kaggle.pytorch.launch' in p.cmdline()]
     assert len(workers) == 2
     torchrun.kill(); parent.kill(); parent.join()
     _, alive = psutil.wait_procs(workers, timeout=100)

@@ -3,7 +3,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +47,6 @@ def stores(tmp_path_factory):
     folder = tmp_path_factory.mktemp('toy')
     write_toy(folder)
     return open_stores(folder)
-
-
-@pytest.fixture(scope='module', autouse=True)
-def too_large():
-    "A tensor that no memory holds, which TensorFlow admits after ten seconds; the other tests run meanwhile."
-    with ThreadPoolExecutor(1) as pool: yield pool.submit(tf.ones, [2**44])
 
 
 def process(task, stores, out, overrides, n=1):
@@ -279,11 +272,11 @@ def test_starting_from_another_model_keeps_the_days_by_name(stores, tmp_path):
         new_trainer(later, init_checkpoint_path=str(tmp_path/'best.pt'))
 
 
-def test_a_full_memory_is_explained(stores, too_large):
+def test_a_full_memory_is_explained(stores):
     "TensorFlow's own error."
     t = new_trainer(stores, accumulate=2)
     device = t.backend.device.name
-    with pytest.raises(tf.errors.ResourceExhaustedError) as full: too_large.result()
+    with pytest.raises(tf.errors.ResourceExhaustedError) as full: tf.ones([2**44])
     t.current = t.loader.batch(0)
     advice = r'batch 0 does not fit .* 3 trials of up to \d+ bins \(the bucket\) need about .* set train.accumulate=4'
     with pytest.raises(TrainingError, match=advice): raise_if_oom(full.value, device, t)
