@@ -3,6 +3,7 @@
 Notebooks and test files share the worker processes of pytest-xdist, the longest first, so that no core waits for
 another at the end, and PyTorch is imported once for each worker.
 """
+import atexit
 import gc
 import os
 import random
@@ -75,11 +76,21 @@ class NotebookTest(pytest.Item):
         from nbdev.test import test_nb
         # Numba keeps what cells compile in one folder for all of a user's processes, where functions of one would meet
         # classes that another process has defined
-        with tempfile.TemporaryDirectory() as cache, patch('IPython.paths.get_ipython_cache_dir', lambda: cache):
+        with (tempfile.TemporaryDirectory() as cache, patch('IPython.paths.get_ipython_cache_dir', lambda: cache),
+              patch('nbdev.test.CaptureShell', unkept_shell)):
             passed, _ = test_nb(self.path, skip_flags=get_config().tst_flags.split(), basepath=ROOT)
         if not passed: pytest.fail('a cell raises; its traceback is above', pytrace=False)
 
     def reportinfo(self): return self.path, None, str(self.path.relative_to(ROOT))
+
+
+def unkept_shell(path):
+    """The shell of a notebook at `path`, which goes with its test. IPython would keep it, with what the notebook has
+    defined, and empty all of them when the process ends, which takes a minute for ninety notebooks."""
+    from execnb.shell import CaptureShell
+    shell = CaptureShell(path)
+    atexit.unregister(shell.atexit_operations)
+    return shell
 
 
 @pytest.fixture
