@@ -1,15 +1,18 @@
-"The figures of a committed benchmark are those of its code."
+"Notebooks are as they are committed: the figures of a benchmark are those of its code, others have no outputs."
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from nbformat import ValidationError, validate
+from nbformat.warnings import DuplicateCellId
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT/'tools'))
 from bench import code_hash, problem, stamped  # noqa: E402
 
 BENCHMARKS = sorted((ROOT/'nbs'/'benchmarks').glob('*.ipynb'))
+NOTEBOOKS = sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if p.parent.name != '.ipynb_checkpoints')
 NOTEBOOK = {'metadata': {'kernelspec': {'name': 'python3'}}, 'nbformat': 4, 'nbformat_minor': 5, 'cells': [
     {'cell_type': 'markdown', 'source': ['# A title'], 'metadata': {}, 'id': 'c000'},
     {'cell_type': 'code', 'source': ['x = 1\n', 'x'], 'metadata': {}, 'id': 'c001',
@@ -22,9 +25,16 @@ def test_outputs_are_those_of_the_code(path):
     assert found is None, found
 
 
+@pytest.mark.filterwarnings('error') # nbformat only warns of two cells with one id
+def test_notebooks_are_as_their_format_says():
+    for path in NOTEBOOKS:
+        try: validate(json.loads(path.read_text(encoding='utf-8')))
+        except (ValidationError, DuplicateCellId) as e: pytest.fail(f'{path.relative_to(ROOT)}: {e}')
+
+
 def test_all_other_notebooks_come_without_outputs():
-    for path in sorted((ROOT/'nbs').rglob('*.ipynb')):
-        if path.parent.name in ('benchmarks', '.ipynb_checkpoints'): continue
+    for path in NOTEBOOKS:
+        if path.parent.name == 'benchmarks': continue
         cells = json.loads(path.read_text(encoding='utf-8'))['cells']
         assert not [c['id'] for c in cells if c.get('outputs')], f'{path.relative_to(ROOT)}: outputs belong to the site'
 
