@@ -18,7 +18,13 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from .encoders.encoder import EncoderConfig, encoder_config, encoder_names, parse_encoder
+from b2t_kaggle.encoders.encoder import (
+    EncoderConfig,
+    encoder_config,
+    encoder_names,
+    parse_encoder,
+    require_encoder,
+)
 from .encoders.gru import GRUConfig
 from .files import write_whole
 from .official import is_official, to_our_names
@@ -446,6 +452,11 @@ class Config(Section):
         return upgrade(values) if isinstance(values, dict) else values
 
     @model_validator(mode='after')
+    def _framework_has_the_encoder(self):
+        require_encoder(self.train.framework, self.model.name)
+        return self
+
+    @model_validator(mode='after')
     def _groups_fit(self):
         if self.lm.path and self.lm.general:
             raise ValueError(f'lm.path is {self.lm.path}, a model to use as it is, and lm.general is '
@@ -537,8 +548,21 @@ def _model_fields() -> dict[str, dict[str, FieldInfo]]:
     fields = {}
     for name in encoder_names():
         try: fields[name] = encoder_config(name).model_fields
-        except ConfigError: continue # its framework is not installed
+        except ConfigError: continue # Its framework is not installed, or it is still being written
     return fields
+
+def _describe_field(
+    field: str,                  # Of some encoders
+    owners: dict[str, FieldInfo], # By encoder
+) -> str:
+    "What a field means to each of the encoders that have it, and where its default differs from the first one's."
+    by_meaning = {}
+    for name, f in owners.items(): by_meaning.setdefault(f.description or '', []).append(name)
+    is_common = field in EncoderConfig.model_fields
+    meanings = [meaning if is_common else f'{", ".join(names)}: {meaning}' for meaning, names in by_meaning.items()]
+    default = next(iter(owners.values())).default
+    others = [f'Default of {name}: {f.default}.' for name, f in owners.items() if f.default != default]
+    return ' '.join(filter(None, [*meanings, *others]))
 
 def config_fields() -> dict[str, tuple[Any, str]]: # Default and description
     "Every settable key, `group.field`. Fields that only some encoders have are marked with their names."
@@ -547,14 +571,9 @@ def config_fields() -> dict[str, tuple[Any, str]]: # Default and description
         if group == 'model': continue
         for k, f in type(section.default).model_fields.items(): keys[f'{group}.{k}'] = (f.default, f.description or '')
     models = _model_fields()
-    shared = set(EncoderConfig.model_fields)
-    for name, fields in models.items():
-        for k, f in fields.items():
-            owners = [n for n in models if k in models[n]]
-            mark = '' if k in shared else f'{", ".join(owners)}: '
-            others = {n: models[n][k].default for n in owners if models[n][k].default != f.default and k != 'name'}
-            differs = ''.join(f' Default of {n}: {v}.' for n, v in others.items())
-            keys.setdefault(f'model.{k}', (f.default, mark + (f.description or '') + differs))
+    for k in dict.fromkeys(k for fields in models.values() for k in fields):
+        owners = {name: fields[k] for name, fields in models.items() if k in fields}
+        keys[f'model.{k}'] = next(iter(owners.values())).default, _describe_field(k, owners)
     keys['model.name'] = ('gru', f'Architecture: {", ".join(models)}.')
     return dict(sorted(keys.items(), key=lambda item: list(Config.model_fields).index(item[0].split('.')[0])))
 

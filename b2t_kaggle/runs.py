@@ -120,6 +120,9 @@ def _sha(value) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 # %% ../nbs/13_runs.ipynb #c011
+# The version since which sessions are simulated and packed as they are now. A later one takes its place when that
+# changes: training on such data is another one
+_DATA_SINCE = '0.1.0'
 # May differ between two calls without making a finished stage out of date
 _NOT_IN_KEY = {'train.time_budget', 'train.accelerator', 'train.log', 'decode.n_jobs'}
 # Say where files are
@@ -245,13 +248,13 @@ class _Keyed(_Configured):
     def fingerprint(self,
         name: str, # Stage
     ) -> str:
-        """Hash of what a stage's files belong to; unlike the key it stays when files are only touched or moved, or
-        training is only prolonged."""
-        version = STAGES[name].shared and b2t_kaggle.__version__
+        """Hash of what a stage's files belong to; unlike the key it stays when files are only touched or moved,
+        training is only prolonged, or b2t_kaggle has another version."""
+        data = STAGES[name].shared and _DATA_SINCE
         files = [mark if name == 'train' else mark[:2] for mark in self.marks(name)]
         earlier = {n: self.fingerprint(n) for n in self._needs(name)}
         values = _stage_values(name, self.cfg, MAY_CHANGE | _NOT_IN_KEY)
-        return _sha([version, values, files, earlier])
+        return _sha([data, values, files, earlier])
 
     def key(self,
         name: str, # Stage

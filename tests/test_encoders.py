@@ -15,6 +15,7 @@ from killed import ask_before_each_step, kill_behind_a_checkpoint
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.augment import Augment
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, save_official
+from b2t_kaggle.pytorch.frontend import Frontend
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.models import build_model, model_names
 from b2t_kaggle.pytorch.parallel import SingleDevice
@@ -60,19 +61,32 @@ def test_the_layer_that_reads_patches_has_these_parameters(name):
     assert bool(model.patch_layer) or name not in ('gru', 'triple_gru', 'transformer', 'mamba', 'zipformer')
 
 
+@pytest.mark.parametrize('where', ['processor', 'accelerator'])
 @pytest.mark.parametrize('name', NAMES_AND_VARIANTS)
-def test_padding_changes_nothing(name):
-    "What lies beyond a trial's end is garbage here, in both ways to compute it; training and evaluation alike."
+def test_padding_changes_nothing(name, where, monkeypatch):
+    """What lies beyond a trial's end is garbage here, not even numbers; in both ways to compute it, those of a
+    processor and of an accelerator, in training and in evaluation."""
+    if where == 'accelerator': monkeypatch.setattr(Frontend, '_packed', Frontend._padded)
     cfg = config(name)
     torch.manual_seed(0)
-    model = build_model(cfg.model, 2).eval()
+    model = build_model(cfg.model, 2)
     for p in model.parameters(): torch.nn.init.normal_(p, std=0.3)
     n_bins = torch.tensor([60, 31, 44])
     x = torch.randn(3, 60, 16)
     garbage = x.clone()
     for row, n in zip(garbage, n_bins): row[n:] = 1e4 * torch.randn_like(row[n:])
+    garbage[1, 40] = torch.inf
+    garbage[2, 50] = torch.nan
     day = torch.tensor([0, 1, 1])
     frames = cfg.model.n_frames(n_bins)
+    model.train()
+    arguments = model.training_args(0, 10)
+    in_training = []
+    for bins in (x, garbage):
+        torch.manual_seed(1)  # For layers that are skipped at random
+        in_training.append(model.training_logits(model(bins, day, n_bins=n_bins, **arguments)))
+    for i, n in enumerate(frames): torch.testing.assert_close(*(y[i, :n] for y in in_training), rtol=1e-5, atol=1e-5)
+    model.eval()
     clean = model(x, day, n_bins=n_bins)
     dirty = model(garbage, day, n_bins=n_bins)
     for i, n in enumerate(frames):
@@ -119,9 +133,8 @@ def test_saves_and_loads(name, data, trained, tmp_path):
 @pytest.mark.parametrize('name', NAMES_AND_VARIANTS)
 def test_official_form_or_refusal(name, trained, tmp_path):
     model, cfg = load_model(trained(name)[0]/'best.pt')
-    if not cfg.model.has_official_form:
-        what = 'model.bidirectional is true' if cfg.model.name == 'gru' else f'model.name is {cfg.model.name}'
-        with pytest.raises(CheckpointError, match=f'{what}, which the official kit does not have'):
+    if reason := cfg.model.no_official_form():
+        with pytest.raises(CheckpointError, match=f'{reason}, which the official kit does not have'):
             save_official(model, cfg, tmp_path)
         return
     back, _ = load_model(save_official(model, cfg, tmp_path))
@@ -183,15 +196,16 @@ def test_the_names_are_the_files():
     assert {'gru', 'triple_gru'} <= set(NAMES)
 
 
-def test_from_bins_to_words(data, trained, tmp_path):
+@pytest.mark.parametrize('name', [n for n in NAMES_AND_VARIANTS if build_model(config(n).model, 2).is_causal])
+def test_from_bins_to_words(name, data, trained, tmp_path):
     "A stream of bins gives partial words, and in the end the n-best of the whole trial."
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.decoding.streaming import BinStream
     from b2t_kaggle.lm.automaton import Automaton
     from b2t_kaggle.lm.ngram import build_ngram
-    model, cfg = load_model(trained('gru')[0]/'best.pt')
+    model, cfg = load_model(trained(name)[0]/'best.pt')
     store, _ = open_toy(data)
-    whole = infer(trained('gru')[0]/'best.pt', store, tmp_path/'logits.arrow', 'cpu', 'float32', progress=False)
+    whole = infer(trained(name)[0]/'best.pt', store, tmp_path/'logits.arrow', 'cpu', 'float32', progress=False)
     lexicon = {'a': [['AA']], 'b': [['AE']], 'ab': [['AA', 'AE']]}
     decoder = LexiconBeamDecoder(
         lexicon, Automaton.load(build_ngram(['a b', 'ab a'], tmp_path / 'lm.arpa', order=2)), nbest=3

@@ -59,6 +59,17 @@ def test_a_new_field_that_is_used_counts(tmp_path, later, key, value):
     assert statuses['pack'] == 'done' and statuses['train'] == 'inputs or parameters changed'
 
 
+def test_another_version_trains_on_from_the_checkpoint(tmp_path, monkeypatch):
+    "Everything is done again, as it may come out otherwise; but a model is not set aside, nor are data simulated anew."
+    finish_all(tmp_path)
+    before = {name: Run(tmp_path/'run', tmp_path).fingerprint(name) for name in plan(preset('demo'))}
+    monkeypatch.setattr('b2t_kaggle.__version__', '99.0')
+    run = Run(tmp_path/'run', tmp_path)
+    assert {name: run.fingerprint(name) for name in before} == before
+    assert StageRun(run, 'train').status() == 'inputs or parameters changed'
+    assert 'b2t_kaggle was' in StageRun(run, 'train').reason()
+
+
 def test_a_checkpoint_continues(later):
     before = fingerprint(preset('demo'), {})
     later()

@@ -493,8 +493,8 @@ def test_a_validation_that_does_not_fit_names_its_own_setting(stores):
     t = Trainer(*stores, config(), SingleDevice(pick_torch('cpu')))
     t.current = 'validating'
     with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'):
-        raise_if_oom(RuntimeError('XLA: RESOURCE_EXHAUSTED: out of HBM'), t.backend.device.name, t)
-    raise_if_oom(RuntimeError('something else'), t.backend.device.name, t)   # is left alone
+        raise_if_oom(RuntimeError('XLA: RESOURCE_EXHAUSTED: out of HBM'), t.backend.device.name, t.cfg, t)
+    raise_if_oom(RuntimeError('something else'), t.backend.device.name, t.cfg, t)   # is left alone
 
 
 def test_a_run_may_go_on_in_smaller_parts(stores, tmp_path):

@@ -144,13 +144,16 @@ def test_cut_trials_continue():
 def test_loss_is_the_sum_that_is_written():
     out = torch.randn(3, 6, 5), torch.randn(3, 6, 5), torch.randn(3, 6, 11)
     frames = torch.tensor([6, 1, 4])
-    loss = triple_loss(out, lambda logits: logits.square().sum((1, 2)), frames)
+    def ctc(logits): return logits.square().sum((1, 2))
+
+    loss = triple_loss(out, ctc, frames, noisy_weight=0.2, noise_weight=0.001)
     for i, n in enumerate(frames):
         torch.testing.assert_close(
             loss[i], out[0][i].square().sum() + 0.2 * out[1][i].square().sum() + 0.001 * out[2][i, :n].square().mean()
         )
-    changed = out[2].clone(); changed[1, 1:] = 1e3  # beyond the trial
-    assert torch.equal(triple_loss((*out[:2], changed), lambda logits: logits.square().sum((1, 2)), frames), loss)
+    changed = out[2].clone()
+    changed[1, 1:] = 1e3  # beyond the trial
+    assert torch.equal(triple_loss((*out[:2], changed), ctc, frames, noisy_weight=0.2, noise_weight=0.001), loss)
 
 
 def ctc_of(labels, frames):

@@ -56,6 +56,7 @@ class RecurrentConfig(PatchedConfig):
     "Dropout between GRU layers."
     rnn_trainable: bool = True
     "Whether the GRU layers are trained."
+    size_fields = 'n_units', 'n_layers'
 
 class GRUConfig(RecurrentConfig):
     "The official GRU."
@@ -64,8 +65,7 @@ class GRUConfig(RecurrentConfig):
     bidirectional: bool = False
     "Whether each layer reads the trial backwards too, with weights of its own; it does not stream then."
 
-    @property
-    def has_official_form(self) -> bool: return not self.bidirectional
+    def no_official_form(self) -> str: return 'model.bidirectional is true' if self.bidirectional else ''
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:
         "Numbers that a training step keeps for its backward pass, estimated."

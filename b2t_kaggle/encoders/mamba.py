@@ -53,6 +53,7 @@ class MambaConfig(PatchedConfig):
     "Whether the place of the trial's day among all, from 0 to 1, is one more input."
     drift: float = Field(0.0, ge=0)
     "Weight of the squared distance between the layers of days that follow each other; 0 means none."
+    size_fields = 'n_units', 'n_layers'
 
     @property
     def n_channels(self) -> int:

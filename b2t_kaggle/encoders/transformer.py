@@ -64,6 +64,7 @@ class TransformerConfig(EncoderConfig):
     "Dropout after the patches' projection."
     dropout: float = Field(0.35, ge=0, lt=1)
     "Dropout in the layers, on the weights of attention too."
+    size_fields = 'n_units', 'n_layers'
 
     @model_validator(mode='after')
     def _buckets_and_contexts_fit(self):

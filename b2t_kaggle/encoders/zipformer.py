@@ -44,6 +44,7 @@ class StacksConfig(PatchedConfig):
     "Numbers per value of a head."
     pos_dim: int = Field(48, ge=2, multiple_of=2)
     "Columns of the table of distances."
+    size_fields = 'encoder_dim', 'feedforward_dim'
 
     @model_validator(mode='after')
     def _stacks_fit(self):

@@ -25,7 +25,7 @@ from ..devices import machine
 from ..devices.session import session_hours
 from ..files import atomic_path
 from ..training.budget import announce_session
-from ..training.checkpoints import REFIT
+from ..training.checkpoints import BEST, REFIT, framework_of
 
 if TYPE_CHECKING: # It needs packages that may have to be installed first
     from b2t_kaggle.config import Config
@@ -91,7 +91,7 @@ def _is_sphinx(path: Path) -> bool:
 def _kind_of_file(path: Path) -> str | None:
     "The field of `Attached` to which a file that lies in no run belongs."
     name = path.name
-    if name in ('best.pt', 'best.weights.h5'): return 'checkpoints'
+    if name in BEST.values(): return 'checkpoints'
     if name.endswith('.arrow'): return 'logits' if _starts_with(path, b'"kind": "log_probs"') else None
     if name.endswith(('.arpa', '.arpa.gz')): return 'ngrams'
     if name.startswith('pocketsphinx-') and name.endswith('.whl'): return 'general'
@@ -371,7 +371,7 @@ def _log_probs(found: Attached) -> list[Path]:
 
 def _model(found: Attached, problems: list[str]) -> Path | None:
     "The one checkpoint that is attached, for `infer.checkpoint`."
-    best = [run/'train'/name for run in found.runs for name in ('best.pt', 'best.weights.h5')]
+    best = [run/'train'/name for run in found.runs for name in BEST.values()]
     ours = [*(path for path in best if path.exists()), *found.checkpoints]
     return the_only(ours or found.official, 'a model to run', 'name one in `models`', problems)
 
@@ -393,7 +393,7 @@ def _source(found: Attached, at_least: int, problems: list[str]) -> dict[str, An
         problems.append('a model: none is attached; attach the output of a training notebook, LogitStores (val.arrow '
                         "and test.arrow), or the competition's data, in which the official checkpoint is "
                         '(t15_pretrained_rnn_baseline)')
-    framework = 'tensorflow' if model and model.name.endswith('.weights.h5') else 'pytorch'
+    framework = framework_of(model) if model else 'pytorch'
     if model and (model.parent/REFIT).is_file(): model = model.parent # The folder has two models, one of them for test
     return {'infer.logits': [], 'infer.checkpoint': model, 'train.framework': framework}
 

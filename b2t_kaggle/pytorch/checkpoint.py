@@ -257,9 +257,8 @@ def to_official_args(
 ) -> dict:
     """The configuration with the official kit's names and groups; `config.from_official` reads it back.
     Raises `CheckpointError` for a model that the kit does not have."""
-    if not cfg.model.has_official_form:
-        what = 'model.bidirectional is true' if cfg.model.name == 'gru' else f'model.name is {cfg.model.name}'
-        raise CheckpointError(f'{what}, which the official kit does not have; only a gru that reads forwards can be '
+    if reason := cfg.model.no_official_form():
+        raise CheckpointError(f'{reason}, which the official kit does not have; only a gru that reads forwards can be '
                               'written in its form')
     values = cfg.model_dump(mode='json')
     args = {}

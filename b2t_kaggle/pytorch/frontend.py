@@ -22,7 +22,7 @@ from b2t_kaggle.pytorch.layers import (
     sliced_windows,
     softsign,
 )
-from .models.encoder import Encoder, check_days
+from .models.encoder import Encoder, check_days, mask_padding
 from .recurrence import GRU, FrameOrder, cpu_gru, frame_order, permute
 
 # %% ../../nbs/pytorch/04_frontend.ipynb #c006
@@ -65,8 +65,6 @@ class Frames:
 class Frontend(Encoder):
     """The first layers of an encoder: a layer per day, softsign, dropout, patches. It derives from this class and calls
     `frames`."""
-    is_causal = True
-
     def __init__(self,
         cfg: PatchedConfig, # The `model` group
         n_days: int,        # Recording days, D
@@ -105,8 +103,9 @@ class Frontend(Encoder):
         return self._packed(x, day_idx, torch.full((B,), T) if n_bins is None else n_bins)
 
     def _padded(self, x: Tensor, day_idx: Tensor, n_bins: Tensor | None = None) -> Frames:
-        "What the frames are, in five operations; how an accelerator computes them."
+        "What the frames are, in six operations; how an accelerator computes them."
         cfg = self.cfg
+        x = mask_padding(x, n_bins)
         if self.has_day_layer: x = day_affine(x, day_idx, self.day_weights, self.day_biases)
         x = dropout(softsign(x), cfg.input_dropout, self.training)
         if cfg.patch_size: x = sliced_windows(x, cfg.patch_size, cfg.patch_stride)
@@ -132,9 +131,7 @@ class Frontend(Encoder):
         return torch.compile(self)
 
     def freeze(self) -> None:
-        "Day layers that are not trained stay the identity, GRU layers what they are."
-        for m in self.modules():
-            if isinstance(m, GRU): m.requires_grad_(self.cfg.rnn_trainable)
+        "Day layers that are not trained stay the identity."
         if self.has_day_layer:
             for p in (self.day_weights, self.day_biases): p.requires_grad_(self.cfg.input_trainable)
 

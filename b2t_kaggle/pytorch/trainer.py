@@ -140,7 +140,7 @@ def add_gradients(
     model = trainer.model
     seed = step_seed(cfg.train.seed, trainer.step, 2*place)
     training_args = model.training_args(trainer.step, cfg.train.num_training_batches)
-    numbers = {k: v for k, v in training_args.items() if isinstance(v, float)} # they change from step to step
+    numbers = {k: training_args[k] for k in model.changing_args}
     scalars = backend.scalars(cut=draw_cut(cfg.augment, seed), **numbers)
     cut = scalars.pop('cut')
     rows = micro_batch.two_views() if cfg.train.cr_ctc else micro_batch

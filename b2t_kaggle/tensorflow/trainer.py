@@ -187,7 +187,7 @@ class Trainer(loop.Trainer):
         return dict(
             cut=draw_cut(cfg.augment, step_seed(cfg.train.seed, self.step)),
             rates=learning_rates(self.step, cfg.train),
-            args={k: v for k, v in args.items() if isinstance(v, float)},
+            args={k: args[k] for k in self.model.changing_args},
             in_batch=np.isin(range(len(self.day_of)), days).astype(np.float32),
         )
 

@@ -35,8 +35,8 @@ REFIT = 'refit.pt' # After `train.refit`, which is PyTorch's
 # folder in a folder of the same name
 _OFFICIAL = ('best_checkpoint', 'checkpoint/best_checkpoint', 't15_pretrained_rnn_baseline/checkpoint/best_checkpoint')
 _PLACES = dict(
-    pytorch=(*_OFFICIAL, 'best.pt', 'train/best.pt'),
-    tensorflow=('best.weights.h5', 'train/best.weights.h5'),
+    pytorch=(*_OFFICIAL, BEST['pytorch'], f'train/{BEST["pytorch"]}'),
+    tensorflow=(BEST['tensorflow'], f'train/{BEST["tensorflow"]}'),
 )
 
 def find_checkpoint(

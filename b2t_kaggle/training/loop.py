@@ -472,7 +472,7 @@ def fit(
         if loop.is_told: loop.judge = judge_here()
         with tracking(names if loop.is_told else [], tracked) as loop.log: stopped = loop.run(progress)
     except Exception as e:
-        raise_if_oom(e, backend.device.name, trainer)
+        raise_if_oom(e, backend.device.name, cfg, trainer)
         raise
     backend.close()
     if trainer.scaler and trainer.is_main_process:

@@ -32,14 +32,17 @@ def is_oom(
 
 def oom_message(
     device: str, # Whose memory is full
+    cfg: Config, # The run's configuration
     trainer,     # A `training.loop.Trainer`; None while it is being made
 ) -> str:
     "What does not fit, and what to do."
     memory = f'fit into the memory of {device}'
-    if trainer is None: return f'the model and its optimiser do not {memory}. Make it smaller (model.n_units)'
+    if trainer is None:
+        names = ' or '.join(f'model.{name}' for name in cfg.model.size_fields)
+        fields = f': lower {names}' if names else ''
+        return f'the model and its optimiser do not {memory}. Make the model smaller{fields}'
     if trainer.current is None:
         return f'the first batch does not {memory}. Lower data.batch_size, or raise train.accumulate'
-    cfg = trainer.cfg
     if trainer.current == 'validating':
         return (f'batch {trainer.step}: the validation does not {memory}. Lower data.eval_batch_size, now '
                 f'{cfg.data.eval_batch_size}; that changes no result')
@@ -53,9 +56,10 @@ def oom_message(
 def raise_if_oom(
     error: BaseException, # From training
     device: str,          # Where it ran
+    cfg: Config,          # The run's configuration
     trainer,              # None while it is being made
 ) -> None:
     "Raises `TrainingError` if `error` says that memory is full."
     if not is_oom(error): return
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-    raise TrainingError(f'{oom_message(device, trainer)}; {first_line}') from error
+    raise TrainingError(f'{oom_message(device, cfg, trainer)}; {first_line}') from error

@@ -1,4 +1,5 @@
 "What every encoder of TensorFlow must do. The registry is the list: an encoder is tested by being there."
+import json
 import sys
 from pathlib import Path
 
@@ -11,11 +12,11 @@ import copies
 import encoders
 from encoders import open_toy, write_toy
 from killed import ask_before_each_step, kill_behind_a_checkpoint
+from train_toy import first_steps, write_first_steps
 
 from b2t_kaggle.convert import convert
 from b2t_kaggle.schema import ConfigError
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model
-from b2t_kaggle.tensorflow.feed import start
 from b2t_kaggle.tensorflow.inference import infer
 from b2t_kaggle.tensorflow.models import build_model, encoder_class, model_names
 from b2t_kaggle.tensorflow.trainer import Trainer, train
@@ -24,11 +25,8 @@ from b2t_kaggle.training.checkpoints import CheckpointError
 NAMES = model_names()
 
 
-# A program for a second length takes as long as all steps do, and test_trainer_tf has one
-ONE_LENGTH = {'data.n_buckets': 1}
-
-
-def config(name, **changes): return encoders.config(name, framework='tensorflow', **ONE_LENGTH | changes)
+# As in `first_steps`
+def config(name): return encoders.config(name, framework='tensorflow', **{'data.n_buckets': 1})
 
 
 @pytest.fixture(scope='module')
@@ -73,6 +71,11 @@ def test_padding_changes_nothing(name, trained):
     np.testing.assert_allclose(clean[1, :n], alone[0, :n], rtol=1e-4, atol=1e-4)
 
 
+def start_copies():
+    "What they have imported starts no device, and so no thread of TensorFlow."
+    copies.start(['b2t_kaggle.tensorflow.trainer'])
+
+
 def train_in_a_copy(allowed, folder, name, out):
     ask_before_each_step(Trainer, allowed)
     train(*open_toy(folder), config(name), out, progress=False)
@@ -81,7 +84,7 @@ def train_in_a_copy(allowed, folder, name, out):
 @pytest.mark.parametrize('name', NAMES)
 def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
     "SIGKILL as soon as there is a checkpoint; the weights are those of a run that was never killed, bit for bit."
-    copies.start(['b2t_kaggle.tensorflow.trainer']) # Which starts no device, and so no thread of TensorFlow
+    start_copies()
     kill_behind_a_checkpoint(train_in_a_copy, (data, name, tmp_path), tmp_path/'last.weights.h5', steps=50)
     assert 0 < load_last(tmp_path/'last.weights.h5')['run']['step'] < 200
     result = train(*open_toy(data), config(name), tmp_path, progress=False)
@@ -107,8 +110,8 @@ def test_official_form_or_refusal(name, trained, tmp_path):
     "Through `b2t convert`, to the official kit's folder and back, bit for bit; or one sentence."
     file = trained(name)[0]/'best.weights.h5'
     model, cfg = load_model(file)
-    if not cfg.model.has_official_form:
-        with pytest.raises(CheckpointError, match=f'model.name is {name}, which the official kit does not have'):
+    if reason := cfg.model.no_official_form():
+        with pytest.raises(CheckpointError, match=f'{reason}, which the official kit does not have'):
             convert(file, tmp_path/'official')
         return
     convert(file, tmp_path/'official')
@@ -118,15 +121,18 @@ def test_official_form_or_refusal(name, trained, tmp_path):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_accumulated_gradients(name, data):
-    "A batch in two parts gives the losses and the gradient of the whole one."
-    results = []
-    for accumulate in (1, 2):
-        cfg = config(name, accumulate=accumulate)
-        trainer = Trainer(*open_toy(data), cfg, start('cpu', 'float32'))
-        steps = list(trainer.steps(3))
-        results.append(([s.losses.mean() for s in steps], [s.grad_norm for s in steps]))
-    for one, parts in zip(*results): assert parts == pytest.approx(one, rel=2e-3)
+def test_parts_of_a_batch_give_the_steps_of_the_whole(name, data, tmp_path):
+    "In turn, by accumulated gradients, and at once, on two devices."
+    start_copies()
+    p = copies.call(write_first_steps, tmp_path/'two.json', 2, name, data)
+    whole = first_steps(name, data)
+    in_turn = first_steps(name, data, accumulate=2)
+    p.join(300)
+    assert p.exitcode == 0
+    at_once = json.loads((tmp_path/'two.json').read_text())
+    assert (whole['n'], in_turn['n'], at_once['n']) == (1, 1, 2)
+    for parts in in_turn, at_once:
+        for k in ('losses', 'norms'): assert parts[k] == pytest.approx(whole[k], rel=2e-3), k
 
 
 @pytest.mark.parametrize('name', ['conv', 'mamba', 'zipformer'])

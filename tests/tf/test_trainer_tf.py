@@ -279,7 +279,8 @@ def test_a_full_memory_is_explained(stores):
     with pytest.raises(tf.errors.ResourceExhaustedError) as full: tf.ones([2**44])
     t.current = t.loader.batch(0)
     advice = r'batch 0 does not fit .* 3 trials of up to \d+ bins \(the bucket\) need about .* set train.accumulate=4'
-    with pytest.raises(TrainingError, match=advice): raise_if_oom(full.value, device, t)
+    with pytest.raises(TrainingError, match=advice): raise_if_oom(full.value, device, t.cfg, t)
     t.current = 'validating'
-    with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'): raise_if_oom(full.value, device, t)
-    raise_if_oom(RuntimeError('something else'), device, t)   # is left alone
+    with pytest.raises(TrainingError, match='Lower data.eval_batch_size, now 64'):
+        raise_if_oom(full.value, device, t.cfg, t)
+    raise_if_oom(RuntimeError('something else'), device, t.cfg, t)   # is left alone

@@ -38,13 +38,14 @@ def test_loss_equals_pytorchs():
     rng = np.random.default_rng(0)
     frames = np.array([6, 1, 4, 0])
     arrays = [rng.normal(size=(4, 6, n)).astype(np.float32) for n in (5, 5, 11)]
+    weights = dict(noisy_weight=0.2, noise_weight=0.001)
     a = [torch.tensor(x, requires_grad=True) for x in arrays]
-    theirs = pt.triple_loss(a, lambda logits: logits.square().sum((1, 2)), torch.tensor(frames))
+    theirs = pt.triple_loss(a, lambda logits: logits.square().sum((1, 2)), torch.tensor(frames), **weights)
     theirs.sum().backward()
     b = [tf.constant(x) for x in arrays]
     with tf.GradientTape() as tape:
         tape.watch(b)
-        ours = triple_loss(b, lambda logits: tf.reduce_sum(logits**2, (1, 2)), tf.constant(frames))
+        ours = triple_loss(b, lambda logits: tf.reduce_sum(logits**2, (1, 2)), tf.constant(frames), **weights)
     np.testing.assert_allclose(ours, theirs.detach(), rtol=1e-5)
     for x, y in zip(a, tape.gradient(ours, b)): np.testing.assert_allclose(y, x.grad, rtol=1e-5, atol=1e-9)
 

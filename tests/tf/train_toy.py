@@ -1,5 +1,5 @@
 """Trains a toy on some logical devices of the processor, whose number is settled when TensorFlow starts: a process of
-its own. Called by test_trainer_tf.py."""
+its own."""
 import json
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from pathlib import Path
 import tensorflow as tf
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import encoders
 from test_trainer import config
 
 from b2t_kaggle.data.store import TrialStore
@@ -24,12 +25,31 @@ def steps(t, n):
                 n=t.backend.n_devices, traces=t.program.f.experimental_get_tracing_count(), val=t.validate())
 
 
+def first_steps(name, folder, **changes):
+    "Mean losses and gradient norms of an encoder's first steps on the toy of `encoders`, and on how many devices."
+    # A program for a second length takes as long as all steps do, and test_trainer_tf has one
+    cfg = encoders.config(name, framework='tensorflow', **{'data.n_buckets': 1} | changes)
+    trainer = Trainer(*encoders.open_toy(folder), cfg, start('cpu', 'float32'))
+    results = list(trainer.steps(3))
+    return dict(losses=[float(r.losses.mean()) for r in results], norms=[float(r.grad_norm) for r in results],
+                n=trainer.backend.n_devices)
+
+
+def write_first_steps(path, n, *arguments):
+    "Those on so many devices, as JSON."
+    split_processor(n)
+    path.write_text(json.dumps(first_steps(*arguments)))
+
+
+def split_processor(n):
+    cpu, = tf.config.list_physical_devices('CPU')
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * n)
+
+
 if __name__ == '__main__':
     task, n, data, out, overrides = sys.argv[1:]
     n, data, out = int(n), Path(data), Path(out)
-    if n > 1:
-        cpu, = tf.config.list_physical_devices('CPU')
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * n)
+    if n > 1: split_processor(n)
     stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
     cfg = config(**{'accelerator': 'cpu'} | json.loads(overrides))
     if task == 'steps': result = steps(Trainer(*stores, cfg, start('cpu')), 6)

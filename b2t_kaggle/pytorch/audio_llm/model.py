@@ -149,6 +149,9 @@ class AudioLLM(Encoder):
         found = self.acoustic.training_losses(own, of_logits, frames)
         return dict(ctc=found['loss'] if isinstance(found, dict) else found)
 
+    @property
+    def changing_args(self) -> tuple[str, ...]: return *self.acoustic.changing_args, 'batches'
+
     def training_args(self, step: int, n_steps: int) -> dict:
         return self.acoustic.training_args(step, n_steps) | dict(batches=float(step))
 

@@ -10,17 +10,15 @@ from ...encoders.encoder import EncoderConfig, encoders_in, find_encoder
 from .encoder import Encoder
 
 # %% ../../../nbs/pytorch/models/00_registry.ipynb #c005
-_ROOM = 'b2t_kaggle.pytorch.models'
-
 def model_names() -> list[str]:
     "Encoders that PyTorch has."
-    return encoders_in(_ROOM)
+    return encoders_in('pytorch')
 
 def encoder_class(
     name: str, # Of an encoder
 ) -> type[Encoder]:
     "The class of an encoder. Raises `ConfigError` for one that PyTorch does not have."
-    return find_encoder(_ROOM, 'PyTorch', Encoder, name)
+    return find_encoder('pytorch', Encoder, name)
 
 def build_model(
     cfg: EncoderConfig, # The run's `model` group

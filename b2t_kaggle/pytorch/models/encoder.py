@@ -24,7 +24,7 @@ def mask_padding(
     "Zeros beyond the end of each trial, `[B, T, F]`."
     if n_bins is None: return x
     inside = torch.arange(x.shape[1], device=x.device) < n_bins.to(x.device)[:, None]
-    return x * inside[..., None]
+    return torch.where(inside[..., None], x, 0)
 
 def check_days(
     x: Tensor, # Features `[B, T, F]`
@@ -44,6 +44,7 @@ class Encoder(nn.Module):
     is_causal: bool = False # Whether a frame depends on no later bins than its own
     patch_layer: ClassVar[tuple[str, ...]] = () # How names of the parameters begin that read patches of bins
     read_out: ClassVar[str] = 'out' # The linear layer that makes logits of states
+    changing_args: ClassVar[tuple[str, ...]] = () # Those of `training_args` that are another number in each step
 
     def __init__(self,
         cfg: EncoderConfig, # The `model` group
@@ -72,8 +73,7 @@ class Encoder(nn.Module):
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor forward')
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        """More arguments of `forward` in a training step, counted from 0. Numbers that change from step to step are
-        floats."""
+        "More arguments of `forward` in a training step, counted from 0."
         return {}
 
     def training_inputs(self,
@@ -144,8 +144,8 @@ class Encoder(nn.Module):
 
     def start(self, batch_size: int = 1) -> Any:
         "The state before the first bin, for `push`."
-        raise NotImplementedError(f'model.name = {self.cfg.name}: this model does not stream, because its frames '
-                                  'depend on later bins; take a causal one')
+        raise NotImplementedError(f'model.name = {self.cfg.name}: this model does not stream: its frames depend '
+                                  'on later bins, or it has no `push`; take a causal one')
 
     def push(self, x: Tensor, day_idx: Tensor, state: Any) -> tuple[Tensor, Any]:
         "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."

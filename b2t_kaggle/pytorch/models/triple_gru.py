@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ...encoders.triple_gru import TripleGRUConfig
 from ..frontend import Frames, Frontend, StreamState, push_patches
-from .gru import init_gru
+from .gru import freeze_gru, init_gru
 from ..recurrence import GRU
 
 # %% ../../../nbs/pytorch/models/03_triple_gru.ipynb #c006
@@ -110,8 +110,8 @@ def triple_loss(
     out: tuple[Tensor, Tensor, Tensor], # Clean logits, noisy logits `[B, T', K]`, noise `[B, T', I]`
     ctc: Callable[[Tensor], Tensor],    # CTC loss of each trial `[B]` from logits
     frames: Tensor,                     # Frames of each trial `[B]`
-    noisy_weight: float = 0.2,          # Of the adversary's CTC loss
-    noise_weight: float = 0.001,        # Of the mean square of the noise
+    noisy_weight: float,                # Of the adversary's CTC loss
+    noise_weight: float,                # Of the mean square of the noise
 ) -> Tensor:
     "Loss of each trial, `[B]`."
     clean, noisy, noise = out
@@ -123,6 +123,8 @@ def triple_loss(
 class TripleGRUDecoder(Frontend):
     "Features of a trial to logits per frame, read from what is left after a learnt noise is subtracted."
     Config = TripleGRUConfig
+    is_causal = True
+    changing_args = 'strength',
     patch_layer = ('noise.gru.weight_ih_l0', 'noise.gru.bias_ih_l0', 'clean.gru.weight_ih_l0', 'clean.gru.bias_ih_l0')
     read_out = 'clean.out'
 
@@ -199,6 +201,11 @@ class TripleGRUDecoder(Frontend):
     def training_logits(self, out: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         "Those of clean speech."
         return out[0]
+
+    def freeze(self) -> None:
+        "Turn off the gradients of parts that the configuration says are not trained."
+        super().freeze()
+        freeze_gru(self)
 
     def start(self, batch_size: int = 1) -> StreamState: return StreamState()
 

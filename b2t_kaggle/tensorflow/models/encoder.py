@@ -103,6 +103,7 @@ class Encoder(_NamedModel):
     """Features of a trial to logits per frame. Derive from it, set `Config`, make all variables in the constructor, and
     write `encode`."""
     Config: ClassVar[type[EncoderConfig]]
+    changing_args: ClassVar[tuple[str, ...]] = () # Those of `training_args` that are another number in each step
 
     def __init__(self,
         cfg: EncoderConfig, # The `model` group
@@ -142,8 +143,7 @@ class Encoder(_NamedModel):
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor call')
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        """More arguments of `call` in a training step, counted from 0. Numbers that change from step to step are
-        floats, of which the trainer makes tensors."""
+        "More arguments of `call` in a training step, counted from 0."
         return {}
 
     def training_losses(self,

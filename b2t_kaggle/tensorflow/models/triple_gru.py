@@ -62,8 +62,8 @@ def triple_loss(
     out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], # Clean logits, noisy logits `[B, T', K]`, noise `[B, T', I]`
     ctc: Callable[[tf.Tensor], tf.Tensor],       # CTC loss of each trial `[B]` from logits
     frames: tf.Tensor,                           # Frames of each trial `[B]`
-    noisy_weight: float = 0.2,                   # Of the adversary's CTC loss
-    noise_weight: float = 0.001,                 # Of the mean square of the noise
+    noisy_weight: float,                         # Of the adversary's CTC loss
+    noise_weight: float,                         # Of the mean square of the noise
 ) -> tf.Tensor:
     "Loss of each trial, `[B]`."
     clean, noisy, noise = out
@@ -76,6 +76,7 @@ def triple_loss(
 class TripleGRUDecoder(GRUEncoder):
     "Features of a trial to logits per frame, read from what is left after a learnt noise is subtracted."
     Config = TripleGRUConfig
+    changing_args = 'strength',
 
     def __init__(self,
         neural_dim: int,            # Features per bin, F

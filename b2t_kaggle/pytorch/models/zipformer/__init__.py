@@ -143,6 +143,7 @@ class Zipformer(Encoder):
     "Zipformer with a front end for neural features and a read-out for CTC (Yao et al., 2024)."
     Config = ZipformerConfig
     patch_layer = ('frontend.',)
+    changing_args = 'batch_count',
 
     def __init__(self,
         cfg: ZipformerConfig, # The `model` group
