@@ -666,6 +666,7 @@ _ICEFALL = dict(num_training_batches=30_000, optimizer='scaled_adam', lr_schedul
                 lr_max=0.045, lr_warmup_steps=500, lr_max_day=0.01, lr_warmup_steps_day=500)
 _MASKS = dict(time_masks=10, time_mask_max=0.03)
 
+# %% ../nbs/08_config.ipynb #c301
 PRESETS = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
@@ -718,6 +719,7 @@ PRESETS = {
     },
 }
 
+# %% ../nbs/08_config.ipynb #c304
 def preset(
     name: str, # A key of `PRESETS`, such as `official`
 ) -> Config:
