@@ -603,6 +603,16 @@ def _unfinished(trie: Trie, state: State, n_texts: int) -> tuple[np.ndarray, np.
     start, words = flatten(found)
     return words, start
 
+# %% ../../nbs/decoding/03_search.ipynb #c302
+def _add(
+    hyps: Hyps,        # Changed in place
+    added: np.ndarray, # To the scores of each hypothesis [n]
+) -> None:
+    "Change the hypotheses' scores, which stay relative to the best one."
+    n = len(added)
+    added = (added - (hyps.score[:n] + added).max()).astype(np.float32)
+    for scores in (hyps.label, hyps.blank, hyps.score): scores[:n] += added
+
 # %% ../../nbs/decoding/03_search.ipynb #c070
 _ARENA_SIZE = 1 << 14 # At the beginning
 
@@ -645,7 +655,7 @@ class Search:
             n = every - self.n_frames % every if self.fused else every # Frames to the next fusion
             self._search(scores[:n], skip[:n])
             scores, skip = scores[n:], skip[n:]
-            if self.fused and self.n_frames % every == 0: self._add(fuse(self.fused, self._held()))
+            if self.fused and self.n_frames % every == 0: _add(self.state.hyps, fuse(self.fused, self._held()))
 
     def texts(self,
         n_texts: int, # How many
@@ -653,7 +663,7 @@ class Search:
         "The best distinct texts of the trial, about in the order of their scores."
         if self.fused:
             complete = self.state.hyps.node[:len(self._held())] == 0
-            self._add(fuse_at_end(self.fused, self._held()[complete], self._held()))
+            _add(self.state.hyps, fuse_at_end(self.fused, self._held()[complete], self._held()))
         while True:
             state = self.state
             scores, starts = _complete(state.hyps, state.scratch, state.counters[0], self.scorer.view,
@@ -711,13 +721,6 @@ class Search:
     def _held(self) -> np.ndarray:
         "The scorer's states of the hypotheses."
         return self.state.hyps.state[:self.state.counters['n_hyps'][0]]
-
-    def _add(self, added: np.ndarray) -> None:
-        "Change the hypotheses' scores, which stay relative to the best one."
-        hyps = self.state.hyps
-        n = len(added)
-        added = (added - (hyps.score[:n] + added).max()).astype(np.float32)
-        for scores in (hyps.label, hyps.blank, hyps.score): scores[:n] += added
 
     def _model(self) -> Model:
         "The model as it is now: KenLM's answers grow."
