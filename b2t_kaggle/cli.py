@@ -189,6 +189,7 @@ def _warn_about_text(cfg: Config) -> None:
                '--set lm.general=FILE, --set lm.path=FILE ' + as_called('(`b2t lm get` lists some)') +
                ' or --set lm.texts=[FILE].', err=True)
 
+# %% ../nbs/17_cli.ipynb #c301
 def run_until(
     stage: str | None, # The last stage; None for all
     force,             # Stages that are done again

@@ -83,6 +83,7 @@ def _needed_next(run: Run, name: str) -> list[str]:
     # An optimiser is going to import torch._dynamo
     return ['b2t_kaggle.pytorch.launch', 'b2t_kaggle.pytorch.inference', 'torch._dynamo']
 
+# %% ../nbs/14_pipeline.ipynb #c309
 def execute(
     run: Run,  # The run
     name: str, # Stage

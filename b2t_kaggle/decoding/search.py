@@ -144,6 +144,7 @@ def _new_state(beam: int, branch: int, room: int, hyps: Hyps, arena: Arena, coun
     children = _empty(Children, beam*branch)
     return State(hyps, _empty_hyps(n_candidates), children, table, scratch, arena, counters)
 
+# %% ../../nbs/decoding/03_search.ipynb #c304
 @_jit
 def _slot(table, stamp, key):
     "Where a key is, or would be put, in the hash table, whose length is a power of two."

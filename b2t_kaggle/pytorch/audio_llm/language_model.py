@@ -162,6 +162,7 @@ def _text_model(whole: nn.Module) -> nn.Module:
         if getattr(whole, flag, False): setattr(lm, flag, True)
     return lm
 
+# %% ../../../nbs/pytorch/audio_llm/00_language_model.ipynb #c305
 def whole_model(
     family: type,              # Class of transformers
     name: str | Path,          # Folder, or name on the hub
