@@ -54,7 +54,7 @@ SECONDS = {'test_pipeline': 250, 'test_trainer_tf': 200, 'test_encoders_tf': 150
            'test_training_xla': 135, 'test_trainer': 130, 'test_encoders': 130, 'test_pipeline_tf': 120,
            'test_adding_an_encoder': 110, 'test_kaggle_notebook': 110, 'test_kaggle_notebooks': 100,
            'test_devices_xla': 65, '09_trainer': 60, 'test_kaggle_notebook_tf': 50, 'test_models_tf': 45,
-           'test_replicas_tf': 42, 'test_imports': 42, '02_search': 38, 'test_triple_gru_xla': 36, '02_simulate': 33,
+           'test_replicas_tf': 42, 'test_imports': 42, '03_search': 38, 'test_triple_gru_xla': 36, '02_simulate': 33,
            'test_server': 31, '02_ctc': 25, '01_phonemes': 21, 'test_cr_ctc': 20, 'test_simulate': 19,
            'test_triple_gru_tf': 19, 'test_zipformer': 19, 'test_sessions': 18, '03_targets': 17, 'test_devices': 16}
 

@@ -45,6 +45,7 @@ def confusions(lists, lm_path, words, output):
     click.echo(f'Learned from {len(trials)} trials: n-gram weight {model.lm_weight:.2f}, word score '
                f'{model.word_score:.2f}\nWrote {output}')
 
+# %% ../nbs/15_cli_phonemes.ipynb #c301
 PHONEME_OPTIONS = ( # Of `b2t decode`
     click.option('--phonemes', type=FILE,
                  help='Decode these lists of phoneme sequences (JSON Lines) instead of a run.'),

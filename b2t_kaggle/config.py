@@ -261,6 +261,7 @@ class InferConfig(Section):
     adapt_forget: float = Field(0.02, ge=0, le=1)
     "DietCORP: how far weights go back to the trained ones with each step, so that no step counts for ever."
 
+# %% ../nbs/08_config.ipynb #c401
 class LMConfig(Section):
     path: AbsolutePath | None = None
     "A ready ARPA or KenLM binary; none means: build one from `texts` and the training transcripts."
@@ -274,6 +275,7 @@ class LMConfig(Section):
     vocab_size: int | None = Field(None, ge=1)
     "Keep this many most frequent words in the lexicon; none keeps all."
 
+# %% ../nbs/08_config.ipynb #c404
 class DecodeConfig(Section):
     beam: int = Field(100, ge=1)
     "Hypotheses kept per frame."
@@ -317,6 +319,7 @@ class DecodeConfig(Section):
     n_jobs: int = Field(0, ge=0)
     "Processor cores to use; 0 means all."
 
+# %% ../nbs/08_config.ipynb #c406
 class RescoreConfig(Section):
     model: FolderOrName | None = None
     ("Causal language model of transformers that ranks the n-best anew: a local folder, or a name on the hub; none "
@@ -666,6 +669,7 @@ _ICEFALL = dict(num_training_batches=30_000, optimizer='scaled_adam', lr_schedul
                 lr_max=0.045, lr_warmup_steps=500, lr_max_day=0.01, lr_warmup_steps_day=500)
 _MASKS = dict(time_masks=10, time_mask_max=0.03)
 
+# %% ../nbs/08_config.ipynb #c301
 PRESETS = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
@@ -718,6 +722,7 @@ PRESETS = {
     },
 }
 
+# %% ../nbs/08_config.ipynb #c304
 def preset(
     name: str, # A key of `PRESETS`, such as `official`
 ) -> Config:

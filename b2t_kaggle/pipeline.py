@@ -83,6 +83,7 @@ def _needed_next(run: Run, name: str) -> list[str]:
     # An optimiser is going to import torch._dynamo
     return ['b2t_kaggle.pytorch.launch', 'b2t_kaggle.pytorch.inference', 'torch._dynamo']
 
+# %% ../nbs/14_pipeline.ipynb #c309
 def execute(
     run: Run,  # The run
     name: str, # Stage
@@ -202,6 +203,7 @@ def _pending(
         if name in force or (is_read and stage.status() != 'done'): pending.add(name)
     return pending
 
+# %% ../nbs/14_pipeline.ipynb #c303
 def _check_accelerator(run: Run, kind: str) -> None:
     "Raise `DeviceError` before anything is computed for a training on recordings that would last weeks."
     t = run.cfg.train
@@ -257,6 +259,7 @@ def _check_llm(key: str, name: str | None, adapter: Path | None) -> None:
         reason = (str(e).strip() or repr(e)).splitlines()[0]
         raise PipelineError(f'{key} = {name}: is no folder, and is not on the hub ({reason}); {advice}') from None
 
+# %% ../nbs/14_pipeline.ipynb #c307
 def _check_what_is_given(run: Run, pending: set[str]) -> None:
     "Raise before anything is computed where something is missing that a later stage reads or computes on."
     cfg = run.cfg

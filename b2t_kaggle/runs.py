@@ -454,6 +454,7 @@ def _changes(old: dict, new: dict) -> list[str]:
     if old.get('version') != new['version']: found.append(f'b2t_kaggle was {old.get("version")}')
     return found if len(found) <= 5 else [*found[:4], f'and {len(found) - 4} more']
 
+# %% ../nbs/13_runs.ipynb #c301
 class _Stamped:
     "One stage of a run as its stamp tells it."
     def __init__(self,

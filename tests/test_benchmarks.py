@@ -1,5 +1,8 @@
-"Notebooks are as they are committed: the figures of a benchmark are those of its code, others have no outputs."
+"""Notebooks are as they are committed: the figures of a benchmark are those of its code, others have no outputs, and
+in no notebook much is exported before something runs."""
+import ast
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -61,3 +64,54 @@ def test_a_changed_cell_is_noticed_and_a_changed_text_is_not(tmp_path):
     done['cells'][1].update(source=NOTEBOOK['cells'][1]['source'], outputs=[])
     write(done)
     assert 'outputs are gone' in problem(path)
+
+
+# A reader sees code run: exported cells are followed by examples
+MOST_EXPORTED = 100 # Lines of code; about 80 are the aim, and a large class may need more
+
+
+def statements(source): return ast.parse(re.sub(r'(?m)^[%!].*', '', source)).body
+
+
+def lines_of_code(source):
+    "Lines that are neither empty nor comments nor strings that stand alone."
+    alone = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    prose = {i for n in alone if isinstance(n.value.value, str) for i in range(n.lineno, n.end_lineno + 1)}
+    lines = enumerate(source.splitlines(), 1)
+    return sum(i not in prose and line.strip()[:1] not in ('', '#') for i, line in lines)
+
+
+def runs_something(source):
+    "Whether a cell is an example: it is executed in tests, and does more than to import and to define."
+    if re.search(r'(?m)^#\| *(default_exp|bench|eval: *false)', source): return False
+    return any(not isinstance(s, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
+               for s in statements(source))
+
+
+def longest_export(notebook):
+    "Lines of code that are exported without something that runs between them, at most; and the cell they end with."
+    longest, n = (0, ''), 0
+    for cell in notebook['cells']:
+        source = ''.join(cell['source'])
+        if cell['cell_type'] != 'code': continue
+        if re.search(r'(?m)^#\| *export', source):
+            n += lines_of_code(source)
+            longest = max(longest, (n, cell['id']))
+        elif runs_something(source): n = 0
+    return longest
+
+
+def test_no_notebook_exports_much_before_something_runs():
+    found = {p: longest_export(json.loads(p.read_text(encoding='utf-8'))) for p in NOTEBOOKS}
+    long = [f'{p.relative_to(ROOT)}: {n} lines, to cell {cell}' for p, (n, cell) in found.items() if n > MOST_EXPORTED]
+    assert long == [], 'split the cells, and put a small example between'
+
+
+def test_exported_lines_are_counted_up_to_an_example():
+    exported = '#| export\ndef f(x):\n    "Twice."\n\n    # as it says\n    return 2*x\n\'\'\'a\nb\'\'\''
+    assert lines_of_code(exported) == 2
+    def longest(*sources):
+        return longest_export({'cells': [{'cell_type': 'code', 'id': str(i), 'source': s}
+                                         for i, s in enumerate(sources)]})
+    assert longest(exported, 'import os', 'def g(): pass', '#| bench\nf(1)', exported) == (4, '4')
+    assert longest(exported, '#| hide\n%matplotlib inline\nassert f(1) == 2', exported) == (2, '2')

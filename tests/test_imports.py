@@ -4,6 +4,7 @@ No framework is imported but the one that a room is about, and one clear sentenc
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,7 +133,12 @@ FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 def imported(module):
     "What the module's source imports, at its top or inside functions: dotted names, of modules or of names in them."
     package = module if source(module).name == '__init__.py' else module.rpartition('.')[0]
-    tree = ast.parse(source(module).read_text())
+    return names_imported(source(module).read_text(), package)
+
+
+def names_imported(code, package=''):
+    "What this code of a package imports."
+    tree = ast.parse(code)
     for node in ast.walk(tree):   # What only a type checker imports is no import
         if isinstance(node, ast.If) and ast.unparse(node.test) == 'TYPE_CHECKING': node.body = []
     for node in ast.walk(tree):
@@ -216,6 +222,48 @@ def test_no_room_imports_the_other_even_inside_a_function(room, other):
         for name in names:
             rooms = name.removeprefix('b2t_kaggle.').split('.')[0]
             assert rooms not in forbidden and f'devices.{other.removeprefix("py")}' not in name, module
+
+
+# Notebooks are read in the order of their numbers
+def notebooks(root):
+    "The notebooks below a folder that make modules: the module, and the code of all cells, by path."
+    found = {}
+    for path in sorted(root.rglob('[0-9]*.ipynb')):
+        if path.parent.name == '.ipynb_checkpoints': continue
+        cells = json.loads(path.read_text(encoding='utf-8'))['cells']
+        code = '\n'.join(''.join(c['source']) for c in cells if c['cell_type'] == 'code')
+        if module := re.search(r'^#\| *default_exp +(\S+)', code, re.MULTILINE):
+            # What IPython alone understands is no import
+            found[path] = (f'b2t_kaggle.{module[1]}'.removesuffix('.__init__'), re.sub(r'(?m)^[%!].*', '', code))
+    return found
+
+
+def number(path): return int(re.match(r'\d+', path.name)[0])
+
+
+def out_of_order(root):
+    "Pairs of notebooks of one folder of which the first imports the second, though its number is not higher."
+    found = notebooks(root)
+    home = {module: path for path, (module, _) in found.items()}
+    for path, (module, code) in found.items():
+        for target in {module_of(name) for name in names_imported(code)} & home.keys() - {module}:
+            other = home[target]
+            if other.parent == path.parent and number(other) >= number(path):
+                yield path.relative_to(root).as_posix(), other.relative_to(root).as_posix()
+
+
+def test_a_notebook_has_a_higher_number_than_those_it_imports():
+    assert sorted(out_of_order(ROOT/'nbs')) == []
+
+
+@pytest.mark.parametrize('name, found', [('00_files', True), ('01_files', True), ('02_files', False)])
+def test_notebooks_out_of_order_are_found(tmp_path, name, found):
+    def write(name, *cells):
+        cells = [{'cell_type': 'code', 'source': [cell]} for cell in cells]
+        (tmp_path/f'{name}.ipynb').write_text(json.dumps({'cells': cells}))
+    write('01_metrics', '#| default_exp metrics')
+    write(name, '#| default_exp files', '%matplotlib inline\nfrom b2t_kaggle.metrics import edit_distance')
+    assert list(out_of_order(tmp_path)) == [(f'{name}.ipynb', '01_metrics.ipynb')] * found
 
 
 # The front door: `from b2t_kaggle import …`

@@ -162,6 +162,7 @@ def _open_same(path: Path, target: AudioTarget, whole: Path) -> TargetStore:
                          f'{path if path == whole else path.parent} to make them anew')
     return store
 
+# %% ../../nbs/audio/03_targets.ipynb #c301
 def _write(path: Path, target: AudioTarget, rows: Iterable[tuple[dict, np.ndarray]], dtype: str) -> None:
     "A file of targets."
     metadata = dict(identity=target.identity, versions=_versions(), frame_seconds=target.tower.frame_seconds)
@@ -183,6 +184,7 @@ def _rows(known: dict[str, TargetStore], sentences: Iterable[str]) -> Iterator[t
         place = known[s]._place(s)
         yield known[s].ragged.table.slice(place, 1).to_pylist()[0], known[s].ragged[place]
 
+# %% ../../nbs/audio/03_targets.ipynb #c303
 def build_targets(
     sentences: Iterable[str], # Any number of times each
     target: AudioTarget,      # Who speaks and who hears

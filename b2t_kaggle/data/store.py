@@ -181,6 +181,7 @@ def _check_contents(ragged: Ragged) -> None:
         raise RaggedError(f'{ragged.path}: not a store of trials as `b2t pack` writes it: {misfit}; pack the sessions '
                           'again')
 
+# %% ../../nbs/data/03_store.ipynb #c301
 class TrialStore:
     "All trials of a split in one memory-mapped file; `[i]` is a `StoredTrial`, and there are methods for its parts."
     def __init__(self,

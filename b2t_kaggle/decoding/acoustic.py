@@ -203,6 +203,7 @@ def _keep_saved(saved, node):
     "Only the states whose paths never came to a node, behind which another sentence goes on, or ends."
     while saved.count[0] > 0 and saved.furthest[saved.count[0] - 1] >= node: saved.count[0] -= 1
 
+# %% ../../nbs/decoding/04_acoustic.ipynb #c301
 @_jit
 def _score_above(log_probs, graph, limits, least, add, most, saved, low, high):
     """Log-probability of the frames given a sentence, of all paths that may come to `least`; -inf if there are none.
@@ -290,6 +291,7 @@ def _scores(log_probs, words, starts, order, prons, add, low, high):
         saved.count[0] = 0
     return scores
 
+# %% ../../nbs/decoding/04_acoustic.ipynb #c307
 def acoustic_scores(
     log_probs: np.ndarray, # Log-probabilities [T', K] float64
     words: np.ndarray,     # Word ids of all texts

@@ -63,6 +63,7 @@ def _word_lengths(spine: np.ndarray) -> np.ndarray:
     begins = np.append(0, ends[:-1] + 1)
     return np.minimum(np.repeat(ends - begins, ends - begins + 1), _LONGEST)
 
+# %% ../../nbs/decoding/10_confusions.ipynb #c301
 def network_rows(
     network: Network,
 ) -> tuple[Rows, Rows]: # Of the slots [n], and of the gaps [n + 1]

@@ -144,6 +144,9 @@ def _check_parameters(p: dict) -> None:
     if not math.isfinite(p['word_score']):
         raise ValueError(f"word_score is {p['word_score']}; expected a finite number")
     if p['merge'] not in ('max', 'sum'): raise ValueError(f"merge is {p['merge']!r}; expected 'max' or 'sum'")
+    if p['fusion'] is not None and p['oov_penalty'] is not None:
+        raise ValueError(f"oov_penalty is {p['oov_penalty']} beside a fusion; a language model inside the search "
+                         'cannot score words that are spelled, so set one of them to none')
 
 # %% ../../nbs/decoding/05_decoder.ipynb #c024
 class _SentenceScorer:
@@ -258,6 +261,18 @@ def _distinct(
     start, words = flatten(texts)
     return words, start
 
+# %% ../../nbs/decoding/05_decoder.ipynb #c302
+def _new_search(
+    decoder: 'LexiconBeamDecoder',         # Whose trie, beam and weights it has
+    scorer: AutomatonScorer | KenLMScorer, # Of the n-gram, for this search alone
+) -> Search:
+    "A search for a decoder."
+    d = decoder
+    penalty = math.inf if d.oov_penalty is None else d.lm_weight*d.oov_penalty
+    if d.fusion is None: return Search(d.trie, scorer, d.beam, d.lm_weight, d.word_score, penalty, d.top_k or 0)
+    histories = HistoryScorer(scorer, d.words, d.lm_weight, d.fusion)
+    return Search(d.trie, histories, d.beam, histories.weight, d.word_score, penalty, d.top_k or 0)
+
 # %% ../../nbs/decoding/05_decoder.ipynb #c031
 _ENOUGH = 10 # Sentences of a trial for which its frames are not searched again
 
@@ -291,9 +306,6 @@ class LexiconBeamDecoder(_SentenceScorer):
         fusion: Fusion | None = None, # A language model of whole sentences inside the search; none: the n-gram alone
     ):
         _check_parameters(locals())
-        if fusion is not None and oov_penalty is not None:
-            raise ValueError(f'oov_penalty is {oov_penalty} beside a fusion; a language model inside the search cannot '
-                             'score words that are spelled, so set one of them to none')
         words, spellings = spellings_of(lexicon)
         super().__init__(words, spellings, lm, lm_weight, word_score, acoustic_scale, blank_penalty, nbest, merge,
                          blank_skip, oov_penalty)
@@ -373,14 +385,7 @@ class LexiconBeamDecoder(_SentenceScorer):
     def take_search(self) -> Search:
         "A search that nobody uses, at the beginning of a trial; `return_search` gives it back."
         try: search = self._idle.pop()
-        except IndexError:
-            penalty = math.inf if self.oov_penalty is None else self.lm_weight*self.oov_penalty
-            scorer = self._new_scorer()
-            weight = self.lm_weight
-            if self.fusion is not None:
-                scorer = HistoryScorer(scorer, self.words, self.lm_weight, self.fusion)
-                weight = scorer.weight
-            search = Search(self.trie, scorer, self.beam, weight, self.word_score, penalty, self.top_k or 0)
+        except IndexError: search = _new_search(self, self._new_scorer())
         search.start(self.threshold*self.acoustic_scale)
         return search
 

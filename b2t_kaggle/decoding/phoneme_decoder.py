@@ -250,6 +250,7 @@ def _folds(n: int, n_folds: int, seed: int) -> np.ndarray:
     "The fold of each of n trials [n]."
     return np.random.default_rng(seed).permutation(n) % n_folds
 
+# %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c301
 _MOST_SPELLINGS = 4
 
 def _spellings(text: str, lexicon: Lexicon) -> list[list[int]]:

@@ -303,6 +303,7 @@ def _choose(
         count()
     return [_best_searched(searches, start, part) for part in parts]
 
+# %% ../../nbs/decoding/12_tuning.ipynb #c301
 def tune_search(
     decoder: LexiconBeamDecoder,     # With the weights to start from
     log_probs: Sequence[np.ndarray], # Trials [T', 41] each

@@ -105,6 +105,7 @@ def require_encoder(
         raise ConfigError(f'model.name = {name}: {_FRAMEWORKS[framework]} has no such encoder, it has '
                           f'{", ".join(known)}')
 
+# %% ../../nbs/encoders/00_encoder.ipynb #c301
 def find_encoder(
     framework: str, # `pytorch` or `tensorflow`
     base: type,     # What its encoders derive from

@@ -73,6 +73,7 @@ def _sorted_table(
     prob[unknown] = (below.backoff[context]*below.prob[suffix])[order][unknown]
     return BackoffTable(key[order], suffix[order].astype(np.int32), prob, 10.**grams.backoff[order].astype(float))
 
+# %% ../../nbs/lm/06_backoff.ipynb #c301
 def from_arpa(
     model: Arpa,                    # The model as read
     words: list[str] | None = None, # Vocabulary to number words by, with all of the model's words; none means those

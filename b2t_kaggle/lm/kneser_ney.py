@@ -95,6 +95,7 @@ def _count_order(
     columns = (np.concatenate(column) for column in zip(*parts))
     return CountTable(*columns), new_row
 
+# %% ../../nbs/lm/03_kneser_ney.ipynb #c301
 def count_ngrams(
     tokens: np.ndarray,    # Word ids with `<s>` = 1 before and `</s>` = 2 after each sentence [N]
     n_words: int,          # Vocabulary size V, with the three special words

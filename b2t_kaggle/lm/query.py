@@ -166,6 +166,7 @@ def _why_ended(path: Path, code: int) -> Exception:
     return RuntimeError(f'{path}: the process that reads it ended with exit code {code}; if memory ran out, prune the '
                         'model (`b2t lm prune`) or decode with fewer processes')
 
+# %% ../../nbs/lm/04_query.ipynb #c301
 class QueryProcess:
     """Questions to a KenLM binary, which another process reads: has what `Queries` has, for one thread after the other.
 

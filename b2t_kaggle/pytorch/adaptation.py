@@ -283,6 +283,7 @@ def adapt_to(
         rows.append(dict(session=session, block=block, trial=trial, refused=refused))
     return [by_row[i] for i in range(len(store))], pd.DataFrame(rows)
 
+# %% ../../nbs/pytorch/14_adaptation.ipynb #c301
 def infer_adapted(
     checkpoint: str | Path,    # As for `inference.infer`
     store: TrialStore,         # Trials to infer

@@ -167,6 +167,7 @@ def _build_for(state: Mapping[str, Tensor], cfg: Config, path: Path) -> Encoder:
         raise CheckpointError(f'{path}: the model of its configuration cannot be built ({_first_line(e)}); the '
                               'configuration is that of another model, or damaged') from None
 
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c301
 def load_state(
     model: nn.Module,            # Receives the weights
     state: Mapping[str, Tensor], # In either form
@@ -186,6 +187,7 @@ def load_state(
         raise CheckpointError(f'{path}: the weights do not fit the configuration: {"; ".join(wrong[:4])}{more}')
     model.load_state_dict(state)
 
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c303
 def load_reference(
     path: str | Path, # Weights that another implementation of an encoder saved, such as icefall's of a Zipformer
     cfg: Config,      # The configuration that they are to fill
@@ -274,6 +276,7 @@ def to_official_args(
     args['dataset']['neural_dim'] = cfg.model.neural_dim
     return args
 
+# %% ../../nbs/pytorch/05_checkpoint.ipynb #c305
 _COMPILED = '_orig_mod.' # What torch.compile, which the official trainer calls first, puts before each name
 
 def _official_group(name: str) -> str:

@@ -90,6 +90,7 @@ def model_mark(
     some = [p.detach().reshape(-1)[:64].float().tolist() for p in model.parameters()]
     return f'{type(model).__name__} ({_hash(sorted(map(str, config.items())))} {_hash(some)})'
 
+# %% ../../nbs/rescoring/03_finetune.ipynb #c301
 class TrainingState:
     "The file from which an interrupted fine-tuning continues."
     def __init__(self,

@@ -184,6 +184,7 @@ class _Batch:
             parent = rows[-1]
         return rows
 
+# %% ../../nbs/rescoring/09_fusion.ipynb #c301
 class WrittenHistories:
     "The word histories of a trial as tokens."
     def __init__(self,
@@ -281,6 +282,7 @@ class _NewWord:
         written.write(self.history, self.parent, self.forms[best], self.rows[best])
         return float(np.logaddexp.reduce(self.log_probs))
 
+# %% ../../nbs/rescoring/09_fusion.ipynb #c303
 Level = list[tuple[int, int, list[tuple[int, ...]]]] # Histories, those before them, the forms of their last words
 
 def run_ahead(

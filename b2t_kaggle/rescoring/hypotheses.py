@@ -50,6 +50,7 @@ class Entry:
         "System, model and decoder."
         return (self.system or '', self.model or '', self.decoder or '')
 
+# %% ../../nbs/rescoring/06_hypotheses.ipynb #c301
 @dataclass
 class Hypotheses:
     "Trials and what was proposed for each, in the order in which they were found."
@@ -182,6 +183,7 @@ def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
     trial, entry = _parse_entry(values)
     return trial, [entry]
 
+# %% ../../nbs/rescoring/06_hypotheses.ipynb #c303
 def _whole(rows) -> Iterable[list[str]]:
     "The rows of a CSV reader; raises `ValueError` where it gives up."
     try: yield from rows
@@ -210,6 +212,7 @@ def _rows(path: Path) -> list[tuple[int, tuple[Trial, list[Entry]]]]:
             except ValueError as e: raise ValueError(f'line {i}, {e}') from None
     return rows
 
+# %% ../../nbs/rescoring/06_hypotheses.ipynb #c305
 def read_hypotheses(
     *paths: str | Path, # .jsonl in this form, lists by trial or n-best lists; a submission .csv; plain .txt
 ) -> Hypotheses:

@@ -84,6 +84,7 @@ def _check_state(state: dict, path: Path) -> None:
         raise TrainingError(f'{path}: step: found a number outside of 0 to {MAX_WHOLE:,}; remove the file to start '
                             'anew')
 
+# %% ../../nbs/training/07_loop.ipynb #c301
 class Trainer(ABC):
     "A model in training and what it has reached; each framework derives its own."
     framework: str            # `pytorch` or `tensorflow`, which names the checkpoints

@@ -74,6 +74,7 @@ def open_llm(
     if kind == 'whisper': return load_whisper(cfg.language_model, cfg.llm_dtype, cfg.quantization, device)
     return load_audio_llm(cfg.language_model, cfg.prompt, cfg.llm_dtype, cfg.quantization, device)
 
+# %% ../../../nbs/pytorch/audio_llm/06_inference.ipynb #c301
 _HERE = 'language_model', 'llm_dtype', 'quantization' # Depend on the machine, not on the training
 
 def load_audio_model(

@@ -52,6 +52,7 @@ class TextModelSize(NamedTuple):
         "Weights of LoRA layers beside all seven matrices."
         return self.layers*rank*sum(n + m for n, m in self.linear_shapes)
 
+# %% ../../../nbs/pytorch/audio_llm/04_memory.ipynb #c301
 class WhisperSize(NamedTuple):
     "Sizes of Whisper, from its configuration; both halves count as if they read all places."
     hidden: int         # Numbers of a state, D

@@ -64,6 +64,7 @@ def freeze_gru(
     for m in model.modules():
         if isinstance(m, GRU): m.requires_grad_(model.cfg.rnn_trainable)
 
+# %% ../../../nbs/pytorch/models/02_gru.ipynb #c301
 class GRUDecoder(Frontend):
     "Features of a trial to logits per frame (Card et al., NEJM 2024, the baseline of Brain-to-Text '25)."
     Config = GRUConfig

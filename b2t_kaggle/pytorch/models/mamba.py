@@ -119,6 +119,7 @@ def _gated_norm(
     y = _wide(y) * F.silu(_wide(gate))
     return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * gain
 
+# %% ../../../nbs/pytorch/models/05_mamba.ipynb #c301
 class MambaLayer(nn.Module):
     "One layer, without its residual connection. All directions G are computed together."
     def __init__(self,

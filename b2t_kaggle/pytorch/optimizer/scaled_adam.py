@@ -196,6 +196,7 @@ def _check(defaults: dict) -> None:
     for k in ('size_update_period', 'clipping_update_period'):
         if defaults[k] < 1: raise ValueError(f'{k}: found {defaults[k]}, expected at least 1')
 
+# %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c301
 class ScaledAdam(torch.optim.Optimizer):
     "Adam with steps relative to each parameter's size (Yao et al., 2024), with icefall's arguments."
     _step_supports_amp_scaling = True # An overflow is left out on the device

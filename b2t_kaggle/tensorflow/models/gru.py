@@ -138,6 +138,7 @@ class GRUEncoder(Frontend):
         "The inverse of `to_pytorch`."
         return from_pytorch(state, self.named_variables())
 
+# %% ../../../nbs/tensorflow/models/02_gru.ipynb #c301
 class Reader(GRUHead):
     "The head of a `GRUDecoder`. Keras writes the name of this class into checkpoints, so it must stay."
 

@@ -80,6 +80,7 @@ def attend(
     y = tf.linalg.matmul(tf.cast(weights, v.dtype), v)
     return tf.reshape(tf.transpose(y, [0, 2, 1, 3]), [-1, T, H * h])
 
+# %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c301
 class Block(keras.layers.Layer):
     "Attention and a feed-forward network, each behind a norm and beside a shortcut."
     def __init__(self,

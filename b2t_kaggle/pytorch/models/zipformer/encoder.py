@@ -134,6 +134,7 @@ def _drawn(choices: int | tuple[int, ...]) -> int:
     if isinstance(choices, int): return choices
     return choices[0] if len(choices) == 1 else choices[int(torch.randint(len(choices), ()))]
 
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c301
 class Zipformer2(_Stacks):
     "Stacks of layers at different frame rates (Yao et al., 2024), with icefall's arguments and parameter names."
     def __init__(self,
