@@ -358,12 +358,12 @@ class Device:
     name: str      # As people know it
     precision: str # `float32`, `bfloat16` or `float16`
     reason: str    # Why this device and precision: clauses with semicolons between them
-    n: int = 1     # Devices, each of which takes a share of a batch
+    n_devices: int = 1 # Devices, each of which takes a share of a batch
     jit: bool = True # Whether TensorFlow's XLA has programs for it
 
     def __str__(self):
-        n_devices = f', {self.n} devices' if self.n > 1 else ''
-        return f'{self.kind} ({self.name}{n_devices}), {self.precision}: {self.reason}'
+        several = f', {self.n_devices} devices' if self.n_devices > 1 else ''
+        return f'{self.kind} ({self.name}{several}), {self.precision}: {self.reason}'
 
     def with_reasons(self, *clauses: str) -> 'Device':
         "The same with more clauses at the end of the reason; empty ones are left out."
