@@ -66,7 +66,7 @@ class Trainer(trainer.Trainer):
         self.fingerprint['audio.llm_dtype'] = str(self.llm.lm.dtype).removeprefix('torch.') # What `auto` became
         if self.targets and self.cfg.audio.contrast_weight: # InfoNCE compares the trials that are computed at once
             self.fingerprint['trials computed at once'] = str(self.at_once)
-        if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.identity, sort_keys=True)
+        if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.fingerprint, sort_keys=True)
         return audio_model(super().build(), self.llm, self.cfg.audio)
 
     def memory_report(self) -> str:
