@@ -60,14 +60,14 @@ def run_row(
     stages = {n: StageRun(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
     stamps = {n: stage.stamp for n, stage in stages.items() if _holds(stages, n)}
     done = [n for n, stamp in stamps.items() if stamp.get('finished')]
-    figures = {k: v for n in done for k, v in stamps[n].get('metrics', {}).items() if k in ('PER', 'WER')}
+    metrics = {k: v for n in done for k, v in stamps[n].get('metrics', {}).items() if k in ('PER', 'WER')}
     made = max((stamps[n].get('made', 0) for n in done), default=0)
     settings = [f'{k}={v}' for k, v in run.settings().items()]
     more = [f'and {len(settings) - n_settings} more'] if len(settings) > n_settings else []
     origin = run.origin.get('from')
     return dict(
         run=folder.name, preset=run.base_preset, variant_of=Path(origin).name if origin else '',
-        done=done[-1] if done else '', PER=_rate(figures.get('PER')), WER=_rate(figures.get('WER')),
+        done=done[-1] if done else '', PER=_rate(metrics.get('PER')), WER=_rate(metrics.get('WER')),
         when=time.strftime('%Y-%m-%d %H:%M', time.localtime(made)) if made else '',
         settings=', '.join(settings[:n_settings] + more),
     )

@@ -137,7 +137,7 @@ class Trainer(ABC):
 
     @property
     def is_refitting(self) -> bool:
-        "Whether the weights have seen val, so that its figures would tell nothing."
+        "Whether the weights have seen val, so that its metrics would tell nothing."
         return self.refit_from is not None and self.step > self.refit_from
 
     def validate(self) -> dict | None:
@@ -404,7 +404,7 @@ def result_of(
 ) -> dict:
     """`step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`, `val_loss`, `best_step` and
     `sessions`. In float16 also `skipped`, the steps that were left out because a gradient overflowed; with a refit
-    `refit_from`, the batches before it, on which alone these figures rest."""
+    `refit_from`, the batches before it, on which alone these metrics rest."""
     best = {'best_step' if k == 'step' else k: v for k, v in trainer.best.metrics.items()}
     finished = stopped not in ('time budget', 'pruned')
     run = dict(step=trainer.step, finished=finished, stopped=stopped, seconds=trainer.seconds)
