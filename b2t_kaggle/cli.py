@@ -379,8 +379,11 @@ def _weights(run: Run):
     from b2t_kaggle.rescoring.mixture import configured_weights, read_weights
     status = StageRun(run, 'rescore').status()
     if status == 'done':
-        weights, origin = read_weights(run.dir/'rescore_weights.json'), 'from the stage rescore'
-    else: weights, origin = configured_weights(run.cfg.rescore), f'as configured (stage rescore: {status})'
+        weights = read_weights(run.dir/'rescore_weights.json')
+        origin = 'from the stage rescore'
+    else:
+        weights = configured_weights(run.cfg.rescore)
+        origin = f'as configured (stage rescore: {status})'
     click.echo(f'Weights of the mixture, {origin}: {weights}', err=True)
     return weights
 

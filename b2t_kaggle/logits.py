@@ -348,8 +348,8 @@ def _difference_of_trials(ours: list[tuple], theirs: list[tuple]) -> str:
     extra = [t for t in theirs if t not in known]
     found = set(theirs)
     missing = [t for t in ours if t not in found]
-    parts = [f'{len(trials)} trials {what}, such as {" ".join(trials[0])}'
-             for trials, what in ((missing, 'are missing'), (extra, 'are not among the packed ones')) if trials]
+    parts = [f'{len(trials)} trials {problem}, such as {" ".join(trials[0])}'
+             for trials, problem in ((missing, 'are missing'), (extra, 'are not among the packed ones')) if trials]
     return ' and '.join(parts) or 'the trials are in another order'
 
 def index_difference(

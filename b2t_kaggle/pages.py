@@ -78,10 +78,10 @@ def aligned(
     "The shortest alignment as HTML: `del` what the hypothesis lacks, `ins` what it has instead."
     parts = []
     for op in Levenshtein.opcodes(reference, hypothesis):
-        said = html.escape(' '.join(reference[op.src_start:op.src_end]))
+        expected = html.escape(' '.join(reference[op.src_start:op.src_end]))
         found = html.escape(' '.join(hypothesis[op.dest_start:op.dest_end]))
-        if op.tag == 'equal': parts.append(said)
-        else: parts += [f'<{tag}>{text}</{tag}>' for tag, text in (('del', said), ('ins', found)) if text]
+        if op.tag == 'equal': parts.append(expected)
+        else: parts += [f'<{tag}>{text}</{tag}>' for tag, text in (('del', expected), ('ins', found)) if text]
     return ' '.join(parts)
 
 # %% ../nbs/02_pages.ipynb #c018

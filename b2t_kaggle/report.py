@@ -174,7 +174,7 @@ def provenance(
     def code(text): return Html(f'<code>{html.escape(text)}</code>')
     files = [dict(file=code(name), bytes=size, hash=code(mark))
              for stamp in stamps.values() for name, (size, mark) in stamp.get('outputs', {}).items()]
-    listed = [dict(what=what, value=value) for what, value in known.items()]
+    listed = [dict(what=fact, value=value) for fact, value in known.items()]
     return (f'<div class="scroll">{table(listed)}</div>\n<details><summary>{len(files)} files and their hashes'
             f'</summary><div class="scroll wrap">{table(files)}</div></details>')
 

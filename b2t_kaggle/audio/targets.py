@@ -197,12 +197,12 @@ def build_targets(
     Raises `AudioError` where the file is of another voice or tower, or a sentence cannot be spoken or heard."""
     path = Path(path)
     folder = path.with_name(path.name + '.parts')
-    wanted = list(dict.fromkeys(normalize_sentence(s) for s in sentences))
-    if not wanted: raise AudioError(f'{path}: there are no sentences to make targets of')
+    normalized = list(dict.fromkeys(normalize_sentence(s) for s in sentences))
+    if not normalized: raise AudioError(f'{path}: there are no sentences to make targets of')
     stores = [_open_same(p, target, path) for p in [path, *sorted(folder.glob('*.arrow'))] if p.exists()]
     known = {s: store for store in stores for s in store.sentences}
-    todo = sorted((s for s in wanted if s not in known), key=lambda s: (len(s), s))
-    with tqdm(total=len(wanted), initial=len(wanted) - len(todo), desc='targets', unit=' sentences',
+    todo = sorted((s for s in normalized if s not in known), key=lambda s: (len(s), s))
+    with tqdm(total=len(normalized), initial=len(normalized) - len(todo), desc='targets', unit=' sentences',
               disable=not progress) as bar:
         for i in range(0, len(todo), _PART):
             part = todo[i:i + _PART]
@@ -211,7 +211,7 @@ def build_targets(
             known |= dict.fromkeys(part, TargetStore(name))
             bar.update(len(part))
     there = stores[0].sentences if path.exists() else []
-    if set(known) != set(there): _write(path, target, _rows(known, dict.fromkeys([*there, *wanted, *known])), dtype)
+    if set(known) != set(there): _write(path, target, _rows(known, dict.fromkeys([*there, *normalized, *known])), dtype)
     shutil.rmtree(folder, ignore_errors=True)
     return TargetStore(path)
 

@@ -24,17 +24,18 @@ from .store import JointStore, TrialStore
 
 # %% ../../nbs/data/04_batches.ipynb #c008
 def _resolve_days(
-    wanted: Sequence[int], # Days; negative ones count from the end
-    days: np.ndarray,      # Days with trials, ascending
-    at_most: int,          # Days in a batch
+    required: Sequence[int], # Days; negative ones count from the end
+    days: np.ndarray,        # Days with trials, ascending
+    at_most: int,            # Days in a batch
 ) -> list[int]:
-    "The wanted days as days; raises `ValueError` for one without trials, or too many."
-    resolved = [d if d >= 0 else int(days[-1]) + 1 + d for d in wanted]
+    "The required days as days; raises `ValueError` for one without trials, or too many."
+    resolved = [d if d >= 0 else int(days[-1]) + 1 + d for d in required]
     without = [d for d in resolved if d not in days]
     if without:
         raise ValueError(f'must_include_days: day {without[0]} has no trials; days with trials are {days.tolist()}')
-    if len(set(resolved)) < len(wanted) or len(wanted) > at_most:
-        raise ValueError(f'must_include_days {list(wanted)} must be different days, at most days_per_batch = {at_most}')
+    if len(set(resolved)) < len(required) or len(required) > at_most:
+        raise ValueError(f'must_include_days {list(required)} must be different days, at most '
+                         f'days_per_batch = {at_most}')
     return resolved
 
 # %% ../../nbs/data/04_batches.ipynb #c010

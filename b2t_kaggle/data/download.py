@@ -143,8 +143,8 @@ _PASSING = (ConnectionError, TimeoutError, URLError, ssl.SSLError, http.client.H
 
 def _seconds_to_wait(error: Exception, failures: int) -> float:
     "As long as the server says, else twice as long each time; a minute at most."
-    said = error.headers.get('Retry-After') if isinstance(error, HTTPError) and error.headers else None
-    return min(60, int(said) if said and said.isdigit() else 2**failures)
+    retry_after = error.headers.get('Retry-After') if isinstance(error, HTTPError) and error.headers else None
+    return min(60, int(retry_after) if retry_after and retry_after.isdigit() else 2**failures)
 
 def persistently(
     attempt: Callable[[], T], # May raise what urllib raises

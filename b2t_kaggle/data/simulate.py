@@ -553,9 +553,9 @@ def simulated_bytes(
     plan: pd.DataFrame, # The trials
 ) -> int:
     "About how large the session files of a plan become."
-    said = plan.sentence.value_counts()
-    ids = [to_class_ids(sentence_to_phonemes(sentence)) for sentence in said.index]
-    bins = sum(n*(2*_EDGE + _LENGTH[i[:-1]].sum()) for n, i in zip(said, ids))
+    counts = plan.sentence.value_counts()
+    ids = [to_class_ids(sentence_to_phonemes(sentence)) for sentence in counts.index]
+    bins = sum(n*(2*_EDGE + _LENGTH[i[:-1]].sum()) for n, i in zip(counts, ids))
     return int(4*2*N_ELECTRODES*bins + _TRIAL_BYTES*len(plan))
 
 def _require_space(folder: Path, plan: pd.DataFrame) -> None:
@@ -599,8 +599,10 @@ def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
     try:
         with open(days) as lines: yield from map(int, lines)
         for p in processes:
-            said = p.communicate()[1].strip() or f'exit status {p.returncode}'
-            if p.returncode: raise SimulateError(f'{out_dir}: a process that simulates failed: {said.splitlines()[-1]}')
+            message = p.communicate()[1].strip() or f'exit status {p.returncode}'
+            if p.returncode:
+                last_line = message.splitlines()[-1]
+                raise SimulateError(f'{out_dir}: a process that simulates failed: {last_line}')
     finally:
         for p in processes:
             with p: p.kill() # Leaving waits for it

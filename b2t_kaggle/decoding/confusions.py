@@ -214,12 +214,15 @@ def minimize(
             if following <= value - 1e-4*size*slope: break
             size /= 2
         else: break
-        s, y = -size*direction, gradient_there - gradient
-        if y @ s > 1e-10:
-            steps = [*steps, s][-_MEMORY:]
-            changes = [*changes, y][-_MEMORY:]
+        step = -size*direction
+        change = gradient_there - gradient
+        if change @ step > 1e-10:
+            steps = [*steps, step][-_MEMORY:]
+            changes = [*changes, change][-_MEMORY:]
         done = value - following <= tolerance*abs(value)
-        x, value, gradient = x + s, following, gradient_there
+        x = x + step
+        value = following
+        gradient = gradient_there
         if done: break
     return x
 

@@ -242,7 +242,8 @@ def tensorflow_gpus() -> tuple[Gpu, ...]:
     gpus = []
     for gpu in tf.config.get_visible_devices('GPU'):
         details = tf.config.experimental.get_device_details(gpu)
-        name, capability = details['device_name'], details['compute_capability']
+        name = details['device_name']
+        capability = details['compute_capability']
         version = '{}.{}'.format(*capability)
         gpus.append(Gpu(name, memory.get(name, float('nan')), version, capability >= (8, 0)))
     return tuple(gpus)

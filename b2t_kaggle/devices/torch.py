@@ -68,7 +68,8 @@ def tpu_problem(
     d: Detected, # What is here
 ) -> str:
     "Why PyTorch/XLA cannot compute on a TPU, and what to do; empty if it can."
-    pjrt, tpu = d.variables.get('PJRT_DEVICE'), d.tpu
+    pjrt = d.variables.get('PJRT_DEVICE')
+    tpu = d.tpu
     if tpu is None: return NO_TPU
     if tpu.server:
         return (f'the TPU is a server at {tpu.server}, and PyTorch/XLA computes only on TPUs of its own machine; '

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'RESCORING', 'ADAPTER', 'PINNED', 'Attached', 'SessionError',
-           'raise_all', 'find_attached', 'the_only', 'restore_run', 'installed_version', 'pinned_versions',
-           'missing_packages', 'pip_install', 'install_missing', 'has_programs', 'plan_device', 'quiet_bars',
-           'prepare_training', 'prepare_submission', 'hand_in', 'what_next']
+           'raise_all', 'find_attached', 'restore_run', 'installed_version', 'pinned_versions', 'missing_packages',
+           'pip_install', 'install_missing', 'has_programs', 'plan_device', 'quiet_bars', 'prepare_training',
+           'prepare_submission', 'hand_in', 'what_next']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c003
 import importlib
@@ -128,7 +128,7 @@ def find_attached(
     return Attached(**{kind: tuple(sorted(paths)) for kind, paths in found.items()})
 
 # %% ../../nbs/kaggle/00_session.ipynb #c012
-def the_only(
+def _find_one(
     paths: Sequence[Path], # Where it was found
     name: str,             # What it is
     instead: str,          # What to do where several are attached, beside detaching
@@ -341,11 +341,11 @@ def prepare_training(
     run_dir = Path(work_dir)/'run'
     found = _begin(input_dir, run_dir, hours)
     problems: list[str] = []
-    recordings = the_only(found.recordings, 'the recordings', '', problems)
+    recordings = _find_one(found.recordings, 'the recordings', '', problems)
     if not recordings: print('recordings:  none attached, so they are simulated')
     has_own = (run_dir/'config.yaml').exists()
     trained = [run for run in found.runs if (run/'train').is_dir()]
-    earlier = None if has_own else the_only(trained, 'the run to continue', '', problems)
+    earlier = None if has_own else _find_one(trained, 'the run to continue', '', problems)
     known = run_dir if has_own else earlier
     print('training:   ', f'goes on with {known}' if known else 'begins anew')
     if known and not recordings and not _is_simulated(known): problems.append(_NO_RECORDINGS.format(of=known))
@@ -373,7 +373,7 @@ def _model(found: Attached, problems: list[str]) -> Path | None:
     "The one checkpoint that is attached, for `infer.checkpoint`."
     best = [run/'train'/name for run in found.runs for name in BEST.values()]
     ours = [*(path for path in best if path.exists()), *found.checkpoints]
-    return the_only(ours or found.official, 'a model to run', 'name one in `models`', problems)
+    return _find_one(ours or found.official, 'a model to run', 'name one in `models`', problems)
 
 def _source(found: Attached, at_least: int, problems: list[str]) -> dict[str, Any]:
     "Configuration values that say what is decoded."
@@ -405,7 +405,7 @@ def _language_models(found: Attached, overrides: Mapping[str, Any], problems: li
     values = {}
     for key, (paths, name) in kinds.items():
         if key in overrides: continue
-        path = the_only(paths, name, f'set overrides={{"{key}": …}}', problems)
+        path = _find_one(paths, name, f'set overrides={{"{key}": …}}', problems)
         if path: values[key] = path
     return values
 
@@ -445,11 +445,11 @@ def prepare_submission(
     overrides = overrides or {}
     found = _begin(input_dir, run_dir, hours).only(models)
     problems: list[str] = []
-    recordings = the_only(found.recordings, 'the recordings', '', problems)
+    recordings = _find_one(found.recordings, 'the recordings', '', problems)
     model_run = _data_of(found)
     if not recordings and not (model_run and _is_simulated(model_run)):
         problems.append(_NO_RECORDINGS.format(of=model_run or 'a submission'))
-    earlier = the_only([run for run in found.runs if not _has_model(run)], 'the run to continue', '', problems)
+    earlier = _find_one([run for run in found.runs if not _has_model(run)], 'the run to continue', '', problems)
     values = _source(found, at_least, problems) | _language_models(found, overrides, problems)
     problems += _install(_needed(values | overrides), input_dir, scratch_dir)
     if values['infer.checkpoint']:

@@ -304,8 +304,8 @@ def build_wheels(
         compiled, left_out = _build_sources(image, metadata, built)
         requirements = ['b2t_kaggle[llm]', *compiled, *others]
         plan, fitting = plan_installation(image, requirements, f'--find-links={built}')
-        wanted = [f'{name}=={version}' for name, version in sorted(plan.items())]
-        _pip('download', '--no-deps', '--dest', new, f'--find-links={built}', *image.pip_options(), *wanted)
+        pins = [f'{name}=={version}' for name, version in sorted(plan.items())]
+        _pip('download', '--no-deps', '--dest', new, f'--find-links={built}', *image.pip_options(), *pins)
         offline, _ = plan_installation(fitting, requirements, '--no-index', f'--find-links={new}')
         if offline != plan: raise RuntimeError(f'{folder}: pip plans {offline} from it, expected {plan}')
         ours = {wheel.name for wheel in built.glob('*.whl')}

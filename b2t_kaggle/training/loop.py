@@ -412,12 +412,13 @@ def result_of(
     if trainer.refit_from is not None: run['refit_from'] = trainer.refit_from
     return run | best
 
-def _check_together(values: list, what: str) -> None:
+def _check_together(values: list, subject: str) -> None:
     "Raises `TrainingError` where processes that train together would not do the same."
     for rank, value in enumerate(values):
         if value == values[0]: continue
-        raise TrainingError(f'{what} are not the same for all processes: the first has {values[0]}, process {rank} has '
-                            f'{value}. Machines that train together see the same stores and the same folder of the run')
+        raise TrainingError(f'{subject} are not the same for all processes: the first has {values[0]}, process {rank} '
+                            f'has {value}. Machines that train together see the same stores and the same folder of '
+                            'the run')
 
 # %% ../../nbs/training/07_loop.ipynb #c045
 def checkpoint_bytes(
