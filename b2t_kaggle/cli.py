@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['shared_options', 'training_options', 'open_run', 'run_until', 'main', 'run', 'decode', 'simulate', 'check', 'lm',
-           'combine', 'sweep', 'connection_options', 'serve', 'ensemble', 'convert', 'devices', 'keys', 'docs']
+           'combine', 'sweep', 'serve', 'ensemble', 'convert', 'devices', 'keys', 'docs']
 
 # %% ../nbs/16_cli.ipynb #c003
 import contextlib
@@ -422,13 +422,13 @@ _CONNECTION = (
     click.option('--tls-key', type=FILE, help='Its key.'),
 )
 
-def connection_options(f):
+def _connection_options(f):
     "The options of what connects to Redis."
     return _with(_CONNECTION, f)
 
 @main.command()
 @shared_options
-@connection_options
+@_connection_options
 @click.option('--nbest', default=100, show_default=True, help='Candidates of a sentence.')
 def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cert, tls_key, **options):
     """Decode online: answer the official evaluation's Redis streams with a run's language model, and its LLM if it has

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEDULE', 'ARTICULATORS', 'TARGETS', 'N_ELECTRODES', 'SessionBlock', 'Day', 'SimulateError', 'plan_trials',
            'movement', 'Electrodes', 'electrodes', 'features', 'interfere', 'zscore', 'simulate_block', 'write_text',
-           'simulated_bytes', 'record_part', 'simulate_dataset']
+           'simulate_dataset']
 
 # %% ../../nbs/data/02_simulate.ipynb #c003
 import json
@@ -549,7 +549,7 @@ def _claim(folder: Path, parameters: dict) -> None:
 # %% ../../nbs/data/02_simulate.ipynb #c071
 _TRIAL_BYTES = 8000 # Of the labels and of HDF5, measured on files of few trials, which take most
 
-def simulated_bytes(
+def _simulated_bytes(
     plan: pd.DataFrame, # The trials
 ) -> int:
     "About how large the session files of a plan become."
@@ -561,7 +561,7 @@ def simulated_bytes(
 def _require_space(folder: Path, plan: pd.DataFrame) -> None:
     "Raise `files.WriteError` where there is no room for what an earlier call did not write."
     written = sum(f.stat().st_size for f in folder.glob('*/data_*.hdf5'))
-    require_space(folder, simulated_bytes(plan) - written, f'{len(plan):,} simulated trials')
+    require_space(folder, _simulated_bytes(plan) - written, f'{len(plan):,} simulated trials')
 
 # %% ../../nbs/data/02_simulate.ipynb #c073
 def _record(trials: pd.DataFrame, e: Electrodes, *noise: float) -> Iterator[Trial]:
@@ -607,7 +607,7 @@ def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
         for p in processes:
             with p: p.kill() # Leaving waits for it
 
-def record_part(
+def _record_part(
     folder: Path, # Marked by `simulate_dataset`
     part: int,    # The first day to record
     of: int,      # Every how many days
@@ -654,4 +654,4 @@ def simulate_dataset(
     return out_dir
 
 # %% ../../nbs/data/02_simulate.ipynb #c202
-if __name__ == '__main__' and '__file__' in globals(): record_part(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+if __name__ == '__main__' and '__file__' in globals(): _record_part(Path(sys.argv[1]), *map(int, sys.argv[2:]))

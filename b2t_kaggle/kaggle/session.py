@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'RESCORING', 'ADAPTER', 'PINNED', 'Attached', 'SessionError',
-           'raise_all', 'find_attached', 'restore_run', 'installed_version', 'pinned_versions', 'missing_packages',
-           'pip_install', 'install_missing', 'has_programs', 'plan_device', 'quiet_bars', 'prepare_training',
-           'prepare_submission', 'hand_in', 'what_next']
+           'find_attached', 'restore_run', 'installed_version', 'pinned_versions', 'missing_packages',
+           'install_missing', 'plan_device', 'prepare_training', 'prepare_submission', 'hand_in', 'what_next']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c003
 import importlib
@@ -60,7 +59,7 @@ class Attached:
                 for name in _MODELS}
         models = [model for found in kept.values() for model in found]
         useless = [path for path in paths if not any(model.is_relative_to(path) for model in models)]
-        raise_all([f'{path}: no run, checkpoint or LogitStore is attached there; see the table above'
+        _raise_all([f'{path}: no run, checkpoint or LogitStore is attached there; see the table above'
                    for path in useless])
         return Attached(**{field.name: kept.get(field.name, getattr(self, field.name)) for field in fields(self)})
 
@@ -69,7 +68,7 @@ _MODELS = ('runs', 'checkpoints', 'official', 'logits')
 class SessionError(RuntimeError):
     "What is missing in a session, all of it; the message says of each what to do."
 
-def raise_all(
+def _raise_all(
     problems: Sequence[str], # What is missing, and what to do; none is fine
 ) -> None:
     "Raise one `SessionError` that names all problems."
@@ -193,7 +192,7 @@ def _origins(input_dir: Path) -> dict[str, list[str]]:
     internet = {'the internet': ['--retries', '0']}
     return {'attached wheels': ['--no-index', *folders]} | internet if folders else internet
 
-def pip_install(
+def _pip_install(
     packages: Iterable[str], # What pip installs
     input_dir: str | Path,   # Where Kaggle puts what is attached
     scratch_dir: str | Path, # For `held.txt`, pip's file of constraints
@@ -224,12 +223,12 @@ def install_missing(
     for package, version in pinned_versions().items(): print(f'{package:16}{version}, as it is')
     missing = missing_packages(needed)
     print('missing:', *missing or ['nothing to install'])
-    if missing: pip_install(missing, input_dir, scratch_dir)
+    if missing: _pip_install(missing, input_dir, scratch_dir)
 
 # %% ../../nbs/kaggle/00_session.ipynb #c025
 _CHOOSE = 'choose another one under Settings › Accelerator'
 
-def has_programs(
+def _has_programs(
     capability: str,        # Of a GPU, such as `7.5`
     built: Sequence[str],   # What `torch.cuda.get_arch_list` gives, such as `sm_75` or `compute_90`
 ) -> bool:
@@ -246,7 +245,7 @@ def _gpu_problem(gpus: Sequence[machine.Gpu]) -> str:
     "Why PyTorch cannot compute on the GPUs that the driver sees; empty if it can. Imports torch."
     import torch
     built = torch.cuda.get_arch_list()
-    useless = [gpu for gpu in gpus if built and not has_programs(gpu.capability, built)]
+    useless = [gpu for gpu in gpus if built and not _has_programs(gpu.capability, built)]
     if not useless: return ''
     return (f'{useless[0].name}: torch {torch.__version__} has no programs for its compute capability '
             f'{useless[0].capability}, only {" ".join(built)}; {_CHOOSE}, or set framework="tensorflow"')
@@ -286,14 +285,14 @@ def _device_problem(framework: str, accelerator: str, must_be_fast: bool) -> str
             f'{_CHOOSE}, or set accelerator="cpu"')
 
 # %% ../../nbs/kaggle/00_session.ipynb #c030
-def quiet_bars() -> None:
+def _quiet_bars() -> None:
     "Progress bars of this process's children move twice a minute, unless the environment says otherwise."
     for variable in ('TQDM_MININTERVAL', 'TQDM_MAXINTERVAL'): os.environ.setdefault(variable, '30')
 
 def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attached:
     "Set the session's environment, look for what is attached, and print it."
     announce_session(session_hours(hours, machine.detect().kind))
-    quiet_bars()
+    _quiet_bars()
     os.environ.setdefault('B2T_XLA_CACHE', str(run_dir/'xla'))
     found = find_attached(input_dir)
     print(found)
@@ -353,7 +352,7 @@ def prepare_training(
     needed = TRAINING | (CURVES if framework == 'tensorflow' else {}) | ({} if recordings else SIMULATION)
     problems += _install(needed, input_dir, scratch_dir)
     if problem := _device_problem(framework, accelerator, bool(recordings)): problems.append(problem)
-    raise_all(problems)
+    _raise_all(problems)
 
     restore_run(earlier, run_dir)
     values = {'train.framework': framework, 'train.accelerator': accelerator, 'data.dataset_dir': recordings}
@@ -455,7 +454,7 @@ def prepare_submission(
     if values['infer.checkpoint']:
         problem = _device_problem(values['train.framework'], accelerator, False)
         problems += [problem] if problem else []
-    raise_all(problems)
+    _raise_all(problems)
 
     from b2t_kaggle.runs import Run  # needs what was missing
 
