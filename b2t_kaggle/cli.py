@@ -230,8 +230,8 @@ class _Group(click.Group):
         try: return super().invoke(ctx)
         except KeyboardInterrupt as e:
             line = f'{command_name()} {shlex.join(_without_force(sys.argv[1:]))}'
-            told = f'{e} Go on with:\n  {line}' if isinstance(e, Interrupted) else 'Interrupted.'
-            click.echo(f'\n{told}', err=True)
+            message = f'{e} Go on with:\n  {line}' if isinstance(e, Interrupted) else 'Interrupted.'
+            click.echo(f'\n{message}', err=True)
             ctx.exit(130) # As shells have it: 128 and the number of the signal
         except click.ClickException as e:
             e.message = as_called(e.message)
@@ -567,8 +567,8 @@ def keys(part, name, preset_, out):
         raise click.ClickException(as_called(f'no key contains {part!r}; {hint}'))
     for key, (default, meaning) in found.items():
         value = values.get(key, default)
-        of = f' ({source}; default {default})' if value != default else ''
-        click.echo(f'{click.style(key, bold=True)} = {value}{of}\n    {meaning}')
+        origin = f' ({source}; default {default})' if value != default else ''
+        click.echo(f'{click.style(key, bold=True)} = {value}{origin}\n    {meaning}')
 
 # %% ../nbs/16_cli.ipynb #c051
 @main.command()

@@ -129,9 +129,9 @@ def write_error(
     if reason is None and own and number == errno.ENOENT:
         reason = 'its temporary file was removed while it was written', 'see that nobody does'
     if reason is None: return None
-    why, advice = reason
+    cause, advice = reason
     kept = 'what was there is as it was' if path.exists() else 'no part of it was left'
-    found = WriteError(f'{path}: not written, because {why}; {kept}. To do: {advice}, and run it again')
+    found = WriteError(f'{path}: not written, because {cause}; {kept}. To do: {advice}, and run it again')
     found.errno = number
     return found
 

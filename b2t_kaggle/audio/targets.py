@@ -210,8 +210,9 @@ def build_targets(
             _write(name, target, _compute(target, part, batch_size), dtype)
             known |= dict.fromkeys(part, TargetStore(name))
             bar.update(len(part))
-    there = stores[0].sentences if path.exists() else []
-    if set(known) != set(there): _write(path, target, _rows(known, dict.fromkeys([*there, *normalized, *known])), dtype)
+    stored = stores[0].sentences if path.exists() else []
+    if set(known) != set(stored):
+        _write(path, target, _rows(known, dict.fromkeys([*stored, *normalized, *known])), dtype)
     shutil.rmtree(folder, ignore_errors=True)
     return TargetStore(path)
 

@@ -328,11 +328,11 @@ class Batcher:
             ragged.verify(trials[trials >= 0])
             fill_rows(features.reshape(B, T*F), ragged.flat, ragged.starts[trials], n_bins*F)
             return features
-        for store, mine, places in self.store.parts(trials):
+        for store, is_member, places in self.store.parts(trials):
             store.ragged.verify(places[places >= 0])
             rows = np.empty((len(places), T*F), self.dtype)
-            fill_rows(rows, store.ragged.flat, store.ragged.starts[places], n_bins[mine]*F)
-            features[mine] = rows.reshape(-1, T, F)
+            fill_rows(rows, store.ragged.flat, store.ragged.starts[places], n_bins[is_member]*F)
+            features[is_member] = rows.reshape(-1, T, F)
         return features
 
     def _labels(self, trials: np.ndarray) -> np.ndarray:

@@ -578,10 +578,10 @@ def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, *noise: float
         recorded = [t for t in held_out if t.split == split]
         if recorded: write_session(session_path(out_dir, session, split), recorded)
 
-def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, part: int = 0, of: int = 1) -> Iterator[int]:
-    "Record every `of`-th day of a plan with parameters, from day `part` on, and say each when it is done."
+def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, part: int = 0, n_parts: int = 1) -> Iterator[int]:
+    "Record every `n_parts`-th day of a plan, from day `part` on, and say each when it is done."
     noise = p['seed'], p.get('structured_noise', 0.), p.get('drift', 1.)
-    for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'])))[part::of]:
+    for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'])))[part::n_parts]:
         trials = plan[plan.day == day]
         if len(trials): _write_day(out_dir, trials, e, *noise)
         yield day
@@ -610,13 +610,13 @@ def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
 def _record_part(
     folder: Path, # Marked by `simulate_dataset`
     part: int,    # The first day to record
-    of: int,      # Every how many days
+    n_parts: int, # Every how many days
 ) -> None:
     "What one of these processes does; it prints each day when it is done."
     end_with_parent()
     p = json.loads((folder/_MARKER).read_text())
     plan = plan_trials(*(p[k] for k in ('n_sessions', 'train', 'val', 'test', 'max_words', 'seed')))
-    for day in _write_days(folder, plan, p, part, of): print(day, flush=True)
+    for day in _write_days(folder, plan, p, part, n_parts): print(day, flush=True)
 
 # %% ../../nbs/data/02_simulate.ipynb #c074
 def simulate_dataset(

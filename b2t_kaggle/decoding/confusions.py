@@ -82,10 +82,11 @@ def network_rows(
         n = len(own)
         columns = (own, around[:n], around[step:], _margins(probs, own, last), np.full(n, trial),
                    np.full(n, per_phoneme), length, margins[:n], margins[step:])
-        mine = probs[np.arange(n), own][:, None]
+        own_probs = probs[np.arange(n), own][:, None]
         offered = probs > 0
         offered[np.arange(n), own] = False
-        parts.append(Rows(np.stack(columns, axis=1), np.log((probs + floor)/(mine + floor)), offered.astype(float)))
+        ratios = np.log((probs + floor)/(own_probs + floor))
+        parts.append(Rows(np.stack(columns, axis=1), ratios, offered.astype(float)))
     return parts[0], parts[1]
 
 def concatenate_rows(

@@ -445,8 +445,8 @@ def tpu_device(
     name = generation.name if generation else d.tpu.type or 'of unknown generation'
     refuse_float16(precision)
     chosen, because = choose_precision(precision, True, reason_for_precision(True))
-    why = 'the TPU is the fastest here' if accelerator == 'auto' else 'asked for'
-    return Device('xla', f'TPU {name}', chosen, join_clauses(why, because), d.tpu.devices or 1)
+    device_reason = 'the TPU is the fastest here' if accelerator == 'auto' else 'asked for'
+    return Device('xla', f'TPU {name}', chosen, join_clauses(device_reason, because), d.tpu.devices or 1)
 
 def gpu_device(
     d: Detected,      # What is here, with a GPU
@@ -457,5 +457,5 @@ def gpu_device(
     "All GPUs, which have to be alike."
     gpu = d.gpus[0]
     chosen, because = _gpu_precision(gpu, precision)
-    why = 'a GPU is here' if accelerator == 'auto' else 'asked for'
-    return Device('cuda', gpu.name, chosen, join_clauses(why, unused, because), len(d.gpus))
+    device_reason = 'a GPU is here' if accelerator == 'auto' else 'asked for'
+    return Device('cuda', gpu.name, chosen, join_clauses(device_reason, unused, because), len(d.gpus))

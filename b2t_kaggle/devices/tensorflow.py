@@ -109,11 +109,11 @@ def _on_gpu(d: Detected, accelerator: str, precision: str, unused: str) -> Devic
 
 def _on_cpu(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
     build = _build_and_version(d)
-    if accelerator == 'cpu': why = 'asked for'
-    elif d.gpus: why = f'{build} is built without CUDA'
-    else: why = f'{build} sees no GPU'
+    if accelerator == 'cpu': device_reason = 'asked for'
+    elif d.gpus: device_reason = f'{build} is built without CUDA'
+    else: device_reason = f'{build} sees no GPU'
     chosen, because = choose_precision(precision, False, 'on processors XLA computes bfloat16 by way of float32')
-    device = Device('cpu', d.cpu, chosen, join_clauses(why, unused, because))
+    device = Device('cpu', d.cpu, chosen, join_clauses(device_reason, unused, because))
     if not tensorflow_build(d).endswith('-tpu'): return device
     return replace(device, jit=False).with_reasons(
         f'{build} compiles for TPUs only, so this is slow: pip install tensorflow-cpu in another environment for the '

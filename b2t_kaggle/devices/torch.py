@@ -96,8 +96,8 @@ def _xla_cpu_device(d: Detected, precision: str) -> Device:
 
 def _cpu_device(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
     chosen, because = choose_precision(precision, d.cpu_bfloat16, reason_for_precision(d.cpu_bfloat16))
-    why = 'asked for' if accelerator == 'cpu' else 'no GPU here'
-    return Device('cpu', d.cpu, chosen, join_clauses(why, unused, because))
+    device_reason = 'asked for' if accelerator == 'cpu' else 'no GPU here'
+    return Device('cpu', d.cpu, chosen, join_clauses(device_reason, unused, because))
 
 def plan_torch(
     d: Detected,               # What is here

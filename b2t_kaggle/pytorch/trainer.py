@@ -100,8 +100,8 @@ class BatchLoader:
     def __call__(self, step: int) -> tuple[list[MicroBatch], np.ndarray]:
         "This process's micro-batches of a step, and the days of the whole batch."
         trials = self.trials(step)
-        mine = trials[self.backend.rank::self.backend.world_size]
-        micro_batches = [self._load(mine[i::self.accumulation_steps]) for i in range(self.accumulation_steps)]
+        own = trials[self.backend.rank::self.backend.world_size]
+        micro_batches = [self._load(own[i::self.accumulation_steps]) for i in range(self.accumulation_steps)]
         return micro_batches, np.unique(self.store.day[trials])
 
     def _load(self, trials: np.ndarray) -> MicroBatch:
