@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['shared_options', 'training_options', 'open_run', 'run_until', 'main', 'run', 'decode', 'simulate', 'check', 'lm',
-           'combine', 'sweep', 'connection_options', 'serve', 'ensemble', 'convert', 'devices', 'keys', 'docs']
+           'combine', 'sweep', 'serve', 'ensemble', 'convert', 'devices', 'keys', 'docs']
 
 # %% ../nbs/17_cli.ipynb #c003
 import contextlib
@@ -231,8 +231,8 @@ class _Group(click.Group):
         try: return super().invoke(ctx)
         except KeyboardInterrupt as e:
             line = f'{command_name()} {shlex.join(_without_force(sys.argv[1:]))}'
-            told = f'{e} Go on with:\n  {line}' if isinstance(e, Interrupted) else 'Interrupted.'
-            click.echo(f'\n{told}', err=True)
+            message = f'{e} Go on with:\n  {line}' if isinstance(e, Interrupted) else 'Interrupted.'
+            click.echo(f'\n{message}', err=True)
             ctx.exit(130) # As shells have it: 128 and the number of the signal
         except click.ClickException as e:
             e.message = as_called(e.message)
@@ -380,8 +380,11 @@ def _weights(run: Run):
     from b2t_kaggle.rescoring.mixture import configured_weights, read_weights
     status = StageRun(run, 'rescore').status()
     if status == 'done':
-        weights, origin = read_weights(run.dir/'rescore_weights.json'), 'from the stage rescore'
-    else: weights, origin = configured_weights(run.cfg.rescore), f'as configured (stage rescore: {status})'
+        weights = read_weights(run.dir/'rescore_weights.json')
+        origin = 'from the stage rescore'
+    else:
+        weights = configured_weights(run.cfg.rescore)
+        origin = f'as configured (stage rescore: {status})'
     click.echo(f'Weights of the mixture, {origin}: {weights}', err=True)
     return weights
 
@@ -420,13 +423,13 @@ _CONNECTION = (
     click.option('--tls-key', type=FILE, help='Its key.'),
 )
 
-def connection_options(f):
+def _connection_options(f):
     "The options of what connects to Redis."
     return _with(_CONNECTION, f)
 
 @main.command()
 @shared_options
-@connection_options
+@_connection_options
 @click.option('--nbest', default=100, show_default=True, help='Candidates of a sentence.')
 def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cert, tls_key, **options):
     """Decode online: answer the official evaluation's Redis streams with a run's language model, and its LLM if it has
@@ -565,8 +568,8 @@ def keys(part, name, preset_, out):
         raise click.ClickException(as_called(f'no key contains {part!r}; {hint}'))
     for key, (default, meaning) in found.items():
         value = values.get(key, default)
-        of = f' ({source}; default {default})' if value != default else ''
-        click.echo(f'{click.style(key, bold=True)} = {value}{of}\n    {meaning}')
+        origin = f' ({source}; default {default})' if value != default else ''
+        click.echo(f'{click.style(key, bold=True)} = {value}{origin}\n    {meaning}')
 
 # %% ../nbs/17_cli.ipynb #c051
 @main.command()

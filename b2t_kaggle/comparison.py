@@ -145,11 +145,11 @@ def result_table(
     "Error rates of a system with their intervals."
     measured = measure(results)
     rows = []
-    for by, groups in trial_groups(results).items():
+    for grouping, groups in trial_groups(results).items():
         for group, positions in groups.items():
             words = total(_members(measured[WER], positions)).length
             rates = {name: rate_interval(_members(counts, positions)) for name, counts in measured.items()}
-            rows.append(dict(by=by, group=group, trials=len(positions), words=words) | rates)
+            rows.append(dict(by=grouping, group=group, trials=len(positions), words=words) | rates)
     return _as_table(rows)
 
 _FEW = 10 # Trials of which the bootstrap's intervals are too narrow to be believed
@@ -254,12 +254,12 @@ def comparison_tables(
     tables = {}
     for m, systems in _shared_measures(results).items():
         rows = []
-        for by, members in groups.items():
+        for grouping, members in groups.items():
             for group, positions in members.items():
                 x, y = (_members(systems[name], positions) for name in (a, b))
                 counts = {'trials': len(positions), _tokens(m): total(x).length, a: total(x).rate, b: total(y).rate}
                 difference = {'difference': difference_interval(x, y), 'more errors': total(y).edits - total(x).edits}
-                rows.append(dict(by=by, group=group) | counts | difference)
+                rows.append(dict(by=grouping, group=group) | counts | difference)
         tables[m] = _as_table(rows)
     return tables
 

@@ -103,14 +103,14 @@ _REFUSED = { # Reading may have the same reasons, so that the name of the file c
     errno.ENOTDIR: ('a file is where its folder should be', 'remove it, or choose another folder'),
     errno.EEXIST: ('a file is where its folder should be', 'remove it, or choose another folder'),
 }
-_SAID = re.compile(r'errno = (?P<number>\d+)|(?P<ENOSPC>No space left on device)|(?P<EFBIG>File too large)')
+_MESSAGES = re.compile(r'errno = (?P<number>\d+)|(?P<ENOSPC>No space left on device)|(?P<EFBIG>File too large)')
 
 def _system_error(error: BaseException | None) -> tuple[int | None, str | None]:
     "Number and file of the system's error behind an exception: its own, in its history, or in the text of a library."
     while error is not None:
         if isinstance(error, OSError) and error.errno: return error.errno, error.filename
-        if said := _SAID.search(str(error)):
-            return int(said['number']) if said['number'] else getattr(errno, said.lastgroup), None
+        if match := _MESSAGES.search(str(error)):
+            return int(match['number']) if match['number'] else getattr(errno, match.lastgroup), None
         error = error.__cause__ or error.__context__
     return None, None
 
@@ -129,9 +129,9 @@ def write_error(
     if reason is None and own and number == errno.ENOENT:
         reason = 'its temporary file was removed while it was written', 'see that nobody does'
     if reason is None: return None
-    why, advice = reason
+    cause, advice = reason
     kept = 'what was there is as it was' if path.exists() else 'no part of it was left'
-    found = WriteError(f'{path}: not written, because {why}; {kept}. To do: {advice}, and run it again')
+    found = WriteError(f'{path}: not written, because {cause}; {kept}. To do: {advice}, and run it again')
     found.errno = number
     return found
 

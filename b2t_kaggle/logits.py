@@ -332,9 +332,9 @@ def split_of(
     """`train`, `val` or `test`, by the store's provenance, else by the name of its file; None where neither tells.
 
     Raises `LogitError` where they tell of several."""
-    told = _told(store.provenance) or set(re.findall('[a-z]+', store.path.stem.lower())) & set(_SPLITS)
-    if len(told) > 1: raise LogitError(f'{store.path}: says of itself that it is of {" and ".join(sorted(told))}')
-    return next(iter(told), None)
+    splits = _told(store.provenance) or set(re.findall('[a-z]+', store.path.stem.lower())) & set(_SPLITS)
+    if len(splits) > 1: raise LogitError(f'{store.path}: says of itself that it is of {" and ".join(sorted(splits))}')
+    return next(iter(splits), None)
 
 # %% ../nbs/09_logits.ipynb #c035
 def _rows(index: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
@@ -348,8 +348,8 @@ def _difference_of_trials(ours: list[tuple], theirs: list[tuple]) -> str:
     extra = [t for t in theirs if t not in known]
     found = set(theirs)
     missing = [t for t in ours if t not in found]
-    parts = [f'{len(trials)} trials {what}, such as {" ".join(trials[0])}'
-             for trials, what in ((missing, 'are missing'), (extra, 'are not among the packed ones')) if trials]
+    parts = [f'{len(trials)} trials {problem}, such as {" ".join(trials[0])}'
+             for trials, problem in ((missing, 'are missing'), (extra, 'are not among the packed ones')) if trials]
     return ' and '.join(parts) or 'the trials are in another order'
 
 def index_difference(
@@ -373,11 +373,11 @@ def _sort_by_split(stores: list[LogitStore], indices: Mapping[str, pd.DataFrame]
     "The stores of each split. Raises `LogitError` for one that fits none of the indices, or several."
     by_split = {}
     for store in stores:
-        told = split_of(store)
-        if told is not None and told not in indices:
-            raise LogitError(f'{store.path} is of the split {told}, expected {" or ".join(indices)}; leave it out')
-        candidates = [told] if told else list(indices)
-        differences = {split: index_difference(store, indices[split]) for split in candidates}
+        split = split_of(store)
+        if split is not None and split not in indices:
+            raise LogitError(f'{store.path} is of the split {split}, expected {" or ".join(indices)}; leave it out')
+        candidates = [split] if split else list(indices)
+        differences = {s: index_difference(store, indices[s]) for s in candidates}
         fits = [split for split, difference in differences.items() if not difference]
         if len(fits) > 1:
             raise LogitError(f'{store.path}: its trials may be those of {" or ".join(fits)}, and it does not say of '

@@ -63,12 +63,12 @@ def table(
 
 # %% ../nbs/02_pages.ipynb #c012
 def cards(
-    figures: Mapping[str, tuple[str, str]], # By what it is: the figure, and what to know about it
+    metrics: Mapping[str, tuple[str, str]], # By name: the value, and what to know about it
 ) -> str:
-    "Headline figures side by side."
+    "Headline metrics side by side."
     return '<div class="cards">\n' + ''.join(
-        f'<div class="card"><span>{html.escape(name)}</span><b>{html.escape(figure)}</b>'
-        f'<span>{html.escape(note)}</span></div>\n' for name, (figure, note) in figures.items()) + '</div>\n'
+        f'<div class="card"><span>{html.escape(name)}</span><b>{html.escape(value)}</b>'
+        f'<span>{html.escape(note)}</span></div>\n' for name, (value, note) in metrics.items()) + '</div>\n'
 
 # %% ../nbs/02_pages.ipynb #c015
 def aligned(
@@ -78,10 +78,10 @@ def aligned(
     "The shortest alignment as HTML: `del` what the hypothesis lacks, `ins` what it has instead."
     parts = []
     for op in Levenshtein.opcodes(reference, hypothesis):
-        said = html.escape(' '.join(reference[op.src_start:op.src_end]))
+        expected = html.escape(' '.join(reference[op.src_start:op.src_end]))
         found = html.escape(' '.join(hypothesis[op.dest_start:op.dest_end]))
-        if op.tag == 'equal': parts.append(said)
-        else: parts += [f'<{tag}>{text}</{tag}>' for tag, text in (('del', said), ('ins', found)) if text]
+        if op.tag == 'equal': parts.append(expected)
+        else: parts += [f'<{tag}>{text}</{tag}>' for tag, text in (('del', expected), ('ins', found)) if text]
     return ' '.join(parts)
 
 # %% ../nbs/02_pages.ipynb #c018

@@ -179,12 +179,12 @@ def _do(stage: StageRun, forced: bool) -> str:
 
 def _row(stage: StageRun, status: str) -> dict:
     "What happened, for the closing table."
-    if status == 'needless': return dict(stage=stage.name, state='not needed', seconds=0, figures='')
+    if status == 'needless': return dict(stage=stage.name, state='not needed', seconds=0, metrics='')
     stamp = stage.stamp
     state = 'done' if stamp.get('finished') else 'stopped early'
-    figures = [f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}' for k, v in stamp.get('metrics', {}).items()]
+    metrics = [f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}' for k, v in stamp.get('metrics', {}).items()]
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
-                seconds=stamp.get('seconds', 0), figures=', '.join(figures))
+                seconds=stamp.get('seconds', 0), metrics=', '.join(metrics))
 
 # %% ../nbs/14_pipeline.ipynb #c018
 def _pending(
@@ -297,7 +297,7 @@ def run_stages(
     run: Run,                  # The run
     until: str | None = None,  # Last stage wanted; none means all
     force: Iterable[str] = (), # Stages to do again even if they are done
-) -> list[dict]:               # A row per stage: stage, what happened, seconds, figures
+) -> list[dict]:               # A row per stage: stage, what happened, seconds, metrics
     """Do what is not done, in order; raises `PipelineError` at the first stage that fails. Before anything is
     computed: `DeviceError` for a long training on recordings without an accelerator, `TrainingError` for a tracker of
     `train.log` that is not installed."""

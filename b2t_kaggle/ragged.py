@@ -388,9 +388,9 @@ class Ragged:
         for i in np.unique(arrays[~self._verified[arrays]]):
             if _checksum(self._view(i)) != self._checksums[i]:
                 changed = file_state(self.path) != self._state
-                what = 'changed since it was opened' if changed else 'damaged'
-                raise RaggedError(f'{self.path}: {what}, array {i} is not as it was written; remove the file and make '
-                                  'it again')
+                problem = 'changed since it was opened' if changed else 'damaged'
+                raise RaggedError(f'{self.path}: {problem}, array {i} is not as it was written; remove the file and '
+                                  'make it again')
             self._verified[i] = True
 
     def __getitem__(self, i: int) -> np.ndarray:

@@ -359,16 +359,16 @@ def logit_files(
     config = folder/'config.yaml'
     is_ensemble = config.exists() and load_config(config).infer.logits
     files = [folder/('ensemble' if is_ensemble else 'logits')/f'{split}.arrow' for split in ('val', 'test')]
-    if there := [f for f in files if f.exists()]: return there
+    if existing := [f for f in files if f.exists()]: return existing
     verb = 'decode' if is_ensemble else 'infer'
     raise PipelineError(f'{folder} has no log-probabilities yet; `b2t {verb}` on this run makes them')
 
 # %% ../nbs/13_runs.ipynb #c029
 def _split_in_name(path: Path) -> str:
     "`val` or `test`, as a file's name says. Raises `PipelineError` where it has neither word, or both."
-    told = sorted(set(re.findall('[a-z]+', path.stem.lower())) & {'val', 'test'})
-    if len(told) == 1: return told[0]
-    raise PipelineError(f'{path}: found {" and ".join(told) or "neither val nor test"} in its name, expected one of '
+    named = sorted(set(re.findall('[a-z]+', path.stem.lower())) & {'val', 'test'})
+    if len(named) == 1: return named[0]
+    raise PipelineError(f'{path}: found {" and ".join(named) or "neither val nor test"} in its name, expected one of '
                         'the two words, such as theirs_val.jsonl; rename it')
 
 def find_run(
@@ -388,7 +388,7 @@ def hypothesis_files(
     if folder is None: raise PipelineError(f'{member} is neither a file of hypotheses nor a run in {out}')
     stage = list_stage(load_config(folder/'config.yaml'))
     files = {split: folder/'hypotheses'/f'{stage}_{split}.jsonl' for split in ('val', 'test')}
-    if there := {split: f for split, f in files.items() if f.exists()}: return there
+    if existing := {split: f for split, f in files.items() if f.exists()}: return existing
     raise PipelineError(f'{folder} has no hypotheses of the stage {stage} yet; `b2t {stage}` on this run makes them')
 
 # %% ../nbs/13_runs.ipynb #c032
@@ -524,8 +524,8 @@ class StageRun(_Stamped):
     def begin(self) -> 'StageRun':
         "Check that what the stage needs is there, and clear away what another configuration left."
         for n in self.needs:
-            if (why := n.status()) not in ('done', 'stopped early'):
-                raise PipelineError(f'stage {self.name} needs stage {n.name}, which is not done ({why}); run `b2t '
+            if (status := n.status()) not in ('done', 'stopped early'):
+                raise PipelineError(f'stage {self.name} needs stage {n.name}, which is not done ({status}); run `b2t '
                                     f'{n.name}` on this run first')
         self._alone()
         self.key = self.run.key(self.name)

@@ -95,24 +95,24 @@ def plan(
     "Names of the stages to run, in order: `until` and everything it needs."
     skipped = _skipped(cfg)
     if until in skipped: raise PipelineError(f'stage {until} has nothing to do: {skipped[until]}')
-    wanted = set()
+    needed = set()
     todo = [until] if until else list(STAGES)
     while todo:
         name = todo.pop()
-        if name in skipped or name in wanted: continue
-        wanted.add(name)
+        if name in skipped or name in needed: continue
+        needed.add(name)
         todo += needs_of(name, cfg)
     order = list(STAGES)
     if 'lm' in needs_of('infer', cfg): order.insert(order.index('infer'), order.pop(order.index('lm')))
-    return [name for name in order if name in wanted]
+    return [name for name in order if name in needed]
 
 # %% ../nbs/12_stages.ipynb #c014
 def notebook_dir() -> Path:
     "Folder of the stage notebooks, of the installed package or of this checkout."
-    here = Path(b2t_kaggle.__file__).parent
-    for d in (here/'notebooks', here.parent/'nbs'/'pipeline'):
+    package = Path(b2t_kaggle.__file__).parent
+    for d in (package/'notebooks', package.parent/'nbs'/'pipeline'):
         if d.is_dir(): return d
-    raise PipelineError(f'the stage notebooks are neither in {here/"notebooks"} nor beside the package; install '
+    raise PipelineError(f'the stage notebooks are neither in {package/"notebooks"} nor beside the package; install '
                         'b2t_kaggle again')
 
 def notebook_path(name: str) -> Path:

@@ -29,14 +29,16 @@ def test_kernel_is_the_impulse_response_of_a_gaussian_filter(std):
 @settings(max_examples=30, deadline=None)
 @given(B=st.integers(1, 3), T=st.integers(1, 40), C=st.integers(1, 4), std=st.floats(0.4, 13))
 def test_smoothing_is_the_grouped_convolution(B, T, C, std):
-    x, k = torch.randn(B, T, C), gaussian_kernel(std=std)
+    x = torch.randn(B, T, C)
+    k = gaussian_kernel(std=std)
     conv = F.conv1d(x.mT, torch.tensor(k).view(1, 1, -1).repeat(C, 1, 1), padding='same', groups=C).mT
     assert torch.allclose(smooth(x, k), conv, atol=1e-5)
 
 
 def test_padding_does_not_reach_into_a_trial():
     "A trial is smoothed alike alone and padded with zeros."
-    x, k = torch.randn(1, 50, 3), gaussian_kernel()
+    x = torch.randn(1, 50, 3)
+    k = gaussian_kernel()
     assert torch.equal(smooth(F.pad(x, (0, 0, 0, 30)), k)[:, :50], smooth(x, k))
 
 
@@ -97,7 +99,8 @@ def test_time_masks_stay_in_bounds(lengths, n_masks, part, seed):
 
 def test_everything_is_a_function_of_seed_and_step():
     cfg = AugmentConfig(time_masks=3, random_walk_std=.1)
-    x, n = torch.randn(2, 50, 4), torch.tensor([50, 30])
+    x = torch.randn(2, 50, 4)
+    n = torch.tensor([50, 30])
     before = x.clone()
     first = [Augment(cfg, 1).train(x, n, s) for s in range(4)]
     torch.manual_seed(99)

@@ -130,7 +130,8 @@ def test_a_batch_takes_the_smallest_bucket_that_holds_it():
 
 
 def test_padding_is_counted():
-    n_bins, buckets = np.array([10, 14, 20, 30, 5]), [14, 30]
+    n_bins = np.array([10, 14, 20, 30, 5])
+    buckets = [14, 30]
     t = padding_table(n_bins, [np.array([0, 1]), np.array([2, 3]), np.array([4, -1])], buckets)
     assert t.loc[14, ['batches', 'trials', 'rows', 'bins', 'padded_bins']].tolist() == [2, 3, 4, 29, 56]
     assert t.loc['all', 'waste'] == 1 - (29 + 50)/(56 + 60)
@@ -194,7 +195,8 @@ def test_memory_is_used_again_but_never_while_somebody_looks():
 
 def test_threads_do_not_share_memory():
     store = store_of([30, 40, 50, 60])
-    batcher, wrong = Batcher(store, [60]), []
+    batcher = Batcher(store, [60])
+    wrong = []
     def work(i):
         for _ in range(300):
             b = batcher(np.array([i]))
@@ -208,7 +210,9 @@ def test_threads_do_not_share_memory():
 @pytest.mark.parametrize('stored, delivered', [('float16', 'float32'), ('float16', 'float16'), ('float32', 'float32')])
 def test_filling_is_exact_for_every_float16(stored, delivered):
     x = np.arange(2**16, dtype='uint16').view('float16').astype(stored)
-    out, starts, lengths = np.full((3, 40000), -1, delivered), np.array([0, 30000, 5]), np.array([30000, 35536, 0])
+    out = np.full((3, 40000), -1, delivered)
+    starts = np.array([0, 30000, 5])
+    lengths = np.array([30000, 35536, 0])
     fill_rows(out, x, starts, lengths)
     for row, s, n in zip(out, starts, lengths):
         np.testing.assert_array_equal(row[:n], x[s:s + n].astype(delivered))

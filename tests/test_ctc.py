@@ -96,8 +96,10 @@ def test_no_way_at_all():
 
 def test_official_size():
     torch.manual_seed(0)
-    log_probs, n_labels = torch.randn(133, 4, 41).log_softmax(-1), torch.tensor([60, 3, 25, 0])
-    targets, frames = torch.randint(1, 41, (4, 60)), torch.tensor([133, 133, 70, 12])
+    log_probs = torch.randn(133, 4, 41).log_softmax(-1)
+    n_labels = torch.tensor([60, 3, 25, 0])
+    targets = torch.randint(1, 41, (4, 60))
+    frames = torch.tensor([133, 133, 70, 12])
     assert_same(log_probs.double(), targets, frames, n_labels, 0, reduction='none')
     (loss, grad), _ = both(log_probs, targets, frames, n_labels, reduction='none')
     _, (want, want_grad) = both(log_probs.double(), targets, frames, n_labels, reduction='none')
@@ -158,7 +160,8 @@ def test_low_precision(dtype):
 
 
 def test_autocast_changes_nothing():
-    x, args = lp(30, 2, 5).float(), (torch.tensor([[1, 2, 2], [3, 1, 0]]), [30, 20], [3, 2])
+    x = lp(30, 2, 5).float()
+    args = (torch.tensor([[1, 2, 2], [3, 1, 0]]), [30, 20], [3, 2])
     grads = []
     for on in (False, True):
         leaf = x.clone().requires_grad_()
@@ -183,7 +186,8 @@ def test_ways_to_say_the_same(problem):
 
 
 def test_without_gradient():
-    x, args = lp(5, 1, 3), (torch.tensor([[1, 2]]), [5], [2])
+    x = lp(5, 1, 3)
+    args = (torch.tensor([[1, 2]]), [5], [2])
     assert not ctc_loss(x, *args).requires_grad
     with torch.no_grad(): assert torch.equal(ctc_loss(x.requires_grad_(), *args), ctc_loss(x, *args).detach())
 

@@ -46,7 +46,8 @@ def log_softmax(x): return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
 def enumerate_paths(log_probs, classes, top_k=None):
     """Every path over some classes that begins labels only where they are among the best k, summed up by the labels
     it spells: labels -> (best, log-sum)."""
-    out, best_k = {}, [{BLANK, *(np.argsort(-x[1:])[:top_k] + 1)} for x in log_probs]
+    out = {}
+    best_k = [{BLANK, *(np.argsort(-x[1:])[:top_k] + 1)} for x in log_probs]
     for path in itertools.product(classes, repeat=len(log_probs)):
         if any(k not in best_k[t] and (t == 0 or path[t - 1] != k) for t, k in enumerate(path)): continue
         labels = tuple(k for k, _ in itertools.groupby(path) if k != BLANK)
@@ -111,7 +112,9 @@ def test_equals_enumeration(tmp_path_factory, log_probs, lexicon, order, merge, 
     penalised[:, BLANK] -= math.log(penalty)
     expected = {}
     for text, acoustic in enumerate_sentences(penalised, lexicon).items():
-        n, a, g = len(text.split()), acoustic[merge == 'sum'], lm.score(text)
+        n = len(text.split())
+        a = acoustic[merge == 'sum']
+        g = lm.score(text)
         expected[text] = a, g, n, scale*a + lm_weight*g + word_score*n
     found = decoder.decode(log_probs)
     assert {h.text for h in found} == set(expected) and len(found) == len(expected)
@@ -126,7 +129,8 @@ def texts_held(search, words):
     "Texts of the hypotheses of a search, as their histories stand in its arena."
     hyps, arena = search.state.hyps, search.state.arena
     for i in range(search.state.counters['n_hyps'][0]):
-        text, entry = [], (hyps.label_history if hyps.label[i] > hyps.blank[i] else hyps.blank_history)[i]
+        text = []
+        entry = (hyps.label_history if hyps.label[i] > hyps.blank[i] else hyps.blank_history)[i]
         while entry > 0:
             if arena.word[entry] >= 0: text.append(words[arena.word[entry]])
             entry = arena.prev[entry]
@@ -303,7 +307,8 @@ def test_clear_frames_have_a_list_too(lm):
     for seed in range(5):
         x = log_softmax(2.5*spoken(3, seed))
         decoder = LexiconBeamDecoder(LEXICON, lm, beam=40, nbest=5, threshold=6.0)
-        frames, search = decoder.prepare(x), decoder.take_search()
+        frames = decoder.prepare(x)
+        search = decoder.take_search()
         search.push(frames.scores, frames.skip)
         n_left.append(len(search.texts(10)[1]) - 1)
         found = decoder.decode(x)
@@ -317,8 +322,10 @@ def test_clear_frames_have_a_list_too(lm):
 
 def test_streams_equal_the_offline_result(lm):
     "In frames, in bits, in several streams at once, after one that was left unfinished, and after a refused push."
-    decoder, trials = LexiconBeamDecoder(LEXICON, lm, beam=30), [spoken(n, n) for n in (10, 7, 0)]
-    expected, rng = [decoder.decode(x) for x in trials], np.random.default_rng(0)
+    decoder = LexiconBeamDecoder(LEXICON, lm, beam=30)
+    trials = [spoken(n, n) for n in (10, 7, 0)]
+    expected = [decoder.decode(x) for x in trials]
+    rng = np.random.default_rng(0)
     Stream(decoder).push(trials[1])
     streams = [Stream(decoder) for _ in trials]
     bits = [np.split(x, np.sort(rng.integers(0, len(x) + 1, 20))) for x in trials]
@@ -336,7 +343,8 @@ def test_streams_equal_the_offline_result(lm):
 
 def test_forgotten_streams(lm):
     "The search of a stream that nobody finishes goes back to the decoder, unless it was interrupted."
-    decoder, x = LexiconBeamDecoder(LEXICON, lm, beam=30), spoken(7, 1)
+    decoder = LexiconBeamDecoder(LEXICON, lm, beam=30)
+    x = spoken(7, 1)
     expected = decoder.decode(x)
     search, = decoder._idle
     stream = Stream(decoder)
@@ -508,7 +516,8 @@ def test_word_frames(lm):
         x = spoken(6, seed)
         h = single.decode(x)[0]
         labels = np.array([k for w in h.text.split() for k in (*to_class_ids(LEXICON[w][0]), SIL)])
-        spans, ends = align(x, labels), np.flatnonzero(labels == SIL)
+        spans = align(x, labels)
+        ends = np.flatnonzero(labels == SIL)
         assert (
             single.word_frames(x, h).tolist()
             == np.stack([spans[np.append(0, ends[:-1] + 1), 0], spans[ends - 1, 1]], axis=1).tolist()
@@ -580,7 +589,8 @@ def test_unusual_input(lm):
     (lambda x: np.exp(x), 'log_softmax'),
 ])
 def test_refused_input(change, words, lm):
-    decoder, x = LexiconBeamDecoder(LEXICON, lm), noisy([BLANK]*6)
+    decoder = LexiconBeamDecoder(LEXICON, lm)
+    x = noisy([BLANK]*6)
     with pytest.raises(ValueError, match=words): decoder.decode(change(x))
     with pytest.raises(ValueError, match=f'trial 1: .*{words}'): decoder.decode_all([x, change(x)], progress=False)
     assert decoder.decode(x)
@@ -650,7 +660,11 @@ def test_real_sentences(tmp_path):
     decoder = LexiconBeamDecoder(
         build_lexicon(sorted({w for s in sentences for w in s.split()})), lm, acoustic_scale=1.0
     )
-    rng, edits, words, phoneme_edits, phonemes = np.random.default_rng(0), 0, 0, 0, 0
+    rng = np.random.default_rng(0)
+    edits = 0
+    words = 0
+    phoneme_edits = 0
+    phonemes = 0
     chosen = range(1, 200, 2)
     trials = []
     for i in chosen:

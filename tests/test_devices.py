@@ -186,7 +186,7 @@ def test_simulated(name, tmp_path):
     if t: assert (t.generation.name if t.generation else None, t.chips, t.cores, t.devices) == expected.tpu
     kind, device_name, precision, n = expected.plan
     got = plan_torch(d)
-    assert (got.kind, got.n) == (kind, n)
+    assert (got.kind, got.n_devices) == (kind, n)
     assert device_name in (None, got.name) and precision in (None, got.precision)
     table = describe(d)
     for w in expected.words: assert w in table
@@ -210,7 +210,8 @@ def test_auto_and_by_name_agree(name, tmp_path):
 def test_xla_on_the_processor(tmp_path):
     d = simulate('PJRT on the processor', tmp_path)
     device = plan_torch(d, 'xla')
-    assert (device.kind, device.n, device.precision) == ('xla', 8, 'float32') and 'PJRT_DEVICE=CPU' in device.reason
+    assert (device.kind, device.n_devices, device.precision) == ('xla', 8, 'float32')
+    assert 'PJRT_DEVICE=CPU' in device.reason
     assert plan_torch(d, 'xla', 'bfloat16').precision == 'bfloat16'
 
 
@@ -347,7 +348,7 @@ def test_tensorflow(name, tmp_path):
         assert expected in str(e.value)
     else:
         got = plan_tensorflow(d, accelerator)
-        assert (got.kind, got.precision, got.n) == expected[:3] and expected[3] in got.reason
+        assert (got.kind, got.precision, got.n_devices) == expected[:3] and expected[3] in got.reason
         assert plan_tensorflow(d, accelerator, 'float32').precision == 'float32'
         with pytest.raises(DeviceError, match='precision'): plan_tensorflow(d, accelerator, 'float8')
         if got.kind == 'tpu':

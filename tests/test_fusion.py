@@ -80,7 +80,8 @@ class PlainLLM:
         scores = {}
         for form in word_forms(word, self.capitals):
             text = f'{before} {form}'.strip()
-            ids, n = self.ids(text), len(self.ids(before))
+            ids = self.ids(text)
+            n = len(self.ids(before))
             rows = self.next_tokens(text)
             scores[text] = [rows[t - 1, ids[t]].item() for t in range(n, len(ids))]
         best_token = max((s[0] for s in scores.values() if len(s) == 1), default=-np.inf)
@@ -136,7 +137,8 @@ class PlainSearch:
             scores = new.setdefault(hyp, [-np.inf, -np.inf])
             scores[kind] = max(scores[kind], score)
         for (words, place), (label, blank) in self.hyps.items():
-            best, symbol = max(label, blank), place[-1] if place else SIL
+            best = max(label, blank)
+            symbol = place[-1] if place else SIL
             arrive((words, place), 1, best + frame[BLANK])
             arrive((words, place), 0, label + frame[symbol])
             for longer in self.places:
@@ -178,7 +180,8 @@ def places_of(decoder, search):
             node = trie.nodes['parent'][node]
         return tuple(path[::-1])
     def words(h): return () if h == 0 else (*words(tree.parent[h]), decoder.words[tree.word[h]])
-    hyps, n = search.state.hyps, search.state.counters['n_hyps'][0]
+    hyps = search.state.hyps
+    n = search.state.counters['n_hyps'][0]
     return {(words(hyps.state[i]), phonemes(hyps.node[i])): [hyps.label[i], hyps.blank[i]] for i in range(n)}
 
 
@@ -208,7 +211,8 @@ def test_equal_to_the_plain_definition(lms, ngram, kind, beam, every, n_frames, 
     decoder = decoder_of(ngram, fusion_of(lms[kind], every, capitals=capitals, end=end), beam)
     plain = PlainSearch(ngram, PlainLLM(*lms[kind], capitals), beam, every)
     log_probs = noisy(n_frames, seed=beam)
-    search, frames = decoder.take_search(), decoder.prepare(log_probs)
+    search = decoder.take_search()
+    frames = decoder.prepare(log_probs)
     for t in range(len(log_probs)):
         search.push(frames.scores[t:t + 1], frames.skip[t:t + 1])
         plain.push(frames.scores[t].astype(float))
@@ -265,7 +269,9 @@ def test_trials_that_end_within_a_word(lms, ngram):
 def test_each_word_is_run_once_and_memory_is_bounded(lms, ngram):
     "In a long trial the cache holds what the beam can continue, and no token is run again that is still there."
     decoder = decoder_of(ngram, fusion_of(lms['opt'], every=3), beam=40)
-    search, sizes, runs = decoder.take_search(), [], []
+    search = decoder.take_search()
+    sizes = []
+    runs = []
     frames = decoder.prepare(sure('AY SIL IY T SIL T UW SIL T IY SIL AH SIL '*4 + 'SIL SIL', sharp=4))
     for t in range(len(frames.scores)):
         search.push(frames.scores[t:t + 1], frames.skip[t:t + 1])

@@ -425,7 +425,8 @@ def test_serving_a_run(finished, tmp_path, capsys):
             answers = [client.trial(x)[0] for x in trials]
         model, tokenizer = load_lm(lm)
         for x, answer in zip(trials, answers):
-            rows, nbest = candidates(answer), decoder.decode(read_logits(np.float32(to_lm_order(x)).tobytes()))
+            rows = candidates(answer)
+            nbest = decoder.decode(read_logits(np.float32(to_lm_order(x)).tobytes()))
             assert answer[b'lm_response_final'].decode() == rows[0][0]
             assert {h.text for h in nbest if h.text} <= {row[0] for row in rows}
             np.testing.assert_allclose(

@@ -74,7 +74,8 @@ def test_official_weights_give_the_logits_of_the_formulas(prefix):
     plain = random_plain(*sizes)
     model = GRUDecoder(512, 48, 3, 41, n_layers=5, patch_size=14, patch_stride=4).eval()
     model.load_state_dict({prefix + k: v for k, v in plain.state_dict().items()})
-    x, day = torch.randn(4, 90, 512), torch.tensor([2, 0, 0, 1])
+    x = torch.randn(4, 90, 512)
+    day = torch.tensor([2, 0, 0, 1])
     with torch.no_grad(): ours, theirs = model(x, day), plain(x, day)
     assert ours.shape == (4, n_frames(90, 14, 4), 41)
     assert (ours - theirs).abs().max() < 1e-5
@@ -93,16 +94,19 @@ def test_official_weights_give_the_logits_of_the_formulas(prefix):
 )
 def test_logits_and_gradients_for_any_shape(F, H, L, stride, more, extra, seed):
     "Packed trials of different length against the plain model, trial by trial."
-    size, D = stride + more, 3
+    size = stride + more
+    D = 3
     sizes = (F, H, D, 4, L, size, stride)
     plain = random_plain(*sizes, seed=seed).double()
     model = ours_from(plain, *sizes).double()
     lengths = [size + e for e in extra]
-    x, day = torch.randn(len(extra), max(lengths), F).double(), torch.randint(0, D, (len(extra),))
+    x = torch.randn(len(extra), max(lengths), F).double()
+    day = torch.randint(0, D, (len(extra),))
     ours = model(x, day, n_bins=torch.tensor(lengths))
     loss, plain_loss = 0, 0
     for i, n in enumerate(lengths):
-        one, frames = plain(x[i:i+1, :n], day[i:i+1])[0], n_frames(n, size, stride)
+        one = plain(x[i:i+1, :n], day[i:i+1])[0]
+        frames = n_frames(n, size, stride)
         assert torch.allclose(ours[i, :frames], one, atol=1e-10)
         loss, plain_loss = loss + (ours[i, :frames]**3).sum(), plain_loss + (one**3).sum()
     loss.backward(); plain_loss.backward()
@@ -116,7 +120,9 @@ def test_logits_and_gradients_for_any_shape(F, H, L, stride, more, extra, seed):
 def test_gru_equals_pytorch_within_its_precision(dtype):
     torch.manual_seed(0)
     gru = nn.GRU(32, 300, 2)
-    x, h0, order = torch.randn(4, 25, 32), torch.randn(2, 4, 300), frame_order(torch.full((4,), 25))
+    x = torch.randn(4, 25, 32)
+    h0 = torch.randn(2, 4, 300)
+    order = frame_order(torch.full((4,), 25))
     with torch.autocast('cpu', torch.bfloat16, enabled=dtype == torch.bfloat16):
         ours = cpu_gru(gru, x.flatten(0, 1), order, h0, training=False)[0]
     error = (ours - gru(x.transpose(0, 1), h0)[0].flatten(0, 1)).abs().max()
@@ -127,7 +133,9 @@ def test_autocast_changes_the_loss_little():
     "bfloat16 training must follow float32: gradients point the same way."
     torch.manual_seed(0)
     model = GRUDecoder(64, 256, 2, 41, n_layers=2, patch_size=14, patch_stride=4)
-    x, day, grads = torch.randn(6, 100, 64), torch.tensor([0, 0, 0, 1, 1, 1]), []
+    x = torch.randn(6, 100, 64)
+    day = torch.tensor([0, 0, 0, 1, 1, 1])
+    grads = []
     for on in (False, True):
         model.zero_grad()
         with torch.autocast('cpu', torch.bfloat16, enabled=on): logits = model(x, day)
@@ -221,7 +229,8 @@ def test_official_folder_loads_and_is_written_back(small, tmp_path):
     written = torch.load(back / 'best_checkpoint', weights_only=True)
     # Names and shapes as there: the evaluation takes the prefix off that the compiled model of the trainer has
     plain.load_state_dict({k.replace('_orig_mod.', ''): v for k, v in written['model_state_dict'].items()})
-    x, day = torch.randn(2, 40, 8), torch.tensor([1, 0])
+    x = torch.randn(2, 40, 8)
+    day = torch.tensor([1, 0])
     assert (plain(x, day) - loaded(x, day)).abs().max() < 1e-5
     start_official_training(plain, c.train, written)
     assert from_official(yaml.safe_load((back/'args.yaml').read_text())) == load_config(out/'args.yaml')
@@ -326,7 +335,8 @@ def test_temporary_files_belong_to_one_process(tmp_path, monkeypatch):
     stale, others = (tmp_path/f'.a.pt.{_owner(pid)}.tmp.pt' for pid in (dead.pid, os.getppid()))
     dead.communicate()
     stale.write_bytes(b'half'); others.write_bytes(b'half')
-    names, real = [], torch.save
+    names = []
+    real = torch.save
     monkeypatch.setattr(torch, 'save', lambda value, f: (names.append(os.path.basename(f.name)), real(value, f)))
     save_atomic(dict(x=1), tmp_path/'a.pt')
     assert names == [f'.a.pt.{_owner()}.tmp.pt'] and sorted(p.name for p in tmp_path.iterdir()) == sorted(

@@ -22,7 +22,8 @@ DTYPES = ['float16', 'float32', 'float64', 'int8', 'uint16', 'int32', 'int64']
 @st.composite
 def ragged_arrays(draw):
     "Arrays of one type and item shape, some of them empty."
-    dtype, shape = np.dtype(draw(st.sampled_from(DTYPES))), draw(st.sampled_from([(), (1,), (3,), (2, 3), (41,)]))
+    dtype = np.dtype(draw(st.sampled_from(DTYPES)))
+    shape = draw(st.sampled_from([(), (1,), (3,), (2, 3), (41,)]))
     lengths = draw(st.lists(st.integers(0, 9), max_size=12))
     return dtype, shape, [draw(hnp.arrays(dtype, (n, *shape))) for n in lengths]
 

@@ -48,7 +48,9 @@ class Oracle:
     def size(self, p): return math.sqrt((p**2).mean()) if p.size > 1 else self.set['scalar_lr_scale']
 
     def clip(self, i, grads):
-        scale, period, n = self.set['clipping_scale'], self.set['clipping_update_period'], self.n
+        scale = self.set['clipping_scale']
+        period = self.set['clipping_update_period']
+        n = self.n
         if scale is None or n == 0: return 1.
         norm = math.sqrt(sum(((g * r)**2).sum() for g, r in zip(grads, self.rms[i])))
         self.norms[i][n % period] = norm
@@ -59,7 +61,9 @@ class Oracle:
         return min(1., self.limits[i] / (norm + 1e-20))
 
     def growth(self, i, j, p, g, lr):
-        s, period, (_, beta) = self.set, self.set['size_update_period'], self.set['betas']
+        s = self.set
+        period = self.set['size_update_period']
+        _, beta = self.set['betas']
         self.overlaps[i][j].append((p * g).sum())
         if len(self.overlaps[i][j]) < period: return 0.
         sums, self.overlaps[i][j] = self.overlaps[i][j], []
@@ -93,7 +97,8 @@ class Oracle:
 
 def record_factors(monkeypatch):
     "What `ScaledAdam` multiplies gradients by, a list that grows with every group and step."
-    factors, real = [], scaled_adam.clip_factor
+    factors = []
+    real = scaled_adam.clip_factor
     def clip_factor(*args):
         factors.append(real(*args))
         return factors[-1]
@@ -170,7 +175,8 @@ def test_sixty_steps_are_icefalls(case, reference, monkeypatch):
 
 def test_tables_of_eden_are_icefalls(reference):
     for name, table in json.loads(str(reference['tables'])).items():
-        lr, kind = table.pop('base_lr'), dict(Eden=Eden, Eden2=Eden2)[table.pop('cls')]
+        lr = table.pop('base_lr')
+        kind = dict(Eden=Eden, Eden2=Eden2)[table.pop('cls')]
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr)
         schedule = kind(optimizer, **table)
         found = []

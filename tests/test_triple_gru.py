@@ -87,8 +87,10 @@ def by_formula(model, x, day, n_bins):
 )
 def test_packed_padded_and_formula_agree(lengths, noise_units, seed):
     "All three outputs and every gradient, for trials of any length."
-    model, args = random_model(seed, noise_units=noise_units), batch(lengths, seed)
-    frames, grads = n_frames(args[2], 4, 2), []
+    model = random_model(seed, noise_units=noise_units)
+    args = batch(lengths, seed)
+    frames = n_frames(args[2], 4, 2)
+    grads = []
     for outs in (
         model(*args[:2], n_bins=args[2], mode='full', strength=-1.0),
         padded(model, *args, mode='full', strength=-1.0),
@@ -109,7 +111,8 @@ def test_packed_padded_and_formula_agree(lengths, noise_units, seed):
 
 @pytest.mark.parametrize('strength', [0.5, 2, torch.tensor(0.25)])
 def test_the_gradient_is_reversed_for_what_lies_before_the_noise(strength):
-    model, args = random_model(), batch([12, 9])
+    model = random_model()
+    args = batch([12, 9])
     loss = sum((noisy**2).sum() for noisy in model(*args[:2], mode='full', strength=strength)[1])
     ours = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     plain = sum((noisy**2).sum() for _, noisy, _ in by_formula(model, args[0], args[1], torch.tensor([12, 12])))
@@ -124,7 +127,8 @@ def test_the_gradient_is_reversed_for_what_lies_before_the_noise(strength):
 
 
 def test_inference_is_the_clean_part_alone(monkeypatch):
-    model, args = random_model(), batch([12, 9])
+    model = random_model()
+    args = batch([12, 9])
     clean = model(*args[:2], mode='full')[0]
     def refuse(*_): raise AssertionError('the adversary was asked')
     monkeypatch.setattr(NoisySpeechModel, 'forward', refuse)
@@ -134,7 +138,8 @@ def test_inference_is_the_clean_part_alone(monkeypatch):
 
 
 def test_cut_trials_continue():
-    model, (x, day, _) = random_model(), batch([20, 20])
+    model = random_model()
+    x, day, _ = batch([20, 20])
     whole = model(x, day)
     first, at = model(x[:, :10], day, return_state=True)  # frames 0 … 3
     (clean, _, _), _ = model(x[:, 8:], day, mode='full', states=at, return_state=True)
@@ -174,8 +179,10 @@ def test_training_lowers_the_loss(precision, noise_units):
         **SMALL | dict(noise_units=noise_units, rnn_dropout=0.1, input_dropout=0.1, noise_layers=2, schedule='ramp')
     ).train()
     x, day, n_bins = batch([30, 22, 26])
-    labels, frames = torch.tensor([[1, 2, 3], [2, 1, 4], [4, 3, 1]]), n_frames(n_bins, 4, 2)
-    opt, losses = torch.optim.Adam(model.parameters(), lr=0.02), []
+    labels = torch.tensor([[1, 2, 3], [2, 1, 4], [4, 3, 1]])
+    frames = n_frames(n_bins, 4, 2)
+    opt = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = []
     for step in range(40):
         with torch.autocast('cpu', torch.bfloat16, enabled=precision == 'bfloat16'):
             out = model(x.float(), day, n_bins=n_bins, **model.training_args(step, 40))
@@ -205,7 +212,8 @@ def test_autocast_follows_float32():
 
 def test_a_new_model_is_the_clean_model_on_the_whole_recording():
     torch.manual_seed(0)
-    model, (x, day, _) = TripleGRUDecoder(**SMALL).double(), batch([12, 9])
+    model = TripleGRUDecoder(**SMALL).double()
+    x, day, _ = batch([12, 9])
     single = GRUDecoder(
         *(SMALL[k] for k in ('neural_dim', 'n_units', 'n_days', 'n_classes')), n_layers=2, patch_size=4, patch_stride=2
     ).double()
@@ -314,7 +322,8 @@ def test_checkpoints(tmp_path):
     for p in model.parameters(): nn.init.normal_(p, std=0.2)
     save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump()), tmp_path/'best.pt')
     again, c = load_model(tmp_path)
-    x, day = torch.randn(2, 40, 6), torch.tensor([0, 1])
+    x = torch.randn(2, 40, 6)
+    day = torch.tensor([0, 1])
     assert c == cfg and torch.equal(again(x, day), model(x, day))
     save_atomic(dict(model_state_dict=model.state_dict(), config=config(noise_units=4).dump()), tmp_path/'best.pt')
     with pytest.raises(CheckpointError, match=r'noise.h0 has shape \[1, 1, 3\], expected \[1, 1, 4\]'):
@@ -340,8 +349,11 @@ def test_the_official_form_is_refused(tmp_path):
 def test_a_changing_strength_does_not_compile_again():
     "`torch.compile` finds at the second value that this number changes."
     torch._dynamo.reset()
-    model, counter, (x, day, _) = random_model(), torch._dynamo.testing.CompileCounter(), batch([12, 9])
-    compiled, counts = torch.compile(lambda f, noise, strength: model.noisy(f, noise, strength), backend=counter), []
+    model = random_model()
+    counter = torch._dynamo.testing.CompileCounter()
+    x, day, _ = batch([12, 9])
+    compiled = torch.compile(lambda f, noise, strength: model.noisy(f, noise, strength), backend=counter)
+    counts = []
     for strength in (0.5, 0.1, 0.2, 0., 1.):
         f = model._padded(x, day)
         noisy = compiled(f, model.noise(f)[0], strength)

@@ -380,7 +380,8 @@ def test_attention_weights():
     set_number(module.balance_keys, 'prob', 0.0)
     module.whiten_keys.prob = 0.0
     x = f[f'{u}.x'].requires_grad_()
-    table, padding = f[f'{u}.pos_emb'], f[f'{u}.key_padding_mask'].bool()
+    table = f[f'{u}.pos_emb']
+    padding = f[f'{u}.key_padding_mask'].bool()
     close(module(x, table), f[f'{u}.y'], 1e-6)
     close(module(x, table, padding, f[f'{u}.attn_mask'].bool()), f[f'{u}.y_both'], 1e-6)
     y = module(x, table, padding)

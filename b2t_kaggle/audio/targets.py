@@ -52,7 +52,7 @@ class AudioTarget:
         return self.tower.encode([self.speak(s) for s in sentences])
 
     @cached_property
-    def identity(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         "What decides about the targets: names, revisions, checksums of weights, sizes."
         return json.loads(json.dumps(dict(voice=self.voice.provenance(), tower=self.tower.provenance())))
 
@@ -67,9 +67,9 @@ def _problem(ragged: Ragged) -> str:
     missing = [f.name for f in _COLUMNS if f.name not in index.names or index.field(f.name).type != f.type]
     if missing: return f'its index has no {missing[0]} of the right type'
     if len(ragged.item_shape) != 1: return f'its arrays have {1 + len(ragged.item_shape)} axes, expected 2'
-    identity = ragged.metadata.get('identity')
-    named = isinstance(identity, dict) and all(isinstance(identity.get(k), dict) and 'name' in identity[k]
-                                               for k in ('voice', 'tower'))
+    fingerprint = ragged.metadata.get('identity')
+    named = isinstance(fingerprint, dict) and all(isinstance(fingerprint.get(k), dict) and 'name' in fingerprint[k]
+                                                  for k in ('voice', 'tower'))
     if not named: return 'it does not say which voice and tower made it'
     missing = [k for k in ('versions', 'frame_seconds') if k not in ragged.metadata]
     return f'it does not say its {missing[0]}' if missing else ''
@@ -84,7 +84,7 @@ class TargetStore:
         self.path = self.ragged.path
         if problem := _problem(self.ragged):
             raise RaggedError(f'{path}: no file of audio targets ({problem}); make it again with `b2t audio targets`')
-        self.identity = self.ragged.metadata['identity']
+        self.fingerprint = self.ragged.metadata['identity']
         self.versions = self.ragged.metadata['versions']
         self.frame_seconds = self.ragged.metadata['frame_seconds']
         self.dimension = self.ragged.item_shape[0]
@@ -95,7 +95,8 @@ class TargetStore:
     def __contains__(self, sentence: str) -> bool: return normalize_sentence(sentence) in self._places
     def __repr__(self):
         return (f'TargetStore({str(self.path)!r}: {len(self)} sentences, [S, {self.dimension}] every '
-                f'{self.frame_seconds} s, by {self.identity["voice"]["name"]} and {self.identity["tower"]["name"]})')
+                f'{self.frame_seconds} s, by {self.fingerprint["voice"]["name"]} and '
+                f'{self.fingerprint["tower"]["name"]})')
 
     def _place(self, sentence: str) -> int:
         i = self._places.get(normalize_sentence(sentence))
@@ -145,7 +146,7 @@ def _versions() -> dict[str, str]:
 _WHERE_FROM = {'name', 'revision'} # Of weights, whose checksum says what they are
 
 def _differences(a: dict, b: dict) -> str:
-    "What two identities differ in; where weights came from makes no difference."
+    "What two fingerprints differ in; where weights came from makes no difference."
     found = []
     for part in ('voice', 'tower'):
         ignored = _WHERE_FROM if 'weights' in a[part] and 'weights' in b[part] else set()
@@ -157,7 +158,7 @@ def _differences(a: dict, b: dict) -> str:
 def _open_same(path: Path, target: AudioTarget, whole: Path) -> TargetStore:
     "A file of targets; raises `AudioError` where it is of another voice or tower."
     store = TargetStore(path)
-    if differences := _differences(target.identity, store.identity):
+    if differences := _differences(target.fingerprint, store.fingerprint):
         raise AudioError(f'{whole}: there are targets of another kind ({differences}); give another file, or remove '
                          f'{path if path == whole else path.parent} to make them anew')
     return store
@@ -165,7 +166,7 @@ def _open_same(path: Path, target: AudioTarget, whole: Path) -> TargetStore:
 # %% ../../nbs/audio/03_targets.ipynb #c301
 def _write(path: Path, target: AudioTarget, rows: Iterable[tuple[dict, np.ndarray]], dtype: str) -> None:
     "A file of targets."
-    metadata = dict(identity=target.identity, versions=_versions(), frame_seconds=target.tower.frame_seconds)
+    metadata = dict(identity=target.fingerprint, versions=_versions(), frame_seconds=target.tower.frame_seconds)
     with RaggedWriter(path, dtype, (target.tower.dimension,), _COLUMNS, _KIND, metadata) as f:
         for row, values in rows: f.append(values, **row)
 
@@ -198,12 +199,12 @@ def build_targets(
     Raises `AudioError` where the file is of another voice or tower, or a sentence cannot be spoken or heard."""
     path = Path(path)
     folder = path.with_name(path.name + '.parts')
-    wanted = list(dict.fromkeys(normalize_sentence(s) for s in sentences))
-    if not wanted: raise AudioError(f'{path}: there are no sentences to make targets of')
+    normalized = list(dict.fromkeys(normalize_sentence(s) for s in sentences))
+    if not normalized: raise AudioError(f'{path}: there are no sentences to make targets of')
     stores = [_open_same(p, target, path) for p in [path, *sorted(folder.glob('*.arrow'))] if p.exists()]
     known = {s: store for store in stores for s in store.sentences}
-    todo = sorted((s for s in wanted if s not in known), key=lambda s: (len(s), s))
-    with tqdm(total=len(wanted), initial=len(wanted) - len(todo), desc='targets', unit=' sentences',
+    todo = sorted((s for s in normalized if s not in known), key=lambda s: (len(s), s))
+    with tqdm(total=len(normalized), initial=len(normalized) - len(todo), desc='targets', unit=' sentences',
               disable=not progress) as bar:
         for i in range(0, len(todo), _PART):
             part = todo[i:i + _PART]
@@ -211,8 +212,9 @@ def build_targets(
             _write(name, target, _compute(target, part, batch_size), dtype)
             known |= dict.fromkeys(part, TargetStore(name))
             bar.update(len(part))
-    there = stores[0].sentences if path.exists() else []
-    if set(known) != set(there): _write(path, target, _rows(known, dict.fromkeys([*there, *wanted, *known])), dtype)
+    stored = stores[0].sentences if path.exists() else []
+    if set(known) != set(stored):
+        _write(path, target, _rows(known, dict.fromkeys([*stored, *normalized, *known])), dtype)
     shutil.rmtree(folder, ignore_errors=True)
     return TargetStore(path)
 

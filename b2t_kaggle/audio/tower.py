@@ -148,17 +148,17 @@ class AudioTower:
         """What the tower makes of each, without the padding. Raises `AudioError` for a speech that is longer than its
         window."""
         import torch
-        taken = self._log_mel(self._waves(speeches))
-        n_mels = taken.attention_mask.sum(1)
+        inputs = self._log_mel(self._waves(speeches))
+        n_mels = inputs.attention_mask.sum(1)
         lengths = self._n_frames(n_mels).tolist()
         device = self.model.device
         with torch.inference_mode():
             if self._is_packed:
-                inside = torch.cat([row[:, :n] for row, n in zip(taken.input_features, n_mels)], 1)
+                inside = torch.cat([row[:, :n] for row, n in zip(inputs.input_features, n_mels)], 1)
                 out = self.model(inside.to(device), feature_lens=n_mels.to(device)).last_hidden_state
                 rows = out.split(lengths)
             else:
-                features = taken.input_features.to(device, self.model.dtype)
+                features = inputs.input_features.to(device, self.model.dtype)
                 rows = self.model(features, attention_mask=self._mask(n_mels)).last_hidden_state
         return [row[:n].float().cpu().numpy() for row, n in zip(rows, lengths)]
 

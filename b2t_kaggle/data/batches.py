@@ -24,17 +24,18 @@ from .store import JointStore, TrialStore
 
 # %% ../../nbs/data/04_batches.ipynb #c008
 def _resolve_days(
-    wanted: Sequence[int], # Days; negative ones count from the end
-    days: np.ndarray,      # Days with trials, ascending
-    at_most: int,          # Days in a batch
+    required: Sequence[int], # Days; negative ones count from the end
+    days: np.ndarray,        # Days with trials, ascending
+    at_most: int,            # Days in a batch
 ) -> list[int]:
-    "The wanted days as days; raises `ValueError` for one without trials, or too many."
-    resolved = [d if d >= 0 else int(days[-1]) + 1 + d for d in wanted]
+    "The required days as days; raises `ValueError` for one without trials, or too many."
+    resolved = [d if d >= 0 else int(days[-1]) + 1 + d for d in required]
     without = [d for d in resolved if d not in days]
     if without:
         raise ValueError(f'must_include_days: day {without[0]} has no trials; days with trials are {days.tolist()}')
-    if len(set(resolved)) < len(wanted) or len(wanted) > at_most:
-        raise ValueError(f'must_include_days {list(wanted)} must be different days, at most days_per_batch = {at_most}')
+    if len(set(resolved)) < len(required) or len(required) > at_most:
+        raise ValueError(f'must_include_days {list(required)} must be different days, at most '
+                         f'days_per_batch = {at_most}')
     return resolved
 
 # %% ../../nbs/data/04_batches.ipynb #c010
@@ -327,11 +328,11 @@ class Batcher:
             ragged.verify(trials[trials >= 0])
             fill_rows(features.reshape(B, T*F), ragged.flat, ragged.starts[trials], n_bins*F)
             return features
-        for store, mine, places in self.store.parts(trials):
+        for store, is_member, places in self.store.parts(trials):
             store.ragged.verify(places[places >= 0])
             rows = np.empty((len(places), T*F), self.dtype)
-            fill_rows(rows, store.ragged.flat, store.ragged.starts[places], n_bins[mine]*F)
-            features[mine] = rows.reshape(-1, T, F)
+            fill_rows(rows, store.ragged.flat, store.ragged.starts[places], n_bins[is_member]*F)
+            features[is_member] = rows.reshape(-1, T, F)
         return features
 
     def _labels(self, trials: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEDULE', 'ARTICULATORS', 'TARGETS', 'N_ELECTRODES', 'SessionBlock', 'Day', 'SimulateError', 'plan_trials',
            'movement', 'Electrodes', 'electrodes', 'features', 'interfere', 'zscore', 'simulate_block', 'write_text',
-           'simulated_bytes', 'record_part', 'simulate_dataset']
+           'simulate_dataset']
 
 # %% ../../nbs/data/02_simulate.ipynb #c003
 import json
@@ -549,19 +549,19 @@ def _claim(folder: Path, parameters: dict) -> None:
 # %% ../../nbs/data/02_simulate.ipynb #c071
 _TRIAL_BYTES = 8000 # Of the labels and of HDF5, measured on files of few trials, which take most
 
-def simulated_bytes(
+def _simulated_bytes(
     plan: pd.DataFrame, # The trials
 ) -> int:
     "About how large the session files of a plan become."
-    said = plan.sentence.value_counts()
-    ids = [to_class_ids(sentence_to_phonemes(sentence)) for sentence in said.index]
-    bins = sum(n*(2*_EDGE + _LENGTH[i[:-1]].sum()) for n, i in zip(said, ids))
+    counts = plan.sentence.value_counts()
+    ids = [to_class_ids(sentence_to_phonemes(sentence)) for sentence in counts.index]
+    bins = sum(n*(2*_EDGE + _LENGTH[i[:-1]].sum()) for n, i in zip(counts, ids))
     return int(4*2*N_ELECTRODES*bins + _TRIAL_BYTES*len(plan))
 
 def _require_space(folder: Path, plan: pd.DataFrame) -> None:
     "Raise `files.WriteError` where there is no room for what an earlier call did not write."
     written = sum(f.stat().st_size for f in folder.glob('*/data_*.hdf5'))
-    require_space(folder, simulated_bytes(plan) - written, f'{len(plan):,} simulated trials')
+    require_space(folder, _simulated_bytes(plan) - written, f'{len(plan):,} simulated trials')
 
 # %% ../../nbs/data/02_simulate.ipynb #c073
 def _record(trials: pd.DataFrame, e: Electrodes, *noise: float) -> Iterator[Trial]:
@@ -578,10 +578,10 @@ def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, *noise: float
         recorded = [t for t in held_out if t.split == split]
         if recorded: write_session(session_path(out_dir, session, split), recorded)
 
-def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, part: int = 0, of: int = 1) -> Iterator[int]:
-    "Record every `of`-th day of a plan with parameters, from day `part` on, and say each when it is done."
+def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, part: int = 0, n_parts: int = 1) -> Iterator[int]:
+    "Record every `n_parts`-th day of a plan, from day `part` on, and say each when it is done."
     noise = p['seed'], p.get('structured_noise', 0.), p.get('drift', 1.)
-    for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'])))[part::of]:
+    for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'])))[part::n_parts]:
         trials = plan[plan.day == day]
         if len(trials): _write_day(out_dir, trials, e, *noise)
         yield day
@@ -599,22 +599,24 @@ def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
     try:
         with open(days) as lines: yield from map(int, lines)
         for p in processes:
-            said = p.communicate()[1].strip() or f'exit status {p.returncode}'
-            if p.returncode: raise SimulateError(f'{out_dir}: a process that simulates failed: {said.splitlines()[-1]}')
+            message = p.communicate()[1].strip() or f'exit status {p.returncode}'
+            if p.returncode:
+                last_line = message.splitlines()[-1]
+                raise SimulateError(f'{out_dir}: a process that simulates failed: {last_line}')
     finally:
         for p in processes:
             with p: p.kill() # Leaving waits for it
 
-def record_part(
+def _record_part(
     folder: Path, # Marked by `simulate_dataset`
     part: int,    # The first day to record
-    of: int,      # Every how many days
+    n_parts: int, # Every how many days
 ) -> None:
     "What one of these processes does; it prints each day when it is done."
     end_with_parent()
     p = json.loads((folder/_MARKER).read_text())
     plan = plan_trials(*(p[k] for k in ('n_sessions', 'train', 'val', 'test', 'max_words', 'seed')))
-    for day in _write_days(folder, plan, p, part, of): print(day, flush=True)
+    for day in _write_days(folder, plan, p, part, n_parts): print(day, flush=True)
 
 # %% ../../nbs/data/02_simulate.ipynb #c074
 def simulate_dataset(
@@ -652,4 +654,4 @@ def simulate_dataset(
     return out_dir
 
 # %% ../../nbs/data/02_simulate.ipynb #c202
-if __name__ == '__main__' and '__file__' in globals(): record_part(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+if __name__ == '__main__' and '__file__' in globals(): _record_part(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -298,8 +298,8 @@ class JointStore:
         "Stores that have some of the trials, which of them these are (boolean [B]), and their indices in the store."
         place = np.searchsorted(self._begins, np.maximum(trials, 0), 'right') - 1
         for k, store in enumerate(self.stores):
-            mine = place == k
-            if mine.any(): yield store, mine, trials[mine] - self._begins[k]
+            is_member = place == k
+            if is_member.any(): yield store, is_member, trials[is_member] - self._begins[k]
 
     @cached_property
     def index(self) -> pd.DataFrame:

@@ -212,10 +212,13 @@ def _score_above(log_probs, graph, limits, least, add, most, saved, low, high):
     label = np.full(n, -math.inf) # Paths that end in the node's class
     blank = np.full(n, -math.inf) # and in a blank after it
     blank[0] = 0
-    a, b, furthest, start = 0, 0, 0, saved.count[0]*_EVERY
+    a, b = 0, 0
+    furthest = 0
+    start = saved.count[0]*_EVERY
     if start:
         s = saved.count[0] - 1
-        a, b, furthest = saved.low[s], saved.high[s], saved.furthest[s]
+        a, b = saved.low[s], saved.high[s]
+        furthest = saved.furthest[s]
         blank[0] = -math.inf
         for i in range(a, b + 1):
             label[i] = saved.label[s, i - a]

@@ -30,10 +30,10 @@ def say_when_compiling() -> None:
     from numba.core.event import Listener, register
 
     class Say(Listener):
-        said = False
+        was_announced = False
         def on_start(self, event) -> None:
-            if not self.said: tqdm.write('Numba compiles the search, once on this machine', file=sys.stderr)
-            self.said = True
+            if not self.was_announced: tqdm.write('Numba compiles the search, once on this machine', file=sys.stderr)
+            self.was_announced = True
 
         def on_end(self, event) -> None: pass
 

@@ -83,10 +83,11 @@ def network_rows(
         n = len(own)
         columns = (own, around[:n], around[step:], _margins(probs, own, last), np.full(n, trial),
                    np.full(n, per_phoneme), length, margins[:n], margins[step:])
-        mine = probs[np.arange(n), own][:, None]
+        own_probs = probs[np.arange(n), own][:, None]
         offered = probs > 0
         offered[np.arange(n), own] = False
-        parts.append(Rows(np.stack(columns, axis=1), np.log((probs + floor)/(mine + floor)), offered.astype(float)))
+        ratios = np.log((probs + floor)/(own_probs + floor))
+        parts.append(Rows(np.stack(columns, axis=1), ratios, offered.astype(float)))
     return parts[0], parts[1]
 
 def concatenate_rows(
@@ -215,12 +216,15 @@ def minimize(
             if following <= value - 1e-4*size*slope: break
             size /= 2
         else: break
-        s, y = -size*direction, gradient_there - gradient
-        if y @ s > 1e-10:
-            steps = [*steps, s][-_MEMORY:]
-            changes = [*changes, y][-_MEMORY:]
+        step = -size*direction
+        change = gradient_there - gradient
+        if change @ step > 1e-10:
+            steps = [*steps, step][-_MEMORY:]
+            changes = [*changes, change][-_MEMORY:]
         done = value - following <= tolerance*abs(value)
-        x, value, gradient = x + s, following, gradient_there
+        x = x + step
+        value = following
+        gradient = gradient_there
         if done: break
     return x
 

@@ -79,7 +79,9 @@ def _join_spellings(
     n_words: int,       # Of the lexicon
 ) -> tuple[np.ndarray, np.ndarray, list[tuple[int, ...]]]: # The same with a number for each spelling; and the spellings
     "Give each spelled word a number. A spelling without its end is left out."
-    joined, begins, number = [], [0], {}
+    joined = []
+    begins = [0]
+    number: dict[tuple[int, ...], int] = {}
     for a, b in itertools.pairwise(starts.tolist()):
         spelling = []
         for w in words[a:b].tolist():

@@ -57,7 +57,8 @@ class Histories(NamedTuple):
 _SIZE = 1 << 14 # At the beginning
 
 def _new_histories(size: int) -> Histories:
-    whole, real = np.zeros((3, size), np.int32), np.full((2, size), np.nan)
+    whole = np.zeros((3, size), np.int32)
+    real = np.full((2, size), np.nan)
     return Histories(*whole, *real)
 
 def _longer(histories: Histories, size: int) -> Histories:
@@ -170,12 +171,12 @@ class HistoryScorer(AnswerTable):
 # %% ../../nbs/decoding/02_histories.ipynb #c016
 def _fuse(
     scorer: HistoryScorer,
-    wanted: np.ndarray, # Histories that are to be scored
-    held: np.ndarray,   # Histories of hypotheses [n]
-) -> np.ndarray:        # What this adds to their scores [n]
+    histories: np.ndarray, # To be scored
+    held: np.ndarray,      # Histories of hypotheses [n]
+) -> np.ndarray:           # What this adds to their scores [n]
     "Score what is new in histories."
     tree = scorer.histories
-    new = _unscored(tree, wanted)
+    new = _unscored(tree, histories)
     if not len(new): return np.zeros(len(held))
     tree.llm[new] = scorer.trial.score(new, tree.parent[new], tree.word[new])
     gain = np.zeros(scorer.n)
@@ -183,14 +184,14 @@ def _fuse(
     _set_scores(scorer, tree.parent[new], tree.word[new], tree.ngram[new], tree.llm[new])
     return _path_sums(tree.parent, gain, held)
 
-def _unscored(tree: Histories, wanted: np.ndarray) -> np.ndarray:
+def _unscored(tree: Histories, histories: np.ndarray) -> np.ndarray:
     "Histories and beginnings of them that were not scored, ascending."
     found = [np.zeros(0, np.int32)]
-    while len(wanted):
-        wanted = np.unique(wanted)
-        wanted = wanted[np.isnan(tree.llm[wanted])] # Beginnings of what was scored were scored, too
-        found.append(wanted)
-        wanted = tree.parent[wanted]
+    while len(histories):
+        histories = np.unique(histories)
+        histories = histories[np.isnan(tree.llm[histories])] # Beginnings of what was scored were scored, too
+        found.append(histories)
+        histories = tree.parent[histories]
     return np.unique(np.concatenate(found))
 
 def _set_scores(scorer: HistoryScorer, before, words, ngram: np.ndarray, llm: np.ndarray) -> None:

@@ -127,16 +127,16 @@ def _best_classes(scores, symbols, start):
         n = len(seq)
         best = np.full(n + 1, -np.inf) # Of paths that have taken so many phonemes
         best[0] = 0
-        taken = np.zeros((n_frames, n + 1), np.bool_)
+        advances = np.zeros((n_frames, n + 1), np.bool_)
         for t in range(n_frames):
             for j in range(min(n, t + 1), -1, -1):
                 without = best[j] + scores[t, 0]
                 with_it = best[j - 1] + scores[t, seq[j - 1]] if j else -np.inf
-                taken[t, j] = with_it > without
+                advances[t, j] = with_it > without
                 best[j] = max(with_it, without)
         j = n
         for t in range(n_frames - 1, -1, -1):
-            if taken[t, j]:
+            if advances[t, j]:
                 j -= 1
                 classes[c, t] = seq[j]
     return classes

@@ -380,7 +380,7 @@ def _kth_best(scores, k, room):
     if len(scores) < k: return _NEVER
     room[:len(scores)] = scores
     low, high = 0, len(scores) - 1
-    wanted = len(scores) - k
+    rank = len(scores) - k
     while low < high:
         pivot = room[(low + high)//2]
         i, j = low, high
@@ -391,10 +391,10 @@ def _kth_best(scores, k, room):
                 room[i], room[j] = room[j], room[i]
                 i += 1
                 j -= 1
-        if wanted <= j: high = j
-        elif wanted >= i: low = i
+        if rank <= j: high = j
+        elif rank >= i: low = i
         else: break
-    return room[wanted]
+    return room[rank]
 
 @_jit
 def _keep(hyps, k, candidates, i, top):
@@ -514,7 +514,11 @@ def _walk(arena, starts, scores, n_texts, max_steps):
     "The best distinct texts: word ids, concatenated, and where each begins. Texts are told apart by their hashes."
     heap = [(-scores[i], starts[i], 0) for i in range(len(starts))]
     heapq.heapify(heap)
-    word, rest, text, power = [-1], [-1], [0], [1] # Ends of sentences: first word, what follows, hash, base^length
+    # Ends of sentences, first the empty one
+    word = [-1] # The first word
+    rest = [-1] # The end that follows it
+    text = [0]  # Hash of the words
+    power = [1] # The hash's base to the power of their number
     seen = {(starts[0] + 1, 1)} # Typed by its first item
     seen.clear()
     found = {0}
@@ -734,7 +738,8 @@ class Search:
 
     def _provide(self) -> None:
         "What the compiled search stopped for: n-gram scores, or room."
-        state, count = self.state, self.state.counters[0]
+        state = self.state
+        count = state.counters[0]
         if count['n_asked']: self.scorer.resolve(state.scratch.asked[:count['n_asked']])
         count['n_asked'] = 0
         if count['overflow']: self._make_buffers(4*int(count['room']), state.hyps, state.arena, state.counters)

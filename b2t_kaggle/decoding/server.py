@@ -352,10 +352,10 @@ def connect(
         raise ValueError('a certificate of ours and its key go together; give tls_cert and tls_key')
     certificates = dict(ssl_ca_certs=tls_ca, ssl_certfile=tls_cert, ssl_keyfile=tls_key)
     secure = dict(ssl=True, ssl_check_hostname=True, **certificates) if tls else {}
-    never = redis.retry.Retry(redis.backoff.NoBackoff(), 0) # An entry sent twice would answer two requests
+    no_retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0) # An entry sent twice would answer two requests
     name = f'{_NAME}-{secrets.token_hex(4)}' # Of this server and no other
     return redis.Redis(host, port, db=db, username=username, password=password, client_name=name, protocol=2,
-                       retry=never, **_LIMITS, **secure)
+                       retry=no_retry, **_LIMITS, **secure)
 
 # %% ../../nbs/decoding/07_server.ipynb #c039
 def _id(
@@ -650,13 +650,13 @@ def _speaks_plainly(host: str, port: int) -> bool:
 def _lasting(e: Exception, host: str, port: int, options: dict) -> Exception | None:
     "The error to raise where waiting will not help; `options` are those of `connect`."
     redis = _redis()
-    where = f'{host}:{port}'
-    if isinstance(e, redis.ResponseError): return RuntimeError(f'Redis at {where} refused: {e}')
-    refused = f'Redis at {where} does not let us in: {e}'
+    address = f'{host}:{port}'
+    if isinstance(e, redis.ResponseError): return RuntimeError(f'Redis at {address} refused: {e}')
+    refused = f'Redis at {address} does not let us in: {e}'
     if isinstance(e, redis.AuthenticationError): return PermissionError(f'{refused} Check user and password.')
     if options.get('tls') and _speaks_plainly(host, port):
-        return PermissionError(f'Redis at {where} does not speak TLS on that port; leave TLS (--tls) out, or give the '
-                               'port on which it does')
+        return PermissionError(f'Redis at {address} does not speak TLS on that port; leave TLS (--tls) out, or give '
+                               'the port on which it does')
     if isinstance(e.__cause__ or e.__context__, ssl.SSLError):
         return PermissionError(f'{refused} Check the certificates, and whether that port speaks TLS.')
     return None

@@ -349,8 +349,8 @@ _LABELS = dict(acoustic_scale='acoustic scale', lm_weight='n-gram weight', blank
 def _surface(ax, tuning: Tuning, across: str, up: str):
     "Word error rates over two weights, the others as those of the candidate."
     names = list(SearchWeights._fields)
-    at = [int(np.searchsorted(tuning.grid[k], v)) for k, v in tuning.candidate._asdict().items()]
-    places = tuple(slice(None) if k in (across, up) else at[i] for i, k in enumerate(names))
+    indices = [int(np.searchsorted(tuning.grid[k], v)) for k, v in tuning.candidate._asdict().items()]
+    places = tuple(slice(None) if k in (across, up) else indices[i] for i, k in enumerate(names))
     rates = 100*np.array(tuning.errors)[places]/max(1, tuning.n_words)
     if names.index(across) < names.index(up): rates = rates.T
     image = ax.imshow(rates, origin='lower', aspect='auto', cmap='viridis_r')

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['TPU_GENERATIONS', 'TPU_VARIABLES', 'TENSORFLOW_PACKAGES', 'PACKAGES', 'ACCELERATORS', 'PRECISIONS', 'NO_TPU',
            'cpu_flags', 'cpu_computes_bfloat16', 'n_cores', 'cpu_name', 'Gpu', 'driver_gpus', 'torch_gpus',
-           'Generation', 'tpu_type', 'seen_variables', 'tpu_server', 'tpu_pci', 'tpu_files', 'Tpu', 'find_tpu',
-           'installed_packages', 'format_table', 'Detected', 'detect', 'DeviceError', 'Device', 'join_clauses',
-           'check_accelerator', 'choose_precision', 'refuse_float16', 'reason_for_precision', 'gpu_precision',
-           'unused_tpu', 'tpu_device', 'gpu_device']
+           'Generation', 'tpu_type', 'seen_variables', 'tpu_server', 'Tpu', 'find_tpu', 'installed_packages',
+           'format_table', 'Detected', 'detect', 'DeviceError', 'Device', 'join_clauses', 'check_accelerator',
+           'choose_precision', 'refuse_float16', 'reason_for_precision', 'unused_tpu', 'tpu_device', 'gpu_device']
 
 # %% ../../nbs/devices/00_machine.ipynb #c003
 import os
@@ -158,7 +157,7 @@ def tpu_server(
 # %% ../../nbs/devices/00_machine.ipynb #c018
 def _read(path: Path) -> str: return path.read_text().strip() if path.exists() else ''
 
-def tpu_pci(
+def _tpu_pci(
     root: str | Path = '/', # Root of the file system
 ) -> list[str]:
     "PCI device numbers of Google's TPU chips."
@@ -170,7 +169,7 @@ def tpu_pci(
         if device in known or _read(folder/'class').startswith('0x12'): chips.append(device)
     return chips
 
-def tpu_files(
+def _tpu_files(
     root: str | Path = '/', # Root of the file system
 ) -> tuple[list[str], list[str]]:
     "Device files of TPU chips: those of their own driver, and those of vfio."
@@ -232,8 +231,8 @@ def find_tpu(
     root: str | Path = '/',       # Root of the file system
 ) -> Tpu | None:
     "The TPU that environment and hardware indicate, None if neither does."
-    pci = tpu_pci(root)
-    accel, vfio = tpu_files(root)
+    pci = _tpu_pci(root)
+    accel, vfio = _tpu_files(root)
     variables = {k: v for k, v in variables.items() if k in TPU_VARIABLES or (k, v) == ('PJRT_DEVICE', 'TPU')}
     if not (variables or pci or accel): return None
     fits = tuple(g for g in TPU_GENERATIONS.values() if g.pci in pci)
@@ -358,12 +357,12 @@ class Device:
     name: str      # As people know it
     precision: str # `float32`, `bfloat16` or `float16`
     reason: str    # Why this device and precision: clauses with semicolons between them
-    n: int = 1     # Devices, each of which takes a share of a batch
+    n_devices: int = 1 # Devices, each of which takes a share of a batch
     jit: bool = True # Whether TensorFlow's XLA has programs for it
 
     def __str__(self):
-        n_devices = f', {self.n} devices' if self.n > 1 else ''
-        return f'{self.kind} ({self.name}{n_devices}), {self.precision}: {self.reason}'
+        several = f', {self.n_devices} devices' if self.n_devices > 1 else ''
+        return f'{self.kind} ({self.name}{several}), {self.precision}: {self.reason}'
 
     def with_reasons(self, *clauses: str) -> 'Device':
         "The same with more clauses at the end of the reason; empty ones are left out."
@@ -414,7 +413,7 @@ def reason_for_precision(
     "Why `auto` takes the precision that it does."
     return f'{"computes" if native else "does not compute"} bfloat16'
 
-def gpu_precision(
+def _gpu_precision(
     gpu: Gpu,   # Which computes
     asked: str, # From the user
 ) -> tuple[str, str]:
@@ -446,8 +445,8 @@ def tpu_device(
     name = generation.name if generation else d.tpu.type or 'of unknown generation'
     refuse_float16(precision)
     chosen, because = choose_precision(precision, True, reason_for_precision(True))
-    why = 'the TPU is the fastest here' if accelerator == 'auto' else 'asked for'
-    return Device('xla', f'TPU {name}', chosen, join_clauses(why, because), d.tpu.devices or 1)
+    device_reason = 'the TPU is the fastest here' if accelerator == 'auto' else 'asked for'
+    return Device('xla', f'TPU {name}', chosen, join_clauses(device_reason, because), d.tpu.devices or 1)
 
 def gpu_device(
     d: Detected,      # What is here, with a GPU
@@ -457,6 +456,6 @@ def gpu_device(
 ) -> Device:
     "All GPUs, which have to be alike."
     gpu = d.gpus[0]
-    chosen, because = gpu_precision(gpu, precision)
-    why = 'a GPU is here' if accelerator == 'auto' else 'asked for'
-    return Device('cuda', gpu.name, chosen, join_clauses(why, unused, because), len(d.gpus))
+    chosen, because = _gpu_precision(gpu, precision)
+    device_reason = 'a GPU is here' if accelerator == 'auto' else 'asked for'
+    return Device('cuda', gpu.name, chosen, join_clauses(device_reason, unused, because), len(d.gpus))

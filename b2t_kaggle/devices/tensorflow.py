@@ -109,11 +109,11 @@ def _on_gpu(d: Detected, accelerator: str, precision: str, unused: str) -> Devic
 
 def _on_cpu(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
     build = _build_and_version(d)
-    if accelerator == 'cpu': why = 'asked for'
-    elif d.gpus: why = f'{build} is built without CUDA'
-    else: why = f'{build} sees no GPU'
+    if accelerator == 'cpu': device_reason = 'asked for'
+    elif d.gpus: device_reason = f'{build} is built without CUDA'
+    else: device_reason = f'{build} sees no GPU'
     chosen, because = choose_precision(precision, False, 'on processors XLA computes bfloat16 by way of float32')
-    device = Device('cpu', d.cpu, chosen, join_clauses(why, unused, because))
+    device = Device('cpu', d.cpu, chosen, join_clauses(device_reason, unused, because))
     if not tensorflow_build(d).endswith('-tpu'): return device
     return replace(device, jit=False).with_reasons(
         f'{build} compiles for TPUs only, so this is slow: pip install tensorflow-cpu in another environment for the '
@@ -194,17 +194,17 @@ def _count_tpu_cores(address: str) -> int:
     "Cores of a TPU that is ready for use, as TensorFlow counts them; raises `DeviceError`."
     _start_tpu(address)
     import tensorflow as tf
-    n = len(tf.config.list_logical_devices('TPU'))
-    if n == 0:
+    n_devices = len(tf.config.list_logical_devices('TPU'))
+    if n_devices == 0:
         raise DeviceError(f'TensorFlow starts the TPU {address!r}, but sees no core of it; restart the machine')
-    return n
+    return n_devices
 
 # %% ../../nbs/devices/02_tensorflow.ipynb #c022
-def _missing_cores(n: int, expected: int, accelerator: str) -> str:
+def _missing_cores(n_devices: int, expected: int, accelerator: str) -> str:
     "The clause about cores that are missing, after a warning; raises `DeviceError` if the accelerator was named."
-    if n >= expected: return ''
-    problem = (f'TensorFlow uses {n} of {expected} cores; see that no variable (TPU_VISIBLE_CHIPS, TPU_PROCESS_BOUNDS, '
-               'CUDA_VISIBLE_DEVICES) hides the others, and restart the session')
+    if n_devices >= expected: return ''
+    problem = (f'TensorFlow uses {n_devices} of {expected} cores; see that no variable (TPU_VISIBLE_CHIPS, '
+               'TPU_PROCESS_BOUNDS, CUDA_VISIBLE_DEVICES) hides the others, and restart the session')
     if accelerator != 'auto': raise DeviceError(f'accelerator {accelerator}: {problem}')
     warnings.warn(problem, RuntimeWarning, stacklevel=3)
     return problem
@@ -221,11 +221,11 @@ def _start_and_count(d: Detected, address: str) -> int:
 
 def _pick_tpu(d: Detected, address: str, accelerator: str, precision: str) -> Device:
     "The TPU at this address, started; raises `DeviceError`."
-    n = _start_and_count(d, address)
+    n_devices = _start_and_count(d, address)
     tpu = d.tpu or Tpu(f'at {address}', None, None, {})
-    device = replace(tpu_device(replace(d, tpu=tpu), accelerator, precision), kind='tpu', n=n)
-    unknown = '' if tpu.devices else f'TensorFlow uses {n} of its cores (number of cores unknown)'
-    missing = _missing_cores(n, tpu.devices or tpu.chips or 1, accelerator)
+    device = replace(tpu_device(replace(d, tpu=tpu), accelerator, precision), kind='tpu', n_devices=n_devices)
+    unknown = '' if tpu.devices else f'TensorFlow uses {n_devices} of its cores (number of cores unknown)'
+    missing = _missing_cores(n_devices, tpu.devices or tpu.chips or 1, accelerator)
     return device.with_reasons(unknown, missing)
 
 # %% ../../nbs/devices/02_tensorflow.ipynb #c025
@@ -242,7 +242,8 @@ def tensorflow_gpus() -> tuple[Gpu, ...]:
     gpus = []
     for gpu in tf.config.get_visible_devices('GPU'):
         details = tf.config.experimental.get_device_details(gpu)
-        name, capability = details['device_name'], details['compute_capability']
+        name = details['device_name']
+        capability = details['compute_capability']
         version = '{}.{}'.format(*capability)
         gpus.append(Gpu(name, memory.get(name, float('nan')), version, capability >= (8, 0)))
     return tuple(gpus)
@@ -264,8 +265,8 @@ def _pick_gpus_or_cpu(d: Detected, accelerator: str, precision: str, failure: st
         hidden = f'TensorFlow sees {len(gpus)} of {len(d.gpus)} GPUs of this machine'
     device = plan_tensorflow(replace(d, gpus=gpus), accelerator, precision)
     if device.kind == 'cpu' and gpus: _hide_gpus()
-    n = len(tf.config.list_logical_devices('GPU' if device.kind == 'cuda' else 'CPU'))
-    return replace(device, n=n).with_reasons(failure, hidden)
+    n_devices = len(tf.config.list_logical_devices('GPU' if device.kind == 'cuda' else 'CPU'))
+    return replace(device, n_devices=n_devices).with_reasons(failure, hidden)
 
 # %% ../../nbs/devices/02_tensorflow.ipynb #c029
 def pick_tensorflow(
@@ -296,9 +297,9 @@ def _make_strategy(device: Device, address: str | None):
     import tensorflow as tf
     if device.kind == 'tpu':
         return tf.distribute.TPUStrategy(_start_tpu(tensorflow_address(detect('tensorflow'), address)))
-    if device.n == 1: return tf.distribute.get_strategy()
+    if device.n_devices == 1: return tf.distribute.get_strategy()
     kind = 'GPU' if device.kind == 'cuda' else 'CPU'
-    return tf.distribute.MirroredStrategy([f'{kind}:{i}' for i in range(device.n)])
+    return tf.distribute.MirroredStrategy([f'{kind}:{i}' for i in range(device.n_devices)])
 
 def create_tpu_strategy(
     address: str | None = None,    # Of the TPU: `local`, a name or `host:port`; None takes it from the environment
@@ -310,11 +311,11 @@ def create_tpu_strategy(
     Prints what it found. Raises `DeviceError`."""
     device = device or pick_tensorflow(accelerator, address=address)
     strategy = _make_strategy(device, address)
-    n = strategy.num_replicas_in_sync
+    n_replicas = strategy.num_replicas_in_sync
     variables = ' '.join(f'{k}={v}' for k, v in seen_variables().items())
     print('variables:', variables or 'none that bear on accelerators')
-    print(f'{type(strategy).__name__.strip("_")}, {n} replica{"s" if n > 1 else ""}: {device}')
-    _missing_cores(n, device.n, accelerator)
+    print(f'{type(strategy).__name__.strip("_")}, {n_replicas} replica{"s" if n_replicas > 1 else ""}: {device}')
+    _missing_cores(n_replicas, device.n_devices, accelerator)
     return strategy
 
 # %% ../../nbs/devices/02_tensorflow.ipynb #c035

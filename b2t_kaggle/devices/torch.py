@@ -68,7 +68,8 @@ def tpu_problem(
     d: Detected, # What is here
 ) -> str:
     "Why PyTorch/XLA cannot compute on a TPU, and what to do; empty if it can."
-    pjrt, tpu = d.variables.get('PJRT_DEVICE'), d.tpu
+    pjrt = d.variables.get('PJRT_DEVICE')
+    tpu = d.tpu
     if tpu is None: return NO_TPU
     if tpu.server:
         return (f'the TPU is a server at {tpu.server}, and PyTorch/XLA computes only on TPUs of its own machine; '
@@ -89,14 +90,14 @@ def _xla_cpu_device(d: Detected, precision: str) -> Device:
     refuse_float16(precision)
     exact = "XLA's processor backend is for tests and comparisons, float32 keeps them exact"
     chosen, because = choose_precision(precision, False, exact)
-    n = d.variables.get('CPU_NUM_DEVICES', '1')
+    count = d.variables.get('CPU_NUM_DEVICES', '1')
     reason = join_clauses('asked for with PJRT_DEVICE=CPU', because)
-    return Device('xla', f"XLA's processor backend on {d.cpu}", chosen, reason, int(n) if n.isdecimal() else 1)
+    return Device('xla', f"XLA's processor backend on {d.cpu}", chosen, reason, int(count) if count.isdecimal() else 1)
 
 def _cpu_device(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
     chosen, because = choose_precision(precision, d.cpu_bfloat16, reason_for_precision(d.cpu_bfloat16))
-    why = 'asked for' if accelerator == 'cpu' else 'no GPU here'
-    return Device('cpu', d.cpu, chosen, join_clauses(why, unused, because))
+    device_reason = 'asked for' if accelerator == 'cpu' else 'no GPU here'
+    return Device('cpu', d.cpu, chosen, join_clauses(device_reason, unused, because))
 
 def plan_torch(
     d: Detected,               # What is here
@@ -133,7 +134,7 @@ def _start_xla(device: Device) -> Device:
     os.environ.setdefault('PJRT_DEVICE', 'TPU')
     try:
         import torch_xla.runtime as xr
-        return replace(device, n=xr.global_runtime_device_count())
+        return replace(device, n_devices=xr.global_runtime_device_count())
     except (ImportError, OSError, RuntimeError) as e:
         if not was_set: del os.environ['PJRT_DEVICE']  # or the next `detect` would take it for the user's
         line = (str(e).strip() or type(e).__name__).splitlines()[0]

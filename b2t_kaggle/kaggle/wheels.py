@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['NEW', 'PURE', 'COMPILED', 'README', 'Image', 'canonical_name', 'find_python', 'emulated', 'plan_installation',
-           'read_metadata', 'build_kit', 'needed_glibc', 'requirement_of', 'build_source', 'licence_of',
-           'describe_wheel', 'replaced_wheels', 'build_wheels']
+           'read_metadata', 'build_kit', 'requirement_of', 'build_source', 'build_wheels']
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c003
 import json
@@ -181,7 +180,7 @@ def build_kit(
 PURE = ('pronouncing',)
 COMPILED = ('kenlm',)
 
-def needed_glibc(
+def _needed_glibc(
     wheel: Path, # Its file
 ) -> tuple[int, ...]:
     "The version of the C library that the programs in a wheel need at least; empty if there are none."
@@ -215,14 +214,14 @@ def build_source(
         wheel, = scratch.glob('*.whl')
         if pure and not wheel.name.endswith('-none-any.whl'):
             raise RuntimeError(f'{wheel.name} was built, expected one for every system')
-        needed = '.'.join(map(str, needed_glibc(wheel)))
-        if needed_glibc(wheel) > tuple(map(int, image.glibc.split('.'))):
+        needed = '.'.join(map(str, _needed_glibc(wheel)))
+        if _needed_glibc(wheel) > tuple(map(int, image.glibc.split('.'))):
             raise RuntimeError(f'compiled here it needs glibc {needed}, image {image.name} has {image.glibc}; compile '
                                'it on an older system')
         return Path(shutil.move(wheel, folder/wheel.name))
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c022
-def licence_of(
+def _licence_of(
     wheel: Path, # Its file
 ) -> str:
     "The licence that a package states, or the files in its wheel that do."
@@ -234,18 +233,18 @@ def licence_of(
     files = [name for name in names if re.match('LICEN[CS]E|COPYING', name)]
     return '; '.join(classifiers) or ', '.join(files) or 'not stated'
 
-def describe_wheel(
+def _describe_wheel(
     wheel: Path,    # Its file
     is_built: bool, # Whether it was built here
 ) -> dict[str, str | int]:
     "A wheel's line in the manifest."
     metadata = read_metadata(wheel)
     origin = 'built here' if is_built else 'package index'
-    return dict(file=wheel.name, name=metadata['Name'], version=metadata['Version'], licence=licence_of(wheel),
+    return dict(file=wheel.name, name=metadata['Name'], version=metadata['Version'], licence=_licence_of(wheel),
                 origin=origin, bytes=wheel.stat().st_size, sha256=sha256(wheel))
 
 @contextmanager
-def replaced_wheels(
+def _replaced_wheels(
     folder: Path, # The folder to be
 ) -> Iterator[Path]:
     """A folder beside it that takes its place at the end of the block, or is removed if the block raises.
@@ -299,13 +298,13 @@ def build_wheels(
 
     Raises `RuntimeError` if pip finds no wheel of something, or would replace what the image holds."""
     folder = Path(folder)
-    with scratch_folder() as built, replaced_wheels(folder) as new:
+    with scratch_folder() as built, _replaced_wheels(folder) as new:
         metadata = read_metadata(build_kit(built, kit))
         compiled, left_out = _build_sources(image, metadata, built)
         requirements = ['b2t_kaggle[llm]', *compiled, *others]
         plan, fitting = plan_installation(image, requirements, f'--find-links={built}')
-        wanted = [f'{name}=={version}' for name, version in sorted(plan.items())]
-        _pip('download', '--no-deps', '--dest', new, f'--find-links={built}', *image.pip_options(), *wanted)
+        pins = [f'{name}=={version}' for name, version in sorted(plan.items())]
+        _pip('download', '--no-deps', '--dest', new, f'--find-links={built}', *image.pip_options(), *pins)
         offline, _ = plan_installation(fitting, requirements, '--no-index', f'--find-links={new}')
         if offline != plan: raise RuntimeError(f'{folder}: pip plans {offline} from it, expected {plan}')
         ours = {wheel.name for wheel in built.glob('*.whl')}
@@ -313,7 +312,7 @@ def build_wheels(
         install = shlex.join(['pip', 'install', '--no-index', source, *requirements])
         manifest = dict(
             image=image.name, python=image.python, install=install, left_out=left_out,
-            wheels=[describe_wheel(wheel, wheel.name in ours) for wheel in sorted(new.glob('*.whl'))],
+            wheels=[_describe_wheel(wheel, wheel.name in ours) for wheel in sorted(new.glob('*.whl'))],
             image_holds=image.holds,
         )
         (new/'manifest.json').write_text(json.dumps(manifest, indent=2) + '\n')

@@ -27,11 +27,11 @@ class BackoffModel(NamedTuple):
     words: list[str]           # Word of each id
     tables: list[BackoffTable] # n-grams per order, unigrams first
 
-def _find(key: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    "Row of each wanted key, -1 where there is none."
-    if not len(key): return np.full(len(wanted), -1)
-    at = np.minimum(np.searchsorted(key, wanted), len(key) - 1)
-    return np.where(key[at] == wanted, at, -1)
+def _find(key: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    "Row of each query, -1 where there is none."
+    if not len(key): return np.full(len(queries), -1)
+    at = np.minimum(np.searchsorted(key, queries), len(key) - 1)
+    return np.where(key[at] == queries, at, -1)
 
 def _ngram_rows(tables: list[BackoffTable], ids: np.ndarray, n_words: int) -> np.ndarray:
     "Row of each n-gram of word ids [M, n], -1 where it is not in the tables."
@@ -116,9 +116,9 @@ def backoff_mass(
 ) -> tuple[np.ndarray, np.ndarray]: # After the context, and after the context without its first word [contexts]
     "Per context, the probability of the words that back off: those that follow it in no n-gram of the model."
     context = t.key[keep]//n_words
-    taken = np.bincount(context, weights=t.prob[keep], minlength=len(below.key))
-    taken_below = np.bincount(context, weights=below.prob[t.suffix[keep]], minlength=len(below.key))
-    return np.maximum(1 - taken, 0), np.maximum(1 - taken_below, 0)
+    explicit = np.bincount(context, weights=t.prob[keep], minlength=len(below.key))
+    explicit_below = np.bincount(context, weights=below.prob[t.suffix[keep]], minlength=len(below.key))
+    return np.maximum(1 - explicit, 0), np.maximum(1 - explicit_below, 0)
 
 def renormalize(
     model: BackoffModel,                  # n-grams with any probabilities

@@ -176,13 +176,13 @@ def kneser_ney(
         adjusted = _adjusted_counts(tables, n)
         last_plain = last_plain and t.first[-1] != BOS and n < len(tables) - 1
         discounts, fallback = _discounts(adjusted, t.count[-1] if last_plain else None)
-        taken = np.where(kept, discounts[np.minimum(adjusted, 3)], adjusted) # A pruned n-gram gives all it has
+        discount = np.where(kept, discounts[np.minimum(adjusted, 3)], adjusted) # A pruned n-gram gives all it has
         n_contexts = 1 if n == 0 else len(lower)
         total = np.bincount(t.context, weights=adjusted, minlength=n_contexts)
-        gamma = np.divide(np.bincount(t.context, weights=taken, minlength=n_contexts), total,
+        gamma = np.divide(np.bincount(t.context, weights=discount, minlength=n_contexts), total,
                           out=np.ones(n_contexts), where=total > 0)
         if n > 0: yield estimate._replace(backoff=np.log10(gamma, dtype=np.float32, casting='same_kind'))
-        prob = np.subtract(adjusted, taken, out=taken)
+        prob = np.subtract(adjusted, discount, out=discount)
         prob /= total[t.context]
         backed_off = gamma[t.context]
         backed_off *= 1/(kept.sum() - 1) if n == 0 else lower[t.suffix] # Uniform over all words but <s>

@@ -137,7 +137,7 @@ def answer(
     out: IO[str],             # Takes the answers
 ) -> None:
     "Answer questions about a model until there are no more."
-    def say(what): print(json.dumps(what), file=out, flush=True)
+    def say(reply): print(json.dumps(reply), file=out, flush=True)
     try: queries = Queries(_open_kenlm(path), capitals)
     except _PROBLEMS as e: return say({'problem': str(e)})
     say(queries.order)

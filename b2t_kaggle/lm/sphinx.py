@@ -42,12 +42,12 @@ class _Blocks:
 
     def fail(self, problem: str): raise SphinxError(f'{self.name}: {problem}')
 
-    def take(self, dtype, count: int, what: str) -> np.ndarray:
+    def take(self, dtype, count: int, section: str) -> np.ndarray:
         "The next `count` numbers; raises `SphinxError` where the file has fewer."
         size = np.dtype(dtype).itemsize*count
         left = len(self.data) - self.at
         if left < size:
-            self.fail(f'the file ends within {what}: found {left:,} bytes, expected {size:,}; fetch it again')
+            self.fail(f'the file ends within {section}: found {left:,} bytes, expected {size:,}; fetch it again')
         self.at += size
         return np.frombuffer(self.data, dtype, count, self.at - size)
 
@@ -156,12 +156,12 @@ def _names(
     forms = [_MARKS.get(w) or normalize_sentence(re.sub(r'\(\d+\)$', '', w)) for w in words]
     normal = {w for w, form in zip(words, forms) if w == form}
     names: list[str | None] = []
-    taken = set()
+    used = set()
     for word, form in zip(words, forms):
         is_word = form in _MARKS or form.replace("'", '').replace('-', '').isalpha()
-        is_first = form not in taken and (form == word or form not in normal)
+        is_first = form not in used and (form == word or form not in normal)
         names.append(form if is_word and is_first else None)
-        if names[-1]: taken.add(form)
+        if names[-1]: used.add(form)
     return names
 
 # %% ../../nbs/lm/11_sphinx.ipynb #c024
@@ -271,7 +271,9 @@ def read_sphinx(
     path = model_file(source)
     check_is_file(path)
     if zipfile.is_zipfile(path): data, licence = _read_wheel(path)
-    else: data, licence = path.read_bytes(), _licence_of(path)
+    else:
+        data = path.read_bytes()
+        licence = _licence_of(path)
     return _parse(data, str(path))._replace(licence=licence)
 
 def import_sphinx(

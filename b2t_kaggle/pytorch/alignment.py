@@ -96,8 +96,8 @@ def _path_weights(
     both = torch.stack([weights, weights.flip(0, 2)], 1)
     zero = torch.zeros_like(n)
     starts = torch.stack([_starts(zero, zero, K, N), _starts(N - n, N - n + M - m, K, N)], 1)
-    never = torch.full_like(both[0], -torch.inf)
-    _, (arrived,) = scan(_dtw_step, (never, never), (both, starts))
+    log_zero = torch.full_like(both[0], -torch.inf)
+    _, (arrived,) = scan(_dtw_step, (log_zero, log_zero), (both, starts))
     to_end = arrived[:, 1].flip(0, 2) + weights
     total = to_end[0, :, 0]
     return total, _unskew((arrived[:, 0] + to_end - total[:, None]).exp())

@@ -111,7 +111,7 @@ def _lengths(
     name: str,                       # Of the argument, for messages
     B: int,                          # Trials
     largest: int,                    # Largest length allowed
-    of: str,                         # What the largest length counts, for messages
+    unit: str,                       # What the largest length counts, for messages
 ) -> Tensor:
     "`lengths` as a tensor; raises `ValueError` for those that do not fit."
     lengths = torch.as_tensor(lengths)
@@ -121,7 +121,7 @@ def _lengths(
     if lengths.is_cpu:
         wrong = ((lengths < 0) | (lengths > largest)).nonzero().flatten().tolist()
         for i in wrong[:1]:
-            raise ValueError(f'{name}[{i}] must lie between 0 and {largest}, {of}; found {lengths[i].item()}')
+            raise ValueError(f'{name}[{i}] must lie between 0 and {largest}, {unit}; found {lengths[i].item()}')
     return lengths
 
 def _padded(targets: Tensor, n_labels: Tensor) -> Tensor:

@@ -66,12 +66,13 @@ def several_machines(
     raise TrainingError(f'PET_NNODES={environ["PET_NNODES"]} says that several machines train together; set '
                         'PET_MASTER_ADDR to the address of the first one, too')
 
-def _line_for_others(n: int, job: Path, environ: Mapping[str, str] = os.environ) -> str:
+def _line_for_others(n_processes: int, job: Path, environ: Mapping[str, str] = os.environ) -> str:
     "What is to be called on each of the other machines."
     names = dict(nnodes='NNODES', master_addr='MASTER_ADDR', master_port='MASTER_PORT', rdzv_backend='RDZV_BACKEND',
                  rdzv_endpoint='RDZV_ENDPOINT', rdzv_id='RDZV_ID')
     options = [f'--{option}={environ[f"PET_{name}"]}' for option, name in names.items() if f'PET_{name}' in environ]
-    return f'torchrun {" ".join(options)} --node_rank=1 --nproc_per_node={n} -m b2t_kaggle.pytorch.launch {job}'
+    return (f'torchrun {" ".join(options)} --node_rank=1 --nproc_per_node={n_processes} '
+            f'-m b2t_kaggle.pytorch.launch {job}')
 
 @contextmanager
 def _job_folder(out_dir: Path) -> Iterator[Path]:
@@ -104,25 +105,26 @@ try: main()
 except SignalException as e: raise SystemExit(128 + e.sigval) from None"""
 
 def launch(
-    n: int,                       # Processes, one per GPU, or some on a CPU
+    n_processes: int,             # Processes, one per GPU, or some on a CPU
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials
     cfg: Config,                  # The run's configuration
     out_dir: str | Path,          # As in `train`
     progress: bool = True,        # Show a progress bar
 ) -> dict:
-    "`train` in `n` processes of this machine, each with an equal part of every batch; raises `TrainingError`."
+    "`train` in processes of this machine, each with an equal part of every batch; raises `TrainingError`."
     out = Path(out_dir).absolute()
     stores = [s and str(Path(s.path).absolute()) for s in (store, store_val)]
     options = dict(stores=stores, config=cfg.dump(), out=str(out), progress=progress)
     alone = [] if several_machines() else ['--standalone']
-    torchrun = [sys.executable, '-c', _TORCHRUN, *alone, f'--nproc_per_node={n}']
-    threads = os.environ.get('OMP_NUM_THREADS', str(max(1, n_cores() // n)))
+    torchrun = [sys.executable, '-c', _TORCHRUN, *alone, f'--nproc_per_node={n_processes}']
+    threads = os.environ.get('OMP_NUM_THREADS', str(max(1, n_cores() // n_processes)))
     with _job_folder(out) as d:
         job = d/'job.json'
         write_whole(job, json.dumps(options))
         if several_machines():
-            print(f'Waiting for the other machines; on the second one: {_line_for_others(n, job)}', flush=True)
+            line = _line_for_others(n_processes, job)
+            print(f'Waiting for the other machines; on the second one: {line}', flush=True)
         command = [*torchrun, '-m', 'b2t_kaggle.pytorch.launch', str(job)]
         status, was_interrupted = _exit_status(command, os.environ | {'OMP_NUM_THREADS': threads})
         if status == 0: return json.loads(job.with_name('result').read_text())
@@ -131,8 +133,8 @@ def launch(
         if was_interrupted: raise KeyboardInterrupt('the last checkpoint is intact')
         error = job.with_name('error')
         if error.exists(): raise TrainingError(error.read_text())
-    raise TrainingError(f'training in {n} processes ended with exit status {status}; its output says why. The '
-                        'last checkpoint is intact')
+    raise TrainingError(f'training in {n_processes} processes ended with exit status {status}; its output says why. '
+                        'The last checkpoint is intact')
 
 def train_here(
     store: TrialStore,            # Training trials
@@ -144,12 +146,13 @@ def train_here(
     """`train` on what this machine has: in this process, or in one for each of its GPUs, in `train.processes` on a CPU,
     and with other machines."""
     device = pick_torch(cfg.train.accelerator, cfg.train.precision)
-    n = dict(cuda=device.n, cpu=cfg.train.processes).get(device.kind, 1)
+    n_processes = dict(cuda=device.n_devices, cpu=cfg.train.processes).get(device.kind, 1)
     with_others = several_machines()
-    if in_torchrun() or (n == 1 and not with_others): return train_of(cfg)(store, store_val, cfg, out_dir, progress)
+    if in_torchrun() or (n_processes == 1 and not with_others):
+        return train_of(cfg)(store, store_val, cfg, out_dir, progress)
     if with_others and device.kind == 'xla':
         raise TrainingError('several machines train together on GPUs or CPUs, not on TPUs; unset PET_NNODES')
-    return launch(n, store, store_val, cfg, out_dir, progress)
+    return launch(n_processes, store, store_val, cfg, out_dir, progress)
 
 # %% ../../nbs/pytorch/11_launch.ipynb #c019
 if __name__ == '__main__' and '__file__' in globals(): work(sys.argv[1])

@@ -32,7 +32,7 @@ class _Placement:
         device: Device, # From `pick_torch`
     ):
         # all GPUs are found, one is used
-        self.device = replace(device, n=1) if device.kind == 'cuda' else device
+        self.device = replace(device, n_devices=1) if device.kind == 'cuda' else device
         self.torch_device = torch.device(device.kind)
         # steps between looks at their results: each look makes the host wait for the device
         self.sync_every = 1 if device.kind == 'cpu' else 10
@@ -113,7 +113,7 @@ class Backend(_Placement):
         forward: nn.Module, # From `place`
         is_last: bool,      # Whether it is the batch's last
     ) -> AbstractContextManager:
-        "Context in which the gradients of a part of a batch are computed."
+        "Context in which the gradients of a micro-batch are computed."
         return contextlib.nullcontext()
 
     def optimizer(self,
@@ -123,7 +123,7 @@ class Backend(_Placement):
         "The optimiser of a run."
         return make_optimizer(model, cfg, is_compiled=self.static_shapes)
 
-    def zero_gradients(self, model: nn.Module) -> None: "Called before the parts of a batch, if it has several."
+    def zero_gradients(self, model: nn.Module) -> None: "Called before the micro-batches of a batch, if it has several."
 
     def prepare(self, optimizer) -> None: "Called once before the first step, with the state on the device."
 
@@ -218,7 +218,7 @@ class XLA(Backend):
         import torch_xla
         import torch_xla.runtime as xr
         self.xla = torch_xla
-        self.n_devices = device.n
+        self.n_devices = device.n_devices
         self.cache = cache if xr.device_type() != 'CPU' else None
         if not XLA._started: self._start(xr)
         if self.n_devices > 1:
@@ -263,7 +263,7 @@ class XLA(Backend):
 
     def zero_gradients(self, model):
         for p in model.parameters(): p.grad = torch.zeros_like(p) if p.requires_grad else None
-        self.end_step()  # or the first part would be another program than the others
+        self.end_step()  # or the first micro-batch would be another program than the others
 
     def _replicate(self, tensors: Iterable[Tensor]) -> None:
         if self.n_devices == 1: return

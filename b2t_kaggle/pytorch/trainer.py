@@ -98,11 +98,11 @@ class BatchLoader:
         return self.usable_refit[self.sampler_refit.batch(step)]
 
     def __call__(self, step: int) -> tuple[list[MicroBatch], np.ndarray]:
-        "This process's parts of a step's batch, and the days of the whole batch."
+        "This process's micro-batches of a step, and the days of the whole batch."
         trials = self.trials(step)
-        mine = trials[self.backend.rank::self.backend.world_size]
-        parts = [self._load(mine[i::self.accumulation_steps]) for i in range(self.accumulation_steps)]
-        return parts, np.unique(self.store.day[trials])
+        own = trials[self.backend.rank::self.backend.world_size]
+        micro_batches = [self._load(own[i::self.accumulation_steps]) for i in range(self.accumulation_steps)]
+        return micro_batches, np.unique(self.store.day[trials])
 
     def _load(self, trials: np.ndarray) -> MicroBatch:
         b = self.batcher(trials)
@@ -132,7 +132,7 @@ def add_gradients(
     trainer: 'Trainer',      # Whose weights get them
     micro_batch: MicroBatch, # Rows of this process
     place: int,              # The number of this micro-batch among those of all processes
-    n_parts: int,            # Micro-batches that each process computes in this step
+    accumulation_steps: int, # Micro-batches that each process computes in this step
 ) -> dict[str, Tensor]:
     "Add the gradients of the mean loss to those of the batch; returns `loss` `[B]`, and parts of it by name."
     cfg = trainer.cfg
@@ -149,25 +149,26 @@ def add_gradients(
     given = training_args | scalars | model.training_inputs(rows.batch.trials)
     with backend.autocast(): out = trainer.forward(x, rows.day, n_bins=n_bins, **given)
     losses = _losses(trainer, out, rows, cfg.model.n_frames(n_bins))
-    loss = losses['loss'].mean() / n_parts
+    loss = losses['loss'].mean() / accumulation_steps
     (backend.scaler.scale(loss) if backend.scaler else loss).backward()
     return {k: backend.result(v.detach()) for k, v in losses.items()}
 
-def _all_gradients(trainer: 'Trainer', parts: list[MicroBatch]) -> list[dict[str, Tensor]]:
+def _all_gradients(trainer: 'Trainer', micro_batches: list[MicroBatch]) -> list[dict[str, Tensor]]:
     "Gradients of the batch, and the losses of each micro-batch."
     backend = trainer.backend
-    n = len(parts)
-    if n > 1: backend.zero_gradients(trainer.model)
+    accumulation_steps = len(micro_batches)
+    if accumulation_steps > 1: backend.zero_gradients(trainer.model)
     losses = []
-    for i, part in enumerate(parts):
-        with backend.micro_batch(trainer.forward, is_last=i == n - 1):
-            losses.append(add_gradients(trainer, part, backend.rank*n + i, n))
-    if n > 1: backend.end_step()  # all parts are the same program
+    for i, micro_batch in enumerate(micro_batches):
+        place = backend.rank*accumulation_steps + i
+        with backend.micro_batch(trainer.forward, is_last=i == accumulation_steps - 1):
+            losses.append(add_gradients(trainer, micro_batch, place, accumulation_steps))
+    if accumulation_steps > 1: backend.end_step()  # all micro-batches are the same program
     return losses
 
 def _joined(losses: list[dict[str, Tensor]], name: str) -> np.ndarray:
     "One of the losses of all micro-batches `[B]`, on the host."
-    return np.concatenate([part[name].cpu().numpy() for part in losses])
+    return np.concatenate([terms[name].cpu().numpy() for terms in losses])
 
 # %% ../../nbs/pytorch/09_trainer.ipynb #c019
 def _clip(model: nn.Module, largest: float) -> Tensor:
@@ -274,22 +275,23 @@ class Trainer(loop.Trainer):
 
     def steps(self, end: int) -> Iterator[StepResult]:
         "Take the steps before `end` that are left."
-        for parts, days in prefetch(map(self.loader, range(self.step, end))): yield self.train_step(parts, days)
+        for micro_batches, days in prefetch(map(self.loader, range(self.step, end))):
+            yield self.train_step(micro_batches, days)
 
     def train_step(self,
-        parts: list[MicroBatch], # From `BatchLoader`
-        days: np.ndarray,        # Of the whole batch
+        micro_batches: list[MicroBatch], # From `BatchLoader`
+        days: np.ndarray,                # Of the whole batch
     ) -> StepResult:
         "One step of the optimiser."
         backend = self.backend
-        self.current = parts
+        self.current = micro_batches
         self.model.train()
-        losses = _all_gradients(self, parts)
+        losses = _all_gradients(self, micro_batches)
         if self.scaler: self.optimizer.unscale(days)
         norms = _part_norms(self.model)
         norm = _clip(self.model, self.largest_norm)
         rates = learning_rates(self.step, self.cfg.train)
-        trials = np.concatenate([p.batch.trials for p in parts])
+        trials = np.concatenate([m.batch.trials for m in micro_batches])
         def fetch(): return _joined(losses, 'loss'), norm.item()
         def fetch_terms():
             terms = {name: _joined(losses, name) for name in losses[0] if name != 'loss'}
@@ -330,7 +332,7 @@ class Trainer(loop.Trainer):
 
     def memory_footprint(self) -> tuple[int, int, int]:
         "Rows and bins of the current batch that a device computes at once, and the parameters of the model."
-        rows, bins = max((p.x.shape[:2] for p in self.current), key=lambda shape: shape[1])
+        rows, bins = max((m.x.shape[:2] for m in self.current), key=lambda shape: shape[1])
         devices_per_process = self.backend.n_devices // self.backend.world_size
         return rows // devices_per_process, bins, self.n_parameters()
 

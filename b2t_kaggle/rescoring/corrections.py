@@ -33,8 +33,8 @@ def _group_factors(names: Sequence[str], errors: np.ndarray, words: np.ndarray) 
     mean = (errors.sum() + 1)/(words.sum() + 1)
     factors = {}
     for name in dict.fromkeys(names):
-        mine = [n == name for n in names]
-        rate = (errors[mine].sum() + _PRIOR_WORDS*mean)/(words[mine].sum() + _PRIOR_WORDS)
+        is_member = [n == name for n in names]
+        rate = (errors[is_member].sum() + _PRIOR_WORDS*mean)/(words[is_member].sum() + _PRIOR_WORDS)
         factors[name] = (mean/rate)**_POWER
     return np.array([factors[n] for n in names])
 

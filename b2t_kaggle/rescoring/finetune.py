@@ -175,14 +175,14 @@ def _batches(phases: Sequence[Sequence[int]], epochs: int, batch_size: int) -> l
     return batches
 
 # %% ../../nbs/rescoring/03_finetune.ipynb #c023
-def _train_step(model, optimizer, sequences, n_given, separate_head: bool, where: str) -> float:
+def _train_step(model, optimizer, sequences, n_given, separate_head: bool, step: str) -> float:
     "One step; returns the loss, or raises `LanguageModelError` where it or its gradient is no number."
     loss = _batch_loss(model, sequences, n_given, separate_head)
     optimizer.zero_grad()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).item()
     if not math.isfinite(loss.item() + norm):
-        raise LanguageModelError(f'fine-tuning: the loss is {loss.item()} and its gradient {norm} in {where}; '
+        raise LanguageModelError(f'fine-tuning: the loss is {loss.item()} and its gradient {norm} in {step}; '
                                  f'{OVERFLOW_HINT}, or lr is too high')
     optimizer.step()
     return loss.item()

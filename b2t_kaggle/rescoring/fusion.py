@@ -56,14 +56,14 @@ class FormTokens:
         self.known = {} # (word, whether it is the first of the sentence) to the tokens of its forms
 
     def get(self,
-        wanted: Iterable[tuple[int, bool]], # Word ids, and whether each is the first of its sentence
+        places: Iterable[tuple[int, bool]], # Word ids, and whether each is the first of its sentence
     ) -> list[list[tuple[int, ...]]]:
         "The forms of words. Raises `LanguageModelError` for a word that has no tokens of its own."
-        wanted = list(wanted)
+        places = list(places)
         for first in (True, False):
-            new = sorted({w for w, is_first in wanted if is_first == first and (w, first) not in self.known})
+            new = sorted({w for w, is_first in places if is_first == first and (w, first) not in self.known})
             if new: self._add(new, first)
-        return [self.known[key] for key in wanted]
+        return [self.known[key] for key in places]
 
     def _add(self, words: list[int], first: bool) -> None:
         before = '' if first else 'a'
@@ -292,9 +292,9 @@ def run_ahead(
     inner: set[int], # Histories after which other words are scored
 ) -> dict[tuple[int, tuple[int, ...]], list[int]]: # Numbers of tokens by history and form
     "Put what a level may need into the batch before it, where that is little."
-    wanted = [(h, parent, form, form if h in inner else form[:-1]) for h, parent, forms in level for form in forms]
-    if not batch.tokens or sum(len(tokens) for *_, tokens in wanted) > _FEW: return {}
-    return {(h, form): batch.add(tokens, written.last_row(parent)) for h, parent, form, tokens in wanted}
+    candidates = [(h, parent, form, form if h in inner else form[:-1]) for h, parent, forms in level for form in forms]
+    if not batch.tokens or sum(len(tokens) for *_, tokens in candidates) > _FEW: return {}
+    return {(h, form): batch.add(tokens, written.last_row(parent)) for h, parent, form, tokens in candidates}
 
 def score_level(
     written: WrittenHistories,

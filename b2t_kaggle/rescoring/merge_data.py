@@ -73,10 +73,10 @@ def check_errors(
     rates = {'all systems together': errors.sum()/max(1, words.sum())}
     rates |= {'/'.join(filter(None, v)) or 'the only system': e/n
               for v, e, n in zip(hypotheses.voters, errors, words) if n >= _ENOUGH_WORDS}
-    who, rate = min(rates.items(), key=lambda item: item[1])
+    system, rate = min(rates.items(), key=lambda item: item[1])
     if rate >= _LEAST_ERRORS: return
     raise ValueError(
-        f'{name}: the word error rate of {who} is {rate:.2%}, expected at least {_LEAST_ERRORS:.1%}. Lists of '
+        f'{name}: the word error rate of {system} is {rate:.2%}, expected at least {_LEAST_ERRORS:.1%}. Lists of '
         'sentences that a model was trained on hold no errors; what learns from them learns to copy the first '
         'candidate. Give lists of sentences that the models have not seen: val, or train where each trial is decoded '
         'by models that were trained without it')

@@ -47,8 +47,8 @@ def alignment(
     dtype = log_probs.dtype
     state_idx = tf.range(shape[1])
     last = 2 * n_labels[:, None]
-    never = tf.constant(-float('inf'), dtype)
-    def log_of(mask): return tf.where(mask, tf.zeros([], dtype), never)
+    log_zero = tf.constant(-float('inf'), dtype)
+    def log_of(mask): return tf.where(mask, tf.zeros([], dtype), log_zero)
 
     # [T', B, N], looked up as whole rows of frames
     emission = tf.transpose(tf.gather(tf.transpose(log_probs, [0, 2, 1]), states, batch_dims=1), [2, 0, 1])
@@ -66,7 +66,7 @@ def alignment(
     is_end = (state_idx == last) | (state_idx == last - 1)
     nll = -tf.reduce_logsumexp(height[0] + end[0] + log_of(is_end), 1)
     posterior = tf.nn.softmax(arrived[:, 0] + emission + tf.reverse(arrived[:, 1], [0, 2]))
-    return nll, tf.where(has_frame & (nll < -never)[:, None], posterior, 0)
+    return nll, tf.where(has_frame & (nll < -log_zero)[:, None], posterior, 0)
 
 # %% ../../nbs/tensorflow/02_ctc.ipynb #c017
 def _check_shapes(logits: tf.Tensor, labels: tf.Tensor, lengths: dict[str, tf.Tensor], blank: int) -> None:

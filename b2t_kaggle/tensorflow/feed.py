@@ -129,7 +129,7 @@ def distribute(
     ahead: int = 2,     # Batches that wait at most
 ) -> Iterator:
     "Each batch in equal shares of consecutive rows, the first for the first replica; ends when closed or dropped."
-    n = strategy.n_devices
+    n_devices = strategy.n_devices
     has_ended = threading.Event()
     errors = []
 
@@ -137,13 +137,15 @@ def distribute(
         try:
             for b in batches():
                 if has_ended.is_set(): return
-                for r in range(n): yield {k: v[len(v)*r//n:len(v)*(r + 1)//n] for k, v in b.items()}
+                for i in range(n_devices):
+                    yield {k: v[len(v)*i//n_devices:len(v)*(i + 1)//n_devices] for k, v in b.items()}
         except Exception as e: errors.append(e)  # raised below: TensorFlow would hide it in a page of its own
 
-    arrived = iter(_as_dataset(shares, next(iter(batches())), ahead * n))
+    arrived = iter(_as_dataset(shares, next(iter(batches())), ahead * n_devices))
     place = strategy.distribution.experimental_distribute_values_from_function
     try:
-        for batch in zip(*[arrived] * n): yield place(lambda replica: batch[replica.replica_id_in_sync_group])
+        for batch in zip(*[arrived] * n_devices):
+            yield place(lambda replica: batch[replica.replica_id_in_sync_group])
         if errors: raise errors[0]
     finally:  # `tf.data` may take minutes to end with a generator that has not come to its end
         has_ended.set()
@@ -170,11 +172,12 @@ class BatchLoader:
         strategy: Strategy, # Where they go
     ):
         batch_size = cfg.data.batch_size
-        n = strategy.n_devices
-        accumulate = cfg.train.accumulate
-        if batch_size % (n * accumulate):
-            raise TrainingError(f'data.batch_size = {batch_size} cannot be divided evenly among {n} replicas with '
-                                f'train.accumulate = {accumulate}; take a multiple of {n * accumulate}')
+        n_devices = strategy.n_devices
+        accumulation_steps = cfg.train.accumulate
+        if batch_size % (n_devices * accumulation_steps):
+            raise TrainingError(f'data.batch_size = {batch_size} cannot be divided evenly among {n_devices} replicas '
+                                f'with train.accumulate = {accumulation_steps}; take a multiple of '
+                                f'{n_devices * accumulation_steps}')
         self.store = store
         self.strategy = strategy
         self.seed = cfg.train.seed

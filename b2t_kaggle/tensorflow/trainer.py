@@ -58,18 +58,18 @@ def accumulate_gradients(
     share: dict[str, tf.Tensor], # Rows of a replica
     numbers: dict,               # From `Trainer.numbers`, as tensors
 ) -> _Gradients:
-    "The same for a replica's share, in `train.accumulate` parts, one after the other."
-    n = trainer.cfg.train.accumulate
-    if n == 1: return gradients_of(trainer, share, numbers)
-    parts = {k: tf.reshape(v, [n, -1, *v.shape[1:]]) for k, v in share.items()}
+    "The same for a replica's share, in `train.accumulate` micro-batches, one after the other."
+    accumulation_steps = trainer.cfg.train.accumulate
+    if accumulation_steps == 1: return gradients_of(trainer, share, numbers)
+    micro_batches = {k: tf.reshape(v, [accumulation_steps, -1, *v.shape[1:]]) for k, v in share.items()}
 
     def add(i, losses, sums):
-        new, grads = gradients_of(trainer, {k: v[i] for k, v in parts.items()}, numbers)
+        new, grads = gradients_of(trainer, {k: v[i] for k, v in micro_batches.items()}, numbers)
         return i + 1, losses.write(i, new), {k: v + grads[k] for k, v in sums.items()}
 
-    no_losses = tf.TensorArray(tf.float32, n, element_shape=parts['day'].shape[1:])
+    no_losses = tf.TensorArray(tf.float32, accumulation_steps, element_shape=micro_batches['day'].shape[1:])
     zeros = {k: tf.zeros(v.shape) for k, v in trainer.optimizer.variables.items()}
-    _, losses, grads = tf.while_loop(lambda i, *_: i < n, add, (0, no_losses, zeros))
+    _, losses, grads = tf.while_loop(lambda i, *_: i < accumulation_steps, add, (0, no_losses, zeros))
     return losses.concat(), grads
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c014

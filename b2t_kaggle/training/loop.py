@@ -138,7 +138,7 @@ class Trainer(ABC):
 
     @property
     def is_refitting(self) -> bool:
-        "Whether the weights have seen val, so that its figures would tell nothing."
+        "Whether the weights have seen val, so that its metrics would tell nothing."
         return self.refit_from is not None and self.step > self.refit_from
 
     def validate(self) -> dict | None:
@@ -405,7 +405,7 @@ def result_of(
 ) -> dict:
     """`step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`, `val_loss`, `best_step` and
     `sessions`. In float16 also `skipped`, the steps that were left out because a gradient overflowed; with a refit
-    `refit_from`, the batches before it, on which alone these figures rest."""
+    `refit_from`, the batches before it, on which alone these metrics rest."""
     best = {'best_step' if k == 'step' else k: v for k, v in trainer.best.metrics.items()}
     finished = stopped not in ('time budget', 'pruned')
     run = dict(step=trainer.step, finished=finished, stopped=stopped, seconds=trainer.seconds)
@@ -413,12 +413,13 @@ def result_of(
     if trainer.refit_from is not None: run['refit_from'] = trainer.refit_from
     return run | best
 
-def _check_together(values: list, what: str) -> None:
+def _check_together(values: list, subject: str) -> None:
     "Raises `TrainingError` where processes that train together would not do the same."
     for rank, value in enumerate(values):
         if value == values[0]: continue
-        raise TrainingError(f'{what} are not the same for all processes: the first has {values[0]}, process {rank} has '
-                            f'{value}. Machines that train together see the same stores and the same folder of the run')
+        raise TrainingError(f'{subject} are not the same for all processes: the first has {values[0]}, process {rank} '
+                            f'has {value}. Machines that train together see the same stores and the same folder of '
+                            'the run')
 
 # %% ../../nbs/training/07_loop.ipynb #c045
 def checkpoint_bytes(

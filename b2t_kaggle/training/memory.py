@@ -47,9 +47,9 @@ def oom_message(
         return (f'batch {trainer.step}: the validation does not {memory}. Lower data.eval_batch_size, now '
                 f'{cfg.data.eval_batch_size}; that changes no result')
     batch_size, n_bins, n_params = trainer.memory_footprint()
-    need = step_memory(cfg, n_params, batch_size, n_bins)
+    n_bytes = step_memory(cfg, n_params, batch_size, n_bins)
     return (f'batch {trainer.step} does not {memory}: {batch_size} trials of up to {n_bins} bins (the bucket) need '
-            f'about {need / 2**30:.1f} GiB, estimated. Lower data.batch_size, or set '
+            f'about {n_bytes / 2**30:.1f} GiB, estimated. Lower data.batch_size, or set '
             f'train.accumulate={2*cfg.train.accumulate}, which takes the same step in parts of half the size, '
             'and go on from the last checkpoint')
 

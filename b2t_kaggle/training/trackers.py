@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRACKERS', 'TrackedRun', 'Tracker', 'tracked_values', 'TensorBoardTracker', 'AppendingTracker', 'wandb_mode',
-           'WandbTracker', 'mlflow_store', 'has_run', 'MLflowTracker', 'tracker_names', 'check_trackers', 'tracking']
+           'WandbTracker', 'mlflow_store', 'MLflowTracker', 'tracker_names', 'check_trackers', 'tracking']
 
 # %% ../../nbs/training/06_trackers.ipynb #c002
 import json
@@ -160,7 +160,7 @@ def mlflow_store(
     if folder.name == 'train': folder = folder.parent
     return environ.get('MLFLOW_TRACKING_URI') or f'sqlite:///{folder.parent/"mlflow.db"}'
 
-def has_run(
+def _has_run(
     client,      # `mlflow.tracking.MlflowClient`
     run_id: str,
 ) -> bool:
@@ -179,7 +179,7 @@ class MLflowTracker(AppendingTracker):
         from mlflow.tracking import MlflowClient
         self.metric = Metric
         self.client = MlflowClient(mlflow_store(run))
-        if run_id and has_run(self.client, run_id):
+        if run_id and _has_run(self.client, run_id):
             self.client.update_run(run_id, status='RUNNING')
             return run_id
         if run_id:

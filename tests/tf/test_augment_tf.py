@@ -21,7 +21,8 @@ def only(**kw): return NONE.model_copy(update=kw)
 @settings(max_examples=10)
 @given(B=st.integers(1, 3), T=st.integers(1, 40), C=st.integers(1, 4), std=st.floats(0.4, 13), cut=st.integers(0, 2))
 def test_smoothing_and_cut_are_those_of_pytorch(B, T, C, std, cut):
-    x, k = np.random.default_rng(T).standard_normal((B, T, C)).astype('float32'), gaussian_kernel(std=std)
+    x = np.random.default_rng(T).standard_normal((B, T, C)).astype('float32')
+    k = gaussian_kernel(std=std)
     np.testing.assert_allclose(smooth(tf.constant(x), k), smooth_pt(torch.tensor(x), k), atol=1e-6)
     if T > 2:
         ours, theirs = cut_start(tf.constant(x), tf.constant(cut), 2), pt.cut_start(torch.tensor(x), cut)
@@ -32,7 +33,9 @@ def test_smoothing_and_cut_are_those_of_pytorch(B, T, C, std, cut):
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=5), n_masks=st.integers(1, 30),
        part=st.floats(0, 1), seed=st.integers(0, 10**6))
 def test_masks_of_the_same_numbers_are_those_of_pytorch(lengths, n_masks, part, seed):
-    x, n_bins, g = torch.randn(len(lengths), 200, 2), torch.tensor(lengths), torch.Generator()
+    x = torch.randn(len(lengths), 200, 2)
+    n_bins = torch.tensor(lengths)
+    g = torch.Generator()
     theirs = pt.time_mask(x, n_bins, n_masks, part, g.manual_seed(seed))
     u, v = torch.rand(2, len(lengths), n_masks, 1, generator=g.manual_seed(seed))[..., 0].numpy()
     ours = mask_time(tf.constant(x.numpy()), *mask_places(tf.constant(u), tf.constant(v), tf.constant(lengths), part))

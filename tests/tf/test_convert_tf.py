@@ -37,7 +37,8 @@ def b2t(*args):
 
 def ragged(batch=4):
     "Features of trials of different length, their days and lengths in bins."
-    rng, n_bins = np.random.default_rng(0), np.array([90, 61, 38, 14])[:batch]
+    rng = np.random.default_rng(0)
+    n_bins = np.array([90, 61, 38, 14])[:batch]
     x = rng.standard_normal((batch, 90, 8)).astype(np.float32)
     for row, n in zip(x, n_bins): row[n:] = 0
     return x, rng.integers(0, 3, batch), n_bins

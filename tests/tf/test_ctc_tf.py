@@ -89,7 +89,8 @@ def test_long_trials(dtype, tol):
 
 def test_lengths_that_a_program_cannot_refuse():
     "More labels than there are columns fit nowhere; more frames than there are count as all."
-    x, labels = np.random.default_rng(0).standard_normal((2, 6, 4)), np.array([[1, 2], [3, 0]], 'int32')
+    x = np.random.default_rng(0).standard_normal((2, 6, 4))
+    labels = np.array([[1, 2], [3, 0]], 'int32')
     usual, _ = compiled(x, labels, np.array([6, 6], 'int32'), np.array([2, 1], 'int32'), 0)
     losses, grad = compiled(x, labels, np.array([6, 9], 'int32'), np.array([3, 1], 'int32'), 0)
     assert losses[0] == np.inf and losses[1] == usual[1] and not grad[0].numpy().any()

@@ -92,7 +92,7 @@ def test_finds_a_tpu(environ, given, address, accelerator, monkeypatch, capsys):
         given = given and given.format(port=port)
         device = pick_tensorflow(accelerator, address=given)
         strategy = create_tpu_strategy(given, accelerator)
-    assert (device.kind, device.n, device.precision, strategy.num_replicas_in_sync) == ('tpu', 8, 'bfloat16', 8)
+    assert (device.kind, device.n_devices, device.precision, strategy.num_replicas_in_sync) == ('tpu', 8, 'bfloat16', 8)
     once = [('resolve', address.format(port=port)), ('connect', 'resolver'), ('initialize', 'resolver')]
     assert calls == once + [('strategy', 'resolver')]
     out = capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_too_few_cores_are_noticed_where_two_generations_fit(cores, monkeypatch,
     monkeypatch.setattr(detection, 'find_tpu', lambda variables, _: find_tpu(variables, root))
     with pytest.raises(DeviceError, match=f'accelerator tpu: TensorFlow uses {cores} of 8 cores'):
         pick_tensorflow('tpu')
-    with pytest.warns(RuntimeWarning, match=f'uses {cores} of 8 cores'): assert pick_tensorflow().n == cores
+    with pytest.warns(RuntimeWarning, match=f'uses {cores} of 8 cores'): assert pick_tensorflow().n_devices == cores
 
 
 def test_an_unknown_number_of_cores_is_said(monkeypatch, capsys):
@@ -225,11 +225,11 @@ def test_gpus(monkeypatch):
     assert devices.tensorflow_gpus() == (Gpu('NVIDIA X', 15., '8.0', True),) * 2
     for accelerator in ('auto', 'cuda'):
         d = pick_tensorflow(accelerator)
-        assert (d.kind, d.name, d.precision, d.n) == ('cuda', 'NVIDIA X', 'bfloat16', 2)
+        assert (d.kind, d.name, d.precision, d.n_devices) == ('cuda', 'NVIDIA X', 'bfloat16', 2)
         assert create_tpu_strategy(accelerator=accelerator).names == ['GPU:0', 'GPU:1']
     simulate_gpus(monkeypatch, (7, 5), n=1)
     d = pick_tensorflow()
-    assert (d.precision, d.n) == ('float16', 1) and 'TensorFlow sees 1 of 2 GPUs' in d.reason
+    assert (d.precision, d.n_devices) == ('float16', 1) and 'TensorFlow sees 1 of 2 GPUs' in d.reason
     assert 'TF32' not in d.reason
     assert create_tpu_strategy(device=d) is tf.distribute.get_strategy()
 
@@ -252,7 +252,7 @@ def test_a_tpu_goes_before_gpus_and_gpus_before_the_processor(monkeypatch):
     simulate_gpus(monkeypatch, (8, 0))
     simulate_tpu(monkeypatch, 8, KAGGLE, initialize=NOT_FOUND)
     d = pick_tensorflow()
-    assert (d.kind, d.n) == ('cuda', 2) and 'the TPU is not used' in d.reason
+    assert (d.kind, d.n_devices) == ('cuda', 2) and 'the TPU is not used' in d.reason
 
 
 def test_eight_logical_processors(tmp_path):
@@ -263,7 +263,7 @@ tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfigur
 from b2t_kaggle.devices.tensorflow import create_tpu_strategy, pick_tensorflow
 strategy = create_tpu_strategy(accelerator='cpu')
 ids = strategy.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)
-print([int(i) for i in strategy.experimental_local_results(ids)], pick_tensorflow().n)
+print([int(i) for i in strategy.experimental_local_results(ids)], pick_tensorflow().n_devices)
 """
     env = {k: v for k, v in os.environ.items() if k not in detection.TPU_VARIABLES}
     env |= {'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': '-1'}

@@ -204,7 +204,8 @@ def bfloat16():
 def assert_trains(model, **kw):
     "Adam learns a fixed target; logits and variables stay float32."
     x, day, _ = batch([20] * 4)
-    optimizer, variables = keras.optimizers.Adam(0.05), model.trainable_variables
+    optimizer = keras.optimizers.Adam(0.05)
+    variables = model.trainable_variables
     assert {v.dtype for v in variables} == {'float32'}
     @tf.function(jit_compile=True)
     def step(x, day, target):

@@ -48,7 +48,9 @@ def split_processor(n):
 
 if __name__ == '__main__':
     task, n, data, out, overrides = sys.argv[1:]
-    n, data, out = int(n), Path(data), Path(out)
+    n = int(n)
+    data = Path(data)
+    out = Path(out)
     if n > 1: split_processor(n)
     stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
     cfg = config(**{'accelerator': 'cpu'} | json.loads(overrides))

@@ -25,10 +25,10 @@ device = pick_torch('xla')
 import numpy as np, torch, torch_xla, torch_xla.runtime as xr, torch_xla.distributed.spmd as xs
 xr.use_spmd()
 xr.initialize_cache('cache')
-mesh = xs.Mesh(np.arange(device.n), (device.n,), ('data',))
+mesh = xs.Mesh(np.arange(device.n_devices), (device.n_devices,), ('data',))
 x = torch.ones(16, 4).to(torch_xla.device())
 xs.mark_sharding(x, mesh, ('data', None))
-print(device.kind, device.n, device.precision, (x * 2).sum().item())
+print(device.kind, device.n_devices, device.precision, (x * 2).sum().item())
 """
 CACHE = """
 from pathlib import Path

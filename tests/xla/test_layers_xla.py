@@ -21,7 +21,8 @@ def fallbacks(): return [c for c in met.counter_names() if c.startswith('aten::'
 def test_a_gru_is_pytorchs_in_value_and_gradient(bidirectional):
     torch.manual_seed(0)
     theirs = torch.nn.GRU._orig(16, 8, num_layers=2, bidirectional=bidirectional)
-    ours, n = GRU(16, 8, num_layers=2, bidirectional=bidirectional), 1 + bidirectional
+    ours = GRU(16, 8, num_layers=2, bidirectional=bidirectional)
+    n = 1 + bidirectional
     ours.load_state_dict(theirs.state_dict())
     x, h0, w = torch.randn(30, 3, 16), torch.randn(2 * n, 3, 8), torch.randn(30, 3, 8 * n)
     def run(module, device):
@@ -39,7 +40,9 @@ def test_a_gru_is_pytorchs_in_value_and_gradient(bidirectional):
 
 def test_dropout_between_layers_is_dropout():
     torch.manual_seed(0)
-    module, x, device = GRU(4, 64, num_layers=2, dropout=0.5), torch.randn(50, 4, 4), torch_xla.device()
+    module = GRU(4, 64, num_layers=2, dropout=0.5)
+    x = torch.randn(50, 4, 4)
+    device = torch_xla.device()
     run = lambda: module.to(device)(x.to(device))[0].detach().cpu()
     module.eval(); exact = run()
     assert torch.allclose(exact, run())
@@ -61,7 +64,8 @@ def test_the_model_is_the_one_of_the_cpu():
     torch.manual_seed(0)
     model = GRUDecoder(6, 8, 3, 5, n_layers=2, patch_size=5, patch_stride=2).eval()
     for p in (model.day_weights, model.day_biases): torch.nn.init.normal_(p)
-    x, day = torch.randn(3, 21, 6), torch.tensor([2, 0, 0])
+    x = torch.randn(3, 21, 6)
+    day = torch.tensor([2, 0, 0])
     want = model(x, day).detach()
     met.clear_all()
     got = model.to(torch_xla.device())(x.to(torch_xla.device()), day.to(torch_xla.device()))
@@ -74,7 +78,8 @@ def test_augmentation_is_one_program_whatever_it_draws():
     cfg = AugmentConfig(white_noise_std=0.5, constant_offset_std=0.3, time_masks=2, time_mask_max=0.2,
                         static_gain_std=0.01, random_walk_std=0.01)
     aug = Augment(cfg, 0)
-    x, n_bins = torch.zeros(4, 300, 8), torch.tensor([300, 300, 200, 100])
+    x = torch.zeros(4, 300, 8)
+    n_bins = torch.tensor([300, 300, 200, 100])
     def run(cut, seed, aug=aug):
         torch_xla.manual_seed(seed)
         numbers = torch.tensor([float(cut)]).to(device).unbind()
@@ -82,7 +87,8 @@ def test_augmentation_is_one_program_whatever_it_draws():
         torch_xla.sync()
         return y.cpu(), n.cpu()
     met.clear_all()
-    (a, n), before = run(0, 1), compilations()
+    a, n = run(0, 1)
+    before = compilations()
     (again, _), (b, fewer) = run(0, 1), run(2, 2)
     assert torch.equal(a, again) and not torch.equal(a, b)
     assert n.tolist() == n_bins.tolist() and fewer.tolist() == [298, 298, 198, 98]
@@ -92,8 +98,10 @@ def test_augmentation_is_one_program_whatever_it_draws():
 
 
 def test_what_is_not_random_in_augmentation_is_as_on_the_cpu():
-    device, cfg = torch_xla.device(), AugmentConfig(white_noise_std=0, constant_offset_std=0)
-    x, n_bins = torch.randn(2, 60, 4), torch.tensor([60, 40])
+    device = torch_xla.device()
+    cfg = AugmentConfig(white_noise_std=0, constant_offset_std=0)
+    x = torch.randn(2, 60, 4)
+    n_bins = torch.tensor([60, 40])
     for cut in (0, 1, 2):
         want, _ = Augment(cfg, 0).apply(x, n_bins, cut, None)
         on_device = torch.tensor([float(cut)]).to(device).unbind()[0].long()

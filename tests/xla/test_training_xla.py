@@ -84,7 +84,8 @@ def one(steps_on): return steps_on(1, 'gru')
 
 def compiled_once(result):
     "Whether a step compiles only what it sees for the first time."
-    seen, expected = set(), [0]
+    seen = set()
+    expected = [0]
     for buckets in result['buckets']:
         seen |= set(buckets)
         expected.append(len(seen))

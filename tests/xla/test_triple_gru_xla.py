@@ -41,7 +41,8 @@ def run(device, dtype=None, n=N_STEPS, **kw):
     "Losses of some steps of training with the ramp of λ, and the model."
     model = build(schedule='ramp', **kw).to(device).train()
     x, day, n_bins = (t.to(device) for t in data())
-    frames, losses = n_frames(n_bins, SIZE, STRIDE), []
+    frames = n_frames(n_bins, SIZE, STRIDE)
+    losses = []
     opt = torch.optim.SGD(model.parameters(), lr=0.02)
     for step in range(n):
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype is not None):

@@ -37,7 +37,8 @@ def steps(stores, cfg, n):
         out['compiled'].append(compilations())
         out['buckets'].append([p.x.shape[1] for p in parts])
         out['losses'].append(taken)
-    before, validations = compilations(), [t.validate() for _ in range(2)]
+    before = compilations()
+    validations = [t.validate() for _ in range(2)]
     few = bucket_lengths(t.store_val, cfg, True)
     out['val_buckets'] = len(
         {
@@ -61,7 +62,10 @@ def steps_of_each(stores, configs):
 
 
 if __name__ == '__main__':
-    what, data, out, overrides = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
+    what = sys.argv[1]
+    data = Path(sys.argv[2])
+    out = Path(sys.argv[3])
+    overrides = json.loads(sys.argv[4])
     on_xla = {'accelerator': 'xla'}
     if what == 'encoders':
         configs = {name: encoders.config(name, **on_xla | changes) for name, changes in overrides.items()}

@@ -2,11 +2,15 @@
 const root = document.documentElement
 const base = document.currentScript.dataset.base
 
-function setTheme(theme) { root.dataset.theme = theme; try { localStorage.theme = theme } catch { /* private window */ } }
+function setTheme(theme) {
+  root.dataset.theme = theme
+  try { localStorage.theme = theme } catch { /* private window */ }
+}
 try { if (localStorage.theme) root.dataset.theme = localStorage.theme } catch { /* private window */ }
 
 addEventListener('DOMContentLoaded', () => {
-  const isDark = () => (root.dataset.theme || (matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light')) === 'dark'
+  const preferred = () => matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light'
+  const isDark = () => (root.dataset.theme || preferred()) === 'dark'
   document.getElementById('theme').onclick = () => setTheme(isDark() ? 'light' : 'dark')
   const menu = document.getElementById('menu')
   menu.onclick = () => menu.setAttribute('aria-expanded', document.body.classList.toggle('with-menu'))
@@ -28,7 +32,8 @@ addEventListener('DOMContentLoaded', () => {
     const [page, title, , text] = entry.map(x => x.toLowerCase())
     let sum = 0
     for (const word of words) {
-      const found = (title === word ? 60 : 0) + (title.includes(word) ? 20 : 0) + (page.includes(word) ? 8 : 0) + (text.includes(word) ? 2 : 0)
+      const found = (title === word ? 60 : 0) + (title.includes(word) ? 20 : 0) + (page.includes(word) ? 8 : 0)
+        + (text.includes(word) ? 2 : 0)
       if (!found) return 0
       sum += found
     }

@@ -75,11 +75,11 @@ def open_llm(
     return load_audio_llm(cfg.language_model, cfg.prompt, cfg.llm_dtype, cfg.quantization, device)
 
 # %% ../../../nbs/pytorch/audio_llm/06_inference.ipynb #c301
-_HERE = 'language_model', 'llm_dtype', 'quantization' # Depend on the machine, not on the training
+_LOCAL = 'language_model', 'llm_dtype', 'quantization' # Depend on the machine, not on the training
 
 def load_audio_model(
     path: str | Path,       # `best.pt` of a training with an audio LLM, or the folder that holds it
-    here: AudioConfig | None = None, # Where the audio LLM lies here, and its type; None: as in training
+    local: AudioConfig | None = None, # Where the audio LLM lies here, and its type; None: as in training
     device: str = 'cpu',    # Where it computes
     unseen: str | None = None, # Its use, as the end of a sentence, where it must not have been trained on val
 ) -> tuple[AudioLLM, Config]:
@@ -89,7 +89,7 @@ def load_audio_model(
     if 'audio_state_dict' not in facts:
         raise CheckpointError(f'{path}: is an acoustic model that no audio LLM reads; expected one that was trained '
                               'with audio.language_model')
-    audio = cfg.audio.model_copy(update={k: getattr(here, k) for k in _HERE} if here else {})
+    audio = cfg.audio.model_copy(update={k: getattr(local, k) for k in _LOCAL} if local else {})
     model = audio_model(encoder, open_llm(audio, device), audio)
     load_state(model, model.state_of(facts | dict(model_state_dict=encoder.state_dict())), path)
     return model.eval(), cfg
@@ -107,8 +107,8 @@ def infer_sentences(
     if backend.static_shapes:
         raise CheckpointError(f'{checkpoint}: an audio LLM writes on a CPU or a GPU, found {backend.device}; set '
                               'train.accelerator to cpu or cuda')
-    here = cfg.audio if cfg.audio.language_model else None
-    model, trained = load_audio_model(checkpoint, here, str(backend.torch_device),
+    local = cfg.audio if cfg.audio.language_model else None
+    model, trained = load_audio_model(checkpoint, local, str(backend.torch_device),
                                       unseen='here' if any(s.split == 'val' for s in stores.values()) else None)
     for store in stores.values(): check_features(store, trained, checkpoint)
     backend.place(model)

@@ -133,11 +133,11 @@ def fits_table(
     rows = {}
     for quantization in (None, *_BYTES):
         options = cfg.model_copy(update=dict(quantization=quantization))
-        def need(n): return sum(llm_memory(size, options, n, n_places, n_answer).values())
-        fixed = need(0)
-        each = need(1) - fixed
-        row = {f'GB, {n} trials': need(n)/1e9 for n in (1, 4, 16)}
-        row |= {card: chips*max(0, int((0.9*limit - fixed)/each)) for card, (limit, chips) in MEMORY.items()}
+        def total(n): return sum(llm_memory(size, options, n, n_places, n_answer).values())
+        fixed = total(0)
+        per_trial = total(1) - fixed
+        row = {f'GB, {n} trials': total(n)/1e9 for n in (1, 4, 16)}
+        row |= {card: chips*max(0, int((0.9*limit - fixed)/per_trial)) for card, (limit, chips) in MEMORY.items()}
         if quantization: row |= dict.fromkeys(_NOT_QUANTIZED, 0)
         rows[quantization or '16 bits'] = row
     return pd.DataFrame(rows).T.round(1)

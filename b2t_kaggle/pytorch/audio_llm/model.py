@@ -58,7 +58,7 @@ class Lessons:
 def _check_targets(targets: TargetStore, llm: AudioLanguageModel, texts: Iterable[str]) -> None:
     "Raise `AudioError` for targets that do not fit the audio LLM or the trials."
     if targets.dimension != llm.dimension:
-        tower = targets.identity['tower']['name']
+        tower = targets.fingerprint['tower']['name']
         raise AudioError(f'{targets.path}: its vectors have {targets.dimension} numbers, by the tower of {tower}; '
                          f'{llm.name} reads {llm.dimension}. Make targets with `b2t audio targets --tower {llm.name}`')
     missing = [text for text in texts if text not in targets]

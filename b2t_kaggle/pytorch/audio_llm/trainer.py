@@ -66,7 +66,7 @@ class Trainer(trainer.Trainer):
         self.fingerprint['audio.llm_dtype'] = str(self.llm.lm.dtype).removeprefix('torch.') # What `auto` became
         if self.targets and self.cfg.audio.contrast_weight: # InfoNCE compares the trials that are computed at once
             self.fingerprint['trials computed at once'] = str(self.at_once)
-        if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.identity, sort_keys=True)
+        if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.fingerprint, sort_keys=True)
         return audio_model(super().build(), self.llm, self.cfg.audio)
 
     def memory_report(self) -> str:
@@ -76,17 +76,17 @@ class Trainer(trainer.Trainer):
         n_answer = max(map(len, self.model.lessons.answers))
         n_vectors = self.model.brain.projector.n_vectors(self.cfg.model.n_frames(n_bins))
         n_places = len(self.llm.before) + int(n_vectors) + len(self.llm.after) + n_answer
-        need = llm_memory(size_of(self.llm.lm.config), self.cfg.audio, rows, n_places, n_answer,
-                          self.llm.lm.dtype.itemsize)
+        needed = llm_memory(size_of(self.llm.lm.config), self.cfg.audio, rows, n_places, n_answer,
+                            self.llm.lm.dtype.itemsize)
         n_params = sum(p.numel() for p in self.model.acoustic.parameters())
-        need['acoustic model'] = step_memory(self.cfg, n_params, rows, n_bins)
-        total = sum(need.values())
-        parts = ', '.join(f'{name} {value/1e9:.2g}' for name, value in need.items())
+        needed['acoustic model'] = step_memory(self.cfg, n_params, rows, n_bins)
+        total = sum(needed.values())
+        parts = ', '.join(f'{name} {value/1e9:.2g}' for name, value in needed.items())
         report = f'estimated memory of a step with {rows} trials: {total/1e9:.2g} GB ({parts})'
         if self.backend.device.kind != 'cuda': return report
-        there = torch.cuda.get_device_properties(self.backend.torch_device).total_memory
-        advice = '; raise train.accumulate, or set audio.quantization' if total > there else ''
-        return f'{report}; the GPU has {there/1e9:.2g} GB{advice}'
+        available = torch.cuda.get_device_properties(self.backend.torch_device).total_memory
+        advice = '; raise train.accumulate, or set audio.quantization' if total > available else ''
+        return f'{report}; the GPU has {available/1e9:.2g} GB{advice}'
 
     def metrics(self) -> dict:
         "Loss and PER of CTC on the validation trials, and the WER of the sentences that are written."

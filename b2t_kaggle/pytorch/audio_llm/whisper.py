@@ -57,9 +57,10 @@ class WhisperReader(AudioLanguageModel):
         "Its tokens, as Whisper writes words: with a space before each; and the end."
         return super().answer(f' {text}')
 
-    def _check_length(self, n: int, limit: str, what: str) -> None:
+    def _check_length(self, n: int, limit: str, problem: str) -> None:
         longest = getattr(self.lm.config, limit)
-        if n > longest: raise AudioError(f'Whisper {self.name}: {what}, and the model has {longest} places ({limit})')
+        if n > longest:
+            raise AudioError(f'Whisper {self.name}: {problem}, and the model has {longest} places ({limit})')
 
     def encode(self,
         vectors: Tensor,   # `[B, N, D]`; whatever lies beyond a trial's own
