@@ -60,7 +60,7 @@ class Attached:
         models = [model for found in kept.values() for model in found]
         useless = [path for path in paths if not any(model.is_relative_to(path) for model in models)]
         _raise_all([f'{path}: no run, checkpoint or LogitStore is attached there; see the table above'
-                   for path in useless])
+                    for path in useless])
         return Attached(**{field.name: kept.get(field.name, getattr(self, field.name)) for field in fields(self)})
 
 _MODELS = ('runs', 'checkpoints', 'official', 'logits')
