@@ -199,7 +199,7 @@ def last_config(store):
 
 class Target:
     "A voice and a tower that make numbers of letters."
-    identity = dict(voice=dict(name='spelling'), tower=dict(name='numbers'))
+    fingerprint = dict(voice=dict(name='spelling'), tower=dict(name='numbers'))
     tower = SimpleNamespace(frame_seconds=0.02, dimension=2, encode=lambda speeches: [
         np.array([[ord(c), 1] for c in s.text], 'float32') for s in speeches])
 
