@@ -24,7 +24,7 @@ from hypothesis import settings
 
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT/'tools'))
-from compiled import keep_compiled, take_compiled  # noqa: E402
+from compiled import keep_compiled, keep_programs, take_compiled  # noqa: E402
 
 # A busy machine is no failure
 settings.register_profile('kit', deadline=None)
@@ -79,6 +79,9 @@ class NotebookTest(pytest.Item):
         with (tempfile.TemporaryDirectory() as cache, patch('IPython.paths.get_ipython_cache_dir', lambda: cache),
               patch('nbdev.test.CaptureShell', unkept_shell)):
             passed, _ = test_nb(self.path, skip_flags=get_config().tst_flags.split(), basepath=ROOT)
+        # A benchmark takes all cores, which the tests after it would take from those beside them
+        n_threads = os.environ.get('OMP_NUM_THREADS')
+        if n_threads and 'torch' in sys.modules: sys.modules['torch'].set_num_threads(int(n_threads))
         if not passed: pytest.fail('a cell raises; its traceback is above', pytrace=False)
 
     def reportinfo(self): return self.path, None, str(self.path.relative_to(ROOT))
@@ -113,7 +116,9 @@ def shares_compiled(config):
 
 def pytest_configure(config):
     with suppress(OSError): # Where the cache cannot be read or written, more is compiled
-        if shares_compiled(config): take_compiled()
+        if shares_compiled(config):
+            take_compiled()
+            keep_programs()
 
 
 def pytest_unconfigure(config):

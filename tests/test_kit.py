@@ -85,3 +85,29 @@ def test_what_numba_compiled_serves_other_checkouts_of_the_same_sources(tmp_path
     assert session('two', fast='@njit()') == []
     assert session('two', fast='@njit') == ['f.1.nbc', 'f.nbi', 'g.1.nbc', 'g.nbi']
     assert (tmp_path/'two'/'b2t_kaggle'/'__pycache__'/'g.nbi').read_text() == 'two'
+
+
+def test_compiled_programs_of_tensorflow_are_kept(tmp_path, monkeypatch):
+    "A folder for each processor, which begins anew where it has grown too large; a user's own flags stay."
+    import compiled
+    monkeypatch.setattr(compiled, 'PROGRAMS', tmp_path/'of one')
+    environ = {}
+    compiled.keep_programs(environ)
+    assert environ == {} # A space would end the flag
+    monkeypatch.setattr(compiled, 'PROGRAMS', tmp_path/'xla')
+    monkeypatch.setattr(compiled, 'LARGEST', 10)
+
+    def kept_in(cpu, **environ):
+        monkeypatch.setattr(compiled, 'instructions', lambda: cpu)
+        compiled.keep_programs(environ)
+        return environ['TF_XLA_FLAGS']
+
+    folder = Path(kept_in('flags : avx2').removeprefix('--tf_xla_persistent_cache_directory='))
+    assert folder.is_dir() and kept_in('flags : avx2 avx512f') != kept_in('flags : avx2')
+    (folder/'a.pb').write_bytes(bytes(10))
+    kept_in('flags : avx2')
+    assert (folder/'a.pb').exists()
+    (folder/'b.pb').write_bytes(bytes(1))
+    kept_in('flags : avx2')
+    assert list(folder.iterdir()) == []
+    assert kept_in('flags : avx2', TF_XLA_FLAGS='--own') == '--own'

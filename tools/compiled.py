@@ -1,6 +1,8 @@
-"""What Numba compiled in a checkout, for other checkouts of the same sources: tests and documentation begin with it."""
+"""What was compiled once: what Numba compiled in a checkout, for other checkouts of the same sources, with which tests
+and documentation begin; and the programs that XLA compiled for TensorFlow, for later tests."""
 import hashlib
 import os
+import platform
 import re
 import shutil
 import sys
@@ -12,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 # Beside the environments that `kit` makes
 CACHE = Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'b2t_kaggle'
 COMPILED = Path(os.environ.get('B2T_ENVS') or CACHE)/'numba'
-
+PROGRAMS = COMPILED.parent/'xla'
+LARGEST = 2**30 # Bytes of programs, of some ten versions of the sources
 
 BEGAN_WITH = set() # The marker of this session: what is compiled belongs to the sources that it began with
 
@@ -65,3 +68,22 @@ def keep_compiled():
             shutil.copy2(p, copy)
         if not (marker_folder/name).exists(): os.rename(Path(tmp)/name, marker_folder/name)
     for old in sorted(COMPILED.glob('numba-*'), key=os.path.getmtime)[:-5]: shutil.rmtree(old, ignore_errors=True)
+
+
+def instructions():
+    "Those that this machine's processor has: a program compiled on another may have more."
+    lines = Path('/proc/cpuinfo').read_text().splitlines() if Path('/proc/cpuinfo').exists() else []
+    return next((line for line in lines if line.startswith(('flags', 'Features'))), platform.processor())
+
+
+def keep_programs(environ=os.environ):
+    """Have TensorFlow keep what XLA compiles, and take it where the whole program is the same: it compares them. Each
+    environment and processor has a folder of its own; one that has grown too large begins anew."""
+    key = hashlib.sha256(f'{sys.prefix} {environ.get("XLA_FLAGS")} {instructions()}'.encode()).hexdigest()[:16]
+    folder = PROGRAMS/key
+    folder.mkdir(parents=True, exist_ok=True)
+    files = list(folder.iterdir())
+    if sum(p.stat().st_size for p in files) > LARGEST:
+        for p in files: p.unlink(missing_ok=True)
+    if ' ' not in str(folder): # which would end the flag
+        environ.setdefault('TF_XLA_FLAGS', f'--tf_xla_persistent_cache_directory={folder}')
