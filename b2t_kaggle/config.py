@@ -80,6 +80,13 @@ class DataConfig(Section):
     eval_batch_size: int = Field(64, ge=1)
     "Trials per batch in validation and inference."
 
+    @property
+    def known_sessions(self) -> list[str]:
+        "The sessions that a model was trained on, in the order of its days. Raises `ConfigError` where none are named."
+        if self.sessions is not None: return self.sessions
+        raise ConfigError('data.sessions: found none, expected those that the model was trained on, in the order of '
+                          'its days')
+
 # %% ../nbs/08_config.ipynb #c013
 class AugmentConfig(Section):
     white_noise_std: float = Field(1.0, ge=0)

@@ -287,7 +287,7 @@ class Batch:
 class Batcher:
     "Makes a `Batch` of the trials with given indices."
     def __init__(self,
-        store: TrialStore,         # Where the trials are
+        store: TrialStore | JointStore, # Where the trials are
         buckets: Sequence[int],    # Lengths to pad to, ascending
         dtype: str = 'float32',    # Delivered type; float16 for accelerators that widen themselves
     ):

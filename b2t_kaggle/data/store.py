@@ -269,6 +269,13 @@ def build_store(
 # %% ../../nbs/data/03_store.ipynb #c027
 class JointStore:
     "The trials of several stores one behind the other, as far as training asks for them."
+    sessions: list[str]
+    n_features: int
+    dtype: np.dtype
+    n_bins: np.ndarray
+    n_labels: np.ndarray
+    day: np.ndarray
+
     def __init__(self,
         stores: Sequence[TrialStore], # Of the same sessions, features and stored type
     ):

@@ -261,7 +261,7 @@ def adapt_to(
     recording: session, block, trial, and why nothing was learned from it (`refused`, None where something was). Raises
     `TrainingError` for a session of the model without trials in training."""
     adapter = Adapter(model, cfg, options, backend)
-    known = cfg.data.sessions
+    known = cfg.data.known_sessions
     day_of = days_for(store.index.session.unique(), known)
     if moments is not None and (missing := [known[d] for d in day_of.values() if known[d] not in moments]):
         raise TrainingError(f'infer.adapt = {options.adapt}: there are no training trials of {missing[0]}, to whose '

@@ -65,6 +65,8 @@ class Frames:
 class Frontend(Encoder):
     """The first layers of an encoder: a layer per day, softsign, dropout, patches. It derives from this class and calls
     `frames`."""
+    cfg: PatchedConfig
+
     def __init__(self,
         cfg: PatchedConfig, # The `model` group
         n_days: int,        # Recording days, D

@@ -31,15 +31,15 @@ def log_probs_of(
     smoothing: str = 'same', # Or `valid`, as the official evaluation smooths
 ) -> list[np.ndarray]:
     "Natural log-probabilities of each trial, float32 `[T', K]`, in the order of the store."
-    arrays = [None] * len(store)
-    day_of = {s: i for i, s in enumerate(cfg.data.sessions)}
+    by_trial: dict[int, np.ndarray] = {}
+    day_of = {s: i for i, s in enumerate(cfg.data.known_sessions)}
     label = f'infer {store.split}' if progress else None
     for b, logits, frames in logits_of(model, store, day_of, cfg, backend, batch_size, label, smoothing):
         log_probs = backend.result(logits.log_softmax(-1))
         backend.end_step()
         for i, x, n in zip(b.trials, log_probs.cpu().numpy(), frames):
-            if i >= 0: arrays[i] = x[:n].copy()
-    return arrays
+            if i >= 0: by_trial[i] = x[:n].copy()
+    return [by_trial[i] for i in range(len(store))]
 
 # %% ../../nbs/pytorch/10_inference.ipynb #c007
 def infer(

@@ -150,10 +150,10 @@ class GRU(getattr(nn.GRU, '_orig', nn.GRU)):
         y, last = super().forward(packed, h0)
         return nn.utils.rnn.pad_packed_sequence(y, total_length=len(x))[0], last
 
-def _layer_weights(module: nn.GRU, layer: int, suffix: str = '') -> list[Tensor]:
+def _layer_weights(module: nn.GRU, layer: int, suffix: str = '') -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Weights and biases of a layer of `nn.GRU`; the backward direction's end with `_reverse`."
-    names = 'weight_ih', 'weight_hh', 'bias_ih', 'bias_hh'
-    return [getattr(module, f'{name}_l{layer}{suffix}') for name in names]
+    def find(name: str) -> Tensor: return getattr(module, f'{name}_l{layer}{suffix}')
+    return find('weight_ih'), find('weight_hh'), find('bias_ih'), find('bias_hh')
 
 def _suffixes(module: nn.GRU) -> list[str]:
     "Ends of the names of each direction's weights."

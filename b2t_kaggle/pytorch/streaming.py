@@ -21,7 +21,8 @@ class SmoothingStream:
         cfg: AugmentConfig, # The model's `augment` group
         n_features: int,    # Features per bin, F
     ):
-        kernel = smoothing_kernel(cfg) if cfg.smooth_data else np.ones(1, np.float32)
+        kernel = smoothing_kernel(cfg)
+        if kernel is None: kernel = np.ones(1, np.float32)
         n_before = (len(kernel) - 1) // 2
         last = np.flatnonzero(kernel)[-1]
         self.weights = kernel[:last + 1]
@@ -65,12 +66,12 @@ class EncoderStream:
         session: str,   # The session of the trial, one that the model knows
     ):
         self.state = model.start()
-        if session not in cfg.data.sessions:
-            known = ', '.join(cfg.data.sessions)
-            raise ValueError(f'session {session!r}: the model has no day layer for it; it knows {known}')
+        known = cfg.data.known_sessions
+        if session not in known:
+            raise ValueError(f'session {session!r}: the model has no day layer for it; it knows {", ".join(known)}')
         self.model = model
         self.cfg = cfg
-        self.day = torch.tensor([cfg.data.sessions.index(session)])
+        self.day = torch.tensor([known.index(session)])
         self.smoothing = SmoothingStream(cfg.augment, cfg.model.neural_dim)
 
     def push(self,

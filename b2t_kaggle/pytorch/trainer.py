@@ -222,7 +222,7 @@ def _average(trainer: 'Trainer', saved: dict | None, checkpoint: Path | None) ->
     "The average of the weights, if there is to be one: that of a checkpoint, or the weights with which a run begins."
     if trainer.cfg.train.weight_average is None: return None
     average = WeightAverage(trainer.model)
-    if saved: load_state(average.model, saved.get('average_state_dict', {}), checkpoint)
+    if saved and checkpoint: load_state(average.model, saved.get('average_state_dict', {}), checkpoint)
     trainer.backend.place_copy(average.model)
     return average
 
@@ -265,7 +265,7 @@ class Trainer(loop.Trainer):
         self.augment = Augment(cfg.augment, cfg.train.seed)
         self.loader = BatchLoader(store, cfg, backend, self.store_val)
         self.store = self.loader.store
-        if saved:
+        if saved and checkpoint:
             with _as_part_of(checkpoint): self.optimizer.load_state_dict(saved['optimizer_state_dict'])
         backend.prepare(self.optimizer)
 
@@ -298,8 +298,8 @@ class Trainer(loop.Trainer):
             return terms | {name: v.cpu().numpy() for name, v in norms.items()}
         result = StepResult(self.step, trials, rates, fetch, self.scaler is not None, fetch_terms)
         if self.sync_every == 1: check_finite(result, self)
-        averaging = dict(average=averaging_rate(self.step, self.cfg.train)) if self.average else {}
-        scalars = backend.scalars(**rates, **averaging)
+        average = averaging_rate(self.step, self.cfg.train)
+        scalars = backend.scalars(**rates) if average is None else backend.scalars(**rates, average=average)
         self.optimizer.step(scalars, backend.days(days, len(self.store.sessions)))
         if self.average: self.average.update(self.model, scalars['average'])
         backend.end_step()

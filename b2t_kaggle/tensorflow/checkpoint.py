@@ -28,7 +28,7 @@ from ..training.checkpoints import CheckpointError, check_unseen, find_checkpoin
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c006
 _ENDING = '.weights.h5' # Without it Keras neither writes nor reads weights
 
-def _crc(a: np.ndarray) -> int: return zlib.crc32(np.ascontiguousarray(a).view(np.uint8))
+def _crc(a: np.ndarray) -> int: return zlib.crc32(np.ascontiguousarray(a).view(np.uint8).data)
 
 def _crc_of_texts(texts: Mapping[str, str]) -> int:
     "Checksum of all texts, in the order of their names."
@@ -160,7 +160,7 @@ def _build_for(written: Mapping[str, dict], cfg: Config, path: Path) -> Encoder:
     "A new model about as large as some weights. Raises `CheckpointError` for one that is far larger."
     n_written = sum(math.prod(w['shape']) for w in written.values())
     n = 4*min(n_written, path.stat().st_size) + _SMALL
-    with _at_most(n, path): return build_model(cfg.model, len(cfg.data.sessions))
+    with _at_most(n, path): return build_model(cfg.model, len(cfg.data.known_sessions))
 
 def load_state(
     model: Encoder,   # Receives the weights

@@ -13,6 +13,8 @@ from .models.encoder import Encoder, check_batch
 # %% ../../nbs/tensorflow/04_frontend.ipynb #c006
 class Frontend(Encoder):
     "The first layers of an encoder, which derives from this class and calls `frames`."
+    cfg: PatchedConfig
+
     def __init__(self,
         cfg: PatchedConfig, # The `model` group
         n_days: int,        # Recording days, D

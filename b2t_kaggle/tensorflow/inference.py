@@ -34,12 +34,12 @@ def log_probs_of(
     smoothing: str = 'same', # Or `valid`, as the official evaluation smooths
 ) -> list[np.ndarray]:
     "Natural log-probabilities of each trial, float32 `[T', K]`, in the order of the store."
-    arrays = [None] * len(store)
-    day_of = {s: i for i, s in enumerate(cfg.data.sessions)}
+    by_trial: dict[int, np.ndarray] = {}
+    day_of = {s: i for i, s in enumerate(cfg.data.known_sessions)}
     evaluator = Evaluator(model, store, day_of, cfg, strategy, batch_size, _log_probs, smoothing)
     for trials, r in evaluator(f'infer {store.split}' if progress else None):
-        for i, log_probs, n in zip(trials, r['log_probs'], r['frames']): arrays[i] = log_probs[:n].copy()
-    return arrays
+        for i, log_probs, n in zip(trials, r['log_probs'], r['frames']): by_trial[i] = log_probs[:n].copy()
+    return [by_trial[i] for i in range(len(store))]
 
 # %% ../../nbs/tensorflow/10_inference.ipynb #c007
 def infer(

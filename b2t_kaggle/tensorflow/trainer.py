@@ -8,6 +8,7 @@ __all__ = ['gradients_of', 'accumulate_gradients', 'Trainer', 'Profiler', 'train
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c003
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -149,12 +150,12 @@ class Trainer(loop.Trainer):
         self.compiled_gradients = backend.compile(lambda share, numbers: accumulate_gradients(self, share, numbers))
         self.compiled_update = backend.compile(lambda loss, grads, numbers: _update(self, loss, grads, numbers))
         self.program = Program(lambda share, numbers: _replica_step(self, share, numbers), backend)
-        self.evaluator = self._evaluator() if self.store_val else None
 
-    def _evaluator(self) -> Evaluator:
+    @cached_property
+    def evaluator(self) -> Evaluator:
         "Of the validation trials."
         batch_size = self.cfg.data.eval_batch_size
-        return Evaluator(self.model, self.store_val, self.day_of, self.cfg, self.backend, batch_size, losses_and_paths)
+        return Evaluator(self.model, self.validated, self.day_of, self.cfg, self.backend, batch_size, losses_and_paths)
 
     def steps(self, end: int) -> Iterator[StepResult]:
         "Take the steps before `end` that are left."

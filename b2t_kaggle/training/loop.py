@@ -112,7 +112,7 @@ class Trainer(ABC):
         self.n_skipped = 0  # Steps that a scaler left out
         self.seconds = 0.0
         self.best = BestTracker()
-        self.current = None # The batch of a step, or `validating`: what an error about full memory is about
+        self.current: Any = None # The batch of a step, or `validating`: what an error about full memory is about
 
     @abstractmethod
     def steps(self, end: int) -> Iterator[StepResult]: "Takes the steps before `end` that are left."
@@ -132,6 +132,12 @@ class Trainer(ABC):
     def n_parameters(self) -> int:
         "Numbers in the weights."
         return self.memory_footprint()[-1]
+
+    @property
+    def validated(self) -> TrialStore:
+        "The validation trials. Raises `TrainingError` where there are none."
+        if self.store_val is None: raise TrainingError('there are no trials of val to validate on; give some')
+        return self.store_val
 
     def gather(self, value) -> list: return [value]
     def compiler_report(self) -> str: return ''

@@ -11,12 +11,12 @@ import numpy as np
 from ..config import Config
 from ..ctc import frames_needed
 from ..data.batches import choose_buckets
-from ..data.store import TrialStore
+from ..data.store import JointStore, TrialStore
 from .recipe import TrainingError, smoothing_margins
 
 # %% ../../nbs/training/01_trials.ipynb #c006
 def bucket_lengths(
-    store: TrialStore,   # The trials
+    store: TrialStore | JointStore, # The trials
     cfg: Config,         # The run's configuration
     static_shapes: bool, # Whether a compiler wants few lengths
     longest: np.ndarray | None = None, # Lengths whose padding counts; none means those of all trials

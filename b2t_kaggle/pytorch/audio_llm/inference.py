@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from ...audio.sound import AudioError
 from ...audio.voice import _loading
 from ...config import AudioConfig, Config
 from ...data.store import TrialStore
@@ -42,7 +43,7 @@ def write_batches(
     trials: Sequence[int] | None = None, # Some of the trials; None means all
 ) -> Iterator[dict[int, Written]]:
     "What is written of the trials of each batch, by trial; those of this process."
-    day_of = {s: i for i, s in enumerate(cfg.data.sessions)}
+    day_of = {s: i for i, s in enumerate(cfg.data.known_sessions)}
     def vectors_of(x, day, n_bins): return model.hear(x, day, n_bins).vectors
     batches = logits_of(vectors_of, store, day_of, cfg, backend, batch_size, progress, smoothing, trials)
     for b, vectors, n_frames in batches:
@@ -68,11 +69,15 @@ def open_llm(
     device: str,      # Where it computes
 ) -> AudioLanguageModel:
     "The audio LLM of a configuration. Raises `AudioError` or `LanguageModelError`."
-    with _loading(cfg.language_model, 'audio LLM'):
+    name = cfg.language_model
+    if name is None:
+        raise AudioError('audio.language_model: found none, expected the folder of an audio LLM, or its name on the '
+                         'hub; set it')
+    with _loading(name, 'audio LLM'):
         from transformers import AutoConfig
-        kind = AutoConfig.from_pretrained(str(cfg.language_model)).model_type
-    if kind == 'whisper': return load_whisper(cfg.language_model, cfg.llm_dtype, cfg.quantization, device)
-    return load_audio_llm(cfg.language_model, cfg.prompt, cfg.llm_dtype, cfg.quantization, device)
+        kind = AutoConfig.from_pretrained(str(name)).model_type
+    if kind == 'whisper': return load_whisper(name, cfg.llm_dtype, cfg.quantization, device)
+    return load_audio_llm(name, cfg.prompt, cfg.llm_dtype, cfg.quantization, device)
 
 # %% ../../../nbs/pytorch/audio_llm/06_inference.ipynb #c301
 _LOCAL = 'language_model', 'llm_dtype', 'quantization' # Depend on the machine, not on the training

@@ -8,6 +8,7 @@ __all__ = ['prompt_tokens', 'end_tokens', 'AudioLanguageModel', 'check_family', 
 # %% ../../../nbs/pytorch/audio_llm/00_language_model.ipynb #c003
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +165,7 @@ def _text_model(whole: nn.Module) -> nn.Module:
 
 # %% ../../../nbs/pytorch/audio_llm/00_language_model.ipynb #c305
 def whole_model(
-    family: type,              # Class of transformers
+    family: Any,               # Class of transformers, which has `from_pretrained`
     name: str | Path,          # Folder, or name on the hub
     kind: str,                 # What it is, for errors
     dtype: torch.dtype,        # Of its weights, or of what quantized ones are multiplied by

@@ -91,9 +91,10 @@ class Trainer(trainer.Trainer):
     def metrics(self) -> dict:
         "Loss and PER of CTC on the validation trials, and the WER of the sentences that are written."
         found = super().metrics()
-        written = write_trials(self.model, self.store_val, self.cfg, self.backend, beams=1,
+        store = self.validated
+        written = write_trials(self.model, store, self.cfg, self.backend, beams=1,
                                max_tokens=self.cfg.generate.max_tokens, batch_size=self.cfg.data.eval_batch_size)
-        rows = self.store_val.index
+        rows = store.index
         spoken = [i for i, (text, is_none) in enumerate(zip(rows.sentence, rows.is_instruction))
                   if isinstance(text, str) and not is_none]
         references = [rows.sentence.iloc[i] for i in spoken]

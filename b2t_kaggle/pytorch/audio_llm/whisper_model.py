@@ -69,4 +69,5 @@ def audio_model(
     cfg: AudioConfig,        # The run's `audio` group
 ) -> AudioLLM:
     "Both together, in the way that this audio LLM is trained. Raises `TrainingError`."
-    return (BrainWhisper if isinstance(llm, WhisperReader) else AudioLLM)(encoder, llm, cfg)
+    if isinstance(llm, WhisperReader): return BrainWhisper(encoder, llm, cfg)
+    return AudioLLM(encoder, llm, cfg)

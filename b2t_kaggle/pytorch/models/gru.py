@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...encoders.gru import GRUConfig
+from ...encoders.gru import GRUConfig, RecurrentConfig
 from ..frontend import Frontend, StreamState, push_patches
 from ..recurrence import GRU
 
@@ -58,16 +58,18 @@ def init_gru(
         if 'weight_ih' in name: nn.init.xavier_uniform_(p)
 
 def freeze_gru(
-    model: Frontend, # Whose configuration is a `RecurrentConfig`
+    model: Frontend,      # Holds them
+    cfg: RecurrentConfig, # Its configuration
 ) -> None:
     "Turn off the gradients of GRU layers that are not trained."
     for m in model.modules():
-        if isinstance(m, GRU): m.requires_grad_(model.cfg.rnn_trainable)
+        if isinstance(m, GRU): m.requires_grad_(cfg.rnn_trainable)
 
 # %% ../../../nbs/pytorch/models/02_gru.ipynb #c301
 class GRUDecoder(Frontend):
     "Features of a trial to logits per frame (Card et al., NEJM 2024, the baseline of Brain-to-Text '25)."
     Config = GRUConfig
+    cfg: GRUConfig
     patch_layer = ('gru.weight_ih_l0', 'gru.bias_ih_l0')
 
     def __init__(self,
@@ -130,7 +132,7 @@ class GRUDecoder(Frontend):
     def freeze(self) -> None:
         "Turn off the gradients of parts that the configuration says are not trained."
         super().freeze()
-        freeze_gru(self)
+        freeze_gru(self, self.cfg)
 
     def start(self, batch_size: int = 1) -> StreamState:
         "The state before the first bin, for `push`. Raises `NotImplementedError` for a bidirectional model."

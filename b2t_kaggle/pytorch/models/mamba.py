@@ -201,6 +201,7 @@ def skip_layer(
 class Mamba(Frontend):
     "Features of a trial to logits per frame."
     Config = MambaConfig
+    cfg: MambaConfig
     patch_layer = ('project.',)
 
     def __init__(self,

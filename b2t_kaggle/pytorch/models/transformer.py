@@ -166,6 +166,7 @@ class PatchEmbedding(nn.Module):
 class Transformer(Encoder):
     "Features of a trial to logits per frame (Feghhi et al., 2025)."
     Config = TransformerConfig
+    cfg: TransformerConfig
     patch_layer = ('embedding.',)
 
     def __init__(self,

@@ -123,6 +123,7 @@ def triple_loss(
 class TripleGRUDecoder(Frontend):
     "Features of a trial to logits per frame, read from what is left after a learnt noise is subtracted."
     Config = TripleGRUConfig
+    cfg: TripleGRUConfig
     is_causal = True
     changing_args = 'strength',
     patch_layer = ('noise.gru.weight_ih_l0', 'noise.gru.bias_ih_l0', 'clean.gru.weight_ih_l0', 'clean.gru.bias_ih_l0')
@@ -205,7 +206,7 @@ class TripleGRUDecoder(Frontend):
     def freeze(self) -> None:
         "Turn off the gradients of parts that the configuration says are not trained."
         super().freeze()
-        freeze_gru(self)
+        freeze_gru(self, self.cfg)
 
     def start(self, batch_size: int = 1) -> StreamState: return StreamState()
 

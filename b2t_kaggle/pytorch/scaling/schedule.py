@@ -40,6 +40,13 @@ class PiecewiseLinear:
             y = y + (x - x0).clamp(0, x1 - x0) * ((y1 - y0) / (x1 - x0))
         return y
 
+    def __add__(self, other): return _combined(self, other, lambda a, b: a + b, False)
+    __radd__ = __add__
+    def __mul__(self, factor): return PiecewiseLinear(*[(x, y * factor) for x, y in self.pairs])
+    __rmul__ = __mul__
+    def max(self, other) -> 'PiecewiseLinear': return _combined(self, other, max, True)
+    def min(self, other) -> 'PiecewiseLinear': return _combined(self, other, min, True)
+
     def __eq__(self, other) -> bool: return isinstance(other, PiecewiseLinear) and self.pairs == other.pairs
     __hash__ = None
     def __repr__(self) -> str: return f'PiecewiseLinear({", ".join(map(str, self.pairs))})'
@@ -57,17 +64,6 @@ def _combined(f: PiecewiseLinear, g: PiecewiseLinear | float, operation: Callabl
     xs = sorted({x for x, _ in f.pairs + g.pairs})
     if crossings: xs = sorted({*xs, *_crossings(f, g, xs)})
     return PiecewiseLinear(*[(x, operation(f(x), g(x))) for x in xs])
-
-# %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c010
-def _add(self: PiecewiseLinear, other): return _combined(self, other, lambda a, b: a + b, False)
-def _times(self: PiecewiseLinear, factor): return PiecewiseLinear(*[(x, y * factor) for x, y in self.pairs])
-def _max(self: PiecewiseLinear, other): return _combined(self, other, max, True)
-def _min(self: PiecewiseLinear, other): return _combined(self, other, min, True)
-
-PiecewiseLinear.__add__ = PiecewiseLinear.__radd__ = _add
-PiecewiseLinear.__mul__ = PiecewiseLinear.__rmul__ = _times
-PiecewiseLinear.max = _max
-PiecewiseLinear.min = _min
 
 # %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c013
 class ScheduledFloat(nn.Module):

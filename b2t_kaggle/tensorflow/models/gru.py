@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from ...encoders.gru import GRUConfig
+from ...encoders.gru import GRUConfig, RecurrentConfig
 from ...schema import ConfigError
 from ..frontend import Frontend
 from ..layers import keras, tf
@@ -115,6 +115,8 @@ class GRUHead(keras.layers.Layer):
 # %% ../../../nbs/tensorflow/models/02_gru.ipynb #c014
 class GRUEncoder(Frontend):
     "An encoder whose frontend is followed by heads. A model derives from it, and says which they are."
+    cfg: RecurrentConfig
+
     def heads(self) -> dict[str, GRUHead]:
         "Its heads by the prefix of their variables' names."
         raise NotImplementedError(f'{type(self).__name__} has no heads')
@@ -145,6 +147,7 @@ class Reader(GRUHead):
 class GRUDecoder(GRUEncoder):
     "Features of a trial to logits per frame (Card et al., NEJM 2024, the baseline of Brain-to-Text '25)."
     Config = GRUConfig
+    cfg: GRUConfig
 
     def __init__(self,
         neural_dim: int,            # Features per bin, F

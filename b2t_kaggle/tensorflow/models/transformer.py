@@ -178,6 +178,7 @@ def _turned(name: str, value: np.ndarray) -> np.ndarray:
 class Transformer(Encoder):
     "Features of a trial to logits per frame (Feghhi et al., 2025)."
     Config = TransformerConfig
+    cfg: TransformerConfig
 
     def __init__(self,
         cfg: TransformerConfig, # The `model` group

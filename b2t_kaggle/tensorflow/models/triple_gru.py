@@ -76,6 +76,7 @@ def triple_loss(
 class TripleGRUDecoder(GRUEncoder):
     "Features of a trial to logits per frame, read from what is left after a learnt noise is subtracted."
     Config = TripleGRUConfig
+    cfg: TripleGRUConfig
     changing_args = 'strength',
 
     def __init__(self,
@@ -129,12 +130,12 @@ class TripleGRUDecoder(GRUEncoder):
         `[B, T', I]`, all float32; without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames`
         does, and for another mode."""
         if mode not in ('inference', 'full'): raise ValueError(f"mode is {mode!r}, expected 'inference' or 'full'")
-        draws = dict(training=training, seeds=seeds)
-        x = self.frames(x, day_idx, **draws)
-        noise = self.noise(x, **draws)
-        clean = self.clean(x - tf.cast(noise, x.dtype), **draws)
+        x = self.frames(x, day_idx, training, seeds)
+        noise = self.noise(x, training=training, seeds=seeds)
+        clean = self.clean(x - tf.cast(noise, x.dtype), training=training, seeds=seeds)
         if mode == 'inference': return clean
-        noisy = self.noisy(noise, strength=self.cfg.adversarial_strength if strength is None else strength, **draws)
+        if strength is None: strength = self.cfg.adversarial_strength
+        noisy = self.noisy(noise, strength=strength, training=training, seeds=seeds)
         return clean, noisy, noise
 
     def training_args(self, step: int, n_steps: int) -> dict:

@@ -142,6 +142,7 @@ class StreamState:
 class Zipformer(Encoder):
     "Zipformer with a front end for neural features and a read-out for CTC (Yao et al., 2024)."
     Config = ZipformerConfig
+    cfg: ZipformerConfig
     patch_layer = ('frontend.',)
     changing_args = 'batch_count',
 
