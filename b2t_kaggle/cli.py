@@ -13,7 +13,7 @@ import shlex
 import sys
 import traceback
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import click
 
@@ -460,7 +460,9 @@ def _shares(ctx, param, text: str) -> str | list[float]:
     except ValueError: pass
     raise click.BadParameter(f'{text!r} is neither equal nor tune nor numbers between commas')
 
-def _average_files(stores: tuple[str, ...], output: str, method: str, weights: str | list[float]) -> None:
+def _average_files(
+    stores: tuple[str, ...], output: str, method: Literal['log_prob', 'prob'], weights: str | list[float],
+) -> None:
     "Write the average of LogitStores to a file."
     from b2t_kaggle.logits import LogitStore
     if folders := [s for s in stores if not Path(s).is_file()]:
@@ -469,7 +471,8 @@ def _average_files(stores: tuple[str, ...], output: str, method: str, weights: s
         raise click.ClickException(f'{output} is where a run has its own log-probabilities; write to another file, or '
                                    'make a run of the average with --name')
     if weights == 'tune': raise click.BadParameter('tune needs labels of val, which a run has; with -o give numbers')
-    LogitStore.average([LogitStore.open(s) for s in stores], output, method, None if weights == 'equal' else weights)
+    shares = None if isinstance(weights, str) else weights
+    LogitStore.average([LogitStore.open(s) for s in stores], output, method, shares)
     click.echo(f'Wrote {output}')
 
 def _ensemble_options(members: tuple[str, ...], method: str, weights: str | list[float], options: dict) -> dict:

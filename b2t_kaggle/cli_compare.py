@@ -92,7 +92,8 @@ def _tables(systems: dict[str, list[dict]], truth: Path | None, train: Path | No
         if unknown:
             raise click.ClickException(f'{name}, trial {unknown[0]}: nobody knows what was said ({len(unknown)} of '
                                        f'{len(rows)} trials); give hypotheses with references, with --truth')
-        facts = [{'corpus': row.get('corpus') or corpora.get((row.get('session'), row.get('block'))),
+        # No block is without a session or has the number -1
+        facts = [{'corpus': row.get('corpus') or corpora.get((row.get('session', ''), row.get('block', -1))),
                   'reference': row.get('reference') or references[row['trial']]} for row in rows]
         tables[name] = results_of([row | new for row, new in zip(rows, facts)])
     tables = same_trials(tables)

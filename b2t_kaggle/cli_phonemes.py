@@ -67,8 +67,9 @@ def decode_phonemes(
     nbest: int,
 ) -> None:
     "Decode lists, write sentences, and print the error rate where all true sentences are known."
-    needed = {'--confusions': confusions_path, '--lm': lm_path, '--output': output}
-    if missing := [name for name, value in needed.items() if value is None]:
+    if confusions_path is None or lm_path is None or output is None:
+        needed = {'--confusions': confusions_path, '--lm': lm_path, '--output': output}
+        missing = [name for name, value in needed.items() if value is None]
         raise click.UsageError(f'--phonemes also needs {" and ".join(missing)}')
     from b2t_kaggle.decoding.phoneme_decoder import decode_lists, load_confusions, write_sentences
     from b2t_kaggle.decoding.phoneme_lists import read_phoneme_lists

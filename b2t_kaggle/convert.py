@@ -24,11 +24,11 @@ def read_model(
     """Weights by name, in PyTorch's layout; the model's configuration; and what it reached (`val_per`, `val_loss`,
     `step`, `sessions`, as far as the file says). Raises `CheckpointError`."""
     if framework_of(path) == 'tensorflow':
-        from b2t_kaggle.tensorflow import checkpoint
-        model, cfg = checkpoint.load_model(path)
-        return model.to_state(), cfg, checkpoint.read_metrics(path)
-    from b2t_kaggle.pytorch import checkpoint
-    model, cfg, facts = checkpoint.load_with_facts(path)
+        from b2t_kaggle.tensorflow.checkpoint import load_model, read_metrics
+        model, cfg = load_model(path)
+        return model.to_state(), cfg, read_metrics(path)
+    from b2t_kaggle.pytorch.checkpoint import load_with_facts
+    model, cfg, facts = load_with_facts(path)
     weights = {k: v.numpy() for k, v in model.state_dict().items()}
     return weights, cfg, {k: facts[k] for k in _METRICS if k in facts}
 
@@ -43,7 +43,7 @@ def _read_reference(path: str | Path, cfg: Config) -> tuple[dict[str, np.ndarray
 def _write_tensorflow(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> Path:
     from b2t_kaggle.tensorflow.checkpoint import save_best
     from b2t_kaggle.tensorflow.models import build_model
-    model = build_model(cfg.model, len(cfg.data.sessions))
+    model = build_model(cfg.model, len(cfg.data.sessions or []))
     model.from_state(state)
     save_best(target, model, cfg, metrics)
     return target
@@ -54,7 +54,7 @@ def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, tar
 
     from b2t_kaggle.pytorch.checkpoint import save_atomic, save_official
     from b2t_kaggle.pytorch.models import build_model
-    model = build_model(cfg.model, len(cfg.data.sessions))
+    model = build_model(cfg.model, len(cfg.data.sessions or []))
     model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()})
     if target.suffix != '.pt' and seen_val_from(metrics) is not None:
         raise CheckpointError(f'{target}: the official form cannot say that a model was trained on val (train.refit); '

@@ -111,9 +111,9 @@ def execute(
             if not interrupts: return
             raise Interrupted(f'Interrupted when the stage {name} was done.')
         except Exception as e: error = e
-    was_asked = isinstance(error, pm.PapermillExecutionError) and error.ename == 'KeyboardInterrupt'
-    if not interrupts and not was_asked: raise _failure(run, name, error, out)
-    saved = was_asked and error.evalue or 'what it had not finished begins anew'
+    asked = error if isinstance(error, pm.PapermillExecutionError) and error.ename == 'KeyboardInterrupt' else None
+    if not interrupts and asked is None: raise _failure(run, name, error, out)
+    saved = asked and asked.evalue or 'what it had not finished begins anew'
     raise Interrupted(f'Interrupted in the stage {name}: {saved}; the stages before it are done.')
 
 def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:

@@ -35,17 +35,20 @@ def _model_name(provenance: Mapping) -> str | None:
 def _is_spoken(row) -> bool: return not row.is_instruction and isinstance(row.sentence, str)
 
 def as_hypotheses(
-    index: pd.DataFrame, # Of the trials of a split, such as `TrialStore.index`
+    index: pd.DataFrame,        # Of the trials of a split, such as `TrialStore.index`
     nbest: Sequence[Sequence[Hypothesis]], # Of each trial
-    split: str,          # `val` or `test`; val has references
-    **voter: str | None, # `system`, `model` and `decoder`
+    split: str,                 # `val` or `test`; val has references
+    *,
+    system: str | None = None,  # This and the rest name the voter: whose lists they are
+    model: str | None = None,   # Of what acoustic model
+    decoder: str | None = None, # And what found them
 ) -> Hypotheses:
     "N-best lists of a split in the form that all systems share; instruction trials of val are left out."
     hypotheses = Hypotheses()
     for i, (row, hyps) in enumerate(zip(index.itertuples(), nbest, strict=True)):
         if split == 'val' and not _is_spoken(row): continue
-        scores = [dict(acoustic=h.acoustic, ngram=h.ngram, llm=getattr(h, 'llm', None), total=h.total) for h in hyps]
-        entries = [Entry(str(i), h.text, **voter, rank=rank, **s) for rank, (h, s) in enumerate(zip(hyps, scores))]
+        entries = [Entry(str(i), h.text, system, model, decoder, rank, h.acoustic, h.ngram, getattr(h, 'llm', None),
+                         h.total) for rank, h in enumerate(hyps)]
         reference = row.sentence if split == 'val' else None
         hypotheses.add(Trial(str(i), row.session, int(row.block), reference=reference), entries)
     return hypotheses
@@ -59,9 +62,10 @@ def write_lists(
     paths = []
     for split, lists in nbest.items():
         index = TrialStore.open(run.packed_dir/f'{split}.arrow').index
-        voter = dict(system=run.dir.name, model=_model_name(LogitStore.open(run.logits(split)).provenance))
+        model = _model_name(LogitStore.open(run.logits(split)).provenance)
+        found = as_hypotheses(index, lists, split, system=run.dir.name, model=model, decoder=_DECODERS[stage])
         paths.append(run.hypotheses(split, stage))
-        write_hypotheses(paths[-1], as_hypotheses(index, lists, split, **voter, decoder=_DECODERS[stage]))
+        write_hypotheses(paths[-1], found)
     return paths
 
 # %% ../nbs/14_results.ipynb #c010

@@ -180,9 +180,15 @@ class _SentenceScorer:
             raise TypeError(f'lm: found the path {lm}, expected the model in it; load_ngram(path) reads it')
         if lm_weight: check_words(lm, self.words)
         if isinstance(lm, NGram) and is_arpa(lm.path): lm = Automaton.load(lm.path)
-        self._automaton = AutomatonScorer(lm, self.words) if isinstance(lm, Automaton) else None
+        # Whom a search asks: the automaton, or the model that KenLM holds
+        self._asked = AutomatonScorer(lm, self.words) if isinstance(lm, Automaton) else lm
         self._prons = pronunciations(spellings)
         self._word_id = {w: i for i, w in enumerate(self.words)}
+
+    @property
+    def _automaton(self) -> AutomatonScorer | None:
+        "None where KenLM is asked."
+        return self._asked if isinstance(self._asked, AutomatonScorer) else None
 
     def prepare(self,
         log_probs: np.ndarray, # Log-probabilities [t, 41]
@@ -205,7 +211,8 @@ class _SentenceScorer:
         texts = [' '.join([names[w] for w in words[a:b].tolist()]) for a, b in itertools.pairwise(starts.tolist())]
         acoustic = acoustic_scores(log_probs, words, starts, prons, self.merge == 'sum')
         ngram = self._ngram(words, starts, texts)
-        if spelled: ngram = ngram - _spelling_costs(words, starts, len(self.words), spelled, self.oov_penalty)
+        if self.oov_penalty is not None and spelled:
+            ngram = ngram - _spelling_costs(words, starts, len(self.words), spelled, self.oov_penalty)
         n_words = np.diff(starts)
         total = self.acoustic_scale*acoustic + self.lm_weight*ngram + self.word_score*n_words
         if llm is not None: total = total + llm_weight*llm
@@ -411,4 +418,4 @@ class LexiconBeamDecoder(_SentenceScorer):
 
     def _new_scorer(self) -> AutomatonScorer | KenLMScorer:
         "The automaton, or a table of KenLM's answers that a search has for itself."
-        return self._automaton or KenLMScorer(self.lm, self.words)
+        return self._asked if isinstance(self._asked, AutomatonScorer) else KenLMScorer(self._asked, self.words)

@@ -228,11 +228,14 @@ class _Learned(NamedTuple):
     gaps: Rows
     slot_classes: np.ndarray # [n]
     gap_classes: np.ndarray  # [n + 1]
+    sentence: str            # The true one
 
-def _learned(x: PhonemeList) -> _Learned:
-    "What is to be learned from a trial."
+def _learned(i: int, x: PhonemeList) -> _Learned:
+    "What is to be learned from trial i; raises `ValueError` where its truth is not known."
+    if x.phonemes is None or not x.sentence:
+        raise ValueError(f'trial {i}: no true phonemes or sentence, which are needed to learn from it')
     network = phoneme_network(x.sequences, x.scores)
-    return _Learned(*network_rows(network), *true_classes(network, x.phonemes))
+    return _Learned(*network_rows(network), *true_classes(network, x.phonemes), x.sentence)
 
 _TO_SEARCH = np.zeros((2, N_WEIGHTS)) # Added to the weights of slots and gaps
 _TO_SEARCH[0, BLANK] = _NONE_IN_SLOT
@@ -268,7 +271,7 @@ def _best_spellings(texts: Sequence[str], frames: np.ndarray, lexicon: Lexicon) 
     return [max(ways, key=lambda _: next(scores), default=[]) for ways in spellings]
 
 def _candidates(
-    trial: _Learned, reference: str, hypotheses: Sequence[Hypothesis], model: ConfusionModel, lexicon: Lexicon,
+    trial: _Learned, hypotheses: Sequence[Hypothesis], model: ConfusionModel, lexicon: Lexicon,
 ) -> _Trial:
     "A trial with what the search found."
     slot_scores = class_scores(trial.slots, model.slots)
@@ -276,7 +279,7 @@ def _candidates(
     spelled = _best_spellings([h.text for h in hypotheses], _interleave(slot_scores, gap_scores), lexicon)
     pairs = [(h, s) for h, s in zip(hypotheses, spelled) if s]
     ids: dict[str, int] = {}
-    texts = [reference, *(h.text for h, _ in pairs)]
+    texts = [trial.sentence, *(h.text for h, _ in pairs)]
     numbers = [[ids.setdefault(w, len(ids)) for w in text.split()] for text in texts]
     errors = cdist(numbers[:1], numbers[1:], scorer=Levenshtein.distance)[0].astype(float)
     start, symbols = flatten(s for _, s in pairs)
@@ -299,11 +302,9 @@ def fit_confusions(
     """Learn how far lists of phoneme sequences can be trusted, from trials whose truth is known.
 
     Raises `ValueError` for fewer trials than folds and for a trial without truth."""
-    missing = [i for i, x in enumerate(lists) if x.phonemes is None or not x.sentence]
-    if missing: raise ValueError(f'trial {missing[0]}: no true phonemes or sentence, which are needed to learn from it')
+    trials = [_learned(i, x) for i, x in enumerate(lists)]
     if len(lists) < n_folds:
         raise ValueError(f'found {len(lists)} trials, expected at least {n_folds}, one for each fold')
-    trials = [_learned(x) for x in lists]
     final = _fit_classes(trials, class_penalty)
     if change_penalty == np.inf: return final
     fold = _folds(len(lists), n_folds, seed)
@@ -311,10 +312,10 @@ def fit_confusions(
     for f in range(n_folds):
         model = _fit_classes([t for t, other in zip(trials, fold) if other != f], class_penalty, final)
         decoder = _decoder(lexicon, lm, model, _CANDIDATE_BEAM, n_candidates)
-        held_out = np.flatnonzero(fold == f)
+        held_out = np.flatnonzero(fold == f).tolist()
         found = decoder.decode_all([list_frames(lists[i], model) for i in held_out], progress=False)
         for i, hypotheses in zip(held_out, found):
-            trial = _candidates(trials[i], lists[i].sentence, hypotheses, model, lexicon)
+            trial = _candidates(trials[i], hypotheses, model, lexicon)
             if len(trial.errors): with_candidates.append(trial)
     return _change_for_words(final, with_candidates, change_penalty)
 
@@ -342,7 +343,7 @@ def cross_validate_lists(
     decoded: list[list[Hypothesis]] = [[] for _ in lists]
     for f in range(n_folds):
         model = fit_confusions([x for x, other in zip(lists, fold) if other != f], lexicon, lm, **options)
-        held_out = np.flatnonzero(fold == f)
+        held_out = np.flatnonzero(fold == f).tolist()
         found = decode_lists([lists[i] for i in held_out], lexicon, lm, model)
         for i, hypotheses in zip(held_out, found): decoded[i] = hypotheses
     return decoded

@@ -75,8 +75,8 @@ def phoneme_list(
     line: dict, # Of the file
 ) -> PhonemeList:
     "A line's list; raises `ValueError` that says what is wrong."
-    texts, scores = zip(*_scored(line))
-    sequences, scores = merge_equal([parse_phonemes(t) for t in texts], scores)
+    texts, listed = zip(*_scored(line))
+    sequences, scores = merge_equal([parse_phonemes(t) for t in texts], listed)
     phonemes, sentence = line.get('phonemes'), line.get('sentence')
     return PhonemeList(
         sequences=sequences,
@@ -144,8 +144,8 @@ def _align(a, b, costs):
     return place
 
 def align_sequences(
-    a: Sequence[int], # Class ids
-    b: Sequence[int], # Class ids
+    a: Sequence[int] | np.ndarray, # Class ids
+    b: Sequence[int] | np.ndarray, # Class ids
 ) -> np.ndarray: # [len(b)]
     "For each item of `b` the item of `a` that it stands for; or -1 - i, if it stands in the gap before item i of `a`."
     return _align(np.array(a, np.int64), np.array(b, np.int64), _COSTS)

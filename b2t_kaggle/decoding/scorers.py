@@ -47,7 +47,7 @@ class AutomatonScorer:
     ):
         self.automaton = automaton
         self.begin = automaton.begin # State at the beginning of a sentence
-        others = np.int32([automaton.unknown, automaton.end])
+        others = np.array([automaton.unknown, automaton.end], np.int32)
         self.word_ids = np.append(automaton.ids(words), others)
 
     @property

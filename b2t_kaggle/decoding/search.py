@@ -169,12 +169,14 @@ def _get(table, stamp, state, node):
     return table.hyp[i] if table.stamp[i] == stamp else np.int32(-1)
 
 # %% ../../nbs/decoding/03_search.ipynb #c027
+def _set_first(arrays: Hyps | Arena, **values: float) -> None:
+    "Write the first entry, which has a value for each array."
+    for name, array in zip(arrays._fields, arrays): array[0] = values[name]
+
 def _begin(state: State, ngram_state: int) -> None:
     "The beginning of a trial."
-    first_hyp = Hyps(node=0, state=ngram_state, label=-np.inf, blank=0, label_history=0, blank_history=0, score=0)
-    for array, value in zip(state.hyps, first_hyp): array[0] = value
-    first_entry = Arena(prev=-1, word=-1, alt=-1, score_gap=0, text=0, lattice=0)
-    for array, value in zip(state.arena, first_entry): array[0] = value
+    _set_first(state.hyps, node=0, state=ngram_state, label=-np.inf, blank=0, label_history=0, blank_history=0, score=0)
+    _set_first(state.arena, prev=-1, word=-1, alt=-1, score_gap=0, text=0, lattice=0)
     state.counters['n_hyps'] = 1
     state.counters['n_entries'] = 1
     state.counters['n_asked'] = 0
@@ -690,7 +692,7 @@ class Search:
     def best_words(self) -> np.ndarray: # Word ids
         "The best hypothesis so far, without the word that it is in."
         n = self.state.counters['n_hyps'][0]
-        return _words_of(self.state, self.state.hyps.score[:n].argmax())
+        return _words_of(self.state, int(self.state.hyps.score[:n].argmax()))
 
     def llm_scores(self,
         words: np.ndarray,  # Word ids of texts, one after the other

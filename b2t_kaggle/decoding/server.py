@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -139,7 +139,7 @@ class Settings:
         entry: dict[bytes, bytes], # Parameters as a client sends them
     ) -> 'Settings':
         "With the values of an entry; raises `ValueError` that names the parameter."
-        new = {}
+        new: dict[str, Any] = {} # Numbers of the types that their fields have
         for key, value in entry.items():
             name, text = key.decode(errors='replace'), value.decode(errors='replace')
             if name in _WITHOUT_EFFECT: _log.info('%s = %s has no effect: %s', name, text, _WITHOUT_EFFECT[name])
@@ -167,11 +167,11 @@ class Rescorer(Protocol):
 
 def _first_settings(decoder: LexiconBeamDecoder, rescorer: Rescorer | None) -> Settings:
     "The settings before a client changes them: the decoder's and the rescorer's."
-    search = dict(acoustic_scale=float(decoder.acoustic_scale), blank_penalty=float(decoder.blank_penalty),
-                  nbest=int(decoder.nbest))
-    if rescorer is None: return Settings(**search, alpha=0.55, do_opt=0, mixture_scale=float(decoder.acoustic_scale))
-    return Settings(**search, alpha=float(rescorer.alpha), do_opt=1, mixture_scale=float(rescorer.acoustic_scale),
-                    length_penalty=float(rescorer.length_penalty), top_candidates_to_augment=rescorer.n_augment)
+    settings = Settings(acoustic_scale=float(decoder.acoustic_scale), blank_penalty=float(decoder.blank_penalty),
+                        nbest=int(decoder.nbest), alpha=0.55, do_opt=0, mixture_scale=float(decoder.acoustic_scale))
+    if rescorer is None: return settings
+    return replace(settings, alpha=float(rescorer.alpha), do_opt=1, mixture_scale=float(rescorer.acoustic_scale),
+                   length_penalty=float(rescorer.length_penalty), top_candidates_to_augment=rescorer.n_augment)
 
 def _with_settings(decoder: LexiconBeamDecoder, settings: Settings) -> LexiconBeamDecoder:
     "The same decoder with the client's values of what concerns the search."
@@ -192,8 +192,8 @@ class Trial:
 # %% ../../nbs/decoding/07_server.ipynb #c022
 Replies = list[tuple[str, dict]] # Streams and the fields of an entry for each
 
-_DONE_RESETTING = [(DONE[RESET], {'done': 1})]
-_WORDLESS = { # Replies to the four streams where the decoder failed
+_DONE_RESETTING: Replies = [(DONE[RESET], {'done': 1})]
+_WORDLESS: dict[str, Replies] = { # Replies to the four streams where the decoder failed
     RESET: _DONE_RESETTING,
     UPDATE: [(DONE[UPDATE], {'done': 0})],
     INPUT: [(PARTIAL, {'lm_response_partial': ''})],
@@ -221,7 +221,7 @@ class OnlineDecoder:
         self.decoder = decoder
         self.rescorer = rescorer
         self.settings = _first_settings(decoder, rescorer)
-        self.trial = None
+        self.trial: Trial | None = None
         self.lost = '' # What the client of the next trial must know about the one before
 
     def handle(self,

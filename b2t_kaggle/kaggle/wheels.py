@@ -96,7 +96,7 @@ def emulated(
     "The interpreter of an environment that is removed afterwards."
     with scratch_folder() as folder:
         creator = find_python(image.python) or sys.executable
-        command = [creator, '-m', 'venv', '--without-pip', folder]
+        command = [creator, '-m', 'venv', '--without-pip', str(folder)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode: raise RuntimeError(f'{creator} makes no environment: {done.stdout}{done.stderr}')
         packages, = folder.glob('lib/python*/site-packages')

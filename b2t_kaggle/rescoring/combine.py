@@ -25,10 +25,10 @@ from ..phonemes import normalize_sentence
 def _alignment_cost(words: Sequence[str], slots: Sequence[set[str]]) -> list[list[int]]:
     "The lowest cost of putting the first i words into the first j slots."
     skip = [int('' not in slot) for slot in slots]
-    cost = np.zeros((len(words) + 1, len(slots) + 1), int)
-    cost[:, 0] = range(len(words) + 1)
-    cost[0, 1:] = np.cumsum(skip)
-    cost = cost.tolist()
+    edges = np.zeros((len(words) + 1, len(slots) + 1), int)
+    edges[:, 0] = range(len(words) + 1)
+    edges[0, 1:] = np.cumsum(skip)
+    cost: list[list[int]] = edges.tolist()
     for i, word in enumerate(words, 1):
         for j, slot in enumerate(slots, 1):
             cost[i][j] = min(cost[i - 1][j - 1] + (word not in slot), cost[i - 1][j] + 1, cost[i][j - 1] + skip[j - 1])
@@ -39,7 +39,7 @@ def _align(words: Sequence[str], slots: Sequence[set[str]]) -> list[tuple[int | 
     cost = _alignment_cost(words, slots)
     i = len(words)
     j = len(slots)
-    path = []
+    path: list[tuple[int | None, str]] = []
     while i or j:
         if i and j and cost[i][j] == cost[i - 1][j - 1] + (words[i - 1] not in slots[j - 1]):
             i -= 1

@@ -195,7 +195,7 @@ class Prepared:
         "Trial i with sentence `number` as its pivot."
         p = proposals(self.ballots[i].texts, number)
         features = _length_features(p) | _score_features(p, self.ballots[i].texts, self.entries[i])
-        if self.lm is not None: features |= _word_features(p, self.lm, self._alone)
+        if self.lm is not None and self._alone is not None: features |= _word_features(p, self.lm, self._alone)
         if self.trials[i].reference is None: return Case(p, features, None)
         edits = self._edits(i, [' '.join(p.words), *(corrected(p.words, [c]) for c in p.corrections)])
         return Case(p, features, edits[1:] - edits[0])
@@ -282,8 +282,9 @@ def _fit(cases: Sequence[Case]) -> tuple[dict[str, float], float]:
     if not cases: return dict(constant=-1.), _RIDGES[-1] # All agree: there is nothing to learn, and nothing to correct
     names = [n for n in cases[0].features if all(n in c.features for c in cases)]
     x = np.concatenate([_matrix(c.features, names) for c in cases])
-    change = np.concatenate([c.changes for c in cases])
-    fold = np.repeat(np.arange(len(cases)), [len(c.changes) for c in cases]) % 5
+    changes = [c.changes for c in cases if c.changes is not None] # All have references
+    change = np.concatenate(changes)
+    fold = np.repeat(np.arange(len(cases)), [len(c) for c in changes]) % 5
     counts = change != 0
     scale = np.r_[1, x[counts, 1:].std(0)] if counts.any() else np.ones(x.shape[1])
     scale[scale < 1e-9] = np.inf # A feature that never changes says nothing
@@ -306,7 +307,7 @@ def _correct(case: Case, coefficients: dict[str, float]) -> str:
         if not any(_touches(p.corrections[i], c) for c in made): made.append(p.corrections[i])
     return corrected(p.words, made)
 
-def _learn(prepared: Prepared, errors: np.ndarray, words: np.ndarray, some: Sequence[int]) -> Corrector:
+def _learn(prepared: Prepared, errors: np.ndarray, words: np.ndarray, some: Sequence[int] | np.ndarray) -> Corrector:
     "Learn from some of the trials; errors and words are of all."
     weights = voter_weights(prepared.voters, errors[some].sum(0), words[some].sum(0))
     cases = [prepared.case(i, weights) for i in some]
@@ -314,11 +315,11 @@ def _learn(prepared: Prepared, errors: np.ndarray, words: np.ndarray, some: Sequ
     texts = [_correct(c, coefficients) for c in cases]
     counts = word_errors([prepared.trials[i].reference for i in some], texts)
     x = np.array([[1., prepared.agreement(i, weights)] for i in some])
-    certainty = fit_logistic(x, np.array([c.edits == 0 for c in counts], float), 0.1)
-    return Corrector(tuple(prepared.voters), tuple(map(float, weights)), coefficients, tuple(map(float, certainty)),
+    constant, slope = fit_logistic(x, np.array([c.edits == 0 for c in counts], float), 0.1)
+    return Corrector(tuple(prepared.voters), tuple(map(float, weights)), coefficients, (float(constant), float(slope)),
                      ridge, len(cases))
 
-def _apply(prepared: Prepared, corrector: Corrector, some: Sequence[int]) -> list[Combined]:
+def _apply(prepared: Prepared, corrector: Corrector, some: Sequence[int] | np.ndarray) -> list[Combined]:
     "The sentences of some of the trials."
     weights = np.array(corrector.weights)
     constant, slope = corrector.certainty

@@ -34,9 +34,9 @@ def word_forms(
     return [word, capital] if capitals and capital != word else [word]
 
 def counted_forms(
-    lengths: Sequence[int],      # Tokens of each form
-    first: Sequence[float],      # Log-probability of each form's first token
-) -> list[int]:                  # Numbers of forms
+    lengths: Sequence[int],              # Tokens of each form
+    first: Sequence[float] | np.ndarray, # Log-probability of each form's first token
+) -> list[int]:                          # Numbers of forms
     "The forms that count: those that are no longer than a token, and those that may yet be as probable."
     single = [p for n, p in zip(lengths, first) if n == 1]
     least = max(single, default=-np.inf) - _FORM_GAP

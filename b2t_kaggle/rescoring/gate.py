@@ -44,7 +44,8 @@ def with_corpora(
     "The same with the corpus of each trial whose session and block are known."
     known = {}
     for name, trial in hypotheses.trials.items():
-        corpus = blocks.get((trial.session, trial.block))
+        corpus = None
+        if trial.session is not None and trial.block is not None: corpus = blocks.get((trial.session, trial.block))
         known[name] = replace(trial, corpus=trial.corpus or corpus)
     return Hypotheses(known, hypotheses.entries)
 

@@ -9,7 +9,7 @@ __all__ = ['Trial', 'Entry', 'Hypotheses', 'write_hypotheses', 'read_hypotheses'
 # %% ../../nbs/rescoring/06_hypotheses.ipynb #c002
 import csv
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -184,7 +184,7 @@ def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
     return trial, [entry]
 
 # %% ../../nbs/rescoring/06_hypotheses.ipynb #c303
-def _whole(rows) -> Iterable[list[str]]:
+def _whole(rows) -> Iterator[list[str]]:
     "The rows of a CSV reader; raises `ValueError` where it gives up."
     try: yield from rows
     except csv.Error as e: raise ValueError(f'line {rows.line_num}: not CSV ({e})') from None
@@ -197,7 +197,8 @@ def _csv_rows(text: str) -> list[tuple[int, tuple[Trial, list[Entry]]]]:
     parsed: list[tuple[int, tuple[Trial, list[Entry]]]] = []
     for row in _whole(rows):
         if len(row) != 2: raise ValueError(f'line {rows.line_num}: found {len(row)} fields, expected 2')
-        parsed.append((rows.line_num, (Trial(row[0]), [Entry(*row)])))
+        trial, sentence = row
+        parsed.append((rows.line_num, (Trial(trial), [Entry(trial, sentence)])))
     return parsed
 
 def _rows(path: Path) -> list[tuple[int, tuple[Trial, list[Entry]]]]:

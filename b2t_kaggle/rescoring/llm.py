@@ -172,8 +172,8 @@ def prefix_tree(
         if p < 0: continue
         ancestor[i] |= ancestor[p]
         depth[i] = depth[p] + 1
-    node, target, sentence = np.array(sorted(scored), np.int64).reshape(-1, 3).T
-    return PrefixTree(np.array([token for _, token in number], np.int64), depth, ancestor, node, target, sentence)
+    columns = np.array(sorted(scored), np.int64).reshape(-1, 3).T
+    return PrefixTree(np.array([token for _, token in number], np.int64), depth, ancestor, *columns)
 
 # %% ../../nbs/rescoring/00_llm.ipynb #c024
 def _n_shared(a: Sequence[int], b: Sequence[int]) -> int:

@@ -310,7 +310,7 @@ def cross_validate(
     start: Weights = Weights(),          # Where the search starts, as in `tune`
 ) -> list[list[Rescored]]:               # In the order of the trials
     "Each trial's list ranked by weights that were tuned on other trials, for an unbiased error rate."
-    ranked = [None]*len(nbest)
+    ranked: list[list[Rescored]] = [[] for _ in nbest]
     for k in range(folds):
         rest = [i for i in range(len(nbest)) if i % folds != k]
         weights = tune([nbest[i] for i in rest], [references[i] for i in rest], start).weights
