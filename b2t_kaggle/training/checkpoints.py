@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BEST', 'LAST', 'REFIT', 'CheckpointError', 'find_checkpoint', 'framework_of', 'checkpoint_files', 'checkpoint_for',
-           'seen_val_from', 'check_unseen', 'stored_config', 'check_features', 'provenance']
+           'seen_val_from', 'check_unseen', 'listed_sessions', 'stored_config', 'check_features', 'provenance']
 
 # %% ../../nbs/training/03_checkpoints.ipynb #c003
 import math
@@ -97,6 +97,15 @@ def check_unseen(
                           'converted from it')
 
 # %% ../../nbs/training/03_checkpoints.ipynb #c013
+def listed_sessions(
+    cfg: Config,      # Of a checkpoint
+    path: str | Path, # The checkpoint
+) -> list[str]:
+    "The sessions of a model, in the order of its days. Raises `CheckpointError` where its configuration lists none."
+    if cfg.data.sessions is None:
+        raise CheckpointError(f'{path}: its configuration lists no sessions, so its day layers cannot be told apart')
+    return cfg.data.sessions
+
 def stored_config(
     read: Callable[[], Config], # Reads it
     path: str | Path,           # The checkpoint
@@ -108,8 +117,7 @@ def stored_config(
         wrong = '; '.join(describe_errors(e))
         raise CheckpointError(f'{path}: its configuration cannot be used ({wrong}); it may come from another version '
                               'of this package') from None
-    if cfg.data.sessions is None:
-        raise CheckpointError(f'{path}: its configuration lists no sessions, so its day layers cannot be told apart')
+    listed_sessions(cfg, path) # Or it raises
     return cfg
 
 # %% ../../nbs/training/03_checkpoints.ipynb #c016
