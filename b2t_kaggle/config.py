@@ -663,7 +663,7 @@ def from_official(
     return _validated(to_our_names(values))
 
 # %% ../nbs/08_config.ipynb #c055
-_TIME_MASKED = {
+_TIME_MASKED: dict[str, dict[str, Any]] = {
     'data': dict(batch_size=64),
     'augment': dict(white_noise_std=0.2, constant_offset_std=0.05, random_cut=0, time_masks=20, time_mask_max=0.05),
     'train': dict(num_training_batches=63_000, lr_scheduler_type='step', lr_step_at=0.6, lr_step_factor=0.1,
@@ -677,7 +677,7 @@ _ICEFALL = dict(num_training_batches=30_000, optimizer='scaled_adam', lr_schedul
 _MASKS = dict(time_masks=10, time_mask_max=0.03)
 
 # %% ../nbs/08_config.ipynb #c301
-PRESETS = {
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
     'transformer': {'model': dict(name='transformer')} | _TIME_MASKED,

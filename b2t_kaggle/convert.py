@@ -43,7 +43,7 @@ def _read_reference(path: str | Path, cfg: Config) -> tuple[dict[str, np.ndarray
 def _write_tensorflow(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> Path:
     from b2t_kaggle.tensorflow.checkpoint import save_best
     from b2t_kaggle.tensorflow.models import build_model
-    model = build_model(cfg.model, len(cfg.data.sessions or []))
+    model = build_model(cfg.model, len(cfg.data.known_sessions))
     model.from_state(state)
     save_best(target, model, cfg, metrics)
     return target
@@ -54,7 +54,7 @@ def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, tar
 
     from b2t_kaggle.pytorch.checkpoint import save_atomic, save_official
     from b2t_kaggle.pytorch.models import build_model
-    model = build_model(cfg.model, len(cfg.data.sessions or []))
+    model = build_model(cfg.model, len(cfg.data.known_sessions))
     model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()})
     if target.suffix != '.pt' and seen_val_from(metrics) is not None:
         raise CheckpointError(f'{target}: the official form cannot say that a model was trained on val (train.refit); '

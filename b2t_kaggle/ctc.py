@@ -130,7 +130,8 @@ def phoneme_beam(
     """CTC prefix beam search over phonemes, without words.
 
     Probabilities are exact where no prefix was pruned, but none of a frame counts as less than e^-10000."""
-    prefixes = {(): (0.0, -math.inf)} # Labels -> log-probability of paths ending in the blank, in the last label
+    # Labels -> log-probability of paths ending in the blank, in the last label
+    prefixes: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
     for frame in check_log_probs(log_probs).tolist():
         prefixes = _extend(prefixes, frame)
         best = heapq.nlargest(beam, prefixes.items(), key=lambda item: np.logaddexp(*item[1]))

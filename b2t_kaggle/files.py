@@ -11,7 +11,6 @@ __all__ = ['clear_leftovers', 'WriteError', 'write_error', 'check_output', 'atom
 import errno
 import hashlib
 import io
-import math
 import os
 import platform
 import re
@@ -103,16 +102,18 @@ _REFUSED = { # Reading may have the same reasons, so that the name of the file c
     errno.ENOTDIR: ('a file is where its folder should be', 'remove it, or choose another folder'),
     errno.EEXIST: ('a file is where its folder should be', 'remove it, or choose another folder'),
 }
-_MESSAGES = re.compile(r'errno = (?P<number>\d+)|(?P<ENOSPC>No space left on device)|(?P<EFBIG>File too large)')
+_IN_WORDS = {'No space left on device': errno.ENOSPC, 'File too large': errno.EFBIG}
+_MESSAGES = re.compile('|'.join([r'errno = (?P<number>\d+)', *_IN_WORDS]))
 
-def _system_error(error: BaseException | None) -> tuple[int | None, str | None]:
-    "Number and file of the system's error behind an exception: its own, in its history, or in the text of a library."
+def _system_error(error: BaseException | None) -> tuple[int, str | None]:
+    """Number and file of the system's error behind an exception: its own, in its history, or in the text of a library.
+    Without one the number is 0."""
     while error is not None:
         if isinstance(error, OSError) and error.errno: return error.errno, error.filename
         if match := _MESSAGES.search(str(error)):
-            return int(match['number']) if match['number'] else getattr(errno, match.lastgroup), None
+            return int(match['number']) if match['number'] else _IN_WORDS[match[0]], None
         error = error.__cause__ or error.__context__
-    return None, None
+    return 0, None
 
 def write_error(
     error: Exception, # While a file was written
@@ -120,8 +121,8 @@ def write_error(
     tmp: Path,        # Its name until it is complete
 ) -> WriteError | None:
     "What is to be said of an exception; none if it has nothing to do with writing."
-    number, file = _system_error(error)
-    file = None if file is None else Path(os.fsdecode(file))
+    number, name = _system_error(error)
+    file = None if name is None else Path(os.fsdecode(name))
     own = file is not None and (file in (tmp, path, *path.parents) or tmp in file.parents)
     reason = _FULL.get(number) or (_REFUSED.get(number) if own else None)
     if reason is None and not path.parent.is_dir():
@@ -313,13 +314,13 @@ def free_space(
     while not folder.exists(): folder = folder.parent
     return shutil.disk_usage(folder).free
 
-def _size_limit() -> float:
-    "How far a file of this process may grow, in bytes."
+def _size_limit() -> int | None:
+    "How far a file of this process may grow, in bytes; none where it may grow without a limit."
     try:
         import resource
-    except ImportError: return math.inf # Windows has no such limits
+    except ImportError: return None # Windows has no such limits
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return math.inf if limit == resource.RLIM_INFINITY else limit
+    return None if limit == resource.RLIM_INFINITY else limit
 
 def require_space(
     folder: str | Path, # Where something is to be written
@@ -329,7 +330,7 @@ def require_space(
 ) -> None:
     "Raises `WriteError` that says what is missing where a disk has less room, or files may not grow so large."
     limit = _size_limit()
-    if limit < largest:
+    if limit is not None and limit < largest:
         raise WriteError(f'{folder}: files of this process may grow to {format_size(limit)} (ulimit -f), expected at '
                          f'least {format_size(largest)} for {purpose}; raise that limit')
     free = free_space(folder)

@@ -68,16 +68,17 @@ class LogitStore:
     def __init__(self, path: str | Path):
         self._ragged = Ragged(path, kind='log_probs')
         self.path = self._ragged.path
-        self.provenance = self._ragged.metadata
         self.n_frames = self._ragged.lengths
-        self.n_classes = self._check_contents()
+        self.n_classes, self.provenance = self._check_contents()
 
-    def _check_contents(self) -> int:
-        "The number of classes. Raises `RaggedError` for an index or arrays that are none of log-probabilities."
+    def _check_contents(self) -> tuple[int, dict]:
+        """The number of classes and the provenance. Raises `RaggedError` for an index or arrays that are none of
+        log-probabilities."""
+        provenance = self._ragged.metadata
         item_shape = self._ragged.item_shape
         is_matrix = len(item_shape) == 1 and self._ragged.dtype.kind == 'f'
         missing = [c for c in _TRIAL if c not in self._ragged.table.column_names]
-        if is_matrix and not missing and isinstance(self.provenance, dict): return item_shape[0]
+        if is_matrix and not missing and isinstance(provenance, dict): return item_shape[0], provenance
         found = f'no column {missing[0]}' if missing else f'{self._ragged.dtype} {["n", *item_shape]}'
         raise RaggedError(f"{self.path}: found {found}, expected log-probabilities [T', K] of trials with session and "
                           'key; make it again')
@@ -270,8 +271,9 @@ class _Mixtures:
     "Phoneme errors of averages with any weights. What was asked for once is kept."
     def __init__(self, stores: Sequence[LogitStore], labels: Sequence[Sequence[int] | None], mean: str):
         reference = _check_stores(stores)
-        self.trials = [i for i, ids in enumerate(labels) if ids is not None]
-        self.labels = [list(map(int, labels[i])) for i in self.trials]
+        labelled = {i: ids for i, ids in enumerate(labels) if ids is not None}
+        self.trials = list(labelled)
+        self.labels = [list(map(int, ids)) for ids in labelled.values()]
         by_trial = zip(*(_aligned(stores, reference, i) for i in self.trials))
         self.members = [np.concatenate(arrays) for arrays in by_trial]
         if mean == 'prob': self.members = [np.exp(x) for x in self.members]

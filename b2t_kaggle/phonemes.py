@@ -50,7 +50,7 @@ def show_phonemes(
 ) -> str:                                    # `DH AH | K AE T |`
     "Phonemes on one line as the official code prints them, the separator as ` |`."
     phonemes = list(phonemes)
-    names = phonemes if all(isinstance(p, str) for p in phonemes) else from_class_ids(phonemes)
+    names = phonemes if all(isinstance(p, str) for p in phonemes) else from_class_ids(map(int, phonemes))
     return ' '.join('|' if p == 'SIL' else p for p in names)
 
 # %% ../nbs/01_phonemes.ipynb #c011
@@ -395,7 +395,8 @@ class _Speller:
             pron = tuple(q for g in s for q in _chunk_phonemes(self.graphones[g - 2]))
             sums[pron] = sums.get(pron, 0) + p
         sums.pop((), None)
-        return list(max(sums, key=sums.get, default=()))
+        best: tuple[str, ...] = max(sums, key=sums.__getitem__, default=())
+        return list(best)
 
 # %% ../nbs/01_phonemes.ipynb #c043
 def _spellable() -> dict[str, list[str]]:
@@ -482,7 +483,7 @@ def _readings(word: str) -> tuple[list[str], list[str]] | None:
         (verb if is_verb else other).append(pron)
     verb.sort(key=_first_vowel_is_not_ih) # Of several the tool's table has the one in IH: r-IH-cord, not r-uh-cord
     pair = _distinct([*verb[:1], *other[:1]])
-    return tuple(pair) if len(pair) == 2 else None
+    return (pair[0], pair[1]) if len(pair) == 2 else None
 
 # %% ../nbs/01_phonemes.ipynb #c054
 _SUBJECT = set("i you we they who i've you've we've they've".split())

@@ -98,7 +98,7 @@ def _checksum(values: np.ndarray) -> int:
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     n_pages = len(data)//(8*_PAGE)
     sums = data[:8*_PAGE*n_pages].view(np.uint64).reshape(n_pages, _PAGE).sum(1, dtype=np.uint64)
-    return zlib.crc32(data[8*_PAGE*n_pages:], zlib.crc32(sums))
+    return zlib.crc32(data[8*_PAGE*n_pages:].data, zlib.crc32(sums))
 
 def _column_bytes(column: pa.Array) -> Iterator[bytes]:
     "What a column of the index says, however it is laid out in memory."
@@ -415,6 +415,7 @@ def write_ragged(
     "Write arrays with their index; raises `RaggedError` without arrays, or with another number of rows of the index."
     table = None if index is None else pa.Table.from_pandas(index, preserve_index=False).replace_schema_metadata(None)
     rows = itertools.repeat({}) if table is None else iter(table.to_pylist())
+    n_rows = 0 if index is None else len(index)
     arrays = map(np.asarray, arrays)
     first = next(arrays, None)
     if first is None: raise RaggedError(f'{path}: there are no arrays to write')
@@ -422,8 +423,8 @@ def write_ragged(
     with RaggedWriter(path, first.dtype, first.shape[1:], schema, kind, metadata) as w:
         for x in itertools.chain([first], arrays):
             row = next(rows, None)
-            if row is None: raise RaggedError(f'{path}: more arrays than the {len(index)} rows of the index')
+            if row is None: raise RaggedError(f'{path}: more arrays than the {n_rows} rows of the index')
             w.append(x, **row)
         n_left = 0 if table is None else len(list(rows))
-        if n_left: raise RaggedError(f'{path}: {len(index)} rows of the index, but {len(index) - n_left} arrays')
+        if n_left: raise RaggedError(f'{path}: {n_rows} rows of the index, but {n_rows - n_left} arrays')
     return Ragged(path)

@@ -15,7 +15,7 @@ import json
 import math
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -72,7 +72,7 @@ def read_text(
 # %% ../nbs/00_reading.ipynb #c011
 class _Lines(io.RawIOBase):
     "A file whose lines have a limit, which is looked at when bytes are read."
-    def __init__(self, f: BinaryIO, path: Path, max_bytes: int):
+    def __init__(self, f: io.BufferedIOBase, path: Path, max_bytes: int):
         self.f = f
         self.path = path
         self.max_bytes = max_bytes
@@ -94,10 +94,10 @@ class _Lines(io.RawIOBase):
         super().close()
 
 def limit_lines(
-    f: BinaryIO,               # An open file, perhaps one that is unpacked as it is read
+    f: io.BufferedIOBase,      # An open file, perhaps one that is unpacked as it is read
     path: str | Path,          # Its path, for the error
     max_bytes: int = MAX_LINE_BYTES,
-) -> BinaryIO:
+) -> io.BufferedReader:
     "The same bytes, but a line that is longer raises `ReadError`, before it is in memory."
     return io.BufferedReader(_Lines(f, Path(path), max_bytes), min(max_bytes, 1 << 16))
 

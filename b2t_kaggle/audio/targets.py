@@ -125,8 +125,8 @@ class TargetStore:
         lengths = np.array([len(r) for r in rows])
         longest = int(lengths.max())
         if length is not None and longest > length:
-            raise AudioError(f'{self.path}: {sentences[lengths.argmax()]!r} has {longest} frames; expected at most '
-                             f'{length}')
+            sentence = sentences[int(lengths.argmax())]
+            raise AudioError(f'{self.path}: {sentence!r} has {longest} frames; expected at most {length}')
         out = np.zeros((len(rows), length or longest, self.dimension), np.float32)
         for o, row in zip(out, rows): o[:len(row)] = row
         return out, lengths

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from importlib import import_module
 from math import ceil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from .sound import AudioError, Speech, log_mel, resample, sound_of_log_mel
 from .voice import _loading, weights_checksum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # %% ../../nbs/audio/02_tower.ipynb #c005
 class Tower(Protocol):
@@ -67,7 +70,7 @@ _TOWERS = {
 }
 _TO_TOWER = {r'^(?:model\.|thinker\.)*(?:audio_tower|encoder)\.': ''} # What is in front of the names of its weights
 
-def _tower_class(name: str | Path, config) -> tuple[type, Any]:
+def _tower_class(name: str | Path, config) -> 'tuple[type[PreTrainedModel], Any]':
     "Class and configuration of the tower of a model; raises `AudioError` where it has none that is known."
     if config.model_type not in _TOWERS:
         raise AudioError(f'tower {name}: is a {config.model_type} model, in which no audio tower is known; expected '

@@ -42,24 +42,25 @@ def _resolve_days(
 class DayBalancedSampler:
     "Training batches that hold equally many trials of each of some days: the official sampling."
     def __init__(self,
-        days_of_trials: Sequence[int],  # Day of each trial, such as `store.day`
+        days_of_trials: Sequence[int] | np.ndarray, # Day of each trial, such as `store.day`
         batch_size: int = 64,           # Trials in a batch
         days_per_batch: int = 4,        # Different days in a batch
         seed: int = 0,                  # Same seed, same batches
         must_include_days: Sequence[int] | None = None, # Days in every batch; -1 is the last day that has trials
-        n_bins: Sequence[int] | None = None,            # Length of each trial, such as `store.n_bins`; for groups
+        n_bins: Sequence[int] | np.ndarray | None = None, # Length of each trial, such as `store.n_bins`; for groups
         length_groups: int = 1,         # Groups of trials of similar length; a batch draws from one. 1 is official
     ):
         self.batch_size = batch_size
         self.days_per_batch = days_per_batch
         self.seed = seed
         self.length_groups = length_groups
-        if length_groups > 1 and n_bins is None:
-            raise ValueError('length_groups needs n_bins, the length of each trial')
-        days_of_trials = np.asarray(days_of_trials)
-        order = np.arange(len(days_of_trials)) if length_groups == 1 else np.argsort(n_bins, kind='stable')
+        order = np.arange(len(days_of_trials))
+        if length_groups > 1:
+            if n_bins is None: raise ValueError('length_groups needs n_bins, the length of each trial')
+            order = np.argsort(n_bins, kind='stable')
+        ordered_days = np.asarray(days_of_trials)[order]
         self.days = np.unique(days_of_trials)
-        self._trials = {d: order[days_of_trials[order] == d] for d in self.days}
+        self._trials = {d: order[ordered_days == d] for d in self.days}
         if days_per_batch > len(self.days):
             raise ValueError(f'days_per_batch is {days_per_batch}, but only {len(self.days)} days have trials; '
                              'lower data.days_per_batch')
@@ -111,9 +112,9 @@ class EpochSampler:
 
 # %% ../../nbs/data/04_batches.ipynb #c016
 def evaluation_batches(
-    n_bins: Sequence[int], # Length of each trial
-    batch_size: int,       # Rows in a batch
-    pad: bool = True,      # Fill the last batch with -1; it is smaller otherwise
+    n_bins: Sequence[int] | np.ndarray, # Length of each trial
+    batch_size: int,  # Rows in a batch
+    pad: bool = True, # Fill the last batch with -1; it is smaller otherwise
 ) -> list[np.ndarray]:
     "Batches [batch_size] of trials that together hold each trial once, longest first."
     order = np.argsort(-np.asarray(n_bins), kind='stable')
@@ -145,7 +146,7 @@ def _trace_back(
     return [int(edges[end]), *buckets[::-1]]
 
 def choose_buckets(
-    lengths: Sequence[int],     # Lengths whose padding counts, in bins: of trials, or of the longest trials of batches
+    lengths: Sequence[int] | np.ndarray, # Those whose padding counts, in bins: of trials, or of batches' longest ones
     n_buckets: int,             # At most so many
     round_length: Callable[[np.ndarray], np.ndarray] | None = None, # Rounds lengths up; none keeps every length
     longest: int | None = None, # Length that must fit, too; none means the longest of `lengths`

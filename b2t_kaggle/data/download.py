@@ -325,8 +325,9 @@ class _WholeFilesOnly(Exception):
 
 class _RangeReader(io.RawIOBase):
     "Bytes of a file on a server, fetched where they are read."
-    def __init__(self, file: RemoteFile, token: str | None):
+    def __init__(self, file: RemoteFile, size: int, token: str | None):
         self.file = file
+        self.size = size
         self.token = token
         self.position = 0
 
@@ -337,7 +338,7 @@ class _RangeReader(io.RawIOBase):
     def tell(self) -> int: return self.position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.file.size}[whence]
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
         return self.position
 
     def fetch(self, end: int) -> bytes:
@@ -347,7 +348,7 @@ class _RangeReader(io.RawIOBase):
             return response.read()
 
     def readinto(self, buffer) -> int:
-        end = min(self.position + len(buffer), self.file.size)
+        end = min(self.position + len(buffer), self.size)
         if end <= self.position: return 0
         block = _persistently(lambda: self.fetch(end), self.file.url)
         buffer[:len(block)] = block
@@ -359,8 +360,9 @@ def unpacked_size(
     token: str | None = None, # Of whoever may have it
 ) -> int | None:              # Bytes; None where the server does not send parts of files
     "How much room the contents of an archive on a server take. Raises `DownloadError`."
+    if file.size is None: raise DownloadError(f'{file.url}: found no size, which must be known to read parts of a file')
     try:
-        with zipfile.ZipFile(io.BufferedReader(_RangeReader(file, token), 1 << 16)) as archive:
+        with zipfile.ZipFile(io.BufferedReader(_RangeReader(file, file.size, token), 1 << 16)) as archive:
             return sum(member.file_size for member in archive.infolist())
     except _WholeFilesOnly: return None
     except zipfile.BadZipFile as e: raise DownloadError(f'{file.url}: not a zip archive ({e})') from None

@@ -317,8 +317,8 @@ def _groups(f: h5py.File) -> Iterator[tuple[str, h5py.Group]]:
 
 def _trial_numbers(raw: dict) -> tuple[int, int] | None:
     "Block and trial number, or none where they cannot be read."
-    numbers = raw.get('block_num'), raw.get('trial_num')
-    return tuple(map(int, numbers)) if all(_has_type(n, 'integer') for n in numbers) else None
+    if not all(_has_type(raw.get(name), 'integer') for name in ('block_num', 'trial_num')): return None
+    return int(raw['block_num']), int(raw['trial_num'])
 
 class _Duplicates:
     "The trials of a session that were seen so far, by block and trial number."
@@ -447,13 +447,15 @@ def _from_trial(trial: Trial) -> dict:
                block_num=trial.block, trial_num=trial.trial)
     if trial.split == 'test': return raw
     name = f'{trial.session} {trial.split} {trial.key}'
-    for field in ('class_ids', 'sentence'):
-        if getattr(trial, field) is None: raise ValueError(f'{name}: {field} is None; only test trials lack labels')
+    ids = trial.class_ids
+    sentence = trial.sentence
+    if ids is None: raise ValueError(f'{name}: class_ids is None; only test trials lack labels')
+    if sentence is None: raise ValueError(f'{name}: sentence is None; only test trials lack labels')
     return raw | dict(
-        seq_class_ids=_pad(trial.class_ids, f'{name}: class_ids'),
-        seq_len=len(trial.class_ids),
-        sentence_label=trial.sentence,
-        transcription=_pad([ord(c) for c in trial.sentence], f'{name}: sentence'))
+        seq_class_ids=_pad(ids, f'{name}: class_ids'),
+        seq_len=len(ids),
+        sentence_label=sentence,
+        transcription=_pad([ord(c) for c in sentence], f'{name}: sentence'))
 
 # %% ../../nbs/data/00_sessions.ipynb #c043
 def _write_group(f: h5py.File, key: str, raw: dict) -> None:

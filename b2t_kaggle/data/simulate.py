@@ -110,8 +110,8 @@ def _day(line: str) -> Day:
     "A line of the schedule."
     head, blocks = line.split(' | ')
     name, *counts = head.split()
-    counts = dict(zip(('train', 'val', 'test'), map(int, counts)))
-    return Day(f't15.{name}', counts, [_block(b) for b in blocks.split()])
+    of_split = dict(zip(('train', 'val', 'test'), map(int, counts)))
+    return Day(f't15.{name}', of_split, [_block(b) for b in blocks.split()])
 
 SCHEDULE = [_day(line) for line in (_SCHEDULE_2023 + _SCHEDULE_2024).splitlines() if line]
 
@@ -564,16 +564,18 @@ def _require_space(folder: Path, plan: pd.DataFrame) -> None:
     require_space(folder, _simulated_bytes(plan) - written, f'{len(plan):,} simulated trials')
 
 # %% ../../nbs/data/02_simulate.ipynb #c073
-def _record(trials: pd.DataFrame, e: Electrodes, *noise: float) -> Iterator[Trial]:
-    "The recorded trials of a plan's rows, block by block; `noise` are the last arguments of `simulate_block`."
+_Noise = tuple[int, float, float] # The last arguments of `simulate_block`
+
+def _record(trials: pd.DataFrame, e: Electrodes, noise: _Noise) -> Iterator[Trial]:
+    "The recorded trials of a plan's rows, block by block."
     for _, block in trials.groupby('block'): yield from simulate_block(block, e, *noise)[0]
 
-def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, *noise: float) -> None:
+def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, noise: _Noise) -> None:
     "Record the trials of a day and write its session files; a split without trials has no file."
     session = trials.session.iloc[0]
     train = trials[trials.split == 'train']
-    if len(train): write_session(session_path(out_dir, session, 'train'), _record(train, e, *noise))
-    held_out = list(_record(trials[trials.split != 'train'], e, *noise))
+    if len(train): write_session(session_path(out_dir, session, 'train'), _record(train, e, noise))
+    held_out = list(_record(trials[trials.split != 'train'], e, noise))
     for split in 'val', 'test':
         recorded = [t for t in held_out if t.split == split]
         if recorded: write_session(session_path(out_dir, session, split), recorded)
@@ -583,7 +585,7 @@ def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, part: int = 0, n_par
     noise = p['seed'], p.get('structured_noise', 0.), p.get('drift', 1.)
     for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'])))[part::n_parts]:
         trials = plan[plan.day == day]
-        if len(trials): _write_day(out_dir, trials, e, *noise)
+        if len(trials): _write_day(out_dir, trials, e, noise)
         yield day
 
 # %% ../../nbs/data/02_simulate.ipynb #c201

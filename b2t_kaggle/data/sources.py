@@ -61,7 +61,7 @@ def _dryad_json(address: str) -> dict:
 
 def _remote_file(entry: dict) -> RemoteFile:
     "A file from an entry of the API."
-    algorithm = _DIGESTS.get(entry.get('digestType'))
+    algorithm = _DIGESTS.get(entry.get('digestType', ''))
     checksum = f'{algorithm}:{entry["digest"]}' if algorithm and entry.get('digest') else None
     links = entry['_links']
     url = urljoin(DRYAD, (links.get('stash:download') or links['stash:file-download'])['href'])

@@ -449,7 +449,7 @@ _MOST_ENDING = 4 # Trials whose end is being made or waits for its turn; then no
 
 class _Ending:
     "Ends of trials that are being made."
-    def __init__(self):
+    def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, 'end of a trial')
         self.futures: deque[Future] = deque()
 

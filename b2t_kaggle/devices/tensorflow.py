@@ -330,7 +330,7 @@ def configure_mixed_precision(
     load_triton()
     import keras
     import tensorflow as tf
-    precision = getattr(device, 'precision', device) or 'auto'
+    precision = device.precision if isinstance(device, Device) else device or 'auto'
     if disable: precision = 'float32'
     if precision == 'auto': precision = pick_tensorflow().precision
     precision, _ = choose_precision(precision, False)

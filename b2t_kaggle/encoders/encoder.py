@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -137,9 +137,9 @@ def encoder_config(
         reason = str(e) if isinstance(e, ImportError) else f'{type(e).__name__}: {e}'
         raise ConfigError(f'model.name = {name}: the encoder in {room} cannot be imported ({reason})') from e
     for c in vars(module).values():
-        if isinstance(c, type) and issubclass(c, Section):
+        if isinstance(c, type) and issubclass(c, Section): # The package's EncoderConfig is not the one of this notebook
             field = c.model_fields.get('name')
-            if field and field.default == name: return c
+            if field and field.default == name: return cast(type[EncoderConfig], c)
     raise ConfigError(f'{module.__name__}: expected a class that derives from EncoderConfig, with name = {name!r}')
 
 # %% ../../nbs/encoders/00_encoder.ipynb #c012
@@ -167,7 +167,7 @@ def parse_encoder(
 ) -> EncoderConfig:
     """The `model` group from plain values. Raises pydantic's error of the type `encoder`, whose message names every key
     that is wrong."""
-    if isinstance(values, Section): return values
+    if isinstance(values, Section): return cast(EncoderConfig, values) # As above, of the package or of this notebook
     if not isinstance(values, dict):
         found = dict(kind=type(values).__name__)
         raise PydanticCustomError('encoder', 'model: expected a mapping of fields, found {kind}', found)

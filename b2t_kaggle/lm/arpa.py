@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ArpaError', 'Grams', 'Arpa', 'open_text', 'is_kenlm_binary', 'plain_text', 'arpa_bytes', 'write_arpa', 'WordTable',
-           'word_table', 'word_ids', 'read_counts', 'in_capitals', 'ArpaReader', 'read_arpa', 'model_words']
+           'word_table', 'word_ids', 'read_counts', 'Vocabulary', 'in_capitals', 'ArpaReader', 'read_arpa',
+           'model_words']
 
 # %% ../../nbs/lm/00_arpa.ipynb #c003
 import gzip
@@ -12,11 +13,11 @@ import io
 import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from numba import njit
@@ -53,7 +54,8 @@ def open_text(
         check_is_file(path)
         f = limit_lines(opener(path, 'rb'), path)
         return f if 'b' in mode else io.TextIOWrapper(f, encoding='utf-8')
-    return opener(path, mode, **({} if 'b' in mode else dict(encoding='utf-8', errors='surrogateescape')))
+    if 'b' in mode: return opener(path, mode)
+    return opener(path, mode, encoding='utf-8', errors='surrogateescape')
 
 def is_kenlm_binary(path: str | Path) -> bool:
     "Whether a file begins as KenLM's binary models do."
@@ -311,7 +313,7 @@ class _Head:
         self.counts = []
         self.line = 0
 
-    def fail(self, problem: str, line: int | None = None):
+    def fail(self, problem: str, line: int | None = None) -> NoReturn:
         "Raise `ArpaError` for a line, the one read last if none is given."
         raise ArpaError(f'{self.path}: line {line or self.line}: {problem}')
 
@@ -367,8 +369,12 @@ def read_counts(
 # %% ../../nbs/lm/00_arpa.ipynb #c034
 _FREQUENT = 'the of and to a in is you that it he was for on are as with his they i want not we do what no yes'.split()
 
+class Vocabulary(Protocol):
+    "What can be asked whether it has a word."
+    def __contains__(self, word: str, /) -> bool: ...
+
 def in_capitals(
-    vocabulary: Container[str], # Words, or a model of KenLM's
+    vocabulary: Vocabulary, # A set of words, or a model of KenLM's
 ) -> bool:
     "Whether a vocabulary has more of the most frequent words of English in capitals than in lower case."
     return sum(w.upper() in vocabulary for w in _FREQUENT) > sum(w in vocabulary for w in _FREQUENT)

@@ -220,7 +220,7 @@ def _build(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     return facts, dict(keys=table.keys, ids=table.ids, arcs=lm.arcs, first=lm.first, states=lm.states)
 
 # %% ../../nbs/lm/07_automaton.ipynb #c023
-_TYPES = dict(keys=np.dtype(np.int64), ids=np.dtype(np.int32), arcs=ARC, first=FIRST, states=STATE)
+_TYPES: dict[str, np.dtype] = dict(keys=np.dtype(np.int64), ids=np.dtype(np.int32), arcs=ARC, first=FIRST, states=STATE)
 _VERSION = 3 # Of the file's form
 
 def _source(path: Path) -> dict:

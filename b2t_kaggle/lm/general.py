@@ -74,7 +74,7 @@ def mix_general(
             probs.append(word_probabilities(lm, dev))
         weights, note = _weights(np.stack(probs, axis=1), sum(len(s.split()) for s in dev))
         interpolate_ngrams(list(paths.values()), out_path, weights=weights)
-    lm = load_ngram(out_path)
+    lm = Automaton.load(out_path)
     fits = pd.concat([*fits, perplexity_report(lm, {'mixed': dev})])
     fits.insert(0, 'weight', [*weights, weights.sum()])
     return Mixture(lm, fits[['weight', 'perplexity', 'perplexity_with_oov', 'oov_rate']], note)

@@ -62,7 +62,7 @@ def _union(
 # %% ../../nbs/lm/09_interpolate.ipynb #c014
 _EMPTY = BackoffTable(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0), np.empty(0))
 
-def _interpolate(models: list[BackoffModel], weights: Sequence[float]) -> BackoffModel:
+def _interpolate(models: list[BackoffModel], weights: np.ndarray) -> BackoffModel:
     "The union of models over one vocabulary with interpolated probabilities; its backoff weights are not set."
     words = models[0].words
     unigrams = models[0].tables[0]
@@ -87,7 +87,7 @@ def _interpolate(models: list[BackoffModel], weights: Sequence[float]) -> Backof
     return BackoffModel(words, union)
 
 # %% ../../nbs/lm/09_interpolate.ipynb #c015
-def _check_weights(weights: Sequence[float], n: int) -> None:
+def _check_weights(weights: Sequence[float] | np.ndarray, n: int) -> None:
     "Raise `ValueError` if these are not the weights of n models."
     if len(weights) != n or not min(weights) >= 0 or not 0 < sum(weights) < np.inf:
         raise ValueError(f'weights are {list(weights)}, expected {n} of at least 0 with a positive, finite sum')
@@ -96,20 +96,21 @@ def interpolate_ngrams(
     paths: Sequence[str | Path],                   # ARPA files, plain or .gz
     out_path: str | Path,                          # ARPA file to write; .gz is compressed
     dev: str | Path | Iterable[str] | None = None, # Text to tune the weights on, as `read_sentences` takes it
-    weights: Sequence[float] | None = None,        # Weights to use instead, at least 0; they are divided by their sum
+    weights: Sequence[float] | np.ndarray | None = None, # Used instead, at least 0; they are divided by their sum
 ) -> pd.Series:                                    # Weight of each path
     """Interpolate n-gram models linearly into one ARPA file.
 
     Raises `ValueError` for impossible weights, `ArpaError` that names file and line."""
-    if (dev is None) == (weights is None):
-        raise ValueError('give a development text to tune the weights on, or weights')
-    if dev is None: _check_weights(weights, len(paths))
-    else:
-        dev = list(read_sentences(dev))
-        weights = interpolation_weights(np.stack([word_probabilities(load_ngram(p), dev) for p in paths], axis=1))
-    weights = np.asarray(weights, float)/np.sum(weights)
+    if weights is not None and dev is None:
+        _check_weights(weights, len(paths))
+        shares = np.asarray(weights, float)/np.sum(weights)
+    elif dev is not None and weights is None:
+        sentences = list(read_sentences(dev))
+        tuned = interpolation_weights(np.stack([word_probabilities(load_ngram(p), sentences) for p in paths], axis=1))
+        shares = tuned/tuned.sum()
+    else: raise ValueError('give a development text to tune the weights on, or weights')
     as_read = [read_arpa(p) for p in paths]
     words = list(dict.fromkeys(w for m in as_read for w in m.words))
     models = [from_arpa(as_read.pop(0), words, path) for path in paths] # Each text form is freed when it is converted
-    write_backoff(renormalize(_interpolate(models, weights)), out_path)
-    return pd.Series(weights, index=[str(p) for p in paths], name='weight')
+    write_backoff(renormalize(_interpolate(models, shares)), out_path)
+    return pd.Series(shares, index=[str(p) for p in paths], name='weight')

@@ -169,19 +169,18 @@ def kneser_ney(
     keep: list[np.ndarray],   # From `select_ngrams`
 ) -> Iterator[Estimate]:      # One at a time, unigrams first
     "Interpolated modified Kneser-Ney estimates (Chen and Goodman 1998) of all orders."
-    lower = None      # Probabilities of the order below
-    estimate = None   # And its estimate, without backoffs
-    last_plain = True # lmplz enters the very last n-gram of an order with its plain count
+    lower = np.ones(1) # Probabilities of the order below; below unigrams there is only the empty context
+    estimate: Estimate | None = None # And its estimate, without backoffs
+    last_plain = True  # lmplz enters the very last n-gram of an order with its plain count
     for n, (t, kept) in enumerate(zip(tables, keep)):
         adjusted = _adjusted_counts(tables, n)
         last_plain = last_plain and t.first[-1] != BOS and n < len(tables) - 1
         discounts, fallback = _discounts(adjusted, t.count[-1] if last_plain else None)
         discount = np.where(kept, discounts[np.minimum(adjusted, 3)], adjusted) # A pruned n-gram gives all it has
-        n_contexts = 1 if n == 0 else len(lower)
-        total = np.bincount(t.context, weights=adjusted, minlength=n_contexts)
-        gamma = np.divide(np.bincount(t.context, weights=discount, minlength=n_contexts), total,
-                          out=np.ones(n_contexts), where=total > 0)
-        if n > 0: yield estimate._replace(backoff=np.log10(gamma, dtype=np.float32, casting='same_kind'))
+        total = np.bincount(t.context, weights=adjusted, minlength=len(lower))
+        gamma = np.divide(np.bincount(t.context, weights=discount, minlength=len(lower)), total,
+                          out=np.ones(len(lower)), where=total > 0)
+        if estimate is not None: yield estimate._replace(backoff=np.log10(gamma, dtype=np.float32, casting='same_kind'))
         prob = np.subtract(adjusted, discount, out=discount)
         prob /= total[t.context]
         backed_off = gamma[t.context]
@@ -191,7 +190,7 @@ def kneser_ney(
         log_prob = np.minimum(np.log10(prob), 0).astype(np.float32)
         estimate = Estimate(log_prob, np.zeros(len(prob), np.float32), fallback)
         lower = prob
-    yield estimate
+    if estimate is not None: yield estimate
 
 # %% ../../nbs/lm/03_kneser_ney.ipynb #c030
 def _word_ids(tables: list[CountTable], n: int, rows: np.ndarray) -> np.ndarray:

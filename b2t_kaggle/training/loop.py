@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INTERRUPTED', 'StepResult', 'Trainer', 'start_from', 'check_finite', 'check_scale', 'noted_interrupt', 'Loop',
-           'result_of', 'checkpoint_bytes', 'fit']
+           'result_of', 'checkpoint_bytes', 'TrainerClass', 'fit']
 
 # %% ../../nbs/training/07_loop.ipynb #c002
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -206,7 +206,7 @@ def start_from(
 ) -> None:
     "Initial weights from a trained model. Raises `CheckpointError`, or `TrainingError` for a model of another shape."
     trained, cfg = load(path, 'in this training')
-    transfer_weights(weights, trained, model.is_per_day, day_of, cfg.data.sessions, path)
+    transfer_weights(weights, trained, model.is_per_day, day_of, cfg.data.known_sessions, path)
 
 # %% ../../nbs/training/07_loop.ipynb #c016
 def _what_is_wrong(
@@ -450,8 +450,14 @@ def _check_space(trainer: Trainer, out: Path) -> None:
     if problem := trainer.gather(problem)[0]: raise WriteError(problem)
 
 # %% ../../nbs/training/07_loop.ipynb #c047
+class TrainerClass(Protocol):
+    "A framework's class derived from `Trainer`, as `fit` makes one of it."
+    framework: str
+    def __call__(self, store: TrialStore, store_val: TrialStore | None, cfg: Config, backend: Any,
+                 checkpoint: Path | None, /) -> Trainer: ...
+
 def fit(
-    trainer_class: type[Trainer],  # Called with the stores, the configuration, the backend and the checkpoint
+    trainer_class: TrainerClass,   # The framework's
     start: Callable[[], Any],      # Starts the devices; returns a backend with `device`, `gather` and `close`
     store: TrialStore,             # Training trials
     store_val: TrialStore | None,  # Validation trials; without any the last weights count as the best

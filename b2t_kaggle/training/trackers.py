@@ -12,7 +12,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -207,11 +207,11 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = dict(
 _TITLES = dict(tensorboard='TensorBoard', wandb='Weights & Biases', mlflow='MLflow')
 
 def tracker_names(
-    log: list[str] | None, # `train.log`
-    framework: str,        # That trains
+    log: Sequence[str] | None, # `train.log`
+    framework: str, # That trains
 ) -> list[str]:
     "The trackers of a training."
-    if log is not None: return log
+    if log is not None: return list(log)
     return ['tensorboard'] if framework == 'tensorflow' else []
 
 def check_trackers(
