@@ -38,7 +38,7 @@ sys.dont_write_bytecode = False
 os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0'
 
 # Almost all that lives was imported and stays: Python looks for cycles less often, and not in it (a twentieth of the
-# processor time)
+# processor time). tests/no_network does the same in what tests start
 gc.set_threshold(50_000, 20, 50)
 
 # Tests reach this machine alone, as does what they start, unless a variable asks for what needs the network

@@ -1,6 +1,7 @@
 """Nothing but this machine can be reached. Python imports a module of this name when it starts, if it is on the path:
 conftest.py puts it there, for what tests start. What is not Python (Redis, a kernel's ZeroMQ) is not asked."""
 import errno
+import gc
 import ipaddress
 import os
 import socket
@@ -33,3 +34,7 @@ def _guard(event, args):
 
 
 sys.addaudithook(_guard)
+
+# What tests start imports a framework and ends soon: Python looks for cycles less often (a seventh of the processor
+# time of the pipeline's tests)
+gc.set_threshold(50_000, 20, 50)
