@@ -4,6 +4,7 @@ import gzip
 import math
 import re
 import resource
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,7 @@ def test_full_disks(model, tmp_path, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     path = tmp_path/'lm.arpa'
     path.write_bytes(model[1].read_bytes())
+    monkeypatch.setattr(sys, 'dont_write_bytecode', True) # Compiled modules would be cut, too
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1])) # No file grows beyond 64 kB
     try:

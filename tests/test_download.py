@@ -87,6 +87,7 @@ def test_what_came_of_another_file_is_thrown_away(server, tmp_path):
 
 DOWNLOAD = '''
 import os, resource, signal, sys, time
+sys.dont_write_bytecode = True # Compiled modules would be cut, too
 from b2t_kaggle.data.download import RemoteFile, download
 if sys.argv[3] == 'killed': time.sleep = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
 else: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
@@ -145,6 +146,7 @@ def test_a_disk_that_gets_full_while_unpacking(tmp_path):
     (tmp_path/'a.zip').write_bytes(zip_of({'small': b'1', 'large': CONTENT}))
     code = '''
 import resource, sys
+sys.dont_write_bytecode = True # Compiled modules would be cut, too
 from b2t_kaggle.data.download import unpack_zip
 resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
 unpack_zip(sys.argv[1], sys.argv[2])

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import h5py
 import numpy as np
@@ -95,11 +96,12 @@ WRITERS = {
 
 @contextmanager
 def largest_file(n_bytes):
-    "No file of this process grows beyond so many bytes."
+    "No file of this process grows beyond so many bytes; compiled modules would be cut, too."
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    try: yield
-    finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with patch.object(sys, 'dont_write_bytecode', True):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+        try: yield
+        finally: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def contents(folder):
@@ -178,6 +180,7 @@ def test_a_disk_that_is_full(small_disk):
 KILLED = '''
 import os, signal, sys
 from pathlib import Path
+from unittest.mock import patch
 from b2t_kaggle.files import atomic_path, replaced_folder, scratch_folder
 
 def write(k):
