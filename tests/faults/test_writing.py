@@ -180,7 +180,6 @@ def test_a_disk_that_is_full(small_disk):
 KILLED = '''
 import os, signal, sys
 from pathlib import Path
-from unittest.mock import patch
 from b2t_kaggle.files import atomic_path, replaced_folder, scratch_folder
 
 def write(k):
