@@ -585,16 +585,19 @@ def config_fields() -> dict[str, tuple[Any, str]]: # Default and description
         owners = {name: fields[k] for name, fields in models.items() if k in fields}
         keys[f'model.{k}'] = next(iter(owners.values())).default, _describe_field(k, owners)
     keys['model.name'] = ('gru', f'Architecture: {", ".join(models)}.')
-    return dict(sorted(keys.items(), key=lambda item: list(Config.model_fields).index(item[0].split('.')[0])))
+    place = {group: i for i, group in enumerate(Config.model_fields)}
+    return dict(sorted(keys.items(), key=lambda item: place[item[0].split('.')[0]]))
 
 def config_keys() -> dict[str, str]:
     "Every settable key, `group.field`, and its description."
     return {key: description for key, (_, description) in config_fields().items()}
 
 # %% ../nbs/08_config.ipynb #c045
-def _resolve(key: str) -> str:
-    "The full `group.field` of a key; a bare name must be unique."
-    keys = list(config_keys())
+def _resolve(
+    key: str,        # `group.field`, or a bare name, which must be unique
+    keys: list[str], # Every settable key
+) -> str:
+    "The full `group.field` of a key."
     if key in keys: return key
     ends = [k for k in keys if k.split('.')[1] == key]
     if len(ends) == 1: return ends[0]
@@ -650,8 +653,9 @@ def with_overrides(
 ) -> Config:                   # A new, validated configuration
     "`cfg` with some values replaced; raises `ConfigError` for an unknown key or a value out of range."
     groups = {}
+    keys = list(config_keys()) if overrides else []
     for key, value in overrides.items():
-        group, field = _resolve(key).split('.')
+        group, field = _resolve(key, keys).split('.')
         groups.setdefault(group, {})[field] = _parse(value)
     return _merge(cfg, groups)
 

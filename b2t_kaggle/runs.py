@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -245,26 +245,44 @@ class _Keyed(_Configured):
         active = plan(self.cfg)
         return [n for n in needs_of(name, self.cfg) if n in active]
 
+    def _hashes(self,
+        name: str,     # Stage
+        hash_of: Callable[[str, dict[str, str]], str], # Of a stage and the hashes of those that it needs
+    ) -> dict[str, str]:
+        "Hashes of a stage and of all before it, each computed once."
+        known = {}
+        def visit(stage: str) -> None:
+            needs = self._needs(stage)
+            for n in needs:
+                if n not in known: visit(n)
+            known[stage] = hash_of(stage, {n: known[n] for n in needs})
+        visit(name)
+        return known
+
+    def _fingerprint(self, name: str, earlier: dict[str, str]) -> str:
+        data = STAGES[name].shared and _DATA_SINCE
+        files = [mark if name == 'train' else mark[:2] for mark in self.marks(name)]
+        values = _stage_values(name, self.cfg, MAY_CHANGE | _NOT_IN_KEY)
+        return _sha([data, values, files, earlier])
+
     def fingerprint(self,
         name: str, # Stage
     ) -> str:
         """Hash of what a stage's files belong to; unlike the key it stays when files are only touched or moved,
         training is only prolonged, or b2t_kaggle has another version."""
-        data = STAGES[name].shared and _DATA_SINCE
-        files = [mark if name == 'train' else mark[:2] for mark in self.marks(name)]
-        earlier = {n: self.fingerprint(n) for n in self._needs(name)}
-        values = _stage_values(name, self.cfg, MAY_CHANGE | _NOT_IN_KEY)
-        return _sha([data, values, files, earlier])
+        return self._hashes(name, self._fingerprint)[name]
 
     def key(self,
         name: str, # Stage
     ) -> str:
         "Hash of everything that the result of a stage depends on."
-        code = _sha(code_cells(name))
-        files = self.marks(name)
-        earlier = {n: self.key(n) for n in self._needs(name)}
-        values = _stage_values(name, self.cfg, _NOT_IN_KEY)
-        return _sha([self.fingerprint(name), b2t_kaggle.__version__, code, values, files, earlier])
+        fingerprints = self._hashes(name, self._fingerprint)
+        def key_of(stage: str, earlier: dict[str, str]) -> str:
+            code = _sha(code_cells(stage))
+            values = _stage_values(stage, self.cfg, _NOT_IN_KEY)
+            version = b2t_kaggle.__version__
+            return _sha([fingerprints[stage], version, code, values, self.marks(stage), earlier])
+        return self._hashes(name, key_of)[name]
 
     def inputs(self,
         name: str, # Stage
