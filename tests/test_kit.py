@@ -8,16 +8,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def kit(*args, path=None, **env):
+def kit(*args, path=None, options=(), **env):
     "The command, without what the environment of these tests says of Pythons and folders."
     calm = {k: v for k, v in os.environ.items() if not k.startswith('B2T_')}
-    return subprocess.run(['/bin/bash', str(ROOT/'kit'), *args], capture_output=True, text=True, timeout=60,
+    return subprocess.run(['/bin/bash', *options, str(ROOT/'kit'), *args], capture_output=True, text=True, timeout=60,
                           env=calm | dict(PATH=path or os.environ['PATH']) | env)
 
 
 def tools(tmp_path, python):
     "A PATH with the system's small tools and a `python3` of our making, but no compiler."
-    for name in 'dirname sha256sum cut cat sed bash mkdir ls rm flock touch nproc'.split():
+    tmp_path.mkdir(exist_ok=True)
+    for name in 'basename dirname sha256sum cut cat sed bash mkdir ls rm flock touch nproc'.split():
         found = next((p for p in ('/usr/bin', '/bin') if (Path(p)/name).exists()), None)
         if found: (tmp_path/name).symlink_to(Path(found)/name)
     (tmp_path/'python3').write_text(f'#!/bin/bash\n{python}\n')
@@ -28,6 +29,25 @@ def tools(tmp_path, python):
 def test_no_python(tmp_path):
     r = kit('run', path=tools(tmp_path, 'exit 1'))
     assert r.returncode == 2 and r.stderr.startswith('kit: Python 3.11') and 'apt-get install python3' in r.stderr
+
+
+def test_a_python_that_was_asked_for_and_does_not_serve(tmp_path):
+    "No other is taken instead."
+    for python in ('python3', 'python3.9'):
+        r = kit('run', path=tools(tmp_path/python, 'exit 1'), B2T_PYTHON=python)
+        assert r.returncode == 2 and r.stderr.startswith(f'kit: B2T_PYTHON={python} is not a Python 3.11')
+
+
+@pytest.mark.parametrize('version, taken', [(':', '/usr/bin/python3'), ('echo "(3, 99)"; exit', 'python3')])
+def test_of_two_pythons_of_one_version_that_of_the_distribution_is_taken(version, taken, tmp_path):
+    own = '/usr/bin/python3'
+    whole = 'import ensurepip, sys, sysconfig; open(sysconfig.get_path("include") + "/Python.h"); sys.exit(%s)'
+    if subprocess.run([own, '-c', whole % 'not (3, 11) <= sys.version_info < (3, 14)'], capture_output=True).returncode:
+        pytest.skip('the distribution has no Python 3.11 to 3.13 with venv and headers')
+    path = tools(tmp_path, f'case "$2" in *print*version*) {version};; esac\nexec {own} "$@"')
+    r = kit('env', 'kenlm', path=path, options=['-x'], B2T_ENVS=str(tmp_path/'envs'))
+    assert r.returncode == 2 # There is no compiler
+    assert f'\n+ py={taken if taken[0] == "/" else tmp_path/taken}\n' in r.stderr
 
 
 # A Python without venv and headers, older than 3.13 or not
