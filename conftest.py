@@ -89,7 +89,7 @@ def unkept_shell(path):
     """The shell of a notebook at `path`, which goes with its test. IPython would keep it, with what the notebook has
     defined, and empty all of them when the process ends, which takes a minute for ninety notebooks."""
     from execnb.shell import CaptureShell
-    shell = CaptureShell(path)
+    shell = CaptureShell(path, mpl_format='png') # Nobody sees the plots, so a quarter of the pixels does
     atexit.unregister(shell.atexit_operations)
     return shell
 
