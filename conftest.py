@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,7 @@ from hypothesis import settings
 
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT/'tools'))
-from compiled import keep_compiled, keep_programs, take_compiled  # noqa: E402
+from compiled import keep_compiled, keep_programs, number_names, take_compiled  # noqa: E402
 
 # A busy machine is no failure
 settings.register_profile('kit', deadline=None)
@@ -144,6 +145,9 @@ def seed_draws():
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
     seed_draws()
+    if 'tensorflow' in item.path.parts: # It is going to be imported
+        with suppress(ImportError): import_module('tensorflow')
+    number_names(item.nodeid)
     return (yield from _without_kenlm())
 
 

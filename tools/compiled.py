@@ -1,12 +1,14 @@
 """What was compiled once: what Numba compiled in a checkout, for other checkouts of the same sources, with which tests
 and documentation begin; and the programs that XLA compiled for TensorFlow, for later tests."""
 import hashlib
+import itertools
 import os
 import platform
 import re
 import shutil
 import sys
 import tempfile
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -87,3 +89,12 @@ def keep_programs(environ=os.environ):
         for p in files: p.unlink(missing_ok=True)
     if ' ' not in str(folder): # which would end the flag
         environ.setdefault('TF_XLA_FLAGS', f'--tf_xla_persistent_cache_directory={folder}')
+
+
+def number_names(test):
+    """Have a test name TensorFlow's functions and Keras' layers alike, whichever ran before it in its process: both
+    number names as they come, and a kept program is found by the names in it. Tests share no number."""
+    ops = sys.modules.get('tensorflow.python.framework.ops')
+    keras = sys.modules.get('keras')
+    if ops: ops.uid = itertools.count(zlib.crc32(test.encode()) << 20).__next__
+    if keras: keras.utils.clear_session(free_memory=False)
