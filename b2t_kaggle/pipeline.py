@@ -83,6 +83,14 @@ def _needed_next(run: Run, name: str) -> list[str]:
     # An optimiser is going to import torch._dynamo
     return ['b2t_kaggle.pytorch.launch', 'b2t_kaggle.pytorch.inference', 'torch._dynamo']
 
+def _set_variables() -> None:
+    "Environment variables that the processes of all stages read when they begin, unless they are set."
+    # Two processes that wait for each other by spinning halve each other's speed where cores are shared
+    os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up says much that nobody can act on
+    os.environ.setdefault('PYTHONWARNINGS', 'ignore:IProgress not found')  # tqdm's, of widgets that nobody looks at
+
+
 # %% ../nbs/14_pipeline.ipynb #c309
 def execute(
     run: Run,  # The run
@@ -94,10 +102,7 @@ def execute(
     source = notebook_path(name)
     out = run.dir/'notebooks'/source.name
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Two processes that wait for each other by spinning halve each other's speed where cores are shared
-    os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up says much that nobody can act on
-    os.environ.setdefault('PYTHONWARNINGS', 'ignore:IProgress not found')  # tqdm's, of widgets that nobody looks at
+    _set_variables()
     parameters = dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute()), overrides=run.unsaved())
     # No warning about loopback without encryption at every stage, and no word when jupyter ends a kernel. What the
     # processes of a stage say comes to the terminal by itself; ipykernel would pass it on as well
@@ -313,6 +318,7 @@ def run_stages(
         _check_trackers(run)
     if pending & {'lm', 'decode'}: _check_language_model(run.cfg.lm.path)
     _check_what_is_given(run, pending)
+    _set_variables()
     kernels = forked_kernels() if pending else nullcontext()
     with session(session_hours(run.cfg.session.hours, kind)) as deadline, kernels:
         for name, stage in stages.items():

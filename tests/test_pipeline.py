@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -15,10 +16,11 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from b2t_kaggle import cli, pipeline
+from b2t_kaggle import cli, kernels, pipeline
 from b2t_kaggle.comparison import read_results
 from b2t_kaggle.config import preset
 from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.kernels import can_fork
 from b2t_kaggle.logits import LogitError, LogitStore
 from b2t_kaggle.metrics import total, word_errors
 from b2t_kaggle.pipeline import run_stages
@@ -247,6 +249,20 @@ with {kernels}(): pipeline.execute(Run('run', '.'), 'says')
     r = subprocess.run([sys.executable, '-c', script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert r.returncode == 0, r.stderr
     assert [line for line in r.stderr.splitlines() if line in ('a process', 'a cell')] == ['a process', 'a cell']
+
+
+@pytest.mark.skipif(not can_fork(), reason='kernels are not forked here')
+def test_the_process_that_kernels_are_forks_of_has_their_variables(monkeypatch, tmp_path):
+    "OpenMP and TensorFlow read them when they are imported, which it does."
+    monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
+    found = []
+    def execute(run, name):
+        pid = kernels._server.get().process.pid
+        found.extend(Path(f'/proc/{pid}/environ').read_text().split('\0'))
+        raise PipelineError('seen')
+    monkeypatch.setattr(pipeline, 'execute', execute)
+    with pytest.raises(PipelineError, match='^seen$'): run_stages(Run(tmp_path/'run', tmp_path), 'simulate')
+    assert 'OMP_WAIT_POLICY=PASSIVE' in found
 
 
 def test_the_official_configuration_runs_as_it_is(finished, tmp_path, here):
