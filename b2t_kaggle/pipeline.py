@@ -90,7 +90,6 @@ def _set_variables() -> None:
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up says much that nobody can act on
     os.environ.setdefault('PYTHONWARNINGS', 'ignore:IProgress not found')  # tqdm's, of widgets that nobody looks at
 
-
 # %% ../nbs/14_pipeline.ipynb #c309
 def execute(
     run: Run,  # The run
