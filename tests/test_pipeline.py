@@ -20,7 +20,6 @@ from b2t_kaggle import cli, kernels, pipeline
 from b2t_kaggle.comparison import read_results
 from b2t_kaggle.config import preset
 from b2t_kaggle.data.store import TrialStore
-from b2t_kaggle.kernels import can_fork
 from b2t_kaggle.logits import LogitError, LogitStore
 from b2t_kaggle.metrics import total, word_errors
 from b2t_kaggle.pipeline import run_stages
@@ -251,7 +250,7 @@ with {kernels}(): pipeline.execute(Run('run', '.'), 'says')
     assert [line for line in r.stderr.splitlines() if line in ('a process', 'a cell')] == ['a process', 'a cell']
 
 
-@pytest.mark.skipif(not can_fork(), reason='kernels are not forked here')
+@pytest.mark.skipif(not kernels.can_fork(), reason='kernels are not forked here')
 def test_the_process_that_kernels_are_forks_of_has_their_variables(monkeypatch, tmp_path):
     "OpenMP and TensorFlow read them when they are imported, which it does."
     monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
