@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,22 @@ def _with_variables(variables: dict[str, str], function: Callable, arguments: tu
 def call_with(variables: dict[str, str], function: Callable, *arguments) -> BaseProcess:
     "Call a function in a copy in which environment variables have these values."
     return call(_with_variables, variables, function, arguments)
+
+
+def _heard(folder: Path, function: Callable, arguments: tuple) -> None:
+    for i, name in ((1, 'stdout'), (2, 'stderr')):
+        with (folder/name).open('wb') as file: os.dup2(file.fileno(), i)
+    function(*arguments)
+
+
+def hear(variables: dict[str, str], folder: Path, function: Callable, *arguments, seconds: float = 800) -> str:
+    """Call a function in a copy in which environment variables have these values, and return what it prints. It must
+    succeed. What it says goes to files in `folder`."""
+    p = call_with(variables, _heard, folder, function, arguments)
+    p.join(seconds)
+    p.kill()
+    assert p.exitcode == 0, f'exit code {p.exitcode}: {(folder/"stderr").read_text()[-3000:]}'
+    return (folder/'stdout').read_text()
 
 
 def call_as_ranks(n: int, function: Callable, *arguments, seconds: float = 300) -> int:

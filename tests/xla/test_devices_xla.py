@@ -2,19 +2,36 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import copies
+
+
+def variables(n): return dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n))
 
 
 def python(code, tmp_path, n):
-    "Run code in a new process with `n` XLA devices."
-    env = os.environ | dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n), PYTHONPATH=os.pathsep.join(sys.path))
+    "What code prints in a new process with `n` XLA devices."
+    env = os.environ | variables(n) | dict(PYTHONPATH=os.pathsep.join(sys.path))
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=300,
                           cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+def run_in(folder, code):
+    os.chdir(folder)
+    exec(code, {})
+
+
+def python_in_a_copy(code, folder, n):
+    "What code prints in a process that has imported PyTorch/XLA and started nothing."
+    copies.start(['train_toy'])
+    return copies.hear(variables(n), folder, run_in, folder, code)
 
 
 COUNT = """
@@ -67,7 +84,7 @@ def plain(tmp_path_factory):
     def get(n):
         if n not in found:
             folder = tmp_path_factory.mktemp('plain')
-            found[n] = python(CACHE.format('') + REFUSE, folder, n).splitlines(), folder
+            found[n] = python_in_a_copy(CACHE.format('') + REFUSE, folder, n).splitlines(), folder
         return found[n]
     return get
 
@@ -81,7 +98,7 @@ def test_programs_are_kept_on_disk_where_the_backend_can_read_them_back(plain, t
     assert first.split() == ['36.0', 'None', 'True']
     assert not (folder/'cache').exists()
     as_tpu = CACHE.format("xr.device_type = lambda: 'TPU'")
-    assert python(as_tpu, tmp_path, n).split() == ['36.0', 'cache', 'True']
+    assert python_in_a_copy(as_tpu, tmp_path, n).split() == ['36.0', 'cache', 'True']
     assert list((tmp_path/'cache').iterdir())
 
 

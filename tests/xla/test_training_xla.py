@@ -5,8 +5,6 @@ What computes on XLA is in processes of their own (train_toy.py): torch_xla star
 settled then."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,9 @@ import pytest
 
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import copies
 from test_trainer import config, open_stores, write_toy
+from train_toy import write_result
 
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
@@ -43,12 +43,10 @@ def data(tmp_path_factory):
 def xla(what, data, out, overrides, n=1):
     "What train_toy.py found, on `n` XLA devices of the processor; a DeprecationWarning ends it."
     out.mkdir(exist_ok=True)
-    env = os.environ | {'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': str(n), 'PYTHONPATH': os.pathsep.join(sys.path)}
-    script = str(Path(__file__).with_name('train_toy.py'))
-    command = [sys.executable, script, what, str(data), str(out), json.dumps(overrides)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((out/'result.json').read_text()) | {'said': done.stdout}
+    copies.start(['train_toy'])
+    variables = {'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': str(n)}
+    said = copies.hear(variables, out, write_result, what, data, out, overrides)
+    return json.loads((out/'result.json').read_text()) | {'said': said}
 
 
 SIZES = {'data.batch_size': 8, 'n_buckets': 2}

@@ -1,5 +1,5 @@
-"""Trains a toy on an XLA device and writes what happened as JSON; a process of its own, because torch_xla starts
-once. Called by test_training_xla.py."""
+"""Trains a toy on an XLA device and writes what happened as JSON; in a process of its own, because torch_xla starts
+once. Called by test_training_xla.py, in copies of a process that has imported this module and started nothing."""
 
 import json
 import sys
@@ -61,11 +61,8 @@ def steps_of_each(stores, configs):
     return found
 
 
-if __name__ == '__main__':
-    what = sys.argv[1]
-    data = Path(sys.argv[2])
-    out = Path(sys.argv[3])
-    overrides = json.loads(sys.argv[4])
+def write_result(what, data, out, overrides):
+    "What was found, in result.json."
     on_xla = {'accelerator': 'xla'}
     if what == 'encoders':
         configs = {name: encoders.config(name, **on_xla | changes) for name, changes in overrides.items()}
