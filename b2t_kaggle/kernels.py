@@ -175,4 +175,7 @@ def kernel_manager(
             local.process = server.fork(kernel_cmd, options['env'], options.get('cwd'), following)
             local.pid = local.pgid = local.process.pid
 
+        async def _async_wait(self, pollinterval=0.005): # A kernel that was killed is gone at once
+            await super()._async_wait(pollinterval)
+
     return ForkedKernelManager

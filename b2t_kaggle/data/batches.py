@@ -68,6 +68,7 @@ class DayBalancedSampler:
             raise ValueError(f'batch_size {batch_size} is smaller than days_per_batch {days_per_batch}; '
                              'raise data.batch_size')
         self._must_include = _resolve_days(must_include_days or [], self.days, days_per_batch)
+        self._others = np.setdiff1d(self.days, self._must_include)
 
     def batch(self,
         step: int, # Any step, in any order
@@ -75,16 +76,22 @@ class DayBalancedSampler:
         "Trials [batch_size] of the batch of a step, day by day."
         rng = np.random.default_rng([self.seed, step])
         n_others = self.days_per_batch - len(self._must_include)
-        others = rng.choice(np.setdiff1d(self.days, self._must_include), n_others, replace=False)
+        others = rng.choice(self._others, n_others, replace=False)
         days = np.concatenate([self._must_include, others]).astype(int)
         n_per_day, n_left = divmod(self.batch_size, self.days_per_batch)
         one_more = rng.permutation(self.days_per_batch) < n_left
-        return np.concatenate([rng.choice(self._group(d, step), n_per_day + more) for d, more in zip(days, one_more)])
+        group = self._group(step)
+        return np.concatenate([rng.choice(self._trials_in(group, d), n_per_day + more)
+                               for d, more in zip(days, one_more)])
 
-    def _group(self, day: int, step: int) -> np.ndarray:
-        "The trials of a day that a step draws from; where the day does not divide evenly, neighbouring groups overlap."
+    def _group(self, step: int) -> int:
+        "The group of trials of similar length that a step draws from."
+        if self.length_groups == 1: return 0
         turn, place = divmod(step, self.length_groups)
-        group = np.random.default_rng([self.seed, 1, turn]).permutation(self.length_groups)[place]
+        return np.random.default_rng([self.seed, 1, turn]).permutation(self.length_groups)[place]
+
+    def _trials_in(self, group: int, day: int) -> np.ndarray:
+        "The trials of a day in a group; where the day does not divide evenly, neighbouring groups overlap."
         trials = self._trials[day]
         begin = len(trials)*group//self.length_groups
         end = -(-len(trials)*(group + 1)//self.length_groups)  # rounded up
