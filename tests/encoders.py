@@ -37,7 +37,7 @@ def config(name: str, **changes) -> Config:
     model = {f'model.{k}': v for k, v in SMALL.items() if k in fields}
     model |= {'model.name': name, 'model.neural_dim': len(FEATURES), 'model.n_classes': N_CLASSES}
     data = {'data.feature_subset': FEATURES, 'data.batch_size': 4, 'data.days_per_batch': 2, 'data.n_buckets': 2}
-    train = dict(num_training_batches=200, batches_per_val_step=100, batches_per_save=20, lr_warmup_steps=5,
+    train = dict(num_training_batches=100, batches_per_val_step=50, batches_per_save=20, lr_warmup_steps=5,
                  lr_max=.01, lr_max_day=.001, accelerator='cpu', smooth_data=False)
     return with_overrides(preset('demo'), model | variant | data | train | NOTHING_RANDOM | changes)
 

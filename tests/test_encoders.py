@@ -112,7 +112,7 @@ def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
     step = load_file(tmp_path/'last.pt')['step']
     train(*open_toy(data), config(name), tmp_path, progress=False)
     again, never = (load_file(folder/'last.pt') for folder in (tmp_path, trained(name)[0]))
-    assert 0 < step < again['step'] == never['step'] == 200
+    assert 0 < step < again['step'] == never['step'] == 100
     for k, v in never['model_state_dict'].items(): assert torch.equal(v, again['model_state_dict'][k]), k
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -130,10 +131,11 @@ FLOORS = (
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 
 
+@cache
 def imported(module):
     "What the module's source imports, at its top or inside functions: dotted names, of modules or of names in them."
     package = module if source(module).name == '__init__.py' else module.rpartition('.')[0]
-    return names_imported(source(module).read_text(), package)
+    return list(names_imported(source(module).read_text(), package))
 
 
 def names_imported(code, package=''):

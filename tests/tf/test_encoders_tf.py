@@ -86,9 +86,9 @@ def test_continues_exactly_after_a_kill(name, data, trained, tmp_path):
     "SIGKILL as soon as there is a checkpoint; the weights are those of a run that was never killed, bit for bit."
     start_copies()
     kill_behind_a_checkpoint(train_in_a_copy, (data, name, tmp_path), tmp_path/'last.weights.h5', steps=50)
-    assert 0 < load_last(tmp_path/'last.weights.h5')['run']['step'] < 200
+    assert 0 < load_last(tmp_path/'last.weights.h5')['run']['step'] < 100
     result = train(*open_toy(data), config(name), tmp_path, progress=False)
-    assert result['step'] == 200
+    assert result['step'] == 100
     again, never = (load_model(folder/'best.weights.h5')[0].to_state() for folder in (tmp_path, trained(name)[0]))
     for k, v in never.items(): np.testing.assert_array_equal(v, again[k], err_msg=k)
 
