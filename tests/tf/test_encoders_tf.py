@@ -12,7 +12,7 @@ import copies
 import encoders
 from encoders import open_toy, write_toy
 from killed import ask_before_each_step, kill_behind_a_checkpoint
-from train_toy import first_steps, write_first_steps
+from train_toy import first_steps, start_copies, write_first_steps
 
 from b2t_kaggle.convert import convert
 from b2t_kaggle.schema import ConfigError
@@ -69,11 +69,6 @@ def test_padding_changes_nothing(name, trained):
     assert clean.shape[1] == cfg.model.n_frames(60)
     alone = model(x[1:, :31], np.array([1])).numpy()
     np.testing.assert_allclose(clean[1, :n], alone[0, :n], rtol=1e-4, atol=1e-4)
-
-
-def start_copies():
-    "What they have imported starts no device, and so no thread of TensorFlow."
-    copies.start(['b2t_kaggle.tensorflow.trainer'])
 
 
 def train_in_a_copy(allowed, folder, name, out):

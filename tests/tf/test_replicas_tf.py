@@ -1,20 +1,29 @@
 """The notebooks that hand batches to replicas hold with two of them, as with one: each in a process of its own, because
 devices are settled before TensorFlow starts."""
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import copies
+from train_toy import start_copies
+
 ROOT = Path(__file__).parents[2]
 
 
+def run_notebook(path):
+    "As nbdev_test does."
+    from nbdev.config import get_config
+    from nbdev.test import test_nb as run
+    os.chdir(ROOT)
+    passed, _ = run(path, skip_flags=get_config().tst_flags.split(), basepath=ROOT)
+    assert passed
+
+
 @pytest.mark.parametrize('notebook', ['07_feed', '08_evaluate'])
-def test_with_two_replicas(notebook):
-    path = f'nbs/tensorflow/{notebook}.ipynb'
-    command = [Path(sys.executable).with_name('nbdev_test'), '--path', path, '--n_workers', '0', '--do_print']
-    env = os.environ | {'REPLICAS': '2', 'PYTHONPATH': os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+def test_with_two_replicas(notebook, tmp_path):
+    start_copies()
+    copies.hear({'REPLICAS': '2'}, tmp_path, run_notebook, ROOT/'nbs'/'tensorflow'/f'{notebook}.ipynb', seconds=300)

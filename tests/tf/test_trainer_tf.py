@@ -1,7 +1,5 @@
 "The TensorFlow trainer: PyTorch's steps, the same on eight devices as on one, and exact resume after SIGKILL."
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import copies
 from killed import ask_before_each_step, kill_behind_a_checkpoint
 from test_trainer import FEATURES, SESSIONS, config, open_stores, write_toy
-from train_toy import steps
+from train_toy import start_copies, steps, write_steps
 
 from b2t_kaggle.devices.tensorflow import configure_mixed_precision
 from b2t_kaggle.devices.torch import pick_torch
@@ -47,22 +45,6 @@ def stores(tmp_path_factory):
     folder = tmp_path_factory.mktemp('toy')
     write_toy(folder)
     return open_stores(folder)
-
-
-def process(task, stores, out, overrides, n=1):
-    "train_toy.py on so many logical devices."
-    out.mkdir(exist_ok=True)
-    script = str(Path(__file__).with_name('train_toy.py'))
-    overrides = json.dumps({'n_buckets': 1} | overrides)
-    args = [sys.executable, script, task, str(n), str(stores[0].path.parent), str(out), overrides]
-    env = os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
-    return subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def result_of(p, out):
-    stdout, stderr = p.communicate(timeout=500)
-    assert p.returncode == 0, stderr[-3000:]
-    return json.loads((out/'result.json').read_text()) | {'stdout': stdout}
 
 
 TRIPLE = {'model.name': 'triple_gru', 'noise_units': 8, 'adversarial_schedule': 'ramp'}
@@ -108,9 +90,12 @@ def test_a_compiler_sees_the_same_program_whatever_a_step_draws(stores):
 def test_eight_devices_take_the_same_steps_as_one(stores, tmp_path):
     "Noise, cuts and dropout included; eight are not compiled by XLA, one is."
     sizes = {'data.batch_size': 16}
-    p = process('steps', stores, tmp_path, sizes, n=8)
+    start_copies()
+    p = copies.call(write_steps, tmp_path/'eight.json', 8, stores[0].path.parent, cpu_config(**sizes))
     one = steps(new_trainer(stores, **sizes), 6)
-    eight = result_of(p, tmp_path)
+    p.join(500)
+    assert p.exitcode == 0
+    eight = json.loads((tmp_path/'eight.json').read_text())
     assert (one['n'], eight['n'], eight['traces']) == (1, 8, 1)
     for k in ('losses', 'norms'): np.testing.assert_allclose(eight[k], one[k], rtol=1e-4, err_msg=k)
     assert eight['val']['val_loss'] == pytest.approx(one['val']['val_loss'], rel=1e-4)
@@ -123,7 +108,7 @@ def train_in_a_copy(allowed, folder, overrides, out):
 
 def killed_run(stores, out, overrides):
     "A run that is killed some steps after its first checkpoint. Returns the step that it had saved."
-    copies.start(['b2t_kaggle.tensorflow.trainer']) # Which starts no device, and so no thread of TensorFlow
+    start_copies()
     last = out/'last.weights.h5'
     arguments = stores[0].path.parent, overrides, out
     kill_behind_a_checkpoint(train_in_a_copy, arguments, last, steps=30, delay=.1)

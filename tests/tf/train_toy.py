@@ -1,5 +1,5 @@
-"""Trains a toy on some logical devices of the processor, whose number is settled when TensorFlow starts: a process of
-its own."""
+"""Trains a toy, also on some logical devices of the processor. Their number is settled when TensorFlow starts, so that
+is done in a copy of a process that has imported it and started nothing."""
 import json
 import sys
 from pathlib import Path
@@ -7,12 +7,17 @@ from pathlib import Path
 import tensorflow as tf
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import copies
 import encoders
-from test_trainer import config
+from test_trainer import open_stores
 
-from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.tensorflow.feed import start
-from b2t_kaggle.tensorflow.trainer import Trainer, train
+from b2t_kaggle.tensorflow.trainer import Trainer
+
+
+def start_copies():
+    "What they have imported starts no device, and so no thread of TensorFlow."
+    copies.start(['b2t_kaggle.tensorflow.trainer'])
 
 
 def steps(t, n):
@@ -35,6 +40,12 @@ def first_steps(name, folder, **changes):
                 n=trainer.backend.n_devices)
 
 
+def write_steps(path, n, folder, cfg):
+    "Those on so many devices, of a toy that `test_trainer` wrote, as JSON."
+    split_processor(n)
+    path.write_text(json.dumps(steps(Trainer(*open_stores(folder), cfg, start('cpu')), 6)))
+
+
 def write_first_steps(path, n, *arguments):
     "Those on so many devices, as JSON."
     split_processor(n)
@@ -44,16 +55,3 @@ def write_first_steps(path, n, *arguments):
 def split_processor(n):
     cpu, = tf.config.list_physical_devices('CPU')
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * n)
-
-
-if __name__ == '__main__':
-    task, n, data, out, overrides = sys.argv[1:]
-    n = int(n)
-    data = Path(data)
-    out = Path(out)
-    if n > 1: split_processor(n)
-    stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
-    cfg = config(**{'accelerator': 'cpu'} | json.loads(overrides))
-    if task == 'steps': result = steps(Trainer(*stores, cfg, start('cpu')), 6)
-    else: result = train(*stores, cfg, out, progress=False)
-    (out/'result.json').write_text(json.dumps(result))
