@@ -64,11 +64,11 @@ def checkout(tmp_path_factory):
 
 
 def share_compiled(root):
-    "What Numba compiled here serves the copy's equal modules, too; it goes by size and time of the source."
+    "What Python and Numba compiled here serves the copy's equal modules, too; they go by size and time of the source."
     for module in (ROOT/'b2t_kaggle').rglob('*.py'):
         copy = root/module.relative_to(ROOT)
         if copy.read_bytes() == module.read_bytes(): shutil.copystat(module, copy)
-    caches = ('*.nb[ic]', 'numba-*')  # conftest.py says what the latter is
+    caches = ('*.pyc', '*.nb[ic]', 'numba-*')  # tools/compiled.py says what the latter is
     for compiled in itertools.chain(*((ROOT/'b2t_kaggle').rglob(f'__pycache__/{files}') for files in caches)):
         copy = root/compiled.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
