@@ -8,15 +8,12 @@ import pytest
 
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import copies
-
-
-def variables(n): return dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n))
+from train_toy import hear, on_devices
 
 
 def python(code, tmp_path, n):
     "What code prints in a new process with `n` XLA devices."
-    env = os.environ | variables(n) | dict(PYTHONPATH=os.pathsep.join(sys.path))
+    env = os.environ | on_devices(n) | dict(PYTHONPATH=os.pathsep.join(sys.path))
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=300,
                           cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -30,8 +27,7 @@ def run_in(folder, code):
 
 def python_in_a_copy(code, folder, n):
     "What code prints in a process that has imported PyTorch/XLA and started nothing."
-    copies.start(['train_toy'])
-    return copies.hear(variables(n), folder, run_in, folder, code)
+    return hear(n, folder, run_in, folder, code)
 
 
 COUNT = """

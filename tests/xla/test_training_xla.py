@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import copies
 from test_trainer import config, open_stores, write_toy
-from train_toy import write_result
+from train_toy import hear, write_result
 
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
@@ -43,9 +42,7 @@ def data(tmp_path_factory):
 def xla(what, data, out, overrides, n=1):
     "What train_toy.py found, on `n` XLA devices of the processor; a DeprecationWarning ends it."
     out.mkdir(exist_ok=True)
-    copies.start(['train_toy'])
-    variables = {'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': str(n)}
-    said = copies.hear(variables, out, write_result, what, data, out, overrides)
+    said = hear(n, out, write_result, what, data, out, overrides)
     return json.loads((out/'result.json').read_text()) | {'said': said}
 
 

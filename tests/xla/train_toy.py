@@ -11,6 +11,7 @@ warnings.simplefilter('error', DeprecationWarning)
 import torch_xla.debug.metrics as met  # before anything computes on the CPU
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import copies
 import encoders
 from test_trainer import config
 
@@ -21,6 +22,15 @@ from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import start
 from b2t_kaggle.pytorch.trainer import Trainer, train
 from b2t_kaggle.training.trials import bucket_lengths
+
+
+def on_devices(n): return dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(n))
+
+
+def hear(n, folder, function, *arguments):
+    "What a function prints in a copy with `n` XLA devices of the processor; see `copies.hear`."
+    copies.start(['train_toy'])
+    return copies.hear(on_devices(n), folder, function, *arguments)
 
 
 def compilations(): return met.metric_data('CompileTime')[0]
