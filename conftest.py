@@ -90,8 +90,11 @@ def unkept_shell(path):
     """The shell of a notebook at `path`, which goes with its test. IPython would keep it, with what the notebook has
     defined, and empty all of them when the process ends, which takes a minute for ninety notebooks."""
     from execnb.shell import CaptureShell
-    shell = CaptureShell(path, mpl_format='png') # Nobody sees the plots, so a quarter of the pixels does
+    shell = CaptureShell(path, mpl_format='png')
     atexit.unregister(shell.atexit_operations)
+    # Nobody sees the plots: few pixels do, and no second drawing to find what of the margin is empty
+    shell.run("import matplotlib; matplotlib.rcParams['figure.dpi'] = 40")
+    shell.run("set_matplotlib_formats('png', bbox_inches=None)")
     return shell
 
 
@@ -114,6 +117,9 @@ def shares_compiled(config):
 
 
 def pytest_configure(config):
+    # A worker ends when all that registers itself from here on is done: Python would then take ten seconds to empty its
+    # frameworks
+    if hasattr(config, 'workerinput'): atexit.register(os._exit, 0)
     with suppress(OSError): # Where the cache cannot be read or written, more is compiled
         if shares_compiled(config):
             take_compiled()
