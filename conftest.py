@@ -131,6 +131,12 @@ def pytest_unconfigure(config):
         if shares_compiled(config): keep_compiled()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish():
+    "Nobody waits for pytest to search all that tests have left for cycles, five times, when they are done."
+    gc.freeze()
+
+
 def pytest_addoption(parser):
     parser.addoption('--faults', type=int, default=12, metavar='N',
                      help='cases of damage that tests/faults draws for each kind of file')
