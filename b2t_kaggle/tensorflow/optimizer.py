@@ -28,8 +28,8 @@ def clip(
 
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c009
 def _per_row(values: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
-    "A number for each row of a variable, or one for all `[1]`, with as many dimensions as the variable."
-    return tf.reshape(values, [-1] + [1] * (len(variable.shape) - 1))
+    "A number for each row of a variable, with as many dimensions as the variable; one for all `[1]` stays as it is."
+    return values if values.shape == [1] else tf.reshape(values, [-1] + [1] * (len(variable.shape) - 1))
 
 def _zeros(shape) -> tf.Variable: return tf.Variable(tf.zeros(shape), trainable=False)
 
@@ -60,15 +60,17 @@ class StackedAdamW:
         usable: tf.Tensor | bool = True, # False leaves everything as it is
     ) -> None:
         "Update variables and state."
+        of_days, of_all = (tf.where(usable, updates, 0.) for updates in (in_batch, tf.ones([1])))
         for name, grad in grads.items():
             w = self.variables[name]
             state = self.state[name]
             rate, decay = self.groups[name]
-            active = tf.where(usable, in_batch if name in self.per_day else tf.ones([1]), 0.)
-            step = state['step'] + active
+            updates = of_days if name in self.per_day else of_all
+            step = state['step'] + updates
             new = self._update(w, grad, state, _per_row(step, w), rates[rate], decay)
+            changes = _per_row(updates, w) > 0
             for old, value in zip((w, state['exp_avg'], state['exp_avg_sq']), new):
-                old.assign(tf.where(_per_row(active, w) > 0, value, old))
+                old.assign(tf.where(changes, value, old))
             state['step'].assign(step)
 
     def _update(self, w, grad, state, step, rate, decay):
@@ -78,7 +80,8 @@ class StackedAdamW:
         m = beta0 * state['exp_avg'] + (1 - beta0) * grad
         v = beta1 * state['exp_avg_sq'] + (1 - beta1) * grad * grad
         denominator = tf.sqrt(v / (1 - beta1**t)) + self.epsilon
-        return w * (1 - rate * decay) - rate * (m / (1 - beta0**t)) / denominator, m, v
+        decayed = w * (1 - rate * decay) if decay else w
+        return decayed - rate * (m / (1 - beta0**t)) / denominator, m, v
 
     def state_dict(self) -> dict[str, dict[str, np.ndarray]]:
         "By variable `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a stack of days."
