@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -201,11 +202,12 @@ def _dictionary() -> _Dictionary:
 _LETTERS = {c: i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz'", 1)}
 _N = len(ARPABET) + 1 # A chunk of 0, 1 or 2 phonemes p, q is the number p·_N + q, where 0 means none
 
-def _padded(seqs: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    "Sequences as one 0-padded array [W, longest], and their lengths [W]."
+def _padded(seqs: Sequence[Sequence[str]], ids: dict[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    "The numbers of what sequences consist of, as one 0-padded array [W, longest], and their lengths [W]."
     n = np.array([len(s) for s in seqs])
     out = np.zeros((len(seqs), n.max()), np.int64)
-    out[np.arange(out.shape[1]) < n[:, None]] = np.concatenate(seqs)
+    numbers = map(ids.__getitem__, chain.from_iterable(seqs))
+    out[np.arange(out.shape[1]) < n[:, None]] = np.fromiter(numbers, np.int64, n.sum())
     return out, n
 
 def _first_scores(x, n, y, m) -> np.ndarray:
@@ -264,8 +266,8 @@ def _viterbi(x, n, y, m, scores) -> np.ndarray:
 def _align(words: list[str], prons: list[list[str]]) -> np.ndarray:
     "The graphone of each letter, as letter·_N² + chunk [W, L]; -1 where there is none. The order of the words is lost."
     longest_first = sorted(zip(words, prons), key=lambda pair: -len(pair[0]))
-    x, n = _padded([[_LETTERS[c] for c in w] for w, _ in longest_first])
-    y, m = _padded([[_CLASS_ID[p] for p in pron] for _, pron in longest_first])
+    x, n = _padded([w for w, _ in longest_first], _LETTERS)
+    y, m = _padded([pron for _, pron in longest_first], _CLASS_ID)
     scores = _first_scores(x, n, y, m)
     sample = np.arange(0, len(x), max(1, len(x)//20_000)) # Enough to learn the scores from
     for _ in range(3):
