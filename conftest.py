@@ -90,11 +90,10 @@ def unkept_shell(path):
     """The shell of a notebook at `path`, which goes with its test. IPython would keep it, with what the notebook has
     defined, and empty all of them when the process ends, which takes a minute for ninety notebooks."""
     from execnb.shell import CaptureShell
+    # Nobody sees the plots: a quarter of the pixels does, and none is drawn twice to find what of its margin is empty
     shell = CaptureShell(path, mpl_format='png')
-    atexit.unregister(shell.atexit_operations)
-    # Nobody sees the plots: few pixels do, and no second drawing to find what of the margin is empty
-    shell.run("import matplotlib; matplotlib.rcParams['figure.dpi'] = 40")
     shell.run("set_matplotlib_formats('png', bbox_inches=None)")
+    atexit.unregister(shell.atexit_operations)
     return shell
 
 

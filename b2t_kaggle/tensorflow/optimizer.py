@@ -60,7 +60,8 @@ class StackedAdamW:
         usable: tf.Tensor | bool = True, # False leaves everything as it is
     ) -> None:
         "Update variables and state."
-        of_days, of_all = (tf.where(usable, updates, 0.) for updates in (in_batch, tf.ones([1])))
+        of_days = tf.where(usable, in_batch, 0.)
+        of_all = tf.where(usable, tf.ones([1]), 0.)
         for name, grad in grads.items():
             w = self.variables[name]
             state = self.state[name]
@@ -80,8 +81,7 @@ class StackedAdamW:
         m = beta0 * state['exp_avg'] + (1 - beta0) * grad
         v = beta1 * state['exp_avg_sq'] + (1 - beta1) * grad * grad
         denominator = tf.sqrt(v / (1 - beta1**t)) + self.epsilon
-        decayed = w * (1 - rate * decay) if decay else w
-        return decayed - rate * (m / (1 - beta0**t)) / denominator, m, v
+        return w * (1 - rate * decay) - rate * (m / (1 - beta0**t)) / denominator, m, v
 
     def state_dict(self) -> dict[str, dict[str, np.ndarray]]:
         "By variable `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a stack of days."
