@@ -48,6 +48,7 @@ class StackedAdamW:
         self.per_day = {name for name in trainable if model.is_per_day(name)}
         self.betas = cfg.beta0, cfg.beta1
         self.epsilon = cfg.epsilon
+        self.update = tf.function(self._update, input_signature=[tf.TensorSpec(None)] * 8, autograph=False)
         self.state = {}
         for name, w in self.variables.items():
             n_counts = w.shape[0] if name in self.per_day else 1
@@ -68,20 +69,20 @@ class StackedAdamW:
             rate, decay = self.groups[name]
             updates = of_days if name in self.per_day else of_all
             step = state['step'] + updates
-            new = self._update(w, grad, state, _per_row(step, w), rates[rate], decay)
-            changes = _per_row(updates, w) > 0
-            for old, value in zip((w, state['exp_avg'], state['exp_avg_sq']), new):
-                old.assign(tf.where(changes, value, old))
+            variables = w, state['exp_avg'], state['exp_avg_sq']
+            new = self.update(*variables, grad, _per_row(step, w), _per_row(updates, w), rates[rate], decay)
+            for variable, value in zip(variables, new): variable.assign(value)
             state['step'].assign(step)
 
-    def _update(self, w, grad, state, step, rate, decay):
-        "Weights and moments after a step."
+    def _update(self, w, exp_avg, exp_avg_sq, grad, step, updates, rate, decay):
+        "Weights and moments after a step, changed where there are updates."
         beta0, beta1 = self.betas
         t = tf.maximum(step, 1.)  # a day that was in no batch yet has no step to divide by
-        m = beta0 * state['exp_avg'] + (1 - beta0) * grad
-        v = beta1 * state['exp_avg_sq'] + (1 - beta1) * grad * grad
+        m = beta0 * exp_avg + (1 - beta0) * grad
+        v = beta1 * exp_avg_sq + (1 - beta1) * grad * grad
         denominator = tf.sqrt(v / (1 - beta1**t)) + self.epsilon
-        return w * (1 - rate * decay) - rate * (m / (1 - beta0**t)) / denominator, m, v
+        new = w * (1 - rate * decay) - rate * (m / (1 - beta0**t)) / denominator, m, v
+        return [tf.where(updates > 0, value, old) for value, old in zip(new, (w, exp_avg, exp_avg_sq))]
 
     def state_dict(self) -> dict[str, dict[str, np.ndarray]]:
         "By variable `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a stack of days."
