@@ -114,10 +114,9 @@ class AugmentConfig(Section):
     time_mask_max: float = Field(0.05, ge=0, le=1)
     "Largest length of one time mask, as a part of the trial."
 
-# %% ../nbs/08_config.ipynb #c016
-def _split(value): return value.replace(' ', '').split(',') if isinstance(value, str) else value
-
-class TrainConfig(Section):
+# %% ../nbs/08_config.ipynb #c311
+class _StepsConfig(Section):
+    "Steps of the optimiser: what computes them, how many there are, and how each changes the weights."
     framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
     "Which implementation trains and infers."
     accelerator: Literal['auto', 'cpu', 'cuda', 'tpu', 'xla'] = 'auto'
@@ -168,6 +167,25 @@ class TrainConfig(Section):
     "AdamW's weight decay of the day layers."
     grad_norm_clip_value: float = Field(10.0, ge=0)
     "Largest gradient norm; 0 means no clipping. ScaledAdam does not ask for it, because it clips by itself."
+
+    @model_validator(mode='after')
+    def _shape_is_chosen(self):
+        for field, shape in (('lr_step_factor', 'step'), ('lr_step_at', 'step'), ('lr_eden_batches', 'eden')):
+            self._belongs(field, 'lr_scheduler_type', shape)
+        return self
+
+    def _belongs(self, field: str, owner: str, choice: str) -> None:
+        "Raises `ValueError` where `field` is set, and what it is for is not chosen."
+        value = getattr(self, field)
+        default = type(self).model_fields[field].default
+        if getattr(self, owner) != choice and value != default:
+            raise ValueError(f'train.{field} = {value} belongs to train.{owner} = {choice}, which is '
+                             f'{getattr(self, owner)}; set that, or train.{field}={default}, its default')
+
+# %% ../nbs/08_config.ipynb #c016
+def _split(value): return value.replace(' ', '').split(',') if isinstance(value, str) else value
+
+class TrainConfig(_StepsConfig):
     ctc_reduction: Literal['trial', 'label'] = 'trial'
     ("What the CTC loss is counted per: a trial, as in the official kit, or a label, each trial's loss divided by its "
      "number of labels.")
@@ -212,12 +230,6 @@ class TrainConfig(Section):
     "Minutes after which training stops, saves, and lets the pipeline go on."
 
     @model_validator(mode='after')
-    def _shape_is_chosen(self):
-        for field, shape in (('lr_step_factor', 'step'), ('lr_step_at', 'step'), ('lr_eden_batches', 'eden')):
-            self._belongs(field, 'lr_scheduler_type', shape)
-        return self
-
-    @model_validator(mode='after')
     def _average_is_chosen(self):
         self._belongs('ema_decay', 'weight_average', 'ema')
         self._belongs('swa_start', 'weight_average', 'swa')
@@ -225,14 +237,6 @@ class TrainConfig(Section):
             raise ValueError(f'train.refit = {self.refit} is the end of a run, which train.early_stopping may never '
                              'reach; set one of them')
         return self
-
-    def _belongs(self, field: str, owner: str, choice: str) -> None:
-        "Raises `ValueError` where `field` is set, and what it is for is not chosen."
-        value = getattr(self, field)
-        default = type(self).model_fields[field].default
-        if getattr(self, owner) != choice and value != default:
-            raise ValueError(f'train.{field} = {value} belongs to train.{owner} = {choice}, which is '
-                             f'{getattr(self, owner)}; set that, or train.{field}={default}, its default')
 
 # %% ../nbs/08_config.ipynb #c019
 def _as_list(value): return [value] if isinstance(value, str | Path) else value

@@ -474,7 +474,7 @@ def _changes(old: dict, new: dict) -> list[str]:
 
 # %% ../nbs/13_runs.ipynb #c301
 class _Stamped:
-    "One stage of a run as its stamp tells it."
+    "One stage of a run: what its stamp tells, and what it reads."
     def __init__(self,
         run: Run,
         name: str, # Stage
@@ -527,39 +527,6 @@ class _Stamped:
         found = _changes(self.stamp.get('inputs', {}), self.run.inputs(self.name))
         return f'{status}: {"; ".join(found)}' if found else status
 
-# %% ../nbs/13_runs.ipynb #c042
-def input_changed(
-    name: str,        # Stage
-    file: str | Path, # That changed
-) -> str:
-    "What is to be said of a stage that read a file while it changed."
-    return (f'stage {name}: {file} changed while the stage ran, so that its result counts for nothing. What the stages '
-            'before it made is kept; wait until the file is complete, and run the same line again')
-
-# %% ../nbs/13_runs.ipynb #c044
-class StageRun(_Stamped):
-    "One stage of a run: its stamp, and what a stage notebook calls at its start and end."
-    def begin(self) -> 'StageRun':
-        "Check that what the stage needs is there, and clear away what another configuration left."
-        for n in self.needs:
-            if (status := n.status()) not in ('done', 'stopped early'):
-                raise PipelineError(f'stage {self.name} needs stage {n.name}, which is not done ({status}); run `b2t '
-                                    f'{n.name}` on this run first')
-        self._alone()
-        self.key = self.run.key(self.name)
-        fingerprint = self.run.fingerprint(self.name)
-        old = self.stamp
-        if old and old['key'] != self.key: self._clear(fingerprint)
-        resumes = old.get('finished') is False and not _changed_output(old.get('outputs', {}), self.home)
-        if not resumes: self._forget_left()
-        self.version = _sha([self.key, {n.name: n.id for n in self.needs}])
-        self.run.clear_leftovers()
-        self.before = self.inputs()
-        self.started = time.time()
-        if not STAGES[self.name].shared: self.run.save() # Else when it is done: bad sessions leave the run as it was
-        write_json(dict(key=self.key, fingerprint=fingerprint), self.stamp_path)
-        return self
-
     def inputs(self) -> dict[Path, list | None]:
         "Marks of the files that the stage reads: from outside, the sessions, and what the stages before it made."
         run = self.run
@@ -575,14 +542,48 @@ class StageRun(_Stamped):
         now = self.inputs()
         return next((f for f in before | now if f not in before or f not in now or before[f] != now[f]), None)
 
-    def _alone(self) -> None:
-        "One process at a time; the lock goes with the process. A kernel whose run was killed lives for another second."
+# %% ../nbs/13_runs.ipynb #c042
+def input_changed(
+    name: str,        # Stage
+    file: str | Path, # That changed
+) -> str:
+    "What is to be said of a stage that read a file while it changed."
+    return (f'stage {name}: {file} changed while the stage ran, so that its result counts for nothing. What the stages '
+            'before it made is kept; wait until the file is complete, and run the same line again')
+
+def _hold(lock: FileLock, name: str, home: Path, seconds: float = 20) -> None:
+    """One process at a time: take the lock of a stage, which goes with the process. A kernel whose run was killed lives
+    for another second. Raises `PipelineError` where another process keeps the lock."""
+    try: lock.acquire(timeout=seconds)
+    except Timeout:
+        raise PipelineError(f'stage {name} is being executed by another process on {home}; wait for it, '
+                            'or use another --name') from None
+
+# %% ../nbs/13_runs.ipynb #c044
+class StageRun(_Stamped):
+    "One stage of a run: its stamp, and what a stage notebook calls at its start and end."
+    def begin(self) -> 'StageRun':
+        "Check that what the stage needs is there, and clear away what another configuration left."
+        for n in self.needs:
+            if (status := n.status()) not in ('done', 'stopped early'):
+                raise PipelineError(f'stage {self.name} needs stage {n.name}, which is not done ({status}); run `b2t '
+                                    f'{n.name}` on this run first')
         self.stamp_path.parent.mkdir(parents=True, exist_ok=True)
         self._running = FileLock(self.stamp_path.with_suffix('.running'))
-        try: self._running.acquire(timeout=20)
-        except Timeout:
-            raise PipelineError(f'stage {self.name} is being executed by another process on {self.home}; wait for it, '
-                                'or use another --name') from None
+        _hold(self._running, self.name, self.home)
+        self.key = self.run.key(self.name)
+        fingerprint = self.run.fingerprint(self.name)
+        old = self.stamp
+        if old and old['key'] != self.key: self._clear(fingerprint)
+        resumes = old.get('finished') is False and not _changed_output(old.get('outputs', {}), self.home)
+        if not resumes: self._forget_left()
+        self.version = _sha([self.key, {n.name: n.id for n in self.needs}])
+        self.run.clear_leftovers()
+        self.before = self.inputs()
+        self.started = time.time()
+        if not STAGES[self.name].shared: self.run.save() # Else when it is done: bad sessions leave the run as it was
+        write_json(dict(key=self.key, fingerprint=fingerprint), self.stamp_path)
+        return self
 
     def _clear(self, fingerprint: str | None) -> None:
         """Remove the results of another key; a model is set aside under its fingerprint, and what was set aside for

@@ -210,6 +210,31 @@ def _final_replies(nbest: list[tuple[Hypothesis, float]], context: str, error: s
     final = {'lm_response_final': best, 'scoring': scoring(nbest), 'context_str': context}
     return [(FINAL, final | _error_field(error)), (DONE[FINALIZE], {'done': 1})]
 
+# %% ../../nbs/decoding/07_server.ipynb #c302
+def _take_frames(trial: Trial, entry: dict[bytes, bytes]) -> Replies:
+    "Search on with the logits of an entry; one that cannot be used is left out."
+    try:
+        log_probs = read_logits(_payload(entry), MAX_FRAMES - trial.frames)
+        trial.stream.push(log_probs)
+        trial.frames += len(log_probs)
+    except ValueError as e:
+        _log.error('an entry of %s was left out: %s', INPUT, e)
+        trial.error = trial.error or f'an entry was left out; {e}'
+    return [(PARTIAL, {'lm_response_partial': trial.stream.partial()} | _error_field(trial.error))]
+
+def _end(trial: Trial, rescorer: Rescorer | None, context: str) -> Replies:
+    "The sentence of a trial, found by the n-gram, or by the LLM where its settings say so."
+    hyps = trial.stream.finish()
+    nbest = [(h, 0.0) for h in hyps]
+    if trial.settings.do_opt:
+        try: nbest = rescorer(hyps, context, trial.settings)
+        except Exception as e: # An LLM may fail in many ways, out of memory for one; the n-gram's answer is there
+            _log.exception('the LLM failed')
+            trial.error = trial.error or f'the LLM failed, this is what the n-gram says; {e}'
+    replies = _final_replies(nbest, context, trial.error)
+    _log.info('%d frames: %s', trial.frames, replies[0][1]['lm_response_final'])
+    return replies
+
 # %% ../../nbs/decoding/07_server.ipynb #c026
 class OnlineDecoder:
     "Answers the entries of the official protocol, one trial at a time."
@@ -242,7 +267,7 @@ class OnlineDecoder:
         begin = partial(self._new_trial, self.settings, self.lost) # Of a trial without logits
         self.trial = None
         self.lost = ''
-        return partial(self._safely, FINALIZE, lambda: self._final(trial or begin(), context))
+        return partial(self._safely, FINALIZE, lambda: _end(trial or begin(), self.rescorer, context))
 
     def begin(self) -> Trial:
         "A trial under the present settings."
@@ -283,15 +308,7 @@ class OnlineDecoder:
         return _DONE_RESETTING
 
     def _push(self, entry: dict) -> Replies:
-        trial = self.trial or self.begin()
-        try:
-            log_probs = read_logits(_payload(entry), MAX_FRAMES - trial.frames)
-            trial.stream.push(log_probs)
-            trial.frames += len(log_probs)
-        except ValueError as e:
-            _log.error('an entry of %s was left out: %s', INPUT, e)
-            trial.error = trial.error or f'an entry was left out; {e}'
-        return [(PARTIAL, {'lm_response_partial': trial.stream.partial()} | _error_field(trial.error))]
+        return _take_frames(self.trial or self.begin(), entry)
 
     def _update(self, entry: dict) -> Replies:
         try:
@@ -303,18 +320,6 @@ class OnlineDecoder:
         self.settings = new
         _log.info('parameters%s: %s', ' from the next trial on' if self.trial else '', new)
         return [(ARGS, self.args()), (DONE[UPDATE], {'done': 1})]
-
-    def _final(self, trial: Trial, context: str) -> Replies:
-        hyps = trial.stream.finish()
-        nbest = [(h, 0.0) for h in hyps]
-        if trial.settings.do_opt:
-            try: nbest = self.rescorer(hyps, context, trial.settings)
-            except Exception as e: # An LLM may fail in many ways, out of memory for one; the n-gram's answer is there
-                _log.exception('the LLM failed')
-                trial.error = trial.error or f'the LLM failed, this is what the n-gram says; {e}'
-        replies = _final_replies(nbest, context, trial.error)
-        _log.info('%d frames: %s', trial.frames, replies[0][1]['lm_response_final'])
-        return replies
 
 # %% ../../nbs/decoding/07_server.ipynb #c036
 _ORDER = [RESET, UPDATE, INPUT, FINALIZE] # Of a trial's entries, where ids do not tell
@@ -402,6 +407,24 @@ def _check_alone(redis) -> None:
     others = [c['addr'] for c in redis.client_list() if is_other(c)]
     if others: raise RuntimeError(f'another b2t serve is connected to this database (from {" and ".join(others)}); '
                                   'stop it first, or use another database')
+
+# %% ../../nbs/decoding/07_server.ipynb #c305
+class _Opening:
+    "While it is entered, connections to Redis may be made."
+    def __init__(self,
+        redis, # From `connect`
+    ):
+        self.is_now = False
+        redis.connection_pool.connection_kwargs['redis_connect_func'] = self._connect
+
+    def __enter__(self) -> None: self.is_now = True
+
+    def __exit__(self, *error) -> None: self.is_now = False
+
+    def _connect(self, connection) -> None:
+        "Make a connection if it is time for that; redis-py would make one by itself, and hide a restart."
+        if not self.is_now: raise _redis().ConnectionError('the connection broke')
+        connection.on_connect()
 
 # %% ../../nbs/decoding/07_server.ipynb #c047
 def _log_dropped(reason: str, streams: list[str]) -> None:
@@ -491,6 +514,12 @@ def _waiting(
         if asked and (not answered or _id(answered[0][0]) < _id(asked[0][0])): waiting[stream] = _id(asked[0][0])[0]
     return waiting
 
+def _warn_of_waiting(redis, now: int) -> None:
+    "Tell the log of requests that nobody will answer; `now` is in milliseconds."
+    for stream, asked in _waiting(redis).items():
+        _log.warning('%s: a request of %.0f s before this server started is not answered; send it again, or start '
+                     'the client anew', stream, max(0, now - asked)/1000)
+
 def _no_streams(
     redis, # From `connect`
 ) -> set[str]:
@@ -501,6 +530,40 @@ def _no_streams(
         except _redis().ResponseError as e:
             if 'WRONGTYPE' in str(e): wrong.add(stream)
     return wrong
+
+# %% ../../nbs/decoding/07_server.ipynb #c307
+class _WrongKeys:
+    "Keys of the wrong type, each of which the log names once as long as it is there."
+    def __init__(self,
+        redis, # From `connect`
+    ) -> None:
+        self.redis = redis
+        self.named: set[str] = set()
+
+    def name(self) -> bool:
+        "Tell the log of those that are where a stream belongs; returns whether there are any."
+        found = _no_streams(self.redis)
+        for key in sorted(found - self.named): self._tell(key, 'a stream')
+        self.named = found | (self.named & {CONTEXT})
+        return bool(found)
+
+    def streams_were_read(self) -> None:
+        "The streams that a client writes are none of them."
+        self.named.difference_update(_ORDER)
+
+    def context(self) -> str:
+        "Text that came before; none where the key holds no text."
+        try: context = _context(self.redis)
+        except _redis().ResponseError as e:
+            if 'WRONGTYPE' not in str(e): raise
+            if CONTEXT not in self.named: self._tell(CONTEXT, 'a string')
+            self.named.add(CONTEXT)
+            return ''
+        self.named.discard(CONTEXT)
+        return context
+
+    def _tell(self, key: str, expected: str) -> None:
+        _log.error('%s: WRONGTYPE, found a key that is not %s; delete it (DEL %s)', key, expected, key)
 
 # %% ../../nbs/decoding/07_server.ipynb #c055
 class RedisConnection(_Sender):
@@ -514,15 +577,12 @@ class RedisConnection(_Sender):
         self.ending = _Ending()
         self.run = None       # Of the Redis that was greeted last; none before the first greeting
         self.seen = {}        # Stream that a client writes -> id of the last entry that was read
-        self.opening = False  # Whether a connection may be made now
-        self.wrong: set[str] = set() # Keys of the wrong type that the log has named
-        redis.connection_pool.connection_kwargs['redis_connect_func'] = self._connect
+        self.opening = _Opening(redis)
+        self.wrong = _WrongKeys(redis)
 
     def open(self) -> None:
         "Greet Redis, at the start and after every loss."
-        self.opening = True
-        try: _check_alone(self.redis) # Makes the connection
-        finally: self.opening = False
+        with self.opening: _check_alone(self.redis) # Makes the connection
         run = self.redis.info('server')['run_id']
         now = _now(self.redis.time())
         is_first = self.run is None
@@ -530,7 +590,7 @@ class RedisConnection(_Sender):
         self.seen = {k: min(v, now, key=_id) for k, v in self.seen.items()} # A clock may have been set back
         if self.unsent and self._arrived(*self.unsent[0]): self.unsent.popleft()
         self.run = run
-        if is_first: self._warn_of_waiting(_id(now)[0])
+        if is_first and not self.name_wrong(): _warn_of_waiting(self.redis, _id(now)[0]) # Else no stream can be read
         self._send()
         if not self.redis.exists(ARGS): self._publish_again()
 
@@ -539,10 +599,10 @@ class RedisConnection(_Sender):
         self.unsent.extend(self.ending.finished())
         self._send()
         request = self._read()
-        self.wrong.difference_update(_ORDER) # These can be read
+        self.wrong.streams_were_read()
         if request is None: return
         stream, entry_id, entry = request
-        context = self._read_context() if stream == FINALIZE else ''
+        context = self.wrong.context() if stream == FINALIZE else ''
         self.seen[stream] = entry_id
         self.request = stream, entry_id
         if stream == FINALIZE: self.ending.start(self.online.finalize(context))
@@ -558,36 +618,7 @@ class RedisConnection(_Sender):
 
     def name_wrong(self) -> bool:
         "Tell the log of keys of the wrong type, of each once as long as it is there; returns whether there are any."
-        found = _no_streams(self.redis)
-        for key in sorted(found - self.wrong): self._name(key, 'a stream')
-        self.wrong = found | (self.wrong & {CONTEXT})
-        return bool(found)
-
-    def _name(self, key: str, expected: str) -> None:
-        _log.error('%s: WRONGTYPE, found a key that is not %s; delete it (DEL %s)', key, expected, key)
-
-    def _read_context(self) -> str:
-        "Text that came before; none where the key holds no text."
-        try: context = _context(self.redis)
-        except _redis().ResponseError as e:
-            if 'WRONGTYPE' not in str(e): raise
-            if CONTEXT not in self.wrong: self._name(CONTEXT, 'a string')
-            self.wrong.add(CONTEXT)
-            return ''
-        self.wrong.discard(CONTEXT)
-        return context
-
-    def _warn_of_waiting(self, now: int) -> None:
-        "Tell the log of requests that nobody will answer."
-        if self.name_wrong(): return # The streams cannot be read
-        for stream, asked in _waiting(self.redis).items():
-            _log.warning('%s: a request of %.0f s before this server started is not answered; send it again, or start '
-                         'the client anew', stream, max(0, now - asked)/1000)
-
-    def _connect(self, connection) -> None:
-        "Make a connection if it is time for that; redis-py would make one by itself, and hide a restart."
-        if not self.opening: raise _redis().ConnectionError('the connection broke')
-        connection.on_connect()
+        return self.wrong.name()
 
     def _compare(self, run: str, now: str) -> None:
         "Find out whether this is the first Redis, the same one, or another one, and what that one has kept."

@@ -6,7 +6,7 @@
 __all__ = ['Lesson', 'Lessons', 'AudioLLM']
 
 # %% ../../../nbs/pytorch/audio_llm/04_model.ipynb #c003
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,31 +67,78 @@ def _check_targets(targets: TargetStore, llm: AudioLanguageModel, texts: Iterabl
                          f'{missing[0]!r}; add them with `b2t audio targets`, or set data.drop_instructions=true where '
                          'these are instructions')
 
-# %% ../../../nbs/pytorch/audio_llm/04_model.ipynb #c009
+# %% ../../../nbs/pytorch/audio_llm/04_model.ipynb #c302
+def _answer_loss(llm: AudioLanguageModel, heard: Heard, answers: Sequence[Sequence[int]]) -> Tensor:
+    "Cross entropy of each answer per token `[B]`."
+    n_tokens = torch.tensor([len(a) for a in answers], device=heard.vectors.device)
+    return -answer_log_probs(llm, heard.vectors, heard.n_vectors, answers)/n_tokens
+
+def _target_losses(align: AlignmentLoss, heard: Heard, lesson: Lesson) -> dict[str, Tensor]:
+    "Of each trial `[B]` the distance to its target, and how little that stands out among those of the batch."
+    targets = lesson.targets.to(heard.vectors.device)
+    pairs = heard.vectors, heard.n_vectors, targets, lesson.n_targets
+    return dict(align=align(*pairs), contrast=info_nce(*pairs, lesson.sentence))
+
+def _loss_weights(cfg: AudioConfig) -> LossWeights:
+    "Those of the losses that there are."
+    names = ['answer', 'ctc']
+    if cfg.targets: names += ['align', 'contrast']
+    return LossWeights(**{name: getattr(cfg, f'{name}_weight') for name in names})
+
+# %% ../../../nbs/pytorch/audio_llm/04_model.ipynb #c306
 _INSIDE = 'brain.encoder.' # Before the names of the acoustic model's parameters
 
-class AudioLLM(Encoder):
+class _AroundEncoder(Encoder):
+    "An acoustic model with a projector, seen from outside: passes on what a trainer asks of the acoustic model."
+    def __init__(self, encoder: Encoder, dimension: int, stack: int):
+        super().__init__(encoder.cfg, encoder.n_days)
+        self.brain = BrainEncoder(encoder, dimension, stack)
+
+    @property
+    def acoustic(self) -> Encoder: return self.brain.encoder
+
+    @property
+    def changing_args(self) -> tuple[str, ...]: return self.acoustic.changing_args
+
+    def training_args(self, step: int, n_steps: int) -> dict: return self.acoustic.training_args(step, n_steps)
+    def training_state(self) -> dict: return self.acoustic.training_state()
+    def load_training_state(self, state: dict) -> None: self.acoustic.load_training_state(state)
+
+    def is_per_day(self, name: str) -> bool:
+        return name.startswith(_INSIDE) and self.acoustic.is_per_day(name.removeprefix(_INSIDE))
+
+    def decays(self, name: str, parameter: Tensor) -> bool:
+        if name.startswith(_INSIDE): return self.acoustic.decays(name.removeprefix(_INSIDE), parameter)
+        return super().decays(name, parameter)
+
+    def parts(self) -> dict[str, str]: return dict(encoder=_INSIDE, projector='brain.projector.')
+
+    def checkpoint(self) -> dict[str, dict[str, Tensor]]:
+        state = self.state_dict()
+        inside = {k.removeprefix(_INSIDE): v for k, v in state.items() if k.startswith(_INSIDE)}
+        beside = {k: v for k, v in state.items() if not k.startswith(_INSIDE)}
+        return dict(model_state_dict=inside, audio_state_dict=beside)
+
+    def state_of(self, checkpoint: dict) -> dict[str, Tensor]:
+        inside = {f'{_INSIDE}{k}': v for k, v in checkpoint['model_state_dict'].items()}
+        return inside | checkpoint.get('audio_state_dict', {})
+
+# %% ../../../nbs/pytorch/audio_llm/04_model.ipynb #c009
+class AudioLLM(_AroundEncoder):
     "An acoustic model, and an audio LLM that reads its states."
     def __init__(self,
         encoder: Encoder,        # From `build_model`
         llm: AudioLanguageModel, # Gets LoRA layers, if there are to be any
         cfg: AudioConfig,        # The run's `audio` group
     ):
-        super().__init__(encoder.cfg, encoder.n_days)
-        self.brain = BrainEncoder(encoder, llm.dimension, cfg.stack)
+        super().__init__(encoder, llm.dimension, cfg.stack)
         self.llm = llm
         self.lessons: Lessons | None = None # Of the trials that are trained on
         lora = llm.add_lora(cfg.lora_rank) if cfg.lora_rank else {}
         self.lora = nn.ParameterDict({name.replace('.', '/'): p for name, p in lora.items()})
         if cfg.gradient_checkpointing: llm.save_memory()
-        names = ['answer', 'ctc']
-        if cfg.targets:
-            self.align = AlignmentLoss(cfg.align_by, cfg.align_distance)
-            names += ['align', 'contrast']
-        self.weights = LossWeights(**{name: getattr(cfg, f'{name}_weight') for name in names})
-
-    @property
-    def acoustic(self) -> Encoder: return self.brain.encoder
+        if cfg.targets: self.align = AlignmentLoss(cfg.align_by, cfg.align_distance)
+        self.weights = _loss_weights(cfg)
 
     def _encoded(self, heard: Heard) -> Heard:
         return heard._replace(vectors=self.llm.encode(heard.vectors, heard.n_vectors))
@@ -124,13 +171,9 @@ class AudioLLM(Encoder):
         lesson: Lesson,
     ) -> dict[str, Tensor]:
         "The losses of each trial `[B]` by name, all but CTC."
-        n_tokens = torch.tensor([len(a) for a in lesson.answers], device=heard.vectors.device)
-        log_probs = answer_log_probs(self.llm, heard.vectors, heard.n_vectors, lesson.answers)
-        losses = dict(answer=-log_probs/n_tokens)
+        losses = dict(answer=_answer_loss(self.llm, heard, lesson.answers))
         if lesson.targets is None: return losses
-        targets = lesson.targets.to(heard.vectors.device)
-        pairs = heard.vectors, heard.n_vectors, targets, lesson.n_targets
-        return losses | dict(align=self.align(*pairs), contrast=info_nce(*pairs, lesson.sentence))
+        return losses | _target_losses(self.align, heard, lesson)
 
     def training_losses(self, out: Any, ctc: Callable[[Tensor], Tensor], frames: Tensor) -> dict[str, Tensor]:
         "The weighted sum, and its parts."
@@ -150,37 +193,16 @@ class AudioLLM(Encoder):
         return dict(ctc=found['loss'] if isinstance(found, dict) else found)
 
     @property
-    def changing_args(self) -> tuple[str, ...]: return *self.acoustic.changing_args, 'batches'
+    def changing_args(self) -> tuple[str, ...]: return *super().changing_args, 'batches'
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        return self.acoustic.training_args(step, n_steps) | dict(batches=float(step))
+        return super().training_args(step, n_steps) | dict(batches=float(step))
 
     def training_inputs(self, trials: np.ndarray) -> dict:
         if self.lessons is None: raise ValueError('AudioLLM.lessons: found none, expected those of the training trials')
         return dict(lesson=self.lessons(trials))
 
-    def training_state(self) -> dict: return self.acoustic.training_state()
-    def load_training_state(self, state: dict) -> None: self.acoustic.load_training_state(state)
-
-    def is_per_day(self, name: str) -> bool:
-        return name.startswith(_INSIDE) and self.acoustic.is_per_day(name.removeprefix(_INSIDE))
-
-    def decays(self, name: str, parameter: Tensor) -> bool:
-        if name.startswith(_INSIDE): return self.acoustic.decays(name.removeprefix(_INSIDE), parameter)
-        return super().decays(name, parameter)
-
-    def parts(self) -> dict[str, str]:
-        return dict(encoder=_INSIDE, projector='brain.projector.') | (dict(lora='lora.') if self.lora else {})
-
-    def checkpoint(self) -> dict[str, dict[str, Tensor]]:
-        state = self.state_dict()
-        inside = {k.removeprefix(_INSIDE): v for k, v in state.items() if k.startswith(_INSIDE)}
-        beside = {k: v for k, v in state.items() if not k.startswith(_INSIDE)}
-        return dict(model_state_dict=inside, audio_state_dict=beside)
-
-    def state_of(self, checkpoint: dict) -> dict[str, Tensor]:
-        inside = {f'{_INSIDE}{k}': v for k, v in checkpoint['model_state_dict'].items()}
-        return inside | checkpoint.get('audio_state_dict', {})
+    def parts(self) -> dict[str, str]: return super().parts() | (dict(lora='lora.') if self.lora else {})
 
     def train(self, mode: bool = True) -> 'AudioLLM':
         "The text model follows: its LoRA layers have dropout."

@@ -37,12 +37,42 @@ def check_days(
                          f'shape [{len(x)}], a day per trial')
     return day_idx.to(x.device, torch.long)
 
+# %% ../../../nbs/pytorch/models/00_encoder.ipynb #c312
+class _TrainedModel(nn.Module):
+    "A model whose parameters have names that say how they are trained, and places in a checkpoint."
+    patch_layer: ClassVar[tuple[str, ...]] = () # How names of the parameters begin that read patches of bins
+
+    def parts(self) -> dict[str, str]:
+        "Parts whose gradient norms are to have curves of their own, and how the names of their parameters begin."
+        return {}
+
+    def is_per_day(self, name: str) -> bool:
+        """Whether a parameter has a row per day; such have a learning rate and decay of their own, and rows of days
+        that a batch lacks stay."""
+        return name.startswith('day_')
+
+    def decays(self, name: str, parameter: Tensor) -> bool:
+        "Whether weight decay applies: to matrices, not to biases and gains."
+        return parameter.ndim >= 2
+
+    def freeze(self) -> None:
+        "Turn off the gradients of parts that the configuration says are not trained."
+
+    def checkpoint(self) -> dict[str, dict[str, Tensor]]:
+        "The weights as a checkpoint has them: `model_state_dict`, those of `acoustic`, and what stands beside them."
+        return dict(model_state_dict=self.state_dict())
+
+    def state_of(self,
+        checkpoint: dict, # With what `checkpoint` gave
+    ) -> dict[str, Tensor]:
+        "The state dict of this model."
+        return checkpoint['model_state_dict']
+
 # %% ../../../nbs/pytorch/models/00_encoder.ipynb #c009
-class Encoder(nn.Module):
+class Encoder(_TrainedModel):
     "Features of a trial to logits per frame. Derive from it, set `Config`, and write `encode`."
     Config: ClassVar[type[EncoderConfig]]
     is_causal: bool = False # Whether a frame depends on no later bins than its own
-    patch_layer: ClassVar[tuple[str, ...]] = () # How names of the parameters begin that read patches of bins
     read_out: ClassVar[str] = 'out' # The linear layer that makes logits of states
     changing_args: ClassVar[tuple[str, ...]] = () # Those of `training_args` that are another number in each step
 
@@ -112,35 +142,9 @@ class Encoder(nn.Module):
         "The model that makes the logits: this one, or one that it is built around."
         return self
 
-    def checkpoint(self) -> dict[str, dict[str, Tensor]]:
-        "The weights as a checkpoint has them: `model_state_dict`, those of `acoustic`, and what stands beside them."
-        return dict(model_state_dict=self.state_dict())
-
-    def state_of(self,
-        checkpoint: dict, # With what `checkpoint` gave
-    ) -> dict[str, Tensor]:
-        "The state dict of this model."
-        return checkpoint['model_state_dict']
-
-    def parts(self) -> dict[str, str]:
-        "Parts whose gradient norms are to have curves of their own, and how the names of their parameters begin."
-        return {}
-
-    def is_per_day(self, name: str) -> bool:
-        """Whether a parameter has a row per day; such have a learning rate and decay of their own, and rows of days
-        that a batch lacks stay."""
-        return name.startswith('day_')
-
-    def decays(self, name: str, parameter: Tensor) -> bool:
-        "Whether weight decay applies: to matrices, not to biases and gains."
-        return parameter.ndim >= 2
-
     def compiled(self) -> Callable:
         "The same by `torch.compile`. Not a decorator, which would import the compiler (3 s) where nobody uses it."
         return torch.compile(self)
-
-    def freeze(self) -> None:
-        "Turn off the gradients of parts that the configuration says are not trained."
 
     def start(self, batch_size: int = 1) -> Any:
         "The state before the first bin, for `push`."

@@ -28,6 +28,33 @@ def chunk_mask(
     hidden = chunks_back < 0
     return hidden if left_context_chunks < 0 else hidden | (chunks_back > left_context_chunks)
 
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c018
+def _drawn(choices: int | tuple[int, ...]) -> int:
+    "One of them, at random where there are several."
+    if isinstance(choices, int): return choices
+    return choices[0] if len(choices) == 1 else choices[int(torch.randint(len(choices), ()))]
+
+def _chunk_info(
+    chunk_size: int | tuple[int, ...],          # Frames of a chunk, one for each call; −1: all are one
+    left_context_frames: int | tuple[int, ...], # Frames before its chunk that a frame sees, likewise
+    downsampling_factor: tuple[int, ...],       # Of each stack
+    cnn_module_kernel: tuple[int, ...],         # Of each stack: frames of its convolutions, at its own rate
+) -> tuple[int, int]:
+    "Frames of a chunk and chunks of left context, drawn for a call; −1 for no limit."
+    size = _drawn(chunk_size)
+    if size <= 0: return -1, -1
+    if any(size % ds for ds in downsampling_factor):
+        raise ValueError(f'chunk_size = {size} must be a multiple of every downsampling_factor, which are '
+                         f'{downsampling_factor}')
+    left = _drawn(left_context_frames)
+    if left < 0: return size, -1
+    chunks = max(left // size, 1)
+    reach = max(k // 2 * ds for k, ds in zip(cnn_module_kernel, downsampling_factor))
+    if chunks * size < reach:
+        raise ValueError(f'left_context_frames = {left} in chunks of {size} are fewer frames than the '
+                         f'{reach} that the convolutions read')
+    return size, chunks
+
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c009
 def _per_stack(value: int | tuple[int, ...], n_stacks: int, name: str) -> tuple[int, ...]:
     "A number, a list of one, or a list of one for each stack, as the last."
@@ -59,6 +86,25 @@ class _Stacks(nn.Module):
                                       final_layerdrop_rate=0.035 * ds**0.5)
             if ds > 1: stack = DownsampledZipformer2Encoder(stack, self.encoder_dim[i], ds, dropout)
             self.encoders.append(stack)
+
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c305
+def _all_chunks(
+    encoder: _Stacks,                  # A `Zipformer2`
+    x: Tensor,                         # Frames `[T, B, C]`
+    chunk_size: int,                   # Frames of a chunk; −1: all are one
+    attn_mask: Tensor | None,          # From `chunk_mask`
+    masks: list[Tensor] | list[float], # Of each stack: 0 for the channels that a trial lacks `[1, B, C]`
+    padding: Tensor | None,            # True where frames are padding `[B, T]`
+    lens: Tensor | None,               # Frames of each trial, where padding must not be averaged `[B]`
+) -> list[Tensor]:
+    "The output of each stack `[T, B, C]`."
+    outputs = []
+    for i, (stack, mask) in enumerate(zip(encoder.encoders, masks)):
+        x = convert_num_channels(x, encoder.encoder_dim[i])
+        own = None if padding is None else padding[:, ::encoder.downsampling_factor[i]]
+        x = stack(x, chunk_size, mask, attn_mask, own, lens)
+        outputs.append(x)
+    return outputs
 
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c012
 def first_states(
@@ -128,12 +174,6 @@ def feature_masks(
         masks.append(torch.cat([has.expand(1, B, n) for has, n in parts], -1).to(x.dtype))
     return masks
 
-# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c018
-def _drawn(choices: int | tuple[int, ...]) -> int:
-    "One of them, at random where there are several."
-    if isinstance(choices, int): return choices
-    return choices[0] if len(choices) == 1 else choices[int(torch.randint(len(choices), ()))]
-
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c301
 class Zipformer2(_Stacks):
     "Stacks of layers at different frame rates (Yao et al., 2024), with icefall's arguments and parameter names."
@@ -180,19 +220,8 @@ class Zipformer2(_Stacks):
     def get_chunk_info(self) -> tuple[int, int]:
         """Frames of a chunk and chunks of left context for this call; −1 for no limit. Raises `ValueError` for a chunk
         that the stacks cannot divide, or one in whose left context the convolutions do not fit."""
-        chunk_size = _drawn(self.chunk_size) if self.causal else -1
-        if chunk_size <= 0: return -1, -1
-        if any(chunk_size % ds for ds in self.downsampling_factor):
-            raise ValueError(f'chunk_size = {chunk_size} must be a multiple of every downsampling_factor, which are '
-                             f'{self.downsampling_factor}')
-        left = _drawn(self.left_context_frames)
-        if left < 0: return chunk_size, -1
-        chunks = max(left // chunk_size, 1)
-        reach = max(k // 2 * ds for k, ds in zip(self.cnn_module_kernel, self.downsampling_factor))
-        if chunks * chunk_size < reach:
-            raise ValueError(f'left_context_frames = {left} in chunks of {chunk_size} are fewer frames than the '
-                             f'{reach} that the convolutions read')
-        return chunk_size, chunks
+        if not self.causal: return -1, -1
+        return _chunk_info(self.chunk_size, self.left_context_frames, self.downsampling_factor, self.cnn_module_kernel)
 
     def _output(self, outputs: list[Tensor], x_lens: Tensor) -> tuple[Tensor, Tensor]:
         lens = x_lens if self.independent_of_padding else None
@@ -213,12 +242,7 @@ class Zipformer2(_Stacks):
             if chunk_size > 0: x = F.pad(x, (0, 0, 0, 0, 0, -len(x) % chunk_size))
             padding = torch.arange(len(x), device=x.device) >= lens.to(x.device)[:, None]
         attn_mask = chunk_mask(len(x), chunk_size, left_context_chunks, x.device) if chunk_size > 0 else None
-        outputs = []
-        for i, (stack, feature_mask) in enumerate(zip(self.encoders, self.get_feature_masks(x))):
-            x = convert_num_channels(x, self.encoder_dim[i])
-            own = None if padding is None else padding[:, ::self.downsampling_factor[i]]
-            x = stack(x, chunk_size, feature_mask, attn_mask, own, lens)
-            outputs.append(x)
+        outputs = _all_chunks(self, x, chunk_size, attn_mask, self.get_feature_masks(x), padding, lens)
         x, lens = self._output(outputs, x_lens)
         return x[:frames], lens
 
