@@ -21,6 +21,7 @@ from b2t_kaggle.ctc import align, greedy, phoneme_beam
 from b2t_kaggle.decoding.acoustic import acoustic_scores, pronunciations
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.nbest import Hypothesis
+from b2t_kaggle.decoding.scorers import AutomatonScorer
 from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.lm.automaton import Automaton, load_ngram
 from b2t_kaggle.lm.kenlm import find_program, to_binary
@@ -380,7 +381,7 @@ def test_kenlm_and_automaton_agree(tmp_path):
     lm = ngram(3, tmp_path)
     trials = [spoken(n, n) for n in (0, 3, 9, 12)]
     known, asked = LexiconBeamDecoder(LEXICON, lm, beam=40), LexiconBeamDecoder(LEXICON, without_file(lm), beam=40)
-    assert known._automaton and not asked._automaton
+    assert isinstance(known._asked, AutomatonScorer) and isinstance(asked._asked, NGram)
     expected, found = known.decode_all(trials, progress=False), asked.decode_all(trials, n_jobs=2, progress=False)
     for a, b in zip(expected, found):
         assert [h.text for h in a] == [h.text for h in b]
@@ -401,7 +402,7 @@ def test_kenlm_binaries(kind, tmp_path):
     binary = load_ngram(to_binary(lm.path, tmp_path/'lm.bin', kind, bits=None))
     assert (type(lm), type(binary)) == (Automaton, NGram)
     known, asked = (LexiconBeamDecoder(LEXICON, m, beam=40) for m in (lm, binary))
-    assert known._automaton and not asked._automaton
+    assert isinstance(known._asked, AutomatonScorer) and isinstance(asked._asked, NGram)
     for x in (spoken(n, n) for n in (0, 4, 9)):
         a, b = known.decode(x), asked.decode(x)
         assert [h.text for h in a] == [h.text for h in b]

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ..ctc import check_log_probs
 from .acoustic import Pronunciations, acoustic_scores, pronunciations, word_spans
 from .histories import Fusion, HistoryScorer
-from .lexicon import Lexicon, build_trie, flatten, spellings_of, with_spelling
+from .lexicon import Lexicon, Trie, build_trie, flatten, spellings_of, with_spelling
 from .nbest import Fused, Hypothesis
 from .scorers import AutomatonScorer, KenLMScorer, score_word
 from .search import Search
@@ -115,6 +115,21 @@ def _spelling_costs(
     costs = np.append(np.zeros(n_words), penalty*np.array([len(s) for s in spelled]))
     return np.array([costs[words[a:b]].sum() for a, b in itertools.pairwise(starts)])
 
+# %% ../../nbs/decoding/05_decoder.ipynb #c312
+def _word_number(
+    word: str,                           # Of a sentence
+    word_id: dict[str, int],             # Numbers of the lexicon's words
+    spelled: dict[tuple[int, ...], int], # Spellings noted so far, from 0 on; a new one is added
+    may_spell: bool,                     # Whether words outside the lexicon are spelled
+) -> int:
+    "Number of a word; spelled words follow those of the lexicon."
+    if word in word_id: return word_id[word]
+    phonemes = word.upper().split('-')
+    if not may_spell or not set(phonemes) <= set(PHONEMES):
+        raise ValueError(f'{word!r} is not in the lexicon of this decoder')
+    spelling = tuple(PHONEMES.index(p) for p in phonemes)
+    return len(word_id) + spelled.setdefault(spelling, len(spelled))
+
 # %% ../../nbs/decoding/05_decoder.ipynb #c018
 def _decode_trial(decode: Callable, trials: Sequence[np.ndarray], i: int) -> list[Hypothesis]:
     "Decode one of the trials; an error names it."
@@ -125,9 +140,18 @@ def _with_progress(results: Iterable, n: int, show: bool) -> list:
     "All results, behind a progress bar."
     return list(tqdm(results, total=n, desc='decode', unit=' trials', disable=not show))
 
-def _in_threads(decode_trial: Callable, n_trials: int, n_jobs: int, collect: Callable) -> list:
-    "Decode trials in threads."
-    with ThreadPoolExecutor(n_jobs) as pool: return collect(pool.map(decode_trial, range(n_trials)))
+def _decode_trials(
+    decode: Callable,             # Of one trial
+    trials: Sequence[np.ndarray], # Read one by one, by index
+    n_jobs: int,                  # Threads; 0 means one for each core
+    progress: bool,               # Whether to show a progress bar
+) -> list:
+    "What `decode` makes of each trial, in their order."
+    n = len(trials)
+    n_jobs = min(n_jobs or n_cores(), n)
+    decode_trial = partial(_decode_trial, decode, trials)
+    if n_jobs <= 1: return _with_progress(map(decode_trial, range(n)), n, progress)
+    with ThreadPoolExecutor(n_jobs) as pool: return _with_progress(pool.map(decode_trial, range(n)), n, progress)
 
 # %% ../../nbs/decoding/05_decoder.ipynb #c021
 def _check_parameters(p: dict) -> None:
@@ -149,6 +173,38 @@ def _check_parameters(p: dict) -> None:
     if p['fusion'] is not None and p['oov_penalty'] is not None:
         raise ValueError(f"oov_penalty is {p['oov_penalty']} beside a fusion; a language model inside the search "
                          'cannot score words that are spelled, so set one of them to none')
+
+# %% ../../nbs/decoding/05_decoder.ipynb #c314
+def _asked_model(
+    lm: NGram | Automaton, # n-gram model
+    words: list[str],      # Words of the lexicon [W]
+    must_know: bool,       # Whether it has to know one of them
+) -> AutomatonScorer | NGram:
+    "Whom a search asks: the automaton, or the model that KenLM holds."
+    if isinstance(lm, str | Path):
+        raise TypeError(f'lm: found the path {lm}, expected the model in it; load_ngram(path) reads it')
+    if must_know: check_words(lm, words)
+    if isinstance(lm, NGram) and is_arpa(lm.path): lm = Automaton.load(lm.path)
+    return AutomatonScorer(lm, words) if isinstance(lm, Automaton) else lm
+
+def _ngram_of(asked: AutomatonScorer | NGram, words: np.ndarray, starts: np.ndarray, texts: list[str]) -> np.ndarray:
+    "Natural-log n-gram probability of each text with its end."
+    if isinstance(asked, AutomatonScorer): return LN10*_ngram_scores(words, starts, asked.view, asked.begin)
+    return asked.scores(texts)
+
+def _best_first(
+    kind: type[Hypothesis],   # `Hypothesis`, or `Fused`
+    texts: list[str],         # Sentences [n]
+    total: np.ndarray,        # Their scores [n]
+    scores: list[np.ndarray], # What a hypothesis has behind its text, each [n]
+    n_best: int,              # Most hypotheses
+) -> list[Hypothesis]:
+    "Hypotheses with distinct texts, the best ones first, without those that are impossible."
+    best: dict[str, int] = {}
+    for i in np.argsort(-total, kind='stable').tolist(): best.setdefault(texts[i], i)
+    order = list(best.values())[:n_best]
+    hyps = map(kind, (texts[i] for i in order), *(x[order].tolist() for x in scores))
+    return [h for h in hyps if h.total > -math.inf]
 
 # %% ../../nbs/decoding/05_decoder.ipynb #c024
 class _SentenceScorer:
@@ -176,19 +232,9 @@ class _SentenceScorer:
         self.blank_skip = blank_skip
         self.oov_penalty = oov_penalty
         self.words = words
-        if isinstance(lm, str | Path):
-            raise TypeError(f'lm: found the path {lm}, expected the model in it; load_ngram(path) reads it')
-        if lm_weight: check_words(lm, self.words)
-        if isinstance(lm, NGram) and is_arpa(lm.path): lm = Automaton.load(lm.path)
-        # Whom a search asks: the automaton, or the model that KenLM holds
-        self._asked = AutomatonScorer(lm, self.words) if isinstance(lm, Automaton) else lm
+        self._asked = _asked_model(lm, words, must_know=bool(lm_weight))
         self._prons = pronunciations(spellings)
         self._word_id = {w: i for i, w in enumerate(self.words)}
-
-    @property
-    def _automaton(self) -> AutomatonScorer | None:
-        "None where KenLM is asked."
-        return self._asked if isinstance(self._asked, AutomatonScorer) else None
 
     def prepare(self,
         log_probs: np.ndarray, # Log-probabilities [t, 41]
@@ -210,19 +256,14 @@ class _SentenceScorer:
         names = self.words + [_spelled_name(s) for s in spelled] if spelled else self.words
         texts = [' '.join([names[w] for w in words[a:b].tolist()]) for a, b in itertools.pairwise(starts.tolist())]
         acoustic = acoustic_scores(log_probs, words, starts, prons, self.merge == 'sum')
-        ngram = self._ngram(words, starts, texts)
+        ngram = _ngram_of(self._asked, words, starts, texts)
         if self.oov_penalty is not None and spelled:
             ngram = ngram - _spelling_costs(words, starts, len(self.words), spelled, self.oov_penalty)
         n_words = np.diff(starts)
         total = self.acoustic_scale*acoustic + self.lm_weight*ngram + self.word_score*n_words
         if llm is not None: total = total + llm_weight*llm
-        best = {} # Text -> its number; a spelled word may look like one of the lexicon
-        for i in np.argsort(-total, kind='stable').tolist(): best.setdefault(texts[i], i)
-        order = list(best.values())[:self.nbest]
         scores = [acoustic, ngram, n_words, total] + ([] if llm is None else [llm])
-        kind = Hypothesis if llm is None else Fused
-        hyps = map(kind, (texts[i] for i in order), *(x[order].tolist() for x in scores))
-        return [h for h in hyps if h.total > -math.inf]
+        return _best_first(Hypothesis if llm is None else Fused, texts, total, scores, self.nbest)
 
     def word_frames(self,
         log_probs: np.ndarray,  # Log-probabilities of the trial [T', 41]
@@ -243,23 +284,11 @@ class _SentenceScorer:
     ) -> np.ndarray:           # [n]
         "Acoustic score of each sentence, with the blank penalty; raises `ValueError` for unknown words."
         spelled: dict[tuple[int, ...], int] = {}
-        start, words = flatten([[self._number(w, spelled) for w in text.split()] for text in texts])
+        may_spell = self.oov_penalty is not None
+        ids = [[_word_number(w, self._word_id, spelled, may_spell) for w in text.split()] for text in texts]
+        start, words = flatten(ids)
         prons = _with_spellings(self._prons, list(spelled)) if spelled else self._prons
         return acoustic_scores(self.prepare(log_probs).log_probs, words, start, prons, self.merge == 'sum')
-
-    def _number(self, word: str, spelled: dict[tuple[int, ...], int]) -> int:
-        "Id of a word; a spelled one gets the next number, which is noted."
-        if word in self._word_id: return self._word_id[word]
-        phonemes = word.upper().split('-')
-        if self.oov_penalty is None or not set(phonemes) <= set(PHONEMES):
-            raise ValueError(f'{word!r} is not in the lexicon of this decoder')
-        spelling = tuple(PHONEMES.index(p) for p in phonemes)
-        return len(self.words) + spelled.setdefault(spelling, len(spelled))
-
-    def _ngram(self, words: np.ndarray, starts: np.ndarray, texts: list[str]) -> np.ndarray:
-        "Natural-log n-gram probability of each text with its end."
-        if not self._automaton: return self.lm.scores(texts)
-        return LN10*_ngram_scores(words, starts, self._automaton.view, self._automaton.begin)
 
 # %% ../../nbs/decoding/05_decoder.ipynb #c028
 def _distinct(
@@ -269,6 +298,17 @@ def _distinct(
     texts = {tuple(words[a:b].tolist()): None for words, starts in found for a, b in itertools.pairwise(starts)}
     start, words = flatten(texts)
     return words, start
+
+def _found_texts(
+    search: Search, # At the end of a trial
+    n_best: int,    # Hypotheses that are wanted
+) -> tuple[np.ndarray, np.ndarray]: # As from `_distinct`
+    """Texts that a search ended with, more than are wanted: they are ranked by other scores. Where there are not enough
+    complete ones, the words of hypotheses in the middle of a word are among them, up to there; with a fusion they are
+    not, since its model has not scored them."""
+    texts = search.texts(2*n_best)
+    if len(texts[1]) > n_best or search.fused: return texts
+    return _distinct(texts, search.begun_texts(2*n_best))
 
 # %% ../../nbs/decoding/05_decoder.ipynb #c302
 def _new_search(
@@ -282,9 +322,45 @@ def _new_search(
     histories = HistoryScorer(scorer, d.words, d.lm_weight, d.fusion)
     return Search(d.trie, histories, d.beam, histories.weight, d.word_score, penalty, d.top_k or 0)
 
-# %% ../../nbs/decoding/05_decoder.ipynb #c031
+# %% ../../nbs/decoding/05_decoder.ipynb #c317
 _ENOUGH = 10 # Sentences of a trial for which its frames are not searched again
 
+def _texts_of(
+    decoder: 'LexiconBeamDecoder', # Whose search it is
+    search: Search,                # At the end of a trial
+    log_probs: np.ndarray,         # Of all frames that were pushed, from `prepare` [T', 41]
+) -> tuple[np.ndarray, np.ndarray]: # As from `_distinct`
+    "Texts for the n-best list, found with a larger threshold where the decoder's left few."
+    words, starts = _found_texts(search, decoder.nbest)
+    for factor in (2, 4):
+        if len(starts) > min(decoder.nbest, _ENOUGH): break
+        if decoder.threshold == math.inf or decoder.fusion is not None or not search.was_cut: break
+        frames = _scaled(log_probs, decoder.acoustic_scale, decoder.blank_penalty, decoder.blank_skip)
+        search.start(factor*decoder.threshold*decoder.acoustic_scale)
+        search.push(frames.scores, frames.skip)
+        words, starts = _distinct((words, starts), _found_texts(search, decoder.nbest))
+    return words, starts
+
+# %% ../../nbs/decoding/05_decoder.ipynb #c319
+def _new_scorer(decoder: 'LexiconBeamDecoder') -> AutomatonScorer | KenLMScorer:
+    "The automaton, or a table of KenLM's answers that a search has for itself."
+    asked = decoder._asked
+    return asked if isinstance(asked, AutomatonScorer) else KenLMScorer(asked, decoder.words)
+
+def _trie_of(decoder: 'LexiconBeamDecoder', spellings: list[list[tuple[int, ...]]]) -> Trie:
+    "The words' trie, from whose root one may spell where the decoder's parameters say so."
+    unigrams = _new_scorer(decoder).unigrams()
+    trie = build_trie(spellings, unigrams[:-1])
+    return trie if decoder.oov_penalty is None else with_spelling(trie, unigrams[-1])
+
+def _changed(decoder: 'LexiconBeamDecoder', **parameters: float) -> 'LexiconBeamDecoder':
+    "A decoder with other parameters; lexicon and language model are shared, searches are not."
+    other = copy(decoder)
+    vars(other).update(parameters, _idle=[])
+    _check_parameters(vars(other))
+    return other
+
+# %% ../../nbs/decoding/05_decoder.ipynb #c031
 class LexiconBeamDecoder(_SentenceScorer):
     """Lexicon + n-gram CTC beam search: keeps the `beam` best (trie node, n-gram state) pairs per frame, and scores the
     sentences that it found by definition.
@@ -323,9 +399,7 @@ class LexiconBeamDecoder(_SentenceScorer):
         self.top_k = top_k
         self.fusion = fusion
         if fusion is not None: check_words(lm, self.words) # The n-gram stands in for the fusion, whatever its weight
-        unigrams = self._new_scorer().unigrams()
-        trie = build_trie(spellings, unigrams[:-1])
-        self.trie = trie if oov_penalty is None else with_spelling(trie, unigrams[-1])
+        self.trie = _trie_of(self, spellings)
         self._idle = [] # Searches that nobody uses: several threads may decode
 
     def decode(self,
@@ -346,13 +420,7 @@ class LexiconBeamDecoder(_SentenceScorer):
     ) -> list[Hypothesis]:     # Up to `nbest`
         """The n-best of a trial whose frames were all searched. Where the threshold left less than ten sentences, or
         less than `nbest`, the frames are searched again with a larger one; with a fusion they are not."""
-        words, starts = self._found(search)
-        for factor in (2, 4):
-            if not self._left_few(search, len(starts) - 1): break
-            frames = _scaled(log_probs, self.acoustic_scale, self.blank_penalty, self.blank_skip)
-            search.start(factor*self.threshold*self.acoustic_scale)
-            search.push(frames.scores, frames.skip)
-            words, starts = _distinct((words, starts), self._found(search))
+        words, starts = _texts_of(self, search, log_probs)
         llm = search.llm_scores(words, starts)
         self.return_search(search)
         return self.rank(log_probs, words, starts, llm, self.fusion.weight if self.fusion else 0.)
@@ -363,18 +431,11 @@ class LexiconBeamDecoder(_SentenceScorer):
         progress: bool = True,           # Whether to show a progress bar
     ) -> list[list[Hypothesis]]:         # The n-best of each trial
         "Decode trials in parallel; an error names the trial."
-        n = len(log_probs)
-        n_jobs = min(n_jobs or n_cores(), n)
-        decode_trial = partial(_decode_trial, self.decode, log_probs)
-        collect = partial(_with_progress, n=n, show=progress)
-        return collect(map(decode_trial, range(n))) if n_jobs <= 1 else _in_threads(decode_trial, n, n_jobs, collect)
+        return _decode_trials(self.decode, log_probs, n_jobs, progress)
 
     def with_beam(self, beam: int) -> 'LexiconBeamDecoder':
         "The same decoder with another beam [hypotheses per frame]; lexicon and language model are shared."
-        other = copy(self)
-        other.beam = beam
-        other._idle = []
-        return other
+        return _changed(self, beam=beam)
 
     def with_weights(self,
         acoustic_scale: float, # This and the others as in `LexiconBeamDecoder`
@@ -383,18 +444,13 @@ class LexiconBeamDecoder(_SentenceScorer):
         word_score: float,
     ) -> 'LexiconBeamDecoder':
         "The same decoder with other weights; lexicon and language model are shared."
-        other = self.with_beam(self.beam)
-        other.acoustic_scale = acoustic_scale
-        other.lm_weight = lm_weight
-        other.blank_penalty = blank_penalty
-        other.word_score = word_score
-        _check_parameters(vars(other))
-        return other
+        return _changed(self, acoustic_scale=acoustic_scale, lm_weight=lm_weight, blank_penalty=blank_penalty,
+                        word_score=word_score)
 
     def take_search(self) -> Search:
         "A search that nobody uses, at the beginning of a trial; `return_search` gives it back."
         try: search = self._idle.pop()
-        except IndexError: search = _new_search(self, self._new_scorer())
+        except IndexError: search = _new_search(self, _new_scorer(self))
         search.start(self.threshold*self.acoustic_scale)
         return search
 
@@ -403,19 +459,3 @@ class LexiconBeamDecoder(_SentenceScorer):
         search.forget()
         self._idle.append(search)
 
-    def _found(self, search: Search) -> tuple[np.ndarray, np.ndarray]:
-        """Texts that a search ended with, more than are wanted: they are ranked by other scores. Where there are not
-        enough complete ones, the words of hypotheses in the middle of a word are among them, up to there; with a
-        fusion they are not, since its model has not scored them."""
-        texts = search.texts(2*self.nbest)
-        if len(texts[1]) > self.nbest or self.fusion is not None: return texts
-        return _distinct(texts, search.begun_texts(2*self.nbest))
-
-    def _left_few(self, search: Search, n_texts: int) -> bool:
-        "Whether the threshold left so few sentences that another search is worth it."
-        may_grow = self.threshold < math.inf and self.fusion is None
-        return n_texts < min(self.nbest, _ENOUGH) and may_grow and search.was_cut
-
-    def _new_scorer(self) -> AutomatonScorer | KenLMScorer:
-        "The automaton, or a table of KenLM's answers that a search has for itself."
-        return self._asked if isinstance(self._asked, AutomatonScorer) else KenLMScorer(self._asked, self.words)

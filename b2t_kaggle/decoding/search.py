@@ -623,8 +623,8 @@ def _add(
 # %% ../../nbs/decoding/03_search.ipynb #c070
 _ARENA_SIZE = 1 << 14 # At the beginning
 
-class Search:
-    "A beam search with its buffers, for one trial at a time."
+class _FrameSearch:
+    "A beam search over frames with its buffers, whatever language model its scorer asks."
     def __init__(self,
         trie: Trie,                # Of the lexicon, perhaps `with_spelling`
         scorer: AutomatonScorer | KenLMScorer | HistoryScorer, # The n-gram, perhaps with a fusion
@@ -636,7 +636,6 @@ class Search:
     ):
         self.trie = trie
         self.scorer = scorer
-        self.fused = scorer if isinstance(scorer, HistoryScorer) else None
         self.options = Options(beam, np.float32(np.inf), np.float32(lm_weight), np.float32(word_score),
                                np.float32(oov_penalty), top_k)
         self.n_frames = 0 # Of the trial
@@ -652,58 +651,10 @@ class Search:
         self.n_frames = 0
         _begin(self.state, self.scorer.begin)
 
-    def push(self,
-        scores: np.ndarray, # The next frames' scaled log-probabilities [t, K] float32
-        skip: np.ndarray,   # Which of them are certainly blank [t] bool
-    ) -> None:
-        "Search on through some frames."
-        every = self.fused.fusion.every if self.fused else max(1, len(scores))
-        while len(scores):
-            n = every - self.n_frames % every if self.fused else every # Frames to the next fusion
-            self._search(scores[:n], skip[:n])
-            scores, skip = scores[n:], skip[n:]
-            if self.fused and self.n_frames % every == 0: _add(self.state.hyps, fuse(self.fused, self._held()))
-
-    def texts(self,
-        n_texts: int, # How many
-    ) -> tuple[np.ndarray, np.ndarray]: # Word ids of the texts, concatenated, and where each begins
-        "The best distinct texts of the trial, about in the order of their scores."
-        if self.fused:
-            complete = self.state.hyps.node[:len(self._held())] == 0
-            _add(self.state.hyps, fuse_at_end(self.fused, self._held()[complete], self._held()))
-        while True:
-            state = self.state
-            scores, starts = _complete(state.hyps, state.scratch, state.counters[0], self.scorer.view,
-                                       self.options.lm_weight)
-            if not self.state.counters['n_asked'][0]: break
-            self._provide()
-        if len(scores) == 0: return _unfinished(self.trie, state, n_texts)
-        return _texts(state, starts, scores, n_texts, self.n_frames)
-
-    def begun_texts(self,
-        n_texts: int, # How many
-    ) -> tuple[np.ndarray, np.ndarray]: # As from `texts`
-        "The best distinct texts of all hypotheses, without the words that these are in."
-        order = np.argsort(-self.state.hyps.score[:len(self._held())], kind='stable')
-        texts = dict.fromkeys(tuple(_words_of(self.state, i).tolist()) for i in order)
-        start, words = flatten(list(texts)[:n_texts])
-        return words, start
-
     def best_words(self) -> np.ndarray: # Word ids
         "The best hypothesis so far, without the word that it is in."
         n = self.state.counters['n_hyps'][0]
         return _words_of(self.state, int(self.state.hyps.score[:n].argmax()))
-
-    def llm_scores(self,
-        words: np.ndarray,  # Word ids of texts, one after the other
-        starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]]
-    ) -> np.ndarray | None: # Natural-log probabilities; None without a fusion
-        "What the fusion's model says of whole sentences."
-        return llm_scores(self.fused, words, starts) if self.fused else None
-
-    def forget(self) -> None:
-        "Free what a fusion holds for the trial, which is over."
-        if self.fused: self.fused.end_trial()
 
     @property
     def was_cut(self) -> bool:
@@ -724,6 +675,15 @@ class Search:
             if t == len(scores): break
             self._provide()
         self.n_frames += len(scores)
+
+    def _completed(self) -> tuple[np.ndarray, np.ndarray]:
+        "Scores of the hypotheses that end with a word, and where their histories begin."
+        while True:
+            state = self.state
+            completed = _complete(state.hyps, state.scratch, state.counters[0], self.scorer.view,
+                                  self.options.lm_weight)
+            if not self.state.counters['n_asked'][0]: return completed
+            self._provide()
 
     def _held(self) -> np.ndarray:
         "The scorer's states of the hypotheses."
@@ -747,3 +707,54 @@ class Search:
         if count['overflow']: self._make_buffers(4*int(count['room']), state.hyps, state.arena, state.counters)
         size = int(count['n_entries'] + 2*(self.options.beam + count['room']))
         self.state = self.state._replace(arena=_extended(self.state.arena, size))
+
+# %% ../../nbs/decoding/03_search.ipynb #c313
+class Search(_FrameSearch):
+    "A beam search for one trial at a time."
+    @property
+    def fused(self) -> HistoryScorer | None:
+        "The scorer, where a language model of whole sentences is behind it."
+        return self.scorer if isinstance(self.scorer, HistoryScorer) else None
+
+    def push(self,
+        scores: np.ndarray, # The next frames' scaled log-probabilities [t, K] float32
+        skip: np.ndarray,   # Which of them are certainly blank [t] bool
+    ) -> None:
+        "Search on through some frames."
+        every = self.fused.fusion.every if self.fused else max(1, len(scores))
+        while len(scores):
+            n = every - self.n_frames % every if self.fused else every # Frames to the next fusion
+            self._search(scores[:n], skip[:n])
+            scores, skip = scores[n:], skip[n:]
+            if self.fused and self.n_frames % every == 0: _add(self.state.hyps, fuse(self.fused, self._held()))
+
+    def texts(self,
+        n_texts: int, # How many
+    ) -> tuple[np.ndarray, np.ndarray]: # Word ids of the texts, concatenated, and where each begins
+        "The best distinct texts of the trial, about in the order of their scores."
+        if self.fused:
+            complete = self.state.hyps.node[:len(self._held())] == 0
+            _add(self.state.hyps, fuse_at_end(self.fused, self._held()[complete], self._held()))
+        scores, starts = self._completed()
+        if len(scores) == 0: return _unfinished(self.trie, self.state, n_texts)
+        return _texts(self.state, starts, scores, n_texts, self.n_frames)
+
+    def begun_texts(self,
+        n_texts: int, # How many
+    ) -> tuple[np.ndarray, np.ndarray]: # As from `texts`
+        "The best distinct texts of all hypotheses, without the words that these are in."
+        order = np.argsort(-self.state.hyps.score[:len(self._held())], kind='stable')
+        texts = dict.fromkeys(tuple(_words_of(self.state, i).tolist()) for i in order)
+        start, words = flatten(list(texts)[:n_texts])
+        return words, start
+
+    def llm_scores(self,
+        words: np.ndarray,  # Word ids of texts, one after the other
+        starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]]
+    ) -> np.ndarray | None: # Natural-log probabilities; None without a fusion
+        "What the fusion's model says of whole sentences."
+        return llm_scores(self.fused, words, starts) if self.fused else None
+
+    def forget(self) -> None:
+        "Free what a fusion holds for the trial, which is over."
+        if self.fused: self.fused.end_trial()
