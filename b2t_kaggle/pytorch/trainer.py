@@ -166,10 +166,6 @@ def _all_gradients(trainer: 'Trainer', micro_batches: list[MicroBatch]) -> list[
     if accumulation_steps > 1: backend.end_step()  # all micro-batches are the same program
     return losses
 
-def _joined(losses: list[dict[str, Tensor]], name: str) -> np.ndarray:
-    "One of the losses of all micro-batches `[B]`, on the host."
-    return np.concatenate([terms[name].cpu().numpy() for terms in losses])
-
 # %% ../../nbs/pytorch/09_trainer.ipynb #c019
 def _clip(model: nn.Module, largest: float) -> Tensor:
     "Scale gradients down whose norm is larger; 0 means no clipping. Returns their norm before."
@@ -185,6 +181,40 @@ def _part_norms(model: Encoder) -> dict[str, Tensor]:
         grads = [p.grad for name, p in model.named_parameters() if name.startswith(prefix) and p.grad is not None]
         norms[f'grad_{part}'] = nn.utils.get_total_norm(grads).reshape(1)
     return norms
+
+# %% ../../nbs/pytorch/09_trainer.ipynb #c302
+def _joined(losses: list[dict[str, Tensor]], name: str) -> np.ndarray:
+    "One of the losses of all micro-batches `[B]`, on the host."
+    return np.concatenate([terms[name].cpu().numpy() for terms in losses])
+
+def _result(
+    trainer: 'Trainer',              # Whose step this is
+    micro_batches: list[MicroBatch], # Rows of this process
+    losses: list[dict[str, Tensor]], # Of each micro-batch
+    norm: Tensor,                    # Of the gradient before clipping
+    norms: dict[str, Tensor],        # From `_part_norms`
+) -> StepResult:
+    "What a step has computed, still on the device."
+    rates = learning_rates(trainer.step, trainer.cfg.train)
+    trials = np.concatenate([m.batch.trials for m in micro_batches])
+
+    def fetch(): return _joined(losses, 'loss'), norm.item()
+
+    def fetch_terms():
+        terms = {name: _joined(losses, name) for name in losses[0] if name != 'loss'}
+        return terms | {name: v.cpu().numpy() for name, v in norms.items()}
+
+    return StepResult(trainer.step, trials, rates, fetch, trainer.scaler is not None, fetch_terms)
+
+# %% ../../nbs/pytorch/09_trainer.ipynb #c305
+def _update(trainer: 'Trainer', rates: dict[str, float], days: np.ndarray) -> None:
+    "Change the weights by the gradients of a batch that has these days, and the average of the weights after them."
+    backend = trainer.backend
+    average = averaging_rate(trainer.step, trainer.cfg.train)
+    scalars = backend.scalars(**rates) if average is None else backend.scalars(**rates, average=average)
+    trainer.optimizer.step(scalars, backend.days(days, len(trainer.store.sessions)))
+    if trainer.average: trainer.average.update(trainer.model, scalars['average'])
+    backend.end_step()
 
 # %% ../../nbs/pytorch/09_trainer.ipynb #c025
 def on_host(value):
@@ -226,6 +256,29 @@ def _average(trainer: 'Trainer', saved: dict | None, checkpoint: Path | None) ->
     trainer.backend.place_copy(average.model)
     return average
 
+# %% ../../nbs/pytorch/09_trainer.ipynb #c308
+def _save_model(trainer: 'Trainer', facts: dict, path: Path) -> None:
+    "The model alone, as `load_model` reads it, and facts about it."
+    save_atomic(on_host(trainer.result.checkpoint()) | dict(config=trainer.cfg.dump(), **facts), path)
+
+def _to_continue(trainer: 'Trainer') -> dict:
+    "Everything the run needs to continue, beside its `state()`."
+    optimizer = on_host(trainer.optimizer.state_dict())
+    saved = on_host(trainer.model.checkpoint())
+    saved |= dict(training_state=on_host(trainer.model.training_state()), optimizer_state_dict=optimizer,
+                  config=trainer.cfg.dump())
+    if trainer.average: saved['average_state_dict'] = on_host(trainer.average.model.state_dict())
+    return saved
+
+# %% ../../nbs/pytorch/09_trainer.ipynb #c311
+def _refuse(cfg: Config, backend: Backend) -> None:
+    "Raises `TrainingError` for a choice that PyTorch, or this device, does not have."
+    if cfg.train.compile and backend.static_shapes:
+        raise TrainingError('train.compile = true is for CPUs and GPUs; XLA compiles by itself, so set it to false')
+    if cfg.train.profile:
+        raise TrainingError(f'train.profile = {cfg.train.profile} is for the profiler of TensorFlow; with '
+                            'train.framework = pytorch set it to 0')
+
 # %% ../../nbs/pytorch/09_trainer.ipynb #c030
 class Trainer(loop.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
@@ -238,11 +291,7 @@ class Trainer(loop.Trainer):
         backend: Backend,              # Where it runs
         checkpoint: Path | None = None, # `last.pt` to continue from
     ):
-        if cfg.train.compile and backend.static_shapes:
-            raise TrainingError('train.compile = true is for CPUs and GPUs; XLA compiles by itself, so set it to false')
-        if cfg.train.profile:
-            raise TrainingError(f'train.profile = {cfg.train.profile} is for the profiler of TensorFlow; with '
-                                'train.framework = pytorch set it to 0')
+        _refuse(cfg, backend)
         super().__init__(store, store_val, cfg)
         cfg = self.cfg
         self.backend = backend
@@ -283,26 +332,15 @@ class Trainer(loop.Trainer):
         days: np.ndarray,                # Of the whole batch
     ) -> StepResult:
         "One step of the optimiser."
-        backend = self.backend
         self.current = micro_batches
         self.model.train()
         losses = _all_gradients(self, micro_batches)
         if self.scaler: self.optimizer.unscale(days)
         norms = _part_norms(self.model)
         norm = _clip(self.model, self.largest_norm)
-        rates = learning_rates(self.step, self.cfg.train)
-        trials = np.concatenate([m.batch.trials for m in micro_batches])
-        def fetch(): return _joined(losses, 'loss'), norm.item()
-        def fetch_terms():
-            terms = {name: _joined(losses, name) for name in losses[0] if name != 'loss'}
-            return terms | {name: v.cpu().numpy() for name, v in norms.items()}
-        result = StepResult(self.step, trials, rates, fetch, self.scaler is not None, fetch_terms)
+        result = _result(self, micro_batches, losses, norm, norms)
         if self.sync_every == 1: check_finite(result, self)
-        average = averaging_rate(self.step, self.cfg.train)
-        scalars = backend.scalars(**rates) if average is None else backend.scalars(**rates, average=average)
-        self.optimizer.step(scalars, backend.days(days, len(self.store.sessions)))
-        if self.average: self.average.update(self.model, scalars['average'])
-        backend.end_step()
+        _update(self, result.rates, days)
         self.step += 1
         return result
 
@@ -314,21 +352,15 @@ class Trainer(loop.Trainer):
 
     def save_best(self, path: Path) -> None:
         "The model alone, as `load_model` reads it."
-        save_atomic(on_host(self.result.checkpoint()) | dict(config=self.cfg.dump(), **self.best.metrics), path)
+        _save_model(self, self.best.metrics, path)
 
     def save_refit(self, path: Path) -> None:
         "The same, marked as a model that has seen val."
-        marks = dict(step=self.step, refit_from=self.refit_from)
-        save_atomic(on_host(self.result.checkpoint()) | dict(config=self.cfg.dump(), **marks), path)
+        _save_model(self, dict(step=self.step, refit_from=self.refit_from), path)
 
     def save_last(self, path: Path) -> None:
         "Everything the run needs to continue."
-        optimizer = on_host(self.optimizer.state_dict())
-        model = on_host(self.model.checkpoint())
-        model |= dict(training_state=on_host(self.model.training_state()), optimizer_state_dict=optimizer,
-                      config=self.cfg.dump())
-        if self.average: model['average_state_dict'] = on_host(self.average.model.state_dict())
-        save_atomic(model | self.state(), path)
+        save_atomic(_to_continue(self) | self.state(), path)
 
     def memory_footprint(self) -> tuple[int, int, int]:
         "Rows and bins of the current batch that a device computes at once, and the parameters of the model."

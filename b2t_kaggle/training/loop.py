@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from ..config import Config
+from ..config import Config, TrainConfig
 from ..data.store import TrialStore
 from ..files import WriteError, require_space
 from ..reading import MAX_WHOLE
@@ -69,6 +69,11 @@ class StepResult:
         "Whether the step left the weights alone, because a gradient overflowed in float16."
         return self.is_scaled and not math.isfinite(self.grad_norm)
 
+# %% ../../nbs/training/07_loop.ipynb #c311
+def _with_sessions(cfg: Config, sessions: list[str]) -> Config:
+    "The configuration of a run: the sessions, in the order of the day layers, are part of the model."
+    return cfg.model_copy(update=dict(data=cfg.data.model_copy(update=dict(sessions=sessions))))
+
 # %% ../../nbs/training/07_loop.ipynb #c010
 _SAVED = dict(fingerprint=dict, step=int, seconds=int | float, best=dict, bad_evals=int, device=str)
 
@@ -83,6 +88,34 @@ def _check_state(state: dict, path: Path) -> None:
     if not 0 <= state['step'] <= MAX_WHOLE:
         raise TrainingError(f'{path}: step: found a number outside of 0 to {MAX_WHOLE:,}; remove the file to start '
                             'anew')
+
+# %% ../../nbs/training/07_loop.ipynb #c306
+def _refit_from(cfg: TrainConfig, store_val: TrialStore | None) -> int | None:
+    "The first step that may train on val; None without a refit. Raises `TrainingError` where there is no val."
+    first = refit_step(cfg)
+    if first is None or store_val is not None: return first
+    raise TrainingError(f'train.refit = {cfg.refit}, but there are no trials of val to train on; set it to 0')
+
+def _check_refit(state: dict, cfg: TrainConfig, path: Path) -> None:
+    "Raises `TrainingError` where weights that have seen val would count as some that have not."
+    began, begins = seen_val_from(state), refit_step(cfg)
+    if began in (None, begins): return
+    raise TrainingError(
+        f'{path}: was trained on val from batch {began} on, and would be validated on it again: with '
+        f'train.num_training_batches={cfg.num_training_batches} the refit begins at batch {begins}. Restore that '
+        'number, or start anew in another folder (or remove this one)')
+
+# %% ../../nbs/training/07_loop.ipynb #c309
+def _check_continues(state: dict, new: dict[str, str], cfg: TrainConfig, path: Path) -> None:
+    "Raise `TrainingError` where a run with the fingerprint `new` cannot continue from a checkpoint."
+    _check_state(state, path)
+    check_same(state['fingerprint'], new, path)
+    _check_refit(state, cfg, path)
+
+def _continuing(state: dict, device: str) -> str:
+    "What a run says that continues."
+    moved = f', which were computed on {state["device"]}' if state['device'] != device else ''
+    return f'continuing after {state["step"]} batches{moved}'
 
 # %% ../../nbs/training/07_loop.ipynb #c301
 class Trainer(ABC):
@@ -100,14 +133,10 @@ class Trainer(ABC):
     ):
         self.store = store
         self.store_val = store_val if store_val is not None and len(store_val) else None
-        # the sessions, in the order of the day layers, are part of the model
-        self.cfg = cfg.model_copy(update=dict(data=cfg.data.model_copy(update=dict(sessions=store.sessions))))
+        self.cfg = _with_sessions(cfg, store.sessions)
         self.day_of = {s: i for i, s in enumerate(store.sessions)}
         self.fingerprint = fingerprint(self.cfg, dict(train=store, val=self.store_val))
-        self.refit_from = refit_step(cfg.train) # The first step that may train on val; None without a refit
-        if self.refit_from is not None and self.store_val is None:
-            raise TrainingError(f'train.refit = {cfg.train.refit}, but there are no trials of val to train on; set it '
-                                'to 0')
+        self.refit_from = _refit_from(cfg.train, self.store_val)
         self.step = 0
         self.n_skipped = 0  # Steps that a scaler left out
         self.seconds = 0.0
@@ -175,26 +204,14 @@ class Trainer(ABC):
     ) -> None:
         """Go on where a checkpoint was taken. Raises `TrainingError` if it belongs to another run; call it before its
         weights are used."""
-        _check_state(state, path)
-        check_same(state['fingerprint'], self.fingerprint, path)
-        self._check_refit(state, path)
+        _check_continues(state, self.fingerprint, self.cfg.train, path)
         self.step = state['step']
         self.seconds = state['seconds']
         self.best.metrics = state['best']
         self.best.bad_evals = state['bad_evals']
         self.n_skipped = state.get('n_skipped', 0)
         if self.scaler and 'loss_scale' in state: self.scaler.load_state_dict(state['loss_scale'])
-        moved = f', which were computed on {state["device"]}' if state['device'] != self.device else ''
-        if self.is_main_process: print(f'continuing after {self.step} batches{moved}')
-
-    def _check_refit(self, state: dict, path: Path) -> None:
-        "Raises `TrainingError` where weights that have seen val would count as some that have not."
-        began = seen_val_from(state)
-        if began in (None, self.refit_from): return
-        raise TrainingError(
-            f'{path}: was trained on val from batch {began} on, and would be validated on it again: with '
-            f'train.num_training_batches={self.cfg.train.num_training_batches} the refit begins at batch '
-            f'{self.refit_from}. Restore that number, or start anew in another folder (or remove this one)')
+        if self.is_main_process: print(_continuing(state, self.device))
 
 # %% ../../nbs/training/07_loop.ipynb #c012
 def start_from(
