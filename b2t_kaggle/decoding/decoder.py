@@ -325,7 +325,7 @@ def _new_search(
 # %% ../../nbs/decoding/05_decoder.ipynb #c317
 _ENOUGH = 10 # Sentences of a trial for which its frames are not searched again
 
-def _texts_of(
+def _enough_texts(
     decoder: 'LexiconBeamDecoder', # Whose search it is
     search: Search,                # At the end of a trial
     log_probs: np.ndarray,         # Of all frames that were pushed, from `prepare` [T', 41]
@@ -353,7 +353,7 @@ def _trie_of(decoder: 'LexiconBeamDecoder', spellings: list[list[tuple[int, ...]
     trie = build_trie(spellings, unigrams[:-1])
     return trie if decoder.oov_penalty is None else with_spelling(trie, unigrams[-1])
 
-def _changed(decoder: 'LexiconBeamDecoder', **parameters: float) -> 'LexiconBeamDecoder':
+def _with_parameters(decoder: 'LexiconBeamDecoder', **parameters: float) -> 'LexiconBeamDecoder':
     "A decoder with other parameters; lexicon and language model are shared, searches are not."
     other = copy(decoder)
     vars(other).update(parameters, _idle=[])
@@ -420,7 +420,7 @@ class LexiconBeamDecoder(_SentenceScorer):
     ) -> list[Hypothesis]:     # Up to `nbest`
         """The n-best of a trial whose frames were all searched. Where the threshold left less than ten sentences, or
         less than `nbest`, the frames are searched again with a larger one; with a fusion they are not."""
-        words, starts = _texts_of(self, search, log_probs)
+        words, starts = _enough_texts(self, search, log_probs)
         llm = search.llm_scores(words, starts)
         self.return_search(search)
         return self.rank(log_probs, words, starts, llm, self.fusion.weight if self.fusion else 0.)
@@ -435,7 +435,7 @@ class LexiconBeamDecoder(_SentenceScorer):
 
     def with_beam(self, beam: int) -> 'LexiconBeamDecoder':
         "The same decoder with another beam [hypotheses per frame]; lexicon and language model are shared."
-        return _changed(self, beam=beam)
+        return _with_parameters(self, beam=beam)
 
     def with_weights(self,
         acoustic_scale: float, # This and the others as in `LexiconBeamDecoder`
@@ -444,8 +444,8 @@ class LexiconBeamDecoder(_SentenceScorer):
         word_score: float,
     ) -> 'LexiconBeamDecoder':
         "The same decoder with other weights; lexicon and language model are shared."
-        return _changed(self, acoustic_scale=acoustic_scale, lm_weight=lm_weight, blank_penalty=blank_penalty,
-                        word_score=word_score)
+        return _with_parameters(self, acoustic_scale=acoustic_scale, lm_weight=lm_weight,
+                                blank_penalty=blank_penalty, word_score=word_score)
 
     def take_search(self) -> Search:
         "A search that nobody uses, at the beginning of a trial; `return_search` gives it back."
@@ -458,4 +458,3 @@ class LexiconBeamDecoder(_SentenceScorer):
         "Another trial may use the search."
         search.forget()
         self._idle.append(search)
-

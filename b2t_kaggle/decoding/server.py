@@ -540,10 +540,10 @@ class _WrongKeys:
         self.redis = redis
         self.named: set[str] = set()
 
-    def name(self) -> bool:
+    def tell(self) -> bool:
         "Tell the log of those that are where a stream belongs; returns whether there are any."
         found = _no_streams(self.redis)
-        for key in sorted(found - self.named): self._tell(key, 'a stream')
+        for key in sorted(found - self.named): self._log_key(key, 'a stream')
         self.named = found | (self.named & {CONTEXT})
         return bool(found)
 
@@ -551,18 +551,18 @@ class _WrongKeys:
         "The streams that a client writes are none of them."
         self.named.difference_update(_ORDER)
 
-    def context(self) -> str:
+    def read_context(self) -> str:
         "Text that came before; none where the key holds no text."
         try: context = _context(self.redis)
         except _redis().ResponseError as e:
             if 'WRONGTYPE' not in str(e): raise
-            if CONTEXT not in self.named: self._tell(CONTEXT, 'a string')
+            if CONTEXT not in self.named: self._log_key(CONTEXT, 'a string')
             self.named.add(CONTEXT)
             return ''
         self.named.discard(CONTEXT)
         return context
 
-    def _tell(self, key: str, expected: str) -> None:
+    def _log_key(self, key: str, expected: str) -> None:
         _log.error('%s: WRONGTYPE, found a key that is not %s; delete it (DEL %s)', key, expected, key)
 
 # %% ../../nbs/decoding/07_server.ipynb #c055
@@ -590,7 +590,7 @@ class RedisConnection(_Sender):
         self.seen = {k: min(v, now, key=_id) for k, v in self.seen.items()} # A clock may have been set back
         if self.unsent and self._arrived(*self.unsent[0]): self.unsent.popleft()
         self.run = run
-        if is_first and not self.name_wrong(): _warn_of_waiting(self.redis, _id(now)[0]) # Else no stream can be read
+        if is_first and not self.name_wrong(): _warn_of_waiting(self.redis, _id(now)[0]) # It reads all streams
         self._send()
         if not self.redis.exists(ARGS): self._publish_again()
 
@@ -602,7 +602,7 @@ class RedisConnection(_Sender):
         self.wrong.streams_were_read()
         if request is None: return
         stream, entry_id, entry = request
-        context = self.wrong.context() if stream == FINALIZE else ''
+        context = self.wrong.read_context() if stream == FINALIZE else ''
         self.seen[stream] = entry_id
         self.request = stream, entry_id
         if stream == FINALIZE: self.ending.start(self.online.finalize(context))
@@ -618,7 +618,7 @@ class RedisConnection(_Sender):
 
     def name_wrong(self) -> bool:
         "Tell the log of keys of the wrong type, of each once as long as it is there; returns whether there are any."
-        return self.wrong.name()
+        return self.wrong.tell()
 
     def _compare(self, run: str, now: str) -> None:
         "Find out whether this is the first Redis, the same one, or another one, and what that one has kept."

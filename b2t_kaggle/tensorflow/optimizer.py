@@ -48,7 +48,7 @@ class StackedAdamW:
         self.per_day = {name for name in trainable if model.is_per_day(name)}
         self.betas = cfg.beta0, cfg.beta1
         self.epsilon = cfg.epsilon
-        self.update = tf.function(self._update, input_signature=[tf.TensorSpec(None)] * 8, autograph=False)
+        self._traced = tf.function(self._update, input_signature=[tf.TensorSpec(None)] * 8, autograph=False)
         self.state = {}
         for name, w in self.variables.items():
             n_counts = w.shape[0] if name in self.per_day else 1
@@ -70,7 +70,7 @@ class StackedAdamW:
             updates = of_days if name in self.per_day else of_all
             step = state['step'] + updates
             variables = w, state['exp_avg'], state['exp_avg_sq']
-            new = self.update(*variables, grad, _per_row(step, w), _per_row(updates, w), rates[rate], decay)
+            new = self._traced(*variables, grad, _per_row(step, w), _per_row(updates, w), rates[rate], decay)
             for variable, value in zip(variables, new): variable.assign(value)
             state['step'].assign(step)
 

@@ -106,14 +106,14 @@ def _check_refit(state: dict, cfg: TrainConfig, path: Path) -> None:
         'number, or start anew in another folder (or remove this one)')
 
 # %% ../../nbs/training/07_loop.ipynb #c309
-def _check_continues(state: dict, new: dict[str, str], cfg: TrainConfig, path: Path) -> None:
+def _check_may_continue(state: dict, new: dict[str, str], cfg: TrainConfig, path: Path) -> None:
     "Raise `TrainingError` where a run with the fingerprint `new` cannot continue from a checkpoint."
     _check_state(state, path)
     check_same(state['fingerprint'], new, path)
     _check_refit(state, cfg, path)
 
 def _continuing(state: dict, device: str) -> str:
-    "What a run says that continues."
+    "What a run that continues says."
     moved = f', which were computed on {state["device"]}' if state['device'] != device else ''
     return f'continuing after {state["step"]} batches{moved}'
 
@@ -204,7 +204,7 @@ class Trainer(ABC):
     ) -> None:
         """Go on where a checkpoint was taken. Raises `TrainingError` if it belongs to another run; call it before its
         weights are used."""
-        _check_continues(state, self.fingerprint, self.cfg.train, path)
+        _check_may_continue(state, self.fingerprint, self.cfg.train, path)
         self.step = state['step']
         self.seconds = state['seconds']
         self.best.metrics = state['best']

@@ -80,7 +80,7 @@ def _target_losses(align: AlignmentLoss, heard: Heard, lesson: Lesson) -> dict[s
     return dict(align=align(*pairs), contrast=info_nce(*pairs, lesson.sentence))
 
 def _loss_weights(cfg: AudioConfig) -> LossWeights:
-    "Those of the losses that there are."
+    "Weights of the losses that there are."
     names = ['answer', 'ctc']
     if cfg.targets: names += ['align', 'contrast']
     return LossWeights(**{name: getattr(cfg, f'{name}_weight') for name in names})

@@ -59,7 +59,7 @@ class _TrainedModel(nn.Module):
         "Turn off the gradients of parts that the configuration says are not trained."
 
     def checkpoint(self) -> dict[str, dict[str, Tensor]]:
-        "The weights as a checkpoint has them: `model_state_dict`, those of `acoustic`, and what stands beside them."
+        "The weights as a checkpoint has them: `model_state_dict`, and what stands beside it."
         return dict(model_state_dict=self.state_dict())
 
     def state_of(self,

@@ -35,7 +35,7 @@ def _drawn(choices: int | tuple[int, ...]) -> int:
     return choices[0] if len(choices) == 1 else choices[int(torch.randint(len(choices), ()))]
 
 def _chunk_info(
-    chunk_size: int | tuple[int, ...],          # Frames of a chunk, one for each call; −1: all are one
+    chunk_size: int | tuple[int, ...],          # Frames of a chunk, one drawn for each call; −1: all are one
     left_context_frames: int | tuple[int, ...], # Frames before its chunk that a frame sees, likewise
     downsampling_factor: tuple[int, ...],       # Of each stack
     cnn_module_kernel: tuple[int, ...],         # Of each stack: frames of its convolutions, at its own rate
