@@ -90,7 +90,8 @@ def runs_something(source):
 
 def longest_export(notebook):
     "Lines of code that are exported without something that runs between them, at most; and the cell they end with."
-    longest, n = (0, ''), 0
+    longest = (0, '')
+    n = 0
     for cell in notebook['cells']:
         source = ''.join(cell['source'])
         if cell['cell_type'] != 'code': continue

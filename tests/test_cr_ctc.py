@@ -108,7 +108,8 @@ def test_the_loss_is_the_mean_of_both_and_their_consistency(stores):
         t.model.eval() # no dropout: the same noise gives the same logits
         (part,), _ = t.loader(0)
         seen = []
-        t.augment.apply, real = lambda *args: seen.append(real(*args)) or seen[-1], t.augment.apply
+        real = t.augment.apply
+        t.augment.apply = lambda *args: seen.append(real(*args)) or seen[-1]
         losses, = _all_gradients(t, [part])
         x, n_bins = seen[0]
         frames = t.cfg.model.n_frames(n_bins)

@@ -297,7 +297,8 @@ def ancestors(tree, h):
 def test_homophones_and_capitals_are_the_models_choice(ngram):
     "Of words that sound alike the one that the model likes; written with a capital, it is the lexicon's word."
     class Likes:
-        every, weight = 2, 0.9
+        every = 2
+        weight = 0.9
         def __init__(self, word): self.word = word
         def begin(self, words): return SimpleNamespace(score=lambda h, p, ids: np.array(
             [0. if words[w] == self.word else -5. for w in ids]), end=lambda h: np.zeros(len(h)), keep=len)

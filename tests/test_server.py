@@ -365,10 +365,8 @@ def test_a_causal_language_model(decoder, plain, tmp_path):
     `score_sentences` behind the context."""
     pytest.importorskip('transformers', reason='transformers is not installed; pip install b2t_kaggle[llm]')
     model, tokenizer = load_lm(tiny_lm(tmp_path, 'gpt2', TEXT))
-    logits, totals = (
-        logits_of('it is good to see you', 1, sharp=4),
-        lambda found: [0.8 * a + 0.45 * n + 0.55 * m for _, a, n, m, _ in found],
-    )
+    logits = logits_of('it is good to see you', 1, sharp=4)
+    totals = lambda found: [0.8 * a + 0.45 * n + 0.55 * m for _, a, n, m, _ in found]
     with serving(decoder, plain, rescorer=LLMRescorer(llm_scorer(model, tokenizer), decoder)) as r:
         r.set('contextual_decoding_current_context', 'who is there')
         client = OfficialClient(r, flush=False)

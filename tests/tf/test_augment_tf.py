@@ -97,6 +97,8 @@ def test_the_whole_recipe_is_the_official_one_compiled_or_not():
 
 def test_half_precision_input_is_widened():
     x = tf.cast(tf.random.normal([2, 50, 4]), tf.float16)
-    n, cut, seeds = tf.constant([50, 50]), tf.constant(1), tf.constant(trial_seeds(0, 0, 2))
+    n = tf.constant([50, 50])
+    cut = tf.constant(1)
+    seeds = tf.constant(trial_seeds(0, 0, 2))
     half, full = (Augment(AugmentConfig()).train(v, n, cut, seeds)[0] for v in (x, tf.cast(x, tf.float32)))
     assert half.dtype == tf.float32 and (half.numpy() == full.numpy()).all()

@@ -15,8 +15,10 @@ class _Parts(HTMLParser):
     "Titles, anchors, links and tables of a page."
     def __init__(self):
         super().__init__()
-        self.links, self.ids, self.titles = [], [], 0
-        self.open, self.unscrolled = [], 0
+        self.links, self.ids = [], []
+        self.titles = 0
+        self.open = []
+        self.unscrolled = 0
         self.code, self.printed = [], []
 
     def handle_starttag(self, tag, attrs):
