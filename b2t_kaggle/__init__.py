@@ -14,7 +14,8 @@ What most programs need can be imported from here:
     write_submission('submission.csv', [decoder.decode(log_probs)[0].text for log_probs in logits])
 
 A name is imported when it is used for the first time: `import b2t_kaggle` takes no time, and a framework that is not
-used need not be installed. Everything else is in the modules, such as `b2t_kaggle.data.sessions`.
+used need not be installed. Everything else is in the modules, such as `b2t_kaggle.data.sessions`. Those that these
+names come from, such as `b2t_kaggle.metrics`, are imported in the same way.
 """
 __version__ = "0.1.0"
 __all__ = [
@@ -62,14 +63,15 @@ if _TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-    "Import a name of the front door when it is used for the first time (PEP 562)."
+    "Import a name of the front door, or its module, when it is used for the first time (PEP 562)."
+    from importlib import import_module
     if name in _MODULES:
-        from importlib import import_module
-
         from b2t_kaggle.docstrings import with_parameters
         value = with_parameters(getattr(import_module(f'{__name__}.{_MODULES[name]}'), name))
         globals()[name] = value
         return value
+    if name in {module.split('.')[0] for module in _NAMES}:
+        return import_module(f'{__name__}.{name}')
     message = f'module {__name__!r} has no attribute {name!r}'
     if not name.startswith('_'):
         from difflib import get_close_matches

@@ -23,7 +23,6 @@ from b2t_kaggle.encoders.encoder import (
     encoder_config,
     encoder_names,
     parse_encoder,
-    require_encoder,
 )
 from .encoders.gru import GRUConfig
 from .files import write_whole
@@ -466,11 +465,6 @@ class Config(Section):
         return upgrade(values) if isinstance(values, dict) else values
 
     @model_validator(mode='after')
-    def _framework_has_the_encoder(self):
-        require_encoder(self.train.framework, self.model.name)
-        return self
-
-    @model_validator(mode='after')
     def _groups_fit(self):
         if self.lm.path and self.lm.general:
             raise ValueError(f'lm.path is {self.lm.path}, a model to use as it is, and lm.general is '
@@ -517,6 +511,11 @@ class Config(Section):
         if self.infer.logits:
             raise ValueError('audio.language_model reads the vectors of a model, and this run has infer.logits alone; '
                              'set one of them to null')
+        return self
+
+    @model_validator(mode='after')
+    def _framework_has_the_encoder(self):
+        self.model.check_framework(self.train.framework)
         return self
 
     def dump(self) -> dict:

@@ -32,7 +32,7 @@ def _place() -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
 
 def _process(pid: int) -> tuple[str, str]:
-    "State of a process, `Z` for one that is dead and not yet buried, and when it began; `0` where nobody tells."
+    "State of a process, `Z` for one that has ended and was not waited for, and when it began; `0` where it is unknown."
     try: fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
     except OSError: return '', '0'
     return fields[0], fields[19]
@@ -118,12 +118,12 @@ def _system_error(error: BaseException | None) -> tuple[int, str | None]:
 def write_error(
     error: Exception, # While a file was written
     path: Path,       # The file, absolute or not
-    tmp: Path,        # Its name until it is complete
+    scratch: Path,        # Its name until it is complete
 ) -> WriteError | None:
     "What is to be said of an exception; none if it has nothing to do with writing."
     number, name = _system_error(error)
     file = None if name is None else Path(os.fsdecode(name))
-    own = file is not None and (file in (tmp, path, *path.parents) or tmp in file.parents)
+    own = file is not None and (file in (scratch, path, *path.parents) or scratch in file.parents)
     reason = _FULL.get(number) or (_REFUSED.get(number) if own else None)
     if reason is None and not path.parent.is_dir():
         reason = 'its folder went away while it was written', 'see that nobody removes it'
@@ -153,12 +153,12 @@ def check_output(
 
 # %% ../nbs/00_files.ipynb #c020
 @contextmanager
-def _explained(path: Path, tmp: Path) -> Iterator[None]:
+def _explained(path: Path, scratch: Path) -> Iterator[None]:
     "Errors of writing become a `WriteError` about `path`; others stay what they are."
     try: yield
     except Exception as e:
-        if isinstance(e, WriteError) and not str(e).startswith(f'{tmp}: '): raise # Of a file that this one needs
-        found = write_error(e, path, tmp)
+        if isinstance(e, WriteError) and not str(e).startswith(f'{scratch}: '): raise # Of a file that this one needs
+        found = write_error(e, path, scratch)
         if found is None: raise
         raise found from e
 
@@ -173,17 +173,17 @@ def atomic_path(
     Raises `WriteError` where the file cannot be written, or `path` is no file."""
     path = Path(path)
     check_output(path)
-    tmp = path.with_name(f'.{path.name}.{_owner()}.tmp{"".join(path.suffixes) if suffix is None else suffix}')
-    with _explained(path, tmp):
+    scratch = path.with_name(f'.{path.name}.{_owner()}.tmp{"".join(path.suffixes) if suffix is None else suffix}')
+    with _explained(path, scratch):
         path.parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(path.parent)
         try:
-            yield tmp
+            yield scratch
             if durable:
-                with open(tmp, 'rb') as f: os.fsync(f.fileno())
-            os.replace(tmp, path)
+                with open(scratch, 'rb') as f: os.fsync(f.fileno())
+            os.replace(scratch, path)
         finally:
-            with suppress(OSError): tmp.unlink()
+            with suppress(OSError): scratch.unlink()
 
 # %% ../nbs/00_files.ipynb #c023
 def write_whole(
@@ -191,7 +191,7 @@ def write_whole(
     text: str,        # Written as UTF-8
 ) -> None:
     "Write a text file whole or not at all."
-    with atomic_path(path) as tmp: tmp.write_text(text, encoding='utf-8')
+    with atomic_path(path) as scratch: scratch.write_text(text, encoding='utf-8')
 
 # %% ../nbs/00_files.ipynb #c032
 class DeferringFile(io.FileIO):

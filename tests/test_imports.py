@@ -313,6 +313,12 @@ def test_names_that_the_front_door_does_not_have():
     assert not hasattr(b2t_kaggle, '__wrapped__')
 
 
+def test_modules_of_the_front_door_are_imported_when_they_are_used():
+    code = "import sys, b2t_kaggle\nassert 'b2t_kaggle.metrics' not in sys.modules\n"
+    code += "print(b2t_kaggle.metrics.word_error_rate(['a b'], ['a']), b2t_kaggle.phonemes.BLANK)"
+    assert process(code).stdout == '0.5 0\n'
+
+
 def test_dir_and_help_show_the_front_door():
     code = 'import b2t_kaggle; print(*dir(b2t_kaggle)); help(b2t_kaggle)'
     names, _, text = process(code).stdout.partition('\n')

@@ -29,16 +29,24 @@ class EncoderConfig(Section):
     "Classes, K: blank, 39 phonemes, word separator."
     size_fields: ClassVar[tuple[str, ...]] = ()
     "Fields to lower where the model does not fit into memory."
+    layer_fields: ClassVar[tuple[str, ...]] = ('n_layers',)
+    "Fields that count layers."
 
     @model_validator(mode='after')
     def _sizes_are_possible(self):
         for name, value in self:
-            largest = MAX_LAYERS if name in ('n_layers', 'num_encoder_layers') else MAX_MODEL_SIZE
+            largest = MAX_LAYERS if name in self.layer_fields else MAX_MODEL_SIZE
             numbers = value if isinstance(value, list) else [value]
             if any(isinstance(n, int) and n > largest for n in numbers):
                 raise ValueError(f'model.{name} = {value} is beyond {largest:,}, which no model here can have; '
                                  'correct it')
         return self
+
+    def check_framework(self,
+        framework: str, # `pytorch` or `tensorflow`
+    ) -> None:
+        "Raises `ConfigError` where a framework does not have this model; imports neither."
+        require_encoder(framework, self.name)
 
     def no_official_form(self) -> str:
         "What the official kit does not have of this model; empty where it has all, so that `b2t convert` writes it."

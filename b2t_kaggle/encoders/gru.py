@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from ..ctc import n_frames, round_length
 from .encoder import EncoderConfig
+from ..schema import ConfigError
 
 # %% ../../nbs/encoders/01_gru.ipynb #c006
 class PatchedConfig(EncoderConfig):
@@ -64,6 +65,13 @@ class GRUConfig(RecurrentConfig):
     "Architecture: the official GRU."
     bidirectional: bool = False
     "Whether each layer reads the trial backwards too, with weights of its own; it does not stream then."
+
+    def check_framework(self, framework: str) -> None:
+        "Raises `ConfigError` for the bidirectional GRU in TensorFlow, too."
+        super().check_framework(framework)
+        if self.bidirectional and framework == 'tensorflow':
+            raise ConfigError('model.bidirectional is true: TensorFlow has the GRU that reads forwards; set it to '
+                              'false, or train.framework to pytorch')
 
     def no_official_form(self) -> str: return 'model.bidirectional is true' if self.bidirectional else ''
 

@@ -45,6 +45,7 @@ class StacksConfig(PatchedConfig):
     pos_dim: int = Field(48, ge=2, multiple_of=2)
     "Columns of the table of distances."
     size_fields = 'encoder_dim', 'feedforward_dim'
+    layer_fields = ('num_encoder_layers',)
 
     @model_validator(mode='after')
     def _stacks_fit(self):

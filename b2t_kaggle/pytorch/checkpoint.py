@@ -26,7 +26,7 @@ from .models import build_model
 from .models.encoder import Encoder
 from .models.gru import from_official_state
 from ..reading import SMALL_BYTES, ReadError, check_is_file
-from ..training.checkpoints import CheckpointError, check_unseen, find_checkpoint, stored_config
+from ..training.checkpoints import CheckpointError, check_unseen, find_checkpoint, misfits, stored_config
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c006
 def save_atomic(
@@ -34,7 +34,7 @@ def save_atomic(
     path: str | Path, # The file
 ) -> None:
     "`torch.save` that never leaves half a file under `path`."
-    with atomic_path(path, durable=True) as tmp, open(tmp, 'wb') as f: torch.save(value, f)
+    with atomic_path(path, durable=True) as scratch, open(scratch, 'wb') as f: torch.save(value, f)
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c008
 # What zipfile raises for damaged archives, depending on the place
@@ -168,6 +168,9 @@ def _build_for(state: Mapping[str, Tensor], cfg: Config, path: Path) -> Encoder:
                               'configuration is that of another model, or damaged') from None
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c301
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(w.shape) for name, w in state.items()}
+
 def load_state(
     model: nn.Module,            # Receives the weights
     state: Mapping[str, Tensor], # In either form
@@ -177,14 +180,8 @@ def load_state(
     _check_weights(state, path)
     try: state = from_official_state(state)
     except ValueError as e: raise CheckpointError(f'{path}: {e}') from None
-    expected = model.state_dict()
-    wrong = [f'{k} is missing' for k in expected if k not in state]
-    wrong += [f'{k} is not in the model' for k in state if k not in expected]
-    wrong += [f'{k} has shape {list(v.shape)}, expected {list(expected[k].shape)}' for k, v in state.items()
-              if k in expected and v.shape != expected[k].shape]
-    if wrong:
-        more = f'; and {len(wrong) - 4} more' if len(wrong) > 4 else ''
-        raise CheckpointError(f'{path}: the weights do not fit the configuration: {"; ".join(wrong[:4])}{more}')
+    wrong = misfits(_shapes(model.state_dict()), _shapes(state))
+    if wrong: raise CheckpointError(f'{path}: the weights do not fit the configuration: {wrong}')
     model.load_state_dict(state)
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c303

@@ -23,7 +23,7 @@ from ..reading import check_hdf5, check_is_file
 from .layers import keras
 from .models import build_model
 from .models.encoder import Encoder
-from ..training.checkpoints import CheckpointError, check_unseen, find_checkpoint, stored_config
+from ..training.checkpoints import CheckpointError, check_unseen, find_checkpoint, misfits, stored_config
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c006
 _ENDING = '.weights.h5' # Without it Keras neither writes nor reads weights
@@ -66,7 +66,7 @@ def _write(
     with h5py.File(memory, 'r+') as f:
         if write_arrays: write_arrays(f)
         f.attrs.update(texts | dict(crc32=_crc_of_texts(texts)))
-    with atomic_path(path, durable=True) as tmp: tmp.write_bytes(memory.getbuffer())
+    with atomic_path(path, durable=True) as scratch: scratch.write_bytes(memory.getbuffer())
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c010
 def _is_pytorch(path: Path) -> bool:
@@ -131,14 +131,9 @@ def _check_fit(
     model: Encoder,              # Which is to receive the weights
     path: Path,                  # The file, for the error
 ) -> None:
-    expected = {name: list(v.shape) for name, v in model.named_variables().items()}
-    wrong = [f'{k} is missing' for k in expected if k not in written]
-    wrong += [f'{k} is not in the model' for k in written if k not in expected]
-    wrong += [f'{k} has shape {written[k]["shape"]}, expected {shape}' for k, shape in expected.items()
-              if k in written and written[k]['shape'] != shape]
-    if not wrong: return
-    more = f'; and {len(wrong) - 4} more' if len(wrong) > 4 else ''
-    raise CheckpointError(f'{path}: weights of another model: {"; ".join(wrong[:4])}{more}')
+    expected = {name: v.shape for name, v in model.named_variables().items()}
+    wrong = misfits(expected, {name: w['shape'] for name, w in written.items()})
+    if wrong: raise CheckpointError(f'{path}: weights of another model: {wrong}')
 
 @contextmanager
 def _at_most(n: int, path: Path) -> Iterator[None]:

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['BEST', 'LAST', 'REFIT', 'CheckpointError', 'find_checkpoint', 'framework_of', 'checkpoint_files', 'checkpoint_for',
-           'seen_val_from', 'check_unseen', 'stored_config', 'check_features', 'provenance']
+           'seen_val_from', 'check_unseen', 'stored_config', 'check_features', 'provenance', 'misfits']
 
 # %% ../../nbs/training/03_checkpoints.ipynb #c003
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,3 +134,16 @@ def provenance(
     file = dict(checkpoint=str(checkpoint), checkpoint_sha256=sha256(checkpoint))
     return file | dict(model=cfg.model.name, split=store.split, device=str(device), precision=device.precision,
                        config=cfg.dump(), smoothing=smoothing, first_bin=smoothing_margins(cfg.augment, smoothing)[0])
+
+# %% ../../nbs/training/03_checkpoints.ipynb #c321
+def misfits(
+    expected: Mapping[str, Sequence[int]], # Shapes of a model's weights by name
+    found: Mapping[str, Sequence[int]],    # Shapes of those that it is to receive
+) -> str:
+    "Weights that are missing, unknown or of another shape, four of them at most; empty where all fit."
+    wrong = [f'{k} is missing' for k in expected if k not in found]
+    wrong += [f'{k} is not in the model' for k in found if k not in expected]
+    wrong += [f'{k} has shape {list(found[k])}, expected {list(shape)}' for k, shape in expected.items()
+              if k in found and list(found[k]) != list(shape)]
+    more = f'; and {len(wrong) - 4} more' if len(wrong) > 4 else ''
+    return '; '.join(wrong[:4]) + more

@@ -7,6 +7,7 @@ __all__ = ['Trainer', 'train']
 
 # %% ../../../nbs/pytorch/audio_llm/07_trainer.ipynb #c003
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,14 +15,13 @@ import torch
 from ...audio.targets import TargetStore
 from ...config import Config
 from ...data.store import TrialStore
-from ...devices.torch import pick_torch
 from ...metrics import word_error_rate
 from .. import trainer
 from .inference import open_llm, write_trials
 from .memory import llm_memory, size_of
 from .model import AudioLLM, Lessons
 from .whisper_model import audio_model
-from ..parallel import Backend, start
+from ..parallel import Backend
 from ...rescoring.finetune import model_mark
 from ...training.loop import fit
 from ...training.memory import is_oom, step_memory
@@ -109,9 +109,4 @@ def train(
 ) -> dict:
     """Train, or continue. Returns what `b2t_kaggle.pytorch.trainer.train` does, and `val_wer`. Raises `TrainingError`,
     and `AudioError` or `LanguageModelError` for a model or targets that cannot be used."""
-    def start_devices():
-        backend = start(pick_torch(cfg.train.accelerator, cfg.train.precision))
-        if backend.is_main_process: print(f'training on {backend.device}')
-        return backend
-
-    return fit(Trainer, start_devices, store, store_val, cfg, out_dir, progress)
+    return fit(Trainer, partial(trainer.start_backend, cfg), store, store_val, cfg, out_dir, progress)

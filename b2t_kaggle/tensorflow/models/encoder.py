@@ -13,6 +13,7 @@ import numpy as np
 
 from ...encoders.encoder import EncoderConfig
 from ..layers import keras, tf
+from ...training.checkpoints import misfits
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c006
 def check_batch(
@@ -89,12 +90,8 @@ class _NamedModel(keras.Model):
         state: Mapping[str, np.ndarray], # The `state_dict()` of PyTorch's model
     ) -> None:
         "Set the weights. Raises `ValueError` that names those which are missing, unknown or of another shape."
-        expected = {k: v.shape for k, v in self.to_state().items()}
-        wrong = [f'{k} is missing' for k in expected if k not in state]
-        wrong += [f'{k} is unknown' for k in state if k not in expected]
-        wrong += [f'{k} has shape {list(np.shape(state[k]))}, expected {list(shape)}' for k, shape in expected.items()
-                  if k in state and np.shape(state[k]) != shape]
-        if wrong: raise ValueError(f'weights of another model: {"; ".join(wrong)}')
+        shapes = ({k: np.shape(v) for k, v in weights.items()} for weights in (self.to_state(), state))
+        if wrong := misfits(*shapes): raise ValueError(f'weights of another model: {wrong}')
         variables = self.named_variables()
         for name, v in self.from_pytorch(state).items(): variables[name].assign(v)
 
@@ -161,8 +158,7 @@ class Encoder(_NamedModel):
 
     def decays(self, name: str, variable: keras.Variable) -> bool:
         "Whether weight decay applies: to matrices, not to biases and gains."
-        # by name, too, because a GRU's bias has two dimensions in Keras
-        return len(variable.shape) >= 2 and '.bias' not in name
+        return len(variable.shape) >= 2
 
     def freeze(self) -> None:
         "Make variables of parts that the configuration says are not trained not trainable."

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ...encoders.gru import GRUConfig, RecurrentConfig
-from ...schema import ConfigError
 from ..frontend import Frontend
 from ..layers import keras, tf
 from ..recurrence import GRU
@@ -121,6 +120,10 @@ class GRUEncoder(Frontend):
         "Its heads by the prefix of their variables' names."
         raise NotImplementedError(f'{type(self).__name__} has no heads')
 
+    def decays(self, name: str, variable: keras.Variable) -> bool:
+        "Matrices decay. A GRU's bias has two rows in Keras, of its input and of its state, and does not."
+        return super().decays(name, variable) and '.bias' not in name
+
     def freeze(self) -> None:
         "Day layers that are not trained stay the identity, GRU layers what they are."
         super().freeze()
@@ -168,9 +171,7 @@ class GRUDecoder(GRUEncoder):
     @classmethod
     def from_config(cls, cfg: GRUConfig, n_days: int) -> 'GRUDecoder':
         "The model of a configuration. Raises `ConfigError` for a bidirectional one."
-        if cfg.bidirectional:
-            raise ConfigError('model.bidirectional is true: TensorFlow has the GRU that reads forwards; set it to '
-                              'false, or train.framework to pytorch')
+        cfg.check_framework('tensorflow')
         model = cls(cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes, cfg.rnn_dropout, cfg.input_dropout,
                     cfg.n_layers, cfg.patch_size, cfg.patch_stride)
         model.cfg = cfg
