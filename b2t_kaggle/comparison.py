@@ -154,9 +154,9 @@ def result_table(
 
 _FEW = 10 # Trials of which the bootstrap's intervals are too narrow to be believed
 
-def _cell(value, few: bool) -> str:
+def _cell(value, is_small: bool) -> str:
     "A value as it is read; a star stands behind a clear difference, unless the trials are few."
-    if isinstance(value, Difference): return f'{value} {"*" if value.is_clear and not few else " "}'
+    if isinstance(value, Difference): return f'{value} {"*" if value.is_clear and not is_small else " "}'
     if isinstance(value, Rate): return str(value)
     if isinstance(value, float): return f'{100*value:.2f} %'
     if isinstance(value, int | np.integer): return f'{value:,}'
@@ -167,8 +167,8 @@ def as_text(
 ) -> pd.DataFrame:
     """The table as it is read: rates in percent, and a star behind differences of ten trials and more whose interval
     does not contain zero."""
-    few = table['trials'] < _FEW if 'trials' in table else [False]*len(table)
-    return pd.DataFrame({c: [_cell(v, f) for v, f in zip(table[c], few)] for c in table}, index=table.index)
+    is_small = table['trials'] < _FEW if 'trials' in table else [False]*len(table)
+    return pd.DataFrame({c: [_cell(v, f) for v, f in zip(table[c], is_small)] for c in table}, index=table.index)
 
 # %% ../nbs/09_comparison.ipynb #c017
 def _contradiction(column: str, ours: pd.Series, theirs: pd.Series) -> str:

@@ -324,7 +324,7 @@ _SPLITS = ('train', 'val', 'test')
 _FACTS = ('block', 'trial', 'n_bins', 'sentence') # Columns of an index that are compared where both have them
 
 def _told(provenance: Mapping) -> set[str]:
-    "The splits that a provenance speaks of: its own, or those of the members of an average."
+    "The splits in a provenance: its own, or those of the members of an average."
     own = {provenance['split']} if provenance.get('split') in _SPLITS else set()
     return own.union(*(_told(member) for member in provenance.get('members', [])))
 

@@ -190,8 +190,8 @@ class RaggedWriter:
 
     def __enter__(self):
         with ExitStack() as stack:
-            tmp = stack.enter_context(atomic_path(self.path, suffix=''))  # `*.arrow` shall not find unfinished files
-            self._arrow = stack.enter_context(pa.ipc.new_file(str(tmp), self.schema))
+            scratch = stack.enter_context(atomic_path(self.path, suffix='')) # Not found by `*.arrow`
+            self._arrow = stack.enter_context(pa.ipc.new_file(str(scratch), self.schema))
             stack.push(self._write_last_chunk)
             self._open = stack.pop_all()
         return self

@@ -649,7 +649,7 @@ def _share(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try: os.link(source, target)
     except OSError:
-        with atomic_path(target) as tmp: shutil.copyfile(source, tmp)
+        with atomic_path(target) as scratch: shutil.copyfile(source, scratch)
 
 def branch(
     run: Run,   # New

@@ -293,8 +293,8 @@ def write_sweep(
     import matplotlib.pyplot as plt
     table = sweep_table(sweep)
     curves = {sweep.folder(t.number).name: dict(sorted(t.intermediate_values.items())) for t in sweep.study.trials}
-    with atomic_path(sweep.run.dir/'sweep.csv') as tmp: table.to_csv(tmp, index=False)
+    with atomic_path(sweep.run.dir/'sweep.csv') as scratch: table.to_csv(scratch, index=False)
     fig = plot_sweep(table, curves, list(sweep.ranges))
-    with atomic_path(sweep.run.dir/'sweep.png') as tmp: fig.savefig(tmp, dpi=120)
+    with atomic_path(sweep.run.dir/'sweep.png') as scratch: fig.savefig(scratch, dpi=120)
     plt.close(fig)
     return table

@@ -18,7 +18,7 @@ from b2t_kaggle.submission import validate_submission
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT/'nbs'/'guides'/'adding_an_encoder.ipynb'
-NEW = 'nbs/pytorch/models/04_conv.ipynb'
+NEW = 'nbs/pytorch/models/06_conv.ipynb'
 
 # A run of seconds; only fields that this encoder has
 SMALL = {'model.name': 'conv', 'n_channels': 16, 'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 4,
@@ -115,8 +115,8 @@ def test_the_other_framework_refuses_it_in_one_line(checkout, tmp_path):
         "from b2t_kaggle.config import load_config, ConfigError\nfrom b2t_kaggle.tensorflow.models import build_model\n"
         "try: build_model(load_config(overrides={'model.name': 'conv'}).model, 1)\nexcept ConfigError as e: print(e)"
     )
-    said = run(checkout, sys.executable, '-c', code).stdout.splitlines()
-    assert said[-1] == 'model.name = conv: TensorFlow has no such encoder, it has gru, transformer, triple_gru'
+    printed = run(checkout, sys.executable, '-c', code).stdout.splitlines()
+    assert printed[-1] == 'model.name = conv: TensorFlow has no such encoder, it has gru, transformer, triple_gru'
 
 
 def test_it_is_tested_by_being_there(checkout):

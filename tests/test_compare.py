@@ -98,14 +98,14 @@ def test_what_is_clear_on_the_leaderboard_is_what_is_clear_on_so_many_words():
     assert smallest_clear_difference(a, b, words=16*int(length.sum())) == pytest.approx(smallest/2)
 
 
-SAID = ['How are you?', 'Fine, and you?', 'Not so bad.', 'I would like to sit here for a while, please.']
+SPOKEN = ['How are you?', 'Fine, and you?', 'Not so bad.', 'I would like to sit here for a while, please.']
 PHONEMES = ['HH AW SIL AA R SIL', 'F AY N SIL', 'N AA T SIL', 'AY SIL']
 
-def heard(texts, greedy=PHONEMES, said=SAID):
+def heard(texts, greedy=PHONEMES, spoken=SPOKEN):
     "What a system found."
     facts = [dict(session=f't15.2023.08.1{3 + i//2}', block=i, corpus=('Harvard', 'Random')[i % 2], seen=i == 0)
              for i in range(4)]
-    return results_of([f | dict(trial=i, reference=said[i], text=texts[i], phonemes=PHONEMES[i], greedy=greedy[i])
+    return results_of([f | dict(trial=i, reference=spoken[i], text=texts[i], phonemes=PHONEMES[i], greedy=greedy[i])
                        for i, f in enumerate(facts)])
 
 FIRST = heard(['how are you', 'mine and you', 'not so bad', 'i would like'], ['HH AW AA R SIL', *PHONEMES[1:]])
@@ -151,7 +151,7 @@ def runs(tmp_path):
 
 def test_runs_and_files_side_by_side(runs):
     folder, compare = runs
-    (folder/'theirs.csv').write_text('id,text\n' + ''.join(f'{i},"{t}"\n' for i, t in enumerate(SAID)))
+    (folder/'theirs.csv').write_text('id,text\n' + ''.join(f'{i},"{t}"\n' for i, t in enumerate(SPOKEN)))
     status, told = compare('one', 'two', folder/'theirs.csv', '--html', folder/'page.html')
     assert status == 0 and told.startswith('4 trials\n'), told
     for words in ('All systems: WER', 'two less one: PER without SIL', 'theirs less one: WER', '0.00 % (0.00 to 0.00)'):
@@ -178,7 +178,7 @@ def test_runs_of_other_trials_are_refused(runs):
         return compare('one', 'two')
     status, told = rewrite(SECOND[1:])
     assert status == 1 and 'two lacks 1 of the 4 trials of one, such as 0; expected the same trials' in told
-    status, told = rewrite(heard(list(SECOND.text), said=[*SAID[:3], 'Something else.']))
+    status, told = rewrite(heard(list(SECOND.text), spoken=[*SPOKEN[:3], 'Something else.']))
     assert status == 1 and "one and two: trial 3, reference: found 'I would like" in told and told.count('\n') == 1
 
 
@@ -198,7 +198,7 @@ def test_without_labels_of_val_nothing_is_compared(runs):
 def test_results_of_lists_that_were_decoded_again_are_refused(runs):
     folder, compare = runs
     h = Hypotheses()
-    for i, text in enumerate(SAID): h.add(Trial(str(i)), [Entry(str(i), text, 'one')])
+    for i, text in enumerate(SPOKEN): h.add(Trial(str(i)), [Entry(str(i), text, 'one')])
     write_hypotheses(folder/'one'/'hypotheses'/'decode_val.jsonl', h)
     status, told = compare('one', 'two')
     assert status == 1 and 'is not of the last hypotheses of this run' in told and 'b2t report' in told

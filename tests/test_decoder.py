@@ -270,10 +270,10 @@ def test_acoustic_scores_of_long_trials(fits):
     "Most of all paths are never looked at, and it makes no difference."
     rng = np.random.default_rng(0)
     spellings = [[tuple(rng.integers(1, 39, 3))] for _ in range(50)]
-    said = rng.integers(0, 50, 200)
-    texts = [said.copy() for _ in range(4)]
+    spoken = rng.integers(0, 50, 200)
+    texts = [spoken.copy() for _ in range(4)]
     for i, text in enumerate(texts): text[rng.integers(0, 200, i)] = 0
-    labels = [k for w in said for k in (*spellings[w][0], SIL)]
+    labels = [k for w in spoken for k in (*spellings[w][0], SIL)]
     ids = np.repeat(np.insert(labels, range(len(labels)), BLANK), rng.integers(1, 3, 2*len(labels)))
     x = 1.5*rng.standard_normal((len(ids), 41))
     if fits: x[np.arange(len(ids)), ids] += 6
@@ -484,11 +484,11 @@ def test_spelled_words(model, lm):
     never = LexiconBeamDecoder(LEXICON, model(lm), oov_penalty=1e6).decode(x)
     assert [h.text for h in never] == [h.text for h in LexiconBeamDecoder(LEXICON, model(lm)).decode(x)]
     stream = Stream(LexiconBeamDecoder(LEXICON, model(lm), beam=300, oov_penalty=2.0))
-    said = []
+    partials = []
     for frame in x:
         stream.push(frame[None])
-        said.append(stream.partial())
-    assert said[-1] == 'c … b' and said[3] == 'c' and stream.finish()[0] == best
+        partials.append(stream.partial())
+    assert partials[-1] == 'c … b' and partials[3] == 'c' and stream.finish()[0] == best
     unfinished = LexiconBeamDecoder(LEXICON, model(lm), beam=1, oov_penalty=0.0).decode(x[3:6])
     assert unfinished and all(math.isfinite(h.total) for h in unfinished)
 

@@ -121,7 +121,7 @@ SIMULATED = {
         {}, dict(vfio=4, pci=chips('0x006f', 4)), PAIR,
         kind='tpu', tpu=('v6e', 4, 4, 4), plan=('xla', 'TPU v6e', 'bfloat16', 4), words=['variables   none']),
     'variables without hardware': no_torch_on(
-        ['ISTPUVM speaks of a TPU, but', 'PJRT_DEVICE=TPU to try'], tpu=(None, None, None, None), files={}),
+        ['ISTPUVM promises a TPU, but', 'PJRT_DEVICE=TPU to try'], tpu=(None, None, None, None), files={}),
     'TPU, torch_xla missing': no_torch_on(
         ['the TPU is not used: torch_xla is not installed (torch 2.8.0)',
          "pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"],
@@ -313,7 +313,7 @@ TENSORFLOW = {
         "ends the process that imports it with libtpu 0.0.32.1; pip install 'tensorflow-tpu==2.20.0' 'libtpu==0.0.31'"),
     'variables and no TPU': (
         'variables without hardware', TF_TPU, 'auto',
-        ('cpu', 'float32', 1, 'the TPU is not used: ISTPUVM speaks of a TPU, but no device file')),
+        ('cpu', 'float32', 1, 'the TPU is not used: ISTPUVM promises a TPU, but no device file')),
     'the build for TPUs, on the processor': (
         'kaggle v5e-8', TF_TPU, 'cpu',
         ('cpu', 'float32', 1, 'tensorflow-tpu 2.20.0 compiles for TPUs only, so this is slow')),

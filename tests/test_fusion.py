@@ -50,8 +50,8 @@ def noisy(n_frames, seed):
     "Log-probabilities in which little is sure but that they are about words of the lexicon."
     x = np.random.default_rng(seed).normal(0, 1.5, (n_frames, len(PHONEMES)))
     x[:, [BLANK, SIL, *to_class_ids(['T', 'UW', 'IY', 'AY', 'AH'])]] += 4
-    said = to_class_ids('AH SIL SIL AY SIL T UW SIL IY T SIL AY SIL SIL'.split())
-    x[np.arange(n_frames), said[len(said) - n_frames:]] += 4
+    spoken = to_class_ids('AH SIL SIL AY SIL T UW SIL IY T SIL AY SIL SIL'.split())
+    x[np.arange(n_frames), spoken[len(spoken) - n_frames:]] += 4
     return x - np.logaddexp.reduce(x, axis=1, keepdims=True)
 
 

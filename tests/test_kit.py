@@ -75,11 +75,12 @@ def test_kenlm_on_a_python_on_which_it_does_not_compile(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'args, status, said', [((), 0, './kit run'), (('--help',), 0, './kit test'), (('rum',), 2, "unknown command 'rum'")]
+    'args, status, message',
+    [((), 0, './kit run'), (('--help',), 0, './kit test'), (('rum',), 2, "unknown command 'rum'")]
 )
-def test_help_and_mistakes(args, status, said):
+def test_help_and_mistakes(args, status, message):
     r = kit(*args)
-    assert r.returncode == status and said in r.stdout + r.stderr
+    assert r.returncode == status and message in r.stdout + r.stderr
 
 
 def test_what_numba_compiled_serves_other_checkouts_of_the_same_sources(tmp_path, monkeypatch):

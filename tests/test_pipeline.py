@@ -238,12 +238,12 @@ from b2t_kaggle import pipeline
 from b2t_kaggle.kernels import forked_kernels
 from b2t_kaggle.runs import Run
 
-says = "import subprocess, sys; subprocess.run(['sh', '-c', 'echo a process >&2']); print('a cell', file=sys.stderr)"
-notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(says)])
+code = "import subprocess, sys; subprocess.run(['sh', '-c', 'echo a process >&2']); print('a cell', file=sys.stderr)"
+notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
 notebook.metadata.kernelspec = dict(name='python3', display_name='Python 3', language='python')
-nbformat.write(notebook, '00_says.ipynb')
-pipeline.notebook_path = lambda name: Path('00_says.ipynb')
-with {kernels}(): pipeline.execute(Run('run', '.'), 'says')
+nbformat.write(notebook, '00_code.ipynb')
+pipeline.notebook_path = lambda name: Path('00_code.ipynb')
+with {kernels}(): pipeline.execute(Run('run', '.'), 'code')
 """
     r = subprocess.run([sys.executable, '-c', script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert r.returncode == 0, r.stderr
@@ -349,10 +349,10 @@ def test_two_runs_share_what_is_big(tmp_path):
     both = [
         subprocess.Popen(args(n), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for n in ('one', 'two')
     ]
-    said = [p.communicate(timeout=600) for p in both]
-    assert [p.returncode for p in both] == [0, 0], said
-    assert sum(err.count('── simulate') for _, err in said) == 1
-    assert sum(err.count('── pack') for _, err in said) == 1
+    outputs = [p.communicate(timeout=600) for p in both]
+    assert [p.returncode for p in both] == [0, 0], outputs
+    assert sum(err.count('── simulate') for _, err in outputs) == 1
+    assert sum(err.count('── pack') for _, err in outputs) == 1
 
 
 def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
@@ -362,8 +362,8 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
 
     from b2t_kaggle.rescoring.mixture import read_weights
     run, options, _ = finished
-    said = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
-    values = {'rescore.model': tiny_lm(tmp_path/'lm', 'opt', said or ['a']), 'rescore.length_penalty': 0.05}
+    decoded = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
+    values = {'rescore.model': tiny_lm(tmp_path/'lm', 'opt', decoded or ['a']), 'rescore.length_penalty': 0.05}
     with stages_here() as here:
         r = command('submit', *options, *sets(values))
         assert r.exit_code == 0 and here == ['rescore', 'submit'], r.output[-3000:]
@@ -526,10 +526,10 @@ def test_other_systems_are_combined_with_a_run(finished, tmp_path, here):
     run, _, _ = finished
     work = run.parent.parent/'data'
     shutil.copytree(run, tmp_path/'two')
-    def write(split, name='theirs', said='the sentence {}'):
+    def write(split, name='theirs', sentence='the sentence {}'):
         "Hypotheses of a system that knows val, and says of each trial of test which one it is."
         h = read_hypotheses(run/'hypotheses'/f'decode_{split}.jsonl')
-        texts = {t: trial.reference or said.format('abcd'[int(t)]) for t, trial in h.trials.items()}
+        texts = {t: trial.reference or sentence.format('abcd'[int(t)]) for t, trial in h.trials.items()}
         entries = {t: [Entry(t, text, name)] for t, text in texts.items()}
         write_hypotheses(tmp_path/f'{name}_{split}.jsonl', Hypotheses(h.trials, entries))
         return str(tmp_path/f'{name}_{split}.jsonl')
@@ -547,7 +547,7 @@ def test_other_systems_are_combined_with_a_run(finished, tmp_path, here):
     combined = read_hypotheses(two.hypotheses('test'))
     assert combined.voters == [('two', 'gru', 'combination')] and [*combined.trials] == ['0', '1', '2', '3']
     run_stages(two)
-    write('test', said='another sentence {}')
+    write('test', sentence='another sentence {}')
     run_stages(Run(two.dir, work))
     assert here[4:] == ['combine', 'submit', 'report'] and submitted()[3] == 'another sentence d'
 

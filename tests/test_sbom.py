@@ -49,9 +49,9 @@ def test_names_and_versions_are_those_that_pip_finds(bill):
 def test_hashes_needs_and_licences(bill):
     by_name = {c['name']: c for c in bill['components']}
     assert {name for name, c in by_name.items() if 'hashes' in c} == {'pip', 'numpy'}
-    said = {name: [(p['name'], p['value']) for p in c['properties']] for name, c in by_name.items()}
-    assert said.pop('numpy') == [('in lock.txt', 'yes')]
-    assert {('in lock.txt', 'no')} == set(sum(said.values(), []))
+    properties = {name: [(p['name'], p['value']) for p in c['properties']] for name, c in by_name.items()}
+    assert properties.pop('numpy') == [('in lock.txt', 'yes')]
+    assert {('in lock.txt', 'no')} == set(sum(properties.values(), []))
     assert by_name['pip']['hashes'] == [{'alg': 'SHA-256', 'content': DIGEST}]
     needs = {d['ref']: d['dependsOn'] for d in bill['dependencies']}
     assert by_name['numpy']['purl'] in needs[by_name['pandas']['purl']]

@@ -66,7 +66,8 @@ class Oracle:
         _, beta = self.set['betas']
         self.overlaps[i][j].append((p * g).sum())
         if len(self.overlaps[i][j]) < period: return 0.
-        sums, self.overlaps[i][j] = self.overlaps[i][j], []
+        sums = self.overlaps[i][j]
+        self.overlaps[i][j] = []
         self.rms[i][j] = rms = self.size(p)
         self.w[i][j] = beta**period * self.w[i][j] + (1 - beta**period) * np.mean(np.square(sums))
         periods = (self.n + 1) // period

@@ -158,8 +158,8 @@ def test_blocks_are_z_scored_and_silent_electrodes_are_harmless():
     assert np.abs(x.std(0)[np.tile(e.alive, 2)] - 1).max() < 1e-2
     assert [len(s) for s in spoken] == [len(t.features) for t in trials]
     for t, s in zip(trials, spoken):
-        said = s[np.flatnonzero(np.diff(s, prepend=-1))]
-        if not t.is_instruction: assert set(t.class_ids) - {SIL} == set(said) - {SIL} and s[0] == s[-1] == SIL
+        spoken = s[np.flatnonzero(np.diff(s, prepend=-1))]
+        if not t.is_instruction: assert set(t.class_ids) - {SIL} == set(spoken) - {SIL} and s[0] == s[-1] == SIL
 
 
 def test_more_signal_more_modulation():

@@ -251,11 +251,11 @@ def test_a_changed_run_is_refused_by_name(stores, tmp_path, capsys):
         tmp_path / 'run',
         progress=False,
     )
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
         longer['step'] == 9
-        and f', {other}: ' in said
-        and 'continuing after 7 batches, which were computed on cpu' in said
+        and f', {other}: ' in printed
+        and 'continuing after 7 batches, which were computed on cpu' in printed
     )
 
 
@@ -283,11 +283,11 @@ def test_a_failing_disk_keeps_the_previous_checkpoint(stores, tmp_path, monkeypa
 def test_trials_that_cannot_be_aligned_are_named_and_left_out(tmp_path, capsys):
     write_toy(tmp_path, short=True)
     result = train(*open_stores(tmp_path), config(num_training_batches=30), tmp_path/'run', progress=False)
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
         result['finished']
-        and '3 trials with too few frames' in said
-        and f'{SESSIONS[0]} block 1 trial 3 (trial_0003)' in said
+        and '3 trials with too few frames' in printed
+        and f'{SESSIONS[0]} block 1 trial 3 (trial_0003)' in printed
     )
 
 
@@ -466,11 +466,11 @@ def train_in_little_memory(folder, where, out):
     large = config(n_units=1500, accumulate=2, batches_per_val_step=1, precision='float32')
     stores = [TrialStore.open(folder/f'{s}.arrow') for s in ('train', 'val')]
     try: train(*stores, large, out, progress=False)
-    except TrainingError as e: (out/'said').write_text(str(e))
+    except TrainingError as e: (out/'printed').write_text(str(e))
 
 
 @pytest.mark.parametrize(
-    'where, says',
+    'where, words',
     [
         (
             'train_step',
@@ -485,14 +485,14 @@ def train_in_little_memory(folder, where, out):
         ('model', ['the model and its optimiser do not fit', 'model.n_units']),
     ],
 )
-def test_what_does_not_fit_says_what_to_change(stores, tmp_path, where, says):
+def test_what_does_not_fit_says_what_to_change(stores, tmp_path, where, words):
     "With a real limit on memory, which is exceeded by the gradients of the first step, or by the model."
     p = call(train_in_little_memory, stores[0].path.parent, where, tmp_path)
     p.join(300)
     assert p.exitcode == 0
-    said = (tmp_path/'said').read_text()
-    assert "can't allocate memory" in said, said
-    for word in says: assert word in said, said
+    printed = (tmp_path/'printed').read_text()
+    assert "can't allocate memory" in printed, printed
+    for word in words: assert word in printed, printed
 
 
 def test_a_validation_that_does_not_fit_names_its_own_setting(stores):
@@ -593,11 +593,11 @@ def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_ru
 
 
 def train_without_end(folder, out):
-    "Train in two processes that have a process group, as a terminal's commands do, and write down what is said."
+    "Train in two processes that have a process group, as a terminal's commands do, and write down what they print."
     from b2t_kaggle.pytorch.launch import launch
     os.setpgid(0, 0)
-    with (out/'said').open('w') as said:
-        for stream in (1, 2): os.dup2(said.fileno(), stream)
+    with (out/'printed').open('w') as printed:
+        for stream in (1, 2): os.dup2(printed.fileno(), stream)
     try: launch(2, *open_stores(folder), config(num_training_batches=10**6), out, progress=False)
     except KeyboardInterrupt as e: print(e, flush=True)
 
@@ -608,9 +608,9 @@ def test_two_processes_are_interrupted_without_a_traceback(stores, tmp_path):
     wait_for_checkpoint(p, tmp_path/'last.pt')
     os.killpg(p.pid, signal.SIGINT)
     p.join(100)
-    said = (tmp_path/'said').read_text()
-    assert p.exitcode == 0 and 'Traceback' not in said, said
-    assert f'saved after {load_file(tmp_path/"last.pt")["step"]} of 1000000 batches' in said
+    printed = (tmp_path/'printed').read_text()
+    assert p.exitcode == 0 and 'Traceback' not in printed, printed
+    assert f'saved after {load_file(tmp_path/"last.pt")["step"]} of 1000000 batches' in printed
 
 
 def test_processes_end_with_the_one_that_started_them(stores, tmp_path):

@@ -303,7 +303,7 @@ def test_configuration(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'key, value, says',
+    'key, value, message',
     [
         ('model.name', 'triple', "expected 'gru' or"),
         ('model.name', 'triple', "or 'triple_gru'"),
@@ -312,8 +312,8 @@ def test_configuration(tmp_path):
         ('adversarial_schedule', 'linear', "'constant' or 'ramp'"),
     ],
 )
-def test_bad_configuration(key, value, says):
-    with pytest.raises(ConfigError, match=says): config(**{key: value})
+def test_bad_configuration(key, value, message):
+    with pytest.raises(ConfigError, match=message): config(**{key: value})
 
 
 def test_checkpoints(tmp_path):

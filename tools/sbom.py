@@ -35,10 +35,10 @@ def known_hashes(reports: list[Path]) -> dict[str, str]:
 
 def licences(package: Distribution) -> list[dict]:
     "As the package says: an SPDX expression, else classifiers, else the first line of its text."
-    says = package.metadata
-    if expression := says.get('License-Expression'): return [dict(expression=expression)]
-    names = [c.split(' :: ')[-1] for c in says.get_all('Classifier', []) if c.startswith('License :: ')]
-    names = names or (says.get('License') or '').strip().splitlines()[:1]
+    metadata = package.metadata
+    if expression := metadata.get('License-Expression'): return [dict(expression=expression)]
+    names = [c.split(' :: ')[-1] for c in metadata.get_all('Classifier', []) if c.startswith('License :: ')]
+    names = names or (metadata.get('License') or '').strip().splitlines()[:1]
     return [dict(license=dict(name=name)) for name in names]
 
 

@@ -170,7 +170,7 @@ def write_wav(
 ) -> None:
     "Write a sound as 16-bit WAV, whole or not at all."
     numbers = np.clip(np.round(np.asarray(samples)*32767), -32768, 32767).astype('<i2')
-    with atomic_path(path) as tmp, wave.open(str(tmp), 'wb') as f:
+    with atomic_path(path) as scratch, wave.open(str(scratch), 'wb') as f:
         f.setnchannels(1)
         f.setsampwidth(2)
         f.setframerate(rate)

@@ -474,7 +474,7 @@ def write_session(
     path = Path(path)
     session, split = _identify(path)
     duplicates = _Duplicates()
-    with atomic_path(path) as tmp, DeferringFile(tmp, 'w+b') as file:
+    with atomic_path(path) as scratch, DeferringFile(scratch, 'w+b') as file:
         with h5py.File(file, 'w') as f:
             for i, trial in enumerate(trials):
                 key = f'trial_{i:04d}'

@@ -580,10 +580,10 @@ def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, noise: _Noise
         recorded = [t for t in held_out if t.split == split]
         if recorded: write_session(session_path(out_dir, session, split), recorded)
 
-def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, part: int = 0, n_parts: int = 1) -> Iterator[int]:
-    "Record every `n_parts`-th day of a plan, from day `part` on, and say each when it is done."
+def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, first: int = 0, step: int = 1) -> Iterator[int]:
+    "Record every `step`-th day of a plan, from day `first` on, and yield each when it is done."
     noise = p['seed'], p.get('structured_noise', 0.), p.get('drift', 1.)
-    for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'])))[part::n_parts]:
+    for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'])))[first::step]:
         trials = plan[plan.day == day]
         if len(trials): _write_day(out_dir, trials, e, noise)
         yield day
@@ -595,8 +595,8 @@ def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
     "The days that `n` processes record, as they are done; raises `SimulateError` with the last line of one that fails."
     days, theirs = os.pipe()
     command = [sys.executable, '-m', 'b2t_kaggle.data.simulate', str(out_dir)]
-    processes = [subprocess.Popen([*command, str(part), str(n)], stdout=theirs, stderr=subprocess.PIPE, text=True)
-                 for part in range(n)]
+    processes = [subprocess.Popen([*command, str(first), str(n)], stdout=theirs, stderr=subprocess.PIPE, text=True)
+                 for first in range(n)]
     os.close(theirs)
     try:
         with open(days) as lines: yield from map(int, lines)
@@ -611,14 +611,14 @@ def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
 
 def _record_part(
     folder: Path, # Marked by `simulate_dataset`
-    part: int,    # The first day to record
-    n_parts: int, # Every how many days
+    first: int,   # The first day to record
+    step: int,    # Days from one to the next
 ) -> None:
     "What one of these processes does; it prints each day when it is done."
     end_with_parent()
     p = json.loads((folder/_MARKER).read_text())
     plan = plan_trials(*(p[k] for k in ('n_sessions', 'train', 'val', 'test', 'max_words', 'seed')))
-    for day in _write_days(folder, plan, p, part, n_parts): print(day, flush=True)
+    for day in _write_days(folder, plan, p, first, step): print(day, flush=True)
 
 # %% ../../nbs/data/02_simulate.ipynb #c074
 def simulate_dataset(

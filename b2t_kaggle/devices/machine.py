@@ -377,7 +377,7 @@ def join_clauses(
 # %% ../../nbs/devices/00_machine.ipynb #c041
 ACCELERATORS = ('auto', 'cpu', 'cuda', 'tpu', 'xla')
 PRECISIONS = ('auto', 'float32', 'bfloat16', 'float16')
-NO_TPU = ('no TPU here: no variable, device file or PCI device speaks of one; on Kaggle choose a TPU as the '
+NO_TPU = ('no TPU here: no variable, device file or PCI device of one was found; on Kaggle choose a TPU as the '
           'accelerator of the session, or set train.accelerator=auto')
 
 def _one_of(values: tuple[str, ...]) -> str: return f'{", ".join(values[:-1])} or {values[-1]}'

@@ -89,7 +89,7 @@ def tensorflow_tpu_problem(
     if tensorflow_build(d).endswith('-cpu'): return _no_kernels(d)
     if 'torch_xla' in d.imported: return _TWO_FRAMEWORKS
     if d.tpu.hardware or 'TPU_NAME' in d.variables: return ''
-    return (f'{next(iter(d.tpu.variables))} speaks of a TPU, but no device file or PCI device of one is here; '
+    return (f'{next(iter(d.tpu.variables))} promises a TPU, but no device file or PCI device of one is here; '
             'start a session with a TPU, or set TPU_NAME=local if it is here all the same')
 
 # %% ../../nbs/devices/02_tensorflow.ipynb #c011

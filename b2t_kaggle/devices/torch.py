@@ -77,7 +77,7 @@ def tpu_problem(
     if pjrt not in (None, 'TPU'): return f'PJRT_DEVICE={pjrt} keeps PyTorch/XLA off the TPU; unset it'
     if problem := xla_package_problem(d): return problem
     if not tpu.hardware and pjrt is None:
-        return (f'{next(iter(tpu.variables))} speaks of a TPU, but there is no /dev/accel*, /dev/vfio/* or PCI device '
+        return (f'{next(iter(tpu.variables))} promises a TPU, but there is no /dev/accel*, /dev/vfio/* or PCI device '
                 'of one; start a session with a TPU, or set PJRT_DEVICE=TPU to try all the same')
     if not ({'libtpu', 'libtpu-nightly'} & set(d.packages) or 'TPU_LIBRARY_PATH' in d.variables):
         return f"libtpu is not installed; pip install 'torch_xla[tpu]=={d.packages['torch_xla'].split('+')[0]}'"

@@ -30,8 +30,8 @@ def _differences(fine: Tensor, coarse: Tensor) -> Tensor:
     sums = fine[..., :, None] + (-fine)[..., None, :]
     sums += coarse[..., :, None] - coarse[..., None, :]
     T = fine.shape[-1]
-    behind = torch.ones(T, T, dtype=torch.bool, device=fine.device).triu(1)
-    return sums.masked_fill_(behind, -torch.inf)
+    above = torch.ones(T, T, dtype=torch.bool, device=fine.device).triu(1)
+    return sums.masked_fill_(above, -torch.inf)
 
 def segment_sums(
     a: Tensor, # Log decays, none above 0 `[…, T]`

@@ -123,7 +123,7 @@ class TrainingState:
         cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         state = dict(marks=self.marks, step=step, weights=_trained(model), optimizer=optimizer.state_dict(),
                      rng=torch.get_rng_state(), cuda_rng=cuda_rng)
-        with atomic_path(self.path) as tmp, open(tmp, 'wb') as f: torch.save(state, f)
+        with atomic_path(self.path) as scratch, open(scratch, 'wb') as f: torch.save(state, f)
         self.saved = time.monotonic()
 
     def before_step(self, model, optimizer, step: int, n_steps: int) -> None:

@@ -98,7 +98,7 @@ class History:
 
     def save(self) -> None:
         "Replace the file."
-        with atomic_path(self.path) as tmp: pd.DataFrame(self.rows).to_csv(tmp, index=False)
+        with atomic_path(self.path) as scratch: pd.DataFrame(self.rows).to_csv(scratch, index=False)
 
 def read_history(
     path: str | Path, # `history.csv`

@@ -235,7 +235,7 @@ def _tell(trackers: dict[str, Tracker], step: int, values: dict[str, float]) -> 
         try: tracker.log(step, values)
         except Exception as e: # Of any of its libraries
             del trackers[name]
-            print(f'{_TITLES[name]} failed after batch {step} and is told no more, history.csv goes on: {e}')
+            print(f'{_TITLES[name]} failed after batch {step} and gets no more, history.csv goes on: {e}')
 
 def _finish(trackers: dict[str, Tracker], succeeded: bool) -> None:
     "Tell all that it is over."

@@ -17,7 +17,9 @@ def problem(seed, T=30, B=5, K=7, S=6):
     n_labels = torch.randint(min(S, 1), S + 1, (B,), generator=g)
     frames = torch.randint(T // 2, T + 1, (B,), generator=g)
     targets = torch.randint(1, K, (B, S), generator=g).where(torch.arange(S) < n_labels[:, None], -1)
-    n_labels[0], frames[-1], n_labels[-1], targets[-1] = 0, S, S, 3
+    n_labels[0] = 0
+    frames[-1] = n_labels[-1] = S
+    targets[-1] = 3
     return torch.randn(T, B, K, generator=g).log_softmax(-1), targets, frames, n_labels
 
 

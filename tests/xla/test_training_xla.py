@@ -39,11 +39,11 @@ def data(tmp_path_factory):
     return folder
 
 
-def xla(what, data, out, overrides, n=1):
+def xla(task, data, out, overrides, n=1):
     "What train_toy.py found, on `n` XLA devices of the processor; a DeprecationWarning ends it."
     out.mkdir(exist_ok=True)
-    said = hear(n, out, write_result, what, data, out, overrides)
-    return json.loads((out/'result.json').read_text()) | {'said': said}
+    printed = hear(n, out, write_result, task, data, out, overrides)
+    return json.loads((out/'result.json').read_text()) | {'printed': printed}
 
 
 SIZES = {'data.batch_size': 8, 'n_buckets': 2}
@@ -142,7 +142,7 @@ def test_a_run_moves_between_accelerators(data, tmp_path, capsys):
     def run(n): return SIZES | NOTHING_RANDOM | lengths | {'num_training_batches': n, 'n_buckets': 1}
 
     def cpu(out, overrides):
-        "The result, the log-probabilities of a trial, and what was said."
+        "The result, the log-probabilities of a trial, and what was printed."
         stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
         result = train(*stores, config(**{'accelerator': 'cpu'} | overrides), out, progress=False)
         logits = infer(out/'best.pt', stores[1], out/'v.arrow', 'cpu', 'float32', progress=False)
@@ -151,12 +151,12 @@ def test_a_run_moves_between_accelerators(data, tmp_path, capsys):
     cpu(tmp_path/'moved', run(10))
     there = xla('train', data, tmp_path/'moved', run(20))
     assert (
-        'continuing after 10 batches, which were computed on cpu' in there['said']
-        and 'first step after' in there['said']
+        'continuing after 10 batches, which were computed on cpu' in there['printed']
+        and 'first step after' in there['printed']
     )
     assert there['compiled'] == 2, 'a continued run compiles its steps and its validations, each once'
-    back, moved, said = cpu(tmp_path/'moved', run(30))
-    assert 'continuing after 20 batches, which were computed on xla' in said
+    back, moved, printed = cpu(tmp_path/'moved', run(30))
+    assert 'continuing after 20 batches, which were computed on xla' in printed
     assert back['val_loss'] == pytest.approx(whole['val_loss'], rel=1e-3) and back['step'] == 30
     assert sum(moved, []) == pytest.approx(sum(log_probs, []), abs=2e-2)
     assert sum(there['first_log_probs'], []) != pytest.approx(sum(moved, []), abs=1e-6), (

@@ -49,14 +49,15 @@ def steps(stores, cfg, n):
         out['losses'].append(taken)
     before = compilations()
     validations = [t.validate() for _ in range(2)]
-    few = bucket_lengths(t.store_val, cfg, True)
+    buckets = bucket_lengths(t.store_val, cfg, True)
     out['val_buckets'] = len(
         {
-            bucket_of(t.store_val.n_bins[i[i >= 0]].max(), few)
+            bucket_of(t.store_val.n_bins[i[i >= 0]].max(), buckets)
             for i in evaluation_batches(t.store_val.n_bins, cfg.data.eval_batch_size)
         }
     )
-    out['val_compiled'], out['val'] = compilations() - before, [[v['val_loss'], v['val_per']] for v in validations]
+    out['val_compiled'] = compilations() - before
+    out['val'] = [[v['val_loss'], v['val_per']] for v in validations]
     out['fallbacks'] = [c for c in met.counter_names() if c.startswith('aten::')]
     out['norms'], out['losses'] = [t.grad_norm for t in out['losses']], [float(t.losses.mean()) for t in out['losses']]
     return out
@@ -71,16 +72,16 @@ def steps_of_each(stores, configs):
     return found
 
 
-def write_result(what, data, out, overrides):
+def write_result(task, data, out, overrides):
     "What was found, in result.json."
     on_xla = {'accelerator': 'xla'}
-    if what == 'encoders':
+    if task == 'encoders':
         configs = {name: encoders.config(name, **on_xla | changes) for name, changes in overrides.items()}
         result = steps_of_each(encoders.open_toy(data), configs)
     else: stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
-    if what == 'steps':
+    if task == 'steps':
         result = steps_of_each(stores, {name: config(**on_xla | changes) for name, changes in overrides.items()})
-    if what == 'train':
+    if task == 'train':
         result = train(*stores, config(**on_xla | overrides), out, progress=False)
         result['compiled'] = compilations()
         logits = infer(out/'best.pt', stores[1], out/'val.arrow', accelerator='xla', progress=False)

@@ -24,13 +24,13 @@ def comments(source: str) -> dict[int, tuple[str, bool]]:
 
 def comment_of(node: ast.AST, notes: dict[int, tuple[str, bool]]) -> str:
     "The comment behind a parameter or field, with the lines above that hold nothing else."
-    behind = notes.get(node.end_lineno, ('', False))[0]
+    comment = notes.get(node.end_lineno, ('', False))[0]
     above = []
     line = node.lineno - 1
     while line in notes and notes[line][1]:
         above.insert(0, notes[line][0])
         line -= 1
-    return ' '.join(filter(None, [*above, behind]))
+    return ' '.join(filter(None, [*above, comment]))
 
 
 def _code(node: ast.AST | None) -> str: return f'<code>{html.escape(ast.unparse(node))}</code>' if node else ''
@@ -55,9 +55,9 @@ def parameters(f: ast.FunctionDef, notes: dict) -> list[dict]:
         made.append(dict(name=f'<code>{stars}{arg.arg}</code>', type=_code(arg.annotation), default=_code(default),
                          meaning=_inline(comment_of(place, notes)) if alone or len(lines) == 1 else ''))
     last = max(lines, default=f.lineno)
-    behind = notes.get(f.returns.end_lineno, ('', True)) if f.returns and f.returns.lineno > last else ('', True)
+    comment = notes.get(f.returns.end_lineno, ('', True)) if f.returns and f.returns.lineno > last else ('', True)
     if f.returns and ast.unparse(f.returns) != 'None':
-        meaning = _inline(behind[0]) if not behind[1] else ''
+        meaning = _inline(comment[0]) if not comment[1] else ''
         made.append(dict(name='<i>returns</i>', type=_code(f.returns), default='', meaning=meaning))
     return made
 

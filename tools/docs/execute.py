@@ -121,7 +121,7 @@ def _execute(path: Path) -> list[list[dict]]:
     shell = CaptureShell(path=path.parent, mpl_format='svg')
     notebook = read_nb(path)
     last = max(i for i, cell in enumerate(notebook.cells) if cell.cell_type == 'code' and shows(cell.source))
-    behind = [[] for _ in notebook.cells[last + 1:]]
+    not_executed = [[] for _ in notebook.cells[last + 1:]]
     notebook.cells = notebook.cells[:last + 1]
     def left_out(cell): return bool(directives(cell.source) & {'bench', 'eval'}) if cell.cell_type == 'code' else True
     # Numba keeps what notebooks compile in one folder for all of a user's processes, where functions of one would meet
@@ -131,7 +131,7 @@ def _execute(path: Path) -> list[list[dict]]:
     # The next notebooks need not hold what this one does, nor collect garbage for each shell when the process ends
     shell.user_ns.clear()
     atexit.unregister(shell.atexit_operations)
-    return [[dict(o) for o in cell.get('outputs', [])] for cell in notebook.cells] + behind
+    return [[dict(o) for o in cell.get('outputs', [])] for cell in notebook.cells] + not_executed
 
 
 def _processor_seconds() -> float: return sum(os.times()[:4])   # With those of processes that ended
