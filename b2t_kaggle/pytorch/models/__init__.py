@@ -24,7 +24,9 @@ def build_model(
     cfg: EncoderConfig, # The run's `model` group
     n_days: int,        # Recording days
 ) -> Encoder:
-    "The model that a configuration describes; parts that it says are not trained require no gradient."
+    """The model that a configuration describes; parts that it says are not trained require no gradient. Raises
+    `ConfigError` for one that PyTorch does not have."""
+    cfg.check_framework('pytorch')
     model = encoder_class(cfg.name).from_config(cfg, n_days)
     model.freeze()
     return model

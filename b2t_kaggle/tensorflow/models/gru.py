@@ -170,8 +170,7 @@ class GRUDecoder(GRUEncoder):
 
     @classmethod
     def from_config(cls, cfg: GRUConfig, n_days: int) -> 'GRUDecoder':
-        "The model of a configuration. Raises `ConfigError` for a bidirectional one."
-        cfg.check_framework('tensorflow')
+        "The model of a configuration."
         model = cls(cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes, cfg.rnn_dropout, cfg.input_dropout,
                     cfg.n_layers, cfg.patch_size, cfg.patch_stride)
         model.cfg = cfg
