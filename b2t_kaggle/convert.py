@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from .config import Config, with_overrides
-from .training.checkpoints import CheckpointError, framework_of, seen_val_from
+from .training.checkpoint_paths import framework_of
+from .training.checkpoints import CheckpointError, seen_val_from
 
 # %% ../nbs/10_convert.ipynb #c006
 _TENSORFLOW = '.weights.h5'

@@ -12,7 +12,7 @@ from .config import Config
 from .data.store import TrialStore
 from .devices.machine import Device, detect
 from .logits import LogitStore
-from .training.checkpoints import framework_of
+from .training.checkpoint_paths import framework_of
 
 # %% ../nbs/11_frameworks.ipynb #c006
 def planned_device(

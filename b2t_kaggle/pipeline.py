@@ -28,7 +28,7 @@ from .report import report_page
 from .runs import Run, StageRun, input_changed
 from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
 from .training.budget import Deadline, session
-from .training.checkpoints import LAST, checkpoint_files
+from .training.checkpoint_paths import LAST, checkpoint_files
 
 # %% ../nbs/14_pipeline.ipynb #c006
 class Interrupted(KeyboardInterrupt):

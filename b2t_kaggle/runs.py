@@ -37,7 +37,7 @@ from .files import atomic_path, clear_leftovers, stays_inside, user_cache, write
 from .reading import parse_json, read_text
 from .stages import STAGES, PipelineError, code_cells, needs_of, notebook_path, plan, values_of
 from .training.budget import Deadline
-from .training.checkpoints import BEST, REFIT, checkpoint_files, checkpoint_for
+from .training.checkpoint_paths import BEST, REFIT, checkpoint_files, checkpoint_for
 
 # %% ../nbs/13_runs.ipynb #c006
 _BLOCK = 1 << 16   # Bytes that are read at once

@@ -6,16 +6,21 @@
 __all__ = ['AbsolutePath', 'FolderOrName', 'ConfigError', 'Section', 'describe_errors']
 
 # %% ../nbs/06_schema.ipynb #c003
+import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from .reading import MAX_WHOLE
 
 # %% ../nbs/06_schema.ipynb #c005
 class ConfigError(ValueError):
     "A configuration that cannot be used; the message names the key, what was found and what to do."
+
+def _as_text(value):
+    "The text of a path; any other value as it is."
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 def _as_path(folder_or_name: str) -> str:
     "A local folder as an absolute path; anything else is a name on a hub."
@@ -28,7 +33,7 @@ def _absolute(path: Path) -> Path:
 
 # A run may be continued from another working folder, so paths are made absolute when they are read
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
-FolderOrName = Annotated[str, AfterValidator(_as_path)]
+FolderOrName = Annotated[str, BeforeValidator(_as_text), AfterValidator(_as_path)]
 
 # %% ../nbs/06_schema.ipynb #c007
 class Section(BaseModel):

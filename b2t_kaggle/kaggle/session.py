@@ -24,7 +24,7 @@ from ..devices import machine
 from ..devices.session import session_hours
 from ..files import atomic_path
 from ..training.budget import announce_session
-from ..training.checkpoints import BEST, REFIT, framework_of
+from ..training.checkpoint_paths import BEST, REFIT, framework_of
 
 if TYPE_CHECKING: # It needs packages that may have to be installed first
     from b2t_kaggle.config import Config

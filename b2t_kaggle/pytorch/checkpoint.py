@@ -26,7 +26,8 @@ from .models import build_model
 from .models.encoder import Encoder
 from .models.gru import from_official_state
 from ..reading import SMALL_BYTES, ReadError, check_is_file
-from ..training.checkpoints import CheckpointError, check_unseen, find_checkpoint, misfits, stored_config
+from ..training.checkpoint_paths import find_checkpoint
+from ..training.checkpoints import CheckpointError, check_unseen, misfits, stored_config
 
 # %% ../../nbs/pytorch/05_checkpoint.ipynb #c006
 def save_atomic(

@@ -23,7 +23,8 @@ from ..reading import check_hdf5, check_is_file
 from .layers import keras
 from .models import build_model
 from .models.encoder import Encoder
-from ..training.checkpoints import CheckpointError, check_unseen, find_checkpoint, misfits, stored_config
+from ..training.checkpoint_paths import find_checkpoint
+from ..training.checkpoints import CheckpointError, check_unseen, misfits, stored_config
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c006
 _ENDING = '.weights.h5' # Without it Keras neither writes nor reads weights

@@ -26,7 +26,8 @@ from ..data.store import TrialStore
 from ..files import WriteError, require_space
 from ..reading import MAX_WHOLE
 from .budget import Budget
-from .checkpoints import BEST, LAST, REFIT, seen_val_from
+from .checkpoint_paths import BEST, LAST, REFIT
+from .checkpoints import seen_val_from
 from .history import BestTracker, History
 from .memory import raise_if_oom
 from .pruning import Judge, judge_here

@@ -24,7 +24,8 @@ from b2t_kaggle.tensorflow.inference import infer
 from b2t_kaggle.tensorflow.layers import keras
 from b2t_kaggle.tensorflow.trainer import Trainer, train
 from b2t_kaggle.tensorflow.trainer import _begin as begin
-from b2t_kaggle.training.checkpoints import BEST, CheckpointError
+from b2t_kaggle.training.checkpoint_paths import BEST
+from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.training.history import read_history
 from b2t_kaggle.training.memory import raise_if_oom
 from b2t_kaggle.training.recipe import TrainingError
