@@ -1,4 +1,5 @@
 "A toy that any encoder can learn, and small configurations of all of them; for the tests that run over a registry."
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,22 @@ def open_toy(folder: Path) -> list[TrialStore]:
     path = folder/'train.arrow'
     if not path.exists(): TrialStore.build(folder, 'train', path, progress=False, feature_subset=FEATURES)
     return [TrialStore.open(path), TrialStore.open(path)]
+
+
+# An encoder that still makes errors on the toy is trained anew with more steps
+STEPS = 100, 200, 400, 800
+LEARNED_BY_100 = 'gru', 'mamba', 'transformer', 'triple_gru', 'zipformer', *VARIANTS
+
+
+def train_until_right(train: Callable[..., dict], data: Path, out: Path, cfg: Config) -> tuple[Path, dict]:
+    "Folder and result of a training on the toy, with as few of `STEPS` as leave no error, or with all of them."
+    for n in STEPS:
+        result = train(*open_toy(data), with_steps(cfg, n), out/str(n), progress=False)
+        if result['val_per'] == 0: break
+    return out/str(n), result
+
+
+def with_steps(cfg: Config, n: int) -> Config: return with_overrides(cfg, dict(num_training_batches=n))
 
 
 FEW = dict(num_training_batches=6, batches_per_val_step=6)

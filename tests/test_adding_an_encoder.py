@@ -1,5 +1,5 @@
-"""The page 'Adding an encoder', done as it says: one notebook in a copy of the checkout, and the kit trains, decodes
-and tests it."""
+"""The page 'Adding an encoder', done as it says: a notebook in a copy of the checkout, and the kit trains, decodes and
+tests it."""
 
 import hashlib
 import itertools
@@ -19,6 +19,7 @@ from b2t_kaggle.submission import validate_submission
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT/'nbs'/'guides'/'adding_an_encoder.ipynb'
 NEW = 'nbs/pytorch/models/06_conv.ipynb'
+SLOW = 'nbs/pytorch/models/07_slow.ipynb'
 
 # A run of seconds; only fields that this encoder has
 SMALL = {'model.name': 'conv', 'n_channels': 16, 'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 4,
@@ -27,14 +28,35 @@ SMALL = {'model.name': 'conv', 'n_channels': 16, 'simulate.n_sessions': 2, 'simu
          'lr_warmup_steps_day': 2, 'train.processes': 1, 'decode.beam': 20}
 
 
-def written_as_the_page_says():
-    "The notebook of the new encoder, made of the cells of the page."
-    cells = [c for c in nbformat.read(GUIDE, 4).cells if 'encoder' in c.metadata.get('tags', [])]
+# One that needs more than a hundred steps, because its logits hardly move
+SLOW_ENCODER = """
+class SlowConfig(CentredConfig):
+    name: Literal['slow'] = 'slow'
+
+class Slow(Centred):
+    Config = SlowConfig
+    def encode(self, x, day_idx, n_bins): return 0.05*super().encode(x, day_idx, n_bins)
+"""
+
+
+def cells_of_the_page(tag):
+    return [c.source for c in nbformat.read(GUIDE, 4).cells if tag in c.metadata.get('tags', [])]
+
+
+def notebook(name, *cells):
+    "The notebook of a new encoder."
     nb = nbformat.v4.new_notebook()
-    nb.cells = [nbformat.v4.new_markdown_cell('# pytorch.models.conv\n\n> Two layers over time.'),
-                nbformat.v4.new_code_cell('#| default_exp pytorch.models.conv'),
-                *(nbformat.v4.new_code_cell('#| export\n' + c.source) for c in cells)]
+    nb.cells = [nbformat.v4.new_markdown_cell(f'# pytorch.models.{name}\n\n> Two layers over time.'),
+                nbformat.v4.new_code_cell(f'#| default_exp pytorch.models.{name}'),
+                *(nbformat.v4.new_code_cell('#| export\n' + source) for source in cells)]
     return nb
+
+
+def notebooks_as_the_page_says():
+    "One made of the cells of the page, and one that looks at the whole trial and learns slowly."
+    imports = 'from typing import Literal\nfrom b2t_kaggle.pytorch.models.conv import Conv, ConvConfig'
+    return {NEW: notebook('conv', *cells_of_the_page('encoder')),
+            SLOW: notebook('slow', imports, *cells_of_the_page('lengths'), SLOW_ENCODER)}
 
 
 def files(root):
@@ -56,9 +78,9 @@ def checkout(tmp_path_factory):
         (root/name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT/name, root/name)
     before = files(root)
-    nbformat.write(written_as_the_page_says(), root/NEW)
+    for path, nb in notebooks_as_the_page_says().items(): nbformat.write(nb, root/path)
     run(root, Path(sys.executable).with_name('nbdev_export'))
-    assert set(files(root).items()) - set(before.items()) == {(NEW, files(root)[NEW])}, 'another file was touched'
+    assert {k for k, _ in files(root).items() - before.items()} == {NEW, SLOW}, 'another file was touched'
     share_compiled(root)
     return root
 
@@ -88,7 +110,7 @@ def b2t(root, *args): return run(root, sys.executable, '-m', 'b2t_kaggle.cli', *
 
 def test_it_is_listed_with_its_fields(checkout):
     keys = b2t(checkout, 'keys', 'model.').stdout
-    assert 'model.n_channels' in keys and 'conv: Channels of the hidden layer.' in keys
+    assert 'model.n_channels' in keys and 'conv, slow: Channels of the hidden layer.' in keys
 
 
 RUN = """
@@ -122,8 +144,9 @@ def test_the_other_framework_refuses_it_in_one_line(checkout, tmp_path):
 def test_it_is_tested_by_being_there(checkout):
     "`-k conv`, as the page says, finds the tests that run over the registry; those of other modules are left out here."
     others = ['--ignore-glob', 'tests/test_[!e]*', *(f'--ignore=tests/{f}' for f in ('faults', 'tf', 'xla'))]
-    done = run(checkout, sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests', *others, '-k', 'conv')
-    assert '10 passed' in done.stdout, done.stdout[-500:]
+    tests = sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests', *others
+    done = run(checkout, *tests, '-k', 'conv or slow')
+    assert '20 passed' in done.stdout, done.stdout[-500:]
 
 
 @pytest.mark.parametrize('word, finds', [('conv', True), ('bootstrap', False)])

@@ -124,8 +124,10 @@ def find_encoder(
     module = importlib.import_module(f'{_room(framework)}.{name}')
     classes = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
     for c in classes:
-        if issubclass(c, base) and 'Config' in vars(c): return c
-    raise ConfigError(f'{module.__name__}: expected a class that derives from Encoder and has a Config')
+        config = vars(c).get('Config') if issubclass(c, base) else None
+        if config and config.model_fields['name'].default == name: return c
+    raise ConfigError(f'{module.__name__}: expected a class that derives from Encoder and has a Config, with name = '
+                      f'{name!r}')
 
 def encoder_names() -> list[str]:
     "Every encoder of every framework."

@@ -22,7 +22,7 @@ from b2t_kaggle.pytorch.layers import (
     sliced_windows,
     softsign,
 )
-from .models.encoder import Encoder, check_days, mask_padding
+from .models.encoder import Encoder, check_days, mask_padding, trial_bins
 from .recurrence import GRU, FrameOrder, cpu_gru, frame_order, permute
 
 # %% ../../nbs/pytorch/04_frontend.ipynb #c006
@@ -96,13 +96,13 @@ class Frontend(Encoder):
     ) -> Frames:
         """Patches of features that went through their day's layer. Raises `ValueError` for bins too few to make a
         frame, or days that are not one whole number per trial."""
-        B, T = x.shape[:2]
+        T = x.shape[1]
         if T < self.cfg.patch_size:
             raise ValueError(f'the batch has {T} bins, fewer than patch_size = {self.cfg.patch_size}; pad it, or leave '
                              'such short trials out')
         day_idx = check_days(x, day_idx)
         if x.device.type != 'cpu': return self._padded(x, day_idx, n_bins)
-        return self._packed(x, day_idx, torch.full((B,), T) if n_bins is None else n_bins)
+        return self._packed(x, day_idx, trial_bins(x, n_bins))
 
     def _padded(self, x: Tensor, day_idx: Tensor, n_bins: Tensor | None = None) -> Frames:
         "What the frames are, in six operations; how an accelerator computes them."

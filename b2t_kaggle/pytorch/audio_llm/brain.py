@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.encoder import Encoder, mask_padding
+from ..models.encoder import Encoder, mask_padding, trial_bins
 from ...training.recipe import TrainingError
 
 # %% ../../../nbs/pytorch/audio_llm/00_brain.ipynb #c006
@@ -89,7 +89,7 @@ class BrainEncoder(nn.Module):
         n_bins: Tensor | None = None, # Bins of each trial `[B]`; None means T
         **training_args,       # From the encoder's `training_args`, in a training step
     ) -> Heard:
-        if n_bins is None: n_bins = torch.full((len(x),), x.shape[1])
+        n_bins = trial_bins(x, n_bins)
         out = self.encoder(x, day_idx, n_bins=n_bins, **training_args)
         both = self.encoder.training_logits(out) if training_args else out
         n_classes = self.encoder.cfg.n_classes

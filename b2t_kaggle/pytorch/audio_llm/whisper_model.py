@@ -9,7 +9,6 @@ __all__ = ['BrainWhisper', 'audio_model']
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...config import AudioConfig
@@ -17,7 +16,7 @@ from .language_model import AudioLanguageModel
 from .model import AudioLLM, Lesson
 from .whisper import WhisperReader
 from ..augment import time_mask
-from ..models.encoder import Encoder
+from ..models.encoder import Encoder, trial_bins
 from ...training.recipe import TrainingError
 
 # %% ../../../nbs/pytorch/audio_llm/05_whisper_model.ipynb #c005
@@ -50,7 +49,7 @@ class BrainWhisper(AudioLLM):
         what the acoustic model gave and the logits behind Whisper's encoder."""
         found = super().forward(x, day_idx, n_bins, lesson, batches, **training_args)
         if lesson is None: return found
-        if n_bins is None: n_bins = torch.full((len(x),), x.shape[1])
+        n_bins = trial_bins(x, n_bins)
         masked = self.hear(time_mask(x, n_bins, _MASKS, _MASKED, None), day_idx, n_bins, **training_args)
         return (masked.out, self.states_out(masked.vectors.to(self.states_out.weight.dtype))), *found[1:]
 

@@ -188,27 +188,25 @@ class Transformer(Encoder):
         "Matrices decay; biases, gains and what distances add do not."
         return super().decays(name, parameter) and name != 'positions.bias'
 
-    def encode(self, x: Tensor, day_idx: Tensor, n_bins: Tensor | None) -> Tensor:
+    def encode(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
         """Logits `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` for bins too few to
         make a frame."""
-        B, T = x.shape[:2]
+        T = x.shape[1]
         size = self.cfg.patch_size
         if T < size:
             raise ValueError(f'the batch has {T} bins, fewer than patch_size = {size}; pad it, or leave such short '
                              'trials out')
         if x.device.type != 'cpu': return self._padded(x, day_idx, n_bins)
-        return self._packed(x, day_idx, torch.full((B,), T) if n_bins is None else n_bins)
+        return self._packed(x, day_idx, n_bins)
 
-    def _padded(self, x: Tensor, day_idx: Tensor, n_bins: Tensor | None) -> Tensor:
+    def _padded(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
         "Logits of a rectangle; how an accelerator computes them."
         cfg = self.cfg
         T = cfg.n_frames(x.shape[1])
         x = self.embedding(self._by_day(x[:, :T * cfg.patch_size], day_idx))
         added = self.positions(T, T)
         if cfg.causal: added = only(within_context(T, T, self._left(len(x))), added)
-        elif n_bins is not None:
-            frames = cfg.n_frames(n_bins.to(x.device, non_blocking=True))
-            added = only(inside(frames, T), added)
+        else: added = only(inside(cfg.n_frames(n_bins), T), added)
         for block in self.blocks:
             q, k, v = split_heads(block.project(x), cfg.n_heads)
             x = block.combine(x, attend(q, k, v, added, self._attention_dropout))

@@ -127,16 +127,18 @@ class Encoder(_NamedModel):
         """What `encode` gives for features that are zero beyond each trial's end. Raises `ValueError` as `check_batch`
         does."""
         day_idx = check_batch(x, day_idx, self.cfg.neural_dim)
-        return self.encode(mask_padding(x, n_bins), day_idx, n_bins, training=training, seeds=seeds, **training_args)
+        lengths = tf.fill(tf.shape(x)[:1], x.shape[1]) if n_bins is None else tf.convert_to_tensor(n_bins)
+        return self.encode(mask_padding(x, n_bins), day_idx, lengths, training=training, seeds=seeds, **training_args)
 
     def encode(self,
-        x: tf.Tensor,             # Features `[B, T, F]`, zero beyond each trial's end
-        day_idx: tf.Tensor,       # Day of each trial `[B]`
-        n_bins: tf.Tensor | None, # As in `call`
-        training: bool,           # Whether there is dropout
-        seeds: tf.Tensor | None,  # As in `call`
+        x: tf.Tensor,            # Features `[B, T, F]`, zero beyond each trial's end
+        day_idx: tf.Tensor,      # Day of each trial `[B]`
+        n_bins: tf.Tensor,       # Bins of each trial `[B]`; never missing: T where nobody said
+        training: bool,          # Whether there is dropout
+        seeds: tf.Tensor | None, # As in `call`; missing where nothing is drawn
     ) -> Any:
-        "Logits, float32 `[B, T', K]`, without meaning beyond a trial's own frames."
+        """Logits, float32 `[B, T', K]`, without meaning beyond a trial's own frames. What `training_args` gives comes
+        as further arguments, in a training step alone."""
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor call')
 
     def training_args(self, step: int, n_steps: int) -> dict:

@@ -218,9 +218,8 @@ class Transformer(Encoder):
         cfg = self.cfg
         added = self.positions.added(T)[None]
         if cfg.causal: is_attended = within_context(T, left_contexts(cfg, n_trials, training, seeds))
-        elif n_bins is None: return added
         else:  # a trial without a frame attends to the first of the padding: a softmax over nothing is not a number
-            frames = tf.maximum(cfg.n_frames(tf.convert_to_tensor(n_bins)), 1)
+            frames = tf.maximum(cfg.n_frames(n_bins), 1)
             is_attended = tf.sequence_mask(frames, T)[:, None, None]
         return tf.where(is_attended, added, -np.inf)
 

@@ -171,14 +171,13 @@ class Zipformer(Encoder):
     def encode(self,
         x: Tensor,                                 # Features `[B, T, F]`, zero beyond a trial's end
         day_idx: Tensor,                           # Day of each trial `[B]`
-        n_bins: Tensor | None,                     # Bins of each trial `[B]`; None means T
+        n_bins: Tensor,                            # Bins of each trial `[B]`
         batch_count: float | Tensor | None = None, # Where the schedules are, in a training step
     ) -> Tensor:
         "Logits `[B, T', K]`, without meaning beyond a trial's own frames."
         if batch_count is not None: set_batch_count(self, batch_count)
-        if n_bins is None: n_bins = torch.full((len(x),), x.shape[1])
         n_patches = self.cfg.n_patches(n_bins).clamp(min=1)
-        y, _ = self.encoder(self.frames(x, day_idx).transpose(0, 1), n_patches.to(x.device))
+        y, _ = self.encoder(self.frames(x, day_idx).transpose(0, 1), n_patches)
         return self.out(y).transpose(0, 1)
 
     def training_args(self, step: int, n_steps: int) -> dict:
