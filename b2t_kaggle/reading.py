@@ -6,7 +6,7 @@
 __all__ = ['MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'MAX_YAML_VALUES', 'MAX_BINS', 'MAX_LABELS', 'MAX_ATTRIBUTE_BYTES',
            'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_LINE_BYTES', 'MAX_NGRAM_BYTES', 'MAX_WHOLE', 'MAX_FEATURES',
            'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError', 'check_is_file', 'read_text', 'limit_lines', 'parse_json',
-           'is_finite_number', 'parse_yaml', 'read_yaml_file', 'check_link', 'open_dataset', 'check_size',
+           'is_finite_number', 'parse_yaml', 'read_yaml_file', 'open_hdf5', 'check_link', 'open_dataset', 'check_size',
            'read_attribute', 'check_hdf5']
 
 # %% ../nbs/00_reading.ipynb #c003
@@ -169,6 +169,22 @@ def read_yaml_file(
     text = read_text(path, MAX_YAML_BYTES)
     try: return parse_yaml(text)
     except ValueError as e: raise ReadError(f'{path}: {e}; correct that line, or fetch the file again') from None
+
+# %% ../nbs/00_reading.ipynb #c030
+def open_hdf5(
+    path: str | Path,
+) -> 'h5py.File':
+    """A file to be read. It is locked against writers only where its file system has locks: NFS and Lustre can be
+    mounted without. Raises `ReadError` for no file, `OSError` where HDF5 cannot open it, `BlockingIOError` where
+    another process has it open for writing."""
+    import h5py
+    check_is_file(path)
+    try: return h5py.File(path, 'r')
+    except BlockingIOError: raise
+    except OSError as e:
+        if 'unable to lock file' not in str(e): raise
+    return h5py.File(path, 'r', locking=False)
+
 
 # %% ../nbs/00_reading.ipynb #c022
 _MAX_HOPS = 16 # From link to link, as HDF5 has it

@@ -1,9 +1,13 @@
 "Faults of every kind in session files: all are found, all are named, and none slips through reading or writing."
+import errno
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import h5py
+import no_locks
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -327,3 +331,17 @@ def test_hidden_files_are_no_data(data_dir):
     (data_dir/'.Trash').mkdir()
     (data_dir/'.Trash'/'data_train.hdf5').write_bytes(b'old')
     assert validate(data_dir).empty
+
+
+@pytest.mark.parametrize('number', [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS])
+def test_sessions_are_read_on_a_file_system_without_locks(data_dir, tmp_path_factory, number):
+    code = f'''
+from b2t_kaggle.data.sessions import unpacked_bytes, validate
+from b2t_kaggle.audio.targets import session_sentences
+print(len(validate({str(data_dir)!r})), len(session_sentences({str(data_dir)!r})))
+print(unpacked_bytes({str(session_path(data_dir, DAY, 'train'))!r}))
+'''
+    env = no_locks.environment(tmp_path_factory.mktemp('locks'), number)
+    found = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
+    size = max(session_path(data_dir, DAY, 'train').stat().st_size, 3*20*512*4)
+    assert (found.stdout.split(), found.stderr) == (['0', '5', str(size)], '')

@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
@@ -25,7 +24,7 @@ from .voice import Voice
 from ..data.sessions import list_sessions, session_path
 from ..phonemes import normalize_sentence
 from ..ragged import Ragged, RaggedError, RaggedWriter
-from ..reading import check_is_file, check_link, read_attribute
+from ..reading import check_link, open_hdf5, read_attribute
 
 # %% ../../nbs/audio/03_targets.ipynb #c006
 class AudioTarget:
@@ -224,8 +223,7 @@ _BIN_SECONDS = 0.02
 def _labels(path: Path, name: str = 'sentence_label') -> list[str]:
     "The labels in a session's file, or another attribute of the trials that have one. Raises `AudioError`."
     try:
-        check_is_file(path)
-        with h5py.File(path) as f:
+        with open_hdf5(path) as f:
             for key in f: check_link(f, key)
             return [str(read_attribute(g, name)) for g in f.values() if 'sentence_label' in g.attrs]
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:

@@ -28,10 +28,10 @@ from b2t_kaggle.reading import (
     MAX_EXPANSION,
     MAX_LABELS,
     ReadError,
-    check_is_file,
     check_link,
     check_size,
     open_dataset,
+    open_hdf5,
     read_attribute,
 )
 
@@ -376,9 +376,7 @@ def _scan(
     def file_problem(found, advice):
         return None, '', [Problem(str(path), '', '', found, 'a readable HDF5 file', advice + _FETCH)]
 
-    try:
-        check_is_file(path)
-        f = h5py.File(path, 'r')
+    try: f = open_hdf5(path)
     except ReadError as e:
         yield file_problem(str(e).removeprefix(f'{path}: found '), 'it would never end: ')
         return
@@ -575,8 +573,7 @@ def unpacked_bytes(
     size = Path(path).stat().st_size
     n_values = 0
     with suppress(*_DAMAGED):
-        check_is_file(path)
-        with h5py.File(path, 'r') as f:
+        with open_hdf5(path) as f:
             for _, group in _groups(f):
                 shape = open_dataset(group, 'input_features').shape
                 if len(shape) == 2 and shape[0] <= MAX_BINS: n_values += shape[0]*N_FEATURES

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..config import Config
 from ..files import atomic_path, require_space
-from ..reading import check_hdf5, check_is_file
+from ..reading import check_hdf5, open_hdf5
 from .layers import keras
 from .models import build_model
 from .models.encoder import Encoder
@@ -44,7 +44,7 @@ def _contents(model: Encoder) -> dict[str, dict]:
 _HDF5_BYTES = 1 << 20
 
 class _Memory(io.BytesIO):
-    "Keras writes into it as into a file with the right ending."
+    "Keras writes into it, and reads from it, as from a file with the right ending."
     def __str__(self): return f'memory{_ENDING}'
 
 def _write(
@@ -108,8 +108,7 @@ def _read(
 ) -> dict:
     "Values of a file by name, and what `read_arrays` finds. Raises `CheckpointError`."
     try:
-        check_is_file(path)
-        with h5py.File(path, 'r') as f:
+        with open_hdf5(path) as f:
             check_hdf5(f) # All of it: Keras opens the file after us
             texts = {k: v for k, v in f.attrs.items() if isinstance(v, str)}
             is_whole = f.attrs.get('crc32') == _crc_of_texts(texts)
@@ -169,7 +168,7 @@ def load_state(
         raise CheckpointError(f'{path}: Keras reads weights only from a name that ends in {_ENDING}; rename the file')
     written = _read(path, ('weights',))['weights']
     _check_fit(written, model, path)
-    try: model.load_weights(path)
+    try: model.load_weights(_Memory(path.read_bytes())) # From the file Keras would read under a lock
     except _DAMAGE as e:
         raise CheckpointError(f'{path}: damaged, Keras cannot read its weights ({_first_line(e)}); copy or download it '
                               'again') from None

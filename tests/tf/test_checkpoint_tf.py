@@ -1,4 +1,5 @@
 "Checkpoints in TensorFlow: a killed writer leaves a good file, and a damaged file is recognised whichever byte it is."
+import errno
 import os
 import pickle
 import signal
@@ -139,3 +140,12 @@ def test_a_configuration_of_any_length(tmp_path):
     save_best(tmp_path/'best.weights.h5', model, cfg, {})
     again, found = load_model(tmp_path)
     assert found == cfg and again.named_variables()['day_weights'].shape == (45, 2, 2)
+
+
+def test_a_model_is_read_on_a_file_system_without_locks(tmp_path):
+    import no_locks  # Not at the head: the writer that is stopped imports this file elsewhere
+    save_best(tmp_path/'best.weights.h5', build_model(CFG.model, 1), CFG, dict(PER=0.5))
+    code = 'import sys; from b2t_kaggle.tensorflow.checkpoint import load_model; load_model(sys.argv[1])'
+    env = no_locks.environment(tmp_path, errno.ENOLCK)
+    found = subprocess.run([sys.executable, '-c', code, tmp_path/'best.weights.h5'], env=env, stderr=subprocess.PIPE)
+    assert found.returncode == 0, found.stderr.decode()[-2000:]
