@@ -2,6 +2,7 @@
 
 The client goes where `http_proxy` says, if it is told that Kaggle is on this machine."""
 import json
+import subprocess
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -75,8 +76,8 @@ def notebook(tmp_path):
 
 def test_a_notebook_for_the_tpu(kaggle, b2t, notebook, tmp_path):
     "Its owner is the client's user, its slug comes from its name."
-    status, output = b2t('kernel', notebook, '--accelerator', 'TPU', '--competition', 'brain-to-text-25', '--dataset',
-                         'ada/b2t-wheels', '--kernel', 'ada/b2t-train', '-o', tmp_path/'push')
+    status, output = b2t('kernel', notebook, '--accelerator', 'TPU v5e-8', '--competition', 'brain-to-text-25',
+                         '--dataset', 'ada/b2t-wheels', '--kernel', 'ada/b2t-train', '-o', tmp_path/'push')
     assert status == 0, output
     (name, request), = kaggle.asked
     assert name == 'SaveKernel' and 'title does not resolve' not in output
@@ -94,7 +95,7 @@ def test_a_notebook_for_the_tpu(kaggle, b2t, notebook, tmp_path):
 def test_a_refusal_is_an_error(kaggle, b2t, notebook, tmp_path):
     "The client itself ends with status 0."
     kaggle.answers['SaveKernel'] = (200, {'error': 'Maximum weekly GPU quota of 30.00 hours reached.'})
-    status, output = b2t('kernel', notebook, '--id', 'ada/other', '--accelerator', 'T4', '--internet', '-o',
+    status, output = b2t('kernel', notebook, '--id', 'ada/other', '--accelerator', 'T4 x2', '--internet', '-o',
                          tmp_path/'push')
     assert status == 1 and 'Error: kaggle kernels push' in output and 'Maximum weekly GPU quota' in output
     request = kaggle.asked[-1][1]
@@ -127,3 +128,27 @@ def test_a_dataset_that_is_there_already(kaggle, b2t, tmp_path):
     kaggle.answers['GetDatasetStatus'] = (200, {'status': 'READY'})
     status, output = b2t('dataset', tmp_path/'wheels', '--id', 'ada/b2t-wheels')
     assert status == 1 and 'is already in use by a dataset' in output
+
+
+def test_a_checkout_without_what_is_not_source(kaggle, b2t, tmp_path, monkeypatch):
+    "What arrives is the source; history, recordings, runs and caches stay here."
+    monkeypatch.chdir(tmp_path)
+    kit = tmp_path/'kit'
+    for name in ('settings.ini', 'b2t_kaggle/config.py', 'b2t_kaggle/__pycache__/config.pyc', '.gitignore',
+                 'build/lib.py', 'data/t15/data_train.hdf5', 'submissions/first/config.yaml'):
+        (kit/name).parent.mkdir(parents=True, exist_ok=True)
+        (kit/name).write_text('build/' if name == '.gitignore' else name)
+    subprocess.run(['git', 'init', '-q', kit], check=True)
+    status, output = b2t('dataset', kit, '--id', 'ada/b2t-kit')
+    assert status == 0 and 'Copied 2 files' in output, output
+    uploads = [body for name, body in kaggle.asked if name == 'upload']
+    archive, = [zipfile.ZipFile(BytesIO(body)) for body in uploads if body != b'settings.ini']
+    assert archive.namelist() == ['config.py'] and len(uploads) == 2
+    assert not (kit/'dataset-metadata.json').exists()
+
+
+def test_a_licence_that_kaggle_does_not_know(kaggle, b2t, tmp_path):
+    (tmp_path/'wheels').mkdir()
+    (tmp_path/'wheels'/'kit.whl').touch()
+    status, output = b2t('dataset', tmp_path/'wheels', '--id', 'ada/b2t-wheels', '--licence', 'MIT')
+    assert status == 1 and "licence 'MIT': Kaggle knows CC0-1.0" in output and not kaggle.asked
