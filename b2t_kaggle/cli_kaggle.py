@@ -11,29 +11,41 @@ from pathlib import Path
 import click
 
 from .cli_types import FILE, FOLDER
+from .devices.kaggle import KAGGLE_ACCELERATORS, kaggle_accelerator
 
 # %% ../nbs/15_cli_kaggle.ipynb #c005
+def _images() -> str:
+    "The accelerators of each of Kaggle's images."
+    names = {a.image: [] for a in KAGGLE_ACCELERATORS.values()}
+    for accelerator in KAGGLE_ACCELERATORS.values(): names[accelerator.image].append(accelerator.name)
+    return '; '.join(f'{image}: {", ".join(some)}' for image, some in names.items() if some != [image])
+
 @click.group()
 def kaggle():
     """For a session on Kaggle: wheels, where the internet is off; notebooks and datasets, to be pushed there."""
 
 @kaggle.command()
 @click.option('--image', required=True, type=click.Choice(['gpu', 'tpu', 'cpu']),
-              help="Kaggle's image, which comes with the accelerator.")
+              help=f"Kaggle's image, which comes with the accelerator ({_images()}).")
+@click.option('--python', metavar='VERSION', help="Another Python than the image's, such as 3.13, which Colab has.")
 @click.option('-o', '--output', type=FOLDER,
-              help='The folder to write. Default: b2t-wheels-IMAGE.')
+              help='The folder to write. Default: b2t-wheels-IMAGE, for another Python b2t-wheels-IMAGE-py313.')
 @click.option('--kit', help='Where the kit comes from: a checkout, a wheel or git+https://…; default: this checkout.')
 @click.option('--with', 'others', multiple=True, metavar='PACKAGE',
               help='Another package, such as bitsandbytes for rescore.eight_bit; repeat it for more.')
-def wheels(image, output, kit, others):
+def wheels(image, python, output, kit, others):
     """A folder of wheels that installs the kit on Kaggle with the internet off: the kit, and the packages that it needs
     and the image does not hold. Needs the internet here.
 
     KenLM is compiled, where this machine has the image's Python (python3.12 on the PATH) and a C++ compiler, else left
-    out: only KenLM's binary files need it."""
+    out: only KenLM's binary files need it. For Python 3.13 it does not compile.
+
+    With --python nobody looked up which versions the image holds; whatever fits is taken to be there."""
     from b2t_kaggle.kaggle.wheels import Image, build_wheels
-    output = output or Path(f'b2t-wheels-{image}')
-    manifest = build_wheels(Image.read(image), output, kit, others)
+    wanted = Image.read(image, python)
+    suffix = '' if wanted == Image.read(image) else f'-py{wanted.python.replace(".", "")}'
+    output = output or Path(f'b2t-wheels-{image}{suffix}')
+    manifest = build_wheels(wanted, output, kit, others)
     for wheel in manifest['wheels']:
         click.echo(f'{wheel["bytes"]/1e6:8.2f} MB  {wheel["file"]}  ({wheel["licence"]})')
     for name, reason in manifest['left_out'].items(): click.echo(f'Left out: {name}: {reason}', err=True)
@@ -47,6 +59,13 @@ _id = click.option('--id', 'name', metavar='OWNER/SLUG',
 _push = click.option('--push/--no-push', default=True, show_default=True,
                      help="Push it where Kaggle's client is configured; otherwise only write the files.")
 
+class _Accelerator(click.ParamType):
+    "The name of one of Kaggle's accelerators."
+    name = 'NAME'
+    def convert(self, value, param, ctx):
+        try: return kaggle_accelerator(value).name
+        except ValueError as e: self.fail(str(e).partition(': ')[2], param, ctx)
+
 def _publish(command: list[str], push: bool) -> None:
     "Push, or print the command."
     import shlex
@@ -57,8 +76,8 @@ def _publish(command: list[str], push: bool) -> None:
 
 @kaggle.command()
 @click.argument('notebook', type=FILE)
-@click.option('--accelerator', required=True, type=click.Choice(['T4', 'P100', 'TPU', 'none']),
-              help='T4: two of them. TPU: v5e-8.')
+@click.option('--accelerator', required=True, type=_Accelerator(),
+              help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
 @_id
 @click.option('--title', help='Of which Kaggle makes the slug. Default: the slug with spaces.')
 @click.option('--competition', 'competitions', multiple=True, metavar='SLUG',
@@ -79,9 +98,6 @@ def kernel(notebook, accelerator, name, title, competitions, datasets, kernels, 
     name = full_id(name, title or notebook.stem)
     output = output or Path(f'kaggle-{name.partition("/")[2]}')
     write_kernel(notebook, output, name, accelerator, title, competitions, datasets, kernels, internet, not public)
-    if accelerator == 'P100':
-        click.echo("A P100 computes only with a PyTorch that has kernels for it: that of Kaggle's image has none.",
-                   err=True)
     click.echo(f'Wrote {output/"kernel-metadata.json"}')
     _publish(kernel_command(output), push)
 
@@ -90,12 +106,19 @@ def kernel(notebook, accelerator, name, title, competitions, datasets, kernels, 
 @_id
 @click.option('--title', help='Default: the slug with spaces.')
 @click.option('--licence', default='other', show_default=True,
-              help='As Kaggle names it, such as CC0-1.0 or CC-BY-4.0.')
+              help='As Kaggle names it, such as CC0-1.0, apache-2.0 or other.')
 @click.option('-m', '--message', help='What changed: makes a new version of a dataset that is there.')
 @_push
 def dataset(folder, name, title, licence, message, push):
-    "Push FOLDER as a private dataset, with its subfolders."
-    from b2t_kaggle.kaggle.publish import dataset_command, full_id, write_dataset
-    write_dataset(folder, full_id(name, title or folder.resolve().name), title, licence)
+    """Push FOLDER as a private dataset, with its subfolders.
+
+    Of a checkout a copy is pushed, without .git, what git ignores, recordings and runs."""
+    from b2t_kaggle.kaggle.publish import copy_checkout, dataset_command, full_id, is_checkout, write_dataset
+    name = full_id(name, title or folder.resolve().name)
+    if is_checkout(folder):
+        source, folder = folder, Path(f'kaggle-{name.partition("/")[2]}')
+        click.echo(f'Copied {copy_checkout(source, folder)} files of {source} to {folder}, without .git, what git '
+                   'ignores, recordings and runs')
+    write_dataset(folder, name, title, licence)
     click.echo(f'Wrote {folder/"dataset-metadata.json"}')
     _publish(dataset_command(folder, message), push)

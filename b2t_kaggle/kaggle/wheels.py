@@ -40,12 +40,18 @@ class Image:
     @classmethod
     def read(
         cls,
-        name: str, # gpu, cpu or tpu
+        name: str,                 # gpu, cpu or tpu
+        python: str | None = None, # Version of its Python; None: the one that it has as far as is known
     ):
-        "One of Kaggle's images; raises `ValueError` for others."
+        """One of Kaggle's images; raises `ValueError` for others. With another Python it holds packages of the same
+        names, in versions that nobody looked up."""
         images = yaml.safe_load(resources.files('b2t_kaggle.kaggle').joinpath('images.yaml').read_text())
         if name not in images: raise ValueError(f'image {name!r} is not known; take one of {", ".join(images)}')
-        return cls(name, **images[name])
+        image = cls(name, **images[name])
+        if python in (None, image.python): return image
+        if not re.fullmatch(r'3\.\d+', python):
+            raise ValueError(f'python {python!r}: expected a version of two numbers, such as {image.python}')
+        return replace(image, python=python, holds=dict.fromkeys(image.holds))
 
     def pip_options(self) -> list[str]:
         "Options with which pip takes wheels that run there."
@@ -63,14 +69,15 @@ def canonical_name(
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c009
 def _pip(
-    *args: object,                   # Of pip
-    python: str | Path | None = None # The interpreter for which it works; none means this one
+    *args: object,                    # Of pip
+    python: str | Path | None = None, # The interpreter for which it works; none means this one
+    **variables: str,                 # Of its environment
 ) -> None:
     "Run pip; raises `RuntimeError` with its reason."
     other = [] if python in (None, sys.executable) else ['--python', python]
     command = [sys.executable, '-m', 'pip', *other, *args, '--quiet', '--disable-pip-version-check', '--no-input']
     # What PYTHONPATH adds to this interpreter is not installed in another one
-    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'} if other else None
+    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH' or not other} | variables
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
     if not done.returncode: return
     lines = done.stderr.strip().splitlines() or ['it gave no reason']
@@ -163,6 +170,8 @@ def _copy_checkout(root: Path, target: Path) -> None:
     for folder in ('b2t_kaggle', 'nbs/pipeline'):
         shutil.copytree(root/folder, target/folder, ignore=shutil.ignore_patterns('__pycache__', '.*'))
 
+_EPOCH = '315532800' # 1980, the first year that an archive can name
+
 def build_kit(
     folder: Path,                    # Of the wheel
     source: str | Path | None = None # A checkout, a wheel, or what pip takes; none means the checkout that runs
@@ -173,12 +182,12 @@ def build_kit(
         if source is None or root.is_dir():
             source = scratch/'b2t_kaggle'
             _copy_checkout(root, source)
-        _pip('wheel', '--no-deps', '--wheel-dir', folder, source)
+        _pip('wheel', '--no-deps', '--wheel-dir', folder, source, SOURCE_DATE_EPOCH=_EPOCH)
     return next(folder.glob('b2t_kaggle-*.whl'))
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c019
 PURE = ('pronouncing',)
-COMPILED = ('kenlm',)
+COMPILED = {'kenlm': '3.13'} # With the first Python for which it does not compile
 
 def _needed_glibc(
     wheel: Path, # Its file
@@ -205,6 +214,11 @@ def build_source(
     pure: bool,       # Whether it is Python alone
 ) -> Path:
     "The wheel of a package that comes as source. Raises `RuntimeError` with the reason if it cannot be built here."
+    def numbers(version): return tuple(map(int, version.split('.')))
+    first = COMPILED.get(canonical_name(re.split(r'[^\w.-]', requirement)[0]))
+    if first and numbers(image.python) >= numbers(first):
+        raise RuntimeError(f'it does not compile for Python {first} or later; the kit works without it, but for '
+                           "KenLM's binary files, in whose place ARPA files are read")
     python = find_python(image.python)
     if python is None and not pure:
         raise RuntimeError(f'it is compiled, and there is no python{image.python} on the PATH of this machine that '
@@ -215,7 +229,7 @@ def build_source(
         if pure and not wheel.name.endswith('-none-any.whl'):
             raise RuntimeError(f'{wheel.name} was built, expected one for every system')
         needed = '.'.join(map(str, _needed_glibc(wheel)))
-        if _needed_glibc(wheel) > tuple(map(int, image.glibc.split('.'))):
+        if _needed_glibc(wheel) > numbers(image.glibc):
             raise RuntimeError(f'compiled here it needs glibc {needed}, image {image.name} has {image.glibc}; compile '
                                'it on an older system')
         return Path(shutil.move(wheel, folder/wheel.name))
