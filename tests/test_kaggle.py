@@ -75,14 +75,31 @@ def test_an_attached_source_folder_is_used_as_it_is(tmp_path):
     assert 'nothing to install' in done.stdout
 
 
-@pytest.mark.parametrize('attached', [0, 2])
-def test_without_the_kit_it_says_what_to_attach(attached, tmp_path):
-    for i in range(attached):
+@pytest.mark.parametrize('contents', [[], [b'this', b'that']])
+def test_without_the_kit_it_says_what_to_attach(contents, tmp_path):
+    "Nothing, or two wheels of one version that differ."
+    for i, content in enumerate(contents):
         (tmp_path/'input'/str(i)).mkdir(parents=True)
-        (tmp_path/'input'/str(i)/'b2t_kaggle-0.1.0-py3-none-any.whl').touch()
+        (tmp_path/'input'/str(i)/'b2t_kaggle-0.1.0-py3-none-any.whl').write_bytes(content)
     done, calls_of_pip = start(tmp_path)
-    error = f'RuntimeError: b2t_kaggle is not installed, and attached {attached} times; attach one dataset'
+    error = f'RuntimeError: b2t_kaggle is not installed, and attached {len(contents)} times; attach one dataset'
     assert error in done.stderr and calls_of_pip == []
+    for i in range(len(contents)): assert f'{tmp_path}/input/{i}/b2t_kaggle-0.1.0-py3-none-any.whl' in done.stderr
+
+
+def test_the_same_wheel_twice_and_behind_links(tmp_path):
+    "As with folders for two images, or one folder that two paths lead to; a link back to the inputs is not followed."
+    (tmp_path/'input').mkdir()
+    for name in ('gpu', 'tpu'):
+        (tmp_path/'elsewhere'/name).mkdir(parents=True)
+        (tmp_path/'elsewhere'/name/'b2t_kaggle-0.1.0-py3-none-any.whl').write_bytes(b'wheel')
+    (tmp_path/'input'/'datasets').symlink_to(tmp_path/'elsewhere')
+    (tmp_path/'elsewhere'/'inputs').symlink_to(tmp_path/'input')
+    done, calls_of_pip = start(tmp_path)
+    assert done.returncode == 0, done.stderr
+    folders = [tmp_path/'input'/'datasets'/name for name in ('gpu', 'tpu')]
+    assert calls_of_pip[0] == ['install', '--quiet', '--no-deps', str(folders[1]/'b2t_kaggle-0.1.0-py3-none-any.whl')]
+    assert calls_of_pip[1][-3:] == [*(f'--find-links={folder}' for folder in folders), 'rapidfuzz']
 
 
 def test_what_must_stand_in_all_notebooks_is_the_same():
