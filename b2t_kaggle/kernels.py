@@ -20,7 +20,10 @@ from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .devices.processes import end_with_parent, own_python
+
 if TYPE_CHECKING:
+    from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
 
 # %% ../nbs/13_kernels.ipynb #c006
@@ -30,16 +33,18 @@ IMPORTS = ('ipykernel.kernelapp', 'matplotlib.pyplot', 'matplotlib_inline.backen
            'b2t_kaggle.data.store', 'b2t_kaggle.logits', 'b2t_kaggle.metrics', 'b2t_kaggle.phonemes')
 
 def _become(
-    command: list[str],     # As Jupyter would start a kernel: Python, `-m`, a module and its arguments
+    parent: int,            # The process that this one is a fork of
+    command: list[str],     # As Jupyter would start a kernel: Python, `-c`, code and arguments
     env: dict[str, str],    # All environment variables
     folder: str,            # The kernel's working folder
 ) -> None:
     "Be the kernel of a command until it ends."
+    end_with_parent(parent)
     os.setsid() # As Jupyter has it, so that a Ctrl-C in the terminal is not a kernel's
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(env | {PARENT: str(os.getppid())})
-    sys.argv = command[2:]
+    os.environ.update(env | {PARENT: str(parent)})
+    sys.argv = command[1:2] + command[3:]
     from ipykernel.kernelapp import launch_new_instance
     launch_new_instance()
 
@@ -64,11 +69,11 @@ def serve(
     fd: int, # Of a socket
 ) -> None:
     "Import what stages do, and fork a kernel for each line from a socket, until it is closed."
-    if sys.path[0] in ('', os.getcwd()): del sys.path[0] # `-m` put it there; a kernel finds its folder itself
     os.environ[PARENT] = str(os.getpid()) # Read when ipykernel is imported
     _import(IMPORTS)
+    this = os.getpid()
     asked = _forked(socket.socket(fileno=fd))
-    if asked: _become(asked['command'], asked['env'], asked['folder'])
+    if asked: _become(this, asked['command'], asked['env'], asked['folder'])
 
 # %% ../nbs/13_kernels.ipynb #c008
 class ForkedProcess:
@@ -112,7 +117,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair()
         self._answers = self._socket.makefile('r')
         with theirs:
-            command = [sys.executable, '-m', 'b2t_kaggle.kernels', str(theirs.fileno())]
+            command = own_python(f'from b2t_kaggle.kernels import serve; serve({theirs.fileno()})')
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
                                             start_new_session=True)
 
@@ -126,7 +131,7 @@ class ForkServer:
 
     def fork(
         self,
-        command: list[str],        # Python, `-m`, a module and its arguments
+        command: list[str],        # Python, `-c`, code and arguments
         env: dict[str, str],       # All environment variables
         folder: str | None = None, # Working folder; none means that of this process
         following: Iterable[str] = (), # Modules that the next kernels need, to be imported while this one computes
@@ -139,9 +144,6 @@ class ForkServer:
         except OSError: pid = ''
         if not pid: raise RuntimeError('Kernel died before replying to kernel_info') # Jupyter's own words
         return ForkedProcess(int(pid))
-
-# %% ../nbs/13_kernels.ipynb #c012
-if __name__ == '__main__' and '__file__' in globals(): serve(int(sys.argv[1]))
 
 # %% ../nbs/13_kernels.ipynb #c014
 _server: ContextVar[ForkServer | None] = ContextVar('server', default=None)
@@ -157,21 +159,30 @@ def forked_kernels() -> Iterator[None]:
         try: yield
         finally: _server.reset(token)
 
+def _own_spec() -> 'KernelSpec':
+    "A kernel in this Python, as a process of this machine."
+    from jupyter_client.kernelspec import KernelSpec
+    command = own_python('from ipykernel.kernelapp import launch_new_instance; launch_new_instance()')
+    local = dict(kernel_provisioner=dict(provisioner_name='local-provisioner'))
+    return KernelSpec(argv=[*command, '-f', '{connection_file}'], display_name='Python 3', language='python',
+                      metadata=local)
+
 def kernel_manager(
     following: Iterable[str] = (), # Modules that the next kernels need
 ) -> type['AsyncKernelManager']:
-    "Jupyter's manager of a kernel, or within `forked_kernels` one that has it forked."
+    "Jupyter's manager of a kernel, which is in this Python, and within `forked_kernels` is forked."
     from jupyter_client.manager import AsyncKernelManager
-    from jupyter_client.provisioning import LocalProvisioner
     server = _server.get()
-    if server is None: return AsyncKernelManager
 
-    class ForkedKernelManager(AsyncKernelManager):
+    class OwnKernelManager(AsyncKernelManager):
+        @property
+        def kernel_spec(self): return _own_spec()
+
+    if server is None: return OwnKernelManager
+
+    class ForkedKernelManager(OwnKernelManager):
         async def _async_launch_kernel(self, kernel_cmd, **options):
             local = self.provisioner
-            is_ours = kernel_cmd[:3] == [sys.executable, '-m', 'ipykernel_launcher']
-            if not is_ours or type(local) is not LocalProvisioner:
-                return await super()._async_launch_kernel(kernel_cmd, **options)
             local.process = server.fork(kernel_cmd, options['env'], options.get('cwd'), following)
             local.pid = local.pgid = local.process.pid
 

@@ -57,17 +57,20 @@ def stamped(
 
 def execute(name: str):
     "Execute a benchmark; its file changes only when every cell went well."
+    from papermill import PapermillExecutionError, execute_notebook
+
     from b2t_kaggle.devices.machine import cpu_name
+    from b2t_kaggle.kernels import kernel_manager
     path = FOLDER/f'{name}.ipynb'
     describe = ['git', 'describe', '--always', '--dirty=+']   # a plus stands for changes that are not committed
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     machine = f'{cpu_name()}, {platform.system()}, Python {platform.python_version()}'
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)/path.name
-        env = os.environ | {'OMP_WAIT_POLICY': 'PASSIVE', 'TF_CPP_MIN_LOG_LEVEL': '2'}
-        env['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
-        command = [sys.executable, '-m', 'papermill', path, out, '-k', 'python3', '--cwd', path.parent]
-        if subprocess.run(command, env=env, cwd=ROOT).returncode: sys.exit(f'{path.name} failed; its file is as it was')
+        os.environ.update(OMP_WAIT_POLICY='PASSIVE', TF_CPP_MIN_LOG_LEVEL='2')
+        os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
+        try: execute_notebook(path, out, kernel_name='python3', kernel_manager_class=kernel_manager(), cwd=path.parent)
+        except PapermillExecutionError as e: sys.exit(f'{e}\n{path.name} failed; its file is as it was')
         notebook = stamped(json.loads(out.read_text(encoding='utf-8')), machine, commit or 'unknown')
     path.write_text(json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + '\n', encoding='utf-8')
     subprocess.run(['nbdev_clean', '--fname', path], cwd=ROOT, check=True)

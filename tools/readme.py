@@ -1,0 +1,23 @@
+"""Writes README.md: nbs/index.ipynb, executed by the Python that runs this, and its outputs."""
+from pathlib import Path
+
+import nbformat
+from nbconvert import MarkdownExporter
+from nbconvert.preprocessors import ExecutePreprocessor
+
+from b2t_kaggle.files import write_whole
+from b2t_kaggle.kernels import kernel_manager
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def markdown() -> str:
+    "The page, whose examples were executed."
+    page = nbformat.read(ROOT/'nbs'/'index.ipynb', as_version=4)
+    execution = ExecutePreprocessor(kernel_name='python3', kernel_manager_class=kernel_manager(),
+                                    extra_arguments=['--IPKernelApp.log_level=40'])
+    execution.preprocess(page, dict(metadata=dict(path=ROOT/'nbs')))
+    return MarkdownExporter().from_notebook_node(page)[0]
+
+
+if __name__ == '__main__': write_whole(ROOT/'README.md', markdown().rstrip() + '\n')
