@@ -1,5 +1,6 @@
 "The script behind the README's two commands says what is missing before it downloads anything."
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def test_kenlm_on_a_python_on_which_it_does_not_compile(tmp_path):
 def test_help_and_mistakes(args, status, message):
     r = kit(*args)
     assert r.returncode == status and message in r.stdout + r.stderr
+
+
+def test_extras_are_listed_and_others_refused(tmp_path):
+    "In the help, and where one is misspelled, each that settings.ini has."
+    expected = re.findall(r'^(\w+)_requirements', (ROOT/'settings.ini').read_text(), re.M)
+    text = ' '.join(kit('--help').stdout.split())
+    listed = re.search(r'Extras: ((?:\w+, )+\w+)', text)[1]
+    assert sorted(listed.split(', ')) == sorted(expected)
+    r = kit('env', 'lmm', B2T_ENVS=str(tmp_path))
+    assert r.returncode == 2 and r.stderr == f"kit: no extra 'lmm'; there are {' '.join(expected)}\n"
 
 
 def test_what_numba_compiled_serves_other_checkouts_of_the_same_sources(tmp_path, monkeypatch):

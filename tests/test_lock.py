@@ -108,23 +108,64 @@ def test_what_is_written_is_read_again():
     assert LOCK.read_text(encoding='utf-8').split('\n', 1)[1] == written
 
 
-def test_the_kit_refuses_an_archive_that_is_not_the_locked_one(tmp_path):
-    "A checkout whose lock.txt has one archive as it is and one of another content, and no index."
-    checkout, wheels, envs = tmp_path/'checkout', tmp_path/'wheels', tmp_path/'envs'
-    (checkout/'tools').mkdir(parents=True)
-    for name in ('kit', 'tools/lock.py'): shutil.copy(ROOT/name, checkout/name)
-    (checkout/'settings.ini').write_text('[DEFAULT]\nrequirements = small\n')
-    (checkout/'constraints.txt').write_text('small==1.0\n')
-    archives = {name: make_wheel(wheels, name, '1.0').read_bytes() for name in ('tool', 'small')}
-    found = {name: hashlib.sha256(archive).hexdigest() for name, archive in archives.items()}
-    text = entry(Locked('tool', '1.0', ''), {found['tool']}, {'build'})
-    text += entry(Locked('small', '1.0', ''), {'0'*64}, {'run'})
+@pytest.fixture
+def checkout(tmp_path):
+    "A checkout that wants two small packages, `other` for two of its extras, which no index has but a folder."
+    folder = tmp_path/'checkout'
+    (folder/'tools').mkdir(parents=True)
+    for name in ('kit', 'tools/lock.py'): shutil.copy(ROOT/name, folder/name)
+    extras = 'llm_requirements = other\ntf_requirements = other\n'
+    (folder/'settings.ini').write_text(f'[DEFAULT]\nrequirements = small\n{extras}')
+    (folder/'constraints.txt').write_text('small==1.0\n')
+    wheels = {name: make_wheel(tmp_path/'wheels', name, '1.0').read_bytes() for name in ('tool', 'small', 'other')}
+    lock_them(folder, {name: hashlib.sha256(archive).hexdigest() for name, archive in wheels.items()})
+    return folder
+
+
+def lock_them(checkout, found):
+    groups_of = dict(tool={'build'}, small={'run', 'llm', 'tf'}, other={'llm', 'tf'})
+    text = ''.join(entry(Locked(name, '1.0', ''), {found[name]}, groups_of[name]) for name in found)
+    # What does not fit this Python is never missing
+    text += entry(Locked('old', '1.0', "python_version < '3'"), {'0'*64}, {'run', 'llm', 'tf'})
     (checkout/'lock.txt').write_text(text)
-    env = os.environ | dict(B2T_ENVS=str(envs), B2T_PYTHON=sys.executable, PIP_NO_INDEX='1', PIP_FIND_LINKS=str(wheels))
-    r = subprocess.run(['bash', checkout/'kit', 'env'], capture_output=True, text=True, timeout=300,
-                       env={k: v for k, v in env.items() if k != 'B2T_UNVERIFIED'})
+    return found
+
+
+def kit(checkout, *args):
+    env = os.environ | dict(B2T_ENVS=str(checkout.parent/'envs'), B2T_PYTHON=sys.executable, PIP_NO_INDEX='1',
+                            PIP_FIND_LINKS=str(checkout.parent/'wheels'))
+    return subprocess.run(['bash', checkout/'kit', *args], capture_output=True, text=True, timeout=300,
+                          env={k: v for k, v in env.items() if k not in ('B2T_UNVERIFIED', 'PYTHONPATH')})
+
+
+def test_the_kit_refuses_an_archive_that_is_not_the_locked_one(checkout):
+    "A checkout whose lock.txt has one archive as it is and one of another content, and no index."
+    envs = checkout.parent/'envs'
+    found = {k.name: hashes for k, (hashes, _) in parse((checkout/'lock.txt').read_text()).items()}
+    lock_them(checkout, dict(tool=found['tool'].pop(), small='0'*64))
+    r = kit(checkout, 'env')
     assert r.returncode == 2 and r.stdout == ''
     assert 'Successfully installed tool' in r.stderr
-    assert 'DO NOT MATCH THE HASHES' in r.stderr and found['small'] in r.stderr
+    assert 'DO NOT MATCH THE HASHES' in r.stderr and found['small'].pop() in r.stderr
     assert "kit: the packages of 'run' are not installed" in r.stderr and 'B2T_UNVERIFIED=1' in r.stderr
     assert not list(envs.glob('env-*/ready-*')) and not list(envs.glob('env-*/lib/python*/site-packages/small.py'))
+
+
+def test_an_environment_belongs_to_no_checkout_and_what_is_there_is_not_installed_again(checkout):
+    r = kit(checkout, 'env', 'llm')
+    assert r.returncode == 0 and 'Successfully installed' in r.stderr and 'other' in r.stderr, r.stderr
+    env = Path(r.stdout.strip())
+    names = {p.name.partition('-')[0] for p in env.glob('lib/python*/site-packages/*.dist-info')}
+    assert names - {'pip', 'setuptools'} == {'tool', 'small', 'other'}
+    # Another checkout, with the same requirements: neither overwrites the other's code
+    twin = checkout.parent/'twin'
+    shutil.copytree(checkout, twin)
+    for folder in (checkout, twin):
+        (folder/'b2t_kaggle').mkdir()
+        (folder/'b2t_kaggle'/'__init__.py').write_text('')
+    for extra in ('tf', '', 'llm'):
+        r = kit(twin, 'env', *extra.split())
+        assert (r.returncode, r.stdout.strip(), r.stderr) == (0, str(env), '')
+    for folder in (checkout, twin):
+        r = kit(folder, 'python', '-c', 'import b2t_kaggle, small; print(b2t_kaggle.__file__)')
+        assert Path(r.stdout.strip()) == folder/'b2t_kaggle'/'__init__.py', r.stderr

@@ -1,10 +1,11 @@
 """lock.txt: the versions and the SHA-256 of everything that `./kit` installs, direct or not.
 
-    python tools/lock.py pick GROUP   the requirements of a group, for `pip install --require-hashes --no-deps -r`
+    python tools/lock.py all GROUP    the packages of a group that this Python has not yet, for `pip install
+                                      --require-hashes --no-deps -r`
     python tools/lock.py large GROUP  what of it is large, with PyTorch without CUDA where pip finds it
     python tools/lock.py rest GROUP   what is not
     python tools/lock.py cuda GROUP   CUDA's libraries of that group, if the PyTorch beside this Python asks for them
-    python tools/lock.py extras GROUP the extras of settings.ini that are in a group, for installing without hashes
+    python tools/lock.py wanted GROUP its requirements as settings.ini has them, for installing without hashes
     python tools/lock.py make         resolves anew (`./kit lock`, which brings uv along): what is locked keeps its
                                       version where settings.ini and constraints.txt admit it; `make --upgrade` forgets
 
@@ -20,15 +21,17 @@ import subprocess
 import sys
 import tempfile
 from configparser import ConfigParser
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
 from typing import NamedTuple
+
+from pip._vendor.packaging.markers import Marker  # An environment that was just made has nothing but pip
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT/'lock.txt'
 # The tests try all of dev's; `run` is the kit without extras
 EXTRAS = {'dev': ['dev', 'tf', 'llm', 'serve', 'sweep', 'kaggle'], 'xla': ['xla', 'dev'], 'run': []}
-# What is installed besides: to build the kit, kenlm and pronouncing (without wheels); for ./kit lock; by a workflow
+# What is installed besides: to build kenlm and pronouncing (without wheels); for ./kit lock; by a workflow
 TOOLS = {'build': ['pip', 'setuptools', 'wheel', 'cmake'], 'lock': ['uv'], 'audit': ['pip-audit']}
 PYTHONS = '3.11', '3.12', '3.13'
 MACHINES = 'x86_64', 'aarch64'
@@ -105,6 +108,14 @@ def asks_for_cuda() -> bool:
     except PackageNotFoundError: return False
 
 
+def missing(text: str) -> str:
+    "The entries that fit this Python and are not installed beside it in their version, whichever the build."
+    installed = {re.sub('[-_.]+', '-', d.name).lower(): d.version.partition('+')[0] for d in distributions() if d.name}
+    return ''.join(entry(k, *v) for k, v in parse(text).items()
+                   if installed.get(k.name) != k.version.partition('+')[0]
+                   and (not k.marker or Marker(k.marker).evaluate()))
+
+
 def resolve(uv: str, group: str, preferred: dict, folder: Path) -> dict[Locked, tuple[set[str], set[str]]]:
     "What uv makes of a group's requirements, for all Pythons and systems at once."
     (folder/'wanted.in').write_text('\n'.join(wanted(group)) + '\n')
@@ -179,10 +190,11 @@ def make(upgrade: bool):
 
 def main(verb: str = '', *words: str):
     if verb == 'make' and set(words) <= {'--upgrade'}: make(bool(words))
-    elif verb == 'pick' and len(words) == 1: sys.stdout.write(pick(words[0], cuda=False))
-    elif verb in ('large', 'rest') and len(words) == 1: sys.stdout.write(part(words[0], verb == 'large'))
-    elif verb == 'cuda' and len(words) == 1: sys.stdout.write(pick(words[0], cuda=True) if asks_for_cuda() else '')
-    elif verb == 'extras' and len(words) == 1: print(','.join(extras(words[0])))
+    elif verb == 'all' and len(words) == 1: sys.stdout.write(missing(pick(words[0], cuda=False)))
+    elif verb in ('large', 'rest') and len(words) == 1: sys.stdout.write(missing(part(words[0], verb == 'large')))
+    elif verb == 'cuda' and len(words) == 1:
+        sys.stdout.write(missing(pick(words[0], cuda=True)) if asks_for_cuda() else '')
+    elif verb == 'wanted' and len(words) == 1: print('\n'.join(wanted(words[0])))
     else: sys.exit(__doc__)
 
 

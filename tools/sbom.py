@@ -11,10 +11,8 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from urllib.parse import quote
 
-from lock import LOCK, parse
+from lock import LOCK, parse, settings, wanted
 from packaging.requirements import Requirement
-
-KIT = 'b2t-kaggle'
 
 
 def normalize(name: str) -> str: return re.sub('[-_.]+', '-', name).lower()  # PEP 503
@@ -42,9 +40,9 @@ def licences(package: Distribution) -> list[dict]:
     return [dict(license=dict(name=name)) for name in names]
 
 
-def needs(package: Distribution, installed: dict[str, str]) -> list[str]:
-    "The installed packages that it asks for without extras, as purls."
-    requirements = [Requirement(r) for r in package.requires or []]
+def needs(requires: list[str], installed: dict[str, str]) -> list[str]:
+    "The installed packages that requirements without extras ask for, as purls."
+    requirements = [Requirement(r) for r in requires]
     names = {normalize(r.name) for r in requirements if r.marker is None or r.marker.evaluate({'extra': ''})}
     return sorted(installed[name] for name in names if name in installed)
 
@@ -52,6 +50,14 @@ def needs(package: Distribution, installed: dict[str, str]) -> list[str]:
 def locked() -> set[str]:
     "The hashes of all archives that lock.txt has."
     return set().union(*(hashes for hashes, _ in parse(LOCK.read_text(encoding='utf-8')).values()))
+
+
+def the_kit() -> dict:
+    "The kit itself, which is no package of its environment, by settings.ini."
+    name, version = settings()['lib_name'], settings()['version']
+    ref = purl(name, version)
+    return {'type': 'application', 'bom-ref': ref, 'name': name, 'version': version, 'purl': ref,
+            'licenses': [dict(expression='Apache-2.0')]}
 
 
 def component(package: Distribution, hashes: dict[str, str], in_lock: set[str]) -> dict:
@@ -69,15 +75,15 @@ def bill_of_materials(reports: list[Path]) -> dict:
     installed = {name: purl(p.name, p.version) for name, p in sorted(packages.items())}
     hashes = known_hashes(reports)
     in_lock = locked()
-    components = {name: component(packages[name], hashes, in_lock) for name in installed}
-    kit = components.pop(KIT, None)
+    kit = the_kit()
     machine = dict(python=platform.python_version(), machine=f'{sys.platform} {platform.machine()}')
     properties = [dict(name=name, value=value) for name, value in machine.items()]
-    metadata = dict(component=kit | dict(type='application')) if kit else {}
+    depends = {installed[name]: needs(packages[name].requires or [], installed) for name in installed}
+    depends[kit['bom-ref']] = needs(wanted('run'), installed)
     return dict(
-        bomFormat='CycloneDX', specVersion='1.5', version=1, metadata=metadata | dict(properties=properties),
-        components=list(components.values()),
-        dependencies=[dict(ref=installed[name], dependsOn=needs(packages[name], installed)) for name in installed],
+        bomFormat='CycloneDX', specVersion='1.5', version=1, metadata=dict(component=kit, properties=properties),
+        components=[component(packages[name], hashes, in_lock) for name in installed],
+        dependencies=[dict(ref=ref, dependsOn=refs) for ref, refs in depends.items()],
     )
 
 
