@@ -19,11 +19,11 @@ _TOWER = 'Qwen/Qwen2-Audio-7B'
 def _sentences(sources: tuple[Path, ...]) -> list[str]:
     "Of the sessions in folders, without instructions, and the lines of files."
     from b2t_kaggle.audio.targets import session_sentences
-    from b2t_kaggle.reading import read_text
+    from b2t_kaggle.reading import read_text, split_lines
     found = []
     for source in sources:
         if source.is_dir(): found += session_sentences(source)
-        else: found += filter(str.strip, read_text(source).splitlines())
+        else: found += filter(str.strip, split_lines(read_text(source)))
     return found
 
 def _seconds(sources: tuple[Path, ...]) -> dict[str, float]:

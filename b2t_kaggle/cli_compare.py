@@ -61,9 +61,9 @@ def _sentences(path: Path) -> list[str]:
     "Sentences of a text file, or of the column `sentence` of a CSV."
     import csv
 
-    from b2t_kaggle.reading import read_text
+    from b2t_kaggle.reading import read_text, split_lines
     text = read_text(path)
-    if path.suffix != '.csv': return text.splitlines()
+    if path.suffix != '.csv': return split_lines(text)
     rows = csv.DictReader(io.StringIO(text))
     if 'sentence' not in (rows.fieldnames or ()):
         raise click.ClickException(f'{path}, line 1: found {", ".join(rows.fieldnames or ())}, expected the column '

@@ -25,7 +25,7 @@ from b2t_kaggle.bootstrap import (
 from .files import write_whole
 from .metrics import ErrorCounts, phoneme_errors, total, word_errors
 from .phonemes import normalize_sentence
-from .reading import parse_json, read_text
+from .reading import parse_json, read_text, split_lines
 
 # %% ../nbs/09_comparison.ipynb #c005
 _FACTS = ('session', 'block', 'corpus', 'seen', 'reference', 'phonemes')
@@ -60,7 +60,7 @@ def read_results(
 ) -> pd.DataFrame:
     "The results of a file; raises `ValueError` that names the file, and the line where one is not of this kind."
     rows = []
-    for i, line in enumerate(read_text(path).splitlines(), 1):
+    for i, line in enumerate(split_lines(read_text(path)), 1):
         try: row = parse_json(line)
         except ValueError as e: raise ValueError(f'{path}, line {i}: {e}; write it again') from None
         if not isinstance(row, dict) or (unknown := set(row) - {'trial', *_COLUMNS}):

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['ARPABET', 'PHONEMES', 'BLANK', 'SIL', 'to_class_ids', 'from_class_ids', 'show_phonemes', 'to_lm_order',
-           'from_lm_order', 'normalize_sentence', 'spell_numbers', 'letters_to_sounds', 'pronunciations',
-           'sentence_to_phonemes', 'build_lexicon']
+           'from_lm_order', 'to_ascii', 'normalize_sentence', 'spell_numbers', 'letters_to_sounds', 'pronunciations',
+           'sentence_to_phonemes', 'normalize_words', 'build_lexicon']
 
 # %% ../nbs/01_phonemes.ipynb #c003
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -75,6 +76,34 @@ def from_lm_order(
     "From the official language model's order back to the logit order; raises `ValueError` if the last axis is not 41."
     return _permute(x, np.argsort(_LM_ORDER))
 
+# %% ../nbs/01_phonemes.ipynb #c301
+_SPELLED = { # Each character to what stands for it
+    "'": '‘’‛ʹʻʼʽʾʿˈˊˋ΄՚׳′‵´ꞌꞋ\x91\x92', '"': '“”„‟″‴‶«»‹›‚\x93\x94', '-': '‐‑', ' ': '…‥\x85\x96\x97', '': '®™℠©',
+    'AE': 'Æ', 'ae': 'æ', 'OE': 'Œ', 'oe': 'œ', 'O': 'Ø', 'o': 'ø', 'D': 'ĐÐ', 'd': 'đð', 'L': 'Ł', 'l': 'ł',
+    'TH': 'Þ', 'th': 'þ', 'SS': 'ẞ', 'ss': 'ß', 'i': 'ı',
+}
+_PLAIN = str.maketrans({c: plain for plain, characters in _SPELLED.items() for c in characters})
+_SINGLE_QUOTES = re.compile(r'(?<!\w)‘([^‘]*?)’(?!\w)|‘‘|’’')
+_QUOTES_AND_MARKS = {'Pi', 'Pf', 'Ps', 'Pe'}
+
+def _nearest(m: re.Match) -> str:
+    "What stands for a character that has no letter in it: nothing, a quote, or the space of a dash or a symbol."
+    kind = unicodedata.category(m[0])
+    return '"' if kind in _QUOTES_AND_MARKS else '' if kind[0] in 'LMNC' else ' '
+
+def to_ascii(
+    text: str, # Any text
+) -> str:      # Only ASCII
+    """Typographic, accented and full-width characters as plain ones; a dash, an ellipsis or a symbol becomes a space.
+
+    A backtick between letters becomes an apostrophe, and whatever is white a space. Letters of other scripts vanish."""
+    text = re.sub(r'\s', ' ', text.rstrip('\r\n'))
+    if '`' in text: text = re.sub(r'(?<=[^\W\d_])`(?=[^\W\d_])', "'", text)
+    if text.isascii(): return text
+    text = _SINGLE_QUOTES.sub(lambda m: f'"{m[1] or ""}"', text).translate(_PLAIN)
+    return re.sub(r'[^\x00-\x7f]', _nearest, unicodedata.normalize('NFKD', text))
+
+
 # %% ../nbs/01_phonemes.ipynb #c014
 def _delete_other_characters(s: str) -> str: return re.sub(r"[^a-zA-Z\- ']", '', s)
 
@@ -98,7 +127,10 @@ _NORMALIZATION = [ # (effect, function)
 def normalize_sentence(
     text: str, # Any text
 ) -> str:      # Only `a-z`, single spaces, `-` and `'`
-    "The text as the metric compares it: the official normalisation, step by step and in its order."
+    """The text as the metric compares it: the official normalisation, step by step and in its order.
+
+    Text that is not ASCII is made so first, by `to_ascii`; ASCII has the official result to the letter."""
+    if not text.isascii(): text = to_ascii(text)
     for _, step in _NORMALIZATION: text = step(text)
     return text
 
@@ -539,12 +571,14 @@ def sentence_to_phonemes(
     return phonemes
 
 # %% ../nbs/01_phonemes.ipynb #c060
-def _normalised_words(words: Iterable[str]) -> Iterator[str]:
-    "Each word as it is, where nothing is to be done, else as normalisation has it."
+def normalize_words(
+    words: Iterable[str], # Of a list
+) -> Iterator[str]:
+    "The words as the text of a language model has them, which may make several of one; raises `TypeError` for others."
     for word in words:
         if not isinstance(word, str): raise TypeError(f'words: found {word!r}, expected words as text')
         if re.fullmatch("[a-z]+", word): yield word
-        else: yield from normalize_sentence(word).split()
+        else: yield from normalize_sentence(to_ascii(word)).split()
 
 def build_lexicon(
     words: Iterable[str] | None = None, # Words, normalised first; none means the whole dictionary
@@ -560,7 +594,7 @@ def build_lexicon(
     if isinstance(words, str):
         raise TypeError(f'words: found the text {words[:60]!r}, expected a list of words; text.split() makes one')
     lexicon = {}
-    for word in dict.fromkeys(_dictionary() if words is None else _normalised_words(words)):
+    for word in dict.fromkeys(_dictionary() if words is None else normalize_words(words)):
         readings = [*(_readings(word) or ())]
         prons = _distinct([*readings, *pronunciations(word)])
         if prons: lexicon[word] = prons if variants else prons[:max(1, len(readings))]

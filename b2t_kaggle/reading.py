@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'MAX_YAML_VALUES', 'MAX_BINS', 'MAX_LABELS', 'MAX_ATTRIBUTE_BYTES',
            'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_LINE_BYTES', 'MAX_NGRAM_BYTES', 'MAX_WHOLE', 'MAX_FEATURES',
-           'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError', 'check_is_file', 'read_text', 'limit_lines', 'parse_json',
-           'is_finite_number', 'parse_yaml', 'read_yaml_file', 'open_hdf5', 'check_link', 'open_dataset', 'check_size',
-           'read_attribute', 'check_hdf5']
+           'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError', 'check_is_file', 'read_text', 'split_lines', 'limit_lines',
+           'parse_json', 'is_finite_number', 'parse_yaml', 'read_yaml_file', 'open_hdf5', 'check_link', 'open_dataset',
+           'check_size', 'read_attribute', 'check_hdf5']
 
 # %% ../nbs/00_reading.ipynb #c003
 import io
@@ -57,7 +57,9 @@ def read_text(
     path: str | Path,            # UTF-8
     max_bytes: int | None = None, # More is refused; none takes any size
 ) -> str:
-    "A text file. Raises `OSError` where it cannot be opened, `ReadError` for anything but UTF-8 of at most that size."
+    """A text file, without a byte order mark.
+
+    Raises `OSError` where it cannot be opened, `ReadError` for anything but UTF-8 of at most that size."""
     path = Path(path)
     check_is_file(path)
     with open(path, 'rb') as f: data = f.read(-1 if max_bytes is None else max_bytes + 1)
@@ -67,7 +69,13 @@ def read_text(
     except UnicodeDecodeError as e:
         raise ReadError(f'{path}: found the byte 0x{data[e.start]:02x} at position {e.start:,}, which is not UTF-8, '
                         'expected text; it is damaged or in another encoding, make it again or convert it') from None
-    return text.replace('\r\n', '\n')
+    return text.removeprefix('\ufeff').replace('\r\n', '\n')
+
+def split_lines(
+    text: str, # From `read_text`
+) -> list[str]:
+    "The lines of a text. `str.splitlines` also ends one at characters that stand within sentences, such as U+2028."
+    return text.removesuffix('\n').split('\n') if text else []
 
 # %% ../nbs/00_reading.ipynb #c011
 class _Lines(io.RawIOBase):

@@ -25,11 +25,13 @@ from b2t_kaggle.phonemes import (
     sentence_to_phonemes,
     show_phonemes,
     spell_numbers,
+    to_ascii,
     to_class_ids,
     to_lm_order,
 )
 
 LABELS = Path(__file__).resolve().parents[2]/'shared/t15/phoneme_labels.csv'
+TRAIN = LABELS.with_name('train.csv')
 WORDS = """the use of record a they close subject to learned graduates people and uses it house kaggle xylophonist
     o'clock well-known 'bout don't""".split()
 LARGE = {'thousand': 10**3, 'million': 10**6, 'billion': 10**9}
@@ -69,12 +71,60 @@ def test_unknown_phonemes_are_refused(bad):
 
 # --- normalisation
 
-@given(st.text() | st.text(alphabet="aZ -'\t.é0", max_size=12))
-@example("a - b -- c--d 'e' f-")
-def test_normalisation_is_the_metrics(text):
+def by_the_metric(text):
+    "The competition's normalisation, written out anew."
     kept = ''.join(c for c in text if c in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ -'")
-    want = kept.replace('- ', ' ').lower().replace('--', '').replace(" '", "'").split()
-    assert normalize_sentence(text) == ' '.join(want)
+    return ' '.join(kept.replace('- ', ' ').lower().replace('--', '').replace(" '", "'").split())
+
+
+@given(st.text(st.characters(codec='ascii')) | st.text(alphabet="aZ -'\t.`0\n", max_size=12))
+@example("a - b -- c--d 'e' f-")
+@example('don`t\tgo')
+def test_normalisation_is_the_metrics(text): assert normalize_sentence(text) == by_the_metric(text)
+
+
+@given(st.text() | st.text(alphabet="aé ‘’—…-'`\u00a0\t“", max_size=12))
+def test_written_text_becomes_words(text):
+    assert to_ascii(text).isascii()
+    assert re.fullmatch("([a-z'-]+( [a-z'-]+)*)?", normalize_sentence(text))
+    assert normalize_sentence(text) == by_the_metric(text if text.isascii() else to_ascii(text))
+
+
+PLAIN_FORMS = { # What a word processor, a web page or a language model writes for each character
+    "'": '’‘ʼ′´‛ʻ＇\x92', '-': '\u2010\u2011－', ' ': '\u00a0\u2009\u202f\u3000\u2028', 'e': 'éèêëｅēẽ\U0001d41e',
+    'o': 'öóøȯ', 'A': 'ÀÅＡĂ', 'c': 'çćĉ',
+}
+plain_words = st.text(alphabet="abceoAx", min_size=1, max_size=4)
+joined_words = st.tuples(plain_words, st.sampled_from("'-"), plain_words).map(''.join)
+
+
+@given(st.lists(plain_words | joined_words, min_size=1, max_size=6).map(' '.join), st.randoms(use_true_random=False))
+def test_typographic_forms_are_read_as_the_plain_ones(text, chance):
+    spelled = ''.join(chance.choice([c, *PLAIN_FORMS.get(c, '')]) for c in text)
+    assert normalize_sentence(spelled) == by_the_metric(text)
+
+
+@pytest.mark.parametrize('text, words', [
+    ('wait—what – now…then‥so', 'wait what now then so'),
+    ('He said ‘no’ and “yes”, the dogs’ way', "he said no and yes the dogs' way"),
+    ("‘Don’t’ – ‹quoted› «words»", "don't quoted words"),
+    ('so\u00adft\ufeff co\u200bop\u2060ed', 'soft cooped'),
+    ('Straße, Œuvre, Ærø, Łódź, ﬁne', 'strasse oeuvre aero lodz fine'),
+    ('hi😀there • one·two ™', 'hi there one two'),
+    ('привет hello', 'hello'),
+    ('', ''),
+])
+def test_written_text(text, words): assert normalize_sentence(text) == words
+
+
+@pytest.mark.skipif(not TRAIN.exists(), reason='../shared/t15 is not beside the repository')
+def test_the_official_labels_keep_their_words_and_phonemes():
+    with open(TRAIN, newline='', encoding='utf-8') as f: rows = list(csv.DictReader(f))
+    plain = [row for row in rows if row['sentence'].isascii()]
+    assert len(plain) > 8000 and all(normalize_sentence(r['sentence']) == by_the_metric(r['sentence']) for r in plain)
+    others = [row for row in rows if not row['sentence'].isascii()]
+    assert others and all('’' in row['sentence'] for row in others)
+    for row in others: assert show_phonemes(sentence_to_phonemes(row['sentence'])) == row['phonemes']
 
 
 @given(st.integers(0, 10**12 - 1))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..files import write_whole
-from ..reading import is_finite_number, parse_json, read_text
+from ..reading import is_finite_number, parse_json, read_text, split_lines
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c006
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def read_nbest(
 ) -> list[list[Hypothesis]]:
     "The n-best lists of a file; raises `ValueError` naming the line that is none."
     nbest = []
-    for i, line in enumerate(read_text(path).splitlines(), 1):
+    for i, line in enumerate(split_lines(read_text(path)), 1):
         try: nbest.append(_from_line(line, kind))
         except (ValueError, TypeError) as e:
             raise ValueError(f'{path}, line {i}: not an n-best list ({str(e)[:200]}); decode again') from None

@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 
 from ..phonemes import BLANK, PHONEMES, SIL, normalize_sentence
-from ..reading import parse_json, read_text
+from ..reading import parse_json, read_text, split_lines
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
@@ -93,7 +93,7 @@ def read_phoneme_lists(
 ) -> list[PhonemeList]:
     "The lists of a file; raises `ValueError` that names the line, what was found and what was expected."
     lists = []
-    for i, text in enumerate(read_text(path).splitlines(), 1):
+    for i, text in enumerate(split_lines(read_text(path)), 1):
         try:
             line = parse_json(text)
             if not isinstance(line, dict): raise ValueError(f'found {text[:40]!r}, expected an object')

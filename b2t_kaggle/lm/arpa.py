@@ -45,7 +45,7 @@ def open_text(
     path: str | Path, # The file; `.gz` is gzipped
     mode: str,        # As in `open`; a `b` gives its bytes
 ):
-    """Open a UTF-8 text file.
+    """Open a UTF-8 text file; a byte order mark at its beginning is left out.
 
     Bytes that are not UTF-8 raise `UnicodeDecodeError` when they are read, endless lines `ReadError`.
     Words of another encoding that an `ArpaReader` has read are written as they were."""
@@ -53,7 +53,7 @@ def open_text(
     if 'r' in mode:
         check_is_file(path)
         f = limit_lines(opener(path, 'rb'), path)
-        return f if 'b' in mode else io.TextIOWrapper(f, encoding='utf-8')
+        return f if 'b' in mode else io.TextIOWrapper(f, encoding='utf-8-sig')
     if 'b' in mode: return opener(path, mode)
     return opener(path, mode, encoding='utf-8', errors='surrogateescape')
 

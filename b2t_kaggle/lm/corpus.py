@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..files import unchanged
 from .arpa import open_text
-from ..phonemes import normalize_sentence, spell_numbers
+from ..phonemes import normalize_sentence, normalize_words, spell_numbers, to_ascii
 
 # %% ../../nbs/lm/01_corpus.ipynb #c006
 def _is_file(text) -> bool:
@@ -45,7 +45,7 @@ def read_sentences(
     texts: str | Path | Iterable[str | Path], # Text files (plain or .gz, one sentence a line), sentences, or both
 ) -> Iterator[str]:                           # Normalised sentences, none of them empty
     "Stream the sentences of files and lists; a string is a file or not as in `read_lines`."
-    return filter(None, map(normalize_sentence, read_lines(texts)))
+    return filter(None, (normalize_sentence(to_ascii(line)) for line in read_lines(texts)))
 
 def vocabulary(
     texts: str | Path | Iterable[str | Path], # As in `read_sentences`
@@ -88,12 +88,11 @@ def _unquote(text: str) -> str:
     words = [w.lstrip("'") for w in text.split() if w.strip("'")]
     return ' '.join(w if w.endswith("s'") and i < len(words) else w.rstrip("'") for i, w in enumerate(words, 1))
 
-_PLAIN = str.maketrans({'“': '"', '”': '"', '‘': "'", '’': "'", '…': ' ', '–': ' ', '—': ' '})
 _ABBREVIATION = re.compile(r'\b(?:[a-zA-Z]\.){2,}')
 _RULES = [ # (description, function)
     ('a link, address or hashtag becomes an unknown word', lambda s: _LINK.sub(_double_link, s)),
     ('letters with dots become one word', lambda s: _ABBREVIATION.sub(lambda m: m[0].replace('.', '').upper(), s)),
-    ('typographic quotes and dashes become plain', lambda s: s.translate(_PLAIN)),
+    ('typographic and accented characters become plain', to_ascii),
     ("all but letters and ' becomes space, digits too", lambda s: re.sub(r"[^a-zA-Z']", ' ', s)),
     ('lower case', str.lower),
     ('apostrophes that are quotes are removed', _unquote),
@@ -134,7 +133,7 @@ def clean_text(
     lexicon: Collection[str] | None = None,   # Leave out sentences with words that are not in here; none keeps all
 ) -> Iterator[str]:                           # Sentences in lower case
     "Stream the cleaned sentences of a text."
-    lexicon = None if lexicon is None else frozenset(lexicon)
+    lexicon = None if lexicon is None else frozenset(normalize_words(lexicon))
     for line in read_lines(texts):
         for sentence in split_sentences(line):
             clean = clean_sentence(sentence, numbers)
@@ -149,7 +148,7 @@ def read_vocabulary(
     words = {} # In their order
     for line in read_lines(Path(path)):
         if line.startswith((';;;', '#')) or not line.strip(): continue
-        word = normalize_sentence(re.sub(r'\(\d+\)$', '', line.split(maxsplit=1)[0]))
+        word = normalize_sentence(to_ascii(re.sub(r'\(\d+\)$', '', line.split(maxsplit=1)[0])))
         if word: words[word] = True
     if not words: raise ValueError(f'{path}: no words, expected one a line')
     return list(words)

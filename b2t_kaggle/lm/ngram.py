@@ -22,6 +22,7 @@ from .corpus import clean_text, read_sentences
 from .kenlm import KenLMError, find_program, run_lmplz
 from .kneser_ney import FALLBACK_DISCOUNTS, estimate_arpa
 from .query import Queries, QueryProcess, load_kenlm
+from ..phonemes import normalize_words
 
 if TYPE_CHECKING:
     from b2t_kaggle.lm.automaton import Automaton
@@ -63,7 +64,7 @@ def build_ngram(
     if estimator == 'lmplz' and not program:
         raise FileNotFoundError("estimator='lmplz', but there is no lmplz on the PATH; "
                                 "build KenLM's programs with `b2t lm programs`, or use estimator='own'")
-    vocab = None if vocab is None else set(vocab)
+    vocab = None if vocab is None else set(normalize_words(vocab))
     sentences = _long_enough(clean_text(texts, numbers) if clean else read_sentences(texts), order)
     if program and estimator != 'own':
         fallback_orders = run_lmplz(program, sentences, out_path, order, prune, vocab)

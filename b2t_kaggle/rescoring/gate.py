@@ -25,7 +25,7 @@ def read_blocks(
 ) -> dict[tuple[str, int], str]: # (session, block) to corpus
     "The corpus of each block; raises `ValueError` that names the file, the line and the field."
     corpora = {}
-    with open(path, newline='', encoding='utf-8') as f:
+    with open(path, newline='', encoding='utf-8-sig') as f:
         rows = csv.DictReader(f)
         if missing := [c for c in _COLUMNS if c not in (rows.fieldnames or ())]:
             raise ValueError(f'{path}, line 1: column {missing[0]!r} is missing, expected {", ".join(_COLUMNS)}')

@@ -8,6 +8,7 @@ __all__ = ['Trial', 'Entry', 'Hypotheses', 'write_hypotheses', 'read_hypotheses'
 
 # %% ../../nbs/rescoring/06_hypotheses.ipynb #c002
 import csv
+import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -19,7 +20,7 @@ import numpy as np
 from ..decoding.nbest import Hypothesis
 from ..files import write_whole
 from ..phonemes import normalize_sentence
-from ..reading import ReadError, is_finite_number, parse_json, read_text
+from ..reading import ReadError, is_finite_number, parse_json, read_text, split_lines
 
 # %% ../../nbs/rescoring/06_hypotheses.ipynb #c005
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _whole(rows) -> Iterator[list[str]]:
 
 def _csv_rows(text: str) -> list[tuple[int, tuple[Trial, list[Entry]]]]:
     "The rows of a submission as (line, (trial, [entry])); raises `ValueError`."
-    rows = csv.reader(text.splitlines())
+    rows = csv.reader(io.StringIO(text, newline=''))
     if (header := next(_whole(rows), [])) != ['id', 'text']:
         raise ValueError(f"line 1: found the header {','.join(header)[:60]!r}, expected 'id,text'")
     parsed: list[tuple[int, tuple[Trial, list[Entry]]]] = []
@@ -206,7 +207,7 @@ def _rows(path: Path) -> list[tuple[int, tuple[Trial, list[Entry]]]]:
     text = read_text(path)
     if path.suffix == '.csv': return _csv_rows(text)
     rows: list[tuple[int, tuple[Trial, list[Entry]]]] = []
-    for i, line in enumerate(text.splitlines(), 1):
+    for i, line in enumerate(split_lines(text), 1):
         if path.suffix == '.txt': rows.append((i, (Trial(str(i - 1)), [Entry(str(i - 1), line)])))
         elif line.strip():
             try: rows.append((i, _parse_line(line, i)))
