@@ -14,12 +14,15 @@ import click
 from .cli_types import FILE, OUT, OUTPUT
 
 # %% ../nbs/15_cli_compare.ipynb #c005
-def _of_run(folder: Path) -> list[dict]:
-    "What a run found in each trial. Raises `ClickException` where its report is not done, or not of its last lists."
+def _of_run(folder: Path) -> dict[str, list[dict]]:
+    """What a run found in each trial, by its name, which is marked where weights were tuned on these sentences.
+
+    Raises `ClickException` where its report is not done, or not of its last lists."""
     from b2t_kaggle.comparison import read_results
+    from b2t_kaggle.metrics import IN_SAMPLE
     from b2t_kaggle.rescoring.hypotheses import best_entries, read_hypotheses
-    from b2t_kaggle.results import RESULTS
-    from b2t_kaggle.runs import hypothesis_files
+    from b2t_kaggle.results import RESULTS, is_in_sample
+    from b2t_kaggle.runs import Run, hypothesis_files
     path = folder/RESULTS
     if not path.exists():
         raise click.ClickException(f'{path} does not exist; `b2t report` on this run makes it, if there are '
@@ -30,7 +33,8 @@ def _of_run(folder: Path) -> list[dict]:
     if {t: some[0].text for t, some in best.items() if some} != results.text.to_dict():
         raise click.ClickException(f'{path} is not of the last hypotheses of this run, in {folder/"hypotheses"}; `b2t '
                                    'report` on this run makes it again')
-    return results.reset_index().to_dict('records')
+    name = f'{folder.name} {IN_SAMPLE}' if is_in_sample(Run(folder, save=False), results) else folder.name
+    return {name: results.reset_index().to_dict('records')}
 
 def _of_file(path: Path) -> dict[str, list[dict]]:
     "What each voter of a file found in each trial, by its name."
@@ -51,7 +55,7 @@ def _systems(sources, out: Path) -> dict[str, list[dict]]:
         folder = find_run(source, out)
         if folder is None and not Path(source).is_file():
             raise click.BadParameter(f'{source} is neither a file of hypotheses nor a run in {out}')
-        for name, rows in ({folder.name: _of_run(folder)} if folder else _of_file(Path(source))).items():
+        for name, rows in (_of_run(folder) if folder else _of_file(Path(source))).items():
             names = (name if i == 1 else f'{name} ({i})' for i in range(1, len(systems) + 2))
             systems[next(n for n in names if n not in systems)] = rows
     return systems

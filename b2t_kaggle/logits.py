@@ -202,7 +202,7 @@ def _aligned(stores: Sequence[LogitStore], reference: int, i: int) -> list[np.nd
         arrays.append(x)
     return arrays
 
-# %% ../nbs/09_logits.ipynb #c020
+# %% ../nbs/09_logits.ipynb #f1c1
 def _difference(a: LogitStore, b: LogitStore) -> tuple | None:
     "The first thing in which two stores are not alike, and its values in both; None where they are alike."
     if len(a) != len(b): return 'they hold different numbers of trials', len(a), len(b)
@@ -238,24 +238,34 @@ def _normalized(weights: Sequence[float], n: int) -> np.ndarray:
                          'which one is larger')
     return w/w.sum()
 
+def _weights_of_trials(weights: Sequence, n_stores: int, n_trials: int) -> np.ndarray:
+    "Weights of each trial that sum to 1 `[trials, stores]`; raises `LogitError`."
+    if not len(weights) or np.ndim(weights[0]) == 0: return np.tile(_normalized(weights, n_stores), (n_trials, 1))
+    if len(weights) != n_trials:
+        raise LogitError(f'weights are of {len(weights)} trials, expected those of {n_trials}, or the same for all')
+    return np.stack([_normalized(w, n_stores) for w in weights])
+
+# %% ../nbs/09_logits.ipynb #c020
 def average_stores(
     stores: Sequence[LogitStore],   # Of the same split; one for each model
     path: str | Path | None = None, # File to write; none: a file without a name, which ends with the store
     mean: Literal['log_prob', 'prob'] = 'log_prob', # Geometric or arithmetic mean of the probabilities
-    weights: Sequence[float] | None = None, # How much each counts; none: all alike
+    weights: Sequence | None = None, # How much each counts, or that for each trial; none: all alike
 ) -> LogitStore:
     """The average of several models, normalised; frames of slower models are aligned with the fastest one's. Raises
     `LogitError` for stores with other trials or classes, or frames that cannot be aligned."""
     if mean not in ('log_prob', 'prob'): raise LogitError(f'mean is {mean!r}, expected log_prob or prob')
     if not stores: raise LogitError('there are no stores to average')
-    w = None if weights is None else _normalized(weights, len(stores))
+    w = None if weights is None else _weights_of_trials(weights, len(stores), len(stores[0]))
     reference = _check_stores(stores)
     if path is None:
         with scratch_folder() as d: return average_stores(stores, d/'average.arrow', mean, weights)
     provenance = dict(average=mean, members=[s.provenance for s in stores])
     if reference: provenance['frames_of'] = reference # The member whose frames these are; the first, if nothing is said
-    if w is not None: provenance['weights'] = w.tolist()
-    arrays = (_mean(_aligned(stores, reference, i), mean, w) for i in range(len(stores[0])))
+    if w is not None: # The distinct ones, where trials have weights of their own
+        different = np.unique(w, axis=0).tolist()
+        provenance['weights'] = different if len(different) > 1 else different[0]
+    arrays = (_mean(_aligned(stores, reference, i), mean, None if w is None else w[i]) for i in range(len(stores[0])))
     return LogitStore.write(path, arrays, stores[0].index, provenance)
 
 # %% ../nbs/09_logits.ipynb #c029
@@ -266,6 +276,7 @@ class TunedWeights:
     equal: float               # PER with equal weights
     tuned: float               # PER with tuned weights on the trials that they were tuned on
     crossed: float             # PER of trials that the weights were tuned without
+    held_out: tuple[tuple[float, ...], ...] # The same for each trial, found without it where it has labels
 
 class _Mixtures:
     "Phoneme errors of averages with any weights. What was asked for once is kept."
@@ -313,11 +324,14 @@ def tune_weights(
     fold = np.arange(len(mixtures.trials)) % n_folds
     n = len(stores)
     best = _best_parts(mixtures.edits, n, fold >= 0)
-    left_out = [(k, _best_parts(mixtures.edits, n, fold != k)) for k in np.unique(fold)]
-    crossed = sum(mixtures.edits(parts)[fold == k].sum() for k, parts in left_out)/n_labels
+    left_out = [_best_parts(mixtures.edits, n, fold != k) for k in np.unique(fold)]
+    crossed = sum(mixtures.edits(parts)[fold == k].sum() for k, parts in enumerate(left_out))/n_labels
     equal, tuned = (mixtures.edits(parts).sum()/n_labels for parts in ([1]*n, best))
-    parts = best if crossed < equal else [1]*n
-    return TunedWeights(tuple(float(p)/sum(parts) for p in parts), float(equal), float(tuned), float(crossed))
+    if crossed >= equal: best, left_out = [1]*n, [[1]*n]*n_folds
+    weights, *others = (tuple(float(p)/sum(parts) for p in parts) for parts in (best, *left_out))
+    fold_of = dict(zip(mixtures.trials, fold.tolist()))
+    held_out = tuple(others[fold_of[i]] if i in fold_of else weights for i in range(len(labels)))
+    return TunedWeights(weights, float(equal), float(tuned), float(crossed), held_out)
 
 # %% ../nbs/09_logits.ipynb #c033
 _SPLITS = ('train', 'val', 'test')
@@ -417,6 +431,7 @@ def take_stores(
     folder: str | Path,                  # Receives `val.arrow` and `test.arrow`
     mean: Literal['log_prob', 'prob'] = 'log_prob', # As in `average_stores`
     weights: Sequence[float] | None = None, # One for each model, in the order in which each split has them
+    held_out: Sequence | None = None,       # Those of each trial of val, where they are not the same for all
 ) -> dict[str, LogitStore]:              # By split, as far as they were given
     "Copy or average given log-probabilities of each split. Raises `LogitError` for stores that do not belong here."
     by_split = sort_stores(paths, indices)
@@ -425,5 +440,5 @@ def take_stores(
         target = Path(folder)/f'{split}.arrow'
         with atomic_path(target, suffix='') as partial:
             if len(stores) == 1: shutil.copyfile(stores[0].path, partial)
-            else: average_stores(stores, partial, mean, weights)
+            else: average_stores(stores, partial, mean, held_out if held_out and split == 'val' else weights)
     return {split: LogitStore.open(Path(folder)/f'{split}.arrow') for split in by_split}

@@ -30,7 +30,6 @@ def percent(rate: float) -> str:
 
 def headline(
     results: pd.DataFrame,         # As `comparison.results_of`
-    rates: Mapping[str, float],    # By measure: what the run is known by, which may be cross-validated
     notes: Mapping[str, str] = {}, # By measure: how it was found
 ) -> str:
     "Cards of the error rates with their intervals, and of how many sentences are right."
@@ -41,7 +40,7 @@ def headline(
         interval = rate_interval(measured[name])
         note = f'{percent(interval.low)} to {percent(interval.high)}'
         title = {WER: 'word error rate', PER: 'phoneme error rate'}[name]
-        metrics[title] = percent(rates[name]), '; '.join(filter(None, [note, notes.get(name)]))
+        metrics[title] = percent(interval.value), '; '.join(filter(None, [note, notes.get(name)]))
     right = sum(c.edits == 0 for c in measured[WER])
     metrics['sentences without an error'] = f'{right:,} of {len(results):,}', percent(right/max(1, len(results)))
     if 'session' in results:

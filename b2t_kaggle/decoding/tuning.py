@@ -24,7 +24,7 @@ from .decoder import LexiconBeamDecoder
 from .nbest import Hypothesis
 from ..devices.machine import n_cores
 from ..files import write_whole
-from ..metrics import ErrorCounts, total, word_errors
+from ..metrics import IN_SAMPLE, word_errors
 from ..reading import parse_json, read_text
 
 # %% ../../nbs/decoding/12_tuning.ipynb #c006
@@ -253,7 +253,7 @@ class Tuning:
     def table(self) -> pd.DataFrame:
         "Weights and word error rates [%]: of the start, of the candidate, of each fold with the weights of the others."
         rows = {'configured': self.start._asdict() | dict(WER=self.wer('start')),
-                'tuned, on the same trials': self.candidate._asdict() | dict(WER=self.wer('candidate'))}
+                f'tuned {IN_SAMPLE}': self.candidate._asdict() | dict(WER=self.wer('candidate'))}
         for k, weights in enumerate(self.folds):
             wer = self.fold_edits[k]/max(1, self.fold_words[k])
             rows[f'tuned without fold {k}, on it'] = weights._asdict() | dict(WER=wer)
@@ -261,12 +261,14 @@ class Tuning:
         table = pd.DataFrame(rows.values(), index=rows)
         return table.assign(WER=100*table.WER).rename(columns=dict(WER='WER (%)'))
 
-    def unbiased_wer(self, errors: Sequence[ErrorCounts]) -> float:
-        """Word error rate over all trials that `tune_search` was given, where `errors` are those of the weights
-        (perhaps beside an LLM inside the search), and those that cross-validation finds beyond the same trials."""
-        found = total(errors)
-        if self.weights == self.start: return found.rate
-        return (found.edits + self.edits['validated'] - self.edits['candidate'])/max(1, found.length)
+    def held_out(self,
+        n: int, # Trials that `tune_search` was given
+    ) -> list[SearchWeights]:
+        "The weights to decode each trial with for an unbiased error rate: tuned without it, where it was tuned on."
+        weights = [self.weights]*n
+        if self.weights == self.start: return weights
+        for place, i in enumerate(self.trials): weights[i] = self.folds[place % len(self.folds)]
+        return weights
 
 # %% ../../nbs/decoding/12_tuning.ipynb #c026
 def _beginning(start: Point, shape: tuple[int, ...]) -> list[Point]:
@@ -370,7 +372,7 @@ def plot_tuning(
     scale = 'lm_weight' if len(tuning.grid['lm_weight']) > 1 else 'acoustic_scale'
     fig, axes = plt.subplots(1, 2, figsize=(11, 3.5), layout='constrained')
     for ax, up in zip(axes, ('blank_penalty', 'word_score')):
-        fig.colorbar(_surface(ax, tuning, scale, up), ax=ax, label='WER (%)')
+        fig.colorbar(_surface(ax, tuning, scale, up), ax=ax, label=f'WER (%) {IN_SAMPLE}')
     axes[0].set_title('× configured, ○ tuned')
     return fig
 

@@ -23,7 +23,7 @@ from ..decoding.nbest import Hypothesis
 from ..files import write_whole
 from ..lm.automaton import Automaton
 from ..lm.ngram import NGram
-from ..metrics import word_errors
+from ..metrics import IN_SAMPLE, word_errors
 from ..reading import parse_json, read_text
 
 # %% ../../nbs/rescoring/01_mixture.ipynb #c006
@@ -299,7 +299,7 @@ def plot_curve(
     wer = 100*tuned.wer
     ax.plot(alpha, wer, 'o')
     ax.annotate(f'α = {alpha:.2f}: {wer:.2f} %', (alpha, wer), xytext=(0, 20), textcoords='offset points', ha='center')
-    ax.set(xlabel='weight α of the LLM', ylabel='WER (%)')
+    ax.set(xlabel='weight α of the LLM', ylabel=f'WER (%)\n{IN_SAMPLE}')
     return fig
 
 # %% ../../nbs/rescoring/01_mixture.ipynb #c036
