@@ -578,7 +578,9 @@ def keys(part, name, preset_, out):
 @main.command()
 @click.option('--output', default='_docs', show_default=True, type=FOLDER, help='Folder of the site.')
 @click.option('--plain', is_flag=True, help='Without what the examples print and draw, which are not executed then.')
-def docs(output, plain):
+@click.option('--only', multiple=True, metavar='NAME', help='Write this page alone, into a site that may be there: a '
+              'notebook, such as 02_metrics, or a title; repeat it for more.')
+def docs(output, plain, only):
     """Build the documentation site from a checkout's notebooks; what its examples print and draw is kept until they
     change. It needs the environment of the tests (./kit docs makes it)."""
     import os
@@ -588,7 +590,8 @@ def docs(output, plain):
         raise click.ClickException(f'{root} is not a checkout of the project (it has no tools/docs)')
     places = [root, root/'tools', os.environ.get('PYTHONPATH')]
     env = os.environ | dict(PYTHONPATH=os.pathsep.join(str(p) for p in places if p))
-    args = ['--output', str(Path(output).absolute()), *(['--plain'] if plain else [])]
+    args = ['--output', str(Path(output).absolute()), *(['--plain'] if plain else []),
+            *(part for name in only for part in ('--only', name))]
     sys.exit(subprocess.run([sys.executable, '-m', 'docs', *args], env=env).returncode)
 
 # %% ../nbs/17_cli.ipynb #c052

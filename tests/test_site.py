@@ -3,11 +3,16 @@
 `./kit docs` checks all pages when it builds them; here are a few of each kind. Where Chromium and its driver are
 installed, the pages are looked at in both colours and at two widths."""
 import ast
+import html
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from browser import CHROMIUM, CONTRAST, DRIVER, SCROLLED, TOO_WIDE, WIDTHS, browser
@@ -15,12 +20,13 @@ from browser import CHROMIUM, CONTRAST, DRIVER, SCROLLED, TOO_WIDE, WIDTHS, brow
 from b2t_kaggle import pages
 from b2t_kaggle.comparison import result_table, results_of
 from b2t_kaggle.config import load_config
+from b2t_kaggle.metrics import word_error_rate
 from b2t_kaggle.report import configuration, group_table, headline, provenance, report_page, timings, worst_trials
 
 ROOT = Path(__file__).parent.parent
 NBS = ROOT/'nbs'
 sys.path.insert(0, str(ROOT/'tools'))
-from docs import api, build, check, execute, order  # noqa: E402
+from docs import api, build, check, execute, names, order  # noqa: E402
 
 NOTEBOOKS = [p for p in sorted(NBS.rglob('*.ipynb')) if '.ipynb_checkpoints' not in p.parts]
 # A landing page, prose, an API with classes, formulas, a benchmark with outputs, a stage, and a long name
@@ -63,7 +69,7 @@ def site(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, 'groups', lambda _: few)
         patch.setattr(build, 'modules', lambda: [ROOT/'b2t_kaggle'/'metrics.py'])
-        build.build(folder, execute=False)
+        build.build(folder, execute=False, say=lambda _: None)
     return folder, [p for p in check.problems(folder) if not re.search(r'\.(ipynb|html)\S* leads nowhere', p)]
 
 
@@ -92,8 +98,81 @@ def test_a_source_link_leads_to_the_line(site):
     assert (ROOT/'b2t_kaggle'/'metrics.py').read_text().splitlines()[line - 1].startswith('def bleu(')
 
 
+def search_entries(folder): return json.loads((folder/'search.js').read_text().removeprefix('window.SEARCH = '))
+
+
+def cards_of(page): return re.findall('<section class="name" id="([^"]*)"', page)
+
+
+@pytest.mark.parametrize('page, first', [
+    ('02_metrics', ['phoneme_error_rate', 'word_error_rate']), ('08_config', ['Config', 'load_config', 'preset']),
+    ('pytorch/models/zipformer/03_feed_forward', ['FeedforwardModule'])])
+def test_a_page_of_a_module_begins_with_what_programs_use(site, page, first):
+    "Names of the front door, or else those that most notebooks import; every name has one card or one line above."
+    made = text(site, page)
+    cards = cards_of(made)
+    assert sorted(cards[:len(first)]) == first and len(set(cards)) == len(cards)
+    story = made.index('id="step-by-step"')
+    assert all(made.index(f'id="{name}"') < story for name in first)
+    assert all(made.index(f'id="{name}"') > story for name in cards[len(first):])
+    module = (ROOT/'b2t_kaggle'/re.sub(r'\d+_', '', page)).with_suffix('.py')
+    public = [n.name for n in ast.parse(module.read_text()).body
+              if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith('_')]
+    assert sorted(public) == sorted(cards)
+    table = made[made.find('id="also-here"'):story]
+    assert set(re.findall('<td><a href="#([^"]*)"', table)) == set(public) - set(first)
+
+
+def test_names_are_counted_where_they_are_imported():
+    code = 'from b2t_kaggle import preset\nfrom b2t_kaggle.lm.ngram import build_ngram as b\nimport b2t_kaggle\n%run x'
+    assert list(names.imported(code)) == [('config', 'preset'), ('lm.ngram', 'build_ngram')]
+
+
+def test_one_page_is_written_into_a_site(site, tmp_path):
+    "The others stay, byte for byte, and the search knows the page once."
+    folder = tmp_path/'pages'
+    shutil.copytree(site[0], folder)
+    before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+    entries = search_entries(folder)
+    page = folder/'02_metrics.html'
+    page.write_text('an older one')
+    written, known = build.build(folder, execute=False, only=['02_metrics'], say=lambda _: None)
+    assert written == ['02_metrics.html'] and check.problems(folder, written, known) == []
+    assert 'id="word_error_rate"' in page.read_text()
+    assert sorted(search_entries(folder)) == sorted(entries)
+    assert {p for p, content in before.items() if p.read_bytes() != content} <= {page, folder/'search.js'}
+
+
+def test_one_page_of_the_command(tmp_path):
+    "By another name than its file's, and into a folder where there is no site; what there is not is said."
+    docs = [sys.executable, '-m', 'b2t_kaggle.cli', 'docs', '--plain', '--output', tmp_path/'site', '--only']
+    done = subprocess.run([*docs, 'metrics'], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith(f'{tmp_path/"site"/"02_metrics.html"}\n'), done.stderr
+    assert [p.name for p in (tmp_path/'site').rglob('*.html')] == ['02_metrics.html']
+    done = subprocess.run([*docs, 'metrix'], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and '--only metrix: found 0 pages, expected one; similar are ' in done.stderr
+    assert 'metrics' in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_a_build_says_how_far_it_is(tmp_path, monkeypatch):
+    said = []
+    def work(path): return [[]], 1.5
+    class Pool:
+        def __init__(self, *args, **options): pass
+        def __enter__(self): return self
+        def __exit__(self, *args): pass
+        def submit(self, f, path):
+            done = Future()
+            done.set_result(work(path))
+            return done
+    monkeypatch.setattr(execute, 'ProcessPoolExecutor', Pool)
+    todo = {NBS/f'{name}.ipynb': tmp_path/f'{i}.json' for i, name in enumerate(FEW[:3])}
+    assert execute._execute_all(todo, {}, 1, lambda line, **_: said.append(line)) == []
+    assert [line.split()[0] for line in said] == ['1/3', '2/3', '3/3']
+
+
 def test_the_search_knows_names_and_sections(site):
-    entries = json.loads((site[0]/'search.js').read_text().removeprefix('window.SEARCH = '))
+    entries = search_entries(site[0])
     assert ['metrics', 'word_error_rate', '02_metrics.html#word_error_rate'] in [e[:3] for e in entries]
     assert any(e[:3] == ['Design', 'Two boundaries', 'guides/design.html#two-boundaries'] for e in entries)
 
@@ -251,6 +330,61 @@ def test_pages_of_a_complete_build_fit_and_can_be_read(chromium, width):
     first = [p for p in paths if p.parent.name in ('guides', 'benchmarks') or p == folder/'index.html']
     others = [p for p in paths if p not in first][::10]
     assert [problem for p in [*first, *others] for problem in wrong_in(chromium, p, width)] == []
+
+
+@pytest.fixture(scope='module')
+def first_page(site, tmp_path_factory):
+    "The first page with its moving picture, whose notebook is executed where its outputs are not kept."
+    folder = tmp_path_factory.mktemp('first')
+    ran = execute.outputs([build.TRIAL], 1, lambda *_, **__: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, 'outputs', lambda *_: ran)
+        build.build(folder/'pages', only=['index'], say=lambda _: None)
+    return folder/'pages'/'index.html', ran[build.TRIAL]
+
+
+def test_the_first_page_shows_a_trial_as_it_is_decoded(first_page):
+    page, ran = first_page
+    svg = re.search('<figure class="moving">(<svg.*?</svg>)', page.read_text(), re.DOTALL)[1]
+    assert 10_000 < len(svg) < 300_000
+    ElementTree.fromstring(svg)
+    printed = ''.join(''.join(out['text']) for outs in ran for out in outs if out.get('name') == 'stdout')
+    said, found = (re.search(f'{name}: +(.*)', printed)[1] for name in ('said', 'found'))
+    shown = [html.unescape(words) for words in re.findall('class="trial-words"[^>]*>([^<]*)<', svg)]
+    assert shown[0] == '' and shown[-1] == found and len(shown) > 4
+    assert word_error_rate([said], [found]) < 0.7
+    assert html.escape(f'Said: {said} Found: {found}.') in re.search('aria-label="([^"]*)"', svg)[1]
+    classes = re.findall(r'<mask id="trial-(\w+)">', svg)
+    assert classes == ['bins', 'phonemes'] and not re.search('(?:href|src)="(?!data:|#)', svg)
+
+
+SEEN = '''
+const svg = document.querySelector('figure.moving svg')
+for (const a of svg.getAnimations({subtree: true})) { a.pause(); a.currentTime = 1000*SECONDS }
+const words = [...svg.querySelectorAll('.trial-words')].filter(e => getComputedStyle(e).opacity === '1')
+const cover = svg.querySelector('.trial-cover')
+const left = cover.getBoundingClientRect().left - svg.getBoundingClientRect().left
+return [words.map(e => e.textContent), getComputedStyle(cover).display === 'none' ? null : left]
+'''
+
+
+def seen_at(chromium, seconds): return chromium.run(SEEN.replace('SECONDS', str(seconds)))
+
+
+def test_the_picture_moves_unless_motion_is_not_wanted(chromium, first_page):
+    page, ran = first_page
+    chromium.show(page, WIDTHS['phone'])
+    seen = [seen_at(chromium, s) for s in (0.1, 4, 8, 100.1)]
+    assert all(len(words) == 1 for words, _ in seen), seen
+    (first, *_), (last, *_) = seen[0][0], seen[2][0]
+    assert first == '' and len(last.split()) > 2
+    assert seen[0][1] < seen[1][1] < seen[2][1]
+    assert wrong_in(chromium, page, 'phone') == []
+    chromium.command('Emulation.setEmulatedMedia', features=[dict(name='prefers-reduced-motion', value='reduce')])
+    (words,), cover = seen_at(chromium, 0.1)
+    found = html.unescape(re.findall('class="trial-words"[^>]*>([^<]*)<', page.read_text())[-1])
+    assert words == found and cover is None
+    assert chromium.run('return document.getAnimations().length') == 0
 
 
 def test_the_search_finds(chromium, site):

@@ -12,8 +12,15 @@ if __name__ == '__main__':
     parser.add_argument('--output', default='_docs', help='folder of the site')
     parser.add_argument('--jobs', type=int, help='processes that execute notebooks')
     parser.add_argument('--plain', action='store_true', help='without the outputs of examples, in seconds')
+    parser.add_argument('--only', action='append', default=[], metavar='NAME',
+                        help='write this page alone, into a site that may be there: a notebook, such as 02_metrics, or '
+                             'a title; repeat it for more')
     args = parser.parse_args()
     started = time.time()
-    n = build(args.output, args.jobs, execute=not args.plain)
-    if found := problems(Path(args.output)): sys.exit('\n'.join(found))
-    print(f'{n} pages in {time.time() - started:.0f} s: {Path(args.output)/"index.html"}')
+    folder = Path(args.output)
+    try: written, known = build(folder, args.jobs, execute=not args.plain, only=args.only)
+    except (ValueError, FileExistsError) as e: sys.exit(str(e))
+    print(f'looking for dead links and the like in {len(written)} pages', flush=True)
+    if found := problems(folder, written, known if args.only else ()): sys.exit('\n'.join(found))
+    place = folder/(written[0] if args.only else 'index.html')
+    print(f'{len(written)} pages in {time.time() - started:.0f} s: {place}')

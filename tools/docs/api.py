@@ -34,7 +34,7 @@ def comment_of(node: ast.AST, notes: dict[int, tuple[str, bool]]) -> str:
 
 
 def _code(node: ast.AST | None) -> str: return f'<code>{html.escape(ast.unparse(node))}</code>' if node else ''
-def _inline(text: str) -> str: return markdown(text).strip().removeprefix('<p>').removesuffix('</p>') if text else ''
+def inline(text: str) -> str: return markdown(text).strip().removeprefix('<p>').removesuffix('</p>') if text else ''
 
 
 def parameters(f: ast.FunctionDef, notes: dict) -> list[dict]:
@@ -53,11 +53,11 @@ def parameters(f: ast.FunctionDef, notes: dict) -> list[dict]:
         alone = lines.count(arg.lineno) == 1 and arg.lineno != f.lineno
         place = ast.Pass(lineno=arg.lineno, end_lineno=(default or arg).end_lineno)
         made.append(dict(name=f'<code>{stars}{arg.arg}</code>', type=_code(arg.annotation), default=_code(default),
-                         meaning=_inline(comment_of(place, notes)) if alone or len(lines) == 1 else ''))
+                         meaning=inline(comment_of(place, notes)) if alone or len(lines) == 1 else ''))
     last = max(lines, default=f.lineno)
     comment = notes.get(f.returns.end_lineno, ('', True)) if f.returns and f.returns.lineno > last else ('', True)
     if f.returns and ast.unparse(f.returns) != 'None':
-        meaning = _inline(comment[0]) if not comment[1] else ''
+        meaning = inline(comment[0]) if not comment[1] else ''
         made.append(dict(name='<i>returns</i>', type=_code(f.returns), default='', meaning=meaning))
     return made
 
@@ -78,7 +78,7 @@ def fields(c: ast.ClassDef, notes: dict) -> list[dict]:
         value = node.value
         if isinstance(value, ast.Call) and value.args and ast.unparse(value.func) == 'Field': value = value.args[0]
         rows.append(dict(name=f'<code>{node.target.id}</code>', type=_code(node.annotation), default=_code(value),
-                         meaning=_inline(text or comment_of(node, notes))))
+                         meaning=inline(text or comment_of(node, notes))))
     return rows
 
 

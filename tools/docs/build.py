@@ -6,21 +6,25 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 from urllib.parse import unquote
 
-from b2t_kaggle.files import replaced_folder
+from tqdm import tqdm
+
+from b2t_kaggle.files import replaced_folder, write_whole
 from b2t_kaggle.pages import Html, cards, markdown, output, page, table
 
 from .api import card, comments, lines_of, public
 from .execute import ROOT, code_of, directives, outputs
+from .names import NBS, Overview
 from .order import groups
 
-NBS = ROOT/'nbs'
 HERE = Path(__file__).parent
 TITLE = 'b2t_kaggle'
 _HEADING = re.compile(r'<h([1-4])[^>]*?id="([^"]*)"[^>]*>(.*?)</h\1>', re.DOTALL)
@@ -93,11 +97,12 @@ def source_path(file: Path) -> str:
 def relative(target: str, start: str) -> str: return posixpath.relpath(target, posixpath.dirname(start) or '.')
 
 
-def exported(code: str, names: Names, path: str) -> str:
-    "Cards of the public names of an exported cell, and its code behind them."
+def exported(code: str, names: Names, path: str, overview: Overview) -> str:
+    "Cards of the public names of an exported cell, but for those above, and its code behind them."
     bare = without_directives(code)
     notes = comments(bare)
-    made = ''.join(card(node, notes, names.link(node.name, path)) for node in public(bare))
+    made = ''.join(overview.note(node.name) if node.name in overview.first
+                   else card(node, notes, names.link(node.name, path)) for node in public(bare))
     if is_import(bare): return ''
     word = 'Code' if made else 'Code of helpers'
     return f'{made}<details><summary>{word}</summary><pre>{highlighted(bare)}</pre></details>\n'
@@ -119,14 +124,15 @@ def executed_line(notebook: dict) -> str:
 
 def cells_of(notebook: dict, ran: list | None, path: str, is_benchmark: bool) -> Iterator[str]:
     "The HTML of each cell that is shown."
-    defaults = [re.search(r'^#\|\s*default_exp (\S+)', code_of(c), re.MULTILINE) for c in notebook['cells']]
-    names = Names(next((m[1] for m in defaults if m), None))
+    overview = Overview(notebook)
+    names = Names(overview.module)
     for i, cell in enumerate(notebook['cells']):
         source = code_of(cell)
         if cell['cell_type'] == 'markdown':
             if not source.startswith('*Executed '): yield clean_headings(markdown(source))
+        if 'default_exp' in directives(source): yield overview.html(lambda name: names.link(name, path))
         if cell['cell_type'] != 'code' or directives(source) & {'hide', 'default_exp'}: continue
-        if 'export' in directives(source): yield exported(source, names, path)
+        if 'export' in directives(source): yield exported(source, names, path, overview)
         else: yield example(source, folded=is_benchmark)
         outs = ran[i] if ran else cell.get('outputs', [])
         yield ''.join(output(o, f'o{i}-{k}') for k, o in enumerate(outs) if o['output_type'] != 'error')
@@ -200,8 +206,24 @@ _RESULTS = {'time': r'\./kit run (\d+ min(?: \d+ s)?)', 'phoneme error rate': r'
             'word error rate': r'word error rate of ([\d.]+ %)'}
 
 
-def landing(overview: Page) -> Page:
-    "The first page: the one command and what it leaves, ways to go on, then the overview."
+# The notebook that makes the moving picture of the first page
+TRIAL = NBS/'guides'/'one_trial.ipynb'
+
+
+def moving_picture(ran: list | None) -> str:
+    "The picture that the notebook of one trial drew last; nothing where it was not executed."
+    if not ran: return ''
+    drawn = [out for outs in ran for out in outs if 'image/svg+xml' in out.get('data', {})]
+    place = relative(TRIAL.relative_to(NBS).with_suffix('.html').as_posix(), 'index.html')
+    return (f'<figure class="moving">{output(drawn[-1], "trial")}'
+            '<figcaption>A trial of a simulated participant, as fast as it was spoken: what the electrodes recorded, '
+            'what a small model makes of it, and the words so far. The signal is clearer than in real recordings. '
+            f'<a href="{place}">How it is made</a> <label><input type="checkbox"> hold still</label>'
+            '</figcaption></figure>\n')
+
+
+def landing(overview: Page, picture: str) -> Page:
+    "The first page: the one command and what it leaves, a trial as it is decoded, ways to go on, then the overview."
     about = html.escape(overview.about)
     ways = ''.join(f'<a class="card" href="{path}"><b>{title}</b><span>{text}</span></a>\n'
                    for path, (title, text) in _WAYS.items())
@@ -211,7 +233,7 @@ def landing(overview: Page) -> Page:
     hero = (f'<div class="hero"><h1>{TITLE}</h1><p class="lead">{about}</p>\n<pre><code>./kit run</code></pre>\n'
             '<p>Simulates a participant, trains, decodes, and leaves <code>submissions/demo/submission.csv</code>, '
             'checked, and <code>report.html</code>, the page of the run.</p></div>\n')
-    hero += f'{results_of(overview.body)}<div class="cards begin">{ways}</div>\n'
+    hero += f'{picture}{results_of(overview.body)}<div class="cards begin">{ways}</div>\n'
     return Page(overview.path, TITLE, overview.about, hero + body, 'Begin')
 
 
@@ -231,12 +253,12 @@ def rewritten(body: str, path: str, known: set[str]) -> str:
 
 
 def unique_ids(body: str) -> str:
-    "Headings of the same words get a number."
-    seen = {}
+    "Headings of the same words, or of a name's, get a number."
+    seen = Counter(re.findall('<section class="name" id="([^"]*)"', body))
     def number(m):
-        n = seen[m[1]] = seen.get(m[1], 0) + 1
-        return m[0] if n == 1 else f' id="{m[1]}-{n}"'
-    return re.sub(r'(?:(?<=<h\d)|(?<=<section class="name")) id="([^"]*)"', number, body)
+        seen[m[1]] += 1
+        return m[0] if seen[m[1]] == 1 else f' id="{m[1]}-{seen[m[1]]}"'
+    return re.sub(r'(?<=<h\d) id="([^"]*)"', number, body)
 
 
 def find_entries(p: Page) -> list:
@@ -289,44 +311,127 @@ def modules() -> list[Path]:
     return [p for p in files if p.name != '_modidx.py' and p.stat().st_size]
 
 
-def all_pages(n_jobs: int, execute: bool, say=print) -> tuple[list[Page], list[Page]]:
-    "The pages in the reader's order, and those of the modules' source."
-    by_group = groups(NBS)
-    paths = [p for members in by_group.values() for p in members]
-    ran = outputs(paths, n_jobs, say) if execute else {}
-    pages = []
-    for group, members in by_group.items():
-        made = [notebook_page(p, ran.get(p)) for p in members]
-        for p in made: p.group = group
-        if group == 'Benchmarks': made.insert(0, list_of_benchmarks(made))
-        pages += made
-    pages[0] = landing(pages[0])
-    pages += [text_page(ROOT/f'{name}.md', f'{name}.html') for name in ('CONTRIBUTING', 'CHANGELOG')]
-    return pages, [source_page(p) for p in modules()]
+def heads() -> list[Page]:
+    "The pages in the reader's order, with title and subject alone."
+    made = []
+    for group, members in groups(NBS).items():
+        if group == 'Benchmarks': made.append(Page('benchmarks/index.html', 'Benchmarks', group=group))
+        made += [head(p, group) for p in members]
+    return made + [text_page(ROOT/f'{name}.md', f'{name}.html') for name in ('CONTRIBUTING', 'CHANGELOG')]
+
+
+def head(path: Path, group: str) -> Page:
+    "Title and subject of a notebook's page."
+    cells = json.loads(path.read_text(encoding='utf-8'))['cells']
+    first = markdown(next(code_of(c) for c in cells if c['cell_type'] == 'markdown' and '# ' in code_of(c)))
+    about = re.search('<blockquote>(.*?)</blockquote>', first, re.DOTALL)
+    title = plain(clean_headings(re.search('<h1.*?</h1>', first, re.DOTALL)[0]))
+    return Page(path.relative_to(NBS).with_suffix('.html').as_posix(), title, plain(about[1]) if about else '',
+                group=group)
+
+
+def notebook_of(p: Page) -> Path | None:
+    "The notebook that a page is made of."
+    path = (NBS/p.path).with_suffix('.ipynb')
+    return path if path.exists() else None
+
+
+def filled(p: Page, pages: list[Page], ran: dict[Path, list]) -> Page:
+    "A page with its body."
+    notebook = notebook_of(p)
+    if p.path == 'benchmarks/index.html':
+        return list_of_benchmarks([other for other in pages if other.group == p.group and other is not p])
+    if not notebook: return p
+    made = notebook_page(notebook, ran.get(notebook))
+    if p.path == 'index.html': made = landing(made, moving_picture(ran.get(TRIAL)))
+    made.group = p.group
+    return made
+
+
+def named(names: Iterable[str], pages: list[Page]) -> list[Page]:
+    "The pages that are asked for, by notebook, place or title; raises `ValueError` for what is none, or several."
+    found = []
+    for name in names:
+        some = _alike(re.sub(r'^nbs/|\.(ipynb|html|md)$', '', name), pages)
+        if len(some) != 1: raise ValueError(f'--only {name}: found {len(some)} pages, expected one; '
+                                            f'similar are {", ".join(_similar(name, some or pages))}')
+        found += some
+    return found
+
+
+def _alike(wanted: str, pages: list[Page]) -> list[Page]:
+    "Pages with this place; or else with this title or file; or else with this in their place."
+    return ([p for p in pages if wanted == p.path.removesuffix('.html')]
+            or [p for p in pages if wanted in (p.title, Path(p.path).stem)] or [p for p in pages if wanted in p.path])
+
+
+def _similar(name: str, pages: list[Page]) -> list[str]:
+    known = list(dict.fromkeys(n for p in pages for n in (p.path.removesuffix('.html'), p.title)))
+    return get_close_matches(name, known, 5, cutoff=0.1)
 
 
 def build(
     folder: str | Path,    # Of the site; what another build left there is replaced
     n_jobs: int | None = None, # Processes that execute notebooks; None: one for each core
     execute: bool = True,  # False: without the outputs of examples, in seconds
+    only: Sequence[str] = (), # Pages to write, beside those of an earlier build; none means the whole site
     say=print,
-) -> int:                  # Pages
-    "Build the site, whole or not at all."
-    pages, sources = all_pages(n_jobs or os.cpu_count() or 1, execute, say)
-    write_site(Path(folder), pages, sources)
-    return len(pages) + len(sources)
+) -> tuple[list[str], list[str]]: # Places of the pages that were written, and those of all pages of the site
+    """Build the site, or some of its pages; a site is written whole or not at all. Raises `ValueError` for a page that
+    there is not, `FileExistsError` where the folder holds something else."""
+    pages = heads()
+    chosen = named(only, pages) if only else pages
+    wanted = [path for p in chosen if (path := notebook_of(p))]
+    if any(p.path == 'index.html' for p in chosen): wanted.append(TRIAL)
+    ran = outputs(list(dict.fromkeys(wanted)), n_jobs or os.cpu_count() or 1, say) if execute else {}
+    files = modules()
+    sources = [source_path(file) for file in files]
+    say(f'{len(chosen)} pages of notebooks' + ('' if only else f' and {len(files)} of sources') + ' are written')
+    with tqdm(total=len(chosen) + (0 if only else len(files)), unit=' pages', disable=None) as bar:
+        made = {p.path: stepped(bar, filled(p, pages, ran)) for p in chosen}
+        pages = [made.get(p.path, p) for p in pages]
+        written = [] if only else [stepped(bar, source_page(file)) for file in files]
+    write_site(Path(folder), pages, written, list(made) if only else None, {p.path for p in pages} | set(sources))
+    return [*made, *(p.path for p in written)], [*(p.path for p in pages), *sources]
 
 
-def write_site(target: Path, pages: list[Page], sources: list[Page]) -> None:
-    "Write all pages, style, program and index of the search, whole or not at all."
+def stepped(bar, made):
+    bar.update()
+    return made
+
+
+def write_site(
+    target: Path,         # The folder
+    pages: list[Page],    # In the reader's order
+    sources: list[Page],  # Of modules
+    only: list[str] | None = None, # Places of those to write, into a site that may be there; None means all
+    known: set[str] = frozenset(), # Places of the whole site, to which links may lead
+) -> None:
+    "Write pages, style, program and index of the search; a whole site at once or not at all."
     if target.exists() and any(target.iterdir()) and not (target/'search.js').exists():
         raise FileExistsError(f'{target} holds something else than a site; name another folder')
-    known = {p.path for p in pages + sources}
-    for p in pages: p.body = unique_ids(rewritten(p.body, p.path, known))
-    with replaced_folder(target) as new:
-        for p in pages + sources:
-            (new/p.path).parent.mkdir(parents=True, exist_ok=True)
-            (new/p.path).write_text(framed(p, pages), encoding='utf-8')
-        index = [entry for p in pages for entry in find_entries(p)]
-        (new/'search.js').write_text(f'window.SEARCH = {json.dumps(index, ensure_ascii=False)}', encoding='utf-8')
-        for name in ('site.css', 'site.js'): shutil.copy(HERE/name, new/name)
+    written = [p for p in pages if only is None or p.path in only]
+    for p in written: p.body = unique_ids(rewritten(p.body, p.path, known))
+    entries = [entry for p in written for entry in find_entries(p)]
+    if only is None:
+        with replaced_folder(target) as new: _write(new, written + sources, pages, entries)
+        return
+    kept = [entry for entry in _entries(target) if entry[2].partition('#')[0] not in only]
+    _write(target, written, pages, kept + entries)
+
+
+_INDEX = 'window.SEARCH = '
+
+
+def _entries(folder: Path) -> list:
+    "What the search of an earlier build knows."
+    index = folder/'search.js'
+    return json.loads(index.read_text(encoding='utf-8').removeprefix(_INDEX)) if index.exists() else []
+
+
+def _write(folder: Path, written: list[Page], pages: list[Page], entries: list) -> None:
+    for p in written:
+        (folder/p.path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(folder/p.path, framed(p, pages))
+    for name in ('site.css', 'site.js'): shutil.copy(HERE/name, folder/name)
+    write_whole(folder/'search.js', _INDEX + json.dumps(entries, ensure_ascii=False))

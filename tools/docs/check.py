@@ -3,6 +3,8 @@ import html
 import os
 import re
 from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from functools import lru_cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -52,29 +54,44 @@ _DIRECTIVE = re.compile(r'^#\|', re.MULTILINE)
 _OBJECT = re.compile(r'<(?:Figure|Axes|IPython|pandas)|(?:Out|In)\s?\[\d+\]:')
 
 
-def problems(folder: Path) -> list[str]:
-    "One line for each problem of a site, or of a single page."
-    files = sorted(folder.resolve().rglob('*.html'))
-    pages = {p: parts(p.read_text(encoding='utf-8')) for p in files}
-    anchors = {str(p): set(page.ids) for p, page in pages.items()}
-    found = []
-    for path, page in pages.items():
-        name = path.relative_to(folder.resolve()).as_posix()
-        if page.titles != 1: found.append(f'{name}: found {page.titles} titles (h1), expected one')
-        found += [f'{name}: {n} places are called {i}' for i, n in Counter(page.ids).items() if n > 1]
-        if page.unscrolled: found.append(f'{name}: {page.unscrolled} tables may be wider than the page')
-        if not name.startswith('source/') and _DIRECTIVE.search(''.join(page.code)):
-            found.append(f'{name}: a directive shows')
-        if printed := _OBJECT.search(''.join(page.printed)): found.append(f'{name}: {printed[0]} shows')
-        for link in dict.fromkeys(page.links):
-            if problem := _problem(path, html.unescape(link), anchors): found.append(f'{name}: {link}{problem}')
-    return found
+def problems(
+    folder: Path,                     # Of a site, or of a single page
+    names: Sequence[str] = (),        # Pages to look at, in the folder; none means all
+    elsewhere: Container[str] = (),   # Pages to which a link may lead though they are not there
+) -> list[str]:
+    "One line for each problem."
+    folder = folder.resolve()
+    files = [folder/name for name in names] or sorted(folder.rglob('*.html'))
+    return [f'{path.relative_to(folder).as_posix()}: {problem}'
+            for path in files for problem in _problems_of(path, folder, elsewhere)]
 
 
-def _problem(path: Path, link: str, anchors: dict[str, set[str]]) -> str:
+def _problems_of(path: Path, folder: Path, elsewhere: Container[str]) -> Iterator[str]:
+    page = _read(path)
+    if page.titles != 1: yield f'found {page.titles} titles (h1), expected one'
+    yield from (f'{n} places are called {i}' for i, n in Counter(page.ids).items() if n > 1)
+    if page.unscrolled: yield f'{page.unscrolled} tables may be wider than the page'
+    is_source = path.is_relative_to(folder/'source')
+    if not is_source and _DIRECTIVE.search(''.join(page.code)): yield 'a directive shows'
+    if printed := _OBJECT.search(''.join(page.printed)): yield f'{printed[0]} shows'
+    for link in dict.fromkeys(page.links):
+        if problem := _problem(path, html.unescape(link), folder, elsewhere): yield link + problem
+
+
+def _read(path: Path) -> _Parts: return _parts_of(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(1000)
+def _parts_of(path: Path, changed: int) -> _Parts: return parts(path.read_text(encoding='utf-8'))
+
+
+def _problem(path: Path, link: str, folder: Path, elsewhere: Container[str]) -> str:
     "Why a link leads nowhere, empty where it does not."
     if re.match('[a-z]+:|//', link): return ''
     place, _, fragment = unquote(link).partition('#')
-    target = os.path.normpath(path.parent/place) if place else str(path)
-    if target not in anchors: return '' if os.path.exists(target) else ' leads nowhere'
-    return ': there is no such place' if fragment and fragment not in anchors[target] else ''
+    target = Path(os.path.normpath(path.parent/place)) if place else path
+    if not target.exists():
+        is_known = target.is_relative_to(folder) and target.relative_to(folder).as_posix() in elsewhere
+        return '' if is_known else ' leads nowhere'
+    is_lost = fragment and target.suffix == '.html' and fragment not in _read(target).ids
+    return ': there is no such place' if is_lost else ''

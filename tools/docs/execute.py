@@ -26,6 +26,7 @@ FORM = 2   # Of what is kept; another number when this file makes other outputs
 # The longest, which begin first, in seconds of processor time (November 2026, EPYC)
 SECONDS = {'tensorflow/09_trainer': 65, 'tensorflow/02_ctc': 34, 'data/02_simulate': 28, 'tensorflow/08_evaluate': 19,
            '01_phonemes': 16, 'tensorflow/01_recurrence': 16, 'pytorch/models/03_triple_gru': 13,
+           'guides/one_trial': 12,
            'guides/balancer_and_whiten': 10}
 # A process for each core computes with one thread. What TensorFlow compiles is small and runs once: LLVM need not
 # optimise it. What a notebook starts finds the package's code compiled
@@ -157,7 +158,7 @@ def outputs(paths: Iterable[Path], n_jobs: int, say=print) -> dict[Path, list[li
         if kept.exists(): found[path] = json.loads(kept.read_text(encoding='utf-8'))
         else: todo[path] = kept
     if not todo: return found
-    say(f'{len(found)} notebooks have kept outputs, {len(todo)} are executed')
+    say(f'{len(found)} notebooks have kept outputs, {len(todo)} are executed in {min(n_jobs, len(todo))} processes')
     take_compiled()
     failed = _execute_all(dict(sorted(todo.items(), key=lambda item: -seconds_of(item[0]))), found, n_jobs, say)
     keep_compiled()
@@ -175,12 +176,12 @@ def _execute_all(todo: dict[Path, Path], found: dict[Path, list], n_jobs: int, s
     # No `max_tasks_per_child`: with it the pool stops when its processes end (Python 3.11 to 3.14, cpython#115634)
     with ProcessPoolExecutor(n_jobs, mp_context=get_context('spawn')) as pool:
         running = {pool.submit(_work, path): path for path in todo}
-        for done in as_completed(running):
+        for n, done in enumerate(as_completed(running), 1):
             path = running[done]
             try: found[path], seconds = done.result()
             except Exception as e:
                 failed.append(f'{path.relative_to(ROOT)}: {type(e).__name__}: {e}')
                 continue
             write_whole(todo[path], json.dumps(found[path]))
-            say(f'  {seconds:5.1f} s  {path.relative_to(ROOT)}', flush=True)
+            say(f'  {n:3}/{len(todo)}  {seconds:5.1f} s  {path.relative_to(ROOT)}', flush=True)
     return failed

@@ -8,6 +8,7 @@ GROUPS = (
     ('How to', (
         'guides/colab.ipynb', 'guides/official_checkpoint.ipynb', 'guides/kaggle_gpu.ipynb', 'guides/kaggle_tpu.ipynb',
         'guides/own_language_model.ipynb', 'guides/ensembles.ipynb', 'guides/streaming.ipynb',
+        'guides/one_trial.ipynb',
         'guides/which_encoder.ipynb', 'guides/hours_per_card.ipynb', 'guides/adding_an_encoder.ipynb', 'guides')),
     ('Benchmarks', ('benchmarks',)),
     ('Stages of a run', ('pipeline',)),
