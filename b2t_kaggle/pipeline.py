@@ -17,13 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from .config import Config
 from .devices.machine import detect
 from .devices.session import check_accelerator_present, session_hours
 from .files import write_error, write_whole
 from .kernels import forked_kernels, kernel_manager
+from .locks import Lock
 from .report import report_page
 from .runs import Run, StageRun, input_changed
 from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
@@ -148,10 +147,10 @@ def write_report(run: Run) -> Path:
     return path
 
 # %% ../nbs/14_pipeline.ipynb #c013
-def _lock(stage: StageRun) -> FileLock:
+def _lock(stage: StageRun) -> Lock:
     "Held while a stage is looked at and executed: a second run that shares it waits, and then finds it done."
     stage.stamp_path.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(stage.stamp_path.with_suffix('.lock'))
+    return Lock(stage.stamp_path.with_suffix('.lock'), f'stage {stage.name} of {stage.home}')
 
 def _is_stale(report: Path, stamp: Path) -> bool:
     return not report.exists() or report.stat().st_mtime_ns <= stamp.stat().st_mtime_ns

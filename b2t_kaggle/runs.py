@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 import b2t_kaggle
 from .advice import plain_warnings
 from b2t_kaggle.config import (
@@ -34,6 +32,7 @@ from b2t_kaggle.config import (
     with_overrides,
 )
 from .files import atomic_path, clear_leftovers, stays_inside, user_cache, write_whole
+from .locks import Lock, LockedError
 from .reading import parse_json, read_text
 from .stages import STAGES, PipelineError, code_cells, needs_of, notebook_path, plan, values_of
 from .training.budget import Deadline
@@ -551,12 +550,12 @@ def input_changed(
     return (f'stage {name}: {file} changed while the stage ran, so that its result counts for nothing. What the stages '
             'before it made is kept; wait until the file is complete, and run the same line again')
 
-def _hold(lock: FileLock, name: str, home: Path, seconds: float = 20) -> None:
+def _hold(lock: Lock, name: str, home: Path, seconds: float = 20) -> None:
     """One process at a time: take the lock of a stage, which goes with the process. A kernel whose run was killed lives
     for another second. Raises `PipelineError` where another process keeps the lock."""
-    try: lock.acquire(timeout=seconds)
-    except Timeout:
-        raise PipelineError(f'stage {name} is being executed by another process on {home}; wait for it, '
+    try: lock.acquire(seconds)
+    except LockedError as e:
+        raise PipelineError(f'stage {name} is being executed by another process on {home} ({e.holder}); wait for it, '
                             'or use another --name') from None
 
 # %% ../nbs/13_runs.ipynb #c044
@@ -569,7 +568,7 @@ class StageRun(_Stamped):
                 raise PipelineError(f'stage {self.name} needs stage {n.name}, which is not done ({status}); run `b2t '
                                     f'{n.name}` on this run first')
         self.stamp_path.parent.mkdir(parents=True, exist_ok=True)
-        self._running = FileLock(self.stamp_path.with_suffix('.running'))
+        self._running = Lock(self.stamp_path.with_suffix('.running'), f'stage {self.name} of {self.home}')
         _hold(self._running, self.name, self.home)
         self.key = self.run.key(self.name)
         fingerprint = self.run.fingerprint(self.name)

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pandas as pd
-from filelock import FileLock, Timeout
 
 from .config import MAY_CHANGE, Config, _parse, _resolve, changed_values, config_keys, with_overrides
 from .devices.machine import detect
 from .devices.session import session_hours
 from .files import atomic_path
+from .locks import Lock, LockedError
 from .pipeline import run_stages
 from .runs import Run, StageRun
 from .schema import ConfigError
@@ -142,10 +142,18 @@ class Sweep:
         self._check_ends()
         run.dir.mkdir(parents=True, exist_ok=True)
         self.optuna = import_optuna()
-        self.study = self.optuna.create_study(storage=open_storage(self.storage), study_name=run.dir.name,
-                                              direction='minimize', load_if_exists=True)
+        self.study = self._open_study()
         self._check_same()
         run.save()
+
+    def _open_study(self):
+        "The study, a new one where there is none. Raises `PipelineError` where SQLite cannot lock its file."
+        try: return self.optuna.create_study(storage=open_storage(self.storage), study_name=self.run.dir.name,
+                                             direction='minimize', load_if_exists=True)
+        except Exception as e: # Of SQLAlchemy, which is there only where Optuna is
+            if 'database is locked' not in str(e): raise
+        raise PipelineError(f'{self.storage}: SQLite finds it locked; its file system has no locks, or another program '
+                            'has it open. --study FILE names a journal, which needs no locks')
 
     def _check_ends(self) -> None:
         "Raises `ConfigError` for a range with an end that its field does not take."
@@ -219,9 +227,9 @@ def _do(sweep: Sweep, number: int) -> bool:
     "Do a trial, unless another process does; returns False where the session is over."
     folder = sweep.folder(number)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder/'sweep.lock')
-    try: lock.acquire(timeout=0)
-    except Timeout: return True
+    lock = Lock(folder/'sweep.lock', f'trial {number} of {folder}')
+    try: lock.acquire(0)
+    except LockedError: return True
     try:
         if sweep.study.trials[number].state.is_finished(): return True
         ended = _end(sweep, number)

@@ -1,9 +1,13 @@
 "The script behind the README's two commands says what is missing before it downloads anything."
+import errno
+import fcntl
 import os
 import re
+import select
 import subprocess
 from pathlib import Path
 
+import no_locks
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +77,32 @@ def test_kenlm_on_a_python_on_which_it_does_not_compile(tmp_path):
     r = kit('env', 'kenlm', path=tools(tmp_path, BARE.format(1)), B2T_ENVS=str(tmp_path/'envs'))
     assert r.returncode == 2 and len(r.stderr.splitlines()) == 1
     assert 'does not compile on Python 3.13; B2T_PYTHON=python3.12' in r.stderr
+
+
+# A Python that has everything and installs nothing
+NO_VENV = 'case "$*" in *"-m venv"*) echo no venv today >&2; exit 1;; *print*version*) echo 9.9;; esac'
+
+
+@pytest.mark.parametrize('number', [errno.ENOLCK, errno.ENOSYS])
+def test_an_installation_on_a_file_system_without_locks(tmp_path, number):
+    env = no_locks.environment(tmp_path, number)
+    r = kit('run', path=tools(tmp_path/'bin', NO_VENV), B2T_ENVS=str(tmp_path/'envs'),
+            **{k: env[k] for k in ('LD_PRELOAD', 'FLOCK_ERRNO')})
+    assert f'kit: no locks in {tmp_path}/envs; let no other ./kit install there' in r.stderr
+    assert r.stderr.endswith('no venv today\n') # It went on
+
+
+def test_who_waits_for_another_installation_says_so(tmp_path):
+    path = tools(tmp_path/'bin', NO_VENV)
+    kit('run', path=path, B2T_ENVS=str(tmp_path/'envs'))
+    lock, = (tmp_path/'envs').glob('*.lock')
+    env = {k: v for k, v in os.environ.items() if k != 'B2T_PYTHON'} | dict(PATH=path, B2T_ENVS=str(tmp_path/'envs'))
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        second = subprocess.Popen(['/bin/bash', ROOT/'kit', 'run'], env=env, stderr=subprocess.PIPE, text=True)
+        if not select.select([second.stderr], [], [], 30)[0]: second.kill() # Silent for half a minute
+        assert second.stderr.readline().startswith('kit: another ./kit is installing into')
+    assert second.communicate()[1].endswith('no venv today\n')
 
 
 @pytest.mark.parametrize(

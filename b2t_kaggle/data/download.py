@@ -28,10 +28,10 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from ..files import format_size, require_space, stays_inside, write_whole
+from ..locks import Lock, LockedError
 
 # %% ../../nbs/data/05_download.ipynb #c008
 class DownloadError(RuntimeError):
@@ -252,12 +252,11 @@ def download(
     where there is no room for it."""
     path = Path(folder)/file.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(f'.{path.name}.lock'), timeout=0)
-    try:
-        with lock: _download(file, path, token, progress)
-    except Timeout: raise DownloadError(f'{path}: another process is fetching it; wait until it is done') from None
-    Path(lock.lock_file).unlink(missing_ok=True) # Whoever comes now finds the file
-    return path
+    lock = Lock(path.with_name(f'.{path.name}.lock'), str(path))
+    try: lock.acquire(0)
+    except LockedError as e:
+        raise DownloadError(f'{path}: another process is fetching it ({e.holder}); wait until it is done') from None
+    with lock: return _download(file, path, token, progress)
 
 # %% ../../nbs/data/05_download.ipynb #c033
 def _open_zip(path: Path) -> zipfile.ZipFile:

@@ -1,0 +1,86 @@
+"""Locks on file systems with `flock` and without: processes exclude each other, whichever of them are killed, and none
+waits for a file that nobody is behind."""
+import errno
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+
+import no_locks
+import numpy as np
+import pytest
+
+from b2t_kaggle import locks
+from b2t_kaggle.data.sessions import SPLITS, Trial, session_path, write_session
+from b2t_kaggle.locks import Lock
+from b2t_kaggle.runs import Run, StageRun
+from b2t_kaggle.stages import PipelineError
+
+# Takes the lock a number of times; whoever finds another one inside says so. Some die with it
+HOLDER = '''
+import os, random, sys, time
+from b2t_kaggle import locks
+folder, kind, seed = sys.argv[1:]
+if kind == 'soft': locks.fcntl = None
+random.seed(seed)
+for i in range(20):
+    lock = locks.Lock(f'{folder}/lock', 'a test')
+    while not lock._take(): time.sleep(random.random()/500)
+    os.close(os.open(f'{folder}/inside', os.O_CREAT | os.O_EXCL))
+    time.sleep(random.random()/500)
+    os.unlink(f'{folder}/inside')
+    if random.random() < 0.05: os._exit(9)
+    lock.release()
+'''
+
+
+@pytest.mark.parametrize('kinds', [['hard']*4, ['soft']*4, ['hard', 'soft']*2])
+def test_processes_exclude_each_other_though_some_die(tmp_path, kinds):
+    command = [sys.executable, '-c', HOLDER, tmp_path]
+    started = [subprocess.Popen([*command, kind, str(i)], stderr=subprocess.PIPE) for i, kind in enumerate(kinds)]
+    ended = [(p.communicate()[1], p.returncode) for p in started]
+    assert [error for error, _ in ended] == [b'']*4
+    assert {0, 9} >= {code for _, code in ended} and 9 in {code for _, code in ended}
+    assert set(os.listdir(tmp_path)) <= {'lock'} # Of the last one, if it died
+
+
+def test_a_holder_without_flock_shows_that_it_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, 'fcntl', None)
+    monkeypatch.setattr(locks, '_BEAT', 0.01)
+    with Lock(tmp_path/'lock', 'a test'):
+        os.utime(tmp_path/'lock', (0, 0))
+        while (tmp_path/'lock').stat().st_mtime == 0: time.sleep(0.01)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize('number', [errno.ENOLCK, errno.ENOSYS])
+def test_a_stage_runs_on_a_file_system_without_locks(tmp_path, number):
+    day = 't15.2023.08.13'
+    x = np.zeros((20, 512), 'float32')
+    for i, split in enumerate(SPLITS):
+        trial = Trial(day, split, 'trial_0000', i, 0, x, np.array([17, 31, 40]), 'how')
+        write_session(session_path(tmp_path/'data', day, split), [trial])
+    command = ['check', '--name', 'x', '--data', tmp_path/'data', '--out', tmp_path/'runs', '--work', tmp_path/'work']
+    run = Run(tmp_path/'runs'/'x', tmp_path/'work', {'data.dataset_dir': str(tmp_path/'data')})
+    stage = StageRun(run, 'check')
+    for suffix in ('.lock', '.running'):    # As a machine with flock left them
+        file = stage.stamp_path.with_suffix(suffix)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        os.utime(file, (0, 0))
+    found = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', *command], capture_output=True, text=True,
+                           env=no_locks.environment(tmp_path, number))
+    assert found.returncode == 0, found.stderr
+    assert not [*tmp_path.rglob('*.lock'), *tmp_path.rglob('*.running')] and stage.stamp_path.exists()
+
+
+def test_a_study_that_sqlite_cannot_lock_is_to_be_a_journal(tmp_path):
+    pytest.importorskip('optuna')
+    from b2t_kaggle.sweep import Range, Sweep
+    run = Run(tmp_path/'toy', tmp_path/'work', {'train.accelerator': 'cpu'})
+    with sqlite3.connect(run.dir/'study.db', isolation_level='EXCLUSIVE') as other:
+        other.execute('begin exclusive')
+        with pytest.raises(PipelineError, match='SQLite finds it locked.*--study FILE names a journal'):
+            Sweep(run, {'train.lr_max': Range(1e-4, 1e-2, True)})
+    Sweep(run, {'train.lr_max': Range(1e-4, 1e-2, True)}, str(tmp_path/'journal'))
