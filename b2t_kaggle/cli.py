@@ -8,7 +8,7 @@ __all__ = ['shared_options', 'training_options', 'open_run', 'run_until', 'main'
 
 # %% ../nbs/17_cli.ipynb #c003
 import contextlib
-import difflib
+import json
 import shlex
 import sys
 import traceback
@@ -30,11 +30,22 @@ from .cli_merge import merge
 from .cli_phonemes import PHONEME_OPTIONS, confusions, decode_phonemes
 from .cli_runs import open_branch, runs
 from .cli_sweep import SWEEP_OPTIONS, sweep_runs
-from .cli_types import FILE, FOLDER, OUT, OUTPUT
-from .config import PRESETS, Config, TrainConfig, config_fields, differing_values, flat_values, load_config
+from .cli_types import FILE, FOLDER, OUT, OUTPUT, Choice, Group, refuse_options
+from b2t_kaggle.config import (
+    PRESETS,
+    Config,
+    TrainConfig,
+    config_fields,
+    config_keys,
+    differing_values,
+    flat_values,
+    load_config,
+    near_keys,
+    resolve_key,
+)
 from .decoding.compilation import compiled_ahead
 from .pipeline import Interrupted, run_stages
-from .runs import Run, StageRun, logit_files, search_tuning
+from .runs import Run, StageRun, logit_files, near_runs, search_tuning
 from .stages import STAGES, plan
 
 # %% ../nbs/17_cli.ipynb #c006
@@ -47,7 +58,7 @@ def _key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
 _SHARED = (
     click.option('--name', help='Name of the run, and of its folder. Default: the preset\'s name.'),
     click.option(
-        '--preset', 'preset_', type=click.Choice(list(PRESETS)),
+        '--preset', 'preset_', type=Choice(list(PRESETS)),
         help='Where the configuration starts. Default: demo, or official with --data.'),
     click.option(
         '--config', 'config_', type=FILE,
@@ -63,7 +74,7 @@ _SHARED = (
         '--work', default='data', show_default=True, type=FOLDER,
         help='Folder for big files that can be made again.'),
     click.option(
-        '--force', multiple=True, type=click.Choice(list(STAGES)),
+        '--force', multiple=True, type=Choice(list(STAGES)),
         help='Do this stage again even if nothing changed; repeat it for more.'),
     click.option(
         '--from', 'from_', metavar='RUN',
@@ -80,11 +91,17 @@ def shared_options(f):
     "The options of `b2t run` and of every stage."
     return _with(_SHARED, f)
 
+# Parameters of the shared options, and those of them that find and keep a run
+_SHARED_NAMES = {'name', 'preset_', 'config_', 'data', 'overrides', 'out', 'work', 'force', 'from_'}
+_RUN_NAMES = _SHARED_NAMES - {'preset_', 'config_', 'overrides'}
+
 # %% ../nbs/17_cli.ipynb #c009
-def _choices(field: str) -> click.Choice: return click.Choice(get_args(TrainConfig.model_fields[field].annotation))
+def _choices(field: str) -> Choice: return Choice(get_args(TrainConfig.model_fields[field].annotation))
 
 # Configuration values that have an option of their own
 _CONFIG_KEYS = {
+    'data': 'data.dataset_dir',
+    'checkpoint': 'infer.checkpoint',
     'framework': 'train.framework',
     'accelerator': 'train.accelerator',
     'precision': 'train.precision',
@@ -123,23 +140,37 @@ def training_options(f):
     return _with(_TRAINING, f)
 
 # %% ../nbs/17_cli.ipynb #c011
+def _base(preset_: str | None, config_, data) -> str:
+    "The preset from which a configuration starts."
+    return preset_ or ('official' if data or config_ else 'demo')
+
+def _with_values(overrides: dict, given: dict) -> dict:
+    "The values of `--set` and of the options that stand for one. Raises `click.UsageError` for two of one key."
+    keys = list(config_keys()) if given else []
+    own = {resolve_key(key, keys): value for key, value in overrides.items()} if given else overrides
+    for key, value in given.items():
+        if str(own.get(key, value)) != str(value):
+            raise click.UsageError(f'{key} is given as {own[key]}, by --set, and as {value}, by an option of its own; '
+                                   'leave one of them out')
+    return own | given
+
 def open_run(
     name, preset_, config_, data, overrides, out, work, output_dir=None, checkpoint=None, from_=None,
     **values, # Of options that stand for a configuration value; None where the option is not given
 ) -> Run:
-    "The run that the options describe. Raises `ConfigError`."
+    "The run that the options describe. Raises `ConfigError`, `click.UsageError` for options without effect."
     if output_dir and name:
         raise click.UsageError('--output-dir already says which folder the run has; leave out --name')
     if output_dir:
+        refuse_options({'out'}, '--output-dir already says which folder the run has')
         run_dir = Path(output_dir).absolute()
         out = run_dir.parent
         name = run_dir.name
-    base = preset_ or ('official' if data or config_ else 'demo')
+    base = _base(preset_, config_, data)
     if from_ and not name: raise click.UsageError('--from makes another run; say how it is called, with --name')
     name = name or (Path(config_).stem if config_ else base)
-    if data: overrides = {'data.dataset_dir': data} | overrides
-    if checkpoint: overrides = overrides | {'infer.checkpoint': checkpoint}
-    overrides = overrides | {_CONFIG_KEYS[option]: value for option, value in values.items() if value is not None}
+    given = dict(data=data, checkpoint=checkpoint) | values
+    overrides = _with_values(overrides, {_CONFIG_KEYS[k]: v for k, v in given.items() if v is not None})
     folder = Path(out)/name
     if from_:
         if preset_ or config_: raise click.UsageError('--from has settings already; leave out --preset and --config')
@@ -225,7 +256,7 @@ def _without_force(arguments: list[str]) -> list[str]:
     pairs = zip(['', *arguments], arguments)
     return [a for before, a in pairs if before != '--force' and a != '--force' and not a.startswith('--force=')]
 
-class _Group(click.Group):
+class _Group(Group):
     "Turns what the kit itself raises into one line and exit status 1; anything else is a bug and shows its traceback."
     def invoke(self, ctx):
         try: return super().invoke(ctx)
@@ -299,13 +330,28 @@ def decode(force, phonemes, confusions_path, lm_path, words, output, nbest, **op
     """Decode the log-probabilities of a run into n-best sentences; earlier stages that are not done are done first.
 
     With --phonemes: decode lists of phoneme sequences by what `b2t confusions` learned."""
-    if phonemes: return decode_phonemes(phonemes, confusions_path, lm_path, words, output, nbest)
+    if phonemes:
+        refuse_options(_SHARED_NAMES, 'lists of phonemes belong to no run')
+        return decode_phonemes(phonemes, confusions_path, lm_path, words, output, nbest)
+    refuse_options({'confusions_path', 'lm_path', 'words', 'output', 'nbest'}, 'it is for --phonemes')
     run_until('decode', force, **options)
 
 main.command()(shared_options(_with(PHONEME_OPTIONS, decode)))
 main.add_command(confusions)
 
 # %% ../nbs/17_cli.ipynb #c031
+def _config_of_tool(stage: str, preset_, config_, overrides, **others) -> Config:
+    "The configuration for a stage's work on FOLDER, which belongs to no run. Raises `click.UsageError`."
+    refuse_options(_RUN_NAMES, 'FOLDER belongs to no run')
+    known = [key for key in STAGES[stage].config if key != 'data.dataset_dir']
+    keys = list(config_keys())
+    for key in overrides:
+        full = resolve_key(key, keys)
+        if full not in known and full.split('.')[0] not in known:
+            raise click.UsageError(f'--set {key} would have no effect: {stage} FOLDER reads {", ".join(known)} alone; '
+                                   'leave it out')
+    return load_config(config_, _base(preset_, config_, None), overrides)
+
 @main.command()
 @click.argument('folder', required=False, type=FOLDER)
 @shared_options
@@ -313,7 +359,7 @@ def simulate(folder, force, **options):
     "Simulate a participant: official HDF5 sessions, into FOLDER or as the first stage of a run."
     if folder is None: return run_until('simulate', force, **options)
     from b2t_kaggle.data.simulate import simulate_dataset
-    cfg = load_config(base='demo', overrides=options['overrides'])
+    cfg = _config_of_tool('simulate', **options)
     simulate_dataset(folder, **cfg.simulate.model_dump())
     click.echo(f'Wrote {folder}')
 
@@ -324,19 +370,23 @@ def check(folder, force, **options):
     "List every problem of the session files in FOLDER, or of a run's; exits 1 if there are any."
     if folder is None: return run_until('check', force, **options)
     from b2t_kaggle.data.sessions import list_sessions, validate
-    data = load_config(base='demo', overrides=options['overrides']).data
-    problems = validate(folder, dtype=data.dtype, feature_subset=data.feature_subset)
-    if len(problems) == 0: return click.echo(f'{len(list_sessions(folder))} sessions, no problems')
+    refuse_options({'preset_'}, 'all presets check alike')
+    data = _config_of_tool('check', **options).data
+    problems = validate(folder, sessions=data.sessions, bad_trials=data.bad_trials_dict, dtype=data.dtype,
+                        feature_subset=data.feature_subset)
+    n = len(data.sessions or list_sessions(folder))
+    if len(problems) == 0: return click.echo(f'{n} sessions, no problems')
     click.echo(problems.to_string(index=False))
     sys.exit(1)
 
 # %% ../nbs/17_cli.ipynb #c034
-@main.group(invoke_without_command=True)
+@main.group(cls=Group, invoke_without_command=True)
 @click.pass_context
 @shared_options
 def lm(ctx, force, **options):
     "Build the n-gram language model and lexicon of a run, or use one of the tools below on any text."
-    if ctx.invoked_subcommand is None: run_until('lm', force, **options)
+    if ctx.invoked_subcommand is None: return run_until('lm', force, **options)
+    refuse_options(_SHARED_NAMES, f'it is for a run, and `b2t lm {ctx.invoked_subcommand}` is for none')
 
 for _tool in tools: lm.add_command(_tool)
 main.add_command(audio)
@@ -354,7 +404,10 @@ def combine(force, sources, output, tune, lm, blocks, **options):
 
     Without a SOURCE: combine the lists of a run with those of combine.sources; earlier stages that are not done are
     done first."""
-    if sources: return combine_sources(sources, output, tune, lm, blocks, Path(options['out']))
+    if sources:
+        refuse_options(_SHARED_NAMES - {'out'}, 'SOURCEs are combined as they are, outside of any run')
+        return combine_sources(sources, output, tune, lm, blocks, Path(options['out']))
+    refuse_options({'output', 'tune', 'lm', 'blocks'}, 'it is for SOURCEs')
     run_until('combine', force, **options)
 
 main.command()(shared_options(_with(COMBINE_OPTIONS, combine)))
@@ -369,6 +422,7 @@ def sweep(force, overrides, trials, study, startup, **options):
     from b2t_kaggle.sweep import ranges_of, split_ranges
     if force: raise click.UsageError('--force is for one run; name a trial, as in b2t train --name NAME-000')
     texts, fixed = split_ranges(overrides)
+    _with_values(texts, {key: options[k] for k, key in _CONFIG_KEYS.items() if options.get(k) is not None})
     run = open_run(overrides=fixed, **options)
     sweep_runs(run, ranges_of(texts, run.cfg), trials, study, startup)
 
@@ -485,7 +539,7 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str | list
         raise click.ClickException(f'{own.parent} is a run with a model of its own; give the ensemble another --name')
     if own in configs: raise click.ClickException(f'{own.parent} cannot be made of itself; give another --name')
     first = next((str(c) for c in configs if c.exists()), None)
-    config = options['config_'] or (None if own.exists() or options['preset_'] else first)
+    config = options['config_'] or (None if own.exists() or options['preset_'] or options['from_'] else first)
     given = {'infer.logits': files, 'infer.average': method, 'infer.weights': weights, 'infer.checkpoint': None,
              'infer.adapt': None}
     return options | dict(config_=config, overrides=given | options['overrides'])
@@ -496,7 +550,7 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str | list
     '-o', '--output', type=OUTPUT,
     help='Write the average of LogitStores of one split to this file, and no more.')
 @click.option(
-    '--how', 'method', default='log_prob', show_default=True, type=click.Choice(['log_prob', 'prob']),
+    '--how', 'method', default='log_prob', show_default=True, type=Choice(['log_prob', 'prob']),
     help='Average log-probabilities or probabilities.')
 @click.option(
     '--weights', default='equal', show_default=True, callback=_shares, metavar='equal|tune|A,B,…',
@@ -515,14 +569,16 @@ def ensemble(members, output, method, weights, force, **options):
     """
     if bool(output) == bool(options['name']):
         raise click.UsageError('give either --name, for a run that is decoded, or -o, for a file')
-    if output: return _average_files(members, output, method, weights)
+    if output:
+        refuse_options(_SHARED_NAMES, '-o writes a file of no run')
+        return _average_files(members, output, method, weights)
     run_until(None, force, **_ensemble_options(members, method, weights, options))
 
 # %% ../nbs/17_cli.ipynb #c048
 @main.command()
 @click.argument('source', type=click.Path(exists=True))
 @click.argument('target', type=click.Path())
-@click.option('--preset', 'preset_', type=click.Choice(list(PRESETS)),
+@click.option('--preset', 'preset_', type=Choice(list(PRESETS)),
               help='What SOURCE fills, where another implementation saved it and it says nothing of itself.')
 @click.option('--set', 'overrides', multiple=True, callback=_key_values, metavar='KEY=VALUE',
               help='Values that differ from the preset.')
@@ -545,34 +601,43 @@ def devices():
     from b2t_kaggle.devices.report import describe
     click.echo(describe())
 
-def _at_hand(name: str | None, preset_: str | None, out: Path) -> tuple[Config, str]:
-    "The configuration of a run or preset, and what it is called: those asked for, else what `b2t run` would take."
+# %% ../nbs/17_cli.ipynb #c402
+def _shown_configs(name: str | None, preset_: str | None, out: Path) -> dict[str, Config]:
+    "The configurations whose values are shown: those asked for, else the run demo if it is there; demo, and official."
     if name and preset_: raise click.UsageError('--name is a run and --preset is none; give one of them')
+    if preset_: refuse_options({'out'}, 'a preset is no run')
     config = out/(name or 'demo')/'config.yaml'
-    if name and not config.exists(): raise click.UsageError(f'{config.parent} is no run; `b2t runs` lists them')
-    if config.exists() and not preset_: return load_config(config), f'run {config.parent.name}'
-    return load_config(base=preset_ or 'demo'), f'preset {preset_ or "demo"}'
+    if name and not config.exists():
+        raise click.UsageError(f'{config.parent} is no run{near_runs(name, out)}')
+    own = {f'run {config.parent.name}': load_config(config)} if config.exists() and not preset_ else {}
+    return own | {p: load_config(base=p) for p in filter(None, (preset_, 'demo', 'official'))}
+
+def _as_set(value) -> str:
+    "A value as `--set` takes it."
+    return value if isinstance(value, str) else json.dumps(value)
+
+def _side_by_side(key: str, default, configs: dict[str, dict]) -> str:
+    "A key's value in each of several configurations, those that agree together; its default where none has it."
+    owners = {}
+    for name, values in configs.items():
+        if key in values: owners.setdefault(_as_set(values[key]), []).append(name)
+    shown = ', '.join(f'{value} ({" and ".join(names)})' for value, names in owners.items())
+    return shown or f'{_as_set(default)} (default)'
 
 @main.command()
 @click.argument('part', required=False)
-@click.option('--name', help='A run; its values are shown. Default: the run demo, if it is there.')
-@click.option('--preset', 'preset_', type=click.Choice(list(PRESETS)), help='A preset; its values are shown.')
+@click.option('--name', help='A run; its values are shown, too. Default: the run demo, if it is there.')
+@click.option('--preset', 'preset_', type=Choice(list(PRESETS)), help='A preset; its values are shown, too.')
 @OUT
 def keys(part, name, preset_, out):
-    """Every configuration key with its value in a run or preset, its default where it is another, and what it means;
-    PART selects keys that contain it."""
-    cfg, source = _at_hand(name, preset_, out)
-    values = flat_values(cfg)
+    """Every configuration key with its values in the presets demo and official, side by side, and what it means; PART
+    selects keys that contain it."""
+    configs = {source: flat_values(cfg) for source, cfg in _shown_configs(name, preset_, out).items()}
     known = config_fields()
     found = {key: field for key, field in known.items() if part is None or part in key}
-    if not found:
-        near = difflib.get_close_matches(part, [*known, *(k.split('.')[1] for k in known)], n=3, cutoff=0.5)
-        hint = f'did you mean {" or ".join(near)}?' if near else '`b2t keys` lists them all'
-        raise click.ClickException(as_called(f'no key contains {part!r}; {hint}'))
+    if not found: raise click.ClickException(as_called(f'no key contains {part!r}{near_keys(part, list(known))}'))
     for key, (default, meaning) in found.items():
-        value = values.get(key, default)
-        origin = f' ({source}; default {default})' if value != default else ''
-        click.echo(f'{click.style(key, bold=True)} = {value}{origin}\n    {meaning}')
+        click.echo(f'{click.style(key, bold=True)} = {_side_by_side(key, default, configs)}\n    {meaning}')
 
 # %% ../nbs/17_cli.ipynb #c051
 @main.command()

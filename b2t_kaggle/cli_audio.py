@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from .cli_types import OUTPUT
+from .cli_types import OUTPUT, Choice, Group, refuse_options
 
 # %% ../nbs/15_cli_audio.ipynb #c004
 _VOICE = 'facebook/mms-tts-eng'
@@ -33,7 +33,7 @@ def _seconds(sources: tuple[Path, ...]) -> dict[str, float]:
     if not folders: raise click.UsageError('--as-trials: found text files alone; give a folder of sessions, too')
     return {sentence: seconds for folder in folders for sentence, seconds in sentence_seconds(folder).items()}
 
-@click.group()
+@click.group(cls=Group)
 def audio():
     "Speech made of sentences, for encoders that are to say in a speech model's vectors what is attempted."
 
@@ -50,7 +50,7 @@ def audio():
 @click.option('--as-trials', is_flag=True,
               help='Speak each sentence of the sessions about as long as its trials last.')
 @click.option('--device', help='Where models compute, such as cuda:1. Default: the GPU if there is one.')
-@click.option('--dtype', default='float32', show_default=True, type=click.Choice(['float32', 'bfloat16', 'float16']),
+@click.option('--dtype', default='float32', show_default=True, type=Choice(['float32', 'bfloat16', 'float16']),
               help='Type of the weights of the tower.')
 @click.option('--batch-size', default=8, show_default=True, type=click.IntRange(1),
               help='Sentences that the tower hears at once.')
@@ -64,6 +64,8 @@ def targets(sources, output, voice, tower, pace, as_trials, device, dtype, batch
     from b2t_kaggle.audio.voice import PacedVoice, default_device, load_voice
     sentences = _sentences(sources)
     needs_models = not (voice.startswith('espeak-ng') and tower.startswith('log-mel'))
+    if not needs_models: refuse_options({'device'}, f'neither {voice} nor {tower} is a model')
+    if tower.startswith('log-mel'): refuse_options({'dtype'}, f'{tower} has no weights')
     device = device or (default_device() if needs_models else 'cpu')
     speaker = load_voice(voice, pace, device)
     if as_trials: speaker = PacedVoice(speaker, _seconds(sources))

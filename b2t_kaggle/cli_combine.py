@@ -16,9 +16,10 @@ from .cli_types import FILE, OUTPUT
 def _folder(source: str, out: Path) -> Path | None:
     "The folder of the run that a source names; none for a file."
     if Path(source).is_file(): return None
-    from b2t_kaggle.runs import find_run
+    from b2t_kaggle.runs import find_run, near_runs
     found = find_run(source, out)
-    if found is None: raise click.BadParameter(f'{source} is neither a file nor a run in {out}')
+    if found is None:
+        raise click.BadParameter(f'{source} is neither a file nor a run in {out}{near_runs(source, out)}')
     return found
 
 def _file(source: str, split: str, out: Path) -> Path:

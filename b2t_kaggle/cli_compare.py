@@ -49,12 +49,13 @@ def _of_file(path: Path) -> dict[str, list[dict]]:
 
 def _systems(sources, out: Path) -> dict[str, list[dict]]:
     "What each system found in each trial, by a name that only it has."
-    from b2t_kaggle.runs import find_run
+    from b2t_kaggle.runs import find_run, near_runs
     systems = {}
     for source in sources:
         folder = find_run(source, out)
         if folder is None and not Path(source).is_file():
-            raise click.BadParameter(f'{source} is neither a file of hypotheses nor a run in {out}')
+            raise click.BadParameter(f'{source} is neither a file of hypotheses nor a run in {out}'
+                                     f'{near_runs(source, out)}')
         for name, rows in (_of_run(folder) if folder else _of_file(Path(source))).items():
             names = (name if i == 1 else f'{name} ({i})' for i in range(1, len(systems) + 2))
             systems[next(n for n in names if n not in systems)] = rows
@@ -75,13 +76,20 @@ def _sentences(path: Path) -> list[str]:
     return [row['sentence'] for row in rows]
 
 def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str, str | None]:
-    "What was said in each trial, as far as any source knows."
+    "The sentence of each trial, as far as any source knows. Raises `ClickException` where `--truth` has another one."
+    from b2t_kaggle.phonemes import normalize_sentence
     from b2t_kaggle.rescoring.hypotheses import read_hypotheses
     known = read_hypotheses(truth).trials.values() if truth else ()
-    references = {t.trial: t.reference for t in known}
-    for rows in systems.values():
-        for row in rows:
-            if references.get(row['trial']) is None: references[row['trial']] = row['reference']
+    told = {t.trial: t.reference for t in known}
+    references = dict(told)
+    for row in (row for rows in systems.values() for row in rows):
+        trial = row['trial']
+        reference = row['reference']
+        if references.get(trial) is None: references[trial] = reference
+        other = told.get(trial)
+        if reference and other and normalize_sentence(reference) != normalize_sentence(other):
+            raise click.ClickException(f'trial {trial}: {truth} has {other!r}, a RUN_OR_FILE {reference!r}; expected '
+                                       'the same, are these the same trials?')
     return references
 
 def _tables(systems: dict[str, list[dict]], truth: Path | None, train: Path | None, blocks: Path | None):

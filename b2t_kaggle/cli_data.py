@@ -8,15 +8,15 @@ __all__ = ['data', 'get']
 # %% ../nbs/15_cli_data.ipynb #c002
 import click
 
-from .cli_types import FOLDER
+from .cli_types import FOLDER, Choice, Group
 
 # %% ../nbs/15_cli_data.ipynb #c004
-@click.group()
+@click.group(cls=Group)
 def data():
     "Fetch the recordings and the official checkpoint."
 
 @data.command()
-@click.option('--source', default='kaggle', show_default=True, type=click.Choice(['kaggle', 'dryad']),
+@click.option('--source', default='kaggle', show_default=True, type=Choice(['kaggle', 'dryad']),
               help='The competition, or the archive of its authors.')
 @click.option('-o', '--output', default='data/brain-to-text-25', show_default=True,
               type=FOLDER, help='Folder for them; 23 GB and more.')

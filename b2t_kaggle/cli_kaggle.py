@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from .cli_types import FILE, FOLDER
+from .cli_types import FILE, FOLDER, Choice, Group
 from .devices.kaggle import KAGGLE_ACCELERATORS, kaggle_accelerator
 
 # %% ../nbs/15_cli_kaggle.ipynb #c005
@@ -20,12 +20,12 @@ def _images() -> str:
     for accelerator in KAGGLE_ACCELERATORS.values(): names[accelerator.image].append(accelerator.name)
     return '; '.join(f'{image}: {", ".join(some)}' for image, some in names.items() if some != [image])
 
-@click.group()
+@click.group(cls=Group)
 def kaggle():
     """For a session on Kaggle: wheels, where the internet is off; notebooks and datasets, to be pushed there."""
 
 @kaggle.command()
-@click.option('--image', required=True, type=click.Choice(['gpu', 'tpu', 'cpu']),
+@click.option('--image', required=True, type=Choice(['gpu', 'tpu', 'cpu']),
               help=f"Kaggle's image, which comes with the accelerator ({_images()}).")
 @click.option('--python', metavar='VERSION', help="Another Python than the image's, such as 3.13, which Colab has.")
 @click.option('-o', '--output', type=FOLDER,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from .cli_types import FILE, FOLDER, OUTPUT
+from .cli_types import FILE, FOLDER, OUTPUT, Choice, refuse_options
 
 # %% ../nbs/15_cli_lm.ipynb #c004
 _texts = click.argument('texts', nargs=-1, required=True, type=FILE)
@@ -68,10 +68,11 @@ def clean(texts, output, numbers, vocab):
               help='Whether TEXTS are written text to be cleaned, or sentences, one a line.')
 @click.option('--numbers/--no-numbers', default=True, show_default=True,
               help='Cleaning writes numbers in words, or cuts them out, as the official formatter does.')
-@click.option('--estimator', default='auto', type=click.Choice(['auto', 'lmplz', 'own']),
+@click.option('--estimator', default='auto', type=Choice(['auto', 'lmplz', 'own']),
               help="KenLM's lmplz where it is installed (auto), only lmplz, or the kit's own estimator.")
 def build(texts, output, order, prune, threshold, vocab, clean, numbers, estimator):
     "An n-gram model of TEXTS (plain or .gz) by modified Kneser-Ney smoothing, as an ARPA file."
+    if not clean: refuse_options({'numbers'}, '--sentences are not cleaned')
     from b2t_kaggle.files import atomic_path
     from b2t_kaggle.lm.corpus import read_vocabulary
     from b2t_kaggle.lm.ngram import build_ngram, model_report
@@ -133,12 +134,13 @@ def prune(model, output, threshold):
 @click.command()
 @click.argument('model', type=FILE)
 @_output
-@click.option('--kind', default='trie', show_default=True, type=click.Choice(['trie', 'probing']),
+@click.option('--kind', default='trie', show_default=True, type=Choice(['trie', 'probing']),
               help='Small, or fast.')
 @click.option('--bits', default=8, show_default=True, type=click.IntRange(0, 25),
               help="Bits of a trie's numbers; 0 keeps them exact.")
 def binary(model, output, kind, bits):
     "Turn an ARPA file into KenLM's binary format."
+    if kind != 'trie': refuse_options({'bits'}, 'only a trie has fewer bits')
     from b2t_kaggle.lm.kenlm import to_binary
     from b2t_kaggle.lm.ngram import model_report
     to_binary(model, output, kind, bits or None)
@@ -179,7 +181,7 @@ def report(models, texts):
 @click.option('--batch-size', default=16, show_default=True, type=click.IntRange(1),
               help='Sentences in a step; fewer need less memory.')
 @click.option('--dtype', default='auto', show_default=True,
-              type=click.Choice(['auto', 'float32', 'bfloat16', 'float16']),
+              type=Choice(['auto', 'float32', 'bfloat16', 'float16']),
               help="Type of the model's weights, as in rescore.dtype.")
 def finetune_llm(model, texts, output, epochs, batch_size, dtype):
     """Teach MODEL, a causal language model (a folder, or a name on the hub), the register of TEXTS (one sentence a
@@ -198,7 +200,9 @@ def finetune_llm(model, texts, output, epochs, batch_size, dtype):
 def get(name, output):
     "Fetch the public n-gram model NAME (gzipped ARPA); without NAME, list them with size and licence."
     from b2t_kaggle.lm.models import find_model, get_model, list_models
-    if name is None: return click.echo(list_models())
+    if name is None:
+        refuse_options({'output'}, 'without NAME nothing is fetched')
+        return click.echo(list_models())
     model = find_model(name)
     click.echo(f'{name} by {model.authors}\nLicence: {model.licence}')
     path = get_model(name, output, progress=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from .cli_combine import _read, _read_teachers, _teach_each_other, _tell, _write
-from .cli_types import FILE, FOLDER, OUT, OUTPUT
+from .cli_types import FILE, FOLDER, OUT, OUTPUT, Choice, refuse_options
 
 # %% ../nbs/16_cli_merge.ipynb #c005
 _ORIGINS = dict(model='what the model wrote', only='the only candidate', far='the vote, as the answer was far from it',
@@ -72,7 +72,7 @@ def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, 
               help='Trials in a step; fewer need less memory.')
 @click.option('--seed', default=0, show_default=True, help='Of the adapter, the order of trials and the folds.')
 @click.option('--dtype', default='auto', show_default=True,
-              type=click.Choice(['auto', 'float32', 'bfloat16', 'float16']), help="Type of the model's weights.")
+              type=Choice(['auto', 'float32', 'bfloat16', 'float16']), help="Type of the model's weights.")
 @click.option('--four-bit', is_flag=True, help='4-bit weights (QLoRA where it is taught); needs bitsandbytes.')
 @OUT
 def merge(sources, model, output, tune, train, adapter, snap, candidates, folds, epochs, batch_size, seed, dtype,
@@ -88,7 +88,9 @@ def merge(sources, model, output, tune, train, adapter, snap, candidates, folds,
     from b2t_kaggle.rescoring.merge_data import curricula, curriculum, examples
     from b2t_kaggle.training.budget import Deadline
     if train and not tune: raise click.UsageError('--train needs --tune: it is taught between val and val')
+    if not tune: refuse_options({'epochs', 'batch_size', 'seed'}, 'nothing is taught without --tune')
     crossed = _teach_each_other(sources, tune, out)
+    if not crossed: refuse_options({'folds'}, 'it is for SOURCEs that are the files of --tune')
     hypotheses = _read(sources, 'val' if crossed else 'test', out, None)
     click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
     asked = examples(hypotheses, candidates)

@@ -13,7 +13,7 @@ import click
 
 from .advice import as_called
 from .cli_types import OUT
-from .runs import Run, StageRun, branch, find_run
+from .runs import Run, StageRun, branch, find_run, near_runs
 from .stages import STAGES, needs_of, plan
 
 # %% ../nbs/15_cli_runs.ipynb #c005
@@ -26,7 +26,8 @@ def open_branch(
     "A variant of a run, begun or to go on with. Raises `click.UsageError` for no such run, or where one is in the way."
     other = find_run(from_, folder.parent)
     if other is None:
-        raise click.UsageError(f'--from {from_}: there is no such run in {folder.parent}; `b2t runs` lists them')
+        near = near_runs(from_, folder.parent)
+        raise click.UsageError(f'--from {from_}: there is no such run in {folder.parent}{near}')
     origin = {'from': str(other.absolute())}
     if (folder/'config.yaml').exists():
         run = Run(folder, work, overrides, save=False)

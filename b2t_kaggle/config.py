@@ -6,11 +6,10 @@
 __all__ = ['SCHEMA', 'MAY_CHANGE', 'PRESETS', 'SimulateConfig', 'DataConfig', 'AugmentConfig', 'TrainConfig', 'InferConfig',
            'LMConfig', 'DecodeConfig', 'RescoreConfig', 'CombineConfig', 'ReportConfig', 'AudioConfig',
            'GenerateConfig', 'SessionConfig', 'upgrade', 'Config', 'changed_values', 'flat_values', 'differing_values',
-           'config_fields', 'config_keys', 'with_overrides', 'from_official', 'preset', 'read_yaml', 'load_config',
-           'save_config']
+           'config_fields', 'config_keys', 'near_keys', 'resolve_key', 'with_overrides', 'from_official', 'preset',
+           'read_yaml', 'load_config', 'save_config']
 
 # %% ../nbs/08_config.ipynb #c003
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from .advice import did_you_mean
 from b2t_kaggle.encoders.encoder import (
     EncoderConfig,
     encoder_config,
@@ -596,25 +596,31 @@ def config_keys() -> dict[str, str]:
     return {key: description for key, (_, description) in config_fields().items()}
 
 # %% ../nbs/08_config.ipynb #c045
-def _resolve(
+def near_keys(
+    key: str,        # That does not exist
+    keys: list[str], # Every settable key
+) -> str:
+    "The end of an error about a key that does not exist."
+    field = key.rpartition('.')[2]
+    if same := [k for k in keys if k.split('.')[1] == field]: return f'; did you mean {" or ".join(same)}?'
+    near = did_you_mean(key, keys) if '.' in key else ''
+    return near or did_you_mean(field, [k.split('.')[1] for k in keys], '`b2t keys` lists them all')
+
+def resolve_key(
     key: str,        # `group.field`, or a bare name, which must be unique
     keys: list[str], # Every settable key
 ) -> str:
-    "The full `group.field` of a key."
+    "The full `group.field` of a key. Raises `ConfigError`."
     if key in keys: return key
     ends = [k for k in keys if k.split('.')[1] == key]
     if len(ends) == 1: return ends[0]
     if ends: raise ConfigError(f'--set {key}: ambiguous, it could be {" or ".join(ends)}; write the group too')
-    near = difflib.get_close_matches(key, keys + [k.split('.')[1] for k in keys], n=3, cutoff=0.6)
-    hint = f'did you mean {" or ".join(near)}?' if near else '`b2t keys` lists them all'
-    raise ConfigError(f'--set {key}: there is no such key; {hint}')
+    raise ConfigError(f'--set {key}: there is no such key{near_keys(key, keys)}')
 
 # %% ../nbs/08_config.ipynb #c047
 def _suggest(sentence: str) -> str:
     "The sentence about a key that does not exist, with the nearest ones."
-    key = sentence.split(':')[0]
-    near = difflib.get_close_matches(key, config_keys(), n=2, cutoff=0.6)
-    return sentence + (f'; did you mean {" or ".join(near)}?' if near else '')
+    return sentence + near_keys(sentence.split(':')[0], list(config_keys()))
 
 def _validated(values: dict) -> Config:
     "A `Config` from plain values; validation errors become one readable `ConfigError`."
@@ -658,7 +664,7 @@ def with_overrides(
     groups = {}
     keys = list(config_keys()) if overrides else []
     for key, value in overrides.items():
-        group, field = _resolve(key, keys).split('.')
+        group, field = resolve_key(key, keys).split('.')
         groups.setdefault(group, {})[field] = _parse(value)
     return _merge(cfg, groups)
 
@@ -742,7 +748,7 @@ def preset(
 ) -> Config:
     "A named configuration."
     if name not in PRESETS:
-        raise ConfigError(f'preset {name!r} does not exist; there are {", ".join(PRESETS)}')
+        raise ConfigError(f'preset {name!r} does not exist, only {", ".join(PRESETS)}{did_you_mean(name, PRESETS)}')
     return _validated(PRESETS[name])
 
 # %% ../nbs/08_config.ipynb #c056
@@ -758,13 +764,16 @@ def read_yaml(path: str | Path) -> dict:
 # %% ../nbs/08_config.ipynb #c057
 def load_config(
     path: str | Path | None = None, # YAML file, ours or the official kit's; none means the preset alone
-    base: str = 'official',         # Preset that a file in our format starts from
+    base: str = 'official',         # Preset that a file in our format starts from; the official kit's starts from none
     overrides: dict | None = None,  # As in `with_overrides`
 ) -> Config:
     "The configuration of a run from preset, file and overrides, validated; raises `ConfigError`."
     cfg = preset(base)
     if path is not None:
         values = read_yaml(path)
+        if is_official(values) and base != 'official':
+            raise ConfigError(f'{path}: the official kit\'s file says all of a run, so the preset {base} would have no '
+                              'effect; leave the preset out')
         try: cfg = from_official(values) if is_official(values) else _merge(cfg, upgrade(values))
         except ConfigError as e: raise ConfigError(f'{path}: {e}') from None
     return with_overrides(cfg, overrides or {})

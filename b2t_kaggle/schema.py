@@ -7,11 +7,14 @@ __all__ = ['AbsolutePath', 'FolderOrName', 'ConfigError', 'Section', 'describe_e
 
 # %% ../nbs/06_schema.ipynb #c003
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
+from .advice import did_you_mean
 from .reading import MAX_WHOLE
 
 # %% ../nbs/06_schema.ipynb #c005
@@ -60,6 +63,11 @@ def _found(value) -> str:
     except ValueError: return 'a number of thousands of digits' # which Python does not write out
     return text if len(text) <= 200 else text[:200] + '…'
 
+def _hint(error: Mapping) -> str:
+    "For a word that is none of those that a field takes: the one that may be meant."
+    if error['type'] != 'literal_error': return ''
+    return did_you_mean(str(error['input']), re.findall("'([^']*)'", error['ctx']['expected']))
+
 def describe_errors(
     error: ValidationError, # From pydantic
     prefix: str = '',       # Put before each key, such as `model`
@@ -71,5 +79,5 @@ def describe_errors(
         reason = e['msg'].removeprefix('Value error, ')
         if not e['loc'] or e['type'] == 'encoder': sentences.append(reason)
         elif e['type'] == 'extra_forbidden': sentences.append(f'{key}: there is no such key')
-        else: sentences.append(f'{key}: {reason} (found {_found(e["input"])})')
+        else: sentences.append(f'{key}: {reason} (found {_found(e["input"])}){_hint(e)}')
     return sentences

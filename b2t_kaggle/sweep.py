@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import pandas as pd
 
-from .config import MAY_CHANGE, Config, _parse, _resolve, changed_values, config_keys, with_overrides
+from .config import MAY_CHANGE, Config, _parse, changed_values, config_keys, resolve_key, with_overrides
 from .devices.machine import detect
 from .devices.session import session_hours
 from .files import atomic_path
@@ -112,7 +112,7 @@ def ranges_of(
 ) -> dict[str, Range | Choice]: # By full name
     "Ranges. Raises `ConfigError`."
     keys = list(config_keys())
-    full = {_resolve(key, keys): text for key, text in texts.items()}
+    full = {resolve_key(key, keys): text for key, text in texts.items()}
     if vain := sorted(full.keys() & _ELSEWHERE):
         raise ConfigError(f'{vain[0]}={full[vain[0]]}: changes nothing that a trial finds, so it cannot be searched; '
                           'give one value, or a list in brackets')

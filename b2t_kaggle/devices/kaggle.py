@@ -9,6 +9,8 @@ __all__ = ['KAGGLE_ACCELERATORS', 'KaggleAccelerator', 'kaggle_accelerator']
 import re
 from dataclasses import dataclass
 
+from ..advice import did_you_mean
+
 # %% ../../nbs/devices/03_kaggle.ipynb #c005
 @dataclass(frozen=True)
 class KaggleAccelerator:
@@ -41,4 +43,5 @@ def kaggle_accelerator(
     fitting = [a for a in KAGGLE_ACCELERATORS.values() if wanted and _letters(a.name).startswith(wanted)]
     exact = [a for a in fitting if _letters(a.name) == wanted]
     if len(exact or fitting) == 1: return (exact or fitting)[0]
-    raise ValueError(f'accelerator {name!r}: take one of {", ".join(KAGGLE_ACCELERATORS)}')
+    raise ValueError(f'accelerator {name!r}: take one of {", ".join(KAGGLE_ACCELERATORS)}'
+                     f'{did_you_mean(name, KAGGLE_ACCELERATORS)}')

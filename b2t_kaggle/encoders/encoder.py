@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..advice import did_you_mean
 from ..reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
 from ..schema import ConfigError, Section, describe_errors
 
@@ -140,8 +141,9 @@ def encoder_config(
     cannot be imported."""
     room = next((r for r in _ROOMS if name in _modules(r)), None)
     if room is None:
-        known = ' or '.join(map(repr, encoder_names()))
-        raise ConfigError(f'model.name: there is no encoder {name!r}, expected {known}')
+        known = encoder_names()
+        raise ConfigError(f'model.name: there is no encoder {name!r}, expected {" or ".join(map(repr, known))}'
+                          f'{did_you_mean(name, known)}')
     try: module = importlib.import_module(f'{room}.{name}')
     except Exception as e: # An encoder that is being written must not keep others from being used
         reason = str(e) if isinstance(e, ImportError) else f'{type(e).__name__}: {e}'

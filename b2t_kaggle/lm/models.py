@@ -6,7 +6,6 @@
 __all__ = ['MODELS', 'MEMORY_PER_BYTE', 'PublicModel', 'list_models', 'find_model', 'get_model']
 
 # %% ../../nbs/lm/10_models.ipynb #c003
-import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import urljoin
 
+from ..advice import did_you_mean
 from ..data.download import DownloadError, RemoteFile, download, read_url
 from ..files import format_size, sha256, user_cache, write_whole
 
@@ -91,9 +91,8 @@ def find_model(
 ) -> PublicModel:
     "Raises `ValueError` for another name."
     if name in MODELS: return MODELS[name]
-    near = difflib.get_close_matches(name, MODELS, n=1)
-    advice = f'did you mean {near[0]}?' if near else '`b2t lm get` lists them'
-    raise ValueError(f'{name!r} is none of the public models; {advice}')
+    advice = did_you_mean(name, MODELS, '`b2t lm get` lists them')
+    raise ValueError(f'{name!r} is none of the public models{advice}')
 
 def _address(model: PublicModel) -> str:
     "Of the file; raises `DownloadError` where the page has no link to it."

@@ -1,0 +1,216 @@
+"""Every option of every verb: it changes what is done, or it is refused in one line.
+
+Verbs and options are read from the commands. What they call to do the work is replaced by a record of what it is given;
+a test of an option is whether that record changes."""
+import contextlib
+import dis
+import inspect
+import shutil
+
+import click
+import h5py
+import pytest
+from click.testing import CliRunner
+
+from b2t_kaggle import cli
+from b2t_kaggle.config import load_config, preset, save_config
+from b2t_kaggle.runs import Run
+
+
+def verbs(command=cli.main, path=()):
+    "Path and command of each verb."
+    for name, verb in getattr(command, 'commands', {}).items(): yield from verbs(verb, (*path, name))
+    if path: yield ' '.join(path), command
+
+
+VERBS = dict(verbs())
+
+
+def options(verb): return [p for p in VERBS[verb].params if isinstance(p, click.Option)]
+
+
+def is_of_runs(verb): return verb != 'runs' and any(p.name == 'work' for p in options(verb))
+
+
+# By verb, each way to call it; the words are files and runs of the folder in which it is called
+LINES = {verb: [verb] for verb in VERBS if is_of_runs(verb)} | {
+    'generate': ['generate --set audio.language_model=llm'],
+    'rescore': ['rescore --set rescore.model=llm'],
+    'combine': ['combine --set combine.sources=[first]', 'combine lists.jsonl -o combined.csv'],
+    'decode': ['decode', 'decode --phonemes lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o sentences.csv'],
+    'simulate': ['simulate', 'simulate sessions'],
+    'check': ['check', 'check sessions'],
+    'lm': ['lm', 'lm clean lists.jsonl -o sentences.txt'],
+    'ensemble': ['ensemble first --name both', 'ensemble lists.jsonl -o average.arrow'],
+    'sweep': ['sweep --set train.lr_max=1e-4:1e-2:log'],
+}
+# By parameter, the options that are added; in brackets what both calls have
+VALUES = {
+    'name': ['--name other'],
+    'preset_': ['--preset quick'],
+    'config_': ['--config config.yaml'],
+    'data': ['--data sessions'],
+    'overrides': ['--set decode.beam=7', '--set simulate.seed=5', '--set data.dtype=float32'],
+    'out': ['--out elsewhere'],
+    'work': ['--work elsewhere'],
+    'force': ['--force check', '--force simulate'],
+    'from_': ['--from first', '[--name variant] --from first'],
+    'framework': ['--framework tensorflow'],
+    'accelerator': ['--accelerator cpu'],
+    'precision': ['--disable-mixed-precision', '--disable_mixed_precision'],
+    'output_dir': ['--output-dir other', '[--output-dir other] --out elsewhere'],
+    'batch_size': ['--batch-size 3', '[--set data.batch_size=4] --batch-size 3'],
+    'eval_batch_size': ['--batch-size 3'],
+    'num_batches': ['--num-batches 9'],
+    'checkpoint': ['--checkpoint lists.jsonl'],
+    'quick': ['--quick'],
+    'phonemes': ['--phonemes config.yaml'],
+    'confusions_path': ['--confusions config.yaml'],
+    'lm_path': ['--lm config.yaml'],
+    'words': ['--words lists.jsonl'],
+    'output': ['-o other.csv'],
+    'nbest': ['--nbest 3'],
+    'tune': ['--tune val'],
+    'lm': ['--lm lists.jsonl'],
+    'blocks': ['--blocks lists.jsonl'],
+    'trials': ['--trials 3'],
+    'study': ['--study study.db'],
+    'startup': ['--startup 3'],
+    'method': ['--how prob'],
+    'weights': ['--weights 1'],
+    'host': ['--host there'],
+    'port': ['--port 1'],
+    'db': ['--db 3'],
+    'username': ['--username me'],
+    'password': ['--password secret'],
+    'tls': ['--tls'],
+    'tls_ca': ['--tls-ca lists.jsonl'],
+    'tls_cert': ['--tls-cert lists.jsonl'],
+    'tls_key': ['--tls-key lists.jsonl'],
+}
+CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
+         for value in VALUES[p.name]]
+# What does the work, and what takes time before it
+WORK = ('cli.run_stages', 'cli.sweep_runs', 'cli.decode_phonemes', 'cli.combine_sources', 'cli._average_files',
+        'data.simulate.simulate_dataset', 'data.sessions.validate', 'decoding.server.serve',
+        'decoding.server.check_redis', 'runs.open_decoder')
+BEFORE = ('b2t_kaggle.cli._tell_search', 'b2t_kaggle.cli._llm', 'signal.signal', 'logging.basicConfig')
+
+
+def seen(value):
+    "A value of the record: of a run all that it is."
+    if isinstance(value, Run): return str(value.dir), str(value.work), value.cfg.dump(), value.origin
+    return repr(value)
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    "Call a line in a folder as it was at the beginning; returns the status, what was said, and the record."
+    start = tmp_path/'start'
+    Run(start/'submissions'/'first', start/'data', {'decode.beam': 9}, preset('demo'), dict(preset='demo'))
+    (start/'submissions'/'first'/'logits').mkdir()
+    (start/'submissions'/'first'/'logits'/'val.arrow').touch()
+    (start/'sessions').mkdir()
+    (start/'lists.jsonl').touch()
+    values = {'data.dtype': 'float32', 'simulate.seed': 3}
+    save_config(load_config(base='triple_gru', overrides=values), start/'config.yaml')
+    record = []
+    def recorder(name):
+        def write(*args, **options):
+            record.append((name, [seen(a) for a in args], {k: seen(v) for k, v in options.items()}))
+        return write
+    for name in WORK: monkeypatch.setattr(f'b2t_kaggle.{name}', recorder(name))
+    for name in BEFORE: monkeypatch.setattr(name, recorder(''))
+    monkeypatch.setattr(cli, 'compiled_ahead', contextlib.nullcontext)
+
+    def called(line):
+        folder = tmp_path/'now'
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(start, folder)
+        monkeypatch.chdir(folder)
+        record.clear()
+        done = CliRunner().invoke(cli.main, line.split())
+        return done.exit_code, done.output, list(record)
+    return called
+
+
+@pytest.mark.parametrize('verb, line, name, value', CASES, ids=lambda text: text.replace(' ', '_'))
+def test_an_option_has_an_effect_or_is_refused(verb, line, name, value, call):
+    both, _, option = value.rpartition('] ')
+    line = f'{line} {both[1:]}'
+    refused, _, without = call(line)
+    status, told, record = call(f'{line} {option}')
+    if record != without or refused: return
+    assert status in (1, 2), f'{line} {option} does what {line} does: {record}'
+    error = told[told.index('Error: '):]
+    assert error.count('\n') == 1, told
+    option, = (p for p in options(verb) if p.name == name)
+    assert any(n in error for n in (*option.opts, *filter(None, [cli._CONFIG_KEYS.get(name)]))), error
+
+
+def test_every_option_is_read():
+    "Also by verbs that belong to no run: the code of each reads the value of each of its options."
+    for verb, command in VERBS.items():
+        code = inspect.unwrap(command.callback).__code__
+        read = {i.argval for i in dis.get_instructions(code) if i.opname.startswith('LOAD')} | set(code.co_cellvars)
+        arguments = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
+        passed_on = {p.name for p in options(verb) if p.name not in arguments}
+        assert {p.name for p in options(verb)} - passed_on <= read, verb
+        assert not passed_on or verb in LINES, f'{verb}: {passed_on} go to what no test looks at'
+
+
+@pytest.mark.parametrize('line, option', [
+    ('lm get -o folder', '--output'),
+    ('lm build lists.jsonl -o new.arpa --sentences --no-numbers', '--numbers'),
+    ('lm binary lists.jsonl -o new.bin --kind probing --bits 4', '--bits'),
+    ('merge first --model llm -o new.csv --seed 1', '--seed'),
+    ('merge first --model llm -o new.csv --epochs 1', '--epochs'),
+    ('merge first --model llm -o new.csv --tune val --folds 3', '--folds'),
+    ('merge first --model llm -o new.csv --train lists.jsonl', '--train'),
+    ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --device cpu', '--device'),
+    ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --dtype float16', '--dtype'),
+    ('keys --preset quick --out elsewhere', '--out'),
+    ('lm --preset quick clean lists.jsonl -o new.txt', '--preset'),
+    ('convert lists.jsonl new.pt --set causal=true', '--set'),
+])
+def test_an_option_without_effect_is_refused(line, option, call):
+    status, told, _ = call(line)
+    error = told[told.index('Error: '):]
+    assert status == 2 and option in error and error.count('\n') == 1, told
+
+
+def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
+    "Counted in the HDF5 files: `quick` has 40 sentences of train in a session, where `demo` has 120."
+    few = ['--set', 'simulate.n_sessions=1', '--set', 'simulate.lm_sentences=0']
+    done = CliRunner().invoke(cli.main, ['simulate', str(tmp_path/'new'), '--preset', 'quick', *few])
+    assert done.exit_code == 0, done.output
+    file, = (tmp_path/'new').glob('*/data_train.hdf5')
+    with h5py.File(file) as f: assert len(f) == preset('quick').simulate.train == 40
+    check = ['check', str(tmp_path/'new'), '--set', 'data.sessions=[t15.1999.01.01]']
+    done = CliRunner().invoke(cli.main, check)
+    assert done.exit_code == 1 and 'no such folder' in done.output
+    done = CliRunner().invoke(cli.main, check[:2])
+    assert done.exit_code == 0 and '1 sessions, no problems' in done.output
+
+
+@pytest.mark.parametrize('line, end', [
+    ('run --preset zipformer', 'did you mean zipformer-small or zipformer-streaming?'),
+    ('run --force trian', 'did you mean train?'),
+    ('run --accelerator gpu', 'did you mean cuda?'),
+    ('run --set train.accelerator=gpu', 'did you mean cuda?'),
+    ('run --set model.name=zip', 'did you mean zipformer?'),
+    ('run --set trian.lr_max=1', 'did you mean train.lr_max?'),
+    ('run --set learning_rte=1', '`b2t keys` lists them all'),
+    ('sim', 'did you mean simulate?'),
+    ('lm binry', 'did you mean binary?'),
+    ('kaggle kernal', 'did you mean kernel?'),
+    ('run --from frist --name new', 'did you mean first?'),
+    ('compare fir first', 'did you mean first?'),
+    ('merge fir --model llm -o new.csv', 'did you mean first?'),
+    ('ensemble fir --name new', 'did you mean first?'),
+    ('keys --name fir', 'did you mean first?'),
+    ('lm get librispeech', '4gram?'),
+])
+def test_the_name_that_was_meant(line, end, call):
+    status, told, record = call(line)
+    assert status in (1, 2) and told.endswith(f'{end}\n') and not record, told
