@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['clear_leftovers', 'WriteError', 'write_error', 'check_output', 'atomic_path', 'write_whole', 'DeferringFile',
            'scratch_folder', 'replaced_folder', 'stays_inside', 'ChangedError', 'file_state', 'unchanged', 'sha256',
-           'format_size', 'free_space', 'require_space', 'user_cache']
+           'format_size', 'free_space', 'require_space', 'user_cache', 'content_hashes']
 
 # %% ../nbs/00_files.ipynb #c003
 import errno
@@ -18,7 +18,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PureWindowsPath
@@ -344,3 +344,63 @@ def user_cache(
 ) -> Path:     # It need not exist
     "The user's folder for files that can be made again and serve all runs."
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'b2t_kaggle'/name
+
+# %% ../nbs/00_files.ipynb #c302
+_NOTED_BYTES = 1 << 24 # Of a file from which on its hash is noted; a smaller one is read in hundredths of a second
+_SHOWN_BYTES = 1 << 27 # From which on there may be something to wait for
+_MAX_NOTES = 1_000     # Then the oldest ones go
+_TICK = 2*10**9        # Nanoseconds in which the clock of a file system may stand still (FAT's does for two seconds)
+
+def _hash_note(path: Path) -> Path | None:
+    "Where the hash of a file, as it is now, is noted; none for a small one, or one that changed just now."
+    s = path.stat()
+    is_new = abs(time.time_ns() - max(s.st_mtime_ns, s.st_ctime_ns)) < _TICK
+    if s.st_size < _NOTED_BYTES or is_new: return None
+    state = str(path.absolute()), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino
+    return user_cache('hashes')/hashlib.sha256(repr(state).encode()).hexdigest()[:32]
+
+def _sealed(note: Path, digest: str) -> str:
+    "The text of a note, which no other note has, nor a damaged one."
+    return f'{digest} {hashlib.sha256(f"{note.name} {digest}".encode()).hexdigest()}'
+
+def _read_note(note: Path) -> str | None:
+    "The hash that is noted; none where there is no note, or a damaged one."
+    try: text = note.read_text(encoding='utf-8')
+    except (OSError, ValueError): return None
+    digest = text.partition(' ')[0]
+    return digest if text == _sealed(note, digest) else None
+
+def _write_note(note: Path, digest: str) -> None:
+    with suppress(OSError): # It can be found again
+        notes = sorted(note.parent.glob('[!.]*'), key=lambda p: p.stat().st_mtime)
+        for old in notes[:-_MAX_NOTES]: old.unlink(missing_ok=True)
+        write_whole(note, _sealed(note, digest))
+
+# %% ../nbs/00_files.ipynb #c303
+def _read_hash(path: Path, seen: Callable[[int], object]) -> str:
+    "The hash of a file; `seen` is told how many bytes were read."
+    sha = hashlib.sha256()
+    with open(path, 'rb', buffering=0) as f:
+        while block := f.read(1 << 20):
+            sha.update(block)
+            seen(len(block))
+    return sha.hexdigest()
+
+def content_hashes(
+    paths: Iterable[str | Path], # Files
+) -> list[str]:
+    """SHA-256 of each file's whole content, in hexadecimal; shows progress where reading takes some seconds.
+
+    A file of 16 MiB or more is read once, and again when its size, its times or its place on the disk has changed."""
+    from tqdm import tqdm
+    files = list(map(Path, paths))
+    notes = {f: _hash_note(f) for f in files}
+    found = {f: digest for f, note in notes.items() if note and (digest := _read_note(note))}
+    todo = [f for f in notes if f not in found]
+    n_bytes = sum(f.stat().st_size for f in todo)
+    with tqdm(total=n_bytes, desc='reading files to know them by their content', unit='B', unit_scale=True, delay=2,
+              disable=n_bytes < _SHOWN_BYTES) as bar:
+        for f in todo:
+            found[f] = _read_hash(f, bar.update)
+            if (note := notes[f]) and _hash_note(f) == note: _write_note(note, found[f])
+    return [found[f] for f in files]

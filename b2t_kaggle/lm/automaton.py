@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from ..files import atomic_path, unchanged, user_cache
+from ..files import atomic_path, content_hashes, unchanged, user_cache
 from b2t_kaggle.lm.arpa import (
     ArpaError,
     ArpaReader,
@@ -30,6 +30,7 @@ from b2t_kaggle.lm.arpa import (
     word_table,
 )
 from .ngram import LN10, NGram
+from ..reading import check_is_file, parse_json
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
@@ -219,14 +220,46 @@ def _build(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     facts = dict(order=len(counts), counts=counts, marks=[words.index(mark) for mark in (_BOS, _EOS, _UNK)])
     return facts, dict(keys=table.keys, ids=table.ids, arcs=lm.arcs, first=lm.first, states=lm.states)
 
+# %% ../../nbs/lm/07_automaton.ipynb #c301
+@_jit
+def _leads_inside(lm, table) -> bool:
+    "Whether all indices lead into the arrays, all searches come to an end, and all numbers can be added."
+    n_states = len(lm.states)
+    n_words = len(lm.first)
+    n_free = 0
+    for i in range(len(lm.arcs)):
+        if lm.arcs[i].key == -1: n_free += 1
+        elif lm.arcs[i].key < 0 or not 0 <= lm.arcs[i].next < n_states or not np.isfinite(lm.arcs[i].log_prob):
+            return False
+    for w in range(n_words):
+        if not 0 <= lm.first[w].next < n_states or not np.isfinite(lm.first[w].log_prob): return False
+    for s in range(n_states): # A suffix has a smaller number, so that no chain of them is a ring
+        if not 0 <= lm.states[s].suffix < max(s, 1) or not np.isfinite(lm.states[s].backoff): return False
+    n_free_words = 0
+    for i in range(len(table.keys)):
+        if table.keys[i] < 0: n_free_words += 1
+        elif not 0 <= table.ids[i] < n_words: return False
+    return n_free > 0 and n_free_words > 0 # A search for what is not there ends at a free place
+
+def _is_count(n) -> bool: return type(n) is int and 0 <= n < 1 << 40
+
+def _are_facts(facts: dict, lengths: dict[str, int]) -> bool:
+    "Whether facts are those of a model whose arrays have these lengths."
+    counts, marks = facts.get('counts'), facts.get('marks')
+    if not isinstance(counts, list) or not isinstance(marks, list) or len(marks) != 3: return False
+    n_keys = lengths['keys']
+    return (all(map(_is_count, [*counts, *marks])) and facts.get('order') == len(counts) and
+            all(0 <= mark < lengths['first'] for mark in marks) and
+            n_keys == lengths['ids'] and n_keys > 0 and n_keys & (n_keys - 1) == 0)
+
 # %% ../../nbs/lm/07_automaton.ipynb #c023
 _TYPES: dict[str, np.dtype] = dict(keys=np.dtype(np.int64), ids=np.dtype(np.int32), arcs=ARC, first=FIRST, states=STATE)
-_VERSION = 3 # Of the file's form
+_VERSION = 4 # Of the file's form
+_CHECKSUM = hashlib.sha256().digest_size # Bytes behind the arrays
 
 def _source(path: Path) -> dict:
     "Facts by which a changed ARPA file is noticed."
-    with open(path, 'rb') as f: head = hashlib.sha256(f.read(1 << 16)).hexdigest()
-    return dict(version=_VERSION, size=path.stat().st_size, mtime=path.stat().st_mtime_ns, head=head)
+    return dict(version=_VERSION, sha256=content_hashes([path])[0])
 
 def _cache_paths(path: Path) -> list[Path]:
     "Where the arrays of an ARPA file may be kept: beside it, or in the user's cache."
@@ -234,43 +267,74 @@ def _cache_paths(path: Path) -> list[Path]:
     return [path.with_name(f'{path.name}.automaton'), user_cache('automata')/f'{path.name}-{folder_hash}.automaton']
 
 def _write_cache(path: Path, facts: dict, arrays: dict[str, np.ndarray]) -> None:
-    "A line of JSON, then the arrays; whole or not at all."
+    "A line of JSON, the arrays and a checksum; whole or not at all."
     line = json.dumps(facts | {'lengths': {name: len(a) for name, a in arrays.items()}}).encode()
+    line = line.ljust((len(line) + 64)//64*64 - 1) + b'\n'
+    parts: list[bytes | memoryview] = [line, *(a.view(np.uint8).data for a in arrays.values())]
+    sha = hashlib.sha256()
     with atomic_path(path) as scratch, open(scratch, 'wb') as f:
-        f.write(line.ljust((len(line) + 64)//64*64 - 1) + b'\n')
-        for a in arrays.values(): f.write(a.view(np.uint8).data) # `tofile` does not say what is wrong
+        for part in parts:
+            f.write(part) # `tofile` does not say what is wrong
+            sha.update(part)
+        f.write(sha.digest())
+
+# %% ../../nbs/lm/07_automaton.ipynb #c303
+def _read_facts(line: bytes, n_bytes: int) -> dict:
+    "The facts in the first line of a file of this size. Raises `ValueError` where they are none."
+    facts = parse_json(line)
+    lengths = facts.get('lengths') if isinstance(facts, dict) else None
+    if not isinstance(lengths, dict) or list(lengths) != list(_TYPES) or not all(map(_is_count, lengths.values())):
+        raise ValueError('its first line is not that of such a file')
+    expected = len(line) + sum(n*_TYPES[name].itemsize for name, n in lengths.items()) + _CHECKSUM
+    if len(line) % 64 or expected != n_bytes: raise ValueError(f'it has {n_bytes:,} bytes, expected {expected:,}')
+    return facts
 
 def _read_cache(path: Path, source: dict) -> tuple[dict, dict[str, np.ndarray]] | None:
-    "Facts and arrays of a file, mapped into memory; none where it is damaged or was made of another source."
+    """Facts and arrays of a file, mapped into memory; none where there is no file, or one of another source. Raises
+    `ValueError` for a file whose arrays cannot be followed."""
     try:
+        check_is_file(path)
         with open(path, 'rb') as f: line = f.readline(1 << 16)
-        facts = json.loads(line)
-    except (OSError, ValueError): return None
-    if not isinstance(facts, dict) or facts.get('source') != source: return None
-    lengths = facts['lengths']
-    sizes = [n*_TYPES[name].itemsize for name, n in lengths.items()]
-    ends = np.cumsum([len(line), *sizes]).tolist()
-    if ends[-1] != path.stat().st_size: return None
-    arrays = {}
-    for (name, n), begin in zip(lengths.items(), ends):
+        facts = _read_facts(line, path.stat().st_size)
+        if facts.get('source') != source: return None
         # Copy on write, although nobody writes: compiled code would be compiled again for arrays that are read-only
-        arrays[name] = np.asarray(np.memmap(path, _TYPES[name], 'c', begin, n))
+        content = np.asarray(np.memmap(path, np.uint8, 'c'))
+    except OSError: return None
+    if hashlib.sha256(content[:-_CHECKSUM].data).digest() != content[-_CHECKSUM:].tobytes():
+        raise ValueError('its checksum is another one')
+    arrays = {}
+    begin = len(line)
+    for name, n in facts['lengths'].items():
+        end = begin + n*_TYPES[name].itemsize
+        arrays[name] = content[begin:end].view(_TYPES[name])
+        begin = end
+    lm = Arrays(arrays['arcs'], arrays['first'], arrays['states'])
+    if not _are_facts(facts, facts['lengths']) or not _leads_inside(lm, WordTable(arrays['keys'], arrays['ids'])):
+        raise ValueError('its arrays lead nowhere')
     return facts, arrays
 
 # %% ../../nbs/lm/07_automaton.ipynb #c025
+def _kept_arrays(path: Path, source: dict) -> tuple[dict, dict[str, np.ndarray]] | None:
+    "Facts and arrays that are kept of an ARPA file; none where none are, or where they are damaged."
+    for place in _cache_paths(path):
+        try:
+            if found := _read_cache(place, source): return found
+        except ValueError as e:
+            warnings.warn(f'{place}: damaged or no file of this kind ({e}); it is made anew of {path.name}',
+                          stacklevel=4)
+    return None
+
 def _load_cached(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     "Facts and arrays of an ARPA file: kept ones, or new ones that are kept now, if they can be."
     source = _source(path)
-    for place in _cache_paths(path):
-        found = _read_cache(place, source)
-        if found: return found
+    if found := _kept_arrays(path, source): return found
     facts, arrays = _build(path)
     problems = []
     for place in _cache_paths(path):
         try:
             _write_cache(place, facts | {'source': source}, arrays)
             return _read_cache(place, source) or (facts, arrays)
-        except OSError as e: problems.append(f'{place.parent}: {e.strerror or e}')
+        except (OSError, ValueError) as e: problems.append(f'{place.parent}: {getattr(e, "strerror", None) or e}')
     warnings.warn(f'{path}: its arrays are kept nowhere, so that each start takes as long as this one '
                   f'({"; ".join(problems)})', stacklevel=3)
     return facts, arrays
@@ -299,7 +363,8 @@ class Automaton:
     ) -> 'Automaton':
         """Read an ARPA file, or the arrays that were kept of it.
 
-        They are in `<path>.automaton` beside it or, where that folder cannot be written to, in the user's cache.
+        They are in `<path>.automaton` beside it or, where that folder cannot be written to, in the user's cache; a
+        damaged file there is made anew, with a warning.
         Raises `FileNotFoundError`, `ValueError` that names the file, the line, what was found and expected, or
         `files.ChangedError` where the file changes meanwhile."""
         path = Path(path)
