@@ -30,7 +30,7 @@ KAGGLE_PACKAGES = PAIR | {'tensorflow-cpu': '2.20.0'}
 KAGGLE = {'ISTPUVM': '1', 'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0',
           'TPU_SKIP_MDS_QUERY': '1', 'KAGGLE_USER': 'x'}
 T4 = Gpu('Tesla T4', 15., '7.5', False)
-P100 = Gpu('Tesla P100-PCIE-16GB', 16., '6.0', False)
+P40 = Gpu('Tesla P40', 24., '6.1', False)
 H200 = Gpu('NVIDIA H200', 140., '9.0', True)
 
 
@@ -159,9 +159,9 @@ SIMULATED = {
         kind='cuda', plan=('cuda', 'Tesla T4', 'float16', 2),
         words=['torch       cuda (Tesla T4, 2 devices), float16', 'tensorflow  cuda (Tesla T4, 2 devices), float16']),
     'a GPU without tensor cores': Simulated(
-        {}, {}, {'torch': '2.10.0'}, (P100,),
-        kind='cuda', plan=('cuda', 'Tesla P100-PCIE-16GB', 'float32', 1),
-        words=['float32: a GPU is here; does not compute bfloat16 (compute capability 6.0, 8.0 would), and has no '
+        {}, {}, {'torch': '2.10.0'}, (P40,),
+        kind='cuda', plan=('cuda', 'Tesla P40', 'float32', 1),
+        words=['float32: a GPU is here; does not compute bfloat16 (compute capability 6.1, 8.0 would), and has no '
                'tensor cores']),
     'nothing': Simulated(
         {'ISTPUVM': '0', 'COLAB_TPU_1VM': ''}, dict(memory_kib=25165824),

@@ -1,11 +1,14 @@
 "How the notebooks in nbs/kaggle come by the kit and by packages that are missing, and what they leave alone."
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from kaggle_session import NOTEBOOKS, RECORDINGS, trap_pip
+
+from b2t_kaggle.devices.kaggle import KAGGLE_ACCELERATORS
 
 # The cells up to the one that prints what is attached, on a machine without the kit and without one of its packages
 START = '''
@@ -147,3 +150,12 @@ def test_a_session_without_an_accelerator_says_so(tmp_path):
                   'set accelerator="cpu"'):
         assert words in done.stderr, done.stderr
     assert not (tmp_path/'working'/'run').exists()
+
+
+def test_accelerators_have_one_name_each():
+    "In README, guides and notebooks, but for the benchmarks, which are as they were executed."
+    root = NOTEBOOKS.parents[1]
+    paths = [root/'README.md', *(p for p in sorted((root/'nbs').rglob('*.ipynb')) if p.parent.name != 'benchmarks')]
+    named = r'\b[TLP]\d+ ?[×x] ?\d\b|\bTPU v\d\w?-\d+\b'
+    found = {name for path in paths for name in re.findall(named, path.read_text(encoding='utf-8'))}
+    assert found - {'TPU v3-8'} == KAGGLE_ACCELERATORS.keys() - {'cpu'} # It is retired, as one page says

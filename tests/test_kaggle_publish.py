@@ -2,11 +2,15 @@
 
 The client goes where `http_proxy` says, if it is told that Kaggle is on this machine."""
 import json
+import re
+import shlex
 import subprocess
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
+from pathlib import Path
 from threading import Thread
+from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner
@@ -14,6 +18,7 @@ from click.testing import CliRunner
 from b2t_kaggle.cli import main
 from b2t_kaggle.kaggle.publish import find_client, slug_of
 
+NBS = Path(__file__).parents[1]/'nbs'
 pytestmark = pytest.mark.skipif(find_client() is None, reason="needs Kaggle's client: pip install b2t_kaggle[kaggle]")
 
 
@@ -32,6 +37,14 @@ class Kaggle(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     do_POST = do_PUT = answer
+
+    def do_GET(self):
+        body = self.server.files[self.path.rpartition('/')[2]]
+        self.send_response(200)
+        self.send_header('Content-Length', str(len(body)))
+        self.send_header('Last-Modified', 'Thu, 26 Nov 2026 12:00:00 GMT')
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *args): pass
 
@@ -152,3 +165,56 @@ def test_a_licence_that_kaggle_does_not_know(kaggle, b2t, tmp_path):
     (tmp_path/'wheels'/'kit.whl').touch()
     status, output = b2t('dataset', tmp_path/'wheels', '--id', 'ada/b2t-wheels', '--licence', 'MIT')
     assert status == 1 and "licence 'MIT': Kaggle knows CC0-1.0" in output and not kaggle.asked
+
+
+def lines_of(guide):
+    "The commands in a guide's first block, as lists of words; OWNER is ada."
+    cells = json.loads((NBS/'guides'/guide).read_text())['cells']
+    text = ''.join(''.join(cell['source']) for cell in cells)
+    block = re.search('```sh\n(.*?)```', text, re.DOTALL)[1].replace('\\\n', ' ').replace('OWNER', 'ada')
+    return [shlex.split(command) for line in block.splitlines() for command in line.split('&&')]
+
+
+@pytest.mark.parametrize('guide, name, shape', [('kaggle_gpu.ipynb', 'gpu', 'NvidiaTeslaT4'),
+                                                ('kaggle_tpu.ipynb', 'tpu', 'TpuV5E8')])
+def test_the_lines_of_a_guide_are_taken(guide, name, shape, kaggle, b2t, tmp_path, monkeypatch):
+    "One after another: wheels, dataset, training, its continuation, submission."
+    def write_wheels(image, folder, *args):
+        folder.mkdir()
+        (folder/'manifest.json').write_text('{}')
+        return dict(wheels=[], left_out={}, install='pip install')
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'nbs').symlink_to(NBS)
+    lines = [words[2:] for words in lines_of(guide) if words[0] == 'b2t']
+    with patch('b2t_kaggle.kaggle.wheels.build_wheels', write_wheels):
+        for words in lines:
+            status, output = b2t(*words)
+            assert status == 0, output
+    assert (tmp_path/f'b2t-wheels-{name}').exists()
+    assert dict(kaggle.asked)['CreateDataset']['slug'] == f'b2t-wheels-{name}'
+    kernels = [request for called, request in kaggle.asked if called == 'SaveKernel']
+    assert {request['machineShape'] for request in kernels} == {shape}
+    assert {tuple(request['datasetDataSources']) for request in kernels} == {(f'ada/b2t-wheels-{name}',)}
+    if name == 'gpu':
+        assert [(request['slug'], request.get('kernelDataSources', [])) for request in kernels] == [
+            ('ada/b2t-train', []), ('ada/b2t-train', ['ada/b2t-train']), ('ada/b2t-submit', ['ada/b2t-train'])]
+
+
+def test_the_last_line_of_the_guide_hands_in_the_csv(kaggle, b2t, tmp_path, monkeypatch):
+    "Kaggle's client fetches the notebook's output, and sends it to the competition."
+    monkeypatch.chdir(tmp_path)
+    csv = b'id,text\n0,hello\n'
+    kaggle.files = {'submission.csv': csv}
+    url = f'http://127.0.0.1:{kaggle.server_port}/submission.csv'
+    kaggle.answers |= {
+        'ListKernelSessionOutput': (200, {'files': [{'url': url, 'fileName': 'submission.csv'}], 'log': ''}),
+        'StartSubmissionUpload': (200, {'token': 'the-token', 'createUrl': 'http://localhost/upload'}),
+        'CreateSubmission': (200, {'message': 'Successfully submitted to Brain-to-Text', 'ref': 1}),
+    }
+    for words in [words for words in lines_of('kaggle_gpu.ipynb') if words[0] == 'kaggle']:
+        done = subprocess.run([find_client(), *words[1:]], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path/'out'/'submission.csv').read_bytes() == csv
+    assert csv in [body for name, body in kaggle.asked if name == 'upload']
+    request = dict(kaggle.asked)['CreateSubmission']
+    assert (request['competitionName'], request['submissionDescription']) == ('brain-to-text-25', 'GRU')
