@@ -45,6 +45,12 @@ def delivered_dtype(
     "Type in which features leave the host."
     return store.dtype.name if backend.device.kind == 'cuda' else 'float32'
 
+def _rows(batch_size: int, backend: Backend) -> int:
+    "Trials that this process computes at once."
+    # Each device of a static mesh gets as many rows as any other
+    if backend.static_shapes: return -(-batch_size // backend.n_devices) * backend.n_devices
+    return -(-batch_size // backend.world_size) if backend.device.kind == 'cpu' else batch_size
+
 @torch.no_grad()
 def logits_of(
     model: nn.Module,       # In evaluation mode, on the device
@@ -52,7 +58,7 @@ def logits_of(
     day_of: dict[str, int], # The model's day of each session
     cfg: Config,            # The model's configuration
     backend: Backend,       # The device; with several processes each gets a part of the batches
-    batch_size: int,        # Trials per batch, at most
+    batch_size: int,        # Trials per batch, at most; of all processes together where they share a processor
     progress: str | None = None, # Label of a progress bar
     smoothing: str = 'same',     # Or `valid`, see `training.trials.smoothing_edges`
     trials: Sequence[int] | None = None, # Some of the trials; None means all
@@ -64,8 +70,7 @@ def logits_of(
     days = model_days(store, day_of)
     first, last = smoothing_edges(store, cfg, smoothing)
     batcher = Batcher(store, bucket_lengths(store, cfg, static_shapes), delivered_dtype(store, backend))
-    # each device of a static mesh gets as many rows as any other
-    rows = -(-batch_size // backend.n_devices) * backend.n_devices if backend.static_shapes else batch_size
+    rows = _rows(batch_size, backend)
     chosen = np.arange(len(store)) if trials is None else np.asarray(trials, int)
     parts = evaluation_batches(store.n_bins[chosen], rows, pad=static_shapes)[backend.rank::backend.world_size]
     batches = [np.where(part >= 0, chosen[part], -1) for part in parts]
