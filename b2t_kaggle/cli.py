@@ -37,6 +37,7 @@ from b2t_kaggle.config import (
     TrainConfig,
     config_fields,
     config_keys,
+    describe_run,
     differing_values,
     flat_values,
     load_config,
@@ -229,6 +230,8 @@ def run_until(
     "Run the stages up to this one and print what happened."
     import pandas as pd
     run = open_run(**options)
+    what = describe_run(run.cfg, run.base_preset)
+    if what: click.echo(f'{what[0].upper()}{what[1:]}.', err=True)
     _tell_settings(run)
     _warn_about_schedule(run.cfg)
     stages = plan(run.cfg, stage)
@@ -240,6 +243,7 @@ def run_until(
     stopped = [row['stage'] for row in rows if row['state'] == 'stopped early']
     same = 'The same line without --force' if force else 'The same line'
     if stopped: click.echo(f'\nStopped early: {", ".join(stopped)}. {same} goes on where they stopped.')
+    if what: click.echo(f'\n{what[0].upper()}{what[1:]}.')
     click.echo(f'\nEverything is in {run.dir}')
     if stage in (None, 'report'):
         click.echo(f'Submission: {run.dir/"submission.csv"}\nReport:     {run.dir/"report.html"}')
@@ -301,8 +305,9 @@ def _quick(options: dict) -> dict:
     click.echo(
         f'Quick: {quick.simulate.n_sessions} sessions of {quick.simulate.train} sentences (else '
         f'{demo.simulate.n_sessions} of {demo.simulate.train}), {quick.train.num_training_batches} batches (else '
-        f'{demo.train.num_training_batches}), a smaller model, and weights of the search that are not tuned: it shows '
-        'that all of it works, and its error rates are high. Without --quick it takes minutes.', err=True)
+        f'{demo.train.num_training_batches}), a smaller model, weights of the search that are not tuned, and '
+        f'{quick.simulate.snr/demo.simulate.snr:g} times the signal: it shows that all of it works, and its error '
+        'rates say nothing of other data. Without --quick it takes minutes.', err=True)
     return options | dict(name=name, preset_=None if is_known else 'quick')
 
 @main.command()

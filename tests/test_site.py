@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from browser import CHROMIUM, CONTRAST, DRIVER, SCROLLED, TOO_WIDE, WIDTHS, browser
 
@@ -21,7 +22,7 @@ from b2t_kaggle import pages
 from b2t_kaggle.comparison import result_table, results_of
 from b2t_kaggle.config import load_config
 from b2t_kaggle.metrics import word_error_rate
-from b2t_kaggle.report import configuration, group_table, headline, provenance, report_page, timings, worst_trials
+from b2t_kaggle.report import configuration, example_trials, group_table, headline, provenance, report_page, timings
 
 ROOT = Path(__file__).parent.parent
 NBS = ROOT/'nbs'
@@ -258,7 +259,8 @@ def test_what_is_wrong_is_found(tmp_path):
 def report(tmp_path_factory):
     "The page of a run with everything that such a page may have."
     words = 'we will see what the others have to say about it'.split()
-    rows = [dict(trial=i, reference=' '.join(words[:3 + i % 8]), text=' '.join(words[i % 2:3 + i % 8]), corpus='Random',
+    def found(i): return ' '.join([*words[i % 2:3 + i % 8], *['too']*(i % 3)])
+    rows = [dict(trial=i, reference=' '.join(words[:3 + i % 8]), text=found(i), corpus='Random',
                  session=f't15.2023.08.{10 + i % 6}', block=i, phonemes='HH AW SIL', greedy='HH AH SIL')
             for i in range(24)]
     results = results_of(rows)
@@ -267,15 +269,17 @@ def report(tmp_path_factory):
     cfg = load_config(base='demo', overrides=changed)
     metrics = dict(steps=600, weights=dict(alpha=0.5, length_penalty=0.123456), PER=0.1)
     stamps = dict(train=dict(seconds=170.0, made=0, metrics=metrics, outputs={'train/best.pt': [1 << 28, 'ab' * 8]}))
-    def draw():
+    def draw(n=1):
         import matplotlib.pyplot as plt
-        fig, ax = plt.subplots(figsize=(10, 3))
-        ax.plot([3, 2, 1], label='loss')
-        ax.legend()
+        fig, axes = plt.subplots(1, n, figsize=(10, 3))
+        for ax in np.atleast_1d(axes):
+            ax.plot([3, 2, 1], label='loss')
+            ax.legend()
         return fig
-    pieces = [headline(results, dict(WER=0.12, PER=0.3), dict(WER='cross-validated')),
+    pieces = [headline(results, dict(WER='cross-validated')),
               *(group_table(result_table(results), by) for by in ('corpus', 'length', 'session')),
-              worst_trials(results), pages.figure(draw(), 'Loss'), timings(stamps), configuration(cfg, 'demo'),
+              example_trials(results), pages.figure(draw(), 'Loss'), pages.figure(draw(2), 'Two losses'),
+              timings(stamps), configuration(cfg, 'demo'),
               provenance(dict(data='simulated'), stamps)]
     cells = [dict(cell_type='markdown', source='# Report\n\n> One page.')]
     for i, piece in enumerate(pieces):
@@ -318,6 +322,22 @@ def test_pages_fit_and_can_be_read(chromium, site, report, width):
     for path in [*(site[0]/f'{name}.html' for name in FEW), site[0]/'source'/'metrics.html', report]:
         assert wrong_in(chromium, path, width) == []
     assert chromium.run(SCROLLED) == [], 'a table of the report has to be scrolled sideways'
+
+
+def test_panels_of_a_figure_stack_on_a_phone(chromium, report):
+    "Each is as wide as the page there; where there is room, they stand side by side. What was found is not green."
+    places = {}
+    for width in WIDTHS:
+        chromium.show(report, WIDTHS[width])
+        places[width] = chromium.run('''return [...document.querySelectorAll('.panels svg')].map(e => {
+            const b = e.getBoundingClientRect(); return [b.left, b.right, b.top, b.bottom] })''')
+    (left, right, _, bottom), (other_left, other_right, top, _) = places['phone']
+    assert left == other_left and top >= bottom and 0 <= left < right == other_right <= WIDTHS['phone']
+    (_, right, above, _), (other_left, _, top, _) = places['desktop']
+    assert other_left >= right and top == above
+    red, green, _ = map(int, re.findall(r'\d+', chromium.run(
+        "return getComputedStyle(document.querySelector('ins')).backgroundColor"))[:3])
+    assert red >= green
 
 
 @pytest.mark.parametrize('width', WIDTHS)

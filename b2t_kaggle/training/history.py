@@ -146,6 +146,7 @@ def plot_history(
         errors.legend()
     if len(val):
         place = val.step[val.val_per.idxmin()], 100 * val.val_per.min()
-        errors.annotate(f'{val.val_per.min():.1%}', place, xytext=(0, 8), textcoords='offset points', ha='center')
-    errors.set(xlabel='batch', ylabel='validation errors (%)' if 'val_wer' in val else 'validation PER (%)', ylim=0)
+        errors.annotate(f'{100*val.val_per.min():.1f} %', place, xytext=(0, 8), textcoords='offset points', ha='center')
+    errors.set(xlabel='batch', ylabel='validation errors (%)' if 'val_wer' in val else 'validation PER (%)')
+    errors.set_ylim(0, 1.15*errors.dataLim.ymax if len(val) else None) # No point is cut off, nor what stands above one
     return fig
