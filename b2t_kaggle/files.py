@@ -5,15 +5,18 @@
 # %% auto #0
 __all__ = ['clear_leftovers', 'WriteError', 'write_error', 'check_output', 'atomic_path', 'write_whole', 'DeferringFile',
            'scratch_folder', 'replaced_folder', 'stays_inside', 'ChangedError', 'file_state', 'unchanged', 'sha256',
-           'format_size', 'free_space', 'require_space', 'user_cache', 'content_hashes']
+           'format_size', 'free_space', 'require_space', 'home_folder', 'is_writable', 'private_folder', 'user_cache',
+           'content_hashes']
 
 # %% ../nbs/00_files.ipynb #c003
+import atexit
 import errno
 import hashlib
 import io
 import os
 import platform
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -61,25 +64,39 @@ def _is_abandoned(path: Path, owner: re.Match) -> bool:
     newest = max(p.lstat().st_mtime for p in (path, *path.rglob('*')))
     return time.time() - newest > _UNTOUCHED
 
+def _is_own(found: os.stat_result) -> bool:
+    "Whether it is a plain file or folder of this user; a link is neither."
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)): return False
+    return not hasattr(os, 'geteuid') or found.st_uid == os.geteuid()
+
+def _put_back(path: Path, target: Path) -> None:
+    "The folder that a temporary folder was to replace goes back to where it was."
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) # It may have become a link meanwhile
+    try:
+        if _is_own(os.fstat(fd)) and stat.S_ISDIR(os.lstat('old', dir_fd=fd).st_mode):
+            os.replace('old', target, src_dir_fd=fd)
+    finally: os.close(fd)
+
 def _remove_leftover(path: Path, target: Path) -> None:
-    "Remove a temporary file or folder; the folder that it was to replace goes back to where it was."
-    if not path.is_dir(): return path.unlink()
-    if (path/'old').exists() and not target.exists(): os.replace(path/'old', target)
-    shutil.rmtree(path)
+    "Remove a temporary file or folder; whatever it was to replace is put back."
+    if not stat.S_ISDIR(path.lstat().st_mode): return path.unlink()
+    if (path/'old').exists() and not target.exists(): _put_back(path, target)
+    shutil.rmtree(path) # Follows no link
 
 def clear_leftovers(
     folder: str | Path,     # It need not exist
     within: bool = False,   # Also in all folders in it
 ) -> None:
-    """Remove temporary files that killed writers left in a folder. Those of living ones stay, and what cannot be
-    removed does."""
+    """Remove temporary files that killed writers left in a folder. Those of living ones and of other users stay, as do
+    links, and what cannot be removed."""
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             owner = _TEMPORARY.fullmatch(name) if name[0] == '.' else None
             if owner is None: continue
             path = Path(parent, name)
             with suppress(OSError): # Another process may have been faster
-                if _is_abandoned(path, owner): _remove_leftover(path, path.with_name(owner['name']))
+                if _is_own(path.lstat()) and _is_abandoned(path, owner):
+                    _remove_leftover(path, path.with_name(owner['name']))
         if not within: break
 
 # %% ../nbs/00_files.ipynb #c014
@@ -162,6 +179,10 @@ def _explained(path: Path, scratch: Path) -> Iterator[None]:
         if found is None: raise
         raise found from e
 
+def _unknown(folder: Path) -> str:
+    "A part of a temporary name that nobody can know before, where others could put a link of that name."
+    return f'.{secrets.token_hex(8)}' if folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ''
+
 @contextmanager
 def atomic_path(
     path: str | Path,           # The file to be; its folder is made where it is missing
@@ -173,10 +194,12 @@ def atomic_path(
     Raises `WriteError` where the file cannot be written, or `path` is no file."""
     path = Path(path)
     check_output(path)
-    scratch = path.with_name(f'.{path.name}.{_owner()}.tmp{"".join(path.suffixes) if suffix is None else suffix}')
-    with _explained(path, scratch):
+    with _explained(path, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(path.parent)
+    ending = ''.join(path.suffixes) if suffix is None else suffix
+    scratch = path.with_name(f'.{path.name}.{_owner()}.tmp{_unknown(path.parent)}{ending}')
+    with _explained(path, scratch):
         try:
             yield scratch
             if durable:
@@ -339,13 +362,46 @@ def require_space(
                       f'free {format_size(n_bytes - free)} there, or choose a folder on another disk')
 
 # %% ../nbs/00_files.ipynb #c049
+def home_folder() -> Path | None:
+    "The user's home; none where neither `HOME` nor the system knows one, as in a container with a number for a user."
+    try: return Path.home()
+    except RuntimeError: return None
+
+def is_writable(
+    folder: str | Path, # It need not exist
+) -> bool:
+    "Whether this user can write into a folder, or make it."
+    folder = Path(folder).absolute()
+    while not folder.exists(): folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+@cache
+def _folder_of_process(pid: int) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix='b2t_kaggle-'))
+    def remove():
+        if os.getpid() == pid: shutil.rmtree(folder, ignore_errors=True)
+    atexit.register(remove)
+    return folder
+
+def private_folder() -> Path:
+    """This user's folder in the system's one for temporary files, which nobody else may look into. Where another user
+    has made something of its name, one that lives as long as this process."""
+    folder = Path(tempfile.gettempdir())/f'b2t_kaggle-{os.geteuid() if hasattr(os, "geteuid") else os.getlogin()}'
+    with suppress(FileExistsError): folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    is_private = _is_own(found) and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    return folder if is_private or os.name == 'nt' else _folder_of_process(os.getpid())
+
 def user_cache(
     name: str, # Name of the subfolder
 ) -> Path:     # It need not exist
-    "The user's folder for files that can be made again and serve all runs."
-    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home()/'.cache')/'b2t_kaggle'/name
+    """The user's folder for files that can be made again and serve all runs: in the home folder, or in `private_folder`
+    where that cannot be written to."""
+    home = os.environ.get('XDG_CACHE_HOME') or (home_folder() or Path())/'.cache'
+    folder = Path(home)/'b2t_kaggle'/name
+    return folder if Path(home).is_absolute() and is_writable(folder) else private_folder()/'cache'/name
 
-# %% ../nbs/00_files.ipynb #c302
+# %% ../nbs/00_files.ipynb #c352
 _NOTED_BYTES = 1 << 24 # Of a file from which on its hash is noted; a smaller one is read in hundredths of a second
 _SHOWN_BYTES = 1 << 27 # From which on there may be something to wait for
 _MAX_NOTES = 1_000     # Then the oldest ones go
@@ -376,7 +432,7 @@ def _write_note(note: Path, digest: str) -> None:
         for old in notes[:-_MAX_NOTES]: old.unlink(missing_ok=True)
         write_whole(note, _sealed(note, digest))
 
-# %% ../nbs/00_files.ipynb #c303
+# %% ../nbs/00_files.ipynb #c353
 def _read_hash(path: Path, seen: Callable[[int], object]) -> str:
     "The hash of a file; `seen` is told how many bytes were read."
     sha = hashlib.sha256()

@@ -21,6 +21,7 @@ from .config import Config
 from .devices.machine import detect
 from .devices.session import check_accelerator_present, session_hours
 from .files import write_error, write_whole
+from .homes import set_home_variables
 from .kernels import forked_kernels, kernel_manager
 from .locks import Lock
 from .report import report_page
@@ -84,6 +85,7 @@ def _needed_next(run: Run, name: str) -> list[str]:
 
 def _set_variables() -> None:
     "Environment variables that the processes of all stages read when they begin, unless they are set."
+    set_home_variables()
     # Two processes that wait for each other by spinning halve each other's speed where cores are shared
     os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up says much that nobody can act on

@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import select
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -90,6 +91,19 @@ def test_an_installation_on_a_file_system_without_locks(tmp_path, number):
             **{k: env[k] for k in ('LD_PRELOAD', 'FLOCK_ERRNO')})
     assert f'kit: no locks in {tmp_path}/envs; let no other ./kit install there' in r.stderr
     assert r.stderr.endswith('no venv today\n') # It went on
+
+
+@pytest.mark.parametrize('home', [None, '/proc/1'])
+def test_without_a_home_the_environment_is_a_temporary_one(tmp_path, home):
+    env = dict(PATH=tools(tmp_path/'bin', NO_VENV), TMPDIR=str(tmp_path)) | (dict(HOME=home) if home else {})
+    def run(): return subprocess.run(['/bin/bash', ROOT/'kit', 'run'], env=env, stderr=subprocess.PIPE, text=True)
+    own = tmp_path/f'b2t_kaggle-{os.getuid()}'
+    assert f'kit: installing into {own}/env-' in run().stderr
+    assert own.stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(own)
+    own.symlink_to('/etc')
+    other = run()
+    assert other.returncode == 2 and "is another user's; B2T_ENVS names a folder" in other.stderr
 
 
 def test_who_waits_for_another_installation_says_so(tmp_path):

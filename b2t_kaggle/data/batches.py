@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from .store import JointStore, TrialStore
+from ..jit import njit
 
 # %% ../../nbs/data/04_batches.ipynb #c008
 def _resolve_days(

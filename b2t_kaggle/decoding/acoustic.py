@@ -11,9 +11,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from .lexicon import flatten
+from ..jit import njit
 from ..phonemes import BLANK, SIL
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile

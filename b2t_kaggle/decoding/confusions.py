@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from .phoneme_lists import Network, align_sequences
+from ..jit import njit
 from ..phonemes import BLANK, PHONEMES, SIL
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile

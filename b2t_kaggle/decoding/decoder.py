@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numba import njit
 from tqdm import tqdm
 
 from ..ctc import check_log_probs
@@ -27,6 +26,7 @@ from .nbest import Fused, Hypothesis
 from .scorers import AutomatonScorer, KenLMScorer, score_word
 from .search import Search
 from ..devices.machine import n_cores
+from ..jit import njit
 from ..lm.automaton import Automaton, check_words, is_arpa
 from ..lm.ngram import LN10, NGram
 from ..phonemes import BLANK, PHONEMES

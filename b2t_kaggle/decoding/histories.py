@@ -9,9 +9,9 @@ __all__ = ['FusedTrial', 'Fusion', 'HistoryScorer', 'fuse', 'fuse_at_end', 'llm_
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numba import njit
 
 from .scorers import AnswerTable, AutomatonScorer, KenLMScorer, score_word
+from ..jit import njit
 from ..lm.automaton import find
 from ..lm.ngram import LN10
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 
@@ -37,6 +36,7 @@ from .lexicon import Lexicon, flatten
 from .nbest import Hypothesis
 from .phoneme_lists import PhonemeList, phoneme_network
 from ..files import write_whole
+from ..jit import njit
 from ..lm.automaton import Automaton
 from ..lm.ngram import NGram
 from ..phonemes import BLANK, PHONEMES, SIL

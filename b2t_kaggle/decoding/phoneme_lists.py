@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from ..jit import njit
 from ..phonemes import BLANK, PHONEMES, SIL, normalize_sentence
 from ..reading import parse_json, read_text, split_lines
 

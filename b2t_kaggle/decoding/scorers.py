@@ -9,8 +9,8 @@ __all__ = ['NGramView', 'score_word', 'AutomatonScorer', 'AnswerTable', 'KenLMSc
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from ..jit import njit
 from ..lm.automaton import ARC, FIRST, STATE, Automaton, find, step
 from ..lm.ngram import LN10, NGram
 

@@ -10,11 +10,11 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from .histories import HistoryScorer, fuse, fuse_at_end, llm_scores
 from .lexicon import Trie, count_bits, flatten, lowest_bit
 from .scorers import AutomatonScorer, KenLMScorer, NGramView, score_word
+from ..jit import njit
 from ..lm.ngram import LN10
 from ..phonemes import BLANK, SIL
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 
 import numpy as np
-from numba import njit
 
 from ..files import atomic_path, require_space, scratch_folder
+from ..jit import njit
 from ..reading import MAX_NGRAM_BYTES, SMALL_BYTES, ReadError, check_is_file, limit_lines
 
 # %% ../../nbs/lm/00_arpa.ipynb #c006

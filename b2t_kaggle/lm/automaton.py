@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from ..files import atomic_path, content_hashes, unchanged, user_cache
+from ..jit import njit
 from b2t_kaggle.lm.arpa import (
     ArpaError,
     ArpaReader,
