@@ -28,7 +28,7 @@ from .encoders.gru import GRUConfig
 from .files import write_whole
 from .official import is_official, to_our_names
 from .reading import ReadError, parse_yaml, read_yaml_file
-from .schema import AbsolutePath, ConfigError, FolderOrName, Section, describe_errors
+from .schema import AbsolutePath, ConfigError, FolderOrName, PathOrText, Section, describe_errors
 
 # %% ../nbs/08_config.ipynb #c007
 class SimulateConfig(Section):
@@ -363,7 +363,7 @@ def _as_absolute(source: str) -> str:
     return str(Path(source).absolute()) if Path(source).exists() else source
 
 class CombineConfig(Section):
-    sources: Annotated[list[Annotated[str, AfterValidator(_as_absolute)]], BeforeValidator(_as_list)] = []
+    sources: Annotated[list[Annotated[PathOrText, AfterValidator(_as_absolute)]], BeforeValidator(_as_list)] = []
     ("Other systems whose sentences are combined with the run's own: runs (their folders, or their names among the "
      "runs), and files of hypotheses whose names have the word val or test. None means no combination.")
     nbest: int = Field(10, ge=1)

@@ -508,13 +508,17 @@ def _language_models(found: Attached, overrides: Mapping[str, Any], problems: li
         if key in overrides: continue
         path = _find_one(paths, name, f'set overrides={{"{key}": …}}', problems)
         if path: values[key] = path
+    chosen = values | overrides
+    if chosen.get('rescore.adapter') and not chosen.get('rescore.model'):
+        problems.append(f'the LLM of the adapter {chosen["rescore.adapter"]}: not attached; attach it, or set '
+                        'overrides={"rescore.adapter": None} to rank without both')
     return values
 
 def _needed(values: Mapping[str, Any]) -> dict[str, str]:
     "The packages that decoding with these values needs."
     lm = values.get('lm.path')
     packages = TRAINING | DECODING
-    if lm and _is_kenlm(Path(lm)): packages |= KENLM
+    if lm and Path(lm).is_file() and _is_kenlm(Path(lm)): packages |= KENLM
     if values.get('rescore.model') or values.get('decode.llm'): packages |= RESCORING
     if values.get('rescore.adapter') or values.get('decode.llm_adapter'): packages |= ADAPTER
     return packages | EIGHT_BIT if values.get('rescore.eight_bit') else packages
