@@ -68,5 +68,6 @@ def did_you_mean(
 ) -> str:
     "The end of an error about a name that does not exist, from its semicolon on."
     near = near_names(word, known)
-    hint = f'did you mean {" or ".join(near)}?' if near else otherwise
+    *others, last = near or ['']
+    hint = f'did you mean {", ".join(others)}{" or " if others else ""}{last}?' if near else otherwise
     return hint and f'; {hint}'

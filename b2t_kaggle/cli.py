@@ -429,7 +429,7 @@ def sweep(force, overrides, trials, study, startup, **options):
     texts, fixed = split_ranges(overrides)
     _with_values(texts, {key: options[k] for k, key in _CONFIG_KEYS.items() if options.get(k) is not None})
     run = open_run(overrides=fixed, **options)
-    sweep_runs(run, ranges_of(texts, run.cfg), trials, study, startup)
+    sweep_runs(run, ranges_of(texts, run.cfg, fixed), trials, study, startup)
 
 main.command()(shared_options(training_options(_with(SWEEP_OPTIONS, sweep))))
 

@@ -36,11 +36,13 @@ def sweep_runs(
     "Take trials until there are enough, then print and write what came of them."
     from b2t_kaggle.sweep import Sweep, run_trials, write_sweep
     sweep = Sweep(run, ranges, study, startup)
+    n_before = sum(t.state.is_finished() for t in sweep.study.trials)
     is_over = not run_trials(sweep, trials)
     table = write_sweep(sweep)
     shown = dict(PER='{:.2%}'.format, minutes='{:.1f}'.format)
     click.echo(f'\n{table.to_string(index=False, na_rep="", formatters=shown)}\n')
     if is_over: click.echo('The session is over; the same line goes on.')
+    if n_before == len(table): click.echo(f'All {n_before} trials were done before; --trials {2*n_before} takes more.')
     running = table.run[table.state == 'running'].tolist()
     if running and not is_over: click.echo(f'Not done, at work elsewhere or lost there: {", ".join(running)}')
     click.echo(f'Table and plots: {run.dir/"sweep.csv"}, {run.dir/"sweep.png"}')

@@ -127,9 +127,34 @@ def test_machines_share_a_study(stage, tmp_path):
 
 
 def test_what_cannot_be_searched(stage, tmp_path):
+    "It is refused before there is a folder or a study, so that the line can be corrected and called again."
     for options, why in ((['--set', 'train.lr_max=1e-2:1e-4'], 'write the lower end first'),
                          (['--set', 'model.rnn_dropout=0:3'], 'model.rnn_dropout'),
+                         (['--set', 'model.bidirectional=0:1'], 'valid boolean (found 0.5)'),
+                         (['--set', 'train.optimizer=adamw,adam'], 'did you mean adamw?'),
+                         (['--set', 'train.lr_mx=1:2'], 'did you mean train.lr_max, '),
+                         (['--set', 'train.lr_max=fast,slow'], "found 'fast'"),
+                         (['--set', 'data.batch_size=2,16'], 'data.batch_size is 2, fewer trials'),
+                         (['--set', 'data.days_per_batch=2,9'], 'there are 8 sessions'),
+                         (['--set', 'train.cr_ctc=0,0.2', '--set', 'model.name=gru,triple_gru', '--set', 'lr_max=1:2'],
+                          'found two ranges'),
+                         (['--set', 'train.refit=0,0.1', '--set', 'train.early_stopping=false,true'],
+                          'train.refit 0.1, train.early_stopping True: train'),
+                         (['--set', 'train.init_checkpoint_path=/no/best.pt,null'], '/no/best.pt does not exist'),
+                         (['--set', 'infer.checkpoint=/no/best.pt'], 'nothing to do'),
+                         (['--set', 'batch_size=8,16', '--batch-size', '8'], 'by an option of its own'),
                          (['--force', 'train'], '--force is for one run')):
         done, _ = sweep(tmp_path, *options)
         assert done.exit_code and why in done.output, done.output
+        assert not list(tmp_path.iterdir()), options
     assert not stage.steps
+
+
+def test_a_sweep_that_is_called_again_says_that_it_is_done(stage, tmp_path):
+    first, expected = sweep(tmp_path, '--trials', '2')
+    stage.steps = []
+    again, table = sweep(tmp_path, '--trials', '2')
+    assert again.exit_code == 0 and 'All 2 trials were done before; --trials 4 takes more' in again.output
+    assert table.equals(expected) and not stage.steps and 'were done before' not in first.output
+    more, table = sweep(tmp_path, '--trials', '3')
+    assert more.exit_code == 0 and len(table) == 3 and 'were done before' not in more.output
