@@ -8,7 +8,9 @@ __all__ = ['shared_options', 'training_options', 'open_run', 'run_until', 'main'
 
 # %% ../nbs/17_cli.ipynb #c003
 import contextlib
+import io
 import json
+import os
 import shlex
 import sys
 import traceback
@@ -260,8 +262,18 @@ def _without_force(arguments: list[str]) -> list[str]:
     pairs = zip(['', *arguments], arguments)
     return [a for before, a in pairs if before != '--force' and a != '--force' and not a.startswith('--force=')]
 
+def _replace_characters() -> None:
+    "Print a question mark for what the terminal's encoding does not have, here and in the processes that are started."
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper): stream.reconfigure(errors='replace')
+    if encoding := getattr(sys.stdout, 'encoding', None): os.environ['PYTHONIOENCODING'] = f'{encoding}:replace'
+
 class _Group(Group):
     "Turns what the kit itself raises into one line and exit status 1; anything else is a bug and shows its traceback."
+    def main(self, *args, **options):
+        _replace_characters()
+        return super().main(*args, **options)
+
     def invoke(self, ctx):
         try: return super().invoke(ctx)
         except KeyboardInterrupt as e:

@@ -595,8 +595,8 @@ def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
     "The days that `n` processes record, as they are done; raises `SimulateError` with the last line of one that fails."
     days, theirs = os.pipe()
     command = [sys.executable, '-m', 'b2t_kaggle.data.simulate', str(out_dir)]
-    processes = [subprocess.Popen([*command, str(first), str(n)], stdout=theirs, stderr=subprocess.PIPE, text=True)
-                 for first in range(n)]
+    processes = [subprocess.Popen([*command, str(first), str(n)], stdout=theirs, stderr=subprocess.PIPE, text=True,
+                                  errors='replace') for first in range(n)]
     os.close(theirs)
     try:
         with open(days) as lines: yield from map(int, lines)

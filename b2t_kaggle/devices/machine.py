@@ -68,7 +68,7 @@ def _nvidia_smi() -> str:
     "Output of the driver's tool, one line for each GPU; empty if there is none."
     if shutil.which('nvidia-smi') is None: return ''
     command = ['nvidia-smi', '--query-gpu=name,memory.total,compute_cap', '--format=csv,noheader,nounits']
-    try: done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    try: done = subprocess.run(command, capture_output=True, text=True, errors='replace', timeout=10)
     except (OSError, subprocess.TimeoutExpired): return ''
     return done.stdout if done.returncode == 0 else ''
 

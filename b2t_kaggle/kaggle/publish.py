@@ -178,7 +178,7 @@ def is_checkout(
 def _git_files(folder: Path) -> list[Path]:
     "What git knows in a folder or would add; raises `ValueError` if it cannot be asked."
     command = ['git', '-C', str(folder), 'ls-files', '-z', '--cached', '--others', '--exclude-standard']
-    try: done = subprocess.run(command, capture_output=True, text=True)
+    try: done = subprocess.run(command, capture_output=True, text=True, errors='replace')
     except OSError as e: raise ValueError(f'{folder}: is one of git, which does not start here ({e})') from None
     if done.returncode: raise ValueError(f'{folder}: git says {done.stderr.strip()}')
     return [Path(name) for name in done.stdout.split('\0') if name]
@@ -217,7 +217,8 @@ def client_user() -> str | None:
     "The user for whom Kaggle's client is configured; None if it is not there, or not configured."
     client = find_client()
     if client is None: return None
-    done = subprocess.run([client, 'config', 'view'], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run([client, 'config', 'view'], capture_output=True, text=True, errors='replace',
+                          stdin=subprocess.DEVNULL)
     user = re.search(r'^- username: (\S+)', done.stdout, re.MULTILINE)
     return user[1] if user and user[1] != 'None' else None
 
@@ -226,7 +227,8 @@ def _call_client(
 ) -> str:               # The address of the page that shows how it goes on
     "Call the client and print what it prints; raises `RuntimeError` if Kaggle refuses."
     lines = []
-    with subprocess.Popen([find_client() or 'kaggle', *command[1:]], stdout=subprocess.PIPE, text=True) as process:
+    called = [find_client() or 'kaggle', *command[1:]]
+    with subprocess.Popen(called, stdout=subprocess.PIPE, text=True, errors='replace') as process:
         for line in process.stdout:
             lines.append(line.strip())
             print(line, end='', flush=True)

@@ -261,7 +261,7 @@ def _pip_install(
     constraints.write_text('\n'.join(f'{package}=={version}' for package, version in pinned_versions().items()))
     command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--constraint', str(constraints)]
     for origin, options in _origins(Path(input_dir)).items():
-        done = subprocess.run([*command, *options, *packages], capture_output=True, text=True)
+        done = subprocess.run([*command, *options, *packages], capture_output=True, text=True, errors='replace')
         if done.returncode == 0:
             importlib.invalidate_caches()
             print(f'installed from {origin}:', *packages)

@@ -78,7 +78,7 @@ def _pip(
     command = [sys.executable, '-m', 'pip', *other, *args, '--quiet', '--disable-pip-version-check', '--no-input']
     # What PYTHONPATH adds to this interpreter is not installed in another one
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH' or not other} | variables
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=env)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors='replace', env=env)
     if not done.returncode: return
     lines = done.stderr.strip().splitlines() or ['it gave no reason']
     errors = [line.removeprefix('ERROR: ') for line in lines if line.startswith('ERROR: ')]
@@ -91,7 +91,7 @@ def find_python(
     for candidate in (sys.executable, shutil.which(f'python{version}')):
         if candidate is None: continue
         code = 'import sys; print(*sys.version_info[:2], sep=".")'
-        done = subprocess.run([candidate, '-c', code], capture_output=True, text=True)
+        done = subprocess.run([candidate, '-c', code], capture_output=True, text=True, errors='replace')
         if done.stdout.strip() == version: return candidate
 
 NEW = '9999' # Stands for a version that nobody looked up
@@ -104,7 +104,7 @@ def emulated(
     with scratch_folder() as folder:
         creator = find_python(image.python) or sys.executable
         command = [creator, '-m', 'venv', '--without-pip', str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, errors='replace')
         if done.returncode: raise RuntimeError(f'{creator} makes no environment: {done.stdout}{done.stderr}')
         packages, = folder.glob('lib/python*/site-packages')
         for name, version in image.holds.items():

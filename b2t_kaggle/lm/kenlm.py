@@ -165,12 +165,12 @@ def run_lmplz(
         if vocab is not None:
             (d/'vocab').write_text('\n'.join(sorted(vocab)), encoding='utf-8')
             command += ['--limit_vocab_file', d/'vocab']
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors='replace')
         if done.returncode:
             raise RuntimeError(f'{program} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}')
         if order == 1:
-            content = arpa.read_text().replace('\n\n', '\nngram 2=0\n\n', 1)
-            arpa.write_text(content.replace('\\end\\', '\\2-grams:\n\n\\end\\'))
+            content = arpa.read_text('utf-8').replace('\n\n', '\nngram 2=0\n\n', 1)
+            arpa.write_text(content.replace('\\end\\', '\\2-grams:\n\n\\end\\'), 'utf-8')
         if not str(path).endswith('.gz'): require_space(Path(path).parent, arpa.stat().st_size, 'the n-gram model')
         with atomic_path(path) as scratch, open(arpa, 'rb') as f, open_text(scratch, 'wb') as out:
             shutil.copyfileobj(f, out)

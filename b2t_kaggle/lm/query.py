@@ -196,7 +196,8 @@ class QueryProcess:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             [sys.executable, '-c', _ANSWER, self.path, str(self.capitals), *sys.path],
-            text=True, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
+            stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
+            encoding='utf-8', env=os.environ | dict(PYTHONIOENCODING='utf-8'), # Whatever the terminal's is
             start_new_session=True, # A Ctrl-C is for the one that asks
         )
         self._pid = os.getpid()
