@@ -69,6 +69,11 @@ def _write(output: Path, hypotheses, combined) -> None:
         write_hypotheses(output, written)
     click.echo(f'Wrote {output}')
 
+def _are_taught(hypotheses, teachers) -> bool:
+    "Whether some of the trials are among those that were learned from."
+    return any(t.reference is not None and name in teachers.trials and teachers.trials[name].reference == t.reference
+               for name, t in hypotheses.trials.items())
+
 def _tell(title: str, hypotheses, combined) -> None:
     "Error rates by corpus, and what is gained over the plain vote, for trials with references."
     from b2t_kaggle.bootstrap import bootstrap_difference
@@ -111,8 +116,10 @@ def combine_sources(
     if output is None: raise click.UsageError('-o is missing: the file to write')
     if lm and not tune: raise click.UsageError('--lm needs --tune: how much it counts is learned')
     from b2t_kaggle.lm.automaton import load_ngram
+    from b2t_kaggle.metrics import IN_SAMPLE
     from b2t_kaggle.rescoring.corrections import Combined, apply, cross_validate, learn, vote
     model = load_ngram(lm) if lm else None
+    mark = ''
     hypotheses = _read(sources, 'test', out, blocks)
     click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
     if not tune: combined = [Combined(text, 1.) for text in vote(hypotheses)]
@@ -126,5 +133,6 @@ def combine_sources(
             if v not in corrector.voters:
                 click.echo(f'{" ".join(filter(None, v))} is not heard: --tune has nothing of it to learn from')
         combined = apply(corrector, hypotheses, model)
-    _tell('On what is written:', hypotheses, combined)
+        if _are_taught(hypotheses, teachers): mark = f' {IN_SAMPLE}'
+    _tell(f'On what is written{mark}:', hypotheses, combined)
     _write(output, hypotheses, combined)

@@ -34,6 +34,7 @@ def sweep_runs(
     startup: int,
 ) -> None:
     "Take trials until there are enough, then print and write what came of them."
+    from b2t_kaggle.metrics import IN_SAMPLE
     from b2t_kaggle.sweep import Sweep, run_trials, write_sweep
     sweep = Sweep(run, ranges, study, startup)
     n_before = sum(t.state.is_finished() for t in sweep.study.trials)
@@ -47,5 +48,5 @@ def sweep_runs(
     if running and not is_over: click.echo(f'Not done, at work elsewhere or lost there: {", ".join(running)}')
     click.echo(f'Table and plots: {run.dir/"sweep.csv"}, {run.dir/"sweep.png"}')
     if not (table.state == 'complete').any(): raise click.ClickException('no trial came to its end')
-    click.echo(f'Best on val: {table.run[0]}, PER {table.PER[0]:.2%}; ' +
+    click.echo(f'Best on val: {table.run[0]}, PER {table.PER[0]:.2%} {IN_SAMPLE}; ' +
                as_called(f'b2t run --name {table.run[0]} goes on with it'))

@@ -53,7 +53,7 @@ STAGES = {s.name: s for s in (
     Stage('combine', 'one sentence of those of several systems', ('combine',),
           ('rescore', 'decode', 'generate', 'lm', 'pack')),
     Stage('submit', 'write and validate submission.csv', (), ('combine', 'rescore', 'decode', 'generate', 'pack')),
-    Stage('report', 'one page: PER, WER, sessions, worst trials, curves', ('report',), ('submit', 'pack')),
+    Stage('report', 'one page: PER, WER, sessions, trials, curves', ('report',), ('submit', 'pack')),
 )}
 
 # %% ../nbs/12_stages.ipynb #c008

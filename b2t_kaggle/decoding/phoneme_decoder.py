@@ -7,6 +7,7 @@ __all__ = ['ConfusionModel', 'list_frames', 'expected_errors', 'decode_lists', '
            'save_confusions', 'load_confusions', 'write_sentences']
 
 # %% ../../nbs/decoding/11_phoneme_decoder.ipynb #c003
+import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -53,6 +54,18 @@ class ConfusionModel:
     lm_weight: float = 1.0    # Weight of the n-gram's score beside the network's
     word_score: float = 0.0   # Added per word
     sharpness: float = 1.0    # Of the sentences' probabilities: exp(sharpness · total)
+    learned: tuple[str, ...] = () # Hashes of the trials that it was learned from
+
+    def knows(self,
+        lists: Sequence[PhonemeList], # Trials
+    ) -> bool:
+        "Whether it was learned from some of these trials, so that their error rate is too good."
+        return not set(self.learned).isdisjoint(map(_hash, lists))
+
+def _hash(trial: PhonemeList) -> str:
+    "What identifies a trial: its sequences and what was said."
+    said = [[list(map(int, s)) for s in trial.sequences], trial.sentence]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 def _normalized(scores: np.ndarray) -> np.ndarray:
     "Scores of classes as log-probabilities [N, 41]."
@@ -305,7 +318,7 @@ def fit_confusions(
     trials = [_learned(i, x) for i, x in enumerate(lists)]
     if len(lists) < n_folds:
         raise ValueError(f'found {len(lists)} trials, expected at least {n_folds}, one for each fold')
-    final = _fit_classes(trials, class_penalty)
+    final = replace(_fit_classes(trials, class_penalty), learned=tuple(map(_hash, lists)))
     if change_penalty == np.inf: return final
     fold = _folds(len(lists), n_folds, seed)
     with_candidates = []
@@ -367,7 +380,9 @@ def load_confusions(
     except ValueError: values = None
     problem = f'{path}: not a model of confusions of this version; make one with `b2t confusions`'
     if not isinstance(values, dict) or values.pop('format', None) != _FORMAT: raise ValueError(problem)
-    try: return ConfusionModel(**values | {k: np.array(values[k], float) for k in ('slots', 'gaps')})
+    try:
+        arrays = {k: np.array(values[k], float) for k in ('slots', 'gaps')}
+        return ConfusionModel(**values | arrays | dict(learned=tuple(values.get('learned', ()))))
     except (KeyError, TypeError, ValueError): raise ValueError(problem) from None
 
 def write_sentences(
