@@ -6,6 +6,8 @@
 __all__ = ['merge']
 
 # %% ../nbs/16_cli_merge.ipynb #c002
+import hashlib
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -35,6 +37,22 @@ def _tell_origins(merged: dict) -> None:
     counts = Counter(m.origin for m in merged.values())
     for origin, title in _ORIGINS.items():
         if counts[origin]: click.echo(f'{counts[origin]:6} {title}')
+
+_TAUGHT = 'taught.json' # In the folder of an adapter: hashes of the sentences that it was taught
+
+def _hash(sentence: str) -> str: return hashlib.sha256(sentence.encode()).hexdigest()[:16]
+
+def _note_taught(folder: Path, phases) -> None:
+    "Keep beside an adapter what it was taught."
+    from b2t_kaggle.files import write_whole
+    write_whole(folder/_TAUGHT, json.dumps(sorted({_hash(e.answer) for phase in phases for e in phase})))
+
+def _was_taught(adapter: Path | None, asked) -> bool:
+    "Whether an adapter was taught some of the sentences that are asked."
+    from b2t_kaggle.reading import parse_json, read_text
+    if adapter is None or not (adapter/_TAUGHT).exists(): return False
+    taught = set(parse_json(read_text(adapter/_TAUGHT)))
+    return any(e.answer is not None and _hash(e.answer) in taught for e in asked)
 
 def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, list]:
     "The examples of val and train to learn from; raises `ValueError` where lists teach nothing."
@@ -82,6 +100,7 @@ def merge(sources, model, output, tune, train, adapter, snap, candidates, folds,
     A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv, sentences .txt), or a
     run, whose lists of test are taken. Where the SOURCEs are the files of --tune, each trial is answered by a model
     that was not taught its sentence. An interrupted training continues with the same command."""
+    from b2t_kaggle.metrics import IN_SAMPLE
     from b2t_kaggle.rescoring.llm import load_lm
     from b2t_kaggle.rescoring.merge import cross_validate_merger, train_merger
     from b2t_kaggle.rescoring.merge import merge as ask
@@ -102,11 +121,15 @@ def merge(sources, model, output, tune, train, adapter, snap, candidates, folds,
     if crossed:
         parts = curricula(*lessons, folds, seed)
         merged = cross_validate_merger(lm, tokenizer, parts, folder, snap, left, **teaching)
+        for k, part in enumerate(parts): _note_taught(folder/f'fold{k}', part.phases)
         merged = {e.trial: merged[e.trial] for e in asked}
     else:
         if tune:
-            lm = train_merger(lm, tokenizer, curriculum(*lessons, asked).phases, folder, left=left, **teaching)
+            phases = curriculum(*lessons, asked).phases
+            lm = train_merger(lm, tokenizer, phases, folder, left=left, **teaching)
+            _note_taught(folder, phases)
         merged = dict(zip((e.trial for e in asked), ask(lm, tokenizer, asked, snap, left=left)))
     _tell_origins(merged)
-    _tell('On what is written:', hypotheses.subset(merged), list(merged.values()))
+    mark = f' {IN_SAMPLE}' if _was_taught(None if tune else adapter, asked) else ''
+    _tell(f'On what is written{mark}:', hypotheses.subset(merged), list(merged.values()))
     _write_merged(output, hypotheses, merged, model)

@@ -113,6 +113,8 @@ def finished(tmp_path_factory):
 def test_a_run_leaves_everything(finished):
     run, _, r = finished
     assert str(run/'submission.csv') in r.stdout
+    what = 'Simulated participant, preset demo, 6 batches.' # Of other values than the demo's nothing is expected
+    assert what in r.stderr and what in r.stdout and what in (run/'report.html').read_text()
     rows = list(csv.DictReader((run/'submission.csv').open()))
     assert [row['id'] for row in rows] == [str(i) for i in range(4)]   # the first session has no test trials
     assert (run/'report.html').stat().st_size > 10_000
