@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .devices.processes import end_with_parent, own_python
 
@@ -34,12 +34,14 @@ IMPORTS = ('ipykernel.kernelapp', 'matplotlib.pyplot', 'matplotlib_inline.backen
 
 def _become(
     parent: int,            # The process that this one is a fork of
+    heard: dict[int, Any],  # Handlers of signals that the other one ignores
     command: list[str],     # As Jupyter would start a kernel: Python, `-c`, code and arguments
     env: dict[str, str],    # All environment variables
     folder: str,            # The kernel's working folder
 ) -> None:
     "Be the kernel of a command until it ends."
     end_with_parent(parent)
+    for number, handler in heard.items(): signal.signal(number, handler)
     os.setsid() # As Jupyter has it, so that a Ctrl-C in the terminal is not a kernel's
     os.chdir(folder)
     os.environ.clear()
@@ -68,12 +70,14 @@ def _forked(connection: socket.socket) -> dict | None: # What was asked for, in 
 def serve(
     fd: int, # Of a socket
 ) -> None:
-    "Import what stages do, and fork a kernel for each line from a socket, until it is closed."
+    """Import what stages do, and fork a kernel for each line from a socket, until it is closed. A scheduler may tell each
+    process of a run to end: those that have something to save outlive this one no more than others, so it stays."""
+    heard = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     os.environ[PARENT] = str(os.getpid()) # Read when ipykernel is imported
     _import(IMPORTS)
     this = os.getpid()
     asked = _forked(socket.socket(fileno=fd))
-    if asked: _become(this, asked['command'], asked['env'], asked['folder'])
+    if asked: _become(this, heard, asked['command'], asked['env'], asked['folder'])
 
 # %% ../nbs/13_kernels.ipynb #c008
 class ForkedProcess:

@@ -17,12 +17,13 @@ from pathlib import Path
 from ..config import Config
 from ..data.store import TrialStore
 from ..devices.machine import n_cores
-from ..devices.processes import end_with_parent
+from ..devices.interrupts import ended_when_asked, noted_interrupt
+from ..devices.processes import end_with_parent, own_code, own_python
 from ..devices.torch import pick_torch
 from ..files import scratch_folder, write_whole
 from .parallel import in_torchrun
 from .trainer import train
-from ..training.loop import noted_interrupt
+from ..training.loop import kept_batches
 from ..training.recipe import TrainingError
 
 # %% ../../nbs/pytorch/11_launch.ipynb #c008
@@ -47,7 +48,8 @@ def work(
     try:
         store, store_val = (path and TrialStore.open(path) for path in options['stores'])
         cfg = Config.model_validate(options['config'])
-        result = train_of(cfg)(store, store_val, cfg, options['out'], options['progress'])
+        with ended_when_asked():
+            result = train_of(cfg)(store, store_val, cfg, options['out'], options['progress'])
     except KeyboardInterrupt as e:
         if os.environ['RANK'] == '0': write_whole(job.with_name('interrupted'), str(e))
         raise SystemExit(130) from None # Who started it says what is saved
@@ -89,20 +91,33 @@ def _job_folder(out_dir: Path) -> Iterator[Path]:
 def _exit_status(
     command: list[str],
     env: dict[str, str],
-) -> tuple[int, bool]: # And whether there was a Ctrl-C
-    "Run a command to its end; the first Ctrl-C waits for what the command makes of it."
-    # A Ctrl-C may come before the process is waited for: it is noted, not raised
-    with noted_interrupt() as is_noted, subprocess.Popen(command, env=env, preexec_fn=end_with_parent) as process:
+) -> tuple[int, bool]: # And whether this process was asked to end
+    "Run a command to its end; what asks this process to end waits for what the command makes of it."
+    # It may be asked before the other one is waited for: that is noted, not raised
+    with noted_interrupt() as is_noted, subprocess.Popen(command, env=env) as process:
         try: return process.wait(), is_noted()
         except KeyboardInterrupt:
             process.kill()
             raise
 
 # %% ../../nbs/pytorch/11_launch.ipynb #c018
-_TORCHRUN = """from torch.distributed.elastic.multiprocessing.api import SignalException
+_TORCHRUN = """import os
+os.environ['B2T_TORCHRUN'] = str(os.getpid())
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main
 try: main()
 except SignalException as e: raise SystemExit(128 + e.sigval) from None"""
+
+def _command(
+    n_processes: int, # Of this machine
+    job: Path,        # What they do
+) -> list[str]:
+    "`torchrun` and what each of its processes executes, which is written beside the job."
+    alone = [] if several_machines() else ['--standalone']
+    code = own_code('from b2t_kaggle.pytorch.launch import work; work(sys.argv[1])', 'int(os.environ["B2T_TORCHRUN"])')
+    worker = job.with_name('worker.py')
+    write_whole(worker, f'import os\n{code}\n')
+    return [*own_python(f'exec({_TORCHRUN!r})'), *alone, f'--nproc_per_node={n_processes}', str(worker), str(job)]
 
 def launch(
     n_processes: int,             # Processes, one per GPU, or some on a CPU
@@ -116,8 +131,6 @@ def launch(
     out = Path(out_dir).absolute()
     stores = [s and str(Path(s.path).absolute()) for s in (store, store_val)]
     options = dict(stores=stores, config=cfg.dump(), out=str(out), progress=progress)
-    alone = [] if several_machines() else ['--standalone']
-    torchrun = [sys.executable, '-c', _TORCHRUN, *alone, f'--nproc_per_node={n_processes}']
     threads = os.environ.get('OMP_NUM_THREADS', str(max(1, n_cores() // n_processes)))
     with _job_folder(out) as d:
         job = d/'job.json'
@@ -125,12 +138,11 @@ def launch(
         if several_machines():
             line = _line_for_others(n_processes, job)
             print(f'Waiting for the other machines; on the second one: {line}', flush=True)
-        command = [*torchrun, '-m', 'b2t_kaggle.pytorch.launch', str(job)]
-        status, was_interrupted = _exit_status(command, os.environ | {'OMP_NUM_THREADS': threads})
+        status, was_interrupted = _exit_status(_command(n_processes, job), os.environ | {'OMP_NUM_THREADS': threads})
         if status == 0: return json.loads(job.with_name('result').read_text())
         interrupted = job.with_name('interrupted')
-        if interrupted.exists(): raise KeyboardInterrupt(interrupted.read_text())
-        if was_interrupted: raise KeyboardInterrupt('the last checkpoint is intact')
+        saved = interrupted.read_text() if interrupted.exists() else ''
+        if saved or was_interrupted or interrupted.exists(): raise KeyboardInterrupt(saved or kept_batches(out, cfg))
         error = job.with_name('error')
         if error.exists(): raise TrainingError(error.read_text())
     raise TrainingError(f'training in {n_processes} processes ended with exit status {status}; its output says why. '

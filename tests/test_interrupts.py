@@ -1,0 +1,116 @@
+"""Trainings of real runs that are asked to end in each of the ways there are: what they had is saved, they say how much
+that is, and nobody of them stays."""
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from killed import LIMIT
+from test_pipeline import SMALL, sets, stages_here
+
+from b2t_kaggle.pipeline import run_stages
+from b2t_kaggle.pytorch.checkpoint import load_file
+from b2t_kaggle.runs import Run
+
+# Longer than any test, and nothing is saved unless somebody asks
+WITHOUT_END = {'train.num_training_batches': 10**6, 'train.batches_per_save': 10**6,
+               'train.batches_per_val_step': 10**6}
+
+
+@pytest.fixture(scope='module')
+def packed(tmp_path_factory):
+    "The work folder of a run whose sessions are packed."
+    tmp = tmp_path_factory.mktemp('packed')
+    with stages_here(): run_stages(Run(tmp/'run', tmp/'data', SMALL), 'pack')
+    return tmp/'data'
+
+
+def command(folder, work, **values):
+    options = ['--out', folder, '--work', work, '--name', 'asked', *sets(SMALL | WITHOUT_END | values)]
+    return [sys.executable, '-m', 'b2t_kaggle.cli', 'train', *map(str, options)]
+
+
+def read_until(fd, pattern, seconds=LIMIT):
+    "What is read until a pattern stands in it."
+    text = ''
+    end = time.monotonic() + seconds
+    while not re.search(pattern, text):
+        assert select.select([fd], [], [], max(0, end - time.monotonic()))[0], f'{pattern} did not come: {text[-3000:]}'
+        got = os.read(fd, 4096).decode(errors='replace')
+        assert got, f'it ended: {text[-3000:]}'
+        text += got
+    return text
+
+
+STEPS = r' [3-9]/1000000 '  # Some batches are done
+
+
+def family(pid): return psutil.Process(pid).children(recursive=True)
+
+
+def check_saved(folder, rest, gone):
+    "The checkpoint is that of which the command spoke, where it could; nobody is left."
+    _, alive = psutil.wait_procs(gone, timeout=60)
+    assert not alive, alive
+    saved = load_file(folder/'asked'/'train'/'last.pt')['step']
+    assert saved >= 3
+    if rest is not None: assert f'Interrupted in the stage train: {saved:,} of 1,000,000 batches are saved' in rest, rest
+    left = [p for p in folder.rglob('.*') if '.tmp' in p.name]
+    assert not left, left
+
+
+def test_ctrl_c_that_ends_the_reader_of_the_output_first(packed, tmp_path):
+    "`b2t train 2>&1 | tee log`: the pipe is gone before anything can be saved, or said."
+    reading, writing = os.pipe()
+    p = subprocess.Popen(command(tmp_path, packed), stdout=writing, stderr=writing)
+    os.close(writing)
+    read_until(reading, STEPS)
+    started = family(p.pid)
+    os.close(reading)
+    p.send_signal(signal.SIGINT)
+    assert p.wait(100) in (130, 141)  # Whichever it notices first
+    check_saved(tmp_path, None, started)
+
+
+@pytest.mark.parametrize('n_processes', [1, 2])
+def test_a_scheduler_that_ends_every_process(packed, tmp_path, n_processes):
+    "SIGTERM to all that there are."
+    with subprocess.Popen(command(tmp_path, packed, **{'train.processes': n_processes}), stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT) as p:
+        read_until(p.stdout.fileno(), STEPS)
+        started = family(p.pid)
+        for q in [p, *started]: q.send_signal(signal.SIGTERM)
+        rest = p.stdout.read().decode()
+        assert p.wait(100) == 128 + signal.SIGTERM, rest
+    assert 'Traceback' not in rest, rest
+    check_saved(tmp_path, rest, started)
+
+
+def test_a_pipe_that_only_the_processes_of_a_training_write_to(packed, tmp_path):
+    "They notice that nobody reads it, and say so to nobody: all of them save, and end."
+    reading, writing = os.pipe()
+    p = subprocess.Popen(command(tmp_path, packed, **{'train.processes': 2}), stdout=writing, stderr=writing)
+    os.close(writing)
+    read_until(reading, STEPS)
+    started = family(p.pid)
+    os.close(reading)
+    assert p.wait(100) in (130, 141)  # Whether the command itself had something to say
+    check_saved(tmp_path, None, started)
+
+
+def test_a_terminal_that_is_closed(packed, tmp_path):
+    "As by the end of a connection: SIGHUP comes, and nothing can be written any more."
+    pid, terminal = pty.fork()
+    if pid == 0: os.execv(sys.executable, command(tmp_path, packed))
+    read_until(terminal, STEPS)
+    started = family(pid)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    check_saved(tmp_path, None, started)
