@@ -70,9 +70,9 @@ def _forked(connection: socket.socket) -> dict | None: # What was asked for, in 
 def serve(
     fd: int, # Of a socket
 ) -> None:
-    """Import what stages do, and fork a kernel for each line from a socket, until it is closed. A scheduler may tell each
-    process of a run to end: those that have something to save outlive this one no more than others, so it stays."""
-    heard = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    "Import what stages do, and fork a kernel for each line from a socket, until it is closed."
+    # A scheduler may tell each process of a run to end; the kernels, which end with this one, have something to save
+    heard = {int(n): signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     os.environ[PARENT] = str(os.getpid()) # Read when ipykernel is imported
     _import(IMPORTS)
     this = os.getpid()

@@ -60,7 +60,8 @@ def check_saved(folder, rest, gone):
     assert not alive, alive
     saved = load_file(folder/'asked'/'train'/'last.pt')['step']
     assert saved >= 3
-    if rest is not None: assert f'Interrupted in the stage train: {saved:,} of 1,000,000 batches are saved' in rest, rest
+    said = f'Interrupted in the stage train: {saved:,} of 1,000,000 batches are saved'
+    assert rest is None or said in rest, rest
     left = [p for p in folder.rglob('.*') if '.tmp' in p.name]
     assert not left, left
 

@@ -22,6 +22,7 @@ from b2t_kaggle.decoding import server
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, serve
 from b2t_kaggle.decoding.streaming import Stream
+from b2t_kaggle.devices.processes import tied
 from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order
@@ -75,7 +76,7 @@ class Redis:
         ]
         self.start()
 
-    def start(self): self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL)
+    def start(self): self.process = subprocess.Popen(tied(self.command), stdout=subprocess.DEVNULL)
 
     def stop(self, kill=True):
         # Redis saves before it goes, if it is configured to save at all

@@ -28,6 +28,7 @@ from b2t_kaggle.data.download import (
     unpacked_size,
 )
 from .sessions import list_sessions
+from ..devices.processes import tied
 from ..files import require_space
 
 # %% ../../nbs/data/06_sources.ipynb #c006
@@ -146,7 +147,7 @@ def _move_into(folder: Path, source: Path) -> None:
 def _run_program(folder: Path, progress: bool) -> None:
     "Have the program `kaggle` leave its archive in the folder; its messages are shown as they are."
     command = ['kaggle', 'competitions', 'download', '-c', COMPETITION, '-p', str(folder)]
-    code = subprocess.run(command if progress else [*command, '--quiet']).returncode
+    code = subprocess.run(tied(command if progress else [*command, '--quiet'])).returncode
     if code:
         raise AccessError(f'`{" ".join(command)}` failed with exit code {code}, its reason is above; where it is not '
                           f'the connection: {_ACCESS}')

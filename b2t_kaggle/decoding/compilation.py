@@ -21,6 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 import b2t_kaggle
+from ..devices.processes import own_python
 from ..files import scratch_folder, user_cache, write_whole
 
 # %% ../../nbs/decoding/13_compilation.ipynb #c006
@@ -71,9 +72,9 @@ def compiled_ahead() -> Iterator[None]:
     if _mark().exists():
         yield
         return
-    command = f'from {_compile_beside.__module__} import _compile_beside; _compile_beside()'
+    command = own_python('from b2t_kaggle.decoding.compilation import _compile_beside; _compile_beside()')
     none = subprocess.DEVNULL
-    process = subprocess.Popen([sys.executable, '-c', command], stdin=none, stdout=none, stderr=none)
+    process = subprocess.Popen(command, stdin=none, stdout=none, stderr=none)
     try: yield
     finally:
         process.kill() # Unless it is over

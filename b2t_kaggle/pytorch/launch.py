@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ..config import Config
 from ..data.store import TrialStore
-from ..devices.machine import n_cores
 from ..devices.interrupts import ended_when_asked, noted_interrupt
+from ..devices.machine import n_cores
 from ..devices.processes import end_with_parent, own_code, own_python
 from ..devices.torch import pick_torch
 from ..files import scratch_folder, write_whole

@@ -7,7 +7,6 @@ __all__ = ['INTERRUPTED', 'StepResult', 'Trainer', 'start_from', 'check_finite',
            'Loop', 'result_of', 'checkpoint_bytes', 'TrainerClass', 'fit']
 
 # %% ../../nbs/training/07_loop.ipynb #c002
-import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator

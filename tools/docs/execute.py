@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from compiled import keep_compiled, take_compiled
 
+from b2t_kaggle.devices.processes import end_with_parent
 from b2t_kaggle.files import user_cache, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,7 +175,8 @@ def _execute_all(todo: dict[Path, Path], found: dict[Path, list], n_jobs: int, s
     failed = []
     os.environ.update(ENVIRONMENT)   # For the processes
     # No `max_tasks_per_child`: with it the pool stops when its processes end (Python 3.11 to 3.14, cpython#115634)
-    with ProcessPoolExecutor(n_jobs, mp_context=get_context('spawn')) as pool:
+    with ProcessPoolExecutor(n_jobs, mp_context=get_context('spawn'), initializer=end_with_parent,
+                             initargs=[os.getpid()]) as pool:
         running = {pool.submit(_work, path): path for path in todo}
         for n, done in enumerate(as_completed(running), 1):
             path = running[done]
