@@ -12,6 +12,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -47,6 +48,8 @@ from b2t_kaggle.config import (
     resolve_key,
 )
 from .decoding.compilation import compiled_ahead
+from .devices.interrupts import Ended, ended_when_asked, noted_interrupt
+from .devices.processes import tied
 from .pipeline import Interrupted, run_stages
 from .runs import Run, StageRun, logit_files, near_runs, search_tuning
 from .stages import STAGES, plan
@@ -275,12 +278,17 @@ class _Group(Group):
         return super().main(*args, **options)
 
     def invoke(self, ctx):
+        try:
+            with ended_when_asked(): return self._invoke(ctx)
+        except Ended as e: ctx.exit(128 + e.number) # As shells have it
+
+    def _invoke(self, ctx):
         try: return super().invoke(ctx)
         except KeyboardInterrupt as e:
             line = f'{command_name()} {shlex.join(_without_force(sys.argv[1:]))}'
             message = f'{e} Go on with:\n  {line}' if isinstance(e, Interrupted) else 'Interrupted.'
-            click.echo(f'\n{message}', err=True)
-            ctx.exit(130) # As shells have it: 128 and the number of the signal
+            with noted_interrupt(): click.echo(f'\n{message}', err=True) # Nobody may read it
+            raise Ended(e.number if isinstance(e, Ended) else signal.SIGINT) from None
         except click.ClickException as e:
             e.message = as_called(e.message)
             raise
@@ -506,7 +514,6 @@ def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cer
     """Decode online: answer the official evaluation's Redis streams with a run's language model, and its LLM if it has
     one (rescore.model)."""
     import logging
-    import signal
 
     from b2t_kaggle.decoding.server import check_redis, serve
     from b2t_kaggle.runs import open_decoder
@@ -516,7 +523,6 @@ def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cer
     check_redis(host, port, **connection) # Before the language model is built, and an LLM loaded
     run = open_run(**options)
     run_stages(run, 'lm', force)
-    signal.signal(signal.SIGTERM, signal.default_int_handler) # As service managers stop it
     try:
         decoder = open_decoder(run, nbest=nbest)
         _tell_search(run, decoder)
@@ -674,7 +680,7 @@ def docs(output, plain, only):
     env = os.environ | dict(PYTHONPATH=os.pathsep.join(str(p) for p in places if p))
     args = ['--output', str(Path(output).absolute()), *(['--plain'] if plain else []),
             *(part for name in only for part in ('--only', name))]
-    sys.exit(subprocess.run([sys.executable, '-m', 'docs', *args], env=env).returncode)
+    sys.exit(subprocess.run(tied([sys.executable, '-m', 'docs', *args]), env=env).returncode)
 
 # %% ../nbs/17_cli.ipynb #c052
 # A notebook, too, is __main__, but it has no file

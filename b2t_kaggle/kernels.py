@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 from .devices.processes import end_with_parent, own_python
 
 if TYPE_CHECKING:
-    from jupyter_client.kernelspec import KernelSpec
-    from jupyter_client.manager import AsyncKernelManager
+    from jupyter_client import AsyncKernelManager, kernelspec
 
 # %% ../nbs/13_kernels.ipynb #c006
 PARENT = 'JPY_PARENT_PID' # The process without which a kernel of Jupyter ends itself
@@ -45,7 +44,7 @@ def _become(
     os.setsid() # As Jupyter has it, so that a Ctrl-C in the terminal is not a kernel's
     os.chdir(folder)
     os.environ.clear()
-    os.environ.update(env | {PARENT: str(parent)})
+    os.environ |= env | {PARENT: str(parent)}
     sys.argv = command[1:2] + command[3:]
     from ipykernel.kernelapp import launch_new_instance
     launch_new_instance()
@@ -71,13 +70,13 @@ def serve(
     fd: int, # Of a socket
 ) -> None:
     "Import what stages do, and fork a kernel for each line from a socket, until it is closed."
-    # A scheduler may tell each process of a run to end; the kernels, which end with this one, have something to save
+    # A scheduler may tell each process of a run to end; kernels, which end with this one, have something to save
     heard = {int(n): signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     os.environ[PARENT] = str(os.getpid()) # Read when ipykernel is imported
     _import(IMPORTS)
     this = os.getpid()
-    asked = _forked(socket.socket(fileno=fd))
-    if asked: _become(this, heard, asked['command'], asked['env'], asked['folder'])
+    if asked := _forked(socket.socket(fileno=fd)):
+        _become(this, heard, asked['command'], asked['env'], asked['folder'])
 
 # %% ../nbs/13_kernels.ipynb #c008
 class ForkedProcess:
@@ -163,7 +162,7 @@ def forked_kernels() -> Iterator[None]:
         try: yield
         finally: _server.reset(token)
 
-def _own_spec() -> 'KernelSpec':
+def _own_spec() -> 'kernelspec.KernelSpec':
     "A kernel in this Python, as a process of this machine."
     from jupyter_client.kernelspec import KernelSpec
     command = own_python('from ipykernel.kernelapp import launch_new_instance; launch_new_instance()')

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config
+from .devices.interrupts import Ended, handled
 from .devices.machine import detect
 from .devices.session import check_accelerator_present, session_hours
 from .files import write_error, write_whole
@@ -31,20 +31,26 @@ from .training.budget import Deadline, session
 from .training.checkpoint_paths import LAST, checkpoint_files
 
 # %% ../nbs/14_pipeline.ipynb #c006
-class Interrupted(KeyboardInterrupt):
-    "A run that was interrupted; the message says in which stage, and what of it is saved."
+class Interrupted(Ended):
+    "A run that was asked to end; the message says in which stage, and what of it is saved."
 
 class _Stop(Exception):
     "Keeps papermill from executing another cell."
 
+def _say_what_follows(number: int) -> None:
+    "Where somebody reads it: this process was asked to end by a signal, and waits."
+    if number == signal.SIGINT: line = 'Ctrl-C: waiting for what can be saved; another one ends it at once'
+    else: line = f'Asked to end ({signal.Signals(number).name}): waiting for what can be saved'
+    with suppress(OSError): os.write(2, f'\n{line}\n'.encode())
+
 @contextmanager
 def _passed_on(
     manager: Any, # Jupyter's class
-) -> Iterator[tuple[dict, list]]: # Options for papermill; not empty after a Ctrl-C
-    "Pass the first Ctrl-C on to the kernel that papermill starts with these options."
+) -> Iterator[tuple[dict, list]]: # Options for papermill; and numbers of the signals that asked this process to end
+    "Pass what first asks this process to end on to the kernel that papermill starts with these options."
     noted: list[int] = []
     kernels = []
-    if threading.current_thread() is not threading.main_thread() or not hasattr(os, 'killpg'):
+    if not hasattr(os, 'killpg'):
         yield dict(kernel_manager_class=manager), noted
         return
 
@@ -57,17 +63,16 @@ def _passed_on(
         if noted: raise _Stop
 
     def note(number, frame):
-        if noted: raise KeyboardInterrupt
+        if number == signal.SIGINT in noted: raise KeyboardInterrupt
         noted.append(number)
-        os.write(2, b'\nCtrl-C: waiting for what can be saved; another one ends it at once\n')
+        if len(noted) > 1: return
         for kernel in kernels:
             pid = getattr(kernel.provisioner, 'pid', None)
             with suppress(ProcessLookupError): # It is over
                 if pid is not None: os.killpg(pid, signal.SIGINT) # A kernel leads a group of its own
+        _say_what_follows(number)
 
-    before = signal.signal(signal.SIGINT, note)
-    try: yield dict(kernel_manager_class=Kernel, on_cell_start=stop), noted
-    finally: signal.signal(signal.SIGINT, before or signal.default_int_handler)
+    with handled(note): yield dict(kernel_manager_class=Kernel, on_cell_start=stop), noted
 
 # %% ../nbs/14_pipeline.ipynb #c008
 def _kept(run: Run, name: str) -> str:
@@ -75,6 +80,12 @@ def _kept(run: Run, name: str) -> str:
     last = run.dir/'train'/LAST[run.cfg.train.framework]
     more = f', and the training goes on from {last}' if name == 'train' and last.exists() else ''
     return f'What the stages before it made is kept{more}'
+
+def _kept_when_interrupted(run: Run, name: str) -> str:
+    "What is kept of a stage that did not say it, as a part of a sentence."
+    if name != 'train': return 'what it had not finished begins anew'
+    from b2t_kaggle.training.loop import kept_batches
+    return kept_batches(run.dir/'train', run.cfg)
 
 def _needed_next(run: Run, name: str) -> list[str]:
     "What the stages after one import, if it is much. PyTorch/XLA is to be imported before what uses it."
@@ -97,7 +108,7 @@ def execute(
     name: str, # Stage
 ) -> None:
     """Run one stage's notebook; raises `PipelineError` with the stage's own message when it fails, and `Interrupted`
-    after a Ctrl-C."""
+    where it is asked to end."""
     import papermill as pm
     source = notebook_path(name)
     out = run.dir/'notebooks'/source.name
@@ -108,18 +119,21 @@ def execute(
     # processes of a stage say comes to the terminal by itself; ipykernel would pass it on as well
     quiet = ['--IPKernelApp.log_level=50', '--IPKernelApp.capture_fd_output=False']
     out.unlink(missing_ok=True) # papermill writes in place, and a variant shares the file (`runs.branch`)
-    with _passed_on(kernel_manager(_needed_next(run, name))) as (options, interrupts):
+    error: BaseException | None = None
+    with _passed_on(kernel_manager(_needed_next(run, name))) as (options, noted):
         try:
             pm.execute_notebook(source, out, parameters, kernel_name='python3', progress_bar=False,
                                 stderr_file=sys.stderr, coalesce_streams=True, extra_arguments=quiet,
                                 shutdown_kernel='immediate', **options) # What is to be kept is in files by then
-            if not interrupts: return
-            raise Interrupted(f'Interrupted when the stage {name} was done.')
-        except Exception as e: error = e
+        except (Exception, KeyboardInterrupt) as e: error = e
+    number = noted[0] if noted else signal.SIGINT
+    if error is None:
+        if noted: raise Interrupted(number, f'Interrupted when the stage {name} was done.')
+        return
     asked = error if isinstance(error, pm.PapermillExecutionError) and error.ename == 'KeyboardInterrupt' else None
-    if not interrupts and asked is None: raise _failure(run, name, error, out)
-    saved = asked and asked.evalue or 'what it had not finished begins anew'
-    raise Interrupted(f'Interrupted in the stage {name}: {saved}; the stages before it are done.')
+    if not noted and asked is None and isinstance(error, Exception): raise _failure(run, name, error, out)
+    saved = asked and asked.evalue or _kept_when_interrupted(run, name)
+    raise Interrupted(number, f'Interrupted in the stage {name}: {saved}; the stages before it are done.')
 
 def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
     "What to raise where papermill failed; `out` is the executed notebook."

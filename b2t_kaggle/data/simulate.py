@@ -12,7 +12,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date
@@ -26,7 +25,7 @@ from tqdm import tqdm
 from .sentences import Writer
 from .sessions import Trial, list_sessions, session_path, write_session
 from ..devices.machine import n_cores
-from ..devices.processes import end_with_parent
+from ..devices.processes import own_python
 from ..files import require_space, write_whole
 from ..phonemes import ARPABET, SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
 
@@ -594,7 +593,8 @@ _TRIALS_A_PROCESS = 256 # With fewer a process takes longer to start than it sav
 def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
     "The days that `n` processes record, as they are done; raises `SimulateError` with the last line of one that fails."
     days, theirs = os.pipe()
-    command = [sys.executable, '-m', 'b2t_kaggle.data.simulate', str(out_dir)]
+    code = 'from b2t_kaggle.data.simulate import _record_part; _record_part(sys.argv[1], *map(int, sys.argv[2:]))'
+    command = [*own_python(code), str(out_dir)]
     processes = [subprocess.Popen([*command, str(first), str(n)], stdout=theirs, stderr=subprocess.PIPE, text=True,
                                   errors='replace') for first in range(n)]
     os.close(theirs)
@@ -610,12 +610,12 @@ def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
             with p: p.kill() # Leaving waits for it
 
 def _record_part(
-    folder: Path, # Marked by `simulate_dataset`
-    first: int,   # The first day to record
-    step: int,    # Days from one to the next
+    folder: str | Path, # Marked by `simulate_dataset`
+    first: int,         # The first day to record
+    step: int,          # Days from one to the next
 ) -> None:
     "What one of these processes does; it prints each day when it is done."
-    end_with_parent()
+    folder = Path(folder)
     p = json.loads((folder/_MARKER).read_text())
     plan = plan_trials(*(p[k] for k in ('n_sessions', 'train', 'val', 'test', 'max_words', 'seed')))
     for day in _write_days(folder, plan, p, first, step): print(day, flush=True)
@@ -654,6 +654,3 @@ def simulate_dataset(
     for _ in tqdm(days, desc='simulate', unit=' sessions', total=n_sessions, disable=not progress): pass
     write_text(out_dir/_LM_TEXT, plan, lm_sentences, max_words, seed)
     return out_dir
-
-# %% ../../nbs/data/02_simulate.ipynb #c202
-if __name__ == '__main__' and '__file__' in globals(): _record_part(Path(sys.argv[1]), *map(int, sys.argv[2:]))

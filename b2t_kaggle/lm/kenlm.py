@@ -21,6 +21,7 @@ from typing import Literal
 
 import numpy as np
 
+from ..devices.processes import tied
 from ..files import atomic_path, require_space, scratch_folder, stays_inside, user_cache
 from .arpa import is_kenlm_binary, open_text, plain_text
 
@@ -89,8 +90,7 @@ def find_program(
 # %% ../../nbs/lm/02_kenlm.ipynb #c015
 def _run(command: list, task: str) -> str:
     "Run a program and return its output; raises `RuntimeError` that names the task, with the end of the output."
-    command = list(map(str, command))
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
+    done = subprocess.run(tied(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace')
     if done.returncode:
         raise RuntimeError(f'{task} failed with exit code {done.returncode}: {done.stdout.strip()[-800:]}')
     return done.stdout
@@ -165,7 +165,7 @@ def run_lmplz(
         if vocab is not None:
             (d/'vocab').write_text('\n'.join(sorted(vocab)), encoding='utf-8')
             command += ['--limit_vocab_file', d/'vocab']
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors='replace')
+        done = subprocess.run(tied(command), capture_output=True, text=True, errors='replace')
         if done.returncode:
             raise RuntimeError(f'{program} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}')
         if order == 1:

@@ -12,12 +12,13 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import IO, TYPE_CHECKING, Any
+
+from ..devices.processes import own_python
 
 # Functions import Numba, and what needs it, for themselves: the process that answers is there at once without
 if TYPE_CHECKING:
@@ -146,8 +147,7 @@ def answer(
         say(getattr(queries, method)(*arguments))
 
 # %% ../../nbs/lm/04_query.ipynb #c015
-# As this process, another one finds the kit
-_ANSWER = ('import sys; path, capitals, *sys.path = sys.argv[1:]; from b2t_kaggle.lm.query import answer; '
+_ANSWER = ('from b2t_kaggle.lm.query import answer; path, capitals = sys.argv[1:]; '
            'answer(path, capitals == "True", sys.stdin, sys.stdout)')
 _DAMAGE = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL} # How reading ends beyond a file
 
@@ -195,7 +195,7 @@ class QueryProcess:
         "Start the process; it says the model's order."
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            [sys.executable, '-c', _ANSWER, self.path, str(self.capitals), *sys.path],
+            [*own_python(_ANSWER), self.path, str(self.capitals)],
             stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
             encoding='utf-8', env=os.environ | dict(PYTHONIOENCODING='utf-8'), # Whatever the terminal's is
             start_new_session=True, # A Ctrl-C is for the one that asks

@@ -1,0 +1,63 @@
+"""Stages that are killed at one of their writes, in a process of their own. Python tells of a file before it is opened
+for writing, renamed or removed, and of folders, so that a kill comes before each of them, and after the one before;
+or the system kills the process in the middle of the next file that it writes, because that may not grow."""
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from test_pipeline import SMALL, stages_here
+
+from b2t_kaggle.pipeline import run_stages
+from b2t_kaggle.runs import Run
+
+TINY = SMALL | {'simulate.train': 12, 'simulate.val': 3, 'simulate.test': 3, 'simulate.lm_sentences': 100,
+                'decode.beam': 5, 'decode.nbest': 3, 'decode.tune': False, 'data.feature_subset': list(range(12)),
+                'model.neural_dim': 12}
+PART = 100  # Bytes of a file that may be written
+WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.link', 'os.truncate'}
+
+
+def run_of(room: Path) -> Run: return Run(room/'runs'/'tiny', room/'data', TINY)
+
+
+def _is_write(event: str, args: tuple, room: str) -> bool:
+    "Whether Python tells of something that changes a file in a folder."
+    if event == 'open': changes = isinstance(args[2], int) and bool(args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    else: changes = event in WRITES
+    name = args[0] if args else ''
+    return changes and isinstance(name, str | bytes | os.PathLike) and os.fsdecode(name).startswith(room)
+
+
+def _kill(halfway: bool) -> None:
+    "End this process now, or when it has written a part of a file."
+    if not halfway: os.kill(os.getpid(), signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PART, PART))
+
+
+def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | None = None) -> None:
+    """Do a stage, and be killed before its write number `at`, from 0, or in the middle of what is written then; where
+    it is not killed, note in the file `counted` how many writes there were."""
+    os.environ['TMPDIR'] = str(room/'temporary')
+    with open(os.devnull, 'w') as null:
+        for stream in 1, 2: os.dup2(null.fileno(), stream)  # They may be files, which may not grow
+    n = 0
+    def watch(event, args):
+        nonlocal n
+        if not _is_write(event, args, f'{room}/'): return
+        if n == at: _kill(halfway)
+        n += 1
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    (room/'temporary').mkdir(exist_ok=True)
+    sys.addaudithook(watch)
+    with stages_here(): run_stages(run_of(room), stage)
+    if counted: counted.write_text(str(n))
+
+
+def put_back(saved: Path, room: Path) -> None:
+    "A folder as it was."
+    shutil.rmtree(room, ignore_errors=True)
+    shutil.copytree(saved, room)

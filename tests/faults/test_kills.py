@@ -1,0 +1,98 @@
+"""Every stage, killed at its writes and between them, and done again: the same as if nobody had killed it, and nothing
+that is left over.
+
+A few kills of each stage are drawn; `pytest tests/faults/test_kills.py --faults 1000` tries all.
+"""
+import hashlib
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from copies import TRAINER, call, start  # noqa: E402
+from stage_kills import do, put_back, run_of  # noqa: E402
+
+from b2t_kaggle.logits import LogitStore  # noqa: E402
+from b2t_kaggle.pytorch.checkpoint import load_file  # noqa: E402
+from b2t_kaggle.training.history import read_history  # noqa: E402
+
+STAGES = ['simulate', 'check', 'pack', 'train', 'infer', 'lm', 'decode', 'submit']
+NEVER = 10**9
+
+
+def finish(*arguments) -> int:
+    "The exit status of a stage in a process of its own."
+    p = call(do, *arguments)
+    p.join(300)
+    p.kill()
+    p.join()
+    return p.exitcode
+
+
+@pytest.fixture(scope='module')
+def stages(tmp_path_factory):
+    "The folder of the run, what it was before each stage, how many writes a stage has, and what it made."
+    tmp = tmp_path_factory.mktemp('kills')
+    room = tmp/'room'
+    room.mkdir()
+    start([*TRAINER, 'stage_kills', 'b2t_kaggle.decoding.decoder', 'b2t_kaggle.lm.ngram', 'b2t_kaggle.lm.automaton'])
+    known = {}
+    for name in STAGES:
+        put_back(room, tmp/name)
+        assert finish(room, name, NEVER, False, tmp/'counted') == 0, name
+        known[name] = int((tmp/'counted').read_text()), made(room)
+    return room, known
+
+
+def _numbers(value) -> list[bytes]:
+    "All tensors in what a checkpoint has, in its order; the times that are noted beside them are none."
+    if torch.is_tensor(value): return [value.float().numpy().tobytes()]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [number for v in values for number in _numbers(v)]
+
+
+def made(room: Path) -> dict[str, str]:
+    "A hash of everything that stages made, by file; without the times that are noted."
+    run = run_of(room)
+    found = {}
+    for path in sorted(p for p in room.rglob('*') if p.is_file()):
+        name = str(path.relative_to(room))
+        if path.suffix in ('.hdf5', '.csv', '.jsonl', '.arpa', '.txt') or path.parent == run.packed_dir:
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.name == 'history.csv': found[name] = read_history(path).drop(columns='seconds').to_csv()
+        if path.suffix == '.pt': found[name] = hashlib.sha256(b''.join(_numbers(load_file(path)))).hexdigest()
+        if path.parent.name == 'logits':
+            found[name] = hashlib.sha256(b''.join(x.tobytes() for x in LogitStore.open(path))).hexdigest()
+    return found
+
+
+def draw(name: str, n: int, count: int) -> list[tuple[int, bool]]:
+    "Some of the kills before each of `count` writes, and in the middle of it."
+    cases = [(at, halfway) for at in range(count) for halfway in (False, True)]
+    rng = np.random.default_rng(list(name.encode()))
+    return [cases[i] for i in sorted(rng.permutation(len(cases))[:n])]
+
+
+@pytest.mark.parametrize('name', STAGES)
+def test_a_stage_that_is_killed_at_a_write_makes_the_same(stages, name, request):
+    room, known = stages
+    count, expected = known[name]
+    assert count > 3 and expected
+    kills = 0
+    for at, halfway in draw(name, request.config.getoption('--faults')//3, count):
+        when = f'after a kill {"in the middle of" if halfway else "before"} write {at}'
+        put_back(room.parent/name, room)
+        status = finish(room, name, at, halfway)
+        # Nothing that may not grow is written after the last ones
+        assert status in ((-signal.SIGXFSZ, 0) if halfway else (-signal.SIGKILL,)), f'{name} ended with {status} {when}'
+        kills += status != 0
+        assert finish(room, name, NEVER) == 0, f'{name} does not go on {when}'
+        assert made(room) == expected, f'{name} makes something else {when}'
+        left = [p for p in room.rglob('.*') if '.tmp' in p.name]
+        assert not left, f'{name} leaves something {when}: {left}'
+    assert kills > 0
