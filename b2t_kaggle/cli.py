@@ -49,7 +49,6 @@ from b2t_kaggle.config import (
 )
 from .decoding.compilation import compiled_ahead
 from .devices.interrupts import Ended, ended_when_asked, noted_interrupt
-from .devices.processes import tied
 from .pipeline import Interrupted, run_stages
 from .runs import Run, StageRun, logit_files, near_runs, search_tuning
 from .stages import STAGES, plan
@@ -673,6 +672,8 @@ def docs(output, plain, only):
     change. It needs the environment of the tests (./kit docs makes it)."""
     import os
     import subprocess
+
+    from b2t_kaggle.devices.processes import tied
     root = Path(b2t_kaggle.__file__).parent.parent
     if not (root/'tools'/'docs').is_dir():
         raise click.ClickException(f'{root} is not a checkout of the project (it has no tools/docs)')

@@ -45,7 +45,8 @@ class Range:
     @property
     def samples(self) -> list:
         "Values that are checked before a sweep: the ends, and the middle; of whole numbers up to a hundred."
-        if not isinstance(self.low, int): return [self.low, (self.low + self.high)/2, self.high]
+        if not (isinstance(self.low, int) and isinstance(self.high, int)):
+            return [self.low, (self.low + self.high)/2, self.high]
         step = -(-(self.high - self.low)//99)
         return [*range(self.low, self.high, step), self.high]
 
