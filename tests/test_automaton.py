@@ -313,7 +313,7 @@ def test_both_spellings_of_unk(tmp_path):
 
 def test_words_that_no_model_knows(tmp_path):
     lm = Automaton.load(unigrams(tmp_path/'lm.arpa', ['<unk>', '<s>', '</s>', 'Haus', 'Hof']))
-    check_words(lm, ['maus', 'Hof'])
+    check_words(lm, ['maus', 'hof'])
     message = "lm.arpa: knows none of the 2 words to be decoded, such as 'house', among its 5, such as 'Haus'; give"
     with pytest.raises(ValueError, match=message): check_words(lm, ['house', 'yard'])
 

@@ -150,18 +150,17 @@ def _word_ids(blocks: _Blocks, levels: list[_Level]) -> list[np.ndarray]:
 _MARKS = {'<s>': '<s>', '</s>': '</s>', '<unk>': '<unk>', '<UNK>': '<unk>'}
 
 def _names(
-    words: list[str],    # Words of a model
-) -> list[str | None]:   # Names, all different; none for those to leave out
+    words: list[str],     # Words of a model [W]
+    log_prob: np.ndarray, # Of each without context [W]
+) -> list[str | None]:    # Names, all different; none for those to leave out [W]
     "The normalised form of each word."
     forms = [_MARKS.get(w) or normalize_sentence(re.sub(r'\(\d+\)$', '', w)) for w in words]
-    normal = {w for w, form in zip(words, forms) if w == form}
-    names: list[str | None] = []
+    names: list[str | None] = [None]*len(words)
     used = set()
-    for word, form in zip(words, forms):
-        is_word = form in _MARKS or form.replace("'", '').replace('-', '').isalpha()
-        is_first = form not in used and (form == word or form not in normal)
-        names.append(form if is_word and is_first else None)
-        if names[-1]: used.add(form)
+    for i in sorted(range(len(words)), key=lambda i: (forms[i] != words[i], -log_prob[i])):
+        is_word = forms[i] in _MARKS or forms[i].replace("'", '').replace('-', '').isalpha()
+        if is_word and forms[i] not in used: names[i] = forms[i]
+        used.add(forms[i])
     return names
 
 # %% ../../nbs/lm/11_sphinx.ipynb #c024
@@ -200,7 +199,7 @@ def _parse(data: bytes, name: str) -> SphinxModel:
     levels = _read_levels(blocks, counts)
     words = _read_words(blocks, counts[0])
     ids = _word_ids(blocks, levels)
-    names = _names(words)
+    names = _names(words, levels[0].log_prob)
     kept = np.array([n is not None for n in names])
     new_ids = np.where(kept, kept.cumsum() - 1, -1).astype(np.int32)
     grams = [_grams(i, level, new_ids) for i, level in zip(ids, levels)]
