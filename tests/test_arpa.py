@@ -1,12 +1,18 @@
 "ARPA files: what is written is read, in pieces of any size; a damaged file is refused with its line, or read."
+import bz2
 import gzip
+import lzma
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.lm.arpa import ArpaError, ArpaReader, Grams, read_arpa, read_counts, write_arpa
+from b2t_kaggle.lm.arpa import ArpaError, ArpaReader, Grams, open_text, read_arpa, read_counts, write_arpa
+from b2t_kaggle.lm.automaton import load_ngram
+from b2t_kaggle.lm.corpus import read_sentences
+from b2t_kaggle.lm.ngram import model_report
+from b2t_kaggle.lm.prune import prune_ngram
 
 WORDS = ['<unk>', '<s>', '</s>', 'a', "it's", 'naïve', '1,000', '-1.5', '\u00a0']
 
@@ -92,3 +98,105 @@ def test_cut_gzip(tmp_path):
     with pytest.raises(ArpaError, match='cut.arpa.gz: not a whole gzip file'): read_arpa(tmp_path/'cut.arpa.gz')
     (tmp_path/'cut.arpa.gz').write_bytes(whole[:12])
     with pytest.raises(ArpaError, match='cut.arpa.gz: not a whole gzip file'): read_counts(tmp_path/'cut.arpa.gz')
+
+
+# --- files as people have them
+
+USUAL = """\\data\\
+ngram 1=5
+ngram 2=2
+ngram 3=1
+
+\\1-grams:
+-0.77\t</s>
+-99\t<s>\t-0.22
+-1.47\tgo\t-0.22
+-1.47\tleft\t-0.22
+-2\t<unk>
+
+\\2-grams:
+-0.3\t<s> go\t-0.1
+-0.3\tgo left
+
+\\3-grams:
+-0.2\t<s> go left
+
+\\end\\
+"""
+FORMS = { # Of the same model
+    'as it is': USUAL,
+    'heading': 'Made by a tool on some day\n\nngram models, see \\data\\ below\n' + USUAL,
+    'byte order mark': '\ufeff' + USUAL,
+    'both': '\ufeffTitle\n' + USUAL,
+    'minus infinity': USUAL.replace('-99', '-inf'), 'in capitals': USUAL.replace('-99', '-INF'),
+    'in full': USUAL.replace('-99', '-Infinity'), 'of Windows': USUAL.replace('-99', '-1.#INF'),
+    'ends of lines': USUAL.replace('\n', '\r\n'),
+    'heading and ends of lines': 'Title\r\n' + USUAL.replace('\n', '\r\n'),
+    'spaces': USUAL.replace('\t', '  '), 'tabs in n-grams': USUAL.replace('go left', 'go\tleft'),
+    'spaces in the head': USUAL.replace('ngram 1=5', ' ngram\t1 =  5'),
+    'no end': USUAL.replace('\\end\\\n', ''), 'no last lines': USUAL.replace('\n\\end\\\n', ''),
+    'marks in capitals': USUAL.replace('<s>', '<S>').replace('</s>', '</S>').replace('<unk>', '<UNK>'),
+    'a section that is counted 0': USUAL.replace('ngram 3=1\n', 'ngram 3=1\nngram 4=0\n'),
+}
+
+
+@pytest.mark.parametrize('form', FORMS)
+@pytest.mark.parametrize('pack', [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_forms_of_a_model(form, pack, tmp_path):
+    "Whatever the name, the first bytes say how it is compressed."
+    path = tmp_path/'lm.arpa'
+    path.write_bytes(pack(FORMS[form].encode()))
+    (tmp_path/'usual.arpa').write_text(USUAL)
+    lm, usual = load_ngram(path), load_ngram(tmp_path/'usual.arpa')
+    for s in ('go left', 'left go', 'go', 'left left else'): assert lm.score(s) == usual.score(s)
+    assert usual.score('go left') == pytest.approx(np.log(10)*(-.3 - .2 - .22 - .77), abs=1e-4)
+    assert read_counts(path)[:3] == [5, 2, 1] and read_arpa(path).words == read_arpa(tmp_path/'usual.arpa').words
+    assert model_report([path])['1-grams'].tolist() == [5]
+
+
+def test_a_compressed_model_is_pruned(tmp_path):
+    path = tmp_path/'model'
+    path.write_bytes(gzip.compress(FORMS['both'].replace('-99', '-inf').encode()))
+    (tmp_path/'usual.arpa').write_text(USUAL)
+    for name in ('model', 'usual.arpa'): prune_ngram(tmp_path/name, tmp_path/f'{name}.out', 0)
+    assert (tmp_path/'model.out').read_bytes() == (tmp_path/'usual.arpa.out').read_bytes()
+
+
+@pytest.mark.parametrize('content, message', [
+    (USUAL.replace('ngram 1=5', 'ngram 1=4'), r'line 11: the section of 1-grams has more .* correct the number there'),
+    (USUAL.replace('ngram 1=5', 'ngram 1=6'), r'line 12: the section of 1-grams has 5 entries, expected 6 as the head'),
+    (USUAL.replace('ngram 3=1', 'ngram 3=2'), r'3-grams has 1 entries, expected 2'),
+    (USUAL.replace('-0.77', 'nan'), r'line 7: found nan, expected a finite number'),
+    (USUAL.replace('-0.77', 'inf'), r'line 7: found inf, expected a finite number'),
+    (USUAL.replace('\\data\\', ''), r"line 1: found 'ngram 1=5', expected .data. within .* ARPA format"),
+    ('x'*100 + '\n' + 'words of a text\n'*10_000 + USUAL, r"line 1: found 'x+', expected .data. within"),
+    (USUAL[:USUAL.index('ngram')], r'expected ngram 1=COUNT'), ('', r'expected .data.'),
+    (USUAL[:USUAL.index('\\2-grams')], r'the file ends here, expected .2-grams:; it is cut off'),
+    (USUAL[:USUAL.index('-0.3\tgo left')], r'the file ends here, expected 2 2-grams, .* it is cut off'),
+    (USUAL[:USUAL.index(' left\n\n\\end')] + ' lef', r"the word 'lef'"),
+    (USUAL[:USUAL.index('\n\n\\end')], r'the file ends here, expected .end.; it is cut off'),
+    (USUAL.replace('\\end', 'more'), r'the section of 3-grams has more than 1 entries'),
+    (USUAL.encode('utf-16'), r'lm.arpa: text in UTF-16, expected UTF-8; convert it'),
+    (b'PK\x03\x04' + bytes(100), r'lm.arpa: a zip archive, expected an ARPA file; unpack it'),
+    (bytes(1000), r'expected .data.'),
+    (gzip.compress(USUAL.encode())[:-20], r'lm.arpa: not a whole gzip file .* fetch or write it again'),
+    (bz2.compress(USUAL.encode())[:-20], r'lm.arpa: not a whole bzip2 file'),
+    (lzma.compress(USUAL.encode())[:-20], r'lm.arpa: not a whole xz file'),
+    (USUAL.replace('ngram 1=5', 'ngram 1=6').replace('-2\t<unk>', '-2\t<S>\n-2\t<unk>'), r'found <s> and <S>, which'),
+])
+def test_what_is_refused(content, message, tmp_path):
+    path = tmp_path/'lm.arpa'
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ArpaError, match=message) as e: load_ngram(path)
+    assert str(path) in str(e.value) and '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('pack, kind', [(gzip, 'gzip'), (bz2, 'bzip2'), (lzma, 'xz')])
+def test_compressed_texts(pack, kind, tmp_path):
+    path = tmp_path/'text.txt'
+    path.write_bytes(pack.compress('\ufeffHow are you?\nFine.\n'.encode()))
+    assert list(read_sentences(path)) == ['how are you', 'fine']
+    path.write_bytes(path.read_bytes()[:-6])
+    with pytest.raises(ValueError, match=f'text.txt: not a whole {kind} file'): list(read_sentences(path))
+    with open_text(tmp_path/'new.txt', 'wt') as f: f.write('plain')
+    assert (tmp_path/'new.txt').read_bytes() == b'plain'

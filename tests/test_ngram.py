@@ -193,7 +193,7 @@ def broken(text, old, new): return text.replace(old, new, 1)
     ('\ti want\t', '\ti wantt\t', "the word 'wantt'"),
     ('\n-1.1275', '\nx1.1275', "found 'x1.1275"),
     ('\n-1.1275', '\n+1.1275', 'at most 0'),
-    ('\\end\\', '', 'ends without'),
+    ('\\end\\', '\\en', 'found .*, expected .*end'),
 ])
 @pytest.mark.parametrize('suffix', ['.arpa', '.arpa.gz'])
 def test_broken_files_name_the_line(old, new, line, suffix, tmp_path):

@@ -6,7 +6,6 @@
 __all__ = ['read_lines', 'read_sentences', 'vocabulary', 'split_sentences', 'clean_sentence', 'clean_text', 'read_vocabulary']
 
 # %% ../../nbs/lm/01_corpus.ipynb #c003
-import gzip
 import os
 import re
 from collections import Counter
@@ -14,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from ..files import unchanged
-from .arpa import open_text
+from .arpa import open_text, whole
 from ..phonemes import normalize_sentence, normalize_words, spell_numbers, to_ascii
 
 # %% ../../nbs/lm/01_corpus.ipynb #c006
@@ -35,10 +34,9 @@ def read_lines(
             yield text
             continue
         try:
-            with unchanged([text], 'read'), open_text(text, 'rt') as lines: yield from lines
+            with unchanged([text], 'read'), whole(text), open_text(text, 'rt') as lines: yield from lines
         except UnicodeDecodeError as e:
             raise ValueError(f'{text}: not UTF-8 text ({e}); convert the file, for example with iconv') from None
-        except (gzip.BadGzipFile, EOFError) as e: raise ValueError(f'{text}: not a whole gzip file ({e})') from None
 
 # %% ../../nbs/lm/01_corpus.ipynb #c009
 def read_sentences(
