@@ -183,16 +183,18 @@ def open_hdf5(
     path: str | Path,
 ) -> 'h5py.File':
     """A file to be read. It is locked against writers only where its file system has locks: NFS and Lustre can be
-    mounted without. Raises `ReadError` for no file, `OSError` where HDF5 cannot open it, `BlockingIOError` where
-    another process has it open for writing."""
+    mounted without. Raises `ReadError` for no file and where another process has it open for writing, `OSError` where
+    HDF5 cannot open it."""
     import h5py
     check_is_file(path)
     try: return h5py.File(path, 'r')
-    except BlockingIOError: raise
     except OSError as e:
+        if isinstance(e, BlockingIOError) or 'already open for write' in str(e):
+            raise ReadError(f'{path}: found a file that another process has open for writing, expected one that stays '
+                            'as it is; wait until it is complete, or end that process (if it was killed, fetch the '
+                            'file again)') from None
         if 'unable to lock file' not in str(e): raise
     return h5py.File(path, 'r', locking=False)
-
 
 # %% ../nbs/00_reading.ipynb #c022
 _MAX_HOPS = 16 # From link to link, as HDF5 has it
@@ -254,18 +256,21 @@ def read_attribute(
     group: 'h5py.Group',
     name: str, # Of the attribute, which is there
 ) -> Any:
-    "An attribute; text as `str`. Raises `ReadError` for a large one, or text that is not UTF-8."
+    """An attribute; text as `str` without the spaces and zeros that pad it, an array of one value as that value.
+
+    Raises `ReadError` for a large one, or text that is not UTF-8."""
     import h5py
     attribute = h5py.h5a.open(group.id, name.encode())
     n_bytes = math.prod(attribute.shape or ())*attribute.dtype.itemsize
     if n_bytes > MAX_ATTRIBUTE_BYTES:
         raise ReadError(f'an attribute of {n_bytes:,} bytes, expected at most {MAX_ATTRIBUTE_BYTES:,}')
     value = group.attrs[name]
+    if isinstance(value, np.ndarray) and value.size == 1: value = value.reshape(-1)[0]
     try:
-        if isinstance(value, bytes | np.bytes_): return value.decode('utf-8')
+        if isinstance(value, bytes): value = value.decode('utf-8')
         if isinstance(value, str): value.encode('utf-8') # h5py lets other bytes pass, as surrogates
     except UnicodeError: raise ReadError('text that is not UTF-8') from None
-    return value
+    return value.strip('\0 \t\r\n') if isinstance(value, str) else value
 
 # %% ../nbs/00_reading.ipynb #c027
 def check_hdf5(

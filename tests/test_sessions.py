@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from b2t_kaggle.audio.targets import AudioError, session_sentences
 from b2t_kaggle.data.sessions import (
     SessionError,
     Trial,
@@ -24,6 +25,7 @@ from b2t_kaggle.data.sessions import (
     validate,
     write_session,
 )
+from b2t_kaggle.data.store import TrialStore
 
 DAY = 't15.2023.08.13'
 
@@ -345,3 +347,85 @@ print(unpacked_bytes({str(session_path(data_dir, DAY, 'train'))!r}))
     found = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
     size = max(session_path(data_dir, DAY, 'train').stat().st_size, 3*20*512*4)
     assert (found.stdout.split(), found.stderr) == (['0', '5', str(size)], '')
+
+
+@pytest.mark.parametrize('name', ['data_train (1).hdf5', 'data_train_old.hdf5', 'data_val.HDF5', 'copy of data_test.h5',
+                                  'notes.hdf5', 'data_dev.hdf5'])
+def test_a_further_file_is_named_and_left_alone(data_dir, tmp_path, name):
+    before = [t.key for t in read_session(session_path(data_dir, DAY, 'train'))]
+    shutil.copy(session_path(data_dir, DAY, 'train'), data_dir/DAY/name)
+    row, = validate(data_dir).itertuples()
+    assert (Path(row.file).name, row.severity) == (name, 'warning') and row.found == f'file name {name}'
+    assert 'not read' in row.advice
+    TrialStore.build(data_dir, 'train', tmp_path/'train.arrow')
+    assert len(TrialStore.open(tmp_path/'train.arrow')) == len(before)
+    named, = validate(data_dir, sessions=[DAY]).itertuples()
+    assert named[1:] == row[1:]
+
+
+@pytest.mark.parametrize('name', ['data_val (1).hdf5', 'data_val.HDF5', 'data_dev.hdf5'])
+def test_a_split_under_another_name_is_an_error(data_dir, name):
+    session_path(data_dir, DAY, 'val').rename(data_dir/DAY/name)
+    row, = validate(data_dir).itertuples()
+    assert (Path(row.file).name, row.severity) == (name, 'error') and 'rename the file' in row.advice
+
+
+PADDED = { # As Fortran, C, MATLAB and other writers of HDF5 have text and numbers
+    'spaces': lambda text: text + '   ', 'spaces before': lambda text: '  ' + text,
+    'end of line': lambda text: text + '\n',
+    'bytes with spaces': lambda text: np.bytes_(text.encode().ljust(30)),
+    'zeros': None, # See below
+    'an array': lambda text: np.array([text], object), 'an array of bytes': lambda text: np.array([text.encode()]),
+}
+
+
+@pytest.mark.parametrize('pad', PADDED)
+@pytest.mark.parametrize('name, value', [('session', DAY), ('sentence_label', "It's fine.")])
+def test_padded_attributes(data_dir, pad, name, value):
+    def change(group):
+        if pad == 'zeros': # Of fixed length, padded with zeros that belong to the text
+            kind = h5py.h5t.C_S1.copy()
+            kind.set_size(40)
+            kind.set_strpad(h5py.h5t.STR_SPACEPAD)
+            del group.attrs[name]
+            space = h5py.h5s.create(h5py.h5s.SCALAR)
+            attribute = h5py.h5a.create(group.id, name.encode(), kind, space)
+            attribute.write(np.array(value.encode().ljust(40, b'\0'), 'S40'))
+        else: group.attrs[name] = PADDED[pad](value)
+    path = edit(data_dir, change)
+    assert validate(data_dir).empty
+    found = read_session(path)[1]
+    assert (found.session, found.sentence) == (DAY, "It's fine.")
+
+
+def test_numbers_in_arrays_of_one(data_dir):
+    names = 'n_time_steps', 'seq_len', 'trial_num'
+    path = edit(data_dir, lambda g: [attr(n, np.array([g.attrs[n]]))(g) for n in names])
+    assert validate(data_dir).empty and read_session(path)[1].trial == 1
+    edit(data_dir, attr('trial_num', np.array([1, 2])))
+    assert list(validate(data_dir).field) == ['trial_num']
+
+
+def test_a_file_that_another_process_writes_is_called_that(data_dir):
+    path = session_path(data_dir, DAY, 'train')
+    code = f"import h5py; f = h5py.File({str(path)!r}, 'a'); print('open', flush=True); input()"
+    writer = subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert writer.stdout.readline() == 'open\n'
+        row, = validate(data_dir).itertuples()
+        assert row.file == str(path) and 'another process has open for writing' in row.found
+        assert 'wait until it is complete, or end that process' in row.advice and row.severity == 'error'
+        with pytest.raises(SessionError, match='another process has open for writing'): read_session(path)
+        with pytest.raises(AudioError, match=r'data_train.hdf5: found a file that another process has open'):
+            session_sentences(data_dir)
+    finally: writer.communicate('\n')
+    assert validate(data_dir).empty
+
+
+def test_a_file_whose_writer_was_killed_is_called_that(data_dir):
+    "HDF5 notes in such a file that it is open."
+    path = session_path(data_dir, DAY, 'train')
+    code = f"import h5py, os; f = h5py.File({str(path)!r}, 'w', libver='latest'); f.swmr_mode = True; os._exit(1)"
+    subprocess.run([sys.executable, '-c', code], check=False)
+    row, = validate(data_dir).itertuples()
+    assert row.file == str(path) and 'has open for writing' in row.found and 'fetch the file again' in row.advice

@@ -24,7 +24,7 @@ from .voice import Voice
 from ..data.sessions import list_sessions, session_path
 from ..phonemes import normalize_sentence
 from ..ragged import Ragged, RaggedError, RaggedWriter
-from ..reading import check_link, open_hdf5, read_attribute
+from ..reading import ReadError, check_link, open_hdf5, read_attribute
 
 # %% ../../nbs/audio/03_targets.ipynb #c006
 class AudioTarget:
@@ -226,6 +226,7 @@ def _labels(path: Path, name: str = 'sentence_label') -> list[str]:
         with open_hdf5(path) as f:
             for key in f: check_link(f, key)
             return [str(read_attribute(g, name)) for g in f.values() if 'sentence_label' in g.attrs]
+    except ReadError as e: raise AudioError(str(e) if str(path) in str(e) else f'{path}: {e}') from None
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
         raise AudioError(f'{path}: its labels cannot be read ({e}); fetch the file again') from None
 

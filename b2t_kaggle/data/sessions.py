@@ -378,7 +378,8 @@ def _scan(
 
     try: f = open_hdf5(path)
     except ReadError as e:
-        yield file_problem(str(e).removeprefix(f'{path}: found '), 'it would never end: ')
+        found, _, others = str(e).removeprefix(f'{path}: found ').partition(', expected ')
+        yield None, '', [Problem(str(path), '', '', found, *others.split('; ', 1))]
         return
     except OSError as e:
         missing = isinstance(e, FileNotFoundError)
@@ -488,14 +489,26 @@ def write_session(
     return path
 
 # %% ../../nbs/data/00_sessions.ipynb #c047
+def _split_files(folder: Path) -> list[Path]:
+    "The files of a session that are there."
+    return [p for p in (session_path(folder.parent, folder.name, s) for s in SPLITS) if p.exists()]
+
+def _is_spare(path: Path, present: list[Path]) -> bool:
+    "Whether a file is no split under another name: that split is there, or all are, or it is named otherwise."
+    meant = [s for s in SPLITS if s in path.stem.lower()]
+    if meant: return session_path(path.parent.parent, path.parent.name, meant[0]) in present
+    return len(present) == len(SPLITS) or not path.name.lower().startswith('data')
+
 def _check_session_files(folder: Path) -> Iterator[Problem]:
-    "A session's folder without any of its files, or with files of nearly their names, which nobody would read."
+    "A session's folder without any of its files, or with others, which nobody reads."
+    present = _split_files(folder)
+    expected = 'data_train.hdf5, data_val.hdf5 or data_test.hdf5'
     for p in sorted(folder.iterdir()):
-        if p.name.startswith('.') or p.suffix.lower() not in ('.hdf5', '.h5') or p.suffix == '.hdf5': continue
-        expected = 'data_train.hdf5, data_val.hdf5 or data_test.hdf5'
-        yield Problem(str(p), '', '', f'file name {p.name}', expected, 'rename the file, or remove it')
-    if not any(session_path(folder.parent, folder.name, s).exists() for s in SPLITS):
-        expected = 'data_train.hdf5, data_val.hdf5 or data_test.hdf5'
+        if p.name.startswith('.') or p.suffix.lower() not in ('.hdf5', '.h5') or p in present: continue
+        if _is_spare(p, present): advice, severity = 'it is not read; remove it, so that nobody takes it', 'warning'
+        else: advice, severity = 'rename the file, or remove it', 'error'
+        yield Problem(str(p), '', '', f'file name {p.name}', expected, advice, severity)
+    if not present:
         yield Problem(str(folder), '', '', 'no data file', expected, 'remove the folder, or fetch its files')
 
 def _check_named_sessions(data_dir: Path, sessions: list[str]) -> Iterator[Problem]:
@@ -533,11 +546,9 @@ def _table(problems: list[Problem]) -> pd.DataFrame:
 def _check_session_contents(folder: Path, bad_trials: dict, **stored) -> Iterator[Problem]:
     "The problems of all files of a session, without those of bad trials; `stored` is `dtype` and `subset`."
     duplicates = _Duplicates()
-    for path in sorted(folder.glob('*.hdf5')):
-        if path.name.startswith('.'): continue
+    for path in sorted(_split_files(folder)):
         before = file_state(path)
-        try: found = [p for _, _, problems in _scan(path, duplicates, bad_trials, **stored) for p in problems]
-        except SessionError as e: found = [e.problem]
+        found = [p for _, _, problems in _scan(path, duplicates, bad_trials, **stored) for p in problems]
         if file_state(path) == before: yield from found
         else: # Whatever else was found may come from that
             expected = 'a file that stays as it is'

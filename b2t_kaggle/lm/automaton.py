@@ -254,7 +254,7 @@ def _are_facts(facts: dict, lengths: dict[str, int]) -> bool:
 
 # %% ../../nbs/lm/07_automaton.ipynb #c023
 _TYPES: dict[str, np.dtype] = dict(keys=np.dtype(np.int64), ids=np.dtype(np.int32), arcs=ARC, first=FIRST, states=STATE)
-_VERSION = 4 # Of the file's form
+_VERSION = 5 # Of the file's form
 _CHECKSUM = hashlib.sha256().digest_size # Bytes behind the arrays
 
 def _source(path: Path) -> dict:
@@ -433,4 +433,4 @@ def check_words(
         examples = [w.decode(errors='replace') for w in reader.ids if not w.startswith(b'<')]
         among = f', among its {reader.counts[0]:,}' + (f', such as {examples[0]!r}' if examples else '')
     raise ValueError(f'{lm.path}: knows none of the {len(words):,} words to be decoded, such as {words[0]!r}{among}; '
-                     'give a model of the same language whose words are all in lower case or all in capitals')
+                     'give a model of the same language, of whole words')

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import weakref
@@ -48,6 +49,14 @@ def load_kenlm(
     _check_kenlm(path)
     with plain_text(path) as plain: return _open_kenlm(plain)
 
+# %% ../../nbs/lm/04_query.ipynb #c303
+def _spellings(word: str) -> list[str]:
+    "A word in lower case as it may be written: with capitals, and with a curly apostrophe."
+    parts = re.split("([-'])", word)
+    name = re.sub('^Mc.', lambda m: m[0][:2] + m[0][2:].upper(), word.capitalize())
+    forms = [word, word.capitalize(), ''.join(p.capitalize() for p in parts), name, word.upper()]
+    return list(dict.fromkeys([*forms, *(f.replace("'", '’') for f in forms)]))
+
 # %% ../../nbs/lm/04_query.ipynb #c009
 class Queries:
     "Questions to a KenLM model. Words are given in lower case; the model may have capitals. Scores are log10."
@@ -58,6 +67,7 @@ class Queries:
         self.model = model
         self.capitals = capitals
         self.order = model.order
+        self._spelled = {} # How the model has each word that was asked for
         self.begin([])
 
     @classmethod
@@ -74,7 +84,24 @@ class Queries:
 
     def spell(self, word: str) -> str:
         "A word as the model has it."
-        return word.upper() if self.capitals and not word.startswith('<') else word
+        if word not in self._spelled: self._spelled[word] = self._find_spelling(word)
+        return self._spelled[word]
+
+    def _find_spelling(self, word: str) -> str:
+        if word.startswith('<'): return word
+        usual = word.upper() if self.capitals else word
+        if usual in self.model: return usual
+        return max((s for s in _spellings(word) if s in self.model), key=self._log_prob, default=usual)
+
+    def _log_prob(self, word: str) -> float:
+        "Of a word as the model has it, without context."
+        no_context = self.new_state()
+        self.model.NullContextWrite(no_context)
+        return self.model.BaseScore(no_context, word, self.new_state())
+
+    def has(self, word: str) -> bool:
+        "Whether the model has a word in this very spelling."
+        return word in self.model
 
     def __contains__(self, word: str) -> bool:
         "Whether the model knows a word."
@@ -108,10 +135,7 @@ class Queries:
 
     def unigrams(self) -> list[float]: # [W]
         "Log-probability without context of each word."
-        no_context = self.new_state()
-        after = self.new_state()
-        self.model.NullContextWrite(no_context)
-        return [self.model.BaseScore(no_context, w, after) for w in self.words]
+        return list(map(self._log_prob, self.words))
 
     def answers(self,
         states: Sequence[int], # Numbers of states [n]
@@ -189,7 +213,7 @@ class QueryProcess:
         from b2t_kaggle.lm.arpa import in_capitals
         _check_kenlm(path)
         queries = cls(path)
-        return cls(path, True) if in_capitals(queries) else queries
+        return cls(path, True) if in_capitals(_AsSpelled(queries)) else queries
 
     def _start(self) -> None:
         "Start the process; it says the model's order."
@@ -228,6 +252,7 @@ class QueryProcess:
         return QueryProcess(self.path, self.capitals)
 
     def __contains__(self, word: str) -> bool: return self._ask('__contains__', word)
+    def has(self, word: str) -> bool: return self._ask('has', word)
 
     def full_scores(self, sentence: str, bos: bool = True, eos: bool = True) -> list[tuple[float, int, bool]]:
         return self._ask('full_scores', sentence, bos, eos)
@@ -238,3 +263,8 @@ class QueryProcess:
 
     def answers(self, states: Sequence[int], words: Sequence[int]) -> tuple[list[float], list[int]]:
         return self._ask('answers', list(states), list(words))
+
+class _AsSpelled:
+    "The words that a model has in the very spelling that is asked for."
+    def __init__(self, queries: QueryProcess): self.queries = queries
+    def __contains__(self, word: str) -> bool: return self.queries.has(word)
