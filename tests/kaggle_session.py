@@ -53,6 +53,12 @@ def trap_pip(folder, image=None):
     return os.environ | {'PIP_CALLS': str(folder/'calls'), 'PYTHONPATH': python_path}
 
 
+def attach_wheels(room):
+    "A folder of wheels, attached to a session in `room`; pip is a stand-in, so one that is empty will do."
+    (room/'input'/'wheels').mkdir(parents=True)
+    (room/'input'/'wheels'/'rapidfuzz-3-py3-none-any.whl').touch()
+
+
 def outputs_of(notebook):
     "All outputs of an executed notebook."
     return [output for cell in json.loads(notebook.read_text())['cells'] for output in cell.get('outputs', [])]

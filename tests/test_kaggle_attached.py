@@ -118,6 +118,18 @@ def test_a_training_that_goes_on(tmp_path):
     assert done.stdout.splitlines()[-1] == 'goes on from batch 40,000 of 120,000'
 
 
+def test_a_run_of_which_test_alone_was_inferred(tmp_path):
+    "Its session ended then. It is said, and the model is run again, on val too."
+    paths = attach_everything(tmp_path, 'new')
+    (paths['run']/'logits'/'val.arrow').unlink()
+    for split in ('val', 'test'): (tmp_path/'elsewhere'/f'{split}.arrow').unlink() # Links that lead nowhere stay
+    done, _ = start(tmp_path, 'gpu', 'submit', accelerator='cpu')
+    assert done.returncode == 0, done.stderr
+    assert f'{paths["run"]}: has log-probabilities of test alone, so its model is run again, on val too' in done.stdout
+    cfg = load_config(tmp_path/'working'/'run'/'config.yaml')
+    assert (cfg.infer.checkpoint, cfg.infer.logits) == (paths['run']/'train'/'best.pt', [])
+
+
 def test_all_that_is_missing_without_wheels(tmp_path):
     "Pip has no internet: the packages are named beside everything else, by a Python that has none of them."
     done, _ = start(tmp_path, 'tpu', 'submit')

@@ -5,7 +5,7 @@ but those of Kaggle's GPU image."""
 import json
 
 import pytest
-from kaggle_session import RECORDINGS, attach, execute, outputs_of, text_of, train, trap_pip
+from kaggle_session import RECORDINGS, attach, attach_wheels, execute, outputs_of, text_of, train, trap_pip
 from tiny_models import tiny_lm, tiny_whisper
 
 from b2t_kaggle.config import load_config
@@ -29,8 +29,7 @@ def trained(environment, tmp_path_factory):
     "A session that trained on the recordings, and what it printed."
     room = tmp_path_factory.mktemp('trained')
     simulate_dataset(room/'input'/RECORDINGS, n_sessions=2, train=10, val=5, test=3, max_words=4, lm_sentences=0)
-    (room/'input'/'wheels').mkdir()
-    (room/'input'/'wheels'/'rapidfuzz-3-py3-none-any.whl').touch() # pip is a stand-in
+    attach_wheels(room)
     return room, train(room, environment, accelerator='cpu')
 
 
