@@ -49,6 +49,7 @@ from b2t_kaggle.config import (
 )
 from .decoding.compilation import compiled_ahead
 from .devices.interrupts import Ended, ended_when_asked, noted_interrupt
+from .limits import explain_error, reached_limit
 from .pipeline import Interrupted, run_stages
 from .runs import Run, StageRun, logit_files, near_runs, search_tuning
 from .stages import STAGES, plan
@@ -291,11 +292,12 @@ class _Group(Group):
         except click.ClickException as e:
             e.message = as_called(e.message)
             raise
-        except (ValueError, RuntimeError, OSError, ImportError) as e:
+        except (ValueError, RuntimeError, OSError, ImportError, MemoryError) as e:
             raised_in = traceback.extract_tb(e.__traceback__)[-1].filename
             is_ours = Path(raised_in).is_relative_to(Path(b2t_kaggle.__file__).parent)
-            if not (is_ours or isinstance(e, OSError)): raise
-            raise click.ClickException(as_called(str(e))) from None
+            is_systems = isinstance(e, OSError | MemoryError)
+            if not (is_ours or is_systems or reached_limit(str(e))): raise
+            raise click.ClickException(as_called(str(e) if is_ours and not is_systems else explain_error(e))) from None
 
 _SETTINGS = dict(help_option_names=['-h', '--help'], max_content_width=120)
 

@@ -119,6 +119,8 @@ _REFUSED = { # Reading may have the same reasons, so that the name of the file c
     errno.ENOTDIR: ('a file is where its folder should be', 'remove it, or choose another folder'),
     errno.EEXIST: ('a file is where its folder should be', 'remove it, or choose another folder'),
 }
+_NO_INODES = ('the disk has room, but not for one more file (no inodes are left: `df -i`)',
+              'remove files there that are not needed, or choose a folder on another disk')
 _IN_WORDS = {'No space left on device': errno.ENOSPC, 'File too large': errno.EFBIG}
 _MESSAGES = re.compile('|'.join([r'errno = (?P<number>\d+)', *_IN_WORDS]))
 
@@ -132,6 +134,13 @@ def _system_error(error: BaseException | None) -> tuple[int, str | None]:
         error = error.__cause__ or error.__context__
     return 0, None
 
+def _without_inodes(path: Path) -> bool:
+    "Whether the disk of a file has room, but counts its files and has no number left."
+    with suppress(OSError, AttributeError): # Windows has no statvfs
+        disk = os.statvfs(path.parent)
+        return disk.f_files > 0 and disk.f_favail == 0 and disk.f_bavail > 0
+    return False
+
 def write_error(
     error: Exception, # While a file was written
     path: Path,       # The file, absolute or not
@@ -142,6 +151,7 @@ def write_error(
     file = None if name is None else Path(os.fsdecode(name))
     own = file is not None and (file in (scratch, path, *path.parents) or scratch in file.parents)
     reason = _FULL.get(number) or (_REFUSED.get(number) if own else None)
+    if number == errno.ENOSPC and _without_inodes(path): reason = _NO_INODES
     if reason is None and not path.parent.is_dir():
         reason = 'its folder went away while it was written', 'see that nobody removes it'
     if reason is None and own and number == errno.ENOENT:

@@ -23,6 +23,7 @@ from .devices.session import check_accelerator_present, session_hours
 from .files import write_error, write_whole
 from .homes import set_home_variables
 from .kernels import forked_kernels, kernel_manager
+from .limits import likely_cause, reached_limit
 from .locks import Lock
 from .report import report_page
 from .runs import Run, StageRun, input_changed
@@ -140,11 +141,14 @@ def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
     import papermill as pm
     from nbclient.exceptions import DeadKernelError
     if isinstance(error, DeadKernelError):
-        return PipelineError(f'stage {name}: its process was killed, most likely for want of memory; smaller batches '
+        return PipelineError(f'stage {name}: its process was killed, {likely_cause()}; smaller batches '
                              f'(data.batch_size, data.eval_batch_size) need less. The record is in {out}')
     if isinstance(error, RuntimeError) and 'died before replying' in str(error): # jupyter_client's
-        return PipelineError(f'stage {name}: its process was killed while it started, most likely for want of memory; '
+        return PipelineError(f'stage {name}: its process was killed while it started, {likely_cause()}; '
                              'end other programs, and run the same line again')
+    is_stages = isinstance(error, pm.PapermillExecutionError)
+    text = f'{error.ename}: {error.evalue}' if is_stages else f'{type(error).__name__}: {error}'
+    if limit := reached_limit(text): return PipelineError(f'stage {name}: {limit} ({text}). {_kept(run, name)}')
     if isinstance(error, OSError): # papermill writes the record after each cell
         problem = write_error(error, out, out) or f'{error.filename or out}: {error.strerror or error}'
         return PipelineError(f'stage {name}: {problem}. {_kept(run, name)}')

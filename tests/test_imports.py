@@ -126,7 +126,7 @@ FLOORS = (
     ('lm', 'training', 'audio'),
     ('data', 'logits', 'metrics', 'bootstrap', 'comparison', 'submission'),
     ('advice', 'devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'reading', 'files',
-     'homes', 'jit', 'locks', 'docstrings', 'pages'),
+     'homes', 'jit', 'limits', 'locks', 'docstrings', 'pages'),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 
