@@ -1,0 +1,110 @@
+"Stamps: which files they know, and that older ones stay good."
+import hashlib
+import os
+
+import numpy as np
+import pytest
+
+from b2t_kaggle import runs
+from b2t_kaggle.config import preset
+from b2t_kaggle.runs import Run, StageRun
+from b2t_kaggle.stages import plan
+
+
+def blocks_mark(path):
+    "The mark of a file in older stamps: its size, and a hash of 16 blocks of 64 KiB where it has more than a mebibyte."
+    data = path.read_bytes()
+    starts = [i*(len(data) - (1 << 16))//15 for i in range(16)]
+    seen = b''.join(data[s:s + (1 << 16)] for s in starts) if len(data) > 1 << 20 else data
+    return [len(data), hashlib.sha256(seen).hexdigest()[:16]]
+
+
+def older_marks(paths, sampled=False): return {p: blocks_mark(p) for p in paths}
+
+
+@pytest.fixture
+def files(tmp_path):
+    "A language model, a checkpoint and a recording, each of more than a mebibyte, by the value that names them."
+    paths = {'lm.path': tmp_path/'lm.arpa', 'train.init_checkpoint_path': tmp_path/'first'/'best.pt',
+             'data.dataset_dir': tmp_path/'data'/'t15.2023.08.11'/'data_train.hdf5'}
+    for i, path in enumerate(paths.values()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(np.random.default_rng(i).bytes(3_000_000))
+    return paths
+
+
+def run_of(files, tmp_path, **more):
+    values = {k: str(p) for k, p in files.items()} | {'data.dataset_dir': str(tmp_path/'data')} | more
+    return Run(tmp_path/'run', tmp_path/'work', values, cfg=preset('official'))
+
+
+def do_all(run):
+    "Each stage, which writes a file of more than a mebibyte."
+    for name in plan(run.cfg):
+        stage = StageRun(run, name).begin()
+        out = stage.home/f'{"packed-" if stage.home == run.work else ""}{name}'/'best.pt'
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(np.random.default_rng(7).bytes(2_000_000))
+        stage.finish([out])
+
+
+def statuses(run): return {name: StageRun(run, name).status() for name in plan(run.cfg)}
+
+
+def change_byte(path, at):
+    "Another byte; size and time of change stay."
+    state = os.stat(path)
+    with open(path, 'r+b') as f:
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def test_stages_of_older_stamps_are_done(files, tmp_path, monkeypatch):
+    "No stage is done again, and no model is set aside, because files were known by blocks when it was done."
+    with monkeypatch.context() as m:
+        m.setattr(runs, 'content_marks', older_marks)
+        do_all(run_of(files, tmp_path))
+    run = run_of(files, tmp_path)
+    assert run.key('decode') not in (run.key('decode', sampled=True), StageRun(run, 'decode').stamp['key'])
+    assert set(statuses(run).values()) == {'done'}
+    for path in (tmp_path/'work'/'stages').glob('*.json'): path.unlink() # The packed stores stay behind on a machine
+    later = {n: s for n, s in statuses(run).items() if n not in ('check', 'pack')}
+    assert set(later.values()) == {'done'}
+    for name in 'check', 'pack': StageRun(run, name).begin().finish([]) # And are made anew
+    assert {n: s for n, s in statuses(run).items() if n not in ('check', 'pack')} == later
+    model = (tmp_path/'run'/'train'/'best.pt').read_bytes()
+    longer = run_of(files, tmp_path, **{'train.num_training_batches': 77})
+    StageRun(longer, 'train').begin() # It is to go on, not to begin anew
+    assert (tmp_path/'run'/'train'/'best.pt').read_bytes() == model and not list((tmp_path/'run').glob('train-*'))
+
+
+def test_reasons_of_older_stamps(files, tmp_path, monkeypatch):
+    "What is said of a stage that has to run names what has changed, not the files that are as they were."
+    with monkeypatch.context() as m:
+        m.setattr(runs, 'content_marks', older_marks)
+        do_all(run_of(files, tmp_path))
+    run = run_of(files, tmp_path, **{'decode.beam': 3})
+    reason = StageRun(run, 'decode').reason()
+    assert 'decode.beam was' in reason and 'stage' not in reason and 'file' not in reason
+
+
+@pytest.mark.parametrize('key, stage', [('lm.path', 'lm'), ('train.init_checkpoint_path', 'train'),
+                                        ('data.dataset_dir', 'check')])
+def test_each_byte_of_a_large_file_counts(key, stage, files, tmp_path):
+    "A byte between the blocks of which older stamps knew, in a file whose size and time of change stay as they were."
+    do_all(run_of(files, tmp_path))
+    assert set(statuses(run_of(files, tmp_path)).values()) == {'done'}
+    before = blocks_mark(files[key])
+    change_byte(files[key], 100_000)
+    assert blocks_mark(files[key]) == before
+    assert statuses(run_of(files, tmp_path))[stage] == 'inputs or parameters changed'
+
+
+def test_each_byte_of_a_large_output_counts(files, tmp_path):
+    run = run_of(files, tmp_path)
+    do_all(run)
+    change_byte(run.dir/'train'/'best.pt', 100_000)
+    assert statuses(run)['train'] == 'best.pt was changed'
