@@ -108,3 +108,25 @@ def test_each_byte_of_a_large_output_counts(files, tmp_path):
     do_all(run)
     change_byte(run.dir/'train'/'best.pt', 100_000)
     assert statuses(run)['train'] == 'best.pt was changed'
+
+
+@pytest.mark.parametrize('damage', ['gone', 'a byte'])
+def test_no_stage_takes_a_damaged_file_for_its_own(damage, files, tmp_path):
+    "What is not as it was written is removed when its stage begins; the files beside it stay, as does a trainer's own."
+    run = run_of(files, tmp_path)
+    do_all(run)
+    for name in 'pack', 'infer', 'train':
+        stage = StageRun(run, name)
+        path = stage.home/next(iter(stage.stamp['outputs']))
+        if damage == 'gone': path.unlink()
+        else: change_byte(path, 100_000)
+        (path.parent/'other').touch()
+        assert stage.status() == f'best.pt {"is missing" if damage == "gone" else "was changed"}'
+        stage.begin()
+        assert path.exists() == (name == 'train' and damage == 'a byte') and (path.parent/'other').exists()
+        if name != 'train':
+            with pytest.raises(runs.PipelineError, match=f'stage {name}: .*best.pt is gone before'):
+                stage.finish([path])
+        path.write_bytes(np.random.default_rng(7).bytes(2_000_000))
+        stage.finish([path])
+        assert StageRun(run, name).status() == 'done'

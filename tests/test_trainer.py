@@ -349,6 +349,59 @@ def test_without_validation_trials_the_last_weights_count(stores, tmp_path):
     assert torch.equal(model.h0, load_file(tmp_path/'last.pt')['model_state_dict']['h0'])
 
 
+def damaged(path, damage):
+    data = path.read_bytes()
+    n = len(data)//2
+    if damage == 'gone': path.unlink()
+    elif damage == 'a byte': path.write_bytes(data[:n] + bytes([data[n] ^ 4]) + data[n + 1:])
+    else: path.write_bytes(dict(cut=data[:-1000], empty=b'', text=b'not a model', zeros=bytes(len(data)))[damage])
+
+
+@pytest.mark.parametrize('damage', ['gone', 'cut', 'a byte', 'empty', 'text', 'zeros'])
+@pytest.mark.parametrize('steps', [12, 20], ids=['finished', 'goes on'])
+def test_a_best_model_that_is_lost_is_made_again(damage, steps, stores, tmp_path, capsys):
+    "The same line again ends with a model that can be read; where the last one was the best one, with the same."
+    cfg = config(num_training_batches=12, batches_per_val_step=12)
+    result = train(*stores, cfg, tmp_path, progress=False)
+    best = tmp_path/'best.pt'
+    before = load_file(best)
+    damaged(best, damage)
+    capsys.readouterr()
+    again = train(*stores, config(num_training_batches=steps, batches_per_val_step=12), tmp_path, progress=False)
+    said = capsys.readouterr().out
+    assert f'best.pt {"is gone" if damage == "gone" else "cannot be read"}; it is made again of last.pt' in said
+    assert said.count('made again') == 1 and again['step'] == steps
+    if steps == 12:
+        assert again['val_per'] == result['val_per'] and again['best_step'] == 12
+        assert torch.equal(load_file(best)['model_state_dict']['h0'], before['model_state_dict']['h0'])
+    assert load_model(best) and load_file(tmp_path/'last.pt')['best']['step'] == again['best_step']
+    train(*stores, config(num_training_batches=steps, batches_per_val_step=12), tmp_path, progress=False)
+    assert 'made again' not in capsys.readouterr().out
+
+
+def test_models_of_a_refit_that_are_lost(stores, tmp_path):
+    "The refitted one is what the last weights are; the best one cannot be made of weights that have seen val."
+    cfg = config(num_training_batches=10, batches_per_val_step=5, refit=.5)
+    train(*stores, cfg, tmp_path, progress=False)
+    before = load_file(tmp_path/'refit.pt')
+    damaged(tmp_path/'refit.pt', 'a byte')
+    train(*stores, cfg, tmp_path, progress=False)
+    after = load_file(tmp_path/'refit.pt')
+    assert after['refit_from'] == before['refit_from'] == 5
+    assert all(torch.equal(w, before['model_state_dict'][k]) for k, w in after['model_state_dict'].items())
+    damaged(tmp_path/'best.pt', 'gone')
+    with pytest.raises(TrainingError, match='best.pt is gone, and .*trained on val since batch 5 .*--force train'):
+        train(*stores, cfg, tmp_path, progress=False)
+
+
+def test_a_state_that_is_damaged_names_what_helps(stores, tmp_path):
+    cfg = config(num_training_batches=3)
+    train(*stores, cfg, tmp_path, progress=False)
+    damaged(tmp_path/'last.pt', 'cut')
+    with pytest.raises(CheckpointError, match='last.pt: damaged.*--force train.*init_checkpoint_path'):
+        train(*stores, cfg, tmp_path, progress=False)
+
+
 def test_starting_from_another_model_keeps_the_days_by_name(stores, tmp_path):
     train(*stores, config(num_training_batches=12), tmp_path/'first', progress=False)
     old, _ = load_model(tmp_path/'first')

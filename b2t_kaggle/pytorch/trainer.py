@@ -22,7 +22,7 @@ from ..data.batches import Batch, Batcher, DayBalancedSampler, longest_in_batche
 from ..data.store import JointStore, TrialStore
 from ..devices.torch import pick_torch
 from .augment import Augment
-from .checkpoint import load_file, load_state, load_weights, save_atomic
+from .checkpoint import check_weights, load_file, load_state, load_weights, save_atomic
 from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
@@ -358,6 +358,10 @@ class Trainer(loop.Trainer):
     def save_refit(self, path: Path) -> None:
         "The same, marked as a model that has seen val."
         _save_model(self, dict(step=self.step, refit_from=self.refit_from), path)
+
+    def read_model(self, path: Path) -> None:
+        "Compare the weights in a file with their checksums. Raises `CheckpointError`."
+        check_weights(load_file(path).get('model_state_dict'), path)
 
     def save_last(self, path: Path) -> None:
         "Everything the run needs to continue."

@@ -16,7 +16,14 @@ import numpy as np
 from ..config import Config
 from ..data.store import TrialStore
 from .augment import Augment
-from .checkpoint import load_last, load_state, load_weights, save_best, save_last
+from b2t_kaggle.tensorflow.checkpoint import (
+    load_last,
+    load_model,
+    load_state,
+    load_weights,
+    save_best,
+    save_last,
+)
 from .ctc import ctc_loss
 from .evaluate import Evaluator, evaluate, losses_and_paths
 from .feed import BatchLoader, Program, Strategy, start
@@ -199,6 +206,10 @@ class Trainer(loop.Trainer):
     def save_best(self, path: Path) -> None:
         "The model alone, as `load_model` reads it."
         save_best(path, self.model, self.cfg, self.best.metrics)
+
+    def read_model(self, path: Path) -> None:
+        "Compare the weights in a file with their checksums. Raises `CheckpointError`."
+        with tf.device('CPU'): load_model(path)
 
     def save_last(self, path: Path) -> None:
         "Everything the run needs to continue."

@@ -11,7 +11,7 @@ torch = pytest.importorskip('torch')
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import copies
 from killed import ask_before_each_step, kill_behind_a_checkpoint
-from test_trainer import FEATURES, SESSIONS, config, open_stores, write_toy
+from test_trainer import FEATURES, SESSIONS, config, damaged, open_stores, write_toy
 from train_toy import start_copies, steps, write_steps
 
 from b2t_kaggle.devices.tensorflow import configure_mixed_precision
@@ -232,6 +232,20 @@ def test_a_time_budget_and_early_stopping(stores, tmp_path):
     assert result['stopped'] == 'early stopping' and result['finished']
     assert result['best_step'] == 1 and result['step'] == 6
     assert train(*stores, cpu_config(**kw), tmp_path, progress=False)['step'] == 6
+
+
+def test_a_best_model_that_is_lost_is_made_again(stores, tmp_path, capsys):
+    cfg = cpu_config(num_training_batches=4, batches_per_val_step=4)
+    result = train(*stores, cfg, tmp_path, progress=False)
+    best = tmp_path/BEST['tensorflow']
+    before = load_model(best)[0].named_variables()
+    for name in 'gone', 'a byte':
+        damaged(best, name)
+        again = train(*stores, cfg, tmp_path, progress=False)
+        assert 'it is made again of last.weights.h5: batch 4' in capsys.readouterr().out
+        assert again['val_per'] == result['val_per']
+        after = load_model(best)[0].named_variables()
+        assert all(np.array_equal(v.numpy(), before[k].numpy()) for k, v in after.items())
 
 
 def test_frozen_parts_are_not_the_optimisers(stores):
