@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .config import Config
+from .config import Config, differing_values, load_config, save_config
 from .devices.interrupts import Ended, handled
 from .devices.machine import detect
 from .devices.session import check_accelerator_present, session_hours
@@ -24,7 +24,7 @@ from .files import write_error, write_whole
 from .homes import set_home_variables
 from .kernels import forked_kernels, kernel_manager
 from .limits import likely_cause, reached_limit
-from .locks import Lock
+from .locks import Lock, LockedError
 from .report import report_page
 from .runs import Run, StageRun, input_changed
 from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
@@ -209,6 +209,37 @@ def _row(stage: StageRun, status: str) -> dict:
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
                 seconds=stamp.get('seconds', 0), metrics=', '.join(metrics))
 
+# %% ../nbs/14_pipeline.ipynb #c321
+def _check_same_values(run: Run, theirs: Path, holder: str) -> None:
+    "Raise `PipelineError` where the process that works on a run has other values."
+    try: there = load_config(theirs)
+    except (OSError, ValueError): return # It has begun, or ended, just now
+    if not (other := differing_values(run.cfg, there)): return
+    back = differing_values(there, run.cfg)
+    found = [f'{k} is {back.get(k)} there, {other.get(k)} here' for k in sorted(other | back)]
+    raise PipelineError(f'{run.dir} is being worked on with other values ({holder}): {"; ".join(found[:4])}. Wait '
+                        'until that is over, or use another --name')
+
+@contextmanager
+def _at_work(
+    run: Run,
+) -> Iterator[bool]: # Whether another process was waited for
+    """Work on a run alone. Another process with the same values is waited for; raises `PipelineError` for one that has
+    other values."""
+    lock = Lock(run.dir/'stages'/'run.lock', f'the run {run.dir}')
+    values = run.dir/'stages'/'running.yaml'
+    values.parent.mkdir(parents=True, exist_ok=True)
+    waits = False
+    try: lock.acquire(1)
+    except LockedError as e:
+        _check_same_values(run, values, e.holder)
+        lock.acquire()
+        waits = True
+    with lock:
+        save_config(run.cfg, values)
+        try: yield waits
+        finally: values.unlink(missing_ok=True)
+
 # %% ../nbs/14_pipeline.ipynb #c018
 def _pending(
     stages: dict[str, StageRun], # In order
@@ -334,9 +365,9 @@ def run_stages(
     until: str | None = None,  # Last stage wanted; none means all
     force: Iterable[str] = (), # Stages to do again even if they are done
 ) -> list[dict]:               # A row per stage: stage, what happened, seconds, metrics
-    """Do what is not done, in order; raises `PipelineError` at the first stage that fails. Before anything is
-    computed: `DeviceError` for a long training on recordings without an accelerator, `TrainingError` for a tracker of
-    `train.log` that is not installed."""
+    """Do what is not done, in order; raises `PipelineError` at the first stage that fails, or where another process
+    works on the run with other values. Before anything is computed: `DeviceError` for a long training on recordings
+    without an accelerator, `TrainingError` for a tracker of `train.log` that is not installed."""
     names = plan(run.cfg, until)
     if wrong := sorted(set(force) - set(names)):
         raise PipelineError(f'--force {wrong[0]}: this command does not come to that stage; it does {", ".join(names)}')
@@ -347,7 +378,8 @@ def run_stages(
     check_ready(run, pending, kind)
     _set_variables()
     kernels = forked_kernels() if pending else nullcontext()
-    with session(session_hours(run.cfg.session.hours, kind)) as deadline, kernels:
+    with _at_work(run) as waited, session(session_hours(run.cfg.session.hours, kind)) as deadline, kernels:
+        if waited: pending = _pending(stages, force)
         for name, stage in stages.items():
             if name in pending and STAGES[name].shared: _check_time(name, deadline)
             needless = STAGES[name].shared and name not in pending and stage.status() != 'done'

@@ -208,15 +208,19 @@ class _Configured:
     ):
         self.dir = Path(folder)
         self.work = Path(work)
-        path = self.dir/'config.yaml'
-        self.saved = load_config(path) if path.exists() else None # As the configuration was before this
+        self.saved = self._read() # As the configuration was before this
         self.cfg = with_overrides(cfg or self.saved or preset('demo'), overrides or {})
         self.origin = origin or _read_noted(self.dir/'origin.json')
         self._marks: dict[tuple[str, bool], list] = {} # Of files from outside, by stage and kind
         if save: self.save()
 
+    def _read(self) -> Config | None:
+        path = self.dir/'config.yaml'
+        return load_config(path) if path.exists() else None
+
     def save(self) -> None:
         "Write `config.yaml` where it is not as it should be, and where the run comes from."
+        self.saved = self._read() # Somebody may have written another one meanwhile
         if self.saved != self.cfg: save_config(self.cfg, self.dir/'config.yaml')
         self.saved = self.cfg
         path = self.dir/'origin.json'
@@ -224,7 +228,7 @@ class _Configured:
 
     def unsaved(self) -> dict:
         "Overrides that make this configuration of the saved one, as a stage's notebook takes them."
-        values = differing_values(self.cfg, self.saved or preset('demo'))
+        values = differing_values(self.cfg, self._read() or preset('demo'))
         return {k: json.dumps(v) if isinstance(v, str) else v for k, v in values.items()} # Text is parsed as YAML
 
     @property

@@ -1,6 +1,9 @@
 "Stamps: which files they know, and that older ones stay good."
 import hashlib
 import os
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -130,3 +133,64 @@ def test_no_stage_takes_a_damaged_file_for_its_own(damage, files, tmp_path):
         path.write_bytes(np.random.default_rng(7).bytes(2_000_000))
         stage.finish([path])
         assert StageRun(run, name).status() == 'done'
+
+
+# Stages that take no time, but for one that waits for a file; each notes the beam that its kernel would search with
+WORKS = """
+import sys, time
+from pathlib import Path
+from b2t_kaggle import pipeline
+from b2t_kaggle.runs import Run, begin_stage
+folder, beam = Path(sys.argv[1]), int(sys.argv[2])
+
+def execute(run, name):
+    stage = begin_stage(name, run.dir, run.work, run.unsaved())
+    with open(folder/'seen', 'a') as f: f.write(f'{beam} {name} {stage.run.cfg.decode.beam}\\n')
+    while name == 'lm' and not (folder/'go').exists(): time.sleep(.05)
+    stage.finish([])
+
+pipeline.execute = execute
+try: pipeline.run_stages(Run(folder/'run', folder/'work', {'decode.beam': beam}, save=False), 'decode')
+except pipeline.PipelineError as e: sys.exit(str(e))
+"""
+
+
+def works(folder, beam):
+    return subprocess.Popen([sys.executable, '-c', WORKS, folder, str(beam)], stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(.05)
+
+
+def test_two_starts_in_one_folder(tmp_path):
+    """The first computes with its own values to its end, also where somebody writes others into the folder; a second
+    one with others is refused and leaves no trace, one with the same waits and has nothing to do."""
+    seen = tmp_path/'seen'
+    first = works(tmp_path, 7)
+    wait_for(lambda: seen.exists() and 'lm' in seen.read_text())
+    same, other = works(tmp_path, 7), works(tmp_path, 8)
+    said = other.communicate()[1]
+    assert other.returncode == 1 and f'with other values (process {first.pid} of' in said
+    assert 'decode.beam is 7 there, 8 here' in said and first.poll() is None
+    Run(tmp_path/'run', tmp_path/'work', {'decode.beam': 9}) # Writes config.yaml
+    (tmp_path/'go').touch()
+    said_first, said_same = first.communicate()[1], same.communicate()[1]
+    assert (first.returncode, same.returncode) == (0, 0), said_first + said_same
+    stages = ['simulate', 'check', 'pack', 'train', 'infer', 'lm', 'decode']
+    assert seen.read_text() == ''.join(f'7 {name} 7\n' for name in stages)
+    assert StageRun(Run(tmp_path/'run', tmp_path/'work'), 'decode').stamp['inputs']['values']['decode.beam'] == 7
+    assert Run(tmp_path/'run', tmp_path/'work').cfg.decode.beam == 7
+    assert works(tmp_path, 8).wait() == 0 and seen.read_text().endswith('8 decode 8\n') # Afterwards
+
+
+def test_a_run_that_was_killed_keeps_nobody_out(tmp_path):
+    first = works(tmp_path, 7)
+    wait_for(lambda: (tmp_path/'seen').exists() and 'lm' in (tmp_path/'seen').read_text())
+    first.kill()
+    first.communicate()
+    (tmp_path/'go').touch()
+    assert works(tmp_path, 8).wait() == 0 and (tmp_path/'seen').read_text().endswith('8 lm 8\n8 decode 8\n')

@@ -25,7 +25,7 @@ from ..files import WriteError, require_space
 from ..reading import MAX_WHOLE
 from .budget import Budget
 from .checkpoint_paths import BEST, LAST, REFIT
-from .checkpoints import seen_val_from
+from .checkpoints import CheckpointError, seen_val_from
 from .history import BestTracker, History, read_history
 from .memory import raise_if_oom
 from .pruning import Judge, judge_here
@@ -148,6 +148,9 @@ class Trainer(ABC):
     def metrics(self) -> dict: "Of the validation trials, from `training.history.summarize`."
     @abstractmethod
     def save_best(self, path: Path) -> None: "Write the model alone."
+    @abstractmethod
+    def read_model(self, path: Path) -> None:
+        "Read what `save_best` or `save_refit` wrote. Raises `CheckpointError` where it is damaged or gone."
     @abstractmethod
     def save_last(self, path: Path) -> None: "Write `state()`, the model and the optimiser."
     def save_refit(self, path: Path) -> None:
@@ -468,6 +471,52 @@ def _check_space(trainer: Trainer, out: Path) -> None:
         except WriteError as e: problem = str(e)
     if problem := trainer.gather(problem)[0]: raise WriteError(problem)
 
+# %% ../../nbs/training/07_loop.ipynb #c321
+def _lost(trainer: Trainer, path: Path) -> str:
+    "Why a model cannot be read, for all processes; empty where it can."
+    problem = ''
+    if trainer.is_main_process:
+        try: trainer.read_model(path)
+        except CheckpointError: problem = 'cannot be read' if path.exists() else 'is gone'
+    return trainer.gather(problem)[0]
+
+def _named(metrics: dict) -> str:
+    "The model that has these figures."
+    per = metrics.get('val_per')
+    return f'batch {metrics["step"]}' + ('' if per is None else f', PER {per:.2%}')
+
+def _replace_best(loop: Loop, path: Path, problem: str) -> None:
+    "Let the weights as they are become the best model. Raises `TrainingError` where they have seen val."
+    t = loop.trainer
+    last = loop.out/LAST[t.framework]
+    lost = t.best
+    if t.is_refitting:
+        raise TrainingError(f'{path} {problem}, and {last} cannot take its place: it has been trained on val since '
+                            f'batch {t.refit_from} (train.refit). Bring {path.name} back from a copy, or train anew '
+                            'with `b2t train --force train`')
+    t.best = BestTracker()
+    t.is_best(loop.budget.timed('validate', t.validate), True)
+    t.best.bad_evals = lost.bad_evals
+    if not t.is_main_process: return
+    print(f'{path} {problem}; it is made again of {last.name}: {_named(t.best.metrics)} (before: '
+          f'{_named(lost.metrics)})')
+    t.save_best(path)
+    t.save_last(last)
+
+def _verify_models(loop: Loop) -> None:
+    """Read back the models that are there by now, and replace those that cannot be read. Raises `TrainingError` where
+    there is nothing to replace one by."""
+    t = loop.trainer
+    best, refitted = loop.out/BEST[t.framework], loop.out/REFIT
+    if t.best.metrics.get('step') and (problem := _lost(t, best)):
+        _replace_best(loop, best, problem)
+        if _lost(t, best):
+            raise TrainingError(f'{best}: was written, and cannot be read back; have the disk checked, and run the '
+                                'same line again')
+    if t.refit_from is not None and loop._is_last() and _lost(t, refitted) and t.is_main_process:
+        print(f'{refitted}: is written again')
+        t.save_refit(refitted)
+
 # %% ../../nbs/training/07_loop.ipynb #c047
 class TrainerClass(Protocol):
     "A framework's class derived from `Trainer`, as `fit` makes one of it."
@@ -502,9 +551,16 @@ def fit(
         if not continues[0] and trainer.is_main_process: (out/REFIT).unlink(missing_ok=True) # Of an earlier training
         loop = Loop(trainer, History(out/'history.csv', trainer.step), budget, out)
         tracked = TrackedRun(out, tracked_values(trainer.cfg), trainer.step)
+        if continues[0]: _verify_models(loop)
         if loop.is_told: loop.judge = judge_here()
+        first = trainer.step
         with tracking(names if loop.is_told else [], tracked) as loop.log: stopped = loop.run(progress)
+        if trainer.step > first: _verify_models(loop)
     except Exception as e:
+        if isinstance(e, CheckpointError) and str(e).startswith(f'{last}:'):
+            raise CheckpointError(f'{e}. Without a copy, train anew with `b2t train --force train`; where '
+                                  f'{BEST[trainer_class.framework]} is whole, train.init_checkpoint_path may name a '
+                                  'copy of it to begin with') from None
         raise_if_oom(e, backend.device.name, cfg, trainer)
         raise
     backend.close()
