@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -115,3 +116,44 @@ def test_a_terminal_that_is_closed(packed, tmp_path):
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
     check_saved(tmp_path, None, started)
+
+
+def processes_of(mark):
+    "Everything that was started with a variable of the environment, whoever is its parent now."
+    found = []
+    for p in psutil.process_iter():
+        try:
+            if p.environ().get('B2T_TEST_RUN') == mark: found.append(p)
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess): pass
+    return found
+
+
+def find(mark, word):
+    "The first process of a run whose command has a word, as soon as there is one."
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        for p in processes_of(mark):
+            with suppress(psutil.NoSuchProcess):
+                if any(word in argument for argument in p.cmdline()): return p
+        time.sleep(.01)
+    raise AssertionError(f'no {word} was started')
+
+
+SERVER, TORCHRUN, WORKER = 'import serve', 'torch.distributed.run', 'worker.py'
+
+
+@pytest.mark.parametrize(('importing', 'killed'), [
+    (SERVER, 'the command'), (TORCHRUN, 'its parent'), (WORKER, 'its parent'), (WORKER, 'the command')])
+def test_nobody_outlives_what_started_it(packed, tmp_path, importing, killed):
+    "It is killed while a process that it started has only begun to import."
+    env = os.environ | {'B2T_TEST_RUN': str(tmp_path)}
+    null = subprocess.DEVNULL
+    p = subprocess.Popen(command(tmp_path, packed, **{'train.processes': 2}), env=env, stdout=null, stderr=null)
+    try:
+        begun = find(str(tmp_path), importing)
+        os.kill(p.pid if killed == 'the command' else begun.ppid(), signal.SIGKILL)
+        p.wait(100)
+        _, alive = psutil.wait_procs(processes_of(str(tmp_path)), timeout=30)
+        assert not alive and not processes_of(str(tmp_path)), alive
+    finally:
+        for q in processes_of(str(tmp_path)): q.kill()

@@ -84,7 +84,7 @@ def test_a_stage_that_is_killed_at_a_write_makes_the_same(stages, name, request)
     count, expected = known[name]
     assert count > 3 and expected
     kills = 0
-    for at, halfway in draw(name, request.config.getoption('--faults')//3, count):
+    for at, halfway in draw(name, request.config.getoption('--faults')//4, count):
         when = f'after a kill {"in the middle of" if halfway else "before"} write {at}'
         put_back(room.parent/name, room)
         status = finish(room, name, at, halfway)
