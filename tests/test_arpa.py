@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from b2t_kaggle.lm.arpa import ArpaError, ArpaReader, Grams, open_text, read_arpa, read_counts, write_arpa
 from b2t_kaggle.lm.automaton import load_ngram
 from b2t_kaggle.lm.corpus import read_sentences
-from b2t_kaggle.lm.ngram import model_report
+from b2t_kaggle.lm.ngram import NGram, model_report
 from b2t_kaggle.lm.prune import prune_ngram
 
 WORDS = ['<unk>', '<s>', '</s>', 'a', "it's", 'naïve', '1,000', '-1.5', '\u00a0']
@@ -160,6 +160,15 @@ def test_a_compressed_model_is_pruned(tmp_path):
     (tmp_path/'usual.arpa').write_text(USUAL)
     for name in ('model', 'usual.arpa'): prune_ngram(tmp_path/name, tmp_path/f'{name}.out', 0)
     assert (tmp_path/'model.out').read_bytes() == (tmp_path/'usual.arpa.out').read_bytes()
+
+
+def test_what_kenlm_refuses_is_written_for_it(tmp_path):
+    pytest.importorskip('kenlm')
+    path = tmp_path/'lm.arpa'
+    path.write_text(FORMS['heading'])
+    with pytest.raises(ValueError, match='lm.arpa: an ARPA file that KenLM refuses .* -o NEW.arpa'): NGram.load(path)
+    prune_ngram(path, tmp_path/'new.arpa', 0)
+    assert NGram.load(tmp_path/'new.arpa').order == 3
 
 
 @pytest.mark.parametrize('content, message', [

@@ -85,6 +85,10 @@ def _load_problem(path: Path, message: str) -> str:
     try:
         for _ in () if is_kenlm_binary(path) else ArpaReader(path): pass # To the first line that is wrong
     except (OSError, ValueError) as e: message = str(e).removeprefix(f'{path}: ')
+    else:
+        if not is_kenlm_binary(path):
+            return ('an ARPA file that KenLM refuses and load_ngram reads; `b2t lm prune '
+                    f'{path} -o NEW.arpa --threshold 0` writes it in the form that KenLM reads')
     message = ' '.join(message.split())[:300]
     return f'neither an ARPA file nor a KenLM binary that can be read; {message}'
 
