@@ -13,7 +13,6 @@ import hashlib
 import http.client
 import io
 import os
-import shutil
 import socket
 import ssl
 import stat
@@ -30,7 +29,7 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from ..files import format_size, require_space, stays_inside, write_whole
+from ..files import format_size, replaced_folder, require_space, stays_inside, write_whole
 from ..locks import Lock, LockedError
 
 # %% ../../nbs/data/05_download.ipynb #c008
@@ -285,10 +284,6 @@ def _unpack_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Pa
     except NotImplementedError as e:
         raise DownloadError(f'{archive.filename}: {member.filename!r} is packed in a way that Python does not know '
                             f'({e}); unpack it yourself: 7z x {archive.filename}') from None
-    except OSError as e:
-        if e.errno not in _DISK_FULL: raise
-        raise DownloadError(f'{folder}: {e.strerror.lower()} while {archive.filename} was unpacked; make room and run '
-                            'this again') from None
 
 def unpack_zip(
     path: str | Path,       # The archive
@@ -301,21 +296,17 @@ def unpack_zip(
     path = Path(path)
     folder = Path(folder)
     if folder.exists(): raise FileExistsError(f'{folder}: is there already; {path.name} is unpacked into a new folder')
-    scratch = folder.with_name(f'.{folder.name}.unpacking')
-    shutil.rmtree(scratch, ignore_errors=True)
     with _open_zip(path) as archive:
         members = archive.infolist()
         for member in members: _check_member(path, member)
         size = sum(member.file_size for member in members)
         require_space(folder.parent, size, f'what is in {path.name}')
-        scratch.mkdir(parents=True)
-        try:
-            with tqdm(total=size, unit='B', unit_scale=True, desc=f'unpack {path.name}', disable=not progress) as bar:
-                for member in members:
-                    _unpack_member(archive, member, scratch)
-                    bar.update(member.file_size)
-            os.replace(scratch, folder)
-        finally: shutil.rmtree(scratch, ignore_errors=True)
+        with replaced_folder(folder) as scratch, \
+             tqdm(total=size, unit='B', unit_scale=True, desc=f'unpack {path.name}', disable=not progress) as bar:
+            scratch.mkdir()
+            for member in members:
+                _unpack_member(archive, member, scratch)
+                bar.update(member.file_size)
     return folder
 
 # %% ../../nbs/data/05_download.ipynb #c036
