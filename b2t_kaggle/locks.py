@@ -181,4 +181,6 @@ class Lock:
         return self
 
     def __exit__(self, *error: Any) -> None: self.release()
-    def __del__(self): self.release()
+    def __del__(self):
+        try: self.release()
+        except (AttributeError, TypeError): pass # Python ends, and has taken away what that calls
