@@ -143,7 +143,7 @@ def encoder_config(
     if room is None:
         known = encoder_names()
         raise ConfigError(f'model.name: there is no encoder {name!r}, expected {" or ".join(map(repr, known))}'
-                          f'{did_you_mean(name, known)}')
+                          f'{did_you_mean(str(name), known)}')
     try: module = importlib.import_module(f'{room}.{name}')
     except Exception as e: # An encoder that is being written must not keep others from being used
         reason = str(e) if isinstance(e, ImportError) else f'{type(e).__name__}: {e}'
