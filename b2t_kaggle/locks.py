@@ -121,18 +121,21 @@ class Lock:
             flocked = _flock(fd, wait=False)
             file = os.fstat(fd)
             is_same = _identity(os.stat(self.path)) == _identity(file)
-            if is_same and _is_free(file, _read(fd), flocked):
-                if not flocked: return self._move_aside(file) and self._take()
-                self._hold(fd, flocked)
-                return True
+            found = _read(fd)
+            if is_same and _is_free(file, found, flocked):
+                if not flocked: return self._move_aside(_identity(file), found) and self._take()
+                _write(fd, flocked)
+                if _identity(os.stat(self.path)) == _identity(file): # One without flock may just have moved it
+                    self._hold(fd, flocked)
+                    return True
         if fd >= 0: os.close(fd)
         return False
 
-    def _move_aside(self, file: os.stat_result) -> bool:
+    def _move_aside(self, file: tuple[int, int], found: dict | None) -> bool:
         "Remove the file of a dead process, unless another process has just done so and made its own."
         aside = self.path.with_name(f'.{self.path.name}.{_owner()}.tmp')
         os.rename(self.path, aside)
-        is_it = _identity(os.stat(aside)) == _identity(file)
+        with open(aside, 'rb') as f: is_it = _identity(os.fstat(f.fileno())) == file and _read(f.fileno()) == found
         if not is_it:
             with suppress(OSError): os.link(aside, self.path)
         aside.unlink()
