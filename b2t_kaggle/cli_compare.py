@@ -15,7 +15,7 @@ from .cli_types import FILE, OUT, OUTPUT
 
 # %% ../nbs/15_cli_compare.ipynb #c005
 def _of_run(folder: Path) -> dict[str, list[dict]]:
-    """What a run found in each trial, by its name, which is marked where weights were tuned on these sentences.
+    """Results of a run in each trial, by its name, which is marked where weights were tuned on these sentences.
 
     Raises `ClickException` where its report is not done, or not of its last lists."""
     from b2t_kaggle.comparison import read_results

@@ -792,7 +792,7 @@ def describe_run(
     cfg: Config, # Of a run
     name: str,   # Of the preset from which it began
 ) -> str:
-    "What a run on a simulation is, and which word error rate to expect, in a line; empty for recordings."
+    "A line that says what a run on a simulation is, and which word error rate to expect; empty for recordings."
     if cfg.data.dataset_dir is not None: return ''
     given = cfg.infer.logits or cfg.infer.checkpoint
     trained = '' if given else f', {cfg.train.num_training_batches:,} batches'

@@ -32,7 +32,7 @@ _IN_WORDS = (
 def reached_limit(
     text: str, # Of an error
 ) -> str | None:
-    "What to say of an error in whose text there is a limit of the system; none for any other."
+    "A message for an error in whose text there is a limit of the system; none for any other."
     if 'unable to lock' in text: return None # HDF5's words for a file that another process has
     found = [number for number, words in _IN_WORDS if re.search(words, text)]
     if not found: return None
@@ -69,6 +69,6 @@ def low_limits() -> list[str]: # A clause each; none where the limits are as usu
     return found
 
 def likely_cause() -> str:
-    "What probably killed a process, with what to do."
+    "The probable reason why a process was killed, with what to do."
     found = low_limits()
     return f'most likely because {" and ".join(found)}; raise that' if found else 'most likely for want of memory'

@@ -52,7 +52,7 @@ def _write(fd: int, flocked: bool) -> None:
     os.write(fd, json.dumps(dict(host=platform.node(), owner=_owner(), flocked=flocked)).encode())
 
 def _read(fd: int) -> dict | None:
-    "Who has the lock; none where the file does not say it."
+    "The process that has the lock; none where the file does not say it."
     os.lseek(fd, 0, os.SEEK_SET)
     with suppress(ValueError, KeyError, TypeError):
         found = json.loads(os.read(fd, 1000))
@@ -76,7 +76,7 @@ def _is_free(
     return not found['flocked'] and age > _SILENT
 
 def _holder(path: Path, found: dict | None) -> str:
-    "Who has a lock, as far as its file says."
+    "The process that has a lock, as far as its file says."
     if found is None: return f'another process has {path}'
     place, pid, _ = found['owner'].split('-')
     elsewhere = '' if place == _place() else '; remove that file if the process has ended'

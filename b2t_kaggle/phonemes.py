@@ -87,7 +87,7 @@ _SINGLE_QUOTES = re.compile(r'(?<!\w)‘([^‘]*?)’(?!\w)|‘‘|’’')
 _QUOTES_AND_MARKS = {'Pi', 'Pf', 'Ps', 'Pe'}
 
 def _nearest(m: re.Match) -> str:
-    "What stands for a character that has no letter in it: nothing, a quote, or the space of a dash or a symbol."
+    "The text for a character that has no letter in it: nothing, a quote, or the space of a dash or a symbol."
     kind = unicodedata.category(m[0])
     return '"' if kind in _QUOTES_AND_MARKS else '' if kind[0] in 'LMNC' else ' '
 

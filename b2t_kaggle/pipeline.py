@@ -83,7 +83,7 @@ def _kept(run: Run, name: str) -> str:
     return f'What the stages before it made is kept{more}'
 
 def _kept_when_interrupted(run: Run, name: str) -> str:
-    "What is kept of a stage that did not say it, as a part of a sentence."
+    "The part of a stage that is kept, where it did not say so itself, as a part of a sentence."
     if name != 'train': return 'what it had not finished begins anew'
     from b2t_kaggle.training.loop import kept_batches
     return kept_batches(run.dir/'train', run.cfg)

@@ -68,7 +68,7 @@ def content_marks(
     paths: Iterable[str | Path], # Files
     sampled: bool = False,       # By blocks, as older stamps have it
 ) -> dict[Path, list]:
-    "What identifies the contents of each file: `[size, hash]`."
+    "Size and hash of the contents of each file: `[size, hash]`."
     sizes = {f: f.stat().st_size for f in map(Path, paths)}
     large = [f for f, size in sizes.items() if size > _N_BLOCKS*_BLOCK]
     n_bytes = sum(sizes[f] for f in large)

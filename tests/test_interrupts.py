@@ -38,7 +38,7 @@ def command(folder, work, **values):
 
 
 def read_until(fd, pattern, seconds=LIMIT):
-    "What is read until a pattern stands in it."
+    "The text that is read until a pattern stands in it."
     text = ''
     end = time.monotonic() + seconds
     while not re.search(pattern, text):

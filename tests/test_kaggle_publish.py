@@ -144,7 +144,7 @@ def test_a_dataset_that_is_there_already(kaggle, b2t, tmp_path):
 
 
 def test_a_checkout_without_what_is_not_source(kaggle, b2t, tmp_path, monkeypatch):
-    "What arrives is the source; history, recordings, runs and caches stay here."
+    "The source arrives; history, recordings, runs and caches stay here."
     monkeypatch.chdir(tmp_path)
     kit = tmp_path/'kit'
     for name in ('settings.ini', 'b2t_kaggle/config.py', 'b2t_kaggle/__pycache__/config.pyc', '.gitignore',

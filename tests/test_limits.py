@@ -13,7 +13,7 @@ from b2t_kaggle.files import WriteError, write_whole
 
 
 def explained(code, before=None):
-    "What is to be said of the error with which a program ends."
+    "A message for the error with which a program ends."
     indented = code.replace('\n', '\n    ')
     program = f'from b2t_kaggle.limits import explain_error\ntry:\n    {indented}\nexcept BaseException as e: ' \
               'print(explain_error(e))'

@@ -63,7 +63,7 @@ class ConfusionModel:
         return not set(self.learned).isdisjoint(map(_hash, lists))
 
 def _hash(trial: PhonemeList) -> str:
-    "What identifies a trial: its sequences and what was said."
+    "A hash of a trial: of its sequences and of what was said."
     said = [[list(map(int, s)) for s in trial.sequences], trial.sentence]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 

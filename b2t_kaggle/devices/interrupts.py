@@ -47,7 +47,7 @@ def handled(
 _GONE = errno.EPIPE, errno.EIO # A pipe without a reader, and a terminal that was closed
 
 def _lead_nowhere(stream: Any) -> None:
-    "What is written to a stream from now on is lost, without an error."
+    "Lose what is written to a stream from now on, without an error."
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -176,7 +176,7 @@ def is_checkout(
     return (folder/'.git').exists() or _is_kit(folder)
 
 def _git_files(folder: Path) -> list[Path]:
-    "What git knows in a folder or would add; raises `ValueError` if it cannot be asked."
+    "The files that git knows in a folder or would add; raises `ValueError` if it cannot be asked."
     command = ['git', '-C', str(folder), 'ls-files', '-z', '--cached', '--others', '--exclude-standard']
     try: done = subprocess.run(command, capture_output=True, text=True, errors='replace')
     except OSError as e: raise ValueError(f'{folder}: is one of git, which does not start here ({e})') from None

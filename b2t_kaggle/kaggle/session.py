@@ -463,7 +463,7 @@ def _averaging_problems(
     log_probs: Sequence[Path], # The LogitStores that are attached
     at_least: int,             # Models that have to be attached
 ) -> list[str]:
-    "What is wrong with log-probabilities that are attached; a split is known by the name of its file."
+    "The problems of log-probabilities that are attached; a split is known by the name of its file."
     silent = [run for run in found.runs if _has_model(run) and not _splits(run)]
     problems = [f'{run}: has no log-probabilities yet; train.ipynb makes them when it is run to its end'
                 for run in silent]

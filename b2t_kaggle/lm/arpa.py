@@ -46,7 +46,7 @@ class Arpa(NamedTuple):
 _OPENERS = {b'\x1f\x8b': gzip.open, b'BZh': bz2.open, b'\xfd7zXZ\x00': lzma.open} # By the first bytes
 
 def _opener(path: str | Path):
-    "What opens a file that may be compressed; `.gz` says that it is."
+    "The function that opens a file, which may be compressed; `.gz` says that it is."
     with open(path, 'rb') as f: begin = f.read(6)
     found = (opener for magic, opener in _OPENERS.items() if begin.startswith(magic))
     return next(found, gzip.open if str(path).endswith('.gz') else open)

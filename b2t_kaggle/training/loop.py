@@ -267,14 +267,14 @@ def saved_batches(
     step: int, # Batches that are done in the last checkpoint
     end: int,  # Batches of the training
 ) -> str:
-    "What is kept of a training, as a part of a sentence."
+    "The batches of a training that are kept, as a part of a sentence."
     return f'{step:,} of {end:,} batches are saved'
 
 def kept_batches(
     out: Path,   # A training's folder
     cfg: Config, # The run's configuration
 ) -> str:
-    "What is kept of a training that ended without saying so; the curves are written before the checkpoint."
+    "The batches that are kept of a training that ended without saying so; curves are written before checkpoints."
     history = out/'history.csv'
     last = out/LAST[cfg.train.framework]
     if not last.exists(): return 'nothing of it is saved yet'
