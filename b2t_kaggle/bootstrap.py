@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .metrics import ErrorCounts, word_errors
+from .metrics import ErrorCounts, hundredths, percent, word_errors
 
 # %% ../nbs/03_bootstrap.ipynb #c005
 def bootstrap_rates(
@@ -35,7 +35,7 @@ class Rate(NamedTuple):
     low: float
     high: float
 
-    def __str__(self): return f'{100*self.value:.2f} % ({100*self.low:.2f} to {100*self.high:.2f})'
+    def __str__(self): return f'{percent(self.value)} ({hundredths(self.low)} to {hundredths(self.high)})'
 
 class Difference(NamedTuple):
     "A difference of error rates with its interval."
@@ -44,7 +44,8 @@ class Difference(NamedTuple):
     high: float
 
     def __str__(self):
-        return f'{100*self.value:+.2f} points ({100*self.low:+.2f} to {100*self.high:+.2f})'
+        value, low, high = (f'{"+" if v >= 0 else ""}{hundredths(v)}' for v in self)
+        return f'{value} points ({low} to {high})'
 
     @property
     def is_clear(self) -> bool:

@@ -115,9 +115,10 @@ def _tables(systems: dict[str, list[dict]], truth: Path | None, train: Path | No
 # %% ../nbs/15_cli_compare.ipynb #c011
 _MOST = 4 # Systems beyond the first one that are shown group by group
 
-_NOTES = '''In parentheses: 95 % intervals of the paired bootstrap over trials. A star: the interval of a difference in
-ten trials or more does not contain zero; of twenty groups, one has a star by chance alone. Clear there from: 1.96 · s ·
-√(n · L) words, with the standard error s of the difference on the n words here, and the L words of the leaderboard.'''
+_NOTES = '''A − B: the error rate of A less that of B, negative where A has fewer errors. In parentheses: 95 % intervals
+of the paired bootstrap over trials. A star: the interval of a difference in ten trials or more does not contain zero;
+of twenty groups, one has a star by chance alone. Clear there from: 1.96 · s · √(n · L) words, with the standard error s
+of the difference on the n words here, and the L words of the leaderboard.'''
 
 def _sections(tables) -> list[tuple[str, list]]:
     "Title, and (title, table, plot) of each part: all systems, then each but the first by group."
@@ -126,8 +127,8 @@ def _sections(tables) -> list[tuple[str, list]]:
     sections = [('All systems', [(m, as_text(t), None) for m, t in summary_tables(tables).items()])]
     for name in others[:_MOST]:
         parts = comparison_tables({first: tables[first], name: tables[name]})
-        sections.append((f'{name} less {first}', [(m, as_text(t), (plot_comparison, t, f'{m}, {name} less {first}'))
-                                                  for m, t in parts.items()]))
+        sections.append((f'{name} − {first}', [(m, as_text(t), (plot_comparison, t, f'{m}, {name} − {first}'))
+                                               for m, t in parts.items()]))
     return sections
 
 def _svg(plot) -> str:
@@ -143,10 +144,10 @@ def _svg(plot) -> str:
 _STYLE = ('body{font-family:sans-serif;margin:2em} table{border-collapse:collapse} '
           'td,th{padding:.1em .6em;text-align:right}')
 
-def _page(title: str, sections) -> str:
+def _page(title: str, sections, said: str = '') -> str:
     "A page with all tables and plots, which needs no other file."
     from html import escape
-    parts = [f'<h1>{escape(title)}</h1><p>{escape(_NOTES)}</p>']
+    parts = [f'<h1>{escape(title)}</h1><p><b>{escape(said)}</b></p><p>{escape(_NOTES)}</p>']
     for heading, tables in sections:
         parts.append(f'<h2>{escape(heading)}</h2>')
         for name, table, plot in tables:
@@ -170,17 +171,19 @@ def compare(sources, truth, train, blocks, html, out):
 
     RUN_OR_FILE is a run whose report is done (its name or folder), or a file of hypotheses of the same trials (.jsonl
     in the kit's form, a submission .csv, sentences .txt); each system in it is one to compare."""
+    from b2t_kaggle.comparison import verdict
     from b2t_kaggle.files import write_whole
     systems = _systems(sources, out)
     if len(systems) < 2:
         raise click.UsageError(f'found one system, {next(iter(systems))}, expected two or more to compare')
     tables = _tables(systems, truth, train, blocks)
     sections = _sections(tables)
-    click.echo(f'{len(next(iter(tables.values())))} trials')
+    said = verdict(tables)
+    click.echo(f'{said}\n\n{len(next(iter(tables.values())))} trials')
     for heading, parts in sections:
         for name, table, _ in parts: click.echo(f'\n{heading}: {name}\n{table.to_string()}')
     click.echo(f'\n{_NOTES}')
     if len(systems) > _MOST + 1: click.echo(f'By group: the first {_MOST} of {len(systems) - 1} systems.')
     if html:
-        write_whole(html, _page(f'{", ".join(list(tables)[:_MOST + 1])}', sections))
+        write_whole(html, _page(f'{", ".join(list(tables)[:_MOST + 1])}', sections, said))
         click.echo(f'Wrote {html}')

@@ -41,16 +41,17 @@ def wheels(image, python, output, kit, others):
     out: only KenLM's binary files need it. For Python 3.13 it does not compile.
 
     With --python nobody looked up which versions the image holds; whatever fits is taken to be there."""
+    from b2t_kaggle.files import format_size
     from b2t_kaggle.kaggle.wheels import Image, build_wheels
     wanted = Image.read(image, python)
     suffix = '' if wanted == Image.read(image) else f'-py{wanted.python.replace(".", "")}'
     output = output or Path(f'b2t-wheels-{image}{suffix}')
     manifest = build_wheels(wanted, output, kit, others)
     for wheel in manifest['wheels']:
-        click.echo(f'{wheel["bytes"]/1e6:8.2f} MB  {wheel["file"]}  ({wheel["licence"]})')
+        click.echo(f'{format_size(wheel["bytes"]):>9}  {wheel["file"]}  ({wheel["licence"]})')
     for name, reason in manifest['left_out'].items(): click.echo(f'Left out: {name}: {reason}', err=True)
-    total = sum(wheel['bytes'] for wheel in manifest['wheels'])/1e6
-    click.echo(f'Wrote {output}: {len(manifest["wheels"])} wheels, {total:.1f} MB. As a dataset of OWNER, it is '
+    total = format_size(sum(wheel['bytes'] for wheel in manifest['wheels']))
+    click.echo(f'Wrote {output}: {len(manifest["wheels"])} wheels, {total}. As a dataset of OWNER, it is '
                f'installed on Kaggle by\n\n    !{manifest["install"]}\n')
 
 # %% ../nbs/15_cli_kaggle.ipynb #c008

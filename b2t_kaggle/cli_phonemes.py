@@ -73,7 +73,7 @@ def decode_phonemes(
         raise click.UsageError(f'--phonemes also needs {" and ".join(missing)}')
     from b2t_kaggle.decoding.phoneme_decoder import decode_lists, load_confusions, write_sentences
     from b2t_kaggle.decoding.phoneme_lists import read_phoneme_lists
-    from b2t_kaggle.metrics import IN_SAMPLE, word_error_rate
+    from b2t_kaggle.metrics import IN_SAMPLE, percent, word_error_rate
     trials = read_phoneme_lists(phonemes)
     model = load_confusions(confusions_path)
     lexicon, lm = _open_model(lm_path, words)
@@ -82,5 +82,5 @@ def decode_phonemes(
     if all(t.sentence for t in trials):
         rate = word_error_rate([t.sentence for t in trials], [h[0].text for h in found])
         mark = f' {IN_SAMPLE}' if model.knows(trials) else ''
-        click.echo(f'Word error rate: {100*rate:.2f} % of {len(trials)} trials{mark}')
+        click.echo(f'Word error rate: {percent(rate)} of {len(trials)} trials{mark}')
     click.echo(f'Wrote {output}')

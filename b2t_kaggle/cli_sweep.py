@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .advice import as_called
+from .metrics import IN_SAMPLE, percent
 
 if TYPE_CHECKING: # It brings the pipeline, for which other verbs need not wait
     from b2t_kaggle.runs import Run
@@ -34,13 +35,12 @@ def sweep_runs(
     startup: int,
 ) -> None:
     "Take trials until there are enough, then print and write what came of them."
-    from b2t_kaggle.metrics import IN_SAMPLE
     from b2t_kaggle.sweep import Sweep, run_trials, write_sweep
     sweep = Sweep(run, ranges, study, startup)
     n_before = sum(t.state.is_finished() for t in sweep.study.trials)
     is_over = not run_trials(sweep, trials)
     table = write_sweep(sweep)
-    shown = dict(PER='{:.2%}'.format, minutes='{:.1f}'.format)
+    shown = dict(PER=percent, minutes='{:.1f}'.format)
     click.echo(f'\n{table.to_string(index=False, na_rep="", formatters=shown)}\n')
     if is_over: click.echo('The session is over; the same line goes on.')
     if n_before == len(table): click.echo(f'All {n_before} trials were done before; --trials {2*n_before} takes more.')
@@ -48,5 +48,5 @@ def sweep_runs(
     if running and not is_over: click.echo(f'Not done, at work elsewhere or lost there: {", ".join(running)}')
     click.echo(f'Table and plots: {run.dir/"sweep.csv"}, {run.dir/"sweep.png"}')
     if not (table.state == 'complete').any(): raise click.ClickException('no trial came to its end')
-    click.echo(f'Best on val: {table.run[0]}, PER {table.PER[0]:.2%} {IN_SAMPLE}; ' +
+    click.echo(f'Best on val: {table.run[0]}, PER {percent(table.PER[0])} {IN_SAMPLE}; ' +
                as_called(f'b2t run --name {table.run[0]} goes on with it'))

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['WER', 'PER', 'PER_WITHOUT_SIL', 'results_of', 'write_results', 'read_results', 'measure', 'with_seen', 'trial_groups',
-           'result_table', 'as_text', 'same_trials', 'summary_tables', 'comparison_tables', 'plot_comparison']
+           'result_table', 'as_text', 'same_trials', 'summary_tables', 'comparison_tables', 'verdict',
+           'plot_comparison']
 
 # %% ../nbs/09_comparison.ipynb #c002
 import json
@@ -23,7 +24,7 @@ from b2t_kaggle.bootstrap import (
     smallest_clear_difference,
 )
 from .files import write_whole
-from .metrics import ErrorCounts, phoneme_errors, total, word_errors
+from .metrics import ErrorCounts, hundredths, percent, phoneme_errors, total, word_errors
 from .phonemes import normalize_sentence
 from .reading import parse_json, read_text, split_lines
 
@@ -158,7 +159,7 @@ def _cell(value, is_small: bool) -> str:
     "A value as it is read; a star stands behind a clear difference, unless the trials are few."
     if isinstance(value, Difference): return f'{value} {"*" if value.is_clear and not is_small else " "}'
     if isinstance(value, Rate): return str(value)
-    if isinstance(value, float): return f'{100*value:.2f} %'
+    if isinstance(value, float): return percent(value)
     if isinstance(value, int | np.integer): return f'{value:,}'
     return str(value)
 
@@ -221,11 +222,12 @@ def _shared_measures(results: Mapping[str, pd.DataFrame]) -> dict[str, dict[str,
 def _against_first(name: str, measure_name: str, first: list[ErrorCounts], counts: list[ErrorCounts]) -> dict:
     "What a system has beyond the first one."
     difference = difference_interval(first, counts)
-    row = {f'less {name}': difference, 'more errors': total(counts).edits - total(first).edits}
+    row = {f'− {name}': difference, 'more errors': total(counts).edits - total(first).edits}
     if measure_name != WER: return row
     smallest = smallest_clear_difference(first, counts)
+    words = int(np.ceil(smallest*LEADERBOARD_WORDS))
     return row | {f'on {LEADERBOARD_WORDS:,} words': round(difference.value*LEADERBOARD_WORDS),
-                  'clear there from': f'{int(np.ceil(smallest*LEADERBOARD_WORDS))} words ({100*smallest:.2f} points)'}
+                  'clear there from': f'{words} words ({hundredths(smallest)} points)'}
 
 def summary_tables(
     results: Mapping[str, pd.DataFrame], # By the system's name, from `same_trials`
@@ -262,6 +264,26 @@ def comparison_tables(
                 rows.append(dict(by=grouping, group=group) | counts | difference)
         tables[m] = _as_table(rows)
     return tables
+
+# %% ../nbs/09_comparison.ipynb #c402
+def _clause(name: str, first: str, difference: Difference, trials: int) -> str:
+    "What the difference of a system's errors from the first one's says."
+    if not difference.is_clear or trials < _FEW:
+        return f'{name} and {first}: no difference that {trials:,} trials can tell ({name} − {first}: {difference})'
+    better, worse = (name, first) if difference.value < 0 else (first, name)
+    low, high = sorted((abs(difference.low), abs(difference.high)))
+    words = abs(round(difference.value*LEADERBOARD_WORDS))
+    return (f'{better} is better than {worse} by {hundredths(abs(difference.value))} points of WER ({hundredths(low)} '
+            f'to {hundredths(high)}), about {words:,} of the {LEADERBOARD_WORDS:,} words on the leaderboard')
+
+def verdict(
+    results: Mapping[str, pd.DataFrame], # By the system's name, from `same_trials`
+) -> str:
+    "Which is better in words, the first one or each of the others, in one line."
+    first, *others = measured = {name: measure(table)[WER] for name, table in results.items()}
+    trials = len(measured[first])
+    return '; '.join(_clause(name, first, difference_interval(measured[first], measured[name]), trials)
+                     for name in others)
 
 # %% ../nbs/09_comparison.ipynb #c026
 def plot_comparison(

@@ -334,7 +334,8 @@ def sha256(
 def format_size(
     n_bytes: int, # Of a file, or of a place for one
 ) -> str:
-    "A number of bytes as people write it, in powers of 1,000: `11.1 GB`."
+    "A number of bytes as people write it, in powers of 1,000: `11.1 GB`, `0.23 GB`."
+    if 1e8 <= n_bytes < 1e9: return f'{n_bytes/1e9:.2f} GB'
     for unit, name in (1e9, 'GB'), (1e6, 'MB'), (1e3, 'kB'):
         if n_bytes >= unit: return f'{n_bytes/unit:.1f} {name}' if n_bytes < 100*unit else f'{n_bytes/unit:,.0f} {name}'
     return f'{n_bytes} bytes'

@@ -25,7 +25,7 @@ from .homes import set_home_variables
 from .kernels import forked_kernels, kernel_manager
 from .limits import likely_cause, reached_limit
 from .locks import Lock, LockedError
-from .report import report_page
+from .report import metric_text, report_page
 from .runs import Run, StageRun, input_changed
 from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
 from .training.budget import Deadline, session
@@ -205,7 +205,7 @@ def _row(stage: StageRun, status: str) -> dict:
     if status == 'needless': return dict(stage=stage.name, state='not needed', seconds=0, metrics='')
     stamp = stage.stamp
     state = 'done' if stamp.get('finished') else 'stopped early'
-    metrics = [f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}' for k, v in stamp.get('metrics', {}).items()]
+    metrics = [metric_text(name, value) for name, value in stamp.get('metrics', {}).items()]
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
                 seconds=stamp.get('seconds', 0), metrics=', '.join(metrics))
 

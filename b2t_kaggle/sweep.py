@@ -24,6 +24,7 @@ from .devices.machine import detect
 from .devices.session import session_hours
 from .files import atomic_path
 from .locks import Lock, LockedError
+from .metrics import percent
 from .pipeline import check_ready, run_stages
 from .runs import Run, StageRun
 from .schema import ConfigError
@@ -267,7 +268,7 @@ def _end(sweep: Sweep, number: int) -> str:
     if per is None: raise PipelineError('the sessions have no trials of val, whose PER a sweep compares')
     if not stamp['finished']: return ''
     sweep.study.tell(number, per)
-    return f'PER {per:.2%}'
+    return f'PER {percent(per)}'
 
 def _do(sweep: Sweep, number: int) -> bool:
     "Do a trial, unless another process does; returns False where the session is over."

@@ -181,7 +181,7 @@ def test_a_run_without_a_general_model(tmp_path, monkeypatch, capsys):
     assert (tmp_path/'lm'/'lm.arpa').read_bytes() == expected.read_bytes()
     assert sorted(names['words']) == sorted(set(' '.join(TRAIN).split()))
     line, = (line for line in capsys.readouterr().err.splitlines() if 'cannot be decoded' in line)
-    assert line.startswith('27.3% of the words of val') and 'lm.general=FILE' in line # us, am and zyx of 11
+    assert line.startswith('27.3 % of the words of val') and 'lm.general=FILE' in line # us, am and zyx of 11
 
 
 @pytest.mark.parametrize('repeat, note', [(1, 'Equal weights: val has 11 words'), (20, 'Weights tuned on 220 words')])

@@ -118,7 +118,7 @@ class TransformersVoice:
         wave = np.asarray(out['audio'], np.float32).squeeze()
         if wave.ndim != 1 or not wave.size or not np.isfinite(wave).all():
             raise AudioError(f'voice {self.name}: {text!r} became an array {list(wave.shape)} with '
-                             f'{np.isfinite(wave).mean():.0%} finite numbers; expected a waveform of one channel')
+                             f'{100*np.isfinite(wave).mean():.0f} % finite numbers; expected a waveform of one channel')
         return Speech(wave, int(out['sampling_rate']), text=text)
 
     def provenance(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .corpus import clean_text, read_sentences
 from .kenlm import KenLMError, find_program, run_lmplz
 from .kneser_ney import FALLBACK_DISCOUNTS, estimate_arpa
 from .query import Queries, QueryProcess, load_kenlm
+from ..metrics import percent
 from ..phonemes import normalize_words
 
 if TYPE_CHECKING:
@@ -184,8 +185,8 @@ def oov_advice(
 ) -> str:
     "What to do about many words that cannot be decoded; empty where they are few."
     if not rate > MANY_OOV: return ''
-    return (f'{rate:.1%} of the words of val cannot be decoded, because they are not among the {n_words:,} that the '
-            'language model has, and each is an error or more. Give text with --set lm.texts=[FILE], or a general '
+    return (f'{percent(rate)} of the words of val cannot be decoded, because they are not among the {n_words:,} that '
+            'the language model has, and each is an error or more. Give text with --set lm.texts=[FILE], or a general '
             'model to mix in with --set lm.general=FILE (the wheel that `pip download pocketsphinx --no-deps` fetches '
             'holds one), or a ready one with --set lm.path=FILE (`b2t lm get` lists some)')
 

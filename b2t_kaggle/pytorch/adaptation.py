@@ -111,7 +111,7 @@ def refusal(
     if not len(label): return 'no phonemes were decoded'
     if frames_needed(label) > n_frames: return 'more phonemes than frames'
     differs = Levenshtein.distance(greedy(log_probs).tolist(), label.tolist())/len(label)
-    return f'{differs:.0%} of the phonemes differ from those of the frames' if differs > gate else None
+    return f'{100*differs:.0f} % of the phonemes differ from those of the frames' if differs > gate else None
 
 # %% ../../nbs/pytorch/14_adaptation.ipynb #c014
 def adapted_parts(

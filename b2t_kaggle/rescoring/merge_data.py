@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..metrics import word_errors
+from ..metrics import percent, word_errors
 from ..phonemes import normalize_sentence
 from .corrections import Prepared, pivot
 from .hypotheses import Hypotheses
@@ -76,8 +76,8 @@ def check_errors(
     system, rate = min(rates.items(), key=lambda item: item[1])
     if rate >= _LEAST_ERRORS: return
     raise ValueError(
-        f'{name}: the word error rate of {system} is {rate:.2%}, expected at least {_LEAST_ERRORS:.1%}. Lists of '
-        'sentences that a model was trained on hold no errors; what learns from them learns to copy the first '
+        f'{name}: the word error rate of {system} is {percent(rate)}, expected at least {percent(_LEAST_ERRORS)}. '
+        'Lists of sentences that a model was trained on hold no errors; what learns from them learns to copy the first '
         'candidate. Give lists of sentences that the models have not seen: val, or train where each trial is decoded '
         'by models that were trained without it')
 

@@ -298,7 +298,7 @@ def plot_curve(
     alpha = tuned.weights.alpha
     wer = 100*tuned.wer
     ax.plot(alpha, wer, 'o')
-    ax.annotate(f'α = {alpha:.2f}: {wer:.2f} %', (alpha, wer), xytext=(0, 20), textcoords='offset points', ha='center')
+    ax.annotate(f'α = {alpha:.2f}: {wer:.1f} %', (alpha, wer), xytext=(0, 20), textcoords='offset points', ha='center')
     ax.set(xlabel='weight α of the LLM', ylabel=f'WER (%)\n{IN_SAMPLE}')
     return fig
 

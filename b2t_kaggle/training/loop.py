@@ -22,6 +22,7 @@ from ..config import Config, TrainConfig
 from ..data.store import TrialStore
 from ..devices.interrupts import noted_interrupt
 from ..files import WriteError, require_space
+from ..metrics import percent
 from ..reading import MAX_WHOLE
 from .budget import Budget
 from .checkpoint_paths import BEST, LAST, REFIT
@@ -324,8 +325,8 @@ class Loop:
                 loss = self._sync()
                 best = t.best.metrics['val_per']
                 skipped = dict(skipped=t.n_skipped) if t.scaler else {}
-                written = dict(WER=f'{t.best.metrics["val_wer"]:.1%}') if 'val_wer' in t.best.metrics else {}
-                bar.set_postfix(loss=f'{loss:.2f}', PER=f'{best:.1%}' if best else '-', **written, **skipped,
+                written = dict(WER=percent(t.best.metrics["val_wer"])) if 'val_wer' in t.best.metrics else {}
+                bar.set_postfix(loss=f'{loss:.2f}', PER=percent(best) if best else '-', **written, **skipped,
                                 refresh=False)
                 if self.stopped: break
             # Nobody leaves before the main process has saved: where one ends, its launcher ends the others
