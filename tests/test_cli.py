@@ -120,7 +120,7 @@ def call(tmp_path, monkeypatch):
             record.append((name, [seen(a) for a in args], {k: seen(v) for k, v in options.items()}))
         return write
     for name in WORK: monkeypatch.setattr(f'b2t_kaggle.{name}', recorder(name))
-    for name in BEFORE: monkeypatch.setattr(name, recorder(''))
+    for name in BEFORE: monkeypatch.setattr(name, lambda *args, **options: None)
     monkeypatch.setattr(cli, 'compiled_ahead', contextlib.nullcontext)
 
     def called(line):
