@@ -206,7 +206,7 @@ def restore_run(
 # %% ../../nbs/kaggle/00_session.ipynb #c019
 # Modules, and what pip installs for them
 TRAINING = dict(
-    filelock='filelock', h5py='h5py', ipykernel='ipykernel', matplotlib='matplotlib', numba='numba', pandas='pandas',
+    h5py='h5py', ipykernel='ipykernel', matplotlib='matplotlib', numba='numba', pandas='pandas',
     papermill='papermill', pyarrow='pyarrow', pydantic='pydantic', rapidfuzz='rapidfuzz', tqdm='tqdm', yaml='pyyaml',
 )
 CURVES = dict(tensorboard='tensorboard')                               # For curves in TensorFlow
