@@ -146,8 +146,8 @@ def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
     if isinstance(error, RuntimeError) and 'died before replying' in str(error): # jupyter_client's
         return PipelineError(f'stage {name}: its process was killed while it started, {likely_cause()}; '
                              'end other programs, and run the same line again')
-    is_stages = isinstance(error, pm.PapermillExecutionError)
-    text = f'{error.ename}: {error.evalue}' if is_stages else f'{type(error).__name__}: {error}'
+    own = f'{type(error).__name__}: {error}'
+    text = f'{error.ename}: {error.evalue}' if isinstance(error, pm.PapermillExecutionError) else own
     if limit := reached_limit(text): return PipelineError(f'stage {name}: {limit} ({text}). {_kept(run, name)}')
     if isinstance(error, OSError): # papermill writes the record after each cell
         problem = write_error(error, out, out) or f'{error.filename or out}: {error.strerror or error}'
