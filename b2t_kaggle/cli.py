@@ -54,13 +54,14 @@ from .pipeline import Interrupted, run_stages
 from .runs import Run, StageRun, logit_files, near_runs, search_tuning
 from .stages import STAGES, plan
 
-# %% ../nbs/17_cli.ipynb #c006
+# %% ../nbs/17_cli.ipynb #c3a1
 def _key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
     "`key=value` arguments as a dict."
     if wrong := [i for i in items if '=' not in i]:
         raise click.BadParameter(f'{wrong[0]!r} is not of the form key=value, such as train.lr_max=0.003')
     return dict(i.split('=', 1) for i in items)
 
+# %% ../nbs/17_cli.ipynb #c006
 _SHARED = (
     click.option('--name', help='Name of the run, and of its folder. Default: the preset\'s name.'),
     click.option(

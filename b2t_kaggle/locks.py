@@ -87,6 +87,21 @@ def _beat(path: Path, file: tuple[int, int], stop: threading.Event) -> None:
     with suppress(OSError):
         while not stop.wait(_BEAT) and _identity(os.stat(path)) == file: os.utime(path)
 
+# %% ../nbs/01_locks.ipynb #c102
+def _move_aside(
+    path: Path,            # Of a lock
+    file: tuple[int, int], # That was seen there
+    found: dict | None,    # What stood in it
+) -> bool:
+    "Remove the file of a dead process, unless another process has just done so and made its own."
+    aside = path.with_name(f'.{path.name}.{_owner()}.tmp')
+    os.rename(path, aside)
+    with open(aside, 'rb') as f: is_it = _identity(os.fstat(f.fileno())) == file and _read(f.fileno()) == found
+    if not is_it:
+        with suppress(OSError): os.link(aside, path)
+    aside.unlink()
+    return is_it
+
 # %% ../nbs/01_locks.ipynb #c011
 class Lock:
     """A file that one process at a time has, as long as it lives or until `release`. An object that is collected lets
@@ -123,23 +138,13 @@ class Lock:
             is_same = _identity(os.stat(self.path)) == _identity(file)
             found = _read(fd)
             if is_same and _is_free(file, found, flocked):
-                if not flocked: return self._move_aside(_identity(file), found) and self._take()
+                if not flocked: return _move_aside(self.path, _identity(file), found) and self._take()
                 _write(fd, flocked)
                 if _identity(os.stat(self.path)) == _identity(file): # One without flock may just have moved it
                     self._hold(fd, flocked)
                     return True
         if fd >= 0: os.close(fd)
         return False
-
-    def _move_aside(self, file: tuple[int, int], found: dict | None) -> bool:
-        "Remove the file of a dead process, unless another process has just done so and made its own."
-        aside = self.path.with_name(f'.{self.path.name}.{_owner()}.tmp')
-        os.rename(self.path, aside)
-        with open(aside, 'rb') as f: is_it = _identity(os.fstat(f.fileno())) == file and _read(f.fileno()) == found
-        if not is_it:
-            with suppress(OSError): os.link(aside, self.path)
-        aside.unlink()
-        return is_it
 
     def _hold(self, fd: int, flocked: bool) -> None:
         try: _write(fd, flocked)
