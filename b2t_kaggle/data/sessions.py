@@ -7,7 +7,6 @@ __all__ = ['N_FEATURES', 'PADDED_LENGTH', 'SPLITS', 'Trial', 'Problem', 'Session
            'tidy_bad_trials', 'iter_trials', 'read_session', 'write_session', 'validate', 'unpacked_bytes']
 
 # %% ../../nbs/data/00_sessions.ipynb #c003
-import difflib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from ..advice import near_names
 from ..files import DeferringFile, atomic_path, file_state
 from ..phonemes import SIL
 from b2t_kaggle.reading import (
@@ -517,7 +517,7 @@ def _check_named_sessions(data_dir: Path, sessions: list[str]) -> Iterator[Probl
     for s in sessions:
         if s in present: yield from _check_session_files(data_dir/s)
         else:
-            near = difflib.get_close_matches(s, present, n=1)
+            near = near_names(s, present, n=1)
             advice = f'did you mean {near[0]}?' if near else 'correct data.sessions, or fetch the session'
             yield Problem(str(data_dir/s), '', '', 'no such folder', f'the session {s}', advice)
 

@@ -6,7 +6,6 @@
 __all__ = ['StoreError', 'StoredTrial', 'packed_bytes', 'TrialStore', 'build_store', 'JointStore']
 
 # %% ../../nbs/data/03_store.ipynb #c003
-import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 from tqdm import tqdm
 
+from ..advice import near_names
 from b2t_kaggle.data.sessions import (
     N_FEATURES,
     Trial,
@@ -64,7 +64,7 @@ def _check_sessions(data_dir: Path, sessions: list[str] | None) -> list[str]:
     if sessions is None: return present
     for s in sessions:
         if s in present: continue
-        near = difflib.get_close_matches(s, present, n=1)
+        near = near_names(s, present, n=1)
         advice = f'; did you mean {near[0]}?' if near else f', only {", ".join(present)}'
         raise StoreError(f'{data_dir}: there is no session {s}{advice}')
     twice = sorted(s for s in set(sessions) if sessions.count(s) > 1)

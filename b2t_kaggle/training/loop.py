@@ -484,7 +484,7 @@ def _lost(trainer: Trainer, path: Path) -> str:
 def _named(metrics: dict) -> str:
     "The model that has these figures."
     per = metrics.get('val_per')
-    return f'batch {metrics["step"]}' + ('' if per is None else f', PER {per:.2%}')
+    return f'batch {metrics["step"]}' + ('' if per is None else f', PER {percent(per)}')
 
 def _replace_best(loop: Loop, path: Path, problem: str) -> None:
     "Let the weights as they are become the best model. Raises `TrainingError` where they have seen val."
