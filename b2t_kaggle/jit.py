@@ -14,7 +14,8 @@ from .files import home_folder, user_cache
 
 # %% ../nbs/01_jit.ipynb #c005
 def njit(
-    **options, # Of `numba.njit`, with `cache=True`
+    f: Callable | None = None, # That is decorated without options
+    **options,                 # Of `numba.njit`, such as `cache=True`
 ) -> Callable:
     "Numba's decorator, which finds another place for what it compiled, or keeps nothing."
     def compiled(f: Callable) -> Callable:
@@ -28,4 +29,4 @@ def njit(
         try: return numba.njit(**options)(f)
         except RuntimeError: numba.config.CACHE_DIR = before
         return numba.njit(**options | dict(cache=False))(f)
-    return compiled
+    return compiled if f is None else compiled(f)

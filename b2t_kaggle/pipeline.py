@@ -23,7 +23,7 @@ from .devices.session import check_accelerator_present, session_hours
 from .files import write_error, write_whole
 from .homes import set_home_variables
 from .kernels import forked_kernels, kernel_manager
-from .limits import likely_cause, reached_limit
+from .limits import allow_open_files, likely_cause, reached_limit
 from .locks import Lock, LockedError
 from .report import metric_text, report_page
 from .runs import Run, StageRun, input_changed
@@ -376,6 +376,7 @@ def run_stages(
     pending = _pending(stages, force)
     kind = detect().kind
     check_ready(run, pending, kind)
+    if pending and (problem := allow_open_files()): raise PipelineError(problem)
     _set_variables()
     kernels = forked_kernels() if pending else nullcontext()
     with _at_work(run) as waited, session(session_hours(run.cfg.session.hours, kind)) as deadline, kernels:

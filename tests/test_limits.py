@@ -92,5 +92,12 @@ def test_a_run_in_a_read_only_folder(mounted, tmp_path):
 
 
 def test_a_stage_that_may_open_few_files(tmp_path):
-    last, _ = check(tmp_path, partial(resource.setrlimit, resource.RLIMIT_NOFILE, (20, 20)))
-    assert last.startswith('Error: stage check: this process may open no more files (ulimit -n)')
+    "And that cannot have more; nothing is begun."
+    last, said = check(tmp_path, partial(resource.setrlimit, resource.RLIMIT_NOFILE, (40, 40)))
+    assert last.startswith('Error: this process may open 40 files at once (ulimit -n), expected at least 64; raise')
+    assert 'Traceback' not in said and not list((tmp_path/'disk').rglob('*.ipynb'))
+
+
+def test_a_shell_whose_limit_can_be_raised(tmp_path):
+    last, said = check(tmp_path, partial(resource.setrlimit, resource.RLIMIT_NOFILE, (40, 1000)))
+    assert 'Error' not in last and 'ulimit' not in said
