@@ -15,7 +15,7 @@ from b2t_kaggle.lm.corpus import read_sentences
 from b2t_kaggle.lm.ngram import NGram, model_report
 from b2t_kaggle.lm.prune import prune_ngram
 
-WORDS = ['<unk>', '<s>', '</s>', 'a', "it's", 'naïve', '1,000', '-1.5', '\u00a0']
+WORDS = ['<unk>', '<s>', '</s>', 'a', "it's", 'да', '1,000', '-1.5', '\u00a0']
 
 
 @st.composite
@@ -137,6 +137,7 @@ FORMS = { # Of the same model
     'spaces in the head': USUAL.replace('ngram 1=5', ' ngram\t1 =  5'),
     'no end': USUAL.replace('\\end\\\n', ''), 'no last lines': USUAL.replace('\n\\end\\\n', ''),
     'marks in capitals': USUAL.replace('<s>', '<S>').replace('</s>', '</S>').replace('<unk>', '<UNK>'),
+    'comments': '# of\n' + USUAL.replace('ngram 2', '# counts\nngram 2').replace('\\2-grams', '# two words\n\\2-grams'),
     'a section that is counted 0': USUAL.replace('ngram 3=1\n', 'ngram 3=1\nngram 4=0\n'),
 }
 
@@ -145,7 +146,7 @@ FORMS = { # Of the same model
 @pytest.mark.parametrize('pack', [bytes, gzip.compress, bz2.compress, lzma.compress])
 def test_forms_of_a_model(form, pack, tmp_path):
     "Whatever the name, the first bytes say how it is compressed."
-    path = tmp_path/'lm.arpa'
+    path = tmp_path/('lm.arpa' if pack is not bytes else 'lm.arpa.gz')
     path.write_bytes(pack(FORMS[form].encode()))
     (tmp_path/'usual.arpa').write_text(USUAL)
     lm, usual = load_ngram(path), load_ngram(tmp_path/'usual.arpa')
@@ -188,6 +189,8 @@ def test_what_kenlm_refuses_is_written_for_it(tmp_path):
     (USUAL.replace('\\end', 'more'), r'the section of 3-grams has more than 1 entries'),
     (USUAL.encode('utf-16'), r'lm.arpa: text in UTF-16, expected UTF-8; convert it'),
     (b'PK\x03\x04' + bytes(100), r'lm.arpa: a zip archive, expected an ARPA file; unpack it'),
+    (b'\x28\xb5\x2f\xfd' + bytes(100), r'lm.arpa: a file that zstd has packed, expected an ARPA file; unpack it'),
+    (USUAL.replace('left\t', 'go\t'), r"line 10: the word 'go' has a unigram already, .* write the file again"),
     (bytes(1000), r'expected .data.'),
     (gzip.compress(USUAL.encode())[:-20], r'lm.arpa: not a whole gzip file .* fetch or write it again'),
     (bz2.compress(USUAL.encode())[:-20], r'lm.arpa: not a whole bzip2 file'),

@@ -38,6 +38,15 @@ def test_scores_are_those_of_lower_case(models):
     assert report.oov['text'] == 0
 
 
+def test_words_with_accents_are_those_of_the_lexicon(tmp_path):
+    "The lexicon has plain words, and so has every text that is decoded or scored."
+    write_arpa(tmp_path/'lm.arpa', ['<unk>', '<s>', '</s>', 'Café', 'nai\u0308ve', 'crème', 'creme'], [7],
+               [Grams(np.arange(7)[:, None], -np.arange(7.), np.zeros(7))])
+    lm = load_ngram(tmp_path/'lm.arpa')
+    assert all(w in lm for w in build_lexicon(model_words(tmp_path/'lm.arpa')))
+    assert lm.score('cafe naive creme', False, False) == pytest.approx(-math.log(10)*(3 + 4 + 6))
+
+
 @needs_kenlm
 @pytest.mark.parametrize('queries', [lambda path: Queries.of(load_kenlm(path)), QueryProcess.of])
 def test_kenlm_finds_the_same_words(models, queries, tmp_path):
@@ -91,7 +100,7 @@ def test_which_spelling_is_taken(reader, words, name, taken, first, tmp_path):
 
 
 def test_a_model_in_lower_case_is_read_as_it_is(tmp_path):
-    words = ['<unk>', '<s>', '</s>', 'a', 'naïve', '1,000', "it's"]
+    words = ['<unk>', '<s>', '</s>', 'a', 'да', '1,000', "it's"]
     path = tmp_path/'lm.arpa'
     write_arpa(path, words, [7], [Grams(np.arange(7)[:, None], -np.arange(7.), np.zeros(7))])
     assert read_arpa(path).words == words

@@ -12,6 +12,7 @@ import bz2
 import gzip
 import io
 import lzma
+import re
 import shutil
 import zlib
 from collections import defaultdict
@@ -25,6 +26,7 @@ import numpy as np
 
 from ..files import atomic_path, require_space, scratch_folder
 from ..jit import njit
+from ..phonemes import to_ascii
 from ..reading import MAX_NGRAM_BYTES, SMALL_BYTES, ReadError, check_is_file, limit_lines
 
 # %% ../../nbs/lm/00_arpa.ipynb #c006
@@ -45,11 +47,13 @@ class Arpa(NamedTuple):
 # %% ../../nbs/lm/00_arpa.ipynb #c010
 _OPENERS = {b'\x1f\x8b': gzip.open, b'BZh': bz2.open, b'\xfd7zXZ\x00': lzma.open} # By the first bytes
 
+_NO_TEXT = re.compile(rb'[\0-\x08\x0e-\x1f]') # Some of these are at the beginning of every gzip file
+
 def _opener(path: str | Path):
-    "The function that opens a file, which may be compressed; `.gz` says that it is."
+    "The function that opens a file, which may be compressed; `.gz` says that it is, unless it begins as text does."
     with open(path, 'rb') as f: begin = f.read(6)
     found = (opener for magic, opener in _OPENERS.items() if begin.startswith(magic))
-    return next(found, gzip.open if str(path).endswith('.gz') else open)
+    return next(found, gzip.open if str(path).endswith('.gz') and _NO_TEXT.search(begin) else open)
 
 @contextmanager
 def whole(path: str | Path) -> Iterator[None]:
@@ -332,6 +336,7 @@ _MAX_HEADING_BYTES = 1 << 16
 _OTHER_FILES = {
     b'mmap lm ': 'a KenLM binary, expected an ARPA file; give the one that it was made from',
     b'PK\x03\x04': 'a zip archive, expected an ARPA file; unpack it, and give what is in it',
+    b'\x28\xb5\x2f\xfd': 'a file that zstd has packed, expected an ARPA file; unpack it with zstd -d',
     b'\xff\xfe': 'text in UTF-16, expected UTF-8; convert it, for example with iconv',
     b'\xfe\xff': 'text in UTF-16, expected UTF-8; convert it, for example with iconv',
 }
@@ -353,10 +358,11 @@ class _Head:
         self.fail(f'the file ends here, expected {expected}; it is cut off, fetch or write it again')
 
     def next_line(self, f: BinaryIO) -> str:
-        "The next line that is not blank; empty at the end of the file."
+        "The next line that is neither blank nor a comment; empty at the end of the file."
         for line in f:
             self.line += 1
-            if line.strip(): return line.strip().decode(errors='replace')
+            text = line.strip()
+            if text and not text.startswith(b'#'): return text.decode(errors='replace')
         return ''
 
     def _skip_heading(self, f: BinaryIO) -> None:
@@ -451,15 +457,20 @@ def _swap_case(word: str) -> str:
     swapped = word.swapcase()
     return swapped if swapped.swapcase() == word and not word.startswith('<') else word
 
+def _plain_name(word: str) -> str:
+    "A word in lower case, typographic and accented characters as plain ones, where one word remains."
+    plain = word if word.isascii() or not word.isprintable() else to_ascii(word) # Bytes of Latin-1 are not printable
+    return (plain if plain and ' ' not in plain else word).lower()
+
 def _lower_names(
     words: list[str],     # All different [W]
     log_prob: np.ndarray, # Of each without context [W]
 ) -> list[str]:           # All different [W]
-    "The words, of which those that have no lower case of their own are in lower case, with straight apostrophes."
+    "The words, of which those whose plain name is not among them have it."
     known = set(words)
     best: dict[str, int] = {} # The word that takes a name
     for i, word in enumerate(words):
-        name = word.replace('’', "'").lower()
+        name = _plain_name(word)
         if name in known or word.startswith('<'): continue
         if name not in best or log_prob[i] > log_prob[best[name]]: best[name] = i
     names = list(words)
@@ -489,7 +500,8 @@ class ArpaReader(_Head):
 
     @property
     def words(self) -> list[str]:
-        """The word of each id: in lower case if the file has it only with capitals, `<unk>` also for `<UNK>`."""
+        """The word of each id: in lower case if the file has it only with capitals, `cafe` for `café` where it has only
+        that, `<unk>` also for `<UNK>`."""
         return _names(self.ids, np.concatenate([np.empty(0, np.float32), *self._unigrams]))
 
     def __iter__(self) -> Iterator[Grams]:
@@ -534,7 +546,8 @@ class ArpaReader(_Head):
             if len(fields) < 2: continue
             new = len(self.ids)
             if self.ids.setdefault(fields[1], new) != new:
-                self.fail(f'the word {_quoted(fields[1])} has a unigram already', line_number)
+                self.fail(f'the word {_quoted(fields[1])} has a unigram already, expected each word once; write the '
+                          'file again', line_number)
         for mark in _MARKS:
             if mark not in self.ids or mark.upper() not in self.ids: continue
             both = f'{mark.decode()} and {mark.upper().decode()}'

@@ -254,7 +254,7 @@ def _are_facts(facts: dict, lengths: dict[str, int]) -> bool:
 
 # %% ../../nbs/lm/07_automaton.ipynb #c023
 _TYPES: dict[str, np.dtype] = dict(keys=np.dtype(np.int64), ids=np.dtype(np.int32), arcs=ARC, first=FIRST, states=STATE)
-_VERSION = 5 # Of the file's form
+_VERSION = 6 # Of the file's form
 _CHECKSUM = hashlib.sha256().digest_size # Bytes behind the arrays
 
 def _source(path: Path) -> dict:

@@ -42,8 +42,11 @@ def read_lines(
 def read_sentences(
     texts: str | Path | Iterable[str | Path], # Text files (plain or .gz, one sentence a line), sentences, or both
 ) -> Iterator[str]:                           # Normalised sentences, none of them empty
-    "Stream the sentences of files and lists; a string is a file or not as in `read_lines`."
-    return filter(None, (normalize_sentence(to_ascii(line)) for line in read_lines(texts)))
+    """Stream the sentences of files and lists; a string is a file or not as in `read_lines`.
+
+    Two hyphens and more are a dash, as typewriters have it; the metric's normalisation would join the words."""
+    plain = (re.sub('--+', ' ', to_ascii(line)) for line in read_lines(texts))
+    return filter(None, map(normalize_sentence, plain))
 
 def vocabulary(
     texts: str | Path | Iterable[str | Path], # As in `read_sentences`
