@@ -45,6 +45,9 @@ def _teach_each_other(sources, tune, out: Path) -> bool:
 def _read_teachers(sources, tune, out: Path, blocks: Path | None):
     "The hypotheses to learn from: the files of `--tune`, and with `val` the lists of val of the sources that are runs."
     runs = [s for s in sources if 'val' in tune and _folder(s, out)]
+    if 'val' in tune and not runs:
+        raise click.UsageError('--tune val is for SOURCEs that are runs, and none is; leave it out, or give files with '
+                               'references')
     return _read([*runs, *(t for t in tune if t != 'val')], 'val', out, blocks)
 
 # %% ../nbs/15_cli_combine.ipynb #c008
@@ -71,20 +74,23 @@ def _write(output: Path, hypotheses, combined) -> None:
 
 def _are_taught(hypotheses, teachers) -> bool:
     "Whether some of the trials are among those that were learned from."
-    return any(t.reference is not None and name in teachers.trials and teachers.trials[name].reference == t.reference
+    from b2t_kaggle.phonemes import normalize_sentence
+    taught = {name: normalize_sentence(t.reference or '') for name, t in teachers.trials.items()}
+    return any(t.reference is not None and taught.get(name) == normalize_sentence(t.reference)
                for name, t in hypotheses.trials.items())
 
 def _tell(title: str, hypotheses, combined) -> None:
     "Error rates by corpus, and what is gained over the plain vote, for trials with references."
     from b2t_kaggle.bootstrap import bootstrap_difference
-    from b2t_kaggle.metrics import error_table, word_errors
+    from b2t_kaggle.metrics import error_table, percent, word_errors
     from b2t_kaggle.rescoring.corrections import vote
     known = hypotheses.subset(n for n, t in hypotheses.trials.items() if t.reference is not None)
     if not len(known): return
     by_name = dict(zip(hypotheses.trials, combined))
     texts = [by_name[name].text for name in known.trials]
     corpora = [t.corpus or 'not known' for t in known.trials.values()]
-    click.echo(f'\n{title}\n{error_table(word_errors(known.references(), texts), corpora, "corpus").to_string()}')
+    table = error_table(word_errors(known.references(), texts), corpora, 'corpus')
+    click.echo(f'\n{title}\n{table.to_string(formatters=dict(rate=percent))}')
     click.echo(f'against the plain vote: {bootstrap_difference(known.references(), vote(known), texts)}')
 
 # %% ../nbs/15_cli_combine.ipynb #c010

@@ -166,9 +166,11 @@ def report(models, texts):
 
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.ngram import model_report, perplexity_report
+    from b2t_kaggle.metrics import percent
     reports = {str(m): perplexity_report(load_ngram(m), {str(t): t for t in texts}) for m in models}
     fits = pd.concat(reports, names=['model'])
-    click.echo(f'{fits.to_string()}\n\n{model_report(models).to_string()}')
+    rates = fits.to_string(formatters=dict(oov_rate=percent))
+    click.echo(f'{rates}\n\n{model_report(models).to_string()}')
 
 # %% ../nbs/15_cli_lm.ipynb #c027
 @click.command('finetune')
