@@ -59,7 +59,8 @@ def near_names(
     if (same := _SYNONYMS.get(low)) in names: return [same]
     begins = [name for name in names if low and name.casefold().startswith(low)]
     contains = [name for name in names if len(low) > 2 and low in name.casefold()]
-    return (begins or contains or difflib.get_close_matches(word, names, n=n))[:n]
+    folded = {name.casefold(): name for name in names}
+    return (begins or contains or [folded[name] for name in difflib.get_close_matches(low, folded, n=n)])[:n]
 
 def did_you_mean(
     word: str,            # As a user wrote it

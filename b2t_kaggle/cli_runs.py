@@ -131,5 +131,6 @@ def runs(out):
     rows = []
     for folder in folders:
         try: rows.append(_run_row(folder))
-        except (ValueError, RuntimeError) as e: rows.append(dict(run=folder.name, settings=' '.join(str(e).split())))
+        except (ValueError, RuntimeError, OSError) as e:
+            rows.append(dict(run=folder.name, settings=' '.join(str(e).split())))
     click.echo(runs_table(rows, terminal_width()))

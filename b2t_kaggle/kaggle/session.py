@@ -119,7 +119,7 @@ def _kind_of_file(path: Path) -> str | None:
     name = path.name
     if name in BEST.values(): return 'checkpoints'
     if name.endswith('.arrow'): return 'logits' if _starts_with(path, b'"kind": "log_probs"') else None
-    if name.endswith(('.arpa', '.arpa.gz')): return 'ngrams'
+    if name.endswith(('.arpa', '.arpa.gz', '.arpa.bz2', '.arpa.xz')): return 'ngrams'
     if name.startswith('pocketsphinx-') and name.endswith('.whl'): return 'general'
     if not name.endswith(('.bin', '.binary', '.klm', '.kenlm')): return None
     if _is_kenlm(path): return 'ngrams'
