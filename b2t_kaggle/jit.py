@@ -6,11 +6,56 @@
 __all__ = ['njit']
 
 # %% ../nbs/01_jit.ipynb #c003
-from collections.abc import Callable
+import hashlib
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from .files import home_folder, user_cache
+
+# %% ../nbs/01_jit.ipynb #c302
+def _is_whole(path: Path) -> bool:
+    "Whether a file is there and is as it was written."
+    try: content = path.read_bytes()
+    except OSError: return False
+    size = len(content) - hashlib.sha256().digest_size
+    return size > 0 and hashlib.sha256(content[:size]).digest() == content[size:]
+
+class _CheckedFiles(IndexDataCacheFile):
+    "Numba's files for a function, an index and machine code, with a checksum behind what `pickle` reads of them."
+    @contextmanager
+    def _open_for_write(self, filepath: str) -> Iterator[BinaryIO]:
+        content = io.BytesIO()
+        with super()._open_for_write(filepath) as f:
+            yield content
+            f.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
+
+    def _load_index(self) -> dict: return super()._load_index() if _is_whole(Path(self._index_path)) else {}
+
+    def _load_data(self, name: str) -> Any:
+        if not _is_whole(Path(self._data_path(name))): raise OSError(f'{name} is not as it was written') # Compiled anew
+        return super()._load_data(name)
+
+    def save(self, key: Any, data: Any) -> None:
+        with suppress(OSError): super().save(key, data) # Such as a full disk
+
+class _CheckedCache(FunctionCache):
+    "Numba's cache of a function in such files."
+    def __init__(self, f: Callable):
+        super().__init__(f)
+        locator = self._impl.locator
+        self._cache_file = _CheckedFiles(self.cache_path, self._impl.filename_base, locator.get_source_stamp())
+
+def _kept(f: Callable, options: dict) -> Callable:
+    "A function to be compiled, and kept. Raises `RuntimeError` where there is no place for it."
+    function = numba.njit(**options | dict(cache=False))(f)
+    if function is not f: function._cache = _CheckedCache(f) # It is the same where NUMBA_DISABLE_JIT is set
+    return function
 
 # %% ../nbs/01_jit.ipynb #c005
 def njit(
@@ -21,12 +66,12 @@ def njit(
     def compiled(f: Callable) -> Callable:
         # Of no home Numba would make a folder named ~
         if not numba.config.CACHE_DIR and home_folder() is None: numba.config.CACHE_DIR = str(user_cache('numba'))
-        try: return numba.njit(**options)(f)
+        try: return _kept(f, options)
         except RuntimeError as e:
             if 'no locator available' not in str(e): raise
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(user_cache('numba'))
-        try: return numba.njit(**options)(f)
+        try: return _kept(f, options)
         except RuntimeError: numba.config.CACHE_DIR = before
         return numba.njit(**options | dict(cache=False))(f)
     return compiled if f is None else compiled(f)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import _is_running, _owner, _place
+from .reading import parse_json
 
 try:
     import fcntl
@@ -41,8 +42,9 @@ def _flock(
     "Lock an open file."
     if fcntl is None: return False
     try: fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError: raise
-    except OSError: return False # ENOLCK, ENOSYS, EOPNOTSUPP, and whatever else file systems say
+    except OSError as e: # ENOLCK, ENOSYS, EOPNOTSUPP, and whatever else file systems say
+        if isinstance(e, BlockingIOError) and not wait: raise
+        return False
     return True
 
 def _write(fd: int, flocked: bool) -> None:
@@ -55,8 +57,9 @@ def _read(fd: int) -> dict | None:
     "The process that has the lock; none where the file does not say it."
     os.lseek(fd, 0, os.SEEK_SET)
     with suppress(ValueError, KeyError, TypeError):
-        found = json.loads(os.read(fd, 1000))
-        if re.fullmatch(r'[0-9a-f]{8}-[0-9]{1,9}-[0-9]+', found['owner']): return found
+        found = parse_json(os.read(fd, 1000))
+        is_owner = re.fullmatch(r'[0-9a-f]{8}-[0-9]{1,9}-[0-9]+', found['owner'])
+        if is_owner and isinstance(found['host'], str) and isinstance(found['flocked'], bool): return found
     return None
 
 # %% ../nbs/01_locks.ipynb #c009
@@ -72,7 +75,7 @@ def _is_free(
     if found is None: return age > _EMPTY
     if flocked and found['flocked']: return True
     place, pid, begin = found['owner'].split('-')
-    if place == _place(): return not _is_running(int(pid), begin)
+    if place == _place() and os.name == 'posix': return not _is_running(int(pid), begin)
     return not found['flocked'] and age > _SILENT
 
 def _holder(path: Path, found: dict | None) -> str:
@@ -138,7 +141,10 @@ class Lock:
             is_same = _identity(os.stat(self.path)) == _identity(file)
             found = _read(fd)
             if is_same and _is_free(file, found, flocked):
-                if not flocked: return _move_aside(self.path, _identity(file), found) and self._take()
+                if not flocked:
+                    os.close(fd) # Windows renames no open file, and NFS keeps one that is removed
+                    fd = -1
+                    return _move_aside(self.path, _identity(file), found) and self._take()
                 _write(fd, flocked)
                 if _identity(os.stat(self.path)) == _identity(file): # One without flock may just have moved it
                     self._hold(fd, flocked)
