@@ -379,6 +379,16 @@ def test_a_best_model_that_is_lost_is_made_again(damage, steps, stores, tmp_path
     assert 'made again' not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize('damage', ['gone', 'empty', 'text'])
+def test_a_training_without_its_curves_goes_on(damage, stores, tmp_path, capsys):
+    train(*stores, config(num_training_batches=3), tmp_path, progress=False)
+    damaged(tmp_path/'history.csv', damage)
+    for steps, rows in (3, []), (6, [6]):
+        assert train(*stores, config(num_training_batches=steps), tmp_path, progress=False)['step'] == steps
+        assert read_history(tmp_path/'history.csv').step.tolist() == rows
+    assert capsys.readouterr().out.count('; the curves begin at batch 3') == 1
+
+
 def test_models_of_a_refit_that_are_lost(stores, tmp_path):
     "The refitted one is what the last weights are; the best one cannot be made of weights that have seen val."
     cfg = config(num_training_batches=10, batches_per_val_step=5, refit=.5)

@@ -14,6 +14,7 @@ import pandas as pd
 
 from ..config import TrainConfig
 from ..files import atomic_path
+from ..reading import ReadError
 
 # %% ../../nbs/training/02_history.ipynb #c005
 def summarize(
@@ -59,6 +60,8 @@ class BestTracker:
         return 'early stopping' if converged else None
 
 # %% ../../nbs/training/02_history.ipynb #c011
+_COLUMNS = ['step', 'loss', 'grad_norm', 'lr', 'lr_day', 'seconds', 'val_loss', 'val_per'] # Of every training
+
 class History:
     "The curves of a run, as a table that is also a CSV file."
     def __init__(self,
@@ -69,8 +72,16 @@ class History:
         self.path = Path(path)
         self.every = every
         self.window = []
-        old = read_history(path) if step and self.path.exists() else pd.DataFrame()
-        self.rows = old[old.step <= step].to_dict('records') if len(old) else []
+        self.problem = '' # Why what was there is not kept
+        self.rows = self._kept(step) if step else []
+
+    def _kept(self, step: int) -> list[dict]:
+        "What is there up to this step."
+        try: old = read_history(self.path)
+        except (OSError, ValueError) as e:
+            self.problem = str(e)
+            return []
+        return old[old.step <= step].to_dict('records')
 
     def add(self,
         step: int,                      # Batches that were done
@@ -98,7 +109,8 @@ class History:
 
     def save(self) -> None:
         "Replace the file."
-        with atomic_path(self.path) as scratch: pd.DataFrame(self.rows).to_csv(scratch, index=False)
+        table = pd.DataFrame(self.rows) if self.rows else pd.DataFrame(columns=_COLUMNS)
+        with atomic_path(self.path) as scratch: table.to_csv(scratch, index=False)
 
 def read_history(
     path: str | Path, # `history.csv`
@@ -106,8 +118,14 @@ def read_history(
     """Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a
     row. In float16 also skipped, how many of these batches were left out because a gradient overflowed; with
     `train.cr_ctc` consistency, how much two views of a trial differ. With an audio LLM val_wer, the losses by name, and
-    the gradient norms of its parts."""
-    return pd.read_csv(path)
+    the gradient norms of its parts. Raises `OSError` where it is gone, `ReadError` where it is damaged."""
+    problem = 'other columns, or text in place of numbers'
+    try:
+        table = pd.read_csv(path)
+        numbers = table[['step', *table.columns.intersection(_COLUMNS[1:])]]
+        if numbers.empty or all(kind.kind in 'if' for kind in numbers.dtypes): return table
+    except (ValueError, KeyError) as e: problem = str(e)
+    raise ReadError(f'{path}: damaged ({problem}), expected the curves of a training; remove it')
 
 # %% ../../nbs/training/02_history.ipynb #c013
 _PARTS = dict(consistency='between views', answer='cross entropy', ctc='CTC', align='distance to targets',

@@ -23,7 +23,7 @@ from ..data.store import TrialStore
 from ..devices.interrupts import noted_interrupt
 from ..files import WriteError, require_space
 from ..metrics import percent
-from ..reading import MAX_WHOLE
+from ..reading import MAX_WHOLE, ReadError
 from .budget import Budget
 from .checkpoint_paths import BEST, LAST, REFIT
 from .checkpoints import CheckpointError, seen_val_from
@@ -282,7 +282,8 @@ def kept_batches(
     try: is_theirs = history.stat().st_mtime_ns <= last.stat().st_mtime_ns
     except OSError: is_theirs = False
     if not is_theirs: return 'the last checkpoint is intact'
-    return saved_batches(int(read_history(history).step.iloc[-1]), cfg.train.num_training_batches)
+    try: return saved_batches(int(read_history(history).step.iloc[-1]), cfg.train.num_training_batches)
+    except (ReadError, IndexError): return 'the last checkpoint is intact' # Without curves, or with none yet
 
 # %% ../../nbs/training/07_loop.ipynb #c022
 class Loop:
@@ -473,6 +474,12 @@ def _check_space(trainer: Trainer, out: Path) -> None:
     if problem := trainer.gather(problem)[0]: raise WriteError(problem)
 
 # %% ../../nbs/training/07_loop.ipynb #c321
+def _begin_curves_anew(loop: Loop) -> None:
+    "Write a table of the batches to come where the one of those before cannot be read: a training does not need it."
+    if not (loop.history.problem and loop.trainer.is_main_process): return
+    print(f'{loop.history.problem}; the curves begin at batch {loop.trainer.step:,}')
+    loop.history.save()
+
 def _lost(trainer: Trainer, path: Path) -> str:
     "Why a model cannot be read, for all processes; empty where it can."
     problem = ''
@@ -552,7 +559,9 @@ def fit(
         if not continues[0] and trainer.is_main_process: (out/REFIT).unlink(missing_ok=True) # Of an earlier training
         loop = Loop(trainer, History(out/'history.csv', trainer.step), budget, out)
         tracked = TrackedRun(out, tracked_values(trainer.cfg), trainer.step)
-        if continues[0]: _verify_models(loop)
+        if continues[0]:
+            _begin_curves_anew(loop)
+            _verify_models(loop)
         if loop.is_told: loop.judge = judge_here()
         first = trainer.step
         with tracking(names if loop.is_told else [], tracked) as loop.log: stopped = loop.run(progress)
