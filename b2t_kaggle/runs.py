@@ -489,6 +489,7 @@ def _changed_output(marks: dict[str, list], home: Path) -> str:
     for name, mark in marks.items():
         path = home/name
         if not path.exists(): return f'{path.name} is missing'
+        if not path.is_file(): return f'{path.name} is no file'
         if all(mark != content_mark(path, sampled) for sampled in (True, False)): return f'{path.name} was changed'
     return ''
 
@@ -681,7 +682,8 @@ class StageRun(_Stamped):
         "Remove outputs that are not as they were written: none is to be taken for an own one. A trainer verifies its."
         if self.name == 'train': return
         for p, mark in old.get('outputs', {}).items():
-            if _changed_output({p: mark}, self.home): (self.home/p).unlink(missing_ok=True)
+            is_file = (self.home/p).is_file() # Whoever writes it refuses what else is there
+            if is_file and _changed_output({p: mark}, self.home): (self.home/p).unlink()
 
     def discard(self) -> None:
         "Forget that the stage was done, so that it is done from its beginning."

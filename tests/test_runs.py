@@ -113,6 +113,18 @@ def test_each_byte_of_a_large_output_counts(files, tmp_path):
     assert statuses(run)['train'] == 'best.pt was changed'
 
 
+def test_a_folder_in_place_of_an_output(files, tmp_path):
+    run = run_of(files, tmp_path)
+    do_all(run)
+    stage = StageRun(run, 'infer')
+    path = stage.home/next(iter(stage.stamp['outputs']))
+    path.unlink()
+    path.mkdir()
+    assert stage.status() == f'{path.name} is no file'
+    stage.begin()
+    assert path.is_dir()
+
+
 @pytest.mark.parametrize('damage', ['gone', 'a byte'])
 def test_no_stage_takes_a_damaged_file_for_its_own(damage, files, tmp_path):
     "What is not as it was written is removed when its stage begins; the files beside it stay, as does a trainer's own."
