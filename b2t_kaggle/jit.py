@@ -64,6 +64,7 @@ def njit(
 ) -> Callable:
     "Numba's decorator, which finds another place for what it compiled, or keeps nothing."
     def compiled(f: Callable) -> Callable:
+        if not options.get('cache'): return numba.njit(**options)(f)
         # Of no home Numba would make a folder named ~
         if not numba.config.CACHE_DIR and home_folder() is None: numba.config.CACHE_DIR = str(user_cache('numba'))
         try: return _kept(f, options)
