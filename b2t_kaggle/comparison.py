@@ -267,7 +267,7 @@ def comparison_tables(
 
 # %% ../nbs/09_comparison.ipynb #c402
 def _clause(name: str, first: str, difference: Difference, trials: int) -> str:
-    "What the difference of a system's errors from the first one's says."
+    "A clause on the difference of a system's errors from the first one's."
     if not difference.is_clear or trials < _FEW:
         return f'{name} and {first}: no difference that {trials:,} trials can tell ({name} − {first}: {difference})'
     better, worse = (name, first) if difference.value < 0 else (first, name)
@@ -279,7 +279,7 @@ def _clause(name: str, first: str, difference: Difference, trials: int) -> str:
 def verdict(
     results: Mapping[str, pd.DataFrame], # By the system's name, from `same_trials`
 ) -> str:
-    "Which is better in words, the first one or each of the others, in one line."
+    "A line that says which is better, the first one or each of the others."
     first, *others = measured = {name: measure(table)[WER] for name, table in results.items()}
     trials = len(measured[first])
     return '; '.join(_clause(name, first, difference_interval(measured[first], measured[name]), trials)

@@ -363,7 +363,7 @@ class Run(_Keyed):
     def checkpoint_for(self,
         split: str, # `val` or `test`
     ) -> Path:
-        "What a split is inferred with: test with the refitted model, which has seen val, where there is one."
+        "The model of a split: for test the refitted model, which has seen val, where there is one."
         own = None if self.cfg.infer.checkpoint else self.dir/'train'/REFIT
         if own and split == 'test' and self.cfg.train.refit and own.exists(): return own
         return checkpoint_for(self.checkpoint, split)

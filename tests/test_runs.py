@@ -85,7 +85,7 @@ def test_stages_of_older_stamps_are_done(files, tmp_path, monkeypatch):
 
 
 def test_reasons_of_older_stamps(files, tmp_path, monkeypatch):
-    "What is said of a stage that has to run names what has changed, not the files that are as they were."
+    "A stage that has to run says what has changed, not the files that are as they were."
     with monkeypatch.context() as m:
         m.setattr(runs, 'content_marks', older_marks)
         do_all(run_of(files, tmp_path))
@@ -127,7 +127,7 @@ def test_a_folder_in_place_of_an_output(files, tmp_path):
 
 @pytest.mark.parametrize('damage', ['gone', 'a byte'])
 def test_no_stage_takes_a_damaged_file_for_its_own(damage, files, tmp_path):
-    "What is not as it was written is removed when its stage begins; the files beside it stay, as does a trainer's own."
+    "Outputs that are not as written are removed when their stage begins; other files stay, a trainer's own, too."
     run = run_of(files, tmp_path)
     do_all(run)
     for name in 'pack', 'infer', 'train':

@@ -76,7 +76,7 @@ class History:
         self.rows = self._kept(step) if step else []
 
     def _kept(self, step: int) -> list[dict]:
-        "What is there up to this step."
+        "The rows that are there up to this step."
         try: old = read_history(self.path)
         except (OSError, ValueError) as e:
             self.problem = str(e)

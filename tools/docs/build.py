@@ -424,7 +424,7 @@ _INDEX = 'window.SEARCH = '
 
 
 def _entries(folder: Path) -> list:
-    "What the search of an earlier build knows."
+    "Entries of the search of an earlier build."
     index = folder/'search.js'
     return json.loads(index.read_text(encoding='utf-8').removeprefix(_INDEX)) if index.exists() else []
 

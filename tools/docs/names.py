@@ -44,7 +44,7 @@ def _doors() -> dict[str, str]:
 
 @cache
 def uses() -> Counter[tuple[str, str]]:
-    "How many notebooks import a name of a module, the module's own left out."
+    "Number of notebooks that import each name of a module, the module's own left out."
     count: Counter[tuple[str, str]] = Counter()
     for path in sorted(NBS.rglob('*.ipynb')):
         if '.ipynb_checkpoints' in path.parts: continue
