@@ -15,7 +15,7 @@ from b2t_kaggle.lm.corpus import read_sentences
 from b2t_kaggle.lm.ngram import NGram, model_report
 from b2t_kaggle.lm.prune import prune_ngram
 
-WORDS = ['<unk>', '<s>', '</s>', 'a', "it's", 'да', '1,000', '-1.5', '\u00a0']
+WORDS = ['<unk>', '<s>', '</s>', 'a', "it's", 'naïve', '1,000', '-1.5', '\u00a0']
 
 
 @st.composite

@@ -26,7 +26,6 @@ import numpy as np
 
 from ..files import atomic_path, require_space, scratch_folder
 from ..jit import njit
-from ..phonemes import to_ascii
 from ..reading import MAX_NGRAM_BYTES, SMALL_BYTES, ReadError, check_is_file, limit_lines
 
 # %% ../../nbs/lm/00_arpa.ipynb #c006
@@ -457,20 +456,15 @@ def _swap_case(word: str) -> str:
     swapped = word.swapcase()
     return swapped if swapped.swapcase() == word and not word.startswith('<') else word
 
-def _plain_name(word: str) -> str:
-    "A word in lower case, typographic and accented characters as plain ones, where one word remains."
-    plain = word if word.isascii() or not word.isprintable() else to_ascii(word) # Bytes of Latin-1 are not printable
-    return (plain if plain and ' ' not in plain else word).lower()
-
 def _lower_names(
     words: list[str],     # All different [W]
     log_prob: np.ndarray, # Of each without context [W]
 ) -> list[str]:           # All different [W]
-    "The words, of which those whose plain name is not among them have it."
+    "The words, of which those that have no lower case of their own are in lower case, with straight apostrophes."
     known = set(words)
     best: dict[str, int] = {} # The word that takes a name
     for i, word in enumerate(words):
-        name = _plain_name(word)
+        name = word.replace('’', "'").lower()
         if name in known or word.startswith('<'): continue
         if name not in best or log_prob[i] > log_prob[best[name]]: best[name] = i
     names = list(words)
@@ -500,8 +494,7 @@ class ArpaReader(_Head):
 
     @property
     def words(self) -> list[str]:
-        """The word of each id: in lower case if the file has it only with capitals, `cafe` for `café` where it has only
-        that, `<unk>` also for `<UNK>`."""
+        """The word of each id: in lower case if the file has it only with capitals, `<unk>` also for `<UNK>`."""
         return _names(self.ids, np.concatenate([np.empty(0, np.float32), *self._unigrams]))
 
     def __iter__(self) -> Iterator[Grams]:

@@ -30,6 +30,7 @@ from b2t_kaggle.lm.arpa import (
     word_table,
 )
 from .ngram import LN10, NGram
+from ..phonemes import to_ascii
 from ..reading import check_is_file, parse_json
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
@@ -200,6 +201,22 @@ def _read_arrays(reader: ArpaReader, counts: list[int]) -> Arrays:
         n_read += len(grams.ids)
     return lm
 
+def _table_of(
+    words: list[str],     # Of a model [W]
+    log_prob: np.ndarray, # Of each without context [W]
+) -> WordTable:
+    "Numbers of words, also by their plain names, such as `cafe` for `café`, where no word has that name."
+    plain: dict[str, int] = {}
+    known = set(words)
+    for i, word in enumerate(words):
+        if word.isascii() or not word.isprintable(): continue # Bytes that are not UTF-8 are not printable
+        name = to_ascii(word).lower()
+        if not name or ' ' in name or name in known: continue
+        if name not in plain or log_prob[i] > log_prob[plain[name]]: plain[name] = i
+    table = word_table(_bytes([*words, *plain]))
+    numbers = np.array([*range(len(words)), *plain.values()], np.int32)
+    return table._replace(ids=numbers[table.ids])
+
 def _build(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     "Facts and arrays of an ARPA file."
     counts = read_counts(path)
@@ -215,7 +232,7 @@ def _build(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
         lm.first[-1]['log_prob'] = -100
     lm = lm._replace(first=lm.first[:len(words)])
     _merge_states(lm)
-    try: table = word_table(_bytes(words))
+    try: table = _table_of(words, lm.first['log_prob'])
     except ValueError as e: raise ArpaError(f'{path}: {e}') from None
     facts = dict(order=len(counts), counts=counts, marks=[words.index(mark) for mark in (_BOS, _EOS, _UNK)])
     return facts, dict(keys=table.keys, ids=table.ids, arcs=lm.arcs, first=lm.first, states=lm.states)
@@ -254,7 +271,7 @@ def _are_facts(facts: dict, lengths: dict[str, int]) -> bool:
 
 # %% ../../nbs/lm/07_automaton.ipynb #c023
 _TYPES: dict[str, np.dtype] = dict(keys=np.dtype(np.int64), ids=np.dtype(np.int32), arcs=ARC, first=FIRST, states=STATE)
-_VERSION = 6 # Of the file's form
+_VERSION = 7 # Of the file's form
 _CHECKSUM = hashlib.sha256().digest_size # Bytes behind the arrays
 
 def _source(path: Path) -> dict:
