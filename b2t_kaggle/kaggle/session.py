@@ -382,7 +382,8 @@ def batches_done(
     try: return json.loads((run_dir/'stages'/'train.json').read_text())['metrics']['steps']
     except (OSError, ValueError, KeyError, TypeError): pass # None, or none that can be read
     history = run_dir/'train'/'history.csv'
-    last = history.read_text().splitlines()[-1].split(',')[0] if history.exists() else ''
+    lines = history.read_text().splitlines() if history.exists() else []
+    last = lines[-1].split(',')[0] if lines else ''
     return int(last) if last.isdecimal() else 0
 
 def _open_run(run_dir: Path, work: str | Path, base: str | None, preset: str, values: dict[str, Any]) -> 'Run':
