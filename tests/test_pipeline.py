@@ -720,7 +720,7 @@ def shares(text):
 
 @pytest.mark.parametrize('last', ['decode', 'rescore', 'combine'])
 def test_a_rate_is_the_same_wherever_it_stands(finished, tmp_path, monkeypatch, last):
-    """What is tuned on val (the average of models, the search, the mixture with an LLM, the combination) is told as it
+    """A rate tuned on val (the average of models, the search, the mixture with an LLM, the combination) is told as it
     is on other sentences: lists, stamps, results, page, and what the commands print, agree with jiwer on the lists."""
     from tiny_models import tiny_lm
 

@@ -56,7 +56,7 @@ def uses() -> Counter[tuple[str, str]]:
 
 
 class Overview:
-    "What a page of a module begins with."
+    "The beginning of the page of a module."
     def __init__(self, notebook: dict):
         self.module = module_of(notebook)
         exported = [code_of(c) for c in notebook['cells'] if 'export' in directives(code_of(c))]
