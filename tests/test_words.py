@@ -1,0 +1,243 @@
+"""Words of the docstrings: they begin with a noun or a verb, give shapes of arrays and name the sources of methods."""
+import ast
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent/'b2t_kaggle'
+FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if p.name != '_modidx.py']
+
+# Rooms whose words are still to be gone through. Frameworks, training, devices, encoders, audio and Kaggle:
+NOT_YET = set('''
+b2t_kaggle.audio.sound
+b2t_kaggle.audio.targets
+b2t_kaggle.audio.tower
+b2t_kaggle.audio.voice
+b2t_kaggle.devices.machine
+b2t_kaggle.devices.report
+b2t_kaggle.devices.session
+b2t_kaggle.devices.tensorflow
+b2t_kaggle.encoders.encoder
+b2t_kaggle.encoders.transformer
+b2t_kaggle.kaggle
+b2t_kaggle.kaggle.publish
+b2t_kaggle.kaggle.session
+b2t_kaggle.kaggle.wheels
+b2t_kaggle.pytorch.adaptation
+b2t_kaggle.pytorch.audio_llm.answers
+b2t_kaggle.pytorch.audio_llm.brain
+b2t_kaggle.pytorch.audio_llm.generate
+b2t_kaggle.pytorch.audio_llm.inference
+b2t_kaggle.pytorch.audio_llm.language_model
+b2t_kaggle.pytorch.audio_llm.memory
+b2t_kaggle.pytorch.audio_llm.model
+b2t_kaggle.pytorch.audio_llm.trainer
+b2t_kaggle.pytorch.audio_llm.whisper
+b2t_kaggle.pytorch.audio_llm.whisper_model
+b2t_kaggle.pytorch.augment
+b2t_kaggle.pytorch.checkpoint
+b2t_kaggle.pytorch.frontend
+b2t_kaggle.pytorch.launch
+b2t_kaggle.pytorch.layers
+b2t_kaggle.pytorch.models.encoder
+b2t_kaggle.pytorch.models.gru
+b2t_kaggle.pytorch.models.mamba
+b2t_kaggle.pytorch.models.transformer
+b2t_kaggle.pytorch.models.triple_gru
+b2t_kaggle.pytorch.models.zipformer
+b2t_kaggle.pytorch.models.zipformer.attention
+b2t_kaggle.pytorch.models.zipformer.convolution
+b2t_kaggle.pytorch.models.zipformer.encoder
+b2t_kaggle.pytorch.models.zipformer.feed_forward
+b2t_kaggle.pytorch.models.zipformer.positions
+b2t_kaggle.pytorch.models.zipformer.streaming
+b2t_kaggle.pytorch.models.zipformer.subsampling
+b2t_kaggle.pytorch.optimizer
+b2t_kaggle.pytorch.optimizer.adamw
+b2t_kaggle.pytorch.optimizer.scaled_adam
+b2t_kaggle.pytorch.parallel
+b2t_kaggle.pytorch.recurrence
+b2t_kaggle.pytorch.scaling.activations
+b2t_kaggle.pytorch.scaling.balancer
+b2t_kaggle.pytorch.scaling.draws
+b2t_kaggle.pytorch.scaling.first_zipformer
+b2t_kaggle.pytorch.scaling.limits
+b2t_kaggle.pytorch.scaling.linear
+b2t_kaggle.pytorch.scaling.norm
+b2t_kaggle.pytorch.scaling.schedule
+b2t_kaggle.pytorch.scaling.whiten
+b2t_kaggle.pytorch.ssd
+b2t_kaggle.pytorch.streaming
+b2t_kaggle.pytorch.trainer
+b2t_kaggle.pytorch.weight_average
+b2t_kaggle.tensorflow.augment
+b2t_kaggle.tensorflow.checkpoint
+b2t_kaggle.tensorflow.evaluate
+b2t_kaggle.tensorflow.feed
+b2t_kaggle.tensorflow.models.encoder
+b2t_kaggle.tensorflow.models.gru
+b2t_kaggle.tensorflow.models.transformer
+b2t_kaggle.tensorflow.models.triple_gru
+b2t_kaggle.tensorflow.optimizer
+b2t_kaggle.tensorflow.recurrence
+b2t_kaggle.tensorflow.trainer
+b2t_kaggle.training.budget
+b2t_kaggle.training.history
+b2t_kaggle.training.loop
+b2t_kaggle.training.memory
+b2t_kaggle.training.pruning
+b2t_kaggle.training.recipe
+b2t_kaggle.training.resume
+b2t_kaggle.training.trackers
+b2t_kaggle.training.trials
+'''.split())
+# All others:
+NOT_YET |= set('''
+b2t_kaggle.advice
+b2t_kaggle.bootstrap
+b2t_kaggle.cli_audio
+b2t_kaggle.cli_compare
+b2t_kaggle.cli_merge
+b2t_kaggle.cli_runs
+b2t_kaggle.comparison
+b2t_kaggle.config
+b2t_kaggle.convert
+b2t_kaggle.ctc
+b2t_kaggle.data.batches
+b2t_kaggle.data.download
+b2t_kaggle.data.sessions
+b2t_kaggle.data.simulate
+b2t_kaggle.data.store
+b2t_kaggle.decoding.acoustic
+b2t_kaggle.decoding.compilation
+b2t_kaggle.decoding.confusions
+b2t_kaggle.decoding.deadline
+b2t_kaggle.decoding.decoder
+b2t_kaggle.decoding.histories
+b2t_kaggle.decoding.phoneme_decoder
+b2t_kaggle.decoding.phoneme_lists
+b2t_kaggle.decoding.scorers
+b2t_kaggle.decoding.search
+b2t_kaggle.decoding.server
+b2t_kaggle.decoding.streaming
+b2t_kaggle.decoding.tuning
+b2t_kaggle.docstrings
+b2t_kaggle.files
+b2t_kaggle.frameworks
+b2t_kaggle.lm.arpa
+b2t_kaggle.lm.automaton
+b2t_kaggle.lm.backoff
+b2t_kaggle.lm.interpolate
+b2t_kaggle.lm.kneser_ney
+b2t_kaggle.lm.ngram
+b2t_kaggle.lm.query
+b2t_kaggle.logits
+b2t_kaggle.pipeline
+b2t_kaggle.ragged
+b2t_kaggle.reading
+b2t_kaggle.report
+b2t_kaggle.rescoring.combine
+b2t_kaggle.rescoring.corrections
+b2t_kaggle.rescoring.finetune
+b2t_kaggle.rescoring.fusion
+b2t_kaggle.rescoring.gate
+b2t_kaggle.rescoring.hypotheses
+b2t_kaggle.rescoring.llm
+b2t_kaggle.rescoring.merge
+b2t_kaggle.rescoring.merge_data
+b2t_kaggle.rescoring.mixture
+b2t_kaggle.results
+b2t_kaggle.runs
+b2t_kaggle.schema
+b2t_kaggle.submission
+b2t_kaggle.sweep
+'''.split())
+
+ARRAY = re.compile(r'\b(ndarray|NDArray|Tensor|Ragged|Arrays?)\b')
+# `[B, T, F]`, `[n]`, `[2·n − 1]`, `[…, K]`, `[]`; no index such as a footnote's `[tf]`
+SHAPE = re.compile(r'\[(?!tf\])[^\[\]]*\]')
+
+# Module, or function or class in it, -> author and year of what it implements
+SOURCES = {
+    'b2t_kaggle.lm.kneser_ney.kneser_ney': 'Chen and Goodman 1998',
+    'b2t_kaggle.lm.prune.prune_ngram': 'Stolcke 1998',
+    'b2t_kaggle.metrics.count_edits': 'Levenshtein 1966',
+    'b2t_kaggle.pytorch.ctc.ctc_loss': 'Graves et al. 2006',
+    'b2t_kaggle.pytorch.ssd': 'Dao & Gu 2024',
+}
+
+
+def module_of(path):
+    "Name of a file's module."
+    return '.'.join(path.relative_to(PACKAGE.parent).with_suffix('').parts).removesuffix('.__init__')
+
+
+def definitions(tree, prefix=''):
+    "Functions and classes at every depth: qualified name and node."
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield prefix + node.name, node
+            yield from definitions(node, f'{prefix}{node.name}.')
+        else: yield from definitions(node, prefix)
+
+
+def docstrings(path):
+    "Docstring of a module, and of all that it defines: qualified name, node, docstring."
+    tree = ast.parse(path.read_text())
+    return [(name, node, ast.get_docstring(node) or '') for name, node in [('', tree), *definitions(tree)]]
+
+
+def annotations(function):
+    "Types of a function's arguments and of its result, as they are spelled."
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    types = [a.annotation for a in arguments] + [function.returns]
+    return ' '.join(ast.unparse(t) for t in types if t)
+
+
+def comments(function, lines):
+    "Comments behind a function's parameters and its result."
+    signature = lines[function.lineno - 1:function.body[0].lineno - 1]
+    return ' '.join(line.partition('#')[2] for line in signature)
+
+
+def is_public(name):
+    return not any(part.startswith('_') and not part.endswith('__') for part in name.split('.'))
+
+
+def clean_files(): return [p for p in FILES if module_of(p) not in NOT_YET]
+
+
+def test_no_docstring_begins_with_a_question():
+    found = [f'{module_of(p)}.{name}: {doc.splitlines()[0]}' for p in clean_files()
+             for name, _, doc in docstrings(p) if re.match(r'(What|How|Who|Whose|Whom)\b', doc)]
+    assert not found, '\n'.join(found)
+
+
+def test_whether_is_answered_by_yes_or_no():
+    found = [f'{module_of(p)}.{name}: {doc.splitlines()[0]}' for p in clean_files() for name, node, doc in docstrings(p)
+             if doc.startswith('Whether ') and ast.unparse(getattr(node, 'returns', None) or node) != 'bool']
+    assert not found, '\n'.join(found)
+
+
+def test_functions_of_arrays_give_shapes():
+    "19 of 20; some take arrays of any shape."
+    n, without = 0, []
+    for path in clean_files():
+        lines = path.read_text().splitlines()
+        for name, node, doc in docstrings(path):
+            if not isinstance(node, ast.FunctionDef) or not is_public(name) or not ARRAY.search(annotations(node)):
+                continue
+            n += 1
+            if not SHAPE.search(doc + comments(node, lines)): without.append(f'{module_of(path)}.{name}')
+    print(*without, sep='\n')
+    assert len(without) <= n/20, f'{len(without)} of {n}:\n' + '\n'.join(without)
+
+
+def test_methods_name_their_source():
+    docs = {f'{module_of(p)}.{name}'.rstrip('.'): ' '.join(doc.split())
+            for p in FILES for name, _, doc in docstrings(p)}
+    assert SOURCES.keys() <= docs.keys(), SOURCES.keys() - docs.keys()
+    without = []
+    for name, source in SOURCES.items():
+        authors, year = source.rsplit(' ', 1)
+        if not re.search(rf'{re.escape(authors)},? \(?{year}\b', docs[name]): without.append(f'{name}: {source}')
+    assert not without, '\n'.join(without)
