@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 # %% ../nbs/00_advice.ipynb #c005
 def command_name() -> str:
-    "What a user types for `b2t`."
+    "The command as a user types it: `b2t`, or `./kit b2t` in a checkout."
     return os.environ.get('B2T_COMMAND', 'b2t')
 
 def as_called(

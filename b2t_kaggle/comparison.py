@@ -108,7 +108,7 @@ def _length_group(sentence: str) -> str:
 def _known(name) -> str: return name if isinstance(name, str) else 'not known'
 
 def _positions(labels: list, order: Collection) -> dict[str, list[int]]:
-    "Where each label stands, in this order; labels that do not occur are left out."
+    "Positions of each label, in this order; labels that do not occur are left out."
     found = {str(label): [i for i, other in enumerate(labels) if other == label] for label in order}
     return {label: positions for label, positions in found.items() if positions}
 
@@ -220,7 +220,7 @@ def _shared_measures(results: Mapping[str, pd.DataFrame]) -> dict[str, dict[str,
     return {m: {name: counts[m] for name, counts in measured.items()} for m in shared}
 
 def _against_first(name: str, measure_name: str, first: list[ErrorCounts], counts: list[ErrorCounts]) -> dict:
-    "What a system has beyond the first one."
+    "Columns of a system that compare it with the first one."
     difference = difference_interval(first, counts)
     row = {f'− {name}': difference, 'more errors': total(counts).edits - total(first).edits}
     if measure_name != WER: return row

@@ -26,7 +26,7 @@ def n_frames(
 
 # %% ../nbs/03_ctc.ipynb #c008
 def round_length(
-    n_bins: np.ndarray, # Lengths in bins
+    n_bins: np.ndarray, # Lengths in bins `[n]`
     patch_size: int,    # Bins in a patch; 0 means no patching
     patch_stride: int,  # Bins between patches
 ) -> np.ndarray:
@@ -75,7 +75,7 @@ def _first_fault(x: np.ndarray) -> tuple[int, int]:
     return (int(wrong[0]), int(faults[wrong[0]])) if len(wrong) else (0, _FINE)
 
 def _describe(fault: int, frame: np.ndarray) -> str:
-    "What was found in a frame, what was expected, and what to do."
+    "The end of an error's message: the fault of a frame `[K]`, the expected, and the remedy."
     if fault == _NOT_A_NUMBER:
         k = int((np.isnan(frame) | (frame == np.inf)).argmax())
         return f', class {k}: found {frame[k]}, expected log-probabilities; look for overflow in the model'

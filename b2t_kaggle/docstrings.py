@@ -21,7 +21,7 @@ def _comments(source: str) -> dict[int, str]:
     return {t.start[0]: t.string.lstrip('# ') for t in tokens if t.type == tokenize.COMMENT}
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, comments: dict[int, str]) -> dict[str, str]:
-    "What is said of each parameter, and of what is returned."
+    "Comments behind each parameter and behind the result, by name; the result's is `returns`."
     a = function.args
     args = [*a.posonlyargs, *a.args, *filter(None, [a.vararg]), *a.kwonlyargs, *filter(None, [a.kwarg])]
     found = {}

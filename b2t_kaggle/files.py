@@ -146,7 +146,7 @@ def write_error(
     path: Path,       # The file, absolute or not
     scratch: Path,        # Its name until it is complete
 ) -> WriteError | None:
-    "What is to be said of an exception; none if it has nothing to do with writing."
+    "The error that tells of an exception; none if it has nothing to do with writing."
     number, name = _system_error(error)
     file = None if name is None else Path(os.fsdecode(name))
     own = file is not None and (file in (scratch, path, *path.parents) or scratch in file.parents)
@@ -349,7 +349,7 @@ def free_space(
     return shutil.disk_usage(folder).free
 
 def _size_limit() -> int | None:
-    "How far a file of this process may grow, in bytes; none where it may grow without a limit."
+    "Largest size of a file that this process may write, in bytes; none where there is no limit."
     try:
         import resource
     except ImportError: return None # Windows has no such limits
@@ -419,7 +419,7 @@ _MAX_NOTES = 1_000     # Then the oldest ones go
 _TICK = 2*10**9        # Nanoseconds in which the clock of a file system may stand still (FAT's does for two seconds)
 
 def _hash_note(path: Path) -> Path | None:
-    "Where the hash of a file, as it is now, is noted; none for a small one, or one that changed just now."
+    "Path of the note that holds a file's hash; none for a small file, or one that changed just now."
     s = path.stat()
     is_new = abs(time.time_ns() - max(s.st_mtime_ns, s.st_ctime_ns)) < _TICK
     if s.st_size < _NOTED_BYTES or is_new: return None

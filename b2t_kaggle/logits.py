@@ -29,7 +29,7 @@ class LogitError(ValueError):
     "Log-probabilities that cannot be stored, or stores that cannot be averaged; the message says which and why."
 
 def log_sum_exp(
-    x: np.ndarray, # Any shape
+    x: np.ndarray, # Of any shape `[…]`
     axis: int = -1,
 ) -> np.ndarray:   # Without `axis`
     "$\\log \\sum \\exp x$ without overflow: the largest value is subtracted first."
@@ -109,7 +109,9 @@ class LogitStore:
 
     def __len__(self): return len(self._ragged)
 
-    def __getitem__(self, i: int) -> np.ndarray: return self._ragged[i]
+    def __getitem__(self, i: int) -> np.ndarray:
+        "Log-probabilities of a trial `[T', K]` float32."
+        return self._ragged[i]
 
     def __repr__(self): return f'LogitStore({str(self.path)!r}: {len(self)} trials, {self.n_classes} classes)'
 
@@ -132,7 +134,7 @@ class LogitStore:
 
 # %% ../nbs/09_logits.ipynb #c015
 class FrameTimes(NamedTuple):
-    "When a model's frames are, in bins."
+    "Times of a model's frames, in bins."
     stride: int # From one frame to the next
     length: int # Of a frame
     begin: int = 0 # Of the first frame
@@ -146,7 +148,7 @@ class FrameTimes(NamedTuple):
 def frame_times(
     provenance: Mapping, # Of a store
 ) -> FrameTimes | None:
-    "When its frames are, by the configuration of its model; None where that is not known."
+    "Times of a store's frames, by the configuration of its model; None where that is not known."
     if members := provenance.get('members'): return frame_times(members[provenance.get('frames_of', 0)])
     try:
         model = Config.model_validate(provenance['config']).model
@@ -174,7 +176,7 @@ def _is_unexplained(a: LogitStore, b: LogitStore) -> bool:
     return times[0] == times[1]
 
 def _check_stores(stores: Sequence[LogitStore]) -> int:
-    "Which store's frames the others are aligned with: the fastest. Raises `LogitError` for stores that do not fit."
+    "Index of the fastest store, to whose frames the others are aligned. Raises `LogitError` where two do not fit."
     for s in stores[1:]: _check_alike(stores[0], s)
     reference = int(np.argmax([s.n_frames.sum() for s in stores]))
     for s in stores:
@@ -372,7 +374,7 @@ def index_difference(
     store: LogitStore,
     index: pd.DataFrame, # Of the trials that it should have, such as `TrialStore.index`
 ) -> str:                # Empty where they are the same trials
-    "What a store's trials have that others have not: the first thing in which they differ."
+    "The first difference between a store's trials and those that it should have."
     ours = _rows(index, _TRIAL)
     theirs = _rows(store.index, _TRIAL)
     if ours != theirs: return _difference_of_trials(ours, theirs)

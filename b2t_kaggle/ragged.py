@@ -101,7 +101,7 @@ def _checksum(values: np.ndarray) -> int:
     return zlib.crc32(data[8*_PAGE*n_pages:].data, zlib.crc32(sums))
 
 def _column_bytes(column: pa.Array) -> Iterator[bytes]:
-    "What a column of the index says, however it is laid out in memory."
+    "Values of a column of the index as bytes, however it is laid out in memory."
     kind = column.type
     yield column.is_null().to_numpy(zero_copy_only=False).tobytes()
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -229,7 +229,7 @@ _DAMAGE = (pa.ArrowException, OSError, NotImplementedError, UnicodeDecodeError, 
            IndexError, AttributeError, OverflowError, MemoryError)
 
 def _one_line(e: Exception) -> str:
-    "What an exception says, shortened."
+    "An exception's message, shortened."
     return ' '.join(str(e).split())[:200] or type(e).__name__
 
 def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
@@ -269,14 +269,14 @@ def _number_at(data: memoryview, kind: str, at: int) -> int:
     return struct.unpack_from(kind, data, at)[0]
 
 def _field_at(data: memoryview, table: int, slot: int) -> int | None:
-    "Where a field of a table is; none where it is not there."
+    "Place of a field of a table; none where it is not there."
     fields = table - _number_at(data, '<i', table)
     n_bytes = _number_at(data, '<H', fields)
     place = _number_at(data, '<H', fields + 4 + 2*slot) if 4 + 2*slot < n_bytes else 0
     return table + place if place else None
 
 def _follow(data: memoryview, at: int | None) -> int:
-    "What the reference at a place leads to."
+    "The place that the reference at a place leads to."
     if at is None: raise RaggedError('a reference is missing')
     return at + _number_at(data, '<I', at)
 
@@ -320,7 +320,7 @@ def _read_chunk(
     except _DAMAGE as e: raise RaggedError(f'{path}: damaged ({_one_line(e)}); make it again') from None
 
 def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray]:
-    "Where the arrays of a chunk begin, in bytes from `address`, and their lengths."
+    "Beginnings of the arrays of a chunk, in bytes from `address`, and their lengths, `[n]` each."
     column = batch.column(_VALUES)
     offsets = column.offsets.to_numpy()
     data = column.buffers()[-1]
@@ -329,7 +329,7 @@ def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray
 
 # %% ../nbs/04_ragged.ipynb #c032
 def _starts(located: list[tuple[np.ndarray, np.ndarray]], ragged: 'Ragged', size: int) -> np.ndarray:
-    "Where each array begins, in numbers. Raises `RaggedError` for one that is not in the file as it is, or compressed."
+    "Beginning of each array `[n]`, in numbers. Raises `RaggedError` for one that is compressed or outside the file."
     starts = np.concatenate([np.zeros(0, np.int64), *(starts for starts, _ in located)])
     ends = starts + ragged.lengths*ragged._item_size*ragged.dtype.itemsize
     outside = (starts < 0) | (ends > size) | (starts % ragged.dtype.itemsize != 0)
@@ -382,7 +382,7 @@ class Ragged:
         return self.flat[start:start + n*self._item_size].reshape(n, *self.item_shape)
 
     def verify(self,
-        arrays: np.ndarray, # Indices of those that are about to be read from `flat`
+        arrays: np.ndarray, # Indices [n] of those that are about to be read from `flat`
     ) -> None:
         "Raise `RaggedError` where one is not as it was written; each is looked at once."
         for i in np.unique(arrays[~self._verified[arrays]]):

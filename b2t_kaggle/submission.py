@@ -45,7 +45,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 100 else text[:100] + '…'
 
 def _text_problem(text) -> str | None:
-    "What is wrong with a text, if anything."
+    "The fault of a text; None where there is none."
     if not isinstance(text, str):
         return f'found {text!r}, expected text; write an empty text for a trial without a hypothesis'
     if _ALPHABET.fullmatch(text): return None
@@ -54,7 +54,7 @@ def _text_problem(text) -> str | None:
     return f"{found}, expected only a-z, A-Z, space, - and '; apply normalize_sentence"
 
 def _text_warnings(texts: list[str]) -> list[str]:
-    "What is allowed but probably a mistake."
+    "Warnings of texts that are allowed but probably mistakes."
     empty = [f'id {i}: empty text' for i, t in enumerate(texts) if not t.strip()]
     missing = [f'id {i}: {t!r} is read as a missing value by pandas' for i, t in enumerate(texts) if t in _MISSING]
     return empty + missing
@@ -71,7 +71,7 @@ def _rows(data: bytes) -> list[tuple[int, list[str]]]:
     except csv.Error as e: raise SubmissionError(f'line {reader.line_num}: not a valid CSV ({e})') from None
 
 def _id_problems(ids: list[tuple[int, str]], n: int | None) -> list[str]:
-    "What is wrong with the ids (line number, id), which must be 0, 1, 2 …"
+    "Faults of the ids (line number, id), which must be 0, 1, 2 …"
     first_line = {} # Of each id
     repeated = []
     shifted = []

@@ -92,7 +92,7 @@ class _Part:
         write_whole(self.mark_path, tag if is_strong else headers.get('Last-Modified', ''))
 
     def range_headers(self, has_checksum: bool) -> dict[str, str]:
-        "How to ask for the rest; empty where nobody would notice that it is the rest of another file."
+        "Headers that ask for the rest; empty where nobody would notice that it is the rest of another file."
         if not self.size or not (self.mark or has_checksum): return {}
         headers = {'Range': f'bytes={self.size}-'}
         return headers | {'If-Range': self.mark} if self.mark else headers
@@ -102,7 +102,7 @@ def size_so_far(
     file: RemoteFile,
     folder: str | Path, # Where it is being put
 ) -> int:               # Bytes
-    "How much of a file has come already."
+    "Bytes of a file that have come already."
     return _Part(Path(folder)/file.name).size
 
 # %% ../../nbs/data/05_download.ipynb #c017
@@ -120,7 +120,7 @@ def _open_url(
     return urlopen(request, timeout=_TIMEOUT)
 
 def _failure(error: Exception, url: str) -> DownloadError | None:
-    "What is wrong where trying again does not help; None where it may."
+    "The error to raise where trying again does not help; None where it may."
     host = urlsplit(url).netloc
     if isinstance(error, HTTPError):
         if error.code in (408, 429, 500, 502, 503, 504): return None
@@ -349,7 +349,7 @@ def unpacked_size(
     file: RemoteFile,         # A zip archive whose size is known
     token: str | None = None, # Of whoever may have it
 ) -> int | None:              # Bytes; None where the server does not send parts of files
-    "How much room the contents of an archive on a server take. Raises `DownloadError`."
+    "Size of the contents of an archive on a server. Raises `DownloadError`."
     if file.size is None: raise DownloadError(f'{file.url}: found no size, which must be known to read parts of a file')
     try:
         with zipfile.ZipFile(io.BufferedReader(_RangeReader(file, file.size, token), 1 << 16)) as archive:

@@ -107,7 +107,7 @@ def session_path(
     session: str,         # Session name
     split: str,           # `train`, `val` or `test`
 ) -> Path:
-    "Where the file of a session's split is, or would be."
+    "Path of the file of a session's split, whether or not it is there."
     if split not in SPLITS: raise ValueError(f'split is {split!r}, expected one of {", ".join(SPLITS)}')
     return Path(data_dir)/session/f'data_{split}.hdf5'
 
@@ -580,7 +580,7 @@ def validate(
 def unpacked_bytes(
     path: str | Path, # A session's file
 ) -> int:             # At least its size
-    "How large a session's file would be without compression; whatever is wrong with it is for others to say."
+    "Size of a session's file without compression, in bytes; faults of the file are not reported here."
     size = Path(path).stat().st_size
     n_values = 0
     with suppress(*_DAMAGED):

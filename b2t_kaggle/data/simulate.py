@@ -176,7 +176,7 @@ def plan_trials(
     max_words: int = 6,      # Longest sentence, in words; at least 4
     seed: int = 0,           # Same seed, same sentences
 ) -> pd.DataFrame:           # day, session, split, block, trial, corpus, sentence
-    """What is said in every trial. No val or test sentence occurs twice or in train.
+    """The sentence of every trial. No val or test sentence occurs twice or in train.
 
     Raises `SimulateError` where there are not enough sentences that are short enough."""
     if not 1 <= n_sessions <= len(SCHEDULE):
@@ -369,7 +369,7 @@ def _next_day(implant: _Implant, pause: int, rng: np.random.Generator) -> _Impla
 # %% ../../nbs/data/02_simulate.ipynb #c043
 @dataclass(frozen=True)
 class Electrodes:
-    "What all electrodes are like on one day; features are threshold crossings, then spike-band power."
+    "Tuning and noise of all electrodes on one day; features are threshold crossings, then spike-band power."
     tuning: np.ndarray    # Change of the log per unit of each articulator, float32 [D, 512]
     base: np.ndarray      # Log of crossings per bin, log of power, float32 [512]
     shared: np.ndarray    # Loadings of the shared noise, float32 [12, 512]
@@ -422,7 +422,7 @@ def features(
     drift: np.ndarray,        # Offset of the log in this trial [512]
     rng: np.random.Generator, # Draws the shared noise, then that of the power, then the crossings
 ) -> np.ndarray:              # Crossings per bin, then power, float32 [T, 512]
-    "What the electrodes record during a movement, before normalisation."
+    "Features that the electrodes record during a movement, before normalisation."
     log = _product(_fluctuations(len(x), rng), e.shared)
     log += e.base + drift.astype(np.float32)
     for lag in range(_MAX_LAG + 1):
@@ -481,7 +481,7 @@ def simulate_block(
     seed: int = 0,        # Same seed, same recording
     structured_noise: float = 0., # Interference, in standard deviations of the features
     drift_size: float = 1., # Scales the drift from trial to trial
-) -> tuple[list[Trial], list[np.ndarray]]: # Trials, and for each the class being spoken in each bin
+) -> tuple[list[Trial], list[np.ndarray]]: # Trials, and for each the class being spoken in each bin `[T]`
     "Record a block."
     day = int(trials.day.iloc[0])
     block = int(trials.block.iloc[0])
@@ -614,7 +614,7 @@ def _record_part(
     first: int,         # The first day to record
     step: int,          # Days from one to the next
 ) -> None:
-    "What one of these processes does; it prints each day when it is done."
+    "Record some of the days, and print each when it is done: the work of one of these processes."
     folder = Path(folder)
     p = json.loads((folder/_MARKER).read_text())
     plan = plan_trials(*(p[k] for k in ('n_sessions', 'train', 'val', 'test', 'max_words', 'seed')))

@@ -157,7 +157,7 @@ def _pack(data_dir: Path, recipe: dict, path: Path, progress: bool) -> None:
 _NEVER_MISSING = ('session', 'day', 'block', 'trial', 'key', 'n_bins', 'n_labels', 'is_instruction')
 
 def _misfit(ragged: Ragged) -> str:
-    "What is not as `build_store` writes it; empty where all is."
+    "The first thing that is not as `build_store` writes it; empty where all is."
     recipe = ragged.metadata
     if not isinstance(recipe, dict) or not isinstance(recipe.get('sessions'), list) or 'split' not in recipe:
         return 'its recipe has no sessions or no split'

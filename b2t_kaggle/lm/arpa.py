@@ -197,7 +197,7 @@ def _hash(text, begin, end):
 
 @_jit
 def _slot(keys, key):
-    "Where `key` is, or the free place where it belongs."
+    "Place of `key`, or the free place where it belongs."
     at = key & (len(keys) - 1)
     while keys[at] != key and keys[at] >= 0: at = (at + 1) & (len(keys) - 1)
     return at
@@ -416,7 +416,7 @@ def _open_arpa(path: Path) -> Iterator[BinaryIO]:
 def read_counts(
     path: str | Path, # ARPA file, plain or .gz
 ) -> list[int]:       # n-grams per order, unigrams first
-    "How many n-grams the head of an ARPA file says it has; raises `ArpaError` that names file and line."
+    "Numbers of n-grams according to the head of an ARPA file; raises `ArpaError` that names file and line."
     head = _Head(path)
     with _open_arpa(head.path) as f: head.read_counts(f)
     return head.counts
@@ -440,7 +440,7 @@ _MARKS = b'<s>', b'</s>', b'<unk>' # Perhaps in capitals
 _FREQUENT = 'the of and to a in is you that it he was for on are as with his they i want not we do what no yes'.split()
 
 class Vocabulary(Protocol):
-    "What can be asked whether it has a word."
+    "Anything that `word in` can be asked of."
     def __contains__(self, word: str, /) -> bool: ...
 
 def in_capitals(

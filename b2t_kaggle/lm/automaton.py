@@ -279,7 +279,7 @@ def _source(path: Path) -> dict:
     return dict(version=_VERSION, sha256=content_hashes([path])[0])
 
 def _cache_paths(path: Path) -> list[Path]:
-    "Where the arrays of an ARPA file may be kept: beside it, or in the user's cache."
+    "Paths at which the arrays of an ARPA file may be kept: beside it, or in the user's cache."
     folder_hash = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
     return [path.with_name(f'{path.name}.automaton'), user_cache('automata')/f'{path.name}-{folder_hash}.automaton']
 
@@ -364,7 +364,7 @@ class Automaton:
     def __init__(self,
         path: Path,  # ARPA file; `Automaton.load` reads one
         facts: dict, # Its order, n-grams per order, and ids of `<s>`, `</s>` and `<unk>`
-        arrays: dict[str, np.ndarray], # Words' hashes and ids, arcs, unigrams and states
+        arrays: dict[str, np.ndarray], # `keys` and `ids` of words' hashes [H], `arcs` [A], `first` [V], `states` [S]
     ):
         self.path = path
         self.order = facts['order']

@@ -122,7 +122,7 @@ def backoff_mass(
 
 def renormalize(
     model: BackoffModel,                  # n-grams with any probabilities
-    keep: list[np.ndarray] | None = None, # Which n-grams stay, per order; so must their contexts. None means all
+    keep: list[np.ndarray] | None = None, # n-grams that stay, per order [M] bool, with their contexts; none: all
 ) -> BackoffModel: # The same n-grams; one that is removed has the probability that it gets by backing off
     "Give a model the backoff weights with which it sums to one."
     n_words = len(model.words)
@@ -164,7 +164,7 @@ def _grams(model: BackoffModel, kept: list[np.ndarray], size: int) -> Iterator[G
 def write_backoff(
     model: BackoffModel,                  # The model
     path: str | Path,                     # ARPA file to write; .gz is compressed
-    keep: list[np.ndarray] | None = None, # Which n-grams to write, per order; none means all
+    keep: list[np.ndarray] | None = None, # n-grams to write, per order [M] bool; none means all
     size: int = 200_000,                  # n-grams written at a time
 ) -> Path:                                # `path`
     "Write a model as an ARPA file; a probability of 0 is written as 1e-99, as is the custom, and so is that of `<s>`."

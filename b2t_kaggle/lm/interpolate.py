@@ -96,7 +96,7 @@ def interpolate_ngrams(
     paths: Sequence[str | Path],                   # ARPA files, plain or .gz
     out_path: str | Path,                          # ARPA file to write; .gz is compressed
     dev: str | Path | Iterable[str] | None = None, # Text to tune the weights on, as `read_sentences` takes it
-    weights: Sequence[float] | np.ndarray | None = None, # Used instead, at least 0; they are divided by their sum
+    weights: Sequence[float] | np.ndarray | None = None, # Used instead [n], at least 0; they are divided by their sum
 ) -> pd.Series:                                    # Weight of each path
     """Interpolate n-gram models linearly into one ARPA file.
 

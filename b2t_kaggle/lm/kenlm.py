@@ -78,7 +78,7 @@ def check_binary(
 PROGRAMS = ('lmplz', 'build_binary', 'query', 'filter')
 
 def programs_folder() -> Path:
-    "Where `build_programs` puts the programs unless it is told otherwise: in the user's cache."
+    "Folder in the user's cache into which `build_programs` puts the programs unless it is told otherwise."
     return user_cache('kenlm')
 
 def find_program(

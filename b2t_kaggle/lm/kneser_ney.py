@@ -43,7 +43,7 @@ class CountTable(NamedTuple):
     count: np.ndarray   # Occurrences in the text
 
 def _words_before(tokens: np.ndarray, most: int) -> np.ndarray:
-    "How many words of its sentence stand before each word, `<s>` counted and `most` at most [N] uint16."
+    "Number of words of its sentence before each word, `<s>` counted and `most` at most [N] uint16."
     before = np.zeros(len(tokens), np.uint16)
     for _ in range(most): before[1:] = np.where(tokens[1:] == BOS, 0, np.minimum(before[:-1], most - 1) + 1)
     return before
@@ -166,7 +166,7 @@ class Estimate(NamedTuple):
 
 def kneser_ney(
     tables: list[CountTable], # From `count_ngrams`
-    keep: list[np.ndarray],   # From `select_ngrams`
+    keep: list[np.ndarray],   # From `select_ngrams`, per order [M] bool
 ) -> Iterator[Estimate]:      # One at a time, unigrams first
     "Interpolated modified Kneser-Ney estimates (Chen and Goodman 1998) of all orders."
     lower = np.ones(1) # Probabilities of the order below; below unigrams there is only the empty context

@@ -79,7 +79,7 @@ def build_ngram(
 LN10 = math.log(10)
 
 def _load_problem(path: Path, message: str) -> str:
-    "What is wrong with a file that KenLM refused with a message."
+    "The fault of a file that KenLM refused with a message."
     if 'Avoid pruning' in message:
         return ('KenLM has no room for so many n-grams whose last words alone were pruned away; '
                 f'add those with `b2t lm prune {path} -o NEW.arpa --threshold 0`')
@@ -183,7 +183,7 @@ def oov_advice(
     rate: float, # Share of the words of val that are out of vocabulary
     n_words: int, # That can be decoded
 ) -> str:
-    "What to do about many words that cannot be decoded; empty where they are few."
+    "Advice on many words that cannot be decoded; empty where they are few."
     if not rate > MANY_OOV: return ''
     return (f'{percent(rate)} of the words of val cannot be decoded, because they are not among the {n_words:,} that '
             'the language model has, and each is an error or more. Give text with --set lm.texts=[FILE], or a general '

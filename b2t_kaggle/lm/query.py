@@ -112,7 +112,7 @@ class Queries:
         bos: bool = True, # Whether it begins a sentence
         eos: bool = True, # Whether it ends one
     ) -> list[tuple[float, int, bool]]: # Of each word: log-probability, words of the n-gram, whether it is unknown
-        "What KenLM says of each word of a sentence, and of its end."
+        "KenLM's score of each word of a sentence, and of its end."
         return list(self.model.full_scores(' '.join(map(self.spell, sentence.split())), bos, eos))
 
     def scores(self,
