@@ -71,6 +71,9 @@ def _is_own(found: os.stat_result) -> bool:
 
 def _put_back(path: Path, target: Path) -> None:
     "The folder that a temporary folder was to replace goes back to where it was."
+    if not hasattr(os, 'O_DIRECTORY'): # Windows opens no folders, and a link takes a right of its own there
+        if stat.S_ISDIR((path/'old').lstat().st_mode): os.replace(path/'old', target)
+        return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) # It may have become a link meanwhile
     try:
         if _is_own(os.fstat(fd)) and stat.S_ISDIR(os.lstat('old', dir_fd=fd).st_mode):

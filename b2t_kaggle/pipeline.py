@@ -176,9 +176,12 @@ def _is_stale(report: Path, stamp: Path) -> bool:
     return not report.exists() or report.stat().st_mtime_ns <= stamp.stat().st_mtime_ns
 
 def _execute_unchanged(stage: StageRun) -> None:
-    "Execute a stage. Where it fails and a file that it reads has changed meanwhile, the error says that instead."
+    """Execute a stage with this run's values. Where that fails and a file that it reads has changed meanwhile, the
+    error says that instead."""
     before = stage.inputs()
-    try: execute(stage.run, stage.name)
+    try:
+        execute(stage.run, stage.name)
+        stage.check_values()
     except PipelineError:
         changed = stage.changed_input(before) or stage.run.changed_file(stage.name)
         if not changed: raise

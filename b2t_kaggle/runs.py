@@ -172,7 +172,11 @@ def write_json(value, path: Path) -> None:
     write_whole(path, json.dumps(value, indent=1, default=str))
 
 def _read_noted(path: Path) -> dict:
-    "What `write_json` wrote; empty where there is nothing, or nothing of that form."
+    """What `write_json` wrote; empty where there is nothing, or nothing of that form. Raises `PipelineError` for a
+    folder."""
+    if path.is_dir():
+        raise PipelineError(f'{path}: found a folder, expected a file that a run wrote there; move it away, and run '
+                            'the same line again')
     try: noted = parse_json(read_text(path))
     except (FileNotFoundError, ValueError): return {}
     return noted if isinstance(noted, dict) else {}
@@ -607,6 +611,12 @@ class _Stamped:
         before = self.stamp.get('inputs', {})
         found = min((_changes(before, self.run.inputs(self.name, sampled)) for sampled in (False, True)), key=len)
         return f'{status}: {"; ".join(found)}' if found else status
+
+    def check_values(self) -> None:
+        "Raise `PipelineError` where what was executed is not this configuration, but one that came between."
+        if self.stamp and self._has_key(self.stamp): return
+        raise PipelineError(f'stage {self.name}: {self.run.dir/"config.yaml"} was changed while the stage began, so '
+                            f'that its result counts for nothing ({self.reason()}); run the same line again')
 
     def inputs(self) -> dict[Path, list | None]:
         "Marks of the files that the stage reads: from outside, the sessions, and what the stages before it made."

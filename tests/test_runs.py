@@ -7,8 +7,9 @@ import time
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from b2t_kaggle import runs
+from b2t_kaggle import cli, pipeline, runs
 from b2t_kaggle.config import preset
 from b2t_kaggle.runs import Run, StageRun
 from b2t_kaggle.stages import plan
@@ -197,6 +198,34 @@ def test_two_starts_in_one_folder(tmp_path):
     assert StageRun(Run(tmp_path/'run', tmp_path/'work'), 'decode').stamp['inputs']['values']['decode.beam'] == 7
     assert Run(tmp_path/'run', tmp_path/'work').cfg.decode.beam == 7
     assert works(tmp_path, 8).wait() == 0 and seen.read_text().endswith('8 decode 8\n') # Afterwards
+
+
+def test_a_configuration_that_comes_between(tmp_path, monkeypatch):
+    "Somebody edits `config.yaml` between the announcement of a stage and its kernel's reading: no result counts."
+    def execute(run, name):
+        overrides = run.unsaved()
+        path = run.dir/'config.yaml'
+        if name == edited: path.write_text(path.read_text().replace(*edits[name]))
+        runs.begin_stage(name, run.dir, run.work, overrides).finish([])
+    monkeypatch.setattr(pipeline, 'execute', execute)
+    edits = {'decode': ('beam: 7\n', 'beam: 9\n'), 'simulate': ('val: 37\n', 'val: 38\n')}
+    values = {'decode.beam': 7, 'simulate.val': 37}
+    seven = Run(tmp_path/'run', tmp_path/'work', values)
+    for edited in edits:
+        with pytest.raises(runs.PipelineError, match=f'stage {edited}: .*config.yaml was changed while'):
+            pipeline.run_stages(seven, 'decode', force=[edited])
+    edited = ''
+    pipeline.run_stages(Run(seven.dir, seven.work, values), 'decode', force=edits)
+    computed = [StageRun(seven, name).stamp['inputs']['values'] for name in edits]
+    assert (computed[0]['decode.beam'], computed[1]['simulate.val']) == (7, 37)
+
+
+@pytest.mark.parametrize('name', ['lm', 'simulate'])
+def test_a_folder_in_place_of_a_stamp(name, tmp_path):
+    path = StageRun(Run(tmp_path/'run', tmp_path/'work'), name).stamp_path
+    path.mkdir(parents=True)
+    r = CliRunner().invoke(cli.main, ['run', '--name', 'run', '--out', str(tmp_path), '--work', str(tmp_path/'work')])
+    assert r.exit_code == 1 and f'Error: {path}: found a folder, expected a file' in r.stderr.splitlines()[-1]
 
 
 def test_a_run_that_was_killed_keeps_nobody_out(tmp_path):
