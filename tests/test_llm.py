@@ -144,7 +144,7 @@ def test_each_beginning_once_and_few_states_in_the_last_layer(lms):
     score_sentences(model, tokenizer, texts)
     for h in hooks: h.remove()
     assert sum(body) == sum(head) == len(beginnings) == len(prefix_tree(sequences, given).tokens)
-    assert max(head) <= llm._HEAD_BATCH < sum(head)
+    assert max(head) <= llm.HEAD_BATCH < sum(head)
 
 
 def test_beyond_a_sliding_window_rows_are_computed(tmp_path):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from .sound import AudioError, Speech, log_mel, resample, sound_of_log_mel
-from .voice import _loading, weights_checksum
+from .voice import quiet_loading, weights_checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,7 +81,7 @@ def _tower_class(name: str | Path, config) -> 'tuple[type[PreTrainedModel], Any]
 
 def _load_tower(name: str | Path, dtype: str, revision: str | None):
     "Tower, feature extractor and the commit on the hub. Raises `AudioError`."
-    with _loading(name, 'tower'):
+    with quiet_loading(name, 'tower'):
         from transformers import AutoConfig, AutoFeatureExtractor
         whole = AutoConfig.from_pretrained(str(name), revision=revision)
         cls, config = _tower_class(name, whole)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .ctc import _log_add
+from .ctc import log_add_exp
 from .recurrence import scan
 from .scaling.schedule import PiecewiseLinear
 
@@ -75,8 +75,8 @@ def _unskew(
 def _dtw_step(carry, x, consts):
     "One anti-diagonal `[2, B, N]` from the two before it: log weights of all paths to each cell."
     (last, before), (log_weight, is_start) = carry, x
-    from_row_above = F.pad(_log_add(last, before), (1, 0), value=-torch.inf)[..., :-1]
-    arrived = torch.where(is_start, 0., _log_add(last, from_row_above))
+    from_row_above = F.pad(log_add_exp(last, before), (1, 0), value=-torch.inf)[..., :-1]
+    arrived = torch.where(is_start, 0., log_add_exp(last, from_row_above))
     return (arrived + log_weight, last), (arrived,)
 
 def _starts(first: Tensor, diagonal: Tensor, K: int, N: int) -> Tensor:

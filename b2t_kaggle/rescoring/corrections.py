@@ -20,7 +20,7 @@ from ..files import write_whole
 from ..metrics import word_errors
 from ..phonemes import normalize_sentence
 from ..reading import parse_json, read_text
-from .combine import _word_distances
+from .combine import word_distances
 from .gate import Frequencies, LanguageModel
 from .hypotheses import Ballots, Entry, Hypotheses, ballots
 
@@ -63,7 +63,7 @@ def pivot(
 ) -> int: # Number of the sentence
     "The sentence with the fewest expected word errors; among equals the one with more votes, then the first."
     p = b.votes @ weights
-    risk = (_word_distances(b.texts) if distance is None else distance) @ p
+    risk = (word_distances(b.texts) if distance is None else distance) @ p
     return min(range(len(p)), key=lambda i: (round(float(risk[i]), 9), -round(float(p[i]), 9), i))
 
 def _differences(words: list[str], text: str) -> list[Correction]:
@@ -171,7 +171,7 @@ class Prepared:
         counted = set(self.voters)
         self.entries = [[e for e in some if e.voter in counted] for some in hypotheses.entries.values()]
         self.ballots = [ballots(some, self.voters) for some in self.entries]
-        self.distances = [_word_distances(b.texts) for b in self.ballots]
+        self.distances = [word_distances(b.texts) for b in self.ballots]
         self._alone = Frequencies(lm) if lm is not None else None
         self._cases = {}
 

@@ -22,11 +22,11 @@ from ..reading import parse_json, read_text
 from b2t_kaggle.rescoring.llm import (
     OVERFLOW_HINT,
     LanguageModelError,
-    _has_separate_head,
-    _states_and_head,
     check_sequences,
+    has_separate_head,
     require_package,
     score_sentences,
+    states_and_head,
     token_sequences,
 )
 from ..training.recipe import lr_factor
@@ -57,7 +57,7 @@ def _batch_loss(model, sequences: Sequence[Sequence[int]], n_given: int | Sequen
     counts = is_token & (position >= torch.tensor(given)[:, None])
     if hasattr(model, 'get_base_model'): model = model.get_base_model() # PEFT's layers are inside
     inputs = dict(input_ids=ids.to(device), attention_mask=is_token.long().to(device), use_cache=False)
-    states, head = _states_and_head(model, inputs, separate_head)
+    states, head = states_and_head(model, inputs, separate_head)
     before = counts[:, 1:].to(states.device) # After these tokens comes one that counts
     logits = head(states[:, :-1][before]).float()
     return torch.nn.functional.cross_entropy(logits, ids[:, 1:][counts[:, 1:]].to(logits.device))
@@ -234,7 +234,7 @@ def train_lora(
         from peft import PeftModel
         return PeftModel.from_pretrained(model, str(folder)).eval()
     state = TrainingState(folder.with_name(f'{folder.name}.training.pt'), marks, left)
-    with torch.no_grad(): separate_head = _has_separate_head(model.eval(), np.array([sequences[0]]))
+    with torch.no_grad(): separate_head = has_separate_head(model.eval(), np.array([sequences[0]]))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = _add_lora(model, rank)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from b2t_kaggle.rescoring.llm import (
-    _HEAD_BATCH,
+    HEAD_BATCH,
     OVERFLOW_HINT,
     LanguageModelError,
-    _states_and_head,
     capabilities,
     start_tokens,
+    states_and_head,
 )
 
 # %% ../../nbs/rescoring/09_fusion.ipynb #c008
@@ -109,9 +109,9 @@ class TokenTree:
         inputs = dict(input_ids=torch.tensor([list(tokens)]), position_ids=torch.from_numpy(self.depth[None, n:]),
                       attention_mask=mask[None, None])
         inputs = {k: x.to(self.model.device) for k, x in inputs.items()}
-        states, head = _states_and_head(self.model, inputs | dict(past_key_values=self.cache, use_cache=True), True)
+        states, head = states_and_head(self.model, inputs | dict(past_key_values=self.cache, use_cache=True), True)
         new = states[0]
-        sums = torch.cat([head(part).float().logsumexp(-1) for part in new.split(_HEAD_BATCH)])
+        sums = torch.cat([head(part).float().logsumexp(-1) for part in new.split(HEAD_BATCH)])
         self.states = torch.cat([self.states, new]) if n else new
         self.normalizer = torch.cat([self.normalizer, sums]) if n else sums
 

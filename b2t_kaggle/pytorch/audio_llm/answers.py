@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ...audio.sound import AudioError
 from .language_model import AudioLanguageModel
 from .whisper import WhisperReader, whisper_log_probs
-from ...rescoring.llm import _states_and_head
+from ...rescoring.llm import states_and_head
 
 # %% ../../../nbs/pytorch/audio_llm/02_answers.ipynb #c006
 IGNORED = -100 # Label of a place that does not count
@@ -68,7 +68,7 @@ def answer_log_probs(
     if isinstance(llm, WhisperReader): return whisper_log_probs(llm, vectors, n_vectors, answers)
     rows = rows_of(llm, vectors, n_vectors, answers)
     inputs = dict(inputs_embeds=rows.inputs, attention_mask=rows.mask, use_cache=False)
-    states, head = _states_and_head(llm.lm, inputs, separate_head=True)
+    states, head = states_and_head(llm.lm, inputs, separate_head=True)
     counts = rows.labels[:, 1:] != IGNORED # After these places comes a token that counts
     logits = head(states[:, :-1][counts]).float()
     log_probs = -F.cross_entropy(logits, rows.labels[:, 1:][counts], reduction='none')

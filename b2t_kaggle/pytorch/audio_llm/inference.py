@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...audio.sound import AudioError
-from ...audio.voice import _loading
+from ...audio.voice import quiet_loading
 from ...config import AudioConfig, Config
 from ...data.store import TrialStore
 from ...devices.torch import pick_torch
@@ -73,7 +73,7 @@ def open_llm(
     if name is None:
         raise AudioError('audio.language_model: found none, expected the folder of an audio LLM, or its name on the '
                          'hub; set it')
-    with _loading(name, 'audio LLM'):
+    with quiet_loading(name, 'audio LLM'):
         from transformers import AutoConfig
         kind = AutoConfig.from_pretrained(str(name)).model_type
     if kind == 'whisper': return load_whisper(name, cfg.llm_dtype, cfg.quantization, device)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...audio.sound import AudioError
-from ...audio.voice import _loading
-from ...rescoring.llm import _check_packages, _dtype, _quantization, require_package
+from ...audio.voice import quiet_loading
+from ...rescoring.llm import check_packages, quantization_options, require_package, torch_dtype
 
 # %% ../../../nbs/pytorch/audio_llm/00_language_model.ipynb #c006
 def prompt_tokens(
@@ -174,7 +174,7 @@ def whole_model(
 ) -> nn.Module:
     "A model of transformers; raises `AudioError` where its files do not hold all weights."
     whole, info = family.from_pretrained(str(name), dtype=dtype, output_loading_info=True,
-                                         **_quantization(quantization, dtype, device))
+                                         **quantization_options(quantization, dtype, device))
     if missing := sorted(info['missing_keys']):
         raise AudioError(f'{kind} {name}: the weights lack {", ".join(missing[:3])} ({len(missing)} in all); the '
                          'download is not complete, or is of another model')
@@ -188,9 +188,9 @@ def load_audio_llm(
     device: str = 'cpu',            # Where it computes
 ) -> AudioLanguageModel:
     "Raises `AudioError` or `LanguageModelError` where the model or a package is missing or does not fit."
-    _check_packages(quantization, user='an audio LLM')
-    weights_dtype = _dtype(dtype, device)
-    with _loading(name, 'audio LLM'):
+    check_packages(quantization, user='an audio LLM')
+    weights_dtype = torch_dtype(dtype, device)
+    with quiet_loading(name, 'audio LLM'):
         import transformers
         config = transformers.AutoConfig.from_pretrained(str(name))
         check_family(config, name)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ...audio.sound import AudioError
-from ...audio.voice import _loading
+from ...audio.voice import quiet_loading
 from .language_model import AudioLanguageModel, end_tokens, whole_model
-from ...rescoring.llm import _check_packages, _dtype
+from ...rescoring.llm import check_packages, torch_dtype
 
 # %% ../../../nbs/pytorch/audio_llm/01_whisper.ipynb #c006
 def padding_mask(
@@ -107,9 +107,9 @@ def load_whisper(
     device: str = 'cpu',             # Where it computes
 ) -> WhisperReader:
     "Raises `AudioError` or `LanguageModelError` where the model or a package is missing."
-    _check_packages(quantization, user='Whisper')
-    weights_dtype = _dtype(dtype, device)
-    with _loading(name, 'Whisper'):
+    check_packages(quantization, user='Whisper')
+    weights_dtype = torch_dtype(dtype, device)
+    with quiet_loading(name, 'Whisper'):
         from transformers import AutoTokenizer, WhisperForConditionalGeneration
         tokenizer = AutoTokenizer.from_pretrained(str(name))
         whole = whole_model(WhisperForConditionalGeneration, name, 'Whisper', weights_dtype, quantization, device)
