@@ -121,39 +121,29 @@ of twenty groups, one has a star by chance alone. Clear there from: 1.96 · s ·
 of the difference on the n words here, and the L words of the leaderboard.'''
 
 def _sections(tables) -> list[tuple[str, list]]:
-    "Title, and (title, table, plot) of each part: all systems, then each but the first by group."
-    from b2t_kaggle.comparison import as_text, comparison_tables, plot_comparison, summary_tables
+    "Title, and (title, table, what is plotted) of each part: all systems, then each but the first by group."
+    from b2t_kaggle.comparison import as_text, comparison_tables, summary_tables
     first, *others = tables
     sections = [('All systems', [(m, as_text(t), None) for m, t in summary_tables(tables).items()])]
     for name in others[:_MOST]:
         parts = comparison_tables({first: tables[first], name: tables[name]})
-        sections.append((f'{name} − {first}', [(m, as_text(t), (plot_comparison, t, f'{m}, {name} − {first}'))
-                                               for m, t in parts.items()]))
+        sections.append((f'{name} − {first}', [(m, as_text(t), t) for m, t in parts.items()]))
     return sections
-
-def _svg(plot) -> str:
-    "A plot as the inside of a page."
-    import matplotlib.pyplot as plt
-    draw, table, title = plot
-    figure = draw(table, title)
-    text = io.StringIO()
-    figure.savefig(text, format='svg', metadata={'Date': None})
-    plt.close(figure)
-    return text.getvalue()[text.getvalue().index('<svg'):]
-
-_STYLE = ('body{font-family:sans-serif;margin:2em} table{border-collapse:collapse} '
-          'td,th{padding:.1em .6em;text-align:right}')
 
 def _page(title: str, sections, said: str = '') -> str:
     "A page with all tables and plots, which needs no other file."
     from html import escape
-    parts = [f'<h1>{escape(title)}</h1><p><b>{escape(said)}</b></p><p>{escape(_NOTES)}</p>']
+
+    from b2t_kaggle.comparison import plot_comparison
+    from b2t_kaggle.pages import data_frame, figure, page
+    parts = [f'<main>\n<h1>{escape(title)}</h1>\n<p><b>{escape(said)}</b></p>\n<p>{escape(_NOTES)}</p>\n']
     for heading, tables in sections:
-        parts.append(f'<h2>{escape(heading)}</h2>')
-        for name, table, plot in tables:
-            parts.append(f'<h3>{escape(name)}</h3>{_svg(plot) if plot else ""}{table.to_html(border=0)}')
-    body = '\n'.join(parts)
-    return f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>\n{body}\n'
+        parts.append(f'<h2>{escape(heading)}</h2>\n')
+        for name, table, plotted in tables:
+            label = f'{name}, {heading}'
+            drawn = '' if plotted is None else figure(plot_comparison(plotted, label), label)
+            parts.append(f'<h3>{escape(name)}</h3>\n{drawn}{data_frame(table)}')
+    return page(title, ''.join(parts) + '</main>')
 
 # %% ../nbs/15_cli_compare.ipynb #c014
 @click.command()
