@@ -114,16 +114,7 @@ b2t_kaggle.decoding.tuning
 b2t_kaggle.frameworks
 b2t_kaggle.pipeline
 b2t_kaggle.report
-b2t_kaggle.rescoring.combine
 b2t_kaggle.rescoring.corrections
-b2t_kaggle.rescoring.finetune
-b2t_kaggle.rescoring.fusion
-b2t_kaggle.rescoring.gate
-b2t_kaggle.rescoring.hypotheses
-b2t_kaggle.rescoring.llm
-b2t_kaggle.rescoring.merge
-b2t_kaggle.rescoring.merge_data
-b2t_kaggle.rescoring.mixture
 b2t_kaggle.results
 b2t_kaggle.runs
 b2t_kaggle.schema
@@ -141,6 +132,13 @@ SOURCES = {
     'b2t_kaggle.metrics.count_edits': 'Levenshtein 1966',
     'b2t_kaggle.pytorch.ctc.ctc_loss': 'Graves et al. 2006',
     'b2t_kaggle.pytorch.ssd': 'Dao & Gu 2024',
+    'b2t_kaggle.rescoring.combine.minimum_bayes_risk': 'Stolcke et al. 1997',
+    'b2t_kaggle.rescoring.combine.rover': 'Fiscus 1997',
+    'b2t_kaggle.rescoring.combine.word_network': 'Fiscus 1997',
+    'b2t_kaggle.rescoring.finetune': 'Hu et al. 2021',
+    'b2t_kaggle.rescoring.fusion.LLMFusion': 'Gulcehre et al. 2015',
+    'b2t_kaggle.rescoring.merge.merge': 'Chen et al. 2023',
+    'b2t_kaggle.rescoring.mixture.line_search': 'Och 2003',
 }
 
 

@@ -32,7 +32,7 @@ def score_in_time(
     nbest: Mapping[str, Sequence[Sequence[Hypothesis]]], # Of each trial of each split
     score: Callable[[list], list], # Scores the lists of some trials, such as `score_nbest` with its model
     left: Callable[[], float],     # Seconds that are left
-    known: Lists | None = None,    # What an earlier session has scored
+    known: Lists | None = None,    # Lists that an earlier call has scored
     progress: bool = True,         # Show a progress bar
 ) -> Lists:
     "Scored lists of the trials for which the time suffices."

@@ -29,13 +29,13 @@ def word_forms(
     word: str,      # Of the lexicon
     capitals: bool, # Whether it may begin with a capital letter
 ) -> list[str]:
-    "How a word may be written, first as it is."
+    "Spellings of a word, first as it is."
     capital = word[:1].upper() + word[1:]
     return [word, capital] if capitals and capital != word else [word]
 
 def counted_forms(
     lengths: Sequence[int],              # Tokens of each form
-    first: Sequence[float] | np.ndarray, # Log-probability of each form's first token
+    first: Sequence[float] | np.ndarray, # Log-probability of each form's first token [n]
 ) -> list[int]:                          # Numbers of forms
     "The forms that count: those that are no longer than a token, and those that may yet be as probable."
     single = [p for n, p in zip(lengths, first) if n == 1]
@@ -92,7 +92,7 @@ class TokenTree:
         self.cache = DynamicCache()
         self.depth = np.zeros(0, np.int64)       # Place of each token in its sentence [R]
         self.ancestor = np.zeros((0, 0), bool)   # Whether token j is in the beginning that ends with token i [R, R]
-        self.states = self.normalizer = torch.zeros(0) # What predicts the next token [R, D], its log-sum [R]
+        self.states = self.normalizer = torch.zeros(0) # State that predicts the next token [R, D], and its log-sum [R]
 
     def append(self,
         tokens: Sequence[int],  # In an order in which beginnings come first [n]
@@ -128,7 +128,7 @@ class TokenTree:
         return (logits - self.normalizer[rows]).cpu().double().numpy()
 
     def keep(self,
-        kept: np.ndarray, # Which tokens, with all of their beginnings [R] bool
+        kept: np.ndarray, # Tokens to keep, with all of their beginnings [R] bool
     ) -> np.ndarray:      # The new number of each token; -1 for those that are gone [R]
         "Free all other tokens."
         number = np.where(kept, np.cumsum(kept) - 1, -1)
@@ -141,7 +141,7 @@ class TokenTree:
 
     @property
     def n_bytes(self) -> int:
-        "What keys and values take."
+        "Memory of keys and values, in bytes."
         return sum(x.numel()*x.element_size() for layer in self.cache.layers for x in (layer.keys, layer.values))
 
     def _grow(self, parents: Sequence[int]) -> None:
@@ -205,11 +205,11 @@ class WrittenHistories:
         self.rows[history] = rows
 
     def run(self, histories: Iterable[int]) -> None:
-        "Run what was not run of histories."
+        "Run the tokens of histories that were not run."
         self.run_batch(self.missing(histories))
 
     def missing(self, histories: Iterable[int]) -> _Batch:
-        "What was not run of histories."
+        "A batch of the histories' tokens that were not run."
         batch = self.batch()
         for h in sorted(histories): self._add(h, batch)
         return batch
@@ -265,7 +265,7 @@ class _NewWord:
         self.rows: list[list[int]] = [[] for _ in counted]
 
     def add(self, batch: _Batch, goes_on: bool, ahead: dict) -> None:
-        "What has to be run, unless it was: all tokens whose successors are asked for."
+        "Add all tokens whose successors are asked for to a batch, unless they were run."
         best_single = max((p for f, p in zip(self.forms, self.log_probs) if len(f) == 1), default=0.)
         for i, form in enumerate(self.forms):
             to_the_end = goes_on and (len(form) > 1 or self.log_probs[i] == best_single)
@@ -287,11 +287,11 @@ Level = list[tuple[int, int, list[tuple[int, ...]]]] # Histories, those before t
 
 def run_ahead(
     written: WrittenHistories,
-    batch: _Batch,   # What is run before the level
+    batch: _Batch,   # Tokens that are run before the level
     level: Level,    # New words
     inner: set[int], # Histories after which other words are scored
 ) -> dict[tuple[int, tuple[int, ...]], list[int]]: # Numbers of tokens by history and form
-    "Put what a level may need into the batch before it, where that is little."
+    "Put the tokens that a level may need into the batch before it, where these are few."
     candidates = [(h, parent, form, form if h in inner else form[:-1]) for h, parent, forms in level for form in forms]
     if not batch.tokens or sum(len(tokens) for *_, tokens in candidates) > _FEW: return {}
     return {(h, form): batch.add(tokens, written.last_row(parent)) for h, parent, form, tokens in candidates}
@@ -359,7 +359,7 @@ class LLMTrial:
 
     @torch.inference_mode()
     def keep(self, histories: np.ndarray) -> None:
-        "Free what these histories do not need."
+        "Free the tokens that these histories `[n]` do not need."
         self.written.keep(histories.tolist())
 
     def _next_level(self, rest: Level) -> tuple[Level, Level]:
@@ -375,7 +375,9 @@ class LLMTrial:
 
 # %% ../../nbs/rescoring/09_fusion.ipynb #c028
 class LLMFusion:
-    """A causal language model inside the beam search; a `b2t_kaggle.decoding.histories.Fusion`.
+    """A causal language model inside the beam search: shallow fusion (Gulcehre et al., 2015), some words late.
+
+    It is a `b2t_kaggle.decoding.histories.Fusion`.
 
     Raises `LanguageModelError` for a model that cannot compute prefix trees or transforms its logits after the head,
     for a tokenizer without a token to begin with, and where the end is wanted for one without `eos_token`; `ValueError`

@@ -53,7 +53,7 @@ def with_corpora(
 RANDOM = 'Random' # Name of the corpus in the official description
 
 class LanguageModel(Protocol):
-    "What an n-gram model has to offer: `lm.automaton.Automaton` and `lm.ngram.NGram` do."
+    "Methods that an n-gram model must have, such as `lm.automaton.Automaton` and `lm.ngram.NGram`."
     def score(self, words: str, bos: bool = True, eos: bool = True) -> float: ...
 
 class Frequencies:
@@ -77,7 +77,7 @@ def context_gain(
     lm: LanguageModel,
     alone: Frequencies, # Of the same model
 ) -> float:
-    "By how much words are more probable in context than alone: nats per word."
+    "Nats per word by which words are more probable in context than alone."
     return (lm.score(text, bos=False, eos=False) - alone(text))/max(1, len(text.split()))
 
 def block_gains(

@@ -25,12 +25,12 @@ from ..reading import ReadError, is_finite_number, parse_json, read_text, split_
 # %% ../../nbs/rescoring/06_hypotheses.ipynb #c005
 @dataclass(frozen=True)
 class Trial:
-    "What is known about a trial."
+    "The known facts of a trial."
     trial: str                   # Identifies it
     session: str | None = None   # `t15.YYYY.MM.DD`
     block: int | None = None
     corpus: str | None = None    # Where its sentence comes from, as the official description of the blocks has it
-    reference: str | None = None # What was said
+    reference: str | None = None # The sentence that was to be said
 
 @dataclass(frozen=True)
 class Entry:
@@ -44,7 +44,7 @@ class Entry:
     acoustic: float | None = None # Natural-log scores
     ngram: float | None = None
     llm: float | None = None
-    total: float | None = None    # What the voter ranked by
+    total: float | None = None    # Score by which the voter ranked
 
     @property
     def voter(self) -> tuple[str, str, str]:
@@ -54,7 +54,7 @@ class Entry:
 # %% ../../nbs/rescoring/06_hypotheses.ipynb #c301
 @dataclass
 class Hypotheses:
-    "Trials and what was proposed for each, in the order in which they were found."
+    "Trials and the sentences that were proposed for each, in the order in which they were found."
     trials: dict[str, Trial] = field(default_factory=dict)
     entries: dict[str, list[Entry]] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ class Hypotheses:
     def __len__(self) -> int: return len(self.trials)
 
     def subset(self,
-        trials: Iterable[str], # Which, in this order
+        trials: Iterable[str], # Their names, in this order
     ) -> 'Hypotheses':
         "Some of the trials."
         trials = list(trials)
@@ -132,7 +132,7 @@ def _is_kind(name: str, value) -> bool:
     return is_finite_number(value)
 
 def _expected(name: str) -> str:
-    "What a field holds, for an error."
+    "The type of a field in words, for an error."
     if name == 'trial': return 'text or a whole number'
     return 'text' if name in _TEXT else 'a whole number' if name in _WHOLE else 'a finite number'
 
@@ -175,7 +175,7 @@ def _parse_nbest(values: list, trial: str) -> tuple[Trial, list[Entry]]:
     return Trial(trial), entries
 
 def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
-    "What a line of JSON says, in whichever form."
+    "Trial and entries of a line of JSON, in whichever form."
     values = parse_json(line)
     if isinstance(values, list): return _parse_nbest(values, str(number - 1))
     if not isinstance(values, dict):
@@ -255,7 +255,7 @@ def best_entries(
 
 # %% ../../nbs/rescoring/06_hypotheses.ipynb #c016
 def _shares(entries: Sequence[Entry], temperature: float) -> np.ndarray:
-    "How a voter splits its vote between its sentences."
+    "Shares of a voter's vote for each of its sentences [n]."
     if all(e.total is not None for e in entries):
         totals = np.array([e.total for e in entries])
         shares = np.exp((totals - totals.max())/temperature)
@@ -270,10 +270,10 @@ class Ballots(NamedTuple):
 
 def ballots(
     entries: Sequence[Entry],                # Of one trial
-    voters: Sequence[tuple[str, str, str]],  # Whose votes count; others are left out
+    voters: Sequence[tuple[str, str, str]],  # Those whose votes count; others are left out
     temperature: float = 2.,                 # That totals are divided by
 ) -> Ballots:
-    "Who votes for which sentence."
+    "The votes of each voter for each sentence."
     lists = {v: [e for e in entries if e.voter == v] for v in voters}
     number = {}
     for e in entries:

@@ -24,7 +24,7 @@ class LanguageModelError(RuntimeError):
 
 def require_package(
     package: str, # Must be installed
-    user: str,    # What needs it, for the message
+    user: str,    # Function or option that needs it, for the message
 ) -> None:
     "Raise `LanguageModelError` where a package is missing."
     if find_spec(package) is None:
@@ -91,7 +91,7 @@ def check_packages(
                                  'give the folder of an adapter, such as `b2t lm finetune` writes')
 
 def _loading_error(name, adapter, error: Exception) -> LanguageModelError:
-    "What transformers raised, as one sentence."
+    "An exception of transformers as one sentence."
     model = f'{name} with the adapter {adapter}' if adapter else name
     reason = (str(error).strip() or repr(error)).splitlines()[0]
     advice = 'give a folder with config.json, weights and tokenizer, or a name on the hub that this machine can reach'
@@ -163,7 +163,7 @@ class PrefixTree(NamedTuple):
     sentence: np.ndarray  # The sentence to which it belongs [M]
 
 def prefix_tree(
-    sequences: Sequence[Sequence[int]], # Tokens of sentences
+    sequences: Sequence[Sequence[int]], # Tokens of sentences [N]
     n_given: int,                       # So many tokens at the beginning are not scored
 ) -> PrefixTree:
     "The tree of all beginnings, each once, except whole sentences."
@@ -189,7 +189,7 @@ def prefix_tree(
 
 # %% ../../nbs/rescoring/00_llm.ipynb #c024
 def _n_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    "How many tokens two sequences have in common at their beginning."
+    "Number of tokens that two sequences have in common at their beginning."
     return next((k for k, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterator[list[int]]:
@@ -286,12 +286,12 @@ def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separ
 
 # %% ../../nbs/rescoring/00_llm.ipynb #c033
 class Capabilities(NamedTuple):
-    "What a model can do besides computing rows as a whole."
+    "Abilities of a model besides computing rows as a whole."
     separate_head: bool  # The head alone makes logits of states
     tree_attention: bool # A prefix tree gets the scores of its sentences as rows
 
 _CAPABILITIES = WeakKeyDictionary() # By model
-_UNSUPPORTED = RuntimeError, TypeError, ValueError, AttributeError # What models raise that cannot take such arguments
+_UNSUPPORTED = RuntimeError, TypeError, ValueError, AttributeError # Of models that cannot take such arguments
 
 def has_separate_head(
     model,           # A causal language model of transformers
@@ -319,7 +319,7 @@ def _has_tree_attention(model, sequences: Sequence[tuple[int, ...]], separate_he
 def capabilities(
     model: torch.nn.Module, # A causal language model of transformers
 ) -> Capabilities:
-    "What the model can do; tried once, with a warning where it is slow because it cannot compute trees."
+    "Abilities of a model, tried once; warns where it is slow because it cannot compute trees."
     if model not in _CAPABILITIES:
         n_tokens = model.get_input_embeddings().num_embeddings
         sequences = [tuple(t % n_tokens for t in s) for s in ((1, 2, 3, 4), (1, 2, 5, 3, 6), (1, 7, 3, 4, 2, 6))]

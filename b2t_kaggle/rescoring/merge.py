@@ -27,7 +27,7 @@ def question_tokens(
     tokenizer,        # Of transformers
     example: Example,
 ) -> tuple[int, ...]: # Token ids
-    "What the model gets, up to where its answer begins; with the model's chat template where it has one."
+    "Tokens of a question, up to the beginning of the answer; in the model's chat template where it has one."
     text = question(example)
     if not getattr(tokenizer, 'chat_template', None):
         return (*start_tokens(tokenizer), *tokenizer(f'{text}\n\nSentence:', add_special_tokens=False).input_ids)
@@ -39,7 +39,7 @@ def answer_tokens(
     tokenizer,  # Of transformers
     answer: str,
 ) -> tuple[int, ...]: # Token ids, `eos_token` at the end
-    "What the model should write; raises `LanguageModelError` where the tokenizer has no `eos_token`."
+    "Tokens of an answer; raises `LanguageModelError` where the tokenizer has no `eos_token`."
     if tokenizer.eos_token_id is None:
         raise LanguageModelError('the tokenizer has no eos_token, which ends an answer; set one')
     text = answer if getattr(tokenizer, 'chat_template', None) else f' {answer}'
@@ -91,7 +91,7 @@ def train_merger(
 
 # %% ../../nbs/rescoring/11_merge.ipynb #c018
 def _end_tokens(model, tokenizer) -> list[int]:
-    "At which tokens an answer ends: the tokenizer's, and those of the model's configuration, such as a turn's end."
+    "Tokens that end an answer: the tokenizer's, and those of the model's configuration, such as a turn's end."
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
     return [i for i in dict.fromkeys(ends) if i is not None]
@@ -131,7 +131,7 @@ def _as_sentence(text: str) -> str:
     return normalize_sentence(re.sub(r'^\s*\d+\.|\(\d+ ?%\)\s*$', '', lines[0]))
 
 def _answers(model, tokenizer, examples: Sequence[Example]) -> list[str]:
-    "What a model writes, all at once."
+    "Sentences that a model writes for examples, all at once."
     ends = _end_tokens(model, tokenizer)
     questions = [question_tokens(tokenizer, e) for e in examples]
     n_new = [8 + 2*max(len(answer_tokens(tokenizer, c)) for c in e.candidates) for e in examples]
@@ -140,7 +140,7 @@ def _answers(model, tokenizer, examples: Sequence[Example]) -> list[str]:
             for tokens in _generate(model, questions, n_new, ends)]
 
 def _judged(example: Example, answer: str, snap: bool) -> Merged:
-    "What becomes of an answer."
+    "The answer, or the vote's sentence where the answer is too far from the candidates."
     text = accepted(answer, example.candidates, snap)
     return Merged(example.candidates[0], 'far') if text is None else Merged(text, 'model')
 
@@ -153,8 +153,9 @@ def merge(
     left: Callable[[], float] = lambda: math.inf, # Seconds until the session ends
     progress: bool = True,       # Whether to show a progress bar
 ) -> list[Merged]:               # Of each example
-    """The sentence of each trial, as the model writes it; raises `LanguageModelError` that names the trial where a
-    question is too long."""
+    """The sentence of each trial, as the model writes it: generative error correction (Chen et al., 2023).
+
+    Raises `LanguageModelError` that names the trial where a question is too long."""
     if hasattr(model, 'get_base_model'): model = model.get_base_model() # PEFT's layers are inside
     model = model.eval()
     merged = [Merged(e.candidates[0], 'only' if snap and len(e.candidates) == 1 else 'time') for e in examples]

@@ -74,7 +74,7 @@ class Rescored(Hypothesis):
 
 @dataclass(frozen=True)
 class Weights:
-    """How scores are interpolated.
+    """Weights with which scores are interpolated.
 
     `total = acoustic_scale · acoustic + (1 − alpha) · ngram + alpha · (llm − length_penalty · n_tokens)
     + word_score · n_words`"""
@@ -143,7 +143,7 @@ class Steps(NamedTuple):
     errors: np.ndarray # [n]
 
     def best(self) -> tuple[float, int]:
-        "The middle of the widest interval with the fewest errors, and these."
+        "The middle of the widest interval with the fewest errors, and their number."
         width = np.where(self.errors == self.errors.min(), np.diff(self.edges), -1)
         i = int(width.argmax())
         return float(self.edges[i:i + 2].mean()), int(self.errors[i])
@@ -169,12 +169,12 @@ def _envelope(
 
 # %% ../../nbs/rescoring/01_mixture.ipynb #c022
 def line_search(
-    slopes: Sequence[np.ndarray],     # Growth of each hypothesis' total with the weight, an array for each trial
-    intercepts: Sequence[np.ndarray], # Totals where the weight is 0
-    errors: Sequence[np.ndarray],     # Word errors of each hypothesis
+    slopes: Sequence[np.ndarray],     # Growth of each hypothesis' total with the weight, for each trial [n]
+    intercepts: Sequence[np.ndarray], # Totals where the weight is 0, for each trial [n]
+    errors: Sequence[np.ndarray],     # Word errors of each hypothesis, for each trial [n]
     low: float, high: float,          # Between these
 ) -> Steps:
-    "Errors of the winners of all trials for each value of a weight, exactly."
+    "Errors of the winners of all trials for each value of a weight, exactly: the line search of Och (2003)."
     first = 0
     changes = []
     for trial in zip(slopes, intercepts, errors):

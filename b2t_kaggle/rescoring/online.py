@@ -49,7 +49,7 @@ class LLMRescorer:
     def __call__(self,
         nbest: list[Hypothesis], # Of the search
         context: str,            # Text before the sentence
-        settings: Settings,      # What the client has changed
+        settings: Settings,      # Those that the client has changed
     ) -> list[tuple[Hypothesis, float]]: # Hypotheses with the mixture as their total and their LLM score, best first
         "Rank candidates; raises `ValueError` that names one whose score is not a number."
         hyps = augment_nbest(nbest, settings.top_candidates_to_augment, settings.score_penalty_percent, self.lm)
