@@ -17,12 +17,12 @@ from .metrics import ErrorCounts, hundredths, percent, word_errors
 
 # %% ../nbs/03_bootstrap.ipynb #c005
 def bootstrap_rates(
-    edits: Sequence[int],  # Of each trial, or by how many one system has more than another one [N]
+    edits: Sequence[int],  # Of each trial, or the difference of two systems [N]
     length: Sequence[int], # Reference tokens of each trial [N]
     n: int = 2_000,        # Times that N trials are drawn
     seed: int = 0,
 ) -> np.ndarray:           # Edits per token of each draw [n]
-    "Rates in trials that are drawn again, with replacement. Raises `ValueError` where there are none."
+    "Rates in trials drawn again, with replacement (Bisani and Ney, 2004). Raises `ValueError` without trials."
     if not len(edits): raise ValueError('found no trials, expected one or more to draw from')
     kinds, counts = np.unique(np.stack([edits, length], axis=1), axis=0, return_counts=True)
     draws = np.random.default_rng(seed).multinomial(counts.sum(), counts/counts.sum(), size=n) # [n, kinds]
@@ -68,7 +68,7 @@ def rate_interval(
 
 # %% ../nbs/03_bootstrap.ipynb #c011
 def _paired(a: Sequence[ErrorCounts], b: Sequence[ErrorCounts]) -> tuple[list[int], list[int]]:
-    "By how many edits b has more in each trial, and its length; raises `ValueError` for other trials."
+    "Edits of b less those of a in each trial, and its length; raises `ValueError` for other trials."
     if len(a) != len(b):
         raise ValueError(f'found {len(a)} and {len(b)} trials, expected the same trials of both systems')
     for i, (x, y) in enumerate(zip(a, b)):
@@ -84,7 +84,7 @@ def difference_interval(
     n: int = 2_000,           # Times the trials are drawn
     seed: int = 0,
 ) -> Difference:              # Rate of b less that of a: negative where b is better
-    "Paired bootstrap over trials; raises `ValueError` where they are not the same trials."
+    "Paired bootstrap over trials (Bisani and Ney, 2004); raises `ValueError` where they are not the same trials."
     return Difference(*_interval(*_paired(a, b), level, n, seed))
 
 def bootstrap_difference(
@@ -106,7 +106,7 @@ def smallest_clear_difference(
     a: Sequence[ErrorCounts],       # Of each trial, of one system
     b: Sequence[ErrorCounts],       # Of the same trials, of the other system
     words: int = LEADERBOARD_WORDS, # Of the test that they are compared on
-    level: float = 0.95,            # How often a test shows no such difference where there is none
+    level: float = 0.95,            # Share of tests without such a difference where there is none
     n: int = 2_000,                 # Times the trials are drawn
     seed: int = 0,
 ) -> float:                         # As a rate

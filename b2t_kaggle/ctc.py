@@ -47,7 +47,7 @@ def frames_needed(
 def collapse(
     path: np.ndarray, # Class of each frame `[T']`
 ) -> np.ndarray:
-    "CTC's labels of a path: repetitions count once, blanks not at all."
+    "CTC's labels of a path (Graves et al., 2006): repetitions count once, blanks not at all."
     path = np.asarray(path)
     return path[(path != BLANK) & (path != np.r_[BLANK, path[:-1]])]
 
@@ -55,7 +55,7 @@ def collapse(
 def greedy(
     log_probs: np.ndarray, # Log-probabilities or logits [T', K]
 ) -> np.ndarray:           # Class ids [S], repeats collapsed and blanks dropped
-    "The best path through the frames, as labels."
+    "Labels of the most probable path through the frames: best path decoding (Graves et al., 2006)."
     return collapse(np.asarray(log_probs).argmax(-1))
 
 # %% ../nbs/03_ctc.ipynb #c020
@@ -143,7 +143,7 @@ def align(
     log_probs: np.ndarray, # Log-probabilities [T', K]
     class_ids: np.ndarray, # Labels [S], without blanks
 ) -> np.ndarray:           # First and last frame of each label [S, 2]
-    "Viterbi alignment of labels with frames; raises `ValueError` where there are too few frames."
+    "Viterbi alignment of labels with frames (Viterbi, 1967); raises `ValueError` where there are too few frames."
     log_probs = check_log_probs(log_probs)
     ids = np.asarray(class_ids)
     states = np.zeros(2*len(ids) + 1, dtype=int) # A blank before, between and after the labels

@@ -159,7 +159,7 @@ def character_error_rate(
 def error_table(
     counts: Sequence[ErrorCounts], # Of each trial
     groups: Sequence[Hashable],    # The session (or block, corpus …) of each trial
-    name: str = 'session',         # Name of the index, what the groups are
+    name: str = 'session',         # Name of the index: the kind of group
 ) -> pd.DataFrame:                 # One row for each group in order of appearance, then `all`
     "Trials, reference length, edits and error rate by group; raises `ValueError` if the two do not pair up."
     counts = list(counts)
@@ -184,7 +184,7 @@ def bleu(
     references: Iterable[str], # One text for each trial; normalised first
     hypotheses: Iterable[str], # The same
 ) -> float:                    # 0 … 1
-    "Corpus BLEU with up to 4-grams, unsmoothed, one reference each; raises `ValueError` if they do not pair up."
+    "Corpus BLEU (Papineni et al., 2002), 4-grams, one reference each; raises `ValueError` if they do not pair up."
     pairs = [(_words(r), _words(h)) for r, h in _pairs(references, hypotheses)]
     ref_length = sum(len(ref) for ref, _ in pairs)
     hyp_length = sum(len(hyp) for _, hyp in pairs)

@@ -98,19 +98,11 @@ b2t_kaggle.cli_merge
 b2t_kaggle.cli_runs
 b2t_kaggle.config
 b2t_kaggle.convert
-b2t_kaggle.decoding.acoustic
 b2t_kaggle.decoding.compilation
-b2t_kaggle.decoding.confusions
-b2t_kaggle.decoding.deadline
 b2t_kaggle.decoding.decoder
-b2t_kaggle.decoding.histories
-b2t_kaggle.decoding.phoneme_decoder
-b2t_kaggle.decoding.phoneme_lists
 b2t_kaggle.decoding.scorers
 b2t_kaggle.decoding.search
 b2t_kaggle.decoding.server
-b2t_kaggle.decoding.streaming
-b2t_kaggle.decoding.tuning
 b2t_kaggle.frameworks
 b2t_kaggle.pipeline
 b2t_kaggle.report
@@ -127,12 +119,30 @@ SHAPE = re.compile(r'\[(?!tf\])[^\[\]]*\]')
 
 # Module, or function or class in it, -> author and year of what it implements
 SOURCES = {
-    'b2t_kaggle.lm.kneser_ney.kneser_ney': 'Chen and Goodman 1998',
+    'b2t_kaggle.bootstrap.bootstrap_rates': 'Bisani and Ney 2004',
+    'b2t_kaggle.bootstrap.difference_interval': 'Bisani and Ney 2004',
+    'b2t_kaggle.ctc.align': 'Viterbi 1967',
+    'b2t_kaggle.ctc.collapse': 'Graves et al. 2006',
+    'b2t_kaggle.ctc.greedy': 'Graves et al. 2006',
+    'b2t_kaggle.decoding.acoustic.acoustic_scores': 'Graves et al. 2006',
+    'b2t_kaggle.decoding.confusions.minimize': 'Nocedal 1980',
+    'b2t_kaggle.decoding.lexicon._look_ahead': 'Ortmanns et al. 1996',
+    'b2t_kaggle.decoding.lexicon.build_trie': 'Ney et al. 1992',
+    'b2t_kaggle.decoding.phoneme_decoder._WordErrors': 'Prabhavalkar et al. 2018',
+    'b2t_kaggle.decoding.phoneme_lists.phoneme_network': 'Mangu et al. 2000',
+    'b2t_kaggle.decoding.tuning.tune_search': 'Och 2003',
+    'b2t_kaggle.lm.automaton.Automaton': 'Heafield 2011',
+    'b2t_kaggle.lm.backoff.BackoffModel': 'Katz 1987',
+    'b2t_kaggle.lm.interpolate.interpolation_weights': 'Jelinek and Mercer 1980',
+    'b2t_kaggle.lm.kneser_ney._discounts': 'Chen and Goodman 1998',
+    'b2t_kaggle.lm.kneser_ney.kneser_ney': 'Heafield et al. 2013',
     'b2t_kaggle.lm.prune.prune_ngram': 'Stolcke 1998',
+    'b2t_kaggle.metrics.bleu': 'Papineni et al. 2002',
     'b2t_kaggle.metrics.count_edits': 'Levenshtein 1966',
+    'b2t_kaggle.phonemes._Speller': 'Bisani and Ney 2008',
     'b2t_kaggle.pytorch.ctc.ctc_loss': 'Graves et al. 2006',
     'b2t_kaggle.pytorch.ssd': 'Dao & Gu 2024',
-    'b2t_kaggle.rescoring.combine.minimum_bayes_risk': 'Stolcke et al. 1997',
+    'b2t_kaggle.rescoring.combine.minimum_bayes_risk': 'Goel and Byrne 2000',
     'b2t_kaggle.rescoring.combine.rover': 'Fiscus 1997',
     'b2t_kaggle.rescoring.combine.word_network': 'Fiscus 1997',
     'b2t_kaggle.rescoring.finetune': 'Hu et al. 2021',

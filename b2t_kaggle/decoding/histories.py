@@ -36,7 +36,7 @@ class FusedTrial(Protocol):
     def keep(self,
         histories: np.ndarray, # Numbers of histories that were scored, or 0 [n]
     ) -> None:
-        "Most questions from now on are about continuations of these: what others need may be freed."
+        "Announce that most questions from now on are about continuations of these; memory of others may be freed."
 
 class Fusion(Protocol):
     "A language model for whole histories; `b2t_kaggle.rescoring.fusion.LLMFusion` is one."
@@ -80,7 +80,7 @@ def _path_sums(parent, values, histories):
 
 @_jit
 def _ask_ngram(ngram, states, keys):
-    "What the n-gram says to history · 2^32 + word: log10 probability and next state, -1 where KenLM must be asked."
+    "The n-gram's log10 probability of each history · 2^32 + word, and its next state: -1 where KenLM must be asked."
     log_probs = np.empty(len(keys), np.float32)
     after = np.empty(len(keys), np.int32)
     for i in range(len(keys)):
@@ -91,7 +91,7 @@ def _ask_ngram(ngram, states, keys):
 
 @_jit
 def _places(arcs, keys):
-    "Where keys are in a table; -1 for one that is not."
+    "Places of keys in a table; -1 for one that is not there."
     places = np.empty(len(keys), np.int64)
     for i in range(len(keys)):
         place = find(arcs, keys[i])
@@ -106,10 +106,10 @@ class HistoryScorer(AnswerTable):
     begin = 0 # The empty history
 
     def __init__(self,
-        ngram: AutomatonScorer | KenLMScorer, # What is asked first
+        ngram: AutomatonScorer | KenLMScorer, # It is asked first
         words: list[str],  # The lexicon's words [W]
         lm_weight: float,  # Weight of the n-gram
-        fusion: Fusion,    # What scores histories when some frames have passed
+        fusion: Fusion,    # Scores histories when some frames have passed
     ):
         self.ngram = ngram
         self.words = words
@@ -141,9 +141,9 @@ class HistoryScorer(AnswerTable):
         return self.ngram.unigrams()
 
     def resolve(self,
-        keys: np.ndarray, # What the search wants to know: history · 2^32 + word
+        keys: np.ndarray, # That the search asks for: history · 2^32 + word [n]
     ) -> None:
-        "New histories, and their n-gram scores."
+        "Add new histories, and their n-gram scores."
         keys = np.unique(keys)
         log_probs, states = self._ngram(keys)
         is_word = keys & _WORD < len(self.words)
@@ -173,8 +173,8 @@ def _fuse(
     scorer: HistoryScorer,
     histories: np.ndarray, # To be scored
     held: np.ndarray,      # Histories of hypotheses [n]
-) -> np.ndarray:           # What this adds to their scores [n]
-    "Score what is new in histories."
+) -> np.ndarray:           # Changes of their scores [n]
+    "Score the words of histories that have no score yet."
     tree = scorer.histories
     new = _unscored(tree, histories)
     if not len(new): return np.zeros(len(held))
@@ -204,18 +204,18 @@ def _set_scores(scorer: HistoryScorer, before, words, ngram: np.ndarray, llm: np
 def fuse(
     scorer: HistoryScorer,
     held: np.ndarray, # Histories of the hypotheses in the beam [n]
-) -> np.ndarray:      # What their scores change by [n]
-    "Score the new words of all histories in the beam; what others need is freed."
+) -> np.ndarray:      # Changes of their scores [n]
+    "Score the new words of all histories in the beam; memory of others is freed."
     added = _fuse(scorer, held, held)
     scorer.trial.keep(np.unique(held))
     return added
 
 def fuse_at_end(
     scorer: HistoryScorer,
-    complete: np.ndarray, # Histories of the complete hypotheses
+    complete: np.ndarray, # Histories of the complete hypotheses [m]
     held: np.ndarray,     # Histories of all hypotheses [n]
-) -> np.ndarray:          # What their scores change by [n]
-    "Score the complete hypotheses' new words, and set what the end adds to their scores."
+) -> np.ndarray:          # Changes of their scores [n]
+    "Score the complete hypotheses' new words, and set the scores of their ends."
     added = _fuse(scorer, complete, held)
     complete = np.unique(complete)
     end = len(scorer.words) + 1
@@ -227,10 +227,10 @@ def fuse_at_end(
 
 def llm_scores(
     scorer: HistoryScorer,
-    words: np.ndarray,  # Word ids of texts, one after the other
-    starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]]
-) -> np.ndarray:        # Natural-log probabilities, with the end where the fusion scores it
-    "What the fusion says of whole sentences."
+    words: np.ndarray,  # Word ids of n texts, one after the other [W]
+    starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]] [n + 1]
+) -> np.ndarray:        # Natural-log probabilities, with the end where the fusion scores it [n]
+    "The fusion's scores of whole sentences."
     texts = np.array([_history(scorer, words[a:b].tolist()) for a, b in zip(starts, starts[1:])], np.int32)
     _fuse(scorer, texts, texts)
     return _path_sums(scorer.histories.parent, scorer.histories.llm, texts) + scorer.trial.end(texts)

@@ -38,12 +38,12 @@ def parse_phonemes(
 
 # %% ../../nbs/decoding/09_phoneme_lists.ipynb #c009
 class PhonemeList(NamedTuple):
-    "What a model thinks of a trial."
+    "The most probable phoneme sequences of a trial, by a model, and its truth where that is known."
     sequences: list[tuple[int, ...]] # Class ids; all different, the most probable first
-    scores: np.ndarray               # Their natural-log probabilities
+    scores: np.ndarray               # Their natural-log probabilities [N]
     phonemes: tuple[int, ...] | None # The true sequence
     sentence: str | None             # The true sentence, normalised
-    fields: dict                     # What else the line says: session, block, trial, corpus
+    fields: dict                     # Other fields of the line: session, block, trial, corpus
 
 _READ_FIELDS = {'five_best', 'nbest', 'greedy', 'phonemes', 'sentence'}
 
@@ -63,7 +63,7 @@ def _scored(line: dict) -> list[tuple[str, float]]:
 def merge_equal(
     sequences: Sequence[tuple[int, ...]], # Class ids; some may be the same
     scores: Sequence[float],              # Natural-log probabilities
-) -> tuple[list[tuple[int, ...]], np.ndarray]: # Distinct sequences, the most probable first; their scores
+) -> tuple[list[tuple[int, ...]], np.ndarray]: # Distinct sequences, the most probable first; their scores [n]
     "Add the probabilities of equal sequences."
     total = {}
     for seq, score in zip(sequences, scores):
@@ -109,7 +109,7 @@ def read_phoneme_lists(
 _VOWELS = [i for i, p in enumerate(PHONEMES) if p[0] in 'AEIOU']
 
 def _substitution_costs() -> np.ndarray:
-    "What it costs to take one class for another [41, 41]."
+    "Costs of taking one class for another [41, 41]."
     kind = np.zeros(len(PHONEMES), int)
     kind[_VOWELS] = 1
     kind[SIL] = 2
@@ -152,17 +152,17 @@ def align_sequences(
 
 # %% ../../nbs/decoding/09_phoneme_lists.ipynb #c018
 class Network(NamedTuple):
-    "A list of sequences, laid over each other."
+    "A list of sequences, aligned with the most probable one."
     spine: np.ndarray  # Classes of the most probable sequence [n]
     slots: np.ndarray  # Probability of each class, or of none (0), in each slot [n, 41]
-    gaps: np.ndarray   # The same for what stands before each slot, and at the end [n + 1, 41]
-    scores: np.ndarray # Natural-log probabilities of the sequences
+    gaps: np.ndarray   # The same before each slot, and at the end [n + 1, 41]
+    scores: np.ndarray # Natural-log probabilities of the sequences [N]
 
 def phoneme_network(
     sequences: Sequence[tuple[int, ...]], # Class ids; all different, the most probable first
-    scores: np.ndarray,                   # Natural-log probabilities
+    scores: np.ndarray,                   # Natural-log probabilities [N]
 ) -> Network:
-    "The network that a list spans."
+    "The confusion network of a list (Mangu et al., 2000)."
     spine = np.array(sequences[0], np.int64)
     n = len(spine)
     slots = np.zeros((n, len(PHONEMES)))

@@ -29,7 +29,7 @@ from ..reading import parse_json, read_text
 
 # %% ../../nbs/decoding/12_tuning.ipynb #c006
 class SearchWeights(NamedTuple):
-    "What the search multiplies scores by: arguments of `LexiconBeamDecoder`."
+    "Weights of the search's scores: arguments of `LexiconBeamDecoder`."
     acoustic_scale: float
     lm_weight: float
     blank_penalty: float
@@ -110,7 +110,7 @@ Point = tuple[int, ...] # Place in the grid
 def _best_point(
     errors: np.ndarray,     # Word errors at each point
     start: Point,           # Where tuning started
-    candidates: np.ndarray, # Which points can be chosen, the start among them
+    candidates: np.ndarray, # Points that can be chosen, the start among them
 ) -> Point:
     "The point with the fewest errors around it, among those with no more errors than the start; ties: the nearest one."
     allowed = candidates & (errors <= errors[start])
@@ -127,7 +127,7 @@ class OutOfTime(RuntimeError):
     "There is no time to tune weights and decode with them."
 
 class _Clock:
-    "Whether there is time for further searches."
+    "The time that is left for further searches."
     def __init__(self,
         left: Callable[[], float], # Seconds that are left; infinite: there is no hurry
         n_trials: int,             # That are tuned on
@@ -181,7 +181,7 @@ class _Searches:
         return SearchWeights(*(float(values[i]) for values, i in zip(self.grid.values(), point)))
 
     def near(self) -> np.ndarray:
-        "Which points are at most one step, along each axis, from one that was searched [S, L, B, W]."
+        "Points that are at most one step, along each axis, from one that was searched [S, L, B, W] bool."
         mask = np.zeros(self.table.shape[1:], bool)
         for point in self.found: mask[tuple(slice(max(0, i - 1), i + 2) for i in point)] = True
         return mask
@@ -225,7 +225,7 @@ class _Searches:
 # %% ../../nbs/decoding/12_tuning.ipynb #c024
 @dataclass(frozen=True)
 class Tuning:
-    "What `tune_search` found."
+    "The result of `tune_search`."
     start: SearchWeights
     candidate: SearchWeights   # With the fewest errors on all trials
     folds: tuple[SearchWeights, ...] # With the fewest errors on the trials outside of each fold
@@ -290,7 +290,7 @@ def _best_searched(searches: _Searches, start: Point, part: np.ndarray) -> Point
 def _choose(
     searches: _Searches,
     start: Point,
-    parts: Sequence[np.ndarray],  # Which trials belong to each part [n] bool
+    parts: Sequence[np.ndarray],  # Trials that belong to each part [n] bool
     count: Callable[[], object],  # Called after each search
 ) -> list[Point]:
     "The best point for each part of the trials: what seems best is searched, until all of it has been."
@@ -319,8 +319,9 @@ def tune_search(
     n_jobs: int = 0,                 # Cores to use; 0 means all
     progress: bool = True,           # Whether to show a progress bar
 ) -> Tuning:
-    """Weights with the fewest word errors, deterministically. Raises `OutOfTime` where the time does not suffice, and
-    `ValueError` for trials that cannot be used."""
+    """Weights with the fewest word errors, deterministically: minimum error rate training (Och, 2003) on a grid.
+
+    Raises `OutOfTime` where the time does not suffice, and `ValueError` for trials that cannot be used."""
     if len(log_probs) != len(references) or not len(references):
         raise ValueError(f'found {len(log_probs)} trials and {len(references)} references, expected one reference for '
                          'each trial, and at least one trial')
@@ -383,7 +384,7 @@ def reason_not_to_tune(
     cfg: DecodeConfig, # The run's `decode` group
     n_trials: int,     # Validation trials with a sentence and log-probabilities
 ) -> str:
-    "Why the configured weights are used as they are; empty where they are to be tuned."
+    "The reason why configured weights are used as they are; empty where they are to be tuned."
     given = given_weights(cfg)
     if not cfg.tune: return 'decode.tune is false'
     if all(len(values) == 1 for values in weight_grid(SearchWeights(0.8, 1, 1, 0), given).values()):
@@ -396,13 +397,13 @@ def write_tuning(
     path: str | Path, # JSON file to write
     tuning: Tuning,
 ) -> None:
-    "Write what was found, whole or not at all."
+    "Write a result, whole or not at all."
     write_whole(path, json.dumps(asdict(tuning)))
 
 def read_tuning(
     path: str | Path, # From `write_tuning`
 ) -> Tuning:
-    "What was found; raises `ValueError` that names the file where it holds nothing of the kind."
+    "A result of `tune_search`; raises `ValueError` that names the file where it holds none."
     try:
         values = parse_json(read_text(path))
         for name in ('start', 'candidate'): values[name] = SearchWeights(*values[name])

@@ -42,9 +42,9 @@ STATE = np.dtype([('backoff', np.float32), ('suffix', np.int32)])
 
 class Arrays(NamedTuple):
     "The arrays of an `Automaton`. Scores are log10 in float32, as in the ARPA file; state 0 is the empty context."
-    arcs: np.ndarray   # Hash table: state · 2^32 + word -> log_prob, next state
-    first: np.ndarray  # The arcs of the empty context, by word
-    states: np.ndarray # Backoff weight and suffix of each state
+    arcs: np.ndarray   # Hash table: state · 2^32 + word -> log_prob, next state [A]
+    first: np.ndarray  # The arcs of the empty context, by word [V]
+    states: np.ndarray # Backoff weight and suffix of each state [S]
 
 def _empty_table(n: int) -> np.ndarray:
     "A hash table for n arcs."
@@ -358,7 +358,7 @@ def _load_cached(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 # %% ../../nbs/lm/07_automaton.ipynb #c027
 class Automaton:
-    "An n-gram model as arrays."
+    "An n-gram model with backoff (Katz, 1987) as arrays: a hash table of arcs, as in KenLM (Heafield, 2011)."
     MIN_CACHED_BYTES = 1 << 22 # Size of an ARPA file from which on its arrays are kept; smaller ones are read at once
 
     def __init__(self,

@@ -23,7 +23,7 @@ class BackoffTable(NamedTuple):
     backoff: np.ndarray # Backoff weight α of the n-gram as a context [M] float64
 
 class BackoffModel(NamedTuple):
-    "A backoff model; every context and every suffix of its n-grams is in it."
+    "A backoff model (Katz, 1987); every context and every suffix of its n-grams is in it."
     words: list[str]           # Word of each id
     tables: list[BackoffTable] # n-grams per order, unigrams first
 

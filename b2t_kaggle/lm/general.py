@@ -42,10 +42,10 @@ class Mixture(NamedTuple):
     "A general model and models of texts, interpolated."
     lm: Automaton      # The mixture
     fits: pd.DataFrame # Weight, and perplexity and unknown words on the development text: each model, and all mixed
-    note: str          # How the weights were found
+    note: str          # The way in which the weights were found
 
 def _weights(probs: np.ndarray, n_words: int) -> tuple[np.ndarray, str]:
-    "Weights of models from the probabilities of `n_words` words [N, M], and how they were found."
+    "Weights of models from the probabilities of `n_words` words [N, M], and the way in which they were found."
     if n_words >= MIN_DEV_WORDS: return interpolation_weights(probs), f'Weights tuned on {n_words:,} words of val.'
     n = probs.shape[1]
     return np.full(n, 1/n), (f'Equal weights: val has {n_words:,} words with labels, fewer than the {MIN_DEV_WORDS} '

@@ -34,7 +34,9 @@ def interpolation_weights(
     steps: int = 1000,       # At most so many steps
     tolerance: float = 1e-6, # Stop where no weight changes by more
 ) -> np.ndarray:             # Weights λ [M], their sum 1
-    """The weights of a linear interpolation that make a text most likely, by expectation-maximisation.
+    """The weights of a linear interpolation that make a text most likely (Jelinek and Mercer, 1980).
+
+    They are found by expectation-maximisation.
 
     Raises `ValueError` where no model knows a word."""
     probs = probs[probs.any(axis=1)]

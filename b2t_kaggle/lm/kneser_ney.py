@@ -130,7 +130,7 @@ FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5) # lmplz's, for text too small or too artifi
 def _discounts(adjusted: np.ndarray, last: int | None) -> tuple[np.ndarray, bool]:
     """Discounts for adjusted counts 0, 1, 2 and 3 or more [4], eq. 26 of Chen and Goodman (1998).
 
-    The second result is whether they had to be the fallback. `last` replaces the last count."""
+    The second result is true where they had to be the fallback. `last` replaces the last count."""
     adjusted = adjusted.copy()
     if last is not None: adjusted[-1] = last
     n = np.bincount(np.minimum(adjusted, 5), minlength=6)[:5].astype(float)
@@ -168,7 +168,7 @@ def kneser_ney(
     tables: list[CountTable], # From `count_ngrams`
     keep: list[np.ndarray],   # From `select_ngrams`, per order [M] bool
 ) -> Iterator[Estimate]:      # One at a time, unigrams first
-    "Interpolated modified Kneser-Ney estimates (Chen and Goodman 1998) of all orders."
+    """Interpolated modified Kneser-Ney estimates of all orders (Chen and Goodman, 1998; Heafield et al., 2013)."""
     lower = np.ones(1) # Probabilities of the order below; below unigrams there is only the empty context
     estimate: Estimate | None = None # And its estimate, without backoffs
     last_plain = True  # lmplz enters the very last n-gram of an order with its plain count

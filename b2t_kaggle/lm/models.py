@@ -22,7 +22,7 @@ from ..files import format_size, sha256, user_cache, write_whole
 class PublicModel:
     "An n-gram model that somebody offers, as a gzipped ARPA file."
     name: str
-    page: str    # What its authors say of it
+    page: str    # Address of its authors' description
     link: str    # Pattern of the file's name among the links of that page; or its address
     size: int    # Of the gzipped file, about [bytes]
     order: int

@@ -96,7 +96,7 @@ def _load_problem(path: Path, message: str) -> str:
 class NGram:
     "An n-gram model in KenLM. Scores are natural logs. Words are given in lower case; the model may have capitals."
     def __init__(self,
-        queries: Queries | QueryProcess, # What answers; `NGram.load` begins it
+        queries: Queries | QueryProcess, # To its model; `NGram.load` begins them
         path: str | Path,                # Where the model came from
     ):
         self.queries = queries

@@ -17,7 +17,7 @@ from .backoff import BackoffModel, backoff_mass, from_arpa, renormalize, write_b
 def removal_costs(
     model: BackoffModel, # The model
 ) -> list[np.ndarray]:   # Relative entropy D in nats of removing each n-gram, per order [M]; infinite for unigrams
-    "The relative entropy between the model and the one without an n-gram, for each n-gram (Stolcke 1998)."
+    "The relative entropy between the model and the one without an n-gram, for each n-gram (Stolcke, 1998)."
     unigrams = model.tables[0]
     history = unigrams.prob.copy() # p(h) of the n-grams of the order below
     history[model.words.index('<s>')] = 1 # Every sentence begins
@@ -41,7 +41,7 @@ def prune_ngram(
     out_path: str | Path, # ARPA file to write; .gz is compressed
     threshold: float,     # Remove an n-gram that raises the perplexity by a smaller share, such as 1e-8
 ) -> Path:                # `out_path`
-    """Prune an n-gram model by relative entropy (Stolcke 1998).
+    """Prune an n-gram model by relative entropy (Stolcke, 1998).
 
     Raises `ValueError` for an impossible threshold, `ArpaError` that names file and line."""
     if not threshold >= 0: raise ValueError(f'threshold is {threshold}, expected 0 or more')

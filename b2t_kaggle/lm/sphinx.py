@@ -169,7 +169,7 @@ class SphinxModel(NamedTuple):
     arpa: Arpa                # The model; words are normalised
     left_out: list[str]       # Words that are not in it
     unreachable: int          # n-grams of the file that stand below no other
-    licence: str | None       # What came with the file
+    licence: str | None       # The text that came with the file
 
 _LOG10 = math.log10(1.0001)
 

@@ -122,7 +122,7 @@ def minimum_bayes_risk(
     c: Candidates,
     p: np.ndarray, # Probability of each sentence [N]
 ) -> str:
-    "The candidate with the fewest expected word errors (Stolcke et al., 1997); the first among equals."
+    "The candidate with the fewest expected word errors (Goel and Byrne, 2000); the first among equals."
     return c.texts[int(np.argmin((c.distance @ p).round(9)))] if c.texts else ''
 
 def rover(
