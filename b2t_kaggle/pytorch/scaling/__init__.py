@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ActivationDropoutAndLinear', 'Balancer', 'BiasNorm', 'Dropout2', 'Dropout3', 'FloatLike', 'PiecewiseLinear',
-           'ScaleGrad', 'ScaledConv1d', 'ScaledConv2d', 'ScaledLinear', 'ScheduledFloat', 'SwooshL', 'SwooshR',
-           'Whiten', 'bernoulli', 'convert_num_channels', 'keep_mask', 'limit_param_value', 'load_training_state',
-           'penalize_abs_values_gt', 'set_batch_count', 'softmax', 'training_state', 'value_of']
+           'ScaleGrad', 'ScaledConv2d', 'ScaledLinear', 'ScheduledFloat', 'SwooshL', 'SwooshR', 'Whiten', 'bernoulli',
+           'convert_num_channels', 'keep_mask', 'limit_param_value', 'load_training_state', 'penalize_abs_values_gt',
+           'set_batch_count', 'softmax', 'training_state', 'value_of']
 
 # %% ../../../nbs/pytorch/scaling/09_scaling.ipynb #c003
 from .activations import SwooshL, SwooshR
@@ -23,7 +23,6 @@ from b2t_kaggle.pytorch.scaling.linear import (
     ActivationDropoutAndLinear,
     Dropout2,
     Dropout3,
-    ScaledConv1d,
     ScaledConv2d,
     ScaledLinear,
 )
@@ -33,6 +32,6 @@ from .whiten import Whiten, load_training_state, training_state
 
 # %% ../../../nbs/pytorch/scaling/09_scaling.ipynb #c004
 _all_ = ['ActivationDropoutAndLinear', 'Balancer', 'BiasNorm', 'Dropout2', 'Dropout3', 'FloatLike',
-         'PiecewiseLinear', 'ScaleGrad', 'ScaledConv1d', 'ScaledConv2d', 'ScaledLinear', 'ScheduledFloat', 'SwooshL',
-         'SwooshR', 'Whiten', 'bernoulli', 'convert_num_channels', 'keep_mask', 'limit_param_value',
+         'PiecewiseLinear', 'ScaleGrad', 'ScaledConv2d', 'ScaledLinear', 'ScheduledFloat', 'SwooshL', 'SwooshR',
+         'Whiten', 'bernoulli', 'convert_num_channels', 'keep_mask', 'limit_param_value',
          'load_training_state', 'penalize_abs_values_gt', 'set_batch_count', 'softmax', 'training_state', 'value_of']
