@@ -1,23 +1,20 @@
-"Alignment, minimum Bayes risk and ROVER against definitions and brute force; the bootstrap; cross-validation."
+"Alignment, minimum Bayes risk and ROVER against definitions and brute force; the bootstrap."
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
+from b2t_kaggle.bootstrap import bootstrap_difference
 from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.rescoring.combine import (
     Combination,
-    _grid,
-    bootstrap_difference,
     candidates,
     combine,
     combine_trial,
-    cross_validate_combination,
     minimum_bayes_risk,
     posterior,
     rover,
-    tune_combination,
     word_network,
 )
 
@@ -100,38 +97,6 @@ def test_independent_systems_correct_each_other():
     votes = combine(systems, Combination('rover'))
     assert wer(references, votes) < 0.7*min(alone)
     assert bootstrap_difference(references, [h.text for h, in systems[0]], votes).high < 0
-
-
-def test_tuning_prefers_the_better_system():
-    systems, references = simulated(60, 1, (0.5, 0.02))
-    combination = tune_combination(systems, references)
-    assert combination.weights[1] > combination.weights[0]
-    assert wer(references, combine(systems, combination)) <= wer(references, [h.text for h, in systems[1]])
-
-
-def test_all_ways_to_share_out_quarters_among_few_systems():
-    shares = {c.weights for c in _grid(3)}
-    quarters = {(a/4, b/4, (4 - a - b)/4) for a in range(5) for b in range(5 - a)}
-    assert shares == {(1., 1., 1.)} | quarters # Three systems cannot share four quarters alike
-    assert {c.weights for c in _grid(2)} == {(1., 1.), (0., 1.), (0.25, 0.75), (0.75, 0.25), (1., 0.)}
-
-
-def test_ten_systems_weigh_the_same():
-    systems, references = simulated(20, 3, (0.3,)*10)
-    combination = tune_combination(systems, references)
-    assert combination.weights == (1.,)*10
-    assert wer(references, combine(systems, combination)) < min(wer(references, [h.text for h, in s]) for s in systems)
-
-
-def test_cross_validation_does_not_use_the_trial_itself():
-    systems, references = simulated(30, 2, (0.3, 0.3))
-    texts, chosen = cross_validate_combination(systems, references)
-    assert len(chosen) == 2
-    for i in (4, 7): assert texts[i] == combine([s[i:i + 1] for s in systems], chosen[i % 2])[0]
-    wrong = references.copy()
-    wrong[4] = 'something else entirely'
-    again, chosen_again = cross_validate_combination(systems, wrong)
-    assert chosen_again[0] == chosen[0] and again[4] == texts[4]
 
 
 def test_the_interval_is_the_normal_one_for_many_sentences():
