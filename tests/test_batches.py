@@ -22,7 +22,6 @@ from b2t_kaggle.data.batches import (
     evaluation_batches,
     fill_rows,
     longest_in_batches,
-    padding_table,
     prefetch,
 )
 
@@ -127,14 +126,6 @@ def test_a_rounded_length_is_used_wholly(t, size, stride):
 def test_a_batch_takes_the_smallest_bucket_that_holds_it():
     assert [bucket_of(t, [14, 18, 30]) for t in (1, 14, 15, 18, 30)] == [14, 14, 18, 18, 30]
     with pytest.raises(ValueError, match='31 bins is longer than the longest bucket, 30'): bucket_of(31, [14, 30])
-
-
-def test_padding_is_counted():
-    n_bins = np.array([10, 14, 20, 30, 5])
-    buckets = [14, 30]
-    t = padding_table(n_bins, [np.array([0, 1]), np.array([2, 3]), np.array([4, -1])], buckets)
-    assert t.loc[14, ['batches', 'trials', 'rows', 'bins', 'padded_bins']].tolist() == [2, 3, 4, 29, 56]
-    assert t.loc['all', 'waste'] == 1 - (29 + 50)/(56 + 60)
 
 
 def store_of(lengths, n_features=8, dtype='float16', seed=0):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DayBalancedSampler', 'EpochSampler', 'evaluation_batches', 'choose_buckets', 'bucket_of', 'longest_in_batches',
-           'padding_table', 'fill_rows', 'Batch', 'Batcher', 'prefetch']
+           'fill_rows', 'Batch', 'Batcher', 'prefetch']
 
 # %% ../../nbs/data/04_batches.ipynb #c003
 import math
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -192,25 +191,6 @@ def longest_in_batches(
 ) -> np.ndarray:
     "Length [n_steps] of the longest trial in each of a sampler's batches."
     return np.array([n_bins[sampler.batch(i)].max() for i in range(n_steps)])
-
-# %% ../../nbs/data/04_batches.ipynb #c024
-def padding_table(
-    n_bins: np.ndarray,            # Length of each trial `[n]`
-    batches: Iterable[np.ndarray], # Trials of each batch; -1 for a row without a trial
-    buckets: Sequence[int],        # Ascending
-) -> pd.DataFrame: # For each bucket and in all: batches, trials, rows, bins, padded_bins, waste
-    "The costs of padding: for each bucket the share of the bins that is padding; the last row is the sum."
-    counts = []
-    for batch in batches:
-        trials = batch[batch >= 0]
-        if not len(trials): continue
-        lengths = n_bins[trials]
-        counts.append((bucket_of(lengths.max(), buckets), 1, len(trials), len(batch), lengths.sum()))
-    table = pd.DataFrame(counts, columns=['bucket', 'batches', 'trials', 'rows', 'bins'])
-    table['padded_bins'] = table['bucket']*table['rows']
-    table = table.groupby('bucket').sum()
-    table.loc['all'] = table.sum()
-    return table.assign(waste=1 - table.bins/table.padded_bins)
 
 # %% ../../nbs/data/04_batches.ipynb #c032
 @intrinsic

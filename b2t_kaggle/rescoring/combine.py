@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['word_network', 'Candidates', 'word_distances', 'candidates', 'Combination', 'posterior', 'minimum_bayes_risk',
-           'rover', 'combine_trial', 'combine', 'tune_combination', 'cross_validate_combination']
+           'rover', 'combine_trial', 'combine']
 
 # %% ../../nbs/rescoring/02_combine.ipynb #c003
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -16,9 +15,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 
-from ..bootstrap import bootstrap_difference as bootstrap_difference  # Benchmark 11 has it from here
 from ..decoding.nbest import Hypothesis
-from ..metrics import word_errors
 from ..phonemes import normalize_sentence
 
 # %% ../../nbs/rescoring/02_combine.ipynb #c008
@@ -144,62 +141,12 @@ def combine_trial(c: Candidates, combination: Combination) -> str:
     method = minimum_bayes_risk if combination.method == 'mbr' else rover
     return method(c, posterior(c, combination))
 
-def _all_candidates(systems) -> list[Candidates]:
-    "The candidates of each trial; raises `ValueError` where systems have different numbers of trials."
-    if len({len(s) for s in systems}) != 1:
-        sizes = ', '.join(str(len(s)) for s in systems) or 'no'
-        raise ValueError(f'systems have {sizes} trials, expected lists for the same trials')
-    return [candidates(lists) for lists in zip(*systems)]
-
 def combine(
     systems: Sequence[Sequence[Sequence[Hypothesis]]], # For each system, the n-best of each trial
     combination: Combination = Combination(),
 ) -> list[str]: # A sentence for each trial, normalised as the metric does
     "Combine systems; raises `ValueError` where they have different numbers of trials."
-    return [combine_trial(c, combination) for c in _all_candidates(systems)]
-
-# %% ../../nbs/rescoring/02_combine.ipynb #c022
-_TEMPERATURES = (0.3, 1., 2., 4., 8., np.inf)
-
-def _grid(n_systems: int, parts: int = 4) -> list[Combination]:
-    "Combinations in the order of preference: plain ones first. Of more than four systems all weigh the same."
-    n_parts = parts if n_systems <= 4 else 0
-    owners = itertools.combinations_with_replacement(range(n_systems), n_parts) # The system that gets each part
-    shares = [tuple(o.count(i)/parts for i in range(n_systems)) for o in owners]
-    weights = [(1.,)*n_systems, *(s for s in shares if len(set(s)) > 1)]
-    return [Combination(m, t, w) for w in weights for m in ('mbr', 'rover') for t in reversed(_TEMPERATURES)]
-
-def _edits(cs: Sequence[Candidates], references: Sequence[str], grid: Sequence[Combination]) -> np.ndarray:
-    "Word errors of each combination [G] on each trial [n]."
-    edits = np.zeros((len(grid), len(cs)), int)
-    for i, (c, reference) in enumerate(zip(cs, references, strict=True)):
-        if len(c.texts) > 1: texts = [combine_trial(c, combination) for combination in grid]
-        else: texts = [''.join(c.texts)]*len(grid)
-        distinct = list(dict.fromkeys(texts))
-        counts = word_errors([reference]*len(distinct), distinct)
-        edits_of = {text: count.edits for text, count in zip(distinct, counts)}
-        edits[:, i] = [edits_of[t] for t in texts]
-    return edits
-
-def tune_combination(
-    systems: Sequence[Sequence[Sequence[Hypothesis]]], # For each system, the n-best of each trial
-    references: Sequence[str],                         # The sentence of each trial
-) -> Combination:
-    """The combination of a grid with the fewest word errors; the plainest among equals.
-
-    More than four systems weigh all the same."""
-    grid = _grid(len(systems))
-    return grid[int(_edits(_all_candidates(systems), references, grid).sum(1).argmin())]
-
-def cross_validate_combination(
-    systems: Sequence[Sequence[Sequence[Hypothesis]]], # For each system, the n-best of each trial
-    references: Sequence[str],                         # The sentence of each trial
-    folds: int = 2,                                    # Trials go to the folds in turn
-) -> tuple[list[str], list[Combination]]:              # A sentence for each trial, and the choice without each fold
-    "Combine each trial in the way that the trials of the other folds choose, for an unbiased error rate."
-    cs = _all_candidates(systems)
-    grid = _grid(len(systems))
-    edits = _edits(cs, references, grid)
-    fold = np.arange(len(references)) % folds
-    chosen = [grid[int(edits[:, fold != k].sum(1).argmin())] for k in range(folds)]
-    return [combine_trial(c, chosen[k]) for c, k in zip(cs, fold)], chosen
+    if len({len(s) for s in systems}) != 1:
+        sizes = ', '.join(str(len(s)) for s in systems) or 'no'
+        raise ValueError(f'systems have {sizes} trials, expected lists for the same trials')
+    return [combine_trial(candidates(lists), combination) for lists in zip(*systems)]

@@ -4,22 +4,18 @@
 
 # %% auto #0
 __all__ = ['voter_weights', 'Correction', 'pivot', 'Proposals', 'proposals', 'corrected', 'Case', 'Prepared', 'fit_logistic',
-           'Corrector', 'Combined', 'learn', 'apply', 'vote', 'cross_validate', 'write_corrector', 'read_corrector']
+           'Corrector', 'Combined', 'learn', 'apply', 'vote', 'cross_validate']
 
 # %% ../../nbs/rescoring/08_corrections.ipynb #c002
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
-from ..files import write_whole
 from ..metrics import word_errors
 from ..phonemes import normalize_sentence
-from ..reading import parse_json, read_text
 from .combine import word_distances
 from .gate import Frequencies, LanguageModel
 from .hypotheses import Ballots, Entry, Hypotheses, ballots
@@ -258,7 +254,7 @@ def _best_ridge(x, y, fold: np.ndarray) -> float:
 # %% ../../nbs/rescoring/08_corrections.ipynb #c020
 @dataclass(frozen=True)
 class Corrector:
-    "What was learned from trials with references; `write_corrector` keeps it."
+    "What was learned from trials with references."
     voters: tuple[tuple[str, str, str], ...] # System, model and decoder of each
     weights: tuple[float, ...]               # Of each voter
     coefficients: dict[str, float]           # Of each feature as it is; log odds that a correction is right
@@ -397,23 +393,3 @@ def cross_validate(
         some = np.flatnonzero(fold == k)
         for i, result in zip(some, _apply(prepared, corrector, some)): combined[i] = result
     return combined
-
-# %% ../../nbs/rescoring/08_corrections.ipynb #c028
-def write_corrector(
-    path: str | Path, # JSON file to write
-    corrector: Corrector,
-) -> None:
-    "Write what was learned, whole or not at all."
-    write_whole(path, json.dumps(asdict(corrector), indent=1))
-
-def read_corrector(
-    path: str | Path, # From `write_corrector`
-) -> Corrector:
-    "What was learned; raises `ValueError` that names the file where it holds something else."
-    try:
-        values = parse_json(read_text(path))
-        values['voters'] = tuple(map(tuple, values['voters']))
-        for name in ('weights', 'certainty'): values[name] = tuple(values[name])
-        return Corrector(**values)
-    except (ValueError, TypeError, KeyError) as e:
-        raise ValueError(f'{path}: not what was learned about voters ({type(e).__name__}: {e}); learn again') from None

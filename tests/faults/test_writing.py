@@ -23,7 +23,6 @@ import torch
 from click.testing import CliRunner
 
 import b2t_kaggle
-from b2t_kaggle.audio.sound import write_wav
 from b2t_kaggle.cli import main
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
@@ -88,7 +87,6 @@ WRITERS = {
     'n-best': ('nbest_val.jsonl', lambda p: write_nbest(p, [[Hypothesis('how are you', -2., -4., 3, -6.)]]*200)),
     'submission': ('submission.csv', lambda p: write_submission(p, sentences(200))),
     'history': ('history.csv', write_history),
-    'sound': ('a.wav', lambda p: write_wav(p, np.zeros(LIMIT, 'float32'), 16_000)),
     'text': ('notes.txt', lambda p: write_whole(p, 'x'*2*LIMIT)),
     'folder': ('adapter', write_folder),
 }
