@@ -1,6 +1,8 @@
 """Words of the docstrings: they begin with a noun or a verb, give shapes of arrays and name the sources of methods."""
 import ast
+import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent/'b2t_kaggle'
@@ -227,3 +229,24 @@ def test_methods_name_their_source():
         authors, year = source.rsplit(' ', 1)
         if not re.search(rf'{re.escape(authors)},? \(?{year}\b', docs[name]): without.append(f'{name}: {source}')
     assert not without, '\n'.join(without)
+
+
+def prose_breaks(text):
+    "Lines of a Markdown paragraph or item, each with the line after it."
+    text = re.sub(r'```.*?```|\$\$.*?\$\$', '', text, flags=re.S)
+    other = re.compile(r'    |\s*([|#<>]|!\[|\[[^]]+\]: )|\s*$')
+    for line, following in pairwise(text.split('\n')):
+        is_item = re.match(r'\s*([-*+]|\d+\.)\s', following)
+        if not other.match(line) and not other.match(following) and not is_item: yield line, following
+
+
+def test_prose_is_not_broken_inside_a_clause():
+    "A line of less than 100 columns with room for the next word, within 120, ends a clause."
+    found = []
+    for path in sorted((PACKAGE.parent/'nbs').rglob('*.ipynb')):
+        cells = json.loads(path.read_text(encoding='utf-8'))['cells']
+        texts = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown']
+        found += [f'{path.stem}: {line}' for text in texts for line, following in prose_breaks(text)
+                  if len(line) < 100 and len(line) + 1 + len(following.split()[0]) <= 120
+                  and not re.search(r'[.:;!?,…)—–\\]["”’*_`)]*$|  $', line)]
+    assert not found, '\n'.join(found)
