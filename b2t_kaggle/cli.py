@@ -37,6 +37,7 @@ from .cli_types import FILE, FOLDER, OUT, OUTPUT, Choice, Group, refuse_options
 from b2t_kaggle.config import (
     PRESETS,
     Config,
+    Key,
     TrainConfig,
     config_fields,
     config_keys,
@@ -649,20 +650,26 @@ def _side_by_side(key: str, default, configs: dict[str, dict]) -> str:
     shown = ', '.join(f'{value} ({" and ".join(names)})' for value, names in owners.items())
     return shown or f'{_as_set(default)} (default)'
 
+def _facts_line(key: str, field: Key) -> str:
+    "The stages that read a key, and what is said of it on its field."
+    stages = [s.name for s in STAGES.values() if key in s.config or key.split('.')[0] in s.config]
+    return '; '.join([*([f'read by {", ".join(stages)}'] if stages else []), *map(str, field.facts)])
+
 @main.command()
 @click.argument('part', required=False)
 @click.option('--name', help='A run; its values are shown, too. Default: the run demo, if it is there.')
 @click.option('--preset', 'preset_', type=Choice(list(PRESETS)), help='A preset; its values are shown, too.')
 @OUT
 def keys(part, name, preset_, out):
-    """Every configuration key with its values in the presets demo and official, side by side, and what it means; PART
-    selects keys that contain it."""
+    """Every configuration key with its values in the presets demo and official, side by side, what it means,
+    which stages read it, and what may be done with it; PART selects keys that contain it."""
     configs = {source: flat_values(cfg) for source, cfg in _shown_configs(name, preset_, out).items()}
     known = config_fields()
     found = {key: field for key, field in known.items() if part is None or part in key}
     if not found: raise click.ClickException(as_called(f'no key contains {part!r}{near_keys(part, list(known))}'))
-    for key, (default, meaning) in found.items():
-        click.echo(f'{click.style(key, bold=True)} = {_side_by_side(key, default, configs)}\n    {meaning}')
+    for key, field in found.items():
+        click.echo(f'{click.style(key, bold=True)} = {_side_by_side(key, field.default, configs)}')
+        click.echo(f'    {field.description} [{_facts_line(key, field)}]')
 
 # %% ../nbs/17_cli.ipynb #c051
 @main.command()

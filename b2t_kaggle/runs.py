@@ -23,11 +23,12 @@ from pathlib import Path
 import b2t_kaggle
 from .advice import did_you_mean, plain_warnings
 from b2t_kaggle.config import (
-    MAY_CHANGE,
     SCHEMA,
     Config,
     changed_values,
     differing_values,
+    key_facts,
+    keys_with,
     load_config,
     preset,
     save_config,
@@ -44,6 +45,7 @@ from b2t_kaggle.files import (
 )
 from .locks import Lock, LockedError
 from .reading import parse_json, read_text
+from .schema import ChangesNothing, Fact, InputFile, MayChange
 from .stages import STAGES, PipelineError, code_cells, needs_of, notebook_path, plan, values_of
 from .training.budget import Deadline
 from .training.checkpoint_paths import BEST, REFIT, checkpoint_files, checkpoint_for
@@ -148,22 +150,21 @@ def _sha(value) -> str:
 # The version since which sessions are simulated and packed as they are now. A later one takes its place when that
 # changes: training on such data is another one
 _DATA_SINCE = '0.1.0'
-# May differ between two calls without making a finished stage out of date
-_NOT_IN_KEY = {'train.time_budget', 'train.accelerator', 'train.log', 'decode.n_jobs'}
-# Say where files are
-_PATHS = {'data.dataset_dir', 'train.init_checkpoint_path', 'infer.checkpoint', 'infer.logits', 'lm.path', 'lm.general',
-          'lm.texts', 'decode.llm', 'decode.llm_adapter', 'rescore.model', 'rescore.adapter',
-          'combine.sources', 'report.blocks', 'audio.targets', 'audio.language_model'}
-_FOLDERS_OR_NAMES = {'decode.llm', 'rescore.model', 'audio.language_model'}
 
-def _is_place(key: str, value) -> bool:
-    "Whether a configuration value only says where files are; an LLM may be a name on a hub instead."
-    return key in _PATHS and (key not in _FOLDERS_OR_NAMES or Path(value).is_dir())
+def _is_place(facts: Iterable[Fact], value) -> bool:
+    "Whether a configuration value only says where files are."
+    return any(isinstance(f, InputFile) and f.is_place(value) for f in facts)
 
-def _stage_values(name: str, cfg: Config, without: set[str]) -> dict:
+def _stage_values(
+    name: str,            # Stage
+    cfg: Config,
+    without: type[Fact],  # Values of which this is said do not count
+) -> dict:
     "Configuration values that a stage depends on, as far as they differ from their defaults."
     groups = values_of(name, cfg)
-    values = {k: v for k, v in changed_values(cfg, without).items() if not _is_place(k, v)}
+    facts = key_facts(cfg)
+    values = changed_values(cfg, keys_with(cfg, without))
+    values = {k: v for k, v in values.items() if not _is_place(facts.get(k, ()), v)}
     return dict(schema=SCHEMA) | {k: v for k, v in values.items() if k in groups or k.split('.')[0] in groups}
 
 # %% ../nbs/13_runs.ipynb #c013
@@ -298,7 +299,7 @@ class _Keyed(_Configured):
         def fingerprint_of(stage: str, earlier: dict[str, str]) -> str:
             data = STAGES[stage].shared and _DATA_SINCE
             files = [mark if stage == 'train' else mark[:2] for mark in self.marks(stage, sampled)]
-            values = _stage_values(stage, self.cfg, MAY_CHANGE | _NOT_IN_KEY)
+            values = _stage_values(stage, self.cfg, MayChange)
             return _sha([data, values, files, earlier])
         return self._hashes(name, fingerprint_of)
 
@@ -318,7 +319,7 @@ class _Keyed(_Configured):
         fingerprints = self._fingerprints(name, sampled)
         def key_of(stage: str, earlier: dict[str, str]) -> str:
             code = _sha(code_cells(stage))
-            values = _stage_values(stage, self.cfg, _NOT_IN_KEY)
+            values = _stage_values(stage, self.cfg, ChangesNothing)
             version = b2t_kaggle.__version__
             return _sha([fingerprints[stage], version, code, values, self.marks(stage, sampled), earlier])
         return self._hashes(name, key_of)[name]
@@ -340,7 +341,7 @@ class _Keyed(_Configured):
         sampled: bool = False, # With marks as older stamps have them
     ) -> dict:
         "What `key` is made of, with names, so that a stage can say what has changed."
-        values = _stage_values(name, self.cfg, _NOT_IN_KEY)
+        values = _stage_values(name, self.cfg, ChangesNothing)
         files = {label: mark for label, *mark in self.marks(name, sampled)}
         earlier = {n: self.key(n, sampled) for n in self._needs(name)}
         return dict(values=values, files=files, stages=earlier, code=_sha(code_cells(name)),

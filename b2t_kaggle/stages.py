@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import b2t_kaggle
-from .config import Config
+from .config import TRAINING_GROUPS, Config
 
 # %% ../nbs/12_stages.ipynb #c005
 class PipelineError(RuntimeError):
@@ -38,7 +38,7 @@ STAGES = {s.name: s for s in (
     Stage('simulate', 'simulate a participant, as official HDF5 sessions', ('simulate',), (), shared=True),
     Stage('check', 'list every problem of the session files', _CHECKED, ('simulate',), shared=True),
     Stage('pack', 'pack the sessions into memory-mapped stores', _PACKED, ('check',), shared=True),
-    Stage('train', 'train the acoustic model', ('data', 'model', 'augment', 'train', 'audio'), ('pack',),
+    Stage('train', 'train the acoustic model', TRAINING_GROUPS, ('pack',),
           keeps=45, keeps_for_llm=60),
     Stage('infer', 'log-probabilities of val and test', _INFERRED, ('pack', 'train'), keeps=25, keeps_for_llm=60),
     Stage('ensemble', 'given log-probabilities, averaged over models',

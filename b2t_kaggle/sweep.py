@@ -19,7 +19,16 @@ from typing import Any, get_args
 
 import pandas as pd
 
-from .config import MAY_CHANGE, Config, _parse, changed_values, config_keys, resolve_key, with_overrides
+from b2t_kaggle.config import (
+    TRAINING_GROUPS,
+    Config,
+    _parse,
+    changed_values,
+    config_keys,
+    keys_with,
+    resolve_key,
+    with_overrides,
+)
 from .devices.machine import detect
 from .devices.session import session_hours
 from .files import atomic_path
@@ -27,7 +36,7 @@ from .locks import Lock, LockedError
 from .metrics import percent
 from .pipeline import check_ready, run_stages
 from .runs import Run, StageRun
-from .schema import ConfigError
+from .schema import ChangesNothing, ConfigError, SameResult
 from .stages import PipelineError, plan
 from .training.budget import session
 from .training.pruning import TRIAL_VARIABLE, import_optuna, open_storage
@@ -119,9 +128,6 @@ def _is_whole(cfg: Config, key: str) -> bool:
     types = {field.annotation, *get_args(field.annotation)} if field else set()
     return int in types and float not in types
 
-# None of these changes what a trial finds
-_ELSEWHERE = MAY_CHANGE - {'train.num_training_batches', 'train.precision', 'data.dataset_dir'}
-
 def ranges_of(
     texts: Mapping[str, str], # From `split_ranges`
     cfg: Config,              # Whose fields they are
@@ -136,7 +142,7 @@ def ranges_of(
         full[name] = text
     if both := {resolve_key(key, keys) for key in fixed} & full.keys():
         raise ConfigError(f'{min(both)}: found a range and a value, expected one of them')
-    if vain := sorted(full.keys() & _ELSEWHERE):
+    if vain := sorted(full.keys() & keys_with(cfg, ChangesNothing, SameResult)):
         raise ConfigError(f'{vain[0]}={full[vain[0]]}: changes nothing that a trial finds, so it cannot be searched; '
                           'give one value, or a list in brackets')
     return {key: parse_range(text, _is_whole(cfg, key)) for key, text in full.items()}
@@ -208,13 +214,13 @@ class Sweep:
 
     def _check_same(self) -> None:
         "Raises `ConfigError` where the study was begun with other ranges, or around another configuration."
-        groups = ('simulate', 'data', 'model', 'augment', 'train', 'audio')
-        values = changed_values(self.run.cfg, without=_ELSEWHERE | set(self.ranges))
-        facts = {k: str(v) for k, v in values.items() if k.split('.')[0] in groups}
+        vain = keys_with(self.run.cfg, ChangesNothing, SameResult)
+        values = changed_values(self.run.cfg, without=vain | set(self.ranges))
+        facts = {k: str(v) for k, v in values.items() if k.split('.')[0] in ('simulate', *TRAINING_GROUPS)}
         facts |= {f'range of {k}': str(r) for k, r in self.ranges.items()}
         known = self.study.user_attrs.get('facts')
         if known is None or not self.study.trials: self.study.set_user_attr('facts', facts)
-        elif changed := [k for k in sorted(known | facts) if known.get(k) != facts.get(k)]:
+        elif changed := [k for k in sorted((known | facts).keys() - vain) if known.get(k) != facts.get(k)]:
             reasons = '; '.join(f'{k} was {known.get(k, "its default")}, is now {facts.get(k, "its default")}'
                                 for k in changed)
             raise ConfigError(f'the study {self.run.dir.name} was begun with other values: {reasons}. Restore them, or '

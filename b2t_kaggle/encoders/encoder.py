@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from ..advice import did_you_mean
 from ..reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
-from ..schema import ConfigError, Section, describe_errors
+from ..schema import FRAMEWORKS, ConfigError, Section, describe_errors
 
 # %% ../../nbs/encoders/00_encoder.ipynb #c006
 class EncoderConfig(Section):
@@ -82,13 +82,11 @@ class EncoderConfig(Section):
         return batch_size * (6 * n_bins * self.neural_dim + 3 * self.n_frames(n_bins) * self.n_classes)
 
 # %% ../../nbs/encoders/00_encoder.ipynb #c009
-_FRAMEWORKS = dict(pytorch='PyTorch', tensorflow='TensorFlow')
-
 def _room(framework: str) -> str:
     "A framework's package of models."
     return f'b2t_kaggle.{framework}.models'
 
-_ROOMS = ('b2t_kaggle.encoders', *map(_room, _FRAMEWORKS))
+_ROOMS = ('b2t_kaggle.encoders', *map(_room, FRAMEWORKS))
 _BASES = {'encoder'} # What is in these rooms and is no encoder
 
 def _modules(room: str) -> Iterator[str]:
@@ -111,7 +109,7 @@ def require_encoder(
     "Raises `ConfigError` for an encoder that a framework does not have; imports neither."
     known = encoders_in(framework)
     if name not in known:
-        raise ConfigError(f'model.name = {name}: {_FRAMEWORKS[framework]} has no such encoder, it has '
+        raise ConfigError(f'model.name = {name}: {FRAMEWORKS[framework]} has no such encoder, it has '
                           f'{", ".join(known)}')
 
 # %% ../../nbs/encoders/00_encoder.ipynb #c301

@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
-from ..config import Config
+from ..config import Config, TrainConfig
 from ..data.store import TrialStore
+from ..schema import Only, SameResult, facts_of
 from .augment import Augment
 from b2t_kaggle.tensorflow.checkpoint import (
     load_last,
@@ -113,17 +115,16 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> None:
         for name, v in variables.items(): v.assign(weights[name])
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c022
-_HAS = dict(optimizer=('adamw',), lr_scheduler_type=('cosine', 'linear', 'step'), cr_ctc=(0,), weight_average=(None,),
-            refit=(0,))
-
 def _refuse(cfg: Config) -> None:
-    "Raises `TrainingError` for a choice that TensorFlow does not have."
-    for field, choices in _HAS.items():
-        value = getattr(cfg.train, field)
-        if value in choices: continue
-        known = ', '.join(map(str, choices))
-        raise TrainingError(f'train.{field} = {value} is for PyTorch; TensorFlow has {known}. Set one of these, or '
-                            'train.framework=pytorch')
+    "Raises `TrainingError` for a value that TensorFlow does not have and that would change the result."
+    for name, field in TrainConfig.model_fields.items():
+        facts = facts_of(field)
+        value = getattr(cfg.train, name)
+        only = next((f for f in facts if isinstance(f, Only) and f.excludes('tensorflow', value, field.default)), None)
+        if only is None or any(isinstance(f, SameResult) for f in facts): continue
+        known = [c for c in get_args(field.annotation) if c != only.value] if only.value else [field.default]
+        raise TrainingError(f'train.{name} = {value} is for PyTorch; TensorFlow has {", ".join(map(str, known))}. Set '
+                            'one of these, or train.framework=pytorch')
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c024
 class Trainer(loop.Trainer):

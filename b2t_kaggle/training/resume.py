@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config import MAY_CHANGE, Config, changed_values, config_fields
+from ..config import TRAINING_GROUPS, Config, changed_values, config_fields, keys_with
 from ..data.store import TrialStore
+from ..schema import InputFile, MayChange
 from .recipe import TrainingError
 
 # %% ../../nbs/training/04_resume.ipynb #c005
@@ -22,9 +23,8 @@ def fingerprint(
     stores: dict[str, TrialStore | None], # By split
 ) -> dict[str, str]:
     "Everything that the weights depend on, as text by name."
-    groups = ('data', 'model', 'augment', 'train', 'audio', 'schema')
-    values = changed_values(cfg, without=MAY_CHANGE)
-    marks = {k: str(v) for k, v in values.items() if k.split('.')[0] in groups}
+    values = changed_values(cfg, without=keys_with(cfg, MayChange))
+    marks = {k: str(v) for k, v in values.items() if k.split('.')[0] in (*TRAINING_GROUPS, 'schema')}
     for split, store in stores.items():
         if store is None: continue
         trials = store.index[['session', 'key', 'n_bins', 'n_labels']].to_csv(index=False)
@@ -36,11 +36,11 @@ def _default(key: str) -> str:
     fields = config_fields()
     return str(fields[key][0]) if key in fields else 'unknown'
 
-# Of a path only the name counts: the data may lie elsewhere on another machine
-_PATHS = {'train.init_checkpoint_path', 'audio.targets', 'audio.language_model'}
-
 def _comparable(key: str, value: str | None) -> str | None:
-    return Path(value).name if key in _PATHS and value else value
+    "A value; of an input file the name, because it may lie elsewhere on another machine."
+    field = config_fields().get(key)
+    is_path = field and any(isinstance(fact, InputFile) for fact in field.facts)
+    return Path(value).name if is_path and value else value
 
 def check_same(
     old: dict[str, str], # `fingerprint` of the checkpoint

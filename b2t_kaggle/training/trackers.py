@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..config import Config
+from ..config import TRAINING_GROUPS, Config, flat_values
 from ..files import write_whole
 from ..reading import parse_json, read_text
 from .recipe import TrainingError
@@ -49,8 +49,7 @@ def tracked_values(
     cfg: Config, # The run's configuration
 ) -> dict[str, Any]:
     "The configuration of a training as trackers show it: `group.field`: value."
-    groups = cfg.model_dump(mode='json', include={'data', 'model', 'augment', 'train', 'audio'})
-    return {f'{g}.{k}': v for g, fields in groups.items() for k, v in fields.items()}
+    return {k: v for k, v in flat_values(cfg).items() if k.split('.')[0] in TRAINING_GROUPS}
 
 # %% ../../nbs/training/06_trackers.ipynb #c008
 class TensorBoardTracker(Tracker):
