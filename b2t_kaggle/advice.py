@@ -20,7 +20,7 @@ def command_name() -> str:
 def as_called(
     text: str, # Help, an error, or advice
 ) -> str:
-    "The same with the command as a user types it."
+    "A text in which `b2t` is the command as a user types it."
     return re.sub(r'(?<![\w/.-])(?<!kit )b2t (?=[a-z-])', f'{command_name()} ', text)
 
 # %% ../nbs/00_advice.ipynb #c008
@@ -37,10 +37,10 @@ def plain_warnings() -> None:
     warnings.formatwarning = _warning_line
 
 def warn_of(
-    found: Sequence[str], # What is odd, but usable
-    n: int = 5,           # Said one by one
+    found: Sequence[str], # Faults that do not prevent use
+    n: int = 5,           # Warnings of their own
 ) -> None:
-    "A warning for each, up to `n`, and one for the others."
+    "Warn of each, up to `n`, and once of the others."
     for message in found[:n]: warnings.warn(message, stacklevel=2)
     if len(found) > n: warnings.warn(f'and {len(found) - n} more, in the record of this stage', stacklevel=2)
 
@@ -65,7 +65,7 @@ def near_names(
 def did_you_mean(
     word: str,            # As a user wrote it
     known: Iterable[str], # Names that exist
-    otherwise: str = '',  # What to say where none is near
+    otherwise: str = '',  # Said where none is near
 ) -> str:
     "The end of an error about a name that does not exist, from its semicolon on."
     near = near_names(word, known)

@@ -192,7 +192,7 @@ def _check_trials(a: str, b: str, ours: pd.DataFrame, theirs: pd.DataFrame) -> N
 def same_trials(
     results: Mapping[str, pd.DataFrame], # By the system's name
 ) -> dict[str, pd.DataFrame]:            # In the order of the first one
-    """The same tables with their trials in one order, and with what any of them knows of a trial.
+    """The same tables with their trials in one order, and with all facts that any of them has of a trial.
 
     Raises `ValueError` that names the systems and a trial where they are not about the same ones."""
     first, *others = results

@@ -59,10 +59,10 @@ def greedy(
 _FLOOR = -1e4     # Log-probability that stands for all lower ones
 _TOLERANCE = 0.02 # A row's log-sum may be off by this: half precision
 
-_FINE, _NOT_A_NUMBER, _ALL_ZERO, _WRONG_SUM = range(4) # What may be wrong with a frame
+_FINE, _NOT_A_NUMBER, _ALL_ZERO, _WRONG_SUM = range(4) # Faults of a frame
 
 def _first_fault(x: np.ndarray) -> tuple[int, int]:
-    "The first frame of [T', K] in which something is wrong, and what; `_FINE` if there is none."
+    "The first frame of [T', K] with a fault, and the fault; `_FINE` if there is none."
     top = x.max(axis=1) # NaN where there is one
     with np.errstate(invalid='ignore'): sums = top + np.log(np.exp(x - top[:, None]).sum(axis=1))
     faults = np.where(np.abs(sums) > _TOLERANCE, _WRONG_SUM, _FINE)

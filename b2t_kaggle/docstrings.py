@@ -33,7 +33,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, comments: dict
     return found
 
 def _describe(function: Callable, parameters: dict[str, str]) -> None:
-    "Add them to a docstring, once."
+    "Add the comments of parameters to a docstring, once."
     if not parameters or '\n\nParameters:\n' in (function.__doc__ or ''): return
     width = max(map(len, parameters))
     rows = [f'    {name:{width}}  {text}' for name, text in parameters.items()]

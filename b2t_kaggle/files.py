@@ -29,7 +29,7 @@ from pathlib import Path, PureWindowsPath
 # %% ../nbs/00_files.ipynb #c008
 @cache
 def _place() -> str:
-    "A short hash of what process numbers count in: a machine since its start, and a container on it."
+    "A short hash of the machine since its start, and of the container on it, in which process numbers are unique."
     try: facts = Path('/proc/sys/kernel/random/boot_id').read_text(), os.readlink('/proc/self/ns/pid')
     except OSError: facts = (platform.node(),)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
@@ -41,7 +41,7 @@ def _process(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 def _owner(pid: int | None = None) -> str:
-    "Identifies a process, none means this one: place, number and beginning."
+    "A name of a process, none means this one: place, number and beginning."
     pid = pid or os.getpid()
     return f'{_place()}-{pid}-{_process(pid)[1]}'
 
@@ -70,7 +70,7 @@ def _is_own(found: os.stat_result) -> bool:
     return not hasattr(os, 'geteuid') or found.st_uid == os.geteuid()
 
 def _put_back(path: Path, target: Path) -> None:
-    "The folder that a temporary folder was to replace goes back to where it was."
+    "Move the folder that a temporary one was to replace back to its place."
     if not hasattr(os, 'O_DIRECTORY'): # Windows opens no folders, and a link takes a right of its own there
         if stat.S_ISDIR((path/'old').lstat().st_mode): os.replace(path/'old', target)
         return
@@ -172,9 +172,9 @@ _KINDS = {stat.S_IFREG: 'a file', stat.S_IFDIR: 'a folder', stat.S_IFIFO: 'a pip
 
 def check_output(
     path: str | Path,         # That is to be written, or replaced
-    is_folder: bool = False,  # What it is to be
+    is_folder: bool = False,  # Whether it is to be a folder
 ) -> None:
-    "Raise `WriteError` where there is something else than a file, or a folder."
+    "Raise `WriteError` where something of the other kind is there."
     expected = 'a folder' if is_folder else 'a file'
     try: kind = _KINDS[stat.S_IFMT(os.stat(path).st_mode)]
     except OSError: return # Nothing is there, or the writer will say what is wrong
@@ -184,7 +184,7 @@ def check_output(
 # %% ../nbs/00_files.ipynb #c020
 @contextmanager
 def _explained(path: Path, scratch: Path) -> Iterator[None]:
-    "Errors of writing become a `WriteError` about `path`; others stay what they are."
+    "Turn errors of writing into a `WriteError` about `path`; leave others as they are."
     try: yield
     except Exception as e:
         if isinstance(e, WriteError) and not str(e).startswith(f'{scratch}: '): raise # Of a file that this one needs
@@ -200,7 +200,7 @@ def _unknown(folder: Path) -> str:
 def atomic_path(
     path: str | Path,           # The file to be; its folder is made where it is missing
     durable: bool = False,      # Wait until the disk has the contents, so that they survive a power cut too
-    suffix: str | None = None,  # What follows `.tmp` in the temporary name; none means the suffixes of `path`
+    suffix: str | None = None,  # End of the temporary name, behind `.tmp`; none means the suffixes of `path`
 ) -> Iterator[Path]:
     """A temporary name beside `path`, which becomes `path` at the end of the block, or is removed if the block raises.
 
@@ -311,9 +311,9 @@ def file_state(
 @contextmanager
 def unchanged(
     paths: Iterable[str | Path], # Files that the block reads
-    purpose: str,                # What it does with them, such as `packed`
+    purpose: str,                # Its verb for the error, such as `packed`
 ) -> Iterator[None]:
-    "Raises `ChangedError` where a file changes in the block; an error of the block is probably a consequence, then."
+    "Raise `ChangedError` where a file changes in the block; an error of the block is probably a consequence, then."
     before = {path: file_state(path) for path in map(Path, paths)}
     def check(error: Exception | None = None):
         for path, state in before.items():
@@ -361,11 +361,11 @@ def _size_limit() -> int | None:
 
 def require_space(
     folder: str | Path, # Where something is to be written
-    n_bytes: int,       # How much
-    purpose: str,       # What it is, for the error
-    largest: int = 0,   # How much of it in one file, as far as that is known
+    n_bytes: int,       # Its size
+    purpose: str,       # Its name, for the error
+    largest: int = 0,   # Size of its largest file, as far as that is known
 ) -> None:
-    "Raises `WriteError` that says what is missing where a disk has less room, or files may not grow so large."
+    "Raise `WriteError` that says what is missing where a disk has less room, or files may not grow so large."
     limit = _size_limit()
     if limit is not None and limit < largest:
         raise WriteError(f'{folder}: files of this process may grow to {format_size(limit)} (ulimit -f), expected at '

@@ -44,7 +44,7 @@ _ABOUT_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS) # Of writi
 def explain_error(
     error: BaseException, # That ends a program
 ) -> str:
-    "The text of an error; where it is one of the system's, which limit it is and what to do."
+    "The text of an error; where a limit of the system caused it, that limit and what to do."
     text = str(error)
     if isinstance(error, WriteError): return text
     if isinstance(error, OSError) and error.errno in _ABOUT_DISKS and error.filename:

@@ -127,7 +127,7 @@ class LogitStore:
         stores: Sequence['LogitStore'], # Of the same split; one for each model
         path: str | Path | None = None, # File to write; none: a file without a name, which ends with the store
         mean: Literal['log_prob', 'prob'] = 'log_prob', # Geometric or arithmetic mean of the probabilities
-        weights: Sequence[float] | None = None, # How much each counts; none: all alike
+        weights: Sequence[float] | None = None, # Of each; none: all alike
     ) -> 'LogitStore':
         "The average of several models: see `average_stores`."
         return average_stores(stores, path, mean, weights)
@@ -252,7 +252,7 @@ def average_stores(
     stores: Sequence[LogitStore],   # Of the same split; one for each model
     path: str | Path | None = None, # File to write; none: a file without a name, which ends with the store
     mean: Literal['log_prob', 'prob'] = 'log_prob', # Geometric or arithmetic mean of the probabilities
-    weights: Sequence | None = None, # How much each counts, or that for each trial; none: all alike
+    weights: Sequence | None = None, # Of each, or of each in each trial; none: all alike
 ) -> LogitStore:
     """The average of several models, normalised; frames of slower models are aligned with the fastest one's. Raises
     `LogitError` for stores with other trials or classes, or frames that cannot be aligned."""
@@ -361,7 +361,7 @@ def _rows(index: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
     return list(table.where(table.notna(), None).itertuples(index=False, name=None))
 
 def _difference_of_trials(ours: list[tuple], theirs: list[tuple]) -> str:
-    "In what two lists of (session, key) differ."
+    "The difference of two lists of (session, key), as a clause."
     known = set(ours)
     extra = [t for t in theirs if t not in known]
     found = set(theirs)

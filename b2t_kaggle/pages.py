@@ -120,7 +120,7 @@ def _drawn(fig, panel, label: str) -> str:
 
 def figure(
     fig,        # matplotlib's
-    label: str, # What it shows, for those who do not see it; another one for each figure of a page
+    label: str, # A description for those who do not see it; another one for each figure of a page
 ) -> str:
     "A figure as SVG whose text is text, one for each of its panels, which stack on a phone; the figure is closed."
     import matplotlib.pyplot as plt
@@ -196,7 +196,7 @@ def data_frame(
     return _own_table(frame.to_html())
 
 def _headings(head: str, numeric: list[bool]) -> str:
-    "Those of numbers stand on the right, and break behind underscores where there is no room."
+    "Headings as HTML: those of numbers on the right, broken behind underscores where there is no room."
     def cells(row):
         n_names = row[0].count('<th') - len(numeric) # Those of the index have no column of cells
         kinds = iter(['']*n_names + [' class="number"' if right else '' for right in numeric])

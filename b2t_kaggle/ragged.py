@@ -171,7 +171,7 @@ class RaggedWriter:
         dtype: str | np.dtype,            # Stored type of the values
         item_shape: tuple[int, ...] = (), # Shape of an array without its first axis
         schema: pa.Schema | None = None,  # Columns of the index
-        kind: str = 'arrays',             # What the arrays are; a reader may insist on it
+        kind: str = 'arrays',             # Their kind; a reader may insist on it
         metadata: dict | None = None,     # Anything that JSON can hold
         chunk_bytes: int = 64 << 20,      # Values in memory at a time
     ):
@@ -342,7 +342,7 @@ class Ragged:
     "Many arrays `[n, *item_shape]` of one type in one memory-mapped file; `[i]` is a read-only view of the i-th."
     def __init__(self,
         path: str | Path,        # File that a `RaggedWriter` made
-        kind: str | None = None, # What the arrays must be; none takes any
+        kind: str | None = None, # That the arrays must have; none takes any
     ):
         self.path = Path(path)
         self._state = file_state(self.path)
@@ -409,7 +409,7 @@ def write_ragged(
     path: str | Path,                  # File to write
     arrays: Iterable[np.ndarray],      # [n, *item_shape] each, consumed one at a time; the first decides type and shape
     index: pd.DataFrame | None = None, # One row for each array
-    kind: str = 'arrays',              # What the arrays are
+    kind: str = 'arrays',              # Kind of the arrays
     metadata: dict | None = None,      # Anything that JSON can hold
 ) -> Ragged:
     "Write arrays with their index; raises `RaggedError` without arrays, or with another number of rows of the index."

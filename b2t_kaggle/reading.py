@@ -48,7 +48,7 @@ _SPECIAL = {stat.S_IFIFO: 'a pipe', stat.S_IFSOCK: 'a socket', stat.S_IFCHR: 'a 
 def check_is_file(
     path: str | Path, # Something that exists, or nothing
 ) -> None:
-    "Raise `ReadError` for a pipe, a socket or a device; whatever is missing or a folder is left to who opens it."
+    "Raise `ReadError` for a pipe, a socket or a device; a folder, or nothing, is left to the code that opens it."
     path = Path(path)
     kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
     if kind: raise ReadError(f'{path}: found {kind}, expected a file; remove it, or give another')
@@ -127,7 +127,7 @@ def is_finite_number(value) -> bool:
 
 # %% ../nbs/00_reading.ipynb #c017
 class _Loader(yaml.SafeLoader):
-    "PyYAML's safe loader, which counts."
+    "PyYAML's safe loader with limits of depth and of the number of values."
     def __init__(self, text: str):
         super().__init__(text)
         self._depth = 0

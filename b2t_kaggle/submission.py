@@ -37,7 +37,7 @@ def check_order(
     return len(trials)
 
 # %% ../nbs/09_submission.ipynb #c009
-_ALPHABET = re.compile(r"[a-zA-Z\-' ]*")                # What the metric keeps
+_ALPHABET = re.compile(r"[a-zA-Z\-' ]*")                # Characters that the metric keeps
 _MISSING = {'NA', 'NULL', 'NaN', 'None', 'nan', 'null'} # What pandas reads as missing, of what the alphabet can spell
 
 def _short(text: str) -> str:

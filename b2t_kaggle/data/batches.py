@@ -40,7 +40,7 @@ def _resolve_days(
 
 # %% ../../nbs/data/04_batches.ipynb #c010
 class DayBalancedSampler:
-    "Training batches that hold equally many trials of each of some days: the official sampling."
+    "Training batches with equally many trials of each of some days, as in the official kit (Card et al., 2024)."
     def __init__(self,
         days_of_trials: Sequence[int] | np.ndarray, # Day of each trial [n], such as `store.day`
         batch_size: int = 64,           # Trials in a batch
@@ -185,8 +185,8 @@ def bucket_of(
     return int(buckets[i])
 
 def longest_in_batches(
-    sampler: DayBalancedSampler | EpochSampler, # Where the batches come from
-    n_bins: np.ndarray,                         # Length of each trial
+    sampler: DayBalancedSampler | EpochSampler, # Source of the batches
+    n_bins: np.ndarray,                         # Length of each trial [n]
     n_steps: int = 1000,                        # Batches to look at
 ) -> np.ndarray:
     "Length [n_steps] of the longest trial in each of a sampler's batches."
@@ -218,8 +218,8 @@ def _bits(x: np.ndarray) -> np.ndarray:
 
 def fill_rows(
     out: np.ndarray,     # Contiguous [B, N]: of the type of `flat`, or float32 for float16
-    flat: np.ndarray,    # Numbers one behind the other, such as `Ragged.flat`
-    starts: np.ndarray,  # Where in `flat` the array of each row begins [B]
+    flat: np.ndarray,    # Numbers of all arrays [n], such as `Ragged.flat`
+    starts: np.ndarray,  # Beginning of each row's array in `flat` [B]
     lengths: np.ndarray, # Numbers in it [B], at most N
 ) -> None:
     """Fill each row with an array and zeros, at the speed of memory; other threads run meanwhile.

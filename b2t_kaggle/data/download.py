@@ -43,12 +43,12 @@ class AccessError(DownloadError):
 class RemoteFile:
     "A file that a server offers."
     url: str
-    name: str                   # What it is called here
+    name: str                   # Its name here
     size: int | None = None     # Bytes, where that is known beforehand
     checksum: str | None = None # Such as `sha256:ba78…` or `md5:9001…`, where somebody publishes one
 
 def _find_gzip_damage(path: Path) -> str | None:
-    "Gzipped files end with a checksum of what is in them (RFC 1952)."
+    "The damage of a gzipped file, which ends with a checksum of its contents (RFC 1952); None where there is none."
     try:
         with gzip.open(path) as f:
             while f.read(1 << 20): pass
@@ -57,8 +57,8 @@ def _find_gzip_damage(path: Path) -> str | None:
 
 def _find_damage(
     path: Path,       # Where it is here
-    file: RemoteFile, # What it should be
-) -> str | None:      # What was found and what was expected; None if nothing is wrong
+    file: RemoteFile, # Its description
+) -> str | None:      # The fault: found and expected; None if nothing is wrong
     "Compare a file with its size and checksum; where there is no checksum, a `.gz` is read to its end."
     size = path.stat().st_size
     if file.size is not None and size != file.size: return f'found {size:,} bytes, expected {file.size:,}'
@@ -85,7 +85,7 @@ class _Part:
         self.mark_path.unlink(missing_ok=True)
 
     def begin(self, headers) -> None:
-        "Empty, with the mark that a server gives in these headers."
+        "Begin with an empty file, and the mark that a server gives in these headers."
         self.discard()
         tag = headers.get('ETag', '')
         is_strong = tag and not tag.startswith('W/')  # A weak one does not promise the same bytes
@@ -149,7 +149,7 @@ def _persistently(
     attempt: Callable[[], T], # May raise what urllib raises
     url: str,                 # Of what it wants
     progress: Callable[[], int] = lambda: 0, # Grows if an attempt was not in vain
-) -> T:                       # What the attempt that succeeds returns
+) -> T:                       # The result of the attempt that succeeds
     "Try until it succeeds. Raises `DownloadError` where that is hopeless, or after several attempts in vain."
     failures = 0
     while True:
@@ -177,7 +177,7 @@ def read_url(
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def _append(path: Path, response: http.client.HTTPResponse, bar: tqdm) -> None:
-    "Write behind what is there what still comes."
+    "Append the rest of a response to a file."
     try:
         with open(path, 'ab') as f:
             while block := response.read(1 << 20):
@@ -189,7 +189,7 @@ def _append(path: Path, response: http.client.HTTPResponse, bar: tqdm) -> None:
                             'this again, what has come is kept') from None
 
 def _answer(response: http.client.HTTPResponse) -> tuple[int, int | None]:
-    "From which byte on a server sends, and how many the file has, if it says so."
+    "The first byte that a server sends, and the size of the file, if it says so."
     if response.status != 206:
         length = response.headers.get('Content-Length')
         return 0, int(length) if length else None
@@ -212,7 +212,7 @@ def _transfer(file: RemoteFile, part: _Part, token: str | None, progress: bool) 
         raise ConnectionError(f'the connection broke after {part.size:,} of {total:,} bytes')
 
 def _try_transfer(file: RemoteFile, part: _Part, token: str | None, progress: bool) -> None:
-    "Likewise; a server has nothing left to send (416) where all has come, or where the part is of another file."
+    "One connection, as `_transfer`; a server answers 416 where all has come, or where the part is of another file."
     if file.size is not None and part.size == file.size: return
     if file.size is not None and part.size > file.size: part.discard()
     try: _transfer(file, part, token, progress)
@@ -224,7 +224,7 @@ def _try_transfer(file: RemoteFile, part: _Part, token: str | None, progress: bo
 
 # %% ../../nbs/data/05_download.ipynb #c026
 def _download(file: RemoteFile, path: Path, token: str | None, progress: bool) -> Path:
-    "As `download`; nobody else does it at the same time."
+    "The work of `download`, which one process does at a time."
     if path.exists():
         if damage := _find_damage(path, file):
             raise DownloadError(f'{path}: {damage}; it is damaged or another file: delete it and run this again')

@@ -154,7 +154,7 @@ class _Fault(NamedTuple):
     severity: str = 'error'
 
 def _check_types(raw: dict, split: str) -> Iterator[_Fault]:
-    "Fields that are missing or of a wrong type."
+    "Faults: fields that are missing or of a wrong type."
     for field, kind in _fields(split).items():
         if field not in raw:
             place = 'dataset' if field in _DATASETS else 'attribute'
@@ -166,7 +166,7 @@ def _check_types(raw: dict, split: str) -> Iterator[_Fault]:
             yield _Fault(field, _describe(raw[field]), kind, 'write it in the official format')
 
 def _check_features(raw: dict, checked: set[str]) -> Iterator[_Fault]:
-    "Features that are empty or not finite, and lengths that contradict them; fields in `checked` have the right type."
+    "Faults: features that are empty or not finite, or of another length; fields in `checked` have the right type."
     if 'input_features' not in checked: return
     x = raw['input_features']
     n = len(x)
@@ -180,7 +180,7 @@ def _check_features(raw: dict, checked: set[str]) -> Iterator[_Fault]:
         yield _Fault('n_time_steps', str(raw['n_time_steps']), expected, _FETCH_OR_LEAVE_OUT)
 
 def _check_session(raw: dict, session: str, checked: set[str]) -> Iterator[_Fault]:
-    "A trial that belongs to another session than its folder."
+    "The fault of a trial that belongs to another session than its folder."
     if 'session' in checked and raw['session'] != session:
         advice = "the file lies in another session's folder, or its attribute is wrong"
         yield _Fault('session', _short(raw['session']), session, advice)
@@ -189,7 +189,7 @@ def _check_session(raw: dict, session: str, checked: set[str]) -> Iterator[_Faul
 def _letters(text: str) -> str: return re.sub(r'[^a-z]', '', text.lower())
 
 def _check_class_ids(raw: dict) -> Iterator[_Fault]:
-    "Phoneme labels that are out of range, or not as many as `seq_len` says."
+    "Faults: phoneme labels that are out of range, or not as many as `seq_len` says."
     ids = raw['seq_class_ids']
     n = int(raw['seq_len'])
     n_used = int(np.flatnonzero(ids)[-1]) + 1 if np.any(ids) else 0
@@ -204,7 +204,7 @@ def _check_class_ids(raw: dict) -> Iterator[_Fault]:
         yield _Fault('seq_class_ids', found, f'1 … {SIL}, then zeros', advice)
 
 def _check_transcription(raw: dict) -> Iterator[_Fault]:
-    "Characters that are none, or spell another sentence than the label: warnings, because the label is used."
+    "Warnings: characters that are none, or spell another sentence than the label, which is used."
     codes = raw['transcription']
     if (codes == 0).any(): codes = codes[:int(np.argmin(codes))]
     bad = codes[(codes < 0) | (codes > 0x10FFFF)]
@@ -219,7 +219,7 @@ def _check_transcription(raw: dict) -> Iterator[_Fault]:
 
 # %% ../../nbs/data/00_sessions.ipynb #c022
 def _check_range(raw: dict, dtype: np.dtype, subset: list[int] | None) -> Iterator[_Fault]:
-    "A finite feature that is too large for the type that it is to be stored in."
+    "The fault of a finite feature that is too large for the type that it is to be stored in."
     x = raw['input_features'] if subset is None else raw['input_features'][:, subset]
     if dtype.itemsize >= x.dtype.itemsize or not x.size: return
     largest = max(x.max(), x.min(), key=abs)

@@ -302,7 +302,7 @@ class JointStore:
     def parts(self,
         trials: np.ndarray, # Indices [B]; one below 0, which is no trial, counts for the first store
     ) -> Iterator[tuple[TrialStore, np.ndarray, np.ndarray]]:
-        "Stores that have some of the trials, which of them these are (boolean [B]), and their indices in the store."
+        "Stores that have some of the trials: store, which of the trials are in it ([B] bool), and their indices there."
         place = np.searchsorted(self._begins, np.maximum(trials, 0), 'right') - 1
         for k, store in enumerate(self.stores):
             is_member = place == k
@@ -310,5 +310,5 @@ class JointStore:
 
     @cached_property
     def index(self) -> pd.DataFrame:
-        "As that of a store."
+        "One row for each trial, as `TrialStore.index`."
         return pd.concat([s.index for s in self.stores], ignore_index=True)
