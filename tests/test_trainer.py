@@ -379,6 +379,41 @@ def test_a_best_model_that_is_lost_is_made_again(damage, steps, stores, tmp_path
     assert 'made again' not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize('steps', [12, 20], ids=['finished', 'goes on'])
+@pytest.mark.parametrize('source', ['best.pt', 'last.pt'])
+def test_another_model_in_place_of_the_best_one(source, steps, stores, tmp_path, capsys):
+    "A whole model of another seed: it is never taken for the best one, has no figures of it, and is kept."
+    cfg = config(num_training_batches=12, batches_per_val_step=6)
+    train(*stores, cfg, tmp_path, progress=False)
+    train(*stores, with_overrides(cfg, {'train.seed': 5}), tmp_path/'other', progress=False)
+    foreign = (tmp_path/'other'/source).read_bytes()
+    (tmp_path/'best.pt').write_bytes(foreign)
+    capsys.readouterr()
+    for again in 1, 0:
+        result = train(*stores, with_overrides(cfg, {'num_training_batches': steps}), tmp_path, progress=False)
+        assert capsys.readouterr().out.count('best.pt is another model, set aside as earlier-1-best.pt; it is') == again
+    assert [p.read_bytes() for p in tmp_path.glob('earlier*')] == [foreign]
+    best = load_file(tmp_path/'best.pt')
+    assert [best[k] for k in ('step', 'val_per')] == [result[k] for k in ('best_step', 'val_per')]
+    if steps == 12:
+        last = load_file(tmp_path/'last.pt')['model_state_dict']
+        assert all(torch.equal(w, last[k]) for k, w in best['model_state_dict'].items())
+
+
+def test_models_without_the_state_of_their_training_are_kept(stores, tmp_path, capsys):
+    "`last.pt` is gone, so a training begins anew, and says so; what the one before has made is still there."
+    cfg = config(num_training_batches=10, batches_per_val_step=5, refit=.5)
+    train(*stores, cfg, tmp_path, progress=False)
+    before = [(tmp_path/name).read_bytes() for name in ('best.pt', 'refit.pt')]
+    for i in 1, 2:
+        (tmp_path/'last.pt').unlink()
+        assert train(*stores, cfg, tmp_path, progress=False)['step'] == 10
+        said = capsys.readouterr().out
+        for name in 'best.pt', 'refit.pt': assert f'last.pt is gone; it is set aside as earlier-{i}-{name}' in said
+    assert [(tmp_path/f'earlier-1-{name}').read_bytes() for name in ('best.pt', 'refit.pt')] == before
+    assert load_model(tmp_path/'earlier-2-best.pt') and load_model(tmp_path/'best.pt')
+
+
 @pytest.mark.parametrize('damage', ['gone', 'empty', 'text'])
 def test_a_training_without_its_curves_goes_on(damage, stores, tmp_path, capsys):
     train(*stores, config(num_training_batches=3), tmp_path, progress=False)

@@ -359,9 +359,11 @@ class Trainer(loop.Trainer):
         "The same, marked as a model that has seen val."
         _save_model(self, dict(step=self.step, refit_from=self.refit_from), path)
 
-    def read_model(self, path: Path) -> None:
-        "Compare the weights in a file with their checksums. Raises `CheckpointError`."
-        check_weights(load_file(path).get('model_state_dict'), path)
+    def read_model(self, path: Path) -> dict:
+        "Compare the weights in a file with their checksums; returns all that it holds. Raises `CheckpointError`."
+        saved = load_file(path)
+        check_weights(saved.get('model_state_dict'), path)
+        return saved
 
     def save_last(self, path: Path) -> None:
         "Everything the run needs to continue."

@@ -211,8 +211,12 @@ def load_weights(
 def read_metrics(
     path: str | Path, # Our file, or the folder that holds it
 ) -> dict:
-    "What the model in it reached, as it was given to `save_best`; raises `CheckpointError`."
-    return _read(weights_file(path), ('figures',))['figures']
+    """What the model in it reached, as it was given to `save_best`; `step` is that of the weights where a run continues
+    from them. Raises `CheckpointError`."""
+    values = _read(weights_file(path), ('figures',))
+    figures, run = values['figures'], values.get('run', {})
+    if isinstance(figures, dict) and isinstance(run, dict): return figures | {k: run[k] for k in ('step',) if k in run}
+    raise CheckpointError(f'{path}: its figures are none; {_EXPECTED}')
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c024
 def save_last(

@@ -23,6 +23,7 @@ from b2t_kaggle.tensorflow.checkpoint import (
     load_model,
     load_state,
     load_weights,
+    read_metrics,
     save_best,
     save_last,
 )
@@ -208,9 +209,10 @@ class Trainer(loop.Trainer):
         "The model alone, as `load_model` reads it."
         save_best(path, self.model, self.cfg, self.best.metrics)
 
-    def read_model(self, path: Path) -> None:
-        "Compare the weights in a file with their checksums. Raises `CheckpointError`."
+    def read_model(self, path: Path) -> dict:
+        "Compare the weights in a file with their checksums; returns its figures. Raises `CheckpointError`."
         with tf.device('CPU'): load_model(path)
+        return read_metrics(path)
 
     def save_last(self, path: Path) -> None:
         "Everything the run needs to continue."

@@ -7,9 +7,10 @@ __all__ = ['INTERRUPTED', 'StepResult', 'Trainer', 'start_from', 'check_finite',
            'Loop', 'result_of', 'checkpoint_bytes', 'TrainerClass', 'fit']
 
 # %% ../../nbs/training/07_loop.ipynb #c002
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -150,8 +151,9 @@ class Trainer(ABC):
     @abstractmethod
     def save_best(self, path: Path) -> None: "Write the model alone."
     @abstractmethod
-    def read_model(self, path: Path) -> None:
-        "Read what `save_best` or `save_refit` wrote. Raises `CheckpointError` where it is damaged or gone."
+    def read_model(self, path: Path) -> Mapping:
+        """Read what `save_best` or `save_refit` wrote; returns the facts beside its weights, such as `step` and
+        `val_per`. Raises `CheckpointError` where it is damaged or gone."""
     @abstractmethod
     def save_last(self, path: Path) -> None: "Write `state()`, the model and the optimiser."
     def save_refit(self, path: Path) -> None:
@@ -421,12 +423,17 @@ def _record(loop: Loop, losses: np.ndarray, validation: dict | None, saves: bool
 
 def _save(loop: Loop, is_best: bool) -> None:
     """Write the best model if it is new, the refitted one at the end, the curves, and the state from which the run
-    continues, in this order."""
+    continues, in this order. The first state comes before the models: a model without one is of another training."""
     t = loop.trainer
+    is_first = not (loop.out/LAST[t.framework]).exists()
+    if is_first: _save_state(loop)
     if is_best: t.save_best(loop.out/BEST[t.framework])
     if t.refit_from is not None and loop._is_last(): t.save_refit(loop.out/REFIT)
+    if not is_first: _save_state(loop)
+
+def _save_state(loop: Loop) -> None:
     loop.history.save()
-    loop.budget.timed('save', t.save_last, loop.out/LAST[t.framework])
+    loop.budget.timed('save', loop.trainer.save_last, loop.out/LAST[loop.trainer.framework])
 
 # %% ../../nbs/training/07_loop.ipynb #c043
 def result_of(
@@ -480,11 +487,33 @@ def _begin_curves_anew(loop: Loop) -> None:
     print(f'{loop.history.problem}; the curves begin at batch {loop.trainer.step:,}')
     loop.history.save()
 
-def _lost(trainer: Trainer, path: Path) -> str:
-    "Why a model cannot be read, for all processes; empty where it can."
+def _set_aside(path: Path) -> str:
+    "Give a model another name, which is free; returns it."
+    names = (f'earlier-{i}-{path.name}' for i in itertools.count(1))
+    name = next(n for n in names if not path.with_name(n).exists())
+    path.rename(path.with_name(name))
+    return name
+
+def _begin_anew(trainer: Trainer, out: Path) -> None:
+    "Set models aside that are without the state of their training."
+    for path in (out/BEST[trainer.framework], out/REFIT) if trainer.is_main_process else ():
+        if not path.is_file(): continue
+        print(f'{path}: its training cannot go on, for {LAST[trainer.framework]} is gone; it is set aside as '
+              f'{_set_aside(path)}, and a training begins at batch 0')
+
+_ANOTHER = 'is another model'
+
+def _difference(found: Mapping, expected: Mapping, step: int) -> str:
+    "What is wrong with the model of some facts, in a training at this step; empty where it is the expected one."
+    if all(str(found.get(k)) == str(expected.get(k)) for k in ('step', 'val_per', 'val_loss')): return ''
+    of = found.get('step')
+    return 'is of a later batch' if isinstance(of, int) and of > step else _ANOTHER
+
+def _lost(trainer: Trainer, path: Path, expected: Mapping) -> str:
+    "What is wrong with a model, for all processes; empty where it is the one of the expected figures."
     problem = ''
     if trainer.is_main_process:
-        try: trainer.read_model(path)
+        try: problem = _difference(trainer.read_model(path), expected, trainer.step)
         except CheckpointError: problem = 'cannot be read' if path.exists() else 'is gone'
     return trainer.gather(problem)[0]
 
@@ -506,22 +535,24 @@ def _replace_best(loop: Loop, path: Path, problem: str) -> None:
     t.is_best(loop.budget.timed('validate', t.validate), True)
     t.best.bad_evals = lost.bad_evals
     if not t.is_main_process: return
+    if problem == _ANOTHER: problem += f', set aside as {_set_aside(path)}'
     print(f'{path} {problem}; it is made again of {last.name}: {_named(t.best.metrics)} (before: '
           f'{_named(lost.metrics)})')
     t.save_best(path)
     t.save_last(last)
 
 def _verify_models(loop: Loop) -> None:
-    """Read back the models that are there by now, and replace those that cannot be read. Raises `TrainingError` where
-    there is nothing to replace one by."""
+    """Read back the models that are there by now, and replace those that cannot be read, or are others. Raises
+    `TrainingError` where there is nothing to replace one by."""
     t = loop.trainer
     best, refitted = loop.out/BEST[t.framework], loop.out/REFIT
-    if t.best.metrics.get('step') and (problem := _lost(t, best)):
+    if t.best.metrics.get('step') and (problem := _lost(t, best, t.best.metrics)):
         _replace_best(loop, best, problem)
-        if _lost(t, best):
+        if _lost(t, best, t.best.metrics):
             raise TrainingError(f'{best}: was written, and cannot be read back; have the disk checked, and run the '
                                 'same line again')
-    if t.refit_from is not None and loop._is_last() and _lost(t, refitted) and t.is_main_process:
+    is_over = t.refit_from is not None and loop._is_last()
+    if is_over and _lost(t, refitted, dict(step=t.step)) and t.is_main_process:
         print(f'{refitted}: is written again')
         t.save_refit(refitted)
 
@@ -556,7 +587,7 @@ def fit(
     try:
         trainer = trainer_class(store, store_val, cfg, backend, last if continues[0] else None)
         _check_space(trainer, out)
-        if not continues[0] and trainer.is_main_process: (out/REFIT).unlink(missing_ok=True) # Of an earlier training
+        if not continues[0]: _begin_anew(trainer, out)
         loop = Loop(trainer, History(out/'history.csv', trainer.step), budget, out)
         tracked = TrackedRun(out, tracked_values(trainer.cfg), trainer.step)
         if continues[0]:

@@ -18,13 +18,13 @@ from b2t_kaggle.devices.tensorflow import configure_mixed_precision
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch import trainer as pt
 from b2t_kaggle.pytorch.parallel import SingleDevice
-from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, save_best
+from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, read_metrics, save_best
 from b2t_kaggle.tensorflow.feed import start
 from b2t_kaggle.tensorflow.inference import infer
 from b2t_kaggle.tensorflow.layers import keras
 from b2t_kaggle.tensorflow.trainer import Trainer, train
 from b2t_kaggle.tensorflow.trainer import _begin as begin
-from b2t_kaggle.training.checkpoint_paths import BEST
+from b2t_kaggle.training.checkpoint_paths import BEST, LAST
 from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.training.history import read_history
 from b2t_kaggle.training.memory import raise_if_oom
@@ -246,6 +246,24 @@ def test_a_best_model_that_is_lost_is_made_again(stores, tmp_path, capsys):
         assert again['val_per'] == result['val_per']
         after = load_model(best)[0].named_variables()
         assert all(np.array_equal(v.numpy(), before[k].numpy()) for k, v in after.items())
+
+
+def test_another_model_in_place_of_the_best_one(stores, tmp_path, capsys):
+    "The weights of another step under the figures of the best one, and a whole best model without its state."
+    cfg = cpu_config(num_training_batches=4, batches_per_val_step=2, lr_max=1e-12, lr_max_day=1e-12, lr_min=0,
+                     lr_min_day=0) # Nothing improves after the first validation
+    best, last = (tmp_path/name['tensorflow'] for name in (BEST, LAST))
+    assert train(*stores, cfg, tmp_path, progress=False)['best_step'] == 2
+    foreign = last.read_bytes()
+    best.write_bytes(foreign)
+    assert train(*stores, cfg, tmp_path, progress=False)['best_step'] == 4
+    assert f'{best} is another model, set aside as earlier-1-{best.name}; it is made again' in capsys.readouterr().out
+    assert (tmp_path/f'earlier-1-{best.name}').read_bytes() == foreign and read_metrics(best)['step'] == 4
+    whole = best.read_bytes()
+    last.unlink()
+    train(*stores, cfg, tmp_path, progress=False)
+    assert f'{last.name} is gone; it is set aside as earlier-2-{best.name}' in capsys.readouterr().out
+    assert (tmp_path/f'earlier-2-{best.name}').read_bytes() == whole
 
 
 def test_frozen_parts_are_not_the_optimisers(stores):
