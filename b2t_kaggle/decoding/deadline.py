@@ -16,6 +16,7 @@ from tqdm import tqdm
 from .decoder import LexiconBeamDecoder
 from .nbest import Hypothesis
 from ..devices.machine import n_cores
+from ..training.budget import in_time
 
 # %% ../../nbs/decoding/08_deadline.ipynb #c005
 _NARROW = 5        # Beam of the quick search
@@ -61,14 +62,11 @@ def decode_in_time(
     narrow = [narrow_of[decoder] for decoder in decoders]
     hurry = todo and left() < math.inf
     seconds = _narrow_seconds(narrow, log_probs, todo, n_jobs) if hurry else 0. # Of a trial in the narrow search
-    part_seconds = 0.
+    parts = [todo[i:i + _AT_ONCE*n_jobs] for i in range(0, len(todo), _AT_ONCE*n_jobs)]
     with tqdm(total=len(todo), desc=label, unit=' trials', disable=not progress) as bar:
-        while todo and left() > part_seconds + seconds*sum(nbest[i] is None for i in todo):
-            start = time.monotonic()
-            part = todo[:_AT_ONCE*n_jobs]
+        for part in in_time(parts, left, lambda: seconds*sum(nbest[i] is None for i in todo)):
             for i, hyps in _decode(decoders, log_probs, part, n_jobs).items(): nbest[i] = hyps
             todo = todo[len(part):]
-            part_seconds = time.monotonic() - start
             bar.update(len(part))
     quick = [i for i in todo if nbest[i] is None]
     for i, hyps in _decode(narrow, log_probs, quick, n_jobs).items(): nbest[i] = hyps

@@ -8,7 +8,6 @@ __all__ = ['question_tokens', 'answer_tokens', 'train_merger', 'Merged', 'merge'
 # %% ../../nbs/rescoring/11_merge.ipynb #c003
 import math
 import re
-import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from ..phonemes import normalize_sentence
 from .finetune import train_lora
 from .llm import LanguageModelError, check_sequences, start_tokens
 from .merge_data import Curriculum, Example, accepted, question
+from ..training.budget import in_time
 
 # %% ../../nbs/rescoring/11_merge.ipynb #c010
 def question_tokens(
@@ -161,15 +161,11 @@ def merge(
     merged = [Merged(e.candidates[0], 'only' if snap and len(e.candidates) == 1 else 'time') for e in examples]
     todo = [i for i, m in enumerate(merged) if m.origin == 'time']
     todo.sort(key=lambda i: -len(question(examples[i]))) # The longest first: what fits at first fits to the end
-    longest = 0. # Time of a batch
+    batches = [todo[i:i + batch_size] for i in range(0, len(todo), batch_size)]
     with tqdm(total=len(todo), desc='merge', unit=' trials', disable=not progress) as bar:
-        for start in range(0, len(todo), batch_size):
-            if left() <= longest: break
-            began = time.monotonic()
-            batch = todo[start:start + batch_size]
+        for batch in in_time(batches, left):
             answers = _answers(model, tokenizer, [examples[i] for i in batch])
             for i, answer in zip(batch, answers): merged[i] = _judged(examples[i], answer, snap)
-            longest = max(longest, time.monotonic() - began)
             bar.update(len(batch))
     return merged
 
