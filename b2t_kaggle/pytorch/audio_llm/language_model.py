@@ -23,7 +23,7 @@ def prompt_tokens(
     prompt: str,       # What the model is asked
     name: str | Path,  # Of the model, for errors
 ) -> tuple[list[int], list[int]]: # Token ids before and after the speech
-    "Raises `AudioError` where the chat template has not one place for speech."
+    "The prompt around the speech, by the chat template. Raises `AudioError` where that has not one place for speech."
     content = [dict(type='audio', audio_url=''), dict(type='text', text=prompt)]
     chat = processor.apply_chat_template([dict(role='user', content=content)], add_generation_prompt=True,
                                          tokenize=False)
@@ -52,7 +52,7 @@ def end_tokens(
 _LORA = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 
 class AudioLanguageModel:
-    "A text model that reads vectors. It is no module, so that whoever has one neither trains nor saves its weights."
+    "A text model that reads vectors; no module, so that a model that has one neither trains nor saves its weights."
     lora_layers = _LORA # Names of the layers that LoRA stands beside
 
     def __init__(self,
@@ -98,7 +98,7 @@ class AudioLanguageModel:
     def answer(self,
         text: str, # A sentence
     ) -> tuple[int, ...]:
-        "What the model is to write: the sentence's tokens and the end."
+        "Target of the decoder: the sentence's tokens and the end."
         return (*self.tokenizer(text, add_special_tokens=False).input_ids, self.ends[0])
 
     def read(self,
@@ -109,7 +109,7 @@ class AudioLanguageModel:
         return self.tokenizer.decode(tokens[:n], skip_special_tokens=True)
 
     def save_memory(self) -> None:
-        "In training compute the layers once more on the way back instead of keeping what they made."
+        "Turn on gradient checkpointing (Chen et al., 2016): the backward pass computes each layer once more."
         kwargs = dict(use_reentrant=False)
         if hasattr(self.lm, 'activation_checkpointing_enable'): # From transformers 5.23 on
             self.lm.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
@@ -118,8 +118,9 @@ class AudioLanguageModel:
     def add_lora(self,
         rank: int, # Width of the thin matrices, r; they count twice (α = 2r)
     ) -> dict[str, nn.Parameter]:
-        """Add LoRA layers (Hu et al., 2021) to the projections of attention and of the feed-forward layers. Returns
-        their weights, float32, which alone are trained. Raises `LanguageModelError` without the package peft."""
+        """Add LoRA layers (Hu et al., 2021), W + (α/r)·B·A, to the projections of attention and of the feed-forward
+        layers. Returns A `[r, in]` and B `[out, r]` of each by name, float32, which alone are trained. Raises
+        `LanguageModelError` without the package peft."""
         require_package('peft', 'audio.lora_rank')
         from peft import LoraConfig, inject_adapter_in_model
         config = LoraConfig(r=rank, lora_alpha=2*rank, lora_dropout=0.05, target_modules=list(self.lora_layers))
@@ -129,7 +130,7 @@ class AudioLanguageModel:
         return trained
 
     def apply(self,
-        change, # A function of a tensor, as `Module.to` makes it
+        change, # A function of a tensor `[…]`, as `Module.to` makes it
     ) -> None:
         "Change all weights in place, to move them to another device; quantized ones are where they were loaded."
         if self.is_quantized: return
@@ -142,7 +143,7 @@ def check_family(
     config,            # Of a model of transformers
     name: str | Path,  # Of the model, for errors
 ) -> None:
-    "Raises `AudioError` for a model without a tower and a projector that are known here."
+    "Raise `AudioError` for a model without a tower and a projector that are known here."
     if config.model_type in _FAMILIES: return
     raise AudioError(f'audio LLM {name}: is a {config.model_type} model, which has no audio tower with a projector '
                      f'that is known here; expected one of {", ".join(_FAMILIES)}, such as '
@@ -187,7 +188,7 @@ def load_audio_llm(
     quantization: str | None = None,# `eight_bit`, `four_bit`, or None; needs bitsandbytes and accelerate
     device: str = 'cpu',            # Where it computes
 ) -> AudioLanguageModel:
-    "Raises `AudioError` or `LanguageModelError` where the model or a package is missing or does not fit."
+    "An audio LLM. Raises `AudioError` or `LanguageModelError` where it or a package is missing or does not fit."
     check_packages(quantization, user='an audio LLM')
     weights_dtype = torch_dtype(dtype, device)
     with quiet_loading(name, 'audio LLM'):

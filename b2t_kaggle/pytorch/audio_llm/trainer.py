@@ -19,7 +19,7 @@ from ...metrics import word_error_rate
 from .. import trainer
 from .inference import open_llm, write_trials
 from .memory import llm_memory, size_of
-from .model import AudioLLM, Lessons
+from .model import AudioLLM, TargetLoader
 from .whisper_model import audio_model
 from ..parallel import Backend
 from ...rescoring.finetune import model_mark
@@ -52,7 +52,7 @@ class Trainer(trainer.Trainer):
         self.llm = _open(cfg, backend)
         self.targets = TargetStore(cfg.audio.targets) if cfg.audio.targets else None
         super().__init__(store, store_val, cfg, backend, checkpoint)
-        self.model.lessons = Lessons(self.store.index.sentence, self.llm, self.targets)
+        self.model.target_loader = TargetLoader(self.store.index.sentence, self.llm, self.targets)
         if self.is_main_process: print(self.memory_report())
 
     @property
@@ -61,7 +61,7 @@ class Trainer(trainer.Trainer):
         return self.cfg.data.batch_size//self.cfg.train.accumulate//self.backend.n_devices
 
     def build(self) -> AudioLLM:
-        "Around the acoustic model; a checkpoint belongs to these weights of the audio LLM and these targets."
+        "The acoustic model with its audio LLM; a checkpoint belongs to the weights of that and to these targets."
         self.fingerprint['weights of the audio LLM'] = model_mark(self.llm.lm)
         self.fingerprint['audio.llm_dtype'] = str(self.llm.lm.dtype).removeprefix('torch.') # What `auto` became
         if self.targets and self.cfg.audio.contrast_weight: # InfoNCE compares the trials that are computed at once
@@ -70,10 +70,10 @@ class Trainer(trainer.Trainer):
         return audio_model(super().build(), self.llm, self.cfg.audio)
 
     def memory_report(self) -> str:
-        "What a step with the longest trials needs, estimated, and on a GPU what there is."
+        "Estimated memory of a step with the longest trials, and on a GPU the memory that there is."
         rows = self.at_once
         n_bins = int(self.store.n_bins.max())
-        n_answer = max(map(len, self.model.lessons.answers))
+        n_answer = max(map(len, self.model.target_loader.answers))
         n_vectors = self.model.brain.projector.n_vectors(self.cfg.model.n_frames(n_bins))
         n_places = len(self.llm.before) + int(n_vectors) + len(self.llm.after) + n_answer
         needed = llm_memory(size_of(self.llm.lm.config), self.cfg.audio, rows, n_places, n_answer,

@@ -24,7 +24,7 @@ def padding_mask(
     longest: int,       # N
     dtype: torch.dtype, # Of the mask
 ) -> Tensor:
-    "What is added to scores of attention `[B, 1, 1, N]`: 0 inside a row, the lowest number beyond its end."
+    "Mask that is added to scores of attention `[B, 1, 1, N]`: 0 inside a row, the lowest number beyond its end."
     is_outside = torch.arange(longest, device=lengths.device) >= lengths[:, None]
     mask = torch.zeros(is_outside.shape, dtype=dtype, device=lengths.device)
     return mask.masked_fill(is_outside, torch.finfo(dtype).min)[:, None, None]
@@ -33,7 +33,7 @@ def padding_mask(
 _LORA = ('q_proj', 'k_proj', 'v_proj', 'out_proj', 'fc1', 'fc2')
 
 class WhisperReader(AudioLanguageModel):
-    "Whisper, to which vectors are what its convolutions make of sound."
+    "Whisper (Radford et al., 2022) that reads vectors in place of what its convolutions make of sound."
     lora_layers = _LORA
 
     def __init__(self,
@@ -66,7 +66,7 @@ class WhisperReader(AudioLanguageModel):
         vectors: Tensor,   # `[B, N, D]`; whatever lies beyond a trial's own
         n_vectors: Tensor, # Of each trial `[B]`
     ) -> Tensor:
-        "What Whisper's encoder makes of them `[B, N, D]`. Raises `AudioError` for trials that are too long."
+        "The vectors through Whisper's encoder `[B, N, D]`. Raises `AudioError` for trials that are too long."
         encoder = self.lm.model.encoder
         n = vectors.shape[1]
         self._check_length(n, 'max_source_positions', f'a trial has {n} vectors; raise model.patch_stride, or leave '
@@ -81,7 +81,7 @@ class WhisperReader(AudioLanguageModel):
     def decode(self,
         vectors: Tensor,   # From `encode` `[B, N, D]`
         n_vectors: Tensor, # Of each trial `[B]`
-        tokens: Tensor,    # What the decoder reads `[B, L]`
+        tokens: Tensor,    # The decoder's input `[B, L]`
     ) -> Tensor:
         "The decoder's states `[B, L, D]`; a state knows of no later token."
         n = tokens.shape[1]
@@ -94,7 +94,7 @@ class WhisperReader(AudioLanguageModel):
 _ASKED = '<|en|>', '<|transcribe|>', '<|notimestamps|>'
 
 def _start_tokens(config, generation_config, tokenizer) -> list[int]:
-    "With which answers begin."
+    "Tokens with which every answer begins."
     is_multilingual = getattr(generation_config, 'is_multilingual', True)
     known = tokenizer.get_vocab()
     asked = [known[t] for t in (_ASKED if is_multilingual else _ASKED[2:]) if t in known]
@@ -106,7 +106,7 @@ def load_whisper(
     quantization: str | None = None, # As in `load_audio_llm`
     device: str = 'cpu',             # Where it computes
 ) -> WhisperReader:
-    "Raises `AudioError` or `LanguageModelError` where the model or a package is missing."
+    "Whisper as an audio LLM. Raises `AudioError` or `LanguageModelError` where it or a package is missing."
     check_packages(quantization, user='Whisper')
     weights_dtype = torch_dtype(dtype, device)
     with quiet_loading(name, 'Whisper'):

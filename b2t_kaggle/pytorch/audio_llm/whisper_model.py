@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...config import AudioConfig
 from .language_model import AudioLanguageModel
-from .model import AudioLLM, Lesson
+from .model import AudioLLM, Targets
 from .whisper import WhisperReader
 from ..augment import time_mask
 from ..models.encoder import Encoder, trial_bins
@@ -24,7 +24,7 @@ _MASKS = 10      # Of a trial, in the pass for CTC
 _MASKED = 0.05   # Largest part of a trial that a mask hides
 
 class BrainWhisper(AudioLLM):
-    "An acoustic model, and Whisper, which reads its states."
+    "An acoustic model whose states Whisper reads; both are trained with CTC, Whisper's decoder with cross entropy."
     def __init__(self,
         encoder: Encoder,       # From `build_model`
         whisper: WhisperReader, # Gets LoRA layers, if there are to be any
@@ -41,20 +41,20 @@ class BrainWhisper(AudioLLM):
         x: Tensor,                     # Features `[B, T, F]`, smoothed
         day_idx: Tensor,               # Day of each trial `[B]`
         n_bins: Tensor | None = None,  # Bins of each trial `[B]`; None means T
-        lesson: Lesson | None = None,  # In a training step
+        targets: Targets | None = None, # In a training step
         batches: float = 0.,           # Trained so far
         **training_args,               # Of the acoustic model
     ) -> Any:
-        """Logits `[B, T', K]`; with a lesson the losses of each trial by name, `batches`, and of the pass with gaps
-        what the acoustic model gave and the logits behind Whisper's encoder."""
-        found = super().forward(x, day_idx, n_bins, lesson, batches, **training_args)
-        if lesson is None: return found
+        """Logits `[B, T', K]`; with targets, of the pass with gaps, the acoustic model's output and the logits behind
+        Whisper's encoder `[B, T', K]`; then the losses of each trial `[B]` by name, and `batches`."""
+        found = super().forward(x, day_idx, n_bins, targets, batches, **training_args)
+        if targets is None: return found
         n_bins = trial_bins(x, n_bins)
-        masked = self.hear(time_mask(x, n_bins, _MASKS, _MASKED, None), day_idx, n_bins, **training_args)
+        masked = self.encode_neural(time_mask(x, n_bins, _MASKS, _MASKED, None), day_idx, n_bins, **training_args)
         return (masked.out, self.states_out(masked.vectors.to(self.states_out.weight.dtype))), *found[1:]
 
     def ctc_losses(self, own: Any, ctc: Callable[[Tensor], Tensor], frames: Tensor) -> dict[str, Tensor]:
-        "CTC of both read-outs, and their mean."
+        "CTC of both read-outs, and their mean, each `[B]`."
         out, logits = own
         front = super().ctc_losses(out, ctc, frames)['ctc']
         behind = ctc(logits)
@@ -67,6 +67,6 @@ def audio_model(
     llm: AudioLanguageModel, # From `open_llm`
     cfg: AudioConfig,        # The run's `audio` group
 ) -> AudioLLM:
-    "Both together, in the way that this audio LLM is trained. Raises `TrainingError`."
+    "An acoustic model and an audio LLM as one model that can be trained. Raises `TrainingError`."
     if isinstance(llm, WhisperReader): return BrainWhisper(encoder, llm, cfg)
     return AudioLLM(encoder, llm, cfg)
