@@ -1,4 +1,4 @@
-"""A sweep that is killed, two processes that share a study, and a training that asks its judge.
+"""A sweep that is killed, two processes that share a study, and a training that asks its callback.
 
 A stage costs nothing here: what papermill would execute is replaced by what it leaves."""
 import os
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from b2t_kaggle import cli, pipeline
 from b2t_kaggle.runs import Run, StageRun
-from b2t_kaggle.training.pruning import judge_here
+from b2t_kaggle.training.pruning import callback_from_env
 
 pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')
 
@@ -29,14 +29,14 @@ class Stage:
     def __call__(self, run, name):
         stage = StageRun(run, name).begin()
         if name != 'train': return stage.finish([])
-        judge = judge_here()
+        callback = callback_from_env()
         checkpoint = run.dir/'checkpoint'
         done = int(checkpoint.read_text()) if checkpoint.exists() else 0
         for step in range(done + 1, 5):
             self.steps.append(run.dir.name)
             per = .2 + 30*abs(run.cfg.train.lr_max - .003) + run.cfg.model.n_units/100 + 1/step
             checkpoint.write_text(str(step))
-            if judge(step, per): break
+            if callback(step, per): break
             if run.dir.name == self.dies_in and step == 2: os.kill(os.getpid(), 9)
         stage.finish([], dict(steps=step, PER=per), finished=step == 4)
 
