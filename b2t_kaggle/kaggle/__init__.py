@@ -1,2 +1,2 @@
-"What a session on Kaggle needs (`session`); a session's notebook imports it from here."
+"The kit on Kaggle: runs of its notebooks (`session`, whose names stand here, too), wheels, and notebooks to push."
 from b2t_kaggle.kaggle.session import *  # noqa: F403

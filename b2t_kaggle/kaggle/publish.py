@@ -25,7 +25,7 @@ from ..files import replaced_folder, write_whole
 def slug_of(
     title: str, # Of a notebook or dataset
 ) -> str:
-    "What Kaggle makes of a title of letters, digits, spaces and hyphens; underscores turn into hyphens."
+    "Slug that Kaggle makes of a title of letters, digits, spaces and hyphens; underscores turn into hyphens."
     return re.sub('[^a-z0-9]+', '-', title.lower()).strip('-')
 
 def check_id(
@@ -172,7 +172,7 @@ def _is_kit(folder: Path) -> bool: return (folder/'settings.ini').exists() and (
 def is_checkout(
     folder: Path,
 ) -> bool:
-    "Whether a folder is one of git's, or holds the kit's source."
+    "Whether a folder is a checkout of git, or holds the kit's source."
     return (folder/'.git').exists() or _is_kit(folder)
 
 def _git_files(folder: Path) -> list[Path]:

@@ -31,7 +31,7 @@ from ..files import replaced_folder, scratch_folder, sha256
 # %% ../../nbs/kaggle/01_wheels.ipynb #c006
 @dataclass(frozen=True)
 class Image:
-    "What wheels have to fit."
+    "An image of Kaggle, for which wheels are made."
     name: str                    # gpu, cpu or tpu
     python: str                  # Version of its Python, such as 3.12
     glibc: str                   # Version of its C library, such as 2.35
@@ -116,14 +116,14 @@ def emulated(
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c013
 def _resolve(image: Image, requirements: Iterable[str], options: Iterable[str]) -> list[dict]:
-    "What packages that pip would install say of themselves."
+    "Metadata of the packages that pip would install."
     with emulated(image) as python, scratch_folder() as scratch:
         report = scratch/'report.json'
         _pip('install', '--dry-run', '--report', report, *image.pip_options(), *options, *requirements, python=python)
         return [item['metadata'] for item in json.loads(report.read_text())['install']]
 
 def _who_asks(name: str, packages: list[dict]) -> str:
-    "Which of the packages ask for one of this name, and how."
+    "Packages that ask for one of this name, with their requirements, as text."
     wish = re.compile(rf'{name}\b.*'.replace('-', '[-_.]+'), re.IGNORECASE)
     wishes = [f'{package["name"]} asks for {text.partition(";")[0].strip()}' for package in packages
               for text in package.get('requires_dist', []) if wish.fullmatch(text)]
@@ -154,13 +154,13 @@ def plan_installation(
 def read_metadata(
     wheel: Path, # Its file
 ) -> Message:
-    "What the wheel says of itself."
+    "Metadata of a wheel."
     with zipfile.ZipFile(wheel) as archive:
         name, = [name for name in archive.namelist() if re.fullmatch(r'[^/]+\.dist-info/METADATA', name)]
         return message_from_bytes(archive.read(name))
 
 def _copy_checkout(root: Path, target: Path) -> None:
-    "Copy what a wheel of the kit is built from."
+    "Copy the sources of a wheel of the kit."
     if not (root/'settings.ini').exists():
         raise ValueError(f'{root} is not a checkout of the kit (it has no settings.ini), so its wheel cannot be built '
                          'from it; say with --kit where the kit comes from: a checkout, a wheel or git+https://…')
@@ -202,7 +202,7 @@ def requirement_of(
     metadata: Message, # Of the kit
     name: str,         # Of a package
 ) -> str:
-    "What the kit asks for, without the conditions, such as `kenlm>=0.3`."
+    "Requirement of the kit for a package, without conditions, such as `kenlm>=0.3`."
     requirements = [text.partition(';')[0].strip() for text in metadata.get_all('Requires-Dist', [])]
     named = [text for text in requirements if canonical_name(re.split(r'[^\w.-]', text)[0]) == name]
     return named[0] if named else name
@@ -294,7 +294,7 @@ def _readme(manifest: dict) -> str:
     return README.format(rows=rows, left_out=left_out, **{key: manifest[key] for key in keys})
 
 def _build_sources(image: Image, metadata: Message, folder: Path) -> tuple[list[str], dict[str, str]]:
-    "Build what has no wheel; returns what was compiled, and the reasons of what is left out."
+    "Build packages without a wheel; returns those that were compiled, and a reason for each that is left out."
     for name in PURE: build_source(requirement_of(metadata, name), image, folder, pure=True)
     left_out = {}
     for name in COMPILED:
