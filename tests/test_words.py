@@ -8,92 +8,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent/'b2t_kaggle'
 FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if p.name != '_modidx.py']
 
-# Rooms whose words are still to be gone through. Frameworks, training, devices, encoders, audio and Kaggle:
+# Modules whose words are still to be gone through
 NOT_YET = set('''
-b2t_kaggle.audio.sound
-b2t_kaggle.audio.targets
-b2t_kaggle.audio.tower
-b2t_kaggle.audio.voice
-b2t_kaggle.devices.machine
-b2t_kaggle.devices.report
-b2t_kaggle.devices.session
-b2t_kaggle.devices.tensorflow
-b2t_kaggle.encoders.encoder
-b2t_kaggle.encoders.transformer
-b2t_kaggle.kaggle
-b2t_kaggle.kaggle.publish
-b2t_kaggle.kaggle.session
-b2t_kaggle.kaggle.wheels
-b2t_kaggle.pytorch.adaptation
-b2t_kaggle.pytorch.audio_llm.answers
-b2t_kaggle.pytorch.audio_llm.brain
-b2t_kaggle.pytorch.audio_llm.generate
-b2t_kaggle.pytorch.audio_llm.inference
-b2t_kaggle.pytorch.audio_llm.language_model
-b2t_kaggle.pytorch.audio_llm.memory
-b2t_kaggle.pytorch.audio_llm.model
-b2t_kaggle.pytorch.audio_llm.trainer
-b2t_kaggle.pytorch.audio_llm.whisper
-b2t_kaggle.pytorch.audio_llm.whisper_model
-b2t_kaggle.pytorch.augment
-b2t_kaggle.pytorch.checkpoint
-b2t_kaggle.pytorch.frontend
-b2t_kaggle.pytorch.launch
-b2t_kaggle.pytorch.layers
-b2t_kaggle.pytorch.models.encoder
-b2t_kaggle.pytorch.models.gru
-b2t_kaggle.pytorch.models.mamba
-b2t_kaggle.pytorch.models.transformer
-b2t_kaggle.pytorch.models.triple_gru
-b2t_kaggle.pytorch.models.zipformer
-b2t_kaggle.pytorch.models.zipformer.attention
-b2t_kaggle.pytorch.models.zipformer.convolution
-b2t_kaggle.pytorch.models.zipformer.encoder
-b2t_kaggle.pytorch.models.zipformer.feed_forward
-b2t_kaggle.pytorch.models.zipformer.positions
-b2t_kaggle.pytorch.models.zipformer.streaming
-b2t_kaggle.pytorch.models.zipformer.subsampling
-b2t_kaggle.pytorch.optimizer
-b2t_kaggle.pytorch.optimizer.adamw
-b2t_kaggle.pytorch.optimizer.scaled_adam
-b2t_kaggle.pytorch.parallel
-b2t_kaggle.pytorch.recurrence
-b2t_kaggle.pytorch.scaling.activations
-b2t_kaggle.pytorch.scaling.balancer
-b2t_kaggle.pytorch.scaling.draws
-b2t_kaggle.pytorch.scaling.first_zipformer
-b2t_kaggle.pytorch.scaling.limits
-b2t_kaggle.pytorch.scaling.linear
-b2t_kaggle.pytorch.scaling.norm
-b2t_kaggle.pytorch.scaling.schedule
-b2t_kaggle.pytorch.scaling.whiten
-b2t_kaggle.pytorch.ssd
-b2t_kaggle.pytorch.streaming
-b2t_kaggle.pytorch.trainer
-b2t_kaggle.pytorch.weight_average
-b2t_kaggle.tensorflow.augment
-b2t_kaggle.tensorflow.checkpoint
-b2t_kaggle.tensorflow.evaluate
-b2t_kaggle.tensorflow.feed
-b2t_kaggle.tensorflow.models.encoder
-b2t_kaggle.tensorflow.models.gru
-b2t_kaggle.tensorflow.models.transformer
-b2t_kaggle.tensorflow.models.triple_gru
-b2t_kaggle.tensorflow.optimizer
-b2t_kaggle.tensorflow.recurrence
-b2t_kaggle.tensorflow.trainer
-b2t_kaggle.training.budget
-b2t_kaggle.training.history
-b2t_kaggle.training.loop
-b2t_kaggle.training.memory
-b2t_kaggle.training.pruning
-b2t_kaggle.training.recipe
-b2t_kaggle.training.resume
-b2t_kaggle.training.trackers
-b2t_kaggle.training.trials
-'''.split())
-# All others:
-NOT_YET |= set('''
 b2t_kaggle.cli_audio
 b2t_kaggle.cli_compare
 b2t_kaggle.cli_merge
@@ -121,6 +37,9 @@ SHAPE = re.compile(r'\[(?!tf\])[^\[\]]*\]')
 
 # Module, or function or class in it, -> author and year of what it implements
 SOURCES = {
+    'b2t_kaggle.audio.sound.griffin_lim': 'Griffin and Lim 1984',
+    'b2t_kaggle.audio.sound.inverse_stft': 'Griffin and Lim 1984',
+    'b2t_kaggle.audio.sound.log_mel': 'Radford et al. 2022',
     'b2t_kaggle.bootstrap.bootstrap_rates': 'Bisani and Ney 2004',
     'b2t_kaggle.bootstrap.difference_interval': 'Bisani and Ney 2004',
     'b2t_kaggle.ctc.align': 'Viterbi 1967',
@@ -133,6 +52,10 @@ SOURCES = {
     'b2t_kaggle.decoding.phoneme_decoder._WordErrors': 'Prabhavalkar et al. 2018',
     'b2t_kaggle.decoding.phoneme_lists.phoneme_network': 'Mangu et al. 2000',
     'b2t_kaggle.decoding.tuning.tune_search': 'Och 2003',
+    'b2t_kaggle.encoders.transformer.TransformerConfig': 'Feghhi et al. 2025',
+    'b2t_kaggle.encoders.transformer.position_buckets': 'Raffel et al. 2020',
+    'b2t_kaggle.encoders.triple_gru.reversal_strength': 'Ganin et al. 2016',
+    'b2t_kaggle.encoders.zipformer.ZipformerConfig': 'Yao et al. 2024',
     'b2t_kaggle.lm.automaton.Automaton': 'Heafield 2011',
     'b2t_kaggle.lm.backoff.BackoffModel': 'Katz 1987',
     'b2t_kaggle.lm.interpolate.interpolation_weights': 'Jelinek and Mercer 1980',
@@ -142,8 +65,56 @@ SOURCES = {
     'b2t_kaggle.metrics.bleu': 'Papineni et al. 2002',
     'b2t_kaggle.metrics.count_edits': 'Levenshtein 1966',
     'b2t_kaggle.phonemes._Speller': 'Bisani and Ney 2008',
+    'b2t_kaggle.pytorch.adaptation.Adapter': 'Feghhi et al. 2025',
+    'b2t_kaggle.pytorch.alignment.MonotonicAttention.forward': 'Raffel et al. 2017',
+    'b2t_kaggle.pytorch.alignment.expected_attention': 'Raffel et al. 2017',
+    'b2t_kaggle.pytorch.alignment.info_nce': 'Oord et al. 2018',
+    'b2t_kaggle.pytorch.alignment.soft_dtw': 'Cuturi and Blondel 2017',
+    'b2t_kaggle.pytorch.audio_llm.language_model.AudioLanguageModel.add_lora': 'Hu et al. 2021',
+    'b2t_kaggle.pytorch.audio_llm.language_model.AudioLanguageModel.save_memory': 'Chen et al. 2016',
+    'b2t_kaggle.pytorch.audio_llm.whisper.WhisperReader': 'Radford et al. 2022',
+    'b2t_kaggle.pytorch.augment.time_mask': 'Park et al. 2019',
+    'b2t_kaggle.pytorch.cr_ctc.consistency_losses': 'Yao et al. 2025',
+    'b2t_kaggle.pytorch.ctc.alignment': 'Graves et al. 2006',
     'b2t_kaggle.pytorch.ctc.ctc_loss': 'Graves et al. 2006',
+    'b2t_kaggle.pytorch.layers.dropout': 'Srivastava et al. 2014',
+    'b2t_kaggle.pytorch.models.gru.GRUDecoder': 'Card et al. 2024',
+    'b2t_kaggle.pytorch.models.gru.init_gru': 'Glorot and Bengio 2010',
+    'b2t_kaggle.pytorch.models.mamba.Mamba': 'Dao and Gu 2024',
+    'b2t_kaggle.pytorch.models.mamba.MambaLayer': 'Dao and Gu 2024',
+    'b2t_kaggle.pytorch.models.mamba.skip_layer': 'Huang et al. 2016',
+    'b2t_kaggle.pytorch.models.transformer.RelativePositions': 'Raffel et al. 2020',
+    'b2t_kaggle.pytorch.models.transformer.Transformer': 'Feghhi et al. 2025',
+    'b2t_kaggle.pytorch.models.transformer.attend': 'Vaswani et al. 2017',
+    'b2t_kaggle.pytorch.models.triple_gru.reverse_gradient': 'Ganin et al. 2016',
+    'b2t_kaggle.pytorch.models.zipformer.Zipformer': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.models.zipformer.attention.NonlinAttention': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.models.zipformer.attention.RelPositionMultiheadAttentionWeights': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.models.zipformer.attention.scores_of_sources': 'Dai et al. 2019',
+    'b2t_kaggle.pytorch.models.zipformer.bypass.BypassModule': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.models.zipformer.convolution.ChunkCausalDepthwiseConv1d': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.models.zipformer.convolution.ConvolutionModule': 'Gulati et al. 2020',
+    'b2t_kaggle.pytorch.models.zipformer.encoder.Zipformer2': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.models.zipformer.feed_forward.FeedforwardModule': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.models.zipformer.layer.Zipformer2EncoderLayer': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.models.zipformer.positions.CompactRelPositionalEncoding': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.models.zipformer.subsampling.ConvNeXt': 'Liu et al. 2022',
+    'b2t_kaggle.pytorch.optimizer.adamw.DayAdamW': 'Loshchilov and Hutter 2019',
+    'b2t_kaggle.pytorch.optimizer.eden.Eden': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.optimizer.scaled_adam.ScaledAdam': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.parallel.DDP': 'Li et al. 2020',
+    'b2t_kaggle.pytorch.parallel.XLA': 'Xu et al. 2021',
+    'b2t_kaggle.pytorch.recurrence.gru_layer': 'Cho et al. 2014',
+    'b2t_kaggle.pytorch.recurrence.scan_gru_layer': 'Cho et al. 2014',
+    'b2t_kaggle.pytorch.scaling.activations.SwooshL': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.scaling.activations.SwooshR': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.scaling.balancer.Balancer': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.scaling.norm.BiasNorm': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.scaling.schedule.ScheduledFloat': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.scaling.whiten.Whiten': 'Yao et al. 2024',
     'b2t_kaggle.pytorch.ssd': 'Dao & Gu 2024',
+    'b2t_kaggle.pytorch.ssd.ssd': 'Dao and Gu 2024',
+    'b2t_kaggle.pytorch.weight_average.WeightAverage': 'Izmailov et al. 2018',
     'b2t_kaggle.rescoring.combine.minimum_bayes_risk': 'Goel and Byrne 2000',
     'b2t_kaggle.rescoring.combine.rover': 'Fiscus 1997',
     'b2t_kaggle.rescoring.combine.word_network': 'Fiscus 1997',
@@ -151,6 +122,19 @@ SOURCES = {
     'b2t_kaggle.rescoring.fusion.LLMFusion': 'Gulcehre et al. 2015',
     'b2t_kaggle.rescoring.merge.merge': 'Chen et al. 2023',
     'b2t_kaggle.rescoring.mixture.line_search': 'Och 2003',
+    'b2t_kaggle.tensorflow.augment.mask_time': 'Park et al. 2019',
+    'b2t_kaggle.tensorflow.ctc.ctc_loss': 'Graves et al. 2006',
+    'b2t_kaggle.tensorflow.models.gru.GRUDecoder': 'Card et al. 2024',
+    'b2t_kaggle.tensorflow.models.transformer.RelativePositions': 'Raffel et al. 2020',
+    'b2t_kaggle.tensorflow.models.transformer.Transformer': 'Feghhi et al. 2025',
+    'b2t_kaggle.tensorflow.models.transformer.attend': 'Vaswani et al. 2017',
+    'b2t_kaggle.tensorflow.models.triple_gru.reverse_gradient': 'Ganin et al. 2016',
+    'b2t_kaggle.tensorflow.optimizer.LossScaler': 'Micikevicius et al. 2018',
+    'b2t_kaggle.tensorflow.optimizer.StackedAdamW': 'Loshchilov and Hutter 2019',
+    'b2t_kaggle.tensorflow.optimizer.clip': 'Pascanu et al. 2013',
+    'b2t_kaggle.tensorflow.recurrence.gru_layer': 'Cho et al. 2014',
+    'b2t_kaggle.training.recipe.averaging_rate': 'Izmailov et al. 2018',
+    'b2t_kaggle.training.recipe.lr_factor': 'Loshchilov and Hutter 2017',
 }
 
 

@@ -28,7 +28,7 @@ class Speech:
 
     @property
     def seconds(self) -> float:
-        "How long it is."
+        "Duration of the sound."
         return len(self.wave)/self.rate
 
 # %% ../../nbs/audio/00_sound.ipynb #c007
@@ -39,7 +39,7 @@ def resample(
     rate: int,           # Samples a second
     new_rate: int,       # Wanted
 ) -> np.ndarray:
-    "The same sound at another rate, float32 `[ceil(n·new_rate/rate)]`."
+    "The same sound at another rate by a windowed sinc, float32 `[ceil(n·new_rate/rate)]`."
     samples = np.asarray(samples, np.float32)
     if rate == new_rate or not len(samples): return samples
     common = gcd(rate, new_rate)
@@ -71,7 +71,7 @@ def mel_filters(
     n_mels: int,      # Bands
     rate: int = 16000,# Samples a second
 ) -> np.ndarray:
-    "Weight of each frequency in each band `[n_mels, n_fft//2 + 1]`, float64, up to half the rate."
+    "Triangular filters on Slaney's mel scale (1998) `[n_mels, n_fft//2 + 1]`, float64, up to half the rate."
     top = 15 + 27*np.log(rate/2/1000)/np.log(6.4)
     edges = _mel_to_hertz(np.linspace(0, top, n_mels + 2))
     hertz = np.linspace(0, rate/2, n_fft//2 + 1)
@@ -94,7 +94,7 @@ def stft(
     return np.fft.rfft(frames*_hann(n_fft))
 
 def inverse_stft(
-    spectrum: np.ndarray, # From `stft`
+    spectrum: np.ndarray, # From `stft` `[T, n_fft//2 + 1]`
     n_fft: int,           # As there
     hop: int,             # As there
     n: int,               # Samples wanted
@@ -134,7 +134,7 @@ def griffin_lim(
     hop: int,              # As there
     iterations: int = 60,  # More sound better, up to a point
 ) -> np.ndarray:
-    "A sound `[T·hop]` with these magnitudes, float32."
+    "A sound `[T·hop]` with these magnitudes, float32 (Griffin and Lim, 1984; with momentum: Perraudin et al., 2013)."
     n = len(magnitude)*hop
     phases = np.exp(2j*np.pi*np.random.default_rng(0).random(magnitude.shape))
     before = 0

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/audio/02_tower.ipynb #c005
 class Tower(Protocol):
-    "What hears."
+    "An encoder of speech: sounds to vectors at a fixed rate."
     dimension: int       # Numbers of a frame, D
     frame_seconds: float # From frame to frame
-    def encode(self, speeches: Sequence[Speech]) -> list[np.ndarray]: ...
+    def encode(self, speeches: Sequence[Speech]) -> list[np.ndarray]: "`[S, D]` for each."
     def provenance(self) -> dict[str, Any]: ...
 
 # %% ../../nbs/audio/02_tower.ipynb #c007
@@ -45,7 +45,7 @@ class LogMel:
     def encode(self,
         speeches: Sequence[Speech], # Of any length and rate
     ) -> list[np.ndarray]:          # `[S, D]` each, float32
-        "Raises `AudioError` for a sound shorter than a frame."
+        "Log-mel frames of each sound. Raises `AudioError` for one shorter than a frame."
         waves = [resample(s.wave, s.rate, self._RATE) for s in speeches]
         return [log_mel(w, self.dimension, self._WINDOW, self.hop, self._RATE) for w in waves]
 
@@ -56,7 +56,7 @@ class LogMel:
         return sound_of_log_mel(frames, self._WINDOW, self.hop, self._RATE)
 
     def provenance(self) -> dict[str, Any]:
-        "Its sizes."
+        "Name and sizes."
         return dict(name='log-mel', dimension=self.dimension, hop=self.hop, window=self._WINDOW)
 
 # %% ../../nbs/audio/02_tower.ipynb #c010
@@ -140,7 +140,7 @@ class AudioTower:
         return [resample(s.wave, s.rate, self.rate) for s in speeches]
 
     def _log_mel(self, waves: list[np.ndarray]):
-        "What the extractor makes of a batch; with silence behind each, so that a frame never depends on the others."
+        "Log-mel frames of a batch, with silence behind each sound, so that no frame depends on the others."
         longest = (ceil(max(map(len, waves))/self.rate) + 1)*self.rate if self._is_packed else None
         return self.extractor(waves, sampling_rate=self.rate, max_length=longest, return_attention_mask=True,
                               return_tensors='pt')
@@ -148,8 +148,7 @@ class AudioTower:
     def encode(self,
         speeches: Sequence[Speech], # A batch, of any rate
     ) -> list[np.ndarray]:          # `[S, D]` each, float32
-        """What the tower makes of each, without the padding. Raises `AudioError` for a speech that is longer than its
-        window."""
+        "Vectors of each sound, without the padding. Raises `AudioError` for one that is longer than the window."
         import torch
         inputs = self._log_mel(self._waves(speeches))
         n_mels = inputs.attention_mask.sum(1)
@@ -166,14 +165,14 @@ class AudioTower:
         return [row[:n].float().cpu().numpy() for row, n in zip(rows, lengths)]
 
     def _mask(self, n_mels):
-        "0 for frames of the speech, the lowest number for the padding `[B, 1, 1, S]`; for attention."
+        "Mask that is added to scores of attention `[B, 1, 1, S]`: 0 for the speech, the lowest number for the padding."
         import torch
         inside = torch.arange(self.model.config.max_source_positions) < ((n_mels - 1)//2 + 1)[:, None]
         mask = torch.zeros(inside.shape, dtype=self.model.dtype)
         return mask.masked_fill(~inside, torch.finfo(mask.dtype).min)[:, None, None].to(self.model.device)
 
     def provenance(self) -> dict[str, Any]:
-        "Name, revision and weights, and what else decides what it makes of a sound."
+        "Name, revision, weights, size and type of numbers, on which the vectors depend."
         return dict(name=self.name, model=type(self.model).__name__, weights=weights_checksum(self.model),
                     revision=self.revision, dimension=self.dimension, dtype=self.dtype)
 

@@ -21,7 +21,7 @@ from .sound import AudioError, Speech
 
 # %% ../../nbs/audio/01_voice.ipynb #c005
 class Voice(Protocol):
-    "What speaks."
+    "A text-to-speech system."
     def speak(self, text: str) -> Speech: ...
     def provenance(self) -> dict[str, Any]: ...
 
@@ -31,7 +31,7 @@ def _loading_error(
     kind: str,        # What it was to be, such as `voice`
     error: Exception, # What transformers raised
 ) -> AudioError:
-    "The reason in one line, and what to do."
+    "An `AudioError` with the reason in one line, and a remedy."
     reason = (str(error).strip() or repr(error)).splitlines()[0]
     advice = (f'where the hub can be reached, `hf download {name} --local-dir FOLDER`, and give FOLDER; on Kaggle, '
               'make it a dataset or find it under Models, attach it (Add Input), and give its folder in /kaggle/input')
@@ -103,7 +103,7 @@ class TransformersVoice:
         self._set_pace(1.)
 
     def _set_pace(self, pace: float) -> None:
-        "Beside that of the voice."
+        "Set the speaking rate of a sentence, as a factor of the voice's own."
         if self._rate is not None: self.model.speaking_rate = self._rate*self.pace*pace
         elif self.pace*pace != 1:
             raise AudioError(f'voice {self.name}: {type(self.model).__name__} has no speaking rate; leave out the pace')
@@ -112,7 +112,7 @@ class TransformersVoice:
         text: str,        # A sentence
         pace: float = 1., # Of this sentence, beside the voice's own
     ) -> Speech:
-        "Raises `AudioError` where nothing is heard, or the model has no speaking rate."
+        "The spoken sentence. Raises `AudioError` for an empty sound, or a model without a speaking rate."
         import torch
         self._set_pace(pace)
         devices = [self.model.device] if self.model.device.type == 'cuda' else []
@@ -126,7 +126,7 @@ class TransformersVoice:
         return Speech(wave, int(out['sampling_rate']), text=text)
 
     def provenance(self) -> dict[str, Any]:
-        "Name, revision and weights, and what else decides how it sounds."
+        "Name, revision, weights, pace and seed, on which the sound depends."
         return dict(name=self.name, model=type(self.model).__name__, weights=weights_checksum(self.model),
                     revision=getattr(self.model.config, '_commit_hash', None), pace=self.pace, seed=self.seed)
 
@@ -176,7 +176,7 @@ class EspeakVoice:
         text: str,        # A sentence
         pace: float = 1., # Of this sentence, beside the voice's own
     ) -> Speech:
-        "Raises `AudioError` where nothing is heard."
+        "The spoken sentence with its phonemes. Raises `AudioError` for an empty sound."
         self._library.espeak_SetParameter(_RATE, round(_WORDS_PER_MINUTE*self.pace*pace), 0)
         waves = [np.zeros(0, np.int16)]
         events = []
@@ -208,7 +208,7 @@ _PACES = 0.25, 4. # Between which a voice can be understood
 class PacedVoice:
     "A voice that speaks sentences about as long as wanted."
     def __init__(self,
-        voice: 'TransformersVoice | EspeakVoice', # Who speaks
+        voice: 'TransformersVoice | EspeakVoice', # Whose pace is changed
         seconds: Mapping[str, float], # That a sentence is to last, by its normal form; others have the voice's own pace
     ):
         self.voice = voice
@@ -217,7 +217,7 @@ class PacedVoice:
     def speak(self,
         text: str, # A sentence
     ) -> Speech:
-        "Raises `AudioError` where nothing is heard, or the voice has no speaking rate."
+        "The spoken sentence. Raises `AudioError` for an empty sound, or a voice without a speaking rate."
         speech = self.voice.speak(text)
         if text not in self.seconds: return speech
         return self.voice.speak(text, float(np.clip(speech.seconds/self.seconds[text], *_PACES)))

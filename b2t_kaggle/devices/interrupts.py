@@ -30,8 +30,8 @@ def _asking() -> list[int]:
 def handled(
     handler: Callable[[int, Any], None], # Gets the number of a signal, and a frame or None
 ) -> Iterator[None]:
-    """Have a function told of signals that ask this program to end, and of a standard stream that nobody reads any
-    more; in another thread than the main one it is told of nothing."""
+    """Call a function for signals that ask this program to end, and for a standard stream without a reader; outside of
+    the main thread it is never called."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 # %% ../../nbs/devices/00_processes.ipynb #c005
 def _is_adopted() -> bool:
-    "Whether the parent is the system's first process, and another program than this one."
+    "Whether the system's first process, another program than this one, has become the parent."
     if os.getppid() != 1: return False
     try: return os.readlink('/proc/1/exe') != os.readlink('/proc/self/exe')
     except OSError: return True # Of another user
@@ -44,7 +44,7 @@ def own_code(
     parent: str, # Expression for the number of that process
     outlives_thread: bool = False, # As above
 ) -> str:
-    "The same, finding the modules that this process finds, and ending with the other one."
+    "The code with a preamble: it finds the modules of this process, and ends with the other one."
     paths = list(dict.fromkeys(map(str, sys.path)))
     return (f'import sys; sys.path[:] = {paths!a}; from b2t_kaggle.devices.processes import end_with_parent; '
             f'end_with_parent({parent}, {outlives_thread}); {code}')

@@ -46,6 +46,7 @@ class Moments:
     def of(cls,
         x: np.ndarray, # Features `[T, F]`
     ) -> 'Moments':
+        "Moments of the bins of a trial."
         x = x.astype(np.float64)
         return cls(len(x), x.sum(0), np.square(x).sum(0))
 
@@ -59,11 +60,13 @@ class Moments:
         return Moments(n, self.total*n/self.n, self.squares*n/self.n)
 
     @property
-    def mean(self) -> np.ndarray: return self.total/self.n
+    def mean(self) -> np.ndarray:
+        "Mean of each feature, float64 `[F]`."
+        return self.total/self.n
 
     @property
     def std(self) -> np.ndarray:
-        "At least 1e-3, below which a feature says nothing."
+        "Standard deviation of each feature, float64 `[F]`; at least 1e-3, below which a feature says nothing."
         return np.sqrt(np.maximum(self.squares/self.n - self.mean**2, 1e-6))
 
 def session_moments(
@@ -77,7 +80,7 @@ def session_moments(
     return moments
 
 # %% ../../nbs/pytorch/14_adaptation.ipynb #c008
-PRIOR_TRIALS = 10 # What training counts for, in trials of the block
+PRIOR_TRIALS = 10 # Weight of the statistics of training, in trials of the block
 
 def recalibrate(
     x: np.ndarray,             # Features of a trial `[T, F]`
@@ -107,7 +110,7 @@ def refusal(
     n_frames: int,         # That the shortest augmented copy has
     gate: float,           # Part of the label that may differ
 ) -> str | None:
-    "Why nothing is to be learned from a label; None where it is good enough."
+    "The reason not to learn from a label; None where it is good enough."
     if not len(label): return 'no phonemes were decoded'
     if frames_needed(label) > n_frames: return 'more phonemes than frames'
     differs = Levenshtein.distance(greedy(log_probs).tolist(), label.tolist())/len(label)
@@ -118,7 +121,7 @@ def adapted_parts(
     model: Encoder, # Any
     day: int,       # Of the trial
 ) -> dict[str, Tensor]:
-    "Views of the weights that a step changes: the day's rows, and the layer that reads patches."
+    "Views `[…]` of the weights that a step changes: the day's rows, and the layer that reads patches."
     parts = {}
     for name, p in model.named_parameters():
         if model.is_per_day(name): parts[name] = p.data[day]
@@ -157,7 +160,7 @@ def _trained(model: Encoder, names) -> Iterator[None]:
 
 # %% ../../nbs/pytorch/14_adaptation.ipynb #c016
 class Adapter:
-    "A model that learns from what was decoded."
+    "A model that learns from pseudo-labels, the decoded sentences of its trials (DietCORP; Feghhi et al., 2025)."
     def __init__(self,
         model: Encoder,       # Trained, on its device; changed in place
         cfg: Config,          # Its configuration
@@ -202,11 +205,11 @@ class Adapter:
     def learn(self,
         x: np.ndarray,         # Features of a trial `[T, F]`
         day: int,              # Its day
-        log_probs: np.ndarray, # What the present weights make of it `[T', K]`
+        log_probs: np.ndarray, # Its log-probabilities with the present weights `[T', K]`
         label: np.ndarray,     # Its pseudo-label `[S]`
         step: int,             # Number of the trial, from which all randomness follows
     ) -> str | None:
-        "Take a step. Returns why none was taken, and the weights then are what they were; None where one was."
+        "Take a step. Returns the reason where none was taken, and the weights are what they were; else None."
         options = self.options
         shortest = self.cfg.model.n_frames(len(x) - max(self.cfg.augment.random_cut - 1, 0))
         if reason := refusal(label, log_probs, shortest, options.adapt_gate): return reason
@@ -234,7 +237,7 @@ class Adapter:
 def recording_order(
     index: pd.DataFrame, # Of a store: session, block, trial
 ) -> np.ndarray:
-    "Rows in the order in which they were recorded."
+    "Rows in the order in which they were recorded `[n]`."
     return np.lexsort([index.trial, index.block, index.session])
 
 def days_for(

@@ -80,7 +80,7 @@ def _dtw_step(carry, x, consts):
     return (arrived + log_weight, last), (arrived,)
 
 def _starts(first: Tensor, diagonal: Tensor, K: int, N: int) -> Tensor:
-    "Which cell of the skewed matrix is row `first` `[B]` of its anti-diagonal `[B]`; boolean `[K, B, N]`."
+    "Cell of the skewed matrix that is row `first` `[B]` of its anti-diagonal `[B]`; boolean `[K, B, N]`."
     on_diagonal = torch.arange(K, device=first.device)[:, None] == diagonal
     return on_diagonal[..., None] & (torch.arange(N, device=first.device) == first[:, None])
 
@@ -205,6 +205,7 @@ class MonotonicAttention(nn.Module):
         y: Tensor,         # Target frames `[B, M, D]`
         n_targets: Tensor, # Of each trial `[B]`
     ) -> Tensor:
+        "Expected weights of monotonic attention (Raffel et al., 2017), `[B, M, N]`."
         similarity = 1 - pairwise_distances(y, x, 'cosine')
         pace = (n_targets / n_frames).to(similarity.device, similarity.dtype).log()
         energy = self.sharpness * similarity + self.offset + pace[:, None, None]
@@ -248,6 +249,7 @@ class AlignmentLoss(nn.Module):
         y: Tensor,         # Target frames `[B, M, D]`
         n_targets: Tensor, # Of each trial `[B]`, from 1
     ) -> Tensor:
+        "Mean distance of the aligned pairs of each trial `[B]`. Raises `ValueError` for shapes that do not fit."
         _check_pair(x, n_frames, y, n_targets)
         x = _at_least_float32(x)
         y = _at_least_float32(y)
@@ -270,7 +272,8 @@ def info_nce(
     sentence: Tensor,  # A number for each trial, the same where the sentence is the same `[B]`
     temperature: float = 0.07, # Of the similarities; 0.07 is CLIP's first value
 ) -> Tensor:
-    "InfoNCE between the sentences of a batch, in both directions `[B]`; 0 where no other sentence is in the batch."
+    """InfoNCE (van den Oord et al., 2018) between the sentences of a batch, in both directions `[B]`; 0 where no other
+    sentence is in the batch."""
     _check_pair(x, n_frames, y, n_targets)
     x, y = (F.normalize(_mean_of_trial(_at_least_float32(v), lengths.to(v.device)), dim=1)
             for v, lengths in ((x, n_frames), (y, n_targets)))
@@ -292,10 +295,10 @@ class LossWeights:
                           for name, c in corners.items()}
 
     def total(self,
-        losses: Mapping[str, Tensor], # By name, of the same shape
+        losses: Mapping[str, Tensor], # By name, of the same shape, such as `[B]`
         batches: float | Tensor,      # Trained so far; a tensor `[]` on the device where it must not be compiled in
     ) -> Tensor:
-        "The weighted sum. Raises `ValueError` where a loss has no weight, or a weight no loss."
+        "The weighted sum `[B]`. Raises `ValueError` where a loss has no weight, or a weight no loss."
         if losses.keys() != self.schedules.keys():
             raise ValueError(f'losses are {", ".join(losses)}; there are weights for {", ".join(self.schedules)}')
         return sum(self.schedules[name](batches) * loss for name, loss in losses.items())

@@ -43,7 +43,7 @@ def save_atomic(
 _DAMAGED_ARCHIVE = (zipfile.BadZipFile, OSError, RuntimeError, ValueError, EOFError, KeyError, IndexError)
 
 def _archive_problem(path: Path) -> str:
-    "What is wrong with the records of an archive; empty where nothing is."
+    "Defect of an archive's records; empty where there is none."
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         names = {r.filename for r in records}
@@ -63,7 +63,7 @@ def _check_archive(path: Path) -> None:
     if problem: raise CheckpointError(f'{path}: damaged, {problem}; copy or download it again')
 
 def _first_line(e: Exception) -> str:
-    "What an exception says, in one line, without PyTorch's advice to load programs too."
+    "First line of an exception's message, without PyTorch's advice to load programs too."
     line = (str(e).splitlines() or [''])[0]
     return line[:150] if line and 'weights_only' not in line else type(e).__name__
 
@@ -107,9 +107,9 @@ def load_file(
 _OFFICIAL_PARTS = ('day_weights', 'day_biases', 'gru', 'out', 'h0')
 
 def to_official_state(
-    state: Mapping[str, Tensor], # Of our `GRUDecoder`
+    state: Mapping[str, Tensor], # Of our `GRUDecoder`, with `day_weights` `[D, F, F]` and `day_biases` `[D, 1, F]`
 ) -> dict[str, Tensor]:
-    "The state dict as the official model wants it, a tensor per day; raises `CheckpointError` for another model's."
+    "State dict of the official model, with a tensor `[F, F]` and `[1, F]` per day. Raises `CheckpointError`."
     foreign = [k for k in state if k.split('.')[0] not in _OFFICIAL_PARTS]
     if foreign:
         raise CheckpointError(f'{foreign[0]}: the official kit has no such weight, it knows the one GRU alone; only a '
@@ -178,7 +178,7 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 def load_state(
     model: nn.Module,            # Receives the weights
-    state: Mapping[str, Tensor], # In either form
+    state: Mapping[str, Tensor], # In either form, tensors `[…]` by name
     path: str | Path,            # Where it came from, for errors
 ) -> None:
     "Put weights into a model; raises `CheckpointError` when a name or shape does not fit."
@@ -251,7 +251,7 @@ def load_weights(
     path: str | Path,          # This and the other as in `load_model`
     unseen: str | None = None,
 ) -> tuple[dict[str, np.ndarray], Config]:
-    "Weights by name, and the configuration; raises `CheckpointError`."
+    "Weights `[…]` by name, and the configuration; raises `CheckpointError`."
     model, cfg = load_model(path, unseen)
     return {k: v.numpy() for k, v in model.state_dict().items()}, cfg
 
@@ -259,7 +259,7 @@ def load_weights(
 def to_official_args(
     cfg: Config, # With `data.sessions`
 ) -> dict:
-    """The configuration with the official kit's names and groups; `config.from_official` reads it back.
+    """The configuration with the official kit's names and groups, which `config.from_official` reads back.
     Raises `CheckpointError` for a model that the kit does not have."""
     if reason := cfg.model.no_official_form():
         raise CheckpointError(f'{reason}, which the official kit does not have; only a gru that reads forwards can be '

@@ -27,8 +27,8 @@ def consistency_losses(
     logits: Tensor, # Of the rows of `two_views` `[2B, T', K]`
     frames: Tensor, # Frames of each row `[2B]`, on the host or on the device
 ) -> Tensor:
-    """Symmetric divergence of the two views of each trial in nats, summed over its frames, float32 `[B]`; its gradient
-    takes the other view for a constant."""
+    """Symmetric Kullback-Leibler divergence of the two views of each trial in nats, summed over its frames, float32
+    `[B]`; its gradient takes the other view for a constant (CR-CTC; Yao et al., 2025)."""
     log_probs = logits.float().log_softmax(-1).unflatten(0, (-1, 2))
     other = log_probs.detach().flip(1)
     divergence = (other.exp() * (other - log_probs)).sum(-1)

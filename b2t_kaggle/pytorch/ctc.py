@@ -58,7 +58,8 @@ def alignment(
     frames: Tensor,    # Frames of each trial `[B]`
     n_labels: Tensor,  # Labels of each trial `[B]`
 ) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood of each trial `[B]` and the posterior of each state at each frame `[T', B, N]`.
+    """Negative log-likelihood of each trial `[B]` and the posterior of each state at each frame `[T', B, N]`,
+    by the forward-backward algorithm (Graves et al., 2006).
 
     Where no path exists the former is infinite and the latter nan."""
     T, B, _ = log_probs.shape

@@ -38,7 +38,7 @@ class Frames:
 
     def gru(self,
         module: GRU,    # Of one direction or two
-        x: Tensor,      # Its input, in the order of `self.x`
+        x: Tensor,      # Its input, in the order of `self.x`: packed `[N, ·]`, padded `[T', B, ·]`
         states: Tensor, # Initial states `[L·directions, B, H]`
     ) -> tuple[Tensor, Tensor]:
         "The last layer's states, in the order of time, and each layer's last state `[L·directions, B, H]`."
@@ -46,16 +46,16 @@ class Frames:
         return cpu_gru(module, x, self.order, states, module.training)
 
     def by_trial(self,
-        y: Tensor, # Frames in the order of time
+        y: Tensor, # Frames in the order of time: packed `[N, ·]`, padded `[T', B, ·]`
     ) -> Tensor:
-        "The same in the order of `self.x`."
+        "The same frames in the order of `self.x`."
         return y if self.order is None else permute(y, self.order.to_trials, self.order.from_trials)
 
     def unpack(self,
-        y: Tensor,              # Frames in the order of time, or of `self.x`
+        y: Tensor,              # Frames in the order of time, or of `self.x`, packed `[N, ·]` or padded `[T', B, ·]`
         by_trial: bool = False, # They are in the order of `self.x`
     ) -> Tensor:
-        "As a rectangle `[B, T', ·]`; where frames were packed, zero beyond a trial's own."
+        "The frames as a rectangle `[B, T', ·]`; where they were packed, zero beyond a trial's own."
         if self.order is None: return y.transpose(0, 1)
         if by_trial: y = permute(y, self.order.from_trials, self.order.to_trials)
         flat = y.new_zeros(self.n_trials * self.n_frames, y.shape[1]).index_copy(0, self.order.padded, y)
@@ -105,7 +105,7 @@ class Frontend(Encoder):
         return self._packed(x, day_idx, trial_bins(x, n_bins))
 
     def _padded(self, x: Tensor, day_idx: Tensor, n_bins: Tensor | None = None) -> Frames:
-        "What the frames are, in six operations; how an accelerator computes them."
+        "Frames of a rectangle in six operations, for an accelerator."
         cfg = self.cfg
         x = mask_padding(x, n_bins)
         if self.has_day_layer: x = day_affine(x, day_idx, self.day_weights, self.day_biases)
@@ -115,7 +115,7 @@ class Frontend(Encoder):
         return Frames(x.transpose(0, 1), None, x.shape[0], x.shape[1], lengths)
 
     def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Frames:
-        "The same without any padding; how a CPU computes them."
+        "The same frames without any padding, for a CPU."
         cfg = self.cfg
         size, stride = (cfg.patch_size, cfg.patch_stride) if cfg.patch_size else (1, 1)
         frames = cfg.n_frames(n_bins).clamp(min=1)  # a trial shorter than a patch still gets a frame, of padding
@@ -128,19 +128,19 @@ class Frontend(Encoder):
         return Frames(x, order, len(frames), int(frames.max()), frames)
 
     def compiled(self) -> Callable:
-        "The same by `torch.compile`, except for what a CPU computes: its shapes are others in each batch."
+        "The model through `torch.compile`, but for the part on a CPU, whose shapes are others in each batch."
         self._packed = torch.compiler.disable(self._packed)
         return torch.compile(self)
 
     def freeze(self) -> None:
-        "Day layers that are not trained stay the identity."
+        "Turn off the gradients of day layers that are not trained, which stay the identity."
         if self.has_day_layer:
             for p in (self.day_weights, self.day_biases): p.requires_grad_(self.cfg.input_trainable)
 
 # %% ../../nbs/pytorch/04_frontend.ipynb #c022
 @dataclass
 class StreamState:
-    "Where the stream of a batch of trials is."
+    "State of the stream of a batch of trials."
     bins: Tensor | None = None # Bins that later patches need `[B, t, F]`
     recurrent: object = None   # States of the recurrent layers; None means the learnt ones
 

@@ -62,14 +62,14 @@ def work(
 def several_machines(
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> bool:
-    "Whether others train with this machine. Raises `TrainingError` where nobody says which is the first one."
+    "Whether other machines train with this one. Raises `TrainingError` where the first one is not named."
     if environ.get('PET_NNODES', '1') == '1': return False
     if {'PET_MASTER_ADDR', 'PET_RDZV_ENDPOINT'} & set(environ): return True
     raise TrainingError(f'PET_NNODES={environ["PET_NNODES"]} says that several machines train together; set '
                         'PET_MASTER_ADDR to the address of the first one, too')
 
 def _line_for_others(n_processes: int, job: Path, environ: Mapping[str, str] = os.environ) -> str:
-    "What is to be called on each of the other machines."
+    "Command for each of the other machines."
     names = dict(nnodes='NNODES', master_addr='MASTER_ADDR', master_port='MASTER_PORT', rdzv_backend='RDZV_BACKEND',
                  rdzv_endpoint='RDZV_ENDPOINT', rdzv_id='RDZV_ID')
     options = [f'--{option}={environ[f"PET_{name}"]}' for option, name in names.items() if f'PET_{name}' in environ]
@@ -78,7 +78,7 @@ def _line_for_others(n_processes: int, job: Path, environ: Mapping[str, str] = o
 
 @contextmanager
 def _job_folder(out_dir: Path) -> Iterator[Path]:
-    "Where the job and its result lie: in the run's folder where other machines read it, else in a temporary one."
+    "Folder of the job and its result: in the run's folder where other machines read it, else a temporary one."
     if not several_machines():
         with scratch_folder() as d: yield d
         return

@@ -118,18 +118,19 @@ class _Softsign(torch.autograd.Function):
         return slope.mul_(slope).mul_(grad)
 
 def softsign(
-    x: Tensor, # Of any shape
+    x: Tensor, # Of any shape `[…]`
 ) -> Tensor:
-    "x / (1 + |x|), of the shape of `x`."
+    "x / (1 + |x|) `[…]`."
     return _Softsign.apply(x) if x.device.type == 'cpu' else F.softsign(x)
 
 # %% ../../nbs/pytorch/00_layers.ipynb #c023
 def dropout(
-    x: Tensor,      # Of any shape
+    x: Tensor,      # Of any shape `[…]`
     p: float,       # Probability of a zero; on a CPU rounded to a multiple of 1/65536
     training: bool, # Outside training nothing is dropped
 ) -> Tensor:
-    "Zeros at random, the rest scaled so that the expectation stays; draws from the default generator of `x`'s device."
+    """Zeros at random, the rest scaled by 1/(1 − p), `[…]` (Srivastava et al., 2014); draws from the default generator
+    of `x`'s device."""
     if not training or p == 0: return x
     if x.device.type != 'cpu': return F.dropout(x, p)
     n_draws = -(-x.numel() // 4)

@@ -31,12 +31,12 @@ def _xla_scan(step: Callable, init: tuple, xs: tuple, consts: tuple, reverse: bo
 
 @torch.no_grad()
 def scan(
-    step: Callable,                  # `step(carry, x, consts) -> (carry, y)`, all tuples of tensors
+    step: Callable,                  # `step(carry, x, consts) -> (carry, y)`, all tuples of tensors; x is a row of `xs`
     init: tuple[Tensor, ...],        # The carry before the first step; its shapes and types stay
-    xs: tuple[Tensor, ...],          # Inputs, scanned over their first dimension
+    xs: tuple[Tensor, ...],          # Inputs `[T, …]`, scanned over their first dimension
     consts: tuple[Tensor, ...] = (), # What every step reads
     reverse: bool = False,           # From the last row to the first
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: # The last carry, and the outputs in the order of the inputs
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: # The last carry, and outputs `[T, …]` in the order of the inputs
     "Apply `step` over the rows of `xs` while carrying a state along, as `jax.lax.scan` does, without gradients."
     if xs[0].device.type == 'xla': return _xla_scan(step, init, xs, consts, reverse)
     rows = reversed(list(zip(*xs))) if reverse else zip(*xs)
@@ -115,7 +115,7 @@ def scan_gru_layer(
     b_hh: Tensor, # `[3H]`
     hold: Tensor | None = None, # Frames that leave the state as it is, boolean `[T, B]`
 ) -> tuple[Tensor, Tensor]:
-    """One GRU layer in one direction, equal to `nn.GRU`.
+    """One GRU layer in one direction, equal to `nn.GRU` (Cho et al., 2014, with the reset gate behind the product).
 
     Returns the states `[T, B, H]`, float32 or wider, and the last one `[B, H]`."""
     gates = F.linear(x, w_ih, b_ih)
@@ -165,8 +165,8 @@ def scan_gru(
     h0: Tensor | None = None, # Initial states `[L·directions, B, H]`; none means zeros
     frames: Tensor | None = None, # Frames of each trial `[B]`; none means T
 ) -> tuple[Tensor, Tensor]:
-    """What `module(x, h0)` returns, by scans, on any device. Backwards, a trial begins at its own last frame; what lies
-    behind it holds the initial state."""
+    """The states `[T, B, H·directions]` and last states `[L·directions, B, H]` of `module(x, h0)`, by scans, on any
+    device. Backwards, a trial begins at its own last frame; what lies behind it holds the initial state."""
     suffixes = _suffixes(module)
     n_directions = len(suffixes)
     hold = None
@@ -201,7 +201,7 @@ class FrameOrder:
 def frame_order(
     frames: Tensor, # Frames of each trial `[B]`, at least one
 ) -> FrameOrder:
-    "How packed frames are ordered by time, as `torch.nn.utils.rnn.PackedSequence` does."
+    "Order of packed frames by time, as in `torch.nn.utils.rnn.PackedSequence`."
     B = len(frames)
     T = int(frames.max())
     trials = frames.argsort(descending=True, stable=True)
@@ -237,9 +237,9 @@ class _Permute(torch.autograd.Function):
 def permute(
     x: Tensor,       # Rows `[N, …]`
     rows: Tensor,    # Which row comes where, each once `[N]`
-    inverse: Tensor, # The inverse of `rows`
+    inverse: Tensor, # The inverse of `rows` `[N]`
 ) -> Tensor:
-    "`x[rows]`, whose gradient is a selection too, not a scatter."
+    "`x[rows]` `[N, …]`, whose gradient is a selection too, not a scatter."
     return _Permute.apply(x, rows, inverse)
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c031

@@ -20,13 +20,13 @@ def _coarse(a: Tensor) -> Tensor:
     return ((a.detach() * _STEP).round() / _STEP)
 
 def _running_sums(a: Tensor) -> tuple[Tensor, Tensor]:
-    "Of the rest, and of the multiples of 1/256, which have no gradient."
+    "Running sums `[…, T]` of the rest, and of the multiples of 1/256, which have no gradient."
     a = a.clamp(min=_LOWEST)
     coarse = _coarse(a)
     return (a - coarse).cumsum(-1), coarse.cumsum(-1)
 
 def _differences(fine: Tensor, coarse: Tensor) -> Tensor:
-    "Of all pairs of running sums, −∞ above the diagonal."
+    "Differences of all pairs of running sums `[…, T, T]`, −∞ above the diagonal."
     sums = fine[..., :, None] + (-fine)[..., None, :]
     sums += coarse[..., :, None] - coarse[..., None, :]
     T = fine.shape[-1]
@@ -41,7 +41,7 @@ def segment_sums(
 
 # %% ../../nbs/pytorch/13_ssd.ipynb #c011
 def _carry(
-    made: Tensor,   # What each chunk adds to the state `[S, C, N, H, P]`
+    made: Tensor,   # Contribution of each chunk to the state `[S, C, N, H, P]`
     totals: Tensor, # Log decay through each chunk `[S, C, H]`
     state: Tensor | None, # In front of the first `[S, N, H, P]`; none means zeros
 ) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def _chunk_weights(
     scores: Tensor, # Products of c and b `[S, C, Q, Q]`
     a: Tensor,      # Log decays `[S, C, H, Q]`
 ) -> Tensor:
-    "What each frame gets from each other `[S, C, H, Q, Q]`, of the type of `scores`."
+    "Weight of each frame in each other `[S, C, H, Q, Q]`, of the type of `scores`."
     return _ChunkWeights.apply(scores, *_running_sums(a))
 
 # %% ../../nbs/pytorch/13_ssd.ipynb #c017
@@ -90,7 +90,8 @@ def ssd(
     chunk_size: int = 64, # Frames per chunk; changes time and memory, not the result
     state: Tensor | None = None, # In front of the first frame `[S, N, H, P]`; none means zeros
 ) -> tuple[Tensor, Tensor]:
-    "The output `[S, T, H, P]` and the state behind the last frame `[S, N, H, P]`."
+    """State space duality (Dao and Gu, 2024): yₜ = hₜᵀ · cₜ with the state hₜ = exp(log_decayₜ) · hₜ₋₁ + bₜ · xₜᵀ.
+    Returns the output `[S, T, H, P]` and the state behind the last frame `[S, N, H, P]`."""
     S, T, H, P = x.shape
     N = b.shape[-1]
     Q = min(chunk_size, T)

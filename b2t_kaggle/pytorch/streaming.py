@@ -44,15 +44,15 @@ class SmoothingStream:
         return smoothed
 
     def finish(self) -> Tensor:
-        "The last bins, for which zeros follow, as at the end of a trial."
+        "The last bins `[1, n, F]`, for which zeros follow, as at the end of a trial."
         return self.push(torch.zeros(1, self.n_after, self.window.shape[2]))
 
 # %% ../../nbs/pytorch/12_streaming.ipynb #c009
 def delay_ms(
     cfg: Config, # Of a causal encoder
 ) -> dict[str, int]: # `smoothing` and `frame`
-    """How long a bin waits, in milliseconds: for the bins that smoothing reads, and at most for the end of its frame,
-    or of the chunk of frames that an encoder gives at once."""
+    """Delay of a bin in milliseconds: for the bins that smoothing reads, and at most for the end of its frame, or of
+    the chunk of frames that an encoder gives at once."""
     n_after = SmoothingStream(cfg.augment, n_features=1).n_after
     return dict(smoothing=20 * n_after, frame=20 * (cfg.model.stream_stride() - 1))
 
@@ -96,5 +96,5 @@ class EncoderStream:
         return _log_probs(logits)
 
     def delay_ms(self) -> dict[str, int]:
-        "How long a bin waits, see `delay_ms`."
+        "Delay of a bin in milliseconds, see the function `delay_ms`."
         return delay_ms(self.cfg)

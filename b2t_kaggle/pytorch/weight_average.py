@@ -19,7 +19,7 @@ from ..training.checkpoints import CheckpointError, seen_val_from
 
 # %% ../../nbs/pytorch/08_weight_average.ipynb #c005
 class WeightAverage:
-    "A running average of a model's weights."
+    "A running average of a model's weights (Polyak and Juditsky, 1992; Izmailov et al., 2018)."
     def __init__(self,
         model: Encoder, # With the weights with which the average begins, and not compiled
     ):
@@ -30,7 +30,7 @@ class WeightAverage:
         model: Encoder,        # After a step
         rate: float | Tensor,  # From `averaging_rate`: 1 takes the model's weights as they are
     ) -> None:
-        "Move the average toward the model's weights."
+        "Move the average toward the model's weights: w̄ ← w̄ + rate · (w − w̄), for each tensor `[…]`."
         for own, new in zip(self.model.parameters(), model.parameters()): own.lerp_(new, rate)
         for own, new in zip(self.model.buffers(), model.buffers()): own.copy_(new)
 

@@ -71,8 +71,8 @@ def _write(
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c010
 def _is_pytorch(path: Path) -> bool:
-    """Whether it begins as PyTorch's archives do, with a pickle inside, or is a pickle, as before version 1.6; neither
-    is opened."""
+    """Whether a file begins as PyTorch's archives do, with a pickle inside, or is a pickle, as before version 1.6;
+    neither is opened."""
     with open(path, 'rb') as f: head = f.read(512)
     return head.startswith(b'PK') and b'data.pkl' in head or head.startswith(b'\x80')
 
@@ -182,7 +182,7 @@ def save_best(
     path: str | Path, # `….weights.h5`
     model: Encoder,   # From `build_model`
     cfg: Config,      # Its configuration, with `data.sessions`
-    metrics: Mapping, # What it reached: anything that JSON can hold
+    metrics: Mapping, # Of its validation: anything that JSON can hold
 ) -> None:
     "Write a model whole or not at all."
     _write(path, model, dict(config=cfg.dump(), figures=dict(metrics)))
@@ -204,14 +204,14 @@ def load_weights(
     path: str | Path,          # This and the other as in `load_model`
     unseen: str | None = None,
 ) -> tuple[dict[str, np.ndarray], Config]:
-    "Weights by the names of `named_variables`, and the configuration; raises `CheckpointError`."
+    "Weights `[…]` by the names of `named_variables`, and the configuration; raises `CheckpointError`."
     model, cfg = load_model(path, unseen)
     return {name: v.numpy() for name, v in model.named_variables().items()}, cfg
 
 def read_metrics(
     path: str | Path, # Our file, or the folder that holds it
 ) -> dict:
-    """What the model in it reached, as it was given to `save_best`; `step` is that of the weights where a run continues
+    """Metrics of a model, as they were given to `save_best`; `step` is that of the weights where a run continues
     from them. Raises `CheckpointError`."""
     values = _read(weights_file(path), ('figures',))
     figures, run = values['figures'], values.get('run', {})
@@ -223,7 +223,7 @@ def save_last(
     path: str | Path, # `….weights.h5`
     model: Encoder,   # From `build_model`
     cfg: Config,      # Its configuration, with `data.sessions`
-    metrics: Mapping, # What the best model reached
+    metrics: Mapping, # Of the best model
     optimizer: Mapping[str, Mapping[str, np.ndarray]], # State of each variable: arrays `[…]`
     run: Mapping,     # Everything else that the run needs: anything that JSON can hold
 ) -> None:

@@ -21,7 +21,7 @@ def _states(labels: tf.Tensor, n_labels: tf.Tensor, blank: int) -> tf.Tensor:
 
 # %% ../../nbs/tensorflow/02_ctc.ipynb #c014
 def _step(skip: tf.Tensor):
-    "One frame of all trials, with 0 or −∞ for a skip into each state: a step of the scan in `alignment`."
+    "Step of the scan in `alignment`, one frame of all trials, with 0 or −∞ for a skip into each state."
     dtype = skip.dtype
     def step(carry, x):
         state, height = carry

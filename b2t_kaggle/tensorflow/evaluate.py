@@ -55,7 +55,7 @@ class Evaluator:
     def __call__(self,
         progress: str | None = None, # Label of a progress bar
     ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        "Yields for each batch the indices of its trials and their results, on the host."
+        "Yields for each batch the indices of its trials `[B]` and their results `[B, …]` by name, on the host."
         if not self.batches: return
         def load(): return (rows(self.batcher, trials, self.days) for trials in self.batches)
         with tqdm(total=len(self.store), desc=progress, unit=' trials', disable=progress is None) as bar:
@@ -70,7 +70,7 @@ def losses_and_paths(
     batch: dict,       # From `rows`
     frames: tf.Tensor, # Frames of each trial `[B]`
 ) -> dict[str, tf.Tensor]:
-    "What `evaluate` needs of a batch: the CTC loss of each trial `[B]`, likeliest classes `[B, T']`, and frames."
+    "For `evaluate` the CTC loss of each trial `[B]`, the likeliest class of each frame `[B, T']`, and frames `[B]`."
     losses = ctc_loss(logits, batch['labels'], frames, batch['n_labels'])
     return dict(loss=losses, path=tf.argmax(logits, -1, tf.int32), frames=frames)
 

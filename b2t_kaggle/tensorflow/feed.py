@@ -30,12 +30,12 @@ def _nothing() -> None: pass
 
 @cache
 def _say_that_it_compiles() -> None:
-    "Once in a process."
+    "Print once in a process that TensorFlow compiles."
     tqdm.write('TensorFlow compiles; the first batch of each length waits for that', file=sys.stderr)
 
 @dataclass
 class Strategy:
-    "What a run computes on."
+    "Devices of a run, over which TensorFlow distributes it."
     device: Device                       # From `pick_tensorflow`
     distribution: tf.distribute.Strategy # Over its devices
     on_step: Callable[[], None] = _nothing # Called after each step, as a profiler wants it
@@ -51,7 +51,7 @@ class Strategy:
         return 1 if self.device.kind == 'cpu' else 10
 
     def compile(self, f: Callable) -> Callable:
-        "A function of one replica as a program."
+        "A function of one replica, as a program of TensorFlow."
         jit = self.device.kind == 'cpu' and self.device.jit and self.n_devices == 1
         def traced(*args): # Called once for each program
             _say_that_it_compiles()
@@ -59,11 +59,11 @@ class Strategy:
         return tf.function(traced, autograph=False, jit_compile=jit or None)
 
     def shares(self, value) -> tuple[tf.Tensor, ...]:
-        "What each device has of a value."
+        "The part of a value on each device `[…]`."
         return self.distribution.experimental_local_results(value)
 
     def on_host(self, value) -> np.ndarray:
-        "What a function returned on each replica, one behind the other."
+        "Results of all replicas, one behind the other `[B, …]`."
         return np.concatenate([np.atleast_1d(v.numpy()) for v in self.shares(value)])
 
     def delivered_dtype(self, store: TrialStore) -> str:
@@ -103,7 +103,7 @@ class Program:
         batch: dict, # From `distribute`, with the features `x`
         *args,       # Tensors that are the same for all
     ):
-        "What each replica returned."
+        "Results of the replicas."
         T = self.strategy.shares(batch['x'])[0].shape[1]
         if T not in self.traced: self.traced[T] = self.f.get_concrete_function(batch, *args)
         return self.traced[T](batch, *args)
@@ -114,7 +114,7 @@ def _as_dataset(
     example: dict[str, np.ndarray],       # A batch, which tells types and dimensions
     ahead: int,                           # Elements that wait at most
 ) -> tf.data.Dataset:
-    "What a generator makes, from a thread of its own."
+    "Elements of a generator, as a dataset that a thread of its own fills."
     spec = {k: tf.TensorSpec([None] * v.ndim, v.dtype) for k, v in example.items()}
     spec['x'] = tf.TensorSpec([None, None, example['x'].shape[2]], example['x'].dtype)
     options = tf.data.Options()

@@ -17,10 +17,10 @@ from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL, group_of
 
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c006
 def clip(
-    grads: Mapping[str, tf.Tensor], # Gradients by name
+    grads: Mapping[str, tf.Tensor], # Gradients `[…]` by name
     largest: float,                 # Largest norm; 0 means no clipping
 ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-    "The gradients, scaled down where their norm is larger, and that norm before."
+    "The gradients, scaled down where their norm is larger (Pascanu et al., 2013), and that norm before `[]`."
     norm = tf.linalg.global_norm(list(grads.values()))
     if not largest: return dict(grads), norm
     scale = tf.minimum(largest / (norm + 1e-6), 1.)
@@ -35,7 +35,7 @@ def _zeros(shape) -> tf.Variable: return tf.Variable(tf.zeros(shape), trainable=
 
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c011
 class StackedAdamW:
-    "PyTorch's AdamW over a model's trainable variables in the official groups; days are rows of their stack."
+    "AdamW (Loshchilov and Hutter, 2019), as PyTorch's, over the official groups; days are rows of their stack."
     scaler = None # Of the loss in float16: a `LossScaler`
 
     def __init__(self,
@@ -55,7 +55,7 @@ class StackedAdamW:
             self.state[name] = dict(exp_avg=_zeros(w.shape), exp_avg_sq=_zeros(w.shape), step=_zeros([n_counts]))
 
     def step(self,
-        grads: Mapping[str, tf.Tensor],  # By name
+        grads: Mapping[str, tf.Tensor],  # By name `[…]`
         rates: Mapping[str, tf.Tensor],  # Learning rates of `model` and `day`
         in_batch: tf.Tensor,             # 1 for a day of the batch, else 0 `[D]`
         usable: tf.Tensor | bool = True, # False leaves everything as it is
@@ -89,35 +89,36 @@ class StackedAdamW:
         return {name: {key: v.numpy() for key, v in state.items()} for name, state in self.state.items()}
 
     def load_state_dict(self,
-        state: Mapping[str, Mapping[str, np.ndarray]], # From `state_dict`
+        state: Mapping[str, Mapping[str, np.ndarray]], # From `state_dict`, arrays `[…]`
     ) -> None:
-        "Go on from a state that was saved."
+        "Restore a state that was saved."
         for name, variables in self.state.items():
             for key, variable in variables.items(): variable.assign(state[name][key])
 
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c020
 class LossScaler:
-    "A factor on the loss that keeps gradients within float16; halved by an overflow, doubled after many steps without."
+    """A factor on the loss that keeps gradients within float16 (Micikevicius et al., 2018); halved by an overflow,
+    doubled after many steps without."""
     def __init__(self): # In the scope of the run's strategy
         self.factor = tf.Variable(FIRST_SCALE, trainable=False)
         self.n_good = tf.Variable(0., trainable=False) # Steps since the last change
 
     def scale(self,
-        loss: tf.Tensor, # Of any shape
+        loss: tf.Tensor, # Of any shape `[…]`
     ) -> tf.Tensor:
-        "The loss whose gradients are computed."
+        "The scaled loss `[…]`, whose gradients are computed."
         return loss * self.factor
 
     def unscale(self,
-        grads: Mapping[str, tf.Tensor], # Gradients of a scaled loss by name, float32
+        grads: Mapping[str, tf.Tensor], # Gradients of a scaled loss by name, float32 `[…]`
     ) -> dict[str, tf.Tensor]:
-        "Those of the loss itself."
+        "Gradients of the loss itself."
         return {name: grad * (1 / self.factor) for name, grad in grads.items()}
 
     def update(self,
-        usable: tf.Tensor, # Whether the step was taken
+        usable: tf.Tensor, # Whether the step was taken `[]`
     ) -> None:
-        "The scale of the next step."
+        "Set the scale of the next step."
         n_good = tf.where(usable, self.n_good + 1, 0.)
         grows = n_good == SCALE_INTERVAL
         factor = self.factor * tf.where(usable, tf.where(grows, 2., 1.), .5)

@@ -14,10 +14,10 @@ from .layers import dropout, keras, tf
 def scan(
     step: Callable,               # `step(carry, x) -> (carry, y)`, all tuples of tensors
     init: tuple[tf.Tensor, ...],  # The carry before the first step; its shapes and types stay
-    xs: tuple[tf.Tensor, ...],    # Inputs, scanned over their first dimension, whose size is known
+    xs: tuple[tf.Tensor, ...],    # Inputs `[T, …]`, scanned over their first dimension, whose size is known
     dtypes: tuple[tf.DType, ...], # Of the outputs
     reverse: bool = False,        # From the last row to the first
-) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]: # The last carry, and the outputs in the order of the inputs
+) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]: # The last carry, and outputs `[T, …]` in the inputs' order
     "Apply `step` over the rows of `xs` while carrying a state along, as `jax.lax.scan` does, without gradients."
     T = xs[0].shape[0]
     def body(i, carry, ys):
@@ -100,7 +100,7 @@ def gru_layer(
     recurrent: tf.Tensor, # `[H, 3H]`
     bias: tf.Tensor,      # Of the products with the input and with the state `[2, 3H]`
 ) -> tf.Tensor:
-    "One GRU layer, equal to `keras.layers.GRU`, `[B, T, H]`."
+    "One GRU layer (Cho et al., 2014, with `reset_after`), equal to `keras.layers.GRU`, `[B, T, H]`."
     _, T, I = x.shape
     gates = tf.matmul(tf.reshape(x, [-1, I]), tf.cast(kernel, x.dtype)) + tf.cast(bias[0], x.dtype)
     gates = tf.transpose(tf.reshape(gates, [-1, T, kernel.shape[1]]), [1, 0, 2])
@@ -111,7 +111,7 @@ def gru_layer(
 def uses_cudnn(
     devices: Iterable[str] | None = None, # Names of those that compute; none means the current strategy's, or all
 ) -> bool:
-    "Whether GRU layers are left to cuDNN: where a GPU computes."
+    "Whether cuDNN computes GRU layers: where a GPU computes."
     if devices is None and tf.distribute.has_strategy(): devices = tf.distribute.get_strategy().extended.worker_devices
     elif devices is None: devices = [device.name for device in tf.config.list_logical_devices()]
     return any('GPU:' in name.upper() for name in devices)

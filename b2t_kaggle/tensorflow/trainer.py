@@ -66,10 +66,10 @@ def gradients_of(
 
 def accumulate_gradients(
     trainer: 'Trainer',          # Whose model it is
-    share: dict[str, tf.Tensor], # Rows of a replica
+    share: dict[str, tf.Tensor], # Rows of a replica `[b, …]`
     numbers: dict,               # From `Trainer.numbers`, as tensors
 ) -> _Gradients:
-    "The same for a replica's share, in `train.accumulate` micro-batches, one after the other."
+    "Losses `[b]` and gradients of a replica's share, in `train.accumulate` micro-batches, one after the other."
     accumulation_steps = trainer.cfg.train.accumulate
     if accumulation_steps == 1: return gradients_of(trainer, share, numbers)
     micro_batches = {k: tf.reshape(v, [accumulation_steps, -1, *v.shape[1:]]) for k, v in share.items()}
@@ -162,7 +162,7 @@ class Trainer(loop.Trainer):
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        "Of the validation trials."
+        "Evaluator of the validation trials."
         batch_size = self.cfg.data.eval_batch_size
         return Evaluator(self.model, self.validated, self.day_of, self.cfg, self.backend, batch_size, losses_and_paths)
 
@@ -176,7 +176,7 @@ class Trainer(loop.Trainer):
     def train_step(self,
         batch, # From `BatchLoader`
     ) -> StepResult:
-        "One step of the optimiser."
+        "Take one step of the optimiser."
         self.current = batch
         numbers = self.numbers()
         losses, norm = self.program(batch, tf.nest.map_structure(tf.constant, numbers))
@@ -189,8 +189,8 @@ class Trainer(loop.Trainer):
         return result
 
     def numbers(self) -> dict:
-        """What changes from step to step and is the same for all trials: the cut, learning rates, arguments of the
-        model, and which days are in the batch."""
+        """Numbers of a step that are the same for all trials: the cut, learning rates, arguments of the model, and 1
+        for each day in the batch, else 0 `[D]`."""
         cfg = self.cfg
         args = self.model.training_args(self.step, cfg.train.num_training_batches)
         days = self.store.day[self.loader.trials(self.step)]
@@ -230,7 +230,7 @@ class Trainer(loop.Trainer):
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c031
 class Profiler:
-    "Profiles some steps of a run, from the tenth on; it is called after each."
+    "Profiler of some steps of a run, from the tenth on; it is called after each."
     def __init__(self,
         folder: Path,   # That of TensorBoard
         n_batches: int, # Batches to profile; 0 means none

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 # %% ../../nbs/training/05_budget.ipynb #c004
 class Budget:
-    "Whether there is time for further steps, a validation and a save."
+    "Time that a training may take, and the usual duration of its steps, validations and saves."
     def __init__(self,
         minutes: float | None, # None means without end
-        val_batches: float,    # Validation trials in batches of training
+        val_batches: float,    # Validation trials, as a number of training batches
     ):
         self.began = time.monotonic()
         self.limit = 60 * (minutes or math.inf)
@@ -32,9 +32,9 @@ class Budget:
 
     def note(self,
         kind: str,      # `step`, `validate` or `save`
-        seconds: float, # That it took
+        seconds: float, # Its duration
     ) -> None:
-        "Remember how long something took."
+        "Record a duration."
         last = self.last.setdefault(kind, deque(maxlen=9))
         if self.calls[kind] == 1: last.clear()  # the first one, with its warm-up, counted only for want of another
         last.append(seconds)
@@ -45,7 +45,7 @@ class Budget:
         function: Callable,# To call
         *args,             # Its arguments
     ) -> Any:
-        "Call a function and remember how long it took."
+        "Call a function and record its duration."
         start = time.monotonic()
         result = function(*args)
         self.note(kind, time.monotonic() - start)
@@ -54,9 +54,9 @@ class Budget:
     def usual(self, kind: str) -> float: return statistics.median(self.last[kind]) if self.calls[kind] else 0.
 
     def is_spent(self,
-        steps: int = 1, # That are taken before this is asked again
+        steps: int = 1, # That are taken until the next check
     ) -> bool:
-        "Whether the time is only enough to validate and save."
+        "Whether the time that is left suffices for a validation and a save alone."
         step = self.usual('step') if self.calls['step'] > 1 else 0.
         validation = self.usual('validate') if self.calls['validate'] else step * self.val_batches
         return self.elapsed() + steps*step + validation + self.usual('save') > self.limit

@@ -30,7 +30,7 @@ from .checkpoint_paths import BEST, LAST, REFIT
 from .checkpoints import CheckpointError, seen_val_from
 from .history import BestTracker, History, read_history
 from .memory import raise_if_oom
-from .pruning import Judge, judge_here
+from .pruning import PruningCallback, callback_from_env
 from .recipe import SMALLEST_SCALE, TrainingError, refit_step
 from .resume import check_same, fingerprint, transfer_weights
 from .trackers import TrackedRun, check_trackers, tracked_values, tracker_names, tracking
@@ -39,7 +39,7 @@ from .trials import name_trials
 # %% ../../nbs/training/07_loop.ipynb #c007
 @dataclass
 class StepResult:
-    "A step that was taken."
+    "Result of a training step; its figures are fetched from the device where they are read."
     step: int               # From 0
     trials: np.ndarray      # Of this process `[B]`
     rates: dict[str, float] # Learning rates
@@ -67,7 +67,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        "Whether the step left the weights alone, because a gradient overflowed in float16."
+        "Whether the step was skipped, because a gradient overflowed in float16."
         return self.is_scaled and not math.isfinite(self.grad_norm)
 
 # %% ../../nbs/training/07_loop.ipynb #c311
@@ -114,7 +114,7 @@ def _check_may_continue(state: dict, new: dict[str, str], cfg: TrainConfig, path
     _check_refit(state, cfg, path)
 
 def _continuing(state: dict, device: str) -> str:
-    "What a run that continues says."
+    "Message of a run that continues."
     moved = f', which were computed on {state["device"]}' if state['device'] != device else ''
     return f'continuing after {state["step"]} batches{moved}'
 
@@ -145,9 +145,9 @@ class Trainer(ABC):
         self.current: Any = None # The batch of a step, or `validating`: what an error about full memory is about
 
     @abstractmethod
-    def steps(self, end: int) -> Iterator[StepResult]: "Takes the steps before `end` that are left."
+    def steps(self, end: int) -> Iterator[StepResult]: "Take the steps before `end` that are left."
     @abstractmethod
-    def metrics(self) -> dict: "Of the validation trials, from `training.history.summarize`."
+    def metrics(self) -> dict: "Metrics of the validation trials, from `training.history.summarize`."
     @abstractmethod
     def save_best(self, path: Path) -> None: "Write the model alone."
     @abstractmethod
@@ -178,7 +178,7 @@ class Trainer(ABC):
 
     @property
     def is_refitting(self) -> bool:
-        "Whether the weights have seen val, so that its metrics would tell nothing."
+        "Whether the weights have been trained on val, so that its metrics would mean nothing."
         return self.refit_from is not None and self.step > self.refit_from
 
     def validate(self) -> dict | None:
@@ -197,7 +197,7 @@ class Trainer(ABC):
         return True
 
     def state(self) -> dict:
-        "What a run needs to continue, beside the weights and the optimiser: plain values."
+        "State of the run beside the weights and the optimiser, as plain values, from which it continues."
         state = dict(fingerprint=self.fingerprint, device=self.device, step=self.step, seconds=self.seconds,
                      best=self.best.metrics, bad_evals=self.best.bad_evals, n_skipped=self.n_skipped)
         if self.refit_from is not None: state['refit_from'] = self.refit_from
@@ -220,13 +220,13 @@ class Trainer(ABC):
 
 # %% ../../nbs/training/07_loop.ipynb #c012
 def start_from(
-    weights: dict[str, np.ndarray], # Of this run's model by name; changed in place
-    model,                          # This run's encoder, which says what it has a row per day of
+    weights: dict[str, np.ndarray], # Of this run's model by name `[…]`; changed in place
+    model,                          # This run's encoder, whose `is_per_day` names the weights with a row per day
     day_of: dict[str, int],         # Its day of each session
     load: Callable[[Path, str], tuple[dict[str, np.ndarray], Config]], # The framework's `load_weights`
     path: Path,                     # A checkpoint, ours or official
 ) -> None:
-    "Initial weights from a trained model. Raises `CheckpointError`, or `TrainingError` for a model of another shape."
+    "Take initial weights from a trained model. Raises `CheckpointError`, or `TrainingError` for another shape."
     trained, cfg = load(path, 'in this training')
     transfer_weights(weights, trained, model.is_per_day, day_of, cfg.data.known_sessions, path)
 
@@ -296,14 +296,14 @@ class Loop:
         budget: Budget,    # Of time
         out: Path,         # Receives the checkpoints
         log: Callable[[list[dict], dict], None] | None = None, # Sees new rows of the curves, and PER by session
-        judge: Judge | None = None, # Of a trial of a sweep
+        callback: PruningCallback | None = None, # Of a sweep point
     ):
         self.trainer = trainer
         self.history = history
         self.budget = budget
         self.out = out
         self.log = log
-        self.judge = judge
+        self.callback = callback
         self.pending = []                     # Results that nobody has looked at
         self.synced_at = budget.elapsed()     # When somebody did for the last time
         self.first_step = trainer.step + 1
@@ -340,7 +340,7 @@ class Loop:
 
     @property
     def is_told(self) -> bool:
-        "Whether trackers see this loop: in the process that writes, if there are steps left."
+        "Whether trackers see this loop: in the main process, if there are steps left."
         t = self.trainer
         return t.is_main_process and not self.stopped and t.step < t.cfg.train.num_training_batches
 
@@ -366,7 +366,7 @@ class Loop:
         validation = self.budget.timed('validate', t.validate) if validates else None
         t.seconds = self.seconds_before + self.budget.elapsed()
         is_best = t.is_best(validation, ends)
-        _ask_judge(self, validation)
+        _ask_callback(self, validation)
         self.stopped = self.stopped or t.best.has_converged(c)
         saves = bool(ends or self.stopped or validation or self._is_due(c.batches_per_save))
         _record(self, losses, validation, saves)
@@ -389,19 +389,19 @@ def _check(loop: Loop) -> np.ndarray:
     return losses
 
 def _ask_to_stop(loop: Loop) -> None:
-    """Stop after a Ctrl-C in any process, and where the time is only enough to validate and save, as the main process
-    decides."""
+    """Stop after a Ctrl-C in any process, and where the time suffices for a validation and a save alone, as the main
+    process decides."""
     t = loop.trainer
     if loop._is_last(): return
     spent, interrupted = zip(*t.gather((loop.budget.is_spent(t.sync_every), loop.is_interrupted())))
     if any(interrupted): loop.stopped = INTERRUPTED
     elif spent[0]: loop.stopped = 'time budget'
 
-def _ask_judge(loop: Loop, validation: dict | None) -> None:
-    "Stop where other trials of a sweep did better; the main process, which has the judge, decides."
+def _ask_callback(loop: Loop, validation: dict | None) -> None:
+    "Stop where other points of a sweep did better; the main process, which has the callback, decides."
     t = loop.trainer
     if validation is None or not loop._is_due(t.cfg.train.batches_per_val_step): return
-    is_pruned = loop.judge is not None and loop.judge(t.step, validation['val_per'])
+    is_pruned = loop.callback is not None and loop.callback(t.step, validation['val_per'])
     if t.gather(is_pruned)[0] and not loop._is_last(): loop.stopped = loop.stopped or 'pruned'
 
 def _terms(loop: Loop) -> list[dict[str, float]]:
@@ -440,9 +440,9 @@ def result_of(
     trainer: Trainer,    # That has come to an end
     stopped: str | None, # From `Loop.run`
 ) -> dict:
-    """`step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`, `val_loss`, `best_step` and
-    `sessions`. In float16 also `skipped`, the steps that were left out because a gradient overflowed; with a refit
-    `refit_from`, the batches before it, on which alone these metrics rest."""
+    """Result of a training: `step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`, `val_loss`,
+    `best_step` and `sessions`. In float16 also `skipped`, the steps that were left out because a gradient overflowed;
+    with a refit `refit_from`, the batches before it, on which alone these metrics rest."""
     best = {'best_step' if k == 'step' else k: v for k, v in trainer.best.metrics.items()}
     finished = stopped not in ('time budget', 'pruned')
     run = dict(step=trainer.step, finished=finished, stopped=stopped, seconds=trainer.seconds)
@@ -463,7 +463,7 @@ def checkpoint_bytes(
     n_parameters: int, # Numbers in the weights
     cfg: Config,       # The run's configuration
 ) -> dict[str, int]:
-    """About how large the files of a training become: the best weights, those with which it continues, which have two
+    """Approximate sizes of the files of a training: the best weights, those with which it continues, which have two
     moments each and an average where there is one, and the refitted ones."""
     weights = 4*n_parameters
     files = dict(best=weights, last=weights*(4 if cfg.train.weight_average else 3))
@@ -504,13 +504,13 @@ def _begin_anew(trainer: Trainer, out: Path) -> None:
 _ANOTHER = 'is another model'
 
 def _difference(found: Mapping, expected: Mapping, step: int) -> str:
-    "What is wrong with the model of some facts, in a training at this step; empty where it is the expected one."
+    "Difference of a model's facts from the expected ones, in a training at this step; empty where there is none."
     if all(str(found.get(k)) == str(expected.get(k)) for k in ('step', 'val_per', 'val_loss')): return ''
     of = found.get('step')
     return 'is of a later batch' if isinstance(of, int) and of > step else _ANOTHER
 
 def _lost(trainer: Trainer, path: Path, expected: Mapping) -> str:
-    "What is wrong with a model, for all processes; empty where it is the one of the expected figures."
+    "Problem of a model, for all processes; empty where it is the one of the expected figures."
     problem = ''
     if trainer.is_main_process:
         try: problem = _difference(trainer.read_model(path), expected, trainer.step)
@@ -593,7 +593,7 @@ def fit(
         if continues[0]:
             _begin_curves_anew(loop)
             _verify_models(loop)
-        if loop.is_told: loop.judge = judge_here()
+        if loop.is_told: loop.callback = callback_from_env()
         first = trainer.step
         with tracking(names if loop.is_told else [], tracked) as loop.log: stopped = loop.run(progress)
         if trainer.step > first: _verify_models(loop)

@@ -27,7 +27,7 @@ from .recipe import TrainingError
 # %% ../../nbs/training/06_trackers.ipynb #c005
 @dataclass
 class TrackedRun:
-    "What a tracker knows of a run."
+    "Facts of a run for its trackers."
     folder: Path           # With checkpoints and `history.csv`; trackers write there, too
     values: dict[str, Any] # Configuration, `group.field`: value
     step: int = 0          # Batches that were done before: the curves go on behind them
@@ -39,11 +39,11 @@ class TrackedRun:
         return folder.parent.name if folder.name == 'train' else folder.name
 
 class Tracker(ABC):
-    "Receives the curves of a run; made from a `TrackedRun`."
+    "Receiver of the curves of a run; made from a `TrackedRun`."
     @abstractmethod
-    def log(self, step: int, values: dict[str, float]) -> None: "Figures after so many batches."
+    def log(self, step: int, values: dict[str, float]) -> None: "Record figures after so many batches."
     @abstractmethod
-    def finish(self, succeeded: bool) -> None: "Called once at the end; without success after an error."
+    def finish(self, succeeded: bool) -> None: "End the run; without success after an error."
 
 def tracked_values(
     cfg: Config, # The run's configuration
@@ -53,7 +53,7 @@ def tracked_values(
 
 # %% ../../nbs/training/06_trackers.ipynb #c008
 class TensorBoardTracker(Tracker):
-    "Adds to the curves in the folder `tensorboard` of a run."
+    "Writer of curves to the folder `tensorboard` of a run."
     def __init__(self, run: TrackedRun):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -91,7 +91,7 @@ class TensorBoardTracker(Tracker):
 
 # %% ../../nbs/training/06_trackers.ipynb #c012
 class AppendingTracker(Tracker):
-    "Goes on under the same id, and tells no step twice."
+    "A tracker that continues a run under the same id, and logs no step twice."
     name: str # As in `train.log`
 
     def __init__(self, run: TrackedRun):
@@ -104,7 +104,7 @@ class AppendingTracker(Tracker):
     @abstractmethod
     def start(self, run: TrackedRun, run_id: str | None) -> str: "Begin, or go on with a run; returns its id."
     @abstractmethod
-    def send(self, step: int, values: dict[str, float]) -> None: "What `log` does with a step that is new."
+    def send(self, step: int, values: dict[str, float]) -> None: "Send the figures of a step that is new."
 
     def _read(self) -> dict: return parse_json(read_text(self.path)) if self.path.exists() else {}
 
@@ -154,7 +154,7 @@ def mlflow_store(
     run: TrackedRun,
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> str:
-    "Where MLflow keeps runs: what `MLFLOW_TRACKING_URI` says, else `mlflow.db` beside the folders of the runs."
+    "Address of MLflow's store: `MLFLOW_TRACKING_URI`, else `mlflow.db` beside the folders of the runs."
     folder = run.folder.absolute()
     if folder.name == 'train': folder = folder.parent
     return environ.get('MLFLOW_TRACKING_URI') or f'sqlite:///{folder.parent/"mlflow.db"}'
@@ -163,7 +163,7 @@ def _has_run(
     client,      # `mlflow.tracking.MlflowClient`
     run_id: str,
 ) -> bool:
-    "Whether MLflow has a run, and not in its bin. Raises what the client raises for want of a store."
+    "Whether MLflow has a run, outside of its bin. Raises the client's errors for want of a store."
     try: return client.get_run(run_id).info.lifecycle_stage == 'active'
     except Exception as e:
         if getattr(e, 'error_code', None) == 'RESOURCE_DOES_NOT_EXIST': return False
@@ -224,12 +224,12 @@ def check_trackers(
 
 # %% ../../nbs/training/06_trackers.ipynb #c024
 def _scalars(row: dict) -> dict[str, float]:
-    "What is a curve in a row of the history."
+    "Values of a row of the history that have a curve."
     values = {k: v for k, v in row.items() if k not in ('step', 'seconds') and v is not None}
     return {k: float(v) for k, v in values.items() if not math.isnan(v)}
 
 def _tell(trackers: dict[str, Tracker], step: int, values: dict[str, float]) -> None:
-    "Tell all; those that fail are removed."
+    "Log figures to all trackers; those that fail are removed."
     for name, tracker in list(trackers.items()):
         try: tracker.log(step, values)
         except Exception as e: # Of any of its libraries
@@ -237,7 +237,7 @@ def _tell(trackers: dict[str, Tracker], step: int, values: dict[str, float]) -> 
             print(f'{_TITLES[name]} failed after batch {step} and gets no more, history.csv goes on: {e}')
 
 def _finish(trackers: dict[str, Tracker], succeeded: bool) -> None:
-    "Tell all that it is over."
+    "Finish all trackers."
     for name, tracker in trackers.items():
         try: tracker.finish(succeeded)
         except Exception as e: print(f'{_TITLES[name]} failed at the end: {e}')
@@ -247,8 +247,8 @@ def tracking(
     names: Iterable[str], # From `tracker_names`
     run: TrackedRun,
 ) -> Iterator[Callable[[list[dict], dict[str, float]], None] | None]:
-    """What takes new rows of the history and the PER of each session, if there was a validation; None without a
-    tracker. Raises `TrainingError` for a tracker that cannot start."""
+    """Logger of new rows of the history and the PER of each session, if there was a validation; None without a tracker.
+    Raises `TrainingError` for a tracker that cannot start."""
     trackers = {}
     for name in names:
         try: trackers[name] = TRACKERS[name](run)

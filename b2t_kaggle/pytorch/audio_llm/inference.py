@@ -40,9 +40,9 @@ def write_batches(
     smoothing: str = 'same',     # Or `valid`, as in `pytorch.evaluate.logits_of`
     trials: Sequence[int] | None = None, # Some of the trials; None means all
 ) -> Iterator[dict[int, Written]]:
-    "What is written of the trials of each batch, by trial; those of this process."
+    "Sentences of the trials of each batch, by trial; those of this process."
     day_of = {s: i for i, s in enumerate(cfg.data.known_sessions)}
-    def vectors_of(x, day, n_bins): return model.hear(x, day, n_bins).vectors
+    def vectors_of(x, day, n_bins): return model.encode_neural(x, day, n_bins).vectors
     batches = logits_of(vectors_of, store, day_of, cfg, backend, batch_size, progress, smoothing, trials)
     for b, vectors, n_frames in batches:
         n_vectors = torch.from_numpy(np.asarray(model.brain.projector.n_vectors(n_frames)))

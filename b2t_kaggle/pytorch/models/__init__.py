@@ -22,7 +22,7 @@ def encoder_class(
 
 def build_model(
     cfg: EncoderConfig, # The run's `model` group
-    n_days: int,        # Recording days
+    n_days: int,        # Recording days, D
 ) -> Encoder:
     """The model that a configuration describes; parts that it says are not trained require no gradient. Raises
     `ConfigError` for one that PyTorch does not have."""

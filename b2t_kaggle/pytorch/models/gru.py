@@ -31,8 +31,8 @@ def _stack(name: str, by_day: dict[int, Tensor]) -> Tensor:
 def from_official_state(
     state: Mapping[str, Tensor], # `day_weights.{i}`, `day_biases.{i}`, `gru.*`, `out.*`, `h0`, possibly prefixed
 ) -> dict[str, Tensor]:
-    """The state dict of our `GRUDecoder`; one that is ours already comes back as it is, without prefixes.
-    Raises `ValueError` for days that are missing or differ in shape."""
+    """The state dict of our `GRUDecoder`, days stacked `[D, …]`; one that is ours already comes back as it is, without
+    prefixes. Raises `ValueError` for days that are missing or differ in shape."""
     ours = {}
     by_day = {}
     for key, value in state.items():
@@ -52,7 +52,7 @@ def _load_official(module: nn.Module, state: dict[str, Tensor], prefix: str, *_)
 def init_gru(
     gru: GRU, # Changed in place
 ) -> None:
-    "Recurrent weights orthogonal, input weights uniform after Glorot, as the official baseline's."
+    "Set the official baseline's initial weights: recurrent ones orthogonal, others uniform (Glorot and Bengio, 2010)."
     for name, p in gru.named_parameters():
         if 'weight_hh' in name: nn.init.orthogonal_(p)
         if 'weight_ih' in name: nn.init.xavier_uniform_(p)
@@ -67,7 +67,7 @@ def freeze_gru(
 
 # %% ../../../nbs/pytorch/models/02_gru.ipynb #c301
 class GRUDecoder(Frontend):
-    "Features of a trial to logits per frame (Card et al., NEJM 2024, the baseline of Brain-to-Text '25)."
+    "Features of a trial to logits per frame (Card et al., 2024; the baseline of Brain-to-Text '25)."
     Config = GRUConfig
     cfg: GRUConfig
     patch_layer = ('gru.weight_ih_l0', 'gru.bias_ih_l0')

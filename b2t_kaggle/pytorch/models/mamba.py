@@ -106,7 +106,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 def _initial_dt_bias(shape: tuple[int, ...], least: float, greatest: float) -> Tensor:
-    "What softplus turns into steps whose logarithms are uniform."
+    "Biases that softplus turns into steps Δ whose logarithms are uniform (Gu and Dao, 2023)."
     dt = torch.empty(shape).uniform_(math.log(least), math.log(greatest)).exp()
     return dt + torch.log(-torch.expm1(-dt))
 
@@ -121,7 +121,7 @@ def _gated_norm(
 
 # %% ../../../nbs/pytorch/models/05_mamba.ipynb #c301
 class MambaLayer(nn.Module):
-    "One layer, without its residual connection. All directions G are computed together."
+    "A Mamba-2 layer (Dao and Gu, 2024) without its residual connection; all G directions are computed together."
     def __init__(self,
         cfg: MambaConfig, # Its sizes
     ):
@@ -183,23 +183,24 @@ def day_drift(
     weights: Tensor, # `[D, F, F]`
     biases: Tensor,  # `[D, 1, F]`
 ) -> Tensor:
-    "Squared distance between the layers of two days that follow each other, on average over all such pairs."
+    "Squared distance between the layers of two days that follow each other, mean over all such pairs `[]`."
     n_pairs = max(len(weights) - 1, 1)
     return (weights.diff(dim=0).square().sum() + biases.diff(dim=0).square().sum()) / n_pairs
 
 # %% ../../../nbs/pytorch/models/05_mamba.ipynb #c023
 def skip_layer(
-    x: Tensor,        # What a layer adds: rows
+    x: Tensor,        # Rows that a layer adds `[…, n_units]`
     p: float,         # Probability that a trial skips it
     sequences: _PackedSequences | _PaddedSequences, # Whose rows they are
     n_trials: int,    # B
 ) -> Tensor:
-    "Zeros for some trials, the others scaled so that the expectation stays; draws from the device's own generator."
+    """Rows `[…, n_units]` with zeros for some trials, the others scaled by 1/(1 − p) (stochastic depth; Huang et al.,
+    2016); draws from the device's own generator."""
     kept = (torch.rand(n_trials, 1, device=x.device) >= p) / (1 - p)
     return x * sequences.per_row(kept.to(x.dtype))
 
 class Mamba(Frontend):
-    "Features of a trial to logits per frame."
+    "Features of a trial to logits per frame by Mamba-2 layers (Dao and Gu, 2024)."
     Config = MambaConfig
     cfg: MambaConfig
     patch_layer = ('project.',)
@@ -226,7 +227,7 @@ class Mamba(Frontend):
         day_idx: Tensor, # Day of each trial `[B]`
         sequences: _PackedSequences | _PaddedSequences, # Whose rows they are
     ) -> Tensor:
-        "What the first layer reads `[…, n_units]`."
+        "Input of the first layer, rows `[…, n_units]`."
         x = self.project(x)
         if self.time is not None:
             place = day_idx[:, None] / max(self.n_days - 1, 1)
@@ -268,7 +269,7 @@ class Mamba(Frontend):
         return losses + self.cfg.drift * day_drift(self.day_weights, self.day_biases)
 
     def decays(self, name: str, parameter: Tensor) -> bool:
-        "Whether weight decay applies: to matrices and convolutions, not to decays, steps, gains and biases."
+        "Whether weight decay applies to a parameter `[…]`: to matrices and convolutions, not to decays and gains."
         return parameter.ndim >= 2 and name.endswith('weight')
 
     def start(self, batch_size: int = 1) -> StreamState:

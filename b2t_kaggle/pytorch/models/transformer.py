@@ -30,7 +30,7 @@ def shifted_rows(
     return rows[:, :, n_queries - 1:]
 
 class RelativePositions(nn.Module):
-    "What the distance of two frames adds to the score of one for the other, in each head (T5; Raffel et al., 2020)."
+    "Biases of the scores of attention by the distance of two frames, in each head (T5; Raffel et al., 2020)."
     def __init__(self,
         cfg: TransformerConfig, # The `model` group
     ):
@@ -43,7 +43,7 @@ class RelativePositions(nn.Module):
         n_queries: int, # Frames that ask; the last of them is the last of those that are asked
         n_keys: int,    # Frames that are asked
     ) -> Tensor:
-        "`[H, n_queries, n_keys]`."
+        "Bias of each pair of frames `[H, n_queries, n_keys]`."
         distances = torch.arange(1 - n_keys, n_queries, device=self.bias.device).clamp(-self.farthest, self.farthest)
         buckets = self.buckets.index_select(0, distances + self.farthest)
         return shifted_rows(self.bias.index_select(0, buckets).t(), n_queries)
@@ -54,7 +54,7 @@ def within_context(
     n_keys: int,    # Frames that are asked
     left: Tensor,   # Earlier frames that each trial's frames attend to `[B]`
 ) -> Tensor:
-    "Whether a frame of a causal model attends to another, `[B, 1, n_queries, n_keys]`."
+    "Mask of a causal model `[B, 1, n_queries, n_keys]`: true where a frame attends to another."
     queries = torch.arange(n_keys - n_queries, n_keys, device=left.device)[:, None]
     distances = torch.arange(n_keys, device=left.device) - queries
     return (distances <= 0) & (distances >= -left[:, None, None, None])
@@ -63,7 +63,7 @@ def inside(
     frames: Tensor, # Frames of each trial `[B]`
     n_keys: int,    # Frames that are asked
 ) -> Tensor:
-    "Whether a frame is one of its trial, `[B, 1, 1, n_keys]`."
+    "Mask of the padding `[B, 1, 1, n_keys]`: true for a trial's own frames."
     is_inside = torch.arange(n_keys, device=frames.device) < frames.clamp(min=1)[:, None]
     return is_inside[:, None, None]
 
@@ -80,15 +80,15 @@ def left_contexts(
     return cfg.left_context_min + more.clamp(max=n_more)  # rounding may lift u·(n + 1) to n + 1
 
 def only(
-    is_attended: Tensor, # Whether a frame attends to another
-    added: Tensor,       # To the scores
+    is_attended: Tensor, # Whether a frame attends to another, spreads to `[B, H, n_queries, n_keys]`
+    added: Tensor,       # To the scores, likewise
 ) -> Tensor:
-    "The same, and −∞ for the others."
+    "Terms of the scores `[B, H, n_queries, n_keys]` that are −∞ for frames that are not attended to."
     return torch.where(is_attended, added, -torch.inf)
 
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c014
 class Block(nn.Module):
-    "Attention and a feed-forward network, each behind a norm and beside a shortcut."
+    "A pre-norm transformer layer: attention and a feed-forward network, each with a residual connection."
     def __init__(self,
         cfg: TransformerConfig, # The `model` group
     ):
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
     def combine(self,
         x: Tensor,        # The same frames
-        attended: Tensor, # What attention made of them, `[…, H · head_dim]`
+        attended: Tensor, # Output of attention `[…, H · head_dim]`
     ) -> Tensor:
         "Frames after this layer `[…, d]`."
         x = x + dropout(self.attention_out(attended), self.dropout, self.training)
@@ -185,7 +185,7 @@ class Transformer(Encoder):
         self.out = nn.Linear(cfg.n_units, cfg.n_classes)
 
     def decays(self, name: str, parameter: Tensor) -> bool:
-        "Matrices decay; biases, gains and what distances add do not."
+        "Whether weight decay applies to a parameter `[…]`: to matrices, not to biases, gains and those of distances."
         return super().decays(name, parameter) and name != 'positions.bias'
 
     def encode(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class Transformer(Encoder):
         return self._packed(x, day_idx, n_bins)
 
     def _padded(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
-        "Logits of a rectangle; how an accelerator computes them."
+        "Logits `[B, T', K]` of a rectangle, for an accelerator."
         cfg = self.cfg
         T = cfg.n_frames(x.shape[1])
         x = self.embedding(self._by_day(x[:, :T * cfg.patch_size], day_idx))
@@ -213,7 +213,7 @@ class Transformer(Encoder):
         return self.out(self.norm(x))
 
     def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
-        "The same without any padding; how a CPU computes them."
+        "Logits `[B, T', K]` without any padding, for a CPU."
         cfg = self.cfg
         frames = cfg.n_frames(n_bins).clamp(min=1).tolist() # one of padding for a trial that has none
         lengths = [n * cfg.patch_size for n in frames]
@@ -241,7 +241,7 @@ class Transformer(Encoder):
     def _attention_dropout(self) -> float: return self.cfg.dropout if self.training else 0.
 
     def compiled(self) -> Callable:
-        "The same by `torch.compile`, except for what a CPU computes: its shapes are others in each batch."
+        "The model through `torch.compile`, but for the part on a CPU, whose shapes are others in each batch."
         self._packed = torch.compiler.disable(self._packed)
         return torch.compile(self)
 
@@ -256,7 +256,7 @@ class Transformer(Encoder):
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c034
 @dataclass
 class StreamState:
-    "Where the stream of a batch of trials is."
+    "State of the stream of a batch of trials."
     bins: Tensor | None = None # Bins of the patch that is not full yet `[B, t, F]`
     # Keys and values of each layer within the left context, `[B, H, c, head_dim]`; none before the first frame
     past: list[tuple[Tensor, Tensor]] = field(default_factory=list)

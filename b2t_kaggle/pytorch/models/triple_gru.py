@@ -29,10 +29,10 @@ class _ReverseGradient(torch.autograd.Function):
     def backward(ctx, grad): return grad * -ctx.saved_tensors[0].to(grad.dtype), None
 
 def reverse_gradient(
-    x: Tensor,                # Of any shape
+    x: Tensor,                # Of any shape `[…]`
     strength: float | Tensor, # λ, a number or a tensor without dimensions
 ) -> Tensor:
-    "`x`, whose gradient is multiplied by −λ on the way back; λ itself gets none."
+    "`x` `[…]`, whose gradient is multiplied by −λ on the way back (Ganin et al., 2016); λ itself gets none."
     # Made on the host and with a dimension: XLA takes a lone number for a part of the graph
     strength = strength.reshape(1) if isinstance(strength, Tensor) else torch.tensor([strength], dtype=torch.float32)
     return _ReverseGradient.apply(x, strength.to(x.device))
@@ -53,7 +53,7 @@ class _FrameGRU(nn.Module):
 
 # %% ../../../nbs/pytorch/models/03_triple_gru.ipynb #c011
 class NoiseModel(_FrameGRU):
-    "Estimates the noise in each frame."
+    "GRU layers that estimate the noise in each frame."
     def __init__(self,
         frame_dim: int,         # Numbers in a frame, I
         n_units: int | None = 256, # Units per GRU layer; none means as many as a frame has, without a projection
@@ -74,7 +74,7 @@ class NoiseModel(_FrameGRU):
 
 # %% ../../../nbs/pytorch/models/03_triple_gru.ipynb #c012
 class CleanSpeechModel(_FrameGRU):
-    "Reads phonemes from frames without their noise."
+    "GRU layers that read phonemes from frames without their noise."
     def __init__(self,
         frame_dim: int,       # Numbers in a frame, I
         n_units: int,         # Units per GRU layer, H
@@ -99,7 +99,7 @@ class NoisySpeechModel(CleanSpeechModel):
     "The adversary: reads phonemes from the noise, through a gradient reversal."
     def forward(self,
         f: Frames,                # Describes the frames of `noise`
-        noise: Tensor,            # From `NoiseModel`
+        noise: Tensor,            # From `NoiseModel`, in the order of the frames
         strength: float | Tensor, # λ
     ) -> Tensor:
         "Logits `[B, T', K]`."
@@ -113,7 +113,7 @@ def triple_loss(
     noisy_weight: float,                # Of the adversary's CTC loss
     noise_weight: float,                # Of the mean square of the noise
 ) -> Tensor:
-    "Loss of each trial, `[B]`."
+    "Loss of each trial `[B]`: CTC of clean and noisy logits, and the power of the noise, weighted."
     clean, noisy, noise = out
     inside = torch.arange(noise.shape[1], device=noise.device) < frames.to(noise.device)[:, None]
     power = torch.where(inside, noise.float().square().mean(-1), 0).sum(1) / inside.sum(1).clamp(min=1)
@@ -200,7 +200,7 @@ class TripleGRUDecoder(Frontend):
         return triple_loss(out, ctc, frames, self.cfg.noisy_loss_weight, self.cfg.noise_power_weight)
 
     def training_logits(self, out: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        "Those of clean speech."
+        "Logits of clean speech `[B, T', K]`."
         return out[0]
 
     def freeze(self) -> None:

@@ -44,14 +44,14 @@ class DayScaledAdam(RunOptimizer):
             self.state[f'clipping of {group["rate"]}'] = self.adam.clipping(group)
 
     def unscale(self,
-        days: np.ndarray, # Days of the batch
+        days: np.ndarray, # Days of the batch `[days]`
     ) -> None:
         "Divide the gradients of a scaled loss by its scale, and note whether one of them overflowed."
         self.scaler.unscale_(self.adam)
 
     def step(self,
         rates: dict[str, float | Tensor], # Of `model` and `day`
-        days: np.ndarray | Tensor,        # Days of the batch; for a compiler 1 for each of them, else 0 `[D]`
+        days: np.ndarray | Tensor,        # Days of the batch `[days]`; for a compiler 1 for each of them, else 0 `[D]`
     ) -> None:
         """Update from the gradients of the model, then clear them. With a scaler an overflow leaves everything as it is
         but the scale; nobody waits for the device to learn of it."""
@@ -65,7 +65,7 @@ class DayScaledAdam(RunOptimizer):
         self.adam.zero_grad()
 
 def _rows(days: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    "Days as `Stack` takes them."
+    "Days as `Stack` takes them: distinct and sorted `[days]`, or for a compiler as they are `[D]`."
     return days if isinstance(days, Tensor) else torch.from_numpy(np.unique(days)).long().to(device, non_blocking=True)
 
 # %% ../../../nbs/pytorch/06_optimizer.ipynb #c012

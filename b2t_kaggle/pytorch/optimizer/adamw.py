@@ -30,12 +30,12 @@ def new_state(
     return state
 
 class RunOptimizer:
-    "What the optimisers of a run share: a state of tensors by name."
+    "Base of the optimisers of a run: a state of tensors by name."
     state: dict[str, dict[str, Tensor]]
     scaler: torch.amp.GradScaler | None = None # Of the loss, in float16
 
     def unscale(self,
-        days: np.ndarray, # Days of the batch
+        days: np.ndarray, # Days of the batch `[days]`
     ) -> None:
         "Divide the gradients of a scaled loss by its scale; for optimisers of devices that compute in float16."
         raise NotImplementedError(f'{type(self).__name__} has no scaled loss')
@@ -44,15 +44,18 @@ class RunOptimizer:
         "Update from the gradients of the model, then clear them."
         raise NotImplementedError(f'{type(self).__name__} has no step')
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]: return self.state
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        "The state by parameter, as `new_state` has it: tensors `[…]` by name."
+        return self.state
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        "Restore a state from `state_dict`, tensors `[…]` of the same shapes."
         for name, own in self.state.items():
             for k, v in own.items(): v.copy_(state[name][k])
 
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c009
 class DayAdamW(RunOptimizer):
-    "`torch.optim.AdamW` over a model's parameters in the official groups, with one parameter per day."
+    "AdamW (Loshchilov and Hutter, 2019) of PyTorch over the official groups, with one parameter per day."
     def __init__(self,
         model: Encoder,   # On its device; a CPU or a GPU
         cfg: TrainConfig, # The run's `train` group
@@ -69,7 +72,7 @@ class DayAdamW(RunOptimizer):
         self.adamw.state.update({p: s for rows in by_group.values() for p, s in rows})
 
     def _rows(self, model: Encoder, name: str, p: nn.Parameter) -> tuple[list[nn.Parameter], list[dict]]:
-        "What `torch.optim.AdamW` takes for a parameter, and its state there."
+        "A parameter, or its rows, for `torch.optim.AdamW`, and their states."
         state = self.state[name]
         if not model.is_per_day(name): return [p], [dict(state, step=state['step'][0])]
         # views: each shares its memory, and that of its state, with a row
@@ -83,7 +86,7 @@ class DayAdamW(RunOptimizer):
             for i in np.unique(days): rows[i].grad = None if p.grad is None else p.grad[i]
 
     def unscale(self,
-        days: np.ndarray, # Days of the batch
+        days: np.ndarray, # Days of the batch `[days]`
     ) -> None:
         "Divide the gradients of a scaled loss by its scale, and note whether one of them overflowed."
         self._hand_out(days)
@@ -91,7 +94,7 @@ class DayAdamW(RunOptimizer):
 
     def step(self,
         rates: dict[str, float], # Of `model` and `day`
-        days: np.ndarray,        # Days of the batch
+        days: np.ndarray,        # Days of the batch `[days]`
     ) -> None:
         """Update from the gradients of the model, then clear them. With a scaler an overflow leaves everything as it is
         but the scale; nobody waits for the device to learn of it."""
@@ -106,7 +109,7 @@ class DayAdamW(RunOptimizer):
 
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c014
 class StackedAdamW(RunOptimizer):
-    "The same as `DayAdamW` in plain tensor operations; the program does not depend on which days a batch holds."
+    "`DayAdamW` in plain tensor operations; the program does not depend on which days a batch holds."
     def __init__(self,
         model: Encoder,   # On its device
         cfg: TrainConfig, # The run's `train` group

@@ -34,7 +34,7 @@ class _Schedule(ABC):
         self._last_lr = [group['lr'] for group in optimizer.param_groups]
 
     @abstractmethod
-    def factor(self) -> float: "Of the rate, without the warm-up."
+    def factor(self) -> float: "Factor of the rate, without the warm-up."
 
     def get_lr(self) -> list[float]:
         "The rate of each group at the present batch and epoch."
@@ -75,7 +75,7 @@ class _Schedule(ABC):
 
 # %% ../../../nbs/pytorch/optimizer/02_eden.ipynb #c006
 class Eden(_Schedule):
-    "A rate that falls with batches and epochs."
+    "A rate times ((b² + B²)/B²)^−¼ · ((e² + E²)/E²)^−¼, after b batches and e epochs (Yao et al., 2024)."
     def __init__(self,
         optimizer: Optimizer,         # Its `lr` of each group are the rates to start from
         lr_batches: float,            # B; 7,500 in icefall's Zipformer
@@ -91,5 +91,5 @@ class Eden(_Schedule):
         return _falling(self.batch, self.lr_batches, .25) * _falling(self.epoch, self.lr_epochs, .25)
 
 class Eden2(_Schedule):
-    "A rate that falls with batches alone; epochs change nothing."
+    "A rate times ((b² + B²)/B²)^−½, after b batches (icefall); epochs change nothing."
     def factor(self) -> float: return _falling(self.batch, self.lr_batches, .5)

@@ -46,7 +46,7 @@ def _direction(g: Tensor, state: State, group: dict) -> tuple[Tensor, Tensor]:
 
 # %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c013
 def _size_step(p: Tensor, g: Tensor, state: State, group: dict) -> tuple[Tensor, State]:
-    "By what part of its size each row grows `[N]`, and what is new in the state."
+    "Relative growth of each row `[N]`, and the new entries of the state."
     period = group['size_update_period']
     phase = torch.remainder(state['n_steps'], period)
     ends = phase == period - 1
@@ -68,12 +68,12 @@ def _size_step(p: Tensor, g: Tensor, state: State, group: dict) -> tuple[Tensor,
 # %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c017
 def take_step(
     p: Tensor,     # Parameters of one shape `[N, …]`
-    g: Tensor,     # Their gradients, clipped
+    g: Tensor,     # Their gradients, clipped `[N, …]`
     state: State,  # From `new_state`; changed in place
     group: dict,   # Settings, those of `ScaledAdam`, and `lr`
     active: Tensor | None = None, # Rows that take the step `[N]` or `[1]`; None means all
 ) -> Tensor:
-    "The parameters after a step."
+    "The parameters after a step `[N, …]`."
     is_scalar = 'rms' not in state
     direction, v = _direction(g, state, group)
     new = dict(exp_avg_sq=v, n_steps=state['n_steps'] + 1)
@@ -97,7 +97,7 @@ _EARLY = 10, 20, 40 # Steps of the first period at which there is a limit, too
 
 def new_clipping(
     period: int, # `clipping_update_period`
-    like: Tensor, # A parameter, whose device and type the numbers have
+    like: Tensor, # A parameter `[…]`, whose device and type the numbers have
 ) -> State:
     "The state before the first step: `norms` `[period]`, `threshold` `[1]` and `n_norms` `[1]`."
     def zeros(n): return torch.zeros(n, dtype=like.dtype, device=like.device)
@@ -121,7 +121,7 @@ def clip_factor(
     scale: float,  # `clipping_scale`
     active: Tensor | None = None, # Whether the step is taken `[1]`; None means that it is
 ) -> Tensor:
-    "What the gradients of this step are multiplied by, at most 1 `[1]`."
+    "Factor of the gradients of this step `[1]`: a multiple of the median norm over the norm, at most 1."
     n = state['n_norms']
     slots = torch.arange(len(state['norms']), device=norm.device)
     is_own = (slots == torch.remainder(n, len(slots))) & (n > 0)
@@ -136,7 +136,7 @@ def clip_factor(
 class Stack:
     "Parameters that are computed together."
     def __init__(self,
-        params: list[Tensor], # Of one shape; or a single one that has rows
+        params: list[Tensor], # Of one shape `[…]`; or a single one that has rows `[N, …]`
         state: State,         # From `new_state`, and others
         group: dict,          # Their group: settings, `has_rows` and `rows`
     ):
@@ -168,7 +168,7 @@ class Stack:
         factor: Tensor | None = None, # Of the gradients `[1]`
         active: Tensor | None = None, # Whether the step is taken `[1]`; None means that it is
     ) -> None:
-        "Take it. A stack of gradients is not kept from `norm_sq`, because all of them together would be a model more."
+        "Take a step. Gradients are stacked anew after `norm_sq`: all of them together would be a model more."
         rows = self.group['rows']
         p = self.values()
         g = self.gradients(factor)

@@ -17,19 +17,19 @@ SHIFT = {'SwooshL': 4.0, 'SwooshR': 1.0}
 OFFSET = {'SwooshL': 0.035, 'SwooshR': 0.313261687}
 
 def swoosh(
-    x: Tensor, # Of any shape
+    x: Tensor, # Of any shape `[…]`
     name: str, # `SwooshL` or `SwooshR`
 ) -> Tensor:
-    "The function's value, computed in float32 at least and of the type of `x`."
+    "ln(1 + e^(x − shift)) − 0.08 x − offset `[…]` (Yao et al., 2024), of the type of `x`, by way of float32."
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     softplus = F.softplus(wide - SHIFT[name], threshold=40)
     return softplus.sub_(OFFSET[name]).sub_(wide, alpha=SLOPE).to(x.dtype)
 
 def swoosh_slope(
-    x: Tensor, # Of any shape
+    x: Tensor, # Of any shape `[…]`
     name: str, # `SwooshL` or `SwooshR`
 ) -> Tensor:
-    "The function's derivative, σ(x − shift) − 0.08, of the type of `x`."
+    "The function's derivative `[…]`, σ(x − shift) − 0.08, of the type of `x`."
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     return (wide - SHIFT[name]).sigmoid_().sub_(SLOPE).to(x.dtype)
 
@@ -78,7 +78,7 @@ class SwooshR(_SwooshModule): "ln(1 + e^(x − 1)) − 0.08 x − 0.313261687 (Y
 # %% ../../../nbs/pytorch/scaling/02_activations.ipynb #c013
 def kept_bytes(
     f,            # Called with the tensors
-    *args: Tensor,
+    *args: Tensor, # Of any shapes `[…]`
 ) -> int:
     "Bytes that the graph of `f(*args)` keeps for the backward pass, each piece of memory once, parameters included."
     sizes = {}

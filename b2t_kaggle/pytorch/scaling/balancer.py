@@ -21,9 +21,9 @@ ERF_SLOPE = 0.8139535143    # times artanh(y) is about erf⁻¹(y)
 TINY = 1e-10                # so that 0 and 1 have a logarithm
 
 def proportion_to_mean(
-    p: float | Tensor, # Share of positive values, 0 … 1
+    p: float | Tensor, # Share of positive values, 0 … 1; a tensor `[]` where it is scheduled on the device
 ) -> float | Tensor:
-    "The limit of the mean over the standard deviation that icefall makes of it."
+    "Limit of the mean over the standard deviation for one of the share of positive values, by icefall's formula."
     log = torch.log if isinstance(p, Tensor) else math.log
     return ERF_SLOPE / 2 * (log(2 * p + TINY) - log(2 - 2 * p + TINY))
 
@@ -99,7 +99,7 @@ class Balancer(nn.Module):
         self.prob = ScheduledFloat((0.0, 0.5), (8000.0, 0.125), default=0.4) if prob is None else prob
 
     def forward(self,
-        x: Tensor, # With C channels at `channel_dim`
+        x: Tensor, # With C channels at `channel_dim` `[…, C, …]`
     ) -> Tensor:
         "`x`. Raises `ValueError` for another number of channels."
         if x.shape[self.channel_dim] != self.num_channels:

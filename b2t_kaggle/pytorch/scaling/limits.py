@@ -32,7 +32,7 @@ class _LimitParameter(torch.autograd.Function):
         return torch.where(outward & ctx.acts, -grad, grad), None, None, None
 
 def limit_param_value(
-    x: Tensor,              # A parameter
+    x: Tensor,              # A parameter `[…]`
     min: FloatLike,         # Lower limit  # noqa: A002
     max: FloatLike,         # Upper limit  # noqa: A002
     prob: float = 0.6,      # Share of the calls in which it acts
@@ -56,7 +56,7 @@ class _PenalizeLarge(torch.autograd.Function):
         return grad + ctx.saved_tensors[0].to(grad.dtype) * ctx.penalty, None, None
 
 def penalize_abs_values_gt(
-    x: Tensor,                # Of any shape
+    x: Tensor,                # Of any shape `[…]`
     limit: float,             # Of the absolute values
     penalty: float | Tensor,  # Added to the gradient or taken from it; a tensor `[]` may switch it off
     name: str | None = None,  # Not used; icefall prints it
@@ -84,9 +84,9 @@ class ScaleGrad(nn.Module):
         self.alpha = alpha
 
     def forward(self,
-        x: Tensor, # Of any shape
+        x: Tensor, # Of any shape `[…]`
     ) -> Tensor:
-        "`x`."
+        "`x`; its gradient times `alpha` in training."
         return _ScaleGradient.apply(x, self.alpha) if self.training else x
 
 # %% ../../../nbs/pytorch/scaling/03_limits.ipynb #c015
@@ -109,10 +109,10 @@ class _Softmax(torch.autograd.Function):
         return (product - y * product.sum(ctx.dim, keepdim=True)).to(ctx.dtype), None, None
 
 def softmax(
-    x: Tensor, # Scores
+    x: Tensor, # Scores `[…]`
     dim: int,  # Along which they become probabilities
 ) -> Tensor:
-    "The softmax, in autocast's type where autocast is on."
+    "The softmax `[…]`, in autocast's type where autocast is on."
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     return _Softmax.apply(x, dim, dtype)

@@ -40,7 +40,7 @@ def ScaledConv2d(
 
 # %% ../../../nbs/pytorch/scaling/05_linear.ipynb #c008
 def _is_off(p: float | Tensor, training: bool) -> bool:
-    "Whether nothing is dropped; a rate that is a tensor is not looked at."
+    "Whether nothing is dropped; a rate that is a tensor counts as more than 0."
     return not training or (isinstance(p, float | int) and p == 0)
 
 class _DropLines(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _DropLines(torch.autograd.Function):
     def backward(ctx, grad): return (grad * (ctx.saved_tensors[0] != 0)).mul_(ctx.scale), None, None
 
 class Dropout2(nn.Module):
-    "Dropout whose rate may be scheduled."
+    "Dropout (Srivastava et al., 2014) whose rate may be scheduled."
     def __init__(self,
         p: FloatLike, # Probability of a zero
     ):
@@ -65,9 +65,9 @@ class Dropout2(nn.Module):
         self.p = p
 
     def forward(self,
-        x: Tensor, # Of any shape
+        x: Tensor, # Of any shape `[…]`
     ) -> Tensor:
-        "`x` with zeros at random, the rest scaled so that the expectation stays."
+        "`x` with zeros at random, the rest scaled by 1/(1 − p)."
         p = value_of(self.p)
         return x if _is_off(p, self.training) else x * keep_mask(x, p) * (1 / (1 - p))
 
@@ -82,9 +82,9 @@ class Dropout3(nn.Module):
         self.shared_dim = shared_dim
 
     def forward(self,
-        x: Tensor, # Of any shape
+        x: Tensor, # Of any shape `[…]`
     ) -> Tensor:
-        "`x` with zeros at random, the rest scaled so that the expectation stays."
+        "`x` with zeros at random, the rest scaled by 1/(1 − p)."
         p = value_of(self.p)
         if _is_off(p, self.training): return x
         return _DropLines.apply(x, keep_mask(x, p, self.shared_dim), 1 / (1 - p))

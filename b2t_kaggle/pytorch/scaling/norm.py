@@ -61,7 +61,7 @@ class BiasNorm(nn.Module):
         self.store_output_for_backprop = store_output_for_backprop
 
     def forward(self,
-        x: Tensor, # With C channels at `channel_dim`
+        x: Tensor, # With C channels at `channel_dim` `[…, C, …]`
     ) -> Tensor:
         "The normalised input, of its shape and type."
         dim = self.channel_dim % x.ndim

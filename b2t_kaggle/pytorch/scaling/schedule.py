@@ -25,9 +25,9 @@ class PiecewiseLinear:
                              'and x must rise from one to the next')
 
     def __call__(self,
-        x: float | Tensor, # Where; a tensor of any shape stays on its device
+        x: float | Tensor, # Where; a tensor of any shape `[…]` stays on its device
     ) -> float | Tensor:
-        "The function's value, of the type of `x`."
+        "The function's value, of the type and shape of `x`."
         if isinstance(x, Tensor): return self._of_tensor(x)
         if x <= self.pairs[0][0]: return self.pairs[0][1]
         for (x0, y0), (x1, y1) in pairwise(self.pairs):
@@ -53,7 +53,7 @@ class PiecewiseLinear:
 
 # %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c009
 def _crossings(f: PiecewiseLinear, g: PiecewiseLinear, xs: list[float]) -> list[float]:
-    "Where two functions cross between their corners."
+    "Crossings of two functions between their corners."
     differences = [f(x) - g(x) for x in xs]
     ends = zip(pairwise(xs), pairwise(differences))
     return [x0 + (x1 - x0) * d0 / (d0 - d1) for (x0, x1), (d0, d1) in ends if d0 * d1 < 0]
@@ -106,7 +106,7 @@ FloatLike = float | ScheduledFloat
 def value_of(
     number: FloatLike, # Constant or scheduled
 ) -> float | Tensor:
-    "What it is now: a float, or a tensor `[]` where the count of batches is one."
+    "The present value: a float, or a tensor `[]` where the count of batches is one."
     return number.value() if isinstance(number, ScheduledFloat) else number
 
 # %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c016

@@ -28,7 +28,7 @@ def whitening_metric(
     x: Tensor,       # `[…, C]`
     num_groups: int, # Groups of neighbouring channels
 ) -> Tensor:
-    "How unequal the eigenvalues of the channels' covariance are: 1 … C / `num_groups`, `[]`."
+    "Mean square over squared mean of the eigenvalues of the channels' covariance `[]`: 1 … C / `num_groups`."
     rows = _centred(x, num_groups)
     return _metric(rows.mT @ rows)[0]
 
@@ -46,7 +46,7 @@ def whitening_direction(
 
 # %% ../../../nbs/pytorch/scaling/07_whiten.ipynb #c012
 class _Probability:
-    "How often a module acts: one value after a call that found something, another after one that did not."
+    "Probability that a module acts: one value after a call that found something, another after one that did not."
     def __init__(self, lower: float, upper: float):
         self.lower = lower
         self.upper = upper
@@ -67,7 +67,7 @@ class _Probability:
         self._pending = None
 
     def draw(self, device: torch.device) -> bool | Tensor:
-        "Whether the module acts in this call; on XLA a tensor `[1]`."
+        "True where the module acts in this call; on XLA a tensor `[1]`."
         if device.type == 'xla':
             if not isinstance(self._value, Tensor): self._value = torch.tensor([self.value]).to(device)
             return torch.rand(1, device=device) < self._value
@@ -76,7 +76,7 @@ class _Probability:
         return u < self.value
 
     def update(self, found: bool | Tensor, acts: bool | Tensor) -> None:
-        "What a call found, if it acted."
+        "Note the finding of a call, if it acted."
         if isinstance(found, bool): self.set(self.upper if found else self.lower)
         elif found.device.type == 'cuda':
             arrival = torch.cuda.Event()
@@ -121,7 +121,7 @@ def _whitened(x, grad, module, limit, grad_scale, acts):
     return edited if branches else torch.where(is_above & acts, edited, grad)
 
 class Whiten(nn.Module):
-    "The identity; changes gradients so that the covariance of channels stays near a multiple of the identity."
+    "The identity; gradients keep the covariance of channels near a multiple of the identity (Yao et al., 2024)."
     def __init__(self,
         num_groups: int,                    # Groups of channels, each with a covariance of its own
         whitening_limit: FloatLike,         # Largest measure that is left alone, 1 … C / `num_groups`
@@ -138,7 +138,7 @@ class Whiten(nn.Module):
 
     @property
     def prob(self) -> float:
-        "Share of the calls in which it acts now: the hidden state."
+        "Share of the calls in which the module acts now: the hidden state."
         return self.state.value
 
     @prob.setter
@@ -168,7 +168,7 @@ def training_state(
 
 def load_training_state(
     model: nn.Module,         # With the same `Whiten` in it
-    state: dict[str, Tensor], # From `training_state`
+    state: dict[str, Tensor], # From `training_state`, `[]` each
 ) -> None:
     "Restore what `training_state` gave. Raises `ValueError` for one of another model."
     modules = {name: m for name, m in model.named_modules() if isinstance(m, Whiten)}

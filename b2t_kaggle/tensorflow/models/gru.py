@@ -26,7 +26,7 @@ _MATRICES = ('gru.kernel', 'gru.recurrent', 'out.weight')
 def pytorch_names(
     name: str, # Of a variable, from `named_variables`
 ) -> list[str]:
-    "What PyTorch calls it; a GRU layer's biases have two names."
+    "PyTorch's names of a variable; a GRU layer's biases have two."
     for part, theirs in _PYTORCH_PARTS.items():
         if part in name: return [name.replace(part, t) for t in theirs]
     return [name]
@@ -40,7 +40,7 @@ def _swap_gates(a: np.ndarray) -> np.ndarray:
 
 # %% ../../../nbs/tensorflow/models/02_gru.ipynb #c008
 def to_pytorch(
-    values: Mapping[str, np.ndarray], # By the names of `named_variables`: weights, gradients or an optimiser's moments
+    values: Mapping[str, np.ndarray], # Weights, gradients or moments `[…]` by the names of `named_variables`
 ) -> dict[str, np.ndarray]:
     "The same by PyTorch's names and in its layouts."
     out = {}
@@ -51,7 +51,7 @@ def to_pytorch(
     return {k: np.array(v, order='C') for k, v in out.items()}
 
 def from_pytorch(
-    state: Mapping[str, np.ndarray], # By PyTorch's names, in its layouts
+    state: Mapping[str, np.ndarray], # Weights `[…]` by PyTorch's names, in its layouts
     names: Iterable[str],            # Of ours, from `named_variables`
 ) -> dict[str, np.ndarray]:
     "The inverse of `to_pytorch`."
@@ -102,7 +102,7 @@ class GRUHead(keras.layers.Layer):
     def named_variables(self,
         prefix: str = '', # Put before each name
     ) -> dict[str, keras.Variable]:
-        "All variables by name."
+        "All variables `[…]` by name."
         variables = {f'{prefix}h0': self.h0}
         for i, layer in enumerate(self.gru.stack):
             variables[f'{prefix}gru.kernel_l{i}'] = layer.cell.kernel
@@ -121,7 +121,7 @@ class GRUEncoder(Frontend):
         raise NotImplementedError(f'{type(self).__name__} has no heads')
 
     def decays(self, name: str, variable: keras.Variable) -> bool:
-        "Matrices decay. A GRU's bias has two rows in Keras, of its input and of its state, and does not."
+        "Whether weight decay applies to a variable `[…]`: to matrices, not to biases, which have two rows in a GRU."
         return super().decays(name, variable) and '.bias' not in name
 
     def freeze(self) -> None:
@@ -130,17 +130,17 @@ class GRUEncoder(Frontend):
         for head in self.heads().values(): head.gru.trainable = self.cfg.rnn_trainable
 
     def named_variables(self) -> dict[str, keras.Variable]:
-        "All variables by name."
+        "All variables `[…]` by name."
         variables = dict(day_weights=self.day_weights, day_biases=self.day_biases)
         for prefix, head in self.heads().items(): variables |= head.named_variables(prefix)
         return variables
 
     def to_pytorch(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        "Weights or gradients by PyTorch's names and in its layouts."
+        "Weights or gradients `[…]` by PyTorch's names and in its layouts."
         return to_pytorch(values)
 
     def from_pytorch(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        "The inverse of `to_pytorch`."
+        "Weights `[…]` by our names: the inverse of `to_pytorch`."
         return from_pytorch(state, self.named_variables())
 
 # %% ../../../nbs/tensorflow/models/02_gru.ipynb #c301
@@ -148,7 +148,7 @@ class Reader(GRUHead):
     "The head of a `GRUDecoder`. Keras writes the name of this class into checkpoints, so it must stay."
 
 class GRUDecoder(GRUEncoder):
-    "Features of a trial to logits per frame (Card et al., NEJM 2024, the baseline of Brain-to-Text '25)."
+    "Features of a trial to logits per frame (Card et al., 2024; the baseline of Brain-to-Text '25)."
     Config = GRUConfig
     cfg: GRUConfig
 

@@ -29,7 +29,7 @@ def within_context(
     n_frames: int,   # Frames, T'
     left: tf.Tensor, # Earlier frames that each trial's frames attend to `[B]`
 ) -> tf.Tensor:
-    "Whether a frame of a causal model attends to another, `[B, 1, T', T']`."
+    "Mask of a causal model `[B, 1, T', T']`: true where a frame attends to another."
     distances = tf.range(n_frames)[None] - tf.range(n_frames)[:, None]
     return (distances <= 0) & (tf.cast(-distances, left.dtype) <= left[:, None, None, None])
 
@@ -59,7 +59,7 @@ def linear(
 def layer_norm(
     n: int, # Numbers of a frame
 ) -> keras.layers.LayerNormalization:
-    "PyTorch's, in float32."
+    "A LayerNorm with PyTorch's epsilon, in float32 (Ba et al., 2016)."
     layer = keras.layers.LayerNormalization(epsilon=1e-5, dtype='float32')
     layer.build((None, n))
     return layer
@@ -82,7 +82,7 @@ def attend(
 
 # %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c301
 class Block(keras.layers.Layer):
-    "Attention and a feed-forward network, each behind a norm and beside a shortcut."
+    "A pre-norm transformer layer: attention and a feed-forward network, each with a residual connection."
     def __init__(self,
         cfg: TransformerConfig, # The `model` group
         site: int,              # Where the numbering of its dropouts begins
@@ -140,7 +140,7 @@ class PatchEmbedding(keras.layers.Layer):
         return self.norm(tf.cast(self.proj(self.patch_norm(patches)), tf.float32))
 
 class RelativePositions(keras.layers.Layer):
-    "What the distance of two frames adds to the score of one for the other, in each head (T5; Raffel et al., 2020)."
+    "Biases of the scores of attention by the distance of two frames, in each head (T5; Raffel et al., 2020)."
     def __init__(self,
         cfg: TransformerConfig, # The `model` group
     ):
@@ -154,7 +154,7 @@ class RelativePositions(keras.layers.Layer):
     def added(self,
         n_frames: int, # Frames, T'
     ) -> tf.Tensor:
-        "What is added to the scores, float32 `[H, T', T']`."
+        "Bias of each pair of frames, float32 `[H, T', T']`."
         distances = np.arange(1 - n_frames, n_frames).clip(-self.farthest, self.farthest)
         buckets = tf.constant(self.buckets[distances + self.farthest])
         # picked as days are, because the gradient of `tf.gather` is a list of rows
@@ -166,7 +166,7 @@ _PYTORCH_ENDINGS = {'.kernel': '.weight', '.gamma': '.weight', '.beta': '.bias'}
 def pytorch_name(
     name: str, # Of a variable
 ) -> str:
-    "What PyTorch calls it."
+    "PyTorch's name of a variable."
     for ending, theirs in _PYTORCH_ENDINGS.items():
         if name.endswith(ending): return name.removesuffix(ending) + theirs
     return name
@@ -214,7 +214,7 @@ class Transformer(Encoder):
         return tf.cast(self.out(self.norm(y)), tf.float32)
 
     def _added(self, T: int, n_bins, n_trials, training: bool, seeds) -> tf.Tensor:
-        "What is added to the scores of all layers: the positions', and −∞ for frames that are not attended to."
+        "Terms of the scores of all layers: biases of positions, and −∞ for frames that are not attended to."
         cfg = self.cfg
         added = self.positions.added(T)[None]
         if cfg.causal: is_attended = within_context(T, left_contexts(cfg, n_trials, training, seeds))
@@ -224,13 +224,13 @@ class Transformer(Encoder):
         return tf.where(is_attended, added, -np.inf)
 
     def decays(self, name: str, variable: keras.Variable) -> bool:
-        "Matrices decay; biases, gains and what distances add do not."
+        "Whether weight decay applies to a variable `[…]`: to matrices, not to biases, gains and those of distances."
         return super().decays(name, variable) and name != 'positions.bias'
 
     def to_pytorch(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        "Weights or gradients by PyTorch's names and in its layouts."
+        "Weights or gradients `[…]` by PyTorch's names and in its layouts."
         return {pytorch_name(name): _turned(name, v) for name, v in values.items()}
 
     def from_pytorch(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        "The inverse of `to_pytorch`."
+        "Weights `[…]` by our names: the inverse of `to_pytorch`."
         return {name: _turned(name, np.asarray(state[pytorch_name(name)])) for name in self.named_variables()}

@@ -14,17 +14,17 @@ from .gru import GRUEncoder, GRUHead
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c006
 def reverse_gradient(
-    x: tf.Tensor,                # Of any shape
+    x: tf.Tensor,                # Of any shape `[…]`
     strength: float | tf.Tensor, # λ, a number or a tensor without dimensions
 ) -> tf.Tensor:
-    "`x`, whose gradient is multiplied by −λ on the way back; λ itself gets none."
+    "`x` `[…]`, whose gradient is multiplied by −λ on the way back (Ganin et al., 2016); λ itself gets none."
     @tf.custom_gradient
     def same(x): return tf.identity(x), lambda grad: grad * -tf.cast(strength, grad.dtype)
     return same(x)
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c009
 class NoiseModel(GRUHead):
-    "Estimates the noise in each frame."
+    "GRU layers that estimate the noise in each frame."
     def __init__(self,
         frame_dim: int,         # Numbers in a frame, I
         n_units: int | None = 256, # Units per GRU layer; none means those of a frame, without a projection
@@ -35,7 +35,7 @@ class NoiseModel(GRUHead):
         super().__init__(frame_dim, n_units or frame_dim, n_out, n_layers, dropout, site=300, starts_at_zero=True)
 
 class CleanSpeechModel(GRUHead):
-    "Reads phonemes from frames without their noise."
+    "GRU layers that read phonemes from frames without their noise."
     def __init__(self,
         frame_dim: int,       # Numbers in a frame, I
         n_units: int,         # Units per GRU layer, H
@@ -65,7 +65,7 @@ def triple_loss(
     noisy_weight: float,                         # Of the adversary's CTC loss
     noise_weight: float,                         # Of the mean square of the noise
 ) -> tf.Tensor:
-    "Loss of each trial, `[B]`."
+    "Loss of each trial `[B]`: CTC of clean and noisy logits, and the power of the noise, weighted."
     clean, noisy, noise = out
     inside = tf.sequence_mask(frames, noise.shape[1])
     power = tf.where(inside, tf.reduce_mean(tf.square(noise), -1), 0.)

@@ -67,7 +67,7 @@ _SKIP_RATES = 'attention_skip_rate', 'conv_skip_rate', 'const_attention_rate', '
 def _without_skips(
     encoder: Zipformer2, # Changed in place
 ) -> None:
-    "No trial skips anything in training."
+    "Set all rates to 0 at which trials skip modules in training."
     encoder.encoder_unmasked_dim = encoder.encoder_dim
     for m in encoder.modules():
         if not isinstance(m, Zipformer2EncoderLayer): continue
@@ -78,7 +78,7 @@ def _without_skips(
 def build_encoder(
     cfg: ZipformerConfig, # The `model` group
 ) -> Zipformer2:
-    "Its encoder."
+    "The encoder that a configuration describes."
     sizes = {name: getattr(cfg, name) for name in (
         'downsampling_factor', 'encoder_dim', 'num_encoder_layers', 'encoder_unmasked_dim', 'query_head_dim',
         'pos_head_dim', 'value_head_dim', 'num_heads', 'feedforward_dim', 'cnn_module_kernel', 'pos_dim', 'causal')}
@@ -94,9 +94,9 @@ def build_encoder(
 
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c011
 def icefall_state(
-    content: Mapping, # What a checkpoint of icefall holds, or a state dict of its `Zipformer2`
+    content: Mapping, # Content of a checkpoint of icefall, or a state dict of its `Zipformer2`
 ) -> dict[str, Tensor]:
-    "The state dict of its `Zipformer2`. Raises `ValueError` where there is none."
+    "State dict of icefall's `Zipformer2`, tensors `[…]` by name. Raises `ValueError` where there is none."
     state = content['model'] if isinstance(content.get('model'), Mapping) else content
     state = {k.removeprefix('module.'): v for k, v in state.items()}
     prefix = 'encoder.' if any(k.startswith('encoder.encoders.') for k in state) else ''
@@ -125,7 +125,7 @@ class NeuralFrontend(nn.Module):
     def forward(self,
         x: Tensor, # Features `[B, T, F]`
     ) -> Tensor:
-        "`[B, T', C]`. Raises `ValueError` for fewer bins than a patch has."
+        "Frames `[B, T', C]`. Raises `ValueError` for fewer bins than a patch has."
         if x.shape[1] < self.size:
             raise ValueError(f'the batch has {x.shape[1]} bins, fewer than patch_size = {self.size}; pad it, or leave '
                              'such short trials out')
@@ -135,7 +135,7 @@ class NeuralFrontend(nn.Module):
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c017
 @dataclass(frozen=True)
 class StreamState:
-    "Where the stream of a batch of trials is."
+    "State of the stream of a batch of trials."
     bins: Tensor       # Bins that later patches need `[B, t, F]`
     chunks: ChunkState # Patches that wait, and the encoder's states
 
@@ -204,10 +204,11 @@ class Zipformer(Encoder):
         return self.out(finish_chunks(self.encoder, state.chunks))
 
     def reference_weights(self, content: dict) -> tuple[nn.Module, dict[str, Tensor]]:
+        "The encoder, and weights `[…]` of icefall's by name. Raises `ValueError` where there are none."
         return self.encoder, icefall_state(content)
 
     def decays(self, name: str, parameter: Tensor) -> bool:
-        "Whether weight decay applies: to matrices, not to biases, gains and the scales at the edges of chunks."
+        "Whether weight decay applies to a parameter `[…]`: to matrices, not to gains and the scales of chunks' edges."
         return parameter.ndim >= 2 and not name.endswith('conv_scale')
 
     def compiled(self) -> Callable:
@@ -216,7 +217,7 @@ class Zipformer(Encoder):
                             'which torch.compile cannot follow; set it to false')
 
     def freeze(self) -> None:
-        "Day layers that are not trained stay the identity. A parameter without effect needs no gradient."
+        "Turn off the gradients of day layers that are not trained, and of a parameter without effect."
         for m in self.modules():
             if isinstance(m, Zipformer2EncoderLayer): m.bypass_scale.requires_grad_(False)
         for name, p in self.named_parameters():

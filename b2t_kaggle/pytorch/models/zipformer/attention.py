@@ -45,7 +45,7 @@ def whiten(
 def scores_of_sources(
     by_distance: Tensor, # `[…, T, L + 2T − 1]`: of each frame for each distance, from −(L + T − 1) to T − 1
 ) -> Tensor:
-    "The same for each source frame, `[…, T, L + T]`."
+    "Scores for each source frame `[…, T, L + T]` (Dai et al., 2019, appendix B)."
     *batch, T, R = by_distance.shape
     if T == 1: return by_distance
     flat = by_distance.reshape(*batch, T * R)[..., T - 1:T - 1 + T * (R - 1)]
@@ -53,7 +53,7 @@ def scores_of_sources(
 
 # %% ../../../../nbs/pytorch/models/zipformer/02_attention.ipynb #c012
 class RelPositionMultiheadAttentionWeights(nn.Module):
-    "How much each frame looks at each other, by content and by distance; values are not its business."
+    "Weights of attention by content and by distance, shared by three modules (Yao et al., 2024)."
     def __init__(self,
         embed_dim: int,      # Channels, C
         pos_dim: int,        # Columns of the positional table
@@ -138,7 +138,7 @@ def average(
     return (weights @ values).permute(2, 1, 0, 3).flatten(2)
 
 class SelfAttention(nn.Module):
-    "Averages of values with weights that were computed elsewhere."
+    "Averages of values by weights of `RelPositionMultiheadAttentionWeights`."
     def __init__(self,
         embed_dim: int,      # Channels, C
         num_heads: int,      # Heads, H
@@ -168,7 +168,7 @@ class SelfAttention(nn.Module):
 
 # %% ../../../../nbs/pytorch/models/zipformer/02_attention.ipynb #c022
 class NonlinAttention(nn.Module):
-    "Averages of gated channels, gated again."
+    "Averages of gated channels by the weights of one head, gated again (Yao et al., 2024)."
     def __init__(self,
         channels: int,        # C
         hidden_channels: int, # Channels that are averaged
@@ -184,7 +184,7 @@ class NonlinAttention(nn.Module):
         self.whiten2 = whiten(5.0, ratio=3.0)
 
     def _gated(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        "What is averaged, and by what the average is multiplied."
+        "Gated channels that are averaged `[T, B, hidden]`, and the factor of the average, likewise."
         gate, x, y = self.in_proj(x).chunk(3, -1)
         return self.whiten1(x) * self.balancer(gate).tanh(), y
 

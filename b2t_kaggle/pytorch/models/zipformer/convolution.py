@@ -31,7 +31,7 @@ class ChunkCausalDepthwiseConv1d(nn.Module):
         if bias: nn.init.uniform_(self.causal_conv.bias, -0.1, 0.1)
 
     def _edge_scale(self, chunk_size: int) -> Tensor:
-        "By what the convolution inside a chunk is multiplied `[C, chunk]`."
+        "Factors of the convolution inside a chunk `[C, chunk]`."
         left, right = self.chunkwise_conv_scale
         missing = chunk_size - self.kernel_size
         if missing < 0: return 1 + left[:, :chunk_size] + right[:, -chunk_size:]
@@ -64,7 +64,7 @@ class ChunkCausalDepthwiseConv1d(nn.Module):
 
 # %% ../../../../nbs/pytorch/models/zipformer/04_convolution.ipynb #c011
 class ConvolutionModule(nn.Module):
-    "What a layer does with neighbouring frames."
+    "Gated depthwise convolution over time (Gulati et al., 2020, with a Swoosh; Yao et al., 2024)."
     def __init__(self,
         channels: int,    # C
         kernel_size: int, # Frames, odd
@@ -86,7 +86,7 @@ class ConvolutionModule(nn.Module):
                                                    initial_scale=0.05)
 
     def _gated(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        "What is convolved, `[B, C, T]`."
+        "Gated channels, the input of the convolution `[B, C, T]`."
         value, gate = self.in_proj(x).chunk(2, -1)
         x = (value * self.balancer1(gate).sigmoid()).permute(1, 2, 0)
         return x if padding is None else x.masked_fill(padding[:, None], 0.0)

@@ -112,7 +112,9 @@ def first_states(
     batch_size: int,      # Trials, B
     device: torch.device, # Where the states are needed
 ) -> list[Tensor]:
-    "The states before the first chunk, six of each layer."
+    """The states before the first chunk, zeros, six of each layer: keys `[L, B, H · q]`, gated channels
+    `[1, B, L, 3/4 C]`, values of both self-attentions `[L, B, H · v]`, inputs of both convolutions
+    `[B, C, kernel // 2]`."""
     states = []
     for i, stack in enumerate(encoder.encoders):
         left = encoder.left_context_frames[0] // encoder.downsampling_factor[i]
@@ -250,7 +252,7 @@ class Zipformer2(_Stacks):
         batch_size: int = 1,                          # Trials, B
         device: torch.device = torch.device('cpu'),   # Where they are needed
     ) -> list[Tensor]:
-        "The states before the first chunk, six of each layer."
+        "The states before the first chunk, six of each layer `[…]`, see `first_states`."
         return first_states(self, batch_size, device)
 
     def streaming_forward(self,

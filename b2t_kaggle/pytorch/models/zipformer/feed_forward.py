@@ -15,7 +15,7 @@ from ...scaling import ActivationDropoutAndLinear, Balancer, FloatLike
 
 # %% ../../../../nbs/pytorch/models/zipformer/03_feed_forward.ipynb #c005
 class FeedforwardModule(nn.Module):
-    "What a layer does frame by frame."
+    "Two linear layers with SwooshL between them, on each frame alone (Yao et al., 2024)."
     def __init__(self,
         embed_dim: int,       # Channels, C
         feedforward_dim: int, # Hidden units

@@ -34,10 +34,10 @@ def flatten_weights(
     return flat if acts is True else torch.where(acts, flat, weights)
 
 def some_trials(
-    x: Tensor,                 # What a module adds `[T, B, C]`
+    x: Tensor,                 # Output of a module `[T, B, C]`
     rate: float | Tensor,      # Share of the trials to which it adds nothing
 ) -> Tensor:
-    "Zero for the trials that leave it out."
+    "The output, zero for the trials that leave the module out, `[T, B, C]`."
     keep = keep_trials(x, rate, x.shape[1], 1)
     return x if keep is None else x * keep
 

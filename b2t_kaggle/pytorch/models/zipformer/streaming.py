@@ -17,7 +17,7 @@ from .encoder import Zipformer2
 # %% ../../../../nbs/pytorch/models/zipformer/09_streaming.ipynb #c005
 @dataclass(frozen=True)
 class ChunkState:
-    "Where the stream of a batch of trials is."
+    "State of the stream of a batch of trials."
     waiting: Tensor      # Frames that wait for their chunk `[B, t, C]`
     states: list[Tensor] # Of the encoder
     n_done: int = 0      # Frames that went through the encoder
@@ -48,7 +48,7 @@ def push_frames(
     frames: Tensor,      # The next ones `[B, t, C]`
     state: ChunkState,   # From `start_chunks`, or the last call
 ) -> tuple[Tensor, ChunkState]:
-    "What the encoder gives for the chunks that are full now `[B, n, widest]`, n from 0 on, and the new state."
+    "Output of the encoder for the chunks that are full now `[B, n, widest]`, n from 0 on, and the new state."
     waiting = torch.cat([state.waiting, frames], 1)
     chunk = encoder.chunk_size[0]
     outputs = [waiting.new_zeros(len(waiting), 0, max(encoder.encoder_dim))]
@@ -62,7 +62,7 @@ def finish_chunks(
     encoder: Zipformer2, # Causal, in evaluation mode
     state: ChunkState,   # From the last call
 ) -> Tensor:
-    "What the encoder gives for the frames that still wait when the trial ends `[B, n, widest]`."
+    "Output of the encoder for the frames that still wait when the trial ends `[B, n, widest]`."
     n = state.waiting.shape[1]
     if n == 0: return state.waiting.new_zeros(len(state.waiting), 0, max(encoder.encoder_dim))
     return _encode_chunk(encoder, state.waiting, state)[0]

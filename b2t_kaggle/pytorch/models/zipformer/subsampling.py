@@ -53,7 +53,7 @@ class ConvNeXt(nn.Module):
         self.out_whiten = Whiten(1, whitening_limit=5.0, prob=(0.025, 0.25), grad_scale=0.01)
 
     def _added(self, x: Tensor) -> Tensor:
-        "What is added, from what the depthwise convolution gave."
+        "Output of the two pointwise layers `[B, C, T, F]`, which is added to the block's input."
         return self.pointwise_conv2(self.activation(self.hidden_balancer(self.pointwise_conv1(x))))
 
     def forward(self,
@@ -120,7 +120,7 @@ class Conv2dSubsampling(nn.Module):
         batch_size: int = 1,                          # Trials, B
         device: torch.device = torch.device('cpu'),   # Where they are needed
     ) -> Tensor:
-        "What stands before the first frame."
+        "The frames before the first one: zeros `[B, C, 3, F]`."
         return torch.zeros(batch_size, self.layer3_channels, self.convnext.padding[0], self.out_width, device=device)
 
     def streaming_forward(self,
