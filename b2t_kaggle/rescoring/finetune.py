@@ -96,7 +96,7 @@ class TrainingState:
     def __init__(self,
         path: Path,             # The file
         marks: dict[str, str],  # Hashes of model, text and settings
-        left: Callable[[], float] = lambda: math.inf, # Seconds until the session ends
+        left: Callable[[], float] = lambda: math.inf, # Seconds until the time limit
         every: float = 300.,    # Seconds between two savings
     ):
         self.path = path
@@ -218,13 +218,13 @@ def train_lora(
     rank: int = 16,                   # Width of the thin matrices
     seed: int = 0,                    # Of the matrices, the order and the dropout
     reuse: bool = False,              # Whether an adapter in the folder will do that was trained on the same, alike
-    left: Callable[[], float] = lambda: math.inf, # Seconds until the session ends
+    left: Callable[[], float] = lambda: math.inf, # Seconds until the time limit
     progress: bool = True,            # Whether to show a progress bar
 ) -> torch.nn.Module:                 # PEFT's model, in evaluation mode
     """Train a LoRA adapter (Hu et al., 2021) on examples and save it; continues exactly after an interruption.
 
     Raises `LanguageModelError` without the package peft and, with nothing saved, where the loss is no number,
-    `TrainingError` where what was interrupted was another training, and `OutOfTime` at the end of the session."""
+    `TrainingError` where what was interrupted was another training, and `OutOfTime` at the time limit."""
     require_package('peft', 'fine-tuning')
     folder = Path(folder)
     marks = dict(model=model_mark(model), examples=_hash((list(map(tuple, sequences)), list(n_given))),

@@ -74,7 +74,7 @@ def train_merger(
     lr: float = 2e-4,        # Peak learning rate
     rank: int = 16,          # Width of the thin matrices
     seed: int = 0,           # Of the matrices, the order and the dropout
-    left: Callable[[], float] = lambda: math.inf, # Seconds until the session ends
+    left: Callable[[], float] = lambda: math.inf, # Seconds until the time limit
     progress: bool = True,   # Whether to show a progress bar
 ) -> torch.nn.Module:        # PEFT's model, in evaluation mode
     """Teach a model to merge. An adapter that was trained in the same way on the same examples is taken as it is, and
@@ -150,7 +150,7 @@ def merge(
     examples: Sequence[Example], # From `merge_data.examples`
     snap: bool = False,          # Whether a result must be a candidate
     batch_size: int = 16,        # Questions answered at once
-    left: Callable[[], float] = lambda: math.inf, # Seconds until the session ends
+    left: Callable[[], float] = lambda: math.inf, # Seconds until the time limit
     progress: bool = True,       # Whether to show a progress bar
 ) -> list[Merged]:               # Of each example
     """The sentence of each trial, as the model writes it: generative error correction (Chen et al., 2023).
@@ -176,7 +176,7 @@ def cross_validate_merger(
     parts: Sequence[Curriculum],   # From `curricula`
     folder: str | Path,            # Where the adapters are saved: `fold0`, `fold1` …
     snap: bool = False,            # Whether a result must be a candidate
-    left: Callable[[], float] = lambda: math.inf, # Seconds until the session ends
+    left: Callable[[], float] = lambda: math.inf, # Seconds until the time limit
     progress: bool = True,         # Whether to show progress bars
     **options,                     # Of `train_merger`
 ) -> dict[str, Merged]:            # By trial
