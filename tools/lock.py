@@ -12,7 +12,11 @@
 Each package stands once for each marker with which one of the groups wants it, with all of its archives: source and
 wheels of every platform, so pip can take whichever fits. `# in` names the groups. PyTorch stands there in two builds
 under one version: PyPI's, and the smaller one without CUDA (`2.13.0+cpu`), which `large` asks for where an index or a
-folder offers it: pip itself would prefer whichever has its hash in an index."""
+folder offers it: pip itself would prefer whichever has its hash in an index.
+
+uv resolves and finds the hashes (`uv pip compile --generate-hashes`). It has no file of several groups that must agree
+where they share an environment, no second build of a version that PyPI does not have, and leaves out no CUDA where the
+build has none; the rest of this is for that."""
 import json
 import os
 import re
