@@ -22,8 +22,8 @@ _METRICS = ('val_per', 'val_loss', 'step', 'sessions', 'refit_from')
 def read_model(
     path: str | Path, # A checkpoint of any form, or its folder
 ) -> tuple[dict[str, np.ndarray], Config, dict]:
-    """Weights by name, in PyTorch's layout; the model's configuration; and what it reached (`val_per`, `val_loss`,
-    `step`, `sessions`, as far as the file says). Raises `CheckpointError`."""
+    """Weights `[…]` by name, in PyTorch's layout; the model's configuration; and its metrics (`val_per`, `val_loss`,
+    `step`, `sessions`, as far as the file has them). Raises `CheckpointError`."""
     if framework_of(path) == 'tensorflow':
         from b2t_kaggle.tensorflow.checkpoint import load_model, read_metrics
         model, cfg = load_model(path)

@@ -18,7 +18,7 @@ from .training.checkpoint_paths import framework_of
 def planned_device(
     cfg: Config, # The run's configuration; `train.framework` chooses
 ) -> Device:
-    "What training will compute on, from what is here; nothing is started. Raises `DeviceError`."
+    "The device that training will compute on; nothing is started. Raises `DeviceError`."
     if cfg.train.framework == 'tensorflow':
         from b2t_kaggle.devices.tensorflow import plan_tensorflow as plan
         detected = detect('tensorflow')

@@ -15,20 +15,14 @@ b2t_kaggle.cli_compare
 b2t_kaggle.cli_merge
 b2t_kaggle.cli_runs
 b2t_kaggle.config
-b2t_kaggle.convert
 b2t_kaggle.decoding.compilation
 b2t_kaggle.decoding.decoder
 b2t_kaggle.decoding.scorers
 b2t_kaggle.decoding.search
 b2t_kaggle.decoding.server
-b2t_kaggle.frameworks
 b2t_kaggle.pipeline
-b2t_kaggle.report
-b2t_kaggle.rescoring.corrections
-b2t_kaggle.results
 b2t_kaggle.runs
 b2t_kaggle.schema
-b2t_kaggle.sweep
 '''.split())
 
 ARRAY = re.compile(r'\b(ndarray|NDArray|Tensor|Ragged|Arrays?)\b')

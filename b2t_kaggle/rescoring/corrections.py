@@ -254,7 +254,7 @@ def _best_ridge(x, y, fold: np.ndarray) -> float:
 # %% ../../nbs/rescoring/08_corrections.ipynb #c020
 @dataclass(frozen=True)
 class Corrector:
-    "What was learned from trials with references."
+    "Weights of voters, and a logistic regression that tells right corrections, fitted on trials with references."
     voters: tuple[tuple[str, str, str], ...] # System, model and decoder of each
     weights: tuple[float, ...]               # Of each voter
     coefficients: dict[str, float]           # Of each feature as it is; log odds that a correction is right
