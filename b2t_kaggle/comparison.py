@@ -114,7 +114,7 @@ def _positions(labels: list, order: Collection) -> dict[str, list[int]]:
 
 def trial_groups(
     results: pd.DataFrame,
-) -> dict[str, dict[str, list[int]]]: # What the trials are grouped by, group, positions of its trials
+) -> dict[str, dict[str, list[int]]]: # Kind of group, group, positions of its trials
     "All trials together, and by corpus, length, seen or unseen sentence and session, as far as these are known."
     lengths = [_length_group(r) for r in results['reference']]
     groups = {'all': {'all': list(range(len(results)))}}
@@ -250,7 +250,7 @@ def summary_tables(
 def comparison_tables(
     results: Mapping[str, pd.DataFrame], # Two systems by their names, from `same_trials`
 ) -> dict[str, pd.DataFrame]:            # By measure, of those that both have
-    "By kind of group and group: trials, tokens, both rates, their `Difference`, and how many errors that is."
+    "A row by kind of group and group: trials, tokens, both rates, their `Difference`, and its number of errors."
     a, b = results
     groups = trial_groups(results[a])
     tables = {}

@@ -111,7 +111,7 @@ def align(
     skips_blank[3::2] = ids[1:] != ids[:-1]
     score = np.full(len(states), -np.inf)
     score[0] = 0.0
-    steps = [] # How many states the best path to each state advances in each frame: 0, 1 or 2
+    steps = [] # States by which the best path to each state advances in each frame: 0, 1 or 2
     for frame in log_probs:
         one_before = np.append(-np.inf, score[:-1])
         two_before = np.append([-np.inf]*2, score[:-2])[:len(score)]

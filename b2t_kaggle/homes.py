@@ -15,7 +15,7 @@ from .files import home_folder, is_writable, private_folder
 # %% ../nbs/01_homes.ipynb #c005
 # Variable, where its program writes without it, and the folder instead
 _PLACES = (
-    ('JUPYTER_RUNTIME_DIR', '.local/share/jupyter/runtime', 'jupyter'), # How a stage's kernel is to be reached
+    ('JUPYTER_RUNTIME_DIR', '.local/share/jupyter/runtime', 'jupyter'), # Connection files of the stages' kernels
     ('IPYTHONDIR', '.ipython', 'ipython'),
     ('MPLCONFIGDIR', '.config/matplotlib', 'matplotlib'),
     ('HF_HOME', '.cache/huggingface', 'huggingface'),

@@ -115,7 +115,7 @@ class Lock:
     ):
         self.path = Path(path)
         self.purpose = purpose
-        self._found: dict | None = None # Who had it when it was last looked at
+        self._found: dict | None = None # The process that had it when it was last looked at
         self._file: tuple[int, int] | None = None # While it is held
         self._fd: int | None = None
         self._pid = 0

@@ -67,13 +67,13 @@ def _permute(x, order):
 def to_lm_order(
     x: np.ndarray, # Logits or log-probabilities in logit order [..., 41]
 ) -> np.ndarray:   # The same as `[BLANK, SIL, AA … ZH]` [..., 41]
-    "From the logit order to the official language model's order; raises `ValueError` if the last axis is not 41."
+    "Change the logit order to the official language model's; raises `ValueError` if the last axis is not 41."
     return _permute(x, _LM_ORDER)
 
 def from_lm_order(
     x: np.ndarray, # Logits or log-probabilities as `[BLANK, SIL, AA … ZH]` [..., 41]
 ) -> np.ndarray:   # The same in logit order [..., 41]
-    "From the official language model's order back to the logit order; raises `ValueError` if the last axis is not 41."
+    "Change the official language model's order to the logit order; raises `ValueError` if the last axis is not 41."
     return _permute(x, np.argsort(_LM_ORDER))
 
 # %% ../nbs/01_phonemes.ipynb #c301
@@ -352,7 +352,7 @@ def _kneser_ney(seq: np.ndarray, order: int) -> list[tuple]:
     t = np.arange(seq.shape[1])
     real = (seq > 0) & (t > 0)
     tables = []
-    suffixes = np.zeros(0, np.uint64) # What remains of the n-grams above without their first graphone
+    suffixes = np.zeros(0, np.uint64) # The n-grams above without their first graphone
     for n in range(order, 0, -1):
         inside = real & (t >= n - 1)
         # The highest order counts occurrences, the others different graphones before; before a word's start is none

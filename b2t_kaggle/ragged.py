@@ -224,7 +224,7 @@ class RaggedWriter:
     def __exit__(self, *error): return self._open.__exit__(*error)
 
 # %% ../nbs/04_ragged.ipynb #c026
-# What Arrow raises for bytes that make no sense
+# Errors of Arrow for bytes that make no sense
 _DAMAGE = (pa.ArrowException, OSError, NotImplementedError, UnicodeDecodeError, ValueError, TypeError, KeyError,
            IndexError, AttributeError, OverflowError, MemoryError)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-if TYPE_CHECKING: # Who reads no HDF5 need not wait for it
+if TYPE_CHECKING: # Programs that read no HDF5 need not wait for it
     import h5py
 
 # %% ../nbs/00_reading.ipynb #c006
@@ -31,7 +31,7 @@ MAX_BINS = 90_000             # Of a trial: half an hour of 20 ms, 184 MB; the l
 MAX_LABELS = 10_000           # Of a trial; the official files have room for 500
 MAX_ATTRIBUTE_BYTES = 1 << 16 # A sentence has a hundred
 MAX_EXPANSION = 100           # Bytes of a data set for each that is in the file; recordings do not shrink to a tenth
-SMALL_BYTES = 1 << 20         # What may be read whatever it expands to
+SMALL_BYTES = 1 << 20         # Size that may be read whatever it expands to
 MAX_LINE_BYTES = 1 << 24      # Of a text, which may be compressed to a thousandth: a book has ten times less
 MAX_NGRAM_BYTES = 1 << 16     # Of a line of an n-gram model: a few words
 MAX_WHOLE = 10**12            # Of any whole number of a configuration; 64 bits hold it, and its product with a size
@@ -154,7 +154,7 @@ def _yaml_problem(e: Exception) -> str:
     problem = getattr(e, 'problem', None) or getattr(e, 'reason', None) or str(e) or type(e).__name__
     return place + str(problem).splitlines()[0]
 
-# What constructors raise for a boolean, a date or a number that is none, and YAML's own errors
+# Errors of constructors for a boolean, a date or a number that is none, and YAML's own
 _NOT_YAML = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 def parse_yaml(

@@ -38,7 +38,7 @@ def check_order(
 
 # %% ../nbs/09_submission.ipynb #c009
 _ALPHABET = re.compile(r"[a-zA-Z\-' ]*")                # Characters that the metric keeps
-_MISSING = {'NA', 'NULL', 'NaN', 'None', 'nan', 'null'} # What pandas reads as missing, of what the alphabet can spell
+_MISSING = {'NA', 'NULL', 'NaN', 'None', 'nan', 'null'} # Texts of the alphabet that pandas reads as missing
 
 def _short(text: str) -> str:
     "A text, or the beginning of a long one."
@@ -142,7 +142,7 @@ def write_submission(
         if not isinstance(t, str): raise SubmissionError(f'{path}: id {i}: {_text_problem(t)}')
     out = io.StringIO()
     csv.writer(out, lineterminator='\n').writerows([('id', 'text'), *enumerate(texts)])
-    data = out.getvalue().encode('utf-8', 'surrogatepass') # What UTF-8 cannot hold is refused below, like a bad byte
+    data = out.getvalue().encode('utf-8', 'surrogatepass') # A surrogate is refused below, like a bad byte
     warnings = _check(data, path, expected)
     with atomic_path(path) as scratch: scratch.write_bytes(data)
     return warnings

@@ -263,7 +263,7 @@ def _identify(path: str | Path) -> tuple[str, str]:
     return session, split
 
 # %% ../../nbs/data/00_sessions.ipynb #c028
-# What h5py raises for damaged files, depending on the place
+# Errors of h5py for damaged files, depending on the place
 _DAMAGED = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError, MemoryError)
 _LONGEST = dict(input_features=MAX_BINS, seq_class_ids=MAX_LABELS, transcription=MAX_LABELS)
 

@@ -163,7 +163,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
         else: os.environ[name] = before
 
 def _run_package(folder: Path) -> Path:
-    "With the package `kagglehub`; returns where the files are, which is elsewhere in a Kaggle notebook."
+    "Fetch with the package `kagglehub`; returns the folder of the files, which is another one in a Kaggle notebook."
     import kagglehub
     scratch = folder/'.kagglehub'
     with _environment('KAGGLEHUB_CACHE', str(scratch)): # It continues only in its cache
@@ -194,7 +194,7 @@ def get_from_kaggle(
         raise DownloadError(f'neither kaggle nor kagglehub is installed: pip install kagglehub, then {_ACCESS}; or '
                             'download from the archive of the authors, with --source dryad')
     folder.mkdir(parents=True, exist_ok=True)
-    # What is unpacked is at least as large; what it is exactly is asked before it is unpacked
+    # The contents are at least as large; their exact size is asked for before they are unpacked
     require_space(folder, DOWNLOAD_SIZE if archive.exists() else 2*DOWNLOAD_SIZE,
                   'the files of the competition, packed and unpacked')
     if program: _run_program(folder, progress)

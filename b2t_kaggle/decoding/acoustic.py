@@ -152,7 +152,7 @@ def _rule_out(label, blank, start, end):
 
 @_jit
 def _narrowed(label, blank, low, high, most):
-    "At most so many nodes, about the best one."
+    "A range of at most `most` nodes around the best one."
     if high - low < most: return low, high
     best = low
     for i in range(low, high + 1):
@@ -281,7 +281,7 @@ def _scores(log_probs, words, starts, order, prons, add, low, high):
             if add: margin += _NO_MORE
             scores[i] = _score_above(log_probs, graph, limits, least - margin, add, most, states, low, high)
             if is_sure or scores[i] >= least: break
-            states = _no_states(0) # What is saved holds for the guess
+            states = _no_states(0) # The saved states hold for the guess
             gap *= 1.5
             is_sure = scores[i] > -math.inf or gap > 1e5*n_frames
             if scores[i] > -math.inf: least = scores[i]

@@ -147,7 +147,7 @@ class HistoryScorer(AnswerTable):
         keys = np.unique(keys)
         log_probs, states = self._ngram(keys)
         is_word = keys & _WORD < len(self.words)
-        after = np.zeros(len(keys), np.int32) # What follows the sentence's end nobody asks
+        after = np.zeros(len(keys), np.int32) # Nothing follows the sentence's end
         after[is_word] = self._new_histories(keys[is_word], LN10*log_probs[is_word], states[is_word])
         self._store(keys, log_probs, after)
 

@@ -214,7 +214,7 @@ class _WordErrors:
             slot += len(slots)
             gap += len(gaps)
             n += len(classes)
-        self.cells = np.concatenate(cells)           # What the paths consist of
+        self.cells = np.concatenate(cells)           # Cells of all paths
         self.candidates = np.concatenate(candidates) # Which candidate's
 
     def __call__(self, x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -278,7 +278,7 @@ def _spellings(text: str, lexicon: Lexicon) -> list[list[int]]:
             for way in itertools.islice(ways, _MOST_SPELLINGS)]
 
 def _best_spellings(texts: Sequence[str], frames: np.ndarray, lexicon: Lexicon) -> list[list[int]]:
-    "Of each sentence the way to say it that fits frames best; none where none fits."
+    "The pronunciation of each sentence that fits frames best; none where none fits."
     spellings = [[s for s in _spellings(text, lexicon) if len(s) <= len(frames)] for text in texts]
     start, symbols = flatten(s for ways in spellings for s in ways)
     classes = _best_classes(frames, symbols, start)

@@ -33,7 +33,7 @@ class Stream:
         search = self._open_search()
         frames = self._decoder.prepare(log_probs)
         self._frames.append(frames.log_probs)
-        self._search = None # What is interrupted now nobody can use again
+        self._search = None # After an interruption the search cannot be used again
         search.push(frames.scores, frames.skip)
         self._search = search
 

@@ -277,7 +277,7 @@ def _beginning(start: Point, shape: tuple[int, ...]) -> list[Point]:
     return list(dict.fromkeys([start, *((*scale, shape[2]//2, start[3]) for scale in scales)]))
 
 def _spread(n: int, most: int) -> list[int]:
-    "At most so many of n trials, evenly spread."
+    "At most `most` of n trials, evenly spread."
     return list(range(n)) if n <= most else [i*n//most for i in range(most)]
 
 def _best_searched(searches: _Searches, start: Point, part: np.ndarray) -> Point:

@@ -41,7 +41,7 @@ def _ngram_rows(tables: list[BackoffTable], ids: np.ndarray, n_words: int) -> np
 
 # %% ../../nbs/lm/06_backoff.ipynb #c010
 def _add_unknown(grams: Grams, ids: np.ndarray) -> Grams:
-    "With more n-grams, whose probabilities are NaN."
+    "The n-grams and more, whose probabilities are NaN."
     ids = np.unique(ids, axis=0)
     return Grams(
         ids=np.concatenate([grams.ids, ids]),

@@ -44,7 +44,7 @@ def import_kenlm(
 class KenLMError(ValueError):
     "A KenLM binary whose header does not fit its file, or whose reading ends a process; the message names it."
 
-# What a file of KenLM's format 5 begins with: its name, then 0, 1, -1/2, and whole numbers, of this kind of machine
+# The beginning of a file of KenLM's format 5: its name, then 0, 1, -1/2, and whole numbers, of this kind of machine
 _MAGIC = b'mmap lm http://kheafield.com/code format version 5\n'
 _SANITY = struct.pack('<56s3f3IQ', _MAGIC, 0, 1, -.5, 1, 2**32 - 1, 0, 1)
 _FIXED = struct.Struct('<B3xfI?3xI') # Order, size of hash tables for each entry, kind, whether words follow, version

@@ -95,7 +95,7 @@ def find_model(
     raise ValueError(f'{name!r} is none of the public models{advice}')
 
 def _address(model: PublicModel) -> str:
-    "Of the file; raises `DownloadError` where the page has no link to it."
+    "The address of a model's file; raises `DownloadError` where the page has no link to it."
     if '://' in model.link: return model.link
     page = read_url(model.page).decode(errors='replace')
     links = {urljoin(model.page, link) for link in re.findall(r'''href\s*=\s*["']?([^"'\s>]+)''', page, re.IGNORECASE)}

@@ -67,7 +67,7 @@ class Queries:
         self.model = model
         self.capitals = capitals
         self.order = model.order
-        self._spelled = {} # How the model has each word that was asked for
+        self._spelled = {} # The model's spelling of each word that was asked for
         self.begin([])
 
     @classmethod
@@ -94,7 +94,7 @@ class Queries:
         return max((s for s in _spellings(word) if s in self.model), key=self._log_prob, default=usual)
 
     def _log_prob(self, word: str) -> float:
-        "Of a word as the model has it, without context."
+        "Log-probability of a word as the model has it, without context."
         no_context = self.new_state()
         self.model.NullContextWrite(no_context)
         return self.model.BaseScore(no_context, word, self.new_state())
@@ -153,7 +153,7 @@ class Queries:
         return log_prob, number
 
 # %% ../../nbs/lm/04_query.ipynb #c012
-_PROBLEMS = OSError, RuntimeError, EOFError, ValueError, MemoryError # What KenLM raises for a file that it refuses
+_PROBLEMS = OSError, RuntimeError, EOFError, ValueError, MemoryError # Errors of KenLM for a file that it refuses
 
 def answer(
     path: str | Path,         # The model, not packed
@@ -173,7 +173,7 @@ def answer(
 # %% ../../nbs/lm/04_query.ipynb #c015
 _ANSWER = ('from b2t_kaggle.lm.query import answer; path, capitals = sys.argv[1:]; '
            'answer(path, capitals == "True", sys.stdin, sys.stdout)')
-_DAMAGE = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL} # How reading ends beyond a file
+_DAMAGE = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL} # Ends of reading beyond a file
 
 def _end(process: subprocess.Popen, pid: int) -> None:
     "End a process that answers the process `pid`, and return when it is gone."

@@ -181,7 +181,7 @@ def _grams(ids: np.ndarray, level: _Level, new_ids: np.ndarray) -> Grams:
     return Grams(ids[kept], log_prob, backoff)
 
 def _with_unknown(arpa: Arpa) -> Arpa:
-    "With `<unk>` among the unigrams, which has what the probabilities of the others lack of one."
+    "A model with `<unk>` among the unigrams, whose probability is the rest that the others leave of one."
     if '<unk>' in arpa.words: return arpa
     unigrams = arpa.grams[0]
     left = max(1 - (10.**unigrams.log_prob.astype(float)).sum(), 1e-99)

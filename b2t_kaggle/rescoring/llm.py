@@ -78,7 +78,7 @@ def _from_pretrained(name, dtype: torch.dtype, option: str | None, adapter, devi
 def check_packages(
     option: str | None,                # As in `quantization_options`
     adapter: str | Path | None = None, # Folder of a LoRA adapter, if there is to be one
-    user: str = 'a language model',    # What needs them, for the message
+    user: str = 'a language model',    # Feature that needs them, for the message
 ) -> None:
     "Raise `LanguageModelError` where a package is missing or the adapter's folder holds no adapter."
     require_package('transformers', user)
