@@ -32,9 +32,9 @@ def packed(tmp_path_factory):
     return tmp/'data'
 
 
-def command(folder, work, **values):
+def command(folder, work, verb='train', **values):
     options = ['--out', folder, '--work', work, '--name', 'asked', *sets(SMALL | WITHOUT_END | values)]
-    return [sys.executable, '-m', 'b2t_kaggle.cli', 'train', *map(str, options)]
+    return [sys.executable, '-m', 'b2t_kaggle.cli', verb, *map(str, options)]
 
 
 def read_until(fd, pattern, seconds=LIMIT):
@@ -42,6 +42,7 @@ def read_until(fd, pattern, seconds=LIMIT):
     text = ''
     end = time.monotonic() + seconds
     while not re.search(pattern, text):
+        assert time.monotonic() < end, f'{pattern} did not come: {text[-3000:]}'
         assert select.select([fd], [], [], max(0, end - time.monotonic()))[0], f'{pattern} did not come: {text[-3000:]}'
         got = os.read(fd, 4096).decode(errors='replace')
         assert got, f'it ended: {text[-3000:]}'
@@ -49,17 +50,17 @@ def read_until(fd, pattern, seconds=LIMIT):
     return text
 
 
-STEPS = r' [3-9]/1000000 '  # Some batches are done
+STEPS = r' ([3-9]|\d\d+)/1000000 '  # Some batches are done
 
 
 def family(pid): return psutil.Process(pid).children(recursive=True)
 
 
-def check_saved(folder, rest, gone):
+def check_saved(folder, rest, gone, name='asked'):
     "The checkpoint is that of which the command spoke, where it could; nobody is left."
     _, alive = psutil.wait_procs(gone, timeout=60)
     assert not alive, alive
-    saved = load_file(folder/'asked'/'train'/'last.pt')['step']
+    saved = load_file(folder/name/'train'/'last.pt')['step']
     assert saved >= 3
     said = f'Interrupted in the stage train: {saved:,} of 1,000,000 batches are saved'
     assert rest is None or said in rest, rest
@@ -116,6 +117,29 @@ def test_a_terminal_that_is_closed(packed, tmp_path):
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
     check_saved(tmp_path, None, started)
+
+
+@pytest.mark.parametrize('how', ['SIGINT', 'SIGTERM', 'SIGHUP', 'a pipe that is gone'])
+def test_a_sweep(packed, tmp_path, how):
+    "The trial that is trained is saved, no other one is begun, and the same line goes on with it."
+    optuna = pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')
+    reading, writing = os.pipe()
+    p = subprocess.Popen(command(tmp_path, packed, 'sweep', **{'model.n_units': '8,16'}), stdout=writing,
+                         stderr=writing)
+    os.close(writing)
+    read_until(reading, STEPS)
+    started = family(p.pid)
+    rest = None
+    if how in signal.Signals.__members__:
+        p.send_signal(signal.Signals[how])
+        with open(reading) as f: rest = f.read()
+    else: os.close(reading)
+    assert p.wait(100) in ((128 + signal.Signals[how],) if rest else (130, 141)), rest
+    check_saved(tmp_path, rest, started, 'asked-000')
+    assert [f.name for f in tmp_path.glob('asked-*')] == ['asked-000'] and 'Traceback' not in (rest or '')
+    assert rest is None or re.search(r'Go on with:\s+\S.* sweep --out', rest), rest
+    study = optuna.load_study(study_name='asked', storage=f'sqlite:///{tmp_path/"asked"/"study.db"}')
+    assert [t.state.name for t in study.trials] == ['RUNNING'] # What the same line goes on with
 
 
 def processes_of(mark):
