@@ -102,7 +102,7 @@ def _places(arcs, keys):
 _WORD = 0xffffffff # The part of a key that is the word
 
 class HistoryScorer(AnswerTable):
-    "An n-gram and a fusion whose states are whole histories."
+    "An n-gram and a fusion whose states are whole histories: delayed fusion (Hori et al., 2025)."
     begin = 0 # The empty history
 
     def __init__(self,

@@ -375,7 +375,7 @@ class LLMTrial:
 
 # %% ../../nbs/rescoring/09_fusion.ipynb #c028
 class LLMFusion:
-    """A causal language model inside the beam search: shallow fusion (Gulcehre et al., 2015), some words late.
+    """A causal language model inside the beam search: shallow fusion (Gulcehre et al., 2015), delayed by some frames.
 
     It is a `b2t_kaggle.decoding.histories.Fusion`.
 

@@ -166,7 +166,7 @@ def prefix_tree(
     sequences: Sequence[Sequence[int]], # Tokens of sentences [N]
     n_given: int,                       # So many tokens at the beginning are not scored
 ) -> PrefixTree:
-    "The tree of all beginnings, each once, except whole sentences."
+    "The tree of all beginnings, each once, except whole sentences: for tree attention (Miao et al., 2024)."
     number = {} # (parent, token) to node
     parent = []
     scored = [] # (node, next token, sentence)
