@@ -1,4 +1,4 @@
-"""Every notebook is a test, beside those in tests/: `pytest nbs/01_phonemes.ipynb` runs one.
+"""Every notebook is a test, beside those in tests/: `pytest nbs/00_phonemes.ipynb` runs one.
 
 Notebooks and test files share the worker processes of pytest-xdist, the longest first, so that no core waits for
 another at the end, and PyTorch is imported once for each worker.
@@ -53,10 +53,10 @@ if not {'BUILD_KENLM', 'RESOLVE'} & os.environ.keys() and NO_NETWORK not in os.e
 # later, and shorter ones should: a worker that has two tests left takes the next file, whoever could begin it sooner
 SECONDS = {'test_trainer_tf': 121, 'test_encoders_tf': 117, 'test_pipeline': 102, 'test_trainer': 64,
            'test_training_xla': 61, 'test_encoders': 59, 'test_encoders_xla': 54, 'test_pipeline_tf': 54,
-           'test_kaggle_notebooks': 44, 'test_adding_an_encoder': 35, 'test_imports': 34, '09_trainer': 31,
-           'test_devices_xla': 27, '02_simulate': 26, 'test_kaggle_notebook_tf': 24, '03_search': 23,
+           'test_kaggle_notebooks': 44, 'test_adding_an_encoder': 35, 'test_imports': 34, '11_trainer': 31,
+           'test_devices_xla': 27, '02_simulate': 26, 'test_kaggle_notebook_tf': 24, '04_search': 23,
            'test_replicas_tf': 23, 'test_kills': 60, 'test_interrupts': 38, 'test_cli': 31, 'test_faults': 18,
-           '02_ctc': 16, 'test_phonemes': 15}
+           '03_ctc': 16, 'test_phonemes': 15}
 
 
 # kenlm 0.3.0 does not compile on Python 3.13 and later; what compares with it, or reads its files, is skipped there
@@ -177,7 +177,7 @@ def _without_kenlm():
 
 def pytest_ignore_collect(collection_path, config):
     "With `-k`, a file in which none of the words stands is not even imported; a notebook is selected by its name."
-    from b2t_kaggle.encoders.encoder import encoder_names
+    from b2t_kaggle.config.encoders.encoder import encoder_names
     words = re.findall(r'\w+', config.option.keyword.lower())
     if not words or 'not' in words or not collection_path.is_file(): return None
     text = str(collection_path.relative_to(ROOT)).lower()

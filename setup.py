@@ -26,9 +26,9 @@ setup(
     classifiers=['Development Status :: 3 - Alpha', 'Intended Audience :: Science/Research',
                  *(f'Programming Language :: Python :: {v}' for v in ('3.11', '3.12', '3.13'))],
     packages=find_packages(include=[f'{cfg["lib_name"]}*']) + [stages],
-    package_dir={stages: f'{cfg["nbs_path"]}/pipeline'},
+    package_dir={stages: f'{cfg["nbs_path"]}/stages'},
     include_package_data=False,  # package_data below says all of it
-    package_data={stages: ['*.ipynb'], cfg['lib_name']: ['py.typed', 'pages.css', 'data/vocabulary/*.txt',
+    package_data={stages: ['*.ipynb'], cfg['lib_name']: ['py.typed', 'core/pages.css', 'data/vocabulary/*.txt',
                                                                'kaggle/images.yaml']},
     python_requires=f'>={cfg["min_python"]}',
     install_requires=cfg['requirements'].split(),

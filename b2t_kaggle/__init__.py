@@ -28,6 +28,7 @@ __all__ = [
     'write_submission', 'validate_submission',
 ]
 
+import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 # Module -> its names above. The block below repeats it for type checkers, which do not run `__getattr__`
@@ -36,14 +37,14 @@ _NAMES = {
     'data.simulate': ('simulate_dataset',),
     'data.store': ('TrialStore',),
     'decoding.decoder': ('Hypothesis', 'LexiconBeamDecoder'),
-    'frameworks': ('infer', 'train'),
     'lm.automaton': ('load_ngram',),
     'lm.ngram': ('NGram', 'build_ngram'),
     'logits': ('LogitStore',),
     'metrics': ('phoneme_error_rate', 'word_error_rate'),
     'phonemes': ('build_lexicon', 'normalize_sentence', 'sentence_to_phonemes'),
+    'pipeline.frameworks': ('infer', 'train'),
+    'pipeline.submission': ('validate_submission', 'write_submission'),
     'rescoring.combine': ('combine',),
-    'submission': ('validate_submission', 'write_submission'),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -52,25 +53,69 @@ if _TYPE_CHECKING:
     from b2t_kaggle.data.simulate import simulate_dataset
     from b2t_kaggle.data.store import TrialStore
     from b2t_kaggle.decoding.decoder import Hypothesis, LexiconBeamDecoder
-    from b2t_kaggle.frameworks import infer, train
+    from b2t_kaggle.pipeline.frameworks import infer, train
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.ngram import NGram, build_ngram
     from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.metrics import phoneme_error_rate, word_error_rate
     from b2t_kaggle.phonemes import build_lexicon, normalize_sentence, sentence_to_phonemes
     from b2t_kaggle.rescoring.combine import combine
-    from b2t_kaggle.submission import validate_submission, write_submission
+    from b2t_kaggle.pipeline.submission import validate_submission, write_submission
+
+
+# Modules that moved, by their old names, under which programs and notebooks of users go on importing them
+_MOVED = {
+    **{name: f'core.{name}' for name in ('ctc', 'docstrings', 'files', 'pages', 'ragged', 'reading')},
+    'advice': 'core.messages',
+    **{name: f'config.{name}' for name in ('encoders', 'official', 'schema')},
+    **{name: f'metrics.{name}' for name in ('bootstrap', 'comparison')},
+    **{name: f'pipeline.{name}' for name in ('convert', 'frameworks', 'kernels', 'report', 'results', 'stages',
+                                             'submission', 'sweep')},
+    'runs': 'pipeline.run',
+    'audio': 'pytorch.audio', 'pytorch.audio_llm': 'pytorch.audio.llm',
+    'decoding.confusions': 'decoding.phoneme_lists.confusions',
+    'decoding.phoneme_decoder': 'decoding.phoneme_lists.decoder',
+    'devices.session': 'devices.time_limit',
+    'rescoring.finetune': 'lm.finetune', 'rescoring.llm': 'lm.causal',
+    'rescoring.merge': 'rescoring.error_correction', 'rescoring.merge_data': 'rescoring.error_correction_data',
+}
+
+
+class _OldNames:
+    "Finder and loader of modules that moved: under either name it is the same module."
+    def find_spec(self, name: str, path=None, target=None):
+        new = _new_name(name)
+        return type(__spec__)(name, self, origin=new) if new else None
+
+    def create_module(self, spec):
+        from importlib import import_module
+        module = import_module(spec.origin)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module): module.__spec__ = module.__spec__.loader_state  # the import has put its own there
+
+
+def _new_name(name: str) -> str | None:
+    "The name of a module that moved, or that is in a package that did."
+    above = name.removeprefix(f'{__name__}.')
+    if above == name: return None
+    while above not in _MOVED and '.' in above: above = above.rpartition('.')[0]
+    return f'{__name__}.{_MOVED[above]}{name[len(__name__) + 1 + len(above):]}' if above in _MOVED else None
+
+
+_sys.meta_path.insert(0, _OldNames())
 
 
 def __getattr__(name: str):
     "Import a name of the front door, or its module, when it is used for the first time (PEP 562)."
     from importlib import import_module
     if name in _MODULES:
-        from b2t_kaggle.docstrings import with_parameters
+        from b2t_kaggle.core.docstrings import with_parameters
         value = with_parameters(getattr(import_module(f'{__name__}.{_MODULES[name]}'), name))
         globals()[name] = value
         return value
-    if name in {module.split('.')[0] for module in _NAMES}:
+    if name in {module.split('.')[0] for module in _NAMES} or name in _MOVED:
         return import_module(f'{__name__}.{name}')
     message = f'module {__name__!r} has no attribute {name!r}'
     if not name.startswith('_'):

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from b2t_kaggle.config import Config, preset, with_overrides
+from b2t_kaggle.config.encoders.encoder import encoder_config
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
 from b2t_kaggle.data.store import TrialStore
-from b2t_kaggle.encoders.encoder import encoder_config
 
 SESSIONS = 't15.2023.08.11', 't15.2023.08.13'
 FEATURES = list(range(16))

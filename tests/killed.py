@@ -7,7 +7,7 @@ from pathlib import Path
 
 from copies import CONTEXT, call
 
-from b2t_kaggle.files import file_state
+from b2t_kaggle.core.files import file_state
 
 LIMIT = 400 # Seconds until there is a checkpoint, on a machine that is busy with other things
 

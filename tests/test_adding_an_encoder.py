@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from b2t_kaggle.submission import validate_submission
+from b2t_kaggle.pipeline.submission import validate_submission
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT/'nbs'/'guides'/'adding_an_encoder.ipynb'

@@ -16,11 +16,11 @@ from b2t_kaggle.config import ConfigError, load_config
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.lm.automaton import load_ngram
 from b2t_kaggle.metrics import word_error_rate
-from b2t_kaggle.pipeline import run_stages
+from b2t_kaggle.pipeline.execute import run_stages
+from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.stages import plan
+from b2t_kaggle.pipeline.submission import validate_submission
 from b2t_kaggle.rescoring.hypotheses import Hypotheses, read_hypotheses, write_hypotheses
-from b2t_kaggle.runs import Run, StageRun
-from b2t_kaggle.stages import plan
-from b2t_kaggle.submission import validate_submission
 from b2t_kaggle.training.history import read_history
 
 
@@ -74,7 +74,7 @@ def test_its_error_rate_is_that_of_whole_sentences(finished):
 def test_a_session_that_ends_leaves_a_submission(finished, here, tmp_path, monkeypatch):
     """Without time all trials have what a narrow beam finds; later sessions do what was left, one batch or all, and end
     where one that had time does. So does one that was killed in a batch: the batches before it are not done again."""
-    from b2t_kaggle.pytorch.audio_llm import generate as writing
+    from b2t_kaggle.pytorch.audio.llm import generate as writing
     whole = {split: finished.nbest(split) for split in ('val', 'test')}
     shutil.copytree(finished.dir, tmp_path/'run')
     run = Run(tmp_path/'run', finished.work)

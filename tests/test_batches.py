@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.ctc import round_length
+from b2t_kaggle.core.ctc import round_length
 from b2t_kaggle.data.batches import (
     Batcher,
     DayBalancedSampler,

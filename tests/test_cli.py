@@ -12,9 +12,9 @@ import h5py
 import pytest
 from click.testing import CliRunner
 
-from b2t_kaggle import cli
+from b2t_kaggle.cli import command as cli
 from b2t_kaggle.config import load_config, preset, save_config
-from b2t_kaggle.runs import Run
+from b2t_kaggle.pipeline.run import Run
 
 
 def verbs(command=cli.main, path=()):
@@ -91,10 +91,11 @@ VALUES = {
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
          for value in VALUES[p.name]]
 # What does the work, and what takes time before it
-WORK = ('cli.run_stages', 'cli.sweep_runs', 'cli.decode_phonemes', 'cli.combine_sources', 'cli._average_files',
+WORK = (*(f'cli.command.{name}' for name in ('run_stages', 'sweep_runs', 'decode_phonemes', 'combine_sources',
+                                          '_average_files')),
         'data.simulate.simulate_dataset', 'data.sessions.validate', 'decoding.server.serve',
-        'decoding.server.check_redis', 'runs.open_decoder')
-BEFORE = ('b2t_kaggle.cli._tell_search', 'b2t_kaggle.cli._llm', 'signal.signal', 'logging.basicConfig')
+        'decoding.server.check_redis', 'pipeline.run.open_decoder')
+BEFORE = ('b2t_kaggle.cli.command._tell_search', 'b2t_kaggle.cli.command._llm', 'signal.signal', 'logging.basicConfig')
 
 
 def seen(value):

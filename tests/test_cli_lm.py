@@ -9,7 +9,7 @@ import tarfile
 import pytest
 from click.testing import CliRunner
 
-from b2t_kaggle.cli import main
+from b2t_kaggle.cli.command import main
 from b2t_kaggle.lm import prune
 from b2t_kaggle.lm.arpa import open_text, read_counts
 from b2t_kaggle.lm.kenlm import PROGRAMS, find_program, programs_folder

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
-from b2t_kaggle.bootstrap import bootstrap_difference
 from b2t_kaggle.decoding.nbest import Hypothesis
+from b2t_kaggle.metrics.bootstrap import bootstrap_difference
 from b2t_kaggle.rescoring.combine import (
     Combination,
     candidates,

@@ -8,15 +8,16 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle import cli
-from b2t_kaggle.bootstrap import (
+from b2t_kaggle.cli import command as cli
+from b2t_kaggle.metrics import ErrorCounts
+from b2t_kaggle.metrics.bootstrap import (
     LEADERBOARD_WORDS,
     bootstrap_rates,
     difference_interval,
     rate_interval,
     smallest_clear_difference,
 )
-from b2t_kaggle.comparison import (
+from b2t_kaggle.metrics.comparison import (
     PER,
     PER_WITHOUT_SIL,
     WER,
@@ -27,10 +28,9 @@ from b2t_kaggle.comparison import (
     trial_groups,
     write_results,
 )
-from b2t_kaggle.metrics import ErrorCounts
+from b2t_kaggle.pipeline.results import RESULTS
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, Trial, write_hypotheses
-from b2t_kaggle.results import RESULTS
-from b2t_kaggle.runs import Run
 
 
 def counts(edits, length):

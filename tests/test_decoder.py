@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
 from b2t_kaggle.config import DecodeConfig
-from b2t_kaggle.ctc import align, greedy
+from b2t_kaggle.core.ctc import align, greedy
 from b2t_kaggle.decoding.acoustic import acoustic_scores, pronunciations
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.nbest import Hypothesis
@@ -401,7 +401,7 @@ def test_kenlm_binaries(kind, tmp_path):
 
 def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
     "The decoder of a run has the ARPA file as an automaton, which scores sentences as KenLM does."
-    from b2t_kaggle.runs import Run, open_decoder
+    from b2t_kaggle.pipeline.run import Run, open_decoder
     run = Run(tmp_path/'run', tmp_path)
     (run.dir/'lm').mkdir()
     (run.dir/'lm'/'words.txt').write_text('how are you')

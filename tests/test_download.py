@@ -19,7 +19,7 @@ from fake_files import serve_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.cli import main
+from b2t_kaggle.cli.command import main
 from b2t_kaggle.data import sources
 from b2t_kaggle.data.download import DownloadError, RemoteFile, download, unpack_zip
 from b2t_kaggle.lm.models import MODELS

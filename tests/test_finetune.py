@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import tiny_lm
 
-from b2t_kaggle.rescoring.finetune import _batch_loss, finetune, perplexity, save_adapter
-from b2t_kaggle.rescoring.llm import LanguageModelError, load_lm, score_sentences, token_sequences
+from b2t_kaggle.lm.causal import LanguageModelError, load_lm, score_sentences, token_sequences
+from b2t_kaggle.lm.finetune import _batch_loss, finetune, perplexity, save_adapter
 
 TEXT = [f'{a} {b} {c}' for a in ('we', 'you', 'they') for b in ('see', 'keep', 'like')
         for c in ('it', 'the code', 'the cost')]

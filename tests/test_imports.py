@@ -32,7 +32,8 @@ def is_empty(module): return not source(module).read_text().strip()
 
 TENSORFLOW = [m for m in MODULES if m.startswith('b2t_kaggle.tensorflow.') and not is_empty(m)]
 PYTORCH = [m for m in MODULES if m.startswith('b2t_kaggle.pytorch.')]
-LANGUAGE_MODELS = [f'b2t_kaggle.rescoring.{m}' for m in ('llm', 'finetune', 'fusion', 'merge')]
+LANGUAGE_MODELS = [f'b2t_kaggle.{m}' for m in ('lm.causal', 'lm.finetune', 'rescoring.fusion',
+                                               'rescoring.error_correction')]
 
 HIDE = '''
 import importlib, json, sys
@@ -97,7 +98,7 @@ def test_rooms_of_tensorflow_say_what_to_install():
 def test_the_command_says_in_one_line_what_to_install(tmp_path):
     (tmp_path/'best.weights.h5').touch()
     command = ['convert', str(tmp_path/'best.weights.h5'), str(tmp_path/'best.pt')]
-    r = process(HIDE + 'from b2t_kaggle.cli import main; main(*given)', ['tensorflow', 'keras'], command)
+    r = process(HIDE + 'from b2t_kaggle.cli.command import main; main(*given)', ['tensorflow', 'keras'], command)
     assert r.returncode == 1 and 'pip install b2t_kaggle[tf]' in r.stderr, r.stderr
     assert r.stderr.startswith('Error: the models in b2t_kaggle.tensorflow need TensorFlow')
     assert len(r.stderr.splitlines()) == 1 and not (tmp_path/'best.pt').exists()
@@ -115,20 +116,10 @@ def test_rooms_of_tensorflow_bring_no_pytorch():
 
 
 # Which module imports which, read from the source: also imports inside functions, which no test may reach.
-# From top to bottom: a module imports from its own floor and from those below
-FLOORS = (
-    ('cli', 'cli_audio', 'cli_average', 'cli_combine', 'cli_compare', 'cli_data', 'cli_kaggle', 'cli_lm', 'cli_merge',
-     'cli_phonemes', 'cli_runs', 'cli_sweep', 'cli_types', 'kaggle'),
-    ('sweep', 'pipeline', 'kernels', 'report', 'results', 'runs', 'stages', 'convert', 'frameworks'),
-    ('pytorch', 'tensorflow'),
-    ('rescoring',),
-    ('decoding',),
-    ('lm', 'training', 'audio'),
-    ('data', 'logits', 'metrics', 'bootstrap', 'comparison', 'submission'),
-    ('advice', 'devices', 'encoders', 'ctc', 'ragged', 'phonemes', 'config', 'official', 'schema', 'reading', 'files',
-     'homes', 'jit', 'limits', 'locks', 'docstrings', 'pages'),
-)
-FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+# From top to bottom: a module imports from its own room and from those below
+FLOORS = ('cli', 'kaggle', 'pipeline', 'rescoring', 'pytorch', 'tensorflow', 'decoding', 'lm', 'training', 'data',
+          'logits', 'metrics', 'config', 'devices', 'core', 'phonemes')
+FLOOR = {room: i for i, room in enumerate(FLOORS)}
 
 
 @cache
@@ -191,9 +182,9 @@ def find_circle(graph):
 
 def test_the_source_tells_all_imports():
     graph = import_graph()
-    assert 'devices.machine' in graph['devices.torch'] and 'phonemes' in graph['ctc']
-    assert 'rescoring.llm' in graph['cli'] # inside a function
-    assert not [name for name in graph['files'] if not name.startswith('b2t_kaggle')]
+    assert 'devices.machine' in graph['devices.torch'] and 'phonemes' in graph['core.ctc']
+    assert 'lm.causal' in graph['cli.command'] # inside a function
+    assert not [name for name in graph['core.files'] if not name.startswith('b2t_kaggle')]
 
 
 def test_every_module_is_on_a_floor():
@@ -263,8 +254,8 @@ def test_notebooks_out_of_order_are_found(tmp_path, name, found):
     def write(name, *cells):
         cells = [{'cell_type': 'code', 'source': [cell]} for cell in cells]
         (tmp_path/f'{name}.ipynb').write_text(json.dumps({'cells': cells}))
-    write('01_metrics', '#| default_exp metrics')
-    write(name, '#| default_exp files', '%matplotlib inline\nfrom b2t_kaggle.metrics import edit_distance')
+    write('01_metrics', '#| default_exp metrics.__init__')
+    write(name, '#| default_exp core.files', '%matplotlib inline\nfrom b2t_kaggle.metrics import edit_distance')
     assert list(out_of_order(tmp_path)) == [(f'{name}.ipynb', '01_metrics.ipynb')] * found
 
 

@@ -15,9 +15,9 @@ import pytest
 from killed import LIMIT
 from test_pipeline import SMALL, sets, stages_here
 
-from b2t_kaggle.pipeline import run_stages
+from b2t_kaggle.pipeline.execute import run_stages
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pytorch.checkpoint import load_file
-from b2t_kaggle.runs import Run
 
 # Longer than any test, and nothing is saved unless somebody asks
 WITHOUT_END = {'train.num_training_batches': 10**6, 'train.batches_per_save': 10**6,

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 from click.testing import CliRunner
 
-from b2t_kaggle.cli import main
+from b2t_kaggle.cli.command import main
 from b2t_kaggle.kaggle.publish import find_client, slug_of
 
 NBS = Path(__file__).parents[1]/'nbs'

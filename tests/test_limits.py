@@ -8,14 +8,14 @@ from functools import partial
 import numpy as np
 import pytest
 
+from b2t_kaggle.core.files import WriteError, write_whole
 from b2t_kaggle.data.sessions import SPLITS, Trial, session_path, write_session
-from b2t_kaggle.files import WriteError, write_whole
 
 
 def explained(code, before=None):
     "A message for the error with which a program ends."
     indented = code.replace('\n', '\n    ')
-    program = f'from b2t_kaggle.limits import explain_error\ntry:\n    {indented}\nexcept BaseException as e: ' \
+    program = f'from b2t_kaggle.core.limits import explain_error\ntry:\n    {indented}\nexcept BaseException as e: ' \
               'print(explain_error(e))'
     found = subprocess.run([sys.executable, '-c', program], preexec_fn=before, capture_output=True, text=True)
     assert found.stderr == ''

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_lm
 
-from b2t_kaggle.rescoring import llm
-from b2t_kaggle.rescoring.llm import (
+from b2t_kaggle.lm import causal as llm
+from b2t_kaggle.lm.causal import (
     LanguageModelError,
     capabilities,
     load_lm,
@@ -256,7 +256,7 @@ sys.modules["transformers"] = None
 import importlib.util as u
 find = u.find_spec
 u.find_spec = lambda name, *a: None if name == "transformers" else find(name, *a)
-from b2t_kaggle.rescoring.llm import load_lm
+from b2t_kaggle.lm.causal import load_lm
 try: load_lm("none")
 except RuntimeError as e: print(e)'''
     out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=400)

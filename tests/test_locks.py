@@ -11,16 +11,16 @@ import no_locks
 import numpy as np
 import pytest
 
-from b2t_kaggle import locks
+from b2t_kaggle.core import locks
+from b2t_kaggle.core.locks import Lock
 from b2t_kaggle.data.sessions import SPLITS, Trial, session_path, write_session
-from b2t_kaggle.locks import Lock
-from b2t_kaggle.runs import Run, StageRun
-from b2t_kaggle.stages import PipelineError
+from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.stages import PipelineError
 
 # Takes the lock a number of times; whoever finds another one inside says so. Some die with it
 HOLDER = '''
 import os, random, sys, time
-from b2t_kaggle import locks
+from b2t_kaggle.core import locks
 folder, kind, seed = sys.argv[1:]
 if kind == 'soft': locks.fcntl = None
 random.seed(seed)
@@ -77,7 +77,7 @@ def test_a_stage_runs_on_a_file_system_without_locks(tmp_path, number):
 
 def test_a_study_that_sqlite_cannot_lock_is_to_be_a_journal(tmp_path):
     pytest.importorskip('optuna')
-    from b2t_kaggle.sweep import Range, Sweep
+    from b2t_kaggle.pipeline.sweep import Range, Sweep
     run = Run(tmp_path/'toy', tmp_path/'work', {'train.accelerator': 'cpu'})
     with sqlite3.connect(run.dir/'study.db', isolation_level='EXCLUSIVE') as other:
         other.execute('begin exclusive')

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from b2t_kaggle.core.ragged import RaggedError, write_ragged
 from b2t_kaggle.logits import LogitError, LogitStore, log_sum_exp
-from b2t_kaggle.ragged import RaggedError, write_ragged
 
 
 def log_probs(rng, n, k, scale=3.):

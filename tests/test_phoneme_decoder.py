@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from b2t_kaggle.decoding.confusions import N_WEIGHTS, class_scores, network_rows
-from b2t_kaggle.decoding.phoneme_decoder import (
+from b2t_kaggle.decoding.phoneme_lists.confusions import N_WEIGHTS, class_scores, network_rows
+from b2t_kaggle.decoding.phoneme_lists.decoder import (
     ConfusionModel,
     decode_lists,
     expected_errors,
     fit_confusions,
     list_frames,
 )
-from b2t_kaggle.decoding.phoneme_lists import parse_phonemes, phoneme_list, phoneme_network, read_phoneme_lists
+from b2t_kaggle.decoding.phoneme_lists.lists import parse_phonemes, phoneme_list, phoneme_network, read_phoneme_lists
 from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.lm.ngram import build_ngram
 from b2t_kaggle.metrics import total, word_errors

@@ -18,17 +18,19 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from b2t_kaggle import cli, kernels, pipeline
-from b2t_kaggle.comparison import read_results
+from b2t_kaggle.cli import command as cli
 from b2t_kaggle.config import preset
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.logits import LogitError, LogitStore
+from b2t_kaggle.metrics.comparison import read_results
 from b2t_kaggle.phonemes import normalize_sentence
-from b2t_kaggle.pipeline import run_stages
+from b2t_kaggle.pipeline import execute as pipeline
+from b2t_kaggle.pipeline import kernels
+from b2t_kaggle.pipeline.execute import run_stages
+from b2t_kaggle.pipeline.results import RESULTS
+from b2t_kaggle.pipeline.run import Run, StageRun, open_decoder
+from b2t_kaggle.pipeline.stages import STAGES, PipelineError, code_cells, plan
 from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, read_hypotheses, write_hypotheses
-from b2t_kaggle.results import RESULTS
-from b2t_kaggle.runs import Run, StageRun, open_decoder
-from b2t_kaggle.stages import STAGES, PipelineError, code_cells, plan
 
 # Small enough for seconds, large enough that every stage has work to do
 SMALL = {
@@ -179,7 +181,7 @@ def test_a_stage_by_plain_papermill(finished, tmp_path):
     run, _, _ = finished
     import papermill as pm
 
-    from b2t_kaggle.stages import notebook_path
+    from b2t_kaggle.pipeline.stages import notebook_path
 
     pm.execute_notebook(
         notebook_path('check'),
@@ -238,9 +240,9 @@ def test_what_a_process_of_a_stage_says_is_heard_once(kernels, tmp_path):
 import nbformat
 from contextlib import nullcontext
 from pathlib import Path
-from b2t_kaggle import pipeline
-from b2t_kaggle.kernels import forked_kernels
-from b2t_kaggle.runs import Run
+from b2t_kaggle.pipeline import execute as pipeline
+from b2t_kaggle.pipeline.kernels import forked_kernels
+from b2t_kaggle.pipeline.run import Run
 
 code = "import subprocess, sys; subprocess.run(['sh', '-c', 'echo a process >&2']); print('a cell', file=sys.stderr)"
 notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
@@ -340,7 +342,7 @@ def test_two_runs_share_what_is_big(tmp_path):
     args = lambda name: [
         sys.executable,
         '-m',
-        'b2t_kaggle.cli',
+        'b2t_kaggle.cli.command',
         'pack',
         '--out',
         str(tmp_path),
@@ -413,10 +415,10 @@ def test_serving_a_run(finished, tmp_path, capsys):
     from test_server import OfficialClient, Redis, candidates, wait_for
     from tiny_models import tiny_lm
 
-    from b2t_kaggle.cli import _llm
+    from b2t_kaggle.cli.command import _llm
     from b2t_kaggle.decoding.server import read_logits
+    from b2t_kaggle.lm.causal import load_lm, score_sentences
     from b2t_kaggle.phonemes import build_lexicon, to_class_ids, to_lm_order
-    from b2t_kaggle.rescoring.llm import load_lm, score_sentences
     from b2t_kaggle.rescoring.mixture import Weights, configured_weights, write_weights
     path, options, _ = finished
     lm = tiny_lm(tmp_path/'lm', 'opt', ['a few words'], max_position_embeddings=512)
@@ -770,7 +772,7 @@ def test_an_llm_inside_the_search(finished, tmp_path, here, monkeypatch):
     from tiny_models import tiny_lm
 
     from b2t_kaggle.decoding import tuning
-    from b2t_kaggle.rescoring.llm import LanguageModelError
+    from b2t_kaggle.lm.causal import LanguageModelError
     monkeypatch.setattr(tuning, 'MIN_TRIALS', 4)
     run, _, _ = finished
     shutil.copytree(run, tmp_path/'run')

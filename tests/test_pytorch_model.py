@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from b2t_kaggle.config import from_official, load_config, preset, with_overrides
-from b2t_kaggle.ctc import n_frames
-from b2t_kaggle.files import _owner
+from b2t_kaggle.core.ctc import n_frames
+from b2t_kaggle.core.files import _owner
 from b2t_kaggle.pytorch.checkpoint import (
     load_file,
     load_model,

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from b2t_kaggle.ragged import Ragged, RaggedError, RaggedWriter, write_ragged
+from b2t_kaggle.core.ragged import Ragged, RaggedError, RaggedWriter, write_ragged
 
 DTYPES = ['float16', 'float32', 'float64', 'int8', 'uint16', 'int32', 'int64']
 
@@ -93,7 +93,7 @@ def test_damage_does_not_kill_the_process(good, tmp_path):
     code = '''if True:
         import random, sys
         from pathlib import Path
-        from b2t_kaggle.ragged import Ragged
+        from b2t_kaggle.core.ragged import Ragged
         whole, path = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2])
         random.seed(0)
         for _ in range(600):
@@ -135,7 +135,7 @@ def test_a_killed_writer_leaves_the_old_file_and_its_rest_is_removed(good):
     before = good.read_bytes()
     code = '''if True:
         import sys, numpy as np
-        from b2t_kaggle.ragged import RaggedWriter
+        from b2t_kaggle.core.ragged import RaggedWriter
         with RaggedWriter(sys.argv[1], 'float32', chunk_bytes=1000) as w:
             for i in range(10**9):
                 w.append(np.zeros(100))
@@ -151,7 +151,7 @@ def test_a_killed_writer_leaves_the_old_file_and_its_rest_is_removed(good):
 
 def test_two_writers_do_not_meet(tmp_path):
     with RaggedWriter(tmp_path/'x', 'float32') as a:
-        code = ('import sys, numpy as np; from b2t_kaggle.ragged import write_ragged; '
+        code = ('import sys, numpy as np; from b2t_kaggle.core.ragged import write_ragged; '
                 'write_ragged(sys.argv[1], [np.ones(5)])')
         subprocess.run([sys.executable, '-c', code, tmp_path/'x'], check=True)
         assert len(Ragged(tmp_path/'x')[0]) == 5
@@ -162,7 +162,7 @@ def test_two_writers_do_not_meet(tmp_path):
 def test_memory_is_that_of_a_chunk(tmp_path):
     code = '''if True:
         import re, sys, numpy as np
-        from b2t_kaggle.ragged import RaggedWriter
+        from b2t_kaggle.core.ragged import RaggedWriter
         # of this program alone: ru_maxrss would start with the memory of the process that forked it
         peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])/1024
         x = np.ones((500, 512), 'float32')

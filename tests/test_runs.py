@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from b2t_kaggle import cli, pipeline, runs
+from b2t_kaggle.cli import command as cli
 from b2t_kaggle.config import preset
-from b2t_kaggle.runs import Run, StageRun
-from b2t_kaggle.stages import plan
+from b2t_kaggle.pipeline import execute as pipeline
+from b2t_kaggle.pipeline import run as runs
+from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.stages import plan
 
 
 def blocks_mark(path):
@@ -152,8 +154,8 @@ def test_no_stage_takes_a_damaged_file_for_its_own(damage, files, tmp_path):
 WORKS = """
 import sys, time
 from pathlib import Path
-from b2t_kaggle import pipeline
-from b2t_kaggle.runs import Run, begin_stage
+from b2t_kaggle.pipeline import execute as pipeline
+from b2t_kaggle.pipeline.run import Run, begin_stage
 folder, beam = Path(sys.argv[1]), int(sys.argv[2])
 
 def execute(run, name):

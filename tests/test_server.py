@@ -24,9 +24,9 @@ from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, serve
 from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.devices.processes import tied
 from b2t_kaggle.lm.automaton import Automaton
+from b2t_kaggle.lm.causal import load_lm, score_sentences, token_sequences
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order
-from b2t_kaggle.rescoring.llm import load_lm, score_sentences, token_sequences
 from b2t_kaggle.rescoring.mixture import Rescored, Weights
 from b2t_kaggle.rescoring.online import LLMRescorer, llm_scorer
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.audio.targets import AudioError, session_sentences
 from b2t_kaggle.data.sessions import (
     SessionError,
     Trial,
@@ -26,6 +25,7 @@ from b2t_kaggle.data.sessions import (
     write_session,
 )
 from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.pytorch.audio.targets import AudioError, session_sentences
 
 DAY = 't15.2023.08.13'
 
@@ -339,7 +339,7 @@ def test_hidden_files_are_no_data(data_dir):
 def test_sessions_are_read_on_a_file_system_without_locks(data_dir, tmp_path_factory, number):
     code = f'''
 from b2t_kaggle.data.sessions import unpacked_bytes, validate
-from b2t_kaggle.audio.targets import session_sentences
+from b2t_kaggle.pytorch.audio.targets import session_sentences
 print(len(validate({str(data_dir)!r})), len(session_sentences({str(data_dir)!r})))
 print(unpacked_bytes({str(session_path(data_dir, DAY, 'train'))!r}))
 '''

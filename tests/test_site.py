@@ -18,11 +18,19 @@ import numpy as np
 import pytest
 from browser import CHROMIUM, CONTRAST, DRIVER, SCROLLED, TOO_WIDE, WIDTHS, browser
 
-from b2t_kaggle import pages
-from b2t_kaggle.comparison import result_table, results_of
 from b2t_kaggle.config import load_config
+from b2t_kaggle.core import pages
 from b2t_kaggle.metrics import word_error_rate
-from b2t_kaggle.report import configuration, example_trials, group_table, headline, provenance, report_page, timings
+from b2t_kaggle.metrics.comparison import result_table, results_of
+from b2t_kaggle.pipeline.report import (
+    configuration,
+    example_trials,
+    group_table,
+    headline,
+    provenance,
+    report_page,
+    timings,
+)
 
 ROOT = Path(__file__).parent.parent
 NBS = ROOT/'nbs'
@@ -31,8 +39,8 @@ from docs import api, build, check, execute, names, order  # noqa: E402
 
 NOTEBOOKS = [p for p in sorted(NBS.rglob('*.ipynb')) if '.ipynb_checkpoints' not in p.parts]
 # A landing page, prose, an API with classes, formulas, a benchmark with outputs, a stage, and a long name
-FEW = ('index', 'guides/design', 'guides/comparison', '02_metrics', '08_config', 'decoding/12_tuning',
-       'benchmarks/11_combination', 'pipeline/09_report', 'pytorch/models/zipformer/03_feed_forward')
+FEW = ('index', 'guides/design', 'guides/comparison', 'metrics/00_metrics', 'config/02_config', 'decoding/10_tuning',
+       'benchmarks/11_combination', 'stages/09_report', 'pytorch/models/zipformer/03_feed_forward')
 
 
 def prose(path):
@@ -69,7 +77,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp('site')/'pages'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, 'groups', lambda _: few)
-        patch.setattr(build, 'modules', lambda: [ROOT/'b2t_kaggle'/'metrics.py'])
+        patch.setattr(build, 'modules', lambda: [ROOT/'b2t_kaggle'/'metrics'/'__init__.py'])
         build.build(folder, execute=False, say=lambda _: None)
     return folder, [p for p in check.problems(folder) if not re.search(r'\.(ipynb|html)\S* leads nowhere', p)]
 
@@ -81,22 +89,23 @@ def text(site, name): return (site[0]/f'{name}.html').read_text()
 
 
 def test_what_shows_and_what_does_not(site):
-    metrics = text(site, '02_metrics')
+    metrics = text(site, 'metrics/00_metrics')
     assert '<section class="name" id="word_error_rate">' in metrics
     assert 'One text for each trial; normalised first' in metrics and '<i>returns</i>' in metrics
-    assert 'source/metrics.html#L' in metrics
+    assert 'source/metrics/__init__.html#L' in metrics
     for hidden in ('default_exp', '#| ', 'from fastcore', '_count_each</b>'): assert hidden not in metrics, hidden
     benchmark = text(site, 'benchmarks/11_combination')
     assert 'Executed 2026-' in benchmark and '2.33%' in benchmark
-    assert 'skip_exec' not in text(site, 'pipeline/09_report')
-    assert text(site, 'decoding/12_tuning').count('class="math"') > 5
+    assert 'skip_exec' not in text(site, 'stages/09_report')
+    assert text(site, 'decoding/10_tuning').count('class="math"') > 5
     first = text(site, 'index')
     assert './kit run' in first and '<span>word error rate</span><b>' in first and first.count('<h1') == 1
 
 
 def test_a_source_link_leads_to_the_line(site):
-    line = int(re.search(r'source/metrics.html#L(\d+)', text(site, '02_metrics').split('id="bleu"')[1])[1])
-    assert (ROOT/'b2t_kaggle'/'metrics.py').read_text().splitlines()[line - 1].startswith('def bleu(')
+    page = text(site, 'metrics/00_metrics').split('id="bleu"')[1]
+    line = int(re.search(r'source/metrics/__init__.html#L(\d+)', page)[1])
+    assert (ROOT/'b2t_kaggle'/'metrics'/'__init__.py').read_text().splitlines()[line - 1].startswith('def bleu(')
 
 
 def search_entries(folder): return json.loads((folder/'search.js').read_text().removeprefix('window.SEARCH = '))
@@ -106,7 +115,8 @@ def cards_of(page): return re.findall('<section class="name" id="([^"]*)"', page
 
 
 @pytest.mark.parametrize('page, first', [
-    ('02_metrics', ['phoneme_error_rate', 'word_error_rate']), ('08_config', ['Config', 'load_config', 'preset']),
+    ('metrics/00_metrics', ['phoneme_error_rate', 'word_error_rate']),
+    ('config/02_config', ['Config', 'load_config', 'preset']),
     ('pytorch/models/zipformer/03_feed_forward', ['FeedforwardModule'])])
 def test_a_page_of_a_module_begins_with_what_programs_use(site, page, first):
     "Names of the front door, or else those that most notebooks import; every name has one card or one line above."
@@ -116,7 +126,8 @@ def test_a_page_of_a_module_begins_with_what_programs_use(site, page, first):
     story = made.index('id="step-by-step"')
     assert all(made.index(f'id="{name}"') < story for name in first)
     assert all(made.index(f'id="{name}"') > story for name in cards[len(first):])
-    module = (ROOT/'b2t_kaggle'/re.sub(r'\d+_', '', page)).with_suffix('.py')
+    place = ROOT/'b2t_kaggle'/re.sub(r'\d+_', '', page)
+    module = next(p for p in (place.with_suffix('.py'), place.parent/'__init__.py') if p.exists())
     public = [n.name for n in ast.parse(module.read_text()).body
               if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith('_')]
     assert sorted(public) == sorted(cards)
@@ -135,10 +146,10 @@ def test_one_page_is_written_into_a_site(site, tmp_path):
     shutil.copytree(site[0], folder)
     before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
     entries = search_entries(folder)
-    page = folder/'02_metrics.html'
+    page = folder/'metrics'/'00_metrics.html'
     page.write_text('an older one')
-    written, known = build.build(folder, execute=False, only=['02_metrics'], say=lambda _: None)
-    assert written == ['02_metrics.html'] and check.problems(folder, written, known) == []
+    written, known = build.build(folder, execute=False, only=['metrics/00_metrics'], say=lambda _: None)
+    assert written == ['metrics/00_metrics.html'] and check.problems(folder, written, known) == []
     assert 'id="word_error_rate"' in page.read_text()
     assert sorted(search_entries(folder)) == sorted(entries)
     assert {p for p, content in before.items() if p.read_bytes() != content} <= {page, folder/'search.js'}
@@ -148,8 +159,8 @@ def test_one_page_of_the_command(tmp_path):
     "By another name than its file's, and into a folder where there is no site; what there is not is said."
     docs = [sys.executable, '-m', 'b2t_kaggle.cli', 'docs', '--plain', '--output', tmp_path/'site', '--only']
     done = subprocess.run([*docs, 'metrics'], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith(f'{tmp_path/"site"/"02_metrics.html"}\n'), done.stderr
-    assert [p.name for p in (tmp_path/'site').rglob('*.html')] == ['02_metrics.html']
+    assert done.returncode == 0 and done.stdout.endswith(f'{tmp_path/"site"/"metrics/00_metrics.html"}\n'), done.stderr
+    assert [p.name for p in (tmp_path/'site').rglob('*.html')] == ['00_metrics.html']
     done = subprocess.run([*docs, 'metrix'], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and '--only metrix: found 0 pages, expected one; similar are ' in done.stderr
     assert 'metrics' in done.stderr and 'Traceback' not in done.stderr
@@ -174,7 +185,7 @@ def test_a_build_says_how_far_it_is(tmp_path, monkeypatch):
 
 def test_the_search_knows_names_and_sections(site):
     entries = search_entries(site[0])
-    assert ['metrics', 'word_error_rate', '02_metrics.html#word_error_rate'] in [e[:3] for e in entries]
+    assert ['metrics', 'word_error_rate', 'metrics/00_metrics.html#word_error_rate'] in [e[:3] for e in entries]
     assert any(e[:3] == ['Design', 'Two boundaries', 'guides/design.html#two-boundaries'] for e in entries)
 
 
@@ -241,8 +252,9 @@ def test_outputs_are_kept_until_code_or_library_change():
     key = execute.key(one)
     assert execute.key(one) == key != execute.key(notebook('from b2t_kaggle.metrics import bleu', 'print(2)'))
     assert execute.key(dict(cells=[*one['cells'], dict(cell_type='markdown', source=['more'])])) == key
-    modules = {p.name for p in execute.modules_of(['from b2t_kaggle.metrics import bleu'])}
-    assert {'metrics.py', 'phonemes.py'} <= modules and 'trainer.py' not in modules
+    files = execute.modules_of(['from b2t_kaggle.metrics import bleu'])
+    modules = {p.relative_to(ROOT/'b2t_kaggle').as_posix() for p in files}
+    assert {'metrics/__init__.py', 'phonemes.py'} <= modules and 'pytorch/trainer.py' not in modules
 
 
 def test_what_is_wrong_is_found(tmp_path):
@@ -414,7 +426,7 @@ def test_the_search_finds(chromium, site):
         input.value = 'word_error_rate'
         const links = () => [...document.querySelectorAll('#found a')].map(a => a.getAttribute('href'))
         input.oninput().then(() => done(links()))'''))
-    assert found[0] == '02_metrics.html#word_error_rate'
+    assert found[0] == 'metrics/00_metrics.html#word_error_rate'
 
 
 def test_a_page_that_is_too_wide_is_found(chromium, tmp_path):

@@ -18,7 +18,7 @@ from b2t_kaggle.lm.arpa import read_arpa
 from b2t_kaggle.lm.general import mix_general
 from b2t_kaggle.lm.ngram import build_ngram
 from b2t_kaggle.lm.sphinx import SphinxError, import_sphinx, read_sphinx
-from b2t_kaggle.stages import code_cells
+from b2t_kaggle.pipeline.stages import code_cells
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
@@ -167,7 +167,7 @@ def lm_stage(folder, monkeypatch, val=VAL, **values):
     cfg = Config(lm=values, data=dict(dataset_dir=folder))
     run = SimpleNamespace(cfg=cfg, dir=folder, packed_dir=folder, data_dir=folder)
     stage = SimpleNamespace(run=run, finish=lambda *args: None)
-    monkeypatch.setattr('b2t_kaggle.runs.begin_stage', lambda *args: stage)
+    monkeypatch.setattr('b2t_kaggle.pipeline.run.begin_stage', lambda *args: stage)
     monkeypatch.setattr('b2t_kaggle.data.store.TrialStore.open', lambda path: SimpleNamespace(index=tables[path.stem]))
     names = {}
     for code in code_cells('lm'): exec(code, names)

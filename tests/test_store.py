@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
+from b2t_kaggle.core.files import ChangedError
+from b2t_kaggle.core.ragged import RaggedError, write_ragged
 from b2t_kaggle.data.sessions import SessionError, Trial, read_session, session_path, write_session
 from b2t_kaggle.data.store import StoreError, TrialStore
-from b2t_kaggle.files import ChangedError
-from b2t_kaggle.ragged import RaggedError, write_ragged
 
 DAYS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18', 't15.2023.08.20']
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from b2t_kaggle.phonemes import normalize_sentence
-from b2t_kaggle.submission import SubmissionError, check_order, validate_submission, write_submission
+from b2t_kaggle.pipeline.submission import SubmissionError, check_order, validate_submission, write_submission
 
 fixture_ok = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
@@ -112,7 +112,7 @@ def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path):
     p = tmp_path/'submission.csv'
     n = 20_000
     code = textwrap.dedent(f'''
-        from b2t_kaggle.submission import write_submission
+        from b2t_kaggle.pipeline.submission import write_submission
         print('ready', flush=True)
         while True:
             for word in 'ab': write_submission({str(p)!r}, [word]*{n})''')

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner
 from matplotlib.figure import Figure
 
-from b2t_kaggle import cli, pipeline
-from b2t_kaggle.runs import Run, StageRun
+from b2t_kaggle.cli import command as cli
+from b2t_kaggle.pipeline import execute as pipeline
+from b2t_kaggle.pipeline.run import Run, StageRun
 from b2t_kaggle.training.pruning import callback_from_env
 
 pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')
@@ -54,7 +55,7 @@ def sweep(folder, *options):
 def stage(monkeypatch):
     stage = Stage()
     monkeypatch.setattr(pipeline, 'execute', stage)
-    monkeypatch.setattr('b2t_kaggle.sweep.plot_sweep', lambda *args: Figure(figsize=(1, 1))) # Its notebook looks at it
+    monkeypatch.setattr('b2t_kaggle.pipeline.sweep.plot_sweep', lambda *args: Figure(figsize=(1, 1)))
     return stage
 
 

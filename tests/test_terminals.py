@@ -9,7 +9,7 @@ import pytest
 CODE = '''
 import subprocess, sys
 import click
-from b2t_kaggle.cli import main
+from b2t_kaggle.cli.command import main
 
 def helps(command, path):
     yield [*path, '--help']

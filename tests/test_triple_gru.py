@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from b2t_kaggle.config import load_config, preset, save_config, with_overrides
-from b2t_kaggle.ctc import n_frames
-from b2t_kaggle.encoders.triple_gru import reversal_strength
+from b2t_kaggle.config.encoders.triple_gru import reversal_strength
+from b2t_kaggle.config.schema import ConfigError
+from b2t_kaggle.core.ctc import n_frames
 from b2t_kaggle.pytorch.checkpoint import load_model, save_atomic, save_official, to_official_args, to_official_state
 from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.models.gru import GRUDecoder
 from b2t_kaggle.pytorch.models.triple_gru import NoisySpeechModel, TripleGRUDecoder, triple_loss
-from b2t_kaggle.schema import ConfigError
 from b2t_kaggle.training.checkpoints import CheckpointError
 
 SMALL = dict(

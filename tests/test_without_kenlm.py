@@ -79,7 +79,7 @@ def test_a_command_says_in_one_line_what_to_install(args, tmp_path):
     "And a run says it before it does anything."
     (tmp_path/'model.bin').write_bytes(BINARY)
     (tmp_path/'text.txt').write_text('a b\n')
-    r = process('from b2t_kaggle.cli import main\nmain(sys.argv[1:])', tmp_path, *args)
+    r = process('from b2t_kaggle.cli.command import main\nmain(sys.argv[1:])', tmp_path, *args)
     banner = 'Simulated participant, ' if args[0] == 'run' else 'Error: '
     *before, error = r.stderr.splitlines()
     assert r.returncode == 1 and len(before) == (args[0] == 'run') and r.stderr.startswith(banner), r.stderr

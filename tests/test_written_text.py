@@ -6,17 +6,17 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from b2t_kaggle.cli import main
-from b2t_kaggle.comparison import with_seen
+from b2t_kaggle.cli.command import main
 from b2t_kaggle.data.sessions import Trial, read_session, write_session
 from b2t_kaggle.lm.corpus import clean_sentence, clean_text, read_sentences, read_vocabulary, vocabulary
 from b2t_kaggle.lm.ngram import build_ngram
 from b2t_kaggle.metrics import word_error_rate
+from b2t_kaggle.metrics.comparison import with_seen
 from b2t_kaggle.phonemes import build_lexicon, sentence_to_phonemes, to_class_ids
+from b2t_kaggle.pipeline.submission import SubmissionError, validate_submission, write_submission
 from b2t_kaggle.rescoring.combine import combine
+from b2t_kaggle.rescoring.error_correction import _as_sentence
 from b2t_kaggle.rescoring.hypotheses import read_hypotheses, system_lists
-from b2t_kaggle.rescoring.merge import _as_sentence
-from b2t_kaggle.submission import SubmissionError, validate_submission, write_submission
 
 WRITTEN = 'I don’t know—it´s caf\u00e9\u00a0time… “wait”'
 PLAIN = "i don't know it's cafe time wait"

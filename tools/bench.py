@@ -60,7 +60,7 @@ def execute(name: str):
     from papermill import PapermillExecutionError, execute_notebook
 
     from b2t_kaggle.devices.machine import cpu_name
-    from b2t_kaggle.kernels import kernel_manager
+    from b2t_kaggle.pipeline.kernels import kernel_manager
     path = FOLDER/f'{name}.ipynb'
     describe = ['git', 'describe', '--always', '--dirty=+']   # a plus stands for changes that are not committed
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()

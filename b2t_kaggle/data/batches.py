@@ -19,8 +19,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ..core.jit import njit
 from .store import JointStore, TrialStore
-from ..jit import njit
 
 # %% ../../nbs/data/04_batches.ipynb #c008
 def _resolve_days(

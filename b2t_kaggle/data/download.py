@@ -29,8 +29,8 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from ..files import format_size, replaced_folder, require_space, stays_inside, write_whole
-from ..locks import Lock, LockedError
+from ..core.files import format_size, replaced_folder, require_space, stays_inside, write_whole
+from ..core.locks import Lock, LockedError
 
 # %% ../../nbs/data/05_download.ipynb #c008
 class DownloadError(RuntimeError):

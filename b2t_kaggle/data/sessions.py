@@ -20,10 +20,9 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from ..advice import near_names
-from ..files import DeferringFile, atomic_path, file_state
-from ..phonemes import SIL
-from b2t_kaggle.reading import (
+from ..core.files import DeferringFile, atomic_path, file_state
+from ..core.messages import near_names
+from b2t_kaggle.core.reading import (
     MAX_BINS,
     MAX_EXPANSION,
     MAX_LABELS,
@@ -34,6 +33,7 @@ from b2t_kaggle.reading import (
     open_hdf5,
     read_attribute,
 )
+from ..phonemes import SIL
 
 # %% ../../nbs/data/00_sessions.ipynb #c006
 N_FEATURES = 512     # 256 electrodes: threshold crossings, then spike-band power

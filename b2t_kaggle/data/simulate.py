@@ -22,11 +22,11 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from ..core.files import require_space, write_whole
 from .sentences import Writer
 from .sessions import Trial, list_sessions, session_path, write_session
 from ..devices.machine import n_cores
 from ..devices.processes import own_python
-from ..files import require_space, write_whole
 from ..phonemes import ARPABET, SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
 
 # %% ../../nbs/data/02_simulate.ipynb #c006

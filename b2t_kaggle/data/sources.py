@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote, urlencode, urljoin
 
+from ..core.files import require_space
 from b2t_kaggle.data.download import (
     AccessError,
     DownloadError,
@@ -29,7 +30,6 @@ from b2t_kaggle.data.download import (
 )
 from .sessions import list_sessions
 from ..devices.processes import tied
-from ..files import require_space
 
 # %% ../../nbs/data/06_sources.ipynb #c006
 RECORDINGS = 't15_copyTask_neuralData'

@@ -17,7 +17,9 @@ import pandas as pd
 import pyarrow as pa
 from tqdm import tqdm
 
-from ..advice import near_names
+from ..core.files import require_space, unchanged
+from ..core.messages import near_names
+from ..core.ragged import Ragged, RaggedError, RaggedWriter
 from b2t_kaggle.data.sessions import (
     N_FEATURES,
     Trial,
@@ -27,8 +29,6 @@ from b2t_kaggle.data.sessions import (
     tidy_bad_trials,
     unpacked_bytes,
 )
-from ..files import require_space, unchanged
-from ..ragged import Ragged, RaggedError, RaggedWriter
 
 # %% ../../nbs/data/03_store.ipynb #c005
 _COLUMNS = pa.schema(dict(

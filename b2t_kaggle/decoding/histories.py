@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ..core.jit import njit
 from .scorers import AnswerTable, AutomatonScorer, KenLMScorer, score_word
-from ..jit import njit
 from ..lm.automaton import find
 from ..lm.ngram import LN10
 

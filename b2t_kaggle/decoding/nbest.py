@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..files import write_whole
-from ..reading import is_finite_number, parse_json, read_text, split_lines
+from ..core.files import write_whole
+from ..core.reading import is_finite_number, parse_json, read_text, split_lines
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c006
 @dataclass(frozen=True)

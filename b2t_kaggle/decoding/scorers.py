@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..jit import njit
+from ..core.jit import njit
 from ..lm.automaton import ARC, FIRST, STATE, Automaton, find, step
 from ..lm.ngram import LN10, NGram
 

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
+from ..core.files import replaced_folder, write_whole
 from ..devices.kaggle import kaggle_accelerator
-from ..files import replaced_folder, write_whole
 
 # %% ../../nbs/kaggle/02_publish.ipynb #c006
 def slug_of(

@@ -23,15 +23,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.files import atomic_path
 from ..devices import machine
-from ..devices.session import session_hours
-from ..files import atomic_path
+from ..devices.time_limit import session_hours
 from ..training.budget import announce_session
 from ..training.checkpoint_paths import BEST, REFIT, framework_of
 
 if TYPE_CHECKING: # It needs packages that may have to be installed first
     from b2t_kaggle.config import Config
-    from b2t_kaggle.runs import Run
+    from b2t_kaggle.pipeline.run import Run
 
 # %% ../../nbs/kaggle/00_session.ipynb #c006
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ def batches_done(
 def _open_run(run_dir: Path, work: str | Path, base: str | None, preset: str, values: dict[str, Any]) -> 'Run':
     "The run that is there, or a new one; `base` is a preset that was asked for by name."
     from b2t_kaggle.config import load_config
-    from b2t_kaggle.runs import Run
+    from b2t_kaggle.pipeline.run import Run
     if not base and (run_dir/'config.yaml').exists(): return Run(run_dir, work, values)
     began = base or preset
     return Run(run_dir, work, values, load_config(base=began), dict(preset=began))
@@ -564,7 +564,7 @@ def prepare_submission(
         problems += [problem] if problem else []
     _raise_all(problems)
 
-    from b2t_kaggle.runs import Run  # needs what was missing
+    from b2t_kaggle.pipeline.run import Run  # needs what was missing
 
     is_known = restore_run(earlier, run_dir)
     values |= {'infer.average': average, 'train.accelerator': accelerator, 'data.dataset_dir': recordings}
@@ -585,7 +585,7 @@ def next_step(
     run: 'Run', # After its training
 ) -> str:
     "Progress of the training, and the next step."
-    from b2t_kaggle.runs import StageRun
+    from b2t_kaggle.pipeline.run import StageRun
     stamp = StageRun(run, 'train').stamp
     done = f'{stamp["metrics"]["steps"]:,} of {run.cfg.train.num_training_batches:,} batches are done'
     if not stamp['finished']:

@@ -26,7 +26,7 @@ from pathlib import Path
 import yaml
 
 import b2t_kaggle
-from ..files import replaced_folder, scratch_folder, sha256
+from ..core.files import replaced_folder, scratch_folder, sha256
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c006
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _copy_checkout(root: Path, target: Path) -> None:
     target.mkdir()
     for file in root.iterdir():
         if file.is_file() and not file.name.startswith('.'): shutil.copy(file, target)
-    for folder in ('b2t_kaggle', 'nbs/pipeline'):
+    for folder in ('b2t_kaggle', 'nbs/stages'):
         shutil.copytree(root/folder, target/folder, ignore=shutil.ignore_patterns('__pycache__', '.*'))
 
 _EPOCH = '315532800' # 1980, the first year that an archive can name

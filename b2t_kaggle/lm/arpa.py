@@ -24,9 +24,9 @@ from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from ..files import atomic_path, require_space, scratch_folder
-from ..jit import njit
-from ..reading import MAX_NGRAM_BYTES, SMALL_BYTES, ReadError, check_is_file, limit_lines
+from ..core.files import atomic_path, require_space, scratch_folder
+from ..core.jit import njit
+from ..core.reading import MAX_NGRAM_BYTES, SMALL_BYTES, ReadError, check_is_file, limit_lines
 
 # %% ../../nbs/lm/00_arpa.ipynb #c006
 class ArpaError(ValueError):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ctc import n_frames
+from ..core.ctc import n_frames
 
 # %% ../../nbs/pytorch/00_layers.ipynb #c006
 def smooth(

@@ -18,8 +18,8 @@ import h5py
 import numpy as np
 
 from ..config import Config
-from ..files import atomic_path, require_space
-from ..reading import check_hdf5, open_hdf5
+from ..core.files import atomic_path, require_space
+from ..core.reading import check_hdf5, open_hdf5
 from .layers import keras
 from .models import build_model
 from .models.encoder import Encoder

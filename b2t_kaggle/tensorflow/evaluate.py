@@ -14,7 +14,7 @@ from rapidfuzz.distance import Levenshtein
 from tqdm import tqdm
 
 from ..config import Config
-from ..ctc import collapse
+from ..core.ctc import collapse
 from ..data.batches import Batcher, evaluation_batches
 from ..data.store import TrialStore
 from .augment import Augment

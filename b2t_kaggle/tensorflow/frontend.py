@@ -6,7 +6,7 @@
 __all__ = ['Frontend']
 
 # %% ../../nbs/tensorflow/04_frontend.ipynb #c003
-from ..encoders.gru import PatchedConfig
+from ..config.encoders.gru import PatchedConfig
 from .layers import day_affine, dropout, sliced_windows, tf
 from .models.encoder import Encoder, check_batch
 

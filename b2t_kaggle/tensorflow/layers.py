@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from ..ctc import n_frames
+from ..core.ctc import n_frames
 from ..devices.tensorflow import load_triton
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c005

@@ -9,7 +9,7 @@ __all__ = ['bucket_lengths', 'unalignable', 'name_trials', 'usable_trials', 'mod
 import numpy as np
 
 from ..config import Config
-from ..ctc import frames_needed
+from ..core.ctc import frames_needed
 from ..data.batches import choose_buckets
 from ..data.store import JointStore, TrialStore
 from .recipe import TrainingError, smoothing_margins

@@ -24,26 +24,26 @@ import pyarrow as pa
 import torch
 import yaml
 
-from b2t_kaggle.audio.targets import TargetStore, build_targets
 from b2t_kaggle.config import load_config, preset, save_config, with_overrides
 from b2t_kaggle.data.sessions import Trial, validate, write_session
 from b2t_kaggle.data.store import TrialStore
-from b2t_kaggle.decoding.confusions import N_WEIGHTS
 from b2t_kaggle.decoding.nbest import Hypothesis, read_nbest, write_nbest
-from b2t_kaggle.decoding.phoneme_decoder import ConfusionModel, load_confusions, save_confusions
+from b2t_kaggle.decoding.phoneme_lists.confusions import N_WEIGHTS
+from b2t_kaggle.decoding.phoneme_lists.decoder import ConfusionModel, load_confusions, save_confusions
 from b2t_kaggle.decoding.scorers import KenLMScorer
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.lm.arpa import read_arpa
 from b2t_kaggle.lm.automaton import load_ngram
 from b2t_kaggle.logits import LogitStore
+from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.submission import validate_submission
+from b2t_kaggle.pytorch.audio.targets import TargetStore, build_targets
 from b2t_kaggle.pytorch.checkpoint import load_model, save_atomic, save_official
 from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.parallel import start
 from b2t_kaggle.pytorch.trainer import Trainer
 from b2t_kaggle.rescoring.hypotheses import read_hypotheses, write_hypotheses
 from b2t_kaggle.rescoring.mixture import read_weights
-from b2t_kaggle.runs import Run, StageRun
-from b2t_kaggle.submission import validate_submission
 
 SECRET = 'what-no-message-may-hold'
 DAY = 't15.2023.08.13'

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from test_pipeline import SMALL, stages_here
 
-from b2t_kaggle.pipeline import run_stages
-from b2t_kaggle.runs import Run
+from b2t_kaggle.pipeline.execute import run_stages
+from b2t_kaggle.pipeline.run import Run
 
 TINY = SMALL | {'simulate.train': 12, 'simulate.val': 3, 'simulate.test': 3, 'simulate.lm_sentences': 100,
                 'decode.beam': 5, 'decode.nbest': 3, 'decode.tune': False, 'data.feature_subset': list(range(12)),
@@ -55,7 +55,7 @@ def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | N
     (room/'temporary').mkdir(exist_ok=True)
     sys.addaudithook(watch)
     # That files may not grow is no reason to refuse a stage here
-    with stages_here(), patch('b2t_kaggle.files._size_limit', lambda: None): run_stages(run_of(room), stage)
+    with stages_here(), patch('b2t_kaggle.core.files._size_limit', lambda: None): run_stages(run_of(room), stage)
     if counted: counted.write_text(str(n))
 
 

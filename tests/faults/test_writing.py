@@ -23,24 +23,24 @@ import torch
 from click.testing import CliRunner
 
 import b2t_kaggle
-from b2t_kaggle.cli import main
+from b2t_kaggle.cli.command import main
 from b2t_kaggle.config import preset, with_overrides
+from b2t_kaggle.core.files import WriteError, clear_leftovers, replaced_folder, require_space, write_whole
+from b2t_kaggle.core.ragged import RaggedError, write_ragged
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
 from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import TrialStore, packed_bytes
 from b2t_kaggle.decoding.nbest import Hypothesis, write_nbest
-from b2t_kaggle.files import WriteError, clear_leftovers, replaced_folder, require_space, write_whole
 from b2t_kaggle.lm.arpa import arpa_bytes, model_words, read_counts
 from b2t_kaggle.lm.automaton import _write_cache
 from b2t_kaggle.lm.kneser_ney import estimate_arpa
-from b2t_kaggle.pipeline import execute
+from b2t_kaggle.pipeline.execute import execute
+from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.stages import PipelineError
+from b2t_kaggle.pipeline.submission import write_submission
 from b2t_kaggle.pytorch.checkpoint import save_atomic
 from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.optimizer.adamw import new_state
-from b2t_kaggle.ragged import RaggedError, write_ragged
-from b2t_kaggle.runs import Run, StageRun
-from b2t_kaggle.stages import PipelineError
-from b2t_kaggle.submission import write_submission
 from b2t_kaggle.training.history import History
 from b2t_kaggle.training.loop import checkpoint_bytes
 
@@ -178,7 +178,7 @@ def test_a_disk_that_is_full(small_disk):
 KILLED = '''
 import os, signal, sys
 from pathlib import Path
-from b2t_kaggle.files import atomic_path, replaced_folder, scratch_folder
+from b2t_kaggle.core.files import atomic_path, replaced_folder, scratch_folder
 
 def write(k):
     "A file or a folder in each room, all at once."
@@ -266,12 +266,12 @@ def test_estimates_are_near_what_is_written(tmp_path):
 
 
 def test_room_is_asked_for_before_anything_is_computed(tmp_path, monkeypatch):
-    monkeypatch.setattr('b2t_kaggle.files.free_space', lambda folder: 50_000)
+    monkeypatch.setattr('b2t_kaggle.core.files.free_space', lambda folder: 50_000)
     size = dict(n_sessions=1, train=5, val=1, test=1, lm_sentences=10)
     with pytest.raises(WriteError, match='50.0 kB free, expected at least .* for 5 simulated trials'):
         simulate_dataset(tmp_path/'new', **size)
     write_session(session_path(tmp_path, DAY, 'train'), trials())
-    monkeypatch.setattr('b2t_kaggle.files.free_space', lambda folder: 10_000)
+    monkeypatch.setattr('b2t_kaggle.core.files.free_space', lambda folder: 10_000)
     with pytest.raises(WriteError, match='expected at least .* for the packed trials of train'):
         TrialStore.build(tmp_path, 'train', tmp_path/'train.arrow')
     with largest_file(LIMIT), pytest.raises(WriteError, match=r'may grow to 3\.0 kB \(ulimit -f\), expected at least'):

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 
 from b2t_kaggle.config import preset, with_overrides
-from b2t_kaggle.files import WriteError, _owner
+from b2t_kaggle.core.files import WriteError, _owner
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model, save_best, save_last
 from b2t_kaggle.tensorflow.models import build_model
 from b2t_kaggle.training.checkpoints import CheckpointError
@@ -80,7 +80,7 @@ def test_without_room_nothing_is_begun(tmp_path, monkeypatch):
     model = build_model(CFG.model, 1)
     save_best(path, model, CFG, {})
     before = path.read_bytes()
-    monkeypatch.setattr('b2t_kaggle.files.free_space', lambda folder: 100_000)
+    monkeypatch.setattr('b2t_kaggle.core.files.free_space', lambda folder: 100_000)
     with pytest.raises(WriteError, match=r'100 kB free, expected at least .* for best\.weights\.h5'):
         save_best(path, model, CFG, {})
     assert path.read_bytes() == before and os.listdir(tmp_path) == ['best.weights.h5']

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 tf = pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 
-from b2t_kaggle.cli import main
+from b2t_kaggle.cli.command import main
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.pytorch import checkpoint as of_torch
 from b2t_kaggle.pytorch.models import build_model

@@ -18,8 +18,8 @@ from test_trainer import open_stores, write_toy
 from test_trainer_tf import cpu_config
 from train_toy import start_copies
 
-from b2t_kaggle.pipeline import run_stages
-from b2t_kaggle.runs import Run
+from b2t_kaggle.pipeline.execute import run_stages
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model
 from b2t_kaggle.tensorflow.trainer import train
 

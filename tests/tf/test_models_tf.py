@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.ctc import n_frames
-from b2t_kaggle.encoders.transformer import TransformerConfig
+from b2t_kaggle.config.encoders.transformer import TransformerConfig
+from b2t_kaggle.core.ctc import n_frames
 from b2t_kaggle.pytorch.models import build_model as build_pytorch
 from b2t_kaggle.pytorch.models import gru as pt
 from b2t_kaggle.tensorflow import recurrence

@@ -15,8 +15,8 @@ from test_pipeline import SMALL, b2t, command, sets, stages_here, stamps
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.devices.tensorflow import configure_mixed_precision
 from b2t_kaggle.logits import LogitStore
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pytorch.checkpoint import to_official_args
-from b2t_kaggle.runs import Run
 from b2t_kaggle.tensorflow.checkpoint import load_model
 from b2t_kaggle.training.history import read_history
 

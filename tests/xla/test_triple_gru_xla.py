@@ -7,7 +7,7 @@ torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip instal
 import torch
 import torch_xla.debug.metrics as met
 
-from b2t_kaggle.ctc import n_frames
+from b2t_kaggle.core.ctc import n_frames
 from b2t_kaggle.pytorch.models.triple_gru import TripleGRUDecoder
 
 pytestmark = pytest.mark.filterwarnings('error::DeprecationWarning')

@@ -13,7 +13,7 @@ if __name__ == '__main__':
     parser.add_argument('--jobs', type=int, help='processes that execute notebooks')
     parser.add_argument('--plain', action='store_true', help='without the outputs of examples, in seconds')
     parser.add_argument('--only', action='append', default=[], metavar='NAME',
-                        help='write this page alone, into a site that may be there: a notebook, such as 02_metrics, or '
+                        help='write this page alone, into a site that may be there: a notebook, such as 00_metrics, or '
                              'a title; repeat it for more')
     args = parser.parse_args()
     started = time.time()

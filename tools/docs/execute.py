@@ -19,14 +19,14 @@ from unittest.mock import patch
 
 from compiled import keep_compiled, take_compiled
 
+from b2t_kaggle.core.files import user_cache, write_whole
 from b2t_kaggle.devices.processes import end_with_parent
-from b2t_kaggle.files import user_cache, write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 FORM = 2   # Of what is kept; another number when this file makes other outputs
 # The longest, which begin first, in seconds of processor time (November 2026, EPYC)
 SECONDS = {'tensorflow/09_trainer': 65, 'tensorflow/02_ctc': 34, 'data/02_simulate': 28, 'tensorflow/08_evaluate': 19,
-           '01_phonemes': 16, 'tensorflow/01_recurrence': 16, 'pytorch/models/03_triple_gru': 13,
+           '00_phonemes': 16, 'tensorflow/01_recurrence': 16, 'pytorch/models/03_triple_gru': 13,
            'guides/one_trial': 12,
            'guides/balancer_and_whiten': 10}
 # A process for each core computes with one thread. What TensorFlow compiles is small and runs once: LLVM need not

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
-from b2t_kaggle.pages import Html, table
+from b2t_kaggle.core.pages import Html, table
 
 from .api import card, comments, inline, public
 from .execute import ROOT, code_of, directives
@@ -20,7 +20,7 @@ MOST = 3   # Names of a page that begin it
 def module_of(notebook: dict) -> str | None:
     "The module that a notebook exports."
     found = (re.search(r'^#\|\s*default_exp (\S+)', code_of(c), re.MULTILINE) for c in notebook['cells'])
-    return next((m[1] for m in found if m), None)
+    return next((m[1].removesuffix('.__init__') for m in found if m), None)
 
 
 def imported(code: str) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...encoders.encoder import EncoderConfig
+from ...config.encoders.encoder import EncoderConfig
 from ...training.recipe import TrainingError
 
 # %% ../../../nbs/pytorch/models/00_encoder.ipynb #c006

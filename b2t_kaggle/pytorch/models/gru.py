@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...encoders.gru import GRUConfig, RecurrentConfig
+from ...config.encoders.gru import GRUConfig, RecurrentConfig
 from ..frontend import Frontend, StreamState, push_patches
 from ..recurrence import GRU
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...encoders.mamba import MambaConfig
+from ...config.encoders.mamba import MambaConfig
 from ..frontend import Frames, Frontend, StreamState, push_patches
 from ..layers import dropout
 from .encoder import check_days

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...encoders.transformer import TransformerConfig
+from ...config.encoders.transformer import TransformerConfig
 from ..layers import day_affine, dropout, pack, packed_day_affine
 from .encoder import Encoder, check_days
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...encoders.triple_gru import TripleGRUConfig
+from ...config.encoders.triple_gru import TripleGRUConfig
 from ..frontend import Frames, Frontend, StreamState, push_patches
 from .gru import freeze_gru, init_gru
 from ..recurrence import GRU

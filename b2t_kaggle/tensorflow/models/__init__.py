@@ -6,7 +6,7 @@
 __all__ = ['model_names', 'encoder_class', 'build_model']
 
 # %% ../../../nbs/tensorflow/models/01_registry.ipynb #c003
-from ...encoders.encoder import EncoderConfig, encoders_in, find_encoder
+from ...config.encoders.encoder import EncoderConfig, encoders_in, find_encoder
 from .encoder import Encoder
 
 # %% ../../../nbs/tensorflow/models/01_registry.ipynb #c005

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...encoders.encoder import EncoderConfig
+from ...config.encoders.encoder import EncoderConfig
 from ..layers import keras, tf
 from ...training.checkpoints import misfits
 

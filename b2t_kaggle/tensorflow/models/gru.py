@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from ...encoders.gru import GRUConfig, RecurrentConfig
+from ...config.encoders.gru import GRUConfig, RecurrentConfig
 from ..frontend import Frontend
 from ..layers import keras, tf
 from ..recurrence import GRU

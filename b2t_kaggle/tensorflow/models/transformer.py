@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ...encoders.transformer import TransformerConfig
+from ...config.encoders.transformer import TransformerConfig
 from ..layers import day_affine, dropout, keras, pick_days, tf, trial_random
 from .encoder import Encoder
 

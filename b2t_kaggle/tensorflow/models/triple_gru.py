@@ -8,7 +8,7 @@ __all__ = ['reverse_gradient', 'NoiseModel', 'CleanSpeechModel', 'NoisySpeechMod
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c003
 from collections.abc import Callable
 
-from ...encoders.triple_gru import TripleGRUConfig
+from ...config.encoders.triple_gru import TripleGRUConfig
 from ..layers import tf
 from .gru import GRUEncoder, GRUHead
 

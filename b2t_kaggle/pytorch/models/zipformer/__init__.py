@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ....encoders.zipformer import ZipformerConfig
+from ....config.encoders.zipformer import ZipformerConfig
 from ...layers import day_affine, dropout, sliced_windows, softsign
 from ..encoder import Encoder
 from .attention import whitening_schedule
