@@ -108,6 +108,6 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def ended_when_asked() -> Iterator[None]:
-    "Whatever asks this program to end raises `Ended` in the block."
+    "Raise `Ended` in the block for each signal that asks this program to end."
     def end(number, frame): raise Ended(number)
     with handled(end): yield

@@ -19,7 +19,7 @@ def two_views(
 def mean_of_views(
     losses: Tensor, # Of each row of `two_views` `[2B]`
 ) -> Tensor:
-    "Those of the trials `[B]`."
+    "Mean loss of the two views of each trial `[B]`."
     return losses.view(-1, 2).mean(1)
 
 # %% ../../nbs/pytorch/02_cr_ctc.ipynb #c009

@@ -85,7 +85,7 @@ class StackedAdamW:
         return [tf.where(updates > 0, value, old) for value, old in zip(new, (w, exp_avg, exp_avg_sq))]
 
     def state_dict(self) -> dict[str, dict[str, np.ndarray]]:
-        "By variable `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a stack of days."
+        "State of each variable: `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a stack of days."
         return {name: {key: v.numpy() for key, v in state.items()} for name, state in self.state.items()}
 
     def load_state_dict(self,

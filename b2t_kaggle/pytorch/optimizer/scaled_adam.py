@@ -152,7 +152,7 @@ class Stack:
         return self._as_one([p.detach() for p in self.params])
 
     def gradients(self, factor: Tensor | None) -> Tensor:
-        "Their gradients `[N, …]`, zeros where there is none, times a factor `[1]`."
+        "Gradients of the parameters `[N, …]`, zeros where there is none, times a factor `[1]`."
         g = self._as_one([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         return g if factor is None else g * factor
 
@@ -225,7 +225,7 @@ class ScaledAdam(torch.optim.Optimizer):
     def stacks(self,
         group: dict, # One of `param_groups`
     ) -> list[Stack]:
-        "Its parameters as they are computed; their state is made where there is none yet."
+        "Stacks of a group's parameters; their state is made where there is none yet."
         by_shape = {}
         for i, p in enumerate(group['params']):
             key = i if group['has_rows'] else (p.shape, p.dtype, p.device)
@@ -238,7 +238,7 @@ class ScaledAdam(torch.optim.Optimizer):
     def clipping(self,
         group: dict, # One of `param_groups`
     ) -> State:
-        "The state of its clipping, which is made where there is none yet; empty where it does not clip."
+        "State of a group's clipping, which is made where there is none yet; empty where it does not clip."
         if group['clipping_scale'] is None: return {}
         first = group['params'][0]
         if 'norms' in self.state[first]: return {k: self.state[first][k] for k in _CLIPPING}

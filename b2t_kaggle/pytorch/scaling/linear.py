@@ -151,7 +151,7 @@ class ActivationDropoutAndLinear(nn.Module):
     def forward(self,
         x: Tensor, # `[…, C]`
     ) -> Tensor:
-        "`[…, C']`."
+        "Output of the linear layer `[…, C']`."
         p = value_of(self.dropout_p) if self.training else 0.0
         mask = None if _is_off(p, self.training) else keep_mask(x, p, self.dropout_shared_dim)
         return _ActivationDropoutLinear.apply(x, self.weight, self.bias, mask, 1 / (1 - p), self.activation)

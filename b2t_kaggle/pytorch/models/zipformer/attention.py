@@ -78,11 +78,11 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
                                      max_abs=100.0, prob=0.025)
 
     def _heads(self, x: Tensor) -> Tensor:
-        "`[T, B, H · n]` as `[H, B, T, n]`."
+        "Numbers by head: `[T, B, H · n]` as `[H, B, T, n]`."
         return x.unflatten(-1, (self.num_heads, -1)).permute(2, 1, 0, 3)
 
     def _position_scores(self, pos_queries: Tensor, pos_emb: Tensor) -> Tensor:
-        "`[H, B, T, L + T]`."
+        "Scores by distance `[H, B, T, L + T]`."
         skip_rate = value_of(self.pos_emb_skip_rate) if self.training else 0.0
         if isinstance(skip_rate, Tensor) or skip_rate > 0:
             pos_emb = pos_emb * (1 - 1.0 * bernoulli(skip_rate, pos_emb.device))
@@ -90,7 +90,7 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
         return scores_of_sources(self._heads(pos_queries) @ rows.transpose(2, 3))
 
     def _scores(self, queries: Tensor, keys: Tensor, pos_queries: Tensor, pos_emb: Tensor) -> Tensor:
-        "`[H, B, T, L + T]`."
+        "Scores by content and distance `[H, B, T, L + T]`."
         content = self._heads(queries) @ self._heads(keys).transpose(2, 3)
         return content + self._position_scores(pos_queries, pos_emb)
 
@@ -153,7 +153,7 @@ class SelfAttention(nn.Module):
         x: Tensor,            # Frames `[T, B, C]`
         attn_weights: Tensor, # `[H, B, T, T]`
     ) -> Tensor:
-        "`[T, B, C]`."
+        "Averaged frames `[T, B, C]`."
         return self.whiten(self.out_proj(average(attn_weights, self.in_proj(x))))
 
     def streaming_forward(self,
@@ -162,7 +162,7 @@ class SelfAttention(nn.Module):
         cached_val: Tensor,    # Values of the last L frames before `[L, B, H · v]`
         left_context_len: int, # L
     ) -> tuple[Tensor, Tensor]:
-        "`[T, B, C]`, and the values that the next frames need."
+        "Averaged frames `[T, B, C]`, and the values that the next frames need `[L, B, H · v]`."
         values = torch.cat([cached_val, self.in_proj(x)])
         return self.out_proj(average(attn_weights, values)), values[len(values) - left_context_len:]
 
@@ -192,17 +192,17 @@ class NonlinAttention(nn.Module):
         x: Tensor,            # Frames `[T, B, C]`
         attn_weights: Tensor, # `[1, B, T, T]`
     ) -> Tensor:
-        "`[T, B, C]`."
+        "Averaged frames `[T, B, C]`."
         x, y = self._gated(x)
         return self.whiten2(self.out_proj(average(attn_weights, x) * y))
 
     def streaming_forward(self,
         x: Tensor,             # The next frames `[T, B, C]`
         attn_weights: Tensor,  # `[1, B, T, L + T]`
-        cached_x: Tensor,      # What was averaged of the last L frames before `[1, B, L, hidden]`
+        cached_x: Tensor,      # Gated channels of the last L frames before `[1, B, L, hidden]`
         left_context_len: int, # L
     ) -> tuple[Tensor, Tensor]:
-        "`[T, B, C]`, and what the next frames need."
+        "Averaged frames `[T, B, C]`, and the gated channels that the next frames need `[1, B, L, hidden]`."
         x, y = self._gated(x)
         x = torch.cat([cached_x[0].transpose(0, 1), x])
         kept = x[len(x) - left_context_len:].transpose(0, 1)[None]

@@ -38,7 +38,7 @@ class ChunkCausalDepthwiseConv1d(nn.Module):
         return 1 + F.pad(left, (0, missing)) + F.pad(right, (missing, 0))
 
     def _inside_chunks(self, x: Tensor, chunk_size: int) -> Tensor:
-        "`[B, C, T]`, T a multiple of `chunk_size`."
+        "Convolution inside each chunk `[B, C, T]`, T a multiple of `chunk_size`."
         chunks = x.unflatten(2, (-1, chunk_size)).transpose(1, 2)
         y = self.chunkwise_conv(chunks.flatten(0, 1)) * self._edge_scale(chunk_size)
         return y.unflatten(0, chunks.shape[:2]).transpose(1, 2).flatten(2)
@@ -47,7 +47,7 @@ class ChunkCausalDepthwiseConv1d(nn.Module):
         x: Tensor,            # `[B, C, T]`
         chunk_size: int = -1, # Frames of a chunk; negative, or more than T: all are one
     ) -> Tensor:
-        "`[B, C, T]`."
+        "Sum of both convolutions `[B, C, T]`."
         T = x.shape[2]
         if chunk_size < 0 or chunk_size > T: chunk_size = T
         causal = self.causal_conv(F.pad(x, (self.kernel_size // 2, 0)))
@@ -57,7 +57,7 @@ class ChunkCausalDepthwiseConv1d(nn.Module):
         x: Tensor,     # The next chunk `[B, C, T]`
         cache: Tensor, # The frames before it `[B, C, kernel_size // 2]`; zeros at the beginning
     ) -> tuple[Tensor, Tensor]:
-        "`[B, C, T]`, and the frames that the next chunk needs."
+        "Sum of both convolutions `[B, C, T]`, and the frames that the next chunk needs."
         T = x.shape[2]
         seen = torch.cat([cache, x], 2)
         return self.causal_conv(seen) + self._inside_chunks(x, T), seen[..., T:]
@@ -96,16 +96,16 @@ class ConvolutionModule(nn.Module):
         src_key_padding_mask: Tensor | None = None, # True where frames are padding `[B, T]`
         chunk_size: int = -1,                       # Frames of a chunk; negative: all are one
     ) -> Tensor:
-        "`[T, B, C]`."
+        "Frames after the convolution `[T, B, C]`."
         x = self._gated(x, src_key_padding_mask)
         x = self.depthwise_conv(x, chunk_size=chunk_size) if self.causal else self.depthwise_conv(x)
         return self.out_proj(self.whiten(self.balancer2(x).permute(2, 0, 1)))
 
     def streaming_forward(self,
         x: Tensor,                    # The next chunk `[T, B, C]`
-        cache: Tensor,                # What was convolved before `[B, C, kernel_size // 2]`
+        cache: Tensor,                # Gated channels before the chunk `[B, C, kernel_size // 2]`
         src_key_padding_mask: Tensor, # True where frames are padding `[B, T]`
     ) -> tuple[Tensor, Tensor]:
-        "`[T, B, C]`, and what the next chunk needs."
+        "Frames after the convolution `[T, B, C]`, and the cache of the next chunk."
         x, cache = self.depthwise_conv.streaming_forward(self._gated(x, src_key_padding_mask), cache)
         return self.out_proj(x.permute(2, 0, 1)), cache

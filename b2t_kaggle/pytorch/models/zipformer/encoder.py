@@ -165,7 +165,7 @@ def feature_masks(
     widths: tuple[int, ...],   # Channels of each stack
     unmasked: tuple[int, ...], # Of these, how many no trial loses
 ) -> list[Tensor]:
-    "Of each stack: 0 for the channels that a trial lacks, else 1, `[1, B, C]`."
+    "Mask of each stack: 0 for the channels that a trial lacks, else 1, `[1, B, C]`."
     B = x.shape[1]
     has_any = torch.rand(1, B, 1, device=x.device) > 0.125
     has_all = has_any & (torch.rand(1, B, 1, device=x.device) > 0.125)
@@ -215,7 +215,7 @@ class Zipformer2(_Stacks):
     def get_feature_masks(self,
         x: Tensor, # Frames `[T, B, C]`
     ) -> list[Tensor] | list[float]:
-        "Of each stack: 0 for the channels that a trial lacks `[1, B, C]`; 1 outside training."
+        "Mask of each stack: 0 for the channels that a trial lacks `[1, B, C]`; 1 outside training."
         if not self.training: return [1.0] * len(self.encoder_dim)
         return feature_masks(x, self.encoder_dim, self.encoder_unmasked_dim)
 
@@ -235,7 +235,7 @@ class Zipformer2(_Stacks):
         x_lens: Tensor,                             # Frames of each trial `[B]`
         src_key_padding_mask: Tensor | None = None, # True where frames are padding `[B, T]`; None: nowhere
     ) -> tuple[Tensor, Tensor]:
-        "`[⌈T / 2⌉, B, widest]`, and how many of these each trial has `[B]`."
+        "Output `[⌈T / 2⌉, B, widest]`, and its frames of each trial `[B]`."
         chunk_size, left_context_chunks = self.get_chunk_info()
         frames = -(-len(x) // self.output_downsampling_factor)
         padding = src_key_padding_mask
@@ -261,7 +261,7 @@ class Zipformer2(_Stacks):
         states: list[Tensor],         # From `get_init_states`, or the chunk before
         src_key_padding_mask: Tensor, # True for frames that do not exist `[B, left_context_frames + T]`
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        "`[⌈T / 2⌉, B, widest]`, how many of these each trial has `[B]`, and the states that the next chunk needs."
+        "Output `[⌈T / 2⌉, B, widest]`, its frames of each trial `[B]`, and the states that the next chunk needs."
         lens = x_lens if self.independent_of_padding else None
         outputs, states = next_chunk(self, x, states, src_key_padding_mask, lens)
         return *self._output(outputs, x_lens), states

@@ -33,5 +33,5 @@ class FeedforwardModule(nn.Module):
     def forward(self,
         x: Tensor, # `[T, B, C]`
     ) -> Tensor:
-        "`[T, B, C]`."
+        "Frames after the two layers `[T, B, C]`."
         return self.out_whiten(self.out_proj(self.hidden_balancer(self.in_proj(x))))

@@ -113,7 +113,7 @@ class Zipformer2EncoderLayer(_Parts):
     def _rate(self, rate: FloatLike) -> float | Tensor: return value_of(rate) if self.training else 0.0
 
     def _first_weights(self, weights: Tensor) -> Tensor:
-        "Those of head 0, sometimes made constant, `[1, B, T, T]`."
+        "Weights of head 0, sometimes made constant, `[1, B, T, T]`."
         rate = self._rate(self.const_attention_rate)
         is_never = not isinstance(rate, Tensor) and rate == 0
         return flatten_weights(weights[:1], False if is_never else bernoulli(rate, weights.device))
@@ -130,7 +130,7 @@ class Zipformer2EncoderLayer(_Parts):
         attn_mask: Tensor | None = None,            # True where a target must not see a source `[T, T]`
         src_key_padding_mask: Tensor | None = None, # True where frames are padding `[B, T]`
     ) -> Tensor:
-        "`[T, B, C]`."
+        "Frames after the layer `[T, B, C]`."
         src_orig = src
         weights = self.self_attn_weights(src, pos_emb, src_key_padding_mask, attn_mask)
         keep = keep_trials(src, self._rate(self.attention_skip_rate), src.shape[1], 1)
@@ -158,7 +158,7 @@ def layer_of_stream(
     left_context_len: int,         # L
     src_key_padding_mask: Tensor,  # True for frames that do not exist `[B, L + T]`
 ) -> tuple[Tensor, list[Tensor]]:
-    "`[T, B, C]`, and the six states that the next chunk needs."
+    "Frames after the layer `[T, B, C]`, and the six states that the next chunk needs, see `first_states`."
     key, gated, value1, value2, conv1, conv2 = states
     L = left_context_len
     src_orig = src

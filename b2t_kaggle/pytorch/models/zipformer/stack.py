@@ -46,7 +46,7 @@ class Zipformer2Encoder(nn.Module):
         src_key_padding_mask: Tensor | None = None, # True where frames are padding `[B, T]`
         lens: Tensor | None = None,                 # Without effect: nothing is averaged here
     ) -> Tensor:
-        "`[T, B, C]`."
+        "Frames after the stack `[T, B, C]`."
         pos_emb = self.encoder_pos(src)
         src = src * feature_mask
         for layer in self.layers:
@@ -60,7 +60,7 @@ class Zipformer2Encoder(nn.Module):
         src_key_padding_mask: Tensor, # True for frames that do not exist `[B, L + T]`
         lens: Tensor | None = None,   # Without effect
     ) -> tuple[Tensor, list[Tensor]]:
-        "`[T, B, C]`, and the states that the next chunk needs."
+        "Frames after the stack `[T, B, C]`, and the states that the next chunk needs."
         pos_emb = self.encoder_pos(src, left_context_len)
         new_states = []
         for i, layer in enumerate(self.layers):
@@ -94,7 +94,7 @@ class DownsampledZipformer2Encoder(nn.Module):
         src_key_padding_mask: Tensor | None = None, # True where frames are padding, at the lower rate `[B, T']`
         lens: Tensor | None = None,                 # Frames of each trial, where padding must not be averaged `[B]`
     ) -> Tensor:
-        "`[T, B, C]`."
+        "Frames after the stack `[T, B, C]`."
         ds = self.downsample_factor
         if attn_mask is not None: attn_mask = attn_mask[::ds, ::ds]
         slow = self.downsample(src, lens)
@@ -108,7 +108,7 @@ class DownsampledZipformer2Encoder(nn.Module):
         src_key_padding_mask: Tensor, # True for frames that do not exist, at the lower rate `[B, L + T']`
         lens: Tensor | None = None,   # As in `forward`
     ) -> tuple[Tensor, list[Tensor]]:
-        "`[T, B, C]`, and the states that the next chunk needs."
+        "Frames after the stack `[T, B, C]`, and the states that the next chunk needs."
         slow = self.downsample(src, lens)
         slow, states = self.encoder.streaming_forward(slow, states, left_context_len, src_key_padding_mask)
         return self.out_combiner(src, self.upsample(slow)[:len(src)]), states

@@ -59,7 +59,7 @@ class ConvNeXt(nn.Module):
     def forward(self,
         x: Tensor, # `[B, C, T, F]`
     ) -> Tensor:
-        "`[B, C, T, F]`."
+        "Output of the block `[B, C, T, F]`."
         added = self._added(self.depthwise_conv(x))
         keep = keep_trials(x, value_of(self.layerdrop_rate) if self.training else 0.0, len(x), 1, 1, 1)
         x = self.out_balancer(x + (added if keep is None else added * keep))
@@ -69,7 +69,7 @@ class ConvNeXt(nn.Module):
         x: Tensor,               # `[B, C, T + 3, F]`: the next frames, and 3 behind them
         cached_left_pad: Tensor, # The 3 frames before them `[B, C, 3, F]`
     ) -> tuple[Tensor, Tensor]:
-        "`[B, C, T, F]`, and the frames that the next ones need."
+        "Output of the block `[B, C, T, F]`, and the frames that the next ones need `[B, C, 3, F]`."
         n = self.padding[0]
         T = x.shape[2] - n
         seen = torch.cat([cached_left_pad, x], 2)
@@ -112,7 +112,7 @@ class Conv2dSubsampling(nn.Module):
         x: Tensor,      # Filter banks `[B, T, F]`
         x_lens: Tensor, # Frames of each trial `[B]`
     ) -> tuple[Tensor, Tensor]:
-        "`[B, (T − 7) // 2, C]`, and the frames of each trial `[B]`."
+        "Frames `[B, (T − 7) // 2, C]`, and their number of each trial `[B]`."
         x = self._joined(self.convnext(self.conv(x[:, None])))
         return self.dropout(self.out_norm(self.out_whiten(x))), (x_lens - 7) // 2
 
@@ -128,6 +128,6 @@ class Conv2dSubsampling(nn.Module):
         x_lens: Tensor,          # How many of these each trial has `[B]`
         cached_left_pad: Tensor, # From `get_init_states`, or the call before
     ) -> tuple[Tensor, Tensor, Tensor]:
-        "`[B, T, C]`, the frames of each trial `[B]`, and what the next call needs."
+        "Frames `[B, T, C]`, their number of each trial `[B]`, and the cache of the next call."
         x, cached_left_pad = self.convnext.streaming_forward(self.conv(x[:, None]), cached_left_pad)
         return self.out_norm(self._joined(x)), (x_lens - 7) // 2 - self.convnext.padding[0], cached_left_pad
