@@ -101,7 +101,7 @@ class Ended(KeyboardInterrupt):
     "A program that was asked to end; its shell is told by `128 + number`."
     def __init__(self,
         number: int,       # Of the signal
-        message: str = '', # What of its work is kept
+        message: str = '', # Message about the work that is kept
     ):
         super().__init__(message)
         self.number = number

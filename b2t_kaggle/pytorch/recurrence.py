@@ -34,7 +34,7 @@ def scan(
     step: Callable,                  # `step(carry, x, consts) -> (carry, y)`, all tuples of tensors; x is a row of `xs`
     init: tuple[Tensor, ...],        # The carry before the first step; its shapes and types stay
     xs: tuple[Tensor, ...],          # Inputs `[T, …]`, scanned over their first dimension
-    consts: tuple[Tensor, ...] = (), # What every step reads
+    consts: tuple[Tensor, ...] = (), # Inputs of every step
     reverse: bool = False,           # From the last row to the first
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]: # The last carry, and outputs `[T, …]` in the order of the inputs
     "Apply `step` over the rows of `xs` while carrying a state along, as `jax.lax.scan` does, without gradients."
@@ -236,7 +236,7 @@ class _Permute(torch.autograd.Function):
 
 def permute(
     x: Tensor,       # Rows `[N, …]`
-    rows: Tensor,    # Which row comes where, each once `[N]`
+    rows: Tensor,    # Index of the row at each place, each once `[N]`
     inverse: Tensor, # The inverse of `rows` `[N]`
 ) -> Tensor:
     "`x[rows]` `[N, …]`, whose gradient is a selection too, not a scatter."

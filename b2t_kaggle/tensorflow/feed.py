@@ -91,7 +91,7 @@ class Program:
     "A function of a batch that every replica computes for its share, traced once for each length."
     def __init__(self,
         f: Callable,        # Of a share, and of tensors that are the same for all
-        strategy: Strategy, # Which computes it
+        strategy: Strategy, # Devices that compute it
     ):
         self.strategy = strategy
         self.traced = {}

@@ -111,7 +111,7 @@ def value_of(
 
 # %% ../../../nbs/pytorch/scaling/00_schedule.ipynb #c016
 def set_batch_count(
-    model: nn.Module,            # Whose parts below and including itself get it
+    model: nn.Module,            # Modules in it, and the model itself, get the count
     batch_count: float | Tensor, # Batches of training so far; a tensor `[]` where numbers must not be compiled in
 ) -> None:
     "Tell every part that has a `batch_count` how many batches the model was trained on."

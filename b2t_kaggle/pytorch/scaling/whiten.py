@@ -36,7 +36,7 @@ def whitening_metric(
 def whitening_direction(
     rows: Tensor,       # Groups of channels without their means `[G, N, C/G]`
     covariance: Tensor, # Theirs `[G, C/G, C/G]`
-    metric: Tensor,     # How unequal its eigenvalues are `[]`
+    metric: Tensor,     # Mean square over squared mean of its eigenvalues `[]`
     variance: Tensor,   # Its mean `[]`
 ) -> Tensor:
     "The measure's gradient up to a positive factor, `[G, N, C/G]`."

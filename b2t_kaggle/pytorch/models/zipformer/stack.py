@@ -20,7 +20,7 @@ class Zipformer2Encoder(nn.Module):
     "Layers of one width at one frame rate."
     def __init__(self,
         encoder_layer: Zipformer2EncoderLayer, # Its copies are the layers
-        num_layers: int,                       # How many
+        num_layers: int,                       # Number of layers
         pos_dim: int,                          # Columns of the positional table
         dropout: FloatLike,                    # Without effect: the layer has its own
         warmup_begin: float,                   # Batches after which the first layer's rate begins to fall

@@ -125,7 +125,7 @@ class Conv2dSubsampling(nn.Module):
 
     def streaming_forward(self,
         x: Tensor,               # The next filter banks `[B, 2 T + 13, F]`, of which 13 come again
-        x_lens: Tensor,          # How many of these each trial has `[B]`
+        x_lens: Tensor,          # Filter banks of each trial `[B]`
         cached_left_pad: Tensor, # From `get_init_states`, or the call before
     ) -> tuple[Tensor, Tensor, Tensor]:
         "Frames `[B, T, C]`, their number of each trial `[B]`, and the cache of the next call."
