@@ -393,7 +393,7 @@ def choose_precision(
     asked: str,       # `auto`, `float32`, `bfloat16` or `float16`
     native: bool,     # Whether the device computes bfloat16, which `auto` takes then
     reason: str = '', # Why `auto` takes it
-    otherwise: str = 'float32', # What `auto` takes on a device that does not
+    otherwise: str = 'float32', # Choice of `auto` on a device that does not
 ) -> tuple[str, str]:
     "Precision and its reason; raises `DeviceError` for a precision that does not exist."
     if asked not in PRECISIONS: raise DeviceError(f'precision {asked!r} does not exist; take {_one_of(PRECISIONS)}')
@@ -414,7 +414,7 @@ def reason_for_precision(
     return f'{"computes" if native else "does not compute"} bfloat16'
 
 def _gpu_precision(
-    gpu: Gpu,   # Which computes
+    gpu: Gpu,   # GPU of the run
     asked: str, # From the user
 ) -> tuple[str, str]:
     "Precision and its reason: in 16 bits where the GPU multiplies them faster than float32."
@@ -427,7 +427,7 @@ def _gpu_precision(
     return choose_precision(asked, gpu.bfloat16, reason, otherwise)
 
 def unused_tpu(
-    d: Detected,      # What is here
+    d: Detected,      # Facts of the machine
     accelerator: str, # From the user
     problem: str,     # Why the TPU cannot be used
 ) -> str:
@@ -436,7 +436,7 @@ def unused_tpu(
 
 # %% ../../nbs/devices/01_machine.ipynb #c042
 def tpu_device(
-    d: Detected,      # What is here, with a TPU
+    d: Detected,      # Facts of the machine, with a TPU
     accelerator: str, # From the user
     precision: str,   # From the user
 ) -> Device:
@@ -449,7 +449,7 @@ def tpu_device(
     return Device('xla', f'TPU {name}', chosen, join_clauses(device_reason, because), d.tpu.devices or 1)
 
 def gpu_device(
-    d: Detected,      # What is here, with a GPU
+    d: Detected,      # Facts of the machine, with a GPU
     accelerator: str, # From the user
     precision: str,   # From the user
     unused: str = '', # From `unused_tpu`

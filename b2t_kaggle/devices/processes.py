@@ -40,7 +40,7 @@ def end_with_parent(
 
 # %% ../../nbs/devices/02_processes.ipynb #c009
 def own_code(
-    code: str,   # What a Python executes that another process starts
+    code: str,   # Code of a Python that another process starts
     parent: str, # Expression for the number of that process
     outlives_thread: bool = False, # As above
 ) -> str:
@@ -50,7 +50,7 @@ def own_code(
             f'end_with_parent({parent}, {outlives_thread}); {code}')
 
 def own_python(
-    code: str, # What it executes; arguments may follow the command
+    code: str, # Code that it executes; arguments may follow the command
 ) -> list[str]:
     "Command of a Python that finds the modules which this process finds, and ends with it."
     is_main = threading.current_thread() is threading.main_thread()

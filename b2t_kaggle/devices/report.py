@@ -38,7 +38,7 @@ def _plans(d: Detected) -> list[tuple[str, str]]:
     return [('torch', torch), ('torch_xla', torch_xla), ('tensorflow', _try(plan_tensorflow, d))]
 
 def describe(
-    d: Detected | None = None, # What is here; None detects it
+    d: Detected | None = None, # Facts of the machine; None detects them
 ) -> str:
     "Table of the devices here, and of the one that each framework would use."
     if d is None:

@@ -45,7 +45,7 @@ LIBTPU = '0.0.31'         # The newest libtpu that it was seen to start with
 _PIP_TENSORFLOW_TPU = f"pip install 'tensorflow-tpu=={TENSORFLOW_TPU}' 'libtpu=={LIBTPU}'"
 
 def tensorflow_build(
-    d: Detected, # What is here
+    d: Detected, # Facts of the machine
 ) -> str:
     "Name of the installed TensorFlow package; empty for none."
     usual = [p for p in TENSORFLOW_PACKAGES if p in d.packages]
@@ -61,7 +61,7 @@ def _libtpu_is_too_new(d: Detected) -> bool:
     return _release(d.packages.get('libtpu', '0')) > _release(LIBTPU)
 
 def tensorflow_problem(
-    d: Detected, # What is here
+    d: Detected, # Facts of the machine
 ) -> str:
     "Reason that the installed TensorFlow cannot be imported, and a remedy; empty if it can."
     build = tensorflow_build(d)
@@ -81,7 +81,7 @@ def _no_kernels(d: Detected) -> str:
             f'tensorflow-tpu in an environment of its own: {_PIP_TENSORFLOW_TPU}')
 
 def tensorflow_tpu_problem(
-    d: Detected, # What is here
+    d: Detected, # Facts of the machine
 ) -> str:
     "Reason that TensorFlow cannot compute on a TPU, and a remedy; empty if there is none."
     if d.tpu is None: return NO_TPU
@@ -121,7 +121,7 @@ def _on_cpu(d: Detected, accelerator: str, precision: str, unused: str) -> Devic
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c012
 def check_tensorflow(
-    d: Detected,      # What is here
+    d: Detected,      # Facts of the machine
     accelerator: str, # From the user
 ) -> None:
     "Raises `DeviceError` if there is no such accelerator for TensorFlow, or no TensorFlow that can be imported."
@@ -132,7 +132,7 @@ def check_tensorflow(
     if problem := tensorflow_problem(d): raise DeviceError(problem)
 
 def plan_tensorflow(
-    d: Detected,               # What is here
+    d: Detected,               # Facts of the machine
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda` or `tpu`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
 ) -> Device:
@@ -153,7 +153,7 @@ def plan_tensorflow(
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c016
 def tensorflow_address(
-    d: Detected,                # What is here
+    d: Detected,                # Facts of the machine
     address: str | None = None, # `local`, a name or an address; None takes it from the environment
 ) -> str:
     "Address by which `TPUClusterResolver` finds the TPU; empty if nothing indicates one."

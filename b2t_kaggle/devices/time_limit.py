@@ -18,9 +18,9 @@ _MARGIN = 1/6
 def session_hours(
     hours: float | None, # As configured
     kind: str,           # Of the accelerator: `tpu`, `cuda` or `cpu`
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> float | None:
-    "Hours that a run may take: as configured, else what Kaggle gives, else None, which is no limit."
+    "Hours that a run may take: as configured, else Kaggle's limit, else None, which is no limit."
     if hours is not None or 'KAGGLE_KERNEL_RUN_TYPE' not in environ: return hours
     image = 'gpu' if kind == 'cuda' else kind
     return min(a.hours for a in KAGGLE_ACCELERATORS.values() if a.image == image) - _MARGIN
@@ -29,7 +29,7 @@ def session_hours(
 FEW_BATCHES = 1000 # So many may be trained on a processor without being asked for
 
 def check_accelerator_present(
-    kind: str,        # What computes: `cpu`, or anything better
+    kind: str,        # Of the device that computes: `cpu`, or anything better
     accelerator: str, # As configured
     n_batches: int,   # To train
     reason: str = '', # Why nothing better computes

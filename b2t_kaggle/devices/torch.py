@@ -46,7 +46,7 @@ def xla_pair(
 
 # %% ../../nbs/devices/03_torch.ipynb #c009
 def xla_package_problem(
-    d: Detected, # What is here
+    d: Detected, # Facts of the machine
 ) -> str:
     "Reason that PyTorch/XLA does not work with the installed packages, and a remedy; empty if it does."
     torch = d.packages.get('torch')
@@ -65,7 +65,7 @@ def xla_package_problem(
     return ''
 
 def tpu_problem(
-    d: Detected, # What is here
+    d: Detected, # Facts of the machine
 ) -> str:
     "Reason that PyTorch/XLA cannot compute on a TPU, and a remedy; empty if it can."
     pjrt = d.variables.get('PJRT_DEVICE')
@@ -100,7 +100,7 @@ def _cpu_device(d: Detected, accelerator: str, precision: str, unused: str) -> D
     return Device('cpu', d.cpu, chosen, join_clauses(device_reason, unused, because))
 
 def plan_torch(
-    d: Detected,               # What is here
+    d: Detected,               # Facts of the machine
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda`, `tpu` or `xla`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
 ) -> Device:

@@ -91,7 +91,7 @@ def write_kernel(
     competitions: Iterable[str] = (), # Slugs of competitions whose files are attached
     datasets: Iterable[str] = (),    # Ids of datasets that are attached
     kernels: Iterable[str] = (),     # Ids of notebooks whose output is attached
-    internet: bool = False,          # Whether the session reaches the internet
+    internet: bool = False,          # Whether the notebook reaches the internet
     private: bool = True,            # Whether only the owner sees it
 ) -> dict:                           # What `kernel-metadata.json` holds
     "Write the folder that Kaggle's client pushes. Raises `ValueError` for what Kaggle would not take."
@@ -131,7 +131,7 @@ def _check_licence(
                      'yours in the description')
 
 def write_dataset(
-    folder: str | Path,       # What the dataset holds
+    folder: str | Path,       # Content of the dataset
     name: str,                # Its id, `OWNER/SLUG`
     title: str | None = None, # None means one that is made from the slug
     licence: str = 'other',   # One of `LICENCES`
@@ -149,7 +149,7 @@ def write_dataset(
 
 def dataset_command(
     folder: str | Path,       # With its metadata
-    note: str | None = None,  # What a new version changes; none means that the dataset is new
+    note: str | None = None,  # Changes of a new version; none means that the dataset is new
 ) -> list[str]:
     "The client's command that makes a dataset, or a new version of one."
     command = ['kaggle', 'datasets', 'version' if note else 'create', '-p', str(folder)]
@@ -186,7 +186,7 @@ def _git_files(folder: Path) -> list[Path]:
 def source_files(
     folder: Path, # A checkout
 ) -> list[Path]:
-    "Its files but for `.git`, what git ignores, and (of the kit) recordings and runs; paths in the folder."
+    "Files of a checkout without `.git`, those that git ignores, and (of the kit) recordings and runs; relative paths."
     has_git = (folder/'.git').exists()
     files = _git_files(folder) if has_git else [p.relative_to(folder) for p in folder.rglob('*')]
     def is_source(path): return not (_is_kit(folder) and any(fnmatch(path.parts[0], name) for name in _NO_SOURCE))

@@ -77,17 +77,17 @@ def _is_below(
 _MODELS = ('runs', 'checkpoints', 'official', 'logits')
 
 class SessionError(RuntimeError):
-    "Everything that a notebook lacks; the message has a remedy for each."
+    "Things that a notebook lacks, all of them; the message has a remedy for each."
 
 def _raise_all(
-    problems: Sequence[str], # What is missing, and what to do; none is fine
+    problems: Sequence[str], # Missing things, each with a remedy; none is fine
 ) -> None:
     "Raise one `SessionError` that names all problems."
     if problems: raise SessionError('This session cannot begin:\n' + '\n'.join(f'- {p}' for p in problems))
 
 # %% ../../nbs/kaggle/00_session.ipynb #c405
 def walk_inputs(
-    folder: str | Path, # Where Kaggle puts what is attached, or a folder in it
+    folder: str | Path, # Folder of the notebook's inputs, or one in it
 ) -> Iterator[tuple[Path, list[str], list[str]]]: # Folder, names of the folders in it, names of the files
     """Folders in alphabetical order, behind links too, each once. A folder that is taken out of the list is not
     visited."""
@@ -162,9 +162,9 @@ def _kinds_of_folder(folder: Path, folders: list[str], files: list[str]) -> set[
     return kinds
 
 def find_attached(
-    input_dir: str | Path, # Where Kaggle puts what is attached
+    input_dir: str | Path, # Folder of the notebook's inputs
 ) -> Attached:
-    "Everything below a folder that the kit knows."
+    "All files and folders below a folder that the kit knows."
     found = {field.name: set() for field in fields(Attached)}
     for folder, folders, files in walk_inputs(input_dir):
         is_source = 'settings.ini' in files and 'b2t_kaggle' in folders
@@ -179,8 +179,8 @@ def find_attached(
 # %% ../../nbs/kaggle/00_session.ipynb #c012
 def _find_one(
     paths: Sequence[Path], # Where it was found
-    name: str,             # What it is
-    instead: str,          # What to do where several are attached, beside detaching
+    name: str,             # Name of the thing
+    instead: str,          # Remedy where several are attached, beside detaching
     problems: list[str],   # Receives a sentence where there are several
 ) -> Path | None:
     "The one path that was found, or None."
@@ -204,7 +204,7 @@ def restore_run(
     return True
 
 # %% ../../nbs/kaggle/00_session.ipynb #c019
-# Modules, and what pip installs for them
+# Modules, and their packages as pip takes them
 TRAINING = dict(
     h5py='h5py', ipykernel='ipykernel', matplotlib='matplotlib', numba='numba', pandas='pandas',
     papermill='papermill', pyarrow='pyarrow', pydantic='pydantic', rapidfuzz='rapidfuzz', tqdm='tqdm', yaml='pyyaml',
@@ -223,7 +223,7 @@ PINNED = ('numpy', 'pandas', 'torch', 'torch_xla', 'jax', 'jaxlib', 'tensorflow'
 def installed_version(
     package: str, # Its name, as pip knows it
 ) -> str | None:
-    "Its version; None if it is not installed."
+    "Version of a package; None if it is not installed."
     try: return metadata.version(package)
     except metadata.PackageNotFoundError: return None
 
@@ -236,7 +236,7 @@ def _has_module(name: str) -> bool:
     except ModuleNotFoundError: return False
 
 def missing_packages(
-    needed: Mapping[str, str], # Modules, and what pip installs for them
+    needed: Mapping[str, str], # Modules, and their packages as pip takes them
 ) -> list[str]:
     "Packages that pip has to install."
     return [package for module, package in needed.items() if not _has_module(module)]
@@ -250,8 +250,8 @@ def _origins(input_dir: Path) -> dict[str, list[str]]:
     return {'attached wheels': ['--no-index', *folders]} | internet if folders else internet
 
 def _pip_install(
-    packages: Iterable[str], # What pip installs
-    input_dir: str | Path,   # Where Kaggle puts what is attached
+    packages: Iterable[str], # Requirements as pip takes them
+    input_dir: str | Path,   # Folder of the notebook's inputs
     scratch_dir: str | Path, # For `held.txt`, pip's file of constraints
 ) -> None:
     "Install from attached wheels, else from the internet; raises `SessionError` when neither has it."
@@ -273,8 +273,8 @@ def _pip_install(
                        f'--python {version}`)')
 
 def install_missing(
-    needed: Mapping[str, str], # Modules, and what pip installs for them
-    input_dir: str | Path,     # Where Kaggle puts what is attached
+    needed: Mapping[str, str], # Modules, and their packages as pip takes them
+    input_dir: str | Path,     # Folder of the notebook's inputs
     scratch_dir: str | Path,   # For pip's file of constraints
 ) -> None:
     "Install what is missing and nothing else, and print which versions are here; raises `SessionError`."
@@ -288,7 +288,7 @@ _CHOOSE = 'choose another one under Settings › Accelerator'
 
 def _has_programs(
     capability: str,        # Of a GPU, such as `7.5`
-    built: Sequence[str],   # What `torch.cuda.get_arch_list` gives, such as `sm_75` or `compute_90`
+    built: Sequence[str],   # Output of `torch.cuda.get_arch_list`, such as `sm_75` or `compute_90`
 ) -> bool:
     """Whether a build of PyTorch has programs for a GPU: of its generation and no newer than it, or code (`compute_…`)
     that the driver compiles for it."""
@@ -348,7 +348,7 @@ def _quiet_bars() -> None:
     for variable in ('TQDM_MININTERVAL', 'TQDM_MAXINTERVAL'): os.environ.setdefault(variable, '30')
 
 def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attached:
-    "Set the session's environment, look for what is attached, and print it."
+    "Set the environment of the run, find the inputs, and print them."
     announce_session(session_hours(hours, machine.detect().kind))
     _quiet_bars()
     os.environ.setdefault('B2T_XLA_CACHE', str(run_dir/'xla'))
@@ -378,7 +378,7 @@ def _framework_of(run_dir: Path | None) -> str:
 def batches_done(
     run_dir: Path, # Of a run
 ) -> int:
-    "Batches that its training has done: as its last session said, or its history where none ended by itself."
+    "Batches that a training has done, by its stamp; by its history where it never ended by itself."
     try: return json.loads((run_dir/'stages'/'train.json').read_text())['metrics']['steps']
     except (OSError, ValueError, KeyError, TypeError): pass # None, or none that can be read
     history = run_dir/'train'/'history.csv'
@@ -395,17 +395,17 @@ def _open_run(run_dir: Path, work: str | Path, base: str | None, preset: str, va
     return Run(run_dir, work, values, load_config(base=began), dict(preset=began))
 
 def prepare_training(
-    input_dir: str | Path,           # Where Kaggle puts what is attached
-    work_dir: str | Path,            # What is kept of the session
-    scratch_dir: str | Path,         # What is not: packed or simulated trials
+    input_dir: str | Path,           # Folder of the notebook's inputs
+    work_dir: str | Path,            # Folder that Kaggle keeps
+    scratch_dir: str | Path,         # Folder that it does not keep: packed or simulated trials
     preset: str | None = None,       # None: the attached run's values; `official` for recordings, else `demo`
     overrides: dict | None = None,   # Configuration values to replace
     accelerator: str = 'auto',       # `auto`, `cpu`, `cuda`, `tpu` or (PyTorch) `xla`
     framework: str | None = None,    # `pytorch` or `tensorflow`; None: the attached run's, else PyTorch
-    hours: float | None = None,      # Of the session; None: as in `KAGGLE_ACCELERATORS`
+    hours: float | None = None,      # Time limit; None: as in `KAGGLE_ACCELERATORS`
 ) -> 'Run':
-    """The run that a session trains: the attached one, which goes on, or a new one, on a simulation where no recordings
-    are attached. Prints what was found. Raises `SessionError` with everything that is missing, or `ConfigError`."""
+    """The run that a notebook trains: the attached one, or a new one, on a simulation where no recordings are attached.
+    Prints what was found. Raises `SessionError` with everything that is missing, or `ConfigError`."""
     run_dir = Path(work_dir)/'run'
     found = _begin(input_dir, run_dir, hours)
     problems: list[str] = []
@@ -536,15 +536,15 @@ def _first_values(model_run: Path | None, recordings: Path | None) -> 'Config':
     return load_config(base='official' if recordings else 'demo')
 
 def prepare_submission(
-    input_dir: str | Path,              # Where Kaggle puts what is attached
-    work_dir: str | Path,               # What is kept of the session
-    scratch_dir: str | Path,            # What is not: packed trials
-    models: Sequence[str | Path] = (),  # What is decoded: attached files, or folders that hold them; none: all
+    input_dir: str | Path,              # Folder of the notebook's inputs
+    work_dir: str | Path,               # Folder that Kaggle keeps
+    scratch_dir: str | Path,            # Folder that it does not keep: packed trials
+    models: Sequence[str | Path] = (),  # Models to decode: attached files, or folders that hold them; none: all
     overrides: dict | None = None,      # Configuration values to replace
     accelerator: str = 'auto',          # For a model that has to be run: `auto`, `cpu`, `cuda`, `tpu` or `xla`
-    average: str = 'log_prob',          # What is averaged of several models: `log_prob` or `prob`
+    average: str = 'log_prob',          # Average of several models, over `log_prob` or `prob`
     at_least: int = 1,                  # Models that have to be attached
-    hours: float | None = None,         # Of the session; None: as Kaggle has them
+    hours: float | None = None,         # Time limit; None: as in `KAGGLE_ACCELERATORS`
 ) -> 'Run':
     """The run that makes a submission of what is attached, with its n-gram and its LLM if there are any. Prints what
     was found. Raises `SessionError` with everything that is missing, or `ConfigError`."""
@@ -574,7 +574,7 @@ def prepare_submission(
 # %% ../../nbs/kaggle/00_session.ipynb #c045
 def copy_submission(
     run: 'Run',            # Its stage `submit` is done, which has checked the file
-    work_dir: str | Path,  # What is kept of the session
+    work_dir: str | Path,  # Folder that Kaggle keeps
 ) -> Path:
     "Copy a run's submission to `submission.csv` in the working folder, where Kaggle looks for it."
     path = Path(work_dir)/'submission.csv'

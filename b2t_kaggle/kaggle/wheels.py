@@ -98,7 +98,7 @@ NEW = '9999' # Stands for a version that nobody looked up
 
 @contextmanager
 def emulated(
-    image: Image, # What the environment claims to hold
+    image: Image, # Image whose packages the environment claims to hold
 ) -> Iterator[Path]:
     "The interpreter of an environment that is removed afterwards."
     with scratch_folder() as folder:

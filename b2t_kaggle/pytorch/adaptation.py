@@ -107,7 +107,7 @@ def decoded_label(
 def refusal(
     label: np.ndarray,     # Class ids `[S]`
     log_probs: np.ndarray, # Of the trial `[T', K]`
-    n_frames: int,         # That the shortest augmented copy has
+    n_frames: int,         # Of the shortest augmented copy
     gate: float,           # Part of the label that may differ
 ) -> str | None:
     "The reason not to learn from a label; None where it is good enough."
@@ -143,8 +143,8 @@ def _gradients(model: Encoder, parts: dict[str, Tensor], day: int, loss: Tensor)
 
 @contextmanager
 def _trained(model: Encoder, names) -> Iterator[None]:
-    """Only these parameters have gradients in here. Recurrent layers compute as in training, but without dropout: cuDNN
-    has no backward pass of a layer that was evaluated."""
+    """Restrict gradients to these parameters in the block. Recurrent layers compute as in training, but without
+    dropout: cuDNN has no backward pass of a layer that was evaluated."""
     before = [p.requires_grad for p in model.parameters()]
     recurrent = [(m, m.dropout) for m in model.modules() if isinstance(m, nn.RNNBase)]
     for name, p in model.named_parameters(): p.requires_grad_(name in names)
@@ -182,7 +182,7 @@ class Adapter:
         x: np.ndarray, # Features of a trial `[T, F]`
         day: int,      # Its day
     ) -> np.ndarray:
-        "Its log-probabilities with the present weights, float32 `[T', K]`."
+        "Log-probabilities of the trial with the present weights, float32 `[T', K]`."
         with self.backend.autocast(): logits = self.model(self.augment.eval(self._tensor(x[None])), self._tensor([day]))
         return logits.float().log_softmax(-1)[0].cpu().numpy()
 

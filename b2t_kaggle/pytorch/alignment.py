@@ -55,7 +55,7 @@ def pairwise_distances(
 # %% ../../nbs/pytorch/17_alignment.ipynb #c011
 def _skew(
     cells: Tensor, # `[B, N, M]`
-    fill: float,   # What stands where there is no cell
+    fill: float,   # Value outside of the cells
 ) -> Tensor:
     "Anti-diagonals `[K, B, N]`, K = N + M − 1: cell (i, j) at `[i + j, :, i]`."
     B, N, M = cells.shape
@@ -193,7 +193,7 @@ def expected_attention(
 class MonotonicAttention(nn.Module):
     "Weights `[B, M, N]` by which each target frame reads the frames, from left to right."
     def __init__(self,
-        sharpness: float = 5., # What the cosine similarity is multiplied by at first
+        sharpness: float = 5., # Initial factor of the cosine similarity
     ):
         super().__init__()
         self.sharpness = nn.Parameter(torch.tensor(float(sharpness)))
@@ -213,7 +213,7 @@ class MonotonicAttention(nn.Module):
 
 # %% ../../nbs/pytorch/17_alignment.ipynb #c032
 def _distances(x: Tensor, y: Tensor, distance: str) -> Tensor:
-    "Of each frame of x to the one of y at the same place `[B, M]`."
+    "Distance of each frame of x to the one of y at the same place `[B, M]`."
     if distance == 'mse': return (x - y).square().mean(2)
     return 1 - (F.normalize(x, dim=2) * F.normalize(y, dim=2)).sum(2)
 
@@ -229,7 +229,7 @@ class AlignmentLoss(nn.Module):
     METHODS = 'soft_dtw', 'monotonic', 'interpolation'
 
     def __init__(self,
-        by: str = 'soft_dtw',     # How frames find their targets: `soft_dtw`, `monotonic` or `interpolation`
+        by: str = 'soft_dtw',     # Alignment of frames and targets: `soft_dtw`, `monotonic` or `interpolation`
         distance: str = 'cosine', # Of two vectors: `cosine` or `mse`
         gamma: float = 0.1,       # Of soft-DTW, in the unit of the distance
     ):

@@ -32,7 +32,7 @@ from ..training.checkpoints import CheckpointError, check_unseen, misfits, store
 
 # %% ../../nbs/pytorch/06_checkpoint.ipynb #c006
 def save_atomic(
-    value: dict,      # What `torch.save` can write
+    value: dict,      # Content that `torch.save` can write
     path: str | Path, # The file
 ) -> None:
     "`torch.save` that never leaves half a file under `path`."
@@ -78,7 +78,7 @@ _SCALARS = [(_numpy_scalar, f'numpy.{core}.multiarray.scalar') for core in ('_co
 _SAFE = [*_SCALARS, np.dtype, *{type(np.dtype(t)) for t in ('f4', 'f8', 'i4', 'i8')}]
 
 def _refusal(e: Exception) -> str:
-    "Why PyTorch did not load a file, and what to do."
+    "Reason that PyTorch did not load a file, and a remedy."
     if named := re.search(r'GLOBAL ([\w.]+)', str(e)):
         return (f'not loaded, because it holds more than weights ({named[1]}); expected a PyTorch checkpoint of '
                 'tensors and numbers, give the state dict of that model')
@@ -121,7 +121,7 @@ def to_official_state(
 # %% ../../nbs/pytorch/06_checkpoint.ipynb #c018
 def check_weights(
     state: Any,       # Of a file
-    path: str | Path, # Where it came from, for errors
+    path: str | Path, # Its file, for errors
 ) -> None:
     "Raise `CheckpointError` for anything but dense tensors in memory, by name."
     if not isinstance(state, Mapping):
@@ -179,7 +179,7 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, list[int]]:
 def load_state(
     model: nn.Module,            # Receives the weights
     state: Mapping[str, Tensor], # In either form, tensors `[…]` by name
-    path: str | Path,            # Where it came from, for errors
+    path: str | Path,            # Its file, for errors
 ) -> None:
     "Put weights into a model; raises `CheckpointError` when a name or shape does not fit."
     check_weights(state, path)

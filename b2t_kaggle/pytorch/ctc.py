@@ -116,7 +116,7 @@ def _lengths(
     name: str,                       # Of the argument, for messages
     B: int,                          # Trials
     largest: int,                    # Largest length allowed
-    unit: str,                       # What the largest length counts, for messages
+    unit: str,                       # Unit of the largest length, for messages
 ) -> Tensor:
     "`lengths` as a tensor; raises `ValueError` for those that do not fit."
     lengths = torch.as_tensor(lengths)

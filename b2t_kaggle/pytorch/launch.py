@@ -110,7 +110,7 @@ except SignalException as e: raise SystemExit(128 + e.sigval) from None"""
 
 def _command(
     n_processes: int, # Of this machine
-    job: Path,        # What they do
+    job: Path,        # Their job
 ) -> list[str]:
     "`torchrun` and what each of its processes executes, which is written beside the job."
     alone = [] if several_machines() else ['--standalone']

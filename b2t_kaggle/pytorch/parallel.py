@@ -55,7 +55,7 @@ class _Placement:
         return torch.from_numpy(array)
 
     def scalars(self,
-        **values: float, # That change from step to step
+        **values: float, # Numbers that change from step to step
     ) -> dict:
         "Numbers as the step takes them: as they are, or `[]` on the device where a compiler would fix each of them."
         return values
@@ -86,7 +86,7 @@ class _Placement:
         return model.to(self.torch_device)
 
     def place_copy(self,
-        model: nn.Module, # That is not trained, such as an average
+        model: nn.Module, # Model that is not trained, such as an average
     ) -> nn.Module:
         "Move it to the device, which each process does for itself."
         return model.to(self.torch_device)
@@ -96,7 +96,7 @@ class Backend(_Placement):
     "A device, and how a trainer uses it. The defaults are those of one process with one device."
     n_devices = 1         # Devices that share a batch
     world_size = 1        # Processes
-    rank = 0              # Which process this is
+    rank = 0              # Number of this process
     static_shapes = False # Whether batches have one of few lengths, because a compiler sees them
 
     @property
@@ -128,7 +128,7 @@ class Backend(_Placement):
     def prepare(self, optimizer) -> None: "Prepare the optimiser before the first step, with its state on the device."
 
     def result(self,
-        tensor: Tensor, # That the host is going to read `[…]`
+        tensor: Tensor, # Read by the host `[…]`
     ) -> Tensor:
         "Mark a tensor `[…]` as an output of the program that makes it."
         return tensor
@@ -161,7 +161,7 @@ class SingleDevice(Backend): "One CPU or one GPU."
 
 # %% ../../nbs/pytorch/08_parallel.ipynb #c015
 class DDP(Backend):
-    "This process's GPU, and the processes of the others: DistributedDataParallel (Li et al., 2020)."
+    "One of several processes with a GPU each: DistributedDataParallel (Li et al., 2020)."
     def __init__(self, device: Device):
         super().__init__(device)
         import torch.distributed as dist

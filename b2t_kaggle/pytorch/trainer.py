@@ -99,7 +99,7 @@ class BatchLoader:
         return self.usable_refit[self.sampler_refit.batch(step)]
 
     def __call__(self, step: int) -> tuple[list[MicroBatch], np.ndarray]:
-        "This process's micro-batches of a step, and the distinct days of the whole batch `[days]`."
+        "Micro-batches of this process for a step, and the distinct days of the whole batch `[days]`."
         trials = self.trials(step)
         own = trials[self.backend.rank::self.backend.world_size]
         micro_batches = [self._load(own[i::self.accumulation_steps]) for i in range(self.accumulation_steps)]
@@ -130,7 +130,7 @@ def _losses(trainer: 'Trainer', out, rows: MicroBatch, frames: Tensor) -> dict[s
     return dict(loss=mean_of_views(losses) + cfg.cr_ctc * consistency, consistency=consistency)
 
 def add_gradients(
-    trainer: 'Trainer',      # Whose weights get them
+    trainer: 'Trainer',      # Owner of the weights
     micro_batch: MicroBatch, # Rows of this process
     place: int,              # The number of this micro-batch among those of all processes
     accumulation_steps: int, # Micro-batches that each process computes in this step
@@ -189,7 +189,7 @@ def _joined(losses: list[dict[str, Tensor]], name: str) -> np.ndarray:
     return np.concatenate([terms[name].cpu().numpy() for terms in losses])
 
 def _result(
-    trainer: 'Trainer',              # Whose step this is
+    trainer: 'Trainer',              # Owner of the step
     micro_batches: list[MicroBatch], # Rows of this process
     losses: list[dict[str, Tensor]], # Of each micro-batch
     norm: Tensor,                    # Of the gradient before clipping
@@ -259,11 +259,11 @@ def _average(trainer: 'Trainer', saved: dict | None, checkpoint: Path | None) ->
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c308
 def _save_model(trainer: 'Trainer', facts: dict, path: Path) -> None:
-    "The model alone, as `load_model` reads it, and facts about it."
+    "Save the model alone, as `load_model` reads it, and facts about it."
     save_atomic(on_host(trainer.result.checkpoint()) | dict(config=trainer.cfg.dump(), **facts), path)
 
 def _to_continue(trainer: 'Trainer') -> dict:
-    "Everything the run needs to continue, beside its `state()`."
+    "State of the model, of its average and of the optimiser, from which a run continues; beside `state()`."
     optimizer = on_host(trainer.optimizer.state_dict())
     saved = on_host(trainer.model.checkpoint())
     saved |= dict(training_state=on_host(trainer.model.training_state()), optimizer_state_dict=optimizer,
@@ -304,7 +304,7 @@ class Trainer(loop.Trainer):
         self.model = self.build()
         saved = _begin(self, checkpoint)
         self.average = _average(self, saved, checkpoint)
-        self.result = self.average.model if self.average else self.model # What is validated and saved as the model
+        self.result = self.average.model if self.average else self.model # Validated and saved as the model
         self.compiled = self.model.compiled() if cfg.train.compile else self.model
         self.evaluated = self.compiled
         if self.average: self.evaluated = self.result.compiled() if cfg.train.compile else self.result
@@ -352,11 +352,11 @@ class Trainer(loop.Trainer):
         return summarize(table, self.cfg.train.ctc_reduction)
 
     def save_best(self, path: Path) -> None:
-        "The model alone, as `load_model` reads it."
+        "Save the model alone, as `load_model` reads it."
         _save_model(self, self.best.metrics, path)
 
     def save_refit(self, path: Path) -> None:
-        "The same, marked as a model that has seen val."
+        "Save the model, marked as one that has been trained on val."
         _save_model(self, dict(step=self.step, refit_from=self.refit_from), path)
 
     def read_model(self, path: Path) -> dict:
@@ -366,7 +366,7 @@ class Trainer(loop.Trainer):
         return saved
 
     def save_last(self, path: Path) -> None:
-        "Everything the run needs to continue."
+        "Save the whole state of the run, from which it continues."
         save_atomic(_to_continue(self) | self.state(), path)
 
     def memory_footprint(self) -> tuple[int, int, int]:

@@ -50,9 +50,9 @@ class _Memory(io.BytesIO):
 def _write(
     path: str | Path, # `….weights.h5`
     model: Encoder,   # Its weights
-    values: dict,     # What JSON can hold, by name
+    values: dict,     # Values that JSON can hold, by name
     write_arrays: Callable[[h5py.File], None] | None = None, # Adds arrays to the file
-    n_bytes: int = 0, # How large these are
+    n_bytes: int = 0, # Size of these arrays
 ) -> None:
     "A model and everything beside it, whole or not at all."
     path = Path(path)
@@ -128,7 +128,7 @@ _SMALL = 10_000 # Numbers of a model that may be built whatever its file holds, 
 
 def _check_fit(
     written: Mapping[str, dict], # From `_contents`, of a file
-    model: Encoder,              # Which is to receive the weights
+    model: Encoder,              # Receiver of the weights
     path: Path,                  # The file, for the error
 ) -> None:
     expected = {name: v.shape for name, v in model.named_variables().items()}

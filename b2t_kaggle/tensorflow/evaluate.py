@@ -70,7 +70,7 @@ def losses_and_paths(
     batch: dict,       # From `rows`
     frames: tf.Tensor, # Frames of each trial `[B]`
 ) -> dict[str, tf.Tensor]:
-    "For `evaluate` the CTC loss of each trial `[B]`, the likeliest class of each frame `[B, T']`, and frames `[B]`."
+    "CTC loss of each trial `[B]`, likeliest class of each frame `[B, T']`, and frames `[B]`, for `evaluate`."
     losses = ctc_loss(logits, batch['labels'], frames, batch['n_labels'])
     return dict(loss=losses, path=tf.argmax(logits, -1, tf.int32), frames=frames)
 

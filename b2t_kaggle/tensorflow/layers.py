@@ -17,7 +17,7 @@ from ..devices.tensorflow import load_triton
 # %% ../../nbs/tensorflow/00_layers.ipynb #c005
 def check_keras(
     version: str, # Of Keras
-    backend: str, # What it computes with
+    backend: str, # Its backend
 ) -> None:
     "Raise `ImportError` for a Keras that these models do not run on."
     if int(version.split('.')[0]) < 3:

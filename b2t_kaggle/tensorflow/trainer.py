@@ -42,7 +42,7 @@ from ..training.recipe import TrainingError, draw_cut, learning_rates, step_seed
 _Gradients = tuple[tf.Tensor, dict[str, tf.Tensor]] # Losses of some rows, and gradients by name
 
 def gradients_of(
-    trainer: 'Trainer',            # Whose model it is
+    trainer: 'Trainer',            # Owner of the model
     rows: dict[str, tf.Tensor],    # From `BatchLoader`, some of them
     numbers: dict,                 # From `Trainer.numbers`, as tensors
 ) -> _Gradients:
@@ -65,7 +65,7 @@ def gradients_of(
     return losses, dict(zip(variables, map(tf.convert_to_tensor, grads)))
 
 def accumulate_gradients(
-    trainer: 'Trainer',          # Whose model it is
+    trainer: 'Trainer',          # Owner of the model
     share: dict[str, tf.Tensor], # Rows of a replica `[b, …]`
     numbers: dict,               # From `Trainer.numbers`, as tensors
 ) -> _Gradients:
@@ -95,7 +95,7 @@ def _update(trainer: 'Trainer', loss: tf.Tensor, grads: dict, numbers: dict) -> 
     return norm
 
 def _replica_step(trainer: 'Trainer', share: dict, numbers: dict) -> tuple[tf.Tensor, tf.Tensor]:
-    "On each replica: losses of its trials, and the norm of all gradients."
+    "A step on a replica: losses of its trials `[b]`, and the norm of all gradients `[]`."
     losses, grads = trainer.compiled_gradients(share, numbers)
     replicas = tf.distribute.get_replica_context()
     loss, grads = replicas.all_reduce('SUM', (tf.reduce_sum(losses), grads))
@@ -206,7 +206,7 @@ class Trainer(loop.Trainer):
         return summarize(evaluate(self.evaluator), self.cfg.train.ctc_reduction)
 
     def save_best(self, path: Path) -> None:
-        "The model alone, as `load_model` reads it."
+        "Save the model alone, as `load_model` reads it."
         save_best(path, self.model, self.cfg, self.best.metrics)
 
     def read_model(self, path: Path) -> dict:
@@ -215,7 +215,7 @@ class Trainer(loop.Trainer):
         return read_metrics(path)
 
     def save_last(self, path: Path) -> None:
-        "Everything the run needs to continue."
+        "Save the whole state of the run, from which it continues."
         save_last(path, self.model, self.cfg, self.best.metrics, self.optimizer.state_dict(), self.state())
 
     def memory_footprint(self) -> tuple[int, int, int]:
@@ -232,7 +232,7 @@ class Trainer(loop.Trainer):
 class Profiler:
     "Profiler of some steps of a run, from the tenth on; it is called after each."
     def __init__(self,
-        folder: Path,   # That of TensorBoard
+        folder: Path,   # TensorBoard's folder
         n_batches: int, # Batches to profile; 0 means none
     ):
         self.folder = str(folder)

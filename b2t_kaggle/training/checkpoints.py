@@ -28,16 +28,16 @@ class CheckpointError(ValueError):
     "A checkpoint that cannot be used; the message names the file and what is wrong with it."
 
 def seen_val_from(
-    facts: Mapping, # What a checkpoint says beside its weights
+    facts: Mapping, # Content of a checkpoint beside its weights
 ) -> int | None:
     "The batch from which on a model was trained on val as well; None for one that was not, or not yet."
     began = facts.get('refit_from')
     return None if began is None or facts.get('step', math.inf) <= began else began # An average has no step
 
 def check_unseen(
-    facts: Mapping,   # What a checkpoint says beside its weights
+    facts: Mapping,   # Content of a checkpoint beside its weights
     path: str | Path, # The checkpoint
-    use: str,         # What it is wanted for, as the end of a sentence
+    use: str,         # Its use, as the end of a sentence
 ) -> None:
     "Raises `CheckpointError` for a model that was trained on val."
     began = seen_val_from(facts)
@@ -66,7 +66,7 @@ def stored_config(
 def check_features(
     store: 'TrialStore',    # Trials to run a model on
     cfg: Config,            # The model's configuration
-    checkpoint: str | Path, # Where it came from, for the error
+    checkpoint: str | Path, # Its file, for the error
 ) -> None:
     "Raises `TrainingError` for trials with another number of features than the model takes."
     if store.n_features == cfg.model.neural_dim: return
@@ -78,9 +78,9 @@ def provenance(
     store: 'TrialStore', # Trials that it was run on
     cfg: Config,         # The model's configuration
     device: Device,      # Where it ran
-    smoothing: str = 'same', # How trials were smoothed at their ends
+    smoothing: str = 'same', # Smoothing of the trials at their ends
 ) -> dict:
-    "Where log-probabilities come from, as a `LogitStore` keeps it."
+    "Origin of log-probabilities, as a `LogitStore` keeps it."
     file = dict(checkpoint=str(checkpoint), checkpoint_sha256=sha256(checkpoint))
     return file | dict(model=cfg.model.name, split=store.split, device=str(device), precision=device.precision,
                        config=cfg.dump(), smoothing=smoothing, first_bin=smoothing_margins(cfg.augment, smoothing)[0])

@@ -246,7 +246,7 @@ def _what_is_wrong(
 
 def check_finite(
     result: StepResult, # A step
-    trainer: Trainer,   # That took it
+    trainer: Trainer,   # Owner of the step
 ) -> None:
     """Raises `TrainingError` for a loss or gradient that is not a number; names its trials. A loss is named before a
     gradient. A gradient for which a step was skipped is none of them."""
@@ -304,10 +304,10 @@ class Loop:
         self.out = out
         self.log = log
         self.callback = callback
-        self.pending = []                     # Results that nobody has looked at
-        self.synced_at = budget.elapsed()     # When somebody did for the last time
+        self.pending = []                     # Results that have not been read
+        self.synced_at = budget.elapsed()     # Time of the last look
         self.first_step = trainer.step + 1
-        self.seconds_before = trainer.seconds # Of earlier sessions of this run
+        self.seconds_before = trainer.seconds # Of earlier parts of this run
         self.is_interrupted: Callable[[], bool] = lambda: False
         self.stopped = trainer.best.has_converged(trainer.cfg.train)
 
@@ -437,7 +437,7 @@ def _save_state(loop: Loop) -> None:
 
 # %% ../../nbs/training/10_loop.ipynb #c043
 def result_of(
-    trainer: Trainer,    # That has come to an end
+    trainer: Trainer,    # After its last step
     stopped: str | None, # From `Loop.run`
 ) -> dict:
     """Result of a training: `step`, `finished`, `stopped`, `seconds`, and of the best model `val_per`, `val_loss`,

@@ -31,7 +31,7 @@ def is_oom(
     return type(error).__name__ in _ERROR_TYPES or any(text in str(error).lower() for text in _ERROR_TEXTS)
 
 def oom_message(
-    device: str, # Whose memory is full
+    device: str, # Device with the full memory
     cfg: Config, # The run's configuration
     trainer,     # A `training.loop.Trainer`; None while it is being made
 ) -> str:

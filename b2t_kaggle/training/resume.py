@@ -22,7 +22,7 @@ def fingerprint(
     cfg: Config,                          # The run's configuration, with its sessions
     stores: dict[str, TrialStore | None], # By split
 ) -> dict[str, str]:
-    "Everything that the weights depend on, as text by name."
+    "Values and trials on which the weights depend, as text by name."
     values = changed_values(cfg, without=keys_with(cfg, MayChange))
     marks = {k: str(v) for k, v in values.items() if k.split('.')[0] in (*TRAINING_GROUPS, 'schema')}
     for split, store in stores.items():
@@ -71,7 +71,7 @@ def transfer_weights(
     is_per_day: Callable[[str], bool], # Whether a parameter has a row per day
     day_of: dict[str, int],         # This run's day of each session
     sessions: list[str],            # Those of the trained model, in the order of its days
-    path: str | Path,               # Where it came from, for errors
+    path: str | Path,               # Its file, for errors
 ) -> None:
     """Replace `weights` in place; sessions that the trained model does not know stay as they are. Raises
     `TrainingError` for a model of another shape."""

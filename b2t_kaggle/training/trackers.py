@@ -134,7 +134,7 @@ class WandbTracker(AppendingTracker):
         mode = wandb_mode()
         project = os.environ.get('WANDB_PROJECT') or 'b2t_kaggle'
         settings = wandb.Settings(console='off', silent=True)
-        if mode == 'offline': run_id = None # `wandb sync` would replace what another session of the same id has sent
+        if mode == 'offline': run_id = None # `wandb sync` would replace what another part of the same id has sent
         try:
             self.run = wandb.init(project=project, name=run.name, group=run.name, id=run_id, resume='allow',
                                   dir=str(run.folder), config=run.values, mode=mode, settings=settings)
@@ -207,7 +207,7 @@ _TITLES = dict(tensorboard='TensorBoard', wandb='Weights & Biases', mlflow='MLfl
 
 def tracker_names(
     log: Sequence[str] | None, # `train.log`
-    framework: str, # That trains
+    framework: str, # Framework of the training
 ) -> list[str]:
     "The trackers of a training."
     if log is not None: return list(log)

@@ -39,7 +39,7 @@ def unalignable(
 
 def name_trials(
     store: TrialStore, # The trials
-    indices,           # Which of them
+    indices,           # Indices of some of them
 ) -> str:
     "Trials as a person finds them in the session files."
     rows = store.index.iloc[list(indices)]

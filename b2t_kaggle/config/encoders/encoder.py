@@ -87,7 +87,7 @@ def _room(framework: str) -> str:
     return f'b2t_kaggle.{framework}.models'
 
 _ROOMS = ('b2t_kaggle.config.encoders', *map(_room, FRAMEWORKS))
-_BASES = {'encoder'} # What is in these rooms and is no encoder
+_BASES = {'encoder'} # Modules in these rooms that are no encoders
 
 def _modules(room: str) -> Iterator[str]:
     "Names of the encoders in a package, without importing them."
@@ -115,7 +115,7 @@ def require_encoder(
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c301
 def find_encoder(
     framework: str, # `pytorch` or `tensorflow`
-    base: type,     # What its encoders derive from
+    base: type,     # Base class of its encoders
     name: str,      # Of an encoder
 ) -> type:
     "The class of an encoder in one framework. Raises `ConfigError` for one that this framework does not have."

@@ -126,7 +126,7 @@ class ZipformerConfig(StacksConfig):
         step: int,    # Training step, from 0
         n_steps: int, # Steps of the whole run
     ) -> float:
-        "Where the schedules are: icefall's number of batches."
+        "Position of the schedules, as icefall's number of batches."
         return 20000 * step / (self.schedule_share * n_steps)
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:

@@ -39,7 +39,7 @@ class AudioTarget:
     def speak(self,
         sentence: str, # As it is written
     ) -> Speech:
-        "Raises `AudioError` where there is no word in it, or the voice fails."
+        "The spoken sentence. Raises `AudioError` where there is no word in it, or the voice fails."
         text = normalize_sentence(sentence)
         if not text: raise AudioError(f'sentence {sentence!r} has no letters; expected words')
         return self.voice.speak(text)

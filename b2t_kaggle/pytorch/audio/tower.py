@@ -25,7 +25,7 @@ class Tower(Protocol):
     "An encoder of speech: sounds to vectors at a fixed rate."
     dimension: int       # Numbers of a frame, D
     frame_seconds: float # From frame to frame
-    def encode(self, speeches: Sequence[Speech]) -> list[np.ndarray]: "`[S, D]` for each."
+    def encode(self, speeches: Sequence[Speech]) -> list[np.ndarray]: "Vectors `[S, D]` of each."
     def provenance(self) -> dict[str, Any]: ...
 
 # %% ../../../nbs/pytorch/audio/02_tower.ipynb #c007
@@ -68,7 +68,7 @@ _TOWERS = {
     'qwen2_5_omni': ('qwen2_5_omni.modeling_qwen2_5_omni', 'Qwen2_5OmniAudioEncoder',
                      ('thinker_config', 'audio_config')),
 }
-_TO_TOWER = {r'^(?:model\.|thinker\.)*(?:audio_tower|encoder)\.': ''} # What is in front of the names of its weights
+_TO_TOWER = {r'^(?:model\.|thinker\.)*(?:audio_tower|encoder)\.': ''} # Prefix of the names of its weights
 
 def _tower_class(name: str | Path, config) -> 'tuple[type[PreTrainedModel], Any]':
     "Class and configuration of the tower of a model; raises `AudioError` where it has none that is known."

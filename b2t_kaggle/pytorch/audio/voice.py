@@ -28,8 +28,8 @@ class Voice(Protocol):
 # %% ../../../nbs/pytorch/audio/01_voice.ipynb #c007
 def _loading_error(
     name: str | Path, # Folder, or name on the hub
-    kind: str,        # What it was to be, such as `voice`
-    error: Exception, # What transformers raised
+    kind: str,        # Kind of the model, such as `voice`
+    error: Exception, # Raised by transformers
 ) -> AudioError:
     "An `AudioError` with the reason in one line, and a remedy."
     reason = (str(error).strip() or repr(error)).splitlines()[0]
@@ -208,8 +208,8 @@ _PACES = 0.25, 4. # Between which a voice can be understood
 class PacedVoice:
     "A voice that speaks sentences about as long as wanted."
     def __init__(self,
-        voice: 'TransformersVoice | EspeakVoice', # Whose pace is changed
-        seconds: Mapping[str, float], # That a sentence is to last, by its normal form; others have the voice's own pace
+        voice: 'TransformersVoice | EspeakVoice', # Voice whose pace is changed
+        seconds: Mapping[str, float], # Duration of a sentence, by its normal form; others have the voice's own pace
     ):
         self.voice = voice
         self.seconds = seconds

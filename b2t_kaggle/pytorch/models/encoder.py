@@ -127,7 +127,7 @@ class Encoder(_TrainedModel):
         return {}
 
     def training_losses(self,
-        out: Any,                        # What `forward` returned
+        out: Any,                        # Output of `forward`
         ctc: Callable[[Tensor], Tensor], # CTC loss of each trial `[B]` from logits
         frames: Tensor,                  # Frames of each trial `[B]`
     ) -> Tensor | dict[str, Tensor]:
@@ -135,7 +135,7 @@ class Encoder(_TrainedModel):
         return ctc(out)
 
     def training_logits(self,
-        out: Any, # What `forward` returned in a training step
+        out: Any, # Output of `forward` in a training step
     ) -> Tensor:
         "The logits `[B, T', K]` in it that inference takes; for `train.cr_ctc`."
         if isinstance(out, Tensor): return out
@@ -174,7 +174,7 @@ class Encoder(_TrainedModel):
         return None
 
     def reference_weights(self,
-        content: dict, # What a checkpoint of another implementation holds
+        content: dict, # Content of a checkpoint of another implementation
     ) -> tuple[nn.Module, dict[str, Tensor]]:
         "The part of this model that the other one has, and its weights `[…]` by name. Raises `ValueError`."
         raise ValueError(f'model.name = {self.cfg.name} knows no other implementation to take weights from')

@@ -102,7 +102,7 @@ def _sequences(f: Frames, n_directions: int) -> _PackedSequences | _PaddedSequen
 
 # %% ../../../nbs/pytorch/models/05_mamba.ipynb #c013
 def _wide(x: Tensor) -> Tensor:
-    "In float32, or wider if it is."
+    "The tensor in float32, or wider if it is."
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 def _initial_dt_bias(shape: tuple[int, ...], least: float, greatest: float) -> Tensor:
@@ -143,8 +143,8 @@ class MambaLayer(nn.Module):
 
     def forward(self,
         x: Tensor, # Rows `[…, n_units]`
-        sequences: _PackedSequences | _PaddedSequences, # How they lie in time
-        state: tuple[Tensor, Tensor] | None = None, # What the frames before left: input of the convolution, and states
+        sequences: _PackedSequences | _PaddedSequences, # Their layout in time
+        state: tuple[Tensor, Tensor] | None = None, # Behind the frames before: input of the convolution, and states
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         "Rows `[…, n_units]`, and what the frames leave."
         cfg = self.cfg
@@ -164,7 +164,7 @@ class MambaLayer(nn.Module):
         before: Tensor | None,  # Input of the convolution before the first frame `[G, B, K − 1, C]`; none means zeros
         states: Tensor | None,  # Before the first frame `[G·B, N, H, P]`; none means zeros
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        "Everything that knows more than one frame: convolution and recurrence, `[G, B, T', E]`, and what is left."
+        "Convolution and recurrence `[G, B, T', E]`, and their states behind the last frame, as `before` and `states`."
         cfg = self.cfg
         sizes = [cfg.n_channels, cfg.state_size, cfg.state_size]
         x, dt = x.split([sum(sizes), cfg.n_heads], -1)
@@ -191,7 +191,7 @@ def day_drift(
 def skip_layer(
     x: Tensor,        # Rows that a layer adds `[…, n_units]`
     p: float,         # Probability that a trial skips it
-    sequences: _PackedSequences | _PaddedSequences, # Whose rows they are
+    sequences: _PackedSequences | _PaddedSequences, # Layout of the rows in time
     n_trials: int,    # B
 ) -> Tensor:
     """Rows `[…, n_units]` with zeros for some trials, the others scaled by 1/(1 − p) (stochastic depth; Huang et al.,
@@ -225,7 +225,7 @@ class Mamba(Frontend):
     def embed(self,
         x: Tensor,       # Patches, rows `[…, I]`
         day_idx: Tensor, # Day of each trial `[B]`
-        sequences: _PackedSequences | _PaddedSequences, # Whose rows they are
+        sequences: _PackedSequences | _PaddedSequences, # Layout of the rows in time
     ) -> Tensor:
         "Input of the first layer, rows `[…, n_units]`."
         x = self.project(x)

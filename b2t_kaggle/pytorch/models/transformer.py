@@ -21,7 +21,7 @@ from .encoder import Encoder, check_days
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c006
 def shifted_rows(
     v: Tensor,      # A number for each distance, from the smallest to the largest `[H, n_queries + n_keys − 1]`
-    n_queries: int, # Frames that ask; the last of them is the last of those that are asked
+    n_queries: int, # Frames of the queries, the last of the keys' frames
 ) -> Tensor:
     "The number of each pair of frames `[H, n_queries, n_keys]`."
     H, n = v.shape
@@ -40,8 +40,8 @@ class RelativePositions(nn.Module):
         self.register_buffer('buckets', torch.tensor(cfg.bucket_of_distance()), persistent=False)
 
     def forward(self,
-        n_queries: int, # Frames that ask; the last of them is the last of those that are asked
-        n_keys: int,    # Frames that are asked
+        n_queries: int, # Frames of the queries, the last of the keys' frames
+        n_keys: int,    # Frames of the keys
     ) -> Tensor:
         "Bias of each pair of frames `[H, n_queries, n_keys]`."
         distances = torch.arange(1 - n_keys, n_queries, device=self.bias.device).clamp(-self.farthest, self.farthest)
@@ -50,8 +50,8 @@ class RelativePositions(nn.Module):
 
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c011
 def within_context(
-    n_queries: int, # Frames that ask; the last of them is the last of those that are asked
-    n_keys: int,    # Frames that are asked
+    n_queries: int, # Frames of the queries, the last of the keys' frames
+    n_keys: int,    # Frames of the keys
     left: Tensor,   # Earlier frames that each trial's frames attend to `[B]`
 ) -> Tensor:
     "Mask of a causal model `[B, 1, n_queries, n_keys]`: true where a frame attends to another."
@@ -61,7 +61,7 @@ def within_context(
 
 def inside(
     frames: Tensor, # Frames of each trial `[B]`
-    n_keys: int,    # Frames that are asked
+    n_keys: int,    # Frames of the keys
 ) -> Tensor:
     "Mask of the padding `[B, 1, 1, n_keys]`: true for a trial's own frames."
     is_inside = torch.arange(n_keys, device=frames.device) < frames.clamp(min=1)[:, None]

@@ -192,7 +192,7 @@ class TripleGRUDecoder(Frontend):
         return dict(mode='full', strength=self.cfg.strength(step, n_steps))
 
     def training_losses(self,
-        out: tuple[Tensor, Tensor, Tensor], # What `forward` returned in full mode
+        out: tuple[Tensor, Tensor, Tensor], # Output of `forward` in full mode
         ctc: Callable[[Tensor], Tensor],    # CTC loss of each trial `[B]` from logits
         frames: Tensor,                     # Frames of each trial `[B]`
     ) -> Tensor:

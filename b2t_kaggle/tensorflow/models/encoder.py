@@ -54,7 +54,7 @@ def _children(layer: keras.layers.Layer) -> Iterator[tuple[str, keras.layers.Lay
                 if isinstance(item, keras.layers.Layer): yield f'{name}.{i}', item
 
 def variables_by_attribute(
-    layer: keras.layers.Layer, # Whose variables exist already
+    layer: keras.layers.Layer, # Layer whose variables exist already
     prefix: str = '',          # Put before each name
 ) -> dict[str, keras.Variable]:
     "All variables `[…]` of a layer, and of layers within it, as `attribute.attribute.variable`."
@@ -146,7 +146,7 @@ class Encoder(_NamedModel):
         return {}
 
     def training_losses(self,
-        out: Any,                              # What `call` returned
+        out: Any,                              # Output of `call`
         ctc: Callable[[tf.Tensor], tf.Tensor], # CTC loss of each trial `[B]` from logits
         frames: tf.Tensor,                     # Frames of each trial `[B]`
     ) -> tf.Tensor:

@@ -117,7 +117,7 @@ class GRUEncoder(Frontend):
     cfg: RecurrentConfig
 
     def heads(self) -> dict[str, GRUHead]:
-        "Its heads by the prefix of their variables' names."
+        "Heads of the model by the prefix of their variables' names."
         raise NotImplementedError(f'{type(self).__name__} has no heads')
 
     def decays(self, name: str, variable: keras.Variable) -> bool:

@@ -172,7 +172,7 @@ def pytorch_name(
     return name
 
 def _turned(name: str, value: np.ndarray) -> np.ndarray:
-    "From Keras' layout, `[in, out]`, to PyTorch's, `[out, in]`, or back."
+    "A weight from Keras' layout, `[in, out]`, to PyTorch's, `[out, in]`, or back."
     return np.array(value.T if name.endswith('.kernel') else value, order='C')
 
 class Transformer(Encoder):

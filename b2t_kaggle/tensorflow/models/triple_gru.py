@@ -143,7 +143,7 @@ class TripleGRUDecoder(GRUEncoder):
         return dict(mode='full', strength=self.cfg.strength(step, n_steps))
 
     def training_losses(self,
-        out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], # What `call` returned
+        out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], # Output of `call`
         ctc: Callable[[tf.Tensor], tf.Tensor],       # CTC loss of each trial `[B]` from logits
         frames: tf.Tensor,                           # Frames of each trial `[B]`
     ) -> tf.Tensor:

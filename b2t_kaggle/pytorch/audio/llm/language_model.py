@@ -20,7 +20,7 @@ from ..voice import quiet_loading
 # %% ../../../../nbs/pytorch/audio/llm/01_language_model.ipynb #c006
 def prompt_tokens(
     processor,         # Of transformers
-    prompt: str,       # What the model is asked
+    prompt: str,       # Question to the model
     name: str | Path,  # Of the model, for errors
 ) -> tuple[list[int], list[int]]: # Token ids before and after the speech
     "The prompt around the speech, by the chat template. Raises `AudioError` where that has not one place for speech."
@@ -79,7 +79,7 @@ class AudioLanguageModel:
     def embed(self,
         tokens: Sequence[int], # L token ids
     ) -> Tensor:
-        "Their embeddings `[L, E]`."
+        "Embeddings of the tokens `[L, E]`."
         return self.lm.get_input_embeddings()(torch.tensor(tokens, dtype=torch.long, device=self.device))
 
     def encode(self,
@@ -102,7 +102,7 @@ class AudioLanguageModel:
         return (*self.tokenizer(text, add_special_tokens=False).input_ids, self.ends[0])
 
     def read(self,
-        tokens: Sequence[int], # That the model wrote
+        tokens: Sequence[int], # Answer of the model
     ) -> str:
         "The text up to the first end."
         n = next((i for i, t in enumerate(tokens) if t in self.ends), len(tokens))
@@ -168,7 +168,7 @@ def _text_model(whole: nn.Module) -> nn.Module:
 def whole_model(
     family: Any,               # Class of transformers, which has `from_pretrained`
     name: str | Path,          # Folder, or name on the hub
-    kind: str,                 # What it is, for errors
+    kind: str,                 # Kind of the model, for errors
     dtype: torch.dtype,        # Of its weights, or of what quantized ones are multiplied by
     quantization: str | None,  # As in `load_audio_llm`
     device: str,               # Where quantized weights are loaded to
@@ -183,7 +183,7 @@ def whole_model(
 
 def load_audio_llm(
     name: str | Path,               # Folder, or name on the hub such as `Qwen/Qwen2-Audio-7B-Instruct`
-    prompt: str = 'Write what is said.', # What it is asked
+    prompt: str = 'Write what is said.', # Question to the model
     dtype: str = 'auto',            # As in `rescoring.llm.load_lm`
     quantization: str | None = None,# `eight_bit`, `four_bit`, or None; needs bitsandbytes and accelerate
     device: str = 'cpu',            # Where it computes

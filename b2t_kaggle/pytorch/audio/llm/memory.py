@@ -63,7 +63,7 @@ class WhisperSize(NamedTuple):
 
     @property
     def layers(self) -> int:
-        "Of both halves."
+        "Layers of both halves."
         return self.encoder_layers + self.decoder_layers
 
     def _per_layer(self, square: int, wide: int) -> int:

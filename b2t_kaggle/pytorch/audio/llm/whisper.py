@@ -54,7 +54,7 @@ class WhisperReader(AudioLanguageModel):
     def answer(self,
         text: str, # A sentence
     ) -> tuple[int, ...]:
-        "Its tokens, as Whisper writes words: with a space before each; and the end."
+        "Target of the decoder: the sentence's tokens, with a space before each word, and the end."
         return super().answer(f' {text}')
 
     def _check_length(self, n: int, limit: str, problem: str) -> None:

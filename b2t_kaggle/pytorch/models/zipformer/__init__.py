@@ -45,7 +45,7 @@ def dropout_schedule(
 
 def _replace_modules(
     model: nn.Module, # Changed in place
-    kind: type,       # What is replaced by the identity
+    kind: type,       # Modules that are replaced by the identity
 ) -> None:
     "Put the identity in the place of all modules of one kind."
     for parent in list(model.modules()):
@@ -55,7 +55,7 @@ def _replace_modules(
 def _set_constant(
     module: nn.Module, # Changed in place
     name: str,         # Of a scheduled number
-    value: float,      # That it is from now on
+    value: float,      # New value
 ) -> None:
     "Put a constant in the place of a scheduled number."
     if isinstance(getattr(module, name), ScheduledFloat): delattr(module, name)
@@ -172,7 +172,7 @@ class Zipformer(Encoder):
         x: Tensor,                                 # Features `[B, T, F]`, zero beyond a trial's end
         day_idx: Tensor,                           # Day of each trial `[B]`
         n_bins: Tensor,                            # Bins of each trial `[B]`
-        batch_count: float | Tensor | None = None, # Where the schedules are, in a training step
+        batch_count: float | Tensor | None = None, # Position of the schedules, in a training step
     ) -> Tensor:
         "Logits `[B, T', K]`, without meaning beyond a trial's own frames."
         if batch_count is not None: set_batch_count(self, batch_count)
@@ -212,7 +212,7 @@ class Zipformer(Encoder):
         return parameter.ndim >= 2 and not name.endswith('conv_scale')
 
     def compiled(self) -> Callable:
-        "Raises `TrainingError`: what a call leaves out is drawn on the host, so there is no one program."
+        "Raise `TrainingError`: skips are drawn on the host in each call, so there is no one program."
         raise TrainingError('train.compile = true: model.name = zipformer draws on the host what a step leaves out, '
                             'which torch.compile cannot follow; set it to false')
 
