@@ -10,6 +10,7 @@ __all__ = ['SCHEMA', 'TRAINING_GROUPS', 'PRESETS', 'EXPECTED_WER', 'SimulateConf
            'with_overrides', 'from_official', 'preset', 'read_yaml', 'load_config', 'save_config', 'describe_run']
 
 # %% ../../nbs/config/02_config.ipynb #c003
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -543,11 +544,15 @@ class Config(Section):
 # %% ../../nbs/config/02_config.ipynb #c035
 TRAINING_GROUPS = 'data', 'model', 'augment', 'train', 'audio' # All that the weights of a model depend on
 
+@cache
+def _section_facts(section: type[Section]) -> dict[str, tuple[Fact, ...]]:
+    return {k: facts_of(f) for k, f in section.model_fields.items()}
+
 def key_facts(
     cfg: Config, # Whose encoder has the keys of `model`
 ) -> dict[str, tuple[Fact, ...]]: # By key, `group.field`
     "What is said of each key on its field."
-    return {f'{g}.{k}': facts_of(f) for g, section in cfg for k, f in type(section).model_fields.items()}
+    return {f'{g}.{k}': facts for g, section in cfg for k, facts in _section_facts(type(section)).items()}
 
 def keys_with(
     cfg: Config,       # Whose encoder has the keys of `model`
