@@ -217,6 +217,49 @@ def test_no_room_imports_the_other_even_inside_a_function(room, other):
             assert rooms not in forbidden and f'devices.{other.removeprefix("py")}' not in name, module
 
 
+# A name with an underscore is for its own room, wherever it is imported or reached through a module
+def private_imports(graph_of_names):
+    """Triples (module, other, name) of private names that a module takes from a module of another room.
+
+    `graph_of_names` gives the dotted names that each module imports or reaches."""
+    for module, names in graph_of_names.items():
+        for name in names:
+            other, _, last = name.rpartition('.')
+            if last.startswith('_') and not last.endswith('__') and room_of(other) != room_of(module):
+                yield module, other, last
+
+
+def names_reached(code, package):
+    "Dotted names that the code imports, and attributes of what it imports."
+    names = list(names_imported(code, package))
+    known = {name.rpartition('.')[2]: name for name in names}
+    attributes = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Attribute)]
+    reached = [(n.value.id, n.attr) for n in attributes if isinstance(n.value, ast.Name)]
+    return {*names, *(f'{known[name]}.{attribute}' for name, attribute in reached if name in known)}
+
+
+def names_of_ours():
+    "By module, without the package's name: the names of ours that it imports or reaches."
+    found = {}
+    for module in MODULES:
+        package = module if source(module).name == '__init__.py' else module.rpartition('.')[0]
+        names = names_reached(source(module).read_text(), package)
+        ours = [n.removeprefix('b2t_kaggle.') for n in sorted(names) if module_of(n)]
+        found[module.removeprefix('b2t_kaggle.')] = ours
+    return found
+
+
+def test_no_private_name_is_imported_from_another_room():
+    assert sorted(private_imports(names_of_ours())) == []
+
+
+def test_a_private_name_of_another_room_is_found():
+    code = 'from ..lm import causal\nfrom ..lm.causal import _b, c\nfrom . import own\nown._e, c.d, causal._f'
+    found = names_reached(code, 'b2t_kaggle.rescoring')
+    ours = {'rescoring.gate': [n.removeprefix('b2t_kaggle.') for n in sorted(found)]}
+    assert list(private_imports(ours)) == [('rescoring.gate', 'lm.causal', '_b'), ('rescoring.gate', 'lm.causal', '_f')]
+
+
 # Notebooks are read in the order of their numbers
 def notebooks(root):
     "The notebooks below a folder that make modules: the module, and the code of all cells, by path."

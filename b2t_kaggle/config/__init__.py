@@ -7,7 +7,8 @@ __all__ = ['SCHEMA', 'TRAINING_GROUPS', 'PRESETS', 'EXPECTED_WER', 'SimulateConf
            'InferConfig', 'LMConfig', 'DecodeConfig', 'RescoreConfig', 'CombineConfig', 'ReportConfig', 'AudioConfig',
            'GenerateConfig', 'SessionConfig', 'upgrade', 'Config', 'key_facts', 'keys_with', 'changed_values',
            'flat_values', 'differing_values', 'Key', 'config_fields', 'config_keys', 'near_keys', 'resolve_key',
-           'with_overrides', 'from_official', 'preset', 'read_yaml', 'load_config', 'save_config', 'describe_run']
+           'parse_value', 'with_overrides', 'from_official', 'preset', 'read_yaml', 'load_config', 'save_config',
+           'describe_run']
 
 # %% ../../nbs/config/02_config.ipynb #c003
 from functools import cache
@@ -671,7 +672,9 @@ def _validated(values: dict) -> Config:
     if len(sentences) > 8: sentences[8:] = [f'and {len(sentences) - 8} more']
     raise ConfigError('; '.join(_suggest(s) if 'there is no such key' in s else s for s in sentences))
 
-def _parse(text: Any) -> Any:
+def parse_value(
+    text: Any, # As the user typed it; what is no text comes back as it is
+) -> Any:
     "The value of a `--set`: YAML, and 1e-3 is a number although YAML 1.1 says it is not."
     if not isinstance(text, str): return text
     looks_like_float = 'e' in text.lower() and text[:1] in '+-.0123456789'
@@ -707,7 +710,7 @@ def with_overrides(
     keys = list(config_keys()) if overrides else []
     for key, value in overrides.items():
         group, field = resolve_key(key, keys).split('.')
-        groups.setdefault(group, {})[field] = _parse(value)
+        groups.setdefault(group, {})[field] = parse_value(value)
     return _merge(cfg, groups)
 
 # %% ../../nbs/config/02_config.ipynb #c052

@@ -22,10 +22,10 @@ import pandas as pd
 from b2t_kaggle.config import (
     TRAINING_GROUPS,
     Config,
-    _parse,
     changed_values,
     config_keys,
     keys_with,
+    parse_value,
     resolve_key,
     with_overrides,
 )
@@ -109,7 +109,7 @@ def parse_range(
     parts = _parts(text)
     if len(parts) == 1: return None
     if '' in parts: raise ConfigError(f'{text}: found nothing between two commas or at an end, expected a value')
-    values = [_parse(p) for p in parts]
+    values = [parse_value(p) for p in parts]
     if twice := [p for i, p in enumerate(parts) if values[i] in values[:i]]:
         raise ConfigError(f'{text}: found {twice[0]} twice, expected each value once')
     return Choice(tuple(p if isinstance(v, list | dict) else v for p, v in zip(parts, values)))
