@@ -14,14 +14,30 @@ from test_pipeline import SMALL, stages_here
 from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.run import Run
 
+STAGES = ['simulate', 'check', 'pack', 'train', 'infer', 'lm', 'decode', 'rescore', 'combine', 'submit', 'report',
+          'ensemble']
 TINY = SMALL | {'simulate.train': 12, 'simulate.val': 3, 'simulate.test': 3, 'simulate.lm_sentences': 100,
                 'decode.beam': 5, 'decode.nbest': 3, 'decode.tune': False, 'data.feature_subset': list(range(12)),
                 'model.neural_dim': 12}
+# What stages take from elsewhere, below the folder `given` beside the room; those after them have it, too
+GIVEN = {'rescore': {'rescore.model': 'lm'}, 'combine': {'combine.sources': ['theirs_val.jsonl', 'theirs_test.jsonl']},
+         'ensemble': {'infer.logits': [f'{i}_{split}.arrow' for i in range(2) for split in ('val', 'test')]}}
 PART = 100  # Bytes of a file that may be written
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.link', 'os.truncate'}
 
 
-def run_of(room: Path) -> Run: return Run(room/'runs'/'tiny', room/'data', TINY)
+def values_of(room: Path, stage: str) -> dict:
+    "The configuration of a stage."
+    folder = room.parent/'given'
+    values = dict(TINY)
+    for name in STAGES[:STAGES.index(stage) + 1]:
+        for key, given in GIVEN.get(name, {}).items():
+            values[key] = [str(folder/g) for g in given] if isinstance(given, list) else str(folder/given)
+    return values
+
+
+def run_of(room: Path, stage: str = 'simulate') -> Run:
+    return Run(room/'runs'/'tiny', room/'data', values_of(room, stage), save=False)
 
 
 def _is_write(event: str, args: tuple, room: str) -> bool:
@@ -55,7 +71,8 @@ def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | N
     (room/'temporary').mkdir(exist_ok=True)
     sys.addaudithook(watch)
     # That files may not grow is no reason to refuse a stage here
-    with stages_here(), patch('b2t_kaggle.core.files._size_limit', lambda: None): run_stages(run_of(room), stage)
+    with stages_here(), patch('b2t_kaggle.core.files._size_limit', lambda: None):
+        run_stages(run_of(room, stage), stage)
     if counted: counted.write_text(str(n))
 
 

@@ -4,6 +4,7 @@ that is left over.
 A few kills of each stage are drawn; `pytest tests/faults/test_kills.py --faults 1000` tries all.
 """
 import hashlib
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,13 +16,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from copies import TRAINER, call, start  # noqa: E402
-from stage_kills import do, put_back, run_of  # noqa: E402
+from stage_kills import STAGES, do, put_back, run_of  # noqa: E402
+from tiny_models import tiny_lm  # noqa: E402
 
 from b2t_kaggle.logits import LogitStore  # noqa: E402
 from b2t_kaggle.pytorch.checkpoint import load_file  # noqa: E402
+from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, read_hypotheses, write_hypotheses  # noqa: E402
 from b2t_kaggle.training.history import read_history  # noqa: E402
 
-STAGES = ['simulate', 'check', 'pack', 'train', 'infer', 'lm', 'decode', 'submit']
 NEVER = 10**9
 
 
@@ -34,15 +36,30 @@ def finish(*arguments) -> int:
     return p.exitcode
 
 
+def give(room: Path) -> None:
+    "Write what stages take from elsewhere: another system, a language model, and the log-probabilities of two models."
+    run = run_of(room)
+    given = room.parent/'given'
+    given.mkdir(exist_ok=True)
+    for split in ('val', 'test') if run.hypotheses('test').exists() else ():
+        h = read_hypotheses(run.hypotheses(split))
+        entries = {t: [Entry(t, trial.reference or f'the sentence {t}', 'theirs')] for t, trial in h.trials.items()}
+        write_hypotheses(given/f'theirs_{split}.jsonl', Hypotheses(h.trials, entries))
+        for i in range(2): shutil.copyfile(run.logits(split), given/f'{i}_{split}.arrow')
+    if not (given/'lm').exists(): tiny_lm(given/'lm', 'opt', ['how are you', 'the sentence'])
+
+
 @pytest.fixture(scope='module')
 def stages(tmp_path_factory):
     "The folder of the run, what it was before each stage, how many writes a stage has, and what it made."
     tmp = tmp_path_factory.mktemp('kills')
     room = tmp/'room'
     room.mkdir()
-    start([*TRAINER, 'stage_kills', 'b2t_kaggle.decoding.decoder', 'b2t_kaggle.lm.ngram', 'b2t_kaggle.lm.automaton'])
+    start([*TRAINER, 'stage_kills', 'b2t_kaggle.decoding.decoder', 'b2t_kaggle.lm.ngram', 'b2t_kaggle.lm.automaton',
+           'transformers.models.opt.modeling_opt', 'matplotlib.pyplot'])
     known = {}
     for name in STAGES:
+        give(room)
         put_back(room, tmp/name)
         assert finish(room, name, NEVER, False, tmp/'counted') == 0, name
         known[name] = int((tmp/'counted').read_text()), made(room)
@@ -96,3 +113,4 @@ def test_a_stage_that_is_killed_at_a_write_makes_the_same(stages, name, request)
         left = [p for p in room.rglob('.*') if '.tmp' in p.name]
         assert not left, f'{name} leaves something {when}: {left}'
     assert kills > 0
+    print(f'{name}: {kills} kills, {count} writes')
