@@ -131,10 +131,10 @@ def texts_held(search, words):
     hyps, arena = search.state.hyps, search.state.arena
     for i in range(search.state.counters['n_hyps'][0]):
         text = []
-        entry = (hyps.label_history if hyps.label[i] > hyps.blank[i] else hyps.blank_history)[i]
+        entry = hyps['label_history' if hyps['label'][i] > hyps['blank'][i] else 'blank_history'][i]
         while entry > 0:
-            if arena.word[entry] >= 0: text.append(words[arena.word[entry]])
-            entry = arena.prev[entry]
+            if arena['word'][entry] >= 0: text.append(words[arena['word'][entry]])
+            entry = arena['prev'][entry]
         yield ' '.join(reversed(text))
 
 

@@ -172,7 +172,7 @@ class PlainSearch:
 
 def places_of(decoder, search):
     "Words and phonemes of the hypotheses, with their scores."
-    trie, tree = search.trie, search.scorer.histories
+    trie, tree = decoder.trie, search.scorer.histories
     def phonemes(node):
         path = []
         while node > 0:
@@ -182,7 +182,7 @@ def places_of(decoder, search):
     def words(h): return () if h == 0 else (*words(tree.parent[h]), decoder.words[tree.word[h]])
     hyps = search.state.hyps
     n = search.state.counters['n_hyps'][0]
-    return {(words(hyps.state[i]), phonemes(hyps.node[i])): [hyps.label[i], hyps.blank[i]] for i in range(n)}
+    return {(words(hyp['state']), phonemes(hyp['node'])): [hyp['label'], hyp['blank']] for hyp in hyps[:n]}
 
 
 def decoder_of(ngram, fusion, beam=30, **options):

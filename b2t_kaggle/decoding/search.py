@@ -21,24 +21,24 @@ from ..phonemes import BLANK, SIL
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
 # %% ../../nbs/decoding/04_search.ipynb #c018
-class Hyps(NamedTuple):
-    "Hypotheses in arrays, one entry each."
-    node: np.ndarray          # Place in the trie
-    state: np.ndarray         # n-gram state
-    label: np.ndarray         # Score of paths that end in the node's class
-    blank: np.ndarray         # Score of paths that end in a blank
-    label_history: np.ndarray # Their histories: entries of the arena
-    blank_history: np.ndarray
-    score: np.ndarray         # The better of both with look-ahead: what the beam is cut by
+_HYP = np.dtype([ # A hypothesis
+    ('node', np.int32),          # Place in the trie
+    ('state', np.int32),         # n-gram state
+    ('label', np.float32),       # Score of paths that end in the node's class
+    ('blank', np.float32),       # Score of paths that end in a blank
+    ('label_history', np.int32), # Their histories: entries of the arena
+    ('blank_history', np.int32),
+    ('score', np.float32),       # The better of both with look-ahead: what the beam is cut by
+])
 
-class Arena(NamedTuple):
-    "Histories; entry 0 is the beginning. For a merge, word is -1, prev the better history and alt the other."
-    prev: np.ndarray
-    word: np.ndarray
-    alt: np.ndarray
-    score_gap: np.ndarray # Score of alt less that of prev, at most 0
-    text: np.ndarray      # Hash of the best words up to here
-    lattice: np.ndarray   # The last merge in this history
+_ENTRY = np.dtype([ # Of the arena; entry 0 is the beginning
+    ('text', np.int64),        # Hash of the best words up to here
+    ('prev', np.int32),        # The history before, or the better one of a merge
+    ('word', np.int32),        # -1 for a merge
+    ('alt', np.int32),         # The other history of a merge
+    ('score_gap', np.float32), # Score of alt less that of prev, at most 0
+    ('lattice', np.int32),     # The last merge in this history
+], align=True)
 
 _COUNTERS = np.dtype([
     ('n_hyps', np.int64),       # Hypotheses in the beam
@@ -55,27 +55,18 @@ _NEVER = np.float32(-np.inf)
 _LN10 = np.float32(LN10)
 _TEXT_BASE = 6364136223846793005 # Base of the texts' polynomial hash, modulo 2^64
 
-def _empty(kind, size: int, **dtypes):
-    "Arrays of one length, of 4-byte integers unless `dtypes` says otherwise."
-    return kind(*(np.zeros(size, dtypes.get(name, np.int32)) for name in kind._fields))
-
-def _empty_hyps(size: int) -> Hyps:
-    return _empty(Hyps, size, label=np.float32, blank=np.float32, score=np.float32)
-
-def _empty_arena(size: int) -> Arena:
-    return _empty(Arena, size, score_gap=np.float32, text=np.int64)
-
 # %% ../../nbs/decoding/04_search.ipynb #c020
 @_jit
 def _add_word(arena, count, prev, word):
     "A new entry: a word after a history."
     i = count.n_entries
     count.n_entries += 1
-    arena.prev[i] = prev
-    arena.word[i] = word
-    arena.alt[i] = -1
-    arena.text[i] = arena.text[prev]*_TEXT_BASE + word + 1
-    arena.lattice[i] = arena.lattice[prev]
+    entry = arena[i]
+    entry.prev = prev
+    entry.word = word
+    entry.alt = -1
+    entry.text = arena[prev].text*_TEXT_BASE + word + 1
+    entry.lattice = arena[prev].lattice
     return np.int32(i)
 
 @_jit
@@ -84,117 +75,93 @@ def _better(arena, count, score, history, other, other_history):
     if other > score:
         score, other = other, score
         history, other_history = other_history, history
-    if history == other_history or other == _NEVER or arena.alt[history] == other_history: return score, history
-    same_words = arena.text[history] == arena.text[other_history]
-    same_merges = arena.lattice[other_history] == 0 or arena.lattice[history] == arena.lattice[other_history]
+    if history == other_history or other == _NEVER or arena[history].alt == other_history: return score, history
+    same_words = arena[history].text == arena[other_history].text
+    same_merges = arena[other_history].lattice == 0 or arena[history].lattice == arena[other_history].lattice
     if same_words and same_merges: return score, history
     i = count.n_entries
     count.n_entries += 1
-    arena.prev[i] = history
-    arena.word[i] = -1
-    arena.alt[i] = other_history
-    arena.score_gap[i] = other - score
-    arena.text[i] = arena.text[history]
-    arena.lattice[i] = i
+    entry = arena[i]
+    entry.prev = history
+    entry.word = -1
+    entry.alt = other_history
+    entry.score_gap = other - score
+    entry.text = arena[history].text
+    entry.lattice = i
     return score, np.int32(i)
 
 # %% ../../nbs/decoding/04_search.ipynb #c024
-class Children(NamedTuple):
-    "New children: what `candidates` has no room for, one entry each."
-    node: np.ndarray
-    state: np.ndarray
-    history: np.ndarray
+_PATH = np.dtype([ # What a frame computes about a hypothesis
+    ('taken', np.int64),   # Bit s: the child of class s is in the beam, which has taken this move
+    ('score', np.float32), # The better of its two scores
+    ('history', np.int32), # and its history
+])
 
-class Table(NamedTuple):
-    "Hash table: state · 2^32 + node -> hypothesis."
-    key: np.ndarray
-    hyp: np.ndarray
-    stamp: np.ndarray # Number of the frame that wrote the entry
-
-class Scratch(NamedTuple):
-    "What a frame computes about each hypothesis, and room to work in."
-    best: np.ndarray         # The better score of a hypothesis
-    best_history: np.ndarray # and its history
-    expanded: np.ndarray     # Bit s: the child of class s is in the beam, which has taken this move
-    sorting: np.ndarray      # Room for quickselect
-    asked: np.ndarray        # What KenLM must be asked: state · 2^32 + word
+_PLACE = np.dtype([ # Of the hash table
+    ('key', np.int64),   # State · 2^32 + node
+    ('stamp', np.int64), # Number of the frame that wrote it
+    ('hyp', np.int64),   # The hypothesis that is there
+])
 
 class State(NamedTuple):
     "All that changes during a trial."
-    hyps: Hyps
-    candidates: Hyps
-    children: Children
-    table: Table
-    scratch: Scratch
-    arena: Arena
-    counters: np.ndarray # One record
+    hyps: np.ndarray       # The beam: `_HYP` [beam]
+    paths: np.ndarray      # The same: `_PATH` [beam]
+    candidates: np.ndarray # Of the frame in work: `_HYP`
+    table: np.ndarray      # `_PLACE`; its length is a power of two
+    arena: np.ndarray      # Histories: `_ENTRY`
+    sorting: np.ndarray    # Room for quickselect: float32
+    asked: np.ndarray      # What KenLM must be asked: state · 2^32 + word
+    counters: np.ndarray   # One record: `_COUNTERS`
 
-def _new_state(beam: int, branch: int, room: int, hyps: Hyps, arena: Arena, counters: np.ndarray) -> State:
+def _new_state(beam: int, branch: int, room: int, hyps: np.ndarray, arena: np.ndarray, counters: np.ndarray) -> State:
     "Buffers for a beam, nodes with up to `branch` children, and frames in which up to `room` words end."
     n_candidates = beam*(1 + branch) + room
     table_size = 1 << (2*(beam + room)).bit_length() # A power of two, at most half full
     counters['room'] = room
     counters['overflow'] = 0
-    scratch = Scratch(best=np.zeros(beam, np.float32),
-                      best_history=np.zeros(beam, np.int32),
-                      expanded=np.zeros(beam, np.int64),
-                      sorting=np.zeros(n_candidates, np.float32),
-                      asked=np.zeros(room, np.int64))
-    table = _empty(Table, table_size, key=np.int64, stamp=np.int64)
-    children = _empty(Children, beam*branch)
-    return State(hyps, _empty_hyps(n_candidates), children, table, scratch, arena, counters)
+    return State(hyps, np.zeros(beam, _PATH), np.zeros(n_candidates, _HYP), np.zeros(table_size, _PLACE), arena,
+                 np.zeros(n_candidates, np.float32), np.zeros(room, np.int64), counters)
 
 # %% ../../nbs/decoding/04_search.ipynb #c304
 @_jit
-def _slot(table, stamp, key):
-    "Where a key is, or would be put, in the hash table, whose length is a power of two."
-    mask = len(table.key) - 1
+def _place(table, stamp, state, node):
+    "Where a node in a state is, or would be put, in the hash table, whose length is a power of two; and its key."
+    key = (np.int64(state) << 32) | np.int64(node)
+    mask = len(table) - 1
     i = ((key*-7046029254386353131) >> 44) & mask # Fibonacci hashing, 2^64 / golden ratio
-    while table.stamp[i] == stamp and table.key[i] != key: i = (i + 1) & mask
-    return i
+    while table[i].stamp == stamp and table[i].key != key: i = (i + 1) & mask
+    return i, key
 
 @_jit
 def _put(table, stamp, state, node, hyp):
     "Note which hypothesis is at a node in a state."
-    key = (np.int64(state) << 32) | np.int64(node)
-    i = _slot(table, stamp, key)
-    table.key[i] = key
-    table.hyp[i] = hyp
-    table.stamp[i] = stamp
+    i, key = _place(table, stamp, state, node)
+    place = table[i]
+    place.key = key
+    place.hyp = hyp
+    place.stamp = stamp
 
 @_jit
 def _get(table, stamp, state, node):
     "The hypothesis at a node in a state; -1 if there is none."
-    i = _slot(table, stamp, (np.int64(state) << 32) | np.int64(node))
-    return table.hyp[i] if table.stamp[i] == stamp else np.int32(-1)
+    i, _ = _place(table, stamp, state, node)
+    return table[i].hyp if table[i].stamp == stamp else -1
 
 # %% ../../nbs/decoding/04_search.ipynb #c027
-def _set_first(arrays: Hyps | Arena, **values: float) -> None:
-    "Write the first entry, which has a value for each array."
-    for name, array in zip(arrays._fields, arrays): array[0] = values[name]
-
 def _begin(state: State, ngram_state: int) -> None:
     "The beginning of a trial."
-    _set_first(state.hyps, node=0, state=ngram_state, label=-np.inf, blank=0, label_history=0, blank_history=0, score=0)
-    _set_first(state.arena, prev=-1, word=-1, alt=-1, score_gap=0, text=0, lattice=0)
-    state.counters['n_hyps'] = 1
-    state.counters['n_entries'] = 1
-    state.counters['n_asked'] = 0
-    state.counters['n_cut'] = 0
+    state.hyps[0] = 0, ngram_state, -np.inf, 0, 0, 0, 0
+    state.arena[0] = 0, -1, -1, -1, 0, 0
+    for name, n in dict(n_hyps=1, n_entries=1, n_asked=0, n_cut=0).items(): state.counters[name] = n
 
-def _extended(arena: Arena, size: int) -> Arena:
+def _extended(arena: np.ndarray, size: int) -> np.ndarray:
     "An arena with room for so many entries; where it must grow it at least doubles, so that this is rarely needed."
-    missing = size - len(arena.prev)
+    missing = size - len(arena)
     if missing <= 0: return arena
-    def longer(array): return np.concatenate([array, np.zeros(max(len(array), missing), array.dtype)])
-    return Arena(*map(longer, arena))
+    return np.concatenate([arena, np.zeros(max(len(arena), missing), _ENTRY)])
 
 # %% ../../nbs/decoding/04_search.ipynb #c030
-class Model(NamedTuple):
-    "What compiled code searches with."
-    trie: Trie
-    ngram: NGramView
-
 class Options(NamedTuple):
     "Parameters of a search; scores in float32, as compiled code uses them."
     beam: int               # Hypotheses kept per frame
@@ -204,67 +171,84 @@ class Options(NamedTuple):
     oov_penalty: np.float32 # For each phoneme of a spelled word; infinity: none is spelled
     top_k: int              # Classes of a frame that hypotheses may move to; 0: all
 
+class Model(NamedTuple):
+    "All that does not change during a trial."
+    trie: Trie
+    ngram: NGramView
+    options: Options
+
+class Frame(NamedTuple):
+    "A frame in work."
+    scores: np.ndarray # Scaled log-probabilities [K]
+    active: np.int64   # Bit s: hypotheses may move to class s
+    bound: np.float32  # What is worse cannot reach the beam
+
 # %% ../../nbs/decoding/04_search.ipynb #c032
 @_jit
-def _better_path(hyps, i, arena, count):
+def _better_path(hyp, arena, count):
     "The better of a hypothesis' two scores and its history."
-    return _better(arena, count, hyps.label[i], hyps.label_history[i], hyps.blank[i], hyps.blank_history[i])
+    return _better(arena, count, hyp.label, hyp.label_history, hyp.blank, hyp.blank_history)
 
 @_jit
-def _join_label(candidates, i, arena, count, score, history, ahead):
+def _join_label(candidate, arena, count, score, history, ahead):
     "A path comes to a candidate; returns the candidate's score."
-    label, label_history = _better(arena, count, candidates.label[i], candidates.label_history[i], score, history)
-    candidates.label[i] = label
-    candidates.label_history[i] = label_history
-    candidates.score[i] = max(label, candidates.blank[i]) + ahead
-    return candidates.score[i]
+    label, label_history = _better(arena, count, candidate.label, candidate.label_history, score, history)
+    candidate.label = label
+    candidate.label_history = label_history
+    candidate.score = max(label, candidate.blank) + ahead
+    return candidate.score
 
 @_jit
-def _stay(frame, nodes, hyps, candidates, scratch, arena, count, lm_weight):
+def _stay(scores, model, state):
     "Every hypothesis stays at its node; returns the best score."
+    hyps, paths, candidates, _, arena, _, _, counters = state
+    nodes, lm_weight = model.trie.nodes, model.options.lm_weight
+    count = counters[0]
     top = _NEVER
     for i in range(count.n_hyps):
-        best, history = _better_path(hyps, i, arena, count)
-        scratch.best[i] = best
-        scratch.best_history[i] = history
-        scratch.expanded[i] = 0
-        node = nodes[hyps.node[i]]
-        candidates.node[i] = hyps.node[i]
-        candidates.state[i] = hyps.state[i]
-        candidates.label[i] = hyps.label[i] + frame[node.symbol]
-        candidates.label_history[i] = hyps.label_history[i]
-        candidates.blank[i] = best + frame[BLANK]
-        candidates.blank_history[i] = history
-        candidates.score[i] = max(candidates.label[i], candidates.blank[i]) + lm_weight*node.ahead
-        top = max(top, candidates.score[i])
+        hyp, path, candidate = hyps[i], paths[i], candidates[i]
+        path.score, path.history = _better_path(hyp, arena, count)
+        path.taken = 0
+        node = nodes[hyp.node]
+        candidate.node = hyp.node
+        candidate.state = hyp.state
+        candidate.label = hyp.label + scores[node.symbol]
+        candidate.label_history = hyp.label_history
+        candidate.blank = path.score + scores[BLANK]
+        candidate.blank_history = path.history
+        candidate.score = max(candidate.label, candidate.blank) + lm_weight*node.ahead
+        top = max(top, candidate.score)
     return top
 
 @_jit
-def _active(frame, bound):
+def _active(scores, bound):
     "The phonemes that may lead to a score above the bound, as bits."
     bits = np.int64(0)
     for s in range(1, SIL):
-        if frame[s] >= bound: bits |= np.int64(1) << s
+        if scores[s] >= bound: bits |= np.int64(1) << s
     return bits
 
 @_jit
-def _from_parents(frame, active, nodes, hyps, candidates, scratch, table, arena, count, lm_weight, top):
+def _from_parents(frame, model, state, top):
     "Join what comes from parent nodes to the hypotheses at their children; returns the best score."
-    stamp = count.n_frames
+    scores, active, _ = frame
+    hyps, paths, candidates, table, arena, _, _, counters = state
+    nodes, lm_weight = model.trie.nodes, model.options.lm_weight
+    count = counters[0]
     for i in range(count.n_hyps):
-        node = nodes[hyps.node[i]]
-        if node.parent < 0 or node.children & active: _put(table, stamp, hyps.state[i], hyps.node[i], i)
+        node = nodes[hyps[i].node]
+        if node.parent < 0 or node.children & active: _put(table, count.n_frames, hyps[i].state, hyps[i].node, i)
     for i in range(count.n_hyps):
-        node = nodes[hyps.node[i]]
+        node = nodes[hyps[i].node]
         if node.parent < 0 or not (active >> node.symbol) & 1: continue
-        j = _get(table, stamp, hyps.state[i], node.parent)
+        j = _get(table, count.n_frames, hyps[i].state, node.parent)
         if j < 0: continue
-        scratch.expanded[j] |= np.int64(1) << node.symbol
+        paths[j].taken |= np.int64(1) << node.symbol
         again = nodes[node.parent].symbol == node.symbol # Then only after a blank
-        score = hyps.blank[j] if again else scratch.best[j]
-        history = hyps.blank_history[j] if again else scratch.best_history[j]
+        score = hyps[j].blank if again else paths[j].score
+        history = hyps[j].blank_history if again else paths[j].history
         ahead = lm_weight*node.ahead
-        top = max(top, _join_label(candidates, i, arena, count, score + frame[node.symbol], history, ahead))
+        top = max(top, _join_label(candidates[i], arena, count, score + scores[node.symbol], history, ahead))
     return top
 
 # %% ../../nbs/decoding/04_search.ipynb #c037
@@ -275,20 +259,25 @@ def _lacks_room(count, arena_size, n, more):
     return too_many or count.n_entries + 2*more > arena_size
 
 @_jit
-def _arrive(candidates, table, arena, count, n, ngram_state, node, score, ahead, history):
-    "A history comes to a node, alone or as one of several; returns the number of candidates, n or one more."
-    j = _get(table, count.n_frames, ngram_state, node)
+def _begin_at(candidate, node, ngram_state, label, history, score):
+    "A candidate at a node that a path has just come to: no blank follows it yet."
+    candidate.node = node
+    candidate.state = ngram_state
+    candidate.label = label
+    candidate.blank = _NEVER
+    candidate.label_history = history
+    candidate.blank_history = 0
+    candidate.score = score
+
+@_jit
+def _arrive(candidates, table, arena, count, n, ahead):
+    "Candidate n joins the one at its place, if there is one; returns the number of candidates, n or one more."
+    new = candidates[n]
+    j = _get(table, count.n_frames, new.state, new.node)
     if j >= 0:
-        _join_label(candidates, j, arena, count, score, history, ahead)
+        _join_label(candidates[j], arena, count, new.label, new.label_history, ahead)
         return n
-    _put(table, count.n_frames, ngram_state, node, n)
-    candidates.node[n] = node
-    candidates.state[n] = ngram_state
-    candidates.label[n] = score
-    candidates.label_history[n] = history
-    candidates.blank[n] = _NEVER
-    candidates.blank_history[n] = 0
-    candidates.score[n] = score + ahead
+    _put(table, count.n_frames, new.state, new.node, n)
     return n + 1
 
 @_jit
@@ -299,214 +288,220 @@ def _ask(asked, count, ngram_state, word):
 
 # %% ../../nbs/decoding/04_search.ipynb #c038
 @_jit
-def _end_words(frame, trie, ngram, hyps, candidates, scratch, table, arena, count, options, bound):
+def _end_words(frame, model, state):
     "Complete words with SIL, back to the root; returns the number of candidates. Sets `overflow` if room is lacking."
+    trie, ngram, options = model
+    hyps, paths, candidates, table, arena, _, asked, counters = state
+    count = counters[0]
     n = count.n_hyps
+    sil = frame.scores[SIL]
     ahead = options.lm_weight*trie.nodes[0].ahead
-    most = frame[SIL] + options.word_score + ahead # What a word can add at most: an n-gram probability adds at most 0
+    most = sil + options.word_score + ahead # What a word can add at most: an n-gram probability adds at most 0
     for i in range(count.n_hyps):
-        if scratch.best[i] + most < bound: continue
-        node = trie.nodes[hyps.node[i]]
-        if node.n_words and _lacks_room(count, len(arena.prev), n, node.n_words):
+        if paths[i].score + most < frame.bound: continue
+        node = trie.nodes[hyps[i].node]
+        if node.n_words and _lacks_room(count, len(arena), n, node.n_words):
             count.overflow = 1
             return n
-        for word in trie.words[node.first_word:node.first_word + node.n_words]:
-            log_prob, ngram_state = score_word(ngram, hyps.state[i], word)
+        for k in range(node.first_word, node.first_word + node.n_words):
+            word = trie.words[k]
+            log_prob, ngram_state = score_word(ngram, hyps[i].state, word)
             if ngram_state < 0:
-                _ask(scratch.asked, count, hyps.state[i], word)
+                _ask(asked, count, hyps[i].state, word)
                 continue
-            score = scratch.best[i] + frame[SIL] + options.word_score + options.lm_weight*_LN10*log_prob
-            if score + ahead < bound: continue
-            history = _add_word(arena, count, scratch.best_history[i], word)
-            n = _arrive(candidates, table, arena, count, n, ngram_state, 0, score, ahead, history)
+            score = paths[i].score + sil + options.word_score + options.lm_weight*_LN10*log_prob
+            if score + ahead < frame.bound: continue
+            history = _add_word(arena, count, paths[i].history, word)
+            _begin_at(candidates[n], 0, ngram_state, score, history, score + ahead)
+            n = _arrive(candidates, table, arena, count, n, ahead)
     return n
 
 # %% ../../nbs/decoding/04_search.ipynb #c041
 @_jit
-def _spell(frame, active, trie, hyps, candidates, scratch, table, arena, count, options, bound, n):
+def _spell(frame, model, state, n):
     "Spell on, or begin to; returns the number of candidates. Sets `overflow` if room is lacking."
+    trie, _, options = model
+    hyps, paths, candidates, table, arena, _, _, counters = state
+    count = counters[0]
     ahead = options.lm_weight*trie.nodes[-1].ahead
-    most = frame[1:SIL].max()
+    most = frame.scores[1:SIL].max()
     marker = trie.words[-1] # The word that ends a spelling; its phonemes are numbered after it
     for i in range(count.n_hyps):
-        node = trie.nodes[hyps.node[i]]
-        if node.parent >= 0 or scratch.best[i] + most - options.oov_penalty + ahead < bound: continue
-        if _lacks_room(count, len(arena.prev), n, SIL):
+        node = trie.nodes[hyps[i].node]
+        if node.parent >= 0 or paths[i].score + most - options.oov_penalty + ahead < frame.bound: continue
+        if _lacks_room(count, len(arena), n, SIL):
             count.overflow = 1
             return n
-        bits = active
+        bits = frame.active
         while bits:
             s = lowest_bit(bits)
             bits &= bits - 1 # Clears the lowest bit
             again = s == node.symbol # Then only after a blank
-            score = (hyps.blank[i] if again else scratch.best[i]) + frame[s] - options.oov_penalty
-            if score + ahead < bound or score == _NEVER: continue
-            history = hyps.blank_history[i] if again else scratch.best_history[i]
+            score = (hyps[i].blank if again else paths[i].score) + frame.scores[s] - options.oov_penalty
+            if score + ahead < frame.bound or score == _NEVER: continue
+            history = hyps[i].blank_history if again else paths[i].history
             history = _add_word(arena, count, history, marker + np.int32(s))
-            spelled = np.int32(len(trie.nodes) - SIL + s)
-            n = _arrive(candidates, table, arena, count, n, hyps.state[i], spelled, score, ahead, history)
+            _begin_at(candidates[n], len(trie.nodes) - SIL + s, hyps[i].state, score, history, score + ahead)
+            n = _arrive(candidates, table, arena, count, n, ahead)
     return n
 
 # %% ../../nbs/decoding/04_search.ipynb #c043
 @_jit
-def _move_to_children(frame, active, nodes, hyps, candidates, children, scratch, n_hyps, lm_weight, bound, n):
+def _move_to_children(frame, model, state, n):
     "Move to the active children that are not in the beam; returns the number of candidates."
-    first = n
-    most = frame[1:SIL].max()
-    for i in range(n_hyps):
-        if scratch.best[i] + most < bound: continue
-        node = nodes[hyps.node[i]]
-        bits = node.children & active & ~scratch.expanded[i]
-        if bits == 0 or scratch.best[i] + most + lm_weight*node.ahead < bound: continue
+    scores, active, bound = frame
+    nodes, lm_weight = model.trie.nodes, model.options.lm_weight
+    hyps, paths, candidates = state.hyps, state.paths, state.candidates
+    most = scores[1:SIL].max()
+    for i in range(state.counters[0].n_hyps):
+        best = paths[i].score
+        if best + most < bound: continue
+        node = nodes[hyps[i].node]
+        bits = node.children & active & ~paths[i].taken
+        if bits == 0 or best + most + lm_weight*node.ahead < bound: continue
         while bits:
             s = lowest_bit(bits)
             bits &= bits - 1 # Clears the lowest bit
             again = s == node.symbol # Then only after a blank
-            score = (hyps.blank[i] if again else scratch.best[i]) + frame[s]
+            score = (hyps[i].blank if again else best) + scores[s]
             if score + lm_weight*node.ahead < bound or score == _NEVER: continue
             child = node.first_child + np.int32(count_bits(node.children & ((np.int64(1) << s) - 1)))
             with_ahead = score + lm_weight*nodes[child].ahead
             if with_ahead < bound: continue
-            candidates.score[n] = with_ahead
-            candidates.label[n] = score
-            children.node[n - first] = child
-            children.state[n - first] = hyps.state[i]
-            children.history[n - first] = hyps.blank_history[i] if again else scratch.best_history[i]
+            history = hyps[i].blank_history if again else paths[i].history
+            _begin_at(candidates[n], child, hyps[i].state, score, history, with_ahead)
             n += 1
     return n
 
 # %% ../../nbs/decoding/04_search.ipynb #c046
 @_jit
-def _kth_best(scores, k, room):
-    "The k-th best score, or -inf where there are fewer, by quickselect: np.partition compiles longer."
-    if len(scores) < k: return _NEVER
-    room[:len(scores)] = scores
-    low, high = 0, len(scores) - 1
-    rank = len(scores) - k
+def _kth_largest(x, k):
+    "The k-th largest number, or -inf where there are fewer, by quickselect, which sorts `x` in part."
+    if len(x) < k: return _NEVER
+    low, high = 0, len(x) - 1
+    rank = len(x) - k
     while low < high:
-        pivot = room[(low + high)//2]
+        pivot = x[(low + high)//2]
         i, j = low, high
         while i <= j:
-            while room[i] < pivot: i += 1
-            while room[j] > pivot: j -= 1
+            while x[i] < pivot: i += 1
+            while x[j] > pivot: j -= 1
             if i <= j:
-                room[i], room[j] = room[j], room[i]
+                x[i], x[j] = x[j], x[i]
                 i += 1
                 j -= 1
         if rank <= j: high = j
         elif rank >= i: low = i
         else: break
-    return room[rank]
+    return x[rank] # np.partition compiles longer
 
 @_jit
-def _keep(hyps, k, candidates, i, top):
-    "A candidate becomes a hypothesis as it is; its score is relative to the best one: single precision stays enough."
-    hyps.node[k] = candidates.node[i]
-    hyps.state[k] = candidates.state[i]
-    hyps.label[k] = candidates.label[i] - top
-    hyps.blank[k] = candidates.blank[i] - top
-    hyps.label_history[k] = candidates.label_history[i]
-    hyps.blank_history[k] = candidates.blank_history[i]
+def _kth_best(candidates, n, k, sorting):
+    "The k-th best score of the first n candidates, or -inf where there are fewer."
+    for i in range(n): sorting[i] = candidates[i].score
+    return _kth_largest(sorting[:n], k)
 
 @_jit
-def _keep_child(hyps, k, children, i, label):
-    "A new child becomes a hypothesis; no blank follows it yet."
-    hyps.node[k] = children.node[i]
-    hyps.state[k] = children.state[i]
-    hyps.label[k] = label
-    hyps.blank[k] = _NEVER
-    hyps.label_history[k] = children.history[i]
-    hyps.blank_history[k] = 0
+def _keep(hyp, candidate, top):
+    "A candidate becomes a hypothesis; its scores are relative to the best one: single precision stays enough."
+    hyp.node = candidate.node
+    hyp.state = candidate.state
+    hyp.label = candidate.label - top
+    hyp.blank = candidate.blank - top
+    hyp.label_history = candidate.label_history
+    hyp.blank_history = candidate.blank_history
+    hyp.score = candidate.score - top
 
 @_jit
-def _select(hyps, candidates, children, sorting, n, total, beam, top, bound):
-    "The best candidates above the bound become hypotheses, those from n on are new children; returns how many."
+def _select(state, beam, total, top, bound):
+    "The best candidates above the bound become hypotheses; returns how many."
+    hyps, candidates = state.hyps, state.candidates
     k = 0
-    worst = _kth_best(candidates.score[:total], beam, sorting)
+    worst = _kth_best(candidates, total, beam, state.sorting)
     for ties in range(2): # Those above the worst, then those on it as far as there is room
         for i in range(total):
-            score = candidates.score[i]
+            score = candidates[i].score
             if score < bound or k == beam or (score != worst if ties else score <= worst): continue
-            hyps.score[k] = score - top
-            if i < n: _keep(hyps, k, candidates, i, top)
-            else: _keep_child(hyps, k, children, i - n, candidates.label[i] - top)
+            _keep(hyps[k], candidates[i], top)
             k += 1
         if worst == _NEVER: break
     return k
 
 # %% ../../nbs/decoding/04_search.ipynb #c050
 @_jit
-def _take_blank(hyps, arena, count):
+def _take_blank(state):
     "A frame that is certainly blank."
+    hyps, arena, count = state.hyps, state.arena, state.counters[0]
     for i in range(count.n_hyps):
-        if hyps.label[i] == _NEVER: continue
-        best, history = _better_path(hyps, i, arena, count)
-        hyps.blank[i] = best
-        hyps.blank_history[i] = history
-        hyps.label[i] = _NEVER
+        hyp = hyps[i]
+        if hyp.label == _NEVER: continue
+        hyp.blank, hyp.blank_history = _better_path(hyp, arena, count)
+        hyp.label = _NEVER
 
 @_jit
-def _all_fit(nodes, hyps, n_hyps, beam, spelling):
+def _spells(options):
+    "Whether words are spelled."
+    return options.oov_penalty < np.inf
+
+@_jit
+def _all_fit(model, state):
     "Whether all that a frame can lead to fits into the beam."
+    nodes, hyps, options = model.trie.nodes, state.hyps, model.options
+    n_hyps = state.counters[0].n_hyps
     total = n_hyps
     for i in range(n_hyps):
-        node = nodes[hyps.node[i]]
+        node = nodes[hyps[i].node]
         total += count_bits(node.children) + node.n_words
-        if spelling and node.parent < 0: total += SIL
-        if total > beam: return False
+        if _spells(options) and node.parent < 0: total += SIL
+        if total > options.beam: return False
     return True
 
 # %% ../../nbs/decoding/04_search.ipynb #c054
 @_jit
-def _best_of(scores, start, end, top):
-    "The best of `top` and some scores."
-    for i in range(start, end): top = max(top, scores[i])
+def _best_of(candidates, start, end, top):
+    "The best of `top` and some candidates' scores."
+    for i in range(start, end): top = max(top, candidates[i].score)
     return top
 
 @_jit
-def _search_frame(frame, model, options, state):
+def _search_frame(scores, model, state):
     "One frame; returns whether it is done, or else leaves the hypotheses as they were."
-    nodes = model.trie.nodes
-    hyps, candidates, children, table, scratch, arena, counters = state
-    count = counters[0]
-    lm_weight = options.lm_weight
-    spelling = options.oov_penalty < np.inf
+    options = model.options
+    candidates, sorting, count = state.candidates, state.sorting, state.counters[0]
     n_entries = count.n_entries
     count.n_frames += 1
-    fits = _all_fit(nodes, hyps, count.n_hyps, options.beam, spelling)
+    fits = _all_fit(model, state)
     limit = np.float32(np.inf) if fits else options.threshold
     if not fits: count.n_cut += 1
-    top = _stay(frame, nodes, hyps, candidates, scratch, arena, count, lm_weight)
-    bound = max(top - limit, _kth_best(candidates.score[:count.n_hyps], options.beam, scratch.sorting))
-    least = _kth_best(frame[1:], options.top_k, scratch.sorting) if options.top_k else _NEVER
-    active = _active(frame, max(bound, least))
-    top = _from_parents(frame, active, nodes, hyps, candidates, scratch, table, arena, count, lm_weight, top)
-    bound = max(bound, top - limit)
-    n = count.n_hyps
-    if frame[SIL] >= least:
-        n = _end_words(frame, model.trie, model.ngram, hyps, candidates, scratch, table, arena, count, options, bound)
-    if spelling and not count.overflow:
-        n = _spell(frame, active, model.trie, hyps, candidates, scratch, table, arena, count, options, bound, n)
+    top = _stay(scores, model, state)
+    bound = max(top - limit, _kth_best(candidates, count.n_hyps, options.beam, sorting))
+    least = _NEVER
+    if options.top_k:
+        sorting[:SIL] = scores[1:]
+        least = _kth_largest(sorting[:SIL], options.top_k)
+    active = _active(scores, max(bound, least))
+    top = _from_parents(Frame(scores, active, bound), model, state, top)
+    frame = Frame(scores, active, max(bound, top - limit))
+    n = _end_words(frame, model, state) if scores[SIL] >= least else count.n_hyps
+    if _spells(options) and not count.overflow: n = _spell(frame, model, state, n)
     if count.overflow or count.n_asked:
         count.n_entries = n_entries
         return False
-    top = _best_of(candidates.score, count.n_hyps, n, top)
-    bound = max(bound, top - limit)
-    total = _move_to_children(frame, active, nodes, hyps, candidates, children, scratch, count.n_hyps, lm_weight,
-                              bound, n)
-    top = _best_of(candidates.score, n, total, top)
+    top = _best_of(candidates, count.n_hyps, n, top)
+    total = _move_to_children(Frame(scores, active, max(frame.bound, top - limit)), model, state, n)
+    top = _best_of(candidates, n, total, top)
     count.n_candidates += total
-    count.n_hyps = _select(hyps, candidates, children, scratch.sorting, n, total, options.beam, top, top - limit)
+    count.n_hyps = _select(state, options.beam, total, top, top - limit)
     return True
 
 @_jit
-def _search_frames(scores, skip, t, model, options, state):
+def _search_frames(scores, skip, t, model, state):
     "Search on from frame t; returns the frame where it stopped: at the end, or where something must be provided."
     count = state.counters[0]
     while t < len(scores):
-        if len(state.arena.prev) < count.n_entries + 2*(options.beam + count.room): break
-        if skip[t]: _take_blank(state.hyps, state.arena, count)
-        elif not _search_frame(scores[t], model, options, state): break
+        if len(state.arena) < count.n_entries + 2*(model.options.beam + count.room): break
+        if skip[t]: _take_blank(state)
+        elif not _search_frame(scores[t], model, state): break
         t += 1
     return t
 
@@ -541,33 +536,35 @@ def _walk(arena, starts, scores, n_texts, max_steps):
                         tail = rest[tail]
                     first.append(len(words))
                 break
-            if arena.word[entry] < 0: # A merge: the other history later, at its cost
-                heapq.heappush(heap, (cost - arena.score_gap[entry], arena.alt[entry], tail))
+            here = arena[entry]
+            if here.word < 0: # A merge: the other history later, at its cost
+                heapq.heappush(heap, (cost - here.score_gap, here.alt, tail))
             else:
-                word.append(arena.word[entry])
+                word.append(here.word)
                 rest.append(tail)
-                text.append(text[tail] + (arena.word[entry] + 1)*power[tail])
+                text.append(text[tail] + (here.word + 1)*power[tail])
                 power.append(power[tail]*_TEXT_BASE)
                 tail = len(word) - 1
-            entry = arena.prev[entry]
+            entry = here.prev
     return np.array(words, dtype=np.int64), np.array(first, dtype=np.int64)
 
 # %% ../../nbs/decoding/04_search.ipynb #c062
 @_jit
-def _complete(hyps, scratch, count, ngram, lm_weight):
+def _complete(model, state):
     "Scores of the complete hypotheses with the sentence's end, and their histories."
-    end = len(ngram.word_ids) - 1
+    hyps, count = state.hyps, state.counters[0]
+    end = len(model.ngram.word_ids) - 1
     scores = np.empty(2*count.n_hyps, np.float32)
     starts = np.empty(2*count.n_hyps, np.int32)
     k = 0
     for i in range(count.n_hyps):
-        if hyps.node[i] != 0: continue
-        log_prob, ngram_state = score_word(ngram, hyps.state[i], end)
-        if ngram_state < 0: _ask(scratch.asked, count, hyps.state[i], end)
-        both = (hyps.label[i], hyps.label_history[i]), (hyps.blank[i], hyps.blank_history[i])
-        for score, history in both:
+        hyp = hyps[i]
+        if hyp.node != 0: continue
+        log_prob, ngram_state = score_word(model.ngram, hyp.state, end)
+        if ngram_state < 0: _ask(state.asked, count, hyp.state, end)
+        for score, history in ((hyp.label, hyp.label_history), (hyp.blank, hyp.blank_history)):
             if score == _NEVER: continue
-            scores[k] = score + lm_weight*_LN10*log_prob
+            scores[k] = score + model.options.lm_weight*_LN10*log_prob
             starts[k] = history
             k += 1
     return scores[:k], starts[:k]
@@ -585,23 +582,22 @@ def _best_text(arena, history):
     words = [np.int64(0)]
     words.clear()
     while history > 0:
-        if arena.word[history] >= 0: words.append(np.int64(arena.word[history]))
-        history = arena.prev[history]
+        if arena[history].word >= 0: words.append(np.int64(arena[history].word))
+        history = arena[history].prev
     return np.array(words, dtype=np.int64)[::-1].copy()
 
 def _words_of(state: State, i: int) -> np.ndarray:
     "The best words of a hypothesis."
-    hyps = state.hyps
-    history = hyps.label_history if hyps.label[i] > hyps.blank[i] else hyps.blank_history
-    return _best_text(state.arena, history[i])
+    hyp = state.hyps[i]
+    return _best_text(state.arena, hyp['label_history'] if hyp['label'] > hyp['blank'] else hyp['blank_history'])
 
 def _unfinished(trie: Trie, state: State, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
     "Texts of hypotheses that are all in the middle of a word: as many as wanted, and all of a hypothesis."
     hyps = state.hyps
     n = state.counters['n_hyps'][0]
     found = {} # Used as an ordered set
-    for i in np.argsort(-hyps.score[:n], kind='stable'):
-        node = trie.nodes[hyps.node[i]]
+    for i in np.argsort(-hyps['score'][:n], kind='stable'):
+        node = trie.nodes[hyps['node'][i]]
         words = _words_of(state, i)
         for w in trie.words[node['first_word']:node['first_word'] + node['n_words']]:
             found.setdefault((*words, w))
@@ -612,13 +608,13 @@ def _unfinished(trie: Trie, state: State, n_texts: int) -> tuple[np.ndarray, np.
 
 # %% ../../nbs/decoding/04_search.ipynb #c302
 def _add(
-    hyps: Hyps,        # Changed in place
+    hyps: np.ndarray,  # Changed in place
     added: np.ndarray, # To the scores of each hypothesis [n]
 ) -> None:
     "Change the hypotheses' scores, which stay relative to the best one."
     n = len(added)
-    added = (added - (hyps.score[:n] + added).max()).astype(np.float32)
-    for scores in (hyps.label, hyps.blank, hyps.score): scores[:n] += added
+    added = (added - (hyps['score'][:n] + added).max()).astype(np.float32)
+    for name in ('label', 'blank', 'score'): hyps[name][:n] += added
 
 # %% ../../nbs/decoding/04_search.ipynb #c070
 _ARENA_SIZE = 1 << 14 # At the beginning
@@ -640,7 +636,7 @@ class _FrameSearch:
                                np.float32(oov_penalty), top_k)
         self.n_frames = 0 # Of the trial
         counters = np.zeros(1, _COUNTERS)
-        self._make_buffers(256 + beam, _empty_hyps(beam), _empty_arena(_ARENA_SIZE), counters)
+        self._make_buffers(256 + beam, np.zeros(beam, _HYP), np.zeros(_ARENA_SIZE, _ENTRY), counters)
 
     def start(self,
         threshold: float, # Hypotheses that are this much worse than the best one are dropped
@@ -654,7 +650,7 @@ class _FrameSearch:
     def best_words(self) -> np.ndarray: # Word ids
         "The best hypothesis so far, without the word that it is in."
         n = self.state.counters['n_hyps'][0]
-        return _words_of(self.state, int(self.state.hyps.score[:n].argmax()))
+        return _words_of(self.state, int(self.state.hyps['score'][:n].argmax()))
 
     @property
     def was_cut(self) -> bool:
@@ -671,7 +667,7 @@ class _FrameSearch:
         "Search on through some frames without a fusion."
         t = 0
         while True:
-            t = _search_frames(scores, skip, t, self._model(), self.options, self.state)
+            t = _search_frames(scores, skip, t, self._model(), self.state)
             if t == len(scores): break
             self._provide()
         self.n_frames += len(scores)
@@ -679,21 +675,19 @@ class _FrameSearch:
     def _completed(self) -> tuple[np.ndarray, np.ndarray]:
         "Scores of the hypotheses that end with a word, and where their histories begin."
         while True:
-            state = self.state
-            completed = _complete(state.hyps, state.scratch, state.counters[0], self.scorer.view,
-                                  self.options.lm_weight)
+            completed = _complete(self._model(), self.state)
             if not self.state.counters['n_asked'][0]: return completed
             self._provide()
 
     def _held(self) -> np.ndarray:
         "The scorer's states of the hypotheses."
-        return self.state.hyps.state[:self.state.counters['n_hyps'][0]]
+        return self.state.hyps['state'][:self.state.counters['n_hyps'][0]].copy()
 
     def _model(self) -> Model:
         "The model as it is now: KenLM's answers grow."
-        return Model(self.trie, self.scorer.view)
+        return Model(self.trie, self.scorer.view, self.options)
 
-    def _make_buffers(self, room: int, hyps: Hyps, arena: Arena, counters: np.ndarray) -> None:
+    def _make_buffers(self, room: int, hyps: np.ndarray, arena: np.ndarray, counters: np.ndarray) -> None:
         "Buffers for frames in which up to `room` words may end; hypotheses and histories stay."
         branch = int(np.bitwise_count(self.trie.nodes['children']).max())
         self.state = _new_state(self.options.beam, branch, room, hyps, arena, counters)
@@ -702,7 +696,7 @@ class _FrameSearch:
         "What the compiled search stopped for: n-gram scores, or room."
         state = self.state
         count = state.counters[0]
-        if count['n_asked']: self.scorer.resolve(state.scratch.asked[:count['n_asked']])
+        if count['n_asked']: self.scorer.resolve(state.asked[:count['n_asked']])
         count['n_asked'] = 0
         if count['overflow']: self._make_buffers(4*int(count['room']), state.hyps, state.arena, state.counters)
         size = int(count['n_entries'] + 2*(self.options.beam + count['room']))
@@ -733,7 +727,7 @@ class Search(_FrameSearch):
     ) -> tuple[np.ndarray, np.ndarray]: # Word ids of the texts, concatenated, and where each begins
         "The best distinct texts of the trial, about in the order of their scores."
         if self.fused:
-            complete = self.state.hyps.node[:len(self._held())] == 0
+            complete = self.state.hyps['node'][:len(self._held())] == 0
             _add(self.state.hyps, fuse_at_end(self.fused, self._held()[complete], self._held()))
         scores, starts = self._completed()
         if len(scores) == 0: return _unfinished(self.trie, self.state, n_texts)
@@ -743,7 +737,7 @@ class Search(_FrameSearch):
         n_texts: int, # How many
     ) -> tuple[np.ndarray, np.ndarray]: # As from `texts`
         "The best distinct texts of all hypotheses, without the words that these are in."
-        order = np.argsort(-self.state.hyps.score[:len(self._held())], kind='stable')
+        order = np.argsort(-self.state.hyps['score'][:len(self._held())], kind='stable')
         texts = dict.fromkeys(tuple(_words_of(self.state, i).tolist()) for i in order)
         start, words = flatten(list(texts)[:n_texts])
         return words, start
