@@ -25,7 +25,7 @@ from .histories import Fusion, HistoryScorer
 from .lexicon import Lexicon, Trie, build_trie, flatten, spellings_of, with_spelling
 from .nbest import Fused, Hypothesis
 from .scorers import AutomatonScorer, KenLMScorer, score_word
-from .search import Search
+from .search import FusedSearch, Search
 from ..devices.machine import n_cores
 from ..lm.automaton import Automaton, check_words, is_arpa
 from ..lm.ngram import LN10, NGram
@@ -307,7 +307,7 @@ def _found_texts(
     complete ones, the words of hypotheses in the middle of a word are among them, up to there; with a fusion they are
     not, since its model has not scored them."""
     texts = search.texts(2*n_best)
-    if len(texts[1]) > n_best or search.fused: return texts
+    if len(texts[1]) > n_best or isinstance(search, FusedSearch): return texts
     return _distinct(texts, search.begun_texts(2*n_best))
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c302
@@ -320,7 +320,7 @@ def _new_search(
     penalty = math.inf if d.oov_penalty is None else d.lm_weight*d.oov_penalty
     if d.fusion is None: return Search(d.trie, scorer, d.beam, d.lm_weight, d.word_score, penalty, d.top_k or 0)
     histories = HistoryScorer(scorer, d.words, d.lm_weight, d.fusion)
-    return Search(d.trie, histories, d.beam, histories.weight, d.word_score, penalty, d.top_k or 0)
+    return FusedSearch(d.trie, histories, d.beam, histories.weight, d.word_score, penalty, d.top_k or 0)
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c317
 _ENOUGH = 10 # Sentences of a trial for which its frames are not searched again
