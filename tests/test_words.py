@@ -216,7 +216,7 @@ def test_methods_name_their_source():
 def prose_breaks(text):
     "Lines of a Markdown paragraph or item, each with the line after it."
     text = re.sub(r'```.*?```|\$\$.*?\$\$', '', text, flags=re.S)
-    other = re.compile(r'    |\s*([|#<>]|!\[|\[[^]]+\]: )|\s*$')
+    other = re.compile(r'    |\s*([|#<>]|\[?!\[|\[[^]]+\]: )|\s*$')
     for line, following in pairwise(text.split('\n')):
         is_item = re.match(r'\s*([-*+]|\d+\.)\s', following)
         if not other.match(line) and not other.match(following) and not is_item: yield line, following
@@ -230,5 +230,5 @@ def test_prose_is_not_broken_inside_a_clause():
         texts = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown']
         found += [f'{path.stem}: {line}' for text in texts for line, following in prose_breaks(text)
                   if len(line) < 100 and len(line) + 1 + len(following.split()[0]) <= 120
-                  and not re.search(r'[.:;!?,…)—–\\]["”’*_`)]*$|  $', line)]
+                  and not re.search(r'[.:;!?…\\]["”’*_`)]*$|  $', line)]
     assert not found, '\n'.join(found)
