@@ -2,6 +2,7 @@
 
 No framework is imported but the one that a room is about, and one clear sentence tells where that is missing."""
 import ast
+import importlib
 import json
 import os
 import re
@@ -300,6 +301,37 @@ def test_notebooks_out_of_order_are_found(tmp_path, name, found):
     write('01_metrics', '#| default_exp metrics.__init__')
     write(name, '#| default_exp core.files', '%matplotlib inline\nfrom b2t_kaggle.metrics import edit_distance')
     assert list(out_of_order(tmp_path)) == [(f'{name}.ipynb', '01_metrics.ipynb')] * found
+
+
+def test_a_number_is_given_once_in_a_folder():
+    numbered = [(path.parent, number(path)) for path in sorted((ROOT/'nbs').rglob('[0-9]*.ipynb'))
+                if path.parent.name not in ('.ipynb_checkpoints', 'stages')]
+    assert len(numbered) == len(set(numbered))
+
+
+def test_the_root_has_few_doors():
+    doors = {path.name for path in (ROOT/'b2t_kaggle').iterdir() if path.suffix in ('', '.py')} - {'__pycache__'}
+    assert len(doors - {'_modidx.py'}) <= 17
+
+
+@pytest.mark.parametrize('old, new', sorted(b2t_kaggle._MOVED.items()))
+def test_a_module_that_moved_goes_on_under_its_old_name(old, new):
+    first, second = (load_module(f'b2t_kaggle.{name}') for name in (old, new))
+    assert first is second and first.__spec__.name == f'b2t_kaggle.{new}'
+
+
+def load_module(name):
+    "A module, or None where a package that it needs is not installed."
+    try: return importlib.import_module(name)
+    except ImportError as e: pytest.skip(str(e))
+
+
+def test_modules_of_a_room_that_moved_go_on():
+    code = 'import b2t_kaggle.encoders.gru as old, b2t_kaggle.config.encoders.gru as new; print(old is new)'
+    assert process(code).stdout == 'True\n'
+    code = 'from b2t_kaggle import submission as old; import b2t_kaggle.pipeline.submission as new; print(old is new)'
+    assert process(code).stdout == 'True\n'
+    assert "No module named 'b2t_kaggle.filez'" in process('import b2t_kaggle.filez').stderr
 
 
 # The front door: `from b2t_kaggle import …`
