@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.decoding.nbest import Hypothesis, read_nbest, write_nbest
+from b2t_kaggle.decoding.nbest import Hypothesis, LLMHypothesis, read_nbest, write_nbest
 from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.metrics import word_error_rate, word_errors
 from b2t_kaggle.rescoring import mixture
 from b2t_kaggle.rescoring.mixture import (
-    Rescored,
     Weights,
     augment_nbest,
     cross_validate,
@@ -61,7 +60,7 @@ def make(n=60, seed=0, n_hyps=8):
             ngram = -wrong + rng.normal(0, 2) - rng.integers(0, 30)
             llm = -3*wrong + rng.normal(0, 4)
             n_tokens = len(text) + int(rng.integers(4))
-            hyps.append(Rescored(' '.join(text), acoustic, ngram, len(text), 0.3*acoustic + ngram, llm, n_tokens))
+            hyps.append(LLMHypothesis(' '.join(text), acoustic, ngram, len(text), 0.3*acoustic + ngram, llm, n_tokens))
         nbest.append(hyps)
         references.append(' '.join(truth))
     return nbest, references
@@ -196,9 +195,9 @@ def test_lists_of_different_number_of_words_and_rescored_files(tmp_path):
     long = Hypothesis('c d e', -1., -1., 3, -2.)
     assert augment_nbest([short, long]) == [short, long] and augment_nbest([]) == []
     file = tmp_path/'nbest.jsonl'
-    write_nbest(file, interpolate([[Rescored(**vars(short), llm=-3.)]], Weights()))
+    write_nbest(file, interpolate([[LLMHypothesis(**vars(short), llm=-3.)]], Weights()))
     text = file.read_text()
     assert '"llm": -3.0' in text
     # As it was written before there were a length penalty and checksums
     file.write_text(re.sub(r', "(n_tokens|crc32)": \d+', '', text))
-    assert text != file.read_text() and read_nbest(file, Rescored)[0][0].llm == -3
+    assert text != file.read_text() and read_nbest(file)[0][0].llm == -3

@@ -20,6 +20,7 @@ from tiny_models import tiny_lm
 
 from b2t_kaggle.decoding import server
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
+from b2t_kaggle.decoding.nbest import LLMHypothesis
 from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, serve
 from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.devices.processes import tied
@@ -27,7 +28,7 @@ from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.lm.causal import load_lm, score_sentences, token_sequences
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.phonemes import BLANK, to_class_ids, to_lm_order
-from b2t_kaggle.rescoring.mixture import Rescored, Weights
+from b2t_kaggle.rescoring.mixture import Weights
 from b2t_kaggle.rescoring.online import LLMRescorer, llm_scorer
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
@@ -331,7 +332,7 @@ def test_llm(decoder, plain):
     def rescore(hyps, context):
         asked.append(context)
         if context == 'fail': raise MemoryError('no room')
-        return [Rescored(**vars(h), llm=-float(len(h.text))) for h in hyps]
+        return [LLMHypothesis(**vars(h), llm=-float(len(h.text))) for h in hyps]
     logits = logits_of('i see', 2, sharp=4)
     rescorer = LLMRescorer(rescore, decoder, Weights(acoustic_scale=0.5, alpha=0.3, word_score=1.0), n_augment=0)
     with serving(decoder, plain, rescorer=rescorer) as r:
@@ -388,7 +389,7 @@ def test_a_causal_language_model(decoder, plain, tmp_path):
 def test_exchanged_words(decoder, plain):
     "How many candidates exchange words, and what that costs, is the client's choice, from the next trial on."
     logits = logits_of('it is good to see you', 1, sharp=4)
-    def zeros(hyps, context): return [Rescored(**vars(h)) for h in hyps]
+    def zeros(hyps, context): return [LLMHypothesis(**vars(h)) for h in hyps]
     with serving(decoder, plain, rescorer=LLMRescorer(zeros, decoder)) as r:
         client = OfficialClient(r)
         nbest = {row[0]: row for row in offline(decoder, logits)}
@@ -489,7 +490,7 @@ def rescore_that_waits(asked: threading.Event, go: threading.Event):
     def rescore(hyps, context):
         asked.set()
         assert go.wait(LIMIT)
-        return [Rescored(**vars(h)) for h in hyps]
+        return [LLMHypothesis(**vars(h)) for h in hyps]
     return rescore
 
 

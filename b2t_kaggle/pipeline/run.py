@@ -415,9 +415,7 @@ class Run(_Keyed):
                                 'infer.logits, too')
         from b2t_kaggle.decoding.nbest import read_nbest
         path = self.nbest_path(split, stage)
-        if (stage or list_stage(self.cfg)) != 'rescore': return read_nbest(path)
-        from b2t_kaggle.rescoring.mixture import Rescored
-        return read_nbest(path, Rescored)
+        return read_nbest(path)
 
 # %% ../../nbs/pipeline/06_run.ipynb #c026
 def near_runs(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tqdm import tqdm
 
-from ..decoding.nbest import Hypothesis
-from .mixture import Rescored, Weights, interpolate
+from ..decoding.nbest import Hypothesis, LLMHypothesis
+from .mixture import Weights, interpolate
 from ..training.budget import in_time
 
 # %% ../../nbs/rescoring/03_deadline.ipynb #c005
@@ -26,7 +26,7 @@ def interleave_splits(
     return [(split, part) for _, split, part in sorted(parts)]
 
 # %% ../../nbs/rescoring/03_deadline.ipynb #c007
-Lists = dict[str, dict[int, list[Rescored]]] # By split and trial
+Lists = dict[str, dict[int, list[LLMHypothesis]]] # By split and trial
 
 def score_in_time(
     nbest: Mapping[str, Sequence[Sequence[Hypothesis]]], # Of each trial of each split
@@ -46,9 +46,10 @@ def score_in_time(
 
 def rank_in_time(
     nbest: Sequence[Sequence[Hypothesis]], # Of each trial
-    scored: Mapping[int, list[Rescored]],  # Of those that were scored
+    scored: Mapping[int, list[LLMHypothesis]],  # Of those that were scored
     weights: Weights,
-) -> list[list[Rescored]]:
+) -> list[list[LLMHypothesis]]:
     "Lists ranked by interpolated scores; those without scores as the search ranked them."
     ranked = dict(zip(scored, interpolate(list(scored.values()), weights)))
-    return [ranked.get(i) or [Rescored(**vars(h)) for h in hyps] for i, hyps in enumerate(nbest)]
+    return [ranked.get(i) or [LLMHypothesis(**vars(h) | dict(n_tokens=0)) for h in hyps]
+            for i, hyps in enumerate(nbest)]

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..decoding.decoder import LexiconBeamDecoder
-from ..decoding.nbest import Hypothesis
+from ..decoding.nbest import Hypothesis, LLMHypothesis
 from ..decoding.server import Settings
-from .mixture import Rescored, Weights, augment_nbest, interpolate, score_nbest
+from .mixture import Weights, augment_nbest, interpolate, llm_score, score_nbest
 
 # %% ../../nbs/rescoring/02_online.ipynb #c006
-Scorer = Callable[[list[Hypothesis], str], list[Rescored]] # Candidates and the text before -> the same with LLM scores
+Scorer = Callable[[list[Hypothesis], str], list[LLMHypothesis]] # Candidates, text before -> the same, scored
 
 def llm_scorer(
     model,             # A causal language model, from `b2t_kaggle.lm.causal.load_lm`
@@ -58,4 +58,4 @@ class LLMRescorer:
         mixed, = interpolate([self.score(hyps, context)], weights)
         if wrong := [h for h in mixed if math.isnan(h.total)]:
             raise ValueError(f'{wrong[0].text!r} has the LLM score {wrong[0].llm}')
-        return [(h, h.llm - settings.length_penalty*h.n_tokens) for h in mixed]
+        return [(h, llm_score(h, settings.length_penalty)) for h in mixed]
