@@ -23,7 +23,7 @@ from ..core.jit import njit
 from .acoustic import Pronunciations, acoustic_scores, pronunciations, word_spans
 from .histories import Fusion, HistoryScorer
 from .lexicon import Lexicon, Trie, build_trie, flatten, spellings_of, with_spelling
-from .nbest import Fused, Hypothesis
+from .nbest import Hypothesis, LLMHypothesis
 from .scorers import AutomatonScorer, KenLMScorer, score_word
 from .search import FusedSearch, Search
 from ..devices.machine import n_cores
@@ -193,7 +193,7 @@ def _ngram_of(asked: AutomatonScorer | NGram, words: np.ndarray, starts: np.ndar
     return asked.scores(texts)
 
 def _best_first(
-    kind: type[Hypothesis],   # `Hypothesis`, or `Fused`
+    kind: type[Hypothesis],   # `Hypothesis`, or `LLMHypothesis`
     texts: list[str],         # Sentences [n]
     total: np.ndarray,        # Their scores [n]
     scores: list[np.ndarray], # What a hypothesis has behind its text, each [n]
@@ -248,7 +248,7 @@ class _SentenceScorer:
         starts: np.ndarray,    # Text i is words[starts[i]:starts[i + 1]]
         llm: np.ndarray | None = None, # What a fusion says of each text, from `Search.llm_scores`
         llm_weight: float = 0.0,       # Its weight
-    ) -> list[Hypothesis]:     # Up to `nbest`; `Fused` where there is a fusion
+    ) -> list[Hypothesis]:     # Up to `nbest`; `LLMHypothesis` where there is a fusion
         "Sentences, scored by definition, the best ones first."
         spelled = []
         if self.oov_penalty is not None: words, starts, spelled = _join_spellings(words, starts, len(self.words))
@@ -263,7 +263,7 @@ class _SentenceScorer:
         total = self.acoustic_scale*acoustic + self.lm_weight*ngram + self.word_score*n_words
         if llm is not None: total = total + llm_weight*llm
         scores = [acoustic, ngram, n_words, total] + ([] if llm is None else [llm])
-        return _best_first(Hypothesis if llm is None else Fused, texts, total, scores, self.nbest)
+        return _best_first(Hypothesis if llm is None else LLMHypothesis, texts, total, scores, self.nbest)
 
     def word_frames(self,
         log_probs: np.ndarray,  # Log-probabilities of the trial [T', 41]

@@ -12,6 +12,7 @@ from functools import cache
 from math import ceil, gcd
 
 import numpy as np
+import torch
 
 # %% ../../../nbs/pytorch/audio/00_sound.ipynb #c005
 class AudioError(RuntimeError):
@@ -61,10 +62,6 @@ def resample(
     return out
 
 # %% ../../../nbs/pytorch/audio/00_sound.ipynb #c010
-def _mel_to_hertz(mel: np.ndarray) -> np.ndarray:
-    "Slaney's scale: 15 mel are 1,000 Hz, from there on 27 mel are a factor of 6.4."
-    return np.where(mel < 15, mel*200/3, 1000*np.exp(np.log(6.4)/27*(mel - 15)))
-
 @cache
 def mel_filters(
     n_fft: int,       # Samples of a window
@@ -72,26 +69,19 @@ def mel_filters(
     rate: int = 16000,# Samples a second
 ) -> np.ndarray:
     "Triangular filters on Slaney's mel scale (1998) `[n_mels, n_fft//2 + 1]`, float64, up to half the rate."
-    top = 15 + 27*np.log(rate/2/1000)/np.log(6.4)
-    edges = _mel_to_hertz(np.linspace(0, top, n_mels + 2))
-    hertz = np.linspace(0, rate/2, n_fft//2 + 1)
-    rising = (hertz - edges[:-2, None])/np.diff(edges)[:-1, None]
-    falling = (edges[2:, None] - hertz)/np.diff(edges)[1:, None]
-    return np.maximum(0, np.minimum(rising, falling))*2/(edges[2:] - edges[:-2])[:, None]
+    from transformers.audio_utils import mel_filter_bank
+    return mel_filter_bank(n_fft//2 + 1, n_mels, 0., rate/2, rate, norm='slaney', mel_scale='slaney').T
 
 # %% ../../../nbs/pytorch/audio/00_sound.ipynb #c011
-@cache
-def _hann(n: int) -> np.ndarray: return 0.5 - 0.5*np.cos(2*np.pi*np.arange(n)/n)
-
 def stft(
     samples: np.ndarray, # `[n]`
     n_fft: int,          # Samples of a window
     hop: int,            # Samples from frame to frame
 ) -> np.ndarray:
     "Spectrum of each frame, complex `[1 + n//hop, n_fft//2 + 1]`; frames are centred, the ends reflected."
-    padded = np.pad(np.asarray(samples, np.float64), n_fft//2, mode='reflect')
-    frames = np.lib.stride_tricks.sliding_window_view(padded, n_fft)[::hop]
-    return np.fft.rfft(frames*_hann(n_fft))
+    window = torch.hann_window(n_fft, dtype=torch.float64)
+    x = torch.as_tensor(samples, dtype=torch.float64)
+    return torch.stft(x, n_fft, hop, window=window, pad_mode='reflect', return_complex=True).T.numpy()
 
 def inverse_stft(
     spectrum: np.ndarray, # From `stft` `[T, n_fft//2 + 1]`
@@ -100,13 +90,8 @@ def inverse_stft(
     n: int,               # Samples wanted
 ) -> np.ndarray:
     "The sound `[n]` whose spectrum is nearest (Griffin and Lim, 1984, equation 6)."
-    window = _hann(n_fft)
-    total = np.zeros(max(hop*(len(spectrum) - 1), n) + n_fft)
-    weight = np.zeros_like(total)
-    for i, frame in enumerate(np.fft.irfft(spectrum, n_fft)*window):
-        total[i*hop:i*hop + n_fft] += frame
-        weight[i*hop:i*hop + n_fft] += window**2
-    return (total/np.maximum(weight, 1e-8))[n_fft//2:n_fft//2 + n]
+    window = torch.hann_window(n_fft, dtype=torch.float64)
+    return torch.istft(torch.as_tensor(spectrum).T, n_fft, hop, window=window, length=n).numpy()
 
 # %% ../../../nbs/pytorch/audio/00_sound.ipynb #c014
 _QUIETEST = 1e-10 # Power of silence
