@@ -272,9 +272,9 @@ class JointStore:
     sessions: list[str]
     n_features: int
     dtype: np.dtype
-    n_bins: np.ndarray
-    n_labels: np.ndarray
-    day: np.ndarray
+    n_bins: np.ndarray   # Of each trial [N]
+    n_labels: np.ndarray # Of each trial [N]
+    day: np.ndarray      # Of each trial [N]
 
     def __init__(self,
         stores: Sequence[TrialStore], # Of the same sessions, features and stored type

@@ -23,7 +23,7 @@ class Pronunciations(NamedTuple):
     "The spellings of words as flat arrays."
     first: np.ndarray   # Word w has the pronunciations first[w] … first[w + 1] - 1 [W + 1]
     start: np.ndarray   # Pronunciation p has the classes symbols[start[p]:start[p + 1]] [P + 1]
-    symbols: np.ndarray
+    symbols: np.ndarray # Classes of all pronunciations [S]
 
 def pronunciations(
     spellings: list[list[tuple[int, ...]]], # Of each word, from `spellings_of` [W]
@@ -37,7 +37,7 @@ class SpellingGraph(NamedTuple):
     "The graph that spells a sentence; node 0 is before the first word, the last one is the SIL of the last word."
     symbol: np.ndarray # Class of each node [N]
     first: np.ndarray  # Node i has the predecessors before[first[i]:first[i + 1]] [N + 1]
-    before: np.ndarray
+    before: np.ndarray # Predecessors of all nodes [A]
     sil: np.ndarray    # The node of each word's SIL, and node 0 in front [n_words + 1]
 
 @_jit

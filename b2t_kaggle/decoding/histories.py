@@ -47,7 +47,7 @@ class Fusion(Protocol):
 
 # %% ../../nbs/decoding/02_histories.ipynb #c010
 class Histories(NamedTuple):
-    "Word histories, one entry each; entry 0 is the empty one."
+    "Word histories, one entry each, in arrays [H]; entry 0 is the empty one."
     parent: np.ndarray # The history without the last word
     word: np.ndarray   # The last word
     state: np.ndarray  # The n-gram's state after it

@@ -71,7 +71,7 @@ _NODE = np.dtype([
 class Trie(NamedTuple):
     "A phoneme trie; node 0 is the root, whose symbol is SIL, because a word's end enters it."
     nodes: np.ndarray # Records: children, first_child, parent, first_word, n_words, symbol, ahead [N]
-    words: np.ndarray # Ids of the words that end at each node: first_word … first_word + n_words - 1
+    words: np.ndarray # Ids of the words that end at each node: first_word … first_word + n_words - 1 [E]
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c016
 _ONE_INT = types.int64(types.int64) # The type of both: int64 -> int64

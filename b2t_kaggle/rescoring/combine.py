@@ -68,8 +68,8 @@ class Candidates(NamedTuple):
     texts: list[str]          # Normalised as the metric does [N]
     distance: np.ndarray      # Word edits between each two [N, N]
     rows: list[list[str]]     # From `word_network`
-    entries: list[np.ndarray] # For each system, the numbers of the sentences in its list
-    totals: list[np.ndarray]  # For each system, the scores of these
+    entries: list[np.ndarray] # For each system, the numbers of the sentences in its list [n]
+    totals: list[np.ndarray]  # For each system, the scores of these [n]
 
 def word_distances(
     texts: Sequence[str], # N sentences

@@ -45,7 +45,7 @@ class StepResult:
     rates: dict[str, float] # Learning rates
     fetch: Callable[[], tuple[np.ndarray, float]] # Brings losses `[B]` and the gradient's norm to the host
     is_scaled: bool = False # Whether the loss was scaled, because gradients are computed in float16
-    fetch_terms: Callable[[], dict[str, np.ndarray]] = dict # Brings parts of the losses with a curve of their own
+    fetch_terms: Callable[[], dict[str, np.ndarray]] = dict # Brings parts of losses `[B]`, and norms
 
     @cached_property
     def _fetched(self) -> tuple[np.ndarray, float]: return self.fetch()

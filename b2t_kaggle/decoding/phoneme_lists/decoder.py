@@ -50,7 +50,7 @@ _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads m
 class ConfusionModel:
     "Weights that `fit_confusions` learns."
     slots: np.ndarray         # Weights of the slots' classes [N_WEIGHTS]
-    gaps: np.ndarray          # The same for gaps
+    gaps: np.ndarray          # The same for gaps [N_WEIGHTS]
     lm_weight: float = 1.0    # Weight of the n-gram's score beside the network's
     word_score: float = 0.0   # Added per word
     sharpness: float = 1.0    # Of the sentences' probabilities: exp(sharpness · total)

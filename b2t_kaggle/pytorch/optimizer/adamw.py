@@ -31,7 +31,7 @@ def new_state(
 
 class RunOptimizer:
     "Base of the optimisers of a run: a state of tensors by name."
-    state: dict[str, dict[str, Tensor]]
+    state: dict[str, dict[str, Tensor]] # Of each parameter: moments `[…]` by name, of its shape
     scaler: torch.amp.GradScaler | None = None # Of the loss, in float16
 
     def unscale(self,

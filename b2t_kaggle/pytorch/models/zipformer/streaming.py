@@ -19,7 +19,7 @@ from .encoder import Zipformer2
 class ChunkState:
     "State of the stream of a batch of trials."
     waiting: Tensor      # Frames that wait for their chunk `[B, t, C]`
-    states: list[Tensor] # Of the encoder
+    states: list[Tensor] # Of the encoder, `[…]` each
     n_done: int = 0      # Frames that went through the encoder
 
 def start_chunks(
