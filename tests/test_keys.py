@@ -13,7 +13,8 @@ from test_pipeline import SMALL, execute_here
 
 from b2t_kaggle.config import Config, config_fields, flat_values, keys_with, with_overrides
 from b2t_kaggle.config.encoders.encoder import encoder_config, encoder_names
-from b2t_kaggle.config.schema import ChangesNothing, ConfigError, InputFile, MayChange, Section
+from b2t_kaggle.config.fields import ChangesNothing, InputFile, MayChange
+from b2t_kaggle.config.schema import ConfigError, Section
 from b2t_kaggle.pipeline import run as runs
 from b2t_kaggle.pipeline.run import Run, StageRun
 from b2t_kaggle.pipeline.stages import plan

@@ -14,7 +14,6 @@ b2t_kaggle.cli.audio
 b2t_kaggle.cli.compare
 b2t_kaggle.cli.merge
 b2t_kaggle.cli.runs
-b2t_kaggle.config
 b2t_kaggle.decoding.compilation
 b2t_kaggle.decoding.decoder
 b2t_kaggle.decoding.scorers
@@ -22,7 +21,6 @@ b2t_kaggle.decoding.search
 b2t_kaggle.decoding.server
 b2t_kaggle.pipeline.execute
 b2t_kaggle.pipeline.run
-b2t_kaggle.config.schema
 '''.split())
 
 ARRAY = re.compile(r'\b(ndarray|NDArray|Tensor|Ragged|Arrays?)\b')

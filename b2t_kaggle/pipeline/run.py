@@ -33,7 +33,7 @@ from b2t_kaggle.config import (
     save_config,
     with_overrides,
 )
-from ..config.schema import ChangesNothing, Fact, InputFile, MayChange
+from ..config.fields import ChangesNothing, Fact, InputFile, MayChange
 from b2t_kaggle.core.files import (
     atomic_path,
     clear_leftovers,

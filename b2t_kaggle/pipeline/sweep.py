@@ -29,7 +29,8 @@ from b2t_kaggle.config import (
     resolve_key,
     with_overrides,
 )
-from ..config.schema import ChangesNothing, ConfigError, SameResult
+from ..config.fields import ChangesNothing, SameResult
+from ..config.schema import ConfigError
 from ..core.files import atomic_path
 from ..core.locks import Lock, LockedError
 from ..devices.machine import detect

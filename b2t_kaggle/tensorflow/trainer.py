@@ -15,7 +15,7 @@ from typing import get_args
 import numpy as np
 
 from ..config import Config, TrainConfig
-from ..config.schema import Only, SameResult, facts_of
+from ..config.fields import Only, SameResult, facts_of
 from ..data.store import TrialStore
 from .augment import Augment
 from b2t_kaggle.tensorflow.checkpoint import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..config import TRAINING_GROUPS, Config, changed_values, config_fields, keys_with
-from ..config.schema import InputFile, MayChange
+from ..config.fields import InputFile, MayChange
 from ..data.store import TrialStore
 from .recipe import TrainingError
 

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, cast
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..schema import FRAMEWORKS, ConfigError, Section, describe_errors
+from ..fields import FRAMEWORKS
+from ..schema import ConfigError, Section, describe_errors
 from ...core.messages import did_you_mean
 from ...core.reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
 
