@@ -162,6 +162,16 @@ def test_runs_and_files_side_by_side(runs):
     assert page.count('<svg') == 4 and not any(f'<{tag}' in page for tag in ('script', 'link', 'img'))
 
 
+def test_tables_fit_the_terminal(runs, monkeypatch):
+    _, whole = runs[1]('one', 'two')
+    monkeypatch.setattr('b2t_kaggle.cli.compare.terminal_width', lambda: 80)
+    _, fitting = runs[1]('one', 'two')
+    def tables(told): return [line for line in told.splitlines()[1:] if '  ' in line]
+    assert max(map(len, tables(whole))) > 80 >= max(map(len, tables(fitting)))
+    def cells(told): return sorted(cell for line in tables(told) for cell in line.split() if cell[:1] in '+0123456789')
+    assert set(cells(whole)) == set(cells(fitting))
+
+
 def test_a_run_and_itself(runs):
     status, told = runs[1]('one', 'one')
     line = [line for line in told.splitlines() if line.startswith('one (2)')][1] # Behind the verdict

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from .options import FILE, OUT, OUTPUT
+from .options import FILE, OUT, OUTPUT, terminal_width
 
 # %% ../../nbs/cli/04_compare.ipynb #c005
 def _of_run(folder: Path) -> dict[str, list[dict]]:
@@ -171,7 +171,8 @@ def compare(sources, truth, train, blocks, html, out):
     said = verdict(tables)
     click.echo(f'{said}\n\n{len(next(iter(tables.values())))} trials')
     for heading, parts in sections:
-        for name, table, _ in parts: click.echo(f'\n{heading}: {name}\n{table.to_string()}')
+        for name, table, _ in parts:
+            click.echo(f'\n{heading}: {name}\n{table.to_string(line_width=terminal_width())}')
     click.echo(f'\n{_NOTES}')
     if len(systems) > _MOST + 1: click.echo(f'By group: the first {_MOST} of {len(systems) - 1} systems.')
     if html:

@@ -27,7 +27,7 @@ from ..core.files import atomic_path
 from ..devices import machine
 from ..devices.time_limit import session_hours
 from ..training.budget import announce_session
-from ..training.checkpoint_paths import BEST, REFIT, framework_of
+from ..training.checkpoint_paths import BEST, REFIT, framework_of, last_batch
 
 if TYPE_CHECKING: # It needs packages that may have to be installed first
     from b2t_kaggle.config import Config
@@ -381,10 +381,7 @@ def batches_done(
     "Batches that a training has done, by its stamp; by its history where it never ended by itself."
     try: return json.loads((run_dir/'stages'/'train.json').read_text())['metrics']['steps']
     except (OSError, ValueError, KeyError, TypeError): pass # None, or none that can be read
-    history = run_dir/'train'/'history.csv'
-    lines = history.read_text().splitlines() if history.exists() else []
-    last = lines[-1].split(',')[0] if lines else ''
-    return int(last) if last.isdecimal() else 0
+    return last_batch(run_dir/'train'/'history.csv')
 
 def _open_run(run_dir: Path, work: str | Path, base: str | None, preset: str, values: dict[str, Any]) -> 'Run':
     "The run that is there, or a new one; `base` is a preset that was asked for by name."

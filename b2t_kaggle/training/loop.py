@@ -21,14 +21,14 @@ from tqdm import tqdm
 
 from ..config import Config, TrainConfig
 from ..core.files import WriteError, require_space
-from ..core.reading import MAX_WHOLE, ReadError
+from ..core.reading import MAX_WHOLE
 from ..data.store import TrialStore
 from ..devices.interrupts import noted_interrupt
 from ..metrics import percent
 from .budget import Budget
-from .checkpoint_paths import BEST, LAST, REFIT
+from .checkpoint_paths import BEST, LAST, REFIT, last_batch
 from .checkpoints import CheckpointError, seen_val_from
-from .history import BestTracker, History, read_history
+from .history import BestTracker, History
 from .memory import raise_if_oom
 from .pruning import PruningCallback, callback_from_env
 from .recipe import SMALLEST_SCALE, TrainingError, refit_step
@@ -283,9 +283,8 @@ def kept_batches(
     if not last.exists(): return 'nothing of it is saved yet'
     try: is_theirs = history.stat().st_mtime_ns <= last.stat().st_mtime_ns
     except OSError: is_theirs = False
-    if not is_theirs: return 'the last checkpoint is intact'
-    try: return saved_batches(int(read_history(history).step.iloc[-1]), cfg.train.num_training_batches)
-    except (ReadError, IndexError): return 'the last checkpoint is intact' # Without curves, or with none yet
+    n = last_batch(history) if is_theirs else 0
+    return saved_batches(n, cfg.train.num_training_batches) if n else 'the last checkpoint is intact'
 
 # %% ../../nbs/training/10_loop.ipynb #c022
 class Loop:
