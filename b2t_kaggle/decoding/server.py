@@ -395,8 +395,12 @@ def _pause(asked: str | bytes, clock: tuple[int, int]) -> float:
     return min(ms + 1 - (1000*s + us/1000), 1)/1000 if 1000*s + us//1000 <= ms else 0
 
 def _context(redis) -> str:
-    "Text that came before, by the key that a client may set; raises `ResponseError` where that is no text."
-    return (redis.get(CONTEXT) or b'').decode(errors='replace').strip()
+    "Text that came before, by the key that a client may set; none where that holds no text, which the log says."
+    try: return (redis.get(CONTEXT) or b'').decode(errors='replace').strip()
+    except _redis().ResponseError as e:
+        if 'WRONGTYPE' not in str(e): raise
+        _log.error('%s: %s; it is left out until it is deleted (DEL %s)', CONTEXT, e, CONTEXT)
+        return ''
 
 # %% ../../nbs/decoding/08_server.ipynb #c044
 def _check_alone(redis) -> None:
@@ -531,40 +535,6 @@ def _no_streams(
             if 'WRONGTYPE' in str(e): wrong.add(stream)
     return wrong
 
-# %% ../../nbs/decoding/08_server.ipynb #c307
-class _WrongKeys:
-    "Keys of the wrong type, each of which the log names once as long as it is there."
-    def __init__(self,
-        redis, # From `connect`
-    ) -> None:
-        self.redis = redis
-        self.named: set[str] = set()
-
-    def tell(self) -> bool:
-        "Tell the log of those that are where a stream belongs; returns whether there are any."
-        found = _no_streams(self.redis)
-        for key in sorted(found - self.named): self._log_key(key, 'a stream')
-        self.named = found | (self.named & {CONTEXT})
-        return bool(found)
-
-    def streams_were_read(self) -> None:
-        "The streams that a client writes are none of them."
-        self.named.difference_update(_ORDER)
-
-    def read_context(self) -> str:
-        "Text that came before; none where the key holds no text."
-        try: context = _context(self.redis)
-        except _redis().ResponseError as e:
-            if 'WRONGTYPE' not in str(e): raise
-            if CONTEXT not in self.named: self._log_key(CONTEXT, 'a string')
-            self.named.add(CONTEXT)
-            return ''
-        self.named.discard(CONTEXT)
-        return context
-
-    def _log_key(self, key: str, expected: str) -> None:
-        _log.error('%s: WRONGTYPE, found a key that is not %s; delete it (DEL %s)', key, expected, key)
-
 # %% ../../nbs/decoding/08_server.ipynb #c055
 class RedisConnection(_Sender):
     "The connection to Redis: what was read, and what is still to be sent."
@@ -578,7 +548,6 @@ class RedisConnection(_Sender):
         self.run = None       # Of the Redis that was greeted last; none before the first greeting
         self.seen = {}        # Stream that a client writes -> id of the last entry that was read
         self.opening = _Opening(redis)
-        self.wrong = _WrongKeys(redis)
 
     def open(self) -> None:
         "Greet Redis, at the start and after every loss."
@@ -590,7 +559,7 @@ class RedisConnection(_Sender):
         self.seen = {k: min(v, now, key=_id) for k, v in self.seen.items()} # A clock may have been set back
         if self.unsent and self._arrived(*self.unsent[0]): self.unsent.popleft()
         self.run = run
-        if is_first and not self.name_wrong(): _warn_of_waiting(self.redis, _id(now)[0]) # It reads all streams
+        if is_first and not _no_streams(self.redis): _warn_of_waiting(self.redis, _id(now)[0]) # It reads all streams
         self._send()
         if not self.redis.exists(ARGS): self._publish_again()
 
@@ -599,10 +568,9 @@ class RedisConnection(_Sender):
         self.unsent.extend(self.ending.finished())
         self._send()
         request = self._read()
-        self.wrong.streams_were_read()
         if request is None: return
         stream, entry_id, entry = request
-        context = self.wrong.read_context() if stream == FINALIZE else ''
+        context = _context(self.redis) if stream == FINALIZE else ''
         self.seen[stream] = entry_id
         self.request = stream, entry_id
         if stream == FINALIZE: self.ending.start(self.online.finalize(context))
@@ -615,10 +583,6 @@ class RedisConnection(_Sender):
         "Give up all answers, those that are still being made as well."
         self.ending.drop(reason)
         self.drop(reason)
-
-    def name_wrong(self) -> bool:
-        "Tell the log of keys of the wrong type, of each once as long as it is there; returns whether there are any."
-        return self.wrong.tell()
 
     def _compare(self, run: str, now: str) -> None:
         "Find out whether this is the first Redis, the same one, or another one, and what that one has kept."
@@ -748,7 +712,8 @@ def _serve(connection: RedisConnection, host: str, port: int, stop: threading.Ev
 
 def _refused(connection: RedisConnection, e: Exception) -> None:
     "Tell the log what Redis refused, and give up what was to be sent."
-    try: named = 'WRONGTYPE' in str(e) and connection.name_wrong()
-    except _errors(): named = False
-    if not named: _log.error('Redis refused: %s', e)
+    try: wrong = _no_streams(connection.redis) if 'WRONGTYPE' in str(e) else set()
+    except _errors(): wrong = set()
+    if wrong: _log.error('WRONGTYPE, found keys that are no streams; delete them (DEL %s)', ' '.join(sorted(wrong)))
+    else: _log.error('Redis refused: %s', e)
     connection.drop('Redis refused one')
