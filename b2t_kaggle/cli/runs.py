@@ -79,7 +79,7 @@ def _run_row(
     return dict(
         run=folder.name, preset=run.base_preset, variant_of=Path(origin).name if origin else '',
         done=done[-1] if done else '', unfinished=_unfinished(stages, done),
-        PER=_rate(metrics.get('PER')), WER=_rate(metrics.get('WER')),
+        PER=_rate(metrics.get('PER')), WER=_rate(metrics.get('WER')) + (run.wer_mark if 'WER' in metrics else ''),
         when=time.strftime('%Y-%m-%d %H:%M', time.localtime(made)) if made else '',
         settings=', '.join(settings[:n_settings] + more),
     )

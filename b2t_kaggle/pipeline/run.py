@@ -46,6 +46,7 @@ from b2t_kaggle.core.files import (
 from ..core.locks import Lock, LockedError
 from ..core.messages import did_you_mean, plain_warnings
 from ..core.reading import parse_json, read_text
+from ..metrics import IN_SAMPLE
 from .stages import STAGES, PipelineError, code_cells, needs_of, notebook_path, plan, values_of
 from ..training.budget import Deadline
 from ..training.checkpoint_paths import BEST, REFIT, checkpoint_files, checkpoint_for
@@ -389,6 +390,11 @@ class Run(_Keyed):
     def lm_path(self) -> Path:
         "The n-gram model: the configured one, or what the run built."
         return self.cfg.lm.path or self.dir/'lm'/'lm.arpa'
+
+    @property
+    def wer_mark(self) -> str:
+        "End of each word error rate on val: n-gram models that are mixed have weights that were tuned on its text."
+        return f' {IN_SAMPLE}' if self.cfg.lm.general else ''
 
     def hypotheses(self,
         split: str,               # `val` or `test`
