@@ -21,7 +21,7 @@ from tiny_models import tiny_lm
 from b2t_kaggle.decoding import server
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.nbest import LLMHypothesis
-from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, serve
+from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, connection, protocol, serve, transport
 from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.devices.processes import tied
 from b2t_kaggle.lm.automaton import Automaton
@@ -245,7 +245,7 @@ def test_official_evaluation(decoder, plain):
             ('finalize', 'output_final'),
         ):  # Or else the client may miss it: it counts in whole milliseconds
             for (a, _), (b, _) in zip(r.xrange(f'remote_lm_{asked}'), r.xrange(f'remote_lm_{answered}'), strict=True):
-                assert server._id(b)[0] > server._id(a)[0]
+                assert connection.entry_id(b)[0] > connection.entry_id(a)[0]
         (_, args), = r.xrange('remote_lm_args')
         assert {k: args[k] for k in (b'acoustic_scale', b'blank_penalty', b'nbest', b'alpha', b'do_opt')} == {
             b'acoustic_scale': b'0.8', b'blank_penalty': b'1.0', b'nbest': b'5', b'alpha': b'0.55', b'do_opt': b'0'}
@@ -539,7 +539,7 @@ def test_others_while_a_trial_ends(decoder, plain):
 
 def test_no_more_ends_than_there_is_room_for(decoder, plain, monkeypatch):
     "Who finalizes trial after trial without reading gets all answers in their order; meanwhile not all are in memory."
-    monkeypatch.setattr(server, '_MOST_ENDING', 2)
+    monkeypatch.setattr(transport, '_MOST_ENDING', 2)
     slow, go = threading.Event(), threading.Event()
     rescore = rescore_that_waits(slow, go)
     with serving(decoder, plain, rescorer=LLMRescorer(rescore, decoder, n_augment=0)) as r:
@@ -719,9 +719,9 @@ def test_a_fault_of_ours(decoder, plain, monkeypatch, caplog):
     with serving(decoder, plain) as r:
         client = OfficialClient(r)
         with monkeypatch.context() as m:
-            m.setattr(server, 'read_logits', lambda *_: 1/0)
+            m.setattr(protocol, 'read_logits', lambda *_: 1/0)
             assert 'ZeroDivisionError' in client.send(logits_of('i see'))[b'error'].decode()
-            m.setattr(server, 'scoring', lambda *_: 1/0)
+            m.setattr(protocol, 'scoring', lambda *_: 1/0)
             assert 'ZeroDivisionError' in client.finalize()[b'error'].decode()
             assert b'error' in client.wait('remote_lm_done_finalizing')
         same(client.trial(logits_of('i see'))[1], offline(decoder, logits_of('i see')))
@@ -794,7 +794,7 @@ def test_passwords(decoder, tmp_path):
 
 def test_a_redis_without_tls(decoder, plain, monkeypatch):
     "Is not waited for."
-    for limit in ('socket_connect_timeout', 'socket_timeout'): monkeypatch.setitem(server._LIMITS, limit, 0.3)
+    for limit in ('socket_connect_timeout', 'socket_timeout'): monkeypatch.setitem(connection._LIMITS, limit, 0.3)
     options = dict(port=plain.port, tls=True)
     for ask in (lambda: check_redis(**options), lambda: serve(decoder, **options, stop=stopped_after(LIMIT))):
         with pytest.raises(PermissionError, match='does not speak TLS on that port; leave TLS .--tls. out'): ask()
@@ -905,7 +905,7 @@ def test_a_clock_set_back(decoder, plain):
         line.seen = {s: f'{10**15}-0' for s in line.seen}
         line.open()
         now, _ = r.time()
-        assert all(abs(server._id(v)[0]/1000 - now) < 60 for v in line.seen.values())
+        assert all(abs(connection.entry_id(v)[0]/1000 - now) < 60 for v in line.seen.values())
 
 
 def test_which_answer_arrived(decoder, plain):
@@ -918,7 +918,7 @@ def test_which_answer_arrived(decoder, plain):
         line = server.RedisConnection(r, OnlineDecoder(decoder))
         line.open()
         for arrived, n in ((False, 2), (True, 3), (False, 4), (False, 5)):
-            line.unsent.append(answer)
+            line.replier.unsent.append(answer)
             if arrived: r.xadd(*answer)
             line.open()
-            assert not line.unsent and r.xlen(answer[0]) == n
+            assert not line.replier.unsent and r.xlen(answer[0]) == n

@@ -18,7 +18,6 @@ b2t_kaggle.decoding.compilation
 b2t_kaggle.decoding.decoder
 b2t_kaggle.decoding.scorers
 b2t_kaggle.decoding.search
-b2t_kaggle.decoding.server
 b2t_kaggle.pipeline.execute
 b2t_kaggle.pipeline.run
 '''.split())

@@ -690,8 +690,9 @@ class Search:
         top_k: int = 0,            # Classes of a frame that hypotheses may move to; 0: all
     ):
         self.scorer = scorer
-        weights = (np.float32(x) for x in (np.inf, lm_weight, word_score, oov_penalty))
-        self._buffers = Buffers(trie, scorer, Options(beam, *weights, top_k))
+        options = Options(beam, np.float32(np.inf), np.float32(lm_weight), np.float32(word_score),
+                          np.float32(oov_penalty), top_k)
+        self._buffers = Buffers(trie, scorer, options)
         self.n_frames = 0 # Of the trial
 
     @property
@@ -751,7 +752,9 @@ class Search:
 
 # %% ../../nbs/decoding/04_search.ipynb #c321
 class FusedSearch(Search):
-    "A beam search in which a language model of whole sentences takes part; its scorer is a `HistoryScorer`."
+    "A beam search in which a language model of whole sentences takes part."
+    scorer: HistoryScorer
+
     def push(self,
         scores: np.ndarray, # As in `Search.push`
         skip: np.ndarray,

@@ -22,7 +22,7 @@ GROUPS = (
                           'pytorch/scaling')),
     ('Library: TensorFlow', ('tensorflow', 'tensorflow/models')),
     ('Library: language models', ('lm',)),
-    ('Library: decoding', ('decoding', 'decoding/phoneme_lists')),
+    ('Library: decoding', ('decoding', 'decoding/phoneme_lists', 'decoding/server')),
     ('Library: rescoring', ('rescoring',)),
     ('Library: audio', ('pytorch/audio', 'pytorch/audio/llm')),
     ('Library: pipeline', ('pipeline', 'cli')),
