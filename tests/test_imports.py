@@ -83,6 +83,12 @@ def test_neither_tensorflow_nor_torch_xla_nor_kenlm_is_needed():
     assert errors == {} and loaded == []
 
 
+def test_the_configuration_needs_no_tables():
+    rooms = ('b2t_kaggle.config', 'b2t_kaggle.core.reading')
+    errors, loaded = load([m for m in MODULES if m.startswith(rooms)], watched=['pandas', 'pyarrow', 'h5py', 'numba'])
+    assert errors == {} and loaded == []
+
+
 def test_decoding_needs_no_framework():
     "All that is about neither a framework nor large language models."
     heavy = ['torch', 'torch_xla', 'tensorflow', 'keras', 'jax', 'transformers', 'peft', 'redis', 'kenlm']

@@ -129,11 +129,12 @@ def inputs(tmp_path_factory):
 def place(key, folder): return str(folder/'a_val.jsonl' if key in FILES else folder)
 
 
-def base_of(key):
-    "A configuration in which a key means something."
+def bases_of(key):
+    "Configurations in which a key means something; without a training, too, where it is not the only one to read it."
     if key.startswith('model.') and key not in flat_values(Config()):
-        return next(n for n in encoder_names() if key.split('.')[1] in encoder_config(n).model_fields)
-    return next((name for begin, name in BASE_OF.items() if key.startswith(begin)), 'most')
+        yield next(n for n in encoder_names() if key.split('.')[1] in encoder_config(n).model_fields)
+    else: yield next((name for begin, name in BASE_OF.items() if key.startswith(begin)), 'most')
+    if {'train', 'infer'} <= readers(key): yield 'checkpoint'
 
 
 def values_of(base, inputs):
@@ -265,22 +266,20 @@ def statuses(run): return {name: StageRun(run, name).status() for name in plan(r
 
 def test_each_key_makes_its_readers_stale(small, copy, inputs):
     "Of all keys: those that it says, those after them, and no others; a model is begun anew unless the key may change."
-    bases = {}
+    runs_of = {}
     wrong = {}
-    for key, field in config_fields().items():
-        name = base_of(key)
-        if name not in bases: bases[name] = done(copy(values_of(name, inputs)))
-        base = bases[name]
-        run = with_config(base, changed(key, base.cfg, inputs))
-        found = statuses(run)
+    for key, base in ((key, base) for key in config_fields() for base in bases_of(key)):
+        if base not in runs_of: runs_of[base] = done(copy(values_of(base, inputs)))
+        before = runs_of[base]
+        after = with_config(before, changed(key, before.cfg, inputs))
+        found = statuses(after)
         stale = {name for name, status in found.items() if status != 'done'}
         expected = and_followers(readers(key)) & set(found)
-        if stale != expected or bool(readers(key)) != (ChangesNothing not in map(type, field.facts)):
-            wrong[key] = stale, expected
-        is_anew = 'train' in found and run.fingerprint('train') != base.fingerprint('train')
-        goes_on = any(isinstance(fact, MayChange) for fact in field.facts)
-        goes_on &= key != 'data.dataset_dir' # Only where the other folder has the same sessions
-        if is_anew != ('train' in stale and not goes_on): wrong[f'{key}, fingerprint'] = is_anew
+        facts = set(map(type, config_fields()[key].facts))
+        if stale != expected or (ChangesNothing in facts) != (not readers(key)): wrong[key, base] = stale, expected
+        goes_on = facts & {MayChange, ChangesNothing} and key != 'data.dataset_dir' # Here one with other sessions
+        is_anew = 'train' in found and after.fingerprint('train') != before.fingerprint('train')
+        if is_anew != ('train' in stale and not goes_on): wrong[key, base, 'fingerprint'] = is_anew
     assert not wrong
 
 
