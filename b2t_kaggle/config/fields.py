@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FRAMEWORKS', 'InputPath', 'PathOrText', 'FolderOrName', 'Fact', 'InputFile', 'MayChange', 'ChangesNothing',
-           'SameResult', 'Only', 'facts_of']
+           'SameResult', 'Only', 'With', 'facts_of']
 
 # %% ../../nbs/config/00_fields.ipynb #c003
 import os
@@ -62,6 +62,14 @@ class Only(Fact):
         return framework != self.framework and (value != default if self.value is None else value == self.value)
 
     def __str__(self): return f'{self.value or ""} {FRAMEWORKS[self.framework]} alone'.strip()
+
+@dataclass(frozen=True)
+class With(Fact):
+    "Another field of the group has to have this value; else the key would do nothing."
+    field: str
+    value: str
+
+    def __str__(self): return f'with {self.field}={self.value}'
 
 # %% ../../nbs/config/00_fields.ipynb #k003
 def _parts(annotation: Any) -> Iterator:

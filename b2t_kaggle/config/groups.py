@@ -24,8 +24,9 @@ from b2t_kaggle.config.fields import (
     Only,
     PathOrText,
     SameResult,
+    With,
 )
-from .schema import ConfigError, Section
+from .schema import ConfigError, Section, section_facts
 
 # %% ../../nbs/config/03_groups.ipynb #c007
 class SimulateConfig(Section):
@@ -145,11 +146,11 @@ class _StepsConfig(Section):
     "Batches until `lr_min_day`; none means `num_training_batches`."
     lr_warmup_steps_day: int = Field(1000, ge=0)
     "Batches of linear warm-up of the day layers."
-    lr_step_factor: float = Field(0.1, gt=0, le=1)
+    lr_step_factor: Annotated[float, With('lr_scheduler_type', 'step')] = Field(0.1, gt=0, le=1)
     "`step`: what all rates are multiplied by."
-    lr_step_at: float = Field(0.6, gt=0, le=1)
+    lr_step_at: Annotated[float, With('lr_scheduler_type', 'step')] = Field(0.6, gt=0, le=1)
     "`step`: when, as a part of the run."
-    lr_eden_batches: int = Field(7500, ge=1)
+    lr_eden_batches: Annotated[int, With('lr_scheduler_type', 'eden')] = Field(7500, ge=1)
     "`eden`: batches after which the rate has fallen to 0.7 of its peak."
     beta0: float = Field(0.9, ge=0, lt=1)
     "AdamW's first β."
@@ -165,18 +166,14 @@ class _StepsConfig(Section):
     "Largest gradient norm; 0 means no clipping. ScaledAdam does not ask for it, because it clips by itself."
 
     @model_validator(mode='after')
-    def _shape_is_chosen(self):
-        for field, shape in (('lr_step_factor', 'step'), ('lr_step_at', 'step'), ('lr_eden_batches', 'eden')):
-            self._belongs(field, 'lr_scheduler_type', shape)
+    def _other_keys_fit(self):
+        for name, facts in section_facts(type(self)).items():
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            for f in (f for f in facts if isinstance(f, With) and value != default):
+                if (found := getattr(self, f.field)) == f.value: continue
+                raise ValueError(f'train.{name} = {value} belongs to train.{f.field} = {f.value}, which is {found}; '
+                                 f'set that, or train.{name}={default}, its default')
         return self
-
-    def _belongs(self, field: str, owner: str, choice: str) -> None:
-        "Raises `ValueError` where `field` is set, and what it is for is not chosen."
-        value = getattr(self, field)
-        default = type(self).model_fields[field].default
-        if getattr(self, owner) != choice and value != default:
-            raise ValueError(f'train.{field} = {value} belongs to train.{owner} = {choice}, which is '
-                             f'{getattr(self, owner)}; set that, or train.{field}={default}, its default')
 
 # %% ../../nbs/config/03_groups.ipynb #c016
 def _split(value): return value.replace(' ', '').split(',') if isinstance(value, str) else value
@@ -203,9 +200,9 @@ class TrainConfig(_StepsConfig):
     weight_average: Annotated[Literal['ema', 'swa'] | None, Only('pytorch')] = None
     ("Weights that are validated, kept and inferred with: an exponential moving average over the steps, or the mean "
      "over the last part of the run (stochastic weight averaging); none means those of the last step.")
-    ema_decay: float = Field(0.999, gt=0, lt=1)
+    ema_decay: Annotated[float, With('weight_average', 'ema')] = Field(0.999, gt=0, lt=1)
     "`ema`: part of the average that is left after a step; less in the first steps, so that the start is forgotten."
-    swa_start: float = Field(0.75, ge=0, lt=1)
+    swa_start: Annotated[float, With('weight_average', 'swa')] = Field(0.75, ge=0, lt=1)
     "`swa`: when the mean begins, as a part of the run."
     refit: Annotated[float, Only('pytorch')] = Field(0.0, ge=0, le=0.5)
     ("Part of the run, at its end, in which the trials of val are trained on as well; 0 means none. `best` is chosen "
@@ -228,9 +225,7 @@ class TrainConfig(_StepsConfig):
     "Minutes after which training stops, saves, and lets the pipeline go on."
 
     @model_validator(mode='after')
-    def _average_is_chosen(self):
-        self._belongs('ema_decay', 'weight_average', 'ema')
-        self._belongs('swa_start', 'weight_average', 'swa')
+    def _refit_is_reached(self):
         if self.refit and self.early_stopping:
             raise ValueError(f'train.refit = {self.refit} is the end of a run, which train.early_stopping may never '
                              'reach; set one of them')

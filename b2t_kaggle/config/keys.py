@@ -6,7 +6,6 @@
 __all__ = ['key_facts', 'keys_with', 'Key', 'config_fields', 'config_keys', 'near_keys', 'resolve_key']
 
 # %% ../../nbs/config/04_keys.ipynb #c002
-from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
@@ -14,19 +13,15 @@ from pydantic.fields import FieldInfo
 from .encoders.encoder import EncoderConfig, encoder_config, encoder_names
 from .fields import Fact, facts_of
 from .groups import Config
-from .schema import ConfigError, Section
+from .schema import ConfigError, section_facts
 from ..core.messages import did_you_mean
 
 # %% ../../nbs/config/04_keys.ipynb #c035
-@cache
-def _section_facts(section: type[Section]) -> dict[str, tuple[Fact, ...]]:
-    return {k: facts_of(f) for k, f in section.model_fields.items()}
-
 def key_facts(
     cfg: Config, # Whose encoder has the keys of `model`
 ) -> dict[str, tuple[Fact, ...]]: # By key, `group.field`
     "The facts of each key."
-    return {f'{g}.{k}': facts for g, section in cfg for k, facts in _section_facts(type(section)).items()}
+    return {f'{g}.{k}': facts for g, section in cfg for k, facts in section_facts(type(section)).items()}
 
 def keys_with(
     cfg: Config,       # Whose encoder has the keys of `model`
