@@ -315,6 +315,13 @@ def test_a_number_is_given_once_in_a_folder():
     assert len(numbered) == len(set(numbered))
 
 
+def test_a_notebook_finds_the_helpers_of_the_tests_from_its_own_folder():
+    "As `nbdev_test` runs it; pytest would find them anyway."
+    found = [path.parent/folder for path in (ROOT/'nbs').rglob('*.ipynb')
+             for folder in re.findall(r"sys\.path\.append\('([^']*tests)'\)", path.read_text(encoding='utf-8'))]
+    assert found and all(folder.resolve() == ROOT/'tests' for folder in found)
+
+
 def test_the_root_has_few_doors():
     doors = {path.name for path in (ROOT/'b2t_kaggle').iterdir() if path.suffix in ('', '.py')} - {'__pycache__'}
     assert len(doors - {'_modidx.py'}) <= 17
