@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'RESCORING', 'ADAPTER', 'EIGHT_BIT', 'PINNED', 'hand_in',
-           'what_next', 'Attached', 'SessionError', 'walk_inputs', 'is_llm', 'find_attached', 'restore_run',
+           'what_next', 'Attached', 'NotebookError', 'walk_inputs', 'is_llm', 'find_attached', 'restore_run',
            'installed_version', 'pinned_versions', 'missing_packages', 'install_missing', 'plan_device', 'batches_done',
            'prepare_training', 'prepare_submission', 'copy_submission', 'next_step']
 
@@ -57,7 +57,7 @@ class Attached:
     def only(self,
         paths: Sequence[str | Path], # Files, or folders in which they are; none for all
     ) -> 'Attached':
-        "The models among these paths, and everything that is no model. Raises `SessionError` for a path without one."
+        "The models among these paths, and everything that is no model. Raises `NotebookError` for a path without one."
         if not paths: return self
         kept = {name: tuple(p for p in getattr(self, name) if any(_is_below(p, path) for path in paths))
                 for name in _MODELS}
@@ -76,14 +76,14 @@ def _is_below(
 
 _MODELS = ('runs', 'checkpoints', 'official', 'logits')
 
-class SessionError(RuntimeError):
+class NotebookError(RuntimeError):
     "Things that a notebook lacks, all of them; the message has a remedy for each."
 
 def _raise_all(
     problems: Sequence[str], # Missing things, each with a remedy; none is fine
 ) -> None:
-    "Raise one `SessionError` that names all problems."
-    if problems: raise SessionError('This session cannot begin:\n' + '\n'.join(f'- {p}' for p in problems))
+    "Raise one `NotebookError` that names all problems."
+    if problems: raise NotebookError('This session cannot begin:\n' + '\n'.join(f'- {p}' for p in problems))
 
 # %% ../../nbs/kaggle/00_session.ipynb #c405
 def walk_inputs(
@@ -254,7 +254,7 @@ def _pip_install(
     input_dir: str | Path,   # Folder of the notebook's inputs
     scratch_dir: str | Path, # For `held.txt`, pip's file of constraints
 ) -> None:
-    "Install from attached wheels, else from the internet; raises `SessionError` when neither has it."
+    "Install from attached wheels, else from the internet; raises `NotebookError` when neither has it."
     packages = list(packages)
     constraints = Path(scratch_dir)/'held.txt'
     constraints.parent.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ def _pip_install(
             return
     reason = (done.stderr.strip() or 'pip gave no reason').splitlines()[-1]
     version = f'{sys.version_info.major}.{sys.version_info.minor}'
-    raise SessionError(f'{", ".join(packages)}: not installed ({reason}). Turn the internet on in the settings of the '
+    raise NotebookError(f'{", ".join(packages)}: not installed ({reason}). Turn the internet on in the settings of the '
                        f'notebook, or attach a dataset with wheels for Python {version} (`b2t kaggle wheels '
                        f'--python {version}`)')
 
@@ -277,7 +277,7 @@ def install_missing(
     input_dir: str | Path,     # Folder of the notebook's inputs
     scratch_dir: str | Path,   # For pip's file of constraints
 ) -> None:
-    "Install what is missing and nothing else, and print which versions are here; raises `SessionError`."
+    "Install what is missing and nothing else, and print which versions are here; raises `NotebookError`."
     for package, version in pinned_versions().items(): print(f'{package:16}{version}, as it is')
     missing = missing_packages(needed)
     print('missing:', *missing or ['nothing to install'])
@@ -359,7 +359,7 @@ def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attache
 def _install(needed: Mapping[str, str], input_dir: str | Path, scratch_dir: str | Path) -> list[str]:
     "Install what is missing; returns what could not be installed, as a problem."
     try: install_missing(needed, input_dir, scratch_dir)
-    except SessionError as e: return [str(e)]
+    except NotebookError as e: return [str(e)]
     return []
 
 def _is_simulated(run_dir: Path) -> bool:
@@ -402,7 +402,7 @@ def prepare_training(
     hours: float | None = None,      # Time limit; None: as in `KAGGLE_ACCELERATORS`
 ) -> 'Run':
     """The run that a notebook trains: the attached one, or a new one, on a simulation where no recordings are attached.
-    Prints what was found. Raises `SessionError` with everything that is missing, or `ConfigError`."""
+    Prints what was found. Raises `NotebookError` with everything that is missing, or `ConfigError`."""
     run_dir = Path(work_dir)/'run'
     found = _begin(input_dir, run_dir, hours)
     problems: list[str] = []
@@ -544,7 +544,7 @@ def prepare_submission(
     hours: float | None = None,         # Time limit; None: as in `KAGGLE_ACCELERATORS`
 ) -> 'Run':
     """The run that makes a submission of what is attached, with its n-gram and its LLM if there are any. Prints what
-    was found. Raises `SessionError` with everything that is missing, or `ConfigError`."""
+    was found. Raises `NotebookError` with everything that is missing, or `ConfigError`."""
     run_dir = Path(work_dir)/'run'
     overrides = overrides or {}
     found = _begin(input_dir, run_dir, hours).only(models)
