@@ -17,7 +17,6 @@ b2t_kaggle.cli.runs
 b2t_kaggle.decoding.compilation
 b2t_kaggle.decoding.decoder
 b2t_kaggle.decoding.scorers
-b2t_kaggle.decoding.search
 b2t_kaggle.pipeline.execute
 b2t_kaggle.pipeline.run
 '''.split())
@@ -42,6 +41,9 @@ SOURCES = {
     'b2t_kaggle.decoding.phoneme_lists.confusions.minimize': 'Nocedal 1980',
     'b2t_kaggle.decoding.phoneme_lists.decoder._WordErrors': 'Prabhavalkar et al. 2018',
     'b2t_kaggle.decoding.phoneme_lists.lists.phoneme_network': 'Mangu et al. 2000',
+    'b2t_kaggle.decoding.search.FusedSearch': 'Hori et al. 2025',
+    'b2t_kaggle.decoding.search.Search': 'Hannun et al. 2014',
+    'b2t_kaggle.decoding.search._kth_largest': 'Hoare 1961',
     'b2t_kaggle.decoding.tuning.tune_search': 'Och 2003',
     'b2t_kaggle.lm.automaton.Automaton': 'Heafield 2011',
     'b2t_kaggle.lm.backoff.BackoffModel': 'Katz 1987',

@@ -71,7 +71,7 @@ def _add_word(arena, count, prev, word):
 
 @_jit
 def _better(arena, count, score, history, other, other_history):
-    "The better of two scores and its history; if the other history holds other texts, a merge remembers it."
+    "The better of two scores and its history; if the other history holds other texts, a merge records it."
     if other > score:
         score, other = other, score
         history, other_history = other_history, history
@@ -107,12 +107,12 @@ class State(NamedTuple):
     "All that changes during a trial."
     hyps: np.ndarray       # The beam: `_HYP` [beam]
     paths: np.ndarray      # The same: `_PATH` [beam]
-    candidates: np.ndarray # Of the frame in work: `_HYP`
-    table: np.ndarray      # `_PLACE`; its length is a power of two
-    arena: np.ndarray      # Histories: `_ENTRY`
-    sorting: np.ndarray    # Room for quickselect: float32
-    asked: np.ndarray      # What KenLM must be asked: state · 2^32 + word
-    counters: np.ndarray   # One record: `_COUNTERS`
+    candidates: np.ndarray # Of the frame in work: `_HYP` [C]
+    table: np.ndarray      # `_PLACE` [a power of two]
+    arena: np.ndarray      # Histories: `_ENTRY` [E]
+    sorting: np.ndarray    # Room for quickselect: float32 [C]
+    asked: np.ndarray      # Questions to KenLM: state · 2^32 + word [Q]
+    counters: np.ndarray   # One record: `_COUNTERS` [1]
 
 def _new_state(beam: int, branch: int, room: int, hyps: np.ndarray, arena: np.ndarray, counters: np.ndarray) -> State:
     "Buffers for a beam, nodes with up to `branch` children, and frames in which up to `room` words end."
@@ -126,7 +126,7 @@ def _new_state(beam: int, branch: int, room: int, hyps: np.ndarray, arena: np.nd
 # %% ../../nbs/decoding/04_search.ipynb #c304
 @_jit
 def _place(table, stamp, state, node):
-    "Where a node in a state is, or would be put, in the hash table, whose length is a power of two; and its key."
+    "Place of a node in a state in the hash table, or the free place for it; and its key."
     key = (np.int64(state) << 32) | np.int64(node)
     mask = len(table) - 1
     i = ((key*-7046029254386353131) >> 44) & mask # Fibonacci hashing, 2^64 / golden ratio
@@ -135,7 +135,7 @@ def _place(table, stamp, state, node):
 
 @_jit
 def _put(table, stamp, state, node, hyp):
-    "Note which hypothesis is at a node in a state."
+    "Put the hypothesis at a node in a state into the table."
     i, key = _place(table, stamp, state, node)
     place = table[i]
     place.key = key
@@ -185,7 +185,7 @@ class Frame(NamedTuple):
     "A frame in work."
     scores: np.ndarray # Scaled log-probabilities [K]
     active: np.int64   # Bit s: hypotheses may move to class s
-    bound: np.float32  # What is worse cannot reach the beam
+    bound: np.float32  # Lower scores cannot reach the beam
 
 # %% ../../nbs/decoding/04_search.ipynb #c032
 @_jit
@@ -257,7 +257,7 @@ def _from_parents(frame, model, state, top):
 
 # %% ../../nbs/decoding/04_search.ipynb #c037
 @_jit
-def _lacks_room(count, arena_size, n, more):
+def _lacks_room(count, arena_size, n, more) -> bool:
     "Whether `more` arrivals after n candidates might not fit, or their entries of the arena, two for each."
     too_many = n + count.n_asked + more > count.n_hyps + count.room
     return too_many or count.n_entries + 2*more > arena_size
@@ -380,7 +380,7 @@ def _move_to_children(frame, model, state, n):
 # %% ../../nbs/decoding/04_search.ipynb #c046
 @_jit
 def _kth_largest(x, k):
-    "The k-th largest number, or -inf where there are fewer, by quickselect, which sorts `x` in part."
+    "The k-th largest number, or -inf where there are fewer, by quickselect (Hoare, 1961), which sorts `x` in part."
     if len(x) < k: return _NEVER
     low, high = 0, len(x) - 1
     rank = len(x) - k
@@ -443,13 +443,13 @@ def _take_blank(state):
         hyp.label = _NEVER
 
 @_jit
-def _spells(options):
+def _spells(options) -> bool:
     "Whether words are spelled."
     return options.oov_penalty < np.inf
 
 @_jit
-def _all_fit(model, state):
-    "Whether all that a frame can lead to fits into the beam."
+def _all_fit(model, state) -> bool:
+    "Whether all moves of a frame fit into the beam."
     nodes, hyps, options = model.trie.nodes, state.hyps, model.options
     n_hyps = state.counters[0].n_hyps
     total = n_hyps
@@ -648,12 +648,12 @@ class Buffers:
         return self.state.counters[0]
 
     def search(self, scores: np.ndarray, skip: np.ndarray) -> None:
-        "Search on through frames."
+        "Search on through frames [t, K], of which some [t] are skipped."
         t = 0
         while (t := _search_frames(scores, skip, t, self._model(), self.state)) < len(scores): self._provide()
 
     def completed(self) -> tuple[np.ndarray, np.ndarray]:
-        "Scores of the hypotheses that end with a word, and where their histories begin."
+        "Scores of the hypotheses that end with a word, and the entries of their histories, `[n]` each."
         while True:
             completed = _complete(self._model(), self.state)
             if not self.count['n_asked']: return completed
@@ -669,7 +669,7 @@ class Buffers:
         self.state = _new_state(self.options.beam, branch, room, hyps, arena, counters)
 
     def _provide(self) -> None:
-        "N-gram scores, or room: what the compiled search stopped for."
+        "Provide n-gram scores or room, for which the compiled search stopped."
         state, count = self.state, self.count
         if count['n_asked']: self.scorer.resolve(state.asked[:count['n_asked']])
         count['n_asked'] = 0
@@ -679,7 +679,7 @@ class Buffers:
 
 # %% ../../nbs/decoding/04_search.ipynb #c313
 class Search:
-    "A beam search for one trial at a time."
+    "A CTC prefix beam search (Hannun et al., 2014) for one trial at a time."
     def __init__(self,
         trie: Trie,                # Of the lexicon, perhaps `with_spelling`
         scorer: AutomatonScorer | KenLMScorer | HistoryScorer, # The n-gram, perhaps with a fusion
@@ -711,27 +711,27 @@ class Search:
 
     def push(self,
         scores: np.ndarray, # The next frames' scaled log-probabilities [t, K] float32
-        skip: np.ndarray,   # Which of them are certainly blank [t] bool
+        skip: np.ndarray,   # True for frames that are certainly blank [t]
     ) -> None:
         "Search on through some frames."
         self._buffers.search(scores, skip)
         self.n_frames += len(scores)
 
     def texts(self,
-        n_texts: int, # How many
-    ) -> tuple[np.ndarray, np.ndarray]: # Word ids of the texts, concatenated, and where each begins
+        n_texts: int, # Number of texts
+    ) -> tuple[np.ndarray, np.ndarray]: # Word ids of n texts, concatenated [W]; beginnings and the last end [n + 1]
         "The best distinct texts of the trial, about in the order of their scores."
         scores, starts = self._buffers.completed()
         if len(scores) == 0: return _unfinished(self._buffers.trie, self.state, n_texts)
         return _texts(self.state, starts, scores, n_texts, self.n_frames)
 
     def begun_texts(self,
-        n_texts: int, # How many
-    ) -> tuple[np.ndarray, np.ndarray]: # As from `texts`
+        n_texts: int, # Number of texts
+    ) -> tuple[np.ndarray, np.ndarray]: # As from `texts`, [W] and [n + 1]
         "The best distinct texts of all hypotheses, without the words that these are in."
         return _begun_texts(self.state, n_texts)
 
-    def best_words(self) -> np.ndarray: # Word ids
+    def best_words(self) -> np.ndarray: # Word ids [W]
         "The best hypothesis so far, without the word that it is in."
         return _words_of(self.state, int(_beam(self.state)['score'].argmax()))
 
@@ -746,18 +746,18 @@ class Search:
         count = self._buffers.count
         return {'searched frames': int(count['n_frames']), 'candidates': int(count['n_candidates'])}
 
-    def llm_scores(self, words: np.ndarray, starts: np.ndarray) -> np.ndarray | None: "Without a fusion there are none."
+    def llm_scores(self, words: np.ndarray, starts: np.ndarray) -> np.ndarray | None: "None: a fusion has them [n]."
 
-    def forget(self) -> None: "Nothing is held for a trial that is over."
+    def forget(self) -> None: "Do nothing: no memory is held for a trial that is over."
 
 # %% ../../nbs/decoding/04_search.ipynb #c321
 class FusedSearch(Search):
-    "A beam search in which a language model of whole sentences takes part."
+    "A beam search in which a language model of whole sentences takes part: delayed fusion (Hori et al., 2025)."
     scorer: HistoryScorer
 
     def push(self,
-        scores: np.ndarray, # As in `Search.push`
-        skip: np.ndarray,
+        scores: np.ndarray, # As in `Search.push` [t, K]
+        skip: np.ndarray,   # [t]
     ) -> None:
         "Search on through some frames; after every so many the language model is asked."
         every = self.scorer.fusion.every
@@ -768,17 +768,17 @@ class FusedSearch(Search):
             if self.n_frames % every == 0: _add(self.state.hyps, fuse(self.scorer, self._held()))
 
     def texts(self,
-        n_texts: int, # How many
-    ) -> tuple[np.ndarray, np.ndarray]: # As from `Search.texts`
+        n_texts: int, # Number of texts
+    ) -> tuple[np.ndarray, np.ndarray]: # As from `Search.texts`, [W] and [n + 1]
         "The best distinct texts of the trial, all of whose words the language model has scored."
         held = self._held()
         _add(self.state.hyps, fuse_at_end(self.scorer, held[_beam(self.state)['node'] == 0], held))
         return super().texts(n_texts)
 
     def llm_scores(self,
-        words: np.ndarray,  # Word ids of texts, one after the other
-        starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]]
-    ) -> np.ndarray:        # Natural-log probabilities
+        words: np.ndarray,  # Word ids of n texts, one after the other [W]
+        starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]] [n + 1]
+    ) -> np.ndarray:        # Natural-log probabilities [n]
         "Scores of whole sentences by the language model."
         return llm_scores(self.scorer, words, starts)
 

@@ -59,7 +59,7 @@ def check_redis(
 
 # %% ../../../nbs/decoding/server/04_server.ipynb #c061
 def _prepare(online: OnlineDecoder):
-    "Compile what is compiled: the first client should not wait for that."
+    "Compile the search, for which the first client should not wait."
     _log.info('Preparing the search')
     trial = online.begin()
     trial.stream.push(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES))))
@@ -112,7 +112,7 @@ def _serve(connection: RedisConnection, host: str, port: int, stop: threading.Ev
         pause = min(2*pause, _LONGEST_PAUSE)
 
 def _refused(connection: RedisConnection, e: Exception) -> None:
-    "Tell the log what Redis refused, and give up what was to be sent."
+    "Log the command that Redis refused, and give up the replies that were to be sent."
     try: wrong = find_type_errors(connection.redis) if 'WRONGTYPE' in str(e) else set()
     except redis_errors(): wrong = set()
     if wrong: _log.error('WRONGTYPE, found keys that are no streams; delete them (DEL %s)', ' '.join(sorted(wrong)))

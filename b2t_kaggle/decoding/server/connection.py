@@ -29,7 +29,7 @@ def connect(
     password: str | None = None, # Password
     *,
     tls: bool = False,           # Encrypt, and check Redis's certificate
-    tls_ca: str | None = None,   # File with the certificate of who signed Redis's; none: those that the system trusts
+    tls_ca: str | None = None,   # File with the certificate that signed Redis's; none: those that the system trusts
     tls_cert: str | None = None, # File with our certificate, where Redis asks for one
     tls_key: str | None = None,  # File with its key
 ):                               # A `redis.Redis`; nothing was sent yet
@@ -77,7 +77,7 @@ def check_alone(redis) -> None:
 
 # %% ../../../nbs/decoding/server/01_connection.ipynb #c305
 class ConnectGuard:
-    "While it is entered, connections to Redis may be made."
+    "A context in which connections to Redis may be made."
     def __init__(self,
         redis, # From `connect`
     ):

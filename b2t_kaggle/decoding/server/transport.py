@@ -33,7 +33,7 @@ _GLANCE_MS = 2  # The same while a trial ends
 
 # %% ../../../nbs/decoding/server/03_transport.ipynb #c039
 def _oldest(entries: list) -> tuple[str, bytes, dict]:
-    "Stream, id and fields of the entry to answer first, of what XREAD found: `[stream, [(id, fields), …]]` each."
+    "Stream, id and fields of the entry to answer first, of XREAD's result: `[stream, [(id, fields), …]]` each."
     first = {stream.decode(): found[0] for stream, found in entries}
     stream = min(first, key=lambda s: (entry_id(first[s][0])[0], REQUESTS.index(s)))
     return stream, *first[stream]
@@ -52,7 +52,7 @@ def _pause(asked: str | bytes, clock: tuple[int, int]) -> float:
 
 # %% ../../../nbs/decoding/server/03_transport.ipynb #c047
 def _log_dropped(reason: str, streams: list[str]) -> None:
-    "Tell the log of answers that nobody will get."
+    "Log answers that no client will get."
     if streams: _log.warning('%s; these answers are dropped: %s', reason, ', '.join(streams))
 
 class Replier:
@@ -66,9 +66,9 @@ class Replier:
         self.unsent = deque()          # Replies that Redis has not taken yet
 
     def drop(self,
-        reason: str, # What happened
+        reason: str, # The reason, for the log
     ) -> None:
-        "Give up the replies that were not sent yet, and log which."
+        "Give up the replies that were not sent yet, and log their streams."
         _log_dropped(reason, [stream for stream, _ in self.unsent])
         self.unsent.clear()
 
@@ -104,7 +104,7 @@ class Replier:
 _MOST_ENDING = 4 # Trials whose end is being made or waits for its turn; then no more is read
 
 class Finalizer:
-    "Ends of trials that are being made."
+    "Answers to finalizes, made in a thread one after the other."
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, 'end of a trial')
         self.futures: deque[Future] = deque()
@@ -122,9 +122,9 @@ class Finalizer:
         return replies
 
     def drop(self,
-        reason: str, # What happened
+        reason: str, # The reason, for the log
     ) -> None:
-        "Nobody waits for the answers any more."
+        "Give up the answers, for which no client waits any more."
         _log_dropped(reason, [stream for _ in self.futures for stream in (FINAL, DONE[FINALIZE])])
         for future in self.futures: future.cancel()
         self.futures.clear()
@@ -138,7 +138,7 @@ class RedisConnection:
     "The connection to Redis: what was read, and what is still to be sent."
     def __init__(self,
         redis,                 # From `connect`
-        online: OnlineDecoder, # Who answers
+        online: OnlineDecoder, # Answers the entries
     ):
         self.redis = redis
         self.replier = Replier(redis)
@@ -178,14 +178,14 @@ class RedisConnection:
         self.replier.send()
 
     def drop_all(self,
-        reason: str, # What happened
+        reason: str, # The reason, for the log
     ) -> None:
         "Give up all answers, those that are still being made as well."
         self.finalizer.drop(reason)
         self.replier.drop(reason)
 
     def _compare(self, run: str, now: str) -> None:
-        "Find out whether this is the first Redis, the same one, or another one, and what that one has kept."
+        "Compare this Redis with the one before: the first, the same, or another one, and the entries that it kept."
         if self.run is None:
             self.seen = dict.fromkeys(REQUESTS, now)
             self.replier.sent = dict.fromkeys((PARTIAL, FINAL, ARGS, *DONE.values()), now)
@@ -207,6 +207,6 @@ class RedisConnection:
         return _oldest(entries[0]) if entries and entries[0] else None
 
     def _publish_again(self) -> None:
-        "Show the parameters after a flush, before which nothing was asked that anybody waits for."
+        "Show the parameters after a flush; requests from before it are not answered."
         self.finalizer.drop('The database was flushed while a trial ended')
         self.replier.sent[ARGS] = self.redis.xadd(ARGS, self.online.args())
