@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from .encoders.encoder import EncoderConfig, encoder_config, encoder_names
 from .fields import Fact, facts_of
 from .groups import Config
-from .schema import ConfigError, section_facts
+from .schema import ConfigError, Section, section_facts
 from ..core.messages import did_you_mean
 
 # %% ../../nbs/config/04_keys.ipynb #c035
@@ -21,7 +21,8 @@ def key_facts(
     cfg: Config, # Whose encoder has the keys of `model`
 ) -> dict[str, tuple[Fact, ...]]: # By key, `group.field`
     "The facts of each key."
-    return {f'{g}.{k}': facts for g, section in cfg for k, facts in section_facts(type(section)).items()}
+    sections: dict[str, Section] = dict(cfg)
+    return {f'{g}.{k}': facts for g, section in sections.items() for k, facts in section_facts(type(section)).items()}
 
 def keys_with(
     cfg: Config,       # Whose encoder has the keys of `model`
