@@ -1,7 +1,8 @@
 """Every stage, killed at its writes and between them, and done again: the same as if nobody had killed it, and nothing
 that is left over.
 
-A few kills of each stage are drawn; `pytest tests/faults/test_kills.py --faults 1000` tries all.
+A few kills of each stage are drawn; `pytest tests/faults/test_kills.py --faults 1000 -o faulthandler_timeout=0` tries
+all, which takes more than the ten minutes that a test may take else.
 """
 import hashlib
 import shutil
