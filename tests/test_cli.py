@@ -6,6 +6,8 @@ import contextlib
 import dis
 import inspect
 import shutil
+import subprocess
+import sys
 
 import click
 import h5py
@@ -13,20 +15,28 @@ import pytest
 from click.testing import CliRunner
 
 from b2t_kaggle.cli import command as cli
+from b2t_kaggle.cli.options import CONFIG_KEYS, StageOption
+from b2t_kaggle.cli.verbs import VERBS as SECTIONS
 from b2t_kaggle.config import load_config, preset, save_config
 from b2t_kaggle.pipeline.run import Run
+from b2t_kaggle.pipeline.stages import STAGES
 
 
 def verbs(command=cli.main, path=()):
     "Path and command of each verb."
-    for name, verb in getattr(command, 'commands', {}).items(): yield from verbs(verb, (*path, name))
+    for name in command.list_commands(None) if isinstance(command, click.Group) else ():
+        yield from verbs(command.get_command(None, name), (*path, name))
     if path: yield ' '.join(path), command
 
 
 VERBS = dict(verbs())
 
 
-def options(verb): return [p for p in VERBS[verb].params if isinstance(p, click.Option)]
+def options(verb):
+    "Those of a verb; of both verbs that had one name in older lines, with what told them apart."
+    params = [p for name in verb.split(' or ') for p in VERBS[name].params]
+    if verb == 'decode or decode-phonemes': params.append(click.Option(['--phonemes']))
+    return [*{p.name: p for p in params if isinstance(p, click.Option)}.values()]
 
 
 def is_of_runs(verb): return verb != 'runs' and any(p.name == 'work' for p in options(verb))
@@ -36,13 +46,19 @@ def is_of_runs(verb): return verb != 'runs' and any(p.name == 'work' for p in op
 LINES = {verb: [verb] for verb in VERBS if is_of_runs(verb)} | {
     'generate': ['generate --set audio.language_model=llm'],
     'rescore': ['rescore --set rescore.model=llm'],
-    'combine': ['combine --set combine.sources=[first]', 'combine lists.jsonl -o combined.csv'],
-    'decode': ['decode', 'decode --phonemes lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o sentences.csv'],
-    'simulate': ['simulate', 'simulate sessions'],
-    'check': ['check', 'check sessions'],
+    'combine': ['combine --set combine.sources=[first]'],
+    'data simulate': ['data simulate sessions'],
+    'data check': ['data check sessions'],
     'lm': ['lm', 'lm clean lists.jsonl -o sentences.txt'],
-    'ensemble': ['ensemble first --name both', 'ensemble lists.jsonl -o average.arrow'],
+    'ensemble': ['ensemble first --name both'],
     'sweep': ['sweep --set train.lr_max=1e-4:1e-2:log'],
+    # Older lines
+    'combine or combine-files': ['combine --set combine.sources=[first]', 'combine lists.jsonl -o combined.csv'],
+    'decode or decode-phonemes': [
+        'decode', 'decode --phonemes lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o sentences.csv'],
+    'simulate or data simulate': ['simulate', 'simulate sessions'],
+    'check or data check': ['check', 'check sessions'],
+    'ensemble or average-logits': ['ensemble first --name both', 'ensemble lists.jsonl -o average.arrow'],
 }
 # By parameter, the options that are added; in brackets what both calls have
 VALUES = {
@@ -91,11 +107,10 @@ VALUES = {
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
          for value in VALUES[p.name]]
 # What does the work, and what takes time before it
-WORK = (*(f'cli.command.{name}' for name in ('run_stages', 'sweep_runs', 'decode_phonemes', 'combine_sources',
-                                          '_average_files')),
-        'data.simulate.simulate_dataset', 'data.sessions.validate', 'decoding.server.serve',
-        'decoding.server.check_redis', 'pipeline.run.open_decoder')
-BEFORE = ('b2t_kaggle.cli.command._tell_search', 'b2t_kaggle.cli.command._llm', 'signal.signal', 'logging.basicConfig')
+WORK = ('run.run_stages', 'sweep._sweep_runs', 'data.simulate_dataset', 'data.validate', 'data.list_sessions',
+        'serve.run_stages', 'serve.serve_decoder', 'serve.check_redis', 'serve.open_decoder')
+TOOLS = ('combine-files', 'decode-phonemes', 'average-logits')
+BEFORE = ('b2t_kaggle.cli.serve._tell_search', 'b2t_kaggle.cli.serve._llm', 'signal.signal', 'logging.basicConfig')
 
 
 def seen(value):
@@ -119,10 +134,12 @@ def call(tmp_path, monkeypatch):
     def recorder(name):
         def write(*args, **options):
             record.append((name, [seen(a) for a in args], {k: seen(v) for k, v in options.items()}))
+            return []
         return write
-    for name in WORK: monkeypatch.setattr(f'b2t_kaggle.{name}', recorder(name))
+    for name in WORK: monkeypatch.setattr(f'b2t_kaggle.cli.{name}', recorder(name))
+    for name in TOOLS: monkeypatch.setattr(VERBS[name], 'callback', recorder(name))
     for name in BEFORE: monkeypatch.setattr(name, lambda *args, **options: None)
-    monkeypatch.setattr(cli, 'compiled_ahead', contextlib.nullcontext)
+    monkeypatch.setattr('b2t_kaggle.cli.run.compiled_ahead', contextlib.nullcontext)
 
     def called(line):
         folder = tmp_path/'now'
@@ -146,7 +163,7 @@ def test_an_option_has_an_effect_or_is_refused(verb, line, name, value, call):
     error = told[told.index('Error: '):]
     assert error.count('\n') == 1, told
     option, = (p for p in options(verb) if p.name == name)
-    assert any(n in error for n in (*option.opts, *filter(None, [cli._CONFIG_KEYS.get(name)]))), error
+    assert any(n in error for n in (*option.opts, *filter(None, [CONFIG_KEYS.get(name)]))), error
 
 
 def test_every_option_is_read():
@@ -215,3 +232,65 @@ def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
 def test_the_name_that_was_meant(line, end, call):
     status, told, record = call(line)
     assert status in (1, 2) and told.endswith(f'{end}\n') and not record, told
+
+
+@pytest.mark.parametrize('former, today', [
+    ('simulate sessions --preset quick', 'data simulate sessions --preset quick'),
+    ('check --set data.dtype=float32 sessions', 'data check sessions --set data.dtype=float32'),
+    ('decode --phonemes=lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o new.csv --nbest 3',
+     'decode-phonemes lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o new.csv --nbest 3'),
+    ('combine -o new.csv first lists.jsonl --tune val', 'combine-files first lists.jsonl -o new.csv --tune val'),
+    ('ensemble lists.jsonl -o new.arrow --how prob', 'average-logits lists.jsonl -o new.arrow --how prob'),
+])
+def test_an_older_line_means_what_it_meant_and_todays_is_told(former, today, call):
+    verb = ' '.join(today.split()[:2 if today.startswith('data ') else 1])
+    status, told, record = call(former)
+    assert status == 0 and f'is called `b2t {verb}` now.' in told.splitlines()[0], told
+    status, without_hint, same = call(today)
+    assert status == 0 and record == same != [] and told.splitlines()[1:] == without_hint.splitlines()
+
+
+def imported(line, folder):
+    "The modules that a line imports, in a process of its own."
+    code = 'import runpy, sys\ntry: runpy.run_module("b2t_kaggle.cli", run_name="__main__")\n'
+    code += 'except SystemExit as e: print(e.code, *sys.modules, file=sys.stderr)'
+    done = subprocess.run([sys.executable, '-c', code, *line.split()], capture_output=True, text=True, cwd=folder)
+    code, *modules = done.stderr.split()
+    assert code == '0' and done.stdout, done.stderr
+    return set(modules)
+
+
+def test_help_imports_next_to_nothing(tmp_path):
+    modules = imported('--help', tmp_path)
+    assert {m.split('.')[0] for m in modules} & {'numpy', 'pandas', 'pydantic', 'numba', 'torch', 'yaml'} == set()
+    assert {m for m in modules if m.startswith('b2t_kaggle')} == {f'b2t_kaggle{m}' for m in (
+        '', '.cli', '.cli.command', '.cli.verbs', '.core', '.core.files', '.core.limits', '.core.messages', '.devices',
+        '.devices.interrupts')}
+
+
+@pytest.mark.parametrize('line, other', [('keys lr_max', 'pandas numba'), ('runs', 'pandas numba'),
+                                         ('lm get --help', ''), ('train --help', '')])
+def test_a_verb_imports_what_it_uses(line, other, tmp_path):
+    heavy = {'torch', 'tensorflow', 'transformers', 'redis', 'optuna', *other.split()}
+    assert {m.split('.')[0] for m in imported(line, tmp_path)} & heavy == set()
+
+
+def test_help_has_a_short_line_for_each_verb_which_the_verb_itself_begins_with():
+    told = CliRunner().invoke(cli.main, ['--help']).output
+    assert len(SECTIONS) == 5 and '...' not in told.partition('To start:')[2]
+    for verb, (_, line) in {v: entry for verbs in SECTIONS.values() for v, entry in verbs.items()}.items():
+        assert f'  {verb} ' in told and f' {line}\n' in told and len(line) <= 55
+        assert VERBS[verb].get_short_help_str(200).rstrip('.') == line
+    assert list(SECTIONS['Stages of a run']) == list(STAGES)
+    for name, (_, line) in SECTIONS['Stages of a run'].items():
+        if name != 'ensemble': assert line[1:] == STAGES[name].does[1:]
+
+
+def test_the_options_of_every_stage_stand_behind_those_of_the_verb():
+    shared = {p.name for p in VERBS['pack'].params}
+    for verb, command in VERBS.items():
+        told = CliRunner().invoke(cli.main, [*verb.split(), '--help']).output
+        parts = told.partition('\nOptions of every stage:\n')
+        own = {p.name for p in command.params if isinstance(p, StageOption)}
+        assert own in (set(), shared) and told.count('Options of every stage') == bool(own), verb
+        for p in options(verb): assert max(p.opts, key=len) in parts[2 if p.name in own else 0], (verb, p.name)

@@ -342,7 +342,7 @@ def test_two_runs_share_what_is_big(tmp_path):
     args = lambda name: [
         sys.executable,
         '-m',
-        'b2t_kaggle.cli.command',
+        'b2t_kaggle.cli',
         'pack',
         '--out',
         str(tmp_path),
@@ -415,7 +415,7 @@ def test_serving_a_run(finished, tmp_path, capsys):
     from test_server import OfficialClient, Redis, candidates, wait_for
     from tiny_models import tiny_lm
 
-    from b2t_kaggle.cli.command import _llm
+    from b2t_kaggle.cli.serve import _llm
     from b2t_kaggle.decoding.server import read_logits
     from b2t_kaggle.lm.causal import load_lm, score_sentences
     from b2t_kaggle.phonemes import build_lexicon, to_class_ids, to_lm_order

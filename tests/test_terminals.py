@@ -13,7 +13,8 @@ from b2t_kaggle.cli.command import main
 
 def helps(command, path):
     yield [*path, '--help']
-    for name, verb in getattr(command, 'commands', {}).items(): yield from helps(verb, [*path, name])
+    for name in getattr(command, 'list_commands', lambda ctx: ())(None):
+        yield from helps(command.get_command(None, name), [*path, name])
 
 child = [sys.executable, '-c', ascii("import sys; print('─→ dün 日本'); print('…', file=sys.stderr)")[1:-1]]
 

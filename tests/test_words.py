@@ -10,10 +10,6 @@ FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if p.name != '_modidx.py']
 
 # Modules whose words are still to be gone through
 NOT_YET = set('''
-b2t_kaggle.cli.audio
-b2t_kaggle.cli.compare
-b2t_kaggle.cli.merge
-b2t_kaggle.cli.runs
 b2t_kaggle.decoding.compilation
 b2t_kaggle.decoding.decoder
 b2t_kaggle.decoding.scorers

@@ -10,12 +10,14 @@ __all__ = ['IN_SAMPLE', 'ErrorCounts', 'total', 'hundredths', 'percent', 'count_
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import pandas as pd
 from rapidfuzz.distance import Levenshtein
 
 from ..phonemes import normalize_sentence, to_class_ids
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c006
 class ErrorCounts(NamedTuple):
@@ -160,8 +162,9 @@ def error_table(
     counts: Sequence[ErrorCounts], # Of each trial
     groups: Sequence[Hashable],    # The session (or block, corpus …) of each trial
     name: str = 'session',         # Name of the index: the kind of group
-) -> pd.DataFrame:                 # One row for each group in order of appearance, then `all`
+) -> 'pd.DataFrame':               # One row for each group in order of appearance, then `all`
     "Trials, reference length, edits and error rate by group; raises `ValueError` if the two do not pair up."
+    import pandas as pd  # Here, because whoever needs a rate alone need not wait for it
     counts = list(counts)
     groups = list(groups)
     if len(counts) != len(groups):
