@@ -61,10 +61,10 @@ class _Placement:
         return values
 
     def days(self,
-        days: np.ndarray, # Of a batch `[B]`
+        days: np.ndarray, # Distinct days of a batch `[days]`
         n_days: int,      # Of the model
     ) -> np.ndarray | Tensor:
-        "Days as the optimiser takes them: `[B]`, or for a compiler 1 for each of them, else 0 `[D]`."
+        "Days as the optimiser takes them: `[days]`, or for a compiler 1 for each of them, else 0 `[D]`."
         return days
 
     def generator(self,
