@@ -173,7 +173,7 @@ def clean_files(): return [p for p in FILES if module_of(p) not in NOT_YET]
 
 def test_no_docstring_begins_with_a_question():
     found = [f'{module_of(p)}.{name}: {doc.splitlines()[0]}' for p in clean_files()
-             for name, _, doc in docstrings(p) if re.match(r'(What|How|Who|Whose|Whom)\b', doc)]
+             for name, _, doc in docstrings(p) if re.match(r'(What|How|Who|Whose|Whom|Which|Where|When|Why)\b', doc)]
     assert not found, '\n'.join(found)
 
 
