@@ -57,7 +57,7 @@ def audio():
               help='Type of the weights of the tower.')
 @click.option('--batch-size', default=8, show_default=True, type=click.IntRange(1),
               help='Sentences that the tower hears at once.')
-def targets(sources, output, voice, tower, pace, as_trials, device, dtype, batch_size):
+def targets(sources, *, output, voice, tower, pace, as_trials, device, dtype, batch_size):
     """Make the target of each distinct sentence in SOURCES: folders of sessions, or text files with a sentence a line.
 
     What is there already is kept, if it is of the same voice and tower; after an interruption the same command goes

@@ -104,11 +104,12 @@ def _publish(command: list[str], push: bool) -> None:
 @click.option('-o', '--output', type=FOLDER,
               help='The folder to write. Default: kaggle-SLUG.')
 @_push
-def kernel(notebook, accelerator, name, title, competitions, datasets, kernels, internet, public, output, push):
+def kernel(notebook, *, accelerator, name, title, competitions, datasets, kernels, internet, public, output, push):
     "Push NOTEBOOK, to run from top to bottom on Kaggle with this accelerator and these inputs."
     name = full_id(name, title or notebook.stem)
     output = output or Path(f'kaggle-{name.partition("/")[2]}')
-    write_kernel(notebook, output, name, accelerator, title, competitions, datasets, kernels, internet, not public)
+    write_kernel(notebook, output, name, accelerator, title, competitions, datasets, kernels, internet=internet,
+                 private=not public)
     click.echo(f'Wrote {output/"kernel-metadata.json"}')
     _publish(kernel_command(output), push)
 

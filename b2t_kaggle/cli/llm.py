@@ -96,7 +96,7 @@ def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, 
 @dtype_option(help="Type of the model's weights.")
 @click.option('--four-bit', is_flag=True, help='4-bit weights (QLoRA where it is taught); needs bitsandbytes.')
 @out_option()
-def merge(sources, model, output, tune, train, adapter, snap, candidates, folds, epochs, batch_size, seed, dtype,
+def merge(sources, *, model, output, tune, train, adapter, snap, candidates, folds, epochs, batch_size, seed, dtype,
           four_bit, out):
     """An LLM writes the sentence that several systems heard.
 

@@ -87,7 +87,7 @@ def clean(texts, output, numbers, vocab):
               help='Cleaning writes numbers in words, or cuts them out, as the official formatter does.')
 @click.option('--estimator', default='auto', type=Choice(['auto', 'lmplz', 'own']),
               help="KenLM's lmplz where it is installed (auto), only lmplz, or the kit's own estimator.")
-def build(texts, output, order, prune, threshold, vocab, clean, numbers, estimator):
+def build(texts, *, output, order, prune, threshold, vocab, clean, numbers, estimator):
     """An n-gram model of texts, as an ARPA file.
 
     TEXTS are plain or .gz; the smoothing is modified Kneser-Ney."""

@@ -57,7 +57,7 @@ def with_values(
     return own | given
 
 def open_run(
-    name, preset_, config_, data, overrides, out, work, output_dir=None, checkpoint=None, from_=None,
+    *, name, preset_, config_, data, overrides, out, work, output_dir=None, checkpoint=None, from_=None,
     **values, # Of options that stand for a configuration value; None where the option is not given
 ) -> Run:
     "The run that the options describe. Raises `ConfigError`, `click.UsageError` for options without effect."

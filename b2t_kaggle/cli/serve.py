@@ -68,7 +68,7 @@ _connection_options = with_options(
 @stage_command()
 @_connection_options
 @click.option('--nbest', default=100, show_default=True, help='Candidates of a sentence.')
-def serve(force, host, port, nbest, db, username, password, tls, tls_ca, tls_cert, tls_key, **options):
+def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_cert, tls_key, **options):
     """Decode online, behind the official Redis streams.
 
     What the official evaluation asks is answered with a run's language model, and its LLM if it has one

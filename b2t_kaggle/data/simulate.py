@@ -630,6 +630,7 @@ def simulate_dataset(
     snr: float = 1.0,           # Difficulty: scales the modulation by speech against all noise
     lm_sentences: int = 20_000, # Sentences of text for the language model
     max_words: int = 6,         # Longest sentence, in words; the real ones go up to 22
+    *,
     seed: int = 0,              # Same seed, same bytes
     structured_noise: float = 0., # Interference of few sources, in standard deviations of the features; 0 means none
     progress: bool = False,     # Show a progress bar

@@ -211,10 +211,10 @@ class TrialStore:
 
     @classmethod
     def build(cls, data_dir, split, path, dtype='float16', sessions=None, drop_instructions=False, bad_trials=None,
-              feature_subset=None, progress=True) -> 'TrialStore':
+              feature_subset=None, *, progress=True) -> 'TrialStore':
         "Pack a split, or open what was packed before from the same files with the same options: see `build_store`."
         return cls(build_store(data_dir, split, path, dtype, sessions, drop_instructions, bad_trials, feature_subset,
-                               progress))
+                               progress=progress))
 
     def __len__(self): return len(self.ragged)
     def __reduce__(self): return type(self), (self.path,)
@@ -253,6 +253,7 @@ def build_store(
     drop_instructions: bool = False,    # Leave out trials such as `[DO NOTHING]`
     bad_trials: dict | None = None,     # Trials to leave out: `{session: {block: [trial, …]}}`
     feature_subset: list[int] | None = None, # Features to keep, in this order; none means all
+    *,
     progress: bool = True,              # Show a progress bar
 ) -> Path:
     """Pack a split unless `path` is up to date.

@@ -204,10 +204,15 @@ def _keep_saved(saved, node):
     while saved.count[0] > 0 and saved.furthest[saved.count[0] - 1] >= node: saved.count[0] -= 1
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c301
+class _Kept(NamedTuple):
+    "Nodes that were kept in each frame t, from low[t] to high[t]."
+    low: np.ndarray  # [T']
+    high: np.ndarray # [T']
+
 @_jit
-def _score_above(log_probs, graph, limits, least, add, most, saved, low, high):
+def _score_above(log_probs, graph, limits, least, add, most, saved, kept):
     """Log-probability of the frames given a sentence, of all paths that may come to `least`; -inf if there are none.
-    Goes on from what is saved, and saves more. Writes which nodes were kept in frame t, from low[t] to high[t]."""
+    Goes on from what is saved, and saves more. Writes which nodes were kept."""
     n = len(limits.reach)
     label = np.full(n, -math.inf) # Paths that end in the node's class
     blank = np.full(n, -math.inf) # and in a blank after it
@@ -238,8 +243,8 @@ def _score_above(log_probs, graph, limits, least, add, most, saved, low, high):
         a, b = _narrowed(label, blank, a, b, most)
         _rule_out(label, blank, first, a)
         _rule_out(label, blank, b + 1, last + 1)
-        low[t] = a
-        high[t] = b
+        kept.low[t] = a
+        kept.high[t] = b
     return _join(label[-1], blank[-1], add)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c021
@@ -255,9 +260,9 @@ def _n_common(a, b):
     return n
 
 @_jit
-def _scores(log_probs, words, starts, order, prons, add, low, high):
+def _scores(log_probs, words, starts, order, prons, add, kept):
     """The score of each text, computed in an order in which neighbours begin alike; -inf where the frames are too few.
-    Writes which nodes were kept in frame t for the last one, from low[t] to high[t]."""
+    Writes which nodes were kept for the last one."""
     n_frames = len(log_probs)
     ahead = _most_ahead(log_probs, add)
     saved = _no_states(n_frames)
@@ -279,7 +284,7 @@ def _scores(log_probs, words, starts, order, prons, add, low, high):
         while limits.rest[0] <= n_frames:
             margin = 1e-6 + 1e-9*(abs(ahead[0]) + abs(least)) # More than rounding errors
             if add: margin += _NO_MORE
-            scores[i] = _score_above(log_probs, graph, limits, least - margin, add, most, states, low, high)
+            scores[i] = _score_above(log_probs, graph, limits, least - margin, add, most, states, kept)
             if is_sure or scores[i] >= least: break
             states = _no_states(0) # The saved states hold for the guess
             gap *= 1.5
@@ -308,8 +313,7 @@ def acoustic_scores(
     texts = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
     if not texts: return np.zeros(0)
     order = np.array(sorted(range(len(texts)), key=texts.__getitem__))
-    low, high = np.zeros((2, len(log_probs)), np.int64)
-    return _scores(log_probs, words, starts, order, prons, add, low, high)
+    return _scores(log_probs, words, starts, order, prons, add, _Kept(*np.zeros((2, len(log_probs)), np.int64)))
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c027
 @_jit
@@ -323,9 +327,9 @@ def _best_source(score, graph, i):
     return source
 
 @_jit
-def _best_path(log_probs, graph, low, high):
-    """The node of each frame of the best path, negative for a blank after it [T']. In frame t it is at one of the nodes
-    from low[t] to high[t]."""
+def _best_path(log_probs, graph, kept):
+    "The node of each frame of the best path, negative for a blank after it [T']; in each frame it is at a kept node."
+    low, high = kept
     n_frames = len(log_probs)
     place = np.zeros(n_frames + 1, np.int64) # Where the nodes of a frame begin
     for t in range(n_frames): place[t + 1] = place[t] + high[t] - low[t] + 1
@@ -358,10 +362,10 @@ def word_spans(
     prons: Pronunciations,  # Of all words
 ) -> np.ndarray | None:     # First and last frame of each word's phonemes [n_words, 2]; none: frames are too few
     "Times of the words on the best path (Viterbi, 1967)."
-    low, high = np.zeros((2, len(log_probs)), np.int64)
+    kept = _Kept(*np.zeros((2, len(log_probs)), np.int64))
     ends = np.array([0, len(words)])
-    if _scores(log_probs, words, ends, np.zeros(1, np.int64), prons, False, low, high)[0] == -math.inf: return None
+    if _scores(log_probs, words, ends, np.zeros(1, np.int64), prons, False, kept)[0] == -math.inf: return None
     graph = _spelling_graph(words, prons)
-    path = _best_path(log_probs, graph, low, high)
+    path = _best_path(log_probs, graph, kept)
     spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in itertools.pairwise(graph.sil)]
     return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..core.jit import njit
-from .scorers import AnswerTable, AutomatonScorer, KenLMScorer, score_word
+from .scorers import AutomatonScorer, KenLMScorer, ScoreCache, score_word
 from ..lm.automaton import find
 from ..lm.ngram import LN10
 
@@ -101,7 +101,7 @@ def _places(arcs, keys):
 # %% ../../nbs/decoding/02_histories.ipynb #c013
 _WORD = 0xffffffff # The part of a key that is the word
 
-class HistoryScorer(AnswerTable):
+class HistoryScorer(ScoreCache):
     "An n-gram and a fusion whose states are whole histories: delayed fusion (Hori et al., 2025)."
     begin = 0 # The empty history
 

@@ -314,6 +314,7 @@ def tune_search(
     grid: Grid | None = None,        # Values of all weights, those of the decoder among them; None: `weight_grid`
     folds: int = 5,                  # Of the cross-validation, which deals out the trials that are tuned on in turn
     most: int = 500,                 # Trials to tune on, at most: of more, every so many-th
+    *,
     left: Callable[[], float] = lambda: np.inf, # Seconds that are left
     n_others: int = 0,               # Trials that are to be decoded in this time, too
     n_jobs: int = 0,                 # Cores to use; 0 means all

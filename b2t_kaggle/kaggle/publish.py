@@ -91,6 +91,7 @@ def write_kernel(
     competitions: Iterable[str] = (), # Slugs of competitions whose files are attached
     datasets: Iterable[str] = (),    # Ids of datasets that are attached
     kernels: Iterable[str] = (),     # Ids of notebooks whose output is attached
+    *,
     internet: bool = False,          # Whether the notebook reaches the internet
     private: bool = True,            # Whether only the owner sees it
 ) -> dict:                           # What `kernel-metadata.json` holds

@@ -540,6 +540,7 @@ def prepare_submission(
     overrides: dict | None = None,      # Configuration values to replace
     accelerator: str = 'auto',          # For a model that has to be run: `auto`, `cpu`, `cuda`, `tpu` or `xla`
     average: str = 'log_prob',          # Average of several models, over `log_prob` or `prob`
+    *,
     at_least: int = 1,                  # Models that have to be attached
     hours: float | None = None,         # Time limit; None: as in `KAGGLE_ACCELERATORS`
 ) -> 'Run':

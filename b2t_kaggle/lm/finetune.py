@@ -214,6 +214,7 @@ def train_lora(
     phases: Sequence[Sequence[int]],  # Numbers of the examples of each phase
     epochs: int = 3,                  # Times that each phase is gone through
     batch_size: int = 16,             # Examples in a step
+    *,
     lr: float = 2e-4,                 # Peak learning rate: a tenth of the steps warm-up, then a cosine down to 0
     rank: int = 16,                   # Width of the thin matrices
     seed: int = 0,                    # Of the matrices, the order and the dropout
@@ -250,6 +251,7 @@ def finetune(
     folder: str | Path,       # Where the adapter is saved
     epochs: int = 3,          # Times that each sentence is seen
     batch_size: int = 16,     # Sentences in a step
+    *,
     lr: float = 2e-4,         # Peak learning rate: a tenth of the steps warm-up, then a cosine down to 0
     rank: int = 16,           # Width of the thin matrices
     seed: int = 0,            # Of the matrices, the order and the dropout
@@ -262,4 +264,4 @@ def finetune(
     require_package('peft', 'fine-tuning')
     sequences, n_given = _check_text(model, tokenizer, sentences)
     return train_lora(model, sequences, [n_given]*len(sequences), folder, [range(len(sequences))], epochs, batch_size,
-                      lr, rank, seed, progress=progress)
+                      lr=lr, rank=rank, seed=seed, progress=progress)

@@ -54,6 +54,7 @@ def infer(
     precision: str = 'auto',      # `auto`, `float32`, `bfloat16` or `float16`
     batch_size: int = 64,         # Trials per batch
     progress: bool = True,        # Show a progress bar
+    *,
     framework: str | None = None, # `pytorch` or `tensorflow`; None takes the one whose checkpoint it is
     smoothing: str = 'same',      # Or `valid`, as the official evaluation smooths
 ) -> LogitStore:

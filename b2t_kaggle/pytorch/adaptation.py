@@ -296,6 +296,7 @@ def infer_adapted(
     decoder=None,              # A `LexiconBeamDecoder`, for DietCORP
     accelerator: str = 'auto', # `auto`, `cpu` or `cuda`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`; a step is computed in float32
+    *,
     progress: bool = True,     # Show a progress bar
 ) -> LogitStore:
     """Log-probabilities of a model that adapts, written whole or not at all; its provenance says from how many trials

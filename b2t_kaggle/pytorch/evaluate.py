@@ -22,7 +22,7 @@ from ..data.batches import Batch, Batcher, evaluation_batches, prefetch
 from ..data.store import TrialStore
 from .augment import Augment
 from .ctc import ctc_loss
-from .parallel import Backend
+from .parallel import Backend, Placement
 from ..training.trials import bucket_lengths, model_days, smoothing_edges
 
 # %% ../../nbs/pytorch/09_evaluate.ipynb #c005
@@ -39,8 +39,8 @@ def ctc_losses(
 
 # %% ../../nbs/pytorch/09_evaluate.ipynb #c008
 def delivered_dtype(
-    store: TrialStore, # The trials
-    backend: Backend,  # Where they go
+    store: TrialStore,  # The trials
+    backend: Placement, # Their device
 ) -> str:
     "Type in which features leave the host."
     return store.dtype.name if backend.device.kind == 'cuda' else 'float32'
@@ -59,6 +59,7 @@ def logits_of(
     cfg: Config,            # The model's configuration
     backend: Backend,       # The device; with several processes each gets a part of the batches
     batch_size: int,        # Trials per batch, at most; of all processes together where they share a processor
+    *,
     progress: str | None = None, # Label of a progress bar
     smoothing: str = 'same',     # Or `valid`, see `training.trials.smoothing_edges`
     trials: Sequence[int] | None = None, # Some of the trials; None means all

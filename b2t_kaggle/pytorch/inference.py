@@ -34,7 +34,8 @@ def log_probs_of(
     by_trial: dict[int, np.ndarray] = {}
     day_of = {s: i for i, s in enumerate(cfg.data.known_sessions)}
     label = f'infer {store.split}' if progress else None
-    for b, logits, frames in logits_of(model, store, day_of, cfg, backend, batch_size, label, smoothing):
+    batches = logits_of(model, store, day_of, cfg, backend, batch_size, progress=label, smoothing=smoothing)
+    for b, logits, frames in batches:
         log_probs = backend.result(logits.log_softmax(-1))
         backend.end_step()
         for i, x, n in zip(b.trials, log_probs.cpu().numpy(), frames):

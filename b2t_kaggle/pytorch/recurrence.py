@@ -337,6 +337,7 @@ def gru_layer(
     b_ih: Tensor,           # `[3H]`
     b_hh: Tensor,           # `[3H]`
     order: FrameOrder,      # Of the frames
+    *,
     by_trial: bool = False, # `x` is ordered trial after trial
     reverse: bool = False,  # From each trial's last frame to its first
 ) -> Tensor:

@@ -71,6 +71,7 @@ def train_merger(
     folder: str | Path,      # Where the adapter is saved
     epochs: int = 2,         # Times that each phase is gone through
     batch_size: int = 8,     # Examples in a step
+    *,
     lr: float = 2e-4,        # Peak learning rate
     rank: int = 16,          # Width of the thin matrices
     seed: int = 0,           # Of the matrices, the order and the dropout
@@ -87,7 +88,7 @@ def train_merger(
     lessons = [_lesson(model, tokenizer, e) for e in distinct]
     sequences, n_given = zip(*lessons)
     return train_lora(model, sequences, n_given, folder, [[number[e] for e in phase] for phase in phases], epochs,
-                      batch_size, lr, rank, seed, reuse=True, left=left, progress=progress)
+                      batch_size, lr=lr, rank=rank, seed=seed, reuse=True, left=left, progress=progress)
 
 # %% ../../nbs/rescoring/09_error_correction.ipynb #c018
 def _end_tokens(model, tokenizer) -> list[int]:

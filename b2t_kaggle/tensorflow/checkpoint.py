@@ -22,7 +22,7 @@ from ..core.files import atomic_path, require_space
 from ..core.reading import check_hdf5, open_hdf5
 from .layers import keras
 from .models import build_model
-from .models.encoder import Encoder
+from .models.encoder import Encoder, NamedModel
 from ..training.checkpoint_paths import find_checkpoint
 from ..training.checkpoints import CheckpointError, check_unseen, misfits, stored_config
 
@@ -35,7 +35,7 @@ def _crc_of_texts(texts: Mapping[str, str]) -> int:
     "Checksum of all texts, in the order of their names."
     return zlib.crc32(''.join(texts[k] for k in sorted(texts)).encode())
 
-def _contents(model: Encoder) -> dict[str, dict]:
+def _contents(model: NamedModel) -> dict[str, dict]:
     "Shape and checksum of each weight."
     return {name: dict(shape=list(v.shape), crc32=_crc(v.numpy())) for name, v in model.named_variables().items()}
 
@@ -49,7 +49,7 @@ class _Memory(io.BytesIO):
 
 def _write(
     path: str | Path, # `….weights.h5`
-    model: Encoder,   # Its weights
+    model: NamedModel, # Its weights
     values: dict,     # Values that JSON can hold, by name
     write_arrays: Callable[[h5py.File], None] | None = None, # Adds arrays to the file
     n_bytes: int = 0, # Size of these arrays
@@ -128,7 +128,7 @@ _SMALL = 10_000 # Numbers of a model that may be built whatever its file holds, 
 
 def _check_fit(
     written: Mapping[str, dict], # From `_contents`, of a file
-    model: Encoder,              # Receiver of the weights
+    model: NamedModel,           # Receiver of the weights
     path: Path,                  # The file, for the error
 ) -> None:
     expected = {name: v.shape for name, v in model.named_variables().items()}
@@ -158,7 +158,7 @@ def _build_for(written: Mapping[str, dict], cfg: Config, path: Path) -> Encoder:
     with _at_most(n, path): return build_model(cfg.model, len(cfg.data.known_sessions))
 
 def load_state(
-    model: Encoder,   # Receives the weights
+    model: NamedModel, # Receives the weights
     path: str | Path, # From `save_best` or `save_last`
 ) -> None:
     """`model.load_weights`, checked. Raises `CheckpointError` that names the weights which are missing, unknown, of

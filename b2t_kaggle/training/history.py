@@ -90,6 +90,7 @@ class History:
         rates: dict[str, float],        # Its learning rates
         seconds: float,                 # Since the run began
         validation: dict | None = None, # From `summarize`
+        *,
         end_row: bool = False,          # A checkpoint follows
         is_scaled: bool = False,        # In float16: a step whose gradient overflowed was skipped
         terms: dict[str, float] | None = None, # Parts of the loss that have a curve of their own

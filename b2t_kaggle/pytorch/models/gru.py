@@ -82,6 +82,7 @@ class GRUDecoder(Frontend):
         n_layers: int = 5,          # GRU layers, L
         patch_size: int = 0,        # Bins per patch; 0 means no patching
         patch_stride: int = 0,      # Bins between patches
+        *,
         bidirectional: bool = False, # Each layer reads the trial backwards too
     ):
         sizes = dict(neural_dim=neural_dim, n_units=n_units, n_classes=n_classes, n_layers=n_layers)
@@ -102,7 +103,7 @@ class GRUDecoder(Frontend):
         "The model of a configuration."
         sizes = cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes
         model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, cfg.patch_size, cfg.patch_stride,
-                    cfg.bidirectional)
+                    bidirectional=cfg.bidirectional)
         model.cfg = cfg
         return model
 

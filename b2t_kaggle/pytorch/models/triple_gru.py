@@ -137,6 +137,7 @@ class TripleGRUDecoder(Frontend):
         rnn_dropout: float = 0.0,   # Dropout between GRU layers
         input_dropout: float = 0.0, # Dropout after the day layer
         n_layers: int = 3,          # GRU layers of the clean model
+        *,
         patch_size: int = 0,        # Bins per patch; 0 means no patching
         patch_stride: int = 0,      # Bins between patches
         noise_units: int | None = 256, # Units per GRU layer of the noise model; none means those of a frame, I
@@ -160,8 +161,8 @@ class TripleGRUDecoder(Frontend):
     def from_config(cls, cfg: TripleGRUConfig, n_days: int) -> 'TripleGRUDecoder':
         "The model of a configuration."
         sizes = cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes
-        model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, cfg.patch_size, cfg.patch_stride,
-                    cfg.noise_units)
+        model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, patch_size=cfg.patch_size,
+                    patch_stride=cfg.patch_stride, noise_units=cfg.noise_units)
         model.cfg = cfg
         return model
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...config import TrainConfig
-from ..models.encoder import Encoder
+from ..models.encoder import TrainedModel
 from .adamw import DayAdamW, RunOptimizer, StackedAdamW
 from .eden import Eden, Eden2  # noqa: F401
 from .scaled_adam import ScaledAdam
@@ -22,7 +22,7 @@ _all_ = ['DayAdamW', 'Eden', 'Eden2', 'RunOptimizer', 'ScaledAdam', 'StackedAdam
 # %% ../../../nbs/pytorch/07_optimizer.ipynb #c006
 CLIPPING_SCALE = 2. # icefall's recipe for the Zipformer
 
-def _groups(model: Encoder) -> list[dict]:
+def _groups(model: TrainedModel) -> list[dict]:
     "Trained parameters, with their names, by learning rate."
     params = {'model': [], 'day': []}
     for name, p in model.named_parameters():
@@ -32,7 +32,7 @@ def _groups(model: Encoder) -> list[dict]:
 class DayScaledAdam(RunOptimizer):
     "`ScaledAdam` over a model's parameters, with one parameter per day."
     def __init__(self,
-        model: Encoder,   # On its device
+        model: TrainedModel,   # On its device
         cfg: TrainConfig, # The run's `train` group
     ):
         self.adam = ScaledAdam(_groups(model), cfg.lr_max, CLIPPING_SCALE)
@@ -70,7 +70,7 @@ def _rows(days: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 # %% ../../../nbs/pytorch/07_optimizer.ipynb #c012
 def make_optimizer(
-    model: Encoder,    # On its device
+    model: TrainedModel,    # On its device
     cfg: TrainConfig,  # The run's `train` group
     is_compiled: bool, # Whether a compiler sees the step, as XLA's does
 ) -> RunOptimizer:

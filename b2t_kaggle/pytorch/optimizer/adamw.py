@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ...config import TrainConfig
-from ..models.encoder import Encoder
+from ..models.encoder import TrainedModel
 from ...training.recipe import group_of
 
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c006
 def new_state(
-    model: Encoder, # On its device
+    model: TrainedModel, # On its device
 ) -> dict[str, dict[str, Tensor]]:
     """The state before the first step: by parameter `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a
     stack of days."""
@@ -57,7 +57,7 @@ class RunOptimizer:
 class DayAdamW(RunOptimizer):
     "AdamW (Loshchilov and Hutter, 2019) of PyTorch over the official groups, with one parameter per day."
     def __init__(self,
-        model: Encoder,   # On its device; a CPU or a GPU
+        model: TrainedModel,   # On its device; a CPU or a GPU
         cfg: TrainConfig, # The run's `train` group
     ):
         self.state = new_state(model)
@@ -71,7 +71,7 @@ class DayAdamW(RunOptimizer):
         self.adamw = torch.optim.AdamW(groups, betas=(cfg.beta0, cfg.beta1), eps=cfg.epsilon, fused=True)
         self.adamw.state.update({p: s for rows in by_group.values() for p, s in rows})
 
-    def _rows(self, model: Encoder, name: str, p: nn.Parameter) -> tuple[list[nn.Parameter], list[dict]]:
+    def _rows(self, model: TrainedModel, name: str, p: nn.Parameter) -> tuple[list[nn.Parameter], list[dict]]:
         "A parameter, or its rows, for `torch.optim.AdamW`, and their states."
         state = self.state[name]
         if not model.is_per_day(name): return [p], [dict(state, step=state['step'][0])]
@@ -111,7 +111,7 @@ class DayAdamW(RunOptimizer):
 class StackedAdamW(RunOptimizer):
     "`DayAdamW` in plain tensor operations; the program does not depend on which days a batch holds."
     def __init__(self,
-        model: Encoder,   # On its device
+        model: TrainedModel,   # On its device
         cfg: TrainConfig, # The run's `train` group
     ):
         self.params = {name: (p, *group_of(model, name, p, cfg)) for name, p in model.named_parameters()}

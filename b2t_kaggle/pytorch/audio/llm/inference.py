@@ -36,6 +36,7 @@ def write_batches(
     beams: int,         # As in `generate`
     max_tokens: int,    # As there
     batch_size: int,    # Trials at once, at most
+    *,
     progress: str | None = None, # Label of a progress bar
     smoothing: str = 'same',     # Or `valid`, as in `pytorch.evaluate.logits_of`
     trials: Sequence[int] | None = None, # Some of the trials; None means all
@@ -43,7 +44,8 @@ def write_batches(
     "Sentences of the trials of each batch, by trial; those of this process."
     day_of = {s: i for i, s in enumerate(cfg.data.known_sessions)}
     def vectors_of(x, day, n_bins): return model.encode_neural(x, day, n_bins).vectors
-    batches = logits_of(vectors_of, store, day_of, cfg, backend, batch_size, progress, smoothing, trials)
+    batches = logits_of(vectors_of, store, day_of, cfg, backend, batch_size, progress=progress, smoothing=smoothing,
+                        trials=trials)
     for b, vectors, n_frames in batches:
         n_vectors = torch.from_numpy(np.asarray(model.brain.projector.n_vectors(n_frames)))
         yield dict(zip(b.trials.tolist(), generate(model.llm, vectors, n_vectors, beams, max_tokens)))
@@ -117,6 +119,6 @@ def infer_sentences(
     backend.place(model)
     def write(split, store):
         return write_batches(model, store, trained, backend, cfg.generate.beams, cfg.generate.max_tokens,
-                             cfg.data.eval_batch_size, f'write {split}' if progress else None, cfg.infer.smoothing,
-                             None if trials is None else trials[split])
+                             cfg.data.eval_batch_size, progress=f'write {split}' if progress else None,
+                             smoothing=cfg.infer.smoothing, trials=None if trials is None else trials[split])
     return ((split, some) for split, store in stores.items() for some in write(split, store))

@@ -64,32 +64,44 @@ def _per_stack(value: int | tuple[int, ...], n_stacks: int, name: str) -> tuple[
     raise ValueError(f'{name}: found {len(values)} values {values}, expected one, or one for each of the {n_stacks} '
                      'stacks of downsampling_factor')
 
-class _Stacks(nn.Module):
-    "The stacks of the encoder, under the names that the reference has, and their sizes."
-    def __init__(self, downsampling_factor, sizes, pos_dim, dropout, warmup_batches, causal):
-        super().__init__()
-        is_one = isinstance(downsampling_factor, int)
-        self.downsampling_factor = (downsampling_factor,) if is_one else tuple(downsampling_factor)
-        n_stacks = len(self.downsampling_factor)
-        for name, value in sizes.items(): setattr(self, name, _per_stack(value, n_stacks, name))
-        if any(u > d for u, d in zip(self.encoder_unmasked_dim, self.encoder_dim)):
-            raise ValueError(f'encoder_unmasked_dim = {self.encoder_unmasked_dim} must nowhere be larger than '
-                             f'encoder_dim = {self.encoder_dim}')
-        self.encoders = nn.ModuleList()
-        for i, ds in enumerate(self.downsampling_factor):
-            layer = Zipformer2EncoderLayer(
-                self.encoder_dim[i], pos_dim, self.num_heads[i], self.query_head_dim[i], self.pos_head_dim[i],
-                self.value_head_dim[i], self.feedforward_dim[i], dropout, self.cnn_module_kernel[i], causal,
-            )
-            begin, end = (warmup_batches * (i + j) / (n_stacks + 1) for j in (1, 2))
-            stack = Zipformer2Encoder(layer, self.num_encoder_layers[i], pos_dim, dropout, begin, end,
-                                      final_layerdrop_rate=0.035 * ds**0.5)
-            if ds > 1: stack = DownsampledZipformer2Encoder(stack, self.encoder_dim[i], ds, dropout)
-            self.encoders.append(stack)
+def _set_sizes(
+    encoder: 'Zipformer2',                      # Changed in place
+    downsampling_factor: int | tuple[int, ...], # Of each stack
+    **sizes: int | tuple[int, ...],             # Of all stacks, or of each
+) -> None:
+    "Set the sizes of each stack under the names that the reference has. Raises `ValueError` where they do not fit."
+    ds = downsampling_factor
+    encoder.downsampling_factor = (ds,) if isinstance(ds, int) else tuple(ds)
+    for name, value in sizes.items(): setattr(encoder, name, _per_stack(value, len(encoder.downsampling_factor), name))
+    if any(u > d for u, d in zip(encoder.encoder_unmasked_dim, encoder.encoder_dim)):
+        raise ValueError(f'encoder_unmasked_dim = {encoder.encoder_unmasked_dim} must nowhere be larger than '
+                         f'encoder_dim = {encoder.encoder_dim}')
+
+def _stacks(
+    encoder: 'Zipformer2', # With its sizes
+    pos_dim: int,          # This and the rest as in `Zipformer2`
+    dropout: FloatLike,
+    warmup_batches: float,
+    causal: bool,
+) -> nn.ModuleList:
+    "The stacks of an encoder."
+    e = encoder
+    stacks = nn.ModuleList()
+    for i, ds in enumerate(e.downsampling_factor):
+        layer = Zipformer2EncoderLayer(
+            e.encoder_dim[i], pos_dim, e.num_heads[i], e.query_head_dim[i], e.pos_head_dim[i], e.value_head_dim[i],
+            e.feedforward_dim[i], dropout, e.cnn_module_kernel[i], causal,
+        )
+        begin, end = (warmup_batches * (i + j) / (len(e.downsampling_factor) + 1) for j in (1, 2))
+        stack = Zipformer2Encoder(layer, e.num_encoder_layers[i], pos_dim, dropout, begin, end,
+                                  final_layerdrop_rate=0.035 * ds**0.5)
+        if ds > 1: stack = DownsampledZipformer2Encoder(stack, e.encoder_dim[i], ds, dropout)
+        stacks.append(stack)
+    return stacks
 
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c305
 def _all_chunks(
-    encoder: _Stacks,                  # A `Zipformer2`
+    encoder: 'Zipformer2',             # With its stacks
     x: Tensor,                         # Frames `[T, B, C]`
     chunk_size: int,                   # Frames of a chunk; −1: all are one
     attn_mask: Tensor | None,          # From `chunk_mask`
@@ -108,7 +120,7 @@ def _all_chunks(
 
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c012
 def first_states(
-    encoder: _Stacks,     # A causal `Zipformer2`
+    encoder: 'Zipformer2', # Causal
     batch_size: int,      # Trials, B
     device: torch.device, # Where the states are needed
 ) -> list[Tensor]:
@@ -128,7 +140,7 @@ def first_states(
     return states
 
 def next_chunk(
-    encoder: _Stacks,      # A causal `Zipformer2`, in evaluation mode
+    encoder: 'Zipformer2', # Causal, in evaluation mode
     x: Tensor,             # The next chunk `[T, B, C]`
     states: list[Tensor],  # From `first_states`, or the chunk before
     padding: Tensor,       # True for frames that do not exist `[B, left context + T]`
@@ -177,7 +189,7 @@ def feature_masks(
     return masks
 
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c301
-class Zipformer2(_Stacks):
+class Zipformer2(nn.Module):
     "Stacks of layers at different frame rates (Yao et al., 2024), with icefall's arguments and parameter names."
     def __init__(self,
         output_downsampling_factor: int = 2,               # Frames that become one at the end
@@ -200,11 +212,12 @@ class Zipformer2(_Stacks):
         independent_of_padding: bool = False,              # Whether a trial's frames are those that it has alone
     ):
         if dropout is None: dropout = ScheduledFloat((0.0, 0.3), (20000.0, 0.1))
-        sizes = dict(encoder_dim=encoder_dim, num_encoder_layers=num_encoder_layers,
-                     encoder_unmasked_dim=encoder_unmasked_dim, query_head_dim=query_head_dim,
-                     pos_head_dim=pos_head_dim, value_head_dim=value_head_dim, num_heads=num_heads,
-                     feedforward_dim=feedforward_dim, cnn_module_kernel=cnn_module_kernel)
-        super().__init__(downsampling_factor, sizes, pos_dim, dropout, warmup_batches, causal)
+        super().__init__()
+        _set_sizes(self, downsampling_factor, encoder_dim=encoder_dim, num_encoder_layers=num_encoder_layers,
+                   encoder_unmasked_dim=encoder_unmasked_dim, query_head_dim=query_head_dim, pos_head_dim=pos_head_dim,
+                   value_head_dim=value_head_dim, num_heads=num_heads, feedforward_dim=feedforward_dim,
+                   cnn_module_kernel=cnn_module_kernel)
+        self.encoders = _stacks(self, pos_dim, dropout, warmup_batches, causal)
         self.output_downsampling_factor = output_downsampling_factor
         self.downsample_output = SimpleDownsample(max(self.encoder_dim), output_downsampling_factor, dropout)
         self.causal = causal

@@ -45,42 +45,45 @@ def some_trials(
 _SKIPS = (0.0, 0.2), (4000.0, 0.05), (16000.0, 0.0)       # of attention and convolution
 _FF_SKIPS = (0.0, 0.1), (4000.0, 0.01), (50000.0, 0.0)    # of the second and third feed-forward
 
-class _Parts(nn.Module):
+def _modules(
+    embed_dim, pos_dim, num_heads, query_head_dim, pos_head_dim, value_head_dim, feedforward_dim,
+    *, dropout, cnn_module_kernel, causal,
+) -> dict[str, nn.Module]:
     "The modules of a layer, under the names that the reference has."
-    def __init__(self, embed_dim, pos_dim, num_heads, query_head_dim, pos_head_dim, value_head_dim, feedforward_dim,
-                 dropout, cnn_module_kernel, causal):
-        super().__init__()
-        self.bypass = BypassModule(embed_dim, skip_rate=0.0, straight_through_rate=0)
-        self.bypass_mid = BypassModule(embed_dim, straight_through_rate=0)
-        self.self_attn_weights = RelPositionMultiheadAttentionWeights(embed_dim, pos_dim, num_heads, query_head_dim,
-                                                                      pos_head_dim)
-        self.self_attn1 = SelfAttention(embed_dim, num_heads, value_head_dim)
-        self.self_attn2 = SelfAttention(embed_dim, num_heads, value_head_dim)
-        self.feed_forward1 = FeedforwardModule(embed_dim, feedforward_dim * 3 // 4, dropout)
-        self.feed_forward2 = FeedforwardModule(embed_dim, feedforward_dim, dropout)
-        self.feed_forward3 = FeedforwardModule(embed_dim, feedforward_dim * 5 // 4, dropout)
-        self.nonlin_attention = NonlinAttention(embed_dim, 3 * embed_dim // 4)
-        self.conv_module1 = ConvolutionModule(embed_dim, cnn_module_kernel, causal)
-        self.conv_module2 = ConvolutionModule(embed_dim, cnn_module_kernel, causal)
-        self.bypass_scale = nn.Parameter(torch.full((embed_dim,), 0.5)) # Never used; the reference has it
-        self.norm = BiasNorm(embed_dim)
-        self._add_limits(embed_dim)
+    return dict(
+        bypass=BypassModule(embed_dim, skip_rate=0.0, straight_through_rate=0),
+        bypass_mid=BypassModule(embed_dim, straight_through_rate=0),
+        self_attn_weights=RelPositionMultiheadAttentionWeights(embed_dim, pos_dim, num_heads, query_head_dim,
+                                                               pos_head_dim),
+        self_attn1=SelfAttention(embed_dim, num_heads, value_head_dim),
+        self_attn2=SelfAttention(embed_dim, num_heads, value_head_dim),
+        feed_forward1=FeedforwardModule(embed_dim, feedforward_dim * 3 // 4, dropout),
+        feed_forward2=FeedforwardModule(embed_dim, feedforward_dim, dropout),
+        feed_forward3=FeedforwardModule(embed_dim, feedforward_dim * 5 // 4, dropout),
+        nonlin_attention=NonlinAttention(embed_dim, 3 * embed_dim // 4),
+        conv_module1=ConvolutionModule(embed_dim, cnn_module_kernel, causal),
+        conv_module2=ConvolutionModule(embed_dim, cnn_module_kernel, causal),
+        norm=BiasNorm(embed_dim),
+    )
 
-    def _add_limits(self, embed_dim):
-        def rare(max_abs, *min_abs):
-            return Balancer(embed_dim, channel_dim=-1, min_positive=0.3, max_positive=0.7,
-                            min_abs=ScheduledFloat(*min_abs), max_abs=max_abs, prob=0.05)
-        self.balancer_na = rare(100.0, (0.0, 0.004), (4000.0, 0.02))
-        self.balancer_ff2 = rare(2.0, (0.0, 0.0), (4000.0, 0.1))
-        self.balancer_ff3 = rare(4.0, (0.0, 0.0), (4000.0, 0.2))
-        self.balancer1 = Balancer(embed_dim, channel_dim=-1, min_positive=0.45, max_positive=0.55, min_abs=0.2,
-                                  max_abs=4.0)
-        self.balancer2 = Balancer(embed_dim, channel_dim=-1, min_positive=0.45, max_positive=0.55, min_abs=0.1,
-                                  max_abs=4.0)
-        self.whiten = whiten(4.0, ratio=3.0)
+def _limits(embed_dim: int) -> dict[str, nn.Module]:
+    "Limits of activations in training, under the names that the reference has."
+    def rare(max_abs, *min_abs):
+        return Balancer(embed_dim, channel_dim=-1, min_positive=0.3, max_positive=0.7,
+                        min_abs=ScheduledFloat(*min_abs), max_abs=max_abs, prob=0.05)
+    def usual(min_abs):
+        return Balancer(embed_dim, channel_dim=-1, min_positive=0.45, max_positive=0.55, min_abs=min_abs, max_abs=4.0)
+    return dict(
+        balancer_na=rare(100.0, (0.0, 0.004), (4000.0, 0.02)),
+        balancer_ff2=rare(2.0, (0.0, 0.0), (4000.0, 0.1)),
+        balancer_ff3=rare(4.0, (0.0, 0.0), (4000.0, 0.2)),
+        balancer1=usual(0.2),
+        balancer2=usual(0.1),
+        whiten=whiten(4.0, ratio=3.0),
+    )
 
 # %% ../../../../nbs/pytorch/models/zipformer/05_layer.ipynb #c013
-class Zipformer2EncoderLayer(_Parts):
+class Zipformer2EncoderLayer(nn.Module):
     "A layer of a Zipformer's stack (Yao et al., 2024)."
     def __init__(self,
         embed_dim: int,              # Channels, C
@@ -100,8 +103,11 @@ class Zipformer2EncoderLayer(_Parts):
         ff3_skip_rate: FloatLike = ScheduledFloat(*_FF_SKIPS),
         bypass_skip_rate: FloatLike = ScheduledFloat((0.0, 0.5), (4000.0, 0.02)),
     ):
-        super().__init__(embed_dim, pos_dim, num_heads, query_head_dim, pos_head_dim, value_head_dim, feedforward_dim,
-                         dropout, cnn_module_kernel, causal)
+        super().__init__()
+        modules = _modules(embed_dim, pos_dim, num_heads, query_head_dim, pos_head_dim, value_head_dim, feedforward_dim,
+                           dropout=dropout, cnn_module_kernel=cnn_module_kernel, causal=causal)
+        for name, module in (modules | _limits(embed_dim)).items(): self.add_module(name, module)
+        self.bypass_scale = nn.Parameter(torch.full((embed_dim,), 0.5)) # Never used; the reference has it
         self.embed_dim = embed_dim
         self.attention_skip_rate = copy.deepcopy(attention_skip_rate)
         self.conv_skip_rate = copy.deepcopy(conv_skip_rate)

@@ -1,0 +1,91 @@
+"""How the package's functions and classes are cut, read from the source."""
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent/'b2t_kaggle'
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
+         for path in sorted(PACKAGE.rglob('*.py')) if path.name != '_modidx.py'}
+
+MOST_POSITIONAL = 8
+# Signatures of others, whose programs call ours with them
+OF_OTHERS = {
+    'pytorch/models/gru.py: GRUDecoder',                         # The official constructor
+    'tensorflow/models/gru.py: GRUDecoder',
+    'pytorch/models/zipformer/encoder.py: Zipformer2',           # icefall's
+    'pytorch/models/zipformer/layer.py: Zipformer2EncoderLayer',
+    'pytorch/optimizer/scaled_adam.py: ScaledAdam',
+}
+
+
+def functions(node, owner=''):
+    "Functions at every depth by name, a constructor by its class; lambdas are not among them."
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef): yield from functions(child, child.name)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield owner if child.name == '__init__' else child.name, child
+            yield from functions(child)
+        else: yield from functions(child, owner)
+
+
+def n_positional(function):
+    "Parameters that may be given by their place, without `self`."
+    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+    return len(names) - (names[:1] in (['self'], ['cls']))
+
+
+def with_many(trees):
+    "Functions with more positional parameters than are allowed."
+    return {f'{path}: {name}' for path, tree in trees.items() for name, function in functions(tree)
+            if n_positional(function) > MOST_POSITIONAL}
+
+
+def test_no_function_has_more_than_eight_positional_parameters():
+    assert with_many(TREES) == OF_OTHERS, 'put a * before the options, or what belongs together into a named tuple'
+
+
+@pytest.mark.parametrize('signature, n', [
+    ('def f(a, b, c, d, e, f, g, h): pass', 0), ('def f(a, b, c, d, e, f, g, h, i): pass', 1),
+    ('def f(a, /, b, c, d, e, f, g, h, i): pass', 1), ('def f(a, b, c, d, e, f, g, *, h, i, j): pass', 0),
+    ('class A:\n def __init__(self, a, b, c, d, e, f, g, h): pass', 0),
+    ('class A:\n def __init__(self, a, b, c, d, e, f, g, h, i): pass', 1),
+    ('def f():\n def g(a, b, c, d, e, f, g, h, i): pass', 1)])
+def test_positional_parameters_are_counted(signature, n):
+    assert len(with_many({'a.py': ast.parse(signature)})) == n
+
+
+# Private classes from which one class is derived, and why that is no way to cut a long class into two
+HALVES_THAT_STAY = {
+    '_AroundEncoder': 'what a trainer asks is passed on to the encoder inside; AudioLLM has the losses of an audio LLM',
+    '_StepsConfig': "a group's keys, of which pydantic wants one class; those of the steps have own checks",
+    # Not taken apart yet: a run's configuration, its keys and its stages' stamps
+    '_Configured': 'pipeline.run', '_Keyed': 'pipeline.run', '_Stamped': 'pipeline.run',
+}
+
+
+def name_of(node):
+    "The last name of `a.b.c` or `a[b]`."
+    if isinstance(node, ast.Subscript): node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, 'id', None)
+
+
+def halves(trees):
+    "Private classes that nothing uses but one class, which is derived from them."
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    private = {node.name for node in nodes if isinstance(node, ast.ClassDef) and node.name.startswith('_')}
+    bases = [name_of(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
+    used = [name_of(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)]
+    return {name for name in private if bases.count(name) == 1 and used.count(name) == 1}
+
+
+def test_no_private_class_is_half_of_another_one():
+    assert halves(TREES) <= HALVES_THAT_STAY.keys(), 'merge it into the class, or find what each does by itself'
+
+
+@pytest.mark.parametrize('code, found', [
+    ('class _A: pass\nclass B(_A): pass', {'_A'}), ('class A: pass\nclass B(A): pass', set()),
+    ('class _A: pass\nclass B(_A): pass\nclass C(_A): pass', set()), ('class _A: pass\nclass B(_A): pass\n_A()', set()),
+    ('class _A: pass\nclass B(_A[int]): pass', {'_A'}), ('class _A: pass\nx = _A()', set())])
+def test_halves_are_found(code, found):
+    assert halves({'a.py': ast.parse(code)}) == found
