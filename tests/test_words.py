@@ -10,9 +10,6 @@ FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if p.name != '_modidx.py']
 
 # Modules whose words are still to be gone through
 NOT_YET = set('''
-b2t_kaggle.decoding.compilation
-b2t_kaggle.decoding.decoder
-b2t_kaggle.decoding.scorers
 b2t_kaggle.pipeline.execute
 b2t_kaggle.pipeline.run
 '''.split())
@@ -31,6 +28,7 @@ SOURCES = {
     'b2t_kaggle.core.ctc.collapse': 'Graves et al. 2006',
     'b2t_kaggle.core.ctc.greedy': 'Graves et al. 2006',
     'b2t_kaggle.decoding.acoustic.acoustic_scores': 'Graves et al. 2006',
+    'b2t_kaggle.decoding.decoder.LexiconBeamDecoder': 'Hannun et al. 2014',
     'b2t_kaggle.decoding.histories.HistoryScorer': 'Hori et al. 2025',
     'b2t_kaggle.decoding.lexicon._look_ahead': 'Ortmanns et al. 1996',
     'b2t_kaggle.decoding.lexicon.build_trie': 'Ney et al. 1992',

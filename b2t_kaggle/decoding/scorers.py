@@ -19,9 +19,9 @@ _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads m
 # %% ../../nbs/decoding/01_scorers.ipynb #c005
 class NGramView(NamedTuple):
     "Arrays of a scorer, for compiled code."
-    arcs: np.ndarray     # The automaton's arrays, see `lm.automaton.Arrays`; or the table of KenLM's answers
-    first: np.ndarray
-    states: np.ndarray
+    arcs: np.ndarray     # The automaton's, see `lm.automaton.Arrays`; or the table of KenLM's answers [A]
+    first: np.ndarray    # [V]
+    states: np.ndarray   # [S]
     word_ids: np.ndarray # Of the lexicon's words, of `<unk>` and of the sentence's end [W + 2]
     lazy: bool           # Whether an arc that is missing means that KenLM must be asked
 
@@ -52,7 +52,7 @@ class AutomatonScorer:
 
     @property
     def view(self) -> NGramView:
-        "What compiled code sees."
+        "Arrays for compiled code."
         return NGramView(*self.automaton.arrays, self.word_ids, False)
 
     def unigrams(self) -> np.ndarray:
@@ -86,7 +86,7 @@ _TABLE_SIZE = 1 << 17          # At the beginning
 
 # %% ../../nbs/decoding/01_scorers.ipynb #c011
 class ScoreCache:
-    "What a language model has answered so far, as compiled code sees it."
+    "Answers of a language model so far, in a table for compiled code."
     def __init__(self,
         n_words: int, # Of the lexicon, W
     ):
@@ -95,7 +95,7 @@ class ScoreCache:
 
     @property
     def view(self) -> NGramView:
-        "What compiled code sees."
+        "Arrays for compiled code."
         return NGramView(self.arcs, _NO_FIRST, _NO_STATES, self.word_ids, True)
 
     def forget(self) -> None:
