@@ -23,7 +23,7 @@ __all__ = [
     'simulate_dataset', 'TrialStore',
     'train', 'infer', 'LogitStore',
     'normalize_sentence', 'sentence_to_phonemes', 'build_lexicon',
-    'build_ngram', 'load_ngram', 'NGram', 'LexiconBeamDecoder', 'Hypothesis', 'combine',
+    'build_ngram', 'load_ngram', 'NGram', 'LexiconBeamDecoder', 'Hypothesis', 'Stream', 'combine',
     'word_error_rate', 'phoneme_error_rate',
     'write_submission', 'validate_submission',
 ]
@@ -37,6 +37,7 @@ _NAMES = {
     'data.simulate': ('simulate_dataset',),
     'data.store': ('TrialStore',),
     'decoding.decoder': ('Hypothesis', 'LexiconBeamDecoder'),
+    'decoding.streaming': ('Stream',),
     'lm.automaton': ('load_ngram',),
     'lm.ngram': ('NGram', 'build_ngram'),
     'logits': ('LogitStore',),
@@ -53,6 +54,7 @@ if _TYPE_CHECKING:
     from b2t_kaggle.data.simulate import simulate_dataset
     from b2t_kaggle.data.store import TrialStore
     from b2t_kaggle.decoding.decoder import Hypothesis, LexiconBeamDecoder
+    from b2t_kaggle.decoding.streaming import Stream
     from b2t_kaggle.pipeline.frameworks import infer, train
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.ngram import NGram, build_ngram

@@ -97,6 +97,43 @@ def test_decoding_needs_no_framework():
     assert errors == {} and loaded == []
 
 
+def test_the_decoder_needs_numpy_numba_and_rapidfuzz_alone(tmp_path):
+    "With every other package hidden it decodes, at once and bit by bit."
+    lines = ['\\data\\', 'ngram 1=5', '', '\\1-grams:', '-99\t<s>', '-1\t</s>', '-2\t<unk>', '-0.5\ti',
+             '-0.7\tsee', '\\end\\']
+    (tmp_path/'lm.arpa').write_text('\n'.join([*lines, '']))
+    code = """
+import sys
+
+class Alone:
+    "A finder that finds these packages only, and Python's own."
+    def __init__(self, finder): self.finder = finder
+    def find_spec(self, name, *args):
+        known = {'b2t_kaggle', 'numpy', 'numba', 'llvmlite', 'rapidfuzz'} | sys.stdlib_module_names
+        return self.finder.find_spec(name, *args) if name.split('.')[0] in known else None
+
+sys.meta_path[:] = map(Alone, sys.meta_path)
+import numpy as np
+from b2t_kaggle import LexiconBeamDecoder, Stream, load_ngram
+from b2t_kaggle.phonemes import to_class_ids
+decoder = LexiconBeamDecoder({'i': [['AY']], 'see': [['S', 'IY']]}, load_ngram('lm.arpa'))
+x = np.full((6, 41), -9.)
+x[range(6), to_class_ids('AY SIL S IY SIL SIL'.split())] = 0
+x -= np.logaddexp.reduce(x, axis=1)[:, None]
+stream = Stream(decoder)
+for row in x: stream.push(row[None])
+print(decoder.decode_all([x, x], progress=False)[1][0].text, '|', stream.finish()[0].text)
+"""
+    r = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=400, cwd=tmp_path,
+                       env=os.environ | {'PYTHONPATH': str(ROOT)})
+    assert (r.returncode, r.stdout) == (0, 'i see | i see\n'), r.stderr
+
+
+def test_the_decoder_brings_no_tables_and_no_framework():
+    watched = ['pandas', 'pyarrow', 'tqdm', 'torch', 'tensorflow', 'transformers', 'pydantic', 'h5py']
+    assert load(['b2t_kaggle.decoding.decoder', 'b2t_kaggle.decoding.streaming'], watched=watched) == [{}, []]
+
+
 def test_rooms_of_tensorflow_say_what_to_install():
     errors, loaded = load(TENSORFLOW, ['tensorflow', 'keras'], ['tensorflow', 'keras'])
     assert loaded == [] and list(errors) == TENSORFLOW

@@ -14,11 +14,11 @@ import io
 import json
 import math
 import stat
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 
 if TYPE_CHECKING: # Programs that read no HDF5 need not wait for it
     import h5py
@@ -126,26 +126,32 @@ def is_finite_number(value) -> bool:
     except OverflowError: return False  # an integer beyond floats
 
 # %% ../../nbs/core/03_reading.ipynb #c017
-class _Loader(yaml.SafeLoader):
+@cache
+def _yaml_loader() -> type:
     "PyYAML's safe loader with limits of depth and of the number of values."
-    def __init__(self, text: str):
-        super().__init__(text)
-        self._depth = 0
-        self._n_values = 0
-        self._sizes = {} # Values that each node stands for, once it is complete
+    import yaml  # Here, because a decoder has no YAML to read
 
-    def compose_node(self, parent, index):
-        is_alias = self.check_event(yaml.AliasEvent)
-        before = self._n_values
-        self._depth += 1
-        if self._depth > MAX_YAML_DEPTH: raise ValueError(f'nested more than {MAX_YAML_DEPTH} deep')
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if is_alias and id(node) not in self._sizes: raise ValueError('an alias of what it is in')
-        self._n_values += self._sizes[id(node)] if is_alias else 1
-        if self._n_values > MAX_YAML_VALUES: raise ValueError(f'more than {MAX_YAML_VALUES:,} values')
-        if not is_alias: self._sizes[id(node)] = self._n_values - before
-        return node
+    class Loader(yaml.SafeLoader):
+        def __init__(self, text: str):
+            super().__init__(text)
+            self._depth = 0
+            self._n_values = 0
+            self._sizes = {} # Values that each node stands for, once it is complete
+
+        def compose_node(self, parent, index):
+            is_alias = self.check_event(yaml.AliasEvent)
+            before = self._n_values
+            self._depth += 1
+            if self._depth > MAX_YAML_DEPTH: raise ValueError(f'nested more than {MAX_YAML_DEPTH} deep')
+            node = super().compose_node(parent, index)
+            self._depth -= 1
+            if is_alias and id(node) not in self._sizes: raise ValueError('an alias of what it is in')
+            self._n_values += self._sizes[id(node)] if is_alias else 1
+            if self._n_values > MAX_YAML_VALUES: raise ValueError(f'more than {MAX_YAML_VALUES:,} values')
+            if not is_alias: self._sizes[id(node)] = self._n_values - before
+            return node
+
+    return Loader
 
 def _yaml_problem(e: Exception) -> str:
     "The message of a YAML error, in one line."
@@ -154,18 +160,18 @@ def _yaml_problem(e: Exception) -> str:
     problem = getattr(e, 'problem', None) or getattr(e, 'reason', None) or str(e) or type(e).__name__
     return place + str(problem).splitlines()[0]
 
-# Errors of constructors for a boolean, a date or a number that is none, and YAML's own
-_NOT_YAML = (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
-
 def parse_yaml(
     text: str,
 ) -> Any:
     "The value of a YAML text of plain data. Raises `ValueError` that says in one line what is wrong."
+    from yaml import YAMLError
+    # Errors of constructors for a boolean, a date or a number that is none, and YAML's own
+    not_yaml = (YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
     loader = None
     try:
-        loader = _Loader(text)
+        loader = _yaml_loader()(text)
         return loader.get_single_data()
-    except _NOT_YAML as e: raise ValueError(f'not valid YAML ({_yaml_problem(e)})') from None
+    except not_yaml as e: raise ValueError(f'not valid YAML ({_yaml_problem(e)})') from None
     finally:
         if loader: loader.dispose()
 

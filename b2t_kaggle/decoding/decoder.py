@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from ..core.ctc import check_log_probs
 from ..core.jit import njit
@@ -137,8 +136,10 @@ def _decode_trial(decode: Callable, trials: Sequence[np.ndarray], i: int) -> lis
     except ValueError as e: raise ValueError(f'trial {i}: {e}') from None
 
 def _with_progress(results: Iterable, n: int, show: bool) -> list:
-    "All results, behind a progress bar."
-    return list(tqdm(results, total=n, desc='decode', unit=' trials', disable=not show))
+    "All results, behind a progress bar if it is to be shown."
+    if not show: return list(results)
+    from tqdm import tqdm
+    return list(tqdm(results, total=n, desc='decode', unit=' trials'))
 
 def _decode_trials(
     decode: Callable,             # Of one trial

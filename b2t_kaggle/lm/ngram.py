@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import pandas as pd
 
 from .arpa import ArpaReader, is_kenlm_binary, read_counts
 from .corpus import clean_text, read_sentences
@@ -26,6 +25,8 @@ from ..metrics import percent
 from ..phonemes import normalize_words
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from b2t_kaggle.lm.automaton import Automaton
 
 # %% ../../nbs/lm/07_ngram.ipynb #c006
@@ -172,8 +173,9 @@ def _fit(lm: 'NGram | Automaton', text: str | Path | Iterable[str]) -> dict:
 def perplexity_report(
     lm: 'NGram | Automaton',                      # The model
     texts: dict[str, str | Path | Iterable[str]], # Name of each text and the text, as `read_sentences` takes it
-) -> pd.DataFrame: # One row per text
+) -> 'pd.DataFrame': # One row per text
     "Sentences, words, out-of-vocabulary words (number, share, the most frequent), perplexity without and with them."
+    import pandas as pd  # Here, because a decoder need not wait for it
     return pd.DataFrame([dict(text=name) | _fit(lm, text) for name, text in texts.items()]).set_index('text')
 
 # %% ../../nbs/lm/07_ngram.ipynb #c016
@@ -193,8 +195,9 @@ def oov_advice(
 # %% ../../nbs/lm/07_ngram.ipynb #c018
 def model_report(
     paths: Iterable[str | Path], # ARPA files (plain or .gz) or KenLM binaries
-) -> pd.DataFrame:               # One row per file
+) -> 'pd.DataFrame':             # One row per file
     "Size of models in MB, and n-grams per order where the file is an ARPA file."
+    import pandas as pd
     rows = []
     for path in map(Path, paths):
         counts = [] if is_kenlm_binary(path) else read_counts(path)
