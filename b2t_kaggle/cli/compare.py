@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from .options import FILE, OUTPUT, out_option, terminal_width
-from .sources import find_source
+from .sources import source_path
 from ..core.files import write_whole
 from ..core.pages import data_frame, figure, page
 from ..core.reading import read_text, split_lines
@@ -68,7 +68,7 @@ def _systems(sources, out: Path) -> dict[str, list[dict]]:
     "Results of each system in each trial, by a name that only it has."
     systems = {}
     for source in sources:
-        found = find_source(source, out, 'a file of hypotheses')
+        found = source_path(source, out, f' is neither a file of hypotheses nor a run in {out}')
         for name, rows in (_of_run if found.is_dir() else _of_file)(found).items():
             names = (name if i == 1 else f'{name} ({i})' for i in range(1, len(systems) + 2))
             systems[next(n for n in names if n not in systems)] = rows

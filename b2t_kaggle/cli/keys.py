@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 
 from .options import out_option, preset_option, refuse_options
+from .sources import source_path
 from ..config import Config, Key, config_fields, flat_values, load_config, near_keys
 from ..core.messages import as_called
-from ..pipeline.run import near_runs
 from ..pipeline.stages import STAGES
 
 # %% ../../nbs/cli/16_keys.ipynb #c004
@@ -22,9 +22,7 @@ def _shown_configs(name: str | None, preset_: str | None, out: Path) -> dict[str
     "The configurations whose values are shown: those asked for, else the run demo if it is there; demo, and official."
     if name and preset_: raise click.UsageError('--name is a run and --preset is none; give one of them')
     if preset_: refuse_options({'out'}, 'a preset is no run')
-    config = out/(name or 'demo')/'config.yaml'
-    if name and not config.exists():
-        raise click.UsageError(f'{config.parent} is no run{near_runs(name, out)}')
+    config = (source_path(name, out, ' is no run', files=False) if name else out/'demo')/'config.yaml'
     own = {f'run {config.parent.name}': load_config(config)} if config.exists() and not preset_ else {}
     return own | {p: load_config(base=p) for p in filter(None, (preset_, 'demo', 'official'))}
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import click
 
+from .combine import show_rates, write_combined
 from .options import FILE, FOLDER, dtype_option, out_option, output_option, refuse_options
-from .sources import is_cross_validation, read_sources, read_tuning_data, show_rates, write_combined
+from .sources import is_cross_validation, read_sources, read_tuning_data
 from ..core.files import write_whole
 from ..core.reading import parse_json, read_text
 from ..lm.causal import load_lm

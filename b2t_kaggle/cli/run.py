@@ -13,20 +13,18 @@ import click
 import pandas as pd
 
 from .options import CONFIG_KEYS, inference_options, refuse_options, stage_command, training_options
+from .sources import source_path
 from ..config import Config, config_keys, describe_run, differing_values, load_config, resolve_key
 from ..core.messages import as_called
 from ..decoding.compilation import compiled_ahead
 from ..pipeline.execute import run_stages
-from ..pipeline.run import Run, branch, find_run, near_runs
+from ..pipeline.run import Run, branch
 from ..pipeline.stages import STAGES, plan
 
 # %% ../../nbs/cli/03_run.ipynb #c005
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict) -> Run:
     "A variant of a run, begun or to go on with. Raises `click.UsageError` for no such run, or where one is in the way."
-    other = find_run(from_, folder.parent)
-    if other is None:
-        near = near_runs(from_, folder.parent)
-        raise click.UsageError(f'--from {from_}: there is no such run in {folder.parent}{near}')
+    other = source_path(from_, folder.parent, f': there is no such run in {folder.parent}', files=False)
     origin = {'from': str(other.absolute())}
     if (folder/'config.yaml').exists():
         run = Run(folder, work, overrides, save=False)

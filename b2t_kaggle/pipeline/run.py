@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['content_marks', 'content_mark', 'file_marks', 'write_json', 'search_stage', 'list_stage', 'Run', 'near_runs',
-           'logit_files', 'find_run', 'hypothesis_files', 'input_changed', 'StageRun', 'branch', 'begin_stage',
+           'find_source', 'logit_files', 'hypothesis_files', 'input_changed', 'StageRun', 'branch', 'begin_stage',
            'search_tuning', 'open_decoder']
 
 # %% ../../nbs/pipeline/06_run.ipynb #c003
@@ -432,17 +432,26 @@ def near_runs(
     names = sorted(f.parent.name for f in Path(out).glob('*/config.yaml'))
     return did_you_mean(Path(name).name, names, '`b2t runs` lists them' if names else '')
 
+def find_source(
+    source: str | Path, # A file, the folder of a run, or the name of a run
+    out: str | Path,    # Folder of the runs
+    otherwise: str,     # The error where it is none of them: what follows the source
+    files: bool = True, # Whether it may be a file
+) -> Path:
+    "The file, or the folder of the run, that a source names. Raises `PipelineError` where it names neither."
+    if files and Path(source).is_file(): return Path(source)
+    found = next((f for f in (Path(source), Path(out)/source) if (f/'config.yaml').exists()), None)
+    if found: return found
+    raise PipelineError(f'{source}{otherwise}{near_runs(source, out)}')
+
 def logit_files(
     member: str | Path, # A LogitStore, the folder of a run, or the name of a run
     out: str | Path,    # Folder of the runs
 ) -> list[Path]:
     "The LogitStores of a run, of val and test as far as it has them, or the file itself. Raises `PipelineError`."
-    if Path(member).is_file(): return [Path(member)]
-    folder = next((f for f in (Path(member), Path(out)/member) if f.is_dir()), None)
-    if folder is None:
-        raise PipelineError(f'{member} is neither a LogitStore nor a run in {out}{near_runs(member, out)}')
-    config = folder/'config.yaml'
-    is_ensemble = config.exists() and load_config(config).infer.logits
+    folder = find_source(member, out, f' is neither a LogitStore nor a run in {out}')
+    if folder.is_file(): return [folder]
+    is_ensemble = load_config(folder/'config.yaml').infer.logits
     files = [folder/('ensemble' if is_ensemble else 'logits')/f'{split}.arrow' for split in ('val', 'test')]
     if existing := [f for f in files if f.exists()]: return existing
     verb = 'decode' if is_ensemble else 'infer'
@@ -456,22 +465,15 @@ def _split_in_name(path: Path) -> str:
     raise PipelineError(f'{path}: found {" and ".join(named) or "neither val nor test"} in its name, expected one of '
                         'the two words, such as theirs_val.jsonl; rename it')
 
-def find_run(
-    name: str | Path, # The folder of a run, or the name of a run
-    out: str | Path,  # Folder of the runs
-) -> Path | None:
-    "The folder of a run; none where there is no such run."
-    return next((f for f in (Path(name), Path(out)/name) if (f/'config.yaml').exists()), None)
+
 
 def hypothesis_files(
     member: str | Path, # A file of hypotheses, the folder of a run, or the name of a run
     out: str | Path,    # Folder of the runs
 ) -> dict[str, Path]:   # By split
     "The hypotheses of a run, of val and test as far as it has them, or the file itself. Raises `PipelineError`."
-    if Path(member).is_file(): return {_split_in_name(Path(member)): Path(member)}
-    folder = find_run(member, out)
-    if folder is None:
-        raise PipelineError(f'{member} is neither a file of hypotheses nor a run in {out}{near_runs(member, out)}')
+    folder = find_source(member, out, f' is neither a file of hypotheses nor a run in {out}')
+    if folder.is_file(): return {_split_in_name(folder): folder}
     stage = list_stage(load_config(folder/'config.yaml'))
     files = {split: folder/'hypotheses'/f'{stage}_{split}.jsonl' for split in ('val', 'test')}
     if existing := {split: f for split, f in files.items() if f.exists()}: return existing
