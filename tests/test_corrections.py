@@ -11,10 +11,9 @@ from rapidfuzz.distance import Levenshtein
 from b2t_kaggle.metrics import word_error_rate
 from b2t_kaggle.rescoring.corrections import (
     _differences,
-    apply,
     corrected,
     cross_validate,
-    learn,
+    fit_corrector,
     pivot,
     proposals,
     vote,
@@ -71,7 +70,7 @@ def test_bad_systems_do_no_harm():
     good = (0.25, 0.25, 0.25)
     few = [simulated(100, seed, good) for seed in (0, 1)]
     many = [simulated(100, seed, good + (0.7,)*6) for seed in (0, 1)]
-    rates = [wer(test, apply(learn(val), test)) for val, test in (few, many)]
+    rates = [wer(test, fit_corrector(val).predict(test)) for val, test in (few, many)]
     assert word_error_rate(many[1].references(), vote(many[1])) > 2*rates[0]
     assert rates[1] < 1.2*rates[0]
 
@@ -83,7 +82,7 @@ def test_systems_may_lack_trials():
     combined = cross_validate(h, folds=3)
     assert len(combined) == 60 and wer(h, combined) < 0.25
     nothing = Hypotheses({'x': Trial('x')}, {'x': []})
-    assert [c.text for c in apply(learn(h), nothing)] == ['']
+    assert [c.text for c in fit_corrector(h).predict(nothing)] == ['']
 
 
 def test_no_sentence_is_judged_by_what_it_taught():
@@ -98,7 +97,7 @@ def test_no_sentence_is_judged_by_what_it_taught():
 
 def test_learning_is_deterministic():
     h = simulated(40, 0, (0.3, 0.3, 0.5))
-    assert learn(h) == learn(h)
+    assert fit_corrector(h) == fit_corrector(h)
 
 
 @pytest.mark.skipif(REAL is None, reason='../shared/t15 is not beside the repository')
