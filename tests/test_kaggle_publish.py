@@ -186,7 +186,7 @@ def test_the_lines_of_a_guide_are_taken(guide, name, shape, kaggle, b2t, tmp_pat
     monkeypatch.chdir(tmp_path)
     (tmp_path/'nbs').symlink_to(NBS)
     lines = [words[2:] for words in lines_of(guide) if words[0] == 'b2t']
-    with patch('b2t_kaggle.kaggle.wheels.build_wheels', write_wheels):
+    with patch('b2t_kaggle.cli.kaggle.build_wheels', write_wheels):
         for words in lines:
             status, output = b2t(*words)
             assert status == 0, output
