@@ -73,7 +73,7 @@ _MOVED = {
     **{name: f'metrics.{name}' for name in ('bootstrap', 'comparison')},
     **{name: f'pipeline.{name}' for name in ('convert', 'frameworks', 'kernels', 'report', 'results', 'stages',
                                              'submission', 'sweep')},
-    'runs': 'pipeline.run',
+    'runs': 'pipeline.decoder', # Which has Run and StageRun, too
     'audio': 'pytorch.audio', 'pytorch.audio_llm': 'pytorch.audio.llm',
     'decoding.confusions': 'decoding.phoneme_lists.confusions',
     'decoding.phoneme_decoder': 'decoding.phoneme_lists.decoder',

@@ -1,22 +1,15 @@
 """The page 'Adding an encoder', done as it says: a notebook in a copy of the checkout, and the kit trains, decodes and
 tests it."""
 
-import hashlib
-import itertools
 import json
-import os
-import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
-import nbformat
 import pytest
+from checkouts import ROOT, cells_of_page, checkout_with, exported, run
 
 from b2t_kaggle.pipeline.submission import validate_submission
 
-ROOT = Path(__file__).parent.parent
 GUIDE = ROOT/'nbs'/'guides'/'adding_an_encoder.ipynb'
 NEW = 'nbs/pytorch/models/06_conv.ipynb'
 SLOW = 'nbs/pytorch/models/07_slow.ipynb'
@@ -39,70 +32,18 @@ class Slow(Centred):
 """
 
 
-def cells_of_the_page(tag):
-    return [c.source for c in nbformat.read(GUIDE, 4).cells if tag in c.metadata.get('tags', [])]
-
-
-def notebook(name, *cells):
-    "The notebook of a new encoder."
-    nb = nbformat.v4.new_notebook()
-    nb.cells = [nbformat.v4.new_markdown_cell(f'# pytorch.models.{name}\n\n> Two layers over time.'),
-                nbformat.v4.new_code_cell(f'#| default_exp pytorch.models.{name}'),
-                *(nbformat.v4.new_code_cell('#| export\n' + source) for source in cells)]
-    return nb
-
-
 def notebooks_as_the_page_says():
     "One made of the cells of the page, and one that looks at the whole trial and learns slowly."
+    def notebook(name, *cells): return exported(f'pytorch.models.{name}', 'Two layers over time.', *cells)
     imports = 'from typing import Literal\nfrom b2t_kaggle.pytorch.models.conv import Conv, ConvConfig'
-    return {NEW: notebook('conv', *cells_of_the_page('encoder')),
-            SLOW: notebook('slow', imports, *cells_of_the_page('lengths'), SLOW_ENCODER)}
-
-
-def files(root):
-    "Checksums of what a person edits: all but what `nbdev_export` writes."
-    paths = [p for p in root.rglob('*') if p.is_file() and '.git' not in p.parts and '__pycache__' not in p.parts]
-    edited = [p for p in paths if 'b2t_kaggle' not in p.relative_to(root).parts[:1]]
-    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in edited}
+    return {NEW: notebook('conv', *cells_of_page(GUIDE, 'encoder')),
+            SLOW: notebook('slow', imports, *cells_of_page(GUIDE, 'lengths'), SLOW_ENCODER)}
 
 
 @pytest.fixture(scope='module')
 def checkout(tmp_path_factory):
-    "A copy of this checkout with the new notebook, exported."
-    root = tmp_path_factory.mktemp('clone')
-    listed = subprocess.run(['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard'], cwd=ROOT,
-                            capture_output=True, text=True)
-    if listed.returncode: pytest.skip('not a git checkout')
-    for name in filter(None, listed.stdout.split('\0')):
-        if not (ROOT/name).is_file(): continue
-        (root/name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT/name, root/name)
-    before = files(root)
-    for path, nb in notebooks_as_the_page_says().items(): nbformat.write(nb, root/path)
-    run(root, Path(sys.executable).with_name('nbdev_export'))
-    assert {k for k, _ in files(root).items() - before.items()} == {NEW, SLOW}, 'another file was touched'
-    share_compiled(root)
-    return root
-
-
-def share_compiled(root):
-    "What Python and Numba compiled here serves the copy's equal modules, too; they go by size and time of the source."
-    for module in (ROOT/'b2t_kaggle').rglob('*.py'):
-        copy = root/module.relative_to(ROOT)
-        if copy.read_bytes() == module.read_bytes(): shutil.copystat(module, copy)
-    caches = ('*.pyc', '*.nb[ic]', 'numba-*')  # tools/compiled.py says what the latter is
-    for compiled in itertools.chain(*((ROOT/'b2t_kaggle').rglob(f'__pycache__/{files}') for files in caches)):
-        copy = root/compiled.relative_to(ROOT)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copy2(compiled, copy)
-
-
-def run(root, *command):
-    # nbdev does nothing where a notebook that is tested has left IN_TEST
-    env = {k: v for k, v in os.environ.items() if k != 'IN_TEST'} | {'PYTHONPATH': str(root)}
-    done = subprocess.run(list(map(str, command)), cwd=root, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return done
+    "A copy of this checkout with the new notebooks, exported."
+    return checkout_with(tmp_path_factory.mktemp('clone'), notebooks_as_the_page_says())
 
 
 def b2t(root, *args): return run(root, sys.executable, '-m', 'b2t_kaggle.cli', *args)

@@ -17,8 +17,9 @@ from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.lm.automaton import load_ngram
 from b2t_kaggle.metrics import word_error_rate
 from b2t_kaggle.pipeline.execute import run_stages
-from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import plan
+from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.pipeline.submission import validate_submission
 from b2t_kaggle.rescoring.hypotheses import Hypotheses, read_hypotheses, write_hypotheses
 from b2t_kaggle.training.history import read_history

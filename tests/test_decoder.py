@@ -401,7 +401,8 @@ def test_kenlm_binaries(kind, tmp_path):
 
 def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
     "The decoder of a run has the ARPA file as an automaton, which scores sentences as KenLM does."
-    from b2t_kaggle.pipeline.run import Run, open_decoder
+    from b2t_kaggle.pipeline.decoder import open_decoder
+    from b2t_kaggle.pipeline.run import Run
     run = Run(tmp_path/'run', tmp_path)
     (run.dir/'lm').mkdir()
     (run.dir/'lm'/'words.txt').write_text('how are you')

@@ -6,8 +6,9 @@ import b2t_kaggle.config as config
 import b2t_kaggle.config.encoders.gru as gru
 from b2t_kaggle.config import Config, TrainConfig, load_config, preset, save_config, with_overrides
 from b2t_kaggle.config.encoders.gru import GRUConfig
-from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import plan
+from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.training.resume import fingerprint
 
 

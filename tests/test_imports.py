@@ -349,7 +349,7 @@ def test_notebooks_out_of_order_are_found(tmp_path, name, found):
 
 def test_a_number_is_given_once_in_a_folder():
     numbered = [(path.parent, number(path)) for path in sorted((ROOT/'nbs').rglob('[0-9]*.ipynb'))
-                if path.parent.name not in ('.ipynb_checkpoints', 'stages')]
+                if path.parent.name != '.ipynb_checkpoints']
     assert len(numbered) == len(set(numbered))
 
 

@@ -13,7 +13,8 @@ from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.pipeline.execute import run_stages
-from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.run import Run
+from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.pipeline.submission import validate_submission
 
 FAST = {'lm.order': 2, 'decode.beam': 10, 'decode.nbest': 2}

@@ -15,9 +15,10 @@ from b2t_kaggle.config import Config, config_fields, flat_values, keys_with, wit
 from b2t_kaggle.config.encoders.encoder import encoder_config, encoder_names
 from b2t_kaggle.config.fields import ChangesNothing, InputFile, MayChange
 from b2t_kaggle.config.schema import ConfigError, Section
-from b2t_kaggle.pipeline import run as runs
-from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline import fingerprints, stamps
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import plan
+from b2t_kaggle.pipeline.stamps import StageRun
 
 # Which stages read a key, or the keys of a group that do not stand here alone; found by reading the notebooks
 READERS = {
@@ -98,7 +99,7 @@ OTHER = {
 # What a stage says, and does nothing with
 PRINTED = {('infer', 'train.refit')}
 # Functions that see which stages there are, and what is written down of their inputs
-PLANNING = {'plan', 'needs_of', 'values_of', 'time_left', 'marks', 'inputs', 'key', 'fingerprint', 'fingerprints'}
+PLANNING = {'plan', 'needs_of', 'config_with', 'time_left', 'marks', 'inputs', 'key', 'fingerprint', 'fingerprints'}
 
 
 class NoOther(Exception): pass # Value of a key that the configuration takes
@@ -241,9 +242,11 @@ def copy(small, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def known_contents(monkeypatch):
     "Files that do not change are read once."
-    marks = cache(lambda path, sampled: runs_marks([path], sampled)[path])
-    runs_marks = runs.content_marks
-    monkeypatch.setattr(runs, 'content_marks', lambda paths, sampled=False: {p: marks(p, sampled) for p in paths})
+    found = fingerprints.content_fingerprints
+    known = cache(lambda path, sampled: found([path], sampled)[path])
+    for module in (fingerprints, stamps):
+        monkeypatch.setattr(module, 'content_fingerprints',
+                            lambda paths, sampled=False: {p: known(p, sampled) for p in paths})
 
 
 def done(run):

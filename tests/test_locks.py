@@ -14,8 +14,9 @@ import pytest
 from b2t_kaggle.core import locks
 from b2t_kaggle.core.locks import Lock
 from b2t_kaggle.data.sessions import SPLITS, Trial, session_path, write_session
-from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import PipelineError
+from b2t_kaggle.pipeline.stamps import StageRun
 
 # Takes the lock a number of times; whoever finds another one inside says so. Some die with it
 HOLDER = '''

@@ -26,10 +26,12 @@ from b2t_kaggle.metrics.comparison import read_results
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.pipeline import execute as pipeline
 from b2t_kaggle.pipeline import kernels
+from b2t_kaggle.pipeline.decoder import open_decoder
 from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.results import RESULTS
-from b2t_kaggle.pipeline.run import Run, StageRun, open_decoder
-from b2t_kaggle.pipeline.stages import STAGES, PipelineError, code_cells, plan
+from b2t_kaggle.pipeline.run import Run
+from b2t_kaggle.pipeline.stages import STAGES, PipelineError, notebook_path, plan
+from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, read_hypotheses, write_hypotheses
 
 # Small enough for seconds, large enough that every stage has work to do
@@ -72,20 +74,20 @@ def execute_here(run, name):
     import matplotlib
     matplotlib.use('Agg')
     variables = dict(run_dir=str(run.dir), work_dir=str(run.work), overrides=run.unsaved())
-    for cell in code_cells(name):
-        if not cell.startswith('run_dir ='): exec(cell, variables)
+    cells = json.loads(notebook_path(name).read_text())['cells']
+    for code in (''.join(c['source']) for c in cells if c['cell_type'] == 'code'):
+        if not code.startswith('run_dir ='): exec(code, variables)
 
 
 @contextmanager
 def stages_here():
-    "Stages are executed in this process, and no report is written; gives the names of those that were."
+    "Stages are executed in this process; gives the names of those that were."
     names = []
     def execute(run, name):
         names.append(name)
         execute_here(run, name)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(pipeline, 'execute', execute)
-        m.setattr(pipeline, 'write_report', lambda run: run.dir/'report.html')
         yield names
 
 
@@ -180,8 +182,6 @@ def test_a_killed_run_continues(finished, tmp_path, here):
 def test_a_stage_by_plain_papermill(finished, tmp_path):
     run, _, _ = finished
     import papermill as pm
-
-    from b2t_kaggle.pipeline.stages import notebook_path
 
     pm.execute_notebook(
         notebook_path('check'),
@@ -811,6 +811,5 @@ def test_an_llm_that_has_no_time_changes_nothing(finished, tmp_path, here, monke
     assert [row['text'] for row in csv.DictReader((ranked.dir/'submission.csv').open())] == best
     monkeypatch.undo()
     monkeypatch.setattr(pipeline, 'execute', execute_here)
-    monkeypatch.setattr(pipeline, 'write_report', lambda run: None)
     assert {row['state'] for row in run_stages(ranked, 'rescore')} == {'skipped, nothing changed', 'done'}
     assert all(h['llm'] < 0 for hyps in ranked.nbest('val') for h in map(vars, hyps) if h['text'])

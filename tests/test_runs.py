@@ -12,9 +12,10 @@ from click.testing import CliRunner
 from b2t_kaggle.cli import command as cli
 from b2t_kaggle.config import preset
 from b2t_kaggle.pipeline import execute as pipeline
-from b2t_kaggle.pipeline import run as runs
-from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline import fingerprints, stamps
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import plan
+from b2t_kaggle.pipeline.stamps import StageRun
 
 
 def blocks_mark(path):
@@ -71,7 +72,7 @@ def change_byte(path, at):
 def test_stages_of_older_stamps_are_done(files, tmp_path, monkeypatch):
     "No stage is done again, and no model is set aside, because files were known by blocks when it was done."
     with monkeypatch.context() as m:
-        m.setattr(runs, 'content_marks', older_marks)
+        for module in (fingerprints, stamps): m.setattr(module, 'content_fingerprints', older_marks)
         do_all(run_of(files, tmp_path))
     run = run_of(files, tmp_path)
     assert run.key('decode') not in (run.key('decode', sampled=True), StageRun(run, 'decode').stamp['key'])
@@ -90,7 +91,7 @@ def test_stages_of_older_stamps_are_done(files, tmp_path, monkeypatch):
 def test_reasons_of_older_stamps(files, tmp_path, monkeypatch):
     "A stage that has to run says what has changed, not the files that are as they were."
     with monkeypatch.context() as m:
-        m.setattr(runs, 'content_marks', older_marks)
+        for module in (fingerprints, stamps): m.setattr(module, 'content_fingerprints', older_marks)
         do_all(run_of(files, tmp_path))
     run = run_of(files, tmp_path, **{'decode.beam': 3})
     reason = StageRun(run, 'decode').reason()
@@ -143,7 +144,7 @@ def test_no_stage_takes_a_damaged_file_for_its_own(damage, files, tmp_path):
         stage.begin()
         assert path.exists() == (name == 'train' and damage == 'a byte') and (path.parent/'other').exists()
         if name != 'train':
-            with pytest.raises(runs.PipelineError, match=f'stage {name}: .*best.pt is gone before'):
+            with pytest.raises(stamps.PipelineError, match=f'stage {name}: .*best.pt is gone before'):
                 stage.finish([path])
         path.write_bytes(np.random.default_rng(7).bytes(2_000_000))
         stage.finish([path])
@@ -155,7 +156,8 @@ WORKS = """
 import sys, time
 from pathlib import Path
 from b2t_kaggle.pipeline import execute as pipeline
-from b2t_kaggle.pipeline.run import Run, begin_stage
+from b2t_kaggle.pipeline.run import Run
+from b2t_kaggle.pipeline.stamps import begin_stage
 folder, beam = Path(sys.argv[1]), int(sys.argv[2])
 
 def execute(run, name):
@@ -208,13 +210,13 @@ def test_a_configuration_that_comes_between(tmp_path, monkeypatch):
         overrides = run.unsaved()
         path = run.dir/'config.yaml'
         if name == edited: path.write_text(path.read_text().replace(*edits[name]))
-        runs.begin_stage(name, run.dir, run.work, overrides).finish([])
+        stamps.begin_stage(name, run.dir, run.work, overrides).finish([])
     monkeypatch.setattr(pipeline, 'execute', execute)
     edits = {'decode': ('beam: 7\n', 'beam: 9\n'), 'simulate': ('val: 37\n', 'val: 38\n')}
     values = {'decode.beam': 7, 'simulate.val': 37}
     seven = Run(tmp_path/'run', tmp_path/'work', values)
     for edited in edits:
-        with pytest.raises(runs.PipelineError, match=f'stage {edited}: .*config.yaml was changed while'):
+        with pytest.raises(stamps.PipelineError, match=f'stage {edited}: .*config.yaml was changed while'):
             pipeline.run_stages(seven, 'decode', force=[edited])
     edited = ''
     pipeline.run_stages(Run(seven.dir, seven.work, values), 'decode', force=edits)

@@ -18,7 +18,7 @@ from b2t_kaggle.lm.arpa import read_arpa
 from b2t_kaggle.lm.general import mix_general
 from b2t_kaggle.lm.ngram import build_ngram
 from b2t_kaggle.lm.sphinx import SphinxError, import_sphinx, read_sphinx
-from b2t_kaggle.pipeline.stages import code_cells
+from b2t_kaggle.pipeline.stages.lm import LM
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
@@ -161,25 +161,21 @@ VAL = ['we see the house', 'you see us', 'i am here', 'zyx']
 
 
 def lm_stage(folder, monkeypatch, val=VAL, **values):
-    "Execute the stage's cells without a run; returns their names, the configuration's values among them."
+    "Execute the stage without a run; returns the details of its result."
     tables = {name: pd.DataFrame(dict(sentence=sentences, is_instruction=False))
               for name, sentences in dict(train=TRAIN, val=val).items()}
     cfg = Config(lm=values, data=dict(dataset_dir=folder))
     run = SimpleNamespace(cfg=cfg, dir=folder, packed_dir=folder, data_dir=folder)
-    stage = SimpleNamespace(run=run, finish=lambda *args: None)
-    monkeypatch.setattr('b2t_kaggle.pipeline.run.begin_stage', lambda *args: stage)
     monkeypatch.setattr('b2t_kaggle.data.store.TrialStore.open', lambda path: SimpleNamespace(index=tables[path.stem]))
-    names = {}
-    for code in code_cells('lm'): exec(code, names)
-    return names
+    return LM().run(run, None).details
 
 
 def test_a_run_without_a_general_model(tmp_path, monkeypatch, capsys):
     "The model of the transcripts as it always was; one line says how many words it lacks and what to give."
-    names = lm_stage(tmp_path, monkeypatch)
+    details = lm_stage(tmp_path, monkeypatch)
     expected = build_ngram(TRAIN, tmp_path/'expected.arpa', order=3)
     assert (tmp_path/'lm'/'lm.arpa').read_bytes() == expected.read_bytes()
-    assert sorted(names['words']) == sorted(set(' '.join(TRAIN).split()))
+    assert sorted(details['words']) == sorted(set(' '.join(TRAIN).split()))
     line, = (line for line in capsys.readouterr().err.splitlines() if 'cannot be decoded' in line)
     assert line.startswith('27.3 % of the words of val') and 'lm.general=FILE' in line # us, am and zyx of 11
 
@@ -192,14 +188,14 @@ def test_a_run_with_a_general_model(repeat, note, tmp_path, monkeypatch, capsys)
     (tmp_path/'general.lm.bin').write_bytes(sphinx_file(grams))
     (tmp_path/'more.txt').write_text('We rest.\nI am at home.\n')
     values = dict(general=tmp_path/'general.lm.bin', texts=[tmp_path/'more.txt'])
-    names = lm_stage(tmp_path, monkeypatch, VAL*repeat, **values)
+    details = lm_stage(tmp_path, monkeypatch, VAL*repeat, **values)
     out = capsys.readouterr().out
     assert note in out and 'cannot be decoded' not in out
-    fits = names['mixture'].fits
+    fits = details['mixture'].fits
     assert list(fits.index) == ['general', 'transcripts', 'texts', 'mixed']
     assert fits.weight[:3].sum() == pytest.approx(1)
     assert fits.oov_rate['mixed'] == pytest.approx(1/11) # zyx
-    assert {'us', 'am', 'rest', 'here'} <= set(names['words']) and 'qwxz' not in names['words']
+    assert {'us', 'am', 'rest', 'here'} <= set(details['words']) and 'qwxz' not in details['words']
     assert (fits.weight[:3].nunique() == 1) == (repeat == 1)
 
 

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 
 from b2t_kaggle.cli import command as cli
 from b2t_kaggle.pipeline import execute as pipeline
-from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.run import Run
+from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.training.pruning import callback_from_env
 
 pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')

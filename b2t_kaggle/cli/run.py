@@ -18,8 +18,9 @@ from ..config import Config, config_keys, describe_run, differing_values, load_c
 from ..core.messages import as_called
 from ..decoding.compilation import compiled_ahead
 from ..pipeline.execute import run_stages
-from ..pipeline.run import Run, branch
+from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, plan
+from ..pipeline.stamps import branch
 
 # %% ../../nbs/cli/03_run.ipynb #c005
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict) -> Run:

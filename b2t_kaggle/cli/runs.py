@@ -14,8 +14,9 @@ import click
 from .options import out_option, terminal_width
 from ..core.messages import as_called
 from ..metrics import percent
-from ..pipeline.run import Run, StageRun
+from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, needs_of, plan
+from ..pipeline.stamps import StageRun
 from ..training.checkpoint_paths import last_batch
 
 # %% ../../nbs/cli/11_runs.ipynb #c005

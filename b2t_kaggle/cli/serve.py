@@ -14,8 +14,10 @@ from .options import FILE, stage_command, with_options
 from .run import open_run
 from ..decoding.server import check_redis
 from ..decoding.server import serve as serve_decoder
+from ..pipeline.decoder import open_decoder, search_tuning
 from ..pipeline.execute import run_stages
-from ..pipeline.run import Run, StageRun, open_decoder, search_tuning
+from ..pipeline.run import Run
+from ..pipeline.stamps import StageRun
 from ..rescoring.mixture import configured_weights, read_weights
 from ..rescoring.online import LLMRescorer, llm_scorer
 

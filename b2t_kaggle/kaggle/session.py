@@ -583,7 +583,7 @@ def next_step(
     run: 'Run', # After its training
 ) -> str:
     "Progress of the training, and the next step."
-    from b2t_kaggle.pipeline.run import StageRun
+    from b2t_kaggle.pipeline.stamps import StageRun
     stamp = StageRun(run, 'train').stamp
     done = f'{stamp["metrics"]["steps"]:,} of {run.cfg.train.num_training_batches:,} batches are done'
     if not stamp['finished']:

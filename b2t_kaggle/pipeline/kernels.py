@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PARENT = 'JPY_PARENT_PID' # The process without which a kernel of Jupyter ends itself
 # What every stage imports, or most
 IMPORTS = ('ipykernel.kernelapp', 'matplotlib.pyplot', 'matplotlib_inline.backend_inline', 'pandas',
-           *map('b2t_kaggle.{}'.format, ('pipeline.run', 'data.store', 'logits', 'metrics', 'phonemes')))
+           *map('b2t_kaggle.{}'.format, ('pipeline.stamps', 'data.store', 'logits', 'metrics', 'phonemes')))
 
 def _become(
     parent: int,            # The process that this one is a fork of

@@ -35,7 +35,8 @@ from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.lm.arpa import read_arpa
 from b2t_kaggle.lm.automaton import load_ngram
 from b2t_kaggle.logits import LogitStore
-from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.run import Run
+from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.pipeline.submission import validate_submission
 from b2t_kaggle.pytorch.audio.targets import TargetStore, build_targets
 from b2t_kaggle.pytorch.checkpoint import load_model, save_atomic, save_official

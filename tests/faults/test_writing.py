@@ -35,8 +35,9 @@ from b2t_kaggle.lm.arpa import arpa_bytes, model_words, read_counts
 from b2t_kaggle.lm.automaton import _write_cache
 from b2t_kaggle.lm.kneser_ney import estimate_arpa
 from b2t_kaggle.pipeline.execute import execute
-from b2t_kaggle.pipeline.run import Run, StageRun
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import PipelineError
+from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.pipeline.submission import write_submission
 from b2t_kaggle.pytorch.checkpoint import save_atomic
 from b2t_kaggle.pytorch.models import build_model

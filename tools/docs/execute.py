@@ -108,7 +108,7 @@ def key(notebook: dict) -> str:
 def is_executed(path: Path, notebook: dict) -> bool:
     "Whether the site shows what the examples of a notebook print and draw."
     relative = path.relative_to(ROOT/'nbs')
-    if relative.parts[0] in ('pipeline', 'benchmarks'): return False
+    if relative.parts[0] in ('stages', 'benchmarks'): return False
     if relative.parts[0] == 'kaggle' and not path.name[0].isdigit(): return False
     if code_of(notebook['cells'][0]).startswith('---'): return False
     return any(shows(code_of(c)) for c in notebook['cells'] if c['cell_type'] == 'code')

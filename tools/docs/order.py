@@ -10,7 +10,7 @@ GROUPS = (
         'guides/own_language_model.ipynb', 'guides/ensembles.ipynb', 'guides/streaming.ipynb',
         'guides/one_trial.ipynb',
         'guides/which_encoder.ipynb', 'guides/hours_per_card.ipynb', 'guides/memory_and_disk.ipynb',
-        'guides/adding_an_encoder.ipynb', 'guides')),
+        'guides/adding_an_encoder.ipynb', 'guides/adding_a_stage.ipynb', 'guides')),
     ('Benchmarks', ('benchmarks',)),
     ('Stages of a run', ('stages',)),
     ('Notebooks for Kaggle', ('kaggle/train.ipynb', 'kaggle/submit.ipynb', 'kaggle/ensemble.ipynb')),
@@ -25,7 +25,7 @@ GROUPS = (
     ('Library: decoding', ('decoding', 'decoding/phoneme_lists', 'decoding/server')),
     ('Library: rescoring', ('rescoring',)),
     ('Library: audio', ('pytorch/audio', 'pytorch/audio/llm')),
-    ('Library: pipeline', ('pipeline', 'cli')),
+    ('Library: pipeline', ('pipeline', 'pipeline/stages', 'cli')),
     ('Library: Kaggle', ('kaggle',)),
 )
 

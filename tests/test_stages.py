@@ -1,0 +1,83 @@
+"Stages: each stands in a file of its own, and nobody else spells its name to treat it otherwise than others."
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import b2t_kaggle
+from b2t_kaggle.config import Config, with_overrides
+from b2t_kaggle.pipeline.fingerprints import Keyed
+from b2t_kaggle.pipeline.stages import STAGES, Stage, notebook_path
+
+PACKAGE = Path(b2t_kaggle.__file__).parent
+NOT_LOOKED_AT = '_modidx.py', '__init__.py', 'cli'
+FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if p.relative_to(PACKAGE).parts[0] not in NOT_LOOKED_AT]
+# Ends of what is compared with the name of a split, or of a folder
+OTHERS = 'split', 'folder.name'
+
+
+def is_name(node): return isinstance(node, ast.Constant) and node.value in STAGES
+
+
+def is_list_of_names(node):
+    return isinstance(node, ast.Tuple | ast.Set | ast.List) and len(node.elts) > 1 and all(map(is_name, node.elts))
+
+
+def spelled(tree):
+    "Lines on which a stage's name is compared with something, or stands in a list of such names."
+    public = [n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == '__all__']
+    for node in ast.walk(tree):
+        if is_list_of_names(node) and node not in public: yield node.lineno
+        if isinstance(node, ast.MatchValue) and is_name(node.value): yield node.value.lineno
+        if not isinstance(node, ast.Compare): continue
+        sides = [node.left, *node.comparators]
+        has_name = any(is_name(side) or any(map(is_name, getattr(side, 'elts', ()))) for side in sides)
+        if has_name and not any(ast.unparse(side).endswith(OTHERS) for side in sides): yield node.lineno
+
+
+@pytest.mark.parametrize('code, found', [
+    ("name == 'train'", True), ("x != 'lm'", True), ("'decode' in stages", True), ("name in ('pack', 'x')", True),
+    ("names = {'infer', 'lm'}", True), ("match name:\n    case 'report': pass", True), ("x.split == 'train'", False),
+    ("for split in ('train', 'val'): pass", False), ("StageRun(run, 'train')", False), ("name == 'other'", False)])
+def test_names_in_code_are_found(code, found): assert bool(list(spelled(ast.parse(code)))) == found
+
+
+def test_no_module_treats_a_stage_by_its_name():
+    found = {f'{p.relative_to(PACKAGE)}:{line}' for p in FILES for line in spelled(ast.parse(p.read_text()))}
+    assert found == set(), 'say on the class of the stage what is special about it'
+
+
+def test_a_stage_is_a_file():
+    for name, stage in STAGES.items():
+        assert isinstance(stage, Stage) and type(stage).__module__ == f'b2t_kaggle.pipeline.stages.{name}'
+        assert stage.does and type(stage).run is not Stage.run
+
+
+def test_notebooks_execute_their_stage_and_show_it():
+    numbers = [notebook_path(name).name.partition('_')[0] for name in STAGES]
+    assert len(set(numbers)) == len(STAGES) == len(list(notebook_path('train').parent.glob('*.ipynb')))
+    for name in STAGES:
+        cells = [c for c in json.loads(notebook_path(name).read_text())['cells'] if c['cell_type'] == 'code']
+        code = '\n'.join(''.join(c['source']) for c in cells)
+        assert code.count(f"run_stage('{name}', run_dir, work_dir, overrides)") == code.count('run_stage(') == 1
+        assert len([line for line in code.splitlines() if line.strip()]) <= 25, name
+        assert [c['metadata'].get('tags') for c in cells][0] == ['parameters']
+
+
+# Keys of the last stage as they were when a stage's notebook had its code; they depend on those of all stages before it
+FIRST_KEYS = (
+    ({}, 'a72dbe58908992b0'),
+    ({'rescore.model': 'gpt2', 'infer.adapt': 'both'}, '3e719f907eb75386'),
+    ({'audio.language_model': 'Qwen/Qwen2-Audio-7B-Instruct'}, '6077a956cf8464ab'),
+    ({'infer.logits': 'val.arrow', 'combine.sources': 'theirs_val.jsonl'}, '9c4551f373db9777'),
+)
+
+
+@pytest.mark.parametrize('values, key', FIRST_KEYS)
+def test_what_was_done_before_stays_done(values, key, monkeypatch, tmp_path):
+    monkeypatch.setattr('b2t_kaggle.__version__', '0.1.0')
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'val.arrow').write_text('x')
+    (tmp_path/'theirs_val.jsonl').touch()
+    assert Keyed(with_overrides(Config(), values), tmp_path).key('report') == key
