@@ -18,18 +18,7 @@ from .sources import source_path
 from ..core.files import write_whole
 from ..core.pages import data_frame, figure, page
 from ..core.reading import read_text, split_lines
-from ..metrics import IN_SAMPLE
-from b2t_kaggle.metrics.comparison import (
-    as_text,
-    comparison_tables,
-    plot_comparison,
-    read_results,
-    results_of,
-    same_trials,
-    summary_tables,
-    verdict,
-    with_seen,
-)
+from ..metrics import IN_SAMPLE, comparison
 from ..phonemes import normalize_sentence
 from ..pipeline.results import RESULTS, is_in_sample
 from ..pipeline.run import Run, hypothesis_files
@@ -45,7 +34,7 @@ def _of_run(folder: Path) -> dict[str, list[dict]]:
     if not path.exists():
         raise click.ClickException(f'{path} does not exist; `b2t report` on this run makes it, if there are '
                                    'log-probabilities of val, whose labels are known')
-    results = read_results(path)
+    results = comparison.read_results(path)
     lists = hypothesis_files(folder, folder.parent).get('val')
     best = best_entries(read_hypotheses(lists)).entries if lists else {}
     if {t: some[0].text for t, some in best.items() if some} != results.text.to_dict():
@@ -113,9 +102,9 @@ def _tables(systems: dict[str, list[dict]], truth: Path | None, train: Path | No
         # No block is without a session or has the number -1
         facts = [{'corpus': row.get('corpus') or corpora.get((row.get('session', ''), row.get('block', -1))),
                   'reference': row.get('reference') or references[row['trial']]} for row in rows]
-        tables[name] = results_of([row | new for row, new in zip(rows, facts)])
-    tables = same_trials(tables)
-    if train: tables = {name: with_seen(table, _sentences(train)) for name, table in tables.items()}
+        tables[name] = comparison.results_of([row | new for row, new in zip(rows, facts)])
+    tables = comparison.same_trials(tables)
+    if train: tables = {name: comparison.with_seen(table, _sentences(train)) for name, table in tables.items()}
     return tables
 
 # %% ../../nbs/cli/08_compare.ipynb #c011
@@ -129,10 +118,11 @@ of the difference on the n words here, and the L words of the leaderboard.'''
 def _sections(tables) -> list[tuple[str, list]]:
     "Title, and (title, table, what is plotted) of each part: all systems, then each but the first by group."
     first, *others = tables
-    sections = [('All systems', [(m, as_text(t), None) for m, t in summary_tables(tables).items()])]
+    summaries = comparison.summary_tables(tables)
+    sections = [('All systems', [(m, comparison.as_text(t), None) for m, t in summaries.items()])]
     for name in others[:_MOST]:
-        parts = comparison_tables({first: tables[first], name: tables[name]})
-        sections.append((f'{name} − {first}', [(m, as_text(t), t) for m, t in parts.items()]))
+        parts = comparison.comparison_tables({first: tables[first], name: tables[name]})
+        sections.append((f'{name} − {first}', [(m, comparison.as_text(t), t) for m, t in parts.items()]))
     return sections
 
 def _page(title: str, sections, said: str = '') -> str:
@@ -142,7 +132,7 @@ def _page(title: str, sections, said: str = '') -> str:
         parts.append(f'<h2>{escape(heading)}</h2>\n')
         for name, table, plotted in tables:
             label = f'{name}, {heading}'
-            drawn = '' if plotted is None else figure(plot_comparison(plotted, label), label)
+            drawn = '' if plotted is None else figure(comparison.plot_comparison(plotted, label), label)
             parts.append(f'<h3>{escape(name)}</h3>\n{drawn}{data_frame(table)}')
     return page(title, ''.join(parts) + '</main>')
 
@@ -167,7 +157,7 @@ def compare(sources, truth, train, blocks, html, out):
         raise click.UsageError(f'found one system, {next(iter(systems))}, expected two or more to compare')
     tables = _tables(systems, truth, train, blocks)
     sections = _sections(tables)
-    said = verdict(tables)
+    said = comparison.verdict(tables)
     click.echo(f'{said}\n\n{len(next(iter(tables.values())))} trials')
     for heading, parts in sections:
         for name, table, _ in parts:
