@@ -19,7 +19,7 @@ from ..metrics import IN_SAMPLE, error_table, percent, word_errors
 from ..metrics.bootstrap import bootstrap_difference
 from ..phonemes import normalize_sentence
 from ..pipeline.submission import write_submission
-from ..rescoring.corrections import Combined, apply, cross_validate, learn, vote
+from ..rescoring.corrections import Combined, cross_validate, fit_corrector, vote
 from ..rescoring.gate import read_blocks, with_corpora
 from ..rescoring.hypotheses import Entry, Hypotheses, write_hypotheses
 
@@ -73,11 +73,11 @@ def _learned(hypotheses: Hypotheses, teachers: Hypotheses, model) -> list[Combin
     "One sentence of each trial by what the teachers teach; prints how well that goes on themselves."
     title = f'On the {len(teachers)} trials to learn from, cross-validated:'
     show_rates(title, teachers, cross_validate(teachers, model))
-    corrector = learn(teachers, model)
+    corrector = fit_corrector(teachers, model)
     for v in hypotheses.voters:
         if v not in corrector.voters:
             click.echo(f'{" ".join(filter(None, v))} is not heard: --tune has nothing of it to learn from')
-    return apply(corrector, hypotheses, model)
+    return corrector.predict(hypotheses, model)
 
 @click.command('combine-files')
 @click.argument('sources', nargs=-1, required=True, metavar='SOURCE...')

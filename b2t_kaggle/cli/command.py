@@ -22,12 +22,12 @@ import click
 import b2t_kaggle
 from .verbs import VERBS, LazyGroup
 from ..core.limits import explain_error, reached_limit
-from ..core.messages import as_called, command_name
+from ..core.messages import command_name, with_command_name
 from ..devices.interrupts import Ended, ended_when_asked, noted_interrupt
 
 # %% ../../nbs/cli/21_command.ipynb #c006
 class _HelpFormatter(click.HelpFormatter):
-    def getvalue(self) -> str: return as_called(super().getvalue())
+    def getvalue(self) -> str: return with_command_name(super().getvalue())
 
 click.Context.formatter_class = _HelpFormatter
 
@@ -75,7 +75,7 @@ def _todays(ctx: click.Context, args: list[str]) -> list[str]:
     if not given.get(tells) or not isinstance(given[tells], str | tuple): return args
     label = _label(params[tells])
     _check_former(label, given, params, {*own, tells})
-    click.echo(as_called(f'`b2t {verb} {label}` is called `b2t {today}` now.'), err=True)
+    click.echo(with_command_name(f'`b2t {verb} {label}` is called `b2t {today}` now.'), err=True)
     return [*today.split(), *(rest if tells in own else [given[tells], *_without(f'--{tells}', rest)])]
 
 # %% ../../nbs/cli/21_command.ipynb #c011
@@ -106,14 +106,15 @@ class _Main(LazyGroup):
             with noted_interrupt(): click.echo(f'\n{message}', err=True) # Nobody may read it
             raise Ended(e.number if isinstance(e, Ended) else signal.SIGINT) from None
         except click.ClickException as e:
-            e.message = as_called(e.message)
+            e.message = with_command_name(e.message)
             raise
         except (ValueError, RuntimeError, OSError, ImportError, MemoryError) as e:
             raised_in = traceback.extract_tb(e.__traceback__)[-1].filename
             is_ours = Path(raised_in).is_relative_to(Path(b2t_kaggle.__file__).parent)
             is_systems = isinstance(e, OSError | MemoryError)
             if not (is_ours or is_systems or reached_limit(str(e))): raise
-            raise click.ClickException(as_called(str(e) if is_ours and not is_systems else explain_error(e))) from None
+            message = str(e) if is_ours and not is_systems else explain_error(e)
+            raise click.ClickException(with_command_name(message)) from None
 
 _SETTINGS = dict(help_option_names=['-h', '--help'], max_content_width=120)
 

@@ -14,7 +14,7 @@ import click
 from .options import out_option, preset_option, refuse_options
 from .sources import source_path
 from ..config import Config, Key, config_fields, flat_values, load_config, near_keys
-from ..core.messages import as_called
+from ..core.messages import with_command_name
 from ..pipeline.stages import STAGES
 
 # %% ../../nbs/cli/16_keys.ipynb #c004
@@ -56,7 +56,9 @@ def keys(part, name, preset_, out):
     configs = {source: flat_values(cfg) for source, cfg in _shown_configs(name, preset_, out).items()}
     known = config_fields()
     found = {key: field for key, field in known.items() if part is None or part in key}
-    if not found: raise click.ClickException(as_called(f'no key contains {part!r}{near_keys(part, list(known))}'))
+    if not found:
+        message = f'no key contains {part!r}{near_keys(part, list(known))}'
+        raise click.ClickException(with_command_name(message))
     for key, field in found.items():
         click.echo(f'{click.style(key, bold=True)} = {_side_by_side(key, field.default, configs)}')
         click.echo(f'    {field.description} [{_facts_line(key, field)}]')

@@ -15,7 +15,7 @@ import pandas as pd
 from .options import CONFIG_KEYS, inference_options, refuse_options, stage_command, training_options
 from .sources import source_path
 from ..config import Config, config_keys, describe_run, differing_values, load_config, resolve_key
-from ..core.messages import as_called
+from ..core.messages import with_command_name
 from ..decoding.compilation import compiled_ahead
 from ..pipeline.execute import run_stages
 from ..pipeline.run import Run
@@ -117,7 +117,7 @@ def _warn_about_text(cfg: Config) -> None:
     "Print a warning where words that are not in the sentences of train could not be decoded."
     if cfg.data.dataset_dir is None or cfg.lm.path or cfg.lm.general or cfg.lm.texts: return
     click.echo('The language model gets no text but the sentences of train, and other words cannot be decoded; give '
-               '--set lm.general=FILE, --set lm.path=FILE ' + as_called('(`b2t lm get` lists some)') +
+               '--set lm.general=FILE, --set lm.path=FILE ' + with_command_name('(`b2t lm get` lists some)') +
                ' or --set lm.texts=[FILE].', err=True)
 
 # %% ../../nbs/cli/03_run.ipynb #c013

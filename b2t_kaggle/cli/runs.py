@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from .options import out_option, terminal_width
-from ..core.messages import as_called
+from ..core.messages import with_command_name
 from ..metrics import percent
 from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, needs_of, plan
@@ -88,7 +88,7 @@ def runs(out):
 
     Phoneme and word error rates are those on val; behind them are the settings that differ from the preset."""
     folders = sorted(f.parent for f in out.glob('*/config.yaml'))
-    if not folders: return click.echo(as_called(f'There are no runs in {out}; `b2t run` makes one'))
+    if not folders: return click.echo(with_command_name(f'There are no runs in {out}; `b2t run` makes one'))
     rows = []
     for folder in folders:
         try: rows.append(_run_row(folder))

@@ -12,7 +12,7 @@ import click
 
 from .options import CONFIG_KEYS, stage_command, training_options
 from .run import open_run, with_values
-from ..core.messages import as_called
+from ..core.messages import with_command_name
 from ..metrics import IN_SAMPLE, percent
 from ..pipeline.run import Run
 from ..pipeline.sweep import Sweep, ranges_of, run_trials, split_ranges, write_sweep
@@ -33,7 +33,7 @@ def _sweep_runs(run: Run, ranges: dict[str, Any], trials: int, study: str | None
     click.echo(f'Table and plots: {run.dir/"sweep.csv"}, {run.dir/"sweep.png"}')
     if not (table.state == 'complete').any(): raise click.ClickException('no trial came to its end')
     click.echo(f'Best on val: {table.run[0]}, PER {percent(table.PER[0])} {IN_SAMPLE}; ' +
-               as_called(f'b2t run --name {table.run[0]} goes on with it'))
+               with_command_name(f'b2t run --name {table.run[0]} goes on with it'))
 
 # %% ../../nbs/cli/12_sweep.ipynb #c008
 @stage_command()

@@ -6,7 +6,7 @@
 __all__ = ['Check']
 
 # %% ../../../nbs/pipeline/stages/03_check.ipynb #c002
-from ...core.messages import warn_of
+from ...core.messages import warn_each
 from .inputs import session_files
 from .stage import CheckedSessions, Result, Sessions, Stage
 
@@ -31,7 +31,7 @@ class Check(Stage):
         if len(errors):
             raise ValueError(f'{len(errors)} errors in {run.data_dir}; fetch these files again, or leave the trials '
                              f'out with data.bad_trials_dict:\n{errors.to_string(index=False)}')
-        warn_of([f'{p.file} {p.trial} {p.field}: found {p.found}, expected {p.expected}; {p.advice}'
-                 for p in problems.itertuples()])
+        warn_each([f'{p.file} {p.trial} {p.field}: found {p.found}, expected {p.expected}; {p.advice}'
+                   for p in problems.itertuples()])
         sessions = data.sessions or list_sessions(run.data_dir)
         return Result([], dict(sessions=len(sessions), warnings=len(problems)), details=dict(problems=problems))

@@ -9,7 +9,7 @@ __all__ = ['LM']
 import sys
 
 from ...core.files import write_whole
-from ...core.messages import as_called
+from ...core.messages import with_command_name
 from ...metrics import percent
 from .inputs import check_ngram
 from .stage import LanguageModel, PackedTrials, Result, Sessions, Stage
@@ -55,7 +55,7 @@ class LM(Stage):
     def advice(self, cfg):
         if cfg.data.dataset_dir is None or cfg.lm.path or cfg.lm.general or cfg.lm.texts: return []
         return ['The language model gets no text but the sentences of train, and other words cannot be decoded; give '
-                '--set lm.general=FILE, --set lm.path=FILE ' + as_called('(`b2t lm get` lists some)') +
+                '--set lm.general=FILE, --set lm.path=FILE ' + with_command_name('(`b2t lm get` lists some)') +
                 ' or --set lm.texts=[FILE].']
 
     def run(self, run, progress):

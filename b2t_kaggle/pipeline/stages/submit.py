@@ -6,7 +6,7 @@
 __all__ = ['Submit']
 
 # %% ../../../nbs/pipeline/stages/13_submit.ipynb #c002
-from ...core.messages import warn_of
+from ...core.messages import warn_each
 from .stage import NBest, PackedTrials, Result, Stage, Submission
 
 # %% ../../../nbs/pipeline/stages/13_submit.ipynb #c005
@@ -24,5 +24,5 @@ class Submit(Stage):
         path = run.dir/'submission.csv'
         write_submission(path, best, test)
         odd = validate_submission(path, test)
-        warn_of(odd)
+        warn_each(odd)
         return Result([path], dict(rows=len(best), warnings=len(odd)), details=dict(odd=odd))
