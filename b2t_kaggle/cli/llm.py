@@ -111,7 +111,7 @@ def merge(sources, *, model, output, tune, train, adapter, snap, candidates, fol
     hypotheses = read_sources(sources, 'val' if crossed else 'test', out)
     click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
     asked = examples(hypotheses, candidates)
-    left = Deadline.of_session().left
+    left = Deadline.announced().left
     teaching = dict(epochs=epochs, batch_size=batch_size, seed=seed)
     lessons = _lessons(sources, tune, train, candidates, out) if tune else ([], [])
     lm, tokenizer = load_lm(model, dtype=dtype, four_bit=four_bit, adapter=None if tune else adapter)

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.files import atomic_path
 from ..devices import machine
-from ..devices.time_limit import session_hours
-from ..training.budget import announce_session
+from ..devices.time_limit import time_limit_hours
+from ..training.budget import announce_time_limit
 from ..training.checkpoint_paths import BEST, REFIT, framework_of, last_batch
 
 if TYPE_CHECKING: # It needs packages that may have to be installed first
@@ -349,7 +349,7 @@ def _quiet_bars() -> None:
 
 def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attached:
     "Set the environment of the run, find the inputs, and print them."
-    announce_session(session_hours(hours, machine.detect().kind))
+    announce_time_limit(time_limit_hours(hours, machine.detect().kind))
     _quiet_bars()
     os.environ.setdefault('B2T_XLA_CACHE', str(run_dir/'xla'))
     found = find_attached(input_dir)

@@ -21,13 +21,13 @@ from ..core.limits import allow_open_files, likely_cause, reached_limit
 from ..core.locks import Lock, LockedError
 from ..devices.interrupts import Ended, handled
 from ..devices.machine import detect
-from ..devices.time_limit import session_hours
+from ..devices.time_limit import time_limit_hours
 from .kernels import forked_kernels, kernel_manager
 from .report import metric_text
 from .run import Run
 from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
 from .stamps import StageRun, input_changed
-from ..training.budget import Deadline, session
+from ..training.budget import Deadline, time_limit
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c006
 class Interrupted(Ended):
@@ -279,7 +279,7 @@ def run_stages(
     if pending and (problem := allow_open_files()): raise PipelineError(problem)
     _set_variables()
     kernels = forked_kernels() if pending else nullcontext()
-    with _at_work(run) as waited, session(session_hours(run.cfg.session.hours, kind)) as deadline, kernels:
+    with _at_work(run) as waited, time_limit(time_limit_hours(run.cfg.session.hours, kind)) as deadline, kernels:
         if waited: pending = _pending(stages, force)
         for name, stage in stages.items():
             if name in pending and STAGES[name].shared: _check_time(name, deadline)

@@ -116,7 +116,7 @@ class _Stamped:
         later = list(STAGES)[list(STAGES).index(self.name) + 1:]
         llm_follows = any(STAGES[name].uses_llm and not STAGES[name].skipped(self.run.cfg) for name in later)
         minutes = stage.reserve_minutes + (stage.llm_reserve_minutes if llm_follows else 0)
-        return Deadline.of_session().left(60*minutes)
+        return Deadline.announced().left(60*minutes)
 
     @property
     def stamp(self) -> dict:

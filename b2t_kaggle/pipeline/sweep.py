@@ -34,13 +34,13 @@ from ..config.schema import ConfigError
 from ..core.files import atomic_path
 from ..core.locks import Lock, LockedError
 from ..devices.machine import detect
-from ..devices.time_limit import session_hours
+from ..devices.time_limit import time_limit_hours
 from ..metrics import percent
 from .execute import check_ready, run_stages
 from .run import Run
 from .stages import PipelineError, plan
 from .stamps import StageRun
-from ..training.budget import session
+from ..training.budget import time_limit
 from ..training.pruning import TRIAL_VARIABLE, import_optuna, open_storage
 
 # %% ../../nbs/pipeline/12_sweep.ipynb #c005
@@ -299,7 +299,7 @@ def run_trials(
     n: int, # Points of the study, those of earlier calls and of other machines too
 ) -> bool:  # Whether all were begun; false where the time was up before
     "Continue the points that a process left here, and take new ones. Raises `PipelineError`, `DeviceError`."
-    with session(session_hours(sweep.run.cfg.session.hours, detect().kind)): # One for all trials
+    with time_limit(time_limit_hours(sweep.run.cfg.session.hours, detect().kind)): # One for all trials
         left = [t.number for t in sweep.study.trials if not t.state.is_finished() and sweep.folder(t.number).is_dir()]
         for number in left:
             if not _do(sweep, number): return False
