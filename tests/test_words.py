@@ -1,4 +1,4 @@
-"""Docstrings begin with a noun or a verb, give shapes of arrays and name sources of methods; lines of prose are whole."""
+"""Docstrings begin with nouns or verbs, give shapes of arrays and name sources of methods; lines of prose are whole."""
 import ast
 import json
 import re
