@@ -71,5 +71,5 @@ def test_its_sentences_are_submitted(checkout, tmp_path):
         assert sorted(h['text'] for h in before) == sorted(h['text'] for h in after)
     assert submitted != [hyps[0]['text'] for hyps in searched], 'it changed nothing, so that nothing was tried'
     assert (tmp_path/'small'/'hypotheses'/'mbr_test.jsonl').exists()
-    assert b2t(checkout, 'run', *folders) == []  # Nothing is done twice
+    assert b2t(checkout, 'mbr', *folders) == []  # The verb is there, and nothing is done twice
     assert b2t(checkout, 'submit', *folders, '--force', 'mbr') == ['mbr', 'submit']

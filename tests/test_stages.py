@@ -11,8 +11,7 @@ from b2t_kaggle.pipeline.fingerprints import Keyed
 from b2t_kaggle.pipeline.stages import STAGES, Stage, notebook_path
 
 PACKAGE = Path(b2t_kaggle.__file__).parent
-NOT_LOOKED_AT = '_modidx.py', '__init__.py', 'cli'
-FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if p.relative_to(PACKAGE).parts[0] not in NOT_LOOKED_AT]
+FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if p.name != '_modidx.py' and p != PACKAGE/'__init__.py']
 # Ends of what is compared with the name of a split, or of a folder
 OTHERS = 'split', 'folder.name'
 

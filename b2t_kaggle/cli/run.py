@@ -15,12 +15,12 @@ import pandas as pd
 from .options import CONFIG_KEYS, inference_options, refuse_options, stage_command, training_options
 from .sources import source_path
 from ..config import Config, config_keys, describe_run, differing_values, load_config, resolve_key
-from ..core.messages import with_command_name
 from ..decoding.compilation import compiled_ahead
 from ..pipeline.execute import run_stages
 from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, plan
-from ..pipeline.stamps import branch
+from ..pipeline.stages.stage import Page
+from ..pipeline.stamps import StageRun, branch
 
 # %% ../../nbs/cli/03_run.ipynb #c005
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict) -> Run:
@@ -103,23 +103,6 @@ def _tell_settings(run: Run) -> None:
         click.echo(f'Results of {run.dir.name} that depend on {_short(given)} are replaced; --from {run.dir.name} '
                    '--name OTHER makes another run of it.', err=True)
 
-def _warn_about_warmup(cfg: Config) -> None:
-    "Print a warning where a training ends before the learning rate is at its peak."
-    t = cfg.train
-    longest = max(t.lr_warmup_steps, t.lr_warmup_steps_day)
-    if longest < t.num_training_batches: return
-    n = max(1, t.num_training_batches//10)
-    click.echo(f'The learning rate rises over {longest} batches, and only {t.num_training_batches} are trained, so it '
-               f'never gets to its peak; --set lr_warmup_steps={n} --set lr_warmup_steps_day={n} shortens that.',
-               err=True)
-
-def _warn_about_text(cfg: Config) -> None:
-    "Print a warning where words that are not in the sentences of train could not be decoded."
-    if cfg.data.dataset_dir is None or cfg.lm.path or cfg.lm.general or cfg.lm.texts: return
-    click.echo('The language model gets no text but the sentences of train, and other words cannot be decoded; give '
-               '--set lm.general=FILE, --set lm.path=FILE ' + with_command_name('(`b2t lm get` lists some)') +
-               ' or --set lm.texts=[FILE].', err=True)
-
 # %% ../../nbs/cli/03_run.ipynb #c013
 def run_until(
     stage: str | None, # The last stage; None for all
@@ -133,17 +116,16 @@ def run_until(
     _tell_settings(run)
     _warn_about_schedule(run.cfg)
     stages = plan(run.cfg, stage)
-    if 'train' in stages: _warn_about_warmup(run.cfg)
-    if 'lm' in stages: _warn_about_text(run.cfg)
-    decodes_first = 'decode' in stages and not (run.dir/'stages'/'decode.json').exists()
-    with compiled_ahead() if decodes_first else contextlib.nullcontext(): rows = run_stages(run, stage, force)
+    for line in (line for name in stages for line in STAGES[name].advice(run.cfg)): click.echo(line, err=True)
+    compiles = any(STAGES[name].compiles and not StageRun(run, name).stamp_path.exists() for name in stages)
+    with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
     click.echo(pd.DataFrame(rows).to_string(index=False, justify='left'))
     stopped = [row['stage'] for row in rows if row['state'] == 'stopped early']
     same = 'The same line without --force' if force else 'The same line'
     if stopped: click.echo(f'\nStopped early: {", ".join(stopped)}. {same} goes on where they stopped.')
     if what: click.echo(f'\n{what[0].upper()}{what[1:]}.')
     click.echo(f'\nEverything is in {run.dir}')
-    if stage in (None, 'report'):
+    if stage is None or isinstance(STAGES[stage].writes, Page):
         click.echo(f'Submission: {run.dir/"submission.csv"}\nReport:     {run.dir/"report.html"}')
 
 # %% ../../nbs/cli/03_run.ipynb #c015

@@ -17,7 +17,6 @@ from ..metrics import percent
 from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, needs_of, plan
 from ..pipeline.stamps import StageRun
-from ..training.checkpoint_paths import last_batch
 
 # %% ../../nbs/cli/11_runs.ipynb #c005
 def _rate(value) -> str: return percent(value) if isinstance(value, float) else ''
@@ -27,8 +26,8 @@ def _unfinished(stages: dict[str, StageRun], done: list[str]) -> str:
     name = next((n for n in stages if n not in done), None)
     if name is None or stages[name].stamp.get('finished', not stages[name].stamp): return ''
     run = stages[name].run
-    n = last_batch(run.dir/'train'/'history.csv') if name == 'train' else 0
-    return f'{name}: {n:,} of {run.cfg.train.num_training_batches:,} batches' if n else name
+    extent = STAGES[name].extent(run)
+    return f'{name}: {extent}' if extent else name
 
 def _holds(stages: dict[str, StageRun], name: str) -> bool:
     "Whether a stage made its outputs from what the stages before it made last."

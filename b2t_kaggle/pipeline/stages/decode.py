@@ -53,6 +53,7 @@ class Decode(Stage):
     reads = (Logits, LanguageModel, PackedTrials)
     writes = FirstPass('nbest', 'lexicon')
     version = 'ed9f6782fff04b46'
+    compiles = True
     reserve_minutes = 5
     llm_reserve_minutes = 60
 

@@ -79,6 +79,7 @@ class Stage:
     version: str = '1'           # Of its result; those of the first stages are what stamps of earlier runs have
     shared: bool = False         # Whether its outputs lie in the work folder, where other runs find them too
     continues: bool = False      # Whether it goes on with what an earlier execution left, which is never removed
+    compiles: bool = False       # Whether it begins with compiling the search
     uses_llm: bool = False       # Whether it is a large language model that takes its time
     reserve_minutes: float = 0   # Of a time limit, left to the stages after it
     llm_reserve_minutes: float = 0 # Further ones, where one of those is an LLM's
