@@ -67,7 +67,7 @@ def variables_by_attribute(
 class NamedModel(keras.Model):
     "A model whose variables have names, and whose weights go to PyTorch and back."
     def named_variables(self) -> dict[str, keras.Variable]:
-        "All variables by name."
+        "All variables `[…]` by name."
         return variables_by_attribute(self)
 
     def to_pytorch(self,
@@ -77,17 +77,17 @@ class NamedModel(keras.Model):
         return dict(values)
 
     def from_pytorch(self,
-        state: Mapping[str, np.ndarray], # By PyTorch's names, in its layouts
+        state: Mapping[str, np.ndarray], # Weights `[…]` by PyTorch's names, in its layouts
     ) -> dict[str, np.ndarray]:
         "The inverse of `to_pytorch`."
         return dict(state)
 
     def to_state(self) -> dict[str, np.ndarray]:
-        "The weights as the `state_dict()` of PyTorch's model of the same architecture."
+        "The weights `[…]` as the `state_dict()` of PyTorch's model of the same architecture."
         return self.to_pytorch({name: v.numpy() for name, v in self.named_variables().items()})
 
     def from_state(self,
-        state: Mapping[str, np.ndarray], # The `state_dict()` of PyTorch's model
+        state: Mapping[str, np.ndarray], # The `state_dict()` of PyTorch's model, weights `[…]`
     ) -> None:
         "Set the weights. Raises `ValueError` that names those which are missing, unknown or of another shape."
         shapes = ({k: np.shape(v) for k, v in weights.items()} for weights in (self.to_state(), state))
