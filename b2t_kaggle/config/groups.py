@@ -185,7 +185,7 @@ class TrainConfig(_StepsConfig):
     ("What the CTC loss is counted per: a trial, as in the official kit, or a label, each trial's loss divided by its "
      "number of labels.")
     cr_ctc: Annotated[float, Only('pytorch')] = Field(0.0, ge=0)
-    ("Weight of CR-CTC (Yao et al., 2024): each trial is seen with two augmentations, whose frames are to agree; 0 "
+    ("Weight of CR-CTC (Yao et al., 2025): each trial is seen with two augmentations, whose frames are to agree; 0 "
      "means one. There it is 0.2, with 2.5 times the time masks.")
     seed: int = Field(10, ge=0, lt=2**32)
     "Seed of weights, batches, augmentation and dropout."

@@ -70,7 +70,7 @@ class CandidateTrial(NamedTuple):
     gaps: Rows
     slot_scores: np.ndarray # By the weights that are to be changed [n, 41]
     gap_scores: np.ndarray  # [n + 1, 41]
-    symbols: np.ndarray     # Phonemes of the candidates, one after the other
+    symbols: np.ndarray     # Phonemes of the candidates, one after the other [S]
     start: np.ndarray       # Candidate c has symbols[start[c]:start[c + 1]] [C + 1]
     known: np.ndarray       # n-gram score and number of words of each candidate [C, 2]
     errors: np.ndarray      # Word errors of each candidate [C]
@@ -101,12 +101,12 @@ class ExpectedWordErrors:
         self.trial = np.repeat(np.arange(len(trials)), n_candidates)
 
     def scores(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        "Class scores of slots and gaps with a change of the weights."
+        "Class scores of slots and gaps, `[N, 41]` each, with a change of the weights `[W]`."
         slots, gaps, _ = np.split(x, [N_WEIGHTS, 2*N_WEIGHTS])
         return self.slot_scores + class_scores(self.slots, slots), self.gap_scores + class_scores(self.gaps, gaps)
 
     def place(self, x: np.ndarray) -> None:
-        "Find the best paths anew."
+        "Find the best paths anew, with a change of the weights `[W]`."
         slot_scores, gap_scores = self.scores(x)
         ends = np.cumsum([len(t.slot_scores) for t in self.trials])
         gap_ends = ends + np.arange(1, len(ends) + 1)
@@ -127,7 +127,7 @@ class ExpectedWordErrors:
         self.candidates = np.concatenate(candidates) # Which candidate's
 
     def __call__(self, x: np.ndarray) -> tuple[float, np.ndarray]:
-        "Expected word errors of all trials with the penalty, and their gradient."
+        "Expected word errors of all trials with the penalty, and their gradient `[W]`."
         slot_scores, gap_scores = self.scores(x)
         by_row = np.concatenate([slot_scores, gap_scores]).ravel()
         acoustic = np.bincount(self.candidates, by_row[self.cells], len(self.errors))
