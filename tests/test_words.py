@@ -2,6 +2,7 @@
 import ast
 import json
 import re
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -137,6 +138,7 @@ def definitions(tree, prefix=''):
         else: yield from definitions(node, prefix)
 
 
+@cache
 def docstrings(path):
     "Docstring of a module, and of all that it defines: qualified name, node, docstring."
     tree = ast.parse(path.read_text())
