@@ -19,10 +19,11 @@ from typing import get_args
 import click
 from click.core import ParameterSource
 
-from .verbs import VERBS, LazyGroup
+from .verbs import LazyGroup
 from ..config import PRESETS, TrainConfig
 from ..core.files import WriteError, check_output
 from ..core.messages import did_you_mean
+from ..pipeline.stages import STAGES
 
 # %% ../../nbs/cli/01_options.ipynb #c005
 class _Output(click.Path):
@@ -105,7 +106,7 @@ _stage_options = with_options(
     out_option(cls=StageOption),
     _stage_option('--work', default='data', show_default=True, type=FOLDER,
                   help='Folder for big files that can be made again.'),
-    _stage_option('--force', multiple=True, type=Choice(list(VERBS['Stages of a run'])),
+    _stage_option('--force', multiple=True, type=Choice(list(STAGES)),
                   help='Do this stage again even if nothing changed; repeat it for more.'),
     _stage_option('--from', 'from_', metavar='RUN',
                   help='Begin the run --name as a variant of this one: with its settings, and with all of its results '
