@@ -20,7 +20,7 @@ from ..core.locks import Lock, LockedError
 from ..core.messages import plain_warnings
 from .fingerprints import content_fingerprints, file_fingerprint, short_hash
 from .run import Run, read_json, write_json
-from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
+from .stages import STAGES, PipelineError, needs_of, plan
 from .stages.stage import Page, Result
 from ..training.budget import Deadline
 
@@ -207,7 +207,7 @@ def _hold(lock: Lock, name: str, home: Path, seconds: float = 20) -> None:
 
 # %% ../../nbs/pipeline/08_stamps.ipynb #c044
 class StageRun(_Stamped):
-    "One stage of a run: its stamp, and what a stage notebook calls at its start and end."
+    "One stage of a run: its stamp, and the begin and end of its execution."
     def begin(self) -> 'StageRun':
         "Check that what the stage needs is there, and clear away what another configuration left."
         for n in self.needs:
@@ -323,10 +323,11 @@ def branch(
         stage = StageRun(other, name)
         earlier = [n for n in needs_of(name, run.cfg) if n in plan(run.cfg) and not STAGES[n].shared]
         if not set(earlier) <= set(done) or stage.status() != 'done' or run.key(name) != other.key(name): continue
-        notebook = f'notebooks/{notebook_path(name).name}'
-        files = [*stage.stamp['outputs'], str(stage.stamp_path.relative_to(other.dir)), notebook]
+        records = (other.dir/'notebooks').glob(f'[0-9]*_{name}.ipynb')
+        files = [*(other.dir/output for output in stage.stamp['outputs']), stage.stamp_path, *records]
         for file in files:
-            if (other.dir/file).exists() and not (run.dir/file).exists(): _share(other.dir/file, run.dir/file)
+            target = run.dir/file.relative_to(other.dir)
+            if file.exists() and not target.exists(): _share(file, target)
         done.append(name)
     return done
 
