@@ -31,7 +31,8 @@ def later(monkeypatch):
     "The version of the kit that has two fields more."
     def grow():
         monkeypatch.setattr(gru, 'GRUConfig', GrownGRU)
-        monkeypatch.setattr(config, 'Config', Grown)
+        for module in (config, config.groups, config.keys, config.overrides, config.presets):
+            if hasattr(module, 'Config'): monkeypatch.setattr(module, 'Config', Grown)
     return grow
 
 
