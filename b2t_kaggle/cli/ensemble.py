@@ -15,7 +15,7 @@ from .options import Choice, numbers, output_option, stage_command
 from .run import run_until
 from ..config import load_config
 from ..logits import LogitStore
-from ..pipeline.run import find_source, logit_files
+from ..pipeline.run import logit_files
 
 # %% ../../nbs/cli/04_ensemble.ipynb #c004
 def _shares(ctx, param, text: str) -> str | list[float]:
@@ -57,7 +57,7 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str | list
     "The options of `open_run` for a run whose log-probabilities are those of the members."
     out = Path(options['out'])
     files = [str(f) for member in members for f in logit_files(member, out)]
-    configs = [f/'config.yaml' for f in (find_source(m, out, '') for m in members) if f.is_dir()]
+    configs = [c for member in members for f in (Path(member), out/member) if (c := f/'config.yaml').exists()]
     own = out/options['name']/'config.yaml'
     if own.exists() and not load_config(own).infer.logits:
         raise click.ClickException(f'{own.parent} is a run with a model of its own; give the ensemble another --name')

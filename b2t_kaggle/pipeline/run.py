@@ -198,9 +198,11 @@ def logit_files(
     out: str | Path,    # Folder of the runs
 ) -> list[Path]:
     "The LogitStores of a run, of val and test as far as it has them, or the file itself. Raises `PipelineError`."
-    folder = find_source(member, out, f' is neither a LogitStore nor a run in {out}')
+    bare = next((f for f in (Path(member), Path(out)/member) if (f/'logits').is_dir()), None) # Perhaps copied alone
+    folder = bare or find_source(member, out, f' is neither a LogitStore nor a run in {out}')
     if folder.is_file(): return [folder]
-    is_ensemble = load_config(folder/'config.yaml').infer.logits
+    config = folder/'config.yaml'
+    is_ensemble = config.exists() and load_config(config).infer.logits
     files = [folder/('ensemble' if is_ensemble else 'logits')/f'{split}.arrow' for split in ('val', 'test')]
     if existing := [f for f in files if f.exists()]: return existing
     verb = 'decode' if is_ensemble else 'infer'
@@ -213,8 +215,6 @@ def _split_in_name(path: Path) -> str:
     if len(named) == 1: return named[0]
     raise PipelineError(f'{path}: found {" and ".join(named) or "neither val nor test"} in its name, expected one of '
                         'the two words, such as theirs_val.jsonl; rename it')
-
-
 
 def hypothesis_files(
     member: str | Path, # A file of hypotheses, the folder of a run, or the name of a run
