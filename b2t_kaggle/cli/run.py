@@ -25,7 +25,7 @@ from ..pipeline.stamps import StageRun, branch
 # %% ../../nbs/cli/03_run.ipynb #c005
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict) -> Run:
     "A variant of a run, begun or to go on with. Raises `click.UsageError` for no such run, or where one is in the way."
-    other = source_path(from_, folder.parent, f': there is no such run in {folder.parent}', files=False)
+    other = source_path(from_, folder.parent, f' (--from): there is no such run in {folder.parent}', files=False)
     origin = {'from': str(other.absolute())}
     if (folder/'config.yaml').exists():
         run = Run(folder, work, overrides, save=False)
