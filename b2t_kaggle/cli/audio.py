@@ -58,10 +58,10 @@ def audio():
 @click.option('--batch-size', default=8, show_default=True, type=click.IntRange(1),
               help='Sentences that the tower hears at once.')
 def targets(sources, *, output, voice, tower, pace, as_trials, device, dtype, batch_size):
-    """Make the target of each distinct sentence in SOURCES: folders of sessions, or text files with a sentence a line.
+    """Make the target of each distinct sentence in SOURCES.
 
-    What is there already is kept, if it is of the same voice and tower; after an interruption the same command goes
-    on."""
+    SOURCES are folders of sessions, or text files with a sentence a line. What is there already is kept, if it is of
+    the same voice and tower; after an interruption the same command goes on."""
     sentences = _sentences(sources)
     needs_models = not (voice.startswith('espeak-ng') and tower.startswith('log-mel'))
     if not needs_models: refuse_options({'device'}, f'neither {voice} nor {tower} is a model')

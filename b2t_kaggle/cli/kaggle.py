@@ -50,8 +50,9 @@ def kaggle():
 @click.option('--with', 'others', multiple=True, metavar='PACKAGE',
               help='Another package, such as bitsandbytes for rescore.eight_bit; repeat it for more.')
 def wheels(image, python, output, kit, others):
-    """A folder of wheels that installs the kit on Kaggle with the internet off: the kit, and the packages that it needs
-    and the image does not hold. Needs the internet here.
+    """A folder of wheels that installs the kit on Kaggle with the internet off.
+
+    In it are the kit, and the packages that it needs and the image does not hold. Needs the internet here.
 
     KenLM is compiled, where this machine has the image's Python (python3.12 on the PATH) and a C++ compiler, else left
     out: only KenLM's binary files need it. For Python 3.13 it does not compile.

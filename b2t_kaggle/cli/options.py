@@ -87,7 +87,8 @@ class _Headed:
     def format_options(self, ctx, formatter):
         params = self.get_params(ctx)
         for heading, is_shared in (('Options', False), ('Options of every stage', True)):
-            some = [p.get_help_record(ctx) for p in params if isinstance(p, StageOption) == is_shared]
+            some = [p.get_help_record(ctx) for p in params
+                    if isinstance(p, click.Option) and isinstance(p, StageOption) == is_shared]
             with formatter.section(heading): formatter.write_dl([*filter(None, some)])
         if isinstance(self, click.Group): self.format_commands(ctx, formatter)
 
