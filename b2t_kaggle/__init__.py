@@ -87,7 +87,7 @@ class _OldNames:
     "Finder and loader of modules that moved: under either name it is the same module."
     def find_spec(self, name: str, path=None, target=None):
         new = _new_name(name)
-        return type(__spec__)(name, self, origin=new) if new else None
+        return type(__spec__)(name, self, origin=new) if new else None  # type: ignore[arg-type] # It has both methods
 
     def create_module(self, spec):
         from importlib import import_module
