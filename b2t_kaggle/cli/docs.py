@@ -22,7 +22,7 @@ from ..devices.processes import tied
 @click.option('--output', default='_docs', show_default=True, type=FOLDER, help='Folder of the site.')
 @click.option('--plain', is_flag=True, help='Without what the examples print and draw, which are not executed then.')
 @click.option('--only', multiple=True, metavar='NAME', help='Write this page alone, into a site that may be there: a '
-              'notebook, such as 02_metrics, or a title; repeat it for more.')
+              'notebook, such as 00_metrics, or a title; repeat it for more.')
 def docs(output, plain, only):
     """Build the documentation site of a checkout.
 

@@ -40,7 +40,7 @@ def open_decoder(
 ):
     """The `LexiconBeamDecoder` that a run's configuration describes, with tuned weights where there are some and
     `decode.llm` inside the search. Raises `PipelineError` where the run has no n-gram yet, and
-    `rescoring.llm.LanguageModelError` where the LLM is missing."""
+    `lm.causal.LanguageModelError` where the LLM is missing."""
     from b2t_kaggle.decoding.compilation import say_when_compiling
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.lm.automaton import load_ngram

@@ -184,7 +184,7 @@ def whole_model(
 def load_audio_llm(
     name: str | Path,               # Folder, or name on the hub such as `Qwen/Qwen2-Audio-7B-Instruct`
     prompt: str = 'Write what is said.', # Question to the model
-    dtype: str = 'auto',            # As in `rescoring.llm.load_lm`
+    dtype: str = 'auto',            # As in `lm.causal.load_lm`
     quantization: str | None = None,# `eight_bit`, `four_bit`, or None; needs bitsandbytes and accelerate
     device: str = 'cpu',            # Where it computes
 ) -> AudioLanguageModel:

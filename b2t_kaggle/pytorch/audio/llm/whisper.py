@@ -102,7 +102,7 @@ def _start_tokens(config, generation_config, tokenizer) -> list[int]:
 
 def load_whisper(
     name: str | Path,                # Folder, or name on the hub such as `openai/whisper-small`
-    dtype: str = 'auto',             # As in `rescoring.llm.load_lm`
+    dtype: str = 'auto',             # As in `lm.causal.load_lm`
     quantization: str | None = None, # As in `load_audio_llm`
     device: str = 'cpu',             # Where it computes
 ) -> WhisperReader:
