@@ -35,11 +35,15 @@ class _CheckedFiles(IndexDataCacheFile):
             yield content
             f.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
 
-    def _load_index(self) -> dict: return super()._load_index() if _is_whole(Path(self._index_path)) else {}
+    def _load_index(self) -> dict:
+        if not _is_whole(Path(self._index_path)): return {}
+        try: return super()._load_index()
+        except (AttributeError, ImportError): return {} # Of earlier sources, which had a class that is gone
 
     def _load_data(self, name: str) -> Any:
         if not _is_whole(Path(self._data_path(name))): raise OSError(f'{name} is not as it was written') # Compiled anew
-        return super()._load_data(name)
+        try: return super()._load_data(name)
+        except (AttributeError, ImportError) as e: raise OSError(f'{name} is of earlier sources: {e}') from None
 
     def save(self, key: Any, data: Any) -> None:
         with suppress(OSError): super().save(key, data) # Such as a full disk
