@@ -145,6 +145,15 @@ class FrameTimes(NamedTuple):
         "The middle of each frame `[T']`, in bins from the start of the trial."
         return self.begin + np.arange(n_frames)*self.stride + self.length/2
 
+    def in_ms(self) -> dict[str, float]: # `frame_ms` and `frame_offset_ms` of a `LexiconBeamDecoder`
+        """Time from one frame to the next, and where the first one begins, in milliseconds from the start of the trial.
+
+        A frame stands for the `stride` bins of 20 ms around its middle, though its patch may be longer. Smoothing with
+        earlier and later bins alike does not move it; bins that smoothing left out are in `begin`. Two delays of less
+        than a frame are not corrected: causal smoothing makes features later, and a Zipformer's frame also hears the
+        patch after its first one."""
+        return dict(frame_ms=20.*self.stride, frame_offset_ms=20*(self.begin + (self.length - self.stride)/2))
+
 def frame_times(
     provenance: Mapping, # Of a store
 ) -> FrameTimes | None:
