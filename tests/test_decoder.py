@@ -527,6 +527,70 @@ def test_word_frames(lm):
     assert spans == [[[0, 0]], [[0, 1]]]
 
 
+def test_times_of_words(lm):
+    "Within a frame of where the phonemes of a sentence were put, for spelled words and streams as well."
+    options = dict(beam=300, oov_penalty=2.0, frame_ms=80.0, frame_offset_ms=100.0)
+    decoder = LexiconBeamDecoder(LEXICON, lm, **options)
+    text = ['c', 'ch-iy-z', 'b', 'aa', 'a']
+    rng = np.random.default_rng(5)
+    for _ in range(3):
+        ids, spans = [BLANK], []
+        for word in text:
+            ids += [BLANK]*rng.integers(0, 4)
+            begin = len(ids)
+            for k in to_class_ids(LEXICON.get(word, [word.upper().split('-')])[0]):
+                ids += [BLANK]*int(ids[-1] == k) + [k]*rng.integers(1, 4)
+            spans.append((begin, len(ids)))
+            ids += [SIL]*rng.integers(1, 3)
+        x = noisy(ids, sharp=12)
+        best = decoder.decode(x)[0]
+        assert [w.text for w in best.words] == text == best.text.split()
+        found = np.array([(w.start_ms, w.end_ms) for w in best.words])
+        assert abs(found - 100 - 80*np.array(spans)).max() <= 80
+        stream = Stream(decoder)
+        for row in x: stream.push(row[None])
+        assert stream.finish()[0].words == best.words
+
+
+def alignments(a, b):
+    "The pairs of equal words in every alignment of fewest edits of two lists of words, by enumeration."
+    best = {}
+    for n in range(min(len(a), len(b)) + 1):
+        for left in itertools.combinations(range(len(a)), n):
+            for right in itertools.combinations(range(len(b)), n):
+                equal = {i for i, j in zip(left, right) if a[i] == b[j]}
+                best.setdefault(len(a) + len(b) - n - len(equal), []).append(equal)
+    return best[min(best)]
+
+
+def test_confidences_against_all_paths(lm):
+    """With every sentence in the list, posteriors are those of the sum over all paths. The confidence of a word is the
+    posterior of the sentences that have it at its place in an alignment of fewest edits."""
+    lexicon = {'a': [['AA']], 'b': [['B']], 'c': [['K']]}
+    likely = [BLANK, SIL, *to_class_ids(['AA', 'B', 'K'])]
+    x = np.random.default_rng(3).standard_normal((6, 41))
+    x[:, likely] += 3
+    x = log_softmax(x)
+    decoder = LexiconBeamDecoder(lexicon, lm, 5000, acoustic_scale=1.0, nbest=2000, merge='sum', threshold=math.inf,
+                                 blank_skip=1, frame_ms=80.0)
+    paths = enumerate_sentences(x, lexicon)
+    weights = {text: math.exp(total + lm.score(text)) for text, (_, total) in paths.items()}
+    posterior = {text: w/sum(weights.values()) for text, w in weights.items()}
+    found = decoder.decode(x)
+    assert {h.text: h.posterior for h in found} == pytest.approx(posterior, rel=1e-4)
+    for h in found:
+        low, high = np.zeros((2, h.n_words))
+        for text, p in posterior.items():
+            equal = np.array([[i in e for i in range(h.n_words)] for e in alignments(h.text.split(), text.split())])
+            low += p*equal.all(0)
+            high += p*equal.any(0)
+        confidence = np.array([w.confidence for w in h.words])
+        assert (low - 1e-4 <= confidence).all() and (confidence <= high + 1e-4).all() and (confidence <= 1).all()
+    one_place = decoder.with_words(x, [h for h in found if h.n_words == 1])
+    assert sum(h.words[0].confidence for h in one_place) == pytest.approx(1)
+    assert decoder.with_words(x, found, temperature=2.0)[0].posterior < found[0].posterior
+
+
 def test_homophones_without_limit(lm):
     "Thousands of words of one pronunciation: all are scored by the n-gram, none is dropped, and buffers grow."
     lexicon = {f'x{i}': [['AA']] for i in range(3000)} | {'b': [['AA']]}
@@ -698,7 +762,7 @@ def test_defaults_are_those_of_the_configuration():
     of_decoder = {
         name: p.default
         for name, p in inspect.signature(LexiconBeamDecoder).parameters.items()
-        if name not in ('lexicon', 'lm', 'fusion')
+        if name not in ('lexicon', 'lm', 'fusion', 'frame_ms', 'frame_offset_ms')  # The last two are the model's
     }
     of_config = DecodeConfig().model_dump(exclude={'n_jobs', 'tune'})  # `decode_all`'s, and that of `tuning`
     of_config = {k: v for k, v in of_config.items() if not k.startswith('llm')}  # test_fusion has those of the fusion

@@ -22,7 +22,7 @@ from ..core.jit import njit
 from .acoustic import Pronunciations, acoustic_scores, pronunciations, word_spans
 from .histories import Fusion, HistoryScorer
 from .lexicon import Lexicon, Trie, build_trie, flatten, spellings_of, with_spelling
-from .nbest import Hypothesis, LLMHypothesis
+from .nbest import Hypothesis, LLMHypothesis, with_posteriors
 from .scorers import AutomatonScorer, KenLMScorer, score_word
 from .search import FusedSearch, Search
 from ..devices.machine import n_cores
@@ -170,6 +170,8 @@ def _check_parameters(p: dict) -> None:
         raise ValueError(f"top_k is {p['top_k']}; expected at least 1, or none for all classes")
     if not math.isfinite(p['word_score']):
         raise ValueError(f"word_score is {p['word_score']}; expected a finite number")
+    if p['frame_ms'] is not None and not 0 < p['frame_ms'] < math.inf:
+        raise ValueError(f"frame_ms is {p['frame_ms']}; expected a positive number, or none for no times of words")
     if p['merge'] not in ('max', 'sum'): raise ValueError(f"merge is {p['merge']!r}; expected 'max' or 'sum'")
     if p['fusion'] is not None and p['oov_penalty'] is not None:
         raise ValueError(f"oov_penalty is {p['oov_penalty']} beside a fusion; a language model inside the search "
@@ -272,25 +274,30 @@ class SentenceScorer:
         hypothesis: Hypothesis, # One of its hypotheses
     ) -> np.ndarray:            # First and last frame of each word's phonemes [n_words, 2]
         "Times of the words on the best path; raises `ValueError` for unknown words and for too few frames."
-        text = hypothesis.text.split()
-        unknown = [w for w in text if w not in self._word_id]
-        if unknown: raise ValueError(f'{unknown[0]!r} is not in the lexicon of this decoder')
-        x = self.prepare(log_probs).log_probs
-        spans = word_spans(x, np.array([self._word_id[w] for w in text], np.int64), self._prons)
-        if spans is None: raise ValueError(f'{len(x)} frames are too few for {hypothesis.text!r}')
-        return spans
+        return self._word_frames(self.prepare(log_probs).log_probs, hypothesis.text)
 
     def acoustic(self,
         log_probs: np.ndarray, # Log-probabilities of one trial [T', 41]
         texts: Sequence[str],  # Sentences, such as those of an n-best list
     ) -> np.ndarray:           # [n]
         "Acoustic score of each sentence, with the blank penalty; raises `ValueError` for unknown words."
+        words, start, prons = self._word_ids(texts)
+        return acoustic_scores(self.prepare(log_probs).log_probs, words, start, prons, self.merge == 'sum')
+
+    def _word_ids(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, Pronunciations]:
+        "Word ids of texts, one after the other; where each begins; pronunciations of these ids."
         spelled: dict[tuple[int, ...], int] = {}
         may_spell = self.oov_penalty is not None
         ids = [[_word_number(w, self._word_id, spelled, may_spell) for w in text.split()] for text in texts]
         start, words = flatten(ids)
-        prons = _with_spellings(self._prons, list(spelled)) if spelled else self._prons
-        return acoustic_scores(self.prepare(log_probs).log_probs, words, start, prons, self.merge == 'sum')
+        return words, start, _with_spellings(self._prons, list(spelled)) if spelled else self._prons
+
+    def _word_frames(self, log_probs: np.ndarray, text: str) -> np.ndarray:
+        "The same as `word_frames`, of frames from `prepare`."
+        words, _, prons = self._word_ids([text])
+        spans = word_spans(log_probs, words, prons)
+        if spans is None: raise ValueError(f'{len(log_probs)} frames are too few for {text!r}')
+        return spans
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c028
 def _distinct(
@@ -377,7 +384,11 @@ class LexiconBeamDecoder(SentenceScorer):
     Names in flashlight-text and Kaldi: `beam` is flashlight's `beam_size` and Kaldi's `max_active`; `threshold` is
     flashlight's `beam_threshold` and Kaldi's `beam`; `top_k` is flashlight's `beam_size_token`; `merge='sum'` is
     flashlight's `log_add`; `oov_penalty` plays the part of its `unk_score`; `acoustic_scale` is Kaldi's; and
-    `blank_skip` is the official kit's `ctc_blank_skip_threshold`."""
+    `blank_skip` is the official kit's `ctc_blank_skip_threshold`.
+
+    Hypotheses know their list, and so their `posterior`. With `frame_ms` they know their `words`, too, and keep the
+    frames of their trial for it [T', 41] float64. `logits.frame_times` gives `frame_ms` and `frame_offset_ms` of a
+    model. A model may learn to name a phoneme some frames after it was spoken; the times are not corrected for this."""
     def __init__(self,
         lexicon: Lexicon,             # Word -> pronunciations, from `b2t_kaggle.phonemes.build_lexicon`
         lm: NGram | Automaton,        # n-gram model of the words; an automaton needs less memory
@@ -394,6 +405,8 @@ class LexiconBeamDecoder(SentenceScorer):
         oov_penalty: float | None = None, # Per phoneme of a spelled `<unk>`; log 39: all alike; none: none
         top_k: int | None = None,     # Classes of a frame to move to (`beam_size_token`); none: all
         fusion: Fusion | None = None, # A language model of whole sentences inside the search; none: the n-gram alone
+        frame_ms: float | None = None, # From one frame to the next; gives hypotheses their `words`; none: no times
+        frame_offset_ms: float = 0.0, # Where the first frame begins, from the start of the trial
     ):
         _check_parameters(locals())
         words, spellings = spellings_of(lexicon)
@@ -404,6 +417,8 @@ class LexiconBeamDecoder(SentenceScorer):
         self.threshold = threshold
         self.top_k = top_k
         self.fusion = fusion
+        self.frame_ms = frame_ms
+        self.frame_offset_ms = frame_offset_ms
         if fusion is not None: check_words(lm, self.words) # The n-gram stands in for the fusion, whatever its weight
         self.trie = _trie_of(self, spellings)
         self._idle = [] # Searches that nobody uses: several threads may decode
@@ -429,7 +444,22 @@ class LexiconBeamDecoder(SentenceScorer):
         words, starts = _enough_texts(self, search, log_probs)
         llm = search.llm_scores(words, starts)
         self.return_search(search)
-        return self.rank(log_probs, words, starts, llm, self.fusion.weight if self.fusion else 0.)
+        hyps = self.rank(log_probs, words, starts, llm, self.fusion.weight if self.fusion else 0.)
+        return with_posteriors(hyps, times=self._times(log_probs))
+
+    def with_words(self,
+        log_probs: np.ndarray,      # Log-probabilities of one trial [T', 41]
+        hyps: Sequence[Hypothesis], # Its n-best list, such as one that was read from a file or scored anew
+        temperature: float = 1.0,   # Totals are divided by it, such as by that of `nbest.calibrate`
+    ) -> list[Hypothesis]:          # Equal to those given
+        "The same hypotheses, which know their `posterior`, and their `words` where there is `frame_ms`."
+        return with_posteriors(hyps, temperature, self._times(self.prepare(log_probs).log_probs))
+
+    def _times(self, log_probs: np.ndarray) -> Callable[[str], np.ndarray] | None:
+        "Function for begin and end of a sentence's words in ms, with frames [T', 41] from `prepare`."
+        if self.frame_ms is None: return None
+        frame_ms, offset = self.frame_ms, self.frame_offset_ms # As they are now
+        return lambda text: offset + frame_ms*(self._word_frames(log_probs, text) + [0, 1])
 
     def decode_all(self,
         log_probs: Sequence[np.ndarray], # Trials [T', 41], such as a `LogitStore`: read one by one, by index
