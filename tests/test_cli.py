@@ -286,6 +286,14 @@ def test_help_has_a_short_line_for_each_verb_which_the_verb_itself_begins_with()
         if name != 'ensemble': assert line[1:] == STAGES[name].does[1:]
 
 
+@pytest.mark.parametrize('group', ['audio', 'data', 'kaggle', 'lm'])
+def test_help_of_a_group_cuts_no_line(group, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '80')
+    told = CliRunner().invoke(cli.main, [group, '--help']).output
+    lines = told.rpartition(':\n')[2].splitlines()
+    assert len(lines) == len(VERBS[group].list_commands(None)) and not [line for line in lines if line.endswith('...')]
+
+
 def test_the_options_of_every_stage_stand_behind_those_of_the_verb():
     shared = {p.name for p in VERBS['pack'].params}
     for verb, command in VERBS.items():

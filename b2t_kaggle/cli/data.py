@@ -29,10 +29,11 @@ def data():
 @click.option('-o', '--output', default='data/brain-to-text-25', show_default=True,
               type=FOLDER, help='Folder for them; 23 GB and more.')
 def get(source, output):
-    """Fetch, check and unpack the recordings (11 GB) and the official checkpoint (0.5 GB).
+    """Fetch the recordings and the official checkpoint.
 
-    What is there already is kept: after an interruption the same command goes on. Archives that a browser put into the
-    folder are used. Inside a Kaggle notebook nothing has to be fetched: Add Input attaches the competition.
+    The archives, 11 GB and 0.5 GB, are checked and unpacked. What is there already is kept: after an interruption the
+    same command goes on. Archives that a browser put into the folder are used. Inside a Kaggle notebook nothing has to
+    be fetched: Add Input attaches the competition.
 
     \b
     kaggle  by the program kaggle or the package kagglehub, whichever is installed (pip install kagglehub);
@@ -70,7 +71,9 @@ def simulate(folder, preset_, config_, overrides):
 @config_option()
 @set_option()
 def check(folder, config_, overrides):
-    "List every problem of the session files in FOLDER; exits 1 if there are any."
+    """List every problem of the session files in FOLDER.
+
+    Exits 1 if there are any."""
     cfg = _config_for('check', config_, None, overrides).data
     problems = validate(folder, sessions=cfg.sessions, bad_trials=cfg.bad_trials_dict, dtype=cfg.dtype,
                         feature_subset=cfg.feature_subset)

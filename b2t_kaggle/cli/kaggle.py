@@ -50,7 +50,7 @@ def kaggle():
 @click.option('--with', 'others', multiple=True, metavar='PACKAGE',
               help='Another package, such as bitsandbytes for rescore.eight_bit; repeat it for more.')
 def wheels(image, python, output, kit, others):
-    """A folder of wheels that installs the kit on Kaggle with the internet off.
+    """Make a folder of wheels, for sessions without the internet.
 
     In it are the kit, and the packages that it needs and the image does not hold. Needs the internet here.
 
@@ -106,7 +106,9 @@ def _publish(command: list[str], push: bool) -> None:
               help='The folder to write. Default: kaggle-SLUG.')
 @_push
 def kernel(notebook, *, accelerator, name, title, competitions, datasets, kernels, internet, public, output, push):
-    "Push NOTEBOOK, to run from top to bottom on Kaggle with this accelerator and these inputs."
+    """Push NOTEBOOK, to run from top to bottom on Kaggle.
+
+    It gets this accelerator and these inputs."""
     name = full_id(name, title or notebook.stem)
     output = output or Path(f'kaggle-{name.partition("/")[2]}')
     write_kernel(notebook, output, name, accelerator, title, competitions, datasets, kernels, internet=internet,
