@@ -37,7 +37,7 @@ def finished(tmp_path_factory, here):
     tmp = tmp_path_factory.mktemp('audio_llm')
     small = {k: v for k, v in SMALL.items() if not k.startswith('decode.')}
     llm = tiny_audio_llm(tmp/'llm', ['how are you', 'i am fine'])
-    small |= {'simulate.train': 12, 'simulate.val': 2, 'simulate.test': 2, 'audio.language_model': str(llm),
+    small |= {'simulate.train': 12, 'simulate.val': 2, 'simulate.test': 2, 'audio.llm': str(llm),
               'audio.lora_rank': 2, 'generate.max_tokens': 6, 'train.num_training_batches': 3,
               'train.accelerator': 'cpu', 'data.eval_batch_size': 1}
     run = Run(tmp/'runs'/'hears', tmp/'work', cfg=load_config(base='audio-llm', overrides=small))
@@ -139,5 +139,5 @@ REFUSED = [('train.framework', 'tensorflow'), ('train.cr_ctc', .2), ('train.comp
 
 @pytest.mark.parametrize('key, value', REFUSED)
 def test_what_an_audio_llm_cannot_be_trained_with(key, value):
-    with pytest.raises(ConfigError, match=f'audio.language_model .*{key}'):
+    with pytest.raises(ConfigError, match=f'audio.llm .*{key}'):
         load_config(base='audio-llm', overrides={key: value})

@@ -28,7 +28,7 @@ def toy(tmp_path_factory):
     write_toy(data)
     folder = tiny_whisper(data/'model', ['hello'])
     few = {'num_training_batches': 16, 'batches_per_val_step': 8, 'batches_per_save': 8, 'lr_warmup_steps': 2}
-    audio = {'audio.language_model': str(folder), 'audio.lora_rank': 8, 'audio.stack': 1, 'generate.max_tokens': 4,
+    audio = {'audio.llm': str(folder), 'audio.lora_rank': 8, 'audio.stack': 1, 'generate.max_tokens': 4,
              'train.ctc_reduction': 'label', 'generate.beams': 2}
     return data, config('gru', **few, **audio)
 
@@ -92,9 +92,9 @@ def test_what_is_refused(toy):
     attempt(TrainingError, r'audio.stack = 2: CTC reads the states of .* set audio.stack=1', **{'audio.stack': 2})
     short = tiny_whisper(data/'short', ['hello'], max_source_positions=3)
     attempt(AudioError, r'a trial has \d+ vectors; raise model.patch_stride, .* 3 places',
-            **{'audio.language_model': str(short)})
+            **{'audio.llm': str(short)})
 
 
 def test_the_preset_fits_whisper():
     cfg = load_config(base='brain-whisper')
-    assert (cfg.audio.stack, cfg.audio.language_model) == (1, 'openai/whisper-small')
+    assert (cfg.audio.stack, cfg.audio.llm) == (1, 'openai/whisper-small')

@@ -44,8 +44,8 @@ def is_of_runs(verb): return verb != 'runs' and any(p.name == 'work' for p in op
 
 # By verb, each way to call it; the words are files and runs of the folder in which it is called
 LINES = {verb: [verb] for verb in VERBS if is_of_runs(verb)} | {
-    'generate': ['generate --set audio.language_model=llm'],
-    'rescore': ['rescore --set rescore.model=llm'],
+    'generate': ['generate --set audio.llm=llm'],
+    'rescore': ['rescore --set rescore.llm=llm'],
     'combine': ['combine --set combine.sources=[first]'],
     'data simulate': ['data simulate sessions'],
     'data check': ['data check sessions'],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_lm
 
-from b2t_kaggle.config import Config, ConfigError, DecodeConfig, with_overrides
+from b2t_kaggle.config import Config, ConfigError, DecodeConfig, LLMConfig, with_overrides
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.histories import HistoryScorer
 from b2t_kaggle.decoding.search import Search
@@ -340,7 +340,8 @@ def test_defaults_are_those_of_the_configuration():
                   if k not in ('model', 'tokenizer')}
     of_config = DecodeConfig().model_dump()
     assert {f'llm_{k}': v for k, v in parameters.items()}.items() <= of_config.items()
-    assert {k for k in of_config if k.startswith('llm')} == {f'llm_{k}' for k in parameters} | {'llm', 'llm_adapter'}
+    of_model = LLMConfig.model_fields.keys()
+    assert {k for k in of_config if k.startswith('llm')} == {f'llm_{k}' for k in parameters} | of_model
     with pytest.raises(ConfigError, match='decode.llm is set, which cannot score them'):
         with_overrides(Config(), {'decode.llm': 'opt', 'decode.oov_penalty': 2})
 

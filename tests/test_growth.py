@@ -1,15 +1,18 @@
 "A configuration grows without harm: what was finished before a field existed is still finished."
 import pytest
+import yaml
 from pydantic import Field
 
 import b2t_kaggle.config as config
 import b2t_kaggle.config.encoders.gru as gru
-from b2t_kaggle.config import Config, TrainConfig, load_config, preset, save_config, with_overrides
+from b2t_kaggle.config import Config, ConfigError, TrainConfig, load_config, preset, save_config, with_overrides
 from b2t_kaggle.config.encoders.gru import GRUConfig
+from b2t_kaggle.pipeline.fingerprints import Keyed
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import plan
 from b2t_kaggle.pipeline.stamps import StageRun
-from b2t_kaggle.training.resume import fingerprint
+from b2t_kaggle.training.recipe import TrainingError
+from b2t_kaggle.training.resume import check_same, fingerprint
 
 
 class GrownTrain(TrainConfig):
@@ -88,3 +91,55 @@ def test_files_of_the_first_version_are_read(tmp_path):
     assert load_config(tmp_path/'config.yaml') == preset('triple_gru')
     with pytest.raises(ValueError, match='schema 3 of the configuration is not known, expected 2'):
         Config.model_validate(dict(preset('demo').dump(), schema=3))
+
+
+# Groups as they were written when the keys of an LLM had other names, the same now, and key and fingerprint of the
+# last stage as they were then
+LLMS = (
+    ({'rescore': dict(model='llm', adapter='adapter', dtype='bfloat16', eight_bit=True, end=True)},
+     {'rescore': dict(llm='llm', llm_adapter='adapter', llm_dtype='bfloat16', llm_quantization='eight_bit', end=True)},
+     '15e47da5ef07520a', '22406827f9b88b2f'),
+    ({'decode': dict(llm='llm', llm_adapter='adapter')}, {'decode': dict(llm='llm', llm_adapter='adapter')},
+     '1efc131033937448', '6f3cf1b752622e02'),
+    ({'audio': dict(language_model='llm', llm_dtype='bfloat16', quantization='four_bit')},
+     {'audio': dict(llm='llm', llm_dtype='bfloat16', llm_quantization='four_bit')},
+     '1f4ecfd02234ba50', '5cc1b240eca90af8'),
+)
+
+
+@pytest.mark.parametrize('old, new, key, mark', LLMS)
+def test_an_llm_of_an_older_configuration_is_the_same(old, new, key, mark, tmp_path, monkeypatch):
+    monkeypatch.setattr('b2t_kaggle.__version__', '0.1.0')
+    monkeypatch.chdir(tmp_path)
+    for name in 'llm', 'adapter':
+        (tmp_path/name).mkdir()
+        (tmp_path/name/f'{name}_config.json').write_text(name)
+    (tmp_path/'old.yaml').write_text(yaml.safe_dump(dict(schema=2) | old))
+    cfg = load_config('old.yaml')
+    (group, values), = old.items()
+    assert cfg == with_overrides(Config(), {f'{group}.{k}': v for k, v in values.items()}) == Config.model_validate(new)
+    keyed = Keyed(cfg, tmp_path)
+    assert (keyed.key('report'), keyed.fingerprint('report')) == (key, mark)
+    save_config(cfg, 'new.yaml')
+    saved = yaml.safe_load((tmp_path/'new.yaml').read_text())[group]
+    assert new[group].keys() <= saved.keys() and not (old[group].keys() - new[group].keys()) & saved.keys()
+
+
+def test_two_names_of_a_key(tmp_path):
+    (tmp_path/'a.yaml').write_text('rescore: {model: opt, llm: gpt2}')
+    with pytest.raises(ConfigError, match='model is the former name of llm, and they have different values'):
+        load_config(tmp_path/'a.yaml')
+    with pytest.raises(ConfigError, match='eight_bit is the former name of llm_quantization'):
+        with_overrides(Config(), {'rescore.eight_bit': 'false', 'rescore.llm_quantization': 'four_bit'})
+    (tmp_path/'a.yaml').write_text('rescore: {model: opt}')
+    assert load_config(tmp_path/'a.yaml', overrides={'rescore.llm': 'gpt2'}).rescore.llm == 'gpt2'
+
+
+def test_a_training_of_an_older_version_goes_on(tmp_path):
+    "Its checkpoint has the former names."
+    def values(name, bits): return fingerprint(with_overrides(Config(), {'audio.llm': name, 'quantization': bits}), {})
+    old = {'audio.language_model': 'Qwen/Qwen2-Audio-7B-Instruct', 'audio.quantization': 'four_bit',
+           'model.name': 'gru', 'schema': '2'}
+    check_same(old, values('there/Qwen2-Audio-7B-Instruct', 'four_bit'), tmp_path)
+    with pytest.raises(TrainingError, match='audio.llm was Qwen/Qwen2-Audio-7B-Instruct, is now openai/whisper-small'):
+        check_same(old, values('openai/whisper-small', 'four_bit'), tmp_path)

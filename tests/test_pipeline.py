@@ -369,7 +369,7 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     from b2t_kaggle.rescoring.mixture import read_weights
     run, options, _ = finished
     decoded = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
-    values = {'rescore.model': tiny_lm(tmp_path/'lm', 'opt', decoded or ['a']), 'rescore.length_penalty': 0.05}
+    values = {'rescore.llm': tiny_lm(tmp_path/'lm', 'opt', decoded or ['a']), 'rescore.length_penalty': 0.05}
     with stages_here() as here:
         r = command('submit', *options, *sets(values))
         assert r.exit_code == 0 and here == ['rescore', 'submit'], r.output[-3000:]
@@ -398,9 +398,9 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
         assert hyps[0]['total'] == max(h['total'] for h in hyps)
     assert w.length_penalty == 0.05
     assert [row['text'] for row in csv.DictReader((run/'submission.csv').open())] == [hyps[0]['text'] for hyps in lists]
-    without = sets({'rescore.model': 'null', 'rescore.length_penalty': 0})
+    without = sets({'rescore.llm': 'null', 'rescore.length_penalty': 0})
     r = command('rescore', *options, *without)
-    assert r.exit_code == 1 and 'rescore.model, the language model to ask, is not set' in r.stderr
+    assert r.exit_code == 1 and 'rescore.llm, the language model to ask, is not set' in r.stderr
     with stages_here() as here:
         r = command('report', *options, *without)
         assert r.exit_code == 0 and here == ['submit', 'report'], r.output
@@ -422,7 +422,7 @@ def test_serving_a_run(finished, tmp_path, capsys):
     from b2t_kaggle.rescoring.mixture import Weights, configured_weights, write_weights
     path, options, _ = finished
     lm = tiny_lm(tmp_path/'lm', 'opt', ['a few words'], max_position_embeddings=512)
-    run = Run(path, path.parent.parent/'data', {'rescore.model': str(lm), 'rescore.alpha': 0.4})
+    run = Run(path, path.parent.parent/'data', {'rescore.llm': str(lm), 'rescore.alpha': 0.4})
     decoder = open_decoder(run, nbest=100)
     assert _llm(run, decoder).weights == configured_weights(run.cfg.rescore)
     assert 'as configured (stage rescore: ' in capsys.readouterr().err
@@ -463,7 +463,7 @@ def test_serving_a_run(finished, tmp_path, capsys):
         server.kill()
         where.stop()
         stage.discard()
-        Run(path, run.work, {'rescore.model': None, 'rescore.alpha': 0.55})
+        Run(path, run.work, {'rescore.llm': None, 'rescore.alpha': 0.55})
 
 
 def files_of(folder): return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob('*') if p.is_file()}
@@ -732,7 +732,7 @@ def test_a_rate_is_the_same_wherever_it_stands(finished, tmp_path, monkeypatch, 
     values = {'infer.logits': spelled_in_noise(Run(run, work), tmp_path), 'infer.weights': 'tune'}
     if last != 'decode':
         pytest.importorskip('transformers', reason='needs transformers: pip install b2t_kaggle[llm]')
-        values['rescore.model'] = str(tiny_lm(tmp_path/'lm', 'opt', ['a few words']))
+        values['rescore.llm'] = str(tiny_lm(tmp_path/'lm', 'opt', ['a few words']))
     if last == 'combine': values['combine.sources'] = [str(run)]
     best = tuning.SearchWeights(0.8, 1., 1., 0.)
     found = known_tuning(best._replace(word_score=0.1), [best._replace(word_score=s) for s in (-30., 4.)])
@@ -801,7 +801,7 @@ def test_an_llm_that_has_no_time_changes_nothing(finished, tmp_path, here, monke
     from tiny_models import tiny_lm
     run, _, _ = finished
     shutil.copytree(run, tmp_path/'run')
-    values = {'rescore.model': str(tiny_lm(tmp_path/'lm', 'opt', ['a few words']))}
+    values = {'rescore.llm': str(tiny_lm(tmp_path/'lm', 'opt', ['a few words']))}
     monkeypatch.setattr(StageRun, 'time_left', lambda stage: 0)
     ranked = Run(tmp_path/'run', run.parent.parent/'data', values)
     run_stages(ranked)

@@ -67,8 +67,8 @@ def test_notebooks_execute_their_stage_and_show_it():
 # Keys of the last stage as they were when a stage's notebook had its code; they depend on those of all stages before it
 FIRST_KEYS = (
     ({}, 'a72dbe58908992b0'),
-    ({'rescore.model': 'gpt2', 'infer.adapt': 'both'}, '3e719f907eb75386'),
-    ({'audio.language_model': 'Qwen/Qwen2-Audio-7B-Instruct'}, '6077a956cf8464ab'),
+    ({'rescore.llm': 'gpt2', 'infer.adapt': 'both'}, '3e719f907eb75386'),
+    ({'audio.llm': 'Qwen/Qwen2-Audio-7B-Instruct'}, '6077a956cf8464ab'),
     ({'infer.logits': 'val.arrow', 'combine.sources': 'theirs_val.jsonl'}, '9c4551f373db9777'),
 )
 

@@ -48,7 +48,7 @@ def kaggle():
               help='The folder to write. Default: b2t-wheels-IMAGE, for another Python b2t-wheels-IMAGE-py313.')
 @click.option('--kit', help='Where the kit comes from: a checkout, a wheel or git+https://…; default: this checkout.')
 @click.option('--with', 'others', multiple=True, metavar='PACKAGE',
-              help='Another package, such as bitsandbytes for rescore.eight_bit; repeat it for more.')
+              help='Another package, such as bitsandbytes for llm_quantization; repeat it for more.')
 def wheels(image, python, output, kit, others):
     """Make a folder of wheels, for sessions without the internet.
 

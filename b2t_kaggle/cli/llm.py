@@ -142,11 +142,11 @@ def merge(sources, *, model, output, tune, train, adapter, snap, candidates, fol
               help='Times that each sentence is seen.')
 @click.option('--batch-size', default=16, show_default=True, type=click.IntRange(1),
               help='Sentences in a step; fewer need less memory.')
-@dtype_option(help="Type of the model's weights, as in rescore.dtype.")
+@dtype_option(help="Type of the model's weights, as in rescore.llm_dtype.")
 def finetune(model, texts, output, epochs, batch_size, dtype):
     """Fine-tune a causal language model on sentences.
 
     MODEL (a folder, or a name on the hub) learns the register of TEXTS (one sentence a line): a LoRA adapter, for
-    rescore.adapter together with rescore.end=true."""
+    rescore.llm_adapter together with rescore.end=true."""
     finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size)
     click.echo(f'Wrote {output}')

@@ -14,7 +14,7 @@ import pandas as pd
 
 from .options import CONFIG_KEYS, inference_options, refuse_options, stage_command, training_options
 from .sources import source_path
-from ..config import Config, config_keys, describe_run, differing_values, load_config, resolve_key
+from ..config import Config, config_keys, describe_run, differing_values, full_key, load_config
 from ..decoding.compilation import compiled_ahead
 from ..pipeline.execute import run_stages
 from ..pipeline.run import Run
@@ -48,7 +48,7 @@ def with_values(
     "The values of both, by key. Raises `click.UsageError` where they differ."
     given = {CONFIG_KEYS[option]: value for option, value in given.items() if value is not None}
     keys = list(config_keys()) if given else []
-    own = {resolve_key(key, keys): value for key, value in overrides.items()} if given else overrides
+    own = {full_key(key, keys): value for key, value in overrides.items()} if given else overrides
     for key, value in given.items():
         if str(own.get(key, value)) != str(value):
             raise click.UsageError(f'{key} is given as {own[key]}, by --set, and as {value}, by an option of its own; '

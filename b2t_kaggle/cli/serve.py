@@ -44,10 +44,10 @@ def _tell_search(run: Run, decoder) -> None:
 def _llm(run: Run, decoder):
     "The rescorer of a run's LLM for `serve`; none if it has no LLM."
     c = run.cfg.rescore
-    if c.model is None: return None
-    from b2t_kaggle.lm.causal import load_lm  # Needs transformers, which a run without an LLM does not
+    if c.llm is None: return None
+    from b2t_kaggle.lm.causal import open_lm  # Needs transformers, which a run without an LLM does not
     weights = _weights(run)
-    model, tokenizer = load_lm(c.model, dtype=c.dtype, eight_bit=c.eight_bit, adapter=c.adapter)
+    model, tokenizer = open_lm(c)
     return LLMRescorer(llm_scorer(model, tokenizer, end=c.end), decoder, weights, n_augment=c.swaps)
 
 # %% ../../nbs/cli/20_serve.ipynb #c006
@@ -74,7 +74,7 @@ def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_
     """Decode online, behind the official Redis streams.
 
     What the official evaluation asks is answered with a run's language model, and its LLM if it has one
-    (rescore.model)."""
+    (rescore.llm)."""
     connection = dict(db=db, username=username, password=password, tls=tls, tls_ca=tls_ca, tls_cert=tls_cert,
                       tls_key=tls_key)
     logging.basicConfig(level=logging.INFO, format='%(asctime)s %(levelname)s %(message)s')

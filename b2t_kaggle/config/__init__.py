@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['from_official', 'read_yaml', 'load_config', 'save_config', 'AudioConfig', 'AugmentConfig', 'CombineConfig', 'Config',
-           'ConfigError', 'DataConfig', 'DecodeConfig', 'GenerateConfig', 'InferConfig', 'Key', 'LMConfig', 'PRESETS',
-           'ReportConfig', 'RescoreConfig', 'SCHEMA', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS',
+           'ConfigError', 'DataConfig', 'DecodeConfig', 'GenerateConfig', 'InferConfig', 'Key', 'LLMConfig', 'LMConfig',
+           'PRESETS', 'ReportConfig', 'RescoreConfig', 'SCHEMA', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS',
            'TrainConfig', 'changed_values', 'config_fields', 'config_keys', 'describe_run', 'differing_values',
-           'flat_values', 'key_facts', 'keys_with', 'near_keys', 'parse_value', 'preset', 'resolve_key', 'upgrade',
-           'with_overrides']
+           'first_named_values', 'flat_values', 'former_keys', 'full_key', 'key_facts', 'keys_with', 'near_keys',
+           'parse_value', 'present_key', 'preset', 'resolve_key', 'upgrade', 'with_overrides']
 
 # %% ../../nbs/config/07_config.ipynb #c003
 # ruff: noqa: F401
@@ -27,6 +27,7 @@ from b2t_kaggle.config.groups import (
     DecodeConfig,
     GenerateConfig,
     InferConfig,
+    LLMConfig,
     LMConfig,
     ReportConfig,
     RescoreConfig,
@@ -35,7 +36,19 @@ from b2t_kaggle.config.groups import (
     TrainConfig,
     upgrade,
 )
-from .keys import Key, config_fields, config_keys, key_facts, keys_with, near_keys, resolve_key
+from b2t_kaggle.config.keys import (
+    Key,
+    config_fields,
+    config_keys,
+    first_named_values,
+    former_keys,
+    full_key,
+    key_facts,
+    keys_with,
+    near_keys,
+    present_key,
+    resolve_key,
+)
 from .official import is_official, to_our_names
 from b2t_kaggle.config.overrides import (
     changed_values,
@@ -52,10 +65,11 @@ from ..core.files import write_whole
 from ..core.reading import ReadError, read_yaml_file
 
 _all_ = ['AudioConfig', 'AugmentConfig', 'CombineConfig', 'Config', 'ConfigError', 'DataConfig', 'DecodeConfig',
-         'GenerateConfig', 'InferConfig', 'Key', 'LMConfig', 'PRESETS', 'ReportConfig', 'RescoreConfig', 'SCHEMA',
-         'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS', 'TrainConfig', 'changed_values', 'config_fields',
-         'config_keys', 'describe_run', 'differing_values', 'flat_values', 'key_facts', 'keys_with', 'near_keys',
-         'parse_value', 'preset', 'resolve_key', 'upgrade', 'with_overrides']
+         'GenerateConfig', 'InferConfig', 'Key', 'LLMConfig', 'LMConfig', 'PRESETS', 'ReportConfig', 'RescoreConfig',
+         'SCHEMA', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS', 'TrainConfig', 'changed_values',
+         'config_fields', 'config_keys', 'describe_run', 'differing_values', 'first_named_values', 'flat_values',
+         'former_keys', 'full_key', 'key_facts', 'keys_with', 'near_keys', 'parse_value', 'present_key', 'preset',
+         'resolve_key', 'upgrade', 'with_overrides']
 
 # %% ../../nbs/config/07_config.ipynb #c052
 def from_official(

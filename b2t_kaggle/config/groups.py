@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'TRAINING_GROUPS', 'SimulateConfig', 'DataConfig', 'AugmentConfig', 'TrainConfig', 'InferConfig', 'LMConfig',
-           'DecodeConfig', 'RescoreConfig', 'CombineConfig', 'ReportConfig', 'AudioConfig', 'GenerateConfig',
-           'SessionConfig', 'upgrade', 'Config']
+           'LLMConfig', 'DecodeConfig', 'RescoreConfig', 'CombineConfig', 'ReportConfig', 'AudioConfig',
+           'GenerateConfig', 'SessionConfig', 'upgrade', 'Config']
 
 # %% ../../nbs/config/03_groups.ipynb #c002
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
@@ -26,7 +26,7 @@ from b2t_kaggle.config.fields import (
     SameResult,
     With,
 )
-from .schema import ConfigError, Section, section_facts
+from .schema import ConfigError, Renamed, Section, section_facts
 
 # %% ../../nbs/config/03_groups.ipynb #c007
 class SimulateConfig(Section):
@@ -279,8 +279,22 @@ class LMConfig(Section):
     vocab_size: int | None = Field(None, ge=1)
     "Keep this many most frequent words in the lexicon; none keeps all."
 
+# %% ../../nbs/config/03_groups.ipynb #c411
+class LLMConfig(Section):
+    llm: FolderOrName | None = None
+    "Language model of transformers: a local folder, or a name on the hub; none means that there is none."
+    llm_adapter: InputPath | None = None
+    "Folder of a LoRA adapter for it."
+    llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
+    "Type of its weights; `auto` is float32 on a CPU, on a GPU what that computes with."
+    llm_quantization: Literal['eight_bit', 'four_bit'] | None = None
+    "Load its matrices with fewer bits; needs bitsandbytes."
+
 # %% ../../nbs/config/03_groups.ipynb #c404
-class DecodeConfig(Section):
+class DecodeConfig(LLMConfig):
+    llm: FolderOrName | None = None
+    ("Causal language model of transformers inside the search: a local folder, or a name on the hub; none means the "
+     "n-gram alone.")
     beam: int = Field(100, ge=1)
     "Hypotheses kept per frame."
     tune: bool = True
@@ -306,34 +320,25 @@ class DecodeConfig(Section):
     "A word outside the lexicon may be spelled by its phonemes, for this much per phoneme; none allows no such words."
     top_k: int | None = Field(None, ge=1)
     "Classes of a frame that hypotheses may move to, the most probable ones; none leaves it to beam and threshold."
-    llm: FolderOrName | None = None
-    ("Causal language model of transformers inside the search: a local folder, or a name on the hub; none means the "
-     "n-gram alone.")
-    llm_adapter: InputPath | None = None
-    "Folder of a LoRA adapter for it."
     llm_weight: float = Field(0.5, gt=0)
-    "Weight of its natural-log score, beside `lm_weight` of the n-gram's."
+    "Weight of the LLM's natural-log score, beside `lm_weight` of the n-gram's."
     llm_every: int = Field(15, ge=1)
-    "It scores the words that are new after so many frames; until then the n-gram stands in for it."
+    "The LLM scores the words that are new after so many frames; until then the n-gram stands in for it."
     llm_capitals: bool = True
     ("Whether it may read words with a capital first letter; false suits the adapters of `b2t lm finetune`, which "
      "learn sentences without.")
     llm_end: bool = False
-    "Whether it scores the end of the sentence too; true suits these adapters, which learn it."
+    "Whether the LLM scores the end of the sentence too; true suits these adapters, which learn it."
     n_jobs: Annotated[int, ChangesNothing()] = Field(0, ge=0)
     "Processor cores to use; 0 means all."
 
 # %% ../../nbs/config/03_groups.ipynb #c406
-class RescoreConfig(Section):
-    model: FolderOrName | None = None
+class RescoreConfig(LLMConfig):
+    former = dict(model=Renamed('llm'), adapter=Renamed('llm_adapter'), dtype=Renamed('llm_dtype'),
+                  eight_bit=Renamed('llm_quantization', flag='eight_bit'))
+    llm: FolderOrName | None = None
     ("Causal language model of transformers that ranks the n-best anew: a local folder, or a name on the hub; none "
      "means no rescoring.")
-    adapter: InputPath | None = None
-    "Folder of a LoRA adapter for it."
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
-    "Type of its weights; `auto` is float32 on a CPU, on a GPU what that computes with."
-    eight_bit: bool = False
-    "Load it with 8-bit weights; needs bitsandbytes."
     swaps: int = Field(20, ge=0)
     "The best so many hypotheses exchange words to make more candidates; 0 means none."
     tune: bool = True
@@ -372,14 +377,12 @@ class ReportConfig(Section):
 # %% ../../nbs/config/03_groups.ipynb #c022
 _LossWeight = Annotated[float, Field(ge=0)] | list[tuple[float, Annotated[float, Field(ge=0)]]]
 
-class AudioConfig(Section):
-    language_model: FolderOrName | None = None
+class AudioConfig(LLMConfig):
+    former = dict(language_model=Renamed('llm'), quantization=Renamed('llm_quantization'))
+    llm_adapter: ClassVar[None] = None # Its LoRA layers are trained, and lie in the checkpoint
+    llm: FolderOrName | None = None
     ("Audio LLM of transformers in the form of Qwen2-Audio, or Whisper, that is to read the model's vectors: a local "
      "folder, or a name on the hub; none means that words are found by the beam search.")
-    llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
-    "Type of its weights; `auto` is float32 on a CPU, on a GPU what that computes with."
-    quantization: Literal['eight_bit', 'four_bit'] | None = None
-    "Load its matrices with fewer bits; needs bitsandbytes."
     lora_rank: int = Field(8, ge=0, le=1024)
     "Rank of its LoRA layers, which are trained along; 0 means that it is frozen."
     gradient_checkpointing: bool = True
@@ -496,18 +499,18 @@ class Config(Section):
 
     @model_validator(mode='after')
     def _can_train_an_audio_llm(self):
-        if self.audio.language_model is None: return self
+        if self.audio.llm is None: return self
         t = self.train
         wrong = dict(framework=t.framework != 'pytorch', cr_ctc=bool(t.cr_ctc), compile=t.compile,
                      weight_average=t.weight_average is not None)
         for field in (k for k, is_wrong in wrong.items() if is_wrong):
-            raise ValueError(f'audio.language_model is set, with which train.{field} = {getattr(t, field)} does not '
+            raise ValueError(f'audio.llm is set, with which train.{field} = {getattr(t, field)} does not '
                              f'work; set it to {TrainConfig.model_fields[field].default}')
         if self.infer.adapt:
-            raise ValueError(f'audio.language_model is set, and infer.adapt = {self.infer.adapt} adapts the logits '
+            raise ValueError(f'audio.llm is set, and infer.adapt = {self.infer.adapt} adapts the logits '
                              'alone, which it does not read; set one of them to null')
         if self.infer.logits:
-            raise ValueError('audio.language_model reads the vectors of a model, and this run has infer.logits alone; '
+            raise ValueError('audio.llm reads the vectors of a model, and this run has infer.logits alone; '
                              'set one of them to null')
         return self
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from .encoders.encoder import EncoderConfig, encoder_config
 from .groups import SCHEMA, Config
-from .keys import config_keys, near_keys, resolve_key
+from .keys import config_keys, full_key, near_keys
 from .schema import ConfigError, describe_errors
 from ..core.reading import parse_yaml
 
@@ -79,6 +79,11 @@ def _merge_model(
     known = encoder_config(name).model_fields
     return {k: v for k, v in kept.items() if k in known} | new
 
+def _present_names(cfg: Config, group: str, fields: dict) -> dict:
+    "Fields of a group by their present names. Raises `ConfigError`."
+    try: return getattr(cfg, group).with_present_names(fields)
+    except ConfigError as e: raise ConfigError(f'{group}: {e}') from None
+
 def merged(
     cfg: Config,  # Where to start; left as it is
     groups: dict, # Fields by group
@@ -86,8 +91,9 @@ def merged(
     "`cfg` with some values replaced. Raises `ConfigError`."
     values = cfg.model_dump()
     for group, fields in groups.items():
-        if group == 'model' and isinstance(fields, dict): values[group] = _merge_model(cfg.model, fields)
-        else: values[group] = values.get(group, {}) | fields if isinstance(fields, dict) else fields
+        if not isinstance(fields, dict) or group not in values: values[group] = fields
+        elif group == 'model': values[group] = _merge_model(cfg.model, fields)
+        else: values[group] |= _present_names(cfg, group, fields)
     return validated(values)
 
 def with_overrides(
@@ -98,6 +104,6 @@ def with_overrides(
     groups = {}
     keys = list(config_keys()) if overrides else []
     for key, value in overrides.items():
-        group, field = resolve_key(key, keys).split('.')
+        group, field = full_key(key, keys).split('.')
         groups.setdefault(group, {})[field] = parse_value(value)
     return merged(cfg, groups)

@@ -49,14 +49,14 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     'audio-llm': {
         'data': dict(batch_size=16, eval_batch_size=8, drop_instructions=True),
         'model': dict(bidirectional=True),
-        'audio': dict(language_model='Qwen/Qwen2-Audio-7B-Instruct'),
+        'audio': dict(llm='Qwen/Qwen2-Audio-7B-Instruct'),
         'train': dict(num_training_batches=30_000, epsilon=1e-8, lr_max=0.0003, lr_min=0.000003, lr_max_day=0.0003,
                       lr_min_day=0.000003, grad_norm_clip_value=1.0, ctc_reduction='label'),
     },
     'brain-whisper': {
         'data': dict(batch_size=16, eval_batch_size=16, drop_instructions=True),
         'model': dict(bidirectional=True, n_layers=2, n_units=512),
-        'audio': dict(language_model='openai/whisper-small', stack=1),
+        'audio': dict(llm='openai/whisper-small', stack=1),
         'train': dict(num_training_batches=30_000, epsilon=1e-8, lr_max=0.0003, lr_min=0.000003, lr_max_day=0.0003,
                       lr_min_day=0.000003, grad_norm_clip_value=1.0, ctc_reduction='label'),
     },

@@ -496,30 +496,40 @@ def _source(found: Attached, at_least: int, problems: list[str]) -> dict[str, An
     return _model_values(model)
 
 # %% ../../nbs/kaggle/00_session.ipynb #c408
+_PRESENT = {'rescore.model': 'rescore.llm', 'rescore.adapter': 'rescore.llm_adapter',
+            'rescore.eight_bit': 'rescore.llm_quantization'} # As `config.former_keys`, which needs packages
+
+def _present_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    "Values by present names of keys."
+    return {_PRESENT.get(key, key): value for key, value in overrides.items()}
+
 def _language_models(found: Attached, overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     "Configuration values of the language models that are attached, but for those in `overrides`."
+    overrides = _present_names(overrides)
     general = () if found.ngrams or 'lm.path' in overrides else found.general
     kinds = {'lm.path': (found.ngrams, 'the n-gram model'), 'lm.general': (general, 'the general n-gram model'),
-             'rescore.model': (found.llms, 'the LLM'), 'rescore.adapter': (found.adapters, "the LLM's adapter")}
+             'rescore.llm': (found.llms, 'the LLM'), 'rescore.llm_adapter': (found.adapters, "the LLM's adapter")}
     values = {}
     for key, (paths, name) in kinds.items():
         if key in overrides: continue
         path = _find_one(paths, name, f'set overrides={{"{key}": …}}', problems)
         if path: values[key] = path
     chosen = values | overrides
-    if chosen.get('rescore.adapter') and not chosen.get('rescore.model'):
-        problems.append(f'the LLM of the adapter {chosen["rescore.adapter"]}: not attached; attach it, or set '
-                        'overrides={"rescore.adapter": None} to rank without both')
+    if chosen.get('rescore.llm_adapter') and not chosen.get('rescore.llm'):
+        problems.append(f'the LLM of the adapter {chosen["rescore.llm_adapter"]}: not attached; attach it, or set '
+                        'overrides={"rescore.llm_adapter": None} to rank without both')
     return values
 
 def _needed(values: Mapping[str, Any]) -> dict[str, str]:
     "The packages that decoding with these values needs."
+    values = _present_names(values)
     lm = values.get('lm.path')
     packages = TRAINING | DECODING
     if lm and Path(lm).is_file() and _is_kenlm(Path(lm)): packages |= KENLM
-    if values.get('rescore.model') or values.get('decode.llm'): packages |= RESCORING
-    if values.get('rescore.adapter') or values.get('decode.llm_adapter'): packages |= ADAPTER
-    return packages | EIGHT_BIT if values.get('rescore.eight_bit') else packages
+    if values.get('rescore.llm') or values.get('decode.llm'): packages |= RESCORING
+    if values.get('rescore.llm_adapter') or values.get('decode.llm_adapter'): packages |= ADAPTER
+    is_quantized = values.get('rescore.llm_quantization') or values.get('decode.llm_quantization')
+    return packages | EIGHT_BIT if is_quantized else packages
 
 # %% ../../nbs/kaggle/00_session.ipynb #c041
 def _data_of(found: Attached) -> Path | None:

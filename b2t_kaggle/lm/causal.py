@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HEAD_BATCH', 'OVERFLOW_HINT', 'LanguageModelError', 'require_package', 'torch_dtype', 'quantization_options',
-           'check_packages', 'load_lm', 'start_tokens', 'token_sequences', 'PrefixTree', 'prefix_tree',
+           'check_packages', 'load_lm', 'open_lm', 'start_tokens', 'token_sequences', 'PrefixTree', 'prefix_tree',
            'states_and_head', 'Capabilities', 'has_separate_head', 'capabilities', 'check_sequences', 'score_sentences']
 
 # %% ../../nbs/lm/01_causal.ipynb #c003
@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+
+from ..config import LLMConfig
 
 # %% ../../nbs/lm/01_causal.ipynb #c010
 class LanguageModelError(RuntimeError):
@@ -122,6 +124,15 @@ def load_lm(
         raise LanguageModelError(f'{name}: the weights lack {", ".join(missing[:3])} ({len(missing)} in all); '
                                  'not the weights of a causal language model, or a part of them is missing')
     return (model.to(device) if option is None else model).eval(), tokenizer
+
+def open_lm(
+    cfg: LLMConfig, # A group of the configuration that describes one
+) -> tuple[torch.nn.Module, object]: # Model, in evaluation mode, and tokenizer
+    "The causal language model of a configuration, as `load_lm` loads it. Raises `LanguageModelError`."
+    if cfg.llm is None:
+        raise LanguageModelError('llm: found none, expected the folder of a language model, or its name on the hub')
+    return load_lm(cfg.llm, cfg.llm_dtype, adapter=cfg.llm_adapter, eight_bit=cfg.llm_quantization == 'eight_bit',
+                   four_bit=cfg.llm_quantization == 'four_bit')
 
 # %% ../../nbs/lm/01_causal.ipynb #c018
 def start_tokens(

@@ -29,9 +29,9 @@ def _fusion(cfg: Config):
     "The language model that takes part in the search; none without `decode.llm`."
     c = cfg.decode
     if c.llm is None: return None
-    from b2t_kaggle.lm.causal import load_lm
+    from b2t_kaggle.lm.causal import open_lm
     from b2t_kaggle.rescoring.fusion import LLMFusion
-    model, tokenizer = load_lm(c.llm, adapter=c.llm_adapter)
+    model, tokenizer = open_lm(c)
     return LLMFusion(model, tokenizer, c.llm_weight, c.llm_every, c.llm_capitals, c.llm_end)
 
 def open_decoder(

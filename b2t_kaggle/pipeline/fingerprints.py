@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import b2t_kaggle
-from ..config import SCHEMA, Config, changed_values, key_facts, keys_with
+from b2t_kaggle.config import (
+    SCHEMA,
+    Config,
+    changed_values,
+    first_named_values,
+    key_facts,
+    keys_with,
+    present_key,
+)
 from ..config.fields import ChangesNothing, Fact, InputFile, MayChange
 from ..core.files import content_hashes, format_size
 from .stages import STAGES, PipelineError, needs_of, plan
@@ -74,6 +82,7 @@ def file_fingerprints(
 def _stage_files(name: str, cfg: Config, runs: Path, sampled: bool = False) -> list:
     "Fingerprints of the files from outside that a stage reads; `runs` is the folder of the runs."
     named = STAGES[name].inputs(cfg, runs)
+    named = first_named_values(named)
     return [mark for key, files in named.items() for mark in file_fingerprints(files, key, sampled)]
 
 def short_hash(
@@ -101,7 +110,8 @@ def _stage_values(
     facts = key_facts(cfg)
     values = changed_values(cfg, keys_with(cfg, without))
     values = {k: v for k, v in values.items() if not _is_place(facts.get(k, ()), v)}
-    return dict(schema=SCHEMA) | {k: v for k, v in values.items() if k in groups or k.split('.')[0] in groups}
+    values = {k: v for k, v in values.items() if k in groups or k.split('.')[0] in groups}
+    return dict(schema=SCHEMA) | first_named_values(values)
 
 # %% ../../nbs/pipeline/06_fingerprints.ipynb #c019
 class Keyed:
@@ -134,7 +144,7 @@ class Keyed:
             try: now = _stage_files(name, self.cfg, self.runs)
             except PipelineError: now = [] # It is gone
             if changed := [mark[0] for mark in [*before, *now] if mark not in before or mark not in now]:
-                return changed[0]
+                return present_key(changed[0])
         return ''
 
     def _needs(self, name: str) -> list[str]:

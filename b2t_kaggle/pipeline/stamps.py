@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
+from ..config import present_key
 from ..core.files import atomic_path, stays_inside
 from ..core.locks import Lock, LockedError
 from ..core.messages import plain_warnings
@@ -84,8 +85,8 @@ def _changes(old: dict, new: dict) -> list[str]:
         return {k: [p.get(k) for p in pair] for p in pair for k in p if pair[0].get(k) != pair[1].get(k)}
     if not old: return []
     def show(value): return 'the default' if value is None else json.dumps(value)
-    found = [f'{k} was {show(before)}, is {show(now)}' for k, (before, now) in both('values').items()]
-    found += [f'{"another" if None not in pair else "no" if pair[1] is None else "now"} file {k}'
+    found = [f'{present_key(k)} was {show(before)}, is {show(now)}' for k, (before, now) in both('values').items()]
+    found += [f'{"another" if None not in pair else "no" if pair[1] is None else "now"} file {present_key(k)}'
               for k, pair in both('files').items()]
     found += [f'the stage {n} has other inputs' for n in both('stages')]
     if old.get('code') != new['code']: found.append('another version of the stage')

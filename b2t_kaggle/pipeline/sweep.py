@@ -24,6 +24,7 @@ from b2t_kaggle.config import (
     Config,
     changed_values,
     config_keys,
+    first_named_values,
     keys_with,
     parse_value,
     resolve_key,
@@ -218,7 +219,7 @@ class Sweep:
     def _check_same(self) -> None:
         "Raises `ConfigError` where the study was begun with other ranges, or around another configuration."
         vain = keys_with(self.run.cfg, ChangesNothing, SameResult)
-        values = changed_values(self.run.cfg, without=vain | set(self.ranges))
+        values = first_named_values(changed_values(self.run.cfg, without=vain | set(self.ranges)))
         groups = {'simulate', *TRAINING_GROUPS}
         facts = {k: str(v) for k, v in values.items() if k.split('.')[0] in groups}
         facts |= {f'range of {k}': str(r) for k, r in self.ranges.items()}

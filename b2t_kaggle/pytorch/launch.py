@@ -31,7 +31,7 @@ def train_of(
     cfg: Config, # The run's configuration
 ) -> Callable[..., dict]:
     "The `train` of a run."
-    if cfg.audio.language_model is None: return train
+    if cfg.audio.llm is None: return train
     from b2t_kaggle.pytorch.audio.llm.trainer import train as train_audio_llm
     return train_audio_llm
 

@@ -417,7 +417,7 @@ class LLMFusion:
         if not (can.tree_attention and can.separate_head):
             missing = 'transforms its logits after the head' if can.tree_attention else 'cannot compute prefix trees'
             raise LanguageModelError(f'{name} {missing}; take another model, such as OPT, GPT-2, Llama or Qwen, inside '
-                                     'the beam, or this one for rescore.model')
+                                     'the beam, or this one for rescore.llm')
         if not self.start:
             raise LanguageModelError(f'the tokenizer of {name} has neither bos_token nor eos_token to begin a text '
                                      'with; set one')

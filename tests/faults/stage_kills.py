@@ -20,7 +20,7 @@ TINY = SMALL | {'simulate.train': 12, 'simulate.val': 3, 'simulate.test': 3, 'si
                 'decode.beam': 5, 'decode.nbest': 3, 'decode.tune': False, 'data.feature_subset': list(range(12)),
                 'model.neural_dim': 12}
 # What stages take from elsewhere, below the folder `given` beside the room; those after them have it, too
-GIVEN = {'rescore': {'rescore.model': 'lm'}, 'combine': {'combine.sources': ['theirs_val.jsonl', 'theirs_test.jsonl']},
+GIVEN = {'rescore': {'rescore.llm': 'lm'}, 'combine': {'combine.sources': ['theirs_val.jsonl', 'theirs_test.jsonl']},
          'ensemble': {'infer.logits': [f'{i}_{split}.arrow' for i in range(2) for split in ('val', 'test')]}}
 PART = 100  # Bytes of a file that may be written
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.link', 'os.truncate'}

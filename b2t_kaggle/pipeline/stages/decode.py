@@ -58,13 +58,13 @@ class Decode(Stage):
     llm_reserve_minutes = 60
 
     def skipped(self, cfg):
-        return 'audio.language_model writes the sentences (stage generate)' if cfg.audio.language_model else None
+        return 'audio.llm writes the sentences (stage generate)' if cfg.audio.llm else None
 
-    def inputs(self, cfg, runs): return {'decode.llm': llm_files(cfg.decode.llm, cfg.decode.llm_adapter)}
+    def inputs(self, cfg, runs): return {'decode.llm': llm_files(cfg.decode)}
 
     def check(self, cfg, kind):
         check_ngram(cfg.lm.path)
-        check_llm('decode.llm', cfg.decode.llm, cfg.decode.llm_adapter)
+        check_llm(cfg, 'decode')
 
     def run(self, run, progress):
         from b2t_kaggle.decoding.tuning import OutOfTime

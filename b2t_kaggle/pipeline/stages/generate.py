@@ -87,10 +87,10 @@ class Generate(Stage):
     llm_reserve_minutes = 60
 
     def skipped(self, cfg):
-        return None if cfg.audio.language_model else 'audio.language_model, the audio LLM that writes, is not set'
+        return None if cfg.audio.llm else 'audio.llm, the audio LLM that writes, is not set'
 
-    def inputs(self, cfg, runs): return {'audio.language_model': llm_files(cfg.audio.language_model)}
-    def check(self, cfg, kind): check_llm('audio.language_model', cfg.audio.language_model)
+    def inputs(self, cfg, runs): return {'audio.llm': llm_files(cfg.audio)}
+    def check(self, cfg, kind): check_llm(cfg, 'audio')
 
     def run(self, run, progress):
         from b2t_kaggle.data.store import TrialStore

@@ -83,7 +83,7 @@ class Infer(Stage):
         files = {'infer.checkpoint': checkpoint_files(cfg.infer.checkpoint)} if cfg.infer.checkpoint else {}
         if not _learns_from_decoder(cfg): return files
         # From sentences that an LLM in the search has changed
-        return files | {'decode.llm': llm_files(cfg.decode.llm, cfg.decode.llm_adapter)}
+        return files | {'decode.llm': llm_files(cfg.decode)}
 
     def check(self, cfg, kind):
         check_device(cfg)

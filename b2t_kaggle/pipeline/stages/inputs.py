@@ -8,7 +8,7 @@ __all__ = ['session_files', 'llm_files', 'check_llm', 'check_ngram', 'check_devi
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c002
 from pathlib import Path
 
-from ...config import Config
+from ...config import Config, LLMConfig
 from .stage import PipelineError
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c005
@@ -22,27 +22,29 @@ def session_files(
     return sorted(folder.glob('*/data_*.hdf5'))
 
 def llm_files(
-    *folders_or_names: str | Path | None, # Of models and adapters
+    llm: LLMConfig, # A group that describes one
 ) -> list[Path]:
-    "Files of those that are folders; a name on a hub has none."
-    folders = [Path(p) for p in folders_or_names if p and Path(p).is_dir()]
+    "Files of its folder and its adapter's; a name on a hub has none."
+    folders = [Path(p) for p in (llm.llm, llm.llm_adapter) if p and Path(p).is_dir()]
     return [f for folder in folders for f in sorted(folder.glob('*')) if f.is_file()]
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c008
-def _check_adapter(key: str, adapter: Path | None) -> None:
+def _check_adapter(group: str, adapter: Path | None) -> None:
     if adapter is None or (adapter/'adapter_config.json').is_file(): return
-    raise PipelineError(f'{key}: the adapter {adapter} has no adapter_config.json; give the folder that '
+    raise PipelineError(f'{group}.llm_adapter: the adapter {adapter} has no adapter_config.json; give the folder that '
                         '`b2t lm finetune` wrote')
 
 def check_llm(
-    key: str,                    # That names it
-    name: str | Path | None,     # A folder, or a name on the hub
-    adapter: Path | None = None, # Folder of its adapter
+    cfg: Config, # The run's configuration
+    group: str,  # That describes an LLM
 ) -> None:
     "Raise `PipelineError` where an LLM, or its adapter, is neither in a folder nor on the hub."
+    llm: LLMConfig = getattr(cfg, group)
+    key = f'{group}.llm'
+    name = llm.llm
     if name is None: return
     advice = 'give a folder with config.json, weights and tokenizer, or a name on the hub that this machine can reach'
-    _check_adapter(key, adapter)
+    _check_adapter(group, llm.llm_adapter)
     if (Path(name)/'config.json').is_file(): return
     if Path(name).is_dir(): raise PipelineError(f'{key} = {name}: has no config.json; {advice}')
     try:

@@ -15,7 +15,7 @@ def _tuned_parts(run, stamps, tuning) -> tuple[bool, bool]:
     "Tuned on val: the average of log-probabilities, and anything at all."
     cfg = run.cfg
     mixed = 'weights' in stamps.get('ensemble', {}).get('metrics', {})
-    others = [tuning and tuning.weights != tuning.start, cfg.rescore.model and cfg.rescore.tune, cfg.combine.sources]
+    others = [tuning and tuning.weights != tuning.start, cfg.rescore.llm and cfg.rescore.tune, cfg.combine.sources]
     return mixed, mixed or any(others)
 
 def _summary(run, results, stamps, tuning) -> str:

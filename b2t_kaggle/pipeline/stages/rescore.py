@@ -15,11 +15,11 @@ def _scored(run, progress, nbest) -> dict[str, dict]:
     "Lists with the LLM's scores by split and trial, as far as time goes; those of an earlier execution are taken."
     from b2t_kaggle.decoding.nbest import read_nbest
     from b2t_kaggle.lm.automaton import load_ngram
-    from b2t_kaggle.lm.causal import load_lm
+    from b2t_kaggle.lm.causal import open_lm
     from b2t_kaggle.rescoring.deadline import score_in_time
     from b2t_kaggle.rescoring.mixture import augment_nbest, score_nbest
     cfg = run.cfg.rescore
-    model, tokenizer = load_lm(cfg.model, dtype=cfg.dtype, eight_bit=cfg.eight_bit, adapter=cfg.adapter)
+    model, tokenizer = open_lm(cfg)
     ngram = load_ngram(run.lm_path)
     def score(lists):
         augmented = [augment_nbest(hyps, cfg.swaps, lm=ngram) for hyps in lists]
@@ -56,10 +56,10 @@ class Rescore(Stage):
     reserve_minutes = 5
 
     def skipped(self, cfg):
-        return None if cfg.rescore.model else 'rescore.model, the language model to ask, is not set'
+        return None if cfg.rescore.llm else 'rescore.llm, the language model to ask, is not set'
 
-    def inputs(self, cfg, runs): return {'rescore.model': llm_files(cfg.rescore.model, cfg.rescore.adapter)}
-    def check(self, cfg, kind): check_llm('rescore.model', cfg.rescore.model, cfg.rescore.adapter)
+    def inputs(self, cfg, runs): return {'rescore.llm': llm_files(cfg.rescore)}
+    def check(self, cfg, kind): check_llm(cfg, 'rescore')
 
     def run(self, run, progress):
         from b2t_kaggle.data.store import TrialStore

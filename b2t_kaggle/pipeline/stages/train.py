@@ -51,7 +51,7 @@ class Train(Stage):
     def inputs(self, cfg, runs):
         first = cfg.train.init_checkpoint_path
         files = {'train.init_checkpoint_path': checkpoint_files(first)} if first else {}
-        files |= {'audio.language_model': llm_files(cfg.audio.language_model)}
+        files |= {'audio.llm': llm_files(cfg.audio)}
         return files | ({'audio.targets': [cfg.audio.targets]} if cfg.audio.targets else {})
 
     def check(self, cfg, kind):
@@ -61,7 +61,7 @@ class Train(Stage):
         check_trackers(tracker_names(t.log, t.framework))
         _check_batches(cfg)
         check_device(cfg)
-        check_llm('audio.language_model', cfg.audio.language_model)
+        check_llm(cfg, 'audio')
 
     def modules(self, cfg):
         # PyTorch/XLA is to be imported before what uses it

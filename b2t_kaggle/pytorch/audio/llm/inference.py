@@ -69,18 +69,18 @@ def open_llm(
     device: str,      # Where it computes
 ) -> AudioLanguageModel:
     "The audio LLM of a configuration. Raises `AudioError` or `LanguageModelError`."
-    name = cfg.language_model
+    name = cfg.llm
     if name is None:
-        raise AudioError('audio.language_model: found none, expected the folder of an audio LLM, or its name on the '
+        raise AudioError('audio.llm: found none, expected the folder of an audio LLM, or its name on the '
                          'hub; set it')
     with quiet_loading(name, 'audio LLM'):
         from transformers import AutoConfig
         kind = AutoConfig.from_pretrained(str(name)).model_type
-    if kind == 'whisper': return load_whisper(name, cfg.llm_dtype, cfg.quantization, device)
-    return load_audio_llm(name, cfg.prompt, cfg.llm_dtype, cfg.quantization, device)
+    if kind == 'whisper': return load_whisper(name, cfg.llm_dtype, cfg.llm_quantization, device)
+    return load_audio_llm(name, cfg.prompt, cfg.llm_dtype, cfg.llm_quantization, device)
 
 # %% ../../../../nbs/pytorch/audio/llm/08_inference.ipynb #c301
-_LOCAL = 'language_model', 'llm_dtype', 'quantization' # Depend on the machine, not on the training
+_LOCAL = 'llm', 'llm_dtype', 'llm_quantization' # Depend on the machine, not on the training
 
 def load_audio_model(
     path: str | Path,       # `best.pt` of a training with an audio LLM, or the folder that holds it
@@ -93,7 +93,7 @@ def load_audio_model(
     if unseen: check_unseen(facts, weights_file(path), unseen)
     if 'audio_state_dict' not in facts:
         raise CheckpointError(f'{path}: is an acoustic model that no audio LLM reads; expected one that was trained '
-                              'with audio.language_model')
+                              'with audio.llm')
     audio = cfg.audio.model_copy(update={k: getattr(local, k) for k in _LOCAL} if local else {})
     model = audio_model(encoder, open_llm(audio, device), audio)
     load_state(model, model.state_of(facts | dict(model_state_dict=encoder.state_dict())), path)
@@ -112,7 +112,7 @@ def infer_sentences(
     if backend.static_shapes:
         raise CheckpointError(f'{checkpoint}: an audio LLM writes on a CPU or a GPU, found {backend.device}; set '
                               'train.accelerator to cpu or cuda')
-    local = cfg.audio if cfg.audio.language_model else None
+    local = cfg.audio if cfg.audio.llm else None
     model, trained = load_audio_model(checkpoint, local, str(backend.torch_device),
                                       unseen='here' if any(s.split == 'val' for s in stores.values()) else None)
     for store in stores.values(): check_features(store, trained, checkpoint)

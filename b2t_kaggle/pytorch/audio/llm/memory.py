@@ -112,7 +112,7 @@ def llm_memory(
     places = n_trials*n_places
     kept = places*per_place*size.layers
     if cfg.gradient_checkpointing: kept = places*(per_place + n_bytes*size.hidden*size.layers)
-    per_weight = _BYTES[cfg.quantization] if cfg.quantization else n_bytes
+    per_weight = _BYTES[cfg.llm_quantization] if cfg.llm_quantization else n_bytes
     layers = per_weight*size.layer_weights
     weights = layers + n_bytes*size.embedding_weights
     found = weights, 16*size.lora_weights(cfg.lora_rank), kept, 12*n_trials*n_answer*size.vocabulary

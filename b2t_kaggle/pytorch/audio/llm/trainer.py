@@ -33,8 +33,8 @@ def _open(cfg: Config, backend: Backend):
     try: return open_llm(cfg.audio, str(backend.torch_device))
     except (RuntimeError, MemoryError) as e:
         if not is_oom(e): raise
-        raise TrainingError(f'audio.language_model = {cfg.audio.language_model}: its weights do not fit into '
-                            f'{backend.device}; set audio.quantization to eight_bit or four_bit, or take a smaller '
+        raise TrainingError(f'audio.llm = {cfg.audio.llm}: its weights do not fit into '
+                            f'{backend.device}; set audio.llm_quantization to eight_bit or four_bit, or take a smaller '
                             'model') from e
 
 class Trainer(trainer.Trainer):
@@ -47,7 +47,7 @@ class Trainer(trainer.Trainer):
         checkpoint: Path | None = None, # `last.pt` to continue from
     ):
         if backend.static_shapes:
-            raise TrainingError(f'audio.language_model is trained on a CPU or a GPU, found {backend.device}; set '
+            raise TrainingError(f'audio.llm is trained on a CPU or a GPU, found {backend.device}; set '
                                 'train.accelerator to cpu or cuda')
         self.llm = _open(cfg, backend)
         self.targets = TargetStore(cfg.audio.targets) if cfg.audio.targets else None
@@ -85,7 +85,7 @@ class Trainer(trainer.Trainer):
         report = f'estimated memory of a step with {rows} trials: {total/1e9:.2g} GB ({parts})'
         if self.backend.device.kind != 'cuda': return report
         available = torch.cuda.get_device_properties(self.backend.torch_device).total_memory
-        advice = '; raise train.accumulate, or set audio.quantization' if total > available else ''
+        advice = '; raise train.accumulate, or set audio.llm_quantization' if total > available else ''
         return f'{report}; the GPU has {available/1e9:.2g} GB{advice}'
 
     def metrics(self) -> dict:
@@ -103,7 +103,7 @@ class Trainer(trainer.Trainer):
 def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best
-    cfg: Config,                  # The run's configuration, with `audio.language_model`
+    cfg: Config,                  # The run's configuration, with `audio.llm`
     out_dir: str | Path,          # Receives `last.pt`, `best.pt` and `history.csv`; a run that is there is continued
     progress: bool = True,        # Show a progress bar
 ) -> dict:
