@@ -25,6 +25,7 @@ from b2t_kaggle.data.sessions import (
     Trial,
     iter_trials,
     list_sessions,
+    n_features,
     session_path,
     tidy_bad_trials,
     unpacked_bytes,
@@ -71,12 +72,20 @@ def _check_sessions(data_dir: Path, sessions: list[str] | None) -> list[str]:
     if twice: raise StoreError(f'sessions are named twice: {twice}')
     return list(sessions)
 
-def _check_subset(feature_subset: list[int] | None) -> list[int] | None:
-    "The features to keep as plain numbers; raises `StoreError` where they are no different indices of features."
+def _n_features(sessions: list[str]) -> int:
+    "The number of features of sessions; raises `StoreError` where it is not the same in all."
+    first_with = {n_features(s): s for s in reversed(sessions)}
+    if len(first_with) < 2: return next(iter(first_with), N_FEATURES)
+    found = ', '.join(f'{s} with {n}' for n, s in first_with.items())
+    raise StoreError(f'a store has trials of one number of features, found {found}; name the sessions of one '
+                     'participant (data.sessions)')
+
+def _check_subset(feature_subset: list[int] | None, n: int) -> list[int] | None:
+    "The features to keep as plain numbers; raises `StoreError` where they are no different indices of `n` features."
     if feature_subset is None: return None
     subset = [int(f) for f in feature_subset]
-    if not subset or len(set(subset)) < len(subset) or min(subset) < 0 or max(subset) >= N_FEATURES:
-        raise StoreError(f'feature_subset must be different indices from 0 to {N_FEATURES - 1}, found {subset}')
+    if not subset or len(set(subset)) < len(subset) or min(subset) < 0 or max(subset) >= n:
+        raise StoreError(f'feature_subset must be different indices from 0 to {n - 1}, found {subset}')
     return subset
 
 # %% ../../nbs/data/03_store.ipynb #c011
@@ -97,7 +106,7 @@ def _recipe(
         sessions=sessions,
         drop_instructions=drop_instructions,
         bad_trials=tidy_bad_trials(bad_trials),
-        feature_subset=_check_subset(feature_subset),
+        feature_subset=_check_subset(feature_subset, _n_features(sessions)),
         sources=_sources(data_dir, split, sessions))
 
 def _is_current(path: Path, recipe: dict) -> bool:
@@ -132,8 +141,10 @@ def packed_bytes(
 ) -> int:
     "About how large a store becomes. Raises `StoreError` for sessions that do not exist."
     data_dir = Path(data_dir)
-    present = _sources(data_dir, split, _check_sessions(data_dir, sessions))
-    share = len(feature_subset or range(N_FEATURES))/N_FEATURES*np.dtype(dtype).itemsize/4
+    sessions = _check_sessions(data_dir, sessions)
+    present = _sources(data_dir, split, sessions)
+    n = _n_features(sessions)
+    share = len(feature_subset or range(n))/n*np.dtype(dtype).itemsize/4
     return _SCHEMA_BYTES + int(share*sum(unpacked_bytes(session_path(data_dir, s, split)) for s in present))
 
 def _pack(data_dir: Path, recipe: dict, path: Path, progress: bool) -> None:
@@ -147,7 +158,7 @@ def _pack(data_dir: Path, recipe: dict, path: Path, progress: bool) -> None:
     files = {s: session_path(data_dir, s, split) for s in recipe['sources']}
     n_read = sum(f.stat().st_size for f in files.values())
     bar = tqdm(total=n_read, unit='B', unit_scale=True, desc=f'pack {split}', disable=not progress)
-    writer = RaggedWriter(path, dtype, (len(subset or range(N_FEATURES)),), _COLUMNS, 'trials', recipe)
+    writer = RaggedWriter(path, dtype, (len(subset or range(_n_features(sessions))),), _COLUMNS, 'trials', recipe)
     with bar, writer, unchanged(files.values(), 'packed'):
         for session, file in files.items():
             _pack_session(writer, file, sessions.index(session), recipe)
