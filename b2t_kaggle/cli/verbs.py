@@ -58,7 +58,7 @@ VERBS = {
         'runs': ('runs', 'List the runs, how far they are and their error rates'),
         'keys': ('keys', 'Show configuration keys, their values and meaning'),
         'devices': ('devices', 'Show the accelerators here, and what would be used'),
-        'data': ('data', 'Fetch, simulate or check recordings'),
+        'data': ('data', 'Fetch, import, simulate or check recordings'),
         'docs': ('docs', 'Build the documentation site of a checkout'),
     },
     'Stages of a run': {
