@@ -82,6 +82,7 @@ class Section(BaseModel):
                 raise ValueError(f'{name} is beyond {MAX_WHOLE:,}, which no run can mean')
         return self
 
+# %% ../../nbs/config/01_schema.ipynb #c307
 @cache
 def section_facts(
     section: type[Section], # A group

@@ -206,7 +206,7 @@ class Sweep:
 
     def _check_points(self) -> None:
         """Raises `ConfigError` for a point with which no training could begin, before there is a folder or a study;
-        `DeviceError`, `TrainingError` as `pipeline.check_ready`."""
+        `DeviceError`, `TrainingError` as `execute.check_ready`."""
         kind = detect().kind
         for point in sample_points(self.ranges):
             try:
