@@ -369,6 +369,12 @@ def _with_parameters(decoder: 'LexiconBeamDecoder', **parameters: float) -> 'Lex
     _check_parameters(vars(other))
     return other
 
+def _word_times(decoder: 'LexiconBeamDecoder', log_probs: np.ndarray) -> Callable[[str], np.ndarray] | None:
+    "Function for begin and end of a sentence's words in ms, with frames [T', 41] from `prepare`; none without times."
+    if decoder.frame_ms is None: return None
+    frame_ms, offset = decoder.frame_ms, decoder.frame_offset_ms # As they are now
+    return lambda text: offset + frame_ms*(decoder._word_frames(log_probs, text) + [0, 1])
+
 # %% ../../nbs/decoding/06_decoder.ipynb #c031
 class LexiconBeamDecoder(SentenceScorer):
     """CTC prefix beam search with a lexicon and an n-gram (Hannun et al., 2014).
@@ -445,7 +451,7 @@ class LexiconBeamDecoder(SentenceScorer):
         llm = search.llm_scores(words, starts)
         self.return_search(search)
         hyps = self.rank(log_probs, words, starts, llm, self.fusion.weight if self.fusion else 0.)
-        return with_posteriors(hyps, times=self._times(log_probs))
+        return with_posteriors(hyps, times=_word_times(self, log_probs))
 
     def with_words(self,
         log_probs: np.ndarray,      # Log-probabilities of one trial [T', 41]
@@ -453,13 +459,7 @@ class LexiconBeamDecoder(SentenceScorer):
         temperature: float = 1.0,   # Totals are divided by it, such as by that of `nbest.calibrate`
     ) -> list[Hypothesis]:          # Equal to those given
         "The same hypotheses, which know their `posterior`, and their `words` where there is `frame_ms`."
-        return with_posteriors(hyps, temperature, self._times(self.prepare(log_probs).log_probs))
-
-    def _times(self, log_probs: np.ndarray) -> Callable[[str], np.ndarray] | None:
-        "Function for begin and end of a sentence's words in ms, with frames [T', 41] from `prepare`."
-        if self.frame_ms is None: return None
-        frame_ms, offset = self.frame_ms, self.frame_offset_ms # As they are now
-        return lambda text: offset + frame_ms*(self._word_frames(log_probs, text) + [0, 1])
+        return with_posteriors(hyps, temperature, _word_times(self, self.prepare(log_probs).log_probs))
 
     def decode_all(self,
         log_probs: Sequence[np.ndarray], # Trials [T', 41], such as a `LogitStore`: read one by one, by index
