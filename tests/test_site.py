@@ -39,8 +39,9 @@ from docs import api, build, check, execute, names, order  # noqa: E402
 
 NOTEBOOKS = [p for p in sorted(NBS.rglob('*.ipynb')) if '.ipynb_checkpoints' not in p.parts]
 # A landing page, prose, an API with classes, formulas, a benchmark with outputs, a stage, and a long name
-FEW = ('index', 'guides/design', 'guides/comparison', 'metrics/00_metrics', 'config/02_config', 'decoding/10_tuning',
-       'benchmarks/11_combination', 'stages/12_report', 'pytorch/models/zipformer/03_feed_forward')
+FEW = ('index', 'guides/design', 'guides/comparison', 'metrics/00_metrics', 'config/03_groups', 'config/07_config',
+       'decoding/10_tuning', 'benchmarks/11_combination', 'stages/12_report',
+       'pytorch/models/zipformer/03_feed_forward')
 
 
 def prose(path):
@@ -73,7 +74,7 @@ def test_links_between_notebooks_lead_somewhere():
 def site(tmp_path_factory):
     "A site of a few pages, and what is wrong with them but for links to the pages that are left out."
     paths = [NBS/f'{name}.ipynb' for name in FEW]
-    few = {'Begin': paths[:1], 'How to': paths[1:3], 'Benchmarks': [paths[6]], 'Library': [*paths[3:6], *paths[7:]]}
+    few = {'Begin': paths[:1], 'How to': paths[1:3], 'Benchmarks': [paths[7]], 'Library': [*paths[3:7], *paths[8:]]}
     folder = tmp_path_factory.mktemp('site')/'pages'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, 'groups', lambda _: few)
@@ -116,7 +117,7 @@ def cards_of(page): return re.findall('<section class="name" id="([^"]*)"', page
 
 @pytest.mark.parametrize('page, first', [
     ('metrics/00_metrics', ['phoneme_error_rate', 'word_error_rate']),
-    ('config/02_config', ['Config', 'load_config', 'preset']),
+    ('config/03_groups', ['Config']), ('config/07_config', ['load_config']),
     ('pytorch/models/zipformer/03_feed_forward', ['FeedforwardModule'])])
 def test_a_page_of_a_module_begins_with_what_programs_use(site, page, first):
     "Names of the front door, or else those that most notebooks import; every name has one card or one line above."

@@ -64,8 +64,10 @@ class Overview:
         self.names = sorted(reversed(self._nodes), key=lambda name: (not self._is_door(name), -self._uses(name)))
         self.first = self._first()
 
-    def _is_door(self, name: str) -> bool: return _doors().get(name) == self.module
-    def _uses(self, name: str) -> int: return uses()[self.module, name]
+    # A package that gathers the names of its modules is where programs import them from
+    def _places(self) -> set[str]: return {self.module, self.module.rpartition('.')[0]}
+    def _is_door(self, name: str) -> bool: return _doors().get(name) in self._places()
+    def _uses(self, name: str) -> int: return sum(uses()[place, name] for place in self._places())
 
     def _first(self) -> list[str]:
         "The names whose cards begin the page: those of the front door, or the one that is used most and its equals."
