@@ -15,13 +15,16 @@ from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.run import Run
 
 STAGES = ['simulate', 'check', 'pack', 'train', 'infer', 'lm', 'decode', 'rescore', 'combine', 'submit', 'report',
-          'ensemble']
+          'ensemble', 'generate']
 TINY = SMALL | {'simulate.train': 12, 'simulate.val': 3, 'simulate.test': 3, 'simulate.lm_sentences': 100,
                 'decode.beam': 5, 'decode.nbest': 3, 'decode.tune': False, 'data.feature_subset': list(range(12)),
                 'model.neural_dim': 12}
 # What stages take from elsewhere, below the folder `given` beside the room; those after them have it, too
 GIVEN = {'rescore': {'rescore.llm': 'lm'}, 'combine': {'combine.sources': ['theirs_val.jsonl', 'theirs_test.jsonl']},
-         'ensemble': {'infer.logits': [f'{i}_{split}.arrow' for i in range(2) for split in ('val', 'test')]}}
+         'ensemble': {'infer.logits': [f'{i}_{split}.arrow' for i in range(2) for split in ('val', 'test')]},
+         'generate': {'audio.llm': 'audio_llm'}}
+# A stage that is of a run of its own, and the stages before it, which are not killed
+OWN = {'generate': ('infer', 'lm')}
 PART = 100  # Bytes of a file that may be written
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.link', 'os.truncate'}
 
@@ -30,14 +33,15 @@ def values_of(room: Path, stage: str) -> dict:
     "The configuration of a stage."
     folder = room.parent/'given'
     values = dict(TINY)
-    for name in STAGES[:STAGES.index(stage) + 1]:
+    if stage in OWN: values |= {'audio.lora_rank': 2, 'generate.max_tokens': 6, 'train.num_training_batches': 2}
+    for name in [stage] if stage in OWN else STAGES[:STAGES.index(stage) + 1]:
         for key, given in GIVEN.get(name, {}).items():
             values[key] = [str(folder/g) for g in given] if isinstance(given, list) else str(folder/given)
     return values
 
 
 def run_of(room: Path, stage: str = 'simulate') -> Run:
-    return Run(room/'runs'/'tiny', room/'data', values_of(room, stage), save=False)
+    return Run(room/'runs'/(stage if stage in OWN else 'tiny'), room/'data', values_of(room, stage), save=False)
 
 
 def _is_write(event: str, args: tuple, room: str) -> bool:
@@ -54,9 +58,10 @@ def _kill(halfway: bool) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (PART, PART))
 
 
-def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | None = None) -> None:
+def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | None = None,
+       until: str = '') -> None:
     """Do a stage, and be killed before its write number `at`, from 0, or in the middle of what is written then; where
-    it is not killed, note in the file `counted` how many writes there were."""
+    it is not killed, note in the file `counted` how many writes there were. With `until`, do that stage of its run."""
     os.environ['TMPDIR'] = str(room/'temporary')
     with open(os.devnull, 'w') as null:
         for stream in 1, 2: os.dup2(null.fileno(), stream)  # They may be files, which may not grow
@@ -72,7 +77,7 @@ def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | N
     sys.addaudithook(watch)
     # That files may not grow is no reason to refuse a stage here
     with stages_here(), patch('b2t_kaggle.core.files._size_limit', lambda: None):
-        run_stages(run_of(room, stage), stage)
+        run_stages(run_of(room, stage), until or stage)
     if counted: counted.write_text(str(n))
 
 

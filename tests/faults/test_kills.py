@@ -17,8 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from copies import TRAINER, call, start  # noqa: E402
-from stage_kills import STAGES, do, put_back, run_of  # noqa: E402
-from tiny_models import tiny_lm  # noqa: E402
+from stage_kills import OWN, STAGES, do, put_back, run_of  # noqa: E402
+from tiny_models import tiny_audio_llm, tiny_lm  # noqa: E402
 
 from b2t_kaggle.logits import LogitStore  # noqa: E402
 from b2t_kaggle.pytorch.checkpoint import load_file  # noqa: E402
@@ -47,7 +47,9 @@ def give(room: Path) -> None:
         entries = {t: [Entry(t, trial.reference or f'the sentence {t}', 'theirs')] for t, trial in h.trials.items()}
         write_hypotheses(given/f'theirs_{split}.jsonl', Hypotheses(h.trials, entries))
         for i in range(2): shutil.copyfile(run.logits(split), given/f'{i}_{split}.arrow')
-    if not (given/'lm').exists(): tiny_lm(given/'lm', 'opt', ['how are you', 'the sentence'])
+    if (given/'lm').exists(): return
+    tiny_lm(given/'lm', 'opt', ['how are you', 'the sentence'])
+    tiny_audio_llm(given/'audio_llm', ['how are you', 'the sentence'])
 
 
 @pytest.fixture(scope='module')
@@ -57,10 +59,12 @@ def stages(tmp_path_factory):
     room = tmp/'room'
     room.mkdir()
     start([*TRAINER, 'stage_kills', 'b2t_kaggle.decoding.decoder', 'b2t_kaggle.lm.ngram', 'b2t_kaggle.lm.automaton',
-           'transformers.models.opt.modeling_opt', 'matplotlib.pyplot'])
+           'transformers.models.opt.modeling_opt', 'transformers.models.qwen2_audio.modeling_qwen2_audio', 'peft',
+           'matplotlib.pyplot'])
     known = {}
     for name in STAGES:
         give(room)
+        for earlier in OWN.get(name, ()): assert finish(room, name, NEVER, False, None, earlier) == 0, earlier
         put_back(room, tmp/name)
         assert finish(room, name, NEVER, False, tmp/'counted') == 0, name
         known[name] = int((tmp/'counted').read_text()), made(room)
