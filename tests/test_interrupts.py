@@ -24,6 +24,14 @@ WITHOUT_END = {'train.num_training_batches': 10**6, 'train.batches_per_save': 10
                'train.batches_per_val_step': 10**6}
 
 
+@pytest.fixture(autouse=True)
+def hang_up_is_heard():
+    "As outside of `nohup`, whose processes ignore SIGHUP, and so do those that they start."
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope='module')
 def packed(tmp_path_factory):
     "The work folder of a run whose sessions are packed."

@@ -34,6 +34,7 @@ def toy(tmp_path_factory):
 
 def train_aloud(folder, out, writing):
     "In a process of its own: what it says goes to a pipe, what its interruption says to a file."
+    signal.signal(signal.SIGHUP, signal.SIG_DFL) # `nohup` has it ignored
     for stream in 1, 2: os.dup2(writing.fileno(), stream)
     writing.close()
     try: train(*open_stores(folder), cpu_config(**WITHOUT_END), out)
