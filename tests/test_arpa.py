@@ -60,14 +60,17 @@ def test_round_trip(tmp_path_factory, grams, size, gz, sparse):
 def test_damage_is_named_or_harmless(tmp_path_factory, grams, at, new, old, gz):
     """Bytes replaced, put in or cut out anywhere: the file can still be read, or `ArpaError` names file and line.
 
-    For a compressed file that cannot be unpacked it names the file."""
+    For a compressed file that cannot be unpacked, and one that begins as those of another kind do, it names the file
+    and the kind."""
     path = tmp_path_factory.mktemp('arpa')/('lm.arpa.gz' if gz else 'lm.arpa')
     write_arpa(path, WORDS, [len(g.ids) for g in grams], grams)
     data = path.read_bytes()
     at %= len(data)
     path.write_bytes(data[:at] + new + data[at + old:])
     try: read_arpa(path)
-    except ArpaError as e: assert str(path) in str(e) and re.search('line |not a whole (gzip|bzip2|xz) file', str(e))
+    except ArpaError as e:
+        found = 'line |not a whole (gzip|bzip2|xz) file|text in UTF-16|expected an ARPA file'
+        assert str(path) in str(e) and re.search(found, str(e))
 
 
 @pytest.mark.parametrize('size', [3, 4, 5, 100])
