@@ -44,7 +44,7 @@ def _checksums(root):
 
 
 def _share_compiled(root):
-    "What Python and Numba compiled here serves the copy's equal modules, too; they go by size and time of the source."
+    "Files that Python and Numba compiled here serve the copy's equal modules, too; by size and time of the source."
     for module in (ROOT/'b2t_kaggle').rglob('*.py'):
         copy = root/module.relative_to(ROOT)
         if copy.read_bytes() == module.read_bytes(): shutil.copystat(module, copy)

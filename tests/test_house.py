@@ -1,4 +1,4 @@
-"""How the package's functions and classes are cut, read from the source."""
+"""Sizes and divisions of the package's functions and classes, read from the source."""
 import ast
 from pathlib import Path
 

@@ -139,7 +139,7 @@ def bases_of(key):
 
 
 def values_of(base, inputs):
-    "What a configuration has beside the values of the small run."
+    "Values of a configuration beside those of the small run."
     if base in BASES: return {k: place(k, inputs[0]) if v == 'FILE' else v for k, v in BASES[base].items()}
     fields = encoder_config(base).model_fields # An encoder of another size than the small run's
     return {'model.name': base} | {f'model.{k}': f.default for k, f in fields.items() if f'model.{k}' in SMALL}

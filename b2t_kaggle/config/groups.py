@@ -241,7 +241,7 @@ class InferConfig(Section):
     logits: Annotated[list[InputPath], BeforeValidator(_as_list)] = []
     ("LogitStores to decode instead of a model's, of val and test, in any order; several of a split are averaged.")
     average: Literal['log_prob', 'prob'] = 'log_prob'
-    "What is averaged where `logits` has several of a split: log-probabilities, or probabilities."
+    "Average of several `logits` of a split: of log-probabilities, or of probabilities."
     weights: Literal['equal', 'tune'] | list[Annotated[float, Field(ge=0)]] = 'equal'
     ("How much each model counts in that average: all alike; weights tuned on val; or numbers, one for each model in "
      "the order in which `logits` has them.")
@@ -388,13 +388,13 @@ class AudioConfig(LLMConfig):
     gradient_checkpointing: bool = True
     "Compute its layers once more on the way back instead of keeping what they made: less memory, more time."
     prompt: str = 'Write what is said.'
-    "What it is asked, in its chat template, behind the place where speech stands."
+    "Question to it, in its chat template, behind the place where speech stands."
     stack: int = Field(2, ge=1, le=64)
     "Neighbouring frames of the model that make a vector."
     targets: InputPath | None = None
     "File of `b2t audio targets`, made by the tower of the same audio LLM, that vectors are to be like."
     align_by: Literal['soft_dtw', 'monotonic', 'interpolation'] = 'soft_dtw'
-    "How vectors find their targets in time."
+    "Alignment of vectors and their targets in time."
     align_distance: Literal['cosine', 'mse'] = 'cosine'
     "Distance of a vector to its target."
     answer_weight: _LossWeight = 1.0
