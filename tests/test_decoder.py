@@ -770,3 +770,26 @@ def test_defaults_are_those_of_the_configuration():
     assert {k for k in of_config if of_decoder[k] != of_config[k]} <= {
         'nbest'
     }  # A run may keep more, for an LLM to rank anew
+
+
+def test_arrays_of_any_library(lm):
+    "Tensors with a gradient, in half precision and bfloat16, also that of JAX: as the same numbers in float64."
+    torch = pytest.importorskip('torch')
+    ml_dtypes = pytest.importorskip('ml_dtypes')
+    decoder = LexiconBeamDecoder(LEXICON, lm, beam=30)
+    trials = [spoken(3, 1), spoken(2, 2), spoken(0, 3)]
+    lengths = [len(x) for x in trials]
+    padded = np.full((3, max(lengths), 41), np.nan)
+    for row, x in zip(padded, trials): row[:len(x)] = x
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        batch = torch.tensor(padded, dtype=dtype, requires_grad=True)
+        exact = [x[:n] for x, n in zip(batch.detach().double().numpy(), lengths)]
+        expected = [decoder.decode(x) for x in exact]
+        assert decoder.decode_batch(batch, torch.tensor(lengths)) == expected
+        assert decoder.decode_batch([batch[i, :n] for i, n in enumerate(lengths)]) == expected
+        assert decoder.decode(list(batch[0, :lengths[0]])) == expected[0] == decoder.decode(exact[0].tolist())
+        if dtype == torch.bfloat16: assert decoder.decode_batch(padded.astype(ml_dtypes.bfloat16), lengths) == expected
+        with pytest.raises(ValueError, match='trial 0: .*found probabilities, expected their logarithms; use np.log'):
+            decoder.decode_batch(batch[:, :lengths[2]].exp())
+        with pytest.raises(ValueError, match='trial 0: .*these are logits, use log_softmax'):
+            decoder.decode_batch(batch[:, :lengths[2]] + 4)

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..core.ctc import check_log_probs
+from ..core.ctc import check_log_probs, to_numpy
 from ..core.jit import njit
 from .acoustic import Pronunciations, acoustic_scores, pronunciations, word_spans
 from .histories import Fusion, HistoryScorer
@@ -153,6 +153,23 @@ def _decode_trials(
     decode_trial = partial(_decode_trial, decode, trials)
     if n_jobs <= 1: return _with_progress(map(decode_trial, range(n)), n, progress)
     with ThreadPoolExecutor(n_jobs) as pool: return _with_progress(pool.map(decode_trial, range(n)), n, progress)
+
+def _unpadded(
+    log_probs: Any,                # [B, T', K], or B arrays [T', K]
+    lengths: Sequence[int] | None, # Frames of each [B]; none: all
+) -> Sequence[Any]:
+    "The trials of a batch without their padding; raises `ValueError` where the lengths do not fit."
+    is_array = hasattr(log_probs, 'shape')
+    trials = to_numpy(log_probs) if is_array else log_probs
+    if is_array and trials.ndim != 3:
+        raise ValueError(f"log_probs: found shape {trials.shape}, expected [B, T', K], or a list of arrays [T', K]")
+    if lengths is None: return trials
+    found = to_numpy(lengths)
+    if found.shape != (len(trials),):
+        raise ValueError(f'lengths: found shape {found.shape}, expected [{len(trials)}], the frames of each trial')
+    for i, (n, most) in enumerate(zip(found.tolist(), map(len, trials))):
+        if n not in range(most + 1): raise ValueError(f'lengths, trial {i}: found {n}, expected 0 to {most} frames')
+    return [x[:int(n)] for n, x in zip(found, trials)]
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c021
 def _check_parameters(p: dict) -> None:
@@ -429,9 +446,13 @@ class LexiconBeamDecoder(SentenceScorer):
         self.trie = _trie_of(self, spellings)
         self._idle = [] # Searches that nobody uses: several threads may decode
 
+    def __repr__(self) -> str:
+        fusion = f', {self.fusion!r}' if self.fusion else ''
+        return f'LexiconBeamDecoder({len(self.words):,} words, {self.lm!r}, beam={self.beam}{fusion})'
+
     def decode(self,
-        log_probs: np.ndarray, # Log-probabilities of one trial [T', 41]
-    ) -> list[Hypothesis]:     # Up to `nbest` hypotheses with distinct texts, best first; never empty
+        log_probs: Any,    # Log-probabilities of one trial [T', 41], as an array or tensor of any library
+    ) -> list[Hypothesis]: # Up to `nbest` hypotheses with distinct texts, best first; never empty
         """The n-best sentences of a trial. No frames give one hypothesis, the empty sentence.
 
         Log-probabilities below -10000, such as the -inf of a one-hot row, count as -10000.
@@ -462,12 +483,19 @@ class LexiconBeamDecoder(SentenceScorer):
         return with_posteriors(hyps, temperature, _word_times(self, self.prepare(log_probs).log_probs))
 
     def decode_all(self,
-        log_probs: Sequence[np.ndarray], # Trials [T', 41], such as a `LogitStore`: read one by one, by index
+        log_probs: Sequence[Any],        # Trials [T', 41], such as a `LogitStore`: read one by one, by index
         n_jobs: int = 0,                 # Cores to use; 0 means all
         progress: bool = True,           # Whether to show a progress bar
     ) -> list[list[Hypothesis]]:         # The n-best of each trial
         "Decode trials in parallel; an error names the trial."
         return _decode_trials(self.decode, log_probs, n_jobs, progress)
+
+    def decode_batch(self,
+        log_probs: Any,                       # Padded trials [B, T', K], of any library, or a list of arrays [T', K]
+        lengths: Sequence[int] | None = None, # Frames of each trial [B]; none: all
+    ) -> list[list[Hypothesis]]:              # The n-best of each trial
+        "Decode a batch on all cores; raises `ValueError` that names the trial, or where lengths do not fit."
+        return self.decode_all(_unpadded(log_probs, lengths), progress=False)
 
     def with_beam(self, beam: int) -> 'LexiconBeamDecoder':
         "The same decoder with another beam [hypotheses per frame]; lexicon and language model are shared."
