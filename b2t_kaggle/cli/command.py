@@ -89,6 +89,8 @@ class _Main(LazyGroup):
     "Turns what the kit itself raises into one line and exit status 1; anything else is a bug and shows its traceback."
     def main(self, *args, **options):
         _replace_characters()
+        # Beside other work, threads that spin at OpenMP's barriers are many times slower; read when torch is imported
+        os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
         return super().main(*args, **options)
 
     def resolve_command(self, ctx, args): return super().resolve_command(ctx, _todays(ctx, args))
