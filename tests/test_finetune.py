@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_lm
 
 from b2t_kaggle.lm.causal import LanguageModelError, load_lm, score_sentences, token_sequences
-from b2t_kaggle.lm.finetune import _batch_loss, finetune, perplexity, save_adapter
+from b2t_kaggle.lm.finetune import _add_lora, _batch_loss, _tree_loss, finetune, perplexity, save_adapter
 
 TEXT = [f'{a} {b} {c}' for a in ('we', 'you', 'they') for b in ('see', 'keep', 'like')
         for c in ('it', 'the code', 'the cost')]
@@ -29,6 +29,25 @@ def test_the_loss_is_that_of_scoring(folders):
         with torch.no_grad(): loss = _batch_loss(model, sequences, given).item()
         n_tokens = sum(len(s) - given for s in sequences)
         assert loss == pytest.approx(-score_sentences(model, tokenizer, TEXT, end=True).sum()/n_tokens, rel=1e-5)
+
+
+@pytest.mark.filterwarnings('ignore:fan_in_fan_out')
+@pytest.mark.parametrize('kind', ['opt', 'llama', 'gpt2'])
+def test_a_tree_has_the_loss_and_the_gradient_of_rows(folders, kind):
+    "One sentence twice, and one that begins with all of another, whose given tokens are more."
+    model, tokenizer = load(folders[kind])
+    sequences, _ = token_sequences(tokenizer, ['we see', 'we see it', 'they like the code', 'we see it'], end=True)
+    model = _add_lora(model, rank=4).eval()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    torch.manual_seed(0)
+    for p in trained: p.data = torch.randn_like(p)/4 # Else one of the two thin matrices is zero
+    found = []
+    for loss_of in (_batch_loss, _tree_loss):
+        loss = loss_of(model, sequences, [2, 1, 1, 3], True)
+        found.append((loss.item(), *torch.autograd.grad(loss, trained)))
+    rows, tree = found
+    assert tree[0] == pytest.approx(rows[0], rel=1e-5)
+    for a, b in zip(rows[1:], tree[1:]): torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-5*a.abs().max().item())
 
 
 @pytest.mark.filterwarnings('ignore:fan_in_fan_out')

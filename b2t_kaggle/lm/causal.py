@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['HEAD_BATCH', 'OVERFLOW_HINT', 'LanguageModelError', 'require_package', 'torch_dtype', 'quantization_options',
            'check_packages', 'load_lm', 'open_lm', 'start_tokens', 'token_sequences', 'PrefixTree', 'prefix_tree',
-           'states_and_head', 'Capabilities', 'has_separate_head', 'capabilities', 'check_sequences', 'score_sentences']
+           'states_and_head', 'tree_inputs', 'Capabilities', 'has_separate_head', 'capabilities', 'check_sequences',
+           'can_be_tree', 'score_sentences']
 
 # %% ../../nbs/lm/01_causal.ipynb #c003
 import warnings
@@ -175,12 +176,13 @@ class PrefixTree(NamedTuple):
 
 def prefix_tree(
     sequences: Sequence[Sequence[int]], # Tokens of sentences [N]
-    n_given: int,                       # So many tokens at the beginning are not scored
+    n_given: int | Sequence[int],       # So many tokens at the beginning are not scored: of all, or of each [N]
 ) -> PrefixTree:
     "The tree of all beginnings, each once, except whole sentences: for tree attention (Miao et al., 2024)."
     number = {} # (parent, token) to node
     parent = []
     scored = [] # (node, next token, sentence)
+    given = [n_given]*len(sequences) if isinstance(n_given, int) else n_given
     for s, tokens in enumerate(sequences):
         node = -1
         for i, token in enumerate(tokens[:-1], 1):
@@ -188,7 +190,7 @@ def prefix_tree(
                 number[node, token] = len(parent)
                 parent.append(node)
             node = number[node, token]
-            if i >= n_given: scored.append((node, tokens[i], s))
+            if i >= given[s]: scored.append((node, tokens[i], s))
     ancestor = np.eye(len(parent), dtype=bool)
     depth = np.zeros(len(parent), np.int64)
     for i, p in enumerate(parent): # Parents come before their children
@@ -257,12 +259,19 @@ def _token_scores(
         scores.append(logits[r, on_device(target[a:b])] - logits.logsumexp(-1)[r])
     return torch.cat(scores).cpu().double().numpy()
 
-def _tree_scores(model, tree: PrefixTree, n: int, separate_head: bool, visible: np.ndarray | None = None) -> np.ndarray:
-    "Log-probabilities of n sentences [n]; each node sees its ancestors unless `visible` [N, N] says otherwise."
+def tree_inputs(
+    model,            # A causal language model of transformers
+    tree: PrefixTree, # Of N beginnings
+    visible: np.ndarray | None = None, # What each node sees [N, N]; None: its ancestors
+) -> dict[str, np.ndarray | torch.Tensor]:
+    "Arguments of the model for a tree as one row of N tokens."
     hidden = torch.from_numpy(~(tree.ancestor if visible is None else visible))
     mask = torch.zeros(hidden.shape, dtype=model.dtype).masked_fill_(hidden, torch.finfo(model.dtype).min)
-    inputs = dict(input_ids=tree.tokens[None], position_ids=tree.depth[None], attention_mask=mask[None, None])
-    scores = _token_scores(model, inputs, tree.node, tree.target, separate_head)
+    return dict(input_ids=tree.tokens[None], position_ids=tree.depth[None], attention_mask=mask[None, None])
+
+def _tree_scores(model, tree: PrefixTree, n: int, separate_head: bool, visible: np.ndarray | None = None) -> np.ndarray:
+    "Log-probabilities of n sentences [n]; each node sees its ancestors unless `visible` [N, N] says otherwise."
+    scores = _token_scores(model, tree_inputs(model, tree, visible), tree.node, tree.target, separate_head)
     return np.bincount(tree.sentence, scores, minlength=n)
 
 # %% ../../nbs/lm/01_causal.ipynb #c030
@@ -371,13 +380,20 @@ def _check_finite(model, scores: np.ndarray, sentences: Sequence[str]) -> None:
                              f'in {model.dtype}; {OVERFLOW_HINT}')
 
 # %% ../../nbs/lm/01_causal.ipynb #c039
+def can_be_tree(
+    model,                               # A causal language model of transformers
+    sequences: Sequence[Sequence[int]], # Tokens of sentences
+) -> bool:
+    "Whether the model can compute these sequences as a tree: none may be longer than a sliding window of attention."
+    window = getattr(model.config, 'sliding_window', None)
+    too_long = window and max(map(len, sequences), default=0) > window
+    return capabilities(model).tree_attention and not too_long
+
 @torch.inference_mode()
 def _sequence_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, n_nodes: int) -> np.ndarray:
     "Log-probabilities of token sequences [n], as trees where the model can."
-    window = getattr(model.config, 'sliding_window', None)
-    too_long = window and max(map(len, sequences), default=0) > window
-    separate_head, tree_attention = capabilities(model)
-    if too_long or not tree_attention: return _row_scores(model, sequences, n_given, separate_head)
+    separate_head = capabilities(model).separate_head
+    if not can_be_tree(model, sequences): return _row_scores(model, sequences, n_given, separate_head)
     scores = np.zeros(len(sequences))
     for batch in _tree_batches(sequences, n_nodes if separate_head else min(n_nodes, HEAD_BATCH)):
         members = [sequences[i] for i in batch]

@@ -21,13 +21,17 @@ from ..core.files import atomic_path, replaced_folder
 from ..core.reading import parse_json, read_text
 from b2t_kaggle.lm.causal import (
     OVERFLOW_HINT,
+    Capabilities,
     LanguageModelError,
+    can_be_tree,
+    capabilities,
     check_sequences,
-    has_separate_head,
+    prefix_tree,
     require_package,
     score_sentences,
     states_and_head,
     token_sequences,
+    tree_inputs,
 )
 from ..training.recipe import lr_factor
 from ..training.resume import check_same
@@ -61,6 +65,16 @@ def _batch_loss(model, sequences: Sequence[Sequence[int]], n_given: int | Sequen
     before = counts[:, 1:].to(states.device) # After these tokens comes one that counts
     logits = head(states[:, :-1][before]).float()
     return torch.nn.functional.cross_entropy(logits, ids[:, 1:][counts[:, 1:]].to(logits.device))
+
+def _tree_loss(model, sequences: Sequence[Sequence[int]], n_given: Sequence[int], separate_head: bool) -> torch.Tensor:
+    "The same of a batch as one prefix tree."
+    if hasattr(model, 'get_base_model'): model = model.get_base_model()
+    tree = prefix_tree(sequences, n_given)
+    inputs = {k: torch.as_tensor(x, device=model.device) for k, x in tree_inputs(model, tree).items()}
+    states, head = states_and_head(model, inputs | dict(use_cache=False), separate_head)
+    used, row = (torch.as_tensor(x, device=states.device) for x in np.unique(tree.node, return_inverse=True))
+    logits = head(states[0, used]).float()
+    return (logits.logsumexp(-1)[row] - logits[row, torch.as_tensor(tree.target, device=logits.device)]).mean()
 
 # %% ../../nbs/lm/04_finetune.ipynb #c015
 def save_adapter(
@@ -175,9 +189,12 @@ def _batches(phases: Sequence[Sequence[int]], epochs: int, batch_size: int) -> l
     return batches
 
 # %% ../../nbs/lm/04_finetune.ipynb #c023
-def _train_step(model, optimizer, sequences, n_given, separate_head: bool, step: str) -> float:
+_TREE_TOKENS = 512 # Attention of longer batches is faster by rows
+
+def _train_step(model, optimizer, sequences, n_given, can: Capabilities, step: str) -> float:
     "One step; returns the loss, or raises `LanguageModelError` where it or its gradient is no number."
-    loss = _batch_loss(model, sequences, n_given, separate_head)
+    as_tree = can.tree_attention and sum(map(len, sequences)) <= _TREE_TOKENS
+    loss = (_tree_loss if as_tree else _batch_loss)(model, sequences, n_given, can.separate_head)
     optimizer.zero_grad()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).item()
@@ -187,7 +204,7 @@ def _train_step(model, optimizer, sequences, n_given, separate_head: bool, step:
     optimizer.step()
     return loss.item()
 
-def _train(model, sequences, n_given, batches, lr: float, separate_head: bool, state: TrainingState,
+def _train(model, sequences, n_given, batches, lr: float, can: Capabilities, state: TrainingState,
            progress: bool) -> None:
     "Train the parameters that need a gradient."
     n_steps = len(batches)
@@ -200,7 +217,7 @@ def _train(model, sequences, n_given, batches, lr: float, separate_head: bool, s
         for group in optimizer.param_groups:
             group['lr'] = lr*lr_factor(step + 1, n_steps//10, n_steps + 1, 0., 'cosine')
         batch = batches[step]
-        loss = _train_step(model, optimizer, [sequences[i] for i in batch], [n_given[i] for i in batch], separate_head,
+        loss = _train_step(model, optimizer, [sequences[i] for i in batch], [n_given[i] for i in batch], can,
                            f'step {step + 1} of {n_steps}')
         state.longest = max(state.longest, time.monotonic() - start)
         bar.set_postfix(loss=f'{loss:.2f}')
@@ -235,11 +252,12 @@ def train_lora(
         from peft import PeftModel
         return PeftModel.from_pretrained(model, str(folder)).eval()
     state = TrainingState(folder.with_name(f'{folder.name}.training.pt'), marks, left)
-    with torch.no_grad(): separate_head = has_separate_head(model.eval(), np.array([sequences[0]]))
+    model.eval()
+    can = capabilities(model)._replace(tree_attention=can_be_tree(model, sequences))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = _add_lora(model, rank)
-        _train(model, sequences, n_given, _batches(phases, epochs, batch_size), lr, separate_head, state, progress)
+        _train(model, sequences, n_given, _batches(phases, epochs, batch_size), lr, can, state, progress)
     save_adapter(model.eval(), folder, marks)
     state.path.unlink(missing_ok=True)
     return model
