@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ARPABET', 'PHONEMES', 'BLANK', 'SIL', 'to_class_ids', 'from_class_ids', 'show_phonemes', 'to_lm_order',
            'from_lm_order', 'to_ascii', 'normalize_sentence', 'spell_numbers', 'letters_to_sounds', 'pronunciations',
-           'sentence_to_phonemes', 'normalize_words', 'build_lexicon']
+           'is_guessed', 'sentence_to_phonemes', 'normalize_words', 'build_lexicon']
 
 # %% ../nbs/00_phonemes.ipynb #c003
 import re
@@ -463,19 +463,32 @@ def _with_s(pron: list[str]) -> list[str]:
     if pron[-1] in _HISSING: return pron + ['IH', 'Z']
     return pron + ['S' if pron[-1] in _VOICELESS else 'Z']
 
-def pronunciations(
-    word: str,           # A normalised word
-) -> list[list[str]]:    # Phoneme names without `SIL`, the labels' one first
-    "All pronunciations of a word; none for one without letters; raises `ValueError` for other than `a-z`, `-` and `'`."
+def _pronounced(word: str, spelled: Callable[[str], list[str]]) -> list[list[str]]:
+    "All pronunciations of a word, by a function for what the dictionary lacks."
     known = _dictionary().get(word)
     if known: return [list(p) for p in known]
     if not re.search('[a-z]', word) and not re.search("[^-']", word): return []
     bare = word.strip("-'")
-    if bare != word: return pronunciations(bare)
+    if bare != word: return _pronounced(bare, spelled)
     parts = [p for p in word.split('-') if re.search('[a-z]', p)]
-    if len(parts) > 1: return [[q for p in parts for q in pronunciations(p)[0]]]
-    if word.endswith("'s"): return _distinct(_with_s(p) for p in pronunciations(word[:-2]))
-    return [letters_to_sounds(word)]
+    if len(parts) > 1: return [[q for p in parts for q in _pronounced(p, spelled)[0]]]
+    if word.endswith("'s"): return _distinct(_with_s(p) for p in _pronounced(word[:-2], spelled))
+    return [spelled(word)]
+
+def pronunciations(
+    word: str,           # A normalised word
+) -> list[list[str]]:    # Phoneme names without `SIL`, the labels' one first
+    "All pronunciations of a word; none for one without letters; raises `ValueError` for other than `a-z`, `-` and `'`."
+    return _pronounced(word, letters_to_sounds)
+
+def is_guessed(
+    word: str, # A normalised word
+) -> bool:
+    "Whether `pronunciations` guesses a word, or a part of it, from its letters, because no dictionary has it."
+    guessed = []
+    def note(part): return guessed.append(part) or ['AH'] # Any phoneme
+    _pronounced(word, note)
+    return bool(guessed)
 
 # %% ../nbs/00_phonemes.ipynb #c051
 _PATTERNS = { # Of the homographs that the labels' tool has and whose readings differ in phonemes
