@@ -338,7 +338,7 @@ def test_binaries_stay_on_disk(model, tmp_path):
 def test_large_ids_do_not_collide():
     "Keys hold state and word side by side, whatever their size."
     rng = np.random.default_rng(0)
-    table = automaton._empty_table(3000)
+    table = automaton.empty_table(3000)
     keys = {(int(s) << 32) | int(w) for s, w in rng.integers(0, 2**31 - 1, (3000, 2))}
     for k in keys: table[find(table, k)]['key'] = k
     assert all(table[find(table, k)]['key'] == k for k in keys)
