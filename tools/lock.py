@@ -17,6 +17,7 @@ folder offers it: pip itself would prefer whichever has its hash in an index.
 uv resolves and finds the hashes (`uv pip compile --generate-hashes`). It has no file of several groups that must agree
 where they share an environment, no second build of a version that PyPI does not have, and leaves out no CUDA where the
 build has none; the rest of this is for that."""
+import hashlib
 import json
 import os
 import re
@@ -28,6 +29,8 @@ from configparser import ConfigParser
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from pip._vendor.packaging.markers import Marker  # An environment that was just made has nothing but pip
 
@@ -149,7 +152,14 @@ def hashes_without_cuda(version: str, folder: Path) -> set[str]:
     options = [('--target', str(folder/'none'), '--python-version', python, '--platform', f'manylinux_2_28_{machine}')
                for python in PYTHONS for machine in MACHINES]
     found = filter(None, (without_cuda(version, *o) for o in options))
-    return {item['download_info']['archive_info']['hashes']['sha256'] for item in found}
+    return {archive_hash(item['download_info']) for item in found}
+
+
+def archive_hash(info: dict) -> str:
+    "Its SHA-256 from pip's report, which has none for a wheel that lies in a folder of this machine."
+    url = info['url']
+    if not url.startswith('file:'): return info['archive_info']['hashes']['sha256']
+    return hashlib.sha256(Path(url2pathname(urlsplit(url).path)).read_bytes()).hexdigest()
 
 
 def part(group: str, large: bool) -> str:
