@@ -14,6 +14,7 @@ import click
 from .options import EXISTING_FOLDER, FOLDER, Choice, config_option, preset_option, set_option
 from .verbs import Group
 from ..config import Config, config_keys, load_config, resolve_key
+from ..config.keys import covers
 from ..data.sessions import list_sessions, validate
 from ..data.simulate import simulate_dataset
 from ..data.sources import get_from_dryad, get_from_kaggle
@@ -53,7 +54,7 @@ def _config_for(stage: str, config_, preset_: str | None, overrides: dict, known
     keys = list(config_keys())
     for key in overrides:
         full = resolve_key(key, keys)
-        if full not in known and full.split('.')[0] not in known:
+        if not covers(known, full):
             raise click.UsageError(f'--set {key} would have no effect: data {stage} reads {", ".join(known)} alone; '
                                    'leave it out')
     return load_config(config_, preset_ or ('official' if config_ else 'demo'), overrides)

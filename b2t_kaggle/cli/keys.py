@@ -14,6 +14,7 @@ import click
 from .options import out_option, preset_option, refuse_options
 from .sources import source_path
 from ..config import Config, Key, config_fields, flat_values, former_keys, load_config, near_keys
+from ..config.keys import covers
 from ..core.messages import with_command_name
 from ..pipeline.stages import STAGES
 
@@ -40,7 +41,7 @@ def _side_by_side(key: str, default, configs: dict[str, dict]) -> str:
 
 def _facts_line(key: str, field: Key) -> str:
     "The stages that read a key, and what is said of it on its field."
-    stages = [s.name for s in STAGES.values() if key in s.config or key.split('.')[0] in s.config]
+    stages = [s.name for s in STAGES.values() if covers(s.config, key)]
     former = [f'formerly {old}' for old, new in former_keys().items() if new == key]
     return '; '.join([*([f'read by {", ".join(stages)}'] if stages else []), *map(str, field.facts), *former])
 

@@ -23,6 +23,7 @@ from b2t_kaggle.config import (
     present_key,
 )
 from ..config.fields import ChangesNothing, Fact, InputFile, MayChange
+from ..config.keys import covers
 from ..core.files import content_hashes, format_size
 from .stages import STAGES, PipelineError, needs_of, plan
 
@@ -110,7 +111,7 @@ def _stage_values(
     facts = key_facts(cfg)
     values = changed_values(cfg, keys_with(cfg, without))
     values = {k: v for k, v in values.items() if not _is_place(facts.get(k, ()), v)}
-    values = {k: v for k, v in values.items() if k in groups or k.split('.')[0] in groups}
+    values = {k: v for k, v in values.items() if covers(groups, k)}
     return dict(schema=SCHEMA) | first_named_values(values)
 
 # %% ../../nbs/pipeline/06_fingerprints.ipynb #c019
