@@ -59,8 +59,6 @@ def test_positional_parameters_are_counted(signature, n):
 HALVES_THAT_STAY = {
     '_AroundEncoder': 'what a trainer asks is passed on to the encoder inside; AudioLLM has the losses of an audio LLM',
     '_StepsConfig': "a group's keys, of which pydantic wants one class; those of the steps have own checks",
-    # Not taken apart yet: a run's configuration and its stages' stamps
-    '_Configured': 'pipeline.run', '_Stamped': 'pipeline.stamps',
 }
 
 

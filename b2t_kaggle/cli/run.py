@@ -17,10 +17,10 @@ from .sources import source_path
 from ..config import Config, config_keys, describe_run, differing_values, full_key, load_config
 from ..decoding.compilation import compiled_ahead
 from ..pipeline.execute import run_stages
-from ..pipeline.run import Run
+from ..pipeline.run import Run, RunConfig
 from ..pipeline.stages import STAGES, plan
 from ..pipeline.stages.stage import Page
-from ..pipeline.stamps import StageRun, branch
+from ..pipeline.stamps import StageStamp, branch
 
 # %% ../../nbs/cli/03_run.ipynb #c005
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict) -> Run:
@@ -117,7 +117,7 @@ def run_until(
     _warn_about_schedule(run.cfg)
     stages = plan(run.cfg, stage)
     for line in (line for name in stages for line in STAGES[name].advice(run.cfg)): click.echo(line, err=True)
-    compiles = any(STAGES[name].compiles and not StageRun(run, name).stamp_path.exists() for name in stages)
+    compiles = any(STAGES[name].compiles and not StageStamp(run, name).stamp_path.exists() for name in stages)
     with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
     click.echo(pd.DataFrame(rows).to_string(index=False, justify='left'))
     stopped = [row['stage'] for row in rows if row['state'] == 'stopped early']
@@ -137,7 +137,7 @@ def _quick(options: dict) -> dict:
     name = options['name'] or (None if given_folder else 'quick')
     folder = Path(given_folder) if given_folder else Path(options['out'])/name
     is_known = (folder/'config.yaml').exists()
-    if is_known and Run(folder, save=False).base_preset != 'quick':
+    if is_known and RunConfig(folder, save=False).base_preset != 'quick':
         raise click.UsageError(f'--quick: {folder} is a run already, and not a quick one; give another --name')
     quick, demo = (load_config(base=name) for name in ('quick', 'demo'))
     click.echo(

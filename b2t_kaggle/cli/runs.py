@@ -16,12 +16,12 @@ from ..core.messages import with_command_name
 from ..metrics import percent
 from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, needs_of, plan
-from ..pipeline.stamps import StageRun
+from ..pipeline.stamps import StageStamp
 
 # %% ../../nbs/cli/11_runs.ipynb #c005
 def _rate(value) -> str: return percent(value) if isinstance(value, float) else ''
 
-def _unfinished(stages: dict[str, StageRun], done: list[str]) -> str:
+def _unfinished(stages: dict[str, StageStamp], done: list[str]) -> str:
     "The first stage that was begun and is not finished, and how far it is; empty where there is none."
     name = next((n for n in stages if n not in done), None)
     if name is None or stages[name].stamp.get('finished', not stages[name].stamp): return ''
@@ -29,7 +29,7 @@ def _unfinished(stages: dict[str, StageRun], done: list[str]) -> str:
     extent = STAGES[name].extent(run)
     return f'{name}: {extent}' if extent else name
 
-def _holds(stages: dict[str, StageRun], name: str) -> bool:
+def _holds(stages: dict[str, StageStamp], name: str) -> bool:
     "Whether a stage made its outputs from what the stages before it made last."
     stamp = stages[name].stamp
     earlier = [n for n in needs_of(name, stages[name].run.cfg) if n in stages]
@@ -42,7 +42,7 @@ def _run_row(
 ) -> dict:
     "A line on a run: how far it is, PER and WER on val, when, and its settings."
     run = Run(folder, save=False)
-    stages = {n: StageRun(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
+    stages = {n: StageStamp(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
     stamps = {n: stage.stamp for n, stage in stages.items() if _holds(stages, n)}
     done = [n for n, stamp in stamps.items() if stamp.get('finished')]
     metrics = {k: v for n in done for k, v in stamps[n].get('metrics', {}).items() if k in ('PER', 'WER')}

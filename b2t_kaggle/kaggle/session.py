@@ -593,8 +593,8 @@ def next_step(
     run: 'Run', # After its training
 ) -> str:
     "Progress of the training, and the next step."
-    from b2t_kaggle.pipeline.stamps import StageRun
-    stamp = StageRun(run, 'train').stamp
+    from b2t_kaggle.pipeline.stamps import StageStamp
+    stamp = StageStamp(run, 'train').stamp
     done = f'{stamp["metrics"]["steps"]:,} of {run.cfg.train.num_training_batches:,} batches are done'
     if not stamp['finished']:
         return (f'{done}; to go on, attach the output of this version to the notebook, in place of an older one, and '

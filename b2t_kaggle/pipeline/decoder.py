@@ -10,7 +10,7 @@ from ..config import Config
 from ..core.reading import read_text
 from .run import Run
 from .stages import PipelineError
-from .stamps import StageRun
+from .stamps import StageStamp
 
 # %% ../../nbs/pipeline/09_decoder.ipynb #c063
 WEIGHTS = 'decode_weights.json' # The file in a run's folder with tuned weights of the search
@@ -20,7 +20,7 @@ def search_tuning(
 ):
     "Result of tuning in the stage `decode`, a `Tuning`; None where it tuned nothing, or its result is out of date."
     from b2t_kaggle.decoding.tuning import read_tuning
-    stage = StageRun(run, 'decode')
+    stage = StageStamp(run, 'decode')
     path = run.dir/WEIGHTS
     if path.name not in stage.stamp.get('outputs', {}) or stage.status() not in ('done', 'stopped early'): return None
     return read_tuning(path)

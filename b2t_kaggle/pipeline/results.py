@@ -22,7 +22,7 @@ from ..metrics.comparison import WER, measure, results_of, with_seen
 from ..phonemes import PHONEMES
 from .run import Run, hypothesis_files
 from .stages import PipelineError, list_stage
-from .stamps import StageRun
+from .stamps import StageStamp
 from ..rescoring.corrections import Combined
 from ..rescoring.gate import read_blocks
 from ..rescoring.hypotheses import Entry, Hypotheses, Trial, best_entries, read_hypotheses, write_hypotheses
@@ -107,7 +107,7 @@ def is_in_sample(
     results: pd.DataFrame, # Its
 ) -> bool:
     "Whether sentences were found with weights that were tuned on them; then the report may have another rate."
-    known = StageRun(run, 'report').stamp.get('metrics', {}).get(WER)
+    known = StageStamp(run, 'report').stamp.get('metrics', {}).get(WER)
     differs = known is not None and abs(known - total(measure(results)[WER]).rate) > 1e-9
     return differs or bool(run.wer_mark)
 

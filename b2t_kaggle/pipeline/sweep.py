@@ -40,7 +40,7 @@ from ..metrics import percent
 from .execute import check_ready, run_stages
 from .run import Run
 from .stages import PipelineError, plan
-from .stamps import StageRun
+from .stamps import StageStamp
 from ..training.budget import time_limit
 from ..training.pruning import TRIAL_VARIABLE, import_optuna, open_storage
 
@@ -268,13 +268,13 @@ def _end(sweep: Sweep, number: int) -> str:
     if not is_pruned(): # By a process that was killed before it could say so
         try: _train(sweep, number, run)
         except PipelineError as e:
-            if StageRun(run, 'pack').status() != 'done': raise # Before any training: other trials would end there, too
+            if StageStamp(run, 'pack').status() != 'done': raise # Before training: others would end there, too
             sweep.study.tell(number, state=states.FAIL)
             return f'failed: {e}'
     if is_pruned():
         sweep.study.tell(number, state=states.PRUNED)
         return f'pruned after {sweep.study.trials[number].user_attrs["pruned"]} batches'
-    stamp = StageRun(run, 'train').stamp
+    stamp = StageStamp(run, 'train').stamp
     per = stamp['metrics'].get('PER')
     if per is None: raise PipelineError('the sessions have no trials of val, whose PER a sweep compares')
     if not stamp['finished']: return ''

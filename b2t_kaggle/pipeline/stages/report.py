@@ -110,8 +110,8 @@ class Report(Stage):
         from b2t_kaggle.pipeline.report import configuration, report_page, timings
         from b2t_kaggle.pipeline.results import RESULTS, run_results
         from b2t_kaggle.pipeline.stages import plan
-        from b2t_kaggle.pipeline.stamps import StageRun
-        stamps = {name: StageRun(run, name).stamp for name in plan(run.cfg) if name != self.name}
+        from b2t_kaggle.pipeline.stamps import StageStamp
+        stamps = {name: StageStamp(run, name).stamp for name in plan(run.cfg) if name != self.name}
         tuning = search_tuning(run)
         results = run_results(run) if 'val' in run.splits else None
         sections = {
