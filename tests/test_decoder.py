@@ -27,7 +27,7 @@ from b2t_kaggle.lm.automaton import Automaton, load_ngram
 from b2t_kaggle.lm.kenlm import find_program, to_binary
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.lm.query import QueryProcess
-from b2t_kaggle.phonemes import BLANK, SIL, build_lexicon, normalize_sentence, to_class_ids
+from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, build_lexicon, normalize_sentence, to_class_ids
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 TEXT = ['a b', 'b a c', 'aa', 'c aa b', 'd', 'a d a', 'b', 'b b c d']
@@ -44,14 +44,14 @@ def ngram(order, folder):
 def log_softmax(x): return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
 
 
-def enumerate_paths(log_probs, classes, top_k=None):
+def enumerate_paths(log_probs, classes, top_k=None, blank=BLANK):
     """Every path over some classes that begins labels only where they are among the best k, summed up by the labels
     it spells: labels -> (best, log-sum)."""
     out = {}
     best_k = [{BLANK, *(np.argsort(-x[1:])[:top_k] + 1)} for x in log_probs]
     for path in itertools.product(classes, repeat=len(log_probs)):
-        if any(k not in best_k[t] and (t == 0 or path[t - 1] != k) for t, k in enumerate(path)): continue
-        labels = tuple(k for k, _ in itertools.groupby(path) if k != BLANK)
+        if top_k and any(k not in best_k[t] and (t == 0 or path[t - 1] != k) for t, k in enumerate(path)): continue
+        labels = tuple(k for k, _ in itertools.groupby(path) if k != blank)
         p = float(sum(log_probs[t, k] for t, k in enumerate(path)))
         best, total = out.get(labels, (-math.inf, -math.inf))
         out[labels] = max(best, p), np.logaddexp(total, p)
@@ -762,7 +762,8 @@ def test_defaults_are_those_of_the_configuration():
     of_decoder = {
         name: p.default
         for name, p in inspect.signature(LexiconBeamDecoder).parameters.items()
-        if name not in ('lexicon', 'lm', 'fusion', 'frame_ms', 'frame_offset_ms')  # The last two are the model's
+        # The last five are the model's
+        if name not in ('lexicon', 'lm', 'fusion', 'frame_ms', 'frame_offset_ms', 'tokens', 'blank', 'word_end')
     }
     of_config = DecodeConfig().model_dump(exclude={'n_jobs', 'tune'})  # `decode_all`'s, and that of `tuning`
     of_config = {k: v for k, v in of_config.items() if not k.startswith('llm')}  # test_fusion has those of the fusion
@@ -793,3 +794,107 @@ def test_arrays_of_any_library(lm):
             decoder.decode_batch(batch[:, :lengths[2]].exp())
         with pytest.raises(ValueError, match='trial 0: .*these are logits, use log_softmax'):
             decoder.decode_batch(batch[:, :lengths[2]] + 4)
+
+
+def sentences_of_tokens(log_probs, tokens, lexicon, blank, word_end):
+    "Every sentence that some path over the tokens spells, by enumeration of all paths: text -> (best, log-sum)."
+    ends = [] if word_end is None else [word_end]
+    spellings = {w: [[*pron, *ends] for pron in prons] for w, prons in lexicon.items()}
+    used = sorted({blank, *(s for prons in spellings.values() for pron in prons for s in pron)})
+    n_frames = len(log_probs)
+    said = {(): {''}}  # Labels -> texts that are spelled so
+    for _ in range(n_frames):  # A word longer at a time
+        for labels, texts in list(said.items()):
+            for w, prons in spellings.items():
+                for pron in prons:
+                    if len(labels) + len(pron) > n_frames: continue
+                    said.setdefault((*labels, *pron), set()).update(f'{t} {w}'.strip() for t in texts)
+    columns = [tokens.index(s) for s in used]
+    out = {}
+    for labels, (best, total) in enumerate_paths(log_probs, columns, blank=tokens.index(blank)).items():
+        for text in said.get(tuple(tokens[k] for k in labels), ()):
+            b, s = out.get(text, (-math.inf, -math.inf))
+            out[text] = max(b, best), np.logaddexp(s, total)
+    return out
+
+
+LETTERS = dict(tokens=['b', ' ', '-', 'a'], blank='-', word_end=' ')
+PIECES = dict(tokens=['a', 'ab', '<b>', 'b'], blank='<b>', word_end=None)
+MANY = dict(tokens=['b', *map(str, range(100)), '<b>', 'a', '|'], blank='<b>', word_end='|')
+PIECES_OF_MANY = dict(tokens=['a', *map(str, range(100)), 'ab', '<b>', 'b'], blank='<b>', word_end=None)
+SPELLED = {
+    ' ': {'a': ['a'], 'aa': ['aa'], 'b': ['b', 'ab'], 'd': ['b'], 'c': ['ba']},
+    None: {'a': [['a']], 'aa': [['a', 'a']], 'b': [['b']], 'c': [['ab']], 'd': [['a', 'b']]},
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 6),
+    st.sampled_from([LETTERS, PIECES, MANY, PIECES_OF_MANY]),
+    st.sampled_from(['max', 'sum']),
+    st.sampled_from([-1.0, 0.0, 3.0]),
+    st.sampled_from([1, 2, 3]),
+    st.booleans(),
+)
+def test_other_models_equal_enumeration(tmp_path_factory, seed, frames, model, merge, word_score, order, one_by_one):
+    """Characters with a space, word pieces without anything between words, and many classes: all sentences and their
+    scores, also in a stream. What no word uses takes probability away."""
+    folder = tmp_path_factory.getbasetemp()/'other_models'
+    folder.mkdir(exist_ok=True)
+    lm = ngram(order, folder)
+    lexicon = SPELLED[' ' if model['word_end'] else None]
+    x = np.random.default_rng(seed).standard_normal((frames, len(model['tokens'])))
+    x[:, [0, 1, -1, -2, -3]] += 2
+    x = log_softmax(x)
+    decoder = LexiconBeamDecoder(lexicon, lm, beam=5000, nbest=5000, merge=merge, word_score=word_score, **model)
+    expected = sentences_of_tokens(x, lexicon=lexicon, **model)
+    found = decoder.decode(x)
+    assert {h.text for h in found} == set(expected) and len(found) == len(expected)
+    for h in found:
+        acoustic, n = expected[h.text][merge == 'sum'], len(h.text.split())
+        total = 0.8*acoustic + lm.score(h.text) + word_score*n
+        np.testing.assert_allclose(astuple(h)[1:], (acoustic, lm.score(h.text), n, total), atol=1e-6)
+    assert [h.total for h in found] == sorted((h.total for h in found), reverse=True)
+    stream = Stream(decoder)
+    for row in x if one_by_one else [x]: stream.push(np.atleast_2d(row))
+    assert stream.finish() == found
+    narrow = LexiconBeamDecoder(lexicon, lm, beam=3, nbest=2, top_k=1, **model).decode(x)
+    assert 1 <= len(narrow) <= 2 and {h.text for h in narrow} <= set(expected)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([None, 1.0]))
+def test_the_order_of_classes_makes_no_difference(tmp_path_factory, seed, oov_penalty):
+    "To the last digit; a name may be given by its number."
+    folder = tmp_path_factory.getbasetemp()/'order_of_classes'
+    folder.mkdir(exist_ok=True)
+    lm = ngram(2, folder)
+    x = spoken(4, seed)
+    # Blank, word's end and tokens are found by name; the others stay in their order, by which ties are broken
+    order = np.insert(np.arange(1, 40), [5, 20], [BLANK, SIL]) if seed % 2 else np.array([*range(1, 41), BLANK])
+    options = dict(beam=30, oov_penalty=oov_penalty)
+    expected = LexiconBeamDecoder(LEXICON, lm, **options).decode(x)
+    for blank in ('BLANK', int(np.flatnonzero(order == BLANK)[0])):
+        tokens = [PHONEMES[k] for k in order]
+        found = LexiconBeamDecoder(LEXICON, lm, tokens=tokens, blank=blank, **options).decode(x[:, order])
+        assert found == expected
+
+
+def test_models_that_are_refused(lm):
+    "In one line that says what to give."
+    with pytest.raises(TypeError, match='^lexicon: found a NoneType, expected a dict of words and their pron.*$'):
+        LexiconBeamDecoder(None, lm, **LETTERS)
+    for options, words in [
+        (LETTERS | dict(blank='_'), "blank: found '_', expected one of the 4 tokens, such as 'b', or its number"),
+        (LETTERS | dict(word_end='|'), r"word_end: found '\|', expected one of the 4 tokens"),
+        (LETTERS | dict(blank=4), 'blank: found 4, expected one of the 4 tokens'),
+        (LETTERS | dict(tokens=['a', ' ', '-', 'a']), "tokens: found 'a' twice"),
+        (PIECES | dict(oov_penalty=1.0), 'without a word_end nothing says where they end'),
+        (MANY | dict(oov_penalty=1.0), 'found 104 tokens, expected at most 64'),
+        (dict(tokens=['', '|', 'a', 'b', '-'], blank='', word_end='|', oov_penalty=1.0), "found the token '-'"),
+    ]:
+        with pytest.raises(ValueError, match=words): LexiconBeamDecoder(SPELLED[' '], lm, **options)
+    with pytest.raises(ValueError, match="word 'b': found 2 spellings, expected one, since no word_end follows it"):
+        LexiconBeamDecoder({'b': [['b'], ['a', 'b']]}, lm, **PIECES)

@@ -24,17 +24,20 @@ class Pronunciations(NamedTuple):
     first: np.ndarray   # Word w has the pronunciations first[w] … first[w + 1] - 1 [W + 1]
     start: np.ndarray   # Pronunciation p has the classes symbols[start[p]:start[p + 1]] [P + 1]
     symbols: np.ndarray # Classes of all pronunciations [S]
+    word_end: int       # The class after each word; -1: there is none, and each word has one pronunciation
 
 def pronunciations(
     spellings: list[list[tuple[int, ...]]], # Of each word, from `spellings_of` [W]
+    word_end: int = SIL,                    # The class after each word; -1: there is none
 ) -> Pronunciations:
     "Spellings as flat arrays."
     first = np.cumsum([0, *map(len, spellings)])
-    return Pronunciations(first, *flatten(itertools.chain.from_iterable(spellings)))
+    return Pronunciations(first, *flatten(itertools.chain.from_iterable(spellings)), word_end)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c010
 class SpellingGraph(NamedTuple):
-    "The graph that spells a sentence; node 0 is before the first word, the last one is the SIL of the last word."
+    """The graph that spells a sentence; node 0 is before the first word, the last one is the SIL of the last word.
+    Where no class ends words, a word's last node takes the place of its SIL."""
     symbol: np.ndarray # Class of each node [N]
     first: np.ndarray  # Node i has the predecessors before[first[i]:first[i + 1]] [N + 1]
     before: np.ndarray # Predecessors of all nodes [A]
@@ -47,8 +50,11 @@ def _graph_size(words, prons):
     for w in words:
         a, b = prons.first[w], prons.first[w + 1]
         n_phonemes = prons.start[b] - prons.start[a]
-        n_nodes += n_phonemes + 1
-        n_arcs += n_phonemes + b - a
+        n_nodes += n_phonemes
+        n_arcs += n_phonemes
+        if prons.word_end < 0: continue
+        n_nodes += 1
+        n_arcs += b - a
     return n_nodes, n_arcs
 
 @_jit
@@ -71,7 +77,9 @@ def _spelling_graph(words, prons):
                 before[m] = sil[k] if i == prons.start[p] else n - 1
                 n += 1
                 m += 1
-        symbol[n] = SIL
+        sil[k + 1] = n - 1
+        if prons.word_end < 0: continue
+        symbol[n] = prons.word_end
         first[n] = m
         sil[k + 1] = n
         for p in range(a, b):
@@ -367,5 +375,6 @@ def word_spans(
     if _scores(log_probs, words, ends, np.zeros(1, np.int64), prons, False, kept)[0] == -math.inf: return None
     graph = _spelling_graph(words, prons)
     path = _best_path(log_probs, graph, kept)
-    spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in itertools.pairwise(graph.sil)]
+    last = graph.sil + (prons.word_end < 0) # Behind the last node of a word
+    spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in zip(graph.sil, last[1:])]
     return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)

@@ -21,14 +21,24 @@ from ..core.ctc import check_log_probs, to_numpy
 from ..core.jit import njit
 from .acoustic import Pronunciations, acoustic_scores, pronunciations, word_spans
 from .histories import Fusion, HistoryScorer
-from .lexicon import Lexicon, Trie, build_trie, flatten, spellings_of, with_spelling
+from b2t_kaggle.decoding.lexicon import (
+    PHONEME_CLASSES,
+    Classes,
+    Lexicon,
+    Trie,
+    build_trie,
+    classes_of,
+    flatten,
+    spellings_of,
+    with_spelling,
+)
 from .nbest import Hypothesis, LLMHypothesis, with_posteriors
 from .scorers import AutomatonScorer, KenLMScorer, score_word
 from .search import FusedSearch, Search
 from ..devices.machine import n_cores
 from ..lm.automaton import Automaton, check_words, is_arpa
 from ..lm.ngram import LN10, NGram
-from ..phonemes import BLANK, PHONEMES
+from ..phonemes import BLANK
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
@@ -40,13 +50,15 @@ class Frames(NamedTuple):
     skip: np.ndarray      # True for frames that are certainly blank [t]
 
 def prepare_frames(
-    log_probs: np.ndarray, # Log-probabilities [t, 41]; t may be 0
+    log_probs: np.ndarray, # Log-probabilities in the order of the model [t, K]; t may be 0
     acoustic_scale: float, # Weight of the acoustic score
     blank_penalty: float,  # The blank's probability is divided by this
     blank_skip: float,     # Frames in which the blank, with its penalty, is more probable are skipped
+    classes: Classes = PHONEME_CLASSES, # Of the model
 ) -> Frames:
-    "Check, penalise and scale log-probabilities; raises `ValueError` as `check_log_probs` does."
-    x = check_log_probs(log_probs, len(PHONEMES))
+    "Check, order, penalise and scale log-probabilities; raises `ValueError` as `check_log_probs` does."
+    x = check_log_probs(log_probs, len(classes.names))
+    if classes.columns is not None: x = np.ascontiguousarray(x[:, classes.columns])
     x[:, BLANK] -= math.log(blank_penalty)
     return _scaled(x, acoustic_scale, blank_penalty, blank_skip)
 
@@ -95,13 +107,17 @@ def _join_spellings(
 def _with_spellings(prons: Pronunciations, spelled: list[tuple[int, ...]]) -> Pronunciations:
     "Pronunciations of the lexicon's words and of spelled ones."
     start, symbols = flatten(spelled)
-    return Pronunciations(first=np.append(prons.first, prons.first[-1] + 1 + np.arange(len(spelled))),
+    return prons._replace(first=np.append(prons.first, prons.first[-1] + 1 + np.arange(len(spelled))),
                           start=np.append(prons.start, prons.start[-1] + start[1:]),
                           symbols=np.append(prons.symbols, symbols))
 
-def _spelled_name(spelling: tuple[int, ...]) -> str:
+def _as_in_texts(names: Iterable[str], classes: Classes) -> list[str]:
+    "Names of classes where they spell a word in a text: phonemes in lower case, other tokens as they are."
+    return [name.lower() if classes.names == PHONEME_CLASSES.names else name for name in names]
+
+def _spelled_name(spelling: tuple[int, ...], classes: Classes) -> str:
     "A spelled word in a text."
-    return '-'.join(PHONEMES[s] for s in spelling).lower()
+    return '-'.join(_as_in_texts((classes.names[s] for s in spelling), classes))
 
 def _spelling_costs(
     words: np.ndarray,  # Word ids from `_join_spellings`
@@ -120,13 +136,15 @@ def _word_number(
     word_id: dict[str, int],             # Numbers of the lexicon's words
     spelled: dict[tuple[int, ...], int], # Spellings noted so far, from 0 on; a new one is added
     may_spell: bool,                     # Whether words outside the lexicon are spelled
+    classes: Classes,                    # Of the model
 ) -> int:
     "Number of a word; spelled words follow those of the lexicon."
     if word in word_id: return word_id[word]
-    phonemes = word.upper().split('-')
-    if not may_spell or not set(phonemes) <= set(PHONEMES):
+    names = _as_in_texts(classes.names, classes)
+    tokens = _as_in_texts(word.split('-'), classes)
+    if not may_spell or not set(tokens) <= set(names):
         raise ValueError(f'{word!r} is not in the lexicon of this decoder')
-    spelling = tuple(PHONEMES.index(p) for p in phonemes)
+    spelling = tuple(names.index(p) for p in tokens)
     return len(word_id) + spelled.setdefault(spelling, len(spelled))
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c018
@@ -157,13 +175,13 @@ def _decode_trials(
 def _unpadded(
     log_probs: Any,                # [B, T', K], or B arrays [T', K]
     lengths: Sequence[int] | None, # Frames of each [B]; none: all
-) -> Sequence[Any]:
+) -> list[Any]:
     "The trials of a batch without their padding; raises `ValueError` where the lengths do not fit."
     is_array = hasattr(log_probs, 'shape')
     trials = to_numpy(log_probs) if is_array else log_probs
     if is_array and trials.ndim != 3:
         raise ValueError(f"log_probs: found shape {trials.shape}, expected [B, T', K], or a list of arrays [T', K]")
-    if lengths is None: return trials
+    if lengths is None: return list(trials)
     found = to_numpy(lengths)
     if found.shape != (len(trials),):
         raise ValueError(f'lengths: found shape {found.shape}, expected [{len(trials)}], the frames of each trial')
@@ -195,6 +213,14 @@ def _check_parameters(p: dict) -> None:
                          'cannot score words that are spelled, so set one of them to none')
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c314
+def _check_spelling(oov_penalty: float | None, classes: Classes) -> None:
+    "Raise `ValueError` where words are to be spelled with classes that cannot spell."
+    if oov_penalty is None: return
+    needs = f'oov_penalty is {oov_penalty}, which spells words; '
+    if classes.word_end < 0: raise ValueError(needs + 'without a word_end nothing says where they end; set it to none')
+    if len(classes.names) > 64: raise ValueError(needs + f'found {len(classes.names)} tokens, expected at most 64')
+    if '-' in classes.spoken: raise ValueError(needs + "found the token '-', which joins them; give it another name")
+
 def scorer_for(
     lm: NGram | Automaton, # n-gram model
     words: list[str],      # Words of the lexicon [W]
@@ -242,6 +268,7 @@ class SentenceScorer:
         merge: Literal['max', 'sum'],
         blank_skip: float,
         oov_penalty: float | None,
+        classes: Classes = PHONEME_CLASSES,
     ):
         self.lm = lm
         self.lm_weight = float(lm_weight)
@@ -253,15 +280,16 @@ class SentenceScorer:
         self.blank_skip = blank_skip
         self.oov_penalty = oov_penalty
         self.words = words
+        self.classes = classes
         self._asked = scorer_for(lm, words, must_know=bool(lm_weight))
-        self._prons = pronunciations(spellings)
+        self._prons = pronunciations(spellings, classes.word_end)
         self._word_id = {w: i for i, w in enumerate(self.words)}
 
     def prepare(self,
         log_probs: np.ndarray, # Log-probabilities [t, 41]
     ) -> Frames:
         "Frames as this decoder searches and scores them."
-        return prepare_frames(log_probs, self.acoustic_scale, self.blank_penalty, self.blank_skip)
+        return prepare_frames(log_probs, self.acoustic_scale, self.blank_penalty, self.blank_skip, self.classes)
 
     def rank(self,
         log_probs: np.ndarray, # Of all frames, from `prepare` [T', 41]
@@ -274,7 +302,7 @@ class SentenceScorer:
         spelled = []
         if self.oov_penalty is not None: words, starts, spelled = _join_spellings(words, starts, len(self.words))
         prons = _with_spellings(self._prons, spelled) if spelled else self._prons
-        names = self.words + [_spelled_name(s) for s in spelled] if spelled else self.words
+        names = self.words + [_spelled_name(s, self.classes) for s in spelled] if spelled else self.words
         texts = [' '.join([names[w] for w in words[a:b].tolist()]) for a, b in itertools.pairwise(starts.tolist())]
         acoustic = acoustic_scores(log_probs, words, starts, prons, self.merge == 'sum')
         ngram = _ngram_of(self._asked, words, starts, texts)
@@ -305,7 +333,8 @@ class SentenceScorer:
         "Word ids of texts, one after the other; where each begins; pronunciations of these ids."
         spelled: dict[tuple[int, ...], int] = {}
         may_spell = self.oov_penalty is not None
-        ids = [[_word_number(w, self._word_id, spelled, may_spell) for w in text.split()] for text in texts]
+        ids = [[_word_number(w, self._word_id, spelled, may_spell, self.classes) for w in text.split()]
+               for text in texts]
         start, words = flatten(ids)
         return words, start, _with_spellings(self._prons, list(spelled)) if spelled else self._prons
 
@@ -376,7 +405,7 @@ def _new_scorer(decoder: 'LexiconBeamDecoder') -> AutomatonScorer | KenLMScorer:
 def _trie_of(decoder: 'LexiconBeamDecoder', spellings: list[list[tuple[int, ...]]]) -> Trie:
     "The words' trie, from whose root one may spell where the decoder's parameters say so."
     unigrams = _new_scorer(decoder).unigrams()
-    trie = build_trie(spellings, unigrams[:-1])
+    trie = build_trie(spellings, unigrams[:-1], decoder.classes)
     return trie if decoder.oov_penalty is None else with_spelling(trie, unigrams[-1])
 
 def _with_parameters(decoder: 'LexiconBeamDecoder', **parameters: float) -> 'LexiconBeamDecoder':
@@ -411,7 +440,11 @@ class LexiconBeamDecoder(SentenceScorer):
 
     Hypotheses know their list, and so their `posterior`. With `frame_ms` they know their `words`, too, and keep the
     frames of their trial for it [T', 41] float64. `logits.frame_times` gives `frame_ms` and `frame_offset_ms` of a
-    model. A model may learn to name a phoneme some frames after it was spoken; the times are not corrected for this."""
+    model. A model may learn to name a phoneme some frames after it was spoken; the times are not corrected for this.
+
+    Any CTC model is searched: `tokens`, `blank` and `word_end` name its classes, `log_probs` are then in its order, and
+    the lexicon spells words with its tokens. Words are always those of a lexicon, since the n-gram scores words: for a
+    model of characters it is `{word: [list(word)]}`. Without a `word_end` each word has one spelling."""
     def __init__(self,
         lexicon: Lexicon,             # Word -> pronunciations, from `b2t_kaggle.phonemes.build_lexicon`
         lm: NGram | Automaton,        # n-gram model of the words; an automaton needs less memory
@@ -430,12 +463,17 @@ class LexiconBeamDecoder(SentenceScorer):
         fusion: Fusion | None = None, # A language model of whole sentences inside the search; none: the n-gram alone
         frame_ms: float | None = None, # From one frame to the next; gives hypotheses their `words`; none: no times
         frame_offset_ms: float = 0.0, # Where the first frame begins, from the start of the trial
+        tokens: Sequence[str] | None = None, # Names of the model's classes, in its order [K]; none: the 41
+        blank: str | int = 'BLANK',          # The blank's name, or its number
+        word_end: str | int | None = 'SIL',  # The token after each word; none: words follow each other without one
     ):
         _check_parameters(locals())
-        words, spellings = spellings_of(lexicon)
+        classes = classes_of(tokens, blank, word_end)
+        _check_spelling(oov_penalty, classes)
+        words, spellings = spellings_of(lexicon, classes)
         super().__init__(words, spellings, lm, lm_weight=lm_weight, word_score=word_score, nbest=nbest, merge=merge,
                          acoustic_scale=acoustic_scale, blank_penalty=blank_penalty, blank_skip=blank_skip,
-                         oov_penalty=oov_penalty)
+                         oov_penalty=oov_penalty, classes=classes)
         self.beam = beam
         self.threshold = threshold
         self.top_k = top_k

@@ -16,7 +16,7 @@ from .histories import HistoryScorer, fuse, fuse_at_end, llm_scores
 from .lexicon import Trie, count_bits, flatten, lowest_bit
 from .scorers import AutomatonScorer, KenLMScorer, NGramView, score_word
 from ..lm.ngram import LN10
-from ..phonemes import BLANK, SIL
+from ..phonemes import BLANK
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
@@ -228,7 +228,7 @@ def _stay(scores, model, state):
 def _active(scores, bound):
     "The phonemes that may lead to a score above the bound, as bits."
     bits = np.int64(0)
-    for s in range(1, SIL):
+    for s in range(1, len(scores) - 1):
         if scores[s] >= bound: bits |= np.int64(1) << s
     return bits
 
@@ -298,7 +298,7 @@ def _end_words(frame, model, state):
     hyps, paths, candidates, table, arena, _, asked, counters = state
     count = counters[0]
     n = count.n_hyps
-    sil = frame.scores[SIL]
+    sil = frame.scores[trie.nodes[0].symbol]
     ahead = options.lm_weight*trie.nodes[0].ahead
     most = sil + options.word_score + ahead # What a word can add at most: an n-gram probability adds at most 0
     for i in range(count.n_hyps):
@@ -328,12 +328,13 @@ def _spell(frame, model, state, n):
     hyps, paths, candidates, table, arena, _, _, counters = state
     count = counters[0]
     ahead = options.lm_weight*trie.nodes[-1].ahead
-    most = frame.scores[1:SIL].max()
+    word_end = trie.nodes[0].symbol
+    most = frame.scores[1:word_end].max()
     marker = trie.words[-1] # The word that ends a spelling; its phonemes are numbered after it
     for i in range(count.n_hyps):
         node = trie.nodes[hyps[i].node]
         if node.parent >= 0 or paths[i].score + most - options.oov_penalty + ahead < frame.bound: continue
-        if _lacks_room(count, len(arena), n, SIL):
+        if _lacks_room(count, len(arena), n, word_end):
             count.overflow = 1
             return n
         bits = frame.active
@@ -345,7 +346,7 @@ def _spell(frame, model, state, n):
             if score + ahead < frame.bound or score == _NEVER: continue
             history = hyps[i].blank_history if again else paths[i].history
             history = _add_word(arena, count, history, marker + np.int32(s))
-            _begin_at(candidates[n], len(trie.nodes) - SIL + s, hyps[i].state, score, history, score + ahead)
+            _begin_at(candidates[n], len(trie.nodes) - word_end + s, hyps[i].state, score, history, score + ahead)
             n = _arrive(candidates, table, arena, count, n, ahead)
     return n
 
@@ -356,7 +357,7 @@ def _move_to_children(frame, model, state, n):
     scores, active, bound = frame
     nodes, lm_weight = model.trie.nodes, model.options.lm_weight
     hyps, paths, candidates = state.hyps, state.paths, state.candidates
-    most = scores[1:SIL].max()
+    most = scores[1:-1].max()
     for i in range(state.counters[0].n_hyps):
         best = paths[i].score
         if best + most < bound: continue
@@ -376,6 +377,73 @@ def _move_to_children(frame, model, state, n):
             _begin_at(candidates[n], child, hyps[i].state, score, history, with_ahead)
             n += 1
     return n
+
+# %% ../../nbs/decoding/04_search.ipynb #c332
+@_jit
+def _arrive_at_children(frame, model, state, n, least):
+    "Move to children one by one; returns the number of candidates. Sets `overflow` if room is lacking."
+    trie, _, options = model
+    hyps, paths, candidates, table, arena, _, _, counters = state
+    count = counters[0]
+    for i in range(count.n_hyps):
+        here = hyps[i].node
+        n_children = trie.n_children[here]
+        node = trie.nodes[here]
+        if n_children and _lacks_room(count, len(arena), n, n_children):
+            count.overflow = 1
+            return n
+        for child in range(node.first_child, node.first_child + n_children):
+            s = trie.nodes[child].symbol
+            ahead = options.lm_weight*trie.nodes[child].ahead
+            again = s == node.symbol # Then only after a blank
+            score = (hyps[i].blank if again else paths[i].score) + frame.scores[s]
+            if frame.scores[s] < least or score + ahead < frame.bound or score == _NEVER: continue
+            history = hyps[i].blank_history if again else paths[i].history
+            _begin_at(candidates[n], child, hyps[i].state, score, history, score + ahead)
+            n = _arrive(candidates, table, arena, count, n, ahead)
+    return n
+
+@_jit
+def _end_in_tokens(frame, model, state, least):
+    "Complete words with their last tokens; returns the number of candidates. Sets `overflow` if room is lacking."
+    trie, ngram, options = model
+    hyps, paths, candidates, table, arena, _, asked, counters = state
+    count = counters[0]
+    n = count.n_hyps
+    ahead = options.lm_weight*trie.nodes[0].ahead
+    for i in range(count.n_hyps):
+        node = trie.nodes[hyps[i].node]
+        if node.n_words and _lacks_room(count, len(arena), n, node.n_words):
+            count.overflow = 1
+            return n
+        for k in range(node.first_word, node.first_word + node.n_words):
+            s = trie.last[k]
+            again = s == node.symbol # Then only after a blank
+            score = (hyps[i].blank if again else paths[i].score) + frame.scores[s] + options.word_score
+            if frame.scores[s] < least or score + ahead < frame.bound or score == _NEVER: continue
+            word = trie.words[k]
+            log_prob, ngram_state = score_word(ngram, hyps[i].state, word)
+            if ngram_state < 0:
+                _ask(asked, count, hyps[i].state, word)
+                continue
+            score += options.lm_weight*_LN10*log_prob
+            if score + ahead < frame.bound: continue
+            history = _add_word(arena, count, hyps[i].blank_history if again else paths[i].history, word)
+            _begin_at(candidates[n], s, ngram_state, score, history, score + ahead)
+            n = _arrive(candidates, table, arena, count, n, ahead)
+    return n
+
+# %% ../../nbs/decoding/04_search.ipynb #c333
+@_jit
+def _all_arrivals_fit(model, state) -> bool:
+    "Whether all moves of a frame fit into the beam, where nodes count their children."
+    trie, hyps = model.trie, state.hyps
+    n_hyps = state.counters[0].n_hyps
+    total = n_hyps
+    for i in range(n_hyps):
+        total += trie.n_children[hyps[i].node] + trie.nodes[hyps[i].node].n_words
+        if total > model.options.beam: return False
+    return True
 
 # %% ../../nbs/decoding/04_search.ipynb #c046
 @_jit
@@ -456,7 +524,7 @@ def _all_fit(model, state) -> bool:
     for i in range(n_hyps):
         node = nodes[hyps[i].node]
         total += count_bits(node.children) + node.n_words
-        if _spells(options) and node.parent < 0: total += SIL
+        if _spells(options) and node.parent < 0: total += nodes[0].symbol
         if total > options.beam: return False
     return True
 
@@ -474,25 +542,31 @@ def _search_frame(scores, model, state):
     candidates, sorting, count = state.candidates, state.sorting, state.counters[0]
     n_entries = count.n_entries
     count.n_frames += 1
-    fits = _all_fit(model, state)
+    trie = model.trie
+    one_by_one = len(trie.n_children) > 0
+    fits = _all_arrivals_fit(model, state) if one_by_one else _all_fit(model, state)
     limit = np.float32(np.inf) if fits else options.threshold
     if not fits: count.n_cut += 1
     top = _stay(scores, model, state)
     bound = max(top - limit, _kth_best(candidates, count.n_hyps, options.beam, sorting))
     least = _NEVER
     if options.top_k:
-        sorting[:SIL] = scores[1:]
-        least = _kth_largest(sorting[:SIL], options.top_k)
-    active = _active(scores, max(bound, least))
+        sorting[:len(scores) - 1] = scores[1:]
+        least = _kth_largest(sorting[:len(scores) - 1], options.top_k)
+    active = np.int64(0) if one_by_one else _active(scores, max(bound, least))
     top = _from_parents(Frame(scores, active, bound), model, state, top)
     frame = Frame(scores, active, max(bound, top - limit))
-    n = _end_words(frame, model, state) if scores[SIL] >= least else count.n_hyps
+    n = count.n_hyps
+    if trie.n_roots > 1: n = _end_in_tokens(frame, model, state, least)
+    elif scores[trie.nodes[0].symbol] >= least: n = _end_words(frame, model, state)
     if _spells(options) and not count.overflow: n = _spell(frame, model, state, n)
+    if one_by_one and not count.overflow: n = _arrive_at_children(frame, model, state, n, least)
     if count.overflow or count.n_asked:
         count.n_entries = n_entries
         return False
-    top = _best_of(candidates, count.n_hyps, n, top)
-    total = _move_to_children(Frame(scores, active, max(frame.bound, top - limit)), model, state, n)
+    top = _best_of(candidates, 0 if one_by_one else count.n_hyps, n, top)
+    total = n
+    if not one_by_one: total = _move_to_children(Frame(scores, active, max(frame.bound, top - limit)), model, state, n)
     top = _best_of(candidates, n, total, top)
     count.n_candidates += total
     count.n_hyps = _select(state, options.beam, total, top, top - limit)
@@ -563,7 +637,7 @@ def _complete(model, state):
     k = 0
     for i in range(count.n_hyps):
         hyp = hyps[i]
-        if hyp.node != 0: continue
+        if hyp.node >= model.trie.n_roots: continue
         log_prob, ngram_state = score_word(model.ngram, hyp.state, end)
         if ngram_state < 0: _ask(state.asked, count, hyp.state, end)
         for score, history in ((hyp.label, hyp.label_history), (hyp.blank, hyp.blank_history)):
@@ -772,7 +846,8 @@ class FusedSearch(Search):
     ) -> tuple[np.ndarray, np.ndarray]: # As from `Search.texts`, [W] and [n + 1]
         "The best distinct texts of the trial, all of whose words the language model has scored."
         held = self._held()
-        _add(self.state.hyps, fuse_at_end(self.scorer, held[_beam(self.state)['node'] == 0], held))
+        complete = held[_beam(self.state)['node'] < self._buffers.trie.n_roots]
+        _add(self.state.hyps, fuse_at_end(self.scorer, complete, held))
         return super().texts(n_texts)
 
     def llm_scores(self,

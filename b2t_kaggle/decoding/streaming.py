@@ -14,7 +14,6 @@ import numpy as np
 from .decoder import LexiconBeamDecoder
 from .nbest import Hypothesis
 from .search import Search
-from ..phonemes import PHONEMES
 
 # %% ../../nbs/decoding/07_streaming.ipynb #c008
 class Stream:
@@ -23,7 +22,7 @@ class Stream:
         decoder: LexiconBeamDecoder, # Whose words, n-gram and settings to use
     ):
         self._decoder = copy.copy(decoder) # Settings may change; trie, n-gram and searches are shared
-        self._frames = [np.zeros((0, len(PHONEMES)))]
+        self._frames = [np.zeros((0, len(decoder.classes.names)))]
         self._search = self._decoder.take_search()
 
     def push(self,
