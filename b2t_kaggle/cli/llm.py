@@ -75,7 +75,8 @@ def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, 
 @click.command()
 @click.argument('sources', nargs=-1, required=True, metavar='SOURCE...')
 @click.option('--model', required=True, metavar='NAME',
-              help='Causal language model of transformers: a folder, or a name on the hub.')
+              help='Causal language model: a folder of transformers, a GGUF file or a wheel that holds one, the folder '
+                   'of an adapter, or a name on the hub.')
 @output_option(help='A submission (.csv), or hypotheses (.jsonl).')
 @click.option('--tune', multiple=True, metavar='FILE|val',
               help='Hypotheses with references, to teach the model; "val" for the val lists of the SOURCEs that are '
@@ -146,7 +147,8 @@ def merge(sources, *, model, output, tune, train, adapter, snap, candidates, fol
 def finetune(model, texts, output, epochs, batch_size, dtype):
     """Fine-tune a causal language model on sentences.
 
-    MODEL (a folder, or a name on the hub) learns the register of TEXTS (one sentence a line): a LoRA adapter, for
-    rescore.llm_adapter together with rescore.end=true."""
+    MODEL (a folder of transformers, a GGUF file or a wheel that holds one, or a name on the hub) learns the register of
+    TEXTS (one sentence a line): a LoRA adapter, for rescore.llm, or rescore.llm_adapter beside the model, together with
+    rescore.end=true."""
     finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size)
     click.echo(f'Wrote {output}')

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FILE', 'OUTPUT', 'FOLDER', 'EXISTING_FOLDER', 'out_option', 'preset_option', 'config_option', 'set_option',
-           'output_option', 'dtype_option', 'CONFIG_KEYS', 'training_options', 'inference_options', 'Choice', 'numbers',
-           'key_values', 'with_options', 'StageOption', 'StageCommand', 'StageGroup', 'stage_command', 'refuse_options',
-           'terminal_width']
+           'output_option', 'dtype_option', 'CONFIG_KEYS', 'training_options', 'llm_option', 'inference_options',
+           'Choice', 'numbers', 'key_values', 'with_options', 'StageOption', 'StageCommand', 'StageGroup',
+           'stage_command', 'refuse_options', 'terminal_width']
 
 # %% ../../nbs/cli/01_options.ipynb #c003
 import shutil
@@ -128,6 +128,7 @@ CONFIG_KEYS = {
     'batch_size': 'data.batch_size',
     'eval_batch_size': 'data.eval_batch_size',
     'num_batches': 'train.num_training_batches',
+    'llm': 'rescore.llm',
 }
 
 def _value_option(name: str, what: str, *flags: str, **options) -> Callable:
@@ -149,6 +150,9 @@ training_options = with_options(
     *_COMPUTING,
     _value_option('batch_size', 'Trials in a batch; KEY…', '--batch-size', type=int),
     _value_option('num_batches', 'Batches to train; KEY…', '--num-batches', type=int))
+llm_option = partial(
+    _value_option, 'llm', 'Language model that ranks the sentences anew: a folder of transformers, a GGUF file or a '
+    'wheel that holds one, the folder of an adapter, or a name on the hub; KEY…', '--llm', metavar='MODEL')
 inference_options = with_options(
     *_COMPUTING,
     _value_option('eval_batch_size', 'Trials computed at once; KEY…', '--batch-size', type=int),
