@@ -174,3 +174,54 @@ def tiny_whisper(
         torch.manual_seed(0)
         Whisper(WhisperConfig(**sizes | tokens | config)).save_pretrained(folder)
     return Path(folder)
+
+
+def tiny_gguf(
+    path: str | Path,         # The file to write
+    sentences: Sequence[str], # The tokenizer is trained on them
+    folder: str | Path,       # Where the same model is saved as `transformers` saves it
+    architecture: str = 'llama', # Name of the kind of model in the file
+) -> Path:
+    """A tiny Llama with random weights and its tokenizer, in the form of llama.cpp, by the writer of the package gguf.
+
+    The weights are those that bfloat16 can hold. Llama.cpp's order of the rows of two matrices is another one: a pair
+    that is turned together stands side by side."""
+    import json
+
+    import gguf
+    from safetensors.torch import load_file, save_file
+    tiny_lm(folder, 'llama', sentences)
+    weights = {name: w.bfloat16().float() for name, w in load_file(Path(folder)/'model.safetensors').items()}
+    save_file(weights, Path(folder)/'model.safetensors', dict(format='pt'))
+    config = json.loads((Path(folder)/'config.json').read_text())
+    tokenizer = json.loads((Path(folder)/'tokenizer.json').read_text())
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name('tiny')
+    writer.add_context_length(config['max_position_embeddings'])
+    writer.add_embedding_length(config['hidden_size'])
+    writer.add_block_count(config['num_hidden_layers'])
+    writer.add_feed_forward_length(config['intermediate_size'])
+    writer.add_head_count(config['num_attention_heads'])
+    writer.add_head_count_kv(config['num_key_value_heads'])
+    writer.add_layer_norm_rms_eps(config['rms_norm_eps'])
+    writer.add_vocab_size(config['vocab_size'])
+    vocabulary = sorted(tokenizer['model']['vocab'], key=tokenizer['model']['vocab'].get)
+    special = {token['content'] for token in tokenizer['added_tokens']}
+    writer.add_tokenizer_model('gpt2')
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in vocabulary])
+    writer.add_token_merges([' '.join(pair) for pair in tokenizer['model']['merges']])
+    writer.add_bos_token_id(vocabulary.index('<s>'))
+    writer.add_eos_token_id(vocabulary.index('</s>'))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config['num_hidden_layers'])
+    heads = dict(q_proj=config['num_attention_heads'], k_proj=config['num_key_value_heads'])
+    for name, weight in weights.items():
+        rows = weight.numpy()
+        if n := heads.get(name.split('.')[-2]): rows = rows.reshape(n, 2, -1, rows.shape[1]).swapaxes(1, 2)
+        rows = rows.reshape(weight.shape)
+        writer.add_tensor(names.get_name(name, try_suffixes=('.weight',)), rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)

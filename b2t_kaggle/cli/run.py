@@ -12,7 +12,14 @@ from pathlib import Path
 import click
 import pandas as pd
 
-from .options import CONFIG_KEYS, inference_options, refuse_options, stage_command, training_options
+from b2t_kaggle.cli.options import (
+    CONFIG_KEYS,
+    inference_options,
+    llm_option,
+    refuse_options,
+    stage_command,
+    training_options,
+)
 from .sources import source_path
 from ..config import Config, config_keys, describe_run, differing_values, full_key, load_config
 from ..decoding.compilation import compiled_ahead
@@ -150,6 +157,7 @@ def _quick(options: dict) -> dict:
 
 @stage_command()
 @click.option('--quick', is_flag=True, help='A short run on a small simulation; says what it gives up.')
+@llm_option()
 @training_options
 def run(force, quick, **options):
     """All stages, from sessions to a submission and a report.

@@ -25,15 +25,15 @@ class Fact:
 @dataclass(frozen=True)
 class InputFile(Fact):
     "Files or a folder that a stage reads: their contents count, not where they are."
-    or_name: bool = False # Whether text that is no folder is a name on a hub, which counts
+    or_name: bool = False # Whether text that is no path is a name on a hub, which counts
 
     def is_place(self,
         value: Any, # Of the key
     ) -> bool:
         "Whether a value only says where files are."
-        return not self.or_name or Path(value).is_dir()
+        return not self.or_name or Path(value).exists()
 
-    def __str__(self): return 'input folder, or a name on the hub' if self.or_name else 'input file'
+    def __str__(self): return 'input folder or file, or a name on the hub' if self.or_name else 'input file'
 
 class MayChange(Fact):
     "Training may go on with another value."
@@ -88,9 +88,9 @@ def _as_text(value):
     "The text of a path; any other value as it is."
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
-def _as_path(folder_or_name: str) -> str:
-    "A local folder as an absolute path; anything else is a name on a hub."
-    return str(Path(folder_or_name).absolute()) if Path(folder_or_name).is_dir() else folder_or_name
+def _as_path(path_or_name: str) -> str:
+    "A local folder or file as an absolute path; anything else is a name on a hub."
+    return str(Path(path_or_name).absolute()) if Path(path_or_name).exists() else path_or_name
 
 def _absolute(path: Path) -> Path:
     "With the home folder for `~`; raises `ValueError` for the home of a user who does not exist."

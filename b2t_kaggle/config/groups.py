@@ -282,9 +282,10 @@ class LMConfig(Section):
 # %% ../../nbs/config/03_groups.ipynb #c411
 class LLMConfig(Section):
     llm: FolderOrName | None = None
-    "Language model of transformers: a local folder, or a name on the hub; none means that there is none."
+    ("Language model: a folder of transformers, a GGUF file or a wheel that holds one, the folder of an adapter, or a "
+     "name on the hub; none means that there is none.")
     llm_adapter: InputPath | None = None
-    "Folder of a LoRA adapter for it."
+    "Folder of a LoRA adapter for it; one that names its model can stand for both, as the language model."
     llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
     "Type of its weights; `auto` is float32 on a CPU, on a GPU what that computes with."
     llm_quantization: Literal['eight_bit', 'four_bit'] | None = None
@@ -293,8 +294,8 @@ class LLMConfig(Section):
 # %% ../../nbs/config/03_groups.ipynb #c404
 class DecodeConfig(LLMConfig):
     llm: FolderOrName | None = None
-    ("Causal language model of transformers inside the search: a local folder, or a name on the hub; none means the "
-     "n-gram alone.")
+    ("Causal language model inside the search: a folder of transformers, a GGUF file or a wheel that holds one, the "
+     "folder of an adapter, or a name on the hub; none means the n-gram alone.")
     beam: int = Field(100, ge=1)
     "Hypotheses kept per frame."
     tune: bool = True
@@ -337,8 +338,8 @@ class RescoreConfig(LLMConfig):
     former = dict(model=Renamed('llm'), adapter=Renamed('llm_adapter'), dtype=Renamed('llm_dtype'),
                   eight_bit=Renamed('llm_quantization', flag='eight_bit'))
     llm: FolderOrName | None = None
-    ("Causal language model of transformers that ranks the n-best anew: a local folder, or a name on the hub; none "
-     "means no rescoring.")
+    ("Causal language model that ranks the n-best anew: a folder of transformers, a GGUF file or a wheel that holds "
+     "one, the folder of an adapter, or a name on the hub; none means no rescoring.")
     swaps: int = Field(20, ge=0)
     "The best so many hypotheses exchange words to make more candidates; 0 means none."
     tune: bool = True

@@ -84,7 +84,7 @@ def save_adapter(
 ) -> None:
     "Write the adapter's folder whole or not at all. Raises `files.WriteError` where it cannot be written."
     with replaced_folder(folder) as new:
-        model.save_pretrained(new)
+        model.save_pretrained(new, save_embedding_layers=False) # Else it would look for a config.json of the base
         if marks: (new/'training.json').write_text(json.dumps(marks, indent=1), encoding='utf-8')
 
 # %% ../../nbs/lm/04_finetune.ipynb #c018

@@ -21,7 +21,7 @@ GROUPS = (
     ('Library: PyTorch', ('pytorch', 'pytorch/models', 'pytorch/models/zipformer', 'pytorch/optimizer',
                           'pytorch/scaling')),
     ('Library: TensorFlow', ('tensorflow', 'tensorflow/models')),
-    ('Library: language models', ('lm',)),
+    ('Library: language models', ('lm', 'lm/llm')),
     ('Library: decoding', ('decoding', 'decoding/phoneme_lists', 'decoding/server')),
     ('Library: rescoring', ('rescoring',)),
     ('Library: audio', ('pytorch/audio', 'pytorch/audio/llm')),

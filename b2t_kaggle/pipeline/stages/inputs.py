@@ -9,6 +9,7 @@ __all__ = ['session_files', 'llm_files', 'check_llm', 'check_ngram', 'check_devi
 from pathlib import Path
 
 from ...config import Config, LLMConfig
+from ...lm.llm.sources import LanguageModelError, LLMSource, files_of, find_llm
 from .stage import PipelineError
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c005
@@ -21,12 +22,18 @@ def session_files(
                             'with --data')
     return sorted(folder.glob('*/data_*.hdf5'))
 
+def _source(name: str, adapter: Path | None) -> LLMSource:
+    "The LLM that a group names. Raises `PipelineError`."
+    try: return find_llm(name, adapter)
+    except LanguageModelError as e: raise PipelineError(str(e)) from None
+
 def llm_files(
     llm: LLMConfig, # A group that describes one
 ) -> list[Path]:
-    "Files of its folder and its adapter's; a name on a hub has none."
-    folders = [Path(p) for p in (llm.llm, llm.llm_adapter) if p and Path(p).is_dir()]
-    return [f for folder in folders for f in sorted(folder.glob('*')) if f.is_file()]
+    """Its files and its adapter's; a name on a hub has none. Raises `PipelineError` where a file or folder is no model,
+    or names one that is gone."""
+    if llm.llm: return _source(llm.llm, llm.llm_adapter).files()
+    return files_of(llm.llm_adapter) if llm.llm_adapter else []
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c008
 def _check_adapter(group: str, adapter: Path | None) -> None:
@@ -38,13 +45,15 @@ def check_llm(
     cfg: Config, # The run's configuration
     group: str,  # That describes an LLM
 ) -> None:
-    "Raise `PipelineError` where an LLM, or its adapter, is neither in a folder nor on the hub."
+    "Raise `PipelineError` where an LLM, or its adapter, is neither in a folder or file nor on the hub."
     llm: LLMConfig = getattr(cfg, group)
     key = f'{group}.llm'
-    name = llm.llm
-    if name is None: return
-    advice = 'give a folder with config.json, weights and tokenizer, or a name on the hub that this machine can reach'
+    if llm.llm is None: return
+    advice = ('give a folder with config.json, weights and tokenizer, a GGUF file, or a name on the hub that this '
+              'machine can reach')
     _check_adapter(group, llm.llm_adapter)
+    name = _source(llm.llm, llm.llm_adapter).base
+    if Path(name).is_file(): return
     if (Path(name)/'config.json').is_file(): return
     if Path(name).is_dir(): raise PipelineError(f'{key} = {name}: has no config.json; {advice}')
     try:

@@ -15,6 +15,7 @@ import torch
 from ....config import AudioConfig, Config
 from ....data.store import TrialStore
 from ....devices.torch import pick_torch
+from ....lm.llm.sources import find_llm
 from .generate import Written, generate
 from .language_model import AudioLanguageModel, load_audio_llm
 from .model import AudioLLM
@@ -73,6 +74,10 @@ def open_llm(
     if name is None:
         raise AudioError('audio.llm: found none, expected the folder of an audio LLM, or its name on the '
                          'hub; set it')
+    source = find_llm(name)
+    if source.adapters or Path(source.base).is_file():
+        raise AudioError(f'audio.llm = {name}: is an adapter, or a GGUF file, which has no audio tower; give an audio '
+                         'LLM as a folder of transformers, or its name on the hub')
     with quiet_loading(name, 'audio LLM'):
         from transformers import AutoConfig
         kind = AutoConfig.from_pretrained(str(name)).model_type
