@@ -6,6 +6,7 @@
 __all__ = ['session_files', 'llm_files', 'check_llm', 'check_ngram', 'check_device']
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c002
+from importlib.util import find_spec
 from pathlib import Path
 
 from ...config import Config, LLMConfig
@@ -41,6 +42,12 @@ def _check_adapter(group: str, adapter: Path | None) -> None:
     raise PipelineError(f'{group}.llm_adapter: the adapter {adapter} has no adapter_config.json; give the folder that '
                         '`b2t lm finetune` wrote')
 
+def _check_packages(key: str, source: LLMSource) -> None:
+    "Raise `PipelineError` without a package that reads a model here, before anything else is computed."
+    needed = dict(transformers=True, gguf=Path(source.base).is_file(), peft=bool(source.adapters))
+    if missing := [package for package, is_needed in needed.items() if is_needed and find_spec(package) is None]:
+        raise PipelineError(f'{key} = {source.base}: {missing[0]} is missing; pip install b2t_kaggle[llm]')
+
 def check_llm(
     cfg: Config, # The run's configuration
     group: str,  # That describes an LLM
@@ -52,9 +59,9 @@ def check_llm(
     advice = ('give a folder with config.json, weights and tokenizer, a GGUF file, or a name on the hub that this '
               'machine can reach')
     _check_adapter(group, llm.llm_adapter)
-    name = _source(llm.llm, llm.llm_adapter).base
-    if Path(name).is_file(): return
-    if (Path(name)/'config.json').is_file(): return
+    source = _source(llm.llm, llm.llm_adapter)
+    name = source.base
+    if Path(name).is_file() or (Path(name)/'config.json').is_file(): return _check_packages(key, source)
     if Path(name).is_dir(): raise PipelineError(f'{key} = {name}: has no config.json; {advice}')
     try:
         from huggingface_hub import hf_hub_download
