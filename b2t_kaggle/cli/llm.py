@@ -9,6 +9,7 @@ __all__ = ['merge', 'finetune']
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import click
@@ -21,6 +22,7 @@ from ..core.reading import parse_json, read_text
 from ..lm.causal import load_lm
 from ..lm.corpus import read_sentences
 from ..lm.finetune import finetune as finetune_lm
+from ..lm.llm.sources import find_llm
 from ..metrics import IN_SAMPLE
 from ..rescoring.error_correction import Merged, cross_validate_merger, train_merger
 from ..rescoring.error_correction import merge as ask
@@ -56,10 +58,10 @@ def _note_taught(folder: Path, phases) -> None:
     "Keep beside an adapter what it was taught."
     write_whole(folder/_TAUGHT, json.dumps(sorted({_hash(e.answer) for phase in phases for e in phase})))
 
-def _was_taught(adapter: Path | None, asked) -> bool:
+def _was_taught(adapters: Collection[Path], asked) -> bool:
     "Whether an adapter was taught some of the sentences that are asked."
-    if adapter is None or not (adapter/_TAUGHT).exists(): return False
-    taught = set(parse_json(read_text(adapter/_TAUGHT)))
+    lists = [parse_json(read_text(a/_TAUGHT)) for a in adapters if (a/_TAUGHT).exists()]
+    taught = {sentence for sentences in lists for sentence in sentences}
     return any(e.answer is not None and _hash(e.answer) in taught for e in asked)
 
 def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, list]:
@@ -129,7 +131,7 @@ def merge(sources, *, model, output, tune, train, adapter, snap, candidates, fol
             _note_taught(folder, phases)
         merged = dict(zip((e.trial for e in asked), ask(lm, tokenizer, asked, snap, left=left)))
     _tell_origins(merged)
-    mark = f' {IN_SAMPLE}' if _was_taught(None if tune else adapter, asked) else ''
+    mark = f' {IN_SAMPLE}' if _was_taught(find_llm(model, None if tune else adapter).adapters, asked) else ''
     show_rates(f'On what is written{mark}:', hypotheses.subset(merged), list(merged.values()))
     _write_merged(output, hypotheses, merged, model)
 
