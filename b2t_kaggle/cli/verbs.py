@@ -92,7 +92,7 @@ VERBS = {
         'serve': ('serve', 'Decode online, behind the official Redis streams'),
     },
     'Kaggle': {
-        'kaggle': ('kaggle', 'Make and push wheels, notebooks and datasets'),
+        'kaggle': ('kaggle', 'Train on Kaggle and hand in, in one line or by steps'),
     },
 }
 

@@ -6,7 +6,7 @@
 __all__ = ['TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'RESCORING', 'GGUF', 'ADAPTER', 'EIGHT_BIT', 'PINNED',
            'hand_in', 'what_next', 'Attached', 'NotebookError', 'walk_inputs', 'is_llm', 'find_attached', 'restore_run',
            'installed_version', 'pinned_versions', 'missing_packages', 'install_missing', 'plan_device', 'batches_done',
-           'prepare_training', 'prepare_submission', 'copy_submission', 'next_step']
+           'is_simulated', 'prepare_training', 'prepare_submission', 'copy_submission', 'next_step']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c003
 import importlib
@@ -364,10 +364,6 @@ def _install(needed: Mapping[str, str], input_dir: str | Path, scratch_dir: str 
     except NotebookError as e: return [str(e)]
     return []
 
-def _is_simulated(run_dir: Path) -> bool:
-    "Whether the data of a run are simulated, by its `config.yaml`, in which `save_config` writes every value."
-    return 'dataset_dir: null' in (run_dir/'config.yaml').read_text()
-
 _NO_RECORDINGS = ("the recordings: not attached, but {of} needs them; attach the competition's data, under Add Input › "
                   "Competitions › Brain-to-Text '25")
 
@@ -384,6 +380,12 @@ def batches_done(
     try: return json.loads((run_dir/'stages'/'train.json').read_text())['metrics']['steps']
     except (OSError, ValueError, KeyError, TypeError): pass # None, or none that can be read
     return last_batch(run_dir/'train'/'history.csv')
+
+def is_simulated(
+    run_dir: Path, # Of a run
+) -> bool:
+    "Whether the data of a run are simulated, by its `config.yaml`, in which `save_config` writes every value."
+    return 'dataset_dir: null' in (run_dir/'config.yaml').read_text()
 
 def _open_run(run_dir: Path, work: str | Path, base: str | None, preset: str, values: dict[str, Any]) -> 'Run':
     "The run that is there, or a new one; `base` is a preset that was asked for by name."
@@ -415,7 +417,7 @@ def prepare_training(
     earlier = None if has_own else _find_one(trained, 'the run to continue', '', problems)
     known = run_dir if has_own else earlier
     print('training:   ', f'goes on with {known}' if known else 'begins anew')
-    if known and not recordings and not _is_simulated(known): problems.append(_NO_RECORDINGS.format(of=known))
+    if known and not recordings and not is_simulated(known): problems.append(_NO_RECORDINGS.format(of=known))
     framework = framework or _framework_of(known)
     needed = TRAINING | (CURVES if framework == 'tensorflow' else {}) | ({} if recordings else SIMULATION)
     problems += _install(needed, input_dir, scratch_dir)
@@ -570,7 +572,7 @@ def prepare_submission(
     problems: list[str] = []
     recordings = _find_one(found.recordings, 'the recordings', '', problems)
     model_run = _data_of(found)
-    if not recordings and not (model_run and _is_simulated(model_run)):
+    if not recordings and not (model_run and is_simulated(model_run)):
         problems.append(_NO_RECORDINGS.format(of=model_run or 'a submission'))
     earlier = _find_one([run for run in found.runs if not _has_model(run)], 'the run to continue', '', problems)
     values = _source(found, at_least, problems) | _language_models(found, overrides, problems)

@@ -1,0 +1,307 @@
+"""A whole cycle with Kaggle's own client, against a server on this machine; whatever can go wrong does.
+
+The client goes where `http_proxy` says, if it is told that Kaggle is on this machine."""
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from kaggle_server import BATCHES, CSV, DROP, HALF, LATE, SUBMISSION, Kaggle, output_of, serve
+
+from b2t_kaggle.cli.command import main
+from b2t_kaggle.kaggle import cycle
+
+api = pytest.importorskip('kaggle.api.kaggle_api_extended',
+                          reason="needs Kaggle's client: pip install b2t_kaggle[kaggle]")
+LINE = ('go', '--accelerator', 'T4 x2', '--preset', 'transformer', '--submit')
+NAME = 'ada/b2t-transformer-t4-x2'
+FOLDER = 'kaggle-b2t-transformer-t4-x2'
+PARTS = [f'{NAME}-train-1', f'{NAME}-train-2', f'{NAME}-submit']
+
+
+def write_wheels(image, folder):
+    folder.mkdir(parents=True)
+    for name in ('manifest.json', 'b2t_kaggle-0.1.0-py3-none-any.whl', 'jiwer-4-py3-none-any.whl'):
+        (folder/name).write_text(name)
+
+
+@pytest.fixture
+def kaggle():
+    kaggle = Kaggle()
+    server = serve(kaggle)
+    kaggle.port = server.server_port
+    yield kaggle
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def b2t(kaggle, tmp_path, monkeypatch):
+    "Runs `b2t kaggle …` as a user of this server: its exit status and output. No time passes."
+    monkeypatch.chdir(tmp_path)
+    variables = {'http_proxy': f'http://127.0.0.1:{kaggle.port}', 'no_proxy': '', 'NO_PROXY': '',
+                 'KAGGLE_USERNAME': 'ada', 'KAGGLE_KEY': 'key', 'HOME': str(tmp_path), 'TMPDIR': str(tmp_path)}
+    for name, value in variables.items(): monkeypatch.setenv(name, value)
+    monkeypatch.delenv('KAGGLE_API_TOKEN', raising=False)
+    monkeypatch.setattr(api.KaggleApi, 'args', ['--local'])
+    monkeypatch.setattr(cycle, 'build_wheels', write_wheels)
+    monkeypatch.setattr(cycle, 'POLL', 0.01)
+    monkeypatch.setattr('time.sleep', lambda seconds: None)
+    def run(*args):
+        result = CliRunner().invoke(main, ['kaggle', *map(str, args)])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+        return result.exit_code, result.output
+    return run
+
+
+def assert_complete(kaggle):
+    "Each thing was made once, and from the right ones."
+    assert {name: len(versions) for name, versions in kaggle.kernels.items()} == dict.fromkeys(PARTS, 1)
+    (wheels, versions), = kaggle.datasets.items()
+    assert wheels.startswith('ada/b2t-wheels-gpu-') and len(versions[-1]) >= 3
+    bodies = [kaggle.kernels[name][0]['body'] for name in PARTS]
+    assert [body.get('kernelDataSources', []) for body in bodies] == [[], PARTS[:1], PARTS[1:2]]
+    assert all(body['datasetDataSources'] == [wheels] for body in bodies)
+    assert [(s['content'], s['fileName']) for s in kaggle.submissions] == [(CSV, 'submission.csv')]
+
+
+def test_a_cycle(kaggle, b2t, tmp_path):
+    status, output = b2t(*LINE)
+    assert status == 0, output
+    assert_complete(kaggle)
+    assert kaggle.kernels[PARTS[1]][0]['steps'] == BATCHES
+    for line in ('queued, until Kaggle has a machine', 'goes on from batch 60,000', '    train: 100%', 'is valid'):
+        assert line in output, output
+    body = kaggle.kernels[PARTS[0]][0]['body']
+    assert (body['machineShape'], body['enableInternet'], body['competitionDataSources']) == (
+        'NvidiaTeslaT4', False, ['brain-to-text-25'])
+    assert (tmp_path/FOLDER/'output'/'b2t-transformer-t4-x2-submit'/'submission.csv').is_file()
+    n = len(kaggle.asked)
+    assert b2t(*LINE)[0] == 0
+    assert not {'SaveKernel', 'CreateDataset', 'upload', 'file', 'CreateSubmission'} & set(kaggle.names()[n:])
+    status, output = b2t('status')
+    assert status == 0 and 'public score 0.0612' in output and '30.0 hours of GPU are left' in output
+    assert output.count('done  ') == 13 and 'next' not in output
+
+
+@pytest.mark.parametrize('fault', [DROP, LATE, HALF, (503, b'<html>'), (500, 'Internal error'), (429, 'Too many')])
+def test_a_fault_that_passes_makes_no_difference(fault, kaggle, b2t):
+    "Each kind of request goes wrong once."
+    kaggle.fault = lambda name, n: fault if n == 1 else None
+    status, output = b2t(*LINE)
+    assert status == 0, output
+    assert_complete(kaggle)
+
+
+TOKEN = 'make a new one at https://www.kaggle.com/settings'
+QUOTA = {'error': 'Maximum weekly GPU quota of 30.00 hours reached.'}
+
+
+@pytest.mark.parametrize('request_, fault, message', [
+    ('GetCompetition', (401, 'Unauthenticated'), TOKEN),
+    ('GetKernelSessionStatus', (401, 'Unauthenticated'), TOKEN),   # The client says that the slug is wrong
+    ('ListSubmissions', (401, 'Unauthenticated'), TOKEN),
+    ('CreateDataset', (403, 'The user is blocked'), 'The user is blocked'),
+    ('SaveKernel', QUOTA, 'The hours of a week are used up'),
+    ('SaveKernel', (429, 'You are over your quota'), 'The hours of a week are used up'),
+    ('SaveKernel', (400, 'Phone verification is needed'), 'Phone verification is needed'),
+    ('GetKernelSessionStatus', (503, b'<html>'), 'Later the same line goes on'),
+    ('file', (403, b'<Error>expired</Error>'), 'Later the same line goes on'),
+    ('file', HALF, 'Later the same line goes on'),
+    ('StartSubmissionUpload', (403, 'Accept the rules'), 'Accept the rules'),
+])
+def test_a_fault_that_stays_is_told_and_the_same_line_goes_on(request_, fault, message, kaggle, b2t):
+    kaggle.fault = lambda name, n: fault if name == request_ else None
+    status, output = b2t(*LINE)
+    assert status == 1 and message in output, output
+    kaggle.fault = lambda name, n: None
+    assert b2t(*LINE)[0] == 0
+    assert_complete(kaggle)
+
+
+def test_the_quota(kaggle, b2t):
+    "Too few hours are no hours; some are used."
+    kaggle.hours_used['gpu'] = 29.5
+    status, output = b2t(*LINE)
+    assert status == 1 and '0.5 hours of GPU are left of this week, and there are new ones 28 November' in output
+    assert not kaggle.kernels
+    kaggle.hours_used['gpu'] = 25
+    assert b2t(*LINE)[0] == 0
+    assert '"hours = 4.83' in json.dumps(kaggle.kernels[PARTS[0]][0]['body']['text']).replace('\\n', '"')
+
+
+def test_other_notebooks_run(kaggle, b2t):
+    "That is waited for."
+    busy = {'error': 'Maximum batch GPU session count of 2 reached.'}
+    kaggle.fault = lambda name, n: busy if name == 'SaveKernel' and n < 4 else None
+    status, output = b2t(*LINE)
+    assert status == 0 and output.count('Other notebooks of yours are running; trying again') == 3
+    assert_complete(kaggle)
+
+
+@pytest.mark.parametrize('end, word', [('ERROR', 'failed'), ('CANCEL_ACKNOWLEDGED', 'cancelled')])
+def test_a_notebook_that_does_not_end_well(end, word, kaggle, b2t):
+    "It shows the end of its log, and is pushed again where that is asked for."
+    name = PARTS[1]
+    kaggle.fate[name] = ['QUEUED', 'RUNNING', 'RUNNING', end]
+    for _ in range(2):
+        status, output = b2t(*LINE)
+        assert status == 1 and f'{name}: {word}. The end of its log' in output and '    train: 100%' in output, output
+        assert '--retry pushes it again' in output and len(kaggle.kernels[name]) == 1
+    assert f'next  run part 2 of the training, {name}' in b2t('status')[1]
+    del kaggle.fate[name]
+    assert b2t(*LINE, '--retry')[0] == 0
+    assert len(kaggle.kernels[name]) == 2 and len(kaggle.kernels[PARTS[0]]) == 1
+    assert len(kaggle.submissions) == 1
+
+
+BROKEN = SUBMISSION | {'submission.csv': CSV[:-4]}
+SHORT = SUBMISSION | dict.fromkeys(['submission.csv', 'run/submission.csv'], CSV[:CSV.rfind('1,')])
+
+
+@pytest.mark.parametrize('name, files, message', [
+    (PARTS[0], {}, 'has no config.yaml'),
+    (PARTS[0], {'run/config.yaml': 'data:'}, 'has no stages/train.json'),
+    (PARTS[0], {**output_of(1), 'run/stages/train.json': '{"key": "k", "met'}, 'has no stages/train.json'),
+    (PARTS[0], {k: v for k, v in output_of(1).items() if 'best' not in k}, 'has no model'),
+    (PARTS[0], output_of(1) | {'run/config.yaml': 'data:\n  dataset_dir: null\n'}, 'was trained on a simulation'),
+    (PARTS[1], output_of(60_000), 'has 60,000 batches like the part before'),
+    (PARTS[2], {k: v for k, v in SUBMISSION.items() if 'json' not in k}, 'has no run/stages/submit.json'),
+    (PARTS[2], BROKEN, 'differs from that of the run'),
+    (PARTS[2], SHORT, '1 ids are missing: 1'),
+])
+def test_an_output_that_is_not_whole(name, files, message, kaggle, b2t):
+    "Nothing is done with it, until the notebook has run again."
+    kaggle.files[name] = files or {'__notebook__.ipynb': '{}'}
+    status, output = b2t(*LINE)
+    assert status == 1 and message in output and '--retry runs' in output, output
+    assert name == PARTS[2] or PARTS[2] not in kaggle.kernels
+    assert not kaggle.submissions
+    assert b2t(*LINE)[0] == 1 and len(kaggle.kernels[name]) == 1
+    del kaggle.files[name]
+    assert b2t(*LINE, '--retry')[0] == 0
+    assert len(kaggle.kernels[name]) == 2 and [s['content'] for s in kaggle.submissions] == [CSV]
+
+
+def test_hours_end_the_training(kaggle, b2t):
+    "What there is by then is handed in."
+    kaggle.steps_of_a_part = 1000
+    assert b2t(*LINE, '--hours', 12)[0] == 0
+    assert list(kaggle.kernels) == PARTS
+    assert kaggle.kernels[PARTS[2]][0]['body']['kernelDataSources'] == [PARTS[1]]
+
+
+def test_an_upload_that_failed(kaggle, b2t):
+    "The client makes a dataset without the files; then there is a new version."
+    kaggle.fault = lambda name, n: (403, 'no') if name == 'upload' and n <= 3 else None
+    assert b2t(*LINE)[0] == 0
+    (_, versions), = kaggle.datasets.items()
+    assert [len(files) for files in versions] == [0, 3]
+
+
+def test_who_may_not(kaggle, b2t, monkeypatch):
+    kaggle.has_joined = False
+    status, output = b2t(*LINE)
+    assert status == 1 and 'Accept the rules at https://www.kaggle.com/competitions/brain-to-text-25/rules' in output
+    assert not kaggle.datasets and not kaggle.kernels
+    monkeypatch.setenv('KAGGLE_API_TOKEN', 'expired')
+    for name in ('KAGGLE_USERNAME', 'KAGGLE_KEY'): monkeypatch.delenv(name)
+    kaggle.token_works = False
+    status, output = b2t(*LINE)
+    assert status == 1 and 'does not take the token in KAGGLE_API_TOKEN, which may have expired' in output
+    monkeypatch.delenv('KAGGLE_API_TOKEN')
+    status, output = b2t(*LINE)
+    assert status == 1 and 'Kaggle needs a token' in output
+    for line in (LINE, ('status',)):
+        monkeypatch.setitem(sys.modules, 'kaggle.api.kaggle_api_extended', None)
+        status, output = b2t(*line)
+        assert status == 1 and "pip install 'b2t_kaggle[kaggle]'" in output
+
+
+def test_another_cycle_does_not_take_its_place(kaggle, b2t):
+    assert b2t(*LINE)[0] == 0
+    n = len(kaggle.asked)
+    status, output = b2t('go', '--accelerator', 'T4 x2', '--id', NAME)
+    assert status == 1 and "is the cycle with preset 'transformer', this one has 'official'" in output
+    assert kaggle.names()[n:] == []
+
+
+def test_the_steps_by_hand_come_to_the_same(kaggle, b2t, monkeypatch):
+    "Each command that is printed is given, the client's to the client."
+    from kaggle.cli import main as client
+    status, output = b2t(*LINE, '--id', NAME, '--print')
+    assert status == 0 and kaggle.asked == [], output
+    monkeypatch.setattr('b2t_kaggle.cli.kaggle.build_wheels', lambda image, folder, *args: write_wheels(image, folder)
+                        or dict(wheels=[], left_out={}, install='pip'))
+    monkeypatch.setenv('KAGGLE_API_ENVIRONMENT', 'LOCALHOST')
+    given = [shlex.split(line) for line in output.splitlines() if line.startswith(('   b2t ', '   kaggle '))]
+    for command, verb, *rest in given:
+        if command == 'b2t': assert b2t(*rest)[0] == 0
+        else: monkeypatch.setattr(sys, 'argv', [command, verb, *rest])
+        if command == 'kaggle': client()
+        if rest[0] == 'status': kaggle.kernels[rest[1]][-1]['state'] = 'COMPLETE'
+    assert_complete(kaggle)
+
+
+# One process that has imported everything; a copy of it carries out each line of standard input, and is killed behind
+# the n-th answer from an address
+RUNNER = '''
+import json, os, sys
+from pathlib import Path
+import kaggle.cli, requests
+import b2t_kaggle.cli.kaggle
+from test_kaggle_cycle import NAME, write_wheels
+from b2t_kaggle.cli.command import main
+from b2t_kaggle.config import preset
+from b2t_kaggle.kaggle import cycle, plan
+
+cycle.build_wheels = write_wheels
+cycle.POLL = 0.005
+some = plan.Plan(NAME, 'T4 x2', 'transformer', 'ada/wheels') # What is compiled for it is there then
+plan.write_notebook(some, some.training(1), Path('warm'))
+preset('transformer')
+
+def run(args, address, n):
+    send, count = requests.Session.send, 0
+    def counted(self, request, **options):
+        nonlocal count
+        answer = send(self, request, **options)
+        count += address in request.url
+        if address in request.url and count == n: os.kill(os.getpid(), 9)
+        return answer
+    requests.Session.send = counted
+    for i in (1, 2): os.dup2(os.open('output', os.O_WRONLY | os.O_CREAT | os.O_TRUNC), i)
+    main(args)
+
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid: run(*json.loads(line))
+    print('status', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+'''
+
+
+def test_killed_behind_an_answer_the_same_line_goes_on(kaggle, b2t, tmp_path):
+    "Of each kind, and behind each push: whoever hears it is killed at once, the second one does nothing twice."
+    variables = os.environ | {'KAGGLE_API_ENVIRONMENT': 'LOCALHOST',
+                              'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
+    addresses = dict(log='/stream/', file='/files/', upload='/upload/')
+    with subprocess.Popen([sys.executable, '-c', RUNNER], stdin=-1, stdout=-1, text=True, env=variables) as runner:
+        def end(name='', n=0):
+            runner.stdin.write(json.dumps([['kaggle', *LINE], addresses.get(name, f'/{name}'), n]) + '\n')
+            runner.stdin.flush()
+            while (words := runner.stdout.readline().split())[0] != 'status': pass # The client prints, too
+            return int(words[1])
+        assert end() == 0
+        counts = dict.fromkeys(kaggle.counts, 1) | {'SaveKernel': 3, 'upload': 3}
+        assert len(counts) == 15
+        for name, n in [(name, n) for name, most in counts.items() for n in range(1, most + 1)]:
+            kaggle.forget()
+            shutil.rmtree(tmp_path/FOLDER)
+            assert end(name, n) == -9, (name, n)
+            assert end() == 0, (name, n, (tmp_path/'output').read_text())
+            assert_complete(kaggle)
+        runner.stdin.close()
