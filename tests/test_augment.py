@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from b2t_kaggle.config import AugmentConfig
-from b2t_kaggle.pytorch.augment import Augment, add_noise, cut_start, time_mask
+from b2t_kaggle.config import AugmentConfig, preset, with_overrides
+from b2t_kaggle.pytorch.augment import Augment, add_noise, channel_mask, cut_start, time_mask
 from b2t_kaggle.pytorch.layers import smooth
 from b2t_kaggle.training.recipe import draw_cut, gaussian_kernel, step_seed
 
@@ -97,8 +97,31 @@ def test_time_masks_stay_in_bounds(lengths, n_masks, part, seed):
         assert (row[n + 1:] == 1).all() and (row[:n] == 0).sum() <= n_masks * longest
 
 
+@settings(max_examples=50, deadline=None)
+@given(T=st.integers(1, 40), n_electrodes=st.integers(1, 5), span=st.integers(0, 50), part=st.floats(0, .9),
+       by=st.sampled_from(['electrode', 'feature']), seed=st.integers(0, 10**6))
+def test_channel_masks_are_whole_spans_of_electrodes_or_features(T, n_electrodes, span, part, by, seed):
+    x = torch.randn(3, T, 2*n_electrodes)
+    cfg = only(channel_masks=part, channel_mask_bins=span, channel_mask_by=by)
+    y = channel_mask(x, cfg, generator(seed))
+    length = span or T
+    n_drawn = n_electrodes if by == 'electrode' else 2*n_electrodes
+    u = torch.rand(3, -(-T//length), n_drawn, generator=generator(seed))
+    for b, t, f in np.ndindex(*x.shape):
+        masked = u[b, t//length, f % n_drawn] < part
+        assert y[b, t, f] == (0 if masked else x[b, t, f])
+
+
+@pytest.mark.parametrize('changes, found', [
+    ({'feature_subset': [0, 1], 'model.neural_dim': 2}, 'data.feature_subset'), ({'model.neural_dim': 7}, 'an odd')])
+def test_electrodes_are_masked_where_they_are_known(changes, found):
+    with pytest.raises(ValueError, match=f'found {found}.*channel_mask_by=feature'):
+        with_overrides(preset('demo'), changes | {'channel_masks': .2})
+    with_overrides(preset('demo'), changes | {'channel_masks': .2, 'channel_mask_by': 'feature'})
+
+
 def test_everything_is_a_function_of_seed_and_step():
-    cfg = AugmentConfig(time_masks=3, random_walk_std=.1)
+    cfg = AugmentConfig(time_masks=3, random_walk_std=.1, channel_masks=.3)
     x = torch.randn(2, 50, 4)
     n = torch.tensor([50, 30])
     before = x.clone()

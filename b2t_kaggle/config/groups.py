@@ -110,6 +110,12 @@ class AugmentConfig(Section):
     "Number of time masks per trial."
     time_mask_max: float = Field(0.05, ge=0, le=1)
     "Largest length of one time mask, as a part of the trial."
+    channel_masks: float = Field(0.0, ge=0, lt=1)
+    "Part of the channels that read zero in training, drawn for each trial; the official kit masks none."
+    channel_mask_bins: int = Field(0, ge=0)
+    "Bins after which other channels are drawn; 0 means the same ones for the whole trial."
+    channel_mask_by: Literal['electrode', 'feature'] = 'electrode'
+    "`electrode`: threshold crossings and power of an electrode are masked together; `feature`: each by itself."
 
 # %% ../../nbs/config/03_groups.ipynb #c311
 class _StepsConfig(Section):
@@ -519,6 +525,14 @@ class Config(Section):
     def _framework_has_the_encoder(self):
         self.model.check_framework(self.train.framework)
         return self
+
+    @model_validator(mode='after')
+    def _electrodes_are_known(self):
+        if not self.augment.channel_masks or self.augment.channel_mask_by == 'feature': return self
+        if self.data.feature_subset is None and self.model.neural_dim % 2 == 0: return self
+        found = 'data.feature_subset' if self.data.feature_subset is not None else 'an odd model.neural_dim'
+        raise ValueError(f'augment.channel_mask_by = electrode takes the first half of the features for threshold '
+                         f'crossings and the second for power, and found {found}; set augment.channel_mask_by=feature')
 
     def dump(self) -> dict:
         "All values as plain JSON types, with the number of the schema; `Config.model_validate` reads them back equal."

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from b2t_kaggle.config import AugmentConfig
 from b2t_kaggle.pytorch import augment as pt
 from b2t_kaggle.pytorch.layers import smooth as smooth_pt
-from b2t_kaggle.tensorflow.augment import Augment, add_noise, cut_start, mask_places, mask_time, trial_seeds
+from b2t_kaggle.tensorflow.augment import (
+    Augment,
+    add_noise,
+    cut_start,
+    mask_channels,
+    mask_places,
+    mask_time,
+    trial_seeds,
+)
 from b2t_kaggle.tensorflow.layers import smooth
 from b2t_kaggle.training.recipe import draw_cut, gaussian_kernel, step_seed
 
@@ -68,7 +76,7 @@ def test_noise_has_the_distribution_of_pytorchs(kw, samples):
 def test_the_whole_recipe_is_the_official_one_compiled_or_not():
     "Gain, noise, offset, walk, cut, smoothing: replayed in PyTorch from the same random numbers; and trial by trial."
     cfg = AugmentConfig(static_gain_std=.1, white_noise_std=.5, constant_offset_std=.3, random_walk_std=.2,
-                        random_cut=3, time_masks=2)
+                        random_cut=3, time_masks=2, channel_masks=.3, channel_mask_bins=25)
     x = np.random.default_rng(0).standard_normal((3, 60, 4)).astype('float32')
     n = np.array([60, 50, 40], 'int32')
     seeds = trial_seeds(5, 1, 3)
@@ -84,9 +92,11 @@ def test_the_whole_recipe_is_the_official_one_compiled_or_not():
     y = smooth_pt(pt.cut_start(y, cut), aug.kernel).numpy()
     args = tf.constant(x), tf.constant(n), tf.constant(cut), tf.constant(seeds)
     got, lengths = aug.train(*args)
-    masked = (got.numpy() == 0).all(2)
-    assert 0 < masked[:, :38].mean() < 0.2
-    np.testing.assert_allclose(got.numpy(), np.where(masked[..., None], 0, y), atol=1e-5)
+    silent = mask_channels(tf.ones_like(x), cfg, tf.constant(seeds)).numpy() == 0
+    got = got.numpy()
+    masked = (got == 0).all(2) & ~silent.all(2)
+    assert 0 < masked[:, :38].mean() < 0.2 and 0 < silent.mean() < .6
+    np.testing.assert_allclose(got, np.where(masked[..., None] | silent, 0, y), atol=1e-5)
     assert lengths.numpy().tolist() == [58, 48, 38]
     compiled, _ = tf.function(aug.train, jit_compile=True)(*args)
     np.testing.assert_allclose(got, compiled, atol=1e-5)

@@ -76,7 +76,7 @@ def test_the_model_is_the_one_of_the_cpu():
 def test_augmentation_is_one_program_whatever_it_draws():
     device = torch_xla.device()
     cfg = AugmentConfig(white_noise_std=0.5, constant_offset_std=0.3, time_masks=2, time_mask_max=0.2,
-                        static_gain_std=0.01, random_walk_std=0.01)
+                        static_gain_std=0.01, random_walk_std=0.01, channel_masks=.3, channel_mask_bins=70)
     aug = Augment(cfg, 0)
     x = torch.zeros(4, 300, 8)
     n_bins = torch.tensor([300, 300, 200, 100])
@@ -93,7 +93,9 @@ def test_augmentation_is_one_program_whatever_it_draws():
     assert torch.equal(a, again) and not torch.equal(a, b)
     assert n.tolist() == n_bins.tolist() and fewer.tolist() == [298, 298, 198, 98]
     assert compilations() == before and not fallbacks()
-    inside = a[0][(a[0] != 0).any(-1)]
+    silent = torch.stack([(a[0, i:i + 70] == 0).all(0) for i in range(0, 300, 70)])
+    assert 0 < silent.float().mean() < .7 and torch.equal(silent[:, :4], silent[:, 4:])
+    inside = a[0][a[0] != 0]
     assert 0.2 < inside.std() < 0.7 and (a == 0).all(-1).any(1).any(), 'noise is smoothed, masks are zero'
 
 
