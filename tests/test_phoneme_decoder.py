@@ -2,6 +2,7 @@
 import csv
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,23 @@ def test_the_best_sentence_is_that_of_all_paths(lm, seed):
     found = max(decode_lists([x], LEXICON, lm, model)[0], key=lambda h: h.total)
     assert found.text == text
     assert found.total == pytest.approx(score, abs=1e-3)
+
+
+def test_totals_with_an_llm_are_those_of_all_paths(lm):
+    "Frames of the ranking's confusions, its weights, and any scores: each phoneme of a sentence takes one frame."
+    x = phoneme_list({'five_best': [{'phonemes': 'AH B |', 'score': -.4}, {'phonemes': 'AH | |', 'score': -1.3}]})
+    def scores(texts): return np.array([math.sin(sum(map(ord, t))) for t in texts])
+    ranking = replace(random_model(12), llm_weight=1.7)
+    found = decode_lists([x], LEXICON, lm, replace(random_model(11), ranking=ranking), llm=scores)[0]
+    frames = list_frames(x, ranking)
+    paths = [(tuple(k for k in path if k != BLANK), sum(frames[t, k] for t, k in enumerate(path)))
+             for path in itertools.product(CLASSES, repeat=len(frames))]
+    assert len(found) > 3
+    for h in found:
+        acoustic = max(score for labels, score in paths if labels in spellings(h.text))
+        total = acoustic + .7*lm.score(h.text) - .3*h.n_words + 1.7*scores([h.text])[0]
+        assert h.total == pytest.approx(total, abs=1e-3)
+    assert (np.diff(expected_errors(found, 1.)) > -1e-9).all()
 
 
 def test_weights_of_the_list_alone_give_its_shares():

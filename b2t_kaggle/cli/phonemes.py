@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from .options import FILE, output_option
+from .options import EXISTING_FOLDER, FILE, dtype_option, output_option, refuse_options, with_options
+from ..config import LLMConfig
 from ..core.reading import read_text
 from b2t_kaggle.decoding.phoneme_lists.decoder import (
     decode_lists,
@@ -28,27 +29,43 @@ from ..phonemes import build_lexicon
 # %% ../../nbs/cli/09_phonemes.ipynb #c004
 _lm = click.option('--lm', 'lm_path', required=True, type=FILE, help='n-gram model, an ARPA file.')
 _words = click.option('--words', type=FILE, help='Words to decode, one a line. Default: all of the n-gram.')
+_llm = with_options(
+    click.option('--llm', metavar='MODEL', help='Causal language model that ranks the sentences anew.'),
+    click.option('--llm-adapter', type=EXISTING_FOLDER, help='Folder of its adapter, from `b2t lm finetune`.'),
+    dtype_option(help="Type of its weights."))
 
 def _open_model(lm_path: Path, words: Path | None):
     "Lexicon and n-gram."
     vocabulary = read_text(words).split() if words else model_words(lm_path)
     return build_lexicon(vocabulary, variants=False), Automaton.load(lm_path)
 
+def _open_llm(llm: str | None, adapter: Path | None, dtype: str):
+    "Scores by a language model, if one is named."
+    if llm is None: return refuse_options({'llm_adapter', 'dtype'}, 'no --llm is given')
+    from b2t_kaggle.lm.cached_scores import CachedScores  # Needs torch
+    from b2t_kaggle.lm.causal import open_lm
+    return CachedScores(*open_lm(LLMConfig(llm=llm, llm_adapter=adapter, llm_dtype=dtype)))
+
 @click.command()
 @click.argument('lists', type=FILE)
 @_lm
 @_words
+@_llm
 @output_option(help='The file to write.')
-def confusions(lists, lm_path, words, output):
+def confusions(lists, lm_path, words, llm, llm_adapter, dtype, output):
     """Learn what a model confuses, from phoneme lists.
 
     LISTS are the best phoneme sequences of trials whose sentences are known: JSON Lines, with `five_best`, `phonemes`
-    and `sentence` in each line. Learned is, too, how much the n-gram counts. For `b2t decode-phonemes`."""
+    and `sentence` in each line. Learned is, too, how much the n-gram counts, and an LLM. For `b2t decode-phonemes`."""
     trials = read_phoneme_lists(lists, labelled=True)
-    model = fit_confusions(trials, *_open_model(lm_path, words))
+    model = fit_confusions(trials, *_open_model(lm_path, words), llm=_open_llm(llm, llm_adapter, dtype))
     save_confusions(output, model)
     click.echo(f'Learned from {len(trials)} trials: n-gram weight {model.lm_weight:.2f}, word score '
-               f'{model.word_score:.2f}\nWrote {output}')
+               f'{model.word_score:.2f}')
+    if r := model.ranking:
+        click.echo(f'With the LLM: LLM weight {r.llm_weight:.2f}, n-gram weight {r.lm_weight:.2f}, word score '
+                   f'{r.word_score:.2f}')
+    click.echo(f'Wrote {output}')
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c006
 @click.command('decode-phonemes')
@@ -56,17 +73,23 @@ def confusions(lists, lm_path, words, output):
 @click.option('--confusions', 'confusions_path', required=True, type=FILE, help='From `b2t confusions`.')
 @_lm
 @_words
+@_llm
 @output_option(help='The file of sentences to write.')
-@click.option('--nbest', default=200, show_default=True, type=click.IntRange(1), help='Sentences of a trial.')
-def decode_phonemes(lists, confusions_path, lm_path, words, output, nbest):
+@click.option('--nbest', default=200, show_default=True, type=click.IntRange(1),
+              help='Sentences of a trial; fewer are ranked sooner by an LLM.')
+def decode_phonemes(lists, *, confusions_path, lm_path, words, llm, llm_adapter, dtype, output, nbest):
     """Decode phoneme lists into sentences.
 
     LISTS are the best phoneme sequences of trials, as JSON Lines. The error rate is printed where all true sentences
     are known."""
     trials = read_phoneme_lists(lists)
     model = load_confusions(confusions_path)
+    if llm and not model.ranking:
+        raise click.UsageError(f'{confusions_path} has no weight for an LLM; make it by b2t confusions with --llm')
+    if model.ranking and not llm: click.echo(f'Without the LLM that {confusions_path} has a weight for: give --llm.')
     lexicon, lm = _open_model(lm_path, words)
-    found = decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True)
+    scores = _open_llm(llm, llm_adapter, dtype)
+    found = decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True, llm=scores)
     write_sentences(output, trials, found)
     if all(t.sentence for t in trials):
         rate = word_error_rate([t.sentence for t in trials], [h[0].text for h in found])

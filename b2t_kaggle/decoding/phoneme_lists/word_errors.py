@@ -72,7 +72,7 @@ class CandidateTrial(NamedTuple):
     gap_scores: np.ndarray  # [n + 1, 41]
     symbols: np.ndarray     # Phonemes of the candidates, one after the other [S]
     start: np.ndarray       # Candidate c has symbols[start[c]:start[c + 1]] [C + 1]
-    known: np.ndarray       # n-gram score and number of words of each candidate [C, 2]
+    known: np.ndarray       # Other scores of each candidate: n-gram, number of words, LLM's [C, K]
     errors: np.ndarray      # Word errors of each candidate [C]
 
 class ExpectedWordErrors:
@@ -81,10 +81,9 @@ class ExpectedWordErrors:
     It is the loss of minimum word error rate training (Prabhavalkar et al., 2018)."""
     def __init__(self,
         trials: Sequence[CandidateTrial],
-        lm_weight: float,
-        word_score: float,
+        start: Sequence[float], # Weights of the other scores [K]
         sharpness: float,
-        penalty: float,   # Of squared changes
+        penalty: float,         # Of squared changes
     ):
         self.trials = trials
         self.slots = concatenate_rows([t.slots for t in trials])
@@ -93,9 +92,9 @@ class ExpectedWordErrors:
         self.gap_scores = np.concatenate([t.gap_scores for t in trials])
         self.known = np.concatenate([t.known for t in trials])
         self.errors = np.concatenate([t.errors for t in trials])
-        self.start = np.array([lm_weight, word_score])
+        self.start = np.array(start)
         self.sharpness = sharpness
-        self.penalties = penalty*np.concatenate([PENALTIES, PENALTIES, [.1, .1]])
+        self.penalties = penalty*np.concatenate([PENALTIES, PENALTIES, np.full(len(start), .1)])
         n_candidates = [len(t.errors) for t in trials]
         self.first = np.cumsum([0, *n_candidates[:-1]])
         self.trial = np.repeat(np.arange(len(trials)), n_candidates)
@@ -131,7 +130,7 @@ class ExpectedWordErrors:
         slot_scores, gap_scores = self.scores(x)
         by_row = np.concatenate([slot_scores, gap_scores]).ravel()
         acoustic = np.bincount(self.candidates, by_row[self.cells], len(self.errors))
-        total = self.sharpness*(acoustic + self.known @ (self.start + x[-2:]))
+        total = self.sharpness*(acoustic + self.known @ (self.start + x[2*N_WEIGHTS:]))
         p = np.exp(total - np.maximum.reduceat(total, self.first)[self.trial])
         p /= np.add.reduceat(p, self.first)[self.trial]
         expected = np.add.reduceat(p*self.errors, self.first)
