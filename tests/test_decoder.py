@@ -414,6 +414,33 @@ def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
     assert decoder.nbest == 3 and decoder.lm.score('how are you') == pytest.approx(score, abs=1e-5)
 
 
+@pytest.mark.parametrize(('size', 'stride', 'first_bin', 'begin', 'step'), [
+    (14, 4, 0, 100, 80),  # The first patch is the bins 0 to 13, its middle 140 ms; it stands for the 80 ms around it
+    (14, 4, 4, 180, 80),  # The same without four bins that smoothing left out
+    (4, 4, 0, 0, 80),
+    (20, 10, 2, 140, 200),
+    (0, 0, 0, 0, 20),     # No patches: a frame is a bin
+])
+def test_times_of_a_run(tmp_path, size, stride, first_bin, begin, step):
+    "Words of a run's decoder begin and end where the bins do that their frames stand for."
+    from b2t_kaggle.logits import LogitStore
+    from b2t_kaggle.pipeline.decoder import open_decoder
+    from b2t_kaggle.pipeline.run import Run
+    run = Run(tmp_path/'run', tmp_path, {'model.patch_size': size, 'model.patch_stride': stride})
+    for name in ('lm', 'logits'): (run.dir/name).mkdir()
+    (run.dir/'lm'/'words.txt').write_text('a i')
+    build_ngram(['i a', 'a'], run.lm_path, order=2, estimator='own')
+    x = noisy([BLANK, *to_class_ids(['AY']), SIL, BLANK, BLANK, *to_class_ids(['AH', 'AH']), SIL], sharp=12)
+    expected = [('i', begin + step, begin + 2*step), ('a', begin + 5*step, begin + 7*step)]
+    own = open_decoder(run).decode(x)[0] # A client of the server may smooth as it likes: nothing is left out
+    assert [w[:3] for w in own.words] == [(w, a - 20*first_bin, b - 20*first_bin) for w, a, b in expected]
+    index = pd.DataFrame(dict(session=['t15.2023.08.11'], key=['trial_0000']))
+    store = LogitStore.write(run.logits('test'), [x], index, dict(config=run.cfg.dump(), first_bin=first_bin))
+    assert [w[:3] for w in open_decoder(run).decode(store[0])[0].words] == expected
+    LogitStore.write(run.logits('test'), [x], index, {})
+    assert open_decoder(run).frame_ms is None # Of another program: times are not known
+
+
 def test_kenlm_from_several_threads(lm):
     trials = [spoken(n % 7, n) for n in range(40)]
     decoder = LexiconBeamDecoder(LEXICON, without_file(lm), beam=20)
@@ -762,8 +789,9 @@ def test_defaults_are_those_of_the_configuration():
     of_decoder = {
         name: p.default
         for name, p in inspect.signature(LexiconBeamDecoder).parameters.items()
-        # The last five are the model's
-        if name not in ('lexicon', 'lm', 'fusion', 'frame_ms', 'frame_offset_ms', 'tokens', 'blank', 'word_end')
+        # The last six are the model's
+        if name not in ('lexicon', 'lm', 'fusion', 'frame_ms', 'frame_offset_ms', 'temperature', 'tokens', 'blank',
+                        'word_end')
     }
     of_config = DecodeConfig().model_dump(exclude={'n_jobs', 'tune'})  # `decode_all`'s, and that of `tuning`
     of_config = {k: v for k, v in of_config.items() if not k.startswith('llm')}  # test_fusion has those of the fusion
