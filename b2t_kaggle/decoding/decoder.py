@@ -32,7 +32,7 @@ from b2t_kaggle.decoding.lexicon import (
     spellings_of,
     with_spelling,
 )
-from .nbest import Hypothesis, LLMHypothesis, with_posteriors
+from .nbest import Hypothesis, LLMHypothesis, Word, agreement, posteriors, with_posteriors
 from .scorers import AutomatonScorer, KenLMScorer, score_word
 from .search import FusedSearch, Search
 from ..devices.machine import n_cores
@@ -207,6 +207,7 @@ def _check_parameters(p: dict) -> None:
         raise ValueError(f"word_score is {p['word_score']}; expected a finite number")
     if p['frame_ms'] is not None and not 0 < p['frame_ms'] < math.inf:
         raise ValueError(f"frame_ms is {p['frame_ms']}; expected a positive number, or none for no times of words")
+    if not p['temperature'] > 0: raise ValueError(f"temperature is {p['temperature']}; expected a positive number")
     if p['merge'] not in ('max', 'sum'): raise ValueError(f"merge is {p['merge']!r}; expected 'max' or 'sum'")
     if p['fusion'] is not None and p['oov_penalty'] is not None:
         raise ValueError(f"oov_penalty is {p['oov_penalty']} beside a fusion; a language model inside the search "
@@ -408,12 +409,53 @@ def _trie_of(decoder: 'LexiconBeamDecoder', spellings: list[list[tuple[int, ...]
     trie = build_trie(spellings, unigrams[:-1], decoder.classes)
     return trie if decoder.oov_penalty is None else with_spelling(trie, unigrams[-1])
 
-def _with_parameters(decoder: 'LexiconBeamDecoder', **parameters: float) -> 'LexiconBeamDecoder':
+def _with_parameters(decoder: 'LexiconBeamDecoder', **parameters: float | None) -> 'LexiconBeamDecoder':
     "A decoder with other parameters; lexicon and language model are shared, searches are not."
     other = copy(decoder)
     vars(other).update(parameters, _idle=[])
     _check_parameters(vars(other))
     return other
+
+def _begun_frames(
+    decoder: 'LexiconBeamDecoder',
+    log_probs: np.ndarray, # Of all frames so far, from `prepare` [T', 41]
+    words: list[int],      # Complete ones
+    spelled: list[tuple[int, ...]], # Spellings of words, numbered after those of the lexicon
+    begun: list[int],      # Classes of the word that is in work
+) -> np.ndarray:           # [n_words, 2]
+    "First and last frame of each complete word's phonemes on the best path through all frames so far."
+    prons = decoder._prons
+    def of(p): return tuple(prons.symbols[prons.start[p]:prons.start[p + 1]].tolist())
+    n = len(decoder.words)
+    spellings = [list(map(of, range(prons.first[w], prons.first[w + 1]))) if w < n else [spelled[w - n]] for w in words]
+    word_end = decoder.classes.word_end
+    if begun: spellings.append([tuple(begun)])
+    if begun and word_end >= 0: # It ends in a frame of its own, as all words do
+        end = np.full((1, log_probs.shape[1]), -1e4)
+        end[0, word_end] = 0
+        log_probs = np.concatenate([log_probs, end])
+    spans = word_spans(log_probs, np.arange(len(spellings)), pronunciations(spellings, word_end))
+    if spans is None: raise ValueError(f'{len(log_probs)} frames are too few for {len(spellings)} words')
+    return spans[:len(words)]
+
+_AROUND = 100 # Texts that confidences of words so far are found by
+
+def _begun_words(decoder: 'LexiconBeamDecoder', search: Search, log_probs: np.ndarray) -> list[Word]:
+    "The complete words of the best hypothesis so far; the confidence of a word is the posterior of texts that have it."
+    if decoder.frame_ms is None: raise ValueError('the times of words are not known; give LexiconBeamDecoder frame_ms')
+    n = len(decoder.words)
+    best = search.best_words()
+    words, starts, scores = search.begun_list(_AROUND)
+    spelling = best[np.flatnonzero(np.append(n, best) <= n)[-1]:] # Behind the last complete word
+    words, starts, spelled = _join_spellings(np.append(best, words), np.append(0, len(best) + starts), n)
+    text, *others = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
+    if not text: return []
+    begun = [*(spelling - n).tolist(), *search.begun_word()]
+    confidence = agreement(text, others) @ posteriors(scores, decoder.temperature)
+    frames = _begun_frames(decoder, log_probs, text, spelled, begun)
+    times = decoder.frame_offset_ms + decoder.frame_ms*(frames + [0, 1])
+    names = [decoder.words[w] if w < n else '…' for w in text]
+    return [Word(w, a, b, min(c, 1.)) for w, (a, b), c in zip(names, times.tolist(), confidence.tolist())]
 
 def _word_times(decoder: 'LexiconBeamDecoder', log_probs: np.ndarray) -> Callable[[str], np.ndarray] | None:
     "Function for begin and end of a sentence's words in ms, with frames [T', 41] from `prepare`; none without times."
@@ -463,6 +505,7 @@ class LexiconBeamDecoder(SentenceScorer):
         fusion: Fusion | None = None, # A language model of whole sentences inside the search; none: the n-gram alone
         frame_ms: float | None = None, # From one frame to the next; gives hypotheses their `words`; none: no times
         frame_offset_ms: float = 0.0, # Where the first frame begins, from the start of the trial
+        temperature: float = 1.0,     # Totals are divided by it for posteriors, such as by that of `nbest.calibrate`
         tokens: Sequence[str] | None = None, # Names of the model's classes, in its order [K]; none: the 41
         blank: str | int = 'BLANK',          # The blank's name, or its number
         word_end: str | int | None = 'SIL',  # The token after each word; none: words follow each other without one
@@ -480,6 +523,7 @@ class LexiconBeamDecoder(SentenceScorer):
         self.fusion = fusion
         self.frame_ms = frame_ms
         self.frame_offset_ms = frame_offset_ms
+        self.temperature = temperature
         if fusion is not None: check_words(lm, self.words) # The n-gram stands in for the fusion, whatever its weight
         self.trie = _trie_of(self, spellings)
         self._idle = [] # Searches that nobody uses: several threads may decode
@@ -510,15 +554,24 @@ class LexiconBeamDecoder(SentenceScorer):
         llm = search.llm_scores(words, starts)
         self.return_search(search)
         hyps = self.rank(log_probs, words, starts, llm, self.fusion.weight if self.fusion else 0.)
-        return with_posteriors(hyps, times=_word_times(self, log_probs))
+        return with_posteriors(hyps, self.temperature, _word_times(self, log_probs))
+
+    def begun_words(self,
+        search: Search,        # In the middle of a trial
+        log_probs: np.ndarray, # Of all frames that were pushed, from `prepare` [T', 41]
+    ) -> list[Word]:
+        """The complete words of the best hypothesis so far; those outside the lexicon are …. Raises `ValueError` where
+        there is no `frame_ms`."""
+        return _begun_words(self, search, log_probs)
 
     def with_words(self,
         log_probs: np.ndarray,      # Log-probabilities of one trial [T', 41]
         hyps: Sequence[Hypothesis], # Its n-best list, such as one that was read from a file or scored anew
-        temperature: float = 1.0,   # Totals are divided by it, such as by that of `nbest.calibrate`
+        temperature: float | None = None, # Totals are divided by it; none: by the decoder's
     ) -> list[Hypothesis]:          # Equal to those given
         "The same hypotheses, which know their `posterior`, and their `words` where there is `frame_ms`."
-        return with_posteriors(hyps, temperature, _word_times(self, self.prepare(log_probs).log_probs))
+        times = _word_times(self, self.prepare(log_probs).log_probs)
+        return with_posteriors(hyps, self.temperature if temperature is None else temperature, times)
 
     def decode_all(self,
         log_probs: Sequence[Any],        # Trials [T', 41], such as a `LogitStore`: read one by one, by index
@@ -538,6 +591,13 @@ class LexiconBeamDecoder(SentenceScorer):
     def with_beam(self, beam: int) -> 'LexiconBeamDecoder':
         "The same decoder with another beam [hypotheses per frame]; lexicon and language model are shared."
         return _with_parameters(self, beam=beam)
+
+    def with_times(self,
+        frame_ms: float | None,       # This and the other as in `LexiconBeamDecoder`
+        frame_offset_ms: float = 0.0,
+    ) -> 'LexiconBeamDecoder':
+        "The same decoder with other times of frames; lexicon and language model are shared."
+        return _with_parameters(self, frame_ms=frame_ms, frame_offset_ms=frame_offset_ms)
 
     def with_weights(self,
         acoustic_scale: float, # This and the others as in `LexiconBeamDecoder`

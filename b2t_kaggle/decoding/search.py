@@ -586,7 +586,8 @@ def _search_frames(scores, skip, t, model, state):
 # %% ../../nbs/decoding/04_search.ipynb #c058
 @_jit
 def _walk(arena, starts, scores, n_texts, max_steps):
-    "The best distinct texts: word ids, concatenated, and where each begins. Texts are told apart by their hashes."
+    """The best distinct texts: word ids, concatenated, and where each begins; and their scores. Texts are told apart by
+    their hashes."""
     heap = [(-scores[i], starts[i], 0) for i in range(len(starts))]
     heapq.heapify(heap)
     # Ends of sentences, first the empty one
@@ -601,6 +602,8 @@ def _walk(arena, starts, scores, n_texts, max_steps):
     words = [0]
     words.clear()
     first = [0]
+    costs = [np.float32(0)]
+    costs.clear()
     while len(heap) > 0 and len(first) <= n_texts and max_steps > 0: # The limit is far above what sentences need
         cost, entry, tail = heapq.heappop(heap)
         while (entry, text[tail]*31 + power[tail]) not in seen:
@@ -613,6 +616,7 @@ def _walk(arena, starts, scores, n_texts, max_steps):
                         words.append(word[tail])
                         tail = rest[tail]
                     first.append(len(words))
+                    costs.append(np.float32(cost))
                 break
             here = arena[entry]
             if here.word < 0: # A merge: the other history later, at its cost
@@ -624,7 +628,7 @@ def _walk(arena, starts, scores, n_texts, max_steps):
                 power.append(power[tail]*_TEXT_BASE)
                 tail = len(word) - 1
             entry = here.prev
-    return np.array(words, dtype=np.int64), np.array(first, dtype=np.int64)
+    return np.array(words, dtype=np.int64), np.array(first, dtype=np.int64), -np.array(costs, dtype=np.float32)
 
 # %% ../../nbs/decoding/04_search.ipynb #c062
 @_jit
@@ -652,7 +656,7 @@ def _texts(
     state: State, starts: np.ndarray, scores: np.ndarray, n_texts: int, n_frames: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     "The best distinct texts of histories, by `_walk`, whose steps grow with the trial."
-    return _walk(state.arena, starts, scores, n_texts, n_texts*(1000 + 20*n_frames))
+    return _walk(state.arena, starts, scores, n_texts, n_texts*(1000 + 20*n_frames))[:2]
 
 @_jit
 def _best_text(arena, history):
@@ -675,6 +679,22 @@ def _begun_texts(state: State, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
     texts = dict.fromkeys(tuple(_words_of(state, i).tolist()) for i in order)
     start, words = flatten(list(texts)[:n_texts])
     return words, start
+
+def _begun_list(state: State, n_texts: int, n_frames: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "The same and those that they were merged with, and the score of each text with look-ahead."
+    hyps = _beam(state)
+    ahead = hyps['score'] - np.maximum(hyps['label'], hyps['blank'])
+    scores = np.concatenate([hyps['label'] + ahead, hyps['blank'] + ahead])
+    starts = np.concatenate([hyps['label_history'], hyps['blank_history']])[scores > -np.inf]
+    return _walk(state.arena, starts, scores[scores > -np.inf], n_texts, n_texts*(1000 + 20*n_frames))
+
+def _begun_word(trie: Trie, node: int) -> list[int]:
+    "Classes of the word up to a node."
+    classes: list[int] = []
+    while trie.nodes[node]['parent'] >= 0:
+        classes.insert(0, int(trie.nodes[node]['symbol']))
+        node = trie.nodes[node]['parent']
+    return classes
 
 def _unfinished(trie: Trie, state: State, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
     "Texts of hypotheses that are all in the middle of a word: as many as wanted, and all of a hypothesis."
@@ -804,6 +824,16 @@ class Search:
     ) -> tuple[np.ndarray, np.ndarray]: # As from `texts`, [W] and [n + 1]
         "The best distinct texts of all hypotheses, without the words that these are in."
         return _begun_texts(self.state, n_texts)
+
+    def begun_list(self,
+        n_texts: int, # Number of texts
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # As from `texts`, [W] and [n + 1]; and scores with look-ahead [n]
+        "The best distinct texts so far, without the words that hypotheses are in, and their scores."
+        return _begun_list(self.state, n_texts, self.n_frames)
+
+    def begun_word(self) -> list[int]: # Classes
+        "The phonemes of the word that the best hypothesis so far is in, without those of a spelled one."
+        return _begun_word(self._buffers.trie, int(_beam(self.state)['node'][_beam(self.state)['score'].argmax()]))
 
     def best_words(self) -> np.ndarray: # Word ids [W]
         "The best hypothesis so far, without the word that it is in."

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from .decoder import LexiconBeamDecoder
-from .nbest import Hypothesis
+from .nbest import Hypothesis, Word
 from .search import Search
 
 # %% ../../nbs/decoding/07_streaming.ipynb #c008
@@ -41,6 +41,11 @@ class Stream:
         words = self._decoder.words
         ids = [w for w in self._open_search().best_words() if w <= len(words)] # Others are phonemes of spelled words
         return ' '.join(words[w] if w < len(words) else '…' for w in ids)
+
+    def partial_words(self) -> list[Word]:
+        """The words of `partial` with times and confidences, which later frames may change; raises `ValueError` where
+        the decoder has no `frame_ms`."""
+        return self._decoder.begun_words(self._open_search(), np.concatenate(self._frames))
 
     def finish(self) -> list[Hypothesis]:
         "The n-best of all frames, as `LexiconBeamDecoder.decode` gives them; the stream is finished then."
@@ -80,6 +85,10 @@ class BinStream:
         "Search on, and return the complete words of the best hypothesis so far; raises `ValueError` for another shape."
         self._frames.push(self._encoder.push(bins))
         return self._frames.partial()
+
+    def partial_words(self) -> list[Word]:
+        "The words so far with times and confidences, as those of `Stream`."
+        return self._frames.partial_words()
 
     def finish(self) -> list[Hypothesis]:
         "The n-best of the whole trial, as `LexiconBeamDecoder.decode` gives them; the stream is finished then."

@@ -34,12 +34,19 @@ def _fusion(cfg: Config):
     model, tokenizer = open_lm(c)
     return LLMFusion(model, tokenizer, c.llm_weight, c.llm_every, c.llm_capitals, c.llm_end)
 
+def _times(run: Run) -> dict[str, float]:
+    "Times of the frames that a run decodes, by its log-probabilities or else by its own model; empty: not known."
+    from b2t_kaggle.logits import LogitStore, frame_times
+    own = {} if run.cfg.infer.logits else dict(config=run.cfg.dump())
+    times = frame_times(LogitStore.open(run.logits(run.splits[0])).provenance if run.splits else own)
+    return times.in_ms() if times else {}
+
 def open_decoder(
     run: Run,  # Its `lm` stage must be done
     **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration
 ):
-    """The `LexiconBeamDecoder` that a run's configuration describes, with tuned weights where there are some and
-    `decode.llm` inside the search. Raises `PipelineError` where the run has no n-gram yet, and
+    """The `LexiconBeamDecoder` that a run's configuration describes, with tuned weights where there are some,
+    `decode.llm` inside the search, and the times of the model's frames. Raises `PipelineError` where the run has no n-gram yet, and
     `lm.causal.LanguageModelError` where the LLM is missing."""
     from b2t_kaggle.decoding.compilation import say_when_compiling
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
@@ -52,5 +59,5 @@ def open_decoder(
     tuning = search_tuning(run)
     weights = tuning.weights._asdict() if tuning else {}
     values = run.cfg.decode.model_dump(exclude={'n_jobs', 'tune'})
-    options = {k: v for k, v in values.items() if not k.startswith('llm')} | weights | changes
+    options = {k: v for k, v in values.items() if not k.startswith('llm')} | weights | _times(run) | changes
     return LexiconBeamDecoder(lexicon, load_ngram(run.lm_path), fusion=_fusion(run.cfg), **options)
