@@ -650,6 +650,38 @@ def known_tuning(candidate, without):
                          (0, 1, 2, 3), {k: [v] for k, v in candidate._asdict().items()}, [[[[5]]]])
 
 
+def test_lists_have_words_with_times_and_calibrated_confidences(finished, tmp_path, here, monkeypatch):
+    """The temperature that val gives is stored, and used for the lists of both splits and by whoever opens the decoder;
+    lists of before are read, and decoded anew without a calibration where trials are too few."""
+    from b2t_kaggle.decoding import calibration
+    from b2t_kaggle.pipeline.decoder import known_calibration
+    run, _, _ = finished
+    shutil.copytree(run, tmp_path/'run')
+    own = Run(tmp_path/'run', run.parent.parent/'data', {'decode.beam': 7})
+    assert Run(run, own.work).nbest('test')[0][0].posterior > 0 and known_calibration(own) is None
+    monkeypatch.setattr(calibration, 'MIN_TRIALS', 4)
+    run_stages(own, 'decode')
+    found = known_calibration(own)
+    decoder = open_decoder(own)
+    assert decoder.temperature == found.temperature and decoder.frame_ms == 20*own.cfg.model.frame_stride()
+    for split in ('val', 'test'):
+        for hyps, x in zip(own.nbest(split), LogitStore.open(own.logits(split)), strict=True):
+            expected = decoder.decode(x)
+            assert hyps == expected and [w[:3] for w in hyps[0].words] == [w[:3] for w in expected[0].words]
+            for field in (lambda h: [w.confidence for w in h.words], lambda h: h.posterior):
+                assert field(hyps[0]) == pytest.approx(field(expected[0]), rel=1e-5)
+    index = TrialStore.open(own.packed_dir/'val.arrow').index
+    trials = [(h, normalize_sentence(row.sentence)) for h, row in zip(own.nbest('val'), index.itertuples())
+              if not row.is_instruction]
+    n_words = sum(h[0].n_words for h, _ in trials)
+    n_right = jiwer.process_words([said for _, said in trials], [h[0].text for h, _ in trials]).hits
+    shares = [(n, n*right) for n, _, right in found.validated.bins]
+    assert np.sum(shares, 0) == pytest.approx((n_words, n_right))
+    monkeypatch.undo()
+    run_stages(own, 'decode', force=['decode'])
+    assert known_calibration(own) is None and open_decoder(own).temperature == 1
+
+
 def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypatch):
     """Too few trials tune nothing; a session without time leaves it to the next one; one that was stopped after tuning
     goes on with what it found, and so does whoever opens the decoder."""

@@ -72,16 +72,26 @@ def cards(
         f'<span>{html.escape(note)}</span></div>\n' for name, (value, note) in metrics.items()) + '</div>\n'
 
 # %% ../../nbs/core/08_pages.ipynb #c015
+_DOUBT = 0.9 # Words with less confidence are shaded
+
+def _shaded(word: str, confidence: float) -> str:
+    "A word, shaded the more the less probable it is."
+    if confidence >= _DOUBT: return html.escape(word)
+    return (f'<span class="doubt" style="--doubt:{.7*(1 - confidence):.2f}" title="confidence {confidence:.2f}">'
+            f'{html.escape(word)}</span>')
+
 def aligned(
     reference: Sequence[str],  # Words or phonemes
     hypothesis: Sequence[str], # The same
+    confidences: Sequence[float] = (), # Of each word of the hypothesis; none: not known
 ) -> str:
     "The shortest alignment as HTML: `del` what the hypothesis lacks, `ins` what it has instead, or has too much."
+    shown = [_shaded(w, c) for w, c in zip(hypothesis, confidences or [1.]*len(hypothesis), strict=True)]
     parts = []
     for op in Levenshtein.opcodes(reference, hypothesis):
         expected = html.escape(' '.join(reference[op.src_start:op.src_end]))
-        found = html.escape(' '.join(hypothesis[op.dest_start:op.dest_end]))
-        if op.tag == 'equal': parts.append(expected)
+        found = ' '.join(shown[op.dest_start:op.dest_end])
+        if op.tag == 'equal': parts.append(found)
         else: parts += [f'<{tag}>{text}</{tag}>' for tag, text in (('del', expected), ('ins', found)) if text]
     return ' '.join(parts)
 

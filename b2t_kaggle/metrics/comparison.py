@@ -30,7 +30,7 @@ from ..phonemes import normalize_sentence
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c005
 _FACTS = ('session', 'block', 'corpus', 'seen', 'reference', 'phonemes')
-_COLUMNS = (*_FACTS, 'text', 'greedy')
+_COLUMNS = (*_FACTS, 'text', 'greedy', 'confidences')
 
 def results_of(
     rows: Collection[Mapping], # Of each trial: `trial`, `reference`, `text` and whatever else is known

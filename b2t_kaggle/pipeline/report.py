@@ -99,7 +99,9 @@ def example_trials(
                    for title, some in kinds.items() if some)
 
 def _trial(row: pd.Series, errors: ErrorCounts) -> str:
-    words = aligned(*(normalize_sentence(t).split() for t in (row.reference, row.text)))
+    said, found = (normalize_sentence(t).split() for t in (row.reference, row.text))
+    sure = row.get('confidences') or []
+    words = aligned(said, found, sure if len(sure) == len(found) else []) # Normalising may join or divide words
     facts = [f'trial {row.name}']
     if 'session' in row: facts.append(str(row.session))
     if 'block' in row: facts.append(f'block {row.block}')

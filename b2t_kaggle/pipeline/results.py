@@ -15,7 +15,7 @@ import pandas as pd
 
 from ..core.ctc import greedy
 from ..data.store import TrialStore
-from ..decoding.nbest import Hypothesis, write_nbest
+from ..decoding.nbest import Hypothesis, known_words, write_nbest
 from ..logits import LogitStore
 from ..metrics import total
 from ..metrics.comparison import WER, measure, results_of, with_seen
@@ -88,14 +88,16 @@ def run_results(
     run: Run, # Decoded, and its packed stores are there
 ) -> pd.DataFrame: # As `comparison.results_of`
     "Hypotheses of a run for val, and the truth, without instructions. Raises `PipelineError` where there is no val."
-    best = [hyps[0].text for hyps in run.nbest('val')]
+    best = [hyps[0] for hyps in run.nbest('val')]
     val = TrialStore.open(run.packed_dir/'val.arrow')
     logits = LogitStore.open(run.logits('val'))
     blocks = read_blocks(run.cfg.report.blocks) if run.cfg.report.blocks else {}
     rows = []
     for i, row in enumerate(val.index.itertuples()):
         if not _is_spoken(row): continue
-        found = dict(text=best[i], greedy=_as_text(greedy(logits[i])))
+        words = known_words(best[i])
+        sure = None if words is None else [w.confidence for w in words]
+        found = dict(text=best[i].text, greedy=_as_text(greedy(logits[i])), confidences=sure)
         truth = dict(reference=row.sentence, phonemes=_as_text(val.class_ids(i)))
         facts = dict(session=row.session, block=int(row.block), corpus=blocks.get((row.session, int(row.block))))
         rows.append(dict(trial=i) | facts | truth | found)

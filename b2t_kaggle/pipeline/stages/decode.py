@@ -69,9 +69,10 @@ class Decode(Stage):
     def run(self, run, progress):
         from b2t_kaggle.decoding.tuning import OutOfTime
         from b2t_kaggle.metrics import total, word_errors
+        from b2t_kaggle.pipeline.confidence import write_words
         from b2t_kaggle.pipeline.decoder import WEIGHTS, open_decoder
         from b2t_kaggle.pipeline.results import write_lists
-        decoder = open_decoder(run)
+        decoder = open_decoder(run).with_times(None) # With times, lists would hold the frames of all trials
         spoken = _spoken_trials(run)
         late = False
         try: tuning, reason = _tuning(run, progress, decoder, spoken)
@@ -79,9 +80,11 @@ class Decode(Stage):
             late = True
             tuning, reason = None, f'{e}; run it again to tune them'
         if reason: print(f'The weights of the search are as configured, not tuned: {reason}.')
-        nbest, n_left = self._search(run, progress, _decoders(run, decoder, tuning, spoken), late)
+        decoders = _decoders(run, decoder, tuning, spoken)
+        nbest, n_left = self._search(run, progress, decoders, late)
+        files, calibration = write_words(run, self.name, nbest, decoders, dict(zip(spoken.index, spoken.sentence)))
         metrics = dict(narrow=n_left) if n_left else {}
-        details = dict(tuning=tuning, spoken=spoken)
+        details = dict(tuning=tuning, spoken=spoken, calibration=calibration)
         if 'val' in nbest:
             lists = [nbest['val'][i] for i in spoken.index]
             errors = word_errors(spoken.sentence, [hyps[0].text for hyps in lists])
@@ -90,7 +93,7 @@ class Decode(Stage):
             if tuning and not run.cfg.decode.llm: metrics['WER as configured'] = tuning.wer('start')
             details |= dict(lists=lists, errors=errors)
         files = [*(run.nbest_path(split, self.name) for split in nbest), *([run.dir/WEIGHTS] if tuning else []),
-                 *write_lists(run, self.name, nbest)]
+                 *files, *write_lists(run, self.name, nbest)]
         return Result(files, metrics, not n_left and not late, details)
 
     def _search(self, run, progress, decoders, late) -> tuple[dict, int]:

@@ -80,8 +80,20 @@ def _groups(results) -> str:
 def _trials(results) -> str:
     "Some trials with their errors."
     from b2t_kaggle.pipeline.report import example_trials
-    about = '<p>What was said, <del>what was missed</del>, and <ins>what was found instead or is too much</ins>.</p>'
-    return f'{about}\n{example_trials(results)}'
+    about = 'What was said, <del>what was missed</del>, and <ins>what was found instead or is too much</ins>.'
+    if 'confidences' in results: about += ' The less sure a word that was found, the darker its shade.'
+    return f'<p>{about}</p>\n{example_trials(results)}'
+
+def _confidences(run) -> str:
+    "Figures about the confidences of words, as far as they could be calibrated."
+    from b2t_kaggle.core.pages import figure, table
+    from b2t_kaggle.decoding.calibration import plot_reliability
+    from b2t_kaggle.pipeline.decoder import known_calibration
+    from b2t_kaggle.pipeline.stages import list_stage
+    found = known_calibration(run, list_stage(run.cfg))
+    if found is None: return ''
+    about = f'<p>Of {found.n_words:,} words of val; the temperature is {found.temperature:.3g}.</p>'
+    return f'{about}{table(found.table)}{figure(plot_reliability(found), "Reliability of the confidences of words")}'
 
 def _provenance(run, stamps) -> str:
     "Facts about data and model, and the files of the stages."
@@ -119,6 +131,7 @@ class Report(Stage):
             'Training': _curves(run, stamps),
             'By corpus, length and session': '' if results is None else _groups(results),
             'Trials': '' if results is None else _trials(results),
+            'Confidences of words': _confidences(run),
             'Weights of the search': _weights(run, stamps, tuning),
             'Times': timings(stamps),
             'Configuration': configuration(run.cfg, run.base_preset),

@@ -45,6 +45,14 @@ def _rank(cfg, nbest, scored, references) -> tuple:
         for i, hyps in zip(tunable, cross_validate(lists, texts, start=configured)): rescored['val'][i] = hyps
     return rescored, weights, tuned
 
+def _write_words(run, rescored, references) -> tuple:
+    "Write the lists again, with posteriors and words; returns the file of their calibration, and that, if any."
+    from b2t_kaggle.pipeline.confidence import write_words
+    from b2t_kaggle.pipeline.decoder import open_decoder
+    decoder = open_decoder(run, fusion=None) # For the times of words alone
+    decoders = {split: [decoder]*len(lists) for split, lists in rescored.items()}
+    return write_words(run, 'rescore', rescored, decoders, references)
+
 # %% ../../../nbs/pipeline/stages/11_rescore.ipynb #c006
 class Rescore(Stage):
     does = 'an LLM ranks the n-best sentences anew'
@@ -85,6 +93,8 @@ class Rescore(Stage):
         print(', '.join(f'WER {k} {percent(v)}' for k, v in wers.items()), '(cross-validated)' if tuned else '')
         write_weights(run.dir/'rescore_weights.json', weights)
         files = [run.dir/'rescore_weights.json', *write_all_lists(run, self.name, rescored)]
+        confidences, calibration = _write_words(run, rescored, references)
+        files += confidences
         n_left = sum(map(len, left.values()))
         for split, lists in nbest.items():
             progress.save_pending(split, left[split])
@@ -93,4 +103,5 @@ class Rescore(Stage):
             write_nbest(files[-1], [scored[split].get(i, []) for i in range(len(lists))])
         metrics = (dict(WER=wers['after']) if wers else {}) | (dict(not_rescored=n_left) if n_left else {})
         return Result(files, metrics, not n_left,
-                      dict(before=nbest, after=rescored, references=references, weights=weights, tuned=tuned))
+                      dict(before=nbest, after=rescored, references=references, weights=weights, tuned=tuned,
+                           calibration=calibration))
