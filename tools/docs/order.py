@@ -7,8 +7,8 @@ GROUPS = (
                'guides/beside_the_official_kit.ipynb')),
     ('How to', (
         'guides/colab.ipynb', 'guides/official_checkpoint.ipynb', 'guides/kaggle_gpu.ipynb', 'guides/kaggle_tpu.ipynb',
-        'guides/own_language_model.ipynb', 'guides/ensembles.ipynb', 'guides/streaming.ipynb',
-        'guides/one_trial.ipynb',
+        'guides/own_language_model.ipynb', 'guides/a_language_model_that_helps.ipynb', 'guides/ensembles.ipynb',
+        'guides/streaming.ipynb', 'guides/one_trial.ipynb',
         'guides/which_encoder.ipynb', 'guides/hours_per_card.ipynb', 'guides/memory_and_disk.ipynb',
         'guides/adding_an_encoder.ipynb', 'guides/adding_a_stage.ipynb', 'guides')),
     ('Benchmarks', ('benchmarks',)),
