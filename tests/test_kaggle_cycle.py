@@ -3,10 +3,12 @@
 The client goes where `http_proxy` says, if it is told that Kaggle is on this machine."""
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -17,6 +19,7 @@ from b2t_kaggle.kaggle import cycle
 
 api = pytest.importorskip('kaggle.api.kaggle_api_extended',
                           reason="needs Kaggle's client: pip install b2t_kaggle[kaggle]")
+NBS = Path(__file__).parents[1]/'nbs'
 LINE = ('go', '--accelerator', 'T4 x2', '--preset', 'transformer', '--submit')
 NAME = 'ada/b2t-transformer-t4-x2'
 FOLDER = 'kaggle-b2t-transformer-t4-x2'
@@ -88,6 +91,17 @@ def test_a_cycle(kaggle, b2t, tmp_path):
     assert output.count('done  ') == 13 and 'next' not in output
 
 
+def test_the_line_of_the_guide_on_a_tpu(kaggle, b2t):
+    guide = json.loads((NBS/'guides'/'kaggle_gpu.ipynb').read_text())
+    text = ''.join(''.join(cell['source']) for cell in guide['cells'])
+    words = shlex.split(re.search('```sh\n(b2t kaggle go.*)\n', text)[1])
+    assert words == ['b2t', 'kaggle', *LINE]
+    assert b2t(*['TPU v5e-8' if word == 'T4 x2' else word for word in words[2:]])[0] == 0
+    bodies = [versions[0]['body'] for versions in kaggle.kernels.values()]
+    assert [body['machineShape'] for body in bodies] == ['TpuV5E8']*3
+    assert next(iter(kaggle.datasets)).startswith('ada/b2t-wheels-tpu-')
+
+
 @pytest.mark.parametrize('fault', [DROP, LATE, HALF, (503, b'<html>'), (500, 'Internal error'), (429, 'Too many')])
 def test_a_fault_that_passes_makes_no_difference(fault, kaggle, b2t):
     "Each kind of request goes wrong once."
@@ -157,6 +171,14 @@ def test_a_notebook_that_does_not_end_well(end, word, kaggle, b2t):
     assert b2t(*LINE, '--retry')[0] == 0
     assert len(kaggle.kernels[name]) == 2 and len(kaggle.kernels[PARTS[0]]) == 1
     assert len(kaggle.submissions) == 1
+
+
+def test_a_notebook_that_was_stopped_before_it_began(kaggle, b2t):
+    "It has no log, which hides nothing."
+    kaggle.fate[PARTS[0]] = ['QUEUED', 'CANCEL_ACKNOWLEDGED']
+    kaggle.fault = lambda name, n: (404, 'Not Found') if name == 'log' else None
+    status, output = b2t(*LINE)
+    assert status == 1 and f'{PARTS[0]}: cancelled. The end of its log:' in output and '(it has no log)' in output
 
 
 BROKEN = SUBMISSION | {'submission.csv': CSV[:-4]}

@@ -168,10 +168,11 @@ def test_a_licence_that_kaggle_does_not_know(kaggle, b2t, tmp_path):
 
 
 def lines_of(guide):
-    "The commands in a guide's first block, as lists of words; OWNER is ada."
+    "The commands of a guide, step by step, as lists of words; OWNER is ada."
     cells = json.loads((NBS/'guides'/guide).read_text())['cells']
     text = ''.join(''.join(cell['source']) for cell in cells)
-    block = re.search('```sh\n(.*?)```', text, re.DOTALL)[1].replace('\\\n', ' ').replace('OWNER', 'ada')
+    block = re.search('```sh\n(b2t kaggle wheels.*?)```', text, re.DOTALL)[1]
+    block = block.replace('\\\n', ' ').replace('OWNER', 'ada')
     return [shlex.split(command) for line in block.splitlines() for command in line.split('&&')]
 
 

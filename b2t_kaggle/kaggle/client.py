@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['KaggleError', 'CredentialsError', 'QuotaError', 'BusyError', 'UnreachableError', 'RefusedError', 'explain',
            'explain_exception', 'ask', 'connect', 'has_joined', 'quota_left', 'dataset_state', 'dataset_files',
-           'push_dataset', 'kernel_state', 'push_kernel', 'log_pieces', 'log_lines', 'fetch_file', 'pull_output',
-           'find_submission', 'submit_file']
+           'push_dataset', 'kernel_state', 'push_kernel', 'log_pieces', 'whole_log', 'log_lines', 'fetch_file',
+           'pull_output', 'find_submission', 'submit_file']
 
 # %% ../../nbs/kaggle/03_client.ipynb #c003
 import io
@@ -104,7 +104,7 @@ def connect() -> Any:
     except ImportError as e:
         raise KaggleError(f"Kaggle's client is missing ({e}): pip install 'b2t_kaggle[kaggle]', or in a checkout "
                           '`./kit env kaggle`; `b2t kaggle go --print` names the steps without it') from None
-    if not hasattr(KaggleApi, 'quota_view'):
+    if not (hasattr(KaggleApi, 'quota_view') and hasattr(KaggleApi, 'kernels_logs_stream')):
         raise KaggleError("Kaggle's client is too old: pip install --upgrade kaggle")
     api = KaggleApi()
     said = io.StringIO()
@@ -214,6 +214,14 @@ def log_pieces(
     "Pieces of a notebook's log, from its beginning; while the notebook runs they come as they are written."
     events = ask(f'log of {kernel}', api.kernels_logs_stream, kernel)
     while (event := ask(f'log of {kernel}', next, events, None)) is not None: yield event.get('data') or ''
+
+def whole_log(
+    api: Any,    # Of `connect`
+    kernel: str, # `OWNER/SLUG`
+) -> list[str]:  # Lines; none of a notebook that was stopped before it began
+    "A notebook's log up to now; for one that runs this waits for its end."
+    try: return log_lines(''.join(log_pieces(api, kernel)))
+    except RefusedError: return []
 
 _COLOURS = re.compile(r'\x1b\[[0-9;?]*[A-Za-z]')
 

@@ -44,6 +44,7 @@ from b2t_kaggle.kaggle.client import (
     push_kernel,
     quota_left,
     submit_file,
+    whole_log,
 )
 from .plan import COMPETITION, Notebook, Plan, output_folder, push_folder, write_notebook
 from .publish import write_dataset
@@ -146,7 +147,7 @@ def watch(
         if is_over: break
         time.sleep(POLL)
     if state in ('failed', 'cancelled'):
-        raise failure(kernel, state, said, log_lines(''.join(log_pieces(api, kernel))))
+        raise failure(kernel, state, said, whole_log(api, kernel))
 
 # %% ../../nbs/kaggle/05_cycle.ipynb #c014
 def training_problem(
@@ -346,7 +347,7 @@ def _running(cycle: Cycle, notebook: Notebook) -> Step:
     def now():
         state, said = kernel_state(cycle.api, kernel)
         if state in ('failed', 'cancelled'):
-            return [str(failure(kernel, state, said, log_lines(''.join(log_pieces(cycle.api, kernel)))))]
+            return [str(failure(kernel, state, said, whole_log(cycle.api, kernel)))]
         tail = LogTail(partial(log_pieces, cycle.api, kernel))
         return [f'{state} {said}'.rstrip(), *(tail.new_lines(5)[-3:] if state == 'running' else [])]
 
