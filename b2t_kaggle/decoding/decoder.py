@@ -8,6 +8,7 @@ __all__ = ['Frames', 'prepare_frames', 'scorer_for', 'SentenceScorer', 'LexiconB
 # %% ../../nbs/decoding/06_decoder.ipynb #c003
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -19,24 +20,43 @@ import numpy as np
 
 from ..core.ctc import check_log_probs, to_numpy
 from ..core.jit import njit
-from .acoustic import Pronunciations, acoustic_scores, pronunciations, word_spans
+from b2t_kaggle.decoding.acoustic import (
+    Pronunciations,
+    acoustic_scores,
+    pronunciations,
+    with_pronunciations,
+    word_spans,
+)
 from .histories import Fusion, HistoryScorer
 from b2t_kaggle.decoding.lexicon import (
     PHONEME_CLASSES,
+    AddedWord,
     Classes,
     Lexicon,
     Trie,
+    added_words,
     build_trie,
     classes_of,
     flatten,
     spellings_of,
     with_spelling,
+    with_words,
 )
 from .nbest import Hypothesis, LLMHypothesis, Word, agreement, posteriors, with_posteriors
-from .scorers import AutomatonScorer, KenLMScorer, score_word
+from .scorers import AutomatonScorer, BoostedScorer, KenLMScorer, NGramScorer, score_word
 from .search import FusedSearch, Search
 from ..devices.machine import n_cores
 from ..lm.automaton import Automaton, check_words, is_arpa
+from b2t_kaggle.lm.boost import (
+    Boosts,
+    PhraseList,
+    boosts_of,
+    most_gains,
+    phrase_automaton,
+    phrase_bonuses,
+    phrase_list,
+    scaled,
+)
 from ..lm.ngram import LN10, NGram
 from ..phonemes import BLANK
 
@@ -212,6 +232,8 @@ def _check_parameters(p: dict) -> None:
     if p['fusion'] is not None and p['oov_penalty'] is not None:
         raise ValueError(f"oov_penalty is {p['oov_penalty']} beside a fusion; a language model inside the search "
                          'cannot score words that are spelled, so set one of them to none')
+    if p['boost'] and not p['lm_weight']:
+        raise ValueError('lm_weight is 0 beside a boost, which is part of the language model; set it above 0')
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c314
 def _check_spelling(oov_penalty: float | None, classes: Classes) -> None:
@@ -285,6 +307,7 @@ class SentenceScorer:
         self._asked = scorer_for(lm, words, must_know=bool(lm_weight))
         self._prons = pronunciations(spellings, classes.word_end)
         self._word_id = {w: i for i, w in enumerate(self.words)}
+        self._phrases: PhraseList | None = None # That are boosted
 
     def prepare(self,
         log_probs: np.ndarray, # Log-probabilities [t, 41]
@@ -309,6 +332,7 @@ class SentenceScorer:
         ngram = _ngram_of(self._asked, words, starts, texts)
         if self.oov_penalty is not None and spelled:
             ngram = ngram - _spelling_costs(words, starts, len(self.words), spelled, self.oov_penalty)
+        if self._phrases: ngram = ngram + phrase_bonuses(words, starts, self._phrases)/self.lm_weight
         n_words = np.diff(starts)
         total = self.acoustic_scale*acoustic + self.lm_weight*ngram + self.word_score*n_words
         if llm is not None: total = total + llm_weight*llm
@@ -368,15 +392,18 @@ def _found_texts(
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c302
 def _new_search(
-    decoder: 'LexiconBeamDecoder',         # Gives trie, beam and weights
-    scorer: AutomatonScorer | KenLMScorer, # Of the n-gram, for this search alone
+    decoder: 'LexiconBeamDecoder', # Gives trie, beam and weights
+    scorer: NGramScorer,           # Of the n-gram, for this search alone
 ) -> Search:
     "A search for a decoder."
     d = decoder
     penalty = math.inf if d.oov_penalty is None else d.lm_weight*d.oov_penalty
-    if d.fusion is None: return Search(d.trie, scorer, d.beam, d.lm_weight, d.word_score, penalty, d.top_k or 0)
+    most = LN10*scorer.most_bonus
+    if d.fusion is None:
+        return Search(d.trie, scorer, d.beam, d.lm_weight, d.word_score, penalty, d.top_k or 0, d.lm_weight*most)
     histories = HistoryScorer(scorer, d.words, d.lm_weight, d.fusion)
-    return FusedSearch(d.trie, histories, d.beam, histories.weight, d.word_score, penalty, d.top_k or 0)
+    weight = histories.weight
+    return FusedSearch(d.trie, histories, d.beam, weight, d.word_score, penalty, d.top_k or 0, weight*most)
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c317
 _ENOUGH = 10 # Sentences of a trial for which its frames are not searched again
@@ -398,16 +425,15 @@ def _enough_texts(
     return words, starts
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c319
-def _new_scorer(decoder: 'LexiconBeamDecoder') -> AutomatonScorer | KenLMScorer:
+def _ngram_scorer(asked: AutomatonScorer | NGram, words: list[str]) -> AutomatonScorer | KenLMScorer:
     "The automaton, or a table of KenLM's answers that a search has for itself."
-    asked = decoder._asked
-    return asked if isinstance(asked, AutomatonScorer) else KenLMScorer(asked, decoder.words)
+    return asked if isinstance(asked, AutomatonScorer) else KenLMScorer(asked, words)
 
-def _trie_of(decoder: 'LexiconBeamDecoder', spellings: list[list[tuple[int, ...]]]) -> Trie:
-    "The words' trie, from whose root one may spell where the decoder's parameters say so."
-    unigrams = _new_scorer(decoder).unigrams()
-    trie = build_trie(spellings, unigrams[:-1], decoder.classes)
-    return trie if decoder.oov_penalty is None else with_spelling(trie, unigrams[-1])
+def _new_scorer(decoder: 'LexiconBeamDecoder') -> NGramScorer:
+    "The n-gram for a search, with the bonuses of boosts."
+    ngram = _ngram_scorer(decoder._asked, decoder.words)
+    if decoder._bonuses is None: return ngram
+    return BoostedScorer(ngram, scaled(decoder._bonuses, 1/(LN10*decoder.lm_weight)))
 
 def _with_parameters(decoder: 'LexiconBeamDecoder', **parameters: float | None) -> 'LexiconBeamDecoder':
     "A decoder with other parameters; lexicon and language model are shared, searches are not."
@@ -463,6 +489,72 @@ def _word_times(decoder: 'LexiconBeamDecoder', log_probs: np.ndarray) -> Callabl
     frame_ms, offset = decoder.frame_ms, decoder.frame_offset_ms # As they are now
     return lambda text: offset + frame_ms*(decoder._word_frames(log_probs, text) + [0, 1])
 
+# %% ../../nbs/decoding/06_decoder.ipynb #c402
+class _Vocabulary(NamedTuple):
+    "Words of a decoder, and what is made of them."
+    words: list[str]
+    word_id: dict[str, int]
+    prons: Pronunciations
+    asked: AutomatonScorer | NGram
+    trie: Trie     # Without spelling
+    unknown: float # Natural-log probability of `<unk>`
+    classes: Classes
+
+    def spellings(self, word: int) -> list[tuple[int, ...]]:
+        "Spellings of a word, as class ids."
+        prons = range(self.prons.first[word], self.prons.first[word + 1])
+        return [tuple(self.prons.symbols[self.prons.start[p]:self.prons.start[p + 1]].tolist()) for p in prons]
+
+def _extended(plain: _Vocabulary, added: Sequence[AddedWord], boosted: Iterable[str]) -> _Vocabulary:
+    "Further words and pronunciations, and an n-gram that knows the boosted words; the trie is as before."
+    new = [w.text for w in added if w.text not in plain.word_id]
+    word_id = plain.word_id | {w: i for i, w in enumerate(new, len(plain.words))}
+    words, spellings = spellings_of({w.text: w.pronunciations for w in added}, plain.classes) if added else ([], [])
+    known = {w: plain.spellings(plain.word_id[w]) for w in words if w in plain.word_id}
+    more = [(word_id[w], s) for w, prons in zip(words, spellings) for s in prons if s not in known.get(w, ())]
+    asked = plain.asked
+    if isinstance(asked, AutomatonScorer): asked = asked.with_words(new, [word_id[w] for w in boosted])
+    prons = with_pronunciations(plain.prons, more)
+    return plain._replace(words=plain.words + new, word_id=word_id, prons=prons, asked=asked)
+
+def _grown_trie(vocabulary: _Vocabulary, gains: np.ndarray, boosted: Iterable[int]) -> Trie:
+    """The trie with the boosted words, and with what they gain [W], in the n-gram's unit, in their look-ahead; one
+    without sets of bits stays as it is."""
+    if len(vocabulary.trie.n_children) and vocabulary.trie.words.max() + 1 == len(vocabulary.words):
+        return vocabulary.trie
+    unigrams = _ngram_scorer(vocabulary.asked, vocabulary.words).unigrams()
+    spellings = [(w, s) for w in boosted for s in vocabulary.spellings(w)]
+    return with_words(vocabulary.trie, spellings, [unigrams[w] + gains[w] for w, _ in spellings])
+
+# %% ../../nbs/decoding/06_decoder.ipynb #c404
+_MOST_SAID = 20 # Words in a message
+
+def _say_guessed(added: Sequence[AddedWord]) -> None:
+    "Warn of pronunciations that are guessed."
+    guessed = [f'{w.text} {" ".join(w.pronunciations[0])}' for w in added if w.is_guessed]
+    if not guessed: return
+    more = f'; and {len(guessed) - _MOST_SAID} more' if len(guessed) > _MOST_SAID else ''
+    warnings.warn('boost: no dictionary has these words, so their pronunciations are guessed from their letters: '
+                  f'{"; ".join(guessed[:_MOST_SAID])}{more}. Give those that are wrong', stacklevel=4)
+
+
+
+def _boosted_parts(decoder: 'LexiconBeamDecoder', boost: Boosts | None) -> dict[str, Any]:
+    "Attributes of the decoder with a boost, in place of one that it has; none gives the plain decoder's."
+    boosts = boosts_of(boost or {})
+    vocabulary, trie, added, phrases, bonuses = decoder._plain, decoder._plain.trie, [], None, None
+    if boosts:
+        added = added_words(boosts, vocabulary.word_id)
+        vocabulary = _extended(vocabulary, added, dict.fromkeys(w for b in boosts for w in b.words))
+        numbers = {tuple(vocabulary.word_id[w] for w in b.words): b.bonus for b in boosts}
+        phrases = phrase_list(numbers, len(vocabulary.words))
+        bonuses = phrase_automaton(numbers, len(vocabulary.words) + 2)
+        trie = _grown_trie(vocabulary, most_gains(bonuses)/decoder.lm_weight, dict.fromkeys(phrases.words.tolist()))
+        _say_guessed(added)
+    if decoder.oov_penalty is not None: trie = with_spelling(trie, vocabulary.unknown)
+    return dict(boost=boosts, added=added, words=vocabulary.words, trie=trie, _word_id=vocabulary.word_id,
+                _prons=vocabulary.prons, _asked=vocabulary.asked, _phrases=phrases, _bonuses=bonuses)
+
 # %% ../../nbs/decoding/06_decoder.ipynb #c031
 class LexiconBeamDecoder(SentenceScorer):
     """CTC prefix beam search with a lexicon and an n-gram (Hannun et al., 2014).
@@ -486,7 +578,12 @@ class LexiconBeamDecoder(SentenceScorer):
 
     Any CTC model is searched: `tokens`, `blank` and `word_end` name its classes, `log_probs` are then in its order, and
     the lexicon spells words with its tokens. Words are always those of a lexicon, since the n-gram scores words: for a
-    model of characters it is `{word: [list(word)]}`. Without a `word_end` each word has one spelling."""
+    model of characters it is `{word: [list(word)]}`. Without a `word_end` each word has one spelling.
+
+    A `boost` prefers words and phrases: each time that one occurs, the sentence's `total` gets its bonus, and `ngram`
+    the bonus divided by `lm_weight`. Its words need not be in the lexicon; `added` lists those that it adds, with their
+    pronunciations, and a warning says which of these are guessed. A word that an `Automaton` lacks is as probable as
+    its median word; to KenLM it stays `<unk>`."""
     def __init__(self,
         lexicon: Lexicon,             # Word -> pronunciations, from `b2t_kaggle.phonemes.build_lexicon`
         lm: NGram | Automaton,        # n-gram model of the words; an automaton needs less memory
@@ -509,6 +606,7 @@ class LexiconBeamDecoder(SentenceScorer):
         tokens: Sequence[str] | None = None, # Names of the model's classes, in its order [K]; none: the 41
         blank: str | int = 'BLANK',          # The blank's name, or its number
         word_end: str | int | None = 'SIL',  # The token after each word; none: words follow each other without one
+        boost: Boosts | None = None,  # Bonus of words and phrases [nats], as in `lm.boost.boosts_of`; none: none
     ):
         _check_parameters(locals())
         classes = classes_of(tokens, blank, word_end)
@@ -525,7 +623,10 @@ class LexiconBeamDecoder(SentenceScorer):
         self.frame_offset_ms = frame_offset_ms
         self.temperature = temperature
         if fusion is not None: check_words(lm, self.words) # The n-gram stands in for the fusion, whatever its weight
-        self.trie = _trie_of(self, spellings)
+        unigrams = _ngram_scorer(self._asked, words).unigrams()
+        trie = build_trie(spellings, unigrams[:-1], classes)
+        self._plain = _Vocabulary(words, self._word_id, self._prons, self._asked, trie, unigrams[-1], classes)
+        vars(self).update(_boosted_parts(self, boost)) # Words, trie, `boost` and `added`, and what is private
         self._idle = [] # Searches that nobody uses: several threads may decode
 
     def __repr__(self) -> str:
@@ -608,6 +709,12 @@ class LexiconBeamDecoder(SentenceScorer):
         "The same decoder with other weights; lexicon and language model are shared."
         return _with_parameters(self, acoustic_scale=acoustic_scale, lm_weight=lm_weight,
                                 blank_penalty=blank_penalty, word_score=word_score)
+
+    def with_boost(self,
+        boost: Boosts | None, # As in `LexiconBeamDecoder`, in place of the present one
+    ) -> 'LexiconBeamDecoder':
+        "The same decoder with another boost; lexicon, trie and language model are not built anew."
+        return _with_parameters(self, **_boosted_parts(self, boost))
 
     def take_search(self) -> Search:
         "A search that nobody uses, at the beginning of a trial; `return_search` gives it back."

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..core.jit import njit
-from .scorers import AutomatonScorer, KenLMScorer, ScoreCache, score_word
+from .scorers import NGramScorer, ScoreCache, score_word
 from ..lm.automaton import find
 from ..lm.ngram import LN10
 
@@ -106,7 +106,7 @@ class HistoryScorer(ScoreCache):
     begin = 0 # The empty history
 
     def __init__(self,
-        ngram: AutomatonScorer | KenLMScorer, # It is asked first
+        ngram: NGramScorer, # It is asked first
         words: list[str],  # The lexicon's words [W]
         lm_weight: float,  # Weight of the n-gram
         fusion: Fusion,    # Scores histories when some frames have passed

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['Lexicon', 'PHONEME_CLASSES', 'Classes', 'classes_of', 'spellings_of', 'flatten', 'Trie', 'count_bits', 'lowest_bit',
-           'build_trie', 'with_words', 'with_spelling']
+           'build_trie', 'with_words', 'AddedWord', 'added_words', 'with_spelling']
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c003
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..phonemes import BLANK, PHONEMES
+from ..lm.boost import Boost
+from ..phonemes import BLANK, PHONEMES, is_guessed, pronunciations
 
 Lexicon = Mapping[str, Sequence[Sequence[str]]] # Word -> its pronunciations, in tokens, without the word's end
 
@@ -242,7 +243,7 @@ def _end_at(nodes: np.ndarray, words: list[int], node: int, word: int) -> None:
 def with_words(
     trie: Trie, # Not `with_spelling`
     spellings: Sequence[tuple[int, tuple[int, ...]]], # Number of a word, perhaps one beyond those there, and a spelling
-    unigrams: Sequence[float], # Natural-log probability of each word, for the look-ahead
+    unigrams: Sequence[float], # Natural-log probability of each spelling's word, for the look-ahead
 ) -> Trie:
     """The trie with further words or spellings, or with better look-ahead of those that it has. Raises `ValueError` for
     a trie without sets of bits, whose words must all be in its lexicon."""
@@ -263,6 +264,24 @@ def with_words(
             nodes['ahead'][node] = max(nodes['ahead'][node], ahead)
         _end_at(nodes, words, node, word)
     return trie._replace(nodes=nodes[:n].copy(), words=np.array(words, np.int32))
+
+# %% ../../nbs/decoding/00_lexicon.ipynb #c406
+class AddedWord(NamedTuple):
+    "A word that is added to a lexicon, or that gets further pronunciations."
+    text: str
+    pronunciations: list[list[str]]
+    is_guessed: bool # From its letters, since nobody gave a pronunciation, and no dictionary has the word
+
+def added_words(
+    boosts: Sequence[Boost], # From `lm.boost.boosts_of`
+    known: Container[str],   # Words of the lexicon
+) -> list[AddedWord]:
+    "Words of boosts that a lexicon lacks, and those whose pronunciation is given."
+    given: dict[str, list[list[str]]] = {w: [] for b in boosts for w in b.words}
+    for b in boosts:
+        for word, phonemes in zip(b.words, b.phonemes): given[word].append(phonemes)
+    words = {w: prons for w, prons in given.items() if prons or w not in known}
+    return [AddedWord(w, prons or pronunciations(w), not prons and is_guessed(w)) for w, prons in words.items()]
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c026
 def with_spelling(

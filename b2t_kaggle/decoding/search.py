@@ -14,7 +14,7 @@ import numpy as np
 from ..core.jit import njit
 from .histories import HistoryScorer, fuse, fuse_at_end, llm_scores
 from .lexicon import Trie, count_bits, flatten, lowest_bit
-from .scorers import AutomatonScorer, KenLMScorer, NGramView, score_word
+from .scorers import NGramScorer, NGramView, score_word
 from ..lm.ngram import LN10
 from ..phonemes import BLANK
 
@@ -166,6 +166,8 @@ def _extended(arena: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate([arena, np.zeros(max(len(arena), missing), _ENTRY)])
 
 # %% ../../nbs/decoding/04_search.ipynb #c030
+_NO_BONUS = np.float32(0)
+
 class Options(NamedTuple):
     "Parameters of a search; scores in float32, as compiled code uses them."
     beam: int               # Hypotheses kept per frame
@@ -174,6 +176,7 @@ class Options(NamedTuple):
     word_score: np.float32  # Added per word
     oov_penalty: np.float32 # For each phoneme of a spelled word; infinity: none is spelled
     top_k: int              # Classes of a frame that hypotheses may move to; 0: all
+    most_bonus: np.float32 = _NO_BONUS # The most that boosts add to a word's score
 
 class Model(NamedTuple):
     "All that does not change during a trial."
@@ -300,7 +303,8 @@ def _end_words(frame, model, state):
     n = count.n_hyps
     sil = frame.scores[trie.nodes[0].symbol]
     ahead = options.lm_weight*trie.nodes[0].ahead
-    most = sil + options.word_score + ahead # What a word can add at most: an n-gram probability adds at most 0
+    # What a word can add at most: an n-gram probability adds at most 0
+    most = sil + options.word_score + options.most_bonus + ahead
     for i in range(count.n_hyps):
         if paths[i].score + most < frame.bound: continue
         node = trie.nodes[hyps[i].node]
@@ -727,7 +731,7 @@ class Buffers:
     "The arrays of a search and what they depend on, a trie and a language model."
     def __init__(self,
         trie: Trie, # Of the lexicon, perhaps `with_spelling`
-        scorer: AutomatonScorer | KenLMScorer | HistoryScorer, # The n-gram, perhaps with a fusion
+        scorer: NGramScorer | HistoryScorer, # The n-gram, perhaps with a fusion
         options: Options, # Of the search
     ):
         self.trie = trie
@@ -776,16 +780,17 @@ class Search:
     "A CTC prefix beam search (Hannun et al., 2014) for one trial at a time."
     def __init__(self,
         trie: Trie,                # Of the lexicon, perhaps `with_spelling`
-        scorer: AutomatonScorer | KenLMScorer | HistoryScorer, # The n-gram, perhaps with a fusion
+        scorer: NGramScorer | HistoryScorer, # The n-gram, perhaps with a fusion
         beam: int,                 # Hypotheses kept per frame
         lm_weight: float = 1.0,    # Weight of the scorer's answers
         word_score: float = 0.0,   # Added per word
         oov_penalty: float = np.inf, # For each phoneme of a spelled word; infinity: none is spelled
         top_k: int = 0,            # Classes of a frame that hypotheses may move to; 0: all
+        most_bonus: float = 0.0,   # The most that the scorer's boosts add to a word's score
     ):
         self.scorer = scorer
         options = Options(beam, np.float32(np.inf), np.float32(lm_weight), np.float32(word_score),
-                          np.float32(oov_penalty), top_k)
+                          np.float32(oov_penalty), top_k, np.float32(most_bonus))
         self._buffers = Buffers(trie, scorer, options)
         self.n_frames = 0 # Of the trial
 
