@@ -70,7 +70,8 @@ FOLLOWERS = {
     'report': '',
 }
 # Input files that are no folders
-FILES = {'lm.path', 'lm.general', 'lm.texts', 'infer.logits', 'combine.sources', 'report.blocks', 'audio.targets'}
+FILES = {'lm.path', 'lm.general', 'lm.texts', 'infer.logits', 'decode.boost', 'combine.sources', 'report.blocks',
+         'audio.targets'}
 # Configurations, by what most keys in them need; a value FILE stands for an input file
 BASES = {
     'most': {},

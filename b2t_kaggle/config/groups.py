@@ -327,6 +327,9 @@ class DecodeConfig(LLMConfig):
     "A word outside the lexicon may be spelled by its phonemes, for this much per phoneme; none allows no such words."
     top_k: int | None = Field(None, ge=1)
     "Classes of a frame that hypotheses may move to, the most probable ones; none leaves it to beam and threshold."
+    boost: InputPath | None = None
+    ("Words and phrases that are preferred, such as names: a text file of lines `word or phrase, bonus [nats], "
+     "pronunciation`, the last in ARPAbet if at all; none prefers none.")
     llm_weight: float = Field(0.5, gt=0)
     "Weight of the LLM's natural-log score, beside `lm_weight` of the n-gram's."
     llm_every: int = Field(15, ge=1)
@@ -484,6 +487,9 @@ class Config(Section):
         if self.infer.checkpoint and self.infer.logits:
             raise ValueError('infer.checkpoint and infer.logits are both set, and only one of them can be used; set '
                              'the other one to null')
+        if self.decode.boost and not self.decode.lm_weight:
+            raise ValueError('decode.lm_weight is 0 beside decode.boost, which is part of the language model; set it '
+                             'above 0')
         if self.decode.llm and self.decode.oov_penalty is not None:
             raise ValueError(f'decode.oov_penalty is {self.decode.oov_penalty}, for words that are spelled, and '
                              'decode.llm is set, which cannot score them; set one of them to null')

@@ -46,8 +46,9 @@ from .nbest import Hypothesis, LLMHypothesis, Word, agreement, posteriors, with_
 from .scorers import AutomatonScorer, BoostedScorer, KenLMScorer, NGramScorer, score_word
 from .search import FusedSearch, Search
 from ..devices.machine import n_cores
-from ..lm.automaton import Automaton, check_words, is_arpa
+from ..lm.automaton import Arrays, Automaton, check_words, is_arpa
 from b2t_kaggle.lm.boost import (
+    Boost,
     Boosts,
     PhraseList,
     boosts_of,
@@ -584,6 +585,10 @@ class LexiconBeamDecoder(SentenceScorer):
     the bonus divided by `lm_weight`. Its words need not be in the lexicon; `added` lists those that it adds, with their
     pronunciations, and a warning says which of these are guessed. A word that an `Automaton` lacks is as probable as
     its median word; to KenLM it stays `<unk>`."""
+    boost: list[Boost]
+    added: list[AddedWord]
+    trie: Trie
+    _bonuses: Arrays | None
     def __init__(self,
         lexicon: Lexicon,             # Word -> pronunciations, from `b2t_kaggle.phonemes.build_lexicon`
         lm: NGram | Automaton,        # n-gram model of the words; an automaton needs less memory

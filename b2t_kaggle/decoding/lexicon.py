@@ -215,7 +215,7 @@ def build_trie(
     return _without_bits(trie._replace(last=np.array(final, np.int32)[order] if final else _NONE), len(classes.names))
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c402
-def _count(bits: np.int64) -> int: return int(bits).bit_count()
+def _count(bits: int) -> int: return int(bits).bit_count()
 
 def _add_child(nodes: np.ndarray, n: int, parent: int, symbol: int) -> tuple[int, int]:
     "A new child beside its siblings, which all move behind the first n nodes; its number, and that of all nodes."

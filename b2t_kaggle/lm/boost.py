@@ -152,7 +152,7 @@ def phrase_bonuses(
 # %% ../../nbs/lm/15_boost.ipynb #c018
 def _in_advance(bonuses: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
     "The states, which are the words that phrases begin with, and what each holds; the shortest first."
-    held = {(): 0.}
+    held: dict[tuple[int, ...], float] = {(): 0.}
     for phrase, bonus in bonuses.items():
         for j in range(1, len(phrase)):
             held[phrase[:j]] = max(0., held.get(phrase[:j], 0.), bonus*j/len(phrase))

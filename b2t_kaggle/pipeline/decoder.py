@@ -66,11 +66,13 @@ def open_decoder(
     **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration
 ):
     """The `LexiconBeamDecoder` that a run's configuration describes, with tuned weights and calibrated confidences
-    where there are some, `decode.llm` inside the search, and the times of the model's frames. Raises `PipelineError`
-    where the run has no n-gram yet, and `lm.causal.LanguageModelError` where the LLM is missing."""
+    where there are some, the words of `decode.boost`, `decode.llm` inside the search, and the times of the model's
+    frames. Raises `PipelineError` where the run has no n-gram yet, `ValueError` for a line of `decode.boost`, and
+    `lm.causal.LanguageModelError` where the LLM is missing."""
     from b2t_kaggle.decoding.compilation import say_when_compiling
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.lm.automaton import load_ngram
+    from b2t_kaggle.lm.boost import read_boosts
     from b2t_kaggle.phonemes import build_lexicon
     say_when_compiling()
     words = run.dir/'lm'/'words.txt'
@@ -81,5 +83,6 @@ def open_decoder(
     values = run.cfg.decode.model_dump(exclude={'n_jobs', 'tune'})
     options = {k: v for k, v in values.items() if not k.startswith('llm')} | weights | _times(run)
     if calibration := known_calibration(run): options['temperature'] = calibration.temperature
+    if run.cfg.decode.boost: options['boost'] = read_boosts(run.cfg.decode.boost)
     if 'fusion' not in changes: options['fusion'] = _fusion(run.cfg)
     return LexiconBeamDecoder(lexicon, load_ngram(run.lm_path), **options | changes)

@@ -8,7 +8,7 @@ __all__ = ['Decode']
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c002
 from typing import Any
 
-from .inputs import check_llm, check_ngram, llm_files
+from .inputs import check_boost, check_llm, check_ngram, llm_files
 from .stage import FirstPass, LanguageModel, Logits, PackedTrials, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c005
@@ -60,11 +60,13 @@ class Decode(Stage):
     def skipped(self, cfg):
         return 'audio.llm writes the sentences (stage generate)' if cfg.audio.llm else None
 
-    def inputs(self, cfg, runs): return {'decode.llm': llm_files(cfg.decode)}
+    def inputs(self, cfg, runs):
+        return {'decode.llm': llm_files(cfg.decode), 'decode.boost': [cfg.decode.boost] if cfg.decode.boost else []}
 
     def check(self, cfg, kind):
         check_ngram(cfg.lm.path)
         check_llm(cfg, 'decode')
+        check_boost(cfg.decode.boost)
 
     def run(self, run, progress):
         from b2t_kaggle.decoding.tuning import OutOfTime
