@@ -6,6 +6,7 @@
 __all__ = ['session_files', 'llm_files', 'check_llm', 'check_ngram', 'check_boost', 'check_device']
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c002
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,18 +24,14 @@ def session_files(
                             'with --data')
     return sorted(folder.glob('*/data_*.hdf5'))
 
-def _source(name: str, adapter: Path | None) -> LLMSource:
-    "The LLM that a group names. Raises `PipelineError`."
-    try: return find_llm(name, adapter)
-    except LanguageModelError as e: raise PipelineError(str(e)) from None
-
 def llm_files(
     llm: LLMConfig, # A group that describes one
 ) -> list[Path]:
-    """Its files and its adapter's; a name on a hub has none. Raises `PipelineError` where a file or folder is no model,
-    or names one that is gone."""
-    if llm.llm: return _source(llm.llm, llm.llm_adapter).files()
-    return files_of(llm.llm_adapter) if llm.llm_adapter else []
+    "Its files and its adapter's, as far as they are there; a name on a hub has none."
+    if llm.llm:
+        with suppress(LanguageModelError): # `check_llm` raises it; a run from elsewhere can be looked at all the same
+            return find_llm(llm.llm, llm.llm_adapter).files()
+    return [f for path in (llm.llm, llm.llm_adapter) if path for f in files_of(Path(path))]
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c008
 def _check_adapter(group: str, adapter: Path | None) -> None:
@@ -59,7 +56,8 @@ def check_llm(
     advice = ('give a folder with config.json, weights and tokenizer, a GGUF file, or a name on the hub that this '
               'machine can reach')
     _check_adapter(group, llm.llm_adapter)
-    source = _source(llm.llm, llm.llm_adapter)
+    try: source = find_llm(llm.llm, llm.llm_adapter)
+    except LanguageModelError as e: raise PipelineError(f'{key}: {e}') from None
     name = source.base
     if Path(name).is_file() or (Path(name)/'config.json').is_file(): return _check_packages(key, source)
     if Path(name).is_dir(): raise PipelineError(f'{key} = {name}: has no config.json; {advice}')
