@@ -2,6 +2,7 @@
 import inspect
 import itertools
 import math
+import re
 import subprocess
 import sys
 from dataclasses import astuple
@@ -575,7 +576,14 @@ def test_times_of_words(lm):
         found = np.array([(w.start_ms, w.end_ms) for w in best.words])
         assert abs(found - 100 - 80*np.array(spans)).max() <= 80
         stream = Stream(decoder)
-        for row in x: stream.push(row[None])
+        for row in x:
+            stream.push(row[None])
+            partial = stream.partial_words()
+            assert ' '.join(w.text for w in partial) == stream.partial()
+            of_partial = np.array([(w.start_ms, w.end_ms) for w in partial]).reshape(-1, 2)
+            if [w.text in (t, '…') for w, t in zip(partial, text)] == [True]*len(partial):
+                assert (abs(of_partial - 100 - 80*np.array(spans)[:len(partial)]) <= 80).all()
+        assert len(partial) == len(text) and (of_partial == found).all()
         assert stream.finish()[0].words == best.words
 
 
@@ -616,6 +624,49 @@ def test_confidences_against_all_paths(lm):
     one_place = decoder.with_words(x, [h for h in found if h.n_words == 1])
     assert sum(h.words[0].confidence for h in one_place) == pytest.approx(1)
     assert decoder.with_words(x, found, temperature=2.0)[0].posterior < found[0].posterior
+
+
+def test_confidences_of_partial_results(tmp_path):
+    """The words so far are those of the best path through the frames so far, and their confidences the shares of the
+    texts that have them, each scored by its best path, the n-gram and the look-ahead; by enumeration of paths."""
+    kenlm = pytest.importorskip('kenlm')
+    words = {'AA': 'a', 'B': 'b', 'K': 'c'}
+    texts = [' '.join(w) for n in (1, 2, 3) for w in itertools.product('abc', repeat=n)] # The n-gram tells all apart
+    lm = build_ngram([*texts, 'a b a', 'b c b a', 'a a'], tmp_path/'lm.arpa', order=4, estimator='own')
+    model = kenlm.Model(str(lm))
+    def score_of(text, bos): return math.log(10)*model.score(text, bos=bos, eos=False) if text else 0.
+    ahead = {w: score_of(w, bos=False) for w in words.values()}
+    ahead[''] = max(ahead.values())
+    lexicon = {w: [[p]] for p, w in words.items()}
+    name = dict(zip([BLANK, SIL, *to_class_ids(list(words))], ['', '|', *words.values()]))
+    x = np.random.default_rng(8).standard_normal((6, 41))
+    x[:, list(name)] += 3
+    x[range(6), [*to_class_ids(['AA']), SIL, BLANK, *to_class_ids(['B']), SIL, SIL]] += 4
+    x = log_softmax(x)
+    decoder = LexiconBeamDecoder(lexicon, load_ngram(lm), 5000, acoustic_scale=1.0, threshold=math.inf, blank_skip=1,
+                                 frame_ms=80.0, temperature=2.0)
+    stream = Stream(decoder)
+    for t in range(1, len(x) + 1):
+        stream.push(x[t - 1:t])
+        best = {}
+        for path in itertools.product(name, repeat=t):
+            said = ''.join(name[k] for k, _ in itertools.groupby(path))
+            if not re.fullmatch(r'([abc]\|)*[abc]?', said): continue
+            *complete, begun = said.split('|')
+            score = sum(x[i, k] for i, k in enumerate(path)) + score_of(' '.join(complete), bos=True) + ahead[begun]
+            best[tuple(complete)] = max(best.get(tuple(complete), -math.inf), score)
+        p = {text: math.exp(score/2) for text, score in best.items()}
+        found = stream.partial_words()
+        text = max(best, key=best.get)
+        assert tuple(w.text for w in found) == text
+        low, high = np.zeros((2, len(text)))
+        for other in p:
+            equal = np.array([[i in e for i in range(len(text))] for e in alignments(text, other)])
+            low += p[other]/sum(p.values())*equal.all(0)
+            high += p[other]/sum(p.values())*equal.any(0)
+        confidence = np.array([w.confidence for w in found])
+        assert (low - 1e-4 <= confidence).all() and (confidence <= high + 1e-4).all()
+    assert len(found) > 1 and confidence.min() < 0.95
 
 
 def test_homophones_without_limit(lm):

@@ -1,4 +1,5 @@
 "The server against a real Redis: the official protocol word by word, and everything that may go wrong on the way."
+import json
 import logging
 import shutil
 import socket
@@ -20,7 +21,7 @@ from tiny_models import tiny_lm
 
 from b2t_kaggle.decoding import server
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
-from b2t_kaggle.decoding.nbest import LLMHypothesis
+from b2t_kaggle.decoding.nbest import LLMHypothesis, Word
 from b2t_kaggle.decoding.server import OnlineDecoder, check_redis, connection, protocol, serve, transport
 from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.devices.processes import tied
@@ -268,6 +269,45 @@ def test_frame_by_frame(decoder, plain):
             assert partials[-1] == stream.partial()
         assert len(set(partials)) > 3 and partials[-1] == 'it is good to see you'
         same(candidates(client.finalize()), offline(decoder, logits))
+
+
+def test_words_with_times(decoder, plain):
+    """Answers have words with times and confidences beside the official fields, which are as without them; after an
+    LLM they are those of the sentence that it prefers."""
+    timed = decoder.with_times(80., 100.)
+    logits = logits_of('i am here', 4, sharp=4)
+    log_probs = log_softmax(logits)
+    def read(fields): return [Word(**values) for values in json.loads(fields[b'words'])]
+    def check(found, expected):
+        assert [w[:3] for w in found] == [w[:3] for w in expected]
+        assert [w.confidence for w in found] == pytest.approx([w.confidence for w in expected])
+    with serving(timed, plain) as r:
+        client = OfficialClient(r)
+        client.reset()
+        stream = Stream(timed)
+        for row, frame in zip(logits, log_probs):
+            fields = client.send(row[None])
+            stream.push(frame[None])
+            assert fields.keys() == {b'lm_response_partial', b'words'}
+            check(read(fields), stream.partial_words())
+            assert ' '.join(w.text for w in read(fields)) == fields[b'lm_response_partial'].decode()
+        fields = client.finalize()
+        assert fields.keys() == {b'lm_response_final', b'scoring', b'context_str', b'words'}
+        same(candidates(fields), offline(decoder, logits))
+        check(read(fields), timed.decode(log_probs)[0].words)
+    def prefer_last(hyps, context): return [LLMHypothesis(**vars(h), llm=10.*i) for i, h in enumerate(hyps)]
+    rescorer = LLMRescorer(prefer_last, timed, n_augment=0, temperature=2.)
+    with serving(timed, plain, rescorer=rescorer) as r:
+        client = OfficialClient(r)
+        client.send(logits)
+        fields = client.finalize()
+        hyps = timed.decode(log_probs)
+        assert fields[b'lm_response_final'].decode() == hyps[-1].text != hyps[0].text
+        assert [w[:3] for w in read(fields)] == [w[:3] for w in hyps[-1].words]
+        rows = candidates(fields)
+        p = np.exp((np.array([row[4] for row in rows]) - rows[0][4])/2)
+        same_first = [row[0].split()[0] == rows[0][0].split()[0] for row in rows]
+        assert read(fields)[0].confidence == pytest.approx(p[same_first].sum()/p.sum())
 
 
 def test_logits_that_nobody_waits_for(decoder, plain):

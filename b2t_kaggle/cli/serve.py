@@ -14,7 +14,7 @@ from .options import FILE, stage_command, with_options
 from .run import open_run
 from ..decoding.server import check_redis
 from ..decoding.server import serve as serve_decoder
-from ..pipeline.decoder import open_decoder, search_tuning
+from ..pipeline.decoder import known_calibration, open_decoder, search_tuning
 from ..pipeline.execute import run_stages
 from ..pipeline.run import Run
 from ..pipeline.stamps import StageStamp
@@ -48,7 +48,9 @@ def _llm(run: Run, decoder):
     from b2t_kaggle.lm.causal import open_lm  # Needs transformers, which a run without an LLM does not
     weights = _weights(run)
     model, tokenizer = open_lm(c)
-    return LLMRescorer(llm_scorer(model, tokenizer, end=c.end), decoder, weights, n_augment=c.swaps)
+    calibration = known_calibration(run, 'rescore')
+    return LLMRescorer(llm_scorer(model, tokenizer, end=c.end), decoder, weights, n_augment=c.swaps,
+                       temperature=calibration.temperature if calibration else 1.0)
 
 # %% ../../nbs/cli/20_serve.ipynb #c006
 _connection_options = with_options(

@@ -42,6 +42,11 @@ class Stream:
         ids = [w for w in self._open_search().best_words() if w <= len(words)] # Others are phonemes of spelled words
         return ' '.join(words[w] if w < len(words) else '…' for w in ids)
 
+    @property
+    def knows_times(self) -> bool:
+        "Whether there are `partial_words`: whether the decoder has `frame_ms`."
+        return self._decoder.frame_ms is not None
+
     def partial_words(self) -> list[Word]:
         """The words of `partial` with times and confidences, which later frames may change; raises `ValueError` where
         the decoder has no `frame_ms`."""

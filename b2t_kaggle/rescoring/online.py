@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..decoding.decoder import LexiconBeamDecoder
-from ..decoding.nbest import Hypothesis, LLMHypothesis
+from ..decoding.nbest import Hypothesis, LLMHypothesis, times_of, with_posteriors
 from ..decoding.server import Settings
 from .mixture import Weights, augment_nbest, interpolate, llm_score, score_nbest
 
@@ -35,6 +35,7 @@ class LLMRescorer:
         decoder: LexiconBeamDecoder,    # The search
         weights: Weights | None = None, # Of the mixture, from tuning; none: α = 0.55, and the decoder's
         n_augment: int = 20,            # So many candidates exchange words to make more for the LLM; 0: none
+        temperature: float = 1.0,       # Totals of the mixture are divided by it for posteriors
     ):
         self.score = score
         self.lm = decoder.lm
@@ -45,6 +46,7 @@ class LLMRescorer:
         self.acoustic_scale = self.weights.acoustic_scale
         self.length_penalty = self.weights.length_penalty
         self.n_augment = n_augment
+        self.temperature = temperature
 
     def __call__(self,
         nbest: list[Hypothesis], # Of the search
@@ -58,4 +60,5 @@ class LLMRescorer:
         mixed, = interpolate([self.score(hyps, context)], weights)
         if wrong := [h for h in mixed if math.isnan(h.total)]:
             raise ValueError(f'{wrong[0].text!r} has the LLM score {wrong[0].llm}')
-        return [(h, llm_score(h, settings.length_penalty)) for h in mixed]
+        aware = with_posteriors(mixed, self.temperature, times_of(nbest[0]) if nbest else None)
+        return [(h, llm_score(scored, settings.length_penalty)) for h, scored in zip(aware, mixed)]

@@ -8,6 +8,7 @@ __all__ = ['RESET', 'UPDATE', 'INPUT', 'FINALIZE', 'PARTIAL', 'FINAL', 'ARGS', '
 
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c003
 import copy
+import json
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..decoder import LexiconBeamDecoder
-from ..nbest import Hypothesis
+from ..nbest import Hypothesis, Word, known_words
 from ..streaming import Stream
 from ...phonemes import PHONEMES, from_lm_order
 
@@ -197,11 +198,16 @@ def _error_field(text: str) -> dict:
     "The field `error`, if there is one."
     return {'error': text} if text else {}
 
+def _word_field(words: list[Word] | None) -> dict:
+    "The field `words`, where they are known: a list in JSON. The official client reads other fields alone."
+    return {} if words is None else {'words': json.dumps([w._asdict() for w in words])}
+
 def _final_replies(nbest: list[tuple[Hypothesis, float]], context: str, error: str) -> Replies:
     "Replies to a finalize: hypotheses and their LLM scores, best first, and the error, if any."
     best = nbest[0][0].text if nbest else ''
     final = {'lm_response_final': best, 'scoring': scoring(nbest), 'context_str': context}
-    return [(FINAL, final | _error_field(error)), (DONE[FINALIZE], {'done': 1})]
+    words = known_words(nbest[0][0]) if nbest else None
+    return [(FINAL, final | _word_field(words) | _error_field(error)), (DONE[FINALIZE], {'done': 1})]
 
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c302
 def _take_frames(trial: Trial, entry: dict[bytes, bytes]) -> Replies:
@@ -213,7 +219,9 @@ def _take_frames(trial: Trial, entry: dict[bytes, bytes]) -> Replies:
     except ValueError as e:
         _log.error('an entry of %s was left out: %s', INPUT, e)
         trial.error = trial.error or f'an entry was left out; {e}'
-    return [(PARTIAL, {'lm_response_partial': trial.stream.partial()} | _error_field(trial.error))]
+    words = trial.stream.partial_words() if trial.stream.knows_times else None
+    partial = {'lm_response_partial': trial.stream.partial()} | _word_field(words)
+    return [(PARTIAL, partial | _error_field(trial.error))]
 
 def _end(trial: Trial, rescorer: Rescorer | None, context: str) -> Replies:
     "The sentence of a trial, found by the n-gram, or by the LLM where its settings say so."
