@@ -25,9 +25,12 @@ from b2t_kaggle.decoding.acoustic import (
     acoustic_scores,
     pronunciations,
     with_pronunciations,
+    word_ends,
     word_spans,
 )
 from .histories import Fusion, HistoryScorer
+from .lattice.graph import Lattice
+from .lattice.trace import push_frames, trace
 from b2t_kaggle.decoding.lexicon import (
     PHONEME_CLASSES,
     AddedWord,
@@ -669,6 +672,25 @@ class LexiconBeamDecoder(SentenceScorer):
         """The complete words of the best hypothesis so far; those outside the lexicon are …. Raises `ValueError` where
         there is no `frame_ms`."""
         return _begun_words(self, search, log_probs)
+
+    def lattice(self,
+        log_probs: Any, # Log-probabilities of one trial [T', 41], as in `decode`
+    ) -> Lattice:
+        """All sentences that the beam kept to the end, as paths with exact scores. Those of `decode` have the same
+        scores in it, and its best sentence is the same. Raises `ValueError` as `decode` does, and for a decoder with
+        sums over paths, spelled words or a fusion, whose scores are no sums over arcs."""
+        for name, value in (('merge', 'max'), ('oov_penalty', None), ('fusion', None)):
+            found = getattr(self, name)
+            if found != value: raise ValueError(f'{name} is {found!r}; a lattice needs a decoder where it is {value!r}')
+        frames = self.prepare(log_probs)
+        search = self.take_search()
+        kept = push_frames(search, frames.scores, frames.skip)
+        hyps = self.finish(search, frames.log_probs)
+        texts = [self._word_ids([h.text])[0] for h in hyps]
+        ended = [word_ends(frames.log_probs, ids, self._prons) for ids in texts]
+        columns = np.arange(len(self.classes.names)) if self.classes.columns is None else self.classes.columns
+        return trace(kept, zip(texts, ended), frames.log_probs, _new_scorer(self), self._prons, self.words, columns,
+                     acoustic_scale=self.acoustic_scale, lm_weight=self.lm_weight, word_score=self.word_score)
 
     def with_words(self,
         log_probs: np.ndarray,      # Log-probabilities of one trial [T', 41]

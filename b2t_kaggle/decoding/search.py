@@ -845,6 +845,16 @@ class Search:
         return _words_of(self.state, int(_beam(self.state)['score'].argmax()))
 
     @property
+    def n_histories(self) -> int:
+        "Number of histories so far."
+        return int(self._buffers.count['n_entries'])
+
+    def histories(self) -> tuple[np.ndarray, np.ndarray]: # Entries `_ENTRY` [E], and those of complete hypotheses [n]
+        "All histories of words so far, and those with which a sentence may end."
+        _, starts = self._buffers.completed()
+        return self.state.arena[:self.n_histories].copy(), starts
+
+    @property
     def was_cut(self) -> bool:
         "Whether the threshold, and not the beam, may have dropped hypotheses of the trial."
         count = self._buffers.count

@@ -22,7 +22,7 @@ GROUPS = (
                           'pytorch/scaling')),
     ('Library: TensorFlow', ('tensorflow', 'tensorflow/models')),
     ('Library: language models', ('lm', 'lm/llm')),
-    ('Library: decoding', ('decoding', 'decoding/phoneme_lists', 'decoding/server')),
+    ('Library: decoding', ('decoding', 'decoding/lattice', 'decoding/phoneme_lists', 'decoding/server')),
     ('Library: rescoring', ('rescoring',)),
     ('Library: audio', ('pytorch/audio', 'pytorch/audio/llm')),
     ('Library: pipeline', ('pipeline', 'pipeline/stages', 'cli')),
