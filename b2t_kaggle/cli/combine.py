@@ -19,9 +19,10 @@ from ..metrics import IN_SAMPLE, error_table, percent, word_errors
 from ..metrics.bootstrap import bootstrap_difference
 from ..phonemes import normalize_sentence
 from ..pipeline.submission import write_submission
-from ..rescoring.corrections import Combined, cross_validate, fit_corrector, vote
-from ..rescoring.gate import read_blocks, with_corpora
+from ..rescoring.corrections import Combined, vote
+from ..rescoring.gate import RANDOM, read_blocks, with_corpora
 from ..rescoring.hypotheses import Entry, Hypotheses, write_hypotheses
+from ..rescoring.opinion_pool import Learner, OpinionPool, llm_scores, seeds_by_kind
 
 # %% ../../nbs/cli/06_combine.ipynb #c501
 def write_combined(
@@ -52,7 +53,7 @@ def show_rates(
     hypotheses: Hypotheses,
     combined: Sequence[Combined], # Of each trial
 ) -> None:
-    "Error rates by corpus, and what is gained over the plain vote, for trials with references."
+    "Error rates by corpus, and what is gained over the plain vote, in random blocks too, for trials with references."
     known = hypotheses.subset(n for n, t in hypotheses.trials.items() if t.reference is not None)
     if not len(known): return
     by_name = dict(zip(hypotheses.trials, combined))
@@ -60,7 +61,11 @@ def show_rates(
     corpora = [t.corpus or 'not known' for t in known.trials.values()]
     table = error_table(word_errors(known.references(), texts), corpora, 'corpus')
     click.echo(f'\n{title}\n{table.to_string(formatters=dict(rate=percent))}')
-    click.echo(f'against the plain vote: {bootstrap_difference(known.references(), vote(known), texts)}')
+    found = list(zip(known.references(), vote(known), texts, corpora))
+    for where, some in ('', found), (' in blocks of random words', [x for x in found if x[3] == RANDOM]):
+        if not some: continue
+        references, voted, combined_texts, _ = zip(*some)
+        click.echo(f'against the plain vote{where}: {bootstrap_difference(references, voted, combined_texts)}')
 
 # %% ../../nbs/cli/06_combine.ipynb #c004
 def _are_taught(hypotheses: Hypotheses, teachers: Hypotheses) -> bool:
@@ -69,15 +74,41 @@ def _are_taught(hypotheses: Hypotheses, teachers: Hypotheses) -> bool:
     return any(t.reference is not None and taught.get(name) == normalize_sentence(t.reference)
                for name, t in hypotheses.trials.items())
 
-def _learned(hypotheses: Hypotheses, teachers: Hypotheses, model) -> list[Combined]:
+def _name(voter_or_kind: Sequence[str]) -> str: return ' '.join(filter(None, voter_or_kind))
+
+def _learner(hypotheses: Hypotheses, teachers: Hypotheses, lm: Path | None, llm: str | None) -> Learner:
+    "The way to learn from teachers, and the voices; prints the kinds of a pool."
+    scores = None
+    if llm:
+        from b2t_kaggle.lm.causal import load_lm  # Needs torch
+        model, tokenizer = load_lm(llm)
+        scores = {}
+        for some in (teachers,) if hypotheses is teachers else (teachers, hypotheses):
+            scores |= llm_scores(some, model, tokenizer)
+    learner = Learner(teachers.voters, load_ngram(lm) if lm else None, scores)
+    if learner.is_pool:
+        kinds = [f'{_name(kind)} × {n}' for kind, n in seeds_by_kind(teachers.voters).items()]
+        click.echo(f'{len(kinds)} kinds of systems, the models of each one opinion: {", ".join(kinds)}')
+    return learner
+
+def _show_weights(fitted) -> None:
+    "Print the weights of a pool."
+    if not isinstance(fitted, OpinionPool): return
+    weights = {_name(kind): weight for kind, weight in fitted.weights.items()}
+    others = {name: c for name, c in fitted.coefficients.items() if name != 'votes'}
+    for title, some in ('weights of opinions', weights), ('of other voices', others):
+        click.echo(f'{title}: {", ".join(f"{name} {weight:+.2f}" for name, weight in some.items())}')
+
+def _learned(hypotheses: Hypotheses, teachers: Hypotheses, learner: Learner) -> list[Combined]:
     "One sentence of each trial by what the teachers teach; prints how well that goes on themselves."
     title = f'On the {len(teachers)} trials to learn from, cross-validated:'
-    show_rates(title, teachers, cross_validate(teachers, model))
-    corrector = fit_corrector(teachers, model)
+    show_rates(title, teachers, learner.cross_validate(teachers))
+    fitted = learner.fit(teachers)
+    _show_weights(fitted)
     for v in hypotheses.voters:
-        if v not in corrector.voters:
-            click.echo(f'{" ".join(filter(None, v))} is not heard: --tune has nothing of it to learn from')
-    return corrector.predict(hypotheses, model)
+        if v not in fitted.voters:
+            click.echo(f'{_name(v)} is not heard: --tune has nothing of it to learn from')
+    return learner.predict(fitted, hypotheses)
 
 @click.command('combine-files')
 @click.argument('sources', nargs=-1, required=True, metavar='SOURCE...')
@@ -87,26 +118,32 @@ def _learned(hypotheses: Hypotheses, teachers: Hypotheses, model) -> list[Combin
               help='Hypotheses of the same systems with references, to learn from; "val" for the val lists of the '
                    'SOURCEs that are runs. Repeat it for more. Default: the plain vote.')
 @click.option('--lm', type=FILE, help='n-gram model (ARPA, or KenLM binary) as a further voice. Needs --tune.')
-@click.option('--blocks', type=FILE, help='The official description of the blocks (CSV), for error rates by corpus.')
+@click.option('--llm', metavar='NAME',
+              help='Causal language model as a further voice, as in b2t merge --model. Needs --tune.')
+@click.option('--blocks', type=FILE,
+              help='The official description of the blocks (CSV), for error rates by corpus; a pool hears no language '
+                   'model in blocks of random words.')
 @out_option()
-def combine_files(sources, output, tune, lm, blocks, out):
+def combine_files(sources, output, tune, lm, llm, blocks, out):
     """One sentence a trial from files of several systems.
 
     A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv, sentences .txt), or a
     run, whose lists of test are taken. Where the SOURCEs are the files to learn from, each trial is combined by what
-    the others teach. As a stage of a run: b2t combine, with combine.sources."""
+    the others teach. Models with the same system and decoder (fields of .jsonl, lists by trial) are seeds of a kind,
+    and share a weight. As a stage of a run: b2t combine, with combine.sources."""
     if output is None: raise click.UsageError('-o is missing: the file to write')
-    if lm and not tune: raise click.UsageError('--lm needs --tune: how much it counts is learned')
+    for option, value in ('--lm', lm), ('--llm', llm):
+        if value and not tune: raise click.UsageError(f'{option} needs --tune: how much it counts is learned')
     def with_blocks(some): return with_corpora(some, read_blocks(blocks)) if blocks else some
-    model = load_ngram(lm) if lm else None
     mark = ''
     hypotheses = with_blocks(read_sources(sources, 'test', out))
     click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
     if not tune: combined = [Combined(text, 1.) for text in vote(hypotheses)]
-    elif is_cross_validation(sources, tune, out): combined = cross_validate(hypotheses, model)
+    elif is_cross_validation(sources, tune, out):
+        combined = _learner(hypotheses, hypotheses, lm, llm).cross_validate(hypotheses)
     else:
         teachers = with_blocks(read_tuning_data(sources, tune, out))
-        combined = _learned(hypotheses, teachers, model)
+        combined = _learned(hypotheses, teachers, _learner(hypotheses, teachers, lm, llm))
         if _are_taught(hypotheses, teachers): mark = f' {IN_SAMPLE}'
     show_rates(f'On what is written{mark}:', hypotheses, combined)
     write_combined(output, hypotheses, combined)

@@ -346,7 +346,7 @@ class Learner:
         return self.llm is not None or has_seeds(self.voters)
 
     def fit(self, hypotheses: Hypotheses) -> OpinionPool | Corrector:
-        "What trials with references teach; raises as `fit_pool`."
+        "Learn from trials with references; raises as `fit_pool`."
         return fit_pool(hypotheses, self.lm, self.llm) if self.is_pool else fit_corrector(hypotheses, self.lm)
 
     def cross_validate(self, hypotheses: Hypotheses) -> list[Combined]:
