@@ -11,6 +11,7 @@ import pytest
 from b2t_kaggle.decoding.phoneme_lists.confusions import N_WEIGHTS, class_scores, network_rows
 from b2t_kaggle.decoding.phoneme_lists.decoder import (
     ConfusionModel,
+    RankingWeights,
     decode_lists,
     expected_errors,
     fit_confusions,
@@ -72,21 +73,22 @@ def test_the_best_sentence_is_that_of_all_paths(lm, seed):
     assert found.total == pytest.approx(score, abs=1e-3)
 
 
-def test_totals_with_an_llm_are_those_of_all_paths(lm):
-    "Frames of the ranking's confusions, its weights, and any scores: each phoneme of a sentence takes one frame."
+def test_the_best_total_with_an_llm_is_that_of_all_paths(lm):
+    "With any scores of the LLM; the search's own weights only decide what is found."
     x = phoneme_list({'five_best': [{'phonemes': 'AH B |', 'score': -.4}, {'phonemes': 'AH | |', 'score': -1.3}]})
     def scores(texts): return np.array([math.sin(sum(map(ord, t))) for t in texts])
-    ranking = replace(random_model(12), llm_weight=1.7)
-    found = decode_lists([x], LEXICON, lm, replace(random_model(11), ranking=ranking), llm=scores)[0]
-    frames = list_frames(x, ranking)
-    paths = [(tuple(k for k in path if k != BLANK), sum(frames[t, k] for t, k in enumerate(path)))
-             for path in itertools.product(CLASSES, repeat=len(frames))]
-    assert len(found) > 3
-    for h in found:
-        acoustic = max(score for labels, score in paths if labels in spellings(h.text))
-        total = acoustic + .7*lm.score(h.text) - .3*h.n_words + 1.7*scores([h.text])[0]
-        assert h.total == pytest.approx(total, abs=1e-3)
-    assert (np.diff(expected_errors(found, 1.)) > -1e-9).all()
+    class Both:
+        "The n-gram and the LLM as one score."
+        def score(self, text): return .6*lm.score(text) + 1.7*scores([text])[0]
+    model = random_model(11)
+    ranking = RankingWeights(acoustic=1., ngram=.6, word_score=-.2, llm=1.7)
+    found = decode_lists([x], LEXICON, lm, replace(model, ranking=ranking), llm=scores)[0]
+    as_one = replace(model, lm_weight=1., word_score=-.2)
+    text, score = best_by_enumeration(list_frames(x, model), Both(), as_one)
+    best = max(found, key=lambda h: h.total)
+    assert len(found) > 3 and best.text == text
+    assert best.total == pytest.approx(score, abs=1e-3)
+    assert (np.diff(expected_errors(found, .5)) > -1e-9).all()
 
 
 def test_weights_of_the_list_alone_give_its_shares():

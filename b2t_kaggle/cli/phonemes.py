@@ -63,8 +63,8 @@ def confusions(lists, lm_path, words, llm, llm_adapter, dtype, output):
     click.echo(f'Learned from {len(trials)} trials: n-gram weight {model.lm_weight:.2f}, word score '
                f'{model.word_score:.2f}')
     if r := model.ranking:
-        click.echo(f'With the LLM: LLM weight {r.llm_weight:.2f}, n-gram weight {r.lm_weight:.2f}, word score '
-                   f'{r.word_score:.2f}')
+        click.echo(f'With the LLM: LLM weight {r.llm:.2f}, n-gram weight {r.ngram:.2f}, acoustic weight '
+                   f'{r.acoustic:.2f}, word score {r.word_score:.2f}')
     click.echo(f'Wrote {output}')
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c006
