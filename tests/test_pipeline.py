@@ -369,7 +369,8 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     from b2t_kaggle.rescoring.mixture import read_weights
     run, options, _ = finished
     decoded = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
-    values = {'rescore.llm': tiny_lm(tmp_path/'lm', 'opt', decoded or ['a']), 'rescore.length_penalty': 0.05}
+    values = {'rescore.llm': tiny_lm(tmp_path/'lm', 'opt', decoded or ['a']), 'rescore.length_penalty': 0.05,
+              'rescore.keep': 'always'}
     with stages_here() as here:
         r = command('submit', *options, *sets(values))
         assert r.exit_code == 0 and here == ['rescore', 'submit'], r.output[-3000:]
@@ -398,7 +399,7 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
         assert hyps[0]['total'] == max(h['total'] for h in hyps)
     assert w.length_penalty == 0.05
     assert [row['text'] for row in csv.DictReader((run/'submission.csv').open())] == [hyps[0]['text'] for hyps in lists]
-    without = sets({'rescore.llm': 'null', 'rescore.length_penalty': 0})
+    without = sets({'rescore.llm': 'null', 'rescore.length_penalty': 0, 'rescore.keep': 'gain'})
     r = command('rescore', *options, *without)
     assert r.exit_code == 1 and 'rescore.llm, the language model to ask, is not set' in r.stderr
     with stages_here() as here:
@@ -809,12 +810,15 @@ def test_an_llm_inside_the_search(finished, tmp_path, here, monkeypatch):
     run, _, _ = finished
     shutil.copytree(run, tmp_path/'run')
     lm = tiny_lm(tmp_path/'lm', 'opt', ['a few words'], max_position_embeddings=512)
-    fused = Run(tmp_path/'run', run.parent.parent/'data', {'decode.llm': str(lm), 'decode.llm_weight': 0.3})
+    values = {'decode.llm': str(lm), 'decode.llm_weight': 0.3, 'decode.llm_keep': 'always'}
+    fused = Run(tmp_path/'run', run.parent.parent/'data', values)
     run_stages(fused)
     assert here == ['decode', 'submit', 'report']
     tuned = tuning.read_tuning(fused.dir/'decode_weights.json')
     metrics = StageRun(fused, 'decode').stamp['metrics']
-    assert metrics == {'WER': pytest.approx(wer_of_lists(fused, 'decode'))} | tuned.weights._asdict()
+    gain = {k: metrics[k] for k in ('before', 'after', 'difference', 'trials', 'kept')}
+    assert metrics == {'WER': pytest.approx(wer_of_lists(fused, 'decode'))} | tuned.weights._asdict() | gain
+    assert gain['after'] == metrics['WER'] and gain['trials'] == 4 and gain['kept']
     w = tuned.weights
     for hyps in fused.nbest('test'):
         for h in hyps:
@@ -833,7 +837,7 @@ def test_an_llm_that_has_no_time_changes_nothing(finished, tmp_path, here, monke
     from tiny_models import tiny_lm
     run, _, _ = finished
     shutil.copytree(run, tmp_path/'run')
-    values = {'rescore.llm': str(tiny_lm(tmp_path/'lm', 'opt', ['a few words']))}
+    values = {'rescore.llm': str(tiny_lm(tmp_path/'lm', 'opt', ['a few words'])), 'rescore.keep': 'always'}
     monkeypatch.setattr(StageRun, 'time_left', lambda stage: 0)
     ranked = Run(tmp_path/'run', run.parent.parent/'data', values)
     run_stages(ranked)

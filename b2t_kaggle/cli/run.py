@@ -23,6 +23,7 @@ from b2t_kaggle.cli.options import (
 from .sources import source_path
 from ..config import Config, config_keys, describe_run, differing_values, full_key, load_config
 from ..decoding.compilation import compiled_ahead
+from ..metrics.gain import gain_of
 from ..pipeline.execute import run_stages
 from ..pipeline.run import Run, RunConfig
 from ..pipeline.stages import STAGES, plan
@@ -110,6 +111,19 @@ def _tell_settings(run: Run) -> None:
         click.echo(f'Results of {run.dir.name} that depend on {_short(given)} are replaced; --from {run.dir.name} '
                    '--name OTHER makes another run of it.', err=True)
 
+# %% ../../nbs/cli/03_run.ipynb #c012a
+def _tell_gains(run: Run, names: list[str]) -> None:
+    "Say what stages that change sentences did to the error rate of val, and what became of it."
+    for name in names:
+        figures = StageStamp(run, name).stamp.get('metrics', {})
+        if gain := gain_of(figures):
+            key = STAGES[name].keep
+            if not figures['kept']: end = f'no gain, so sentences stay as they were; {key}=always takes the others'
+            else: end = 'kept' if gain.is_gain else f'no gain, and kept all the same ({key}=always)'
+            click.echo(f'{name}: word error rate on val {gain}: {end}.')
+        if best := figures.get('better_alone'):
+            click.echo(f'{name}: {best} alone is better on val than what this stage made of all.')
+
 # %% ../../nbs/cli/03_run.ipynb #c013
 def run_until(
     stage: str | None, # The last stage; None for all
@@ -127,6 +141,7 @@ def run_until(
     compiles = any(STAGES[name].compiles and not StageStamp(run, name).stamp_path.exists() for name in stages)
     with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
     click.echo(pd.DataFrame(rows).to_string(index=False, justify='left'))
+    _tell_gains(run, stages)
     stopped = [row['stage'] for row in rows if row['state'] == 'stopped early']
     same = 'The same line without --force' if force else 'The same line'
     if stopped: click.echo(f'\nStopped early: {", ".join(stopped)}. {same} goes on where they stopped.')

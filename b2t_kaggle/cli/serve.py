@@ -14,7 +14,7 @@ from .options import FILE, stage_command, with_options
 from .run import open_run
 from ..decoding.server import check_redis
 from ..decoding.server import serve as serve_decoder
-from ..pipeline.decoder import known_calibration, open_decoder, search_tuning
+from ..pipeline.decoder import is_kept, known_calibration, open_decoder, search_tuning
 from ..pipeline.execute import run_stages
 from ..pipeline.run import Run
 from ..pipeline.stamps import StageStamp
@@ -40,11 +40,18 @@ def _tell_search(run: Run, decoder) -> None:
     names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
     weights = ', '.join(f'{k} {getattr(decoder, k):.4g}' for k in names)
     click.echo(f'Weights of the search, {origin}: {weights}', err=True)
+    if run.cfg.decode.llm and not is_kept(run, 'decode'):
+        click.echo('decode.llm is left out: the stage decode found no gain on val (decode.llm_keep=always takes it)',
+                   err=True)
 
 def _llm(run: Run, decoder):
     "The rescorer of a run's LLM for `serve`; none if it has no LLM."
     c = run.cfg.rescore
     if c.llm is None: return None
+    if not is_kept(run, 'rescore'):
+        click.echo('rescore.llm is not asked: the stage rescore found no gain on val (rescore.keep=always asks it)',
+                   err=True)
+        return None
     from b2t_kaggle.lm.causal import open_lm  # Needs transformers, which a run without an LLM does not
     weights = _weights(run)
     model, tokenizer = open_lm(c)

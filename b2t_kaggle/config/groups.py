@@ -330,8 +330,8 @@ class DecodeConfig(LLMConfig):
     boost: InputPath | None = None
     ("Words and phrases that are preferred, such as names: a text file of lines `word or phrase, bonus [nats], "
      "pronunciation`, the last in ARPAbet if at all; none prefers none.")
-    llm_weight: float = Field(0.5, gt=0)
-    "Weight of the LLM's natural-log score, beside `lm_weight` of the n-gram's."
+    llm_weight: float = Field(0.5, ge=0)
+    "Weight of the LLM's natural-log score, beside `lm_weight` of the n-gram's; 0 leaves it out."
     llm_every: int = Field(15, ge=1)
     "The LLM scores the words that are new after so many frames; until then the n-gram stands in for it."
     llm_capitals: bool = True
@@ -339,6 +339,9 @@ class DecodeConfig(LLMConfig):
      "learn sentences without.")
     llm_end: bool = False
     "Whether the LLM scores the end of the sentence too; true suits these adapters, which learn it."
+    llm_keep: Literal['gain', 'always'] = 'gain'
+    ("Whether sentences that the search finds with the LLM are kept only where they have fewer word errors on val than "
+     "those without it (`gain`), or `always`.")
     n_jobs: Annotated[int, ChangesNothing()] = Field(0, ge=0)
     "Processor cores to use; 0 means all."
 
@@ -353,7 +356,7 @@ class RescoreConfig(LLMConfig):
     "The best so many hypotheses exchange words to make more candidates; 0 means none."
     tune: bool = True
     "Find the weights on the validation trials; else those below are used as they are."
-    acoustic_scale: float = Field(0.325, gt=0)
+    acoustic_scale: float = Field(0.325, ge=0)
     "Weight of the acoustic log-probability."
     alpha: float = Field(0.55, ge=0, le=1)
     "Weight of the LLM; the n-gram has the rest."
@@ -366,6 +369,9 @@ class RescoreConfig(LLMConfig):
     gate: float | None = None
     ("n-gram log-probability per word below which the LLM is not asked, as in sentences of random words; none asks it "
      "always.")
+    keep: Literal['gain', 'always'] = 'gain'
+    ("Whether the LLM's order is kept only where its sentences have fewer word errors on val, cross-validated, than "
+     "those before (`gain`), or `always`.")
 
 def _as_absolute(source: str) -> str:
     "A file or folder as an absolute path; anything else is the name of a run."
@@ -379,6 +385,9 @@ class CombineConfig(Section):
      "runs), and files of hypotheses whose names have the word val or test. None means no combination.")
     nbest: int = Field(10, ge=1)
     "Sentences of a system that count in a trial, the best ones."
+    keep: Literal['gain', 'always'] = 'gain'
+    ("Whether combined sentences are kept only where they have fewer word errors on val, cross-validated, than the "
+     "run's own (`gain`), or `always`.")
 
 class ReportConfig(Section):
     blocks: InputPath | None = None

@@ -19,6 +19,7 @@ from ..core.files import write_whole
 from ..core.reading import parse_json, read_text, split_lines
 from . import ErrorCounts, hundredths, percent, phoneme_errors, total, word_errors
 from b2t_kaggle.metrics.bootstrap import (
+    FEW_TRIALS,
     LEADERBOARD_WORDS,
     Difference,
     Rate,
@@ -153,8 +154,6 @@ def result_table(
             rows.append(dict(by=grouping, group=group, trials=len(positions), words=words) | rates)
     return _as_table(rows)
 
-_FEW = 10 # Trials of which the bootstrap's intervals are too narrow to be believed
-
 def _cell(value, is_small: bool) -> str:
     "A value as it is read; a star stands behind a clear difference, unless the trials are few."
     if isinstance(value, Difference): return f'{value} {"*" if value.is_clear and not is_small else " "}'
@@ -168,7 +167,7 @@ def as_text(
 ) -> pd.DataFrame:
     """The table as it is read: rates in percent, and a star behind differences of ten trials and more whose interval
     does not contain zero."""
-    is_small = table['trials'] < _FEW if 'trials' in table else [False]*len(table)
+    is_small = table['trials'] < FEW_TRIALS if 'trials' in table else [False]*len(table)
     return pd.DataFrame({c: [_cell(v, f) for v, f in zip(table[c], is_small)] for c in table}, index=table.index)
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c017
@@ -268,7 +267,7 @@ def comparison_tables(
 # %% ../../nbs/metrics/02_comparison.ipynb #c402
 def _clause(name: str, first: str, difference: Difference, trials: int) -> str:
     "A clause on the difference of a system's errors from the first one's."
-    if not difference.is_clear or trials < _FEW:
+    if not difference.is_clear or trials < FEW_TRIALS:
         return f'{name} and {first}: no difference that {trials:,} trials can tell ({name} − {first}: {difference})'
     better, worse = (name, first) if difference.value < 0 else (first, name)
     low, high = sorted((abs(difference.low), abs(difference.high)))

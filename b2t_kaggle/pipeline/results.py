@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RESULTS', 'as_hypotheses', 'write_lists', 'write_all_lists', 'run_results', 'is_in_sample', 'read_systems',
-           'combined_lists', 'count_trials', 'results_on_val']
+           'combined_lists', 'count_trials', 'best_system', 'results_on_val']
 
 # %% ../../nbs/pipeline/11_results.ipynb #c002
 import math
@@ -17,7 +17,7 @@ from ..core.ctc import greedy
 from ..data.store import TrialStore
 from ..decoding.nbest import Hypothesis, known_words, write_nbest
 from ..logits import LogitStore
-from ..metrics import total
+from ..metrics import total, word_errors
 from ..metrics.comparison import WER, measure, results_of, with_seen
 from ..phonemes import PHONEMES
 from .run import Run, hypothesis_files
@@ -156,6 +156,16 @@ def count_trials(
     voters = {' '.join(v): v for v in hypotheses.voters}
     lists = hypotheses.entries.values()
     return pd.Series({name: sum(any(e.voter == v for e in some) for some in lists) for name, v in voters.items()})
+
+def best_system(
+    hypotheses: Hypotheses, # Of trials with references
+) -> tuple[str, list[str]]: # Its name, and its best sentence of each trial
+    "The single system with the fewest word errors; in a trial that it does not have, all words are missing."
+    best = best_entries(hypotheses).entries.values()
+    references = hypotheses.references()
+    def texts(voter): return [next((e.text for e in some if e.voter == voter), '') for some in best]
+    found = {' '.join(filter(None, v)): texts(v) for v in hypotheses.voters}
+    return min(found.items(), key=lambda item: total(word_errors(references, item[1])).edits)
 
 def results_on_val(
     hypotheses: Hypotheses, # Of val, with references

@@ -38,12 +38,27 @@ def _combine(systems: dict, lm) -> tuple:
     return combined, corrector
 
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c007
+def _texts(own, val, combined) -> dict[str, list[str]]:
+    "Sentences of val by this run, whose lists `own` has, by the vote of all systems in `val`, and combined."
+    from b2t_kaggle.rescoring.corrections import vote
+    return {'this run': [own[int(t)][0].text for t in val.trials], 'vote': vote(val),
+            'combined': [c.text for c in combined]}
+
+def _better_alone(val, wer: float) -> dict[str, str]:
+    "The single system that has a lower error rate on val than this one, with its rate, as a figure; none without one."
+    from b2t_kaggle.metrics import percent, word_error_rate
+    from b2t_kaggle.pipeline.results import best_system
+    name, texts = best_system(val)
+    best = word_error_rate(val.references(), texts)
+    return dict(better_alone=f'{name} (WER {percent(best)})') if best < wer else {}
+
 class Combine(Stage):
     does = 'one sentence of those of several systems'
     config = ('combine',)
     reads = (FirstPass, SecondPass, LanguageModel, PackedTrials)
     writes = NBest('combined', 'combination')
     version = '932339a733c41395'
+    keep = 'combine.keep'
 
     def skipped(self, cfg):
         return None if cfg.combine.sources else 'combine.sources, the systems to combine with, is not set'
@@ -56,20 +71,19 @@ class Combine(Stage):
         from b2t_kaggle.lm.automaton import load_ngram
         from b2t_kaggle.metrics import word_error_rate
         from b2t_kaggle.pipeline.results import combined_lists, read_systems, write_all_lists
-        from b2t_kaggle.rescoring.corrections import vote
         systems = {split: read_systems(run, split) for split in run.splits}
         _check_both_splits(systems)
         combined, corrector = _combine(systems, load_ngram(run.lm_path))
         metrics = dict(systems=max(len(hypotheses.voters) for hypotheses in systems.values()))
         own = run.lists_for(self.name)
-        texts = {}
+        texts, kept = {}, True
         if 'val' in systems:
             val = systems['val']
-            texts = {'this run': [own['val'][int(t)][0].text for t in val.trials], 'vote': vote(val),
-                     'combined': [c.text for c in combined['val']]}
-            wers = {name: word_error_rate(val.references(), found) for name, found in texts.items()}
-            metrics |= dict(before=wers['this run'], vote=wers['vote'], WER=wers['combined'])
-        lists = {split: combined_lists(own[split], dict(zip(systems[split].trials, combined[split])))
-                 for split in systems}
-        return Result(write_all_lists(run, self.name, lists), metrics,
+            texts = _texts(own['val'], val, combined['val'])
+            kept, figures = self.judge(run.cfg, val.references(), texts['this run'], texts['combined'])
+            metrics |= figures | dict(vote=word_error_rate(val.references(), texts['vote']))
+            metrics |= _better_alone(val, metrics['WER'])
+        if kept: own = {split: combined_lists(own[split], dict(zip(systems[split].trials, combined[split])))
+                        for split in systems}
+        return Result(write_all_lists(run, self.name, own), metrics,
                       details=dict(systems=systems, corrector=corrector, texts=texts))

@@ -46,6 +46,16 @@ def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
     for i, weights in zip(spoken.index, tuning.held_out(len(spoken))): decoders['val'][i] = tuned[weights]
     return decoders
 
+def _without_llm(decoders) -> list:
+    "Decoders of trials without the LLM; trials that shared one share one."
+    plain = {decoder: decoder.with_beam(decoder.beam) for decoder in dict.fromkeys(decoders)}
+    for decoder in plain.values(): decoder.fusion = None
+    return [plain[decoder] for decoder in decoders]
+
+def _best(nbest, trials) -> list[str]:
+    "The best sentences of some trials."
+    return [nbest[i][0].text for i in trials]
+
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c007
 class Decode(Stage):
     does = 'beam search: n-best sentences of val and test'
@@ -56,6 +66,7 @@ class Decode(Stage):
     compiles = True
     reserve_minutes = 5
     llm_reserve_minutes = 60
+    keep = 'decode.llm_keep'
 
     def skipped(self, cfg):
         return 'audio.llm writes the sentences (stage generate)' if cfg.audio.llm else None
@@ -84,12 +95,17 @@ class Decode(Stage):
         if reason: print(f'The weights of the search are as configured, not tuned: {reason}.')
         decoders = _decoders(run, decoder, tuning, spoken)
         nbest, n_left = self._search(run, progress, decoders, late)
-        files, calibration = write_words(run, self.name, nbest, decoders, dict(zip(spoken.index, spoken.sentence)))
         metrics = dict(narrow=n_left) if n_left else {}
+        if decoder.fusion and len(spoken) and not n_left and not late:
+            judged = self._compared(run, progress, decoders, nbest, spoken)
+            nbest, figures = judged or (nbest, {})
+            metrics |= figures
+            late = not judged
+        files, calibration = write_words(run, self.name, nbest, decoders, dict(zip(spoken.index, spoken.sentence)))
         details = dict(tuning=tuning, spoken=spoken, calibration=calibration)
         if 'val' in nbest:
             lists = [nbest['val'][i] for i in spoken.index]
-            errors = word_errors(spoken.sentence, [hyps[0].text for hyps in lists])
+            errors = word_errors(spoken.sentence, _best(nbest['val'], spoken.index))
             metrics['WER'] = total(errors).rate
             if tuning: metrics |= tuning.weights._asdict()
             if tuning and not run.cfg.decode.llm: metrics['WER as configured'] = tuning.wer('start')
@@ -97,6 +113,26 @@ class Decode(Stage):
         files = [*(run.nbest_path(split, self.name) for split in nbest), *([run.dir/WEIGHTS] if tuning else []),
                  *files, *write_lists(run, self.name, nbest)]
         return Result(files, metrics, not n_left and not late, details)
+
+    def _compared(self, run, progress, decoders, nbest, spoken) -> tuple[dict, dict] | None:
+        "The lists that are kept, with the LLM or without it, and figures of its gain; none where the time is up."
+        from b2t_kaggle.decoding.deadline import decode_in_time
+        from b2t_kaggle.logits import LogitStore
+        def search(split):
+            logits: Any = LogitStore.open(run.logits(split))
+            lists, left = decode_in_time(_without_llm(decoders[split]), logits, progress.time_left,
+                                         n_jobs=run.cfg.decode.n_jobs, label=f'decode {split} without the LLM')
+            return None if left else lists
+        plain = {'val': search('val')}
+        if plain['val'] is not None:
+            before, after = (_best(lists, spoken.index) for lists in (plain['val'], nbest['val']))
+            kept, figures = self.judge(run.cfg, spoken.sentence.tolist(), before, after)
+            if kept: return nbest, figures
+            plain |= {split: search(split) for split in nbest if split != 'val'}
+        if None in plain.values():
+            print('The time is up before it is known whether the LLM helps; run it again to find out.')
+            return None
+        return plain, figures
 
     def _search(self, run, progress, decoders, late) -> tuple[dict, int]:
         "Lists of all trials by split, and the number of those that are to be found anew; written split by split."

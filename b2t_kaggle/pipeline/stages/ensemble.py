@@ -27,6 +27,14 @@ def _tune(cfg, stores):
     return tune_weights(given['val'], labels, cfg.average)
 
 # %% ../../../nbs/pipeline/stages/07_ensemble.ipynb #c006
+def _better_alone(stores, labels, spoken: list[int], per: float) -> dict[str, str]:
+    "The single model with a lower error rate on val than this one, with its rate, as a figure; none without one."
+    from b2t_kaggle.core.ctc import greedy
+    from b2t_kaggle.metrics import phoneme_error_rate
+    pers = {s.path: phoneme_error_rate(labels, [greedy(s[i]) for i in spoken]) for s in stores}
+    best = min(pers, key=lambda path: pers[path])
+    return dict(better_alone=f'{best} (PER {percent(pers[best])})') if pers[best] < per else {}
+
 class Ensemble(Stage):
     does = 'given log-probabilities, averaged over models'
     config = ('infer.logits', 'infer.average', 'infer.weights')
@@ -42,14 +50,15 @@ class Ensemble(Stage):
     def run(self, run, progress):
         from b2t_kaggle.core.ctc import greedy
         from b2t_kaggle.data.store import TrialStore
-        from b2t_kaggle.logits import take_stores
+        from b2t_kaggle.logits import sort_stores, take_stores
         from b2t_kaggle.metrics import phoneme_error_rate
         cfg = run.cfg.infer
         stores = {split: TrialStore.open(run.packed_dir/f'{split}.arrow') for split in ('val', 'test')}
         tuned = _tune(cfg, stores)
         weights = tuned.weights if tuned else None if cfg.weights == 'equal' else cfg.weights
-        logits = take_stores(cfg.logits, {split: store.index for split, store in stores.items()},
-                             run.logits('val').parent, cfg.average, weights, held_out=tuned.held_out if tuned else None)
+        indices = {split: store.index for split, store in stores.items()}
+        logits = take_stores(cfg.logits, indices, run.logits('val').parent, cfg.average, weights,
+                             held_out=tuned.held_out if tuned else None)
         for split in sorted(set(stores) - set(logits)): print(f'There are no log-probabilities of {split}.')
         metrics = dict(models=len(cfg.logits)//len(logits))
         if 'val' in logits:
@@ -57,9 +66,11 @@ class Ensemble(Stage):
             labels = [stores['val'].class_ids(i) for i in spoken]
             metrics['PER'] = phoneme_error_rate(labels, [greedy(logits['val'][i]) for i in spoken])
             if tuned and min(tuned.weights) < max(tuned.weights): metrics['weights'] = tuned.weights
+            metrics |= _better_alone(sort_stores(cfg.logits, indices)['val'], labels, spoken, metrics['PER'])
             kind = ' (cross-validated)' if 'weights' in metrics else ''
             print(f'Greedy phoneme error rate on val: {percent(metrics["PER"])}{kind} of {len(spoken)} sentences, '
                   f'models: {metrics["models"]}')
+            if best := metrics.get('better_alone'): print(f'{best} alone is better.')
         return Result([run.logits(split) for split in logits], metrics, details=dict(tuned=tuned))
 
     def check_result(self, run, wanted):

@@ -15,7 +15,9 @@ def _tuned_parts(run, stamps, tuning) -> tuple[bool, bool]:
     "Tuned on val: the average of log-probabilities, and anything at all."
     cfg = run.cfg
     mixed = 'weights' in stamps.get('ensemble', {}).get('metrics', {})
-    others = [tuning and tuning.weights != tuning.start, cfg.rescore.llm and cfg.rescore.tune, cfg.combine.sources]
+    def kept(name): return stamps.get(name, {}).get('metrics', {}).get('kept', True)
+    others = [tuning and tuning.weights != tuning.start, cfg.rescore.llm and cfg.rescore.tune and kept('rescore'),
+              cfg.combine.sources and kept('combine')]
     return mixed, mixed or any(others)
 
 def _summary(run, results, stamps, tuning) -> str:
@@ -119,7 +121,7 @@ class Report(Stage):
         from b2t_kaggle.metrics import total
         from b2t_kaggle.metrics.comparison import PER, WER, measure, write_results
         from b2t_kaggle.pipeline.decoder import search_tuning
-        from b2t_kaggle.pipeline.report import configuration, report_page, timings
+        from b2t_kaggle.pipeline.report import configuration, gain_table, report_page, timings
         from b2t_kaggle.pipeline.results import RESULTS, run_results
         from b2t_kaggle.pipeline.stages import plan
         from b2t_kaggle.pipeline.stamps import StageStamp
@@ -132,6 +134,7 @@ class Report(Stage):
             'By corpus, length and session': '' if results is None else _groups(results),
             'Trials': '' if results is None else _trials(results),
             'Confidences of words': _confidences(run),
+            'Gains': gain_table(stamps),
             'Weights of the search': _weights(run, stamps, tuning),
             'Times': timings(stamps),
             'Configuration': configuration(run.cfg, run.base_preset),

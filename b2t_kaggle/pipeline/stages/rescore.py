@@ -6,7 +6,6 @@
 __all__ = ['Rescore']
 
 # %% ../../../nbs/pipeline/stages/11_rescore.ipynb #c002
-from ...metrics import percent
 from .inputs import check_llm, llm_files
 from .stage import FirstPass, LanguageModel, PackedTrials, Result, SecondPass, Stage
 
@@ -62,6 +61,7 @@ class Rescore(Stage):
     version = '95d15337b8e556f1'
     uses_llm = True
     reserve_minutes = 5
+    keep = 'rescore.keep'
 
     def skipped(self, cfg):
         return None if cfg.rescore.llm else 'rescore.llm, the language model to ask, is not set'
@@ -72,7 +72,6 @@ class Rescore(Stage):
     def run(self, run, progress):
         from b2t_kaggle.data.store import TrialStore
         from b2t_kaggle.decoding.nbest import write_nbest
-        from b2t_kaggle.metrics import total, word_errors
         from b2t_kaggle.pipeline.results import write_all_lists
         from b2t_kaggle.rescoring.mixture import write_weights
         nbest = run.lists_for(self.name)
@@ -87,11 +86,12 @@ class Rescore(Stage):
         references = {i: row.sentence for i, row in enumerate(index.itertuples()) if not row.is_instruction}
         if 'val' not in nbest: references = {}
         rescored, weights, tuned = _rank(run.cfg.rescore, nbest, scored, references)
-        def wer(lists):
-            return total(word_errors(list(references.values()), [lists[i][0].text for i in references])).rate
-        wers = dict(before=wer(nbest['val']), after=wer(rescored['val'])) if 'val' in nbest else {}
-        print(', '.join(f'WER {k} {percent(v)}' for k, v in wers.items()), '(cross-validated)' if tuned else '')
+        kept, metrics = True, {}
+        if references:
+            before, after = ([lists['val'][i][0].text for i in references] for lists in (nbest, rescored))
+            kept, metrics = self.judge(run.cfg, list(references.values()), before, after)
         write_weights(run.dir/'rescore_weights.json', weights)
+        if not kept: rescored = nbest
         files = [run.dir/'rescore_weights.json', *write_all_lists(run, self.name, rescored)]
         confidences, calibration = _write_words(run, rescored, references)
         files += confidences
@@ -101,7 +101,7 @@ class Rescore(Stage):
             if not n_left: continue
             files.append(run.dir/f'scored_{split}.jsonl')
             write_nbest(files[-1], [scored[split].get(i, []) for i in range(len(lists))])
-        metrics = (dict(WER=wers['after']) if wers else {}) | (dict(not_rescored=n_left) if n_left else {})
+        metrics |= dict(not_rescored=n_left) if n_left else {}
         return Result(files, metrics, not n_left,
                       dict(before=nbest, after=rescored, references=references, weights=weights, tuned=tuned,
                            calibration=calibration))

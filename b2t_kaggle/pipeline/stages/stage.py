@@ -7,7 +7,7 @@ __all__ = ['PipelineError', 'Artefact', 'Sessions', 'CheckedSessions', 'PackedTr
            'NBest', 'FirstPass', 'SecondPass', 'Submission', 'Page', 'Result', 'Stage']
 
 # %% ../../../nbs/pipeline/stages/00_stage.ipynb #c002
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,7 @@ class Stage:
     uses_llm: bool = False       # Whether it is a large language model that takes its time
     reserve_minutes: float = 0   # Of a time limit, left to the stages after it
     llm_reserve_minutes: float = 0 # Further ones, where one of those is an LLM's
+    keep: str = ''               # Key that says when sentences that it changed are kept
 
     @property
     def name(self) -> str:
@@ -151,6 +152,22 @@ class Stage:
     ) -> Result:
         "Compute, and write files."
         raise NotImplementedError
+
+    def judge(self,
+        cfg: Config,               # The run's configuration
+        references: Sequence[str], # The sentence of each trial of val that has one
+        before: Sequence[str],     # Texts that the run had
+        after: Sequence[str],      # Texts that the stage made
+    ) -> tuple[bool, dict[str, Any]]:
+        "Tell by the key `keep` whether what the stage made is kept; figures of the gain come along. Prints both."
+        from b2t_kaggle.metrics.gain import gain_figures, measure_gain
+        group, name = self.keep.split('.')
+        keep = getattr(getattr(cfg, group), name)
+        gain = measure_gain(references, before, after)
+        kept = gain.is_kept(keep)
+        what = 'is kept' if gain.is_gain else f'is no gain; with {self.keep}={keep} it is {"" if kept else "not "}kept'
+        print(f'WER of {self.name}: {gain}; that {what}.')
+        return kept, dict(WER=gain.after if kept else gain.before) | gain_figures(gain, kept)
 
     def check_result(self,
         run: 'Run',
