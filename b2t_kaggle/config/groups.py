@@ -254,6 +254,9 @@ class InferConfig(Section):
     smoothing: Literal['same', 'valid'] = 'same'
     ("How trials are smoothed at their ends: with zeros beyond them, as in training (`same`), or without the bins that "
      "would need them (`valid`), as in the official kit's evaluation.")
+    copies: Annotated[int, Only('pytorch')] = Field(0, ge=0)
+    ("Copies of each trial, augmented as in training but not cut, whose log-probabilities are averaged with its own; "
+     "each costs as much time as the trial. 0 means none.")
     adapt: Annotated[Literal['recalibrate', 'dietcorp', 'both'] | None, Only('pytorch')] = None
     ("Adaptation to the trials that are inferred, in the order of recording (PyTorch, on a CPU or GPU): features are "
      "recalibrated to those of training; or the first layers are trained on what was decoded, a step for each trial "

@@ -181,10 +181,19 @@ class Adapter:
     def log_probs(self,
         x: np.ndarray, # Features of a trial `[T, F]`
         day: int,      # Its day
+        step: int = 0, # Number of the trial, from which all randomness follows
     ) -> np.ndarray:
-        "Log-probabilities of the trial with the present weights, float32 `[T', K]`."
-        with self.backend.autocast(): logits = self.model(self.augment.eval(self._tensor(x[None])), self._tensor([day]))
-        return logits.float().log_softmax(-1)[0].cpu().numpy()
+        """Log-probabilities of the trial with the present weights, averaged with those of `infer.copies` augmented
+        ones, float32 `[T', K]`."""
+        rows = self.augment.eval(self._tensor(x[None]))
+        if n := self.options.copies:
+            generator = self.backend.generator(step_seed(self.cfg.train.seed, step, 2))
+            copies = self._tensor(x)[None].expand(n, -1, -1)
+            lengths = self.backend.lengths(np.full(n, len(x)))
+            rows = torch.cat([rows, self.augment.apply(copies, lengths, 0, generator)[0]])
+        with self.backend.autocast(): logits = self.model(rows, self._tensor([day]*len(rows)))
+        log_probs = logits.float().log_softmax(-1)
+        return (log_probs.mean(0).log_softmax(-1) if n else log_probs[0]).cpu().numpy()
 
     def _loss(self, x: Tensor, n_bins: Tensor, day: int, label: np.ndarray) -> Tensor:
         "Mean CTC loss of copies of a trial, whose features are as the model sees them `[B, T, F]`."
@@ -281,7 +290,7 @@ def adapt_to(
         if moments is not None:
             recent.append(Moments.of(x))
             x = recalibrate(x, list(recent), moments[known[day]])
-        log_probs = by_row[i] = adapter.log_probs(x, day)
+        log_probs = by_row[i] = adapter.log_probs(x, day, step)
         refused = adapter.learn(x, day, log_probs, label_of(log_probs), step) if label_of else None
         rows.append(dict(session=session, block=block, trial=trial, refused=refused))
     return [by_row[i] for i in range(len(store))], pd.DataFrame(rows)

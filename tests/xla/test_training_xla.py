@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
@@ -155,6 +156,7 @@ def test_a_run_moves_between_accelerators(data, tmp_path, capsys):
         and 'first step after' in there['printed']
     )
     assert there['compiled'] == 2, 'a continued run compiles its steps and its validations, each once'
+    assert np.allclose(there['averaged_with_copies'], there['first_log_probs'], atol=1e-4), 'nothing is random'
     back, moved, printed = cpu(tmp_path/'moved', run(30))
     assert 'continuing after 20 batches, which were computed on xla' in printed
     assert back['val_loss'] == pytest.approx(whole['val_loss'], rel=1e-3) and back['step'] == 30

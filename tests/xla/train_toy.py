@@ -89,5 +89,7 @@ def write_result(task, data, out, overrides):
             out / 'best.pt', stores[0], out / 'train.arrow', accelerator='xla', progress=False
         )  # as the stage does for test: torch_xla is set up already
         assert len(again) == len(stores[0])
+        copied = infer(out/'best.pt', stores[1], out/'copied.arrow', accelerator='xla', progress=False, copies=2)
         result['first_log_probs'] = logits[0][:3].tolist()
+        result['averaged_with_copies'] = copied[0][:3].tolist()
     (out/'result.json').write_text(json.dumps(result))

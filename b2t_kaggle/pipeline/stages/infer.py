@@ -50,7 +50,7 @@ def _infer_splits(run, progress, stores) -> dict:
         else:
             from b2t_kaggle.pipeline.frameworks import infer
             done = infer(*given, *device, cfg.data.eval_batch_size, framework=cfg.train.framework,
-                         smoothing=cfg.infer.smoothing)
+                         smoothing=cfg.infer.smoothing, copies=cfg.infer.copies)
         progress.save_pending(split, [])
         return done
 
@@ -66,8 +66,8 @@ def _infer_splits(run, progress, stores) -> dict:
 class Infer(Stage):
     does = 'log-probabilities of val and test'
     config = ('infer.checkpoint', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size',
-              'infer.smoothing', 'infer.adapt', 'infer.adapt_window', 'infer.adapt_copies', 'infer.adapt_rate',
-              'infer.adapt_gate', 'infer.adapt_forget')
+              'infer.smoothing', 'infer.copies', 'infer.adapt', 'infer.adapt_window', 'infer.adapt_copies',
+              'infer.adapt_rate', 'infer.adapt_gate', 'infer.adapt_forget')
     reads = (PackedTrials, AcousticModel)
     writes = Logits()
     version = '7805c48cda902731'
