@@ -22,7 +22,7 @@ from ..pipeline.submission import write_submission
 from ..rescoring.corrections import Combined, vote
 from ..rescoring.gate import RANDOM, read_blocks, with_corpora
 from ..rescoring.hypotheses import Entry, Hypotheses, write_hypotheses
-from ..rescoring.opinion_pool import Learner, OpinionPool, llm_scores, seeds_by_kind
+from ..rescoring.opinion_pool import Learner, OpinionPool, llm_scores, seeds_by_kind, with_seeds
 
 # %% ../../nbs/cli/06_combine.ipynb #c501
 def write_combined(
@@ -110,6 +110,17 @@ def _learned(hypotheses: Hypotheses, teachers: Hypotheses, learner: Learner) -> 
             click.echo(f'{_name(v)} is not heard: --tune has nothing of it to learn from')
     return learner.predict(fitted, hypotheses)
 
+def _systems(ctx, param, groups: tuple[str, ...]) -> list[list[str]]:
+    "Names of the systems of each kind."
+    return [[name.strip() for name in group.split(',')] for group in groups]
+
+def _with_seeds(hypotheses: Hypotheses, kinds: list[list[str]]) -> Hypotheses:
+    "The same with the systems of each kind as its models. Raises `click.BadParameter` for a name that none has."
+    for systems in kinds:
+        try: hypotheses = with_seeds(hypotheses, systems)
+        except ValueError as e: raise click.BadParameter(f'--seeds {",".join(systems)}: {e}') from None
+    return hypotheses
+
 @click.command('combine-files')
 @click.argument('sources', nargs=-1, required=True, metavar='SOURCE...')
 @click.option('-o', '--output', type=OUTPUT,
@@ -123,26 +134,31 @@ def _learned(hypotheses: Hypotheses, teachers: Hypotheses, learner: Learner) -> 
 @click.option('--blocks', type=FILE,
               help='The official description of the blocks (CSV), for error rates by corpus; a pool hears no language '
                    'model in blocks of random words.')
+@click.option('--seeds', multiple=True, metavar='SYSTEM,SYSTEM,...', callback=_systems,
+              help='Systems, such as runs, that differ in the seed alone: they share a weight. Repeat it for more '
+                   'kinds. Needs --tune.')
 @out_option()
-def combine_files(sources, output, tune, lm, llm, blocks, out):
+def combine_files(sources, output, tune, lm, llm, blocks, seeds, out):
     """One sentence a trial from files of several systems.
 
     A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv, sentences .txt), or a
     run, whose lists of test are taken. Where the SOURCEs are the files to learn from, each trial is combined by what
     the others teach. Models with the same system and decoder (fields of .jsonl, lists by trial) are seeds of a kind,
-    and share a weight. As a stage of a run: b2t combine, with combine.sources."""
+    and share a weight; --seeds names others. As a stage of a run: b2t combine, with combine.sources."""
     if output is None: raise click.UsageError('-o is missing: the file to write')
-    for option, value in ('--lm', lm), ('--llm', llm):
+    for option, value in ('--lm', lm), ('--llm', llm), ('--seeds', seeds):
         if value and not tune: raise click.UsageError(f'{option} needs --tune: how much it counts is learned')
-    def with_blocks(some): return with_corpora(some, read_blocks(blocks)) if blocks else some
+    def described(some):
+        some = _with_seeds(some, seeds)
+        return with_corpora(some, read_blocks(blocks)) if blocks else some
     mark = ''
-    hypotheses = with_blocks(read_sources(sources, 'test', out))
+    hypotheses = described(read_sources(sources, 'test', out))
     click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
     if not tune: combined = [Combined(text, 1.) for text in vote(hypotheses)]
     elif is_cross_validation(sources, tune, out):
         combined = _learner(hypotheses, hypotheses, lm, llm).cross_validate(hypotheses)
     else:
-        teachers = with_blocks(read_tuning_data(sources, tune, out))
+        teachers = described(read_tuning_data(sources, tune, out))
         combined = _learned(hypotheses, teachers, _learner(hypotheses, teachers, lm, llm))
         if _are_taught(hypotheses, teachers): mark = f' {IN_SAMPLE}'
     show_rates(f'On what is written{mark}:', hypotheses, combined)

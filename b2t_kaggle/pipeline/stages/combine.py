@@ -28,13 +28,15 @@ def _check_both_splits(systems: dict) -> None:
 
 def _combine(systems: dict, lm) -> tuple:
     "A sentence for each trial by split, and the corrector that made them; none where there was nothing to learn from."
-    from b2t_kaggle.rescoring.corrections import Combined, cross_validate, fit_corrector, vote
+    from b2t_kaggle.rescoring.corrections import Combined, vote
+    from b2t_kaggle.rescoring.opinion_pool import Learner
     if 'val' not in systems:
         print('There are no log-probabilities of val to learn from: this is the plain vote.')
         return {'test': [Combined(text, 1.) for text in vote(systems['test'])]}, None
-    corrector = fit_corrector(systems['val'], lm)
-    combined = {'val': cross_validate(systems['val'], lm)}
-    if 'test' in systems: combined['test'] = corrector.predict(systems['test'], lm)
+    learner = Learner(systems['val'].voters, lm)
+    corrector = learner.fit(systems['val'])
+    combined = {'val': learner.cross_validate(systems['val'])}
+    if 'test' in systems: combined['test'] = learner.predict(corrector, systems['test'])
     return combined, corrector
 
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c007
