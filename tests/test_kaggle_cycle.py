@@ -195,6 +195,7 @@ SHORT = SUBMISSION | dict.fromkeys(['submission.csv', 'run/submission.csv'], CSV
     (PARTS[2], {k: v for k, v in SUBMISSION.items() if 'json' not in k}, 'has no run/stages/submit.json'),
     (PARTS[2], BROKEN, 'differs from that of the run'),
     (PARTS[2], SHORT, '1 ids are missing: 1'),
+    (PARTS[2], {k: v for k, v in SUBMISSION.items() if k != 'run/submission.csv'}, 'differs from that of the run'),
 ])
 def test_an_output_that_is_not_whole(name, files, message, kaggle, b2t):
     "Nothing is done with it, until the notebook has run again."

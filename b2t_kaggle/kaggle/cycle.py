@@ -91,9 +91,9 @@ class LogTail:
 # %% ../../nbs/kaggle/05_cycle.ipynb #c009
 _LAST_LINES = 20
 _REMEDIES = {
-    'out of memory|RESOURCE_EXHAUSTED': 'A batch needs too much memory: --set accumulate=2 computes it in two parts.',
+    'CUDA out of memory|RESOURCE_EXHAUSTED': 'A batch is too large: --set accumulate=2 computes it in two parts.',
     'attached 0 times': 'The dataset with the wheels was not attached: see whether it is there.',
-    'timeout|time limit|exceeded': 'Kaggle ended it at its limit: give it fewer hours with --hours.',
+    'time limit|timed out|maximum .* time': 'Kaggle ended it at its limit: give it fewer hours with --hours.',
 }
 
 def failure(
@@ -128,6 +128,8 @@ def wait_for(
     raise KaggleError(f'{name}: Kaggle took it an hour ago, and does not show it yet; its page may say why. The same '
                       'line goes on')
 
+_IN_WORDS = {'queued': 'queued, until Kaggle has a machine', None: 'not there'}
+
 def watch(
     api: Any,    # Of `client.connect`
     kernel: str, # `OWNER/SLUG`
@@ -138,8 +140,7 @@ def watch(
     while True:
         try: state, said = kernel_state(api, kernel)
         except UnreachableError as e: state, said = f'not to be seen, Kaggle does not answer ({e})', ''
-        if state != shown: say(f'{kernel}: ' + ('queued, until Kaggle has a machine' if state == 'queued' else state or
-                                                'not there'))
+        if state != shown: say(f'{kernel}: {_IN_WORDS.get(state, state)}')
         shown = state
         is_over = state in (None, 'complete', 'failed', 'cancelled')
         if state == 'running' or is_over and tail.thread:
@@ -177,12 +178,12 @@ def submission_problem(
     folder: Path, # Output of `submit.ipynb`
 ) -> str:         # Empty where there is none
     "The reason why a CSV must not be sent."
-    path = folder/'submission.csv'
+    path, own = folder/'submission.csv', folder/'run'/'submission.csv'
     rows = read_json(folder/'run'/'stages'/'submit.json').get('metrics', {}).get('rows')
     if rows is None: return f'{folder}: has no run/stages/submit.json, or half of it, so the CSV was not written whole'
     try: validate_submission(path, rows)
     except SubmissionError as e: return str(e)
-    if sha256(path) != sha256(folder/'run'/'submission.csv'): return f'{path}: differs from that of the run'
+    if not own.is_file() or sha256(path) != sha256(own): return f'{path}: differs from that of the run, {own}'
     return ''
 
 # %% ../../nbs/kaggle/05_cycle.ipynb #c017
