@@ -11,6 +11,7 @@ from tiny_models import tiny_lm, tiny_whisper
 from b2t_kaggle.config import load_config
 from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import TrialStore
+from b2t_kaggle.kaggle.cycle import is_finished, submission_problem, training_problem
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.run import Run
@@ -71,6 +72,11 @@ def test_a_run_of_kaggle_is_done_elsewhere_too(trained, tmp_path):
     run = Run(room/'working'/'run', tmp_path)
     assert {name: StageRun(run, name).status() for name in ('train', 'infer')} == dict(train='done', infer='done')
     assert {row['state'] for row in run_stages(run, 'infer')} == {'not needed', 'skipped, nothing changed'}
+
+
+def test_a_cycle_takes_both_outputs(trained, submitted):
+    assert training_problem(trained[0]/'working'/'run') == '' and is_finished(trained[0]/'working'/'run')
+    assert submission_problem(submitted[0]/'working') == ''
 
 
 def test_a_trained_run_is_submitted(submitted):

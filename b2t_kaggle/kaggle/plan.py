@@ -70,9 +70,11 @@ class Plan:
         "Parts of the training at most; None where it has as many as it needs."
         return None if self.hours is None else math.ceil(self.hours/self.machine.hours)
 
-    def _hours(self, wanted: float, left: float | None) -> float:
-        "Hours of one notebook, which ends by itself before Kaggle ends it."
-        return round(min(wanted, self.machine.hours - _MARGIN, math.inf if left is None else left - _MARGIN), 2)
+    def _parameters(self, wanted: float, left: float | None) -> dict[str, Any]:
+        "Parameters of every notebook, which ends by itself before Kaggle ends it, and at once without its accelerator."
+        hours = min(wanted, self.machine.hours - _MARGIN, math.inf if left is None else left - _MARGIN)
+        image = self.machine.image
+        return dict(overrides=self.overrides, accelerator='cuda' if image == 'gpu' else image, hours=round(hours, 2))
 
     def training(self,
         part: int,                 # Counted from 1
@@ -82,16 +84,14 @@ class Plan:
         wanted = self.machine.hours if self.hours is None else self.hours/self.n_parts
         before = [self.training(part - 1).kernel] if part > 1 else []
         return Notebook(f'{self.name}-train-{part}', 'train', f'part {part} of the training',
-                        dict(preset=self.preset, overrides=self.overrides, hours=self._hours(wanted, left)), before,
-                        [self.wheels])
+                        dict(preset=self.preset) | self._parameters(wanted, left), before, [self.wheels])
 
     def submission(self,
         parts: int,                # Parts that the training had
         left: float | None = None, # As in `training`
     ) -> Notebook:
         "The notebook that decodes and writes `submission.csv`."
-        hours = self._hours(self.machine.hours, left)
-        return Notebook(f'{self.name}-submit', 'submit', 'the submission', dict(overrides=self.overrides, hours=hours),
+        return Notebook(f'{self.name}-submit', 'submit', 'the submission', self._parameters(self.machine.hours, left),
                         [self.training(parts).kernel], [self.wheels, *self.datasets])
 
 # %% ../../nbs/kaggle/04_plan.ipynb #c012
