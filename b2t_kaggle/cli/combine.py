@@ -17,7 +17,9 @@ from .sources import is_cross_validation, read_sources, read_tuning_data
 from ..lm.automaton import load_ngram
 from ..metrics import IN_SAMPLE, error_table, percent, word_errors
 from ..metrics.bootstrap import bootstrap_difference
+from ..metrics.gain import measure_gain
 from ..phonemes import normalize_sentence
+from ..pipeline.results import best_system
 from ..pipeline.submission import write_submission
 from ..rescoring.corrections import Combined, vote
 from ..rescoring.gate import RANDOM, read_blocks, with_corpora
@@ -29,6 +31,7 @@ def write_combined(
     output: Path,                 # .csv for a submission
     hypotheses: Hypotheses,
     combined: Sequence[Combined], # Of each trial
+    mark: str = '',               # Behind the name of the system, such as `IN_SAMPLE`
 ) -> None:
     """Write a submission, or the form for hypotheses with the log-probability of being right as the total.
 
@@ -44,7 +47,7 @@ def write_combined(
         written = Hypotheses()
         for name, c in texts.items():
             total = math.log(max(c.confidence, 1e-9))
-            written.add(hypotheses.trials[name], [Entry(name, c.text, 'combined', total=total)])
+            written.add(hypotheses.trials[name], [Entry(name, c.text, f'combined{mark}', total=total)])
         write_hypotheses(output, written)
     click.echo(f'Wrote {output}')
 
@@ -53,7 +56,7 @@ def show_rates(
     hypotheses: Hypotheses,
     combined: Sequence[Combined], # Of each trial
 ) -> None:
-    "Error rates by corpus, and what is gained over the plain vote, in random blocks too, for trials with references."
+    "Error rates by corpus, and gains over the plain vote, in random blocks too, and the best system, as far as known."
     known = hypotheses.subset(n for n, t in hypotheses.trials.items() if t.reference is not None)
     if not len(known): return
     by_name = dict(zip(hypotheses.trials, combined))
@@ -66,6 +69,10 @@ def show_rates(
         if not some: continue
         references, voted, combined_texts, _ = zip(*some)
         click.echo(f'against the plain vote{where}: {bootstrap_difference(references, voted, combined_texts)}')
+    name, alone = best_system(known)
+    gain = measure_gain(known.references(), alone, texts)
+    click.echo(f'against {name} alone, the best system ({percent(gain.before)}): {gain.difference}')
+    if gain.after > gain.before: click.echo(f'{name} alone has fewer word errors: take that, or fewer systems')
 
 # %% ../../nbs/cli/06_combine.ipynb #c004
 def _are_taught(hypotheses: Hypotheses, teachers: Hypotheses) -> bool:
@@ -162,4 +169,4 @@ def combine_files(sources, output, tune, lm, llm, blocks, seeds, out):
         combined = _learned(hypotheses, teachers, _learner(hypotheses, teachers, lm, llm))
         if _are_taught(hypotheses, teachers): mark = f' {IN_SAMPLE}'
     show_rates(f'On what is written{mark}:', hypotheses, combined)
-    write_combined(output, hypotheses, combined)
+    write_combined(output, hypotheses, combined, mark)

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from .combine import show_rates, write_combined
-from .options import FILE, FOLDER, dtype_option, out_option, output_option, refuse_options
+from .options import FILE, FOLDER, Choice, dtype_option, out_option, output_option, refuse_options
 from .sources import is_cross_validation, read_sources, read_tuning_data
 from ..core.files import write_whole
 from ..core.reading import parse_json, read_text
@@ -24,6 +24,8 @@ from ..lm.corpus import read_sentences
 from ..lm.finetune import finetune as finetune_lm
 from ..lm.llm.sources import find_llm
 from ..metrics import IN_SAMPLE
+from ..metrics.gain import measure_gain
+from ..rescoring.corrections import vote
 from ..rescoring.error_correction import Merged, cross_validate_merger, train_merger
 from ..rescoring.error_correction import merge as ask
 from ..rescoring.error_correction_data import check_errors, curricula, curriculum, examples
@@ -34,13 +36,13 @@ from ..training.budget import Deadline
 _ORIGINS = dict(model='what the model wrote', only='the only candidate', far='the vote, as the answer was far from it',
                 time='the vote, as the time was over')
 
-def _write_merged(output: Path, hypotheses, merged: dict, model: str) -> None:
-    "Write a submission, or the form for hypotheses."
+def _write_merged(output: Path, hypotheses, merged: dict, model: str, mark: str) -> None:
+    "Write a submission, or the form for hypotheses, where the mark stands behind the name of the system."
     if output.suffix == '.csv':
         return write_combined(output, hypotheses, [merged.get(name, Merged('', 'only')) for name in hypotheses.trials])
     written = Hypotheses()
     for name, m in merged.items():
-        written.add(hypotheses.trials[name], [Entry(name, m.text, 'merged', Path(model).name)])
+        written.add(hypotheses.trials[name], [Entry(name, m.text, f'merged{mark}', Path(model).name)])
     write_hypotheses(output, written)
     click.echo(f'Wrote {output}')
 
@@ -49,6 +51,20 @@ def _tell_origins(merged: dict) -> None:
     counts = Counter(m.origin for m in merged.values())
     for origin, title in _ORIGINS.items():
         if counts[origin]: click.echo(f'{counts[origin]:6} {title}')
+
+def _kept(hypotheses, merged: dict, keep: str, is_in_sample: bool) -> dict:
+    "Sentences to write: the answers, or the vote where they have no fewer word errors; says so."
+    answered = hypotheses.subset(merged)
+    known = answered.subset(n for n, t in answered.trials.items() if t.reference is not None)
+    if is_in_sample or not len(known):
+        why = 'the model was taught these sentences' if is_in_sample else 'no true sentence is known'
+        click.echo(f'Not compared with the vote: {why}. With the same files as SOURCEs and for --tune it is.')
+        return merged
+    gain = measure_gain(known.references(), vote(known), [merged[n].text for n in known.trials])
+    click.echo(f'Word error rate of the vote and of the answers: {gain}')
+    if gain.is_kept(keep): return merged
+    click.echo('There is no gain, so the vote is written; --keep always writes the answers all the same.')
+    return {n: m._replace(text=text) for (n, m), text in zip(merged.items(), vote(answered))}
 
 _TAUGHT = 'taught.json' # In the folder of an adapter: hashes of the sentences that it was taught
 
@@ -97,11 +113,14 @@ def _lessons(sources, tune, train, n_candidates: int, out: Path) -> tuple[list, 
 @click.option('--batch-size', default=8, show_default=True, type=click.IntRange(1),
               help='Trials in a step; fewer need less memory.')
 @click.option('--seed', default=0, show_default=True, help='Of the adapter, the order of trials and the folds.')
+@click.option('--keep', default='gain', show_default=True, type=Choice(['gain', 'always']),
+              help='Write the answers only where they have fewer word errors than the vote, as far as the truth is '
+                   'known, or always.')
 @dtype_option(help="Type of the model's weights.")
 @click.option('--four-bit', is_flag=True, help='4-bit weights (QLoRA where it is taught); needs bitsandbytes.')
 @out_option()
-def merge(sources, *, model, output, tune, train, adapter, snap, candidates, folds, epochs, batch_size, seed, dtype,
-          four_bit, out):
+def merge(sources, *, model, output, tune, train, adapter, snap, candidates, folds, epochs, batch_size, seed, keep,
+          dtype, four_bit, out):
     """An LLM writes the sentence that several systems heard.
 
     A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv, sentences .txt), or a
@@ -132,8 +151,9 @@ def merge(sources, *, model, output, tune, train, adapter, snap, candidates, fol
         merged = dict(zip((e.trial for e in asked), ask(lm, tokenizer, asked, snap, left=left)))
     _tell_origins(merged)
     mark = f' {IN_SAMPLE}' if _was_taught(find_llm(model, None if tune else adapter).adapters, asked) else ''
+    merged = _kept(hypotheses, merged, keep, bool(mark))
     show_rates(f'On what is written{mark}:', hypotheses.subset(merged), list(merged.values()))
-    _write_merged(output, hypotheses, merged, model)
+    _write_merged(output, hypotheses, merged, model, mark)
 
 # %% ../../nbs/cli/07_llm.ipynb #c016
 @click.command()
