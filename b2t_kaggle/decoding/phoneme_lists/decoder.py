@@ -141,13 +141,15 @@ def decode_lists(
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c304
 _RANKING_SHARPNESS = .5
+_RANKED = 15. # Only those are scored that are no more nats behind the best one
 
 def _ranked(found: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm: TextScores,
             ) -> list[list[LLMHypothesis]]:
     "Sentences of trials, in the order of their expected word errors with an LLM."
-    scores = iter(llm([h.text for of_trial in found for h in of_trial]).tolist())
+    near = [[h for h in of_trial if h.total >= max(x.total for x in of_trial) - _RANKED] for of_trial in found]
+    scores = iter(llm([h.text for of_trial in near for h in of_trial]).tolist())
     ranked = []
-    for of_trial in found:
+    for of_trial in near:
         rows = [(h.acoustic, h.ngram, h.n_words, next(scores)) for h in of_trial]
         totals = [float(np.dot(row, weights)) for row in rows]
         scored = [LLMHypothesis(**vars(h) | dict(total=total, llm=row[-1]))
@@ -270,7 +272,7 @@ def fit_confusions(
             texts += of_trial
     loss = ExpectedWordErrors(with_candidates, final.lm_weight, final.word_score, final.sharpness, change_penalty)
     change = _change_for_words(loss)
-    ranking = None if llm is None else _fit_ranking(loss, change, llm(texts))
+    ranking = None if llm is None else _fit_ranking(loss, change, np.array(texts), llm)
     return replace(_changed(final, change), ranking=ranking)
 
 def _change_for_words(loss: ExpectedWordErrors, rounds: int = 3) -> np.ndarray:
@@ -287,13 +289,18 @@ def _changed(model: ConfusionModel, change: np.ndarray) -> ConfusionModel:
     return replace(model, slots=model.slots + slots, gaps=model.gaps + gaps, lm_weight=model.lm_weight + lm_weight,
                    word_score=model.word_score + word_score)
 
-def _fit_ranking(loss: ExpectedWordErrors, change: np.ndarray, llm: np.ndarray) -> RankingWeights:
-    "Weights with an LLM's scores of all candidates [C], with which the fewest word errors are expected."
+def _fit_ranking(loss: ExpectedWordErrors, change: np.ndarray, texts: np.ndarray, llm: TextScores) -> RankingWeights:
+    "Weights of the scores of candidates [C], an LLM's among them, with which the fewest word errors are expected."
     loss.place(change)
-    scores = np.column_stack([loss.acoustic(change), loss.known, llm])
+    acoustic = loss.acoustic(change)
+    totals = acoustic + loss.known @ (loss.start + change[-2:])
+    best = np.maximum.reduceat(totals, loss.first)
+    near = totals >= np.repeat(best, np.diff(loss.first, append=len(totals))) - _RANKED
+    first = np.cumsum(np.append(0, np.add.reduceat(near.astype(int), loss.first)[:-1]))
+    scores = np.column_stack([acoustic[near], loss.known[near], llm(texts[near].tolist())])
     start = np.array(RankingWeights())
     def penalized(x):
-        expected, g = expected_word_errors(scores @ x, loss.errors, loss.first)
+        expected, g = expected_word_errors(scores @ x, loss.errors[near], first)
         return expected + (x - start) @ (x - start), g @ scores + 2*(x - start)
     return RankingWeights(*minimize(penalized, start, max_steps=100, tolerance=1e-7).tolist())
 
