@@ -296,7 +296,8 @@ def _scores(log_probs, words, starts, order, prons, add, kept):
     scores = np.full(len(order), -math.inf)
     before = words[:0]
     guess = ahead[0] - _GUESS
-    for k in range(-1, len(order)): # The first text twice, to know what is to be expected
+    first = -1 if add or len(order) > 1 else 0
+    for k in range(first, len(order)): # The first of several texts twice, to know what is to be expected
         i = order[k] if k >= 0 else 0
         text = words[starts[i]:starts[i + 1]]
         graph = _spelling_graph(text, prons)

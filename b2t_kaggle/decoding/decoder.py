@@ -477,7 +477,9 @@ def _begun_words(decoder: 'LexiconBeamDecoder', search: Search, log_probs: np.nd
     best = search.best_words()
     words, starts, scores = search.begun_list(_AROUND)
     spelling = best[np.flatnonzero(np.append(n, best) <= n)[-1]:] # Behind the last complete word
-    words, starts, spelled = _join_spellings(np.append(best, words), np.append(0, len(best) + starts), n)
+    words, starts = np.append(best, words), np.append(0, len(best) + starts)
+    spelled: list[tuple[int, ...]] = []
+    if decoder.oov_penalty is not None: words, starts, spelled = _join_spellings(words, starts, n)
     text, *others = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
     if not text: return []
     begun = [*(spelling - n).tolist(), *search.begun_word()]

@@ -112,7 +112,7 @@ class _List:
             raise ValueError('the times of words are not known; give LexiconBeamDecoder the length of a frame, '
                              'frame_ms, and decode again')
         words = text.split()
-        confidence = agreement(words, [t.split() for t in self.texts]) @ self.shares
+        confidence = agreement(words, [t.split() for t in self.texts]).astype(float) @ self.shares
         times = self.times(text).tolist()
         return [Word(w, a, b, min(c, 1.)) for w, (a, b), c in zip(words, times, confidence.tolist())]
 
@@ -206,22 +206,27 @@ def calibrate(
     return float(TEMPERATURES[temperature_costs(word_evidence(lists, references)).sum(1).argmin()])
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c012
-def _crc32(values: list[dict]) -> int: return zlib.crc32(json.dumps(values).encode())
+def _crc32(line: str) -> int: return zlib.crc32(line.encode())
 
-def _rounded(probability: float) -> float: return float(f'{probability:.6g}')
+_DECIMALS = 6 # Of probabilities
 
-def _of_list(h: Hypothesis, rank: int) -> dict:
-    "Further fields of a hypothesis that knows its list: its posterior, and words where it is the best one."
-    if getattr(h, '_list', None) is None: return {}
+def _fields(h: Hypothesis, rank: int) -> dict:
+    "Fields of a hypothesis; with its posterior where it knows its list, and words where it is the best one."
+    values = {k: v for k, v in vars(h).items() if v is not None}
+    known = getattr(h, '_list', None)
+    if known is None: return values
+    values['posterior'] = round(known.posterior(h.text), _DECIMALS)
     words = known_words(h) if rank == 0 else None
-    found = [w._replace(confidence=_rounded(w.confidence))._asdict() for w in words or []]
-    return dict(posterior=_rounded(h.posterior)) | (dict(words=found) if words is not None else {})
+    if words is None: return values
+    return values | dict(words=[w._asdict() | dict(confidence=round(w.confidence, _DECIMALS)) for w in words])
 
 def _to_line(hyps: Sequence[Hypothesis]) -> str:
     "A list as JSON with its checksum; what is not known is left out."
-    values = [{k: v for k, v in vars(h).items() if v is not None} | _of_list(h, i) for i, h in enumerate(hyps)]
-    if values: values[0] = values[0] | dict(crc32=_crc32(values))
-    return json.dumps(values) + '\n'
+    values = [_fields(h, rank) for rank, h in enumerate(hyps)]
+    line = json.dumps(values)
+    if not values: return line + '\n'
+    end = len(json.dumps(values[0])) # Where the first entry ends, which receives the checksum
+    return f'{line[:end]}, "crc32": {_crc32(line)}{line[end:]}\n'
 
 def write_nbest(
     path: str | Path,                      # JSON lines file to write
@@ -279,7 +284,7 @@ def _from_line(line: str) -> list[Hypothesis]:
     if not isinstance(values, list) or not all(isinstance(h, dict) for h in values):
         raise ValueError('expected a list of hypotheses')
     crc32 = values[0].pop('crc32', None) if values else None
-    if crc32 is not None and crc32 != _crc32(values): raise ValueError('damaged, it is not as it was written')
+    if crc32 not in (None, _crc32(json.dumps(values))): raise ValueError('damaged, it is not as it was written')
     known = _ReadList({}, {})
     return [_entry(h, rank, known) for rank, h in enumerate(values)]
 
