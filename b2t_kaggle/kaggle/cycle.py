@@ -467,6 +467,8 @@ def by_hand(
     for number, step in enumerate(cycle.steps(True, parts), 1):
         yield f'{number}. {step.title[0].upper()}{step.title[1:]}'
         yield from (f'   {line}' for line in step.by_hand)
+    yield ('A part whose last cell says that all batches are done is the last one: then comes the submission, with its '
+           'output.')
     if not cycle.plan.n_parts:
-        yield (f'Part {parts} comes again, with the output of the part before, until the last cell of one says that '
-               'all batches are done. With --hours the number of parts is known, and each is listed.')
+        yield (f'Where none does, part {parts} comes again, with the output of the part before. With --hours the '
+               'number of parts is known, and each is listed.')
