@@ -1,19 +1,22 @@
 "An opinion pool against definitions, finite differences and simulated systems whose seeds share their errors."
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 from tiny_models import tiny_lm
 
+from b2t_kaggle.cli.combine import combine_files
 from b2t_kaggle.lm.causal import load_lm, score_sentences
 from b2t_kaggle.metrics import word_error_rate
 from b2t_kaggle.rescoring.corrections import cross_validate, fit_corrector, vote
 from b2t_kaggle.rescoring.error_correction_data import sentence_folds
-from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, Trial, read_hypotheses
+from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, Trial, read_hypotheses, write_hypotheses
 from b2t_kaggle.rescoring.opinion_pool import (
     Learner,
     Opinions,
@@ -168,6 +171,20 @@ def test_scores_of_a_causal_lm_are_those_of_the_sentences(tmp_path):
     found = llm_scores(h, model, tokenizer, progress=False)
     assert set(found) == set(texts)
     np.testing.assert_allclose([found[t] for t in texts], score_sentences(model, tokenizer, texts, end=True), rtol=1e-4)
+
+
+def test_the_command_hears_a_causal_lm(tmp_path):
+    val, test = simulated(20, 0, NOISY), simulated(10, 1, NOISY)
+    for name, h in ('val', val), ('test', test): write_hypotheses(tmp_path/f'{name}.jsonl', h)
+    folder = tiny_lm(tmp_path/'llm', 'llama', val.references())
+    told = CliRunner().invoke(combine_files, [str(tmp_path/'test.jsonl'), '--tune', str(tmp_path/'val.jsonl'), '--llm',
+                                              str(folder), '-o', str(tmp_path/'out.jsonl')])
+    assert told.exit_code == 0 and re.search(r'of other voices: .*llm [+-]', told.output), told.output
+    model, tokenizer = load_lm(folder)
+    scores = [llm_scores(h, model, tokenizer, progress=False) for h in (val, test)]
+    expected = fit_pool(val, llm=scores[0]).predict(test, llm=scores[1])
+    written = read_hypotheses(tmp_path/'out.jsonl').entries.values()
+    assert [e.text for (e,) in written] == [c.text for c in expected]
 
 
 def test_sources_without_seeds_are_combined_as_ever():
