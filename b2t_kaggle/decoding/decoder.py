@@ -689,9 +689,10 @@ class LexiconBeamDecoder(SentenceScorer):
         kept = push_frames(search, frames.scores, frames.skip)
         hyps = self.finish(search, frames.log_probs)
         texts = [self._word_ids([h.text])[0] for h in hyps]
-        ended = [word_ends(frames.log_probs, ids, self._prons) for ids in texts]
+        ended = ((ids, word_ends(frames.log_probs, ids, self._prons)) for ids in texts)
+        listed = [(ids, ends) for ids, ends in ended if ends is not None] # All: they have scores
         columns = np.arange(len(self.classes.names)) if self.classes.columns is None else self.classes.columns
-        return trace(kept, zip(texts, ended), frames.log_probs, _new_scorer(self), self._prons, self.words, columns,
+        return trace(kept, listed, frames.log_probs, _new_scorer(self), self._prons, self.words, columns,
                      acoustic_scale=self.acoustic_scale, lm_weight=self.lm_weight, word_score=self.word_score)
 
     def with_words(self,
