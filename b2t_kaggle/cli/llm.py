@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -52,7 +53,7 @@ def _tell_origins(merged: dict) -> None:
     for origin, title in _ORIGINS.items():
         if counts[origin]: click.echo(f'{counts[origin]:6} {title}')
 
-def _kept(hypotheses, merged: dict, keep: str, is_in_sample: bool) -> dict:
+def _kept(hypotheses, merged: dict, keep: Literal['gain', 'always'], is_in_sample: bool) -> dict:
     "Sentences to write: the answers, or the vote where they have no fewer word errors; says so."
     answered = hypotheses.subset(merged)
     known = answered.subset(n for n, t in answered.trials.items() if t.reference is not None)

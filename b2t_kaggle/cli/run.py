@@ -120,7 +120,7 @@ def _tell_gains(run: Run, names: list[str]) -> None:
             key = STAGES[name].keep
             if not figures['kept']: end = f'no gain, so sentences stay as they were; {key}=always takes the others'
             else: end = 'kept' if gain.is_gain else f'no gain, and kept all the same ({key}=always)'
-            click.echo(f'{name}: word error rate on val {gain}: {end}.')
+            click.echo(f'{name}: word error rate on val{run.wer_mark} {gain}: {end}.')
         if best := figures.get('better_alone'):
             click.echo(f'{name}: {best} alone is better on val than what this stage made of all.')
 

@@ -23,8 +23,10 @@ _PAIR = np.dtype([('ngram', np.int32), ('phrase', np.int32)]) # States
 _PAIRS = 1 << 30 # State number of the first pair
 
 class Phrases(NamedTuple):
-    "Boosted phrases, and the pairs of an n-gram's and their state that have occurred; all empty without a boost."
-    automaton: Arrays   # Of `lm.boost.phrase_automaton`; its scores are added to log10 probabilities
+    "Boosted phrases, and the pairs of an n-gram's and their state that have occurred."
+    arcs: np.ndarray    # Arrays of `lm.boost.phrase_automaton`; its scores are added to log10 probabilities
+    first: np.ndarray
+    states: np.ndarray
     index: np.ndarray   # Hash table: n-gram state · 2^32 + phrase state -> number of the pair
     pairs: np.ndarray   # `_PAIR` [P]
     n_pairs: np.ndarray # Those that have occurred [1]
@@ -36,7 +38,7 @@ class NGramView(NamedTuple):
     states: np.ndarray   # [S]
     word_ids: np.ndarray # Of the lexicon's words, of `<unk>` and of the sentence's end [W + 2]
     lazy: bool           # Whether an arc that is missing means that KenLM must be asked
-    phrases: Phrases     # That are boosted
+    phrases: Phrases | None = None # None without a boost: the search is then compiled without all that is for it
 
 @_jit
 def _ngram_score(ngram, state, word):
@@ -63,32 +65,35 @@ def _pair(phrases, ngram_state, phrase_state):
     return arc.next
 
 @_jit
+def _within_phrase(ngram, pair, word):
+    "Score a word after a pair of states."
+    phrases = ngram.phrases
+    log_prob, state = _ngram_score(ngram, phrases.pairs[pair].ngram, word)
+    if state < 0: return log_prob, state
+    bonus, phrase_state = step(phrases, phrases.pairs[pair].phrase, word)
+    if phrase_state: state = _pair(phrases, state, phrase_state)
+    return log_prob + bonus, state
+
+@_jit
+def _boosted_score(ngram, phrases, state, word):
+    "Score a word after a state or a pair of states."
+    if phrases is None: return _ngram_score(ngram, state, word)
+    if state >= _PAIRS: return _within_phrase(ngram, state - _PAIRS, word)
+    log_prob, state = _ngram_score(ngram, state, word)
+    phrase_state = phrases.first[word].next
+    if state >= 0 and phrase_state: state = _pair(phrases, state, phrase_state)
+    return log_prob + phrases.first[word].log_prob, state
+
+@_jit
 def score_word(
     ngram, # `NGramView`
     state, # n-gram state, or the number of a pair
     word,  # Of the lexicon, W for `<unk>`, W + 1 (or -1) for the sentence's end
 ):         # log10 probability and next state; the state is -1 where KenLM must be asked, or room is missing
     "Score a word after a state."
-    phrases = ngram.phrases
-    if not len(phrases.pairs): return _ngram_score(ngram, state, word)
-    phrase_state = np.int32(0)
-    if state >= _PAIRS:
-        pair = phrases.pairs[state - _PAIRS]
-        state = pair.ngram
-        phrase_state = pair.phrase
-    log_prob, state = _ngram_score(ngram, state, word)
-    if state < 0: return log_prob, state
-    bonus, phrase_state = step(phrases.automaton, phrase_state, word)
-    return log_prob + bonus, state if phrase_state == 0 else _pair(phrases, state, phrase_state)
+    return _boosted_score(ngram, ngram.phrases, state, word)
 
 # %% ../../nbs/decoding/01_scorers.ipynb #c007
-def _no_phrases() -> Phrases:
-    "For an n-gram without a boost."
-    none = Arrays(np.zeros(0, ARC), np.zeros(0, FIRST), np.zeros(0, STATE))
-    return Phrases(none, none.arcs, np.zeros(0, _PAIR), np.zeros(1, np.int64))
-
-_NO_PHRASES = _no_phrases()
-
 class AutomatonScorer:
     "An automaton, as the search asks it."
     most_bonus = 0.0 # That boosts add to a word's score
@@ -105,7 +110,7 @@ class AutomatonScorer:
     @property
     def view(self) -> NGramView:
         "Arrays for compiled code."
-        return NGramView(*self.arrays, self.word_ids, False, _NO_PHRASES)
+        return NGramView(*self.arrays, self.word_ids, False)
 
     def unigrams(self) -> np.ndarray:
         "Natural-log probability without context of each word, and of `<unk>` [W + 1]."
@@ -165,7 +170,7 @@ class ScoreCache:
     @property
     def view(self) -> NGramView:
         "Arrays for compiled code."
-        return NGramView(self.arcs, _NO_FIRST, _NO_STATES, self.word_ids, True, _NO_PHRASES)
+        return NGramView(self.arcs, _NO_FIRST, _NO_STATES, self.word_ids, True)
 
     def forget(self) -> None:
         "Forget all answers."
@@ -230,7 +235,8 @@ class BoostedScorer:
         self.ngram = ngram
         self.begin = ngram.begin # State at the beginning of a sentence
         self.most_bonus = float(most_gains(phrases).max()) # That boosts add to a word's score [log10]
-        self.phrases = _no_phrases()._replace(automaton=phrases)
+        none = np.zeros(0, ARC), np.zeros(0, _PAIR), np.zeros(1, np.int64)
+        self.phrases = Phrases(*phrases, *none)
         self._make(room)
 
     @property

@@ -47,8 +47,8 @@ def measure_gain(
     after: Sequence[str],      # Texts that it made; what it learned it learned on other trials
 ) -> Gain:
     "Rates before and after a step, and the paired bootstrap of their difference; `ValueError` without trials."
-    errors = [word_errors(references, texts) for texts in (before, after)]
-    return Gain(*(total(e).rate for e in errors), difference_interval(*errors), len(errors[0]))
+    old, new = (word_errors(references, texts) for texts in (before, after))
+    return Gain(total(old).rate, total(new).rate, difference_interval(old, new), len(old))
 
 # %% ../../nbs/metrics/03_gain.ipynb #c008
 def gain_figures(

@@ -189,8 +189,7 @@ def _row(stage: StageRun, status: str) -> dict:
     if status == 'not needed': return dict(stage=stage.name, state='not needed', seconds=0, metrics='')
     stamp = stage.stamp
     state = 'done' if stamp.get('finished') else 'stopped early'
-    metrics = [metric_text(name, value) + (stage.run.wer_mark if name.startswith('WER') else '')
-               for name, value in stamp.get('metrics', {}).items()]
+    metrics = [metric_text(name, value, stage.run.wer_mark) for name, value in stamp.get('metrics', {}).items()]
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
                 seconds=stamp.get('seconds', 0), metrics=', '.join(metrics))
 

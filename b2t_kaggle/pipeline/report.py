@@ -125,10 +125,12 @@ def duration(
 def metric_text(
     name: str,
     value: Any, # A metric of a stage, of whatever kind
+    mark: str = '', # Behind word error rates, such as `Run.wer_mark`
 ) -> str:
     "A metric of a stage as words."
-    if name.split()[0] in (PER, WER, 'OOV') and isinstance(value, float): return f'{name} {percent(value)}'
-    if name in ('before', 'after', 'vote') and isinstance(value, float): return f'{name} {percent(value)}'
+    if isinstance(value, float) and name.split()[0] in (WER, 'before', 'after', 'vote'):
+        return f'{name} {percent(value)}{mark}'
+    if isinstance(value, float) and name.split()[0] in (PER, 'OOV'): return f'{name} {percent(value)}'
     if name == 'difference': return f'{name} {Difference(*value)}'
     if name == 'GB': return format_size(round(value*1e9))
     if isinstance(value, Mapping): value = ', '.join(metric_text(k, v) for k, v in value.items())
@@ -142,25 +144,27 @@ def _shown(value) -> str:
 
 def timings(
     stamps: Mapping[str, Mapping], # Of the stages in their order
+    mark: str = '', # Behind word error rates
 ) -> str:
     "Seconds and metrics of each stage."
     seconds = {name: stamp.get('seconds', 0) for name, stamp in stamps.items()}
     most = max([*seconds.values(), 1e-9])
     rows = [{'stage': name, 'time': Html(f'{duration(seconds[name])}{_bar(seconds[name], most)}'),
-             'what it found': ', '.join(metric_text(*item) for item in stamps[name].get('metrics', {}).items())}
+             'what it found': ', '.join(metric_text(k, v, mark) for k, v in stamps[name].get('metrics', {}).items())}
             for name in stamps]
     return f'<p>{duration(sum(seconds.values()))} in all.</p>\n<div class="scroll">{table(rows)}</div>'
 
 # %% ../../nbs/pipeline/05_report.ipynb #c018b
 def gain_table(
     stamps: Mapping[str, Mapping], # Of the stages in their order
+    mark: str = '', # Behind word error rates
 ) -> str:
     "Word error rates of val before and after each stage that changes sentences, empty where there is none."
     rows = []
     for name, stamp in stamps.items():
         figures = stamp.get('metrics', {})
         if (gain := gain_of(figures)) is None: continue
-        rows.append(dict(stage=name, before=percent(gain.before), after=percent(gain.after),
+        rows.append(dict(stage=name, before=percent(gain.before) + mark, after=percent(gain.after) + mark,
                          difference=f'{gain.difference}{"" if gain.is_clear else ", may be chance"}',
                          sentences=f'{gain.trials:,}', kept='yes' if figures['kept'] else 'no'))
     if not rows: return ''

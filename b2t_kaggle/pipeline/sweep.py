@@ -36,7 +36,7 @@ from ..core.files import atomic_path
 from ..core.locks import Lock, LockedError
 from ..devices.machine import detect
 from ..devices.time_limit import time_limit_hours
-from ..metrics import percent
+from ..metrics import IN_SAMPLE, percent
 from .execute import check_ready, run_stages
 from .run import Run
 from .stages import PipelineError, plan
@@ -338,7 +338,7 @@ def plot_sweep(
     number = done.run.str.rsplit('-', n=1).str[-1].astype(int)
     axes[0].plot(number, 100*done.PER, 'o', ms=4)
     axes[0].step(number, 100*done.PER.cummin(), where='post', lw=1, color='C1')
-    axes[0].set(xlabel='trial', ylabel='validation PER (%)', title='PER, and the best so far')
+    axes[0].set(xlabel='trial', ylabel='validation PER (%)', title=f'PER, and the best so far\n{IN_SAMPLE}')
     for name, curve in curves.items():
         axes[1].plot(list(curve), [100*per for per in curve.values()], lw=1, alpha=.4 if name in set(pruned.run) else 1)
     axes[1].set(xlabel='batch', title='while they trained (faint: pruned)')

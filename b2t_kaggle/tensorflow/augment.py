@@ -85,7 +85,7 @@ def mask_channels(
     _, T, C = x.shape
     span = cfg.channel_mask_bins or T
     n_features = 2 if cfg.channel_mask_by == 'electrode' else 1
-    u = trial_random('uniform', [-(-T//span), C//n_features], seeds, _CHANNELS)
+    u = trial_random('uniform', (-(-T//span), C//n_features), seeds, _CHANNELS)
     is_kept = tf.tile(u >= cfg.channel_masks, [1, 1, n_features])
     return tf.where(tf.repeat(is_kept, span, 1)[:, :T], x, 0.)
 

@@ -4,10 +4,11 @@ from pathlib import Path
 # Title of a group, and its pages: notebooks, or folders, whose notebooks follow by their numbers
 GROUPS = (
     ('Begin', ('index.ipynb', 'guides/tutorial.ipynb', 'guides/design.ipynb', 'guides/comparison.ipynb',
-               'guides/beside_the_official_kit.ipynb')),
+               'guides/beside_the_official_kit.ipynb', 'guides/coming_from_other_decoders.ipynb')),
     ('How to', (
         'guides/colab.ipynb', 'guides/official_checkpoint.ipynb', 'guides/kaggle_gpu.ipynb', 'guides/kaggle_tpu.ipynb',
-        'guides/own_language_model.ipynb', 'guides/a_language_model_that_helps.ipynb', 'guides/ensembles.ipynb',
+        'guides/own_language_model.ipynb', 'guides/a_language_model_that_helps.ipynb', 'guides/personal_words.ipynb',
+        'guides/closed_vocabularies.ipynb', 'guides/ensembles.ipynb',
         'guides/streaming.ipynb', 'guides/one_trial.ipynb',
         'guides/which_encoder.ipynb', 'guides/hours_per_card.ipynb', 'guides/memory_and_disk.ipynb',
         'guides/adding_an_encoder.ipynb', 'guides/adding_a_stage.ipynb', 'guides')),

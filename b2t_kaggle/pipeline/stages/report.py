@@ -35,6 +35,9 @@ def _summary(run, results, stamps, tuning) -> str:
     if tuned:
         made.append('<p class="faint">Cross-validated: each sentence of val was found with weights that were tuned on '
                     'others; so are the intervals, tables and alignments below.</p>')
+    if stamps.get('train'):
+        made.append('<p class="faint">Of the models that training measured on val, this is the one with the fewest '
+                    'phoneme errors there.</p>')
     began = stamps.get('train', {}).get('metrics', {}).get('refit_from')
     if began is not None:
         made.append(f'<p>From batch {began:,} on val was trained on; these are figures of the model before, and test '
@@ -134,9 +137,9 @@ class Report(Stage):
             'By corpus, length and session': '' if results is None else _groups(results),
             'Trials': '' if results is None else _trials(results),
             'Confidences of words': _confidences(run),
-            'Gains': gain_table(stamps),
+            'Gains': gain_table(stamps, run.wer_mark),
             'Weights of the search': _weights(run, stamps, tuning),
-            'Times': timings(stamps),
+            'Times': timings(stamps, run.wer_mark),
             'Configuration': configuration(run.cfg, run.base_preset),
             'Provenance': _provenance(run, stamps),
         }
