@@ -234,6 +234,22 @@ def _candidates(
 
 _CLASS_ID = {p: i for i, p in enumerate(PHONEMES)}
 
+# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c308
+def _fit_ranking(loss: ExpectedWordErrors, change: np.ndarray, texts: np.ndarray, llm: TextScores) -> RankingWeights:
+    "Weights of the scores of candidates [C], an LLM's among them, with which the fewest word errors are expected."
+    loss.place(change)
+    acoustic = loss.acoustic(change)
+    totals = acoustic + loss.known @ (loss.start + change[-2:])
+    best = np.maximum.reduceat(totals, loss.first)
+    near = totals >= np.repeat(best, np.diff(loss.first, append=len(totals))) - _RANKED
+    first = np.cumsum(np.append(0, np.add.reduceat(near.astype(int), loss.first)[:-1]))
+    scores = np.column_stack([acoustic[near], loss.known[near], llm(texts[near].tolist())])
+    start = np.array(RankingWeights())
+    def penalized(x):
+        expected, g = expected_word_errors(scores @ x, loss.errors[near], first)
+        return expected + (x - start) @ (x - start), g @ scores + 2*(x - start)
+    return RankingWeights(*minimize(penalized, start, max_steps=100, tolerance=1e-7).tolist())
+
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c024
 def fit_confusions(
     lists: Sequence[PhonemeList], # With true phonemes and sentences
@@ -288,21 +304,6 @@ def _changed(model: ConfusionModel, change: np.ndarray) -> ConfusionModel:
     slots, gaps, (lm_weight, word_score) = np.split(change, [N_WEIGHTS, 2*N_WEIGHTS])
     return replace(model, slots=model.slots + slots, gaps=model.gaps + gaps, lm_weight=model.lm_weight + lm_weight,
                    word_score=model.word_score + word_score)
-
-def _fit_ranking(loss: ExpectedWordErrors, change: np.ndarray, texts: np.ndarray, llm: TextScores) -> RankingWeights:
-    "Weights of the scores of candidates [C], an LLM's among them, with which the fewest word errors are expected."
-    loss.place(change)
-    acoustic = loss.acoustic(change)
-    totals = acoustic + loss.known @ (loss.start + change[-2:])
-    best = np.maximum.reduceat(totals, loss.first)
-    near = totals >= np.repeat(best, np.diff(loss.first, append=len(totals))) - _RANKED
-    first = np.cumsum(np.append(0, np.add.reduceat(near.astype(int), loss.first)[:-1]))
-    scores = np.column_stack([acoustic[near], loss.known[near], llm(texts[near].tolist())])
-    start = np.array(RankingWeights())
-    def penalized(x):
-        expected, g = expected_word_errors(scores @ x, loss.errors[near], first)
-        return expected + (x - start) @ (x - start), g @ scores + 2*(x - start)
-    return RankingWeights(*minimize(penalized, start, max_steps=100, tolerance=1e-7).tolist())
 
 def cross_validate_lists(
     lists: Sequence[PhonemeList], # With true phonemes and sentences
