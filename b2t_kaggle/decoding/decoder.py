@@ -544,6 +544,12 @@ def _say_guessed(added: Sequence[AddedWord]) -> None:
                   f'{"; ".join(guessed[:_MOST_SAID])}{more}. Give those that are wrong', stacklevel=4)
 
 
+def _check_added(added: Sequence[AddedWord], classes: Classes) -> None:
+    "Raise `ValueError` for a pronunciation with phonemes that are no tokens, such as those of a model of characters."
+    for word in added:
+        unknown = [p for phonemes in word.pronunciations for p in phonemes if p not in classes.spoken]
+        if unknown: raise ValueError(f'boost, word {word.text!r}: its phoneme {unknown[0]!r} is no token of this '
+                                     'decoder; give the word in the lexicon, and no pronunciation here')
 
 def _boosted_parts(decoder: 'LexiconBeamDecoder', boost: Boosts | None) -> dict[str, Any]:
     "Attributes of the decoder with a boost, in place of one that it has; none gives the plain decoder's."
@@ -551,6 +557,7 @@ def _boosted_parts(decoder: 'LexiconBeamDecoder', boost: Boosts | None) -> dict[
     vocabulary, trie, added, phrases, bonuses = decoder._plain, decoder._plain.trie, [], None, None
     if boosts:
         added = added_words(boosts, vocabulary.word_id)
+        _check_added(added, vocabulary.classes)
         vocabulary = _extended(vocabulary, added, dict.fromkeys(w for b in boosts for w in b.words))
         numbers = {tuple(vocabulary.word_id[w] for w in b.words): b.bonus for b in boosts}
         phrases = phrase_list(numbers, len(vocabulary.words))

@@ -73,7 +73,10 @@ def boosts_of(
     "Boosts with normalised phrases; raises `ValueError` that names a phrase which cannot be used."
     if isinstance(given, str | Path):
         raise TypeError(f'boost: found {str(given)!r}, expected bonuses by phrase; read_boosts(path) reads a file')
-    items = [Boost(*item) for item in given.items()] if isinstance(given, Mapping) else given
+    items = [Boost(*item) for item in given.items()] if isinstance(given, Mapping) else list(given)
+    for item in items:
+        if not isinstance(item, Boost):
+            raise TypeError(f'boost: found {item!r}, expected bonuses by phrase, or Boost(phrase, bonus)')
     bonuses: dict[str, float] = {}
     try: return list(dict.fromkeys([_one_bonus(_normalized(b), bonuses) for b in items]))
     except ValueError as e: raise ValueError(f'boost: {e}') from None

@@ -85,6 +85,7 @@ def check_boost(
     "Raise `PipelineError` that names the line of a file of boosts which is none."
     if path is None: return
     from b2t_kaggle.lm.boost import read_boosts
+    if not path.is_file(): raise PipelineError(f'decode.boost = {path}: there is no such file; correct the path')
     try: read_boosts(path)
     except (OSError, ValueError) as e: raise PipelineError(f'decode.boost: {e}; correct it') from None
 
