@@ -462,6 +462,21 @@ def upgrade(
         values['model'] = {k: v for k, v in model.items() if k in known}
     return values
 
+# %% ../../nbs/config/03_groups.ipynb #20b20e86
+def _check_audio_llm(train: TrainConfig, infer: InferConfig) -> None:
+    "Raise `ValueError` for a value that does not work with an audio LLM."
+    wrong = dict(framework=train.framework != 'pytorch', cr_ctc=bool(train.cr_ctc), compile=train.compile,
+                 weight_average=train.weight_average is not None)
+    for field in (k for k, is_wrong in wrong.items() if is_wrong):
+        raise ValueError(f'audio.llm is set, with which train.{field} = {getattr(train, field)} does not '
+                         f'work; set it to {TrainConfig.model_fields[field].default}')
+    if infer.adapt:
+        raise ValueError(f'audio.llm is set, and infer.adapt = {infer.adapt} adapts the logits '
+                         'alone, which it does not read; set one of them to null')
+    if infer.logits:
+        raise ValueError('audio.llm reads the vectors of a model, and this run has infer.logits alone; '
+                         'set one of them to null')
+
 # %% ../../nbs/config/03_groups.ipynb #c031
 TRAINING_GROUPS = 'data', 'model', 'augment', 'train', 'audio' # All that the weights of a model depend on
 
@@ -524,19 +539,7 @@ class Config(Section):
 
     @model_validator(mode='after')
     def _can_train_an_audio_llm(self):
-        if self.audio.llm is None: return self
-        t = self.train
-        wrong = dict(framework=t.framework != 'pytorch', cr_ctc=bool(t.cr_ctc), compile=t.compile,
-                     weight_average=t.weight_average is not None)
-        for field in (k for k, is_wrong in wrong.items() if is_wrong):
-            raise ValueError(f'audio.llm is set, with which train.{field} = {getattr(t, field)} does not '
-                             f'work; set it to {TrainConfig.model_fields[field].default}')
-        if self.infer.adapt:
-            raise ValueError(f'audio.llm is set, and infer.adapt = {self.infer.adapt} adapts the logits '
-                             'alone, which it does not read; set one of them to null')
-        if self.infer.logits:
-            raise ValueError('audio.llm reads the vectors of a model, and this run has infer.logits alone; '
-                             'set one of them to null')
+        if self.audio.llm is not None: _check_audio_llm(self.train, self.infer)
         return self
 
     @model_validator(mode='after')

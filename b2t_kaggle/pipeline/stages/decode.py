@@ -56,6 +56,28 @@ def _best(nbest, trials) -> list[str]:
     "The best sentences of some trials."
     return [nbest[i][0].text for i in trials]
 
+# %% ../../../nbs/pipeline/stages/09_decode.ipynb #5f3a53c8
+def _search(run, name, progress, decoders, late) -> tuple[dict, int]:
+    "Lists of all trials by split, and the number of those that are to be found anew; written split by split."
+    from b2t_kaggle.decoding.deadline import decode_in_time
+    from b2t_kaggle.decoding.nbest import read_nbest, write_nbest
+    from b2t_kaggle.logits import LogitStore
+    nbest = {}
+    n_left = 0
+    for split in sorted(run.splits): # test first: a submission needs it
+        path = run.nbest_path(split, name)
+        todo = progress.pending_trials(split)
+        known = None if todo is None else read_nbest(path)
+        logits: Any = LogitStore.open(run.logits(split))
+        nbest[split], left = decode_in_time(decoders[split], logits, progress.time_left, known, todo,
+                                            run.cfg.decode.n_jobs, label=f'decode {split}')
+        write_nbest(path, nbest[split])
+        progress.save_pending(split, range(len(logits)) if late else left)
+        n_left += len(left)
+        if left: print(f'{split}: {len(left)} of {len(logits)} trials have what a narrow beam, or the weights '
+                       'before tuning, found, because the session ends; run it again to decode them properly')
+    return nbest, n_left
+
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c007
 class Decode(Stage):
     does = 'beam search: n-best sentences of val and test'
@@ -94,7 +116,7 @@ class Decode(Stage):
             tuning, reason = None, f'{e}; run it again to tune them'
         if reason: print(f'The weights of the search are as configured, not tuned: {reason}.')
         decoders = _decoders(run, decoder, tuning, spoken)
-        nbest, n_left = self._search(run, progress, decoders, late)
+        nbest, n_left = _search(run, self.name, progress, decoders, late)
         metrics = dict(narrow=n_left) if n_left else {}
         if decoder.fusion and len(spoken) and not n_left and not late:
             judged = self._compared(run, progress, decoders, nbest, spoken)
@@ -133,24 +155,3 @@ class Decode(Stage):
             print('The time is up before it is known whether the LLM helps; run it again to find out.')
             return None
         return plain, figures
-
-    def _search(self, run, progress, decoders, late) -> tuple[dict, int]:
-        "Lists of all trials by split, and the number of those that are to be found anew; written split by split."
-        from b2t_kaggle.decoding.deadline import decode_in_time
-        from b2t_kaggle.decoding.nbest import read_nbest, write_nbest
-        from b2t_kaggle.logits import LogitStore
-        nbest = {}
-        n_left = 0
-        for split in sorted(run.splits): # test first: a submission needs it
-            path = run.nbest_path(split, self.name)
-            todo = progress.pending_trials(split)
-            known = None if todo is None else read_nbest(path)
-            logits: Any = LogitStore.open(run.logits(split))
-            nbest[split], left = decode_in_time(decoders[split], logits, progress.time_left, known, todo,
-                                                run.cfg.decode.n_jobs, label=f'decode {split}')
-            write_nbest(path, nbest[split])
-            progress.save_pending(split, range(len(logits)) if late else left)
-            n_left += len(left)
-            if left: print(f'{split}: {len(left)} of {len(logits)} trials have what a narrow beam, or the weights '
-                           'before tuning, found, because the session ends; run it again to decode them properly')
-        return nbest, n_left

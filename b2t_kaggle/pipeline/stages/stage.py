@@ -69,6 +69,18 @@ class Result:
     finished: bool = True # False where it stopped early, so that the next run continues it
     details: dict[str, Any] = field(default_factory=dict) # What its notebook shows
 
+# %% ../../../nbs/pipeline/stages/00_stage.ipynb #d2c17c29
+def _judge(stage: str, key: str, cfg: Config, texts: tuple[Sequence[str], ...]) -> tuple[bool, dict[str, Any]]:
+    "Tell by a key whether what a stage made of sentences is kept; the texts are references, those before and after."
+    from b2t_kaggle.metrics.gain import gain_figures, measure_gain
+    group, name = key.split('.')
+    keep = getattr(getattr(cfg, group), name)
+    gain = measure_gain(*texts)
+    kept = gain.is_kept(keep)
+    what = 'is kept' if gain.is_gain else f'is no gain; with {key}={keep} it is {"" if kept else "not "}kept'
+    print(f'WER of {stage}: {gain}; that {what}.')
+    return kept, dict(WER=gain.after if kept else gain.before) | gain_figures(gain, kept)
+
 # %% ../../../nbs/pipeline/stages/00_stage.ipynb #c008
 class Stage:
     "One step of a run. What a stage does not say of itself has its default here."
@@ -160,14 +172,7 @@ class Stage:
         after: Sequence[str],      # Texts that the stage made
     ) -> tuple[bool, dict[str, Any]]:
         "Tell by the key `keep` whether what the stage made is kept; figures of the gain come along. Prints both."
-        from b2t_kaggle.metrics.gain import gain_figures, measure_gain
-        group, name = self.keep.split('.')
-        keep = getattr(getattr(cfg, group), name)
-        gain = measure_gain(references, before, after)
-        kept = gain.is_kept(keep)
-        what = 'is kept' if gain.is_gain else f'is no gain; with {self.keep}={keep} it is {"" if kept else "not "}kept'
-        print(f'WER of {self.name}: {gain}; that {what}.')
-        return kept, dict(WER=gain.after if kept else gain.before) | gain_figures(gain, kept)
+        return _judge(self.name, self.keep, cfg, (references, before, after))
 
     def check_result(self,
         run: 'Run',
