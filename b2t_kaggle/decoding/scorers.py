@@ -49,6 +49,7 @@ def _ngram_score(ngram, state, word):
     if ngram.arcs[i].key < 0: return np.float32(0), np.int32(-1)
     return ngram.arcs[i].log_prob, ngram.arcs[i].next
 
+# %% ../../nbs/decoding/01_scorers.ipynb #c504
 @_jit
 def _pair(phrases, ngram_state, phrase_state):
     "State number of a pair, perhaps a new one; -1 where there is no room."
@@ -64,6 +65,7 @@ def _pair(phrases, ngram_state, phrase_state):
     arc.next = _PAIRS + n
     return arc.next
 
+# %% ../../nbs/decoding/01_scorers.ipynb #c506
 @_jit
 def _within_phrase(ngram, pair, word):
     "Score a word after a pair of states."
