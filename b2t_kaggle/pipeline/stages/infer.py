@@ -82,7 +82,8 @@ class Infer(Stage):
     def inputs(self, cfg, runs):
         files = {'infer.checkpoint': checkpoint_files(cfg.infer.checkpoint)} if cfg.infer.checkpoint else {}
         if not _learns_from_decoder(cfg): return files
-        # From sentences that an LLM in the search has changed
+        # From sentences that an LLM in the search, or words that it prefers, have changed
+        if cfg.decode.boost: files |= {'decode.boost': [cfg.decode.boost]}
         return files | {'decode.llm': llm_files(cfg.decode)}
 
     def check(self, cfg, kind):
