@@ -341,7 +341,8 @@ def test_defaults_are_those_of_the_configuration():
     of_config = DecodeConfig().model_dump()
     assert {f'llm_{k}': v for k, v in parameters.items()}.items() <= of_config.items()
     of_model = LLMConfig.model_fields.keys()
-    assert {k for k in of_config if k.startswith('llm')} == {f'llm_{k}' for k in parameters} | of_model
+    assert {k for k in of_config if k.startswith('llm')} == {f'llm_{k}' for k in parameters} | of_model | {
+        'llm_keep'} # The stage's, not the search's
     with pytest.raises(ConfigError, match='decode.llm is set, which cannot score them'):
         with_overrides(Config(), {'decode.llm': 'opt', 'decode.oov_penalty': 2})
 

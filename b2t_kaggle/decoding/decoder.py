@@ -541,7 +541,7 @@ def _say_guessed(added: Sequence[AddedWord]) -> None:
     if not guessed: return
     more = f'; and {len(guessed) - _MOST_SAID} more' if len(guessed) > _MOST_SAID else ''
     warnings.warn('boost: no dictionary has these words, so their pronunciations are guessed from their letters: '
-                  f'{"; ".join(guessed[:_MOST_SAID])}{more}. Give those that are wrong', stacklevel=4)
+                  f'{"; ".join(guessed[:_MOST_SAID])}{more}. Give those that are wrong', stacklevel=3)
 
 
 def _check_added(added: Sequence[AddedWord], classes: Classes) -> None:
@@ -563,7 +563,6 @@ def _boosted_parts(decoder: 'TrialDecoder', boost: Boosts | None) -> dict[str, A
         phrases = phrase_list(numbers, len(vocabulary.words))
         bonuses = phrase_automaton(numbers, len(vocabulary.words) + 2)
         trie = _grown_trie(vocabulary, most_gains(bonuses)/decoder.lm_weight, dict.fromkeys(phrases.words.tolist()))
-        _say_guessed(added)
     if decoder.oov_penalty is not None: trie = with_spelling(trie, vocabulary.unknown)
     return dict(boost=boosts, added=added, words=vocabulary.words, trie=trie, _word_id=vocabulary.word_id,
                 _prons=vocabulary.prons, _asked=vocabulary.asked, _phrases=phrases, _bonuses=bonuses)
@@ -755,6 +754,7 @@ class LexiconBeamDecoder(TrialDecoder):
                          oov_penalty=oov_penalty, classes=classes, beam=beam, threshold=threshold, top_k=top_k,
                          fusion=fusion, frame_ms=frame_ms, frame_offset_ms=frame_offset_ms, temperature=temperature)
         if boost: vars(self).update(_boosted_parts(self, boost))
+        _say_guessed(self.added)
 
     def __repr__(self) -> str:
         fusion = f', {self.fusion!r}' if self.fusion else ''
@@ -793,11 +793,15 @@ class LexiconBeamDecoder(TrialDecoder):
         word_score: float,
     ) -> 'LexiconBeamDecoder':
         "The same decoder with other weights; lexicon and language model are shared."
-        return _with_parameters(self, acoustic_scale=acoustic_scale, lm_weight=lm_weight,
-                                blank_penalty=blank_penalty, word_score=word_score)
+        other = _with_parameters(self, acoustic_scale=acoustic_scale, lm_weight=lm_weight,
+                                 blank_penalty=blank_penalty, word_score=word_score)
+        if self.boost: vars(other).update(_boosted_parts(other, self.boost)) # The look-ahead has gains by `lm_weight`
+        return other
 
     def with_boost(self,
         boost: Boosts | None, # As in `LexiconBeamDecoder`, in place of the present one
     ) -> 'LexiconBeamDecoder':
         "The same decoder with another boost; lexicon, trie and language model are not built anew."
-        return _with_parameters(self, **_boosted_parts(self, boost))
+        other = _with_parameters(self, **_boosted_parts(self, boost))
+        _say_guessed(other.added)
+        return other
