@@ -136,15 +136,16 @@ def decode_lists(
         raise ValueError('the confusions have no weight for an LLM: learn them with the LLM')
     decoder = _decoder(lexicon, lm, model, beam, nbest)
     found = decoder.decode_all([list_frames(x, model) for x in lists], n_jobs, progress)
-    if llm is not None: return _ranked(found, model.ranking, llm)
+    if llm is not None and model.ranking is not None: return _ranked(found, model.ranking, llm)
     return [_in_order_of_risk(hypotheses, model.sharpness) for hypotheses in found]
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c304
 _RANKING_SHARPNESS = .5
 _RANKED = 15. # Only those are scored that are no more nats behind the best one
 
-def _ranked(found: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm: TextScores,
-            ) -> list[list[LLMHypothesis]]:
+def _ranked(
+    found: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm: TextScores,
+) -> list[list[Hypothesis]]:
     "Sentences of trials, in the order of their expected word errors with an LLM."
     near = [[h for h in of_trial if h.total >= max(x.total for x in of_trial) - _RANKED] for of_trial in found]
     scores = iter(llm([h.text for of_trial in near for h in of_trial]).tolist())
