@@ -83,7 +83,8 @@ def _describe(fault: int, frame: np.ndarray) -> str:
     if frame.min() >= 0 and abs(frame.sum() - 1) <= _TOLERANCE:
         return ': found probabilities, expected their logarithms; use np.log, or log_softmax in place of softmax'
     with np.errstate(over='ignore'): total = np.exp(frame).sum()
-    return f': the probabilities sum to {total:.4g}, expected 1; these are logits, use log_softmax'
+    remedy = 'these are logits, use log_softmax' if frame.any() else 'cut padding off, or give decode_batch the lengths'
+    return f': the probabilities sum to {total:.4g}, expected 1; {remedy}'
 
 def to_numpy(
     x: Any,         # Array or tensor of any library, on any device, or a list

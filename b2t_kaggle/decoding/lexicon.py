@@ -67,7 +67,7 @@ def _check_word(word: str, prons: Sequence[Sequence[str]], classes: Classes) -> 
                          'expected at least one pronunciation, none of them empty')
     unknown = [p for pron in prons for p in pron if p not in classes.spoken]
     if unknown:
-        end = f' ({classes.names[-1]} is added after each word)' if classes.word_end >= 0 else ''
+        end = f' ({classes.names[-1]!r} is added after each word)' if classes.word_end >= 0 else ''
         raise ValueError(f'lexicon, word {word!r}: found {unknown[0]!r}, expected tokens from {classes.spoken[0]} '
                          f'to {classes.spoken[-1]}{end}')
     if classes.word_end < 0 and len(set(map(tuple, prons))) > 1:
