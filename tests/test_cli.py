@@ -104,6 +104,10 @@ VALUES = {
     'tls_cert': ['--tls-cert lists.jsonl'],
     'tls_key': ['--tls-key lists.jsonl'],
     'format_': ['--format t12'],
+    'llm': ['--llm llm'],
+    'llm_adapter': ['--llm-adapter sessions'],
+    'dtype': ['--dtype bfloat16'],
+    'seeds': ['--seeds first,lists.jsonl'],
 }
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
          for value in VALUES[p.name]]

@@ -51,6 +51,7 @@ TEXT = [
     'i see',
 ]
 LIMIT = 60 # Seconds that something takes at most on a busy machine
+FURTHER = {b'words'} # Fields that the official script does not read
 # All that a user of the server needs, as the notebook says
 COMMANDS = '+time +info +exists +get +xread +xadd +xrevrange +client|setname +client|list'
 
@@ -191,9 +192,9 @@ class OfficialClient:
         """A trial as the kit's script sends it: everything at once. Returns the final fields and the candidates,
         read as the script reads them."""
         assert self.reset() == {b'done': b'1'}
-        assert set(self.send(logits)) == {b'lm_response_partial'}
+        assert set(self.send(logits)) - FURTHER == {b'lm_response_partial'}
         fields = self.finalize()
-        assert set(fields) == {b'lm_response_final', b'scoring', b'context_str'}
+        assert set(fields) - FURTHER == {b'lm_response_final', b'scoring', b'context_str'}
         return fields, candidates(fields)
 
 

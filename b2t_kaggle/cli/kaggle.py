@@ -42,7 +42,7 @@ def _images() -> str:
 
 @click.group(cls=Group)
 def kaggle():
-    """Train on Kaggle and hand in; make and push wheels, notebooks and datasets.
+    """Train on Kaggle and hand in, in one line or by steps.
 
     `b2t kaggle go` does all of it, from the kit to a submission. Wheels are for sessions on Kaggle whose internet is
     off."""
