@@ -24,7 +24,7 @@ SUBMISSION = {'submission.csv': CSV, 'run/submission.csv': CSV,
 
 
 class Kaggle:
-    "What Kaggle knows. A notebook is a list of its versions, the last of which runs."
+    "Kaggle's state. A notebook is a list of its versions, the last of which runs."
     def __init__(self):
         self.lock = RLock()
         self.forget()

@@ -211,7 +211,7 @@ def test_an_output_that_is_not_whole(name, files, message, kaggle, b2t):
 
 
 def test_hours_end_the_training(kaggle, b2t):
-    "What there is by then is handed in."
+    "The parts that are done by then are handed in."
     kaggle.steps_of_a_part = 1000
     assert b2t(*LINE, '--hours', 12)[0] == 0
     assert list(kaggle.kernels) == PARTS
