@@ -187,10 +187,8 @@ class Adapter:
         ones, float32 `[T', K]`."""
         rows = self.augment.eval(self._tensor(x[None]))
         if n := self.options.copies:
-            generator = self.backend.generator(step_seed(self.cfg.train.seed, step, 2))
-            copies = self._tensor(x)[None].expand(n, -1, -1)
-            lengths = self.backend.lengths(np.full(n, len(x)))
-            rows = torch.cat([rows, self.augment.apply(copies, lengths, 0, generator)[0]])
+            copies, _ = self._augmented(x, n, step_seed(self.cfg.train.seed, step, 2), 0)
+            rows = torch.cat([rows, copies])
         with self.backend.autocast(): logits = self.model(rows, self._tensor([day]*len(rows)))
         log_probs = logits.float().log_softmax(-1)
         return (log_probs.mean(0).log_softmax(-1) if n else log_probs[0]).cpu().numpy()
@@ -206,10 +204,12 @@ class Adapter:
     def _copies(self, x: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
         "Augmented copies of a trial, as in training, and their lengths."
         seed = step_seed(self.cfg.train.seed, step, 1)
-        copies = self._tensor(x)[None].expand(self.options.adapt_copies, -1, -1)
-        n_bins = self.backend.lengths(np.full(len(copies), len(x)))
-        cut = draw_cut(self.cfg.augment, seed)
-        return self.augment.apply(copies, n_bins, cut, self.backend.generator(seed))
+        return self._augmented(x, self.options.adapt_copies, seed, draw_cut(self.cfg.augment, seed))
+
+    def _augmented(self, x: np.ndarray, n: int, seed: int, cut: int) -> tuple[Tensor, Tensor]:
+        "Augmented copies of a trial without its first `cut` bins, and their lengths."
+        n_bins = self.backend.lengths(np.full(n, len(x)))
+        return self.augment.apply(self._tensor(x)[None].expand(n, -1, -1), n_bins, cut, self.backend.generator(seed))
 
     def learn(self,
         x: np.ndarray,         # Features of a trial `[T, F]`
