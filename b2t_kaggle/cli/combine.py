@@ -23,7 +23,7 @@ from ..pipeline.results import best_system
 from ..pipeline.submission import write_submission
 from ..rescoring.corrections import Combined, vote
 from ..rescoring.gate import RANDOM, read_blocks, with_corpora
-from ..rescoring.hypotheses import Entry, Hypotheses, write_hypotheses
+from ..rescoring.hypotheses import Entry, Hypotheses, voter_name, write_hypotheses
 from ..rescoring.opinion_pool import Learner, OpinionPool, llm_scores, seeds_by_kind, with_seeds
 
 # %% ../../nbs/cli/06_combine.ipynb #c501
@@ -81,8 +81,6 @@ def _are_taught(hypotheses: Hypotheses, teachers: Hypotheses) -> bool:
     return any(t.reference is not None and taught.get(name) == normalize_sentence(t.reference)
                for name, t in hypotheses.trials.items())
 
-def _name(voter_or_kind: Sequence[str]) -> str: return ' '.join(filter(None, voter_or_kind))
-
 def _learner(hypotheses: Hypotheses, teachers: Hypotheses, lm: Path | None, llm: str | None) -> Learner:
     "The way to learn from teachers, and the voices; prints the kinds of a pool."
     scores = None
@@ -94,14 +92,14 @@ def _learner(hypotheses: Hypotheses, teachers: Hypotheses, lm: Path | None, llm:
             scores |= llm_scores(some, model, tokenizer)
     learner = Learner(teachers.voters, load_ngram(lm) if lm else None, scores)
     if learner.is_pool:
-        kinds = [f'{_name(kind)} × {n}' for kind, n in seeds_by_kind(teachers.voters).items()]
+        kinds = [f'{voter_name(kind)} × {n}' for kind, n in seeds_by_kind(teachers.voters).items()]
         click.echo(f'{len(kinds)} kinds of systems, the models of each one opinion: {", ".join(kinds)}')
     return learner
 
 def _show_weights(fitted) -> None:
     "Print the weights of a pool."
     if not isinstance(fitted, OpinionPool): return
-    weights = {_name(kind): weight for kind, weight in fitted.weights.items()}
+    weights = {voter_name(kind): weight for kind, weight in fitted.weights.items()}
     others = {name: c for name, c in fitted.coefficients.items() if name != 'votes'}
     for title, some in ('weights of opinions', weights), ('of other voices', others):
         click.echo(f'{title}: {", ".join(f"{name} {weight:+.2f}" for name, weight in some.items())}')
@@ -114,7 +112,7 @@ def _learned(hypotheses: Hypotheses, teachers: Hypotheses, learner: Learner) -> 
     _show_weights(fitted)
     for v in hypotheses.voters:
         if v not in fitted.voters:
-            click.echo(f'{_name(v)} is not heard: --tune has nothing of it to learn from')
+            click.echo(f'{voter_name(v)} is not heard: --tune has nothing of it to learn from')
     return learner.predict(fitted, hypotheses)
 
 def _systems(ctx, param, groups: tuple[str, ...]) -> list[list[str]]:

@@ -23,7 +23,7 @@ from ..phonemes import normalize_sentence
 from ..pipeline.results import RESULTS, is_in_sample
 from ..pipeline.run import Run, hypothesis_files
 from ..rescoring.gate import read_blocks
-from ..rescoring.hypotheses import best_entries, read_hypotheses
+from ..rescoring.hypotheses import best_entries, read_hypotheses, voter_name
 
 # %% ../../nbs/cli/08_compare.ipynb #c005
 def _of_run(folder: Path) -> dict[str, list[dict]]:
@@ -50,7 +50,7 @@ def _of_file(path: Path) -> dict[str, list[dict]]:
     for name, trial in hypotheses.trials.items():
         facts = {k: getattr(trial, k) for k in ('trial', 'session', 'block', 'corpus', 'reference')}
         for entry in hypotheses.entries[name]:
-            systems.setdefault(' '.join(filter(None, entry.voter)), []).append(facts | dict(text=entry.text))
+            systems.setdefault(voter_name(entry.voter), []).append(facts | dict(text=entry.text))
     return systems
 
 def _systems(sources, out: Path) -> dict[str, list[dict]]:

@@ -25,7 +25,15 @@ from .stages import PipelineError, list_stage
 from .stamps import StageStamp
 from ..rescoring.corrections import Combined
 from ..rescoring.gate import read_blocks
-from ..rescoring.hypotheses import Entry, Hypotheses, Trial, best_entries, read_hypotheses, write_hypotheses
+from b2t_kaggle.rescoring.hypotheses import (
+    Entry,
+    Hypotheses,
+    Trial,
+    best_entries,
+    read_hypotheses,
+    voter_name,
+    write_hypotheses,
+)
 
 # %% ../../nbs/pipeline/11_results.ipynb #c007
 def _model_name(provenance: Mapping) -> str | None:
@@ -164,7 +172,7 @@ def best_system(
     best = best_entries(hypotheses).entries.values()
     references = hypotheses.references()
     def texts(voter): return [next((e.text for e in some if e.voter == voter), '') for some in best]
-    found = {' '.join(filter(None, v)): texts(v) for v in hypotheses.voters}
+    found = {voter_name(v): texts(v) for v in hypotheses.voters}
     return min(found.items(), key=lambda item: total(word_errors(references, item[1])).edits)
 
 def results_on_val(
