@@ -24,6 +24,7 @@ from b2t_kaggle.decoding.acoustic import (
     Pronunciations,
     acoustic_scores,
     pronunciations,
+    spellings_of_word,
     with_pronunciations,
     word_ends,
     word_spans,
@@ -454,10 +455,8 @@ def _begun_frames(
     begun: list[int],      # Classes of the word that is in work
 ) -> np.ndarray:           # [n_words, 2]
     "First and last frame of each complete word's phonemes on the best path through all frames so far."
-    prons = decoder._prons
-    def of(p): return tuple(prons.symbols[prons.start[p]:prons.start[p + 1]].tolist())
     n = len(decoder.words)
-    spellings = [list(map(of, range(prons.first[w], prons.first[w + 1]))) if w < n else [spelled[w - n]] for w in words]
+    spellings = [spellings_of_word(decoder._prons, w) if w < n else [spelled[w - n]] for w in words]
     word_end = decoder.classes.word_end
     if begun: spellings.append([tuple(begun)])
     if begun and word_end >= 0: # It ends in a frame of its own, as all words do
@@ -506,17 +505,12 @@ class _Vocabulary(NamedTuple):
     unknown: float # Natural-log probability of `<unk>`
     classes: Classes
 
-    def spellings(self, word: int) -> list[tuple[int, ...]]:
-        "Spellings of a word, as class ids."
-        prons = range(self.prons.first[word], self.prons.first[word + 1])
-        return [tuple(self.prons.symbols[self.prons.start[p]:self.prons.start[p + 1]].tolist()) for p in prons]
-
 def _extended(plain: _Vocabulary, added: Sequence[AddedWord], boosted: Iterable[str]) -> _Vocabulary:
     "Further words and pronunciations, and an n-gram that knows the boosted words; the trie is as before."
     new = [w.text for w in added if w.text not in plain.word_id]
     word_id = plain.word_id | {w: i for i, w in enumerate(new, len(plain.words))}
     words, spellings = spellings_of({w.text: w.pronunciations for w in added}, plain.classes) if added else ([], [])
-    known = {w: plain.spellings(plain.word_id[w]) for w in words if w in plain.word_id}
+    known = {w: spellings_of_word(plain.prons, plain.word_id[w]) for w in words if w in plain.word_id}
     more = [(word_id[w], s) for w, prons in zip(words, spellings) for s in prons if s not in known.get(w, ())]
     asked = plain.asked
     if isinstance(asked, AutomatonScorer): asked = asked.with_words(new, [word_id[w] for w in boosted])
@@ -529,7 +523,7 @@ def _grown_trie(vocabulary: _Vocabulary, gains: np.ndarray, boosted: Iterable[in
     if len(vocabulary.trie.n_children) and vocabulary.trie.words.max() + 1 == len(vocabulary.words):
         return vocabulary.trie
     unigrams = _ngram_scorer(vocabulary.asked, vocabulary.words).unigrams()
-    spellings = [(w, s) for w in boosted for s in vocabulary.spellings(w)]
+    spellings = [(w, s) for w in boosted for s in spellings_of_word(vocabulary.prons, w)]
     return with_words(vocabulary.trie, spellings, [unigrams[w] + gains[w] for w, _ in spellings])
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c404

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.jit import njit
-from ..acoustic import Pronunciations
+from ..acoustic import Pronunciations, spellings_of_word
 from .graph import ARC, END, Lattice
 from ..scorers import score_word
 from ..search import Search
@@ -159,9 +159,8 @@ def _best_word(log_probs: np.ndarray, before: int, word: int, prons: Pronunciati
     "The best path of a word's pronunciations through the frames of an arc: its score, and its classes."
     ends = [] if prons.word_end < 0 else [prons.word_end]
     found = []
-    for p in range(prons.first[word], prons.first[word + 1]):
-        symbols = np.append(prons.symbols[prons.start[p]:prons.start[p + 1]], ends).astype(np.int64)
-        found.append(_best_classes(log_probs, before, symbols))
+    for spelling in spellings_of_word(prons, word):
+        found.append(_best_classes(log_probs, before, np.array([*spelling, *ends], np.int64)))
     return max(found, key=lambda pair: pair[0])
 
 def trace(
