@@ -81,13 +81,15 @@ BASES = {
     'checkpoint': {'infer.checkpoint': 'FILE'},
     'logits': {'infer.logits': 'FILE'},
     'audio LLM': {'audio.llm': 'FILE'},
+    'inner layers': {'model.n_layers': 3, 'model.inter_ctc_layers': [1], 'train.inter_ctc': .5},
 }
 # Keys, or the begins of their names, that mean nothing in most configurations
 BASE_OF = {
     'data.dataset_dir': 'systems', 'rescore': 'systems', 'combine': 'systems', 'train.lr_step': 'systems',
     'train.ema': 'systems', 'train.lr_eden': 'average', 'train.swa': 'average', 'infer.logits': 'logits',
     'infer.average': 'logits', 'infer.weights': 'logits', 'infer': 'checkpoint', 'audio': 'audio LLM',
-    'generate': 'audio LLM',
+    'generate': 'audio LLM', 'model.inter_ctc': 'inner layers', 'model.self': 'inner layers',
+    'train.inter_ctc': 'inner layers',
 }
 # Values that follow from no other one
 OTHER = {

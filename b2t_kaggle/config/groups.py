@@ -186,6 +186,8 @@ def _split(value): return value.replace(' ', '').split(',') if isinstance(value,
 
 _Trackers = Annotated[list[Literal['tensorboard', 'wandb', 'mlflow']], BeforeValidator(_split)]
 
+_Weight = Annotated[float, Field(ge=0)]
+
 class TrainConfig(_StepsConfig):
     ctc_reduction: Literal['trial', 'label'] = 'trial'
     ("What the CTC loss is counted per: a trial, as in the official kit, or a label, each trial's loss divided by its "
@@ -193,6 +195,10 @@ class TrainConfig(_StepsConfig):
     cr_ctc: Annotated[float, Only('pytorch')] = Field(0.0, ge=0)
     ("Weight of CR-CTC (Yao et al., 2025): each trial is seen with two augmentations, whose frames are to agree; 0 "
      "means one. There it is 0.2, with 2.5 times the time masks.")
+    inter_ctc: Annotated[_Weight | list[_Weight], Only('pytorch')] = 0.0
+    ("Weight of the CTC loss of each layer of `model.inter_ctc_layers`, which is added to that of the last one: a "
+     "number for all, or one for each. Nozaki and Komatsu (2021) weigh the last layer and the mean of the others "
+     "alike, which is 1 divided by the number of layers here.")
     seed: int = Field(10, ge=0, lt=2**32)
     "Seed of weights, batches, augmentation and dropout."
     batches_per_val_step: int = Field(2000, ge=1)
@@ -465,8 +471,8 @@ def upgrade(
 # %% ../../nbs/config/03_groups.ipynb #20b20e86
 def _check_audio_llm(train: TrainConfig, infer: InferConfig) -> None:
     "Raise `ValueError` for a value that does not work with an audio LLM."
-    wrong = dict(framework=train.framework != 'pytorch', cr_ctc=bool(train.cr_ctc), compile=train.compile,
-                 weight_average=train.weight_average is not None)
+    wrong = dict(framework=train.framework != 'pytorch', cr_ctc=bool(train.cr_ctc), inter_ctc=train.inter_ctc != 0,
+                 compile=train.compile, weight_average=train.weight_average is not None)
     for field in (k for k, is_wrong in wrong.items() if is_wrong):
         raise ValueError(f'audio.llm is set, with which train.{field} = {getattr(train, field)} does not '
                          f'work; set it to {TrainConfig.model_fields[field].default}')
@@ -540,6 +546,19 @@ class Config(Section):
     @model_validator(mode='after')
     def _can_train_an_audio_llm(self):
         if self.audio.llm is not None: _check_audio_llm(self.train, self.infer)
+        return self
+
+    @model_validator(mode='after')
+    def _inner_layers_have_a_use(self):
+        layers, weights = self.model.inter_ctc_layers, self.train.inter_ctc
+        if isinstance(weights, list) and len(weights) != len(layers):
+            raise ValueError(f'train.inter_ctc = {weights} has {len(weights)} weights, but model.inter_ctc_layers = '
+                             f'{layers} names {len(layers)}; give one for each, or a number for all')
+        if weights and not layers:
+            raise ValueError(f'train.inter_ctc = {weights}, but model.inter_ctc_layers names no layer; name some')
+        if layers and not weights and not self.model.self_condition:
+            raise ValueError(f'model.inter_ctc_layers = {layers} does nothing without train.inter_ctc or '
+                             'model.self_condition; set one of them')
         return self
 
     @model_validator(mode='after')

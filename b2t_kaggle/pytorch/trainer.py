@@ -26,7 +26,7 @@ from .checkpoint import check_weights, load_file, load_state, load_weights, save
 from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
-from .models.encoder import Encoder
+from .models.encoder import Encoder, WithInner
 from .parallel import Backend, start
 from .weight_average import WeightAverage
 from ..training import loop
@@ -123,11 +123,18 @@ def _losses(trainer: 'Trainer', out, rows: MicroBatch, frames: Tensor) -> dict[s
     def ctc(logits: Tensor) -> Tensor:
         return per_unit(ctc_losses(logits, rows.labels, frames, rows.n_labels), rows.n_labels)
 
+    out, inner = out if isinstance(out, WithInner) else (out, [])
     losses = trainer.model.training_losses(out, ctc, frames)
-    if not cfg.cr_ctc: return losses if isinstance(losses, dict) else dict(loss=losses)
+    if not isinstance(losses, dict): losses = dict(loss=losses)
+    if inner:
+        weights = cfg.inter_ctc if isinstance(cfg.inter_ctc, list) else [cfg.inter_ctc] * len(inner)
+        added = torch.stack([w * ctc(logits) for w, logits in zip(weights, inner)]).sum(0)
+        losses = losses | dict(loss=losses['loss'] + added, inter_ctc=added)
+    if not cfg.cr_ctc: return losses
+    losses = {name: mean_of_views(v) for name, v in losses.items()}
     consistency = consistency_losses(trainer.model.training_logits(out), frames)
     consistency = per_unit(consistency, rows.n_labels[::2])
-    return dict(loss=mean_of_views(losses) + cfg.cr_ctc * consistency, consistency=consistency)
+    return losses | dict(loss=losses['loss'] + cfg.cr_ctc * consistency, consistency=consistency)
 
 def add_gradients(
     trainer: 'Trainer',      # Owner of the weights
@@ -148,6 +155,7 @@ def add_gradients(
     x, n_bins = trainer.augment.apply(rows.x, rows.n_bins, cut, backend.generator(seed))
     backend.seed(step_seed(cfg.train.seed, trainer.step, 2*place + 1))  # dropout
     given = training_args | scalars | model.training_inputs(rows.batch.trials)
+    if cfg.train.inter_ctc: given['with_inner'] = True
     with backend.autocast(): out = trainer.forward(x, rows.day, n_bins=n_bins, **given)
     losses = _losses(trainer, out, rows, cfg.model.n_frames(n_bins))
     loss = losses['loss'].mean() / accumulation_steps

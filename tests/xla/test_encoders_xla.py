@@ -7,8 +7,12 @@ import pytest
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from encoders import VARIANTS, open_toy, write_toy
+from encoders import VARIANTS, config, open_toy, write_toy
 from test_training_xla import compiled_once, xla
+
+from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.pytorch.parallel import SingleDevice
+from b2t_kaggle.pytorch.trainer import Trainer
 
 
 def names():
@@ -22,6 +26,9 @@ def names():
 EVERYTHING = {'zipformer': {'model.balancer': True, 'model.whiten': True, 'model.skips': True, 'model.dropout': 0.1,
                             'model.encoder_unmasked_dim': [16]}}
 NAMES = [*names(), *VARIANTS]
+SIZES = {'data.batch_size': 4, 'n_buckets': 2}
+# With losses of inner layers; the rest of these differ in what the encoders' own names have shown
+INSIDE = 'gru inside', 'transformer inside', 'causal mamba inside', 'causal zipformer inside'
 
 
 @pytest.fixture(scope='module')
@@ -30,14 +37,24 @@ def results(tmp_path_factory):
     toy = tmp_path_factory.mktemp('toy')
     write_toy(toy)
     open_toy(toy)
-    changes = {name: {'data.batch_size': 4, 'n_buckets': 2} | EVERYTHING.get(name, {}) for name in NAMES}
-    return xla('encoders', toy, tmp_path_factory.mktemp('steps'), changes)
+    changes = {name: SIZES | EVERYTHING.get(name, {}) for name in [*NAMES, *INSIDE]}
+    return toy, xla('encoders', toy, tmp_path_factory.mktemp('steps'), changes)
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', [*NAMES, *INSIDE])
 def test_one_program_per_length_and_no_fallback(name, results):
-    result = results[name]
+    result = results[1][name]
     assert 'error' not in result, result['error']
     assert compiled_once(result) and result['val_compiled'] == result['val_buckets'], result
     assert result['fallbacks'] == []
     assert result['losses'][-1] < result['losses'][0]
+
+
+@pytest.mark.parametrize('name', INSIDE)
+def test_inner_losses_and_feedback_are_those_of_a_processor(name, results):
+    "Losses and gradient norms of three steps."
+    toy, found = results
+    trainer = Trainer(*open_toy(toy), config(name, **SIZES), SingleDevice(pick_torch('cpu', 'float32')))
+    steps = [trainer.train_step(*trainer.loader(i)) for i in range(3)]
+    assert found[name]['losses'][:3] == pytest.approx([s.losses.mean() for s in steps], rel=1e-3)
+    assert found[name]['norms'][:3] == pytest.approx([s.grad_norm for s in steps], rel=1e-2)

@@ -10,12 +10,12 @@ import importlib
 import pkgutil
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..fields import FRAMEWORKS
+from ..fields import FRAMEWORKS, Only
 from ..schema import ConfigError, Section, describe_errors
 from ...core.messages import did_you_mean
 from ...core.reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
@@ -29,6 +29,12 @@ class EncoderConfig(Section):
     "Features per bin, F."
     n_classes: int = Field(41, ge=2)
     "Classes, K: blank, 39 phonemes, word separator."
+    inter_ctc_layers: Annotated[list[Annotated[int, Field(ge=1)]], Only('pytorch')] = []
+    ("Layers, counted from 1, behind which the read-out makes logits too (Lee and Watanabe, 2021), for "
+     "`train.inter_ctc` and `self_condition`; of a Zipformer its stacks, of a TripleGRU layers of the clean model.")
+    self_condition: Annotated[bool, Only('pytorch')] = False
+    ("Whether the posteriors of these layers are fed back to the next one through a linear layer (Nozaki and Komatsu, "
+     "2021), in inference too.")
     size_fields: ClassVar[tuple[str, ...]] = ()
     "Fields to lower where the model does not fit into memory."
     layer_fields: ClassVar[tuple[str, ...]] = ('n_layers',)
@@ -44,11 +50,33 @@ class EncoderConfig(Section):
                                  'correct it')
         return self
 
+    def n_inner_layers(self) -> int:
+        "Layers before the last one, which `inter_ctc_layers` may name; 0 for an encoder that does not support it."
+        return 0
+
+    @model_validator(mode='after')
+    def _inner_layers_exist(self):
+        layers = self.inter_ctc_layers
+        n = self.n_inner_layers()
+        if layers and not n:
+            raise ValueError(f'model.inter_ctc_layers = {layers}, but this {self.name} has no layers before its last '
+                             'one; set it to []')
+        if layers != sorted(set(layers)) or any(i > n for i in layers):
+            raise ValueError(f'model.inter_ctc_layers = {layers} must be different numbers from 1 to {n}, ascending: '
+                             'the last layer has its loss anyway')
+        if self.self_condition and not layers:
+            raise ValueError('model.self_condition is true, but model.inter_ctc_layers names no layer whose posteriors '
+                             'to feed back; name some')
+        return self
+
     def check_framework(self,
         framework: str, # `pytorch` or `tensorflow`
     ) -> None:
         "Raises `ConfigError` where a framework does not have this model; imports neither."
         require_encoder(framework, self.name)
+        if self.inter_ctc_layers and framework == 'tensorflow':
+            raise ConfigError(f'model.inter_ctc_layers = {self.inter_ctc_layers}: TensorFlow has logits of the last '
+                              'layer alone; set it to [], or train.framework to pytorch')
 
     def no_official_form(self) -> str:
         "A feature that the official kit lacks; empty where it lacks none, so that `b2t convert` writes its form."

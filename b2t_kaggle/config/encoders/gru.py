@@ -59,6 +59,8 @@ class RecurrentConfig(PatchedConfig):
     "Whether the GRU layers are trained."
     size_fields = 'n_units', 'n_layers'
 
+    def n_inner_layers(self) -> int: return self.n_layers - 1
+
 class GRUConfig(RecurrentConfig):
     "The official GRU."
     name: Literal['gru'] = 'gru'
@@ -73,7 +75,9 @@ class GRUConfig(RecurrentConfig):
             raise ConfigError('model.bidirectional is true: TensorFlow has the GRU that reads forwards; set it to '
                               'false, or train.framework to pytorch')
 
-    def no_official_form(self) -> str: return 'model.bidirectional is true' if self.bidirectional else ''
+    def no_official_form(self) -> str:
+        lacking = ('bidirectional', 'self_condition')
+        return next((f'model.{name} is true' for name in lacking if getattr(self, name)), '')
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:
         "Numbers that a training step keeps for its backward pass, estimated."
