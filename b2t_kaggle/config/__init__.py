@@ -11,55 +11,16 @@ __all__ = ['from_official', 'read_yaml', 'load_config', 'save_config', 'AudioCon
            'parse_value', 'present_key', 'preset', 'resolve_key', 'upgrade', 'with_overrides']
 
 # %% ../../nbs/config/07_config.ipynb #c003
-# ruff: noqa: F401
+# ruff: noqa: F401, F403, F405
 from pathlib import Path
 
 import yaml
 
-from b2t_kaggle.config.groups import (
-    SCHEMA,
-    TRAINING_GROUPS,
-    AudioConfig,
-    AugmentConfig,
-    CombineConfig,
-    Config,
-    DataConfig,
-    DecodeConfig,
-    GenerateConfig,
-    InferConfig,
-    LLMConfig,
-    LMConfig,
-    ReportConfig,
-    RescoreConfig,
-    SessionConfig,
-    SimulateConfig,
-    TrainConfig,
-    upgrade,
-)
-from b2t_kaggle.config.keys import (
-    Key,
-    config_fields,
-    config_keys,
-    first_named_values,
-    former_keys,
-    full_key,
-    key_facts,
-    keys_with,
-    near_keys,
-    present_key,
-    resolve_key,
-)
+from .groups import *
+from .keys import *
 from .official import is_official, to_our_names
-from b2t_kaggle.config.overrides import (
-    changed_values,
-    differing_values,
-    flat_values,
-    merged,
-    parse_value,
-    validated,
-    with_overrides,
-)
-from .presets import PRESETS, describe_run, preset
+from .overrides import *
+from .presets import *
 from .schema import ConfigError
 from ..core.files import write_whole
 from ..core.reading import ReadError, read_yaml_file

@@ -26,26 +26,8 @@ from typing import Any
 
 from ..core.files import sha256
 from ..core.locks import Lock
-from b2t_kaggle.kaggle.client import (
-    BusyError,
-    KaggleError,
-    QuotaError,
-    RefusedError,
-    UnreachableError,
-    dataset_files,
-    dataset_state,
-    find_submission,
-    has_joined,
-    kernel_state,
-    log_lines,
-    log_pieces,
-    pull_output,
-    push_dataset,
-    push_kernel,
-    quota_left,
-    submit_file,
-    whole_log,
-)
+from . import client
+from .client import BusyError, KaggleError, QuotaError, RefusedError, UnreachableError
 from .plan import COMPETITION, Notebook, Plan, output_folder, push_folder, write_notebook
 from .publish import write_dataset
 from .session import batches_done, is_simulated
@@ -86,7 +68,7 @@ class LogTail:
         self.thread.join(seconds)
         while not self.queue.empty(): self.text += self.queue.get()
         whole, _, self.text = self.text.rpartition('\n')
-        return log_lines(whole)
+        return client.log_lines(whole)
 
 # %% ../../nbs/kaggle/05_cycle.ipynb #c009
 _LAST_LINES = 20
@@ -135,10 +117,10 @@ def watch(
     kernel: str, # `OWNER/SLUG`
 ) -> None:
     "Print the state of a notebook, and its log, until it ends. Raises `KaggleError` where it does not end well."
-    tail = LogTail(partial(log_pieces, api, kernel))
+    tail = LogTail(partial(client.log_pieces, api, kernel))
     shown: str | None = ''
     while True:
-        try: state, said = kernel_state(api, kernel)
+        try: state, said = client.kernel_state(api, kernel)
         except UnreachableError as e: state, said = f'not to be seen, Kaggle does not answer ({e})', ''
         if state != shown: say(f'{kernel}: {_IN_WORDS.get(state, state)}')
         shown = state
@@ -148,7 +130,7 @@ def watch(
         if is_over: break
         time.sleep(POLL)
     if state in ('failed', 'cancelled'):
-        raise failure(kernel, state, said, whole_log(api, kernel))
+        raise failure(kernel, state, said, client.whole_log(api, kernel))
 
 # %% ../../nbs/kaggle/05_cycle.ipynb #c014
 def training_problem(
@@ -253,7 +235,7 @@ def joining(
         raise KaggleError(f'{COMPETITION}: this user has not joined it, so its recordings cannot be attached. Accept '
                           f'the rules at {rules}, then the same line goes on')
 
-    return Step('join the competition', lambda: has_joined(cycle.api, COMPETITION), refuse,
+    return Step('join the competition', lambda: client.has_joined(cycle.api, COMPETITION), refuse,
                 [f'Once: an account and its telephone number (https://www.kaggle.com/settings), the rules ({rules}), '
                  'and for commands a token (https://www.kaggle.com/settings › API › Generate New Token)'])
 
@@ -274,14 +256,14 @@ def pushing_wheels(
     "The dataset of them."
     name = cycle.plan.wheels
     folder = cycle.folder/name.partition('/')[2]
-    def missing(): return {path.name for path in folder.glob('*.whl')} - dataset_files(cycle.api, name)
-    def state(): return dataset_state(cycle.api, name)
+    def missing(): return {path.name for path in folder.glob('*.whl')} - client.dataset_files(cycle.api, name)
+    def state(): return client.dataset_state(cycle.api, name)
     def is_over(): return state() in ('ready', 'failed', 'deleted')
 
     def do():
         if (before := state()) is None or is_over():
             write_dataset(folder, name)
-            try: push_dataset(cycle.api, folder, before and 'once more')
+            try: client.push_dataset(cycle.api, folder, before and 'once more')
             except KaggleError: # The client repeats a request whose answer was lost, and then there is one already
                 if before or state() is None: raise
         wait_for(is_over, f'dataset {name}')
@@ -299,7 +281,7 @@ def hours_left(
 ) -> float | None:
     "Hours that are left of the week's; None where there is no limit. Raises `QuotaError` where they are too few."
     image = cycle.plan.machine.image
-    try: quota = quota_left(cycle.api, image)
+    try: quota = client.quota_left(cycle.api, image)
     except RefusedError as e:
         say(f'{e}; so it shows only when they are used up')
         return None
@@ -321,17 +303,17 @@ def _pushing(cycle: Cycle, make: Callable[..., Notebook], problem: Callable[[], 
     def done():
         if kernel in cycle.pushed: return True
         if output.exists(): return not (cycle.retry and problem())
-        state, _ = kernel_state(cycle.api, kernel)
+        state, _ = client.kernel_state(cycle.api, kernel)
         return state is not None and not (cycle.retry and state in ('failed', 'cancelled'))
 
     def do():
         made = make(left=hours_left(cycle))
         say(f'{kernel}: for {made.parameters["hours"]} hours on {cycle.plan.accelerator}')
         for old in (output, _unfinished(output)): shutil.rmtree(old, ignore_errors=True)
-        push_kernel(cycle.api, write_notebook(cycle.plan, made, cycle.folder))
+        client.push_kernel(cycle.api, write_notebook(cycle.plan, made, cycle.folder))
         cycle.pushed.add(kernel)
         time.sleep(POLL) # The state may be that of an earlier version for a moment
-        wait_for(lambda: kernel_state(cycle.api, kernel)[0] is not None, kernel)
+        wait_for(lambda: client.kernel_state(cycle.api, kernel)[0] is not None, kernel)
 
     return Step(f'push {notebook.title}, {kernel}', done, do, [
         f'kaggle kernels push -p {shlex.quote(str(folder))}',
@@ -346,14 +328,14 @@ def _running(cycle: Cycle, notebook: Notebook) -> Step:
     kernel, output = notebook.kernel, output_folder(notebook, cycle.folder)
 
     def now():
-        state, said = kernel_state(cycle.api, kernel)
+        state, said = client.kernel_state(cycle.api, kernel)
         if state in ('failed', 'cancelled'):
-            return [str(failure(kernel, state, said, whole_log(cycle.api, kernel)))]
-        tail = LogTail(partial(log_pieces, cycle.api, kernel))
+            return [str(failure(kernel, state, said, client.whole_log(cycle.api, kernel)))]
+        tail = LogTail(partial(client.log_pieces, cycle.api, kernel))
         return [f'{state} {said}'.rstrip(), *(tail.new_lines(5)[-3:] if state == 'running' else [])]
 
     return Step(f'run {notebook.title}, {kernel}',
-                lambda: output.exists() or kernel_state(cycle.api, kernel)[0] == 'complete',
+                lambda: output.exists() or client.kernel_state(cycle.api, kernel)[0] == 'complete',
                 lambda: watch(cycle.api, kernel),
                 [f'kaggle kernels status {kernel}',
                  f'until that says COMPLETE; or see its page, https://www.kaggle.com/code/{kernel}'], now)
@@ -365,7 +347,7 @@ def _fetching(cycle: Cycle, notebook: Notebook, problem: Callable[[], str]) -> S
         if output.exists():
             raise KaggleError(f'{problem()}. The same line with --retry runs {kernel} again; without the folder '
                               f'{output} it fetches the output anew')
-        pull_output(cycle.api, kernel, _unfinished(output))
+        client.pull_output(cycle.api, kernel, _unfinished(output))
         os.replace(_unfinished(output), output)
 
     return Step(f'fetch the output of {notebook.title}, {output}', lambda: output.exists() and not problem(), do,
@@ -389,10 +371,10 @@ def sending(
     "The step that sends the CSV, whose description has a hash of it."
     name = cycle.plan.name.partition('/')[2]
     def description(): return f'{name} {sha256(path)[:8]}'
-    def found(): return find_submission(cycle.api, COMPETITION, description())
+    def found(): return client.find_submission(cycle.api, COMPETITION, description())
 
     def do():
-        submit_file(cycle.api, COMPETITION, path, description())
+        client.submit_file(cycle.api, COMPETITION, path, description())
         wait_for(lambda: found() is not None, f'submission {description()!r}')
 
     def now():
@@ -455,7 +437,7 @@ def report(
     yield from (f'      {line}' for line in step.now())
     image = cycle.plan.machine.image
     with suppress(RefusedError):
-        if quota := quota_left(cycle.api, image): yield _quota_in_words(image, *quota)
+        if quota := client.quota_left(cycle.api, image): yield _quota_in_words(image, *quota)
 
 def by_hand(
     cycle: Cycle,

@@ -13,15 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import b2t_kaggle
-from b2t_kaggle.config import (
-    SCHEMA,
-    Config,
-    changed_values,
-    first_named_values,
-    key_facts,
-    keys_with,
-    present_key,
-)
+from ..config import SCHEMA, Config, changed_values, first_named_values, key_facts, keys_with, present_key
 from ..config.fields import ChangesNothing, Fact, InputFile, MayChange
 from ..config.keys import covers
 from ..core.files import content_hashes, format_size

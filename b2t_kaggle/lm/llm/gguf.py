@@ -19,14 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from b2t_kaggle.core.files import (
-    WriteError,
-    content_hashes,
-    replaced_folder,
-    require_space,
-    scratch_folder,
-    user_cache,
-)
+from ...core.files import WriteError, content_hashes, replaced_folder, require_space, scratch_folder, user_cache
 from ...core.reading import parse_json, read_text
 from .memory import WeightCounts, describe_memory, free_memory
 from .sources import LanguageModelError, is_gguf, wheel_member

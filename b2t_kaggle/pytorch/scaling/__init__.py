@@ -19,13 +19,7 @@ from b2t_kaggle.pytorch.scaling.limits import (
     penalize_abs_values_gt,
     softmax,
 )
-from b2t_kaggle.pytorch.scaling.linear import (
-    ActivationDropoutAndLinear,
-    Dropout2,
-    Dropout3,
-    ScaledConv2d,
-    ScaledLinear,
-)
+from .linear import ActivationDropoutAndLinear, Dropout2, Dropout3, ScaledConv2d, ScaledLinear
 from .norm import BiasNorm
 from .schedule import FloatLike, PiecewiseLinear, ScheduledFloat, set_batch_count, value_of
 from .whiten import Whiten, load_training_state, training_state
