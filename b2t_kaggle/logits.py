@@ -72,8 +72,7 @@ class LogitStore:
         self.n_classes, self.provenance = self._check_contents()
 
     def _check_contents(self) -> tuple[int, dict]:
-        """The number of classes and the provenance. Raises `RaggedError` for an index or arrays that are none of
-        log-probabilities."""
+        "Number of classes, and provenance. Raises `RaggedError` for what are no log-probabilities."
         provenance = self._ragged.metadata
         item_shape = self._ragged.item_shape
         is_matrix = len(item_shape) == 1 and self._ragged.dtype.kind == 'f'
@@ -95,9 +94,7 @@ class LogitStore:
         index: pd.DataFrame,          # One row for each array, such as `TrialStore.index`
         provenance: dict,             # Model, checkpoint's hash, configuration …: anything that JSON can hold
     ) -> 'LogitStore':
-        """Write log-probabilities, whole or not at all.
-
-        Raises `LogitError` for values that are none, `RaggedError` where array and index disagree in number."""
+        "Write log-probabilities. Raises `LogitError` for values that are none, `RaggedError` for another index."
         missing = [c for c in _TRIAL if c not in index]
         if missing:
             raise LogitError(f'{path}: the index lacks the columns {missing}, by which trials are told apart; '
@@ -356,9 +353,7 @@ def _told(provenance: Mapping) -> set[str]:
 def split_of(
     store: LogitStore,
 ) -> str | None:
-    """`train`, `val` or `test`, by the store's provenance, else by the name of its file; None where neither tells.
-
-    Raises `LogitError` where they tell of several."""
+    "The split by the store's provenance, else its file's name; None if neither tells. Raises `LogitError` for several."
     splits = _told(store.provenance) or set(re.findall('[a-z]+', store.path.stem.lower())) & set(_SPLITS)
     if len(splits) > 1: raise LogitError(f'{store.path}: says of itself that it is of {" and ".join(sorted(splits))}')
     return next(iter(splits), None)

@@ -160,9 +160,7 @@ def _decimals(digits: str) -> str:
 def spell_numbers(
     text: str, # Any text
 ) -> str:      # The same with its numbers in words
-    """Cardinals, ordinals and decimals in words.
-
-    `1,250` → `one thousand two hundred fifty`, `3rd` → `third`, `2.5` → `two point five`."""
+    "Numbers in words: `1,250` → `one thousand two hundred fifty`, `3rd` → `third`, `2.5` → `two point five`."
     text = re.sub(r'(?<=\d),(?=\d{3}\b)', '', text)
     text = re.sub(r'(\d+)(?:st|nd|rd|th)\b', lambda m: _ordinal(int(m[1])), text)
     text = re.sub(r'(?<=[a-zA-Z])(?=\d)|(?<=\d)(?=[a-zA-Z])', ' ', text)

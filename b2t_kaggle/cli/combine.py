@@ -33,9 +33,7 @@ def write_combined(
     combined: Sequence[Combined], # Of each trial
     mark: str = '',               # Behind the name of the system, such as `IN_SAMPLE`
 ) -> None:
-    """Write a submission, or the form for hypotheses with the log-probability of being right as the total.
-
-    Raises `click.ClickException` for a submission that lacks a trial."""
+    "Write a submission, or hypotheses with log-probabilities of being right; raises `ClickException` for a lost trial."
     texts = dict(zip(hypotheses.trials, combined))
     if output.suffix == '.csv':
         missing = [i for i in range(len(texts)) if str(i) not in texts]

@@ -67,8 +67,7 @@ def is_official(values: dict) -> bool:
 def to_our_names(
     values: dict, # A parsed `rnn_args.yaml` or `args.yaml`
 ) -> dict:        # Groups of our configuration
-    """The values of an official configuration in our groups; raises `ConfigError` for a key that the official kit does
-    not have."""
+    "An official configuration in our groups; raises `ConfigError` for a key that the official kit does not have."
     flat = _flatten(values)
     unknown = set(flat) - set(OFFICIAL_KEYS) - _IGNORED - _SPECIAL
     if unknown:

@@ -90,8 +90,7 @@ def clear_leftovers(
     folder: str | Path,     # It need not exist
     within: bool = False,   # Also in all folders in it
 ) -> None:
-    """Remove temporary files that killed writers left in a folder. Those of living ones and of other users stay, as do
-    links, and what cannot be removed."""
+    "Remove temporary files that killed writers left; those of living ones, links, and what cannot be removed stay."
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             owner = _TEMPORARY.fullmatch(name) if name[0] == '.' else None
@@ -128,8 +127,7 @@ _IN_WORDS = {'No space left on device': errno.ENOSPC, 'File too large': errno.EF
 _MESSAGES = re.compile('|'.join([r'errno = (?P<number>\d+)', *_IN_WORDS]))
 
 def _system_error(error: BaseException | None) -> tuple[int, str | None]:
-    """Number and file of the system's error behind an exception: its own, in its history, or in the text of a library.
-    Without one the number is 0."""
+    "Number and file of the system's error behind an exception or in its text; without one the number is 0."
     while error is not None:
         if isinstance(error, OSError) and error.errno: return error.errno, error.filename
         if match := _MESSAGES.search(str(error)):
@@ -398,8 +396,7 @@ def _folder_of_process(pid: int) -> Path:
     return folder
 
 def private_folder() -> Path:
-    """This user's folder in the system's one for temporary files, which nobody else may look into. Where another user
-    has made something of its name, one that lives as long as this process."""
+    "A folder for temporary files that only this user may look into; one for this process where its name is taken."
     folder = Path(tempfile.gettempdir())/f'b2t_kaggle-{os.geteuid() if hasattr(os, "geteuid") else os.getlogin()}'
     with suppress(FileExistsError): folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -409,8 +406,7 @@ def private_folder() -> Path:
 def user_cache(
     name: str, # Name of the subfolder
 ) -> Path:     # It need not exist
-    """The user's folder for files that can be made again and serve all runs: in the home folder, or in `private_folder`
-    where that cannot be written to."""
+    "The folder of files that can be made again and serve all runs: in the home folder, else in `private_folder`."
     home = os.environ.get('XDG_CACHE_HOME') or (home_folder() or Path())/'.cache'
     folder = Path(home)/'b2t_kaggle'/name
     return folder if Path(home).is_absolute() and is_writable(folder) else private_folder()/'cache'/name

@@ -76,9 +76,7 @@ def likely_cause() -> str:
 
 # %% ../../nbs/core/06_limits.ipynb #c011
 def allow_open_files() -> str:
-    """Let this process, and what it starts, open as many files as usual.
-
-    Returned is the problem where they may not open what a stage needs, with what to do; else nothing."""
+    "Let this process and its children open as many files as usual; returns the problem where that is too few."
     try:
         import resource
     except ImportError: return '' # Windows

@@ -107,8 +107,7 @@ def _move_aside(
 
 # %% ../../nbs/core/07_locks.ipynb #c011
 class Lock:
-    """A file that one process at a time has, as long as it lives or until `release`. An object that is collected lets
-    go."""
+    "A file that one process has at a time, as long as it lives, until `release`, or until the object is collected."
     def __init__(self,
         path: str | Path, # Of the file; its folder is there
         purpose: str,     # Its purpose, such as `stage pack of runs/one`

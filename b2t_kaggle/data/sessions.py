@@ -478,8 +478,7 @@ def write_session(
     path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are made
     trials: Iterable[Trial], # Consumed one at a time; groups are numbered in this order
 ) -> Path:
-    """Write one split of a session in the official format. Raises `SessionError` for a trial that cannot be read back,
-    `files.WriteError` where there is no room."""
+    "Write a split of a session. Raises `SessionError` for a trial that cannot be read back, `WriteError` without room."
     path = Path(path)
     session, split = _identify(path)
     duplicates = _Duplicates()
@@ -573,9 +572,7 @@ def validate(
     dtype: str = 'float16',            # Type that `pack` is to store, beyond which a feature is an error
     feature_subset: list[int] | None = None, # Features that it is to store; none means all
 ) -> pd.DataFrame:
-    """Every problem of every file, a row each: file, trial, field, found, expected, advice, severity.
-
-    A table without rows means that the data is fine."""
+    "Problems of all files, a row each: file, trial, field, found, expected, advice, severity. None: the data is fine."
     data_dir = Path(data_dir)
     bad_trials = tidy_bad_trials(bad_trials)
     try: problems = list(_check_folders(data_dir) if sessions is None else _check_named_sessions(data_dir, sessions))

@@ -176,9 +176,7 @@ def plan_trials(
     max_words: int = 6,      # Longest sentence, in words; at least 4
     seed: int = 0,           # Same seed, same sentences
 ) -> pd.DataFrame:           # day, session, split, block, trial, corpus, sentence
-    """The sentence of every trial. No val or test sentence occurs twice or in train.
-
-    Raises `SimulateError` where there are not enough sentences that are short enough."""
+    "The sentence of every trial, none of val or test twice or in train. Raises `SimulateError` for too few sentences."
     if not 1 <= n_sessions <= len(SCHEDULE):
         raise ValueError(f'n_sessions is {n_sessions}, expected 1 to {len(SCHEDULE)}: '
                          f'the schedule has {len(SCHEDULE)} days')

@@ -92,9 +92,7 @@ def simulate_t12(
     seed: int = 0,          # Same seed, same bytes
     progress: bool = False, # Show a progress bar
 ) -> Path:                  # The folder
-    """Files as those of T12, for `import_t12`.
-
-    Raises `SimulateError` for more sessions than there are, and for a folder with other recordings."""
+    "Files as those of T12. Raises `SimulateError` for more sessions than there are, or a folder with other recordings."
     folder = Path(folder)
     if not 1 <= n_sessions <= len(_DAYS): raise SimulateError(f'n_sessions is {n_sessions}, expected 1 to {len(_DAYS)}')
     _claim(folder)

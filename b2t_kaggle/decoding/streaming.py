@@ -48,8 +48,7 @@ class Stream:
         return self._decoder.frame_ms is not None
 
     def partial_words(self) -> list[Word]:
-        """The words of `partial` with times and confidences, which later frames may change; raises `ValueError` where
-        the decoder has no `frame_ms`."""
+        "The words of `partial`, which later frames may change; raises `ValueError` without `frame_ms`."
         return self._decoder.begun_words(self._open_search(), np.concatenate(self._frames))
 
     def finish(self) -> list[Hypothesis]:

@@ -30,8 +30,7 @@ def _asking() -> list[int]:
 def handled(
     handler: Callable[[int, Any], None], # Gets the number of a signal, and a frame or None
 ) -> Iterator[None]:
-    """Call a function for signals that ask this program to end, and for a standard stream without a reader; outside of
-    the main thread it is never called."""
+    "Call a function for signals that ask the program to end, and a lost standard stream; only in the main thread."
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -89,8 +89,7 @@ def _raise_all(
 def walk_inputs(
     folder: str | Path, # Folder of the notebook's inputs, or one in it
 ) -> Iterator[tuple[Path, list[str], list[str]]]: # Folder, names of the folders in it, names of the files
-    """Folders in alphabetical order, behind links too, each once. A folder that is taken out of the list is not
-    visited."""
+    "Folders in alphabetical order, behind links too, each once; one that is taken out of the list is not visited."
     root = os.path.realpath(folder)
     seen = set()
     for place, folders, files in os.walk(folder, followlinks=True):

@@ -43,8 +43,7 @@ class Image:
         name: str,                 # gpu, cpu or tpu
         python: str | None = None, # Version of its Python; None: the one that it has as far as is known
     ):
-        """One of Kaggle's images; raises `ValueError` for others. With another Python it holds packages of the same
-        names, in versions that nobody looked up."""
+        "An image of Kaggle; raises `ValueError` for others. Versions for another Python are not looked up."
         images = yaml.safe_load(resources.files('b2t_kaggle.kaggle').joinpath('images.yaml').read_text())
         if name not in images: raise ValueError(f'image {name!r} is not known; take one of {", ".join(images)}')
         image = cls(name, **images[name])
@@ -308,9 +307,7 @@ def build_wheels(
     kit: str | Path | None = None,     # Where the kit comes from, as in `build_kit`
     others: Iterable[str] = (),        # Further packages, as pip takes them
 ) -> dict:                             # What `manifest.json` holds
-    """Write a folder of wheels from which the kit can be installed on an image without the internet.
-
-    Raises `RuntimeError` if pip finds no wheel of something, or would replace what the image holds."""
+    "Write a folder of wheels for an image without the internet. Raises `RuntimeError` as `plan_installation` does."
     folder = Path(folder)
     with scratch_folder() as built, _replaced_wheels(folder) as new:
         metadata = read_metadata(build_kit(built, kit))

@@ -128,8 +128,7 @@ def write_arpa(
     counts: list[int],      # n-grams per order
     grams: Iterable[Grams], # The n-grams, in pieces of any size, low orders first
 ) -> None:
-    """Write an ARPA file whole or not at all; raises `ValueError` if other numbers of n-grams came than `counts`, and
-    `files.WriteError` where there is no room for it."""
+    "Write an ARPA file. Raises `ValueError` for n-grams other than `counts`, `files.WriteError` without room."
     require_space(Path(path).parent, arpa_bytes(path, words, counts), f'a model of {sum(counts):,} n-grams')
     counts = [*counts, *[0]*(2 - len(counts))] # KenLM reads nothing smaller than a bigram model
     written = [0]*len(counts)
@@ -304,9 +303,7 @@ def _number(text, begin, end):
 # %% ../../nbs/lm/00_arpa.ipynb #c028
 @_jit
 def _parse_lines(text, at, row, table, grams):
-    """Read n-grams from text[at:] into grams[row:], up to an unusual line; returns its row and place.
-
-    Ids of unigrams are not looked up."""
+    "Read n-grams, but for ids of unigrams, from text[at:] into grams[row:], up to an unusual line: its row and place."
     n = grams.ids.shape[1]
     while row < len(grams.ids):
         begin, end = _field(text, at)
@@ -450,9 +447,7 @@ def in_capitals(
     return sum(w.upper() in vocabulary for w in _FREQUENT) > sum(w in vocabulary for w in _FREQUENT)
 
 def _swap_case(word: str) -> str:
-    """Small letters for capitals and the other way round, so that different words stay different.
-
-    Words whose letters have no such partners, and `<s>` and its like, stay."""
+    "Small letters for capitals and back, so that different words stay so; what has no such partner, or `<s>`, stays."
     swapped = word.swapcase()
     return swapped if swapped.swapcase() == word and not word.startswith('<') else word
 

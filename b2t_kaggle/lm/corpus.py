@@ -83,9 +83,7 @@ def _double_link(m: re.Match) -> str:
     return word*2 if re.search('[a-zA-Z]', word) else m[0] # 3.14 and #1 stay
 
 def _unquote(text: str) -> str:
-    """Remove the apostrophes around words.
-
-    The one of a plural's genitive stays, except at the end of the text, where it closes a quotation."""
+    "Remove the apostrophes around words, but for that of a plural's genitive before the end of the text."
     words = [w.lstrip("'") for w in text.split() if w.strip("'")]
     return ' '.join(w if w.endswith("s'") and i < len(words) else w.rstrip("'") for i, w in enumerate(words, 1))
 

@@ -58,9 +58,7 @@ def mix_general(
     out_path: str | Path,              # ARPA file to write
     order: int = 3,                    # Highest order of the texts' models
 ) -> Mixture:
-    """Interpolate a general model with a model of each text, and write one model.
-
-    Raises as `general_arpa`, `build_ngram` and `interpolate_ngrams` do."""
+    "Mix a general model with one of each text. Raises as `general_arpa`, `build_ngram` and `interpolate_ngrams` do."
     dev = list(read_sentences(dev))
     with scratch_folder() as folder:
         paths = {'general': general_arpa(general, folder)}

@@ -100,9 +100,7 @@ def interpolate_ngrams(
     dev: str | Path | Iterable[str] | None = None, # Text to tune the weights on, as `read_sentences` takes it
     weights: Sequence[float] | np.ndarray | None = None, # Used instead [n], at least 0; they are divided by their sum
 ) -> pd.Series:                                    # Weight of each path
-    """Interpolate n-gram models linearly into one ARPA file.
-
-    Raises `ValueError` for impossible weights, `ArpaError` that names file and line."""
+    "Interpolate n-gram models linearly into an ARPA file. Raises `ValueError` for impossible weights, `ArpaError`."
     if weights is not None and dev is None:
         _check_weights(weights, len(paths))
         shares = np.asarray(weights, float)/np.sum(weights)

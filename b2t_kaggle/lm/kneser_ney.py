@@ -128,9 +128,7 @@ def _adjusted_counts(tables: list[CountTable], n: int) -> np.ndarray:
 FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5) # lmplz's, for text too small or too artificial to estimate them
 
 def _discounts(adjusted: np.ndarray, last: int | None) -> tuple[np.ndarray, bool]:
-    """Discounts for adjusted counts 0, 1, 2 and 3 or more [4], eq. 26 of Chen and Goodman (1998).
-
-    The second result is true where they had to be the fallback. `last` replaces the last count."""
+    "Discounts of adjusted counts 0 to 3 or more [4] (Chen and Goodman, 1998, eq. 26), and whether they are fallbacks."
     adjusted = adjusted.copy()
     if last is not None: adjusted[-1] = last
     n = np.bincount(np.minimum(adjusted, 5), minlength=6)[:5].astype(float)

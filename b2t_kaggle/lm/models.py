@@ -110,9 +110,7 @@ def get_model(
     folder: str | Path | None = None, # Where to put it; none means the user's cache
     progress: bool = False,           # Show a progress bar
 ) -> Path:                            # A gzipped ARPA file; `NAME.arpa.gz.licence.json` is beside it
-    """Fetch a public model and write down its licence; one that is there is not fetched again.
-
-    Raises `ValueError` for an unknown name, `DownloadError` where it cannot be had, `OSError` without room for it."""
+    "Fetch a model, unless it is there, and its licence. Raises `ValueError` for its name, `DownloadError`, `OSError`."
     model = find_model(name)
     folder = Path(folder or user_cache('models'))
     path = folder/f'{name}.arpa.gz'

@@ -108,8 +108,7 @@ class NGram:
     def load(cls,
         path: str | Path, # ARPA file (plain or .gz) or KenLM binary, which is mapped into memory
     ) -> 'NGram':
-        """Load a model. Raises `FileNotFoundError`, `ValueError` that names file, line, found and expected, or
-        `ImportError` that says what to install."""
+        "Load a model. Raises `FileNotFoundError`, `ValueError` that names file and line, or `ImportError`."
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f'{path}: there is no such file; '

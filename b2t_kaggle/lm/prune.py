@@ -41,9 +41,7 @@ def prune_ngram(
     out_path: str | Path, # ARPA file to write; .gz is compressed
     threshold: float,     # Remove an n-gram that raises the perplexity by a smaller share, such as 1e-8
 ) -> Path:                # `out_path`
-    """Prune an n-gram model by relative entropy (Stolcke, 1998).
-
-    Raises `ValueError` for an impossible threshold, `ArpaError` that names file and line."""
+    "Prune by relative entropy (Stolcke, 1998). Raises `ValueError` for an impossible threshold, `ArpaError`."
     if not threshold >= 0: raise ValueError(f'threshold is {threshold}, expected 0 or more')
     model = renormalize(from_arpa(read_arpa(path), path=path))
     keep = [np.expm1(cost) >= threshold for cost in removal_costs(model)]

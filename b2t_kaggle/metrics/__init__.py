@@ -138,9 +138,7 @@ def phoneme_error_rate(
     references: Iterable, # One sequence of phoneme names or class ids for each trial, unpadded
     hypotheses: Iterable, # The same
 ) -> float:
-    """PER: phoneme edits of all trials per reference phoneme.
-
-    The separator `SIL` counts as a phoneme, as in the official kit."""
+    "PER: phoneme edits of all trials per reference phoneme; `SIL` counts as one, as in the official kit."
     return total(phoneme_errors(references, hypotheses)).rate
 
 def word_error_rate(

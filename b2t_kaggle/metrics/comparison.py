@@ -165,8 +165,7 @@ def _cell(value, is_small: bool) -> str:
 def as_text(
     table: pd.DataFrame, # From this module
 ) -> pd.DataFrame:
-    """The table as it is read: rates in percent, and a star behind differences of ten trials and more whose interval
-    does not contain zero."""
+    "Rates in percent, a star behind differences of ten trials and more whose interval does not contain zero."
     is_small = table['trials'] < FEW_TRIALS if 'trials' in table else [False]*len(table)
     return pd.DataFrame({c: [_cell(v, f) for v, f in zip(table[c], is_small)] for c in table}, index=table.index)
 
@@ -191,9 +190,7 @@ def _check_trials(a: str, b: str, ours: pd.DataFrame, theirs: pd.DataFrame) -> N
 def same_trials(
     results: Mapping[str, pd.DataFrame], # By the system's name
 ) -> dict[str, pd.DataFrame]:            # In the order of the first one
-    """The same tables with their trials in one order, and with all facts that any of them has of a trial.
-
-    Raises `ValueError` that names the systems and a trial where they are not about the same ones."""
+    "The tables with trials in one order, and all facts of a trial. Raises `ValueError` for other trials."
     first, *others = results
     facts = results[first].reindex(columns=list(_FACTS)).astype(object)
     facts = facts.where(facts.notna(), None)

@@ -97,8 +97,7 @@ def execute(
     run: Run,  # The run
     name: str, # Stage
 ) -> None:
-    """Run one stage's notebook; raises `PipelineError` with the stage's own message when it fails, and `Interrupted`
-    where it is asked to end."""
+    "Run a stage's notebook; raises `PipelineError` with its message, `Interrupted` where it is asked to end."
     import papermill as pm
     source = notebook_path(name)
     out = run.dir/'notebooks'/source.name
@@ -155,8 +154,7 @@ def _lock(stage: StageRun) -> Lock:
     return Lock(stage.stamp_path.with_suffix('.lock'), f'stage {stage.name} of {stage.home}')
 
 def _execute_unchanged(stage: StageRun) -> None:
-    """Execute a stage with this run's values. Where that fails and a file that it reads has changed meanwhile, the
-    error says that instead."""
+    "Execute a stage with this run's values. Where that fails and a file that it reads changed, the error says that."
     before = stage.inputs()
     try:
         execute(stage.run, stage.name)
@@ -208,8 +206,7 @@ def _check_same_values(run: Run, theirs: Path, holder: str) -> None:
 def _at_work(
     run: Run,
 ) -> Iterator[bool]: # Whether another process was waited for
-    """Work on a run alone. Another process with the same values is waited for; raises `PipelineError` for one that has
-    other values."""
+    "Work on a run alone: waits for a process with the same values, raises `PipelineError` for one with others."
     lock = Lock(run.dir/'stages'/'run.lock', f'the run {run.dir}')
     values = run.dir/'stages'/'running.yaml'
     values.parent.mkdir(parents=True, exist_ok=True)
@@ -229,8 +226,7 @@ def _pending(
     stages: dict[str, StageRun], # In order
     force: Iterable[str],
 ) -> set[str]:
-    """Stages that have something to do. What is shared serves only the stages that read it: where these are done, a
-    packed store that is not here need not be made."""
+    "Stages that have something to do; what is shared only where a stage that reads it has."
     pending = set()
     for name, stage in stages.items():
         if STAGES[name].shared: continue

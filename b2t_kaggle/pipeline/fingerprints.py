@@ -129,8 +129,7 @@ class Keyed:
     def changed_file(self,
         stage: str, # That failed
     ) -> str:
-        """The first file from outside that this stage or one before it reads and that is not as it was when its marks
-        were asked for; empty where all are."""
+        "The first file that this stage or one before reads and that changed since its marks; empty for none."
         for name in plan(self.cfg, stage):
             if (name, False) not in self._marks: continue
             before = self._marks[name, False]

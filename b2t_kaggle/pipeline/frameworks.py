@@ -60,9 +60,7 @@ def infer(
     smoothing: str = 'same',      # Or `valid`, as the official evaluation smooths
     copies: int = 0,              # Augmented copies of each trial that are averaged with it; PyTorch alone
 ) -> LogitStore:
-    """Log-probabilities of all trials of `store`, written to `path` whole or not at all.
-
-    Raises `CheckpointError`, or `TrainingError` where model and trials do not fit."""
+    "Write log-probabilities of all trials. Raises `CheckpointError`, or `TrainingError` where trials do not fit."
     framework = framework or framework_of(checkpoint)
     options = {}
     if framework == 'tensorflow':

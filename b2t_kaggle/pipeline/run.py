@@ -26,8 +26,7 @@ def write_json(value, path: Path) -> None:
     write_whole(path, json.dumps(value, indent=1, default=str))
 
 def read_json(path: Path) -> dict:
-    """Values that `write_json` wrote, none where there are none, or nothing of that form. Raises `PipelineError` for a
-    folder."""
+    "Values that `write_json` wrote, none where there are none of that form. Raises `PipelineError` for a folder."
     if path.is_dir():
         raise PipelineError(f'{path}: found a folder, expected a file that a run wrote there; move it away, and run '
                             'the same line again')

@@ -127,8 +127,7 @@ class StageStamp:
 
     @property
     def id(self) -> str:
-        """Identifies the outputs of the last execution. What is shared follows from its key, so that it may be made
-        again, here or elsewhere."""
+        "Name of the last execution's outputs; of what is shared it follows from its key, so it may be made again."
         stamp = self.stamp
         if not STAGES[self.name].shared: return short_hash([stamp.get(k) for k in ('key', 'outputs', 'made')])
         return short_hash([stamp.get('key') or self.run.key(self.name), stamp.get('finished', True)])

@@ -117,9 +117,7 @@ def validate_submission(
     path: str | Path,                           # CSV file
     expected: int | pd.DataFrame | None = None, # Number of test trials, or the test index; none: any number
 ) -> list[str]:                                 # Warnings: empty texts, and texts that read as missing values
-    """Check a submission.
-
-    Raises `SubmissionError` with every problem: header, ids, number and order of rows, characters, encoding."""
+    "Raise `SubmissionError` with all problems: header, ids, number and order of rows, characters, encoding."
     try:
         check_is_file(path)
         data = Path(path).read_bytes()

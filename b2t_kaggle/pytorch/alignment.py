@@ -272,8 +272,7 @@ def info_nce(
     sentence: Tensor,  # A number for each trial, the same where the sentence is the same `[B]`
     temperature: float = 0.07, # Of the similarities; 0.07 is CLIP's first value
 ) -> Tensor:
-    """InfoNCE (van den Oord et al., 2018) between the sentences of a batch, in both directions `[B]`; 0 where no other
-    sentence is in the batch."""
+    "InfoNCE (van den Oord et al., 2018) of a batch's sentences in both directions `[B]`; 0 for a single one."
     _check_pair(x, n_frames, y, n_targets)
     x, y = (F.normalize(_mean_of_trial(_at_least_float32(v), lengths.to(v.device)), dim=1)
             for v, lengths in ((x, n_frames), (y, n_targets)))

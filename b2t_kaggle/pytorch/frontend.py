@@ -64,8 +64,7 @@ class Frames:
 
 # %% ../../nbs/pytorch/05_frontend.ipynb #c010
 class Frontend(Encoder):
-    """The first layers of an encoder: a layer per day, softsign, dropout, patches. It derives from this class and calls
-    `frames`."""
+    "The first layers of an encoder, which derives from it: days, softsign, dropout, patches."
     cfg: PatchedConfig
 
     def __init__(self,

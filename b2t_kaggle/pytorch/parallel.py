@@ -50,8 +50,7 @@ class Placement:
     def lengths(self,
         array: np.ndarray, # Lengths of trials `[B]`
     ) -> Tensor:
-        """Lengths `[B]` where the model and the loss want them: on the host, which knows them anyway, unless a compiler
-        must not see them."""
+        "Lengths `[B]` as model and loss want them: on the host, unless a compiler must not see them."
         return torch.from_numpy(array)
 
     def scalars(self,

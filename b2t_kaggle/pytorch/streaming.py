@@ -77,8 +77,7 @@ class EncoderStream:
     def push(self,
         bins: np.ndarray, # The next bins `[t, F]`; t may be 0
     ) -> np.ndarray:
-        """Log-probabilities `[n, K]` of the frames that are complete now, n from 0 on. Raises `ValueError` for another
-        shape."""
+        "Log-probabilities `[n, K]` of the n frames that are complete, if any. Raises `ValueError` for another shape."
         x = np.asarray(bins, dtype=np.float32)
         if x.ndim != 2 or x.shape[1] != self.cfg.model.neural_dim:
             raise ValueError(f'bins: found shape {list(x.shape)}, expected [t, {self.cfg.model.neural_dim}]')

@@ -33,14 +33,7 @@ from ..training import loop
 from ..training.checkpoints import CheckpointError
 from ..training.history import summarize
 from ..training.loop import StepResult, check_finite, fit, start_from
-from b2t_kaggle.training.recipe import (
-    TrainingError,
-    averaging_rate,
-    draw_cut,
-    learning_rates,
-    refit_step,
-    step_seed,
-)
+from ..training.recipe import TrainingError, averaging_rate, draw_cut, learning_rates, refit_step, step_seed
 from ..training.trials import bucket_lengths, usable_trials
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c010

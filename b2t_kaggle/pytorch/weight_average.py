@@ -48,8 +48,7 @@ def average_checkpoints(
     checkpoints: Sequence[str | Path], # As in `load_model`; two or more
     path: str | Path,                  # The checkpoint to write
 ) -> Path:
-    """The mean of several checkpoints' weights as a checkpoint, with the configuration of the first. One that has seen
-    val marks the mean. Raises `CheckpointError`."""
+    "The mean of checkpoints, with the configuration of the first, marked if one saw val. Raises `CheckpointError`."
     if len(checkpoints) < 2: raise CheckpointError('one checkpoint has no average; give two or more')
     files = [weights_file(c) for c in checkpoints]
     models, configs, facts = zip(*map(load_with_facts, files))

@@ -126,9 +126,7 @@ def rover(
     c: Candidates,
     p: np.ndarray, # Probability of each sentence [N]
 ) -> str:
-    """The most probable word, or none, in each slot (Fiscus, 1997).
-
-    Among equals it is the word of the first candidate that has one."""
+    "The most probable word, or none, of each slot (Fiscus, 1997); among equals that of the first candidate."
     words = []
     for column in zip(*c.rows):
         votes = {}

@@ -57,9 +57,7 @@ def pivot(
     weights: np.ndarray,                # Of each voter [V]
     distance: np.ndarray | None = None, # Word edits between each two sentences [N, N], if they are known
 ) -> int: # Number of the sentence
-    """The sentence with the fewest expected word errors (Goel and Byrne, 2000).
-
-    Among equals it is the one with more votes, then the first."""
+    "The sentence with the fewest expected word errors (Goel and Byrne, 2000), then most votes, then the first."
     p = b.votes @ weights
     risk = (word_distances(b.texts) if distance is None else distance) @ p
     return min(range(len(p)), key=lambda i: (round(float(risk[i]), 9), -round(float(p[i]), 9), i))

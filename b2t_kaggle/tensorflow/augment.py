@@ -56,9 +56,7 @@ def mask_places(
     n_bins: tf.Tensor, # Bins of each trial `[B]`
     max_part: float,   # Largest length of one mask, as a part of its trial
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """First bins and lengths of M masks per trial, float32 `[B, M]`.
-
-    Lengths are uniform in 0 … `max_part` · `n_bins`, places uniform inside the trial."""
+    "First bins and lengths of M masks, float32 `[B, M]`: lengths uniform up to `max_part` · `n_bins`, places inside."
     bins = tf.cast(n_bins, tf.float32)[:, None]
     longest = tf.floor(bins * max_part)
     length = tf.minimum(tf.floor(u * (longest + 1)), longest)  # rounding may lift u·(n + 1) to n + 1

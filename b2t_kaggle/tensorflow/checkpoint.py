@@ -71,8 +71,7 @@ def _write(
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c010
 def _is_pytorch(path: Path) -> bool:
-    """Whether a file begins as PyTorch's archives do, with a pickle inside, or is a pickle, as before version 1.6;
-    neither is opened."""
+    "Whether a file begins like an archive of PyTorch, or a pickle, as before 1.6; neither is opened."
     with open(path, 'rb') as f: head = f.read(512)
     return head.startswith(b'PK') and b'data.pkl' in head or head.startswith(b'\x80')
 
@@ -161,8 +160,7 @@ def load_state(
     model: NamedModel, # Receives the weights
     path: str | Path, # From `save_best` or `save_last`
 ) -> None:
-    """`model.load_weights`, checked. Raises `CheckpointError` that names the weights which are missing, unknown, of
-    another shape, or damaged."""
+    "`model.load_weights`. Raises `CheckpointError` for weights that are missing, unknown, damaged, or misshapen."
     path = Path(path)
     if not path.name.endswith(_ENDING):
         raise CheckpointError(f'{path}: Keras reads weights only from a name that ends in {_ENDING}; rename the file')
@@ -211,8 +209,7 @@ def load_weights(
 def read_metrics(
     path: str | Path, # Our file, or the folder that holds it
 ) -> dict:
-    """Metrics of a model, as they were given to `save_best`; `step` is that of the weights where a run continues
-    from them. Raises `CheckpointError`."""
+    "Metrics as given to `save_best`, `step` of the weights where a run goes on. Raises `CheckpointError`."
     values = _read(weights_file(path), ('figures',))
     figures, run = values['figures'], values.get('run', {})
     if isinstance(figures, dict) and isinstance(run, dict): return figures | {k: run[k] for k in ('step',) if k in run}
@@ -237,8 +234,7 @@ def save_last(
 def load_last(
     path: str | Path, # From `save_last`
 ) -> dict:
-    """`config`, `metrics`, `run` and `optimizer` as they were saved; the weights are for `load_state`.
-    Raises `CheckpointError`."""
+    "`config`, `metrics`, `run` and `optimizer` as saved, weights by `load_state`. Raises `CheckpointError`."
     def read_arrays(f):
         states = f.get('optimizer', {}).items()
         return dict(optimizer={name: {k: v[()] for k, v in state.items()} for name, state in states})

@@ -52,8 +52,7 @@ def infer(
     progress: bool = True,      # Show a progress bar
     smoothing: str = 'same',    # Or `valid`, as the official evaluation smooths
 ) -> LogitStore:
-    """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, or
-    `TrainingError` where model and trials do not fit."""
+    "Write log-probabilities of all trials. Raises `CheckpointError`, `TrainingError` where trials do not fit."
     file = weights_file(checkpoint)
     strategy = start(accelerator, precision)
     with strategy.distribution.scope(): model, cfg = load_model(file, unseen='here' if store.split == 'val' else None)

@@ -97,8 +97,7 @@ class StackedAdamW:
 
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c020
 class LossScaler:
-    """A factor on the loss that keeps gradients within float16 (Micikevicius et al., 2018); halved by an overflow,
-    doubled after many steps without."""
+    "A loss scale for float16 (Micikevicius et al., 2018): halved by an overflow, doubled after many steps without."
     def __init__(self): # In the scope of the run's strategy
         self.factor = tf.Variable(FIRST_SCALE, trainable=False)
         self.n_good = tf.Variable(0., trainable=False) # Steps since the last change

@@ -189,8 +189,7 @@ class Trainer(loop.Trainer):
         return result
 
     def numbers(self) -> dict:
-        """Numbers of a step that are the same for all trials: the cut, learning rates, arguments of the model, and 1
-        for each day in the batch, else 0 `[D]`."""
+        "Numbers of a step for all trials: cut, learning rates, arguments of the model, and 1 for each day in it `[D]`."
         cfg = self.cfg
         args = self.model.training_args(self.step, cfg.train.num_training_batches)
         days = self.store.day[self.loader.trials(self.step)]

@@ -90,8 +90,7 @@ class Deadline:
 def announce_time_limit(
     hours: float | None, # From now on; None: without end
 ) -> Deadline:
-    """Set the deadline of this process and of those that it starts, as the first cell of a notebook does; an earlier
-    one stays."""
+    "Set the deadline of this process and those that it starts, unless there is one."
     now = time.time()
     if hours is not None: os.environ.setdefault(TIME_LIMIT_VARIABLE, f'{now} {now + 3600*hours}')
     return Deadline.announced()

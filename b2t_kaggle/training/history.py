@@ -141,8 +141,7 @@ def _plot_norms(ax, history: pd.DataFrame, names: list[str]) -> None:
 def plot_history(
     path: str | Path, # `history.csv`
 ):
-    """Training and validation loss with its parts, and the validation PER; with an audio LLM its WER, and the gradient
-    norms of the model's parts. Returns the figure."""
+    "Losses with their parts, and the PER; with an audio LLM the WER, and gradient norms. Returns the figure."
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogFormatter
     history = read_history(path)

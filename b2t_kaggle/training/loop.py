@@ -152,8 +152,7 @@ class Trainer(ABC):
     def save_best(self, path: Path) -> None: "Write the model alone."
     @abstractmethod
     def read_model(self, path: Path) -> Mapping:
-        """Read what `save_best` or `save_refit` wrote; returns the facts beside its weights, such as `step` and
-        `val_per`. Raises `CheckpointError` where it is damaged or gone."""
+        "Read a saved model; returns the facts beside its weights, such as `val_per`. Raises `CheckpointError`."
     @abstractmethod
     def save_last(self, path: Path) -> None: "Write `state()`, the model and the optimiser."
     def save_refit(self, path: Path) -> None:
@@ -207,8 +206,7 @@ class Trainer(ABC):
         state: dict, # From `state`
         path: Path,  # Where it was saved
     ) -> None:
-        """Go on where a checkpoint was taken. Raises `TrainingError` if it belongs to another run; call it before its
-        weights are used."""
+        "Go on from a checkpoint, before its weights are used. Raises `TrainingError` if it is of another run."
         _check_may_continue(state, self.fingerprint, self.cfg.train, path)
         self.step = state['step']
         self.seconds = state['seconds']
@@ -469,8 +467,7 @@ def checkpoint_bytes(
     return files | (dict(refit=weights) if cfg.train.refit else {})
 
 def _check_space(trainer: Trainer, out: Path) -> None:
-    """Raise `WriteError`, in every process, where there is no room for the checkpoints. One that is replaced stays
-    until the new one is complete."""
+    "Raise `WriteError` in all processes without room for checkpoints; one stays until the new one is complete."
     sizes = checkpoint_bytes(trainer.n_parameters(), trainer.cfg)
     written = sum((out/name[trainer.framework]).exists()*sizes[k] for k, name in (('best', BEST), ('last', LAST)))
     problem = ''
@@ -541,8 +538,7 @@ def _replace_best(loop: Loop, path: Path, problem: str) -> None:
     t.save_last(last)
 
 def _verify_models(loop: Loop) -> None:
-    """Read back the models that are there by now, and replace those that cannot be read, or are others. Raises
-    `TrainingError` where there is nothing to replace one by."""
+    "Read models back, and replace what cannot be read, or is another. Raises `TrainingError` where nothing can."
     t = loop.trainer
     best, refitted = loop.out/BEST[t.framework], loop.out/REFIT
     if t.best.metrics.get('step') and (problem := _lost(t, best, t.best.metrics)):

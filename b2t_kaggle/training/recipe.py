@@ -92,8 +92,7 @@ def gaussian_kernel(
     std: float = 2.0, # Standard deviation in bins
     causal: bool = False, # Leave out the weights of later bins
 ) -> np.ndarray:
-    """The official smoothing kernel, float32 `[taps]`, summing to 1. The bin itself is in the middle; a causal kernel
-    has zeros behind it."""
+    "The official smoothing kernel, float32 `[taps]`, sum 1, the bin in the middle; zeros behind it where causal."
     radius = int(4 * std + 0.5)
     gauss = np.exp(-0.5 * (np.arange(-radius, radius + 1) / std)**2)
     impulse = np.zeros(size)

@@ -81,8 +81,7 @@ def transfer_weights(
     sessions: list[str],            # Those of the trained model, in the order of its days
     path: str | Path,               # Its file, for errors
 ) -> None:
-    """Replace `weights` in place; sessions that the trained model does not know stay as they are. Raises
-    `TrainingError` for a model of another shape."""
+    "Replace `weights`, but for sessions that the model does not know. Raises `TrainingError` for another shape."
     if misfits := _misfits(weights, new, is_per_day):
         raise TrainingError(f'{path}: does not fit the model of this run: {"; ".join(misfits)}; make the model group '
                             'of the configuration equal')

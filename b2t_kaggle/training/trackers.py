@@ -247,8 +247,7 @@ def tracking(
     names: Iterable[str], # From `tracker_names`
     run: TrackedRun,
 ) -> Iterator[Callable[[list[dict], dict[str, float]], None] | None]:
-    """Logger of new rows of the history and the PER of each session, if there was a validation; None without a tracker.
-    Raises `TrainingError` for a tracker that cannot start."""
+    "Logger of new rows, and the PER by session; None without trackers. Raises `TrainingError` where one cannot start."
     trackers = {}
     for name in names:
         try: trackers[name] = TRACKERS[name](run)

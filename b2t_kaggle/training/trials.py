@@ -51,8 +51,7 @@ def usable_trials(
     cfg: Config,         # The run's configuration
     verbose: bool = True, # Whether trials that are left out are listed; with several processes one does it
 ) -> np.ndarray:
-    """Indices of the trials that CTC can align, however much augmentation cuts off `[n]`. Raises `TrainingError` if
-    there is none."""
+    "Trials that CTC can align, however much augmentation cuts off `[n]`. Raises `TrainingError` for none."
     left_out = unalignable(store, cfg, max(cfg.augment.random_cut - 1, 0))
     if left_out.any() and verbose:
         print(f'left out of training, {left_out.sum()} trials with too few frames for their labels: '
@@ -80,8 +79,7 @@ def smoothing_edges(
     cfg: Config,       # The model's configuration
     smoothing: str,    # `same` or `valid`
 ) -> tuple[int, int]:
-    """Bins to leave out at the beginning and at the end of each trial after smoothing. Raises `TrainingError` where
-    nothing would be left of one."""
+    "Bins to leave out at both ends of a smoothed trial. Raises `TrainingError` where nothing would be left."
     first, last = smoothing_margins(cfg.augment, smoothing)
     too_short = np.flatnonzero(cfg.model.n_frames(store.n_bins - (first + last)) < 1)
     if first + last and len(too_short):

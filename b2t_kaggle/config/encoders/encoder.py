@@ -106,8 +106,7 @@ class EncoderConfig(Section):
         batch_size: int, # Trials that a device computes at once
         n_bins: int,     # Bins that they are padded to
     ) -> float:
-        """Numbers that a training step keeps for its backward pass, estimated: features before and after augmentation,
-        and the logits."""
+        "Numbers kept for the backward pass, estimated: features before and after augmentation, and logits."
         return batch_size * (6 * n_bins * self.neural_dim + 3 * self.n_frames(n_bins) * self.n_classes)
 
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c009
@@ -164,8 +163,7 @@ def encoder_names() -> list[str]:
 def encoder_config(
     name: str, # Of an encoder
 ) -> type[EncoderConfig]:
-    """The configuration class of an encoder. Raises `ConfigError` for a name that does not exist, or whose module
-    cannot be imported."""
+    "The configuration class of an encoder. Raises `ConfigError` where there is none, or it cannot be imported."
     room = next((r for r in _ROOMS if name in _modules(r)), None)
     if room is None:
         known = encoder_names()
@@ -204,8 +202,7 @@ def _explain(error: ValidationError, name: str) -> str:
 def parse_encoder(
     values: Any, # A mapping, with or without `name`; an `EncoderConfig` comes back as it is
 ) -> EncoderConfig:
-    """The `model` group from plain values. Raises pydantic's error of the type `encoder`, whose message names every key
-    that is wrong."""
+    "The `model` group from plain values. Raises pydantic's error of the type `encoder`, which names all wrong keys."
     if isinstance(values, Section): return cast(EncoderConfig, values) # As above, of the package or of this notebook
     if not isinstance(values, dict):
         found = dict(kind=type(values).__name__)

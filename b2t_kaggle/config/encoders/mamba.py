@@ -85,8 +85,7 @@ class MambaConfig(PatchedConfig):
         return self
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        """Numbers that a training step keeps for its backward pass, estimated: of each layer and direction some copies
-        of the channels, and the matrices of the chunks."""
+        "Numbers kept for the backward pass, estimated: copies of each layer's channels, and the chunks' matrices."
         channels = 16 * self.n_channels + 8 * self.state_size + 3 * self.n_heads * self.chunk_size
         per_frame = self.n_layers * (self.n_directions * channels + 4 * self.n_units) + 3 * (self.projection_units or 0)
         frames = self.n_frames(n_bins) * batch_size

@@ -50,8 +50,7 @@ class TripleGRUConfig(RecurrentConfig):
         return reversal_strength(step, n_steps, self.adversarial_strength, self.adversarial_schedule)
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        """Numbers that a training step keeps for its backward pass, estimated; the noise, what is left and their
-        gradients are patches too."""
+        "Numbers kept for the backward pass, estimated; noise, what is left and their gradients are patches too."
         noise_units = self.noise_units or self.neural_dim * max(self.patch_size, 1)
         n_units = 2 * noise_units + (self.n_layers + 2) * self.n_units # noise model and adversary have two layers each
         return self._kept_floats(batch_size, n_bins, n_units, patch_copies=6)

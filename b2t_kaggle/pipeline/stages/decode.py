@@ -19,8 +19,7 @@ def _spoken_trials(run):
     return index[~index.is_instruction.astype(bool)] if 'val' in run.splits else index[:0]
 
 def _tuning(run, progress, decoder, spoken) -> tuple:
-    """Tuned weights, of this execution or of one that it continues; or none, and the reason. Raises
-    `decoding.tuning.OutOfTime`."""
+    "Tuned weights, from an earlier execution too, or none and the reason. Raises `decoding.tuning.OutOfTime`."
     from b2t_kaggle.decoding import tuning
     from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.pipeline.decoder import WEIGHTS

@@ -16,8 +16,7 @@ from .stage import LanguageModel, PackedTrials, Result, Sessions, Stage
 
 # %% ../../../nbs/pipeline/stages/08_lm.ipynb #c005
 def _model_and_words(cfg, files, transcripts, held_out, path) -> tuple:
-    """The n-gram model that a configuration asks for, written to `path`; the words that can be decoded; and the mixture
-    with a general model, if it is one."""
+    "The n-gram model, written to `path`; the words to decode; and the mixture, if it is one with a general model."
     from b2t_kaggle.lm.automaton import check_words, load_ngram
     from b2t_kaggle.lm.corpus import vocabulary
     from b2t_kaggle.lm.general import mix_general, most_frequent

@@ -124,8 +124,7 @@ class Stage:
         cfg: Config, # The run's configuration
         runs: Path,  # Folder of the runs, where other ones may be named
     ) -> dict[str, list[Path]]:
-        """Files that no stage of the run writes, by the key of the configuration that names them. With an empty key a
-        file is known by its own folder."""
+        "Files from outside the run by the key that names them; an empty key knows a file by its own folder."
         return {}
 
     def files(self,

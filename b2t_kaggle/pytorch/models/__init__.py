@@ -24,8 +24,7 @@ def build_model(
     cfg: EncoderConfig, # The run's `model` group
     n_days: int,        # Recording days, D
 ) -> Encoder:
-    """The model that a configuration describes; parts that it says are not trained require no gradient. Raises
-    `ConfigError` for one that PyTorch does not have."""
+    "The model of a configuration, frozen where it says so. Raises `ConfigError` for one that PyTorch does not have."
     cfg.check_framework('pytorch')
     model = encoder_class(cfg.name).from_config(cfg, n_days)
     model.freeze()

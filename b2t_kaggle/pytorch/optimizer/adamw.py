@@ -20,8 +20,7 @@ from ...training.recipe import group_of
 def new_state(
     model: TrainedModel, # On its device
 ) -> dict[str, dict[str, Tensor]]:
-    """The state before the first step: by parameter `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a
-    stack of days."""
+    "The state before the first step by parameter: `exp_avg`, `exp_avg_sq`, and `step` `[1]`, or `[D]` for days."
     state = {}
     for name, p in model.named_parameters():
         n_steps = len(p) if model.is_per_day(name) else 1

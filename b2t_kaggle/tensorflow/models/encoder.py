@@ -21,8 +21,7 @@ def check_batch(
     day_idx,         # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
     neural_dim: int, # Features per bin that the model knows
 ) -> tf.Tensor:
-    """The days as a tensor. Raises `ValueError` for features of another shape, or days that are not one whole number
-    per trial."""
+    "Days as a tensor. Raises `ValueError` for features of another shape, or no whole number per trial."
     day_idx = tf.convert_to_tensor(day_idx)
     if x.shape.rank != 3 or None in x.shape[1:] or x.shape[2] != neural_dim:
         raise ValueError(f'features: found the shape {x.shape}, expected [B, T, {neural_dim}] with a T that is known '
@@ -97,8 +96,7 @@ class NamedModel(keras.Model):
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c019
 class Encoder(NamedModel):
-    """Features of a trial to logits per frame. Derive from it, set `Config`, make all variables in the constructor, and
-    write `encode`."""
+    "Features to logits. Derive from it, set `Config`, make variables in the constructor, write `encode`."
     Config: ClassVar[type[EncoderConfig]]
     changing_args: ClassVar[tuple[str, ...]] = () # Those of `training_args` that are another number in each step
 
@@ -124,8 +122,7 @@ class Encoder(NamedModel):
         seeds: tf.Tensor | None = None,  # A seed per trial, int32 `[B, 2]`, for dropout
         **training_args,                 # From `training_args`, in a training step
     ) -> Any:
-        """Logits `[B, T', K]`: the result of `encode` for features that are zero beyond each trial's end. Raises
-        `ValueError` as `check_batch` does."""
+        "Logits `[B, T', K]` of `encode`, with zeros behind each trial. Raises `ValueError` as `check_batch` does."
         day_idx = check_batch(x, day_idx, self.cfg.neural_dim)
         lengths = tf.fill(tf.shape(x)[:1], x.shape[1]) if n_bins is None else tf.convert_to_tensor(n_bins)
         return self.encode(mask_padding(x, n_bins), day_idx, lengths, training=training, seeds=seeds, **training_args)

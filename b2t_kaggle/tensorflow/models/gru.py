@@ -185,6 +185,5 @@ class GRUDecoder(GRUEncoder):
         training: bool = False,          # Whether there is dropout
         seeds: tf.Tensor | None = None,  # A seed per trial, int32 `[B, 2]`; needed in training with dropout
     ) -> tf.Tensor:
-        """Logits, float32 `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` as
-        `Frontend.frames` does."""
+        "Logits, float32 `[B, T', K]`, meaningless beyond a trial's frames. Raises `ValueError` as `frames` does."
         return self.reader(self.frames(x, day_idx, training, seeds), training=training, seeds=seeds)

@@ -197,8 +197,7 @@ class Transformer(Encoder):
         self.out = linear(cfg.n_units, cfg.n_classes)
 
     def encode(self, x, day_idx, n_bins, training=False, seeds=None):
-        """Logits, float32 `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` for bins too
-        few to make a frame."""
+        "Logits, float32 `[B, T', K]`, meaningless beyond a trial's frames. Raises `ValueError` for too few bins."
         cfg = self.cfg
         if x.shape[1] < cfg.patch_size:
             raise ValueError(f'the batch has {x.shape[1]} bins, fewer than patch_size = {cfg.patch_size}; pad it, or '

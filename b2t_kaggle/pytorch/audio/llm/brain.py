@@ -22,8 +22,7 @@ def _append_states(layer: nn.Linear, args: tuple[Tensor, ...], logits: Tensor) -
 def with_states(
     encoder: Encoder, # Changed in place
 ) -> int:             # Numbers of a state, H
-    """Append the encoder's states to its logits from now on, `[B, T', K + H]`. Raises `TrainingError` where it has no
-    linear layer under the name that it gives."""
+    "Append the encoder's states to its logits `[B, T', K + H]`. Raises `TrainingError` without its linear layer."
     layer = dict(encoder.named_modules()).get(encoder.read_out)
     if not isinstance(layer, nn.Linear):
         raise TrainingError(f'model.name = {encoder.cfg.name}: found no linear layer {encoder.read_out!r} that makes '

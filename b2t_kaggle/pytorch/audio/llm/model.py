@@ -160,8 +160,7 @@ class AudioLLM(_AroundEncoder):
         batches: float = 0.,           # Trained so far
         **training_args,               # Of the acoustic model
     ) -> Any:
-        """Logits `[B, T', K]`; with targets the acoustic model's output, the losses of each trial `[B]` by name, and
-        `batches`."""
+        "Logits `[B, T', K]`; with targets the output, losses of each trial `[B]` by name, and `batches`."
         output = self.brain(x, day_idx, n_bins, **training_args)
         if targets is None: return output.logits
         return output.out, self.losses(self._encoded(output), targets), batches
