@@ -18,7 +18,7 @@ from ..training.hours import hours_line, read_table
 def _self_test(accelerator: str, names: str, path: str | None) -> None:
     "Test an accelerator; exit status 1 where a check fails."
     from b2t_kaggle.pytorch.selftest.run import run, save, summary
-    try: report = run(accelerator, names, lambda line: click.echo(line))
+    try: report = run(accelerator, names)
     except (DeviceError, ValueError) as e: raise click.ClickException(str(e)) from None
     click.echo(summary(report))
     if path: save(report, path)

@@ -15,24 +15,27 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
+
+from tqdm import tqdm
 
 import b2t_kaggle
 from ...core.files import scratch_folder, write_whole
 from ...devices.machine import DeviceError, detect
 from ...devices.processes import own_python
 from . import numerics, speed, training
-from .bench import Bench
+from .bench import Bench, tested
 from .checks import Skipped, chosen
 
 # By name, in the order in which they run
+_ENCODERS = [numerics.encoder(name) for name in tested()]
 CHECKS = {c.name: c for c in (
-    numerics.encoders, numerics.ctc, numerics.augmentation, speed.step, speed.memory, training.bfloat16,
-    training.float16, training.resume, training.processes, training.compiled, speed.loading, speed.decoding,
-    speed.language_model, speed.other_steps,
+    numerics.ctc, numerics.augmentation, *_ENCODERS[:1], speed.step, speed.memory, training.bfloat16, training.float16,
+    training.resume, training.processes, training.compiled, speed.loading, speed.decoding, speed.language_model,
+    *_ENCODERS[1:], speed.other_steps,
 )}
 
 # %% ../../../nbs/pytorch/selftest/05_run.ipynb #c006
@@ -76,7 +79,7 @@ def work(
 
 # %% ../../../nbs/pytorch/selftest/05_run.ipynb #c009
 LIMIT = 300    # Seconds after which no check begins
-_LONGEST = 240 # Seconds that a check may take
+_LONGEST = 180 # Seconds without a finding after which a check is ended
 
 @dataclass
 class Report:
@@ -103,6 +106,7 @@ class _Worker:
     "The process that makes checks, and its log."
     def __init__(self, accelerator: str, folder: Path, names: Sequence[str]):
         self.log = folder/'log'
+        self.is_late = False
         code = 'from b2t_kaggle.pytorch.selftest.run import work; work(*sys.argv[1:])'
         with self.log.open('wb') as log:
             self.process = subprocess.Popen([*own_python(code), accelerator, str(folder), *names],
@@ -111,7 +115,7 @@ class _Worker:
     def events(self) -> Iterator[dict]:
         "Its events. It is killed where one takes too long."
         while True:
-            timer = threading.Timer(_LONGEST, self.process.kill)
+            timer = threading.Timer(_LONGEST, self._kill)
             timer.start()
             line = self.process.stdout.readline()
             timer.cancel()
@@ -119,9 +123,13 @@ class _Worker:
             yield json.loads(line)
         self.process.wait()
 
-    def why(self, seconds: float) -> str:
+    def _kill(self) -> None:
+        self.is_late = True
+        self.process.kill()
+
+    def why(self) -> str:
         "Reason of its end in a check, and the last that it said."
-        if seconds >= _LONGEST: reason = f'took longer than {_LONGEST} s'
+        if self.is_late: reason = f'nothing came for {_LONGEST} s'
         else: reason = f'the process ended with status {self.process.returncode}'
         lines = self.log.read_text(errors='replace').strip().splitlines()
         return f'{reason}: {" | ".join(lines[-3:])[-300:]}' if lines else reason
@@ -142,7 +150,7 @@ def _note(report: Report, event: dict, began: float) -> list[dict]:
     if 'error' in event: return [report.add(event['check'], 'fail', seconds, what=event['error'])]
     return []
 
-def _run_some(report: Report, worker: _Worker, left: list[str], tell: Callable, limit: float) -> None:
+def _run_some(report: Report, worker: _Worker, left: list[str], bar: tqdm, limit: float) -> None:
     "Rows of the checks that a process makes; takes those that are done from the list."
     check, began, n_events = '', time.monotonic(), 0
     for event in worker.events():
@@ -150,36 +158,41 @@ def _run_some(report: Report, worker: _Worker, left: list[str], tell: Callable, 
         if event['event'] == 'device':
             if 'error' in event: raise DeviceError(event['error'])
             report.device, report.packages = event['device'], event['packages']
-            tell(report.device)
+            bar.write(report.device)
         elif event['event'] == 'begin':
             if time.monotonic() > limit: return
             check, began = event['check'], time.monotonic()
+            bar.set_description(check)
         else:
-            for row in _note(report, event, began): tell(row_line(row))
+            for row in _note(report, event, began): bar.write(row_line(row))
             if event['event'] == 'end':
                 left.remove(check)
+                bar.update()
                 check = ''
-    if not n_events: raise DeviceError(worker.why(0))
+    if not n_events: raise DeviceError(worker.why())
     if check:
         seconds = time.monotonic() - began
-        tell(row_line(report.add(check, 'fail', seconds, what=worker.why(seconds))))
+        bar.write(row_line(report.add(check, 'fail', seconds, what=worker.why())))
         left.remove(check)
+        bar.update()
 
 def run(
     accelerator: str = 'auto', # As in `pick_torch`
     names: str = '',           # Of checks, with commas between them; empty means all
-    tell: Callable[[str], object] = print, # Gets a line as soon as something is known
 ) -> Report:
-    "Make checks. Raises `ValueError` for a name, and `DeviceError` where the device is not there."
+    """Make checks, and print each finding as soon as it is there. Raises `ValueError` for a name, and `DeviceError`
+    where the device is not there."""
     left = chosen(names, CHECKS)
     report = Report()
     begin = time.monotonic()
-    while left and time.monotonic() < begin + LIMIT:
-        with scratch_folder() as folder:
-            worker = _Worker(accelerator, folder, left)
-            try: _run_some(report, worker, left, tell, begin + LIMIT)
-            finally: worker.close()
-    for name in left: tell(row_line(report.add(name, 'skipped', 0, what=f'{LIMIT} s are over; give --only "{name}"')))
+    with tqdm(total=len(left), unit=' checks', disable=None, leave=False) as bar:
+        while left and time.monotonic() < begin + LIMIT:
+            with scratch_folder() as folder:
+                worker = _Worker(accelerator, folder, left)
+                try: _run_some(report, worker, left, bar, begin + LIMIT)
+                finally: worker.close()
+        for name in left:
+            bar.write(row_line(report.add(name, 'skipped', 0, what=f'{LIMIT} s are over; give --only "{name}"')))
     report.seconds = round(time.monotonic() - begin, 1)
     return report
 
@@ -194,10 +207,10 @@ def row_line(
     ratio = f'; {row["ratio"]:.2f} of the estimate' if row['ratio'] is not None else ''
     expected = f' ({row["expected"]}{ratio})' if row['expected'] else ''
     text = f'{row["what"]}{": " if figure else ""}{figure}{expected}'
-    line = f'{row["check"]:<14} {row["result"]:<7} {row["seconds"]:6.1f} s  {text}'
+    line = f'{row["check"]:<27} {row["result"]:<7} {row["seconds"]:6.1f} s  {text}'
     if row['result'] != 'fail': return line
     advice = textwrap.wrap(f'try: {CHECKS[row["check"]].advice}', 100) if CHECKS[row['check']].advice else []
-    return '\n'.join([line, *(' '*33 + a for a in advice)])
+    return '\n'.join([line, *(' '*46 + a for a in advice)])
 
 def summary(
     report: Report,

@@ -22,7 +22,7 @@ from ...lm.automaton import load_ngram
 from ...lm.causal import load_lm, score_sentences
 from ...lm.ngram import build_ngram
 from ...phonemes import build_lexicon, normalize_sentence, sentence_to_phonemes, to_class_ids
-from .bench import PRESETS, Bench, relative, sized
+from .bench import Bench, relative, sized, tested
 from .checks import Finding, Skipped, check, measured, within
 from ..trainer import Trainer
 from ...training.hours import step_seconds
@@ -92,12 +92,14 @@ def memory(bench: Bench) -> Iterator[Finding]:
     yield Finding('official, 64 trials', peak/2**30, 'GiB', peak <= 1.25*estimate,
                   f'at most 1.25 times {estimate/2**30:.2f} GiB, estimated', peak/estimate)
 
+_AS_FAST = 'transformer-causal', 'zipformer-streaming' # As the presets that they are variants of
+
 @check('other steps', 'see whether another program uses the device (nvidia-smi); the official GRU may be faster')
 def other_steps(bench: Bench) -> Iterator[Finding]:
     "The training steps of the other presets."
     if bench.small: raise Skipped('models are reduced on a processor')
-    for name in PRESETS[1:]:
-        if name in ('transformer-causal', 'zipformer-streaming'): continue
+    for name in tested()[1:]:
+        if name in _AS_FAST: continue
         try: yield _step(bench, name, 5)
         except torch.OutOfMemoryError:
             yield Finding(f'{name}, 64 trials', np.inf, 'GiB', True, 'does not fit; raise train.accumulate')
