@@ -37,6 +37,8 @@ class Placement:
         # steps between looks at their results: each look makes the host wait for the device
         self.sync_every = 1 if device.kind == 'cpu' else 10
         self.scaler = None # Of the loss
+        # cuDNN's GRU layers and convolutions would round their input to 10 bits (TF32) on cards that can
+        if device.kind == 'cuda': torch.backends.cudnn.allow_tf32 = device.precision != 'float32'
         if device.precision == 'float16':
             self.scaler = torch.amp.GradScaler(device.kind, FIRST_SCALE, growth_interval=SCALE_INTERVAL)
 
