@@ -55,7 +55,7 @@ def _compare(bench: Bench, name: str, precision: str, expected: tuple) -> Iterat
         yield within(f'{precision}: {part}', relative(x, y), limit)
 
 def encoder(
-    name: str, # As in `tested`
+    name: str, # As in `preset_names`
 ) -> Check:
     "A check of an encoder."
     @check(f'encoder {name}', 'test again after an update of the driver and of PyTorch; until it passes, train in a '

@@ -27,11 +27,11 @@ from ...core.files import scratch_folder, write_whole
 from ...devices.machine import DeviceError, detect
 from ...devices.processes import own_python
 from . import numerics, speed, training
-from .bench import Bench, tested
+from .bench import Bench, preset_names
 from .checks import Skipped, chosen
 
 # By name, in the order in which they run
-_ENCODERS = [numerics.encoder(name) for name in tested()]
+_ENCODERS = [numerics.encoder(name) for name in preset_names()]
 CHECKS = {c.name: c for c in (
     numerics.ctc, numerics.augmentation, *_ENCODERS[:1], speed.step, speed.memory, training.bfloat16, training.float16,
     training.resume, training.processes, training.compiled, speed.loading, speed.decoding, speed.language_model,
@@ -79,7 +79,8 @@ def work(
 
 # %% ../../../nbs/pytorch/selftest/05_run.ipynb #c009
 LIMIT = 300    # Seconds after which no check begins
-_LONGEST = 180 # Seconds without a finding after which a check is ended
+_LONGEST = 240 # Seconds without a finding after which a check is ended
+_START = 120   # Seconds until a device is known
 
 @dataclass
 class Report:
@@ -106,7 +107,7 @@ class _Worker:
     "The process that makes checks, and its log."
     def __init__(self, accelerator: str, folder: Path, names: Sequence[str]):
         self.log = folder/'log'
-        self.is_late = False
+        self.late = ''
         code = 'from b2t_kaggle.pytorch.selftest.run import work; work(*sys.argv[1:])'
         with self.log.open('wb') as log:
             self.process = subprocess.Popen([*own_python(code), accelerator, str(folder), *names],
@@ -114,23 +115,26 @@ class _Worker:
 
     def events(self) -> Iterator[dict]:
         "Its events. It is killed where one takes too long."
-        while True:
-            timer = threading.Timer(_LONGEST, self._kill)
-            timer.start()
-            line = self.process.stdout.readline()
-            timer.cancel()
-            if not line: break
+        line = self._line(_START)
+        while line:
             yield json.loads(line)
+            line = self._line(_LONGEST)
         self.process.wait()
 
-    def _kill(self) -> None:
-        self.is_late = True
+    def _line(self, seconds: float) -> str:
+        "The next line, or nothing where the process has ended."
+        timer = threading.Timer(seconds, self._kill, [seconds])
+        timer.start()
+        try: return self.process.stdout.readline()
+        finally: timer.cancel()
+
+    def _kill(self, seconds: float) -> None:
+        self.late = f'nothing came for {seconds} s'
         self.process.kill()
 
     def why(self) -> str:
         "Reason of its end in a check, and the last that it said."
-        if self.is_late: reason = f'nothing came for {_LONGEST} s'
-        else: reason = f'the process ended with status {self.process.returncode}'
+        reason = self.late or f'the process ended with status {self.process.returncode}'
         lines = self.log.read_text(errors='replace').strip().splitlines()
         return f'{reason}: {" | ".join(lines[-3:])[-300:]}' if lines else reason
 

@@ -22,7 +22,7 @@ from ...lm.automaton import load_ngram
 from ...lm.causal import load_lm, score_sentences
 from ...lm.ngram import build_ngram
 from ...phonemes import build_lexicon, normalize_sentence, sentence_to_phonemes, to_class_ids
-from .bench import Bench, relative, sized, tested
+from .bench import Bench, preset_names, relative, sized
 from .checks import Finding, Skipped, check, measured, within
 from ..trainer import Trainer
 from ...training.hours import step_seconds
@@ -98,7 +98,7 @@ _AS_FAST = 'transformer-causal', 'zipformer-streaming' # As the presets that the
 def other_steps(bench: Bench) -> Iterator[Finding]:
     "The training steps of the other presets."
     if bench.small: raise Skipped('models are reduced on a processor')
-    for name in tested()[1:]:
+    for name in preset_names()[1:]:
         if name in _AS_FAST: continue
         try: yield _step(bench, name, 5)
         except torch.OutOfMemoryError:
