@@ -31,6 +31,7 @@ READERS = {
     'data.dtype': 'check pack train',
     'data.drop_instructions': 'pack train',
     'data.eval_batch_size': 'train infer generate',
+    'data.on_device': '',
     'model': 'train',
     'augment': 'train',
     'train': 'train',

@@ -215,12 +215,13 @@ def kill_training(stores, out, steps, delay=0., **changes):
 
 
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(stores, tmp_path):
-    "At the next checkpoint, or at a random moment in the steps after it."
+    "At the next checkpoint, or at a random moment in the steps after it; once with all trials on the device."
     assert train(*stores, config(), tmp_path/'whole', progress=False)['step'] == 60
     rng = np.random.default_rng(0)
     seen = []
-    for _ in range(3):
-        kill_training(stores, tmp_path/'killed', steps=15, delay=rng.uniform(0, .15))
+    for on_device in (None, True, None):
+        kill_training(stores, tmp_path/'killed', steps=15, delay=rng.uniform(0, .15),
+                      **{'data.on_device': on_device})
         seen.append(load_file(tmp_path/'killed'/'last.pt')['step'])
     assert 0 < seen[0] < seen[1] < seen[2] < 60, f'killed at checkpoints {seen}: nothing was interrupted'
     assert train(*stores, config(), tmp_path/'killed', progress=False)['step'] == 60
@@ -608,6 +609,19 @@ def test_a_run_may_go_on_in_smaller_parts(stores, tmp_path):
         TrainingError, match='data.batch_size = 6 cannot be divided into train.accumulate = 4 equal parts'
     ):
         train(*stores, config(accumulate=4), tmp_path / 'other', progress=False)
+
+
+def test_trials_on_the_device_give_the_same_weights(stores, capsys):
+    "Bit for bit, with a batch in two parts and trials of two stores; batches are those that the host makes."
+    def trainer(on_device):
+        changes = {'data.on_device': on_device, 'accumulate': 2, 'num_training_batches': 8, 'refit': .5}
+        return Trainer(*stores, config(**changes), SingleDevice(pick_torch('cpu', 'float32')))
+    host, device = trainer(False), trainer(True)
+    assert 'trials are on cpu' in capsys.readouterr().out
+    assert device.loader.on_device and not host.loader.on_device and trainer(None).loader.on_device is None
+    for a, b in zip(host.loader(5)[0], device.loader(5)[0]): assert torch.equal(a.x, b.x.float())
+    for t in (host, device): assert len(list(t.steps(8))) == 8
+    for k, v in host.model.state_dict().items(): assert torch.equal(device.model.state_dict()[k], v), k
 
 
 def test_a_budget_that_ends_with_the_last_step_leaves_a_finished_run(stores, tmp_path):

@@ -76,6 +76,9 @@ class DataConfig(Section):
     "Length buckets: a compiler sees at most this many batch shapes."
     eval_batch_size: Annotated[int, MayChange(), SameResult()] = Field(64, ge=1)
     "Trials per batch in validation and inference."
+    on_device: Annotated[bool | None, ChangesNothing(), Only('pytorch')] = None
+    ("Keep the training trials in the memory of the device, and gather batches there; none means on a GPU or TPU where "
+     "they fit beside a step.")
 
     @property
     def known_sessions(self) -> list[str]:

@@ -26,6 +26,16 @@ from .optimizer import RunOptimizer, make_optimizer
 from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL
 
 # %% ../../nbs/pytorch/08_parallel.ipynb #c006
+def _filled(
+    rows: Tensor,                # `[N, F]`, changed
+    parts: Iterable[np.ndarray], # Their contents, one after the other `[n, F]`
+) -> Tensor:
+    begin = 0
+    for part in parts:
+        rows[begin:begin + len(part)] = torch.from_numpy(np.array(part))  # a copy: a mapped file cannot be written
+        begin += len(part)
+    return rows
+
 class Placement:
     "A device, and how values get there."
     def __init__(self,
@@ -48,6 +58,24 @@ class Placement:
         "The array as a tensor `[B, …]` on the device; a thread may call it while another one computes."
         host = torch.from_numpy(array)
         return host if self.device.kind == 'cpu' else host.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def free_memory(self) -> int | None:
+        "Free bytes of the device; None where it does not tell them."
+        return torch.cuda.mem_get_info(self.torch_device)[0] if self.device.kind == 'cuda' else None
+
+    def hold(self,
+        parts: Iterable[np.ndarray], # Rows, one part after the other `[n, F]`
+        shape: tuple[int, int],      # Of all of them `[N, F]`
+        dtype: np.dtype,             # Their type
+    ) -> Tensor:
+        "All rows in the memory of the device, where they stay `[N, F]`."
+        return _filled(torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.torch_device), parts)
+
+    def split(self,
+        tensor: Tensor, # Made on the device; its first dimension is the batch
+    ) -> Tensor:
+        "The tensor, split as `put` splits a batch."
+        return tensor
 
     def lengths(self,
         array: np.ndarray, # Lengths of trials `[B]`
@@ -242,6 +270,22 @@ class XLA(Backend):
         along_batch = ('data',) + (None,) * (array.ndim - 1)
         split = None if self.n_devices == 1 else self.xs.ShardingSpec(self.mesh, along_batch)
         return send_cpu_data_to_device([torch.from_numpy(array)], self.torch_device, split)[0]
+
+    def free_memory(self):
+        from torch_xla.core.xla_model import get_memory_info
+        try: info = get_memory_info(self.torch_device)
+        except RuntimeError: return None  # XLA's processor backend has no such figures
+        return info['bytes_limit'] - info['bytes_used']
+
+    def hold(self, parts, shape, dtype):
+        from torch_xla.core.xla_model import send_cpu_data_to_device
+        rows = _filled(torch.empty(shape, dtype=getattr(torch, dtype.name)), parts)
+        split = None if self.n_devices == 1 else self.xs.ShardingSpec(self.mesh, (None, 'data'))
+        return send_cpu_data_to_device([rows], self.torch_device, split)[0]
+
+    def split(self, tensor):
+        if self.n_devices > 1: self.xs.mark_sharding(tensor, self.mesh, ('data',) + (None,) * (tensor.ndim - 1))
+        return tensor
 
     def lengths(self, array): return self.put(array)
 

@@ -7,7 +7,7 @@ __all__ = ['MicroBatch', 'BatchLoader', 'add_gradients', 'on_host', 'Trainer', '
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c003
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
 from .models.encoder import Encoder, WithInner
+from .on_device.trials import PlaceBatcher, put_on_device
 from .parallel import Backend, start
 from .weight_average import WeightAverage
 from ..training import loop
@@ -59,6 +60,7 @@ class BatchLoader:
         cfg: Config,       # The run's configuration
         backend: Backend,  # Where they go
         store_val: TrialStore | None = None, # Validation trials, for `train.refit`
+        n_parameters: int = 0, # Of the model, whose gradients need room on the device
     ):
         batch_size = cfg.data.batch_size
         self.refit_from = None if store_val is None else refit_step(cfg.train)
@@ -79,6 +81,8 @@ class BatchLoader:
         longest = longest_in_batches(self.sampler, store.n_bins[self.usable]) if static_shapes else None
         buckets = bucket_lengths(self.store, cfg, static_shapes, longest)
         self.batcher = Batcher(self.store, buckets, delivered_dtype(store, backend))
+        self.on_device = put_on_device(self.store, cfg, backend, buckets[-1], n_parameters, backend.is_main_process)
+        if self.on_device: self.batcher = PlaceBatcher(self.on_device, self.batcher)
 
     def _sampler(self, usable: np.ndarray, cfg: Config) -> DayBalancedSampler:
         return DayBalancedSampler(self.store.day[usable], cfg.data.batch_size, cfg.data.days_per_batch, cfg.train.seed,
@@ -98,11 +102,18 @@ class BatchLoader:
         micro_batches = [self._load(own[i::self.accumulation_steps]) for i in range(self.accumulation_steps)]
         return micro_batches, np.unique(self.store.day[trials])
 
+    def batches(self, steps: Iterable[int]) -> Iterator[tuple[list[MicroBatch], np.ndarray]]:
+        "Micro-batches and days of each step; a thread makes them ahead, unless the device gathers them."
+        return map(self, steps) if self.on_device else prefetch(map(self, steps))
+
     def _load(self, trials: np.ndarray) -> MicroBatch:
         b = self.batcher(trials)
         put = self.backend.put
         lengths = self.backend.lengths
-        return MicroBatch(b, put(b.features), put(b.day), put(b.labels), lengths(b.n_bins), lengths(b.n_labels))
+        x = put(b.features)
+        if self.on_device: x = self.on_device.gather(x)
+        if self.on_device and self.accumulation_steps > 1: self.backend.end_step()  # a program of its own
+        return MicroBatch(b, x, put(b.day), put(b.labels), lengths(b.n_bins), lengths(b.n_labels))
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c013
 def _losses(trainer: 'Trainer', out, rows: MicroBatch, frames: Tensor) -> dict[str, Tensor]:
@@ -314,7 +325,7 @@ class Trainer(loop.Trainer):
         self.optimizer.scaler = self.scaler
         self.largest_norm = 0. if cfg.train.optimizer == 'scaled_adam' else cfg.train.grad_norm_clip_value
         self.augment = Augment(cfg.augment, cfg.train.seed)
-        self.loader = BatchLoader(store, cfg, backend, self.store_val)
+        self.loader = BatchLoader(store, cfg, backend, self.store_val, self.n_parameters())
         self.store = self.loader.store
         if saved and checkpoint:
             with _as_part_of(checkpoint): self.optimizer.load_state_dict(saved['optimizer_state_dict'])
@@ -326,7 +337,7 @@ class Trainer(loop.Trainer):
 
     def steps(self, end: int) -> Iterator[StepResult]:
         "Take the steps before `end` that are left."
-        for micro_batches, days in prefetch(map(self.loader, range(self.step, end))):
+        for micro_batches, days in self.loader.batches(range(self.step, end)):
             yield self.train_step(micro_batches, days)
 
     def train_step(self,

@@ -55,10 +55,12 @@ SCALED_ADAM = {'optimizer': 'scaled_adam', 'lr_scheduler_type': 'eden', 'lr_max'
 # What is trained, by the number of devices: those of a number in one process, because starting one takes as long as
 # compiling two programs
 RUNS = {
-    1: {'gru': {}, 'scaled_adam': SCALED_ADAM, 'bfloat16 gru': BFLOAT16, 'bfloat16 triple_gru': BFLOAT16 | TRIPLE},
+    1: {'gru': {}, 'on device': {'data.on_device': True}, 'scaled_adam': SCALED_ADAM, 'bfloat16 gru': BFLOAT16,
+        'bfloat16 triple_gru': BFLOAT16 | TRIPLE},
     2: {'gru': NOTHING_RANDOM | {'weight_average': 'ema'}, 'parts': NOTHING_RANDOM | {'accumulate': 2},
+        'parts on device': NOTHING_RANDOM | {'accumulate': 2, 'data.on_device': True},
         'scaled_adam': SCALED_ADAM},
-    8: {'gru': {}, 'refused': {'data.batch_size': 12}},
+    8: {'gru': {}, 'on device': {'data.on_device': True}, 'refused': {'data.batch_size': 12}},
 }
 
 
@@ -101,6 +103,14 @@ def test_eight_devices_take_the_same_steps_as_one(one, steps_on):
     for k in ('losses', 'norms'): assert eight[k] == pytest.approx(one[k], rel=1e-4), k
     assert eight['val'][0] == pytest.approx(one['val'][0], rel=1e-4)
     assert compiled_once(eight) and eight['val_compiled'] == eight['val_buckets'] and eight['fallbacks'] == []
+
+
+@pytest.mark.parametrize('n, name', [(1, 'gru'), (8, 'gru'), (2, 'parts')])
+def test_trials_on_the_device_change_nothing(n, name, steps_on):
+    "Gathered there, in the program of the step, or before it where a batch has parts; on several devices in shares."
+    host, device = steps_on(n, name), steps_on(n, 'on device' if name == 'gru' else 'parts on device')
+    for k in ('losses', 'norms', 'val'): assert device[k] == host[k], k
+    assert device['fallbacks'] == [] and (name == 'parts' or compiled_once(device))
 
 
 def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_processor(steps_on, data):
