@@ -36,10 +36,7 @@ def _holds(stages: dict[str, StageStamp], name: str) -> bool:
     return 'outputs' in stamp and all(
         stamp.get('needs', {}).get(n) == stages[n].id and _holds(stages, n) for n in earlier)
 
-def _run_row(
-    folder: Path, # Of a run
-    n_settings: int = 3, # That are shown
-) -> dict:
+def _run_row(folder: Path, n_settings: int = 3) -> dict:
     "A line on a run: how far it is, PER and WER on val, when, and its settings."
     run = Run(folder, save=False)
     stages = {n: StageStamp(run, n) for n in plan(run.cfg) if not STAGES[n].shared}

@@ -49,10 +49,7 @@ def _model_fields() -> dict[str, dict[str, FieldInfo]]:
         except ConfigError: continue # Its framework is not installed, or it is still being written
     return fields
 
-def _describe_field(
-    field: str,                  # Of some encoders
-    owners: dict[str, FieldInfo], # By encoder
-) -> str:
+def _describe_field(field: str, owners: dict[str, FieldInfo]) -> str:
     "Meanings of a field by encoder, and defaults that differ from the first one's."
     by_meaning = {}
     for name, f in owners.items(): by_meaning.setdefault(f.description or '', []).append(name)

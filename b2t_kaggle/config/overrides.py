@@ -68,10 +68,7 @@ def parse_value(
     except ValueError: return text
 
 # %% ../../nbs/config/05_overrides.ipynb #c049
-def _merge_model(
-    old: EncoderConfig, # What was configured
-    new: dict,          # Values that replace some of it
-) -> dict:
+def _merge_model(old: EncoderConfig, new: dict) -> dict:
     "The values of the `model` group."
     name = new.get('name', old.name)
     if name == old.name: return old.model_dump() | new

@@ -65,11 +65,7 @@ def _read(fd: int) -> dict | None:
 # %% ../../nbs/core/07_locks.ipynb #c009
 def _identity(s: os.stat_result) -> tuple[int, int]: return s.st_dev, s.st_ino
 
-def _is_free(
-    file: os.stat_result,
-    found: dict | None, # Its content
-    flocked: bool,      # By this process now
-) -> bool:
+def _is_free(file: os.stat_result, found: dict | None, flocked: bool) -> bool:
     "Whether no process has the lock of a file."
     age = time.time() - file.st_mtime
     if found is None: return age > _EMPTY

@@ -24,11 +24,7 @@ def with_command_name(
     return re.sub(r'(?<![\w/.-])(?<!kit )b2t (?=[a-z-])', f'{command_name()} ', text)
 
 # %% ../../nbs/core/00_messages.ipynb #c008
-def _warning_line(
-    message: Warning | str,
-    category: type[Warning],
-    *place, # File and line, which are left out
-) -> str:
+def _warning_line(message: Warning | str, category: type[Warning], *place) -> str:
     "A warning, as a line of text."
     return f'{category.__name__}: {with_command_name(str(message))}\n'
 

@@ -53,10 +53,7 @@ def _numpy_type(arrow_type: pa.DataType) -> tuple[np.dtype, tuple[int, ...]]:
     return np.dtype(arrow_type.to_pandas_dtype()), tuple(item_shape)
 
 # %% ../../nbs/core/10_ragged.ipynb #c011
-def _cast_into(
-    out: np.ndarray, # Destination
-    x: np.ndarray,   # Source, same shape
-) -> None:
+def _cast_into(out: np.ndarray, x: np.ndarray) -> None:
     "Copy with rounding; raises `RaggedError` where values of `x` do not fit into the type of `out`."
     floats = x.dtype.kind == out.dtype.kind == 'f'
     if not floats and not np.can_cast(x.dtype, out.dtype, 'safe'):
@@ -112,11 +109,7 @@ def _column_bytes(column: pa.Array) -> Iterator[bytes]:
         yield numbers.dtype.name.encode() + numbers.tobytes()
     else: yield repr(column.to_pylist()).encode()
 
-def _index_checksum(
-    batch: pa.RecordBatch, # A chunk
-    k: int,                # Its number
-    is_last: bool,         # Whether it is the last one of the file
-) -> int:
+def _index_checksum(batch: pa.RecordBatch, k: int, is_last: bool) -> int:
     "Checksum of everything in a chunk but the values: lengths, type of the values, names and columns of the index."
     values = batch.column(_VALUES)
     facts = [k, is_last, *map(str, _numpy_type(values.type)), *batch.schema.names]
@@ -278,10 +271,7 @@ def _follow(data: memoryview, at: int | None) -> int:
     if at is None: raise RaggedError('a reference is missing')
     return at + _number_at(data, '<I', at)
 
-def _is_compressed(
-    data: memoryview, # The file
-    k: int,           # Number of the chunk
-) -> bool:
+def _is_compressed(data: memoryview, k: int) -> bool:
     "Whether a chunk says how it is compressed."
     n_bytes = _number_at(data, '<i', len(data) - 10) # Of the footer, which ends with the format's name
     footer = _follow(data, len(data) - 10 - n_bytes)

@@ -23,12 +23,8 @@ from ..core.jit import njit
 from .store import JointStore, TrialStore
 
 # %% ../../nbs/data/04_batches.ipynb #c008
-def _resolve_days(
-    required: Sequence[int], # Days; negative ones count from the end
-    days: np.ndarray,        # Days with trials, ascending
-    at_most: int,            # Days in a batch
-) -> list[int]:
-    "The required days as days; raises `ValueError` for one without trials, or too many."
+def _resolve_days(required: Sequence[int], days: np.ndarray, at_most: int) -> list[int]:
+    "Required days, negative ones from the end, as days; raises `ValueError` for one without trials, or too many."
     resolved = [d if d >= 0 else int(days[-1]) + 1 + d for d in required]
     without = [d for d in resolved if d not in days]
     if without:
@@ -129,10 +125,7 @@ def evaluation_batches(
     return [order[i:i + batch_size] for i in range(0, len(order), batch_size)]
 
 # %% ../../nbs/data/04_batches.ipynb #c019
-def _bucket_costs(
-    edges: np.ndarray,  # The different lengths l, ascending
-    counts: np.ndarray, # Trials of each
-) -> np.ndarray:
+def _bucket_costs(edges: np.ndarray, counts: np.ndarray) -> np.ndarray:
     "Padded length of a bucket that holds the lengths i … j, float [i, j]; infinite where i > j."
     below = np.append(0, np.cumsum(counts))  # trials shorter than each edge, and their total: C
     cost = np.triu(edges*(below[1:] - below[:-1, None])).astype(float)

@@ -55,11 +55,8 @@ def _find_gzip_damage(path: Path) -> str | None:
     except (OSError, EOFError, zlib.error) as e:
         return f'found a file that gzip cannot read ({e}), expected a whole one'
 
-def _find_damage(
-    path: Path,       # Where it is here
-    file: RemoteFile, # Its description
-) -> str | None:      # The fault: found and expected; None if nothing is wrong
-    "Compare a file with its size and checksum; where there is no checksum, a `.gz` is read to its end."
+def _find_damage(path: Path, file: RemoteFile) -> str | None:
+    "The fault of a file by size and checksum, if it has one; without a checksum, a `.gz` is read to its end."
     size = path.stat().st_size
     if file.size is not None and size != file.size: return f'found {size:,} bytes, expected {file.size:,}'
     if file.checksum is None: return _find_gzip_damage(path) if file.name.endswith('.gz') else None

@@ -546,9 +546,7 @@ def _claim(folder: Path, parameters: dict) -> None:
 # %% ../../nbs/data/02_simulate.ipynb #c071
 _TRIAL_BYTES = 8000 # Of the labels and of HDF5, measured on files of few trials, which take most
 
-def _simulated_bytes(
-    plan: pd.DataFrame, # The trials
-) -> int:
+def _simulated_bytes(plan: pd.DataFrame) -> int:
     "About how large the session files of a plan become."
     counts = plan.sentence.value_counts()
     ids = [to_class_ids(sentence_to_phonemes(sentence)) for sentence in counts.index]
@@ -607,11 +605,7 @@ def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
         for p in processes:
             with p: p.kill() # Leaving waits for it
 
-def _record_part(
-    folder: str | Path, # Marked by `simulate_dataset`
-    first: int,         # The first day to record
-    step: int,          # Days from one to the next
-) -> None:
+def _record_part(folder: str | Path, first: int, step: int) -> None:
     "Record some of the days, and print each when it is done: the work of one of these processes."
     folder = Path(folder)
     p = json.loads((folder/_MARKER).read_text())

@@ -157,9 +157,7 @@ def tpu_server(
 # %% ../../nbs/devices/01_machine.ipynb #c018
 def _read(path: Path) -> str: return path.read_text().strip() if path.exists() else ''
 
-def _tpu_pci(
-    root: str | Path = '/', # Root of the file system
-) -> list[str]:
+def _tpu_pci(root: str | Path = '/') -> list[str]:
     "PCI device numbers of Google's TPU chips."
     known = {g.pci for g in TPU_GENERATIONS.values()}
     chips = []
@@ -169,9 +167,7 @@ def _tpu_pci(
         if device in known or _read(folder/'class').startswith('0x12'): chips.append(device)
     return chips
 
-def _tpu_files(
-    root: str | Path = '/', # Root of the file system
-) -> tuple[list[str], list[str]]:
+def _tpu_files(root: str | Path = '/') -> tuple[list[str], list[str]]:
     "Device files of TPU chips: those of their own driver, and those of vfio."
     def files(pattern): return sorted(f'/{f.relative_to(root)}' for f in (Path(root)/'dev').glob(pattern))
     return files('accel[0-9]*'), files('vfio/[0-9]*')
@@ -413,10 +409,7 @@ def reason_for_precision(
     "Reason for the precision that `auto` takes."
     return f'{"computes" if native else "does not compute"} bfloat16'
 
-def _gpu_precision(
-    gpu: Gpu,   # GPU of the run
-    asked: str, # From the user
-) -> tuple[str, str]:
+def _gpu_precision(gpu: Gpu, asked: str) -> tuple[str, str]:
     "Precision and its reason: in 16 bits where the GPU multiplies them faster than float32."
     otherwise = 'float16' if gpu.tensor_cores else 'float32'
     reason = reason_for_precision(gpu.bfloat16)

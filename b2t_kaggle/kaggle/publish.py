@@ -41,10 +41,7 @@ def check_id(
         raise ValueError(f'id {name!r}: the slug has {len(slug)} characters, Kaggle takes {shortest} to 50')
     return name
 
-def _check_title(
-    title: str, # Of a notebook
-    name: str,  # Its id
-) -> str:
+def _check_title(title: str, name: str) -> str:
     "The title, if Kaggle makes this id of it; raises `ValueError`."
     slug = name.partition('/')[2]
     if not re.fullmatch('[A-Za-z0-9 -]+', title) or slug_of(title) != slug:
@@ -64,9 +61,7 @@ def full_id(
                          f'in --id OWNER/{name}')
     return f'{owner}/{name}' if owner else name
 
-def _title_of(
-    slug: str, # Of an id
-) -> str:
+def _title_of(slug: str) -> str:
     "A title of which Kaggle makes this slug."
     return slug.replace('-', ' ')
 
@@ -122,9 +117,7 @@ LICENCES = tuple("""
     other unknown
 """.split())
 
-def _check_licence(
-    name: str, # In any case
-) -> str:
+def _check_licence(name: str) -> str:
     "The licence as Kaggle writes it; raises `ValueError` for one that Kaggle does not know."
     for known in LICENCES:
         if known.lower() == name.lower(): return known
@@ -223,10 +216,8 @@ def client_user() -> str | None:
     user = re.search(r'^- username: (\S+)', done.stdout, re.MULTILINE)
     return user[1] if user and user[1] != 'None' else None
 
-def _call_client(
-    command: list[str], # Of `dataset_command` or `kernel_command`
-) -> str:               # The address of the page that shows how it goes on
-    "Call the client and print what it prints; raises `RuntimeError` if Kaggle refuses."
+def _call_client(command: list[str]) -> str:
+    "Call the client and print what it prints; returns the address of its page, raises `RuntimeError` if it fails."
     lines = []
     called = [find_client() or 'kaggle', *command[1:]]
     with subprocess.Popen(called, stdout=subprocess.PIPE, text=True, errors='replace') as process:

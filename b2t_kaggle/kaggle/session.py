@@ -67,10 +67,7 @@ class Attached:
                     for path in useless])
         return Attached(**{field.name: kept.get(field.name, getattr(self, field.name)) for field in fields(self)})
 
-def _is_below(
-    path: Path,
-    folder: str | Path, # Or the path itself
-) -> bool:
+def _is_below(path: Path, folder: str | Path) -> bool:
     "Whether a path lies in a folder, with links resolved."
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
@@ -79,9 +76,7 @@ _MODELS = ('runs', 'checkpoints', 'official', 'logits')
 class NotebookError(RuntimeError):
     "Things that a notebook lacks, all of them; the message has a remedy for each."
 
-def _raise_all(
-    problems: Sequence[str], # Missing things, each with a remedy; none is fine
-) -> None:
+def _raise_all(problems: Sequence[str]) -> None:
     "Raise one `NotebookError` that names all problems."
     if problems: raise NotebookError('This session cannot begin:\n' + '\n'.join(f'- {p}' for p in problems))
 
@@ -177,13 +172,8 @@ def find_attached(
     return Attached(**{kind: tuple(sorted(paths)) for kind, paths in found.items()})
 
 # %% ../../nbs/kaggle/00_session.ipynb #c012
-def _find_one(
-    paths: Sequence[Path], # Where it was found
-    name: str,             # Name of the thing
-    instead: str,          # Remedy where several are attached, beside detaching
-    problems: list[str],   # Receives a sentence where there are several
-) -> Path | None:
-    "The one path that was found, or None."
+def _find_one(paths: Sequence[Path], name: str, instead: str, problems: list[str]) -> Path | None:
+    "The one path that was found, or None; several are a problem, which is added."
     if len(paths) > 1:
         problems.append(f'{name}: attached {len(paths)} times, expected once; detach all but one of '
                         f'{", ".join(map(str, paths))}{instead and f", or {instead}"}')
@@ -250,11 +240,7 @@ def _origins(input_dir: Path) -> dict[str, list[str]]:
     internet = {'the internet': ['--retries', '0']}
     return {'attached wheels': ['--no-index', *folders]} | internet if folders else internet
 
-def _pip_install(
-    packages: Iterable[str], # Requirements as pip takes them
-    input_dir: str | Path,   # Folder of the notebook's inputs
-    scratch_dir: str | Path, # For `held.txt`, pip's file of constraints
-) -> None:
+def _pip_install(packages: Iterable[str], input_dir: str | Path, scratch_dir: str | Path) -> None:
     "Install from attached wheels, else from the internet; raises `NotebookError` when neither has it."
     packages = list(packages)
     constraints = Path(scratch_dir)/'held.txt'
@@ -459,11 +445,7 @@ def _model_values(model: Path | None) -> dict[str, Any]:
     return {'infer.logits': [], 'infer.checkpoint': model, 'train.framework': framework}
 
 # %% ../../nbs/kaggle/00_session.ipynb #c407
-def _averaging_problems(
-    found: Attached,
-    log_probs: Sequence[Path], # The LogitStores that are attached
-    at_least: int,             # Models that have to be attached
-) -> list[str]:
+def _averaging_problems(found: Attached, log_probs: Sequence[Path], at_least: int) -> list[str]:
     "The problems of log-probabilities that are attached; a split is known by the name of its file."
     silent = [run for run in found.runs if _has_model(run) and not _splits(run)]
     problems = [f'{run}: has no log-probabilities yet; train.ipynb makes them when it is run to its end'

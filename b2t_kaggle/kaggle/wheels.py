@@ -67,12 +67,8 @@ def canonical_name(
     return re.sub('[-_.]+', '-', name).lower()
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c009
-def _pip(
-    *args: object,                    # Of pip
-    python: str | Path | None = None, # The interpreter for which it works; none means this one
-    **variables: str,                 # Of its environment
-) -> None:
-    "Run pip; raises `RuntimeError` with its reason."
+def _pip(*args: object, python: str | Path | None = None, **variables: str) -> None:
+    "Run pip for a Python, by default this one; raises `RuntimeError` with its reason."
     other = [] if python in (None, sys.executable) else ['--python', python]
     command = [sys.executable, '-m', 'pip', *other, *args, '--quiet', '--disable-pip-version-check', '--no-input']
     # What PYTHONPATH adds to this interpreter is not installed in another one
@@ -188,9 +184,7 @@ def build_kit(
 PURE = ('pronouncing',)
 COMPILED = {'kenlm': '3.13'} # With the first Python for which it does not compile
 
-def _needed_glibc(
-    wheel: Path, # Its file
-) -> tuple[int, ...]:
+def _needed_glibc(wheel: Path) -> tuple[int, ...]:
     "The version of the C library that the programs in a wheel need at least; empty if there are none."
     with zipfile.ZipFile(wheel) as archive:
         texts = [archive.read(name) for name in archive.namelist() if '.so' in Path(name).suffixes]
@@ -234,9 +228,7 @@ def build_source(
         return Path(shutil.move(wheel, folder/wheel.name))
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c022
-def _licence_of(
-    wheel: Path, # Its file
-) -> str:
+def _licence_of(wheel: Path) -> str:
     "The licence that a package states, or the files in its wheel that do."
     metadata = read_metadata(wheel)
     text = (metadata['License-Expression'] or metadata['License'] or '').strip()
@@ -246,10 +238,7 @@ def _licence_of(
     files = [name for name in names if re.match('LICEN[CS]E|COPYING', name)]
     return '; '.join(classifiers) or ', '.join(files) or 'not stated'
 
-def _describe_wheel(
-    wheel: Path,    # Its file
-    is_built: bool, # Whether it was built here
-) -> dict[str, str | int]:
+def _describe_wheel(wheel: Path, is_built: bool) -> dict[str, str | int]:
     "A wheel's line in the manifest."
     metadata = read_metadata(wheel)
     origin = 'built here' if is_built else 'package index'
@@ -257,9 +246,7 @@ def _describe_wheel(
                 origin=origin, bytes=wheel.stat().st_size, sha256=sha256(wheel))
 
 @contextmanager
-def _replaced_wheels(
-    folder: Path, # The folder to be
-) -> Iterator[Path]:
+def _replaced_wheels(folder: Path) -> Iterator[Path]:
     """A folder beside it that takes its place at the end of the block, or is removed if the block raises.
 
     Raises `ValueError` if there is one that holds something else than wheels and their manifest."""

@@ -203,10 +203,8 @@ def _check_same_values(run: Run, theirs: Path, holder: str) -> None:
                         'until that is over, or use another --name')
 
 @contextmanager
-def _at_work(
-    run: Run,
-) -> Iterator[bool]: # Whether another process was waited for
-    "Work on a run alone: waits for a process with the same values, raises `PipelineError` for one with others."
+def _at_work(run: Run) -> Iterator[bool]:
+    "Work on a run alone; gives whether a process with its values was waited for. Raises `PipelineError` for others."
     lock = Lock(run.dir/'stages'/'run.lock', f'the run {run.dir}')
     values = run.dir/'stages'/'running.yaml'
     values.parent.mkdir(parents=True, exist_ok=True)
@@ -222,10 +220,7 @@ def _at_work(
         finally: values.unlink(missing_ok=True)
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c018
-def _pending(
-    stages: dict[str, StageRun], # In order
-    force: Iterable[str],
-) -> set[str]:
+def _pending(stages: dict[str, StageRun], force: Iterable[str]) -> set[str]:
     "Stages that have something to do; what is shared only where a stage that reads it has."
     pending = set()
     for name, stage in stages.items():

@@ -93,12 +93,8 @@ def _is_place(facts: Iterable[Fact], value) -> bool:
     "Whether a configuration value only says where files are."
     return any(isinstance(f, InputFile) and f.is_place(value) for f in facts)
 
-def _stage_values(
-    name: str,            # Stage
-    cfg: Config,
-    without: type[Fact],  # Values of which this is said do not count
-) -> dict:
-    "Configuration values that a stage depends on, as far as they differ from their defaults."
+def _stage_values(name: str, cfg: Config, without: type[Fact]) -> dict:
+    "Configuration values that a stage depends on and that are not the defaults, without those of one kind of fact."
     groups = STAGES[name].config_with(cfg)
     facts = key_facts(cfg)
     values = changed_values(cfg, keys_with(cfg, without))
@@ -142,10 +138,7 @@ class Keyed:
     def _needs(self, name: str) -> list[str]:
         return [n for n in plan(self.cfg) if n in needs_of(name, self.cfg)]
 
-    def _hashes(self,
-        name: str,     # Stage
-        hash_of: Callable[[str, dict[str, str]], str], # Of a stage and the hashes of those that it needs
-    ) -> dict[str, str]:
+    def _hashes(self, name: str, hash_of: Callable[[str, dict[str, str]], str]) -> dict[str, str]:
         "Hashes of a stage and of all before it, each computed once."
         known = {}
         def visit(stage: str) -> None:

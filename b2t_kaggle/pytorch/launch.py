@@ -88,11 +88,8 @@ def _job_folder(out_dir: Path) -> Iterator[Path]:
     yield folder
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c015
-def _exit_status(
-    command: list[str],
-    env: dict[str, str],
-) -> tuple[int, bool]: # And whether this process was asked to end
-    "Run a command to its end; what asks this process to end waits for what the command makes of it."
+def _exit_status(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
+    "Run a command to its end: its status, and whether this process was asked to end, which waits for it."
     # It may be asked before the other one is waited for: that is noted, not raised
     with noted_interrupt() as is_noted, subprocess.Popen(command, env=env) as process:
         try: return process.wait(), is_noted()
@@ -108,10 +105,7 @@ from torch.distributed.run import main
 try: main()
 except SignalException as e: raise SystemExit(128 + e.sigval) from None"""
 
-def _command(
-    n_processes: int, # Of this machine
-    job: Path,        # Their job
-) -> list[str]:
+def _command(n_processes: int, job: Path) -> list[str]:
     "`torchrun` and what each of its processes executes, which is written beside the job."
     alone = [] if several_machines() else ['--standalone']
     code = own_code('from b2t_kaggle.pytorch.launch import work; work(sys.argv[1])', 'int(os.environ["B2T_TORCHRUN"])')

@@ -100,11 +100,7 @@ def _check_list(weights) -> None:
         if not all(isinstance(n, int) and n >= 0 for n in [*w['shape'], w['crc32']]):
             raise ValueError('its list of weights is none')
 
-def _read(
-    path: Path,             # From `_write`
-    keys: tuple[str, ...],  # Values that must be there
-    read_arrays: Callable[[h5py.File], dict] | None = None, # Finds arrays in the file
-) -> dict:
+def _read(path: Path, keys: tuple[str, ...], read_arrays: Callable[[h5py.File], dict] | None = None) -> dict:
     "Values of a file by name, and what `read_arrays` finds. Raises `CheckpointError`."
     try:
         with open_hdf5(path) as f:
@@ -125,11 +121,7 @@ def _read(
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c016
 _SMALL = 10_000 # Numbers of a model that may be built whatever its file holds, so that an error can compare the two
 
-def _check_fit(
-    written: Mapping[str, dict], # From `_contents`, of a file
-    model: NamedModel,           # Receiver of the weights
-    path: Path,                  # The file, for the error
-) -> None:
+def _check_fit(written: Mapping[str, dict], model: NamedModel, path: Path) -> None:
     expected = {name: v.shape for name, v in model.named_variables().items()}
     wrong = misfits(expected, {name: w['shape'] for name, w in written.items()})
     if wrong: raise CheckpointError(f'{path}: weights of another model: {wrong}')

@@ -109,11 +109,7 @@ class Program:
         return self.traced[T](batch, *args)
 
 # %% ../../nbs/tensorflow/07_feed.ipynb #c010
-def _as_dataset(
-    shares: Callable[[], Iterator[dict]], # Makes the elements
-    example: dict[str, np.ndarray],       # A batch, which tells types and dimensions
-    ahead: int,                           # Elements that wait at most
-) -> tf.data.Dataset:
+def _as_dataset(shares: Callable[[], Iterator[dict]], example: dict[str, np.ndarray], ahead: int) -> tf.data.Dataset:
     "Elements of a generator, as a dataset that a thread of its own fills."
     spec = {k: tf.TensorSpec([None] * v.ndim, v.dtype) for k, v in example.items()}
     spec['x'] = tf.TensorSpec([None, None, example['x'].shape[2]], example['x'].dtype)

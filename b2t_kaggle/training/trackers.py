@@ -159,10 +159,7 @@ def mlflow_store(
     if folder.name == 'train': folder = folder.parent
     return environ.get('MLFLOW_TRACKING_URI') or f'sqlite:///{folder.parent/"mlflow.db"}'
 
-def _has_run(
-    client,      # `mlflow.tracking.MlflowClient`
-    run_id: str,
-) -> bool:
+def _has_run(client, run_id: str) -> bool:
     "Whether MLflow has a run, outside of its bin. Raises the client's errors for want of a store."
     try: return client.get_run(run_id).info.lifecycle_stage == 'active'
     except Exception as e:

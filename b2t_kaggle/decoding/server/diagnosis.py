@@ -18,9 +18,7 @@ _log = logging.getLogger('b2t_kaggle.serve')
 # %% ../../../nbs/decoding/server/02_diagnosis.ipynb #c053
 _ANSWERS = DONE | {INPUT: PARTIAL, FINALIZE: FINAL} # Stream that a client writes -> where its answer belongs
 
-def _waiting(
-    redis, # From `connect`
-) -> dict[str, int]:
+def _waiting(redis) -> dict[str, int]:
     "Streams whose last request has no answer, and the milliseconds of its id."
     waiting = {}
     for stream, answers in _ANSWERS.items():

@@ -26,11 +26,7 @@ class Voice(Protocol):
     def provenance(self) -> dict[str, Any]: ...
 
 # %% ../../../nbs/pytorch/audio/01_voice.ipynb #c007
-def _loading_error(
-    name: str | Path, # Folder, or name on the hub
-    kind: str,        # Kind of the model, such as `voice`
-    error: Exception, # Raised by transformers
-) -> AudioError:
+def _loading_error(name: str | Path, kind: str, error: Exception) -> AudioError:
     "An `AudioError` with the reason in one line, and a remedy."
     reason = (str(error).strip() or repr(error)).splitlines()[0]
     advice = (f'where the hub can be reached, `hf download {name} --local-dir FOLDER`, and give FOLDER; on Kaggle, '

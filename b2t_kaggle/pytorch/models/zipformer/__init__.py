@@ -44,20 +44,13 @@ def dropout_schedule(
     "Dropout that begins at three times its final value."
     return ScheduledFloat((0.0, 3 * final), (20000.0, final)) if final else 0.0
 
-def _replace_modules(
-    model: nn.Module, # Changed in place
-    kind: type,       # Modules that are replaced by the identity
-) -> None:
+def _replace_modules(model: nn.Module, kind: type) -> None:
     "Put the identity in the place of all modules of one kind."
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if isinstance(child, kind): setattr(parent, name, nn.Identity())
 
-def _set_constant(
-    module: nn.Module, # Changed in place
-    name: str,         # Of a scheduled number
-    value: float,      # New value
-) -> None:
+def _set_constant(module: nn.Module, name: str, value: float) -> None:
     "Put a constant in the place of a scheduled number."
     if isinstance(getattr(module, name), ScheduledFloat): delattr(module, name)
     setattr(module, name, value)
@@ -65,9 +58,7 @@ def _set_constant(
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c008
 _SKIP_RATES = 'attention_skip_rate', 'conv_skip_rate', 'const_attention_rate', 'ff2_skip_rate', 'ff3_skip_rate'
 
-def _without_skips(
-    encoder: Zipformer2, # Changed in place
-) -> None:
+def _without_skips(encoder: Zipformer2) -> None:
     "Set all rates to 0 at which trials skip modules in training."
     encoder.encoder_unmasked_dim = encoder.encoder_dim
     for m in encoder.modules():
