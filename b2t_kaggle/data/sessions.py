@@ -21,19 +21,10 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from ..core import reading
 from ..core.files import DeferringFile, atomic_path, file_state
 from ..core.messages import near_names
-from b2t_kaggle.core.reading import (
-    MAX_BINS,
-    MAX_EXPANSION,
-    MAX_LABELS,
-    ReadError,
-    check_link,
-    check_size,
-    open_dataset,
-    open_hdf5,
-    read_attribute,
-)
+from ..core.reading import MAX_BINS, MAX_EXPANSION, MAX_LABELS, ReadError
 from ..phonemes import SIL
 
 # %% ../../nbs/data/00_sessions.ipynb #c006
@@ -279,12 +270,12 @@ _LONGEST = dict(input_features=MAX_BINS, seq_class_ids=MAX_LABELS, transcription
 
 def _read_dataset(group: h5py.Group, field: str, n: int) -> np.ndarray:
     "The values of a dataset, or an array of its type and shape without memory where these are wrong."
-    dataset = open_dataset(group, field)
+    dataset = reading.open_dataset(group, field)
     outline = np.broadcast_to(np.zeros((), dataset.dtype), dataset.shape or ())
     if not _has_type(outline, _fields('train', n)[field]): return outline
     if len(outline) > _LONGEST[field]:
         raise ReadError(f'{len(outline):,} rows, expected at most {_LONGEST[field]:,}')
-    check_size(dataset)
+    reading.check_size(dataset)
     return dataset[()]
 
 def _read_raw(group: h5py.Group, n: int = N_FEATURES) -> dict:
@@ -293,7 +284,7 @@ def _read_raw(group: h5py.Group, n: int = N_FEATURES) -> dict:
     for field in _COMMON | _LABELS:
         try:
             if field not in _DATASETS:
-                if field in group.attrs: raw[field] = read_attribute(group, field)
+                if field in group.attrs: raw[field] = reading.read_attribute(group, field)
             elif group.id.links.exists(field.encode()): raw[field] = _read_dataset(group, field, n)
         except _DAMAGED as e: raw[field] = e
     return raw
@@ -310,7 +301,7 @@ def _check_keys(f: h5py.File, path: str | Path) -> Iterator[Problem]:
         advice = 'trials are numbered from trial_0000 without a gap; number them again'
         yield Problem(str(path), key, '', f'group {key}', f'group {expected}', advice, 'warning')
     for key in keys:
-        try: check_link(f, key)
+        try: reading.check_link(f, key)
         except ReadError as e:
             yield Problem(str(path), key, '', str(e), 'a group with datasets and attributes', 'it is left alone')
             continue
@@ -321,7 +312,7 @@ def _check_keys(f: h5py.File, path: str | Path) -> Iterator[Problem]:
 def _groups(f: h5py.File) -> Iterator[tuple[str, h5py.Group]]:
     "The groups of a file that are in the file, by name."
     for key in f.keys():
-        try: check_link(f, key)
+        try: reading.check_link(f, key)
         except (ReadError, KeyError): continue
         if isinstance(group := f.get(key), h5py.Group): yield key, group
 
@@ -386,7 +377,7 @@ def _scan(
     def file_problem(found, advice):
         return None, '', [Problem(str(path), '', '', found, 'a readable HDF5 file', advice + _FETCH)]
 
-    try: f = open_hdf5(path)
+    try: f = reading.open_hdf5(path)
     except ReadError as e:
         found, _, others = str(e).removeprefix(f'{path}: found ').partition(', expected ')
         yield None, '', [Problem(str(path), '', '', found, *others.split('; ', 1))]
@@ -590,8 +581,8 @@ def unpacked_bytes(
     size = Path(path).stat().st_size
     n_values = 0
     with suppress(*_DAMAGED):
-        with open_hdf5(path) as f:
+        with reading.open_hdf5(path) as f:
             for _, group in _groups(f):
-                shape = open_dataset(group, 'input_features').shape
+                shape = reading.open_dataset(group, 'input_features').shape
                 if len(shape) == 2 and shape[0] <= MAX_BINS: n_values += shape[0]*n_features(Path(path).parent.name)
     return max(size, min(4*n_values, MAX_EXPANSION*size))

@@ -19,25 +19,8 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 
-from b2t_kaggle.devices.machine import (
-    NO_TPU,
-    PACKAGES,
-    TENSORFLOW_PACKAGES,
-    Detected,
-    Device,
-    DeviceError,
-    Gpu,
-    Tpu,
-    check_accelerator,
-    choose_precision,
-    detect,
-    driver_gpus,
-    gpu_device,
-    join_clauses,
-    seen_variables,
-    tpu_device,
-    unused_tpu,
-)
+from . import machine
+from .machine import NO_TPU, Detected, Device, DeviceError, Gpu, Tpu, detect, driver_gpus
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c006
 TENSORFLOW_TPU = '2.20.0' # The newest tensorflow-tpu
@@ -48,8 +31,8 @@ def tensorflow_build(
     d: Detected, # Facts of the machine
 ) -> str:
     "Name of the installed TensorFlow package; empty for none."
-    usual = [p for p in TENSORFLOW_PACKAGES if p in d.packages]
-    others = [p for p in d.packages if p not in PACKAGES]
+    usual = [p for p in machine.TENSORFLOW_PACKAGES if p in d.packages]
+    others = [p for p in d.packages if p not in machine.PACKAGES]
     return next(iter(usual + others), '')
 
 def _release(version: str) -> tuple[int, ...]: return tuple(map(int, re.findall(r'\d+', version.split('+')[0])))
@@ -98,12 +81,12 @@ def _build_and_version(d: Detected) -> str:
     return f'{build} {d.packages[build]}'
 
 def _on_tpu(d: Detected, accelerator: str, precision: str) -> Device:
-    device = replace(tpu_device(d, accelerator, precision), kind='tpu')
+    device = replace(machine.tpu_device(d, accelerator, precision), kind='tpu')
     if d.tpu.server or tensorflow_build(d).endswith('-tpu'): return device
     return device.with_reasons(f'whether {_build_and_version(d)} is built for TPUs shows when it starts')
 
 def _on_gpu(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
-    device = gpu_device(d, accelerator, precision, unused)
+    device = machine.gpu_device(d, accelerator, precision, unused)
     if device.precision != 'bfloat16': return device
     return device.with_reasons('GRU layers in float32, with factors in TF32')
 
@@ -112,8 +95,9 @@ def _on_cpu(d: Detected, accelerator: str, precision: str, unused: str) -> Devic
     if accelerator == 'cpu': device_reason = 'asked for'
     elif d.gpus: device_reason = f'{build} is built without CUDA'
     else: device_reason = f'{build} sees no GPU'
-    chosen, because = choose_precision(precision, False, 'on processors XLA computes bfloat16 by way of float32')
-    device = Device('cpu', d.cpu, chosen, join_clauses(device_reason, unused, because))
+    reason = 'on processors XLA computes bfloat16 by way of float32'
+    chosen, because = machine.choose_precision(precision, False, reason)
+    device = Device('cpu', d.cpu, chosen, machine.join_clauses(device_reason, unused, because))
     if not tensorflow_build(d).endswith('-tpu'): return device
     return replace(device, jit=False).with_reasons(
         f'{build} compiles for TPUs only, so this is slow: pip install tensorflow-cpu in another environment for the '
@@ -125,7 +109,7 @@ def check_tensorflow(
     accelerator: str, # From the user
 ) -> None:
     "Raises `DeviceError` if there is no such accelerator for TensorFlow, or no TensorFlow that can be imported."
-    check_accelerator(accelerator)
+    machine.check_accelerator(accelerator)
     if accelerator == 'xla':
         raise DeviceError('accelerator xla is PyTorch/XLA; TensorFlow compiles with XLA on every device: '
                           'take auto, cpu, cuda or tpu')
@@ -143,7 +127,7 @@ def plan_tensorflow(
     problem = tensorflow_tpu_problem(d)
     if accelerator == 'tpu' and problem: raise DeviceError(f'accelerator tpu: {problem}')
     if accelerator in ('auto', 'tpu') and not problem: return _on_tpu(d, accelerator, precision)
-    unused = unused_tpu(d, accelerator, problem)
+    unused = machine.unused_tpu(d, accelerator, problem)
     has_gpus = d.gpus and not tensorflow_build(d).endswith(('-cpu', '-tpu'))
     if has_gpus and accelerator != 'cpu': return _on_gpu(d, accelerator, precision, unused)
     if accelerator == 'cuda':
@@ -223,7 +207,7 @@ def _pick_tpu(d: Detected, address: str, accelerator: str, precision: str) -> De
     "The TPU at this address, started; raises `DeviceError`."
     n_devices = _start_and_count(d, address)
     tpu = d.tpu or Tpu(f'at {address}', None, None, {})
-    device = replace(tpu_device(replace(d, tpu=tpu), accelerator, precision), kind='tpu', n_devices=n_devices)
+    device = replace(machine.tpu_device(replace(d, tpu=tpu), accelerator, precision), kind='tpu', n_devices=n_devices)
     unknown = '' if tpu.devices else f'TensorFlow uses {n_devices} of its cores (number of cores unknown)'
     missing = _missing_cores(n_devices, tpu.devices or tpu.chips or 1, accelerator)
     return device.with_reasons(unknown, missing)
@@ -312,7 +296,7 @@ def create_tpu_strategy(
     device = device or pick_tensorflow(accelerator, address=address)
     strategy = _make_strategy(device, address)
     n_replicas = strategy.num_replicas_in_sync
-    variables = ' '.join(f'{k}={v}' for k, v in seen_variables().items())
+    variables = ' '.join(f'{k}={v}' for k, v in machine.seen_variables().items())
     print('variables:', variables or 'none that bear on accelerators')
     print(f'{type(strategy).__name__.strip("_")}, {n_replicas} replica{"s" if n_replicas > 1 else ""}: {device}')
     _missing_cores(n_replicas, device.n_devices, accelerator)
@@ -333,7 +317,7 @@ def configure_mixed_precision(
     precision = device.precision if isinstance(device, Device) else device or 'auto'
     if disable: precision = 'float32'
     if precision == 'auto': precision = pick_tensorflow().precision
-    precision, _ = choose_precision(precision, False)
+    precision, _ = machine.choose_precision(precision, False)
     policy = 'float32' if precision == 'float32' else f'mixed_{precision}'
     keras.mixed_precision.set_global_policy(policy)
     tf.config.experimental.enable_tensor_float_32_execution(precision != 'float32')

@@ -11,21 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from b2t_kaggle.devices.machine import (
-    NO_TPU,
-    Detected,
-    Device,
-    DeviceError,
-    check_accelerator,
-    choose_precision,
-    detect,
-    gpu_device,
-    join_clauses,
-    reason_for_precision,
-    refuse_float16,
-    tpu_device,
-    unused_tpu,
-)
+from . import machine
+from .machine import NO_TPU, Detected, Device, DeviceError, detect
 
 # %% ../../nbs/devices/03_torch.ipynb #c006
 # Minor versions of torch that the kit is used with on XLA, and the torch_xla for each; the newest last
@@ -87,17 +74,17 @@ def tpu_problem(
 def _xla_cpu_device(d: Detected, precision: str) -> Device:
     "The processor through PyTorch/XLA; raises `DeviceError`."
     if problem := xla_package_problem(d): raise DeviceError(f'accelerator xla: {problem}')
-    refuse_float16(precision)
+    machine.refuse_float16(precision)
     exact = "XLA's processor backend is for tests and comparisons, float32 keeps them exact"
-    chosen, because = choose_precision(precision, False, exact)
+    chosen, because = machine.choose_precision(precision, False, exact)
     count = d.variables.get('CPU_NUM_DEVICES', '1')
-    reason = join_clauses('asked for with PJRT_DEVICE=CPU', because)
+    reason = machine.join_clauses('asked for with PJRT_DEVICE=CPU', because)
     return Device('xla', f"XLA's processor backend on {d.cpu}", chosen, reason, int(count) if count.isdecimal() else 1)
 
 def _cpu_device(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
-    chosen, because = choose_precision(precision, d.cpu_bfloat16, reason_for_precision(d.cpu_bfloat16))
+    chosen, because = machine.choose_precision(precision, d.cpu_bfloat16, machine.reason_for_precision(d.cpu_bfloat16))
     device_reason = 'asked for' if accelerator == 'cpu' else 'no GPU here'
-    return Device('cpu', d.cpu, chosen, join_clauses(device_reason, unused, because))
+    return Device('cpu', d.cpu, chosen, machine.join_clauses(device_reason, unused, because))
 
 def plan_torch(
     d: Detected,               # Facts of the machine
@@ -107,20 +94,20 @@ def plan_torch(
     """The device that PyTorch would use, from facts alone.
 
     Raises `DeviceError` when a device is asked for by name and cannot be used."""
-    check_accelerator(accelerator)
+    machine.check_accelerator(accelerator)
     if accelerator == 'xla' and d.variables.get('PJRT_DEVICE') == 'CPU': return _xla_cpu_device(d, precision)
     problem = tpu_problem(d)
     if accelerator == 'xla' and d.tpu is None:
         problem = 'no TPU here, and PyTorch/XLA on the processor (for tests) must be asked for with PJRT_DEVICE=CPU'
     if accelerator in ('tpu', 'xla') and problem: raise DeviceError(f'accelerator {accelerator}: {problem}')
     if accelerator in ('tpu', 'xla') or (accelerator == 'auto' and not problem):
-        return tpu_device(d, accelerator, precision)
+        return machine.tpu_device(d, accelerator, precision)
     if accelerator == 'cuda' and not d.gpus:
         raise DeviceError(
             f'accelerator cuda: PyTorch finds no CUDA device (torch {d.packages.get("torch", "not installed")}); '
             'set train.accelerator=auto, or install a driver and a CUDA build of PyTorch')
-    unused = unused_tpu(d, accelerator, problem)
-    if accelerator != 'cpu' and d.gpus: return gpu_device(d, accelerator, precision, unused)
+    unused = machine.unused_tpu(d, accelerator, problem)
+    if accelerator != 'cpu' and d.gpus: return machine.gpu_device(d, accelerator, precision, unused)
     return _cpu_device(d, accelerator, precision, unused)
 
 # %% ../../nbs/devices/03_torch.ipynb #c015

@@ -17,16 +17,8 @@ import pandas as pd
 
 from ..core.files import write_whole
 from ..core.reading import parse_json, read_text, split_lines
-from . import ErrorCounts, hundredths, percent, phoneme_errors, total, word_errors
-from b2t_kaggle.metrics.bootstrap import (
-    FEW_TRIALS,
-    LEADERBOARD_WORDS,
-    Difference,
-    Rate,
-    difference_interval,
-    rate_interval,
-    smallest_clear_difference,
-)
+from . import ErrorCounts, bootstrap, hundredths, percent, phoneme_errors, total, word_errors
+from .bootstrap import FEW_TRIALS, LEADERBOARD_WORDS, Difference, Rate, difference_interval
 from ..phonemes import normalize_sentence
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c005
@@ -150,7 +142,7 @@ def result_table(
     for grouping, groups in trial_groups(results).items():
         for group, positions in groups.items():
             words = total(_members(measured[WER], positions)).length
-            rates = {name: rate_interval(_members(counts, positions)) for name, counts in measured.items()}
+            rates = {name: bootstrap.rate_interval(_members(counts, positions)) for name, counts in measured.items()}
             rows.append(dict(by=grouping, group=group, trials=len(positions), words=words) | rates)
     return _as_table(rows)
 
@@ -220,7 +212,7 @@ def _against_first(name: str, measure_name: str, first: list[ErrorCounts], count
     difference = difference_interval(first, counts)
     row = {f'− {name}': difference, 'more errors': total(counts).edits - total(first).edits}
     if measure_name != WER: return row
-    smallest = smallest_clear_difference(first, counts)
+    smallest = bootstrap.smallest_clear_difference(first, counts)
     words = int(np.ceil(smallest*LEADERBOARD_WORDS))
     return row | {f'on {LEADERBOARD_WORDS:,} words': round(difference.value*LEADERBOARD_WORDS),
                   'clear there from': f'{words} words ({hundredths(smallest)} points)'}
@@ -236,7 +228,7 @@ def summary_tables(
     for m, systems in _shared_measures(results).items():
         rows = {}
         for name, counts in systems.items():
-            rows[name] = {'errors': total(counts).edits, m: rate_interval(counts)}
+            rows[name] = {'errors': total(counts).edits, m: bootstrap.rate_interval(counts)}
             if name != first: rows[name] |= _against_first(first, m, systems[first], counts)
         columns = list(dict.fromkeys(c for row in rows.values() for c in row))
         cells = [{c: row.get(c, '') for c in columns} for row in rows.values()]

@@ -19,17 +19,8 @@ from typing import Any, get_args
 
 import pandas as pd
 
-from b2t_kaggle.config import (
-    TRAINING_GROUPS,
-    Config,
-    changed_values,
-    config_keys,
-    first_named_values,
-    keys_with,
-    parse_value,
-    resolve_key,
-    with_overrides,
-)
+from .. import config
+from ..config import Config, changed_values, keys_with, resolve_key, with_overrides
 from ..config.fields import ChangesNothing, SameResult
 from ..config.schema import ConfigError
 from ..core.files import atomic_path
@@ -112,7 +103,7 @@ def parse_range(
     parts = _parts(text)
     if len(parts) == 1: return None
     if '' in parts: raise ConfigError(f'{text}: found nothing between two commas or at an end, expected a value')
-    values = [parse_value(p) for p in parts]
+    values = [config.parse_value(p) for p in parts]
     if twice := [p for i, p in enumerate(parts) if values[i] in values[:i]]:
         raise ConfigError(f'{text}: found {twice[0]} twice, expected each value once')
     return Choice(tuple(p if isinstance(v, list | dict) else v for p, v in zip(parts, values)))
@@ -138,7 +129,7 @@ def ranges_of(
     fixed: Mapping[str, Any] = {}, # From `split_ranges`, too
 ) -> dict[str, Range | Choice]: # By full name
     "Ranges. Raises `ConfigError`."
-    keys = list(config_keys())
+    keys = list(config.config_keys())
     full: dict[str, str] = {}
     for key, text in texts.items():
         name = resolve_key(key, keys)
@@ -219,8 +210,8 @@ class Sweep:
     def _check_same(self) -> None:
         "Raises `ConfigError` where the study was begun with other ranges, or around another configuration."
         vain = keys_with(self.run.cfg, ChangesNothing, SameResult)
-        values = first_named_values(changed_values(self.run.cfg, without=vain | set(self.ranges)))
-        groups = {'simulate', *TRAINING_GROUPS}
+        values = config.first_named_values(changed_values(self.run.cfg, without=vain | set(self.ranges)))
+        groups = {'simulate', *config.TRAINING_GROUPS}
         facts = {k: str(v) for k, v in values.items() if k.split('.')[0] in groups}
         facts |= {f'range of {k}': str(r) for k, r in self.ranges.items()}
         known = self.study.user_attrs.get('facts')

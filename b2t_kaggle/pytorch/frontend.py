@@ -13,15 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.encoders.gru import PatchedConfig
-from b2t_kaggle.pytorch.layers import (
-    day_affine,
-    dropout,
-    pack,
-    packed_day_affine,
-    packed_windows,
-    sliced_windows,
-    softsign,
-)
+from . import layers
 from .models.encoder import Encoder, check_days, mask_padding, trial_bins
 from .recurrence import GRU, Between, FrameOrder, cpu_gru, frame_order, permute
 
@@ -108,9 +100,9 @@ class Frontend(Encoder):
         "Frames of a rectangle in six operations, for an accelerator."
         cfg = self.cfg
         x = mask_padding(x, n_bins)
-        if self.has_day_layer: x = day_affine(x, day_idx, self.day_weights, self.day_biases)
-        x = dropout(softsign(x), cfg.input_dropout, self.training)
-        if cfg.patch_size: x = sliced_windows(x, cfg.patch_size, cfg.patch_stride)
+        if self.has_day_layer: x = layers.day_affine(x, day_idx, self.day_weights, self.day_biases)
+        x = layers.dropout(layers.softsign(x), cfg.input_dropout, self.training)
+        if cfg.patch_size: x = layers.sliced_windows(x, cfg.patch_size, cfg.patch_stride)
         lengths = None if n_bins is None else cfg.n_frames(n_bins).clamp(min=1)
         return Frames(x.transpose(0, 1), None, x.shape[0], x.shape[1], lengths)
 
@@ -121,10 +113,10 @@ class Frontend(Encoder):
         frames = cfg.n_frames(n_bins).clamp(min=1)  # a trial shorter than a patch still gets a frame, of padding
         lengths = ((frames - 1) * stride + size).tolist()
         order = frame_order(frames)
-        x = pack(x, lengths)
-        if self.has_day_layer: x = packed_day_affine(x, self.day_weights, self.day_biases, day_idx, lengths)
-        x = dropout(softsign(x), cfg.input_dropout, self.training)
-        if cfg.patch_size: x = packed_windows(x, lengths, size, stride)
+        x = layers.pack(x, lengths)
+        if self.has_day_layer: x = layers.packed_day_affine(x, self.day_weights, self.day_biases, day_idx, lengths)
+        x = layers.dropout(layers.softsign(x), cfg.input_dropout, self.training)
+        if cfg.patch_size: x = layers.packed_windows(x, lengths, size, stride)
         return Frames(x, order, len(frames), int(frames.max()), frames)
 
     def compiled(self) -> Callable:

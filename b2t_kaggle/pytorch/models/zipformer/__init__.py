@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ....config.encoders.zipformer import ZipformerConfig
+from ... import scaling
 from ...layers import day_affine, dropout, sliced_windows, softsign
 from ..encoder import Encoder, InnerLayers, WithInner
 from .attention import whitening_schedule
@@ -21,18 +22,7 @@ from .encoder import Zipformer2
 from .layer import Zipformer2EncoderLayer
 from .streaming import ChunkState, finish_chunks, push_frames, start_chunks
 from .subsampling import Conv2dSubsampling  # noqa: F401
-from b2t_kaggle.pytorch.scaling import (
-    Balancer,
-    BiasNorm,
-    Dropout3,
-    FloatLike,
-    ScheduledFloat,
-    Whiten,
-    convert_num_channels,
-    load_training_state,
-    set_batch_count,
-    training_state,
-)
+from ...scaling import Balancer, BiasNorm, Dropout3, FloatLike, ScheduledFloat, Whiten
 from ....training.recipe import TrainingError
 
 _all_ = ['Zipformer2', 'Conv2dSubsampling']
@@ -169,7 +159,7 @@ class Zipformer(Encoder):
         with_inner: bool = False,                  # Give the logits of inner stacks as well
     ) -> Tensor | WithInner:
         "Logits `[B, T', K]`, without meaning beyond a trial's own frames."
-        if batch_count is not None: set_batch_count(self, batch_count)
+        if batch_count is not None: scaling.set_batch_count(self, batch_count)
         n_patches = self.cfg.n_patches(n_bins).clamp(min=1)
         inner = self._inner(n_patches, with_inner)
         y, _ = self.encoder(self.frames(x, day_idx).transpose(0, 1), n_patches, between=inner)
@@ -180,20 +170,20 @@ class Zipformer(Encoder):
     def _inner(self, n_patches: Tensor, with_inner: bool = False) -> InnerLayers | None:
         "Logits of stacks at the rate of the encoder's output, whose channels theirs are padded to; and the way back."
         def read(y: Tensor) -> Tensor:
-            wide = convert_num_channels(y, max(self.cfg.encoder_dim))
+            wide = scaling.convert_num_channels(y, max(self.cfg.encoder_dim))
             return self.out(self.encoder.downsample_output(wide, n_patches))
 
         def spread(fed_back: Tensor, y: Tensor) -> Tensor:
             twice = fed_back[:, None].expand(-1, 2, -1, -1).flatten(0, 1)[:len(y)]
-            return convert_num_channels(twice, y.shape[-1])
+            return scaling.convert_num_channels(twice, y.shape[-1])
 
         return self.inner_layers(read, lambda logits: logits.transpose(0, 1), with_inner, spread)
 
     def training_args(self, step: int, n_steps: int) -> dict:
         return dict(batch_count=self.cfg.batch_count(step, n_steps))
 
-    def training_state(self) -> dict: return training_state(self)
-    def load_training_state(self, state: dict) -> None: load_training_state(self, state)
+    def training_state(self) -> dict: return scaling.training_state(self)
+    def load_training_state(self, state: dict) -> None: scaling.load_training_state(self, state)
 
     def start(self, batch_size: int = 1) -> StreamState:
         if not self.is_causal: return super().start(batch_size)

@@ -12,17 +12,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from b2t_kaggle.pytorch.scaling import (
-    Balancer,
-    FloatLike,
-    ScaledLinear,
-    ScheduledFloat,
-    Whiten,
-    bernoulli,
-    penalize_abs_values_gt,
-    softmax,
-    value_of,
-)
+from ... import scaling
+from ...scaling import Balancer, FloatLike, ScaledLinear, ScheduledFloat, Whiten
 
 # %% ../../../../nbs/pytorch/models/zipformer/02_attention.ipynb #c006
 def whitening_schedule(
@@ -83,9 +74,9 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
 
     def _position_scores(self, pos_queries: Tensor, pos_emb: Tensor) -> Tensor:
         "Scores by distance `[H, B, T, L + T]`."
-        skip_rate = value_of(self.pos_emb_skip_rate) if self.training else 0.0
+        skip_rate = scaling.value_of(self.pos_emb_skip_rate) if self.training else 0.0
         if isinstance(skip_rate, Tensor) or skip_rate > 0:
-            pos_emb = pos_emb * (1 - 1.0 * bernoulli(skip_rate, pos_emb.device))
+            pos_emb = pos_emb * (1 - 1.0 * scaling.bernoulli(skip_rate, pos_emb.device))
         rows = self._heads(self.linear_pos(pos_emb).transpose(0, 1))
         return scores_of_sources(self._heads(pos_queries) @ rows.transpose(2, 3))
 
@@ -104,11 +95,11 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
         queries, keys, pos_queries = self.in_proj(x).split(self.dims, -1)
         keys = self.whiten_keys(self.balance_keys(keys))
         scores = self._scores(queries, keys, pos_queries, pos_emb)
-        acts = self.training and bernoulli(0.1, x.device)
-        if acts is not False: scores = penalize_abs_values_gt(scores, limit=25.0, penalty=1e-4 * acts)
+        acts = self.training and scaling.bernoulli(0.1, x.device)
+        if acts is not False: scores = scaling.penalize_abs_values_gt(scores, limit=25.0, penalty=1e-4 * acts)
         if attn_mask is not None: scores = scores.masked_fill(attn_mask, -1000)
         if key_padding_mask is not None: scores = scores.masked_fill(key_padding_mask[:, None], -1000)
-        weights = softmax(scores, dim=-1)
+        weights = scaling.softmax(scores, dim=-1)
         return nn.functional.dropout(weights, self.dropout) if self.training and self.dropout else weights
 
 # %% ../../../../nbs/pytorch/models/zipformer/02_attention.ipynb #c016

@@ -12,21 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ... import scaling
 from .attention import whitening_schedule
 from .bypass import keep_trials
-from b2t_kaggle.pytorch.scaling import (
-    Balancer,
-    BiasNorm,
-    Dropout3,
-    FloatLike,
-    ScaledConv2d,
-    ScaleGrad,
-    ScheduledFloat,
-    SwooshL,
-    SwooshR,
-    Whiten,
-    value_of,
-)
+from ...scaling import Balancer, FloatLike, ScaleGrad, ScheduledFloat, SwooshL, SwooshR, Whiten
 
 # %% ../../../../nbs/pytorch/models/zipformer/08_subsampling.ipynb #c006
 class ConvNeXt(nn.Module):
@@ -46,7 +35,7 @@ class ConvNeXt(nn.Module):
         self.hidden_balancer = Balancer(hidden, channel_dim=1, min_positive=0.3, max_positive=1.0, min_abs=0.75,
                                         max_abs=5.0)
         self.activation = SwooshL()
-        self.pointwise_conv2 = ScaledConv2d(hidden, channels, 1, initial_scale=0.01)
+        self.pointwise_conv2 = scaling.ScaledConv2d(hidden, channels, 1, initial_scale=0.01)
         self.layerdrop_rate = copy.deepcopy(layerdrop_rate)
         self.out_balancer = Balancer(channels, channel_dim=1, min_positive=0.4, max_positive=0.6, min_abs=1.0,
                                      max_abs=6.0)
@@ -61,7 +50,7 @@ class ConvNeXt(nn.Module):
     ) -> Tensor:
         "Output of the block `[B, C, T, F]`."
         added = self._added(self.depthwise_conv(x))
-        keep = keep_trials(x, value_of(self.layerdrop_rate) if self.training else 0.0, len(x), 1, 1, 1)
+        keep = keep_trials(x, scaling.value_of(self.layerdrop_rate) if self.training else 0.0, len(x), 1, 1, 1)
         x = self.out_balancer(x + (added if keep is None else added * keep))
         return self.out_whiten(x.transpose(1, 3)).transpose(1, 3)
 
@@ -101,8 +90,8 @@ class Conv2dSubsampling(nn.Module):
         self.layer3_channels = layer3_channels
         self.out = nn.Linear(self.out_width * layer3_channels, out_channels)
         self.out_whiten = Whiten(1, whitening_schedule(4.0), prob=(0.025, 0.25), grad_scale=0.02)
-        self.out_norm = BiasNorm(out_channels)
-        self.dropout = Dropout3(copy.deepcopy(dropout), shared_dim=1)
+        self.out_norm = scaling.BiasNorm(out_channels)
+        self.dropout = scaling.Dropout3(copy.deepcopy(dropout), shared_dim=1)
 
     def _joined(self, x: Tensor) -> Tensor:
         "Channels and bands of a frame in one row, and the linear layer `[B, T, C]`."
