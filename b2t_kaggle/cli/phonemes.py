@@ -13,13 +13,7 @@ import click
 from .options import EXISTING_FOLDER, FILE, dtype_option, output_option, refuse_options, with_options
 from ..config import LLMConfig
 from ..core.reading import read_text
-from b2t_kaggle.decoding.phoneme_lists.decoder import (
-    decode_lists,
-    fit_confusions,
-    load_confusions,
-    save_confusions,
-    write_sentences,
-)
+from ..decoding.phoneme_lists import decoder
 from ..decoding.phoneme_lists.lists import read_phoneme_lists
 from ..lm.arpa import model_words
 from ..lm.automaton import Automaton
@@ -58,8 +52,8 @@ def confusions(lists, lm_path, words, llm, llm_adapter, dtype, output):
     LISTS are the best phoneme sequences of trials whose sentences are known: JSON Lines, with `five_best`, `phonemes`
     and `sentence` in each line. Learned is, too, how much the n-gram counts, and an LLM. For `b2t decode-phonemes`."""
     trials = read_phoneme_lists(lists, labelled=True)
-    model = fit_confusions(trials, *_open_model(lm_path, words), llm=_open_llm(llm, llm_adapter, dtype))
-    save_confusions(output, model)
+    model = decoder.fit_confusions(trials, *_open_model(lm_path, words), llm=_open_llm(llm, llm_adapter, dtype))
+    decoder.save_confusions(output, model)
     click.echo(f'Learned from {len(trials)} trials: n-gram weight {model.lm_weight:.2f}, word score '
                f'{model.word_score:.2f}')
     if r := model.ranking:
@@ -83,14 +77,14 @@ def decode_phonemes(lists, *, confusions_path, lm_path, words, llm, llm_adapter,
     LISTS are the best phoneme sequences of trials, as JSON Lines. The error rate is printed where all true sentences
     are known."""
     trials = read_phoneme_lists(lists)
-    model = load_confusions(confusions_path)
+    model = decoder.load_confusions(confusions_path)
     if llm and not model.ranking:
         raise click.UsageError(f'{confusions_path} has no weight for an LLM; make it by b2t confusions with --llm')
     if model.ranking and not llm: click.echo(f'Without the LLM that {confusions_path} has a weight for: give --llm.')
     lexicon, lm = _open_model(lm_path, words)
     scores = _open_llm(llm, llm_adapter, dtype)
-    found = decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True, llm=scores)
-    write_sentences(output, trials, found)
+    found = decoder.decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True, llm=scores)
+    decoder.write_sentences(output, trials, found)
     if all(t.sentence for t in trials):
         rate = word_error_rate([t.sentence for t in trials], [h[0].text for h in found])
         mark = f' {IN_SAMPLE}' if model.knows(trials) else ''

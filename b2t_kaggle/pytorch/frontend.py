@@ -129,6 +129,14 @@ class Frontend(Encoder):
         if self.has_day_layer:
             for p in (self.day_weights, self.day_biases): p.requires_grad_(self.cfg.input_trainable)
 
+    def start(self, batch_size: int = 1) -> 'StreamState':
+        "The state before the first bin, for `push`. Raises `NotImplementedError` for a model that is not causal."
+        return StreamState() if self.is_causal else super().start()
+
+    def push(self, x: Tensor, day_idx: Tensor, state: 'StreamState') -> tuple[Tensor, 'StreamState']:
+        "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."
+        return push_patches(self, x, day_idx, state)
+
 # %% ../../nbs/pytorch/05_frontend.ipynb #c022
 @dataclass
 class StreamState:

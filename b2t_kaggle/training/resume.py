@@ -12,15 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from b2t_kaggle.config import (
-    TRAINING_GROUPS,
-    Config,
-    changed_values,
-    config_fields,
-    first_named_values,
-    keys_with,
-    present_key,
-)
+from .. import config
+from ..config import TRAINING_GROUPS, Config, config_fields, keys_with, present_key
 from ..config.fields import InputFile, MayChange
 from ..data.store import TrialStore
 from .recipe import TrainingError
@@ -31,7 +24,7 @@ def fingerprint(
     stores: dict[str, TrialStore | None], # By split
 ) -> dict[str, str]:
     "Values and trials on which the weights depend, as text by name."
-    values = first_named_values(changed_values(cfg, without=keys_with(cfg, MayChange)))
+    values = config.first_named_values(config.changed_values(cfg, without=keys_with(cfg, MayChange)))
     marks = {k: str(v) for k, v in values.items() if k.split('.')[0] in (*TRAINING_GROUPS, 'schema')}
     for split, store in stores.items():
         if store is None: continue

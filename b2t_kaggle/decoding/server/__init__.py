@@ -8,6 +8,7 @@ __all__ = ['check_redis', 'serve', 'ARGS', 'CONTEXT', 'DONE', 'FINAL', 'FINALIZE
            'RedisConnection']
 
 # %% ../../../nbs/decoding/server/04_server.ipynb #c003
+# ruff: noqa: F403, F405
 import logging
 import math
 import threading
@@ -17,25 +18,7 @@ import numpy as np
 from ..decoder import LexiconBeamDecoder
 from .connection import check_alone, connect, redis_errors, redis_package
 from .diagnosis import find_type_errors, lasting_error
-from b2t_kaggle.decoding.server.protocol import (  # noqa: F401
-    ARGS,
-    CONTEXT,
-    DONE,
-    FINAL,
-    FINALIZE,
-    INPUT,
-    MAX_FRAMES,
-    PARTIAL,
-    RESET,
-    UPDATE,
-    OnlineDecoder,
-    Replies,
-    Rescorer,
-    Settings,
-    Trial,
-    read_logits,
-    scoring,
-)
+from .protocol import *
 from .transport import RedisConnection
 from ...phonemes import PHONEMES
 

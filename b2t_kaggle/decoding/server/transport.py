@@ -12,19 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from . import protocol
 from .connection import ConnectGuard, check_alone, entry_id, first_id
 from .diagnosis import find_type_errors, read_context, warn_of_waiting
-from b2t_kaggle.decoding.server.protocol import (
-    ARGS,
-    DONE,
-    FINAL,
-    FINALIZE,
-    PARTIAL,
-    REQUESTS,
-    RESET,
-    OnlineDecoder,
-    Replies,
-)
+from .protocol import ARGS, DONE, FINAL, FINALIZE, REQUESTS, RESET, OnlineDecoder, Replies
 
 _log = logging.getLogger('b2t_kaggle.serve')
 _KEEP = 10_000  # Entries of each stream of ours
@@ -188,7 +179,7 @@ class RedisConnection:
         "Compare this Redis with the one before: the first, the same, or another one, and the entries that it kept."
         if self.run is None:
             self.seen = dict.fromkeys(REQUESTS, now)
-            self.replier.sent = dict.fromkeys((PARTIAL, FINAL, ARGS, *DONE.values()), now)
+            self.replier.sent = dict.fromkeys((protocol.PARTIAL, FINAL, ARGS, *DONE.values()), now)
         elif run == self.run: _log.info('Redis is back')
         elif self.replier.is_known(): _log.info('Redis was started anew, and has kept what was asked')
         else:

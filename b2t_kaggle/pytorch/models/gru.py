@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.encoders.gru import GRUConfig, RecurrentConfig
-from ..frontend import Frontend, StreamState, push_patches
+from ..frontend import Frontend
 from .encoder import WithInner
 from ..recurrence import GRU
 
@@ -139,11 +139,3 @@ class GRUDecoder(Frontend):
         "Turn off the gradients of parts that the configuration says are not trained."
         super().freeze()
         freeze_gru(self, self.cfg)
-
-    def start(self, batch_size: int = 1) -> StreamState:
-        "The state before the first bin, for `push`. Raises `NotImplementedError` for a bidirectional model."
-        return StreamState() if self.is_causal else super().start()
-
-    def push(self, x: Tensor, day_idx: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
-        "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."
-        return push_patches(self, x, day_idx, state)

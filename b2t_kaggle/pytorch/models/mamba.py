@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...config.encoders.mamba import MambaConfig
-from ..frontend import Frames, Frontend, StreamState, push_patches
+from ..frontend import Frames, Frontend
 from ..layers import dropout
 from .encoder import WithInner, check_days
 from ..ssd import causal_conv, ssd
@@ -276,11 +276,3 @@ class Mamba(Frontend):
     def decays(self, name: str, parameter: Tensor) -> bool:
         "Whether weight decay applies to a parameter `[…]`: to matrices and convolutions, not to decays and gains."
         return parameter.ndim >= 2 and name.endswith('weight')
-
-    def start(self, batch_size: int = 1) -> StreamState:
-        "The state before the first bin, for `push`. Raises `NotImplementedError` for a bidirectional model."
-        return StreamState() if self.is_causal else super().start()
-
-    def push(self, x: Tensor, day_idx: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
-        "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."
-        return push_patches(self, x, day_idx, state)

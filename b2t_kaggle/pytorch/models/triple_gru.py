@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...config.encoders.triple_gru import TripleGRUConfig
-from ..frontend import Frames, Frontend, StreamState, push_patches
+from ..frontend import Frames, Frontend
 from .encoder import WithInner
 from .gru import freeze_gru, init_gru
 from ..recurrence import GRU, Between
@@ -215,9 +215,3 @@ class TripleGRUDecoder(Frontend):
         "Turn off the gradients of parts that the configuration says are not trained."
         super().freeze()
         freeze_gru(self, self.cfg)
-
-    def start(self, batch_size: int = 1) -> StreamState: return StreamState()
-
-    def push(self, x: Tensor, day_idx: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
-        "Clean logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."
-        return push_patches(self, x, day_idx, state)
