@@ -105,23 +105,13 @@ def to_ascii(
 
 
 # %% ../nbs/00_phonemes.ipynb #c014
-def _delete_other_characters(s: str) -> str: return re.sub(r"[^a-zA-Z\- ']", '', s)
-
-def _space_after_hyphen(s: str) -> str: return s.replace('- ', ' ')
-
-def _delete_double_hyphens(s: str) -> str: return s.replace('--', '')
-
-def _join_apostrophe(s: str) -> str: return s.replace(" '", "'")
-
-def _collapse_spaces(s: str) -> str: return ' '.join(s.split())
-
 _NORMALIZATION = [ # (effect, function)
-    ("delete all but letters, space, - and '", _delete_other_characters),
-    ('a hyphen before a space becomes a space', _space_after_hyphen),
+    ("delete all but letters, space, - and '", lambda s: re.sub(r"[^a-zA-Z\- ']", '', s)),
+    ('a hyphen before a space becomes a space', lambda s: s.replace('- ', ' ')),
     ('lower-case', str.lower),
-    ('delete double hyphens', _delete_double_hyphens),
-    ('an apostrophe after a space joins the word before', _join_apostrophe),
-    ('collapse spaces', _collapse_spaces),
+    ('delete double hyphens', lambda s: s.replace('--', '')),
+    ('an apostrophe after a space joins the word before', lambda s: s.replace(" '", "'")),
+    ('collapse spaces', lambda s: ' '.join(s.split())),
 ]
 
 def normalize_sentence(

@@ -31,13 +31,8 @@ _RENAMED = {
     'model.input_network.input_trainable': 'model.input_trainable',
 }
 
-def _official_keys() -> dict[str, str]:
-    same = {}
-    for section, (group, fields) in _SAME_NAME.items():
-        for field in fields.split(): same[f'{section}.{field}'.lstrip('.')] = f'{group}.{field}'
-    return same | _RENAMED
-
-OFFICIAL_KEYS = _official_keys() # official key -> ours
+OFFICIAL_KEYS = {f'{section}.{field}'.lstrip('.'): f'{group}.{field}' # official key -> ours
+                 for section, (group, fields) in _SAME_NAME.items() for field in fields.split()} | _RENAMED
 
 # %% ../../nbs/config/02_official.ipynb #c006
 # Where the official trainer puts its files, what it logs, and two values that are fixed by the data

@@ -39,8 +39,6 @@ class Html(str):
 
 _NUMBER = re.compile(r'[-+]?[\d,.]+( ?%| s| min| h)?')
 
-def _is_number(cell) -> bool: return bool(_NUMBER.fullmatch(str(cell)))
-
 def _heading(name: str) -> str: return name.replace('_', '_<wbr>') # Breaks there where it has no room
 
 def _text(cell) -> str:
@@ -54,7 +52,7 @@ def table(
     "A table as HTML, empty where there are no rows."
     if not rows: return ''
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    numeric = {name for name, cells in columns.items() if all(_is_number(_text(cell)) for cell in cells)}
+    numeric = {name for name, cells in columns.items() if all(_NUMBER.fullmatch(_text(cell)) for cell in cells)}
     kinds = {name: ' class="number"' if name in numeric else '' for name in columns}
     head = ''.join(f'<th{kinds[name]}>{_heading(html.escape(str(name)))}</th>' for name in columns)
     def cell(name, value):

@@ -98,26 +98,22 @@ def walk_inputs(
 # %% ../../nbs/kaggle/00_session.ipynb #c403
 _HEADER = 1 << 16 # Bytes of a file that tell what it is
 
-def _starts_with(path: Path, words: bytes) -> bool:
-    with open(path, 'rb') as f: return words in f.read(_HEADER)
-
 # As in lm.arpa and lm.sphinx, which need Numba; it may have to be installed first
-def _is_kenlm(path: Path) -> bool:
-    with open(path, 'rb') as f: return f.read(8) == b'mmap lm '
+_KENLM, _SPHINX = b'mmap lm ', b'Trie Language Model'
 
-def _is_sphinx(path: Path) -> bool:
-    with open(path, 'rb') as f: return f.read(19) == b'Trie Language Model'
+def _head(path: Path) -> bytes:
+    with open(path, 'rb') as f: return f.read(_HEADER)
 
 def _kind_of_file(path: Path) -> str | None:
     "The field of `Attached` to which a file that lies in no run belongs."
     name = path.name
     if name in BEST.values(): return 'checkpoints'
-    if name.endswith('.arrow'): return 'logits' if _starts_with(path, b'"kind": "log_probs"') else None
+    if name.endswith('.arrow'): return 'logits' if b'"kind": "log_probs"' in _head(path) else None
     if name.endswith(('.arpa', '.arpa.gz', '.arpa.bz2', '.arpa.xz')): return 'ngrams'
     if name.startswith('pocketsphinx-') and name.endswith('.whl'): return 'general'
     if not name.endswith(('.bin', '.binary', '.klm', '.kenlm')): return None
-    if _is_kenlm(path): return 'ngrams'
-    return 'general' if _is_sphinx(path) else None
+    if _head(path).startswith(_KENLM): return 'ngrams'
+    return 'general' if _head(path).startswith(_SPHINX) else None
 
 # %% ../../nbs/kaggle/00_session.ipynb #c401
 # Kinds of model, as `model_type` has them, that no sentence can be scored with from left to right
@@ -330,14 +326,11 @@ def _device_problem(framework: str, accelerator: str, must_be_fast: bool) -> str
             f'{_CHOOSE}, or set accelerator="cpu"')
 
 # %% ../../nbs/kaggle/00_session.ipynb #c030
-def _quiet_bars() -> None:
-    "Progress bars of this process's children move twice a minute, unless the environment says otherwise."
-    for variable in ('TQDM_MININTERVAL', 'TQDM_MAXINTERVAL'): os.environ.setdefault(variable, '30')
-
 def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attached:
     "Set the environment of the run, find the inputs, and print them."
     announce_time_limit(time_limit_hours(hours, machine.detect().kind))
-    _quiet_bars()
+    # Progress bars of this process's children move twice a minute
+    for variable in ('TQDM_MININTERVAL', 'TQDM_MAXINTERVAL'): os.environ.setdefault(variable, '30')
     os.environ.setdefault('B2T_XLA_CACHE', str(run_dir/'xla'))
     found = find_attached(input_dir)
     print(found)
@@ -514,7 +507,7 @@ def _needed(values: Mapping[str, Any]) -> dict[str, str]:
     values = _present_names(values)
     lm = values.get('lm.path')
     packages = TRAINING | DECODING
-    if lm and Path(lm).is_file() and _is_kenlm(Path(lm)): packages |= KENLM
+    if lm and Path(lm).is_file() and _head(Path(lm)).startswith(_KENLM): packages |= KENLM
     llms = [llm for key in ('rescore.llm', 'decode.llm') if (llm := values.get(key))]
     if llms: packages |= RESCORING
     if any(map(_holds_gguf, llms)): packages |= GGUF
@@ -523,10 +516,6 @@ def _needed(values: Mapping[str, Any]) -> dict[str, str]:
     return packages | EIGHT_BIT if is_quantized else packages
 
 # %% ../../nbs/kaggle/00_session.ipynb #c041
-def _data_of(found: Attached) -> Path | None:
-    "The run whose data are those of the submission: the first one with a model."
-    return next((run for run in found.runs if _has_model(run)), None)
-
 def _first_values(model_run: Path | None, recordings: Path | None) -> 'Config':
     "The configuration that a new run starts from."
     from b2t_kaggle.config import load_config
@@ -552,7 +541,7 @@ def prepare_submission(
     found = _begin(input_dir, run_dir, hours).only(models)
     problems: list[str] = []
     recordings = _find_one(found.recordings, 'the recordings', '', problems)
-    model_run = _data_of(found)
+    model_run = next(filter(_has_model, found.runs), None) # Its data are those of the submission
     if not recordings and not (model_run and is_simulated(model_run)):
         problems.append(_NO_RECORDINGS.format(of=model_run or 'a submission'))
     earlier = _find_one([run for run in found.runs if not _has_model(run)], 'the run to continue', '', problems)

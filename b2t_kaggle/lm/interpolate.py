@@ -89,11 +89,6 @@ def _interpolate(models: list[BackoffModel], weights: np.ndarray) -> BackoffMode
     return BackoffModel(words, union)
 
 # %% ../../nbs/lm/11_interpolate.ipynb #c015
-def _check_weights(weights: Sequence[float] | np.ndarray, n: int) -> None:
-    "Raise `ValueError` if these are not the weights of n models."
-    if len(weights) != n or not min(weights) >= 0 or not 0 < sum(weights) < np.inf:
-        raise ValueError(f'weights are {list(weights)}, expected {n} of at least 0 with a positive, finite sum')
-
 def interpolate_ngrams(
     paths: Sequence[str | Path],                   # ARPA files, plain or .gz
     out_path: str | Path,                          # ARPA file to write; .gz is compressed
@@ -102,7 +97,9 @@ def interpolate_ngrams(
 ) -> pd.Series:                                    # Weight of each path
     "Interpolate n-gram models linearly into an ARPA file. Raises `ValueError` for impossible weights, `ArpaError`."
     if weights is not None and dev is None:
-        _check_weights(weights, len(paths))
+        if len(weights) != len(paths) or not min(weights) >= 0 or not 0 < sum(weights) < np.inf:
+            raise ValueError(f'weights are {list(weights)}, expected {len(paths)} of at least 0 with a positive, '
+                             'finite sum')
         shares = np.asarray(weights, float)/np.sum(weights)
     elif dev is not None and weights is None:
         sentences = list(read_sentences(dev))
