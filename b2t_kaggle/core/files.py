@@ -201,7 +201,6 @@ def atomic_path(
     suffix: str | None = None,  # End of the temporary name, behind `.tmp`; none means the suffixes of `path`
 ) -> Iterator[Path]:
     """A temporary name beside `path`, which becomes `path` at the end of the block, or is removed if the block raises.
-
     Raises `WriteError` where the file cannot be written, or `path` is no file."""
     path = Path(path)
     check_output(path)

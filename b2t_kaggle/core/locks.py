@@ -163,9 +163,8 @@ class Lock:
     def acquire(self,
         seconds: float | None = None, # That it may take; none means to wait for whoever has it
     ) -> None:
-        """Take the lock. After three seconds of waiting it names the process that has it, and again each minute.
-
-        Raises `LockedError` where another process has it longer, `OSError` where its file cannot be written."""
+        """Take the lock. After three seconds of waiting it names the process that has it, and again each minute. Raises
+        `LockedError` where another process has it longer, `OSError` where its file cannot be written."""
         begun = time.monotonic()
         silence: float = 3
         while not self._take():

@@ -260,9 +260,8 @@ def read_attribute(
     group: 'h5py.Group',
     name: str, # Of the attribute, which is there
 ) -> Any:
-    """An attribute; text as `str` without the spaces and zeros that pad it, an array of one value as that value.
-
-    Raises `ReadError` for a large one, or text that is not UTF-8."""
+    """An attribute; text as `str` without the spaces and zeros that pad it, an array of one value as that value. Raises
+    `ReadError` for a large one, or text that is not UTF-8."""
     import h5py
     attribute = h5py.h5a.open(group.id, name.encode())
     n_bytes = math.prod(attribute.shape or ())*attribute.dtype.itemsize

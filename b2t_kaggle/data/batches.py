@@ -215,9 +215,8 @@ def fill_rows(
     starts: np.ndarray,  # Beginning of each row's array in `flat` [B]
     lengths: np.ndarray, # Numbers in it [B], at most N
 ) -> None:
-    """Fill each row with an array and zeros, at the speed of memory; other threads run meanwhile.
-
-    Raises `ValueError` for arrays longer than a row, `TypeError` for other pairs of types."""
+    """Fill each row with an array and zeros, at the speed of memory; other threads run meanwhile. Raises `ValueError`
+    for arrays longer than a row, `TypeError` for other pairs of types."""
     longest = lengths.max(initial=0)
     if len(starts) != len(out) or longest > out.shape[1]:
         raise ValueError(f'arrays of up to {longest} numbers do not fit into {list(out.shape)}')

@@ -242,10 +242,8 @@ def download(
     token: str | None = None, # Of whoever may have it
     progress: bool = False,   # Show a progress bar
 ) -> Path:                    # The file, complete and compared with its checksum
-    """Fetch a file, or what is missing of it; one that is there is only checked.
-
-    Raises `DownloadError` where it cannot be had or comes damaged, `AccessError` where the server refuses, `OSError`
-    where there is no room for it."""
+    """Fetch a file, or what is missing of it; one that is there is only checked. Raises `DownloadError` where it cannot
+    be had or comes damaged, `AccessError` where the server refuses, `OSError` where there is no room for it."""
     path = Path(folder)/file.name
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = Lock(path.with_name(f'.{path.name}.lock'), str(path))

@@ -628,11 +628,9 @@ def simulate_dataset(
     progress: bool = False,     # Show a progress bar
     drift: float = 1.,          # Scales the drift of rates from trial to trial
 ) -> Path:
-    """Simulate a participant: official HDF5 sessions and `lm_text.txt` in `out_dir`, which is returned. Each core has
-    a process that records its part of the days.
-
-    Raises `SimulateError` for a folder with other data, where there are not enough sentences, or where a process fails,
-    `files.WriteError` where there is no room."""
+    """Simulate a participant: official HDF5 sessions and `lm_text.txt` in `out_dir`, which is returned. Each core has a
+    process that records its part of the days. Raises `SimulateError` for a folder with other data, where there are not
+    enough sentences, or where a process fails, `files.WriteError` where there is no room."""
     out_dir = Path(out_dir)
     parameters = dict(n_sessions=n_sessions, train=train, val=val, test=test, snr=snr, lm_sentences=lm_sentences,
                       max_words=max_words, seed=seed)

@@ -181,7 +181,6 @@ def get_from_kaggle(
     progress: bool = False, # Show progress bars
 ) -> Path:                  # The folder of the sessions
     """Fetch and unpack the files of the competition by Kaggle's client; `brain-to-text-25.zip` from a browser will do.
-
     Raises `AccessError` where Kaggle refuses, `DownloadError` where no client is installed, `OSError` where there is no
     room."""
     folder = Path(folder)

@@ -267,11 +267,9 @@ def build_store(
     *,
     progress: bool = True,              # Show a progress bar
 ) -> Path:
-    """Pack a split unless `path` is up to date.
-
-    Raises `SessionError` for damaged data, `StoreError` for sessions or features that do not exist, `RaggedError` for
-    values that the stored type cannot hold, `files.WriteError` where there is no room, and `files.ChangedError` for
-    sessions that change meanwhile."""
+    """Pack a split unless `path` is up to date. Raises `SessionError` for damaged data, `StoreError` for sessions or
+    features that do not exist, `RaggedError` for values that the stored type cannot hold, `files.WriteError` where
+    there is no room, and `files.ChangedError` for sessions that change meanwhile."""
     data_dir = Path(data_dir)
     path = Path(path)
     recipe = _recipe(data_dir, split, dtype, sessions, drop_instructions, bad_trials, feature_subset)

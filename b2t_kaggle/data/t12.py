@@ -221,9 +221,8 @@ def import_t12(
     out_dir: str | Path,    # Where the session folders go
     progress: bool = False, # Show a progress bar
 ) -> list[Problem]:         # Warnings: which sessions have no train, val or test trials
-    """Sessions `t12.YYYY.MM.DD` from the files of MATLAB; a folder that was imported in part is completed.
-
-    Raises `SessionError` for a file that cannot be used, `files.WriteError` where there is no room."""
+    """Sessions `t12.YYYY.MM.DD` from the files of MATLAB; a folder that was imported in part is completed. Raises
+    `SessionError` for a file that cannot be used, `files.WriteError` where there is no room."""
     out_dir = Path(out_dir)
     found = _sources(Path(folder))
     warnings = []

@@ -120,9 +120,8 @@ def plan_tensorflow(
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda` or `tpu`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
 ) -> Device:
-    """The device that TensorFlow would use, from facts alone.
-
-    Raises `DeviceError` when a device is asked for by name and cannot be used, or if no TensorFlow can."""
+    """The device that TensorFlow would use, from facts alone. Raises `DeviceError` when a device is asked for by name
+    and cannot be used, or if no TensorFlow can."""
     check_tensorflow(d, accelerator)
     problem = tensorflow_tpu_problem(d)
     if accelerator == 'tpu' and problem: raise DeviceError(f'accelerator tpu: {problem}')
@@ -258,9 +257,8 @@ def pick_tensorflow(
     precision: str = 'auto',    # `auto`, `float32`, `bfloat16` or `float16`
     address: str | None = None, # Of the TPU: `local`, a name or `host:port`; None takes it from the environment
 ) -> Device:
-    """The device for TensorFlow, started. Imports tensorflow.
-
-    Raises `DeviceError` when a device is asked for by name and missing."""
+    """The device for TensorFlow, started. Imports tensorflow. Raises `DeviceError` when a device is asked for by name
+    and missing."""
     d = detect('tensorflow')
     check_tensorflow(d, accelerator)
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up messages call for no action

@@ -91,9 +91,8 @@ def plan_torch(
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda`, `tpu` or `xla`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
 ) -> Device:
-    """The device that PyTorch would use, from facts alone.
-
-    Raises `DeviceError` when a device is asked for by name and cannot be used."""
+    """The device that PyTorch would use, from facts alone. Raises `DeviceError` when a device is asked for by name and
+    cannot be used."""
     machine.check_accelerator(accelerator)
     if accelerator == 'xla' and d.variables.get('PJRT_DEVICE') == 'CPU': return _xla_cpu_device(d, precision)
     problem = tpu_problem(d)
@@ -132,9 +131,8 @@ def pick_torch(
     accelerator: str = 'auto', # `auto`, `cpu`, `cuda`, `tpu` or `xla`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`
 ) -> Device:
-    """The device for PyTorch, ready for use. Imports torch, and torch_xla if that is the choice.
-
-    Raises `DeviceError` when a device is asked for by name and missing."""
+    """The device for PyTorch, ready for use. Imports torch, and torch_xla if that is the choice. Raises `DeviceError`
+    when a device is asked for by name and missing."""
     detected = detect('torch')
     device = plan_torch(detected, accelerator, precision)
     if device.kind != 'xla': return device

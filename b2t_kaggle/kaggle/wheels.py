@@ -130,9 +130,8 @@ def plan_installation(
     *options: str,               # Of pip, such as where it finds packages
 ) -> tuple[dict[str, str], Image]:
     """Packages that pip would install there, with their versions; and the image, with a version that fits where nobody
-    looked it up and not every version does.
-
-    Raises `RuntimeError` if something has no wheel for the image, or if pip would replace what the image holds."""
+    looked it up and not every version does. Raises `RuntimeError` if something has no wheel for the image, or if pip
+    would replace what the image holds."""
     packages = _resolve(image, requirements, options)
     plan = {canonical_name(package['name']): package['version'] for package in packages}
     replaced = [name for name in image.holds if canonical_name(name) in plan]
@@ -247,9 +246,8 @@ def _describe_wheel(wheel: Path, is_built: bool) -> dict[str, str | int]:
 
 @contextmanager
 def _replaced_wheels(folder: Path) -> Iterator[Path]:
-    """A folder beside it that takes its place at the end of the block, or is removed if the block raises.
-
-    Raises `ValueError` if there is one that holds something else than wheels and their manifest."""
+    """A folder beside it that takes its place at the end of the block, or is removed if the block raises. Raises
+    `ValueError` if there is one that holds something else than wheels and their manifest."""
     if folder.exists() and any(folder.iterdir()) and not (folder/'manifest.json').exists():
         raise ValueError(f'{folder}: holds files, but no manifest.json of an earlier call; name a new folder')
     with replaced_folder(folder) as new:

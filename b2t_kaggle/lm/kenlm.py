@@ -126,10 +126,8 @@ def build_programs(
     folder: str | Path | None = None, # Where to put them; none means `programs_folder`, where the kit finds them
     source: str | Path | None = None, # kenlm's source archive (.tar.gz); none downloads it
 ) -> list[Path]:                      # The programs
-    """Build KenLM's programs from the sources of its Python package.
-
-    Raises `FileNotFoundError` where CMake, a C++ compiler or the archive is missing, `RuntimeError` with the reason
-    where the build fails (it needs Boost)."""
+    """Build KenLM's programs from the sources of its Python package. Raises `FileNotFoundError` where CMake, a C++
+    compiler or the archive is missing, `RuntimeError` with the reason where the build fails (it needs Boost)."""
     folder = Path(folder or programs_folder())
     for tool, package in ('cmake', 'cmake'), ('c++', 'g++'):
         if not shutil.which(tool):
@@ -185,10 +183,9 @@ def to_binary(
     bits: int | None = 8, # Bits of each log-probability and backoff of a trie, 2 to 25; none keeps them exact
     memory: str = '1G',   # Memory for sorting
 ) -> Path:                # `out_path`
-    """Turn an ARPA file into KenLM's binary format, which is mapped into memory instead of being read.
-
-    Raises `ValueError` for impossible bits, `FileNotFoundError` where the file or the program is missing,
-    `RuntimeError` with the message of `build_binary` where it refuses the file."""
+    """Turn an ARPA file into KenLM's binary format, which is mapped into memory instead of being read. Raises
+    `ValueError` for impossible bits, `FileNotFoundError` where the file or the program is missing, `RuntimeError` with
+    the message of `build_binary` where it refuses the file."""
     if bits and not 2 <= bits <= 25: raise ValueError(f'bits is {bits}, expected 2 to 25, or none')
     program = find_program('build_binary')
     if not program:

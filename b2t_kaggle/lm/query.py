@@ -193,7 +193,6 @@ def _why_ended(path: Path, code: int) -> Exception:
 # %% ../../nbs/lm/06_query.ipynb #c301
 class QueryProcess:
     """Questions to a KenLM binary, which another process reads: has what `Queries` has, for one thread after the other.
-
     Raises `KenLMError` that names the file where reading it ends that process, `RuntimeError` with KenLM's message
     where it refuses the file, or where the process was killed."""
     def __init__(self,

@@ -126,9 +126,8 @@ def read_systems(
     run: Run,   # With `combine.sources`; it is decoded
     split: str, # `val` or `test`
 ) -> Hypotheses:
-    """The lists of a run and of the systems that it is combined with, the best sentences of each.
-
-    Raises `PipelineError` for a system with other trials, `ValueError` where one knows other facts about a trial."""
+    """The lists of a run and of the systems that it is combined with, the best sentences of each. Raises
+    `PipelineError` for a system with other trials, `ValueError` where one knows other facts about a trial."""
     own = run.hypotheses(split, list_stage(run.cfg, before='combine'))
     alone = read_hypotheses(own)
     numbers = set(map(str, range(len(TrialStore.open(run.packed_dir/f'{split}.arrow').index))))

@@ -123,9 +123,8 @@ def soft_dtw(
     n_targets: Tensor,   # Columns of each trial `[B]`, 1 to M
     gamma: float = 0.1,  # Smoothness, in the unit of the cost; towards 0 only the cheapest path counts
 ) -> Tensor:
-    """Soft minimum of the costs of all alignments `[B]` (Cuturi and Blondel, 2017); it may be negative.
-
-    Raises `ValueError` where gamma is not positive."""
+    """Soft minimum of the costs of all alignments `[B]` (Cuturi and Blondel, 2017); it may be negative. Raises
+    `ValueError` where gamma is not positive."""
     if gamma <= 0: raise ValueError(f'gamma is {gamma}; expected a number above 0')
     return _SoftDTW.apply(cost, n_frames.to(cost.device), n_targets.to(cost.device), gamma)
 

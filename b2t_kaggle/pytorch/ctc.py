@@ -168,9 +168,8 @@ def ctc_loss(
     reduction: str = 'mean',                # 'none', 'sum', or 'mean': over the trials, of the loss per label
     zero_infinity: bool = False,            # Whether a trial whose labels do not fit counts as zero instead of infinite
 ) -> Tensor:                                # A number, or `[B]` without a reduction
-    """`F.ctc_loss` (Graves et al., 2006) that stays on its device and computes in float32 or wider.
-
-    Raises `ValueError` for arguments that do not fit, as far as they are on the host."""
+    """`F.ctc_loss` (Graves et al., 2006) that stays on its device and computes in float32 or wider. Raises `ValueError`
+    for arguments that do not fit, as far as they are on the host."""
     _check_arguments(log_probs, targets, blank, reduction)
     T, B, K = log_probs.shape
     device = log_probs.device

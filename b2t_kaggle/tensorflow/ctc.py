@@ -122,9 +122,8 @@ def ctc_loss(
     n_labels: tf.Tensor, # Labels of each trial `[B]`
     blank: int = 0,      # The blank's class
 ) -> tf.Tensor:          # `[B]`, float32 (float64 for float64 logits)
-    """CTC loss of each trial (Graves et al., 2006); infinite, with a gradient of 0, where the labels do not fit.
-
-    Raises `ValueError` for arguments that do not fit, as far as they are known."""
+    """CTC loss of each trial (Graves et al., 2006); infinite, with a gradient of 0, where the labels do not fit. Raises
+    `ValueError` for arguments that do not fit, as far as they are known."""
     logits = tf.convert_to_tensor(logits)
     labels = tf.convert_to_tensor(labels)
     lengths = dict(frames=tf.convert_to_tensor(frames), n_labels=tf.convert_to_tensor(n_labels))

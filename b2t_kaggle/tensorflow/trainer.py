@@ -17,16 +17,9 @@ import numpy as np
 from ..config import Config, TrainConfig
 from ..config.fields import Only, SameResult, facts_of
 from ..data.store import TrialStore
+from . import checkpoint
 from .augment import Augment
-from b2t_kaggle.tensorflow.checkpoint import (
-    load_last,
-    load_model,
-    load_state,
-    load_weights,
-    read_metrics,
-    save_best,
-    save_last,
-)
+from .checkpoint import load_last, load_model, load_state, load_weights, read_metrics
 from .ctc import ctc_loss
 from .evaluate import Evaluator, evaluate, losses_and_paths
 from .feed import BatchLoader, Program, Strategy, start
@@ -206,7 +199,7 @@ class Trainer(loop.Trainer):
 
     def save_best(self, path: Path) -> None:
         "Save the model alone, as `load_model` reads it."
-        save_best(path, self.model, self.cfg, self.best.metrics)
+        checkpoint.save_best(path, self.model, self.cfg, self.best.metrics)
 
     def read_model(self, path: Path) -> dict:
         "Compare the weights in a file with their checksums; returns its figures. Raises `CheckpointError`."
@@ -215,7 +208,7 @@ class Trainer(loop.Trainer):
 
     def save_last(self, path: Path) -> None:
         "Save the whole state of the run, from which it continues."
-        save_last(path, self.model, self.cfg, self.best.metrics, self.optimizer.state_dict(), self.state())
+        checkpoint.save_last(path, self.model, self.cfg, self.best.metrics, self.optimizer.state_dict(), self.state())
 
     def memory_footprint(self) -> tuple[int, int, int]:
         "Rows and bins of the current batch that a device computes at once, and the parameters of the model."

@@ -194,7 +194,6 @@ def build_targets(
     progress: bool = True,    # Show a progress bar
 ) -> TargetStore:
     """The target of each distinct sentence in one file; what is there is kept, what an interrupted call left is used.
-
     Raises `AudioError` where the file is of another voice or tower, or a sentence cannot be spoken or heard."""
     path = Path(path)
     folder = path.with_name(path.name + '.parts')

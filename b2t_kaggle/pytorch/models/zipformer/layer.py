@@ -11,12 +11,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from b2t_kaggle.pytorch.models.zipformer.attention import (
-    NonlinAttention,
-    RelPositionMultiheadAttentionWeights,
-    SelfAttention,
-    whiten,
-)
+from . import attention
+from .attention import NonlinAttention, SelfAttention
 from .bypass import BypassModule, keep_trials
 from .convolution import ConvolutionModule
 from .feed_forward import FeedforwardModule
@@ -53,8 +49,8 @@ def _modules(
     return dict(
         bypass=BypassModule(embed_dim, skip_rate=0.0, straight_through_rate=0),
         bypass_mid=BypassModule(embed_dim, straight_through_rate=0),
-        self_attn_weights=RelPositionMultiheadAttentionWeights(embed_dim, pos_dim, num_heads, query_head_dim,
-                                                               pos_head_dim),
+        self_attn_weights=attention.RelPositionMultiheadAttentionWeights(embed_dim, pos_dim, num_heads, query_head_dim,
+                                                                         pos_head_dim),
         self_attn1=SelfAttention(embed_dim, num_heads, value_head_dim),
         self_attn2=SelfAttention(embed_dim, num_heads, value_head_dim),
         feed_forward1=FeedforwardModule(embed_dim, feedforward_dim * 3 // 4, dropout),
@@ -79,7 +75,7 @@ def _limits(embed_dim: int) -> dict[str, nn.Module]:
         balancer_ff3=rare(4.0, (0.0, 0.0), (4000.0, 0.2)),
         balancer1=usual(0.2),
         balancer2=usual(0.1),
-        whiten=whiten(4.0, ratio=3.0),
+        whiten=attention.whiten(4.0, ratio=3.0),
     )
 
 # %% ../../../../nbs/pytorch/models/zipformer/05_layer.ipynb #c013
