@@ -11,7 +11,7 @@ __all__ = ['SCHEMA', 'TRAINING_GROUPS', 'SimulateConfig', 'DataConfig', 'Augment
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from .encoders.encoder import EncoderConfig, encoder_config, parse_encoder
 from .encoders.gru import GRUConfig
@@ -22,7 +22,7 @@ from b2t_kaggle.config.fields import (
     InputPath,
     MayChange,
     Only,
-    PathOrText,
+    PathOrName,
     SameResult,
     With,
 )
@@ -385,14 +385,8 @@ class RescoreConfig(LLMConfig):
     ("Whether the LLM's order is kept only where its sentences have fewer word errors on val, cross-validated, than "
      "those before (`gain`), or `always`.")
 
-def _as_absolute(source: str) -> str:
-    "A file or folder as an absolute path; anything else is the name of a run."
-    return str(Path(source).absolute()) if Path(source).exists() else source
-
-_Source = Annotated[PathOrText, AfterValidator(_as_absolute)]
-
 class CombineConfig(Section):
-    sources: Annotated[list[_Source], BeforeValidator(_as_list), InputFile()] = []
+    sources: Annotated[list[PathOrName], BeforeValidator(_as_list), InputFile()] = []
     ("Other systems whose sentences are combined with the run's own: runs (their folders, or their names among the "
      "runs), and files of hypotheses whose names have the word val or test. None means no combination.")
     nbest: int = Field(10, ge=1)

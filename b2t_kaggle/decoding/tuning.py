@@ -321,9 +321,8 @@ def tune_search(
     n_jobs: int = 0,                 # Cores to use; 0 means all
     progress: bool = True,           # Whether to show a progress bar
 ) -> Tuning:
-    """Weights with the fewest word errors, deterministically: minimum error rate training (Och, 2003) on a grid.
-
-    Raises `OutOfTime` where the time does not suffice, and `ValueError` for trials that cannot be used."""
+    """Weights with the fewest word errors, deterministically: minimum error rate training (Och, 2003) on a grid. Raises
+    `OutOfTime` where the time does not suffice, and `ValueError` for trials that cannot be used."""
     if len(log_probs) != len(references) or not len(references):
         raise ValueError(f'found {len(log_probs)} trials and {len(references)} references, expected one reference for '
                          'each trial, and at least one trial')

@@ -178,9 +178,8 @@ def token_sequences(
     texts: Sequence[str], # Texts [N]
     end: bool = False,    # Whether `eos_token` follows
 ) -> tuple[list[tuple[int, ...]], int]: # Tokens of each text [N], and how many at the beginning are not scored
-    """The tokens that a model gets for texts: `start_tokens`, then the text's own.
-
-    Raises `LanguageModelError` where `end` is wanted and the tokenizer has no `eos_token`."""
+    """The tokens that a model gets for texts: `start_tokens`, then the text's own. Raises `LanguageModelError` where
+    `end` is wanted and the tokenizer has no `eos_token`."""
     start = start_tokens(tokenizer)
     if end and tokenizer.eos_token_id is None:
         raise LanguageModelError('the end of the sentence cannot be scored: the tokenizer has no eos_token; '
@@ -446,10 +445,9 @@ def score_sentences(
     end: bool = False,          # Whether the end of the sentence (`eos_token`) is scored too
     n_nodes: int = 512,         # Distinct beginnings computed at once
 ) -> np.ndarray:                # Natural-log probabilities [N]; 0 for an empty text without end
-    """Exact log-probabilities of sentences under a language model.
-
-    Raises `LanguageModelError` for a text that is too long, a tokenizer that belongs to another model, or a score that
-    is no number, and `ValueError` for contexts that do not pair up."""
+    """Exact log-probabilities of sentences under a language model. Raises `LanguageModelError` for a text that is too
+    long, a tokenizer that belongs to another model, or a score that is no number, and `ValueError` for contexts that do
+    not pair up."""
     contexts = _one_context_each(sentences, context)
     if hasattr(model, 'get_base_model'): model = model.get_base_model() # PEFT's layers are inside
     texts = [f'{c} {s}' if c and s else c or s for c, s in zip(contexts, sentences)]

@@ -239,10 +239,9 @@ def train_lora(
     left: Callable[[], float] = lambda: math.inf, # Seconds until the time limit
     progress: bool = True,            # Whether to show a progress bar
 ) -> torch.nn.Module:                 # PEFT's model, in evaluation mode
-    """Train a LoRA adapter (Hu et al., 2021) on examples and save it; continues exactly after an interruption.
-
-    Raises `LanguageModelError` without the package peft and, with nothing saved, where the loss is no number,
-    `TrainingError` where what was interrupted was another training, and `OutOfTime` at the time limit."""
+    """Train a LoRA adapter (Hu et al., 2021) on examples and save it; continues exactly after an interruption. Raises
+    `LanguageModelError` without the package peft and, with nothing saved, where the loss is no number, `TrainingError`
+    where what was interrupted was another training, and `OutOfTime` at the time limit."""
     require_package('peft', 'fine-tuning')
     folder = Path(folder)
     marks = dict(model=model_mark(model), examples=_hash((list(map(tuple, sequences)), list(n_given))),
@@ -275,9 +274,8 @@ def finetune(
     seed: int = 0,            # Of the matrices, the order and the dropout
     progress: bool = True,    # Whether to show a progress bar
 ) -> torch.nn.Module:         # PEFT's model, in evaluation mode; `score_sentences` takes it
-    """Train a LoRA adapter on transcripts and save it; continues where an earlier call was interrupted.
-
-    Raises `LanguageModelError` without sentences, for one that is too long or a tokenizer of another model, and what
+    """Train a LoRA adapter on transcripts and save it; continues where an earlier call was interrupted. Raises
+    `LanguageModelError` without sentences, for one that is too long or a tokenizer of another model, and what
     `train_lora` raises."""
     require_package('peft', 'fine-tuning')
     sequences, n_given = _check_text(model, tokenizer, sentences)

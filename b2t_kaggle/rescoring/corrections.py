@@ -352,9 +352,8 @@ def fit_corrector(
     hypotheses: Hypotheses,          # Of trials with references
     lm: LanguageModel | None = None, # The kit's n-gram, such as `load_ngram`'s; to be given to `predict`, too
 ) -> Corrector:
-    """Fit weights of voters, and the probabilities that corrections and results are right.
-
-    Raises `ValueError` that names a trial without a reference."""
+    """Fit weights of voters, and the probabilities that corrections and results are right. Raises `ValueError` that
+    names a trial without a reference."""
     prepared, errors, words = _prepare(hypotheses, lm)
     return _fit_on(prepared, errors, words, range(len(prepared)))
 

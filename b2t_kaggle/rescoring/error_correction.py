@@ -79,10 +79,8 @@ def train_merger(
     progress: bool = True,   # Whether to show a progress bar
 ) -> torch.nn.Module:        # PEFT's model, in evaluation mode
     """Teach a model to merge. An adapter that was trained in the same way on the same examples is taken as it is, and
-    an interrupted training continues.
-
-    Raises what `train_lora` raises, and `LanguageModelError` or `ValueError` that names the trial of an example that is
-    too long or has no answer."""
+    an interrupted training continues. Raises what `train_lora` raises, and `LanguageModelError` or `ValueError` that
+    names the trial of an example that is too long or has no answer."""
     distinct = list(dict.fromkeys(e for phase in phases for e in phase))
     number = {e: i for i, e in enumerate(distinct)}
     lessons = [_lesson(model, tokenizer, e) for e in distinct]
@@ -154,9 +152,8 @@ def merge(
     left: Callable[[], float] = lambda: math.inf, # Seconds until the time limit
     progress: bool = True,       # Whether to show a progress bar
 ) -> list[Merged]:               # Of each example
-    """The sentence of each trial, as the model writes it: generative error correction (Chen et al., 2023).
-
-    Raises `LanguageModelError` that names the trial where a question is too long."""
+    """The sentence of each trial, as the model writes it: generative error correction (Chen et al., 2023). Raises
+    `LanguageModelError` that names the trial where a question is too long."""
     if hasattr(model, 'get_base_model'): model = model.get_base_model() # PEFT's layers are inside
     model = model.eval()
     merged = [Merged(e.candidates[0], 'only' if snap and len(e.candidates) == 1 else 'time') for e in examples]

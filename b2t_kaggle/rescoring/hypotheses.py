@@ -224,10 +224,8 @@ def _rows(path: Path) -> list[tuple[int, tuple[Trial, list[Entry]]]]:
 def read_hypotheses(
     *paths: str | Path, # .jsonl in this form, lists by trial or n-best lists; a submission .csv; plain .txt
 ) -> Hypotheses:
-    """The hypotheses of files together.
-
-    Raises `FileNotFoundError`, or `ValueError` that names the file, the line and the field, what was found and what was
-    expected."""
+    """The hypotheses of files together. Raises `FileNotFoundError`, or `ValueError` that names the file, the line and
+    the field, what was found and what was expected."""
     hypotheses = Hypotheses()
     for path in map(Path, paths):
         try: rows = _rows(path)

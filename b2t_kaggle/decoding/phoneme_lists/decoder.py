@@ -264,9 +264,8 @@ def fit_confusions(
     *,
     llm: TextScores | None = None, # Is to rank the sentences that are found
 ) -> ConfusionModel:
-    """Fit the confusions in lists of phoneme sequences to trials whose truth is known, and the weight of an LLM.
-
-    Raises `ValueError` for fewer trials than folds, for a trial without truth and for an LLM without changes."""
+    """Fit the confusions in lists of phoneme sequences to trials whose truth is known, and the weight of an LLM. Raises
+    `ValueError` for fewer trials than folds, for a trial without truth and for an LLM without changes."""
     if llm is not None and change_penalty == np.inf:
         raise ValueError('change_penalty is infinite; with an LLM it must be finite: both learn from word errors')
     trials = [_learned(i, x) for i, x in enumerate(lists)]

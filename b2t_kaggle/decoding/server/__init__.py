@@ -62,9 +62,8 @@ def serve(
     stop: threading.Event | None = None,   # Set by another thread to end
     **options,                             # Further options of `connect`
 ) -> None:
-    """Answer the official Redis streams with a decoder, until `stop` or an interrupt.
-
-    Raises `PermissionError` where Redis does not let us in, `RuntimeError` where another server is there already."""
+    """Answer the official Redis streams with a decoder, until `stop` or an interrupt. Raises `PermissionError` where
+    Redis does not let us in, `RuntimeError` where another server is there already."""
     stop = stop or threading.Event()
     with connect(host, port, **options) as r:
         connection = RedisConnection(r, OnlineDecoder(decoder, rescorer))
