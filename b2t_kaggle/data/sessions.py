@@ -230,16 +230,9 @@ def _check_range(raw: dict, dtype: np.dtype, subset: list[int] | None) -> Iterat
         yield _Fault('input_features', f'the value {largest:g}', f'at most {limit:g}, the largest {dtype}',
                      'store the wider type (--set data.dtype=float32)')
 
-def _problems(
-    raw: dict,
-    file: str | Path,
-    key: str,
-    session: str,
-    split: str,
-    dtype: str = 'float32',          # Type that features are to be stored in
-    subset: list[int] | None = None, # Features that are to be stored; none means all
-) -> list[Problem]:
-    "Everything that is wrong with one trial."
+def _problems(raw: dict, file: str | Path, key: str, session: str, split: str, dtype: str = 'float32',
+              subset: list[int] | None = None) -> list[Problem]:
+    "Everything that is wrong with one trial, of which a subset of features, or all, is to be stored in a type."
     faults = list(_check_types(raw, split, n_features(session)))
     checked = set(_fields(split)) - {f.field for f in faults}
     faults += _check_session(raw, session, checked)

@@ -89,15 +89,8 @@ def _check_subset(feature_subset: list[int] | None, n: int) -> list[int] | None:
     return subset
 
 # %% ../../nbs/data/03_store.ipynb #c011
-def _recipe(
-    data_dir: Path,
-    split: str,
-    dtype: str | np.dtype,
-    sessions: list[str] | None,
-    drop_instructions: bool,
-    bad_trials: dict | None,
-    feature_subset: list[int] | None,
-) -> dict[str, Any]:
+def _recipe(data_dir: Path, split: str, dtype: str | np.dtype, sessions: list[str] | None, drop_instructions: bool,
+            bad_trials: dict | None, feature_subset: list[int] | None) -> dict[str, Any]:
     "Everything that decides the contents of a store, as JSON can hold it."
     sessions = _check_sessions(data_dir, sessions)
     return dict(

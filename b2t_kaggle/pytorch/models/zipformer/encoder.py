@@ -78,13 +78,8 @@ def _set_sizes(
         raise ValueError(f'encoder_unmasked_dim = {encoder.encoder_unmasked_dim} must nowhere be larger than '
                          f'encoder_dim = {encoder.encoder_dim}')
 
-def _stacks(
-    encoder: 'Zipformer2', # With its sizes
-    pos_dim: int,          # This and the rest as in `Zipformer2`
-    dropout: FloatLike,
-    warmup_batches: float,
-    causal: bool,
-) -> nn.ModuleList:
+def _stacks(encoder: 'Zipformer2', pos_dim: int, dropout: FloatLike, warmup_batches: float,
+            causal: bool) -> nn.ModuleList:
     "The stacks of an encoder."
     e = encoder
     stacks = nn.ModuleList()
