@@ -12,7 +12,7 @@ from ..config import PRESETS
 from ..config import preset as config_of
 from ..devices.machine import ACCELERATORS, DeviceError
 from ..devices.report import describe
-from ..training.hours import hours_line, read_table
+from ..training.hours import measured_hours, read_table
 
 # %% ../../nbs/cli/18_devices.ipynb #c004
 def _self_test(accelerator: str, names: str, path: str | None) -> None:
@@ -41,4 +41,4 @@ def devices(accelerator, names, path, table):
     if table is None: return click.echo(describe())
     try: measured = read_table(table)
     except ValueError as e: raise click.ClickException(str(e)) from None
-    for name in (n for n in PRESETS if n in measured.steps): click.echo(hours_line(config_of(name), name, measured))
+    for name in (n for n in PRESETS if n in measured.steps): click.echo(measured_hours(config_of(name), name, measured))

@@ -13,10 +13,10 @@ import click
 
 from .options import EXISTING_FOLDER, FILE, FOLDER, Choice, preset_option, set_option
 from .verbs import Group
-from ..config import preset, with_overrides
+from ..config import Config, preset, with_overrides
 from ..core.files import format_size
 from ..core.messages import with_command_name
-from ..devices.kaggle import KAGGLE_ACCELERATORS, kaggle_accelerator
+from ..devices.kaggle import KAGGLE_ACCELERATORS, KaggleAccelerator, kaggle_accelerator
 from ..kaggle.client import connect
 from ..kaggle.cycle import Cycle, by_hand, report
 from ..kaggle.cycle import go as carry_out
@@ -32,6 +32,7 @@ from b2t_kaggle.kaggle.publish import (
     write_kernel,
 )
 from ..kaggle.wheels import Image, build_wheels
+from ..training.hours import hours_line, read_table
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c005
 def _images() -> str:
@@ -145,6 +146,11 @@ def dataset(folder, name, title, licence, message, push):
     _publish(dataset_command(folder, message), push)
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c014
+def _hours(cfg: Config, preset_: str, machine: KaggleAccelerator, path: str | None) -> str:
+    "A line about the hours of a training, by the steps of a table where there is one; empty for neither."
+    try: return hours_line(cfg, preset_, machine.chip, machine.chips, read_table(path) if path else None)
+    except ValueError as e: raise click.ClickException(str(e)) from None
+
 @kaggle.command()
 @click.option('--accelerator', required=True, type=_Accelerator(),
               help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
@@ -161,13 +167,17 @@ def dataset(folder, name, title, licence, message, push):
 @click.option('--retry', is_flag=True, help='Push a notebook that failed once more, with the kit as it is now.')
 @click.option('--print', 'is_printed', is_flag=True, help='Only write the notebooks, and print commands and clicks.')
 @click.option('-o', '--output', type=FOLDER, help='The folder of the cycle. Default: kaggle-SLUG.')
-def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry, is_printed, output):
+@click.option('--from', 'table', type=click.Path(exists=True, dir_okay=False), metavar='FILE',
+              help='Tell the hours of the training by steps that `b2t devices --test --json` measured.')
+def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry, is_printed, output, table):
     """Train on Kaggle, and make a submission.
 
     Wheels of the kit become a dataset; a notebook trains, is pushed again with its output until the training is over;
     another one decodes; its CSV is fetched and checked. What is done is not done again: killed at any moment, the same
     line goes on."""
-    with_overrides(preset(preset_), overrides) # Kaggle would find a mistake hours later
+    cfg = with_overrides(preset(preset_), overrides) # Kaggle would find a mistake hours later
+    line = _hours(cfg, preset_, kaggle_accelerator(accelerator), table) if table or is_printed else ''
+    if line: click.echo(line)
     api = None if is_printed else connect()
     name = name or default_name(accelerator, preset_)
     name = full_id(name, name) if api is None or '/' in name else f'{api.get_config_value("username")}/{name}'

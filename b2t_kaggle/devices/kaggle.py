@@ -23,6 +23,11 @@ class KaggleAccelerator:
     chips: int = 0
     memory_gb: float = 0    # Of a chip [GB]
 
+    @property
+    def chip(self) -> str:
+        "The name of one of its chips, such as `T4`."
+        return re.sub(r'( x|-)\d+$', '', self.name)
+
 KAGGLE_ACCELERATORS = {a.name: a for a in (
     KaggleAccelerator('cpu', 'cpu', 12),
     KaggleAccelerator('T4 x2', 'gpu', 9, 30, 'NvidiaTeslaT4', 2, 16),

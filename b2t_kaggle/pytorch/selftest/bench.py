@@ -97,6 +97,11 @@ class Bench:
         "Whether models are small: on a processor, through XLA or not."
         return self.device.kind == 'cpu' or os.environ.get('PJRT_DEVICE') == 'CPU'
 
+    @property
+    def n_used(self) -> int:
+        "Devices that share a step of `trainer`: all cores of a TPU, or one GPU."
+        return self.device.n_devices if self.device.kind == 'xla' else 1
+
     @cached_property
     def precisions(self) -> tuple[str, ...]:
         "Precisions that the device computes, float32 first."

@@ -71,7 +71,9 @@ def work(
     os.dup2(2, 1)
     with tempfile.TemporaryDirectory(dir=folder) as d:
         bench = Bench(accelerator, Path(d))
-        try: device = dict(event='device', device=str(bench.device), packages=detect().packages)
+        try:
+            device = dict(event='device', device=str(bench.device), chip=bench.device.name, n_chips=bench.n_used,
+                          packages=detect().packages)
         except DeviceError as e: device = dict(event='device', error=str(e))
         told.write(json.dumps(device) + '\n')
         if 'error' in device: return
@@ -86,6 +88,8 @@ _START = 120   # Seconds until a device is known
 class Report:
     "Findings about a device."
     device: str = ''
+    chip: str = ''
+    n_chips: int = 1 # That share a step
     packages: dict[str, str] = field(default_factory=dict)
     rows: list[dict] = field(default_factory=list)
     seconds: float = 0
@@ -161,7 +165,7 @@ def _run_some(report: Report, worker: _Worker, left: list[str], bar: tqdm, limit
         n_events += 1
         if event['event'] == 'device':
             if 'error' in event: raise DeviceError(event['error'])
-            report.device, report.packages = event['device'], event['packages']
+            for key in ('device', 'chip', 'n_chips', 'packages'): setattr(report, key, event[key])
             bar.write(report.device)
         elif event['event'] == 'begin':
             if time.monotonic() > limit: return

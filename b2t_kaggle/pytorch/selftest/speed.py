@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...config import Config
-from ...data.batches import prefetch
+from ...config import Config, with_overrides
 from ...data.sentences import Writer
 from ...decoding.decoder import LexiconBeamDecoder
 from ...lm.automaton import load_ngram
@@ -39,7 +38,7 @@ def _seconds_a_step(t: Trainer, n: int, n_warm: int = 3) -> float:
     "Median of some steps, with what they wait for batches."
     times = []
     begin = time.perf_counter()
-    for micro_batches, days in prefetch(map(t.loader, range(t.step, t.step + n_warm + n))):
+    for micro_batches, days in t.loader.batches(range(t.step, t.step + n_warm + n)):
         result = t.train_step(micro_batches, days)
         _finish(t)
         now = time.perf_counter()
@@ -58,14 +57,10 @@ def _step(bench: Bench, name: str, n: int) -> Finding:
     cfg = _step_config(bench, name)
     seconds = _seconds_a_step(bench.trainer(cfg), n)
     if bench.small: return measured(f'{name}, reduced, {bench.rows} trials', 1e3*seconds, 'ms a step')
-    estimate = step_seconds(cfg, bench.device.name, bench.device.precision, _n_used(bench))
+    estimate = step_seconds(cfg, name, bench.device.name, bench.device.precision, bench.n_used)
     as_ms = None if estimate is None else tuple(1e3*s for s in estimate)
     what = f'{name}, 64 trials, {bench.device.precision}'
     return measured(what, 1e3*seconds, 'ms a step', as_ms, step_of=name)
-
-def _n_used(bench: Bench) -> int:
-    "Devices that the bench's trainer uses."
-    return bench.device.n_devices if bench.device.kind == 'xla' else 1
 
 @check('step', 'see whether another program uses the device (nvidia-smi), and whether it lowers its clock')
 def step(bench: Bench) -> Iterator[Finding]:
@@ -76,7 +71,7 @@ def step(bench: Bench) -> Iterator[Finding]:
 def memory(bench: Bench) -> Iterator[Finding]:
     "Largest memory of a training step against its estimate."
     if bench.device.kind != 'cuda': raise Skipped('the peak of memory is known on CUDA alone')
-    cfg = _step_config(bench, 'official')
+    cfg = with_overrides(_step_config(bench, 'official'), {'data.on_device': False})
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -119,12 +114,14 @@ def _rate(make: Callable[[int], int], seconds: float) -> float:
 @check('loading', 'put the packed store on a local disk; another program may use the processor')
 def loading(bench: Bench) -> Iterator[Finding]:
     "Trials that are loaded in a second."
-    t = bench.trainer(_step_config(bench, 'official'))
-    def load(i):
-        micro_batches, _ = t.loader(i)
-        _finish(t)
-        return sum(len(m.batch.trials) for m in micro_batches)
-    yield measured('trials', _rate(load, .3 if bench.small else 3), 'a second')
+    for place, on_device in (('the host', False), ('the device', None)):
+        t = bench.trainer(with_overrides(_step_config(bench, 'official'), {'data.on_device': on_device}))
+        if on_device is None and not t.loader.on_device: return
+        def load(i, t=t):
+            micro_batches, _ = t.loader(i)
+            _finish(t)
+            return sum(len(m.batch.trials) for m in micro_batches)
+        yield measured(f'trials in the memory of {place}', _rate(load, .3 if bench.small else 3), 'a second')
 
 # %% ../../../nbs/pytorch/selftest/04_speed.ipynb #c010
 def _sentences(n: int) -> list[str]:
