@@ -246,7 +246,7 @@ def find_tpu(
 
 # %% ../../nbs/devices/01_machine.ipynb #c030
 TENSORFLOW_PACKAGES = ('tensorflow-tpu', 'tensorflow', 'tensorflow-cpu')
-PACKAGES = ('torch', 'torch_xla', 'libtpu', 'libtpu-nightly', *TENSORFLOW_PACKAGES)
+PACKAGES = ('torch', 'torch_xla', 'torch_tpu', 'libtpu', 'libtpu-nightly', *TENSORFLOW_PACKAGES)
 
 def _version(package: str) -> str | None:
     try: return metadata.version(package)
@@ -371,7 +371,7 @@ def join_clauses(
     return '; '.join(clause for clause in clauses if clause)
 
 # %% ../../nbs/devices/01_machine.ipynb #c041
-ACCELERATORS = ('auto', 'cpu', 'cuda', 'tpu', 'xla')
+ACCELERATORS = ('auto', 'cpu', 'cuda', 'tpu', 'xla', 'torch_tpu')
 PRECISIONS = ('auto', 'float32', 'bfloat16', 'float16')
 NO_TPU = ('no TPU here: no variable, device file or PCI device of one was found; on Kaggle choose a TPU as the '
           'accelerator of the session, or set train.accelerator=auto')

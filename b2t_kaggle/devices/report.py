@@ -11,6 +11,7 @@ from collections.abc import Callable
 from .machine import Detected, Device, DeviceError, detect, format_table
 from .tensorflow import plan_tensorflow
 from .torch import plan_torch
+from .tpu_runtime import torch_tpu_line
 
 # %% ../../nbs/devices/06_report.ipynb #c005
 def _hints(d: Detected) -> list[str]:
@@ -35,7 +36,8 @@ def _plans(d: Detected) -> list[tuple[str, str]]:
     if 'torch' in d.packages: torch = _try(plan_torch, d)
     torch_xla = 'not installed; only a TPU needs it'
     if d.tpu or 'torch_xla' in d.packages: torch_xla = _try(plan_torch, d, 'xla')
-    return [('torch', torch), ('torch_xla', torch_xla), ('tensorflow', _try(plan_tensorflow, d))]
+    return [('torch', torch), ('torch_xla', torch_xla), ('torch_tpu', torch_tpu_line(d)),
+            ('tensorflow', _try(plan_tensorflow, d))]
 
 def describe(
     d: Detected | None = None, # Facts of the machine; None detects them

@@ -21,6 +21,7 @@ from ..devices.interrupts import ended_when_asked, noted_interrupt
 from ..devices.machine import n_cores
 from ..devices.processes import end_with_parent, own_code, own_python
 from ..devices.torch import pick_torch
+from ..devices.tpu_runtime import prepare_torch_tpu_processes
 from .parallel import in_torchrun
 from .trainer import train
 from ..training.loop import kept_batches
@@ -152,12 +153,13 @@ def train_here(
     """`train` on what this machine has: in this process, or in one for each of its GPUs, in `train.processes` on a CPU,
     and with other machines."""
     device = pick_torch(cfg.train.accelerator, cfg.train.precision)
-    n_processes = dict(cuda=device.n_devices, cpu=cfg.train.processes).get(device.kind, 1)
+    n_processes = dict(xla=1, cpu=cfg.train.processes).get(device.kind, device.n_devices)
     with_others = several_machines()
     if in_torchrun() or (n_processes == 1 and not with_others):
         return train_of(cfg)(store, store_val, cfg, out_dir, progress)
     if with_others and device.kind == 'xla':
         raise TrainingError('several machines train together on GPUs or CPUs, not on TPUs; unset PET_NNODES')
+    if device.kind == 'tpu': prepare_torch_tpu_processes(n_processes)
     return launch(n_processes, store, store_val, cfg, out_dir, progress)
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c019

@@ -286,7 +286,7 @@ def _to_continue(trainer: 'Trainer') -> dict:
 # %% ../../nbs/pytorch/11_trainer.ipynb #c311
 def _refuse(cfg: Config, backend: Backend) -> None:
     "Raises `TrainingError` for a choice that PyTorch, or this device, does not have."
-    if cfg.train.compile and backend.static_shapes:
+    if cfg.train.compile and backend.device.kind == 'xla':
         raise TrainingError('train.compile = true is for CPUs and GPUs; XLA compiles by itself, so set it to false')
     if cfg.train.profile:
         raise TrainingError(f'train.profile = {cfg.train.profile} is for the profiler of TensorFlow; with '
