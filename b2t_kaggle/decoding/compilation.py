@@ -58,7 +58,8 @@ def compile_search() -> None:
         warnings.simplefilter('ignore') # There is too little text
         lm = load_ngram(build_ngram(['how are you'], d/'lm.arpa', order=2, estimator='own'))
         decoder = LexiconBeamDecoder(build_lexicon(['how', 'are', 'you']), lm)
-        decoder.decode(np.full((9, len(PHONEMES)), -np.log(len(PHONEMES))))
+        frames = np.full((9, len(PHONEMES)), -np.log(len(PHONEMES)))
+        for boost in ({}, {'how are': 1.}): decoder.with_boost(boost).decode(frames)
     write_whole(marker(), '')
 
 def _compile_beside() -> None:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.jit import njit
+from ..core.jit import borrowed, njit
 from .histories import HistoryScorer, fuse, fuse_at_end, llm_scores
 from .lexicon import Trie, count_bits, flatten, lowest_bit
-from .scorers import NGramScorer, NGramView, score_word
+from .scorers import NGramScorer, NGramView, expect_word, score_word
 from ..lm.ngram import LN10
 from ..phonemes import BLANK
 
@@ -295,6 +295,17 @@ def _ask(asked, count, ngram_state, word):
 
 # %% ../../nbs/decoding/04_search.ipynb #c038
 @_jit
+def _expect_words(model, state, least):
+    "Announce the questions to the n-gram: its arcs are far away in memory, which fetches many of them at a time."
+    trie, ngram, _ = model
+    hyps, paths = state.hyps, state.paths
+    for i in range(state.counters[0].n_hyps):
+        if paths[i].score < least: continue
+        node = trie.nodes[hyps[i].node]
+        for k in range(node.first_word, node.first_word + node.n_words):
+            expect_word(ngram, hyps[i].state, trie.words[k])
+
+@_jit
 def _end_words(frame, model, state):
     "Complete words with SIL, back to the root; returns the number of candidates. Sets `overflow` if room is lacking."
     trie, ngram, options = model
@@ -305,6 +316,7 @@ def _end_words(frame, model, state):
     ahead = options.lm_weight*trie.nodes[0].ahead
     # What a word can add at most: an n-gram probability adds at most 0
     most = sil + options.word_score + options.most_bonus + ahead
+    _expect_words(model, state, frame.bound - most)
     for i in range(count.n_hyps):
         if paths[i].score + most < frame.bound: continue
         node = trie.nodes[hyps[i].node]
@@ -579,6 +591,7 @@ def _search_frame(scores, model, state):
 @_jit
 def _search_frames(scores, skip, t, model, state):
     "Search on from frame t; returns the frame where it stopped: at the end, or where something must be provided."
+    scores, skip, model, state = borrowed((scores, skip, model, state))
     count = state.counters[0]
     while t < len(scores):
         if len(state.arena) < count.n_entries + 2*(model.options.beam + count.room): break
