@@ -20,7 +20,7 @@ class Skipped(Exception):
 class Finding:
     "A line of the table."
     what: str            # Which was compared or measured
-    figure: float        # Found
+    figure: float | None # Found; None where nothing could be measured
     unit: str = ''       # Of the figure; empty for a relative difference
     passed: bool = True
     expected: str = ''   # Tolerance or estimate, in words

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ...config.groups import AugmentConfig
 from ..augment import add_noise, time_mask
 from ..evaluate import ctc_losses, logits_of
-from .bench import Bench, relative
+from .bench import Bench, relative, scale_of, set_scale
 from .checks import Check, Finding, check, within
 from ..trainer import Trainer, _all_gradients
 
@@ -40,15 +40,14 @@ def _gradients(t: Trainer) -> tuple[np.ndarray, np.ndarray]:
     losses = _all_gradients(t, micro_batches)
     grads = [p.grad.detach() if p.grad is not None else torch.zeros_like(p) for p in t.model.parameters()]
     t.backend.end_step()
-    scale = t.scaler.get_scale() if t.scaler else 1.
     order = np.argsort(np.concatenate([m.batch.trials for m in micro_batches]))
     values = np.concatenate([terms['loss'].float().cpu().numpy() for terms in losses])[order]
-    return values, np.concatenate([g.float().cpu().numpy().ravel() for g in grads]) / scale
+    return values, np.concatenate([g.float().cpu().numpy().ravel() for g in grads]) / scale_of(t)
 
 def _compare(bench: Bench, name: str, precision: str, expected: tuple) -> Iterator[Finding]:
     "Findings about a preset in one precision."
     t = bench.trainer(bench.config(name, still=True), precision)
-    if t.scaler: t.scaler.load_state_dict(t.scaler.state_dict() | dict(scale=256.))
+    set_scale(t, 256.)
     found = (_logits(t), *_gradients(t))
     near, gradients = TOLERANCES[precision]
     for part, x, y, limit in zip(('logits', 'loss', 'gradients'), found, expected, (near, near, gradients)):

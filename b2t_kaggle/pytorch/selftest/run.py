@@ -7,6 +7,7 @@ __all__ = ['CHECKS', 'LIMIT', 'events', 'work', 'Report', 'run', 'row_line', 'su
 
 # %% ../../../nbs/pytorch/selftest/05_run.ipynb #c003
 import json
+import math
 import os
 import subprocess
 import sys
@@ -104,7 +105,10 @@ class Report:
     def add(self, check: str, result: str, seconds: float, **found) -> dict:
         "A row more."
         row = dict(check=check, result=result, what='', figure=None, unit='', expected='', ratio=None, step_of='')
-        self.rows.append(row | found | dict(seconds=round(seconds, 2)))
+        row |= found | dict(seconds=round(seconds, 2))
+        if row['figure'] is not None and not math.isfinite(row['figure']): # JSON has no such numbers
+            row |= dict(what=f'{row["what"]} is {row["figure"]}', figure=None)
+        self.rows.append(row)
         return self.rows[-1]
 
 class _Worker:

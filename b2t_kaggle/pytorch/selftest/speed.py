@@ -25,14 +25,16 @@ from .bench import Bench, preset_names, relative, sized
 from .checks import Finding, Skipped, check, measured, within
 from ..trainer import Trainer
 from ...training.hours import step_seconds
-from ...training.memory import step_memory
+from ...training.memory import is_oom, step_memory
 
 # %% ../../../nbs/pytorch/selftest/04_speed.ipynb #c005
 def _finish(t: Trainer) -> None:
     "Wait until the device has computed what it was given."
     t.backend.end_step()
     if t.backend.device.kind == 'cuda': torch.cuda.synchronize()
-    if t.backend.device.kind == 'xla': t.backend.xla.sync(wait=True)
+    if t.backend.device.kind == 'xla':
+        from torch_xla.core.xla_model import wait_device_ops
+        wait_device_ops()
 
 def _seconds_a_step(t: Trainer, n: int, n_warm: int = 3) -> float:
     "Median of some steps, with what they wait for batches."
@@ -50,7 +52,7 @@ def _seconds_a_step(t: Trainer, n: int, n_warm: int = 3) -> float:
 def _step_config(bench: Bench, name: str) -> Config:
     "A preset with the batches of a run; on a processor with small ones."
     if bench.small: return bench.config(name)
-    return sized(name, False, **{'data.batch_size': 64})
+    return with_overrides(sized(name, False), {'data.batch_size': 64})
 
 def _step(bench: Bench, name: str, n: int) -> Finding:
     "The time of a preset's step."
@@ -58,7 +60,7 @@ def _step(bench: Bench, name: str, n: int) -> Finding:
     seconds = _seconds_a_step(bench.trainer(cfg), n)
     if bench.small: return measured(f'{name}, reduced, {bench.rows} trials', 1e3*seconds, 'ms a step')
     estimate = step_seconds(cfg, name, bench.device.name, bench.device.precision, bench.n_used)
-    as_ms = None if estimate is None else tuple(1e3*s for s in estimate)
+    as_ms = None if estimate is None else (1e3*estimate[0], 1e3*estimate[1])
     what = f'{name}, 64 trials, {bench.device.precision}'
     return measured(what, 1e3*seconds, 'ms a step', as_ms, step_of=name)
 
@@ -96,9 +98,10 @@ def other_steps(bench: Bench) -> Iterator[Finding]:
     for name in preset_names()[1:]:
         if name in _AS_FAST: continue
         try: yield _step(bench, name, 5)
-        except torch.OutOfMemoryError:
-            yield Finding(f'{name}, 64 trials', np.inf, 'GiB', True, 'does not fit; raise train.accumulate')
-            torch.cuda.empty_cache()
+        except (RuntimeError, MemoryError) as e:
+            if not is_oom(e): raise
+            yield Finding(f'{name}, 64 trials: does not fit', None, '', True, 'train.accumulate=2 halves its memory')
+        if bench.device.kind == 'cuda': torch.cuda.empty_cache()
 
 # %% ../../../nbs/pytorch/selftest/04_speed.ipynb #c008
 def _rate(make: Callable[[int], int], seconds: float) -> float:

@@ -26,7 +26,7 @@ from ...data.store import TrialStore
 from ...devices.processes import own_python
 from ...devices.torch import pick_torch
 from ..parallel import DDP, start
-from .bench import Bench, relative, take
+from .bench import Bench, relative, scale_of, set_scale, take
 from .checks import Finding, Skipped, check, within
 from ..trainer import Trainer
 
@@ -41,11 +41,16 @@ def weights(
     "All weights of a run, one after the other."
     return np.concatenate([p.detach().float().cpu().numpy().ravel() for p in trainer.model.parameters()])
 
+def _weights_after(trainer: Trainer, n: int) -> np.ndarray:
+    "All weights after some steps `[P]`."
+    take(trainer, n)
+    return weights(trainer)
+
 def _follows(bench: Bench, precision: str) -> Finding:
     "The finding about some steps in 16 bits, none of which is skipped."
     cfg = bench.config('official', still=True)
     low = bench.trainer(cfg, precision)
-    if low.scaler: low.scaler.load_state_dict(low.scaler.state_dict() | dict(scale=256.))
+    set_scale(low, 256.)
     results = take(low, 4)
     skipped = sum(r.skipped for r in results)
     off = relative(_losses(results), _losses(take(bench.on_processor(cfg), 4)))
@@ -63,14 +68,14 @@ def float16(bench: Bench) -> Iterator[Finding]:
     if 'float16' not in bench.precisions: raise Skipped('float16 is for GPUs, TPUs compute bfloat16')
     yield _follows(bench, 'float16')
     t = bench.trainer(bench.config('official', still=True), 'float16')
-    t.scaler.load_state_dict(t.scaler.state_dict() | dict(scale=2.**60))
+    set_scale(t, 2.**60)
     before = weights(t)
     result, = take(t, 1)
     yield within('an overflow: change of the weights', relative(weights(t), before), 0)
     yield Finding('an overflow: the step is skipped', int(result.skipped), '', result.skipped, '1')
-    factor = t.scaler.get_scale()/2.**60
+    factor = scale_of(t)/2.**60
     yield Finding('an overflow: factor of the scale', factor, '', factor == .5, '0.5')
-    t.scaler.load_state_dict(t.scaler.state_dict() | dict(scale=256.))
+    set_scale(t, 256.)
     go_on = take(t, 2)
     changed = relative(weights(t), before)
     yield Finding('after it: change of the weights in 2 steps', changed, '',
@@ -127,8 +132,7 @@ def take_as_rank(
                                          rank=int(os.environ['RANK']), world_size=int(os.environ['WORLD_SIZE']))
     backend = DDP(pick_torch(options['accelerator'], 'float32'))
     t = Trainer(store, None, cfg, backend)
-    take(t, 3)
-    found = weights(t)
+    found = _weights_after(t, 3)
     if backend.is_main_process: np.save(folder/'weights.npy', found)
     backend.gather(0)
     backend.close()
@@ -155,13 +159,11 @@ def processes(bench: Bench) -> Iterator[Finding]:
     cfg = bench.config('official', still=True)
     if bench.device.kind == 'xla':
         if bench.device.n_devices < 2: raise Skipped('there is one XLA device')
-        t, one = bench.trainer(cfg, 'float32'), bench.on_processor(cfg)
-        for trainer in (t, one): take(trainer, 3)
-        yield within(f'SPMD over {bench.device.n_devices} devices: weights', relative(weights(t), weights(one)), 1e-3)
+        found, one = (_weights_after(t, 3) for t in (bench.trainer(cfg, 'float32'), bench.on_processor(cfg)))
+        yield within(f'SPMD over {bench.device.n_devices} devices: weights', relative(found, one), 1e-3)
         return
-    one = bench.trainer(cfg, 'float32')
-    take(one, 3)
-    yield within(f'{_group(bench)}: weights after 3 steps', relative(_processes(bench, cfg), weights(one)), 1e-4)
+    one = _weights_after(bench.trainer(cfg, 'float32'), 3)
+    yield within(f'{_group(bench)}: weights after 3 steps', relative(_processes(bench, cfg), one), 1e-4)
 
 # %% ../../../nbs/pytorch/selftest/03_training.ipynb #c012
 def train_until_killed(
@@ -204,13 +206,12 @@ def _dropped(bench: Bench, cfg: Config) -> Path:
 def resume(bench: Bench) -> Iterator[Finding]:
     "A run that is killed and continued against two that are not."
     cfg = bench.config('official')
-    whole = [bench.trainer(cfg) for _ in range(2)]
-    first, second = (take(t, 6) and weights(t) for t in whole)
+    first, second = (_weights_after(bench.trainer(cfg), 6) for _ in range(2))
     last = (_dropped if bench.device.kind == 'xla' or sys.platform == 'win32' else _killed)(bench, cfg)
     saved = torch.load(last, weights_only=True, map_location='cpu')
     again = bench.trainer(cfg, checkpoint=last)
     again.step = saved['step']
-    take(again, 6 - again.step)
+    continued = _weights_after(again, 6 - again.step)
     between = relative(first, second)
     yield within('two runs without an interruption: weights', between, 1e-4)
-    yield within('killed and continued: weights', relative(weights(again), first), 4*between)
+    yield within('killed and continued: weights', relative(continued, first), 4*between)
