@@ -82,6 +82,8 @@ BASES = {
     'checkpoint': {'infer.checkpoint': 'FILE'},
     'logits': {'infer.logits': 'FILE'},
     'audio LLM': {'audio.llm': 'FILE'},
+    'participant': {'model.participants': {'t15': 512}},
+    'frozen': {'train.init_checkpoint_path': 'FILE'},
     'inner layers': {'model.n_layers': 3, 'model.inter_ctc_layers': [1], 'train.inter_ctc': .5},
 }
 # Keys, or the begins of their names, that mean nothing in most configurations
@@ -90,7 +92,7 @@ BASE_OF = {
     'train.ema': 'systems', 'train.lr_eden': 'average', 'train.swa': 'average', 'infer.logits': 'logits',
     'infer.average': 'logits', 'infer.weights': 'logits', 'infer': 'checkpoint', 'audio': 'audio LLM',
     'generate': 'audio LLM', 'model.inter_ctc': 'inner layers', 'model.self': 'inner layers',
-    'train.inter_ctc': 'inner layers',
+    'train.inter_ctc': 'inner layers', 'data.shares': 'participant', 'train.frozen': 'frozen',
 }
 # Values that follow from no other one
 OTHER = {
@@ -99,6 +101,8 @@ OTHER = {
     'data.feature_subset': [*range(1, 512), 0],
     'data.must_include_days': [0],
     'model.name': 'triple_gru',
+    'model.participants': {'t15': 512},
+    'data.shares': {'t15': 1.},
 }
 # What a stage says, and does nothing with
 PRINTED = {('infer', 'train.refit')}

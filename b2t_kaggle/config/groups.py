@@ -53,9 +53,14 @@ class SimulateConfig(Section):
     "Same seed, same bytes."
 
 # %% ../../nbs/config/03_groups.ipynb #c010
+def _one_or_many(value):
+    "A folder for a list of one."
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
 class DataConfig(Section):
-    dataset_dir: Annotated[InputPath | None, MayChange()] = None
-    "Folder with the `t15.YYYY.MM.DD` session folders; none means: simulate."
+    dataset_dir: Annotated[InputPath | list[InputPath] | None, BeforeValidator(_one_or_many), MayChange()] = None
+    ("Folder with the `t15.YYYY.MM.DD` session folders; none means: simulate. A list of several, one for each "
+     "participant: all are trained and validated on, test and the submission are those of the first.")
     sessions: list[str] | None = None
     "Sessions in chronological order; none means every session found."
     drop_instructions: bool = False
@@ -72,6 +77,9 @@ class DataConfig(Section):
     "Distinct recording days in a training batch, so that updates of a day's layer are not too noisy."
     must_include_days: list[int] | None = None
     "Days that every training batch contains; negative numbers count from the end."
+    shares: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
+    ("Part of each participant in every training batch, and in `days_per_batch`, such as {t12: 0.25, t15: 0.75}; none "
+     "draws from the days of all alike.")
     n_buckets: int = Field(8, ge=1)
     "Length buckets: a compiler sees at most this many batch shapes."
     eval_batch_size: Annotated[int, MayChange(), SameResult()] = Field(64, ge=1)
@@ -79,6 +87,12 @@ class DataConfig(Section):
     on_device: Annotated[bool | None, ChangesNothing(), Only('pytorch')] = None
     ("Keep the training trials in the memory of the device, and gather batches there; none means on a GPU or TPU where "
      "they fit beside a step.")
+
+    @property
+    def folders(self) -> list[Path]:
+        "The folders of `dataset_dir`; none where sessions are simulated."
+        if self.dataset_dir is None: return []
+        return self.dataset_dir if isinstance(self.dataset_dir, list) else [self.dataset_dir]
 
     @property
     def known_sessions(self) -> list[str]:
@@ -233,12 +247,22 @@ class TrainConfig(_StepsConfig):
     profile: Annotated[int, MayChange(), SameResult(), Only('tensorflow')] = Field(0, ge=0)
     "Batches, from the tenth on, that TensorFlow's profiler records for TensorBoard; 0 means none."
     init_checkpoint_path: InputPath | None = None
-    "Checkpoint whose weights training starts from."
+    ("Checkpoint whose weights training starts from. Layers of days and participants that it does not know begin as "
+     "the identity.")
+    frozen: Annotated[bool, Only('pytorch')] = False
+    "Whether layers per day and per participant alone are trained, and all others stay as in `init_checkpoint_path`."
     log: Annotated[_Trackers | None, ChangesNothing()] = None
     ("Trackers that see the curves while it trains: tensorboard, wandb (Weights & Biases), mlflow, with commas between "
      "them. None: TensorBoard where TensorFlow trains, no tracker where PyTorch does; []: no tracker.")
     time_budget: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
     "Minutes after which training stops, saves, and lets the pipeline go on."
+
+    @model_validator(mode='after')
+    def _frozen_weights_are_given(self):
+        if self.frozen and self.init_checkpoint_path is None:
+            raise ValueError('train.frozen is true, and train.init_checkpoint_path names no checkpoint whose weights '
+                             'are to stay; name one')
+        return self
 
     @model_validator(mode='after')
     def _refit_is_reached(self):
@@ -547,6 +571,24 @@ class Config(Section):
         return self
 
     @model_validator(mode='after')
+    def _participants_are_known(self):
+        data, known = self.data, self.model.participants
+        if len(data.folders) > 1 and not known:
+            raise ValueError(f'data.dataset_dir names {len(data.folders)} folders, of several participants, and '
+                             'model.participants none; set it, such as {t12: 256, t15: 512}')
+        if known and data.feature_subset is not None:
+            raise ValueError('data.feature_subset chooses features of one participant, and model.participants is set; '
+                             'set one of them to its default')
+        if not data.shares: return self
+        if data.shares.keys() != known.keys() or abs(sum(data.shares.values()) - 1) > 1e-6:
+            raise ValueError(f'data.shares = {data.shares} must add up to 1 and have a part for each of '
+                             f'model.participants, {", ".join(known) or "which is not set"}')
+        if data.must_include_days:
+            raise ValueError(f'data.must_include_days = {data.must_include_days} counts the days of one participant; '
+                             'set it to null, or data.shares to {}')
+        return self
+
+    @model_validator(mode='after')
     def _inner_layers_have_a_use(self):
         layers, weights = self.model.inter_ctc_layers, self.train.inter_ctc
         if isinstance(weights, list) and len(weights) != len(layers):
@@ -567,8 +609,10 @@ class Config(Section):
     @model_validator(mode='after')
     def _electrodes_are_known(self):
         if not self.augment.channel_masks or self.augment.channel_mask_by == 'feature': return self
-        if self.data.feature_subset is None and self.model.neural_dim % 2 == 0: return self
+        same_width = all(n == self.model.neural_dim for n in self.model.participants.values())
+        if self.data.feature_subset is None and self.model.neural_dim % 2 == 0 and same_width: return self
         found = 'data.feature_subset' if self.data.feature_subset is not None else 'an odd model.neural_dim'
+        if not same_width: found = f'model.participants = {self.model.participants}'
         raise ValueError(f'augment.channel_mask_by = electrode takes the first half of the features for threshold '
                          f'crossings and the second for power, and found {found}; set augment.channel_mask_by=feature')
 

@@ -55,7 +55,7 @@ def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, tar
 
     from b2t_kaggle.pytorch.checkpoint import save_atomic, save_official
     from b2t_kaggle.pytorch.models import build_model
-    model = build_model(cfg.model, len(cfg.data.known_sessions))
+    model = build_model(cfg.model, len(cfg.data.known_sessions), cfg.data.known_sessions)
     model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()})
     if target.suffix != '.pt' and seen_val_from(metrics) is not None:
         raise CheckpointError(f'{target}: the official form cannot say that a model was trained on val (train.refit); '

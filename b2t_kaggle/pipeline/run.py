@@ -89,8 +89,8 @@ class Run(RunConfig):
     "A run's folder, configuration, keys and files."
     @property
     def data_dir(self) -> Path:
-        "The session folders: the configured ones, or the simulated ones."
-        return self.cfg.data.dataset_dir or self.work/f'simulated-{self.fingerprint("simulate")}'
+        "The folder of the sessions: the configured one, the first of several, or the simulated one."
+        return next(iter(self.cfg.data.folders), self.work/f'simulated-{self.fingerprint("simulate")}')
 
     @property
     def packed_dir(self) -> Path:

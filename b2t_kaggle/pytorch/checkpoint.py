@@ -166,7 +166,8 @@ def _build_for(state: Mapping[str, Tensor], cfg: Config, path: Path) -> Encoder:
                               f'{cfg.model.neural_dim}, and no weight is wider than {widest}')
     n = 4*sum(w.numel() for w in state.values()) + SMALL_BYTES
     try:
-        with _at_most(n, path): return build_model(cfg.model, len(cfg.data.known_sessions))
+        sessions = cfg.data.known_sessions
+        with _at_most(n, path): return build_model(cfg.model, len(sessions), sessions)
     except (RuntimeError, MemoryError) as e: # Already one of its tensors is too large
         raise CheckpointError(f'{path}: the model of its configuration cannot be built ({_first_line(e)}); the '
                               'configuration is that of another model, or damaged') from None
@@ -197,7 +198,7 @@ def load_reference(
     a training. Raises `CheckpointError` where they do not fit."""
     content = load_file(path)
     torch.manual_seed(cfg.train.seed)
-    model = build_model(cfg.model, len(cfg.data.known_sessions))
+    model = build_model(cfg.model, len(cfg.data.known_sessions), cfg.data.known_sessions)
     try: part, weights = model.reference_weights(content)
     except ValueError as e: raise CheckpointError(f'{path}: {e}') from None
     load_state(part, weights, path)

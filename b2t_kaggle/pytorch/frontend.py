@@ -93,6 +93,7 @@ class Frontend(Encoder):
             raise ValueError(f'the batch has {T} bins, fewer than patch_size = {self.cfg.patch_size}; pad it, or leave '
                              'such short trials out')
         day_idx = check_days(x, day_idx)
+        if self.cfg.participants: x = self.by_participant(mask_padding(x, n_bins), day_idx, n_bins)
         if x.device.type != 'cpu': return self._padded(x, day_idx, n_bins)
         return self._packed(x, day_idx, trial_bins(x, n_bins))
 

@@ -72,15 +72,16 @@ class EncoderStream:
         self.model = model
         self.cfg = cfg
         self.day = torch.tensor([known.index(session)])
-        self.smoothing = SmoothingStream(cfg.augment, cfg.model.neural_dim)
+        self.n_features = cfg.model.features_of(session)
+        self.smoothing = SmoothingStream(cfg.augment, self.n_features)
 
     def push(self,
         bins: np.ndarray, # The next bins `[t, F]`; t may be 0
     ) -> np.ndarray:
         "Log-probabilities `[n, K]` of the n frames that are complete, if any. Raises `ValueError` for another shape."
         x = np.asarray(bins, dtype=np.float32)
-        if x.ndim != 2 or x.shape[1] != self.cfg.model.neural_dim:
-            raise ValueError(f'bins: found shape {list(x.shape)}, expected [t, {self.cfg.model.neural_dim}]')
+        if x.ndim != 2 or x.shape[1] != self.n_features:
+            raise ValueError(f'bins: found shape {list(x.shape)}, expected [t, {self.n_features}]')
         return self._encode(self.smoothing.push(torch.from_numpy(x)[None]))
 
     def finish(self) -> np.ndarray:

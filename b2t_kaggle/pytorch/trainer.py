@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Config
-from ..data.batches import Batch, Batcher, DayBalancedSampler, longest_in_batches, prefetch
+from ..data.batches import Batch, Batcher, DayBalancedSampler, ShareSampler, longest_in_batches, prefetch
+from ..data.sessions import participant_of
 from ..data.store import JointStore, TrialStore
 from ..devices.torch import pick_torch
 from .augment import Augment
@@ -34,8 +35,16 @@ from ..training import loop
 from ..training.checkpoints import CheckpointError
 from ..training.history import summarize
 from ..training.loop import StepResult, check_finite, fit, start_from
-from ..training.recipe import TrainingError, averaging_rate, draw_cut, learning_rates, refit_step, step_seed
-from ..training.trials import bucket_lengths, usable_trials
+from b2t_kaggle.training.recipe import (
+    TrainingError,
+    averaging_rate,
+    draw_cut,
+    is_per_participant,
+    learning_rates,
+    refit_step,
+    step_seed,
+)
+from ..training.trials import bucket_lengths, check_participants, usable_trials
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c010
 @dataclass
@@ -84,7 +93,11 @@ class BatchLoader:
         self.on_device = put_on_device(self.store, cfg, backend, buckets[-1], n_parameters, backend.is_main_process)
         if self.on_device: self.batcher = PlaceBatcher(self.on_device, self.batcher)
 
-    def _sampler(self, usable: np.ndarray, cfg: Config) -> DayBalancedSampler:
+    def _sampler(self, usable: np.ndarray, cfg: Config) -> DayBalancedSampler | ShareSampler:
+        if cfg.data.shares:
+            participants = np.array([participant_of(s) for s in self.store.sessions])[self.store.day[usable]]
+            return ShareSampler(self.store.day[usable], participants, cfg.data.shares, cfg.data.batch_size,
+                                cfg.data.days_per_batch, cfg.train.seed)
         return DayBalancedSampler(self.store.day[usable], cfg.data.batch_size, cfg.data.days_per_batch, cfg.train.seed,
                                   cfg.data.must_include_days)
 
@@ -305,6 +318,7 @@ class Trainer(loop.Trainer):
         checkpoint: Path | None = None, # `last.pt` to continue from
     ):
         _refuse(cfg, backend)
+        if cfg.model.participants: check_participants(store, cfg)
         super().__init__(store, store_val, cfg)
         cfg = self.cfg
         self.backend = backend
@@ -333,7 +347,11 @@ class Trainer(loop.Trainer):
 
     def build(self) -> Encoder:
         "The model of the configuration, as it begins."
-        return build_model(self.cfg.model, len(self.day_of))
+        model = build_model(self.cfg.model, len(self.day_of), list(self.day_of))
+        if self.cfg.train.frozen:
+            for name, p in model.named_parameters():
+                if not (model.is_per_day(name) or is_per_participant(name)): p.requires_grad_(False)
+        return model
 
     def steps(self, end: int) -> Iterator[StepResult]:
         "Take the steps before `end` that are left."

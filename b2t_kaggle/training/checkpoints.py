@@ -69,9 +69,11 @@ def check_features(
     checkpoint: str | Path, # Its file, for the error
 ) -> None:
     "Raises `TrainingError` for trials with another number of features than the model takes."
-    if store.n_features == cfg.model.neural_dim: return
+    expected = cfg.model.neural_dim
+    if cfg.model.participants: expected = max(map(cfg.model.features_of, store.sessions))
+    if store.n_features == expected: return
     raise TrainingError(f'{store.path}: trials have {store.n_features} features, the model in {checkpoint} takes '
-                        f'{cfg.model.neural_dim}; pack with its data.feature_subset')
+                        f'{expected}; pack with its data.feature_subset')
 
 def provenance(
     checkpoint: Path,    # The file with the weights

@@ -15,21 +15,26 @@ import pandas as pd
 from ..config import TrainConfig
 from ..core.files import atomic_path
 from ..core.reading import ReadError
+from ..data.sessions import participant_of
 
 # %% ../../nbs/training/03_history.ipynb #c005
 def summarize(
     table: pd.DataFrame, # A row per trial: session, loss, edits, n_labels
     ctc_reduction: str = 'trial', # Mean loss per `trial`, or per `label`: the mean over trials of each trial's mean
 ) -> dict:
-    "`val_loss` and `val_per` over all trials, and the PER of each session in `sessions`."
+    """`val_loss` and `val_per` over all trials, and the PER of each session in `sessions`; of several participants that
+    of each in `participants`."""
     losses = table.loss / table.n_labels.clip(lower=1) if ctc_reduction == 'label' else table.loss
     finite = losses[np.isfinite(losses)]
-    by_session = table.groupby('session', sort=False)[['edits', 'n_labels']].sum()
+    def rates(by) -> dict[str, float]:
+        sums = table.groupby(by, sort=False)[['edits', 'n_labels']].sum()
+        return (sums.edits / sums.n_labels).to_dict()
+    participants = rates(table.session.map(participant_of))
     return dict(
         val_loss=float(finite.mean()),
         val_per=float(table.edits.sum() / table.n_labels.sum()),
-        sessions=(by_session.edits / by_session.n_labels).to_dict(),
-    )
+        sessions=rates('session'),
+    ) | (dict(participants=participants) if len(participants) > 1 else {})
 
 # %% ../../nbs/training/03_history.ipynb #c008
 def _rank(metrics: dict) -> tuple[float, float]:

@@ -226,7 +226,8 @@ def start_from(
 ) -> None:
     "Take initial weights from a trained model. Raises `CheckpointError`, or `TrainingError` for another shape."
     trained, cfg = load(path, 'in this training')
-    transfer_weights(weights, trained, model.is_per_day, day_of, cfg.data.known_sessions, path)
+    participants = [list(group.participants) for group in (model.cfg, cfg.model)]
+    transfer_weights(weights, trained, model.is_per_day, day_of, cfg.data.known_sessions, path, *participants)
 
 # %% ../../nbs/training/10_loop.ipynb #c016
 def _what_is_wrong(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FIRST_SCALE', 'SCALE_INTERVAL', 'SMALLEST_SCALE', 'TrainingError', 'lr_factor', 'learning_rates', 'averaging_rate',
-           'refit_step', 'group_of', 'gaussian_kernel', 'smoothing_kernel', 'smoothing_margins', 'step_seed',
-           'draw_cut']
+           'refit_step', 'is_per_participant', 'group_of', 'gaussian_kernel', 'smoothing_kernel', 'smoothing_margins',
+           'step_seed', 'draw_cut']
 
 # %% ../../nbs/training/00_recipe.ipynb #c002
 import math
@@ -76,6 +76,12 @@ def refit_step(
     return cfg.num_training_batches - round(cfg.refit * cfg.num_training_batches)
 
 # %% ../../nbs/training/00_recipe.ipynb #c015
+def is_per_participant(
+    name: str, # Of a parameter
+) -> bool:
+    "Whether a parameter has a row per participant, in the order of `model.participants`."
+    return name.startswith('participant_')
+
 def group_of(
     model,            # An encoder of any framework
     name: str,        # Of a parameter
@@ -84,7 +90,8 @@ def group_of(
 ) -> tuple[str, float]:
     "Learning rate of a parameter, `model` or `day`, and its weight decay."
     if model.is_per_day(name): return 'day', cfg.weight_decay_day
-    return 'model', cfg.weight_decay if model.decays(name, parameter) else 0.
+    decays = model.decays(name, parameter) and not is_per_participant(name) # Which begin as the identity
+    return 'model', cfg.weight_decay if decays else 0.
 
 # %% ../../nbs/training/00_recipe.ipynb #c018
 def gaussian_kernel(

@@ -7,7 +7,7 @@ __all__ = ['fingerprint', 'check_same', 'transfer_weights']
 
 # %% ../../nbs/training/05_resume.ipynb #c002
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from .. import config
 from ..config import TRAINING_GROUPS, Config, config_fields, keys_with, present_key
 from ..config.fields import InputFile, MayChange
 from ..data.store import TrialStore
-from .recipe import TrainingError
+from .recipe import TrainingError, is_per_participant
 
 # %% ../../nbs/training/05_resume.ipynb #c005
 def fingerprint(
@@ -57,10 +57,12 @@ def check_same(
 
 # %% ../../nbs/training/05_resume.ipynb #c008
 def _misfits(weights: dict[str, np.ndarray], new: dict[str, np.ndarray], is_per_day: Callable) -> list[str]:
-    "Weights that are missing in `new` or have another shape; the number of days may differ."
-    misfits = []
+    """Weights that are missing in `new` or have another shape; the numbers of days and of participants may differ, and
+    a model of one participant has no weights for it."""
+    misfits = [f'{name} is in it alone' for name in new if is_per_participant(name) and name not in weights]
     for name, old in weights.items():
-        first = 1 if is_per_day(name) else 0
+        if is_per_participant(name) and name not in new: continue
+        first = 1 if is_per_day(name) or is_per_participant(name) else 0
         if name in new and new[name].ndim == old.ndim and new[name].shape[first:] == old.shape[first:]: continue
         found = list(new[name].shape) if name in new else 'missing'
         misfits.append(f'{name} is {found}, expected {list(old.shape)}')
@@ -73,12 +75,18 @@ def transfer_weights(
     day_of: dict[str, int],         # This run's day of each session
     sessions: list[str],            # Those of the trained model, in the order of its days
     path: str | Path,               # Its file, for errors
+    participants: Sequence[str] = (), # This run's, in the order of their rows
+    known: Sequence[str] = (),      # Those of the trained model, likewise
 ) -> None:
-    "Replace `weights`, but for sessions that the model does not know. Raises `TrainingError` for another shape."
+    """Replace `weights` in place; rows of sessions and participants that the trained model does not know stay as they
+    are. Raises `TrainingError` for a model of another shape."""
     if misfits := _misfits(weights, new, is_per_day):
         raise TrainingError(f'{path}: does not fit the model of this run: {"; ".join(misfits)}; make the model group '
                             'of the configuration equal')
     rows = {day_of[s]: i for i, s in enumerate(sessions) if s in day_of}
+    of_participants = {i: known.index(p) for i, p in enumerate(participants) if p in known}
     for name, array in weights.items():
-        if is_per_day(name): array[list(rows)] = new[name][list(rows.values())]
+        if is_per_participant(name):
+            for i, j in of_participants.items(): array[i] = new[name][j]
+        elif is_per_day(name): array[list(rows)] = new[name][list(rows.values())]
         else: array[...] = new[name]

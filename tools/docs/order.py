@@ -8,7 +8,7 @@ GROUPS = (
     ('How to', (
         'guides/colab.ipynb', 'guides/official_checkpoint.ipynb', 'guides/kaggle_gpu.ipynb', 'guides/kaggle_tpu.ipynb',
         'guides/own_language_model.ipynb', 'guides/a_language_model_that_helps.ipynb', 'guides/personal_words.ipynb',
-        'guides/closed_vocabularies.ipynb', 'guides/ensembles.ipynb',
+        'guides/closed_vocabularies.ipynb', 'guides/two_participants.ipynb', 'guides/ensembles.ipynb',
         'guides/streaming.ipynb', 'guides/one_trial.ipynb',
         'guides/which_encoder.ipynb', 'guides/hours_per_card.ipynb', 'guides/testing_an_accelerator.ipynb',
         'guides/memory_and_disk.ipynb',

@@ -35,6 +35,9 @@ class EncoderConfig(Section):
     self_condition: Annotated[bool, Only('pytorch')] = False
     ("Whether the posteriors of these layers are fed back to the next one through a linear layer (Nozaki and Komatsu, "
      "2021), in inference too.")
+    participants: Annotated[dict[str, Annotated[int, Field(ge=1)]], Only('pytorch')] = {}
+    ("Features of each participant, by the beginning of its sessions' names, such as {t12: 256, t15: 512}: each has an "
+     "affine map of its own onto `neural_dim` features, before the layers per day. None: one participant, without it.")
     size_fields: ClassVar[tuple[str, ...]] = ()
     "Fields to lower where the model does not fit into memory."
     layer_fields: ClassVar[tuple[str, ...]] = ('n_layers',)
@@ -49,6 +52,29 @@ class EncoderConfig(Section):
                 raise ValueError(f'model.{name} = {value} is beyond {largest:,}, which no model here can have; '
                                  'correct it')
         return self
+
+    @model_validator(mode='after')
+    def _participants_fit(self):
+        for name, n in self.participants.items():
+            if n <= self.neural_dim: continue
+            raise ValueError(f'model.participants says that {name} has {n} features, more than model.neural_dim = '
+                             f'{self.neural_dim}; raise that')
+        return self
+
+    def participant_of(self,
+        session: str, # Name of a session, such as `t15.2023.08.11`
+    ) -> str:
+        "Participant of a session. Raises `ConfigError` for one that `participants` does not name."
+        name = session.partition('.')[0]
+        if name in self.participants: return name
+        raise ConfigError(f'{session}: model.participants = {self.participants} has no {name}; name it with its number '
+                          'of features')
+
+    def features_of(self,
+        session: str, # Name of a session
+    ) -> int:
+        "Features of a bin in a session."
+        return self.participants[self.participant_of(session)] if self.participants else self.neural_dim
 
     def n_inner_layers(self) -> int:
         "Layers before the last one, which `inter_ctc_layers` may name; 0 for an encoder that does not support it."
@@ -74,6 +100,9 @@ class EncoderConfig(Section):
     ) -> None:
         "Raises `ConfigError` where a framework does not have this model; imports neither."
         require_encoder(framework, self.name)
+        if self.participants and framework == 'tensorflow':
+            raise ConfigError(f'model.participants = {self.participants}: TensorFlow trains on one participant; set it '
+                              'to {}, or train.framework to pytorch')
         if self.inter_ctc_layers and framework == 'tensorflow':
             raise ConfigError(f'model.inter_ctc_layers = {self.inter_ctc_layers}: TensorFlow has logits of the last '
                               'layer alone; set it to [], or train.framework to pytorch')

@@ -77,6 +77,7 @@ class GRUConfig(RecurrentConfig):
 
     def no_official_form(self) -> str:
         lacking = ('bidirectional', 'self_condition')
+        if self.participants: return 'model.participants is set'
         return next((f'model.{name} is true' for name in lacking if getattr(self, name)), '')
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:

@@ -7,7 +7,7 @@ __all__ = ['Check']
 
 # %% ../../../nbs/pipeline/stages/03_check.ipynb #c002
 from ...core.messages import warn_each
-from .inputs import session_files
+from .inputs import data_folders, session_files, sessions_in
 from .stage import CheckedSessions, Result, Sessions, Stage
 
 # %% ../../../nbs/pipeline/stages/03_check.ipynb #c005
@@ -19,19 +19,27 @@ class Check(Stage):
     version = '6d21508689e2fdc9'
     shared = True
 
-    def inputs(self, cfg, runs): return {'': session_files(cfg.data.dataset_dir)} if cfg.data.dataset_dir else {}
-    def files(self, run): return session_files(run.data_dir) if run.data_dir.is_dir() else []
+    def inputs(self, cfg, runs):
+        return {'': [f for folder in cfg.data.folders for f in session_files(folder)]} if cfg.data.folders else {}
+
+    def files(self, run):
+        return [f for folder in data_folders(run) if folder.is_dir() for f in session_files(folder)]
 
     def run(self, run, progress):
+        import pandas as pd
+
         from b2t_kaggle.data.sessions import list_sessions, validate
         data = run.cfg.data
-        problems = validate(run.data_dir, progress=True, sessions=data.sessions, bad_trials=data.bad_trials_dict,
-                            dtype=data.dtype, feature_subset=data.feature_subset)
+        folders = data_folders(run)
+        tables = [validate(folder, progress=True, sessions=sessions_in(folder, folders, data.sessions),
+                           bad_trials=data.bad_trials_dict, dtype=data.dtype, feature_subset=data.feature_subset)
+                  for folder in folders]
+        problems = tables[0] if len(tables) == 1 else pd.concat(tables, ignore_index=True)
         errors = problems[problems.severity == 'error']
         if len(errors):
-            raise ValueError(f'{len(errors)} errors in {run.data_dir}; fetch these files again, or leave the trials '
-                             f'out with data.bad_trials_dict:\n{errors.to_string(index=False)}')
+            raise ValueError(f'{len(errors)} errors in {" and ".join(map(str, folders))}; fetch these files again, or '
+                             f'leave the trials out with data.bad_trials_dict:\n{errors.to_string(index=False)}')
         warn_each([f'{p.file} {p.trial} {p.field}: found {p.found}, expected {p.expected}; {p.advice}'
                    for p in problems.itertuples()])
-        sessions = data.sessions or list_sessions(run.data_dir)
+        sessions = data.sessions or [s for folder in folders for s in list_sessions(folder)]
         return Result([], dict(sessions=len(sessions), warnings=len(problems)), details=dict(problems=problems))

@@ -101,6 +101,7 @@ class Decode(Stage):
         check_boost(cfg.decode.boost)
 
     def run(self, run, progress):
+        from b2t_kaggle.data.sessions import by_participant
         from b2t_kaggle.decoding.tuning import OutOfTime
         from b2t_kaggle.metrics import total, word_errors
         from b2t_kaggle.pipeline.confidence import write_words
@@ -128,6 +129,8 @@ class Decode(Stage):
             lists = [nbest['val'][i] for i in spoken.index]
             errors = word_errors(spoken.sentence, _best(nbest['val'], spoken.index))
             metrics['WER'] = total(errors).rate
+            of = by_participant(spoken.session)
+            metrics |= {f'WER {name}': total([errors[i] for i in members]).rate for name, members in of.items()}
             if tuning: metrics |= tuning.weights._asdict()
             if tuning and not run.cfg.decode.llm: metrics['WER as configured'] = tuning.wer('start')
             details |= dict(lists=lists, errors=errors)

@@ -96,6 +96,7 @@ class Infer(Stage):
 
     def run(self, run, progress):
         from b2t_kaggle.core.ctc import greedy
+        from b2t_kaggle.data.sessions import by_participant
         from b2t_kaggle.data.store import TrialStore
         from b2t_kaggle.metrics import phoneme_error_rate
         cfg = run.cfg
@@ -113,7 +114,10 @@ class Infer(Stage):
         if 'val' in logits:
             spoken = [i for i, instruction in enumerate(stores['val'].index.is_instruction) if not instruction]
             labels = [stores['val'].class_ids(i) for i in spoken]
-            metrics['PER'] = phoneme_error_rate(labels, [greedy(logits['val'][i]) for i in spoken])
+            paths = [greedy(logits['val'][i]) for i in spoken]
+            metrics['PER'] = phoneme_error_rate(labels, paths)
+            for name, members in by_participant(stores['val'].index.session[spoken]).items():
+                metrics[f'PER {name}'] = phoneme_error_rate(*([rows[i] for i in members] for rows in (labels, paths)))
             print(f'Greedy phoneme error rate on val: {percent(metrics["PER"])} of {len(spoken)} sentences')
         return Result([run.logits(split) for split in logits], metrics, 'val' in logits,
                       dict(stores=stores, logits=logits))

@@ -8,6 +8,7 @@ __all__ = ['Pack']
 # %% ../../../nbs/pipeline/stages/04_pack.ipynb #c002
 from ...core.files import require_space
 from .check import Check
+from .inputs import data_folders, sessions_in
 from .stage import CheckedSessions, PackedTrials, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/04_pack.ipynb #c005
@@ -27,18 +28,22 @@ class Pack(Stage):
         from b2t_kaggle.data.sessions import list_sessions, session_path
         from b2t_kaggle.data.store import TrialStore, packed_bytes
         data = run.cfg.data
-        sessions = data.sessions or list_sessions(run.data_dir)
+        folders = data_folders(run)
+        sessions = {f: sessions_in(f, folders, data.sessions) or list_sessions(f) for f in folders}
         for split in _SPLITS:
-            if any(session_path(run.data_dir, s, split).exists() for s in sessions): continue
-            raise ValueError(f'no session in {run.data_dir} has a data_{split}.hdf5; a run needs all three splits. '
+            if any(session_path(folders[0], s, split).exists() for s in sessions[folders[0]]): continue
+            raise ValueError(f'no session in {folders[0]} has a data_{split}.hdf5; a run needs all three splits. '
                              'Add sessions (data.sessions, simulate.n_sessions)')
+        every = data.sessions or [s for names in sessions.values() for s in names]
+        all_of = folders if folders[1:] else folders[0], every
+        of = dict(train=all_of, val=all_of, test=(folders[0], sessions[folders[0]]))
         paths = {split: run.packed_dir/f'{split}.arrow' for split in _SPLITS}
         run.packed_dir.mkdir(parents=True, exist_ok=True)
-        needed = [packed_bytes(run.data_dir, split, data.dtype, sessions, data.feature_subset)
+        needed = [packed_bytes(of[split][0], split, data.dtype, of[split][1], data.feature_subset)
                   for split, path in paths.items() if not path.exists()]
         require_space(run.packed_dir, sum(needed), 'the packed trials')
         left_out = dict(drop_instructions=data.drop_instructions, bad_trials=data.bad_trials_dict)
-        stores = {split: TrialStore.build(run.data_dir, split, path, dtype=data.dtype, sessions=sessions,
+        stores = {split: TrialStore.build(of[split][0], split, path, dtype=data.dtype, sessions=of[split][1],
                                           feature_subset=data.feature_subset, **left_out if split != 'test' else {})
                   for split, path in paths.items()}
         return Result([*paths.values()], {split: len(store) for split, store in stores.items()},

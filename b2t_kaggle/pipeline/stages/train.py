@@ -19,7 +19,7 @@ from ...training.checkpoint_paths import LAST, REFIT, checkpoint_files, last_bat
 def _n_sessions(cfg: Config) -> int:
     "Sessions that a training has, as far as can be seen without reading them."
     if cfg.data.sessions: return len(cfg.data.sessions)
-    if cfg.data.dataset_dir: return len(list(cfg.data.dataset_dir.glob('*/data_train.hdf5')))
+    if cfg.data.folders: return sum(len(list(folder.glob('*/data_train.hdf5'))) for folder in cfg.data.folders)
     return cfg.simulate.n_sessions
 
 def _check_batches(cfg: Config) -> None:
@@ -84,6 +84,7 @@ class Train(Stage):
         stores = [TrialStore.open(run.packed_dir/f'{split}.arrow') for split in ('train', 'val')]
         result = train(*stores, _within_time(run.cfg, progress.time_left()/60), folder)
         metrics = dict(steps=result['step'], PER=result['val_per'])
+        metrics |= {f'PER {name}': per for name, per in result.get('participants', {}).items()}
         models = [folder/run.checkpoint.name]
         if 'refit_from' in result:
             metrics['refit_from'] = result['refit_from']

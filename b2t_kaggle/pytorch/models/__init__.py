@@ -6,6 +6,8 @@
 __all__ = ['model_names', 'encoder_class', 'build_model']
 
 # %% ../../../nbs/pytorch/models/01_registry.ipynb #c003
+from collections.abc import Sequence
+
 from ...config.encoders.encoder import EncoderConfig, encoders_in, find_encoder
 from .encoder import Encoder
 
@@ -23,9 +25,11 @@ def encoder_class(
 def build_model(
     cfg: EncoderConfig, # The run's `model` group
     n_days: int,        # Recording days, D
+    sessions: Sequence[str] = (), # Of these days; with `participants` they say whose each is
 ) -> Encoder:
     "The model of a configuration, frozen where it says so. Raises `ConfigError` for one that PyTorch does not have."
     cfg.check_framework('pytorch')
     model = encoder_class(cfg.name).from_config(cfg, n_days)
+    if cfg.participants: model.add_participants(sessions)
     model.freeze()
     return model

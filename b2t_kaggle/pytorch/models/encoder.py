@@ -6,14 +6,16 @@
 __all__ = ['mask_padding', 'trial_bins', 'check_days', 'TrainedModel', 'WithInner', 'InnerLayers', 'Encoder']
 
 # %% ../../../nbs/pytorch/models/00_encoder.ipynb #c003
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config.encoders.encoder import EncoderConfig
+from ..layers import day_affine
 from ...training.recipe import TrainingError
 
 # %% ../../../nbs/pytorch/models/00_encoder.ipynb #c006
@@ -128,6 +130,32 @@ class Encoder(TrainedModel):
         self.n_days = n_days
         self.feedback: nn.Linear | None = None # See `condition_on`
 
+    def add_participants(self,
+        sessions: Sequence[str], # Of the days `[D]`
+    ) -> None:
+        "Add the affine map of each of `model.participants`, which begins as the identity. Raises `ConfigError`."
+        F = self.cfg.neural_dim
+        names = list(self.cfg.participants)
+        of_day = [names.index(self.cfg.participant_of(s)) for s in sessions]
+        n_features = torch.tensor([*self.cfg.participants.values()])
+        self.participant_weights = nn.Parameter(torch.eye(F).repeat(len(names), 1, 1))
+        self.participant_biases = nn.Parameter(torch.zeros(len(names), 1, F))
+        self.register_buffer('participant_of_day', torch.tensor(of_day, dtype=torch.long), persistent=False)
+        self.register_buffer('has_feature', torch.arange(F) < n_features[:, None], persistent=False)
+
+    def by_participant(self,
+        x: Tensor,                    # Features `[B, T, at most F]`, zero beyond each trial's end
+        day_idx: Tensor,              # Day of each trial `[B]`
+        n_bins: Tensor | None = None, # Bins of each trial `[B]`; None means T
+    ) -> Tensor:
+        """Features of a participant, without what augmentation put behind them, as those of the model `[B, T, F]`.
+        Without `model.participants` they are left alone."""
+        if not self.cfg.participants: return x
+        participant = self.participant_of_day.index_select(0, day_idx)
+        x = F.pad(x, (0, self.cfg.neural_dim - x.shape[-1]))
+        x = x * self.has_feature.index_select(0, participant)[:, None]
+        return mask_padding(day_affine(x, participant, self.participant_weights, self.participant_biases), n_bins)
+
     def condition_on(self,
         width: int, # Numbers of a layer's output
     ) -> None:
@@ -159,7 +187,8 @@ class Encoder(TrainedModel):
         "Logits `[B, T', K]`: the result of `encode` for features that are zero beyond each trial's end."
         day_idx = check_days(x, day_idx)
         lengths = trial_bins(x, n_bins).to(x.device, non_blocking=True)
-        return self.encode(mask_padding(x, n_bins), day_idx, lengths, **training_args)
+        return self.encode(self.by_participant(mask_padding(x, n_bins), day_idx, n_bins), day_idx, lengths,
+                           **training_args)
 
     def encode(self,
         x: Tensor,       # Features `[B, T, F]`, zero beyond each trial's end

@@ -279,6 +279,7 @@ def push_frames(
 ) -> tuple[Tensor, StreamState]:
     "Logits `[B, n, K]` of the frames whose last bin has come, n from 0 on, and the new state."
     cfg = model.cfg
+    x = model.by_participant(x, check_days(x, day_idx))
     bins = x if state.bins is None else torch.cat([state.bins, x], 1)
     n = cfg.n_frames(bins.shape[1])
     if n < 1: return x.new_zeros(len(x), 0, cfg.n_classes), StreamState(bins, state.past)

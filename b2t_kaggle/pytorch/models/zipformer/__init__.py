@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ....config.encoders.zipformer import ZipformerConfig
 from ... import scaling
 from ...layers import day_affine, dropout, sliced_windows, softsign
-from ..encoder import Encoder, InnerLayers, WithInner
+from ..encoder import Encoder, InnerLayers, WithInner, check_days
 from .attention import whitening_schedule
 from .encoder import Zipformer2
 from .layer import Zipformer2EncoderLayer
@@ -192,7 +192,7 @@ class Zipformer(Encoder):
 
     def push(self, x: Tensor, day_idx: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
         "Logits `[B, n, K]` of the chunks that are full now, and the new state."
-        bins = torch.cat([state.bins, x], 1)
+        bins = torch.cat([state.bins, self.by_participant(x, check_days(x, day_idx))], 1)
         n = max(int(self.cfg.n_patches(bins.shape[1])), 0)
         patches = self.frames(bins, day_idx) if n else state.chunks.waiting[:, :0]
         y, chunks = push_frames(self.encoder, patches, state.chunks, self._inner)

@@ -1,0 +1,255 @@
+"""Two participants trained together: stores that are padded, maps of each, shares of batches, and runs for one of them
+before and afterwards."""
+import csv
+import json
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from encoders import config as small_config
+from test_pipeline import SMALL, execute_here
+
+from b2t_kaggle.config import Config, with_overrides
+from b2t_kaggle.config.schema import ConfigError
+from b2t_kaggle.data.sessions import session_path
+from b2t_kaggle.data.simulate import simulate_dataset
+from b2t_kaggle.data.store import StoreError, TrialStore
+from b2t_kaggle.data.t12 import import_t12, simulate_t12
+from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.pipeline.run import Run
+from b2t_kaggle.pipeline.stages import plan
+from b2t_kaggle.pytorch.checkpoint import load_model
+from b2t_kaggle.pytorch.frontend import Frontend
+from b2t_kaggle.pytorch.inference import infer
+from b2t_kaggle.pytorch.models import build_model
+from b2t_kaggle.pytorch.models.transformer import Transformer
+from b2t_kaggle.pytorch.parallel import SingleDevice
+from b2t_kaggle.pytorch.streaming import EncoderStream
+from b2t_kaggle.pytorch.trainer import Trainer
+from b2t_kaggle.training.recipe import TrainingError
+
+BOTH = {'t12': 256, 't15': 512}
+NAMES = 'gru', 'transformer', 'mamba', 'triple_gru', 'zipformer'
+SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't12.2022.04.28', 't12.2022.05.05']
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    "Sessions of t15 and of t12, simulated; the latter as files of MATLAB that are imported."
+    tmp = tmp_path_factory.mktemp('both')
+    simulate_dataset(tmp/'t15', n_sessions=2, train=6, val=3, test=2, max_words=4, lm_sentences=10)
+    simulate_t12(tmp/'mat', n_sessions=2, train=6, val=2, test=2)
+    import_t12(tmp/'mat', tmp/'t12')
+    return [tmp/'t15', tmp/'t12']
+
+
+@pytest.fixture(scope='module')
+def stores(folders, tmp_path_factory):
+    tmp = tmp_path_factory.mktemp('packed')
+    return [TrialStore.build(folders, split, tmp/f'{split}.arrow', progress=False) for split in ('train', 'val')]
+
+
+def own_stores(folder, tmp_path):
+    "Train and val of one participant."
+    paths = {split: tmp_path/f'{folder.name}_{split}.arrow' for split in ('train', 'val')}
+    return [TrialStore.build(folder, split, path, progress=False) for split, path in paths.items()]
+
+
+def config(name='gru', participants=BOTH, **changes):
+    width = {'data.feature_subset': None, 'model.neural_dim': 512, 'model.n_classes': 41}
+    return small_config(name, **width | {'model.participants': participants} | changes)
+
+
+CPU = 'cpu', 'float32'
+def trainer(stores, *args, **kw): return Trainer(*stores, config(*args, **kw), SingleDevice(pick_torch(*CPU)))
+
+
+def random_model(name, sessions=SESSIONS):
+    torch.manual_seed(0)
+    model = build_model(config(name).model, len(sessions), sessions).eval()
+    for p in model.parameters(): torch.nn.init.normal_(p, std=.1)
+    return model
+
+
+def test_a_store_of_both_is_padded(folders, stores):
+    "Features as h5py reads them, then zeros; days are those of both, one folder behind the other."
+    store = stores[0]
+    assert store.sessions == SESSIONS and store.n_features == 512 and len(store) == 24
+    for i in range(len(store)):
+        row = store.index.iloc[i]
+        n = BOTH[row.session[:3]]
+        path = session_path(folders[row.day//2], row.session, 'train')
+        with h5py.File(path) as f: x = f[row.key]['input_features'][:]
+        assert x.shape == (row.n_bins, n)
+        np.testing.assert_array_equal(store.features(i), np.hstack([x.astype('float16'), np.zeros((len(x), 512 - n))]))
+    with pytest.raises(StoreError, match='there is a session t15.2023.08.11, which .* has too'):
+        TrialStore.build([folders[0], folders[0]], 'val', store.path.with_name('twice.arrow'), progress=False)
+
+
+@pytest.mark.parametrize('way', ['packed', 'padded'])
+@pytest.mark.parametrize('name', NAMES)
+def test_each_has_a_map_onto_the_model(name, way, monkeypatch):
+    "Against a model without maps, on features that NumPy has mapped; what lies in padding does not count."
+    if way == 'padded':
+        for kind in (Frontend, Transformer): monkeypatch.setattr(kind, '_packed', kind._padded)
+    model = random_model(name)
+    plain = build_model(config(name, {}).model, 4).eval()
+    own = model.state_dict()
+    W, b = (own.pop(f'participant_{k}').double().numpy() for k in ('weights', 'biases'))
+    plain.load_state_dict(own)
+    x = np.random.default_rng(0).standard_normal((3, 60, 512)).astype('float32')
+    day, n_bins = [2, 1, 3], torch.tensor([60, 44, 31])
+    mapped = np.zeros_like(x)
+    for i, (d, n) in enumerate(zip(day, n_bins)):
+        p = 0 if d >= 2 else 1
+        F = [256, 512][p]
+        mapped[i, :n] = x[i, :n, :F] @ W[p, :F] + b[p]
+        x[i, n:] = 1e4
+    found = model(torch.from_numpy(x), day, n_bins=n_bins)
+    expected = plain(torch.from_numpy(mapped), day, n_bins=n_bins)
+    for i, n in enumerate(model.cfg.n_frames(n_bins)):
+        torch.testing.assert_close(found[i, :n], expected[i, :n], rtol=1e-3, atol=1e-3)
+
+
+def test_batches_have_the_shares(stores):
+    "In trials and in days; without shares days are drawn from all."
+    t = trainer(stores, **{'data.batch_size': 8, 'data.days_per_batch': 3, 'data.shares': {'t12': .25, 't15': .75}})
+    for step in range(6):
+        days = t.store.day[t.loader.trials(step)]
+        assert (days >= 2).sum() == 2 and len(set(days[days >= 2])) == 1 and len(set(days)) == 3
+    t = trainer(stores, **{'data.batch_size': 8, 'data.days_per_batch': 2})
+    assert {int(d) for step in range(20) for d in t.store.day[t.loader.trials(step)]} == {0, 1, 2, 3}
+
+
+@pytest.fixture(scope='module')
+def trained(stores, tmp_path_factory):
+    "The folder of a few steps on both, by encoder, and the trainer."
+    made = {}
+    def get(name):
+        if name not in made:
+            out = tmp_path_factory.mktemp(name)
+            t = trainer(stores, name, **{'data.shares': {'t12': .5, 't15': .5}})
+            for i in range(3): t.train_step(*t.loader(i))
+            t.save_last(out/'last.pt')
+            for i in range(3, 6): t.train_step(*t.loader(i))
+            t.save_best(out/'best.pt')
+            made[name] = out, t
+        return made[name]
+    return get
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_training_goes_on_exactly_and_is_validated_for_each(name, stores, trained):
+    out, t = trained(name)
+    for k in 'participant_weights', 'day_weights':
+        if k not in t.model.state_dict(): continue
+        moved = (t.model.state_dict()[k] != torch.eye(512)).flatten(1).any(1)
+        assert moved.all(), f'{k}: rows that no step has changed'
+    again = Trainer(*stores, t.cfg, SingleDevice(pick_torch(*CPU)), out/'last.pt')
+    for i in range(3, 6): again.train_step(*again.loader(i))
+    for k, v in t.model.state_dict().items(): assert torch.equal(v, again.model.state_dict()[k]), k
+    metrics = t.validate()
+    n = stores[1].index.groupby(stores[1].index.session.str[:3]).n_labels.sum()
+    assert set(metrics['participants']) == set(n.index) == {'t12', 't15'}
+    assert sum(n[p]*per for p, per in metrics['participants'].items())/n.sum() == pytest.approx(metrics['val_per'])
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_inference_for_one_of_them(name, folders, stores, trained, tmp_path):
+    "From a store of its own features, as from the store of both."
+    both = infer(trained(name)[0]/'best.pt', stores[1], tmp_path/'both.arrow', *CPU, progress=False)
+    sessions = stores[1].index.session
+    for folder in folders:
+        own = TrialStore.build(folder, 'val', tmp_path/f'{folder.name}.arrow', progress=False)
+        assert own.n_features == BOTH[folder.name]
+        alone = infer(trained(name)[0]/'best.pt', own, tmp_path/f'{folder.name}_logits.arrow', *CPU, progress=False)
+        rows = np.flatnonzero(sessions.str.startswith(folder.name))
+        assert len(rows) == len(alone) > 0
+        for i, row in enumerate(rows): np.testing.assert_allclose(alone[i], both[row], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('name', ['gru', 'transformer', 'zipformer'])
+def test_a_stream_of_one_of_them(name):
+    cfg = with_overrides(config(name), {'data.sessions': SESSIONS} | ({'model.causal': True} if name != 'gru' else {}))
+    torch.manual_seed(0)
+    model = build_model(cfg.model, 4, SESSIONS).eval()
+    for p in model.parameters(): torch.nn.init.normal_(p, std=.1)
+    x = np.random.default_rng(0).standard_normal((53, 256)).astype('float32')
+    stream = EncoderStream(model, cfg, SESSIONS[3])
+    found = np.concatenate([*(stream.push(piece) for piece in np.split(x, [3, 30])), stream.finish()])
+    whole = model(torch.from_numpy(x)[None], [3]).log_softmax(-1)[0].detach().numpy()
+    np.testing.assert_allclose(found, whole, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match='expected .t, 256.'): stream.push(np.zeros((3, 512)))
+
+
+@pytest.mark.parametrize('frozen', [False, True])
+@pytest.mark.parametrize('name', ['gru', 'transformer', 'mamba'])
+def test_a_checkpoint_starts_another_participant(name, frozen, folders, tmp_path):
+    "One of t15 alone, a run on t12 with 256 features: its layers begin as the identity, the rest is the checkpoint's."
+    t15, t12 = (own_stores(folder, tmp_path) for folder in folders)
+    first = trainer(t15, name, {})
+    for i in range(3): first.train_step(*first.loader(i))
+    first.save_best(tmp_path/'first.pt')
+    given = {'train.init_checkpoint_path': tmp_path/'first.pt', 'train.frozen': frozen, 'train.lr_warmup_steps': 0,
+             'train.lr_warmup_steps_day': 0}
+    t = trainer(t12, name, {'t12': 256}, **given)
+    before = {k: v.clone() for k, v in t.model.state_dict().items()}
+    is_own = {k: k.startswith(('day_', 'participant_')) for k in before}
+    for k, v in before.items():
+        if not is_own[k]: assert torch.equal(v, first.model.state_dict()[k]), k
+        elif 'weights' in k: assert (v == torch.eye(512)).all()
+        else: assert (v == 0).all()
+    for i in range(2): t.train_step(*t.loader(i))
+    changed = {k for k, v in t.model.state_dict().items() if not torch.equal(v, before[k])}
+    assert {k for k in before if is_own[k]} <= changed
+    assert changed <= {k for k in before if is_own[k]} if frozen else len(changed) > 4
+
+
+def test_a_checkpoint_of_both_starts_one(folders, trained, tmp_path):
+    "Its map and its days are taken; a model without maps is refused."
+    out, both = trained('gru')
+    t15, t12 = (own_stores(folder, tmp_path) for folder in folders)
+    t = trainer(t12, 'gru', {'t12': 256}, **{'train.init_checkpoint_path': out/'best.pt'})
+    theirs = load_model(out/'best.pt')[0].state_dict()
+    own = t.model.state_dict()
+    assert torch.equal(own['participant_weights'][0], theirs['participant_weights'][0])
+    assert torch.equal(own['day_weights'], theirs['day_weights'][2:])
+    with pytest.raises(TrainingError, match='participant_weights is in it alone'):
+        trainer(t15, 'gru', {}, **{'train.init_checkpoint_path': out/'best.pt'})
+
+
+def test_refusals_in_one_line(folders, stores):
+    for text, values in {
+        'data.dataset_dir names 2 folders, of several participants, and model.participants none':
+            {'data.dataset_dir': folders},
+        'data.shares = {\'t15\': 1.0} must add up to 1 and have a part for each of model.participants, t12, t15':
+            {'data.shares': {'t15': 1.}, 'model.participants': BOTH},
+        'TensorFlow trains on one participant': {'model.participants': BOTH, 'train.framework': 'tensorflow'},
+        'train.frozen is true, and train.init_checkpoint_path names no checkpoint': {'train.frozen': True},
+        'takes the first half of the features for threshold crossings and the second for power, and found '
+        'model.participants': {'model.participants': BOTH, 'augment.channel_masks': .2},
+    }.items():
+        with pytest.raises(ConfigError) as e: with_overrides(Config(), values)
+        assert text in str(e.value) and '\n' not in str(e.value)
+    with pytest.raises(TrainingError, match='sessions of t12 have 256 features, but model.participants says 128'):
+        trainer(stores, participants={'t12': 128, 't15': 512})
+    with pytest.raises(ConfigError, match='t12.2022.04.28: model.participants = .* has no t12'):
+        trainer(stores, participants={'t15': 512})
+
+
+def test_runs_on_both_and_then_on_one(folders, tmp_path):
+    "PER and WER of each; the submission is of the first folder, and in a second run, with that model, of the other."
+    def execute(name, values):
+        run = Run(tmp_path/'runs'/name, tmp_path/'work', SMALL | values)
+        for stage in plan(run.cfg): execute_here(run, stage)
+        metrics = {p.stem: json.loads(p.read_text())['metrics'] for p in (run.dir/'stages').glob('*.json')}
+        return run, metrics, list(csv.DictReader((run.dir/'submission.csv').open()))
+
+    both, metrics, rows = execute('both', {'data.dataset_dir': folders, 'model.participants': BOTH,
+                                           'data.shares': {'t12': .5, 't15': .5}})
+    assert {'PER', 'PER t12', 'PER t15'} <= metrics['train'].keys() & metrics['infer'].keys()
+    assert {'WER', 'WER t12', 'WER t15'} <= metrics['decode'].keys()
+    assert len(rows) == 2 and len(TrialStore.open(both.packed_dir/'train.arrow')) == 24 # t15's first day has no test
+    _, metrics, rows = execute('t12', {'data.dataset_dir': folders[1], 'infer.checkpoint': str(both.checkpoint)})
+    assert len(rows) == 4 and 'WER' in metrics['decode'] and 'WER t12' not in metrics['decode']
