@@ -11,6 +11,7 @@ GROUPS = (
         'guides/closed_vocabularies.ipynb', 'guides/two_participants.ipynb', 'guides/ensembles.ipynb',
         'guides/streaming.ipynb', 'guides/one_trial.ipynb',
         'guides/which_encoder.ipynb', 'guides/hours_per_card.ipynb', 'guides/testing_an_accelerator.ipynb',
+        'guides/measured_on_hardware.ipynb',
         'guides/memory_and_disk.ipynb',
         'guides/adding_an_encoder.ipynb', 'guides/adding_a_stage.ipynb', 'guides')),
     ('Benchmarks', ('benchmarks',)),
