@@ -1,12 +1,19 @@
 "Layers on an XLA device: the GRU equals PyTorch's, augmentation is one program, the model is the CPU's."
+import sys
+from pathlib import Path
+
 import pytest
 
 torch_xla = pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 import torch
 import torch_xla.debug.metrics as met
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from encoders import config
+
 from b2t_kaggle.config import AugmentConfig
 from b2t_kaggle.pytorch.augment import Augment
+from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.models.gru import GRUDecoder
 from b2t_kaggle.pytorch.recurrence import GRU
 
@@ -109,3 +116,34 @@ def test_what_is_not_random_in_augmentation_is_as_on_the_cpu():
         on_device = torch.tensor([float(cut)]).to(device).unbind()[0].long()
         got, _ = Augment(cfg, 0).apply(x.to(device), n_bins.to(device), on_device, None)
         assert torch.allclose(got.cpu(), want, atol=1e-6)
+
+
+@pytest.mark.parametrize('name', ['gru', 'transformer', 'mamba'])
+def test_participants_are_one_program_whoever_is_in_a_batch(name):
+    "Values and gradients of a CPU; five of sixteen features are of t12."
+    cfg = config(name).model.model_copy(update=dict(participants={'t15': 16, 't12': 5}))
+    sessions = ['t15.2023.08.11', 't15.2023.08.13', 't12.2022.04.28']
+    torch.manual_seed(0)
+    model = build_model(cfg, 3, sessions).eval()
+    for p in model.parameters(): torch.nn.init.normal_(p, std=.2)
+    x, n_bins = torch.randn(3, 40, 16), torch.tensor([40, 40, 24])
+    def run(days, device):
+        model.to(device).zero_grad()
+        y = model(x.to(device), torch.tensor(days).to(device), n_bins=n_bins.to(device))
+        inside = torch.arange(y.shape[1]) < cfg.n_frames(n_bins)[:, None]
+        y = y * inside[..., None].to(device)
+        y.square().sum().backward()
+        if device != 'cpu': torch_xla.sync()
+        return [y.detach().cpu(), model.participant_weights.grad.cpu(), model.participant_biases.grad.cpu()]
+    mixes = [0, 2, 1], [2, 2, 0]
+    expected = [run(days, 'cpu') for days in mixes]
+    met.clear_all()
+    found = [run(mixes[0], torch_xla.device())]
+    before = compilations()
+    found.append(run(mixes[1], torch_xla.device()))
+    assert compilations() == before and not fallbacks()
+    for theirs, ours in zip(expected, found):
+        for a, b in zip(theirs, ours):
+            torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-3*max(1, a.abs().max().item()))
+        of_t12 = ours[1][1].abs() # What it does not have counts nothing
+        assert of_t12[5:].max() == 0 and of_t12[:5].max() > 0
