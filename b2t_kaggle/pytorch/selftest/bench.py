@@ -98,6 +98,11 @@ class Bench:
         return self.device.kind == 'cpu' or os.environ.get('PJRT_DEVICE') == 'CPU'
 
     @property
+    def is_tpu(self) -> bool:
+        "Whether the device is a TPU, through one of its packages, or what stands for one."
+        return self.device.kind in ('xla', 'tpu')
+
+    @property
     def n_used(self) -> int:
         "Devices that share a step of `trainer`: all cores of a TPU, or one GPU."
         return self.device.n_devices if self.device.kind == 'xla' else 1
@@ -105,7 +110,7 @@ class Bench:
     @cached_property
     def precisions(self) -> tuple[str, ...]:
         "Precisions that the device computes, float32 first."
-        if self.device.kind == 'xla': return 'float32', 'bfloat16'
+        if self.is_tpu: return 'float32', 'bfloat16'
         if self.device.kind == 'cpu': return 'float32', 'bfloat16', 'float16'
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return ('float32', 'bfloat16', 'float16') if native else ('float32', 'float16')
@@ -147,7 +152,7 @@ class Bench:
     ) -> Config:
         "A preset at the device's size, with small batches."
         small = {'data.batch_size': self.rows, 'data.days_per_batch': 2}
-        if self.device.kind == 'xla': small |= {'data.n_buckets': 1}
+        if self.is_tpu: small |= {'data.n_buckets': 1}
         return sized(name, self.small, still, **small | overrides)
 
 def take(

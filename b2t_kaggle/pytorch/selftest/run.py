@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -104,7 +105,8 @@ class Report:
 
     def add(self, check: str, result: str, seconds: float, **found) -> dict:
         "A row more."
-        row = dict(check=check, result=result, what='', figure=None, unit='', expected='', ratio=None, step_of='')
+        row: dict[str, Any] = dict(check=check, result=result, what='', figure=None, unit='', expected='', ratio=None,
+                                   step_of='')
         row |= found | dict(seconds=round(seconds, 2))
         if row['figure'] is not None and not math.isfinite(row['figure']): # JSON has no such numbers
             row |= dict(what=f'{row["what"]} is {row["figure"]}', figure=None)

@@ -35,6 +35,7 @@ def _finish(t: Trainer) -> None:
     if t.backend.device.kind == 'xla':
         from torch_xla.core.xla_model import wait_device_ops
         wait_device_ops()
+    if t.backend.device.kind == 'tpu': next(t.model.parameters()).sum().item()
 
 def _seconds_a_step(t: Trainer, n: int, n_warm: int = 3) -> float:
     "Median of some steps, with what they wait for batches."
@@ -182,7 +183,7 @@ def write_llama(
 @check('language model', 'give rescore.llm_dtype=float32; compare with another version of transformers')
 def language_model(bench: Bench) -> Iterator[Finding]:
     "Sentences that a language model scores in a second, and its scores against the processor's."
-    if bench.device.kind == 'xla': raise Skipped('language models are scored on a GPU or on the processor')
+    if bench.is_tpu: raise Skipped('language models are scored on a GPU or on the processor')
     for package in ('transformers', 'tokenizers'):
         if find_spec(package) is None: raise Skipped(f'needs {package}')
     sentences = _sentences(40 if bench.small else 400)

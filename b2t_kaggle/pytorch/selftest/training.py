@@ -157,6 +157,7 @@ def _group(bench: Bench) -> str:
 def processes(bench: Bench) -> Iterator[Finding]:
     "Two processes, or all cores of a TPU, against one."
     cfg = bench.config('official', still=True)
+    if bench.device.kind == 'tpu': raise Skipped('this process holds the TPU; a training takes all of its cores')
     if bench.device.kind == 'xla':
         if bench.device.n_devices < 2: raise Skipped('there is one XLA device')
         found, one = (_weights_after(t, 3) for t in (bench.trainer(cfg, 'float32'), bench.on_processor(cfg)))
@@ -207,7 +208,7 @@ def resume(bench: Bench) -> Iterator[Finding]:
     "A run that is killed and continued against two that are not."
     cfg = bench.config('official')
     first, second = (_weights_after(bench.trainer(cfg), 6) for _ in range(2))
-    last = (_dropped if bench.device.kind == 'xla' or sys.platform == 'win32' else _killed)(bench, cfg)
+    last = (_dropped if bench.is_tpu or sys.platform == 'win32' else _killed)(bench, cfg)
     saved = torch.load(last, weights_only=True, map_location='cpu')
     again = bench.trainer(cfg, checkpoint=last)
     again.step = saved['step']
