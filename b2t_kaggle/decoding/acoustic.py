@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.jit import njit
+from ..core.jit import borrowed, njit
 from .lexicon import flatten
 from ..phonemes import BLANK, SIL
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
+_inlined = njit(cache=True, nogil=True, forceinline=True) # For loops in which passing the arrays would take longer
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c005
 class Pronunciations(NamedTuple):
@@ -245,12 +246,9 @@ class _Kept(NamedTuple):
     high: np.ndarray # [T']
 
 @_jit
-def _score_above(log_probs, graph, limits, least, add, most, saved, kept):
-    """Log-probability of the frames given a sentence, of all paths that may come to `least`; -inf if there are none.
-    Goes on from what is saved, and saves more. Writes which nodes were kept."""
-    n = len(limits.reach)
-    label = np.full(n, -math.inf) # Paths that end in the node's class
-    blank = np.full(n, -math.inf) # and in a blank after it
+def _pass_frames(log_probs, graph, limits, least, add, most, saved, found):
+    "Follow paths through all frames, from the beginning or from what is saved; False where none is left at the end."
+    log_probs, graph, limits, saved, (label, blank, kept) = borrowed((log_probs, graph, limits, saved, found))
     blank[0] = 0
     a, b = 0, 0
     furthest = 0
@@ -274,12 +272,21 @@ def _score_above(log_probs, graph, limits, least, add, most, saved, kept):
         while a <= b and limits.rest[a] > len(log_probs) - 1 - t:
             a += 1
             saving = False # A shorter sentence might need it
-        if a > b: return -math.inf
+        if a > b: return False
         a, b = _narrowed(label, blank, a, b, most)
         _rule_out(label, blank, first, a)
         _rule_out(label, blank, b + 1, last + 1)
         kept.low[t] = a
         kept.high[t] = b
+    return True
+
+@_jit
+def _score_above(log_probs, graph, limits, least, add, most, saved, kept):
+    """Log-probability of the frames given a sentence, of all paths that may come to `least`; -inf if there are none.
+    Goes on from what is saved, and saves more. Writes which nodes were kept."""
+    label = np.full(len(limits.reach), -math.inf) # Paths that end in the node's class
+    blank = np.full(len(limits.reach), -math.inf) # and in a blank after it
+    if not _pass_frames(log_probs, graph, limits, least, add, most, saved, (label, blank, kept)): return -math.inf
     return _join(label[-1], blank[-1], add)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c021
@@ -352,7 +359,7 @@ def acoustic_scores(
     return _scores(log_probs, words, starts, order, prons, add, _Kept(*np.zeros((2, len(log_probs)), np.int64)))
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c027
-@_jit
+@_inlined
 def _best_source(score, graph, i):
     "Source of the best path to a node: the node itself, a predecessor, or the blank after a predecessor."
     source = 2*i + 1
@@ -365,7 +372,7 @@ def _best_source(score, graph, i):
 @_jit
 def _best_path(log_probs, graph, kept):
     "The node of each frame of the best path, negative for a blank after it [T']; in each frame it is at a kept node."
-    low, high = kept
+    log_probs, graph, (low, high) = borrowed((log_probs, graph, kept))
     n_frames = len(log_probs)
     place = np.zeros(n_frames + 1, np.int64) # Where the nodes of a frame begin
     for t in range(n_frames): place[t + 1] = place[t] + high[t] - low[t] + 1

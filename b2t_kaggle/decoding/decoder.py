@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..core.ctc import check_log_probs, to_numpy
-from ..core.jit import njit
+from ..core.jit import borrowed, njit
 from b2t_kaggle.decoding.acoustic import (
     Pronunciations,
     acoustic_scores,
@@ -98,6 +98,7 @@ def _scaled(x: np.ndarray, acoustic_scale: float, blank_penalty: float, blank_sk
 @_jit
 def _ngram_scores(words, starts, ngram, begin):
     "log10 probability of each text words[starts[i]:starts[i + 1]] with its end; ids beyond the lexicon are `<unk>`."
+    words, starts, ngram = borrowed((words, starts, ngram))
     unknown = len(ngram.word_ids) - 2
     scores = np.zeros(len(starts) - 1)
     for i in range(len(scores)):
