@@ -50,6 +50,7 @@ def with_pronunciations(
     added: Sequence[tuple[int, tuple[int, ...]]], # Number of a word, perhaps one beyond those there, and a spelling
 ) -> Pronunciations:
     "Pronunciations and further ones, which are the last ones of their words."
+    if not added: return prons
     added = sorted(added, key=lambda pair: pair[0])
     words = np.array([w for w, _ in added], np.int64)
     added_start, symbols = flatten([s for _, s in added])

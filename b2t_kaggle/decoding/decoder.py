@@ -509,14 +509,14 @@ class _Vocabulary(NamedTuple):
 def _extended(plain: _Vocabulary, added: Sequence[AddedWord], boosted: Iterable[str]) -> _Vocabulary:
     "Further words and pronunciations, and an n-gram that knows the boosted words; the trie is as before."
     new = [w.text for w in added if w.text not in plain.word_id]
-    word_id = plain.word_id | {w: i for i, w in enumerate(new, len(plain.words))}
+    word_id = plain.word_id | {w: i for i, w in enumerate(new, len(plain.words))} if new else plain.word_id
     words, spellings = spellings_of({w.text: w.pronunciations for w in added}, plain.classes) if added else ([], [])
     known = {w: spellings_of_word(plain.prons, plain.word_id[w]) for w in words if w in plain.word_id}
     more = [(word_id[w], s) for w, prons in zip(words, spellings) for s in prons if s not in known.get(w, ())]
     asked = plain.asked
     if isinstance(asked, AutomatonScorer): asked = asked.with_words(new, [word_id[w] for w in boosted])
     prons = with_pronunciations(plain.prons, more)
-    return plain._replace(words=plain.words + new, word_id=word_id, prons=prons, asked=asked)
+    return plain._replace(words=plain.words + new if new else plain.words, word_id=word_id, prons=prons, asked=asked)
 
 def _grown_trie(vocabulary: _Vocabulary, gains: np.ndarray, boosted: Iterable[int]) -> Trie:
     """The trie with the boosted words, and with what they gain [W], in the n-gram's unit, in their look-ahead; one

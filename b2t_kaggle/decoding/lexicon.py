@@ -231,14 +231,14 @@ def _add_child(nodes: np.ndarray, n: int, parent: int, symbol: int) -> tuple[int
     nodes['first_child'][parent] = n
     return place, n + len(numbers) + 1
 
-def _end_at(nodes: np.ndarray, words: list[int], node: int, word: int) -> None:
-    "Have a word end at a node, whose words move to the end."
-    first, n_words = nodes['first_word'][node], nodes['n_words'][node]
-    ends = words[first:first + n_words]
+def _end_at(nodes: np.ndarray, words: np.ndarray, added: list[int], node: int, word: int) -> None:
+    "Have a word end at a node, whose words move to the end of what is added."
+    first, n_words = int(nodes['first_word'][node]), int(nodes['n_words'][node])
+    ends = words[first:first + n_words].tolist() if first < len(words) else added[first - len(words):][:n_words]
     if word in ends: return
-    nodes['first_word'][node] = len(words)
+    nodes['first_word'][node] = len(words) + len(added)
     nodes['n_words'][node] = n_words + 1
-    words += [*ends, word]
+    added += [*ends, word]
 
 def with_words(
     trie: Trie, # Not `with_spelling`
@@ -253,7 +253,7 @@ def with_words(
     n = len(trie.nodes)
     room = sum(len(spelling) for _, spelling in spellings)*_BITS # A node, and its siblings
     nodes = np.concatenate([trie.nodes, np.zeros(room, _NODE)])
-    words = trie.words.tolist()
+    added: list[int] = []
     for (word, spelling), ahead in zip(spellings, unigrams, strict=True):
         node = 0
         nodes['ahead'][0] = max(nodes['ahead'][0], ahead)
@@ -262,8 +262,8 @@ def with_words(
             if bits >> symbol & 1: node = nodes['first_child'][node] + _count(bits & ((1 << symbol) - 1))
             else: node, n = _add_child(nodes, n, node, symbol)
             nodes['ahead'][node] = max(nodes['ahead'][node], ahead)
-        _end_at(nodes, words, node, word)
-    return trie._replace(nodes=nodes[:n].copy(), words=np.array(words, np.int32))
+        _end_at(nodes, trie.words, added, node, word)
+    return trie._replace(nodes=nodes[:n], words=np.append(trie.words, np.array(added, np.int32)))
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c406
 class AddedWord(NamedTuple):

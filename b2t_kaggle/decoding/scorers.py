@@ -151,6 +151,7 @@ class AutomatonScorer:
         unknown, first = self.automaton.unknown, self.arrays.first
         other.word_ids = ids = np.insert(self.word_ids, -2, self.automaton.ids(words))
         missing = [w for w in expected if ids[w] == unknown]
+        if not missing: return other
         known = self.word_ids[:-2][self.word_ids[:-2] != unknown]
         median = np.median(first['log_prob'][known]) if len(known) else first['log_prob'][unknown]
         ids[missing] = len(first) + np.arange(len(missing))
