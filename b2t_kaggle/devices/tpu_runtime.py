@@ -142,7 +142,7 @@ def prepare_torch_tpu_processes(
 def torch_tpu_line(
     d: Detected, # Facts of the machine
 ) -> str:
-    "Whether TorchTPU is here, and whether a run would use it: a line of `b2t devices`."
+    "The line of `b2t devices` about TorchTPU: that it is not here, or what keeps a run from using it."
     if 'torch_tpu' not in d.packages and (d.tpu is None or 'torch_xla' in d.packages):
         return 'not installed; PyTorch/XLA computes on TPUs'
     if problem := torch_tpu_problem(d): return f'not usable: {problem}'
