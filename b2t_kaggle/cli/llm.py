@@ -166,12 +166,15 @@ def merge(sources, *, model, output, tune, train, adapter, snap, candidates, fol
               help='Times that each sentence is seen.')
 @click.option('--batch-size', default=16, show_default=True, type=click.IntRange(1),
               help='Sentences in a step; fewer need less memory.')
+@click.option('--lr', default=2e-4, show_default=True, type=click.FloatRange(0., min_open=True),
+              help='Peak learning rate.')
 @dtype_option(help="Type of the model's weights, as in rescore.llm_dtype.")
-def finetune(model, texts, output, epochs, batch_size, dtype):
+def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
     """Fine-tune a causal language model on sentences.
 
     MODEL (a folder of transformers, a GGUF file or a wheel that holds one, or a name on the hub) learns the register of
     TEXTS (one sentence a line): a LoRA adapter, for rescore.llm, or rescore.llm_adapter beside the model, together with
     rescore.end=true."""
-    finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size)
+    finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size,
+                lr=lr)
     click.echo(f'Wrote {output}')
