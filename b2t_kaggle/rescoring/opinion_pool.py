@@ -15,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..decoding.nbest import Hypothesis
+from ..lm.context import Frequencies, LanguageModel
 from ..metrics import word_errors
 from ..phonemes import normalize_sentence
 from .combine import word_distances
 from .corrections import Combined, Corrector, cross_validate, fit_corrector, fit_logistic
 from .error_correction_data import sentence_folds
-from .gate import RANDOM, Frequencies, LanguageModel, block_gains
+from .gate import RANDOM, block_gains
 from .hypotheses import Ballots, Hypotheses, ballots
 from .mixture import score_nbest
 
