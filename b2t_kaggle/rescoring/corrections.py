@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
+from ..lm.context import Frequencies, LanguageModel
 from ..metrics import word_errors
 from ..phonemes import normalize_sentence
 from .combine import word_distances
-from .gate import Frequencies, LanguageModel
 from .hypotheses import Ballots, Entry, Hypotheses, ballots
 
 # %% ../../nbs/rescoring/06_corrections.ipynb #c005
