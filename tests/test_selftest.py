@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 
 from b2t_kaggle.cli.devices import devices
+from b2t_kaggle.config import with_overrides
 from b2t_kaggle.config.encoders.encoder import encoders_in
 from b2t_kaggle.devices import processes
+from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.optimizer.adamw import RunOptimizer
 from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.selftest import numerics, run, training
@@ -157,3 +159,18 @@ def test_no_check_begins_after_the_limit(broken, monkeypatch, capsys):
 def test_what_cannot_be_tested_is_said(arguments, words):
     r = CliRunner().invoke(devices, arguments)
     assert r.exit_code and words in r.output
+
+
+@pytest.mark.parametrize('name', preset_names())
+def test_nothing_draws_at_random_where_numbers_are_compared(name):
+    "Three layers and trials of 500 bins: depths, contexts and skips are only drawn in such."
+    cfg = sized(name, True, still=True)
+    if 'n_layers' in type(cfg.model).model_fields: cfg = with_overrides(cfg, {'model.n_layers': 3})
+    torch.manual_seed(0)
+    model = build_model(cfg.model, 2).train()
+    x = torch.randn(2, 500, 512)
+    def forward(seed):
+        torch.manual_seed(seed)
+        out = model(x, torch.tensor([0, 1]), n_bins=torch.tensor([500, 400]), **model.training_args(0, 100))
+        return out if isinstance(out, torch.Tensor) else model.training_logits(out)
+    assert torch.equal(forward(1), forward(2))

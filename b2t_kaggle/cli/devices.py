@@ -17,11 +17,10 @@ from ..training.hours import measured_hours, read_table
 # %% ../../nbs/cli/18_devices.ipynb #c004
 def _self_test(accelerator: str, names: str, path: str | None) -> None:
     "Test an accelerator; exit status 1 where a check fails."
-    from b2t_kaggle.pytorch.selftest.run import run, save, summary
-    try: report = run(accelerator, names)
+    from b2t_kaggle.pytorch.selftest.run import run, summary
+    try: report = run(accelerator, names, path)
     except (DeviceError, ValueError) as e: raise click.ClickException(str(e)) from None
     click.echo(summary(report))
-    if path: save(report, path)
     if report.failed: raise click.exceptions.Exit(1)
 
 @click.command()

@@ -41,8 +41,8 @@ _SMALL = dict(n_units=32, n_layers=1, noise_units=8, n_heads=2, head_dim=16, pro
               pos_dim=16, left_context_frames=8)
 
 # What acts on whole batches or draws at random; without it parts of a batch add up to the batch
-_STILL = dict(rnn_dropout=0, input_dropout=0, dropout=0, projection_dropout=0, output_dropout=0, balancer=False,
-              whiten=False, skips=False, stochastic_depth=0)
+_STILL = dict(rnn_dropout=0, input_dropout=0, dropout=0, projection_dropout=0, output_dropout=0, stochastic_depth=0,
+              balancer=False, whiten=False, skips=False)
 _STILL_AUGMENTATION = dict(static_gain_std=0, white_noise_std=0, constant_offset_std=0, random_walk_std=0, random_cut=0,
                            time_masks=0, channel_masks=0)
 
@@ -56,9 +56,9 @@ def sized(
     cfg = preset(name) if name in PRESETS else with_overrides(preset('official'), {'model.name': name})
     fields = type(cfg.model).model_fields
     changes = (_SMALL if small else {}) | (_STILL if still else {})
+    if still and 'left_context_min' in fields: changes |= dict(left_context_min=cfg.model.model_dump()['left_context'])
     values = {f'model.{k}': v for k, v in changes.items() if k in fields}
     if still: values |= {f'augment.{k}': v for k, v in _STILL_AUGMENTATION.items()}
-    if still and not small and 'left_context_min' in fields: values['model.left_context_min'] = cfg.model.left_context
     return with_overrides(cfg, values | overrides)
 
 # %% ../../../nbs/pytorch/selftest/01_bench.ipynb #c009

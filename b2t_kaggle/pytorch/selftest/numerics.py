@@ -21,7 +21,7 @@ from ..trainer import Trainer, _all_gradients
 
 # %% ../../../nbs/pytorch/selftest/02_numerics.ipynb #c005
 # Largest relative differences by precision: of logits and losses, and of gradients
-TOLERANCES = {'float32': (1e-4, 1e-4), 'bfloat16': (2e-2, 1e-1), 'float16': (2e-2, 1e-1)}
+TOLERANCES = {'float32': (1e-4, 5e-4), 'bfloat16': (4e-2, 2e-1), 'float16': (2e-2, 1e-1)}
 
 def _logits(t: Trainer) -> np.ndarray:
     "Logits of the first trials, one after the other `[frames, K]`."
@@ -91,7 +91,7 @@ def ctc(bench: Bench) -> Iterator[Finding]:
     found.sum().backward()
     backend.end_step()
     yield within('loss', relative(found.detach().cpu(), expected.detach()), 1e-5)
-    yield within('gradients', relative(y.grad.cpu(), x.grad), 5e-4) # sums in float32; an H200 had 1.3e-4
+    yield within('gradients', relative(y.grad.cpu(), x.grad), 5e-4) # In float32 errors add up over the frames
 
 # %% ../../../nbs/pytorch/selftest/02_numerics.ipynb #c011
 def _noises() -> Iterator[tuple[str, dict, float]]:
