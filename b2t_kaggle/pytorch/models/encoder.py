@@ -48,8 +48,10 @@ def check_days(
 
 # %% ../../../nbs/pytorch/models/00_encoder.ipynb #c312
 class TrainedModel(nn.Module):
-    "A model whose parameters have names that say how they are trained, and places in a checkpoint."
+    "A model that says how it is trained: its parameters by their names, its losses, what a checkpoint has of it."
+    cfg: EncoderConfig # The `model` group
     patch_layer: ClassVar[tuple[str, ...]] = () # Prefixes of the names of the parameters that read patches of bins
+    changing_args: ClassVar[tuple[str, ...]] = () # Those of `training_args` that are another number in each step
 
     def parts(self) -> dict[str, str]:
         "Parts whose gradient norms are to have curves of their own, by name: the prefix of their parameters' names."
@@ -76,6 +78,41 @@ class TrainedModel(nn.Module):
     ) -> dict[str, Tensor]:
         "The state dict of this model, tensors `[…]` by name."
         return checkpoint['model_state_dict']
+
+    def training_args(self, step: int, n_steps: int) -> dict:
+        "More arguments of `forward` in a training step; steps are counted from 0."
+        return {}
+
+    def training_inputs(self,
+        trials: np.ndarray, # Of the batch, as indices into the training trials `[B]`
+    ) -> dict:
+        "More arguments of `forward` in a training step, which depend on the trials."
+        return {}
+
+    def training_losses(self,
+        out: Any,                        # Output of `forward`
+        ctc: Callable[[Tensor], Tensor], # CTC loss of each trial `[B]` from logits
+        frames: Tensor,                  # Frames of each trial `[B]`
+    ) -> Tensor | dict[str, Tensor]:
+        "The loss of each trial `[B]`; or by name `loss`, and parts of it that are to have curves of their own."
+        return ctc(out)
+
+    def training_logits(self,
+        out: Any, # Output of `forward` in a training step
+    ) -> Tensor:
+        "The logits `[B, T', K]` in it that inference takes; for `train.cr_ctc`."
+        if isinstance(out, Tensor): return out
+        raise TrainingError(f'train.cr_ctc: model.name = {self.cfg.name} does not say which logits it infers with '
+                            '(training_logits); set train.cr_ctc=0')
+
+    def training_state(self) -> dict:
+        "State of the training beside the weights, as tensors or plain values; a run that continues needs it."
+        return {}
+
+    def load_training_state(self,
+        state: dict, # From `training_state`
+    ) -> None:
+        "Restore a state of the training."
 
 # %% ../../../nbs/pytorch/models/00_encoder.ipynb #c502
 class WithInner(NamedTuple):
@@ -119,7 +156,6 @@ class Encoder(TrainedModel):
     Config: ClassVar[type[EncoderConfig]]
     is_causal: bool = False # Whether a frame depends on no later bins than its own
     read_out: ClassVar[str] = 'out' # The linear layer that makes logits of states
-    changing_args: ClassVar[tuple[str, ...]] = () # Those of `training_args` that are another number in each step
 
     def __init__(self,
         cfg: EncoderConfig, # The `model` group
@@ -199,41 +235,6 @@ class Encoder(TrainedModel):
         arguments, in a training step alone; and `with_inner=True`, where an encoder has `n_inner_layers` and
         `train.inter_ctc` is set, for a `WithInner`."""
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor forward')
-
-    def training_args(self, step: int, n_steps: int) -> dict:
-        "More arguments of `forward` in a training step; steps are counted from 0."
-        return {}
-
-    def training_inputs(self,
-        trials: np.ndarray, # Of the batch, as indices into the training trials `[B]`
-    ) -> dict:
-        "More arguments of `forward` in a training step, which depend on the trials."
-        return {}
-
-    def training_losses(self,
-        out: Any,                        # Output of `forward`
-        ctc: Callable[[Tensor], Tensor], # CTC loss of each trial `[B]` from logits
-        frames: Tensor,                  # Frames of each trial `[B]`
-    ) -> Tensor | dict[str, Tensor]:
-        "The loss of each trial `[B]`; or by name `loss`, and parts of it that are to have curves of their own."
-        return ctc(out)
-
-    def training_logits(self,
-        out: Any, # Output of `forward` in a training step
-    ) -> Tensor:
-        "The logits `[B, T', K]` in it that inference takes; for `train.cr_ctc`."
-        if isinstance(out, Tensor): return out
-        raise TrainingError(f'train.cr_ctc: model.name = {self.cfg.name} does not say which logits it infers with '
-                            '(training_logits); set train.cr_ctc=0')
-
-    def training_state(self) -> dict:
-        "State of the training beside the weights, as tensors or plain values; a run that continues needs it."
-        return {}
-
-    def load_training_state(self,
-        state: dict, # From `training_state`
-    ) -> None:
-        "Restore a state of the training."
 
     @property
     def acoustic(self) -> 'Encoder':
