@@ -39,6 +39,7 @@ READERS = {
     'train.precision': 'train infer generate',
     'train.accelerator': '',
     'train.log': '',
+    'train.replay': '',
     'train.time_budget': '',
     'infer': 'infer generate',
     'infer.logits': 'ensemble',

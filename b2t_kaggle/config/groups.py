@@ -244,6 +244,9 @@ class TrainConfig(_StepsConfig):
      "all that a small model computes, so two processes are faster than one with two threads.")
     compile: Annotated[bool, MayChange(), SameResult(), Only('pytorch')] = False
     "`torch.compile` the model; pays on GPUs after minutes of compilation. TensorFlow compiles anyway."
+    replay: Annotated[bool, ChangesNothing(), Only('pytorch')] = False
+    ("XLA: record a step once for each length of a batch, and run its program again with other inputs, in place of "
+     "recording every step; the host then needs a few milliseconds for a step.")
     profile: Annotated[int, MayChange(), SameResult(), Only('tensorflow')] = Field(0, ge=0)
     "Batches, from the tenth on, that TensorFlow's profiler records for TensorBoard; 0 means none."
     init_checkpoint_path: InputPath | None = None

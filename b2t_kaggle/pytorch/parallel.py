@@ -10,7 +10,7 @@ __all__ = ['CACHE', 'Placement', 'Backend', 'SingleDevice', 'DDP', 'in_torchrun'
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -241,15 +241,23 @@ CACHE = programs_folder()
 class Compiled(Backend):
     "Devices whose programs are compiled for their shapes: numbers that change from step to step are tensors."
     static_shapes = True
+    given: Iterator[Tensor] | None = None # What `scalars` and `days` return within `XLA.recording`
 
     def lengths(self, array): return self.put(array)
 
+    def vector(self,
+        values: Mapping[str, float], # Numbers that change from step to step
+    ) -> Tensor:
+        "Numbers on the device `[n]`."
+        # a vector: torch_xla takes a lone 0 or 1 for a constant, whatever it came in
+        return torch.tensor([float(v) for v in values.values()]).to(self.torch_device)
+
     def scalars(self, **values):
-        # as a vector: torch_xla takes a lone 0 or 1 for a constant, whatever it came in
-        sent = torch.tensor([float(v) for v in values.values()]).to(self.torch_device).unbind()
+        sent = (next(self.given) if self.given else self.vector(values)).unbind()
         return {k: s.long() if isinstance(v, int) else s for (k, v), s in zip(values.items(), sent)}
 
     def days(self, days, n_days):
+        if self.given: return next(self.given)
         return torch.zeros(n_days).index_fill(0, torch.from_numpy(days), 1).to(self.torch_device)
 
     def generator(self, seed): self.seed(seed)
@@ -306,6 +314,15 @@ class XLA(Compiled):
         if self.n_devices > 1: self.xs.mark_sharding(tensor, self.mesh, ('data',) + (None,) * (tensor.ndim - 1))
         return tensor
 
+    @contextlib.contextmanager
+    def recording(self,
+        given: Iterable[Tensor], # What `scalars` and `days` take in their order: `vector` and `days` of a step
+    ) -> Iterator[None]:
+        "Context in which a step is recorded for a `Program`: numbers are inputs of it, and nothing runs."
+        self.given = iter(given)
+        try: yield
+        finally: self.given = None
+
     def seed(self, seed): self.xla.manual_seed(seed)
 
     @contextlib.contextmanager
@@ -336,7 +353,8 @@ class XLA(Compiled):
         self._replicate([tensor])
         return tensor
 
-    def end_step(self): self.xla.sync()
+    def end_step(self):
+        if not self.given: self.xla.sync()
 
     def compiled(self) -> tuple[int, int]: # Compiled in this process, and found on disk
         "Number of programs so far."

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,8 +29,9 @@ from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
 from .models.encoder import Encoder, WithInner
+from .on_device.program import Program
 from .on_device.trials import PlaceBatcher, put_on_device
-from .parallel import Backend, start
+from .parallel import XLA, Backend, start
 from .weight_average import WeightAverage
 from ..training import loop
 from ..training.checkpoints import CheckpointError
@@ -153,6 +155,18 @@ def _losses(trainer: 'Trainer', out, rows: MicroBatch, frames: Tensor) -> dict[s
     consistency = per_unit(consistency, rows.n_labels[::2])
     return losses | dict(loss=losses['loss'] + cfg.cr_ctc * consistency, consistency=consistency)
 
+def _seeds(trainer: 'Trainer', place: int) -> list[int]:
+    "Seeds of augmentation and of dropout in a micro-batch."
+    return [step_seed(trainer.cfg.train.seed, trainer.step, 2*place + i) for i in range(2)]
+
+def _training_args(trainer: 'Trainer') -> dict:
+    return trainer.model.training_args(trainer.step, trainer.cfg.train.num_training_batches)
+
+def _numbers(trainer: 'Trainer', seed: int) -> dict[str, float]:
+    "Numbers of a forward pass that change from step to step: `cut`, and those of the model."
+    args = _training_args(trainer)
+    return dict(cut=draw_cut(trainer.cfg.augment, seed)) | {k: args[k] for k in trainer.model.changing_args}
+
 def add_gradients(
     trainer: 'Trainer',      # Owner of the weights
     micro_batch: MicroBatch, # Rows of this process
@@ -163,15 +177,13 @@ def add_gradients(
     cfg = trainer.cfg
     backend = trainer.backend
     model = trainer.model
-    seed = step_seed(cfg.train.seed, trainer.step, 2*place)
-    training_args = model.training_args(trainer.step, cfg.train.num_training_batches)
-    numbers = {k: training_args[k] for k in model.changing_args}
-    scalars = backend.scalars(cut=draw_cut(cfg.augment, seed), **numbers)
+    seed, dropout_seed = _seeds(trainer, place)
+    scalars = backend.scalars(**_numbers(trainer, seed))
     cut = scalars.pop('cut')
     rows = micro_batch.two_views() if cfg.train.cr_ctc else micro_batch
     x, n_bins = trainer.augment.apply(rows.x, rows.n_bins, cut, backend.generator(seed))
-    backend.seed(step_seed(cfg.train.seed, trainer.step, 2*place + 1))  # dropout
-    given = training_args | scalars | model.training_inputs(rows.batch.trials)
+    backend.seed(dropout_seed)
+    given = _training_args(trainer) | scalars | model.training_inputs(rows.batch.trials)
     if cfg.train.inter_ctc: given['with_inner'] = True
     with backend.autocast(): out = trainer.forward(x, rows.day, n_bins=n_bins, **given)
     losses = _losses(trainer, out, rows, cfg.model.n_frames(n_bins))
@@ -233,14 +245,70 @@ def _result(
     return StepResult(trainer.step, trials, rates, fetch, trainer.scaler is not None, fetch_terms)
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c305
+def _with_average(trainer: 'Trainer', rates: dict[str, float]) -> dict[str, float]:
+    "The rates of a step, and that of the `average` where there is one."
+    average = averaging_rate(trainer.step, trainer.cfg.train)
+    return rates if average is None else rates | dict(average=average)
+
 def _update(trainer: 'Trainer', rates: dict[str, float], days: np.ndarray) -> None:
     "Change the weights by the gradients of a batch that has these days, and the average of the weights after them."
     backend = trainer.backend
-    average = averaging_rate(trainer.step, trainer.cfg.train)
-    scalars = backend.scalars(**rates) if average is None else backend.scalars(**rates, average=average)
+    scalars = backend.scalars(**_with_average(trainer, rates))
     trainer.optimizer.step(scalars, backend.days(days, len(trainer.store.sessions)))
     if trainer.average: trainer.average.update(trainer.model, scalars['average'])
     backend.end_step()
+
+# %% ../../nbs/pytorch/11_trainer.ipynb #c328
+def _programs(trainer: 'Trainer') -> dict[torch.Size, Program] | None:
+    "Programs of steps by the shape of their features; None where each step is recorded. Raises `TrainingError`."
+    cfg = trainer.cfg.train
+    if not (cfg.replay and isinstance(trainer.backend, XLA)): return None
+    if cfg.accumulate > 1:
+        raise TrainingError('train.replay = true needs a step that is one program; set it to false, or '
+                            f'train.accumulate to 1, now {cfg.accumulate}')
+    has_inputs = type(trainer.model).training_inputs is not Encoder.training_inputs
+    if has_inputs or trainer.model.training_state():
+        raise TrainingError('train.replay = true is not for models with inputs of their own (audio.llm) or numbers '
+                            'beside their weights (model.whiten=true); set it to false')
+    return {}
+
+def _state(trainer: 'Trainer') -> list[Tensor]:
+    "All tensors that a step leaves to the next."
+    models = [trainer.model] + ([trainer.average.model] if trainer.average else [])
+    moments = [t for state in trainer.optimizer.state_dict().values() for t in state.values()]
+    return [t for m in models for t in (*m.parameters(), *m.buffers())] + moments
+
+def _whole_step(trainer: 'Trainer', rows: MicroBatch, days: np.ndarray) -> dict[tuple[str, str], Tensor]:
+    "A step of one micro-batch: its losses and norms."
+    losses, = _all_gradients(trainer, [rows])
+    norms = _part_norms(trainer.model)
+    norm = _clip(trainer.model, trainer.largest_norm)
+    _update(trainer, learning_rates(trainer.step, trainer.cfg.train), days)
+    named = dict(loss=losses, norm=dict(all=norm), part=norms)
+    return {(kind, name): v for kind, values in named.items() for name, v in values.items()}
+
+def _replay(
+    trainer: 'Trainer',                  # Owner of the step
+    programs: dict[torch.Size, Program], # From `_programs`
+    rows: MicroBatch,                    # The batch
+    days: np.ndarray,                    # Of it `[days]`
+) -> StepResult:
+    "A step by the program of its length, which is recorded where there is none yet."
+    backend = cast(XLA, trainer.backend)
+    seeds = _seeds(trainer, 0)
+    rates = _with_average(trainer, learning_rates(trainer.step, trainer.cfg.train))
+    numbers = [backend.vector(_numbers(trainer, seeds[0])), backend.vector(rates),
+               backend.days(days, len(trainer.store.sessions))]
+    inputs = [rows.x, rows.day, rows.labels, rows.n_bins, rows.n_labels, *numbers]
+    if trainer.loader.on_device: backend.end_step()  # gathers the batch
+    if rows.x.shape not in programs:
+        with backend.recording(numbers):
+            programs[rows.x.shape] = Program(lambda: _whole_step(trainer, rows, days), _state(trainer), inputs, seeds)
+    found = programs[rows.x.shape](inputs, seeds)
+    losses, norms = ({name: v for (k, name), v in found.items() if k == kind} for kind in ('loss', 'part'))
+    result = _result(trainer, [rows], [losses], found['norm', 'all'], norms)
+    trainer.step += 1
+    return result
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c025
 def on_host(value):
@@ -341,6 +409,7 @@ class Trainer(loop.Trainer):
         self.augment = Augment(cfg.augment, cfg.train.seed)
         self.loader = BatchLoader(store, cfg, backend, self.store_val, self.n_parameters())
         self.store = self.loader.store
+        self.programs = _programs(self)
         if saved and checkpoint:
             with _as_part_of(checkpoint): self.optimizer.load_state_dict(saved['optimizer_state_dict'])
         backend.prepare(self.optimizer)
@@ -365,6 +434,7 @@ class Trainer(loop.Trainer):
         "Take one step of the optimiser."
         self.current = micro_batches
         self.model.train()
+        if self.programs is not None: return _replay(self, self.programs, micro_batches[0], days)
         losses = _all_gradients(self, micro_batches)
         if self.scaler: self.optimizer.unscale(days)
         norms = _part_norms(self.model)

@@ -28,6 +28,7 @@ EVERYTHING = {'zipformer': {'model.balancer': True, 'model.whiten': True, 'model
 NAMES = [*names(), *VARIANTS]
 SIZES = {'data.batch_size': 4, 'n_buckets': 2}
 # With losses of inner layers; the rest of these differ in what the encoders' own names have shown
+REPLAYED = 'transformer', 'triple_gru', 'mamba', 'causal zipformer'
 INSIDE = 'gru inside', 'transformer inside', 'causal mamba inside', 'causal zipformer inside'
 
 
@@ -38,6 +39,7 @@ def results(tmp_path_factory):
     write_toy(toy)
     open_toy(toy)
     changes = {name: SIZES | EVERYTHING.get(name, {}) for name in [*NAMES, *INSIDE]}
+    changes |= {f'replayed {name}': SIZES | {'train.replay': True} for name in REPLAYED}
     return toy, xla('encoders', toy, tmp_path_factory.mktemp('steps'), changes)
 
 
@@ -48,6 +50,14 @@ def test_one_program_per_length_and_no_fallback(name, results):
     assert compiled_once(result) and result['val_compiled'] == result['val_buckets'], result
     assert result['fallbacks'] == []
     assert result['losses'][-1] < result['losses'][0]
+
+
+@pytest.mark.parametrize('name', REPLAYED)
+def test_replayed_steps_are_the_recorded_ones(name, results):
+    "Bit for bit, with a schedule that changes in every step, and random numbers in each model."
+    recorded, replayed = (results[1][f'{how}{name}'] for how in ('', 'replayed '))
+    assert 'error' not in replayed, replayed['error']
+    for k in ('losses', 'norms', 'val'): assert replayed[k] == recorded[k], k
 
 
 @pytest.mark.parametrize('name', INSIDE)

@@ -52,15 +52,17 @@ BFLOAT16 = {'precision': 'bfloat16', 'n_buckets': 1}
 TRIPLE = {'model.name': 'triple_gru', 'noise_units': 16}
 SCALED_ADAM = {'optimizer': 'scaled_adam', 'lr_scheduler_type': 'eden', 'lr_max': .03, 'lr_max_day': .03, 'cr_ctc': .2,
                'time_masks': 2, 'ctc_reduction': 'label'}
+REPLAYED = {'replay': True, 'data.on_device': True}
 # What is trained, by the number of devices: those of a number in one process, because starting one takes as long as
 # compiling two programs
 RUNS = {
-    1: {'gru': {}, 'on device': {'data.on_device': True}, 'scaled_adam': SCALED_ADAM, 'bfloat16 gru': BFLOAT16,
+    1: {'gru': {}, 'on device': {'data.on_device': True}, 'replayed': REPLAYED, 'scaled_adam': SCALED_ADAM,
+        'replayed scaled_adam': SCALED_ADAM | {'replay': True}, 'bfloat16 gru': BFLOAT16,
         'bfloat16 triple_gru': BFLOAT16 | TRIPLE},
     2: {'gru': NOTHING_RANDOM | {'weight_average': 'ema'}, 'parts': NOTHING_RANDOM | {'accumulate': 2},
         'parts on device': NOTHING_RANDOM | {'accumulate': 2, 'data.on_device': True},
         'scaled_adam': SCALED_ADAM},
-    8: {'gru': {}, 'on device': {'data.on_device': True}, 'refused': {'data.batch_size': 12}},
+    8: {'gru': {}, 'on device': {'data.on_device': True}, 'replayed': REPLAYED, 'refused': {'data.batch_size': 12}},
 }
 
 
@@ -111,6 +113,22 @@ def test_trials_on_the_device_change_nothing(n, name, steps_on):
     host, device = steps_on(n, name), steps_on(n, 'on device' if name == 'gru' else 'parts on device')
     for k in ('losses', 'norms', 'val'): assert device[k] == host[k], k
     assert device['fallbacks'] == [] and (name == 'parts' or compiled_once(device))
+
+
+@pytest.mark.parametrize('n, name, replayed', [(1, 'gru', 'replayed'), (8, 'gru', 'replayed'),
+                                               (1, 'scaled_adam', 'replayed scaled_adam')])
+def test_a_replayed_step_is_the_recorded_one(n, name, replayed, steps_on):
+    "Bit for bit: losses, norms, and a validation of the weights that the program left."
+    one, other = steps_on(n, name), steps_on(n, replayed)
+    for k in ('losses', 'norms', 'val'): assert other[k] == one[k], k
+    assert other['fallbacks'] == []
+
+
+def test_a_replayed_run_goes_on_where_its_checkpoint_was_taken(data, tmp_path):
+    "Programs are recorded anew; a run that records every step, and is not interrupted, ends with the same weights."
+    lengths = {'batches_per_val_step': 10, 'batches_per_save': 5, 'num_training_batches': 15, 'weight_average': 'ema'}
+    found = xla('resume', data, tmp_path/'runs', SIZES | lengths)
+    assert found['steps'] == [10, 15, 15] and found['different'] == []
 
 
 def test_two_devices_and_accumulated_gradients_take_the_same_steps_as_the_processor(steps_on, data):

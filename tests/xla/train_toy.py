@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 warnings.simplefilter('error', DeprecationWarning)
+import torch
 import torch_xla.debug.metrics as met  # before anything computes on the CPU
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -18,6 +19,7 @@ from test_trainer import config
 from b2t_kaggle.data.batches import bucket_of, evaluation_batches
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.pytorch.checkpoint import load_file
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import start
 from b2t_kaggle.pytorch.trainer import Trainer, train
@@ -72,15 +74,28 @@ def steps_of_each(stores, configs):
     return found
 
 
+def resumed(stores, overrides, out):
+    "Steps of a replayed run, of its second part, and of a run without either; and what differs in their checkpoints."
+    parts = dict(num_training_batches=10, lr_decay_steps=15, lr_decay_steps_day=15)
+    runs = [('replayed', {'replay': True} | parts), ('replayed', parts | {'replay': True, 'num_training_batches': 15}),
+            ('whole', parts | {'num_training_batches': 15})]
+    taken = [train(*stores, config(**overrides | changes), out/name, progress=False)['step'] for name, changes in runs]
+    a, b = (load_file(out/name/'last.pt') for name in ('replayed', 'whole'))
+    groups = 'model_state_dict', 'average_state_dict'
+    return dict(steps=taken, different=[k for g in groups for k, v in a[g].items() if not torch.equal(v, b[g][k])])
+
+
 def write_result(task, data, out, overrides):
     "What was found, in result.json."
     on_xla = {'accelerator': 'xla'}
     if task == 'encoders':
-        configs = {name: encoders.config(name, **on_xla | changes) for name, changes in overrides.items()}
+        configs = {name: encoders.config(name.removeprefix('replayed '), **on_xla | changes)
+                   for name, changes in overrides.items()}
         result = steps_of_each(encoders.open_toy(data), configs)
     else: stores = [TrialStore.open(data/f'{s}.arrow') for s in ('train', 'val')]
     if task == 'steps':
         result = steps_of_each(stores, {name: config(**on_xla | changes) for name, changes in overrides.items()})
+    if task == 'resume': result = resumed(stores, on_xla | overrides, out)
     if task == 'train':
         result = train(*stores, config(**on_xla | overrides), out, progress=False)
         result['compiled'] = compilations()

@@ -83,14 +83,14 @@ def _problem(
 ) -> str:
     "Reason that the trials do not fit beside a step; empty where they do."
     free = backend.free_memory()
-    if free is None: return f'{backend.device} does not tell its free memory'
+    if free is None: return f'{backend.device.name} does not tell its free memory'
     parts = backend.device.n_devices
     trials = int(store.n_bins.sum())*store.n_features*store.dtype.itemsize/parts
     rows = -(-cfg.data.batch_size // (cfg.train.accumulate*parts))
     step = step_memory(cfg, n_parameters, rows, longest)
     if trials + step <= _USABLE*free: return ''
     return (f'{trials/2**30:.1f} GiB of trials and about {step/2**30:.1f} GiB of a step need more than nine tenths of '
-            f'the {free/2**30:.1f} GiB that are free on {backend.device}')
+            f'the {free/2**30:.1f} GiB that are free on {backend.device.name}')
 
 def put_on_device(
     store: TrialStore | JointStore, # The trials of a training
@@ -112,5 +112,5 @@ def put_on_device(
         if verbose: print(f'trials stay on the host: {problem}')
         return None
     trials = DeviceTrials(store, backend, progress=verbose)
-    if verbose: print(f'{len(store):,} trials are on {backend.device}')
+    if verbose: print(f'{len(store):,} trials are on {backend.device.name}')
     return trials
