@@ -145,6 +145,17 @@ def test_no_check_stops_the_others(broken, monkeypatch, tmp_path):
     assert '1 passed, 4 failed (raises, dies, hangs), 0 skipped' in r.output
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
+def test_a_device_that_is_lost_leaves_the_findings(broken, monkeypatch):
+    "The process after one that died finds no device."
+    before = iter(['', 'sys.argv[1] = "cuda"; '])
+    monkeypatch.setattr(run, 'own_python', lambda code: processes.own_python(
+        f'import sys, broken_checks; {next(before)}{code}'))
+    report = run.run('cpu', 'dies,passes')
+    assert [(row['check'], row['result']) for row in report.rows] == [('dies', 'fail'), ('passes', 'skipped')]
+    assert 'PyTorch finds no CUDA device' in report.rows[1]['what']
+
+
 def test_no_check_begins_after_the_limit(broken, monkeypatch, capsys):
     monkeypatch.setattr(run, 'LIMIT', 0)
     report = run.run('cpu', 'passes')
@@ -154,6 +165,7 @@ def test_no_check_begins_after_the_limit(broken, monkeypatch, capsys):
 
 @pytest.mark.parametrize('arguments, words', [
     (['--test', 'cpu', '--only', 'ctcc'], "check 'ctcc' does not exist"), (['--only', 'ctc'], 'are for --test'),
+    (['--test', 'cpu', '--from', __file__], '--from is for a table'),
     pytest.param(['--test', 'cuda', '--only', 'ctc'], 'accelerator cuda: PyTorch finds no CUDA device',
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU'))])
 def test_what_cannot_be_tested_is_said(arguments, words):
