@@ -206,6 +206,15 @@ def test_a_checkpoint_starts_another_participant(name, frozen, folders, tmp_path
     assert changed <= {k for k in before if is_own[k]} if frozen else len(changed) > 4
 
 
+def test_a_frozen_model_without_own_layers_is_refused(folders, tmp_path):
+    t15 = own_stores(folders[0], tmp_path)
+    first = trainer(t15, 'transformer', {}, **{'model.day_layer': False})
+    first.save_best(tmp_path/'first.pt')
+    with pytest.raises(TrainingError, match='train.frozen = true leaves nothing to train'):
+        trainer(t15, 'transformer', {}, **{'model.day_layer': False, 'train.frozen': True,
+                                           'train.init_checkpoint_path': tmp_path/'first.pt'})
+
+
 def test_a_checkpoint_of_both_starts_one(folders, trained, tmp_path):
     "Its map and its days are taken; a model without maps is refused."
     out, both = trained('gru')
@@ -227,6 +236,8 @@ def test_refusals_in_one_line(folders, stores):
             {'data.shares': {'t15': 1.}, 'model.participants': BOTH},
         'TensorFlow trains on one participant': {'model.participants': BOTH, 'train.framework': 'tensorflow'},
         'train.frozen is true, and train.init_checkpoint_path names no checkpoint': {'train.frozen': True},
+        'audio.llm is set, with which train.frozen = True does not work; set it to False':
+            {'train.frozen': True, 'train.init_checkpoint_path': 'first.pt', 'audio.llm': 'name/llm'},
         'takes the first half of the features for threshold crossings and the second for power, and found '
         'model.participants': {'model.participants': BOTH, 'augment.channel_masks': .2},
     }.items():

@@ -80,7 +80,7 @@ def is_per_participant(
     name: str, # Of a parameter
 ) -> bool:
     "Whether a parameter has a row per participant, in the order of `model.participants`."
-    return name.startswith('participant_')
+    return name.rpartition('.')[2].startswith('participant_') # An audio LLM has the encoder's within
 
 def group_of(
     model,            # An encoder of any framework
