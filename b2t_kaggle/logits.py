@@ -94,7 +94,8 @@ class LogitStore:
         index: pd.DataFrame,          # One row for each array, such as `TrialStore.index`
         provenance: dict,             # Model, checkpoint's hash, configuration …: anything that JSON can hold
     ) -> 'LogitStore':
-        "Write log-probabilities. Raises `LogitError` for values that are none, `RaggedError` for another index."
+        """Write log-probabilities. Raises `LogitError` for values that are none, `RaggedError` where array and index
+        disagree in number."""
         missing = [c for c in _TRIAL if c not in index]
         if missing:
             raise LogitError(f'{path}: the index lacks the columns {missing}, by which trials are told apart; '

@@ -36,6 +36,7 @@ def devices(accelerator, names, path, table):
 
     It is told, too, how that is known, and what each framework would use."""
     if accelerator is None and (names or path): raise click.UsageError('--only and --json are for --test')
+    if accelerator and table: raise click.UsageError('--from is for a table that --test has made; give one of them')
     if accelerator: return _self_test(accelerator, names, path)
     if table is None: return click.echo(describe())
     try: measured = read_table(table)

@@ -497,7 +497,7 @@ def upgrade(
 def _check_audio_llm(train: TrainConfig, infer: InferConfig) -> None:
     "Raise `ValueError` for a value that does not work with an audio LLM."
     wrong = dict(framework=train.framework != 'pytorch', cr_ctc=bool(train.cr_ctc), inter_ctc=train.inter_ctc != 0,
-                 compile=train.compile, weight_average=train.weight_average is not None)
+                 frozen=train.frozen, compile=train.compile, weight_average=train.weight_average is not None)
     for field in (k for k, is_wrong in wrong.items() if is_wrong):
         raise ValueError(f'audio.llm is set, with which train.{field} = {getattr(train, field)} does not '
                          f'work; set it to {TrainConfig.model_fields[field].default}')

@@ -156,7 +156,8 @@ class _Chunk:
 
 # %% ../../nbs/core/10_ragged.ipynb #c023
 class RaggedWriter:
-    "Writes arrays of one type to one file, as a stream: a context manager, whose file is in place at its end."
+    """Writes arrays of one type to one file, as a stream. A context manager: the file is in place when the block ends,
+    and unchanged if the block raises."""
     def __init__(self,
         path: str | Path,                 # File to write; its folder is made where it is missing
         dtype: str | np.dtype,            # Stored type of the values

@@ -57,7 +57,7 @@ def read_text(
     path: str | Path,            # UTF-8
     max_bytes: int | None = None, # More is refused; none takes any size
 ) -> str:
-    "A text file, without a byte order mark. Raises `OSError`, or `ReadError` for a larger one or not UTF-8."
+    "A text file, without a byte order mark. Raises `OSError`, or `ReadError` for a larger one or other than UTF-8."
     path = Path(path)
     check_is_file(path)
     with open(path, 'rb') as f: data = f.read(-1 if max_bytes is None else max_bytes + 1)

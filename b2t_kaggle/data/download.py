@@ -285,7 +285,8 @@ def unpack_zip(
     folder: str | Path,     # To be made; must not exist
     progress: bool = False, # Show a progress bar
 ) -> Path:                  # The folder
-    "Unpack an archive whole or not at all. Raises `DownloadError` for one that cannot be used, `OSError` without room."
+    """Unpack an archive whole or not at all. Raises `DownloadError` where it is damaged, encrypted, or would write
+    elsewhere, `OSError` without room for it."""
     path = Path(path)
     folder = Path(folder)
     if folder.exists(): raise FileExistsError(f'{folder}: is there already; {path.name} is unpacked into a new folder')

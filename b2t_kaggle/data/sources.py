@@ -112,7 +112,8 @@ def get_from_dryad(
     folder: str | Path,     # Where to put the recordings and the checkpoint
     progress: bool = False, # Show progress bars
 ) -> Path:                  # The folder of the sessions
-    "Fetch, check and unpack what is missing. Raises `DownloadError`, `AccessError`, or `OSError` without room."
+    """Fetch, check and unpack what is missing. Raises `DownloadError`, `AccessError` where Dryad wants another token,
+    `OSError` where there is no room."""
     folder = Path(folder)
     if missing := _missing(folder):
         offered = dryad_files()

@@ -111,7 +111,7 @@ def check_tensorflow(
     "Raises `DeviceError` if there is no such accelerator for TensorFlow, or no TensorFlow that can be imported."
     machine.check_accelerator(accelerator)
     if accelerator in ('xla', 'torch_tpu'):
-        raise DeviceError(f'accelerator {accelerator} is PyTorch; TensorFlow compiles with XLA on every device: '
+        raise DeviceError(f'accelerator {accelerator} is for PyTorch; TensorFlow compiles with XLA on every device: '
                           'take auto, cpu, cuda or tpu')
     if problem := tensorflow_problem(d): raise DeviceError(problem)
 

@@ -292,7 +292,8 @@ def build_wheels(
     kit: str | Path | None = None,     # Where the kit comes from, as in `build_kit`
     others: Iterable[str] = (),        # Further packages, as pip takes them
 ) -> dict:                             # What `manifest.json` holds
-    "Write a folder of wheels for an image without the internet. Raises `RuntimeError` as `plan_installation` does."
+    """Write a folder of wheels from which the kit can be installed on an image without the internet. Raises
+    `RuntimeError` as `plan_installation` does."""
     folder = Path(folder)
     with scratch_folder() as built, _replaced_wheels(folder) as new:
         metadata = read_metadata(build_kit(built, kit))

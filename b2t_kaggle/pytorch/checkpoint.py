@@ -87,7 +87,8 @@ def _refusal(e: Exception) -> str:
 def load_file(
     path: str | Path, # A checkpoint of either kind
 ) -> dict:
-    "Contents of a checkpoint on the CPU; raises `CheckpointError` for anything but tensors, numbers and containers."
+    """Contents of a checkpoint on the CPU; raises `CheckpointError` where it is damaged or holds anything but tensors,
+    numbers and containers."""
     path = Path(path)
     try: check_is_file(path)
     except ReadError as e: raise CheckpointError(str(e)) from None

@@ -56,7 +56,7 @@ class Frames:
 
 # %% ../../nbs/pytorch/05_frontend.ipynb #c010
 class Frontend(Encoder):
-    "The first layers of an encoder, which derives from it: days, softsign, dropout, patches."
+    "The first layers of an encoder, which derives from it and calls `frames`: days, softsign, dropout, patches."
     cfg: PatchedConfig
 
     def __init__(self,

@@ -420,6 +420,9 @@ class Trainer(loop.Trainer):
         if self.cfg.train.frozen:
             for name, p in model.named_parameters():
                 if not (model.is_per_day(name) or is_per_participant(name)): p.requires_grad_(False)
+            if not any(p.requires_grad for p in model.parameters()):
+                raise TrainingError('train.frozen = true leaves nothing to train: the model has no layers per day that '
+                                    'are trained, and no model.participants; set it to false')
         return model
 
     def steps(self, end: int) -> Iterator[StepResult]:

@@ -52,7 +52,7 @@ def usable_trials(
     cfg: Config,         # The run's configuration
     verbose: bool = True, # Whether trials that are left out are listed; with several processes one does it
 ) -> np.ndarray:
-    "Trials that CTC can align, however much augmentation cuts off `[n]`. Raises `TrainingError` for none."
+    "Indices of trials that CTC can align, however much augmentation cuts `[n]`. Raises `TrainingError` for none."
     left_out = unalignable(store, cfg, max(cfg.augment.random_cut - 1, 0))
     if left_out.any() and verbose:
         print(f'left out of training, {left_out.sum()} trials with too few frames for their labels: '

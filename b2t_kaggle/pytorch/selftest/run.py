@@ -214,15 +214,20 @@ def run(
     def keep():
         report.seconds = round(time.monotonic() - begin, 1)
         if path: save(report, path)
+    lost = ''
 
     with tqdm(total=len(left), unit=' checks', disable=None, leave=False) as bar:
-        while left and time.monotonic() < begin + LIMIT:
+        while left and not lost and time.monotonic() < begin + LIMIT:
             with scratch_folder() as folder:
                 worker = _Worker(accelerator, folder, left)
                 try: _run_some(report, worker, left, bar, keep, begin + LIMIT)
+                except DeviceError as e:
+                    if not report.device: raise
+                    lost = f'after the check before, the device is not there: {e}'
                 finally: worker.close()
         for name in left:
-            bar.write(row_line(report.add(name, 'skipped', 0, what=f'{LIMIT} s are over; give --only "{name}"')))
+            what = lost or f'{LIMIT} s are over; give --only "{name}"'
+            bar.write(row_line(report.add(name, 'skipped', 0, what=what)))
     keep()
     return report
 
