@@ -20,6 +20,30 @@ from ..schema import ConfigError, Section, describe_errors
 from ...core.messages import did_you_mean
 from ...core.reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
 
+# %% ../../../nbs/config/encoders/00_encoder.ipynb #c303
+def _check_inner_layers(cfg: 'EncoderConfig') -> None:
+    "Raises `ValueError` for numbers in `inter_ctc_layers` of which an encoder has no layer before its last one."
+    layers = cfg.inter_ctc_layers
+    n = cfg.n_inner_layers()
+    if layers and not n:
+        raise ValueError(f'model.inter_ctc_layers = {layers}, but this {cfg.name} has no layers before its last '
+                         'one; set it to []')
+    if layers != sorted(set(layers)) or any(i > n for i in layers):
+        raise ValueError(f'model.inter_ctc_layers = {layers} must be different numbers from 1 to {n}, ascending: '
+                         'the last layer has its loss anyway')
+    if cfg.self_condition and not layers:
+        raise ValueError('model.self_condition is true, but model.inter_ctc_layers names no layer whose posteriors '
+                         'to feed back; name some')
+
+def _check_tensorflow(cfg: 'EncoderConfig') -> None:
+    "Raises `ConfigError` for several participants, or logits of inner layers, which TensorFlow does not have."
+    if cfg.participants:
+        raise ConfigError(f'model.participants = {cfg.participants}: TensorFlow trains on one participant; set it '
+                          'to {}, or train.framework to pytorch')
+    if cfg.inter_ctc_layers:
+        raise ConfigError(f'model.inter_ctc_layers = {cfg.inter_ctc_layers}: TensorFlow has logits of the last '
+                          'layer alone; set it to [], or train.framework to pytorch')
+
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c006
 class EncoderConfig(Section):
     "The `model` group of a configuration; each encoder derives its own."
@@ -82,17 +106,7 @@ class EncoderConfig(Section):
 
     @model_validator(mode='after')
     def _inner_layers_exist(self):
-        layers = self.inter_ctc_layers
-        n = self.n_inner_layers()
-        if layers and not n:
-            raise ValueError(f'model.inter_ctc_layers = {layers}, but this {self.name} has no layers before its last '
-                             'one; set it to []')
-        if layers != sorted(set(layers)) or any(i > n for i in layers):
-            raise ValueError(f'model.inter_ctc_layers = {layers} must be different numbers from 1 to {n}, ascending: '
-                             'the last layer has its loss anyway')
-        if self.self_condition and not layers:
-            raise ValueError('model.self_condition is true, but model.inter_ctc_layers names no layer whose posteriors '
-                             'to feed back; name some')
+        _check_inner_layers(self)
         return self
 
     def check_framework(self,
@@ -100,12 +114,7 @@ class EncoderConfig(Section):
     ) -> None:
         "Raises `ConfigError` where a framework does not have this model; imports neither."
         require_encoder(framework, self.name)
-        if self.participants and framework == 'tensorflow':
-            raise ConfigError(f'model.participants = {self.participants}: TensorFlow trains on one participant; set it '
-                              'to {}, or train.framework to pytorch')
-        if self.inter_ctc_layers and framework == 'tensorflow':
-            raise ConfigError(f'model.inter_ctc_layers = {self.inter_ctc_layers}: TensorFlow has logits of the last '
-                              'layer alone; set it to [], or train.framework to pytorch')
+        if framework == 'tensorflow': _check_tensorflow(self)
 
     def no_official_form(self) -> str:
         "A feature that the official kit lacks; empty where it lacks none, so that `b2t convert` writes its form."
