@@ -508,6 +508,36 @@ def _check_audio_llm(train: TrainConfig, infer: InferConfig) -> None:
         raise ValueError('audio.llm reads the vectors of a model, and this run has infer.logits alone; '
                          'set one of them to null')
 
+# %% ../../nbs/config/03_groups.ipynb #c315
+def _check_participants(data: DataConfig, model: EncoderConfig) -> None:
+    "Raises `ValueError` where folders and shares of the data do not fit the participants of a model."
+    known = model.participants
+    if len(data.folders) > 1 and not known:
+        raise ValueError(f'data.dataset_dir names {len(data.folders)} folders, of several participants, and '
+                         'model.participants none; set it, such as {t12: 256, t15: 512}')
+    if known and data.feature_subset is not None:
+        raise ValueError('data.feature_subset chooses features of one participant, and model.participants is set; '
+                         'set one of them to its default')
+    if not data.shares: return
+    if data.shares.keys() != known.keys() or abs(sum(data.shares.values()) - 1) > 1e-6:
+        raise ValueError(f'data.shares = {data.shares} must add up to 1 and have a part for each of '
+                         f'model.participants, {", ".join(known) or "which is not set"}')
+    if data.must_include_days:
+        raise ValueError(f'data.must_include_days = {data.must_include_days} counts the days of one participant; '
+                         'set it to null, or data.shares to {}')
+
+def _check_inner_ctc(train: TrainConfig, model: EncoderConfig) -> None:
+    "Raises `ValueError` for weights without inner layers, for inner layers without use, and for other numbers of both."
+    layers, weights = model.inter_ctc_layers, train.inter_ctc
+    if isinstance(weights, list) and len(weights) != len(layers):
+        raise ValueError(f'train.inter_ctc = {weights} has {len(weights)} weights, but model.inter_ctc_layers = '
+                         f'{layers} names {len(layers)}; give one for each, or a number for all')
+    if weights and not layers:
+        raise ValueError(f'train.inter_ctc = {weights}, but model.inter_ctc_layers names no layer; name some')
+    if layers and not weights and not model.self_condition:
+        raise ValueError(f'model.inter_ctc_layers = {layers} does nothing without train.inter_ctc or '
+                         'model.self_condition; set one of them')
+
 # %% ../../nbs/config/03_groups.ipynb #c031
 TRAINING_GROUPS = 'data', 'model', 'augment', 'train', 'audio' # All that the weights of a model depend on
 
@@ -574,34 +604,9 @@ class Config(Section):
         return self
 
     @model_validator(mode='after')
-    def _participants_are_known(self):
-        data, known = self.data, self.model.participants
-        if len(data.folders) > 1 and not known:
-            raise ValueError(f'data.dataset_dir names {len(data.folders)} folders, of several participants, and '
-                             'model.participants none; set it, such as {t12: 256, t15: 512}')
-        if known and data.feature_subset is not None:
-            raise ValueError('data.feature_subset chooses features of one participant, and model.participants is set; '
-                             'set one of them to its default')
-        if not data.shares: return self
-        if data.shares.keys() != known.keys() or abs(sum(data.shares.values()) - 1) > 1e-6:
-            raise ValueError(f'data.shares = {data.shares} must add up to 1 and have a part for each of '
-                             f'model.participants, {", ".join(known) or "which is not set"}')
-        if data.must_include_days:
-            raise ValueError(f'data.must_include_days = {data.must_include_days} counts the days of one participant; '
-                             'set it to null, or data.shares to {}')
-        return self
-
-    @model_validator(mode='after')
-    def _inner_layers_have_a_use(self):
-        layers, weights = self.model.inter_ctc_layers, self.train.inter_ctc
-        if isinstance(weights, list) and len(weights) != len(layers):
-            raise ValueError(f'train.inter_ctc = {weights} has {len(weights)} weights, but model.inter_ctc_layers = '
-                             f'{layers} names {len(layers)}; give one for each, or a number for all')
-        if weights and not layers:
-            raise ValueError(f'train.inter_ctc = {weights}, but model.inter_ctc_layers names no layer; name some')
-        if layers and not weights and not self.model.self_condition:
-            raise ValueError(f'model.inter_ctc_layers = {layers} does nothing without train.inter_ctc or '
-                             'model.self_condition; set one of them')
+    def _participants_and_inner_layers_fit(self):
+        _check_participants(self.data, self.model)
+        _check_inner_ctc(self.train, self.model)
         return self
 
     @model_validator(mode='after')

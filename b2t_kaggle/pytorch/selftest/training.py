@@ -98,7 +98,7 @@ def compiled(bench: Bench) -> Iterator[Finding]:
     seconds = time.perf_counter() - begin
     yield within(f'losses of 3 steps beside eager ones ({seconds:.0f} s)', relative(found, expected), 1e-3)
 
-# %% ../../../nbs/pytorch/selftest/03_training.ipynb #c010
+# %% ../../../nbs/pytorch/selftest/03_training.ipynb #c302
 def _start(function: str, job: Path, **environ: Any) -> subprocess.Popen:
     "Start a function of this module with a job in a process of its own; what it says goes beside the job."
     code = f'from b2t_kaggle.pytorch.selftest.training import {function}; {function}(sys.argv[1])'
@@ -122,6 +122,7 @@ def _read_job(job: str) -> tuple[dict, TrialStore, Config]:
     options = json.loads(Path(job).read_text())
     return options, TrialStore.open(options['store']), Config.model_validate(options['config'])
 
+# %% ../../../nbs/pytorch/selftest/03_training.ipynb #c010
 def take_as_rank(
     job: str, # A file
 ) -> None:
