@@ -240,8 +240,8 @@ def run(
     def keep():
         report.seconds = round(time.monotonic() - begin, 1)
         if path: save(report, path)
-    lost = ''
 
+    lost = ''
     with tqdm(total=len(left), unit=' checks', disable=None, leave=False) as bar:
         while left and not lost and time.monotonic() < begin + LIMIT:
             with scratch_folder() as folder:
