@@ -85,8 +85,8 @@ class DataConfig(Section):
     eval_batch_size: Annotated[int, MayChange(), SameResult()] = Field(64, ge=1)
     "Trials per batch in validation and inference."
     on_device: Annotated[bool | None, ChangesNothing(), Only('pytorch')] = None
-    ("Keep the training trials in the memory of the device, and gather batches there; none means on a GPU or TPU where "
-     "they fit beside a step.")
+    ("Keep the training trials in the memory of the device, and gather batches there; none means where they fit beside "
+     "a step: on a GPU, or one core of a TPU. Of several cores PyTorch/XLA does not tell what is free.")
 
     @property
     def folders(self) -> list[Path]:

@@ -301,7 +301,7 @@ class XLA(Compiled):
     def free_memory(self):
         from torch_xla.core.xla_model import get_memory_info
         try: info = get_memory_info(self.torch_device)
-        except RuntimeError: return None  # XLA's processor backend has no such figures
+        except RuntimeError: return None  # neither has XLA's processor backend such figures, nor SPMD
         return info['bytes_limit'] - info['bytes_used']
 
     def hold(self, parts, shape, dtype):
