@@ -85,6 +85,8 @@ def test_a_store_of_both_is_padded(folders, stores):
         np.testing.assert_array_equal(store.features(i), np.hstack([x.astype('float16'), np.zeros((len(x), 512 - n))]))
     with pytest.raises(StoreError, match='there is a session t15.2023.08.11, which .* has too'):
         TrialStore.build([folders[0], folders[0]], 'val', store.path.with_name('twice.arrow'), progress=False)
+    with pytest.raises(StoreError, match=f'^{folders[0]} and {folders[1]}: there is no session t15.2023.08.12;'):
+        TrialStore.build(folders, 'val', store.path.with_name('none.arrow'), sessions=['t15.2023.08.12'])
 
 
 @pytest.mark.parametrize('way', ['packed', 'padded'])

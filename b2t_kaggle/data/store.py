@@ -56,10 +56,13 @@ class StoredTrial(Trial):
 # %% ../../nbs/data/03_store.ipynb #c009
 Folders = str | Path | Sequence[str | Path] # Of sessions, or several, one for each participant
 
+def _folders(data_dir: Folders) -> Sequence[str | Path]:
+    return [data_dir] if isinstance(data_dir, str | Path) else data_dir
+
 def _by_session(data_dir: Folders) -> dict[str, Path]:
     "The folder in which each session is; raises `StoreError` for a session that is in two."
     found = {}
-    for folder in [data_dir] if isinstance(data_dir, str | Path) else data_dir:
+    for folder in _folders(data_dir):
         for session in list_sessions(folder):
             if session in found:
                 raise StoreError(f'{folder}: there is a session {session}, which {found[session]} has too; each folder '
@@ -81,7 +84,7 @@ def _check_sessions(data_dir: Folders, sessions: list[str] | None) -> list[str]:
         if s in present: continue
         near = near_names(s, present, n=1)
         advice = f'; did you mean {near[0]}?' if near else f', only {", ".join(present)}'
-        raise StoreError(f'{data_dir}: there is no session {s}{advice}')
+        raise StoreError(f'{" and ".join(map(str, _folders(data_dir)))}: there is no session {s}{advice}')
     twice = sorted(s for s in set(sessions) if sessions.count(s) > 1)
     if twice: raise StoreError(f'sessions are named twice: {twice}')
     return list(sessions)
