@@ -26,7 +26,7 @@ from .models.encoder import Encoder
 from .optimizer import RunOptimizer, make_optimizer
 from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c006
+# %% ../../nbs/pytorch/08_parallel.ipynb #c309
 def _filled(
     rows: Tensor,                # `[N, F]`, changed
     parts: Iterable[np.ndarray], # Their contents, one after the other `[n, F]`
@@ -37,6 +37,7 @@ def _filled(
         begin += len(part)
     return rows
 
+# %% ../../nbs/pytorch/08_parallel.ipynb #c006
 class Placement:
     "A device, and how values get there."
     def __init__(self,
@@ -237,7 +238,7 @@ def programs_folder(
 
 CACHE = programs_folder()
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c020
+# %% ../../nbs/pytorch/08_parallel.ipynb #c306
 class Compiled(Backend):
     "Devices whose programs are compiled for their shapes: numbers that change from step to step are tensors."
     static_shapes = True
@@ -262,6 +263,7 @@ class Compiled(Backend):
 
     def generator(self, seed): self.seed(seed)
 
+# %% ../../nbs/pytorch/08_parallel.ipynb #c020
 class XLA(Compiled):
     "All XLA devices of this machine behind one process: SPMD over a mesh along the batch (Xu et al., 2021, GSPMD)."
     _started = False # torch_xla is set up once per process
@@ -292,11 +294,12 @@ class XLA(Compiled):
         if self.n_devices > 1: runtime.use_spmd()
         XLA._started = True
 
-    def put(self, array):
+    def _send(self, tensor: Tensor, axes: tuple[str | None, ...]) -> Tensor:
         from torch_xla.core.xla_model import send_cpu_data_to_device
-        along_batch = ('data',) + (None,) * (array.ndim - 1)
-        split = None if self.n_devices == 1 else self.xs.ShardingSpec(self.mesh, along_batch)
-        return send_cpu_data_to_device([torch.from_numpy(array)], self.torch_device, split)[0]
+        split = None if self.n_devices == 1 else self.xs.ShardingSpec(self.mesh, axes)
+        return send_cpu_data_to_device([tensor], self.torch_device, split)[0]
+
+    def put(self, array): return self._send(torch.from_numpy(array), ('data',) + (None,) * (array.ndim - 1))
 
     def free_memory(self):
         from torch_xla.core.xla_model import get_memory_info
@@ -305,10 +308,7 @@ class XLA(Compiled):
         return info['bytes_limit'] - info['bytes_used']
 
     def hold(self, parts, shape, dtype):
-        from torch_xla.core.xla_model import send_cpu_data_to_device
-        rows = _filled(torch.empty(shape, dtype=getattr(torch, dtype.name)), parts)
-        split = None if self.n_devices == 1 else self.xs.ShardingSpec(self.mesh, (None, 'data'))
-        return send_cpu_data_to_device([rows], self.torch_device, split)[0]
+        return self._send(_filled(torch.empty(shape, dtype=getattr(torch, dtype.name)), parts), (None, 'data'))
 
     def split(self, tensor):
         if self.n_devices > 1: self.xs.mark_sharding(tensor, self.mesh, ('data',) + (None,) * (tensor.ndim - 1))

@@ -365,6 +365,14 @@ def _to_continue(trainer: 'Trainer') -> dict:
     return saved
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c311
+def _freeze(model: Encoder) -> None:
+    "Train what belongs to days and participants alone. Raises `TrainingError` where that is nothing."
+    for name, p in model.named_parameters():
+        if not (model.is_per_day(name) or is_per_participant(name)): p.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TrainingError('train.frozen = true leaves nothing to train: the model has no layers per day that '
+                            'are trained, and no model.participants; set it to false')
+
 def _refuse(cfg: Config, backend: Backend) -> None:
     "Raises `TrainingError` for a choice that PyTorch, or this device, does not have."
     if cfg.train.compile and backend.device.kind == 'xla':
@@ -417,18 +425,12 @@ class Trainer(loop.Trainer):
     def build(self) -> Encoder:
         "The model of the configuration, as it begins."
         model = build_model(self.cfg.model, len(self.day_of), list(self.day_of))
-        if self.cfg.train.frozen:
-            for name, p in model.named_parameters():
-                if not (model.is_per_day(name) or is_per_participant(name)): p.requires_grad_(False)
-            if not any(p.requires_grad for p in model.parameters()):
-                raise TrainingError('train.frozen = true leaves nothing to train: the model has no layers per day that '
-                                    'are trained, and no model.participants; set it to false')
+        if self.cfg.train.frozen: _freeze(model)
         return model
 
     def steps(self, end: int) -> Iterator[StepResult]:
         "Take the steps before `end` that are left."
-        for micro_batches, days in self.loader.batches(range(self.step, end)):
-            yield self.train_step(micro_batches, days)
+        yield from (self.train_step(*loaded) for loaded in self.loader.batches(range(self.step, end)))
 
     def train_step(self,
         micro_batches: list[MicroBatch], # From `BatchLoader`
@@ -475,8 +477,7 @@ class Trainer(loop.Trainer):
     def memory_footprint(self) -> tuple[int, int, int]:
         "Rows and bins of the current batch that a device computes at once, and the parameters of the model."
         rows, bins = max((m.x.shape[:2] for m in self.current), key=lambda shape: shape[1])
-        devices_per_process = self.backend.n_devices // self.backend.world_size
-        return rows // devices_per_process, bins, self.n_parameters()
+        return rows // (self.backend.n_devices // self.backend.world_size), bins, self.n_parameters()
 
     def n_parameters(self) -> int:
         "Numbers in the weights."
