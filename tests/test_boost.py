@@ -15,7 +15,7 @@ from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.lm.boost import Boost
 from b2t_kaggle.lm.ngram import NGram, build_ngram
-from b2t_kaggle.phonemes import build_lexicon, to_class_ids
+from b2t_kaggle.phonemes import build_lexicon, sentence_to_phonemes, to_class_ids
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 LEXICON = {'a': [['AA']], 'aa': [['AA', 'B']], 'b': [['B']], 'c': [['B', 'B'], ['AA']], 'unknown': [['AA', 'AA']]}
@@ -175,6 +175,20 @@ def test_names_are_found(lm):
     assert stream.partial() == 'a zorblax'
     words = decoder.word_frames(spoken, decoder.decode(spoken)[0])
     assert words[1].tolist() == [3, 10]
+
+
+def test_a_large_bonus_does_not_empty_the_search(tmp_path):
+    "A bonus only adds to totals, so the best one is at least that of the plain search, whatever the threshold drops."
+    texts = ['the tea is cold', 'tell the time', 'the television is on', 'time for tea', 'more tea for me']
+    lm = Automaton.load(build_ngram(texts, tmp_path/'tea.arpa', order=2, estimator='own'))
+    plain = LexiconBeamDecoder(build_lexicon({w for s in texts for w in s.split()}), lm)
+    rng = np.random.default_rng(0)
+    for text in texts:
+        x = frames_of(sentence_to_phonemes(text))
+        x = log_softmax(.5*x + .8*rng.standard_normal(x.shape))
+        least = plain.decode(x)[0].total
+        for word in ('television', 'more', 'cold'):
+            for bonus in (6., 20., 60.): assert plain.with_boost({word: bonus}).decode(x)[0].total >= least - 1e-6
 
 
 def test_beside_spelled_words(lm):

@@ -519,13 +519,15 @@ def _extended(plain: _Vocabulary, added: Sequence[AddedWord], boosted: Iterable[
     return plain._replace(words=plain.words + new if new else plain.words, word_id=word_id, prons=prons, asked=asked)
 
 def _grown_trie(vocabulary: _Vocabulary, gains: np.ndarray, boosted: Iterable[int]) -> Trie:
-    """The trie with the boosted words, and with what they gain [W], in the n-gram's unit, in their look-ahead; one
-    without sets of bits stays as it is."""
+    """The trie with the boosted words, and with what they gain [W], in the n-gram's unit, in their look-ahead, up to
+    that of the likeliest word; one without sets of bits stays as it is."""
     if len(vocabulary.trie.n_children) and vocabulary.trie.words.max() + 1 == len(vocabulary.words):
         return vocabulary.trie
     unigrams = _ngram_scorer(vocabulary.asked, vocabulary.words).unigrams()
     spellings = [(w, s) for w in boosted for s in spellings_of_word(vocabulary.prons, w)]
-    return with_words(vocabulary.trie, spellings, [unigrams[w] + gains[w] for w, _ in spellings])
+    # More would promise so much to the beginning of a word that the threshold drops all else, whatever is spoken
+    ahead = np.maximum(unigrams, np.minimum(unigrams + gains[:len(unigrams)], unigrams.max()))
+    return with_words(vocabulary.trie, spellings, [ahead[w] for w, _ in spellings])
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c404
 _MOST_SAID = 20 # Words in a message
