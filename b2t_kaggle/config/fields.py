@@ -80,8 +80,9 @@ def _parts(annotation: Any) -> Iterator:
 def facts_of(
     field: FieldInfo, # Of a group
 ) -> tuple[Fact, ...]:
-    "Facts that stand on a field, or within its type."
-    return tuple(p for a in (field.annotation, *field.metadata) for p in _parts(a) if isinstance(p, Fact))
+    "Facts that stand on a field, or within its type, each once."
+    parts = (p for a in (field.annotation, *field.metadata) for p in _parts(a))
+    return tuple(dict.fromkeys(p for p in parts if isinstance(p, Fact)))
 
 # %% ../../nbs/config/00_fields.ipynb #c005
 def _as_text(value):

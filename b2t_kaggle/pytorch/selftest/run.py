@@ -11,7 +11,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -71,8 +70,8 @@ def work(
     "Make checks, and print events as lines of JSON; all else that is printed goes to the standard error."
     told = os.fdopen(os.dup(1), 'w', buffering=1)
     os.dup2(2, 1)
-    with tempfile.TemporaryDirectory(dir=folder) as d:
-        bench = Bench(accelerator, Path(d))
+    with scratch_folder(folder) as d:
+        bench = Bench(accelerator, d)
         try:
             device = dict(event='device', device=str(bench.device), chip=bench.device.name, n_chips=bench.n_used,
                           packages=detect().packages)
@@ -141,9 +140,11 @@ def save(
     write_whole(Path(path), json.dumps(asdict(report) | dict(python=sys.version), indent=1) + '\n')
 
 # %% ../../../nbs/pytorch/selftest/05_run.ipynb #c302
+_OF_THE_EVENT = set('event check passed skipped error'.split()) # All else is of the finding
+
 def _note(report: Report, event: dict, began: float) -> list[dict]:
     "Rows for an event."
-    found = {k: v for k, v in event.items() if k not in ('event', 'check', 'passed', 'skipped', 'error')}
+    found = {k: v for k, v in event.items() if k not in _OF_THE_EVENT}
     seconds = time.monotonic() - began
     if event['event'] == 'finding':
         return [report.add(event['check'], 'pass' if event['passed'] else 'fail', seconds, **found)]
