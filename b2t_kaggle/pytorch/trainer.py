@@ -262,7 +262,7 @@ def _update(trainer: 'Trainer', rates: dict[str, float], days: np.ndarray) -> No
 def _programs(trainer: 'Trainer') -> dict[torch.Size, Program] | None:
     "Programs of steps by the shape of their features; None where each step is recorded. Raises `TrainingError`."
     cfg = trainer.cfg.train
-    if not (cfg.replay and isinstance(trainer.backend, XLA)): return None
+    if not cfg.replay: return None
     if cfg.accumulate > 1:
         raise TrainingError('train.replay = true needs a step that is one program; set it to false, or '
                             f'train.accumulate to 1, now {cfg.accumulate}')
@@ -377,6 +377,9 @@ def _refuse(cfg: Config, backend: Backend) -> None:
     "Raises `TrainingError` for a choice that PyTorch, or this device, does not have."
     if cfg.train.compile and backend.device.kind == 'xla':
         raise TrainingError('train.compile = true is for CPUs and GPUs; XLA compiles by itself, so set it to false')
+    if cfg.train.replay and backend.device.kind != 'xla':
+        raise TrainingError('train.replay = true is for XLA, which records steps, and this device is '
+                            f'{backend.device.kind}; set it to false')
     if cfg.train.profile:
         raise TrainingError(f'train.profile = {cfg.train.profile} is for the profiler of TensorFlow; with '
                             'train.framework = pytorch set it to 0')
