@@ -25,7 +25,7 @@ from b2t_kaggle.training.budget import Budget
 from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.training.history import read_history
 from b2t_kaggle.training.loop import StepResult, check_finite
-from b2t_kaggle.training.memory import raise_if_oom
+from b2t_kaggle.training.memory import oom_message, raise_if_oom
 from b2t_kaggle.training.recipe import TrainingError
 
 SESSIONS = ['t15.2023.08.11', 't15.2023.08.13', 't15.2023.08.18']
@@ -620,7 +620,9 @@ def test_trials_on_the_device_give_the_same_weights(stores, capsys):
     assert ' trials are on ' in capsys.readouterr().out
     assert device.loader.on_device and not host.loader.on_device and trainer(None).loader.on_device is None
     for a, b in zip(host.loader(5)[0], device.loader(5)[0]): assert torch.equal(a.x, b.x.float())
-    for t in (host, device): assert len(list(t.steps(8))) == 8
+    for t in (host, device):
+        assert len(list(t.steps(8))) == 8
+        assert ('with data.on_device=false' in oom_message('a GPU', t.cfg, t)) == (t is device)
     for k, v in host.model.state_dict().items(): assert torch.equal(device.model.state_dict()[k], v), k
 
 

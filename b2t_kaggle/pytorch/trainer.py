@@ -420,6 +420,7 @@ class Trainer(loop.Trainer):
         self.augment = Augment(cfg.augment, cfg.train.seed)
         self.loader = BatchLoader(store, cfg, backend, self.store_val, self.n_parameters())
         self.store = self.loader.store
+        self.trials_on_device = self.loader.on_device is not None
         self.programs = _programs(self)
         if saved and checkpoint:
             with _as_part_of(checkpoint): self.optimizer.load_state_dict(saved['optimizer_state_dict'])

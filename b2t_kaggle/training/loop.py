@@ -125,6 +125,7 @@ class Trainer(ABC):
     is_main_process = True
     sync_every = 1            # Steps between looks at their results: each makes the host wait for the device
     device = ''               # Name of what it runs on
+    trials_on_device = False  # Whether its memory holds the training trials
     scaler = None             # Of the loss in float16: `get_scale` and its state, as `torch.amp.GradScaler` has them
 
     def __init__(self,

@@ -37,21 +37,23 @@ def oom_message(
 ) -> str:
     "Message about the part that does not fit, and a remedy."
     memory = f'fit into the memory of {device}'
+    on_device = trainer.trials_on_device if trainer else cfg.data.on_device
+    host = ', or leave the trials on the host with data.on_device=false' if on_device else ''
     if trainer is None:
         names = ' or '.join(f'model.{name}' for name in cfg.model.size_fields)
         fields = f': lower {names}' if names else ''
-        return f'the model and its optimiser do not {memory}. Make the model smaller{fields}'
+        return f'the model and its optimiser do not {memory}. Make the model smaller{fields}{host}'
     if trainer.current is None:
-        return f'the first batch does not {memory}. Lower data.batch_size, or raise train.accumulate'
+        return f'the first batch does not {memory}. Lower data.batch_size, or raise train.accumulate{host}'
     if trainer.current == 'validating':
         return (f'batch {trainer.step}: the validation does not {memory}. Lower data.eval_batch_size, now '
-                f'{cfg.data.eval_batch_size}; that changes no result')
+                f'{cfg.data.eval_batch_size}{host}; that changes no result')
     batch_size, n_bins, n_params = trainer.memory_footprint()
     n_bytes = step_memory(cfg, n_params, batch_size, n_bins)
     return (f'batch {trainer.step} does not {memory}: {batch_size} trials of up to {n_bins} bins (the bucket) need '
             f'about {n_bytes / 2**30:.1f} GiB, estimated. Lower data.batch_size, or set '
-            f'train.accumulate={2*cfg.train.accumulate}, which takes the same step in parts of half the size, '
-            'and go on from the last checkpoint')
+            f'train.accumulate={2*cfg.train.accumulate}, which takes the same step in parts of half the size'
+            f'{host}, and go on from the last checkpoint')
 
 def raise_if_oom(
     error: BaseException, # From training
