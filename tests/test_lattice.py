@@ -1,6 +1,7 @@
 "Lattices against enumeration of all paths, and Kaldi's text form."
 import itertools
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from rapidfuzz.distance import Levenshtein
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.lattice.graph import ARC, END, Lattice, fewest_errors, nbest, posteriors
 from b2t_kaggle.decoding.lattice.kaldi import read_lattices, write_lattices
+from b2t_kaggle.decoding.lattice.trace import push_frames
 from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.lm.ngram import build_ngram
 from b2t_kaggle.phonemes import PHONEMES
@@ -59,6 +61,28 @@ def decoder_of(lm, model, **options):
     return LexiconBeamDecoder(lexicon_of(model), lm, threshold=math.inf, blank_skip=1, **options, **model)
 
 
+def kept_texts(decoder, x):
+    "Sentences that the beam kept to the end, by going back through the search's histories."
+    frames, search = decoder.prepare(x), decoder.take_search()
+    arena, starts, _ = push_frames(search, frames.scores, frames.skip)
+    decoder.return_search(search)
+
+    @cache
+    def texts_of(i):
+        if i == 0: return {''}
+        _, prev, word, alt, *_ = arena[i]
+        if word < 0: return texts_of(prev) | texts_of(alt)
+        return {f'{text} {decoder.words[word]}'.strip() for text in texts_of(prev)}
+
+    return set().union(*map(texts_of, starts.tolist()))
+
+
+def everything(lm, model, x, **options):
+    "Totals of all sentences that fit into the frames."
+    decoder = decoder_of(lm, model, nbest=10**4, **options | dict(beam=3000))
+    return {h.text: h.total for h in decoder.decode(x)}
+
+
 def bonus_of(text): return 2.0*text.split().count('b') + 3.0*f' {text} '.replace(' ', '  ').count(' a  aa ')
 
 
@@ -72,9 +96,9 @@ def bonus_of(text): return 2.0*text.split().count('b') + 3.0*f' {text} '.replace
     st.booleans(),
 )
 def test_paths_are_what_the_beam_kept(lm, seed, n_frames, model, beam, word_score, boosted):
-    """Each path spells its words in its frames, and its scores are those of these frames and of the n-gram. What
-    `decode` finds has the same scores, the best sentence is the same, and nothing is left out where nothing is
-    pruned."""
+    """Each path spells its words in its frames, and its scores are those of these frames and of the n-gram, no better
+    than the sentence's. What `decode` finds has the same scores, what the beam kept is there and no better than what
+    `decode` finds, and nothing is left out where nothing is pruned."""
     x = log_probs_of(seed, n_frames, model)
     options = dict(beam=beam, word_score=word_score, boost={'b': 2.0, 'a aa': 3.0} if boosted else None)
     decoder = decoder_of(lm, model, nbest=5, **options)
@@ -95,14 +119,31 @@ def test_paths_are_what_the_beam_kept(lm, seed, n_frames, model, beam, word_scor
         assert total == pytest.approx(0.8*acoustic + ngram + word_score*len(arcs), abs=1e-6)
         best[text] = max(best.get(text, -math.inf), total)
     for h in hyps: assert best[h.text] == pytest.approx(h.total, abs=1e-6)
-    assert max(best.values()) == pytest.approx(hyps[0].total, abs=1e-6)
-    if beam == 3000:
-        everything = {h.text: h.total for h in decoder_of(lm, model, nbest=10**4, **options).decode(x)}
-        assert best == pytest.approx(everything, abs=1e-6)
+    exact, kept = everything(lm, model, x, **options), kept_texts(decoder, x)
+    assert all(total <= exact[text] + 1e-6 for text, total in best.items())
+    assert kept <= best.keys() and all(exact[text] <= hyps[0].total + 1e-6 for text in kept)
+    if best.keys() <= kept | {h.text for h in hyps}: # None arose where paths meet
+        assert max(best.values()) == pytest.approx(hyps[0].total, abs=1e-6)
+    if beam == 3000: assert best == pytest.approx(exact, abs=1e-6)
     listed = nbest(lattice, 10**6)
     assert {h.text: h.total for h in listed} == pytest.approx(best, abs=1e-9) and len(listed) == len(best)
     assert [h.total for h in listed] == sorted((h.total for h in listed), reverse=True)
     assert nbest(lattice, 3) == listed[:3]
+
+
+def test_sentences_that_the_beam_dropped_arise_where_paths_meet(lm):
+    """'b b' has its best path where the beam dropped it. This path meets the history 'b b' that was kept, and so there
+    is 'b b b', which no history holds: it is better than what a beam of three finds, and a beam of eight finds it."""
+    x = log_probs_of(0, 6, PHONES)
+    options = dict(word_score=2, boost={'b': 2.0})
+    decoder = decoder_of(lm, PHONES, nbest=5, beam=3, **options)
+    hyps, kept, exact = decoder.decode(x), kept_texts(decoder, x), everything(lm, PHONES, x, **options)
+    assert kept == {'b', 'b b'} == {h.text for h in hyps}
+    best = nbest(decoder.lattice(x), 1)[0]
+    assert (hyps[0].text, best.text) == ('b b', 'b b b')
+    assert hyps[0].total == pytest.approx(exact['b b']) and best.total == pytest.approx(exact['b b b'])
+    assert hyps[0].total == max(exact[text] for text in kept) < best.total == pytest.approx(max(exact.values()))
+    assert decoder.with_beam(8).decode(x)[0].text == 'b b b'
 
 
 @st.composite

@@ -659,8 +659,9 @@ class TrialDecoder(SentenceScorer):
         log_probs: Any, # Log-probabilities of one trial [T', 41], as in `decode`
     ) -> Lattice:
         """All sentences that the beam kept to the end, as paths with exact scores. Those of `decode` have the same
-        scores in it, and its best sentence is the same. Raises `ValueError` as `decode` does, and for a decoder with
-        sums over paths, spelled words or a fusion, whose scores are no sums over arcs."""
+        scores in it, and where such a path meets others it goes on as they do: into sentences that the beam dropped,
+        which alone may be better than the best of `decode`. Raises `ValueError` as `decode` does, and for a decoder
+        with sums over paths, spelled words or a fusion, whose scores are no sums over arcs."""
         _check_sums(self)
         frames = self.prepare(log_probs)
         search = self.take_search()
