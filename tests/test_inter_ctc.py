@@ -17,6 +17,7 @@ from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.streaming import EncoderStream
 from b2t_kaggle.pytorch.trainer import Trainer, _all_gradients, train
 from b2t_kaggle.training.history import read_history
+from b2t_kaggle.training.recipe import TrainingError
 
 NO_FEEDBACK = {'model.self_condition': False}
 NONE = NO_FEEDBACK | {'model.inter_ctc_layers': [], 'train.inter_ctc': 0}
@@ -151,6 +152,21 @@ def test_a_checkpoint_goes_on_exactly_and_opens(name, stores, tmp_path):
     model, cfg = load_model(tmp_path/'best.pt')
     assert cfg.model == config(name).model and cfg.model.self_condition
     assert torch.equal(model(X, DAY, n_bins=N_BINS), whole.model.eval()(X, DAY, n_bins=N_BINS))
+
+
+def test_a_model_starts_one_without_its_feedback_and_says_so(stores, tmp_path, capsys):
+    "The other way round it is refused."
+    for name, changes in (('with', {}), ('without', NO_FEEDBACK)):
+        t = trainer(stores, 'gru inside', **changes)
+        t.train_step(*t.loader(0))
+        t.save_best(tmp_path/f'{name}.pt')
+    t = trainer(stores, 'gru inside', init_checkpoint_path=tmp_path/'with.pt', **NO_FEEDBACK)
+    line = f'{tmp_path/"with.pt"}: the model of this run has no place for feedback.weight, feedback.bias; not taken\n'
+    assert line in capsys.readouterr().out
+    theirs = load_model(tmp_path/'with.pt')[0].state_dict()
+    for k, v in t.model.state_dict().items(): assert torch.equal(v, theirs[k]), k
+    with pytest.raises(TrainingError, match='feedback.weight is missing, expected .*make the model group'):
+        trainer(stores, 'gru inside', init_checkpoint_path=tmp_path/'without.pt')
 
 
 @pytest.mark.parametrize('name', [name for name in INNER if build_model(config(name).model, 2).is_causal])

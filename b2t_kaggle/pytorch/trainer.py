@@ -338,7 +338,7 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
     if path := trainer.cfg.train.init_checkpoint_path:
         model = trainer.model.acoustic
         weights = {k: v.numpy() for k, v in model.state_dict().items()} # they share the model's memory
-        start_from(weights, model, trainer.day_of, load_weights, path)
+        start_from(weights, model, trainer.day_of, load_weights, path, trainer.is_main_process)
     return None
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c026

@@ -224,11 +224,15 @@ def start_from(
     day_of: dict[str, int],         # Its day of each session
     load: Callable[[Path, str], tuple[dict[str, np.ndarray], Config]], # The framework's `load_weights`
     path: Path,                     # A checkpoint, ours or official
+    verbose: bool = True,           # Print which of its weights are not taken
 ) -> None:
     "Take initial weights from a trained model. Raises `CheckpointError`, or `TrainingError` for another shape."
     trained, cfg = load(path, 'in this training')
     participants = [list(group.participants) for group in (model.cfg, cfg.model)]
     transfer_weights(weights, trained, model.is_per_day, day_of, cfg.data.known_sessions, path, *participants)
+    unused = [name for name in trained if name not in weights]
+    if unused[4:]: unused[4:] = [f'and {len(unused) - 4} more']
+    if unused and verbose: print(f'{path}: the model of this run has no place for {", ".join(unused)}; not taken')
 
 # %% ../../nbs/training/10_loop.ipynb #c016
 def _what_is_wrong(
