@@ -85,20 +85,15 @@ class EncoderConfig(Section):
                              f'{self.neural_dim}; raise that')
         return self
 
-    def participant_of(self,
+    def features_of(self,
         session: str, # Name of a session, such as `t15.2023.08.11`
-    ) -> str:
-        "Participant of a session. Raises `ConfigError` for one that `participants` does not name."
+    ) -> int:
+        "Features of a bin in a session. Raises `ConfigError` where `participants` does not name whose it is."
+        if not self.participants: return self.neural_dim
         name = session.partition('.')[0]
-        if name in self.participants: return name
+        if name in self.participants: return self.participants[name]
         raise ConfigError(f'{session}: model.participants = {self.participants} has no {name}; name it with its number '
                           'of features')
-
-    def features_of(self,
-        session: str, # Name of a session
-    ) -> int:
-        "Features of a bin in a session."
-        return self.participants[self.participant_of(session)] if self.participants else self.neural_dim
 
     def n_inner_layers(self) -> int:
         "Layers before the last one, which `inter_ctc_layers` may name; 0 for an encoder that does not support it."

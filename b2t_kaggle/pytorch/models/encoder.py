@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config.encoders.encoder import EncoderConfig
+from ...data.sessions import participant_of
 from ..layers import day_affine
 from ...training.recipe import TrainingError
 
@@ -172,8 +173,8 @@ class Encoder(TrainedModel):
         "Add the affine map of each of `model.participants`, which begins as the identity. Raises `ConfigError`."
         F = self.cfg.neural_dim
         names = list(self.cfg.participants)
-        of_day = [names.index(self.cfg.participant_of(s)) for s in sessions]
-        n_features = torch.tensor([*self.cfg.participants.values()])
+        n_features = torch.tensor([self.cfg.features_of(s) for s in sessions])
+        of_day = [names.index(participant_of(s)) for s in sessions]
         self.participant_weights = nn.Parameter(torch.eye(F).repeat(len(names), 1, 1))
         self.participant_biases = nn.Parameter(torch.zeros(len(names), 1, F))
         self.register_buffer('participant_of_day', torch.tensor(of_day, dtype=torch.long), persistent=False)
@@ -189,7 +190,7 @@ class Encoder(TrainedModel):
         if not self.cfg.participants: return x
         participant = self.participant_of_day.index_select(0, day_idx)
         x = F.pad(x, (0, self.cfg.neural_dim - x.shape[-1]))
-        x = x * self.has_feature.index_select(0, participant)[:, None]
+        x = x * self.has_feature.index_select(0, day_idx)[:, None]
         return mask_padding(day_affine(x, participant, self.participant_weights, self.participant_biases), n_bins)
 
     def condition_on(self,
