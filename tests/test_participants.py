@@ -17,8 +17,9 @@ from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import StoreError, TrialStore
 from b2t_kaggle.data.t12 import import_t12, simulate_t12
 from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.run import Run
-from b2t_kaggle.pipeline.stages import plan
+from b2t_kaggle.pipeline.stages import PipelineError, plan
 from b2t_kaggle.pytorch.checkpoint import load_model
 from b2t_kaggle.pytorch.frontend import Frontend
 from b2t_kaggle.pytorch.inference import infer
@@ -249,6 +250,15 @@ def test_refusals_in_one_line(folders, stores):
         trainer(stores, participants={'t12': 128, 't15': 512})
     with pytest.raises(ConfigError, match='t12.2022.04.28: model.participants = .* has no t12'):
         trainer(stores, participants={'t15': 512})
+
+
+def test_sessions_of_the_second_folder_alone_are_refused_before_anything_is_computed(folders, tmp_path):
+    values = {'data.dataset_dir': folders, 'model.participants': BOTH, 'data.sessions': SESSIONS[2:]}
+    run = Run(tmp_path/'run', tmp_path/'work', SMALL | values, save=False)
+    with pytest.raises(PipelineError, match=f'^data.sessions = t12.*: found none of them in {folders[0]}, the first '
+                                            f'folder .*; name some of {SESSIONS[0]}, {SESSIONS[1]}, or'):
+        run_stages(run)
+    assert not list(tmp_path.rglob('*.yaml')) and not (tmp_path/'work').exists()
 
 
 def test_runs_on_both_and_then_on_one(folders, tmp_path):

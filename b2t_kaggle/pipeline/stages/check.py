@@ -8,7 +8,7 @@ __all__ = ['Check']
 # %% ../../../nbs/pipeline/stages/03_check.ipynb #c002
 from ...core.messages import warn_each
 from .inputs import data_folders, session_files, sessions_in
-from .stage import CheckedSessions, Result, Sessions, Stage
+from .stage import CheckedSessions, PipelineError, Result, Sessions, Stage
 
 # %% ../../../nbs/pipeline/stages/03_check.ipynb #c005
 class Check(Stage):
@@ -24,6 +24,15 @@ class Check(Stage):
 
     def files(self, run):
         return [f for folder in data_folders(run) if folder.is_dir() for f in session_files(folder)]
+
+    def check(self, cfg, kind):
+        folders = cfg.data.folders
+        if not cfg.data.sessions or not folders or not folders[0].is_dir(): return
+        if sessions_in(folders[0], folders, cfg.data.sessions): return
+        from b2t_kaggle.data.sessions import list_sessions
+        raise PipelineError(f'data.sessions = {", ".join(cfg.data.sessions)}: found none of them in {folders[0]}, the '
+                            'first folder of data.dataset_dir, whose test trials are the submission; name some of '
+                            f'{", ".join(list_sessions(folders[0]))}, or name another folder first')
 
     def run(self, run, progress):
         import pandas as pd
