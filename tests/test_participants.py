@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from encoders import config as small_config
+from rapidfuzz.distance import Levenshtein
 from test_pipeline import SMALL, execute_here
+from tiny_models import tiny_lm
 
 from b2t_kaggle.config import Config, with_overrides
 from b2t_kaggle.config.schema import ConfigError
@@ -16,8 +18,11 @@ from b2t_kaggle.data.sessions import session_path
 from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import StoreError, TrialStore
 from b2t_kaggle.data.t12 import import_t12, simulate_t12
+from b2t_kaggle.decoding.nbest import Hypothesis, read_nbest
 from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.pipeline.execute import run_stages
+from b2t_kaggle.pipeline.results import as_hypotheses
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import PipelineError, plan
 from b2t_kaggle.pytorch.checkpoint import load_model
@@ -28,6 +33,7 @@ from b2t_kaggle.pytorch.models.transformer import Transformer
 from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.streaming import EncoderStream
 from b2t_kaggle.pytorch.trainer import Trainer
+from b2t_kaggle.rescoring.hypotheses import write_hypotheses
 from b2t_kaggle.training.recipe import TrainingError
 
 BOTH = {'t12': 256, 't15': 512}
@@ -262,17 +268,33 @@ def test_sessions_of_the_second_folder_alone_are_refused_before_anything_is_comp
 
 
 def test_runs_on_both_and_then_on_one(folders, tmp_path):
-    "PER and WER of each; the submission is of the first folder, and in a second run, with that model, of the other."
+    """PER and WER of each, of an LLM's and of combined lists, too; the submission is of the first folder, and in a
+    second run, with that model, of the other."""
     def execute(name, values):
         run = Run(tmp_path/'runs'/name, tmp_path/'work', SMALL | values)
         for stage in plan(run.cfg): execute_here(run, stage)
         metrics = {p.stem: json.loads(p.read_text())['metrics'] for p in (run.dir/'stages').glob('*.json')}
         return run, metrics, list(csv.DictReader((run.dir/'submission.csv').open()))
 
-    both, metrics, rows = execute('both', {'data.dataset_dir': folders, 'model.participants': BOTH,
-                                           'data.shares': {'t12': .5, 't15': .5}})
+    theirs = {split: tmp_path/f'theirs_{split}.jsonl' for split in ('val', 'test')} # A system that says one sentence
+    for split, path in theirs.items():
+        store = TrialStore.build(folders if split == 'val' else folders[0], split, tmp_path/f'{split}.arrow')
+        said = [[Hypothesis('what is it', -1., -1., 3, -1.)]]*len(store)
+        write_hypotheses(path, as_hypotheses(store.index, said, split, system='theirs'))
+    both, metrics, rows = execute('both', {
+        'data.dataset_dir': folders, 'model.participants': BOTH, 'data.shares': {'t12': .5, 't15': .5},
+        'rescore.llm': tiny_lm(tmp_path/'lm', 'opt', ['what is it']), 'combine.sources': [*theirs.values()]})
     assert {'PER', 'PER t12', 'PER t15'} <= metrics['train'].keys() & metrics['infer'].keys()
-    assert {'WER', 'WER t12', 'WER t15'} <= metrics['decode'].keys()
+    index = TrialStore.open(both.packed_dir/'val.arrow').index
+    for stage in 'decode', 'rescore', 'combine':
+        best = [hyps[0].text for hyps in read_nbest(both.nbest_path('val', stage))]
+        edits, words = ({'t12': 0, 't15': 0} for _ in range(2))
+        for row, text in zip(index.itertuples(), best):
+            said = normalize_sentence(row.sentence).split()
+            edits[row.session[:3]] += Levenshtein.distance(said, normalize_sentence(text).split())
+            words[row.session[:3]] += len(said)
+        for p in edits: assert metrics[stage][f'WER {p}'] == edits[p]/words[p], (stage, p)
+        assert metrics[stage]['WER'] == sum(edits.values())/sum(words.values())
     assert len(rows) == 2 and len(TrialStore.open(both.packed_dir/'train.arrow')) == 24 # t15's first day has no test
     _, metrics, rows = execute('t12', {'data.dataset_dir': folders[1], 'infer.checkpoint': str(both.checkpoint)})
     assert len(rows) == 4 and 'WER' in metrics['decode'] and 'WER t12' not in metrics['decode']

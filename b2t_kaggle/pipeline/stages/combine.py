@@ -72,7 +72,7 @@ class Combine(Stage):
     def run(self, run, progress):
         from b2t_kaggle.lm.automaton import load_ngram
         from b2t_kaggle.metrics import word_error_rate
-        from b2t_kaggle.pipeline.results import combined_lists, read_systems, write_all_lists
+        from b2t_kaggle.pipeline.results import combined_lists, participant_rates, read_systems, write_all_lists
         systems = {split: read_systems(run, split) for split in run.splits}
         _check_both_splits(systems)
         combined, corrector = _combine(systems, load_ngram(run.lm_path))
@@ -84,6 +84,8 @@ class Combine(Stage):
             texts = _texts(own['val'], val, combined['val'])
             kept, figures = self.judge(run.cfg, val.references(), texts['this run'], texts['combined'])
             metrics |= figures | dict(vote=word_error_rate(val.references(), texts['vote']))
+            metrics |= participant_rates([t.session for t in val.trials.values()], val.references(),
+                                         texts['combined' if kept else 'this run'])
             metrics |= _better_alone(val, metrics['WER'])
         if kept: own = {split: combined_lists(own[split], dict(zip(systems[split].trials, combined[split])))
                         for split in systems}

@@ -101,12 +101,11 @@ class Decode(Stage):
         check_boost(cfg.decode.boost)
 
     def run(self, run, progress):
-        from b2t_kaggle.data.sessions import by_participant
         from b2t_kaggle.decoding.tuning import OutOfTime
         from b2t_kaggle.metrics import total, word_errors
         from b2t_kaggle.pipeline.confidence import write_words
         from b2t_kaggle.pipeline.decoder import WEIGHTS, open_decoder
-        from b2t_kaggle.pipeline.results import write_lists
+        from b2t_kaggle.pipeline.results import participant_rates, write_lists
         decoder = open_decoder(run).with_times(None) # With times, lists would hold the frames of all trials
         spoken = _spoken_trials(run)
         late = False
@@ -127,10 +126,10 @@ class Decode(Stage):
         details = dict(tuning=tuning, spoken=spoken, calibration=calibration)
         if 'val' in nbest:
             lists = [nbest['val'][i] for i in spoken.index]
-            errors = word_errors(spoken.sentence, _best(nbest['val'], spoken.index))
+            best = _best(nbest['val'], spoken.index)
+            errors = word_errors(spoken.sentence, best)
             metrics['WER'] = total(errors).rate
-            of = by_participant(spoken.session)
-            metrics |= {f'WER {name}': total([errors[i] for i in members]).rate for name, members in of.items()}
+            metrics |= participant_rates(spoken.session, spoken.sentence.tolist(), best)
             if tuning: metrics |= tuning.weights._asdict()
             if tuning and not run.cfg.decode.llm: metrics['WER as configured'] = tuning.wer('start')
             details |= dict(lists=lists, errors=errors)

@@ -72,7 +72,7 @@ class Rescore(Stage):
     def run(self, run, progress):
         from b2t_kaggle.data.store import TrialStore
         from b2t_kaggle.decoding.nbest import write_nbest
-        from b2t_kaggle.pipeline.results import write_all_lists
+        from b2t_kaggle.pipeline.results import participant_rates, write_all_lists
         from b2t_kaggle.rescoring.mixture import write_weights
         nbest = run.lists_for(self.name)
         scored = _scored(run, progress, nbest)
@@ -89,7 +89,9 @@ class Rescore(Stage):
         kept, metrics = True, {}
         if references:
             before, after = ([lists['val'][i][0].text for i in references] for lists in (nbest, rescored))
-            kept, metrics = self.judge(run.cfg, list(references.values()), before, after)
+            sentences = list(references.values())
+            kept, metrics = self.judge(run.cfg, sentences, before, after)
+            metrics |= participant_rates(index.session.iloc[list(references)], sentences, after if kept else before)
         write_weights(run.dir/'rescore_weights.json', weights)
         if not kept: rescored = nbest
         files = [run.dir/'rescore_weights.json', *write_all_lists(run, self.name, rescored)]
