@@ -93,6 +93,7 @@ VERBS = {
     },
     'Kaggle': {
         'kaggle': ('kaggle', 'Train on Kaggle and hand in, in one line or by steps'),
+        'plan': ('plan', 'Show the sessions on Kaggle that a recipe takes'),
     },
 }
 

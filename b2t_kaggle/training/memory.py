@@ -18,7 +18,8 @@ def step_memory(
 ) -> float:
     "Bytes of a training step, estimated. With `train.cr_ctc` each trial is computed twice."
     rows = 2 * batch_size if cfg.train.cr_ctc else batch_size
-    return 4 * (4 * n_params + cfg.model.activation_floats(rows, n_bins))
+    copies = 5 if cfg.train.weight_average else 4
+    return 4 * (copies * n_params + cfg.model.activation_floats(rows, n_bins))
 
 # %% ../../nbs/training/07_memory.ipynb #c008
 _ERROR_TYPES = {'MemoryError', 'OutOfMemoryError', 'ResourceExhaustedError'}

@@ -60,7 +60,7 @@ def _step(bench: Bench, name: str, n: int) -> Finding:
     cfg = _step_config(bench, name)
     seconds = _seconds_a_step(bench.trainer(cfg), n)
     if bench.small: return measured(f'{name}, reduced, {bench.rows} trials', 1e3*seconds, 'ms a step')
-    estimate = step_seconds(cfg, name, bench.device.name, bench.device.precision, bench.n_used)
+    estimate = step_seconds(cfg, bench.device.name, bench.device.precision, bench.n_used)
     as_ms = None if estimate is None else (1e3*estimate[0], 1e3*estimate[1])
     what = f'{name}, 64 trials, {bench.device.precision}'
     return measured(what, 1e3*seconds, 'ms a step', as_ms, step_of=name)
