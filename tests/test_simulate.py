@@ -15,6 +15,7 @@ from b2t_kaggle.data.simulate import (
     TARGETS,
     SimulateError,
     electrodes,
+    features,
     movement,
     plan_trials,
     simulate_block,
@@ -24,6 +25,7 @@ from b2t_kaggle.data.simulate import (
 from b2t_kaggle.phonemes import SIL, normalize_sentence, sentence_to_phonemes, to_class_ids
 
 REAL = Path(__file__).parents[2]/'shared'/'t15'
+TRIAL = REAL.parent/'t12'/'trial.npy'
 
 
 def real(name):
@@ -268,6 +270,75 @@ def test_interference_is_off_unless_asked_for(tmp_path):
             assert 1 > less > more > 0
     with pytest.raises(SimulateError, match='structured_noise.*choose another folder'): simulate_dataset(on, **SMALL)
     with pytest.raises(SimulateError, match='other parameters'): simulate_dataset(off, **SMALL, structured_noise=1.)
+
+
+def test_the_noise_of_a_recording_is_off_unless_asked_for(tmp_path):
+    off, one, two = (simulate_dataset(tmp_path/str(i), **SMALL, **kw) for i, kw in enumerate(({}, dict(neural=1),
+                                                                                            dict(neural=2))))
+    assert files(off) == files(one) and 'neural' not in (off/'simulated.json').read_text()
+    assert (off/'lm_text.txt').read_bytes() == (two/'lm_text.txt').read_bytes() and validate(two).empty
+    for name in (n for n in files(off) if n.endswith('.hdf5')):
+        for a, b in zip(*(read_session(d/name) for d in (off, two)), strict=True):
+            assert a.sentence == b.sentence and a.features.shape == b.features.shape
+            assert abs(np.corrcoef(a.features.ravel(), b.features.ravel())[0, 1]) < 0.3
+    with pytest.raises(SimulateError, match='neural.*choose another folder'): simulate_dataset(two, **SMALL)
+
+
+def test_the_noise_of_a_recording_is_as_defined():
+    """Without speech, moments of a Poisson process whose log rate is Gaussian, and of a log power that shares with it a
+    slow part (0.28 and 0.18) and the scatter (0.5, correlation 0.43): at lags, between neighbours, between features."""
+    e = electrodes(1, snr=0., neural=2)[0]
+    rng = np.random.default_rng(0)
+    recorded = [features(np.zeros((5000, TARGETS.shape[2]), np.float32), e, np.zeros(512), rng) for _ in range(3)]
+    crossings, log_power = np.split(np.concatenate(recorded).astype(float), 2, axis=1)
+    log_power = np.log(log_power)
+    rate, slow, of_power, scatter = np.exp(e.base[:256].astype(float)), 0.28, 0.18, 0.5
+    mean = rate*np.exp(slow**2/2)
+    variance = mean + mean**2*(np.exp(slow**2) - 1)
+    np.testing.assert_allclose((crossings.mean(0)/mean).mean(), 1, atol=0.01)
+    np.testing.assert_allclose((crossings.var(0)/variance).mean(), 1, atol=0.02)
+    np.testing.assert_allclose(log_power.var(0).mean(), scatter**2 + of_power**2, rtol=0.02)
+    x, y = (z - z.mean(0) for z in (crossings, log_power))
+    phi = np.exp(-0.1)
+    for k in 1, 10:
+        memory = (1 + k*(1 - phi**2)/(1 + phi**2))*phi**k
+        np.testing.assert_allclose((x[k:]*x[:-k]).mean(), (mean**2*(np.exp(slow**2*memory) - 1)).mean(), rtol=0.1)
+        np.testing.assert_allclose((y[k:]*y[:-k]).mean(), of_power**2*memory, rtol=0.1)
+    right = np.flatnonzero(np.arange(256) % 8 < 7)
+    shared = 0.35 + 0.65*0.65
+    pairs = mean[right]*mean[right + 1]*(np.exp(slow**2*shared) - 1)
+    np.testing.assert_allclose((x[:, right]*x[:, right + 1]).mean(), pairs.mean(), rtol=0.1)
+    np.testing.assert_allclose((y[:, right]*y[:, right + 1]).mean(), of_power**2*shared, rtol=0.1)
+    same = 0.43*scatter*np.sqrt(rate)*np.exp(slow**2/8) + slow*of_power*mean
+    np.testing.assert_allclose((x*y).mean(0).mean(), same.mean(), rtol=0.02)
+
+
+def correlations(crossings, power, array):
+    "Of power with itself 1 and 10 bins later, of an electrode's two features, of an array's electrodes over 0.2 s."
+    z, x = ((f - f.mean(0))/f.std(0) for f in (power, crossings))
+    slow = z[:len(z)//10*10].reshape(-1, 10, z.shape[1]).mean(1)
+    others = (array[:, None] == array) & ~np.eye(len(array), dtype=bool)
+    return np.array([(z[1:]*z[:-1]).mean(), (z[10:]*z[:-10]).mean(), (x*z).mean(), np.corrcoef(slow.T)[others].mean()])
+
+
+def test_the_noise_of_a_recording_is_that_of_a_real_trial():
+    "Crossings of the real one are drawn as the z-scored log of one more, rows are crossings and power, array by array."
+    if not TRIAL.exists(): pytest.skip(f'{TRIAL.name} of the real data is not beside the repository')
+    (first, power, second, more) = np.split(np.load(TRIAL, allow_pickle=False).T.astype(float), 4, axis=1)
+    drawn = np.hstack([first, second])
+    lowest, next_lowest = (np.array(c) for c in zip(*(np.unique(column)[:2] for column in drawn.T)))
+    counts = np.expm1(np.log(2)*(drawn - lowest)/(next_lowest - lowest))
+    np.testing.assert_allclose(counts, np.round(counts), atol=0.01)
+    real_one = correlations(counts, np.hstack([power, more]), np.arange(128)//64)
+    block = plan_trials(2, train=40, max_words=12).query('day == 1 and split == "train"').query('block == block.min()')
+    away = []
+    for neural in 1, 2:
+        e = electrodes(2, neural=neural)[1]
+        on = np.flatnonzero(e.alive)
+        trials = [t.features for t in simulate_block(block, e)[0]]
+        found = [correlations(f[:, on], f[:, on + 256], on//64) for f in trials]
+        away.append(np.abs(np.mean(found, axis=0) - real_one))
+    assert (away[1] < 0.05).all() and (away[0][[0, 2, 3]] > 0.1).all(), away
 
 
 @pytest.mark.parametrize('after', [0, 1, 3])

@@ -47,6 +47,8 @@ class SimulateConfig(Section):
      "none.")
     drift: float = Field(1.0, ge=0)
     "Scales the drift of the electrodes' rates within a block; 3 changes them by about half."
+    neural: Literal[1, 2] = 1
+    "Kind of noise: 2 is slow, neighbours share it, and an electrode's two features move together, as in a recording."
     lm_sentences: int = Field(20_000, ge=0)
     "Sentences of general text from the same generator, for the language model; none of them occurs in val or test."
     seed: int = Field(0, ge=0, lt=2**32)

@@ -296,6 +296,7 @@ N_ELECTRODES = 256
 _PER_ARRAY = 64
 # At snr 1 the standard deviation of the log rate over speech, in a typical electrode; calibrated, see the end
 _MODULATION = 0.15
+_CROSSINGS = {1: 0.3, 2: 0.57} # In a bin of a typical electrode, for each kind of noise
 _SHARED = 12   # dimensions of the noise that electrodes share
 _MAX_LAG = 5   # bins by which an electrode precedes the movement
 
@@ -373,30 +374,33 @@ class Electrodes:
     shared: np.ndarray    # Loadings of the shared noise, float32 [12, 512]
     lag: np.ndarray       # Bins by which an electrode precedes the movement, [256]
     alive: np.ndarray     # [256] bool
+    neural: int = 1       # Kind of noise
 
-def _electrodes(implant: _Implant, snr: float) -> Electrodes:
+def _electrodes(implant: _Implant, snr: float, neural: int) -> Electrodes:
     "The electrodes of a day as `features` needs them."
     strength = np.tile(np.repeat([s for s, _ in _ARRAYS.values()], _PER_ARRAY), 2)*_MODULATION*snr
     size = strength*np.exp(implant.gain)*np.tile(implant.alive, 2)
-    crossings = np.log(0.3) + implant.rate - 1.5*~implant.alive  # a dead electrode still sees some noise
+    crossings = np.log(_CROSSINGS[neural]) + implant.rate - 1.5*~implant.alive  # a dead electrode still sees some noise
     return Electrodes(
         tuning=(implant.directions*size[:, None]).T.astype(np.float32),
         base=np.r_[crossings, np.zeros(N_ELECTRODES)].astype(np.float32),
         shared=implant.shared.astype(np.float32),
         lag=implant.lag,
-        alive=implant.alive)
+        alive=implant.alive,
+        neural=neural)
 
 def electrodes(
     n_sessions: int,  # Days from the first one on
     snr: float = 1.0, # Scales the modulation by movements against all noise
     seed: int = 0,    # Same seed, same participant
+    neural: int = 1,  # Kind of noise
 ) -> list[Electrodes]:
     "The electrodes on each day of the schedule."
     rng = np.random.default_rng((seed, 3))
     days = [date(*map(int, d.session.split('.')[1:])) for d in SCHEDULE[:n_sessions]]
     implants = [_first_day(rng)]
     for earlier, day in zip(days, days[1:]): implants.append(_next_day(implants[-1], (day - earlier).days, rng))
-    return [_electrodes(implant, snr) for implant in implants]
+    return [_electrodes(implant, snr, neural) for implant in implants]
 
 # %% ../../nbs/data/02_simulate.ipynb #c046
 _FLUCTUATION = 0.9  # correlation of the shared noise from bin to bin: a time constant of 0.2 s
@@ -409,6 +413,42 @@ def _fluctuations(n: int, rng: np.random.Generator) -> np.ndarray:
     response = np.sqrt(1 - _FLUCTUATION**2)/(1 - _FLUCTUATION*np.exp(-2j*np.pi*np.arange(n//2 + 1)/n))
     return np.fft.irfft(white*response[:, None], n, axis=0).astype(np.float32)
 
+# %% ../../nbs/data/02_simulate.ipynb #c306
+_SLOW = 0.2            # Memory of the slow noise, in s
+_SLOW_SIZE = 0.28, 0.18 # Its standard deviation in the log of crossings and of power
+_OF_ALL = 0.2          # Part of its variance that all electrodes share,
+_OF_ARRAY = 0.15       # that those of an array share,
+_NEIGHBOUR = 0.65      # and correlation of the rest between neighbours
+_SAME_SPIKES = 0.43    # Correlation of an electrode's crossings and log power at constant rates
+
+def _second_order(white: np.ndarray, tau, frequency=0.) -> np.ndarray:
+    "Noise [n, N] with the spectrum of an autoregressive process with two poles (memory in s, Hz), and unit variance."
+    z = np.exp(-2j*np.pi*np.arange(len(white))/len(white))[:, None]
+    pole = np.exp(0.02*(-1/tau + 2j*np.pi*frequency))
+    response = 1/((1 - pole*z)*(1 - pole.conj()*z))
+    response /= np.sqrt(np.mean(np.abs(response)**2, axis=0))
+    return np.fft.ifft(np.fft.fft(white, axis=0)*response, axis=0).real
+
+def _slow_noise(n: int, rng: np.random.Generator) -> np.ndarray:
+    "Slow noise of the log of crossings and power, [n, 512], in parts that all, arrays and neighbours share."
+    noise = _second_order(rng.standard_normal((n, 1 + len(_ARRAYS) + N_ELECTRODES)), _SLOW)
+    of_all, of_array, own = np.split(noise, [1, 1 + len(_ARRAYS)], axis=1)
+    grid = own.reshape(n, len(_ARRAYS), 8, 8)
+    for i in range(1, 8): grid[:, :, i] = _wander(grid[:, :, i - 1], grid[:, :, i], _NEIGHBOUR)
+    for i in range(1, 8): grid[..., i] = _wander(grid[..., i - 1], grid[..., i], _NEIGHBOUR)
+    slow = np.sqrt(_OF_ALL)*of_all + np.sqrt(_OF_ARRAY)*np.repeat(of_array, _PER_ARRAY, axis=1)
+    slow += np.sqrt(1 - _OF_ALL - _OF_ARRAY)*grid.reshape(own.shape)
+    return np.hstack([size*slow for size in _SLOW_SIZE]).astype(np.float32)
+
+# %% ../../nbs/data/02_simulate.ipynb #c308
+def _of_same_spikes(log: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    "Crossings, and power that is high where there are more of them than expected, [T, 512], from the log of both."
+    rate, power = np.split(np.exp(np.minimum(log, 3)), 2, axis=1)
+    crossings = rng.poisson(rate)
+    own = rng.standard_normal(rate.shape)
+    noise = _SAME_SPIKES*(crossings - rate)/np.sqrt(rate) + np.sqrt(1 - _SAME_SPIKES**2)*own
+    return np.hstack([crossings, power*np.exp(_POWER_NOISE*noise)]).astype(np.float32)
+
 # %% ../../nbs/data/02_simulate.ipynb #c048
 def _product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     "x [T, D] times w [D, N]. BLAS rounds otherwise with another number of threads, and they wait for each other."
@@ -418,15 +458,17 @@ def features(
     x: np.ndarray,            # Articulators float32 [T, D]
     e: Electrodes,            # The day's electrodes
     drift: np.ndarray,        # Offset of the log in this trial [512]
-    rng: np.random.Generator, # Draws the shared noise, then that of the power, then the crossings
+    rng: np.random.Generator, # Draws the shared noise, the power's, the crossings; `neural=2`: crossings before power
 ) -> np.ndarray:              # Crossings per bin, then power, float32 [T, 512]
     "Features that the electrodes record during a movement, before normalisation."
-    log = _product(_fluctuations(len(x), rng), e.shared)
+    if e.neural == 1: log = _product(_fluctuations(len(x), rng), e.shared)
+    else: log = _slow_noise(len(x), rng)
     log += e.base + drift.astype(np.float32)
     for lag in range(_MAX_LAG + 1):
         early = np.concatenate([x[lag:], np.repeat(x[-1:], lag, axis=0)])
         columns = np.flatnonzero(np.tile(e.lag == lag, 2))
         log[:, columns] += _product(early, e.tuning[:, columns])
+    if e.neural == 2: return _of_same_spikes(log, rng)
     log[:, N_ELECTRODES:] += _POWER_NOISE*rng.standard_normal((len(x), N_ELECTRODES), dtype=np.float32)
     np.minimum(log, 3, out=log)
     recorded = np.exp(log, out=log)
@@ -438,12 +480,7 @@ _SOURCES = np.array([(0.3, 0.), (2., 0.), (2., 1.1), (0.5, 3.)])  # memory τ in
 
 def _sources(n: int, rng: np.random.Generator) -> np.ndarray:
     "Time courses of the interference, unit variance, [n, 4]."
-    z = np.exp(-2j*np.pi*np.arange(n)/n)[:, None]
-    pole = np.exp(0.02*(-1/_SOURCES[:, 0] + 2j*np.pi*_SOURCES[:, 1]))
-    response = 1/((1 - pole*z)*(1 - pole.conj()*z))
-    response /= np.sqrt(np.mean(np.abs(response)**2, axis=0))
-    white = np.fft.fft(rng.standard_normal((n, len(_SOURCES))), axis=0)
-    return np.fft.ifft(white*response, axis=0).real
+    return _second_order(rng.standard_normal((n, len(_SOURCES))), *_SOURCES.T)
 
 def interfere(
     recorded: list[np.ndarray], # Z-scored features of a block's trials, [T, 512] each; changed in place
@@ -578,7 +615,7 @@ def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, noise: _Noise
 def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, first: int = 0, step: int = 1) -> Iterator[int]:
     "Record every `step`-th day of a plan, from day `first` on, and yield each when it is done."
     noise = p['seed'], p.get('structured_noise', 0.), p.get('drift', 1.)
-    for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'])))[first::step]:
+    for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'], p.get('neural', 1))))[first::step]:
         trials = plan[plan.day == day]
         if len(trials): _write_day(out_dir, trials, e, noise)
         yield day
@@ -627,6 +664,7 @@ def simulate_dataset(
     structured_noise: float = 0., # Interference of few sources, in standard deviations of the features; 0 means none
     progress: bool = False,     # Show a progress bar
     drift: float = 1.,          # Scales the drift of rates from trial to trial
+    neural: int = 1,            # Kind of noise: 2 has the statistics of a real trial
 ) -> Path:
     """Simulate a participant: official HDF5 sessions and `lm_text.txt` in `out_dir`, which is returned. Each core has a
     process that records its part of the days. Raises `SimulateError` for a folder with other data, where there are not
@@ -637,6 +675,7 @@ def simulate_dataset(
     # Without interference the marker is the same as it was before there was any
     if structured_noise: parameters['structured_noise'] = structured_noise
     if drift != 1: parameters['drift'] = drift # Likewise
+    if neural != 1: parameters['neural'] = neural
     plan = plan_trials(n_sessions, train, val, test, max_words, seed)
     _claim(out_dir, parameters)
     _require_space(out_dir, plan)
