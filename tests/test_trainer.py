@@ -631,6 +631,31 @@ def test_a_budget_that_ends_with_the_last_step_leaves_a_finished_run(stores, tmp
     assert result['finished'] and result['stopped'] is None
 
 
+_TINY_MAMBA = dict(head_dim=8, state_size=8, projection_units=16)
+
+
+@pytest.mark.parametrize('name, size', [('best-t4', dict(n_heads=2, head_dim=8)), ('best-tpu', _TINY_MAMBA),
+                                        ('mamba-t4', _TINY_MAMBA)])
+def test_a_recipe_in_many_sessions_ends_with_the_weights_of_one(name, size, stores, tmp_path):
+    "Tiny, but with its masks, average, refit and parts of a batch. A session has time for its first step alone."
+    same = ('neural_dim', 'feature_subset', 'n_classes', 'days_per_batch', 'lr_warmup_steps', 'lr_warmup_steps_day')
+    changes = {key: SMALL[key] for key in same} | {f'model.{key}': value for key, value in size.items()} | {
+        'n_units': 16, 'n_layers': 1, 'data.batch_size': 8, 'num_training_batches': 10, 'batches_per_val_step': 2,
+        'augment.channel_mask_by': 'feature', 'accelerator': 'cpu'}
+    cfg = with_overrides(preset(name), changes)
+    assert train(*stores, cfg, tmp_path/'one', progress=False)['finished']
+    short = with_overrides(cfg, {'time_budget': 1e-6})
+    n_sessions = 1
+    while not train(*stores, short, tmp_path/'many', progress=False)['finished']: n_sessions += 1
+    assert n_sessions == 10
+    names = ['best.pt', 'last.pt', *['refit.pt'][:bool(cfg.train.refit)]]
+    for file in names:
+        a, b = (load_file(tmp_path/d/file)['model_state_dict'] for d in ('one', 'many'))
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), file
+    states = [load_file(tmp_path/'one'/file)['model_state_dict'] for file in names]
+    assert not cfg.train.refit or any(not torch.equal(states[0][k], states[2][k]) for k in states[0])
+
+
 class Rank:
     "One of two processes, as far as `check_finite` can tell: what the other one says is given."
     def __init__(self, store, other): self.store, self.other = store, other
