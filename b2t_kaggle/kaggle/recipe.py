@@ -129,12 +129,13 @@ def describe(
     recipe: Recipe,
     table: Table | None = None, # What was measured, if anything was
 ) -> Iterator[str]: # Lines
-    "The sessions of a recipe, their hours, and the commands. Raises as `training_hours`."
+    "The sessions of a recipe, their hours, and the commands. Raises `ValueError` without hours, as `training_hours`."
     machine = recipe.machine
     hours = training_hours(recipe.cfg, machine.chip, machine.chips, table)
+    if hours is None: raise ValueError(f'{recipe.preset} on {machine.name}: there is no estimate; give a table')
     cycles = recipe.cycles().values()
     found = [sessions(plan, hours) for plan in cycles]
-    training = tuple(recipe.n_seeds*h for h in hours)
+    training = recipe.n_seeds*hours[0], recipe.n_seeds*hours[1]
     yield from (*_head(recipe, table), '', *_table([s for some in found for s in some]), '')
     yield (f'In all {_span(training)} h of training and about {recipe.n_seeds*_SUBMISSION_HOURS:.1f} of decoding; a '
            f'week has {machine.weekly_hours}.')
