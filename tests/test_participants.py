@@ -2,6 +2,8 @@
 before and afterwards."""
 import csv
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -12,7 +14,7 @@ from rapidfuzz.distance import Levenshtein
 from test_pipeline import SMALL, execute_here
 from tiny_models import tiny_lm
 
-from b2t_kaggle.config import Config, with_overrides
+from b2t_kaggle.config import Config, InferConfig, with_overrides
 from b2t_kaggle.config.schema import ConfigError
 from b2t_kaggle.data.sessions import session_path
 from b2t_kaggle.data.simulate import simulate_dataset
@@ -25,6 +27,7 @@ from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.results import as_hypotheses
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import PipelineError, plan
+from b2t_kaggle.pytorch.adaptation import infer_adapted, session_moments
 from b2t_kaggle.pytorch.checkpoint import load_model
 from b2t_kaggle.pytorch.frontend import Frontend
 from b2t_kaggle.pytorch.inference import infer
@@ -176,6 +179,38 @@ def test_inference_for_one_of_them(name, folders, stores, trained, tmp_path):
         rows = np.flatnonzero(sessions.str.startswith(folder.name))
         assert len(rows) == len(alone) > 0
         for i, row in enumerate(rows): np.testing.assert_allclose(alone[i], both[row], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('adapt', ['recalibrate', 'both'])
+def test_adaptation_to_one_of_them(adapt, folders, stores, trained, tmp_path):
+    "From a store of t12's own features as from that of both, whose statistics of training are padded."
+    decoder = SimpleNamespace(decode=lambda log_probs: [SimpleNamespace(text='what is it')])
+    options = InferConfig(adapt=adapt, adapt_gate=10., adapt_copies=2)
+    def adapted(store):
+        return infer_adapted(trained('gru')[0]/'best.pt', store, tmp_path/f'{store.n_features}.arrow', options,
+                             session_moments(stores[0]), decoder, *CPU, progress=False)
+
+    both, alone = adapted(stores[1]), adapted(own_stores(folders[1], tmp_path)[1])
+    rows = np.flatnonzero(stores[1].index.session.str.startswith('t12')) # Recorded first, so nothing is learned before
+    for i, row in enumerate(rows): np.testing.assert_allclose(alone[i], both[row], rtol=1e-3, atol=1e-3)
+    if adapt == 'both': assert 0 < alone.provenance['learned'] <= both.provenance['learned']
+
+
+def test_trials_on_the_device_give_the_same_weights(stores, trained):
+    t = trainer(stores, 'gru', **{'data.shares': {'t12': .5, 't15': .5}, 'data.on_device': True})
+    for i in range(6): t.train_step(*t.loader(i))
+    for k, v in trained('gru')[1].model.state_dict().items(): assert torch.equal(t.model.state_dict()[k], v), k
+
+
+def test_a_compiled_model_takes_the_same_steps(stores, monkeypatch):
+    "What the compiler traces is run without a C++ compiler, which takes longest."
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='aot_eager'))
+    plain, compiled = (trainer(stores, 'transformer', **{'train.compile': c}) for c in (False, True))
+    for t in (plain, compiled):
+        for i in range(2): t.train_step(*t.loader(i))
+    assert compiled.compiled is not compiled.model
+    for k, v in plain.model.state_dict().items():
+        torch.testing.assert_close(compiled.model.state_dict()[k], v, rtol=1e-3, atol=1e-5, msg=k)
 
 
 @pytest.mark.parametrize('name', ['gru', 'transformer', 'zipformer'])

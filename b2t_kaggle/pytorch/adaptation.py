@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from ..config import Config, InferConfig
 from ..core.ctc import frames_needed, greedy
+from ..data.sessions import participant_of
 from ..data.store import TrialStore
 from ..devices.torch import pick_torch
 from ..logits import LogitStore
@@ -58,6 +59,12 @@ class Moments:
     ) -> 'Moments':
         "The same means and variances, of another number of bins."
         return Moments(n, self.total*n/self.n, self.squares*n/self.n)
+
+    def first(self,
+        F: int, # Features; a store of several participants has zeros behind those of one
+    ) -> 'Moments':
+        "Moments of the first features."
+        return Moments(self.n, self.total[:F], self.squares[:F])
 
     @property
     def mean(self) -> np.ndarray:
@@ -253,10 +260,13 @@ def days_for(
     sessions: Sequence[str], # Of trials to infer
     known: Sequence[str],    # Those of the model, in the order of its days
 ) -> dict[str, int]:
-    "The model's day of each session: its own, or that of the last session before it, or the first."
+    """The model's day of each session: its own, or that of its participant's last session before it, or the
+    participant's first."""
     names = list(known)
-    return {s: names.index(s if s in names else max((k for k in names if k < s), default=min(names)))
-            for s in sessions}
+    def nearest(session):
+        own = [k for k in names if participant_of(k) == participant_of(session)] or names
+        return max((k for k in own if k < session), default=min(own))
+    return {s: names.index(s if s in names else nearest(s)) for s in sessions}
 
 # %% ../../nbs/pytorch/16_adaptation.ipynb #c028
 def adapt_to(
@@ -289,7 +299,7 @@ def adapt_to(
         day = day_of[session]
         if moments is not None:
             recent.append(Moments.of(x))
-            x = recalibrate(x, list(recent), moments[known[day]])
+            x = recalibrate(x, list(recent), moments[known[day]].first(store.n_features))
         log_probs = by_row[i] = adapter.log_probs(x, day, step)
         refused = adapter.learn(x, day, log_probs, label_of(log_probs), step) if label_of else None
         rows.append(dict(session=session, block=block, trial=trial, refused=refused))
