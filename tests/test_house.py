@@ -57,7 +57,6 @@ def test_positional_parameters_are_counted(signature, n):
 
 # Private classes from which one class is derived, and why that is no way to cut a long class into two
 HALVES_THAT_STAY = {
-    '_AroundEncoder': 'what a trainer asks is passed on to the encoder inside; AudioLLM has the losses of an audio LLM',
     '_StepsConfig': "a group's keys, of which pydantic wants one class; those of the steps have own checks",
 }
 

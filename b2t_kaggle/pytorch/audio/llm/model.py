@@ -22,6 +22,7 @@ from .language_model import AudioLanguageModel
 from ..sound import AudioError
 from ..targets import TargetStore
 from ...models.encoder import Encoder
+from ...states import AroundEncoder
 
 # %% ../../../../nbs/pytorch/audio/llm/06_model.ipynb #c006
 class Targets(NamedTuple):
@@ -85,53 +86,19 @@ def _loss_weights(cfg: AudioConfig) -> LossWeights:
     if cfg.targets: names += ['align', 'contrast']
     return LossWeights(**{name: getattr(cfg, f'{name}_weight') for name in names})
 
-# %% ../../../../nbs/pytorch/audio/llm/06_model.ipynb #c306
-_INSIDE = 'brain.encoder.' # Before the names of the acoustic model's parameters
-
-class _AroundEncoder(Encoder):
-    "An acoustic model with a projector; the trainer's questions are passed on to the acoustic model."
-    def __init__(self, encoder: Encoder, dimension: int, stack: int):
-        super().__init__(encoder.cfg, encoder.n_days)
-        self.brain = BrainEncoder(encoder, dimension, stack)
-
-    @property
-    def acoustic(self) -> Encoder: return self.brain.encoder
-
-    @property
-    def changing_args(self) -> tuple[str, ...]: return self.acoustic.changing_args
-
-    def training_args(self, step: int, n_steps: int) -> dict: return self.acoustic.training_args(step, n_steps)
-    def training_state(self) -> dict: return self.acoustic.training_state()
-    def load_training_state(self, state: dict) -> None: self.acoustic.load_training_state(state)
-
-    def is_per_day(self, name: str) -> bool:
-        return name.startswith(_INSIDE) and self.acoustic.is_per_day(name.removeprefix(_INSIDE))
-
-    def decays(self, name: str, parameter: Tensor) -> bool:
-        if name.startswith(_INSIDE): return self.acoustic.decays(name.removeprefix(_INSIDE), parameter)
-        return super().decays(name, parameter)
-
-    def parts(self) -> dict[str, str]: return dict(encoder=_INSIDE, projector='brain.projector.')
-
-    def checkpoint(self) -> dict[str, dict[str, Tensor]]:
-        state = self.state_dict()
-        inside = {k.removeprefix(_INSIDE): v for k, v in state.items() if k.startswith(_INSIDE)}
-        beside = {k: v for k, v in state.items() if not k.startswith(_INSIDE)}
-        return dict(model_state_dict=inside, audio_state_dict=beside)
-
-    def state_of(self, checkpoint: dict) -> dict[str, Tensor]:
-        inside = {f'{_INSIDE}{k}': v for k, v in checkpoint['model_state_dict'].items()}
-        return inside | checkpoint.get('audio_state_dict', {})
-
 # %% ../../../../nbs/pytorch/audio/llm/06_model.ipynb #c009
-class AudioLLM(_AroundEncoder):
+class AudioLLM(AroundEncoder):
     "An acoustic model, and an audio LLM that reads its states."
+    inside = 'brain.encoder.'
+    beside = 'audio_state_dict'
+
     def __init__(self,
         encoder: Encoder,        # From `build_model`
         llm: AudioLanguageModel, # Gets LoRA layers, if there are to be any
         cfg: AudioConfig,        # The run's `audio` group
     ):
-        super().__init__(encoder, llm.dimension, cfg.stack)
+        super().__init__(encoder.cfg, encoder.n_days)
+        self.brain = BrainEncoder(encoder, llm.dimension, cfg.stack)
         self.llm = llm
         self.target_loader: TargetLoader | None = None # Of the trials that are trained on
         lora = llm.add_lora(cfg.lora_rank) if cfg.lora_rank else {}
@@ -203,7 +170,9 @@ class AudioLLM(_AroundEncoder):
             raise ValueError('AudioLLM.target_loader: found none, expected that of the training trials')
         return dict(targets=self.target_loader(trials))
 
-    def parts(self) -> dict[str, str]: return super().parts() | (dict(lora='lora.') if self.lora else {})
+    def parts(self) -> dict[str, str]:
+        parts = dict(encoder=self.inside, projector='brain.projector.')
+        return parts | (dict(lora='lora.') if self.lora else {})
 
     def train(self, mode: bool = True) -> 'AudioLLM':
         "Set the mode of both models; the LoRA layers of the text model have dropout."
