@@ -11,7 +11,7 @@ import pytest
 from checkouts import ROOT, cells_of_page, checkout_with, exported, run
 
 GUIDE = ROOT/'nbs'/'guides'/'adding_a_stage.ipynb'
-MODULE, NOTEBOOK = 'nbs/pipeline/stages/15_mbr.ipynb', 'nbs/stages/13_mbr.ipynb'
+MODULE, NOTEBOOK = 'nbs/pipeline/stages/16_mbr.ipynb', 'nbs/stages/14_mbr.ipynb'
 
 RUN = """
 import sys

@@ -34,6 +34,8 @@ READERS = {
     'data.on_device': '',
     'model': 'train',
     'augment': 'train',
+    'pretrain': 'pretrain train',
+    'pretrain.minutes': '',
     'train': 'train',
     'train.framework': 'train infer generate',
     'train.precision': 'train infer generate',
@@ -59,7 +61,8 @@ READERS = {
 FOLLOWERS = {
     'simulate': 'check lm',
     'check': 'pack',
-    'pack': 'train infer ensemble lm decode generate rescore combine submit report',
+    'pack': 'pretrain train infer ensemble lm decode generate rescore combine submit report',
+    'pretrain': 'train',
     'train': 'infer',
     'infer': 'decode generate',
     'ensemble': 'decode',
@@ -85,6 +88,7 @@ BASES = {
     'audio LLM': {'audio.llm': 'FILE'},
     'participant': {'model.participants': {'t15': 512}},
     'frozen': {'train.init_checkpoint_path': 'FILE'},
+    'pretraining': {'pretrain.objective': 'masked'},
     'inner layers': {'model.n_layers': 3, 'model.inter_ctc_layers': [1], 'train.inter_ctc': .5},
 }
 # Keys, or the begins of their names, that mean nothing in most configurations
@@ -94,6 +98,7 @@ BASE_OF = {
     'infer.average': 'logits', 'infer.weights': 'logits', 'infer': 'checkpoint', 'audio': 'audio LLM',
     'generate': 'audio LLM', 'model.inter_ctc': 'inner layers', 'model.self': 'inner layers',
     'train.inter_ctc': 'inner layers', 'data.shares': 'participant', 'train.frozen': 'frozen',
+    'pretrain': 'pretraining',
 }
 # Values that follow from no other one
 OTHER = {

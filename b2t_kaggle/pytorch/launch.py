@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..config import Config
 from ..core.files import scratch_folder, write_whole
-from ..data.store import TrialStore
+from ..data.store import JointStore, TrialStore
 from ..devices.interrupts import ended_when_asked, noted_interrupt
 from ..devices.machine import n_cores
 from ..devices.processes import end_with_parent, own_code, own_python
@@ -25,18 +25,32 @@ from ..devices.tpu_runtime import prepare_torch_tpu_processes
 from .parallel import in_torchrun
 from .trainer import train
 from ..training.loop import kept_batches
+from ..training.pretraining import UnlabelledStore
 from ..training.recipe import TrainingError
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c008
 def train_of(
-    cfg: Config, # The run's configuration
+    cfg: Config,       # The run's configuration
+    store: TrialStore | JointStore, # Training trials; without labels for pretraining
 ) -> Callable[..., dict]:
     "The `train` of a run."
+    if isinstance(store, UnlabelledStore):
+        from b2t_kaggle.pytorch.pretraining.trainer import train as pretrain
+        return pretrain
     if cfg.audio.llm is None: return train
     from b2t_kaggle.pytorch.audio.llm.trainer import train as train_audio_llm
     return train_audio_llm
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c010
+def _paths(store: TrialStore | UnlabelledStore | None) -> str | list[str] | None:
+    "Files of a store, from which `_open` opens it."
+    if isinstance(store, UnlabelledStore): return [str(Path(s.path).absolute()) for s in store.stores]
+    return store and str(Path(store.path).absolute())
+
+def _open(paths: str | list[str] | None) -> TrialStore | UnlabelledStore | None:
+    if isinstance(paths, list): return UnlabelledStore([*map(TrialStore.open, paths)])
+    return paths and TrialStore.open(paths)
+
 def work(
     job: str | Path, # A file from `launch`
 ) -> None:
@@ -47,10 +61,10 @@ def work(
     options = json.loads(job.read_text())
     error = job.with_name('error')
     try:
-        store, store_val = (path and TrialStore.open(path) for path in options['stores'])
+        store, store_val = map(_open, options['stores'])
         cfg = Config.model_validate(options['config'])
         with ended_when_asked():
-            result = train_of(cfg)(store, store_val, cfg, options['out'], options['progress'])
+            result = train_of(cfg, store)(store, store_val, cfg, options['out'], options['progress'])
     except KeyboardInterrupt as e:
         if os.environ['RANK'] == '0': write_whole(job.with_name('interrupted'), str(e))
         raise SystemExit(130) from None # Who started it says what is saved
@@ -124,7 +138,7 @@ def launch(
 ) -> dict:
     "`train` in processes of this machine, each with an equal part of every batch; raises `TrainingError`."
     out = Path(out_dir).absolute()
-    stores = [s and str(Path(s.path).absolute()) for s in (store, store_val)]
+    stores = [_paths(s) for s in (store, store_val)]
     options = dict(stores=stores, config=cfg.dump(), out=str(out), progress=progress)
     threads = os.environ.get('OMP_NUM_THREADS', str(max(1, n_cores() // n_processes)))
     with _job_folder(out) as d:
@@ -156,7 +170,7 @@ def train_here(
     n_processes = dict(xla=1, cpu=cfg.train.processes).get(device.kind, device.n_devices)
     with_others = several_machines()
     if in_torchrun() or (n_processes == 1 and not with_others):
-        return train_of(cfg)(store, store_val, cfg, out_dir, progress)
+        return train_of(cfg, store)(store, store_val, cfg, out_dir, progress)
     if with_others and device.kind == 'xla':
         raise TrainingError('several machines train together on GPUs or CPUs, not on TPUs; unset PET_NNODES')
     if device.kind == 'tpu': prepare_torch_tpu_processes(n_processes)

@@ -126,6 +126,7 @@ class Trainer(ABC):
     sync_every = 1            # Steps between looks at their results: each makes the host wait for the device
     device = ''               # Name of what it runs on
     trials_on_device = False  # Whether its memory holds the training trials
+    is_sweep_point = True     # Whether a sweep is told of its validations, where one trains it
     scaler = None             # Of the loss in float16: `get_scale` and its state, as `torch.amp.GradScaler` has them
 
     def __init__(self,
@@ -594,7 +595,7 @@ def fit(
         if continues[0]:
             _begin_curves_anew(loop)
             _verify_models(loop)
-        if loop.is_told: loop.callback = callback_from_env()
+        if loop.is_told and trainer.is_sweep_point: loop.callback = callback_from_env()
         first = trainer.step
         with tracking(names if loop.is_told else [], tracked) as loop.log: stopped = loop.run(progress)
         if trainer.step > first: _verify_models(loop)

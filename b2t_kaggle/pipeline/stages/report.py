@@ -45,12 +45,12 @@ def _summary(run, results, stamps, tuning) -> str:
     return '\n'.join(made)
 
 def _curves(run, stamps) -> str:
-    "Loss and error rate while training."
+    "Loss and error rate while training, and while pretraining before that."
     from b2t_kaggle.core.pages import figure
+    from b2t_kaggle.pipeline.stages import STAGES
     from b2t_kaggle.training.history import plot_history
-    history = run.dir/'train'/'history.csv'
-    if not stamps.get('train') or not history.exists(): return ''
-    return figure(plot_history(history), 'Loss and phoneme error rate while training')
+    trained = [n for n in stamps if stamps[n] and STAGES[n].curves and (run.dir/n/'history.csv').exists()]
+    return '\n'.join(figure(plot_history(run.dir/name/'history.csv'), STAGES[name].curves) for name in trained)
 
 def _weights(run, stamps, tuning) -> str:
     "Weights of the search, tuned or as configured."
