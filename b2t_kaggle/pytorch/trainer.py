@@ -383,6 +383,8 @@ def _freeze(model: Encoder) -> None:
         raise TrainingError('train.frozen = true leaves nothing to train: the model has no layers per day that '
                             'are trained, and no model.participants; set it to false')
 
+def _compiled(model: Encoder, cfg: TrainConfig) -> Callable: return model.compiled() if cfg.compile else model
+
 def _refuse(cfg: Config, backend: Backend) -> None:
     "Raises `TrainingError` for a choice that PyTorch, or this device, does not have."
     if cfg.train.compile and backend.device.kind == 'xla':
@@ -421,9 +423,8 @@ class Trainer(loop.Trainer):
         saved = _begin(self, checkpoint)
         self.average = _average(self, saved, checkpoint)
         self.result = self.average.model if self.average else self.model # Validated and saved as the model
-        self.compiled = self.model.compiled() if cfg.train.compile else self.model
-        self.evaluated = self.compiled
-        if self.average: self.evaluated = self.result.compiled() if cfg.train.compile else self.result
+        self.compiled = _compiled(self.model, cfg.train)
+        self.evaluated = _compiled(self.result, cfg.train) if self.average else self.compiled
         self.forward = backend.place(self.compiled)
         self.optimizer = backend.optimizer(self.model, cfg.train)
         self.optimizer.scaler = self.scaler
@@ -444,6 +445,7 @@ class Trainer(loop.Trainer):
         return model
 
     def steps(self, end: int) -> Iterator[StepResult]:
+        "Take the steps before `end` that are left."
         yield from (self.train_step(*loaded) for loaded in self.loader.batches(range(self.step, end)))
 
     def train_step(self,
