@@ -8,6 +8,7 @@ import inspect
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import h5py
@@ -238,6 +239,15 @@ def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
 def test_the_name_that_was_meant(line, end, call):
     status, told, record = call(line)
     assert status in (1, 2) and told.endswith(f'{end}\n') and not record, told
+
+
+def test_a_variant_that_cannot_begin_leaves_nothing(call):
+    line = 'run --from first --name new --llm'
+    status, told, record = call(f'{line} nothing.gguf')
+    assert status == 1 and told.endswith('nothing.gguf: there is no such file\n') and not record, told
+    assert sorted(p.name for p in Path('submissions').iterdir()) == ['first']
+    assert call('lm --from first --name new --set rescore.llm=nothing.gguf')[0] == 0 # It does not come to the LLM
+    assert Path('submissions/new/config.yaml').exists()
 
 
 @pytest.mark.parametrize('former, today', [

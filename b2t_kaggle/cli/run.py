@@ -23,16 +23,18 @@ from b2t_kaggle.cli.options import (
 from .sources import source_path
 from ..config import Config, config_keys, describe_run, differing_values, full_key, load_config
 from ..decoding.compilation import compiled_ahead
+from ..devices.machine import detect
 from ..metrics.gain import gain_of
-from ..pipeline.execute import run_stages
+from ..pipeline.execute import check_ready, run_stages
 from ..pipeline.run import Run, RunConfig
 from ..pipeline.stages import STAGES, plan
 from ..pipeline.stages.stage import Page
-from ..pipeline.stamps import StageStamp, branch
+from ..pipeline.stamps import StageStamp, branch, stages_in_common
 
 # %% ../../nbs/cli/03_run.ipynb #c005
-def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict) -> Run:
-    "A variant of a run, begun or to go on with. Raises `click.UsageError` for no such run, or where one is in the way."
+def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, until: str | None) -> Run:
+    """A variant of a run, begun or to go on with. Before anything is written it raises `click.UsageError` for no such
+    run, or where one is in the way, and like `check_ready` where a stage up to `until` could not begin."""
     other = source_path(from_, folder.parent, f' (--from): there is no such run in {folder.parent}', files=False)
     origin = {'from': str(other.absolute())}
     if (folder/'config.yaml').exists():
@@ -42,6 +44,8 @@ def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict) -
                                'another --name')
     model = Run(other, work, save=False)
     run = Run(folder, work, overrides, model.cfg, dict(preset=model.base_preset) | origin, save=False)
+    wanted = {name for name in plan(run.cfg, until) if not STAGES[name].shared}
+    check_ready(run, wanted - set(stages_in_common(run, model)), detect().kind)
     done = branch(run, model)
     run.save() # Last: what has a configuration is taken for a whole variant
     click.echo(f'{folder.name} is a variant of {other.name}; {", ".join(done) or "no stage"} need not be done again.',
@@ -64,7 +68,7 @@ def with_values(
     return own | given
 
 def open_run(
-    *, name, preset_, config_, data, overrides, out, work, output_dir=None, checkpoint=None, from_=None,
+    *, name, preset_, config_, data, overrides, out, work, output_dir=None, checkpoint=None, from_=None, until=None,
     **values, # Of options that stand for a configuration value; None where the option is not given
 ) -> Run:
     "The run that the options describe. Raises `ConfigError`, `click.UsageError` for options without effect."
@@ -82,7 +86,7 @@ def open_run(
     folder = Path(out)/name
     if from_:
         if preset_ or config_: raise click.UsageError('--from has settings already; leave out --preset and --config')
-        return _open_variant(from_, folder, work, overrides)
+        return _open_variant(from_, folder, work, overrides, until)
     is_new = preset_ or config_ or not (folder/'config.yaml').exists()
     cfg = load_config(config_, base=base, overrides=overrides) if is_new else None
     return Run(folder, work, overrides, cfg, dict(preset=base) if is_new else None, save=False)
@@ -131,7 +135,7 @@ def run_until(
     **options,         # Of `open_run`
 ) -> None:
     "Run the stages up to this one and print what happened."
-    run = open_run(**options)
+    run = open_run(until=stage, **options)
     what = describe_run(run.cfg, run.base_preset)
     if what: click.echo(f'{what[0].upper()}{what[1:]}.', err=True)
     _tell_settings(run)
