@@ -1,7 +1,11 @@
 "A language model in a GGUF file, a wheel or behind an adapter: its scores, its cache, and what is damaged or missing."
+import os
 import shutil
+import time
 import zipfile
+from pathlib import Path
 
+import copies
 import pytest
 import torch
 from click.testing import CliRunner
@@ -10,6 +14,7 @@ from tiny_models import tiny_gguf, tiny_lm
 from b2t_kaggle.cli.lm import lm as lm_verb
 from b2t_kaggle.config import Config, with_overrides
 from b2t_kaggle.core.files import user_cache
+from b2t_kaggle.core.locks import Lock
 from b2t_kaggle.lm.causal import LanguageModelError, load_lm, score_sentences
 from b2t_kaggle.lm.llm import gguf
 from b2t_kaggle.lm.llm.gguf import convert_gguf
@@ -62,6 +67,32 @@ def test_a_file_is_converted_once_and_a_changed_one_anew(tmp_path, cache, model,
     assert scores(tmp_path/'other.whl') == before and conversions == ['tiny.gguf', 'other.whl']
     tiny_gguf(model, [*TEXT, 'another vocabulary, and so another file'], tmp_path/'saved')
     assert scores(model) == scores(tmp_path/'saved') != before and conversions[2:] == ['tiny.gguf']
+
+
+def convert_in_a_copy(model, folder):
+    "Convert; files in a folder say that this process waits, that it converts, and what it is given."
+    take, convert = Lock._take, gguf._convert
+    def note(what, text=''): (folder/f'{what}.{os.getpid()}').write_text(text)
+    gguf._convert = lambda *args: (note('converts'), convert(*args))
+    Lock._take = lambda self: take(self) or note('waits') or False
+    note('given', str(convert_gguf(model)))
+
+
+def test_of_two_processes_one_converts(tmp_path, cache, model):
+    "Both begin while this process has the lock, so that each finds nothing converted."
+    folder = convert_gguf(model)
+    weights = (folder/'model.safetensors').read_bytes()
+    shutil.rmtree(folder)
+    with Lock(folder.with_suffix('.lock'), 'a test'):
+        environment = {'XDG_CACHE_HOME': str(tmp_path/'cache')}
+        processes = [copies.call_with(environment, convert_in_a_copy, model, tmp_path) for _ in range(2)]
+        while len(list(tmp_path.glob('waits.*'))) < 2:
+            assert all(p.exitcode is None for p in processes)
+            time.sleep(.05)
+    for p in processes: p.join(300)
+    assert [p.exitcode for p in processes] == [0, 0] and len(list(tmp_path.glob('converts.*'))) == 1
+    assert [Path(f.read_text()) for f in tmp_path.glob('given.*')] == [folder]*2
+    assert (folder/'model.safetensors').read_bytes() == weights and list(cache.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize('name', ['model.safetensors', 'config.json', 'tokenizer.json', gguf._RECORD])

@@ -20,6 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ...core.files import WriteError, content_hashes, replaced_folder, require_space, scratch_folder, user_cache
+from ...core.locks import Lock
 from ...core.reading import parse_json, read_text
 from .memory import WeightCounts, describe_memory, free_memory
 from .sources import LanguageModelError, is_gguf, wheel_member
@@ -114,26 +115,26 @@ def _record(folder: Path, source: str) -> dict:
     return dict(version=_VERSION, source=source, files=dict(zip([f.name for f in files], content_hashes(files))))
 
 def _is_whole(folder: Path, source: str) -> bool:
-    "Whether a folder is there and is as it was written; says where it is not."
-    if not folder.is_dir(): return False
-    try:
-        if parse_json(read_text(folder/_RECORD)) == _record(folder, source): return True
-    except (OSError, ValueError): pass
-    tqdm.write(f'{folder}: is not as it was written, and is made anew', file=sys.stderr)
-    return False
+    "Whether a folder is there and is as it was written."
+    try: return parse_json(read_text(folder/_RECORD)) == _record(folder, source)
+    except (OSError, ValueError): return False
 
 def convert_gguf(
     path: str | Path, # A GGUF file, or a wheel that holds one
 ) -> Path:            # A folder as transformers saves models, in the user's cache
-    """The model of a GGUF file as a folder, converted the first time, with a progress bar. Raises `LanguageModelError`
-    where a package is missing, the file is damaged, or transformers does not know its architecture; `WriteError`
-    without room for it."""
+    """The model of a GGUF file as a folder, converted the first time, with a progress bar; of several processes one
+    converts it, and the others wait. Raises `LanguageModelError` where a package is missing, the file is damaged, or
+    transformers does not know its architecture; `WriteError` without room for it."""
     path = Path(path)
     source, = content_hashes([path])
     folder = user_cache('llm')/source[:32]
     if _is_whole(folder, source): return folder
-    with replaced_folder(folder) as new, tqdm(total=4, desc=f'convert {path.name}, once', unit='step') as bar:
-        _convert(path, new, bar.update)
-        (new/_RECORD).write_text(json.dumps(_record(new, source), indent=1), encoding='utf-8')
-        bar.update()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with Lock(folder.with_suffix('.lock'), f'the conversion of {path}'):
+        if _is_whole(folder, source): return folder # Another process has made it meanwhile
+        if folder.is_dir(): tqdm.write(f'{folder}: is not as it was written, and is made anew', file=sys.stderr)
+        with replaced_folder(folder) as new, tqdm(total=4, desc=f'convert {path.name}, once', unit='step') as bar:
+            _convert(path, new, bar.update)
+            (new/_RECORD).write_text(json.dumps(_record(new, source), indent=1), encoding='utf-8')
+            bar.update()
     return folder
