@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..config import Config
 from ..core.files import scratch_folder, write_whole
-from ..data.store import JointStore, TrialStore
+from ..data.store import TrialStore
 from ..devices.interrupts import ended_when_asked, noted_interrupt
 from ..devices.machine import n_cores
 from ..devices.processes import end_with_parent, own_code, own_python
@@ -30,8 +30,8 @@ from ..training.recipe import TrainingError
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c008
 def train_of(
-    cfg: Config,       # The run's configuration
-    store: TrialStore | JointStore, # Training trials; without labels for pretraining
+    cfg: Config, # The run's configuration
+    store: TrialStore | UnlabelledStore, # Training trials; without labels for pretraining
 ) -> Callable[..., dict]:
     "The `train` of a run."
     if isinstance(store, UnlabelledStore):
@@ -42,14 +42,13 @@ def train_of(
     return train_audio_llm
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c010
-def _paths(store: TrialStore | UnlabelledStore | None) -> str | list[str] | None:
+def _paths(store: TrialStore | UnlabelledStore) -> str | list[str]:
     "Files of a store, from which `_open` opens it."
     if isinstance(store, UnlabelledStore): return [str(Path(s.path).absolute()) for s in store.stores]
-    return store and str(Path(store.path).absolute())
+    return str(Path(store.path).absolute())
 
-def _open(paths: str | list[str] | None) -> TrialStore | UnlabelledStore | None:
-    if isinstance(paths, list): return UnlabelledStore([*map(TrialStore.open, paths)])
-    return paths and TrialStore.open(paths)
+def _open(paths: str | list[str]) -> TrialStore | UnlabelledStore:
+    return TrialStore.open(paths) if isinstance(paths, str) else UnlabelledStore([*map(TrialStore.open, paths)])
 
 def work(
     job: str | Path, # A file from `launch`
@@ -61,7 +60,7 @@ def work(
     options = json.loads(job.read_text())
     error = job.with_name('error')
     try:
-        store, store_val = map(_open, options['stores'])
+        store, store_val = _open(options['stores'][0]), options['stores'][1] and _open(options['stores'][1])
         cfg = Config.model_validate(options['config'])
         with ended_when_asked():
             result = train_of(cfg, store)(store, store_val, cfg, options['out'], options['progress'])
@@ -138,7 +137,7 @@ def launch(
 ) -> dict:
     "`train` in processes of this machine, each with an equal part of every batch; raises `TrainingError`."
     out = Path(out_dir).absolute()
-    stores = [_paths(s) for s in (store, store_val)]
+    stores = [s and _paths(s) for s in (store, store_val)]
     options = dict(stores=stores, config=cfg.dump(), out=str(out), progress=progress)
     threads = os.environ.get('OMP_NUM_THREADS', str(max(1, n_cores() // n_processes)))
     with _job_folder(out) as d:

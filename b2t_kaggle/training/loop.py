@@ -122,6 +122,7 @@ def _continuing(state: dict, device: str) -> str:
 class Trainer(ABC):
     "A model in training and what it has reached; each framework derives its own."
     framework: str            # `pytorch` or `tensorflow`, which names the checkpoints
+    verb = 'train'            # Of `b2t`
     is_main_process = True
     sync_every = 1            # Steps between looks at their results: each makes the host wait for the device
     device = ''               # Name of what it runs on
@@ -323,7 +324,7 @@ class Loop:
         t = self.trainer
         end = t.cfg.train.num_training_batches
         hidden = not (progress and t.is_main_process)
-        given = dict(total=end, initial=t.step, desc='train', unit=' batches', disable=hidden)
+        given = dict(total=end, initial=t.step, desc=t.verb, unit=' batches', disable=hidden)
         with noted_interrupt() as self.is_interrupted, tqdm(**given) as bar:
             for result in t.steps(t.step if self.stopped else end):
                 self.pending.append(result)
@@ -533,7 +534,7 @@ def _replace_best(loop: Loop, path: Path, problem: str) -> None:
     if t.is_refitting:
         raise TrainingError(f'{path} {problem}, and {last} cannot take its place: it has been trained on val since '
                             f'batch {t.refit_from} (train.refit). Bring {path.name} back from a copy, or train anew '
-                            'with `b2t train --force train`')
+                            f'with `b2t {t.verb} --force {t.verb}`')
     t.best = BestTracker()
     t.is_best(loop.budget.timed('validate', t.validate), True)
     t.best.bad_evals = lost.bad_evals
@@ -562,6 +563,7 @@ def _verify_models(loop: Loop) -> None:
 class TrainerClass(Protocol):
     "A framework's class derived from `Trainer`, as `fit` makes one of it."
     framework: str
+    verb: str
     def __call__(self, store: TrialStore, store_val: TrialStore | None, cfg: Config, backend: Any,
                  checkpoint: Path | None, /) -> Trainer: ...
 
@@ -601,7 +603,8 @@ def fit(
         if trainer.step > first: _verify_models(loop)
     except Exception as e:
         if isinstance(e, CheckpointError) and str(e).startswith(f'{last}:'):
-            raise CheckpointError(f'{e}. Without a copy, train anew with `b2t train --force train`; where '
+            verb = trainer_class.verb
+            raise CheckpointError(f'{e}. Without a copy, train anew with `b2t {verb} --force {verb}`; where '
                                   f'{BEST[trainer_class.framework]} is whole, train.init_checkpoint_path may name a '
                                   'copy of it to begin with') from None
         raise_if_oom(e, backend.device.name, cfg, trainer)

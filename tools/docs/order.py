@@ -22,7 +22,7 @@ GROUPS = (
     ('Library: data', ('data',)),
     ('Library: training', ('training', 'devices')),
     ('Library: PyTorch', ('pytorch', 'pytorch/models', 'pytorch/models/zipformer', 'pytorch/optimizer',
-                          'pytorch/scaling', 'pytorch/on_device', 'pytorch/selftest')),
+                          'pytorch/scaling', 'pytorch/on_device', 'pytorch/pretraining', 'pytorch/selftest')),
     ('Library: TensorFlow', ('tensorflow', 'tensorflow/models')),
     ('Library: language models', ('lm', 'lm/llm')),
     ('Library: decoding', ('decoding', 'decoding/lattice', 'decoding/phoneme_lists', 'decoding/server')),

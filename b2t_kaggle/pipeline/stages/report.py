@@ -35,6 +35,9 @@ def _summary(run, results, stamps, tuning) -> str:
     if tuned:
         made.append('<p class="faint">Cross-validated: each sentence of val was found with weights that were tuned on '
                     'others; so are the intervals, tables and alignments below.</p>')
+    if stamps.get('pretrain'):
+        made.append('<p class="faint">Its encoder learned from the bins of all splits first, those of val and test '
+                    'among them, without labels.</p>')
     if stamps.get('train'):
         made.append('<p class="faint">Of the models that training measured on val, this is the one with the fewest '
                     'phoneme errors there.</p>')

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -86,6 +86,7 @@ class PretrainingModel(AroundEncoder):
 # %% ../../../nbs/pytorch/pretraining/02_trainer.ipynb #c008
 class Trainer(trainer.Trainer):
     "An encoder in pretraining."
+    verb = 'pretrain'
     is_sweep_point = False
     store: UnlabelledStore
 
@@ -168,4 +169,5 @@ def train(
     progress: bool = True,        # Show a progress bar
 ) -> dict:
     "Pretrain, or continue; returns what `b2t_kaggle.pytorch.trainer.train` does. Raises `TrainingError`."
-    return fit(Trainer, partial(trainer.start_backend, cfg), store, store_val, cfg, out_dir, progress)
+    given = cast(TrialStore, store), store_val # It has what a trainer asks of one
+    return fit(Trainer, partial(trainer.start_backend, cfg), *given, cfg, out_dir, progress)
