@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from rapidfuzz.distance import Levenshtein
 
 from ..core.jit import borrowed, njit
 from .lexicon import flatten
@@ -120,12 +121,23 @@ def _spelling_graph(words, prons):
     return SpellingGraph(symbol, first, before, sil)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c013
+_EVERY = 8 # Frames after which states are saved, and bounds apply
+
+class _Bounds(NamedTuple):
+    "The most that frames behind t = 0, _EVERY, … can add at nodes of the graph of a list; without rows: not known."
+    low: np.ndarray  # The first node of each row [n]
+    most: np.ndarray # For the nodes from there on [n, width]
+
+_NO_BOUNDS = _Bounds(np.zeros(0, np.int64), np.zeros((0, 0)))
+
 class _Limits(NamedTuple):
     "Limits of the paths through a graph: frames that they need, and the most that they can gain."
     reach: np.ndarray  # The last node that nodes up to this one lead to in a frame [N]
     rest: np.ndarray   # Frames that are needed from each node to the end, at least [N]
     more: np.ndarray   # Log of the number of spellings of what follows each node; zeros for a best path [N]
     ahead: np.ndarray  # The most that the frames from each one on can add [T' + 1]
+    places: np.ndarray # Where the nodes are in the graph of the list [N]; empty: in none
+    bounds: _Bounds    # For these
 
 @_jit
 def _join(a, b, add):
@@ -144,7 +156,7 @@ def _most_ahead(log_probs, add):
     return ahead
 
 @_jit
-def _limits(graph, ahead, add):
+def _limits(graph, ahead, add, places, bounds):
     "Limits of the paths through a graph."
     symbol, first, before, sil = graph
     n = len(symbol)
@@ -162,7 +174,7 @@ def _limits(graph, ahead, add):
         for k in range(len(sil) - 2, -1, -1): # Backwards, a word and the SIL before it at a time
             end = sil[k + 1]
             more[sil[k]:end] = more[end] + math.log(first[end + 1] - first[end])
-    return _Limits(reach, rest, more, ahead)
+    return _Limits(reach, rest, more, ahead, places, bounds)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c016
 _MOST = 1024 # Nodes in a frame
@@ -198,6 +210,19 @@ def _narrowed(label, blank, low, high, most):
     return a, a + most - 1
 
 @_jit
+def _may_come(score, node, limits, row, least) -> bool:
+    "Whether a path with a score at a node may come to `least`, by a row of the bounds."
+    place = limits.places[node] - limits.bounds.low[row]
+    return 0 <= place < limits.bounds.most.shape[1] and score + limits.bounds.most[row, place] >= least
+
+@_jit
+def _bounded(label, blank, low, high, limits, row, least):
+    "Without the nodes at both ends from which no path can come to `least`, by a row of the bounds."
+    while low <= high and not _may_come(max(label[low], blank[low]), low, limits, row, least): low += 1
+    while low <= high and not _may_come(max(label[high], blank[high]), high, limits, row, least): high -= 1
+    return low, high
+
+@_jit
 def _kept(label, blank, low, high, more, bound):
     "Without the nodes at both ends whose score, with what may still come, is below a bound."
     while low <= high and max(label[low], blank[low]) + more[low] < bound: low += 1
@@ -205,23 +230,23 @@ def _kept(label, blank, low, high, more, bound):
     return low, high
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c019
-_EVERY = 32 # Frames
-
 class _Saved(NamedTuple):
     "States before the frames _EVERY, 2·_EVERY, …: the nodes from low to high, and the last one that was ever reached."
     count: np.ndarray # Number of states that hold [1]
     low: np.ndarray
     high: np.ndarray
     furthest: np.ndarray
-    label: np.ndarray # [n, _MOST]
+    start: np.ndarray # Where the scores of each begin [n + 1]
+    label: np.ndarray # One after the other
     blank: np.ndarray
 
 @_jit
 def _no_states(n_frames):
     "Room for the states of a sentence."
     n = n_frames//_EVERY
-    whole = np.zeros((3, n), np.int64)
-    return _Saved(np.zeros(1, np.int64), whole[0], whole[1], whole[2], np.zeros((n, _MOST)), np.zeros((n, _MOST)))
+    whole = np.zeros((4, n + 1), np.int64)
+    label, blank = np.empty(n*_MOST), np.empty(n*_MOST)
+    return _Saved(np.zeros(1, np.int64), whole[0, :n], whole[1, :n], whole[2, :n], whole[3], label, blank)
 
 @_jit
 def _save(saved, low, high, furthest, label, blank):
@@ -230,9 +255,11 @@ def _save(saved, low, high, furthest, label, blank):
     saved.low[s] = low
     saved.high[s] = high
     saved.furthest[s] = furthest
+    start = saved.start[s] - low
     for i in range(low, high + 1):
-        saved.label[s, i - low] = label[i]
-        saved.blank[s, i - low] = blank[i]
+        saved.label[start + i] = label[i]
+        saved.blank[start + i] = blank[i]
+    saved.start[s + 1] = start + high + 1
     saved.count[0] = s + 1
 
 @_jit
@@ -260,8 +287,8 @@ def _pass_frames(log_probs, graph, limits, least, add, most, saved, found):
         furthest = saved.furthest[s]
         blank[0] = -math.inf
         for i in range(a, b + 1):
-            label[i] = saved.label[s, i - a]
-            blank[i] = saved.blank[s, i - a]
+            label[i] = saved.label[saved.start[s] + i - a]
+            blank[i] = saved.blank[saved.start[s] + i - a]
     saving = True
     for t in range(start, len(log_probs)):
         if saving and saved.count[0] < len(saved.low) and t == _EVERY*(saved.count[0] + 1):
@@ -270,6 +297,7 @@ def _pass_frames(log_probs, graph, limits, least, add, most, saved, found):
         furthest = max(furthest, last)
         _move(log_probs[t], graph, label, blank, first, last, add)
         a, b = _kept(label, blank, first, last, limits.more, least - limits.ahead[t + 1])
+        if len(limits.places) and t % _EVERY == 0: a, b = _bounded(label, blank, a, b, limits, t//_EVERY, least)
         while a <= b and limits.rest[a] > len(log_probs) - 1 - t:
             a += 1
             saving = False # A shorter sentence might need it
@@ -290,10 +318,140 @@ def _score_above(log_probs, graph, limits, least, add, most, saved, kept):
     if not _pass_frames(log_probs, graph, limits, least, add, most, saved, (label, blank, kept)): return -math.inf
     return _join(label[-1], blank[-1], add)
 
+# %% ../../nbs/decoding/05_acoustic.ipynb #c312
+def _differences(text: list[int], other: list[int]) -> list[tuple[int, int, int, int]]:
+    """Words a to b of a text in whose place another one has its words c to d, `(a, b, c, d)`. None is empty in the
+    text, or in the other one, but at their end."""
+    found = []
+    i = j = 0
+    for m in Levenshtein.opcodes(text, other).as_matching_blocks():
+        more = m.size > 0 and (m.a == i or m.b == j) # Nothing in one of them: with the next word
+        if m.a > i or m.b > j: found.append((i, m.a + more, j, m.b + more))
+        i, j = m.a + m.size, m.b + m.size
+    return found
+
+class _ListGraph(NamedTuple):
+    "A graph that spells all texts of a list, and others; predecessors come first. Node 0 is before the first word."
+    symbol: np.ndarray # Class of each node [N]
+    first: np.ndarray  # Node i has the predecessors before[first[i]:first[i + 1]] [N + 1]
+    before: np.ndarray # Predecessors of all nodes [A]
+    is_end: np.ndarray # Whether a text may end with a node [N]
+
+# %% ../../nbs/decoding/05_acoustic.ipynb #c315
+def _alternatives(texts: list[list[int]]) -> tuple[list[int], dict[tuple, int], list[list[tuple[int, int]]]]:
+    """Words of the first text and of alternatives to parts of it, one after the other; where each alternative begins
+    there, by `(a, b, words)`; and the ranges of words that each text consists of [n]."""
+    words = list(texts[0])
+    begin: dict[tuple, int] = {}
+    ranges: list[list[tuple[int, int]]] = []
+    for text in texts:
+        ranges.append([])
+        end = 0
+        for a, b, c, d in _differences(texts[0], text):
+            k = begin.setdefault((a, b, tuple(text[c:d])), len(words))
+            if k == len(words): words += text[c:d]
+            ranges[-1] += [(end, a), (k, k + d - c)]
+            end = b
+        ranges[-1].append((end, len(texts[0])))
+    return words, begin, ranges
+
+def _list_graph(
+    graph: SpellingGraph,    # Of all words
+    n_words: int,            # Of the first text
+    begins: dict[tuple, int], # The alternatives, from `_alternatives`
+) -> tuple[_ListGraph, np.ndarray]: # And where each node is in it [N]
+    "The graph in which alternatives stand beside what they take the place of."
+    n, sil = len(graph.symbol), graph.sil
+    node, before, place = np.repeat(np.arange(n), np.diff(graph.first)), graph.before.copy(), np.arange(n)
+    position = np.arange(n, dtype=float) # Predecessors have smaller ones
+    is_end = place == sil[n_words]
+    for (a, b, words), k in begins.items():
+        begin, end = sil[k], sil[k + len(words)]
+        arcs = slice(graph.first[begin + 1], graph.first[end + 1])
+        before[arcs][before[arcs] == begin] = sil[a]
+        position[begin + 1:end + 1] = sil[a] + np.linspace(0, sil[b] - sil[a], end - begin + 2)[1:-1]
+        if a < b and words: # Its SIL is that of word b - 1
+            node[arcs][node[arcs] == end] = place[end] = sil[b]
+            continue
+        is_end[end if words else sil[a]] = True # Words after the last one, or none in place of the last ones
+        position[begin + 1:end + 1] = n + place[begin + 1:end + 1]
+    order = np.argsort(position, kind='stable')
+    rank = np.argsort(order)
+    arcs = np.argsort(rank[node], kind='stable')
+    first = np.searchsorted(rank[node][arcs], np.arange(n + 1))
+    return _ListGraph(graph.symbol[order], first, rank[before][arcs], is_end[order]), rank[place]
+
+# %% ../../nbs/decoding/05_acoustic.ipynb #c318
+@_jit
+def _move_back(frame, graph, label, blank, low, high):
+    "Move gains one frame back, from the nodes from low to high to themselves and to their predecessors."
+    symbol, first, before, _ = graph
+    for i in range(low, high + 1): # Forwards, so that successors still hold the frame behind
+        to_label = label[i] + frame[symbol[i]]
+        blank[i] += frame[BLANK]
+        label[i] = max(to_label, blank[i])
+        for m in range(first[i], first[i + 1]):
+            j = before[m]
+            blank[j] = max(blank[j], to_label)
+            if symbol[j] != symbol[i]: label[j] = max(label[j], to_label)
+
+@_jit
+def _needed_frames(graph):
+    "Frames that are needed at least from the beginning to each node, and from there to an end."
+    n = len(graph.is_end)
+    since = np.full(n, n)
+    rest = np.full(n, n)
+    since[0] = 0
+    for i in range(1, n):
+        for j in graph.before[graph.first[i]:graph.first[i + 1]]: since[i] = min(since[i], since[j] + 1)
+    for i in range(n - 1, -1, -1):
+        if graph.is_end[i]: rest[i] = 0
+        for j in graph.before[graph.first[i]:graph.first[i + 1]]: rest[j] = min(rest[j], rest[i] + 1)
+    return since, rest
+
+@_jit
+def _fill_bounds(log_probs, graph, low, high, most):
+    "Write the bounds of all nodes from low to high, which are those of each frame [T']."
+    log_probs, graph, low, high, most = borrowed((log_probs, graph, low, high, most))
+    label = np.full(len(graph.is_end), -math.inf)
+    for i in range(len(label)):
+        if graph.is_end[i]: label[i] = 0
+    blank = label.copy()
+    for t in range(len(log_probs) - 1, -1, -1):
+        if t + 1 < len(log_probs): _move_back(log_probs[t + 1], graph, label, blank, low[t], high[t + 1])
+        if t % _EVERY: continue
+        for i in range(low[t], high[t] + 1): most[t//_EVERY, i - low[t]] = max(label[i], blank[i])
+
+_MOST_BOUNDS = 1 << 24 # 128 MB
+
+def _bounds(log_probs: np.ndarray, graph: _ListGraph) -> _Bounds:
+    "Bounds for the nodes of a graph; none where they would need too much memory."
+    n_frames = len(log_probs)
+    since, rest = _needed_frames(graph)
+    t = np.arange(n_frames)
+    low = np.searchsorted(-np.minimum.accumulate(rest), t + 1 - n_frames)
+    high = np.searchsorted(np.minimum.accumulate(since[::-1])[::-1], t + 1, side='right') - 1
+    shape = len(t[::_EVERY]), (high - low + 1)[::_EVERY].max(initial=0)
+    if math.prod(shape) > _MOST_BOUNDS: return _NO_BOUNDS
+    most = np.full(shape, -math.inf)
+    _fill_bounds(log_probs, graph, low, high, most)
+    return _Bounds(low[::_EVERY].copy(), most)
+
 # %% ../../nbs/decoding/05_acoustic.ipynb #c021
 _GUESS = 32.0   # Nats that a sentence is behind what is possible at most, to begin with
-_SPREAD = 48.0  # Nats that the sentences of a list may be behind the first one
+_SPREAD = 24.0  # Nats that the sentences of a list may be behind the first one
 _NO_MORE = 64.0 # Nats that what is left out of a sum is behind
+
+class _Known(NamedTuple):
+    "Knowledge of n texts before they are scored."
+    guess: float       # Most of them score at least this; -inf: not known
+    start: np.ndarray  # Where the places of each begin [n + 1]
+    places: np.ndarray # Of the nodes of all in the graph of the list, see `_Limits`; empty: in none
+    bounds: _Bounds
+
+def _nothing_known(n: int) -> _Known:
+    "Nothing is known of n texts."
+    return _Known(-math.inf, np.zeros(n + 1, np.int64), np.zeros(0, np.int64), _NO_BOUNDS)
 
 @_jit
 def _n_common(a, b):
@@ -303,21 +461,21 @@ def _n_common(a, b):
     return n
 
 @_jit
-def _scores(log_probs, words, starts, order, prons, add, kept):
+def _scores(log_probs, words, starts, order, prons, add, known, kept):
     """The score of each text, computed in an order in which neighbours begin alike; -inf where the frames are too few.
     Writes which nodes were kept for the last one."""
     n_frames = len(log_probs)
     ahead = _most_ahead(log_probs, add)
     saved = _no_states(n_frames)
-    scores = np.full(len(order), -math.inf)
+    scores = np.full(len(starts) - 1, -math.inf)
     before = words[:0]
-    guess = ahead[0] - _GUESS
-    first = -1 if add or len(order) > 1 else 0
-    for k in range(first, len(order)): # The first of several texts twice, to know what is to be expected
-        i = order[k] if k >= 0 else 0
+    guess = known.guess if known.guess > -math.inf else ahead[0] - _GUESS
+    for k in range(len(order)):
+        i = order[k]
         text = words[starts[i]:starts[i + 1]]
         graph = _spelling_graph(text, prons)
-        limits = _limits(graph, ahead, add)
+        places = known.places[known.start[k]:known.start[k + 1]]
+        limits = _limits(graph, ahead, add, places, known.bounds)
         _keep_saved(saved, graph.sil[_n_common(text, before)])
         before = text
         least = guess
@@ -338,12 +496,34 @@ def _scores(log_probs, words, starts, order, prons, add, kept):
             else: # A path that is too far from the others
                 least = -math.inf
                 most = len(limits.rest)
-        if k >= 0: continue
-        if scores[0] > -math.inf: guess = scores[0] - _SPREAD
-        saved.count[0] = 0
     return scores
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c307
+_MUCH = 1 << 21 # Nodes in all frames and texts from which on bounds save time
+
+def _with_bounds(known: _Known, log_probs: np.ndarray, texts: list[list[int]], prons: Pronunciations) -> _Known:
+    "The same with bounds from the graph of the list."
+    words, begins, ranges = _alternatives(texts)
+    spelled = _spelling_graph(np.array(words, np.int64), prons)
+    graph, place = _list_graph(spelled, len(texts[0]), begins)
+    bounds = _bounds(log_probs, graph)
+    if not len(bounds.most): return known
+    places = [np.concatenate([place[:1], *(place[spelled.sil[a] + 1:spelled.sil[b] + 1] for a, b in parts)])
+              for parts in ranges]
+    return known._replace(start=np.cumsum([0, *map(len, places)]), places=np.concatenate(places), bounds=bounds)
+
+def _expected(log_probs, words, starts, order, prons, add: bool, kept: _Kept) -> _Known:
+    "Knowledge of all texts from the first one in this order. Parameters as in `_scores`."
+    n = len(order)
+    known = _nothing_known(n)
+    if n == 1 and not add: return known
+    score = _scores(log_probs, words, starts, order[:1], prons, add, _nothing_known(1), kept)[order[0]]
+    if score == -math.inf: return known
+    known = known._replace(guess=score - _SPREAD)
+    is_much = n*(kept.high - kept.low + 1).sum() > _MUCH
+    if add or prons.word_end < 0 or not is_much: return known
+    return _with_bounds(known, log_probs, [words[starts[i]:starts[i + 1]].tolist() for i in order], prons)
+
 def acoustic_scores(
     log_probs: np.ndarray, # Log-probabilities [T', K] float64
     words: np.ndarray,     # Word ids of all n texts, one after the other [W]
@@ -357,7 +537,9 @@ def acoustic_scores(
     texts = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
     if not texts: return np.zeros(0)
     order = np.array(sorted(range(len(texts)), key=texts.__getitem__))
-    return _scores(log_probs, words, starts, order, prons, add, _Kept(*np.zeros((2, len(log_probs)), np.int64)))
+    kept = _Kept(*np.zeros((2, len(log_probs)), np.int64))
+    known = _expected(log_probs, words, starts, order, prons, add, kept)
+    return _scores(log_probs, words, starts, order, prons, add, known, kept)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c027
 @_inlined
@@ -405,8 +587,8 @@ def _best_nodes(
 ) -> tuple[SpellingGraph, np.ndarray] | None:
     "The graph of a sentence, and its best path's nodes from `_best_path`; none where the frames are too few."
     kept = _Kept(*np.zeros((2, len(log_probs)), np.int64))
-    ends = np.array([0, len(words)])
-    if _scores(log_probs, words, ends, np.zeros(1, np.int64), prons, False, kept)[0] == -math.inf: return None
+    ends, only = np.array([0, len(words)]), np.zeros(1, np.int64)
+    if _scores(log_probs, words, ends, only, prons, False, _nothing_known(1), kept)[0] == -math.inf: return None
     graph = _spelling_graph(words, prons)
     return graph, _best_path(log_probs, graph, kept)
 

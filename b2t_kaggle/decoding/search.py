@@ -163,7 +163,9 @@ def _extended(arena: np.ndarray, size: int) -> np.ndarray:
     "An arena with room for so many entries; where it must grow it at least doubles, so that this is rarely needed."
     missing = size - len(arena)
     if missing <= 0: return arena
-    return np.concatenate([arena, np.zeros(max(len(arena), missing), _ENTRY)])
+    longer = np.zeros(len(arena) + max(len(arena), missing), _ENTRY) # The system gives memory where it is written
+    longer[:len(arena)] = arena
+    return longer
 
 # %% ../../nbs/decoding/04_search.ipynb #c030
 _NO_BONUS = np.float32(0)
