@@ -12,6 +12,9 @@ from b2t_kaggle.decoding.phoneme_lists.confusions import N_WEIGHTS, class_scores
 from b2t_kaggle.decoding.phoneme_lists.decoder import (
     ConfusionModel,
     RankingWeights,
+    _candidates,
+    _held_out,
+    _learned,
     decode_lists,
     expected_errors,
     fit_confusions,
@@ -89,6 +92,24 @@ def test_the_best_total_with_an_llm_is_that_of_all_paths(lm):
     assert len(found) > 3 and best.text == text
     assert best.total == pytest.approx(score, abs=1e-3)
     assert (np.diff(expected_errors(found, .5)) > -1e-9).all()
+
+
+def test_an_llm_is_weighed_with_sentences_found_without_their_truth(lm):
+    "Another truth changes what is found for the trials of the other fold; with no change learned, all paths say what."
+    spoken = {'AH B | AH |': 'a b', 'AH | B |': 'a b', 'B | AH |': 'b a', 'AH B |': 'ab'}
+    lists = [phoneme_list({'greedy': heard, 'phonemes': heard, 'sentence': s}) for heard, s in spoken.items()]
+    model = random_model(5)
+    trials = [_candidates(_learned(i, x), found, model, LEXICON)
+              for i, (x, found) in enumerate(zip(lists, decode_lists(lists, LEXICON, lm, model, nbest=20)))]
+    fold = np.array([0, 1, 0, 1])
+    lies = [t._replace(errors=t.errors[::-1].copy()) if f == 0 else t for t, f in zip(trials, fold)]
+    def totals(trials, penalty):
+        return [[h.total for h in found] for found in _held_out(trials, fold, model, penalty, LEXICON, lm, 20)]
+    same = [a == b for a, b in zip(totals(trials, 3.), totals(lies, 3.))]
+    assert same == [True, False, True, False]
+    short = lists[3]
+    assert totals(trials, 1e9)[3][0] == pytest.approx(best_by_enumeration(list_frames(short, model), lm, model)[1],
+                                                      abs=1e-3)
 
 
 def test_weights_of_the_list_alone_give_its_shares():

@@ -104,6 +104,16 @@ def _decoder(lexicon: Lexicon, lm: NGram | Automaton, model: ConfusionModel, bea
     return LexiconBeamDecoder(lexicon, lm, beam=beam, nbest=nbest, lm_weight=model.lm_weight, threshold=_THRESHOLD,
                               word_score=model.word_score, acoustic_scale=1., blank_skip=1.)
 
+def _word_ids(texts: Sequence[str]) -> list[list[int]]:
+    "Numbers of the words of sentences; the same word has the same one."
+    ids: dict[str, int] = {}
+    return [[ids.setdefault(w, len(ids)) for w in text.split()] for text in texts]
+
+def _word_edits(sentence: str, hypotheses: Sequence[Hypothesis]) -> np.ndarray:
+    "Word errors of hypotheses of a sentence [N]."
+    words = _word_ids([sentence, *(h.text for h in hypotheses)])
+    return cdist(words[:1], words[1:], scorer=Levenshtein.distance)[0].astype(float)
+
 def expected_errors(
     hypotheses: Sequence[Hypothesis], # Of one trial
     sharpness: float,                 # Of their probabilities: exp(sharpness · total)
@@ -111,8 +121,7 @@ def expected_errors(
     "Expected word errors of each hypothesis."
     total = np.array([h.total for h in hypotheses])
     p = np.exp(sharpness*(total - total.max()))
-    ids: dict[str, int] = {}
-    words = [[ids.setdefault(w, len(ids)) for w in h.text.split()] for h in hypotheses]
+    words = _word_ids([h.text for h in hypotheses])
     distance = cdist(words, words, scorer=Levenshtein.distance, dtype=np.int32)
     return distance @ (p/p.sum())
 
@@ -139,7 +148,7 @@ def decode_lists(
     decoder = _decoder(lexicon, lm, model, beam, nbest)
     found = decoder.decode_all([list_frames(x, model) for x in lists], n_jobs, progress)
     if llm is not None and model.ranking is not None:
-        random = random_trials(lists, [max(of_trial, key=lambda h: h.total).text for of_trial in found], lm)
+        random = random_trials(lists, _best_texts(found), lm)
         return _ranked(found, model.ranking, llm, lm, random)
     return [_in_order_of_risk(hypotheses, model.sharpness) for hypotheses in found]
 
@@ -159,25 +168,32 @@ def random_trials(
     for block, text in zip(blocks, texts): gains.setdefault(block, []).append(context_gain(text, lm, alone))
     return np.array([block[1] is not None and np.mean(gains[block]) < 0 for block in blocks], bool)
 
-def _ranking_scores(acoustic, known, llm, texts: Sequence[str], random, lm: LanguageModel) -> np.ndarray:
-    "Scores of C candidates for `RankingWeights` [C, 5]; known are n-gram scores and numbers of words [C, 2]."
+def _best_texts(found: Sequence[Sequence[Hypothesis]]) -> list[str]:
+    "The sentence of each trial with the highest total."
+    return [max(of_trial, key=lambda h: h.total).text for of_trial in found]
+
+def _near_best(found: Sequence[Sequence[Hypothesis]]) -> list[list[Hypothesis]]:
+    "The sentences of trials that an LLM is to score."
+    return [[h for h in of_trial if h.total >= max(x.total for x in of_trial) - _RANKED] for of_trial in found]
+
+def _ranking_scores(found: Sequence[Sequence[Hypothesis]], llm: TextScores, lm: LanguageModel, random) -> np.ndarray:
+    "Scores for `RankingWeights` [C, 5] of all C sentences of trials, and the LLM's own in a sixth column."
+    texts = [h.text for of_trial in found for h in of_trial]
+    known = np.array([[h.acoustic, h.ngram, h.n_words] for of_trial in found for h in of_trial], float)
+    by_llm = np.asarray(llm(texts))
     frequency = np.array(list(map(Frequencies(lm), texts)))
-    ngram, n_words = known.T
-    return np.column_stack([acoustic, np.where(random, frequency, ngram), n_words, np.where(random, 0., llm),
-                            frequency])
+    is_random = np.repeat(random, list(map(len, found)))
+    return np.column_stack([known[:, 0], np.where(is_random, frequency, known[:, 1]), known[:, 2],
+                            np.where(is_random, 0., by_llm), frequency, by_llm])
 
 def _ranked(
     found: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm: TextScores, lm: LanguageModel,
     random: np.ndarray, # Trials in blocks of random words [N] bool
 ) -> list[list[Hypothesis]]:
     "Sentences of trials, in the order of their expected word errors with an LLM."
-    near = [[h for h in of_trial if h.total >= max(x.total for x in of_trial) - _RANKED] for of_trial in found]
-    texts = [h.text for of_trial in near for h in of_trial]
-    by_llm = np.asarray(llm(texts))
-    rows = np.array([[h.acoustic, h.ngram, h.n_words] for of_trial in near for h in of_trial], float)
-    is_random = np.repeat(random, [len(of_trial) for of_trial in near])
-    totals = _ranking_scores(rows[:, 0], rows[:, 1:], by_llm, texts, is_random, lm) @ np.array(weights)
-    each = zip(by_llm.tolist(), totals.tolist())
+    near = _near_best(found)
+    *scores, by_llm = _ranking_scores(near, llm, lm, random).T
+    each = zip(by_llm.tolist(), (weights @ np.array(scores)).tolist())
     scored = [[LLMHypothesis(**vars(h) | dict(zip(('llm', 'total'), next(each)))) for h in of_trial]
               for of_trial in near]
     return [_in_order_of_risk(of_trial, _RANKING_SHARPNESS) for of_trial in scored]
@@ -242,41 +258,34 @@ def _best_spellings(texts: Sequence[str], frames: np.ndarray, lexicon: Lexicon) 
 
 def _candidates(
     trial: _Learned, hypotheses: Sequence[Hypothesis], model: ConfusionModel, lexicon: Lexicon,
-) -> tuple[CandidateTrial, list[str]]:
-    "A trial with the candidates that the search found, and their texts."
+) -> CandidateTrial:
+    "A trial with the candidates that the search found."
     slot_scores = class_scores(trial.slots, model.slots)
     gap_scores = class_scores(trial.gaps, model.gaps)
     spelled = _best_spellings([h.text for h in hypotheses], interleave(slot_scores, gap_scores), lexicon)
     pairs = [(h, s) for h, s in zip(hypotheses, spelled) if s]
-    ids: dict[str, int] = {}
-    texts = [trial.sentence, *(h.text for h, _ in pairs)]
-    numbers = [[ids.setdefault(w, len(ids)) for w in text.split()] for text in texts]
-    errors = cdist(numbers[:1], numbers[1:], scorer=Levenshtein.distance)[0].astype(float)
+    errors = _word_edits(trial.sentence, [h for h, _ in pairs])
     start, symbols = flatten(s for _, s in pairs)
     known = np.array([[h.ngram, h.n_words] for h, _ in pairs], float)
-    candidates = CandidateTrial(trial.slots, trial.gaps, slot_scores, gap_scores, symbols, start, known, errors)
-    return candidates, texts[1:]
+    return CandidateTrial(trial.slots, trial.gaps, slot_scores, gap_scores, symbols, start, known, errors)
 
 _CLASS_ID = {p: i for i, p in enumerate(PHONEMES)}
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c308
 def _fit_ranking(
-    loss: ExpectedWordErrors, change: np.ndarray, texts: np.ndarray, llm: TextScores, lm: LanguageModel,
-    random: np.ndarray, # Trials in blocks of random words [N] bool
+    found: Sequence[Sequence[Hypothesis]], # Of trials [N]
+    sentences: Sequence[str],              # The true ones [N]
+    llm: TextScores, lm: LanguageModel,
+    random: np.ndarray,                    # Trials in blocks of random words [N] bool
 ) -> RankingWeights:
-    "Weights of the scores of candidates [C], an LLM's among them, with which the fewest word errors are expected."
-    loss.place(change)
-    acoustic = loss.acoustic(change)
-    totals = acoustic + loss.known @ (loss.start + change[-2:])
-    best = np.maximum.reduceat(totals, loss.first)
-    sizes = np.diff(loss.first, append=len(totals))
-    near = totals >= np.repeat(best, sizes) - _RANKED
-    first = np.cumsum(np.append(0, np.add.reduceat(near.astype(int), loss.first)[:-1]))
-    scored = texts[near].tolist()
-    scores = _ranking_scores(acoustic[near], loss.known[near], llm(scored), scored, np.repeat(random, sizes)[near], lm)
+    "Weights of the scores of sentences, an LLM's among them, with which the fewest word errors are expected."
+    near = _near_best(found)
+    scores = _ranking_scores(near, llm, lm, random)[:, :-1]
+    errors = np.concatenate(list(map(_word_edits, sentences, near)))
+    first = np.cumsum([0, *map(len, near[:-1])])
     start = np.array(RankingWeights())
     def penalized(x):
-        expected, g = expected_word_errors(scores @ x, loss.errors[near], first)
+        expected, g = expected_word_errors(scores @ x, errors, first)
         return expected + (x - start) @ (x - start), g @ scores + 2*(x - start)
     return RankingWeights(*minimize(penalized, start, max_steps=100, tolerance=1e-7).tolist())
 
@@ -303,29 +312,43 @@ def fit_confusions(
     final = replace(_fit_classes(trials, class_penalty), learned=tuple(map(_hash, lists)))
     if change_penalty == np.inf: return final
     fold = _folds(len(lists), n_folds, seed)
-    with_candidates = []
-    asked, best = [], [] # Trials, and their best candidates
-    texts: list[str] = []
+    candidates = {} # Of the trials that have some
     for f in range(n_folds):
         model = _fit_classes([t for t, other in zip(trials, fold) if other != f], class_penalty, final)
         decoder = _decoder(lexicon, lm, model, _CANDIDATE_BEAM, n_candidates)
         held_out = np.flatnonzero(fold == f).tolist()
         found = decoder.decode_all([list_frames(lists[i], model) for i in held_out], progress=False)
         for i, hypotheses in zip(held_out, found):
-            trial, of_trial = _candidates(trials[i], hypotheses, model, lexicon)
-            if not of_trial: continue
-            with_candidates.append(trial)
-            asked.append(lists[i])
-            best.append(of_trial[0])
-            texts += of_trial
-    loss = ExpectedWordErrors(with_candidates, final.lm_weight, final.word_score, final.sharpness, change_penalty)
-    change = _change_for_words(loss)
-    model = _changed(final, change)
+            of_trial = _candidates(trials[i], hypotheses, model, lexicon)
+            if len(of_trial.errors): candidates[i] = of_trial
+    numbers, with_candidates = list(candidates), list(candidates.values())
+    model = _changed(final, _change_for_words(with_candidates, final, change_penalty))
     if llm is None: return model
-    return replace(model, ranking=_fit_ranking(loss, change, np.array(texts), llm, lm, random_trials(asked, best, lm)))
+    others = _held_out(with_candidates, fold[numbers], final, change_penalty, lexicon, lm, n_candidates)
+    random = random_trials([lists[i] for i in numbers], _best_texts(others), lm)
+    return replace(model, ranking=_fit_ranking(others, [lists[i].sentence for i in numbers], llm, lm, random))
 
-def _change_for_words(loss: ExpectedWordErrors, rounds: int = 3) -> np.ndarray:
+def _held_out(
+    trials: Sequence[CandidateTrial], fold: np.ndarray, model: ConfusionModel, penalty: float,
+    lexicon: Lexicon, lm: NGram | Automaton, nbest: int,
+) -> list[list[Hypothesis]]:
+    "Sentences of trials by changes that were learned from the other folds, as the search finds them for new trials."
+    found = [[] for _ in trials]
+    for f in np.unique(fold):
+        change = _change_for_words([t for t, other in zip(trials, fold) if other != f], model, penalty)
+        slots, gaps, _ = np.split(change, [N_WEIGHTS, 2*N_WEIGHTS])
+        of_fold = np.flatnonzero(fold == f).tolist()
+        frames = [_normalized(interleave(t.slot_scores + class_scores(t.slots, slots),
+                                         t.gap_scores + class_scores(t.gaps, gaps)))
+                  for t in (trials[i] for i in of_fold)]
+        decoder = _decoder(lexicon, lm, _changed(model, change), _BEAM, nbest)
+        for i, hypotheses in zip(of_fold, decoder.decode_all(frames, progress=False)): found[i] = hypotheses
+    return found
+
+def _change_for_words(trials: Sequence[CandidateTrial], model: ConfusionModel, penalty: float,
+                      rounds: int = 3) -> np.ndarray:
     "The change of all weights with which fewer word errors are expected."
+    loss = ExpectedWordErrors(trials, model.lm_weight, model.word_score, model.sharpness, penalty)
     x = np.zeros(2*N_WEIGHTS + 2)
     for _ in range(rounds):
         loss.place(x)
