@@ -1,8 +1,12 @@
 "A language model in a GGUF file, a wheel or behind an adapter: its scores, its cache, and what is damaged or missing."
+import json
 import os
 import shutil
+import threading
 import time
 import zipfile
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import copies
@@ -18,6 +22,7 @@ from b2t_kaggle.core.locks import Lock
 from b2t_kaggle.lm.causal import LanguageModelError, load_lm, score_sentences
 from b2t_kaggle.lm.llm import gguf
 from b2t_kaggle.lm.llm.gguf import convert_gguf
+from b2t_kaggle.lm.llm.sources import hub_gguf
 from b2t_kaggle.pipeline.fingerprints import Keyed
 from b2t_kaggle.pipeline.stages import PipelineError
 from b2t_kaggle.pipeline.stages.inputs import check_llm
@@ -67,6 +72,66 @@ def test_a_file_is_converted_once_and_a_changed_one_anew(tmp_path, cache, model,
     assert scores(tmp_path/'other.whl') == before and conversions == ['tiny.gguf', 'other.whl']
     tiny_gguf(model, [*TEXT, 'another vocabulary, and so another file'], tmp_path/'saved')
     assert scores(model) == scores(tmp_path/'saved') != before and conversions[2:] == ['tiny.gguf']
+
+
+class Hub(BaseHTTPRequestHandler):
+    "As much of the hub as its client asks for: files of a repository, their names, and the paths that were asked."
+    files: dict[str, bytes]
+    asked: list[str]
+
+    def do_HEAD(self): self.do_GET()
+    def log_message(self, *args): pass
+
+    def do_GET(self):
+        self.asked.append(f'{self.command} {self.path}')
+        repository, _, name = self.path.partition('/resolve/main/')
+        content = self.files.get(name)
+        if self.path.startswith('/api/models/we/tiny/tree/main'):
+            files = [dict(type='file', path=n, size=len(c), oid='0'*40) for n, c in self.files.items()]
+            content = json.dumps(files).encode()
+        elif repository != '/we/tiny': content = None
+        self.send_response(404 if content is None else 200)
+        if content is None: self.send_header('X-Error-Code', 'EntryNotFound')
+        self.send_header('X-Repo-Commit', 'c'*40)
+        self.send_header('ETag', f'"{sha256(content or b"").hexdigest()}"')
+        self.send_header('Content-Length', str(len(content or b'')))
+        self.end_headers()
+        if self.command == 'GET': self.wfile.write(content or b'')
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    "A hub on loopback that the client asks, with an empty cache."
+    class Own(Hub): files, asked = {}, []
+    with ThreadingHTTPServer(('127.0.0.1', 0), Own) as server:
+        place = f'http://127.0.0.1:{server.server_port}'
+        monkeypatch.setattr('huggingface_hub.constants.ENDPOINT', place)
+        monkeypatch.setattr('huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE',
+                            f'{place}/{{repo_id}}/resolve/{{revision}}/{{filename}}')
+        monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path/'hub'))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Own
+        server.shutdown()
+
+
+def test_a_repository_on_the_hub_counts_as_a_folder_with_a_gguf_file(tmp_path, cache, model, hub):
+    "It is fetched once; with several files, or other weights beside it, it is what a folder would be."
+    cfg = with_overrides(Config(), {'rescore.llm': 'we/tiny'})
+    hub.files = {'README.md': b'tiny', 'tiny.Q4.gguf': model.read_bytes(), 'other.gguf': b'GGUF'}
+    names = r'we/tiny: found 2 \(other.gguf, tiny.Q4.gguf\) GGUF files in it, expected one'
+    with pytest.raises(PipelineError, match=f'^rescore.llm: {names}'): check_llm(cfg, 'rescore')
+    with pytest.raises(LanguageModelError, match=f'^{names}'): load_lm('we/tiny', device='cpu')
+    del hub.files['other.gguf']
+    check_llm(cfg, 'rescore')
+    assert not any('gguf' in path for path in hub.asked)
+    expected = scores(tmp_path/'saved')
+    assert scores('we/tiny') == expected
+    hub.asked.clear()
+    assert scores('we/tiny', local_files_only=True) == expected and hub.asked == []
+    shutil.rmtree(tmp_path/'hub')
+    hub.files |= {f.name: f.read_bytes() for f in (tmp_path/'saved').iterdir()}
+    assert hub_gguf('we/tiny') is None and scores('we/tiny') == expected
+    assert not any('gguf' in path for path in hub.asked) and len(list(cache.iterdir())) == 1
 
 
 def convert_in_a_copy(model, folder):

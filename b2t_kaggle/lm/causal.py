@@ -21,9 +21,10 @@ import torch
 from tqdm import tqdm
 
 from ..config import LLMConfig
+from ..core.files import WriteError
 from .llm.gguf import convert_gguf
 from .llm.memory import WeightCounts, describe_memory, free_memory
-from .llm.sources import LanguageModelError, LLMSource, find_llm
+from .llm.sources import LanguageModelError, LLMSource, find_llm, hub_gguf
 
 # %% ../../nbs/lm/01_causal.ipynb #c010
 def require_package(
@@ -75,6 +76,14 @@ def _check_memory(name: str, config, dtype: torch.dtype, option: str | None, dev
     dtype_name = str(dtype).removeprefix('torch.')
     said = describe_memory(Path(name).name, counts, dtype_name, option, place, free_memory(device))
     if counts.whole >= _TOLD: tqdm.write(f'{said}.', file=sys.stderr)
+
+def _model_folder(base: str, local_files_only: bool) -> str:
+    "The model's folder as transformers saves it, or its name on the hub; a GGUF file there is fetched first."
+    if not Path(base).exists() and not Path(base).is_absolute():
+        from huggingface_hub import hf_hub_download
+        if file := hub_gguf(base, local_files_only):
+            base = hf_hub_download(base, file, local_files_only=local_files_only)
+    return str(convert_gguf(base)) if Path(base).is_file() else base
 
 def _from_pretrained(folder: str, source: LLMSource, dtype: torch.dtype, option: str | None, device: str,
                      local_files_only: bool):
@@ -140,9 +149,10 @@ def load_lm(
     from safetensors import SafetensorError
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     weights_dtype = torch_dtype(dtype, device)
-    folder = str(convert_gguf(source.base)) if Path(source.base).is_file() else source.base
-    try: model, tokenizer, missing = _from_pretrained(folder, source, weights_dtype, option, device, local_files_only)
-    except LanguageModelError: raise
+    try:
+        folder = _model_folder(source.base, local_files_only)
+        model, tokenizer, missing = _from_pretrained(folder, source, weights_dtype, option, device, local_files_only)
+    except (LanguageModelError, WriteError): raise
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise _loading_error(source, e) from None
     if missing:

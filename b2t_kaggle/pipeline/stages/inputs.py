@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...config import Config, LLMConfig
-from ...lm.llm.sources import LanguageModelError, LLMSource, files_of, find_llm
+from ...lm.llm.sources import LanguageModelError, LLMSource, files_of, find_llm, hub_gguf
 from .stage import PipelineError
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c005
@@ -53,9 +53,9 @@ def _check_adapter(group: str, adapter: Path | None) -> None:
     raise PipelineError(f'{group}.llm_adapter: the adapter {adapter} has no adapter_config.json; give the folder that '
                         '`b2t lm finetune` wrote')
 
-def _check_packages(key: str, source: LLMSource) -> None:
+def _check_packages(key: str, source: LLMSource, is_gguf: bool) -> None:
     "Raise `PipelineError` without a package that reads a model here, before anything else is computed."
-    needed = dict(transformers=True, gguf=Path(source.base).is_file(), peft=bool(source.adapters))
+    needed = dict(transformers=True, gguf=is_gguf, peft=bool(source.adapters))
     if missing := [package for package, is_needed in needed.items() if is_needed and find_spec(package) is None]:
         raise PipelineError(f'{key} = {source.base}: {missing[0]} is missing; pip install b2t_kaggle[llm]')
 
@@ -73,16 +73,20 @@ def check_llm(
     try: source = find_llm(llm.llm, llm.llm_adapter)
     except LanguageModelError as e: raise PipelineError(f'{key}: {e}') from None
     name = source.base
-    if Path(name).is_file() or (Path(name)/'config.json').is_file(): return _check_packages(key, source)
+    is_file = Path(name).is_file()
+    if is_file or (Path(name)/'config.json').is_file(): return _check_packages(key, source, is_file)
     if Path(name).is_dir(): raise PipelineError(f'{key} = {name}: has no config.json; {advice}')
     try:
         from huggingface_hub import hf_hub_download
-        hf_hub_download(str(name), 'config.json')
+        is_gguf = hub_gguf(name) is not None
+        if not is_gguf: hf_hub_download(name, 'config.json')
+    except LanguageModelError as e: raise PipelineError(f'{key}: {e}') from None
     except ImportError as e:
         raise PipelineError(f'{key} = {name}: {e.name} is missing; pip install b2t_kaggle[llm]') from None
     except (OSError, ValueError) as e:
         reason = (str(e).strip() or repr(e)).splitlines()[0]
         raise PipelineError(f'{key} = {name}: is no folder, and is not on the hub ({reason}); {advice}') from None
+    _check_packages(key, source, is_gguf)
 
 def check_ngram(
     path: Path | None, # ARPA or KenLM
