@@ -142,7 +142,7 @@ class Decode(Stage):
         from b2t_kaggle.decoding.deadline import decode_in_time
         from b2t_kaggle.logits import LogitStore
         def search(split):
-            logits: Any = LogitStore.open(run.logits(split))
+            logits = LogitStore.open(run.logits(split))
             lists, left = decode_in_time(_without_llm(decoders[split]), logits, progress.time_left,
                                          n_jobs=run.cfg.decode.n_jobs, label=f'decode {split} without the LLM')
             return None if left else lists
