@@ -14,7 +14,7 @@ import numpy as np
 from ..core.jit import borrowed, njit
 from .histories import HistoryScorer, fuse, fuse_at_end, llm_scores
 from .lexicon import Trie, count_bits, flatten, lowest_bit
-from .scorers import NGramScorer, NGramView, expect_word, score_word
+from .scorers import NGramScorer, NGramView, expect_word, may_gain, score_word
 from ..lm.ngram import LN10
 from ..phonemes import BLANK
 
@@ -299,13 +299,15 @@ def _ask(asked, count, ngram_state, word):
 @_jit
 def _expect_words(model, state, least):
     "Announce the questions to the n-gram: its arcs are far away in memory, which fetches many of them at a time."
-    trie, ngram, _ = model
+    trie, ngram, options = model
     hyps, paths = state.hyps, state.paths
     for i in range(state.counters[0].n_hyps):
-        if paths[i].score < least: continue
+        score = paths[i].score
+        if score + options.most_bonus < least: continue
         node = trie.nodes[hyps[i].node]
         for k in range(node.first_word, node.first_word + node.n_words):
-            expect_word(ngram, hyps[i].state, trie.words[k])
+            word = trie.words[k]
+            if score >= least or may_gain(ngram, hyps[i].state, word): expect_word(ngram, hyps[i].state, word)
 
 @_jit
 def _end_words(frame, model, state):
@@ -316,17 +318,18 @@ def _end_words(frame, model, state):
     n = count.n_hyps
     sil = frame.scores[trie.nodes[0].symbol]
     ahead = options.lm_weight*trie.nodes[0].ahead
-    # What a word can add at most: an n-gram probability adds at most 0
-    most = sil + options.word_score + options.most_bonus + ahead
+    # What a word can add at most without a boost: an n-gram probability adds at most 0
+    most = sil + options.word_score + ahead
     _expect_words(model, state, frame.bound - most)
     for i in range(count.n_hyps):
-        if paths[i].score + most < frame.bound: continue
+        if paths[i].score + most + options.most_bonus < frame.bound: continue
         node = trie.nodes[hyps[i].node]
         if node.n_words and _lacks_room(count, len(arena), n, node.n_words):
             count.overflow = 1
             return n
         for k in range(node.first_word, node.first_word + node.n_words):
             word = trie.words[k]
+            if paths[i].score + most < frame.bound and not may_gain(ngram, hyps[i].state, word): continue
             log_prob, ngram_state = score_word(ngram, hyps[i].state, word)
             if ngram_state < 0:
                 _ask(asked, count, hyps[i].state, word)
