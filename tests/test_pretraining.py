@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from encoders import FEATURES
 from encoders import config as small_config
 from killed import ask_before_each_step, kill_behind_a_checkpoint
 from test_participants import BOTH, folders  # noqa: F401
@@ -37,17 +38,27 @@ CAUSAL = {'gru': {}, 'triple_gru': {}, 'transformer': {'model.causal': True}, 'm
 def config(name='gru', objective='masked', **changes):
     steps = {'pretrain.objective': objective, 'pretrain.batches': 30, 'train.batches_per_val_step': 30,
              'train.batches_per_save': 7, 'train.precision': 'float32', 'data.batch_size': 6}
-    width = {'data.feature_subset': None, 'model.neural_dim': 512, 'model.n_classes': 41}
-    return small_config(name, **width | steps | changes)
+    width = {'data.feature_subset': None, 'model.neural_dim': 512} if objective == 'next_step' else {}
+    return small_config(name, **steps | width | {'model.n_classes': 41} | changes)
+
+
+def packed(data, folder, features=None):
+    "Train, val and test."
+    return [TrialStore.build(data, split, folder/f'{split}.arrow', progress=False, feature_subset=features)
+            for split in ('train', 'val', 'test')]
 
 
 @pytest.fixture(scope='module')
-def stores(tmp_path_factory):
-    "Train, val and test of three sessions."
+def all_features(tmp_path_factory):
     tmp = tmp_path_factory.mktemp('bins')
     simulate_dataset(tmp/'data', n_sessions=3, train=6, val=3, test=4, max_words=4, lm_sentences=0)
-    return [TrialStore.build(tmp/'data', split, tmp/f'{split}.arrow', progress=False)
-            for split in ('train', 'val', 'test')]
+    return packed(tmp/'data', tmp)
+
+
+@pytest.fixture(scope='module')
+def stores(all_features, tmp_path_factory):
+    "The same trials with few features."
+    return packed(all_features[0].path.parent/'data', tmp_path_factory.mktemp('few'), FEATURES)
 
 
 def by_hand(cfg, found, target, counted, n_bins, channels):
@@ -72,7 +83,8 @@ def by_hand(cfg, found, target, counted, n_bins, channels):
 @pytest.mark.parametrize('name', ['gru', 'transformer', 'zipformer'])
 def test_losses_beside_numpy(name, objective, reduction):
     "Of two participants with different numbers of channels; power is none of the crossings."
-    sessions = {'data.sessions': ['t12.2022.04.28', 't15.2023.08.11'], 'model.participants': BOTH}
+    sessions = {'data.sessions': ['t12.2022.04.28', 't15.2023.08.11'], 'model.participants': BOTH,
+                'data.feature_subset': None, 'model.neural_dim': 512}
     by_feature = {'augment.channel_mask_by': 'feature', 'train.ctc_reduction': reduction}
     cfg = pretraining_config(config(name, objective, **sessions | by_feature))
     rng = np.random.default_rng(0)
@@ -100,7 +112,7 @@ def test_losses_beside_numpy(name, objective, reduction):
 @pytest.mark.parametrize('name', CAUSAL)
 def test_every_encoder_learns_and_every_bin_is_drawn(name, stores):
     "Trials of val and of test are in the batches; the loss of what is hidden falls, and each weight moves."
-    cfg = pretraining_config(config(name, **{'train.lr_max': .01, 'data.days_per_batch': 2}))
+    cfg = pretraining_config(config(name, smooth_data=True, lr_max=.03))
     t = Trainer(UnlabelledStore(stores), stores[1], cfg, CPU)
     before = {k: v.clone() for k, v in t.model.named_parameters()}
     results = [t.train_step(*t.loader(step)) for step in range(30)]
@@ -116,12 +128,12 @@ def test_every_encoder_learns_and_every_bin_is_drawn(name, stores):
 
 
 @pytest.mark.parametrize('name', ['gru', 'triple_gru', 'transformer', 'mamba'])
-def test_what_is_next_is_not_read(name, stores):
+def test_what_is_next_is_not_read(name, all_features):
     "Bins from a frame's window on do not change what the head writes of it."
     cfg = pretraining_config(config(name, 'next_step', **CAUSAL[name], smooth_data=True))
-    t = Trainer(UnlabelledStore(stores), None, cfg, CPU)
+    t = Trainer(UnlabelledStore(all_features), None, cfg, CPU)
     t.model.eval()
-    x = torch.from_numpy(stores[2].features(0).astype('float32'))[None]
+    x = torch.from_numpy(all_features[2].features(0).astype('float32'))[None]
     n_bins, day = torch.tensor([x.shape[1]]), torch.tensor([0])
     frame = 6
     end = first_window(cfg) + frame*cfg.model.frame_stride()
@@ -137,11 +149,11 @@ def test_what_is_next_is_not_read(name, stores):
     assert found == [True, False]
 
 
-def test_encoders_that_read_ahead_are_refused(stores):
+def test_encoders_that_read_ahead_are_refused(all_features):
     for name in ('transformer', 'zipformer'):
         cfg = pretraining_config(config(name, 'next_step'))
         with pytest.raises(TrainingError, match=f'model.name = {name} reads later bins'):
-            Trainer(UnlabelledStore(stores), None, cfg, CPU)
+            Trainer(UnlabelledStore(all_features), None, cfg, CPU)
     with pytest.raises(ConfigError, match='needs an encoder of PyTorch') as e:
         with_overrides(Config(), {'pretrain.objective': 'masked', 'train.framework': 'tensorflow'})
     assert '\n' not in str(e.value)
@@ -174,14 +186,15 @@ def test_a_killed_pretraining_ends_with_the_same_weights(stores, tmp_path):
     assert a.drop(columns='seconds').equals(b.drop(columns='seconds'))
 
 
-def test_two_processes_take_the_steps_of_one(stores, tmp_path, monkeypatch):
+def test_two_processes_take_the_steps_of_one(all_features, tmp_path, monkeypatch):
     from copies import call_as_ranks
     monkeypatch.setattr(room, '_exit_status', lambda command, env: (call_as_ranks(2, room.work, command[-1]), False))
     still = dict(white_noise_std=0, constant_offset_std=0, random_cut=0)
     cfg = pretraining_config(config('triple_gru', 'next_step', **still | {
         'pretrain.batches': 3, 'pretrain.mask': 1e-9, 'train.batches_per_val_step': 3}))
-    one = train(UnlabelledStore(stores), stores[1], cfg, tmp_path/'one', progress=False)
-    two = room.launch(2, UnlabelledStore(stores), stores[1], cfg, tmp_path/'two', progress=False)
+    given = UnlabelledStore(all_features), all_features[1], cfg
+    one = train(*given, tmp_path/'one', progress=False)
+    two = room.launch(2, *given, tmp_path/'two', progress=False)
     assert one['val_loss'] == pytest.approx(two['val_loss'], rel=1e-3)
     a, b = (load_file(tmp_path/d/'best.pt')['model_state_dict'] for d in ('one', 'two'))
     for k in a:
