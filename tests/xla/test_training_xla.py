@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_trainer import config, open_stores, write_toy
-from train_toy import hear, write_result
+from train_toy import hear, trainer_of, write_result
 
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
@@ -156,6 +156,21 @@ def test_a_step_of_scaled_adam_is_one_program_per_length_on_one_device_and_the_s
     assert compiled_once(one) and one['fallbacks'] == [], one
     assert two['n'] == 2 and compiled_once(two) and two['fallbacks'] == []
     for k in ('losses', 'norms'): assert two[k] == pytest.approx(one[k], rel=1e-3), k
+
+
+def test_pretraining_takes_the_same_steps_as_the_processor(data, tmp_path):
+    "On two devices; with all bins hidden nothing is drawn. A step is one program per length, recorded or replayed."
+    masked = SIZES | {'pretrain.objective': 'masked', 'pretrain.mask_bins': 7}
+    still = masked | NOTHING_RANDOM | {'pretrain.mask': .9999999}
+    runs = {'still': still, 'random': masked, 'replayed': masked | {'replay': True}}
+    found = xla('steps', data, tmp_path/'runs', runs, 2)
+    cpu = trainer_of(*open_stores(data), config(**still), SingleDevice(pick_torch('cpu', 'float32')))
+    taken = [cpu.train_step(*cpu.loader(i)) for i in range(9)]
+    assert found['still']['losses'] == pytest.approx([float(t.losses.mean()) for t in taken], rel=1e-4)
+    assert found['still']['val'][0][0] == pytest.approx(cpu.validate()['val_loss'], rel=1e-3)
+    for name in ('still', 'random'):
+        assert compiled_once(found[name]) and found[name]['fallbacks'] == [], found[name]
+    for k in ('losses', 'norms', 'val'): assert found['replayed'][k] == found['random'][k], k
 
 
 @pytest.mark.parametrize('model', ['gru', 'triple_gru'])

@@ -22,7 +22,9 @@ from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import start
+from b2t_kaggle.pytorch.pretraining import trainer as pretraining
 from b2t_kaggle.pytorch.trainer import Trainer, train
+from b2t_kaggle.training.pretraining import UnlabelledStore, pretraining_config
 from b2t_kaggle.training.trials import bucket_lengths
 
 
@@ -38,9 +40,15 @@ def hear(n, folder, function, *arguments):
 def compilations(): return met.metric_data('CompileTime')[0]
 
 
+def trainer_of(store, store_val, cfg, backend):
+    "That of a training, or of a pretraining on the trials of both splits."
+    if not cfg.pretrain.objective: return Trainer(store, store_val, cfg, backend)
+    return pretraining.Trainer(UnlabelledStore([store, store_val]), store_val, pretraining_config(cfg), backend)
+
+
 def steps(stores, cfg, n):
     "Losses and gradient norms of some steps, two validations, and how much was compiled when."
-    t = Trainer(*stores, cfg, start(pick_torch(cfg.train.accelerator, cfg.train.precision)))
+    t = trainer_of(*stores, cfg, start(pick_torch(cfg.train.accelerator, cfg.train.precision)))
     met.clear_all()
     out = dict(losses=[], norms=[], compiled=[0], buckets=[], n=t.backend.n_devices)
     for i in range(n):
