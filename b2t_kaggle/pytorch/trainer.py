@@ -22,6 +22,7 @@ from ..config import Config, TrainConfig
 from ..data.batches import Batch, Batcher, DayBalancedSampler, ShareSampler, longest_in_batches, prefetch
 from ..data.sessions import participant_of
 from ..data.store import JointStore, TrialStore
+from ..devices.processes import keep_freed_memory
 from ..devices.torch import pick_torch
 from .augment import Augment
 from .checkpoint import check_weights, load_file, load_state, load_weights, save_atomic
@@ -412,6 +413,7 @@ class Trainer(loop.Trainer):
         _refuse(cfg, backend)
         if cfg.model.participants: check_participants(store, cfg)
         super().__init__(store, store_val, cfg)
+        if backend.device.kind == 'cpu': keep_freed_memory()
         cfg = self.cfg
         self.backend = backend
         self.is_main_process = backend.is_main_process
