@@ -24,7 +24,7 @@ from ..config import LLMConfig
 from ..core.files import WriteError
 from .llm.gguf import convert_gguf
 from .llm.memory import WeightCounts, describe_memory, free_memory
-from .llm.sources import LanguageModelError, LLMSource, find_llm, hub_gguf
+from .llm.sources import ADVICE, LanguageModelError, LLMSource, find_llm, hub_gguf
 
 # %% ../../nbs/lm/01_causal.ipynb #c010
 def require_package(
@@ -122,9 +122,7 @@ def _loading_error(source: LLMSource, error: Exception) -> LanguageModelError:
     "An exception of transformers as one sentence."
     model = ' with the adapter '.join(map(str, [source.base, *source.adapters]))
     reason = (str(error).strip() or repr(error)).splitlines()[0]
-    advice = ('give a folder with config.json, weights and tokenizer, a GGUF file, or a name on the hub that this '
-              'machine can reach')
-    if isinstance(error, ImportError): advice = 'install that package, or a newer one'
+    advice = 'install that package, or a newer one' if isinstance(error, ImportError) else ADVICE
     return LanguageModelError(f'{model}: not loaded ({reason}); {advice}')
 
 # %% ../../nbs/lm/01_causal.ipynb #c015

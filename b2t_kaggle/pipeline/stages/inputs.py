@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...config import Config, LLMConfig
-from ...lm.llm.sources import LanguageModelError, LLMSource, files_of, find_llm, hub_gguf
+from ...lm.llm.sources import ADVICE, LanguageModelError, LLMSource, files_of, find_llm, hub_gguf
 from .stage import PipelineError
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c005
@@ -67,15 +67,13 @@ def check_llm(
     llm: LLMConfig = getattr(cfg, group)
     key = f'{group}.llm'
     if llm.llm is None: return
-    advice = ('give a folder with config.json, weights and tokenizer, a GGUF file, or a name on the hub that this '
-              'machine can reach')
     _check_adapter(group, llm.llm_adapter)
     try: source = find_llm(llm.llm, llm.llm_adapter)
     except LanguageModelError as e: raise PipelineError(f'{key}: {e}') from None
     name = source.base
     is_file = Path(name).is_file()
     if is_file or (Path(name)/'config.json').is_file(): return _check_packages(key, source, is_file)
-    if Path(name).is_dir(): raise PipelineError(f'{key} = {name}: has no config.json; {advice}')
+    if Path(name).is_dir(): raise PipelineError(f'{key} = {name}: has no config.json; {ADVICE}')
     try:
         from huggingface_hub import hf_hub_download
         is_gguf = hub_gguf(name) is not None
@@ -85,7 +83,7 @@ def check_llm(
         raise PipelineError(f'{key} = {name}: {e.name} is missing; pip install b2t_kaggle[llm]') from None
     except (OSError, ValueError) as e:
         reason = (str(e).strip() or repr(e)).splitlines()[0]
-        raise PipelineError(f'{key} = {name}: is no folder, and is not on the hub ({reason}); {advice}') from None
+        raise PipelineError(f'{key} = {name}: is no folder, and is not on the hub ({reason}); {ADVICE}') from None
     _check_packages(key, source, is_gguf)
 
 def check_ngram(
