@@ -6,7 +6,6 @@
 __all__ = ['Frames', 'Frontend', 'StreamState', 'push_patches']
 
 # %% ../../nbs/pytorch/05_frontend.ipynb #c003
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -119,11 +118,6 @@ class Frontend(Encoder):
         x = layers.dropout(layers.softsign(x), cfg.input_dropout, self.training)
         if cfg.patch_size: x = layers.packed_windows(x, lengths, size, stride)
         return Frames(x, order, len(frames), int(frames.max()), frames)
-
-    def compiled(self) -> Callable:
-        "The model through `torch.compile`, but for the part on a CPU, whose shapes are others in each batch."
-        self._packed = torch.compiler.disable(self._packed)
-        return torch.compile(self)
 
     def freeze(self) -> None:
         "Turn off the gradients of day layers that are not trained, which stay the identity."

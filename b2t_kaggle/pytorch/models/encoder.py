@@ -243,7 +243,9 @@ class Encoder(TrainedModel):
         return self
 
     def compiled(self) -> Callable:
-        "The model through `torch.compile`. Not a decorator, which would import the compiler (3 s) in every run."
+        """The model through `torch.compile`, but for its part on a CPU (`_packed`), whose shapes are others in each
+        batch. Not a decorator, which would import the compiler (3 s) in every run."""
+        if hasattr(self, '_packed'): self._packed = torch.compiler.disable(self._packed)
         return torch.compile(self)
 
     def start(self, batch_size: int = 1) -> Any:

@@ -7,7 +7,6 @@ __all__ = ['shifted_rows', 'RelativePositions', 'within_context', 'inside', 'lef
            'attend', 'PatchEmbedding', 'Transformer', 'StreamState', 'push_frames']
 
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c003
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -249,11 +248,6 @@ class Transformer(Encoder):
 
     @property
     def _attention_dropout(self) -> float: return self.cfg.dropout if self.training else 0.
-
-    def compiled(self) -> Callable:
-        "The model through `torch.compile`, but for the part on a CPU, whose shapes are others in each batch."
-        self._packed = torch.compiler.disable(self._packed)
-        return torch.compile(self)
 
     def start(self, batch_size: int = 1) -> 'StreamState':
         "The state before the first bin. Raises `NotImplementedError` for a model that is not causal."
