@@ -176,7 +176,6 @@ def test_a_killed_pretraining_ends_with_the_same_weights(stores, tmp_path):
                              tmp_path/'killed'/'last.pt', steps=10)
     assert 0 < load_file(tmp_path/'killed'/'last.pt')['step'] < 30 and not (tmp_path/'killed'/'best.pt').exists()
     again = train(UnlabelledStore(stores), stores[1], cfg, tmp_path/'killed', progress=False)
-    torch.set_num_threads(threads)
     assert whole['step'] == again['step'] == 30 and whole['val_loss'] == again['val_loss']
     for name in ('last.pt', 'best.pt'):
         a, b = (load_file(tmp_path/d/name) for d in ('whole', 'killed'))
@@ -184,6 +183,11 @@ def test_a_killed_pretraining_ends_with_the_same_weights(stores, tmp_path):
             for k, v in a[part].items(): assert torch.equal(v, b[part][k]), (name, k)
     a, b = (read_history(tmp_path/d/'history.csv') for d in ('whole', 'killed'))
     assert a.drop(columns='seconds').equals(b.drop(columns='seconds'))
+    (tmp_path/'killed'/'best.pt').unlink() # Is made again of the last one
+    assert train(UnlabelledStore(stores), stores[1], cfg, tmp_path/'killed', progress=False)['step'] == 30
+    a, b = (load_file(tmp_path/d/'best.pt') for d in ('whole', 'killed'))
+    torch.set_num_threads(threads)
+    for k, v in a['model_state_dict'].items(): assert torch.equal(v, b['model_state_dict'][k]), k
 
 
 def test_two_processes_take_the_steps_of_one(all_features, tmp_path, monkeypatch):
