@@ -189,8 +189,7 @@ class Encoder(TrainedModel):
         Without `model.participants` they are left alone."""
         if not self.cfg.participants: return x
         participant = self.participant_of_day.index_select(0, day_idx)
-        x = F.pad(x, (0, self.cfg.neural_dim - x.shape[-1]))
-        x = x * self.has_feature.index_select(0, day_idx)[:, None]
+        x = F.pad(x, (0, self.cfg.neural_dim - x.shape[-1])) * self.has_feature.index_select(0, day_idx)[:, None]
         return mask_padding(day_affine(x, participant, self.participant_weights, self.participant_biases), n_bins)
 
     def condition_on(self,
