@@ -35,7 +35,6 @@ READERS = {
     'model': 'train',
     'augment': 'train',
     'pretrain': 'pretrain train',
-    'pretrain.minutes': '',
     'train': 'train',
     'train.framework': 'train infer generate',
     'train.precision': 'train infer generate',

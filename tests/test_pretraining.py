@@ -221,8 +221,12 @@ def test_a_run_pretrains_and_its_training_begins_there(tmp_path):
     assert metrics['trials'] == 2*24 + 4 + 4 and metrics['steps'] == 4
     assert read_history(run.dir/'pretrain'/'history.csv').val_per.notna().any()
     assert StageStamp(run, 'train').status() == 'done'
-    longer = Run(run.dir, run.work, {'pretrain.batches': 5}, save=False) # Is another pretraining, and another training
-    assert [longer.fingerprint(n) == run.fingerprint(n) for n in ('pack', 'pretrain', 'train')] == [True, False, False]
+    for key in ('pretrain.batches', 'pretrain.minutes'): # With another value another pretraining, and another training
+        other = Run(run.dir, run.work, {key: 5}, save=False)
+        assert [other.fingerprint(n) == run.fingerprint(n) for n in ('pack', 'pretrain', 'train')] == [1, 0, 0], key
+    StageRun(run, 'pretrain').discard() # As --force does: no training goes on that began with other weights
+    assert [StageStamp(run, n).status() for n in ('pack', 'pretrain', 'train')] == ['done', 'never ran', 'never ran']
+    assert not (run.dir/'train').exists() and len([*run.dir.glob('train-*/last.pt')]) == 1
 
 
 def test_time_that_is_its_own_ends_it_and_time_of_the_session_does_not(tmp_path):
@@ -234,12 +238,19 @@ def test_time_that_is_its_own_ends_it_and_time_of_the_session_does_not(tmp_path)
     Pretrain().check_result(run, STAGES.values())
     with pytest.MonkeyPatch.context() as m:
         m.setattr(StageRun, 'time_left', lambda self: .001)
-        other = Run(tmp_path/'runs'/'two', tmp_path/'work', values('masked') | {'pretrain.batches': 4000})
+        other = Run(tmp_path/'runs'/'two', tmp_path/'work', values('masked') | {'pretrain.batches': 4000,
+                                                                                'pretrain.minutes': 60})
         for name in plan(other.cfg, 'pretrain'): execute_here(other, name)
     assert StageStamp(other, 'pretrain').status() == 'stopped early'
     Pretrain().check_result(other, [STAGES['pretrain']])
     with pytest.raises(PipelineError, match='of 4,000 batches are done; run the same line in another session'):
         Pretrain().check_result(other, STAGES.values())
+    history = read_history(other.dir/'pretrain'/'history.csv')
+    steps = StageStamp(other, 'pretrain').stamp['metrics']['steps']
+    history.assign(seconds=3599.999).to_csv(other.dir/'pretrain'/'history.csv', index=False)
+    execute_here(other, 'pretrain') # Of its hour a millisecond is left
+    assert StageStamp(other, 'pretrain').stamp['metrics']['steps'] in (steps + 1, steps + 2)
+    assert StageStamp(other, 'pretrain').status() == 'done'
 
 
 def test_other_participants_and_their_test_bins(folders, tmp_path): # noqa: F811

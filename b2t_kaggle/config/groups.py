@@ -284,8 +284,9 @@ class PretrainConfig(Section):
      "crossings in the bins behind a frame, some channels hidden, for causal encoders; none: no pretraining.")
     batches: int = Field(20_000, ge=1)
     "Optimiser steps; another number is another pretraining."
-    minutes: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
-    "Minutes after which pretraining is over and training begins; none means after `batches` alone."
+    minutes: float | None = Field(None, gt=0)
+    ("Minutes after which pretraining is over and training begins, those of all sessions together; none means after "
+     "`batches` alone. Another number is another pretraining.")
     mask: float = Field(0.3, gt=0, lt=1)
     "Part that is hidden: of a trial's bins (`masked`), or of its channels (`next_step`)."
     mask_bins: int = Field(20, ge=1)

@@ -250,10 +250,14 @@ class StageRun(StageStamp):
             if is_file and _changed_output({p: mark}, self.home): (self.home/p).unlink()
 
     def discard(self) -> None:
-        "Forget that the stage was done, so that it is done from its beginning."
+        "Forget that the stage was done, so that it is done from its beginning; also a training that began with it."
         self._clear()
         self._forget_pending()
         self.stamp_path.unlink(missing_ok=True)
+        if not STAGES[self.name].continues: return
+        for name in plan(self.run.cfg):
+            begins = STAGES[name].continues and self.name in needs_of(name, self.run.cfg)
+            if begins: type(self)(self.run, name).discard()
 
     def _forget_pending(self) -> None:
         for path in self.stamp_path.parent.glob(f'{self.name}-*.left'): path.unlink()

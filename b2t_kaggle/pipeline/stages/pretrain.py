@@ -10,6 +10,7 @@ import math
 
 from ...config import key_facts
 from ...config.keys import covers
+from ...core.reading import ReadError
 from .stage import PackedTrials, PipelineError, PretrainedEncoder, Result
 from .train import Train, within_time
 from ...training.checkpoint_paths import BEST
@@ -36,6 +37,13 @@ class Pretrain(Train):
 
     def training_config(self, run): return pretraining_config(run.cfg)
 
+    def minutes_left(self, run) -> float:
+        "Minutes of its own time that earlier sessions left; infinite where it has none."
+        from b2t_kaggle.training.history import read_history
+        try: spent = max([0, *read_history(run.dir/self.name/'history.csv').seconds])/60
+        except (OSError, ReadError): spent = 0 # Nothing was done, or the trainer says that its curves are damaged
+        return (run.cfg.pretrain.minutes or math.inf) - spent
+
     def config_with(self, cfg):
         others = pretraining_values(cfg)
         return 'pretrain', *(k for k in key_facts(cfg) if covers(('data', 'model', 'augment', 'train'), k)
@@ -52,10 +60,10 @@ class Pretrain(Train):
         from b2t_kaggle.pipeline.frameworks import train
         from b2t_kaggle.training.pretraining import UnlabelledStore
         stores = _packed(run)
-        left = progress.time_left()/60
-        cfg = within_time(self.training_config(run), left)
+        left, own = progress.time_left()/60, self.minutes_left(run)
+        cfg = within_time(self.training_config(run), min(left, own))
         result = train(UnlabelledStore(stores), stores[1], cfg, run.dir/self.name)
-        is_over = result['stopped'] == 'time budget' and (run.cfg.pretrain.minutes or math.inf) <= left
+        is_over = result['stopped'] == 'time budget' and own <= left
         metrics = dict(trials=sum(map(len, stores)), steps=result['step'], loss=result['val_loss'])
         metrics['PER of a linear probe'] = result['val_per']
         return Result([run.dir/self.name/BEST['pytorch']], metrics, result['finished'] or is_over)
