@@ -239,7 +239,8 @@ def check_ready(
     kind: str,         # Of accelerator that is here, as `devices.machine.detect` has it
 ) -> None:
     """Raise before anything is computed: `DeviceError` for a long training on recordings without an accelerator,
-    `TrainingError` for a tracker that is not installed, `PipelineError` for what is missing or cannot begin."""
+    `TrainingError` for a tracker that is not installed, or pretraining that an encoder cannot have, `PipelineError` for
+    what is missing or cannot begin."""
     names = [name for name in STAGES if name in pending]
     for name in names: STAGES[name].check(run.cfg, kind)
     for name in names: run.marks(name) # Files that the configuration names

@@ -14,7 +14,7 @@ from ...core.reading import ReadError
 from .stage import PackedTrials, PipelineError, PretrainedEncoder, Result
 from .train import Train, within_time
 from ...training.checkpoint_paths import BEST
-from ...training.pretraining import pretraining_config, pretraining_values
+from ...training.pretraining import check_objective, pretraining_config, pretraining_values
 
 # %% ../../../nbs/pipeline/stages/15_pretrain.ipynb #c005
 def _packed(run) -> list:
@@ -53,7 +53,11 @@ class Pretrain(Train):
         return super().skipped(cfg) or (None if cfg.pretrain.objective else 'pretrain.objective is not set')
 
     def inputs(self, cfg, runs): return super().inputs(pretraining_config(cfg), runs)
-    def check(self, cfg, kind): super().check(pretraining_config(cfg), kind)
+
+    def check(self, cfg, kind):
+        super().check(pretraining_config(cfg), kind)
+        check_objective(cfg)
+
     def advice(self, cfg): return super().advice(pretraining_config(cfg)) if cfg.pretrain.objective else []
 
     def run(self, run, progress):
