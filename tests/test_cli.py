@@ -248,6 +248,8 @@ def test_a_variant_that_cannot_begin_leaves_nothing(call):
     assert sorted(p.name for p in Path('submissions').iterdir()) == ['first']
     assert call('lm --from first --name new --set rescore.llm=nothing.gguf')[0] == 0 # It does not come to the LLM
     assert Path('submissions/new/config.yaml').exists()
+    line = 'sweep --from first --name swept --set rescore.llm=nothing.gguf --set train.lr_max=1e-4:1e-2:log'
+    assert call(line)[0] == 0 # Its trials end with their training
 
 
 @pytest.mark.parametrize('former, today', [

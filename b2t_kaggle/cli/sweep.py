@@ -54,5 +54,5 @@ def sweep(force, overrides, trials, study, startup, **options):
     if force: raise click.UsageError('--force is for one run; name a trial, as in b2t train --name NAME-000')
     texts, fixed = split_ranges(overrides)
     with_values(texts, {key: options[key] for key in CONFIG_KEYS if key in options})
-    run = open_run(overrides=fixed, **options)
+    run = open_run(overrides=fixed, until='train', **options)
     _sweep_runs(run, ranges_of(texts, run.cfg, fixed), trials, study, startup)
