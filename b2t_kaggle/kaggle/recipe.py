@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ..config import Config, preset
 from ..devices.kaggle import KaggleAccelerator, kaggle_accelerator
 from .plan import COMPETITION, Plan
+from ..pipeline.stages.train import Train
 from ..training.hours import Table, training_hours
 from ..training.memory import step_memory
 
@@ -70,7 +71,7 @@ def sessions(
     hours: tuple[float, float], # Of the whole training, at least and at most
 ) -> list[Session]:
     "The sessions of a cycle, as many as the training takes at most."
-    most = plan.training(1).parameters['hours']
+    most = plan.training(1).parameters['hours'] - Train.reserve_minutes/60
     parts = [plan.training(part) for part in range(1, max(1, math.ceil(hours[1]/most)) + 1)]
     def slug(kernel): return kernel.partition('/')[2]
     made = []
