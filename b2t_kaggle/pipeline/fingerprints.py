@@ -67,7 +67,9 @@ def file_fingerprints(
     "Name, size and hash of each file: `[name, size, hash]`. Raises `PipelineError` for one that is not there."
     files = list(map(Path, paths))
     for f in files:
-        if not f.is_file(): raise PipelineError(f'{f} does not exist; correct the configuration that names it')
+        if f.is_file(): continue
+        key = f'{folder}: ' if folder else ''
+        raise PipelineError(f'{key}{f} does not exist; correct the configuration that names it')
     marks = content_fingerprints(files, sampled)
     return [[f'{folder or f.parent.name}/{f.name}', *marks[f]] for f in files]
 
