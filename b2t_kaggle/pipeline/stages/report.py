@@ -53,7 +53,9 @@ def _curves(run, stamps) -> str:
     from b2t_kaggle.pipeline.stages import STAGES
     from b2t_kaggle.training.history import plot_history
     trained = [n for n in stamps if stamps[n] and STAGES[n].curves and (run.dir/n/'history.csv').exists()]
-    return '\n'.join(figure(plot_history(run.dir/name/'history.csv'), STAGES[name].curves) for name in trained)
+    titles = [f'<p class="faint">{STAGES[name].curves}:</p>' if len(trained) > 1 else '' for name in trained]
+    return '\n'.join(title + figure(plot_history(run.dir/name/'history.csv'), STAGES[name].curves)
+                     for name, title in zip(trained, titles))
 
 def _weights(run, stamps, tuning) -> str:
     "Weights of the search, tuned or as configured."
