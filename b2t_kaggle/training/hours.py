@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import Config, preset
+from ..config import PRESETS, Config, preset
 from ..devices.machine import TPU_GENERATIONS
 
 # %% ../../nbs/training/11_hours.ipynb #c005
@@ -24,7 +24,7 @@ STEP_GFLOP = {
 
 def _same_model(cfg: Config, names: Iterable[str]) -> str | None:
     "A preset among these with the model of a configuration; None where there is none."
-    return next((name for name in names if preset(name).model == cfg.model), None)
+    return next((name for name in names if name in PRESETS and preset(name).model == cfg.model), None)
 
 class Rate(NamedTuple):
     "Rate of products on a chip, and the part of it that a training reaches, assumed."

@@ -18,7 +18,7 @@ class LanguageModelError(RuntimeError):
     "A language model that cannot be loaded or used; the message says why and what to do."
 
 ADVICE = ('give a folder with config.json, weights and tokenizer, a GGUF file, or a name on the hub that this machine '
-            'can reach') # Where what is named is no model
+          'can reach') # Where what is named is no model
 
 _FILES = '*.gguf', '*/*.gguf' # In a folder, or in a folder of an unpacked wheel
 
