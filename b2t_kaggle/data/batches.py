@@ -125,6 +125,9 @@ class ShareSampler:
         for name in shares:
             members = np.flatnonzero(groups == name)
             if not len(members): raise ValueError(f'data.shares: there are no training trials of {name}')
+            if (found := len(np.unique(days_of_trials[members]))) < n_days[name]:
+                raise ValueError(f'data.days_per_batch = {days_per_batch} has {n_days[name]} days of {name}, whose '
+                                 f'share is {shares[name]}, but only {found} of its days have trials; lower one')
             sampler = DayBalancedSampler(days_of_trials[members], n_trials[name], n_days[name], seed)
             self._parts.append((members, sampler))
 

@@ -31,6 +31,7 @@ def _n_sessions(cfg: Config) -> int:
 
 def _check_batches(cfg: Config) -> None:
     "Raise `PipelineError` where no batch could be made."
+    from b2t_kaggle.data.batches import apportioned
     n = _n_sessions(cfg)
     d = cfg.data
     if 0 < n < d.days_per_batch:
@@ -39,6 +40,10 @@ def _check_batches(cfg: Config) -> None:
     if d.batch_size < d.days_per_batch:
         raise PipelineError(f'data.batch_size is {d.batch_size}, fewer trials than data.days_per_batch = '
                             f'{d.days_per_batch}; raise the one or lower the other')
+    try:
+        for unit in ('batch_size', 'days_per_batch') if d.shares else ():
+            apportioned(getattr(d, unit), d.shares, f'data.{unit}')
+    except ValueError as e: raise PipelineError(str(e)) from None
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c007
 _INITIAL = 'train.init_checkpoint_path'
