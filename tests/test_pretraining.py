@@ -22,11 +22,12 @@ from b2t_kaggle.pipeline.stages.pretrain import Pretrain
 from b2t_kaggle.pipeline.stamps import StageRun, StageStamp
 from b2t_kaggle.pytorch import launch as room
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model
+from b2t_kaggle.pytorch.evaluate import evaluate
 from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.pretraining.objective import Objective, first_window
 from b2t_kaggle.pytorch.pretraining.trainer import Trainer, train
 from b2t_kaggle.pytorch.trainer import Trainer as LabelledTrainer
-from b2t_kaggle.training.history import read_history
+from b2t_kaggle.training.history import read_history, summarize
 from b2t_kaggle.training.pretraining import UnlabelledStore, pretraining_config
 from b2t_kaggle.training.recipe import TrainingError
 
@@ -188,6 +189,24 @@ def test_a_killed_pretraining_ends_with_the_same_weights(stores, tmp_path):
     a, b = (load_file(tmp_path/d/'best.pt') for d in ('whole', 'killed'))
     torch.set_num_threads(threads)
     for k, v in a['model_state_dict'].items(): assert torch.equal(v, b['model_state_dict'][k]), k
+
+
+def test_a_look_at_the_probe_changes_no_step(stores, tmp_path):
+    "Of an encoder that its own logits are fed back to: in one session, or in many that end with a validation each."
+    inside = {'model.n_layers': 2, 'model.inter_ctc_layers': [1], 'model.self_condition': True}
+    cfg = pretraining_config(config(**inside | {'pretrain.batches': 4}))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    whole = train(UnlabelledStore(stores), stores[1], cfg, tmp_path/'one', progress=False)
+    short = with_overrides(cfg, {'train.time_budget': 1e-6})
+    while not train(UnlabelledStore(stores), stores[1], short, tmp_path/'many', progress=False)['finished']: pass
+    torch.set_num_threads(threads)
+    for name in ('last.pt', 'best.pt'):
+        one, many = (load_file(tmp_path/d/name)['model_state_dict'] for d in ('one', 'many'))
+        for k, v in one.items(): assert torch.equal(many[k], v), (name, k)
+    model = load_model(tmp_path/'one'/'best.pt')[0]
+    found = evaluate(model, stores[1], {s: i for i, s in enumerate(stores[1].sessions)}, cfg, CPU)
+    assert summarize(found)['val_per'] == whole['val_per'] # That of the model which is saved
 
 
 def test_two_processes_take_the_steps_of_one(all_features, tmp_path, monkeypatch):

@@ -6,7 +6,8 @@
 __all__ = ['PROBED', 'PretrainingModel', 'Trainer', 'train']
 
 # %% ../../../nbs/pytorch/pretraining/02_trainer.ipynb #c003
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,7 @@ class Trainer(trainer.Trainer):
     verb = 'pretrain'
     is_sweep_point = False
     store: UnlabelledStore
+    probe: tuple[Tensor, Tensor] | None = None # Weight and bias of the last one
 
     def build(self) -> PretrainingModel:
         "The encoder of the configuration with a head. Raises `TrainingError` for one that would read what is next."
@@ -115,9 +117,15 @@ class Trainer(trainer.Trainer):
     def metrics(self) -> dict:
         "The loss on val, and the PER of a linear probe."
         self.model.eval()
-        _fit_read_out(self)
-        table = evaluate(self.model.logits, self.validated, self.day_of, self.cfg, self.backend)
-        return summarize(table.assign(loss=_validation_losses(self)))
+        self.probe = _fit_probe(self)
+        losses = _validation_losses(self)
+        with _probe_as_read_out(self):
+            table = evaluate(self.model.logits, self.validated, self.day_of, self.cfg, self.backend)
+        return summarize(table.assign(loss=losses))
+
+    def save_best(self, path):
+        "Write the model alone, with the probe as its read-out."
+        with _probe_as_read_out(self): super().save_best(path)
 
 # %% ../../../nbs/pytorch/pretraining/02_trainer.ipynb #c503
 PROBED = 256 # Trials of train that the probe is fitted to, at most
@@ -127,8 +135,20 @@ def _probe_trials(store: TrialStore, cfg: Config) -> np.ndarray:
     usable = usable_trials(store, cfg, verbose=False)
     return usable[np.unique(np.linspace(0, len(usable) - 1, min(PROBED, len(usable))).astype(int))]
 
-def _fit_read_out(t: Trainer) -> None:
-    "Let the encoder's read-out be that of a probe."
+@contextmanager
+def _probe_as_read_out(t: Trainer) -> Iterator[None]:
+    "Let the probe be the encoder's read-out for a moment: where that feeds back, steps must not depend on when it is."
+    layer = t.model.read_out_layer
+    own = layer.weight.clone(), layer.bias.clone()
+    def put(values: tuple[Tensor, Tensor]) -> None:
+        with torch.no_grad():
+            for old, new in zip((layer.weight, layer.bias), values): old.copy_(new)
+    put(t.probe or own)
+    try: yield
+    finally: put(own)
+
+def _fit_probe(t: Trainer) -> tuple[Tensor, Tensor]:
+    "Weight and bias of a probe, the same in all processes."
     store = t.store.stores[0]
     alone = copy(t.backend) # Each process computes all states
     alone.rank, alone.world_size = 0, 1
@@ -141,9 +161,7 @@ def _fit_read_out(t: Trainer) -> None:
         found = found.cpu()
         states |= {i: found[row, :frames[row]] for row, i in enumerate(b.trials) if i >= 0}
     probe = fit_probe([states[i] for i in trials], [store.class_ids(i) for i in trials], t.cfg.model.n_classes)
-    layer = t.model.read_out_layer
-    with torch.no_grad():
-        for own, new in zip((layer.weight, layer.bias), t.backend.gather(probe)[0]): own.copy_(new)
+    return t.backend.gather(probe)[0]
 
 def _validation_losses(t: Trainer) -> np.ndarray:
     "The loss of each trial of val `[n]`, without noise and with the same bins or channels hidden each time."
