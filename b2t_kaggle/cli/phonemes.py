@@ -74,8 +74,8 @@ def confusions(lists, lm_path, words, llm, llm_adapter, dtype, output):
 def decode_phonemes(lists, *, confusions_path, lm_path, words, llm, llm_adapter, dtype, output, nbest):
     """Decode phoneme lists into sentences.
 
-    LISTS are the best phoneme sequences of trials, as JSON Lines. The error rate is printed where all true sentences
-    are known."""
+    LISTS are the best phoneme sequences of trials: JSON Lines, with `five_best`, `nbest` or `greedy` in each
+    line. The error rate is printed where all lines have `sentence`."""
     trials = read_phoneme_lists(lists)
     model = decoder.load_confusions(confusions_path)
     if llm and not model.ranking:
