@@ -174,7 +174,8 @@ def _best_texts(found: Sequence[Sequence[Hypothesis]]) -> list[str]:
 
 def _near_best(found: Sequence[Sequence[Hypothesis]]) -> list[list[Hypothesis]]:
     "The sentences of trials that an LLM is to score."
-    return [[h for h in of_trial if h.total >= max(x.total for x in of_trial) - _RANKED] for of_trial in found]
+    best = [max((h.total for h in of_trial), default=0.) for of_trial in found]
+    return [[h for h in of_trial if h.total >= top - _RANKED] for of_trial, top in zip(found, best)]
 
 def _ranking_scores(found: Sequence[Sequence[Hypothesis]], llm: TextScores, lm: LanguageModel, random) -> np.ndarray:
     "Scores for `RankingWeights` [C, 5] of all C sentences of trials, and the LLM's own in a sixth column."
