@@ -280,8 +280,9 @@ class TrainConfig(_StepsConfig):
 class PretrainConfig(Section):
     objective: Annotated[Literal['masked', 'next_step'] | None, Only('pytorch')] = None
     ("Pretraining of the encoder on all bins of train, val and test, and of other participants, without labels. "
-     "`masked`: the features of hidden spans (mean squared error); `next_step`: whether each electrode has threshold "
-     "crossings in the bins behind a frame, some channels hidden, for causal encoders; none: no pretraining.")
+     "`masked`: the features of hidden spans (mean squared error); `next_step`: whether each electrode has more "
+     "crossings than on average in the bins behind a frame, some channels hidden, for causal encoders; none: no "
+     "pretraining.")
     batches: int = Field(20_000, ge=1)
     "Optimiser steps; another number is another pretraining."
     minutes: float | None = Field(None, gt=0)
