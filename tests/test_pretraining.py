@@ -27,6 +27,8 @@ from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.pretraining.objective import Objective, first_window
 from b2t_kaggle.pytorch.pretraining.trainer import Trainer, train
 from b2t_kaggle.pytorch.trainer import Trainer as LabelledTrainer
+from b2t_kaggle.training import loop
+from b2t_kaggle.training.budget import Budget
 from b2t_kaggle.training.history import read_history, summarize
 from b2t_kaggle.training.pretraining import UnlabelledStore, pretraining_config
 from b2t_kaggle.training.recipe import TrainingError
@@ -266,9 +268,13 @@ def test_time_that_is_its_own_ends_it_and_time_of_the_session_does_not(tmp_path)
         Pretrain().check_result(other, STAGES.values())
     history = read_history(other.dir/'pretrain'/'history.csv')
     steps = StageStamp(other, 'pretrain').stamp['metrics']['steps']
-    history.assign(seconds=3599.999).to_csv(other.dir/'pretrain'/'history.csv', index=False)
-    execute_here(other, 'pretrain') # Of its hour a millisecond is left
-    assert StageStamp(other, 'pretrain').stamp['metrics']['steps'] in (steps + 1, steps + 2)
+    history.assign(seconds=3600.).to_csv(other.dir/'pretrain'/'history.csv', index=False)
+    budgets = []
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(loop, 'Budget', lambda minutes, *args: budgets.append(minutes) or Budget(minutes, *args))
+        execute_here(other, 'pretrain')
+    assert budgets == [.01] # Its hour is over, and this is the least that there is
+    assert steps < StageStamp(other, 'pretrain').stamp['metrics']['steps'] < 4000
     assert StageStamp(other, 'pretrain').status() == 'done'
 
 

@@ -49,14 +49,17 @@ def near_names(
     known: Iterable[str],  # Names that exist
     n: int = 3,            # Most that are returned
 ) -> list[str]:
-    "Names that may be meant: the one for the same thing, else those that begin with the word, contain it, or are near."
+    """Names that may be meant: the one for the same thing, else those that begin with the word, contain it, have its
+    letters, or are near."""
     names = list(dict.fromkeys(known))
     low = word.casefold()
     if (same := _SYNONYMS.get(low)) in names: return [same]
     begins = [name for name in names if low and name.casefold().startswith(low)]
     contains = [name for name in names if len(low) > 2 and low in name.casefold()]
+    swapped = [name for name in names if sorted(name.casefold()) == sorted(low)]
     folded = {name.casefold(): name for name in names}
-    return (begins or contains or [folded[name] for name in difflib.get_close_matches(low, folded, n=n)])[:n]
+    near = [folded[name] for name in difflib.get_close_matches(low, folded, n=n)]
+    return (begins or contains or swapped or near)[:n]
 
 def did_you_mean(
     word: str,            # As a user wrote it

@@ -260,7 +260,7 @@ def _end(sweep: Sweep, number: int) -> str:
         try: _train(sweep, number, run)
         except PipelineError as e:
             if StageStamp(run, 'pack').status() != 'done': raise # Before training: others would end there, too
-            if 'pretrain' in plan(cfg) and StageStamp(run, 'pretrain').status() == 'stopped early': return ''
+            if StageStamp(run, 'pretrain').status() == 'stopped early': return ''
             sweep.study.tell(number, state=states.FAIL)
             return f'failed: {e}'
     if is_pruned():

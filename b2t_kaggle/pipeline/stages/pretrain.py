@@ -14,7 +14,7 @@ from ...core.reading import ReadError
 from .stage import PackedTrials, PipelineError, PretrainedEncoder, Result
 from .train import Train, within_time
 from ...training.checkpoint_paths import BEST
-from ...training.pretraining import check_objective, pretraining_config, pretraining_values
+from ...training.pretraining_config import check_objective, pretraining_config, pretraining_values
 
 # %% ../../../nbs/pipeline/stages/15_pretrain.ipynb #c005
 def _packed(run) -> list:
