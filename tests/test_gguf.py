@@ -106,6 +106,7 @@ def hub(tmp_path, monkeypatch):
     with ThreadingHTTPServer(('127.0.0.1', 0), Own) as server:
         place = f'http://127.0.0.1:{server.server_port}'
         monkeypatch.setattr('huggingface_hub.constants.ENDPOINT', place)
+        monkeypatch.setattr('transformers.utils.hub._hf_api', None) # A client of another test's address
         monkeypatch.setattr('huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE',
                             f'{place}/{{repo_id}}/resolve/{{revision}}/{{filename}}')
         monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path/'hub'))
