@@ -273,7 +273,7 @@ def test_the_steps_by_hand_come_to_the_same(kaggle, b2t, monkeypatch):
 
 
 def write_lists(run, seed):
-    "What the notebook of a submission leaves in `run/hypotheses`: one seed of three is wrong in a trial."
+    "Files that the notebook of a submission leaves in `run/hypotheses`: one seed of three is wrong in a trial."
     run.mkdir(parents=True, exist_ok=True)
     logits = ['/kaggle/input/train/run/logits/val.arrow', '/kaggle/input/train/run/logits/test.arrow']
     save_config(with_overrides(preset('best-tpu'), {'infer.logits': logits}), run/'config.yaml')

@@ -203,7 +203,7 @@ def test_trials_on_the_device_give_the_same_weights(stores, trained):
 
 
 def test_a_compiled_model_takes_the_same_steps(stores, monkeypatch):
-    "What the compiler traces is run without a C++ compiler, which takes longest."
+    "Compiled without the C++ compiler, which takes longest: what is traced is run as it is."
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='aot_eager'))
     plain, compiled = (trainer(stores, 'transformer', **{'train.compile': c}) for c in (False, True))
     for t in (plain, compiled):
