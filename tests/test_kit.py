@@ -84,6 +84,28 @@ def test_kenlm_on_a_python_on_which_it_does_not_compile(tmp_path):
 NO_VENV = 'case "$*" in *"-m venv"*) echo no venv today >&2; exit 1;; *print*version*) echo 9.9;; esac'
 
 
+# A Python that installs nothing, and says where it is started, and with what
+SAYS = """case "$*" in
+*"-m venv"*) mkdir -p "${!#}/bin" && cp "$0" "${!#}/bin/python";;
+*b2t_kaggle.cli*|*own.py*) printf '%s\\n' "$PWD" "$*" "$B2T_COMMAND" "$PYTHONPATH";;
+esac"""
+
+
+@pytest.mark.parametrize('args, expected', [
+    (('b2t', 'combine-files', 'a.jsonl'), '-P -m b2t_kaggle.cli combine-files a.jsonl'),
+    (('run', '--data', '../x'), '-P -m b2t_kaggle.cli run --data ../x'), (('python', 'own.py'), 'own.py'),
+], ids=lambda value: value[0] if isinstance(value, tuple) else '')
+@pytest.mark.parametrize('envs', ['absolute', '.pytest_cache/envs'])
+def test_paths_are_those_of_the_folder_in_which_the_kit_is_called(args, expected, envs, tmp_path, monkeypatch):
+    "Messages name the command as it was called, and the checkout's own code is what is imported."
+    (tmp_path/'caller').mkdir()
+    monkeypatch.chdir(tmp_path/'caller')
+    tools(tmp_path, SAYS)
+    envs = tmp_path/'envs' if envs == 'absolute' else Path(os.path.relpath(tmp_path/'envs', ROOT))
+    r = kit(*args, B2T_PYTHON=str(tmp_path/'python3'), B2T_ENVS=str(envs), PYTHONPATH='')
+    assert r.stdout.splitlines() == [str(tmp_path/'caller'), expected, f'{ROOT}/kit b2t', str(ROOT)], r.stderr
+
+
 @pytest.mark.parametrize('number', [errno.ENOLCK, errno.ENOSYS])
 def test_an_installation_on_a_file_system_without_locks(tmp_path, number):
     env = no_locks.environment(tmp_path, number)
