@@ -286,16 +286,28 @@ def write_lists(run, seed):
         write_hypotheses(run/'hypotheses'/f'decode_{split}.jsonl', found)
 
 
+def given_by_a_shell(lines, status=0):
+    "The arguments with which a shell that is given these lines calls `b2t`, which ends with a status."
+    script = '\n'.join([f"b2t() {{ printf '%s\\0' \"$@\"; echo; return {status}; }}", *lines])
+    output = subprocess.run(['bash', '-c', script], capture_output=True, text=True, check=True).stdout
+    return [line.split('\0')[:-1] for line in output.splitlines()]
+
+
 def test_the_lines_of_a_recipe_make_its_sessions_and_the_vote(kaggle, b2t, monkeypatch):
-    "Each line of `b2t plan` is given, its patterns as a shell has them, and comes to what its table says."
+    "A shell carries out the loop of `b2t plan` and its patterns; it comes to what the table says, for each seed."
     from kaggle.cli import main as client
     told = CliRunner().invoke(main, ['plan', '--preset', 'best-tpu', '--seeds', '3']).output.splitlines()
-    rows = [re.split('  +', line) for line in told if re.match(r'\d', line)]
-    *lines, vote, submit = (shlex.split(line) for line in told if line.startswith(('  b2t ', '  kaggle ')))
+    assert len(told) < 25
+    rows = [re.split('  +', line.replace('-10-', f'-{seed}-')) for seed in (10, 11, 12) for line in told
+            if re.match(r'\d', line)]
+    loop = told.index('  for seed in 10 11 12; do')
+    vote, submit = (shlex.split(line) for line in told if line.startswith(('  b2t ', '  kaggle ')))
+    lines = given_by_a_shell(told[loop:told.index('  done') + 1])
     for i, line in enumerate(lines):
-        assert line[:2] == ['b2t', 'kaggle'] and b2t(*line[2:])[0] == 0
+        assert line[:1] == ['kaggle'] and b2t(*line[1:])[0] == 0
         name = line[-1]
         write_lists(Path(f'kaggle-{name}/output/{name}-submit/run'), i)
+    assert given_by_a_shell(told[loop:loop + 3], status=1) == lines[:1] # It ends where a cycle is not carried out
     attached = {name: versions[0]['body'].get('kernelDataSources', []) for name, versions in kaggle.kernels.items()}
     assert attached == {f'ada/{row[1]}': [f'ada/{name}' for name in row[3:-1]] for row in rows}
     assert [len(versions) for versions in kaggle.kernels.values()] == [1]*9

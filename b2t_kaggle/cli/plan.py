@@ -24,8 +24,8 @@ from ..training.hours import read_table
 def plan(recipe, seeds, table):
     """Show the sessions on Kaggle that a recipe takes.
 
-    What each of them leaves, its hours, which are estimates without --from, and the lines to give: one for each seed,
-    and the vote."""
+    What each of them leaves, its hours, which are estimates without --from, and the lines to give: a loop over the
+    seeds, and the vote."""
     found = RECIPES[recipe] if seeds is None else replace(RECIPES[recipe], n_seeds=seeds)
     try: lines = list(describe(found, read_table(table) if table else None))
     except ValueError as e: raise click.ClickException(str(e)) from None
