@@ -6,7 +6,6 @@
 __all__ = ['keys']
 
 # %% ../../nbs/cli/16_keys.ipynb #c002
-import json
 from pathlib import Path
 
 import click
@@ -15,6 +14,7 @@ from .options import out_option, preset_option, refuse_options
 from .sources import source_path
 from ..config import Config, Key, config_fields, flat_values, former_keys, load_config, near_keys
 from ..config.keys import covers
+from ..config.overrides import as_set
 from ..core.messages import with_command_name
 from ..pipeline.stages import STAGES
 
@@ -27,17 +27,13 @@ def _shown_configs(name: str | None, preset_: str | None, out: Path) -> dict[str
     own = {f'run {config.parent.name}': load_config(config)} if config.exists() and not preset_ else {}
     return own | {p: load_config(base=p) for p in filter(None, (preset_, 'demo', 'official'))}
 
-def _as_set(value) -> str:
-    "A value as `--set` takes it."
-    return value if isinstance(value, str) else json.dumps(value)
-
 def _side_by_side(key: str, default, configs: dict[str, dict]) -> str:
     "A key's value in each of several configurations, those that agree together; its default where none has it."
     owners = {}
     for name, values in configs.items():
-        if key in values: owners.setdefault(_as_set(values[key]), []).append(name)
+        if key in values: owners.setdefault(as_set(values[key]), []).append(name)
     shown = ', '.join(f'{value} ({" and ".join(names)})' for value, names in owners.items())
-    return shown or f'{_as_set(default)} (default)'
+    return shown or f'{as_set(default)} (default)'
 
 def _facts_line(key: str, field: Key) -> str:
     "The stages that read a key, and what is said of it on its field."

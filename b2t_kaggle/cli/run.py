@@ -21,7 +21,9 @@ from b2t_kaggle.cli.options import (
     training_options,
 )
 from .sources import source_path
-from ..config import Config, config_keys, describe_run, differing_values, full_key, load_config
+from ..config import Config, config_keys, describe_run, differing_values, full_key, keys_with, load_config
+from ..config.fields import ChangesNothing
+from ..config.overrides import as_set
 from ..decoding.compilation import compiled_ahead
 from ..devices.machine import detect
 from ..metrics.gain import gain_of
@@ -101,7 +103,7 @@ def _warn_about_schedule(cfg: Config) -> None:
 
 def _short(values: dict, n: int = 6) -> str:
     "The first of some settings in a line."
-    shown = [f'{k}={v}' for k, v in list(values.items())[:n]]
+    shown = [f'{k}={as_set(v)}' for k, v in list(values.items())[:n]]
     return ', '.join(shown + ([f'and {len(values) - n} more'] if len(values) > n else []))
 
 def _tell_settings(run: Run) -> None:
@@ -111,8 +113,9 @@ def _tell_settings(run: Run) -> None:
     if kept and run.saved:
         click.echo(f'Saved with {run.dir.name}, other than in the preset {run.base_preset}: {_short(kept)}. '
                    f'--preset {run.base_preset} goes back to the preset.', err=True)
-    if given and (run.dir/'submission.csv').exists():
-        click.echo(f'Results of {run.dir.name} that depend on {_short(given)} are replaced; --from {run.dir.name} '
+    of_results = {k: v for k, v in given.items() if k not in keys_with(run.cfg, ChangesNothing)}
+    if of_results and (run.dir/'submission.csv').exists():
+        click.echo(f'Results of {run.dir.name} that depend on {_short(of_results)} are replaced; --from {run.dir.name} '
                    '--name OTHER makes another run of it.', err=True)
 
 # %% ../../nbs/cli/03_run.ipynb #c012a

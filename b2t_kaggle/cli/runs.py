@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from .options import out_option, terminal_width
+from ..config.overrides import as_set
 from ..core.messages import with_command_name
 from ..metrics import percent
 from ..pipeline.run import Run
@@ -44,7 +45,7 @@ def _run_row(folder: Path, n_settings: int = 3) -> dict:
     done = [n for n, stamp in stamps.items() if stamp.get('finished')]
     metrics = {k: v for n in done for k, v in stamps[n].get('metrics', {}).items() if k in ('PER', 'WER')}
     made = max((stamps[n].get('made', 0) for n in done), default=0)
-    settings = [f'{k}={v}' for k, v in run.settings().items()]
+    settings = [f'{k}={as_set(v)}' for k, v in run.settings().items()]
     more = [f'and {len(settings) - n_settings} more'] if len(settings) > n_settings else []
     origin = run.origin.get('from')
     return dict(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import differing_values, load_config, save_config
+from ..config.overrides import as_set
 from ..core.files import write_error
 from ..core.homes import set_home_variables
 from ..core.limits import allow_open_files, likely_cause, reached_limit
@@ -198,7 +199,7 @@ def _check_same_values(run: Run, theirs: Path, holder: str) -> None:
     except (OSError, ValueError): return # It has begun, or ended, just now
     if not (other := differing_values(run.cfg, there)): return
     back = differing_values(there, run.cfg)
-    found = [f'{k} is {back.get(k)} there, {other.get(k)} here' for k in sorted(other | back)]
+    found = [f'{k} is {as_set(back.get(k))} there, {as_set(other.get(k))} here' for k in sorted(other | back)]
     raise PipelineError(f'{run.dir} is being worked on with other values ({holder}): {"; ".join(found[:4])}. Wait '
                         'until that is over, or use another --name')
 
