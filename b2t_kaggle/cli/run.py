@@ -7,6 +7,7 @@ __all__ = ['with_values', 'open_run', 'run_until', 'run', 'stage_help', 'stage_v
 
 # %% ../../nbs/cli/03_run.ipynb #c002
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -25,18 +26,18 @@ from ..config import Config, config_keys, describe_run, differing_values, full_k
 from ..config.fields import ChangesNothing
 from ..config.overrides import as_set
 from ..decoding.compilation import compiled_ahead
-from ..devices.machine import detect
 from ..metrics.gain import gain_of
-from ..pipeline.execute import check_ready, run_stages
+from ..pipeline.execute import check_stages, run_stages
 from ..pipeline.run import Run, RunConfig
 from ..pipeline.stages import STAGES, plan
 from ..pipeline.stages.stage import Page
 from ..pipeline.stamps import StageStamp, branch, stages_in_common
 
 # %% ../../nbs/cli/03_run.ipynb #c005
-def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, until: str | None) -> Run:
+def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, until: str | None = None,
+                  force: Iterable[str] = ()) -> Run:
     """A variant of a run, begun or to go on with. Before anything is written it raises `click.UsageError` for no such
-    run, or where one is in the way, and like `check_ready` where a stage up to `until` could not begin."""
+    run, or where one is in the way, and like `check_stages` where a stage up to `until` could not begin."""
     other = source_path(from_, folder.parent, f' (--from): there is no such run in {folder.parent}', files=False)
     origin = {'from': str(other.absolute())}
     if (folder/'config.yaml').exists():
@@ -46,12 +47,12 @@ def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, u
                                'another --name')
     model = Run(other, work, save=False)
     run = Run(folder, work, overrides, model.cfg, dict(preset=model.base_preset) | origin, save=False)
-    wanted = {name for name in plan(run.cfg, until) if not STAGES[name].shared}
-    check_ready(run, wanted - set(stages_in_common(run, model)), detect().kind)
-    done = branch(run, model)
+    done = stages_in_common(run, model)
+    check_stages(run, until, force, done)
+    branch(run, model, done)
     run.save() # Last: what has a configuration is taken for a whole variant
-    click.echo(f'{folder.name} is a variant of {other.name}; {", ".join(done) or "no stage"} need not be done again.',
-               err=True)
+    rest = f'{", ".join(done)} need not be done again' if done else 'none of its results can be taken'
+    click.echo(f'{folder.name} is a variant of {other.name}; {rest}.', err=True)
     return run
 
 # %% ../../nbs/cli/03_run.ipynb #c008
@@ -71,7 +72,7 @@ def with_values(
 
 def open_run(
     *, name, preset_, config_, data, overrides, out, work, output_dir=None, checkpoint=None, from_=None, until=None,
-    **values, # Of options that stand for a configuration value; None where the option is not given
+    force=(), **values, # Of options that stand for a configuration value; None where the option is not given
 ) -> Run:
     "The run that the options describe. Raises `ConfigError`, `click.UsageError` for options without effect."
     if output_dir and name:
@@ -88,7 +89,7 @@ def open_run(
     folder = Path(out)/name
     if from_:
         if preset_ or config_: raise click.UsageError('--from has settings already; leave out --preset and --config')
-        return _open_variant(from_, folder, work, overrides, until)
+        return _open_variant(from_, folder, work, overrides, until, force)
     is_new = preset_ or config_ or not (folder/'config.yaml').exists()
     cfg = load_config(config_, base=base, overrides=overrides) if is_new else None
     return Run(folder, work, overrides, cfg, dict(preset=base) if is_new else None, save=False)
@@ -138,7 +139,7 @@ def run_until(
     **options,         # Of `open_run`
 ) -> None:
     "Run the stages up to this one and print what happened."
-    run = open_run(until=stage, **options)
+    run = open_run(until=stage, force=force, **options)
     what = describe_run(run.cfg, run.base_preset)
     if what: click.echo(f'{what[0].upper()}{what[1:]}.', err=True)
     _tell_settings(run)

@@ -88,7 +88,7 @@ def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_
                       tls_key=tls_key)
     logging.basicConfig(level=logging.INFO, format='%(asctime)s %(levelname)s %(message)s')
     check_redis(host, port, **connection) # Before the language model is built, and an LLM loaded
-    run = open_run(until='lm', **options)
+    run = open_run(until='lm', force=force, **options)
     run_stages(run, 'lm', force)
     try:
         decoder = open_decoder(run, nbest=nbest)

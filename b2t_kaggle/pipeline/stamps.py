@@ -327,14 +327,14 @@ def stages_in_common(
 def branch(
     run: Run,   # New
     other: Run, # That it is a variant of
-) -> list[str]: # Stages
-    "Give a run the results of another one, as far as its own would be the same; returns the stages that this does."
+    done: Iterable[str], # Stages, from `stages_in_common`
+) -> None:
+    "Give a run the results of another one, as far as its own would be the same."
     for name in (n for n in plan(run.cfg) if STAGES[n].continues):
         if StageStamp(other, name).stamp.get('fingerprint') not in run.fingerprints(name): continue
         for f in (other.dir/name).glob('[!.]*'): # Not what is being written
             target = run.dir/name/f.name
             if f.is_file() and f.name != 'trackers.json' and not target.exists(): _share(f, target)
-    done = stages_in_common(run, other)
     for name in done:
         stage = StageStamp(other, name)
         records = (other.dir/'notebooks').glob(f'[0-9]*_{name}.ipynb')
@@ -342,7 +342,6 @@ def branch(
         for file in files:
             target = run.dir/file.relative_to(other.dir)
             if file.exists() and not target.exists(): _share(file, target)
-    return done
 
 # %% ../../nbs/pipeline/08_stamps.ipynb #c060
 def begin_stage(
