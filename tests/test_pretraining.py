@@ -1,21 +1,29 @@
 """Pretraining: objectives beside plain NumPy, the bins that it sees, weights that start a training, exact resume, and
 its place in a run."""
 import json
+import os
+import shutil
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from encoders import FEATURES
 from encoders import config as small_config
+from kaggle_session import RECORDINGS
 from killed import ask_before_each_step, kill_behind_a_checkpoint
 from test_participants import BOTH, folders  # noqa: F401
-from test_pipeline import SMALL, execute_here
+from test_pipeline import SMALL, execute_here, stages_here
 
+from b2t_kaggle.cli.command import main
 from b2t_kaggle.config import Config, with_overrides
 from b2t_kaggle.config.schema import ConfigError
 from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
+from b2t_kaggle.kaggle.session import next_step, prepare_training, training_stage
+from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import STAGES, PipelineError, plan
 from b2t_kaggle.pipeline.stages.pretrain import Pretrain
@@ -276,6 +284,50 @@ def test_time_that_is_its_own_ends_it_and_time_of_the_session_does_not(tmp_path)
     assert budgets == [.01] # Its hour is over, and this is the least that there is
     assert steps < StageStamp(other, 'pretrain').stamp['metrics']['steps'] < 4000
     assert StageStamp(other, 'pretrain').status() == 'done'
+
+
+def kaggle_session(room, ends, **values):
+    "A session of train.ipynb: the last row of its stages, its last line, and the run, which is attached to the next."
+    for name in ('working', 'scratch'): shutil.rmtree(room/name, ignore_errors=True)
+    with pytest.MonkeyPatch.context() as m, patch.dict(os.environ), stages_here():
+        if ends: m.setattr(Budget, 'is_spent', lambda self, steps=1: True)
+        folders = room/'input', room/'working', room/'scratch'
+        run = prepare_training(*folders, accelerator='cpu', hours=1, **values)
+        *_, last = run_stages(run, 'infer')
+    attached = room/'input'/'notebooks'/'ada'/'train'/'run'
+    shutil.rmtree(attached, ignore_errors=True)
+    shutil.copytree(run.dir, attached)
+    return last, next_step(run), attached
+
+
+def test_a_pretraining_over_sessions_on_kaggle(tmp_path, capsys):
+    "Ended twice, the third session comes to the training: weights are those of a run that was never ended."
+    first = dict(preset='demo', overrides=values('masked'))
+    simulate_dataset(tmp_path/'parts'/'input'/RECORDINGS, n_sessions=2, train=12, val=4, test=4, max_words=4,
+                     lm_sentences=0)
+    shutil.copytree(tmp_path/'parts', tmp_path/'whole')
+    for n, given in ((1, first), (2, {})):
+        last, said, run = kaggle_session(tmp_path/'parts', True, **given)
+        assert (last['stage'], last['state'], training_stage(run)) == ('pretrain', 'stopped early', 'pretrain')
+        assert said.startswith(f'{n} of 4 batches of the pretraining are done; to go on, attach the output')
+        assert not (run/'train').exists() and read_history(run/training_stage(run)/'history.csv').step.tolist()[-1] == n
+        assert 'the session is over' in capsys.readouterr().err
+    last, said, run = kaggle_session(tmp_path/'parts', False)
+    assert 'goes on from batch 2 of 4 of the pretraining' in capsys.readouterr().out
+    assert last['stage'] == 'infer' and 'batches are done; attach the output of this version to submit' in said
+    whole = kaggle_session(tmp_path/'whole', False, **first)[-1]
+    for name in ('pretrain/last.pt', 'pretrain/best.pt', 'train/last.pt', 'train/best.pt'):
+        one, many = (load_file(folder/name)['model_state_dict'] for folder in (whole, run))
+        for k, v in one.items(): assert torch.equal(many[k], v), (name, k)
+
+
+def test_a_command_that_comes_no_further_than_the_pretraining(tmp_path):
+    "It ends with status 1, and names no submission."
+    def ends(run, name): StageRun(run, name).begin().finish([], finished=name != 'pretrain')
+    line = 'run', '--out', str(tmp_path/'out'), '--work', str(tmp_path), '--set', 'pretrain.objective=masked'
+    with patch('b2t_kaggle.pipeline.execute.execute', ends): done = CliRunner().invoke(main, line)
+    assert done.exit_code == 1 and 'Stopped early: pretrain. The same line goes on' in done.output, done.output
+    assert 'Submission:' not in done.output and not (tmp_path/'out'/'demo'/'stages'/'train.json').exists()
 
 
 def test_other_participants_and_their_test_bins(folders, tmp_path): # noqa: F811

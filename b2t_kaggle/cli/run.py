@@ -153,6 +153,7 @@ def run_until(
     stopped = [row['stage'] for row in rows if row['state'] == 'stopped early']
     same = 'The same line without --force' if force else 'The same line'
     if stopped: click.echo(f'\nStopped early: {", ".join(stopped)}. {same} goes on where they stopped.')
+    if rows and rows[-1]['stage'] != stages[-1]: raise click.exceptions.Exit(1) # What was asked for is not there
     if what: click.echo(f'\n{what[0].upper()}{what[1:]}.')
     click.echo(f'\nEverything is in {run.dir}')
     if stage is None or isinstance(STAGES[stage].writes, Page):

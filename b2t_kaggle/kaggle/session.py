@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'RESCORING', 'GGUF', 'ADAPTER', 'EIGHT_BIT', 'PINNED',
-           'hand_in', 'what_next', 'Attached', 'NotebookError', 'walk_inputs', 'is_llm', 'find_attached', 'restore_run',
-           'installed_version', 'pinned_versions', 'missing_packages', 'install_missing', 'plan_device', 'batches_done',
-           'is_simulated', 'prepare_training', 'prepare_submission', 'copy_submission', 'next_step']
+           'LEARNING', 'hand_in', 'what_next', 'Attached', 'NotebookError', 'walk_inputs', 'is_llm', 'find_attached',
+           'restore_run', 'installed_version', 'pinned_versions', 'missing_packages', 'install_missing', 'plan_device',
+           'training_stage', 'batches_done', 'is_simulated', 'prepare_training', 'prepare_submission',
+           'copy_submission', 'next_step']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c003
 import importlib
@@ -351,13 +352,40 @@ def _framework_of(run_dir: Path | None) -> str:
     return 'tensorflow' if 'framework: tensorflow' in text else 'pytorch'
 
 # %% ../../nbs/kaggle/00_session.ipynb #c033
-def batches_done(
+LEARNING = dict(pretrain=' of the pretraining', train='') # Stages that sessions continue, and their batches in words
+
+def _in_stamp(run_dir: Path, stage: str, *keys: str) -> Any:
+    "A value in a stage's stamp; None where there is none, or none that can be read."
+    try:
+        value = json.loads((run_dir/'stages'/f'{stage}.json').read_text())
+        for key in keys: value = value[key]
+        return value
+    except (OSError, ValueError, KeyError, TypeError): return None
+
+def training_stage(
     run_dir: Path, # Of a run
+) -> str:
+    "The stage in which a run learns: `pretrain`, where there is one and it is not over, else `train`."
+    has_begun = (run_dir/'stages'/'pretrain.json').exists()
+    is_over = not has_begun or _in_stamp(run_dir, 'pretrain', 'finished')
+    return 'train' if is_over or 'pretrain:\n  objective: null' in (run_dir/'config.yaml').read_text() else 'pretrain'
+
+def batches_done(
+    run_dir: Path,        # Of a run
+    stage: str = 'train', # Or `pretrain`
 ) -> int:
     "Batches that a training has done, by its stamp; by its history where it never ended by itself."
-    try: return json.loads((run_dir/'stages'/'train.json').read_text())['metrics']['steps']
-    except (OSError, ValueError, KeyError, TypeError): pass # None, or none that can be read
-    return last_batch(run_dir/'train'/'history.csv')
+    steps = _in_stamp(run_dir, stage, 'metrics', 'steps')
+    return last_batch(run_dir/stage/'history.csv') if steps is None else steps
+
+def _extent(run: 'Run', stage: str) -> tuple[int, int, str]:
+    "Batches of a stage that are done, those that it has, and whose they are, in words."
+    from b2t_kaggle.pipeline.stages import STAGES
+    return batches_done(run.dir, stage), STAGES[stage].training_config(run).train.num_training_batches, LEARNING[stage]
+
+def _learns(run_dir: Path) -> bool:
+    "Whether a run has begun to learn."
+    return any((run_dir/stage).is_dir() for stage in LEARNING)
 
 def is_simulated(
     run_dir: Path, # Of a run
@@ -391,8 +419,7 @@ def prepare_training(
     recordings = _find_one(found.recordings, 'the recordings', '', problems)
     if not recordings: print('recordings:  none attached, so they are simulated')
     has_own = (run_dir/'config.yaml').exists()
-    trained = [run for run in found.runs if (run/'train').is_dir()]
-    earlier = None if has_own else _find_one(trained, 'the run to continue', '', problems)
+    earlier = None if has_own else _find_one([*filter(_learns, found.runs)], 'the run to continue', '', problems)
     known = run_dir if has_own else earlier
     print('training:   ', f'goes on with {known}' if known else 'begins anew')
     if known and not recordings and not is_simulated(known): problems.append(_NO_RECORDINGS.format(of=known))
@@ -405,13 +432,13 @@ def prepare_training(
     restore_run(earlier, run_dir)
     values = {'train.framework': framework, 'train.accelerator': accelerator, 'data.dataset_dir': recordings}
     run = _open_run(run_dir, scratch_dir, preset, 'official' if recordings else 'demo', values | (overrides or {}))
-    if known: print(f'goes on from batch {batches_done(known):,} of {run.cfg.train.num_training_batches:,}')
+    if known: print('goes on from batch {:,} of {:,}{}'.format(*_extent(run, training_stage(run.dir))))
     return run
 
 # %% ../../nbs/kaggle/00_session.ipynb #c037
 def _has_model(run_dir: Path) -> bool:
     "Whether a run has a model of its own to decode; a run made of other models is one to continue."
-    return (run_dir/'train').is_dir() or (run_dir/'logits').is_dir()
+    return _learns(run_dir) or (run_dir/'logits').is_dir()
 
 def _splits(run: Path) -> set[str]:
     "The splits of which a run has log-probabilities."
@@ -429,6 +456,8 @@ def _checkpoint(run: Path) -> Path | None:
 def _model(found: Attached, problems: list[str]) -> Path | None:
     "The one checkpoint that is attached, for `infer.checkpoint`."
     ours = [*filter(None, map(_checkpoint, found.runs)), *found.checkpoints]
+    silent = [] if ours else [run for run in found.runs if _learns(run)]
+    problems += [f'{run}: has no model yet; attach it to train.ipynb, which goes on' for run in silent]
     return _find_one(ours or found.official, 'a model to run', 'name one in `models`', problems)
 
 def _model_values(model: Path | None) -> dict[str, Any]:
@@ -573,10 +602,9 @@ def next_step(
     run: 'Run', # After its training
 ) -> str:
     "Progress of the training, and the next step."
-    from b2t_kaggle.pipeline.stamps import StageStamp
-    stamp = StageStamp(run, 'train').stamp
-    done = f'{stamp["metrics"]["steps"]:,} of {run.cfg.train.num_training_batches:,} batches are done'
-    if not stamp['finished']:
+    stage = training_stage(run.dir)
+    done = '{:,} of {:,} batches{} are done'.format(*_extent(run, stage))
+    if not _in_stamp(run.dir, stage, 'finished'):
         return (f'{done}; to go on, attach the output of this version to the notebook, in place of an older one, and '
                 'save another version')
     return f'{done}; attach the output of this version to submit.ipynb, or that of several to ensemble.ipynb'

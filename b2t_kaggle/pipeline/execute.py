@@ -27,6 +27,7 @@ from .kernels import forked_kernels, kernel_manager
 from .report import metric_text
 from .run import Run
 from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
+from .stages.stage import SessionOver
 from .stamps import StageRun, input_changed
 from ..training.budget import Deadline, time_limit
 
@@ -272,9 +273,10 @@ def run_stages(
     until: str | None = None,  # Last stage wanted; none means all
     force: Iterable[str] = (), # Stages to do again even if they are done
 ) -> list[dict]:               # A row per stage: stage, what happened, seconds, metrics
-    """Do what is not done, in order; raises `PipelineError` at the first stage that fails, or where another process
-    works on the run with other values. Before anything is computed: `DeviceError` for a long training on recordings
-    without an accelerator, `TrainingError` for a tracker of `train.log` that is not installed."""
+    """Do what is not done, in order, up to a stage that the next session has to go on with before others can begin;
+    says that. Raises `PipelineError` at the first stage that fails, or where another process works on the run with
+    other values. Before anything is computed: `DeviceError` for a long training on recordings without an accelerator,
+    `TrainingError` for a tracker of `train.log` that is not installed."""
     pending = check_stages(run, until, force)
     names = plan(run.cfg, until)
     stages = {name: StageRun(run, name) for name in names}
@@ -290,6 +292,9 @@ def run_stages(
             not_needed = STAGES[name].shared and name not in pending and stage.status() != 'done'
             status = 'not needed' if not_needed else run_if_stale(stage, name in force)
             rows.append(_row(stage, status))
-            STAGES[name].check_result(run, [STAGES[n] for n in names])
+            try: STAGES[name].check_result(run, [STAGES[n] for n in names])
+            except SessionOver as e:
+                print(e, file=sys.stderr, flush=True)
+                break
     run.save()
     return rows

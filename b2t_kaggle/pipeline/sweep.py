@@ -241,10 +241,11 @@ def _shown(sweep: Sweep, number: int) -> str:
     "The values of a point as a text."
     return _as_text(sweep.study.trials[number].params)
 
-def _train(sweep: Sweep, number: int, run: Run) -> None:
-    "Train a point's run, or continue its training."
+def _train(sweep: Sweep, number: int, run: Run) -> bool:
+    "Train a point's run, or continue its training; returns whether the session came to it."
     fields = dict(storage=sweep.storage, study=sweep.study.study_name, number=number, startup=sweep.startup)
-    with _environment(TRIAL_VARIABLE, json.dumps(fields)): run_stages(run, 'train')
+    with _environment(TRIAL_VARIABLE, json.dumps(fields)): rows = run_stages(run, 'train')
+    return rows[-1]['stage'] == 'train'
 
 def _end(sweep: Sweep, number: int) -> str:
     "Do the rest of a point, and tell Optuna its end, which is returned; empty where the time was up before."
@@ -257,10 +258,10 @@ def _end(sweep: Sweep, number: int) -> str:
     run = Run(sweep.folder(number), sweep.run.work, None, cfg, sweep.run.origin)
     def is_pruned() -> bool: return 'pruned' in sweep.study.trials[number].user_attrs
     if not is_pruned(): # By a process that was killed before it could say so
-        try: _train(sweep, number, run)
+        try:
+            if not _train(sweep, number, run): return ''
         except PipelineError as e:
             if StageStamp(run, 'pack').status() != 'done': raise # Before training: others would end there, too
-            if StageStamp(run, 'pretrain').status() == 'stopped early': return ''
             sweep.study.tell(number, state=states.FAIL)
             return f'failed: {e}'
     if is_pruned():

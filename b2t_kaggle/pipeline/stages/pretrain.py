@@ -11,7 +11,7 @@ import math
 from ...config import key_facts
 from ...config.keys import covers
 from ...core.reading import ReadError
-from .stage import PackedTrials, PipelineError, PretrainedEncoder, Result
+from .stage import PackedTrials, PretrainedEncoder, Result, SessionOver
 from .train import Train, within_time
 from ...training.checkpoint_paths import BEST
 from ...training.pretraining_config import check_objective, pretraining_config, pretraining_values
@@ -31,8 +31,6 @@ class Pretrain(Train):
     reads = (PackedTrials,)
     writes = PretrainedEncoder()
     version = '1'
-    reserve_minutes = 5
-    llm_reserve_minutes = 0
     curves = 'Loss while pretraining, and the phoneme error rate of a linear probe'
 
     def training_config(self, run): return pretraining_config(run.cfg)
@@ -76,5 +74,5 @@ class Pretrain(Train):
         from b2t_kaggle.pipeline.stamps import StageStamp
         is_read = any(PretrainedEncoder in stage.reads for stage in wanted)
         if not is_read or StageStamp(run, self.name).stamp.get('finished', True): return
-        raise PipelineError(f'stage {self.name}: the session is over, and {self.extent(run)} are done; run the same '
-                            'line in another session, or give it less to do (pretrain.batches, pretrain.minutes)')
+        raise SessionOver(f'stage {self.name}: the session is over, and {self.extent(run)} are done; run the same '
+                          'line in another session, or give it less to do (pretrain.batches, pretrain.minutes)')
