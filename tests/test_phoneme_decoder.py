@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from b2t_kaggle.decoding.phoneme_lists import decoder
 from b2t_kaggle.decoding.phoneme_lists.confusions import N_WEIGHTS, class_scores, network_rows
 from b2t_kaggle.decoding.phoneme_lists.decoder import (
     ConfusionModel,
@@ -110,6 +111,25 @@ def test_an_llm_is_weighed_with_sentences_found_without_their_truth(lm):
     short = lists[3]
     assert totals(trials, 1e9)[3][0] == pytest.approx(best_by_enumeration(list_frames(short, model), lm, model)[1],
                                                       abs=1e-3)
+
+
+def test_readings_of_a_sentence_do_not_tell_of_each_other(monkeypatch, lm):
+    "What ranks the sentences is learned from folds that share none; other trials are in the fold that they were in."
+    noted = {}
+    def note(name, i):
+        inner = getattr(decoder, name)
+        def outer(*args):
+            noted[name] = args[i]
+            return inner(*args)
+        monkeypatch.setattr(decoder, name, outer)
+    note('_held_out', 1)
+    note('_fit_ranking', 1)
+    def folds_of(said):
+        lists = [phoneme_list({'greedy': 'AH B | AH |', 'phonemes': 'AH B | AH |', 'sentence': s}) for s in said]
+        fit_confusions(lists, LEXICON, lm, n_folds=3, n_candidates=5, llm=lambda texts: np.zeros(len(texts)))
+        return sorted(set(zip(noted['_fit_ranking'], noted['_held_out'].tolist())))
+    assert folds_of('abcdef') == list(zip('abcdef', np.random.default_rng(0).permutation(6) % 3))
+    assert [s for s, _ in folds_of('abcdabcd')] == list('abcd')
 
 
 def test_weights_of_the_list_alone_give_its_shares():

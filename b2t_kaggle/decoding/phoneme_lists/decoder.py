@@ -304,7 +304,8 @@ def fit_confusions(
     llm: TextScores | None = None, # Is to rank the sentences that are found
 ) -> ConfusionModel:
     """Fit the confusions in lists of phoneme sequences to trials whose truth is known, and the weight of an LLM. Raises
-    `ValueError` for fewer trials than folds, for a trial without truth and for an LLM without changes."""
+    `ValueError` for fewer trials than folds, for a trial without truth, for an LLM without changes, and where the
+    search finds nothing to learn word errors from."""
     if llm is not None and change_penalty == np.inf:
         raise ValueError('change_penalty is infinite; with an LLM it must be finite: both learn from word errors')
     trials = [_learned(i, x) for i, x in enumerate(lists)]
@@ -325,6 +326,7 @@ def fit_confusions(
     numbers, with_candidates = list(candidates), list(candidates.values())
     model = _changed(final, _change_for_words(with_candidates, final, change_penalty))
     if llm is None: return model
+    fold = _sentence_folds(lists, n_folds, seed)
     others = _held_out(with_candidates, fold[numbers], final, change_penalty, lexicon, lm, n_candidates)
     random = random_trials([lists[i] for i in numbers], _best_texts(others), lm)
     return replace(model, ranking=_fit_ranking(others, [lists[i].sentence for i in numbers], llm, lm, random))
@@ -349,6 +351,9 @@ def _held_out(
 def _change_for_words(trials: Sequence[CandidateTrial], model: ConfusionModel, penalty: float,
                       rounds: int = 3) -> np.ndarray:
     "The change of all weights with which fewer word errors are expected."
+    if not trials:
+        raise ValueError('found no trial to learn word errors from, expected some whose phonemes a sentence of the '
+                         'lexicon fits, and for an LLM in two folds; give more sentences, or a lexicon that has them')
     loss = ExpectedWordErrors(trials, model.lm_weight, model.word_score, model.sharpness, penalty)
     x = np.zeros(2*N_WEIGHTS + 2)
     for _ in range(rounds):
