@@ -272,6 +272,25 @@ def _candidates(
 
 _CLASS_ID = {p: i for i, p in enumerate(PHONEMES)}
 
+def _change_for_words(trials: Sequence[CandidateTrial], model: ConfusionModel, penalty: float,
+                      rounds: int = 3) -> np.ndarray:
+    "The change of all weights with which fewer word errors are expected."
+    if not trials:
+        raise ValueError('found no trial to learn word errors from, expected some whose phonemes a sentence of the '
+                         'lexicon fits, and for an LLM in two folds; give more sentences, or a lexicon that has them')
+    loss = ExpectedWordErrors(trials, model.lm_weight, model.word_score, model.sharpness, penalty)
+    x = np.zeros(2*N_WEIGHTS + 2)
+    for _ in range(rounds):
+        loss.place(x)
+        x = minimize(loss, x, max_steps=12, tolerance=1e-4)
+    return x
+
+def _changed(model: ConfusionModel, change: np.ndarray) -> ConfusionModel:
+    "The model with changed weights."
+    slots, gaps, (lm_weight, word_score) = np.split(change, [N_WEIGHTS, 2*N_WEIGHTS])
+    return replace(model, slots=model.slots + slots, gaps=model.gaps + gaps, lm_weight=model.lm_weight + lm_weight,
+                   word_score=model.word_score + word_score)
+
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c308
 def _fit_ranking(
     found: Sequence[Sequence[Hypothesis]], # Of trials [N]
@@ -347,25 +366,6 @@ def _held_out(
         decoder = _decoder(lexicon, lm, _changed(model, change), _BEAM, nbest)
         for i, hypotheses in zip(of_fold, decoder.decode_all(frames, progress=False)): found[i] = hypotheses
     return found
-
-def _change_for_words(trials: Sequence[CandidateTrial], model: ConfusionModel, penalty: float,
-                      rounds: int = 3) -> np.ndarray:
-    "The change of all weights with which fewer word errors are expected."
-    if not trials:
-        raise ValueError('found no trial to learn word errors from, expected some whose phonemes a sentence of the '
-                         'lexicon fits, and for an LLM in two folds; give more sentences, or a lexicon that has them')
-    loss = ExpectedWordErrors(trials, model.lm_weight, model.word_score, model.sharpness, penalty)
-    x = np.zeros(2*N_WEIGHTS + 2)
-    for _ in range(rounds):
-        loss.place(x)
-        x = minimize(loss, x, max_steps=12, tolerance=1e-4)
-    return x
-
-def _changed(model: ConfusionModel, change: np.ndarray) -> ConfusionModel:
-    "The model with changed weights."
-    slots, gaps, (lm_weight, word_score) = np.split(change, [N_WEIGHTS, 2*N_WEIGHTS])
-    return replace(model, slots=model.slots + slots, gaps=model.gaps + gaps, lm_weight=model.lm_weight + lm_weight,
-                   word_score=model.word_score + word_score)
 
 def cross_validate_lists(
     lists: Sequence[PhonemeList], # With true phonemes and sentences
