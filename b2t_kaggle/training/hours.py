@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ..config import PRESETS, Config, preset
 from ..devices.machine import TPU_GENERATIONS
+from .memory import n_rows
 
 # %% ../../nbs/training/11_hours.ipynb #c005
 # Operations of a step's products with 64 trials of 544 bins (11 s), forwards and backwards, by preset [GFLOP]
@@ -25,6 +26,10 @@ STEP_GFLOP = {
 def _same_model(cfg: Config, names: Iterable[str]) -> str | None:
     "A preset among these with the model of a configuration; None where there is none."
     return next((name for name in names if name in PRESETS and preset(name).model == cfg.model), None)
+
+def _size(cfg: Config) -> float:
+    "The size of a step beside one of 64 trials, each computed once."
+    return n_rows(cfg, cfg.data.batch_size)/64
 
 class Rate(NamedTuple):
     "Rate of products on a chip, and the part of it that a training reaches, assumed."
@@ -49,7 +54,8 @@ def step_seconds(
     rate = next((r for r in RATES if r.chip in chip and precision in ('auto', r.precision)), None)
     name = _same_model(cfg, STEP_GFLOP)
     if rate is None or name is None: return None
-    low, high = (STEP_GFLOP[name]*1e9*cfg.data.batch_size/64/(rate.tflops*1e12*n_chips*part) for part in rate.part)
+    gflop = STEP_GFLOP[name]*_size(cfg)
+    low, high = (gflop*1e9/(rate.tflops*1e12*n_chips*part) for part in rate.part)
     return high, low
 
 # %% ../../nbs/training/11_hours.ipynb #c008
@@ -79,7 +85,7 @@ def measured_step(
     table: Table,
 ) -> float:
     "Seconds of a training step by a table. Raises `ValueError` where none of its model was measured."
-    if name := _same_model(cfg, table.steps): return table.steps[name]*cfg.data.batch_size/64
+    if name := _same_model(cfg, table.steps): return table.steps[name]*_size(cfg)
     raise ValueError(f'this {cfg.model.name}: no step of its model was measured, only of {", ".join(table.steps)}')
 
 def measured_hours(
