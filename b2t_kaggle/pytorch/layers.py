@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.ctc import n_frames
+from ..devices.products import product
 
 # %% ../../nbs/pytorch/00_layers.ipynb #c006
 def smooth(
@@ -75,7 +76,7 @@ class _PackedDayAffine(torch.autograd.Function):
         out = torch.empty_like(x)
         with torch.autocast('cpu', enabled=False):
             for day, i, j in ctx.runs:
-                torch.addmm(biases[day].to(dtype), x[i:j], weights[day].to(dtype), out=out[i:j])
+                out[i:j] = product(x[i:j], weights[day].t().to(dtype), biases[day, 0].to(dtype))
         return out
 
     @staticmethod
@@ -86,9 +87,9 @@ class _PackedDayAffine(torch.autograd.Function):
         d_w = torch.zeros_like(weights)
         d_b = weights.new_zeros(len(weights), 1, weights.shape[2])
         for day, i, j in ctx.runs:
-            d_w[day] += x[i:j].t() @ grad[i:j]
+            d_w[day] += product(x[i:j].t(), grad[i:j].t())
             d_b[day] += grad[i:j].sum(0)
-            if d_x is not None: d_x[i:j] = grad[i:j] @ weights[day].t().to(grad.dtype)
+            if d_x is not None: d_x[i:j] = product(grad[i:j], weights[day].to(grad.dtype))
         return d_x, d_w, d_b, None, None
 
 def packed_day_affine(

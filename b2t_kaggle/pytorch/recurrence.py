@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..devices.products import linear, product, products_with
 from .layers import autocast_dtype, dropout
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c008
@@ -297,12 +298,12 @@ def _run_steps(
     q = gates.new_empty(len(gates), H)
     h = gates.new_empty(B + len(gates), H)
     h[:B] = h0
-    w = w_hh.t().to(dtype).contiguous()
+    times_w = products_with(w_hh.to(dtype), B)
     b_q = b_hh[2*H:]
     h_before = h
     for g, q_t, h_next in zip(gates.split(counts), q.split(counts), h[B:].split(counts)):
         h_t = h_before[:len(g)]
-        s = h_t.to(dtype) @ w
+        s = times_w(h_t.to(dtype))
         rz = g[:, :2*H].add_(s[:, :2*H]).sigmoid_()
         torch.add(s[:, 2*H:], b_q, out=q_t)
         n = g[:, 2*H:].addcmul_(rz[:, :H], q_t).tanh_()
@@ -324,13 +325,14 @@ def _run_steps_back(
     d_gates = torch.empty_like(factors)
     ds = z.new_empty(z.shape)
     d_all = grad.new_zeros(counts[0], H, dtype=dtype)
+    times_w = products_with(w.t(), counts[0])
     steps = zip(*(rows.split(counts) for rows in (d_gates, grad, ds, factors, z)))
     for d_gates_t, grad_t, d, factors_t, z_t in reversed(list(steps)):
         n_trials = len(grad_t)
         torch.add(d_all[:n_trials], grad_t, out=d)
         torch.mul(d.unsqueeze(1), factors_t, out=d_gates_t)
-        product = (d_gates_t.view(n_trials, 3*H).to(w.dtype) @ w).to(dtype)
-        torch.addcmul(product, d, z_t, out=d_all[:n_trials])
+        from_gates = times_w(d_gates_t.view(n_trials, 3*H).to(w.dtype)).to(dtype)
+        torch.addcmul(from_gates, d, z_t, out=d_all[:n_trials])
     return d_gates, ds, d_all
 
 class _PackedRecurrence(torch.autograd.Function):
@@ -357,7 +359,7 @@ class _PackedRecurrence(torch.autograd.Function):
         factors = torch.stack([d_q * q * (1 - r), (h_before - n).mul_(z).mul_(1 - z), d_q], 1)
         d_gates, ds, d_h0 = _run_steps_back(grad, factors, z, w_hh.to(ctx.dtype), ctx.counts)
         flat = d_gates.view(N, 3*H)
-        d_w = (flat.to(ctx.dtype).t() @ h_before.to(ctx.dtype)).to(w_hh.dtype)
+        d_w = product(flat.to(ctx.dtype).t(), h_before.to(ctx.dtype).t()).to(w_hh.dtype)
         d_b = flat.sum(0)
         torch.mul(ds, d_n, out=d_gates[:, 2])  # the input's part of n is not scaled by r
         return flat.to(ctx.in_dtype), d_h0, d_w, d_b, None, None
@@ -376,7 +378,7 @@ def gru_layer(
     reverse: bool = False,  # From each trial's last frame to its first
 ) -> Tensor:
     "One GRU layer on a CPU, equal to `nn.GRU` (Cho et al., 2014, in cuDNN's form), `[N, H]`, ordered by time."
-    gates = F.linear(x, w_ih, b_ih)
+    gates = linear(x, w_ih, b_ih)
     if by_trial: gates = permute(gates, order.from_trials, order.to_trials)
     if reverse: gates = permute(gates, order.mirror, order.mirror)
     y = _PackedRecurrence.apply(gates, h0, w_hh, b_hh, order.counts, order.previous)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...config.encoders.mamba import MambaConfig
+from ...devices.products import Linear
 from ..frontend import Frames, Frontend
 from ..layers import dropout
 from .encoder import WithInner, check_days
@@ -132,14 +133,14 @@ class MambaLayer(nn.Module):
         C = E + 2 * cfg.state_size
         n_out = cfg.n_units if cfg.merge == 'sum' else cfg.n_units // G
         self.norm = nn.LayerNorm(cfg.n_units)
-        self.in_proj = nn.Linear(cfg.n_units, G * (E + C + cfg.n_heads), bias=False)
+        self.in_proj = Linear(cfg.n_units, G * (E + C + cfg.n_heads), bias=False)
         self.conv_weight = nn.Parameter(torch.empty(cfg.conv_size, G, 1, 1, C).uniform_(-1, 1) * cfg.conv_size**-0.5)
         self.conv_bias = nn.Parameter(torch.empty(G, 1, 1, C).uniform_(-1, 1) * cfg.conv_size**-0.5)
         self.dt_bias = nn.Parameter(_initial_dt_bias((G, 1, 1, cfg.n_heads), cfg.dt_min, cfg.dt_max))
         self.log_a = nn.Parameter(torch.empty(G, 1, 1, cfg.n_heads).uniform_(1, 16).log())
         self.skip = nn.Parameter(torch.ones(G, 1, 1, cfg.n_heads, 1))
         self.gain = nn.Parameter(torch.ones(G, E))
-        self.out_proj = nn.ModuleList(nn.Linear(E, n_out, bias=False) for _ in range(G))
+        self.out_proj = nn.ModuleList(Linear(E, n_out, bias=False) for _ in range(G))
 
     def forward(self,
         x: Tensor, # Rows `[…, n_units]`
@@ -212,11 +213,11 @@ class Mamba(Frontend):
         super().__init__(cfg, n_days, cfg.day_layer)
         self.is_causal = not cfg.bidirectional
         n_hidden = cfg.projection_units or cfg.n_units
-        self.project = nn.Linear(self.frame_dim, n_hidden)
-        self.time = nn.Linear(1, n_hidden, bias=False) if cfg.day_input else None
-        self.hidden = nn.Linear(n_hidden, cfg.n_units) if cfg.projection_units else None
+        self.project = Linear(self.frame_dim, n_hidden)
+        self.time = Linear(1, n_hidden, bias=False) if cfg.day_input else None
+        self.hidden = Linear(n_hidden, cfg.n_units) if cfg.projection_units else None
         self.layers = nn.ModuleList(MambaLayer(cfg) for _ in range(cfg.n_layers))
-        self.out = nn.Linear(cfg.n_units, cfg.n_classes)
+        self.out = Linear(cfg.n_units, cfg.n_classes)
         for m in (self.project, self.hidden, self.out):
             if m is None: continue
             nn.init.xavier_uniform_(m.weight)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...config.encoders.transformer import TransformerConfig
+from ...devices.products import Linear
 from ..layers import day_affine, dropout, pack, packed_day_affine
 from .encoder import Encoder, WithInner, check_days
 
@@ -95,11 +96,11 @@ class Block(nn.Module):
         inner = cfg.n_heads * cfg.head_dim
         hidden = cfg.feedforward_factor * cfg.n_units
         self.attention_norm = nn.LayerNorm(cfg.n_units)
-        self.qkv = nn.Linear(cfg.n_units, 3 * inner, bias=False)
-        self.attention_out = nn.Linear(inner, cfg.n_units)
+        self.qkv = Linear(cfg.n_units, 3 * inner, bias=False)
+        self.attention_out = Linear(inner, cfg.n_units)
         self.feedforward_norm = nn.LayerNorm(cfg.n_units)
-        self.expand = nn.Linear(cfg.n_units, hidden)
-        self.contract = nn.Linear(hidden, cfg.n_units)
+        self.expand = Linear(cfg.n_units, hidden)
+        self.contract = Linear(hidden, cfg.n_units)
         self.dropout = cfg.dropout
 
     def project(self,
@@ -150,7 +151,7 @@ class PatchEmbedding(nn.Module):
         self.cfg = cfg
         n_in = cfg.patch_size * cfg.neural_dim
         self.patch_norm = nn.LayerNorm(n_in)
-        self.proj = nn.Linear(n_in, cfg.n_units)
+        self.proj = Linear(n_in, cfg.n_units)
         self.norm = nn.LayerNorm(cfg.n_units)
 
     def forward(self,
@@ -181,7 +182,7 @@ class Transformer(Encoder):
         self.positions = RelativePositions(cfg)
         self.blocks = nn.ModuleList([Block(cfg) for _ in range(cfg.n_layers)])
         self.norm = nn.LayerNorm(cfg.n_units)
-        self.out = nn.Linear(cfg.n_units, cfg.n_classes)
+        self.out = Linear(cfg.n_units, cfg.n_classes)
         self.condition_on(cfg.n_units)
 
     def decays(self, name: str, parameter: Tensor) -> bool:

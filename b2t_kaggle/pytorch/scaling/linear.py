@@ -7,10 +7,10 @@ __all__ = ['ScaledLinear', 'ScaledConv2d', 'Dropout2', 'Dropout3', 'ActivationDr
 
 # %% ../../../nbs/pytorch/scaling/05_linear.ipynb #c002
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...devices.products import Linear, product
 from .activations import swoosh, swoosh_slope
 from .draws import keep_mask
 from .schedule import FloatLike, value_of
@@ -28,7 +28,7 @@ def ScaledLinear(
     **kwargs,                    # Of `nn.Linear`
 ) -> nn.Linear:
     "A linear layer with scaled initial values."
-    return _scaled(nn.Linear(*args, **kwargs), initial_scale)
+    return _scaled(Linear(*args, **kwargs), initial_scale)
 
 def ScaledConv2d(
     *args,                       # Of `nn.Conv2d`
@@ -107,7 +107,7 @@ class _ActivationDropoutLinear(torch.autograd.Function):
         ctx.has_bias = bias is not None
         with torch.autocast(x.device.type, enabled=False):
             active = _masked(swoosh(x, activation), mask, scale).to(dtype)
-            return F.linear(active, weight.to(dtype), bias.to(dtype) if ctx.has_bias else None)
+            return product(active, weight.to(dtype), bias.to(dtype) if ctx.has_bias else None)
 
     @staticmethod
     @once_differentiable
@@ -118,10 +118,10 @@ class _ActivationDropoutLinear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[1]:
                 active = _masked(swoosh(x, ctx.activation), mask, ctx.scale).to(grad.dtype)
-                d_weight = (rows.t() @ active.reshape(-1, active.shape[-1])).to(weight.dtype)
+                d_weight = product(rows.t(), active.reshape(-1, active.shape[-1]).t()).to(weight.dtype)
             if ctx.has_bias: d_bias = rows.sum(0).to(weight.dtype)
             if ctx.needs_input_grad[0]:
-                d_active = _masked((grad @ weight.to(grad.dtype)).to(x.dtype), mask, ctx.scale)
+                d_active = _masked(product(grad, weight.t().to(grad.dtype)).to(x.dtype), mask, ctx.scale)
                 d_x = swoosh_slope(x, ctx.activation).mul_(d_active)
         return d_x, d_weight, d_bias, None, None, None
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ....config.encoders.zipformer import ZipformerConfig
+from ....devices.products import Linear
 from ... import scaling
 from ...layers import day_affine, dropout, sliced_windows, softsign
 from ..encoder import Encoder, InnerLayers, WithInner, check_days
@@ -98,7 +99,7 @@ class NeuralFrontend(nn.Module):
         width = cfg.encoder_dim[0]
         self.size, self.stride = (cfg.patch_size, cfg.patch_stride) if cfg.patch_size else (1, 1)
         self.input_dropout = cfg.input_dropout
-        self.out = nn.Linear(self.size * cfg.neural_dim, width)
+        self.out = Linear(self.size * cfg.neural_dim, width)
         limit = whitening_schedule(4.0)
         self.out_whiten = Whiten(1, limit, prob=(0.025, 0.25), grad_scale=0.02) if cfg.whiten else nn.Identity()
         self.out_norm = BiasNorm(width)
@@ -139,7 +140,7 @@ class Zipformer(Encoder):
             self.day_biases = nn.Parameter(torch.zeros(n_days, 1, cfg.neural_dim))
         self.frontend = NeuralFrontend(cfg)
         self.encoder = build_encoder(cfg)
-        self.out = nn.Linear(max(cfg.encoder_dim), cfg.n_classes)
+        self.out = Linear(max(cfg.encoder_dim), cfg.n_classes)
         self.condition_on(max(cfg.encoder_dim))
 
     def frames(self,

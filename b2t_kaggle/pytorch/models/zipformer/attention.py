@@ -12,6 +12,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from ....devices.products import Linear
 from ... import scaling
 from ...scaling import Balancer, FloatLike, ScaledLinear, ScheduledFloat, Whiten
 
@@ -136,7 +137,7 @@ class SelfAttention(nn.Module):
         value_head_dim: int, # Numbers per value of a head
     ):
         super().__init__()
-        self.in_proj = nn.Linear(embed_dim, num_heads * value_head_dim)
+        self.in_proj = Linear(embed_dim, num_heads * value_head_dim)
         self.out_proj = ScaledLinear(num_heads * value_head_dim, embed_dim, bias=True, initial_scale=0.05)
         self.whiten = whiten(7.5, ratio=3.0)
 
@@ -166,7 +167,7 @@ class NonlinAttention(nn.Module):
     ):
         super().__init__()
         self.hidden_channels = hidden_channels
-        self.in_proj = nn.Linear(channels, 3 * hidden_channels)
+        self.in_proj = Linear(channels, 3 * hidden_channels)
         self.balancer = Balancer(hidden_channels, channel_dim=-1,
                                  min_positive=ScheduledFloat((0.0, 0.25), (20000.0, 0.05)),
                                  max_positive=ScheduledFloat((0.0, 0.75), (20000.0, 0.95)), min_abs=0.5, max_abs=5.0)

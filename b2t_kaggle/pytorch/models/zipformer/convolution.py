@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ....devices.products import Linear
 from .attention import whiten
 from ...scaling import ActivationDropoutAndLinear, Balancer, ScheduledFloat
 
@@ -72,7 +73,7 @@ class ConvolutionModule(nn.Module):
     ):
         super().__init__()
         self.causal = causal
-        self.in_proj = nn.Linear(channels, 2 * channels)
+        self.in_proj = Linear(channels, 2 * channels)
         self.balancer1 = Balancer(channels, channel_dim=-1, min_positive=ScheduledFloat((0.0, 0.05), (8000.0, 0.025)),
                                   max_positive=1.0, min_abs=1.5,
                                   max_abs=ScheduledFloat((0.0, 5.0), (8000.0, 10.0), default=1.0))

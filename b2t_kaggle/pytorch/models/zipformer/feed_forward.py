@@ -10,6 +10,7 @@ import copy
 
 from torch import Tensor, nn
 
+from ....devices.products import Linear
 from .attention import whiten
 from ...scaling import ActivationDropoutAndLinear, Balancer, FloatLike
 
@@ -22,7 +23,7 @@ class FeedforwardModule(nn.Module):
         dropout: FloatLike,   # Dropout of hidden units
     ):
         super().__init__()
-        self.in_proj = nn.Linear(embed_dim, feedforward_dim)
+        self.in_proj = Linear(embed_dim, feedforward_dim)
         self.hidden_balancer = Balancer(feedforward_dim, channel_dim=-1, min_positive=0.3, max_positive=1.0,
                                         min_abs=0.75, max_abs=5.0)
         self.out_proj = ActivationDropoutAndLinear(feedforward_dim, embed_dim, activation='SwooshL',

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ....devices.products import Linear
 from ... import scaling
 from .attention import whitening_schedule
 from .bypass import keep_trials
@@ -88,7 +89,7 @@ class Conv2dSubsampling(nn.Module):
         self.convnext = ConvNeXt(layer3_channels, kernel_size=(7, 7))
         self.out_width = ((in_channels - 1) // 2 - 1) // 2
         self.layer3_channels = layer3_channels
-        self.out = nn.Linear(self.out_width * layer3_channels, out_channels)
+        self.out = Linear(self.out_width * layer3_channels, out_channels)
         self.out_whiten = Whiten(1, whitening_schedule(4.0), prob=(0.025, 0.25), grad_scale=0.02)
         self.out_norm = scaling.BiasNorm(out_channels)
         self.dropout = scaling.Dropout3(copy.deepcopy(dropout), shared_dim=1)
