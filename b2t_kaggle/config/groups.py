@@ -165,7 +165,7 @@ class _StepsConfig(Section):
     lr_warmup_steps: int = Field(1000, ge=0)
     "Batches of linear warm-up."
     lr_max_day: float = Field(0.005, gt=0)
-    "Peak learning rate of the day layers."
+    "Peak learning rate of the day layers, and with AdamW of the maps of participants."
     lr_min_day: float = Field(0.0001, ge=0)
     "Final learning rate of the day layers."
     lr_decay_steps_day: int | None = Field(None, ge=1)

@@ -90,8 +90,8 @@ def group_of(
 ) -> tuple[str, float]:
     "Learning rate of a parameter, `model` or `day`, and its weight decay."
     if model.is_per_day(name): return 'day', cfg.weight_decay_day
-    decays = model.decays(name, parameter) and not is_per_participant(name) # Which begin as the identity
-    return 'model', cfg.weight_decay if decays else 0.
+    if is_per_participant(name): return 'day', 0. # Maps that begin as the identity, as those of days do
+    return 'model', cfg.weight_decay if model.decays(name, parameter) else 0.
 
 # %% ../../nbs/training/00_recipe.ipynb #c018
 def gaussian_kernel(
