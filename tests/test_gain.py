@@ -3,6 +3,7 @@ it is the same wherever it stands. LLMs are random ones, which hurt, and oracles
 import csv
 import json
 import shutil
+from dataclasses import replace
 
 import jiwer
 import numpy as np
@@ -204,3 +205,17 @@ def test_a_combination_is_kept_where_it_helps(heard, variant, tmp_path):
     good = variant('good', {'combine.sources': [write('good', split, '') for split in ('val', 'test')]})
     figures = check_figures(good, 'combine', kept=True)
     assert json.dumps(figures).count('good') == (figures['WER'] > 0) # It alone has no error
+
+
+def test_a_run_of_the_same_name_is_a_system_of_its_own(heard, variant, tmp_path):
+    "Runs that Kaggle computed are all called run."
+    run, _ = heard
+    other = Run(tmp_path/'input'/'plain', run.work, {'infer.logits': run.cfg.infer.logits})
+    for split in ('val', 'test'):
+        own = read_hypotheses(run.hypotheses(split))
+        truth = {t: [replace(entries[0], text=own.trials[t].reference or 'what is it')]
+                 for t, entries in own.entries.items()}
+        write_hypotheses(other.hypotheses(split), Hypotheses(own.trials, truth))
+    together = variant('together', {'combine.sources': str(other.dir)})
+    assert check_figures(together, 'combine', kept=True)['systems'] == 2
+    assert {h[0].text for h in together.nbest('test')} == {'what is it'}

@@ -6,16 +6,14 @@
 __all__ = ['source_path', 'read_sources', 'is_cross_validation', 'read_tuning_data']
 
 # %% ../../nbs/cli/02_sources.ipynb #c002
-from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from ..pipeline.run import find_source, hypothesis_files
 from ..pipeline.stages import PipelineError
-from ..rescoring.hypotheses import Entry, Hypotheses, read_hypotheses
+from ..rescoring.hypotheses import Hypotheses, read_sources_together
 
 # %% ../../nbs/cli/02_sources.ipynb #c005
 def source_path(
@@ -34,22 +32,10 @@ def read_sources(
     split: str,               # Of the runs' lists
     out: Path,                # Folder of the runs
 ) -> Hypotheses:
-    """Hypotheses of files and runs. Runs of one name and encoder, as Kaggle's, which are all called run, are models of
-    one system, each named by its source. Raises `click.BadParameter` for what is neither, or has none of the split."""
-    paths = [_file(s, split, out) for s in sources]
-    runs = {s: read_hypotheses(path) for s, path in zip(sources, paths) if source_path(s, out).is_dir()}
-    voters = Counter(voter for found in runs.values() for voter in found.voters)
-    if all(n == 1 for n in voters.values()): return read_hypotheses(*paths)
-    together = Hypotheses()
-    for source, path in zip(sources, paths):
-        found = runs[source] if source in runs else read_hypotheses(path)
-        for name, trial in found.trials.items():
-            together.add(trial, [_as_model(e, source) if voters[e.voter] > 1 else e for e in found.entries[name]])
-    return together
-
-def _as_model(e: Entry, source: str) -> Entry:
-    "An entry whose model has the name of its source, and whose system that of both before."
-    return replace(e, system=' '.join(filter(None, (e.system, e.model))), model=source)
+    """Hypotheses of files and runs, as `read_sources_together` names them. Raises `click.BadParameter` for what is
+    neither, or has none of the split."""
+    files = [(s, _file(s, split, out)) for s in sources]
+    return read_sources_together(files, [s for s in sources if source_path(s, out).is_dir()])
 
 def _file(source: str, split: str, out: Path) -> Path:
     "The file that a source names, or that of a run's hypotheses of a split."

@@ -32,6 +32,7 @@ from b2t_kaggle.rescoring.hypotheses import (
     Trial,
     best_entries,
     read_hypotheses,
+    read_sources_together,
     voter_name,
     write_hypotheses,
 )
@@ -132,27 +133,37 @@ def is_in_sample(
     return differs or bool(run.wer_mark)
 
 # %% ../../nbs/pipeline/11_results.ipynb #c013
+def _check_is_another(path: Path, theirs: Hypotheses, own: Hypotheses, is_run: bool) -> None:
+    "Raise `PipelineError` for a source that has a run's own sentences, or a file whose system has the run's name."
+    twice = set(own.voters) & set(theirs.voters)
+    if twice and theirs.entries == own.entries:
+        raise PipelineError(f'combine.sources: {path} has the sentences of this run itself, which would count twice; '
+                            'leave it out')
+    if twice and not is_run:
+        raise PipelineError(f'combine.sources: {path} has sentences of {voter_name(min(twice))}, the name that this '
+                            "run has itself, so both would be one system; name the run's folder in place of its file, "
+                            'or write another system into it')
+
 def read_systems(
     run: Run,   # With `combine.sources`; it is decoded
     split: str, # `val` or `test`
 ) -> Hypotheses:
     """The lists of a run and of the systems that it is combined with, the best sentences of each. Raises
-    `PipelineError` for a system with other trials, `ValueError` where one knows other facts about a trial."""
+    `PipelineError` for a system with other trials, or the run's own sentences, `ValueError` where one knows other facts
+    about a trial."""
     own = run.hypotheses(split, list_stage(run.cfg, before='combine'))
     alone = read_hypotheses(own)
     numbers = set(map(str, range(len(TrialStore.open(run.packed_dir/f'{split}.arrow').index))))
-    sources = [hypothesis_files(s, run.dir.parent) for s in run.cfg.combine.sources]
-    others = [files[split] for files in sources if split in files]
-    for path in others:
-        if twice := set(alone.voters) & set(read_hypotheses(path).voters):
-            raise PipelineError(f'combine.sources: {path} has sentences of {" ".join(min(twice))}, the name that this '
-                                'run has itself, so both would be one system; give one of the runs another name and '
-                                'decode it again (--force decode)')
-    together = read_hypotheses(own, *others)
+    found = {s: hypothesis_files(s, run.dir.parent) for s in run.cfg.combine.sources}
+    others = {s: files[split] for s, files in found.items() if split in files}
+    runs = [s for s in others if not Path(s).is_file()]
+    for source, path in others.items(): _check_is_another(path, read_hypotheses(path), alone, source in runs)
+    together = read_sources_together([(str(run.dir), own), *others.items()], [str(run.dir), *runs])
     if foreign := [t for t in together.trials if t not in numbers]:
         raise PipelineError(f'combine.sources: {len(foreign)} of their trials of {split} are not among the '
                             f'{len(numbers)} of this run, such as {foreign[0]!r}; expected hypotheses of the same '
-                            f'trials, under their numbers in the split, from 0 on, in {", ".join(map(str, others))}')
+                            'trials, under their numbers in the split, from 0 on, in '
+                            f'{", ".join(map(str, others.values()))}')
     return best_entries(together.subset(alone.trials), run.cfg.combine.nbest) # Others are instructions
 
 def combined_lists(
