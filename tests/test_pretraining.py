@@ -5,6 +5,7 @@ import os
 import shutil
 from unittest.mock import patch
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -182,6 +183,7 @@ def test_a_killed_pretraining_ends_with_the_same_weights(stores, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     cfg = pretraining_config(config())
+    untrained = Trainer(UnlabelledStore(stores), stores[1], cfg, CPU).metrics()
     whole = train(UnlabelledStore(stores), stores[1], cfg, tmp_path/'whole', progress=False)
     kill_behind_a_checkpoint(pretrain_in_a_copy, (stores[0].path.parent, tmp_path/'killed'),
                              tmp_path/'killed'/'last.pt', steps=10)
@@ -194,6 +196,8 @@ def test_a_killed_pretraining_ends_with_the_same_weights(stores, tmp_path):
             for k, v in a[part].items(): assert torch.equal(v, b[part][k]), (name, k)
     a, b = (read_history(tmp_path/d/'history.csv') for d in ('whole', 'killed'))
     assert a.drop(columns='seconds').equals(b.drop(columns='seconds'))
+    first = a.iloc[0][['step', 'val_loss', 'val_per']].tolist()
+    assert first == [0, untrained['val_loss'], untrained['val_per']] and np.isnan(a.loss[0])
     (tmp_path/'killed'/'best.pt').unlink() # Is made again of the last one
     assert train(UnlabelledStore(stores), stores[1], cfg, tmp_path/'killed', progress=False)['step'] == 30
     a, b = (load_file(tmp_path/d/'best.pt') for d in ('whole', 'killed'))
@@ -248,7 +252,8 @@ def test_a_run_pretrains_and_its_training_begins_there(tmp_path):
     for k, v in first.items(): torch.testing.assert_close(then[k], v, rtol=0, atol=1e-5, msg=k)
     metrics = StageStamp(run, 'pretrain').stamp['metrics']
     assert metrics['trials'] == 2*24 + 4 + 4 and metrics['steps'] == 4
-    assert read_history(run.dir/'pretrain'/'history.csv').val_per.notna().any()
+    rates = read_history(run.dir/'pretrain'/'history.csv').val_per.dropna()
+    assert [metrics[f'PER of a linear probe{of}'] for of in (', untrained', '')] == [rates.iloc[0], rates.iloc[-1]]
     assert StageStamp(run, 'train').status() == 'done'
     for key in ('pretrain.batches', 'pretrain.minutes'): # With another value another pretraining, and another training
         other = Run(run.dir, run.work, {key: 5}, save=False)
@@ -258,19 +263,23 @@ def test_a_run_pretrains_and_its_training_begins_there(tmp_path):
     assert not (run.dir/'train').exists() and len([*run.dir.glob('train-*/last.pt')]) == 1
 
 
-def test_time_that_is_its_own_ends_it_and_time_of_the_session_does_not(tmp_path):
+def test_time_that_is_its_own_ends_it_and_time_of_the_session_does_not(tmp_path, capsys):
     run = Run(tmp_path/'runs'/'one', tmp_path/'work', values('masked') | {'pretrain.minutes': .001,
                                                                          'pretrain.batches': 4000})
     for name in plan(run.cfg, 'pretrain'): execute_here(run, name)
     stamp = StageStamp(run, 'pretrain').stamp
     assert stamp['finished'] and stamp['metrics']['steps'] < 4000
     Pretrain().check_result(run, STAGES.values())
+    said, steps = capsys.readouterr().err, stamp['metrics']['steps']
+    assert f'Ended by pretrain.minutes after {steps:,} of 4,000 batches; the learning rate, ' in said
+    assert 'PER of a linear probe=' in said and ' PER=' not in said
     with pytest.MonkeyPatch.context() as m:
         m.setattr(StageRun, 'time_left', lambda self: .001)
         other = Run(tmp_path/'runs'/'two', tmp_path/'work', values('masked') | {'pretrain.batches': 4000,
                                                                                 'pretrain.minutes': 60})
         for name in plan(other.cfg, 'pretrain'): execute_here(other, name)
     assert StageStamp(other, 'pretrain').status() == 'stopped early'
+    assert "Ended by the session's end after " in capsys.readouterr().err
     Pretrain().check_result(other, [STAGES['pretrain']])
     with pytest.raises(PipelineError, match='of 4,000 batches are done; run the same line in another session'):
         Pretrain().check_result(other, STAGES.values())
@@ -294,6 +303,7 @@ def kaggle_session(room, ends, **values):
         folders = room/'input', room/'working', room/'scratch'
         run = prepare_training(*folders, accelerator='cpu', hours=1, **values)
         *_, last = run_stages(run, 'infer')
+    plt.close('all')
     attached = room/'input'/'notebooks'/'ada'/'train'/'run'
     shutil.rmtree(attached, ignore_errors=True)
     shutil.copytree(run.dir, attached)

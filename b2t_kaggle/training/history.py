@@ -67,6 +67,8 @@ class BestTracker:
 # %% ../../nbs/training/03_history.ipynb #c011
 _COLUMNS = ['step', 'loss', 'grad_norm', 'lr', 'lr_day', 'seconds', 'val_loss', 'val_per'] # Of every training
 
+def _figures(validation: dict) -> dict: return {k: v for k, v in validation.items() if k != 'sessions'}
+
 class History:
     "The curves of a run, as a table that is also a CSV file."
     def __init__(self,
@@ -87,6 +89,13 @@ class History:
             self.problem = str(e)
             return []
         return old[old.step <= step].to_dict('records')
+
+    def begin(self,
+        validation: dict, # From `summarize`
+        seconds: float,   # That it took
+    ) -> None:
+        "Add a row of a model that has not learned yet."
+        self.rows.append(dict.fromkeys(_COLUMNS) | dict(step=0, seconds=round(seconds, 2)) | _figures(validation))
 
     def add(self,
         step: int,                      # Batches that were done
@@ -110,7 +119,7 @@ class History:
             norms = [norm for _, norm, *_ in self.window if math.isfinite(norm)]
             row |= dict(grad_norm=np.mean(norms) if norms else None, skipped=len(self.window) - len(norms))
         row |= dict(zip(terms or {}, means))
-        self.rows.append(row | {k: v for k, v in (validation or {}).items() if k != 'sessions'})
+        self.rows.append(row | _figures(validation or {}))
         self.window = []
 
     def save(self) -> None:
@@ -145,6 +154,7 @@ def _plot_norms(ax, history: pd.DataFrame, names: list[str]) -> None:
 
 def plot_history(
     path: str | Path, # `history.csv`
+    error_rate: str = 'PER', # Name of that in it
 ):
     "Losses with their parts, and the PER; with an audio LLM the WER, and gradient norms. Returns the figure."
     import matplotlib.pyplot as plt
@@ -163,13 +173,13 @@ def plot_history(
     losses.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, .4))) # 120, in place of 1.2 × 10²
     losses.legend()
     if norms: _plot_norms(others[0], history, norms)
-    errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label='PER')
+    errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label=error_rate)
     if 'val_wer' in val:
         errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
         errors.legend()
     if len(val):
         place = val.step[val.val_per.idxmin()], 100 * val.val_per.min()
         errors.annotate(f'{100*val.val_per.min():.1f} %', place, xytext=(0, 8), textcoords='offset points', ha='center')
-    errors.set(xlabel='batch', ylabel='validation errors (%)' if 'val_wer' in val else 'validation PER (%)')
+    errors.set(xlabel='batch', ylabel='validation errors (%)' if 'val_wer' in val else f'validation {error_rate} (%)')
     errors.set_ylim(0, 1.15*errors.dataLim.ymax if len(val) else None) # No point is cut off, nor what stands above one
     return fig

@@ -123,6 +123,8 @@ class Trainer(ABC):
     "A model in training and what it has reached; each framework derives its own."
     framework: str            # `pytorch` or `tensorflow`, which names the checkpoints
     verb = 'train'            # Of `b2t`
+    error_rate = 'PER'        # Name of that in the bar
+    looks_first = False       # Whether it validates the model that has not learned yet
     is_main_process = True
     sync_every = 1            # Steps between looks at their results: each makes the host wait for the device
     device = ''               # Name of what it runs on
@@ -326,6 +328,7 @@ class Loop:
         hidden = not (progress and t.is_main_process)
         given = dict(total=end, initial=t.step, desc=t.verb, unit=' batches', disable=hidden)
         with noted_interrupt() as self.is_interrupted, tqdm(**given) as bar:
+            if t.looks_first and not t.step: _look_first(self)
             for result in t.steps(t.step if self.stopped else end):
                 self.pending.append(result)
                 bar.update()
@@ -334,8 +337,8 @@ class Loop:
                 best = t.best.metrics['val_per']
                 skipped = dict(skipped=t.n_skipped) if t.scaler else {}
                 written = dict(WER=percent(t.best.metrics["val_wer"])) if 'val_wer' in t.best.metrics else {}
-                bar.set_postfix(loss=f'{loss:.2f}', PER=percent(best) if best else '-', **written, **skipped,
-                                refresh=False)
+                rates = {t.error_rate: percent(best) if best else '-'} | written
+                bar.set_postfix(loss=f'{loss:.2f}', **rates, **skipped, refresh=False)
                 if self.stopped: break
             # Nobody leaves before the main process has saved: where one ends, its launcher ends the others
             was_interrupted = any(t.gather(self.is_interrupted()))
@@ -381,6 +384,12 @@ class Loop:
         return losses[-1]
 
 # %% ../../nbs/training/10_loop.ipynb #c026
+def _look_first(loop: Loop) -> None:
+    "Begin the curves with the model as it is before the first step."
+    validation = loop.budget.timed('validate', loop.trainer.validate)
+    if validation: loop.history.begin(validation, loop.budget.elapsed())
+    loop.synced_at = loop.budget.elapsed()
+
 def _check(loop: Loop) -> np.ndarray:
     "The mean loss of each pending step over all processes; raises `TrainingError` for one that is not a number."
     t = loop.trainer

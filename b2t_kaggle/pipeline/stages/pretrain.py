@@ -12,9 +12,9 @@ from ...config import key_facts
 from ...config.keys import covers
 from ...core.reading import ReadError
 from .stage import PackedTrials, PretrainedEncoder, Result, SessionOver
-from .train import Train, within_time
+from .train import SESSION_END, Train, train_within
 from ...training.checkpoint_paths import BEST
-from ...training.pretraining_config import check_objective, pretraining_config, pretraining_values
+from ...training.pretraining_config import PROBE_PER, check_objective, pretraining_config, pretraining_values
 
 # %% ../../../nbs/pipeline/stages/15_pretrain.ipynb #c005
 def _packed(run) -> list:
@@ -31,7 +31,8 @@ class Pretrain(Train):
     reads = (PackedTrials,)
     writes = PretrainedEncoder()
     version = '1'
-    curves = 'Loss while pretraining, and the phoneme error rate of a linear probe'
+    curves = 'Loss while pretraining, and the phoneme error rate of a linear probe, from the untrained encoder on'
+    error_rate = PROBE_PER
 
     def training_config(self, run): return pretraining_config(run.cfg)
 
@@ -59,15 +60,16 @@ class Pretrain(Train):
     def advice(self, cfg): return super().advice(pretraining_config(cfg)) if cfg.pretrain.objective else []
 
     def run(self, run, progress):
-        from b2t_kaggle.pipeline.frameworks import train
+        from b2t_kaggle.training.history import read_history
         from b2t_kaggle.training.pretraining import UnlabelledStore
         stores = _packed(run)
-        left, own = progress.time_left()/60, self.minutes_left(run)
-        cfg = within_time(self.training_config(run), min(left, own))
-        result = train(UnlabelledStore(stores), stores[1], cfg, run.dir/self.name)
-        is_over = result['stopped'] == 'time budget' and own <= left
+        limits = {'pretrain.minutes': self.minutes_left(run), SESSION_END: progress.time_left()/60}
+        result = train_within(limits, self.training_config(run), run.dir/self.name, UnlabelledStore(stores), stores[1])
+        is_over = result['stopped'] == 'time budget' and result['limit'] != SESSION_END
         metrics = dict(trials=sum(map(len, stores)), steps=result['step'], loss=result['val_loss'])
-        metrics['PER of a linear probe'] = result['val_per']
+        metrics[PROBE_PER] = result['val_per']
+        history = read_history(run.dir/self.name/'history.csv')
+        metrics |= {f'{PROBE_PER}, untrained': per for per in history.val_per[history.step == 0]}
         return Result([run.dir/self.name/BEST['pytorch']], metrics, result['finished'] or is_over)
 
     def check_result(self, run, wanted):

@@ -54,8 +54,8 @@ def _curves(run, stamps) -> str:
     from b2t_kaggle.training.history import plot_history
     trained = [n for n in stamps if stamps[n] and STAGES[n].curves and (run.dir/n/'history.csv').exists()]
     titles = [f'<p class="faint">{STAGES[name].curves}:</p>' if len(trained) > 1 else '' for name in trained]
-    return '\n'.join(title + figure(plot_history(run.dir/name/'history.csv'), STAGES[name].curves)
-                     for name, title in zip(trained, titles))
+    plots = [plot_history(run.dir/name/'history.csv', STAGES[name].error_rate) for name in trained]
+    return '\n'.join(title + figure(plot, STAGES[name].curves) for name, title, plot in zip(trained, titles, plots))
 
 def _weights(run, stamps, tuning) -> str:
     "Weights of the search, tuned or as configured."

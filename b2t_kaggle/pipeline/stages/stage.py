@@ -104,6 +104,7 @@ class Stage:
     llm_reserve_minutes: float = 0 # Further ones, where one of those is an LLM's
     keep: str = ''               # Key that says when sentences that it changed are kept
     curves: str = ''             # Caption of the curves that it leaves in its folder's `history.csv`
+    error_rate: str = 'PER'      # Name of the one in them
 
     @property
     def name(self) -> str:

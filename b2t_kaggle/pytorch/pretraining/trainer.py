@@ -28,6 +28,7 @@ from ..states import AroundEncoder, with_states
 from ...training.history import summarize
 from ...training.loop import fit
 from ...training.pretraining import UnlabelledStore
+from ...training.pretraining_config import PROBE_PER
 from ...training.recipe import TrainingError, step_seed
 from ...training.trials import usable_trials
 
@@ -88,6 +89,8 @@ class PretrainingModel(AroundEncoder):
 class Trainer(trainer.Trainer):
     "An encoder in pretraining."
     verb = 'pretrain'
+    error_rate = PROBE_PER
+    looks_first = True
     is_sweep_point = False
     store: UnlabelledStore
     probe: tuple[Tensor, Tensor] | None = None # Weight and bias of the last one
