@@ -37,9 +37,10 @@ def pretraining_config(
 
 # %% ../../nbs/training/12_pretraining_config.ipynb #c012
 def check_objective(
-    cfg: Config, # The run's configuration
+    cfg: Config,            # The run's configuration
+    is_causal: bool = True, # Whether its encoder is, as far as is known
 ) -> None:
-    "Raises `TrainingError` where an encoder is configured to read the bins that it is to find."
+    "Raises `TrainingError` where an encoder reads the bins that it is to find."
     model = cfg.model
     if cfg.pretrain.objective != 'next_step': return
     for key, reads_ahead in dict(bidirectional=True, causal=False).items():
@@ -48,7 +49,8 @@ def check_objective(
         raise TrainingError(f'pretrain.objective = next_step: with model.{key} = {value}, model.name = {model.name} '
                             'reads later bins than those of a frame, so that it would see what it is to find; set '
                             f'model.{key} to {other}, or the objective to masked')
-    if model.stream_stride() > model.frame_stride():
-        raise TrainingError(f'pretrain.objective = next_step: model.name = {model.name} reads the frames of a chunk at '
-                            'once, so that it would see what it is to find; take another encoder, or set the objective '
-                            'to masked')
+    in_chunks = model.stream_stride() > model.frame_stride()
+    if is_causal and not in_chunks: return
+    reads = 'the frames of a chunk at once' if in_chunks else 'later bins than those of a frame'
+    raise TrainingError(f'pretrain.objective = next_step: model.name = {model.name} reads {reads}, so that it would '
+                        'see what it is to find; take another encoder, or set the objective to masked')

@@ -28,8 +28,8 @@ from ..states import AroundEncoder, with_states
 from ...training.history import summarize
 from ...training.loop import fit
 from ...training.pretraining import UnlabelledStore
-from ...training.pretraining_config import PROBE_PER
-from ...training.recipe import TrainingError, step_seed
+from ...training.pretraining_config import PROBE_PER, check_objective
+from ...training.recipe import step_seed
 from ...training.trials import usable_trials
 
 # %% ../../../nbs/pytorch/pretraining/02_trainer.ipynb #c006
@@ -99,11 +99,7 @@ class Trainer(trainer.Trainer):
         "The encoder of the configuration with a head. Raises `TrainingError` for one that would read what is next."
         encoder = super().build()
         cfg = self.cfg
-        reads_ahead = not encoder.is_causal or cfg.model.stream_stride() > cfg.model.frame_stride()
-        if cfg.pretrain.objective == 'next_step' and reads_ahead:
-            raise TrainingError(f'pretrain.objective = next_step: model.name = {cfg.model.name} reads later bins than '
-                                'those of a frame, so that it would see what it is to find; take a causal encoder, or '
-                                'set the objective to masked')
+        check_objective(cfg, encoder.is_causal)
         self.objective = Objective(cfg, self.store.n_features, self.backend.torch_device)
         return PretrainingModel(encoder, cfg.model.frame_stride()*self.store.n_features)
 
