@@ -28,12 +28,20 @@ def has_idle_avx512(
     return 'avx512f' in cpu_flags(path) and 'AuthenticAMD' in Path(path).read_text()
 
 @cache
-def _onednn_product() -> Callable | None:
-    "oneDNN's x, weight, bias to `x @ weight.T + bias`, where its products are faster than PyTorch's own."
-    if platform.system() != 'Linux' or not torch.backends.mkldnn.is_available() or not has_idle_avx512(): return None
-    op = torch.ops.mkldnn._linear_pointwise # As torch.compile calls oneDNN
+def _is_onednn_faster() -> bool:
+    "Whether float32 products are faster by oneDNN than PyTorch's own."
+    return platform.system() == 'Linux' and torch.backends.mkldnn.is_available() and has_idle_avx512()
+
+@cache
+def _is_bfloat16_onednn() -> bool:
+    "Whether PyTorch's own products in bfloat16 are oneDNN's."
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    "`x @ weight.T + bias` by oneDNN, as `torch.compile` calls it."
+    op = torch.ops.mkldnn._linear_pointwise
     if op not in flop_registry: register_flop_formula(op)(_flop)
-    return lambda x, weight, bias: op(x, weight, bias, 'none', [], '')
+    return op(x, weight, bias, 'none', [], '')
 
 def _flop(x_shape, weight_shape, *_, out_shape=None, **__) -> int:
     "Operations of a product, which PyTorch's counter does not know of this one."
@@ -43,11 +51,15 @@ def _flop(x_shape, weight_shape, *_, out_shape=None, **__) -> int:
 _FEWEST_MULTIPLICATIONS = 2**20
 _FEWEST_ROWS = 4
 
-def _pays(weight: Tensor, n_rows: int) -> bool:
-    "Whether products of this weight with so many rows are faster by oneDNN."
-    if weight.device.type != 'cpu' or weight.dtype != torch.float32: return False
-    is_large = n_rows >= _FEWEST_ROWS and n_rows * weight.numel() >= _FEWEST_MULTIPLICATIONS
-    return is_large and _onednn_product() is not None
+def _pays(
+    weight: Tensor, # `[O, I]`
+    n_rows: int,    # That are multiplied with it
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,), # Of weights for which oneDNN is asked for
+) -> bool:
+    "Whether oneDNN multiplies these faster."
+    if weight.device.type != 'cpu' or weight.dtype not in dtypes: return False
+    if n_rows < _FEWEST_ROWS or n_rows * weight.numel() < _FEWEST_MULTIPLICATIONS: return False
+    return _is_onednn_faster() if weight.dtype == torch.float32 else _is_bfloat16_onednn()
 
 def product(
     x: Tensor,                  # `[…, I]`
@@ -55,7 +67,7 @@ def product(
     bias: Tensor | None = None, # `[O]`
 ) -> Tensor:
     "`x @ weight.T + bias` `[…, O]` as `F.linear`, without a gradient."
-    if x.dtype == weight.dtype and _pays(weight, x.numel() // x.shape[-1]): return _onednn_product()(x, weight, bias)
+    if x.dtype == weight.dtype and _pays(weight, x.numel() // x.shape[-1]): return _multiply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 def products_with(
@@ -63,10 +75,9 @@ def products_with(
     n_rows: int,    # Of most products
 ) -> Callable[[Tensor], Tensor]:
     "`x` `[N, I]` to `x @ weight.T`, for many products with one weight, whose values are put in order once."
-    if _pays(weight, n_rows):
-        multiply = _onednn_product()
+    if _pays(weight, n_rows, (torch.float32, torch.bfloat16)):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, n_rows)
-        return lambda x: multiply(x, packed, None)
+        return lambda x: _multiply(x, packed)
     transposed = weight.t().contiguous()
     return lambda x: x @ transposed
 
