@@ -16,7 +16,6 @@ from b2t_kaggle.core.ctc import round_length
 from b2t_kaggle.data.batches import (
     Batcher,
     DayBalancedSampler,
-    EpochSampler,
     bucket_of,
     choose_buckets,
     evaluation_batches,
@@ -79,14 +78,6 @@ def test_length_groups_share_out_a_day():
         drawn = [frozenset(n_bins[s.batch(4*turn + i)]) for i in range(4)]
         assert sorted(map(sorted, drawn)) == [list(range(6*k, 6*k + 6)) for k in range(4)]
     with pytest.raises(ValueError, match='needs n_bins'): DayBalancedSampler(np.zeros(3, int), 2, 1, length_groups=2)
-
-
-@given(n=st.integers(1, 20), batch_size=st.integers(1, 30), seed=st.integers(0, 99), start=st.integers(0, 50))
-def test_an_epoch_is_every_trial_once(n, batch_size, seed, start):
-    s = EpochSampler(n, batch_size, seed)
-    stream = np.concatenate([s.batch(i) for i in range(start, start + 2*n//batch_size + 3)])
-    first = -start*batch_size % n                                   # where in the stream an epoch begins
-    for k in range(first, len(stream) - n + 1, n): assert sorted(stream[k:k + n]) == list(range(n))
 
 
 @given(n_bins=st.lists(st.integers(1, 99), max_size=40), batch_size=st.integers(1, 9), pad=st.booleans())
