@@ -245,7 +245,7 @@ def _train(sweep: Sweep, number: int, run: Run) -> bool:
     "Train a point's run, or continue its training; returns whether the session came to it."
     fields = dict(storage=sweep.storage, study=sweep.study.study_name, number=number, startup=sweep.startup)
     with _environment(TRIAL_VARIABLE, json.dumps(fields)): rows = run_stages(run, 'train')
-    return rows[-1]['stage'] == 'train'
+    return len(rows) == len(plan(run.cfg, 'train'))
 
 def _end(sweep: Sweep, number: int) -> str:
     "Do the rest of a point, and tell Optuna its end, which is returned; empty where the time was up before."
