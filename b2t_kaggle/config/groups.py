@@ -558,7 +558,15 @@ def _check_inner_ctc(train: TrainConfig, model: EncoderConfig) -> None:
                          'model.self_condition; set one of them')
 
 # %% ../../nbs/config/03_groups.ipynb #c505
-def _check_pretraining(pretrain: PretrainConfig, train: TrainConfig, data: DataConfig) -> None:
+def _unknown_electrodes(data: DataConfig, model: EncoderConfig) -> str:
+    "The value with which the features of an electrode are not known; empty where they are."
+    if data.feature_subset is not None: return 'data.feature_subset'
+    if any(n != model.neural_dim for n in model.participants.values()):
+        return f'model.participants = {model.participants}'
+    return 'an odd model.neural_dim' if model.neural_dim % 2 else ''
+
+def _check_pretraining(pretrain: PretrainConfig, train: TrainConfig, data: DataConfig, model: EncoderConfig,
+                       augment: AugmentConfig) -> None:
     "Raises `ValueError` for TensorFlow, and for crossings that cannot be told from other features."
     if pretrain.objective and train.framework != 'pytorch':
         raise ValueError(f'pretrain.objective is {pretrain.objective}, which needs an encoder of PyTorch, and '
@@ -566,6 +574,11 @@ def _check_pretraining(pretrain: PretrainConfig, train: TrainConfig, data: DataC
     if pretrain.objective == 'next_step' and data.feature_subset is not None:
         raise ValueError('pretrain.objective = next_step takes the first half of the features for threshold crossings, '
                          'and found data.feature_subset; set that to null, or the objective to masked')
+    found = _unknown_electrodes(data, model) if augment.channel_mask_by == 'electrode' else ''
+    if pretrain.objective == 'next_step' and found:
+        raise ValueError('pretrain.objective = next_step hides electrodes, whose two features are not known with '
+                         f'{found}; set augment.channel_mask_by=feature to hide single features, or the objective to '
+                         'masked')
 
 # %% ../../nbs/config/03_groups.ipynb #c031
 TRAINING_GROUPS = 'data', 'model', 'augment', 'pretrain', 'train', 'audio' # All that the weights of a model depend on
@@ -637,7 +650,7 @@ class Config(Section):
     def _participants_and_inner_layers_fit(self):
         _check_participants(self.data, self.model)
         _check_inner_ctc(self.train, self.model)
-        _check_pretraining(self.pretrain, self.train, self.data)
+        _check_pretraining(self.pretrain, self.train, self.data, self.model, self.augment)
         return self
 
     @model_validator(mode='after')
@@ -648,10 +661,7 @@ class Config(Section):
     @model_validator(mode='after')
     def _electrodes_are_known(self):
         if not self.augment.channel_masks or self.augment.channel_mask_by == 'feature': return self
-        same_width = all(n == self.model.neural_dim for n in self.model.participants.values())
-        if self.data.feature_subset is None and self.model.neural_dim % 2 == 0 and same_width: return self
-        found = 'data.feature_subset' if self.data.feature_subset is not None else 'an odd model.neural_dim'
-        if not same_width: found = f'model.participants = {self.model.participants}'
+        if not (found := _unknown_electrodes(self.data, self.model)): return self
         raise ValueError(f'augment.channel_mask_by = electrode takes the first half of the features for threshold '
                          f'crossings and the second for power, and found {found}; set augment.channel_mask_by=feature')
 

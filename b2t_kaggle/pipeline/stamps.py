@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-from ..config import present_key
+from ..config import Config, flat_values, present_key
 from ..core.files import atomic_path, stays_inside
 from ..core.locks import Lock, LockedError
 from ..core.messages import plain_warnings
@@ -78,14 +78,19 @@ def _is_stamp(stamp: dict) -> bool:
     has_types = all(isinstance(stamp[k], kind) for k, kind in _STAMP.items() if k in stamp)
     return 'key' in stamp and has_types and all(map(stays_inside, stamp.get('outputs', {})))
 
-def _changes(old: dict, new: dict) -> list[str]:
-    "Differences between the inputs of two executions of a stage, in words; none where the first were not noted."
+def _changes(old: dict, new: dict, defaults: dict | None = None) -> list[str]:
+    """Differences between the inputs of two executions of a stage, in words; none where the first were not noted. A
+    value that was not is a default, of which those that are known are given by key."""
     def both(part):
         pair = [i.get(part) if isinstance(i.get(part), dict) else {} for i in (old, new)]
         return {k: [p.get(k) for p in pair] for p in pair for k in p if pair[0].get(k) != pair[1].get(k)}
     if not old: return []
-    def show(value): return 'the default' if value is None else json.dumps(value)
-    found = [f'{present_key(k)} was {show(before)}, is {show(now)}' for k, (before, now) in both('values').items()]
+    values = {present_key(k): pair for k, pair in both('values').items()}
+    known = {} if 'model.name' in values else defaults or {} # Encoders have defaults of their own
+    def show(key, value):
+        if value is not None: return json.dumps(value)
+        return f'{json.dumps(known[key])} (the default)' if key in known else 'the default'
+    found = [f'{key} was {show(key, before)}, is {show(key, now)}' for key, (before, now) in values.items()]
     found += [f'{"another" if None not in pair else "no" if pair[1] is None else "now"} file {present_key(k)}'
               for k, pair in both('files').items()]
     found += [f'the stage {n} has other inputs' for n in both('stages')]
@@ -164,7 +169,9 @@ class StageStamp:
         status = self.status()
         if status != 'inputs or parameters changed': return status
         before = self.stamp.get('inputs', {})
-        found = min((_changes(before, self.run.inputs(self.name, sampled)) for sampled in (False, True)), key=len)
+        defaults = flat_values(Config(model=type(self.run.cfg.model)()))
+        found = min((_changes(before, self.run.inputs(self.name, sampled), defaults) for sampled in (False, True)),
+                    key=len)
         return f'{status}: {"; ".join(found)}' if found else status
 
     def check_values(self) -> None:

@@ -40,8 +40,12 @@ def check_objective(
     cfg: Config,            # The run's configuration
     is_causal: bool = True, # Whether its encoder is, as far as is known
 ) -> None:
-    "Raises `TrainingError` where an encoder reads the bins that it is to find."
+    "Raises `TrainingError` where an encoder reads the bins that it is to find, or weights are to stay."
     model = cfg.model
+    if cfg.pretrain.objective and cfg.train.frozen:
+        raise TrainingError('train.frozen = true keeps the weights of train.init_checkpoint_path, which a pretraining '
+                            f'changes before (pretrain.objective = {cfg.pretrain.objective}); set train.frozen to '
+                            'false, or pretrain.objective to null')
     if cfg.pretrain.objective != 'next_step': return
     for key, reads_ahead in dict(bidirectional=True, causal=False).items():
         if getattr(model, key, None) is not reads_ahead: continue

@@ -28,6 +28,7 @@ def _packed(run) -> list:
 
 class Pretrain(Train):
     does = 'pretrain the encoder on all bins, without labels'
+    config = ('data', 'model', 'augment', 'pretrain', 'train')
     reads = (PackedTrials,)
     writes = PretrainedEncoder()
     version = '1'
@@ -43,8 +44,10 @@ class Pretrain(Train):
         except (OSError, ReadError): spent = 0 # Nothing was done, or the trainer says that its curves are damaged
         return (run.cfg.pretrain.minutes or math.inf) - spent
 
+    def own_values(self, cfg): return pretraining_values(cfg)
+
     def config_with(self, cfg):
-        others = pretraining_values(cfg)
+        others = self.own_values(cfg)
         return 'pretrain', *(k for k in key_facts(cfg) if covers(('data', 'model', 'augment', 'train'), k)
                              and k not in others)
 

@@ -123,6 +123,12 @@ class Stage:
         "Groups or keys that change its result."
         return self.config
 
+    def own_values(self,
+        cfg: Config, # The run's configuration
+    ) -> dict[str, Any]: # By key
+        "Values that it has in place of those of the configuration, which it does not read."
+        return {}
+
     def skipped(self,
         cfg: Config, # The run's configuration
     ) -> str | None:
