@@ -197,8 +197,8 @@ class _StepsConfig(Section):
             value, default = getattr(self, name), type(self).model_fields[name].default
             for f in (f for f in facts if isinstance(f, With) and value != default):
                 if (found := getattr(self, f.field)) == f.value: continue
-                raise ValueError(f'train.{name} = {value} belongs to train.{f.field} = {f.value}, which is {found}; '
-                                 f'set that, or train.{name}={default}, its default')
+                raise ValueError(f'train.{name} = {value} belongs to train.{f.field} = {f.value}, which is '
+                                 f'{found or "null"}; set that, or train.{name}={default}, its default')
         return self
 
 # %% ../../nbs/config/03_groups.ipynb #c016
@@ -518,8 +518,9 @@ def _check_audio_llm(train: TrainConfig, infer: InferConfig) -> None:
     wrong = dict(framework=train.framework != 'pytorch', cr_ctc=bool(train.cr_ctc), inter_ctc=train.inter_ctc != 0,
                  frozen=train.frozen, compile=train.compile, weight_average=train.weight_average is not None)
     for field in (k for k, is_wrong in wrong.items() if is_wrong):
+        default = TrainConfig.model_fields[field].default
         raise ValueError(f'audio.llm is set, with which train.{field} = {getattr(train, field)} does not '
-                         f'work; set it to {TrainConfig.model_fields[field].default}')
+                         f'work; set it to {"null" if default is None else default}')
     if infer.adapt:
         raise ValueError(f'audio.llm is set, and infer.adapt = {infer.adapt} adapts the logits '
                          'alone, which it does not read; set one of them to null')

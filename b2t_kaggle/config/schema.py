@@ -92,7 +92,7 @@ def section_facts(
 
 def _found(value) -> str:
     "A value for an error: its beginning, where it is long."
-    try: text = repr(value)
+    try: text = 'null' if value is None else repr(value)
     except ValueError: return 'a number of thousands of digits' # which Python does not write out
     return text if len(text) <= 200 else text[:200] + '…'
 
@@ -105,12 +105,14 @@ def describe_errors(
     error: ValidationError, # From pydantic
     prefix: str = '',       # Put before each key, such as `model`
 ) -> list[str]:             # One sentence for each error
-    "Errors of a group of fields: key, reason, and what was found."
+    "Errors of a group of fields: key, reason, and what was found where that is one value."
     sentences = []
     for e in error.errors():
         key = '.'.join(map(str, (prefix, *e['loc']) if prefix else e['loc']))
         reason = e['msg'].removeprefix('Value error, ')
         if not e['loc'] or e['type'] == 'encoder': sentences.append(reason)
         elif e['type'] == 'extra_forbidden': sentences.append(f'{key}: there is no such key')
+        elif e['type'] == 'value_error' and len(e['loc']) == 1 and isinstance(e['input'], dict | Section): # All of it
+            sentences.append(reason if reason.startswith(f'{key}.') else f'{key}: {reason}')
         else: sentences.append(f'{key}: {reason} (found {_found(e["input"])}){_hint(e)}')
     return sentences

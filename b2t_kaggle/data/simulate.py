@@ -570,7 +570,10 @@ def _claim(folder: Path, parameters: dict) -> None:
         try: found = json.loads(marker.read_text())
         except ValueError as e: raise SimulateError(f'{marker}: not readable ({e}); choose another folder') from None
         if found == parameters: return
-        raise SimulateError(f'{folder}: simulated with other parameters, found {found}, expected {parameters}; '
+        if not isinstance(found, dict): raise SimulateError(f'{marker}: has no parameters; choose another folder')
+        theirs, ours = ({k: v for k, v in a.items() if k not in b or b[k] != v}
+                        for a, b in ((found, parameters), (parameters, found)))
+        raise SimulateError(f'{folder}: simulated with other parameters, found {theirs}, expected {ours}; '
                             'choose another folder')
     if folder.exists():
         others = [*list_sessions(folder), *(p.name for p in folder.glob(_LM_TEXT))]
