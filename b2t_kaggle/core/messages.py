@@ -20,8 +20,8 @@ def command_name() -> str:
 def with_command_name(
     text: str, # Help, an error, or advice
 ) -> str:
-    "A text in which `b2t` is the command as a user types it."
-    return re.sub(r'(?<![\w/.-])(?<!kit )b2t (?=[a-z-])', f'{command_name()} ', text)
+    "A text in which `b2t` is the command as a user types it; a name in quotes is none."
+    return re.sub(r'(?<![\w/.\'-])(?<!kit )b2t (?=[a-z-])', f'{command_name()} ', text)
 
 # %% ../../nbs/core/00_messages.ipynb #c008
 def _warning_line(message: Warning | str, category: type[Warning], *place) -> str:
