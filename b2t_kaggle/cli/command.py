@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,8 +27,18 @@ from ..core.messages import command_name, with_command_name
 from ..devices.interrupts import Ended, ended_when_asked, noted_interrupt
 
 # %% ../../nbs/cli/21_command.ipynb #c006
+def _folded(term: str, width: int) -> str:
+    "An option whose many choices would not fit a line, in several lines."
+    lines = textwrap.wrap(term.replace('|', '| '), width - 4, subsequent_indent=' '*10, break_on_hyphens=False)
+    return '\n'.join(lines).replace('| ', '|')
+
 class _HelpFormatter(click.HelpFormatter):
-    def getvalue(self) -> str: return with_command_name(super().getvalue())
+    "Names the command before lines are filled, so that they stay as short as the terminal."
+    def write_text(self, text): super().write_text(with_command_name(text))
+
+    def write_dl(self, rows, *args, **options):
+        rows = [(_folded(term, self.width) if '|' in term else term, with_command_name(text)) for term, text in rows]
+        super().write_dl(rows, *args, **options)
 
 click.Context.formatter_class = _HelpFormatter
 
