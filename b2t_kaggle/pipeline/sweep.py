@@ -307,12 +307,15 @@ def sweep_table(
 ) -> pd.DataFrame:
     "A row per point, the best ones first: run, state, PER (of a pruned one its last), batches, minutes, values."
     rows = []
+    n = sweep.run.cfg.train.num_training_batches
     for t in sweep.study.trials:
         minutes = None if t.datetime_complete is None else (t.datetime_complete - t.datetime_start).total_seconds()/60
-        row = dict(run=sweep.folder(t.number).name, state=t.state.name.lower(), PER=t.value,
-                   batches=max(t.intermediate_values, default=None), minutes=minutes)
+        state = t.state.name.lower()
+        trained = t.params.get('train.num_training_batches', n) # Whether or not they end in a validation
+        batches = trained if state == 'complete' else max(t.intermediate_values, default=None)
+        row = dict(run=sweep.folder(t.number).name, state=state, PER=t.value, batches=batches, minutes=minutes)
         rows.append(row | {key: t.params.get(key) for key in sweep.ranges})
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows).astype(dict(batches='Int64')) # Whole where others have none
     order = table.state.map(dict(complete=0, pruned=1, running=2)).fillna(3)
     return table.assign(order=order).sort_values(['order', 'PER', 'run']).drop(columns='order').reset_index(drop=True)
 
