@@ -15,7 +15,7 @@ from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.run import Run
 
 STAGES = ['simulate', 'check', 'pack', 'train', 'infer', 'lm', 'decode', 'rescore', 'combine', 'submit', 'report',
-          'ensemble', 'generate']
+          'ensemble', 'generate', 'pretrain']
 TINY = SMALL | {'simulate.train': 12, 'simulate.val': 3, 'simulate.test': 3, 'simulate.lm_sentences': 100,
                 'decode.beam': 5, 'decode.nbest': 3, 'decode.tune': False, 'data.feature_subset': list(range(12)),
                 'model.neural_dim': 12}
@@ -23,8 +23,10 @@ TINY = SMALL | {'simulate.train': 12, 'simulate.val': 3, 'simulate.test': 3, 'si
 GIVEN = {'rescore': {'rescore.llm': 'lm'}, 'combine': {'combine.sources': ['theirs_val.jsonl', 'theirs_test.jsonl']},
          'ensemble': {'infer.logits': [f'{i}_{split}.arrow' for i in range(2) for split in ('val', 'test')]},
          'generate': {'audio.llm': 'audio_llm'}}
-# A stage that is of a run of its own, and the stages before it, which are not killed
-OWN = {'generate': ('infer', 'lm')}
+# A stage that is of a run of its own, the stages before it, which are not killed, and its values
+OWN = {'generate': ('infer', 'lm'), 'pretrain': ('pack',)}
+VALUES = {'generate': {'audio.lora_rank': 2, 'generate.max_tokens': 6, 'train.num_training_batches': 2},
+          'pretrain': {'pretrain.objective': 'masked', 'pretrain.batches': 3, 'train.batches_per_val_step': 2}}
 PART = 100  # Bytes of a file that may be written
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.link', 'os.truncate'}
 
@@ -32,8 +34,7 @@ WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.link', 'os.trunc
 def values_of(room: Path, stage: str) -> dict:
     "The configuration of a stage."
     folder = room.parent/'given'
-    values = dict(TINY)
-    if stage in OWN: values |= {'audio.lora_rank': 2, 'generate.max_tokens': 6, 'train.num_training_batches': 2}
+    values = TINY | VALUES.get(stage, {})
     for name in [stage] if stage in OWN else STAGES[:STAGES.index(stage) + 1]:
         for key, given in GIVEN.get(name, {}).items():
             values[key] = [str(folder/g) for g in given] if isinstance(given, list) else str(folder/given)
