@@ -34,11 +34,10 @@ def plain_warnings() -> None:
 
 def warn_each(
     found: Sequence[str], # Faults that do not prevent use
-    n: int = 5,           # Warnings of their own
 ) -> None:
-    "Warn of each, up to `n`, and once of the others."
-    for message in found[:n]: warnings.warn(message, stacklevel=2)
-    if len(found) > n: warnings.warn(f'and {len(found) - n} more, in the record of this stage', stacklevel=2)
+    "Warn of each, up to five, and once of the others."
+    for message in found[:5]: warnings.warn(message, stacklevel=2)
+    if len(found) > 5: warnings.warn(f'and {len(found) - 5} more, in the record of this stage', stacklevel=2)
 
 # %% ../../nbs/core/00_messages.ipynb #c011
 _SYNONYMS = dict(gpu='cuda', tf='tensorflow', keras='tensorflow', fp32='float32', fp16='float16', half='float16',

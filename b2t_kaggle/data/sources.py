@@ -68,18 +68,16 @@ def _remote_file(entry: dict) -> RemoteFile:
     url = urljoin(DRYAD, (links.get('stash:download') or links['stash:file-download'])['href'])
     return RemoteFile(url, entry['path'], entry['size'], checksum)
 
-def dryad_files(
-    doi: str = DOI, # Of the dataset
-) -> dict[str, RemoteFile]:
-    "The files of a dataset's newest version by name. Raises `DownloadError`."
-    address = f'/api/v2/datasets/{quote(doi, safe="")}'
+def dryad_files() -> dict[str, RemoteFile]:
+    "The files of the dataset's newest version by name. Raises `DownloadError`."
+    address = f'/api/v2/datasets/{quote(DOI, safe="")}'
     try:
         version = _dryad_json(address)['_links']['stash:version']['href']
         files = map(_remote_file, _dryad_json(f'{version}/files?per_page=100')['_embedded']['stash:files'])
         return {file.name: file for file in files}
     except (KeyError, TypeError, ValueError) as e:
         raise DownloadError(f'{urljoin(DRYAD, address)}: an answer in another form than the documented one ({e!r}); '
-                            f'download the files with a browser from {DRYAD}/dataset/{doi}') from None
+                            f'download the files with a browser from {DRYAD}/dataset/{DOI}') from None
 
 def dryad_token(
     environment: Mapping[str, str] = os.environ, # With `DRYAD_TOKEN`, or `DRYAD_CLIENT_ID` and `DRYAD_CLIENT_SECRET`

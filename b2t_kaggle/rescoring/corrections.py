@@ -380,11 +380,10 @@ def cross_validate(
     hypotheses: Hypotheses,          # Of trials with references
     lm: LanguageModel | None = None, # The kit's n-gram
     folds: int = 10,                 # Trials go to the folds at random
-    seed: int = 0,                   # Of the division into folds
 ) -> list[Combined]:                 # Of each trial
     "The sentence of each trial by a corrector of the other folds, for an unbiased rate; raises as `fit_corrector`."
     prepared, errors, words = _prepare(hypotheses, lm)
-    fold = np.random.default_rng(seed).permutation(len(prepared)) % folds
+    fold = np.random.default_rng(0).permutation(len(prepared)) % folds
     combined = [Combined('', 0.)]*len(prepared)
     for k in np.unique(fold):
         corrector = _fit_on(prepared, errors, words, np.flatnonzero(fold != k))

@@ -279,11 +279,13 @@ def best_entries(
     return Hypotheses(hypotheses.trials, kept)
 
 # %% ../../nbs/rescoring/04_hypotheses.ipynb #c016
-def _shares(entries: Sequence[Entry], temperature: float) -> np.ndarray:
+_TEMPERATURE = 2. # That totals are divided by
+
+def _shares(entries: Sequence[Entry]) -> np.ndarray:
     "Shares of a voter's vote for each of its sentences [n]."
     if all(e.total is not None for e in entries):
         totals = np.array([e.total for e in entries])
-        shares = np.exp((totals - totals.max())/temperature)
+        shares = np.exp((totals - totals.max())/_TEMPERATURE)
     elif all(e.rank is not None for e in entries): shares = 1/np.array([1. + e.rank for e in entries])
     else: shares = np.ones(len(entries))
     return shares/shares.sum()
@@ -296,7 +298,6 @@ class Ballots(NamedTuple):
 def ballots(
     entries: Sequence[Entry],                # Of one trial
     voters: Sequence[tuple[str, str, str]],  # Those whose votes count; others are left out
-    temperature: float = 2.,                 # That totals are divided by
 ) -> Ballots:
     "The votes of each voter for each sentence."
     lists = {v: [e for e in entries if e.voter == v] for v in voters}
@@ -307,7 +308,7 @@ def ballots(
     for v, some in enumerate(lists.values()):
         if not some: continue
         rows = [number[normalize_sentence(e.text)] for e in some]
-        np.add.at(votes[:, v], rows, _shares(some, temperature))
+        np.add.at(votes[:, v], rows, _shares(some))
     return Ballots(list(number), votes)
 
 def system_lists(

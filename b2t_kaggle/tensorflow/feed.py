@@ -122,7 +122,6 @@ def _as_dataset(shares: Callable[[], Iterator[dict]], example: dict[str, np.ndar
 def distribute(
     batches: Callable[[], Iterable[dict[str, np.ndarray]]], # Makes them anew, in order: arrays `[B, …]` by name
     strategy: Strategy, # Where they go
-    ahead: int = 2,     # Batches that wait at most
 ) -> Iterator:
     "Each batch in equal shares of consecutive rows, the first for the first replica; ends when closed or dropped."
     n_devices = strategy.n_devices
@@ -137,7 +136,7 @@ def distribute(
                     yield {k: v[len(v)*i//n_devices:len(v)*(i + 1)//n_devices] for k, v in b.items()}
         except Exception as e: errors.append(e)  # raised below: TensorFlow would hide it in a page of its own
 
-    arrived = iter(_as_dataset(shares, next(iter(batches())), ahead * n_devices))
+    arrived = iter(_as_dataset(shares, next(iter(batches())), 2 * n_devices))
     place = strategy.distribution.experimental_distribute_values_from_function
     try:
         for batch in zip(*[arrived] * n_devices):

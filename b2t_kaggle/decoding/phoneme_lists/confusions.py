@@ -251,7 +251,6 @@ def fit_classes(
     classes: np.ndarray,   # The true ones [N]
     penalty: float = 5.,   # Of squared weights
     start: np.ndarray | None = None, # Weights to begin with; the result is the same
-    max_steps: int = 80,
 ) -> np.ndarray:           # Weights [N_WEIGHTS]
     "Weights that make the true classes most likely."
     every = np.arange(len(classes))
@@ -263,4 +262,4 @@ def fit_classes(
         value = -np.log(np.maximum(p[every, classes], 1e-300)).sum() + penalty/2*(PENALTIES*x) @ x
         p[every, classes] -= 1
         return value, weight_gradient(rows, p) + penalty*PENALTIES*x
-    return minimize(loss, np.zeros(N_WEIGHTS) if start is None else start, max_steps)
+    return minimize(loss, np.zeros(N_WEIGHTS) if start is None else start, max_steps=80)

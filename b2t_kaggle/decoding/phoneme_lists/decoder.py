@@ -272,15 +272,14 @@ def _candidates(
 
 _CLASS_ID = {p: i for i, p in enumerate(PHONEMES)}
 
-def _change_for_words(trials: Sequence[CandidateTrial], model: ConfusionModel, penalty: float,
-                      rounds: int = 3) -> np.ndarray:
+def _change_for_words(trials: Sequence[CandidateTrial], model: ConfusionModel, penalty: float) -> np.ndarray:
     "The change of all weights with which fewer word errors are expected."
     if not trials:
         raise ValueError('found no trial to learn word errors from, expected some whose phonemes a sentence of the '
                          'lexicon fits, and for an LLM in two folds; give more sentences, or a lexicon that has them')
     loss = ExpectedWordErrors(trials, model.lm_weight, model.word_score, model.sharpness, penalty)
     x = np.zeros(2*N_WEIGHTS + 2)
-    for _ in range(rounds):
+    for _ in range(3):
         loss.place(x)
         x = minimize(loss, x, max_steps=12, tolerance=1e-4)
     return x

@@ -135,10 +135,9 @@ def sound_of_log_mel(
     n_fft: int = 400,    # As there
     hop: int = 160,      # As there
     rate: int = 16000,   # As there
-    iterations: int = 60,# Of `griffin_lim`
 ) -> np.ndarray:
     "A sound `[T·hop]` that has nearly these frames, float32."
     power = 10**(4*np.asarray(frames, np.float64) - 4)
     filters = mel_filters(n_fft, frames.shape[1], rate)
     spectrum = np.maximum(power @ np.linalg.pinv(filters).T, 0)
-    return griffin_lim(np.sqrt(spectrum), n_fft, hop, iterations)
+    return griffin_lim(np.sqrt(spectrum), n_fft, hop)
