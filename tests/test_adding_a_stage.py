@@ -58,7 +58,8 @@ def least_risk(hyps):
 
 
 def test_its_sentences_are_submitted(checkout, tmp_path):
-    folders = ['--out', tmp_path, '--work', tmp_path/'data', '--name', 'small']
+    longer = ['--set', 'decode.word_score=6'] # Sentences of one word have hardly any that are nearer to all others
+    folders = ['--out', tmp_path, '--work', tmp_path/'data', '--name', 'small', *longer]
     executed = b2t(checkout, 'run', *folders)
     assert executed == 'simulate check pack train infer lm decode mbr submit report'.split()
     def lists(name): return [json.loads(line) for line in (tmp_path/'small'/name).read_text().splitlines()]
