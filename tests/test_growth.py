@@ -118,11 +118,37 @@ def test_an_llm_of_an_older_configuration_is_the_same(old, new, key, mark, tmp_p
     cfg = load_config('old.yaml')
     (group, values), = old.items()
     assert cfg == with_overrides(Config(), {f'{group}.{k}': v for k, v in values.items()}) == Config.model_validate(new)
-    keyed = Keyed(cfg, tmp_path)
+    keyed = Keyed(with_overrides(cfg, {'simulate.neural': 1}), tmp_path)
     assert (keyed.key('report'), keyed.fingerprint('report')) == (key, mark)
     save_config(cfg, 'new.yaml')
     saved = yaml.safe_load((tmp_path/'new.yaml').read_text())[group]
     assert new[group].keys() <= saved.keys() and not (old[group].keys() - new[group].keys()) & saved.keys()
+
+
+# The group of the demo as a run saved it before there was `simulate.neural`
+FIRST_NOISE = dict(n_sessions=8, train=120, val=24, test=24, max_words=6, snr=1.0, structured_noise=0.0, drift=1.0,
+                   lm_sentences=20000, seed=0)
+
+
+@pytest.mark.parametrize('written', [{}, dict(neural=1)])
+def test_a_run_with_the_first_noise_stays_finished(written, tmp_path, monkeypatch):
+    "Its data have the key and lie in the folder of then; a new run has the noise of a recording, and data of its own."
+    monkeypatch.setattr('b2t_kaggle.__version__', '0.1.0')
+    config_file = tmp_path/'old'/'config.yaml'
+    config_file.parent.mkdir()
+    config_file.write_text(yaml.safe_dump(preset('demo').dump() | dict(simulate=FIRST_NOISE | written)))
+    text = config_file.read_text()
+    old, new = (Run(tmp_path/name, tmp_path) for name in ('old', 'new'))
+    assert (old.cfg.simulate.neural, new.cfg.simulate.neural) == (1, 2)
+    assert (old.key('simulate'), old.data_dir.name) == ('0c2f90b36ca48a03', 'simulated-938f34b403505ed6')
+    for name in plan(old.cfg): StageRun(old, name).begin().finish([])
+    again = Run(tmp_path/'old', tmp_path)
+    assert {StageRun(again, name).status() for name in plan(again.cfg)} == {'done'}
+    assert config_file.read_text() == text
+    assert new.data_dir != old.data_dir
+    assert {StageRun(new, name).status() for name in plan(new.cfg)} == {'never ran'}
+    (tmp_path/'by_hand.yaml').write_text('simulate: {train: 120}')
+    assert load_config(tmp_path/'by_hand.yaml', base='demo') == preset('demo') == new.cfg
 
 
 def test_two_names_of_a_key(tmp_path):

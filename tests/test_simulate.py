@@ -272,16 +272,23 @@ def test_interference_is_off_unless_asked_for(tmp_path):
     with pytest.raises(SimulateError, match='other parameters'): simulate_dataset(off, **SMALL, structured_noise=1.)
 
 
-def test_the_noise_of_a_recording_is_off_unless_asked_for(tmp_path):
-    off, one, two = (simulate_dataset(tmp_path/str(i), **SMALL, **kw) for i, kw in enumerate(({}, dict(neural=1),
-                                                                                            dict(neural=2))))
-    assert files(off) == files(one) and 'neural' not in (off/'simulated.json').read_text()
-    assert (off/'lm_text.txt').read_bytes() == (two/'lm_text.txt').read_bytes() and validate(two).empty
-    for name in (n for n in files(off) if n.endswith('.hdf5')):
-        for a, b in zip(*(read_session(d/name) for d in (off, two)), strict=True):
+def test_there_is_the_noise_of_a_recording_unless_the_first_one_is_asked_for(tmp_path):
+    "The first one's folders are marked as they were before there was another."
+    default, one, two = (simulate_dataset(tmp_path/str(i), **SMALL, **kw)
+                         for i, kw in enumerate(({}, dict(neural=1), dict(neural=2))))
+    assert files(default) == files(two) and 'neural' not in (one/'simulated.json').read_text()
+    assert (one/'lm_text.txt').read_bytes() == (two/'lm_text.txt').read_bytes()
+    assert validate(one).empty and validate(two).empty
+    for name in (n for n in files(one) if n.endswith('.hdf5')):
+        for a, b in zip(*(read_session(d/name) for d in (one, two)), strict=True):
             assert a.sentence == b.sentence and a.features.shape == b.features.shape
             assert abs(np.corrcoef(a.features.ravel(), b.features.ravel())[0, 1]) < 0.3
-    with pytest.raises(SimulateError, match='neural.*choose another folder'): simulate_dataset(two, **SMALL)
+    with pytest.raises(SimulateError, match='neural.*choose another folder'): simulate_dataset(two, **SMALL, neural=1)
+    with pytest.raises(SimulateError, match='neural.*choose another folder'): simulate_dataset(one, **SMALL)
+    assert files(simulate_dataset(one, **SMALL, neural=1)) == files(one)
+    with pytest.raises(SimulateError, match='neural is 3, expected 1 or 2'):
+        simulate_dataset(tmp_path/'none', **SMALL, neural=3)
+    assert not (tmp_path/'none').exists()
 
 
 def test_the_noise_of_a_recording_is_as_defined():

@@ -17,6 +17,7 @@ from .encoders.encoder import EncoderConfig, encoder_config, parse_encoder
 from .encoders.gru import GRUConfig
 from b2t_kaggle.config.fields import (
     ChangesNothing,
+    FirstDefault,
     FolderOrName,
     InputFile,
     InputPath,
@@ -26,7 +27,7 @@ from b2t_kaggle.config.fields import (
     SameResult,
     With,
 )
-from .schema import ConfigError, Renamed, Section, section_facts
+from .schema import ConfigError, Renamed, Section, first_defaults, section_facts
 
 # %% ../../nbs/config/03_groups.ipynb #c007
 class SimulateConfig(Section):
@@ -47,7 +48,7 @@ class SimulateConfig(Section):
      "none.")
     drift: float = Field(1.0, ge=0)
     "Scales the drift of the electrodes' rates within a block; 3 changes them by about half."
-    neural: Literal[1, 2] = 1
+    neural: Annotated[Literal[1, 2], FirstDefault(1)] = 2
     "Kind of noise: 2 is slow, neighbours share it, and an electrode's two features move together, as in a recording."
     lm_sentences: int = Field(20_000, ge=0)
     "Sentences of general text from the same generator, for the language model; none of them occurs in val or test."
@@ -507,7 +508,10 @@ def upgrade(
         raise ConfigError(f'schema {schema!r} of the configuration is not known, expected {SCHEMA}; a newer version of '
                           'b2t_kaggle wrote it, install that')
     model = values.get('model')
-    if schema is None and isinstance(model, dict) and _FIRST_MODEL_FIELDS <= set(model):
+    is_first = schema is None and isinstance(model, dict) and _FIRST_MODEL_FIELDS <= set(model)
+    if (schema or is_first) and isinstance(values.get('simulate'), dict):
+        values['simulate'] = first_defaults(SimulateConfig) | values['simulate']
+    if is_first:
         known = encoder_config(model.get('name', 'gru')).model_fields
         values['model'] = {k: v for k, v in model.items() if k in known}
     return values

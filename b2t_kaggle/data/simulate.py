@@ -374,7 +374,10 @@ class Electrodes:
     shared: np.ndarray    # Loadings of the shared noise, float32 [12, 512]
     lag: np.ndarray       # Bins by which an electrode precedes the movement, [256]
     alive: np.ndarray     # [256] bool
-    neural: int = 1       # Kind of noise
+    neural: int = 2       # Kind of noise
+
+def _check_neural(neural: int) -> None:
+    if neural not in _CROSSINGS: raise SimulateError(f'neural is {neural}, expected 1 or 2, the kinds of noise')
 
 def _electrodes(implant: _Implant, snr: float, neural: int) -> Electrodes:
     "The electrodes of a day as `features` needs them."
@@ -393,9 +396,10 @@ def electrodes(
     n_sessions: int,  # Days from the first one on
     snr: float = 1.0, # Scales the modulation by movements against all noise
     seed: int = 0,    # Same seed, same participant
-    neural: int = 1,  # Kind of noise
+    neural: int = 2,  # Kind of noise, 1 or 2
 ) -> list[Electrodes]:
-    "The electrodes on each day of the schedule."
+    "The electrodes on each day of the schedule. Raises `SimulateError` for another kind of noise."
+    _check_neural(neural)
     rng = np.random.default_rng((seed, 3))
     days = [date(*map(int, d.session.split('.')[1:])) for d in SCHEDULE[:n_sessions]]
     implants = [_first_day(rng)]
@@ -667,11 +671,12 @@ def simulate_dataset(
     structured_noise: float = 0., # Interference of few sources, in standard deviations of the features; 0 means none
     progress: bool = False,     # Show a progress bar
     drift: float = 1.,          # Scales the drift of rates from trial to trial
-    neural: int = 1,            # Kind of noise: 2 has the statistics of a real trial
+    neural: int = 2,            # Kind of noise: 2 has the statistics of a real trial, 1 is that of earlier versions
 ) -> Path:
     """Simulate a participant: official HDF5 sessions and `lm_text.txt` in `out_dir`, which is returned. Each core has a
-    process that records its part of the days. Raises `SimulateError` for a folder with other data, where there are not
-    enough sentences, or where a process fails, `files.WriteError` where there is no room."""
+    process that records its part of the days. Raises `SimulateError` for a folder with other data, for another kind of
+    noise, for too few sentences, or where a process fails, `files.WriteError` where there is no room."""
+    _check_neural(neural)
     out_dir = Path(out_dir)
     parameters = dict(n_sessions=n_sessions, train=train, val=val, test=test, snr=snr, lm_sentences=lm_sentences,
                       max_words=max_words, seed=seed)
