@@ -118,7 +118,7 @@ def preset(
 
 # %% ../../nbs/config/06_presets.ipynb #f1d2
 # Word error rate on val that a preset leads to, measured on 2 cores; to be measured again where the preset changes
-EXPECTED_WER = {'quick': 0.07, 'demo': 0.03}
+EXPECTED_WER = {'quick': 0.03, 'demo': 0.03}
 
 def describe_run(
     cfg: Config, # Of a run
