@@ -134,6 +134,7 @@ def _word_features(p: Proposals, lm: LanguageModel, alone: Frequencies) -> dict[
     pairs = [(' '.join(c.words), ' '.join(p.words[c.start:c.end])) for c in p.corrections]
     frequency = np.array([alone(new) - alone(old) for new, old in pairs])
     return dict(frequency=frequency, context=gains - frequency)
+
 def _score_features(p: Proposals, texts: Sequence[str], entries: Sequence[Entry]) -> dict[str, np.ndarray]:
     "Features from the scores that every entry has `[C]`."
     features = {}
@@ -265,7 +266,6 @@ class Corrector:
     coefficients: dict[str, float]           # Of each feature as it is; log odds that a correction is right
     certainty: tuple[float, float]           # Constant and slope over agreement: log odds that a sentence is right
     ridge: float
-    n_trials: int                            # That it was fitted on
 
     def predict(self,
         hypotheses: Hypotheses,          # Of any trials
@@ -329,7 +329,7 @@ def _fit_on(prepared: Prepared, errors: np.ndarray, words: np.ndarray, some: Seq
     x = np.array([[1., prepared.agreement(i, weights)] for i in some])
     constant, slope = fit_logistic(x, np.array([c.edits == 0 for c in counts], float), 0.1)
     return Corrector(tuple(prepared.voters), tuple(map(float, weights)), coefficients, (float(constant), float(slope)),
-                     ridge, len(cases))
+                     ridge)
 
 def _predict(prepared: Prepared, corrector: Corrector, some: Sequence[int] | np.ndarray) -> list[Combined]:
     "The sentences of some of the trials."

@@ -249,7 +249,6 @@ class OpinionPool:
     coefficients: dict[str, float]  # Of each feature that is not of one kind
     deviations: dict[Kind, float]   # Of each kind from what all share
     certainty: tuple[float, float]  # Constant and slope over the pool's log odds: log odds that a sentence is right
-    n_trials: int                   # That it was fitted on
 
     @property
     def weights(self) -> dict[Kind, float]:
@@ -301,8 +300,7 @@ def _fit_on(trials: Opinions, voters: Sequence[Voter], edits: np.ndarray, some) 
     odds = np.array([[1., log_odds] for _, log_odds in chosen]).reshape(-1, 2)
     constant, slope = fit_logistic(odds, np.array([c.edits == 0 for c in right], float), 0.1)
     return OpinionPool(tuple(voters), dict(zip(trials.names, map(float, w))),
-                       dict(zip(trials.kinds, map(float, w[len(trials.names):]))), (float(constant), float(slope)),
-                       len(some))
+                       dict(zip(trials.kinds, map(float, w[len(trials.names):]))), (float(constant), float(slope)))
 
 def _predict(trials: Opinions, pool: OpinionPool, some: Iterable[int]) -> list[Combined]:
     "The sentences of some of the trials."
