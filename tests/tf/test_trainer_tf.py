@@ -11,7 +11,7 @@ torch = pytest.importorskip('torch')
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import copies
 from killed import ask_before_each_step, kill_behind_a_checkpoint
-from test_trainer import FEATURES, SESSIONS, config, damaged, open_stores, write_toy
+from test_trainer import FEATURES, SESSIONS, config, damaged, open_stores, per_of, write_toy
 from train_toy import start_copies, steps, write_steps
 
 from b2t_kaggle.devices.tensorflow import configure_mixed_precision
@@ -135,14 +135,8 @@ def test_a_run_that_is_killed_ends_with_the_same_weights(stores, tmp_path, capsy
 
 def inference_agrees_with_validation(stores, folder, result):
     "The PER of the log-probabilities on disk is the PER that training reported for the same weights."
-    from rapidfuzz.distance import Levenshtein
     logits = infer(folder, stores[1], folder/'val.arrow', accelerator='cpu', batch_size=5, progress=False)
-    edits = 0
-    for i in range(len(logits)):
-        path = logits[i].argmax(-1)
-        phonemes = [int(c) for j, c in enumerate(path) if c and (j == 0 or path[j - 1] != c)]
-        edits += Levenshtein.distance(phonemes, stores[1][i].class_ids.tolist())
-    assert edits / stores[1].n_labels.sum() == pytest.approx(result['val_per'])
+    assert per_of(logits, stores[1]) == pytest.approx(result['val_per'])
 
 
 def losses_in(stores, precision):
