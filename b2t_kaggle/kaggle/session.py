@@ -380,8 +380,8 @@ def batches_done(
 
 def _extent(run: 'Run', stage: str) -> tuple[int, int, str]:
     "Batches of a stage that are done, those that it has, and whose they are, in words."
-    from b2t_kaggle.pipeline.stages import STAGES
-    return batches_done(run.dir, stage), STAGES[stage].training_config(run).train.num_training_batches, LEARNING[stage]
+    n_batches = dict(pretrain=run.cfg.pretrain.batches, train=run.cfg.train.num_training_batches)[stage]
+    return batches_done(run.dir, stage), n_batches, LEARNING[stage]
 
 def _learns(run_dir: Path) -> bool:
     "Whether a run has begun to learn."

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-from ..config import Config, flat_values, present_key
+from ..config import Config, flat_values, present_key, with_overrides
 from ..core.files import atomic_path, stays_inside
 from ..core.locks import Lock, LockedError
 from ..core.messages import plain_warnings
@@ -169,7 +169,7 @@ class StageStamp:
         status = self.status()
         if status != 'inputs or parameters changed': return status
         before = self.stamp.get('inputs', {})
-        defaults = flat_values(Config(model=type(self.run.cfg.model)()))
+        defaults = flat_values(with_overrides(Config(), {'model.name': self.run.cfg.model.name}))
         found = min((_changes(before, self.run.inputs(self.name, sampled), defaults) for sampled in (False, True)),
                     key=len)
         return f'{status}: {"; ".join(found)}' if found else status

@@ -69,12 +69,13 @@ def train_within(
     limits: Mapping[str, float], # Minutes at most, by what says so
     cfg: Config,                 # Of a training
     out_dir: Path,               # Its folder
-    *stores,                     # Its trials, and those of val
+    store: Any,                  # Its trials
+    store_val: Any,              # Those of val
 ) -> dict[str, Any]:
     "The result of a training, with `limit`, the least of these. Prints what ended it before its last batch."
     from b2t_kaggle.pipeline.frameworks import train
     limit = min(limits, key=lambda name: limits[name])
-    result = train(*stores, within_time(cfg, limits[limit]), out_dir) | dict(limit=limit)
+    result = train(store, store_val, within_time(cfg, limits[limit]), out_dir) | dict(limit=limit)
     if result['stopped']: print(what_ended(result, cfg), file=sys.stderr, flush=True)
     return result
 
