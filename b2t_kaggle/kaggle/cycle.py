@@ -241,7 +241,8 @@ def joining(
                           f'the rules at {rules}, then the same line goes on')
 
     return Step('join the competition', lambda: client.has_joined(cycle.api, COMPETITION), refuse,
-                [f'Once: an account and its telephone number (https://www.kaggle.com/settings), the rules ({rules}), '
+                ['Once: an account and its telephone number (https://www.kaggle.com/settings),',
+                 f'the rules ({rules}),',
                  'and for commands a token (https://www.kaggle.com/settings › API › Generate New Token)'])
 
 def making_wheels(
@@ -275,8 +276,8 @@ def pushing_wheels(
 
     return Step(f'push the dataset {name}', lambda: state() == 'ready' and not missing(), do,
                 [f'b2t kaggle dataset {shlex.quote(str(folder))} --id {name}',
-                 f'or Create › New Dataset, named {name.partition("/")[2].replace("-", " ")!r}, with the files of '
-                 f'{folder}'])
+                 f'or Create › New Dataset, named {name.partition("/")[2].replace("-", " ")!r},',
+                 f'   with the files of {folder}'])
 
 # %% ../../nbs/kaggle/05_cycle.ipynb #c020
 _LEAST_HOURS = 1 # Left of the week's, for which a notebook is pushed
@@ -322,9 +323,11 @@ def _pushing(cycle: Cycle, make: Callable[..., Notebook], problem: Callable[[], 
 
     return Step(f'push {notebook.title}, {kernel}', done, do, [
         f'kaggle kernels push -p {shlex.quote(str(folder))}',
-        f'or Create › New Notebook, File › Import Notebook {folder/notebook.source}.ipynb, and the title '
-        f'{kernel.partition("/")[2].replace("-", " ")!r}; Add Input: {"; ".join(inputs)}; Settings › Accelerator '
-        f'{cycle.plan.accelerator}, Internet off; Save Version › Save & Run All'])
+        f'or Create › New Notebook, File › Import Notebook {folder/notebook.source}.ipynb,',
+        f'   and the title {kernel.partition("/")[2].replace("-", " ")!r};',
+        *(f'   Add Input: {name};' for name in inputs),
+        f'   Settings › Accelerator {cycle.plan.accelerator}, Internet off;',
+        '   Save Version › Save & Run All'])
 
 def _unfinished(output: Path) -> Path: return output.with_name(f'{output.name}.part')
 
@@ -454,8 +457,8 @@ def by_hand(
     for number, step in enumerate(cycle.steps(True, parts), 1):
         yield f'{number}. {step.title[0].upper()}{step.title[1:]}'
         yield from (f'   {line}' for line in step.by_hand)
-    yield ('A part whose last cell says that all batches are done is the last one: then comes the submission, with its '
-           'output.')
+    yield 'A part whose last cell says that all batches are done is the last one:'
+    yield 'then comes the submission, with its output.'
     if not cycle.plan.n_parts:
-        yield (f'Where none does, part {parts} comes again, with the output of the part before. With --hours the '
-               'number of parts is known, and each is listed.')
+        yield f'Where none does, part {parts} comes again, with the output of the part before.'
+        yield 'With --hours the number of parts is known, and each is listed.'

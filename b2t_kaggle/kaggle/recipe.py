@@ -131,7 +131,7 @@ def _head(recipe: Recipe, table: Table | None) -> Iterator[str]:
            f'{_LONGEST:,} bins.')
     yield f'A session ends after {machine.hours} h: a training saves before that, and its next part goes on.'
     if machine.image == 'gpu':
-        yield "Most sources say 12 h with GPUs, a message of Kaggle's 9, and what Kaggle itself ends leaves nothing."
+        yield "Most sources say 12 h with GPUs, a message of Kaggle's 9; what Kaggle itself ends leaves nothing."
 
 def describe(
     recipe: Recipe,
@@ -147,8 +147,9 @@ def describe(
     yield from (*_head(recipe, table), '', f'Sessions of each seed, here of {seed}:', '', *_table(found), '')
     yield (f'In all at most {recipe.n_seeds*len(found)} sessions, {_span(training)} h of training and about '
            f'{recipe.n_seeds*_SUBMISSION_HOURS:.1f} of decoding; a week has {machine.weekly_hours}.')
-    yield 'Each seed pushes what is next with what it needs, and ends with a submission of its own; --dataset'
-    yield 'OWNER/SLUG attaches an n-gram or an LLM to that. Given once more, the loop goes on where it was cut off:'
+    yield 'Each seed pushes what is next with what it needs, and ends with a submission of its own;'
+    yield '--dataset OWNER/SLUG attaches an n-gram or an LLM to that.'
+    yield 'Given once more, the loop goes on where it was cut off:'
     yield from (f'  {line}' for line in go_lines(recipe))
-    yield 'Then, without an accelerator, the vote of those that are done, where their folders are, and its submission:'
+    yield 'Then, without an accelerator, where their folders are, the vote of those done and its submission:'
     yield from (f'  {line}' for line in vote_lines(recipe))
