@@ -21,7 +21,7 @@ from ..training.checkpoints import CheckpointError
 def average(checkpoints, output):
     """Average the weights of checkpoints of one model.
 
-    CHECKPOINTS are PyTorch's, ours or the official kit's, or folders that hold them."""
+    CHECKPOINTS are PyTorch's, ours or the official kit's, or folders that hold them, such as submissions/RUN."""
     try: average_checkpoints(checkpoints, output)
     except CheckpointError as e: raise click.ClickException(str(e)) from None
     click.echo(f'Wrote {output}')

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from .options import out_option, preset_option, refuse_options
+from .options import folded, out_option, preset_option, refuse_options
 from .sources import source_path
 from ..config import Config, Key, config_fields, flat_values, former_keys, load_config, near_keys
 from ..config.keys import covers
@@ -60,4 +60,4 @@ def keys(part, name, preset_, out):
         raise click.ClickException(with_command_name(message))
     for key, field in found.items():
         click.echo(f'{click.style(key, bold=True)} = {_side_by_side(key, field.default, configs)}')
-        click.echo(f'    {field.description} [{_facts_line(key, field)}]')
+        click.echo('    ' + folded(f'{field.description} [{_facts_line(key, field)}]', 4))

@@ -6,11 +6,12 @@
 __all__ = ['FILE', 'OUTPUT', 'FOLDER', 'EXISTING_FOLDER', 'out_option', 'preset_option', 'config_option', 'set_option',
            'output_option', 'dtype_option', 'CONFIG_KEYS', 'training_options', 'llm_option', 'inference_options',
            'Choice', 'numbers', 'key_values', 'with_options', 'StageOption', 'StageCommand', 'StageGroup',
-           'stage_command', 'refuse_options', 'terminal_width']
+           'stage_command', 'refuse_options', 'terminal_width', 'folded']
 
 # %% ../../nbs/cli/01_options.ipynb #c003
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Collection
 from functools import partial, reduce
 from pathlib import Path
@@ -175,3 +176,12 @@ def refuse_options(
 def terminal_width() -> int | None:
     "Columns of the terminal that is written to; none for a file or a pipe, which have room for everything."
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+def folded(
+    text: str,
+    indent: int, # Columns before each of its lines
+) -> str:
+    "A text in lines that fit the terminal, all but the first one indented; for a file or a pipe as it is."
+    width = terminal_width()
+    if width is None: return text
+    return f'\n{" "*indent}'.join(textwrap.wrap(text, max(width - indent, 20), break_on_hyphens=False))

@@ -15,6 +15,7 @@ import pandas as pd
 
 from b2t_kaggle.cli.options import (
     CONFIG_KEYS,
+    folded,
     inference_options,
     llm_option,
     refuse_options,
@@ -120,6 +121,12 @@ def _tell_settings(run: Run) -> None:
                    '--name OTHER makes another run of it.', err=True)
 
 # %% ../../nbs/cli/03_run.ipynb #c012a
+def _table(rows: list[dict]) -> str:
+    "A line for each stage: state, seconds, and what came of it, which is folded where the terminal is narrow."
+    table = pd.DataFrame(rows)
+    lines = table.drop(columns='metrics').to_string(index=False, justify='left').splitlines()
+    return '\n'.join(f'{line}  {folded(text, len(line) + 2)}' for line, text in zip(lines, ['metrics', *table.metrics]))
+
 def _tell_gains(run: Run, names: list[str]) -> None:
     "Say what stages that change sentences did to the error rate of val, and what became of it."
     for name in names:
@@ -148,7 +155,7 @@ def run_until(
     for line in (line for name in stages for line in STAGES[name].advice(run.cfg)): click.echo(line, err=True)
     compiles = any(STAGES[name].compiles and not StageStamp(run, name).stamp_path.exists() for name in stages)
     with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
-    click.echo(pd.DataFrame(rows).to_string(index=False, justify='left'))
+    if rows: click.echo(_table(rows))
     _tell_gains(run, stages)
     stopped = [row['stage'] for row in rows if row['state'] == 'stopped early']
     same = 'The same line without --force' if force else 'The same line'
