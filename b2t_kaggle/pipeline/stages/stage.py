@@ -166,9 +166,7 @@ class Stage:
         "Warnings to print before a run."
         return []
 
-    def extent(self,
-        run: 'Run',
-    ) -> str:
+    def extent(self, run: 'Run') -> str:
         "Part that is done of what an execution left unfinished, for a table; empty where that is not known."
         return ''
 
@@ -195,14 +193,10 @@ class Stage:
         """Raise `PipelineError` where what was made is too little for the stages that follow, `SessionOver` where the
         next session makes the rest."""
 
-    def left_by_error(self,
-        run: 'Run',
-    ) -> str:
+    def left_by_error(self, run: 'Run') -> str:
         "Remains of a failed execution, for the next one, as the end of a sentence."
         return ''
 
-    def left_by_interrupt(self,
-        run: 'Run',
-    ) -> str:
+    def left_by_interrupt(self, run: 'Run') -> str:
         "Remains of an interrupted execution that did not say so itself, as a part of a sentence."
         return 'what it had not finished begins anew'
