@@ -20,12 +20,11 @@ def bootstrap_rates(
     edits: Sequence[int],  # Of each trial, or the difference of two systems [N]
     length: Sequence[int], # Reference tokens of each trial [N]
     n: int = 2_000,        # Times that N trials are drawn
-    seed: int = 0,
 ) -> np.ndarray:           # Edits per token of each draw [n]
     "Rates in trials drawn again, with replacement (Bisani and Ney, 2004). Raises `ValueError` without trials."
     if not len(edits): raise ValueError('found no trials, expected one or more to draw from')
     kinds, counts = np.unique(np.stack([edits, length], axis=1), axis=0, return_counts=True)
-    draws = np.random.default_rng(seed).multinomial(counts.sum(), counts/counts.sum(), size=n) # [n, kinds]
+    draws = np.random.default_rng(0).multinomial(counts.sum(), counts/counts.sum(), size=n) # [n, kinds]
     return (draws @ kinds[:, 0])/np.maximum(1, draws @ kinds[:, 1])
 
 # %% ../../nbs/metrics/01_bootstrap.ipynb #c009
