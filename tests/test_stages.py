@@ -79,4 +79,5 @@ def test_what_was_done_before_stays_done(values, key, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path/'val.arrow').write_text('x')
     (tmp_path/'theirs_val.jsonl').touch()
-    assert Keyed(with_overrides(Config(), values), tmp_path).key('report') == key
+    first = {'simulate.neural': 1} # As all runs had it then
+    assert Keyed(with_overrides(Config(), first | values), tmp_path).key('report') == key
