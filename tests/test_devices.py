@@ -563,6 +563,31 @@ except machine.DeviceError as e: print('ERROR', e)
     assert left == 'None' and named.startswith('ERROR PyTorch/XLA does not start')
 
 
+PRODUCTS = """
+import torch
+from b2t_kaggle.devices.products import linear, product, products_with
+def layouts(n, m):
+    return (torch.randn(n, m), torch.randn(m, n).t(), torch.randn(n, 2*m)[:, :m], torch.randn(m, 2*n)[:, :n].t(),
+            torch.randn(1, m).expand(n, m))
+for x in layouts(64, 256):
+    for weight in layouts(300, 256):
+        product(x, weight), products_with(weight, 64)(x)
+        linear(x.detach().requires_grad_(), weight.detach().requires_grad_()).sum().backward()
+"""
+
+
+def test_onednn_multiplies_without_its_reference(tmp_path):
+    "Whatever lies between the rows and columns of two matrices; its reference takes a minute for a step's product."
+    from b2t_kaggle.devices.products import _is_onednn_faster
+    if not _is_onednn_faster(): pytest.skip('products are not oneDNN\'s on this processor')
+    r = subprocess.run([sys.executable, '-c', PRODUCTS], capture_output=True, text=True, timeout=400, cwd=tmp_path,
+                       env=os.environ | {'PYTHONPATH': str(ROOT), 'ONEDNN_VERBOSE': 'profile_exec'})
+    assert r.returncode == 0, r.stderr
+    executed = [line.split(',') for line in r.stdout.splitlines() if 'primitive,exec,cpu,inner_product' in line]
+    assert len(executed) >= 5 * 5 * 4
+    assert [e for e in executed if e[6].startswith('ref')] == []
+
+
 def test_command(tmp_path):
     r = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', 'devices'], capture_output=True, text=True, timeout=400,
                        cwd=tmp_path, env=os.environ | {'PYTHONPATH': str(ROOT)})

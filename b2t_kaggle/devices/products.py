@@ -37,11 +37,17 @@ def _is_bfloat16_onednn() -> bool:
     "Whether PyTorch's own products in bfloat16 are oneDNN's."
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
+def _dense(
+    x: Tensor, # Of two dimensions
+) -> Tensor:
+    "`x`, copied where there are gaps between its rows or columns: oneDNN would multiply it a thousand times slower."
+    return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
+
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    "`x @ weight.T + bias` by oneDNN, as `torch.compile` calls it."
+    "`x @ weight.T + bias` by oneDNN, as `torch.compile` calls it; the weight is dense, or in oneDNN's order."
     op = torch.ops.mkldnn._linear_pointwise
     if op not in flop_registry: register_flop_formula(op)(_flop)
-    return op(x, weight, bias, 'none', [], '')
+    return op(_dense(x.reshape(-1, x.shape[-1])), weight, bias, 'none', [], '').view(*x.shape[:-1], weight.shape[0])
 
 def _flop(x_shape, weight_shape, *_, out_shape=None, **__) -> int:
     "Operations of a product, which PyTorch's counter does not know of this one."
@@ -67,7 +73,7 @@ def product(
     bias: Tensor | None = None, # `[O]`
 ) -> Tensor:
     "`x @ weight.T + bias` `[…, O]` as `F.linear`, without a gradient."
-    if x.dtype == weight.dtype and _pays(weight, x.numel() // x.shape[-1]): return _multiply(x, weight, bias)
+    if x.dtype == weight.dtype and _pays(weight, x.numel() // x.shape[-1]): return _multiply(x, _dense(weight), bias)
     return F.linear(x, weight, bias)
 
 def products_with(
@@ -76,7 +82,7 @@ def products_with(
 ) -> Callable[[Tensor], Tensor]:
     "`x` `[N, I]` to `x @ weight.T`, for many products with one weight, whose values are put in order once."
     if _pays(weight, n_rows, (torch.float32, torch.bfloat16)):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, n_rows)
+        packed = torch.ops.mkldnn._reorder_linear_weight(_dense(weight), n_rows)
         return lambda x: _multiply(x, packed)
     transposed = weight.t().contiguous()
     return lambda x: x @ transposed
