@@ -45,13 +45,16 @@ def _dense(
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     "`x @ weight.T + bias` by oneDNN, as `torch.compile` calls it; the weight is dense, or in oneDNN's order."
-    op = torch.ops.mkldnn._linear_pointwise
-    if op not in flop_registry: register_flop_formula(op)(_flop)
-    return op(_dense(x.reshape(-1, x.shape[-1])), weight, bias, 'none', [], '').view(*x.shape[:-1], weight.shape[0])
+    rows = _dense(x.reshape(-1, x.shape[-1]))
+    y = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, 'none', [], '')
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 def _flop(x_shape, weight_shape, *_, out_shape=None, **__) -> int:
     "Operations of a product, which PyTorch's counter does not know of this one."
     return 2 * prod(x_shape) * weight_shape[0]
+
+_op = getattr(torch.ops.mkldnn, '_linear_pointwise', None)
+if _op and _op not in flop_registry: register_flop_formula(_op)(_flop)
 
 # %% ../../nbs/devices/09_products.ipynb #c009
 _FEWEST_MULTIPLICATIONS = 2**20
