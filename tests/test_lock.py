@@ -134,8 +134,9 @@ def lock_them(checkout, found):
 def kit(checkout, *args):
     env = os.environ | dict(B2T_ENVS=str(checkout.parent/'envs'), B2T_PYTHON=sys.executable, PIP_NO_INDEX='1',
                             PIP_FIND_LINKS=str(checkout.parent/'wheels'))
-    return subprocess.run(['bash', checkout/'kit', *args], capture_output=True, text=True, timeout=300,
-                          env={k: v for k, v in env.items() if k not in ('B2T_UNVERIFIED', 'PYTHONPATH')})
+    env = {k: v for k, v in env.items() if k not in ('B2T_UNVERIFIED', 'PYTHONPATH')}
+    return subprocess.run(['bash', checkout/'kit', *args], capture_output=True, text=True, timeout=300, env=env,
+                          cwd=checkout.parent)
 
 
 def test_the_kit_refuses_an_archive_that_is_not_the_locked_one(checkout):
