@@ -114,7 +114,7 @@ def test_an_llm_is_weighed_with_sentences_found_without_their_truth(lm):
 
 
 def test_readings_of_a_sentence_do_not_tell_of_each_other(monkeypatch, lm):
-    "What ranks the sentences is learned from folds that share none; other trials are in the fold that they were in."
+    "A ranking is learned from folds that share no sentence; other trials are in the fold that they were in."
     noted = {}
     def note(name, i):
         inner = getattr(decoder, name)
