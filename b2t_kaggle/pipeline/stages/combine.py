@@ -6,6 +6,8 @@
 __all__ = ['Combine']
 
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c002
+from pathlib import Path
+
 from b2t_kaggle.pipeline.stages.stage import (
     FirstPass,
     LanguageModel,
@@ -39,6 +41,21 @@ def _combine(systems: dict, lm) -> tuple:
     if 'test' in systems: combined['test'] = learner.predict(corrector, systems['test'])
     return combined, corrector
 
+# %% ../../../nbs/pipeline/stages/12_combine.ipynb #c006b
+def _check_no_circle(sources, runs: Path, above: tuple[Path, ...] = ()) -> None:
+    "Raise `PipelineError` where a run among these sources, or among theirs, is a source of itself."
+    from b2t_kaggle.config import load_config
+    from b2t_kaggle.pipeline.run import find_source
+    for source in sources:
+        try: folder = find_source(source, runs, '').resolve()
+        except PipelineError: continue # Nobody reads the sources of a source, so they may be gone
+        if folder.is_file(): continue
+        if folder in above:
+            names = [f.name for f in (*above[above.index(folder):], folder)]
+            raise PipelineError(f'combine.sources: a run cannot be a source of itself, found {" from ".join(names)}; '
+                                f'take {names[-1]} out of the sources of {names[-2]}')
+        _check_no_circle(load_config(folder/'config.yaml').combine.sources, folder.parent, (*above, folder))
+
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c007
 def _texts(own, val, combined) -> dict[str, list[str]]:
     "Sentences of val by this run, whose lists `own` has, by the vote of all systems in `val`, and combined."
@@ -67,6 +84,7 @@ class Combine(Stage):
 
     def inputs(self, cfg, runs):
         from b2t_kaggle.pipeline.run import hypothesis_files
+        _check_no_circle(cfg.combine.sources, runs)
         return {'combine.sources': [f for s in cfg.combine.sources for f in hypothesis_files(s, runs).values()]}
 
     def run(self, run, progress):
