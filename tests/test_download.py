@@ -227,6 +227,23 @@ def test_room_is_asked_for_before_the_download(dryad, monkeypatch, tmp_path):
     assert get(tmp_path)[0] == 0
 
 
+@pytest.mark.parametrize('program, message, left', [
+    (None, 'set KAGGLE_API_TOKEN to a token from https://www.kaggle.com/settings', []), # Kaggle's own
+    ('#!/bin/sh\necho half > "$6/brain-to-text-25.zip"\nexit 1\n', 'failed with exit code', ['brain-to-text-25.zip'])],
+    ids=['without a token', 'half of it'])
+def test_where_kaggle_gives_nothing_no_folder_is_left(program, message, left, monkeypatch, tmp_path):
+    monkeypatch.setattr('shutil.disk_usage', lambda _: _Usage(10**11))
+    for name in [n for n in os.environ if n.startswith('KAGGLE')]: monkeypatch.delenv(name)
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.setenv('PATH', f'{tmp_path}:{Path(sys.executable).parent}:{os.environ["PATH"]}')
+    if program:
+        (tmp_path/'kaggle').write_text(program)
+        (tmp_path/'kaggle').chmod(0o755)
+    code, said = b2t('data', 'get', '-o', tmp_path/'data'/'new')
+    assert code == 1 and message in said
+    assert [p.name for p in (tmp_path/'data').rglob('*.*')] == left and (tmp_path/'data').exists() == bool(left)
+
+
 class _Usage:
     def __init__(self, free): self.free = free
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote, urlencode, urljoin
@@ -132,8 +132,9 @@ def get_from_dryad(
 # %% ../../nbs/data/06_sources.ipynb #c018
 COMPETITION = 'brain-to-text-25'
 _RULES = f'https://www.kaggle.com/competitions/{COMPETITION}/rules'
-_ACCESS = (f'set KAGGLE_API_TOKEN to a token from https://www.kaggle.com/settings (or put its kaggle.json into '
-           f'~/.kaggle), and accept the rules at {_RULES}')
+_ACCESS = (f'set KAGGLE_API_TOKEN to a token from https://www.kaggle.com/settings (API › Generate New Token), or put '
+           f'that into ~/.kaggle/access_token, and accept the rules at {_RULES}; or download from the archive of the '
+           'authors, with --source dryad')
 
 def _move_into(folder: Path, source: Path) -> None:
     "Move what is in a folder into another one; what is there already stays."
@@ -175,6 +176,16 @@ def _run_package(folder: Path) -> Path:
     return folder
 
 # %% ../../nbs/data/06_sources.ipynb #c021
+@contextmanager
+def _folder_for_files(folder: Path) -> Iterator[None]:
+    "A folder, made with its parents where they are missing; those are removed again where nothing came into them."
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try: yield
+    finally:
+        with suppress(OSError): # What has come is kept
+            for path in made: path.rmdir()
+
 def get_from_kaggle(
     folder: str | Path,     # Where to put the recordings and the checkpoint
     progress: bool = False, # Show progress bars
@@ -187,14 +198,13 @@ def get_from_kaggle(
     archive = folder/f'{COMPETITION}.zip'
     program = shutil.which('kaggle')
     if not program and not archive.exists() and not find_spec('kagglehub'):
-        raise DownloadError(f'neither kaggle nor kagglehub is installed: pip install kagglehub, then {_ACCESS}; or '
-                            'download from the archive of the authors, with --source dryad')
-    folder.mkdir(parents=True, exist_ok=True)
-    # The contents are at least as large; their exact size is asked for before they are unpacked
-    require_space(folder, DOWNLOAD_SIZE if archive.exists() else 2*DOWNLOAD_SIZE,
-                  'the files of the competition, packed and unpacked')
-    if program: _run_program(folder, progress)
-    elif not archive.exists(): return recordings_folder(_run_package(folder))
+        raise DownloadError(f'neither kaggle nor kagglehub is installed: pip install kagglehub, then {_ACCESS}')
+    with _folder_for_files(folder):
+        # The contents are at least as large; their exact size is asked for before they are unpacked
+        require_space(folder, DOWNLOAD_SIZE if archive.exists() else 2*DOWNLOAD_SIZE,
+                      'the files of the competition, packed and unpacked')
+        if program: _run_program(folder, progress)
+        elif not archive.exists(): return recordings_folder(_run_package(folder))
     _move_into(folder, unpack_zip(archive, folder/f'.{COMPETITION}', progress))
     if program: archive.unlink()
     return recordings_folder(folder)
