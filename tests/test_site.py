@@ -61,13 +61,27 @@ def test_every_notebook_has_one_title_and_is_one_page():
     assert sorted(listed) == NOTEBOOKS
 
 
+def places(path):
+    "Anchors of a notebook's headings."
+    headings = re.findall(r'^#+ (.+)', without_code('\n'.join(prose(path))), re.MULTILINE)
+    return {heading.lower().replace(' ', '-') for heading in headings}
+
+
 def test_links_between_notebooks_lead_somewhere():
     lost = []
     for path in NOTEBOOKS:
-        for target in re.findall(r'\]\(([^)#\s]+)', without_code('\n'.join(prose(path)))):
-            there = (ROOT if path.name == 'index.ipynb' else path.parent)/target
-            if not re.match('[a-z]+:', target) and not there.exists(): lost.append((path.name, target))
+        for link in re.findall(r'\]\(([^)\s]+)', without_code('\n'.join(prose(path)))):
+            target, _, anchor = link.partition('#')
+            there = (ROOT if path.name == 'index.ipynb' else path.parent)/target if target else path
+            if re.match('[a-z]+:', target): continue
+            if not there.exists() or anchor and anchor.lower() not in places(there): lost.append((path.name, link))
     assert lost == []
+
+
+def test_formulas_can_be_drawn():
+    "One that cannot be drawn stands on its page as code."
+    texts = {(path.name, cell) for path in NOTEBOOKS for cell in map(without_code, prose(path)) if '$' in cell}
+    assert [text for text in texts if '<code>' in re.sub('<pre>.*?</pre>', '', pages.markdown(text[1]), flags=re.S)] == []
 
 
 @pytest.fixture(scope='module')
@@ -221,7 +235,7 @@ def test_parameters_from_comments():
     assert [row['default'] for row in rows] == ['', '<code>3</code>', '', '']
     assert '<td>Does <code>x</code>.</td>' in api.filled([dict(name='a', default='', meaning='Does <code>x</code>.')])
     assert [row['meaning'] for row in api.fields(c, api.comments(FUNCTION))] == ['How many']
-    assert 'class="method"' in api.card(c, api.comments(FUNCTION), 'x.html')
+    assert '<div class="method"><p><code>g(x)</code></p>' in api.card(c, api.comments(FUNCTION), 'x.html')
 
 
 @pytest.mark.parametrize('code, shown', [
