@@ -83,10 +83,11 @@ def fields(c: ast.ClassDef, notes: dict) -> list[dict]:
 
 
 def signature(f: ast.FunctionDef) -> str:
-    "Names and defaults; types are in the table."
+    "Names and defaults, as one calls it; types are in the table."
     bare = ast.parse(ast.unparse(f)).body[0]
     for arg in ast.walk(bare.args):
         if isinstance(arg, ast.arg): arg.annotation = None
+    bare.args.args = [arg for arg in bare.args.args if arg.arg not in ('self', 'cls')]
     text = f'({ast.unparse(bare.args)})'
     return text if len(text) < 100 else '(…)'
 
@@ -106,7 +107,7 @@ def card(node: ast.AST, notes: dict, link: str) -> str:
     kind = 'class' if isinstance(node, ast.ClassDef) else 'def'
     init = next((n for n in node.body if isinstance(n, _FUNCTIONS) and n.name == '__init__'), None)
     called = node if kind == 'def' else init
-    brackets = signature(called).replace('(self, ', '(').replace('(self)', '()') if called else ''
+    brackets = signature(called) if called else ''
     rows = parameters(called, notes) if called else fields(node, notes)
     methods = [n for n in node.body if isinstance(n, _FUNCTIONS) and not n.name.startswith('_')
                and ast.get_docstring(n)] if kind == 'class' else []
