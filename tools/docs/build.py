@@ -184,7 +184,7 @@ _WAYS = {
     'guides/official_checkpoint.html': ('Submit', 'From the official checkpoint to a submission.csv.'),
     'guides/kaggle_gpu.html': ('Train', 'On Kaggle, on your own GPU, or on a TPU.'),
     'guides/comparison.html': ('How it compares', 'With the official kit and other systems, point by point.'),
-    'guides/design.html': ('Design', 'One spine of files, and why.'),
+    'guides/design.html': ('Design', 'One chain of files, and why.'),
     'benchmarks/index.html': ('Benchmarks', 'What was measured, when and where.'),
 }
 
