@@ -32,7 +32,8 @@ def _side_by_side(key: str, default, configs: dict[str, dict]) -> str:
     owners = {}
     for name, values in configs.items():
         if key in values: owners.setdefault(as_set(values[key]), []).append(name)
-    shown = ', '.join(f'{value} ({" and ".join(names)})' for value, names in owners.items())
+    def listed(names): return ', '.join([*names[:-2], ' and '.join(names[-2:])])
+    shown = ', '.join(f'{value} ({listed(names)})' for value, names in owners.items())
     return shown or f'{as_set(default)} (default)'
 
 def _facts_line(key: str, field: Key) -> str:
