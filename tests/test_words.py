@@ -219,13 +219,24 @@ def prose_breaks(text):
         if not other.match(line) and not other.match(following) and not is_item: yield line, following
 
 
-def test_prose_is_not_broken_inside_a_clause():
-    "A line of less than 100 columns with room for the next word, within 120, ends a clause."
-    found = []
+def prose():
+    "Markdown of all notebooks, cell by cell, each with its file."
     for path in sorted((PACKAGE.parent/'nbs').rglob('*.ipynb')):
         cells = json.loads(path.read_text(encoding='utf-8'))['cells']
-        texts = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown']
-        found += [f'{path.stem}: {line}' for text in texts for line, following in prose_breaks(text)
-                  if len(line) < 100 and len(line) + 1 + len(following.split()[0]) <= 120
-                  and not re.search(r'[.:;!?…\\]["”’*_`)]*$|  $', line)]
+        yield from ((path, ''.join(cell['source'])) for cell in cells if cell['cell_type'] == 'markdown')
+
+
+def test_prose_is_not_broken_inside_a_clause():
+    "A line of less than 100 columns with room for the next word, within 120, ends a clause."
+    found = [f'{path.stem}: {line}' for path, text in prose() for line, following in prose_breaks(text)
+             if len(line) < 100 and len(line) + 1 + len(following.split()[0]) <= 120
+             and not re.search(r'[.:;!?…\\]["”’*_`)]*$|  $', line)]
+    assert not found, '\n'.join(found)
+
+
+def test_prose_has_at_most_120_columns():
+    "Code, formulas, tables and badges may have more."
+    plain = ((path, re.sub(r'```.*?```|\$\$.*?\$\$', '', text, flags=re.S)) for path, text in prose())
+    found = [f'{path.stem}: {line}' for path, text in plain for line in text.split('\n')
+             if len(line) > 120 and not re.match(r'    |\s*[|<]|\[!', line)]
     assert not found, '\n'.join(found)
