@@ -14,6 +14,7 @@ import click
 
 from .options import FILE, OUTPUT, out_option
 from .sources import is_cross_validation, read_sources, read_tuning_data
+from ..core.messages import counted
 from ..lm.automaton import load_ngram
 from ..metrics import IN_SAMPLE, error_table, percent, word_errors
 from ..metrics.bootstrap import bootstrap_difference
@@ -156,7 +157,7 @@ def combine_files(sources, output, tune, lm, llm, blocks, seeds, out):
         return with_corpora(some, read_blocks(blocks)) if blocks else some
     mark = ''
     hypotheses = described(read_sources(sources, 'test', out))
-    click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
+    click.echo(f'{counted(len(hypotheses), "trial")}, {counted(len(hypotheses.voters), "voter")}')
     if not tune: combined = [Combined(text, 1.) for text in vote(hypotheses)]
     elif is_cross_validation(sources, tune, out):
         combined = _learner(hypotheses, hypotheses, lm, llm).cross_validate(hypotheses)

@@ -19,6 +19,7 @@ from .combine import show_rates, write_combined
 from .options import FILE, FOLDER, Choice, dtype_option, out_option, output_option, refuse_options
 from .sources import is_cross_validation, read_sources, read_tuning_data
 from ..core.files import write_whole
+from ..core.messages import counted
 from ..core.reading import parse_json, read_text
 from ..lm.causal import load_lm
 from ..lm.corpus import read_sentences
@@ -132,7 +133,7 @@ def merge(sources, *, model, output, tune, train, adapter, snap, candidates, fol
     crossed = is_cross_validation(sources, tune, out)
     if not crossed: refuse_options({'folds'}, 'it is for SOURCEs that are the files of --tune')
     hypotheses = read_sources(sources, 'val' if crossed else 'test', out)
-    click.echo(f'{len(hypotheses)} trials, {len(hypotheses.voters)} voters')
+    click.echo(f'{counted(len(hypotheses), "trial")}, {counted(len(hypotheses.voters), "voter")}')
     asked = examples(hypotheses, candidates)
     left = Deadline.announced().left
     teaching = dict(epochs=epochs, batch_size=batch_size, seed=seed)
