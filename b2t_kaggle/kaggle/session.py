@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.files import atomic_path
+from ..core.reading import read_yaml_file
 from ..devices import machine
 from ..devices.time_limit import time_limit_hours
 from ..training.budget import announce_time_limit
@@ -346,21 +347,28 @@ def _install(needed: Mapping[str, str], input_dir: str | Path, scratch_dir: str 
 _NO_RECORDINGS = ("the recordings: not attached, but {of} needs them; attach the competition's data, under Add Input › "
                   "Competitions › Brain-to-Text '25")
 
+def _value_at(value: Any, *keys: str) -> Any:
+    "A value in mappings of mappings; None where there is none."
+    try:
+        for key in keys: value = value[key]
+        return value
+    except (KeyError, TypeError): return None
+
+def _in_config(run_dir: Path, *keys: str) -> Any:
+    "A value in a run's `config.yaml`, whose own reader needs packages that may be missing. Raises `ReadError`."
+    return _value_at(read_yaml_file(run_dir/'config.yaml'), *keys)
+
 def _framework_of(run_dir: Path | None) -> str:
     "The framework of a run."
-    text = (run_dir/'config.yaml').read_text() if run_dir else ''
-    return 'tensorflow' if 'framework: tensorflow' in text else 'pytorch'
+    return run_dir and _in_config(run_dir, 'train', 'framework') or 'pytorch'
 
 # %% ../../nbs/kaggle/00_session.ipynb #c033
 LEARNING = dict(pretrain=' of the pretraining', train='') # Stages that sessions continue, and their batches in words
 
 def _in_stamp(run_dir: Path, stage: str, *keys: str) -> Any:
     "A value in a stage's stamp; None where there is none, or none that can be read."
-    try:
-        value = json.loads((run_dir/'stages'/f'{stage}.json').read_text())
-        for key in keys: value = value[key]
-        return value
-    except (OSError, ValueError, KeyError, TypeError): return None
+    try: return _value_at(json.loads((run_dir/'stages'/f'{stage}.json').read_text()), *keys)
+    except (OSError, ValueError): return None
 
 def training_stage(
     run_dir: Path, # Of a run
@@ -368,7 +376,7 @@ def training_stage(
     "The stage in which a run learns: `pretrain`, where there is one and it is not over, else `train`."
     has_begun = (run_dir/'stages'/'pretrain.json').exists()
     is_over = not has_begun or _in_stamp(run_dir, 'pretrain', 'finished')
-    return 'train' if is_over or 'pretrain:\n  objective: null' in (run_dir/'config.yaml').read_text() else 'pretrain'
+    return 'train' if is_over or not _in_config(run_dir, 'pretrain', 'objective') else 'pretrain'
 
 def batches_done(
     run_dir: Path,        # Of a run
@@ -390,8 +398,8 @@ def _learns(run_dir: Path) -> bool:
 def is_simulated(
     run_dir: Path, # Of a run
 ) -> bool:
-    "Whether the data of a run are simulated, by its `config.yaml`, in which `save_config` writes every value."
-    return 'dataset_dir: null' in (run_dir/'config.yaml').read_text()
+    "Whether the data of a run are simulated."
+    return not _in_config(run_dir, 'data', 'dataset_dir')
 
 def _open_run(run_dir: Path, work: str | Path, base: str | None, preset: str, values: dict[str, Any]) -> 'Run':
     "The run that is there, or a new one; `base` is a preset that was asked for by name."
