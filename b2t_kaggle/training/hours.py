@@ -114,6 +114,12 @@ def training_hours(
     low, high = (cfg.train.num_training_batches*s/3600 for s in seconds)
     return low, high
 
+def _left_out(cfg: Config) -> str:
+    "The pretraining, whose steps are others, as the end of a sentence about the hours of a training; empty without."
+    minutes = f' or {cfg.pretrain.minutes:g} minutes' if cfg.pretrain.minutes else ''
+    steps = f'{cfg.pretrain.batches:,} steps{minutes}'
+    return f'; the pretraining before them, {steps}, is not counted' if cfg.pretrain.objective else ''
+
 def hours_line(
     cfg: Config,
     name: str,        # The preset it began with
@@ -124,7 +130,7 @@ def hours_line(
     "A sentence about the hours of a training; empty without a table or an estimate. Raises as `training_hours`."
     hours = training_hours(cfg, chip, n_chips, table)
     if hours is None: return ''
-    if table is not None: return measured_hours(cfg, name, table)
+    if table is not None: return measured_hours(cfg, name, table) + _left_out(cfg)
     n = cfg.train.num_training_batches
     return (f'{name}: {n:,} steps are {hours[0]:.1f} to {hours[1]:.1f} h on {n_chips} × {chip}, estimated, not '
-            'measured')
+            f'measured{_left_out(cfg)}')
