@@ -50,8 +50,8 @@ def _facts_line(key: str, field: Key) -> str:
 def keys(part, name, preset_, out):
     """Show configuration keys, their values and meaning.
 
-    The values are those in the presets demo and official, side by side. Told are, too, the stages that read a key, and
-    what may be done with it. PART selects keys that contain it, or that had a name with it."""
+    The values are those in the presets demo and official, side by side. With each key stand the stages that read it,
+    and what may be done with it. PART selects keys that contain it, or that had a name with it."""
     configs = {source: flat_values(cfg) for source, cfg in _shown_configs(name, preset_, out).items()}
     known = config_fields()
     former = {new for old, new in former_keys().items() if part and part in old}
