@@ -69,7 +69,9 @@ class Kaggle:
         return dict(status='READY') if name in self.datasets else (404, 'Not Found')
 
     def ListDatasetFiles(self, body):
-        files = sorted(self.datasets[f'{body["ownerSlug"]}/{body["datasetSlug"]}'][-1])
+        name = f'{body["ownerSlug"]}/{body["datasetSlug"]}'
+        if name not in self.datasets: return 404, 'Not Found'
+        files = sorted(self.datasets[name][-1])
         first = int(body.get('pageToken') or 0)
         more = str(first + 2) if first + 2 < len(files) else ''
         return dict(datasetFiles=[dict(name=name) for name in files[first:first + 2]], nextPageToken=more)

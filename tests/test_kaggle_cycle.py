@@ -247,6 +247,17 @@ def test_an_upload_that_failed(kaggle, b2t):
     assert [len(files) for files in versions] == [0, 3]
 
 
+def test_a_dataset_that_is_not_there(kaggle, b2t):
+    "Kaggle would decode without it, and the CSV would be valid."
+    line = (*LINE, '--dataset', 'ada/my-lm')
+    for _ in range(2):
+        status, output = b2t(*line)
+        assert status == 1 and 'dataset ada/my-lm: Not Found. It is to be attached' in output and not kaggle.kernels
+    kaggle.datasets['ada/my-lm'] = [{'lm.arpa'}]
+    assert b2t(*line)[0] == 0
+    assert kaggle.kernels[PARTS[2]][0]['body']['datasetDataSources'][1:] == ['ada/my-lm']
+
+
 def test_who_may_not(kaggle, b2t, monkeypatch):
     kaggle.has_joined = False
     status, output = b2t(*LINE)

@@ -204,7 +204,7 @@ def push_kernel(
             getattr(answer, f'invalid_{kind}_sources') or []]
     if lost:
         raise KaggleError(f'{request}: Kaggle runs it without {", ".join(lost)}, which is not there, or not for this '
-                          f'user. Stop it at {answer.url}')
+                          f'user. Stop it at {answer.url}; then --retry pushes it again')
 
 # %% ../../nbs/kaggle/03_client.ipynb #c024
 def log_pieces(

@@ -299,6 +299,14 @@ def _quota_in_words(image: str, left: float, begins: datetime | None) -> str:
     when = f'{begins:%d %B at %H:%M} UTC' if begins else 'within a week'
     return f'{left:.1f} hours of {image.upper()} are left of this week, and there are new ones {when}'
 
+def _find_datasets(cycle: Cycle) -> None:
+    "Raise `RefusedError` where one is missing; Kaggle would run the submission without it, hours later."
+    for name in cycle.plan.datasets:
+        try: client.dataset_files(cycle.api, name)
+        except RefusedError as e:
+            raise RefusedError(f'{e}. It is to be attached, so nothing is pushed; make it, or correct --dataset, and '
+                               'give the line again') from None
+
 def _pushing(cycle: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Step:
     notebook = make()
     kernel, output = notebook.kernel, output_folder(notebook, cycle.folder)
@@ -313,6 +321,7 @@ def _pushing(cycle: Cycle, make: Callable[..., Notebook], problem: Callable[[], 
         return state is not None and not (cycle.retry and state in ('failed', 'cancelled'))
 
     def do():
+        _find_datasets(cycle)
         made = make(left=hours_left(cycle))
         say(f'{kernel}: for {made.parameters["hours"]} hours on {cycle.plan.accelerator}')
         for old in (output, _unfinished(output)): shutil.rmtree(old, ignore_errors=True)

@@ -60,6 +60,7 @@ class Plan:
 
     def __post_init__(self):
         check_id(f'{self.name}-train-10', 5)
+        for name in self.datasets: check_id(name, 1)
         if self.hours is not None and not self.hours > 0: raise ValueError(f'hours {self.hours}: expected more than 0')
 
     @property
