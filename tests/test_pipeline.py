@@ -3,12 +3,13 @@ parameters, broken input."""
 
 import csv
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import jiwer
@@ -17,6 +18,7 @@ import psutil
 import pytest
 import yaml
 from click.testing import CliRunner
+from killed import LIMIT
 
 from b2t_kaggle.cli import command as cli
 from b2t_kaggle.config import preset
@@ -156,23 +158,44 @@ def test_same_seed_same_csv(finished, tmp_path, here):
     assert (tmp_path/'again'/'submission.csv').read_bytes() == (run/'submission.csv').read_bytes()
 
 
+# Kernels execute it before their cells: a training does not come to its second checkpoint
+HOLDS = '''
+import sys, time
+checkpoints = []
+def hold(event, args):
+    if event != 'os.rename' or not str(args[1]).endswith('/train/last.pt'): return
+    checkpoints.append(args[1])
+    while len(checkpoints) == 2: time.sleep(1)
+sys.addaudithook(hold)
+'''
+
+
 def test_a_killed_run_continues(finished, tmp_path, here):
+    from b2t_kaggle.pytorch.checkpoint import load_file
     run, options, _ = finished
+    startup = tmp_path/'ipython'/'profile_default'/'startup'
+    startup.mkdir(parents=True)
+    (startup/'hold.py').write_text(HOLDS)
     work = run.parent.parent/'data'
     longer = SMALL | {'train.num_training_batches': 60, 'train.batches_per_save': 1}
     args = ['infer', '--out', str(tmp_path), '--work', str(work), '--name', 'killed', *sets(longer)]
     p = subprocess.Popen(
-        [sys.executable, '-m', 'b2t_kaggle.cli', *args], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        [sys.executable, '-m', 'b2t_kaggle.cli', *args], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        env=os.environ | {'IPYTHONDIR': str(tmp_path/'ipython')}
     )
     last = tmp_path/'killed'/'train'/'last.pt'
-    deadline = time.time() + 300
-    while not last.exists() and time.time() < deadline and p.poll() is None: time.sleep(0.05)
-    assert last.exists() and p.poll() is None, 'the run ended before it could be killed'
-    for q in [p, *psutil.Process(p.pid).children(recursive=True)]: # The first one first, else it notes what died
-        q.kill()  # the kernel too: it is the one that trains
+    end = time.monotonic() + LIMIT
+    while not last.exists():
+        assert p.poll() is None and time.monotonic() < end, 'it has not come to a checkpoint'
+        time.sleep(.05)
+    started = psutil.Process(p.pid).children(recursive=True)
+    p.kill() # The first one first, else it notes what died
     p.wait()
+    for q in started: # The kernel too, it is the one that trains; they may have gone with the first one
+        with suppress(psutil.NoSuchProcess): q.kill()
+    assert not psutil.wait_procs(started, timeout=LIMIT)[1]
     stage = StageRun(Run(tmp_path/'killed', work), 'train')
-    assert stage.status() == 'was interrupted'
+    assert stage.status() == 'was interrupted' and load_file(last)['step'] == 1
     r = command(*args)
     assert r.exit_code == 0 and here == ['train', 'infer'], r.output[-3000:]
     assert 'train: train the acoustic model (was interrupted)' in r.stderr
