@@ -9,7 +9,7 @@ from copies import CONTEXT, call
 
 from b2t_kaggle.core.files import file_state
 
-LIMIT = 400 # Seconds until there is a checkpoint, on a machine that is busy with other things
+LIMIT = 400 # Seconds in which what is waited for comes, such as a checkpoint or an end, on a machine that is busy
 
 
 def ask_before_each_step(trainer: type, allowed) -> None:

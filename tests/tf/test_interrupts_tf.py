@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip('tensorflow', reason='needs TensorFlow: pip install b2t_kaggle[tf]')
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import copies
+from killed import LIMIT
 from test_interrupts import STEPS, WITHOUT_END, command, family, read_until
 from test_pipeline import SMALL, stages_here
 from test_trainer import open_stores, write_toy
@@ -50,7 +52,7 @@ def test_a_training(toy, tmp_path, how):
     read_until(reading.fileno(), STEPS)
     if how in signal.Signals.__members__: os.kill(p.pid, signal.Signals[how])
     else: reading.close()
-    p.join(100)
+    p.join(LIMIT)
     saved = load_last(tmp_path/'last.weights.h5')['run']['step']
     assert p.exitcode == 0 and saved >= 3 and load_model(tmp_path/'last.weights.h5')
     assert (tmp_path/'said').read_text() == f'{saved:,} of 1,000,000 batches are saved'
@@ -66,10 +68,11 @@ def test_a_scheduler_that_ends_every_process_of_a_run(tmp_path):
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as p:
         read_until(p.stdout.fileno(), STEPS)
         started = family(p.pid)
-        for q in [p, *started]: q.send_signal(signal.SIGTERM)
+        for q in [p, *started]:
+            with suppress(psutil.NoSuchProcess): q.send_signal(signal.SIGTERM) # The first one may have ended others
         rest = p.stdout.read().decode()
-        assert p.wait(100) == 128 + signal.SIGTERM, rest
-    assert not psutil.wait_procs(started, timeout=60)[1]
+        assert p.wait(LIMIT) == 128 + signal.SIGTERM, rest
+    assert not psutil.wait_procs(started, timeout=LIMIT)[1]
     saved = load_last(tmp_path/'asked'/'train'/'last.weights.h5')['run']['step']
     assert f'Interrupted in the stage train: {saved:,} of 1,000,000 batches are saved' in rest, rest
     assert 'Traceback' not in rest, rest
