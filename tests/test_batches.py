@@ -204,6 +204,9 @@ def test_filling_is_exact_for_every_float16(stored, delivered):
     with pytest.raises(ValueError, match='do not fit'): fill_rows(out[:, :35000], x, starts, lengths)
 
 
+def threads(): return {t for t in threading.enumerate() if t.name == 'prefetch'}
+
+
 def test_prefetch_keeps_the_order_and_runs_ahead():
     made = []
     def items():
@@ -218,23 +221,26 @@ def test_prefetch_keeps_the_order_and_runs_ahead():
 
 
 def test_prefetch_raises_where_the_items_are_taken():
+    before = threads() # Another test may have left what nobody has collected yet
     def items(): yield 1; raise OSError('the disk is gone')
     it = prefetch(items())
     assert next(it) == 1
     with pytest.raises(OSError, match='the disk is gone'): next(it)
-    assert not [t for t in threading.enumerate() if t.name == 'prefetch']
+    assert not threads() - before
 
 
 @pytest.mark.parametrize('how', ['close', 'drop', 'break'])
 def test_prefetch_stops_its_thread(how):
+    before = threads()
     it = prefetch(itertools.count())
     next(it)
+    assert len(threads() - before) == 1
     if how == 'close': it.close()
     elif how == 'break':
         for _ in it: break
     del it
     gc.collect()
-    assert not [t for t in threading.enumerate() if t.name == 'prefetch']
+    assert not threads() - before
 
 
 def test_batches_ahead_are_the_batches(seed=3):
