@@ -836,6 +836,8 @@ def test_passwords(decoder, tmp_path):
 def test_a_redis_without_tls(decoder, plain, monkeypatch):
     "Is not waited for."
     for limit in ('socket_connect_timeout', 'socket_timeout'): monkeypatch.setitem(connection._LIMITS, limit, 0.3)
+    ask_plainly = socket.create_connection # Redis answers, though it may be slow
+    monkeypatch.setattr(socket, 'create_connection', lambda address, timeout: ask_plainly(address, LIMIT))
     options = dict(port=plain.port, tls=True)
     for ask in (lambda: check_redis(**options), lambda: serve(decoder, **options, stop=stopped_after(LIMIT))):
         with pytest.raises(PermissionError, match='does not speak TLS on that port; leave TLS .--tls. out'): ask()
