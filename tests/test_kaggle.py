@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from kaggle_session import NOTEBOOKS, RECORDINGS, trap_pip
+from killed import LIMIT
 
 from b2t_kaggle.devices.kaggle import KAGGLE_ACCELERATORS
 
@@ -35,7 +36,7 @@ def start(room, absent=('b2t_kaggle.config', 'rapidfuzz'), notebook='train.ipynb
     (room/'trap').mkdir()
     env = trap_pip(room/'trap') | {'ABSENT': json.dumps(absent)} | variables
     command = [sys.executable, '-c', START, NOTEBOOKS/notebook, room/'input', room/'working']
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
     calls = room/'trap'/'calls'
     return done, [line.split() for line in calls.read_text().splitlines()] if calls.exists() else []
 
@@ -137,7 +138,7 @@ def test_a_checkout_in_the_working_folder_does_not_pass_for_the_kit(is_whole, tm
     for file in ('__init__.py', 'config.py') if is_whole else (): (kit/file).touch()
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
     command = [sys.executable, '-c', WITHOUT_KIT, NOTEBOOKS/'train.ipynb']
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT)
     if is_whole: assert done.stdout.strip() == str(kit/'__init__.py'), done.stderr
     else: assert 'RuntimeError: b2t_kaggle is not installed, and attached 0 times' in done.stderr
 
@@ -178,5 +179,5 @@ def test_a_notebook_that_was_pushed_earlier_finds_this_kit_and_its_names(tmp_pat
     for name in ('settings.ini', 'b2t_kaggle'): (kit/name).symlink_to(ROOT/name)
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
     command = [sys.executable, '-c', f'{WITHOUT_KIT}{CALLS}', NOTEBOOKS/'train.ipynb']
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout.splitlines() == [f'{kit}/b2t_kaggle/__init__.py', ' '.join(['True']*6)], done.stderr

@@ -26,7 +26,7 @@ FILES = 'files = [open("/dev/null") for _ in range(100)]'
 MEMORY = 'import numpy as np\nx = np.ones(10**10)'
 BYTES = 'x = bytearray(10**13)'
 THREADS = '''import threading, time
-for _ in range(10**5): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()'''
+for _ in range(10**5): threading.Thread(target=time.sleep, args=(999,), daemon=True).start()'''
 
 
 @pytest.mark.parametrize('code, which, limit, words', [

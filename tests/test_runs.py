@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from killed import LIMIT
 
 from b2t_kaggle.cli import command as cli
 from b2t_kaggle.config import preset
@@ -177,7 +178,7 @@ def works(folder, beam):
 
 
 def wait_for(condition):
-    end = time.monotonic() + 60
+    end = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < end
         time.sleep(.05)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copies import call, call_as_ranks, call_with
-from killed import ask_before_each_step, kill_behind_a_checkpoint, wait_for_checkpoint
+from killed import LIMIT, ask_before_each_step, kill_behind_a_checkpoint, wait_for_checkpoint
 
 from b2t_kaggle.config import preset, with_overrides
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
@@ -697,7 +697,7 @@ def test_two_machines_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
     try:
         dist.init_process_group('gloo', timeout=timedelta(seconds=300))
         two = train(*stores, cfg, tmp_path/'two', progress=False)
-        other.join(200)
+        other.join(LIMIT)
         assert other.exitcode == 0 and not (job.parent/'error').exists()
     finally:
         other.kill()
@@ -751,7 +751,7 @@ def test_two_processes_are_interrupted_without_a_traceback(stores, tmp_path):
     p = call(train_without_end, stores[0].path.parent, tmp_path)
     wait_for_checkpoint(p, tmp_path/'last.pt')
     os.killpg(p.pid, signal.SIGINT)
-    p.join(100)
+    p.join(LIMIT)
     printed = (tmp_path/'printed').read_text()
     assert p.exitcode == 0 and 'Traceback' not in printed, printed
     assert f'{load_file(tmp_path/"last.pt")["step"]:,} of 1,000,000 batches are saved' in printed
@@ -768,5 +768,5 @@ def test_processes_end_with_the_one_that_started_them(stores, tmp_path):
     workers = [p for p in torchrun.children() if any(a.endswith('worker.py') for a in p.cmdline())]
     assert len(workers) == 2
     torchrun.kill(); parent.kill(); parent.join()
-    _, alive = psutil.wait_procs(workers, timeout=100)
+    _, alive = psutil.wait_procs(workers, timeout=LIMIT)
     assert not alive
