@@ -88,7 +88,7 @@ def group_of(
     parameter,        # The parameter itself
     cfg: TrainConfig, # The run's `train` group
 ) -> tuple[str, float]:
-    "Learning rate of a parameter, `model` or `day`, and its weight decay."
+    "Learning rate of a parameter with AdamW, `model` or `day`, and its weight decay."
     if model.is_per_day(name): return 'day', cfg.weight_decay_day
     if is_per_participant(name): return 'day', 0. # Maps that begin as the identity, as those of days do
     return 'model', cfg.weight_decay if model.decays(name, parameter) else 0.
