@@ -127,17 +127,13 @@ _SEARCHES = 16  # Of all trials, at most
 class OutOfTime(RuntimeError):
     "There is no time to tune weights and decode with them."
 
+@dataclass
 class _Clock:
     "The time that is left for further searches."
-    def __init__(self,
-        left: Callable[[], float], # Seconds that are left; infinite: there is no hurry
-        n_trials: int,             # That are tuned on
-        n_others: int,             # That have to be decoded afterwards
-    ):
-        self.left = left
-        self.n_trials = n_trials
-        self.n_others = n_others
-        self.seconds = 0.          # For a trial, all cores together
+    left: Callable[[], float] # Seconds that are left; infinite: there is no hurry
+    n_trials: int             # That are tuned on
+    n_others: int             # That have to be decoded afterwards
+    seconds: float = 0.       # For a trial, all cores together
 
     def check(self, searches: int = 1) -> None:
         "Raise `OutOfTime` where so many searches and the decoding are not over in time."

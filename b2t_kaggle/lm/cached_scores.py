@@ -7,6 +7,8 @@ __all__ = ['CachedScores']
 
 # %% ../../nbs/lm/16_cached_scores.ipynb #c003
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +19,13 @@ from .causal import score_sentences
 # %% ../../nbs/lm/16_cached_scores.ipynb #c005
 _AT_ONCE = 500 # Sentences between two steps of the progress bar
 
+@dataclass
 class CachedScores:
     "Natural-log probabilities of sentences with their ends; raises as `b2t_kaggle.lm.causal.score_sentences` does."
-    def __init__(self,
-        model: torch.nn.Module, # A causal language model of transformers
-        tokenizer,              # Its tokenizer
-        progress: bool = True,  # Whether to show a progress bar
-    ):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.progress = progress
-        self.known: dict[str, float] = {}
+    model: torch.nn.Module # A causal language model of transformers
+    tokenizer: Any         # Its tokenizer
+    progress: bool = True  # Whether to show a progress bar
+    known: dict[str, float] = field(default_factory=dict)
 
     def __call__(self,
         texts: Sequence[str], # Sentences [N]

@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -93,20 +94,15 @@ def model_mark(
     return f'{type(model).__name__} ({_hash(sorted(map(str, config.items())))} {_hash(some)})'
 
 # %% ../../nbs/lm/04_finetune.ipynb #c301
+@dataclass
 class TrainingState:
     "The file from which an interrupted fine-tuning continues."
-    def __init__(self,
-        path: Path,             # The file
-        marks: dict[str, str],  # Hashes of model, text and settings
-        left: Callable[[], float] = lambda: math.inf, # Seconds until the time limit
-        every: float = 300.,    # Seconds between two savings
-    ):
-        self.path = path
-        self.marks = marks
-        self.left = left
-        self.every = every
-        self.saved = time.monotonic()
-        self.longest = 0. # Time of a step
+    path: Path                # The file
+    marks: dict[str, str]     # Hashes of model, text and settings
+    left: Callable[[], float] # Seconds until the time limit
+    every: float = 300.       # Seconds between two savings
+    saved: float = field(default_factory=time.monotonic)
+    longest: float = 0.       # Time of a step
 
     def restore(self, model, optimizer) -> int:
         "Continue from the file, if it is there; returns the number of steps done, or raises `TrainingError`."

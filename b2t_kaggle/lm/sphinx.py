@@ -11,6 +11,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,15 +31,12 @@ _MAX_ORDER = 5  # Pocketsphinx reads no larger one
 _N_VALUES = 65536
 _PADDING = 8
 
+@dataclass
 class _Blocks:
     "Takes one block after the other off a file."
-    def __init__(self,
-        data: bytes, # The file
-        name: str,   # Its name, for errors
-    ):
-        self.data = data
-        self.name = name
-        self.at = 0
+    data: bytes # The file
+    name: str   # Its name, for errors
+    at: int = 0
 
     def fail(self, problem: str): raise SphinxError(f'{self.name}: {problem}')
 

@@ -9,6 +9,8 @@ __all__ = ['Level', 'word_forms', 'counted_forms', 'FormTokens', 'TokenTree', 'W
 # %% ../../nbs/rescoring/07_fusion.ipynb #c003
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,17 +45,13 @@ def counted_forms(
     return [i for i, (n, p) in enumerate(zip(lengths, first)) if n == 1 or not p < least] # NaN is found later
 
 # %% ../../nbs/rescoring/07_fusion.ipynb #c011
+@dataclass
 class FormTokens:
     "The tokens of words' forms, computed when they are first needed."
-    def __init__(self,
-        tokenizer,        # Of transformers
-        words: list[str], # The lexicon's words
-        capitals: bool,   # Whether words may begin with a capital letter
-    ):
-        self.tokenizer = tokenizer
-        self.words = words
-        self.capitals = capitals
-        self.known = {} # (word, whether it is the first of the sentence) to the tokens of its forms
+    tokenizer: Any   # Of transformers
+    words: list[str] # The lexicon's words
+    capitals: bool   # Whether words may begin with a capital letter
+    known: dict = field(default_factory=dict) # (word, whether it is the sentence's first) to the tokens of its forms
 
     def get(self,
         places: Iterable[tuple[int, bool]], # Word ids, and whether each is the first of its sentence
@@ -317,18 +315,13 @@ def score_level(
     return {word.history: word.write(written) for word in new}
 
 # %% ../../nbs/rescoring/07_fusion.ipynb #c026
+@dataclass
 class LLMTrial:
     "A language model during one trial; a `b2t_kaggle.decoding.histories.FusedTrial`."
-    def __init__(self,
-        written: WrittenHistories, # Of the trial, none but the empty one
-        forms: FormTokens,         # The tokens of the lexicon's words
-        end: int | None,           # The token that ends texts; None: ends are not scored
-        lock: threading.Lock,      # Of the model, which several trials may use
-    ):
-        self.written = written
-        self.forms = forms
-        self.end_token = end
-        self.lock = lock
+    written: WrittenHistories # Of the trial, none but the empty one
+    forms: FormTokens         # The tokens of the lexicon's words
+    end_token: int | None     # The one that ends texts; None: ends are not scored
+    lock: threading.Lock      # Of the model, which several trials may use
 
     @torch.inference_mode()
     def score(self, histories: np.ndarray, parents: np.ndarray, words: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 # %% ../../nbs/training/06_budget.ipynb #c004
@@ -65,14 +66,11 @@ class Budget:
 TIME_LIMIT_VARIABLE = 'B2T_SESSION' # Beginning of a run and its time limit, in seconds since 1970
 _WHOLE = 4 * 3600                # A time limit as long as this leaves room for the whole reserve of stages [s]
 
+@dataclass
 class Deadline:
     "Beginning and end of the time that a run may take, in seconds since 1970."
-    def __init__(self,
-        began: float = 0.,
-        ends: float = math.inf, # Infinite where nothing ends it
-    ):
-        self.began = began
-        self.ends = ends
+    began: float = 0.
+    ends: float = math.inf # Infinite where nothing ends it
 
     @classmethod
     def announced(cls) -> 'Deadline':

@@ -9,6 +9,7 @@ __all__ = ['AudioTarget', 'TargetStore', 'build_targets', 'session_sentences', '
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,14 +28,11 @@ from .tower import Tower
 from .voice import Voice
 
 # %% ../../../nbs/pytorch/audio/03_targets.ipynb #c006
+@dataclass
 class AudioTarget:
     "Text to the vectors of a speech model: a voice speaks it, an audio tower encodes the sound."
-    def __init__(self,
-        voice: Voice, # Such as `load_voice` gives
-        tower: Tower, # Such as `load_tower` gives
-    ):
-        self.voice = voice
-        self.tower = tower
+    voice: Voice # Such as `load_voice` gives
+    tower: Tower # Such as `load_tower` gives
 
     def speak(self,
         sentence: str, # As it is written

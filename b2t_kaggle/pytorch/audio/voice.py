@@ -12,6 +12,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -201,14 +202,11 @@ class EspeakVoice:
 # %% ../../../nbs/pytorch/audio/01_voice.ipynb #c021
 _PACES = 0.25, 4. # Between which a voice can be understood
 
+@dataclass
 class PacedVoice:
     "A voice that speaks sentences about as long as wanted."
-    def __init__(self,
-        voice: 'TransformersVoice | EspeakVoice', # Voice whose pace is changed
-        seconds: Mapping[str, float], # Duration of a sentence, by its normal form; others have the voice's own pace
-    ):
-        self.voice = voice
-        self.seconds = seconds
+    voice: TransformersVoice | EspeakVoice # Voice whose pace is changed
+    seconds: Mapping[str, float] # Duration of a sentence, by its normal form; others have the voice's own pace
 
     def speak(self,
         text: str, # A sentence
