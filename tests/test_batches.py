@@ -38,10 +38,8 @@ def test_day_balanced_batches(counts, data):
     must = data.draw(st.lists(st.sampled_from(with_trials), max_size=days_per_batch, unique=True))
     seed = data.draw(st.integers(0, 2**40))
     step = data.draw(st.integers(0, 10**7))
-    groups = data.draw(st.integers(1, 5))
     from_end = [d - with_trials[-1] - 1 for d in must]
-    n_bins = np.arange(len(days))[::-1]
-    def make(must): return DayBalancedSampler(days, batch_size, days_per_batch, seed, must, n_bins, groups)
+    def make(must): return DayBalancedSampler(days, batch_size, days_per_batch, seed, must)
     batch = make(must).batch(step)
     assert len(batch) == batch_size and batch.min() >= 0 and batch.max() < len(days)
     per_day = Counter(days[batch].tolist())
@@ -56,28 +54,15 @@ def test_day_balanced_batches(counts, data):
 def test_days_and_trials_are_drawn_evenly():
     "Frequencies of 4,000 batches against what uniform draws give, five standard deviations."
     days = np.repeat([0, 1, 2, 4, 5], [3, 10, 5, 4, 8])
-    for groups in (1, 3):
-        n_bins = np.random.default_rng(0).permutation(30)
-        s = DayBalancedSampler(days, 10, 2, seed=3, n_bins=n_bins, length_groups=groups)
-        batches = [s.batch(i) for i in range(4000)]
-        n = Counter(d for b in batches for d in set(days[b].tolist()))
-        assert n.keys() == {0, 1, 2, 4, 5} and all(abs(c - 1600) < 5*np.sqrt(4000*.4*.6) for c in n.values())
-        if groups > 1: continue
-        n = np.bincount(np.concatenate(batches), minlength=30)
-        want = 4000*.4*5/np.array([3, 10, 5, 4, 8])[np.searchsorted([0, 1, 2, 4, 5], days)]
-        # Draws of one batch share their day: up to 5 + 1 times the variance
-        assert (abs(n - want) < 5*np.sqrt(want*6)).all()
-        assert any(len(set(b)) < len(b) for b in batches)          # with replacement
-
-
-def test_length_groups_share_out_a_day():
-    "Over a turn of the groups each trial of a day that divides evenly can be drawn in exactly one batch."
-    n_bins = np.random.default_rng(1).permutation(24)
-    s = DayBalancedSampler(np.zeros(24, int), 200, 1, seed=5, n_bins=n_bins, length_groups=4)
-    for turn in range(3):
-        drawn = [frozenset(n_bins[s.batch(4*turn + i)]) for i in range(4)]
-        assert sorted(map(sorted, drawn)) == [list(range(6*k, 6*k + 6)) for k in range(4)]
-    with pytest.raises(ValueError, match='needs n_bins'): DayBalancedSampler(np.zeros(3, int), 2, 1, length_groups=2)
+    s = DayBalancedSampler(days, 10, 2, seed=3)
+    batches = [s.batch(i) for i in range(4000)]
+    n = Counter(d for b in batches for d in set(days[b].tolist()))
+    assert n.keys() == {0, 1, 2, 4, 5} and all(abs(c - 1600) < 5*np.sqrt(4000*.4*.6) for c in n.values())
+    n = np.bincount(np.concatenate(batches), minlength=30)
+    want = 4000*.4*5/np.array([3, 10, 5, 4, 8])[np.searchsorted([0, 1, 2, 4, 5], days)]
+    # Draws of one batch share their day: up to 5 + 1 times the variance
+    assert (abs(n - want) < 5*np.sqrt(want*6)).all()
+    assert any(len(set(b)) < len(b) for b in batches)          # with replacement
 
 
 @given(n_bins=st.lists(st.integers(1, 99), max_size=40), batch_size=st.integers(1, 9), pad=st.booleans())

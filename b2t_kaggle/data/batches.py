@@ -43,20 +43,12 @@ class DayBalancedSampler:
         days_per_batch: int = 4,        # Different days in a batch
         seed: int = 0,                  # Same seed, same batches
         must_include_days: Sequence[int] | None = None, # Days in every batch; -1 is the last day that has trials
-        n_bins: Sequence[int] | np.ndarray | None = None, # Length of each trial [n], such as `store.n_bins`; for groups
-        length_groups: int = 1,         # Groups of trials of similar length; a batch draws from one. 1 is official
     ):
         self.batch_size = batch_size
         self.days_per_batch = days_per_batch
         self.seed = seed
-        self.length_groups = length_groups
-        order = np.arange(len(days_of_trials))
-        if length_groups > 1:
-            if n_bins is None: raise ValueError('length_groups needs n_bins, the length of each trial')
-            order = np.argsort(n_bins, kind='stable')
-        ordered_days = np.asarray(days_of_trials)[order]
         self.days = np.unique(days_of_trials)
-        self._trials = {d: order[ordered_days == d] for d in self.days}
+        self._trials = {d: np.flatnonzero(np.asarray(days_of_trials) == d) for d in self.days}
         if days_per_batch > len(self.days):
             raise ValueError(f'days_per_batch is {days_per_batch}, but only {len(self.days)} days have trials; '
                              'lower data.days_per_batch')
@@ -76,22 +68,7 @@ class DayBalancedSampler:
         days = np.concatenate([self._must_include, others]).astype(int)
         n_per_day, n_left = divmod(self.batch_size, self.days_per_batch)
         one_more = rng.permutation(self.days_per_batch) < n_left
-        group = self._group(step)
-        return np.concatenate([rng.choice(self._trials_in(group, d), n_per_day + more)
-                               for d, more in zip(days, one_more)])
-
-    def _group(self, step: int) -> int:
-        "The group of trials of similar length that a step draws from."
-        if self.length_groups == 1: return 0
-        turn, place = divmod(step, self.length_groups)
-        return np.random.default_rng([self.seed, 1, turn]).permutation(self.length_groups)[place]
-
-    def _trials_in(self, group: int, day: int) -> np.ndarray:
-        "The trials of a day in a group; where the day does not divide evenly, neighbouring groups overlap."
-        trials = self._trials[day]
-        begin = len(trials)*group//self.length_groups
-        end = -(-len(trials)*(group + 1)//self.length_groups)  # rounded up
-        return trials[begin:end]
+        return np.concatenate([rng.choice(self._trials[d], n_per_day + more) for d, more in zip(days, one_more)])
 
 # %% ../../nbs/data/04_batches.ipynb #c502
 def apportioned(
