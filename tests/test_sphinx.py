@@ -160,19 +160,19 @@ TRAIN = ['we see you', 'we are here', 'you are here', 'i see the house', 'here w
 VAL = ['we see the house', 'you see us', 'i am here', 'zyx']
 
 
-def lm_stage(folder, monkeypatch, val=VAL, **values):
+def lm_stage(folder, val=VAL, **values):
     "Execute the stage without a run; returns the details of its result."
     tables = {name: pd.DataFrame(dict(sentence=sentences, is_instruction=False))
               for name, sentences in dict(train=TRAIN, val=val).items()}
     cfg = Config(lm=values, data=dict(dataset_dir=folder))
-    run = SimpleNamespace(cfg=cfg, dir=folder, packed_dir=folder, data_dir=folder)
-    monkeypatch.setattr('b2t_kaggle.data.store.TrialStore.open', lambda path: SimpleNamespace(index=tables[path.stem]))
+    def trials(split): return SimpleNamespace(index=tables[split])
+    run = SimpleNamespace(cfg=cfg, dir=folder, data_dir=folder, trials=trials)
     return LM().run(run, None).details
 
 
-def test_a_run_without_a_general_model(tmp_path, monkeypatch, capsys):
+def test_a_run_without_a_general_model(tmp_path, capsys):
     "The model of the transcripts as it always was; one line says how many words it lacks and what to give."
-    details = lm_stage(tmp_path, monkeypatch)
+    details = lm_stage(tmp_path)
     expected = build_ngram(TRAIN, tmp_path/'expected.arpa', order=3)
     assert (tmp_path/'lm'/'lm.arpa').read_bytes() == expected.read_bytes()
     assert sorted(details['words']) == sorted(set(' '.join(TRAIN).split()))
@@ -181,14 +181,14 @@ def test_a_run_without_a_general_model(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('repeat, note', [(1, 'Equal weights: val has 11 words'), (20, 'Weights tuned on 220 words')])
-def test_a_run_with_a_general_model(repeat, note, tmp_path, monkeypatch, capsys):
+def test_a_run_with_a_general_model(repeat, note, tmp_path, capsys):
     "Mixed with the transcripts and with other text; words that only the general model knows can be decoded."
     grams = [{'<s>': (-99, 0), '</s>': (-.5, 0)} | {w: (-1.2, 0) for w in 'us am see the house qwxz'.split()},
              {'see us': (-.1, 0)}]
     (tmp_path/'general.lm.bin').write_bytes(sphinx_file(grams))
     (tmp_path/'more.txt').write_text('We rest.\nI am at home.\n')
     values = dict(general=tmp_path/'general.lm.bin', texts=[tmp_path/'more.txt'])
-    details = lm_stage(tmp_path, monkeypatch, VAL*repeat, **values)
+    details = lm_stage(tmp_path, VAL*repeat, **values)
     out = capsys.readouterr().out
     assert note in out and 'cannot be decoded' not in out
     fits = details['mixture'].fits

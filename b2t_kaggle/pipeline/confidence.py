@@ -61,6 +61,6 @@ def write_words(
     found = calibrate_lists(run, stage, nbest.get('val', []), references)
     temperature = found.temperature if found else 1.
     for split, lists in nbest.items():
-        logits = LogitStore.open(run.logits(split))
+        logits = run.log_probs(split)
         write_nbest(run.nbest_path(split, stage), with_words(lists, decoders[split], logits, temperature))
     return [confidence_path(run, stage)] if found else [], found

@@ -63,9 +63,9 @@ def _fusion(run: Run):
 
 def _times(run: Run) -> dict[str, float]:
     "Times of the frames that a run decodes, by its log-probabilities or else by its own model; empty: not known."
-    from b2t_kaggle.logits import LogitStore, frame_times
+    from b2t_kaggle.logits import frame_times
     own = {} if run.cfg.infer.logits else dict(config=run.cfg.dump())
-    times = frame_times(LogitStore.open(run.logits(run.splits[0])).provenance if run.splits else own)
+    times = frame_times(run.log_probs(run.splits[0]).provenance if run.splits else own)
     return times.in_ms() if times else {}
 
 def open_decoder(

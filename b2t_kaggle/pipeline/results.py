@@ -15,9 +15,7 @@ import pandas as pd
 
 from ..core.ctc import greedy
 from ..data.sessions import by_participant
-from ..data.store import TrialStore
 from ..decoding.nbest import Hypothesis, known_words, write_nbest
-from ..logits import LogitStore
 from ..metrics import total, word_error_rate, word_errors
 from ..metrics.comparison import WER, measure, results_of, with_seen
 from ..phonemes import PHONEMES
@@ -73,8 +71,8 @@ def write_lists(
     paths = []
     decoder = run.lists_of(stage).decoder
     for split, lists in nbest.items():
-        index = TrialStore.open(run.packed_dir/f'{split}.arrow').index
-        model = _model_name(LogitStore.open(run.logits(split)).provenance)
+        index = run.trials(split).index
+        model = _model_name(run.log_probs(split).provenance)
         found = as_hypotheses(index, lists, split, system=run.dir.name, model=model, decoder=decoder)
         paths.append(run.hypotheses(split, stage))
         write_hypotheses(paths[-1], found)
@@ -108,8 +106,8 @@ def run_results(
 ) -> pd.DataFrame: # As `comparison.results_of`
     "Hypotheses of a run for val, and the truth, without instructions. Raises `PipelineError` where there is no val."
     best = [hyps[0] for hyps in run.nbest('val')]
-    val = TrialStore.open(run.packed_dir/'val.arrow')
-    logits = LogitStore.open(run.logits('val'))
+    val = run.trials('val')
+    logits = run.log_probs('val')
     blocks = read_blocks(run.cfg.report.blocks) if run.cfg.report.blocks else {}
     rows = []
     for i, row in enumerate(val.index.itertuples()):
@@ -120,7 +118,7 @@ def run_results(
         truth = dict(reference=row.sentence, phonemes=_as_text(val.class_ids(i)))
         facts = dict(session=row.session, block=int(row.block), corpus=blocks.get((row.session, int(row.block))))
         rows.append(dict(trial=i) | facts | truth | found)
-    train = TrialStore.open(run.packed_dir/'train.arrow').index
+    train = run.trials('train').index
     return with_seen(results_of(rows), [s for s in train.sentence if isinstance(s, str)])
 
 def is_in_sample(
@@ -153,7 +151,7 @@ def read_systems(
     about a trial."""
     own = run.hypotheses(split, list_stage(run.cfg, before='combine'))
     alone = read_hypotheses(own)
-    numbers = set(map(str, range(len(TrialStore.open(run.packed_dir/f'{split}.arrow').index))))
+    numbers = set(map(str, range(len(run.trials(split).index))))
     found = {s: hypothesis_files(s, run.dir.parent) for s in run.cfg.combine.sources}
     others = {s: files[split] for s, files in found.items() if split in files}
     runs = [s for s in others if not Path(s).is_file()]

@@ -9,6 +9,7 @@ __all__ = ['write_json', 'read_json', 'RunConfig', 'Run', 'near_runs', 'find_sou
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import Config, differing_values, load_config, preset, save_config, with_overrides
 from ..core.files import clear_leftovers, user_cache, write_whole
@@ -19,6 +20,10 @@ from .fingerprints import Keyed
 from .stages import STAGES, PipelineError, list_stage
 from .stages.stage import NBest
 from ..training.checkpoint_paths import BEST, REFIT, checkpoint_for
+
+if TYPE_CHECKING:
+    from b2t_kaggle.data.store import TrialStore
+    from b2t_kaggle.logits import LogitStore
 
 # %% ../../nbs/pipeline/07_run.ipynb #c013
 def write_json(value, path: Path) -> None:
@@ -97,6 +102,13 @@ class Run(RunConfig):
         "Folder of the packed stores `train.arrow`, `val.arrow`, `test.arrow`."
         return self.work/f'packed-{self.fingerprint("pack")}'
 
+    def trials(self,
+        split: str, # `train`, `val` or `test`
+    ) -> 'TrialStore':
+        "The packed trials of a split."
+        from b2t_kaggle.data.store import TrialStore
+        return TrialStore.open(self.packed_dir/f'{split}.arrow')
+
     @property
     def checkpoint(self) -> Path:
         "Checkpoint that `infer` loads: the configured checkpoint, or the best one of this run."
@@ -120,6 +132,13 @@ class Run(RunConfig):
     ) -> Path:
         "The LogitStore that is decoded: the model's, or what the stage `ensemble` made of those that were given."
         return self.dir/('ensemble' if self.cfg.infer.logits else 'logits')/f'{split}.arrow'
+
+    def log_probs(self,
+        split: str, # `val` or `test`
+    ) -> 'LogitStore':
+        "The log-probabilities that are decoded."
+        from b2t_kaggle.logits import LogitStore
+        return LogitStore.open(self.logits(split))
 
     @property
     def splits(self) -> list[str]:

@@ -14,21 +14,19 @@ from .stage import FirstPass, LanguageModel, Logits, PackedTrials, Result, Stage
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c005
 def _spoken_trials(run):
     "The trials of val that have a sentence, by number; none where val is not decoded."
-    from b2t_kaggle.data.store import TrialStore
-    index = TrialStore.open(run.packed_dir/'val.arrow').index.reset_index(drop=True)
+    index = run.trials('val').index.reset_index(drop=True)
     return index[~index.is_instruction.astype(bool)] if 'val' in run.splits else index[:0]
 
 def _tuning(run, progress, decoder, spoken) -> tuple:
     "Tuned weights, from an earlier execution too, or none and the reason. Raises `decoding.tuning.OutOfTime`."
     from b2t_kaggle.decoding import tuning
-    from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.pipeline.decoder import WEIGHTS
     path = run.dir/WEIGHTS
     if all(progress.pending_trials(split) is None for split in run.splits): path.unlink(missing_ok=True)
     if path.exists(): return tuning.read_tuning(path), ''
     cfg = run.cfg.decode
     if reason := tuning.reason_not_to_tune(cfg, len(spoken)): return None, reason
-    stores = {split: LogitStore.open(run.logits(split)) for split in run.splits}
+    stores = {split: run.log_probs(split) for split in run.splits}
     found = tuning.tune_search(decoder, [stores['val'][i] for i in spoken.index], spoken.sentence.tolist(),
                                tuning.given_weights(cfg), left=progress.time_left,
                                n_others=sum(map(len, stores.values())), n_jobs=cfg.n_jobs)
@@ -37,8 +35,7 @@ def _tuning(run, progress, decoder, spoken) -> tuple:
 
 def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
     "A decoder for each trial of each split."
-    from b2t_kaggle.logits import LogitStore
-    decoders = {split: [decoder]*len(LogitStore.open(run.logits(split))) for split in run.splits}
+    decoders = {split: [decoder]*len(run.log_probs(split)) for split in run.splits}
     if not tuning: return decoders
     tuned = {w: decoder.with_weights(*w) for w in {tuning.weights, *tuning.held_out(len(spoken))}}
     decoders = {split: [tuned[tuning.weights]]*len(some) for split, some in decoders.items()}
@@ -60,14 +57,13 @@ def _search(run, name, progress, decoders, late) -> tuple[dict, int]:
     "Lists of all trials by split, and the number of those that are to be found anew; written split by split."
     from b2t_kaggle.decoding.deadline import decode_in_time
     from b2t_kaggle.decoding.nbest import read_nbest, write_nbest
-    from b2t_kaggle.logits import LogitStore
     nbest = {}
     n_left = 0
     for split in sorted(run.splits): # test first: a submission needs it
         path = run.nbest_path(split, name)
         todo = progress.pending_trials(split)
         known = None if todo is None else read_nbest(path)
-        logits: Any = LogitStore.open(run.logits(split))
+        logits: Any = run.log_probs(split)
         nbest[split], left = decode_in_time(decoders[split], logits, progress.time_left, known, todo,
                                             run.cfg.decode.n_jobs, label=f'decode {split}')
         write_nbest(path, nbest[split])
@@ -140,9 +136,8 @@ class Decode(Stage):
     def _compared(self, run, progress, decoders, nbest, spoken) -> tuple[dict, dict] | None:
         "The lists that are kept, with the LLM or without it, and figures of its gain; none where the time is up."
         from b2t_kaggle.decoding.deadline import decode_in_time
-        from b2t_kaggle.logits import LogitStore
         def search(split):
-            logits = LogitStore.open(run.logits(split))
+            logits = run.log_probs(split)
             lists, left = decode_in_time(_without_llm(decoders[split]), logits, progress.time_left,
                                          n_jobs=run.cfg.decode.n_jobs, label=f'decode {split} without the LLM')
             return None if left else lists

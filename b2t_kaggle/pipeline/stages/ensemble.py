@@ -49,11 +49,10 @@ class Ensemble(Stage):
 
     def run(self, run, progress):
         from b2t_kaggle.core.ctc import greedy
-        from b2t_kaggle.data.store import TrialStore
         from b2t_kaggle.logits import sort_stores, take_stores
         from b2t_kaggle.metrics import phoneme_error_rate
         cfg = run.cfg.infer
-        stores = {split: TrialStore.open(run.packed_dir/f'{split}.arrow') for split in ('val', 'test')}
+        stores = {split: run.trials(split) for split in ('val', 'test')}
         tuned = _tune(cfg, stores)
         weights = tuned.weights if tuned else None if cfg.weights == 'equal' else cfg.weights
         indices = {split: store.index for split, store in stores.items()}

@@ -29,13 +29,12 @@ class _Lists:
         from b2t_kaggle.core.reading import parse_json, read_text
         from b2t_kaggle.decoding.deadline import decode_in_time
         from b2t_kaggle.decoding.nbest import read_nbest
-        from b2t_kaggle.logits import LogitStore
         self.left = self.progress.pending_trials(self.split)
         if self.left is not None:
             self.nbest = read_nbest(self.path)
             self.runaway = set(parse_json(read_text(self.files[1])))
             return
-        logits: Any = LogitStore.open(run.logits(self.split))
+        logits: Any = run.log_probs(self.split)
         self.nbest, self.left = decode_in_time(decoder(), logits, lambda: 0, n_jobs=run.cfg.decode.n_jobs)
         self.runaway = set()
         self.save()
@@ -93,13 +92,12 @@ class Generate(Stage):
     def check(self, cfg, kind): check_llm(cfg, 'audio')
 
     def run(self, run, progress):
-        from b2t_kaggle.data.store import TrialStore
         from b2t_kaggle.lm.automaton import load_ngram
         from b2t_kaggle.metrics import bleu, character_error_rate, total, word_errors
         from b2t_kaggle.pipeline.decoder import open_decoder
         from b2t_kaggle.pipeline.results import write_lists
         ngram = load_ngram(run.lm_path)
-        stores = {split: TrialStore.open(run.packed_dir/f'{split}.arrow') for split in sorted(run.splits)} # test first
+        stores = {split: run.trials(split) for split in sorted(run.splits)} # test first
         lists = {split: _Lists(run, progress, split, self.name) for split in stores}
         decoder = cache(lambda: open_decoder(run))
         for some in lists.values(): some.load(run, decoder)

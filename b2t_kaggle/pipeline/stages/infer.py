@@ -27,21 +27,19 @@ def _learns_from_decoder(cfg) -> bool: return cfg.infer.adapt in ('dietcorp', 'b
 
 def _moments_and_decoder(run) -> tuple:
     "Features of training and decoder, by which a model adapts; each none where it is not needed."
-    from b2t_kaggle.data.store import TrialStore
     from b2t_kaggle.pipeline.decoder import open_decoder
     from b2t_kaggle.pytorch.adaptation import session_moments
-    trained_on = TrialStore.open(run.packed_dir/'train.arrow')
+    trained_on = run.trials('train')
     moments = session_moments(trained_on) if run.cfg.infer.adapt != 'dietcorp' else None
     return moments, open_decoder(run, nbest=1) if run.cfg.infer.adapt != 'recalibrate' else None
 
 def _infer_splits(run, progress, stores) -> dict:
     "Log-probabilities of test, and of val where there is time; what an earlier execution did is taken."
-    from b2t_kaggle.logits import LogitStore
     cfg = run.cfg
     adaptation = _moments_and_decoder(run) if cfg.infer.adapt else ()
     def infer_split(split):
         path = run.logits(split)
-        if progress.pending_trials(split) == [] and path.exists(): return LogitStore.open(path)
+        if progress.pending_trials(split) == [] and path.exists(): return run.log_probs(split)
         given = run.checkpoint_for(split), stores[split], path
         device = cfg.train.accelerator, cfg.train.precision
         if adaptation:
@@ -97,10 +95,9 @@ class Infer(Stage):
     def run(self, run, progress):
         from b2t_kaggle.core.ctc import greedy
         from b2t_kaggle.data.sessions import by_participant
-        from b2t_kaggle.data.store import TrialStore
         from b2t_kaggle.metrics import phoneme_error_rate
         cfg = run.cfg
-        stores = {split: TrialStore.open(run.packed_dir/f'{split}.arrow') for split in ('test', 'val')}
+        stores = {split: run.trials(split) for split in ('test', 'val')}
         models = {split: run.checkpoint_for(split) for split in stores}
         if models['test'] != models['val']:
             print(f'test: {models["test"]}, which has seen val; val: {models["val"]}')

@@ -58,10 +58,9 @@ class LM(Stage):
                 ' or --set lm.texts=[FILE].']
 
     def run(self, run, progress):
-        from b2t_kaggle.data.store import TrialStore
         from b2t_kaggle.lm.ngram import oov_advice, perplexity_report
         cfg = run.cfg
-        train, val = (TrialStore.open(run.packed_dir/f'{split}.arrow').index for split in ('train', 'val'))
+        train, val = (run.trials(split).index for split in ('train', 'val'))
         transcripts = train.sentence[~train.is_instruction].tolist()
         held_out = val.sentence[~val.is_instruction].tolist()
         files = [*cfg.lm.texts, *([] if cfg.data.dataset_dir else [run.data_dir/'lm_text.txt'])]

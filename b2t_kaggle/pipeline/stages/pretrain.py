@@ -20,7 +20,7 @@ from ...training.pretraining_config import PROBE_PER, check_objective, pretraini
 def _packed(run) -> list:
     "Stores of train, val and test, with test of all participants."
     from b2t_kaggle.data.store import TrialStore
-    stores = [TrialStore.open(run.packed_dir/f'{split}.arrow') for split in ('train', 'val', 'test')]
+    stores = [run.trials(split) for split in ('train', 'val', 'test')]
     data = run.cfg.data
     if len(data.folders) < 2: return stores
     return [*stores[:2], TrialStore.build(data.folders, 'test', run.packed_dir/'test_of_all.arrow', dtype=data.dtype,

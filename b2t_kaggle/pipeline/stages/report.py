@@ -107,11 +107,10 @@ def _confidences(run) -> str:
 
 def _provenance(run, stamps) -> str:
     "Facts about data and model, and the files of the stages."
-    from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.pipeline.report import provenance
     facts = {'data': 'simulated' if run.cfg.data.dataset_dir is None else 'recordings given with data.dataset_dir'}
     for split in run.splits[:1]:
-        known = LogitStore.open(run.logits(split)).provenance
+        known = run.log_probs(split).provenance
         facts |= {k: str(known[k]) for k in ('model', 'framework', 'device', 'precision') if known.get(k)}
     return provenance(facts, stamps)
 

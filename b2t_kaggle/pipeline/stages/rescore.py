@@ -70,7 +70,6 @@ class Rescore(Stage):
     def check(self, cfg, kind): check_llm(cfg, 'rescore')
 
     def run(self, run, progress):
-        from b2t_kaggle.data.store import TrialStore
         from b2t_kaggle.decoding.nbest import write_nbest
         from b2t_kaggle.pipeline.results import participant_rates, write_all_lists
         from b2t_kaggle.rescoring.mixture import write_weights
@@ -82,7 +81,7 @@ class Rescore(Stage):
                   f'{sum(map(len, scored[split].values()))} sentences for the LLM')
             if left[split]: print(f'{split}: {len(left[split])} trials keep the order of the search, because the '
                                   'session ends; run it again to rescore them')
-        index = TrialStore.open(run.packed_dir/'val.arrow').index
+        index = run.trials('val').index
         references = {i: row.sentence for i, row in enumerate(index.itertuples()) if not row.is_instruction}
         if 'val' not in nbest: references = {}
         rescored, weights, tuned = _rank(run.cfg.rescore, nbest, scored, references)

@@ -17,9 +17,8 @@ class Submit(Stage):
     version = 'd44ab28d2d45845c'
 
     def run(self, run, progress):
-        from b2t_kaggle.data.store import TrialStore
         from b2t_kaggle.pipeline.submission import validate_submission, write_submission
-        test = TrialStore.open(run.packed_dir/'test.arrow').index
+        test = run.trials('test').index
         best = [hyps[0].text for hyps in run.nbest('test')]
         path = run.dir/'submission.csv'
         write_submission(path, best, test)

@@ -142,9 +142,8 @@ class Train(Stage):
                 f'never gets to its peak; --set lr_warmup_steps={n} --set lr_warmup_steps_day={n} shortens that.']
 
     def run(self, run, progress):
-        from b2t_kaggle.data.store import TrialStore
         folder = run.dir/'train'
-        stores = [TrialStore.open(run.packed_dir/f'{split}.arrow') for split in ('train', 'val')]
+        stores = [run.trials(split) for split in ('train', 'val')]
         limits = {'train.time_budget': run.cfg.train.time_budget or math.inf, SESSION_END: progress.time_left()/60}
         result = train_within(limits, self.training_config(run), folder, *stores)
         metrics = dict(steps=result['step'], PER=result['val_per'])
