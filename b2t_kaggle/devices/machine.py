@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['TPU_GENERATIONS', 'TPU_VARIABLES', 'TENSORFLOW_PACKAGES', 'PACKAGES', 'ACCELERATORS', 'PRECISIONS', 'NO_TPU',
            'cpu_flags', 'cpu_computes_bfloat16', 'n_cores', 'cpu_name', 'Gpu', 'driver_gpus', 'torch_gpus',
-           'Generation', 'tpu_type', 'seen_variables', 'tpu_server', 'Tpu', 'find_tpu', 'installed_packages',
-           'format_table', 'Detected', 'detect', 'DeviceError', 'Device', 'join_clauses', 'check_accelerator',
-           'choose_precision', 'refuse_float16', 'reason_for_precision', 'unused_tpu', 'tpu_device', 'gpu_device']
+           'Generation', 'tpu_type', 'seen_variables', 'tpu_server', 'Tpu', 'find_tpu', 'installed_version',
+           'installed_packages', 'format_table', 'Detected', 'detect', 'DeviceError', 'Device', 'join_clauses',
+           'check_accelerator', 'choose_precision', 'refuse_float16', 'reason_for_precision', 'unused_tpu',
+           'tpu_device', 'gpu_device']
 
 # %% ../../nbs/devices/01_machine.ipynb #c003
 import os
@@ -248,13 +249,16 @@ def find_tpu(
 TENSORFLOW_PACKAGES = ('tensorflow-tpu', 'tensorflow', 'tensorflow-cpu')
 PACKAGES = ('torch', 'torch_xla', 'torch_tpu', 'libtpu', 'libtpu-nightly', *TENSORFLOW_PACKAGES)
 
-def _version(package: str) -> str | None:
+def installed_version(
+    package: str, # Its name, as pip knows it
+) -> str | None:
+    "Version of a package; None if it is not installed."
     try: return metadata.version(package)
     except metadata.PackageNotFoundError: return None
 
 def installed_packages() -> dict[str, str]:
     "Versions of the packages that compute, read from their metadata."
-    versions = {p: v for p in PACKAGES if (v := _version(p))}
+    versions = {p: v for p in PACKAGES if (v := installed_version(p))}
     if not set(TENSORFLOW_PACKAGES) & set(versions) and find_spec('tensorflow'):
         for package in metadata.packages_distributions().get('tensorflow', [])[:1]:
             versions[re.sub('[-_.]+', '-', package).lower()] = metadata.version(package)

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from itertools import count
@@ -183,19 +183,14 @@ class Step:
     by_hand: list[str]         # Commands and clicks in its place
     now: Callable[[], list[str]] = list # Details, in lines
 
+@dataclass
 class Cycle:
     "The steps of a plan."
-    def __init__(self,
-        plan: Plan,
-        folder: Path,       # Of the cycle
-        api: Any = None,    # Of `client.connect`; none where it is only printed
-        retry: bool = False, # Whether what failed is pushed again
-    ):
-        self.plan = plan
-        self.folder = folder
-        self.api = api
-        self.retry = retry
-        self.pushed: set[str] = set() # Notebooks that were, since this cycle is carried out
+    plan: Plan
+    folder: Path        # Of the cycle
+    api: Any = None     # Of `client.connect`; none where it is only printed
+    retry: bool = False # Whether what failed is pushed again
+    pushed: set[str] = field(default_factory=set) # Notebooks that were, since this cycle is carried out
 
     def run_dir(self,
         part: int, # Of the training, from 1

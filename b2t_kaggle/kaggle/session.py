@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'RESCORING', 'GGUF', 'ADAPTER', 'EIGHT_BIT', 'PINNED',
            'LEARNING', 'hand_in', 'what_next', 'Attached', 'NotebookError', 'walk_inputs', 'is_llm', 'find_attached',
-           'restore_run', 'installed_version', 'pinned_versions', 'missing_packages', 'install_missing', 'plan_device',
-           'training_stage', 'batches_done', 'is_simulated', 'prepare_training', 'prepare_submission',
-           'copy_submission', 'next_step']
+           'restore_run', 'pinned_versions', 'missing_packages', 'install_missing', 'plan_device', 'training_stage',
+           'batches_done', 'is_simulated', 'prepare_training', 'prepare_submission', 'copy_submission', 'next_step']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c003
 import importlib
@@ -19,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.files import atomic_path
 from ..core.reading import read_yaml_file
 from ..devices import machine
+from ..devices.machine import installed_version
 from ..devices.time_limit import time_limit_hours
 from ..training.budget import announce_time_limit
 from ..training.checkpoint_paths import BEST, REFIT, framework_of, last_batch
@@ -208,13 +207,6 @@ EIGHT_BIT = dict(bitsandbytes='bitsandbytes', accelerate='accelerate') # For an 
 # Packages that keep the version that they have
 PINNED = ('numpy', 'pandas', 'torch', 'torch_xla', 'jax', 'jaxlib', 'tensorflow', 'tensorflow-cpu', 'tensorflow-tpu',
           'keras', 'libtpu')
-
-def installed_version(
-    package: str, # Its name, as pip knows it
-) -> str | None:
-    "Version of a package; None if it is not installed."
-    try: return metadata.version(package)
-    except metadata.PackageNotFoundError: return None
 
 def pinned_versions() -> dict[str, str]:
     "Versions of those packages of `PINNED` that are installed."

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -22,6 +21,7 @@ from typing import Literal
 import numpy as np
 
 from ..core.files import atomic_path, require_space, scratch_folder, stays_inside, user_cache
+from ..devices.machine import installed_version
 from ..devices.processes import tied
 from .arpa import is_kenlm_binary, open_text, plain_text
 
@@ -97,8 +97,8 @@ def _run(command: list, task: str) -> str:
 
 def _fetch_source(folder: Path) -> Path:
     "Download the source archive of the installed `kenlm`, of the newest where there is none."
-    try: release = f'kenlm=={version("kenlm")}'
-    except PackageNotFoundError: release = 'kenlm'
+    version = installed_version('kenlm')
+    release = f'kenlm=={version}' if version else 'kenlm'
     download = [sys.executable, '-m', 'pip', 'download', '--no-binary', 'kenlm', '--no-deps']
     _run([*download, '-d', folder, release],
          "the download of kenlm's sources (without a network, give the archive)")
@@ -181,7 +181,6 @@ def to_binary(
     out_path: str | Path, # KenLM binary to write
     kind: Literal['trie', 'probing'] = 'trie', # A trie is small, a hash table (`probing`) is faster
     bits: int | None = 8, # Bits of each log-probability and backoff of a trie, 2 to 25; none keeps them exact
-    memory: str = '1G',   # Memory for sorting
 ) -> Path:                # `out_path`
     """Turn an ARPA file into KenLM's binary format, which is mapped into memory instead of being read. Raises
     `ValueError` for impossible bits, `FileNotFoundError` where the file or the program is missing, `RuntimeError` with
@@ -194,6 +193,6 @@ def to_binary(
     if not Path(path).is_file(): raise FileNotFoundError(f'{path}: there is no such file')
     quantise = ['-q', bits, '-b', bits, '-a', 22] if kind == 'trie' and bits else []
     with plain_text(path) as arpa, atomic_path(Path(out_path)) as scratch:
-        options = ['-T', scratch.parent/'', '-S', memory, *quantise]
+        options = ['-T', scratch.parent/'', '-S', '1G', *quantise]
         _run([program, *options, kind, arpa, scratch], f'build_binary of {path}')
     return Path(out_path)

@@ -79,6 +79,5 @@ def convert(
                          'kit has it')
     state, cfg, metrics = read_model(source) if cfg is None else _read_reference(source, cfg)
     cfg = with_overrides(cfg, {'train.framework': 'tensorflow' if to_tensorflow else 'pytorch'})
-    target.parent.mkdir(parents=True, exist_ok=True)
     write = _write_tensorflow if to_tensorflow else _write_pytorch
     return write(state, cfg, metrics, target)

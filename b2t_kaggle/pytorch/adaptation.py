@@ -335,5 +335,4 @@ def infer_adapted(
     arrays, log = adapt_to(model, store, cfg, options, backend, moments, label_of, progress)
     learned = int(log.refused.isna().sum()) if label_of else 0
     made_by = provenance(weights_file(checkpoint), store, cfg, backend.device)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     return LogitStore.write(path, arrays, store.index, made_by | dict(adapt=options.adapt, learned=learned))

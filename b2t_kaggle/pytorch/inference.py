@@ -64,7 +64,6 @@ def infer(
     backend = start(pick_torch(accelerator, precision), together=False)
     backend.place(model)
     arrays = log_probs_of(model, store, cfg, backend, batch_size, progress, smoothing, copies)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     origin = provenance(weights_file(checkpoint), store, cfg, backend.device, smoothing)
     if copies: origin['copies'] = copies
     return LogitStore.write(path, arrays, store.index, origin)

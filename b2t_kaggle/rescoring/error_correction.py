@@ -73,7 +73,6 @@ def train_merger(
     batch_size: int = 8,     # Examples in a step
     *,
     lr: float = 2e-4,        # Peak learning rate
-    rank: int = 16,          # Width of the thin matrices
     seed: int = 0,           # Of the matrices, the order and the dropout
     left: Callable[[], float] = lambda: math.inf, # Seconds until the time limit
     progress: bool = True,   # Whether to show a progress bar
@@ -86,7 +85,7 @@ def train_merger(
     lessons = [_lesson(model, tokenizer, e) for e in distinct]
     sequences, n_given = zip(*lessons)
     return train_lora(model, sequences, n_given, folder, [[number[e] for e in phase] for phase in phases], epochs,
-                      batch_size, lr=lr, rank=rank, seed=seed, reuse=True, left=left, progress=progress)
+                      batch_size, lr=lr, seed=seed, reuse=True, left=left, progress=progress)
 
 # %% ../../nbs/rescoring/09_error_correction.ipynb #c018
 def _end_tokens(model, tokenizer) -> list[int]:

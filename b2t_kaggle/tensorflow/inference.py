@@ -58,5 +58,4 @@ def infer(
     with strategy.distribution.scope(): model, cfg = load_model(file, unseen='here' if store.split == 'val' else None)
     check_features(store, cfg, checkpoint)
     arrays = log_probs_of(model, store, cfg, strategy, batch_size, progress, smoothing)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     return LogitStore.write(path, arrays, store.index, provenance(file, store, cfg, strategy.device, smoothing))

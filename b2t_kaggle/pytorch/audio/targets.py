@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from ...core.ragged import Ragged, RaggedError, RaggedWriter
 from ...core.reading import ReadError, check_link, open_hdf5, read_attribute
 from ...data.sessions import list_sessions, session_path
+from ...devices.machine import installed_version
 from ...phonemes import normalize_sentence
 from .sound import AudioError, Speech
 from .tower import Tower
@@ -114,31 +114,18 @@ class TargetStore:
         return list(zip(row['starts'], row['phonemes']))
 
     def batch(self,
-        sentences: Sequence[str],  # B of them
-        length: int | None = None, # Frames to pad to; none means those of the longest
+        sentences: Sequence[str], # B of them
     ) -> tuple[np.ndarray, np.ndarray]: # `[B, M, D]`, float32, and the number of frames of each `[B]`
-        "Padded targets. Raises `AudioError` where one is missing or longer than `length`."
+        "Targets, padded to the longest. Raises `AudioError` where one is missing."
         rows = [self[s] for s in sentences]
         lengths = np.array([len(r) for r in rows])
-        longest = int(lengths.max())
-        if length is not None and longest > length:
-            sentence = sentences[int(lengths.argmax())]
-            raise AudioError(f'{self.path}: {sentence!r} has {longest} frames; expected at most {length}')
-        out = np.zeros((len(rows), length or longest, self.dimension), np.float32)
+        out = np.zeros((len(rows), lengths.max(), self.dimension), np.float32)
         for o, row in zip(out, rows): o[:len(row)] = row
         return out, lengths
 
 # %% ../../../nbs/pytorch/audio/03_targets.ipynb #c017
 _PACKAGES = 'b2t_kaggle', 'numpy', 'torch', 'transformers'
 _PART = 256  # Sentences that are computed, then written
-
-def _versions() -> dict[str, str]:
-    "Versions of the packages that are installed."
-    found = {}
-    for package in _PACKAGES:
-        try: found[package] = version(package)
-        except PackageNotFoundError: pass
-    return found
 
 _WHERE_FROM = {'name', 'revision'} # Of weights, whose checksum says what they are
 
@@ -161,10 +148,11 @@ def _open_same(path: Path, target: AudioTarget, whole: Path) -> TargetStore:
     return store
 
 # %% ../../../nbs/pytorch/audio/03_targets.ipynb #c301
-def _write(path: Path, target: AudioTarget, rows: Iterable[tuple[dict, np.ndarray]], dtype: str) -> None:
+def _write(path: Path, target: AudioTarget, rows: Iterable[tuple[dict, np.ndarray]]) -> None:
     "A file of targets."
-    metadata = dict(identity=target.fingerprint, versions=_versions(), frame_seconds=target.tower.frame_seconds)
-    with RaggedWriter(path, dtype, (target.tower.dimension,), _COLUMNS, _KIND, metadata) as f:
+    versions = {package: version for package in _PACKAGES if (version := installed_version(package))}
+    metadata = dict(identity=target.fingerprint, versions=versions, frame_seconds=target.tower.frame_seconds)
+    with RaggedWriter(path, 'float16', (target.tower.dimension,), _COLUMNS, _KIND, metadata) as f:
         for row, values in rows: f.append(values, **row)
 
 def _compute(target: AudioTarget, sentences: Sequence[str], batch_size: int) -> Iterator[tuple[dict, np.ndarray]]:
@@ -188,7 +176,6 @@ def build_targets(
     target: AudioTarget,      # Voice and tower
     path: str | Path,         # File to write, or to add to
     batch_size: int = 8,      # Sentences that the tower hears at once
-    dtype: str = 'float16',   # Stored type
     progress: bool = True,    # Show a progress bar
 ) -> TargetStore:
     """The target of each distinct sentence in one file; what is there is kept, what an interrupted call left is used.
@@ -205,12 +192,12 @@ def build_targets(
         for i in range(0, len(todo), _PART):
             part = todo[i:i + _PART]
             name = folder/f'{len(known):08}.arrow'
-            _write(name, target, _compute(target, part, batch_size), dtype)
+            _write(name, target, _compute(target, part, batch_size))
             known |= dict.fromkeys(part, TargetStore(name))
             bar.update(len(part))
     stored = stores[0].sentences if path.exists() else []
     if set(known) != set(stored):
-        _write(path, target, _rows(known, dict.fromkeys([*stored, *normalized, *known])), dtype)
+        _write(path, target, _rows(known, dict.fromkeys([*stored, *normalized, *known])))
     shutil.rmtree(folder, ignore_errors=True)
     return TargetStore(path)
 
