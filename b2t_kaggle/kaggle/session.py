@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.files import atomic_path
-from ..core.reading import read_yaml_file
 from ..devices import machine
 from ..devices.machine import installed_version
 from ..devices.time_limit import time_limit_hours
@@ -348,6 +347,7 @@ def _value_at(value: Any, *keys: str) -> Any:
 
 def _in_config(run_dir: Path, *keys: str) -> Any:
     "A value in a run's `config.yaml`, whose own reader needs packages that may be missing. Raises `ReadError`."
+    from b2t_kaggle.core.reading import read_yaml_file  # needs NumPy and PyYAML, which Kaggle's images have
     return _value_at(read_yaml_file(run_dir/'config.yaml'), *keys)
 
 def _framework_of(run_dir: Path | None) -> str:
