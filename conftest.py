@@ -76,8 +76,10 @@ class NotebookTest(pytest.Item):
         from nbdev.config import get_config
         from nbdev.test import test_nb
         # Numba keeps what cells compile in one folder for all of a user's processes, where functions of one would meet
-        # classes that another process has defined
-        with (tempfile.TemporaryDirectory() as cache, patch('IPython.paths.get_ipython_cache_dir', lambda: cache),
+        # classes that another process has defined. What cells leave in their temporary folder goes with it, as do the
+        # variables that they set
+        with (tempfile.TemporaryDirectory() as folder, patch('IPython.paths.get_ipython_cache_dir', lambda: folder),
+              patch('tempfile.tempdir', folder), patch.dict(os.environ, TMPDIR=folder),
               patch('nbdev.test.CaptureShell', unkept_shell)):
             passed, _ = test_nb(self.path, skip_flags=get_config().tst_flags.split(), basepath=ROOT)
         # A benchmark takes all cores, which the tests after it would take from those beside them
