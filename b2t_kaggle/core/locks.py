@@ -87,19 +87,30 @@ def _beat(path: Path, file: tuple[int, int], stop: threading.Event) -> None:
         while not stop.wait(_BEAT) and _identity(os.stat(path)) == file: os.utime(path)
 
 # %% ../../nbs/core/07_locks.ipynb #c102
+def _is_still(path: Path, file: tuple[int, int], found: dict | None) -> bool:
+    "Whether the file at a path is the one that was seen there, with its content."
+    with open(path, 'rb') as f: return _identity(os.fstat(f.fileno())) == file and _read(f.fileno()) == found
+
 def _move_aside(
     path: Path,            # Of a lock
     file: tuple[int, int], # That was seen there
     found: dict | None,    # Its content then
 ) -> bool:
-    "Remove the file of a dead process, unless another process has just done so and made its own."
-    aside = path.with_name(f'.{path.name}.{_owner()}.tmp')
-    os.rename(path, aside)
-    with open(aside, 'rb') as f: is_it = _identity(os.fstat(f.fileno())) == file and _read(f.fileno()) == found
-    if not is_it:
-        with suppress(OSError): os.link(aside, path)
-    aside.unlink()
-    return is_it
+    "Remove the file of a dead process, unless another process does so, or has just done so and made its own."
+    mover = path.with_name(f'.{path.name}.mover')
+    try: os.close(os.open(mover, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except FileExistsError: # It is there for a moment, unless its process was killed just then
+        if time.time()-os.stat(mover).st_mtime > _EMPTY: mover.unlink()
+        return False
+    try:
+        if not _is_still(path, file, found): return False
+        aside = path.with_name(f'.{path.name}.{_owner()}.tmp')
+        os.rename(path, aside)
+        if not (is_it := _is_still(aside, file, found)):
+            with suppress(OSError): os.link(aside, path)
+        aside.unlink()
+        return is_it
+    finally: mover.unlink(missing_ok=True)
 
 # %% ../../nbs/core/07_locks.ipynb #c011
 class Lock:
