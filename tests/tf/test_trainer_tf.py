@@ -219,7 +219,7 @@ def test_a_time_budget_and_early_stopping(stores, tmp_path):
     "Without learning nothing improves after the first validation; what the budget cut off goes on."
     kw = dict(lr_max=1e-12, lr_max_day=1e-12, lr_min=0, lr_min_day=0, early_stopping=True, early_stopping_val_steps=2,
               batches_per_val_step=3, n_layers=1)
-    hurried = train(*stores, cpu_config(**kw, time_budget=1e-4), tmp_path, progress=False)
+    hurried = train(*stores, cpu_config(**kw, time_budget=1e-6), tmp_path, progress=False)
     assert hurried['stopped'] == 'time budget' and not hurried['finished'] and hurried['step'] == 1
     assert load_model(tmp_path)
     result = train(*stores, cpu_config(**kw), tmp_path, progress=False)
