@@ -15,6 +15,7 @@ from b2t_kaggle.data.sessions import SessionError, list_sessions, read_session, 
 from b2t_kaggle.data.store import StoreError, TrialStore
 from b2t_kaggle.data.t12 import import_t12, simulate_t12
 from b2t_kaggle.pytorch.trainer import train
+from b2t_kaggle.training.recipe import TrainingError
 
 FOLDERS = dict(train='train', val='test', test='competitionHoldOut')
 NAMES = ['sentenceText', 'blockIdx', 'tx1', 'spikePow']
@@ -223,6 +224,12 @@ def test_a_model_of_256_features_learns_from_a_store_of_them(imported, tmp_path)
     cfg = with_overrides(preset('demo'), small | {'data.batch_size': 4})
     result = train(*stores, cfg, tmp_path/'run', progress=False)
     assert result['finished'] and result['step'] == 3 and torch.isfinite(torch.tensor(result['val_loss']))
+
+
+def test_a_model_of_another_width_is_refused_before_a_step(imported, tmp_path):
+    stores = [TrialStore.build(imported/'sessions', s, tmp_path/f'{s}.arrow', progress=False) for s in ('train', 'val')]
+    with pytest.raises(TrainingError, match='train.arrow: trials have 256 features, .* set model.neural_dim=256'):
+        train(*stores, preset('demo'), tmp_path/'run', progress=False)
 
 
 def test_two_participants_are_no_one_store(imported, tmp_path):

@@ -47,7 +47,7 @@ from b2t_kaggle.training.recipe import (
     refit_step,
     step_seed,
 )
-from ..training.trials import bucket_lengths, check_participants, usable_trials
+from ..training.trials import bucket_lengths, usable_trials
 
 # %% ../../nbs/pytorch/11_trainer.ipynb #c010
 @dataclass
@@ -386,9 +386,8 @@ def _freeze(model: Encoder) -> None:
 
 def _compiled(model: Encoder, cfg: TrainConfig) -> Callable: return model.compiled() if cfg.compile else model
 
-def _refuse(cfg: Config, backend: Backend, store: TrialStore) -> None:
-    "Raises `TrainingError` for a choice that PyTorch, or this device, does not have, or that does not fit the trials."
-    if cfg.model.participants: check_participants(store, cfg)
+def _refuse(cfg: Config, backend: Backend) -> None:
+    "Raises `TrainingError` for a choice that PyTorch, or this device, does not have."
     if cfg.train.compile and backend.device.kind == 'xla':
         raise TrainingError('train.compile = true is for CPUs and GPUs; XLA compiles by itself, so set it to false')
     if cfg.train.replay and backend.device.kind != 'xla':
@@ -411,7 +410,7 @@ class Trainer(loop.Trainer):
         backend: Backend,              # Where it runs
         checkpoint: Path | None = None, # `last.pt` to continue from
     ):
-        _refuse(cfg, backend, store)
+        _refuse(cfg, backend)
         super().__init__(store, store_val, cfg)
         if backend.device.kind == 'cpu': keep_freed_memory()
         cfg = self.cfg

@@ -34,7 +34,7 @@ from .pruning import PruningCallback, callback_from_env
 from .recipe import SMALLEST_SCALE, TrainingError, refit_step
 from .resume import check_same, fingerprint, transfer_weights
 from .trackers import TrackedRun, check_trackers, tracked_values, tracker_names, tracking
-from .trials import name_trials
+from .trials import check_participants, name_trials
 
 # %% ../../nbs/training/10_loop.ipynb #c007
 @dataclass
@@ -137,6 +137,7 @@ class Trainer(ABC):
         store_val: TrialStore | None, # Validation trials, if any
         cfg: Config,                  # The run's configuration
     ):
+        check_participants(store, cfg)
         self.store = store
         self.store_val = store_val if store_val is not None and len(store_val) else None
         self.cfg = _with_sessions(cfg, store.sessions)

@@ -79,8 +79,12 @@ def check_participants(
     store: TrialStore, # Training trials
     cfg: Config,       # The run's configuration
 ) -> None:
-    "Raise `TrainingError` where `model.participants` does not say how many features the sessions of a store have."
-    for session in store.sessions:
+    """Raise `TrainingError` where trials have other features than the model takes, or `model.participants` says of
+    their sessions."""
+    if not cfg.model.participants and store.n_features != cfg.model.neural_dim:
+        raise TrainingError(f'{store.path}: trials have {store.n_features} features, but model.neural_dim is '
+                            f'{cfg.model.neural_dim}; set model.neural_dim={store.n_features}')
+    for session in store.sessions if cfg.model.participants else []:
         said, found = cfg.model.features_of(session), n_features(session)
         if said == found: continue
         raise TrainingError(f'{store.path}: sessions of {participant_of(session)} have {found} features, but '
