@@ -57,8 +57,8 @@ class SimulateConfig(Section):
 
 # %% ../../nbs/config/03_groups.ipynb #c010
 def _one_or_many(value):
-    "A folder for a list of one."
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+    "A folder for a list of one, and none for an empty one."
+    return next(iter(value), None) if isinstance(value, list) and len(value) < 2 else value
 
 class DataConfig(Section):
     dataset_dir: Annotated[InputPath | list[InputPath] | None, BeforeValidator(_one_or_many), MayChange()] = None

@@ -6,8 +6,9 @@
 __all__ = ['ConfigError', 'Renamed', 'Section', 'section_facts', 'first_defaults', 'describe_errors']
 
 # %% ../../nbs/config/01_schema.ipynb #c003
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -103,8 +104,20 @@ def _found(value) -> str:
     except ValueError: return 'a number of thousands of digits' # which Python does not write out
     return text if len(text) <= 200 else text[:200] + '…'
 
+_FORM = re.compile(r'[a-z-]+\[.*\]|constrained-[a-z]+') # Pydantic's name of a form that a value may have
+
+def _of_forms(errors: Iterable[Mapping]) -> Iterator[Mapping]:
+    "Errors by field: of one that is a number or a list, say, those that are not about the form, or else the first."
+    def is_form(part): return _FORM.fullmatch(str(part))
+    def field(e): return tuple(itertools.takewhile(lambda part: not is_form(part), e['loc']))
+    for _, group in itertools.groupby(errors, field):
+        found = list(group)
+        for e in [e for e in found if not e['type'].endswith('_type')] or found[:1]:
+            yield {**e, 'loc': tuple(part for part in e['loc'] if not is_form(part))}
+
 def _hint(error: Mapping) -> str:
-    "For a word that is none of those that a field takes: the one that may be meant."
+    "Advice on a word that is none of those that a field takes, or on a key that is one with its value."
+    if error['input'] is None and ':' in str(error['loc'][-1]): return '; write a space behind the colon'
     if error['type'] != 'literal_error': return ''
     return did_you_mean(str(error['input']), re.findall("'([^']*)'", error['ctx']['expected']))
 
@@ -114,7 +127,7 @@ def describe_errors(
 ) -> list[str]:             # One sentence for each error
     "Errors of a group of fields: key, reason, and what was found where that is one value."
     sentences = []
-    for e in error.errors():
+    for e in _of_forms(error.errors()):
         key = '.'.join(map(str, (prefix, *e['loc']) if prefix else e['loc']))
         reason = e['msg'].removeprefix('Value error, ')
         if not e['loc'] or e['type'] == 'encoder': sentences.append(reason)
