@@ -542,11 +542,11 @@ def test_a_refit_and_tuned_weights(finished, tmp_path, here):
     assert StageRun(both, 'ensemble').stamp['metrics']['PER'] > 0
     del here[:]
     plain = LogitStore.open(refit.logits('val'))[0]
-    adapting = Run(refit.dir, work, {'infer.adapt': 'both', 'infer.adapt_copies': 2})
+    adapting = Run(refit.dir, work, {'infer.adapt': 'both', 'infer.adapt_copies': 2, 'infer.copies': 1})
     run_stages(adapting, 'infer')
     assert here == ['lm', 'infer']
     found = LogitStore.open(adapting.logits('test')).provenance
-    assert found['checkpoint'] == models['test'] and found['adapt'] == 'both'
+    assert found['checkpoint'] == models['test'] and found['adapt'] == 'both' and found['copies'] == 1
     assert StageRun(adapting, 'infer').stamp['metrics']['learned_test'] == found['learned']
     assert not np.array_equal(LogitStore.open(adapting.logits('val'))[0], plain)
 
