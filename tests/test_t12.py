@@ -226,6 +226,10 @@ def test_a_model_of_256_features_learns_from_a_store_of_them(imported, tmp_path)
     assert result['finished'] and result['step'] == 3 and torch.isfinite(torch.tensor(result['val_loss']))
 
 
+def test_files_of_matlab_are_no_sessions_yet(imported):
+    assert '`b2t data import`' in validate(imported/'matlab').advice[0]
+
+
 def test_a_model_of_another_width_is_refused_before_a_step(imported, tmp_path):
     stores = [TrialStore.build(imported/'sessions', s, tmp_path/f'{s}.arrow', progress=False) for s in ('train', 'val')]
     with pytest.raises(TrainingError, match='train.arrow: trials have 256 features, .* set model.neural_dim=256'):

@@ -98,11 +98,17 @@ class StageGroup(_Headed, LazyGroup): "A group of verbs that is a verb of a stag
 
 _stage_option = partial(click.option, cls=StageOption)
 
+def _one_folder(ctx, param, folders: tuple[str, ...]) -> str | None:
+    "The folder of the sessions, if any is given. Raises `click.BadParameter` for several."
+    if len(folders) < 2: return next(iter(folders), None)
+    raise click.BadParameter(f'found several; a list, with a folder for each participant, is --set '
+                             f"'data.dataset_dir=[{', '.join(folders)}]'")
+
 _stage_options = with_options(
     _stage_option('--name', help="Name of the run, and of its folder. Default: the preset's name."),
     preset_option(cls=StageOption, help='Where the configuration starts. Default: demo, or official with --data.'),
     config_option(cls=StageOption),
-    _stage_option('--data', type=click.Path(exists=True, file_okay=False),
+    _stage_option('--data', type=click.Path(exists=True, file_okay=False), multiple=True, callback=_one_folder,
                   help='Folder with the t15.YYYY.MM.DD sessions. Default: simulate a participant.'),
     set_option(cls=StageOption),
     out_option(cls=StageOption),

@@ -544,6 +544,7 @@ def _check_folders(data_dir: Path) -> Iterator[Problem]:
     if not sessions:
         inside = [p for p in sorted(data_dir.iterdir()) if p.is_dir() and list_sessions(p)]
         advice = f'give {inside[0]} instead' if inside else 'check the path'
+        if any(data_dir.glob('train/*.mat')): advice = 'make some of these files of MATLAB, with `b2t data import`'
         yield Problem(str(data_dir), '', '', 'no sessions', 'folders t15.YYYY.MM.DD', advice)
 
 # %% ../../nbs/data/00_sessions.ipynb #c049

@@ -64,6 +64,12 @@ def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, tar
     save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump(), **metrics), target)
     return target
 
+def _for_tensorflow(cfg: Config) -> Config:
+    "The configuration without what PyTorch alone has and the weights of a model do not show."
+    values = {'train.framework': 'tensorflow', 'pretrain.objective': None, 'infer.adapt': None, 'infer.copies': 0}
+    if not cfg.model.self_condition: values |= {'model.inter_ctc_layers': [], 'train.inter_ctc': 0}
+    return with_overrides(cfg, values)
+
 def convert(
     source: str | Path, # A checkpoint of any form, or its folder
     target: str | Path, # What to write; its name says in which form, see above
@@ -78,6 +84,6 @@ def convert(
                          f'{target.stem}{_TENSORFLOW} for TensorFlow, or {target.stem} for a folder as the official '
                          'kit has it')
     state, cfg, metrics = read_model(source) if cfg is None else _read_reference(source, cfg)
-    cfg = with_overrides(cfg, {'train.framework': 'tensorflow' if to_tensorflow else 'pytorch'})
+    cfg = _for_tensorflow(cfg) if to_tensorflow else with_overrides(cfg, {'train.framework': 'pytorch'})
     write = _write_tensorflow if to_tensorflow else _write_pytorch
     return write(state, cfg, metrics, target)

@@ -335,4 +335,5 @@ def infer_adapted(
     arrays, log = adapt_to(model, store, cfg, options, backend, moments, label_of, progress)
     learned = int(log.refused.isna().sum()) if label_of else 0
     made_by = provenance(weights_file(checkpoint), store, cfg, backend.device)
+    if options.copies: made_by['copies'] = options.copies
     return LogitStore.write(path, arrays, store.index, made_by | dict(adapt=options.adapt, learned=learned))

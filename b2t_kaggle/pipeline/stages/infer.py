@@ -86,6 +86,9 @@ class Infer(Stage):
 
     def check(self, cfg, kind):
         check_device(cfg)
+        if cfg.infer.copies and cfg.train.framework != 'pytorch':
+            raise PipelineError(f'infer.copies = {cfg.infer.copies} is for PyTorch, and train.framework is '
+                                f'{cfg.train.framework}; set infer.copies=0, or train.framework=pytorch')
         path = cfg.infer.checkpoint
         if path is None or checkpoint_files(path) and all(f.is_file() for f in checkpoint_files(path)): return
         raise PipelineError(f'infer.checkpoint = {path}: found no checkpoint there, expected best.pt, '

@@ -32,8 +32,9 @@ class Pack(Stage):
         sessions = {f: sessions_in(f, folders, data.sessions) or list_sessions(f) for f in folders}
         for split in _SPLITS:
             if any(session_path(folders[0], s, split).exists() for s in sessions[folders[0]]): continue
-            raise ValueError(f'no session in {folders[0]} has a data_{split}.hdf5; a run needs all three splits. '
-                             'Add sessions (data.sessions, simulate.n_sessions)')
+            first = ' of its first folder. Name another one first, or add' if folders[1:] else '. Add'
+            raise ValueError(f'no session in {folders[0]} has a data_{split}.hdf5; a run needs all three splits{first} '
+                             'sessions (data.sessions, simulate.n_sessions)')
         every = data.sessions or [s for names in sessions.values() for s in names]
         all_of = folders if folders[1:] else folders[0], every
         of = dict(train=all_of, val=all_of, test=(folders[0], sessions[folders[0]]))
