@@ -13,7 +13,8 @@ import re
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,30 +88,18 @@ def _beat(path: Path, file: tuple[int, int], stop: threading.Event) -> None:
         while not stop.wait(_BEAT) and _identity(os.stat(path)) == file: os.utime(path)
 
 # %% ../../nbs/core/07_locks.ipynb #c102
-def _is_still(path: Path, file: tuple[int, int], found: dict | None) -> bool:
-    "Whether the file at a path is the one that was seen there, with its content."
-    with open(path, 'rb') as f: return _identity(os.fstat(f.fileno())) == file and _read(f.fileno()) == found
-
-def _move_aside(
-    path: Path,            # Of a lock
-    file: tuple[int, int], # That was seen there
-    found: dict | None,    # Its content then
-) -> bool:
-    "Remove the file of a dead process, unless another process does so, or has just done so and made its own."
-    mover = path.with_name(f'.{path.name}.mover')
-    try: os.close(os.open(mover, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-    except FileExistsError: # It is there for a moment, unless its process was killed just then
-        if time.time()-os.stat(mover).st_mtime > _EMPTY: mover.unlink()
-        return False
-    try:
-        if not _is_still(path, file, found): return False
-        aside = path.with_name(f'.{path.name}.{_owner()}.tmp')
-        os.rename(path, aside)
-        if not (is_it := _is_still(aside, file, found)):
-            with suppress(OSError): os.link(aside, path)
-        aside.unlink()
-        return is_it
-    finally: mover.unlink(missing_ok=True)
+@contextmanager
+def _alone(
+    path: Path, # Of a lock
+) -> Iterator[None]:
+    "Take over the file of a dead process while no other does. Raises `BlockingIOError` where another one is at it."
+    mark = path.with_name(f'.{path.name}.taken_over')
+    try: os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except FileExistsError as e: # It is there for a moment, unless its process was killed just then
+        if time.time()-os.stat(mark).st_mtime > _EMPTY: mark.unlink()
+        raise BlockingIOError(e.errno, 'another process takes over', path) from e
+    try: yield
+    finally: mark.unlink(missing_ok=True)
 
 # %% ../../nbs/core/07_locks.ipynb #c011
 class Lock:
@@ -143,18 +132,12 @@ class Lock:
             fd = os.open(self.path, os.O_RDWR | getattr(os, 'O_NOFOLLOW', 0))
             self._found = _read(fd)
             flocked = _flock(fd, wait=False)
-            file = os.fstat(fd)
-            is_same = _identity(os.stat(self.path)) == _identity(file)
-            found = _read(fd)
-            if is_same and _is_free(file, found, flocked):
-                if not flocked:
-                    os.close(fd) # Windows renames no open file, and NFS keeps one that is removed
-                    fd = -1
-                    return _move_aside(self.path, _identity(file), found) and self._take()
-                _write(fd, flocked)
-                if _identity(os.stat(self.path)) == _identity(file): # One without flock may just have moved it
-                    self._hold(fd, flocked)
-                    return True
+            if _is_free(os.fstat(fd), self._found, flocked):
+                with _alone(self.path): # Where it may have another owner by now, or be another file
+                    file = os.fstat(fd)
+                    if _identity(os.stat(self.path)) == _identity(file) and _is_free(file, _read(fd), flocked):
+                        self._hold(fd, flocked)
+                        return True
         if fd >= 0: os.close(fd)
         return False
 
