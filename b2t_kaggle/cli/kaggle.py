@@ -156,7 +156,7 @@ def _hours(cfg: Config, preset_: str, machine: KaggleAccelerator, path: str | No
               help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
 @preset_option(default='official', show_default=True, help='Of the training.')
 @click.option('--hours', type=click.FloatRange(min=0, min_open=True),
-              help='Of the training at most, in parts as long as Kaggle lets them be. Default: as many as it needs.')
+              help='Of the training at most, in parts of equal length. Default: as many as it needs.')
 @set_option()
 @click.option('--dataset', 'datasets', multiple=True, metavar='OWNER/SLUG',
               help='Attach it to the submission: an n-gram, or an LLM; repeat it for more.')

@@ -36,6 +36,7 @@ def wheels_slug(
 # %% ../../nbs/kaggle/04_plan.ipynb #c009
 COMPETITION = 'brain-to-text-25'
 _MARGIN = 1/6 # Hours before the limit of a part at which it ends
+_MOST_PARTS = 99
 
 @dataclass(frozen=True)
 class Notebook:
@@ -59,9 +60,11 @@ class Plan:
     datasets: list[str] = field(default_factory=list)       # Attached to the submission: language models
 
     def __post_init__(self):
-        check_id(f'{self.name}-train-10', 5)
+        check_id(f'{self.name}-train-{_MOST_PARTS}', 5)
         for name in self.datasets: check_id(name, 1)
-        if self.hours is not None and not self.hours > 0: raise ValueError(f'hours {self.hours}: expected more than 0')
+        most = _MOST_PARTS*self.machine.hours
+        if self.hours is not None and not 0 < self.hours <= most:
+            raise ValueError(f'hours {self.hours}: expected more than 0 and at most {most}')
 
     @property
     def machine(self) -> KaggleAccelerator: return kaggle_accelerator(self.accelerator)
