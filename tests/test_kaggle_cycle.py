@@ -277,6 +277,38 @@ def test_who_may_not(kaggle, b2t, monkeypatch):
         assert status == 1 and "pip install 'b2t_kaggle[kaggle]'" in output
 
 
+@pytest.mark.parametrize('name, content, message', [
+    ('access_token', b'KGAT_1\n2', 'does not take the token in {path}, which may have expired'), # Of two lines
+    ('access_token', b'\xff', 'none can be read in {path}: remove that'),
+    ('kaggle.json', b'\xff', 'none can be read in {path}: remove that'),
+    ('kaggle.json', b'{"username": "ada", "ke', 'none can be read in {path}: remove that'),
+    ('kaggle.json', b'["ada"]', 'none can be read in {path}: remove that'),
+    ('kaggle.json', None, 'none can be read in {path}: remove that'), # A folder
+])
+def test_a_damaged_token_is_named_and_not_shown(name, content, message, b2t, tmp_path, monkeypatch):
+    monkeypatch.delenv('KAGGLE_KEY')
+    path = tmp_path/'.kaggle'/name
+    path.parent.mkdir()
+    if content is None: path.mkdir()
+    else: path.write_bytes(content)
+    monkeypatch.setattr(api.KaggleApi, 'config', str(path.parent/'kaggle.json'))
+    status, output = b2t(*LINE)
+    assert status == 1 and message.format(path=path) in output and TOKEN in output and 'KGAT_1' not in output, output
+
+
+def test_no_network_and_no_folder(b2t, tmp_path, monkeypatch):
+    "What to do stands there, before anything is asked and after."
+    monkeypatch.setenv('http_proxy', 'http://127.0.0.1:9')
+    monkeypatch.setenv('KAGGLE_API_TOKEN', 'token')
+    status, output = b2t(*LINE)
+    assert status == 1 and 'who the token belongs to: Kaggle does not answer (' in output, output
+    assert output.endswith('Later the same line goes on\n'), output
+    (tmp_path/'file').touch()
+    done = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', 'kaggle', *LINE], capture_output=True, text=True,
+                          env=os.environ | {'HOME': str(tmp_path/'file'), 'PYTHONPATH': os.pathsep.join(sys.path)})
+    assert done.returncode == 1 and 'KAGGLE_CONFIG_DIR names another' in done.stderr, done.stderr
+
+
 def test_another_cycle_does_not_take_its_place(kaggle, b2t):
     assert b2t(*LINE)[0] == 0
     n = len(kaggle.asked)

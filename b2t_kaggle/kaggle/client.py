@@ -10,9 +10,10 @@ __all__ = ['KaggleError', 'CredentialsError', 'QuotaError', 'BusyError', 'Unreac
 
 # %% ../../nbs/kaggle/03_client.ipynb #c003
 import io
+import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,8 +52,9 @@ def explain(
     status: int | None = 200, # Of the answer; None where there was none
 ) -> KaggleError:
     "An error of Kaggle's, in its kind and with a remedy."
-    said = f'{request}: {text.strip().rstrip(".") or "Kaggle gives no reason"}'
-    if status is None: return UnreachableError(said) # The text has addresses
+    text = text.strip().rstrip('.') or 'Kaggle gives no reason'
+    if status is None: return UnreachableError(f'{request}: Kaggle does not answer ({text})') # It has addresses
+    said = f'{request}: {text}'
     if re.search('quota', text, re.IGNORECASE):
         return QuotaError(f'{said}. The hours of a week are used up; `b2t kaggle status` shows when there are new ones')
     if re.search('session count|concurrent', text, re.IGNORECASE):
@@ -104,21 +106,32 @@ def connect() -> Any:
     except ImportError as e:
         raise KaggleError(f"Kaggle's client is missing ({e}): pip install 'b2t_kaggle[kaggle]', or in a checkout "
                           '`./kit env kaggle`; `b2t kaggle go --print` names the steps without it') from None
+    except OSError as e:
+        raise KaggleError(f"Kaggle's client cannot make its folder ({e}); KAGGLE_CONFIG_DIR names another") from None
     if not (hasattr(KaggleApi, 'quota_view') and hasattr(KaggleApi, 'kernels_logs_stream')):
         raise KaggleError("Kaggle's client is too old: pip install --upgrade kaggle")
     api = KaggleApi()
     said = io.StringIO()
     try:
-        with redirect_stdout(said): ask('who the token belongs to', api.authenticate)
-    except SystemExit: raise CredentialsError(_token_problem(said.getvalue())) from None
+        with redirect_stdout(said): api.authenticate()
+    except (SystemExit, OSError, TypeError, ValueError) as e: # Some files of tokens it cannot read
+        if isinstance(e, _NETWORK) and not isinstance(e, requests.exceptions.InvalidHeader):
+            known = explain_exception(e, 'who the token belongs to')
+            raise type(known)(f'{known}. Later the same line goes on') from None
+        raise CredentialsError(_token_problem(said.getvalue(), api.config)) from None
     return api
 
-def _token_problem(said: str) -> str:
-    "The fault of the token, of which the client says nothing or shows its help."
+def _token_problem(said: str, config: str) -> str:
+    "The fault of the token, of which the client says nothing, shows its help, or raises anything."
     from kagglesdk.kaggle_env import get_access_token_from_env
-    token, source = get_access_token_from_env()
-    if token: return f'Kaggle does not take the token in {source}, which may have expired; {_TOKEN}'
+    files = [*map(os.path.expanduser, ('~/.kaggle/access_token', '~/.kaggle/access_token.txt')), config]
+    with suppress(OSError, ValueError):
+        token, source = get_access_token_from_env()
+        place = next(filter(os.path.exists, files)) if source == 'access_token' else source
+        if token: return f'Kaggle does not take the token in {place}, which may have expired; {_TOKEN}'
     if 'Invalid credentials' in said: return 'Kaggle does not take the log-in any more; `kaggle auth login`'
+    if there := [path for path in files if os.path.exists(path)]:
+        return f'Kaggle needs a token, and none can be read in {", ".join(there)}: remove that, and {_TOKEN}'
     return f'Kaggle needs a token: {_TOKEN}'
 
 # %% ../../nbs/kaggle/03_client.ipynb #c015
