@@ -258,6 +258,15 @@ def test_a_dataset_that_is_not_there(kaggle, b2t):
     assert kaggle.kernels[PARTS[2]][0]['body']['datasetDataSources'][1:] == ['ada/my-lm']
 
 
+def test_other_values_in_a_cycle_that_has_begun(kaggle, b2t):
+    "Such as those of a try; they are told, because what was pushed is not made anew."
+    assert b2t(*LINE, '--set', 'train.num_training_batches=2000')[0] == 0
+    status, output = b2t(*LINE)
+    assert status == 0 and '--set was train.num_training_batches=2000 in this cycle' in output, output
+    assert 'Another --id begins another cycle' in output and '--dataset was' not in output
+    assert 'in this cycle' not in b2t(*LINE)[1]
+
+
 def test_who_may_not(kaggle, b2t, monkeypatch):
     kaggle.has_joined = False
     status, output = b2t(*LINE)

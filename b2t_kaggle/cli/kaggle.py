@@ -151,6 +151,17 @@ def _hours(cfg: Config, preset_: str, machine: KaggleAccelerator, path: str | No
     try: return hours_line(cfg, preset_, machine.chip, machine.chips, read_table(path) if path else None)
     except ValueError as e: raise click.ClickException(str(e)) from None
 
+def _given(plan: Plan) -> dict[str, list[str]]:
+    "What notebooks are pushed with, by the option that says it."
+    return {'--set': sorted(f'{k}={v}' for k, v in plan.overrides.items()), '--dataset': sorted(plan.datasets)}
+
+def _tell_changes(before: Plan, plan: Plan) -> None:
+    "Print the values with which a cycle began, where they are others now."
+    for option, values in _given(before).items():
+        if values != _given(plan)[option]:
+            click.echo(f'{option} was {" ".join(values) or "not given"} in this cycle: notebooks that were pushed keep '
+                       'that. Another --id begins another cycle.', err=True)
+
 @kaggle.command()
 @click.option('--accelerator', required=True, type=_Accelerator(),
               help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
@@ -183,10 +194,11 @@ def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry,
     name = full_id(name, name) if api is None or '/' in name else f'{api.get_config_value("username")}/{name}'
     owner, _, slug = name.partition('/')
     folder = output or Path(f'kaggle-{slug}')
-    before = None if retry else read_plan(folder)
-    wheels = before.wheels if before else f'{owner}/{wheels_slug(kaggle_accelerator(accelerator).image)}'
+    before = read_plan(folder)
+    wheels = before.wheels if before and not retry else f'{owner}/{wheels_slug(kaggle_accelerator(accelerator).image)}'
     plan = Plan(name, accelerator, preset_, wheels, hours, overrides, list(datasets))
     save_plan(plan, folder)
+    if before: _tell_changes(before, plan)
     cycle = Cycle(plan, folder, api, retry)
     if is_printed:
         for line in by_hand(cycle): click.echo(with_command_name(line))
