@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from kaggle_server import BATCHES, CSV, DROP, HALF, LATE, SUBMISSION, Kaggle, ou
 
 from b2t_kaggle.cli.command import main
 from b2t_kaggle.config import preset, save_config, with_overrides
+from b2t_kaggle.devices.interrupts import Ended
 from b2t_kaggle.kaggle import cycle
 from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, Trial, write_hypotheses
 
@@ -32,6 +34,7 @@ def write_wheels(image, folder):
     folder.mkdir(parents=True)
     for name in ('manifest.json', 'b2t_kaggle-0.1.0-py3-none-any.whl', 'jiwer-4-py3-none-any.whl'):
         (folder/name).write_text(name)
+    return dict(wheels=[], left_out={'kenlm': 'it is compiled'}, install='pip')
 
 
 @pytest.fixture
@@ -79,7 +82,8 @@ def test_a_cycle(kaggle, b2t, tmp_path):
     assert status == 0, output
     assert_complete(kaggle)
     assert kaggle.kernels[PARTS[1]][0]['steps'] == BATCHES
-    for line in ('queued, until Kaggle has a machine', 'goes on from batch 60,000', '    train: 100%', 'is valid'):
+    for line in ('left out: kenlm: it is compiled', 'queued, until Kaggle has a machine', 'goes on from batch 60,000',
+                 '    train: 100%', 'is valid'):
         assert line in output, output
     body = kaggle.kernels[PARTS[0]][0]['body']
     assert (body['machineShape'], body['enableInternet'], body['competitionDataSources']) == (
@@ -168,7 +172,9 @@ def test_a_notebook_that_does_not_end_well(end, word, kaggle, b2t):
         status, output = b2t(*LINE)
         assert status == 1 and f'{name}: {word}. The end of its log' in output and '    train: 100%' in output, output
         assert '--retry pushes it again' in output and len(kaggle.kernels[name]) == 1
-    assert f'next  run part 2 of the training, {name}' in b2t('status')[1]
+    told = b2t('status')[1]
+    assert f'next  run part 2 of the training, {name}' in told
+    assert '\n            train: 100%\n' in told and 'The same line with --retry' in told, told
     del kaggle.fate[name]
     assert b2t(*LINE, '--retry')[0] == 0
     assert len(kaggle.kernels[name]) == 2 and len(kaggle.kernels[PARTS[0]]) == 1
@@ -267,6 +273,14 @@ def test_other_values_in_a_cycle_that_has_begun(kaggle, b2t):
     assert 'in this cycle' not in b2t(*LINE)[1]
 
 
+def test_interrupted_it_says_that_the_notebook_runs_on(kaggle, b2t, monkeypatch):
+    def interrupt(seconds):
+        if PARTS[0] in kaggle.kernels: raise Ended(signal.SIGINT)
+    monkeypatch.setattr('time.sleep', interrupt)
+    status, output = b2t(*LINE)
+    assert status == 130 and 'What was pushed runs on at Kaggle. Go on with:\n  ' in output, output
+
+
 def test_who_may_not(kaggle, b2t, monkeypatch):
     kaggle.has_joined = False
     status, output = b2t(*LINE)
@@ -306,7 +320,7 @@ def test_a_damaged_token_is_named_and_not_shown(name, content, message, b2t, tmp
 
 
 def test_no_network_and_no_folder(b2t, tmp_path, monkeypatch):
-    "What to do stands there, before anything is asked and after."
+    "Both errors say what to do."
     monkeypatch.setenv('http_proxy', 'http://127.0.0.1:9')
     monkeypatch.setenv('KAGGLE_API_TOKEN', 'token')
     status, output = b2t(*LINE)
@@ -331,8 +345,7 @@ def test_the_steps_by_hand_come_to_the_same(kaggle, b2t, monkeypatch):
     from kaggle.cli import main as client
     status, output = b2t(*LINE, '--id', NAME, '--print')
     assert status == 0 and kaggle.asked == [], output
-    monkeypatch.setattr('b2t_kaggle.cli.kaggle.build_wheels', lambda image, folder, *args: write_wheels(image, folder)
-                        or dict(wheels=[], left_out={}, install='pip'))
+    monkeypatch.setattr('b2t_kaggle.cli.kaggle.build_wheels', lambda image, folder, *args: write_wheels(image, folder))
     monkeypatch.setenv('KAGGLE_API_ENVIRONMENT', 'LOCALHOST')
     given = [shlex.split(line) for line in output.splitlines() if line.startswith(('   b2t ', '   kaggle '))]
     for command, verb, *rest in given:

@@ -152,7 +152,7 @@ def _hours(cfg: Config, preset_: str, machine: KaggleAccelerator, path: str | No
     except ValueError as e: raise click.ClickException(str(e)) from None
 
 def _given(plan: Plan) -> dict[str, list[str]]:
-    "What notebooks are pushed with, by the option that says it."
+    "Values that notebooks are pushed with, by their option."
     return {'--set': sorted(f'{k}={v}' for k, v in plan.overrides.items()), '--dataset': sorted(plan.datasets)}
 
 def _tell_changes(before: Plan, plan: Plan) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 from ..core.files import sha256
 from ..core.locks import Lock
+from ..devices.interrupts import Ended
 from . import client
 from .client import BusyError, KaggleError, QuotaError, RefusedError, UnreachableError
 from .plan import COMPETITION, Notebook, Plan, output_folder, push_folder, write_notebook
@@ -90,8 +91,9 @@ def failure(
     if state == 'cancelled': remedy = 'Somebody stopped it, or Kaggle did.'
     end = '\n'.join(f'    {line}' for line in log[-_LAST_LINES:]) or '    (it has no log)'
     said = f' ({said})' if said else ''
-    return KaggleError(f'{kernel}: {state}{said}. The end of its log:\n\n{end}\n\n{remedy} The same line with --retry '
-                       f'pushes it again, with the kit as it is then. Its page: https://www.kaggle.com/code/{kernel}')
+    next_step = (f'{remedy} The same line with --retry pushes it again, with the kit as it is then. Its page: '
+                 f'https://www.kaggle.com/code/{kernel}')
+    return KaggleError(f'{kernel}: {state}{said}. The end of its log:\n\n{end}\n\n{next_step.lstrip()}')
 
 # %% ../../nbs/kaggle/05_cycle.ipynb #c011
 def say(text: str) -> None:
@@ -121,7 +123,7 @@ def watch(
     shown: str | None = ''
     while True:
         try: state, said = client.kernel_state(api, kernel)
-        except UnreachableError as e: state, said = f'not to be seen, Kaggle does not answer ({e})', ''
+        except UnreachableError as e: state, said = f'not to be seen ({e})', ''
         if state != shown: say(f'{kernel}: {_IN_WORDS.get(state, state)}')
         shown = state
         is_over = state in (None, 'complete', 'failed', 'cancelled')
@@ -247,7 +249,11 @@ def making_wheels(
     slug = cycle.plan.wheels.partition('/')[2]
     folder = cycle.folder/slug
     image = cycle.plan.machine.image
-    def do(): build_wheels(Image.read(image), folder)
+
+    def do():
+        for package, reason in build_wheels(Image.read(image), folder)['left_out'].items():
+            say(f'left out: {package}: {reason}')
+
     return Step(f'make wheels of the kit, {slug}', (folder/'manifest.json').exists, do,
                 [f'b2t kaggle wheels --image {image} -o {shlex.quote(str(folder))}'])
 
@@ -434,7 +440,9 @@ def go(
     "Carry out what is left of a cycle. Raises `KaggleError` with what to do."
     cycle.folder.mkdir(parents=True, exist_ok=True)
     with Lock(cycle.folder/'cycle.lock', f'the cycle {cycle.folder}'):
-        for step in cycle.steps(submit): carry_out(step)
+        try:
+            for step in cycle.steps(submit): carry_out(step)
+        except Ended as e: raise Ended(e.number, 'What was pushed runs on at Kaggle.') from None
     return cycle.csv
 
 # %% ../../nbs/kaggle/05_cycle.ipynb #c024
@@ -446,7 +454,7 @@ def report(
         is_done = step.done()
         yield f'{"done" if is_done else "next"}  {step.title}'
         if not is_done: break
-    yield from (f'      {line}' for line in step.now())
+    yield from (f'      {line}'.rstrip() for text in step.now() for line in text.splitlines())
     image = cycle.plan.machine.image
     with suppress(RefusedError):
         if quota := client.quota_left(cycle.api, image): yield _quota_in_words(image, *quota)
