@@ -127,6 +127,8 @@ def _head(recipe: Recipe, table: Table | None) -> Iterator[str]:
     yield ('Hours are estimates, not measured; --from takes a table of `b2t devices --test --json`.' if table is None
            else f'Hours of training by steps measured {table.date} on {table.n_chips} × {table.chip}; the rest is an '
            'estimate.')
+    if table is not None and table.n_chips < machine.chips:
+        yield f'The {machine.chips} chips of a session share each step, and need less.'
     yield (f'Memory of a chip: {n_bytes/1e9:.1f} of {machine.memory_gb} GB, estimated, for {rows} trials of '
            f'{_LONGEST:,} bins.')
     yield f'A session ends after {machine.hours} h: a training saves before that, and its next part goes on.'

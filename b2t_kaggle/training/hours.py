@@ -8,6 +8,7 @@ __all__ = ['STEP_GFLOP', 'RATES', 'Rate', 'step_seconds', 'Table', 'read_table',
 
 # %% ../../nbs/training/11_hours.ipynb #c002
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +45,10 @@ RATES = (
     Rate('TPU v5e', 'bfloat16', TPU_GENERATIONS['v5e'].tflops, (.007, .018)),
 )
 
+def _is_one(device: str, chip: str) -> bool:
+    "Whether a device is such a chip, by its name: `Tesla T4` is a `T4`, `NVIDIA L40S` is no `L4`."
+    return re.search(rf'\b{re.escape(chip)}\b', device) is not None
+
 def step_seconds(
     cfg: Config,
     chip: str,        # Name of a device
@@ -51,7 +56,7 @@ def step_seconds(
     n_chips: int = 1, # Which share the step
 ) -> tuple[float, float] | None: # At least and at most
     "Seconds of a training step, estimated; None for a chip or a model without an estimate."
-    rate = next((r for r in RATES if r.chip in chip and precision in ('auto', r.precision)), None)
+    rate = next((r for r in RATES if _is_one(chip, r.chip) and precision in ('auto', r.precision)), None)
     name = _same_model(cfg, STEP_GFLOP)
     if rate is None or name is None: return None
     gflop = STEP_GFLOP[name]*_size(cfg)
@@ -108,7 +113,7 @@ def training_hours(
     """Hours of a training: one figure by a table, else the estimate; None without either. Raises `ValueError` for a
     table of another chip, or without the training's step."""
     if table is None: seconds = step_seconds(cfg, chip, n_chips=n_chips)
-    elif chip in table.chip: seconds = (measured_step(cfg, table),)*2
+    elif _is_one(table.chip, chip): seconds = (measured_step(cfg, table),)*2
     else: raise ValueError(f'the table is of {table.chip}, expected one of {chip}')
     if seconds is None: return None
     low, high = (cfg.train.num_training_batches*s/3600 for s in seconds)
