@@ -330,6 +330,11 @@ def test_runs_on_both_and_then_on_one(folders, tmp_path):
             words[row.session[:3]] += len(said)
         for p in edits: assert metrics[stage][f'WER {p}'] == edits[p]/words[p], (stage, p)
         assert metrics[stage]['WER'] == sum(edits.values())/sum(words.values())
+    given = {'infer.logits': [both.logits(split) for split in ('val', 'test')]}
+    average = Run(tmp_path/'runs'/'average', tmp_path/'work', given, both.cfg)
+    execute_here(average, 'ensemble')
+    found = json.loads((average.dir/'stages'/'ensemble.json').read_text())['metrics']
+    for figure in ('PER', 'PER t12', 'PER t15'): assert found[figure] == metrics['infer'][figure]
     assert len(rows) == 2 and len(TrialStore.open(both.packed_dir/'train.arrow')) == 24 # t15's first day has no test
     _, metrics, rows = execute('t12', {'data.dataset_dir': folders[1], 'infer.checkpoint': str(both.checkpoint)})
     assert len(rows) == 4 and 'WER' in metrics['decode'] and 'WER t12' not in metrics['decode']

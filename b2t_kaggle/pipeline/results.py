@@ -16,7 +16,7 @@ import pandas as pd
 from ..core.ctc import greedy
 from ..data.sessions import by_participant
 from ..decoding.nbest import Hypothesis, known_words, write_nbest
-from ..metrics import total, word_error_rate, word_errors
+from ..metrics import phoneme_error_rate, total, word_error_rate, word_errors
 from ..metrics.comparison import WER, measure, results_of, with_seen
 from ..phonemes import PHONEMES
 from .run import Run, hypothesis_files
@@ -89,12 +89,14 @@ def write_all_lists(
 
 # %% ../../nbs/pipeline/11_results.ipynb #c010
 def participant_rates(
-    sessions: Iterable[str],   # Of trials
-    references: Sequence[str], # Their sentences
-    texts: Sequence[str],      # What was found
+    sessions: Iterable[str], # Of trials
+    references: Sequence,    # Their sentences, or the class ids of them
+    found: Sequence,         # Likewise
+    figure: str = 'WER',     # Or `PER`
 ) -> dict[str, float]:
-    "Word error rate of each participant, as figures of a stage; none where there is one."
-    return {f'WER {name}': word_error_rate([references[i] for i in some], [texts[i] for i in some])
+    "Error rate of each participant, as figures of a stage; none where there is one."
+    rate = dict(WER=word_error_rate, PER=phoneme_error_rate)[figure]
+    return {f'{figure} {name}': rate([references[i] for i in some], [found[i] for i in some])
             for name, some in by_participant(sessions).items()}
 
 RESULTS = 'results_val.jsonl' # The file in a run's folder that its report leaves

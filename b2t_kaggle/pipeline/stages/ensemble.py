@@ -51,6 +51,7 @@ class Ensemble(Stage):
         from b2t_kaggle.core.ctc import greedy
         from b2t_kaggle.logits import sort_stores, take_stores
         from b2t_kaggle.metrics import phoneme_error_rate
+        from b2t_kaggle.pipeline.results import participant_rates
         cfg = run.cfg.infer
         stores = {split: run.trials(split) for split in ('val', 'test')}
         tuned = _tune(cfg, stores)
@@ -63,7 +64,9 @@ class Ensemble(Stage):
         if 'val' in logits:
             spoken = _spoken(stores['val'])
             labels = [stores['val'].class_ids(i) for i in spoken]
-            metrics['PER'] = phoneme_error_rate(labels, [greedy(logits['val'][i]) for i in spoken])
+            paths = [greedy(logits['val'][i]) for i in spoken]
+            metrics['PER'] = phoneme_error_rate(labels, paths)
+            metrics |= participant_rates(stores['val'].index.session[spoken], labels, paths, 'PER')
             if tuned and min(tuned.weights) < max(tuned.weights): metrics['weights'] = tuned.weights
             metrics |= _better_alone(sort_stores(cfg.logits, indices)['val'], labels, spoken, metrics['PER'])
             kind = ' (cross-validated)' if 'weights' in metrics else ''

@@ -95,7 +95,7 @@ class Generate(Stage):
         from b2t_kaggle.lm.automaton import load_ngram
         from b2t_kaggle.metrics import bleu, character_error_rate, total, word_errors
         from b2t_kaggle.pipeline.decoder import open_decoder
-        from b2t_kaggle.pipeline.results import write_lists
+        from b2t_kaggle.pipeline.results import participant_rates, write_lists
         ngram = load_ngram(run.lm_path)
         stores = {split: run.trials(split) for split in sorted(run.splits)} # test first
         lists = {split: _Lists(run, progress, split, self.name) for split in stores}
@@ -122,6 +122,7 @@ class Generate(Stage):
             references = val.sentence.tolist()
             metrics |= dict(WER=total(errors).rate, CER=character_error_rate(references, best),
                             BLEU=bleu(references, best))
+            metrics |= participant_rates(val.session, references, best)
             details = dict(spoken=val, lists=hyps, errors=errors)
         files += write_lists(run, self.name, {split: some.nbest for split, some in lists.items()})
         return Result(files, metrics, not n_left, details)

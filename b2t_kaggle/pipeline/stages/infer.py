@@ -97,8 +97,8 @@ class Infer(Stage):
 
     def run(self, run, progress):
         from b2t_kaggle.core.ctc import greedy
-        from b2t_kaggle.data.sessions import by_participant
         from b2t_kaggle.metrics import phoneme_error_rate
+        from b2t_kaggle.pipeline.results import participant_rates
         cfg = run.cfg
         stores = {split: run.trials(split) for split in ('test', 'val')}
         models = {split: run.checkpoint_for(split) for split in stores}
@@ -116,8 +116,7 @@ class Infer(Stage):
             labels = [stores['val'].class_ids(i) for i in spoken]
             paths = [greedy(logits['val'][i]) for i in spoken]
             metrics['PER'] = phoneme_error_rate(labels, paths)
-            for name, members in by_participant(stores['val'].index.session[spoken]).items():
-                metrics[f'PER {name}'] = phoneme_error_rate(*([rows[i] for i in members] for rows in (labels, paths)))
+            metrics |= participant_rates(stores['val'].index.session[spoken], labels, paths, 'PER')
             print(f'Greedy phoneme error rate on val: {percent(metrics["PER"])} of {len(spoken)} sentences')
         return Result([run.logits(split) for split in logits], metrics, 'val' in logits,
                       dict(stores=stores, logits=logits))
