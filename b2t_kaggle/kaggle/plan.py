@@ -60,8 +60,8 @@ class Plan:
     datasets: list[str] = field(default_factory=list)       # Attached to the submission: language models
 
     def __post_init__(self):
+        for name in (self.name, *self.datasets): check_id(name, 1)
         check_id(f'{self.name}-train-{_MOST_PARTS}', 5)
-        for name in self.datasets: check_id(name, 1)
         most = _MOST_PARTS*self.machine.hours
         if self.hours is not None and not 0 < self.hours <= most:
             raise ValueError(f'hours {self.hours}: expected more than 0 and at most {most}')
