@@ -7,6 +7,8 @@ __all__ = ['kaggle', 'wheels', 'kernel', 'dataset', 'go', 'status']
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c002
 import shlex
+from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 
 import click
@@ -151,6 +153,15 @@ def _hours(cfg: Config, preset_: str, machine: KaggleAccelerator, path: str | No
     try: return hours_line(cfg, preset_, machine.chip, machine.chips, read_table(path) if path else None)
     except ValueError as e: raise click.ClickException(str(e)) from None
 
+def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
+    "Raise `click.BadParameter` where a key of the configuration names a file that Kaggle does not have."
+    for key in keys:
+        value = attrgetter(key)(cfg)
+        for path in map(str, value if isinstance(value, list) else [value]):
+            if path.startswith('/') and not path.startswith('/kaggle/'):
+                raise click.BadParameter(f'--set {key}: {path} is on this machine; make it a dataset (`b2t kaggle '
+                                         'dataset`), attach that with --dataset, and name it as below /kaggle/input')
+
 def _given(plan: Plan) -> dict[str, list[str]]:
     "Values that notebooks are pushed with, by their option."
     return {'--set': sorted(f'{k}={v}' for k, v in plan.overrides.items()), '--dataset': sorted(plan.datasets)}
@@ -187,6 +198,7 @@ def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry,
     another one decodes; its CSV is fetched and checked. What is done is not done again: killed at any moment, the same
     line goes on."""
     cfg = with_overrides(preset(preset_), overrides) # Kaggle would find a mistake hours later
+    _refuse_local(cfg, overrides)
     line = _hours(cfg, preset_, kaggle_accelerator(accelerator), table) if table or is_printed else ''
     if line: click.echo(line)
     api = None if is_printed else connect()
