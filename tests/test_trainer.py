@@ -552,6 +552,13 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path, monkeypatch)
         launch(2, *stores, config(**{'data.batch_size': 5}), tmp_path/'five', progress=False)
 
 
+def test_what_a_process_refuses_is_told_without_a_traceback(stores, tmp_path, capfd):
+    from b2t_kaggle.pytorch.launch import launch
+    with pytest.raises(TrainingError, match='train.profile = 2 is for the profiler'):
+        launch(1, *stores, config(**{'train.profile': 2}), tmp_path, progress=False)
+    assert 'Traceback' not in capfd.readouterr().err
+
+
 def train_in_little_memory(folder, where, out):
     "In a process of its own: 50 MB more than what it has when it calls the function `where`."
     import resource

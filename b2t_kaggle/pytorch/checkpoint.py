@@ -55,9 +55,12 @@ def _archive_problem(path: Path) -> str:
         return f'the record {bad!r} is not as it was written' if bad else ''
 
 def _check_archive(path: Path) -> None:
-    "Raise `CheckpointError` where an archive is damaged; what begins as no archive is left to PyTorch."
-    with open(path, 'rb') as f:
-        if f.read(4) != b'PK\x03\x04': return
+    "Raise `CheckpointError` for a damaged archive, or TensorFlow's file; what begins otherwise is left to PyTorch."
+    with open(path, 'rb') as f: head = f.read(4)
+    if head == b'\x89HDF':
+        raise CheckpointError(f'{path}: a checkpoint of TensorFlow; `b2t convert {path} best.pt` makes one for PyTorch '
+                              'of it')
+    if head != b'PK\x03\x04': return
     try: problem = _archive_problem(path)
     except _DAMAGED_ARCHIVE as e: problem = f'its archive cannot be read ({_first_line(e)})'
     if problem: raise CheckpointError(f'{path}: damaged, {problem}; copy or download it again')

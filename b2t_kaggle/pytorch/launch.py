@@ -68,7 +68,9 @@ def work(
         if os.environ['RANK'] == '0': write_whole(job.with_name('interrupted'), str(e))
         raise SystemExit(130) from None # Who started it says what is saved
     except (ValueError, RuntimeError, OSError) as e:
-        if not error.exists(): write_whole(error, str(e))  # later errors of other processes follow from the first one
+        if error.exists(): raise SystemExit(1) from None # It follows from the first one
+        write_whole(error, str(e))
+        if isinstance(e, TrainingError): raise SystemExit(1) from None # Its message says all
         raise
     if os.environ['RANK'] == '0': write_whole(job.with_name('result'), json.dumps(result))
 
@@ -115,9 +117,13 @@ def _exit_status(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
 _TORCHRUN = """import os
 os.environ['B2T_TORCHRUN'] = str(os.getpid())
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 try: main()
-except SignalException as e: raise SystemExit(128 + e.sigval) from None"""
+except SignalException as e: raise SystemExit(128 + e.sigval) from None
+except ChildFailedError as e:
+    ended_itself = e.get_first_failure()[1].exitcode == 1 # So it has said why
+    raise SystemExit(1 if ended_itself else str(e)) from None"""
 
 def _command(n_processes: int, job: Path) -> list[str]:
     "`torchrun` and what each of its processes executes, which is written beside the job."
