@@ -114,7 +114,8 @@ def _exit_status(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
             raise
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c018
-_TORCHRUN = """import os
+_TORCHRUN = """import logging, os
+logging.raiseExceptions = False # A second signal may come while the first one is logged
 os.environ['B2T_TORCHRUN'] = str(os.getpid())
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
