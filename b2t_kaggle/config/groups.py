@@ -313,7 +313,7 @@ class InferConfig(Section):
      "would need them (`valid`), as in the official kit's evaluation.")
     copies: Annotated[int, Only('pytorch')] = Field(0, ge=0)
     ("Copies of each trial, augmented as in training but not cut, whose log-probabilities are averaged with its own; "
-     "each costs as much time as the trial. 0 means none.")
+     "each costs as much time as the trial. 0 means none. An audio LLM reads no copies.")
     adapt: Annotated[Literal['recalibrate', 'dietcorp', 'both'] | None, Only('pytorch')] = None
     ("Adaptation to the trials that are inferred, in the order of recording (PyTorch, on a CPU or GPU): features are "
      "recalibrated to those of training; or the first layers are trained on what was decoded, a step for each trial "
