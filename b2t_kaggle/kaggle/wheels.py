@@ -24,6 +24,7 @@ from importlib import resources
 from pathlib import Path
 
 import yaml
+from tqdm import tqdm
 
 import b2t_kaggle
 from ..core.files import replaced_folder, scratch_folder, sha256
@@ -295,15 +296,21 @@ def build_wheels(
     """Write a folder of wheels from which the kit can be installed on an image without the internet. Raises
     `RuntimeError` as `plan_installation` does."""
     folder = Path(folder)
-    with scratch_folder() as built, _replaced_wheels(folder) as new:
+    bar = tqdm(total=5, desc=f'wheels for {image.name}', unit='step')
+    with scratch_folder() as built, _replaced_wheels(folder) as new, bar:
         metadata = read_metadata(build_kit(built, kit))
+        bar.update()
         compiled, left_out = _build_sources(image, metadata, built)
+        bar.update()
         requirements = ['b2t_kaggle[llm]', *compiled, *others]
         plan, fitting = plan_installation(image, requirements, f'--find-links={built}')
+        bar.update()
         pins = [f'{name}=={version}' for name, version in sorted(plan.items())]
         _pip('download', '--no-deps', '--dest', new, f'--find-links={built}', *image.pip_options(), *pins)
+        bar.update()
         offline, _ = plan_installation(fitting, requirements, '--no-index', f'--find-links={new}')
         if offline != plan: raise RuntimeError(f'{folder}: pip plans {offline} from it, expected {plan}')
+        bar.update()
         ours = {wheel.name for wheel in built.glob('*.whl')}
         source = f'--find-links=/kaggle/input/datasets/OWNER/{folder.name}'
         install = shlex.join(['pip', 'install', '--no-index', source, *requirements])
