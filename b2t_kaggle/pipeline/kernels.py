@@ -148,6 +148,19 @@ class ForkServer:
         if not pid: raise RuntimeError('Kernel died before replying to kernel_info') # Jupyter's own words
         return ForkedProcess(int(pid))
 
+# %% ../../nbs/pipeline/04_kernels.ipynb #c102
+def _keep_ports(manager: 'AsyncKernelManager') -> None:
+    "Choose ports for a kernel, which go to nobody else as long as its manager is there."
+    from jupyter_client.connect import port_names
+    if sys.platform != 'linux' or manager.transport != 'tcp' or manager.shell_port: return
+    manager.cache_ports = False # Jupyter does not choose them
+    for name in port_names:
+        bound = socket.socket()
+        weakref.finalize(manager, bound.close)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((manager.ip, 0))
+        setattr(manager, name, bound.getsockname()[1])
+
 # %% ../../nbs/pipeline/04_kernels.ipynb #c014
 _server: ContextVar[ForkServer | None] = ContextVar('server', default=None)
 
@@ -180,6 +193,10 @@ def kernel_manager(
     class OwnKernelManager(AsyncKernelManager):
         @property
         def kernel_spec(self): return _own_spec()
+
+        async def _async_pre_start_kernel(self, **options):
+            _keep_ports(self)
+            return await super()._async_pre_start_kernel(**options)
 
     if server is None: return OwnKernelManager
 
