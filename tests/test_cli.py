@@ -215,7 +215,7 @@ def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
     done = CliRunner().invoke(cli.main, check)
     assert done.exit_code == 1 and 'no such folder' in done.output
     done = CliRunner().invoke(cli.main, check[:2])
-    assert done.exit_code == 0 and '1 sessions, no problems' in done.output
+    assert done.exit_code == 0 and '1 session, no problems' in done.output
 
 
 @pytest.mark.parametrize('line, end', [

@@ -203,7 +203,7 @@ def test_without_labels_of_val_nothing_is_compared(runs):
     status, told = compare(folder/'a.csv', folder/'b.txt')
     assert status == 1 and 'a, trial 0: nobody knows what was said (1 of 1 trials); give hypotheses with ref' in told
     status, told = compare(folder/'a.csv', folder/'b.txt', '--truth', folder/'one'/'hypotheses'/'decode_val.jsonl')
-    assert status == 0 and '1 trials' in told
+    assert status == 0 and '1 trial' in told
 
 
 def test_results_of_lists_that_were_decoded_again_are_refused(runs):

@@ -402,7 +402,7 @@ def test_the_lines_of_a_recipe_make_its_sessions_and_the_vote(kaggle, b2t, monke
     words = [found for word in vote[1:] for found in (sorted(map(str, Path().glob(word))) if '*' in word else [word])]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0 and '2 trials, 3 voters' in done.output, done.output
-    assert '1 kinds of systems, the models of each one opinion: run mamba lexicon × 3' in done.output, done.output
+    assert '1 kind of systems, the models of each one opinion: run mamba lexicon × 3' in done.output, done.output
     assert Path('best-tpu.csv').read_text().splitlines() == ['id,text', '0,this is number a', '1,this is number b']
     monkeypatch.setenv('KAGGLE_API_ENVIRONMENT', 'LOCALHOST')
     monkeypatch.setattr(sys, 'argv', submit)

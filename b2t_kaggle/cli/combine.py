@@ -92,7 +92,7 @@ def _learner(hypotheses: Hypotheses, teachers: Hypotheses, lm: Path | None, llm:
     learner = Learner(teachers.voters, load_ngram(lm) if lm else None, scores)
     if learner.is_pool:
         kinds = [f'{voter_name(kind)} × {n}' for kind, n in seeds_by_kind(teachers.voters).items()]
-        click.echo(f'{len(kinds)} kinds of systems, the models of each one opinion: {", ".join(kinds)}')
+        click.echo(f'{counted(len(kinds), "kind")} of systems, the models of each one opinion: {", ".join(kinds)}')
     return learner
 
 def _show_weights(fitted) -> None:

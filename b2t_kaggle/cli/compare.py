@@ -16,6 +16,7 @@ import click
 from .options import FILE, OUTPUT, out_option, terminal_width
 from .sources import source_path
 from ..core.files import write_whole
+from ..core.messages import counted
 from ..core.pages import data_frame, figure, page
 from ..core.reading import read_text, split_lines
 from ..metrics import IN_SAMPLE, comparison
@@ -158,7 +159,7 @@ def compare(sources, truth, train, blocks, html, out):
     tables = _tables(systems, truth, train, blocks)
     sections = _sections(tables)
     said = comparison.verdict(tables)
-    click.echo(f'{said}\n\n{len(next(iter(tables.values())))} trials')
+    click.echo(f'{said}\n\n{counted(len(next(iter(tables.values()))), "trial")}')
     for heading, parts in sections:
         for name, table, _ in parts:
             click.echo(f'\n{heading}: {name}\n{table.to_string(line_width=terminal_width())}')

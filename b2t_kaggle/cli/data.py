@@ -15,6 +15,7 @@ from .options import EXISTING_FOLDER, FOLDER, Choice, config_option, preset_opti
 from .verbs import Group
 from ..config import Config, config_keys, load_config, resolve_key
 from ..config.keys import covers
+from ..core.messages import counted
 from ..data.sessions import list_sessions, validate
 from ..data.simulate import simulate_dataset
 from ..data.sources import get_from_dryad, get_from_kaggle
@@ -94,7 +95,7 @@ def check(folder, config_, overrides):
     problems = validate(folder, sessions=cfg.sessions, bad_trials=cfg.bad_trials_dict, dtype=cfg.dtype,
                         feature_subset=cfg.feature_subset)
     n = len(cfg.sessions or list_sessions(folder))
-    if len(problems) == 0: return click.echo(f'{n} sessions, no problems')
+    if len(problems) == 0: return click.echo(f'{counted(n, "session")}, no problems')
     click.echo(problems.to_string(index=False))
     sys.exit(1)
 

@@ -17,7 +17,7 @@ from .options import EXISTING_FOLDER, FILE, FOLDER, Choice, preset_option, set_o
 from .verbs import Group
 from ..config import Config, preset, with_overrides
 from ..core.files import format_size
-from ..core.messages import with_command_name
+from ..core.messages import counted, with_command_name
 from ..devices.kaggle import KAGGLE_ACCELERATORS, KaggleAccelerator, kaggle_accelerator
 from ..kaggle.client import connect
 from ..kaggle.cycle import Cycle, by_hand, report
@@ -76,7 +76,7 @@ def wheels(image, python, output, kit, others):
         click.echo(f'{format_size(wheel["bytes"]):>9}  {wheel["file"]}  ({wheel["licence"]})')
     for name, reason in manifest['left_out'].items(): click.echo(f'Left out: {name}: {reason}', err=True)
     total = format_size(sum(wheel['bytes'] for wheel in manifest['wheels']))
-    click.echo(f'Wrote {output}: {len(manifest["wheels"])} wheels, {total}. As a dataset of OWNER, it is '
+    click.echo(f'Wrote {output}: {counted(len(manifest["wheels"]), "wheel")}, {total}. As a dataset of OWNER, it is '
                f'installed on Kaggle by\n\n    !{manifest["install"]}\n')
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c008
