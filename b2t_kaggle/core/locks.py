@@ -36,10 +36,7 @@ _BEAT = 20    # Seconds after which a holder without `flock` changes the time of
 _SILENT = 180 # Seconds without a change after which one elsewhere counts as dead
 _EMPTY = 10   # Seconds for which a file counts in which nothing stands
 
-def _flock(
-    fd: int,
-    wait: bool, # Until another process lets go, or raise `BlockingIOError`
-) -> bool:      # False where there are no locks
+def _flock(fd: int, wait: bool) -> bool:
     "Lock an open file."
     if fcntl is None: return False
     try: fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -89,9 +86,7 @@ def _beat(path: Path, file: tuple[int, int], stop: threading.Event) -> None:
 
 # %% ../../nbs/core/07_locks.ipynb #c102
 @contextmanager
-def _alone(
-    path: Path, # Of a lock
-) -> Iterator[None]:
+def _alone(path: Path) -> Iterator[None]:
     "Take over the file of a dead process while no other does. Raises `BlockingIOError` where another one is at it."
     mark = path.with_name(f'.{path.name}.taken_over')
     try: os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))

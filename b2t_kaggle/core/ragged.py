@@ -74,12 +74,8 @@ def _check_array(values: np.ndarray, row: dict, item_shape: tuple[int, ...], col
         raise RaggedError(f'has the shape {list(values.shape)}, expected [{expected}]')
     if row.keys() != columns: raise RaggedError(f'has the index columns {sorted(row)}, expected {sorted(columns)}')
 
-def _record_batch(
-    schema: pa.Schema,  # Index columns, then the values
-    values: np.ndarray, # [sum(lengths), *item_shape], contiguous
-    lengths: list[int], # Lengths of the arrays in `values`
-    rows: list[dict],   # Their index
-) -> pa.RecordBatch:
+def _record_batch(schema: pa.Schema, values: np.ndarray, lengths: list[int],
+                  rows: list[dict]) -> pa.RecordBatch:
     "A chunk as an Arrow record batch that shares the memory of `values`."
     items = pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
     for n in reversed(values.shape[1:]): items = pa.FixedSizeListArray.from_arrays(items, n)
@@ -122,11 +118,7 @@ def _index_checksum(batch: pa.RecordBatch, k: int, is_last: bool) -> int:
 # %% ../../nbs/core/10_ragged.ipynb #c020
 class _Chunk:
     "Arrays that wait to be written, one behind the other, with their rows of the index."
-    def __init__(self,
-        size: int,                   # Length of `values`, unless one array is longer
-        dtype: np.dtype,             # Stored type
-        item_shape: tuple[int, ...], # Shape of an array without its first axis
-    ):
+    def __init__(self, size: int, dtype: np.dtype, item_shape: tuple[int, ...]):
         self.size = size
         self.values = np.empty((0, *item_shape), dtype)
         self.clear()
@@ -290,13 +282,8 @@ def _verify_index(batch: pa.RecordBatch, custom: dict | None, k: int, is_last: b
     if len(crc32['arrays']) != len(batch): raise RaggedError('its checksums are not as they were written')
     return crc32['arrays']
 
-def _read_chunk(
-    data: memoryview,    # The file
-    reader: pa.RecordBatchFileReader,
-    k: int,              # Number of the chunk
-    path: Path,
-    has_checksums: bool,
-) -> tuple[pa.RecordBatch, list[int]]: # Without checksums the latter is empty
+def _read_chunk(data: memoryview, reader: pa.RecordBatchFileReader, k: int, path: Path,
+                has_checksums: bool) -> tuple[pa.RecordBatch, list[int]]:
     """A chunk, with offsets and texts that lie inside the file, and the checksums of its arrays; raises `RaggedError`.
     The values are not looked at."""
     try:

@@ -133,10 +133,7 @@ def _bucket_costs(edges: np.ndarray, counts: np.ndarray) -> np.ndarray:
     cost[np.tril_indices(len(edges), -1)] = np.inf
     return cost
 
-def _trace_back(
-    edges: np.ndarray,        # The different lengths, ascending
-    begins: list[np.ndarray], # For 2, 3, … buckets: the edge where the last of them begins, by the edge where it ends
-) -> list[int]:
+def _trace_back(edges: np.ndarray, begins: list[np.ndarray]) -> list[int]:
     "The buckets of the optimum, ascending."
     end = len(edges) - 1
     buckets = []
@@ -238,11 +235,7 @@ class _Pool:
         self._memory = []
         self._lock = threading.Lock()
 
-    def get(self,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        room: int = 0, # Bytes to allocate where no unused memory is large enough; at least what the array needs
-    ) -> np.ndarray:
+    def get(self, shape: tuple[int, ...], dtype: np.dtype, room: int = 0) -> np.ndarray:
         "An array with arbitrary contents."
         n_bytes = math.prod(shape)*dtype.itemsize
         with self._lock:

@@ -105,12 +105,8 @@ def size_so_far(
 # %% ../../nbs/data/05_download.ipynb #c017
 _TIMEOUT = 60 # Seconds without a byte
 
-def _open_url(
-    url: str,
-    token: str | None = None,              # Sent as `Authorization: Bearer …`, to this server only
-    headers: dict[str, str] | None = None, # Further ones
-    data: bytes | None = None,             # Makes it a POST
-) -> http.client.HTTPResponse:
+def _open_url(url: str, token: str | None = None, headers: dict[str, str] | None = None,
+              data: bytes | None = None) -> http.client.HTTPResponse:
     "One request. Raises `OSError`s of urllib."
     request = Request(url, data, {'User-Agent': 'b2t_kaggle', **(headers or {})})
     if token: request.add_unredirected_header('Authorization', f'Bearer {token}')
@@ -142,11 +138,7 @@ def _seconds_to_wait(error: Exception, failures: int) -> float:
     retry_after = error.headers.get('Retry-After') if isinstance(error, HTTPError) and error.headers else None
     return min(60, int(retry_after) if retry_after and retry_after.isdigit() else 2**failures)
 
-def _persistently(
-    attempt: Callable[[], T], # May raise what urllib raises
-    url: str,                 # Of what it wants
-    progress: Callable[[], int] = lambda: 0, # Grows if an attempt was not in vain
-) -> T:                       # The result of the attempt that succeeds
+def _persistently(attempt: Callable[[], T], url: str, progress: Callable[[], int] = lambda: 0) -> T:
     "Try until it succeeds. Raises `DownloadError` where that is hopeless, or after several attempts in vain."
     failures = 0
     while True:

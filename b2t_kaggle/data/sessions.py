@@ -371,13 +371,9 @@ def _is_named(raw: dict, bad: dict[str, list[int]]) -> bool:
     return trial in bad.get(str(block), [])
 
 # %% ../../nbs/data/00_sessions.ipynb #c037
-def _scan(
-    path: str | Path,               # A session's file
-    duplicates: _Duplicates,        # The session's trials so far
-    bad_trials: dict | None = None, # Trials to leave out
-    dtype: str = 'float32',         # Type that features are to be stored in
-    subset: list[int] | None = None, # Features that are to be stored; none means all
-) -> Iterator[tuple[dict | None, str, list[Problem]]]:
+def _scan(path: str | Path, duplicates: _Duplicates, bad_trials: dict | None = None,
+          dtype: str = 'float32',
+          subset: list[int] | None = None) -> Iterator[tuple[dict | None, str, list[Problem]]]:
     "Each trial of a file as (raw, key, problems); problems of the file as a whole come with `None` for the trial."
     session, split = _identify(path)
     bad = tidy_bad_trials(bad_trials).get(session, {})

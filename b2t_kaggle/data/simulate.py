@@ -141,14 +141,8 @@ def _new_sentence(writer: Writer, corpus: str, max_words: int, held_out: set[str
                         f'{len(held_out)} are held out; raise max_words, or lower val and test')
 
 # %% ../../nbs/data/02_simulate.ipynb #c021
-def _plan_day(
-    day: int,            # Position in the schedule
-    of_held_out: bool,   # Whether to plan the blocks of val and test, or those of train
-    n: dict[str, int],   # Trials of each split
-    seed: int,           # The participant's
-    max_words: int,      # Longest sentence
-    held_out: set[str],  # Sentences of val and test so far, normalised; those of this day are added
-) -> list[dict]:
+def _plan_day(day: int, of_held_out: bool, n: dict[str, int], seed: int, max_words: int,
+              held_out: set[str]) -> list[dict]:
     "The trials of the train blocks, or of the val and test blocks, of a day, in the order of recording."
     writer = Writer((seed, 1, day, of_held_out))
     rng = np.random.default_rng((seed, 2, day, of_held_out))
@@ -248,11 +242,7 @@ _LENGTH = _mean_lengths()
 _EDGE = 40      # bins of silence before and after
 _MIN_LENGTH = 4 # bins of any phoneme
 
-def _durations(
-    ids: np.ndarray,          # Classes with the silence before and after, [S]
-    tempo: float,             # Factor on all durations
-    rng: np.random.Generator, # Draws S numbers
-) -> np.ndarray:
+def _durations(ids: np.ndarray, tempo: float, rng: np.random.Generator) -> np.ndarray:
     "Bins of each class [S]: log-normal with the class's mean."
     mean = np.r_[_EDGE, _LENGTH[ids[1:-1]], _EDGE]*tempo
     varied = mean*np.exp(0.3*rng.standard_normal(len(ids)) - 0.045)  # 0.045 = 0.3²/2 keeps the mean

@@ -355,11 +355,8 @@ def _alternatives(texts: list[list[int]]) -> tuple[list[int], dict[tuple, int], 
         ranges[-1].append((end, len(texts[0])))
     return words, begin, ranges
 
-def _list_graph(
-    graph: SpellingGraph,    # Of all words
-    n_words: int,            # Of the first text
-    begins: dict[tuple, int], # The alternatives, from `_alternatives`
-) -> tuple[_ListGraph, np.ndarray]: # And where each node is in it [N]
+def _list_graph(graph: SpellingGraph, n_words: int, begins: dict[tuple, int]) -> tuple[_ListGraph,
+                np.ndarray]:
     "The graph in which alternatives stand beside what they take the place of."
     n, sil = len(graph.symbol), graph.sil
     node, before, place = np.repeat(np.arange(n), np.diff(graph.first)), graph.before.copy(), np.arange(n)
@@ -582,9 +579,8 @@ def _best_path(log_probs, graph, kept):
         entry = back[2*(place[t] - low[t]) + entry]
     return path
 
-def _best_nodes(
-    log_probs: np.ndarray, words: np.ndarray, prons: Pronunciations,
-) -> tuple[SpellingGraph, np.ndarray] | None:
+def _best_nodes(log_probs: np.ndarray, words: np.ndarray,
+                prons: Pronunciations) -> tuple[SpellingGraph, np.ndarray] | None:
     "The graph of a sentence, and its best path's nodes from `_best_path`; none where the frames are too few."
     kept = _Kept(*np.zeros((2, len(log_probs)), np.int64))
     ends, only = np.array([0, len(words)]), np.zeros(1, np.int64)

@@ -110,11 +110,8 @@ def _ngram_scores(words, starts, ngram, begin):
     return scores
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c015
-def _join_spellings(
-    words: np.ndarray,  # Word ids of texts, one after the other, from the search
-    starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]]
-    n_words: int,       # Of the lexicon
-) -> tuple[np.ndarray, np.ndarray, list[tuple[int, ...]]]: # The same with a number for each spelling; and the spellings
+def _join_spellings(words: np.ndarray, starts: np.ndarray, n_words: int) -> tuple[np.ndarray,
+                    np.ndarray, list[tuple[int, ...]]]:
     "Give each spelled word a number. A spelling without its end is left out."
     joined = []
     begins = [0]
@@ -145,25 +142,15 @@ def _spelled_name(spelling: tuple[int, ...], classes: Classes) -> str:
     "A spelled word in a text."
     return '-'.join(_as_in_texts((classes.names[s] for s in spelling), classes))
 
-def _spelling_costs(
-    words: np.ndarray,  # Word ids from `_join_spellings`
-    starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]]
-    n_words: int,       # Of the lexicon
-    spelled: list[tuple[int, ...]], # The spellings
-    penalty: float,     # For each phoneme
-) -> np.ndarray:        # [n]
+def _spelling_costs(words: np.ndarray, starts: np.ndarray, n_words: int,
+                    spelled: list[tuple[int, ...]], penalty: float) -> np.ndarray:
     "The penalty of each text's spelled words."
     costs = np.append(np.zeros(n_words), penalty*np.array([len(s) for s in spelled]))
     return np.array([costs[words[a:b]].sum() for a, b in itertools.pairwise(starts)])
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c312
-def _word_number(
-    word: str,                           # Of a sentence
-    word_id: dict[str, int],             # Numbers of the lexicon's words
-    spelled: dict[tuple[int, ...], int], # Spellings noted so far, from 0 on; a new one is added
-    may_spell: bool,                     # Whether words outside the lexicon are spelled
-    classes: Classes,                    # Of the model
-) -> int:
+def _word_number(word: str, word_id: dict[str, int], spelled: dict[tuple[int, ...], int],
+                 may_spell: bool, classes: Classes) -> int:
     "Number of a word; spelled words follow those of the lexicon."
     if word in word_id: return word_id[word]
     names = _as_in_texts(classes.names, classes)
@@ -185,12 +172,8 @@ def _with_progress(results: Iterable, n: int, show: bool) -> list:
     from tqdm import tqdm
     return list(tqdm(results, total=n, desc='decode', unit=' trials'))
 
-def _decode_trials(
-    decode: Callable,             # Of one trial
-    trials: Sequence[np.ndarray], # Read one by one, by index
-    n_jobs: int,                  # Threads; 0 means one for each core
-    progress: bool,               # Whether to show a progress bar
-) -> list:
+def _decode_trials(decode: Callable, trials: Sequence[np.ndarray], n_jobs: int,
+                   progress: bool) -> list:
     "Results of `decode` for each trial, in their order."
     n = len(trials)
     n_jobs = min(n_jobs or n_cores(), n)
@@ -198,10 +181,7 @@ def _decode_trials(
     if n_jobs <= 1: return _with_progress(map(decode_trial, range(n)), n, progress)
     with ThreadPoolExecutor(n_jobs) as pool: return _with_progress(pool.map(decode_trial, range(n)), n, progress)
 
-def _unpadded(
-    log_probs: Any,                # [B, T', K], or B arrays [T', K]
-    lengths: Sequence[int] | None, # Frames of each [B]; none: all
-) -> list[Any]:
+def _unpadded(log_probs: Any, lengths: Sequence[int] | None) -> list[Any]:
     "The trials of a batch without their padding; raises `ValueError` where the lengths do not fit."
     is_array = hasattr(log_probs, 'shape')
     trials = to_numpy(log_probs) if is_array else log_probs
@@ -267,13 +247,8 @@ def _ngram_of(asked: AutomatonScorer | NGram, words: np.ndarray, starts: np.ndar
     if isinstance(asked, AutomatonScorer): return LN10*_ngram_scores(words, starts, asked.view, asked.begin)
     return asked.scores(texts)
 
-def _best_first(
-    kind: type[Hypothesis],   # `Hypothesis`, or `LLMHypothesis`
-    texts: list[str],         # Sentences [n]
-    total: np.ndarray,        # Their scores [n]
-    scores: list[np.ndarray], # Further fields of the hypotheses, in their order, each [n]
-    n_best: int,              # Most hypotheses
-) -> list[Hypothesis]:
+def _best_first(kind: type[Hypothesis], texts: list[str], total: np.ndarray,
+                scores: list[np.ndarray], n_best: int) -> list[Hypothesis]:
     "Hypotheses with distinct texts, the best ones first, without those that are impossible."
     best: dict[str, int] = {}
     for i in np.argsort(-total, kind='stable').tolist(): best.setdefault(texts[i], i)
@@ -377,18 +352,13 @@ class SentenceScorer:
         return spans
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c028
-def _distinct(
-    *found: tuple[np.ndarray, np.ndarray], # Word ids of texts, one after the other, and where each begins
-) -> tuple[np.ndarray, np.ndarray]:
+def _distinct(*found: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     "The texts of all in their order, each once."
     texts = {tuple(words[a:b].tolist()): None for words, starts in found for a, b in itertools.pairwise(starts)}
     start, words = flatten(texts)
     return words, start
 
-def _found_texts(
-    search: Search, # At the end of a trial
-    n_best: int,    # Hypotheses that are wanted
-) -> tuple[np.ndarray, np.ndarray]: # As from `_distinct`
+def _found_texts(search: Search, n_best: int) -> tuple[np.ndarray, np.ndarray]:
     """Texts that a search ended with, more than are wanted: they are ranked by other scores. Where there are not enough
     complete ones, the words of hypotheses in the middle of a word are among them, up to there; with a fusion they are
     not, since its model has not scored them."""
@@ -397,10 +367,7 @@ def _found_texts(
     return _distinct(texts, search.begun_texts(2*n_best))
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c302
-def _new_search(
-    decoder: 'TrialDecoder', # Gives trie, beam and weights
-    scorer: NGramScorer,     # Of the n-gram, for this search alone
-) -> Search:
+def _new_search(decoder: 'TrialDecoder', scorer: NGramScorer) -> Search:
     "A search for a decoder."
     d = decoder
     penalty = math.inf if d.oov_penalty is None else d.lm_weight*d.oov_penalty
@@ -414,11 +381,8 @@ def _new_search(
 # %% ../../nbs/decoding/06_decoder.ipynb #c317
 _ENOUGH = 10 # Sentences of a trial for which its frames are not searched again
 
-def _enough_texts(
-    decoder: 'TrialDecoder', # Gave the search
-    search: Search,          # At the end of a trial
-    log_probs: np.ndarray,   # Of all frames that were pushed, from `prepare` [T', 41]
-) -> tuple[np.ndarray, np.ndarray]: # As from `_distinct`
+def _enough_texts(decoder: 'TrialDecoder', search: Search,
+                  log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     "Texts for the n-best list; where the decoder's threshold left few, larger ones find more."
     words, starts = _found_texts(search, decoder.nbest)
     for factor in (2, 4):
@@ -448,13 +412,8 @@ def _with_parameters(decoder: 'LexiconBeamDecoder', **parameters: float | None) 
     _check_parameters(vars(other))
     return other
 
-def _begun_frames(
-    decoder: 'TrialDecoder',
-    log_probs: np.ndarray, # Of all frames so far, from `prepare` [T', 41]
-    words: list[int],      # Complete ones
-    spelled: list[tuple[int, ...]], # Spellings of words, numbered after those of the lexicon
-    begun: list[int],      # Classes of the word that is in work
-) -> np.ndarray:           # [n_words, 2]
+def _begun_frames(decoder: 'TrialDecoder', log_probs: np.ndarray, words: list[int],
+                  spelled: list[tuple[int, ...]], begun: list[int]) -> np.ndarray:
     "First and last frame of each complete word's phonemes on the best path through all frames so far."
     n = len(decoder.words)
     spellings = [spellings_of_word(decoder._prons, w) if w < n else [spelled[w - n]] for w in words]
@@ -571,13 +530,8 @@ def _check_sums(decoder: 'TrialDecoder') -> None:
         found = getattr(decoder, name)
         if found != value: raise ValueError(f'{name} is {found!r}; a lattice needs a decoder where it is {value!r}')
 
-def _lattice_of(
-    scorer: SentenceScorer, # Its words and weights
-    ngram: NGramScorer,     # For this trace alone
-    kept: Kept,             # From `push_frames`
-    log_probs: np.ndarray,  # Of all frames that were pushed, from `prepare` [T', K]
-    hyps: list[Hypothesis], # Of the trial, which are in the lattice, too
-) -> Lattice:
+def _lattice_of(scorer: SentenceScorer, ngram: NGramScorer, kept: Kept, log_probs: np.ndarray,
+                hyps: list[Hypothesis]) -> Lattice:
     "The lattice of a trial."
     texts = [scorer._word_ids([h.text])[0] for h in hyps]
     ended = ((ids, word_ends(log_probs, ids, scorer._prons)) for ids in texts)

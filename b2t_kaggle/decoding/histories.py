@@ -169,11 +169,7 @@ class HistoryScorer(ScoreCache):
         return np.arange(first, self.n)
 
 # %% ../../nbs/decoding/02_histories.ipynb #c016
-def _fuse(
-    scorer: HistoryScorer,
-    histories: np.ndarray, # To be scored
-    held: np.ndarray,      # Histories of hypotheses [n]
-) -> np.ndarray:           # Changes of their scores [n]
+def _fuse(scorer: HistoryScorer, histories: np.ndarray, held: np.ndarray) -> np.ndarray:
     "Score the words of histories that have no score yet."
     tree = scorer.histories
     new = _unscored(tree, histories)

@@ -137,10 +137,8 @@ def lowest_bit(typing_context, bits):
     return _ONE_INT, emit
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c019
-def _grow(
-    spellings: Iterable[tuple[int, ...]], # Of all words, one after the other [P]
-    classes: Classes,                     # Of the model
-) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]: # Classes and parents by depth; last node of each [P]
+def _grow(spellings: Iterable[tuple[int, ...]], classes: Classes) -> tuple[list[np.ndarray],
+          list[np.ndarray], np.ndarray]:
     "The nodes of a trie, level by level."
     start, symbols = flatten(spellings)
     length = np.diff(start)

@@ -674,9 +674,8 @@ def _complete(model, state):
     return scores[:k], starts[:k]
 
 # %% ../../nbs/decoding/04_search.ipynb #c066
-def _texts(
-    state: State, starts: np.ndarray, scores: np.ndarray, n_texts: int, n_frames: int,
-) -> tuple[np.ndarray, np.ndarray]:
+def _texts(state: State, starts: np.ndarray, scores: np.ndarray, n_texts: int,
+           n_frames: int) -> tuple[np.ndarray, np.ndarray]:
     "The best distinct texts of histories, by `_walk`, whose steps grow with the trial."
     return _walk(state.arena, starts, scores, n_texts, n_texts*(1000 + 20*n_frames))[:2]
 
@@ -733,10 +732,7 @@ def _unfinished(trie: Trie, state: State, n_texts: int) -> tuple[np.ndarray, np.
     return words, start
 
 # %% ../../nbs/decoding/04_search.ipynb #c302
-def _add(
-    hyps: np.ndarray,  # Changed in place
-    added: np.ndarray, # To the scores of each hypothesis [n]
-) -> None:
+def _add(hyps: np.ndarray, added: np.ndarray) -> None:
     "Change the hypotheses' scores, which stay relative to the best one."
     n = len(added)
     added = (added - (hyps['score'][:n] + added).max()).astype(np.float32)

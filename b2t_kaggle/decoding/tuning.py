@@ -69,13 +69,8 @@ class _Pool(NamedTuple):
 def _empty_pool(n_penalties: int) -> _Pool:
     return _Pool(frozenset(), np.zeros((n_penalties, 0)), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
 
-def _with_sentences(
-    pool: _Pool,
-    hyps: Sequence[Hypothesis],             # An n-best list of the same trial
-    log_probs: np.ndarray,                  # Of the trial [T', 41]
-    reference: str,                         # Its sentence
-    decoders: Sequence[LexiconBeamDecoder], # One for each blank penalty [B]
-) -> _Pool:
+def _with_sentences(pool: _Pool, hyps: Sequence[Hypothesis], log_probs: np.ndarray, reference: str,
+                    decoders: Sequence[LexiconBeamDecoder]) -> _Pool:
     "The pool with the sentences that it did not have."
     new = [h for h in hyps if h.text not in pool.texts]
     if not new: return pool
@@ -108,11 +103,7 @@ def _smoothed(errors: np.ndarray) -> np.ndarray:
 
 Point = tuple[int, ...] # Place in the grid
 
-def _best_point(
-    errors: np.ndarray,     # Word errors at each point
-    start: Point,           # Where tuning started
-    candidates: np.ndarray, # Points that can be chosen, the start among them
-) -> Point:
+def _best_point(errors: np.ndarray, start: Point, candidates: np.ndarray) -> Point:
     "The point with the fewest errors around it, among those with no more errors than the start; ties: the nearest one."
     allowed = candidates & (errors <= errors[start])
     points = np.argwhere(allowed)
@@ -152,14 +143,8 @@ class _Clock:
 # %% ../../nbs/decoding/10_tuning.ipynb #c020
 class _Searches:
     "Searches of the same trials at points of a grid, the pools of what they found, and the errors all over the grid."
-    def __init__(self,
-        decoder: LexiconBeamDecoder,
-        log_probs: Sequence[np.ndarray],
-        references: Sequence[str],
-        grid: Grid,
-        clock: _Clock,
-        n_jobs: int,
-    ):
+    def __init__(self, decoder: LexiconBeamDecoder, log_probs: Sequence[np.ndarray],
+                 references: Sequence[str], grid: Grid, clock: _Clock, n_jobs: int):
         # An LLM inside the search would take its time in each of many searches: weights are tuned without it
         self.decoder = decoder.with_beam(decoder.beam)
         self.decoder.fusion = None
@@ -284,12 +269,8 @@ def _best_searched(searches: _Searches, start: Point, part: np.ndarray) -> Point
     for point in edits: candidates[point] = edits[point] <= edits[start]
     return _best_point(searches.table[part].sum(0), start, candidates)
 
-def _choose(
-    searches: _Searches,
-    start: Point,
-    parts: Sequence[np.ndarray],  # Trials that belong to each part [n] bool
-    count: Callable[[], object],  # Called after each search
-) -> list[Point]:
+def _choose(searches: _Searches, start: Point, parts: Sequence[np.ndarray],
+            count: Callable[[], object]) -> list[Point]:
     "The best point for each part of the trials: what seems best is searched, until all of it has been."
     for point in _beginning(start, searches.table.shape[1:]):
         if point not in searches.found: searches.add(point)

@@ -37,9 +37,7 @@ def _is_bfloat16_onednn() -> bool:
     "Whether PyTorch's own products in bfloat16 are oneDNN's."
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
-def _dense(
-    x: Tensor, # Of two dimensions
-) -> Tensor:
+def _dense(x: Tensor) -> Tensor:
     "`x`, copied where there are gaps between its rows or columns: oneDNN would multiply it a thousand times slower."
     return x if x.is_contiguous() or x.t().is_contiguous() else x.contiguous()
 
@@ -60,11 +58,7 @@ if _op and _op not in flop_registry: register_flop_formula(_op)(_flop)
 _FEWEST_MULTIPLICATIONS = 2**20
 _FEWEST_ROWS = 4
 
-def _pays(
-    weight: Tensor, # `[O, I]`
-    n_rows: int,    # That are multiplied with it
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,), # Of weights for which oneDNN is asked for
-) -> bool:
+def _pays(weight: Tensor, n_rows: int, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
     "Whether oneDNN multiplies these faster."
     if weight.device.type != 'cpu' or weight.dtype not in dtypes: return False
     if n_rows < _FEWEST_ROWS or n_rows * weight.numel() < _FEWEST_MULTIPLICATIONS: return False

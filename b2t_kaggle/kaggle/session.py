@@ -262,10 +262,7 @@ def install_missing(
 # %% ../../nbs/kaggle/00_session.ipynb #c025
 _CHOOSE = 'choose another one under Settings › Accelerator'
 
-def _has_programs(
-    capability: str,        # Of a GPU, such as `7.5`
-    built: Sequence[str],   # Output of `torch.cuda.get_arch_list`, such as `sm_75` or `compute_90`
-) -> bool:
+def _has_programs(capability: str, built: Sequence[str]) -> bool:
     """Whether a build of PyTorch has programs for a GPU: of its generation and no newer than it, or code (`compute_…`)
     that the driver compiles for it."""
     gpu = tuple(map(int, capability.split('.')))

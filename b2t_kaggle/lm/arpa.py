@@ -161,11 +161,7 @@ def _parse_number(field: bytes) -> float:
     if not abs(number) <= _LARGEST: raise ValueError(f'found {found}, expected a finite number that float32 can hold')
     return number
 
-def _parse_line(
-    line: bytes, # Line of an n-gram
-    n: int,      # Its order
-    ids: dict[bytes, int], # Id of each word
-) -> tuple[list[int], float, float]: # Word ids, log-probability, backoff
+def _parse_line(line: bytes, n: int, ids: dict[bytes, int]) -> tuple[list[int], float, float]:
     "One n-gram; raises `ValueError` that says what was found and expected."
     fields = line.split()
     if len(fields) not in (n + 1, n + 2):
@@ -451,10 +447,7 @@ def _swap_case(word: str) -> str:
     swapped = word.swapcase()
     return swapped if swapped.swapcase() == word and not word.startswith('<') else word
 
-def _lower_names(
-    words: list[str],     # All different [W]
-    log_prob: np.ndarray, # Of each without context [W]
-) -> list[str]:           # All different [W]
+def _lower_names(words: list[str], log_prob: np.ndarray) -> list[str]:
     "The words, of which those that have no lower case of their own are in lower case, with straight apostrophes."
     known = set(words)
     best: dict[str, int] = {} # The word that takes a name

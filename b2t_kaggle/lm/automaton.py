@@ -210,10 +210,7 @@ def _read_arrays(reader: ArpaReader, counts: list[int]) -> Arrays:
         n_read += len(grams.ids)
     return lm
 
-def _table_of(
-    words: list[str],     # Of a model [W]
-    log_prob: np.ndarray, # Of each without context [W]
-) -> WordTable:
+def _table_of(words: list[str], log_prob: np.ndarray) -> WordTable:
     "Numbers of words, also by their plain names, such as `cafe` for `café`, where no word has that name."
     plain: dict[str, int] = {}
     known = set(words)

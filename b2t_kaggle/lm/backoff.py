@@ -58,13 +58,8 @@ def _unigram_table(grams: Grams, n_words: int) -> BackoffTable:
     backoff[ids] = 10.**grams.backoff.astype(float)
     return BackoffTable(np.arange(n_words), np.zeros(n_words, np.int32), prob, backoff)
 
-def _sorted_table(
-    below: BackoffTable, # n-grams one order below
-    grams: Grams,        # n-grams in any order
-    context: np.ndarray, # Row of the context of each [M]
-    suffix: np.ndarray,  # Row of the suffix of each [M]
-    n_words: int,        # V
-) -> BackoffTable:
+def _sorted_table(below: BackoffTable, grams: Grams, context: np.ndarray, suffix: np.ndarray,
+                  n_words: int) -> BackoffTable:
     "Sort the n-grams of one order, and fill in probabilities that are not known."
     key = context*n_words + grams.ids[:, -1]
     order = np.argsort(key)

@@ -269,13 +269,8 @@ def states_and_head(
     if not separate_head: return model(**inputs).logits, lambda logits: logits
     return model.base_model(**inputs).last_hidden_state, model.get_output_embeddings()
 
-def _token_scores(
-    model,
-    inputs: dict[str, np.ndarray | torch.Tensor], # Of the model: B rows of L tokens
-    node: np.ndarray,    # Positions in B·L after which the scored tokens come [M], ascending
-    target: np.ndarray,  # The scored tokens [M]
-    separate_head: bool, # Whether the head alone makes logits of states
-) -> np.ndarray:         # Log-probabilities [M]
+def _token_scores(model, inputs: dict[str, np.ndarray | torch.Tensor], node: np.ndarray,
+                  target: np.ndarray, separate_head: bool) -> np.ndarray:
     "Log-probabilities of tokens given those before them."
     def on_device(x): return torch.as_tensor(x, device=model.device)
     used, row = np.unique(node, return_inverse=True) # Positions whose states are needed, and the place among them [M]

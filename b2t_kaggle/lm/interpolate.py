@@ -51,11 +51,8 @@ def interpolation_weights(
     return weights
 
 # %% ../../nbs/lm/11_interpolate.ipynb #c011
-def _union(
-    tables: list[BackoffTable], # Each model's n-grams of one order
-    below: list[np.ndarray],    # Each model's rows in the union one order below
-    n_words: int,               # V
-) -> tuple[np.ndarray, list[np.ndarray]]: # Keys of all n-grams together; each model's rows among them
+def _union(tables: list[BackoffTable], below: list[np.ndarray], n_words: int) -> tuple[np.ndarray,
+           list[np.ndarray]]:
     "The n-grams of some models together."
     keys = [rows[t.key//n_words]*n_words + t.key % n_words for t, rows in zip(tables, below)]
     union = np.unique(np.concatenate(keys))

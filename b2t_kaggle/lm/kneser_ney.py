@@ -49,13 +49,8 @@ def _words_before(tokens: np.ndarray, most: int) -> np.ndarray:
     return before
 
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c014
-def _count_part(
-    tokens: np.ndarray, # Word ids [N]
-    row: np.ndarray,    # Row of the n-gram one order below that ends at each place [N]
-    ends: np.ndarray,   # Places where the n-grams of this part end [E]
-    n: int,             # Their order
-    n_words: int,       # V
-) -> tuple[CountTable, np.ndarray]: # The table of the part, and its row for each of `ends` [E] int32
+def _count_part(tokens: np.ndarray, row: np.ndarray, ends: np.ndarray, n: int,
+                n_words: int) -> tuple[CountTable, np.ndarray]:
     "Count the n-grams that end at some places."
     key = row[ends].astype(np.int64)*n_words + tokens[ends - n + 1]
     by_key = np.argsort(key)
@@ -73,13 +68,8 @@ def _count_part(
     )
     return table, rows
 
-def _count_order(
-    tokens: np.ndarray,       # Word ids [N]
-    row: np.ndarray,          # Row of the n-gram one order below that ends at each place [N]
-    inside: np.ndarray,       # Whether the n-gram that ends at each place lies in one sentence [N]
-    tables: list[CountTable], # The tables of the orders below
-    part: int,                # Words of text whose n-grams are sorted at a time, about
-) -> tuple[CountTable, np.ndarray]: # The table of the next order, and its row for each place [N] int32, -1 for none
+def _count_order(tokens: np.ndarray, row: np.ndarray, inside: np.ndarray, tables: list[CountTable],
+                 part: int) -> tuple[CountTable, np.ndarray]:
     "Count the n-grams of one order, those whose suffixes are in one range of rows at a time."
     occurrences = np.cumsum(tables[-1].count)
     bounds = np.searchsorted(occurrences, np.arange(part, occurrences[-1], part))
@@ -200,12 +190,8 @@ def _word_ids(tables: list[CountTable], n: int, rows: np.ndarray) -> np.ndarray:
         rows = t.suffix[rows]
     return ids
 
-def _grams(
-    tables: list[CountTable],      # From `count_ngrams`
-    keep: list[np.ndarray],        # From `select_ngrams`
-    estimates: Iterable[Estimate], # From `kneser_ney`
-    size: int = 200_000,           # n-grams at a time
-) -> Iterator[Grams]:
+def _grams(tables: list[CountTable], keep: list[np.ndarray], estimates: Iterable[Estimate],
+           size: int = 200_000) -> Iterator[Grams]:
     "The kept n-grams of all orders."
     for n, (kept, estimate) in enumerate(zip(keep, estimates), 1):
         rows = np.flatnonzero(kept)

@@ -50,11 +50,7 @@ class _Blocks:
         return np.frombuffer(self.data, dtype, count, self.at - size)
 
 # %% ../../nbs/lm/13_sphinx.ipynb #c010
-def _unpack(
-    packed: np.ndarray,    # Packed entries, with `_PADDING` bytes behind them uint8
-    count: int,            # Entries
-    widths: Sequence[int], # Bits of each field of an entry, at most 57
-) -> list[np.ndarray]:     # Each field of all entries [count] int64
+def _unpack(packed: np.ndarray, count: int, widths: Sequence[int]) -> list[np.ndarray]:
     "The fields of packed entries whose lowest bits come first."
     eight_bytes = np.ndarray(len(packed) - 7, '<u8', packed, strides=(1,)) # Beginning with each byte
     first_bit = np.arange(count)*sum(widths)
@@ -147,10 +143,7 @@ def _word_ids(blocks: _Blocks, levels: list[_Level]) -> list[np.ndarray]:
 # %% ../../nbs/lm/13_sphinx.ipynb #c021
 _MARKS = {'<s>': '<s>', '</s>': '</s>', '<unk>': '<unk>', '<UNK>': '<unk>'}
 
-def _names(
-    words: list[str],     # Words of a model [W]
-    log_prob: np.ndarray, # Of each without context [W]
-) -> list[str | None]:    # Names, all different; none for those to leave out [W]
+def _names(words: list[str], log_prob: np.ndarray) -> list[str | None]:
     "The normalised form of each word."
     forms = [_MARKS.get(w) or normalize_sentence(re.sub(r'\(\d+\)$', '', w)) for w in words]
     names: list[str | None] = [None]*len(words)

@@ -31,13 +31,8 @@ PARENT = 'JPY_PARENT_PID' # The process without which a kernel of Jupyter ends i
 IMPORTS = ('ipykernel.kernelapp', 'matplotlib.pyplot', 'matplotlib_inline.backend_inline', 'pandas',
            *map('b2t_kaggle.{}'.format, ('pipeline.stamps', 'data.store', 'logits', 'metrics', 'phonemes')))
 
-def _become(
-    parent: int,            # The process that this one is a fork of
-    heard: dict[int, Any],  # Handlers of signals that the other one ignores
-    command: list[str],     # As Jupyter would start a kernel: Python, `-c`, code and arguments
-    env: dict[str, str],    # All environment variables
-    folder: str,            # The kernel's working folder
-) -> None:
+def _become(parent: int, heard: dict[int, Any], command: list[str], env: dict[str, str],
+            folder: str) -> None:
     "Be the kernel of a command until it ends."
     end_with_parent(parent)
     for number, handler in heard.items(): signal.signal(number, handler)

@@ -53,19 +53,14 @@ def pairwise_distances(
         return (squares - 2 * (x @ y.mT)) / x.shape[2]
 
 # %% ../../nbs/pytorch/17_alignment.ipynb #c011
-def _skew(
-    cells: Tensor, # `[B, N, M]`
-    fill: float,   # Value outside of the cells
-) -> Tensor:
+def _skew(cells: Tensor, fill: float) -> Tensor:
     "Anti-diagonals `[K, B, N]`, K = N + M − 1: cell (i, j) at `[i + j, :, i]`."
     B, N, M = cells.shape
     K = N + M - 1
     rows = F.pad(cells, (0, N), value=fill).flatten(1)
     return rows[:, :N*K].view(B, N, K).permute(2, 0, 1)
 
-def _unskew(
-    diagonals: Tensor, # `[K, B, N]`
-) -> Tensor:
+def _unskew(diagonals: Tensor) -> Tensor:
     "The cells `[B, N, M]` of anti-diagonals: the inverse of `_skew`."
     K, B, N = diagonals.shape
     rows = F.pad(diagonals.permute(1, 2, 0).reshape(B, N*K), (0, N))
@@ -84,11 +79,7 @@ def _starts(first: Tensor, diagonal: Tensor, K: int, N: int) -> Tensor:
     on_diagonal = torch.arange(K, device=first.device)[:, None] == diagonal
     return on_diagonal[..., None] & (torch.arange(N, device=first.device) == first[:, None])
 
-def _path_weights(
-    log_weight: Tensor, # −c/γ of each cell, −∞ outside of the trials `[B, N, M]`
-    n: Tensor,          # Rows of each trial `[B]`
-    m: Tensor,          # Columns of each trial `[B]`
-) -> tuple[Tensor, Tensor]:
+def _path_weights(log_weight: Tensor, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     "Log weight of all paths `[B]`, and the probability that a path visits a cell `[B, N, M]`."
     B, N, M = log_weight.shape
     K = N + M - 1

@@ -111,13 +111,7 @@ class _CTC(torch.autograd.Function):
         return (grad[:, None] * saved).to(ctx.dtype), None, None, None, None
 
 # %% ../../nbs/pytorch/03_ctc.ipynb #c023
-def _lengths(
-    lengths: Tensor | Sequence[int], # One for each trial `[B]`
-    name: str,                       # Of the argument, for messages
-    B: int,                          # Trials
-    largest: int,                    # Largest length allowed
-    unit: str,                       # Unit of the largest length, for messages
-) -> Tensor:
+def _lengths(lengths: Tensor | Sequence[int], name: str, B: int, largest: int, unit: str) -> Tensor:
     "`lengths` as a tensor; raises `ValueError` for those that do not fit."
     lengths = torch.as_tensor(lengths)
     if lengths.shape != (B,) or lengths.is_floating_point():

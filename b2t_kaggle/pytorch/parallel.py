@@ -27,10 +27,7 @@ from .optimizer import RunOptimizer, make_optimizer
 from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL
 
 # %% ../../nbs/pytorch/08_parallel.ipynb #c309
-def _filled(
-    rows: Tensor,                # `[N, F]`, changed
-    parts: Iterable[np.ndarray], # Their contents, one after the other `[n, F]`
-) -> Tensor:
+def _filled(rows: Tensor, parts: Iterable[np.ndarray]) -> Tensor:
     begin = 0
     for part in parts:
         rows[begin:begin + len(part)] = torch.from_numpy(np.array(part))  # a copy: a mapped file cannot be written

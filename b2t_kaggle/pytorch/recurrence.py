@@ -174,13 +174,8 @@ def _one_layer(module: GRU, i: int, x: Tensor, h0: Tensor, frames: Tensor | None
     y, _ = nn.utils.rnn.pad_packed_sequence(rows._replace(data=y), total_length=len(x))
     return y, last.index_select(1, rows.unsorted_indices)
 
-def _layer_by_layer(
-    module: GRU,              # This and the rest as in `GRU.forward`
-    x: Tensor,
-    h0: Tensor | None,
-    frames: Tensor | None,
-    between: Between,
-) -> tuple[Tensor, Tensor]:
+def _layer_by_layer(module: GRU, x: Tensor, h0: Tensor | None, frames: Tensor | None,
+                    between: Between) -> tuple[Tensor, Tensor]:
     "`GRU.forward` off XLA, with a look at each layer."
     n_directions = len(_suffixes(module))
     if h0 is None: h0 = x.new_zeros(n_directions * module.num_layers, x.shape[1], module.hidden_size)
@@ -283,14 +278,8 @@ def _step_dtype(w_hh: Tensor, dtype: torch.dtype) -> torch.dtype:
     wide = torch.promote_types(dtype, torch.float32)
     return wide if w_hh.shape[1] < 256 else autocast_dtype(wide)
 
-def _run_steps(
-    gates: Tensor,      # Input projection `[N, 3H]`, ordered by time
-    h0: Tensor,         # Initial states `[B, H]`, longest trial first
-    w_hh: Tensor,       # `[3H, H]`
-    b_hh: Tensor,       # `[3H]`
-    counts: list[int],  # Trials that have a first, a second … frame
-    dtype: torch.dtype, # Of the products
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run_steps(gates: Tensor, h0: Tensor, w_hh: Tensor, b_hh: Tensor, counts: list[int],
+               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     "r, z and n side by side `[N, 3H]`, q `[N, H]`, and the states `[B + N, H]`, the initial ones first."
     B, H = h0.shape
     gates = gates.to(torch.promote_types(gates.dtype, torch.float32), copy=True)
@@ -312,13 +301,8 @@ def _run_steps(
     return gates, q, h
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c034
-def _run_steps_back(
-    grad: Tensor,      # Of the states after each frame `[N, H]`
-    factors: Tensor,   # Of d in d_r, d_z and d_q `[N, 3, H]`
-    z: Tensor,         # `[N, H]`
-    w: Tensor,         # `[3H, H]`, in the precision of the products
-    counts: list[int], # Trials that have a first, a second … frame
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run_steps_back(grad: Tensor, factors: Tensor, z: Tensor, w: Tensor,
+                    counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     "d_r, d_z and d_q `[N, 3, H]`, d `[N, H]`, and the gradient of the initial states `[B, H]`."
     H = z.shape[1]
     dtype = z.dtype

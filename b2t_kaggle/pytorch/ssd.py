@@ -40,11 +40,7 @@ def segment_sums(
     return _differences(*_running_sums(a))
 
 # %% ../../nbs/pytorch/15_ssd.ipynb #c011
-def _carry(
-    made: Tensor,   # Contribution of each chunk to the state `[S, C, N, H, P]`
-    totals: Tensor, # Log decay through each chunk `[S, C, H]`
-    state: Tensor | None, # In front of the first `[S, N, H, P]`; none means zeros
-) -> tuple[Tensor, Tensor]:
+def _carry(made: Tensor, totals: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     "The state in front of each chunk `[S, C, N, H, P]`, and behind the last one `[S, N, H, P]`."
     S, C, N, H, P = made.shape
     decays = segment_sums(F.pad(totals.transpose(1, 2), (1, 0))).exp()        # [S, H, C + 1, C + 1]
@@ -74,10 +70,7 @@ class _ChunkWeights(torch.autograd.Function):
         d_sums = grad.to(between.dtype) * weights
         return d_scores, d_sums.sum(-1) - d_sums.sum(-2), None
 
-def _chunk_weights(
-    scores: Tensor, # Products of c and b `[S, C, Q, Q]`
-    a: Tensor,      # Log decays `[S, C, H, Q]`
-) -> Tensor:
+def _chunk_weights(scores: Tensor, a: Tensor) -> Tensor:
     "Weight of each frame in each other `[S, C, H, Q, Q]`, of the type of `scores`."
     return _ChunkWeights.apply(scores, *_running_sums(a))
 

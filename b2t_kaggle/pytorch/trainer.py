@@ -236,13 +236,8 @@ def _joined(losses: list[dict[str, Tensor]], name: str) -> np.ndarray:
     "One of the losses of all micro-batches `[B]`, on the host."
     return np.concatenate([terms[name].cpu().numpy() for terms in losses])
 
-def _result(
-    trainer: 'Trainer',              # Owner of the step
-    micro_batches: list[MicroBatch], # Rows of this process
-    losses: list[dict[str, Tensor]], # Of each micro-batch
-    norm: Tensor,                    # Of the gradient before clipping
-    norms: dict[str, Tensor],        # From `_part_norms`
-) -> StepResult:
+def _result(trainer: 'Trainer', micro_batches: list[MicroBatch], losses: list[dict[str, Tensor]],
+            norm: Tensor, norms: dict[str, Tensor]) -> StepResult:
     "Result of a step, still on the device."
     rates = learning_rates(trainer.step, trainer.cfg.train)
     trials = np.concatenate([m.batch.trials for m in micro_batches])
@@ -298,12 +293,8 @@ def _whole_step(trainer: 'Trainer', rows: MicroBatch, days: np.ndarray) -> dict[
     named = dict(loss=losses, norm=dict(all=norm), part=norms)
     return {(kind, name): v for kind, values in named.items() for name, v in values.items()}
 
-def _replay(
-    trainer: 'Trainer',                  # Owner of the step
-    programs: dict[torch.Size, Program], # From `_programs`
-    rows: MicroBatch,                    # The batch
-    days: np.ndarray,                    # Of it `[days]`
-) -> StepResult:
+def _replay(trainer: 'Trainer', programs: dict[torch.Size, Program], rows: MicroBatch,
+            days: np.ndarray) -> StepResult:
     "A step by the program of its length, which is recorded where there is none yet."
     backend = cast(XLA, trainer.backend)
     seeds = _seeds(trainer, 0)

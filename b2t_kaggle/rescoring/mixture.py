@@ -149,11 +149,8 @@ class Steps(NamedTuple):
         i = int(width.argmax())
         return float(self.edges[i:i + 2].mean()), int(self.errors[i])
 
-def _envelope(
-    slope: np.ndarray, intercept: np.ndarray, # A line for each hypothesis
-    errors: np.ndarray,                       # Its word errors
-    low: float, high: float,                  # Between these
-) -> tuple[int, list[tuple[float, int]]]:
+def _envelope(slope: np.ndarray, intercept: np.ndarray, errors: np.ndarray, low: float,
+              high: float) -> tuple[int, list[tuple[float, int]]]:
     "The errors of the line that is highest at low, and (place, change in errors) where another one overtakes."
     height = intercept + low*slope
     winner = max(np.flatnonzero(height == height.max()), key=lambda i: slope[i])

@@ -47,13 +47,8 @@ class _Memory(io.BytesIO):
     "Keras writes into it, and reads from it, as from a file with the right ending."
     def __str__(self): return f'memory{_ENDING}'
 
-def _write(
-    path: str | Path, # `….weights.h5`
-    model: NamedModel, # Its weights
-    values: dict,     # Values that JSON can hold, by name
-    write_arrays: Callable[[h5py.File], None] | None = None, # Adds arrays to the file
-    n_bytes: int = 0, # Size of these arrays
-) -> None:
+def _write(path: str | Path, model: NamedModel, values: dict,
+           write_arrays: Callable[[h5py.File], None] | None = None, n_bytes: int = 0) -> None:
     "A model and everything beside it, whole or not at all."
     path = Path(path)
     if not path.name.endswith(_ENDING):

@@ -82,13 +82,8 @@ def _check_shapes(logits: tf.Tensor, labels: tf.Tensor, lengths: dict[str, tf.Te
             raise ValueError(f'{name} must be one integer for each of the {B} trials of logits; '
                              f'found {n.shape} of {n.dtype.name}')
 
-def _check_values(
-    labels: np.ndarray,             # `[B, S]`
-    lengths: dict[str, np.ndarray], # `frames` and `n_labels` `[B]`
-    largest: dict[str, int],        # The largest value of each
-    K: int,                         # Classes
-    blank: int,                     # The blank's class
-) -> None:
+def _check_values(labels: np.ndarray, lengths: dict[str, np.ndarray], largest: dict[str, int],
+                  K: int, blank: int) -> None:
     for name, n in lengths.items():
         for i in np.flatnonzero((n < 0) | (n > largest[name]))[:1]:
             raise ValueError(f'{name}[{i}] must lie between 0 and {largest[name]}; found {n[i]}')

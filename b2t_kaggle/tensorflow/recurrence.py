@@ -44,13 +44,8 @@ def _forward(gates: tf.Tensor, h0: tf.Tensor, u: tf.Tensor, b_q: tf.Tensor) -> t
     return scan(step, (h0,), (gates,), (h0.dtype, u.dtype))[1]
 
 # %% ../../nbs/tensorflow/01_recurrence.ipynb #c014
-def _backward(
-    grad: tf.Tensor, # Of the states `[T, B, H]`
-    h: tf.Tensor,    # States `[T, B, H]`
-    kept: tf.Tensor, # z, r, n, q `[T, B, 4H]`
-    h0: tf.Tensor,   # Initial state `[B, H]`
-    u: tf.Tensor,    # `[H, 3H]`
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+def _backward(grad: tf.Tensor, h: tf.Tensor, kept: tf.Tensor, h0: tf.Tensor,
+              u: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """Gradients of the gates' arguments and of `h0`, and the states before each frame.
 
     The arguments' gradient `[T, B, 3H]` comes first as the input contributes to it, then as the state does."""

@@ -240,10 +240,7 @@ def start_from(
     if unused and verbose: print(f'{path}: the model of this run has no place for {", ".join(unused)}; not taken')
 
 # %% ../../nbs/training/10_loop.ipynb #c016
-def _what_is_wrong(
-    result: StepResult, # A step
-    store: TrialStore,  # Its trials
-) -> tuple[str, bool] | None: # The message, and whether a loss is meant
+def _what_is_wrong(result: StepResult, store: TrialStore) -> tuple[str, bool] | None:
     bad = ~np.isfinite(result.losses)
     if not bad.any() and (math.isfinite(result.grad_norm) or result.skipped): return None
     value = f'loss is {result.losses[bad][0]}' if bad.any() else f'gradient norm is {result.grad_norm}'

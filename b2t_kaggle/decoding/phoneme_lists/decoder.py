@@ -187,10 +187,8 @@ def _ranking_scores(found: Sequence[Sequence[Hypothesis]], llm: TextScores, lm: 
     return np.column_stack([known[:, 0], np.where(is_random, frequency, known[:, 1]), known[:, 2],
                             np.where(is_random, 0., by_llm), frequency, by_llm])
 
-def _ranked(
-    found: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm: TextScores, lm: LanguageModel,
-    random: np.ndarray, # Trials in blocks of random words [N] bool
-) -> list[list[Hypothesis]]:
+def _ranked(found: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm: TextScores,
+            lm: LanguageModel, random: np.ndarray) -> list[list[Hypothesis]]:
     "Sentences of trials, in the order of their expected word errors with an LLM."
     near = _near_best(found)
     *scores, by_llm = _ranking_scores(near, llm, lm, random).T
@@ -257,9 +255,8 @@ def _best_spellings(texts: Sequence[str], frames: np.ndarray, lexicon: Lexicon) 
     scores = iter(np.take_along_axis(frames[None], classes[:, :, None], 2).sum((1, 2)))
     return [max(ways, key=lambda _: next(scores), default=[]) for ways in spellings]
 
-def _candidates(
-    trial: _Learned, hypotheses: Sequence[Hypothesis], model: ConfusionModel, lexicon: Lexicon,
-) -> CandidateTrial:
+def _candidates(trial: _Learned, hypotheses: Sequence[Hypothesis], model: ConfusionModel,
+                lexicon: Lexicon) -> CandidateTrial:
     "A trial with the candidates that the search found."
     slot_scores = class_scores(trial.slots, model.slots)
     gap_scores = class_scores(trial.gaps, model.gaps)
@@ -291,12 +288,8 @@ def _changed(model: ConfusionModel, change: np.ndarray) -> ConfusionModel:
                    word_score=model.word_score + word_score)
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c308
-def _fit_ranking(
-    found: Sequence[Sequence[Hypothesis]], # Of trials [N]
-    sentences: Sequence[str],              # The true ones [N]
-    llm: TextScores, lm: LanguageModel,
-    random: np.ndarray,                    # Trials in blocks of random words [N] bool
-) -> RankingWeights:
+def _fit_ranking(found: Sequence[Sequence[Hypothesis]], sentences: Sequence[str], llm: TextScores,
+                 lm: LanguageModel, random: np.ndarray) -> RankingWeights:
     "Weights of the scores of sentences, an LLM's among them, with which the fewest word errors are expected."
     near = _near_best(found)
     scores = _ranking_scores(near, llm, lm, random)[:, :-1]
@@ -349,10 +342,9 @@ def fit_confusions(
     random = random_trials([lists[i] for i in numbers], _best_texts(others), lm)
     return replace(model, ranking=_fit_ranking(others, [lists[i].sentence for i in numbers], llm, lm, random))
 
-def _held_out(
-    trials: Sequence[CandidateTrial], fold: np.ndarray, model: ConfusionModel, penalty: float,
-    lexicon: Lexicon, lm: NGram | Automaton, nbest: int,
-) -> list[list[Hypothesis]]:
+def _held_out(trials: Sequence[CandidateTrial], fold: np.ndarray, model: ConfusionModel,
+              penalty: float, lexicon: Lexicon, lm: NGram | Automaton,
+              nbest: int) -> list[list[Hypothesis]]:
     "Sentences of trials by changes that were learned from the other folds, as the search finds them for new trials."
     found = [[] for _ in trials]
     for f in np.unique(fold):

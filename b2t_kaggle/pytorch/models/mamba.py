@@ -111,11 +111,7 @@ def _initial_dt_bias(shape: tuple[int, ...], least: float, greatest: float) -> T
     dt = torch.empty(shape).uniform_(math.log(least), math.log(greatest)).exp()
     return dt + torch.log(-torch.expm1(-dt))
 
-def _gated_norm(
-    y: Tensor,    # Channels `[…, G, E]`
-    gate: Tensor, # Before its SiLU, of the same shape
-    gain: Tensor, # `[G, E]`
-) -> Tensor:
+def _gated_norm(y: Tensor, gate: Tensor, gain: Tensor) -> Tensor:
     "The gated channels, scaled to a root mean square of 1 in each direction, then by their gains; in float32."
     y = _wide(y) * F.silu(_wide(gate))
     return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * gain

@@ -12,12 +12,8 @@ from typing import Any
 from torch import Tensor
 
 # %% ../../../nbs/pytorch/on_device/01_program.ipynb #c006
-def _arguments(
-    library,               # Functions of torch_xla's library
-    outputs: list[Tensor], # Of the recorded step
-    places: dict[int, tuple[str, int]], # `state` or `input` and its place there, by the memory it had before the step
-    seeds: Sequence[int],  # Of the device's random numbers
-) -> list[tuple[str, int | Tensor]]:
+def _arguments(library, outputs: list[Tensor], places: dict[int, tuple[str, int]],
+               seeds: Sequence[int]) -> list[tuple[str, int | Tensor]]:
     "The program's arguments in order: `state`, `input` or `seed` with its place, or `constant` with the tensor."
     numbers, values = library._get_tensors_xla_device_data_node(outputs)
     found: list[tuple[str, int | Tensor]] = []

@@ -74,13 +74,8 @@ class PlaceBatcher(Batcher):
 # %% ../../../nbs/pytorch/on_device/00_trials.ipynb #c010
 _USABLE = .9 # Of the free memory
 
-def _problem(
-    store: TrialStore | JointStore, # The trials
-    cfg: Config,         # The run's configuration
-    backend: Placement,  # The device
-    longest: int,        # Bins of the longest batch
-    n_parameters: int,   # Of the model
-) -> str:
+def _problem(store: TrialStore | JointStore, cfg: Config, backend: Placement, longest: int,
+             n_parameters: int) -> str:
     "Reason that the trials do not fit beside a step; empty where they do."
     free = backend.free_memory()
     if free is None: return f'{backend.device.name} does not tell its free memory'

@@ -15,12 +15,8 @@ def _falling(x: float, scale: float, power: float) -> float: return ((x*x + scal
 
 class _Schedule(ABC):
     "Learning rates by batch and epoch; sets those of an optimiser's groups."
-    def __init__(self,
-        optimizer: Optimizer,         # Its `lr` of each group are the rates to start from
-        lr_batches: float,            # B
-        warmup_batches: float = 500., # Length of the warm-up; 0 means none
-        warmup_start: float = 0.5,    # Its first factor
-    ):
+    def __init__(self, optimizer: Optimizer, lr_batches: float, warmup_batches: float = 500.,
+                 warmup_start: float = 0.5):
         if lr_batches <= 0: raise ValueError(f'lr_batches: found {lr_batches}, expected more than 0')
         if not 0 <= warmup_start <= 1: raise ValueError(f'warmup_start: found {warmup_start}, expected 0 … 1')
         self.optimizer = optimizer
@@ -45,16 +41,12 @@ class _Schedule(ABC):
         "The rates that were set last."
         return self._last_lr
 
-    def step_batch(self,
-        batch: int | None = None, # Batches that were done; None means one more than before
-    ) -> None:
+    def step_batch(self, batch: int | None = None) -> None:
         "Set the rates of a batch."
         self.batch = self.batch + 1 if batch is None else batch
         self._set()
 
-    def step_epoch(self,
-        epoch: int | None = None, # Epochs that were done; None means one more than before
-    ) -> None:
+    def step_epoch(self, epoch: int | None = None) -> None:
         "Set the rates of an epoch."
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self._set()
@@ -65,9 +57,7 @@ class _Schedule(ABC):
 
     def state_dict(self) -> dict: return dict(base_lrs=self.base_lrs, batch=self.batch, epoch=self.epoch)
 
-    def load_state_dict(self,
-        state: dict, # From `state_dict`
-    ) -> None:
+    def load_state_dict(self, state: dict) -> None:
         "Go on from a state that was saved."
         self.base_lrs = list(state['base_lrs'])
         self.batch = state['batch']

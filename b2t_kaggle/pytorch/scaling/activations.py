@@ -58,15 +58,11 @@ class _Swoosh(torch.autograd.Function):
         return slope.mul_(grad), None, None
 
 class _SwooshModule(nn.Module):
-    def __init__(self,
-        eight_bits: bool = False, # Keep the derivative in 8 bits, rounded at random, in training
-    ):
+    def __init__(self, eight_bits: bool = False):
         super().__init__()
         self.eight_bits = eight_bits
 
-    def forward(self,
-        x: Tensor, # Of any shape
-    ) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         "The function's value, of the shape and type of `x`."
         name = type(self).__name__
         if not x.requires_grad: return swoosh(x, name)

@@ -35,12 +35,9 @@ def _drawn(choices: int | tuple[int, ...]) -> int:
     if isinstance(choices, int): return choices
     return choices[0] if len(choices) == 1 else choices[int(torch.randint(len(choices), ()))]
 
-def _chunk_info(
-    chunk_size: int | tuple[int, ...],          # Frames of a chunk, one drawn for each call; −1: all are one
-    left_context_frames: int | tuple[int, ...], # Frames before its chunk that a frame sees, likewise
-    downsampling_factor: tuple[int, ...],       # Of each stack
-    cnn_module_kernel: tuple[int, ...],         # Of each stack: frames of its convolutions, at its own rate
-) -> tuple[int, int]:
+def _chunk_info(chunk_size: int | tuple[int, ...], left_context_frames: int | tuple[int, ...],
+                downsampling_factor: tuple[int, ...],
+                cnn_module_kernel: tuple[int, ...]) -> tuple[int, int]:
     "Frames of a chunk and chunks of left context, drawn for a call; −1 for no limit."
     size = _drawn(chunk_size)
     if size <= 0: return -1, -1
@@ -65,11 +62,8 @@ def _per_stack(value: int | tuple[int, ...], n_stacks: int, name: str) -> tuple[
     raise ValueError(f'{name}: found {len(values)} values {values}, expected one, or one for each of the {n_stacks} '
                      'stacks of downsampling_factor')
 
-def _set_sizes(
-    encoder: 'Zipformer2',                      # Changed in place
-    downsampling_factor: int | tuple[int, ...], # Of each stack
-    **sizes: int | tuple[int, ...],             # Of all stacks, or of each
-) -> None:
+def _set_sizes(encoder: 'Zipformer2', downsampling_factor: int | tuple[int, ...],
+               **sizes: int | tuple[int, ...]) -> None:
     "Set the sizes of each stack under the names that the reference has. Raises `ValueError` where they do not fit."
     ds = downsampling_factor
     encoder.downsampling_factor = (ds,) if isinstance(ds, int) else tuple(ds)
@@ -96,16 +90,9 @@ def _stacks(encoder: 'Zipformer2', pos_dim: int, dropout: FloatLike, warmup_batc
     return stacks
 
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c305
-def _all_chunks(
-    encoder: 'Zipformer2',             # With its stacks
-    x: Tensor,                         # Frames `[T, B, C]`
-    chunk_size: int,                   # Frames of a chunk; −1: all are one
-    attn_mask: Tensor | None,          # From `chunk_mask`
-    masks: list[Tensor] | list[float], # Of each stack: 0 for the channels that a trial lacks `[1, B, C]`
-    padding: Tensor | None,            # True where frames are padding `[B, T]`
-    lens: Tensor | None,               # Frames of each trial, where padding must not be averaged `[B]`
-    between: Between | None = None,    # As in `Zipformer2.forward`
-) -> list[Tensor]:
+def _all_chunks(encoder: 'Zipformer2', x: Tensor, chunk_size: int, attn_mask: Tensor | None,
+                masks: list[Tensor] | list[float], padding: Tensor | None, lens: Tensor | None,
+                between: Between | None = None) -> list[Tensor]:
     "The output of each stack `[T, B, C]`."
     outputs = []
     for i, (stack, mask) in enumerate(zip(encoder.encoders, masks)):

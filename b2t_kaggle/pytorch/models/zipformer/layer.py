@@ -41,10 +41,8 @@ def some_trials(
 _SKIPS = (0.0, 0.2), (4000.0, 0.05), (16000.0, 0.0)       # of attention and convolution
 _FF_SKIPS = (0.0, 0.1), (4000.0, 0.01), (50000.0, 0.0)    # of the second and third feed-forward
 
-def _modules(
-    embed_dim, pos_dim, num_heads, query_head_dim, pos_head_dim, value_head_dim, feedforward_dim,
-    *, dropout, cnn_module_kernel, causal,
-) -> dict[str, nn.Module]:
+def _modules(embed_dim, pos_dim, num_heads, query_head_dim, pos_head_dim, value_head_dim,
+             feedforward_dim, *, dropout, cnn_module_kernel, causal) -> dict[str, nn.Module]:
     "The modules of a layer, under the names that the reference has."
     return dict(
         bypass=BypassModule(embed_dim, skip_rate=0.0, straight_through_rate=0),

@@ -37,9 +37,8 @@ def start_chunks(
     waiting = like.new_zeros(batch_size, 0, encoder.encoder_dim[0])
     return ChunkState(waiting, encoder.get_init_states(batch_size, like.device))
 
-def _encode_chunk(
-    encoder: Zipformer2, frames: Tensor, state: ChunkState, between_of: BetweenOf,
-) -> tuple[Tensor, ChunkState]:
+def _encode_chunk(encoder: Zipformer2, frames: Tensor, state: ChunkState,
+                  between_of: BetweenOf) -> tuple[Tensor, ChunkState]:
     "A chunk, or a shorter one at the end of a trial."
     chunk, left = encoder.chunk_size[0], encoder.left_context_frames[0]
     B, n, _ = frames.shape
