@@ -16,10 +16,8 @@ from click.testing import CliRunner
 from kaggle_server import BATCHES, CSV, DROP, HALF, LATE, SUBMISSION, Kaggle, output_of, pretraining_output_of, serve
 
 from b2t_kaggle.cli.command import main
-from b2t_kaggle.config import preset, save_config, with_overrides
 from b2t_kaggle.devices.interrupts import Ended
 from b2t_kaggle.kaggle import cycle
-from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, Trial, write_hypotheses
 
 api = pytest.importorskip('kaggle.api.kaggle_api_extended',
                           reason="needs Kaggle's client: pip install b2t_kaggle[kaggle]")
@@ -354,60 +352,6 @@ def test_the_steps_by_hand_come_to_the_same(kaggle, b2t, monkeypatch):
         if command == 'kaggle': client()
         if rest[0] == 'status': kaggle.kernels[rest[1]][-1]['state'] = 'COMPLETE'
     assert_complete(kaggle)
-
-
-def write_lists(run, seed):
-    "Files that the notebook of a submission leaves in `run/hypotheses`: one seed of three is wrong in a trial."
-    run.mkdir(parents=True, exist_ok=True)
-    logits = ['/kaggle/input/train/run/logits/val.arrow', '/kaggle/input/train/run/logits/test.arrow']
-    save_config(with_overrides(preset('best-tpu'), {'infer.logits': logits}), run/'config.yaml')
-    for split, n in ('val', 12), ('test', 2):
-        found = Hypotheses()
-        for i in range(n):
-            right, wrong = f'this is number {"abcdefghijkl"[i]}', f'that is number {i % 3 == seed % 3}'
-            entry = Entry(str(i), wrong if i % 3 == seed % 3 else right, 'run', 'mamba', 'lexicon')
-            found.add(Trial(str(i), reference=right if split == 'val' else None), [entry])
-        write_hypotheses(run/'hypotheses'/f'decode_{split}.jsonl', found)
-
-
-def given_by_a_shell(lines, status=0):
-    "The arguments with which a shell that is given these lines calls `b2t`, which ends with a status."
-    script = '\n'.join([f"b2t() {{ printf '%s\\0' \"$@\"; echo; return {status}; }}", *lines])
-    output = subprocess.run(['bash', '-c', script], capture_output=True, text=True, check=True).stdout
-    return [line.split('\0')[:-1] for line in output.splitlines()]
-
-
-def test_the_lines_of_a_recipe_make_its_sessions_and_the_vote(kaggle, b2t, monkeypatch):
-    "A shell carries out the loop of `b2t plan` and its patterns; it comes to what the table says, for each seed."
-    from kaggle.cli import main as client
-    told = CliRunner().invoke(main, ['plan', '--preset', 'best-tpu', '--seeds', '3']).output.splitlines()
-    assert len(told) < 25
-    rows = [re.split('  +', line.replace('-10-', f'-{seed}-')) for seed in (10, 11, 12) for line in told
-            if re.match(r'\d', line)]
-    loop = told.index('  for seed in 10 11 12; do')
-    vote, submit = (shlex.split(line) for line in told if line.startswith(('  b2t ', '  kaggle ')))
-    lines = given_by_a_shell(told[loop:told.index('  done') + 1])
-    for i, line in enumerate(lines):
-        assert line[:1] == ['kaggle'] and b2t(*line[1:])[0] == 0
-        name = line[-1]
-        write_lists(Path(f'kaggle-{name}/output/{name}-submit/run'), i)
-    assert given_by_a_shell(told[loop:loop + 3], status=1) == lines[:1] # It ends where a cycle is not carried out
-    attached = {name: versions[0]['body'].get('kernelDataSources', []) for name, versions in kaggle.kernels.items()}
-    assert attached == {f'ada/{row[1]}': [f'ada/{name}' for name in row[3:-1]] for row in rows}
-    assert [len(versions) for versions in kaggle.kernels.values()] == [1]*9
-    bodies = [versions[0]['body'] for versions in kaggle.kernels.values()]
-    seeds = [re.search(r'train\.seed[^0-9]+(\d+)', body['text'])[1] for body in bodies]
-    assert seeds == [seed for seed in ('10', '11', '12') for _ in range(3)]
-
-    words = [found for word in vote[1:] for found in (sorted(map(str, Path().glob(word))) if '*' in word else [word])]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0 and '2 trials, 3 voters' in done.output, done.output
-    assert '1 kind of systems, the models of each one opinion: run mamba lexicon × 3' in done.output, done.output
-    assert Path('best-tpu.csv').read_text().splitlines() == ['id,text', '0,this is number a', '1,this is number b']
-    monkeypatch.setenv('KAGGLE_API_ENVIRONMENT', 'LOCALHOST')
-    monkeypatch.setattr(sys, 'argv', submit)
-    client()
-    assert [s['fileName'] for s in kaggle.submissions] == ['best-tpu.csv']
 
 
 # One process that has imported everything; a copy of it carries out each line of standard input, and is killed behind

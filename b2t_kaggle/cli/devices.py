@@ -8,11 +8,8 @@ __all__ = ['devices']
 # %% ../../nbs/cli/18_devices.ipynb #c002
 import click
 
-from ..config import PRESETS
-from ..config import preset as config_of
 from ..devices.machine import ACCELERATORS, DeviceError
 from ..devices.report import describe
-from ..training.hours import measured_hours, read_table
 
 # %% ../../nbs/cli/18_devices.ipynb #c004
 def _self_test(accelerator: str, names: str, path: str | None) -> None:
@@ -29,16 +26,10 @@ def _self_test(accelerator: str, names: str, path: str | None) -> None:
                    'status 1 where a check fails.')
 @click.option('--only', 'names', default='', metavar='NAMES', help='Some of the checks, with commas between them.')
 @click.option('--json', 'path', type=click.Path(dir_okay=False), help='Write the table of the test, too.')
-@click.option('--from', 'table', type=click.Path(exists=True, dir_okay=False), metavar='FILE',
-              help='Show the hours that presets train by the steps of such a table.')
-def devices(accelerator, names, path, table):
+def devices(accelerator, names, path):
     """Show the accelerators here, and what would be used.
 
     It is told, too, how that is known, and what each framework would use."""
     if accelerator is None and (names or path): raise click.UsageError('--only and --json are for --test')
-    if accelerator and table: raise click.UsageError('--from is for a table that --test has made; give one of them')
     if accelerator: return _self_test(accelerator, names, path)
-    if table is None: return click.echo(describe())
-    try: measured = read_table(table)
-    except ValueError as e: raise click.ClickException(str(e)) from None
-    for name in (n for n in PRESETS if n in measured.steps): click.echo(measured_hours(config_of(name), name, measured))
+    click.echo(describe())

@@ -18,7 +18,7 @@ from .verbs import Group
 from ..config import Config, preset, with_overrides
 from ..core.files import format_size
 from ..core.messages import counted, with_command_name
-from ..devices.kaggle import KAGGLE_ACCELERATORS, KaggleAccelerator, kaggle_accelerator
+from ..devices.kaggle import KAGGLE_ACCELERATORS, kaggle_accelerator
 from ..kaggle.client import connect
 from ..kaggle.cycle import Cycle, by_hand, report
 from ..kaggle.cycle import go as carry_out
@@ -34,7 +34,6 @@ from b2t_kaggle.kaggle.publish import (
     write_kernel,
 )
 from ..kaggle.wheels import Image, build_wheels
-from ..training.hours import hours_line, read_table
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c005
 def _images() -> str:
@@ -148,11 +147,6 @@ def dataset(folder, name, title, licence, message, push):
     _publish(dataset_command(folder, message), push)
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c014
-def _hours(cfg: Config, preset_: str, machine: KaggleAccelerator, path: str | None) -> str:
-    "A line about the hours of a training, by the steps of a table where there is one; empty for neither."
-    try: return hours_line(cfg, preset_, machine.chip, machine.chips, read_table(path) if path else None)
-    except ValueError as e: raise click.ClickException(str(e)) from None
-
 def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
     "Raise `click.BadParameter` where a key of the configuration names a file that Kaggle does not have."
     for key in keys:
@@ -189,9 +183,7 @@ def _tell_changes(before: Plan, plan: Plan) -> None:
 @click.option('--retry', is_flag=True, help='Push a notebook that failed once more, with the kit as it is now.')
 @click.option('--print', 'is_printed', is_flag=True, help='Only write the notebooks, and print commands and clicks.')
 @click.option('-o', '--output', type=FOLDER, help='The folder of the cycle. Default: kaggle-SLUG.')
-@click.option('--from', 'table', type=click.Path(exists=True, dir_okay=False), metavar='FILE',
-              help='Tell the hours of the training by steps that `b2t devices --test --json` measured.')
-def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry, is_printed, output, table):
+def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry, is_printed, output):
     """Train on Kaggle, and make a submission.
 
     Wheels of the kit become a dataset; a notebook trains, is pushed again with its output until the training is over;
@@ -199,8 +191,6 @@ def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry,
     line goes on."""
     cfg = with_overrides(preset(preset_), overrides) # Kaggle would find a mistake hours later
     _refuse_local(cfg, overrides)
-    line = _hours(cfg, preset_, kaggle_accelerator(accelerator), table) if table or is_printed else ''
-    if line: click.echo(line)
     api = None if is_printed else connect()
     name = name or default_name(accelerator, preset_)
     name = full_id(name, name) if api is None or '/' in name else f'{api.get_config_value("username")}/{name}'

@@ -18,22 +18,16 @@ class KaggleAccelerator:
     name: str               # As Kaggle's editor has it
     image: str              # Kaggle's image with it: `gpu`, `tpu` or `cpu`
     hours: float            # Time limit of a runtime with it [h]
-    weekly_hours: float = 0 # Of all runtimes with such an image; 0 where there is no limit
     machine_shape: str = '' # Kaggle's client's name
     chips: int = 0
     memory_gb: float = 0    # Of a chip [GB]
 
-    @property
-    def chip(self) -> str:
-        "The name of one of its chips, such as `T4`."
-        return re.sub(r'( x|-)\d+$', '', self.name)
-
 KAGGLE_ACCELERATORS = {a.name: a for a in (
     KaggleAccelerator('cpu', 'cpu', 12),
-    KaggleAccelerator('T4 x2', 'gpu', 9, 30, 'NvidiaTeslaT4', 2, 16),
-    KaggleAccelerator('L4 x4', 'gpu', 9, 30, 'NvidiaL4', 4, 24),
-    KaggleAccelerator('TPU v5e-8', 'tpu', 9, 20, 'TpuV5E8', 8, 16),
-    KaggleAccelerator('TPU v6e-8', 'tpu', 9, 20, 'TpuV6E8', 8, 32),
+    KaggleAccelerator('T4 x2', 'gpu', 9, 'NvidiaTeslaT4', 2, 16),
+    KaggleAccelerator('L4 x4', 'gpu', 9, 'NvidiaL4', 4, 24),
+    KaggleAccelerator('TPU v5e-8', 'tpu', 9, 'TpuV5E8', 8, 16),
+    KaggleAccelerator('TPU v6e-8', 'tpu', 9, 'TpuV6E8', 8, 32),
 )}
 
 def _letters(name: str) -> str:
