@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from kenlm_binary import kenlm_binary
 from numba import njit
 
 from b2t_kaggle.lm import automaton
 from b2t_kaggle.lm.arpa import ArpaError, Grams, read_arpa, write_arpa
 from b2t_kaggle.lm.automaton import Automaton, check_words, find, step
-from b2t_kaggle.lm.kenlm import find_program, to_binary
+from b2t_kaggle.lm.kenlm import load_kenlm
 from b2t_kaggle.lm.ngram import NGram, build_ngram, perplexity_report
-from b2t_kaggle.lm.query import load_kenlm
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
@@ -321,7 +321,6 @@ def test_words_that_no_model_knows(tmp_path):
 @pytest.mark.skipif(not Path('/proc/self/smaps').exists(), reason='needs /proc/self/smaps')
 def test_binaries_stay_on_disk(model, tmp_path):
     "Only the head of a KenLM binary is in memory before it is queried; all of it is where KenLM loads it by itself."
-    if not find_program('build_binary'): pytest.skip("KenLM's programs are not here; build them with `b2t lm programs`")
     import kenlm
     def resident(path):
         kb = 0
@@ -330,7 +329,7 @@ def test_binaries_stay_on_disk(model, tmp_path):
             if not line.split()[0].endswith(':'): ours = line.rstrip().endswith(str(path))
             elif ours and line.startswith('Rss:'): kb += int(line.split()[1])
         return 1024*kb/path.stat().st_size
-    paths = [to_binary(model[1], tmp_path/f'{name}.bin', 'probing') for name in ('ours', 'all')]
+    paths = [kenlm_binary(model[1], tmp_path/f'{name}.bin', 'probing') for name in ('ours', 'all')]
     models = load_kenlm(paths[0]), kenlm.Model(str(paths[1]))
     assert 0 < resident(paths[0]) < 0.5 < resident(paths[1]) and models[0].order == models[1].order
 

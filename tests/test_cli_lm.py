@@ -1,10 +1,7 @@
 "`b2t lm …`: each verb and option; where one fails, it reports why, and the file that was there before stays."
 import errno
-import io
 import re
 import shutil
-import subprocess
-import tarfile
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +9,6 @@ from click.testing import CliRunner
 from b2t_kaggle.cli.command import main
 from b2t_kaggle.lm import prune
 from b2t_kaggle.lm.arpa import open_text, read_counts
-from b2t_kaggle.lm.kenlm import PROGRAMS, find_program, programs_folder
 from b2t_kaggle.lm.ngram import NGram
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
@@ -26,12 +22,6 @@ FILES = {
     'words.txt': 'He\nWENT\nhome\nthe\ncat\nsat\non\nmat\n',
     'empty.txt': '\n',
 }
-
-
-def needs(*names):
-    "Skip a test where some of KenLM's programs are missing."
-    reason = f"KenLM's {' and '.join(names)} not here; `b2t lm programs` builds them"
-    return pytest.mark.skipif(not all(map(find_program, names)), reason=reason)
 
 
 def lm(*args) -> tuple[int, str]:
@@ -81,10 +71,6 @@ def made(tmp_path_factory):
     ('prune a/lm.arpa', 2, '--threshold'),
     ('prune a/lm.arpa --threshold nan', 2, '--threshold.*nan is not'),
     ('prune text.txt --threshold 0', 1, 'text.txt: line 1: found'),
-    ('binary a/lm.arpa --bits 26', 2, '--bits.*26'),
-    ('binary a/lm.arpa --bits 1', 1, 'bits is 1, expected 2 to 25'),
-    ('binary a/lm.arpa --kind small', 2, '--kind'),
-    pytest.param('binary text.txt', 1, 'build_binary of .*text.txt failed', marks=needs('build_binary')),
 ])
 def test_refuses(command, code, message, made, tmp_path):
     (tmp_path/'out.arpa').write_text('old')
@@ -148,72 +134,16 @@ def test_prune(made, tmp_path):
     assert str(full) in output and sum(read_counts(tmp_path/'lm.arpa')) < sum(read_counts(full))
 
 
-@needs('build_binary')
-@pytest.mark.parametrize('options, exact', [
-    (['--kind', 'probing'], True), (['--bits', 0], True), (['--bits', 4], False), ([], False),
-])
-def test_binary(options, exact, made, tmp_path):
-    arpa = made/'a'/'lm.arpa'
-    assert 'lm.bin' in ok('binary', arpa, '-o', tmp_path/'lm.bin', *options)
-    ours, theirs = (NGram.load(p).score('the cat paid for the tickets') for p in (arpa, tmp_path/'lm.bin'))
-    assert theirs == pytest.approx(ours, abs=1e-4 if exact else 2)
-
-
-@needs('lmplz')
+@pytest.mark.skipif(not shutil.which('lmplz'), reason='no lmplz here')
 def test_build_by_lmplz(made, tmp_path):
     ok('build', made/'text.txt', '-o', tmp_path/'lm.arpa', '--order', 3, '--estimator', 'lmplz')
     assert read_counts(tmp_path/'lm.arpa') == read_counts(made/'a'/'lm.arpa')
 
 
-@pytest.mark.parametrize('command, message', [
-    ('build {text} -o {out} --estimator lmplz', 'no lmplz on the PATH; .*b2t lm programs'),
-    ('binary {model} -o {out}', 'no build_binary on the PATH; .*b2t lm programs'),
-    ('programs', 'no cmake, .*apt-get install cmake'),
-])
-def test_without_programs(command, message, made, tmp_path, monkeypatch):
+def test_without_lmplz(made, tmp_path, monkeypatch):
     monkeypatch.setenv('PATH', '')
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    code, output = lm(*command.format(text=made/'text.txt', model=made/'a'/'lm.arpa', out=tmp_path/'out').split())
-    assert code == 1 and re.match(f'Error: .*{message}', output) and not list(tmp_path.iterdir()), output
-
-
-def source_archive(path, code, name='CMakeLists.txt'):
-    "An archive with programs of KenLM's names that need no Boost."
-    build = '''cmake_minimum_required(VERSION 3.10)
-project(toy CXX)
-set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
-foreach(p lmplz build_binary query filter)
-  add_executable(${p} main.cpp)
-  target_compile_definitions(${p} PRIVATE NAME="${p}")
-endforeach()
-'''
-    with tarfile.open(path, 'w:gz') as tar:
-        for file, text in {name: build, 'main.cpp': code}.items():
-            info = tarfile.TarInfo(f'kenlm-0/{file}')
-            info.size = len(text)
-            tar.addfile(info, io.BytesIO(text.encode()))
-    return path
-
-
-@pytest.mark.skipif(not (shutil.which('cmake') and shutil.which('c++')), reason='no cmake and C++ compiler here')
-def test_programs(tmp_path, monkeypatch):
-    "Unpacked, built and put where they are found; a failure is reported, and the programs that were there stay."
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
-    good = source_archive(tmp_path/'good.tar.gz', '#include <cstdio>\nint main() { puts(NAME); }\n')
-    output = ok('programs', '--source', good)
-    for p in PROGRAMS:
-        assert f'Wrote {programs_folder()/p}' in output
-        printed = subprocess.run([programs_folder()/p], capture_output=True, text=True, check=True).stdout
-        assert printed == f'{p}\n'
-    bad = source_archive(tmp_path/'bad.tar.gz', '#include <boost/nothing.hpp>\n')
-    code, output = lm('programs', programs_folder(), '--source', bad)
-    assert code == 1 and 'the build failed' in output and 'boost/nothing.hpp' in output
-    code, output = lm('programs', programs_folder(), '--source', source_archive(tmp_path/'other.tar.gz', '', 'README'))
-    assert code == 1 and 'other.tar.gz: no CMakeLists.txt' in output
-    (tmp_path/'text.tar.gz').write_text('text')
-    code, output = lm('programs', tmp_path/'new', '--source', tmp_path/'text.tar.gz')
-    assert code == 1 and 'text.tar.gz: not a source archive' in output and not (tmp_path/'new').exists()
-    assert sorted(p.name for p in programs_folder().iterdir()) == sorted(PROGRAMS)
+    code, output = lm('build', made/'text.txt', '-o', tmp_path/'out', '--estimator', 'lmplz')
+    assert code == 1 and re.match('Error: .*no lmplz on the PATH', output) and not list(tmp_path.iterdir()), output
 
 
 def test_report(made):

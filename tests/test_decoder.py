@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kenlm_binary import kenlm_binary
 from rapidfuzz.distance import Levenshtein
 
 from b2t_kaggle.config import DecodeConfig
@@ -26,9 +27,8 @@ from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.decoding.scorers import AutomatonScorer
 from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.lm.automaton import Automaton, load_ngram
-from b2t_kaggle.lm.kenlm import find_program, to_binary
+from b2t_kaggle.lm.kenlm import Queries, load_kenlm
 from b2t_kaggle.lm.ngram import NGram, build_ngram
-from b2t_kaggle.lm.query import QueryProcess
 from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, build_lexicon, normalize_sentence, to_class_ids
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
@@ -365,8 +365,8 @@ def test_processes_and_order(lm):
 
 
 def without_file(lm):
-    "The same model without the name of its file, so that KenLM must be asked, in a process of its own."
-    return NGram(QueryProcess.of(lm.path), 'nowhere.arpa')
+    "The same model without the name of its file, so that KenLM must be asked."
+    return NGram(Queries(load_kenlm(lm.path)), 'nowhere.arpa')
 
 
 def test_kenlm_and_automaton_agree(tmp_path):
@@ -391,9 +391,8 @@ def test_kenlm_and_automaton_agree(tmp_path):
 @pytest.mark.parametrize('kind', ['probing', 'trie'])
 def test_kenlm_binaries(kind, tmp_path):
     "A KenLM binary decodes as the ARPA file does that it was made from."
-    if not find_program('build_binary'): pytest.skip("KenLM's programs are not here; build them with `b2t lm programs`")
     lm = load_ngram(ngram(3, tmp_path).path)
-    binary = load_ngram(to_binary(lm.path, tmp_path/'lm.bin', kind, bits=None))
+    binary = load_ngram(kenlm_binary(lm.path, tmp_path/'lm.bin', kind))
     assert (type(lm), type(binary)) == (Automaton, NGram)
     known, asked = (LexiconBeamDecoder(LEXICON, m, beam=40) for m in (lm, binary))
     assert isinstance(known._asked, AutomatonScorer) and isinstance(asked._asked, NGram)

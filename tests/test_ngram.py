@@ -1,10 +1,9 @@
 "n-gram models: our estimator against lmplz and a committed example, the probabilities' sums, files with faults."
 import gzip
 import math
-import os
 import random
 import re
-import subprocess
+import shutil
 import time
 import tracemalloc
 
@@ -13,9 +12,10 @@ import pandas as pd
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kenlm_binary import kenlm_binary
 
 from b2t_kaggle.lm import kneser_ney
-from b2t_kaggle.lm.kenlm import PROGRAMS, build_programs, find_program, to_binary
+from b2t_kaggle.lm.kenlm import Queries
 from b2t_kaggle.lm.ngram import NGram, build_ngram, perplexity_report
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
@@ -72,17 +72,7 @@ def zipf_sentences(n, vocab, seed):
     return [sentence() for _ in range(n)]
 
 
-# A minute and a network: only where asked for
-if 'BUILD_KENLM' in os.environ and not all(map(find_program, PROGRAMS)): build_programs()
-
-
-def needs(*names):
-    "Skip a test where some of KenLM's programs are missing."
-    reason = f"KenLM's {' and '.join(names)} not here; `b2t lm programs` builds them"
-    return pytest.mark.skipif(not all(map(find_program, names)), reason=reason)
-
-
-needs_lmplz = needs('lmplz')
+needs_lmplz = pytest.mark.skipif(not shutil.which('lmplz'), reason='no lmplz here')
 
 
 @needs_lmplz
@@ -212,35 +202,15 @@ def test_other_files(tmp_path):
     with pytest.raises(ValueError, match='cut.arpa.gz'): NGram.load(tmp_path/'cut.arpa.gz')
 
 
-@needs('build_binary')
 @pytest.mark.parametrize('kind, bits, suffix', [
-    ('probing', None, '.arpa'), ('trie', None, '.arpa.gz'), ('trie', 8, '.arpa'),
+    ('probing', None, '.arpa'), ('trie', None, '.arpa'), ('trie', 8, '.arpa'),
 ])
 def test_kenlm_binaries(kind, bits, suffix, tmp_path):
     arpa = build_ngram(zipf_sentences(300, 300, 0), tmp_path/f'lm{suffix}', estimator='own')
-    lm, binary = NGram.load(arpa), NGram.load(to_binary(arpa, tmp_path/'lm.bin', kind, bits))
+    lm, binary = NGram.load(arpa), NGram.load(kenlm_binary(arpa, tmp_path/'lm.bin', kind, bits))
     ours, theirs = ([m.score(s) for s in [*zipf_sentences(50, 300, 1), 'unknown words here', '']] for m in (lm, binary))
     np.testing.assert_allclose(ours, theirs, rtol=.02 if bits else 0, atol=1e-4) # 256 values instead of all
     assert (ours != theirs) == bool(bits)
-    with pytest.raises(RuntimeError, match='build_binary of .*bad.arpa failed'):
-        (tmp_path/'bad.arpa').write_text('nothing')
-        to_binary(tmp_path/'bad.arpa', tmp_path/'lm.bin')
-    assert binary.score('') == NGram.load(tmp_path/'lm.bin').score('') # The old one is still there
-
-
-@needs(*PROGRAMS)
-def test_programs_run(tmp_path):
-    text = ''.join(f'{s}\n' for s in SENTENCES)
-    def run(name, *args, given=''):
-        command = [find_program(name), *args]
-        return subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout
-    (tmp_path/'lm.arpa').write_text(run('lmplz', '-o', '2', '--discount_fallback', '-S', '50M', given=text))
-    lm = NGram.load(to_binary(tmp_path/'lm.arpa', tmp_path/'lm.bin', bits=None))
-    total = re.search(r'Total: (-[\d.]+)', run('query', tmp_path/'lm.bin', given=SENTENCES[0] + '\n'))
-    assert float(total[1])*math.log(10) == pytest.approx(lm.score(SENTENCES[0]), rel=1e-4)
-    (tmp_path/'words').write_text('i want')
-    run('filter', 'single', f'vocab:{tmp_path}/words', tmp_path/'small.arpa', given=(tmp_path/'lm.arpa').read_text())
-    assert 'home' not in NGram.load(tmp_path/'small.arpa') and 'want' in NGram.load(tmp_path/'small.arpa')
 
 
 def test_perplexity_report(tmp_path):
@@ -267,8 +237,8 @@ def test_capitals(suffix, tmp_path):
     pd.testing.assert_frame_equal(*reports, rtol=1e-5)
     scores = []
     for m in (lm, same):
-        m.queries.begin(['i', '</s>', 'pizza'])
-        scores.append(m.queries.answers([0, 0, 0], [0, 1, 2])[0])
+        queries = Queries(m.queries.model, ['i', '</s>', 'pizza'])
+        scores.append(queries.answers([0, 0, 0], [0, 1, 2])[0])
     np.testing.assert_allclose(*scores, atol=1e-5)
 
 

@@ -11,7 +11,6 @@ from b2t_kaggle.lm.automaton import Automaton, load_ngram
 from b2t_kaggle.lm.interpolate import interpolate_ngrams
 from b2t_kaggle.lm.ngram import NGram, build_ngram, perplexity_report
 from b2t_kaggle.lm.prune import prune_ngram
-from b2t_kaggle.lm.query import Queries, QueryProcess, load_kenlm
 from b2t_kaggle.phonemes import build_lexicon
 
 TEXT = ['i think anne is here']*4 + ['you and i know mcneil']*3 + ["i'm fine"]*3 + ['will is here']*3 + ['i will']*2
@@ -48,15 +47,14 @@ def test_words_with_accents_are_those_of_the_lexicon(tmp_path):
 
 
 @needs_kenlm
-@pytest.mark.parametrize('queries', [lambda path: Queries.of(load_kenlm(path)), QueryProcess.of])
-def test_kenlm_finds_the_same_words(models, queries, tmp_path):
-    lm, cased = NGram(queries(models[1]), models[1]), Automaton.load(models[1])
+def test_kenlm_finds_the_same_words(models, tmp_path):
+    lm, cased = NGram.load(models[1]), Automaton.load(models[1])
     for word in [*CASED, 'will', 'else']: assert (word in lm) == (word in cased) == (word != 'else')
     for s in [*TEXT, 'anne and mcneil']: assert lm.score(s) == pytest.approx(cased.score(s), abs=1e-4)
     capitals = tmp_path/'capitals.arpa'
     write_arpa(capitals, ['<unk>', '<s>', '</s>', 'THE', 'the', 'IN', 'of', 'NO'], [8],
                [Grams(np.arange(8)[:, None], -np.arange(8.), np.zeros(8))])
-    lm, ours = NGram(queries(capitals), capitals), Automaton.load(capitals)
+    lm, ours = NGram.load(capitals), Automaton.load(capitals)
     for word in ('the', 'in', 'of', 'no', 'yes'):
         assert lm.score(word, False, False) == pytest.approx(ours.score(word, False, False), abs=1e-4)
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from b2t_kaggle.lm.kenlm import find_program
-
 ROOT = Path(__file__).parent.parent
 BINARY = b'mmap lm http://kheafield.com/code format version 5\n\0'
 HIDE = '''
@@ -86,11 +84,3 @@ def test_a_command_says_in_one_line_what_to_install(args, tmp_path):
     assert error.startswith('Error: ') and 'model.bin: the package kenlm, which' in error
     assert './kit env kenlm' in r.stderr and 'give the ARPA file' in r.stderr
     assert not list((tmp_path/'out').rglob('*.csv')) and not list((tmp_path/'work').rglob('*.hdf5'))
-
-
-@pytest.mark.skipif(not find_program('build_binary'), reason="KenLM's programs are not here")
-def test_a_binary_can_be_made_without_the_package(tmp_path):
-    code = ("from b2t_kaggle.lm.kenlm import to_binary\nfrom b2t_kaggle.lm.ngram import build_ngram\n"
-            "to_binary(build_ngram(['a b'], 'lm.arpa', order=2), 'lm.bin')")
-    r = process(code, tmp_path)
-    assert r.returncode == 0 and (tmp_path/'lm.bin').read_bytes().startswith(b'mmap lm'), r.stderr

@@ -15,6 +15,7 @@ import numpy as np
 from ..core.jit import njit, prefetch
 from ..lm.automaton import ARC, FIRST, STATE, Arrays, Automaton, empty_table, find, first_place, step
 from ..lm.boost import most_gains
+from ..lm.kenlm import Queries
 from ..lm.ngram import LN10, NGram
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
@@ -221,7 +222,7 @@ class ScoreCache:
 # %% ../../nbs/decoding/01_scorers.ipynb #c013
 class KenLMScorer(ScoreCache):
     "A KenLM model, as the search asks it: the answers that it gave so far."
-    MAX_STATES = 1_000_000 # Some 200 MB in the process that answers; then the table is begun anew
+    MAX_STATES = 1_000_000 # Some 200 MB; then the table starts anew
     begin = 0              # State at the beginning of a sentence
     most_bonus = 0.0       # That boosts add to a word's score
 
@@ -229,14 +230,13 @@ class KenLMScorer(ScoreCache):
         lm: NGram,        # The n-gram
         words: list[str], # The lexicon's words [W]
     ):
-        self.queries = lm.queries.fresh()
-        self.words = [*words, '<unk>', '</s>']
+        self.queries = Queries(lm.queries.model, [*words, '<unk>', '</s>'])
         super().__init__(len(words))
 
     def forget(self) -> None:
         "Forget all answers."
         super().forget()
-        self.queries.begin(self.words)
+        self.queries.forget()
         self.last_state = 0
 
     def begin_trial(self) -> None:

@@ -8,6 +8,7 @@ __all__ = ['LN10', 'MANY_OOV', 'build_ngram', 'NGram', 'perplexity_report', 'oov
 # %% ../../nbs/lm/07_ngram.ipynb #c003
 import itertools
 import math
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,9 +19,8 @@ import numpy as np
 
 from .arpa import ArpaReader, is_kenlm_binary, read_counts
 from .corpus import clean_text, read_sentences
-from .kenlm import KenLMError, find_program, run_lmplz
+from .kenlm import KenLMError, Queries, load_kenlm, run_lmplz
 from .kneser_ney import FALLBACK_DISCOUNTS, estimate_arpa
-from .query import Queries, QueryProcess, load_kenlm
 from ..metrics import percent
 from ..phonemes import normalize_words
 
@@ -62,10 +62,9 @@ def build_ngram(
     if not prune or prune != sorted(prune) or prune[0] < 0:
         raise ValueError(f'prune is {prune}; expected thresholds that do not fall, such as (0, 0, 1)')
     prune += prune[-1:]*(order - len(prune))
-    program = find_program('lmplz')
+    program = shutil.which('lmplz')
     if estimator == 'lmplz' and not program:
-        raise FileNotFoundError("estimator='lmplz', but there is no lmplz on the PATH; "
-                                "build KenLM's programs with `b2t lm programs`, or use estimator='own'")
+        raise FileNotFoundError("estimator='lmplz': there is no lmplz on the PATH; build KenLM, or use estimator='own'")
     vocab = None if vocab is None else set(normalize_words(vocab))
     sentences = _long_enough(clean_text(texts, numbers) if clean else read_sentences(texts), order)
     if program and estimator != 'own':
@@ -81,9 +80,6 @@ LN10 = math.log(10)
 
 def _load_problem(path: Path, message: str) -> str:
     "The fault of a file that KenLM refused with a message."
-    if 'Avoid pruning' in message:
-        return ('KenLM has no room for so many n-grams whose last words alone were pruned away; '
-                f'add those with `b2t lm prune {path} -o NEW.arpa --threshold 0`')
     try:
         for _ in () if is_kenlm_binary(path) else ArpaReader(path): pass # To the first line that is wrong
     except (OSError, ValueError) as e: message = str(e).removeprefix(f'{path}: ')
@@ -97,8 +93,8 @@ def _load_problem(path: Path, message: str) -> str:
 class NGram:
     "An n-gram model in KenLM. Scores are natural logs. Words are given in lower case; the model may have capitals."
     def __init__(self,
-        queries: Queries | QueryProcess, # To its model; `NGram.load` begins them
-        path: str | Path,                # Where the model came from
+        queries: Queries, # Queries of its model
+        path: str | Path, # The model's file
     ):
         self.queries = queries
         self.path = Path(path)
@@ -113,7 +109,7 @@ class NGram:
         if not path.is_file():
             raise FileNotFoundError(f'{path}: there is no such file; '
                                     'build a model with `b2t lm build`, or give an ARPA file or KenLM binary')
-        try: return cls(QueryProcess.of(path) if is_kenlm_binary(path) else Queries.of(load_kenlm(path)), path)
+        try: return cls(Queries(load_kenlm(path)), path)
         except KenLMError: raise
         # KenLM's messages may hold bytes of the file, and its counts may be absurd
         except (OSError, RuntimeError, EOFError, ValueError, MemoryError) as e: problem = _load_problem(path, str(e))
@@ -132,7 +128,7 @@ class NGram:
         sentences: Sequence[str], # Normalised words, separated by spaces [n]
     ) -> np.ndarray: # [n]
         "Natural-log probabilities of whole sentences."
-        return LN10*np.array(self.queries.scores(sentences))
+        return np.array([self.score(s) for s in sentences])
 
     def word_scores(self,
         sentence: str, # Normalised words, separated by spaces

@@ -36,7 +36,7 @@ def secret(tmp_path_factory):
 
 @pytest.mark.parametrize('name', KINDS)
 def test_hostile_files_and_damaged_ones(kinds, secret, tmp_path, name, request):
-    n = request.config.getoption('--faults')
+    n = 0 if name.startswith('KenLM') else request.config.getoption('--faults') # Only its header is verified
     found = in_a_process(try_kind, tmp_path/'case', kinds, name, n, secret)
     assert not report(found), report(found)
     assert len(found) == 1 + n + len(HOSTILE[name])

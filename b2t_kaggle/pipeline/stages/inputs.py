@@ -92,8 +92,8 @@ def check_ngram(
     "Raise `ImportError` that says what to do if the n-gram model is a KenLM binary and kenlm is not installed."
     if path is None or not path.is_file(): return
     from b2t_kaggle.lm.arpa import is_kenlm_binary
-    from b2t_kaggle.lm.kenlm import import_kenlm
-    if is_kenlm_binary(path): import_kenlm(path)
+    from b2t_kaggle.lm.ngram import NGram
+    if is_kenlm_binary(path): NGram.load(path)
 
 def check_boost(
     path: Path | None, # Words and phrases
