@@ -33,7 +33,7 @@ def is_empty(module): return not source(module).read_text().strip()
 
 TENSORFLOW = [m for m in MODULES if m.startswith('b2t_kaggle.tensorflow.') and not is_empty(m)]
 PYTORCH = [m for m in MODULES if m.startswith(('b2t_kaggle.pytorch.', 'b2t_kaggle.devices.products'))]
-LANGUAGE_MODELS = [f'b2t_kaggle.{m}' for m in ('lm.causal', 'lm.cached_scores', 'lm.finetune', 'rescoring.fusion',
+LANGUAGE_MODELS = [f'b2t_kaggle.{m}' for m in ('lm.causal', 'lm.finetune', 'rescoring.fusion',
                                                'rescoring.error_correction')]
 VERBS = ['b2t_kaggle.cli.audio', 'b2t_kaggle.cli.average', 'b2t_kaggle.cli.llm'] # They use PyTorch
 

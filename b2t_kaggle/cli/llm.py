@@ -24,7 +24,7 @@ from ..core.reading import parse_json, read_text
 from ..lm.causal import load_lm
 from ..lm.corpus import read_sentences
 from ..lm.finetune import finetune as finetune_lm
-from ..lm.llm.sources import find_llm
+from ..lm.llm import find_llm
 from ..metrics import IN_SAMPLE
 from ..metrics.gain import measure_gain
 from ..rescoring.corrections import vote

@@ -23,7 +23,7 @@ GROUPS = (
     ('Library: PyTorch', ('pytorch', 'pytorch/models', 'pytorch/models/zipformer', 'pytorch/optimizer',
                           'pytorch/scaling', 'pytorch/on_device', 'pytorch/pretraining', 'pytorch/selftest')),
     ('Library: TensorFlow', ('tensorflow', 'tensorflow/models')),
-    ('Library: language models', ('lm', 'lm/llm')),
+    ('Library: language models', ('lm',)),
     ('Library: decoding', ('decoding', 'decoding/lattice', 'decoding/phoneme_lists', 'decoding/server')),
     ('Library: rescoring', ('rescoring',)),
     ('Library: audio', ('pytorch/audio', 'pytorch/audio/llm')),

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...config import Config, LLMConfig
-from ...lm.llm.sources import ADVICE, LanguageModelError, LLMSource, files_of, find_llm, hub_gguf
+from ...lm.llm import ADVICE, LanguageModelError, LLMSource, files_of, find_llm
 from .stage import PipelineError
 
 # %% ../../../nbs/pipeline/stages/01_inputs.ipynb #c005
@@ -76,15 +76,13 @@ def check_llm(
     if Path(name).is_dir(): raise PipelineError(f'{key} = {name}: has no config.json; {ADVICE}')
     try:
         from huggingface_hub import hf_hub_download
-        is_gguf = hub_gguf(name) is not None
-        if not is_gguf: hf_hub_download(name, 'config.json')
-    except LanguageModelError as e: raise PipelineError(f'{key}: {e}') from None
+        hf_hub_download(name, 'config.json')
     except ImportError as e:
         raise PipelineError(f'{key} = {name}: {e.name} is missing; pip install b2t_kaggle[llm]') from None
     except (OSError, ValueError) as e:
         reason = (str(e).strip() or repr(e)).splitlines()[0]
         raise PipelineError(f'{key} = {name}: is no folder, and is not on the hub ({reason}); {ADVICE}') from None
-    _check_packages(key, source, is_gguf)
+    _check_packages(key, source, False)
 
 def check_ngram(
     path: Path | None, # ARPA or KenLM

@@ -15,7 +15,7 @@ import torch
 from ....config import AudioConfig, Config
 from ....data.store import TrialStore
 from ....devices.torch import pick_torch
-from ....lm.llm.sources import find_llm
+from ....lm.llm import find_llm
 from .generate import Written, generate
 from .language_model import AudioLanguageModel, load_audio_llm
 from .model import AudioLLM
