@@ -73,7 +73,7 @@ def test_its_error_rate_is_that_of_whole_sentences(finished):
 
 
 def test_a_session_that_ends_leaves_a_submission(finished, here, tmp_path, monkeypatch):
-    """Without time all trials have what a narrow beam finds; later sessions do what was left, one batch or all, and end
+    """Without time all trials have what the search finds; later sessions do what was left, one batch or all, and end
     where one that had time does. So does one that was killed in a batch: the batches before it are not done again."""
     from b2t_kaggle.pytorch.audio.llm import generate as writing
     whole = {split: finished.nbest(split) for split in ('val', 'test')}
@@ -97,9 +97,9 @@ def test_a_session_that_ends_leaves_a_submission(finished, here, tmp_path, monke
         return [row['stage'] for row in rows if row['state'] == 'stopped early']
 
     assert with_time(lambda: 0) == ['generate'] and not batches
-    assert StageRun(run, 'generate').stamp['metrics']['narrow'] == 4
+    assert StageRun(run, 'generate').stamp['metrics']['not_written'] == 4
     assert with_time(lambda: 0 if batches else 1e9) == ['generate'] and len(batches) == 1
-    assert StageRun(run, 'generate').stamp['metrics']['narrow'] == 3
+    assert StageRun(run, 'generate').stamp['metrics']['not_written'] == 3
     with pytest.raises(MemoryError, match='killed'): with_time(lambda: 1e9)
     assert StageRun(run, 'generate').status() == 'stopped early'
     batches[:] = [1]*3 # Two more come

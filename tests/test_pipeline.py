@@ -631,8 +631,8 @@ def test_a_finished_run_that_was_moved(finished, tmp_path, here):
 
 
 def test_a_session_that_ends_leaves_a_submission(finished, tmp_path, here, monkeypatch):
-    """Without time val has no log-probabilities and test what a narrow beam finds; later sessions do what was left, and
-    end where one that had time does."""
+    """Without time val has no log-probabilities, and test is decoded all the same; a later session does what was left,
+    and ends where one that had time does."""
     run, _, _ = finished
     work = run.parent.parent/'data'
     for name in ('short', 'long'): shutil.copytree(run, tmp_path/name)
@@ -649,15 +649,13 @@ def test_a_session_that_ends_leaves_a_submission(finished, tmp_path, here, monke
         assert len(list(csv.DictReader((tmp_path/'short'/'submission.csv').open()))) == 4
         return rows
 
-    assert with_time(dict(infer=0, decode=0), force=['infer']) == ['infer', 'decode']
+    assert with_time(dict(infer=0), force=['infer']) == ['infer']
     short = Run(tmp_path/'short', work)
-    assert short.splits == ['test'] and StageRun(short, 'decode').stamp['metrics'] == {'narrow': 4}
+    assert short.splits == ['test'] and StageRun(short, 'decode').stamp['metrics'] == {}
     before = short.logits('test').stat().st_mtime_ns
-    assert with_time(dict(infer=np.inf, decode=0)) == ['decode']
+    assert with_time(dict(infer=np.inf)) == []
     assert short.logits('test').stat().st_mtime_ns == before # Only val was missing
-    assert StageRun(short, 'decode').stamp['metrics']['narrow'] == 8
-    assert with_time(dict(decode=1e9)) == []
-    assert here == ['infer', 'decode', 'submit', 'report']*2 + ['decode', 'submit', 'report']
+    assert here == ['infer', 'decode', 'submit', 'report']*2
     for name in ('nbest_val.jsonl', 'nbest_test.jsonl', 'submission.csv'):
         assert (tmp_path/'short'/name).read_text() == (tmp_path/'long'/name).read_text()
 
@@ -710,20 +708,16 @@ def test_lists_have_words_with_times_and_calibrated_confidences(finished, tmp_pa
 
 
 def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypatch):
-    """Too few trials tune nothing; a session without time leaves it to the next one; one that was stopped after tuning
-    goes on with what it found, and so does whoever opens the decoder."""
+    "Too few trials tune nothing; whoever opens the decoder has the weights that were found."
     from b2t_kaggle.decoding import tuning
     run, _, _ = finished
     shutil.copytree(run, tmp_path/'run')
     tuned = Run(tmp_path/'run', run.parent.parent/'data', {'decode.beam': 7})
     path = tuned.dir/'decode_weights.json'
 
-    def decode(left):
-        "Decode with so many seconds left; returns the state of the stage."
-        monkeypatch.setattr(StageRun, 'time_left', lambda stage: left())
-        return run_stages(tuned, 'decode')[-1]['state']
+    def decode(): return run_stages(tuned, 'decode')[-1]['state']
 
-    assert decode(lambda: np.inf) == 'done' and not path.exists()
+    assert decode() == 'done' and not path.exists()
     plain = StageRun(tuned, 'decode').stamp['metrics']
     assert plain.keys() == {'WER'} and open_decoder(tuned).blank_penalty == 1
     monkeypatch.setattr(tuning, 'MIN_TRIALS', 4)
@@ -731,17 +725,12 @@ def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypa
     without = [better._replace(word_score=float(k)) for k in (-2, 3)] # Of the trials 0 and 2, of 1 and 3
     found = known_tuning(better, without)
     asked = []
-    def tune_search(decoder, trials, references, given, left, **options):
-        if left() <= 0: raise tuning.OutOfTime('no time')
-        asked.append((len(trials), len(references), given, options['n_others']))
+    def tune_search(decoder, trials, references, given, **options):
+        asked.append((len(trials), len(references), given))
         return found
     monkeypatch.setattr(tuning, 'tune_search', tune_search)
     StageRun(tuned, 'decode').discard()
-    assert decode(lambda: 0) == 'stopped early' and not path.exists() and not asked
-    assert decode(lambda: 0 if path.exists() else 1e9) == 'stopped early'
-    assert asked == [(4, 4, [], 8)] and StageRun(tuned, 'decode').stamp['metrics']['narrow'] == 8
-    assert open_decoder(tuned).acoustic_scale == 0.4
-    assert decode(lambda: np.inf) == 'done' and len(asked) == 1
+    assert decode() == 'done' and asked == [(4, 4, [])] and open_decoder(tuned).acoustic_scale == 0.4
     metrics = StageRun(tuned, 'decode').stamp['metrics']
     wer = wer_of_lists(tuned, 'decode')
     assert metrics == {'WER': pytest.approx(wer), 'WER as configured': 9/20} | better._asdict()
@@ -755,7 +744,7 @@ def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypa
     run_stages(tuned)
     assert StageRun(tuned, 'report').stamp['metrics']['WER'] == pytest.approx(wer)
     tuned = Run(tuned.dir, tuned.work, {'decode.tune': False})
-    assert decode(lambda: np.inf) == 'done' and not path.exists() and len(asked) == 1
+    assert decode() == 'done' and not path.exists() and len(asked) == 1
     assert StageRun(tuned, 'decode').stamp['metrics'] == plain
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from b2t_kaggle.decoding import tuning
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
-from b2t_kaggle.decoding.tuning import OutOfTime, SearchWeights, tune_search
+from b2t_kaggle.decoding.tuning import SearchWeights, tune_search
 from b2t_kaggle.lm.automaton import Automaton
 from b2t_kaggle.lm.ngram import build_ngram
 from b2t_kaggle.metrics import word_errors
@@ -52,9 +52,8 @@ def tuned(decoder, trials, references=REFERENCES, grid=GRID, folds=3, n_jobs=1, 
     return tune_search(decoder, trials, references, grid=grid, folds=folds, n_jobs=n_jobs, progress=False, **options)
 
 
-def searches_of(decoder, trials, points, left=lambda: np.inf):
-    clock = tuning._Clock(left, len(trials), 0)
-    searches = tuning._Searches(decoder, trials, REFERENCES, GRID, clock, 1)
+def searches_of(decoder, trials, points):
+    searches = tuning._Searches(decoder, trials, REFERENCES, GRID, 1)
     for point in points: searches.add(point)
     return searches
 
@@ -93,7 +92,6 @@ def test_the_grid_is_what_searches_find(decoder, lm, trials):
         best = [built.decode(x)[0].text for x in trials]
         expected = [e.edits for e in word_errors(REFERENCES, best)]
         assert searches.table[(slice(None), *point)].tolist() == expected, weights
-        assert searches.edits(point, range(12)) == expected
 
 
 def test_a_fold_is_searched_with_weights_that_do_not_know_it(decoder, trials):
@@ -145,15 +143,5 @@ def test_tuned_weights_make_no_more_errors_than_the_start(decoder, trials, seed)
 def test_nothing_but_the_trials_decides(decoder, trials):
     first = tuned(decoder, trials)
     assert tuned(decoder, trials, n_jobs=3) == first
-    assert tuned(decoder, trials, left=lambda: 1e9, n_others=5) == first
     some = tuned(decoder, trials, most=5)
     assert some.trials == (0, 2, 4, 7, 9)
-
-
-def test_a_session_that_ends_tunes_nothing(decoder, trials):
-    "Neither where there is no time at its beginning nor where it turns out to be short."
-    with pytest.raises(OutOfTime, match='and 0 s are left'): tuned(decoder, trials, left=lambda: 0.)
-    with pytest.raises(OutOfTime, match='are needed to tune and to decode'):
-        tuned(decoder, trials, left=lambda: 60., n_others=10**9)
-    times = iter([1e9]*5)
-    with pytest.raises(OutOfTime): tuned(decoder, trials, left=lambda: next(times, 0.))

@@ -490,8 +490,8 @@ class GenerateConfig(Section):
 # %% ../../nbs/config/03_groups.ipynb #c025
 class SessionConfig(Section):
     hours: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
-    ("Hours after which a run must be over: training stops in time, what is left is decoded with a narrow beam, and "
-     "there is a submission. None: on Kaggle what a session there has, elsewhere no end.")
+    ("Hours after which a run must be over: training and LLMs stop in time, and there is a "
+     "submission. None: on Kaggle what a session there has, elsewhere no end.")
 
 # %% ../../nbs/config/03_groups.ipynb #c028
 SCHEMA = 2 # Number of this layout of the groups; saved with every configuration

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Pronunciations', 'pronunciations', 'spellings_of_word', 'with_pronunciations', 'SpellingGraph', 'acoustic_scores',
-           'word_ends', 'word_spans']
+           'word_spans']
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c003
 import itertools
@@ -267,7 +267,7 @@ def _keep_saved(saved, node):
     "Only the states whose paths never came to a node, behind which another sentence goes on, or ends."
     while saved.count[0] > 0 and saved.furthest[saved.count[0] - 1] >= node: saved.count[0] -= 1
 
-# %% ../../nbs/decoding/05_acoustic.ipynb #c301
+# %% ../../nbs/decoding/05_acoustic.ipynb #c023
 class _Kept(NamedTuple):
     "Nodes that were kept in each frame t, from low[t] to high[t]."
     low: np.ndarray  # [T']
@@ -318,7 +318,7 @@ def _score_above(log_probs, graph, limits, least, add, most, saved, kept):
     if not _pass_frames(log_probs, graph, limits, least, add, most, saved, (label, blank, kept)): return -math.inf
     return _join(label[-1], blank[-1], add)
 
-# %% ../../nbs/decoding/05_acoustic.ipynb #c312
+# %% ../../nbs/decoding/05_acoustic.ipynb #c027
 def _differences(text: list[int], other: list[int]) -> list[tuple[int, int, int, int]]:
     """Words a to b of a text in whose place another one has its words c to d, `(a, b, c, d)`. None is empty in the
     text, or in the other one, but at their end."""
@@ -337,7 +337,7 @@ class _ListGraph(NamedTuple):
     before: np.ndarray # Predecessors of all nodes [A]
     is_end: np.ndarray # Whether a text may end with a node [N]
 
-# %% ../../nbs/decoding/05_acoustic.ipynb #c315
+# %% ../../nbs/decoding/05_acoustic.ipynb #c030
 def _alternatives(texts: list[list[int]]) -> tuple[list[int], dict[tuple, int], list[list[tuple[int, int]]]]:
     """Words of the first text and of alternatives to parts of it, one after the other; where each alternative begins
     there, by `(a, b, words)`; and the ranges of words that each text consists of [n]."""
@@ -378,7 +378,7 @@ def _list_graph(graph: SpellingGraph, n_words: int, begins: dict[tuple, int]) ->
     first = np.searchsorted(rank[node][arcs], np.arange(n + 1))
     return _ListGraph(graph.symbol[order], first, rank[before][arcs], is_end[order]), rank[place]
 
-# %% ../../nbs/decoding/05_acoustic.ipynb #c318
+# %% ../../nbs/decoding/05_acoustic.ipynb #c033
 @_jit
 def _move_back(frame, graph, label, blank, low, high):
     "Move gains one frame back, from the nodes from low to high to themselves and to their predecessors."
@@ -434,7 +434,7 @@ def _bounds(log_probs: np.ndarray, graph: _ListGraph) -> _Bounds:
     _fill_bounds(log_probs, graph, low, high, most)
     return _Bounds(low[::_EVERY].copy(), most)
 
-# %% ../../nbs/decoding/05_acoustic.ipynb #c021
+# %% ../../nbs/decoding/05_acoustic.ipynb #c037
 _GUESS = 32.0   # Nats that a sentence is behind what is possible at most, to begin with
 _SPREAD = 24.0  # Nats that the sentences of a list may be behind the first one
 _NO_MORE = 64.0 # Nats that what is left out of a sum is behind
@@ -495,7 +495,7 @@ def _scores(log_probs, words, starts, order, prons, add, known, kept):
                 most = len(limits.rest)
     return scores
 
-# %% ../../nbs/decoding/05_acoustic.ipynb #c307
+# %% ../../nbs/decoding/05_acoustic.ipynb #c040
 _MUCH = 1 << 21 # Nodes in all frames and texts from which on bounds save time
 
 def _with_bounds(known: _Known, log_probs: np.ndarray, texts: list[list[int]], prons: Pronunciations) -> _Known:
@@ -538,7 +538,7 @@ def acoustic_scores(
     known = _expected(log_probs, words, starts, order, prons, add, kept)
     return _scores(log_probs, words, starts, order, prons, add, known, kept)
 
-# %% ../../nbs/decoding/05_acoustic.ipynb #c027
+# %% ../../nbs/decoding/05_acoustic.ipynb #c048
 @_inlined
 def _best_source(score, graph, i):
     "Source of the best path to a node: the node itself, a predecessor, or the blank after a predecessor."
@@ -579,33 +579,17 @@ def _best_path(log_probs, graph, kept):
         entry = back[2*(place[t] - low[t]) + entry]
     return path
 
-def _best_nodes(log_probs: np.ndarray, words: np.ndarray,
-                prons: Pronunciations) -> tuple[SpellingGraph, np.ndarray] | None:
-    "The graph of a sentence, and its best path's nodes from `_best_path`; none where the frames are too few."
-    kept = _Kept(*np.zeros((2, len(log_probs)), np.int64))
-    ends, only = np.array([0, len(words)]), np.zeros(1, np.int64)
-    if _scores(log_probs, words, ends, only, prons, False, _nothing_known(1), kept)[0] == -math.inf: return None
-    graph = _spelling_graph(words, prons)
-    return graph, _best_path(log_probs, graph, kept)
-
-def word_ends(
-    log_probs: np.ndarray,  # Log-probabilities [T', K] float64
-    words: np.ndarray,      # Word ids of one sentence
-    prons: Pronunciations,  # Of all words
-) -> np.ndarray | None:     # The first frame of each word's SIL, or of its last token [n_words]; none: too few frames
-    "Frames in which the words end on the best path (Viterbi, 1967)."
-    found = _best_nodes(log_probs, words, prons)
-    return found and np.array([(found[1] == b).argmax() for b in found[0].sil[1:]], np.int64)
-
 def word_spans(
     log_probs: np.ndarray,  # Log-probabilities [T', K] float64
     words: np.ndarray,      # Word ids of one sentence
     prons: Pronunciations,  # Of all words
 ) -> np.ndarray | None:     # First and last frame of each word's phonemes [n_words, 2]; none: frames are too few
     "Times of the words on the best path (Viterbi, 1967)."
-    found = _best_nodes(log_probs, words, prons)
-    if found is None: return None
-    graph, path = found
+    kept = _Kept(*np.zeros((2, len(log_probs)), np.int64))
+    ends, only = np.array([0, len(words)]), np.zeros(1, np.int64)
+    if _scores(log_probs, words, ends, only, prons, False, _nothing_known(1), kept)[0] == -math.inf: return None
+    graph = _spelling_graph(words, prons)
+    path = _best_path(log_probs, graph, kept)
     last = graph.sil + (prons.word_end < 0) # Behind the last node of a word
     spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in zip(graph.sil, last[1:])]
     return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)

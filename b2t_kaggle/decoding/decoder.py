@@ -26,12 +26,9 @@ from b2t_kaggle.decoding.acoustic import (
     pronunciations,
     spellings_of_word,
     with_pronunciations,
-    word_ends,
     word_spans,
 )
 from .histories import Fusion, HistoryScorer
-from .lattice.graph import Lattice
-from .lattice.trace import Kept, push_frames, trace
 from b2t_kaggle.decoding.lexicon import (
     PHONEME_CLASSES,
     AddedWord,
@@ -148,7 +145,7 @@ def _spelling_costs(words: np.ndarray, starts: np.ndarray, n_words: int,
     costs = np.append(np.zeros(n_words), penalty*np.array([len(s) for s in spelled]))
     return np.array([costs[words[a:b]].sum() for a, b in itertools.pairwise(starts)])
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c312
+# %% ../../nbs/decoding/06_decoder.ipynb #c018
 def _word_number(word: str, word_id: dict[str, int], spelled: dict[tuple[int, ...], int],
                  may_spell: bool, classes: Classes) -> int:
     "Number of a word; spelled words follow those of the lexicon."
@@ -160,7 +157,7 @@ def _word_number(word: str, word_id: dict[str, int], spelled: dict[tuple[int, ..
     spelling = tuple(names.index(p) for p in tokens)
     return len(word_id) + spelled.setdefault(spelling, len(spelled))
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c018
+# %% ../../nbs/decoding/06_decoder.ipynb #c021
 def _decode_trial(decode: Callable, trials: Sequence[np.ndarray], i: int) -> list[Hypothesis]:
     "Decode one of the trials; an error names it."
     try: return decode(trials[i])
@@ -195,7 +192,7 @@ def _unpadded(log_probs: Any, lengths: Sequence[int] | None) -> list[Any]:
         if n not in range(most + 1): raise ValueError(f'lengths, trial {i}: found {n}, expected 0 to {most} frames')
     return [x[:int(n)] for n, x in zip(found, trials)]
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c021
+# %% ../../nbs/decoding/06_decoder.ipynb #c024
 def _check_parameters(p: dict) -> None:
     "Raise `ValueError` that names a parameter which is out of its range."
     for name, low in (('beam', 1), ('nbest', 1), ('lm_weight', 0), ('blank_skip', 0.5)):
@@ -221,7 +218,7 @@ def _check_parameters(p: dict) -> None:
     if p['boost'] and not p['lm_weight']:
         raise ValueError('lm_weight is 0 beside a boost, which is part of the language model; set it above 0')
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c314
+# %% ../../nbs/decoding/06_decoder.ipynb #c027
 def _check_spelling(oov_penalty: float | None, classes: Classes) -> None:
     "Raise `ValueError` where words are to be spelled with classes that cannot spell."
     if oov_penalty is None: return
@@ -256,7 +253,7 @@ def _best_first(kind: type[Hypothesis], texts: list[str], total: np.ndarray,
     hyps = map(kind, (texts[i] for i in order), *(x[order].tolist() for x in scores))
     return [h for h in hyps if h.total > -math.inf]
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c024
+# %% ../../nbs/decoding/06_decoder.ipynb #c029
 class SentenceScorer:
     "A lexicon, an n-gram and their weights: scores sentences by definition, however they were found."
     def __init__(self,
@@ -351,7 +348,7 @@ class SentenceScorer:
         if spans is None: raise ValueError(f'{len(log_probs)} frames are too few for {text!r}')
         return spans
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c028
+# %% ../../nbs/decoding/06_decoder.ipynb #c033
 def _distinct(*found: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     "The texts of all in their order, each once."
     texts = {tuple(words[a:b].tolist()): None for words, starts in found for a, b in itertools.pairwise(starts)}
@@ -366,7 +363,7 @@ def _found_texts(search: Search, n_best: int) -> tuple[np.ndarray, np.ndarray]:
     if len(texts[1]) > n_best or isinstance(search, FusedSearch): return texts
     return _distinct(texts, search.begun_texts(2*n_best))
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c302
+# %% ../../nbs/decoding/06_decoder.ipynb #c036
 def _new_search(decoder: 'TrialDecoder', scorer: NGramScorer) -> Search:
     "A search for a decoder."
     d = decoder
@@ -378,7 +375,7 @@ def _new_search(decoder: 'TrialDecoder', scorer: NGramScorer) -> Search:
     weight = histories.weight
     return FusedSearch(d.trie, histories, d.beam, weight, d.word_score, penalty, d.top_k or 0, weight*most)
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c317
+# %% ../../nbs/decoding/06_decoder.ipynb #c039
 _ENOUGH = 10 # Sentences of a trial for which its frames are not searched again
 
 def _enough_texts(decoder: 'TrialDecoder', search: Search,
@@ -394,7 +391,7 @@ def _enough_texts(decoder: 'TrialDecoder', search: Search,
         words, starts = _distinct((words, starts), _found_texts(search, decoder.nbest))
     return words, starts
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c319
+# %% ../../nbs/decoding/06_decoder.ipynb #c041
 def _ngram_scorer(asked: AutomatonScorer | NGram, words: list[str]) -> AutomatonScorer | KenLMScorer:
     "The automaton, or a table of KenLM's answers that a search has for itself."
     return asked if isinstance(asked, AutomatonScorer) else KenLMScorer(asked, words)
@@ -454,7 +451,7 @@ def _word_times(decoder: 'TrialDecoder', log_probs: np.ndarray) -> Callable[[str
     frame_ms, offset = decoder.frame_ms, decoder.frame_offset_ms # As they are now
     return lambda text: offset + frame_ms*(decoder._word_frames(log_probs, text) + [0, 1])
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c402
+# %% ../../nbs/decoding/06_decoder.ipynb #c044
 class _Vocabulary(NamedTuple):
     "Words of a decoder, and what is made of them."
     words: list[str]
@@ -488,7 +485,7 @@ def _grown_trie(vocabulary: _Vocabulary, gains: np.ndarray, boosted: Iterable[in
     ahead = np.maximum(unigrams, np.minimum(unigrams + gains[:len(unigrams)], unigrams.max()))
     return with_words(vocabulary.trie, spellings, [ahead[w] for w, _ in spellings])
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c404
+# %% ../../nbs/decoding/06_decoder.ipynb #c046
 _MOST_SAID = 20 # Words in a message
 
 def _say_guessed(added: Sequence[AddedWord]) -> None:
@@ -523,25 +520,7 @@ def _boosted_parts(decoder: 'TrialDecoder', boost: Boosts | None) -> dict[str, A
     return dict(boost=boosts, added=added, words=vocabulary.words, trie=trie, _word_id=vocabulary.word_id,
                 _prons=vocabulary.prons, _asked=vocabulary.asked, _phrases=phrases, _bonuses=bonuses)
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c502
-def _check_sums(decoder: 'TrialDecoder') -> None:
-    "Raise `ValueError` where a decoder's scores are no sums over the arcs of a lattice."
-    for name, value in (('merge', 'max'), ('oov_penalty', None), ('fusion', None)):
-        found = getattr(decoder, name)
-        if found != value: raise ValueError(f'{name} is {found!r}; a lattice needs a decoder where it is {value!r}')
-
-def _lattice_of(scorer: SentenceScorer, ngram: NGramScorer, kept: Kept, log_probs: np.ndarray,
-                hyps: list[Hypothesis]) -> Lattice:
-    "The lattice of a trial."
-    texts = [scorer._word_ids([h.text])[0] for h in hyps]
-    ended = ((ids, word_ends(log_probs, ids, scorer._prons)) for ids in texts)
-    listed = [(ids, ends) for ids, ends in ended if ends is not None] # All: they have scores
-    classes = scorer.classes
-    columns = np.arange(len(classes.names)) if classes.columns is None else classes.columns
-    return trace(kept, listed, log_probs, ngram, scorer._prons, scorer.words, columns,
-                 acoustic_scale=scorer.acoustic_scale, lm_weight=scorer.lm_weight, word_score=scorer.word_score)
-
-# %% ../../nbs/decoding/06_decoder.ipynb #c505
+# %% ../../nbs/decoding/06_decoder.ipynb #c049
 class TrialDecoder(SentenceScorer):
     "A scorer that searches, too: it finds the sentences of one trial, and ranks them by definition."
     boost: list[Boost]
@@ -609,20 +588,6 @@ class TrialDecoder(SentenceScorer):
         there is no `frame_ms`."""
         return _begun_words(self, search, log_probs)
 
-    def lattice(self,
-        log_probs: Any, # Log-probabilities of one trial [T', 41], as in `decode`
-    ) -> Lattice:
-        """All sentences that the beam kept to the end, as paths with exact scores. Those of `decode` have the same
-        scores in it, and where such a path meets others it goes on as they do: into sentences that the beam dropped,
-        which alone may be better than the best of `decode`. Raises `ValueError` as `decode` does, and for a decoder
-        with sums over paths, spelled words or a fusion, whose scores are no sums over arcs."""
-        _check_sums(self)
-        frames = self.prepare(log_probs)
-        search = self.take_search()
-        kept = push_frames(search, frames.scores, frames.skip)
-        hyps = self.finish(search, frames.log_probs)
-        return _lattice_of(self, _new_scorer(self), kept, frames.log_probs, hyps)
-
     def with_words(self,
         log_probs: np.ndarray,      # Log-probabilities of one trial [T', 41]
         hyps: Sequence[Hypothesis], # Its n-best list, such as one that was read from a file or scored anew
@@ -644,7 +609,7 @@ class TrialDecoder(SentenceScorer):
         search.forget()
         self._idle.append(search)
 
-# %% ../../nbs/decoding/06_decoder.ipynb #c031
+# %% ../../nbs/decoding/06_decoder.ipynb #c052
 class LexiconBeamDecoder(TrialDecoder):
     """CTC prefix beam search with a lexicon and an n-gram (Hannun et al., 2014).
 

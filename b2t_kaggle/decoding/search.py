@@ -123,7 +123,7 @@ def _new_state(beam: int, branch: int, room: int, hyps: np.ndarray, arena: np.nd
     return State(hyps, np.zeros(beam, _PATH), np.zeros(n_candidates, _HYP), np.zeros(table_size, _PLACE), arena,
                  np.zeros(n_candidates, np.float32), np.zeros(room, np.int64), counters)
 
-# %% ../../nbs/decoding/04_search.ipynb #c304
+# %% ../../nbs/decoding/04_search.ipynb #c027
 @_jit
 def _place(table, stamp, state, node):
     "Place of a node in a state in the hash table, or the free place for it; and its key."
@@ -148,7 +148,7 @@ def _get(table, stamp, state, node):
     i, _ = _place(table, stamp, state, node)
     return table[i].hyp if table[i].stamp == stamp else -1
 
-# %% ../../nbs/decoding/04_search.ipynb #c027
+# %% ../../nbs/decoding/04_search.ipynb #c030
 def _begin(state: State, ngram_state: int) -> None:
     "The beginning of a trial."
     state.hyps[0] = 0, ngram_state, -np.inf, 0, 0, 0, 0
@@ -167,7 +167,7 @@ def _extended(arena: np.ndarray, size: int) -> np.ndarray:
     longer[:len(arena)] = arena
     return longer
 
-# %% ../../nbs/decoding/04_search.ipynb #c030
+# %% ../../nbs/decoding/04_search.ipynb #c033
 _NO_BONUS = np.float32(0)
 
 class Options(NamedTuple):
@@ -192,7 +192,7 @@ class Frame(NamedTuple):
     active: np.int64   # Bit s: hypotheses may move to class s
     bound: np.float32  # Lower scores cannot reach the beam
 
-# %% ../../nbs/decoding/04_search.ipynb #c032
+# %% ../../nbs/decoding/04_search.ipynb #c035
 @_jit
 def _better_path(hyp, arena, count):
     "The better of a hypothesis' two scores and its history."
@@ -260,7 +260,7 @@ def _from_parents(frame, model, state, top):
         top = max(top, _join_label(candidates[i], arena, count, score + scores[node.symbol], history, ahead))
     return top
 
-# %% ../../nbs/decoding/04_search.ipynb #c037
+# %% ../../nbs/decoding/04_search.ipynb #c040
 @_jit
 def _lacks_room(count, arena_size, n, more) -> bool:
     "Whether `more` arrivals after n candidates might not fit, or their entries of the arena, two for each."
@@ -295,7 +295,7 @@ def _ask(asked, count, ngram_state, word):
     asked[count.n_asked] = (np.int64(ngram_state) << 32) | np.int64(word)
     count.n_asked += 1
 
-# %% ../../nbs/decoding/04_search.ipynb #c038
+# %% ../../nbs/decoding/04_search.ipynb #c041
 @_jit
 def _expect_words(model, state, least):
     "Announce the questions to the n-gram: its arcs are far away in memory, which fetches many of them at a time."
@@ -341,7 +341,7 @@ def _end_words(frame, model, state):
             n = _arrive(candidates, table, arena, count, n, ahead)
     return n
 
-# %% ../../nbs/decoding/04_search.ipynb #c041
+# %% ../../nbs/decoding/04_search.ipynb #c044
 @_jit
 def _spell(frame, model, state, n):
     "Spell on, or begin to; returns the number of candidates. Sets `overflow` if room is lacking."
@@ -371,7 +371,7 @@ def _spell(frame, model, state, n):
             n = _arrive(candidates, table, arena, count, n, ahead)
     return n
 
-# %% ../../nbs/decoding/04_search.ipynb #c043
+# %% ../../nbs/decoding/04_search.ipynb #c046
 @_jit
 def _move_to_children(frame, model, state, n):
     "Move to the active children that are not in the beam; returns the number of candidates."
@@ -399,7 +399,7 @@ def _move_to_children(frame, model, state, n):
             n += 1
     return n
 
-# %% ../../nbs/decoding/04_search.ipynb #c332
+# %% ../../nbs/decoding/04_search.ipynb #c049
 @_jit
 def _arrive_at_children(frame, model, state, n, least):
     "Move to children one by one; returns the number of candidates. Sets `overflow` if room is lacking."
@@ -454,7 +454,7 @@ def _end_in_tokens(frame, model, state, least):
             n = _arrive(candidates, table, arena, count, n, ahead)
     return n
 
-# %% ../../nbs/decoding/04_search.ipynb #c333
+# %% ../../nbs/decoding/04_search.ipynb #c050
 @_jit
 def _all_arrivals_fit(model, state) -> bool:
     "Whether all moves of a frame fit into the beam, where nodes count their children."
@@ -466,7 +466,7 @@ def _all_arrivals_fit(model, state) -> bool:
         if total > model.options.beam: return False
     return True
 
-# %% ../../nbs/decoding/04_search.ipynb #c046
+# %% ../../nbs/decoding/04_search.ipynb #c053
 @_jit
 def _kth_largest(x, k):
     "The k-th largest number, or -inf where there are fewer, by quickselect (Hoare, 1961), which sorts `x` in part."
@@ -520,7 +520,7 @@ def _select(state, beam, total, top, bound):
         if worst == _NEVER: break
     return k
 
-# %% ../../nbs/decoding/04_search.ipynb #c050
+# %% ../../nbs/decoding/04_search.ipynb #c057
 @_jit
 def _take_blank(state):
     "A frame that is certainly blank."
@@ -549,7 +549,7 @@ def _all_fit(model, state) -> bool:
         if total > options.beam: return False
     return True
 
-# %% ../../nbs/decoding/04_search.ipynb #c054
+# %% ../../nbs/decoding/04_search.ipynb #c061
 @_jit
 def _best_of(candidates, start, end, top):
     "The best of `top` and some candidates' scores."
@@ -605,7 +605,7 @@ def _search_frames(scores, skip, t, model, state):
         t += 1
     return t
 
-# %% ../../nbs/decoding/04_search.ipynb #c058
+# %% ../../nbs/decoding/04_search.ipynb #c065
 @_jit
 def _walk(arena, starts, scores, n_texts, max_steps):
     """The best distinct texts: word ids, concatenated, and where each begins; and their scores. Texts are told apart by
@@ -652,7 +652,7 @@ def _walk(arena, starts, scores, n_texts, max_steps):
             entry = here.prev
     return np.array(words, dtype=np.int64), np.array(first, dtype=np.int64), -np.array(costs, dtype=np.float32)
 
-# %% ../../nbs/decoding/04_search.ipynb #c062
+# %% ../../nbs/decoding/04_search.ipynb #c069
 @_jit
 def _complete(model, state):
     "Scores of the complete hypotheses with the sentence's end, and their histories."
@@ -673,7 +673,7 @@ def _complete(model, state):
             k += 1
     return scores[:k], starts[:k]
 
-# %% ../../nbs/decoding/04_search.ipynb #c066
+# %% ../../nbs/decoding/04_search.ipynb #c073
 def _texts(state: State, starts: np.ndarray, scores: np.ndarray, n_texts: int,
            n_frames: int) -> tuple[np.ndarray, np.ndarray]:
     "The best distinct texts of histories, by `_walk`, whose steps grow with the trial."
@@ -731,14 +731,14 @@ def _unfinished(trie: Trie, state: State, n_texts: int) -> tuple[np.ndarray, np.
     start, words = flatten(found)
     return words, start
 
-# %% ../../nbs/decoding/04_search.ipynb #c302
+# %% ../../nbs/decoding/04_search.ipynb #c077
 def _add(hyps: np.ndarray, added: np.ndarray) -> None:
     "Change the hypotheses' scores, which stay relative to the best one."
     n = len(added)
     added = (added - (hyps['score'][:n] + added).max()).astype(np.float32)
     for name in ('label', 'blank', 'score'): hyps[name][:n] += added
 
-# %% ../../nbs/decoding/04_search.ipynb #c070
+# %% ../../nbs/decoding/04_search.ipynb #c080
 _ARENA_SIZE = 1 << 14 # At the beginning
 
 class Buffers:
@@ -789,7 +789,7 @@ class Buffers:
         size = int(count['n_entries'] + 2*(self.options.beam + count['room']))
         self.state = self.state._replace(arena=_extended(self.state.arena, size))
 
-# %% ../../nbs/decoding/04_search.ipynb #c313
+# %% ../../nbs/decoding/04_search.ipynb #c083
 class Search:
     "A CTC prefix beam search (Hannun et al., 2014) for one trial at a time."
     def __init__(self,
@@ -859,16 +859,6 @@ class Search:
         return _words_of(self.state, int(_beam(self.state)['score'].argmax()))
 
     @property
-    def n_histories(self) -> int:
-        "Number of histories so far."
-        return int(self._buffers.count['n_entries'])
-
-    def histories(self) -> tuple[np.ndarray, np.ndarray]: # Entries `_ENTRY` [E], and those of complete hypotheses [n]
-        "All histories of words so far, and those with which a sentence may end."
-        _, starts = self._buffers.completed()
-        return self.state.arena[:self.n_histories].copy(), starts
-
-    @property
     def was_cut(self) -> bool:
         "Whether the threshold, and not the beam, may have dropped hypotheses of the trial."
         count = self._buffers.count
@@ -883,7 +873,7 @@ class Search:
 
     def forget(self) -> None: "Do nothing: no memory is held for a trial that is over."
 
-# %% ../../nbs/decoding/04_search.ipynb #c321
+# %% ../../nbs/decoding/04_search.ipynb #c095
 class FusedSearch(Search):
     "A beam search in which a language model of whole sentences takes part: delayed fusion (Hori et al., 2025)."
     scorer: HistoryScorer

@@ -24,7 +24,7 @@ GROUPS = (
                           'pytorch/scaling', 'pytorch/on_device', 'pytorch/pretraining', 'pytorch/selftest')),
     ('Library: TensorFlow', ('tensorflow', 'tensorflow/models')),
     ('Library: language models', ('lm',)),
-    ('Library: decoding', ('decoding', 'decoding/lattice', 'decoding/phoneme_lists', 'decoding/server')),
+    ('Library: decoding', ('decoding', 'decoding/phoneme_lists', 'decoding/server')),
     ('Library: rescoring', ('rescoring',)),
     ('Library: audio', ('pytorch/audio', 'pytorch/audio/llm')),
     ('Library: pipeline', ('pipeline', 'pipeline/stages', 'cli')),

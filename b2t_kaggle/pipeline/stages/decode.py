@@ -6,32 +6,30 @@
 __all__ = ['Decode']
 
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c002
-from typing import Any
-
 from .inputs import check_boost, check_llm, check_ngram, llm_files
 from .stage import FirstPass, LanguageModel, Logits, PackedTrials, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c005
 def _spoken_trials(run):
-    "The trials of val that have a sentence, by number; none where val is not decoded."
+    "Trials of val that have a sentence, by number; none where val is not decoded."
     index = run.trials('val').index.reset_index(drop=True)
     return index[~index.is_instruction.astype(bool)] if 'val' in run.splits else index[:0]
 
-def _tuning(run, progress, decoder, spoken) -> tuple:
-    "Tuned weights, from an earlier execution too, or none and the reason. Raises `decoding.tuning.OutOfTime`."
+def _tuning(run, decoder, spoken):
+    "Tuned weights; `None` where the configured ones are used, and the reason is printed."
     from b2t_kaggle.decoding import tuning
     from b2t_kaggle.pipeline.decoder import WEIGHTS
     path = run.dir/WEIGHTS
-    if all(progress.pending_trials(split) is None for split in run.splits): path.unlink(missing_ok=True)
-    if path.exists(): return tuning.read_tuning(path), ''
+    path.unlink(missing_ok=True)
     cfg = run.cfg.decode
-    if reason := tuning.reason_not_to_tune(cfg, len(spoken)): return None, reason
-    stores = {split: run.log_probs(split) for split in run.splits}
-    found = tuning.tune_search(decoder, [stores['val'][i] for i in spoken.index], spoken.sentence.tolist(),
-                               tuning.given_weights(cfg), left=progress.time_left,
-                               n_others=sum(map(len, stores.values())), n_jobs=cfg.n_jobs)
+    if reason := tuning.reason_not_to_tune(cfg, len(spoken)):
+        print(f'The weights of the search are as configured, not tuned: {reason}.')
+        return None
+    log_probs = run.log_probs('val')
+    found = tuning.tune_search(decoder, [log_probs[i] for i in spoken.index], spoken.sentence.tolist(),
+                               tuning.given_weights(cfg), n_jobs=cfg.n_jobs)
     tuning.write_tuning(path, found)
-    return found, ''
+    return found
 
 def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
     "A decoder for each trial of each split."
@@ -41,6 +39,15 @@ def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
     decoders = {split: [tuned[tuning.weights]]*len(some) for split, some in decoders.items()}
     for i, weights in zip(spoken.index, tuning.held_out(len(spoken))): decoders['val'][i] = tuned[weights]
     return decoders
+
+def _search(run, split, decoders) -> list:
+    "The n-best list of each trial of a split by its decoder."
+    log_probs = run.log_probs(split)
+    nbest = {}
+    for decoder in dict.fromkeys(decoders):
+        trials = [i for i, other in enumerate(decoders) if other is decoder]
+        nbest |= zip(trials, decoder.decode_all([log_probs[i] for i in trials], run.cfg.decode.n_jobs))
+    return [nbest[i] for i in range(len(log_probs))]
 
 def _without_llm(decoders) -> list:
     "Decoders of trials without the LLM; trials that shared one share one."
@@ -52,28 +59,7 @@ def _best(nbest, trials) -> list[str]:
     "The best sentences of some trials."
     return [nbest[i][0].text for i in trials]
 
-# %% ../../../nbs/pipeline/stages/09_decode.ipynb #5f3a53c8
-def _search(run, name, progress, decoders, late) -> tuple[dict, int]:
-    "Lists of all trials by split, and the number of those that are to be found anew; written split by split."
-    from b2t_kaggle.decoding.deadline import decode_in_time
-    from b2t_kaggle.decoding.nbest import read_nbest, write_nbest
-    nbest = {}
-    n_left = 0
-    for split in sorted(run.splits): # test first: a submission needs it
-        path = run.nbest_path(split, name)
-        todo = progress.pending_trials(split)
-        known = None if todo is None else read_nbest(path)
-        logits: Any = run.log_probs(split)
-        nbest[split], left = decode_in_time(decoders[split], logits, progress.time_left, known, todo,
-                                            run.cfg.decode.n_jobs, label=f'decode {split}')
-        write_nbest(path, nbest[split])
-        progress.save_pending(split, range(len(logits)) if late else left)
-        n_left += len(left)
-        if left: print(f'{split}: {len(left)} of {len(logits)} trials have what a narrow beam, or the weights '
-                       'before tuning, found, because the session ends; run it again to decode them properly')
-    return nbest, n_left
-
-# %% ../../../nbs/pipeline/stages/09_decode.ipynb #c007
+# %% ../../../nbs/pipeline/stages/09_decode.ipynb #c008
 class Decode(Stage):
     does = 'beam search: n-best sentences of val and test'
     config = ('decode',)
@@ -97,27 +83,20 @@ class Decode(Stage):
         check_boost(cfg.decode.boost)
 
     def run(self, run, progress):
-        from b2t_kaggle.decoding.tuning import OutOfTime
+        from b2t_kaggle.decoding.nbest import write_nbest
         from b2t_kaggle.metrics import total, word_errors
         from b2t_kaggle.pipeline.confidence import write_words
         from b2t_kaggle.pipeline.decoder import WEIGHTS, open_decoder
         from b2t_kaggle.pipeline.results import participant_rates, write_lists
         decoder = open_decoder(run).with_times(None) # With times, lists would hold the frames of all trials
         spoken = _spoken_trials(run)
-        late = False
-        try: tuning, reason = _tuning(run, progress, decoder, spoken)
-        except OutOfTime as e:
-            late = True
-            tuning, reason = None, f'{e}; run it again to tune them'
-        if reason: print(f'The weights of the search are as configured, not tuned: {reason}.')
+        tuning = _tuning(run, decoder, spoken)
         decoders = _decoders(run, decoder, tuning, spoken)
-        nbest, n_left = _search(run, self.name, progress, decoders, late)
-        metrics = dict(narrow=n_left) if n_left else {}
-        if decoder.fusion and len(spoken) and not n_left and not late:
-            judged = self._compared(run, progress, decoders, nbest, spoken)
-            nbest, figures = judged or (nbest, {})
-            metrics |= figures
-            late = not judged
+        nbest, metrics = {}, {}
+        for split in sorted(run.splits): # test first: a submission needs it
+            nbest[split] = _search(run, split, decoders[split])
+            write_nbest(run.nbest_path(split, self.name), nbest[split])
+        if decoder.fusion and len(spoken): nbest, metrics = self._compared(run, decoders, nbest, spoken)
         files, calibration = write_words(run, self.name, nbest, decoders, dict(zip(spoken.index, spoken.sentence)))
         details = dict(tuning=tuning, spoken=spoken, calibration=calibration)
         if 'val' in nbest:
@@ -131,23 +110,12 @@ class Decode(Stage):
             details |= dict(lists=lists, errors=errors)
         files = [*(run.nbest_path(split, self.name) for split in nbest), *([run.dir/WEIGHTS] if tuning else []),
                  *files, *write_lists(run, self.name, nbest)]
-        return Result(files, metrics, not n_left and not late, details)
+        return Result(files, metrics, details=details)
 
-    def _compared(self, run, progress, decoders, nbest, spoken) -> tuple[dict, dict] | None:
-        "The lists that are kept, with the LLM or without it, and figures of its gain; none where the time is up."
-        from b2t_kaggle.decoding.deadline import decode_in_time
-        def search(split):
-            logits = run.log_probs(split)
-            lists, left = decode_in_time(_without_llm(decoders[split]), logits, progress.time_left,
-                                         n_jobs=run.cfg.decode.n_jobs, label=f'decode {split} without the LLM')
-            return None if left else lists
+    def _compared(self, run, decoders, nbest, spoken) -> tuple[dict, dict]:
+        "The lists that are kept, with the LLM or without it, and figures of its gain."
+        def search(split): return _search(run, split, _without_llm(decoders[split]))
         plain = {'val': search('val')}
-        if plain['val'] is not None:
-            before, after = (_best(lists, spoken.index) for lists in (plain['val'], nbest['val']))
-            kept, figures = self.judge(run.cfg, spoken.sentence.tolist(), before, after)
-            if kept: return nbest, figures
-            plain |= {split: search(split) for split in nbest if split != 'val'}
-        if None in plain.values():
-            print('The time is up before it is known whether the LLM helps; run it again to find out.')
-            return None
-        return plain, figures
+        before, after = (_best(lists, spoken.index) for lists in (plain['val'], nbest['val']))
+        kept, figures = self.judge(run.cfg, spoken.sentence.tolist(), before, after)
+        return (nbest if kept else plain | {s: search(s) for s in nbest if s != 'val'}), figures

@@ -9,7 +9,6 @@ __all__ = ['Generate']
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from .infer import Infer
 from .inputs import check_llm, llm_files
@@ -25,17 +24,16 @@ class _Lists:
         self.files = [self.path, run.dir/f'runaway_{split}.json'] # Trials whose answer did not end
 
     def load(self, run, decoder) -> None:
-        "Take what an earlier execution left, else what a narrow beam finds."
+        "Take what an earlier execution left, else what the beam search finds."
         from b2t_kaggle.core.reading import parse_json, read_text
-        from b2t_kaggle.decoding.deadline import decode_in_time
         from b2t_kaggle.decoding.nbest import read_nbest
         self.left = self.progress.pending_trials(self.split)
         if self.left is not None:
             self.nbest = read_nbest(self.path)
             self.runaway = set(parse_json(read_text(self.files[1])))
             return
-        logits: Any = run.log_probs(self.split)
-        self.nbest, self.left = decode_in_time(decoder(), logits, lambda: 0, n_jobs=run.cfg.decode.n_jobs)
+        self.nbest = decoder().decode_all(run.log_probs(self.split), run.cfg.decode.n_jobs)
+        self.left = list(range(len(self.nbest)))
         self.runaway = set()
         self.save()
 
@@ -108,9 +106,9 @@ class Generate(Stage):
             progress.checkpoint(files)
         n_left = sum(len(some.left) for some in lists.values())
         for split, some in lists.items():
-            if some.left: print(f'{split}: {len(some.left)} of {len(some.nbest)} trials have what a narrow beam found, '
+            if some.left: print(f'{split}: {len(some.left)} of {len(some.nbest)} trials have what the search found, '
                                 'because the session ends; run it again to have them written')
-        metrics = dict(narrow=n_left) if n_left else {}
+        metrics = dict(not_written=n_left) if n_left else {}
         for some in lists.values(): metrics |= some.figures()
         details = {}
         if 'val' in lists:
