@@ -57,7 +57,7 @@ SECONDS = {'test_trainer_tf': 121, 'test_encoders_tf': 117, 'test_pipeline': 102
            'test_devices_xla': 27, '02_simulate': 26, 'test_kaggle_notebook_tf': 24, '04_search': 23,
            'test_replicas_tf': 23, 'test_kills': 60, 'test_interrupts': 38, 'test_cli': 31, 'test_faults': 18,
            '03_ctc': 16, 'test_phonemes': 15, 'test_selftest': 120, 'test_selftest_xla': 100, 'test_kaggle_cycle': 40,
-           'test_gain': 36, 'test_keys': 24, 'test_pretraining': 23, 'test_participants': 22}
+           'test_gain': 36, 'test_keys': 24, 'test_participants': 22}
 
 
 # kenlm 0.3.0 does not compile on Python 3.13 and later; what compares with it, or reads its files, is skipped there

@@ -28,30 +28,12 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     'causal mamba': ('mamba', {'model.bidirectional': False}),
     'causal zipformer': ('zipformer', {'model.causal': True}),
 }
-# Encoders with a CTC loss in the middle, whose posteriors are fed back; likewise, but with tests of their own
-_INNER = {'model.n_layers': 3, 'model.inter_ctc_layers': [1, 2], 'model.self_condition': True,
-          'train.inter_ctc': [.25, .5]}
-_STACKS = {f'model.{k}': v for k, v in dict(
-    downsampling_factor=[1, 2, 1], num_encoder_layers=[1, 1, 1], encoder_dim=[16, 24, 16], num_heads=[2, 2, 2],
-    encoder_unmasked_dim=[16, 24, 16], feedforward_dim=[32, 48, 32], cnn_module_kernel=[7, 7, 7]).items()}
-INNER: dict[str, tuple[str, dict]] = {
-    'gru inside': ('gru', _INNER),
-    'bidirectional gru inside': ('gru', _INNER | {'model.bidirectional': True}),
-    'triple_gru inside': ('triple_gru', _INNER),
-    'transformer inside': ('transformer', _INNER),
-    'causal transformer inside': ('transformer', _INNER | {'model.causal': True, 'model.left_context': 5,
-                                                           'model.left_context_min': 5}),
-    'mamba inside': ('mamba', _INNER | {'model.stochastic_depth': 0}),
-    'causal mamba inside': ('mamba', _INNER | {'model.stochastic_depth': 0, 'model.bidirectional': False}),
-    'causal zipformer inside': ('zipformer', {k: v for k, v in _INNER.items() if k != 'model.n_layers'} | _STACKS
-                                | {'model.causal': True}),
-}
 NOTHING_RANDOM = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, precision='float32')
 
 
 def config(name: str, **changes) -> Config:
     "A small configuration of an encoder or of a variant, whose trials and batches are the toy's."
-    name, variant = (VARIANTS | INNER).get(name, (name, {}))
+    name, variant = VARIANTS.get(name, (name, {}))
     fields = encoder_config(name).model_fields
     model = {f'model.{k}': v for k, v in SMALL.items() if k in fields}
     model |= {'model.name': name, 'model.neural_dim': len(FEATURES), 'model.n_classes': N_CLASSES}

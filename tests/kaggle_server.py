@@ -19,13 +19,6 @@ def output_of(steps: int) -> dict[str, str]:
             'run/train/best.pt': 'weights '*1000}
 
 
-def pretraining_output_of(steps: int, finished: bool = False) -> dict[str, str]:
-    "Files of a pretraining in it."
-    stamp = dict(key='k', metrics=dict(steps=steps), finished=finished)
-    return {'run/config.yaml': 'data:\n  dataset_dir: /kaggle/input\npretrain:\n  objective: masked\n',
-            'run/stages/pretrain.json': json.dumps(stamp), 'run/pretrain/best.pt': 'weights '*1000}
-
-
 SUBMISSION = {'submission.csv': CSV, 'run/submission.csv': CSV,
               'run/stages/submit.json': json.dumps(dict(key='k', metrics=dict(rows=2)))}
 

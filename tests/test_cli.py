@@ -45,7 +45,6 @@ def is_of_runs(verb): return verb != 'runs' and any(p.name == 'work' for p in op
 
 # By verb, each way to call it; the words are files and runs of the folder in which it is called
 LINES = {verb: [verb] for verb in VERBS if is_of_runs(verb)} | {
-    'pretrain': ['pretrain --set pretrain.objective=masked'],
     'generate': ['generate --set audio.llm=llm'],
     'rescore': ['rescore --set rescore.llm=llm'],
     'combine': ['combine --set combine.sources=[first]'],

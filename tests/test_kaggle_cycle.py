@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from kaggle_server import BATCHES, CSV, DROP, HALF, LATE, SUBMISSION, Kaggle, output_of, pretraining_output_of, serve
+from kaggle_server import BATCHES, CSV, DROP, HALF, LATE, SUBMISSION, Kaggle, output_of, serve
 
 from b2t_kaggle.cli.command import main
 from b2t_kaggle.devices.interrupts import Ended
@@ -222,25 +222,6 @@ def test_hours_end_the_training(kaggle, b2t):
     assert b2t(*LINE, '--hours', 12)[0] == 0
     assert list(kaggle.kernels) == PARTS
     assert kaggle.kernels[PARTS[2]][0]['body']['kernelDataSources'] == [PARTS[1]]
-
-
-def test_a_training_that_begins_with_a_pretraining(kaggle, b2t):
-    "The part after one that ends in it goes on with it; with a model there is something to hand in."
-    pretraining = pretraining_output_of(500)
-    kaggle.files = dict.fromkeys(PARTS[:2], pretraining)
-    status, output = b2t(*LINE, '--hours', 12)
-    assert status == 1 and 'has 500 batches like the part before, so it did nothing' in output, output
-    kaggle.files[PARTS[1]] = pretraining_output_of(900)
-    status, output = b2t(*LINE, '--hours', 12, '--retry')
-    assert status == 1 and 'no model after the last part; give more --hours' in output, output
-    assert 'next  fetch the output of part 2' in b2t('status')[1] and PARTS[2] not in kaggle.kernels
-    kaggle.files[f'{NAME}-train-3'] = pretraining_output_of(1000, finished=True) | output_of(60_000)
-    assert b2t(*LINE)[0] == 0
-    assert {name: len(versions) for name, versions in kaggle.kernels.items()} == {
-        PARTS[0]: 1, PARTS[1]: 2, f'{NAME}-train-3': 1, f'{NAME}-train-4': 1, PARTS[2]: 1}
-    assert kaggle.kernels[f'{NAME}-train-3'][0]['body']['kernelDataSources'] == [PARTS[1]]
-    assert kaggle.kernels[PARTS[2]][0]['body']['kernelDataSources'] == [f'{NAME}-train-4']
-    assert kaggle.submissions
 
 
 def test_an_upload_that_failed(kaggle, b2t):

@@ -34,7 +34,6 @@ READERS = {
     'data.on_device': '',
     'model': 'train',
     'augment': 'train',
-    'pretrain': 'pretrain train',
     'train': 'train',
     'train.framework': 'train infer generate',
     'train.precision': 'train infer generate',
@@ -60,8 +59,7 @@ READERS = {
 FOLLOWERS = {
     'simulate': 'check lm',
     'check': 'pack',
-    'pack': 'pretrain train infer ensemble lm decode generate rescore combine submit report',
-    'pretrain': 'train',
+    'pack': 'train infer ensemble lm decode generate rescore combine submit report',
     'train': 'infer',
     'infer': 'decode generate',
     'ensemble': 'decode',
@@ -87,17 +85,13 @@ BASES = {
     'audio LLM': {'audio.llm': 'FILE'},
     'participant': {'model.participants': {'t15': 512}},
     'frozen': {'train.init_checkpoint_path': 'FILE'},
-    'pretraining': {'pretrain.objective': 'masked'},
-    'inner layers': {'model.n_layers': 3, 'model.inter_ctc_layers': [1], 'train.inter_ctc': .5},
 }
 # Keys, or the begins of their names, that mean nothing in most configurations
 BASE_OF = {
     'data.dataset_dir': 'systems', 'rescore': 'systems', 'combine': 'systems', 'train.lr_step': 'systems',
     'train.ema': 'systems', 'train.lr_eden': 'average', 'train.swa': 'average', 'infer.logits': 'logits',
     'infer.average': 'logits', 'infer.weights': 'logits', 'infer': 'checkpoint', 'audio': 'audio LLM',
-    'generate': 'audio LLM', 'model.inter_ctc': 'inner layers', 'model.self': 'inner layers',
-    'train.inter_ctc': 'inner layers', 'data.shares': 'participant', 'train.frozen': 'frozen',
-    'pretrain': 'pretraining',
+    'generate': 'audio LLM', 'data.shares': 'participant', 'train.frozen': 'frozen',
 }
 # Values that follow from no other one
 OTHER = {

@@ -357,7 +357,7 @@ def test_the_official_configuration_runs_as_it_is(finished, tmp_path, here):
 
 
 def test_plan_and_presets_agree():
-    assert PLAN == [s for s in STAGES if s not in ('pretrain', 'ensemble', 'generate', 'rescore', 'combine')]
+    assert PLAN == [s for s in STAGES if s not in ('ensemble', 'generate', 'rescore', 'combine')]
 
 
 def test_two_runs_share_what_is_big(tmp_path):
@@ -542,11 +542,11 @@ def test_a_refit_and_tuned_weights(finished, tmp_path, here):
     assert StageRun(both, 'ensemble').stamp['metrics']['PER'] > 0
     del here[:]
     plain = LogitStore.open(refit.logits('val'))[0]
-    adapting = Run(refit.dir, work, {'infer.adapt': 'both', 'infer.adapt_copies': 2, 'infer.copies': 1})
+    adapting = Run(refit.dir, work, {'infer.adapt': 'both', 'infer.adapt_copies': 2})
     run_stages(adapting, 'infer')
     assert here == ['lm', 'infer']
     found = LogitStore.open(adapting.logits('test')).provenance
-    assert found['checkpoint'] == models['test'] and found['adapt'] == 'both' and found['copies'] == 1
+    assert found['checkpoint'] == models['test'] and found['adapt'] == 'both'
     assert StageRun(adapting, 'infer').stamp['metrics']['learned_test'] == found['learned']
     assert not np.array_equal(LogitStore.open(adapting.logits('val'))[0], plain)
 

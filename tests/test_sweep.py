@@ -114,18 +114,6 @@ def test_trials_are_runs_and_what_fails_is_said(stage, tmp_path, monkeypatch):
     assert str(done.exception) == 'stage check failed: no sessions' and table is None
 
 
-def test_a_pretraining_that_the_session_ends_goes_on(stage, tmp_path, monkeypatch):
-    def ends(run, name): StageRun(run, name).begin().finish([], finished=name != 'pretrain')
-    monkeypatch.setattr(pipeline, 'execute', ends)
-    line = '--trials', '1', '--set', 'pretrain.objective=masked'
-    done, table = sweep(tmp_path, *line)
-    assert 'toy-000: not done yet' in done.output and 'the same line goes on' in done.output
-    assert table.state.tolist() == ['running'] and stage.steps == []
-    monkeypatch.setattr(pipeline, 'execute', stage)
-    done, table = sweep(tmp_path, *line)
-    assert done.exit_code == 0 and table.state.tolist() == ['complete'], done.output
-
-
 def test_machines_share_a_study(stage, tmp_path):
     "A journal in a folder that both see; each has its own runs, and leaves those of the other alone."
     study = ['--study', str(tmp_path/'shared.journal')]

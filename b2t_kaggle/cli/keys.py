@@ -38,7 +38,7 @@ def _side_by_side(key: str, default, configs: dict[str, dict]) -> str:
 
 def _facts_line(key: str, field: Key) -> str:
     "The stages that read a key, and what is said of it on its field."
-    stages = [s.name for s in STAGES.values() if covers(s.config, key) and key not in s.own_values(Config())]
+    stages = [s.name for s in STAGES.values() if covers(s.config, key)]
     former = [f'formerly {old}' for old, new in former_keys().items() if new == key]
     return '; '.join([*([f'read by {", ".join(stages)}'] if stages else []), *map(str, field.facts), *former])
 

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['from_official', 'read_yaml', 'load_config', 'save_config', 'AudioConfig', 'AugmentConfig', 'CombineConfig', 'Config',
            'ConfigError', 'DataConfig', 'DecodeConfig', 'GenerateConfig', 'InferConfig', 'Key', 'LLMConfig', 'LMConfig',
-           'PRESETS', 'PretrainConfig', 'ReportConfig', 'RescoreConfig', 'SCHEMA', 'SessionConfig', 'SimulateConfig',
-           'TRAINING_GROUPS', 'TrainConfig', 'changed_values', 'config_fields', 'config_keys', 'describe_run',
-           'differing_values', 'first_named_values', 'flat_values', 'former_keys', 'full_key', 'key_facts', 'keys_with',
-           'near_keys', 'parse_value', 'present_key', 'preset', 'resolve_key', 'upgrade', 'with_overrides']
+           'PRESETS', 'ReportConfig', 'RescoreConfig', 'SCHEMA', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS',
+           'TrainConfig', 'changed_values', 'config_fields', 'config_keys', 'describe_run', 'differing_values',
+           'first_named_values', 'flat_values', 'former_keys', 'full_key', 'key_facts', 'keys_with', 'near_keys',
+           'parse_value', 'present_key', 'preset', 'resolve_key', 'upgrade', 'with_overrides']
 
 # %% ../../nbs/config/07_config.ipynb #c003
 # ruff: noqa: F401, F403, F405
@@ -26,7 +26,7 @@ from ..core.files import write_whole
 from ..core.reading import ReadError, read_yaml_file
 
 _all_ = ['AudioConfig', 'AugmentConfig', 'CombineConfig', 'Config', 'ConfigError', 'DataConfig', 'DecodeConfig',
-         'GenerateConfig', 'InferConfig', 'Key', 'LLMConfig', 'LMConfig', 'PRESETS', 'PretrainConfig', 'ReportConfig',
+         'GenerateConfig', 'InferConfig', 'Key', 'LLMConfig', 'LMConfig', 'PRESETS', 'ReportConfig',
          'RescoreConfig', 'SCHEMA', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS', 'TrainConfig',
          'changed_values', 'config_fields', 'config_keys', 'describe_run', 'differing_values', 'first_named_values',
          'flat_values', 'former_keys', 'full_key', 'key_facts', 'keys_with', 'near_keys', 'parse_value', 'present_key',

@@ -31,7 +31,7 @@ from . import client
 from .client import BusyError, KaggleError, QuotaError, RefusedError, UnreachableError
 from .plan import COMPETITION, Notebook, Plan, output_folder, push_folder, write_notebook
 from .publish import write_dataset
-from .session import LEARNING, batches_done, is_simulated, training_stage
+from .session import batches_done, is_simulated
 from .wheels import Image, build_wheels
 from ..pipeline.run import read_json
 from ..pipeline.submission import SubmissionError, validate_submission
@@ -138,23 +138,18 @@ def watch(
 def training_problem(
     run: Path,                  # Folder of the run that a part of the training left
     before: Path | None = None, # That of the part before
-    is_last: bool = False,      # Whether no part follows
 ) -> str:                       # Empty where there is none
     "The reason why nothing can go on from a run."
     if not (run/'config.yaml').is_file(): return f'{run}: has no config.yaml, so it is no run'
-    stage = training_stage(run)
-    if 'metrics' not in read_json(run/'stages'/f'{stage}.json'):
-        return f'{run}: has no stages/{stage}.json, or half of it, so its training did not end by itself'
-    if not any((run/stage/name).is_file() for name in BEST.values()):
-        return f'{run}: has no model, expected {stage}/{BEST["pytorch"]}'
+    if 'metrics' not in read_json(run/'stages'/'train.json'):
+        return f'{run}: has no stages/train.json, or half of it, so its training did not end by itself'
+    if not any((run/'train'/name).is_file() for name in BEST.values()):
+        return f'{run}: has no model, expected train/{BEST["pytorch"]}'
     if is_simulated(run):
         return (f'{run}: was trained on a simulation, because the recordings were not attached; join the competition '
                 f'(https://www.kaggle.com/competitions/{COMPETITION}/rules)')
-    def batches(run: Path) -> int: return sum(batches_done(run, name) for name in LEARNING)
-    if before and not is_finished(run) and batches(run) <= batches(before):
-        return f'{run}: has {batches(run):,} batches like the part before, so it did nothing'
-    if is_last and not any((run/'train'/name).is_file() for name in BEST.values()):
-        return f'{run}: its pretraining is not over, so there is no model after the last part; give more --hours'
+    if before and not is_finished(run) and batches_done(run) <= batches_done(before):
+        return f'{run}: has {batches_done(run):,} batches like the part before, so it did nothing'
     return ''
 
 def is_finished(
@@ -215,7 +210,7 @@ class Cycle:
         for part in count(1):
             before = self.run_dir(part - 1) if part > 1 else None
             yield from notebook_steps(self, partial(self.plan.training, part),
-                                      partial(training_problem, self.run_dir(part), before, part == self.plan.n_parts))
+                                      partial(training_problem, self.run_dir(part), before))
             if part == parts or not parts and self.is_last(part): break
         yield from notebook_steps(self, partial(self.plan.submission, part),
                                   partial(submission_problem, self.csv.parent))

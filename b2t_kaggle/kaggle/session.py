@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'RESCORING', 'GGUF', 'ADAPTER', 'EIGHT_BIT', 'PINNED',
-           'LEARNING', 'hand_in', 'what_next', 'Attached', 'NotebookError', 'walk_inputs', 'is_llm', 'find_attached',
-           'restore_run', 'pinned_versions', 'missing_packages', 'install_missing', 'plan_device', 'training_stage',
-           'batches_done', 'is_simulated', 'prepare_training', 'prepare_submission', 'copy_submission', 'next_step']
+           'hand_in', 'what_next', 'Attached', 'NotebookError', 'walk_inputs', 'is_llm', 'find_attached', 'restore_run',
+           'pinned_versions', 'missing_packages', 'install_missing', 'plan_device', 'batches_done', 'is_simulated',
+           'prepare_training', 'prepare_submission', 'copy_submission', 'next_step']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c003
 import importlib
@@ -352,37 +352,25 @@ def _framework_of(run_dir: Path | None) -> str:
     return run_dir and _in_config(run_dir, 'train', 'framework') or 'pytorch'
 
 # %% ../../nbs/kaggle/00_session.ipynb #c033
-LEARNING = dict(pretrain=' of the pretraining', train='') # Stages that sessions continue, and their batches in words
-
 def _in_stamp(run_dir: Path, stage: str, *keys: str) -> Any:
     "A value in a stage's stamp; None where there is none, or none that can be read."
     try: return _value_at(json.loads((run_dir/'stages'/f'{stage}.json').read_text()), *keys)
     except (OSError, ValueError): return None
 
-def training_stage(
-    run_dir: Path, # Of a run
-) -> str:
-    "The stage in which a run learns: `pretrain`, where there is one and it is not over, else `train`."
-    has_begun = (run_dir/'stages'/'pretrain.json').exists()
-    is_over = not has_begun or _in_stamp(run_dir, 'pretrain', 'finished')
-    return 'train' if is_over or not _in_config(run_dir, 'pretrain', 'objective') else 'pretrain'
-
 def batches_done(
-    run_dir: Path,        # Of a run
-    stage: str = 'train', # Or `pretrain`
+    run_dir: Path, # Of a run
 ) -> int:
     "Batches that a training has done, by its stamp; by its history where it never ended by itself."
-    steps = _in_stamp(run_dir, stage, 'metrics', 'steps')
-    return last_batch(run_dir/stage/'history.csv') if steps is None else steps
+    steps = _in_stamp(run_dir, 'train', 'metrics', 'steps')
+    return last_batch(run_dir/'train'/'history.csv') if steps is None else steps
 
-def _extent(run: 'Run', stage: str) -> tuple[int, int, str]:
-    "Batches of a stage that are done, those that it has, and whose they are, in words."
-    n_batches = dict(pretrain=run.cfg.pretrain.batches, train=run.cfg.train.num_training_batches)[stage]
-    return batches_done(run.dir, stage), n_batches, LEARNING[stage]
+def _extent(run: 'Run') -> str:
+    "Batches that are done, and those that there are."
+    return f'{batches_done(run.dir):,} of {run.cfg.train.num_training_batches:,}'
 
 def _learns(run_dir: Path) -> bool:
     "Whether a run has begun to learn."
-    return any((run_dir/stage).is_dir() for stage in LEARNING)
+    return (run_dir/'train').is_dir()
 
 def is_simulated(
     run_dir: Path, # Of a run
@@ -429,7 +417,7 @@ def prepare_training(
     restore_run(earlier, run_dir)
     values = {'train.framework': framework, 'train.accelerator': accelerator, 'data.dataset_dir': recordings}
     run = _open_run(run_dir, scratch_dir, preset, 'official' if recordings else 'demo', values | (overrides or {}))
-    if known: print('goes on from batch {:,} of {:,}{}'.format(*_extent(run, training_stage(run.dir))))
+    if known: print(f'goes on from batch {_extent(run)}')
     return run
 
 # %% ../../nbs/kaggle/00_session.ipynb #c037
@@ -599,9 +587,8 @@ def next_step(
     run: 'Run', # After its training
 ) -> str:
     "Progress of the training, and the next step."
-    stage = training_stage(run.dir)
-    done = '{:,} of {:,} batches{} are done'.format(*_extent(run, stage))
-    if not _in_stamp(run.dir, stage, 'finished'):
+    done = f'{_extent(run)} batches are done'
+    if not _in_stamp(run.dir, 'train', 'finished'):
         return (f'{done}; to go on, attach the output of this version to the notebook, in place of an older one, and '
                 'save another version')
     return f'{done}; attach the output of this version to submit.ipynb, or that of several to ensemble.ipynb'

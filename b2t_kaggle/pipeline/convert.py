@@ -7,7 +7,6 @@ __all__ = ['read_model', 'convert']
 
 # %% ../../nbs/pipeline/01_convert.ipynb #c003
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -67,10 +66,7 @@ def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, tar
 
 def _for_tensorflow(cfg: Config) -> Config:
     "The configuration without what PyTorch alone has and the weights of a model do not show."
-    values: dict[str, Any] = {'train.framework': 'tensorflow', 'pretrain.objective': None, 'infer.adapt': None,
-                              'infer.copies': 0}
-    if not cfg.model.self_condition: values |= {'model.inter_ctc_layers': [], 'train.inter_ctc': 0}
-    return with_overrides(cfg, values)
+    return with_overrides(cfg, {'train.framework': 'tensorflow', 'infer.adapt': None})
 
 def convert(
     source: str | Path, # A checkpoint of any form, or its folder

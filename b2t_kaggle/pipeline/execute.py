@@ -27,7 +27,6 @@ from .kernels import forked_kernels, kernel_manager
 from .report import metric_text
 from .run import Run
 from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
-from .stages.stage import SessionOver
 from .stamps import StageRun, input_changed
 from ..training.budget import Deadline, time_limit
 
@@ -242,7 +241,7 @@ def check_ready(
     kind: str,         # Of accelerator that is here, as `devices.machine.detect` has it
 ) -> None:
     """Raise before anything is computed: `DeviceError` for a long training on recordings without an accelerator,
-    `TrainingError` for a tracker that is not installed, or pretraining that an encoder cannot have, `PipelineError` for
+    `TrainingError` for a tracker that is not installed, `PipelineError` for
     what is missing or cannot begin."""
     names = [name for name in STAGES if name in pending]
     for name in names: STAGES[name].check(run.cfg, kind)
@@ -273,10 +272,9 @@ def run_stages(
     until: str | None = None,  # Last stage wanted; none means all
     force: Iterable[str] = (), # Stages to do again even if they are done
 ) -> list[dict]:               # A row per stage: stage, what happened, seconds, metrics
-    """Do what is not done, in order, up to a stage that the next session has to go on with before others can begin;
-    says that. Raises `PipelineError` at the first stage that fails, or where another process works on the run with
-    other values. Before anything is computed: `DeviceError` for a long training on recordings without an accelerator,
-    `TrainingError` for a tracker of `train.log` that is not installed."""
+    """Do what is not done, in order. Raises `PipelineError` at the first stage that fails, or if another process works
+    on the run with other values. Before anything is computed: `DeviceError` for a long training on recordings without
+    an accelerator, `TrainingError` for a tracker of `train.log` that is not installed."""
     pending = check_stages(run, until, force)
     names = plan(run.cfg, until)
     stages = {name: StageRun(run, name) for name in names}
@@ -292,9 +290,6 @@ def run_stages(
             not_needed = STAGES[name].shared and name not in pending and stage.status() != 'done'
             status = 'not needed' if not_needed else run_if_stale(stage, name in force)
             rows.append(_row(stage, status))
-            try: STAGES[name].check_result(run, [STAGES[n] for n in names])
-            except SessionOver as e:
-                print(e, file=sys.stderr, flush=True)
-                break
+            STAGES[name].check_result(run, [STAGES[n] for n in names])
     run.save()
     return rows

@@ -13,7 +13,6 @@ from ..data.store import TrialStore
 from ..devices.machine import Device, detect
 from ..logits import LogitStore
 from ..training.checkpoint_paths import framework_of
-from ..training.recipe import TrainingError
 
 # %% ../../nbs/pipeline/02_frameworks.ipynb #c006
 def planned_device(
@@ -58,15 +57,11 @@ def infer(
     *,
     framework: str | None = None, # `pytorch` or `tensorflow`; None takes the one whose checkpoint it is
     smoothing: str = 'same',      # Or `valid`, as the official evaluation smooths
-    copies: int = 0,              # Augmented copies of each trial that are averaged with it; PyTorch alone
 ) -> LogitStore:
     "Write log-probabilities of all trials. Raises `CheckpointError`, or `TrainingError` where trials do not fit."
     framework = framework or framework_of(checkpoint)
-    options = {}
     if framework == 'tensorflow':
-        if copies: raise TrainingError(f'copies = {copies}: TensorFlow averages none; leave them out')
         from b2t_kaggle.tensorflow.inference import infer
     else:
-        options = dict(copies=copies)
         from b2t_kaggle.pytorch.inference import infer
-    return infer(checkpoint, store, path, accelerator, precision, batch_size, progress, smoothing, **options)
+    return infer(checkpoint, store, path, accelerator, precision, batch_size, progress, smoothing)

@@ -122,11 +122,6 @@ class Run(RunConfig):
         if own and split == 'test' and self.cfg.train.refit and own.exists(): return own
         return checkpoint_for(self.checkpoint, split)
 
-    @property
-    def pretrained(self) -> Path | None:
-        "The checkpoint that training begins with, where there is a pretraining."
-        return self.dir/'pretrain'/BEST['pytorch'] if self.cfg.pretrain.objective else None
-
     def logits(self,
         split: str, # `val` or `test`
     ) -> Path:

@@ -188,17 +188,11 @@ class Adapter:
     def log_probs(self,
         x: np.ndarray, # Features of a trial `[T, F]`
         day: int,      # Its day
-        step: int = 0, # Number of the trial, from which all randomness follows
     ) -> np.ndarray:
-        """Log-probabilities of the trial with the present weights, averaged with those of `infer.copies` augmented
-        ones, float32 `[T', K]`."""
+        "Log-probabilities of the trial with the present weights, float32 `[T', K]`."
         rows = self.augment.eval(self._tensor(x[None]))
-        if n := self.options.copies:
-            copies, _ = self._augmented(x, n, step_seed(self.cfg.train.seed, step, 2), 0)
-            rows = torch.cat([rows, copies])
-        with self.backend.autocast(): logits = self.model(rows, self._tensor([day]*len(rows)))
-        log_probs = logits.float().log_softmax(-1)
-        return (log_probs.mean(0).log_softmax(-1) if n else log_probs[0]).cpu().numpy()
+        with self.backend.autocast(): logits = self.model(rows, self._tensor([day]))
+        return logits.float().log_softmax(-1)[0].cpu().numpy()
 
     def _loss(self, x: Tensor, n_bins: Tensor, day: int, label: np.ndarray) -> Tensor:
         "Mean CTC loss of copies of a trial, whose features are as the model sees them `[B, T, F]`."
@@ -300,7 +294,7 @@ def adapt_to(
         if moments is not None:
             recent.append(Moments.of(x))
             x = recalibrate(x, list(recent), moments[known[day]].first(store.n_features))
-        log_probs = by_row[i] = adapter.log_probs(x, day, step)
+        log_probs = by_row[i] = adapter.log_probs(x, day)
         refused = adapter.learn(x, day, log_probs, label_of(log_probs), step) if label_of else None
         rows.append(dict(session=session, block=block, trial=trial, refused=refused))
     return [by_row[i] for i in range(len(store))], pd.DataFrame(rows)
@@ -335,5 +329,4 @@ def infer_adapted(
     arrays, log = adapt_to(model, store, cfg, options, backend, moments, label_of, progress)
     learned = int(log.refused.isna().sum()) if label_of else 0
     made_by = provenance(weights_file(checkpoint), store, cfg, backend.device)
-    if options.copies: made_by['copies'] = options.copies
     return LogitStore.write(path, arrays, store.index, made_by | dict(adapt=options.adapt, learned=learned))

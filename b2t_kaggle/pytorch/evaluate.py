@@ -23,7 +23,6 @@ from ..data.store import TrialStore
 from .augment import Augment
 from .ctc import ctc_loss
 from .parallel import Backend, Placement
-from ..training.recipe import step_seed
 from ..training.trials import bucket_lengths, model_days, smoothing_edges
 
 # %% ../../nbs/pytorch/09_evaluate.ipynb #c005
@@ -63,11 +62,10 @@ def logits_of(
     *,
     progress: str | None = None, # Label of a progress bar
     smoothing: str = 'same',     # Or `valid`, see `training.trials.smoothing_edges`
-    copies: int = 0,             # Augmented copies of each trial
     trials: Sequence[int] | None = None, # Some of the trials; None means all
 ) -> Iterator[tuple[Batch, Tensor, np.ndarray]]:
     """Yields for each batch the `Batch`, its logits `[B, T', K]`, float32, on the device, and the frames of each trial
-    `[B]`. With copies the logits are the mean of the log-probabilities of the trial and of its copies."""
+    `[B]`."""
     static_shapes = backend.static_shapes or cfg.train.compile
     augment = Augment(cfg.augment, 0)
     days = model_days(store, day_of)
@@ -89,15 +87,8 @@ def logits_of(
         with backend.autocast(): return model(x, day, n_bins=n_bins).float()
 
     with tqdm(total=len(chosen), desc=progress, unit=' trials', disable=progress is None) as bar:
-        for number, (b, frames, x, day, n_bins) in enumerate(prefetch(map(load, batches))):
-            logits = forward(augment.eval(x), day, n_bins)
-            if copies: logits = logits.log_softmax(-1)
-            for copy in range(copies):
-                backend.end_step() # A program for each copy, which is the same one
-                generator = backend.generator(step_seed(cfg.train.seed, number*copies + copy, 2))
-                rows = augment.apply(x, n_bins, 0, generator)[0]
-                logits = logits + forward(rows, day, n_bins).log_softmax(-1)
-            yield b, logits/(copies + 1), frames
+        for b, frames, x, day, n_bins in prefetch(map(load, batches)):
+            yield b, forward(augment.eval(x), day, n_bins), frames
             bar.update(int((b.trials >= 0).sum()))
 
 # %% ../../nbs/pytorch/09_evaluate.ipynb #c010

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..config.encoders.gru import PatchedConfig
 from . import layers
 from .models.encoder import Encoder, check_days, mask_padding, trial_bins
-from .recurrence import GRU, Between, FrameOrder, cpu_gru, frame_order, permute
+from .recurrence import GRU, FrameOrder, cpu_gru, frame_order, permute
 
 # %% ../../nbs/pytorch/05_frontend.ipynb #c006
 @dataclass(frozen=True)
@@ -31,11 +31,10 @@ class Frames:
         module: GRU,    # Of one direction or two
         x: Tensor,      # Its input, in the order of `self.x`: packed `[N, ·]`, padded `[T', B, ·]`
         states: Tensor, # Initial states `[L·directions, B, H]`
-        between: Between | None = None, # As in `GRU.forward`
     ) -> tuple[Tensor, Tensor]:
         "The last layer's states, in the order of time, and each layer's last state `[L·directions, B, H]`."
-        if self.order is None: return module(x, states, self.lengths, between)
-        return cpu_gru(module, x, self.order, states, module.training, between)
+        if self.order is None: return module(x, states, self.lengths)
+        return cpu_gru(module, x, self.order, states, module.training)
 
     def by_trial(self,
         y: Tensor, # Frames in the order of time: packed `[N, ·]`, padded `[T', B, ·]`

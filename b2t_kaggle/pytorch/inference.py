@@ -29,14 +29,12 @@ def log_probs_of(
     batch_size: int = 64,  # Trials per batch
     progress: bool = True, # Show a progress bar
     smoothing: str = 'same', # Or `valid`, as the official evaluation smooths
-    copies: int = 0,       # Augmented copies of each trial whose log-probabilities are averaged with its own
 ) -> list[np.ndarray]:
     "Natural log-probabilities of each trial, float32 `[T', K]`, in the order of the store."
     by_trial: dict[int, np.ndarray] = {}
     day_of = {s: i for i, s in enumerate(cfg.data.known_sessions)}
     label = f'infer {store.split}' if progress else None
-    batches = logits_of(model, store, day_of, cfg, backend, batch_size, progress=label, smoothing=smoothing,
-                        copies=copies)
+    batches = logits_of(model, store, day_of, cfg, backend, batch_size, progress=label, smoothing=smoothing)
     for b, logits, frames in batches:
         log_probs = backend.result(logits.log_softmax(-1))
         backend.end_step()
@@ -54,8 +52,6 @@ def infer(
     batch_size: int = 64,       # Trials per batch
     progress: bool = True,      # Show a progress bar
     smoothing: str = 'same',    # Or `valid`, as the official evaluation smooths
-    *,
-    copies: int = 0,            # Augmented copies of each trial whose log-probabilities are averaged with its own
 ) -> LogitStore:
     """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, also
     for val and a model that was trained on it, or `TrainingError` where model and trials do not fit."""
@@ -63,7 +59,6 @@ def infer(
     check_features(store, cfg, checkpoint)
     backend = start(pick_torch(accelerator, precision), together=False)
     backend.place(model)
-    arrays = log_probs_of(model, store, cfg, backend, batch_size, progress, smoothing, copies)
+    arrays = log_probs_of(model, store, cfg, backend, batch_size, progress, smoothing)
     origin = provenance(weights_file(checkpoint), store, cfg, backend.device, smoothing)
-    if copies: origin['copies'] = copies
     return LogitStore.write(path, arrays, store.index, origin)

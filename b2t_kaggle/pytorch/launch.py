@@ -25,31 +25,18 @@ from ..devices.tpu_runtime import prepare_torch_tpu_processes
 from .parallel import in_torchrun
 from .trainer import train
 from ..training.loop import kept_batches
-from ..training.pretraining import UnlabelledStore
 from ..training.recipe import TrainingError
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c008
 def train_of(
     cfg: Config, # The run's configuration
-    store: TrialStore | UnlabelledStore, # Training trials; without labels for pretraining
 ) -> Callable[..., dict]:
     "The `train` of a run."
-    if isinstance(store, UnlabelledStore):
-        from b2t_kaggle.pytorch.pretraining.trainer import train as pretrain
-        return pretrain
     if cfg.audio.llm is None: return train
     from b2t_kaggle.pytorch.audio.llm.trainer import train as train_audio_llm
     return train_audio_llm
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c010
-def _paths(store: TrialStore | UnlabelledStore) -> str | list[str]:
-    "Files of a store, from which `_open` opens it."
-    if isinstance(store, UnlabelledStore): return [str(Path(s.path).absolute()) for s in store.stores]
-    return str(Path(store.path).absolute())
-
-def _open(paths: str | list[str]) -> TrialStore | UnlabelledStore:
-    return TrialStore.open(paths) if isinstance(paths, str) else UnlabelledStore([*map(TrialStore.open, paths)])
-
 def work(
     job: str | Path, # A file from `launch`
 ) -> None:
@@ -60,10 +47,10 @@ def work(
     options = json.loads(job.read_text())
     error = job.with_name('error')
     try:
-        store, store_val = _open(options['stores'][0]), options['stores'][1] and _open(options['stores'][1])
+        store, store_val = (path and TrialStore.open(path) for path in options['stores'])
         cfg = Config.model_validate(options['config'])
         with ended_when_asked():
-            result = train_of(cfg, store)(store, store_val, cfg, options['out'], options['progress'])
+            result = train_of(cfg)(store, store_val, cfg, options['out'], options['progress'])
     except KeyboardInterrupt as e:
         if os.environ['RANK'] == '0': write_whole(job.with_name('interrupted'), str(e))
         raise SystemExit(130) from None # Who started it says what is saved
@@ -144,7 +131,7 @@ def launch(
 ) -> dict:
     "`train` in processes of this machine, each with an equal part of every batch; raises `TrainingError`."
     out = Path(out_dir).absolute()
-    stores = [s and _paths(s) for s in (store, store_val)]
+    stores = [s and str(Path(s.path).absolute()) for s in (store, store_val)]
     options = dict(stores=stores, config=cfg.dump(), out=str(out), progress=progress)
     threads = os.environ.get('OMP_NUM_THREADS', str(max(1, n_cores() // n_processes)))
     with _job_folder(out) as d:
@@ -176,7 +163,7 @@ def train_here(
     n_processes = dict(xla=1, cpu=cfg.train.processes).get(device.kind, device.n_devices)
     with_others = several_machines()
     if in_torchrun() or (n_processes == 1 and not with_others):
-        return train_of(cfg, store)(store, store_val, cfg, out_dir, progress)
+        return train_of(cfg)(store, store_val, cfg, out_dir, progress)
     if with_others and device.kind == 'xla':
         raise TrainingError('several machines train together on GPUs or CPUs, not on TPUs; unset PET_NNODES')
     if device.kind == 'tpu': prepare_torch_tpu_processes(n_processes)

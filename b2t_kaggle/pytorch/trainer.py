@@ -29,7 +29,7 @@ from .checkpoint import check_weights, load_file, load_state, load_weights, save
 from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .evaluate import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
-from .models.encoder import Encoder, WithInner
+from .models.encoder import Encoder
 from .on_device.program import Program
 from .on_device.trials import PlaceBatcher, put_on_device
 from .parallel import XLA, Backend, start
@@ -153,13 +153,8 @@ def _losses(trainer: 'Trainer', out, ctc: Callable[[Tensor], Tensor], rows: Micr
             frames: Tensor) -> dict[str, Tensor]:
     "The loss of each trial `[B]`, which is minimised, and parts of it that have a curve of their own."
     cfg = trainer.cfg.train
-    out, inner = out if isinstance(out, WithInner) else (out, [])
     losses = trainer.model.training_losses(out, ctc, frames)
     if not isinstance(losses, dict): losses = dict(loss=losses)
-    if inner:
-        weights = cfg.inter_ctc if isinstance(cfg.inter_ctc, list) else [cfg.inter_ctc] * len(inner)
-        added = torch.stack([w * ctc(logits) for w, logits in zip(weights, inner)]).sum(0)
-        losses = losses | dict(loss=losses['loss'] + added, inter_ctc=added)
     if not cfg.cr_ctc: return losses
     losses = {name: mean_of_views(v) for name, v in losses.items()}
     consistency = consistency_losses(trainer.model.training_logits(out), frames)
@@ -195,7 +190,6 @@ def add_gradients(
     x, n_bins, ctc = trainer.prepare(rows, cut, backend.generator(seed))
     backend.seed(dropout_seed)
     given = _training_args(trainer) | scalars | model.training_inputs(rows.batch.trials)
-    if cfg.train.inter_ctc: given['with_inner'] = True
     with backend.autocast(): out = trainer.forward(x, rows.day, n_bins=n_bins, **given)
     losses = _losses(trainer, out, ctc, rows, cfg.model.n_frames(n_bins))
     loss = losses['loss'].mean() / accumulation_steps

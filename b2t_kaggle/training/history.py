@@ -90,13 +90,6 @@ class History:
             return []
         return old[old.step <= step].to_dict('records')
 
-    def begin(self,
-        validation: dict, # From `summarize`
-        seconds: float,   # That it took
-    ) -> None:
-        "Add a row of a model that has not learned yet."
-        self.rows.append(dict.fromkeys(_COLUMNS) | dict(step=0, seconds=round(seconds, 2)) | _figures(validation))
-
     def add(self,
         step: int,                      # Batches that were done
         loss: float,                    # Mean loss of this batch
@@ -154,7 +147,6 @@ def _plot_norms(ax, history: pd.DataFrame, names: list[str]) -> None:
 
 def plot_history(
     path: str | Path, # `history.csv`
-    error_rate: str = 'PER', # Name of that in it
 ):
     "Losses with their parts, and the PER; with an audio LLM the WER, and gradient norms. Returns the figure."
     import matplotlib.pyplot as plt
@@ -173,13 +165,13 @@ def plot_history(
     losses.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, .4))) # 120, in place of 1.2 × 10²
     losses.legend()
     if norms: _plot_norms(others[0], history, norms)
-    errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label=error_rate)
+    errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label='PER')
     if 'val_wer' in val:
         errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
         errors.legend()
     if len(val):
         place = val.step[val.val_per.idxmin()], 100 * val.val_per.min()
         errors.annotate(f'{100*val.val_per.min():.1f} %', place, xytext=(0, 8), textcoords='offset points', ha='center')
-    errors.set(xlabel='batch', ylabel='validation errors (%)' if 'val_wer' in val else f'validation {error_rate} (%)')
+    errors.set(xlabel='batch', ylabel='validation errors (%)' if 'val_wer' in val else 'validation PER (%)')
     errors.set_ylim(0, 1.15*errors.dataLim.ymax if len(val) else None) # No point is cut off, nor what stands above one
     return fig

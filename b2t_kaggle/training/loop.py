@@ -122,14 +122,10 @@ def _continuing(state: dict, device: str) -> str:
 class Trainer(ABC):
     "A model in training and what it has reached; each framework derives its own."
     framework: str            # `pytorch` or `tensorflow`, which names the checkpoints
-    verb = 'train'            # Of `b2t`
-    error_rate = 'PER'        # Name of that in the bar
-    looks_first = False       # Whether it validates the model that has not learned yet
     is_main_process = True
     sync_every = 1            # Steps between looks at their results: each makes the host wait for the device
     device = ''               # Name of what it runs on
     trials_on_device = False  # Whether its memory holds the training trials
-    is_sweep_point = True     # Whether a sweep is told of its validations, where one trains it
     scaler = None             # Of the loss in float16: `get_scale` and its state, as `torch.amp.GradScaler` has them
 
     def __init__(self,
@@ -324,9 +320,8 @@ class Loop:
         t = self.trainer
         end = t.cfg.train.num_training_batches
         hidden = not (progress and t.is_main_process)
-        given = dict(total=end, initial=t.step, desc=t.verb, unit=' batches', disable=hidden)
+        given = dict(total=end, initial=t.step, desc='train', unit=' batches', disable=hidden)
         with noted_interrupt() as self.is_interrupted, tqdm(**given) as bar:
-            if t.looks_first and not t.step: _look_first(self)
             for result in t.steps(t.step if self.stopped else end):
                 self.pending.append(result)
                 bar.update()
@@ -335,7 +330,7 @@ class Loop:
                 best = t.best.metrics['val_per']
                 skipped = dict(skipped=t.n_skipped) if t.scaler else {}
                 written = dict(WER=percent(t.best.metrics["val_wer"])) if 'val_wer' in t.best.metrics else {}
-                rates = {t.error_rate: percent(best) if best else '-'} | written
+                rates = {'PER': percent(best) if best else '-'} | written
                 bar.set_postfix(loss=f'{loss:.2f}', **rates, **skipped, refresh=False)
                 if self.stopped: break
             # Nobody leaves before the main process has saved: where one ends, its launcher ends the others
@@ -382,12 +377,6 @@ class Loop:
         return losses[-1]
 
 # %% ../../nbs/training/10_loop.ipynb #c026
-def _look_first(loop: Loop) -> None:
-    "Begin the curves with the model as it is before the first step."
-    validation = loop.budget.timed('validate', loop.trainer.validate)
-    if validation: loop.history.begin(validation, loop.budget.elapsed())
-    loop.synced_at = loop.budget.elapsed()
-
 def _check(loop: Loop) -> np.ndarray:
     "The mean loss of each pending step over all processes; raises `TrainingError` for one that is not a number."
     t = loop.trainer
@@ -541,7 +530,7 @@ def _replace_best(loop: Loop, path: Path, problem: str) -> None:
     if t.is_refitting:
         raise TrainingError(f'{path} {problem}, and {last} cannot take its place: it has been trained on val since '
                             f'batch {t.refit_from} (train.refit). Bring {path.name} back from a copy, or train anew '
-                            f'with `b2t {t.verb} --force {t.verb}`')
+                            'with `b2t train --force train`')
     t.best = BestTracker()
     t.is_best(loop.budget.timed('validate', t.validate), True)
     t.best.bad_evals = lost.bad_evals
@@ -570,7 +559,6 @@ def _verify_models(loop: Loop) -> None:
 class TrainerClass(Protocol):
     "A framework's class derived from `Trainer`, as `fit` makes one of it."
     framework: str
-    verb: str
     def __call__(self, store: TrialStore, store_val: TrialStore | None, cfg: Config, backend: Any,
                  checkpoint: Path | None, /) -> Trainer: ...
 
@@ -604,14 +592,13 @@ def fit(
         if continues[0]:
             _begin_curves_anew(loop)
             _verify_models(loop)
-        if loop.is_told and trainer.is_sweep_point: loop.callback = callback_from_env()
+        if loop.is_told: loop.callback = callback_from_env()
         first = trainer.step
         with tracking(names if loop.is_told else [], tracked) as loop.log: stopped = loop.run(progress)
         if trainer.step > first: _verify_models(loop)
     except Exception as e:
         if isinstance(e, CheckpointError) and str(e).startswith(f'{last}:'):
-            verb = trainer_class.verb
-            raise CheckpointError(f'{e}. Without a copy, train anew with `b2t {verb} --force {verb}`; where '
+            raise CheckpointError(f'{e}. Without a copy, train anew with `b2t train --force train`; where '
                                   f'{BEST[trainer_class.framework]} is whole, train.init_checkpoint_path may name a '
                                   'copy of it to begin with') from None
         raise_if_oom(e, backend.device.name, cfg, trainer)

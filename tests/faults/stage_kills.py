@@ -15,7 +15,7 @@ from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.run import Run
 
 STAGES = ['simulate', 'check', 'pack', 'train', 'infer', 'lm', 'decode', 'rescore', 'combine', 'submit', 'report',
-          'ensemble', 'generate', 'pretrain']
+          'ensemble', 'generate']
 TINY = SMALL | {'simulate.train': 12, 'simulate.val': 3, 'simulate.test': 3, 'simulate.lm_sentences': 100,
                 'decode.beam': 5, 'decode.nbest': 3, 'decode.tune': False, 'data.feature_subset': list(range(12)),
                 'model.neural_dim': 12}
@@ -24,9 +24,8 @@ GIVEN = {'rescore': {'rescore.llm': 'lm'}, 'combine': {'combine.sources': ['thei
          'ensemble': {'infer.logits': [f'{i}_{split}.arrow' for i in range(2) for split in ('val', 'test')]},
          'generate': {'audio.llm': 'audio_llm'}}
 # A stage that is of a run of its own, the stages before it, which are not killed, and its values
-OWN = {'generate': ('infer', 'lm'), 'pretrain': ('pack',)}
-VALUES = {'generate': {'audio.lora_rank': 2, 'generate.max_tokens': 6, 'train.num_training_batches': 2},
-          'pretrain': {'pretrain.objective': 'masked', 'pretrain.batches': 3, 'train.batches_per_val_step': 2}}
+OWN = {'generate': ('infer', 'lm')}
+VALUES = {'generate': {'audio.lora_rank': 2, 'generate.max_tokens': 6, 'train.num_training_batches': 2}}
 PART = 100  # Bytes of a file that may be written
 WRITES = {'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir', 'os.link', 'os.truncate'}
 

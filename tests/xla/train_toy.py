@@ -22,9 +22,7 @@ from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import start
-from b2t_kaggle.pytorch.pretraining import trainer as pretraining
 from b2t_kaggle.pytorch.trainer import Trainer, train
-from b2t_kaggle.training.pretraining import UnlabelledStore, pretraining_config
 from b2t_kaggle.training.trials import bucket_lengths
 
 
@@ -40,15 +38,9 @@ def hear(n, folder, function, *arguments):
 def compilations(): return met.metric_data('CompileTime')[0]
 
 
-def trainer_of(store, store_val, cfg, backend):
-    "That of a training, or of a pretraining on the trials of both splits."
-    if not cfg.pretrain.objective: return Trainer(store, store_val, cfg, backend)
-    return pretraining.Trainer(UnlabelledStore([store, store_val]), store_val, pretraining_config(cfg), backend)
-
-
 def steps(stores, cfg, n):
     "Losses and gradient norms of some steps, two validations, and how much was compiled when."
-    t = trainer_of(*stores, cfg, start(pick_torch(cfg.train.accelerator, cfg.train.precision)))
+    t = Trainer(*stores, cfg, start(pick_torch(cfg.train.accelerator, cfg.train.precision)))
     met.clear_all()
     out = dict(losses=[], norms=[], compiled=[0], buckets=[], n=t.backend.n_devices)
     for i in range(n):
@@ -112,7 +104,5 @@ def write_result(task, data, out, overrides):
             out / 'best.pt', stores[0], out / 'train.arrow', accelerator='xla', progress=False
         )  # as the stage does for test: torch_xla is set up already
         assert len(again) == len(stores[0])
-        copied = infer(out/'best.pt', stores[1], out/'copied.arrow', accelerator='xla', progress=False, copies=2)
         result['first_log_probs'] = logits[0][:3].tolist()
-        result['averaged_with_copies'] = copied[0][:3].tolist()
     (out/'result.json').write_text(json.dumps(result))

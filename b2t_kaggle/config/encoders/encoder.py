@@ -20,30 +20,6 @@ from ..schema import ConfigError, Section, describe_errors
 from ...core.messages import did_you_mean
 from ...core.reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
 
-# %% ../../../nbs/config/encoders/00_encoder.ipynb #c303
-def _check_inner_layers(cfg: 'EncoderConfig') -> None:
-    "Raises `ValueError` for numbers in `inter_ctc_layers` of which an encoder has no layer before its last one."
-    layers = cfg.inter_ctc_layers
-    n = cfg.n_inner_layers()
-    if layers and not n:
-        raise ValueError(f'model.inter_ctc_layers = {layers}, but this {cfg.name} has no layers before its last '
-                         'one; set it to []')
-    if layers != sorted(set(layers)) or any(i > n for i in layers):
-        raise ValueError(f'model.inter_ctc_layers = {layers} must be different numbers from 1 to {n}, ascending: '
-                         'the last layer has its loss anyway')
-    if cfg.self_condition and not layers:
-        raise ValueError('model.self_condition is true, but model.inter_ctc_layers names no layer whose posteriors '
-                         'to feed back; name some')
-
-def _check_tensorflow(cfg: 'EncoderConfig') -> None:
-    "Raises `ConfigError` for several participants, or logits of inner layers, which TensorFlow does not have."
-    if cfg.participants:
-        raise ConfigError(f'model.participants = {cfg.participants}: TensorFlow trains on one participant; set it '
-                          'to {}, or train.framework to pytorch')
-    if cfg.inter_ctc_layers:
-        raise ConfigError(f'model.inter_ctc_layers = {cfg.inter_ctc_layers}: TensorFlow has logits of the last '
-                          'layer alone; set it to [], or train.framework to pytorch')
-
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c006
 class EncoderConfig(Section):
     "The `model` group of a configuration; each encoder derives its own."
@@ -53,12 +29,6 @@ class EncoderConfig(Section):
     "Features per bin, F."
     n_classes: int = Field(41, ge=2)
     "Classes, K: blank, 39 phonemes, word separator."
-    inter_ctc_layers: Annotated[list[Annotated[int, Field(ge=1)]], Only('pytorch')] = []
-    ("Layers, counted from 1, behind which the read-out makes logits too (Lee and Watanabe, 2021), for "
-     "`train.inter_ctc` and `self_condition`; of a Zipformer its stacks, of a TripleGRU layers of the clean model.")
-    self_condition: Annotated[bool, Only('pytorch')] = False
-    ("Whether the posteriors of these layers are fed back to the next one through a linear layer (Nozaki and Komatsu, "
-     "2021), in inference too.")
     participants: Annotated[dict[str, Annotated[int, Field(ge=1)]], Only('pytorch')] = {}
     ("Features of each participant, by the beginning of its sessions' names, such as {t12: 256, t15: 512}: each has an "
      "affine map of its own onto `neural_dim` features, before the layers per day. None: one participant, without it.")
@@ -95,21 +65,14 @@ class EncoderConfig(Section):
         raise ConfigError(f'{session}: model.participants = {self.participants} has no {name}; name it with its number '
                           'of features')
 
-    def n_inner_layers(self) -> int:
-        "Layers before the last one, which `inter_ctc_layers` may name; 0 for an encoder that does not support it."
-        return 0
-
-    @model_validator(mode='after')
-    def _inner_layers_exist(self):
-        _check_inner_layers(self)
-        return self
-
     def check_framework(self,
         framework: str, # `pytorch` or `tensorflow`
     ) -> None:
         "Raises `ConfigError` where a framework does not have this model; imports neither."
         require_encoder(framework, self.name)
-        if framework == 'tensorflow': _check_tensorflow(self)
+        if framework == 'tensorflow' and self.participants:
+            raise ConfigError(f'model.participants = {self.participants}: TensorFlow trains on one participant; set it '
+                              'to {}, or train.framework to pytorch')
 
     def no_official_form(self) -> str:
         "A feature that the official kit lacks; empty where it lacks none, so that `b2t convert` writes its form."

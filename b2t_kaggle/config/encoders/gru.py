@@ -59,8 +59,6 @@ class RecurrentConfig(PatchedConfig):
     "Whether the GRU layers are trained."
     size_fields = 'n_units', 'n_layers'
 
-    def n_inner_layers(self) -> int: return self.n_layers - 1
-
 class GRUConfig(RecurrentConfig):
     "The official GRU."
     name: Literal['gru'] = 'gru'
@@ -76,9 +74,8 @@ class GRUConfig(RecurrentConfig):
                               'false, or train.framework to pytorch')
 
     def no_official_form(self) -> str:
-        lacking = ('bidirectional', 'self_condition')
         if self.participants: return 'model.participants is set'
-        return next((f'model.{name} is true' for name in lacking if getattr(self, name)), '')
+        return 'model.bidirectional is true' if self.bidirectional else ''
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:
         "Numbers that a training step keeps for its backward pass, estimated."

@@ -68,8 +68,6 @@ class MambaConfig(PatchedConfig):
     @property
     def n_directions(self) -> int: return 1 + self.bidirectional
 
-    def n_inner_layers(self) -> int: return self.n_layers - 1
-
     @model_validator(mode='after')
     def _sizes_fit(self):
         if self.n_channels % self.head_dim:

@@ -83,8 +83,6 @@ class TransformerConfig(EncoderConfig):
 
     def frame_stride(self) -> int: return self.patch_size
 
-    def n_inner_layers(self) -> int: return self.n_layers - 1
-
     def bucket_of_distance(self) -> np.ndarray:
         "The bucket of each distance from −`max_distance` to `max_distance`, int64 `[2·max_distance + 1]`."
         distances = np.arange(-self.max_distance, self.max_distance + 1)

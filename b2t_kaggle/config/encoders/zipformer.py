@@ -67,10 +67,6 @@ class StacksConfig(PatchedConfig):
 
     def frame_stride(self) -> int: return 2 * super().frame_stride()
 
-    def n_inner_layers(self) -> int:
-        "Stacks before the last one."
-        return len(self.downsampling_factor) - 1
-
 # %% ../../../nbs/config/encoders/05_zipformer.ipynb #c009
 def layer_floats(
     cfg: StacksConfig, # The `model` group

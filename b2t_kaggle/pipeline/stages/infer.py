@@ -48,7 +48,7 @@ def _infer_splits(run, progress, stores) -> dict:
         else:
             from b2t_kaggle.pipeline.frameworks import infer
             done = infer(*given, *device, cfg.data.eval_batch_size, framework=cfg.train.framework,
-                         smoothing=cfg.infer.smoothing, copies=cfg.infer.copies)
+                         smoothing=cfg.infer.smoothing)
         progress.save_pending(split, [])
         return done
 
@@ -64,7 +64,7 @@ def _infer_splits(run, progress, stores) -> dict:
 class Infer(Stage):
     does = 'log-probabilities of val and test'
     config = ('infer.checkpoint', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size',
-              'infer.smoothing', 'infer.copies', 'infer.adapt', 'infer.adapt_window', 'infer.adapt_copies',
+              'infer.smoothing', 'infer.adapt', 'infer.adapt_window', 'infer.adapt_copies',
               'infer.adapt_rate', 'infer.adapt_gate', 'infer.adapt_forget')
     reads = (PackedTrials, AcousticModel)
     writes = Logits()
@@ -86,9 +86,6 @@ class Infer(Stage):
 
     def check(self, cfg, kind):
         check_device(cfg)
-        if cfg.infer.copies and cfg.train.framework != 'pytorch':
-            raise PipelineError(f'infer.copies = {cfg.infer.copies} is for PyTorch, and train.framework is '
-                                f'{cfg.train.framework}; set infer.copies=0, or train.framework=pytorch')
         path = cfg.infer.checkpoint
         if path is None or checkpoint_files(path) and all(f.is_file() for f in checkpoint_files(path)): return
         raise PipelineError(f'infer.checkpoint = {path}: found no checkpoint there, expected best.pt, '

@@ -35,9 +35,6 @@ def _summary(run, results, stamps, tuning) -> str:
     if tuned:
         made.append('<p class="faint">Cross-validated: each sentence of val was found with weights that were tuned on '
                     'others; so are the intervals, tables and alignments below.</p>')
-    if stamps.get('pretrain'):
-        made.append('<p class="faint">Its encoder learned from the bins of all splits first, those of val and test '
-                    'among them, without labels.</p>')
     if stamps.get('train'):
         made.append('<p class="faint">Of the models that training measured on val, this is the one with the fewest '
                     'phoneme errors there.</p>')
@@ -48,14 +45,12 @@ def _summary(run, results, stamps, tuning) -> str:
     return '\n'.join(made)
 
 def _curves(run, stamps) -> str:
-    "Loss and error rate while training, and while pretraining before that."
+    "Loss and error rate while training."
     from b2t_kaggle.core.pages import figure
     from b2t_kaggle.pipeline.stages import STAGES
     from b2t_kaggle.training.history import plot_history
     trained = [n for n in stamps if stamps[n] and STAGES[n].curves and (run.dir/n/'history.csv').exists()]
-    titles = [f'<p class="faint">{STAGES[name].curves}:</p>' if len(trained) > 1 else '' for name in trained]
-    plots = [plot_history(run.dir/name/'history.csv', STAGES[name].error_rate) for name in trained]
-    return '\n'.join(title + figure(plot, STAGES[name].curves) for name, title, plot in zip(trained, titles, plots))
+    return '\n'.join(figure(plot_history(run.dir/name/'history.csv'), STAGES[name].curves) for name in trained)
 
 def _weights(run, stamps, tuning) -> str:
     "Weights of the search, tuned or as configured."

@@ -20,7 +20,6 @@ from b2t_kaggle.pipeline.stages.stage import (
     AcousticModel,
     PackedTrials,
     PipelineError,
-    PretrainedEncoder,
     Result,
     Stage,
 )
@@ -91,12 +90,10 @@ def what_ended(
             f'learning rate, {t.lr_max:.3g} at most, was {rate:.3g} then.')
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c007
-_INITIAL = 'train.init_checkpoint_path'
-
 class Train(Stage):
     does = 'train the acoustic model'
     config = TRAINING_GROUPS
-    reads = (PackedTrials, PretrainedEncoder)
+    reads = (PackedTrials,)
     writes = AcousticModel()
     version = '4b370d78021f4863'
     continues = True
@@ -104,17 +101,13 @@ class Train(Stage):
     llm_reserve_minutes = 60
     curves = 'Loss and phoneme error rate while training'
 
-    def training_config(self, run) -> Config:
-        "The configuration of its training, which begins with what was pretrained, if anything was."
-        return run.cfg if run.pretrained is None else with_overrides(run.cfg, {_INITIAL: run.pretrained})
-
     def skipped(self, cfg):
         if cfg.infer.logits: return 'infer.logits is set'
         return None if cfg.infer.checkpoint is None else 'infer.checkpoint is set'
 
     def inputs(self, cfg, runs):
         first = cfg.train.init_checkpoint_path
-        files = {_INITIAL: checkpoint_files(first)} if first else {}
+        files = {'train.init_checkpoint_path': checkpoint_files(first)} if first else {}
         files |= {'audio.llm': llm_files(cfg.audio)}
         return files | ({'audio.targets': [cfg.audio.targets]} if cfg.audio.targets else {})
 
@@ -145,7 +138,7 @@ class Train(Stage):
         folder = run.dir/'train'
         stores = [run.trials(split) for split in ('train', 'val')]
         limits = {'train.time_budget': run.cfg.train.time_budget or math.inf, SESSION_END: progress.time_left()/60}
-        result = train_within(limits, self.training_config(run), folder, *stores)
+        result = train_within(limits, run.cfg, folder, *stores)
         metrics = dict(steps=result['step'], PER=result['val_per'])
         metrics |= {f'PER {name}': per for name, per in result.get('participants', {}).items()}
         models = [folder/run.checkpoint.name]
@@ -158,7 +151,7 @@ class Train(Stage):
 
     def extent(self, run):
         n = last_batch(run.dir/self.name/'history.csv')
-        return f'{n:,} of {self.training_config(run).train.num_training_batches:,} batches' if n else ''
+        return f'{n:,} of {run.cfg.train.num_training_batches:,} batches' if n else ''
 
     def left_by_error(self, run):
         last = run.dir/self.name/LAST[run.cfg.train.framework]
@@ -166,4 +159,4 @@ class Train(Stage):
 
     def left_by_interrupt(self, run):
         from b2t_kaggle.training.loop import kept_batches
-        return kept_batches(run.dir/self.name, self.training_config(run))
+        return kept_batches(run.dir/self.name, run.cfg)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ...config.encoders.gru import GRUConfig, RecurrentConfig
 from ..frontend import Frontend
-from .encoder import WithInner
 from ..recurrence import GRU
 
 # %% ../../../nbs/pytorch/models/02_gru.ipynb #c006
@@ -106,7 +105,6 @@ class GRUDecoder(Frontend):
         model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, cfg.patch_size, cfg.patch_stride,
                     bidirectional=cfg.bidirectional)
         model.cfg = cfg
-        model.condition_on(model.out.in_features)
         return model
 
     def initial_states(self,
@@ -123,16 +121,13 @@ class GRUDecoder(Frontend):
         states: Tensor | None = None,  # States `[L·directions, B, H]` to start from; none means the learnt ones
         return_state: bool = False,    # Also return these states after the frame of each trial that is read last
         n_bins: Tensor | None = None,  # Bins of each trial `[B]`; what lies beyond need not be computed
-        with_inner: bool = False,      # Give the logits of inner layers as well
-    ) -> Tensor | tuple[Tensor, Tensor] | WithInner:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames`
         does."""
         f = self.frames(x, day_idx, n_bins)
         if states is None: states = self.initial_states(f.n_trials)
-        inner = self.inner_layers(self.out, f.unpack, with_inner)
-        y, states = f.gru(self.gru, f.x, states, inner)
+        y, states = f.gru(self.gru, f.x, states)
         logits = f.unpack(self.out(y))
-        if with_inner and inner: return WithInner(logits, inner.logits)
         return (logits, states) if return_state else logits
 
     def freeze(self) -> None:

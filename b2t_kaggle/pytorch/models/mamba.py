@@ -18,7 +18,7 @@ from ...config.encoders.mamba import MambaConfig
 from ...devices.products import Linear
 from ..frontend import Frames, Frontend
 from ..layers import dropout
-from .encoder import WithInner, check_days
+from .encoder import check_days
 from ..ssd import causal_conv, ssd
 
 # %% ../../../nbs/pytorch/models/05_mamba.ipynb #c006
@@ -218,7 +218,6 @@ class Mamba(Frontend):
             if m is None: continue
             nn.init.xavier_uniform_(m.weight)
             nn.init.zeros_(m.bias)
-        self.condition_on(cfg.n_units)
 
     def embed(self,
         x: Tensor,       # Patches, rows `[…, I]`
@@ -239,25 +238,21 @@ class Mamba(Frontend):
         states: list | None = None,    # Of each layer, to start from; none means those of the first frame
         return_state: bool = False,    # Also return these behind the last frame; all trials have T bins then
         n_bins: Tensor | None = None,  # Bins of each trial `[B]`; what lies beyond need not be computed
-        with_inner: bool = False,      # Give the logits of inner layers as well
-    ) -> Tensor | tuple[Tensor, list] | WithInner:
+    ) -> Tensor | tuple[Tensor, list]:
         """Logits `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames`
         does."""
         f = self.frames(x, day_idx, n_bins)
         sequences = _sequences(f, self.cfg.n_directions)
         y = self.embed(sequences.rows(f.x), check_days(x, day_idx), sequences)
-        def unpack(logits: Tensor) -> Tensor: return logits if f.order is None else f.unpack(logits, by_trial=True)
-        inner = self.inner_layers(self.out, unpack, with_inner)
         left = []
         for i, layer in enumerate(self.layers):
             added, state = layer(y, sequences, states[i] if states else None)
             p = self.cfg.stochastic_depth * i / max(len(self.layers) - 1, 1)
             if self.training and p: added = skip_layer(added, p, sequences, f.n_trials)
             y = y + added
-            if inner: y = inner(i + 1, y)
             left.append(state)
-        logits = unpack(self.out(dropout(y, self.cfg.output_dropout, self.training)))
-        if with_inner and inner: return WithInner(logits, inner.logits)
+        logits = self.out(dropout(y, self.cfg.output_dropout, self.training))
+        if f.order is not None: logits = f.unpack(logits, by_trial=True)
         return (logits, left) if return_state else logits
 
     def training_losses(self,

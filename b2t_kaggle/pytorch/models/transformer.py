@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...config.encoders.transformer import TransformerConfig
 from ...devices.products import Linear
 from ..layers import day_affine, dropout, pack, packed_day_affine
-from .encoder import Encoder, WithInner, check_days
+from .encoder import Encoder, check_days
 
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c006
 def shifted_rows(
@@ -183,13 +183,12 @@ class Transformer(Encoder):
         self.blocks = nn.ModuleList([Block(cfg) for _ in range(cfg.n_layers)])
         self.norm = nn.LayerNorm(cfg.n_units)
         self.out = Linear(cfg.n_units, cfg.n_classes)
-        self.condition_on(cfg.n_units)
 
     def decays(self, name: str, parameter: Tensor) -> bool:
         "Whether weight decay applies to a parameter `[…]`: to matrices, not to biases, gains and those of distances."
         return super().decays(name, parameter) and name != 'positions.bias'
 
-    def encode(self, x: Tensor, day_idx: Tensor, n_bins: Tensor, with_inner: bool = False) -> Tensor | WithInner:
+    def encode(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
         """Logits `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` for bins too few to
         make a frame."""
         T = x.shape[1]
@@ -197,12 +196,12 @@ class Transformer(Encoder):
         if T < size:
             raise ValueError(f'the batch has {T} bins, fewer than patch_size = {size}; pad it, or leave such short '
                              'trials out')
-        if x.device.type != 'cpu': return self._padded(x, day_idx, n_bins, with_inner)
-        return self._packed(x, day_idx, n_bins, with_inner)
+        if x.device.type != 'cpu': return self._padded(x, day_idx, n_bins)
+        return self._packed(x, day_idx, n_bins)
 
     def _read(self, x: Tensor) -> Tensor: return self.out(self.norm(x))
 
-    def _padded(self, x: Tensor, day_idx: Tensor, n_bins: Tensor, with_inner: bool = False) -> Tensor | WithInner:
+    def _padded(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
         "Logits `[B, T', K]` of a rectangle, for an accelerator."
         cfg = self.cfg
         T = cfg.n_frames(x.shape[1])
@@ -210,14 +209,12 @@ class Transformer(Encoder):
         added = self.positions(T, T)
         if cfg.causal: added = only(within_context(T, T, self._left(len(x))), added)
         else: added = only(inside(cfg.n_frames(n_bins), T), added)
-        inner = self.inner_layers(self._read, lambda logits: logits, with_inner)
-        for i, block in enumerate(self.blocks):
+        for block in self.blocks:
             q, k, v = split_heads(block.project(x), cfg.n_heads)
             x = block.combine(x, attend(q, k, v, added, self._attention_dropout))
-            if inner: x = inner(i + 1, x)
-        return WithInner(self._read(x), inner.logits) if with_inner and inner else self._read(x)
+        return self._read(x)
 
-    def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor, with_inner: bool = False) -> Tensor | WithInner:
+    def _packed(self, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
         "Logits `[B, T', K]` without any padding, for a CPU."
         cfg = self.cfg
         frames = cfg.n_frames(n_bins).clamp(min=1).tolist() # one of padding for a trial that has none
@@ -229,16 +226,11 @@ class Transformer(Encoder):
         if cfg.causal:
             left = self._left(len(frames)).split(1)
             added = [only(within_context(n, n, c), a) for n, c, a in zip(frames, left, added)]
-        def unpack(logits: Tensor) -> Tensor:
-            return nn.utils.rnn.pad_sequence(logits.split(frames), batch_first=True)
-        inner = self.inner_layers(self._read, unpack, with_inner)
-        for i, block in enumerate(self.blocks):
+        for block in self.blocks:
             heads = [split_heads(trial[None], cfg.n_heads) for trial in block.project(x).split(frames)]
             attended = [attend(q, k, v, a, self._attention_dropout)[0] for (q, k, v), a in zip(heads, added)]
             x = block.combine(x, torch.cat(attended))
-            if inner: x = inner(i + 1, x)
-        logits = unpack(self._read(x))
-        return WithInner(logits, inner.logits) if with_inner and inner else logits
+        return nn.utils.rnn.pad_sequence(self._read(x).split(frames), batch_first=True)
 
     def _by_day(self, x: Tensor, day_idx: Tensor) -> Tensor:
         "Bins through the layer of their day, if there is one `[B, T, F]`."
@@ -284,12 +276,10 @@ def push_frames(
     left = torch.full((1,), cfg.left_context, device=x.device)
     added = only(within_context(n, n_past + n, left), model.positions(n, n_past + n))
     kept = []
-    inner = model.inner_layers(model._read, lambda logits: logits, with_inner=False)
     for i, block in enumerate(model.blocks):
         q, k, v = split_heads(block.project(y), cfg.n_heads)
         if state.past: k, v = (torch.cat(pair, 2) for pair in zip(state.past[i], (k, v)))
         y = block.combine(y, attend(q, k, v, added))
-        if inner: y = inner(i + 1, y)
         first = max(n_past + n - cfg.left_context, 0)
         kept.append((k[:, :, first:], v[:, :, first:]))
     return model._read(y), StreamState(bins[:, used:], kept)

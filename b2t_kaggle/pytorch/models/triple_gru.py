@@ -14,9 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from ...config.encoders.triple_gru import TripleGRUConfig
 from ..frontend import Frames, Frontend
-from .encoder import WithInner
 from .gru import freeze_gru, init_gru
-from ..recurrence import GRU, Between
+from ..recurrence import GRU
 
 # %% ../../../nbs/pytorch/models/03_triple_gru.ipynb #c006
 class _ReverseGradient(torch.autograd.Function):
@@ -47,10 +46,10 @@ class _FrameGRU(nn.Module):
         self.h0 = nn.Parameter(nn.init.xavier_uniform_(torch.empty(1, 1, n_units)))
         init_gru(self.gru)
 
-    def run(self, f: Frames, x: Tensor, states: Tensor | None, between: Between | None = None) -> tuple[Tensor, Tensor]:
+    def run(self, f: Frames, x: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor]:
         "States in the order of time, and the last ones `[L, B, H]`."
         if states is None: states = self.h0.expand(self.gru.num_layers, f.n_trials, -1).contiguous()
-        return f.gru(self.gru, x, states, between)
+        return f.gru(self.gru, x, states)
 
 # %% ../../../nbs/pytorch/models/03_triple_gru.ipynb #c011
 class NoiseModel(_FrameGRU):
@@ -91,10 +90,9 @@ class CleanSpeechModel(_FrameGRU):
         f: Frames,                    # Describes the frames of `x`
         x: Tensor,                    # Frames, in the order of `f.x`
         states: Tensor | None = None, # States `[L, B, H]` to start from; none means the learnt ones
-        between: Between | None = None, # As in `GRU.forward`
     ) -> tuple[Tensor, Tensor]:
         "Logits `[B, T', K]` and the states `[L, B, H]` after the last frame."
-        y, states = self.run(f, x, states, between)
+        y, states = self.run(f, x, states)
         return f.unpack(self.out(y)), states
 
 class NoisySpeechModel(CleanSpeechModel):
@@ -166,7 +164,6 @@ class TripleGRUDecoder(Frontend):
         model = cls(*sizes, cfg.rnn_dropout, cfg.input_dropout, cfg.n_layers, patch_size=cfg.patch_size,
                     patch_stride=cfg.patch_stride, noise_units=cfg.noise_units)
         model.cfg = cfg
-        model.condition_on(cfg.n_units)
         return model
 
     def forward(self,
@@ -177,9 +174,7 @@ class TripleGRUDecoder(Frontend):
         strength: float | Tensor | None = None, # λ, a number or a tensor without dimensions; none means the model's
         states: tuple[Tensor, Tensor] | None = None, # Of noise and clean model to start from; none: the learnt
         return_state: bool = False,    # Also return these states after the last frame
-        *,
-        with_inner: bool = False,      # Give the logits of the clean model's inner layers as well
-    ) -> Tensor | tuple | WithInner:
+    ) -> Tensor | tuple:
         """Clean logits `[B, T', K]`, or in full mode clean logits, noisy logits `[B, T', K]` and the noise `[B, T',
         I]`; without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames` does, and for another
         mode."""
@@ -187,12 +182,10 @@ class TripleGRUDecoder(Frontend):
         f = self.frames(x, day_idx, n_bins)
         noise_states, clean_states = states or (None, None)
         noise, noise_states = self.noise(f, noise_states)
-        inner = self.inner_layers(self.clean.out, f.unpack, with_inner)
-        out, clean_states = self.clean(f, f.x - noise, clean_states, inner)
+        out, clean_states = self.clean(f, f.x - noise, clean_states)
         if mode == 'full':
             noisy = self.noisy(f, noise, self.cfg.adversarial_strength if strength is None else strength)
             out = out, noisy, f.unpack(noise, by_trial=True)
-        if with_inner and inner: return WithInner(out, inner.logits)
         return (out, (noise_states, clean_states)) if return_state else out
 
     def training_args(self, step: int, n_steps: int) -> dict:

@@ -17,7 +17,7 @@ from ....config.encoders.zipformer import ZipformerConfig
 from ....devices.products import Linear
 from ... import scaling
 from ...layers import day_affine, dropout, sliced_windows, softsign
-from ..encoder import Encoder, InnerLayers, WithInner, check_days
+from ..encoder import Encoder, check_days
 from .attention import whitening_schedule
 from .encoder import Zipformer2
 from .layer import Zipformer2EncoderLayer
@@ -141,7 +141,6 @@ class Zipformer(Encoder):
         self.frontend = NeuralFrontend(cfg)
         self.encoder = build_encoder(cfg)
         self.out = Linear(max(cfg.encoder_dim), cfg.n_classes)
-        self.condition_on(max(cfg.encoder_dim))
 
     def frames(self,
         x: Tensor,       # Features `[B, T, F]`
@@ -157,28 +156,12 @@ class Zipformer(Encoder):
         day_idx: Tensor,                           # Day of each trial `[B]`
         n_bins: Tensor,                            # Bins of each trial `[B]`
         batch_count: float | Tensor | None = None, # Position of the schedules, in a training step
-        with_inner: bool = False,                  # Give the logits of inner stacks as well
-    ) -> Tensor | WithInner:
+    ) -> Tensor:
         "Logits `[B, T', K]`, without meaning beyond a trial's own frames."
         if batch_count is not None: scaling.set_batch_count(self, batch_count)
         n_patches = self.cfg.n_patches(n_bins).clamp(min=1)
-        inner = self._inner(n_patches, with_inner)
-        y, _ = self.encoder(self.frames(x, day_idx).transpose(0, 1), n_patches, between=inner)
-        logits = self.out(y).transpose(0, 1)
-        if with_inner and inner: return WithInner(logits, [z[:, :logits.shape[1]] for z in inner.logits])
-        return logits
-
-    def _inner(self, n_patches: Tensor, with_inner: bool = False) -> InnerLayers | None:
-        "Logits of stacks at the rate of the encoder's output, whose channels theirs are padded to; and the way back."
-        def read(y: Tensor) -> Tensor:
-            wide = scaling.convert_num_channels(y, max(self.cfg.encoder_dim))
-            return self.out(self.encoder.downsample_output(wide, n_patches))
-
-        def spread(fed_back: Tensor, y: Tensor) -> Tensor:
-            twice = fed_back[:, None].expand(-1, 2, -1, -1).flatten(0, 1)[:len(y)]
-            return scaling.convert_num_channels(twice, y.shape[-1])
-
-        return self.inner_layers(read, lambda logits: logits.transpose(0, 1), with_inner, spread)
+        y, _ = self.encoder(self.frames(x, day_idx).transpose(0, 1), n_patches)
+        return self.out(y).transpose(0, 1)
 
     def training_args(self, step: int, n_steps: int) -> dict:
         return dict(batch_count=self.cfg.batch_count(step, n_steps))
@@ -196,12 +179,12 @@ class Zipformer(Encoder):
         bins = torch.cat([state.bins, self.by_participant(x, check_days(x, day_idx))], 1)
         n = max(int(self.cfg.n_patches(bins.shape[1])), 0)
         patches = self.frames(bins, day_idx) if n else state.chunks.waiting[:, :0]
-        y, chunks = push_frames(self.encoder, patches, state.chunks, self._inner)
+        y, chunks = push_frames(self.encoder, patches, state.chunks)
         return self.out(y), StreamState(bins[:, n * self.frontend.stride:], chunks)
 
     def finish(self, day_idx: Tensor, state: StreamState) -> Tensor:
         "Logits `[B, n, K]` of the chunk that the end of the trial cut off."
-        return self.out(finish_chunks(self.encoder, state.chunks, self._inner))
+        return self.out(finish_chunks(self.encoder, state.chunks))
 
     def reference_weights(self, content: dict) -> tuple[nn.Module, dict[str, Tensor]]:
         "The encoder, and weights `[…]` of icefall's by name. Raises `ValueError` where there are none."

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from .bypass import SimpleDownsample
 from .layer import Zipformer2EncoderLayer
 from .stack import DownsampledZipformer2Encoder, Zipformer2Encoder
-from ...recurrence import Between
 from ...scaling import FloatLike, ScheduledFloat, convert_num_channels
 
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c006
@@ -91,15 +90,13 @@ def _stacks(encoder: 'Zipformer2', pos_dim: int, dropout: FloatLike, warmup_batc
 
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c305
 def _all_chunks(encoder: 'Zipformer2', x: Tensor, chunk_size: int, attn_mask: Tensor | None,
-                masks: list[Tensor] | list[float], padding: Tensor | None, lens: Tensor | None,
-                between: Between | None = None) -> list[Tensor]:
+                masks: list[Tensor] | list[float], padding: Tensor | None, lens: Tensor | None) -> list[Tensor]:
     "The output of each stack `[T, B, C]`."
     outputs = []
     for i, (stack, mask) in enumerate(zip(encoder.encoders, masks)):
         x = convert_num_channels(x, encoder.encoder_dim[i])
         own = None if padding is None else padding[:, ::encoder.downsampling_factor[i]]
         x = stack(x, chunk_size, mask, attn_mask, own, lens)
-        if between is not None: x = between(i + 1, x)
         outputs.append(x)
     return outputs
 
@@ -130,7 +127,6 @@ def next_chunk(
     states: list[Tensor],  # From `first_states`, or the chunk before
     padding: Tensor,       # True for frames that do not exist `[B, left context + T]`
     lens: Tensor | None,   # Frames of each trial in this chunk, where padding must not be averaged `[B]`
-    between: Between | None = None, # As in `Zipformer2.forward`
 ) -> tuple[list[Tensor], list[Tensor]]:
     "The output of each stack `[T, B, C]`, and the states that the next chunk needs."
     outputs = []
@@ -142,7 +138,6 @@ def next_chunk(
         x = convert_num_channels(x, encoder.encoder_dim[i])
         left = encoder.left_context_frames[0] // ds
         x, own = stack.streaming_forward(x, own, left, padding[:, ::ds], lens)
-        if between is not None: x = between(i + 1, x)
         outputs.append(x)
         new_states += own
     return outputs, new_states
@@ -234,7 +229,6 @@ class Zipformer2(nn.Module):
         x: Tensor,                                  # Frames `[T, B, C]`
         x_lens: Tensor,                             # Frames of each trial `[B]`
         src_key_padding_mask: Tensor | None = None, # True where frames are padding `[B, T]`; None: nowhere
-        between: Between | None = None,             # Changes the output of each stack `[T, B, C]` for the next one
     ) -> tuple[Tensor, Tensor]:
         "Output `[⌈T / 2⌉, B, widest]`, and its frames of each trial `[B]`."
         chunk_size, left_context_chunks = self.get_chunk_info()
@@ -245,7 +239,7 @@ class Zipformer2(nn.Module):
             if chunk_size > 0: x = F.pad(x, (0, 0, 0, 0, 0, -len(x) % chunk_size))
             padding = torch.arange(len(x), device=x.device) >= lens.to(x.device)[:, None]
         attn_mask = chunk_mask(len(x), chunk_size, left_context_chunks, x.device) if chunk_size > 0 else None
-        outputs = _all_chunks(self, x, chunk_size, attn_mask, self.get_feature_masks(x), padding, lens, between)
+        outputs = _all_chunks(self, x, chunk_size, attn_mask, self.get_feature_masks(x), padding, lens)
         x, lens = self._output(outputs, x_lens)
         return x[:frames], lens
 
@@ -261,9 +255,8 @@ class Zipformer2(nn.Module):
         x_lens: Tensor,               # Frames of each trial in it `[B]`
         states: list[Tensor],         # From `get_init_states`, or the chunk before
         src_key_padding_mask: Tensor, # True for frames that do not exist `[B, left_context_frames + T]`
-        between: Between | None = None, # As in `forward`
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         "Output `[⌈T / 2⌉, B, widest]`, its frames of each trial `[B]`, and the states that the next chunk needs."
         lens = x_lens if self.independent_of_padding else None
-        outputs, states = next_chunk(self, x, states, src_key_padding_mask, lens, between)
+        outputs, states = next_chunk(self, x, states, src_key_padding_mask, lens)
         return *self._output(outputs, x_lens), states
