@@ -11,13 +11,12 @@ import json
 import math
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..config import TRAINING_GROUPS, Config, flat_values
 from ..core.files import write_whole
@@ -28,9 +27,9 @@ from .recipe import TrainingError
 @dataclass
 class TrackedRun:
     "Facts of a run for its trackers."
-    folder: Path           # With checkpoints and `history.csv`; trackers write there, too
+    folder: Path           # Folder with checkpoints and `history.csv`; trackers write there too
     values: dict[str, Any] # Configuration, `group.field`: value
-    step: int = 0          # Batches that were done before: the curves go on behind them
+    step: int = 0          # Batches that were done before
 
     @property
     def name(self) -> str:
@@ -38,11 +37,9 @@ class TrackedRun:
         folder = self.folder.absolute()
         return folder.parent.name if folder.name == 'train' else folder.name
 
-class Tracker(ABC):
+class Tracker(Protocol):
     "Receiver of the curves of a run; made from a `TrackedRun`."
-    @abstractmethod
     def log(self, step: int, values: dict[str, float]) -> None: "Record figures after so many batches."
-    @abstractmethod
     def finish(self, succeeded: bool) -> None: "End the run; without success after an error."
 
 def tracked_values(
@@ -52,46 +49,34 @@ def tracked_values(
     return {k: v for k, v in flat_values(cfg).items() if k.split('.')[0] in TRAINING_GROUPS}
 
 # %% ../../nbs/training/09_trackers.ipynb #c008
-class TensorBoardTracker(Tracker):
+class TensorBoardTracker:
     "Writer of curves to the folder `tensorboard` of a run."
     def __init__(self, run: TrackedRun):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
-        self.event = event_pb2.Event
-        self.summary = summary_pb2.Summary
+        self.event, self.summary = event_pb2.Event, summary_pb2.Summary
         folder = run.folder/'tensorboard'
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads a run's files in the order of their names
         path = folder/f'events.out.tfevents.{time.time():.6f}.{os.getpid()}'
         self.writer = RecordWriter(path.open('ab'))
         self._write(file_version='brain.Event:2')
-        begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._write(step=run.step + 1 if run.step else 0, session_log=begins)
-        if not run.step: self._write(step=0, summary=self.summary(value=[self._text(run.values)]))
-        self.writer.flush()
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(step=run.step + 1 if run.step else 0, session_log=start)
 
     def _write(self, **fields) -> None:
         self.writer.write(self.event(wall_time=time.time(), **fields).SerializeToString())
-
-    def _text(self, values: dict):
-        "The configuration as TensorBoard's texts show it."
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
-        lines = '\n'.join(f'    {k}: {json.dumps(v)}' for k, v in values.items())
-        value = self.summary.Value(tag='config', tensor=TensorProto(dtype=DT_STRING, string_val=[lines.encode()]))
-        value.metadata.plugin_data.plugin_name = 'text'
-        return value
+        self.writer.flush()
 
     def log(self, step, values):
         scalars = [self.summary.Value(tag=k, simple_value=v) for k, v in values.items()]
         self._write(step=step, summary=self.summary(value=scalars))
-        self.writer.flush()
 
     def finish(self, succeeded): self.writer.close()
 
 # %% ../../nbs/training/09_trackers.ipynb #c012
-class AppendingTracker(Tracker):
-    "A tracker that continues a run under the same id, and logs no step twice."
+class AppendingTracker:
+    "A tracker that continues a run under the same id, and logs no step twice. Derive `start`, `send` and `finish`."
     name: str # As in `train.log`
 
     def __init__(self, run: TrackedRun):
@@ -100,11 +85,6 @@ class AppendingTracker(Tracker):
         self.last = known.get('step', 0)
         self.run_id = self.start(run, known.get('id'))
         self._note()
-
-    @abstractmethod
-    def start(self, run: TrackedRun, run_id: str | None) -> str: "Begin, or go on with a run; returns its id."
-    @abstractmethod
-    def send(self, step: int, values: dict[str, float]) -> None: "Send the figures of a step that is new."
 
     def _read(self) -> dict: return parse_json(read_text(self.path)) if self.path.exists() else {}
 
@@ -121,7 +101,7 @@ class AppendingTracker(Tracker):
 def wandb_mode(
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> str:
-    "`online`, `offline` or whatever `WANDB_MODE` says; on Kaggle `offline` unless there is a key."
+    "`WANDB_MODE`; without it `online`, but `offline` on Kaggle without a key."
     on_kaggle = 'KAGGLE_KERNEL_RUN_TYPE' in environ and 'WANDB_API_KEY' not in environ
     return environ.get('WANDB_MODE') or ('offline' if on_kaggle else 'online')
 
@@ -132,15 +112,10 @@ class WandbTracker(AppendingTracker):
     def start(self, run, run_id):
         import wandb
         mode = wandb_mode()
-        project = os.environ.get('WANDB_PROJECT') or 'b2t_kaggle'
-        settings = wandb.Settings(console='off', silent=True)
         if mode == 'offline': run_id = None # `wandb sync` would replace what another part of the same id has sent
-        try:
-            self.run = wandb.init(project=project, name=run.name, group=run.name, id=run_id, resume='allow',
-                                  dir=str(run.folder), config=run.values, mode=mode, settings=settings)
-        except Exception as e: # No key, no network, a run that was deleted there
-            raise TrainingError(f'Weights & Biases, which train.log asks for, cannot start ({e}); set WANDB_API_KEY or '
-                                'call `wandb login`, or set WANDB_MODE=offline') from e
+        self.run = wandb.init(project=os.environ.get('WANDB_PROJECT') or 'b2t_kaggle', name=run.name, group=run.name,
+                              id=run_id, resume='allow', dir=str(run.folder), config=run.values, mode=mode,
+                              settings=wandb.Settings(console='off', silent=True))
         self.run.define_metric('*', step_metric='batch')
         self.run.define_metric('val_per', step_metric='batch', summary='min')
         if mode == 'offline': print(f'Weights & Biases is offline; later: wandb sync {Path(self.run.dir).parent}')
@@ -159,28 +134,17 @@ def mlflow_store(
     if folder.name == 'train': folder = folder.parent
     return environ.get('MLFLOW_TRACKING_URI') or f'sqlite:///{folder.parent/"mlflow.db"}'
 
-def _has_run(client, run_id: str) -> bool:
-    "Whether MLflow has a run, outside of its bin. Raises the client's errors for want of a store."
-    try: return client.get_run(run_id).info.lifecycle_stage == 'active'
-    except Exception as e:
-        if getattr(e, 'error_code', None) == 'RESOURCE_DOES_NOT_EXIST': return False
-        raise
-
 class MLflowTracker(AppendingTracker):
     "A run of MLflow."
     name = 'mlflow'
 
     def start(self, run, run_id):
+        from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
-        from mlflow.tracking import MlflowClient
         self.metric = Metric
         self.client = MlflowClient(mlflow_store(run))
-        if run_id and _has_run(self.client, run_id):
-            self.client.update_run(run_id, status='RUNNING')
-            return run_id
-        if run_id:
-            print(f'MLflow has no run {run_id} any more; what is left of this training becomes a new one')
-            self.last = 0
+        if run_id and self._continues(run_id): return run_id
+        self.last = 0
         name = os.environ.get('MLFLOW_EXPERIMENT_NAME') or 'b2t_kaggle'
         known = self.client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self.client.create_experiment(name)
@@ -189,6 +153,15 @@ class MLflowTracker(AppendingTracker):
         params = [Param(k, json.dumps(v)[:6000]) for k, v in run.values.items()]
         for i in range(0, len(params), 100): self.client.log_batch(run_id, params=params[i:i + 100])
         return run_id
+
+    def _continues(self, run_id: str) -> bool:
+        "Set a run to RUNNING; False if it is not in MLflow any more."
+        try: self.client.update_run(run_id, status='RUNNING')
+        except Exception as e:
+            if getattr(e, 'error_code', '') not in ('RESOURCE_DOES_NOT_EXIST', 'INVALID_PARAMETER_VALUE'): raise
+            print(f'MLflow has no run {run_id} any more; the rest of this training becomes a new one')
+            return False
+        return True
 
     def send(self, step, values):
         now = int(1000 * time.time())
@@ -200,7 +173,6 @@ class MLflowTracker(AppendingTracker):
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = dict(
     tensorboard=TensorBoardTracker, wandb=WandbTracker, mlflow=MLflowTracker,
 )
-_TITLES = dict(tensorboard='TensorBoard', wandb='Weights & Biases', mlflow='MLflow')
 
 def tracker_names(
     log: Sequence[str] | None, # `train.log`
@@ -216,8 +188,8 @@ def check_trackers(
     "Raises `TrainingError` for one that is not installed."
     for name in names:
         if find_spec(name) is None:
-            raise TrainingError(f'{_TITLES[name]}, to which train.log sends the curves of a run, cannot be imported '
-                                f'here; leave it out (train.log=[] has none), or install it; pip install {name}')
+            raise TrainingError(f'train.log: cannot import {name}; pip install {name}, or leave it out (train.log=[] '
+                                'has none)')
 
 # %% ../../nbs/training/09_trackers.ipynb #c024
 def _scalars(row: dict) -> dict[str, float]:
@@ -225,45 +197,34 @@ def _scalars(row: dict) -> dict[str, float]:
     values = {k: v for k, v in row.items() if k not in ('step', 'seconds') and v is not None}
     return {k: float(v) for k, v in values.items() if not math.isnan(v)}
 
-def _tell(trackers: dict[str, Tracker], step: int, values: dict[str, float]) -> None:
-    "Log figures to all trackers; those that fail are removed."
+def _each(trackers: dict[str, Tracker], when: str, call: Callable[[Tracker], None]) -> None:
+    "Call all trackers; those that fail are removed."
     for name, tracker in list(trackers.items()):
-        try: tracker.log(step, values)
-        except Exception as e: # Of any of its libraries
+        try: call(tracker)
+        except Exception as e: # Raised by any of its libraries
             del trackers[name]
-            print(f'{_TITLES[name]} failed after batch {step} and gets no more, history.csv goes on: {e}')
-
-def _finish(trackers: dict[str, Tracker], succeeded: bool) -> None:
-    "Finish all trackers."
-    for name, tracker in trackers.items():
-        try: tracker.finish(succeeded)
-        except Exception as e: print(f'{_TITLES[name]} failed at the end: {e}')
+            print(f'{name} failed {when} and gets no more, history.csv goes on: {e}')
 
 @contextmanager
 def tracking(
     names: Iterable[str], # From `tracker_names`
     run: TrackedRun,
 ) -> Iterator[Callable[[list[dict], dict[str, float]], None] | None]:
-    "Logger of new rows, and the PER by session; None without trackers. Raises `TrainingError` where one cannot start."
+    "Logger of new rows, and the PER by session; None without trackers. Raises `TrainingError` if one cannot start."
     trackers = {}
-    for name in names:
-        try: trackers[name] = TRACKERS[name](run)
-        except Exception as e: # Of any of its libraries
-            _finish(trackers, False)
-            if isinstance(e, TrainingError): raise
-            problem = f'cannot be imported ({e}); pip install {name}' if isinstance(e, ImportError) else \
-                      f'cannot start ({e}); leave it out (train.log=[] has none), or mend that'
-            raise TrainingError(f'{_TITLES[name]}, which train.log asks for, {problem}') from e
+    succeeded = False
 
     def log(rows: list[dict], sessions: dict[str, float]) -> None:
         for row in rows:
-            is_last = row is rows[-1]
-            _tell(trackers, row['step'],
-                  _scalars(row) | ({f'val_per/{s}': per for s, per in sessions.items()} if is_last else {}))
+            values = _scalars(row) | ({f'val_per/{s}': per for s, per in sessions.items()} if row is rows[-1] else {})
+            _each(trackers, f'after batch {row["step"]}', lambda t: t.log(row['step'], values))
 
-    succeeded = False
     try:
+        for name in names:
+            try: trackers[name] = TRACKERS[name](run)
+            except Exception as e: # Raised by any of its libraries: no key, no network, no package
+                raise TrainingError(f'train.log = {name} cannot start ({e}); pip install {name}, set its key or '
+                                    'address, or leave it out (train.log=[] has none)') from e
         yield log if trackers else None
         succeeded = True
-    finally:
-        _finish(trackers, succeeded)
+    finally: _each(trackers, 'at the end', lambda t: t.finish(succeeded))
