@@ -15,7 +15,7 @@ from .overrides import differing_values, validated
 from .schema import ConfigError
 from ..core.messages import did_you_mean
 
-# %% ../../nbs/config/06_presets.ipynb #c055
+# %% ../../nbs/config/06_presets.ipynb #c005
 _TIME_MASKED: dict[str, dict[str, Any]] = {
     'data': dict(batch_size=64),
     'augment': dict(white_noise_std=0.2, constant_offset_std=0.05, random_cut=0, time_masks=20, time_mask_max=0.05),
@@ -32,7 +32,7 @@ _MAMBA = dict(name='mamba', dt_min=0.067, dt_max=1.74)
 _MAMBA_TRAIN = dict(num_training_batches=30_000, epsilon=1e-8, weight_decay=0.01, grad_norm_clip_value=1.0,
                     lr_max=0.0003, lr_min=0.000003, lr_max_day=0.0003, lr_min_day=0.000003)
 
-# %% ../../nbs/config/06_presets.ipynb #c308
+# %% ../../nbs/config/06_presets.ipynb #c008
 _REFINED = dict(
     weight_average='ema', # Simulated: −0.10 points (−0.26 to +0.06), for no time
     refit=0.2,            # Val at the end; field: the 7th place did; simulated: −0.11 points (−0.27 to +0.03)
@@ -54,7 +54,7 @@ _RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-# %% ../../nbs/config/06_presets.ipynb #c301
+# %% ../../nbs/config/06_presets.ipynb #c011
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     'official': {},
     'triple_gru': {'model': dict(name='triple_gru')},
@@ -107,7 +107,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
 } | _RECIPES
 
-# %% ../../nbs/config/06_presets.ipynb #c304
+# %% ../../nbs/config/06_presets.ipynb #c013
 def preset(
     name: str, # A key of `PRESETS`, such as `official`
 ) -> Config:
@@ -116,7 +116,7 @@ def preset(
         raise ConfigError(f'preset {name!r} does not exist, only {", ".join(PRESETS)}{did_you_mean(name, PRESETS)}')
     return validated(PRESETS[name])
 
-# %% ../../nbs/config/06_presets.ipynb #f1d2
+# %% ../../nbs/config/06_presets.ipynb #c016
 # Word error rate on val that a preset leads to, measured on 2 cores; to be measured again where the preset changes
 EXPECTED_WER = {'quick': 0.03, 'demo': 0.03}
 
