@@ -78,6 +78,8 @@ class TensorBoardTracker:
 class AppendingTracker:
     "A tracker that continues a run under the same id, and logs no step twice. Derive `start`, `send` and `finish`."
     name: str # As in `train.log`
+    start: Callable[[TrackedRun, str | None], str]     # Begin a run, or continue the one of an id; returns its id
+    send: Callable[[int, dict[str, float]], None] # Send the figures of a step that is new
 
     def __init__(self, run: TrackedRun):
         self.path = run.folder/'trackers.json'
