@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RESET', 'UPDATE', 'INPUT', 'FINALIZE', 'PARTIAL', 'FINAL', 'ARGS', 'DONE', 'CONTEXT', 'REQUESTS', 'MAX_FRAMES',
-           'Replies', 'read_logits', 'scoring', 'Settings', 'Rescorer', 'Trial', 'OnlineDecoder']
+           'Rescorer', 'Replies', 'read_logits', 'scoring', 'Settings', 'Trial', 'OnlineDecoder']
 
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c003
 import copy
@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -48,12 +48,12 @@ _ROW = 4*len(PHONEMES)    # Bytes of a frame
 
 def read_logits(
     payload: bytes,               # float32, little-endian, [t, 41] in the language model's order
-    max_frames: int = MAX_FRAMES, # The most frames there may be
+    max_frames: int = MAX_FRAMES, # Most frames that are accepted
 ) -> np.ndarray:                  # Log-probabilities in logit order [t, 41]
-    "The frames of one entry; raises `ValueError` that says what was found and what was expected."
+    "Read the frames of one entry."
     if len(payload) % _ROW:
-        raise ValueError(f'logits: found {len(payload)} bytes, expected a multiple of {_ROW}; '
-                         f'send {len(PHONEMES)} classes of float32 per frame')
+        raise ValueError(f'logits: found {len(payload)} bytes, expected a multiple of {_ROW}, '
+                         f'{len(PHONEMES)} classes of float32 per frame')
     if len(payload) > max_frames*_ROW:
         raise ValueError(f'logits: found {len(payload)//_ROW} frames, expected at most {max_frames}, '
                          f'with those before {MAX_FRAMES} in a trial; finalize or reset the trial')
@@ -61,39 +61,24 @@ def read_logits(
     bad = np.isnan(x) | (x == np.inf) | (x == -np.inf).all(axis=1, keepdims=True)
     if bad.any():
         t, k = np.argwhere(bad)[0]
-        raise ValueError(f'logits, frame {t}, class {k}: found {x[t, k]}, expected numbers; '
-                         'look for overflow in the model')
+        raise ValueError(f'logits, frame {t}, class {k}: found {x[t, k]}, expected numbers')
     x -= x.max(axis=1, keepdims=True)
     log_probs = from_lm_order(x - np.logaddexp.reduce(x, axis=1, keepdims=True))
     return np.ascontiguousarray(log_probs) # For another layout the search would be compiled anew
-
-def _payload(entry: dict[bytes, bytes]) -> bytes:
-    "The bytes of an entry's logits; raises `ValueError` where it has none."
-    if b'logits' in entry: return entry[b'logits']
-    raise ValueError(f'no field logits; found {", ".join(map(repr, entry)) or "none"}')
 
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c011
 def scoring(
     nbest: Iterable[tuple[Hypothesis, float]], # Hypotheses and their LLM log-probabilities
 ) -> str: # `sentence;acoustic;ngram;llm;total;sentence;…`
-    "Candidates as the official client reads them."
+    "Write candidates as the official client reads them."
     fields = []
     for h, llm in nbest: fields += [h.text, float(h.acoustic), float(h.ngram), float(llm), float(h.total)]
     return ';'.join(map(str, fields))
 
-def _check_no_semicolon(words: Iterable[str]) -> None:
-    "Raise `ValueError` that names a word which the protocol cannot carry."
-    if wrong := next((w for w in words if ';' in w), None):
-        raise ValueError(f'lexicon, word {wrong!r}: the protocol joins sentences by semicolons, no word may hold one')
-
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c014
-_OF_KALDI = ('max_active', 'min_active', 'beam', 'lattice_beam', 'ctc_blank_skip_threshold', 'rescore')
-_FIXED = ('lm_path', 'lm_weight', 'word_score')
-_WITHOUT_EFFECT = { # Parameter -> why
-    **dict.fromkeys(_OF_KALDI, 'it belongs to the official search'),
-    **dict.fromkeys(_FIXED, 'it is set when this server starts'),
-    'mixture_scale': 'it follows acoustic_scale',
-}
+# Parameters of Kaldi's search, those that are set when this server starts, and the scale that follows acoustic_scale
+_WITHOUT_EFFECT = {'max_active', 'min_active', 'beam', 'lattice_beam', 'ctc_blank_skip_threshold', 'rescore', 'lm_path',
+                   'lm_weight', 'word_score', 'mixture_scale'}
 _RANGES = dict(
     acoustic_scale=(1e-6, 1e6),
     blank_penalty=(1e-6, 1e30),
@@ -129,14 +114,12 @@ class Settings:
     top_candidates_to_augment: int = 20   # So many candidates exchange words to make more, for the LLM to score
     score_penalty_percent: float = 0.01   # Part by which such a candidate's score is worse than its parents' mean
 
-    def updated(self,
-        entry: dict[bytes, bytes], # Parameters as a client sends them
-    ) -> 'Settings':
-        "Settings with the values of an entry; raises `ValueError` that names the parameter."
+    def updated(self, entry: dict[bytes, bytes]) -> 'Settings':
+        "Settings with the values that a client sends."
         new: dict[str, Any] = {} # Numbers of the types that their fields have
         for key, value in entry.items():
             name, text = key.decode(errors='replace'), value.decode(errors='replace')
-            if name in _WITHOUT_EFFECT: _log.info('%s = %s has no effect: %s', name, text, _WITHOUT_EFFECT[name])
+            if name in _WITHOUT_EFFECT: _log.info('%s = %s has no effect in this server', name, text)
             elif name not in _RANGES:
                 _log.warning('%s = %s is ignored: there is no such parameter; expected %s', name[:40], text[:40],
                              ', '.join(_RANGES))
@@ -145,22 +128,9 @@ class Settings:
         return replace(self, **new)
 
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c019
-class Rescorer(Protocol):
-    "Ranks candidates anew; `b2t_kaggle.rescoring.online.LLMRescorer` is one."
-    alpha: float          # The LLM's part of the language model scores, at the start
-    acoustic_scale: float # Weight of the acoustic score beside the LLM's, at the start
-    length_penalty: float # Subtracted from the LLM's score for each token, at the start
-    n_augment: int        # So many candidates exchange words to make more, at the start
-
-    def __call__(self,
-        nbest: list[Hypothesis], # Of the search, best first
-        context: str,            # Text before the sentence
-        settings: Settings,      # Of the trial
-    ) -> list[tuple[Hypothesis, float]]: # Hypotheses with the mixture as their total and their LLM score, best first
-        "Rank candidates."
+Rescorer = Any # As `b2t_kaggle.rescoring.online.LLMRescorer`
 
 def _first_settings(decoder: LexiconBeamDecoder, rescorer: Rescorer | None) -> Settings:
-    "The settings before a client changes them: the decoder's and the rescorer's."
     settings = Settings(acoustic_scale=float(decoder.acoustic_scale), blank_penalty=float(decoder.blank_penalty),
                         nbest=int(decoder.nbest), alpha=0.55, do_opt=0, mixture_scale=float(decoder.acoustic_scale))
     if rescorer is None: return settings
@@ -168,7 +138,6 @@ def _first_settings(decoder: LexiconBeamDecoder, rescorer: Rescorer | None) -> S
                    length_penalty=float(rescorer.length_penalty), top_candidates_to_augment=rescorer.n_augment)
 
 def _with_settings(decoder: LexiconBeamDecoder, settings: Settings) -> LexiconBeamDecoder:
-    "The same decoder with the client's values of the search's parameters."
     decoder = copy.copy(decoder)
     decoder.acoustic_scale = settings.acoustic_scale
     decoder.blank_penalty = settings.blank_penalty
@@ -194,34 +163,30 @@ _WORDLESS: dict[str, Replies] = { # Replies to the four streams where the decode
     FINALIZE: [(FINAL, {'lm_response_final': '', 'scoring': '', 'context_str': ''}), (DONE[FINALIZE], {'done': 1})],
 }
 
-def _error_field(text: str) -> dict:
-    "The field `error`, if there is one."
-    return {'error': text} if text else {}
-
-def _word_field(words: list[Word] | None) -> dict:
-    "The field `words`, where they are known: a list in JSON. The official client reads other fields alone."
-    return {} if words is None else {'words': json.dumps([w._asdict() for w in words])}
+def _fields(fields: dict, words: list[Word] | None, error: str) -> dict:
+    "Add `words` and `error` if there are any; the official client reads other fields alone."
+    known = {} if words is None else {'words': json.dumps([w._asdict() for w in words])}
+    return fields | known | ({'error': error} if error else {})
 
 def _final_replies(nbest: list[tuple[Hypothesis, float]], context: str, error: str) -> Replies:
     "Replies to a finalize: hypotheses and their LLM scores, best first, and the error, if any."
-    best = nbest[0][0].text if nbest else ''
-    final = {'lm_response_final': best, 'scoring': scoring(nbest), 'context_str': context}
-    words = known_words(nbest[0][0]) if nbest else None
-    return [(FINAL, final | _word_field(words) | _error_field(error)), (DONE[FINALIZE], {'done': 1})]
+    best = nbest[0][0] if nbest else None
+    final = {'lm_response_final': best.text if best else '', 'scoring': scoring(nbest), 'context_str': context}
+    return [(FINAL, _fields(final, known_words(best) if best else None, error)), (DONE[FINALIZE], {'done': 1})]
 
-# %% ../../../nbs/decoding/server/00_protocol.ipynb #c302
+# %% ../../../nbs/decoding/server/00_protocol.ipynb #c026
 def _take_frames(trial: Trial, entry: dict[bytes, bytes]) -> Replies:
     "Search on with the logits of an entry; one that cannot be used is left out."
     try:
-        log_probs = read_logits(_payload(entry), MAX_FRAMES - trial.frames)
+        if b'logits' not in entry: raise ValueError(f'no field logits; found {", ".join(map(repr, entry)) or "none"}')
+        log_probs = read_logits(entry[b'logits'], MAX_FRAMES - trial.frames)
         trial.stream.push(log_probs)
         trial.frames += len(log_probs)
     except ValueError as e:
         _log.error('an entry of %s was left out: %s', INPUT, e)
         trial.error = trial.error or f'an entry was left out; {e}'
     words = trial.stream.partial_words() if trial.stream.knows_times else None
-    partial = {'lm_response_partial': trial.stream.partial()} | _word_field(words)
-    return [(PARTIAL, partial | _error_field(trial.error))]
+    return [(PARTIAL, _fields({'lm_response_partial': trial.stream.partial()}, words, trial.error))]
 
 def _end(trial: Trial, rescorer: Rescorer | None, context: str) -> Replies:
     "The sentence of a trial, found by the n-gram, or by the LLM where its settings say so."
@@ -236,14 +201,15 @@ def _end(trial: Trial, rescorer: Rescorer | None, context: str) -> Replies:
     _log.info('%d frames: %s', trial.frames, replies[0][1]['lm_response_final'])
     return replies
 
-# %% ../../../nbs/decoding/server/00_protocol.ipynb #c026
+# %% ../../../nbs/decoding/server/00_protocol.ipynb #c029
 class OnlineDecoder:
     "Answers the entries of the official protocol, one trial at a time."
     def __init__(self,
         decoder: LexiconBeamDecoder, # The search; its parameters are the settings at the start
-        rescorer: Rescorer | None = None, # Ranks candidates by an LLM; none: LLM scores are 0, totals the decoder's
+        rescorer: Rescorer | None = None, # Ranks candidates by an LLM; `None`: LLM scores are 0, totals the decoder's
     ):
-        _check_no_semicolon(decoder.words)
+        if wrong := next((w for w in decoder.words if ';' in w), None):
+            raise ValueError(f'lexicon, word {wrong!r}: the protocol joins sentences by semicolons')
         self.decoder = decoder
         self.rescorer = rescorer
         self.settings = _first_settings(decoder, rescorer)
@@ -252,7 +218,7 @@ class OnlineDecoder:
 
     def handle(self,
         stream: str,               # One of the four that a client writes
-        entry: dict[bytes, bytes], # The fields of an entry
+        entry: dict[bytes, bytes], # Fields of an entry
         context: str = '',         # Text before this sentence; a finalize shows it to the LLM
     ) -> Replies:                  # Streams and fields to write, in this order
         "Answer an entry; never raises."
@@ -260,29 +226,22 @@ class OnlineDecoder:
         answer = {RESET: self._reset, UPDATE: self._update, INPUT: self._push}[stream]
         return self._safely(stream, partial(answer, entry))
 
-    def finalize(self,
-        context: str = '',       # Text before this sentence, for the LLM
-    ) -> Callable[[], Replies]:  # Answers the finalize, perhaps in another thread; never raises
-        "End the trial in progress."
-        trial = self.trial
-        begin = partial(self._new_trial, self.settings, self.lost) # Of a trial without logits
-        self.trial = None
-        self.lost = ''
+    def finalize(self, context: str = '') -> Callable[[], Replies]:
+        "End the trial in progress; returns what makes the answer, perhaps in another thread."
+        trial, begin = self.trial, partial(self._new_trial, self.settings, self.lost) # Of a trial without logits
+        self.trial, self.lost = None, ''
         return partial(self._safely, FINALIZE, lambda: _end(trial or begin(), self.rescorer, context))
 
     def begin(self) -> Trial:
-        "A trial under the present settings."
-        self.trial = self._new_trial(self.settings, self.lost)
-        self.lost = ''
+        "Begin a trial under the present settings."
+        self.trial, self.lost = self._new_trial(self.settings, self.lost), ''
         return self.trial
 
-    def drop(self,
-        reason: str, # The reason, for the log
-    ) -> None:
-        "Forget the trial in progress, and log that; a client that goes on without a reset is told, too."
+    def drop(self, reason: str) -> None:
+        "Forget the trial in progress, and log that; a client that continues without a reset is told, too."
         if self.trial and self.trial.frames:
-            _log.warning('%s: the %d frames of this trial are lost', reason, self.trial.frames)
             self.lost = f'{reason}: the {self.trial.frames} frames of this trial are lost; reset and send them again'
+            _log.warning(self.lost)
         self.trial = None
 
     def args(self) -> dict:
@@ -300,8 +259,8 @@ class OnlineDecoder:
         except Exception as e:
             _log.exception('%s could not be answered', stream)
             if stream != FINALIZE: self.drop('the decoder failed') # The trial of a finalize was taken
-            error = _error_field(f'the decoder failed: {e!r}; the log of the server says where')
-            return [(reply, fields | error) for reply, fields in _WORDLESS[stream]]
+            error = f'the decoder failed: {e!r}; the log of the server says where'
+            return [(reply, fields | {'error': error}) for reply, fields in _WORDLESS[stream]]
 
     def _reset(self, entry: dict) -> Replies:
         self.drop('a reset came before the end of a trial; its client has died, or there are two')
@@ -317,7 +276,7 @@ class OnlineDecoder:
             if new.do_opt and not self.rescorer: raise ValueError('do_opt: this server has no LLM; start it with one')
         except ValueError as e:
             _log.error('parameters were not updated: %s', e)
-            return [(DONE[UPDATE], {'done': 0} | _error_field(str(e)))]
+            return [(DONE[UPDATE], {'done': 0, 'error': str(e)})]
         self.settings = new
         _log.info('parameters%s: %s', ' from the next trial on' if self.trial else '', new)
         return [(ARGS, self.args()), (DONE[UPDATE], {'done': 1})]
