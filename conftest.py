@@ -56,7 +56,7 @@ SECONDS = {'test_trainer_tf': 121, 'test_encoders_tf': 117, 'test_pipeline': 102
            'test_kaggle_notebooks': 44, 'test_adding_an_encoder': 35, 'test_imports': 34, '11_trainer': 31,
            'test_devices_xla': 27, '02_simulate': 26, 'test_kaggle_notebook_tf': 24, '04_search': 23,
            'test_replicas_tf': 23, 'test_kills': 60, 'test_interrupts': 38, 'test_cli': 31, 'test_faults': 18,
-           '03_ctc': 16, 'test_phonemes': 15, 'test_selftest': 120, 'test_selftest_xla': 100, 'test_kaggle_cycle': 40,
+           '03_ctc': 16, 'test_phonemes': 15, 'test_selftest': 20, 'test_selftest_xla': 60, 'test_kaggle_cycle': 40,
            'test_gain': 36, 'test_keys': 24, 'test_participants': 22}
 
 

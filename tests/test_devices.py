@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from b2t_kaggle.cli.devices import describe
 from b2t_kaggle.devices.machine import (
     TPU_GENERATIONS,
     DeviceError,
@@ -19,10 +20,8 @@ from b2t_kaggle.devices.machine import (
     torch_gpus,
     tpu_type,
 )
-from b2t_kaggle.devices.report import describe
 from b2t_kaggle.devices.tensorflow import plan_tensorflow, tensorflow_address
-from b2t_kaggle.devices.torch import pick_torch, plan_torch
-from b2t_kaggle.devices.tpu_runtime import xla_pair
+from b2t_kaggle.devices.torch import pick_torch, plan_torch, xla_pair
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ('torch', 'torch_xla', 'tensorflow', 'jax', 'keras')
@@ -254,8 +253,8 @@ def test_precision_on_a_tpu(tmp_path):
 
 
 @pytest.mark.parametrize('name, accelerator, precision, message', [
-    ('nothing', 'gpu', 'auto', "accelerator 'gpu' does not exist; take auto, cpu, cuda, tpu, xla or torch_tpu"),
-    ('nothing', 'cpu', 'float8', "precision 'float8' does not exist; take auto, float32, bfloat16 or float16"),
+    ('nothing', 'gpu', 'auto', "accelerator 'gpu' does not exist; take one of auto, cpu, cuda, tpu, xla"),
+    ('nothing', 'cpu', 'float8', "precision 'float8' does not exist; take one of auto, float32, bfloat16, float16"),
     ('nothing', 'cuda', 'auto', 'accelerator cuda: PyTorch finds no CUDA device (torch not installed)'),
     ('nothing', 'tpu', 'auto', 'accelerator tpu: no TPU here'),
     ('nothing', 'xla', 'auto', 'must be asked for with PJRT_DEVICE=CPU'),
@@ -437,9 +436,9 @@ def python(code, tmp_path, **env):
 
 
 def test_imports_no_framework(tmp_path):
-    code = ("import sys\nfrom b2t_kaggle.devices import report, tensorflow, torch\n"
+    code = ("import sys\nfrom b2t_kaggle.cli.devices import describe\n"
             "from b2t_kaggle.devices.machine import *\n"
-            "for f in (None, 'xla', 'tensorflow'): print(report.describe(detect(f)))\n"
+            "for f in (None, 'xla', 'tensorflow'): print(describe(detect(f)))\n"
             f"print('LOADED', [m for m in {FRAMEWORKS!r} if m in sys.modules])")
     tpu = {'ISTPUVM': '1', 'TPU_ACCELERATOR_TYPE': 'v5litepod-8', 'PJRT_DEVICE': 'TPU'}
     for env in ({}, tpu, {'PJRT_DEVICE': 'CPU'}):
@@ -503,29 +502,6 @@ def test_start_counts_devices_and_forbids_the_fall_to_the_processor(tmp_path):
     r = python(code, tmp_path, ISTPUVM='1', TPU_ACCELERATOR_TYPE='v5litepod-8')
     expected = 'xla (TPU v5e, 4 devices), bfloat16: the TPU is the fastest here; computes bfloat16 TPU\n'
     assert r.stdout == expected, r.stderr
-
-TORCH_TPU = """
-import torch
-class _Module:
-    @staticmethod
-    def device_count(): return {}
-torch.tpu = _Module
-"""
-
-
-def test_torch_tpu_is_taken_only_where_it_is_asked_for(tmp_path):
-    fake_package(tmp_path, 'torch_tpu', '0.2.0', __init__=TORCH_TPU.format(4))
-    fake_package(tmp_path, 'libtpu', '0.0.51')
-    code = ("from b2t_kaggle.devices import machine\nfrom b2t_kaggle.devices.torch import pick_torch\n"
-            f"find_tpu, root = machine.find_tpu, {str(machine(tmp_path, vfio=8))!r}\n"
-            "machine.find_tpu = lambda variables, _: find_tpu(variables, root)\n"
-            "print(pick_torch('torch_tpu'), pick_torch().kind)")
-    r = python(code, tmp_path, TPU_ACCELERATOR_TYPE='v5litepod-8')
-    assert r.stdout == 'tpu (TPU v5e, 4 devices), bfloat16: asked for; computes bfloat16 cpu\n', r.stderr
-    for text, problem in ((TORCH_TPU.format(0), 'finds no TPU'), ('import nowhere', "No module named 'nowhere'")):
-        (tmp_path/'torch_tpu'/'__init__.py').write_text(text)
-        r = python(code, tmp_path, TPU_ACCELERATOR_TYPE='v5litepod-8')
-        assert r.returncode and 'DeviceError: TorchTPU' in r.stderr and problem in r.stderr
 
 
 def test_start_that_fails(tmp_path):

@@ -142,10 +142,9 @@ class _StepsConfig(Section):
     "Steps of the optimiser: what computes them, how many there are, and how each changes the weights."
     framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
     "Which implementation trains and infers."
-    accelerator: Annotated[Literal['auto', 'cpu', 'cuda', 'tpu', 'xla', 'torch_tpu'], ChangesNothing()] = 'auto'
+    accelerator: Annotated[Literal['auto', 'cpu', 'cuda', 'tpu', 'xla'], ChangesNothing()] = 'auto'
     ("`auto` takes the best one here and says which; anything else is an error where it is missing. `xla` is whatever "
-     "PyTorch/XLA drives, a TPU or, for tests, the processor; `torch_tpu` a TPU through TorchTPU, on which nobody has "
-     "run the kit yet.")
+     "PyTorch/XLA drives, a TPU or, for tests, the processor.")
     precision: Annotated[Literal['auto', 'float32', 'bfloat16', 'float16'], MayChange()] = 'auto'
     ("`auto` is bfloat16 where the hardware computes it, float16 with a scaled loss on older GPUs with tensor cores "
      "(T4, V100), else float32.")

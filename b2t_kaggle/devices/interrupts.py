@@ -27,9 +27,7 @@ def _asking() -> list[int]:
     return [signal.SIGINT, *(n for n in also if signal.getsignal(n) is not signal.SIG_IGN)]
 
 @contextmanager
-def handled(
-    handler: Callable[[int, Any], None], # Gets the number of a signal, and a frame or None
-) -> Iterator[None]:
+def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
     "Call a function for signals that ask the program to end, and a lost standard stream; only in the main thread."
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,7 +44,7 @@ def handled(
 _GONE = errno.EPIPE, errno.EIO # A pipe without a reader, and a terminal that was closed
 
 def _lead_nowhere(stream: Any) -> None:
-    "Lose what is written to a stream from now on, without an error."
+    "Discard what is written to a stream from now on."
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -97,11 +95,8 @@ def noted_interrupt() -> Iterator[Callable[[], bool]]: # Whether this program wa
     with handled(note): yield lambda: bool(noted)
 
 class Ended(KeyboardInterrupt):
-    "A program that was asked to end; its shell is told by `128 + number`."
-    def __init__(self,
-        number: int,       # Of the signal
-        message: str = '', # Message about the work that is kept
-    ):
+    "A signal asked the program to end; the exit status is `128 + number`. The message names the work that is kept."
+    def __init__(self, number: int, message: str = ''):
         super().__init__(message)
         self.number = number
 

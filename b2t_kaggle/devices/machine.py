@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['TPU_GENERATIONS', 'TPU_VARIABLES', 'TENSORFLOW_PACKAGES', 'PACKAGES', 'ACCELERATORS', 'PRECISIONS', 'NO_TPU',
            'cpu_flags', 'cpu_computes_bfloat16', 'n_cores', 'cpu_name', 'Gpu', 'driver_gpus', 'torch_gpus',
-           'Generation', 'tpu_type', 'seen_variables', 'tpu_server', 'Tpu', 'find_tpu', 'installed_version',
-           'installed_packages', 'format_table', 'Detected', 'detect', 'DeviceError', 'Device', 'join_clauses',
-           'check_accelerator', 'choose_precision', 'refuse_float16', 'reason_for_precision', 'unused_tpu',
-           'tpu_device', 'gpu_device']
+           'Generation', 'tpu_type', 'seen_variables', 'Tpu', 'find_tpu', 'installed_version', 'installed_packages',
+           'Detected', 'detect', 'DeviceError', 'Device', 'join_clauses', 'check_accelerator', 'choose_precision',
+           'refuse_float16', 'unused_tpu', 'tpu_device', 'gpu_device']
 
 # %% ../../nbs/devices/01_machine.ipynb #c003
 import os
@@ -25,10 +24,8 @@ from math import prod
 from pathlib import Path
 
 # %% ../../nbs/devices/01_machine.ipynb #c006
-def cpu_flags(
-    path: str | Path = '/proc/cpuinfo', # Where Linux lists them
-) -> set[str]:
-    "Flags of the processor; empty on systems that do not list them."
+def cpu_flags(path: str | Path = '/proc/cpuinfo') -> set[str]:
+    "Flags of the processor, as Linux lists them; empty on other systems."
     try: lines = Path(path).read_text().splitlines()
     except OSError: return set()
     values = [line.split(':')[1] for line in lines if line.split(':')[0].strip() in ('flags', 'Features')]
@@ -73,10 +70,8 @@ def _nvidia_smi() -> str:
     except (OSError, subprocess.TimeoutExpired): return ''
     return done.stdout if done.returncode == 0 else ''
 
-def driver_gpus(
-    query: Callable[[], str] = _nvidia_smi, # Gives `name, MiB, capability` lines
-) -> tuple[Gpu, ...]:
-    "The GPUs that the NVIDIA driver sees, without any framework."
+def driver_gpus(query: Callable[[], str] = _nvidia_smi) -> tuple[Gpu, ...]:
+    "The GPUs that the NVIDIA driver sees, without any framework, from lines of name, MiB and compute capability."
     gpus = []
     for line in query().splitlines():
         if row := re.fullmatch(r'\s*([^,]*?)\s*,\s*([\d.]+)\s*,\s*(\d+\.\d+)\s*', line):
@@ -113,10 +108,8 @@ TPU_GENERATIONS = {g.name: g for g in (
     Generation('v6e', 1, 1, 32, 918, 1638, '0x006f'),
 )}
 
-def tpu_type(
-    name: str, # Such as `v5litepod-8`
-) -> tuple[Generation | None, int | None]:
-    "Generation and number of cores of a TPU type; None for what the name does not tell or is not in the table."
+def tpu_type(name: str) -> tuple[Generation | None, int | None]:
+    "Generation and number of cores of a TPU type such as `v5litepod-8`; None if unknown."
     kind, _, number = name.strip().lower().partition('-')
     kind = {'v5lite': 'v5e', 'v5litepod': 'v5e'}.get(kind, kind)
     cores = int(number) if number.isdecimal() else 0
@@ -137,16 +130,12 @@ def _is_set(variable: str, value: str) -> bool:
     if variable in _FLAGS and value.lower() in ('0', 'false', 'no'): return False
     return bool(value) or variable == 'CUDA_VISIBLE_DEVICES'
 
-def seen_variables(
-    environ: Mapping[str, str] = os.environ, # Environment variables
-) -> dict[str, str]:
+def seen_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     "The variables about accelerators that are set, not empty, and for a flag not 0 or false."
     variables = {k: environ[k].strip() for k in (*TPU_VARIABLES, *_OTHER_VARIABLES) if k in environ}
     return {k: v for k, v in variables.items() if _is_set(k, v)}
 
-def tpu_server(
-    variables: Mapping[str, str], # As `seen_variables` gives them
-) -> str:
+def _tpu_server(variables: Mapping[str, str]) -> str:
     "Address of a TPU that is a server on the network; empty for none."
     addresses = [variables.get('COLAB_TPU_ADDR', '')]
     xrt = variables.get('XRT_TPU_CONFIG', '').split(';')
@@ -156,22 +145,12 @@ def tpu_server(
     return next((a.removeprefix('grpc://') for a in addresses if a), '')
 
 # %% ../../nbs/devices/01_machine.ipynb #c018
-def _read(path: Path) -> str: return path.read_text().strip() if path.exists() else ''
-
 def _tpu_pci(root: str | Path = '/') -> list[str]:
     "PCI device numbers of Google's TPU chips."
     known = {g.pci for g in TPU_GENERATIONS.values()}
-    chips = []
-    for folder in sorted(Path(root).glob('sys/bus/pci/devices/*')):
-        if _read(folder/'vendor') != '0x1ae0': continue
-        device = _read(folder/'device')
-        if device in known or _read(folder/'class').startswith('0x12'): chips.append(device)
-    return chips
-
-def _tpu_files(root: str | Path = '/') -> tuple[list[str], list[str]]:
-    "Device files of TPU chips: those of their own driver, and those of vfio."
-    def files(pattern): return sorted(f'/{f.relative_to(root)}' for f in (Path(root)/'dev').glob(pattern))
-    return files('accel[0-9]*'), files('vfio/[0-9]*')
+    def read(file): return file.read_text().strip() if file.exists() else ''
+    folders = [f for f in sorted(Path(root).glob('sys/bus/pci/devices/*')) if read(f/'vendor') == '0x1ae0']
+    return [d for f in folders if (d := read(f/'device')) in known or read(f/'class').startswith('0x12')]
 
 # %% ../../nbs/devices/01_machine.ipynb #c022
 @dataclass(frozen=True)
@@ -207,29 +186,18 @@ class Tpu:
         return f'{name}, chips: {self.chips}, cores: {self.cores}, each with {per_core}'
 
 # %% ../../nbs/devices/01_machine.ipynb #c025
-def _chips_by_type(generation: Generation | None, cores: int | None, variables: Mapping[str, str]) -> int:
-    "Chips of this host by the cores of all hosts, which the TPU's type tells; 0 if unknown."
-    if not (generation and cores): return 0
+def _chips_by_variables(generation: Generation | None, cores: int | None, variables: Mapping[str, str]) -> int:
+    "Chips of this host by the cores of all hosts, which the TPU's type tells, else by its bounds; 0 if unknown."
     n_hosts = len(variables.get('TPU_WORKER_HOSTNAMES', '').split(','))
-    return cores // (generation.cores * n_hosts)
-
-def _chips_by_bounds(variables: Mapping[str, str]) -> int:
-    "Chips of this host by `TPU_CHIPS_PER_HOST_BOUNDS`; 0 if unknown."
+    if generation and (chips := (cores or 0) // (generation.cores * n_hosts)): return chips
     bounds = variables.get('TPU_CHIPS_PER_HOST_BOUNDS', '')
     return prod(map(int, bounds.split(','))) if re.fullmatch(r'\d+(,\d+)*', bounds) else 0
 
-def _summarize_files(files: list[str]) -> str:
-    "Device files in short, such as `/dev/vfio/0 to 7 (8)`."
-    if len(files) == 1: return files[0]
-    return f'{files[0]} to {files[-1].rsplit("/")[-1]} ({len(files)})'
-
-def find_tpu(
-    variables: Mapping[str, str], # As `seen_variables` gives them
-    root: str | Path = '/',       # Root of the file system
-) -> Tpu | None:
-    "The TPU that environment and hardware indicate, None if neither does."
+def find_tpu(variables: Mapping[str, str], root: str | Path = '/') -> Tpu | None:
+    "The TPU that environment (from `seen_variables`) and hardware indicate, None if neither does."
     pci = _tpu_pci(root)
-    accel, vfio = _tpu_files(root)
+    accel, vfio = ([f'/{f.relative_to(root)}' for f in sorted((Path(root)/'dev').glob(pattern))]
+                   for pattern in ('accel[0-9]*', 'vfio/[0-9]*'))
     variables = {k: v for k, v in variables.items() if k in TPU_VARIABLES or (k, v) == ('PJRT_DEVICE', 'TPU')}
     if not (variables or pci or accel): return None
     fits = tuple(g for g in TPU_GENERATIONS.values() if g.pci in pci)
@@ -238,21 +206,19 @@ def find_tpu(
     if not name:
         name = ' or '.join(g.name for g in fits)
         generation = fits[0] if len(fits) == 1 else None
-    chips = len(accel) or len(vfio) or len(pci)
-    if not chips: chips = _chips_by_type(generation, cores, variables) or _chips_by_bounds(variables)
-    hardware = [_summarize_files(files) for files in (accel, vfio) if files]
+    chips = len(accel) or len(vfio) or len(pci) or _chips_by_variables(generation, cores, variables)
+    hardware = [files[0] if len(files) == 1 else f'{files[0]} to {files[-1].rsplit("/")[-1]} ({len(files)})'
+                for files in (accel, vfio) if files]
     hardware += [f'PCI 1ae0:{device[2:]} ({pci.count(device)})' for device in dict.fromkeys(pci)]
-    server = '' if hardware else tpu_server(variables)
+    server = '' if hardware else _tpu_server(variables)
     return Tpu(name, generation, chips or None, variables, tuple(hardware), server, fits)
 
 # %% ../../nbs/devices/01_machine.ipynb #c030
 TENSORFLOW_PACKAGES = ('tensorflow-tpu', 'tensorflow', 'tensorflow-cpu')
-PACKAGES = ('torch', 'torch_xla', 'torch_tpu', 'libtpu', 'libtpu-nightly', *TENSORFLOW_PACKAGES)
+PACKAGES = ('torch', 'torch_xla', 'libtpu', 'libtpu-nightly', *TENSORFLOW_PACKAGES)
 
-def installed_version(
-    package: str, # Its name, as pip knows it
-) -> str | None:
-    "Version of a package; None if it is not installed."
+def installed_version(package: str) -> str | None:
+    "Version of a package, by its name on PyPI; None if it is not installed."
     try: return metadata.version(package)
     except metadata.PackageNotFoundError: return None
 
@@ -265,12 +231,6 @@ def installed_packages() -> dict[str, str]:
     return versions
 
 # %% ../../nbs/devices/01_machine.ipynb #c033
-def format_table(
-    rows: list[tuple[str, str]], # Label and text of each line
-) -> str:
-    "The rows as lines, with the labels in a column of their own."
-    return '\n'.join(f'{label:<12}{text}' for label, text in rows)
-
 @dataclass(frozen=True)
 class Detected:
     "Devices and packages of this machine, and the evidence. `str()` is the first half of the table of `b2t devices`."
@@ -305,26 +265,14 @@ class Detected:
         packages = ', '.join(f'{k} {v}' for k, v in self.packages.items())
         return rows + [('packages', packages or 'no framework')]
 
-    def __str__(self): return format_table(self.facts())
+    def __str__(self): return '\n'.join(f'{label:<12}{text}' for label, text in self.facts())
 
 # %% ../../nbs/devices/01_machine.ipynb #c035
-def _memory_gib(root: str | Path) -> float | None:
-    "Memory of the host [GiB]; None where Linux's files are missing."
-    try: lines = (Path(root)/'proc/meminfo').read_text().splitlines()
+def _kernel_file(root: str | Path, name: str, pattern: str) -> str | None:
+    "The group of a pattern in one of Linux's files; None if either is missing."
+    try: found = re.search(pattern, (Path(root)/name).read_text())
     except OSError: return None
-    return next((int(line.split()[1]) / 2**20 for line in lines if line.startswith('MemTotal:')), None)
-
-def _huge_pages(root: str | Path) -> str | None:
-    "The setting of transparent huge pages; None where Linux's files are missing."
-    try: text = (Path(root)/'sys/kernel/mm/transparent_hugepage/enabled').read_text()
-    except OSError: return None
-    selected = re.search(r'\[(\w+)\]', text)
-    return selected[1] if selected else None
-
-def _find_gpus(framework: str | None, variables: Mapping[str, str]) -> tuple[Gpu, ...]:
-    "GPUs as torch sees them, if that is the framework, else as the driver does."
-    if framework == 'torch': return torch_gpus()
-    return () if variables.get('CUDA_VISIBLE_DEVICES') in ('', '-1') else driver_gpus()
+    return found[1] if found else None
 
 def detect(
     framework: str | None = None,              # `torch`, `xla`, `tensorflow`; only `torch` is imported, for its GPUs
@@ -341,10 +289,13 @@ def detect(
         raise ValueError(f'framework {framework!r} does not exist; take torch, xla, tensorflow or None')
     variables = seen_variables(environ)
     packages = dict(installed_packages() if packages is None else packages)
-    if gpus is None: gpus = _find_gpus(framework, variables)
+    if gpus is None and framework == 'torch': gpus = torch_gpus()
+    if gpus is None: gpus = () if variables.get('CUDA_VISIBLE_DEVICES') in ('', '-1') else driver_gpus()
     if imported is None: imported = frozenset({'torch_xla', 'tensorflow'} & set(sys.modules))
-    tpu = find_tpu(variables, root)
-    return Detected(framework, variables, tpu, gpus, packages, _memory_gib(root), _huge_pages(root), imported)
+    memory = _kernel_file(root, 'proc/meminfo', r'MemTotal: *(\d+)')
+    huge_pages = _kernel_file(root, 'sys/kernel/mm/transparent_hugepage/enabled', r'\[(\w+)\]')
+    return Detected(framework, variables, find_tpu(variables, root), gpus, packages,
+                    int(memory) / 2**20 if memory else None, huge_pages, imported)
 
 # %% ../../nbs/devices/01_machine.ipynb #c038
 class DeviceError(RuntimeError):
@@ -368,90 +319,57 @@ class Device:
         "The same with more clauses at the end of the reason; empty ones are left out."
         return replace(self, reason=join_clauses(self.reason, *clauses))
 
-def join_clauses(
-    *clauses: str, # Empty ones are left out
-) -> str:
-    "A reason of these clauses."
+def join_clauses(*clauses: str) -> str:
+    "A reason of these clauses; empty ones are left out."
     return '; '.join(clause for clause in clauses if clause)
 
 # %% ../../nbs/devices/01_machine.ipynb #c041
-ACCELERATORS = ('auto', 'cpu', 'cuda', 'tpu', 'xla', 'torch_tpu')
+ACCELERATORS = ('auto', 'cpu', 'cuda', 'tpu', 'xla')
 PRECISIONS = ('auto', 'float32', 'bfloat16', 'float16')
 NO_TPU = ('no TPU here: no variable, device file or PCI device of one was found; on Kaggle choose a TPU as the '
           'accelerator of the session, or set train.accelerator=auto')
 
-def _one_of(values: tuple[str, ...]) -> str: return f'{", ".join(values[:-1])} or {values[-1]}'
-
-def check_accelerator(
-    accelerator: str, # From the user
-) -> None:
+def check_accelerator(accelerator: str) -> None:
     "Raises `DeviceError` for an accelerator that does not exist."
     if accelerator not in ACCELERATORS:
-        raise DeviceError(f'accelerator {accelerator!r} does not exist; take {_one_of(ACCELERATORS)}')
+        raise DeviceError(f'accelerator {accelerator!r} does not exist; take one of {", ".join(ACCELERATORS)}')
 
-def choose_precision(
-    asked: str,       # `auto`, `float32`, `bfloat16` or `float16`
-    native: bool,     # Whether the device computes bfloat16, which `auto` takes then
-    reason: str = '', # Why `auto` takes it
-    otherwise: str = 'float32', # Choice of `auto` on a device that does not
-) -> tuple[str, str]:
-    "Precision and its reason; raises `DeviceError` for a precision that does not exist."
-    if asked not in PRECISIONS: raise DeviceError(f'precision {asked!r} does not exist; take {_one_of(PRECISIONS)}')
+def choose_precision(asked: str, native: bool, reason: str = '', otherwise: str = 'float32') -> tuple[str, str]:
+    "Precision and its reason: `auto` is bfloat16 on a device that computes it natively. Raises `DeviceError`."
+    if asked not in PRECISIONS:
+        raise DeviceError(f'precision {asked!r} does not exist; take one of {", ".join(PRECISIONS)}')
     if asked != 'auto': return asked, f'{asked} asked for'
+    reason = reason or f'{"computes" if native else "does not compute"} bfloat16'
     return ('bfloat16' if native else otherwise), reason
 
-def refuse_float16(
-    asked: str, # Precision, from the user
-) -> None:
-    "Raises `DeviceError` for float16 on a device that XLA compiles for TPUs or, in tests of that, for the processor."
+def refuse_float16(asked: str) -> None:
+    "Raises `DeviceError` for float16 on a TPU, and on the processor through XLA."
     if asked == 'float16':
         raise DeviceError('precision float16 is for GPUs, TPUs compute bfloat16; set train.precision=bfloat16 or auto')
 
-def reason_for_precision(
-    native: bool, # Whether the device computes bfloat16
-) -> str:
-    "Reason for the precision that `auto` takes."
-    return f'{"computes" if native else "does not compute"} bfloat16'
-
 def _gpu_precision(gpu: Gpu, asked: str) -> tuple[str, str]:
     "Precision and its reason: in 16 bits where the GPU multiplies them faster than float32."
-    otherwise = 'float16' if gpu.tensor_cores else 'float32'
-    reason = reason_for_precision(gpu.bfloat16)
-    if not gpu.bfloat16:
-        reason += f' (compute capability {gpu.capability}, 8.0 would), '
-        reason += ('but float16, with a scaled loss' if gpu.tensor_cores
-                   else 'and has no tensor cores that would make float16 faster than float32')
-    return choose_precision(asked, gpu.bfloat16, reason, otherwise)
+    if gpu.bfloat16: return choose_precision(asked, True)
+    reason = f'does not compute bfloat16 (compute capability {gpu.capability}, 8.0 would), '
+    if gpu.tensor_cores: return choose_precision(asked, False, reason + 'but float16, with a scaled loss', 'float16')
+    return choose_precision(asked, False, reason + 'and has no tensor cores, so float16 is no faster than float32')
 
-def unused_tpu(
-    d: Detected,      # Facts of the machine
-    accelerator: str, # From the user
-    problem: str,     # Why the TPU cannot be used
-) -> str:
+def unused_tpu(d: Detected, accelerator: str, problem: str) -> str:
     "The clause about a TPU that `auto` does not take; empty if there is none, or if a device was asked for by name."
     return f'the TPU is not used: {problem}' if accelerator == 'auto' and d.tpu else ''
 
 # %% ../../nbs/devices/01_machine.ipynb #c042
-def tpu_device(
-    d: Detected,      # Facts of the machine, with a TPU
-    accelerator: str, # From the user
-    precision: str,   # From the user
-) -> Device:
-    "The TPU, as PyTorch/XLA has it."
+def tpu_device(d: Detected, accelerator: str, precision: str) -> Device:
+    "The TPU of a machine that has one, as PyTorch/XLA has it."
     generation = d.tpu.generation
     name = generation.name if generation else d.tpu.type or 'of unknown generation'
     refuse_float16(precision)
-    chosen, because = choose_precision(precision, True, reason_for_precision(True))
+    chosen, because = choose_precision(precision, True)
     device_reason = 'the TPU is the fastest here' if accelerator == 'auto' else 'asked for'
     return Device('xla', f'TPU {name}', chosen, join_clauses(device_reason, because), d.tpu.devices or 1)
 
-def gpu_device(
-    d: Detected,      # Facts of the machine, with a GPU
-    accelerator: str, # From the user
-    precision: str,   # From the user
-    unused: str = '', # From `unused_tpu`
-) -> Device:
-    "All GPUs, which have to be alike."
+def gpu_device(d: Detected, accelerator: str, precision: str, unused: str = '') -> Device:
+    "All GPUs, which have to be alike; `unused` is the clause of `unused_tpu`."
     gpu = d.gpus[0]
     chosen, because = _gpu_precision(gpu, precision)
     device_reason = 'a GPU is here' if accelerator == 'auto' else 'asked for'

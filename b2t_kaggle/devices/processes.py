@@ -27,10 +27,10 @@ def _watch(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 def end_with_parent(
-    parent: int | None = None, # Number of the process that started this one; none: it is the parent that is there
-    outlives_thread: bool = False, # Whether the thread that started this process may end before it, which Linux minds
+    parent: int | None = None,     # PID of the process that started this one; None takes the current parent
+    outlives_thread: bool = False, # Whether the thread that started this process may end before it
 ) -> None:
-    "Have this process killed when its parent is gone, at once if it is; nothing is asked of Windows."
+    "Have this process killed when its parent is gone, at once if it is; does nothing on Windows."
     if os.name != 'posix': return
     expected = parent or os.getppid()
     if sys.platform == 'linux' and not outlives_thread:
@@ -39,27 +39,19 @@ def end_with_parent(
     if os.getppid() != expected or (parent is None and _is_adopted()): os.kill(os.getpid(), signal.SIGKILL)
 
 # %% ../../nbs/devices/08_processes.ipynb #c009
-def own_code(
-    code: str,   # Code of a Python that another process starts
-    parent: str, # Expression for the number of that process
-    outlives_thread: bool = False, # As above
-) -> str:
-    "The code with a preamble: it finds the modules of this process, and ends with the other one."
+def own_code(code: str, parent: str, outlives_thread: bool = False) -> str:
+    "The code with a preamble: it finds the modules of this process, and ends with the parent whose PID `parent` gives."
     paths = list(dict.fromkeys(map(str, sys.path)))
     return (f'import sys; sys.path[:] = {paths!a}; from b2t_kaggle.devices.processes import end_with_parent; '
             f'end_with_parent({parent}, {outlives_thread}); {code}')
 
-def own_python(
-    code: str, # Code that it executes; arguments may follow the command
-) -> list[str]:
-    "Command of a Python that finds the modules which this process finds, and ends with it."
+def own_python(code: str) -> list[str]:
+    "Command of a Python that executes the code, finds the modules that this process finds, and ends with it."
     is_main = threading.current_thread() is threading.main_thread()
     return [sys.executable, '-c', own_code(code, str(os.getpid()), not is_main)]
 
-def tied(
-    command: Sequence, # A program and its arguments
-) -> list[str]:
-    "Command of a program that ends with this process; where another thread than the main one starts it, on no system."
+def tied(command: Sequence) -> list[str]:
+    "Command of a program, with its arguments, that ends with this process."
     code = 'import os, signal; signal.signal(signal.SIGPIPE, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])'
     return list(map(str, command)) if os.name != 'posix' else [*own_python(code), *map(str, command)]
 
@@ -67,7 +59,7 @@ def tied(
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4 # Of glibc's mallopt
 
 def keep_freed_memory() -> None:
-    "Have this process keep memory that it frees for what it makes next; nothing is asked of a library but glibc."
+    "Have this process keep the memory that it frees; for glibc only."
     if sys.platform == 'linux' and (mallopt := getattr(ctypes.CDLL(None), 'mallopt', None)):
         mallopt(_MMAP_MAX, 0)
         mallopt(_TRIM_THRESHOLD, -1)

@@ -21,10 +21,8 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from .machine import cpu_flags
 
 # %% ../../nbs/devices/09_products.ipynb #c006
-def has_idle_avx512(
-    path: str | Path = '/proc/cpuinfo', # Where Linux lists processors
-) -> bool:
-    "Whether MKL leaves this processor's AVX-512 unused: it has it, and is made by AMD; elsewhere than on Linux no."
+def has_idle_avx512(path: str | Path = '/proc/cpuinfo') -> bool:
+    "Whether MKL leaves this processor's AVX-512 unused: it has it, and is made by AMD; False except on Linux."
     return 'avx512f' in cpu_flags(path) and 'AuthenticAMD' in Path(path).read_text()
 
 @cache

@@ -27,29 +27,22 @@ TENSORFLOW_TPU = '2.20.0' # The newest tensorflow-tpu
 LIBTPU = '0.0.31'         # The newest libtpu that it was seen to start with
 _PIP_TENSORFLOW_TPU = f"pip install 'tensorflow-tpu=={TENSORFLOW_TPU}' 'libtpu=={LIBTPU}'"
 
-def tensorflow_build(
-    d: Detected, # Facts of the machine
-) -> str:
+def tensorflow_build(d: Detected) -> str:
     "Name of the installed TensorFlow package; empty for none."
     usual = [p for p in machine.TENSORFLOW_PACKAGES if p in d.packages]
-    others = [p for p in d.packages if p not in machine.PACKAGES]
-    return next(iter(usual + others), '')
+    return next(iter(usual + [p for p in d.packages if p not in machine.PACKAGES]), '')
+
+def _build_and_version(d: Detected) -> str: return f'{tensorflow_build(d)} {d.packages[tensorflow_build(d)]}'
 
 def _release(version: str) -> tuple[int, ...]: return tuple(map(int, re.findall(r'\d+', version.split('+')[0])))
 
-def _libtpu_is_too_new(d: Detected) -> bool:
-    "Whether libtpu is so new that importing tensorflow-tpu ends the process."
-    version = d.packages.get('tensorflow-tpu')
-    if version is None or _release(version) > _release(TENSORFLOW_TPU): return False
-    return _release(d.packages.get('libtpu', '0')) > _release(LIBTPU)
-
-def tensorflow_problem(
-    d: Detected, # Facts of the machine
-) -> str:
+def tensorflow_problem(d: Detected) -> str:
     "Reason that the installed TensorFlow cannot be imported, and a remedy; empty if it can."
     build = tensorflow_build(d)
     if not build: return 'TensorFlow is not installed; pip install b2t_kaggle[tf]'
-    if not _libtpu_is_too_new(d): return ''
+    # A libtpu that is too new ends the process that imports tensorflow-tpu
+    is_known = build == 'tensorflow-tpu' and _release(d.packages[build]) <= _release(TENSORFLOW_TPU)
+    if not is_known or _release(d.packages.get('libtpu', '0')) <= _release(LIBTPU): return ''
     return (f'{build} {d.packages[build]} ends the process that imports it with libtpu {d.packages["libtpu"]}; '
             f'{_PIP_TENSORFLOW_TPU}')
 
@@ -59,13 +52,10 @@ _TWO_FRAMEWORKS = ('PyTorch/XLA is imported in this process, and a TPU belongs t
 
 def _no_kernels(d: Detected) -> str:
     "Reason that this TensorFlow drives no TPU of its own machine, and a remedy."
-    build = tensorflow_build(d)
-    return (f'{build} {d.packages[build]} has no kernels for a TPU; use PyTorch (--framework pytorch), or '
+    return (f'{_build_and_version(d)} has no kernels for a TPU; use PyTorch (--framework pytorch), or '
             f'tensorflow-tpu in an environment of its own: {_PIP_TENSORFLOW_TPU}')
 
-def tensorflow_tpu_problem(
-    d: Detected, # Facts of the machine
-) -> str:
+def tensorflow_tpu_problem(d: Detected) -> str:
     "Reason that TensorFlow cannot compute on a TPU, and a remedy; empty if there is none."
     if d.tpu is None: return NO_TPU
     if d.tpu.server: return ''
@@ -76,10 +66,6 @@ def tensorflow_tpu_problem(
             'start a session with a TPU, or set TPU_NAME=local if it is here all the same')
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c011
-def _build_and_version(d: Detected) -> str:
-    build = tensorflow_build(d)
-    return f'{build} {d.packages[build]}'
-
 def _on_tpu(d: Detected, accelerator: str, precision: str) -> Device:
     device = replace(machine.tpu_device(d, accelerator, precision), kind='tpu')
     if d.tpu.server or tensorflow_build(d).endswith('-tpu'): return device
@@ -92,26 +78,20 @@ def _on_gpu(d: Detected, accelerator: str, precision: str, unused: str) -> Devic
 
 def _on_cpu(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
     build = _build_and_version(d)
+    device_reason = f'{build} {"is built without CUDA" if d.gpus else "sees no GPU"}'
     if accelerator == 'cpu': device_reason = 'asked for'
-    elif d.gpus: device_reason = f'{build} is built without CUDA'
-    else: device_reason = f'{build} sees no GPU'
-    reason = 'on processors XLA computes bfloat16 by way of float32'
-    chosen, because = machine.choose_precision(precision, False, reason)
+    chosen, because = machine.choose_precision(precision, False, 'XLA computes bfloat16 by way of float32 here')
     device = Device('cpu', d.cpu, chosen, machine.join_clauses(device_reason, unused, because))
     if not tensorflow_build(d).endswith('-tpu'): return device
     return replace(device, jit=False).with_reasons(
-        f'{build} compiles for TPUs only, so this is slow: pip install tensorflow-cpu in another environment for the '
-        'processor')
+        f'{build} compiles for TPUs only, so this is slow: pip install tensorflow-cpu in another environment')
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c012
-def check_tensorflow(
-    d: Detected,      # Facts of the machine
-    accelerator: str, # From the user
-) -> None:
+def check_tensorflow(d: Detected, accelerator: str) -> None:
     "Raises `DeviceError` if there is no such accelerator for TensorFlow, or no TensorFlow that can be imported."
     machine.check_accelerator(accelerator)
-    if accelerator in ('xla', 'torch_tpu'):
-        raise DeviceError(f'accelerator {accelerator} is for PyTorch; TensorFlow compiles with XLA on every device: '
+    if accelerator == 'xla':
+        raise DeviceError('accelerator xla is for PyTorch; TensorFlow compiles with XLA on every device: '
                           'take auto, cpu, cuda or tpu')
     if problem := tensorflow_problem(d): raise DeviceError(problem)
 
@@ -135,11 +115,8 @@ def plan_tensorflow(
     return _on_cpu(d, accelerator, precision, unused)
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c016
-def tensorflow_address(
-    d: Detected,                # Facts of the machine
-    address: str | None = None, # `local`, a name or an address; None takes it from the environment
-) -> str:
-    "Address by which `TPUClusterResolver` finds the TPU; empty if nothing indicates one."
+def tensorflow_address(d: Detected, address: str | None = None) -> str:
+    "Address by which `TPUClusterResolver` finds the TPU; empty if nothing, neither argument nor machine, names one."
     if address: return f'grpc://{address}' if re.fullmatch(r'[\w.-]+:\d+', address) else address
     if d.tpu is None: return ''
     if d.tpu.server: return f'grpc://{d.tpu.server}'
@@ -153,8 +130,8 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.removeprefix('grpc://').split(',')[0].partition(':')
     socket.create_connection((host, int(port or 8470)), timeout=10).close()
 
-def _first_line(error: Exception) -> str:
-    "The line of an error that tells the cause: those of a graph begin with where in it they were."
+def _cause(error: Exception) -> str:
+    "The line of an error that tells the cause: those of a graph begin with places in it."
     places = ('Graph execution error', 'Detected at node', '<stack traces')
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith(places)]
     return lines[0] if lines else type(error).__name__
@@ -169,25 +146,16 @@ def _start_tpu(address: str):
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (tf.errors.OpError, ValueError, RuntimeError, OSError, ImportError) as e:
-        raise DeviceError(f'TensorFlow does not start the TPU {address!r}: {_first_line(e)}. See that this is its '
+        raise DeviceError(f'TensorFlow does not start the TPU {address!r}: {_cause(e)}. See that this is its '
                           'address and that no other process holds it') from e
     return resolver
-
-def _count_tpu_cores(address: str) -> int:
-    "Cores of a TPU that is ready for use, as TensorFlow counts them; raises `DeviceError`."
-    _start_tpu(address)
-    import tensorflow as tf
-    n_devices = len(tf.config.list_logical_devices('TPU'))
-    if n_devices == 0:
-        raise DeviceError(f'TensorFlow starts the TPU {address!r}, but sees no core of it; restart the machine')
-    return n_devices
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c022
 def _missing_cores(n_devices: int, expected: int, accelerator: str) -> str:
     "The clause about cores that are missing, after a warning; raises `DeviceError` if the accelerator was named."
     if n_devices >= expected: return ''
-    problem = (f'TensorFlow uses {n_devices} of {expected} cores; see that no variable (TPU_VISIBLE_CHIPS, '
-               'TPU_PROCESS_BOUNDS, CUDA_VISIBLE_DEVICES) hides the others, and restart the session')
+    problem = (f'TensorFlow uses {n_devices} of {expected} cores; see that no variable such as TPU_VISIBLE_CHIPS '
+               'hides the others, and restart the session')
     if accelerator != 'auto': raise DeviceError(f'accelerator {accelerator}: {problem}')
     warnings.warn(problem, RuntimeWarning, stacklevel=3)
     return problem
@@ -196,7 +164,11 @@ def _start_and_count(d: Detected, address: str) -> int:
     "Cores of the TPU, which is started; raises `DeviceError` that tells whether the build is the cause."
     if 'torch_xla' in d.imported and not address.startswith('grpc://'): raise DeviceError(_TWO_FRAMEWORKS)
     build = tensorflow_build(d)
-    try: return _count_tpu_cores(address)
+    try:
+        _start_tpu(address)
+        import tensorflow as tf
+        if n_devices := len(tf.config.list_logical_devices('TPU')): return n_devices
+        raise DeviceError(f'TensorFlow starts the TPU {address!r}, but sees no core of it; restart the machine')
     except DeviceError as e:
         if address != 'local' or build.endswith('-tpu'): raise
         if build.endswith('-cpu'): raise DeviceError(_no_kernels(d)) from e
@@ -225,19 +197,9 @@ def tensorflow_gpus() -> tuple[Gpu, ...]:
     gpus = []
     for gpu in tf.config.get_visible_devices('GPU'):
         details = tf.config.experimental.get_device_details(gpu)
-        name = details['device_name']
-        capability = details['compute_capability']
-        version = '{}.{}'.format(*capability)
-        gpus.append(Gpu(name, memory.get(name, float('nan')), version, capability >= (8, 0)))
+        name, (major, minor) = details['device_name'], details['compute_capability']
+        gpus.append(Gpu(name, memory.get(name, float('nan')), f'{major}.{minor}', major >= 8))
     return tuple(gpus)
-
-def _hide_gpus() -> None:
-    "Keep TensorFlow from computing on a GPU by itself."
-    import tensorflow as tf
-    try: tf.config.set_visible_devices([], 'GPU')
-    except RuntimeError as e:
-        raise DeviceError('accelerator cpu: TensorFlow holds the GPU already; start a new process, or set '
-                          'CUDA_VISIBLE_DEVICES=-1 before') from e
 
 def _pick_gpus_or_cpu(d: Detected, accelerator: str, precision: str, failure: str) -> Device:
     "TensorFlow's GPUs or processor; the `failure` of a TPU to start is a clause of the reason. Raises `DeviceError`."
@@ -247,7 +209,11 @@ def _pick_gpus_or_cpu(d: Detected, accelerator: str, precision: str, failure: st
     if accelerator != 'cpu' and len(gpus) < len(d.gpus):
         hidden = f'TensorFlow sees {len(gpus)} of {len(d.gpus)} GPUs of this machine'
     device = plan_tensorflow(replace(d, gpus=gpus), accelerator, precision)
-    if device.kind == 'cpu' and gpus: _hide_gpus()
+    if device.kind == 'cpu' and gpus:
+        try: tf.config.set_visible_devices([], 'GPU') # Or it would compute there
+        except RuntimeError as e:
+            raise DeviceError('accelerator cpu: TensorFlow holds the GPU already; start a new process, or set '
+                              'CUDA_VISIBLE_DEVICES=-1 before') from e
     n_devices = len(tf.config.list_logical_devices('GPU' if device.kind == 'cuda' else 'CPU'))
     return replace(device, n_devices=n_devices).with_reasons(failure, hidden)
 
@@ -274,15 +240,6 @@ def pick_tensorflow(
     return _pick_gpus_or_cpu(d, accelerator, precision, failure)
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c032
-def _make_strategy(device: Device, address: str | None):
-    "The strategy of a device that is started."
-    import tensorflow as tf
-    if device.kind == 'tpu':
-        return tf.distribute.TPUStrategy(_start_tpu(tensorflow_address(detect('tensorflow'), address)))
-    if device.n_devices == 1: return tf.distribute.get_strategy()
-    kind = 'GPU' if device.kind == 'cuda' else 'CPU'
-    return tf.distribute.MirroredStrategy([f'{kind}:{i}' for i in range(device.n_devices)])
-
 def create_tpu_strategy(
     address: str | None = None,    # Of the TPU: `local`, a name or `host:port`; None takes it from the environment
     accelerator: str = 'auto',     # `auto`, `cpu`, `cuda` or `tpu`
@@ -292,7 +249,13 @@ def create_tpu_strategy(
 
     Prints what it found. Raises `DeviceError`."""
     device = device or pick_tensorflow(accelerator, address=address)
-    strategy = _make_strategy(device, address)
+    import tensorflow as tf
+    if device.kind == 'tpu':
+        strategy = tf.distribute.TPUStrategy(_start_tpu(tensorflow_address(detect('tensorflow'), address)))
+    elif device.n_devices == 1: strategy = tf.distribute.get_strategy()
+    else:
+        kind = 'GPU' if device.kind == 'cuda' else 'CPU'
+        strategy = tf.distribute.MirroredStrategy([f'{kind}:{i}' for i in range(device.n_devices)])
     n_replicas = strategy.num_replicas_in_sync
     variables = ' '.join(f'{k}={v}' for k, v in machine.seen_variables().items())
     print('variables:', variables or 'none that bear on accelerators')

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.files import atomic_path
 from ..devices import machine
+from ..devices.kaggle import time_limit_hours
 from ..devices.machine import installed_version
-from ..devices.time_limit import time_limit_hours
 from ..training.budget import announce_time_limit
 from ..training.checkpoint_paths import BEST, REFIT, framework_of, last_batch
 
@@ -80,7 +80,7 @@ def _raise_all(problems: Sequence[str]) -> None:
     "Raise one `NotebookError` that names all problems."
     if problems: raise NotebookError('This session cannot begin:\n' + '\n'.join(f'- {p}' for p in problems))
 
-# %% ../../nbs/kaggle/00_session.ipynb #c405
+# %% ../../nbs/kaggle/00_session.ipynb #c009
 def walk_inputs(
     folder: str | Path, # Folder of the notebook's inputs, or one in it
 ) -> Iterator[tuple[Path, list[str], list[str]]]: # Folder, names of the folders in it, names of the files
@@ -95,7 +95,7 @@ def walk_inputs(
         if is_known: continue
         yield Path(place), folders, sorted(f for f in files if os.path.isfile(os.path.join(place, f)))
 
-# %% ../../nbs/kaggle/00_session.ipynb #c403
+# %% ../../nbs/kaggle/00_session.ipynb #c011
 _HEADER = 1 << 16 # Bytes of a file that tell what it is
 
 # As in lm.arpa and lm.sphinx, which need Numba; it may have to be installed first
@@ -115,7 +115,7 @@ def _kind_of_file(path: Path) -> str | None:
     if _head(path).startswith(_KENLM): return 'ngrams'
     return 'general' if _head(path).startswith(_SPHINX) else None
 
-# %% ../../nbs/kaggle/00_session.ipynb #c401
+# %% ../../nbs/kaggle/00_session.ipynb #c013
 # Kinds of model, as `model_type` has them, that no sentence can be scored with from left to right
 _OTHER_KINDS = frozenset("""
     albert bart bert bert-generation big_bird bigbird_pegasus blenderbot blip blip-2 camembert clap clip data2vec-audio
@@ -138,7 +138,7 @@ def is_llm(
     if kind.startswith('gemma'): classes = tuple(c.replace('ForConditionalGeneration', 'ForCausalLM') for c in classes)
     return not classes or any(c.endswith(('ForCausalLM', 'LMHeadModel')) for c in classes)
 
-# %% ../../nbs/kaggle/00_session.ipynb #c008
+# %% ../../nbs/kaggle/00_session.ipynb #c015
 def _kinds_of_folder(folder: Path, folders: list[str], files: list[str]) -> set[str]:
     "The fields of `Attached` to which a folder belongs, from what is in it."
     kinds = set()
@@ -167,7 +167,7 @@ def find_attached(
             if kind := _kind_of_file(folder/file): found[kind].add(folder/file)
     return Attached(**{kind: tuple(sorted(paths)) for kind, paths in found.items()})
 
-# %% ../../nbs/kaggle/00_session.ipynb #c012
+# %% ../../nbs/kaggle/00_session.ipynb #c019
 def _find_one(paths: Sequence[Path], name: str, instead: str, problems: list[str]) -> Path | None:
     "The one path that was found, or None; several are a problem, which is added."
     if len(paths) > 1:
@@ -175,7 +175,7 @@ def _find_one(paths: Sequence[Path], name: str, instead: str, problems: list[str
                         f'{", ".join(map(str, paths))}{instead and f", or {instead}"}')
     return paths[0] if paths else None
 
-# %% ../../nbs/kaggle/00_session.ipynb #c015
+# %% ../../nbs/kaggle/00_session.ipynb #c022
 def restore_run(
     earlier: Path | None, # The run's folder as it is attached
     run_dir: str | Path,  # Where it goes on
@@ -189,7 +189,7 @@ def restore_run(
         with atomic_path(Path(run_dir)/file.relative_to(earlier)) as partial: shutil.copyfile(file, partial)
     return True
 
-# %% ../../nbs/kaggle/00_session.ipynb #c019
+# %% ../../nbs/kaggle/00_session.ipynb #c026
 # Modules, and their packages as pip takes them
 TRAINING = dict(
     h5py='h5py', ipykernel='ipykernel', matplotlib='matplotlib', numba='numba', pandas='pandas',
@@ -221,7 +221,7 @@ def missing_packages(
     "Packages that pip has to install."
     return [package for module, package in needed.items() if not _has_module(module)]
 
-# %% ../../nbs/kaggle/00_session.ipynb #c022
+# %% ../../nbs/kaggle/00_session.ipynb #c029
 def _origins(input_dir: Path) -> dict[str, list[str]]:
     "Sources of packages, with pip's options for each."
     places = walk_inputs(input_dir)
@@ -259,7 +259,7 @@ def install_missing(
     print('missing:', *missing or ['nothing to install'])
     if missing: _pip_install(missing, input_dir, scratch_dir)
 
-# %% ../../nbs/kaggle/00_session.ipynb #c025
+# %% ../../nbs/kaggle/00_session.ipynb #c032
 _CHOOSE = 'choose another one under Settings › Accelerator'
 
 def _has_programs(capability: str, built: Sequence[str]) -> bool:
@@ -281,7 +281,7 @@ def _gpu_problem(gpus: Sequence[machine.Gpu]) -> str:
     return (f'{useless[0].name}: torch {torch.__version__} has no programs for its compute capability '
             f'{useless[0].capability}, only {" ".join(built)}; {_CHOOSE}, or set framework="tensorflow"')
 
-# %% ../../nbs/kaggle/00_session.ipynb #c027
+# %% ../../nbs/kaggle/00_session.ipynb #c034
 def _tensorflow_tpu(detected: machine.Detected) -> str:
     "Verdict on TensorFlow and the TPU that is here, as text."
     from b2t_kaggle.devices.tensorflow import tensorflow_build, tensorflow_tpu_problem
@@ -315,7 +315,7 @@ def _device_problem(framework: str, accelerator: str, must_be_fast: bool) -> str
     return (f'no GPU or TPU that {framework} can use ({device.reason}), and on the processor a training lasts weeks; '
             f'{_CHOOSE}, or set accelerator="cpu"')
 
-# %% ../../nbs/kaggle/00_session.ipynb #c030
+# %% ../../nbs/kaggle/00_session.ipynb #c037
 def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attached:
     "Set the environment of the run, find the inputs, and print them."
     announce_time_limit(time_limit_hours(hours, machine.detect().kind))
@@ -351,7 +351,7 @@ def _framework_of(run_dir: Path | None) -> str:
     "The framework of a run."
     return run_dir and _in_config(run_dir, 'train', 'framework') or 'pytorch'
 
-# %% ../../nbs/kaggle/00_session.ipynb #c033
+# %% ../../nbs/kaggle/00_session.ipynb #c040
 def _in_stamp(run_dir: Path, stage: str, *keys: str) -> Any:
     "A value in a stage's stamp; None where there is none, or none that can be read."
     try: return _value_at(json.loads((run_dir/'stages'/f'{stage}.json').read_text()), *keys)
@@ -420,7 +420,7 @@ def prepare_training(
     if known: print(f'goes on from batch {_extent(run)}')
     return run
 
-# %% ../../nbs/kaggle/00_session.ipynb #c037
+# %% ../../nbs/kaggle/00_session.ipynb #c044
 def _has_model(run_dir: Path) -> bool:
     "Whether a run has a model of its own to decode; a run made of other models is one to continue."
     return _learns(run_dir) or (run_dir/'logits').is_dir()
@@ -451,7 +451,7 @@ def _model_values(model: Path | None) -> dict[str, Any]:
     if model and (model.parent/REFIT).is_file(): model = model.parent # The folder has two models, one of them for test
     return {'infer.logits': [], 'infer.checkpoint': model, 'train.framework': framework}
 
-# %% ../../nbs/kaggle/00_session.ipynb #c407
+# %% ../../nbs/kaggle/00_session.ipynb #c045
 def _averaging_problems(found: Attached, log_probs: Sequence[Path], at_least: int) -> list[str]:
     "The problems of log-probabilities that are attached; a split is known by the name of its file."
     silent = [run for run in found.runs if _has_model(run) and not _splits(run)]
@@ -487,7 +487,7 @@ def _source(found: Attached, at_least: int, problems: list[str]) -> dict[str, An
                         '(t15_pretrained_rnn_baseline)')
     return _model_values(model)
 
-# %% ../../nbs/kaggle/00_session.ipynb #c408
+# %% ../../nbs/kaggle/00_session.ipynb #c047
 _PRESENT = {'rescore.model': 'rescore.llm', 'rescore.adapter': 'rescore.llm_adapter',
             'rescore.eight_bit': 'rescore.llm_quantization'} # As `config.former_keys`, which needs packages
 
@@ -529,7 +529,7 @@ def _needed(values: Mapping[str, Any]) -> dict[str, str]:
     is_quantized = values.get('rescore.llm_quantization') or values.get('decode.llm_quantization')
     return packages | EIGHT_BIT if is_quantized else packages
 
-# %% ../../nbs/kaggle/00_session.ipynb #c041
+# %% ../../nbs/kaggle/00_session.ipynb #c050
 def _first_values(model_run: Path | None, recordings: Path | None) -> 'Config':
     "The configuration that a new run starts from."
     from b2t_kaggle.config import load_config
@@ -573,7 +573,7 @@ def prepare_submission(
     first = None if is_known else _first_values(model_run, recordings)
     return Run(run_dir, scratch_dir, values | overrides, first)
 
-# %% ../../nbs/kaggle/00_session.ipynb #c045
+# %% ../../nbs/kaggle/00_session.ipynb #c054
 def copy_submission(
     run: 'Run',            # Its stage `submit` is done, which has checked the file
     work_dir: str | Path,  # Folder that Kaggle keeps

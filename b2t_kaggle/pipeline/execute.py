@@ -21,8 +21,8 @@ from ..core.homes import set_home_variables
 from ..core.limits import allow_open_files, likely_cause, reached_limit
 from ..core.locks import Lock, LockedError
 from ..devices.interrupts import Ended, handled
+from ..devices.kaggle import time_limit_hours
 from ..devices.machine import detect
-from ..devices.time_limit import time_limit_hours
 from .kernels import forked_kernels, kernel_manager
 from .report import metric_text
 from .run import Run
@@ -74,7 +74,7 @@ def forward_interrupt(
 
     with handled(note): yield dict(kernel_manager_class=Kernel, on_cell_start=stop), noted
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c008
+# %% ../../nbs/pipeline/10_execute.ipynb #c010
 def _modules_ahead(run: Run, name: str) -> list[str]:
     "Modules that the stage after one imports."
     names = plan(run.cfg)
@@ -93,7 +93,7 @@ def _set_variables() -> None:
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up says much that nobody can act on
     os.environ.setdefault('PYTHONWARNINGS', 'ignore:IProgress not found')  # tqdm's, of widgets that nobody looks at
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c309
+# %% ../../nbs/pipeline/10_execute.ipynb #c012
 def execute(
     run: Run,  # The run
     name: str, # Stage
@@ -148,7 +148,7 @@ def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
         return PipelineError(f'stage {name} failed: {error.ename}: {error.evalue}\nThe whole traceback is in {out}')
     return error
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c013
+# %% ../../nbs/pipeline/10_execute.ipynb #c015
 def _lock(stage: StageRun) -> Lock:
     "Held while a stage is looked at and executed: a second run that shares it waits, and then finds it done."
     stage.stamp_path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def _row(stage: StageRun, status: str) -> dict:
     return dict(stage=stage.name, state='skipped, nothing changed' if status == 'done' else state,
                 seconds=stamp.get('seconds', 0), metrics=', '.join(metrics))
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c321
+# %% ../../nbs/pipeline/10_execute.ipynb #c018
 def _check_same_values(run: Run, theirs: Path, holder: str) -> None:
     "Raise `PipelineError` where the process that works on a run has other values."
     try: there = load_config(theirs)
@@ -220,7 +220,7 @@ def _at_work(run: Run) -> Iterator[bool]:
         try: yield waits
         finally: values.unlink(missing_ok=True)
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c018
+# %% ../../nbs/pipeline/10_execute.ipynb #c023
 def _pending(stages: dict[str, StageRun], force: Iterable[str], done: Collection[str] = ()) -> set[str]:
     "Stages that have something to do; what is shared only where a stage that reads it has."
     pending = set()
@@ -234,7 +234,7 @@ def _pending(stages: dict[str, StageRun], force: Iterable[str], done: Collection
         if name in force or (is_read and stage.status() != 'done'): pending.add(name)
     return pending
 
-# %% ../../nbs/pipeline/10_execute.ipynb #c020
+# %% ../../nbs/pipeline/10_execute.ipynb #c026
 def check_ready(
     run: Run,
     pending: set[str], # Stages that are to be executed

@@ -23,8 +23,8 @@ from ..config.fields import ChangesNothing, SameResult
 from ..config.schema import ConfigError
 from ..core.files import atomic_path
 from ..core.locks import Lock, LockedError
+from ..devices.kaggle import time_limit_hours
 from ..devices.machine import detect
-from ..devices.time_limit import time_limit_hours
 from ..metrics import IN_SAMPLE, percent
 from .execute import check_ready, run_stages
 from .run import Run
@@ -33,7 +33,7 @@ from .stamps import StageStamp
 from ..training.budget import time_limit
 from ..training.pruning import TRIAL_VARIABLE, import_optuna, open_storage
 
-# %% ../../nbs/pipeline/12_sweep.ipynb #c005f
+# %% ../../nbs/pipeline/12_sweep.ipynb #c005
 _NUMBER = r'[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?'
 _RANGE = re.compile(rf'({_NUMBER}):({_NUMBER})(:log)?')
 
@@ -129,7 +129,7 @@ def _sample_points(ranges: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     corners = itertools.product(*samples.values())
     yield from (dict(zip(samples, values)) for values in itertools.islice(corners, _MOST_CORNERS))
 
-# %% ../../nbs/pipeline/12_sweep.ipynb #c303
+# %% ../../nbs/pipeline/12_sweep.ipynb #c013
 class Sweep:
     "A study of Optuna, whose points are runs beside a common one."
     def __init__(self,
@@ -189,7 +189,7 @@ class Sweep:
             raise ConfigError(f'the study {self.run.dir.name} was begun with other values: {reasons}. Restore them, or '
                               'give the sweep another --name')
 
-# %% ../../nbs/pipeline/12_sweep.ipynb #c015
+# %% ../../nbs/pipeline/12_sweep.ipynb #c017
 def _values(sweep: Sweep, number: int) -> dict[str, Any]:
     "Optuna's proposal for a point; the same again for one that has its values."
     optuna = sweep.optuna
@@ -197,7 +197,7 @@ def _values(sweep: Sweep, number: int) -> dict[str, Any]:
     trial = optuna.trial.Trial(sweep.study, sweep.study.trials[number]._trial_id)
     return {key: trial._suggest(key, d) for key, d in sweep.ranges.items()}
 
-# %% ../../nbs/pipeline/12_sweep.ipynb #c017
+# %% ../../nbs/pipeline/12_sweep.ipynb #c019
 def _end(sweep: Sweep, number: int) -> str:
     "Do the rest of a point, and tell Optuna its end, which is returned; empty if the time was up before."
     states = sweep.optuna.trial.TrialState
@@ -257,7 +257,7 @@ def run_trials(
             if not _do(sweep, sweep.study.ask().number): return False
     return True
 
-# %% ../../nbs/pipeline/12_sweep.ipynb #c021
+# %% ../../nbs/pipeline/12_sweep.ipynb #c023
 def sweep_table(
     sweep: Sweep,
 ) -> pd.DataFrame:

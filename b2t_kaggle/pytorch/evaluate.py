@@ -34,7 +34,7 @@ def ctc_losses(
 ) -> Tensor:
     "Negative natural log-likelihood of each trial's labels, float32 `[B]`."
     log_probs = logits.float().log_softmax(-1).transpose(0, 1)
-    loss = ctc_loss if logits.device.type in ('xla', 'tpu') else F.ctc_loss
+    loss = ctc_loss if logits.device.type == 'xla' else F.ctc_loss
     return loss(log_probs, labels, frames, n_labels, blank=0, reduction='none')
 
 # %% ../../nbs/pytorch/09_evaluate.ipynb #c008

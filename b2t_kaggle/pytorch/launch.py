@@ -21,13 +21,12 @@ from ..devices.interrupts import ended_when_asked, noted_interrupt
 from ..devices.machine import n_cores
 from ..devices.processes import end_with_parent, own_code, own_python
 from ..devices.torch import pick_torch
-from ..devices.tpu_runtime import prepare_torch_tpu_processes
 from .parallel import in_torchrun
 from .trainer import train
 from ..training.loop import kept_batches
 from ..training.recipe import TrainingError
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c008
+# %% ../../nbs/pytorch/13_launch.ipynb #c006
 def train_of(
     cfg: Config, # The run's configuration
 ) -> Callable[..., dict]:
@@ -36,7 +35,7 @@ def train_of(
     from b2t_kaggle.pytorch.audio.llm.trainer import train as train_audio_llm
     return train_audio_llm
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c010
+# %% ../../nbs/pytorch/13_launch.ipynb #c008
 def work(
     job: str | Path, # A file from `launch`
 ) -> None:
@@ -61,7 +60,7 @@ def work(
         raise
     if os.environ['RANK'] == '0': write_whole(job.with_name('result'), json.dumps(result))
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c012
+# %% ../../nbs/pytorch/13_launch.ipynb #c010
 def several_machines(
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> bool:
@@ -90,7 +89,7 @@ def _job_folder(out_dir: Path) -> Iterator[Path]:
     for name in ('result', 'error', 'interrupted'): (folder/name).unlink(missing_ok=True)
     yield folder
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c015
+# %% ../../nbs/pytorch/13_launch.ipynb #c013
 def _exit_status(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     "Run a command to its end: its status, and whether this process was asked to end, which waits for it."
     # It may be asked before the other one is waited for: that is noted, not raised
@@ -100,7 +99,7 @@ def _exit_status(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
             process.kill()
             raise
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c018
+# %% ../../nbs/pytorch/13_launch.ipynb #c016
 _TORCHRUN = """import logging, os
 logging.raiseExceptions = False # A second signal may come while the first one is logged
 os.environ['B2T_TORCHRUN'] = str(os.getpid())
@@ -166,8 +165,7 @@ def train_here(
         return train_of(cfg)(store, store_val, cfg, out_dir, progress)
     if with_others and device.kind == 'xla':
         raise TrainingError('several machines train together on GPUs or CPUs, not on TPUs; unset PET_NNODES')
-    if device.kind == 'tpu': prepare_torch_tpu_processes(n_processes)
     return launch(n_processes, store, store_val, cfg, out_dir, progress)
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c019
+# %% ../../nbs/pytorch/13_launch.ipynb #c017
 if __name__ == '__main__' and '__file__' in globals(): work(sys.argv[1])

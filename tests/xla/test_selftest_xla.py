@@ -1,4 +1,4 @@
-"The self-test of an accelerator on XLA's processor backend, with two devices."
+"Checks of an accelerator on XLA's processor backend, with two devices."
 import json
 import sys
 from pathlib import Path
@@ -6,25 +6,29 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip('torch_xla', reason='needs torch_xla: pip install b2t_kaggle[xla]')
-sys.path.insert(0, str(Path(__file__).parents[1]))
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS/'device')]
 from train_toy import hear
 
 
-def tell_events(folder, names):
-    "Print what happens in some checks."
-    from b2t_kaggle.pytorch.selftest.bench import Bench
-    from b2t_kaggle.pytorch.selftest.run import events
-    for event in events(Bench('xla', folder), names): print('>', json.dumps(event))
+def tell_findings(folder):
+    "Print what the smoke test and some of the long checks find."
+    sys.path.insert(0, str(TESTS/'device'))
+    from device_checks import CHECKS
+
+    from b2t_kaggle.pytorch import selftest
+    bench = selftest.Bench('xla', folder)
+    checks = [selftest.ctc, selftest.precision, selftest.resume]
+    checks += [CHECKS[name] for name in ('encoder transformer', 'augmentation', 'processes')]
+    for check in checks:
+        for f in check(bench): print('>', json.dumps([f.what, f.figure, f.passed]))
 
 
 def test_checks_pass_on_two_devices(tmp_path):
-    names = ['ctc', 'augmentation', 'encoder transformer', 'float16', 'resume', 'processes', 'compile']
-    said = hear(2, tmp_path, tell_events, tmp_path, names)
-    told = [json.loads(line[2:]) for line in said.splitlines() if line.startswith('> ')]
-    findings = [e for e in told if e['event'] == 'finding']
-    assert [e for e in findings if not e['passed']] == []
-    assert [e for e in told if 'error' in e] == []
-    skipped = [e['check'] for e in told if 'skipped' in e]
-    assert skipped == ['float16', 'compile']
-    assert set(names) - set(skipped) == {e['check'] for e in findings}
-    assert [e['what'] for e in findings if e['check'] == 'processes'] == ['SPMD over 2 devices: weights']
+    findings = [json.loads(line[2:]) for line in hear(2, tmp_path, tell_findings, tmp_path).splitlines()
+                if line.startswith('> ')]
+    names = [what for what, _, _ in findings]
+    assert [f for f in findings if not f[2]] == []
+    assert {'loss', 'bfloat16: losses of 4 steps', 'resumed: weights', 'bfloat16: gradients',
+            'white noise: mean square', 'SPMD over 2 devices: weights'} <= set(names)
+    assert not [what for what in names if 'float16' in what and 'bfloat16' not in what]

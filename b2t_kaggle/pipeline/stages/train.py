@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import TRAINING_GROUPS, Config, with_overrides
-from ...devices.time_limit import check_accelerator_present
+from ...devices.kaggle import check_accelerator_present
 from .inputs import check_device, check_llm, llm_files
 from b2t_kaggle.pipeline.stages.stage import (
     AcousticModel,
@@ -49,7 +49,7 @@ def _check_batches(cfg: Config) -> None:
             apportioned(getattr(d, unit), d.shares, f'data.{unit}')
     except ValueError as e: raise PipelineError(str(e)) from None
 
-# %% ../../../nbs/pipeline/stages/05_train.ipynb #c011
+# %% ../../../nbs/pipeline/stages/05_train.ipynb #c008
 SESSION_END = "the session's end" # As a limit in words
 
 def within_time(
@@ -89,7 +89,7 @@ def what_ended(
     return (f'Ended by {reasons[result["stopped"]]} after {steps:,} of {t.num_training_batches:,} batches; the '
             f'learning rate, {t.lr_max:.3g} at most, was {rate:.3g} then.')
 
-# %% ../../../nbs/pipeline/stages/05_train.ipynb #c007
+# %% ../../../nbs/pipeline/stages/05_train.ipynb #c010
 class Train(Stage):
     does = 'train the acoustic model'
     config = TRAINING_GROUPS
