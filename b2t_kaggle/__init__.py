@@ -80,7 +80,6 @@ _MOVED = {
     'decoding.phoneme_decoder': 'decoding.phoneme_lists.decoder',
     'devices.session': 'devices.time_limit',
     'rescoring.finetune': 'lm.finetune', 'rescoring.llm': 'lm.causal',
-    'rescoring.merge': 'rescoring.error_correction', 'rescoring.merge_data': 'rescoring.error_correction_data',
 }
 
 

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from b2t_kaggle.cli import command as cli
+from b2t_kaggle.cli.command import VERBS as SECTIONS
 from b2t_kaggle.cli.options import CONFIG_KEYS, StageOption
-from b2t_kaggle.cli.verbs import VERBS as SECTIONS
 from b2t_kaggle.config import load_config, preset, save_config
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import STAGES
@@ -33,11 +33,7 @@ def verbs(command=cli.main, path=()):
 VERBS = dict(verbs())
 
 
-def options(verb):
-    "Those of a verb; of both verbs that had one name in older lines, with what told them apart."
-    params = [p for name in verb.split(' or ') for p in VERBS[name].params]
-    if verb == 'decode or decode-phonemes': params.append(click.Option(['--phonemes']))
-    return [*{p.name: p for p in params if isinstance(p, click.Option)}.values()]
+def options(verb): return [p for p in VERBS[verb].params if isinstance(p, click.Option)]
 
 
 def is_of_runs(verb): return verb != 'runs' and any(p.name == 'work' for p in options(verb))
@@ -53,13 +49,9 @@ LINES = {verb: [verb] for verb in VERBS if is_of_runs(verb)} | {
     'lm': ['lm', 'lm clean lists.jsonl -o sentences.txt'],
     'ensemble': ['ensemble first --name both'],
     'sweep': ['sweep --set train.lr_max=1e-4:1e-2:log'],
-    # Older lines
-    'combine or combine-files': ['combine --set combine.sources=[first]', 'combine lists.jsonl -o combined.csv'],
-    'decode or decode-phonemes': [
-        'decode', 'decode --phonemes lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o sentences.csv'],
-    'simulate or data simulate': ['simulate', 'simulate sessions'],
-    'check or data check': ['check', 'check sessions'],
-    'ensemble or average-logits': ['ensemble first --name both', 'ensemble lists.jsonl -o average.arrow'],
+    'combine-files': ['combine-files lists.jsonl -o combined.csv'],
+    'decode-phonemes': ['decode-phonemes lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o sentences.csv'],
+    'average-logits': ['average-logits lists.jsonl -o average.arrow'],
 }
 # By parameter, the options that are added; in brackets what both calls have
 VALUES = {
@@ -187,10 +179,6 @@ def test_every_option_is_read():
     ('lm get -o folder', '--output'),
     ('lm build lists.jsonl -o new.arpa --sentences --no-numbers', '--numbers'),
     ('lm binary lists.jsonl -o new.bin --kind probing --bits 4', '--bits'),
-    ('merge first --model llm -o new.csv --seed 1', '--seed'),
-    ('merge first --model llm -o new.csv --epochs 1', '--epochs'),
-    ('merge first --model llm -o new.csv --tune val --folds 3', '--folds'),
-    ('merge first --model llm -o new.csv --train lists.jsonl', '--train'),
     ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --device cpu', '--device'),
     ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --dtype float16', '--dtype'),
     ('keys --preset quick --out elsewhere', '--out'),
@@ -206,14 +194,14 @@ def test_an_option_without_effect_is_refused(line, option, call):
 def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
     "Counted in the HDF5 files: `quick` has 40 sentences of train in a session, where `demo` has 120."
     few = ['--set', 'simulate.n_sessions=1', '--set', 'simulate.lm_sentences=0']
-    done = CliRunner().invoke(cli.main, ['simulate', str(tmp_path/'new'), '--preset', 'quick', *few])
+    done = CliRunner().invoke(cli.main, ['data', 'simulate', str(tmp_path/'new'), '--preset', 'quick', *few])
     assert done.exit_code == 0, done.output
     file, = (tmp_path/'new').glob('*/data_train.hdf5')
     with h5py.File(file) as f: assert len(f) == preset('quick').simulate.train == 40
-    check = ['check', str(tmp_path/'new'), '--set', 'data.sessions=[t15.1999.01.01]']
+    check = ['data', 'check', str(tmp_path/'new'), '--set', 'data.sessions=[t15.1999.01.01]']
     done = CliRunner().invoke(cli.main, check)
     assert done.exit_code == 1 and 'no such folder' in done.output
-    done = CliRunner().invoke(cli.main, check[:2])
+    done = CliRunner().invoke(cli.main, check[:3])
     assert done.exit_code == 0 and '1 session, no problems' in done.output
 
 
@@ -230,7 +218,6 @@ def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
     ('kaggle kernal', 'did you mean kernel?'),
     ('run --from frist --name new', 'did you mean first?'),
     ('compare fir first', 'did you mean first?'),
-    ('merge fir --model llm -o new.csv', 'did you mean first?'),
     ('ensemble fir --name new', 'did you mean first?'),
     ('keys --name fir', 'did you mean first?'),
     ('lm get librispeech', '4gram?'),
@@ -251,22 +238,6 @@ def test_a_variant_that_cannot_begin_leaves_nothing(call):
     assert call(line)[0] == 0 # Its trials end with their training
 
 
-@pytest.mark.parametrize('former, today', [
-    ('simulate sessions --preset quick', 'data simulate sessions --preset quick'),
-    ('check --set data.dtype=float32 sessions', 'data check sessions --set data.dtype=float32'),
-    ('decode --phonemes=lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o new.csv --nbest 3',
-     'decode-phonemes lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o new.csv --nbest 3'),
-    ('combine -o new.csv first lists.jsonl --tune val', 'combine-files first lists.jsonl -o new.csv --tune val'),
-    ('ensemble lists.jsonl -o new.arrow --how prob', 'average-logits lists.jsonl -o new.arrow --how prob'),
-])
-def test_an_older_line_means_what_it_meant_and_todays_is_told(former, today, call):
-    verb = ' '.join(today.split()[:2 if today.startswith('data ') else 1])
-    status, told, record = call(former)
-    assert status == 0 and f'is called `b2t {verb}` now.' in told.splitlines()[0], told
-    status, without_hint, same = call(today)
-    assert status == 0 and record == same != [] and told.splitlines()[1:] == without_hint.splitlines()
-
-
 def imported(line, folder):
     "The modules that a line imports, in a process of its own."
     code = 'import runpy, sys\ntry: runpy.run_module("b2t_kaggle.cli", run_name="__main__")\n'
@@ -281,7 +252,7 @@ def test_help_imports_next_to_nothing(tmp_path):
     modules = imported('--help', tmp_path)
     assert {m.split('.')[0] for m in modules} & {'numpy', 'pandas', 'pydantic', 'numba', 'torch', 'yaml'} == set()
     assert {m for m in modules if m.startswith('b2t_kaggle')} == {f'b2t_kaggle{m}' for m in (
-        '', '.cli', '.cli.command', '.cli.verbs', '.core', '.core.files', '.core.limits', '.core.messages', '.devices',
+        '', '.cli', '.cli.command', '.core', '.core.files', '.core.limits', '.core.messages', '.devices',
         '.devices.interrupts')}
 
 

@@ -1,4 +1,4 @@
-"Alignment, minimum Bayes risk and ROVER against definitions and brute force; the bootstrap."
+"Minimum Bayes risk and the plain vote against definitions and brute force; the bootstrap."
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,37 +7,14 @@ from rapidfuzz.distance import Levenshtein
 
 from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.metrics.bootstrap import bootstrap_difference
-from b2t_kaggle.rescoring.combine import (
-    Combination,
-    candidates,
-    combine,
-    combine_trial,
-    minimum_bayes_risk,
-    posterior,
-    rover,
-    word_network,
-)
+from b2t_kaggle.rescoring.combine import Combination, candidates, combine, minimum_bayes_risk, posterior
+from b2t_kaggle.rescoring.hypotheses import Ballots, pivot
 
 sentence = st.lists(st.sampled_from('abcd'), max_size=5).map(' '.join)
 distinct = st.lists(sentence, min_size=1, max_size=6, unique=True)
 
 
 def hyp(text, total=0.): return Hypothesis(text, total, 0., len(text.split()), total)
-
-
-@given(distinct)
-def test_a_network_holds_every_sentence(texts):
-    rows = word_network(texts)
-    assert len({len(row) for row in rows}) == 1
-    assert [' '.join(filter(None, row)) for row in rows] == texts
-    assert all(any(column) for column in zip(*rows)) # No slot is empty for all
-
-
-@given(sentence, sentence)
-def test_two_sentences_are_aligned_at_their_edit_distance(a, b):
-    if a == b: return
-    rows = word_network([a, b])
-    assert sum(x != y for x, y in zip(*rows)) == Levenshtein.distance(a.split(), b.split())
 
 
 @given(distinct, st.data())
@@ -50,25 +27,23 @@ def test_minimum_bayes_risk_by_definition(texts, data):
     assert risk(minimum_bayes_risk(c, p)) == pytest.approx(min(map(risk, texts)))
 
 
-@given(distinct.flatmap(st.permutations))
-def test_rover_takes_the_heaviest_word_of_each_slot(texts):
-    # Powers of two: no two sets of sentences weigh the same
-    c = candidates([[hyp(t, np.log(2.)*i) for i, t in enumerate(texts)]])
-    p = posterior(c, Combination())
-    def heaviest(column): return max(set(column), key=lambda w: sum(q for x, q in zip(column, p) if x == w))
-    assert rover(c, p) == ' '.join(filter(None, map(heaviest, zip(*c.rows))))
+@given(distinct, st.data())
+def test_the_pivot_of_a_vote_has_the_lowest_risk(texts, data):
+    weights = np.array(data.draw(st.lists(st.integers(1, 9), min_size=len(texts), max_size=len(texts))), float)
+    def edits(a, b): return Levenshtein.distance(a.split(), b.split())
+    risks = [sum(w*edits(other, text) for w, other in zip(weights, texts)) for text in texts]
+    assert risks[pivot(Ballots(texts, np.diag(weights)))] == pytest.approx(min(risks))
 
 
 def test_among_equals_the_first_sentence_wins():
     c = candidates([[hyp('a b'), hyp('c d')]])
-    for answer in (rover, minimum_bayes_risk): assert answer(c, posterior(c, Combination())) == 'a b'
+    assert minimum_bayes_risk(c, posterior(c, Combination())) == 'a b'
 
 
-def test_certainty_wins_whatever_the_method():
-    c = candidates([[hyp('a b c', 0.), hyp('a d c', -50.), hyp('x y z', -60.)], [hyp('x y z', 0.)]])
-    for method in ('mbr', 'rover'):
-        assert combine_trial(c, Combination(method, 1., (1., 0.))) == 'a b c'
-        assert combine_trial(c, Combination(method, 1., (0., 1.))) == 'x y z'
+def test_certainty_wins():
+    systems = [[hyp('a b c', 0.), hyp('a d c', -50.), hyp('x y z', -60.)]], [[hyp('x y z', 0.)]]
+    assert combine(systems, Combination('mbr', 1., (1., 0.))) == ['a b c']
+    assert combine(systems, Combination('mbr', 1., (0., 1.))) == ['x y z']
 
 
 def test_words_far_beyond_a_byte_are_told_apart():
@@ -94,7 +69,7 @@ def wer(references, texts):
 def test_independent_systems_correct_each_other():
     systems, references = simulated(150, 0, (0.2, 0.2, 0.2))
     alone = [wer(references, [h.text for h, in s]) for s in systems]
-    votes = combine(systems, Combination('rover'))
+    votes = combine(systems)
     assert wer(references, votes) < 0.7*min(alone)
     assert bootstrap_difference(references, [h.text for h, in systems[0]], votes).high < 0
 

@@ -14,11 +14,17 @@ from tiny_models import tiny_lm
 from b2t_kaggle.cli.combine import combine_files
 from b2t_kaggle.lm.causal import load_lm, score_sentences
 from b2t_kaggle.metrics import word_error_rate
-from b2t_kaggle.rescoring.corrections import cross_validate, fit_corrector, vote
-from b2t_kaggle.rescoring.error_correction_data import sentence_folds
-from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, Trial, read_hypotheses, write_hypotheses
+from b2t_kaggle.rescoring.hypotheses import (
+    Entry,
+    Hypotheses,
+    Trial,
+    read_blocks,
+    read_hypotheses,
+    vote,
+    with_corpora,
+    write_hypotheses,
+)
 from b2t_kaggle.rescoring.opinion_pool import (
-    Learner,
     Opinions,
     bounded_voice,
     cross_validate_pool,
@@ -26,6 +32,7 @@ from b2t_kaggle.rescoring.opinion_pool import (
     fit_pool,
     llm_scores,
     random_trials,
+    sentence_folds,
 )
 
 REAL = next((p for p in (Path(__file__).parents[n]/'shared'/'t15' for n in (1, 2)) if p.exists()), None)
@@ -187,11 +194,26 @@ def test_the_command_hears_a_causal_lm(tmp_path):
     assert [e.text for (e,) in written] == [c.text for c in expected]
 
 
-def test_sources_without_seeds_are_combined_as_ever():
-    h = simulated(60, 0, ((1, 0.2, 0.), (1, 0.3, 0.), (1, 0.3, 0.)))
-    learner = Learner(h.voters)
-    assert learner.fit(h) == fit_corrector(h) and learner.cross_validate(h) == cross_validate(h)
-    assert learner.predict(fit_corrector(h), h) == fit_corrector(h).predict(h)
+def test_systems_may_lack_trials():
+    full = simulated(60, 0, ((1, 0.2, 0.), (1, 0.2, 0.), (1, 0.2, 0.)))
+    some = {t: [e for k, e in enumerate(entries) if (int(t) + k) % 4] for t, entries in full.entries.items()}
+    h = Hypotheses(full.trials, some)
+    combined = cross_validate_pool(h, folds=3)
+    assert len(combined) == 60 and wer(h, combined) < 0.25
+    nothing = Hypotheses({'x': Trial('x')}, {'x': []})
+    assert [c.text for c in fit_pool(h).predict(nothing)] == ['']
+
+
+@pytest.mark.skipif(REAL is None, reason='../shared/t15 is not beside the repository')
+def test_the_real_lists(tmp_path):
+    h = read_hypotheses(REAL/'hypotheses_val.jsonl')
+    assert len(h) == 731 and len(h.voters) == 40 and len({v[1] for v in h.voters} | {v[0] for v in h.voters}) > 2
+    unknown = Hypotheses({t: replace(trial, corpus=None) for t, trial in h.trials.items()}, h.entries)
+    assert with_corpora(unknown, read_blocks(REAL/'copy_task_description.csv')).trials == h.trials
+    few = h.subset(list(h.trials)[:50])
+    write_hypotheses(tmp_path/'few.jsonl', few)
+    assert read_hypotheses(tmp_path/'few.jsonl') == few
+    assert word_error_rate(few.references(), vote(few)) < 0.06
 
 
 @pytest.mark.skipif(REAL is None, reason='../shared/t15 is not beside the repository')

@@ -14,9 +14,7 @@ from b2t_kaggle.metrics import word_error_rate
 from b2t_kaggle.metrics.comparison import with_seen
 from b2t_kaggle.phonemes import build_lexicon, sentence_to_phonemes, to_class_ids
 from b2t_kaggle.pipeline.submission import SubmissionError, validate_submission, write_submission
-from b2t_kaggle.rescoring.combine import combine
-from b2t_kaggle.rescoring.error_correction import _as_sentence
-from b2t_kaggle.rescoring.hypotheses import read_hypotheses, system_lists
+from b2t_kaggle.rescoring.hypotheses import read_hypotheses, vote
 
 WRITTEN = 'I don’t know—it´s caf\u00e9\u00a0time… “wait”'
 PLAIN = "i don't know it's cafe time wait"
@@ -71,14 +69,11 @@ def test_sentences_of_other_systems(name, content, tmp_path):
     (tmp_path/name).write_text(content, encoding='utf-8')
     (tmp_path/'b.txt').write_text(f'{PLAIN}\nso it is\n')
     hypotheses = read_hypotheses(tmp_path/name, tmp_path/'b.txt')
-    assert combine(system_lists(hypotheses)) == [PLAIN, 'so it is']
+    assert vote(hypotheses) == [PLAIN, 'so it is']
     out = tmp_path/'out.csv'
-    done = CliRunner().invoke(main, ['combine', str(tmp_path/name), '-o', str(out)])
+    done = CliRunner().invoke(main, ['combine-files', str(tmp_path/name), '-o', str(out)])
     assert done.exit_code == 0, done.output
     assert out.read_text() == f'id,text\n0,{PLAIN}\n1,so it is\n' and validate_submission(out, 2) == []
-
-
-def test_answers_of_a_language_model(): assert _as_sentence(f'1. {WRITTEN} (60 %)\n') == PLAIN
 
 
 def test_a_submission_is_plain(tmp_path):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
+from .command import Group
 from .options import Choice, output_option, refuse_options
-from .verbs import Group
 from ..core.reading import read_text, split_lines
 from ..pytorch.audio.targets import AudioTarget, build_targets, sentence_seconds, session_sentences
 from ..pytorch.audio.tower import load_tower

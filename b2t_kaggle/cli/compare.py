@@ -8,23 +8,18 @@ __all__ = ['compare']
 # %% ../../nbs/cli/08_compare.ipynb #c002
 import csv
 import io
-from html import escape
 from pathlib import Path
 
 import click
 
-from .options import FILE, OUTPUT, out_option, terminal_width
-from .sources import source_path
-from ..core.files import write_whole
-from ..core.messages import counted
-from ..core.pages import data_frame, figure, page
-from ..core.reading import read_text, split_lines
-from ..metrics import IN_SAMPLE, comparison
-from ..phonemes import normalize_sentence
-from ..pipeline.results import RESULTS, is_in_sample
-from ..pipeline.run import Run, hypothesis_files
-from ..rescoring.gate import read_blocks
-from ..rescoring.hypotheses import best_entries, read_hypotheses, voter_name
+from b2t_kaggle.cli.options import FILE, out_option, source_path, terminal_width
+from b2t_kaggle.core.messages import counted
+from b2t_kaggle.core.reading import read_text, split_lines
+from b2t_kaggle.metrics import IN_SAMPLE, comparison
+from b2t_kaggle.phonemes import normalize_sentence
+from b2t_kaggle.pipeline.results import RESULTS, is_in_sample
+from b2t_kaggle.pipeline.run import Run, hypothesis_files
+from b2t_kaggle.rescoring.hypotheses import best_entries, read_blocks, read_hypotheses, voter_name
 
 # %% ../../nbs/cli/08_compare.ipynb #c005
 def _of_run(folder: Path) -> dict[str, list[dict]]:
@@ -116,26 +111,14 @@ of the paired bootstrap over trials. A star: the interval of a difference in ten
 of twenty groups, one has a star by chance alone. Clear there from: 1.96 · s · √(n · L) words, with the standard error s
 of the difference on the n words here, and the L words of the leaderboard.'''
 
-def _sections(tables) -> list[tuple[str, list]]:
-    "Title, and (title, table, what is plotted) of each part: all systems, then each but the first by group."
+def _sections(tables) -> list[tuple[str, dict]]:
+    "Title and tables by measure of each part: all systems, then each but the first by group."
     first, *others = tables
-    summaries = comparison.summary_tables(tables)
-    sections = [('All systems', [(m, comparison.as_text(t), None) for m, t in summaries.items()])]
+    sections = [('All systems', comparison.summary_tables(tables))]
     for name in others[:_MOST]:
-        parts = comparison.comparison_tables({first: tables[first], name: tables[name]})
-        sections.append((f'{name} − {first}', [(m, comparison.as_text(t), t) for m, t in parts.items()]))
+        pair = {first: tables[first], name: tables[name]}
+        sections.append((f'{name} − {first}', comparison.comparison_tables(pair)))
     return sections
-
-def _page(title: str, sections, said: str = '') -> str:
-    "A page with all tables and plots, which needs no other file."
-    parts = [f'<main>\n<h1>{escape(title)}</h1>\n<p><b>{escape(said)}</b></p>\n<p>{escape(_NOTES)}</p>\n']
-    for heading, tables in sections:
-        parts.append(f'<h2>{escape(heading)}</h2>\n')
-        for name, table, plotted in tables:
-            label = f'{name}, {heading}'
-            drawn = '' if plotted is None else figure(comparison.plot_comparison(plotted, label), label)
-            parts.append(f'<h3>{escape(name)}</h3>\n{drawn}{data_frame(table)}')
-    return page(title, ''.join(parts) + '</main>')
 
 # %% ../../nbs/cli/08_compare.ipynb #c014
 @click.command()
@@ -145,9 +128,8 @@ def _page(title: str, sections, said: str = '') -> str:
               help='The sentences of train, to tell seen from unseen ones: a text file, or a CSV with the column '
                    'sentence. Runs know them.')
 @click.option('--blocks', type=FILE, help='The official description of the blocks (CSV), for error rates by corpus.')
-@click.option('--html', type=OUTPUT, help='Write a page with tables and plots.')
 @out_option()
-def compare(sources, truth, train, blocks, html, out):
+def compare(sources, truth, train, blocks, out):
     """Compare runs or files of hypotheses, with intervals.
 
     Word and phoneme error rates by corpus, length, seen or unseen sentence and session, with those of the first one.
@@ -157,14 +139,10 @@ def compare(sources, truth, train, blocks, html, out):
     if len(systems) < 2:
         raise click.UsageError(f'found one system, {next(iter(systems))}, expected two or more to compare')
     tables = _tables(systems, truth, train, blocks)
-    sections = _sections(tables)
-    said = comparison.verdict(tables)
-    click.echo(f'{said}\n\n{counted(len(next(iter(tables.values()))), "trial")}')
-    for heading, parts in sections:
-        for name, table, _ in parts:
-            click.echo(f'\n{heading}: {name}\n{table.to_string(line_width=terminal_width())}')
+    click.echo(f'{comparison.verdict(tables)}\n\n{counted(len(next(iter(tables.values()))), "trial")}')
+    for heading, parts in _sections(tables):
+        for name, table in parts.items():
+            text = comparison.as_text(table).to_string(line_width=terminal_width())
+            click.echo(f'\n{heading}: {name}\n{text}')
     click.echo(f'\n{_NOTES}')
     if len(systems) > _MOST + 1: click.echo(f'By group: the first {_MOST} of {len(systems) - 1} systems.')
-    if html:
-        write_whole(html, _page(f'{", ".join(list(tables)[:_MOST + 1])}', sections, said))
-        click.echo(f'Wrote {html}')

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import click
 
+from .command import Group
 from .options import EXISTING_FOLDER, FOLDER, Choice, config_option, preset_option, set_option
-from .verbs import Group
 from ..config import Config, config_keys, load_config, resolve_key
 from ..config.keys import covers
 from ..core.messages import counted

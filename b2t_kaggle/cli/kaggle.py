@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 
+from .command import Group
 from .options import EXISTING_FOLDER, FILE, FOLDER, Choice, preset_option, set_option
-from .verbs import Group
 from ..config import Config, preset, with_overrides
 from ..core.files import format_size
 from ..core.messages import counted, with_command_name
@@ -146,7 +146,7 @@ def dataset(folder, name, title, licence, message, push):
     click.echo(f'Wrote {folder/"dataset-metadata.json"}')
     _publish(dataset_command(folder, message), push)
 
-# %% ../../nbs/cli/15_kaggle.ipynb #c014
+# %% ../../nbs/cli/15_kaggle.ipynb #c013
 def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
     "Raise `click.BadParameter` where a key of the configuration names a file that Kaggle does not have."
     for key in keys:

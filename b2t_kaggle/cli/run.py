@@ -19,10 +19,10 @@ from b2t_kaggle.cli.options import (
     inference_options,
     llm_option,
     refuse_options,
+    source_path,
     stage_command,
     training_options,
 )
-from .sources import source_path
 from ..config import Config, config_keys, describe_run, differing_values, full_key, keys_with, load_config
 from ..config.fields import ChangesNothing
 from ..config.overrides import as_set
@@ -120,7 +120,7 @@ def _tell_settings(run: Run) -> None:
         click.echo(f'Results of {run.dir.name} that depend on {_short(of_results)} are replaced; --from {run.dir.name} '
                    '--name OTHER makes another run of it.', err=True)
 
-# %% ../../nbs/cli/03_run.ipynb #c012a
+# %% ../../nbs/cli/03_run.ipynb #c013
 def _table(rows: list[dict]) -> str:
     "A line for each stage: state, seconds, and what came of it, which is folded where the terminal is narrow."
     table = pd.DataFrame(rows)
@@ -139,7 +139,7 @@ def _tell_gains(run: Run, names: list[str]) -> None:
         if best := figures.get('better_alone'):
             click.echo(f'{name}: {best} alone is better on val than what this stage made of all.')
 
-# %% ../../nbs/cli/03_run.ipynb #c013
+# %% ../../nbs/cli/03_run.ipynb #c015
 def run_until(
     stage: str | None, # The last stage; None for all
     force,             # Stages that are done again
@@ -166,7 +166,7 @@ def run_until(
     if stage is None or isinstance(STAGES[stage].writes, Page):
         click.echo(f'Submission: {run.dir/"submission.csv"}\nReport:     {run.dir/"report.html"}')
 
-# %% ../../nbs/cli/03_run.ipynb #c015
+# %% ../../nbs/cli/03_run.ipynb #c017
 def _quick(options: dict) -> dict:
     "The options of a run as `--quick` has it; says what that gives up."
     if given := [k for k in ('preset_', 'config_', 'data', 'from_') if options.get(k)]:
@@ -196,7 +196,7 @@ def run(force, quick, **options):
     What is done is skipped, what was interrupted continues."""
     run_until(None, force, **(_quick(options) if quick else options))
 
-# %% ../../nbs/cli/03_run.ipynb #c018
+# %% ../../nbs/cli/03_run.ipynb #c020
 _OWN_OPTIONS = {'train': training_options, 'infer': inference_options} # Beside those of every stage
 
 def stage_help(name: str) -> str: # Stage

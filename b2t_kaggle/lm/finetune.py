@@ -36,7 +36,7 @@ from b2t_kaggle.lm.causal import (
 from ..training.recipe import lr_factor
 from ..training.resume import check_same
 
-# %% ../../nbs/lm/04_finetune.ipynb #c011
+# %% ../../nbs/lm/04_finetune.ipynb #c010
 def _batch_loss(model, sequences: Sequence[Sequence[int]], n_given: int | Sequence[int],
                 separate_head: bool = False) -> torch.Tensor:
     "Mean negative log-probability of the tokens after the first `n_given`, one number or one for each sequence."
@@ -65,7 +65,7 @@ def _tree_loss(model, sequences: Sequence[Sequence[int]], n_given: Sequence[int]
     logits = head(states[0, used]).float()
     return (logits.logsumexp(-1)[row] - logits[row, torch.as_tensor(tree.target, device=logits.device)]).mean()
 
-# %% ../../nbs/lm/04_finetune.ipynb #c015
+# %% ../../nbs/lm/04_finetune.ipynb #c014
 def save_adapter(
     model,              # Of PEFT
     folder: str | Path, # Replaced if it exists
@@ -76,7 +76,7 @@ def save_adapter(
         model.save_pretrained(new, save_embedding_layers=False) # Else it would look for a config.json of the base
         if marks: (new/'training.json').write_text(json.dumps(marks, indent=1), encoding='utf-8')
 
-# %% ../../nbs/lm/04_finetune.ipynb #c018
+# %% ../../nbs/lm/04_finetune.ipynb #c017
 class OutOfTime(RuntimeError):
     "The time limit comes before the end of the training; the state so far is kept."
 
@@ -93,7 +93,7 @@ def model_mark(
     some = [p.detach().reshape(-1)[:64].float().tolist() for p in model.parameters()]
     return f'{type(model).__name__} ({_hash(sorted(map(str, config.items())))} {_hash(some)})'
 
-# %% ../../nbs/lm/04_finetune.ipynb #c301
+# %% ../../nbs/lm/04_finetune.ipynb #c019
 @dataclass
 class TrainingState:
     "The file from which an interrupted fine-tuning continues."
@@ -144,7 +144,7 @@ def _trained(model) -> dict[str, torch.Tensor]:
     "The parameters that are trained."
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
-# %% ../../nbs/lm/04_finetune.ipynb #c021
+# %% ../../nbs/lm/04_finetune.ipynb #c022
 def _check_text(model, tokenizer, sentences: Sequence[str]) -> tuple[list[tuple[int, ...]], int]:
     "Tokens of the sentences that are not empty, and how many at the beginning are not scored."
     sentences = [s for s in sentences if s.strip()]
@@ -172,7 +172,7 @@ def _batches(phases: Sequence[Sequence[int]], epochs: int, batch_size: int) -> l
         batches += [order[a:b] for a, b in zip(bounds, bounds[1:])]
     return batches
 
-# %% ../../nbs/lm/04_finetune.ipynb #c023
+# %% ../../nbs/lm/04_finetune.ipynb #c024
 _TREE_TOKENS = 512 # Attention of longer batches is faster by rows
 
 def _train_step(model, optimizer, sequences, n_given, can: Capabilities, step: str) -> float:
@@ -206,7 +206,7 @@ def _train(model, sequences, n_given, batches, lr: float, can: Capabilities, sta
         state.longest = max(state.longest, time.monotonic() - start)
         bar.set_postfix(loss=f'{loss:.2f}')
 
-# %% ../../nbs/lm/04_finetune.ipynb #c025
+# %% ../../nbs/lm/04_finetune.ipynb #c026
 def train_lora(
     model: torch.nn.Module,           # A causal language model of transformers; gets LoRA layers
     sequences: Sequence[Sequence[int]], # Tokens of each example

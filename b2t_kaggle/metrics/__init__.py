@@ -48,7 +48,7 @@ def total(counts: Iterable[ErrorCounts]) -> ErrorCounts:
 
 IN_SAMPLE = '(tuned on these sentences)' # Stands behind every rate that is too good for that reason
 
-# %% ../../nbs/metrics/00_metrics.ipynb #c502
+# %% ../../nbs/metrics/00_metrics.ipynb #c009
 def hundredths(
     value: float, # A rate or a difference of rates
 ) -> str:
@@ -61,7 +61,7 @@ def percent(
     "A rate as it is read."
     return f'{hundredths(rate)} %'
 
-# %% ../../nbs/metrics/00_metrics.ipynb #c008
+# %% ../../nbs/metrics/00_metrics.ipynb #c011
 def count_edits(
     reference: Sequence[Hashable],  # Tokens [R]
     hypothesis: Sequence[Hashable], # Tokens [H]
@@ -72,7 +72,7 @@ def count_edits(
     n = Counter(op.tag for op in Levenshtein.editops(ref, hyp))
     return ErrorCounts(len(ref) - n['replace'] - n['delete'], n['replace'], n['insert'], n['delete'])
 
-# %% ../../nbs/metrics/00_metrics.ipynb #c011
+# %% ../../nbs/metrics/00_metrics.ipynb #c014
 def _pairs(references, hypotheses) -> list[tuple]:
     "References and hypotheses as pairs; raises `ValueError` where they do not pair up."
     for name, x in ('references', references), ('hypotheses', hypotheses):
@@ -96,7 +96,7 @@ def _count_each(pairs: Iterable[tuple], to_tokens: Callable) -> list[ErrorCounts
         counts.append(count_edits(*tokens))
     return counts
 
-# %% ../../nbs/metrics/00_metrics.ipynb #c013
+# %% ../../nbs/metrics/00_metrics.ipynb #c016
 def _phoneme_ids(x) -> list[int]:
     "A phoneme sequence, names or class ids, as ids."
     if isinstance(x, str): raise ValueError(f'found the text {x!r}, expected a sequence of phonemes; split it')
@@ -108,9 +108,7 @@ def _normalized(x) -> str:
     if not isinstance(x, str): raise ValueError(f'found {x!r}, expected text')
     return normalize_sentence(x)
 
-def _words(x) -> list[str]:
-    "The words of a text as the metric compares it."
-    return _normalized(x).split()
+def _words(x) -> list[str]: return _normalized(x).split()
 
 def phoneme_errors(
     references: Iterable, # One sequence of phoneme names or class ids for each trial, unpadded
@@ -120,20 +118,20 @@ def phoneme_errors(
     return _count_each(_pairs(references, hypotheses), _phoneme_ids)
 
 def word_errors(
-    references: Iterable[str], # One text for each trial; normalised first
+    references: Iterable[str], # One text for each trial
     hypotheses: Iterable[str], # The same
 ) -> list[ErrorCounts]:        # For each trial
     "Word edits of each trial after the metric's normalisation; raises `ValueError` that names the trial."
     return _count_each(_pairs(references, hypotheses), _words)
 
 def character_errors(
-    references: Iterable[str], # One text for each trial; normalised first
+    references: Iterable[str], # One text for each trial
     hypotheses: Iterable[str], # The same
 ) -> list[ErrorCounts]:        # For each trial
     "Character edits of each trial, spaces included, after the metric's normalisation; raises as `word_errors`."
     return _count_each(_pairs(references, hypotheses), _normalized)
 
-# %% ../../nbs/metrics/00_metrics.ipynb #c015
+# %% ../../nbs/metrics/00_metrics.ipynb #c018
 def phoneme_error_rate(
     references: Iterable, # One sequence of phoneme names or class ids for each trial, unpadded
     hypotheses: Iterable, # The same
@@ -142,20 +140,20 @@ def phoneme_error_rate(
     return total(phoneme_errors(references, hypotheses)).rate
 
 def word_error_rate(
-    references: Iterable[str], # One text for each trial; normalised first
+    references: Iterable[str], # One text for each trial
     hypotheses: Iterable[str], # The same
 ) -> float:
     "WER: word edits of all trials per reference word, after the metric's normalisation. The competition's score."
     return total(word_errors(references, hypotheses)).rate
 
 def character_error_rate(
-    references: Iterable[str], # One text for each trial; normalised first
+    references: Iterable[str], # One text for each trial
     hypotheses: Iterable[str], # The same
 ) -> float:
     "CER: character edits of all trials per reference character, after the metric's normalisation."
     return total(character_errors(references, hypotheses)).rate
 
-# %% ../../nbs/metrics/00_metrics.ipynb #c022
+# %% ../../nbs/metrics/00_metrics.ipynb #c025
 def error_table(
     counts: Sequence[ErrorCounts], # Of each trial
     groups: Sequence[Hashable],    # The session (or block, corpus …) of each trial
@@ -176,23 +174,20 @@ def error_table(
     columns = [name, 'trials', 'length', 'edits', 'substitutions', 'insertions', 'deletions', 'rate']
     return pd.DataFrame(rows, columns=columns).set_index(name)
 
-# %% ../../nbs/metrics/00_metrics.ipynb #c025
-def _ngram_counts(words: Sequence[str], n: int) -> Counter:
-    "Occurrences of each n-gram."
-    return Counter(zip(*(words[i:] for i in range(n))))
-
+# %% ../../nbs/metrics/00_metrics.ipynb #c028
 def bleu(
     references: Iterable[str], # One text for each trial; normalised first
     hypotheses: Iterable[str], # The same
 ) -> float:                    # 0 … 1
     "Corpus BLEU (Papineni et al., 2002), 4-grams, one reference each; raises `ValueError` if they do not pair up."
+    def ngrams(words, n): return Counter(zip(*(words[i:] for i in range(n))))
     pairs = [(_words(r), _words(h)) for r, h in _pairs(references, hypotheses)]
     ref_length = sum(len(ref) for ref, _ in pairs)
     hyp_length = sum(len(hyp) for _, hyp in pairs)
     log_precisions = []
     for n in range(1, 5):
-        matched = sum((_ngram_counts(ref, n) & _ngram_counts(hyp, n)).total() for ref, hyp in pairs)
-        proposed = sum(_ngram_counts(hyp, n).total() for _, hyp in pairs)
+        matched = sum((ngrams(ref, n) & ngrams(hyp, n)).total() for ref, hyp in pairs)
+        proposed = sum(ngrams(hyp, n).total() for _, hyp in pairs)
         if not matched: return 0.
         log_precisions.append(math.log(matched/proposed))
     return math.exp(sum(log_precisions)/4)*min(1., math.exp(1 - ref_length/hyp_length))

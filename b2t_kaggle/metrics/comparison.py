@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['WER', 'PER', 'PER_WITHOUT_SIL', 'results_of', 'write_results', 'read_results', 'measure', 'with_seen', 'trial_groups',
-           'result_table', 'as_text', 'same_trials', 'summary_tables', 'comparison_tables', 'verdict',
-           'plot_comparison']
+           'result_table', 'as_text', 'same_trials', 'summary_tables', 'comparison_tables', 'verdict']
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c002
 import json
@@ -87,41 +86,33 @@ _LENGTHS = ((3, '1 to 3 words'), (6, '4 to 6 words'), (9, '7 to 9 words'), (np.i
 
 def with_seen(
     results: pd.DataFrame,
-    sentences: Collection[str], # Of train
+    sentences: Collection[str], # Sentences of train
 ) -> pd.DataFrame:
     "The same with the column `seen`."
     known = set(map(normalize_sentence, sentences))
     return results.assign(seen=[normalize_sentence(r) in known for r in results['reference']]).astype(object)
 
-def _length_group(sentence: str) -> str:
-    "The class of length of a sentence."
-    n = len(normalize_sentence(sentence).split())
-    return next(name for most, name in _LENGTHS if n <= most)
-
-def _known(name) -> str: return name if isinstance(name, str) else 'not known'
-
-def _positions(labels: list, order: Collection) -> dict[str, list[int]]:
+def _positions(labels: list[str], order: Collection[str]) -> dict[str, list[int]]:
     "Positions of each label, in this order; labels that do not occur are left out."
-    found = {str(label): [i for i, other in enumerate(labels) if other == label] for label in order}
-    return {label: positions for label, positions in found.items() if positions}
+    return {label: [i for i, other in enumerate(labels) if other == label] for label in order if label in labels}
 
 def trial_groups(
     results: pd.DataFrame,
 ) -> dict[str, dict[str, list[int]]]: # Kind of group, group, positions of its trials
     "All trials together, and by corpus, length, seen or unseen sentence and session, as far as these are known."
-    lengths = [_length_group(r) for r in results['reference']]
     groups = {'all': {'all': list(range(len(results)))}}
-    if 'corpus' in results:
-        corpora = [_known(c) for c in results['corpus']]
-        groups['corpus'] = _positions(corpora, sorted(set(corpora)))
-    groups['length'] = _positions(lengths, [name for _, name in _LENGTHS])
+    def add_known(column):
+        names = [name if isinstance(name, str) else 'not known' for name in results[column]]
+        groups[column] = _positions(names, sorted(set(names)))
+    if 'corpus' in results: add_known('corpus')
+    lengths = [len(normalize_sentence(r).split()) for r in results['reference']]
+    groups['length'] = _positions([next(name for most, name in _LENGTHS if n <= most) for n in lengths],
+                                  [name for _, name in _LENGTHS])
     if 'seen' in results:
         names = {True: 'seen in train', False: 'not in train', None: 'not known'}
-        seen = [None if pd.isna(s) else bool(s) for s in results['seen']]
-        groups['sentence'] = _positions([names[s] for s in seen], names.values())
-    if 'session' in results:
-        sessions = [_known(s) for s in results['session']]
-        groups['session'] = _positions(sessions, sorted(set(sessions)))
+        groups['sentence'] = _positions([names[None if pd.isna(s) else bool(s)] for s in results['seen']],
+                                        names.values())
+    if 'session' in results: add_known('session')
     return groups
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c014
@@ -162,45 +153,38 @@ def as_text(
     return pd.DataFrame({c: [_cell(v, f) for v, f in zip(table[c], is_small)] for c in table}, index=table.index)
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c017
-def _contradiction(column: str, ours: pd.Series, theirs: pd.Series) -> str:
-    "The first trial of which two tables know different things; empty where there is none."
-    for trial, x, y in zip(ours.index, ours, theirs):
-        same = normalize_sentence(x) == normalize_sentence(y) if column == 'reference' else x == y
-        if None not in (x, y) and not same: return f'trial {trial}, {column}: found {x!r} and {y!r}'
-    return ''
-
-def _check_trials(a: str, b: str, ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
-    "Raise `ValueError` where two systems do not have the same trials."
-    missing = [t for t in ours.index if t not in theirs.index]
-    extra = [t for t in theirs.index if t not in ours.index]
-    if not missing and not extra: return
-    lacking = f'{b} lacks {len(missing)} of the {len(ours)} trials of {a}, such as {missing[0]}' if missing else ''
-    more = f'{b} has {len(extra)} trials that {a} has not, such as {extra[0]}' if extra else ''
-    raise ValueError(f'{" and ".join(filter(None, (lacking, more)))}; expected the same trials of all systems: compare '
-                     'what was decoded from the same sessions, with the same options of the group data')
+def _facts_of(results: pd.DataFrame) -> pd.DataFrame:
+    "All columns of facts, unknown ones as None."
+    facts = results.reindex(columns=list(_FACTS)).astype(object)
+    return facts.where(facts.notna(), None)
 
 def same_trials(
     results: Mapping[str, pd.DataFrame], # By the system's name
 ) -> dict[str, pd.DataFrame]:            # In the order of the first one
     "The tables with trials in one order, and all facts of a trial. Raises `ValueError` for other trials."
     first, *others = results
-    facts = results[first].reindex(columns=list(_FACTS)).astype(object)
-    facts = facts.where(facts.notna(), None)
+    facts = _facts_of(results[first])
     for name in others:
-        _check_trials(first, name, results[first], results[name])
-        theirs = results[name].reindex(index=facts.index, columns=list(_FACTS)).astype(object)
-        theirs = theirs.where(theirs.notna(), None)
+        missing = [t for t in facts.index if t not in results[name].index]
+        extra = [t for t in results[name].index if t not in facts.index]
+        lacking = f'{name} lacks {len(missing)} of the {len(facts)} trials of {first}, such as {", ".join(missing[:1])}'
+        more = f'{name} has {len(extra)} trials that {first} has not, such as {", ".join(extra[:1])}'
+        if missing or extra:
+            raise ValueError(f'{lacking if missing else more}; expected the same trials of all systems: compare what '
+                             'was decoded from the same sessions, with the same options of the group data')
+        theirs = _facts_of(results[name]).loc[facts.index]
         for column in _FACTS:
-            if problem := _contradiction(column, facts[column], theirs[column]):
-                raise ValueError(f'{first} and {name}: {problem}, expected the same; are these the same trials?')
+            for trial, x, y in zip(facts.index, facts[column], theirs[column]):
+                if x is None or y is None or x == y: continue
+                if column == 'reference' and normalize_sentence(x) == normalize_sentence(y): continue
+                raise ValueError(f'{first} and {name}: trial {trial}, {column}: found {x!r} and {y!r}, expected the '
+                                 'same; are these the same trials?')
             facts[column] = [y if x is None else x for x, y in zip(facts[column], theirs[column])]
     known = facts.drop(columns=[c for c in facts if facts[c].isna().all()])
     found = {name: t.reindex(known.index)[[c for c in ('text', 'greedy') if c in t]] for name, t in results.items()}
     return {name: known.join(table) for name, table in found.items()}
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c020
-def _tokens(measure_name: str) -> str: return _TOKENS.get(measure_name, 'phonemes')
-
 def _shared_measures(results: Mapping[str, pd.DataFrame]) -> dict[str, dict[str, list[ErrorCounts]]]:
     "The edits of each system by measure, of those that all systems have."
     measured = {name: measure(table) for name, table in results.items()}
@@ -247,13 +231,14 @@ def comparison_tables(
         for grouping, members in groups.items():
             for group, positions in members.items():
                 x, y = (_members(systems[name], positions) for name in (a, b))
-                counts = {'trials': len(positions), _tokens(m): total(x).length, a: total(x).rate, b: total(y).rate}
+                counts = {'trials': len(positions), _TOKENS.get(m, 'phonemes'): total(x).length,
+                          a: total(x).rate, b: total(y).rate}
                 difference = {'difference': difference_interval(x, y), 'more errors': total(y).edits - total(x).edits}
                 rows.append(dict(by=grouping, group=group) | counts | difference)
         tables[m] = _as_table(rows)
     return tables
 
-# %% ../../nbs/metrics/02_comparison.ipynb #c402
+# %% ../../nbs/metrics/02_comparison.ipynb #c023
 def _clause(name: str, first: str, difference: Difference, trials: int) -> str:
     "A clause on the difference of a system's errors from the first one's."
     if not difference.is_clear or trials < FEW_TRIALS:
@@ -272,23 +257,3 @@ def verdict(
     trials = len(measured[first])
     return '; '.join(_clause(name, first, difference_interval(measured[first], measured[name]), trials)
                      for name in others)
-
-# %% ../../nbs/metrics/02_comparison.ipynb #c026
-def plot_comparison(
-    table: pd.DataFrame, # From `comparison_tables`
-    title: str = '',
-):                       # matplotlib's figure
-    "The difference of two systems by group, with intervals; those that do not contain zero are darker."
-    import matplotlib.pyplot as plt
-    fig, ax = plt.subplots(figsize=(8, 1 + 0.22*len(table)))
-    for y, d in enumerate(table['difference']):
-        value, low, high = (100*v for v in d)
-        ax.plot([low, high], [y, y], color='tab:blue', alpha=1 if d.is_clear else 0.35)
-        ax.plot(value, y, 'o', color='tab:blue', alpha=1 if d.is_clear else 0.35)
-    labels = [f'{group} ({trials:,} trials)' for (_, group), trials in zip(table.index, table['trials'])]
-    ax.axvline(0, color='gray', linewidth=0.8)
-    ax.set_yticks(range(len(table)), labels, fontsize=8)
-    ax.invert_yaxis()
-    ax.set(xlabel='points', title=title)
-    fig.tight_layout()
-    return fig

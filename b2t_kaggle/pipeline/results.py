@@ -22,18 +22,18 @@ from ..phonemes import PHONEMES
 from .run import Run, hypothesis_files
 from .stages import PipelineError, list_stage
 from .stamps import StageStamp
-from ..rescoring.corrections import Combined
-from ..rescoring.gate import read_blocks
 from b2t_kaggle.rescoring.hypotheses import (
     Entry,
     Hypotheses,
     Trial,
     best_entries,
+    read_blocks,
     read_hypotheses,
     read_sources_together,
     voter_name,
     write_hypotheses,
 )
+from ..rescoring.opinion_pool import Combined
 
 # %% ../../nbs/pipeline/11_results.ipynb #c007
 def _model_name(provenance: Mapping) -> str | None:

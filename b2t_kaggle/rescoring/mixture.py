@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['augment_nbest', 'Weights', 'configured_weights', 'ngram_per_word', 'llm_score', 'interpolate', 'write_weights',
-           'read_weights', 'Steps', 'line_search', 'Tuned', 'tune', 'plot_curve', 'cross_validate', 'score_nbest']
+           'read_weights', 'Steps', 'line_search', 'Tuned', 'tune', 'plot_curve', 'cross_validate', 'score_nbest',
+           'score_in_time', 'rank_in_time']
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c003
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from ..decoding.nbest import Hypothesis, LLMHypothesis
 from ..lm.automaton import Automaton
 from ..lm.ngram import NGram
 from ..metrics import IN_SAMPLE, word_errors
+from ..training.budget import in_time
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c006
 def _swaps(a: list[str], b: list[str]) -> Iterator[str]:
@@ -348,3 +350,36 @@ def score_nbest(
         some = slice(i, i + _TRIALS_AT_ONCE)
         scored += _score_lists(lists[some], None if contexts is None else contexts[some], model, tokenizer, end)
     return scored
+
+# %% ../../nbs/rescoring/00_mixture.ipynb #c043
+def _take_turns(todo: Mapping[str, Sequence[int]]) -> list[tuple[str, list[int]]]:
+    "Split and a few trials of each part, in an order in which all splits progress alike."
+    parts = [(i/len(trials), split, list(trials[i:i + _TRIALS_AT_ONCE]))
+             for split, trials in todo.items() for i in range(0, len(trials), _TRIALS_AT_ONCE)]
+    return [(split, part) for _, split, part in sorted(parts)]
+
+def score_in_time(
+    nbest: Mapping[str, Sequence[Sequence[Hypothesis]]], # Lists of each trial, by split
+    score: Callable[[list], list], # Scores the lists of some trials, such as `score_nbest` with its model
+    left: Callable[[], float],     # Seconds left
+    known: Mapping[str, dict[int, list[LLMHypothesis]]], # Lists that an earlier call has scored, by split and trial
+    progress: bool = True,         # Whether to show a progress bar
+) -> dict[str, dict[int, list[LLMHypothesis]]]:
+    "Scored lists of the trials for which the time suffices."
+    scored = {split: dict(known.get(split, {})) for split in nbest}
+    todo = {split: [i for i in range(len(lists)) if i not in scored[split]] for split, lists in nbest.items()}
+    with tqdm(total=sum(map(len, todo.values())), desc='rescore', unit=' trials', disable=not progress) as bar:
+        for split, part in in_time(_take_turns(todo), left):
+            scored[split] |= zip(part, score([nbest[split][i] for i in part]))
+            bar.update(len(part))
+    return scored
+
+def rank_in_time(
+    nbest: Sequence[Sequence[Hypothesis]],     # List of each trial
+    scored: Mapping[int, list[LLMHypothesis]], # Scored lists by trial
+    weights: Weights,
+) -> list[list[LLMHypothesis]]:
+    "Lists ranked by interpolated scores; lists without scores stay as the search ranked them."
+    ranked = dict(zip(scored, interpolate(list(scored.values()), weights)))
+    return [ranked.get(i) or [LLMHypothesis(**vars(h) | dict(n_tokens=0)) for h in hyps]
+            for i, hyps in enumerate(nbest)]

@@ -29,17 +29,16 @@ def _check_both_splits(systems: dict) -> None:
                             'alone, such as theirs_val.jsonl')
 
 def _combine(systems: dict, lm) -> tuple:
-    "A sentence for each trial by split, and the corrector that made them; none where there was nothing to learn from."
-    from b2t_kaggle.rescoring.corrections import Combined, vote
-    from b2t_kaggle.rescoring.opinion_pool import Learner
+    "A sentence for each trial by split, and the pool that made them; None if there was nothing to learn from."
+    from b2t_kaggle.rescoring.hypotheses import vote
+    from b2t_kaggle.rescoring.opinion_pool import Combined, cross_validate_pool, fit_pool
     if 'val' not in systems:
         print('There are no log-probabilities of val to learn from: this is the plain vote.')
         return {'test': [Combined(text, 1.) for text in vote(systems['test'])]}, None
-    learner = Learner(systems['val'].voters, lm)
-    corrector = learner.fit(systems['val'])
-    combined = {'val': learner.cross_validate(systems['val'])}
-    if 'test' in systems: combined['test'] = learner.predict(corrector, systems['test'])
-    return combined, corrector
+    pool = fit_pool(systems['val'], lm)
+    combined = {'val': cross_validate_pool(systems['val'], lm)}
+    if 'test' in systems: combined['test'] = pool.predict(systems['test'], lm)
+    return combined, pool
 
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c006b
 def _check_no_circle(sources, runs: Path, above: tuple[Path, ...] = ()) -> None:
@@ -59,7 +58,7 @@ def _check_no_circle(sources, runs: Path, above: tuple[Path, ...] = ()) -> None:
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c007
 def _texts(own, val, combined) -> dict[str, list[str]]:
     "Sentences of val by this run, whose lists `own` has, by the vote of all systems in `val`, and combined."
-    from b2t_kaggle.rescoring.corrections import vote
+    from b2t_kaggle.rescoring.hypotheses import vote
     return {'this run': [own[int(t)][0].text for t in val.trials], 'vote': vote(val),
             'combined': [c.text for c in combined]}
 
@@ -93,7 +92,7 @@ class Combine(Stage):
         from b2t_kaggle.pipeline.results import combined_lists, participant_rates, read_systems, write_all_lists
         systems = {split: read_systems(run, split) for split in run.splits}
         _check_both_splits(systems)
-        combined, corrector = _combine(systems, load_ngram(run.lm_path))
+        combined, pool = _combine(systems, load_ngram(run.lm_path))
         metrics = dict(systems=max(len(hypotheses.voters) for hypotheses in systems.values()))
         own = run.lists_for(self.name)
         texts, kept = {}, True
@@ -108,4 +107,4 @@ class Combine(Stage):
         if kept: own = {split: combined_lists(own[split], dict(zip(systems[split].trials, combined[split])))
                         for split in systems}
         return Result(write_all_lists(run, self.name, own), metrics,
-                      details=dict(systems=systems, corrector=corrector, texts=texts))
+                      details=dict(systems=systems, pool=pool, texts=texts))

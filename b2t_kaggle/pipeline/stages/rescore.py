@@ -15,8 +15,7 @@ def _scored(run, progress, nbest) -> dict[str, dict]:
     from b2t_kaggle.decoding.nbest import read_nbest
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.causal import open_lm
-    from b2t_kaggle.rescoring.deadline import score_in_time
-    from b2t_kaggle.rescoring.mixture import augment_nbest, score_nbest
+    from b2t_kaggle.rescoring.mixture import augment_nbest, score_in_time, score_nbest
     cfg = run.cfg.rescore
     model, tokenizer = open_lm(cfg)
     ngram = load_ngram(run.lm_path)
@@ -30,8 +29,7 @@ def _scored(run, progress, nbest) -> dict[str, dict]:
 
 def _rank(cfg, nbest, scored, references) -> tuple:
     "Ranked lists, their weights, and what was tuned; `references` has the sentence of each trial of val that has one."
-    from b2t_kaggle.rescoring.deadline import rank_in_time
-    from b2t_kaggle.rescoring.mixture import configured_weights, cross_validate, tune
+    from b2t_kaggle.rescoring.mixture import configured_weights, cross_validate, rank_in_time, tune
     configured = configured_weights(cfg)
     tunable = [i for i in references if i in scored['val']]
     lists = [scored['val'][i] for i in tunable]
@@ -52,7 +50,7 @@ def _write_words(run, rescored, references) -> tuple:
     decoders = {split: [decoder]*len(lists) for split, lists in rescored.items()}
     return write_words(run, 'rescore', rescored, decoders, references)
 
-# %% ../../../nbs/pipeline/stages/11_rescore.ipynb #c006
+# %% ../../../nbs/pipeline/stages/11_rescore.ipynb #c007
 class Rescore(Stage):
     does = 'an LLM ranks the n-best sentences anew'
     config = ('rescore',)
