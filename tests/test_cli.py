@@ -105,7 +105,7 @@ VALUES = {
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
          for value in VALUES[p.name]]
 # What does the work, and what takes time before it
-WORK = ('run.run_stages', 'sweep._sweep_runs', 'data.simulate_dataset', 'data.simulate_t12', 'data.validate',
+WORK = ('run.run_stages', 'runs._sweep_runs', 'data.simulate_dataset', 'data.simulate_t12', 'data.validate',
         'data.list_sessions', 'serve.run_stages', 'serve.serve_decoder', 'serve.check_redis', 'serve.open_decoder')
 TOOLS = ('combine-files', 'decode-phonemes', 'average-logits')
 BEFORE = ('b2t_kaggle.cli.serve._tell_search', 'b2t_kaggle.cli.serve._llm', 'signal.signal', 'logging.basicConfig')

@@ -34,7 +34,6 @@ def is_empty(module): return not source(module).read_text().strip()
 TENSORFLOW = [m for m in MODULES if m.startswith('b2t_kaggle.tensorflow.') and not is_empty(m)]
 PYTORCH = [m for m in MODULES if m.startswith(('b2t_kaggle.pytorch.', 'b2t_kaggle.devices.products'))]
 LANGUAGE_MODELS = [f'b2t_kaggle.{m}' for m in ('lm.causal', 'lm.finetune', 'rescoring.fusion')]
-VERBS = ['b2t_kaggle.cli.audio', 'b2t_kaggle.cli.average'] # They use PyTorch
 
 HIDE = '''
 import importlib, json, sys
@@ -92,7 +91,7 @@ def test_the_configuration_needs_no_tables():
 def test_decoding_needs_no_framework():
     "All that is about neither a framework nor large language models."
     heavy = ['torch', 'torch_xla', 'tensorflow', 'keras', 'jax', 'transformers', 'peft', 'redis', 'kenlm']
-    errors, loaded = load([m for m in MODULES if m not in TENSORFLOW + PYTORCH + LANGUAGE_MODELS + VERBS], heavy, heavy)
+    errors, loaded = load([m for m in MODULES if m not in TENSORFLOW + PYTORCH + LANGUAGE_MODELS], heavy, heavy)
     assert errors == {} and loaded == []
 
 

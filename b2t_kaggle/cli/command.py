@@ -68,7 +68,7 @@ VERBS = {
         'keys': ('keys', 'Show configuration keys, their values and meaning'),
         'devices': ('devices', 'Show the accelerators here, and what would be used'),
         'data': ('data', 'Fetch, import, simulate or check recordings'),
-        'docs': ('docs', 'Build the documentation site of a checkout'),
+        'docs': ('devices', 'Build the documentation site of a checkout'),
     },
     'Stages of a run': {
         'simulate': ('run', 'Simulate a participant, as official HDF5 sessions'),
@@ -88,14 +88,14 @@ VERBS = {
     },
     'To compare and combine': {
         'compare': ('compare', 'Compare runs or files of hypotheses, with intervals'),
-        'sweep': ('sweep', 'Train many runs that differ in values from Optuna'),
+        'sweep': ('runs', 'Train many runs that differ in values from Optuna'),
         'combine-files': ('combine', 'One sentence a trial from files of several systems'),
     },
     'Models and language models': {
-        'average': ('average', 'Average the weights of checkpoints of one model'),
+        'average': ('models', 'Average the weights of checkpoints of one model'),
         'average-logits': ('combine', 'Average log-probabilities of several models'),
-        'convert': ('convert', "Write a model in another framework's form"),
-        'audio': ('audio', 'Make speech of sentences, for an encoder to learn from'),
+        'convert': ('models', "Write a model in another framework's form"),
+        'audio': ('models', 'Make speech of sentences, for an encoder to learn from'),
         'confusions': ('phonemes', 'Learn what a model confuses, from phoneme lists'),
         'decode-phonemes': ('phonemes', 'Decode phoneme lists into sentences'),
         'serve': ('serve', 'Decode online, behind the official Redis streams'),
