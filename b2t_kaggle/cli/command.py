@@ -74,7 +74,6 @@ VERBS = {
         'simulate': ('run', 'Simulate a participant, as official HDF5 sessions'),
         'check': ('run', 'List every problem of the session files'),
         'pack': ('run', 'Pack the sessions into memory-mapped stores'),
-        'pretrain': ('run', 'Pretrain the encoder on all bins, without labels'),
         'train': ('run', 'Train the acoustic model'),
         'infer': ('run', 'Log-probabilities of val and test'),
         'ensemble': ('combine', 'Average several models, as a run of its own'),

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import click
 
-from .options import folded, out_option, preset_option, refuse_options
-from .sources import source_path
+from .options import folded, out_option, preset_option, refuse_options, source_path
 from ..config import Config, Key, config_fields, flat_values, former_keys, load_config, near_keys
 from ..config.keys import covers
 from ..config.overrides import as_set
