@@ -90,7 +90,8 @@ class TokenTree:
         self.cache = DynamicCache()
         self.depth = np.zeros(0, np.int64)       # Place of each token in its sentence [R]
         self.ancestor = np.zeros((0, 0), bool)   # Whether token j is in the beginning that ends with token i [R, R]
-        self.states = self.normalizer = torch.zeros(0) # State that predicts the next token [R, D], and its log-sum [R]
+        # State that predicts the next token [R, D], and its log-sum [R]
+        self.states = self.normalizer = torch.zeros(0, device=model.device)
 
     def append(self,
         tokens: Sequence[int],  # In an order in which beginnings come first [n]
@@ -182,7 +183,7 @@ class _Batch:
             parent = rows[-1]
         return rows
 
-# %% ../../nbs/rescoring/04_fusion.ipynb #c301
+# %% ../../nbs/rescoring/04_fusion.ipynb #c020
 class WrittenHistories:
     "The word histories of a trial as tokens."
     def __init__(self,
@@ -248,7 +249,7 @@ class WrittenHistories:
         number = self.tree.keep(kept)
         self.rows = {h: number[self.rows[h]].tolist() for h in live if h in self.rows}
 
-# %% ../../nbs/rescoring/04_fusion.ipynb #c022
+# %% ../../nbs/rescoring/04_fusion.ipynb #c024
 _FEW = 16 # Tokens that are run for the sake of a pass less
 
 class _NewWord:
@@ -280,7 +281,7 @@ class _NewWord:
         written.write(self.history, self.parent, self.forms[best], self.rows[best])
         return float(np.logaddexp.reduce(self.log_probs))
 
-# %% ../../nbs/rescoring/04_fusion.ipynb #c303
+# %% ../../nbs/rescoring/04_fusion.ipynb #c027
 Level = list[tuple[int, int, list[tuple[int, ...]]]] # Histories, those before them, the forms of their last words
 
 def run_ahead(
@@ -314,7 +315,7 @@ def score_level(
     for (word, i, *_), log_prob in zip(later, log_probs): word.log_probs[i] += log_prob
     return {word.history: word.write(written) for word in new}
 
-# %% ../../nbs/rescoring/04_fusion.ipynb #c026
+# %% ../../nbs/rescoring/04_fusion.ipynb #c031
 @dataclass
 class LLMTrial:
     "A language model during one trial; a `b2t_kaggle.decoding.histories.FusedTrial`."
@@ -366,7 +367,7 @@ class LLMTrial:
         raise LanguageModelError(f'{type(model).__name__} in {model.dtype} gives a word a log-probability that is no '
                                  f'number; {OVERFLOW_HINT}')
 
-# %% ../../nbs/rescoring/04_fusion.ipynb #c028
+# %% ../../nbs/rescoring/04_fusion.ipynb #c033
 class LLMFusion:
     """A causal language model inside the beam search: shallow fusion (Gulcehre et al., 2015), delayed by some frames.
 
