@@ -15,11 +15,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
+import pandas as pd
 import pytest
 from browser import CHROMIUM, CONTRAST, DRIVER, SCROLLED, TOO_WIDE, WIDTHS, browser
 
 from b2t_kaggle.config import load_config
-from b2t_kaggle.core import pages
+from b2t_kaggle.core.pages import figure
 from b2t_kaggle.metrics import word_error_rate
 from b2t_kaggle.metrics.comparison import result_table, results_of
 from b2t_kaggle.pipeline.report import (
@@ -35,7 +36,7 @@ from b2t_kaggle.pipeline.report import (
 ROOT = Path(__file__).parent.parent
 NBS = ROOT/'nbs'
 sys.path.insert(0, str(ROOT/'tools'))
-from docs import api, build, check, execute, names, order  # noqa: E402
+from docs import api, build, cells, check, execute, names, order  # noqa: E402
 
 NOTEBOOKS = [p for p in sorted(NBS.rglob('*.ipynb')) if '.ipynb_checkpoints' not in p.parts]
 # A landing page, prose, an API with classes, formulas, a benchmark with outputs, a stage, and a long name
@@ -81,7 +82,7 @@ def test_links_between_notebooks_lead_somewhere():
 def test_formulas_can_be_drawn():
     "One that cannot be drawn stands on its page as code."
     texts = {(path.name, cell) for path in NOTEBOOKS for cell in map(without_code, prose(path)) if '$' in cell}
-    assert [text for text in texts if re.search('(?<!<pre>)<code>', pages.markdown(text[1]))] == []
+    assert [text for text in texts if re.search('(?<!<pre>)<code>', cells.markdown(text[1]))] == []
 
 
 @pytest.fixture(scope='module')
@@ -305,7 +306,7 @@ def report(tmp_path_factory):
         return fig
     pieces = [headline(results, dict(WER='cross-validated')),
               *(group_table(result_table(results), by) for by in ('corpus', 'length', 'session')),
-              example_trials(results), pages.figure(draw(), 'Loss'), pages.figure(draw(2), 'Two losses'),
+              example_trials(results), figure(draw(), 'Loss'), figure(draw(2), 'Two losses'),
               timings(stamps), configuration(cfg, 'demo'),
               provenance(dict(data='simulated'), stamps)]
     path = tmp_path_factory.mktemp('run')/'report.html'
@@ -444,3 +445,32 @@ def test_a_page_that_is_too_wide_is_found(chromium, tmp_path):
     page.write_text('<body><main><div style="width:2000px;color:#777;background:#777">wide</div></main></body>')
     chromium.show(page, WIDTHS['phone'])
     assert chromium.run(TOO_WIDE) and chromium.run(CONTRAST)[0] < 1.1
+
+
+def test_markdown_has_formulas_and_tables_that_scroll():
+    made = cells.markdown(r'The loss $-\log p(y|x)$ of `$HOME`, 5 $ and 6 $.' + '\n\n$$x^2$$\n\n| a |\n|---|\n| 1 |')
+    assert made.count('<svg') == 2
+    assert '<code>$HOME</code>, 5 $ and 6 $.' in made and '<div class="scroll"><table>' in made
+    assert '<code>\\nosuch{x}</code>' in cells.markdown(r'$\nosuch{x}$')
+
+
+def shown(**data): return cells.output(dict(output_type='execute_result', data=data), 'one')
+
+
+def test_outputs_of_a_notebook():
+    printed = dict(output_type='stream', name='stdout', text=['1 %\r100 %\n', '\x1b[1mdone\x1b[0m\n'])
+    assert cells.output(printed, '') == '<pre class="output">100 %\ndone</pre>\n'
+    assert cells.output(dict(output_type='stream', name='stderr', text='warning'), '') == ''
+    assert shown(**{'text/plain': '<Figure size 640x480 with 1 Axes>'}) == ''
+    assert shown(**{'text/plain': "{'a': 1}"}) == '<pre class="output">{&#x27;a&#x27;: 1}</pre>\n'
+    assert shown(**{'text/plain': repr(pd.Series([1], ['a']))}) == '<pre class="output">a    1</pre>\n'
+    with pytest.raises(ValueError, match='OSError: no room'):
+        cells.output(dict(output_type='error', ename='OSError', evalue='no room'), '')
+
+
+def test_tables_of_pandas_have_the_style_of_the_page():
+    made = shown(**{'text/plain': 'x', 'text/html': pd.DataFrame(dict(rate=[1.5]), index=['a'])._repr_html_()})
+    assert '<td class="number">1.5</td>' in made and 'border' not in made and '<style' not in made
+    two = pd.DataFrame(dict(rate_of_all=[1.5, 2], text=['b', '3']), index=['a', 'b'])._repr_html_()
+    made = shown(**{'text/plain': 'x', 'text/html': two})
+    assert '<th></th>' in made and '<th class="number">rate_<wbr>of_<wbr>all</th>' in made and '<th>text</th>' in made

@@ -18,7 +18,7 @@ import pandas as pd
 import b2t_kaggle
 from ..config import Config, config_fields, differing_values, flat_values, preset
 from ..core.files import format_size
-from ..core.pages import Html, aligned, cards, markdown, page, table
+from ..core.pages import Html, aligned, cards, page, table
 from ..metrics import ErrorCounts, percent, total
 from ..metrics.bootstrap import Difference, rate_interval
 from ..metrics.comparison import PER, WER, measure
@@ -197,7 +197,7 @@ def configuration(
     changed = differences(cfg, name)
     if not changed: return f'<p>All values are those of the preset <code>{name}</code>.</p>'
     meanings = config_fields()
-    def about(key): return re.sub('^<p>|</p>$', '', markdown(meanings.get(key, (None, ''))[1]).strip())
+    def about(key): return re.sub('`(.+?)`', r'<code>\1</code>', html.escape(meanings.get(key, (None, ''))[1]))
     rows = [dict(key=Html(f'<code>{key}</code><br><small>{about(key)}</small>'), preset=_setting(theirs),
                  run=_setting(own)) for key, (theirs, own) in changed.items()]
     return (f'<p>{len(rows)} values differ from the preset <code>{name}</code>.</p>\n'

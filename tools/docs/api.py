@@ -7,7 +7,9 @@ import io
 import tokenize
 from collections.abc import Iterator
 
-from b2t_kaggle.core.pages import Html, markdown, table
+from b2t_kaggle.core.pages import Html, table
+
+from .cells import markdown
 
 _FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 

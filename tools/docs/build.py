@@ -18,9 +18,10 @@ from urllib.parse import unquote
 from tqdm import tqdm
 
 from b2t_kaggle.core.files import replaced_folder, write_whole
-from b2t_kaggle.core.pages import Html, cards, markdown, output, page, table
+from b2t_kaggle.core.pages import Html, cards, page, table
 
 from .api import card, comments, lines_of, public
+from .cells import markdown, output
 from .execute import ROOT, code_of, directives, outputs
 from .names import NBS, Overview
 from .order import groups
