@@ -9,7 +9,6 @@ __all__ = ['RaggedError', 'RaggedWriter', 'Ragged', 'write_ragged']
 import itertools
 import json
 import math
-import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -162,7 +161,7 @@ class RaggedWriter:
         self.path = Path(path)
         self.item_shape = tuple(item_shape)
         dtype = np.dtype(dtype)
-        header = json.dumps(dict(version=_VERSION, kind=kind, checksums=True, metadata=metadata or {})).encode()
+        header = json.dumps(dict(version=_VERSION, kind=kind, metadata=metadata or {})).encode()
         values = pa.field(_VALUES, _values_type(dtype, self.item_shape), nullable=False)
         metadata = {_KEY: header, _HEADER_CRC: str(zlib.crc32(header))}
         self.schema = pa.schema([*(schema or []), values], metadata=metadata)
@@ -239,41 +238,13 @@ def _header(metadata: dict[bytes, bytes], path: Path) -> dict:
     try: header = parse_json(text)
     except ValueError as e: raise RaggedError(f'{path}: damaged header ({e}); make it again') from None
     if not isinstance(header, dict): raise RaggedError(f'{path}: damaged header; make it again')
-    has_crc = header.get('checksums') or _HEADER_CRC in metadata
-    if has_crc and metadata.get(_HEADER_CRC) != str(zlib.crc32(text)).encode():
+    if metadata.get(_HEADER_CRC) != str(zlib.crc32(text)).encode():
         raise RaggedError(f'{path}: damaged header, it is not as it was written; make it again')
     if header.get('version') != _VERSION:
         raise RaggedError(f'{path}: written in version {header.get("version")}, expected {_VERSION}; make it again')
     return header
 
-# %% ../../nbs/core/10_ragged.ipynb #c028
-def _number_at(data: memoryview, kind: str, at: int) -> int:
-    "A number of a flatbuffer; raises `RaggedError` outside of it."
-    if not 0 <= at <= len(data) - struct.calcsize(kind): raise RaggedError('a place outside the file')
-    return struct.unpack_from(kind, data, at)[0]
-
-def _field_at(data: memoryview, table: int, slot: int) -> int | None:
-    "Place of a field of a table; none where it is not there."
-    fields = table - _number_at(data, '<i', table)
-    n_bytes = _number_at(data, '<H', fields)
-    place = _number_at(data, '<H', fields + 4 + 2*slot) if 4 + 2*slot < n_bytes else 0
-    return table + place if place else None
-
-def _follow(data: memoryview, at: int | None) -> int:
-    "The place that the reference at a place leads to."
-    if at is None: raise RaggedError('a reference is missing')
-    return at + _number_at(data, '<I', at)
-
-def _is_compressed(data: memoryview, k: int) -> bool:
-    "Whether a chunk says how it is compressed."
-    n_bytes = _number_at(data, '<i', len(data) - 10) # Of the footer, which ends with the format's name
-    footer = _follow(data, len(data) - 10 - n_bytes)
-    chunks = _follow(data, _field_at(data, footer, 3))
-    chunk = _number_at(data, '<q', chunks + 4 + 24*k)
-    message = _follow(data, chunk + 8) # Behind a mark and a length
-    return _field_at(data, _follow(data, _field_at(data, message, 2)), 3) is not None
-
-# %% ../../nbs/core/10_ragged.ipynb #c030
+# %% ../../nbs/core/10_ragged.ipynb #c027
 def _verify_index(batch: pa.RecordBatch, custom: dict | None, k: int, is_last: bool) -> list[int]:
     "The checksums of a chunk's arrays. Raises `RaggedError` where its index is not as it was written."
     crc32 = parse_json((custom or {}).get(b'crc32', b'{}'))
@@ -282,17 +253,15 @@ def _verify_index(batch: pa.RecordBatch, custom: dict | None, k: int, is_last: b
     if len(crc32['arrays']) != len(batch): raise RaggedError('its checksums are not as they were written')
     return crc32['arrays']
 
-def _read_chunk(data: memoryview, reader: pa.RecordBatchFileReader, k: int, path: Path,
-                has_checksums: bool) -> tuple[pa.RecordBatch, list[int]]:
+def _read_chunk(reader: pa.RecordBatchFileReader, k: int, path: Path) -> tuple[pa.RecordBatch, list[int]]:
     """A chunk, with offsets and texts that lie inside the file, and the checksums of its arrays; raises `RaggedError`.
     The values are not looked at."""
     try:
-        if _is_compressed(data, k): raise RaggedError('its values are compressed, expected them as they are')
         batch, custom = reader.get_batch_with_custom_metadata(k)
         batch.validate(full=True)
         if batch.column(_VALUES).null_count: raise RaggedError('an array is missing')
         is_last = k == reader.num_record_batches - 1
-        return batch, _verify_index(batch, custom, k, is_last) if has_checksums else []
+        return batch, _verify_index(batch, custom, k, is_last)
     except _DAMAGE as e: raise RaggedError(f'{path}: damaged ({_one_line(e)}); make it again') from None
 
 def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray]:
@@ -303,7 +272,7 @@ def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray
     dtype, item_shape = _numpy_type(column.type)
     return data.address - address + offsets[:-1]*dtype.itemsize*math.prod(item_shape), np.diff(offsets)
 
-# %% ../../nbs/core/10_ragged.ipynb #c032
+# %% ../../nbs/core/10_ragged.ipynb #c029
 def _starts(located: list[tuple[np.ndarray, np.ndarray]], ragged: 'Ragged', size: int) -> np.ndarray:
     "Beginning of each array `[n]`, in numbers. Raises `RaggedError` for one that is compressed or outside the file."
     starts = np.concatenate([np.zeros(0, np.int64), *(starts for starts, _ in located)])
@@ -330,15 +299,13 @@ class Ragged:
         try: self.dtype, self.item_shape = _numpy_type(reader.schema.field(_VALUES).type)
         except RaggedError as e: raise RaggedError(f'{self.path}: {e}') from None
         self._item_size = math.prod(self.item_shape)
-        has_checksums = bool(header.get('checksums'))
-        data = memoryview(buffer)
-        read = [_read_chunk(data, reader, k, self.path, has_checksums) for k in range(reader.num_record_batches)]
+        read = [_read_chunk(reader, k, self.path) for k in range(reader.num_record_batches)]
         chunks = [chunk for chunk, _ in read]
         self._checksums = [crc for _, checksums in read for crc in checksums]
         located = [_locate(c, buffer.address) for c in chunks]
         none = np.zeros(0, np.int64)
         self.lengths = np.concatenate([none, *(lengths for _, lengths in located)])
-        self._verified = np.full(len(self.lengths), not has_checksums)
+        self._verified = np.zeros(len(self.lengths), bool)
         # The whole file as numbers, headers too, and where in it each array begins
         self.flat = np.frombuffer(buffer, self.dtype, count=buffer.size//self.dtype.itemsize)
         self.starts = _starts(located, self, buffer.size)
@@ -380,7 +347,7 @@ class Ragged:
         "The index, a row for each array."
         return self.table.to_pandas()
 
-# %% ../../nbs/core/10_ragged.ipynb #c034
+# %% ../../nbs/core/10_ragged.ipynb #c032
 def write_ragged(
     path: str | Path,                  # File to write
     arrays: Iterable[np.ndarray],      # [n, *item_shape] each, consumed one at a time; the first decides type and shape
