@@ -67,8 +67,7 @@ if _TYPE_CHECKING:
 
 # Modules that moved, by their old names, under which programs and notebooks of users go on importing them
 _MOVED = {
-    **{name: f'core.{name}' for name in ('ctc', 'docstrings', 'files', 'homes', 'jit', 'limits', 'locks', 'pages',
-                                         'ragged', 'reading')},
+    **{name: f'core.{name}' for name in ('ctc', 'files', 'jit', 'limits', 'locks', 'pages', 'ragged', 'reading')},
     'advice': 'core.messages',
     **{name: f'config.{name}' for name in ('encoders', 'official', 'schema')},
     **{name: f'metrics.{name}' for name in ('bootstrap', 'comparison')},
@@ -113,7 +112,7 @@ def __getattr__(name: str):
     "Import a name of the front door, or its module, when it is used for the first time (PEP 562)."
     from importlib import import_module
     if name in _MODULES:
-        from b2t_kaggle.core.docstrings import with_parameters
+        from b2t_kaggle.core.messages import with_parameters
         value = with_parameters(getattr(import_module(f'{__name__}.{_MODULES[name]}'), name))
         globals()[name] = value
         return value
