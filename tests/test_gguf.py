@@ -9,7 +9,7 @@ from tiny_models import tiny_gguf, tiny_lm
 from b2t_kaggle.cli.lm import lm as lm_verb
 from b2t_kaggle.config import Config, with_overrides
 from b2t_kaggle.lm.causal import LanguageModelError, load_lm, score_sentences
-from b2t_kaggle.pipeline.fingerprints import Keyed
+from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import PipelineError
 from b2t_kaggle.pipeline.stages.inputs import check_llm
 
@@ -90,7 +90,9 @@ def test_an_adapter_stands_for_the_model_that_it_was_trained_for(tmp_path, model
 
 
 def test_the_content_of_a_file_counts_and_not_where_it_lies(tmp_path, model):
-    def key(path): return Keyed(with_overrides(Config(), {'rescore.llm': path}), tmp_path).key('rescore')
+    def key(path):
+        cfg = with_overrides(Config(), {'rescore.llm': path})
+        return Run(tmp_path/'run', cfg=cfg, save=False).key('rescore')
     moved = tmp_path/'elsewhere'/model.name
     moved.parent.mkdir()
     shutil.copy(model, moved)

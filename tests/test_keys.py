@@ -57,8 +57,8 @@ READERS = {
 }
 # The stages that read what a stage makes
 FOLLOWERS = {
-    'simulate': 'check lm',
-    'check': 'pack',
+    'simulate': 'check pack lm',
+    'check': 'pack lm',
     'pack': 'train infer ensemble lm decode generate rescore combine submit report',
     'train': 'infer',
     'infer': 'decode generate',
@@ -106,7 +106,7 @@ OTHER = {
 # What a stage says, and does nothing with
 PRINTED = {('infer', 'train.refit')}
 # Functions that see which stages there are, and what is written down of their inputs
-PLANNING = {'plan', 'needs_of', 'config_with', 'time_left', 'marks', 'inputs', 'key', 'fingerprint', 'fingerprints'}
+PLANNING = {'plan', 'needs_of', 'config_with', 'time_left', 'marks', 'inputs', 'key', 'fingerprint'}
 
 
 class NoOther(Exception): pass # Value of a key that the configuration takes
@@ -250,10 +250,9 @@ def copy(small, tmp_path_factory):
 def known_contents(monkeypatch):
     "Files that do not change are read once."
     found = fingerprints.content_fingerprints
-    known = cache(lambda path, sampled: found([path], sampled)[path])
+    known = cache(lambda path: found([path])[path])
     for module in (fingerprints, stamps):
-        monkeypatch.setattr(module, 'content_fingerprints',
-                            lambda paths, sampled=False: {p: known(p, sampled) for p in paths})
+        monkeypatch.setattr(module, 'content_fingerprints', lambda paths: {p: known(p) for p in paths})
 
 
 def done(run):

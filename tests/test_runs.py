@@ -13,21 +13,18 @@ from killed import LIMIT
 from b2t_kaggle.cli import command as cli
 from b2t_kaggle.config import preset
 from b2t_kaggle.pipeline import execute as pipeline
-from b2t_kaggle.pipeline import fingerprints, stamps
+from b2t_kaggle.pipeline import stamps
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import plan
 from b2t_kaggle.pipeline.stamps import StageRun
 
 
 def blocks_mark(path):
-    "The mark of a file in older stamps: its size, and a hash of 16 blocks of 64 KiB where it has more than a mebibyte."
+    "Mark of a file among very large ones: its size, and a hash of 16 blocks of 64 KiB."
     data = path.read_bytes()
     starts = [i*(len(data) - (1 << 16))//15 for i in range(16)]
     seen = b''.join(data[s:s + (1 << 16)] for s in starts) if len(data) > 1 << 20 else data
     return [len(data), hashlib.sha256(seen).hexdigest()[:16]]
-
-
-def older_marks(paths, sampled=False): return {p: blocks_mark(p) for p in paths}
 
 
 @pytest.fixture
@@ -70,39 +67,10 @@ def change_byte(path, at):
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
-def test_stages_of_older_stamps_are_done(files, tmp_path, monkeypatch):
-    "No stage is done again, and no model is set aside, because files were known by blocks when it was done."
-    with monkeypatch.context() as m:
-        for module in (fingerprints, stamps): m.setattr(module, 'content_fingerprints', older_marks)
-        do_all(run_of(files, tmp_path))
-    run = run_of(files, tmp_path)
-    assert run.key('decode') not in (run.key('decode', sampled=True), StageRun(run, 'decode').stamp['key'])
-    assert set(statuses(run).values()) == {'done'}
-    for path in (tmp_path/'work'/'stages').glob('*.json'): path.unlink() # The packed stores stay behind on a machine
-    later = {n: s for n, s in statuses(run).items() if n not in ('check', 'pack')}
-    assert set(later.values()) == {'done'}
-    for name in 'check', 'pack': StageRun(run, name).begin().finish([]) # And are made anew
-    assert {n: s for n, s in statuses(run).items() if n not in ('check', 'pack')} == later
-    model = (tmp_path/'run'/'train'/'best.pt').read_bytes()
-    longer = run_of(files, tmp_path, **{'train.num_training_batches': 77})
-    StageRun(longer, 'train').begin() # It is to go on, not to begin anew
-    assert (tmp_path/'run'/'train'/'best.pt').read_bytes() == model and not list((tmp_path/'run').glob('train-*'))
-
-
-def test_reasons_of_older_stamps(files, tmp_path, monkeypatch):
-    "A stage that has to run says what has changed, not the files that are as they were."
-    with monkeypatch.context() as m:
-        for module in (fingerprints, stamps): m.setattr(module, 'content_fingerprints', older_marks)
-        do_all(run_of(files, tmp_path))
-    run = run_of(files, tmp_path, **{'decode.beam': 3})
-    reason = StageRun(run, 'decode').reason()
-    assert 'decode.beam was' in reason and 'stage' not in reason and 'file' not in reason
-
-
 @pytest.mark.parametrize('key, stage', [('lm.path', 'lm'), ('train.init_checkpoint_path', 'train'),
                                         ('data.dataset_dir', 'check')])
 def test_each_byte_of_a_large_file_counts(key, stage, files, tmp_path):
-    "A byte between the blocks of which older stamps knew, in a file whose size and time of change stay as they were."
+    "A byte between those blocks, in a file whose size and time of change stay as they were."
     do_all(run_of(files, tmp_path))
     assert set(statuses(run_of(files, tmp_path)).values()) == {'done'}
     before = blocks_mark(files[key])

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 import b2t_kaggle
-from b2t_kaggle.config import Config, with_overrides
-from b2t_kaggle.pipeline.fingerprints import Keyed
 from b2t_kaggle.pipeline.stages import STAGES, Stage, notebook_path
 
 PACKAGE = Path(b2t_kaggle.__file__).parent
@@ -62,22 +60,3 @@ def test_notebooks_execute_their_stage_and_show_it():
         assert code.count(f"run_stage('{name}', run_dir, work_dir, overrides)") == code.count('run_stage(') == 1
         assert len([line for line in code.splitlines() if line.strip()]) <= 25, name
         assert [c['metadata'].get('tags') for c in cells][0] == ['parameters']
-
-
-# Keys of the last stage as they were when a stage's notebook had its code; they depend on those of all stages before it
-FIRST_KEYS = (
-    ({}, 'a72dbe58908992b0'),
-    ({'rescore.llm': 'gpt2', 'infer.adapt': 'both'}, '3e719f907eb75386'),
-    ({'audio.llm': 'Qwen/Qwen2-Audio-7B-Instruct'}, '6077a956cf8464ab'),
-    ({'infer.logits': 'val.arrow', 'combine.sources': 'theirs_val.jsonl'}, '9c4551f373db9777'),
-)
-
-
-@pytest.mark.parametrize('values, key', FIRST_KEYS)
-def test_what_was_done_before_stays_done(values, key, monkeypatch, tmp_path):
-    monkeypatch.setattr('b2t_kaggle.__version__', '0.1.0')
-    monkeypatch.chdir(tmp_path)
-    (tmp_path/'val.arrow').write_text('x')
-    (tmp_path/'theirs_val.jsonl').touch()
-    first = {'simulate.neural': 1} # As all runs had it then
-    assert Keyed(with_overrides(Config(), first | values), tmp_path).key('report') == key

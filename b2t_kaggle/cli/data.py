@@ -13,7 +13,7 @@ import click
 
 from .command import Group
 from .options import EXISTING_FOLDER, FOLDER, Choice, config_option, preset_option, set_option
-from ..config import Config, config_keys, load_config, resolve_key
+from ..config import Config, config_keys, full_key, load_config
 from ..config.keys import covers
 from ..core.messages import counted
 from ..data.sessions import list_sessions, validate
@@ -54,7 +54,7 @@ def _config_for(stage: str, config_, preset_: str | None, overrides: dict, known
     known = known or [key for key in STAGES[stage].config if key != 'data.dataset_dir']
     keys = list(config_keys())
     for key in overrides:
-        full = resolve_key(key, keys)
+        full = full_key(key, keys)
         if not covers(known, full):
             raise click.UsageError(f'--set {key} would have no effect: data {stage} reads {", ".join(known)} alone; '
                                    'leave it out')

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from .options import folded, out_option, preset_option, refuse_options, source_path
-from ..config import Config, Key, config_fields, flat_values, former_keys, load_config, near_keys
+from ..config import Config, Key, config_fields, flat_values, load_config, near_keys
 from ..config.keys import covers
 from ..config.overrides import as_set
 from ..core.messages import with_command_name
@@ -38,8 +38,7 @@ def _side_by_side(key: str, default, configs: dict[str, dict]) -> str:
 def _facts_line(key: str, field: Key) -> str:
     "The stages that read a key, and what is said of it on its field."
     stages = [s.name for s in STAGES.values() if covers(s.config, key)]
-    former = [f'formerly {old}' for old, new in former_keys().items() if new == key]
-    return '; '.join([*([f'read by {", ".join(stages)}'] if stages else []), *map(str, field.facts), *former])
+    return '; '.join([*([f'read by {", ".join(stages)}'] if stages else []), *map(str, field.facts)])
 
 @click.command()
 @click.argument('part', required=False)
@@ -50,11 +49,10 @@ def keys(part, name, preset_, out):
     """Show configuration keys, their values and meaning.
 
     The values are those in the presets demo and official, side by side. With each key stand the stages that read it,
-    and what may be done with it. PART selects keys that contain it, or that had a name with it."""
+    and what may be done with it. PART selects keys that contain it."""
     configs = {source: flat_values(cfg) for source, cfg in _shown_configs(name, preset_, out).items()}
     known = config_fields()
-    former = {new for old, new in former_keys().items() if part and part in old}
-    found = {key: field for key, field in known.items() if part is None or part in key or key in former}
+    found = {key: field for key, field in known.items() if part is None or part in key}
     if not found:
         message = f'no key contains {part!r}{near_keys(part, list(known))}'
         raise click.ClickException(with_command_name(message))

@@ -29,10 +29,10 @@ from ..config.overrides import as_set
 from ..decoding.compilation import compiled_ahead
 from ..metrics.gain import gain_of
 from ..pipeline.execute import check_stages, run_stages
-from ..pipeline.run import Run, RunConfig
+from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, plan
-from ..pipeline.stages.stage import Page
-from ..pipeline.stamps import StageStamp, branch, stages_in_common
+from ..pipeline.stages.stage import PAGE
+from ..pipeline.stamps import StageRun, branch, stages_in_common
 
 # %% ../../nbs/cli/03_run.ipynb #c005
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, until: str | None = None,
@@ -130,7 +130,7 @@ def _table(rows: list[dict]) -> str:
 def _tell_gains(run: Run, names: list[str]) -> None:
     "Say what stages that change sentences did to the error rate of val, and what became of it."
     for name in names:
-        figures = StageStamp(run, name).stamp.get('metrics', {})
+        figures = StageRun(run, name).stamp.get('metrics', {})
         if gain := gain_of(figures):
             key = STAGES[name].keep
             if not figures['kept']: end = f'no gain, so sentences stay as they were; {key}=always takes the others'
@@ -153,7 +153,7 @@ def run_until(
     _warn_about_schedule(run.cfg)
     stages = plan(run.cfg, stage)
     for line in (line for name in stages for line in STAGES[name].advice(run.cfg)): click.echo(line, err=True)
-    compiles = any(STAGES[name].compiles and not StageStamp(run, name).stamp_path.exists() for name in stages)
+    compiles = any(STAGES[name].compiles and not StageRun(run, name).stamp_path.exists() for name in stages)
     with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
     if rows: click.echo(_table(rows))
     _tell_gains(run, stages)
@@ -163,7 +163,7 @@ def run_until(
     if rows and rows[-1]['stage'] != stages[-1]: raise click.exceptions.Exit(1) # What was asked for is not there
     if what: click.echo(f'\n{what[0].upper()}{what[1:]}.')
     click.echo(f'\nEverything is in {run.dir}')
-    if stage is None or isinstance(STAGES[stage].writes, Page):
+    if stage is None or STAGES[stage].writes.kind == PAGE:
         click.echo(f'Submission: {run.dir/"submission.csv"}\nReport:     {run.dir/"report.html"}')
 
 # %% ../../nbs/cli/03_run.ipynb #c017
@@ -175,7 +175,7 @@ def _quick(options: dict) -> dict:
     name = options['name'] or (None if given_folder else 'quick')
     folder = Path(given_folder) if given_folder else Path(options['out'])/name
     is_known = (folder/'config.yaml').exists()
-    if is_known and RunConfig(folder, save=False).base_preset != 'quick':
+    if is_known and Run(folder, save=False).base_preset != 'quick':
         raise click.UsageError(f'--quick: {folder} is a run already, and not a quick one; give another --name')
     quick, demo = (load_config(base=name) for name in ('quick', 'demo'))
     click.echo(

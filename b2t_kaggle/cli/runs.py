@@ -19,13 +19,13 @@ from b2t_kaggle.core.messages import with_command_name
 from b2t_kaggle.metrics import IN_SAMPLE, percent
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import STAGES, needs_of, plan
-from b2t_kaggle.pipeline.stamps import StageStamp
+from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.pipeline.sweep import Sweep, ranges_of, run_trials, split_ranges, write_sweep
 
 # %% ../../nbs/cli/11_runs.ipynb #c005
 def _rate(value) -> str: return percent(value) if isinstance(value, float) else ''
 
-def _unfinished(stages: dict[str, StageStamp], done: list[str]) -> str:
+def _unfinished(stages: dict[str, StageRun], done: list[str]) -> str:
     "The first stage that was begun and is not finished, and how far it is; empty where there is none."
     name = next((n for n in stages if n not in done), None)
     if name is None or stages[name].stamp.get('finished', not stages[name].stamp): return ''
@@ -33,7 +33,7 @@ def _unfinished(stages: dict[str, StageStamp], done: list[str]) -> str:
     extent = STAGES[name].extent(run)
     return f'{name}: {extent}' if extent else name
 
-def _holds(stages: dict[str, StageStamp], name: str) -> bool:
+def _holds(stages: dict[str, StageRun], name: str) -> bool:
     "Whether a stage made its outputs from what the stages before it made last."
     stamp = stages[name].stamp
     earlier = [n for n in needs_of(name, stages[name].run.cfg) if n in stages]
@@ -43,7 +43,7 @@ def _holds(stages: dict[str, StageStamp], name: str) -> bool:
 def _run_row(folder: Path, n_settings: int = 3) -> dict:
     "A line on a run: how far it is, PER and WER on val, when, and its settings."
     run = Run(folder, save=False)
-    stages = {n: StageStamp(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
+    stages = {n: StageRun(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
     stamps = {n: stage.stamp for n, stage in stages.items() if _holds(stages, n)}
     done = [n for n, stamp in stamps.items() if stamp.get('finished')]
     metrics = {k: v for n in done for k, v in stamps[n].get('metrics', {}).items() if k in ('PER', 'WER')}

@@ -17,14 +17,14 @@ from ..decoding.server import serve as serve_decoder
 from ..pipeline.decoder import is_kept, known_calibration, open_decoder, search_tuning
 from ..pipeline.execute import run_stages
 from ..pipeline.run import Run
-from ..pipeline.stamps import StageStamp
+from ..pipeline.stamps import StageRun
 from ..rescoring.mixture import configured_weights, read_weights
 from ..rescoring.online import LLMRescorer, llm_scorer
 
 # %% ../../nbs/cli/20_serve.ipynb #c004
 def _weights(run: Run):
     "Weights of the mixture with an LLM: those that the stage rescore found, if it is done, else the configured ones."
-    status = StageStamp(run, 'rescore').status()
+    status = StageRun(run, 'rescore').status()
     if status == 'done':
         weights = read_weights(run.dir/'rescore_weights.json')
         origin = 'from the stage rescore'

@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['from_official', 'read_yaml', 'load_config', 'save_config', 'AudioConfig', 'AugmentConfig', 'CombineConfig', 'Config',
            'ConfigError', 'DataConfig', 'DecodeConfig', 'GenerateConfig', 'InferConfig', 'Key', 'LLMConfig', 'LMConfig',
-           'PRESETS', 'ReportConfig', 'RescoreConfig', 'SCHEMA', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS',
+           'PRESETS', 'ReportConfig', 'RescoreConfig', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS',
            'TrainConfig', 'changed_values', 'config_fields', 'config_keys', 'describe_run', 'differing_values',
-           'first_named_values', 'flat_values', 'former_keys', 'full_key', 'key_facts', 'keys_with', 'near_keys',
-           'parse_value', 'present_key', 'preset', 'resolve_key', 'upgrade', 'with_overrides']
+           'flat_values', 'full_key', 'key_facts', 'keys_with', 'near_keys', 'parse_value', 'preset', 'with_overrides']
 
-# %% ../../nbs/config/07_config.ipynb #c003
+# %% ../../nbs/config/07_config.ipynb #c004
 # ruff: noqa: F401, F403, F405
 from pathlib import Path
 
@@ -27,19 +26,18 @@ from ..core.reading import ReadError, read_yaml_file
 
 _all_ = ['AudioConfig', 'AugmentConfig', 'CombineConfig', 'Config', 'ConfigError', 'DataConfig', 'DecodeConfig',
          'GenerateConfig', 'InferConfig', 'Key', 'LLMConfig', 'LMConfig', 'PRESETS', 'ReportConfig',
-         'RescoreConfig', 'SCHEMA', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS', 'TrainConfig',
-         'changed_values', 'config_fields', 'config_keys', 'describe_run', 'differing_values', 'first_named_values',
-         'flat_values', 'former_keys', 'full_key', 'key_facts', 'keys_with', 'near_keys', 'parse_value', 'present_key',
-         'preset', 'resolve_key', 'upgrade', 'with_overrides']
+         'RescoreConfig', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS', 'TrainConfig',
+         'changed_values', 'config_fields', 'config_keys', 'describe_run', 'differing_values', 'flat_values',
+         'full_key', 'key_facts', 'keys_with', 'near_keys', 'parse_value', 'preset', 'with_overrides']
 
-# %% ../../nbs/config/07_config.ipynb #c052
+# %% ../../nbs/config/07_config.ipynb #c007
 def from_official(
     values: dict, # A parsed `rnn_args.yaml` or `args.yaml`
 ) -> Config:
     "The official configuration as ours; raises `ConfigError` for a key that the official kit does not have."
     return validated(to_our_names(values))
 
-# %% ../../nbs/config/07_config.ipynb #c056
+# %% ../../nbs/config/07_config.ipynb #c010
 def read_yaml(path: str | Path) -> dict:
     "A YAML mapping, with an error that names the file."
     try: values = read_yaml_file(path)
@@ -49,7 +47,7 @@ def read_yaml(path: str | Path) -> dict:
         raise ConfigError(f'{path}: expected a mapping of groups to fields, found {type(values).__name__}')
     return values
 
-# %% ../../nbs/config/07_config.ipynb #c057
+# %% ../../nbs/config/07_config.ipynb #c011
 def load_config(
     path: str | Path | None = None, # YAML file, ours or the official kit's; none means the preset alone
     base: str = 'official',         # Preset that a file in our format starts from; the official kit's starts from none
@@ -62,7 +60,7 @@ def load_config(
         if is_official(values) and base != 'official':
             raise ConfigError(f'{path}: the official kit\'s file says all of a run, so the preset {base} would have no '
                               'effect; leave the preset out')
-        try: cfg = from_official(values) if is_official(values) else merged(cfg, upgrade(values))
+        try: cfg = from_official(values) if is_official(values) else merged(cfg, values)
         except ConfigError as e: raise ConfigError(f'{path}: {e}') from None
     return with_overrides(cfg, overrides or {})
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FRAMEWORKS', 'InputPath', 'PathOrText', 'PathOrName', 'FolderOrName', 'Fact', 'InputFile', 'MayChange',
-           'ChangesNothing', 'SameResult', 'Only', 'With', 'FirstDefault', 'facts_of']
+           'ChangesNothing', 'SameResult', 'Only', 'With', 'facts_of']
 
 # %% ../../nbs/config/00_fields.ipynb #c003
 import os
@@ -70,13 +70,6 @@ class With(Fact):
     value: str
 
     def __str__(self): return f'with {self.field}={self.value}'
-
-@dataclass(frozen=True)
-class FirstDefault(Fact):
-    "The default had this value in earlier versions: files of theirs without the key mean it, and hashes leave it out."
-    value: Any
-
-    def __str__(self): return f'{self.value} in runs of earlier versions'
 
 # %% ../../nbs/config/00_fields.ipynb #k003
 def _parts(annotation: Any) -> Iterator:

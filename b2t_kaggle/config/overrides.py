@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from .encoders.encoder import EncoderConfig, encoder_config
-from .groups import SCHEMA, Config
+from .groups import Config
 from .keys import config_keys, full_key, near_keys
-from .schema import ConfigError, describe_errors, first_defaults
+from .schema import ConfigError, describe_errors
 from ..core.reading import parse_yaml
 
 # %% ../../nbs/config/05_overrides.ipynb #c037
@@ -28,13 +28,11 @@ def changed_values(
     cfg: Config,                  # A configuration
     without: set[str] = frozenset(), # Keys, `group.field`, that do not count
 ) -> dict[str, Any]:              # `group.field`: value
-    "Every value that differs from its first default, the name of the model, and the number of the schema."
+    "Every value that differs from its default, and the name of the model."
     groups = cfg.model_dump(mode='json', exclude_defaults=True)
     values = {f'{g}.{k}': v for g, fields in groups.items() for k, v in fields.items()}
-    firsts = {f'{g}.{k}': first for g, section in cfg for k, first in first_defaults(type(section)).items()}
-    values |= {k: v for k, v in flat_values(cfg).items() if k in firsts}
-    values |= {'model.name': cfg.model.name, 'schema': SCHEMA}
-    return {k: v for k, v in values.items() if k not in without and (k, v) not in firsts.items()}
+    values['model.name'] = cfg.model.name
+    return {k: v for k, v in values.items() if k not in without}
 
 # %% ../../nbs/config/05_overrides.ipynb #c040
 def differing_values(
@@ -85,11 +83,6 @@ def _merge_model(old: EncoderConfig, new: dict) -> dict:
     known = encoder_config(name).model_fields
     return {k: v for k, v in kept.items() if k in known} | new
 
-def _present_names(cfg: Config, group: str, fields: dict) -> dict:
-    "Fields of a group by their present names. Raises `ConfigError`."
-    try: return getattr(cfg, group).with_present_names(fields)
-    except ConfigError as e: raise ConfigError(f'{group}: {e}') from None
-
 def merged(
     cfg: Config,  # Where to start; left as it is
     groups: dict, # Fields by group
@@ -99,7 +92,7 @@ def merged(
     for group, fields in groups.items():
         if not isinstance(fields, dict) or group not in values: values[group] = fields
         elif group == 'model': values[group] = _merge_model(cfg.model, fields)
-        else: values[group] |= _present_names(cfg, group, fields)
+        else: values[group] |= fields
     return validated(values)
 
 def with_overrides(

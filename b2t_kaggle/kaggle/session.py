@@ -488,16 +488,8 @@ def _source(found: Attached, at_least: int, problems: list[str]) -> dict[str, An
     return _model_values(model)
 
 # %% ../../nbs/kaggle/00_session.ipynb #c047
-_PRESENT = {'rescore.model': 'rescore.llm', 'rescore.adapter': 'rescore.llm_adapter',
-            'rescore.eight_bit': 'rescore.llm_quantization'} # As `config.former_keys`, which needs packages
-
-def _present_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    "Values by present names of keys."
-    return {_PRESENT.get(key, key): value for key, value in overrides.items()}
-
 def _language_models(found: Attached, overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     "Configuration values of the language models that are attached, but for those in `overrides`."
-    overrides = _present_names(overrides)
     general = () if found.ngrams or 'lm.path' in overrides else found.general
     kinds = {'lm.path': (found.ngrams, 'the n-gram model'), 'lm.general': (general, 'the general n-gram model'),
              'rescore.llm': (found.llms, 'the LLM'), 'rescore.llm_adapter': (found.adapters, "the LLM's adapter")}
@@ -518,7 +510,6 @@ def _holds_gguf(path: str | Path) -> bool:
 
 def _needed(values: Mapping[str, Any]) -> dict[str, str]:
     "The packages that decoding with these values needs."
-    values = _present_names(values)
     lm = values.get('lm.path')
     packages = TRAINING | DECODING
     if lm and Path(lm).is_file() and _head(Path(lm)).startswith(_KENLM): packages |= KENLM

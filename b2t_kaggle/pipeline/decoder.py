@@ -11,7 +11,7 @@ from pathlib import Path
 from ..core.reading import read_text
 from .run import Run
 from .stages import PipelineError
-from .stamps import StageStamp
+from .stamps import StageRun
 
 # %% ../../nbs/pipeline/09_decoder.ipynb #c063
 WEIGHTS = 'decode_weights.json' # The file in a run's folder with tuned weights of the search
@@ -41,7 +41,7 @@ def known_calibration(
 
 def _is_made(run: Run, stage: str, path: Path) -> bool:
     "Whether a stage has made a file that is up to date."
-    made = StageStamp(run, stage)
+    made = StageRun(run, stage)
     return path.name in made.stamp.get('outputs', {}) and made.status() in ('done', 'stopped early')
 
 def is_kept(
@@ -49,7 +49,7 @@ def is_kept(
     name: str, # Stage that changes sentences
 ) -> bool:
     "Whether what a stage does is used; no longer where it has compared its sentences with others and not kept them."
-    stage = StageStamp(run, name)
+    stage = StageRun(run, name)
     return stage.stamp.get('metrics', {}).get('kept', True) or stage.status() != 'done'
 
 def _fusion(run: Run):

@@ -24,10 +24,10 @@ from ..devices.kaggle import time_limit_hours
 from ..devices.machine import detect
 from .kernels import forked_kernels, kernel_manager
 from .report import metric_text
-from .run import Run
-from .stages import STAGES, PipelineError, needs_of, notebook_path, plan
+from .run import Run, changed_file
+from .stages import STAGES, PipelineError, notebook_path, plan
 from .stamps import StageRun, input_changed
-from ..training.budget import Deadline, time_limit
+from ..training.budget import time_limit
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c006
 class Interrupted(Ended):
@@ -36,17 +36,11 @@ class Interrupted(Ended):
 class _Stop(Exception):
     "Keeps papermill from executing another cell."
 
-def _say_what_follows(number: int) -> None:
-    "Tell whoever reads it that this process was asked to end by a signal, and waits."
-    if number == signal.SIGINT: line = 'Ctrl-C: waiting for what can be saved; another one ends it at once'
-    else: line = f'Asked to end ({signal.Signals(number).name}): waiting for what can be saved'
-    with suppress(OSError): os.write(2, f'\n{line}\n'.encode())
-
 @contextmanager
 def forward_interrupt(
     manager: Any, # Jupyter's class
 ) -> Iterator[tuple[dict, list]]: # Options for papermill; and numbers of the signals that asked this process to end
-    "Pass what first asks this process to end on to the kernel that papermill starts with these options."
+    "Pass the first request to end on to the kernel that papermill starts with these options."
     noted: list[int] = []
     kernels = []
     if not hasattr(os, 'killpg'):
@@ -69,7 +63,9 @@ def forward_interrupt(
             pid = getattr(kernel.provisioner, 'pid', None)
             with suppress(ProcessLookupError): # It is over
                 if pid is not None: os.killpg(pid, signal.SIGINT) # A kernel leads a group of its own
-        _say_what_follows(number)
+        line = f'Asked to end ({signal.Signals(number).name}): waiting for what can be saved'
+        if number == signal.SIGINT: line = 'Ctrl-C: waiting for what can be saved; another one ends it at once'
+        with suppress(OSError): os.write(2, f'\n{line}\n'.encode())
 
     with handled(note): yield dict(kernel_manager_class=Kernel, on_cell_start=stop), noted
 
@@ -79,10 +75,6 @@ def _modules_ahead(run: Run, name: str) -> list[str]:
     names = plan(run.cfg)
     after = names[names.index(name) + 1:][:1] if name in names else []
     return [module for stage in after for module in STAGES[stage].modules(run.cfg)]
-
-def _remove_records(run: Run, name: str) -> None:
-    "Remove executed notebooks of a stage: papermill writes in place, and a variant shares the file (`stamps.branch`)."
-    for path in (run.dir/'notebooks').glob(f'[0-9]*_{name}.ipynb'): path.unlink()
 
 def _set_variables() -> None:
     "Environment variables that the processes of all stages read when they begin, unless they are set."
@@ -94,20 +86,21 @@ def _set_variables() -> None:
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c012
 def execute(
-    run: Run,  # The run
+    run: Run,
     name: str, # Stage
 ) -> None:
-    "Run a stage's notebook; raises `PipelineError` with its message, `Interrupted` where it is asked to end."
+    "Run a stage's notebook; raises `PipelineError` with its message, `Interrupted` if it is asked to end."
     import papermill as pm
     source = notebook_path(name)
     out = run.dir/'notebooks'/source.name
     out.parent.mkdir(parents=True, exist_ok=True)
+    # papermill writes in place, but a variant shares the file (`stamps.branch`); numbers may have been others
+    for path in out.parent.glob(f'[0-9]*_{name}.ipynb'): path.unlink()
     _set_variables()
     parameters = dict(run_dir=str(run.dir.absolute()), work_dir=str(run.work.absolute()), overrides=run.unsaved())
     # No warning about loopback without encryption at every stage, and no word when jupyter ends a kernel. What the
     # processes of a stage say comes to the terminal by itself; ipykernel would pass it on as well
     quiet = ['--IPKernelApp.log_level=50', '--IPKernelApp.capture_fd_output=False']
-    _remove_records(run, name)
     error: BaseException | None = None
     with forward_interrupt(kernel_manager(_modules_ahead(run, name))) as (options, noted):
         try:
@@ -116,70 +109,67 @@ def execute(
                                 shutdown_kernel='immediate', **options) # What is to be kept is in files by then
         except (Exception, KeyboardInterrupt) as e: error = e
     number = noted[0] if noted else signal.SIGINT
-    if error is None:
-        if noted: raise Interrupted(number, f'Interrupted when the stage {name} was done.')
-        return
-    asked = error if isinstance(error, pm.PapermillExecutionError) and error.ename == 'KeyboardInterrupt' else None
-    if not noted and asked is None and isinstance(error, Exception): raise _failure(run, name, error, out)
-    saved = asked and asked.evalue or STAGES[name].left_by_interrupt(run)
+    if error is None and noted: raise Interrupted(number, f'Interrupted when the stage {name} was done.')
+    if error is None: return
+    asked = getattr(error, 'ename', '') == 'KeyboardInterrupt' # papermill's
+    if isinstance(error, Exception) and not noted and not asked: raise _failure(run, name, error, out)
+    saved = asked and getattr(error, 'evalue', '') or STAGES[name].left_by_interrupt(run)
     raise Interrupted(number, f'Interrupted in the stage {name}: {saved}; the stages before it are done.')
 
 def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
-    "Exception to raise where papermill failed; `out` is the executed notebook."
-    import papermill as pm
+    "Exception to raise if papermill failed; `out` is the executed notebook."
     from nbclient.exceptions import DeadKernelError
-    if isinstance(error, DeadKernelError):
-        return PipelineError(f'stage {name}: its process was killed, {likely_cause()}; smaller batches '
-                             f'(data.batch_size, data.eval_batch_size) need less. The record is in {out}')
-    if isinstance(error, RuntimeError) and 'died before replying' in str(error): # jupyter_client's
-        return PipelineError(f'stage {name}: its process was killed while it started, {likely_cause()}; '
-                             'end other programs, and run the same line again')
+    from papermill import PapermillExecutionError
     kept = f'What the stages before it made is kept{STAGES[name].left_by_error(run)}'
-    own = f'{type(error).__name__}: {error}'
-    text = f'{error.ename}: {error.evalue}' if isinstance(error, pm.PapermillExecutionError) else own
-    if limit := reached_limit(text): return PipelineError(f'stage {name}: {limit} ({text}). {kept}')
-    if isinstance(error, OSError): # papermill writes the record after each cell
+    raised = isinstance(error, PapermillExecutionError)
+    kind, message = getattr(error, 'ename', type(error).__name__), getattr(error, 'evalue', str(error))
+    text = f'{kind}: {message}'
+    if isinstance(error, DeadKernelError):
+        what = (f': its process was killed, {likely_cause()}; smaller batches (data.batch_size, data.eval_batch_size) '
+                f'need less. The record is in {out}')
+    elif isinstance(error, RuntimeError) and 'died before replying' in str(error): # jupyter_client's
+        what = (f': its process was killed while it started, {likely_cause()}; end other programs, and run the same '
+                'line again')
+    elif limit := reached_limit(text): what = f': {limit} ({text}). {kept}'
+    elif isinstance(error, OSError): # papermill writes the record after each cell
         problem = write_error(error, out, out) or f'{error.filename or out}: {error.strerror or error}'
-        return PipelineError(f'stage {name}: {problem}. {kept}')
-    if isinstance(error, pm.PapermillExecutionError) and error.ename in ('WriteError', 'ChangedError'):
-        return PipelineError(f'stage {name}: {error.evalue}. {kept}; the record is in {out}')
-    if isinstance(error, pm.PapermillExecutionError):
-        return PipelineError(f'stage {name} failed: {error.ename}: {error.evalue}\nThe whole traceback is in {out}')
-    return error
+        what = f': {problem}. {kept}'
+    elif raised and kind in ('WriteError', 'ChangedError'):
+        what = f': {message}. {kept}; the record is in {out}'
+    elif raised: what = f' failed: {text}\nThe whole traceback is in {out}'
+    else: return error
+    return PipelineError(f'stage {name}{what}')
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c015
-def _lock(stage: StageRun) -> Lock:
-    "Held while a stage is looked at and executed: a second run that shares it waits, and then finds it done."
-    stage.stamp_path.parent.mkdir(parents=True, exist_ok=True)
-    return Lock(stage.stamp_path.with_suffix('.lock'), f'stage {stage.name} of {stage.home}')
-
 def _execute_unchanged(stage: StageRun) -> None:
-    "Execute a stage with this run's values. Where that fails and a file that it reads changed, the error says that."
+    "Execute a stage with this run's values. If that fails and a file that it reads changed, the error says that."
     before = stage.inputs()
     try:
         execute(stage.run, stage.name)
-        stage.check_values()
+        if stage.stamp.get('key') != stage.run.key(stage.name):
+            raise PipelineError(f'stage {stage.name}: {stage.run.dir/"config.yaml"} was changed while the stage began, '
+                                f'so that its result counts for nothing ({stage.reason()}); run the same line again')
     except PipelineError:
-        changed = stage.changed_input(before) or stage.run.changed_file(stage.name)
+        changed = stage.changed_input(before) or changed_file(stage.run, stage.name)
         if not changed: raise
         raise PipelineError(input_changed(stage.name, changed)) from None
 
 def run_if_stale(
     stage: StageRun,
-    forced: bool,   # Whether it is done again in any case
+    forced: bool,   # Whether it is executed again in any case
 ) -> str:           # The status that it had
-    "Execute a stage where it is not done."
-    run = stage.run
-    name = stage.name
-    with _lock(stage):
+    "Execute a stage unless it is done. A second run that shares the stage waits, and then finds it done."
+    run, name = stage.run, stage.name
+    stage.stamp_path.parent.mkdir(parents=True, exist_ok=True)
+    with Lock(stage.stamp_path.with_suffix('.lock'), f'stage {name} of {stage.home}'):
         status = 'forced' if forced else stage.status()
+        if status == 'done': return status
         if forced: stage.discard()
-        if status != 'done':
-            reason = 'forced' if forced else stage.reason()
-            print(f'── {name}: {STAGES[name].does} ({reason})', file=sys.stderr, flush=True)
-            if not STAGES[name].shared: run.save()
-            _execute_unchanged(stage)
-            run.save() # The kernel knows the values, but not where the run comes from
+        reason = status if forced else stage.reason()
+        print(f'── {name}: {STAGES[name].does} ({reason})', file=sys.stderr, flush=True)
+        if not STAGES[name].shared: run.save()
+        _execute_unchanged(stage)
+        run.save() # The kernel knows the values, but not where the run comes from
     return status
 
 def _row(stage: StageRun, status: str) -> dict:
@@ -221,15 +211,15 @@ def _at_work(run: Run) -> Iterator[bool]:
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c023
 def _pending(stages: dict[str, StageRun], force: Iterable[str], done: Collection[str] = ()) -> set[str]:
-    "Stages that have something to do; what is shared only where a stage that reads it has."
+    "Stages that have something to do; shared ones only if a stage that reads them has."
     pending = set()
     for name, stage in stages.items():
         if STAGES[name].shared: continue
         is_done = name in done or stage.status() == 'done'
-        if name in force or pending & set(needs_of(name, stage.run.cfg)) or not is_done: pending.add(name)
+        if name in force or pending & set(stage.run.needs(name)) or not is_done: pending.add(name)
     for name, stage in reversed(stages.items()):
         if not STAGES[name].shared: continue
-        is_read = name == list(stages)[-1] or any(name in needs_of(n, stage.run.cfg) for n in pending)
+        is_read = name == list(stages)[-1] or any(name in stage.run.needs(n) for n in pending)
         if name in force or (is_read and stage.status() != 'done'): pending.add(name)
     return pending
 
@@ -237,11 +227,10 @@ def _pending(stages: dict[str, StageRun], force: Iterable[str], done: Collection
 def check_ready(
     run: Run,
     pending: set[str], # Stages that are to be executed
-    kind: str,         # Of accelerator that is here, as `devices.machine.detect` has it
+    kind: str,         # Accelerator that is here, as `devices.machine.detect` has it
 ) -> None:
     """Raise before anything is computed: `DeviceError` for a long training on recordings without an accelerator,
-    `TrainingError` for a tracker that is not installed, `PipelineError` for
-    what is missing or cannot begin."""
+    `TrainingError` for a tracker that is not installed, `PipelineError` for what is missing or cannot begin."""
     names = [name for name in STAGES if name in pending]
     for name in names: STAGES[name].check(run.cfg, kind)
     for name in names: run.marks(name) # Files that the configuration names
@@ -252,7 +241,7 @@ def check_stages(
     force: Iterable[str] = (),   # As in `run_stages`
     done: Collection[str] = (),  # Stages whose results the run is going to be given
 ) -> set[str]:                   # Those that have something to do
-    "Raise like `check_ready` where one of the stages could not begin; `PipelineError` for one to force that is none."
+    "Raise like `check_ready` if one of the stages could not begin; `PipelineError` for an unknown one to force."
     names = plan(run.cfg, until)
     if wrong := sorted(set(force) - set(names)):
         raise PipelineError(f'--force {wrong[0]}: this command does not come to that stage; it does {", ".join(names)}')
@@ -260,35 +249,30 @@ def check_stages(
     check_ready(run, pending, detect().kind)
     return pending
 
-def _check_time(name: str, deadline: Deadline) -> None:
-    "Raise `PipelineError` where the session is over and a stage is to begin without which there is no submission."
-    if deadline.left() > 0: return
-    raise PipelineError(f'stage {name}: the session is over before there is anything to submit; run the same line in '
-                        'another one, or with a larger session.hours')
-
 def run_stages(
-    run: Run,                  # The run
-    until: str | None = None,  # Last stage wanted; none means all
+    run: Run,
+    until: str | None = None,  # Last stage wanted; None means all
     force: Iterable[str] = (), # Stages to do again even if they are done
 ) -> list[dict]:               # A row per stage: stage, what happened, seconds, metrics
-    """Do what is not done, in order. Raises `PipelineError` at the first stage that fails, or if another process works
-    on the run with other values. Before anything is computed: `DeviceError` for a long training on recordings without
-    an accelerator, `TrainingError` for a tracker of `train.log` that is not installed."""
+    """Do what is not done, in order.
+
+    Raises `PipelineError` at the first stage that fails, or if another process works on the run with other values, and
+    before anything is computed like `check_ready`."""
     pending = check_stages(run, until, force)
-    names = plan(run.cfg, until)
-    stages = {name: StageRun(run, name) for name in names}
+    stages = {name: StageRun(run, name) for name in plan(run.cfg, until)}
     rows = []
     if pending and (problem := allow_open_files()): raise PipelineError(problem)
     _set_variables()
-    kernels = forked_kernels() if pending else nullcontext()
     hours = time_limit_hours(run.cfg.session.hours, detect().kind)
-    with _at_work(run) as waited, time_limit(hours) as deadline, kernels:
+    with _at_work(run) as waited, time_limit(hours) as deadline, forked_kernels() if pending else nullcontext():
         if waited: pending = _pending(stages, force)
         for name, stage in stages.items():
-            if name in pending and STAGES[name].shared: _check_time(name, deadline)
-            not_needed = STAGES[name].shared and name not in pending and stage.status() != 'done'
-            status = 'not needed' if not_needed else run_if_stale(stage, name in force)
-            rows.append(_row(stage, status))
-            STAGES[name].check_result(run, [STAGES[n] for n in names])
+            shared = STAGES[name].shared
+            if shared and name in pending and deadline.left() <= 0:
+                raise PipelineError(f'stage {name}: the session is over before there is anything to submit; run the '
+                                    'same line in another one, or with a larger session.hours')
+            not_needed = shared and name not in pending and stage.status() != 'done'
+            rows.append(_row(stage, 'not needed' if not_needed else run_if_stale(stage, name in force)))
+            STAGES[name].check_result(run, [STAGES[n] for n in stages])
     run.save()
     return rows

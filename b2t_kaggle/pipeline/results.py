@@ -20,8 +20,8 @@ from ..metrics import phoneme_error_rate, total, word_error_rate, word_errors
 from ..metrics.comparison import WER, measure, results_of, with_seen
 from ..phonemes import PHONEMES
 from .run import Run, hypothesis_files
-from .stages import PipelineError, list_stage
-from .stamps import StageStamp
+from .stages import STAGES, PipelineError, list_stage
+from .stamps import StageRun
 from b2t_kaggle.rescoring.hypotheses import (
     Entry,
     Hypotheses,
@@ -69,7 +69,7 @@ def write_lists(
 ) -> list[Path]: # The files
     "Write the n-best lists of a stage in the form that all systems share."
     paths = []
-    decoder = run.lists_of(stage).decoder
+    decoder = STAGES[stage].writes.decoder
     for split, lists in nbest.items():
         index = run.trials(split).index
         model = _model_name(run.log_probs(split).provenance)
@@ -128,7 +128,7 @@ def is_in_sample(
     results: pd.DataFrame, # Its
 ) -> bool:
     "Whether sentences were found with weights that were tuned on them; then the report may have another rate."
-    known = StageStamp(run, 'report').stamp.get('metrics', {}).get(WER)
+    known = StageRun(run, 'report').stamp.get('metrics', {}).get(WER)
     differs = known is not None and abs(known - total(measure(results)[WER]).rate) > 1e-9
     return differs or bool(run.wer_mark)
 

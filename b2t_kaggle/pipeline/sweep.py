@@ -18,7 +18,7 @@ from typing import Any, get_args
 import pandas as pd
 
 from .. import config
-from ..config import Config, changed_values, keys_with, resolve_key, with_overrides
+from ..config import Config, changed_values, full_key, keys_with, with_overrides
 from ..config.fields import ChangesNothing, SameResult
 from ..config.schema import ConfigError
 from ..core.files import atomic_path
@@ -29,7 +29,7 @@ from ..metrics import IN_SAMPLE, percent
 from .execute import check_ready, run_stages
 from .run import Run
 from .stages import PipelineError, plan
-from .stamps import StageStamp
+from .stamps import StageRun
 from ..training.budget import time_limit
 from ..training.pruning import TRIAL_VARIABLE, import_optuna, open_storage
 
@@ -98,10 +98,10 @@ def ranges_of(
     keys = list(config.config_keys())
     full: dict[str, str] = {}
     for key, text in texts.items():
-        name = resolve_key(key, keys)
+        name = full_key(key, keys)
         if name in full: raise ConfigError(f'{name}: found two ranges, {full[name]} and {text}; expected one')
         full[name] = text
-    if both := {resolve_key(key, keys) for key in fixed} & full.keys():
+    if both := {full_key(key, keys) for key in fixed} & full.keys():
         raise ConfigError(f'{min(both)}: found a range and a value, expected one of them')
     if vain := sorted(full.keys() & keys_with(cfg, ChangesNothing, SameResult)):
         raise ConfigError(f'{vain[0]}={full[vain[0]]}: changes nothing that a trial finds, so it cannot be searched; '
@@ -177,7 +177,7 @@ class Sweep:
     def _check_same(self) -> None:
         "Raises `ConfigError` if the study was begun with other ranges, or around another configuration."
         vain = keys_with(self.run.cfg, ChangesNothing, SameResult)
-        values = config.first_named_values(changed_values(self.run.cfg, without=vain | set(self.ranges)))
+        values = changed_values(self.run.cfg, without=vain | set(self.ranges))
         groups = {'simulate', *config.TRAINING_GROUPS}
         facts = {k: str(v) for k, v in values.items() if k.split('.')[0] in groups}
         facts |= {f'range of {k}': str(r) for k, r in self.ranges.items()}
@@ -218,12 +218,12 @@ def _end(sweep: Sweep, number: int) -> str:
             finally: del os.environ[TRIAL_VARIABLE]
             if len(rows) < len(plan(cfg, 'train')): return ''
     except PipelineError as e:
-        if StageStamp(run, 'pack').status() != 'done': raise # Before training: others would end there too
+        if StageRun(run, 'pack').status() != 'done': raise # Before training: others would end there too
         return failed(e)
     if (batches := pruned()) is not None:
         sweep.study.tell(number, state=states.PRUNED)
         return f'pruned after {batches} batches'
-    stamp = StageStamp(run, 'train').stamp
+    stamp = StageRun(run, 'train').stamp
     per = stamp['metrics'].get('PER')
     if per is None: raise PipelineError('the sessions have no trials of val, whose PER a sweep compares')
     if not stamp['finished']: return ''

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import b2t_kaggle
 from ...config import Config
-from .stage import NBest, PipelineError, Stage
+from .stage import LISTS, PipelineError, Stage
 
 # %% ../../../nbs/pipeline/03_stages.ipynb #c005
 def _found() -> dict[str, Stage]:
@@ -25,16 +25,15 @@ def _found() -> dict[str, Stage]:
     stages = [c() for c in classes if issubclass(c, Stage) and hasattr(c, 'writes')]
     return {stage.name: stage for stage in sorted(stages, key=lambda stage: stage.name)}
 
-def _feeds(one: Stage, other: Stage, cfg: Config) -> bool:
-    "Whether a stage reads what one writes. Of two that change the same lists the first by name comes first."
-    forth = isinstance(one.writes, other.reads_with(cfg))
-    back = isinstance(other.writes, one.reads_with(cfg))
-    return forth and (not back or one.name < other.name)
+def _feeds(one: Stage, other: Stage) -> bool:
+    "Whether another stage that reads what one writes comes after it: always, unless it writes the same kind, too."
+    if one.writes.kind != other.writes.kind: return True
+    return (one.writes.place, one.name) < (other.writes.place, other.name)
 
 def _feeding(stage: Stage, stages: Mapping[str, Stage], cfg: Config) -> list[str]:
     "Stages that write what a stage reads, in the order in which it names that."
-    return list(dict.fromkeys(s.name for kind in stage.reads_with(cfg) for s in stages.values()
-                              if isinstance(s.writes, kind) and _feeds(s, stage, cfg)))
+    return [s.name for kind in stage.reads_with(cfg) for s in stages.values()
+            if s.writes.kind == kind and _feeds(s, stage)]
 
 def _in_order(names, stages: Mapping[str, Stage], cfg: Config) -> list[str]:
     "Some of the stages and all that they need, each after those that it needs."
@@ -74,7 +73,7 @@ def list_stage(
     before: str | None = None,  # A stage that reads lists; none: all of them count
 ) -> str:
     "The last stage of a run that makes n-best lists, of those before another one."
-    makes_lists = [name for name in plan(cfg) if isinstance(STAGES[name].writes, NBest)]
+    makes_lists = [name for name in plan(cfg) if STAGES[name].writes.kind == LISTS]
     return [name for name in makes_lists if before is None or name in needs_of(before, cfg)][-1]
 
 # %% ../../../nbs/pipeline/03_stages.ipynb #c019

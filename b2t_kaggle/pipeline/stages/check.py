@@ -8,15 +8,14 @@ __all__ = ['Check']
 # %% ../../../nbs/pipeline/stages/03_check.ipynb #c002
 from ...core.messages import warn_each
 from .inputs import data_folders, session_files, sessions_in
-from .stage import CheckedSessions, PipelineError, Result, Sessions, Stage
+from .stage import SESSIONS, Artefact, PipelineError, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/03_check.ipynb #c005
 class Check(Stage):
     does = 'list every problem of the session files'
     config = ('data.dataset_dir', 'data.sessions', 'data.bad_trials_dict', 'data.dtype', 'data.feature_subset')
-    reads = (Sessions,)
-    writes = CheckedSessions()
-    version = '6d21508689e2fdc9'
+    reads = (SESSIONS,)
+    writes = Artefact(SESSIONS, place=2)
     shared = True
 
     def inputs(self, cfg, runs):

@@ -8,16 +8,7 @@ __all__ = ['Combine']
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c002
 from pathlib import Path
 
-from b2t_kaggle.pipeline.stages.stage import (
-    FirstPass,
-    LanguageModel,
-    NBest,
-    PackedTrials,
-    PipelineError,
-    Result,
-    SecondPass,
-    Stage,
-)
+from .stage import LANGUAGE_MODEL, LISTS, TRIALS, Artefact, PipelineError, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c005
 def _check_both_splits(systems: dict) -> None:
@@ -40,7 +31,7 @@ def _combine(systems: dict, lm) -> tuple:
     if 'test' in systems: combined['test'] = pool.predict(systems['test'], lm)
     return combined, pool
 
-# %% ../../../nbs/pipeline/stages/12_combine.ipynb #c006b
+# %% ../../../nbs/pipeline/stages/12_combine.ipynb #c008
 def _check_no_circle(sources, runs: Path, above: tuple[Path, ...] = ()) -> None:
     "Raise `PipelineError` where a run among these sources, or among theirs, is a source of itself."
     from b2t_kaggle.config import load_config
@@ -55,7 +46,7 @@ def _check_no_circle(sources, runs: Path, above: tuple[Path, ...] = ()) -> None:
                                 f'take {names[-1]} out of the sources of {names[-2]}')
         _check_no_circle(load_config(folder/'config.yaml').combine.sources, folder.parent, (*above, folder))
 
-# %% ../../../nbs/pipeline/stages/12_combine.ipynb #c007
+# %% ../../../nbs/pipeline/stages/12_combine.ipynb #c010
 def _texts(own, val, combined) -> dict[str, list[str]]:
     "Sentences of val by this run, whose lists `own` has, by the vote of all systems in `val`, and combined."
     from b2t_kaggle.rescoring.hypotheses import vote
@@ -73,9 +64,8 @@ def _better_alone(val, wer: float) -> dict[str, str]:
 class Combine(Stage):
     does = 'one sentence of those of several systems'
     config = ('combine',)
-    reads = (FirstPass, SecondPass, LanguageModel, PackedTrials)
-    writes = NBest('combined', 'combination')
-    version = '932339a733c41395'
+    reads = (LISTS, LANGUAGE_MODEL, TRIALS)
+    writes = Artefact(LISTS, 'combined', 'combination', place=4)
     keep = 'combine.keep'
 
     def skipped(self, cfg):

@@ -7,7 +7,7 @@ __all__ = ['Decode']
 
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c002
 from .inputs import check_boost, check_llm, check_ngram, llm_files
-from .stage import FirstPass, LanguageModel, Logits, PackedTrials, Result, Stage
+from .stage import LANGUAGE_MODEL, LISTS, LOGITS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c005
 def _spoken_trials(run):
@@ -63,9 +63,8 @@ def _best(nbest, trials) -> list[str]:
 class Decode(Stage):
     does = 'beam search: n-best sentences of val and test'
     config = ('decode',)
-    reads = (Logits, LanguageModel, PackedTrials)
-    writes = FirstPass('nbest', 'lexicon')
-    version = 'ed9f6782fff04b46'
+    reads = (LOGITS, LANGUAGE_MODEL, TRIALS)
+    writes = Artefact(LISTS, 'nbest', 'lexicon', place=1)
     compiles = True
     reserve_minutes = 5
     llm_reserve_minutes = 60

@@ -7,7 +7,7 @@ __all__ = ['Ensemble']
 
 # %% ../../../nbs/pipeline/stages/07_ensemble.ipynb #c002
 from ...metrics import percent
-from .stage import Logits, PackedTrials, PipelineError, Result, Stage, Submission
+from .stage import LOGITS, SUBMISSION, TRIALS, Artefact, PipelineError, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/07_ensemble.ipynb #c005
 def _spoken(store) -> list[int]:
@@ -38,9 +38,8 @@ def _better_alone(stores, labels, spoken: list[int], per: float) -> dict[str, st
 class Ensemble(Stage):
     does = 'given log-probabilities, averaged over models'
     config = ('infer.logits', 'infer.average', 'infer.weights')
-    reads = (PackedTrials,)
-    writes = Logits()
-    version = '07b85b9d2733ded5'
+    reads = (TRIALS,)
+    writes = Artefact(LOGITS)
 
     def skipped(self, cfg):
         return None if cfg.infer.logits else 'infer.logits, the log-probabilities to take, is not set'
@@ -76,6 +75,6 @@ class Ensemble(Stage):
         return Result([run.logits(split) for split in logits], metrics, details=dict(tuned=tuned))
 
     def check_result(self, run, wanted):
-        if 'test' in run.splits or not any(isinstance(stage.writes, Submission) for stage in wanted): return
+        if 'test' in run.splits or not any(stage.writes.kind == SUBMISSION for stage in wanted): return
         raise PipelineError('none of the files of infer.logits has log-probabilities of test, so there would be no '
                             'submission; add one, or go as far as `b2t decode`')

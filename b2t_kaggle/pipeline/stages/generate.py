@@ -12,7 +12,7 @@ from functools import cache
 
 from .infer import Infer
 from .inputs import check_llm, llm_files
-from .stage import FirstPass, LanguageModel, Logits, PackedTrials, Result, Stage
+from .stage import LANGUAGE_MODEL, LISTS, LOGITS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/10_generate.ipynb #c005
 class _Lists:
@@ -76,9 +76,8 @@ def _batches(run, progress, stores, lists) -> Iterator[tuple]:
 class Generate(Stage):
     does = 'an audio LLM writes n-best sentences of val and test'
     config = ('audio', 'generate', *Infer.config)
-    reads = (Logits, LanguageModel, PackedTrials)
-    writes = FirstPass('generated', 'audio llm')
-    version = '39281380d06552ba'
+    reads = (LOGITS, LANGUAGE_MODEL, TRIALS)
+    writes = Artefact(LISTS, 'generated', 'audio llm', place=1)
     uses_llm = True
     reserve_minutes = 5
     llm_reserve_minutes = 60

@@ -11,10 +11,11 @@ import time
 from ...metrics import percent
 from .inputs import check_device, llm_files
 from b2t_kaggle.pipeline.stages.stage import (
-    AcousticModel,
-    LanguageModel,
-    Logits,
-    PackedTrials,
+    LANGUAGE_MODEL,
+    LOGITS,
+    MODEL,
+    TRIALS,
+    Artefact,
     PipelineError,
     Result,
     Stage,
@@ -66,13 +67,12 @@ class Infer(Stage):
     config = ('infer.checkpoint', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size',
               'infer.smoothing', 'infer.adapt', 'infer.adapt_window', 'infer.adapt_copies',
               'infer.adapt_rate', 'infer.adapt_gate', 'infer.adapt_forget')
-    reads = (PackedTrials, AcousticModel)
-    writes = Logits()
-    version = '7805c48cda902731'
+    reads = (TRIALS, MODEL)
+    writes = Artefact(LOGITS)
     reserve_minutes = 25
     llm_reserve_minutes = 60
 
-    def reads_with(self, cfg): return self.reads + ((LanguageModel,) if _learns_from_decoder(cfg) else ())
+    def reads_with(self, cfg): return self.reads + ((LANGUAGE_MODEL,) if _learns_from_decoder(cfg) else ())
     def config_with(self, cfg): return self.config + (('decode',) if _learns_from_decoder(cfg) else ())
     def skipped(self, cfg): return 'infer.logits is set' if cfg.infer.logits else None
     def modules(self, cfg): return Train().modules(cfg)

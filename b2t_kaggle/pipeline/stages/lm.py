@@ -12,7 +12,7 @@ from ...core.files import write_whole
 from ...core.messages import with_command_name
 from ...metrics import percent
 from .inputs import check_ngram
-from .stage import LanguageModel, PackedTrials, Result, Sessions, Stage
+from .stage import LANGUAGE_MODEL, SESSIONS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/08_lm.ipynb #c005
 def _model_and_words(cfg, files, transcripts, held_out, path) -> tuple:
@@ -41,9 +41,8 @@ def _model_and_words(cfg, files, transcripts, held_out, path) -> tuple:
 class LM(Stage):
     does = 'n-gram language model and pronunciation lexicon'
     config = ('lm',)
-    reads = (Sessions, PackedTrials)
-    writes = LanguageModel()
-    version = '0798a9e27b0b958f'
+    reads = (SESSIONS, TRIALS)
+    writes = Artefact(LANGUAGE_MODEL)
 
     def inputs(self, cfg, runs):
         models = {f'lm.{key}': [path] for key in ('path', 'general') if (path := getattr(cfg.lm, key))}

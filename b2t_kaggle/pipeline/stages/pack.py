@@ -9,7 +9,7 @@ __all__ = ['Pack']
 from ...core.files import require_space
 from .check import Check
 from .inputs import data_folders, sessions_in
-from .stage import CheckedSessions, PackedTrials, Result, Stage
+from .stage import SESSIONS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/04_pack.ipynb #c005
 _SPLITS = 'train', 'val', 'test'
@@ -17,9 +17,8 @@ _SPLITS = 'train', 'val', 'test'
 class Pack(Stage):
     does = 'pack the sessions into memory-mapped stores'
     config = (*Check.config, 'data.drop_instructions')
-    reads = (CheckedSessions,)
-    writes = PackedTrials()
-    version = '25c38ad9e0b730c7'
+    reads = (SESSIONS,)
+    writes = Artefact(TRIALS)
     shared = True
 
     def files(self, run): return Check().files(run)

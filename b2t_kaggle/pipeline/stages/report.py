@@ -8,7 +8,7 @@ __all__ = ['Report']
 # %% ../../../nbs/pipeline/stages/14_report.ipynb #c002
 from ...config import describe_run
 from ...core.files import write_whole
-from .stage import PackedTrials, Page, Result, Stage, Submission
+from .stage import PAGE, SUBMISSION, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/14_report.ipynb #c005
 def _tuned_parts(run, stamps, tuning) -> tuple[bool, bool]:
@@ -113,9 +113,8 @@ def _provenance(run, stamps) -> str:
 class Report(Stage):
     does = 'one page: PER, WER, sessions, trials, curves'
     config = ('report',)
-    reads = (Submission, PackedTrials)
-    writes = Page()
-    version = '28711a4b54a7ef8b'
+    reads = (SUBMISSION, TRIALS)
+    writes = Artefact(PAGE)
 
     def inputs(self, cfg, runs): return {'report.blocks': [cfg.report.blocks]} if cfg.report.blocks else {}
 
@@ -126,8 +125,8 @@ class Report(Stage):
         from b2t_kaggle.pipeline.report import configuration, gain_table, report_page, timings
         from b2t_kaggle.pipeline.results import RESULTS, run_results
         from b2t_kaggle.pipeline.stages import plan
-        from b2t_kaggle.pipeline.stamps import StageStamp
-        stamps = {name: StageStamp(run, name).stamp for name in plan(run.cfg) if name != self.name}
+        from b2t_kaggle.pipeline.stamps import StageRun
+        stamps = {name: StageRun(run, name).stamp for name in plan(run.cfg) if name != self.name}
         tuning = search_tuning(run)
         results = run_results(run) if 'val' in run.splits else None
         sections = {

@@ -7,7 +7,7 @@ __all__ = ['Rescore']
 
 # %% ../../../nbs/pipeline/stages/11_rescore.ipynb #c002
 from .inputs import check_llm, llm_files
-from .stage import FirstPass, LanguageModel, PackedTrials, Result, SecondPass, Stage
+from .stage import LANGUAGE_MODEL, LISTS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/11_rescore.ipynb #c005
 def _scored(run, progress, nbest) -> dict[str, dict]:
@@ -54,9 +54,8 @@ def _write_words(run, rescored, references) -> tuple:
 class Rescore(Stage):
     does = 'an LLM ranks the n-best sentences anew'
     config = ('rescore',)
-    reads = (FirstPass, LanguageModel, PackedTrials)
-    writes = SecondPass('rescored', 'lexicon+llm')
-    version = '95d15337b8e556f1'
+    reads = (LISTS, LANGUAGE_MODEL, TRIALS)
+    writes = Artefact(LISTS, 'rescored', 'lexicon+llm', place=2)
     uses_llm = True
     reserve_minutes = 5
     keep = 'rescore.keep'

@@ -6,14 +6,13 @@
 __all__ = ['Simulate']
 
 # %% ../../../nbs/pipeline/stages/02_simulate.ipynb #c002
-from .stage import Result, Sessions, Stage
+from .stage import SESSIONS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/02_simulate.ipynb #c005
 class Simulate(Stage):
     does = 'simulate a participant, as official HDF5 sessions'
     config = ('simulate',)
-    writes = Sessions()
-    version = 'bc0c440fcce09b70'
+    writes = Artefact(SESSIONS, place=1)
     shared = True
 
     def skipped(self, cfg): return None if cfg.data.dataset_dir is None else 'data.dataset_dir is set'

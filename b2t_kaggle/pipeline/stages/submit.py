@@ -7,14 +7,13 @@ __all__ = ['Submit']
 
 # %% ../../../nbs/pipeline/stages/13_submit.ipynb #c002
 from ...core.messages import warn_each
-from .stage import NBest, PackedTrials, Result, Stage, Submission
+from .stage import LISTS, SUBMISSION, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/13_submit.ipynb #c005
 class Submit(Stage):
     does = 'write and validate submission.csv'
-    reads = (NBest, PackedTrials)
-    writes = Submission()
-    version = 'd44ab28d2d45845c'
+    reads = (LISTS, TRIALS)
+    writes = Artefact(SUBMISSION)
 
     def run(self, run, progress):
         from b2t_kaggle.pipeline.submission import validate_submission, write_submission

@@ -16,13 +16,7 @@ from typing import Any
 from ...config import TRAINING_GROUPS, Config, with_overrides
 from ...devices.kaggle import check_accelerator_present
 from .inputs import check_device, check_llm, llm_files
-from b2t_kaggle.pipeline.stages.stage import (
-    AcousticModel,
-    PackedTrials,
-    PipelineError,
-    Result,
-    Stage,
-)
+from .stage import MODEL, TRIALS, Artefact, PipelineError, Result, Stage
 from ...training.checkpoint_paths import LAST, REFIT, checkpoint_files, last_batch
 from ...training.recipe import learning_rates
 
@@ -93,9 +87,8 @@ def what_ended(
 class Train(Stage):
     does = 'train the acoustic model'
     config = TRAINING_GROUPS
-    reads = (PackedTrials,)
-    writes = AcousticModel()
-    version = '4b370d78021f4863'
+    reads = (TRIALS,)
+    writes = Artefact(MODEL)
     continues = True
     reserve_minutes = 45
     llm_reserve_minutes = 60
