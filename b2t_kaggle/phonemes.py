@@ -143,10 +143,6 @@ def _ordinal(n: int) -> str:
     head, _, last = _cardinal(n).rpartition(' ')
     return f'{head} {_ORDINAL.get(last) or re.sub("y$", "ie", last) + "th"}'.strip()
 
-def _decimals(digits: str) -> str:
-    "The part after a decimal point in words: 05 → point zero five."
-    return ' point ' + ' '.join(_ONES[int(c)] for c in digits)
-
 def spell_numbers(
     text: str, # Any text
 ) -> str:      # The same with its numbers in words
@@ -154,7 +150,7 @@ def spell_numbers(
     text = re.sub(r'(?<=\d),(?=\d{3}\b)', '', text)
     text = re.sub(r'(\d+)(?:st|nd|rd|th)\b', lambda m: _ordinal(int(m[1])), text)
     text = re.sub(r'(?<=[a-zA-Z])(?=\d)|(?<=\d)(?=[a-zA-Z])', ' ', text)
-    text = re.sub(r'(?<=\d)\.(\d+)', lambda m: _decimals(m[1]), text)
+    text = re.sub(r'(?<=\d)\.(\d+)', lambda m: ' point ' + ' '.join(_ONES[int(c)] for c in m[1]), text)
     return re.sub(r'\d+', lambda m: _cardinal(int(m[0])), text)
 
 # %% ../nbs/00_phonemes.ipynb #c022
@@ -191,10 +187,6 @@ def _stressed() -> _Dictionary:
     return _Dictionary(lines, lambda word: [pron.partition('#')[0].split() for pron in lines[word].split('\n')])
 
 # %% ../nbs/00_phonemes.ipynb #c025
-def _ends_in_ah_d(word: str, pron: list[str]) -> bool:
-    "Whether a word in -ted or -ded is pronounced with AH D."
-    return word.endswith(('ted', 'ded')) and pron[-2:] == ['AH', 'D']
-
 @cache
 def _older_lines() -> dict[str, str]:
     "Word to its first pronunciation in CMUdict 0.7b, as it stands there."
@@ -209,7 +201,7 @@ def _older_lines() -> dict[str, str]:
 def _older_edition(word: str) -> list[list[str]]:
     "A word's first pronunciation in CMUdict 0.7b, if it is there and to be taken."
     pron = [p.rstrip('012') for p in _older_lines().get(word, '').upper().split()]
-    return [pron] if pron and not _ends_in_ah_d(word, pron) else []
+    return [pron] if pron and not (word.endswith(('ted', 'ded')) and pron[-2:] == ['AH', 'D']) else []
 
 @cache
 def _dictionary() -> _Dictionary:
@@ -493,15 +485,6 @@ _PATTERNS = { # Of the homographs that the labels' tool has and whose readings d
 _HOMOGRAPHS = {word: pattern for pattern, words in _PATTERNS.items() for word in words.split()}
 _EXCHANGED = {'learned', 'object', 'rebel'}
 
-def _is_verb_reading(pron: list[str], pattern: str, n_after: int) -> bool:
-    "Whether a pronunciation with stress marks is the verb's; n_after phonemes are the ending."
-    if pattern == 'ate': return pron[-2 - n_after].startswith('EY')
-    return [p for p in pron if p[-1].isdigit()][-1].endswith('1')
-
-def _first_vowel_is_not_ih(pron: list[str]) -> bool:
-    "Whether the first vowel is another one than an unstressed IH."
-    return next(p for p in pron if p[-1].isdigit()) != 'IH0'
-
 def _readings(word: str) -> tuple[list[str], list[str]] | None:
     "The pronunciations as (verb, other) of a homograph whose readings differ, also with a plural's -s; else None."
     base = word if word in _HOMOGRAPHS else word.removesuffix('s')
@@ -515,10 +498,12 @@ def _readings(word: str) -> tuple[list[str], list[str]] | None:
     verb = []
     other = []
     for pron in _stressed().get(word, []):
-        is_verb = _is_verb_reading(pron, pattern, n_after) != (word in _EXCHANGED)
-        (verb if is_verb else other).append(pron)
-    verb.sort(key=_first_vowel_is_not_ih) # Of several the tool's table has the one in IH: r-IH-cord, not r-uh-cord
-    pair = _distinct([*verb[:1], *other[:1]])
+        vowels = [p for p in pron if p[-1].isdigit()]
+        is_verb = pron[-2 - n_after].startswith('EY') if pattern == 'ate' else vowels[-1].endswith('1')
+        (verb if is_verb != (word in _EXCHANGED) else other).append((vowels[0] != 'IH0', pron))
+    # Of several the tool's table has the one in IH: r-IH-cord, not r-uh-cord
+    verb = [pron for _, pron in sorted(verb, key=lambda pair: pair[0])]
+    pair = _distinct([*verb[:1], *(pron for _, pron in other[:1])])
     return (pair[0], pair[1]) if len(pair) == 2 else None
 
 # %% ../nbs/00_phonemes.ipynb #c054

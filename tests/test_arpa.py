@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from b2t_kaggle.lm.arpa import ArpaError, ArpaReader, Grams, open_text, read_arpa, read_counts, write_arpa
 from b2t_kaggle.lm.automaton import load_ngram
+from b2t_kaggle.lm.backoff import prune_ngram
 from b2t_kaggle.lm.corpus import read_sentences
 from b2t_kaggle.lm.ngram import NGram, model_report
-from b2t_kaggle.lm.prune import prune_ngram
 
 WORDS = ['<unk>', '<s>', '</s>', 'a', "it's", 'naïve', '1,000', '-1.5', '\u00a0']
 
@@ -60,8 +60,7 @@ def test_round_trip(tmp_path_factory, grams, size, gz, sparse):
 def test_damage_is_named_or_harmless(tmp_path_factory, grams, at, new, old, gz):
     """Bytes replaced, put in or cut out anywhere: the file can still be read, or `ArpaError` names file and line.
 
-    For a compressed file that cannot be unpacked, and one that begins as those of another kind do, it names the file
-    and the kind."""
+    For a compressed file that cannot be unpacked it names the file and the kind."""
     path = tmp_path_factory.mktemp('arpa')/('lm.arpa.gz' if gz else 'lm.arpa')
     write_arpa(path, WORDS, [len(g.ids) for g in grams], grams)
     data = path.read_bytes()
@@ -69,7 +68,7 @@ def test_damage_is_named_or_harmless(tmp_path_factory, grams, at, new, old, gz):
     path.write_bytes(data[:at] + new + data[at + old:])
     try: read_arpa(path)
     except ArpaError as e:
-        found = 'line |not a whole (gzip|bzip2|xz) file|text in UTF-16|expected an ARPA file'
+        found = 'line |not a whole (gzip|bzip2|xz) file'
         assert str(path) in str(e) and re.search(found, str(e))
 
 
@@ -190,10 +189,10 @@ def test_what_kenlm_refuses_is_written_for_it(tmp_path):
     (USUAL[:USUAL.index(' left\n\n\\end')] + ' lef', r"the word 'lef'"),
     (USUAL[:USUAL.index('\n\n\\end')], r'the file ends here, expected .end.; it is cut off'),
     (USUAL.replace('\\end', 'more'), r'the section of 3-grams has more than 1 entries'),
-    (USUAL.encode('utf-16'), r'lm.arpa: text in UTF-16, expected UTF-8; convert it'),
-    (b'PK\x03\x04' + bytes(100), r'lm.arpa: a zip archive, expected an ARPA file; unpack it'),
-    (b'\x28\xb5\x2f\xfd' + bytes(100), r'lm.arpa: a file that zstd has packed, expected an ARPA file; unpack it'),
-    (USUAL.replace('left\t', 'go\t'), r"line 10: the word 'go' has a unigram already, .* write the file again"),
+    (USUAL.encode('utf-16'), r'line 1: found .*expected .data.'),
+    (b'PK\x03\x04' + bytes(100), r'line 1: found .PK.*expected .data.'),
+    (b'\x28\xb5\x2f\xfd' + bytes(100), r'line 1: found .*expected .data.'),
+    (USUAL.replace('left\t', 'go\t'), r"line 10: the word 'go' has a unigram already"),
     (bytes(1000), r'expected .data.'),
     (gzip.compress(USUAL.encode())[:-20], r'lm.arpa: not a whole gzip file .* fetch or write it again'),
     (bz2.compress(USUAL.encode())[:-20], r'lm.arpa: not a whole bzip2 file'),

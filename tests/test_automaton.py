@@ -1,12 +1,10 @@
 "The automaton against KenLM: a million questions, states, models with gaps."
-import errno
 import gzip
 import math
 import os
 import re
 import resource
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -143,121 +141,54 @@ def test_orders(order, tmp_path):
 class Kept(Automaton): MIN_CACHED_BYTES = 0
 
 
-def test_kept_files(model, tmp_path):
-    "Arrays that are kept beside the file are used while they fit, replaced when the file changes, never half written."
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    "The folder of kept arrays, which is empty."
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
+    return tmp_path/'cache'/'b2t_kaggle'/'automata'
+
+
+def test_kept_files(model, cache, tmp_path):
+    "Arrays are used while the file's content is the same, wherever it lies, and replaced when they are damaged."
     path = tmp_path/'lm.arpa'
     path.write_bytes(model[1].read_bytes())
     first = Kept.load(path)
-    kept = tmp_path/'lm.arpa.automaton'
+    kept, = cache.iterdir()
     written = kept.stat().st_mtime_ns
-    again = Kept.load(path)
-    assert kept.stat().st_mtime_ns == written and again.score(model[0][0]) == first.score(model[0][0])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['lm.arpa', 'lm.arpa.automaton']
+    os.utime(path, (0, 0))
+    moved = path.rename(tmp_path/'moved.arpa')
+    assert Kept.load(moved).score(model[0][0]) == first.score(model[0][0])
+    assert kept.stat().st_mtime_ns == written and list(cache.iterdir()) == [kept]
     build_ngram(['a b'], path, order=2, estimator='own')
-    assert Kept.load(path).order == 2 and kept.stat().st_mtime_ns != written
-    for damage in (b'', b'{}\n', kept.read_bytes()[:-1], b'[]\n', b'{"source": 1, "lengths": 2}\n', b'['*70_000):
+    assert Kept.load(path).order == 2
+    kept, = set(cache.iterdir()) - {kept}
+    whole = kept.read_bytes()
+    for damage in (b'', b'{}\n', whole[:-1], b'[]\n', b'['*70_000):
         kept.write_bytes(damage)
-        with pytest.warns(UserWarning, match='lm.arpa.automaton: damaged .* made anew'):
-            assert Kept.load(path).order == 2
-    touched = kept.stat().st_mtime_ns
-    os.utime(path, (0, 0)) # The same content
-    assert Kept.load(path).order == 2 and kept.stat().st_mtime_ns == touched
+        assert Kept.load(path).order == 2 and kept.read_bytes() == whole
 
 
-def test_each_damaged_byte_is_noticed(model, tmp_path):
+def test_each_damaged_byte_is_noticed(model, cache):
     "Whichever byte of the kept arrays is another one, sentences are scored as before, and the file is whole again."
-    path = tmp_path/'lm.arpa'
-    path.write_bytes(model[1].read_bytes())
-    expected = [Kept.load(path).score(s) for s in model[0][:20]]
-    kept = tmp_path/'lm.arpa.automaton'
+    expected = [Kept.load(model[1]).score(s) for s in model[0][:20]]
+    kept, = cache.iterdir()
     whole = kept.read_bytes()
     rng = np.random.default_rng(0)
     first_line = whole.index(b'\n')
     for at in (0, first_line - 70, first_line, len(whole) - 1, *rng.integers(0, len(whole), 4)):
         kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1:])
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            assert [Kept.load(path).score(s) for s in model[0][:20]] == expected and kept.read_bytes() == whole
+        assert [Kept.load(model[1]).score(s) for s in model[0][:20]] == expected and kept.read_bytes() == whole
 
 
-def hostile(facts, arrays):
-    "Changes to the arrays of a model, which lead out of them, or round and round."
-    arc = int(np.flatnonzero(arrays['arcs']['key'] >= 0)[0])
-    yield 'a state far behind the arrays', lambda a: a['first']['next'].fill(2**31 - 1)
-    yield 'a state before them', lambda a: a['first']['next'].fill(-2**31)
-    yield 'an arc', lambda a: a['arcs']['next'].put(arc, len(a['states']))
-    yield 'a table of arcs without a free place', lambda a: a['arcs']['key'].fill(1 << 32)
-    ring = np.arange(len(arrays['states']))
-    yield 'a ring of suffixes', lambda a: np.copyto(a['states']['suffix'], ring, casting='unsafe')
-    yield 'suffixes behind the arrays', lambda a: a['states']['suffix'].fill(2**31 - 1)
-    yield 'a word', lambda a: a['ids'].fill(2**31 - 1)
-    yield 'a table of words without a free place', lambda a: a['keys'].fill(1)
-    yield 'no number', lambda a: a['first']['log_prob'].fill(np.nan)
-    yield 'an endless backoff', lambda a: a['states']['backoff'].fill(np.inf)
-    yield 'a word of the facts', lambda a: facts.update(marks=[2**31 - 1, 0, 0])
-    yield 'a table that is no power of two', lambda a: a.update(keys=a['keys'][:-1], ids=a['ids'][:-1])
-    yield 'no words', lambda a: a.update(keys=a['keys'][:0], ids=a['ids'][:0])
-    yield 'no states', lambda a: a.update(states=a['states'][:0])
-
-
-def test_no_index_of_a_foreign_file_is_followed(model, tmp_path):
-    "A file that somebody made to do harm has the right checksum; it is made anew all the same."
-    path = tmp_path/'lm.arpa'
-    path.write_bytes(model[1].read_bytes())
-    expected = Kept.load(path).score(model[0][0])
-    kept = tmp_path/'lm.arpa.automaton'
-    whole = kept.read_bytes()
-    facts, mapped = automaton._read_cache(kept, automaton._source(path))
-    names = [name for name, _ in hostile(facts, mapped)]
-    for i, name in enumerate(names):
-        changed_facts = dict(facts)
-        arrays = {k: a.copy() for k, a in mapped.items()}
-        [change for _, change in hostile(changed_facts, mapped)][i](arrays)
-        automaton._write_cache(kept, changed_facts, arrays)
-        assert kept.read_bytes() != whole, name
-        with pytest.warns(UserWarning, match='its arrays lead nowhere'):
-            assert Kept.load(path).score(model[0][0]) == expected and kept.read_bytes() == whole, name
-
-
-def test_a_pipe_beside_a_model_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
-    path = build_ngram(['a b'], tmp_path/'lm.arpa', order=2, estimator='own')
-    os.mkfifo(tmp_path/'lm.arpa.automaton')
-    with pytest.warns(UserWarning, match='found a pipe'): assert Kept.load(path).order == 2
-    assert len(list((tmp_path/'cache'/'b2t_kaggle'/'automata').iterdir())) == 1
-
-
-def test_folders_that_cannot_be_written_to(tmp_path, monkeypatch):
-    "The user's cache keeps the arrays of such files, of each its own."
-    write_cache = automaton._write_cache
-    build = automaton._build
-    built = []
-    def read_only(place, *rest):
-        if place.name.endswith('.arpa.automaton'): raise OSError(errno.EROFS, 'Read-only file system')
-        write_cache(place, *rest)
-    monkeypatch.setattr(automaton, '_write_cache', read_only) # Root may write to any folder
-    monkeypatch.setattr(automaton, '_build', lambda path: built.append(path) or build(path))
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
-    paths = [tmp_path/name/'lm.arpa' for name in 'ab']
-    for path, text in zip(paths, (['a b'], ['a b', 'c'])):
-        path.parent.mkdir()
-        build_ngram(text, path, order=2, estimator='own')
-    scores = [[Kept.load(path).score('a b') for path in paths] for _ in range(3)]
-    assert built == paths and scores[0] == scores[1] == scores[2] and scores[0][0] != scores[0][1]
-    assert [sorted(path.parent.iterdir()) for path in paths] == [[path] for path in paths]
-    assert len(list((tmp_path/'cache'/'b2t_kaggle'/'automata').iterdir())) == 2
-
-
-def test_full_disks(model, tmp_path, monkeypatch):
+def test_full_disks(model, cache, tmp_path, monkeypatch):
     "Where nothing can be kept the arrays are used all the same; one warning, and no part of a file is left."
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     path = tmp_path/'lm.arpa'
     path.write_bytes(model[1].read_bytes())
     monkeypatch.setattr(sys, 'dont_write_bytecode', True) # Compiled modules would be cut, too
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1])) # No file grows beyond 64 kB
     try:
-        with pytest.warns(UserWarning, match='its arrays are kept nowhere') as warned: found = Kept.load(path)
+        with pytest.warns(UserWarning, match='its arrays are not kept') as warned: found = Kept.load(path)
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(warned) == 1 and found.score(model[0][0]) == Automaton.load(path).score(model[0][0])
     assert [p for p in tmp_path.rglob('*') if p.is_file()] == [path]
@@ -314,7 +245,7 @@ def test_both_spellings_of_unk(tmp_path):
 def test_words_that_no_model_knows(tmp_path):
     lm = Automaton.load(unigrams(tmp_path/'lm.arpa', ['<unk>', '<s>', '</s>', 'Haus', 'Hof']))
     check_words(lm, ['maus', 'hof'])
-    message = "lm.arpa: knows none of the 2 words to be decoded, such as 'house', among its 5, such as 'Haus'; give"
+    message = "lm.arpa: knows none of the 2 words to be decoded, such as 'house'; give"
     with pytest.raises(ValueError, match=message): check_words(lm, ['house', 'yard'])
 
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from b2t_kaggle.cli.command import main
-from b2t_kaggle.lm import prune
+from b2t_kaggle.lm import backoff
 from b2t_kaggle.lm.arpa import open_text, read_counts
 from b2t_kaggle.lm.ngram import NGram
 
@@ -109,7 +109,7 @@ def test_build(made, tmp_path):
 def test_interrupted_pruning_leaves_the_old_model(made, tmp_path, monkeypatch):
     (tmp_path/'lm.arpa').write_text('old')
     def full(*args): raise OSError(errno.ENOSPC, 'No space left on device')
-    monkeypatch.setattr(prune, 'write_backoff', full)
+    monkeypatch.setattr(backoff, 'write_backoff', full)
     options = ['--estimator', 'own', '--threshold', '1e-3']
     found = lm('build', made/'text.txt', '-o', tmp_path/'lm.arpa', *options)
     assert found[0] == 1 and 'lm.arpa: not written, because the disk is full; what was there is as it was' in found[1]

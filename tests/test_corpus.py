@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from b2t_kaggle.lm.corpus import clean_sentence, clean_text, split_sentences
+from b2t_kaggle.lm.corpus import _split_sentences, clean_sentence, clean_text
 from b2t_kaggle.phonemes import normalize_sentence
 
 text = st.lists(st.sampled_from([
@@ -25,7 +25,7 @@ def test_what_comes_out(line, numbers):
 
 @given(text | st.text())
 def test_splitting_loses_nothing(line):
-    assert ''.join(''.join(split_sentences(line)).split()) == ''.join(line.split())
+    assert ''.join(''.join(_split_sentences(line)).split()) == ''.join(line.split())
 
 
 def test_streams():

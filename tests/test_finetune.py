@@ -34,7 +34,7 @@ def test_the_loss_is_that_of_scoring(folders):
 @pytest.mark.filterwarnings('ignore:fan_in_fan_out')
 @pytest.mark.parametrize('kind', ['opt', 'llama', 'gpt2'])
 def test_a_tree_has_the_loss_and_the_gradient_of_rows(folders, kind):
-    "One sentence twice, and one that begins with all of another, whose given tokens are more."
+    "One sentence twice, and one that begins with all of another."
     model, tokenizer = load(folders[kind])
     sequences, _ = token_sequences(tokenizer, ['we see', 'we see it', 'they like the code', 'we see it'], end=True)
     model = _add_lora(model, rank=4).eval()
@@ -43,7 +43,7 @@ def test_a_tree_has_the_loss_and_the_gradient_of_rows(folders, kind):
     for p in trained: p.data = torch.randn_like(p)/4 # Else one of the two thin matrices is zero
     found = []
     for loss_of in (_batch_loss, _tree_loss):
-        loss = loss_of(model, sequences, [2, 1, 1, 3], True)
+        loss = loss_of(model, sequences, 2, True)
         found.append((loss.item(), *torch.autograd.grad(loss, trained)))
     rows, tree = found
     assert tree[0] == pytest.approx(rows[0], rel=1e-5)

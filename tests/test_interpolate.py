@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from b2t_kaggle.lm.arpa import ArpaError, Grams, read_arpa, read_counts, write_arpa
-from b2t_kaggle.lm.backoff import from_arpa, write_backoff
+from b2t_kaggle.lm.backoff import _removal_costs, from_arpa, prune_ngram, write_backoff
 from b2t_kaggle.lm.interpolate import interpolate_ngrams, interpolation_weights
 from b2t_kaggle.lm.ngram import NGram, build_ngram
-from b2t_kaggle.lm.prune import prune_ngram, removal_costs
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
 
@@ -154,7 +153,7 @@ def test_pruning_by_nothing_changes_nothing(tmp_path):
     path = prune_ngram(build_ngram(TEXT, tmp_path/'lm.arpa', order=4, estimator='own'), tmp_path/'pruned.arpa', 1e-3)
     a, b = NGram.load(path), NGram.load(prune_ngram(path, tmp_path/'again.arpa', 0))
     for s in TEXT: assert a.score(s) == pytest.approx(b.score(s), abs=1e-4)
-    assert all((c >= 0).all() for c in removal_costs(from_arpa(read_arpa(path))))
+    assert all((c >= 0).all() for c in _removal_costs(from_arpa(read_arpa(path))))
 
 
 def test_refuses(tmp_path):

@@ -251,10 +251,10 @@ def test_written_text_is_cleaned(tmp_path):
 
 def test_parts_change_nothing():
     "However little is sorted at a time, the tables are the same."
-    tokens, words = kneser_ney.tokenize(zipf_sentences(200, 50, 0))
-    whole = kneser_ney.count_ngrams(tokens, len(words), 4)
+    tokens, words = kneser_ney._tokenize(zipf_sentences(200, 50, 0))
+    whole = kneser_ney._count_ngrams(tokens, len(words), 4)
     for part in (1, 7, 1000):
-        for a, b in zip(whole, kneser_ney.count_ngrams(tokens, len(words), 4, part)):
+        for a, b in zip(whole, kneser_ney._count_ngrams(tokens, len(words), 4, part)):
             for x, y in zip(a, b): np.testing.assert_array_equal(x, y)
 
 
@@ -265,8 +265,8 @@ def test_scales(tmp_path):
     sentences = zipf_sentences(20_000, 5000, 1)
     start = time.process_time()
     tracemalloc.start()
-    tokens, words = kneser_ney.tokenize(sentences)
-    tables = kneser_ney.count_ngrams(tokens, len(words), 4, part=20_000)
+    tokens, words = kneser_ney._tokenize(sentences)
+    tables = kneser_ney._count_ngrams(tokens, len(words), 4, part=20_000)
     for _ in kneser_ney.kneser_ney(tables, [np.ones(len(t.first), bool) for t in tables]): pass
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

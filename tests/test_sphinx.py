@@ -15,7 +15,7 @@ from sphinx_writer import sphinx_file
 
 from b2t_kaggle.config import Config
 from b2t_kaggle.lm.arpa import read_arpa
-from b2t_kaggle.lm.general import mix_general
+from b2t_kaggle.lm.interpolate import mix_general
 from b2t_kaggle.lm.ngram import build_ngram
 from b2t_kaggle.lm.sphinx import SphinxError, import_sphinx, read_sphinx
 from b2t_kaggle.pipeline.stages.lm import LM
@@ -97,13 +97,13 @@ BIGRAMS = UNIGRAMS + 5*12
     (b'', 'begins with .*, expected .*Trie Language Model'),
     (b'\\data\\\nngram 1=3\n', 'not a trie of CMU Sphinx'),
     (damaged(19, b'\x09'), 'order is 9, expected 2 to 5'),
-    (damaged(20, b'\xff\xff\xff\x7f'), r'2,147,483,647, 3, 2 n-grams need at least [\d,]+; it is cut off or damaged'),
+    (damaged(20, b'\xff\xff\xff\x7f'), 'the file ends within the unigrams'),
     (sphinx_file(GRAMS)[:-12], 'the file ends within the words: found 1 bytes, expected 13'),
-    (sphinx_file(GRAMS)[:5000], r'has 5,000 bytes, but its 4, 3, 2 n-grams need at least 786,'),
+    (sphinx_file(GRAMS)[:5000], 'the file ends within the values'),
     (sphinx_file(GRAMS)[:25], 'ends within the head: found 5 bytes, expected 12'),
     (damaged(-1, b'x'), 'found 3 words, expected 4'),
     (damaged(BIGRAMS, b'\x07'), 'a 2-gram has the word number 7, expected less than 4'),
-    (damaged(UNIGRAMS + 12 + 8, b'\x09'), 'first children of the 1-grams run from 0 to 3 and do not always rise'),
+    (damaged(UNIGRAMS + 12 + 8, b'\x09'), 'first children of the 1-grams do not rise'),
     (damaged(UNIGRAMS, b'\0\0\xc0\x7f'), 'a 1-gram has a log-probability above 0 or a number that is not finite'),
     (damaged(UNIGRAMS, b'\0\0\x80\x3f'), 'a 1-gram has a log-probability above 0'),
 ])

@@ -28,7 +28,7 @@ import numpy as np
 from b2t_kaggle import LexiconBeamDecoder, build_ngram, load_ngram
 from b2t_kaggle.lm.interpolate import interpolate_ngrams
 from b2t_kaggle.lm.ngram import NGram, perplexity_report
-from b2t_kaggle.lm.prune import prune_ngram
+from b2t_kaggle.lm.backoff import prune_ngram
 from b2t_kaggle.phonemes import to_class_ids
 ours = build_ngram(['a b', 'a b a'], 'ours.arpa', order=2)
 other = build_ngram(['b a', 'b b'], 'other.arpa', order=2)

@@ -42,7 +42,7 @@ SOURCES = {
     'b2t_kaggle.lm.interpolate.interpolation_weights': 'Jelinek and Mercer 1980',
     'b2t_kaggle.lm.kneser_ney._discounts': 'Chen and Goodman 1998',
     'b2t_kaggle.lm.kneser_ney.kneser_ney': 'Heafield et al. 2013',
-    'b2t_kaggle.lm.prune.prune_ngram': 'Stolcke 1998',
+    'b2t_kaggle.lm.backoff.prune_ngram': 'Stolcke 1998',
     'b2t_kaggle.metrics.bleu': 'Papineni et al. 2002',
     'b2t_kaggle.metrics.bootstrap.bootstrap_rates': 'Bisani and Ney 2004',
     'b2t_kaggle.metrics.bootstrap.difference_interval': 'Bisani and Ney 2004',

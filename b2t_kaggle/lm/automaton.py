@@ -9,7 +9,6 @@ __all__ = ['ARC', 'FIRST', 'STATE', 'Arrays', 'empty_table', 'first_place', 'fin
 # %% ../../nbs/lm/09_automaton.ipynb #c003
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,11 +18,10 @@ import numpy as np
 
 from ..core.files import atomic_path, content_hashes, unchanged, user_cache
 from ..core.jit import njit
-from ..core.reading import check_is_file, parse_json
+from ..core.reading import check_is_file
 from b2t_kaggle.lm.arpa import (
     ArpaError,
     ArpaReader,
-    Grams,
     WordTable,
     is_kenlm_binary,
     read_counts,
@@ -182,13 +180,6 @@ def _bytes(words: Iterable[str]) -> list[bytes]:
     "Words as the file has them, in whatever encoding."
     return [w.encode(errors='surrogateescape') for w in words]
 
-def _add_unigrams(lm: Arrays, grams: Grams) -> None:
-    "The arc and the state of each word."
-    words = grams.ids[:, 0]
-    lm.first['log_prob'][words] = grams.log_prob
-    lm.first['next'][words] = 1 + words
-    lm.states['backoff'][1 + words] = grams.backoff
-
 def _read_arrays(reader: ArpaReader, counts: list[int]) -> Arrays:
     "All n-grams as arcs and states."
     lm = Arrays(
@@ -199,12 +190,15 @@ def _read_arrays(reader: ArpaReader, counts: list[int]) -> Arrays:
     n_read = 0
     for grams in reader:
         order = grams.ids.shape[1]
-        if order == 1: _add_unigrams(lm, grams)
+        if order == 1:
+            words = grams.ids[:, 0]
+            lm.first['log_prob'][words] = grams.log_prob
+            lm.first['next'][words] = 1 + words
+            lm.states['backoff'][1 + words] = grams.backoff
         else:
             bad = _add_ngrams(lm.arcs, lm.states, 1 + n_read, grams, order == len(counts))
             if bad >= 0:
-                words = list(reader.ids)
-                ngram = b' '.join(words[i] for i in grams.ids[bad]).decode(errors='replace')
+                ngram = b' '.join(list(reader.ids)[i] for i in grams.ids[bad]).decode(errors='replace')
                 reader.fail(f'found {ngram!r} a second time or without its first {order - 1} words '
                             'among the shorter n-grams', reader.line - len(grams.ids) + bad + 1)
         n_read += len(grams.ids)
@@ -243,51 +237,10 @@ def _build(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     facts = dict(order=len(counts), counts=counts, marks=[words.index(mark) for mark in (_BOS, _EOS, _UNK)])
     return facts, dict(keys=table.keys, ids=table.ids, arcs=lm.arcs, first=lm.first, states=lm.states)
 
-# %% ../../nbs/lm/09_automaton.ipynb #c301
-@_jit
-def _leads_inside(lm, table) -> bool:
-    "Whether all indices lead into the arrays, all searches come to an end, and all numbers can be added."
-    n_states = len(lm.states)
-    n_words = len(lm.first)
-    n_free = 0
-    for i in range(len(lm.arcs)):
-        if lm.arcs[i].key == -1: n_free += 1
-        elif lm.arcs[i].key < 0 or not 0 <= lm.arcs[i].next < n_states or not np.isfinite(lm.arcs[i].log_prob):
-            return False
-    for w in range(n_words):
-        if not 0 <= lm.first[w].next < n_states or not np.isfinite(lm.first[w].log_prob): return False
-    for s in range(n_states): # A suffix has a smaller number, so that no chain of them is a ring
-        if not 0 <= lm.states[s].suffix < max(s, 1) or not np.isfinite(lm.states[s].backoff): return False
-    n_free_words = 0
-    for i in range(len(table.keys)):
-        if table.keys[i] < 0: n_free_words += 1
-        elif not 0 <= table.ids[i] < n_words: return False
-    return n_free > 0 and n_free_words > 0 # A search for what is not there ends at a free place
-
-def _is_count(n) -> bool: return type(n) is int and 0 <= n < 1 << 40
-
-def _are_facts(facts: dict, lengths: dict[str, int]) -> bool:
-    "Whether facts are those of a model whose arrays have these lengths."
-    counts, marks = facts.get('counts'), facts.get('marks')
-    if not isinstance(counts, list) or not isinstance(marks, list) or len(marks) != 3: return False
-    n_keys = lengths['keys']
-    return (all(map(_is_count, [*counts, *marks])) and facts.get('order') == len(counts) and
-            all(0 <= mark < lengths['first'] for mark in marks) and
-            n_keys == lengths['ids'] and n_keys > 0 and n_keys & (n_keys - 1) == 0)
-
 # %% ../../nbs/lm/09_automaton.ipynb #c023
 _TYPES: dict[str, np.dtype] = dict(keys=np.dtype(np.int64), ids=np.dtype(np.int32), arcs=ARC, first=FIRST, states=STATE)
-_VERSION = 7 # Of the file's form
+_VERSION = 8 # Of the file's form
 _CHECKSUM = hashlib.sha256().digest_size # Bytes behind the arrays
-
-def _source(path: Path) -> dict:
-    "Facts by which a changed ARPA file is noticed."
-    return dict(version=_VERSION, sha256=content_hashes([path])[0])
-
-def _cache_paths(path: Path) -> list[Path]:
-    "Paths at which the arrays of an ARPA file may be kept: beside it, or in the user's cache."
-    folder_hash = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
-    return [path.with_name(f'{path.name}.automaton'), user_cache('automata')/f'{path.name}-{folder_hash}.automaton']
 
 def _write_cache(path: Path, facts: dict, arrays: dict[str, np.ndarray]) -> None:
     "A line of JSON, the arrays and a checksum; whole or not at all."
@@ -301,68 +254,38 @@ def _write_cache(path: Path, facts: dict, arrays: dict[str, np.ndarray]) -> None
             sha.update(part)
         f.write(sha.digest())
 
-# %% ../../nbs/lm/09_automaton.ipynb #c303
-def _read_facts(line: bytes, n_bytes: int) -> dict:
-    "The facts in the first line of a file of this size. Raises `ValueError` where they are none."
-    facts = parse_json(line)
-    lengths = facts.get('lengths') if isinstance(facts, dict) else None
-    if not isinstance(lengths, dict) or list(lengths) != list(_TYPES) or not all(map(_is_count, lengths.values())):
-        raise ValueError('its first line is not that of such a file')
-    expected = len(line) + sum(n*_TYPES[name].itemsize for name, n in lengths.items()) + _CHECKSUM
-    if len(line) % 64 or expected != n_bytes: raise ValueError(f'it has {n_bytes:,} bytes, expected {expected:,}')
-    return facts
-
-def _read_cache(path: Path, source: dict) -> tuple[dict, dict[str, np.ndarray]] | None:
-    """Facts and arrays of a file, mapped into memory; none where there is no file, or one of another source. Raises
-    `ValueError` for a file whose arrays cannot be followed."""
+def _read_cache(path: Path) -> tuple[dict, dict[str, np.ndarray]] | None:
+    "Facts and arrays of a file, mapped into memory; None if there is no file, or a damaged one."
     try:
         check_is_file(path)
-        with open(path, 'rb') as f: line = f.readline(1 << 16)
-        facts = _read_facts(line, path.stat().st_size)
-        if facts.get('source') != source: return None
         # Copy on write, although nobody writes: compiled code would be compiled again for arrays that are read-only
         content = np.asarray(np.memmap(path, np.uint8, 'c'))
-    except OSError: return None
-    if hashlib.sha256(content[:-_CHECKSUM].data).digest() != content[-_CHECKSUM:].tobytes():
-        raise ValueError('its checksum is another one')
+        if hashlib.sha256(content[:-_CHECKSUM].data).digest() != content[-_CHECKSUM:].tobytes(): return None
+    except (OSError, ValueError): return None
+    with open(path, 'rb') as f: line = f.readline()
+    facts = json.loads(line)
     arrays = {}
     begin = len(line)
     for name, n in facts['lengths'].items():
         end = begin + n*_TYPES[name].itemsize
         arrays[name] = content[begin:end].view(_TYPES[name])
         begin = end
-    lm = Arrays(arrays['arcs'], arrays['first'], arrays['states'])
-    if not _are_facts(facts, facts['lengths']) or not _leads_inside(lm, WordTable(arrays['keys'], arrays['ids'])):
-        raise ValueError('its arrays lead nowhere')
     return facts, arrays
-
-# %% ../../nbs/lm/09_automaton.ipynb #c025
-def _kept_arrays(path: Path, source: dict) -> tuple[dict, dict[str, np.ndarray]] | None:
-    "Facts and arrays that are kept of an ARPA file; none where none are, or where they are damaged."
-    for place in _cache_paths(path):
-        try:
-            if found := _read_cache(place, source): return found
-        except ValueError as e:
-            warnings.warn(f'{place}: damaged or no file of this kind ({e}); it is made anew of {path.name}',
-                          stacklevel=4)
-    return None
 
 def _load_cached(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     "Facts and arrays of an ARPA file: kept ones, or new ones that are kept now, if they can be."
-    source = _source(path)
-    if found := _kept_arrays(path, source): return found
+    place = user_cache('automata')/f'{content_hashes([path])[0]}.{_VERSION}'
+    if found := _read_cache(place): return found
     facts, arrays = _build(path)
-    problems = []
-    for place in _cache_paths(path):
-        try:
-            _write_cache(place, facts | {'source': source}, arrays)
-            return _read_cache(place, source) or (facts, arrays)
-        except (OSError, ValueError) as e: problems.append(f'{place.parent}: {getattr(e, "strerror", None) or e}')
-    warnings.warn(f'{path}: its arrays are kept nowhere, so that each start takes as long as this one '
-                  f'({"; ".join(problems)})', stacklevel=3)
+    try:
+        _write_cache(place, facts, arrays)
+        return _read_cache(place) or (facts, arrays)
+    except OSError as e:
+        warnings.warn(f'{path}: its arrays are not kept, so that each start takes as long as this one ({e})',
+                      stacklevel=3)
     return facts, arrays
 
-# %% ../../nbs/lm/09_automaton.ipynb #c027
+# %% ../../nbs/lm/09_automaton.ipynb #c026
 class Automaton:
     "An n-gram model with backoff (Katz, 1987) as arrays: a hash table of arcs, as in KenLM (Heafield, 2011)."
     MIN_CACHED_BYTES = 1 << 22 # Size of an ARPA file from which on its arrays are kept; smaller ones are read at once
@@ -384,12 +307,10 @@ class Automaton:
     def load(cls,
         path: str | Path, # ARPA file, plain or .gz
     ) -> 'Automaton':
-        """Read an ARPA file, or the arrays that were kept of it.
+        """Read an ARPA file, or the arrays that were kept of it in the user's cache.
 
-        They are in `<path>.automaton` beside it or, where that folder cannot be written to, in the user's cache; a
-        damaged file there is made anew, with a warning.
-        Raises `FileNotFoundError`, `ValueError` that names the file, the line, what was found and expected, or
-        `files.ChangedError` where the file changes meanwhile."""
+        Raises `FileNotFoundError`, `ValueError` that names file and line, or `files.ChangedError` if the file changes
+        meanwhile."""
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f'{path}: there is no such file; '
@@ -425,7 +346,7 @@ class Automaton:
     def __contains__(self, word: str) -> bool: return self.ids([word])[0] != self.unknown
     def __repr__(self) -> str: return f'Automaton({str(self.path)!r}, order={self.order})'
 
-# %% ../../nbs/lm/09_automaton.ipynb #c039
+# %% ../../nbs/lm/09_automaton.ipynb #c038
 def is_arpa(
     path: str | Path, # A file of either kind
 ) -> bool:
@@ -437,23 +358,15 @@ def load_ngram(
 ) -> Automaton | NGram:
     """The model of a file, in the form that is searched fastest: `Automaton` for an ARPA file, `NGram` for a binary.
 
-    Both have `score`, `word_scores`, `in`, `order` and `path`. The arrays of a large ARPA file are kept, as
-    `Automaton.load` says. Raises `FileNotFoundError`, `ValueError` that names the file, the line, what was found and
-    expected, or `ImportError` that says what to install."""
+    Both have `score`, `word_scores`, `in`, `order` and `path`. Raises what their `load` raises."""
     return Automaton.load(path) if is_arpa(path) else NGram.load(path)
 
-# %% ../../nbs/lm/09_automaton.ipynb #c042
+# %% ../../nbs/lm/09_automaton.ipynb #c041
 def check_words(
     lm: Automaton | NGram, # The model
     words: Sequence[str],  # Words to be decoded
 ) -> None:
     "Raise `ValueError` if the model knows none of the words."
     if any(w in lm for w in words): return
-    among = ''
-    if is_arpa(lm.path):
-        reader = ArpaReader(lm.path, 100)
-        next(iter(reader)) # The first unigrams
-        examples = [w.decode(errors='replace') for w in reader.ids if not w.startswith(b'<')]
-        among = f', among its {reader.counts[0]:,}' + (f', such as {examples[0]!r}' if examples else '')
-    raise ValueError(f'{lm.path}: knows none of the {len(words):,} words to be decoded, such as {words[0]!r}{among}; '
-                     'give a model of the same language, of whole words')
+    raise ValueError(f'{lm.path}: knows none of the {len(words):,} words to be decoded, such as {words[0]!r}; give a '
+                     'model of the same language, of whole words')

@@ -7,7 +7,6 @@ __all__ = ['Boosts', 'Boost', 'boosts_of', 'read_boosts', 'PhraseList', 'phrase_
            'scaled', 'most_gains']
 
 # %% ../../nbs/lm/15_boost.ipynb #c003
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.jit import njit
-from ..core.reading import read_text, split_lines
+from ..core.reading import is_finite_number, read_text, split_lines
 from .automaton import FIRST, STATE, Arrays, empty_table, find
 from ..phonemes import ARPABET, normalize_sentence
 
@@ -37,34 +36,27 @@ class Boost(NamedTuple):
         "Phonemes of each word, without stress marks; none without a pronunciation."
         return [[p.upper().rstrip('012') for p in w.split()] for w in (self.pronunciation or '').split('|') if w]
 
-def _check(boost: Boost) -> None:
-    "Raise `ValueError` where a boost is none."
-    if not re.search('[a-z]', boost.phrase): raise ValueError('found no words')
-    if isinstance(boost.bonus, bool) or not isinstance(boost.bonus, int | float) or not math.isfinite(boost.bonus):
-        raise ValueError(f'{boost.phrase!r}: found the bonus {boost.bonus!r}, expected a number')
-    if boost.pronunciation is None: return
-    phonemes = boost.phonemes
-    n_words = len(boost.words)
-    if len(phonemes) != n_words or not all(phonemes):
-        raise ValueError(f'{boost.phrase!r}: found a pronunciation of {sum(map(bool, phonemes))} words, expected '
-                         f"{n_words}, with '|' between two")
-    if unknown := [p for word in phonemes for p in word if p not in ARPABET]:
-        raise ValueError(f'{boost.phrase!r}: found the phoneme {unknown[0]!r}, expected ARPAbet: {" ".join(ARPABET)}')
-
-def _normalized(boost: Boost) -> Boost:
-    "A boost with a normalised phrase; raises `ValueError` where it is none."
+def _checked(boost: Boost, bonuses: dict[str, float]) -> Boost:
+    """A boost with a normalised phrase, whose bonus is noted; raises `ValueError` where it is none, or where its phrase
+    has another bonus already."""
     if not isinstance(boost.phrase, str): raise ValueError(f'found {boost.phrase!r}, expected a word or phrase')
     boost = boost._replace(phrase=normalize_sentence(boost.phrase))
-    _check(boost)
-    return boost
-
-# %% ../../nbs/lm/15_boost.ipynb #c008
-def _one_bonus(boost: Boost, bonuses: dict[str, float]) -> Boost:
-    "The same boost; raises `ValueError` where its phrase has another bonus already. Notes its bonus."
+    if not re.search('[a-z]', boost.phrase): raise ValueError('found no words')
+    if not is_finite_number(boost.bonus):
+        raise ValueError(f'{boost.phrase!r}: found the bonus {boost.bonus!r}, expected a number')
+    if boost.pronunciation is not None:
+        n_words = len(boost.words)
+        if len(boost.phonemes) != n_words or not all(boost.phonemes):
+            raise ValueError(f'{boost.phrase!r}: found a pronunciation of {sum(map(bool, boost.phonemes))} words, '
+                             f"expected {n_words}, with '|' between two")
+        if unknown := [p for word in boost.phonemes for p in word if p not in ARPABET]:
+            raise ValueError(f'{boost.phrase!r}: found the phoneme {unknown[0]!r}, expected ARPAbet: '
+                             f'{" ".join(ARPABET)}')
     known = bonuses.setdefault(boost.phrase, boost.bonus)
     if known == boost.bonus: return boost
     raise ValueError(f'{boost.phrase!r}: found the bonuses {known:g} and {boost.bonus:g}, expected one')
 
+# %% ../../nbs/lm/15_boost.ipynb #c008
 Boosts = Mapping[str, float] | Iterable[Boost] # Bonus of each word or phrase [nats], or with pronunciations
 
 def boosts_of(
@@ -78,21 +70,10 @@ def boosts_of(
         if not isinstance(item, Boost):
             raise TypeError(f'boost: found {item!r}, expected bonuses by phrase, or Boost(phrase, bonus)')
     bonuses: dict[str, float] = {}
-    try: return list(dict.fromkeys([_one_bonus(_normalized(b), bonuses) for b in items]))
+    try: return list(dict.fromkeys([_checked(b, bonuses) for b in items]))
     except ValueError as e: raise ValueError(f'boost: {e}') from None
 
 # %% ../../nbs/lm/15_boost.ipynb #c011
-def _boost_of_line(line: str) -> Boost:
-    "The boost of a line; raises `ValueError` where it has none."
-    fields = [f.strip() for f in re.split('[,\t]', line)]
-    if not 2 <= len(fields) <= 3:
-        raise ValueError(f'found {line.strip()!r}, expected a word or phrase, its bonus, and perhaps its '
-                         'pronunciation, with commas or tabs between them')
-    phrase, bonus, *pronunciation = fields
-    try: number = float(bonus)
-    except ValueError: raise ValueError(f'{phrase!r}: found the bonus {bonus!r}, expected a number') from None
-    return _normalized(Boost(phrase, number, *(p for p in pronunciation if p)))
-
 def read_boosts(
     path: str | Path, # Text file
 ) -> list[Boost]:
@@ -102,10 +83,17 @@ def read_boosts(
     for i, line in enumerate(split_lines(read_text(path, 1 << 24)), 1):
         line = line.partition('#')[0]
         if not line.strip(): continue
-        try: boosts.append(_one_bonus(_boost_of_line(line), bonuses))
+        phrase, *numbers = [f.strip() for f in re.split('[,\t]', line)]
+        try:
+            if not 1 <= len(numbers) <= 2:
+                raise ValueError(f'found {line.strip()!r}, expected a word or phrase, its bonus, and perhaps its '
+                                 'pronunciation, with commas or tabs between them')
+            try: bonus = float(numbers[0])
+            except ValueError:
+                raise ValueError(f'{phrase!r}: found the bonus {numbers[0]!r}, expected a number') from None
+            boosts.append(_checked(Boost(phrase, bonus, *filter(None, numbers[1:])), bonuses))
         except ValueError as e: raise ValueError(f'{path}, line {i}: {e}') from None
-    if not boosts: raise ValueError(f'{path}: found no word and no phrase, expected a line for each, such as '
-                                    "'sacramento, 4'")
+    if not boosts: raise ValueError(f"{path}: found no word and no phrase, expected lines such as 'sacramento, 4'")
     return boosts
 
 # %% ../../nbs/lm/15_boost.ipynb #c014

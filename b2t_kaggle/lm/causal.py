@@ -8,6 +8,7 @@ __all__ = ['HEAD_BATCH', 'OVERFLOW_HINT', 'require_package', 'torch_dtype', 'qua
            'Capabilities', 'capabilities', 'check_sequences', 'can_be_tree', 'score_sentences', 'CachedScores']
 
 # %% ../../nbs/lm/03_causal.ipynb #c003
+import os
 import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,7 @@ def require_package(
 ) -> None:
     "Raise `LanguageModelError` where a package is missing."
     if find_spec(package) is None:
-        raise LanguageModelError(
-            f'{user} needs the package {package}, which is not installed; pip install {package}')
+        raise LanguageModelError(f'{user} needs the package {package}, which is not installed; pip install {package}')
 
 def torch_dtype(
     name: str,   # `float32`, `bfloat16`, `float16`, or `auto`: the one that suits the device
@@ -115,8 +115,7 @@ def check_packages(
     if adapter is None: return
     require_package('peft', 'an adapter')
     if not (Path(adapter)/'adapter_config.json').is_file():
-        raise LanguageModelError(f'{adapter}: has no adapter_config.json; '
-                                 'give the folder of an adapter, such as `b2t lm finetune` writes')
+        raise LanguageModelError(f'{adapter}: has no adapter_config.json; give the folder of an adapter')
 
 # %% ../../nbs/lm/03_causal.ipynb #c015
 def load_lm(
@@ -128,8 +127,7 @@ def load_lm(
     local_files_only: bool = False,   # Never ask the hub
     four_bit: bool = False,           # 4-bit weights, as QLoRA trains with; needs the same packages
 ) -> tuple[torch.nn.Module, object]:  # Model, in evaluation mode, and tokenizer
-    """A causal language model. Raises `LanguageModelError` where the model, the adapter, a package or memory is
-    missing."""
+    "A causal language model. Raises `LanguageModelError` if the model, the adapter, a package or memory is missing."
     if eight_bit and four_bit: raise LanguageModelError('eight_bit and four_bit: found both, expected at most one')
     option = 'eight_bit' if eight_bit else 'four_bit' if four_bit else None
     check_packages(option, adapter)
@@ -149,25 +147,22 @@ def load_lm(
         raise LanguageModelError(f'{model_name}: not loaded ({reason}); {advice}') from None
     if missing:
         raise LanguageModelError(f'{name}: the weights lack {", ".join(missing[:3])} ({len(missing)} in all); '
-                                 'not the weights of a causal language model, or a part of them is missing')
+                                 'not the weights of a causal language model')
     return (model.to(device) if option is None else model).eval(), tokenizer
 
 def open_lm(
     cfg: LLMConfig, # A group of the configuration that describes one
 ) -> tuple[torch.nn.Module, object]: # Model, in evaluation mode, and tokenizer
     "The causal language model of a configuration, as `load_lm` loads it. Raises `LanguageModelError`."
-    if cfg.llm is None:
-        raise LanguageModelError(f'llm: found none; {ADVICE}')
+    if cfg.llm is None: raise LanguageModelError(f'llm: found none; {ADVICE}')
     return load_lm(cfg.llm, cfg.llm_dtype, adapter=cfg.llm_adapter, eight_bit=cfg.llm_quantization == 'eight_bit',
                    four_bit=cfg.llm_quantization == 'four_bit')
 
-# %% ../../nbs/lm/03_causal.ipynb #c018
+# %% ../../nbs/lm/03_causal.ipynb #c021
 def start_tokens(
     tokenizer,  # Of transformers
 ) -> list[int]: # Token ids
-    """The tokens that precede a text and are not scored.
-
-    They are the tokenizer's own first tokens, else its `bos_token`, else its `eos_token`, else nothing."""
+    "Unscored tokens before a text: the tokenizer's own first ones, else its `bos_token`, `eos_token`, or nothing."
     whole = tokenizer('a', add_special_tokens=True).input_ids
     bare = tokenizer('a', add_special_tokens=False).input_ids
     n_before = next((i for i in range(len(whole)) if whole[i:i + len(bare)] == bare), 0)
@@ -179,17 +174,15 @@ def token_sequences(
     texts: Sequence[str], # Texts [N]
     end: bool = False,    # Whether `eos_token` follows
 ) -> tuple[list[tuple[int, ...]], int]: # Tokens of each text [N], and how many at the beginning are not scored
-    """The tokens that a model gets for texts: `start_tokens`, then the text's own. Raises `LanguageModelError` where
-    `end` is wanted and the tokenizer has no `eos_token`."""
+    "Tokens of texts after `start_tokens`. Raises `LanguageModelError` for an `end` without an `eos_token`."
     start = start_tokens(tokenizer)
     if end and tokenizer.eos_token_id is None:
-        raise LanguageModelError('the end of the sentence cannot be scored: the tokenizer has no eos_token; '
-                                 'set one, or score without the end')
+        raise LanguageModelError('the end of the sentence cannot be scored: the tokenizer has no eos_token')
     after = [tokenizer.eos_token_id] if end else []
     ids = tokenizer(list(texts), add_special_tokens=False).input_ids if texts else []
     return [(*start, *tokens, *after) for tokens in ids], max(1, len(start))
 
-# %% ../../nbs/lm/03_causal.ipynb #c021
+# %% ../../nbs/lm/03_causal.ipynb #c024
 class PrefixTree(NamedTuple):
     "N distinct beginnings of sentences, and the M tokens to be scored after them."
     tokens: np.ndarray    # Last token of each beginning [N]
@@ -201,13 +194,12 @@ class PrefixTree(NamedTuple):
 
 def prefix_tree(
     sequences: Sequence[Sequence[int]], # Tokens of sentences [N]
-    n_given: int | Sequence[int],       # So many tokens at the beginning are not scored: of all, or of each [N]
+    n_given: int,                       # So many tokens at the beginning are not scored
 ) -> PrefixTree:
     "The tree of all beginnings, each once, except whole sentences: for tree attention (Miao et al., 2024)."
     number = {} # (parent, token) to node
     parent = []
     scored = [] # (node, next token, sentence)
-    given = [n_given]*len(sequences) if isinstance(n_given, int) else n_given
     for s, tokens in enumerate(sequences):
         node = -1
         for i, token in enumerate(tokens[:-1], 1):
@@ -215,7 +207,7 @@ def prefix_tree(
                 number[node, token] = len(parent)
                 parent.append(node)
             node = number[node, token]
-            if i >= given[s]: scored.append((node, tokens[i], s))
+            if i >= n_given: scored.append((node, tokens[i], s))
     ancestor = np.eye(len(parent), dtype=bool)
     depth = np.zeros(len(parent), np.int64)
     for i, p in enumerate(parent): # Parents come before their children
@@ -225,11 +217,7 @@ def prefix_tree(
     columns = np.array(sorted(scored), np.int64).reshape(-1, 3).T
     return PrefixTree(np.array([token for _, token in number], np.int64), depth, ancestor, *columns)
 
-# %% ../../nbs/lm/03_causal.ipynb #c024
-def _n_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    "Number of tokens that two sequences have in common at their beginning."
-    return next((k for k, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
+# %% ../../nbs/lm/03_causal.ipynb #c027
 def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterator[list[int]]:
     """Numbers of sequences whose tree has up to n_nodes nodes (more only where one sequence alone has more).
 
@@ -239,7 +227,7 @@ def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterato
     previous = () # Nodes of the sequence before
     for i in sorted(range(len(sequences)), key=lambda i: sequences[i]):
         nodes = sequences[i][:-1]
-        new = len(nodes) - _n_shared(previous, nodes)
+        new = len(nodes) - len(os.path.commonprefix([previous, nodes]))
         if batch and new and size + new > n_nodes:
             yield batch
             batch = []
@@ -250,7 +238,7 @@ def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterato
         previous = nodes
     if batch: yield batch
 
-# %% ../../nbs/lm/03_causal.ipynb #c027
+# %% ../../nbs/lm/03_causal.ipynb #c030
 HEAD_BATCH = 128 # States per call of the head: fewer read its weights from memory too often, more need memory
 
 def states_and_head(
@@ -294,22 +282,9 @@ def _tree_scores(model, tree: PrefixTree, n: int, separate_head: bool, visible: 
     scores = _token_scores(model, tree_inputs(model, tree, visible), tree.node, tree.target, separate_head)
     return np.bincount(tree.sentence, scores, minlength=n)
 
-# %% ../../nbs/lm/03_causal.ipynb #c030
-def _padded_rows(sequences: Sequence[tuple[int, ...]], n_given: int):
-    "Right-padded tokens [B, L], the mask of real ones [B, L], and row and position of each scored token [M]."
-    width = max(map(len, sequences))
-    ids = np.zeros((len(sequences), width), np.int64)
-    mask = np.zeros((len(sequences), width), np.int64)
-    for j, tokens in enumerate(sequences):
-        ids[j, :len(tokens)] = tokens
-        mask[j, :len(tokens)] = 1
-    scored = mask.astype(bool)
-    scored[:, :n_given] = False
-    row, position = np.nonzero(scored)
-    return ids, mask, row, position
-
+# %% ../../nbs/lm/03_causal.ipynb #c033
 def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separate_head: bool) -> np.ndarray:
-    "Log-probabilities of sentences [n], a padded row for each."
+    "Log-probabilities of sentences [n], a row for each, padded on the right."
     scores = np.zeros(len(sequences))
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     while order:
@@ -318,13 +293,18 @@ def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separ
         n_rows = max(1, (8 if separate_head else 1)*HEAD_BATCH//width)
         batch = order[-n_rows:]
         order = order[:-n_rows]
-        ids, mask, row, position = _padded_rows([sequences[i] for i in batch], n_given)
+        ids = np.zeros((len(batch), width), np.int64)
+        mask = np.zeros((len(batch), width), np.int64)
+        for j, i in enumerate(batch):
+            ids[j, :len(sequences[i])] = sequences[i]
+            mask[j, :len(sequences[i])] = 1
+        row, position = np.nonzero(mask*(np.arange(width) >= n_given))
         inputs = dict(input_ids=ids, attention_mask=mask)
         log_probs = _token_scores(model, inputs, row*width + position - 1, ids[row, position], separate_head)
         scores[batch] = np.bincount(row, log_probs, minlength=len(batch))
     return scores
 
-# %% ../../nbs/lm/03_causal.ipynb #c033
+# %% ../../nbs/lm/03_causal.ipynb #c036
 class Capabilities(NamedTuple):
     "Abilities of a model besides computing rows as a whole."
     separate_head: bool  # The head alone makes logits of states
@@ -367,7 +347,7 @@ def capabilities(
                           'prefix tree; each sentence is computed on its own, which is slower')
     return _CAPABILITIES[model]
 
-# %% ../../nbs/lm/03_causal.ipynb #c036
+# %% ../../nbs/lm/03_causal.ipynb #c039
 def check_sequences(
     model,                                # A causal language model of transformers
     sequences: Sequence[tuple[int, ...]], # From `token_sequences` [N]
@@ -388,15 +368,7 @@ def check_sequences(
 OVERFLOW_HINT = ('some models overflow in float16, then take bfloat16 or float32 as dtype; '
                  'else the weights are damaged')
 
-def _check_finite(model, scores: np.ndarray, sentences: Sequence[str]) -> None:
-    "Raise `LanguageModelError` where a score is no number."
-    bad = np.flatnonzero(~np.isfinite(scores))
-    if not len(bad): return
-    i = bad[0]
-    raise LanguageModelError(f'{sentences[i][:60]!r} has the log-probability {scores[i]} for {type(model).__name__} '
-                             f'in {model.dtype}; {OVERFLOW_HINT}')
-
-# %% ../../nbs/lm/03_causal.ipynb #c039
+# %% ../../nbs/lm/03_causal.ipynb #c042
 def can_be_tree(
     model,                               # A causal language model of transformers
     sequences: Sequence[Sequence[int]], # Tokens of sentences
@@ -419,17 +391,7 @@ def _sequence_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, 
             scores[batch] = _row_scores(model, members, n_given, separate_head)
     return scores
 
-def _one_context_each(sentences: Sequence[str], context: str | Sequence[str]) -> list[str]:
-    "The context of each sentence, with single spaces."
-    if isinstance(sentences, str): raise ValueError(f'sentences: found one text {sentences!r}, expected a list')
-    contexts = [context]*len(sentences) if isinstance(context, str) else context
-    contexts = [' '.join(c.split()) for c in contexts]
-    if len(contexts) != len(sentences):
-        raise ValueError(f'context: found {len(contexts)} texts, '
-                         f'expected one, or one for each of the {len(sentences)} sentences')
-    return contexts
-
-# %% ../../nbs/lm/03_causal.ipynb #c041
+# %% ../../nbs/lm/03_causal.ipynb #c043
 def score_sentences(
     model: torch.nn.Module,     # A causal language model of transformers, PEFT's included
     tokenizer,                  # Its tokenizer
@@ -441,7 +403,11 @@ def score_sentences(
     """Exact log-probabilities of sentences under a language model. Raises `LanguageModelError` for a text that is too
     long, a tokenizer that belongs to another model, or a score that is no number, and `ValueError` for contexts that do
     not pair up."""
-    contexts = _one_context_each(sentences, context)
+    if isinstance(sentences, str): raise ValueError(f'sentences: found one text {sentences!r}, expected a list')
+    contexts = [' '.join(c.split()) for c in ([context]*len(sentences) if isinstance(context, str) else context)]
+    if len(contexts) != len(sentences):
+        raise ValueError(f'context: found {len(contexts)} texts, '
+                         f'expected one, or one for each of the {len(sentences)} sentences')
     if hasattr(model, 'get_base_model'): model = model.get_base_model() # PEFT's layers are inside
     texts = [f'{c} {s}' if c and s else c or s for c, s in zip(contexts, sentences)]
     sequences, n_given = token_sequences(tokenizer, texts, end)
@@ -454,10 +420,12 @@ def score_sentences(
     finally: model.train(was_training)
     def log_prob(tokens): return log_probs.get(tokens, 0.) # Without tokens to score: certain
     scores = np.array([log_prob(s) - (log_prob(context_tokens[c]) if c else 0.) for s, c in zip(sequences, contexts)])
-    _check_finite(model, scores, sentences)
+    for i in np.flatnonzero(~np.isfinite(scores)):
+        raise LanguageModelError(f'{sentences[i][:60]!r} has the log-probability {scores[i]} for '
+                                 f'{type(model).__name__} in {model.dtype}; {OVERFLOW_HINT}')
     return scores
 
-# %% ../../nbs/lm/03_causal.ipynb #new50
+# %% ../../nbs/lm/03_causal.ipynb #c050
 _AT_ONCE = 500 # Sentences between two steps of the progress bar
 
 @dataclass

@@ -6,7 +6,7 @@
 __all__ = ['ADVICE', 'LanguageModelError', 'wheel_member', 'is_gguf', 'files_of', 'LLMSource', 'find_llm', 'weight_bytes',
            'free_memory', 'check_memory']
 
-# %% ../../nbs/lm/01_llm.ipynb #n003
+# %% ../../nbs/lm/01_llm.ipynb #c003
 import re
 import zipfile
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..core.files import format_size
 from ..core.reading import parse_json, read_text
 
-# %% ../../nbs/lm/01_llm.ipynb #n006
+# %% ../../nbs/lm/01_llm.ipynb #c006
 class LanguageModelError(RuntimeError):
     "A language model that cannot be loaded or used; the message says why and what to do."
 
@@ -44,16 +44,7 @@ def is_gguf(
     "Whether a file begins as GGUF does."
     with open(path, 'rb') as f: return f.read(4) == b'GGUF'
 
-def _check_file(path: Path) -> None:
-    "Raise `LanguageModelError` for a file that is no model."
-    if is_gguf(path): return
-    if zipfile.is_zipfile(path) or path.suffix == '.whl': wheel_member(path)
-    else:
-        with open(path, 'rb') as f: begin = f.read(4)
-        raise LanguageModelError(f'{path}: begins with {begin!r}, expected GGUF, or a wheel that holds such a file; '
-                                 'give one of them, or a folder as transformers saves models')
-
-# %% ../../nbs/lm/01_llm.ipynb #n009
+# %% ../../nbs/lm/01_llm.ipynb #c009
 def files_of(
     path: Path, # A file or a folder; it need not exist
 ) -> list[Path]:
@@ -88,7 +79,10 @@ def _find_base(name: str) -> str:
     "The folder or file that a name stands for, as an absolute path; else the name, which is one on the hub."
     path = Path(name)
     if path.is_file():
-        _check_file(path)
+        if not is_gguf(path):
+            if not zipfile.is_zipfile(path) and path.suffix != '.whl':
+                raise LanguageModelError(f'{path}: expected GGUF, or a wheel that holds such a file; {ADVICE}')
+            wheel_member(path)
         return str(path.absolute())
     if not path.is_dir():
         if path.suffix in ('.gguf', '.whl'): raise LanguageModelError(f'{name}: there is no such file')
@@ -115,7 +109,7 @@ def find_llm(
         base = Path(name)
     return LLMSource(_find_base(str(name)), adapters)
 
-# %% ../../nbs/lm/01_llm.ipynb #n013
+# %% ../../nbs/lm/01_llm.ipynb #c013
 _BYTES = dict(float32=4, bfloat16=2, float16=2)
 _QUANTIZED = dict(eight_bit=1., four_bit=0.52) # Bytes of a weight in a matrix; those of 4 bits have scales of their own
 

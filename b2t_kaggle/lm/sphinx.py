@@ -38,14 +38,13 @@ class _Blocks:
     name: str   # Its name, for errors
     at: int = 0
 
-    def fail(self, problem: str): raise SphinxError(f'{self.name}: {problem}')
+    def fail(self, problem: str): raise SphinxError(f'{self.name}: {problem}; fetch it again')
 
     def take(self, dtype, count: int, section: str) -> np.ndarray:
-        "The next `count` numbers; raises `SphinxError` where the file has fewer."
+        "The next `count` numbers; raises `SphinxError` if the file has fewer."
         size = np.dtype(dtype).itemsize*count
         left = len(self.data) - self.at
-        if left < size:
-            self.fail(f'the file ends within {section}: found {left:,} bytes, expected {size:,}; fetch it again')
+        if left < size: self.fail(f'the file ends within {section}: found {left:,} bytes, expected {size:,}')
         self.at += size
         return np.frombuffer(self.data, dtype, count, self.at - size)
 
@@ -70,32 +69,16 @@ class _Level(NamedTuple):
     first_child: np.ndarray # The first n-gram one order above that ends with it [M + 1] int64; none in the highest
 
 def _read_counts(blocks: _Blocks) -> list[int]:
-    "n-grams per order; raises `SphinxError` for another kind of file and for a file that cannot hold them."
+    "n-grams per order; raises `SphinxError` for another kind of file."
     found = blocks.data[:len(_MAGIC)]
     if found != _MAGIC: blocks.fail(f'begins with {found!r}, expected {_MAGIC!r}: not a trie of CMU Sphinx')
     blocks.at = len(_MAGIC)
     order = int(blocks.take('u1', 1, 'the head')[0])
-    if not 2 <= order <= _MAX_ORDER: blocks.fail(f'the order is {order}, expected 2 to {_MAX_ORDER}; fetch it again')
+    if not 2 <= order <= _MAX_ORDER: blocks.fail(f'the order is {order}, expected 2 to {_MAX_ORDER}')
     counts = blocks.take('<u4', order, 'the head').tolist()
     blocks.take('<i4', 1, 'the head')
-    values = 4*_N_VALUES*(2*order - 3)
-    packed = sum(_packed_size(count, widths) for count, widths in zip(counts[1:], _widths(counts)))
-    size = blocks.at + values + 12*(counts[0] + 1) + packed + 4
-    if size > len(blocks.data):
-        blocks.fail(f'has {len(blocks.data):,} bytes, but its {", ".join(f"{c:,}" for c in counts)} n-grams need at '
-                    f'least {size:,}; it is cut off or damaged, fetch it again')
     return counts
 
-def _widths(counts: list[int]) -> list[list[int]]:
-    "Bits of the fields of the packed entries of each order from 2 on."
-    word = counts[0].bit_length()
-    return [*([word, 16, 16, above.bit_length()] for above in counts[2:]), [word, 16]]
-
-def _packed_size(count: int, widths: list[int]) -> int:
-    "Bytes of a packed block."
-    return ((count + 1)*sum(widths) + 7)//8 + _PADDING
-
-# %% ../../nbs/lm/13_sphinx.ipynb #c015
 def _read_levels(blocks: _Blocks, counts: list[int]) -> list[_Level]:
     "The n-grams of all orders."
     order = len(counts)
@@ -105,9 +88,11 @@ def _read_levels(blocks: _Blocks, counts: list[int]) -> list[_Level]:
     unigrams = blocks.take([('log_prob', '<f4'), ('backoff', '<f4'), ('first', '<u4')], counts[0] + 1, 'the unigrams')
     levels = [_Level(np.arange(len(unigrams)), unigrams['log_prob'], unigrams['backoff'],
                      unigrams['first'].astype(np.int64))]
-    for n, (count, widths) in enumerate(zip(counts[1:], _widths(counts)), 2):
-        packed = blocks.take('u1', _packed_size(count, widths), f'the {n}-grams')
-        word, *numbers = _unpack(packed, count + 1, widths)
+    word_bits = counts[0].bit_length()
+    for n, count in enumerate(counts[1:], 2):
+        widths = [word_bits, 16, 16, counts[n].bit_length()] if n < order else [word_bits, 16]
+        size = ((count + 1)*sum(widths) + 7)//8 + _PADDING
+        word, *numbers = _unpack(blocks.take('u1', size, f'the {n}-grams'), count + 1, widths)
         if n < order: levels.append(_Level(word, log_probs[n - 2][numbers[1]], backoffs[n - 2][numbers[0]], numbers[2]))
         else: levels.append(_Level(word, log_probs[-1][numbers[0]], np.zeros(count + 1, 'f4'), np.empty(0, np.int64)))
     return levels
@@ -115,13 +100,11 @@ def _read_levels(blocks: _Blocks, counts: list[int]) -> list[_Level]:
 def _read_words(blocks: _Blocks, count: int) -> list[str]:
     "The word of each id."
     size = int(blocks.take('<u4', 1, 'the words')[0])
-    text = blocks.take('u1', size, 'the words').tobytes()
-    words = text.split(b'\0')[:-1]
-    if len(words) != count:
-        blocks.fail(f'found {len(words):,} words, expected {count:,}; it is damaged, fetch it again')
+    words = blocks.take('u1', size, 'the words').tobytes().split(b'\0')[:-1]
+    if len(words) != count: blocks.fail(f'found {len(words):,} words, expected {count:,}')
     return [w.decode(errors='surrogateescape') for w in words]
 
-# %% ../../nbs/lm/13_sphinx.ipynb #c018
+# %% ../../nbs/lm/13_sphinx.ipynb #c017
 def _word_ids(blocks: _Blocks, levels: list[_Level]) -> list[np.ndarray]:
     "The words of the n-grams of each order that can be reached [M, n], in reading order."
     n_words = len(levels[0].word) - 1
@@ -130,17 +113,14 @@ def _word_ids(blocks: _Blocks, levels: list[_Level]) -> list[np.ndarray]:
         first = below.first_child[:len(ids[-1]) + 1]
         children = np.diff(first)
         if first[0] != 0 or (children < 0).any() or first[-1] > len(level.word) - 1:
-            blocks.fail(f'the first children of the {n - 1}-grams run from {first[0]:,} to {first[-1]:,} and do not '
-                        f'always rise, expected a rise from 0 to at most {len(level.word) - 1:,}; it is damaged, fetch '
-                        'it again')
+            blocks.fail(f'the first children of the {n - 1}-grams do not rise to at most {len(level.word) - 1:,}')
         word = level.word[:first[-1]]
         if len(word) and word.max() >= n_words:
-            blocks.fail(f'a {n}-gram has the word number {word.max():,}, expected less than {n_words:,}; it is '
-                        'damaged, fetch it again')
+            blocks.fail(f'a {n}-gram has the word number {word.max():,}, expected less than {n_words:,}')
         ids.append(np.column_stack([word.astype(np.int32), ids[-1].repeat(children, axis=0)]))
     return ids
 
-# %% ../../nbs/lm/13_sphinx.ipynb #c021
+# %% ../../nbs/lm/13_sphinx.ipynb #c020
 _MARKS = {'<s>': '<s>', '</s>': '</s>', '<unk>': '<unk>', '<UNK>': '<unk>'}
 
 def _names(words: list[str], log_prob: np.ndarray) -> list[str | None]:
@@ -154,7 +134,7 @@ def _names(words: list[str], log_prob: np.ndarray) -> list[str | None]:
         used.add(forms[i])
     return names
 
-# %% ../../nbs/lm/13_sphinx.ipynb #c024
+# %% ../../nbs/lm/13_sphinx.ipynb #c023
 class SphinxModel(NamedTuple):
     "A language model of CMU Sphinx in our form."
     arpa: Arpa                # The model; words are normalised
@@ -163,25 +143,6 @@ class SphinxModel(NamedTuple):
     licence: str | None       # The text that came with the file
 
 _LOG10 = math.log10(1.0001)
-
-def _grams(ids: np.ndarray, level: _Level, new_ids: np.ndarray) -> Grams:
-    "The n-grams of one order without the words whose new id is -1."
-    ids = new_ids[ids]
-    kept = (ids >= 0).all(axis=1)
-    log_prob, backoff = (np.asarray(x[:len(ids)][kept]*_LOG10, np.float32) for x in (level.log_prob, level.backoff))
-    return Grams(ids[kept], log_prob, backoff)
-
-def _with_unknown(arpa: Arpa) -> Arpa:
-    "A model with `<unk>` among the unigrams, whose probability is the rest that the others leave of one."
-    if '<unk>' in arpa.words: return arpa
-    unigrams = arpa.grams[0]
-    left = max(1 - (10.**unigrams.log_prob.astype(float)).sum(), 1e-99)
-    unigrams = Grams(
-        ids=np.arange(len(arpa.words) + 1, dtype=np.int32)[:, None],
-        log_prob=np.append(unigrams.log_prob, np.float32(math.log10(left))),
-        backoff=np.append(unigrams.backoff, np.float32(0)),
-    )
-    return Arpa([*arpa.words, '<unk>'], [unigrams, *arpa.grams[1:]])
 
 def _parse(data: bytes, name: str) -> SphinxModel:
     "The model of a file's bytes."
@@ -193,19 +154,29 @@ def _parse(data: bytes, name: str) -> SphinxModel:
     names = _names(words, levels[0].log_prob)
     kept = np.array([n is not None for n in names])
     new_ids = np.where(kept, kept.cumsum() - 1, -1).astype(np.int32)
-    grams = [_grams(i, level, new_ids) for i, level in zip(ids, levels)]
-    for n, g in enumerate(grams, 1):
-        if not ((g.log_prob <= 0) & np.isfinite(g.backoff)).all():
-            blocks.fail(f'a {n}-gram has a log-probability above 0 or a number that is not finite; it is damaged, '
-                        'fetch it again')
+    grams = []
+    for n, (i, level) in enumerate(zip(ids, levels), 1):
+        i = new_ids[i]
+        inside = (i >= 0).all(axis=1)
+        log_prob, backoff = (np.asarray(x[:len(i)][inside]*_LOG10, np.float32) for x in (level.log_prob, level.backoff))
+        if not ((log_prob <= 0) & np.isfinite(backoff)).all():
+            blocks.fail(f'a {n}-gram has a log-probability above 0 or a number that is not finite')
+        grams.append(Grams(i[inside], log_prob, backoff))
+    known = [n for n in names if n is not None]
+    if '<unk>' not in known: # It gets what the others leave of one
+        left = max(1 - (10.**grams[0].log_prob.astype(float)).sum(), 1e-99)
+        known.append('<unk>')
+        grams[0] = Grams(np.arange(len(known), dtype=np.int32)[:, None],
+                         np.append(grams[0].log_prob, np.float32(math.log10(left))),
+                         np.append(grams[0].backoff, np.float32(0)))
     return SphinxModel(
-        arpa=_with_unknown(Arpa([n for n in names if n is not None], grams)),
+        arpa=Arpa(known, grams),
         left_out=[w for w, n in zip(words, names) if n is None],
         unreachable=sum(counts) - sum(map(len, ids)),
         licence=None,
     )
 
-# %% ../../nbs/lm/13_sphinx.ipynb #c027
+# %% ../../nbs/lm/13_sphinx.ipynb #c026
 _MEMBER = 'en-us.lm.bin'
 
 def is_sphinx(
@@ -227,8 +198,7 @@ def model_file(
                           'it (pip download pocketsphinx --no-deps)')
     for pattern in (f'**/{_MEMBER}', '**/pocketsphinx-*.whl'):
         if found := sorted(source.glob(pattern)): return found[0]
-    raise SphinxError(f'{source}: found neither {_MEMBER} nor pocketsphinx-*.whl in this folder; give one that holds '
-                      'one of them')
+    raise SphinxError(f'{source}: found neither {_MEMBER} nor pocketsphinx-*.whl in this folder')
 
 def _read_wheel(path: Path) -> tuple[bytes, str | None]:
     "The English model in a wheel, and the licence."
@@ -236,34 +206,27 @@ def _read_wheel(path: Path) -> tuple[bytes, str | None]:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             models = [n for n in names if n.endswith('/' + _MEMBER)]
-            if not models:
-                raise SphinxError(f'{path}: no {_MEMBER} among its {len(names):,} files, expected the wheel of '
-                                  'pocketsphinx 5')
+            if not models: raise SphinxError(f'{path}: no {_MEMBER} among its {len(names):,} files')
             licences = [n for n in names if re.search(r'\.dist-info/(licenses/)?LICENSE', n)]
             return archive.read(models[0]), archive.read(licences[0]).decode(errors='replace') if licences else None
     except (zipfile.BadZipFile, zlib.error, EOFError) as e:
         raise SphinxError(f'{path}: not a whole zip archive ({e}); fetch it again') from None
 
-def _licence_of(path: Path) -> str | None:
-    "The licence of the installed package that a file belongs to."
-    for folder in path.absolute().parents[:4]: # Of the package, its folder model/en-us, and where it is installed
-        if found := sorted(folder.glob('pocketsphinx-*.dist-info/**/LICENSE*')): return found[0].read_text('utf-8')
-    return None
-
-# %% ../../nbs/lm/13_sphinx.ipynb #c030
+# %% ../../nbs/lm/13_sphinx.ipynb #c029
 def read_sphinx(
     source: str | Path, # A model, such as en-us.lm.bin; the wheel of pocketsphinx, or a folder that holds either
 ) -> SphinxModel:
     """Read a language model of CMU Sphinx, a trie of order 2 to 5.
 
-    Probabilities and backoff weights are the file's. Raises `SphinxError` that says which file, what was found and what
-    was expected."""
+    Probabilities and backoff weights are the file's. Raises `SphinxError` that names the file."""
     path = model_file(source)
     check_is_file(path)
     if zipfile.is_zipfile(path): data, licence = _read_wheel(path)
     else:
         data = path.read_bytes()
-        licence = _licence_of(path)
+        # Beside the installed package, in whose folder model/en-us the file is
+        found = [f for d in path.absolute().parents[:4] for f in sorted(d.glob('pocketsphinx-*.dist-info/**/LICENSE*'))]
+        licence = found[0].read_text('utf-8') if found else None
     return _parse(data, str(path))._replace(licence=licence)
 
 def import_sphinx(

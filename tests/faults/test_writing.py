@@ -31,7 +31,6 @@ from b2t_kaggle.data.sessions import Trial, session_path, write_session
 from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import TrialStore, packed_bytes
 from b2t_kaggle.decoding.nbest import Hypothesis, write_nbest
-from b2t_kaggle.lm.arpa import arpa_bytes, model_words, read_counts
 from b2t_kaggle.lm.automaton import _write_cache
 from b2t_kaggle.lm.kneser_ney import estimate_arpa
 from b2t_kaggle.pipeline.execute import execute
@@ -251,11 +250,6 @@ def test_estimates_are_near_what_is_written(tmp_path):
     real = TrialStore.build(tmp_path, 'train', path, progress=False).path.stat().st_size
     assert plain.stat().st_size < 0.4*real < real < estimated < 1.25*real
 
-    for name in ('lm.arpa', 'lm.arpa.gz'):
-        estimate_arpa(sentences(300), tmp_path/name, 3, [0, 0, 0], None)
-        real = (tmp_path/name).stat().st_size
-        assert real < arpa_bytes(tmp_path/name, model_words(tmp_path/name), read_counts(tmp_path/name)) < 3*real
-
     cfg = with_overrides(preset('demo'), {'data.sessions': [DAY]})
     model = build_model(cfg.model, 1)
     sizes = checkpoint_bytes(sum(p.numel() for p in model.parameters()), cfg)
@@ -277,8 +271,6 @@ def test_room_is_asked_for_before_anything_is_computed(tmp_path, monkeypatch):
         TrialStore.build(tmp_path, 'train', tmp_path/'train.arrow')
     with largest_file(LIMIT), pytest.raises(WriteError, match=r'may grow to 3\.0 kB \(ulimit -f\), expected at least'):
         TrialStore.build(tmp_path, 'train', tmp_path/'train.arrow')
-    with pytest.raises(WriteError, match=r'expected at least .* for a model of [\d,]+ n-grams'):
-        WRITERS['arpa'][1](tmp_path/'lm.arpa')
     assert not list(tmp_path.glob('*.ar*'))
 
 

@@ -44,8 +44,7 @@ from b2t_kaggle.decoding.phoneme_lists.word_errors import (
     interleave,
 )
 from ...lm.automaton import Automaton
-from ...lm.context import Frequencies, LanguageModel, context_gain
-from ...lm.ngram import NGram
+from ...lm.ngram import Frequencies, LanguageModel, NGram, context_gain
 from ...phonemes import BLANK, PHONEMES, SIL
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c006
