@@ -64,14 +64,15 @@ class LogitStore:
         self._ragged = Ragged(path, kind='log_probs')
         self.path = self._ragged.path
         self.n_frames = self._ragged.lengths
-        self.provenance = self._ragged.metadata
+        provenance = self._ragged.metadata
         item_shape = self._ragged.item_shape
         missing = [c for c in _TRIAL if c not in self._ragged.table.column_names]
-        if len(item_shape) != 1 or self._ragged.dtype.kind != 'f' or missing or not isinstance(self.provenance, dict):
+        if len(item_shape) != 1 or self._ragged.dtype.kind != 'f' or missing or not isinstance(provenance, dict):
             found = f'no column {missing[0]}' if missing else f'{self._ragged.dtype} {["n", *item_shape]}'
             raise RaggedError(f"{self.path}: found {found}, expected log-probabilities [T', K] of trials with session "
                               'and key; make it again')
         self.n_classes: int = item_shape[0]
+        self.provenance = provenance
 
     @classmethod
     def open(cls, path: str | Path) -> 'LogitStore':

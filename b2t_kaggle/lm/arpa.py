@@ -302,12 +302,12 @@ class _Head:
         "Read the counts; returns the line after them."
         found = b''
         n_bytes = 0
-        for line in f:
+        for raw in f:
             self.line += 1
-            n_bytes += len(line)
-            text = line.removeprefix(b'\xef\xbb\xbf').strip()
+            n_bytes += len(raw)
+            text = raw.removeprefix(b'\xef\xbb\xbf').strip()
             found = found or text
-            if text == b'\\data\\' or b'\0' in line or n_bytes > _MAX_HEADING_BYTES: break
+            if text == b'\\data\\' or b'\0' in raw or n_bytes > _MAX_HEADING_BYTES: break
         else: text = b''
         if text != b'\\data\\':
             self.fail(f'found {found[:40].decode(errors="replace")!r}, expected \\data\\ within the first '

@@ -420,7 +420,7 @@ def score_sentences(
     finally: model.train(was_training)
     def log_prob(tokens): return log_probs.get(tokens, 0.) # Without tokens to score: certain
     scores = np.array([log_prob(s) - (log_prob(context_tokens[c]) if c else 0.) for s, c in zip(sequences, contexts)])
-    for i in np.flatnonzero(~np.isfinite(scores)):
+    for i in np.flatnonzero(~np.isfinite(scores)).tolist():
         raise LanguageModelError(f'{sentences[i][:60]!r} has the log-probability {scores[i]} for '
                                  f'{type(model).__name__} in {model.dtype}; {OVERFLOW_HINT}')
     return scores

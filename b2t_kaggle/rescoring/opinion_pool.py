@@ -7,7 +7,7 @@ __all__ = ['Voter', 'Kind', 'kind_of', 'seeds_by_kind', 'with_seeds', 'bounded_v
            'random_trials', 'Opinions', 'fit_conditional_logit', 'fit_logistic', 'Combined', 'OpinionPool', 'fit_pool',
            'sentence_folds', 'cross_validate_pool']
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c002
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from b2t_kaggle.rescoring.combine import word_distances
 from b2t_kaggle.rescoring.hypotheses import RANDOM, Ballots, Hypotheses, ballots
 from b2t_kaggle.rescoring.mixture import score_nbest
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c005
 Voter = tuple[str, str, str] # System, model and decoder
 Kind = tuple[str, str]       # System and decoder
 
@@ -55,7 +55,7 @@ def with_seeds(
     entries = {name: [seed(e) for e in some] for name, some in hypotheses.entries.items()}
     return Hypotheses(hypotheses.trials, entries)
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c009
 _TEMPERATURE = 3.
 _FLOOR = 0.05 # log(1.05/0.05) = 3.0
 
@@ -80,7 +80,7 @@ def llm_scores(
         lists.append([Hypothesis(text, 0., 0., len(text.split()), 0.) for text in texts])
     return {h.text: h.llm for hyps in score_nbest(lists, model, tokenizer, end=True, progress=progress) for h in hyps}
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c012
 def block_gains(
     hypotheses: Hypotheses,
     lm: LanguageModel,
@@ -109,7 +109,7 @@ def random_trials(
     if lm is None or not unknown: return known
     return known | {name for name, gain in block_gains(hypotheses.subset(unknown), lm).items() if gain < 0}
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c015
 _PRIOR_VOTES = 0.5
 _FOUR_LETTERS = 4.
 _TEN_NATS = 10.
@@ -144,7 +144,7 @@ class _TextFeatures(NamedTuple):
             found['llm'] = bounded_voice(log_probs - frequency)*(not is_random)
         return found
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c017
 class Opinions:
     "Trials as features of their distinct sentences."
     def __init__(self,
@@ -197,7 +197,7 @@ class Opinions:
         chosen = int(np.argmin((self.distances[i] @ p).round(9)))
         return texts[chosen], float(np.log(p[chosen] + 1e-6) - np.log(1 - p[chosen] + 1e-6))
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c020
 def fit_conditional_logit(
     x: np.ndarray,       # Features of the choices of all trials, one trial after the other [n, F]
     good: np.ndarray,    # Choices that are right, one or more in each trial [n] bool
@@ -249,7 +249,7 @@ def fit_logistic(
         if np.abs(step).max() < 1e-8: break
     return w
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c023
 _PENALTIES = dict(votes=0.1)
 _PENALTY = 1.
 _KIND_PENALTY = 20.
@@ -291,7 +291,7 @@ class OpinionPool:
                              'give the language models that were there when the pool was learned')
         return _predict(self, trials, range(len(trials.trials)))
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c024
 def _fit_on(trials: Opinions, edits: np.ndarray, some: Iterable[int]) -> OpinionPool:
     "Fit a pool on some of the trials; edits are of all rows."
     some = [i for i in some if trials.sizes[i]]
@@ -319,7 +319,7 @@ def _predict(pool: OpinionPool, trials: Opinions, some: Iterable[int]) -> list[C
         combined.append(Combined(text, float(1/(1 + np.exp(-odds)))))
     return combined
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c025
 def fit_pool(
     hypotheses: Hypotheses,                 # Trials with references
     lm: LanguageModel | None = None,        # The kit's n-gram; to be given to `predict` as well
@@ -331,7 +331,7 @@ def fit_pool(
     trials = Opinions(hypotheses, hypotheses.voters, lm, llm)
     return _fit_on(trials, trials.edits(), range(len(trials.trials)))
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c028
 def sentence_folds(
     sentences: Sequence[str], # Normalised as the metric does
     n_folds: int = 5,

@@ -19,7 +19,7 @@ def _model_and_words(cfg, files, transcripts, held_out, path) -> tuple:
     "The n-gram model, written to `path`; the words to decode; and the mixture, if it is one with a general model."
     from b2t_kaggle.lm.automaton import check_words, load_ngram
     from b2t_kaggle.lm.corpus import vocabulary
-    from b2t_kaggle.lm.general import mix_general, most_frequent
+    from b2t_kaggle.lm.interpolate import mix_general, most_frequent
     from b2t_kaggle.lm.ngram import build_ngram
     from b2t_kaggle.phonemes import build_lexicon
     texts = [*files, *transcripts]
