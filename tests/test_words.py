@@ -49,8 +49,6 @@ SOURCES = {
     'b2t_kaggle.metrics.count_edits': 'Levenshtein 1966',
     'b2t_kaggle.phonemes._Speller': 'Bisani and Ney 2008',
     'b2t_kaggle.pytorch.adaptation.Adapter': 'Feghhi et al. 2025',
-    'b2t_kaggle.pytorch.alignment.MonotonicAttention.forward': 'Raffel et al. 2017',
-    'b2t_kaggle.pytorch.alignment.expected_attention': 'Raffel et al. 2017',
     'b2t_kaggle.pytorch.alignment.info_nce': 'Oord et al. 2018',
     'b2t_kaggle.pytorch.alignment.soft_dtw': 'Cuturi and Blondel 2017',
     'b2t_kaggle.pytorch.audio.llm.language_model.AudioLanguageModel.add_lora': 'Hu et al. 2021',

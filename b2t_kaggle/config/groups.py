@@ -435,7 +435,7 @@ class AudioConfig(LLMConfig):
     "Neighbouring frames of the model that make a vector."
     targets: InputPath | None = None
     "File of `b2t audio targets`, made by the tower of the same audio LLM, that vectors are to be like."
-    align_by: Literal['soft_dtw', 'monotonic', 'interpolation'] = 'soft_dtw'
+    align_by: Literal['soft_dtw', 'interpolation'] = 'soft_dtw'
     "Alignment of vectors and their targets in time."
     align_distance: Literal['cosine', 'mse'] = 'cosine'
     "Distance of a vector to its target."

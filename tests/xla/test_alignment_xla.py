@@ -9,7 +9,7 @@ from b2t_kaggle.pytorch.alignment import AlignmentLoss, LossWeights, info_nce, s
 
 pytestmark = pytest.mark.filterwarnings('error::DeprecationWarning')
 
-WEIGHTS = LossWeights(soft_dtw=[(0, 1.), (10, 2.)], monotonic=0.5, interpolation=1., mse=0.1, info_nce=0.2)
+WEIGHTS = LossWeights(soft_dtw=[(0, 1.), (10, 2.)], interpolation=1., mse=0.1, info_nce=0.2)
 
 
 def problem(seed, N=9, M=12, B=3, D=8):
