@@ -46,13 +46,10 @@ def ngram(order, folder):
 def log_softmax(x): return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
 
 
-def enumerate_paths(log_probs, classes, top_k=None, blank=BLANK):
-    """Every path over some classes that begins labels only where they are among the best k, summed up by the labels
-    it spells: labels -> (best, log-sum)."""
+def enumerate_paths(log_probs, classes, blank=BLANK):
+    "Every path over some classes, summed up by the labels it spells: labels -> (best, log-sum)."
     out = {}
-    best_k = [{BLANK, *(np.argsort(-x[1:])[:top_k] + 1)} for x in log_probs]
     for path in itertools.product(classes, repeat=len(log_probs)):
-        if top_k and any(k not in best_k[t] and (t == 0 or path[t - 1] != k) for t, k in enumerate(path)): continue
         labels = tuple(k for k, _ in itertools.groupby(path) if k != blank)
         p = float(sum(log_probs[t, k] for t, k in enumerate(path)))
         best, total = out.get(labels, (-math.inf, -math.inf))
@@ -60,14 +57,14 @@ def enumerate_paths(log_probs, classes, top_k=None, blank=BLANK):
     return out
 
 
-def enumerate_sentences(log_probs, lexicon, top_k=None):
+def enumerate_sentences(log_probs, lexicon):
     "Every sentence that some path spells: text -> (best, log-sum)."
     used = sorted({p for prons in lexicon.values() for pron in prons for p in pron})
     words = {}
     for w, prons in lexicon.items():
         for pron in prons: words.setdefault(tuple(to_class_ids(pron)), set()).add(w)
     out = {}
-    for labels, (best, total) in enumerate_paths(log_probs, [BLANK, SIL, *to_class_ids(used)], top_k).items():
+    for labels, (best, total) in enumerate_paths(log_probs, [BLANK, SIL, *to_class_ids(used)]).items():
         if labels and labels[-1] != SIL: continue
         spelled = [tuple(g) for is_sil, g in itertools.groupby(labels, lambda k: k == SIL) if not is_sil]
         if labels.count(SIL) != len(spelled): continue
@@ -159,30 +156,16 @@ def test_as_many_as_the_beam_holds(tmp_path_factory, log_probs, lexicon, beam, n
 
 
 @settings(max_examples=100, deadline=None)
-@given(posteriors, lexicons, st.integers(1, 3), st.sampled_from([None, 0.0, 1.0]), st.sampled_from([None, 1, 3]))
-def test_never_empty(tmp_path_factory, log_probs, lexicon, beam, oov_penalty, top_k):
+@given(posteriors, lexicons, st.integers(1, 3), st.sampled_from([None, 0.0, 1.0]))
+def test_never_empty(tmp_path_factory, log_probs, lexicon, beam, oov_penalty):
     "Whatever a narrow beam is left with at the end: at least one hypothesis, of a finite score, and none twice."
     folder = tmp_path_factory.getbasetemp()/'never_empty'
     folder.mkdir(exist_ok=True)
     for nbest in (1, 4):
-        found = LexiconBeamDecoder(
-            lexicon, ngram(2, folder), beam=beam, nbest=nbest, oov_penalty=oov_penalty, top_k=top_k
-        ).decode(log_probs)
+        decoder = LexiconBeamDecoder(lexicon, ngram(2, folder), beam=beam, nbest=nbest, oov_penalty=oov_penalty)
+        found = decoder.decode(log_probs)
         assert 1 <= len(found) <= nbest and all(math.isfinite(h.total) for h in found)
         assert len({h.text for h in found}) == len(found)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 4))
-def test_top_k_equals_enumeration(tmp_path_factory, seed, k):
-    """Hypotheses move to the k most probable classes of a frame only, the end of a word with SIL included; staying
-    and the blank are free."""
-    folder = tmp_path_factory.getbasetemp()/'top_k'
-    folder.mkdir(exist_ok=True)
-    x = np.random.default_rng(seed).standard_normal((5, 41))
-    x[:, [SIL, *to_class_ids(['AA', 'B', 'K'])]] += 2
-    found = LexiconBeamDecoder(LEXICON, ngram(2, folder), beam=5000, nbest=2000, top_k=k).decode(log_softmax(x))
-    assert {h.text for h in found} == set(enumerate_sentences(log_softmax(x), LEXICON, k))
 
 
 @settings(max_examples=50, deadline=None)
@@ -450,17 +433,6 @@ def test_kenlm_from_several_threads(lm):
     assert decoder.decode_all(trials, n_jobs=3, progress=False) == decoder.decode_all(trials, n_jobs=1, progress=False)
     with pytest.raises(ValueError, match='trial 40: .*nan'):
         decoder.decode_all([*trials, np.full((2, 41), np.nan)], n_jobs=3, progress=False)
-
-
-def test_top_k(lm):
-    "All classes are as good as no limit; fewer are fewer candidates."
-    trials = [spoken(8, seed) for seed in range(5)]
-    def decode(k):
-        decoder = LexiconBeamDecoder(LEXICON, lm, beam=20, top_k=k)
-        return decoder.decode_all(trials, n_jobs=1, progress=False), decoder._idle[0].counts()['candidates']
-    assert decode(None) == decode(40) == decode(1000)
-    candidates = [decode(k)[1] for k in (1, 2, 4, None)]
-    assert candidates == sorted(candidates) and candidates[0] < candidates[-1]
 
 
 def test_pruning_changes_little(lm):
@@ -752,7 +724,6 @@ def test_refused_input(change, words, lm):
         (dict(threshold=0), 'threshold is 0'),
         (dict(blank_skip=0.3), 'blank_skip is 0.3'),
         (dict(oov_penalty=-1), 'oov_penalty is -1'),
-        (dict(top_k=0), 'top_k is 0'),
         (
             dict(lexicon={'A': [['AA']]}),
             "knows none of the 1 words to be decoded, such as 'A', among its 8, such as 'a'; give a model",
@@ -941,7 +912,7 @@ def test_other_models_equal_enumeration(tmp_path_factory, seed, frames, model, m
     stream = Stream(decoder)
     for row in x if one_by_one else [x]: stream.push(np.atleast_2d(row))
     assert stream.finish() == found
-    narrow = LexiconBeamDecoder(lexicon, lm, beam=3, nbest=2, top_k=1, **model).decode(x)
+    narrow = LexiconBeamDecoder(lexicon, lm, beam=3, nbest=2, **model).decode(x)
     assert 1 <= len(narrow) <= 2 and {h.text for h in narrow} <= set(expected)
 
 

@@ -28,7 +28,7 @@ SOURCES = {
     'b2t_kaggle.decoding.lexicon._look_ahead': 'Ortmanns et al. 1996',
     'b2t_kaggle.decoding.lexicon.build_trie': 'Ney et al. 1992',
     'b2t_kaggle.decoding.phoneme_lists.confusions.minimize': 'Nocedal 1980',
-    'b2t_kaggle.decoding.phoneme_lists.word_errors.ExpectedWordErrors': 'Prabhavalkar et al. 2018',
+    'b2t_kaggle.decoding.phoneme_lists.confusions.ExpectedWordErrors': 'Prabhavalkar et al. 2018',
     'b2t_kaggle.decoding.phoneme_lists.lists.phoneme_network': 'Mangu et al. 2000',
     'b2t_kaggle.decoding.search.FusedSearch': 'Hori et al. 2025',
     'b2t_kaggle.decoding.search.Search': 'Hannun et al. 2014',

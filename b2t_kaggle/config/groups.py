@@ -357,8 +357,6 @@ class DecodeConfig(LLMConfig):
     "Whether a hypothesis' acoustic score is its best path, as in the official search, or the sum over its paths."
     oov_penalty: float | None = Field(None, ge=0)
     "A word outside the lexicon may be spelled by its phonemes, for this much per phoneme; none allows no such words."
-    top_k: int | None = Field(None, ge=1)
-    "Classes of a frame that hypotheses may move to, the most probable ones; none leaves it to beam and threshold."
     boost: InputPath | None = None
     ("Words and phrases that are preferred, such as names: a text file of lines `word or phrase, bonus [nats], "
      "pronunciation`, the last in ARPAbet if at all; none prefers none.")

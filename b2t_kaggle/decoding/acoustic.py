@@ -30,18 +30,12 @@ class Pronunciations(NamedTuple):
     symbols: np.ndarray # Classes of all pronunciations [S]
     word_end: int       # The class after each word; -1: there is none, and each word has one pronunciation
 
-def pronunciations(
-    spellings: list[list[tuple[int, ...]]], # Of each word, from `spellings_of` [W]
-    word_end: int = SIL,                    # The class after each word; -1: there is none
-) -> Pronunciations:
-    "Spellings as flat arrays."
+def pronunciations(spellings: list[list[tuple[int, ...]]], word_end: int = SIL) -> Pronunciations:
+    "Spellings as flat arrays; spellings [W]."
     first = np.cumsum([0, *map(len, spellings)])
     return Pronunciations(first, *flatten(itertools.chain.from_iterable(spellings)), word_end)
 
-def spellings_of_word(
-    prons: Pronunciations,
-    word: int, # Its number
-) -> list[tuple[int, ...]]:
+def spellings_of_word(prons: Pronunciations, word: int) -> list[tuple[int, ...]]:
     "Pronunciations of a word, as class ids."
     ends = prons.start[prons.first[word]:prons.first[word + 1] + 1].tolist()
     return [tuple(prons.symbols[a:b].tolist()) for a, b in itertools.pairwise(ends)]

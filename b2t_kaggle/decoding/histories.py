@@ -132,18 +132,8 @@ class HistoryScorer(ScoreCache):
         self.ngram.begin_trial()
         self.trial = self.fusion.begin(self.words)
 
-    def end_trial(self) -> None:
-        "Free what the fusion holds for the trial."
-        self.trial = None
-
-    def unigrams(self) -> np.ndarray:
-        "Natural-log probability without context of each word, and of `<unk>` [W + 1]."
-        return self.ngram.unigrams()
-
-    def resolve(self,
-        keys: np.ndarray, # That the search asks for: history · 2^32 + word [n]
-    ) -> None:
-        "Add new histories, and their n-gram scores."
+    def resolve(self, keys: np.ndarray) -> None:
+        "Add the histories of keys, history · 2^32 + word [n], and their n-gram scores."
         keys = np.unique(keys)
         log_probs, states = self._ngram(keys)
         is_word = keys & _WORD < len(self.words)
@@ -197,21 +187,14 @@ def _set_scores(scorer: HistoryScorer, before, words, ngram: np.ndarray, llm: np
     scorer.arcs['log_prob'][_places(scorer.arcs, keys)] = total/(LN10*scorer.weight)
 
 # %% ../../nbs/decoding/02_histories.ipynb #c019
-def fuse(
-    scorer: HistoryScorer,
-    held: np.ndarray, # Histories of the hypotheses in the beam [n]
-) -> np.ndarray:      # Changes of their scores [n]
-    "Score the new words of all histories in the beam; memory of others is freed."
+def fuse(scorer: HistoryScorer, held: np.ndarray) -> np.ndarray:
+    "Score the new words of all histories in the beam; memory of others is freed; held [n] -> [n]."
     added = _fuse(scorer, held, held)
     scorer.trial.keep(np.unique(held))
     return added
 
-def fuse_at_end(
-    scorer: HistoryScorer,
-    complete: np.ndarray, # Histories of the complete hypotheses [m]
-    held: np.ndarray,     # Histories of all hypotheses [n]
-) -> np.ndarray:          # Changes of their scores [n]
-    "Score the complete hypotheses' new words, and set the scores of their ends."
+def fuse_at_end(scorer: HistoryScorer, complete: np.ndarray, held: np.ndarray) -> np.ndarray:
+    "Score the complete hypotheses' new words, and set the scores of their ends; complete [m], held [n] -> [n]."
     added = _fuse(scorer, complete, held)
     complete = np.unique(complete)
     end = len(scorer.words) + 1
@@ -221,12 +204,8 @@ def fuse_at_end(
     _set_scores(scorer, complete, end, LN10*scorer._ngram(keys)[0], scorer.trial.end(complete))
     return added
 
-def llm_scores(
-    scorer: HistoryScorer,
-    words: np.ndarray,  # Word ids of n texts, one after the other [W]
-    starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]] [n + 1]
-) -> np.ndarray:        # Natural-log probabilities, with the end where the fusion scores it [n]
-    "The fusion's scores of whole sentences."
+def llm_scores(scorer: HistoryScorer, words: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    "The fusion's scores of whole sentences; words [W], starts [n + 1] -> [n]."
     texts = np.array([_history(scorer, words[a:b].tolist()) for a, b in zip(starts, starts[1:])], np.int32)
     _fuse(scorer, texts, texts)
     return _path_sums(scorer.histories.parent, scorer.histories.llm, texts) + scorer.trial.end(texts)

@@ -21,7 +21,7 @@ from ..phonemes import BLANK, PHONEMES, is_guessed, pronunciations
 
 Lexicon = Mapping[str, Sequence[Sequence[str]]] # Word -> its pronunciations, in tokens, without the word's end
 
-# %% ../../nbs/decoding/00_lexicon.ipynb #c302
+# %% ../../nbs/decoding/00_lexicon.ipynb #c006
 class Classes(NamedTuple):
     "The classes of a model in the order in which they are searched: the blank, the tokens of words, the word's end."
     names: tuple[str, ...]      # [K]
@@ -31,34 +31,31 @@ class Classes(NamedTuple):
 
 PHONEME_CLASSES = Classes(tuple(PHONEMES), tuple(PHONEMES[1:-1]), len(PHONEMES) - 1, None)
 
-def _place(name: str, found: str | int, tokens: Sequence[str]) -> int:
-    "The column of a token that is given by its name or its number; raises `ValueError` where there is none."
-    if not isinstance(found, str) and found in range(len(tokens)): return int(found)
-    if found in tokens: return tokens.index(found)
-    raise ValueError(f'{name}: found {found!r}, expected one of the {len(tokens)} tokens, such as {tokens[0]!r}, '
-                     'or its number')
-
 def classes_of(
-    tokens: Sequence[str] | None = None,  # Names of the model's classes in the order of its output [K]; none: the 41
-    blank: str | int = 'BLANK',           # The blank's name or number
-    word_end: str | int | None = 'SIL',   # That of the token after each word; none: there is no such token
+    tokens: Sequence[str] | None = None,  # Names of the model's classes in the order of its output [K]; `None`: the 41
+    blank: str | int = 'BLANK',           # Name or number of the blank
+    word_end: str | int | None = 'SIL',   # Name or number of the token after each word; `None`: there is none
 ) -> Classes:
-    "The classes of a CTC model; raises `ValueError` where a name is missing or occurs twice."
+    "The classes of a CTC model; raises `ValueError` if a name is missing or occurs twice."
     tokens = list(PHONEMES if tokens is None else tokens)
     twice = [name for i, name in enumerate(tokens) if name in tokens[:i]]
     if twice: raise ValueError(f'tokens: found {twice[0]!r} twice, expected different names')
-    first = _place('blank', blank, tokens)
-    last = [] if word_end is None else [_place('word_end', word_end, tokens)]
+    def place(name, found):
+        if not isinstance(found, str) and found in range(len(tokens)): return int(found)
+        if found in tokens: return tokens.index(found)
+        raise ValueError(f'{name}: found {found!r}, expected one of the {len(tokens)} tokens, such as {tokens[0]!r}, '
+                         'or its number')
+    first = place('blank', blank)
+    last = [] if word_end is None else [place('word_end', word_end)]
     spoken = [i for i in range(len(tokens)) if i not in (first, *last)]
     if not spoken or [first] == last:
         raise ValueError(f'tokens: found {tokens}, expected a blank, tokens of words, and a word_end or none')
     columns = np.array([first, *spoken, *last])
-    names = tuple(tokens[i] for i in columns)
     in_order = (columns == np.arange(len(tokens))).all()
-    return Classes(names, tuple(tokens[i] for i in spoken), len(tokens) - 1 if last else -1,
+    return Classes(tuple(tokens[i] for i in columns), tuple(tokens[i] for i in spoken), len(tokens) - 1 if last else -1,
                    None if in_order else columns)
 
-# %% ../../nbs/decoding/00_lexicon.ipynb #c006
+# %% ../../nbs/decoding/00_lexicon.ipynb #c009
 def _check_word(word: str, prons: Sequence[Sequence[str]], classes: Classes) -> None:
     "Raise `ValueError` that names a word which cannot be searched."
     if not word or word.split() != [word]: raise ValueError(f'lexicon: {word!r} is not one word')
@@ -90,17 +87,15 @@ def spellings_of(
         spellings.append(list(dict.fromkeys(tuple(number[p] for p in pron) for pron in prons)))
     return list(lexicon), spellings
 
-# %% ../../nbs/decoding/00_lexicon.ipynb #c009
-def flatten(
-    groups: Iterable[Sequence[int]], # G lists of different length
-) -> tuple[np.ndarray, np.ndarray]:  # Where each begins and the last one ends [G + 1]; their items, concatenated
-    "Lists as one array."
+# %% ../../nbs/decoding/00_lexicon.ipynb #c012
+def flatten(groups: Iterable[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    "Lists as one array [G + 1]."
     groups = list(groups)
     start = np.cumsum([0, *map(len, groups)])
     items = itertools.chain.from_iterable(groups)
     return start.astype(np.int64), np.fromiter(items, np.int64, count=start[-1])
 
-# %% ../../nbs/decoding/00_lexicon.ipynb #c014
+# %% ../../nbs/decoding/00_lexicon.ipynb #c017
 _NODE = np.dtype([
     ('children', np.int64),    # Bit s: there is a child of class s
     ('first_child', np.int32), # Its children are numbered from here on, by class
@@ -119,7 +114,7 @@ class Trie(NamedTuple):
     n_children: np.ndarray # Of nodes whose children are not a set of bits; empty where they are [N]
     n_roots: int           # 1; without a word's end one for each class, as which the last token enters it
 
-# %% ../../nbs/decoding/00_lexicon.ipynb #c016
+# %% ../../nbs/decoding/00_lexicon.ipynb #c019
 _ONE_INT = types.int64(types.int64) # The type of both: int64 -> int64
 
 @intrinsic
@@ -136,7 +131,7 @@ def lowest_bit(typing_context, bits):
         return builder.cttz(args[0], undefined_for_zero)
     return _ONE_INT, emit
 
-# %% ../../nbs/decoding/00_lexicon.ipynb #c019
+# %% ../../nbs/decoding/00_lexicon.ipynb #c022
 def _grow(spellings: Iterable[tuple[int, ...]], classes: Classes) -> tuple[list[np.ndarray],
           list[np.ndarray], np.ndarray]:
     "The nodes of a trie, level by level."
@@ -168,7 +163,7 @@ def _look_ahead(parents: list[np.ndarray], node: np.ndarray, log_probs: np.ndarr
         end -= len(parent)
     return ahead
 
-# %% ../../nbs/decoding/00_lexicon.ipynb #c021
+# %% ../../nbs/decoding/00_lexicon.ipynb #c024
 _BITS = 64 # Classes of which a set of bits can be made
 _NONE = np.zeros(0, np.int32)
 
@@ -212,7 +207,7 @@ def build_trie(
     if len(classes.names) <= _BITS and not final: return trie
     return _without_bits(trie._replace(last=np.array(final, np.int32)[order] if final else _NONE), len(classes.names))
 
-# %% ../../nbs/decoding/00_lexicon.ipynb #c402
+# %% ../../nbs/decoding/00_lexicon.ipynb #c031
 def _count(bits: int) -> int: return int(bits).bit_count()
 
 def _add_child(nodes: np.ndarray, n: int, parent: int, symbol: int) -> tuple[int, int]:
@@ -263,17 +258,14 @@ def with_words(
         _end_at(nodes, trie.words, added, node, word)
     return trie._replace(nodes=nodes[:n], words=np.append(trie.words, np.array(added, np.int32)))
 
-# %% ../../nbs/decoding/00_lexicon.ipynb #c406
+# %% ../../nbs/decoding/00_lexicon.ipynb #c035
 class AddedWord(NamedTuple):
     "A word that is added to a lexicon, or that gets further pronunciations."
     text: str
     pronunciations: list[list[str]]
     is_guessed: bool # From its letters, since nobody gave a pronunciation, and no dictionary has the word
 
-def added_words(
-    boosts: Sequence[Boost], # From `lm.boost.boosts_of`
-    known: Container[str],   # Words of the lexicon
-) -> list[AddedWord]:
+def added_words(boosts: Sequence[Boost], known: Container[str]) -> list[AddedWord]:
     "Words of boosts that a lexicon lacks, and those whose pronunciation is given."
     given: dict[str, list[list[str]]] = {w: [] for b in boosts for w in b.words}
     for b in boosts:
@@ -281,11 +273,8 @@ def added_words(
     words = {w: prons for w, prons in given.items() if prons or w not in known}
     return [AddedWord(w, prons or pronunciations(w), not prons and is_guessed(w)) for w, prons in words.items()]
 
-# %% ../../nbs/decoding/00_lexicon.ipynb #c026
-def with_spelling(
-    trie: Trie,     # Of the lexicon
-    unknown: float, # Natural-log probability of `<unk>`, for the look-ahead
-) -> Trie:
+# %% ../../nbs/decoding/00_lexicon.ipynb #c038
+def with_spelling(trie: Trie, unknown: float) -> Trie:
     "A trie with a further node for each phoneme, where words end that are not in it."
     word_end = trie.nodes['symbol'][0]
     loop = np.zeros(word_end - 1, _NODE)

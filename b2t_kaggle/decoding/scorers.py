@@ -58,7 +58,7 @@ def _ngram_score(ngram, state, word):
     if ngram.arcs[i].key < 0: return np.float32(0), np.int32(-1)
     return ngram.arcs[i].log_prob, ngram.arcs[i].next
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c504
+# %% ../../nbs/decoding/01_scorers.ipynb #c009
 @_jit
 def _pair(phrases, ngram_state, phrase_state):
     "State number of a pair, perhaps a new one; -1 where there is no room."
@@ -74,7 +74,7 @@ def _pair(phrases, ngram_state, phrase_state):
     arc.next = _PAIRS + n
     return arc.next
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c506
+# %% ../../nbs/decoding/01_scorers.ipynb #c011
 @_jit
 def _within_phrase(ngram, pair, word):
     "Score a word after a pair of states."
@@ -86,12 +86,9 @@ def _within_phrase(ngram, pair, word):
     return log_prob + bonus, state
 
 @_inlined
-def score_word(
-    ngram, # `NGramView`
-    state, # n-gram state, or the number of a pair
-    word,  # Of the lexicon, W for `<unk>`, W + 1 (or -1) for the sentence's end
-):         # log10 probability and next state; the state is -1 where KenLM must be asked, or room is missing
-    "Score a word after a state."
+def score_word(ngram, state, word):
+    """log10 probability of a word after a state, and the next state, -1 where KenLM must be asked or room is missing.
+    Words are numbers of the lexicon, W for `<unk>` and W + 1 (or -1) for the sentence's end."""
     if state >= _PAIRS: return _within_phrase(ngram, state - _PAIRS, word)
     log_prob, state = _ngram_score(ngram, state, word)
     if ngram.word_ids[word] < _BOOSTED: return log_prob, state
@@ -100,20 +97,12 @@ def score_word(
     return log_prob + phrase.log_prob, state
 
 @_inlined
-def may_gain(
-    ngram, # This and the others as in `score_word`
-    state,
-    word,
-) -> bool:
+def may_gain(ngram, state, word) -> bool:
     "Whether a boost may add to a word's score after a state; True where nobody knows, as of whole histories."
     return state >= _PAIRS or ngram.word_ids[word] >= _BOOSTED or len(ngram.phrases.first) == 0
 
 @_inlined
-def expect_word(
-    ngram, # This and the others as in `score_word`
-    state,
-    word,
-):
+def expect_word(ngram, state, word):
     "Have memory fetch what `score_word` will read."
     if state >= _PAIRS: state = ngram.phrases.pairs[state - _PAIRS].ngram
     word = np.int64(ngram.word_ids[word] & _WORD)
@@ -125,7 +114,7 @@ def expect_word(
         state = ngram.states[state].suffix
     prefetch(ngram.first, word)
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c007
+# %% ../../nbs/decoding/01_scorers.ipynb #c013
 class AutomatonScorer:
     "An automaton, as the search asks it."
     most_bonus = 0.0 # That boosts add to a word's score
@@ -169,7 +158,7 @@ class AutomatonScorer:
         other.arrays = self.arrays._replace(first=np.concatenate([first, added]))
         return other
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c010
+# %% ../../nbs/decoding/01_scorers.ipynb #c018
 @_jit
 def _remember(arcs, n_filled, keys, log_probs, states):
     "Put answers into the table; returns how many it holds, or -1 if they would not fit."
@@ -191,7 +180,7 @@ _NO_FIRST = np.zeros(0, FIRST) # A table has arcs only
 _NO_STATES = np.zeros(0, STATE)
 _TABLE_SIZE = 1 << 17          # At the beginning
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c011
+# %% ../../nbs/decoding/01_scorers.ipynb #c019
 class ScoreCache:
     "Answers of a language model so far, in a table for compiled code."
     def __init__(self,
@@ -219,7 +208,7 @@ class ScoreCache:
             self.n_filled = _remember(self.arcs, 0, *columns)
         self.n_filled = n_filled
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c013
+# %% ../../nbs/decoding/01_scorers.ipynb #c021
 class KenLMScorer(ScoreCache):
     "A KenLM model, as the search asks it: the answers that it gave so far."
     MAX_STATES = 1_000_000 # Some 200 MB; then the table starts anew
@@ -247,16 +236,14 @@ class KenLMScorer(ScoreCache):
         "Natural-log probability without context of each word, and of `<unk>` [W + 1]."
         return LN10*np.array(self.queries.unigrams()[:-1])
 
-    def resolve(self,
-        keys: np.ndarray, # That the search asks for: state · 2^32 + word [n]
-    ) -> None:
-        "Ask KenLM, and put its answers into the table."
+    def resolve(self, keys: np.ndarray) -> None:
+        "Ask KenLM about keys, state · 2^32 + word [n], and put its answers into the table."
         keys = np.unique(keys)
         log_probs, states = self.queries.answers((keys >> 32).tolist(), (keys & 0xffffffff).tolist())
         self.last_state = max(self.last_state, *states)
         self._store(keys, np.array(log_probs, np.float32), np.array(states, np.int32))
 
-# %% ../../nbs/decoding/01_scorers.ipynb #c404
+# %% ../../nbs/decoding/01_scorers.ipynb #c027
 class BoostedScorer:
     "An n-gram and boosted phrases, as one search asks them."
     def __init__(self,
@@ -277,20 +264,14 @@ class BoostedScorer:
         "Arrays for compiled code."
         return self.ngram.view._replace(word_ids=self.word_ids, phrases=self.phrases)
 
-    def unigrams(self) -> np.ndarray:
-        "Natural-log probability without context of each word, and of `<unk>`, without bonuses [W + 1]."
-        return self.ngram.unigrams()
-
     def begin_trial(self) -> None:
         "Forget the pairs; those of the trial before may hold states that KenLM has forgotten."
         self.ngram.begin_trial()
         if self.phrases.n_pairs[0]: self.phrases.index['key'] = -1
         self.phrases.n_pairs[0] = 0
 
-    def resolve(self,
-        keys: np.ndarray, # That the search asks for: state · 2^32 + word [n]
-    ) -> None:
-        "Make room for pairs if they need it, or else ask KenLM."
+    def resolve(self, keys: np.ndarray) -> None:
+        "Make room for pairs if they need it, or else ask KenLM about keys, state · 2^32 + word [n]."
         n = int(self.phrases.n_pairs[0])
         if n == len(self.phrases.pairs):
             self._make(4*n)

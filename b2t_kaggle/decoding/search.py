@@ -168,8 +168,6 @@ def _extended(arena: np.ndarray, size: int) -> np.ndarray:
     return longer
 
 # %% ../../nbs/decoding/04_search.ipynb #c033
-_NO_BONUS = np.float32(0)
-
 class Options(NamedTuple):
     "Parameters of a search; scores in float32, as compiled code uses them."
     beam: int               # Hypotheses kept per frame
@@ -177,8 +175,7 @@ class Options(NamedTuple):
     lm_weight: np.float32   # Weight of the n-gram's score
     word_score: np.float32  # Added per word
     oov_penalty: np.float32 # For each phoneme of a spelled word; infinity: none is spelled
-    top_k: int              # Classes of a frame that hypotheses may move to; 0: all
-    most_bonus: np.float32 = _NO_BONUS # The most that boosts add to a word's score
+    most_bonus: np.float32  # The most that boosts add to a word's score
 
 class Model(NamedTuple):
     "All that does not change during a trial."
@@ -401,7 +398,7 @@ def _move_to_children(frame, model, state, n):
 
 # %% ../../nbs/decoding/04_search.ipynb #c049
 @_jit
-def _arrive_at_children(frame, model, state, n, least):
+def _arrive_at_children(frame, model, state, n):
     "Move to children one by one; returns the number of candidates. Sets `overflow` if room is lacking."
     trie, _, options = model
     hyps, paths, candidates, table, arena, _, _, counters = state
@@ -418,14 +415,14 @@ def _arrive_at_children(frame, model, state, n, least):
             ahead = options.lm_weight*trie.nodes[child].ahead
             again = s == node.symbol # Then only after a blank
             score = (hyps[i].blank if again else paths[i].score) + frame.scores[s]
-            if frame.scores[s] < least or score + ahead < frame.bound or score == _NEVER: continue
+            if score + ahead < frame.bound or score == _NEVER: continue
             history = hyps[i].blank_history if again else paths[i].history
             _begin_at(candidates[n], child, hyps[i].state, score, history, score + ahead)
             n = _arrive(candidates, table, arena, count, n, ahead)
     return n
 
 @_jit
-def _end_in_tokens(frame, model, state, least):
+def _end_in_tokens(frame, model, state):
     "Complete words with their last tokens; returns the number of candidates. Sets `overflow` if room is lacking."
     trie, ngram, options = model
     hyps, paths, candidates, table, arena, _, asked, counters = state
@@ -441,7 +438,7 @@ def _end_in_tokens(frame, model, state, least):
             s = trie.last[k]
             again = s == node.symbol # Then only after a blank
             score = (hyps[i].blank if again else paths[i].score) + frame.scores[s] + options.word_score
-            if frame.scores[s] < least or score + ahead < frame.bound or score == _NEVER: continue
+            if score + ahead < frame.bound or score == _NEVER: continue
             word = trie.words[k]
             log_prob, ngram_state = score_word(ngram, hyps[i].state, word)
             if ngram_state < 0:
@@ -570,18 +567,13 @@ def _search_frame(scores, model, state):
     if not fits: count.n_cut += 1
     top = _stay(scores, model, state)
     bound = max(top - limit, _kth_best(candidates, count.n_hyps, options.beam, sorting))
-    least = _NEVER
-    if options.top_k:
-        sorting[:len(scores) - 1] = scores[1:]
-        least = _kth_largest(sorting[:len(scores) - 1], options.top_k)
-    active = np.int64(0) if one_by_one else _active(scores, max(bound, least))
+    active = np.int64(0) if one_by_one else _active(scores, bound)
     top = _from_parents(Frame(scores, active, bound), model, state, top)
     frame = Frame(scores, active, max(bound, top - limit))
-    n = count.n_hyps
-    if trie.n_roots > 1: n = _end_in_tokens(frame, model, state, least)
-    elif scores[trie.nodes[0].symbol] >= least: n = _end_words(frame, model, state)
+    if trie.n_roots > 1: n = _end_in_tokens(frame, model, state)
+    else: n = _end_words(frame, model, state)
     if _spells(options) and not count.overflow: n = _spell(frame, model, state, n)
-    if one_by_one and not count.overflow: n = _arrive_at_children(frame, model, state, n, least)
+    if one_by_one and not count.overflow: n = _arrive_at_children(frame, model, state, n)
     if count.overflow or count.n_asked:
         count.n_entries = n_entries
         return False
@@ -674,11 +666,6 @@ def _complete(model, state):
     return scores[:k], starts[:k]
 
 # %% ../../nbs/decoding/04_search.ipynb #c073
-def _texts(state: State, starts: np.ndarray, scores: np.ndarray, n_texts: int,
-           n_frames: int) -> tuple[np.ndarray, np.ndarray]:
-    "The best distinct texts of histories, by `_walk`, whose steps grow with the trial."
-    return _walk(state.arena, starts, scores, n_texts, n_texts*(1000 + 20*n_frames))[:2]
-
 @_jit
 def _best_text(arena, history):
     "The best words of a history, as far as it goes back."
@@ -693,29 +680,6 @@ def _words_of(state: State, i: int) -> np.ndarray:
     "The best words of a hypothesis."
     hyp = state.hyps[i]
     return _best_text(state.arena, hyp['label_history'] if hyp['label'] > hyp['blank'] else hyp['blank_history'])
-
-def _begun_texts(state: State, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
-    "The best distinct texts of all hypotheses, without the words that these are in."
-    order = np.argsort(-_beam(state)['score'], kind='stable')
-    texts = dict.fromkeys(tuple(_words_of(state, i).tolist()) for i in order)
-    start, words = flatten(list(texts)[:n_texts])
-    return words, start
-
-def _begun_list(state: State, n_texts: int, n_frames: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    "The same and those that they were merged with, and the score of each text with look-ahead."
-    hyps = _beam(state)
-    ahead = hyps['score'] - np.maximum(hyps['label'], hyps['blank'])
-    scores = np.concatenate([hyps['label'] + ahead, hyps['blank'] + ahead])
-    starts = np.concatenate([hyps['label_history'], hyps['blank_history']])[scores > -np.inf]
-    return _walk(state.arena, starts, scores[scores > -np.inf], n_texts, n_texts*(1000 + 20*n_frames))
-
-def _begun_word(trie: Trie, node: int) -> list[int]:
-    "Classes of the word up to a node."
-    classes: list[int] = []
-    while trie.nodes[node]['parent'] >= 0:
-        classes.insert(0, int(trie.nodes[node]['symbol']))
-        node = trie.nodes[node]['parent']
-    return classes
 
 def _unfinished(trie: Trie, state: State, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
     "Texts of hypotheses that are all in the middle of a word: as many as wanted, and all of a hypothesis."
@@ -741,42 +705,97 @@ def _add(hyps: np.ndarray, added: np.ndarray) -> None:
 # %% ../../nbs/decoding/04_search.ipynb #c080
 _ARENA_SIZE = 1 << 14 # At the beginning
 
-class Buffers:
-    "The arrays of a search and what they depend on, a trie and a language model."
+class Search:
+    "A CTC prefix beam search (Hannun et al., 2014) for one trial at a time."
     def __init__(self,
-        trie: Trie, # Of the lexicon, perhaps `with_spelling`
-        scorer: NGramScorer | HistoryScorer, # The n-gram, perhaps with a fusion
-        options: Options, # Of the search
+        trie: Trie,                # Trie of the lexicon, perhaps `with_spelling`
+        scorer: NGramScorer | HistoryScorer, # n-gram, perhaps with a fusion
+        beam: int,                 # Hypotheses kept per frame
+        lm_weight: float = 1.0,    # Weight of the scorer's answers
+        word_score: float = 0.0,   # Added per word
+        oov_penalty: float = np.inf, # For each phoneme of a spelled word; infinity: none is spelled
+        most_bonus: float = 0.0,   # The most that the scorer's boosts add to a word's score
     ):
         self.trie = trie
         self.scorer = scorer
-        self.options = options
-        self._make(256 + options.beam, np.zeros(options.beam, _HYP), np.zeros(_ARENA_SIZE, _ENTRY),
-                   np.zeros(1, _COUNTERS))
+        self.options = Options(beam, np.float32(np.inf), np.float32(lm_weight), np.float32(word_score),
+                               np.float32(oov_penalty), np.float32(most_bonus))
+        self._make(256 + beam, np.zeros(beam, _HYP), np.zeros(_ARENA_SIZE, _ENTRY), np.zeros(1, _COUNTERS))
+        self.n_frames = 0 # Of the trial
 
     @property
-    def count(self) -> np.void:
-        "The counters."
-        return self.state.counters[0]
+    def count(self) -> np.void: return self.state.counters[0]
 
-    def search(self, scores: np.ndarray, skip: np.ndarray) -> None:
-        "Search on through frames [t, K], of which some [t] are skipped."
+    def start(self, threshold: float) -> None:
+        "Begin a trial; hypotheses that are by `threshold` worse than the best one are dropped."
+        self.scorer.begin_trial()
+        self.options = self.options._replace(threshold=np.float32(threshold))
+        self.n_frames = 0
+        _begin(self.state, self.scorer.begin)
+
+    def push(self, scores: np.ndarray, skip: np.ndarray) -> None:
+        "Search on through scaled log-probabilities [t, K] float32, skipping frames that are certainly blank [t]."
         t = 0
         while (t := _search_frames(scores, skip, t, self._model(), self.state)) < len(scores): self._provide()
+        self.n_frames += len(scores)
 
-    def completed(self) -> tuple[np.ndarray, np.ndarray]:
-        "Scores of the hypotheses that end with a word, and the entries of their histories, `[n]` each."
+    def texts(self, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
+        "The best distinct texts: word ids, concatenated [W], and the beginning of each and the last end [n + 1]."
         while True:
-            completed = _complete(self._model(), self.state)
-            if not self.count['n_asked']: return completed
+            scores, starts = _complete(self._model(), self.state)
+            if not self.count['n_asked']: break
             self._provide()
+        if len(scores) == 0: return _unfinished(self.trie, self.state, n_texts)
+        return self._walk(starts, scores, n_texts)[:2]
 
-    def _model(self) -> Model:
-        "The model as it is now: KenLM's answers grow."
-        return Model(self.trie, self.scorer.view, self.options)
+    def begun_texts(self, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
+        "The best distinct texts of all hypotheses, without the words that these are in, as from `texts`."
+        order = np.argsort(-_beam(self.state)['score'], kind='stable')
+        texts = dict.fromkeys(tuple(_words_of(self.state, i).tolist()) for i in order)
+        start, words = flatten(list(texts)[:n_texts])
+        return words, start
+
+    def begun_list(self, n_texts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        "The same and texts that they were merged with, and the score of each with look-ahead [n]."
+        hyps = _beam(self.state)
+        ahead = hyps['score'] - np.maximum(hyps['label'], hyps['blank'])
+        scores = np.concatenate([hyps['label'] + ahead, hyps['blank'] + ahead])
+        starts = np.concatenate([hyps['label_history'], hyps['blank_history']])[scores > -np.inf]
+        return self._walk(starts, scores[scores > -np.inf], n_texts)
+
+    def begun_word(self) -> list[int]:
+        "Classes of the word that the best hypothesis so far is in, without those of a spelled one."
+        node = int(_beam(self.state)['node'][_beam(self.state)['score'].argmax()])
+        classes: list[int] = []
+        while self.trie.nodes[node]['parent'] >= 0:
+            classes.insert(0, int(self.trie.nodes[node]['symbol']))
+            node = self.trie.nodes[node]['parent']
+        return classes
+
+    def best_words(self) -> np.ndarray:
+        "Word ids of the best hypothesis so far, without the word that it is in [W]."
+        return _words_of(self.state, int(_beam(self.state)['score'].argmax()))
+
+    @property
+    def was_cut(self) -> bool:
+        "Whether the threshold, and not the beam, may have dropped hypotheses of the trial."
+        return bool(self.count['n_cut'] and self.count['n_hyps'] < self.options.beam)
+
+    def counts(self) -> dict[str, int]:
+        "Frames and candidates that were searched so far, in all trials."
+        return {'searched frames': int(self.count['n_frames']), 'candidates': int(self.count['n_candidates'])}
+
+    def llm_scores(self, words: np.ndarray, starts: np.ndarray) -> np.ndarray | None: "None: a fusion has them [n]."
+
+    def forget(self) -> None: "Do nothing: no memory is held for a trial that is over."
+
+    def _model(self) -> Model: return Model(self.trie, self.scorer.view, self.options)
+
+    def _walk(self, starts: np.ndarray, scores: np.ndarray, n_texts: int):
+        return _walk(self.state.arena, starts, scores, n_texts, n_texts*(1000 + 20*self.n_frames))
 
     def _make(self, room: int, hyps: np.ndarray, arena: np.ndarray, counters: np.ndarray) -> None:
-        "Buffers for frames in which up to `room` words may end; hypotheses and histories stay."
+        "Arrays for frames in which up to `room` words may end; hypotheses and histories stay."
         branch = int(np.bitwise_count(self.trie.nodes['children']).max())
         self.state = _new_state(self.options.beam, branch, room, hyps, arena, counters)
 
@@ -789,100 +808,13 @@ class Buffers:
         size = int(count['n_entries'] + 2*(self.options.beam + count['room']))
         self.state = self.state._replace(arena=_extended(self.state.arena, size))
 
-# %% ../../nbs/decoding/04_search.ipynb #c083
-class Search:
-    "A CTC prefix beam search (Hannun et al., 2014) for one trial at a time."
-    def __init__(self,
-        trie: Trie,                # Of the lexicon, perhaps `with_spelling`
-        scorer: NGramScorer | HistoryScorer, # The n-gram, perhaps with a fusion
-        beam: int,                 # Hypotheses kept per frame
-        lm_weight: float = 1.0,    # Weight of the scorer's answers
-        word_score: float = 0.0,   # Added per word
-        oov_penalty: float = np.inf, # For each phoneme of a spelled word; infinity: none is spelled
-        top_k: int = 0,            # Classes of a frame that hypotheses may move to; 0: all
-        most_bonus: float = 0.0,   # The most that the scorer's boosts add to a word's score
-    ):
-        self.scorer = scorer
-        options = Options(beam, np.float32(np.inf), np.float32(lm_weight), np.float32(word_score),
-                          np.float32(oov_penalty), top_k, np.float32(most_bonus))
-        self._buffers = Buffers(trie, scorer, options)
-        self.n_frames = 0 # Of the trial
-
-    @property
-    def state(self) -> State:
-        "All that changes during a trial."
-        return self._buffers.state
-
-    def start(self,
-        threshold: float, # Hypotheses that are this much worse than the best one are dropped
-    ) -> None:
-        "Begin a trial."
-        self.scorer.begin_trial()
-        self._buffers.options = self._buffers.options._replace(threshold=np.float32(threshold))
-        self.n_frames = 0
-        _begin(self.state, self.scorer.begin)
-
-    def push(self,
-        scores: np.ndarray, # The next frames' scaled log-probabilities [t, K] float32
-        skip: np.ndarray,   # True for frames that are certainly blank [t]
-    ) -> None:
-        "Search on through some frames."
-        self._buffers.search(scores, skip)
-        self.n_frames += len(scores)
-
-    def texts(self,
-        n_texts: int, # Number of texts
-    ) -> tuple[np.ndarray, np.ndarray]: # Word ids of n texts, concatenated [W]; beginnings and the last end [n + 1]
-        "The best distinct texts of the trial, about in the order of their scores."
-        scores, starts = self._buffers.completed()
-        if len(scores) == 0: return _unfinished(self._buffers.trie, self.state, n_texts)
-        return _texts(self.state, starts, scores, n_texts, self.n_frames)
-
-    def begun_texts(self,
-        n_texts: int, # Number of texts
-    ) -> tuple[np.ndarray, np.ndarray]: # As from `texts`, [W] and [n + 1]
-        "The best distinct texts of all hypotheses, without the words that these are in."
-        return _begun_texts(self.state, n_texts)
-
-    def begun_list(self,
-        n_texts: int, # Number of texts
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: # As from `texts`, [W] and [n + 1]; and scores with look-ahead [n]
-        "The best distinct texts so far, without the words that hypotheses are in, and their scores."
-        return _begun_list(self.state, n_texts, self.n_frames)
-
-    def begun_word(self) -> list[int]: # Classes
-        "The phonemes of the word that the best hypothesis so far is in, without those of a spelled one."
-        return _begun_word(self._buffers.trie, int(_beam(self.state)['node'][_beam(self.state)['score'].argmax()]))
-
-    def best_words(self) -> np.ndarray: # Word ids [W]
-        "The best hypothesis so far, without the word that it is in."
-        return _words_of(self.state, int(_beam(self.state)['score'].argmax()))
-
-    @property
-    def was_cut(self) -> bool:
-        "Whether the threshold, and not the beam, may have dropped hypotheses of the trial."
-        count = self._buffers.count
-        return bool(count['n_cut'] and count['n_hyps'] < self._buffers.options.beam)
-
-    def counts(self) -> dict[str, int]:
-        "Frames and candidates that were searched so far, in all trials."
-        count = self._buffers.count
-        return {'searched frames': int(count['n_frames']), 'candidates': int(count['n_candidates'])}
-
-    def llm_scores(self, words: np.ndarray, starts: np.ndarray) -> np.ndarray | None: "None: a fusion has them [n]."
-
-    def forget(self) -> None: "Do nothing: no memory is held for a trial that is over."
-
-# %% ../../nbs/decoding/04_search.ipynb #c095
+# %% ../../nbs/decoding/04_search.ipynb #c092
 class FusedSearch(Search):
     "A beam search in which a language model of whole sentences takes part: delayed fusion (Hori et al., 2025)."
     scorer: HistoryScorer
 
-    def push(self,
-        scores: np.ndarray, # As in `Search.push` [t, K]
-        skip: np.ndarray,   # [t]
-    ) -> None:
-        "Search on through some frames; after every so many the language model is asked."
+    def push(self, scores: np.ndarray, skip: np.ndarray) -> None:
+        "Search on; after every so many frames the language model is asked."
         every = self.scorer.fusion.every
         while len(scores):
             n = every - self.n_frames % every # Frames to the next fusion
@@ -890,26 +822,17 @@ class FusedSearch(Search):
             scores, skip = scores[n:], skip[n:]
             if self.n_frames % every == 0: _add(self.state.hyps, fuse(self.scorer, self._held()))
 
-    def texts(self,
-        n_texts: int, # Number of texts
-    ) -> tuple[np.ndarray, np.ndarray]: # As from `Search.texts`, [W] and [n + 1]
+    def texts(self, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
         "The best distinct texts of the trial, all of whose words the language model has scored."
         held = self._held()
-        complete = held[_beam(self.state)['node'] < self._buffers.trie.n_roots]
+        complete = held[_beam(self.state)['node'] < self.trie.n_roots]
         _add(self.state.hyps, fuse_at_end(self.scorer, complete, held))
         return super().texts(n_texts)
 
-    def llm_scores(self,
-        words: np.ndarray,  # Word ids of n texts, one after the other [W]
-        starts: np.ndarray, # Text i is words[starts[i]:starts[i + 1]] [n + 1]
-    ) -> np.ndarray:        # Natural-log probabilities [n]
-        "Scores of whole sentences by the language model."
+    def llm_scores(self, words: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        "Natural-log probabilities of whole sentences by the language model [n]."
         return llm_scores(self.scorer, words, starts)
 
-    def forget(self) -> None:
-        "Free what the fusion holds for the trial, which is over."
-        self.scorer.end_trial()
+    def forget(self) -> None: self.scorer.trial = None # What the fusion holds for the trial, which is over
 
-    def _held(self) -> np.ndarray:
-        "The histories of the hypotheses."
-        return _beam(self.state)['state'].copy()
+    def _held(self) -> np.ndarray: return _beam(self.state)['state'].copy()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .decoder import LexiconBeamDecoder
+from .decoder import LexiconBeamDecoder, begun_words
 from .nbest import Hypothesis, Word
 from .search import Search
 
@@ -49,7 +49,7 @@ class Stream:
 
     def partial_words(self) -> list[Word]:
         "The words of `partial`, which later frames may change; raises `ValueError` without `frame_ms`."
-        return self._decoder.begun_words(self._open_search(), np.concatenate(self._frames))
+        return begun_words(self._decoder, self._open_search(), np.concatenate(self._frames))
 
     def finish(self) -> list[Hypothesis]:
         "The n-best of all frames, as `LexiconBeamDecoder.decode` gives them; the stream is finished then."
@@ -65,7 +65,7 @@ class Stream:
     def __del__(self):
         if getattr(self, '_search', None) is not None: self._decoder.return_search(self._search)
 
-# %% ../../nbs/decoding/07_streaming.ipynb #c014
+# %% ../../nbs/decoding/07_streaming.ipynb #c016
 class BinEncoder(Protocol):
     "An encoder that gives the frames of one trial from its bins."
 

@@ -41,16 +41,11 @@ _VALUES = dict(acoustic_scale=0.8*_FACTORS, lm_weight=_FACTORS, blank_penalty=3.
 
 Grid = dict[str, np.ndarray] # Values of each weight, ascending
 
-def given_weights(
-    cfg: DecodeConfig, # The run's `decode` group
-) -> list[str]:
+def given_weights(cfg: DecodeConfig) -> list[str]:
     "Names of the weights that are not at their defaults."
     return [k for k in SearchWeights._fields if getattr(cfg, k) != DecodeConfig.model_fields[k].default]
 
-def weight_grid(
-    start: SearchWeights,        # Part of the grid, whatever it is
-    fixed: Container[str] = (),  # Names of weights that stay as they are in it
-) -> Grid:
+def weight_grid(start: SearchWeights, fixed: Container[str] = ()) -> Grid:
     "The values of each weight to try."
     free = [k for k in SearchWeights._fields if k not in fixed]
     if 'acoustic_scale' in free: free = [k for k in free if k != 'lm_weight']
@@ -190,9 +185,7 @@ class Tuning:
         table = pd.DataFrame(rows.values(), index=rows)
         return table.assign(WER=100*table.WER).rename(columns=dict(WER='WER (%)'))
 
-    def held_out(self,
-        n: int, # Trials that `tune_search` was given
-    ) -> list[SearchWeights]:
+    def held_out(self, n: int) -> list[SearchWeights]:
         "The weights to decode each trial with for an unbiased error rate: tuned without it, where it was tuned on."
         weights = [self.weights]*n
         if self.weights == self.start: return weights
@@ -295,10 +288,7 @@ def plot_tuning(tuning: Tuning):
     return fig
 
 # %% ../../nbs/decoding/10_tuning.ipynb #c034
-def reason_not_to_tune(
-    cfg: DecodeConfig, # The run's `decode` group
-    n_trials: int,     # Validation trials with a sentence and log-probabilities
-) -> str:
+def reason_not_to_tune(cfg: DecodeConfig, n_trials: int) -> str:
     "The reason why configured weights are used as they are; empty where they are to be tuned."
     given = given_weights(cfg)
     if not cfg.tune: return 'decode.tune is false'
@@ -308,16 +298,11 @@ def reason_not_to_tune(
     if n_trials < MIN_TRIALS: return f'{n_trials} validation trials are too few, expected at least {MIN_TRIALS}'
     return ''
 
-def write_tuning(
-    path: str | Path, # JSON file to write
-    tuning: Tuning,
-) -> None:
+def write_tuning(path: str | Path, tuning: Tuning) -> None:
     "Write a result, whole or not at all."
     write_whole(path, json.dumps(asdict(tuning)))
 
-def read_tuning(
-    path: str | Path, # From `write_tuning`
-) -> Tuning:
+def read_tuning(path: str | Path) -> Tuning:
     "A result of `tune_search`; raises `ValueError` that names the file where it holds none."
     try:
         values = parse_json(read_text(path))
@@ -326,5 +311,4 @@ def read_tuning(
         for name in ('fold_edits', 'fold_words', 'trials'): values[name] = tuple(values[name])
         return Tuning(**values)
     except (OSError, ValueError, TypeError, KeyError) as e:
-        reason = f'{type(e).__name__}: {str(e).removeprefix(f"{path}: ")}'
-        raise ValueError(f'{path}: not the weights of a search ({reason}); decode again') from None
+        raise ValueError(f'{path}: not the weights of a search ({e!r:.200}); decode again') from None

@@ -27,22 +27,20 @@ from ..nbest import Hypothesis, LLMHypothesis
 from b2t_kaggle.decoding.phoneme_lists.confusions import (
     N_CLASSES,
     N_WEIGHTS,
+    CandidateTrial,
+    ExpectedWordErrors,
     Rows,
+    best_classes,
     class_scores,
     concatenate_rows,
+    expected_word_errors,
     fit_classes,
+    interleave,
     minimize,
     network_rows,
     true_classes,
 )
 from .lists import PhonemeList, phoneme_network
-from b2t_kaggle.decoding.phoneme_lists.word_errors import (
-    CandidateTrial,
-    ExpectedWordErrors,
-    best_classes,
-    expected_word_errors,
-    interleave,
-)
 from ...lm.automaton import Automaton
 from ...lm.ngram import Frequencies, LanguageModel, NGram, context_gain
 from ...phonemes import BLANK, PHONEMES, SIL
@@ -69,9 +67,7 @@ class ConfusionModel:
     learned: tuple[str, ...] = () # Hashes of the trials that it was learned from
     ranking: RankingWeights | None = None # For the sentences that are found, where an LLM scores them
 
-    def knows(self,
-        lists: Sequence[PhonemeList], # Trials
-    ) -> bool:
+    def knows(self, lists: Sequence[PhonemeList]) -> bool:
         "Whether it was learned from some of these trials, so that their error rate is too good."
         return not set(self.learned).isdisjoint(map(_hash, lists))
 
@@ -84,11 +80,8 @@ def _normalized(scores: np.ndarray) -> np.ndarray:
     "Scores of classes as log-probabilities [N, 41]."
     return scores - np.logaddexp.reduce(scores, axis=1)[:, None]
 
-def list_frames(
-    phoneme_list: PhonemeList,
-    model: ConfusionModel,
-) -> np.ndarray: # Log-probabilities [2n + 1, 41]
-    "A list as frames that `LexiconBeamDecoder` can search."
+def list_frames(phoneme_list: PhonemeList, model: ConfusionModel) -> np.ndarray:
+    "A list as frames that `LexiconBeamDecoder` can search [2n + 1, 41]."
     slots, gaps = network_rows(phoneme_network(phoneme_list.sequences, phoneme_list.scores))
     return _normalized(interleave(class_scores(slots, model.slots), class_scores(gaps, model.gaps)))
 
@@ -113,11 +106,8 @@ def _word_edits(sentence: str, hypotheses: Sequence[Hypothesis]) -> np.ndarray:
     words = _word_ids([sentence, *(h.text for h in hypotheses)])
     return cdist(words[:1], words[1:], scorer=Levenshtein.distance)[0].astype(float)
 
-def expected_errors(
-    hypotheses: Sequence[Hypothesis], # Of one trial
-    sharpness: float,                 # Of their probabilities: exp(sharpness · total)
-) -> np.ndarray:                      # [N]
-    "Expected word errors of each hypothesis."
+def expected_errors(hypotheses: Sequence[Hypothesis], sharpness: float) -> np.ndarray:
+    "Expected word errors of each hypothesis [N]."
     total = np.array([h.total for h in hypotheses])
     p = np.exp(sharpness*(total - total.max()))
     words = _word_ids([h.text for h in hypotheses])
@@ -151,7 +141,7 @@ def decode_lists(
         return _ranked(found, model.ranking, llm, lm, random)
     return [_in_order_of_risk(hypotheses, model.sharpness) for hypotheses in found]
 
-# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c304
+# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c014
 _RANKING_SHARPNESS = .5
 _RANKED = 15. # Only those are scored that are no more nats behind the best one
 
@@ -196,7 +186,7 @@ def _ranked(found: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm:
               for of_trial in near]
     return [_in_order_of_risk(of_trial, _RANKING_SHARPNESS) for of_trial in scored]
 
-# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c021
+# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c017
 _START = ConfusionModel(np.zeros(0), np.zeros(0), lm_weight=.8, word_score=0., sharpness=1.)
 _NONE_IN_SLOT = -2. # Added to the scores with which candidates are found: a deletion also saves the n-gram's cost
 _SOME_IN_GAP = .5
@@ -237,7 +227,7 @@ def _sentence_folds(lists: Sequence[PhonemeList], n_folds: int, seed: int) -> np
     number = {s: i for i, s in enumerate(dict.fromkeys(x.sentence for x in lists))}
     return _folds(len(number), n_folds, seed)[[number[x.sentence] for x in lists]]
 
-# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c301
+# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c019
 _MOST_SPELLINGS = 4
 
 def _spellings(text: str, lexicon: Lexicon) -> list[list[int]]:
@@ -286,7 +276,7 @@ def _changed(model: ConfusionModel, change: np.ndarray) -> ConfusionModel:
     return replace(model, slots=model.slots + slots, gaps=model.gaps + gaps, lm_weight=model.lm_weight + lm_weight,
                    word_score=model.word_score + word_score)
 
-# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c308
+# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c022
 def _fit_ranking(found: Sequence[Sequence[Hypothesis]], sentences: Sequence[str], llm: TextScores,
                  lm: LanguageModel, random: np.ndarray) -> RankingWeights:
     "Weights of the scores of sentences, an LLM's among them, with which the fewest word errors are expected."
@@ -300,7 +290,7 @@ def _fit_ranking(found: Sequence[Sequence[Hypothesis]], sentences: Sequence[str]
         return expected + (x - start) @ (x - start), g @ scores + 2*(x - start)
     return RankingWeights(*minimize(penalized, start, max_steps=100, tolerance=1e-7).tolist())
 
-# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c024
+# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c025
 def fit_confusions(
     lists: Sequence[PhonemeList], # With true phonemes and sentences
     lexicon: Lexicon,             # As in `decode_lists`
@@ -376,21 +366,16 @@ def cross_validate_lists(
         for i, hypotheses in zip(held_out, found): decoded[i] = hypotheses
     return decoded
 
-# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c028
+# %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c031
 _FORMAT = 'b2t confusions 1'
 
-def save_confusions(
-    path: str | Path, # JSON file to write
-    model: ConfusionModel,
-) -> None:
+def save_confusions(path: str | Path, model: ConfusionModel) -> None:
     "Write a model, whole or not at all."
     values = asdict(model) | {'slots': model.slots.tolist(), 'gaps': model.gaps.tolist()}
     if values.pop('ranking'): values['ranking'] = model.ranking._asdict()
     write_whole(path, json.dumps({'format': _FORMAT} | values))
 
-def load_confusions(
-    path: str | Path, # From `save_confusions`
-) -> ConfusionModel:
+def load_confusions(path: str | Path) -> ConfusionModel:
     "A model; raises `ValueError` for another kind of file."
     try: values = parse_json(read_text(path))
     except ValueError: values = None

@@ -7,7 +7,6 @@ __all__ = ['parse_phonemes', 'PhonemeList', 'merge_equal', 'phoneme_list', 'read
            'phoneme_network']
 
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c003
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.jit import njit
-from ...core.reading import parse_json, read_text, split_lines
+from ...core.reading import is_finite_number, parse_json, read_text, split_lines
 from ...phonemes import BLANK, PHONEMES, SIL, normalize_sentence
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
@@ -23,9 +22,7 @@ _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads m
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c006
 _CLASS_ID = {p: i for i, p in enumerate(PHONEMES) if i != BLANK} | {'|': SIL}
 
-def parse_phonemes(
-    text: str, # Such as `DH AH | K AE T |`
-) -> tuple[int, ...]: # Class ids; each word ends in one SIL
+def parse_phonemes(text: str) -> tuple[int, ...]:
     "A phoneme sequence as class ids; raises `ValueError` that names what is no phoneme."
     ids = []
     for i, name in enumerate(text.split()):
@@ -54,10 +51,9 @@ def _scored(line: dict) -> list[tuple[str, float]]:
         if 'greedy' not in line: raise ValueError("found neither 'five_best' nor 'nbest' nor 'greedy'")
         return [(line['greedy'], 0.)]
     for i, entry in enumerate(entries):
-        if not isinstance(entry, dict) or not isinstance(entry.get('phonemes'), str):
+        if not isinstance(entry, dict) or not isinstance(entry.get('phonemes'), str) or not is_finite_number(
+                entry.get('score')):
             raise ValueError(f"entry {i} of the list: found {entry!r}, expected an object with 'phonemes' and 'score'")
-        if not isinstance(entry.get('score'), int | float) or not math.isfinite(entry['score']):
-            raise ValueError(f"entry {i} of the list: 'score' is {entry.get('score')!r}, expected a number")
     return [(entry['phonemes'], float(entry['score'])) for entry in entries]
 
 def merge_equal(
@@ -71,9 +67,7 @@ def merge_equal(
     order = sorted(total, key=lambda seq: -total[seq])
     return order, np.array([total[seq] for seq in order])
 
-def phoneme_list(
-    line: dict, # Of the file
-) -> PhonemeList:
+def phoneme_list(line: dict) -> PhonemeList:
     "A line's list; raises `ValueError` that says what is wrong."
     texts, listed = zip(*_scored(line))
     sequences, scores = merge_equal([parse_phonemes(t) for t in texts], listed)
@@ -87,10 +81,7 @@ def phoneme_list(
     )
 
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c012
-def read_phoneme_lists(
-    path: str | Path,      # JSON Lines
-    labelled: bool = False, # Whether each trial must have its true phonemes and sentence
-) -> list[PhonemeList]:
+def read_phoneme_lists(path: str | Path, labelled: bool = False) -> list[PhonemeList]:
     "The lists of a file; raises `ValueError` that names the line, what was found and what was expected."
     lists = []
     for i, text in enumerate(split_lines(read_text(path)), 1):
@@ -143,10 +134,7 @@ def _align(a, b, costs):
             place[j] = -1 - i
     return place
 
-def align_sequences(
-    a: Sequence[int] | np.ndarray, # Class ids
-    b: Sequence[int] | np.ndarray, # Class ids
-) -> np.ndarray: # [len(b)]
+def align_sequences(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> np.ndarray:
     "For each item of `b` the item of `a` that it stands for; or -1 - i, if it stands in the gap before item i of `a`."
     return _align(np.array(a, np.int64), np.array(b, np.int64), _COSTS)
 
@@ -158,11 +146,8 @@ class Network(NamedTuple):
     gaps: np.ndarray   # The same before each slot, and at the end [n + 1, 41]
     scores: np.ndarray # Natural-log probabilities of the sequences [N]
 
-def phoneme_network(
-    sequences: Sequence[tuple[int, ...]], # Class ids; all different, the most probable first
-    scores: np.ndarray,                   # Natural-log probabilities [N]
-) -> Network:
-    "The confusion network of a list (Mangu et al., 2000)."
+def phoneme_network(sequences: Sequence[tuple[int, ...]], scores: np.ndarray) -> Network:
+    "The confusion network of a list (Mangu et al., 2000); scores [N]."
     spine = np.array(sequences[0], np.int64)
     n = len(spine)
     slots = np.zeros((n, len(PHONEMES)))

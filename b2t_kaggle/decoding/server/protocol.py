@@ -67,9 +67,7 @@ def read_logits(
     return np.ascontiguousarray(log_probs) # For another layout the search would be compiled anew
 
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c011
-def scoring(
-    nbest: Iterable[tuple[Hypothesis, float]], # Hypotheses and their LLM log-probabilities
-) -> str: # `sentence;acoustic;ngram;llm;total;sentence;…`
+def scoring(nbest: Iterable[tuple[Hypothesis, float]]) -> str:
     "Write candidates as the official client reads them."
     fields = []
     for h, llm in nbest: fields += [h.text, float(h.acoustic), float(h.ngram), float(llm), float(h.total)]
