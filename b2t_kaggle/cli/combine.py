@@ -162,8 +162,7 @@ def _show_rates(title: str, hypotheses: Hypotheses, combined: Sequence[Combined]
     "Print error rates by corpus, and gains over the plain vote and the best system, as far as references are known."
     known = hypotheses.subset(n for n, t in hypotheses.trials.items() if t.reference is not None)
     if not len(known): return
-    by_name = dict(zip(hypotheses.trials, combined))
-    texts = [by_name[name].text for name in known.trials]
+    texts = [c.text for name, c in zip(hypotheses.trials, combined) if name in known.trials]
     corpora = [t.corpus or 'not known' for t in known.trials.values()]
     table = error_table(word_errors(known.references(), texts), corpora, 'corpus')
     click.echo(f'\n{title}\n{table.to_string(formatters=dict(rate=percent))}')
@@ -193,10 +192,6 @@ def _show_pool(pool: OpinionPool, voters: Collection) -> None:
     for v in voters:
         if v not in pool.voters: click.echo(f'{voter_name(v)} is left out: --tune has nothing of it to learn from')
 
-def _systems(ctx, param, groups: tuple[str, ...]) -> list[list[str]]:
-    "Names of the systems of each kind."
-    return [[name.strip() for name in group.split(',')] for group in groups]
-
 @click.command('combine-files')
 @click.argument('sources', nargs=-1, required=True, metavar='SOURCE...')
 @output_option(help='A submission (.csv), or hypotheses with the log-probability of being right (.jsonl).')
@@ -210,7 +205,7 @@ def _systems(ctx, param, groups: tuple[str, ...]) -> list[list[str]]:
 @click.option('--blocks', type=FILE,
               help='The official description of the blocks (CSV), for error rates by corpus; language models do not '
                    'count in blocks of random words.')
-@click.option('--seeds', multiple=True, metavar='SYSTEM,SYSTEM,...', callback=_systems,
+@click.option('--seeds', multiple=True, metavar='SYSTEM,SYSTEM,...',
               help='Systems, such as runs, that differ in the seed alone: they share a weight. Repeat it for more '
                    'kinds. Needs --tune.')
 @out_option()
@@ -224,9 +219,9 @@ def combine_files(sources, output, tune, lm, llm, blocks, seeds, out):
     for option, value in ('--lm', lm), ('--llm', llm), ('--seeds', seeds):
         if value and not tune: raise click.UsageError(f'{option} needs --tune: how much it counts is learned')
     def described(some):
-        for systems in seeds:
-            try: some = with_seeds(some, systems)
-            except ValueError as e: raise click.BadParameter(f'--seeds {",".join(systems)}: {e}') from None
+        for group in seeds:
+            try: some = with_seeds(some, [name.strip() for name in group.split(',')])
+            except ValueError as e: raise click.BadParameter(f'--seeds {group}: {e}') from None
         return with_corpora(some, read_blocks(blocks)) if blocks else some
     hypotheses = described(_read_sources(sources, 'test', out))
     click.echo(f'{counted(len(hypotheses), "trial")}, {counted(len(hypotheses.voters), "voter")}')
