@@ -105,7 +105,7 @@ VALUES = {
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
          for value in VALUES[p.name]]
 # What does the work, and what takes time before it
-WORK = ('run.run_stages', 'runs._sweep_runs', 'data.simulate_dataset', 'data.simulate_t12', 'data.validate',
+WORK = ('run.run_stages', 'run._sweep_runs', 'data.simulate_dataset', 'data.simulate_t12', 'data.validate',
         'data.list_sessions', 'serve.run_stages', 'serve.serve_decoder', 'serve.check_redis', 'serve.open_decoder')
 TOOLS = ('combine-files', 'decode-phonemes', 'average-logits')
 BEFORE = ('b2t_kaggle.cli.serve._tell_search', 'b2t_kaggle.cli.serve._llm', 'signal.signal', 'logging.basicConfig')
@@ -178,7 +178,6 @@ def test_every_option_is_read():
 @pytest.mark.parametrize('line, option', [
     ('lm get -o folder', '--output'),
     ('lm build lists.jsonl -o new.arpa --sentences --no-numbers', '--numbers'),
-    ('lm binary lists.jsonl -o new.bin --kind probing --bits 4', '--bits'),
     ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --device cpu', '--device'),
     ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --dtype float16', '--dtype'),
     ('keys --preset quick --out elsewhere', '--out'),
@@ -214,7 +213,7 @@ def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
     ('run --set trian.lr_max=1', 'did you mean train.lr_max?'),
     ('run --set learning_rte=1', '`b2t keys` lists them all'),
     ('sim', 'did you mean simulate?'),
-    ('lm binry', 'did you mean binary?'),
+    ('lm imprt', 'did you mean import?'),
     ('kaggle kernal', 'did you mean kernel?'),
     ('run --from frist --name new', 'did you mean first?'),
     ('compare fir first', 'did you mean first?'),

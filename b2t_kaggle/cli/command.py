@@ -87,7 +87,7 @@ VERBS = {
     },
     'To compare and combine': {
         'compare': ('compare', 'Compare runs or files of hypotheses, with intervals'),
-        'sweep': ('runs', 'Train many runs that differ in values from Optuna'),
+        'sweep': ('run', 'Train many runs that differ in values from Optuna'),
         'combine-files': ('combine', 'One sentence a trial from files of several systems'),
     },
     'Models and language models': {

@@ -55,7 +55,9 @@ def describe(
                    'status 1 if a check fails.')
 @click.option('--json', 'path', type=click.Path(dir_okay=False), help='Also write the table of the test.')
 def devices(accelerator, path):
-    "Show the accelerators here, the evidence, and what each framework would use."
+    """Show the accelerators here, and what would be used.
+
+    With the evidence, and what each framework would use."""
     if path and not accelerator: raise click.UsageError('--json is for --test')
     if not accelerator: return click.echo(describe())
     from b2t_kaggle.pytorch.selftest import run

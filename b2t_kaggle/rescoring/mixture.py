@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['augment_nbest', 'Weights', 'configured_weights', 'ngram_per_word', 'llm_score', 'interpolate', 'write_weights',
-           'read_weights', 'Steps', 'line_search', 'Tuned', 'tune', 'plot_curve', 'cross_validate', 'score_nbest',
-           'score_in_time', 'rank_in_time']
+           'read_weights', 'Steps', 'line_search', 'Tuned', 'tune', 'cross_validate', 'score_nbest', 'score_in_time',
+           'rank_in_time']
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c003
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +20,14 @@ import pandas as pd
 from rapidfuzz.distance import Levenshtein
 from tqdm import tqdm
 
-from ..config import RescoreConfig
-from ..core.files import write_whole
-from ..core.reading import parse_json, read_text
-from ..decoding.nbest import Hypothesis, LLMHypothesis
-from ..lm.automaton import Automaton
-from ..lm.ngram import NGram
-from ..metrics import IN_SAMPLE, word_errors
-from ..training.budget import in_time
+from b2t_kaggle.config import RescoreConfig
+from b2t_kaggle.core.files import write_whole
+from b2t_kaggle.core.reading import parse_json, read_text
+from b2t_kaggle.decoding.nbest import Hypothesis, LLMHypothesis
+from b2t_kaggle.lm.automaton import Automaton
+from b2t_kaggle.lm.ngram import NGram
+from b2t_kaggle.metrics import word_errors
+from b2t_kaggle.training.budget import in_time
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c006
 def _swaps(a: list[str], b: list[str]) -> Iterator[str]:
@@ -39,32 +40,27 @@ def _swaps(a: list[str], b: list[str]) -> Iterator[str]:
         yield ' '.join([*b[:j], a[i], *b[j + 1:]])
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c008
-def _child(text: str, a: Hypothesis, b: Hypothesis, ngram: float | None, penalty: float) -> Hypothesis:
-    "A sentence made of words of two hypotheses; without an n-gram score its own is estimated, too."
-    def estimate(x, y): return (x + y)/2 - penalty*abs(x + y)/2
-    if ngram is None: ngram = estimate(a.ngram, b.ngram)
-    return Hypothesis(text, estimate(a.acoustic, b.acoustic), ngram, a.n_words, estimate(a.total, b.total))
-
 def augment_nbest(
     hyps: Sequence[Hypothesis], # The n-best of a trial
-    top: int = 20,              # Only the best so many are parents
+    top: int = 20,              # Number of the best hypotheses that are parents
     penalty: float = 0.01,      # Part by which a child's scores are worse than its parents' mean
-    lm: Automaton | NGram | None = None, # The n-gram of the search, for exact scores where both parents' are its own
+    lm: Automaton | NGram | None = None, # The n-gram of the search, for exact scores if both parents' are its own
 ) -> list[Hypothesis]:          # The same and their children, best first
     "Add the sentences that result from exchanging words between hypotheses with the same number of words."
     hyps = sorted(hyps, key=lambda h: -h.total)
     parents = hyps[:top]
     known = {h.text for h in hyps}
     exact = {h.text for h in parents if lm and abs(lm.score(h.text) - h.ngram) < 0.01} # Others hold a spelled word
+    def estimate(x, y): return (x + y)/2 - penalty*abs(x + y)/2
     children = []
-    for i, a in enumerate(parents):
-        for b in parents[i + 1:]:
-            if a.n_words != b.n_words: continue
-            for text in _swaps(a.text.split(), b.text.split()):
-                if text in known: continue
-                known.add(text)
-                ngram = lm.score(text) if {a.text, b.text} <= exact else None
-                children.append(_child(text, a, b, ngram, penalty))
+    for a, b in combinations(parents, 2):
+        if a.n_words != b.n_words: continue
+        for text in _swaps(a.text.split(), b.text.split()):
+            if text in known: continue
+            known.add(text)
+            ngram = lm.score(text) if lm and {a.text, b.text} <= exact else estimate(a.ngram, b.ngram)
+            children.append(Hypothesis(text, estimate(a.acoustic, b.acoustic), ngram, a.n_words,
+                                       estimate(a.total, b.total)))
     return sorted([*hyps, *children], key=lambda h: -h.total)
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c013
@@ -77,7 +73,7 @@ class Weights:
     acoustic_scale: float = 0.325 # As in the official evaluation
     alpha: float = 0.55           # The same
     word_score: float = 0.0
-    gate: float = -np.inf         # `alpha` is 0 where the best hypothesis has a lower n-gram log-probability per word
+    gate: float = -np.inf         # `alpha` is 0 if the best hypothesis has a lower n-gram log-probability per word
     length_penalty: float = 0.0   # As in the official kit; not tuned
 
 def configured_weights(
@@ -101,20 +97,18 @@ def llm_score(
     "The log-probability by the LLM, less a penalty for each token."
     return h.llm - length_penalty*(h.n_tokens or 0)
 
-def _interpolated(h: LLMHypothesis, w: Weights, alpha: float) -> LLMHypothesis:
-    "The hypothesis with its interpolated total."
-    llm = llm_score(h, w.length_penalty)
-    return replace(h, total=w.acoustic_scale*h.acoustic + (1 - alpha)*h.ngram + alpha*llm + w.word_score*h.n_words)
-
 def interpolate(
-    nbest: Sequence[Sequence[LLMHypothesis]], # Of each trial, with the search's totals
+    nbest: Sequence[Sequence[LLMHypothesis]], # List of each trial, with the search's totals
     weights: Weights,
 ) -> list[list[LLMHypothesis]]:               # Best first, with new totals
     "Rank hypotheses by their interpolated scores."
+    w = weights
     ranked = []
     for hyps in nbest:
-        alpha = weights.alpha if hyps and ngram_per_word(hyps) >= weights.gate else 0.
-        ranked.append(sorted((_interpolated(h, weights, alpha) for h in hyps), key=lambda h: -h.total))
+        alpha = w.alpha if hyps and ngram_per_word(hyps) >= w.gate else 0.
+        mixed = [replace(h, total=w.acoustic_scale*h.acoustic + (1 - alpha)*h.ngram
+                         + alpha*llm_score(h, w.length_penalty) + w.word_score*h.n_words) for h in hyps]
+        ranked.append(sorted(mixed, key=lambda h: -h.total))
     return ranked
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c016
@@ -190,18 +184,14 @@ def line_search(
 # %% ../../nbs/rescoring/00_mixture.ipynb #c025
 _RANGES = dict(acoustic_scale=(0.01, 3.), alpha=(0., 1.), word_score=(-5., 5.))
 
-def _check_trials(nbest, references) -> None:
-    "Raise `ValueError` for an empty list or references that do not pair up."
-    if len(nbest) != len(references):
-        raise ValueError(f'found {len(nbest)} n-best lists and {len(references)} references, '
-                         'expected one reference for each list')
-    for i, hyps in enumerate(nbest):
-        if not hyps: raise ValueError(f'trial {i}: the n-best list is empty, expected at least one hypothesis')
-
 class _TrialScores:
     "Scores of the hypotheses of n trials as arrays, and their word errors."
     def __init__(self, nbest, references):
-        _check_trials(nbest, references)
+        if len(nbest) != len(references):
+            raise ValueError(f'found {len(nbest)} n-best lists and {len(references)} references, '
+                             'expected one reference for each list')
+        for i, hyps in enumerate(nbest):
+            if not hyps: raise ValueError(f'trial {i}: the n-best list is empty, expected at least one hypothesis')
         def column(name): return [np.array([float(getattr(h, name) or 0) for h in hyps]) for hyps in nbest]
         self.ngram = column('ngram')
         self.llm = column('llm')
@@ -224,8 +214,7 @@ class _TrialScores:
 
     def winner_errors(self, w: Weights) -> np.ndarray:
         "Errors of each trial's best hypothesis [n]."
-        slopes, intercepts = self.lines('alpha', w)
-        totals = [b + w.alpha*s for s, b in zip(slopes, intercepts)]
+        totals = [b + w.alpha*s for s, b in zip(*self.lines('alpha', w))]
         return np.array([e[np.argmax(t)] for t, e in zip(totals, self.errors)])
 
     def curve(self, name: str, w: Weights) -> Steps:
@@ -288,20 +277,6 @@ def tune(
     curve = pd.DataFrame(dict(low=steps.edges[:-1], high=steps.edges[1:], wer=steps.errors/n_words))
     return Tuned(w, float(trials.winner_errors(w).sum()/n_words), curve)
 
-def plot_curve(
-    tuned: Tuned,
-):
-    "Word error rate over α; returns the figure."
-    import matplotlib.pyplot as plt
-    fig, ax = plt.subplots(figsize=(6, 3), layout='constrained')
-    ax.stairs(100*tuned.curve.wer, [*tuned.curve.low, tuned.curve.high.iloc[-1]], baseline=None)
-    alpha = tuned.weights.alpha
-    wer = 100*tuned.wer
-    ax.plot(alpha, wer, 'o')
-    ax.annotate(f'α = {alpha:.2f}: {wer:.1f} %', (alpha, wer), xytext=(0, 20), textcoords='offset points', ha='center')
-    ax.set(xlabel='weight α of the LLM', ylabel=f'WER (%)\n{IN_SAMPLE}')
-    return fig
-
 # %% ../../nbs/rescoring/00_mixture.ipynb #c036
 def cross_validate(
     nbest: Sequence[Sequence[LLMHypothesis]], # Of each trial, with the search's totals
@@ -320,35 +295,31 @@ def cross_validate(
 # %% ../../nbs/rescoring/00_mixture.ipynb #c039
 _TRIALS_AT_ONCE = 8 # Trials that share prefix trees
 
-def _score_lists(lists, contexts, model, tokenizer, end: bool) -> list[list[LLMHypothesis]]:
-    "The LLM's scores of the lists of a few trials."
-    from b2t_kaggle.lm.causal import score_sentences, token_sequences  # Needs torch; reading weights does not
-    context = ''
-    if contexts is not None: context = [c for hyps, c in zip(lists, contexts, strict=True) for _ in hyps]
-    texts = [h.text for hyps in lists for h in hyps]
-    log_probs = score_sentences(model, tokenizer, texts, context=context, end=end).tolist()
-    scores = zip(log_probs, map(len, token_sequences(tokenizer, texts, end)[0]))
-    return [[LLMHypothesis(**vars(h) | dict(llm=llm, n_tokens=n)) for h, (llm, n) in zip(hyps, scores)]
-            for hyps in lists]
-
 def score_nbest(
-    nbest: Sequence[Sequence[Hypothesis]], # Of each trial
+    nbest: Sequence[Sequence[Hypothesis]], # List of each trial
     model,                           # A causal language model
     tokenizer,                       # Its tokenizer
     contexts: Sequence[str] | None = None, # Text before each trial's sentence
     end: bool = False,               # Whether the end of the sentence is scored too
     progress: bool = True,           # Whether to show a progress bar
-) -> list[list[LLMHypothesis]]:           # With the LLM's scores; totals as they were
+) -> list[list[LLMHypothesis]]:      # With the LLM's scores; totals as they were
     """Score each hypothesis with the LLM, and count its tokens.
 
-    The empty hypothesis is left out where there are others, as in the official kit: its log-probability is 0, more than
+    The empty hypothesis is left out if there are others, as in the official kit: its log-probability is 0, more than
     that of any text."""
+    from b2t_kaggle.lm.causal import score_sentences, token_sequences  # Needs torch; reading weights does not
     lists = [[h for h in hyps if h.text] or list(hyps) for hyps in nbest]
+    before = ['']*len(lists) if contexts is None else contexts
     scored = []
     starts = range(0, len(nbest), _TRIALS_AT_ONCE)
     for i in tqdm(starts, desc='LLM', unit=f' × {_TRIALS_AT_ONCE} trials', disable=not progress):
-        some = slice(i, i + _TRIALS_AT_ONCE)
-        scored += _score_lists(lists[some], None if contexts is None else contexts[some], model, tokenizer, end)
+        some = lists[i:i + _TRIALS_AT_ONCE]
+        texts = [h.text for hyps in some for h in hyps]
+        context = [c for hyps, c in zip(some, before[i:i + _TRIALS_AT_ONCE], strict=True) for _ in hyps]
+        log_probs = score_sentences(model, tokenizer, texts, context=context, end=end).tolist()
+        scores = zip(log_probs, map(len, token_sequences(tokenizer, texts, end)[0]))
+        scored += [[LLMHypothesis(**vars(h) | dict(llm=llm, n_tokens=n)) for h, (llm, n) in zip(hyps, scores)]
+                   for hyps in some]
     return scored
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c043
