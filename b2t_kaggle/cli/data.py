@@ -7,7 +7,6 @@ __all__ = ['data', 'get', 'simulate', 'check', 'import_']
 
 # %% ../../nbs/cli/10_data.ipynb #c002
 import sys
-from collections.abc import Sequence
 
 import click
 
@@ -49,26 +48,16 @@ def get(source, output):
     click.echo(f'The recordings are in {sessions}\nNext: b2t run --data {sessions}')
 
 # %% ../../nbs/cli/10_data.ipynb #c008
-def _config_for(stage: str, config_, preset_: str | None, overrides: dict, known: Sequence[str] = ()) -> Config:
+def _config_for(stage: str, known, config_, preset_: str | None, overrides: dict) -> Config:
     "The configuration for a stage's work on a folder. Raises `click.UsageError` for a key that it does not read."
-    known = known or [key for key in STAGES[stage].config if key != 'data.dataset_dir']
     keys = list(config_keys())
     for key in overrides:
-        full = full_key(key, keys)
-        if not covers(known, full):
+        if not covers(known, full_key(key, keys)):
             raise click.UsageError(f'--set {key} would have no effect: data {stage} reads {", ".join(known)} alone; '
                                    'leave it out')
     return load_config(config_, preset_ or ('official' if config_ else 'demo'), overrides)
 
 _T12_FIELDS = 'n_sessions', 'train', 'val', 'test', 'seed' # The others of `simulate` decide nothing there
-
-def _simulate_t12(folder, config_, preset_: str | None, overrides: dict) -> None:
-    "Simulate files of MATLAB as the configuration says. Raises `click.UsageError` for numbers that it leaves open."
-    known = [f'simulate.{field}' for field in _T12_FIELDS]
-    cfg = _config_for('simulate', config_, preset_, overrides, known).simulate.model_dump(include=set(_T12_FIELDS))
-    for field, value in cfg.items():
-        if value is None: raise click.UsageError(f'simulate.{field} is null, but --format t12 wants a number')
-    simulate_t12(folder, **cfg, progress=True)
 
 @data.command()
 @click.argument('folder', type=FOLDER)
@@ -79,8 +68,15 @@ def _simulate_t12(folder, config_, preset_: str | None, overrides: dict) -> None
 @set_option()
 def simulate(folder, format_, preset_, config_, overrides):
     "Simulate a participant, into FOLDER."
-    if format_ == 't12': _simulate_t12(folder, config_, preset_, overrides)
-    else: simulate_dataset(folder, **_config_for('simulate', config_, preset_, overrides).simulate.model_dump())
+    if format_ == 't12':
+        known = [f'simulate.{field}' for field in _T12_FIELDS]
+        cfg = _config_for('simulate', known, config_, preset_, overrides).simulate.model_dump(include=set(_T12_FIELDS))
+        for field, value in cfg.items():
+            if value is None: raise click.UsageError(f'simulate.{field} is null, but --format t12 wants a number')
+        simulate_t12(folder, **cfg, progress=True)
+    else:
+        known = STAGES['simulate'].config
+        simulate_dataset(folder, **_config_for('simulate', known, config_, preset_, overrides).simulate.model_dump())
     click.echo(f'Wrote {folder}')
 
 @data.command()
@@ -91,7 +87,8 @@ def check(folder, config_, overrides):
     """List every problem of the session files in FOLDER.
 
     Exits 1 if there are any."""
-    cfg = _config_for('check', config_, None, overrides).data
+    known = [key for key in STAGES['check'].config if key != 'data.dataset_dir']
+    cfg = _config_for('check', known, config_, None, overrides).data
     problems = validate(folder, sessions=cfg.sessions, bad_trials=cfg.bad_trials_dict, dtype=cfg.dtype,
                         feature_subset=cfg.feature_subset)
     n = len(cfg.sessions or list_sessions(folder))

@@ -124,25 +124,20 @@ def _vote_features(b: Ballots, distance: np.ndarray, voters: Sequence[Voter], ki
     root = len(kinds)**0.5
     return dict(votes=opinions.sum(1)/root, agreement=agreement.sum(1)/root), opinions
 
-class _TextFeatures(NamedTuple):
-    "Features from the words of sentences, by the language models that are there."
-    lm: LanguageModel | None
-    alone: Frequencies | None        # Of the same n-gram
-    llm: Mapping[str, float] | None  # Log-probabilities by sentence
-
-    def __call__(self, texts: Sequence[str], is_random: bool) -> dict[str, np.ndarray]:
-        "Features of a trial's sentences `[N]`."
-        found = dict(words=np.array([len(t.split()) for t in texts], float),
-                     letters=np.array([len(t.replace(' ', '')) for t in texts])/_FOUR_LETTERS)
-        frequency = np.zeros(len(texts))
-        if self.lm is not None and self.alone is not None:
-            frequency = np.array([self.alone(t) for t in texts])
-            context = np.array([self.lm.score(t) for t in texts]) - frequency
-            found |= dict(context=context*(not is_random)/_TEN_NATS, frequency=frequency/_TEN_NATS)
-        if self.llm is not None:
-            log_probs = np.array([self.llm.get(t, -np.inf) for t in texts])
-            found['llm'] = bounded_voice(log_probs - frequency)*(not is_random)
-        return found
+def _text_features(texts: Sequence[str], is_random: bool, alone: Frequencies | None, lm: LanguageModel | None,
+                   llm: Mapping[str, float] | None) -> dict[str, np.ndarray]:
+    "Features from the words of a trial's sentences `[N]`; `alone` is of the n-gram `lm`."
+    found = dict(words=np.array([len(t.split()) for t in texts], float),
+                 letters=np.array([len(t.replace(' ', '')) for t in texts])/_FOUR_LETTERS)
+    frequency = np.zeros(len(texts))
+    if lm is not None and alone is not None:
+        frequency = np.array([alone(t) for t in texts])
+        context = np.array([lm.score(t) for t in texts]) - frequency
+        found |= dict(context=context*(not is_random)/_TEN_NATS, frequency=frequency/_TEN_NATS)
+    if llm is not None:
+        log_probs = np.array([llm.get(t, -np.inf) for t in texts])
+        found['llm'] = bounded_voice(log_probs - frequency)*(not is_random)
+    return found
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c017
 class Opinions:
@@ -161,13 +156,13 @@ class Opinions:
         self.sizes = np.array([len(b.texts) for b in self.ballots], int)
         self._ends = np.cumsum(self.sizes)
         random = random_trials(hypotheses, lm)
-        of_texts = _TextFeatures(lm, Frequencies(lm) if lm is not None else None, llm)
+        alone = Frequencies(lm) if lm is not None else None
         self.names: list[str] = []
         rows = []
         for trial, b, distance in zip(self.trials, self.ballots, self.distances):
             if not b.texts: continue
             voted, opinions = _vote_features(b, distance, voters, self.kinds)
-            found = voted | of_texts(b.texts, trial.trial in random)
+            found = voted | _text_features(b.texts, trial.trial in random, alone, lm, llm)
             self.names = list(found)
             rows.append(np.c_[np.stack(list(found.values()), axis=1), opinions])
         self.x = np.concatenate([np.zeros((0, len(self.names) + len(self.kinds))), *rows])
