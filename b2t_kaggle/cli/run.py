@@ -34,7 +34,7 @@ from ..metrics.gain import gain_of
 from ..pipeline.execute import check_stages, run_stages
 from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, plan
-from ..pipeline.stages.stage import Page
+from ..pipeline.stages.stage import PAGE
 from ..pipeline.stamps import StageRun, branch, stages_in_common
 from ..pipeline.sweep import Sweep, ranges_of, run_trials, split_ranges, write_sweep
 

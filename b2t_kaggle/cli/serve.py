@@ -10,7 +10,7 @@ import logging
 
 import click
 
-from .options import FILE, stage_command, with_options
+from .options import FILE, stage_command
 from .run import open_run
 from ..decoding.server import check_redis
 from ..decoding.server import serve as serve_decoder
@@ -22,36 +22,31 @@ from ..rescoring.mixture import configured_weights, read_weights
 from ..rescoring.online import LLMRescorer, llm_scorer
 
 # %% ../../nbs/cli/20_serve.ipynb #c004
+def _echo(text: str) -> None: click.echo(text, err=True)
+
 def _weights(run: Run):
-    "Weights of the mixture with an LLM: those that the stage rescore found, if it is done, else the configured ones."
+    "Weights of the mixture with an LLM: as the stage rescore found them if it is done, else the configured ones."
     status = StageRun(run, 'rescore').status()
-    if status == 'done':
-        weights = read_weights(run.dir/'rescore_weights.json')
-        origin = 'from the stage rescore'
-    else:
-        weights = configured_weights(run.cfg.rescore)
-        origin = f'as configured (stage rescore: {status})'
-    click.echo(f'Weights of the mixture, {origin}: {weights}', err=True)
+    is_done = status == 'done'
+    weights = read_weights(run.dir/'rescore_weights.json') if is_done else configured_weights(run.cfg.rescore)
+    origin = 'from the stage rescore' if is_done else f'as configured (stage rescore: {status})'
+    _echo(f'Weights of the mixture, {origin}: {weights}')
     return weights
 
 def _tell_search(run: Run, decoder) -> None:
-    "Say which weights the search has, and where they come from."
+    "Print the weights of the search, and where they come from."
     origin = 'from the stage decode' if search_tuning(run) else 'as configured'
     names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
-    weights = ', '.join(f'{k} {getattr(decoder, k):.4g}' for k in names)
-    click.echo(f'Weights of the search, {origin}: {weights}', err=True)
+    _echo(f'Weights of the search, {origin}: ' + ', '.join(f'{k} {getattr(decoder, k):.4g}' for k in names))
     if run.cfg.decode.llm and not is_kept(run, 'decode'):
-        click.echo('decode.llm is left out: the stage decode found no gain on val (decode.llm_keep=always takes it)',
-                   err=True)
+        _echo('decode.llm is left out: the stage decode found no gain on val (decode.llm_keep=always takes it)')
 
 def _llm(run: Run, decoder):
-    "The rescorer of a run's LLM for `serve`; none if it has no LLM."
+    "The rescorer of a run's LLM for `serve`; None if it has no LLM."
     c = run.cfg.rescore
     if c.llm is None: return None
     if not is_kept(run, 'rescore'):
-        click.echo('rescore.llm is not asked: the stage rescore found no gain on val (rescore.keep=always asks it)',
-                   err=True)
-        return None
+        return _echo('rescore.llm is not asked: the stage rescore found no gain on val (rescore.keep=always asks it)')
     from b2t_kaggle.lm.causal import open_lm  # Needs transformers, which a run without an LLM does not
     weights = _weights(run)
     model, tokenizer = open_lm(c)
@@ -60,24 +55,18 @@ def _llm(run: Run, decoder):
                        temperature=calibration.temperature if calibration else 1.0)
 
 # %% ../../nbs/cli/20_serve.ipynb #c006
-_connection_options = with_options(
-    click.option('--host', default='127.0.0.1', show_default=True, help='Where Redis is.'),
-    click.option('--port', default=6379, show_default=True, help='Its port.'),
-    click.option(
-        '--db', default=0, show_default=True, help='Number of the database; the official client uses 0.'),
-    click.option('--username', help='User, where Redis has several.'),
-    click.option(
-        '--password', envvar='REDIS_PASSWORD', show_envvar=True,
-        help='Password; better given in the environment, where other users do not see it.'),
-    click.option('--tls', is_flag=True, help="Encrypt, and check Redis's certificate."),
-    click.option(
-        '--tls-ca', type=FILE,
-        help="File with the certificate of who signed Redis's. Default: those that the system trusts."),
-    click.option('--tls-cert', type=FILE, help='Our certificate, where Redis asks for one.'),
-    click.option('--tls-key', type=FILE, help='Its key.'))
-
 @stage_command()
-@_connection_options
+@click.option('--host', default='127.0.0.1', show_default=True, help='Where Redis is.')
+@click.option('--port', default=6379, show_default=True, help='Its port.')
+@click.option('--db', default=0, show_default=True, help='Number of the database; the official client uses 0.')
+@click.option('--username', help='User, where Redis has several.')
+@click.option('--password', envvar='REDIS_PASSWORD', show_envvar=True,
+              help='Password; better given in the environment, where other users do not see it.')
+@click.option('--tls', is_flag=True, help="Encrypt, and check Redis's certificate.")
+@click.option('--tls-ca', type=FILE,
+              help="File with the certificate of who signed Redis's. Default: those that the system trusts.")
+@click.option('--tls-cert', type=FILE, help='Our certificate, where Redis asks for one.')
+@click.option('--tls-key', type=FILE, help='Its key.')
 @click.option('--nbest', default=100, show_default=True, help='Candidates of a sentence.')
 def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_cert, tls_key, **options):
     """Decode online, behind the official Redis streams.
