@@ -11,8 +11,6 @@ from killed import LIMIT
 
 from b2t_kaggle.devices.kaggle import KAGGLE_ACCELERATORS
 
-ROOT = NOTEBOOKS.parent.parent
-
 # The cells up to the one that prints what is attached, on a machine without the kit and without one of its packages
 START = '''
 import importlib.util, json, os, sys
@@ -162,22 +160,3 @@ def test_accelerators_have_one_name_each():
     named = r'\b[TLP]\d+ ?[×x] ?\d\b|\bTPU v\d\w?-\d+\b'
     found = {name for path in paths for name in re.findall(named, path.read_text(encoding='utf-8'))}
     assert found - {'TPU v3-8'} == KAGGLE_ACCELERATORS.keys() - {'cpu'} # It is retired, as one page says
-
-
-CALLS = """
-from b2t_kaggle.kaggle.session import hand_in, prepare_submission, prepare_training, what_next
-from b2t_kaggle.pipeline import run_stages
-from b2t_kaggle.training.history import plot_history
-print(*map(callable, (hand_in, prepare_submission, prepare_training, what_next, run_stages, plot_history)))
-"""
-
-
-def test_a_notebook_that_was_pushed_earlier_finds_this_kit_and_its_names(tmp_path):
-    "The kit's source folder is attached to it."
-    kit = tmp_path/'input'/'kit'
-    kit.mkdir(parents=True)
-    for name in ('settings.ini', 'b2t_kaggle'): (kit/name).symlink_to(ROOT/name)
-    env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
-    command = [sys.executable, '-c', f'{WITHOUT_KIT}{CALLS}', NOTEBOOKS/'train.ipynb']
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT)
-    assert done.stdout.splitlines() == [f'{kit}/b2t_kaggle/__init__.py', ' '.join(['True']*6)], done.stderr

@@ -100,7 +100,8 @@ def test_the_line_of_the_guide_on_a_tpu(kaggle, b2t):
     text = ''.join(''.join(cell['source']) for cell in guide['cells'])
     words = shlex.split(re.search('```sh\n(b2t kaggle go.*)\n', text)[1])
     assert words == ['b2t', 'kaggle', *LINE]
-    assert b2t(*['TPU v5e-8' if word == 'T4 x2' else word for word in words[2:]])[0] == 0
+    status, output = b2t(*['TPU v5e-8' if word == 'T4 x2' else word for word in words[2:]])
+    assert status == 0, output
     bodies = [versions[0]['body'] for versions in kaggle.kernels.values()]
     assert [body['machineShape'] for body in bodies] == ['TpuV5E8']*3
     assert next(iter(kaggle.datasets)).startswith('ada/b2t-wheels-tpu-')
@@ -279,13 +280,16 @@ def test_who_may_not(kaggle, b2t, monkeypatch):
         assert status == 1 and "pip install 'b2t_kaggle[kaggle]'" in output
 
 
+DAMAGED = 'does not take the token in {path}, which may have expired or be damaged: remove that'
+
+
 @pytest.mark.parametrize('name, content, message', [
     ('access_token', b'KGAT_1\n2', 'does not take the token in {path}, which may have expired'), # Of two lines
-    ('access_token', b'\xff', 'none can be read in {path}: remove that'),
-    ('kaggle.json', b'\xff', 'none can be read in {path}: remove that'),
-    ('kaggle.json', b'{"username": "ada", "ke', 'none can be read in {path}: remove that'),
-    ('kaggle.json', b'["ada"]', 'none can be read in {path}: remove that'),
-    ('kaggle.json', None, 'none can be read in {path}: remove that'), # A folder
+    ('access_token', b'\xff', DAMAGED),
+    ('kaggle.json', b'\xff', DAMAGED),
+    ('kaggle.json', b'{"username": "ada", "ke', DAMAGED),
+    ('kaggle.json', b'["ada"]', DAMAGED),
+    ('kaggle.json', None, DAMAGED), # A folder
 ])
 def test_a_damaged_token_is_named_and_not_shown(name, content, message, b2t, tmp_path, monkeypatch):
     monkeypatch.delenv('KAGGLE_KEY')
@@ -345,12 +349,12 @@ import b2t_kaggle.cli.kaggle
 from test_kaggle_cycle import NAME, write_wheels
 from b2t_kaggle.cli.command import main
 from b2t_kaggle.config import preset
-from b2t_kaggle.kaggle import cycle, plan
+from b2t_kaggle.kaggle import cycle
 
 cycle.build_wheels = write_wheels
 cycle.POLL = 0.005
-some = plan.Plan(NAME, 'T4 x2', 'transformer', 'ada/wheels') # What is compiled for it is there then
-plan.write_notebook(some, some.training(1), Path('warm'))
+plan = cycle.Plan(NAME, 'T4 x2', 'transformer', 'ada/wheels') # What is compiled for it is there then
+cycle._write_notebook(cycle.Cycle(plan, Path('warm')), plan.training(1))
 preset('transformer')
 
 def run(args, address, n):

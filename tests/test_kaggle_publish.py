@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -16,10 +17,11 @@ import pytest
 from click.testing import CliRunner
 
 from b2t_kaggle.cli.command import main
-from b2t_kaggle.kaggle.publish import find_client, slug_of
+from b2t_kaggle.kaggle.client import slug_of
 
 NBS = Path(__file__).parents[1]/'nbs'
-pytestmark = pytest.mark.skipif(find_client() is None, reason="needs Kaggle's client: pip install b2t_kaggle[kaggle]")
+api = pytest.importorskip('kaggle.api.kaggle_api_extended',
+                          reason="needs Kaggle's client: pip install b2t_kaggle[kaggle]")
 
 
 class Kaggle(BaseHTTPRequestHandler):
@@ -72,6 +74,8 @@ def b2t(kaggle, tmp_path, monkeypatch):
     variables = {'KAGGLE_API_ENVIRONMENT': 'LOCALHOST', 'http_proxy': f'http://127.0.0.1:{kaggle.server_port}',
                  'no_proxy': '', 'NO_PROXY': '', 'KAGGLE_USERNAME': 'ada', 'KAGGLE_KEY': 'key', 'HOME': str(tmp_path)}
     for name, value in variables.items(): monkeypatch.setenv(name, value)
+    monkeypatch.delenv('KAGGLE_API_TOKEN', raising=False)
+    monkeypatch.setattr(api.KaggleApi, 'args', ['--local'])
     def run(*args):
         result = CliRunner().invoke(main, ['kaggle', *map(str, args)])
         return result.exit_code, result.output
@@ -110,7 +114,7 @@ def test_a_refusal_is_an_error(kaggle, b2t, notebook, tmp_path):
     kaggle.answers['SaveKernel'] = (200, {'error': 'Maximum weekly GPU quota of 30.00 hours reached.'})
     status, output = b2t('kernel', notebook, '--id', 'ada/other', '--accelerator', 'T4 x2', '--internet', '-o',
                          tmp_path/'push')
-    assert status == 1 and 'Error: kaggle kernels push' in output and 'Maximum weekly GPU quota' in output
+    assert status == 1 and 'Error: push of push' in output and 'Maximum weekly GPU quota' in output
     request = kaggle.asked[-1][1]
     assert (request['machineShape'], request['enableInternet']) == ('NvidiaTeslaT4', True)
 
@@ -120,17 +124,17 @@ def test_a_dataset_with_a_subfolder_and_a_new_version_of_it(kaggle, b2t, tmp_pat
     (folder/'models').mkdir(parents=True)
     (folder/'models'/'lm.arpa').write_text('ngram 1=2')
     (folder/'kit.whl').write_bytes(b'wheel')
-    status, output = b2t('dataset', folder, '--id', 'ada/b2t-wheels', '--licence', 'CC0-1.0')
-    assert status == 0 and 'private Dataset is being created' in output, output
+    status, output = b2t('dataset', folder, '--id', 'ada/b2t-wheels')
+    assert status == 0 and 'Pushed: http://localhost/datasets/ada/b2t-wheels' in output, output
     uploads = [body for name, body in kaggle.asked if name == 'upload']
     archive, = [zipfile.ZipFile(BytesIO(body)) for body in uploads if body != b'wheel']
     assert archive.read('lm.arpa') == b'ngram 1=2' and b'wheel' in uploads
     assert sorted(body['name'] for name, body in kaggle.asked if name == 'StartBlobUpload') == ['kit.whl', 'models.zip']
     request = dict(kaggle.asked)['CreateDataset']
     assert (request['ownerSlug'], request['slug'], request['title']) == ('ada', 'b2t-wheels', 'b2t wheels')
-    assert request['licenseName'] == 'CC0-1.0' and request['isPrivate'] is True and len(request['files']) == 2
+    assert request['licenseName'] == 'other' and request['isPrivate'] is True and len(request['files']) == 2
     status, output = b2t('dataset', folder, '--id', 'ada/b2t-wheels', '-m', 'with the newest kit')
-    assert status == 0 and 'version is being created' in output, output
+    assert status == 0 and 'Pushed: ' in output, output
     request = dict(kaggle.asked)['CreateDatasetVersion']
     assert request['datasetSlug'] == 'b2t-wheels' and request['body']['versionNotes'] == 'with the newest kit'
 
@@ -141,30 +145,6 @@ def test_a_dataset_that_is_there_already(kaggle, b2t, tmp_path):
     kaggle.answers['GetDatasetStatus'] = (200, {'status': 'READY'})
     status, output = b2t('dataset', tmp_path/'wheels', '--id', 'ada/b2t-wheels')
     assert status == 1 and 'is already in use by a dataset' in output
-
-
-def test_a_checkout_without_what_is_not_source(kaggle, b2t, tmp_path, monkeypatch):
-    "The source arrives; history, recordings, runs and caches stay here."
-    monkeypatch.chdir(tmp_path)
-    kit = tmp_path/'kit'
-    for name in ('settings.ini', 'b2t_kaggle/config.py', 'b2t_kaggle/__pycache__/config.pyc', '.gitignore',
-                 'build/lib.py', 'data/t15/data_train.hdf5', 'submissions/first/config.yaml'):
-        (kit/name).parent.mkdir(parents=True, exist_ok=True)
-        (kit/name).write_text('build/' if name == '.gitignore' else name)
-    subprocess.run(['git', 'init', '-q', kit], check=True)
-    status, output = b2t('dataset', kit, '--id', 'ada/b2t-kit')
-    assert status == 0 and 'Copied 2 files' in output, output
-    uploads = [body for name, body in kaggle.asked if name == 'upload']
-    archive, = [zipfile.ZipFile(BytesIO(body)) for body in uploads if body != b'settings.ini']
-    assert archive.namelist() == ['config.py'] and len(uploads) == 2
-    assert not (kit/'dataset-metadata.json').exists()
-
-
-def test_a_licence_that_kaggle_does_not_know(kaggle, b2t, tmp_path):
-    (tmp_path/'wheels').mkdir()
-    (tmp_path/'wheels'/'kit.whl').touch()
-    status, output = b2t('dataset', tmp_path/'wheels', '--id', 'ada/b2t-wheels', '--licence', 'MIT')
-    assert status == 1 and "licence 'MIT': Kaggle knows CC0-1.0" in output and not kaggle.asked
 
 
 def lines_of(guide):
@@ -213,7 +193,7 @@ def test_the_last_line_of_the_guide_hands_in_the_csv(kaggle, b2t, tmp_path, monk
         'CreateSubmission': (200, {'message': 'Successfully submitted to Brain-to-Text', 'ref': 1}),
     }
     for words in [words for words in lines_of('kaggle_gpu.ipynb') if words[0] == 'kaggle']:
-        done = subprocess.run([find_client(), *words[1:]], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, '-m', 'kaggle.cli', *words[1:]], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path/'out'/'submission.csv').read_bytes() == csv
     assert csv in [body for name, body in kaggle.asked if name == 'upload']

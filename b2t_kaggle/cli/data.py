@@ -15,9 +15,9 @@ from .options import EXISTING_FOLDER, FOLDER, Choice, config_option, preset_opti
 from ..config import Config, config_keys, full_key, load_config
 from ..config.keys import covers
 from ..core.messages import counted
+from ..data.download import get_from_dryad, get_from_kaggle
 from ..data.sessions import list_sessions, validate
 from ..data.simulate import simulate_dataset
-from ..data.sources import get_from_dryad, get_from_kaggle
 from ..data.t12 import import_t12, simulate_t12
 from ..pipeline.stages import STAGES
 
@@ -39,7 +39,7 @@ def get(source, output):
     be fetched: Add Input attaches the competition.
 
     \b
-    kaggle  by the program kaggle or the package kagglehub, whichever is installed (pip install kagglehub);
+    kaggle  by the program kaggle (pip install kaggle);
             wants KAGGLE_API_TOKEN, or kaggle.json in ~/.kaggle, and that the competition's rules are accepted
     dryad   doi:10.5061/dryad.dncjsxm85, public domain, with checksums;
             wants DRYAD_CLIENT_ID and DRYAD_CLIENT_SECRET, which https://datadryad.org/account shows

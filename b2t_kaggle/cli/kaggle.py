@@ -6,7 +6,6 @@
 __all__ = ['kaggle', 'wheels', 'kernel', 'dataset', 'go', 'status']
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c002
-import shlex
 from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
@@ -19,20 +18,9 @@ from ..config import Config, preset, with_overrides
 from ..core.files import format_size
 from ..core.messages import counted, with_command_name
 from ..devices.kaggle import KAGGLE_ACCELERATORS, kaggle_accelerator
-from ..kaggle.client import connect
-from ..kaggle.cycle import Cycle, by_hand, report
+from ..kaggle.client import Client, connect, slug_of, write_dataset, write_kernel
+from ..kaggle.cycle import Cycle, Plan, by_hand, read_plan, report, save_plan, wheels_slug
 from ..kaggle.cycle import go as carry_out
-from ..kaggle.plan import Plan, default_name, read_plan, save_plan, wheels_slug
-from b2t_kaggle.kaggle.publish import (
-    copy_checkout,
-    dataset_command,
-    full_id,
-    is_checkout,
-    kernel_command,
-    publish,
-    write_dataset,
-    write_kernel,
-)
 from ..kaggle.wheels import Image, build_wheels
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c005
@@ -44,10 +32,9 @@ def _images() -> str:
 
 @click.group(cls=Group)
 def kaggle():
-    """Train on Kaggle and hand in, in one line or by steps.
+    """Train on Kaggle and submit, in one line or by steps.
 
-    `b2t kaggle go` does all of it, from the kit to a submission. Wheels are for sessions on Kaggle whose internet is
-    off."""
+    `b2t kaggle go` does all of it, from the kit to a submission. Wheels are for sessions without the internet."""
 
 @kaggle.command()
 @click.option('--image', required=True, type=Choice(['gpu', 'tpu', 'cpu']),
@@ -72,7 +59,7 @@ def wheels(image, python, output, kit, others):
     output = output or Path(f'b2t-wheels-{image}{suffix}')
     manifest = build_wheels(wanted, output, kit, others)
     for wheel in manifest['wheels']:
-        click.echo(f'{format_size(wheel["bytes"]):>9}  {wheel["file"]}  ({wheel["licence"]})')
+        click.echo(f'{format_size(wheel["bytes"]):>9}  {wheel["file"]}')
     for name, reason in manifest['left_out'].items(): click.echo(f'Left out: {name}: {reason}', err=True)
     total = format_size(sum(wheel['bytes'] for wheel in manifest['wheels']))
     click.echo(f'Wrote {output}: {counted(len(manifest["wheels"]), "wheel")}, {total}. As a dataset of OWNER, it is '
@@ -82,7 +69,7 @@ def wheels(image, python, output, kit, others):
 _id = click.option('--id', 'name', metavar='OWNER/SLUG',
                    help="Its id on Kaggle, as in its address. Default: the client's user, and the file's name.")
 _push = click.option('--push/--no-push', default=True, show_default=True,
-                     help="Push it where Kaggle's client is configured; otherwise only write the files.")
+                     help="Push it with Kaggle's client; otherwise only write the files.")
 
 class _Accelerator(click.ParamType):
     "The name of one of Kaggle's accelerators."
@@ -91,17 +78,18 @@ class _Accelerator(click.ParamType):
         try: return kaggle_accelerator(value).name
         except ValueError as e: self.fail(str(e).partition(': ')[2], param, ctx)
 
-def _publish(command: list[str], push: bool) -> None:
-    "Push, or print the command."
-    if push: publish(command)
-    else: click.echo(f'To push it: {shlex.join(command)}')
+def _full_id(name: str | None, default: str, client: Client | None) -> str:
+    "`OWNER/SLUG` with the client's user unless an owner is named. Raises `click.UsageError` without either."
+    name = name or slug_of(default)
+    if '/' in name: return name
+    if client is None: raise click.UsageError(f'id {name!r}: name the owner, too, as in --id OWNER/{name}')
+    return f'{client.user}/{name}'
 
 @kaggle.command()
 @click.argument('notebook', type=FILE)
 @click.option('--accelerator', required=True, type=_Accelerator(),
               help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
 @_id
-@click.option('--title', help='Of which Kaggle makes the slug. Default: the slug with spaces.')
 @click.option('--competition', 'competitions', multiple=True, metavar='SLUG',
               help='Attach its files, such as brain-to-text-25; you have to have joined it.')
 @click.option('--dataset', 'datasets', multiple=True, metavar='OWNER/SLUG',
@@ -111,40 +99,32 @@ def _publish(command: list[str], push: bool) -> None:
 @click.option('--internet/--no-internet', default=False, show_default=True,
               help='Whether the session reaches the internet.')
 @click.option('--public', is_flag=True, help='Everybody may see it.')
-@click.option('-o', '--output', type=FOLDER,
-              help='The folder to write. Default: kaggle-SLUG.')
+@click.option('-o', '--output', type=FOLDER, help='The folder to write. Default: kaggle-SLUG.')
 @_push
-def kernel(notebook, *, accelerator, name, title, competitions, datasets, kernels, internet, public, output, push):
+def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, internet, public, output, push):
     """Push NOTEBOOK, to run from top to bottom on Kaggle.
 
     It gets this accelerator and these inputs."""
-    name = full_id(name, title or notebook.stem)
+    client = connect() if push else None
+    name = _full_id(name, notebook.stem, client)
     output = output or Path(f'kaggle-{name.partition("/")[2]}')
-    write_kernel(notebook, output, name, accelerator, title, competitions, datasets, kernels, internet=internet,
+    write_kernel(notebook, output, name, accelerator, competitions, datasets, kernels, internet=internet,
                  private=not public)
     click.echo(f'Wrote {output/"kernel-metadata.json"}')
-    _publish(kernel_command(output), push)
+    if client: click.echo(f'Pushed: {client.push_kernel(output)}')
 
 @kaggle.command()
 @click.argument('folder', type=EXISTING_FOLDER)
 @_id
-@click.option('--title', help='Default: the slug with spaces.')
-@click.option('--licence', default='other', show_default=True,
-              help='As Kaggle names it, such as CC0-1.0, apache-2.0 or other.')
 @click.option('-m', '--message', help='What changed: makes a new version of a dataset that is there.')
 @_push
-def dataset(folder, name, title, licence, message, push):
-    """Push FOLDER as a private dataset, with its subfolders.
-
-    Of a checkout a copy is pushed, without .git, what git ignores, recordings and runs."""
-    name = full_id(name, title or folder.resolve().name)
-    if is_checkout(folder):
-        source, folder = folder, Path(f'kaggle-{name.partition("/")[2]}')
-        click.echo(f'Copied {copy_checkout(source, folder)} files of {source} to {folder}, without .git, what git '
-                   'ignores, recordings and runs')
-    write_dataset(folder, name, title, licence)
+def dataset(folder, name, message, push):
+    "Push FOLDER as a private dataset, with its subfolders."
+    client = connect() if push else None
+    name = _full_id(name, folder.resolve().name, client)
+    write_dataset(folder, name)
     click.echo(f'Wrote {folder/"dataset-metadata.json"}')
-    _publish(dataset_command(folder, message), push)
+    if client: click.echo(f'Pushed: {client.push_dataset(folder, message)}')
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c013
 def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
@@ -156,14 +136,11 @@ def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
                 raise click.BadParameter(f'--set {key}: {path} is on this machine; make it a dataset (`b2t kaggle '
                                          'dataset`), attach that with --dataset, and name it as below /kaggle/input')
 
-def _given(plan: Plan) -> dict[str, list[str]]:
-    "Values that notebooks are pushed with, by their option."
-    return {'--set': sorted(f'{k}={v}' for k, v in plan.overrides.items()), '--dataset': sorted(plan.datasets)}
-
 def _tell_changes(before: Plan, plan: Plan) -> None:
-    "Print the values with which a cycle began, where they are others now."
-    for option, values in _given(before).items():
-        if values != _given(plan)[option]:
+    "Print the values with which a cycle began, if they are others now."
+    def given(p): return {'--set': sorted(f'{k}={v}' for k, v in p.overrides.items()), '--dataset': sorted(p.datasets)}
+    for option, values in given(before).items():
+        if values != given(plan)[option]:
             click.echo(f'{option} was {" ".join(values) or "not given"} in this cycle: notebooks that were pushed keep '
                        'that. Another --id begins another cycle.', err=True)
 
@@ -191,9 +168,8 @@ def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry,
     line goes on."""
     cfg = with_overrides(preset(preset_), overrides) # Kaggle would find a mistake hours later
     _refuse_local(cfg, overrides)
-    api = None if is_printed else connect()
-    name = name or default_name(accelerator, preset_)
-    name = full_id(name, name) if api is None or '/' in name else f'{api.get_config_value("username")}/{name}'
+    client = None if is_printed else connect()
+    name = _full_id(name, f'b2t {preset_} {accelerator}', client)
     owner, _, slug = name.partition('/')
     folder = output or Path(f'kaggle-{slug}')
     before = read_plan(folder)
@@ -201,7 +177,7 @@ def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry,
     plan = Plan(name, accelerator, preset_, wheels, hours, overrides, list(datasets))
     save_plan(plan, folder)
     if before: _tell_changes(before, plan)
-    cycle = Cycle(plan, folder, api, retry)
+    cycle = Cycle(plan, folder, client, retry)
     if is_printed:
         for line in by_hand(cycle): click.echo(with_command_name(line))
         return
@@ -220,7 +196,7 @@ def status(folders):
     if missing := [folder for folder, plan in plans.items() if plan is None]:
         raise click.UsageError(f'{missing[0]}: is not the folder of a cycle, it has no cycle.json')
     if not plans: raise click.UsageError('there is no cycle here; name its folder, or begin one with `b2t kaggle go`')
-    api = connect()
+    client = connect()
     for folder, plan in plans.items():
         click.echo(f'{plan.name}, {plan.preset} on {plan.accelerator}')
-        for line in report(Cycle(plan, folder, api)): click.echo(f'  {line}')
+        for line in report(Cycle(plan, folder, client)): click.echo(f'  {line}')

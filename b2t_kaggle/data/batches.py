@@ -133,16 +133,6 @@ def _bucket_costs(edges: np.ndarray, counts: np.ndarray) -> np.ndarray:
     cost[np.tril_indices(len(edges), -1)] = np.inf
     return cost
 
-def _trace_back(edges: np.ndarray, begins: list[np.ndarray]) -> list[int]:
-    "The buckets of the optimum, ascending."
-    end = len(edges) - 1
-    buckets = []
-    for begin in reversed(begins):
-        buckets.append(int(edges[end]))
-        end = begin[end] - 1
-        if end < 0: return buckets[::-1]  # fewer buckets do as well
-    return [int(edges[end]), *buckets[::-1]]
-
 def choose_buckets(
     lengths: Sequence[int] | np.ndarray, # Bins [n] of trials, or of batches' longest ones, whose padding counts
     n_buckets: int,             # At most so many
@@ -161,7 +151,13 @@ def choose_buckets(
         total = np.append(0, least[:-1])[:, None] + cost
         begins.append(total.argmin(0))
         least = total.min(0)
-    return _trace_back(edges, begins)
+    end = len(edges) - 1
+    buckets: list[int] = []
+    for begin in reversed(begins): # From the longest bucket back
+        buckets.insert(0, int(edges[end]))
+        end = begin[end] - 1
+        if end < 0: return buckets  # Fewer buckets do as well
+    return [int(edges[end]), *buckets]
 
 # %% ../../nbs/data/04_batches.ipynb #c022
 def bucket_of(
@@ -223,9 +219,7 @@ def fill_rows(
     _fill(_bits(flat), starts, lengths, _bits(out))
 
 # %% ../../nbs/data/04_batches.ipynb #c038
-def _reference_counts(arrays: list) -> list[int]:
-    "Numbers of references to each array, those of the list and of this function included."
-    return [sys.getrefcount(a) for a in arrays]
+def _reference_counts(arrays: list) -> list[int]: return [sys.getrefcount(a) for a in arrays] # Its own included
 
 _UNUSED = _reference_counts([np.empty(0)])[0]  # the count of an array to which only the list refers
 
@@ -285,37 +279,24 @@ class Batcher:
 
         def of_rows(values, without_trial): return np.where(is_trial, values[trials], without_trial)
 
-        return Batch(
-            features=self._features(trials, of_rows(self.store.n_bins, 0), T),
-            n_bins=of_rows(self.store.n_bins, T),
-            day=of_rows(self.store.day, 0),
-            labels=self._labels(trials),
-            n_labels=of_rows(self.store.n_labels, 0),
-            trials=trials)
+        labels = np.zeros((len(trials), self._n_labels_max), np.int64)
+        for row, i in enumerate(trials):
+            if i >= 0: labels[row, :self.store.n_labels[i]] = self.store.class_ids(i)
+        return Batch(self._features(trials, of_rows(self.store.n_bins, 0), T), of_rows(self.store.n_bins, T),
+                     of_rows(self.store.day, 0), labels, of_rows(self.store.n_labels, 0), trials)
 
     def _features(self, trials: np.ndarray, n_bins: np.ndarray, T: int) -> np.ndarray:
         "Features [B, T, F] of trials of these lengths; the memory is large enough for the longest bucket."
         B = len(trials)
         F = self.store.n_features
         features = self._pool.get((B, T, F), self.dtype, room=B*self.buckets[-1]*F*self.dtype.itemsize)
-        if not isinstance(self.store, JointStore):
-            ragged = self.store.ragged
-            ragged.verify(trials[trials >= 0])
-            fill_rows(features.reshape(B, T*F), ragged.flat, ragged.starts[trials], n_bins*F)
-            return features
-        for store, is_member, places in self.store.parts(trials):
+        is_joint = isinstance(self.store, JointStore)
+        for store, rows, places in self.store.parts(trials) if is_joint else [(self.store, slice(None), trials)]:
             store.ragged.verify(places[places >= 0])
-            rows = np.empty((len(places), T*F), self.dtype)
-            fill_rows(rows, store.ragged.flat, store.ragged.starts[places], n_bins[is_member]*F)
-            features[is_member] = rows.reshape(-1, T, F)
+            out = np.empty((len(places), T*F), self.dtype) if is_joint else features.reshape(B, T*F)
+            fill_rows(out, store.ragged.flat, store.ragged.starts[places], n_bins[rows]*F)
+            if is_joint: features[rows] = out.reshape(-1, T, F)
         return features
-
-    def _labels(self, trials: np.ndarray) -> np.ndarray:
-        "Labels [B, S], 0-padded."
-        labels = np.zeros((len(trials), self._n_labels_max), np.int64)
-        for row, i in enumerate(trials):
-            if i >= 0: labels[row, :self.store.n_labels[i]] = self.store.class_ids(i)
-        return labels
 
 # %% ../../nbs/data/04_batches.ipynb #c045
 _END = object()  # follows the last item

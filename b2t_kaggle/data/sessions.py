@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -160,80 +159,68 @@ _FETCH = 'fetch the file again'
 _LEAVE_OUT = 'leave the trial out with data.bad_trials_dict'
 _FETCH_OR_LEAVE_OUT = f'{_FETCH}, or {_LEAVE_OUT}'
 
-class _Fault(NamedTuple):
-    "A `Problem` without its place."
-    field: str
-    found: str
-    expected: str
-    advice: str
-    severity: str = 'error'
+_Faults = Iterator[tuple[str, ...]] # Fields of `Problem` after file and trial
 
-def _check_types(raw: dict, split: str, n: int = N_FEATURES) -> Iterator[_Fault]:
+def _check_types(raw: dict, split: str, n: int = N_FEATURES) -> _Faults:
     "Faults: fields that are missing or of a wrong type."
     for field, kind in _fields(split, n).items():
         if field not in raw:
             place = 'dataset' if field in _DATASETS else 'attribute'
-            yield _Fault(field, 'nothing', kind, f'the {place} is missing; {_FETCH}')
+            yield field, 'nothing', kind, f'the {place} is missing; {_FETCH}'
         elif isinstance(raw[field], Exception):
             reason = _short(' '.join(str(raw[field]).split()) or type(raw[field]).__name__)
-            yield _Fault(field, f'unreadable data ({reason})', kind, _FETCH_OR_LEAVE_OUT)
+            yield field, f'unreadable data ({reason})', kind, _FETCH_OR_LEAVE_OUT
         elif not _has_type(raw[field], kind):
-            yield _Fault(field, _describe(raw[field]), kind, 'write it in the official format')
+            yield field, _describe(raw[field]), kind, 'write it in the official format'
 
-def _check_features(raw: dict, checked: set[str]) -> Iterator[_Fault]:
+def _check_features(raw: dict, checked: set[str]) -> _Faults:
     "Faults: features that are empty or not finite, or of another length; fields in `checked` have the right type."
     if 'input_features' not in checked: return
     x = raw['input_features']
     n = len(x)
-    if n == 0: yield _Fault('input_features', '0 time steps', 'at least 1', _LEAVE_OUT)
+    if n == 0: yield 'input_features', '0 time steps', 'at least 1', _LEAVE_OUT
     bad = np.flatnonzero(~np.isfinite(x).all(1))
     if len(bad):
         found = f'NaN or infinity in {len(bad)} of {n} time steps, first in {bad[0]}'
-        yield _Fault('input_features', found, 'finite numbers', _FETCH_OR_LEAVE_OUT)
+        yield 'input_features', found, 'finite numbers', _FETCH_OR_LEAVE_OUT
     if 'n_time_steps' in checked and raw['n_time_steps'] != n:
         expected = f'{n}, the length of input_features'
-        yield _Fault('n_time_steps', str(raw['n_time_steps']), expected, _FETCH_OR_LEAVE_OUT)
-
-def _check_session(raw: dict, session: str, checked: set[str]) -> Iterator[_Fault]:
-    "The fault of a trial that belongs to another session than its folder."
-    if 'session' in checked and raw['session'] != session:
-        advice = "the file lies in another session's folder, or its attribute is wrong"
-        yield _Fault('session', _short(raw['session']), session, advice)
+        yield 'n_time_steps', str(raw['n_time_steps']), expected, _FETCH_OR_LEAVE_OUT
 
 # %% ../../nbs/data/00_sessions.ipynb #c020
 def _letters(text: str) -> str: return re.sub(r'[^a-z]', '', text.lower())
 
-def _check_class_ids(raw: dict) -> Iterator[_Fault]:
+def _check_class_ids(raw: dict) -> _Faults:
     "Faults: phoneme labels that are out of range, or not as many as `seq_len` says."
     ids = raw['seq_class_ids']
     n = int(raw['seq_len'])
     n_used = int(np.flatnonzero(ids)[-1]) + 1 if np.any(ids) else 0
-    if n < 1: yield _Fault('seq_len', str(n), 'at least 1', f'it has no label; {_LEAVE_OUT}')
+    if n < 1: yield 'seq_len', str(n), 'at least 1', f'it has no label; {_LEAVE_OUT}'
     elif n_used != n:
         expected = f'{n_used}, the length of seq_class_ids without padding'
-        yield _Fault('seq_len', str(n), expected, _FETCH_OR_LEAVE_OUT)
+        yield 'seq_len', str(n), expected, _FETCH_OR_LEAVE_OUT
     outside = np.flatnonzero((ids[:n_used] < 1) | (ids[:n_used] > SIL))
     if len(outside):
         found = f'class {ids[outside[0]]} at position {outside[0]}'
         advice = 'the labels are in another order of classes, or damaged'
-        yield _Fault('seq_class_ids', found, f'1 … {SIL}, then zeros', advice)
+        yield 'seq_class_ids', found, f'1 … {SIL}, then zeros', advice
 
-def _check_transcription(raw: dict) -> Iterator[_Fault]:
+def _check_transcription(raw: dict) -> _Faults:
     "Warnings: characters that are none, or spell another sentence than the label, which is used."
     codes = raw['transcription']
     if (codes == 0).any(): codes = codes[:int(np.argmin(codes))]
     bad = codes[(codes < 0) | (codes > 0x10FFFF)]
     if len(bad):
         code = codes.min() if codes.min() < 0 else codes.max()
-        yield _Fault('transcription', f'code {code}', 'character codes', 'the sentence_label is used', 'warning')
+        yield 'transcription', f'code {code}', 'character codes', 'the sentence_label is used', 'warning'
         return
     text = ''.join(map(chr, codes))
     if _letters(text) != _letters(raw['sentence_label']):
         expected = f'the letters of sentence_label {raw["sentence_label"]!r}'
-        yield _Fault('transcription', repr(text), expected, 'the sentence_label is used', 'warning')
+        yield 'transcription', repr(text), expected, 'the sentence_label is used', 'warning'
 
 # %% ../../nbs/data/00_sessions.ipynb #c022
-def _check_range(raw: dict, dtype: np.dtype, subset: list[int] | None) -> Iterator[_Fault]:
+def _check_range(raw: dict, dtype: np.dtype, subset: list[int] | None) -> _Faults:
     "The fault of a finite feature that is too large for the type that it is to be stored in."
     x = raw['input_features']
     if subset is not None: x = x[:, [f for f in subset if 0 <= f < x.shape[1]]] # `pack` refuses others
@@ -242,15 +229,17 @@ def _check_range(raw: dict, dtype: np.dtype, subset: list[int] | None) -> Iterat
     limit = np.finfo(dtype).max
     with np.errstate(over='ignore'): fits = np.isfinite(dtype.type(largest))
     if np.isfinite(largest) and not fits:
-        yield _Fault('input_features', f'the value {largest:g}', f'at most {limit:g}, the largest {dtype}',
+        yield ('input_features', f'the value {largest:g}', f'at most {limit:g}, the largest {dtype}',
                      'store the wider type (--set data.dtype=float32)')
 
 def _problems(raw: dict, file: str | Path, key: str, session: str, split: str, dtype: str = 'float32',
               subset: list[int] | None = None) -> list[Problem]:
     "Everything that is wrong with one trial, of which a subset of features, or all, is to be stored in a type."
     faults = list(_check_types(raw, split, n_features(session)))
-    checked = set(_fields(split)) - {f.field for f in faults}
-    faults += _check_session(raw, session, checked)
+    checked = set(_fields(split)) - {field for field, *_ in faults}
+    if 'session' in checked and raw['session'] != session:
+        advice = "the file lies in another session's folder, or its attribute is wrong"
+        faults.append(('session', _short(raw['session']), session, advice))
     faults += _check_features(raw, checked)
     if 'input_features' in checked: faults += _check_range(raw, np.dtype(dtype), subset)
     if {'seq_class_ids', 'seq_len'} <= checked: faults += _check_class_ids(raw)
@@ -329,57 +318,40 @@ def _trial_numbers(raw: dict) -> tuple[int, int] | None:
     if not all(_has_type(raw.get(name), 'integer') for name in ('block_num', 'trial_num')): return None
     return int(raw['block_num']), int(raw['trial_num'])
 
-class _Duplicates:
-    "The trials of a session that were seen so far, by block and trial number."
-    def __init__(self): self._first_place = {}
-
-    def check(self, raw: dict, path: str | Path, key: str) -> Iterator[Problem]:
-        "A warning where another trial had the same numbers."
-        numbers = _trial_numbers(raw)
-        if numbers is None: return
-        place = f'{Path(path).name} {key}'
-        first = self._first_place.setdefault(numbers, place)
-        if first != place:
-            yield Problem(str(path), key, 'trial_num', f'block {numbers[0]}, trial {numbers[1]} again',
-                          'each trial once in a session', f'it is in {first} too; remove one of them', 'warning')
+def _check_duplicate(raw: dict, path: str | Path, key: str, seen: dict) -> Iterator[Problem]:
+    "A warning if another trial had the same numbers; `seen` has the place of each so far."
+    numbers = _trial_numbers(raw)
+    if numbers is None: return
+    place = f'{Path(path).name} {key}'
+    first = seen.setdefault(numbers, place)
+    if first != place:
+        yield Problem(str(path), key, 'trial_num', f'block {numbers[0]}, trial {numbers[1]} again',
+                      'each trial once in a session', f'it is in {first} too; remove one of them', 'warning')
 
 # %% ../../nbs/data/00_sessions.ipynb #c034
-def _tidy_blocks(blocks: dict) -> dict[str, list[int]]:
-    "Blocks as text, each with its trials in ascending order; `1` and `'1'` are one block."
-    tidy = {}
-    for block, trials in blocks.items(): tidy.setdefault(str(int(block)), set()).update(int(t) for t in trials)
-    return {block: sorted(trials) for block, trials in tidy.items()}
-
 def tidy_bad_trials(
     bad_trials: dict | None, # `{session: {block: [trial, …]}}`, blocks as numbers or as text
 ) -> dict[str, dict[str, list[int]]]: # The same, blocks as text and trials sorted, as JSON can hold it
-    "One form for all ways to name bad trials. Raises `SessionError` where a block or trial is no number."
+    "One form for all ways to name bad trials. Raises `SessionError` for a block or trial that is not a number."
     tidy = {}
     for session, blocks in (bad_trials or {}).items():
-        try: tidy[session] = _tidy_blocks(blocks)
+        try:
+            found: dict[str, set[int]] = {} # `1` and `'1'` are one block
+            for block, trials in blocks.items(): found.setdefault(str(int(block)), set()).update(map(int, trials))
+            tidy[session] = {block: sorted(trials) for block, trials in found.items()}
         except (AttributeError, TypeError, ValueError):
             expected = '{block: [trial, …]} in numbers'
             problem = Problem('data.bad_trials_dict', session, '', repr(blocks), expected, 'correct the entry')
             raise SessionError(problem) from None
     return tidy
 
-def _is_named(raw: dict, bad: dict[str, list[int]]) -> bool:
-    "Whether a trial is among the bad ones of its session."
-    numbers = _trial_numbers(raw)
-    if numbers is None: return False
-    block, trial = numbers
-    return trial in bad.get(str(block), [])
-
 # %% ../../nbs/data/00_sessions.ipynb #c037
-def _scan(path: str | Path, duplicates: _Duplicates, bad_trials: dict | None = None,
-          dtype: str = 'float32',
+def _scan(path: str | Path, seen: dict, bad_trials: dict | None = None, dtype: str = 'float32',
           subset: list[int] | None = None) -> Iterator[tuple[dict | None, str, list[Problem]]]:
     "Each trial of a file as (raw, key, problems); problems of the file as a whole come with `None` for the trial."
     session, split = _identify(path)
     bad = tidy_bad_trials(bad_trials).get(session, {})
-
-    def file_problem(found, advice):
-        return None, '', [Problem(str(path), '', '', found, 'a readable HDF5 file', advice + _FETCH)]
+    def file_problem(found, advice): return Problem(str(path), '', '', found, 'a readable HDF5 file', advice + _FETCH)
 
     try: f = reading.open_hdf5(path)
     except ReadError as e:
@@ -389,31 +361,21 @@ def _scan(path: str | Path, duplicates: _Duplicates, bad_trials: dict | None = N
     except OSError as e:
         missing = isinstance(e, FileNotFoundError)
         found = 'no such file' if missing else f'a file that HDF5 cannot open ({e})'
-        yield file_problem(found, 'it is missing or truncated: ')
+        yield None, '', [file_problem(found, 'it is missing or truncated: ')]
         return
     with f:
         try:
-            broken = list(_check_keys(f, path))
-            if broken: yield None, '', broken
+            if broken := list(_check_keys(f, path)): yield None, '', broken
             for key, group in _groups(f):
                 raw = _read_raw(group, n_features(session))
-                if _is_named(raw, bad): continue
+                block, trial = _trial_numbers(raw) or (None, None)
+                if trial in bad.get(str(block), []): continue
                 problems = _problems(raw, path, key, session, split, dtype, subset)
-                problems += duplicates.check(raw, path, key)
-                yield raw, key, problems
-        except _DAMAGED as e: yield file_problem(f'a file that HDF5 cannot read ({e})', 'it is damaged: ')
+                yield raw, key, [*problems, *_check_duplicate(raw, path, key, seen)]
+        except _DAMAGED as e:
+            yield None, '', [file_problem(f'a file that HDF5 cannot read ({e})', 'it is damaged: ')]
 
 # %% ../../nbs/data/00_sessions.ipynb #c038
-def _to_trial(raw: dict, session: str, split: str, key: str) -> Trial:
-    "A trial from values that passed the checks."
-    class_ids = None
-    sentence = None
-    if split != 'test':
-        class_ids = raw['seq_class_ids'][:int(raw['seq_len'])]
-        sentence = raw['sentence_label']
-    return Trial(session=session, split=split, key=key, block=int(raw['block_num']), trial=int(raw['trial_num']),
-                 features=raw['input_features'], class_ids=class_ids, sentence=sentence)
-
 def iter_trials(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
     drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`; they are kept and marked otherwise
@@ -421,11 +383,13 @@ def iter_trials(
 ) -> Iterator[Trial]:
     "The trials of a file in key order, one in memory at a time. Raises `SessionError` at the first that is unusable."
     session, split = _identify(path)
-    for raw, key, problems in _scan(path, _Duplicates(), bad_trials):
-        errors = [p for p in problems if p.severity == 'error']
-        if errors: raise SessionError(errors[0])
+    for raw, key, problems in _scan(path, {}, bad_trials):
+        for problem in problems:
+            if problem.severity == 'error': raise SessionError(problem)
         if raw is None: continue  # a warning about the file as a whole
-        trial = _to_trial(raw, session, split, key)
+        labels = None, None
+        if split != 'test': labels = raw['seq_class_ids'][:int(raw['seq_len'])], raw['sentence_label']
+        trial = Trial(session, split, key, int(raw['block_num']), int(raw['trial_num']), raw['input_features'], *labels)
         if not (drop_instructions and trial.is_instruction): yield trial
 
 def read_session(
@@ -451,24 +415,12 @@ def _from_trial(trial: Trial) -> dict:
                block_num=trial.block, trial_num=trial.trial)
     if trial.split == 'test': return raw
     name = f'{trial.session} {trial.split} {trial.key}'
-    ids = trial.class_ids
-    sentence = trial.sentence
-    if ids is None: raise ValueError(f'{name}: class_ids is None; only test trials lack labels')
-    if sentence is None: raise ValueError(f'{name}: sentence is None; only test trials lack labels')
-    return raw | dict(
-        seq_class_ids=_pad(ids, f'{name}: class_ids'),
-        seq_len=len(ids),
-        sentence_label=sentence,
-        transcription=_pad([ord(c) for c in sentence], f'{name}: sentence'))
+    ids, sentence = trial.class_ids, trial.sentence
+    if ids is None or sentence is None: raise ValueError(f'{name}: only test trials lack class_ids and sentence')
+    return raw | dict(seq_class_ids=_pad(ids, f'{name}: class_ids'), seq_len=len(ids), sentence_label=sentence,
+                      transcription=_pad([ord(c) for c in sentence], f'{name}: sentence'))
 
 # %% ../../nbs/data/00_sessions.ipynb #c043
-def _write_group(f: h5py.File, key: str, raw: dict) -> None:
-    "Write a trial's datasets and attributes."
-    group = f.create_group(key)
-    for field, value in raw.items():
-        if field in _DATASETS: group.create_dataset(field, data=value)
-        else: group.attrs[field] = value
-
 def write_session(
     path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are made
     trials: Iterable[Trial], # Consumed one at a time; groups are numbered in this order
@@ -476,15 +428,18 @@ def write_session(
     "Write a split of a session. Raises `SessionError` for a trial that cannot be read back, `WriteError` without room."
     path = Path(path)
     session, split = _identify(path)
-    duplicates = _Duplicates()
+    seen: dict = {}
     with atomic_path(path) as scratch, DeferringFile(scratch, 'w+b') as file:
         with h5py.File(file, 'w') as f:
             for i, trial in enumerate(trials):
                 key = f'trial_{i:04d}'
                 raw = _from_trial(replace(trial, split=split))
-                problems = [*_problems(raw, path, key, session, split), *duplicates.check(raw, path, key)]
+                problems = [*_problems(raw, path, key, session, split), *_check_duplicate(raw, path, key, seen)]
                 if problems: raise SessionError(problems[0])
-                _write_group(f, key, raw)
+                group = f.create_group(key)
+                for field, value in raw.items():
+                    if field in _DATASETS: group.create_dataset(field, data=value)
+                    else: group.attrs[field] = value
                 file.check()
             if not len(f):
                 advice = 'write no file for an empty split'
@@ -515,68 +470,55 @@ def _check_session_files(folder: Path) -> Iterator[Problem]:
     if not present:
         yield Problem(str(folder), '', '', 'no data file', expected, 'remove the folder, or fetch its files')
 
-def _check_named_sessions(data_dir: Path, sessions: list[str]) -> Iterator[Problem]:
-    "Sessions that were asked for and are missing or empty."
-    present = list_sessions(data_dir)
-    for s in sessions:
-        if s in present: yield from _check_session_files(data_dir/s)
-        else:
-            near = near_names(s, present, n=1)
-            advice = f'did you mean {near[0]}?' if near else 'correct data.sessions, or fetch the session'
-            yield Problem(str(data_dir/s), '', '', 'no such folder', f'the session {s}', advice)
-
-def _looks_like_session(folder: Path) -> bool:
-    "Whether a folder that is no session was probably meant to be one."
-    if folder.name.startswith('.') or not folder.is_dir(): return False
-    return bool(re.match(r't\d+[._-]?\d', folder.name) or list(folder.glob('data_*.hdf5')))
-
-def _check_folders(data_dir: Path) -> Iterator[Problem]:
-    "Empty sessions, folders that look like sessions but are none, and no sessions at all."
+def _check_folders(data_dir: Path, asked: list[str] | None = None) -> Iterator[Problem]:
+    "Empty sessions, and missing ones; if all are asked for, also folders that look like sessions, and no sessions."
     sessions = list_sessions(data_dir)
-    for p in sorted(data_dir.iterdir()):
-        if p.name in sessions: yield from _check_session_files(p)
-        elif _looks_like_session(p):
-            yield Problem(str(p), '', '', f'folder name {p.name}', 'a session t15.YYYY.MM.DD', 'rename the folder')
-    if not sessions:
+    for name in sorted(p.name for p in data_dir.iterdir()) if asked is None else asked:
+        folder = data_dir/name
+        if name in sessions: yield from _check_session_files(folder)
+        elif asked is not None:
+            near = near_names(name, sessions, n=1)
+            advice = f'did you mean {near[0]}?' if near else 'correct data.sessions, or fetch the session'
+            yield Problem(str(folder), '', '', 'no such folder', f'the session {name}', advice)
+        elif not name.startswith('.') and folder.is_dir() and (
+                re.match(r't\d+[._-]?\d', name) or any(folder.glob('data_*.hdf5'))):
+            yield Problem(str(folder), '', '', f'folder name {name}', 'a session t15.YYYY.MM.DD', 'rename the folder')
+    if asked is None and not sessions:
         inside = [p for p in sorted(data_dir.iterdir()) if p.is_dir() and list_sessions(p)]
         advice = f'give {inside[0]} instead' if inside else 'check the path'
         if any(data_dir.glob('train/*.mat')): advice = 'make some of these files of MATLAB, with `b2t data import`'
         yield Problem(str(data_dir), '', '', 'no sessions', 'folders t15.YYYY.MM.DD', advice)
 
 # %% ../../nbs/data/00_sessions.ipynb #c049
-def _table(problems: list[Problem]) -> pd.DataFrame:
-    "Problems as a table, a row each."
-    return pd.DataFrame([asdict(p) for p in problems], columns=[f.name for f in fields(Problem)])
-
-def _check_session_contents(folder: Path, bad_trials: dict, **stored) -> Iterator[Problem]:
-    "The problems of all files of a session, without those of bad trials; `stored` is `dtype` and `subset`."
-    duplicates = _Duplicates()
+def _check_contents(folder: Path, bad_trials: dict, dtype: str, subset: list[int] | None) -> Iterator[Problem]:
+    "The problems of all files of a session, without those of bad trials."
+    seen: dict = {}
     for path in sorted(_split_files(folder)):
         before = file_state(path)
-        found = [p for _, _, problems in _scan(path, duplicates, bad_trials, **stored) for p in problems]
+        found = [p for _, _, problems in _scan(path, seen, bad_trials, dtype, subset) for p in problems]
         if file_state(path) == before: yield from found
         else: # Whatever else was found may come from that
-            expected = 'a file that stays as it is'
-            yield Problem(str(path), '', '', 'that it changed while it was checked', expected,
+            yield Problem(str(path), '', '', 'that it changed while it was checked', 'a file that stays as it is',
                           'wait until it is complete, and check again')
 
 def validate(
     data_dir: str | Path,   # Folder with the session folders
     progress: bool = False, # Show a progress bar
-    sessions: list[str] | None = None, # Check only these; none means all, and the folders that should be sessions
+    sessions: list[str] | None = None, # Check only these; None means all, and the folders that should be sessions
     bad_trials: dict | None = None,    # Trials whose problems do not count: `{session: {block: [trial, …]}}`
     dtype: str = 'float16',            # Type that `pack` is to store, beyond which a feature is an error
-    feature_subset: list[int] | None = None, # Features that it is to store; none means all
+    feature_subset: list[int] | None = None, # Features that it is to store; None means all
 ) -> pd.DataFrame:
     "Problems of all files, a row each: file, trial, field, found, expected, advice, severity. None: the data is fine."
     data_dir = Path(data_dir)
     bad_trials = tidy_bad_trials(bad_trials)
-    try: problems = list(_check_folders(data_dir) if sessions is None else _check_named_sessions(data_dir, sessions))
-    except SessionError as e: return _table([e.problem])
-    present = [s for s in list_sessions(data_dir) if sessions is None or s in sessions]
-    for session in tqdm(present, desc='check', unit=' sessions', disable=not progress):
-        problems += _check_session_contents(data_dir/session, bad_trials, dtype=dtype, subset=feature_subset)
-    return _table(problems)
+    try: problems = list(_check_folders(data_dir, sessions))
+    except SessionError as e: problems = [e.problem]
+    else:
+        present = [s for s in list_sessions(data_dir) if sessions is None or s in sessions]
+        for session in tqdm(present, desc='check', unit=' sessions', disable=not progress):
+            problems += _check_contents(data_dir/session, bad_trials, dtype, feature_subset)
+    return pd.DataFrame([asdict(p) for p in problems], columns=[f.name for f in fields(Problem)])
 
 # %% ../../nbs/data/00_sessions.ipynb #c053
 def unpacked_bytes(

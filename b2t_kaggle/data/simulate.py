@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEDULE', 'ARTICULATORS', 'TARGETS', 'N_ELECTRODES', 'SessionBlock', 'Day', 'SimulateError', 'plan_trials',
-           'movement', 'Electrodes', 'electrodes', 'features', 'interfere', 'zscore', 'simulate_block', 'write_text',
-           'simulate_dataset']
+           'movement', 'Electrodes', 'electrodes', 'features', 'simulate_block', 'write_text', 'simulate_dataset']
 
 # %% ../../nbs/data/02_simulate.ipynb #c003
 import json
@@ -38,11 +37,6 @@ class SessionBlock(NamedTuple):
     corpus: str     # One of `sentences.CORPORA`
     held_out: bool  # Whether its trials are val and test trials
     size: int       # Sentences
-
-def _block(text: str) -> SessionBlock:
-    "A block as the schedule writes it, such as `8S40`."
-    number, corpus, size = re.fullmatch(r'(\d+)([a-zA-Z])(\d+)', text).groups()
-    return SessionBlock(int(number), _CORPUS[corpus.lower()], corpus.isupper(), int(size))
 
 # %% ../../nbs/data/02_simulate.ipynb #c008
 _SCHEDULE_2023 = '''
@@ -106,19 +100,14 @@ class Day:
     blocks: list[SessionBlock]     # In the order in which they were recorded
 
 def _day(line: str) -> Day:
-    "A line of the schedule."
-    head, blocks = line.split(' | ')
+    "A line of the schedule, with blocks such as `8S40`."
+    head, rest = line.split(' | ')
     name, *counts = head.split()
-    of_split = dict(zip(('train', 'val', 'test'), map(int, counts)))
-    return Day(f't15.{name}', of_split, [_block(b) for b in blocks.split()])
+    blocks = [SessionBlock(int(number), _CORPUS[corpus.lower()], corpus.isupper(), int(size))
+              for number, corpus, size in re.findall(r'(\d+)([a-zA-Z])(\d+)', rest)]
+    return Day(f't15.{name}', dict(zip(('train', 'val', 'test'), map(int, counts))), blocks)
 
 SCHEDULE = [_day(line) for line in (_SCHEDULE_2023 + _SCHEDULE_2024).splitlines() if line]
-
-# %% ../../nbs/data/02_simulate.ipynb #c015
-def _share(n: int, sizes: list[int]) -> np.ndarray:
-    "`n` divided in proportion to `sizes`, in whole numbers that add up."
-    edges = np.round(np.cumsum([0, *sizes])*n/max(sum(sizes), 1)).astype(int)
-    return np.diff(edges)
 
 # %% ../../nbs/data/02_simulate.ipynb #c018
 _MIN_WORDS = 4    # no Harvard sentence is shorter
@@ -149,13 +138,13 @@ def _plan_day(day: int, of_held_out: bool, n: dict[str, int], seed: int, max_wor
     if of_held_out: splits = rng.permutation(['val']*n['val'] + ['test']*n['test']).tolist()
     else: splits = ['train']*n['train']
     blocks = [b for b in SCHEDULE[day].blocks if b.held_out == of_held_out]
-    sizes = _share(len(splits), [b.size for b in blocks])
-    places = [(b, trial) for b, size in zip(blocks, sizes) for trial in range(size)]
+    sizes = [b.size for b in blocks]
+    edges = np.round(np.cumsum([0, *sizes])*len(splits)/max(sum(sizes), 1)).astype(int) # In proportion to the sizes
+    places = [(b, trial) for b, size in zip(blocks, np.diff(edges)) for trial in range(size)]
     rows = []
     for split, (block, trial) in zip(splits, places):
         is_instruction = not of_held_out and rng.random() < 1/250
-        if is_instruction: sentence = '[DO NOTHING]'
-        else: sentence = _new_sentence(writer, block.corpus, max_words, held_out)
+        sentence = '[DO NOTHING]' if is_instruction else _new_sentence(writer, block.corpus, max_words, held_out)
         if of_held_out: held_out.add(normalize_sentence(sentence))
         rows.append(dict(day=day, session=SCHEDULE[day].session, split=split, block=block.number, trial=trial,
                          corpus=block.corpus, sentence=sentence))
@@ -327,9 +316,7 @@ def _draw_tuning(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.n
     rate = 0.6*rng.standard_normal(N_ELECTRODES)
     return directions, gain, rate
 
-def _draw_shared(rng: np.random.Generator) -> np.ndarray:
-    "Loadings of the shared noise [12, 512]."
-    return 0.12*rng.standard_normal((_SHARED, 2*N_ELECTRODES))
+def _draw_shared(rng: np.random.Generator) -> np.ndarray: return 0.12*rng.standard_normal((_SHARED, 2*N_ELECTRODES))
 
 def _first_day(rng: np.random.Generator) -> _Implant:
     "The electrodes on the first day."
@@ -472,17 +459,11 @@ def features(
 # %% ../../nbs/data/02_simulate.ipynb #c051
 _SOURCES = np.array([(0.3, 0.), (2., 0.), (2., 1.1), (0.5, 3.)])  # memory τ in s, frequency f in Hz
 
-def _sources(n: int, rng: np.random.Generator) -> np.ndarray:
-    "Time courses of the interference, unit variance, [n, 4]."
+def _sources(n: int, rng: np.random.Generator) -> np.ndarray: # Unit variance, [n, 4]
     return _second_order(rng.standard_normal((n, len(_SOURCES))), *_SOURCES.T)
 
-def interfere(
-    recorded: list[np.ndarray], # Z-scored features of a block's trials, [T, 512] each; changed in place
-    size: float,                # Standard deviation of the interference, in those of the features
-    day: int,                   # Decides the pattern on the electrodes
-    block: int,                 # Decides, with the day, the time courses
-    seed: int = 0,              # Same seed, same interference
-) -> None:
+def _interfere(recorded: list[np.ndarray], size: float, day: int, block: int,
+               seed: int = 0) -> None:
     "Add noise of few sources to a block's recordings."
     pattern = np.random.default_rng((seed, 8, day)).standard_normal((len(_SOURCES), 2*N_ELECTRODES))
     pattern *= size/np.sqrt(np.square(pattern).sum(0))
@@ -490,9 +471,7 @@ def interfere(
     for f in recorded: f += _product(_sources(len(f), rng), pattern).astype(np.float32)
 
 # %% ../../nbs/data/02_simulate.ipynb #c056
-def zscore(
-    recorded: list[np.ndarray], # Features of a block's trials, [T, 512] each; changed in place
-) -> None:
+def _zscore(recorded: list[np.ndarray]) -> None:
     "Mean zero and standard deviation one of each feature over the block; a feature that never changes becomes zero."
     n = sum(map(len, recorded))
     mean = (sum(f.sum(0, dtype=np.float64) for f in recorded)/n).astype(np.float32)
@@ -526,10 +505,10 @@ def simulate_block(
     for (x, _), sentence, offset in zip(movements, trials.sentence, drift):
         if sentence.startswith('['): x = np.zeros_like(x)  # nobody speaks an instruction
         recorded.append(features(x, e, offset, rng))
-    zscore(recorded)
+    _zscore(recorded)
     if structured_noise:
-        interfere(recorded, structured_noise, day, block, seed)
-        zscore(recorded)
+        _interfere(recorded, structured_noise, day, block, seed)
+        _zscore(recorded)
     made = [Trial(session=row.session, split=row.split, key='', block=row.block, trial=row.trial,
                   features=f, class_ids=class_ids, sentence=row.sentence)
             for row, f, class_ids in zip(trials.itertuples(), recorded, ids)]
@@ -561,10 +540,10 @@ def _claim(folder: Path, parameters: dict) -> None:
     "Mark a folder as simulated with these parameters; raises `SimulateError` where it holds anything else."
     marker = folder/_MARKER
     if marker.exists():
-        try: found = json.loads(marker.read_text())
-        except ValueError as e: raise SimulateError(f'{marker}: not readable ({e}); choose another folder') from None
+        try: found = dict(json.loads(marker.read_text()))
+        except (TypeError, ValueError) as e:
+            raise SimulateError(f'{marker}: not readable ({e}); choose another folder') from None
         if found == parameters: return
-        if not isinstance(found, dict): raise SimulateError(f'{marker}: has no parameters; choose another folder')
         theirs, ours = ({k: v for k, v in a.items() if k not in b or b[k] != v}
                         for a, b in ((found, parameters), (parameters, found)))
         raise SimulateError(f'{folder}: simulated with other parameters, found {theirs}, expected {ours}; '
@@ -587,34 +566,20 @@ def _simulated_bytes(plan: pd.DataFrame) -> int:
     bins = sum(n*(2*_EDGE + _LENGTH[i[:-1]].sum()) for n, i in zip(counts, ids))
     return int(4*2*N_ELECTRODES*bins + _TRIAL_BYTES*len(plan))
 
-def _require_space(folder: Path, plan: pd.DataFrame) -> None:
-    "Raise `files.WriteError` where there is no room for what an earlier call did not write."
-    written = sum(f.stat().st_size for f in folder.glob('*/data_*.hdf5'))
-    require_space(folder, _simulated_bytes(plan) - written, f'{len(plan):,} simulated trials')
-
 # %% ../../nbs/data/02_simulate.ipynb #c073
-_Noise = tuple[int, float, float] # The last arguments of `simulate_block`
-
-def _record(trials: pd.DataFrame, e: Electrodes, noise: _Noise) -> Iterator[Trial]:
-    "The recorded trials of a plan's rows, block by block."
-    for _, block in trials.groupby('block'): yield from simulate_block(block, e, *noise)[0]
-
-def _write_day(out_dir: Path, trials: pd.DataFrame, e: Electrodes, noise: _Noise) -> None:
-    "Record the trials of a day and write its session files; a split without trials has no file."
-    session = trials.session.iloc[0]
-    train = trials[trials.split == 'train']
-    if len(train): write_session(session_path(out_dir, session, 'train'), _record(train, e, noise))
-    held_out = list(_record(trials[trials.split != 'train'], e, noise))
-    for split in 'val', 'test':
-        recorded = [t for t in held_out if t.split == split]
-        if recorded: write_session(session_path(out_dir, session, split), recorded)
-
 def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, first: int = 0, step: int = 1) -> Iterator[int]:
     "Record every `step`-th day of a plan, from day `first` on, and yield each when it is done."
     noise = p['seed'], p.get('structured_noise', 0.), p.get('drift', 1.)
     for day, e in list(enumerate(electrodes(p['n_sessions'], p['snr'], p['seed'], p.get('neural', 1))))[first::step]:
         trials = plan[plan.day == day]
-        if len(trials): _write_day(out_dir, trials, e, noise)
+        session = SCHEDULE[day].session
+        def record(part): return (t for _, block in part.groupby('block') for t in simulate_block(block, e, *noise)[0])
+        train = trials[trials.split == 'train'] # Recorded while it is written
+        if len(train): write_session(session_path(out_dir, session, 'train'), record(train))
+        held_out = list(record(trials[trials.split != 'train']))
+        for split in 'val', 'test':
+            recorded = [t for t in held_out if t.split == split]
+            if recorded: write_session(session_path(out_dir, session, split), recorded)
         yield day
 
 # %% ../../nbs/data/02_simulate.ipynb #c201
@@ -633,8 +598,7 @@ def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
         for p in processes:
             message = p.communicate()[1].strip() or f'exit status {p.returncode}'
             if p.returncode:
-                last_line = message.splitlines()[-1]
-                raise SimulateError(f'{out_dir}: a process that simulates failed: {last_line}')
+                raise SimulateError(f'{out_dir}: a process that simulates failed: {message.splitlines()[-1]}')
     finally:
         for p in processes:
             with p: p.kill() # Leaving waits for it
@@ -670,13 +634,13 @@ def simulate_dataset(
     out_dir = Path(out_dir)
     parameters = dict(n_sessions=n_sessions, train=train, val=val, test=test, snr=snr, lm_sentences=lm_sentences,
                       max_words=max_words, seed=seed)
-    # Without interference the marker is the same as it was before there was any
-    if structured_noise: parameters['structured_noise'] = structured_noise
-    if drift != 1: parameters['drift'] = drift # Likewise
+    if structured_noise: parameters['structured_noise'] = structured_noise # The marker leaves out what it is not
+    if drift != 1: parameters['drift'] = drift
     if neural != 1: parameters['neural'] = neural
     plan = plan_trials(n_sessions, train, val, test, max_words, seed)
     _claim(out_dir, parameters)
-    _require_space(out_dir, plan)
+    written = sum(f.stat().st_size for f in out_dir.glob('*/data_*.hdf5'))
+    require_space(out_dir, _simulated_bytes(plan) - written, f'{len(plan):,} simulated trials')
     n = min(n_cores(), n_sessions, len(plan)//_TRIALS_A_PROCESS)
     days = _days_of_processes(out_dir, n) if n > 1 else _write_days(out_dir, plan, parameters)
     for _ in tqdm(days, desc='simulate', unit=' sessions', total=n_sessions, disable=not progress): pass

@@ -71,16 +71,6 @@ def _simulate_file(path: Path, blocks: list[int], is_labelled: bool, e: Electrod
     for name in trials[0]: variables[name] = [t[name] for t in trials]
     write_matlab(path, variables)
 
-def _claim(folder: Path) -> None:
-    "Raise `SimulateError` where a folder has recordings that were not simulated."
-    for name in _FOLDERS.values():
-        for path in (folder/name).glob('*.mat'):
-            if (folder/_MARKER).exists(): continue
-            raise SimulateError(f'{path} is there, but no {_MARKER}, so it was not simulated and is not overwritten; '
-                                'choose another folder')
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder/_MARKER, '{"format": "t12"}')
-
 # %% ../../nbs/data/07_t12.ipynb #c011
 def simulate_t12(
     folder: str | Path,     # Where `train`, `test` and `competitionHoldOut` go
@@ -95,7 +85,12 @@ def simulate_t12(
     "Files as those of T12. Raises `SimulateError` for more sessions than there are, or a folder with other recordings."
     folder = Path(folder)
     if not 1 <= n_sessions <= len(_DAYS): raise SimulateError(f'n_sessions is {n_sessions}, expected 1 to {len(_DAYS)}')
-    _claim(folder)
+    theirs = [path for name in _FOLDERS.values() for path in (folder/name).glob('*.mat')]
+    if theirs and not (folder/_MARKER).exists():
+        raise SimulateError(f'{theirs[0]} is there, but no {_MARKER}, so it was not simulated and is not overwritten; '
+                            'choose another folder')
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder/_MARKER, '{"format": "t12"}')
     days = list(zip(_DAYS, electrodes(n_sessions, seed=seed)))
     for day, (name, e) in enumerate(tqdm(days, desc='simulate', unit=' sessions', disable=not progress)):
         first = 1
@@ -130,7 +125,7 @@ def _shape(x) -> str:
     return f'{x.dtype} {list(x.shape)}' if isinstance(x, np.ndarray) else 'text'
 
 def _check_cells(path: Path, variables: dict, n: int) -> None:
-    "Raise `SessionError` where crossings and power are not one matrix for each of `n` sentences, of one length."
+    "Raise `SessionError` unless crossings and power are a matrix for each of `n` sentences, of one length."
     for name in 'tx1', 'spikePow':
         cells = variables[name]
         if not isinstance(cells, list) or len(cells) != n:
@@ -192,23 +187,10 @@ def _sources(folder: Path) -> dict[str, dict[str, Path]]:
     expected = 'train/t12.YYYY.MM.DD.mat, and the same in test and competitionHoldOut'
     raise SessionError(Problem(str(folder), '', '', 'no sessions', expected, 'check the path'))
 
-def _oddities(session: str, sources: dict[str, Path]) -> Iterator[Problem]:
-    "Warnings for the folders in which a session has no file."
-    root = next(iter(sources.values())).parent.parent
-    for split in _FOLDERS.keys() - sources.keys():
-        path = root/_FOLDERS[split]/f'{session}.mat'
-        advice = f'{session} gets no {split} trials; fetch the file if it is in the archive'
-        yield Problem(str(path), '', '', 'no such file', 'one for each session', advice, 'warning')
-
-def _is_imported(out_dir: Path, session: str, sources: dict[str, Path]) -> bool:
-    "Whether each file of a session was imported since it was written."
-    for split, source in sources.items():
-        made = session_path(out_dir, session, split)
-        if not made.exists() or made.stat().st_mtime_ns < source.stat().st_mtime_ns: return False
-    return True
-
 def _import_session(out_dir: Path, session: str, sources: dict[str, Path]) -> None:
-    "Write the files of a session, all or none."
+    "Write the files of a session, all or none, unless they were imported since their sources were written."
+    def is_current(made, source): return made.exists() and made.stat().st_mtime_ns >= source.stat().st_mtime_ns
+    if all(is_current(session_path(out_dir, session, split), source) for split, source in sources.items()): return
     numbers: Counter = Counter()
     with replaced_folder(out_dir/session) as new:
         made = new.parent/session # The name says to `write_session` what the trials belong to
@@ -223,10 +205,13 @@ def import_t12(
 ) -> list[Problem]:         # Warnings: which sessions have no train, val or test trials
     """Sessions `t12.YYYY.MM.DD` from the files of MATLAB; a folder that was imported in part is completed. Raises
     `SessionError` for a file that cannot be used, `files.WriteError` where there is no room."""
-    out_dir = Path(out_dir)
     found = _sources(Path(folder))
     warnings = []
     for session, sources in tqdm(found.items(), desc='import', unit=' sessions', disable=not progress):
-        warnings += sorted(_oddities(session, sources), key=str)
-        if not _is_imported(out_dir, session, sources): _import_session(out_dir, session, sources)
+        root = next(iter(sources.values())).parent.parent
+        for split in sorted(_FOLDERS.keys() - sources.keys(), key=_FOLDERS.__getitem__):
+            advice = f'{session} gets no {split} trials; fetch the file if it is in the archive'
+            warnings.append(Problem(str(root/_FOLDERS[split]/f'{session}.mat'), '', '', 'no such file',
+                                    'one for each session', advice, 'warning'))
+        _import_session(Path(out_dir), session, sources)
     return warnings

@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['TRAINING', 'CURVES', 'SIMULATION', 'DECODING', 'KENLM', 'RESCORING', 'GGUF', 'ADAPTER', 'EIGHT_BIT', 'PINNED',
-           'hand_in', 'what_next', 'Attached', 'NotebookError', 'walk_inputs', 'is_llm', 'find_attached', 'restore_run',
-           'pinned_versions', 'missing_packages', 'install_missing', 'plan_device', 'batches_done', 'is_simulated',
-           'prepare_training', 'prepare_submission', 'copy_submission', 'next_step']
+           'Attached', 'NotebookError', 'plan_device', 'batches_done', 'is_simulated', 'prepare_training',
+           'prepare_submission', 'copy_submission', 'next_step']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c003
 import importlib
@@ -16,8 +15,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ from ..training.budget import announce_time_limit
 from ..training.checkpoint_paths import BEST, REFIT, framework_of, last_batch
 
 if TYPE_CHECKING: # It needs packages that may have to be installed first
-    from b2t_kaggle.config import Config
     from b2t_kaggle.pipeline.run import Run
 
 # %% ../../nbs/kaggle/00_session.ipynb #c006
@@ -57,21 +55,15 @@ class Attached:
     def only(self,
         paths: Sequence[str | Path], # Files, or folders in which they are; none for all
     ) -> 'Attached':
-        "The models among these paths, and everything that is no model. Raises `NotebookError` for a path without one."
+        "The models among these paths, and everything that is not a model. Raises `NotebookError` for a useless path."
         if not paths: return self
-        kept = {name: tuple(p for p in getattr(self, name) if any(_is_below(p, path) for path in paths))
-                for name in _MODELS}
-        models = [model for found in kept.values() for model in found]
-        useless = [path for path in paths if not any(_is_below(model, path) for model in models)]
-        _raise_all([f'{path}: no run, checkpoint or LogitStore is attached there; see the table above'
-                    for path in useless])
-        return Attached(**{field.name: kept.get(field.name, getattr(self, field.name)) for field in fields(self)})
-
-def _is_below(path: Path, folder: str | Path) -> bool:
-    "Whether a path lies in a folder, with links resolved."
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
-
-_MODELS = ('runs', 'checkpoints', 'official', 'logits')
+        def is_below(path, folder): return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+        models = {name: getattr(self, name) for name in ('runs', 'checkpoints', 'official', 'logits')}
+        kept = {name: tuple(p for p in found if any(is_below(p, path) for path in paths))
+                for name, found in models.items()}
+        _raise_all([f'{path}: no run, checkpoint or LogitStore is attached there; see the table above' for path in paths
+                    if not any(is_below(model, path) for found in kept.values() for model in found)])
+        return replace(self, **kept)
 
 class NotebookError(RuntimeError):
     "Things that a notebook lacks, all of them; the message has a remedy for each."
@@ -81,9 +73,7 @@ def _raise_all(problems: Sequence[str]) -> None:
     if problems: raise NotebookError('This session cannot begin:\n' + '\n'.join(f'- {p}' for p in problems))
 
 # %% ../../nbs/kaggle/00_session.ipynb #c009
-def walk_inputs(
-    folder: str | Path, # Folder of the notebook's inputs, or one in it
-) -> Iterator[tuple[Path, list[str], list[str]]]: # Folder, names of the folders in it, names of the files
+def _walk_inputs(folder: str | Path) -> Iterator[tuple[Path, list[str], list[str]]]:
     "Folders in alphabetical order, behind links too, each once; one that is taken out of the list is not visited."
     root = os.path.realpath(folder)
     seen = set()
@@ -96,13 +86,11 @@ def walk_inputs(
         yield Path(place), folders, sorted(f for f in files if os.path.isfile(os.path.join(place, f)))
 
 # %% ../../nbs/kaggle/00_session.ipynb #c011
-_HEADER = 1 << 16 # Bytes of a file that tell what it is
-
 # As in lm.arpa and lm.sphinx, which need Numba; it may have to be installed first
 _KENLM, _SPHINX = b'mmap lm ', b'Trie Language Model'
 
 def _head(path: Path) -> bytes:
-    with open(path, 'rb') as f: return f.read(_HEADER)
+    with open(path, 'rb') as f: return f.read(1 << 16)
 
 def _kind_of_file(path: Path) -> str | None:
     "The field of `Attached` to which a file that lies in no run belongs."
@@ -125,9 +113,7 @@ _OTHER_KINDS = frozenset("""
     unispeech vit wav2vec2 wav2vec2-bert wavlm whisper xlm-roberta
 """.split())
 
-def is_llm(
-    config: Path, # `config.json` beside weights
-) -> bool:
+def _is_llm(config: Path) -> bool:
     "Whether a configuration is that of a causal language model, as transformers saves them."
     try: values = json.loads(config.read_text(encoding='utf-8'))
     except (OSError, ValueError): return False
@@ -147,17 +133,15 @@ def _kinds_of_folder(folder: Path, folders: list[str], files: list[str]) -> set[
     if {'best_checkpoint', 'args.yaml'} <= set(files): kinds.add('official')
     has_weights = any(f.endswith('.safetensors') or f.startswith('pytorch_model') for f in files)
     if 'adapter_config.json' in files: kinds.add('adapters')
-    elif 'config.json' in files and has_weights: kinds.add('llms' if is_llm(folder/'config.json') else 'unused')
+    elif 'config.json' in files and has_weights: kinds.add('llms' if _is_llm(folder/'config.json') else 'unused')
     elif any(f.endswith('.gguf') for f in files): kinds.add('llms')
     if any(f.endswith('.whl') for f in files): kinds.add('wheels')
     return kinds
 
-def find_attached(
-    input_dir: str | Path, # Folder of the notebook's inputs
-) -> Attached:
+def _find_attached(input_dir: str | Path) -> Attached:
     "All files and folders below a folder that the kit knows."
     found = {field.name: set() for field in fields(Attached)}
-    for folder, folders, files in walk_inputs(input_dir):
+    for folder, folders, files in _walk_inputs(input_dir):
         is_source = 'settings.ini' in files and 'b2t_kaggle' in folders
         kinds = set() if is_source else _kinds_of_folder(folder, folders, files)
         for kind in kinds: found[kind].add(folder.parent if kind == 'recordings' else folder)
@@ -176,14 +160,11 @@ def _find_one(paths: Sequence[Path], name: str, instead: str, problems: list[str
     return paths[0] if paths else None
 
 # %% ../../nbs/kaggle/00_session.ipynb #c022
-def restore_run(
-    earlier: Path | None, # The run's folder as it is attached
-    run_dir: str | Path,  # Where it goes on
-) -> bool:                # Whether there is a run to go on with
+def _restore_run(earlier: Path | None, run_dir: str | Path) -> bool:
     "Copy an attached run, unless there is one already."
     own = Path(run_dir)/'config.yaml'
     if own.exists() or earlier is None: return own.exists()
-    files = [place/name for place, _, names in walk_inputs(earlier) for name in names]
+    files = [place/name for place, _, names in _walk_inputs(earlier) for name in names]
     files = [p for p in files if p.suffix not in ('.lock', '.running')]
     for file in sorted(files, key=lambda p: p == earlier/'config.yaml'):
         with atomic_path(Path(run_dir)/file.relative_to(earlier)) as partial: shutil.copyfile(file, partial)
@@ -207,136 +188,82 @@ EIGHT_BIT = dict(bitsandbytes='bitsandbytes', accelerate='accelerate') # For an 
 PINNED = ('numpy', 'pandas', 'torch', 'torch_xla', 'jax', 'jaxlib', 'tensorflow', 'tensorflow-cpu', 'tensorflow-tpu',
           'keras', 'libtpu')
 
-def pinned_versions() -> dict[str, str]:
+def _pinned_versions() -> dict[str, str]:
     "Versions of those packages of `PINNED` that are installed."
     return {package: version for package in PINNED if (version := installed_version(package))}
 
-def _has_module(name: str) -> bool:
-    try: return find_spec(name) is not None
-    except ModuleNotFoundError: return False
-
-def missing_packages(
-    needed: Mapping[str, str], # Modules, and their packages as pip takes them
-) -> list[str]:
+def _missing_packages(needed: Mapping[str, str]) -> list[str]:
     "Packages that pip has to install."
-    return [package for module, package in needed.items() if not _has_module(module)]
+    def is_here(module):
+        try: return find_spec(module) is not None
+        except ModuleNotFoundError: return False
+    return [package for module, package in needed.items() if not is_here(module)]
 
 # %% ../../nbs/kaggle/00_session.ipynb #c029
-def _origins(input_dir: Path) -> dict[str, list[str]]:
-    "Sources of packages, with pip's options for each."
-    places = walk_inputs(input_dir)
-    folders = [f'--find-links={place}' for place, _, files in places if any(f.endswith('.whl') for f in files)]
-    internet = {'the internet': ['--retries', '0']}
-    return {'attached wheels': ['--no-index', *folders]} | internet if folders else internet
-
-def _pip_install(packages: Iterable[str], input_dir: str | Path, scratch_dir: str | Path) -> None:
-    "Install from attached wheels, else from the internet; raises `NotebookError` when neither has it."
-    packages = list(packages)
+def _install_missing(needed: Mapping[str, str], input_dir: str | Path,
+                     scratch_dir: str | Path) -> list[str]:
+    "Install what is missing and nothing else, and print which versions are here."
+    held = _pinned_versions()
+    for package, version in held.items(): print(f'{package:16}{version}, as it is')
+    missing = _missing_packages(needed)
+    print('missing:', *missing or ['nothing to install'])
+    if not missing: return []
     constraints = Path(scratch_dir)/'held.txt'
     constraints.parent.mkdir(parents=True, exist_ok=True)
-    constraints.write_text('\n'.join(f'{package}=={version}' for package, version in pinned_versions().items()))
-    command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--constraint', str(constraints)]
-    for origin, options in _origins(Path(input_dir)).items():
-        done = subprocess.run([*command, *options, *packages], capture_output=True, text=True, errors='replace')
+    constraints.write_text('\n'.join(f'{package}=={version}' for package, version in held.items()))
+    folders = [f'--find-links={place}' for place, _, files in _walk_inputs(input_dir)
+               if any(f.endswith('.whl') for f in files)]
+    origins = {'attached wheels': ['--no-index', *folders]} if folders else {}
+    for origin, options in (origins | {'the internet': ['--retries', '0']}).items():
+        command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--constraint', str(constraints)]
+        done = subprocess.run([*command, *options, *missing], capture_output=True, text=True, errors='replace')
         if done.returncode == 0:
             importlib.invalidate_caches()
-            print(f'installed from {origin}:', *packages)
-            return
+            print(f'installed from {origin}:', *missing)
+            return []
     reason = (done.stderr.strip() or 'pip gave no reason').splitlines()[-1]
     version = f'{sys.version_info.major}.{sys.version_info.minor}'
-    raise NotebookError(f'{", ".join(packages)}: not installed ({reason}). Turn the internet on in the settings of the '
-                       f'notebook, or attach a dataset with wheels for Python {version} (`b2t kaggle wheels '
-                       f'--python {version}`)')
-
-def install_missing(
-    needed: Mapping[str, str], # Modules, and their packages as pip takes them
-    input_dir: str | Path,     # Folder of the notebook's inputs
-    scratch_dir: str | Path,   # For pip's file of constraints
-) -> None:
-    "Install what is missing and nothing else, and print which versions are here; raises `NotebookError`."
-    for package, version in pinned_versions().items(): print(f'{package:16}{version}, as it is')
-    missing = missing_packages(needed)
-    print('missing:', *missing or ['nothing to install'])
-    if missing: _pip_install(missing, input_dir, scratch_dir)
+    return [f'{", ".join(missing)}: not installed ({reason}). Turn the internet on in the settings of the notebook, or '
+            f'attach a dataset with wheels for Python {version} (`b2t kaggle wheels --python {version}`)']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c032
-_CHOOSE = 'choose another one under Settings › Accelerator'
-
-def _has_programs(capability: str, built: Sequence[str]) -> bool:
-    """Whether a build of PyTorch has programs for a GPU: of its generation and no newer than it, or code (`compute_…`)
-    that the driver compiles for it."""
-    gpu = tuple(map(int, capability.split('.')))
-    for kind, digits in (name.split('_', 1) for name in built):
-        number = int(digits.rstrip('af'))
-        version = divmod(number, 10)
-        if version <= gpu and (kind == 'compute' or version[0] == gpu[0]): return True
-    return False
-
-def _gpu_problem(gpus: Sequence[machine.Gpu]) -> str:
-    "Reason that PyTorch cannot compute on the GPUs that the driver sees; empty if it can. Imports torch."
-    import torch
-    built = torch.cuda.get_arch_list()
-    useless = [gpu for gpu in gpus if built and not _has_programs(gpu.capability, built)]
-    if not useless: return ''
-    return (f'{useless[0].name}: torch {torch.__version__} has no programs for its compute capability '
-            f'{useless[0].capability}, only {" ".join(built)}; {_CHOOSE}, or set framework="tensorflow"')
-
-# %% ../../nbs/kaggle/00_session.ipynb #c034
-def _tensorflow_tpu(detected: machine.Detected) -> str:
-    "Verdict on TensorFlow and the TPU that is here, as text."
-    from b2t_kaggle.devices.tensorflow import tensorflow_build, tensorflow_tpu_problem
-    if tensorflow_tpu_problem(detected):
-        return 'a TPU that this TensorFlow cannot drive; with framework="pytorch" the same model is trained on it'
-    if detected.tpu.server or tensorflow_build(detected).endswith('-tpu'): return 'a TPU that this TensorFlow can drive'
-    return 'a TPU that this TensorFlow can drive if it was built for TPUs, which shows when it starts'
-
 def plan_device(
     framework: str,   # `pytorch` or `tensorflow`
     accelerator: str, # `auto`, `cpu`, `cuda`, `tpu` or (PyTorch) `xla`
 ) -> machine.Device:
-    "Print what was found and what will compute; nothing is started. Raises `DeviceError`."
-    detected = machine.detect()
+    "Print what will compute; nothing is started. Raises `DeviceError`."
     if framework == 'tensorflow':
         from b2t_kaggle.devices.tensorflow import plan_tensorflow as plan
     else:
         from b2t_kaggle.devices.torch import plan_torch as plan
-    device = plan(detected, accelerator)
-    if framework == 'tensorflow' and detected.tpu: print('found:      ', _tensorflow_tpu(detected))
+    device = plan(machine.detect(), accelerator)
     print('device:     ', device)
-    if framework == 'pytorch' and device.kind == 'cuda' and (problem := _gpu_problem(detected.gpus)):
-        raise machine.DeviceError(problem)
     return device
 
-def _device_problem(framework: str, accelerator: str, must_be_fast: bool) -> str:
-    "Problem of the accelerator that was chosen; empty if there is none."
+def _device_problems(framework: str, accelerator: str, must_be_fast: bool) -> list[str]:
+    "Problems of the accelerator that was chosen."
     try: device = plan_device(framework, accelerator)
-    except machine.DeviceError as e: return str(e)
-    if not must_be_fast or device.kind != 'cpu' or accelerator == 'cpu': return ''
-    return (f'no GPU or TPU that {framework} can use ({device.reason}), and on the processor a training lasts weeks; '
-            f'{_CHOOSE}, or set accelerator="cpu"')
+    except machine.DeviceError as e: return [str(e)]
+    if not must_be_fast or device.kind != 'cpu' or accelerator == 'cpu': return []
+    return [f'no GPU or TPU that {framework} can use ({device.reason}), and on the processor a training lasts weeks; '
+            'choose another one under Settings › Accelerator, or set accelerator="cpu"']
 
-# %% ../../nbs/kaggle/00_session.ipynb #c037
+# %% ../../nbs/kaggle/00_session.ipynb #c035
 def _begin(input_dir: str | Path, run_dir: Path, hours: float | None) -> Attached:
     "Set the environment of the run, find the inputs, and print them."
     announce_time_limit(time_limit_hours(hours, machine.detect().kind))
     # Progress bars of this process's children move twice a minute
     for variable in ('TQDM_MININTERVAL', 'TQDM_MAXINTERVAL'): os.environ.setdefault(variable, '30')
     os.environ.setdefault('B2T_XLA_CACHE', str(run_dir/'xla'))
-    found = find_attached(input_dir)
+    found = _find_attached(input_dir)
     print(found)
     return found
-
-def _install(needed: Mapping[str, str], input_dir: str | Path, scratch_dir: str | Path) -> list[str]:
-    "Install what is missing; returns what could not be installed, as a problem."
-    try: install_missing(needed, input_dir, scratch_dir)
-    except NotebookError as e: return [str(e)]
-    return []
 
 _NO_RECORDINGS = ("the recordings: not attached, but {of} needs them; attach the competition's data, under Add Input › "
                   "Competitions › Brain-to-Text '25")
 
 def _value_at(value: Any, *keys: str) -> Any:
-    "A value in mappings of mappings; None where there is none."
+    "A value in mappings of mappings; None if there is none."
     try:
         for key in keys: value = value[key]
         return value
@@ -347,44 +274,26 @@ def _in_config(run_dir: Path, *keys: str) -> Any:
     from b2t_kaggle.core.reading import read_yaml_file  # needs NumPy and PyYAML, which Kaggle's images have
     return _value_at(read_yaml_file(run_dir/'config.yaml'), *keys)
 
-def _framework_of(run_dir: Path | None) -> str:
-    "The framework of a run."
-    return run_dir and _in_config(run_dir, 'train', 'framework') or 'pytorch'
-
-# %% ../../nbs/kaggle/00_session.ipynb #c040
-def _in_stamp(run_dir: Path, stage: str, *keys: str) -> Any:
-    "A value in a stage's stamp; None where there is none, or none that can be read."
-    try: return _value_at(json.loads((run_dir/'stages'/f'{stage}.json').read_text()), *keys)
+def _in_stamp(run_dir: Path, *keys: str) -> Any:
+    "A value in the stamp of a run's training; None if there is none, or none that can be read."
+    try: return _value_at(json.loads((run_dir/'stages'/'train.json').read_text()), *keys)
     except (OSError, ValueError): return None
 
+# %% ../../nbs/kaggle/00_session.ipynb #c038
 def batches_done(
-    run_dir: Path, # Of a run
+    run_dir: Path, # Folder of a run
 ) -> int:
-    "Batches that a training has done, by its stamp; by its history where it never ended by itself."
-    steps = _in_stamp(run_dir, 'train', 'metrics', 'steps')
+    "Batches that a training has done, by its stamp; by its history if it never ended by itself."
+    steps = _in_stamp(run_dir, 'metrics', 'steps')
     return last_batch(run_dir/'train'/'history.csv') if steps is None else steps
 
-def _extent(run: 'Run') -> str:
-    "Batches that are done, and those that there are."
-    return f'{batches_done(run.dir):,} of {run.cfg.train.num_training_batches:,}'
-
-def _learns(run_dir: Path) -> bool:
-    "Whether a run has begun to learn."
-    return (run_dir/'train').is_dir()
-
 def is_simulated(
-    run_dir: Path, # Of a run
+    run_dir: Path, # Folder of a run
 ) -> bool:
     "Whether the data of a run are simulated."
     return not _in_config(run_dir, 'data', 'dataset_dir')
 
-def _open_run(run_dir: Path, work: str | Path, base: str | None, preset: str, values: dict[str, Any]) -> 'Run':
-    "The run that is there, or a new one; `base` is a preset that was asked for by name."
-    from b2t_kaggle.config import load_config
-    from b2t_kaggle.pipeline.run import Run
-    if not base and (run_dir/'config.yaml').exists(): return Run(run_dir, work, values)
-    began = base or preset
-    return Run(run_dir, work, values, load_config(base=began), dict(preset=began))
+def _has_trained(run_dir: Path) -> bool: return (run_dir/'train').is_dir()
 
 def prepare_training(
     input_dir: str | Path,           # Folder of the notebook's inputs
@@ -396,7 +305,7 @@ def prepare_training(
     framework: str | None = None,    # `pytorch` or `tensorflow`; None: the attached run's, else PyTorch
     hours: float | None = None,      # Time limit; None: as in `KAGGLE_ACCELERATORS`
 ) -> 'Run':
-    """The run that a notebook trains: the attached one, or a new one, on a simulation where no recordings are attached.
+    """The run that a notebook trains: the attached one, or a new one, on a simulation if no recordings are attached.
     Prints what was found. Raises `NotebookError` with everything that is missing, or `ConfigError`."""
     run_dir = Path(work_dir)/'run'
     found = _begin(input_dir, run_dir, hours)
@@ -404,46 +313,41 @@ def prepare_training(
     recordings = _find_one(found.recordings, 'the recordings', '', problems)
     if not recordings: print('recordings:  none attached, so they are simulated')
     has_own = (run_dir/'config.yaml').exists()
-    earlier = None if has_own else _find_one([*filter(_learns, found.runs)], 'the run to continue', '', problems)
+    earlier = None if has_own else _find_one([*filter(_has_trained, found.runs)], 'the run to continue', '', problems)
     known = run_dir if has_own else earlier
     print('training:   ', f'goes on with {known}' if known else 'begins anew')
     if known and not recordings and not is_simulated(known): problems.append(_NO_RECORDINGS.format(of=known))
-    framework = framework or _framework_of(known)
+    framework = framework or known and _in_config(known, 'train', 'framework') or 'pytorch'
     needed = TRAINING | (CURVES if framework == 'tensorflow' else {}) | ({} if recordings else SIMULATION)
-    problems += _install(needed, input_dir, scratch_dir)
-    if problem := _device_problem(framework, accelerator, bool(recordings)): problems.append(problem)
+    problems += _install_missing(needed, input_dir, scratch_dir)
+    problems += _device_problems(framework, accelerator, bool(recordings))
     _raise_all(problems)
 
-    restore_run(earlier, run_dir)
+    from b2t_kaggle.config import load_config  # needs what was missing
+    from b2t_kaggle.pipeline.run import Run
+
+    _restore_run(earlier, run_dir)
     values = {'train.framework': framework, 'train.accelerator': accelerator, 'data.dataset_dir': recordings}
-    run = _open_run(run_dir, scratch_dir, preset, 'official' if recordings else 'demo', values | (overrides or {}))
-    if known: print(f'goes on from batch {_extent(run)}')
+    values |= overrides or {}
+    if known and not preset: run = Run(run_dir, scratch_dir, values)
+    else:
+        began = preset or ('official' if recordings else 'demo')
+        run = Run(run_dir, scratch_dir, values, load_config(base=began), dict(preset=began))
+    if known: print(f'goes on from batch {batches_done(run.dir):,} of {run.cfg.train.num_training_batches:,}')
     return run
 
-# %% ../../nbs/kaggle/00_session.ipynb #c044
+# %% ../../nbs/kaggle/00_session.ipynb #c042
 def _has_model(run_dir: Path) -> bool:
     "Whether a run has a model of its own to decode; a run made of other models is one to continue."
-    return _learns(run_dir) or (run_dir/'logits').is_dir()
+    return _has_trained(run_dir) or (run_dir/'logits').is_dir()
 
 def _splits(run: Path) -> set[str]:
     "The splits of which a run has log-probabilities."
     return {path.stem for path in (run/'logits').glob('*.arrow')}
 
-def _log_probs(found: Attached) -> list[Path]:
-    "The LogitStores that are attached, those of runs first."
-    of_runs = [path for run in found.runs if _has_model(run) for path in sorted((run/'logits').glob('*.arrow'))]
-    return [*of_runs, *found.logits]
-
 def _checkpoint(run: Path) -> Path | None:
     "The best model of a run."
     return next((p for p in (run/'train'/name for name in BEST.values()) if p.exists()), None)
-
-def _model(found: Attached, problems: list[str]) -> Path | None:
-    "The one checkpoint that is attached, for `infer.checkpoint`."
-    ours = [*filter(None, map(_checkpoint, found.runs)), *found.checkpoints]
-    silent = [] if ours else [run for run in found.runs if _learns(run)]
-    problems += [f'{run}: has no model yet; attach it to train.ipynb, which goes on' for run in silent]
-    return _find_one(ours or found.official, 'a model to run', 'name one in `models`', problems)
 
 def _model_values(model: Path | None) -> dict[str, Any]:
     "Configuration values of a model that has to be run."
@@ -451,7 +355,7 @@ def _model_values(model: Path | None) -> dict[str, Any]:
     if model and (model.parent/REFIT).is_file(): model = model.parent # The folder has two models, one of them for test
     return {'infer.logits': [], 'infer.checkpoint': model, 'train.framework': framework}
 
-# %% ../../nbs/kaggle/00_session.ipynb #c045
+# %% ../../nbs/kaggle/00_session.ipynb #c043
 def _averaging_problems(found: Attached, log_probs: Sequence[Path], at_least: int) -> list[str]:
     "The problems of log-probabilities that are attached; a split is known by the name of its file."
     silent = [run for run in found.runs if _has_model(run) and not _splits(run)]
@@ -470,7 +374,8 @@ def _averaging_problems(found: Attached, log_probs: Sequence[Path], at_least: in
 
 def _source(found: Attached, at_least: int, problems: list[str]) -> dict[str, Any]:
     "Configuration values of the models or log-probabilities that are decoded."
-    log_probs = _log_probs(found)
+    of_runs = [path for run in found.runs if _has_model(run) for path in sorted((run/'logits').glob('*.arrow'))]
+    log_probs = [*of_runs, *found.logits]
     of_test = [run for run in found.runs if _splits(run) == {'test'} and _checkpoint(run)]
     if of_test and len(log_probs) == 1 and at_least == 1:
         print(f'{of_test[0]}: has log-probabilities of test alone, so its model is run again, on val too')
@@ -480,14 +385,17 @@ def _source(found: Attached, at_least: int, problems: list[str]) -> dict[str, An
         if {path.stem for path in log_probs} == {'test'}:
             print('log-probabilities of test alone are attached: no error rates, and nothing that is tuned on val')
         return {'infer.logits': log_probs, 'infer.checkpoint': None}
-    model = _model(found, problems)
+    ours = [*filter(None, map(_checkpoint, found.runs)), *found.checkpoints]
+    silent = [] if ours else [run for run in found.runs if _has_trained(run)]
+    problems += [f'{run}: has no model yet; attach it to train.ipynb, which goes on' for run in silent]
+    model = _find_one(ours or found.official, 'a model to run', 'name one in `models`', problems)
     if model is None:
         problems.append('a model: none is attached; attach the output of a training notebook, LogitStores (val.arrow '
                         "and test.arrow), or the competition's data, in which the official checkpoint is "
                         '(t15_pretrained_rnn_baseline)')
     return _model_values(model)
 
-# %% ../../nbs/kaggle/00_session.ipynb #c047
+# %% ../../nbs/kaggle/00_session.ipynb #c045
 def _language_models(found: Attached, overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     "Configuration values of the language models that are attached, but for those in `overrides`."
     general = () if found.ngrams or 'lm.path' in overrides else found.general
@@ -504,29 +412,20 @@ def _language_models(found: Attached, overrides: Mapping[str, Any], problems: li
                         'overrides={"rescore.llm_adapter": None} to rank without both')
     return values
 
-def _holds_gguf(path: str | Path) -> bool:
-    "Whether an LLM is a file, or a folder that holds it, as far as names tell."
-    return Path(path).is_file() or any(Path(path).glob('*.gguf')) or any(Path(path).glob('*/*.gguf'))
-
 def _needed(values: Mapping[str, Any]) -> dict[str, str]:
     "The packages that decoding with these values needs."
     lm = values.get('lm.path')
     packages = TRAINING | DECODING
     if lm and Path(lm).is_file() and _head(Path(lm)).startswith(_KENLM): packages |= KENLM
-    llms = [llm for key in ('rescore.llm', 'decode.llm') if (llm := values.get(key))]
-    if llms: packages |= RESCORING
-    if any(map(_holds_gguf, llms)): packages |= GGUF
+    for llm in filter(None, (values.get('rescore.llm'), values.get('decode.llm'))):
+        packages |= RESCORING
+        path = Path(llm)
+        if path.is_file() or any(path.glob('*.gguf')) or any(path.glob('*/*.gguf')): packages |= GGUF
     if values.get('rescore.llm_adapter') or values.get('decode.llm_adapter'): packages |= ADAPTER
     is_quantized = values.get('rescore.llm_quantization') or values.get('decode.llm_quantization')
     return packages | EIGHT_BIT if is_quantized else packages
 
-# %% ../../nbs/kaggle/00_session.ipynb #c050
-def _first_values(model_run: Path | None, recordings: Path | None) -> 'Config':
-    "The configuration that a new run starts from."
-    from b2t_kaggle.config import load_config
-    if model_run: return load_config(model_run/'config.yaml')
-    return load_config(base='official' if recordings else 'demo')
-
+# %% ../../nbs/kaggle/00_session.ipynb #c048
 def prepare_submission(
     input_dir: str | Path,              # Folder of the notebook's inputs
     work_dir: str | Path,               # Folder that Kaggle keeps
@@ -551,22 +450,22 @@ def prepare_submission(
         problems.append(_NO_RECORDINGS.format(of=model_run or 'a submission'))
     earlier = _find_one([run for run in found.runs if not _has_model(run)], 'the run to continue', '', problems)
     values = _source(found, at_least, problems) | _language_models(found, overrides, problems)
-    problems += _install(_needed(values | overrides), input_dir, scratch_dir)
-    if values['infer.checkpoint']:
-        problem = _device_problem(values['train.framework'], accelerator, False)
-        problems += [problem] if problem else []
+    problems += _install_missing(_needed(values | overrides), input_dir, scratch_dir)
+    if values['infer.checkpoint']: problems += _device_problems(values['train.framework'], accelerator, False)
     _raise_all(problems)
 
-    from b2t_kaggle.pipeline.run import Run  # needs what was missing
+    from b2t_kaggle.config import load_config  # needs what was missing
+    from b2t_kaggle.pipeline.run import Run
 
-    is_known = restore_run(earlier, run_dir)
     values |= {'infer.average': average, 'train.accelerator': accelerator, 'data.dataset_dir': recordings}
-    first = None if is_known else _first_values(model_run, recordings)
+    if _restore_run(earlier, run_dir): first = None
+    elif model_run: first = load_config(model_run/'config.yaml')
+    else: first = load_config(base='official' if recordings else 'demo')
     return Run(run_dir, scratch_dir, values | overrides, first)
 
-# %% ../../nbs/kaggle/00_session.ipynb #c054
+# %% ../../nbs/kaggle/00_session.ipynb #c052
 def copy_submission(
-    run: 'Run',            # Its stage `submit` is done, which has checked the file
+    run: 'Run',            # Run whose stage `submit` is done, which has checked the file
     work_dir: str | Path,  # Folder that Kaggle keeps
 ) -> Path:
     "Copy a run's submission to `submission.csv` in the working folder, where Kaggle looks for it."
@@ -575,14 +474,11 @@ def copy_submission(
     return path
 
 def next_step(
-    run: 'Run', # After its training
+    run: 'Run', # Run after its training
 ) -> str:
     "Progress of the training, and the next step."
-    done = f'{_extent(run)} batches are done'
-    if not _in_stamp(run.dir, 'train', 'finished'):
+    done = f'{batches_done(run.dir):,} of {run.cfg.train.num_training_batches:,} batches are done'
+    if not _in_stamp(run.dir, 'finished'):
         return (f'{done}; to go on, attach the output of this version to the notebook, in place of an older one, and '
                 'save another version')
     return f'{done}; attach the output of this version to submit.ipynb, or that of several to ensemble.ipynb'
-
-hand_in = copy_submission # Names in notebooks that were pushed before they had these
-what_next = next_step

@@ -32,11 +32,10 @@ def test_a_session_leaves_a_model_and_log_probabilities(tmp_path):
 
 
 @pytest.mark.parametrize('machine, packages, message', [
-    ('kaggle v5e-8', None, 'found:       a TPU that this TensorFlow cannot drive; with framework="pytorch"'),
+    ('kaggle v5e-8', None, 'device:      cpu ('),
     ('kaggle v5e-8', {'tensorflow-tpu': '2.20.0', 'libtpu': '0.0.31'},
-     'found:       a TPU that this TensorFlow can drive\ndevice:      tpu (TPU v5e, 8 devices), bfloat16'),
+     'device:      tpu (TPU v5e, 8 devices), bfloat16'),
     ('cloud v4-8', {'tensorflow': '2.18.0'},
-     'found:       a TPU that this TensorFlow can drive if it was built for TPUs, which shows when it starts\n'
      'device:      tpu (TPU v4, 4 devices), bfloat16'),
     ('GPUs', None, 'device:      cuda (NVIDIA H200, 2 devices), bfloat16'),
     ('a GPU without bfloat16', None, 'device:      cpu ('),
