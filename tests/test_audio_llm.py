@@ -75,7 +75,7 @@ def test_its_error_rate_is_that_of_whole_sentences(finished):
 def test_a_session_that_ends_leaves_a_submission(finished, here, tmp_path, monkeypatch):
     """Without time all trials have what the search finds; later sessions do what was left, one batch or all, and end
     where one that had time does. So does one that was killed in a batch: the batches before it are not done again."""
-    from b2t_kaggle.pytorch.audio.llm import generate as writing
+    from b2t_kaggle.pytorch.audio.llm import answers as writing
     whole = {split: finished.nbest(split) for split in ('val', 'test')}
     shutil.copytree(finished.dir, tmp_path/'run')
     run = Run(tmp_path/'run', finished.work)

@@ -12,9 +12,9 @@ from tiny_models import tiny_whisper
 from b2t_kaggle.config import load_config, with_overrides
 from b2t_kaggle.metrics import word_error_rate
 from b2t_kaggle.pytorch.audio.llm.inference import infer_sentences, load_audio_model
+from b2t_kaggle.pytorch.audio.llm.model import BrainWhisper
 from b2t_kaggle.pytorch.audio.llm.trainer import train
-from b2t_kaggle.pytorch.audio.llm.whisper_model import BrainWhisper
-from b2t_kaggle.pytorch.audio.sound import AudioError
+from b2t_kaggle.pytorch.audio.voice import AudioError
 from b2t_kaggle.pytorch.checkpoint import load_file
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.training.history import read_history

@@ -42,7 +42,7 @@ NOTEBOOKS = [p for p in sorted(NBS.rglob('*.ipynb')) if '.ipynb_checkpoints' not
 # A landing page, prose, an API with classes, formulas, a benchmark with outputs, a stage, and a long name
 FEW = ('index', 'guides/design', 'guides/comparison', 'metrics/00_metrics', 'config/03_groups', 'config/07_config',
        'decoding/10_tuning', 'benchmarks/11_combination', 'stages/12_report',
-       'pytorch/models/zipformer/03_feed_forward')
+       'pytorch/models/zipformer/04_convolution')
 
 
 def prose(path):
@@ -133,7 +133,7 @@ def cards_of(page): return re.findall('<section class="name" id="([^"]*)"', page
 @pytest.mark.parametrize('page, first', [
     ('metrics/00_metrics', ['phoneme_error_rate', 'word_error_rate']),
     ('config/03_groups', ['Config']), ('config/07_config', ['load_config']),
-    ('pytorch/models/zipformer/03_feed_forward', ['FeedforwardModule'])])
+    ('pytorch/models/zipformer/04_convolution', ['ConvolutionModule', 'FeedforwardModule'])])
 def test_a_page_of_a_module_begins_with_what_programs_use(site, page, first):
     "Names of the front door, or else those that most notebooks import; every name has one card or one line above."
     made = text(site, page)

@@ -17,10 +17,12 @@ from encoders import config, open_toy, write_toy
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.models.zipformer import Conv2dSubsampling, Zipformer2
-from b2t_kaggle.pytorch.models.zipformer.attention import RelPositionMultiheadAttentionWeights
+from b2t_kaggle.pytorch.models.zipformer.attention import (
+    CompactRelPositionalEncoding,
+    RelPositionMultiheadAttentionWeights,
+)
 from b2t_kaggle.pytorch.models.zipformer.bypass import BypassModule, SimpleDownsample, SimpleUpsample
 from b2t_kaggle.pytorch.models.zipformer.convolution import ChunkCausalDepthwiseConv1d
-from b2t_kaggle.pytorch.models.zipformer.positions import CompactRelPositionalEncoding
 from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.scaling import Balancer, ScheduledFloat, Whiten, set_batch_count
 from b2t_kaggle.pytorch.trainer import Trainer
@@ -347,7 +349,7 @@ def test_bypass(monkeypatch):
     a, b = (units()[f'bypass.{k}'].requires_grad_() for k in ('src_orig', 'src'))
     noise = units()['bypass.noise']
     draw(monkeypatch, (4, 1), noise, noise)
-    monkeypatch.setattr('b2t_kaggle.pytorch.scaling.limits.bernoulli', lambda p, device: True)
+    monkeypatch.setattr('b2t_kaggle.pytorch.scaling.balancer.bernoulli', lambda p, device: True)
     y = bypass(a, b)
     close(y, units()['bypass.y'], 1e-6)
     y.backward(units()['bypass.y_grad'])

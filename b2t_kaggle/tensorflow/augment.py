@@ -13,22 +13,14 @@ from .layers import smooth, tf, trial_random
 from ..training.recipe import smoothing_kernel
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c006
-def trial_seeds(
-    seed: int, # The run's seed
-    step: int, # Training batch
-    n: int,    # Trials in it
-) -> np.ndarray:
-    "A seed for each trial of a batch, int32 `[n, 2]`, unrelated to those of other trials and steps."
+def trial_seeds(seed: int, step: int, n: int) -> np.ndarray:
+    "A seed for each of n trials of a batch, int32 `[n, 2]`, unrelated to those of other trials and steps."
     return np.random.SeedSequence([seed, step, 1]).generate_state(2 * n).view(np.int32).reshape(n, 2)
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c009
 _GAIN, _WHITE, _OFFSET, _WALK, _MASKS, _CHANNELS = range(1000, 1006)
 
-def add_noise(
-    x: tf.Tensor,       # Features `[B, T, F]`, float32
-    cfg: AugmentConfig, # The run's `augment` group
-    seeds: tf.Tensor,   # Of the trials `[B, 2]`
-) -> tf.Tensor:
+def add_noise(x: tf.Tensor, cfg: AugmentConfig, seeds: tf.Tensor) -> tf.Tensor:
     "Static gain, white noise, constant offset and random walk, `[B, T, F]`."
     _, T, C = x.shape
     def normal(std, site, *shape): return std * trial_random('normal', shape, seeds, site)
@@ -39,46 +31,29 @@ def add_noise(
     return x
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c012
-def cut_start(
-    x: tf.Tensor,         # Features `[B, T, F]`
-    cut: tf.Tensor | int, # Bins to drop
-    max_cut: int,         # Largest number of bins that are ever dropped
-) -> tf.Tensor:
+def cut_start(x: tf.Tensor, cut: tf.Tensor | int, max_cut: int) -> tf.Tensor:
     "The bins from `cut` on, then zeros, `[B, T, F]`."
     if not max_cut: return x
     padded = tf.pad(x, [[0, 0], [0, max_cut], [0, 0]])
     return tf.gather(padded, cut + tf.range(x.shape[1]), axis=1)
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c015
-def mask_places(
-    u: tf.Tensor,      # Uniform in 0 … 1 `[B, M]`, for the lengths
-    v: tf.Tensor,      # Uniform in 0 … 1 `[B, M]`, for the first bins
-    n_bins: tf.Tensor, # Bins of each trial `[B]`
-    max_part: float,   # Largest length of one mask, as a part of its trial
-) -> tuple[tf.Tensor, tf.Tensor]:
-    "First bins and lengths of M masks, float32 `[B, M]`: lengths uniform up to `max_part` · `n_bins`, places inside."
+def mask_places(u: tf.Tensor, v: tf.Tensor, n_bins: tf.Tensor, max_part: float) -> tuple[tf.Tensor, tf.Tensor]:
+    "First bins and lengths of M masks by uniform numbers `[B, M]`: lengths up to `max_part` · `n_bins`, places inside."
     bins = tf.cast(n_bins, tf.float32)[:, None]
     longest = tf.floor(bins * max_part)
     length = tf.minimum(tf.floor(u * (longest + 1)), longest)  # rounding may lift u·(n + 1) to n + 1
     return tf.floor(v * (bins - length + 1)), length
 
-def mask_time(
-    x: tf.Tensor,      # Features `[B, T, F]`
-    start: tf.Tensor,  # First bins `[B, M]`
-    length: tf.Tensor, # Lengths `[B, M]`
-) -> tf.Tensor:
+def mask_time(x: tf.Tensor, start: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
     "Zero the stretches of each trial, `[B, T, F]` (SpecAugment's time masks; Park et al., 2019)."
     t = tf.range(x.shape[1], dtype=tf.float32)[:, None]
     start, length = start[:, None], length[:, None]
     is_masked = tf.reduce_any((t >= start) & (t < start + length), -1)
     return tf.where(is_masked[..., None], 0., x)
 
-# %% ../../nbs/tensorflow/03_augment.ipynb #c402
-def mask_channels(
-    x: tf.Tensor,       # Features `[B, T, F]`
-    cfg: AugmentConfig, # The run's `augment` group
-    seeds: tf.Tensor,   # Of the trials `[B, 2]`
-) -> tf.Tensor:
+# %% ../../nbs/tensorflow/03_augment.ipynb #c018
+def mask_channels(x: tf.Tensor, cfg: AugmentConfig, seeds: tf.Tensor) -> tf.Tensor:
     "Zero channels of each trial, `[B, T, F]` (dropout of inputs; Srivastava et al., 2014)."
     _, T, C = x.shape
     span = cfg.channel_mask_bins or T
@@ -87,29 +62,20 @@ def mask_channels(
     is_kept = tf.tile(u >= cfg.channel_masks, [1, 1, n_features])
     return tf.where(tf.repeat(is_kept, span, 1)[:, :T], x, 0.)
 
-# %% ../../nbs/tensorflow/03_augment.ipynb #c018
+# %% ../../nbs/tensorflow/03_augment.ipynb #c021
 class Augment:
     "Features as they come from the store to features as the model sees them; one object per run."
-    def __init__(self,
-        cfg: AugmentConfig, # The run's `augment` group
-    ):
+    def __init__(self, cfg: AugmentConfig):
         self.cfg = cfg
         self.max_cut = max(cfg.random_cut - 1, 0)
         self.kernel = smoothing_kernel(cfg)
 
-    def eval(self,
-        x: tf.Tensor, # Features `[B, T, F]`, zeros beyond each trial's end
-    ) -> tf.Tensor:
+    def eval(self, x: tf.Tensor) -> tf.Tensor:
         "Smoothing alone, float32 `[B, T, F]`."
         x = tf.cast(x, tf.float32)
         return x if self.kernel is None else smooth(x, self.kernel)
 
-    def train(self,
-        x: tf.Tensor,      # Features `[B, T, F]`
-        n_bins: tf.Tensor, # Bins of each trial, int32 `[B]`
-        cut: tf.Tensor,    # From `draw_cut`, int32
-        seeds: tf.Tensor,  # From `trial_seeds` `[B, 2]`
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+    def train(self, x: tf.Tensor, n_bins: tf.Tensor, cut: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         "Augmented features, float32 `[B, T, F]`, and the trials' new lengths `[B]`."
         x = add_noise(tf.cast(x, tf.float32), self.cfg, seeds)
         x = cut_start(x, cut, self.max_cut)

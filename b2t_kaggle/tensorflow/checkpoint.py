@@ -70,10 +70,8 @@ def _is_pytorch(path: Path) -> bool:
     with open(path, 'rb') as f: head = f.read(512)
     return head.startswith(b'PK') and b'data.pkl' in head or head.startswith(b'\x80')
 
-def weights_file(
-    path: str | Path, # A file, or a folder that holds `best.weights.h5` or `train/best.weights.h5`
-) -> Path:
-    "The file with the weights. Raises `CheckpointError`, also for a checkpoint of PyTorch."
+def weights_file(path: str | Path) -> Path:
+    "The file with the weights, also in a folder or its `train`. Raises `CheckpointError`, also for one of PyTorch's."
     found = find_checkpoint(path, 'tensorflow')
     if found and not found.is_file(): raise CheckpointError(f'{path}: there is no such file')
     if _is_pytorch(found) if found else find_checkpoint(path, 'pytorch'):
@@ -143,10 +141,7 @@ def _build_for(written: Mapping[str, dict], cfg: Config, path: Path) -> Encoder:
     n = 4*min(n_written, path.stat().st_size) + _SMALL
     with _at_most(n, path): return build_model(cfg.model, len(cfg.data.known_sessions))
 
-def load_state(
-    model: NamedModel, # Receives the weights
-    path: str | Path, # From `save_best` or `save_last`
-) -> None:
+def load_state(model: NamedModel, path: str | Path) -> None:
     "`model.load_weights`. Raises `CheckpointError` for weights that are missing, unknown, damaged, or misshapen."
     path = Path(path)
     if not path.name.endswith(_ENDING):
@@ -185,17 +180,12 @@ def load_model(
     load_state(model, path)
     return model, cfg
 
-def load_weights(
-    path: str | Path,          # This and the other as in `load_model`
-    unseen: str | None = None,
-) -> tuple[dict[str, np.ndarray], Config]:
+def load_weights(path: str | Path, unseen: str | None = None) -> tuple[dict[str, np.ndarray], Config]:
     "Weights `[…]` by the names of `named_variables`, and the configuration; raises `CheckpointError`."
     model, cfg = load_model(path, unseen)
     return {name: v.numpy() for name, v in model.named_variables().items()}, cfg
 
-def read_metrics(
-    path: str | Path, # Our file, or the folder that holds it
-) -> dict:
+def read_metrics(path: str | Path) -> dict:
     "Metrics as given to `save_best`, `step` of the weights where a run goes on. Raises `CheckpointError`."
     values = _read(weights_file(path), ('figures',))
     figures, run = values['figures'], values.get('run', {})
@@ -218,9 +208,7 @@ def save_last(
     n_bytes = sum(v.nbytes for state in optimizer.values() for v in state.values())
     _write(path, model, dict(config=cfg.dump(), figures=dict(metrics), run=dict(run)), write_arrays, n_bytes)
 
-def load_last(
-    path: str | Path, # From `save_last`
-) -> dict:
+def load_last(path: str | Path) -> dict:
     "`config`, `metrics`, `run` and `optimizer` as saved, weights by `load_state`. Raises `CheckpointError`."
     def read_arrays(f):
         states = f.get('optimizer', {}).items()

@@ -33,12 +33,8 @@ def _step(skip: tf.Tensor):
         return (state - top, height + top), (arrived,)
     return step
 
-def alignment(
-    log_probs: tf.Tensor, # Natural logs `[B, T', K]`, float32 or float64
-    states: tf.Tensor,    # Class of each state `[B, N]`
-    frames: tf.Tensor,    # Frames of each trial `[B]`
-    n_labels: tf.Tensor,  # Labels of each trial `[B]`
-) -> tuple[tf.Tensor, tf.Tensor]:
+def alignment(log_probs: tf.Tensor, states: tf.Tensor, frames: tf.Tensor,
+              n_labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Negative log-likelihood of each trial `[B]` and the posterior of each state at each frame `[T', B, N]`.
 
     Where no path exists the former is infinite and the latter 0."""

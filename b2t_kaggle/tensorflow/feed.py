@@ -89,20 +89,14 @@ def start(
 # %% ../../nbs/tensorflow/07_feed.ipynb #c008
 class Program:
     "A function of a batch that every replica computes for its share, traced once for each length."
-    def __init__(self,
-        f: Callable,        # Of a share, and of tensors that are the same for all
-        strategy: Strategy, # Devices that compute it
-    ):
+    def __init__(self, f: Callable, strategy: Strategy):
         self.strategy = strategy
         self.traced = {}
         def share(*args): return f(*args)  # `run`, given a tf.function, would compile all replicas as one
         def on_all(*args): return strategy.distribution.run(share, args)
         self.f = tf.function(on_all, autograph=False)
 
-    def __call__(self,
-        batch: dict, # From `distribute`, with the features `x`
-        *args,       # Tensors that are the same for all
-    ):
+    def __call__(self, batch: dict, *args):
         "Results of the replicas."
         T = self.strategy.shares(batch['x'])[0].shape[1]
         if T not in self.traced: self.traced[T] = self.f.get_concrete_function(batch, *args)
@@ -119,11 +113,8 @@ def _as_dataset(shares: Callable[[], Iterator[dict]], example: dict[str, np.ndar
     options.autotune.enabled = False
     return tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(ahead).with_options(options)
 
-def distribute(
-    batches: Callable[[], Iterable[dict[str, np.ndarray]]], # Makes them anew, in order: arrays `[B, …]` by name
-    strategy: Strategy, # Where they go
-) -> Iterator:
-    "Each batch in equal shares of consecutive rows, the first for the first replica; ends when closed or dropped."
+def distribute(batches: Callable[[], Iterable[dict[str, np.ndarray]]], strategy: Strategy) -> Iterator:
+    "Batches of arrays `[B, …]`, each in equal shares of consecutive rows for the replicas; ends when closed."
     n_devices = strategy.n_devices
     has_ended = threading.Event()
     errors = []
@@ -147,11 +138,7 @@ def distribute(
         for _ in arrived: pass
 
 # %% ../../nbs/tensorflow/07_feed.ipynb #c012
-def rows(
-    batcher: Batcher,   # Of a store
-    trials: np.ndarray, # Indices into it `[B]`; -1 for a row without a trial
-    days: np.ndarray,   # The model's day of each trial of the store
-) -> dict[str, np.ndarray]:
+def rows(batcher: Batcher, trials: np.ndarray, days: np.ndarray) -> dict[str, np.ndarray]:
     "A batch as a program takes it: `x` `[B, T, F]`, and int32 `n_bins`, `day`, `n_labels` `[B]` and `labels` `[B, S]`."
     b = batcher(trials)
     day = np.where(b.trials >= 0, days[b.trials], 0)
@@ -161,11 +148,7 @@ def rows(
 # %% ../../nbs/tensorflow/07_feed.ipynb #c014
 class BatchLoader:
     "The training batches of a run by their step."
-    def __init__(self,
-        store: TrialStore,  # Training trials
-        cfg: Config,        # The run's configuration
-        strategy: Strategy, # Where they go
-    ):
+    def __init__(self, store: TrialStore, cfg: Config, strategy: Strategy):
         batch_size = cfg.data.batch_size
         n_devices = strategy.n_devices
         accumulation_steps = cfg.train.accumulate

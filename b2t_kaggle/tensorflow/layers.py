@@ -15,10 +15,7 @@ from ..core.ctc import n_frames
 from ..devices.tensorflow import load_triton
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c005
-def check_keras(
-    version: str, # Of Keras
-    backend: str, # Its backend
-) -> None:
+def check_keras(version: str, backend: str) -> None:
     "Raise `ImportError` for a Keras that these models do not run on."
     if int(version.split('.')[0]) < 3:
         raise ImportError(f'found Keras {version}, expected 3 or later, which comes with TensorFlow from 2.16 on; '
@@ -39,10 +36,7 @@ except ImportError as e:
 check_keras(keras.__version__, keras.backend.backend())
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c010
-def smooth(
-    x: tf.Tensor,       # Features `[B, T, F]`
-    kernel: np.ndarray, # From `gaussian_kernel`
-) -> tf.Tensor:
+def smooth(x: tf.Tensor, kernel: np.ndarray) -> tf.Tensor:
     "Convolve along time with zeros beyond the ends ('same' padding), `[B, T, F]`."
     T = x.shape[1]
     n_before = (len(kernel) - 1) // 2
@@ -51,25 +45,16 @@ def smooth(
     return tf.add_n([padded[:, i:i+T] * float(weight) for i, weight in enumerate(kernel)])
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c013
-def trial_bits(
-    n: int,           # Numbers per trial
-    seeds: tf.Tensor, # A seed per trial, int32 `[B, 2]`
-    site: int,        # Number of the place that draws
-) -> tf.Tensor:
-    "Random bits of each trial, uint32 `[B, n]`: the same eagerly and compiled, on every device."
+def trial_bits(n: int, seeds: tf.Tensor, site: int) -> tf.Tensor:
+    "Random bits of each trial by its seed `[B, 2]`, uint32 `[B, n]`: the same compiled or not, on every device."
     def draw(seed):
         site_seed = tf.random.experimental.stateless_fold_in(seed, site, alg='philox')
         return tf.bitcast(tf.random.stateless_uniform([n], site_seed, None, None, tf.uint32, alg='philox'), tf.int32)
     # int32 inside the map: a GPU keeps no lists of uint32
     return tf.bitcast(tf.map_fn(draw, seeds, fn_output_signature=tf.TensorSpec([n], tf.int32)), tf.uint32)
 
-def trial_random(
-    kind: str,              # `normal`: mean 0, variance 1; `uniform`: within (0, 1)
-    shape: tuple[int, ...], # Of a trial's numbers
-    seeds: tf.Tensor,       # A seed per trial, int32 `[B, 2]`
-    site: int,              # Number of the place that draws
-) -> tf.Tensor:
-    "Random numbers of each trial, float32 `[B, *shape]`."
+def trial_random(kind: str, shape: tuple[int, ...], seeds: tf.Tensor, site: int) -> tf.Tensor:
+    "Random numbers of each trial by its seed `[B, 2]`, float32 `[B, *shape]`: `normal`, or `uniform` within (0, 1)."
     if kind not in ('normal', 'uniform'): raise ValueError(f"kind is {kind!r}, expected 'normal' or 'uniform'")
     bits = trial_bits(math.prod(shape), seeds, site)
     top_23_bits = tf.bitwise.right_shift(bits, tf.constant(9, tf.uint32))
@@ -78,13 +63,9 @@ def trial_random(
     return tf.reshape(u, [-1, *shape])
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c017
-def dropout(
-    x: tf.Tensor,            # `[B, …]`
-    p: float,                # Probability of a zero, rounded to a multiple of 1/65536
-    seeds: tf.Tensor | None, # A seed per trial, int32 `[B, 2]`
-    site: int,               # Number of this dropout
-) -> tf.Tensor:
-    "Zeros at random, the rest scaled so that the expectation stays. Raises `ValueError` without seeds."
+def dropout(x: tf.Tensor, p: float, seeds: tf.Tensor | None, site: int) -> tf.Tensor:
+    """Zeros at random in `[B, …]`, by a seed of each trial `[B, 2]`, the rest scaled so that the expectation stays;
+    `p` is rounded to a multiple of 1/65536. Raises `ValueError` without seeds."""
     if p == 0: return x
     if seeds is None:
         raise ValueError('training with dropout draws from a seed per trial, but seeds is None; '
@@ -101,30 +82,18 @@ def dropout(
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c020
 @tf.custom_gradient
-def pick_days(
-    stacked, # Parameters of all days `[D, …]`
-    day_idx, # Day of each trial `[B]`
-):
-    "Each trial's own parameters, `[B, …]`; their gradient is dense."
+def pick_days(stacked, day_idx):
+    "Each trial's own parameters `[B, …]` of those of all days `[D, …]`; their gradient is dense."
     def backward(grad): return tf.math.unsorted_segment_sum(grad, day_idx, stacked.shape[0]), None
     return tf.gather(stacked, day_idx), backward
 
-def day_affine(
-    x: tf.Tensor,       # Features `[B, T, F]`; their type is that of the product
-    day_idx: tf.Tensor, # Day of each trial `[B]`
-    weights: tf.Tensor, # `[D, F, F]`
-    biases: tf.Tensor,  # `[D, 1, F]`
-) -> tf.Tensor:
+def day_affine(x: tf.Tensor, day_idx: tf.Tensor, weights: tf.Tensor, biases: tf.Tensor) -> tf.Tensor:
     "Each trial through its day's affine map, `x @ weights[day] + biases[day]`, `[B, T, F]`."
     w, b = (tf.cast(pick_days(tf.convert_to_tensor(stacked), day_idx), x.dtype) for stacked in (weights, biases))
     return tf.linalg.matmul(x, w) + b
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c023
-def sliced_windows(
-    x: tf.Tensor,      # `[B, T, F]`
-    patch_size: int,   # Bins per patch
-    patch_stride: int, # Bins between the starts of two patches
-) -> tf.Tensor:
+def sliced_windows(x: tf.Tensor, patch_size: int, patch_stride: int) -> tf.Tensor:
     "Overlapping patches `[B, T', patch_size · F]`; a patch is bin after bin, as the official weights expect."
     T, F = x.shape[1:]
     frames = n_frames(T, patch_size, patch_stride)

@@ -16,10 +16,7 @@ from .models.encoder import Encoder
 from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL, group_of
 
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c006
-def clip(
-    grads: Mapping[str, tf.Tensor], # Gradients `[…]` by name
-    largest: float,                 # Largest norm; 0 means no clipping
-) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+def clip(grads: Mapping[str, tf.Tensor], largest: float) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
     "The gradients, scaled down where their norm is larger (Pascanu et al., 2013), and that norm before `[]`."
     norm = tf.linalg.global_norm(list(grads.values()))
     if not largest: return dict(grads), norm
@@ -38,10 +35,7 @@ class StackedAdamW:
     "AdamW (Loshchilov and Hutter, 2019), as PyTorch's, over the official groups; days are rows of their stack."
     scaler = None # Of the loss in float16: a `LossScaler`
 
-    def __init__(self,
-        model: Encoder,   # Made in the scope of the run's strategy, as this object must be
-        cfg: TrainConfig, # The run's `train` group
-    ):
+    def __init__(self, model: Encoder, cfg: TrainConfig):
         trainable = {name: v for name, v in model.named_variables().items() if v.trainable}
         self.variables = {name: v.value for name, v in trainable.items()}
         self.groups = {name: group_of(model, name, v, cfg) for name, v in trainable.items()}
@@ -54,13 +48,9 @@ class StackedAdamW:
             n_counts = w.shape[0] if name in self.per_day else 1
             self.state[name] = dict(exp_avg=_zeros(w.shape), exp_avg_sq=_zeros(w.shape), step=_zeros([n_counts]))
 
-    def step(self,
-        grads: Mapping[str, tf.Tensor],  # By name `[…]`
-        rates: Mapping[str, tf.Tensor],  # Learning rates of `model` and `day`
-        in_batch: tf.Tensor,             # 1 for a day of the batch, else 0 `[D]`
-        usable: tf.Tensor | bool = True, # False leaves everything as it is
-    ) -> None:
-        "Update variables and state."
+    def step(self, grads: Mapping[str, tf.Tensor], rates: Mapping[str, tf.Tensor], in_batch: tf.Tensor,
+             usable: tf.Tensor | bool = True) -> None:
+        "Update variables and state by gradients, rates, days of the batch `[D]`, unless the step is unusable."
         of_days = tf.where(usable, in_batch, 0.)
         of_all = tf.where(usable, tf.ones([1]), 0.)
         for name, grad in grads.items():
@@ -88,10 +78,8 @@ class StackedAdamW:
         "State of each variable: `exp_avg`, `exp_avg_sq` and `step`, the last `[1]`, or `[D]` for a stack of days."
         return {name: {key: v.numpy() for key, v in state.items()} for name, state in self.state.items()}
 
-    def load_state_dict(self,
-        state: Mapping[str, Mapping[str, np.ndarray]], # From `state_dict`, arrays `[…]`
-    ) -> None:
-        "Restore a state that was saved."
+    def load_state_dict(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        "Restore a state that was saved, arrays `[…]`."
         for name, variables in self.state.items():
             for key, variable in variables.items(): variable.assign(state[name][key])
 
@@ -102,22 +90,16 @@ class LossScaler:
         self.factor = tf.Variable(FIRST_SCALE, trainable=False)
         self.n_good = tf.Variable(0., trainable=False) # Steps since the last change
 
-    def scale(self,
-        loss: tf.Tensor, # Of any shape `[…]`
-    ) -> tf.Tensor:
+    def scale(self, loss: tf.Tensor) -> tf.Tensor:
         "The scaled loss `[…]`, whose gradients are computed."
         return loss * self.factor
 
-    def unscale(self,
-        grads: Mapping[str, tf.Tensor], # Gradients of a scaled loss by name, float32 `[…]`
-    ) -> dict[str, tf.Tensor]:
-        "Gradients of the loss itself."
+    def unscale(self, grads: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        "Gradients of the loss itself `[…]` from those of the scaled one."
         return {name: grad * (1 / self.factor) for name, grad in grads.items()}
 
-    def update(self,
-        usable: tf.Tensor, # Whether the step was taken `[]`
-    ) -> None:
-        "Set the scale of the next step."
+    def update(self, usable: tf.Tensor) -> None:
+        "Set the scale of the next step; `usable` `[]`: whether this one was taken."
         n_good = tf.where(usable, self.n_good + 1, 0.)
         grows = n_good == SCALE_INTERVAL
         factor = self.factor * tf.where(usable, tf.where(grows, 2., 1.), .5)
@@ -128,9 +110,7 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, float]: return dict(scale=self.get_scale(), n_good=int(self.n_good.numpy()))
 
-    def load_state_dict(self,
-        state: Mapping[str, float], # From `state_dict`
-    ) -> None:
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         "Go on from a state that was saved."
         self.factor.assign(state['scale'])
         self.n_good.assign(state['n_good'])

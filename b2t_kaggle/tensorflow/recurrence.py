@@ -67,13 +67,8 @@ def _backward(grad: tf.Tensor, h: tf.Tensor, kept: tf.Tensor, h0: tf.Tensor,
 
 # %% ../../nbs/tensorflow/01_recurrence.ipynb #c015
 @tf.custom_gradient
-def recurrence(
-    gates,     # Input projection with the input's biases `[T, B, 3H]`, gates in Keras' order z, r, n
-    h0,        # Initial state `[B, H]`, float32 or wider, as the result
-    recurrent, # `[H, 3H]`
-    bias,      # Of the product with the state `[3H]`
-):
-    "The states of a GRU layer after its input projection, `[T, B, H]`."
+def recurrence(gates, h0, recurrent, bias):
+    "States of a GRU layer `[T, B, H]` from its input projection `[T, B, 3H]`, in Keras' order z, r, n of gates."
     H = h0.shape[-1]
     dtype = gates.dtype
     u = tf.cast(recurrent, dtype)
@@ -103,10 +98,8 @@ def gru_layer(
     return tf.transpose(h, [1, 0, 2])
 
 # %% ../../nbs/tensorflow/01_recurrence.ipynb #c021
-def uses_cudnn(
-    devices: Iterable[str] | None = None, # Names of those that compute; none means the current strategy's, or all
-) -> bool:
-    "Whether cuDNN computes GRU layers: where a GPU computes."
+def uses_cudnn(devices: Iterable[str] | None = None) -> bool:
+    "Whether cuDNN computes GRU layers: if one of the devices, by default the current strategy's, is a GPU."
     if devices is None and tf.distribute.has_strategy(): devices = tf.distribute.get_strategy().extended.worker_devices
     elif devices is None: devices = [device.name for device in tf.config.list_logical_devices()]
     return any('GPU:' in name.upper() for name in devices)
@@ -120,13 +113,7 @@ def _keras_gru(n_units: int) -> keras.layers.GRU:
 
 class GRU(keras.layers.Layer):
     "GRU layers with dropout between them."
-    def __init__(self,
-        n_in: int,            # Features per frame, I
-        n_units: int,         # Units, H
-        n_layers: int,        # Layers, L
-        dropout: float = 0.0, # Between layers
-        site: int = 200,      # Number of the first of these dropouts
-    ):
+    def __init__(self, n_in: int, n_units: int, n_layers: int, dropout: float = 0.0, site: int = 200):
         super().__init__(autocast=False)
         self.dropout = dropout
         self.site = site
@@ -134,12 +121,7 @@ class GRU(keras.layers.Layer):
         for i, layer in enumerate(self.stack): layer.build((None, None, n_units if i else n_in))
         self.built = True
 
-    def call(self,
-        x: tf.Tensor,                   # Input `[B, T, I]`
-        h0: tf.Tensor,                  # Initial state of all layers `[B, H]`, float32
-        training: bool = False,         # Whether there is dropout
-        seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`, for dropout
-    ) -> tf.Tensor:
+    def call(self, x: tf.Tensor, h0: tf.Tensor, training: bool = False, seeds: tf.Tensor | None = None) -> tf.Tensor:
         "States of the last layer, float32 `[B, T, H]`."
         for i, layer in enumerate(self.stack):
             if i and training: x = dropout(x, self.dropout, seeds, self.site + i)

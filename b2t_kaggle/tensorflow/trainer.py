@@ -21,8 +21,8 @@ from . import checkpoint
 from .augment import Augment
 from .checkpoint import load_last, load_model, load_state, load_weights, read_metrics
 from .ctc import ctc_loss
-from .evaluate import Evaluator, evaluate, losses_and_paths
 from .feed import BatchLoader, Program, Strategy, start
+from .inference import Evaluator, evaluate, losses_and_paths
 from .layers import keras, tf
 from .models import build_model
 from .optimizer import LossScaler, StackedAdamW, clip
@@ -32,13 +32,9 @@ from ..training.loop import StepResult, check_finite, fit, start_from
 from ..training.recipe import TrainingError, draw_cut, learning_rates, step_seed
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c010
-_Gradients = tuple[tf.Tensor, dict[str, tf.Tensor]] # Losses of some rows, and gradients by name
+_Gradients = tuple[tf.Tensor, dict[str, tf.Tensor]] # Losses of rows, and gradients by name
 
-def gradients_of(
-    trainer: 'Trainer',            # Owner of the model
-    rows: dict[str, tf.Tensor],    # From `BatchLoader`, some of them
-    numbers: dict,                 # From `Trainer.numbers`, as tensors
-) -> _Gradients:
+def gradients_of(trainer: 'Trainer', rows: dict[str, tf.Tensor], numbers: dict) -> _Gradients:
     "Losses of some rows `[b]`, and their part of the gradients of the whole batch's mean, which float16 scales."
     cfg = trainer.cfg
     variables = trainer.optimizer.variables
@@ -57,11 +53,7 @@ def gradients_of(
     grads = tape.gradient(loss, list(variables.values()))
     return losses, dict(zip(variables, map(tf.convert_to_tensor, grads)))
 
-def accumulate_gradients(
-    trainer: 'Trainer',          # Owner of the model
-    share: dict[str, tf.Tensor], # Rows of a replica `[b, …]`
-    numbers: dict,               # From `Trainer.numbers`, as tensors
-) -> _Gradients:
+def accumulate_gradients(trainer: 'Trainer', share: dict[str, tf.Tensor], numbers: dict) -> _Gradients:
     "Losses `[b]` and gradients of a replica's share, in `train.accumulate` micro-batches, one after the other."
     accumulation_steps = trainer.cfg.train.accumulate
     if accumulation_steps == 1: return gradients_of(trainer, share, numbers)
@@ -166,9 +158,7 @@ class Trainer(loop.Trainer):
             self.backend.on_step()
             yield result
 
-    def train_step(self,
-        batch, # From `BatchLoader`
-    ) -> StepResult:
+    def train_step(self, batch) -> StepResult:
         "Take one step of the optimiser."
         self.current = batch
         numbers = self.numbers()
@@ -222,11 +212,8 @@ class Trainer(loop.Trainer):
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c031
 class Profiler:
-    "Profiler of some steps of a run, from the tenth on; it is called after each."
-    def __init__(self,
-        folder: Path,   # TensorBoard's folder
-        n_batches: int, # Batches to profile; 0 means none
-    ):
+    "Profiler of some steps of a run, from the tenth on, into TensorBoard's folder; it is called after each."
+    def __init__(self, folder: Path, n_batches: int):
         self.folder = str(folder)
         self.first = 9 # Batches before the first one
         self.last = self.first + n_batches

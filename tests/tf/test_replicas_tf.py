@@ -23,7 +23,7 @@ def run_notebook(path):
     assert passed
 
 
-@pytest.mark.parametrize('notebook', ['07_feed', '08_evaluate'])
+@pytest.mark.parametrize('notebook', ['07_feed', '08_inference'])
 def test_with_two_replicas(notebook, tmp_path):
     start_copies()
     copies.hear({'REPLICAS': '2'}, tmp_path, run_notebook, ROOT/'nbs'/'tensorflow'/f'{notebook}.ipynb', seconds=300)

@@ -18,7 +18,7 @@ from b2t_kaggle.pytorch.scaling import (
     set_batch_count,
     training_state,
 )
-from b2t_kaggle.pytorch.scaling.draws import bernoulli
+from b2t_kaggle.pytorch.scaling.schedule import bernoulli
 
 
 class Penalty(nn.Module):

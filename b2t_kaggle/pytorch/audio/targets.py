@@ -23,9 +23,8 @@ from ...core.reading import ReadError, check_link, open_hdf5, read_attribute
 from ...data.sessions import list_sessions, session_path
 from ...devices.machine import installed_version
 from ...phonemes import normalize_sentence
-from .sound import AudioError, Speech
 from .tower import Tower
-from .voice import Voice
+from .voice import AudioError, Speech, Voice
 
 # %% ../../../nbs/pytorch/audio/03_targets.ipynb #c006
 @dataclass
@@ -34,18 +33,14 @@ class AudioTarget:
     voice: Voice # Such as `load_voice` gives
     tower: Tower # Such as `load_tower` gives
 
-    def speak(self,
-        sentence: str, # As it is written
-    ) -> Speech:
+    def speak(self, sentence: str) -> Speech:
         "The spoken sentence. Raises `AudioError` where there is no word in it, or the voice fails."
         text = normalize_sentence(sentence)
         if not text: raise AudioError(f'sentence {sentence!r} has no letters; expected words')
         return self.voice.speak(text)
 
-    def encode(self,
-        sentences: Sequence[str], # A batch
-    ) -> list[np.ndarray]:        # `[S, D]` each, float32
-        "Vectors of the tower for each sentence. Raises `AudioError`."
+    def encode(self, sentences: Sequence[str]) -> list[np.ndarray]:
+        "Vectors of the tower for each sentence of a batch `[S, D]`, float32. Raises `AudioError`."
         return self.tower.encode([self.speak(s) for s in sentences])
 
     @cached_property
@@ -53,30 +48,28 @@ class AudioTarget:
         "Names, revisions, checksums of weights and sizes of voice and tower, on which the targets depend."
         return json.loads(json.dumps(dict(voice=self.voice.provenance(), tower=self.tower.provenance())))
 
-# %% ../../../nbs/pytorch/audio/03_targets.ipynb #c014
+# %% ../../../nbs/pytorch/audio/03_targets.ipynb #c012
 _KIND = 'audio targets'
 _COLUMNS = pa.schema(dict(sentence=pa.string(), seconds=pa.float32(), phonemes=pa.list_(pa.string()),
                           starts=pa.list_(pa.float32())))
 
 def _problem(ragged: Ragged) -> str:
-    "Defect of a file as one of targets; empty where there is none."
+    "Defect of a file as one of targets; empty if there is none."
     index = ragged.table.schema
     missing = [f.name for f in _COLUMNS if f.name not in index.names or index.field(f.name).type != f.type]
     if missing: return f'its index has no {missing[0]} of the right type'
     if len(ragged.item_shape) != 1: return f'its arrays have {1 + len(ragged.item_shape)} axes, expected 2'
-    fingerprint = ragged.metadata.get('identity')
-    named = isinstance(fingerprint, dict) and all(isinstance(fingerprint.get(k), dict) and 'name' in fingerprint[k]
-                                                  for k in ('voice', 'tower'))
-    if not named: return 'it does not say which voice and tower made it'
+    identity = ragged.metadata.get('identity')
+    parts = [identity.get(k) for k in ('voice', 'tower')] if isinstance(identity, dict) else [None]
+    if not all(isinstance(part, dict) and 'name' in part for part in parts):
+        return 'it does not say which voice and tower made it'
     missing = [k for k in ('versions', 'frame_seconds') if k not in ragged.metadata]
     return f'it does not say its {missing[0]}' if missing else ''
 
 class TargetStore:
     "Targets by sentence: `store['how are you']` is a view `[S, D]` of the mapped file."
-    def __init__(self,
-        path: str | Path, # File that `build_targets` made
-    ):
-        "Raises `RaggedError` where it is none."
+    def __init__(self, path: str | Path):
+        "Open a file of `build_targets`. Raises `RaggedError`."
         self.ragged = Ragged(path, _KIND)
         self.path = self.ragged.path
         if problem := _problem(self.ragged):
@@ -106,24 +99,20 @@ class TargetStore:
         "The target of a sentence `[S, D]`; raises `AudioError` where it has none."
         return self.ragged[self._place(sentence)]
 
-    def phonemes(self,
-        sentence: str, # One that is in here
-    ) -> list[tuple[float, str]]:
+    def phonemes(self, sentence: str) -> list[tuple[float, str]]:
         "Second at which each phoneme begins, and its name for the voice; empty where the voice does not tell."
         row = self.ragged.table.slice(self._place(sentence), 1).to_pylist()[0]
         return list(zip(row['starts'], row['phonemes']))
 
-    def batch(self,
-        sentences: Sequence[str], # B of them
-    ) -> tuple[np.ndarray, np.ndarray]: # `[B, M, D]`, float32, and the number of frames of each `[B]`
-        "Targets, padded to the longest. Raises `AudioError` where one is missing."
+    def batch(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        "Targets `[B, M, D]`, float32, padded to the longest, and their lengths `[B]`. Raises `AudioError`."
         rows = [self[s] for s in sentences]
         lengths = np.array([len(r) for r in rows])
         out = np.zeros((len(rows), lengths.max(), self.dimension), np.float32)
         for o, row in zip(out, rows): o[:len(row)] = row
         return out, lengths
 
-# %% ../../../nbs/pytorch/audio/03_targets.ipynb #c017
+# %% ../../../nbs/pytorch/audio/03_targets.ipynb #c015
 _PACKAGES = 'b2t_kaggle', 'numpy', 'torch', 'transformers'
 _PART = 256  # Sentences that are computed, then written
 
@@ -147,7 +136,7 @@ def _open_same(path: Path, target: AudioTarget, whole: Path) -> TargetStore:
                          f'{path if path == whole else path.parent} to make them anew')
     return store
 
-# %% ../../../nbs/pytorch/audio/03_targets.ipynb #c301
+# %% ../../../nbs/pytorch/audio/03_targets.ipynb #c017
 def _write(path: Path, target: AudioTarget, rows: Iterable[tuple[dict, np.ndarray]]) -> None:
     "A file of targets."
     versions = {package: version for package in _PACKAGES if (version := installed_version(package))}
@@ -170,7 +159,7 @@ def _rows(known: dict[str, TargetStore], sentences: Iterable[str]) -> Iterator[t
         place = known[s]._place(s)
         yield known[s].ragged.table.slice(place, 1).to_pylist()[0], known[s].ragged[place]
 
-# %% ../../../nbs/pytorch/audio/03_targets.ipynb #c303
+# %% ../../../nbs/pytorch/audio/03_targets.ipynb #c019
 def build_targets(
     sentences: Iterable[str], # Any number of times each
     target: AudioTarget,      # Voice and tower
@@ -201,11 +190,11 @@ def build_targets(
     shutil.rmtree(folder, ignore_errors=True)
     return TargetStore(path)
 
-# %% ../../../nbs/pytorch/audio/03_targets.ipynb #c028
+# %% ../../../nbs/pytorch/audio/03_targets.ipynb #c030
 _BIN_SECONDS = 0.02
 
-def _labels(path: Path, name: str = 'sentence_label') -> list[str]:
-    "The labels in a session's file, or another attribute of the trials that have one. Raises `AudioError`."
+def _labels(path: Path, name: str) -> list[str]:
+    "An attribute of the labelled trials of a session's file. Raises `AudioError`."
     try:
         with open_hdf5(path) as f:
             for key in f: check_link(f, key)
@@ -214,27 +203,22 @@ def _labels(path: Path, name: str = 'sentence_label') -> list[str]:
     except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as e:
         raise AudioError(f'{path}: its labels cannot be read ({e}); fetch the file again') from None
 
-def session_sentences(
-    data_dir: str | Path, # Folder with the session folders
-) -> list[str]:           # In the order of sessions, without instructions such as `[DO NOTHING]`
-    "The labels of all train and val trials. Raises `AudioError` where there are none."
-    found = []
+def _session_labels(data_dir: str | Path, *names: str) -> Iterator[list[list[str]]]:
+    "Attributes of the labelled trials of each file of train and val. Raises `AudioError`."
     for path in (session_path(data_dir, s, split) for s in list_sessions(data_dir) for split in ('train', 'val')):
-        if not path.exists(): continue
-        found += _labels(path)
-    sentences = [s for s in found if s.strip() and not s.strip().startswith('[')]
-    if not sentences:
-        raise AudioError(f'{data_dir}: no labelled trials; expected session folders t15.YYYY.MM.DD with '
-                         'data_train.hdf5')
-    return sentences
+        if path.exists(): yield [_labels(path, name) for name in names]
 
-def sentence_seconds(
-    data_dir: str | Path, # Folder with the session folders
-) -> dict[str, float]:    # By the sentence's normal form
-    "Median duration of the trials of each sentence of train and val. Raises `AudioError`."
+def session_sentences(data_dir: str | Path) -> list[str]:
+    "Labels of all train and val trials, without instructions such as `[DO NOTHING]`. Raises `AudioError` without any."
+    sentences = [s for labels, in _session_labels(data_dir, 'sentence_label') for s in labels
+                 if s.strip() and not s.strip().startswith('[')]
+    if sentences: return sentences
+    raise AudioError(f'{data_dir}: no labelled trials; expected session folders t15.YYYY.MM.DD with data_train.hdf5')
+
+def sentence_seconds(data_dir: str | Path) -> dict[str, float]:
+    "Median duration of the trials of each sentence of train and val, by its normal form. Raises `AudioError`."
     found: dict[str, list[float]] = {}
-    for path in (session_path(data_dir, s, split) for s in list_sessions(data_dir) for split in ('train', 'val')):
-        if not path.exists(): continue
-        for sentence, n_bins in zip(_labels(path), _labels(path, 'n_time_steps')):
+    for labels, bins in _session_labels(data_dir, 'sentence_label', 'n_time_steps'):
+        for sentence, n_bins in zip(labels, bins):
             found.setdefault(normalize_sentence(sentence), []).append(_BIN_SECONDS*float(n_bins))
     return {sentence: float(np.median(some)) for sentence, some in found.items()}

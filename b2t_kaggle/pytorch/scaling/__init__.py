@@ -10,18 +10,31 @@ __all__ = ['ActivationDropoutAndLinear', 'Balancer', 'BiasNorm', 'Dropout2', 'Dr
 
 # %% ../../../nbs/pytorch/scaling/09_scaling.ipynb #c003
 from .activations import SwooshL, SwooshR
-from .balancer import Balancer
-from .draws import bernoulli, keep_mask
-from b2t_kaggle.pytorch.scaling.limits import (
+from b2t_kaggle.pytorch.scaling.balancer import (
+    Balancer,
     ScaleGrad,
     convert_num_channels,
     limit_param_value,
     penalize_abs_values_gt,
     softmax,
 )
-from .linear import ActivationDropoutAndLinear, Dropout2, Dropout3, ScaledConv2d, ScaledLinear
-from .norm import BiasNorm
-from .schedule import FloatLike, PiecewiseLinear, ScheduledFloat, set_batch_count, value_of
+from b2t_kaggle.pytorch.scaling.linear import (
+    ActivationDropoutAndLinear,
+    BiasNorm,
+    Dropout2,
+    Dropout3,
+    ScaledConv2d,
+    ScaledLinear,
+)
+from b2t_kaggle.pytorch.scaling.schedule import (
+    FloatLike,
+    PiecewiseLinear,
+    ScheduledFloat,
+    bernoulli,
+    keep_mask,
+    set_batch_count,
+    value_of,
+)
 from .whiten import Whiten, load_training_state, training_state
 
 # %% ../../../nbs/pytorch/scaling/09_scaling.ipynb #c004

@@ -16,19 +16,13 @@ SLOPE = 0.08 # of the line that is taken away
 SHIFT = {'SwooshL': 4.0, 'SwooshR': 1.0}
 OFFSET = {'SwooshL': 0.035, 'SwooshR': 0.313261687}
 
-def swoosh(
-    x: Tensor, # Of any shape `[…]`
-    name: str, # `SwooshL` or `SwooshR`
-) -> Tensor:
+def swoosh(x: Tensor, name: str) -> Tensor:
     "ln(1 + e^(x − shift)) − 0.08 x − offset `[…]` (Yao et al., 2024), of the type of `x`, by way of float32."
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     softplus = F.softplus(wide - SHIFT[name], threshold=40)
     return softplus.sub_(OFFSET[name]).sub_(wide, alpha=SLOPE).to(x.dtype)
 
-def swoosh_slope(
-    x: Tensor, # Of any shape `[…]`
-    name: str, # `SwooshL` or `SwooshR`
-) -> Tensor:
+def swoosh_slope(x: Tensor, name: str) -> Tensor:
     "The function's derivative `[…]`, σ(x − shift) − 0.08, of the type of `x`."
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     return (wide - SHIFT[name]).sigmoid_().sub_(SLOPE).to(x.dtype)
@@ -72,10 +66,7 @@ class SwooshL(_SwooshModule): "ln(1 + e^(x − 4)) − 0.08 x − 0.035 (Yao et 
 class SwooshR(_SwooshModule): "ln(1 + e^(x − 1)) − 0.08 x − 0.313261687 (Yao et al., 2024)."
 
 # %% ../../../nbs/pytorch/scaling/02_activations.ipynb #c013
-def kept_bytes(
-    f,            # Called with the tensors
-    *args: Tensor, # Of any shapes `[…]`
-) -> int:
+def kept_bytes(f, *args: Tensor) -> int:
     "Bytes that the graph of `f(*args)` keeps for the backward pass, each piece of memory once, parameters included."
     sizes = {}
     def count(t):

@@ -24,21 +24,13 @@ def _metric(covariance: Tensor) -> tuple[Tensor, Tensor]:
     variance = covariance.diagonal(dim1=1, dim2=2).mean()
     return covariance.square().sum() / n_channels / (variance.square() + 1e-20), variance
 
-def whitening_metric(
-    x: Tensor,       # `[…, C]`
-    num_groups: int, # Groups of neighbouring channels
-) -> Tensor:
+def whitening_metric(x: Tensor, num_groups: int) -> Tensor:
     "Mean square over squared mean of the eigenvalues of the channels' covariance `[]`: 1 … C / `num_groups`."
     rows = _centred(x, num_groups)
     return _metric(rows.mT @ rows)[0]
 
 # %% ../../../nbs/pytorch/scaling/07_whiten.ipynb #c009
-def whitening_direction(
-    rows: Tensor,       # Groups of channels without their means `[G, N, C/G]`
-    covariance: Tensor, # Theirs `[G, C/G, C/G]`
-    metric: Tensor,     # Mean square over squared mean of its eigenvalues `[]`
-    variance: Tensor,   # Its mean `[]`
-) -> Tensor:
+def whitening_direction(rows: Tensor, covariance: Tensor, metric: Tensor, variance: Tensor) -> Tensor:
     "The measure's gradient up to a positive factor, `[G, N, C/G]`."
     pull = covariance / variance.clamp(min=1e-30)
     pull.diagonal(dim1=1, dim2=2).sub_(metric)
@@ -144,10 +136,8 @@ class Whiten(nn.Module):
     @prob.setter
     def prob(self, value: float): self.state.set(value)
 
-    def forward(self,
-        x: Tensor, # `[…, C]`
-    ) -> Tensor:
-        "`x`. Raises `ValueError` where the channels cannot be divided into the groups."
+    def forward(self, x: Tensor) -> Tensor:
+        "`x` `[…, C]`. Raises `ValueError` for channels that cannot be divided into the groups."
         if x.shape[-1] % self.num_groups:
             raise ValueError(f'Whiten got {list(x.shape)}: {x.shape[-1]} channels cannot be divided into '
                              f'num_groups = {self.num_groups} groups')
@@ -159,18 +149,13 @@ class Whiten(nn.Module):
         return _Whiten.apply(x, self, value_of(self.whitening_limit), grad_scale, acts)
 
 # %% ../../../nbs/pytorch/scaling/07_whiten.ipynb #c021
-def training_state(
-    model: nn.Module, # With any number of `Whiten` in it
-) -> dict[str, Tensor]:
+def training_state(model: nn.Module) -> dict[str, Tensor]:
     "The hidden state of all `Whiten` by their names, `[]` each, on the host."
     return {name: torch.tensor(m.prob, dtype=torch.float64) for name, m in model.named_modules()
             if isinstance(m, Whiten)}
 
-def load_training_state(
-    model: nn.Module,         # With the same `Whiten` in it
-    state: dict[str, Tensor], # From `training_state`, `[]` each
-) -> None:
-    "Restore what `training_state` gave. Raises `ValueError` for one of another model."
+def load_training_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    "Restore the tensors `[]` of `training_state`. Raises `ValueError` for those of another model."
     modules = {name: m for name, m in model.named_modules() if isinstance(m, Whiten)}
     if modules.keys() != state.keys():
         missing = sorted(modules.keys() - state.keys())

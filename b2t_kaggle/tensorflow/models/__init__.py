@@ -14,9 +14,7 @@ def model_names() -> list[str]:
     "Encoders that TensorFlow has."
     return encoders_in('tensorflow')
 
-def encoder_class(
-    name: str, # Of an encoder
-) -> type[Encoder]:
+def encoder_class(name: str) -> type[Encoder]:
     "The class of an encoder. Raises `ConfigError` for one that TensorFlow does not have."
     return find_encoder('tensorflow', Encoder, name)
 

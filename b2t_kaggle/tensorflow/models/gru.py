@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ...config.encoders.gru import GRUConfig, RecurrentConfig
-from ..frontend import Frontend
 from ..layers import keras, tf
+from .encoder import Frontend
 from ..recurrence import GRU
 
 # %% ../../../nbs/tensorflow/models/02_gru.ipynb #c006
@@ -23,9 +23,7 @@ _PYTORCH_PARTS = { # Parts of names here, and what PyTorch calls them
 }
 _MATRICES = ('gru.kernel', 'gru.recurrent', 'out.weight')
 
-def pytorch_names(
-    name: str, # Of a variable, from `named_variables`
-) -> list[str]:
+def pytorch_names(name: str) -> list[str]:
     "PyTorch's names of a variable; a GRU layer's biases have two."
     for part, theirs in _PYTORCH_PARTS.items():
         if part in name: return [name.replace(part, t) for t in theirs]
@@ -39,10 +37,8 @@ def _swap_gates(a: np.ndarray) -> np.ndarray:
     return np.concatenate([r, z, n], -1)
 
 # %% ../../../nbs/tensorflow/models/02_gru.ipynb #c008
-def to_pytorch(
-    values: Mapping[str, np.ndarray], # Weights, gradients or moments `[…]` by the names of `named_variables`
-) -> dict[str, np.ndarray]:
-    "The same by PyTorch's names and in its layouts."
+def to_pytorch(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    "Weights `[…]` by PyTorch's names and in its layouts."
     out = {}
     for name, v in values.items():
         if 'gru.' in name: v = _swap_gates(v)
@@ -50,11 +46,8 @@ def to_pytorch(
         out |= zip(pytorch_names(name), v if 'gru.bias' in name else [v], strict=True)
     return {k: np.array(v, order='C') for k, v in out.items()}
 
-def from_pytorch(
-    state: Mapping[str, np.ndarray], # Weights `[…]` by PyTorch's names, in its layouts
-    names: Iterable[str],            # Of ours, from `named_variables`
-) -> dict[str, np.ndarray]:
-    "The inverse of `to_pytorch`."
+def from_pytorch(state: Mapping[str, np.ndarray], names: Iterable[str]) -> dict[str, np.ndarray]:
+    "Weights `[…]` by our names: the inverse of `to_pytorch`."
     out = {}
     for name in names:
         parts = [np.asarray(state[n]) for n in pytorch_names(name)]
@@ -64,23 +57,14 @@ def from_pytorch(
     return out
 
 # %% ../../../nbs/tensorflow/models/02_gru.ipynb #c011
-def uniform(
-    limit: float, # Of the absolute value
-) -> keras.initializers.Initializer:
+def uniform(limit: float) -> keras.initializers.Initializer:
     "Weights uniform within ± limit."
     return keras.initializers.RandomUniform(-limit, limit)
 
 class GRUHead(keras.layers.Layer):
     "GRU layers that start from one learnt state, and a linear layer behind them."
-    def __init__(self,
-        n_in: int,                 # Numbers in a frame, I
-        n_units: int,              # Units per GRU layer, H
-        n_out: int | None,         # Numbers per frame that come out; none means the GRU's states themselves
-        n_layers: int,             # GRU layers, L
-        dropout: float = 0.0,      # Between GRU layers
-        site: int = 200,           # Where the numbering of these dropouts begins
-        starts_at_zero: bool = False, # The linear layer gives zeros until it is trained
-    ):
+    def __init__(self, n_in: int, n_units: int, n_out: int | None, n_layers: int, dropout: float = 0.0,
+                 site: int = 200, starts_at_zero: bool = False):
         super().__init__(autocast=False)
         self.h0 = self.add_weight((1, 1, n_units), initializer=uniform((3 / n_units)**0.5), name='h0')
         self.gru = GRU(n_in, n_units, n_layers, dropout, site)
@@ -89,19 +73,13 @@ class GRUHead(keras.layers.Layer):
         if self.out: self.out.build((None, None, n_units))
         self.built = True
 
-    def call(self,
-        x: tf.Tensor,                   # Frames `[B, T', I]`
-        training: bool = False,         # Whether there is dropout
-        seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`, for dropout
-    ) -> tf.Tensor:
+    def call(self, x: tf.Tensor, training: bool = False, seeds: tf.Tensor | None = None) -> tf.Tensor:
         "Float32 `[B, T', n_out]`, or `[B, T', H]`."
         h0 = tf.broadcast_to(self.h0.value[0], [tf.shape(x)[0], self.h0.shape[2]])
         y = self.gru(x, h0, training=training, seeds=seeds)
         return tf.cast(self.out(y), tf.float32) if self.out else y
 
-    def named_variables(self,
-        prefix: str = '', # Put before each name
-    ) -> dict[str, keras.Variable]:
+    def named_variables(self, prefix: str = '') -> dict[str, keras.Variable]:
         "All variables `[…]` by name."
         variables = {f'{prefix}h0': self.h0}
         for i, layer in enumerate(self.gru.stack):
@@ -143,7 +121,7 @@ class GRUEncoder(Frontend):
         "Weights `[…]` by our names: the inverse of `to_pytorch`."
         return from_pytorch(state, self.named_variables())
 
-# %% ../../../nbs/tensorflow/models/02_gru.ipynb #c301
+# %% ../../../nbs/tensorflow/models/02_gru.ipynb #c016
 class Reader(GRUHead):
     "The head of a `GRUDecoder`. Keras writes the name of this class into checkpoints, so it must stay."
 

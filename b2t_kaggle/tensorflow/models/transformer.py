@@ -16,49 +16,34 @@ from ..layers import day_affine, dropout, keras, pick_days, tf, trial_random
 from .encoder import Encoder
 
 # %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c006
-def shifted_rows(
-    v: tf.Tensor, # A number for each distance, from the smallest to the largest `[H, 2 T' − 1]`
-) -> tf.Tensor:
+def shifted_rows(v: tf.Tensor) -> tf.Tensor:
     "The number of each pair of frames `[H, T', T']`, the first the one that asks."
     H, n = v.shape
     T = (n + 1) // 2
     copies = tf.tile(tf.pad(v, [[0, 0], [0, 1]]), [1, T])
     return tf.reshape(copies[:, :T * n], [H, T, n])[:, :, T - 1:]
 
-def within_context(
-    n_frames: int,   # Frames, T'
-    left: tf.Tensor, # Earlier frames that each trial's frames attend to `[B]`
-) -> tf.Tensor:
+def within_context(n_frames: int, left: tf.Tensor) -> tf.Tensor:
     "Mask of a causal model `[B, 1, T', T']`: true where a frame attends to another."
     distances = tf.range(n_frames)[None] - tf.range(n_frames)[:, None]
     return (distances <= 0) & (tf.cast(-distances, left.dtype) <= left[:, None, None, None])
 
-def left_contexts(
-    cfg: TransformerConfig,         # The `model` group
-    n_trials: int | tf.Tensor,      # Trials, B
-    training: bool = False,         # Whether they are drawn
-    seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`; needed in training
-) -> tf.Tensor:
+def left_contexts(cfg: TransformerConfig, n_trials: int | tf.Tensor, training: bool = False,
+                  seeds: tf.Tensor | None = None) -> tf.Tensor:
     "Earlier frames that each trial's frames attend to `[B]`: in training uniform within the bounds, else the most."
     if not training: return tf.fill([n_trials], float(cfg.left_context))
     n_more = cfg.left_context - cfg.left_context_min
     return cfg.left_context_min + tf.floor(trial_random('uniform', (), seeds, site=290) * (n_more + 1))
 
 # %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c009
-def linear(
-    n_in: int,        # Numbers that come in
-    n_out: int,       # Numbers that go out
-    bias: bool = True, # Whether something is added
-) -> keras.layers.Dense:
+def linear(n_in: int, n_out: int, bias: bool = True) -> keras.layers.Dense:
     "A linear layer that starts as PyTorch's."
     def uniform(): return keras.initializers.RandomUniform(-n_in**-0.5, n_in**-0.5)
     layer = keras.layers.Dense(n_out, use_bias=bias, kernel_initializer=uniform(), bias_initializer=uniform())
     layer.build((None, n_in))
     return layer
 
-def layer_norm(
-    n: int, # Numbers of a frame
-) -> keras.layers.LayerNormalization:
+def layer_norm(n: int) -> keras.layers.LayerNormalization:
     "A LayerNorm with PyTorch's epsilon, in float32 (Ba et al., 2016)."
     layer = keras.layers.LayerNormalization(epsilon=1e-5, dtype='float32')
     layer.build((None, n))
@@ -80,13 +65,10 @@ def attend(
     y = tf.linalg.matmul(tf.cast(weights, v.dtype), v)
     return tf.reshape(tf.transpose(y, [0, 2, 1, 3]), [-1, T, H * h])
 
-# %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c301
+# %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c012
 class Block(keras.layers.Layer):
     "A pre-norm transformer layer: attention and a feed-forward network, each with a residual connection."
-    def __init__(self,
-        cfg: TransformerConfig, # The `model` group
-        site: int,              # Where the numbering of its dropouts begins
-    ):
+    def __init__(self, cfg: TransformerConfig, site: int):
         super().__init__(autocast=False)
         d = cfg.n_units
         inner = cfg.n_heads * cfg.head_dim
@@ -101,12 +83,8 @@ class Block(keras.layers.Layer):
         self.contract = linear(hidden, d)
         self.built = True
 
-    def call(self,
-        x: tf.Tensor,                   # Frames, float32 `[B, T', d]`
-        added: tf.Tensor,               # To the scores, spreads to `[B, H, T', T']`
-        training: bool = False,         # Whether there is dropout
-        seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`, for dropout
-    ) -> tf.Tensor:
+    def call(self, x: tf.Tensor, added: tf.Tensor, training: bool = False,
+             seeds: tf.Tensor | None = None) -> tf.Tensor:
         "Frames after this layer, float32 `[B, T', d]`."
         cfg = self.cfg
         p = cfg.dropout if training else 0.
@@ -119,12 +97,10 @@ class Block(keras.layers.Layer):
         contracted = self.contract(dropout(hidden, p, seeds, self.site + 2))
         return x + tf.cast(dropout(contracted, p, seeds, self.site + 3), tf.float32)
 
-# %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c013
+# %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c016
 class PatchEmbedding(keras.layers.Layer):
     "Full patches of bins to frames."
-    def __init__(self,
-        cfg: TransformerConfig, # The `model` group
-    ):
+    def __init__(self, cfg: TransformerConfig):
         super().__init__(autocast=False)
         self.n_in = cfg.patch_size * cfg.neural_dim
         self.patch_norm = layer_norm(self.n_in)
@@ -132,18 +108,14 @@ class PatchEmbedding(keras.layers.Layer):
         self.norm = layer_norm(cfg.n_units)
         self.built = True
 
-    def call(self,
-        x: tf.Tensor, # Bins `[B, T, F]`, T a multiple of the patches' size
-    ) -> tf.Tensor:
+    def call(self, x: tf.Tensor) -> tf.Tensor:
         "Frames, float32 `[B, T', d]`."
         patches = tf.reshape(x, [-1, x.shape[1] * x.shape[2] // self.n_in, self.n_in])
         return self.norm(tf.cast(self.proj(self.patch_norm(patches)), tf.float32))
 
 class RelativePositions(keras.layers.Layer):
     "Biases of the scores of attention by the distance of two frames, in each head (T5; Raffel et al., 2020)."
-    def __init__(self,
-        cfg: TransformerConfig, # The `model` group
-    ):
+    def __init__(self, cfg: TransformerConfig):
         super().__init__(autocast=False, dtype='float32')
         self.farthest = cfg.max_distance
         self.buckets = cfg.bucket_of_distance()
@@ -151,21 +123,17 @@ class RelativePositions(keras.layers.Layer):
         self.bias = self.add_weight(shape, initializer='zeros', name='bias', autocast=False)
         self.built = True
 
-    def added(self,
-        n_frames: int, # Frames, T'
-    ) -> tf.Tensor:
+    def added(self, n_frames: int) -> tf.Tensor:
         "Bias of each pair of frames, float32 `[H, T', T']`."
         distances = np.arange(1 - n_frames, n_frames).clip(-self.farthest, self.farthest)
         buckets = tf.constant(self.buckets[distances + self.farthest])
         # picked as days are, because the gradient of `tf.gather` is a list of rows
         return shifted_rows(tf.transpose(pick_days(tf.convert_to_tensor(self.bias.value), buckets)))
 
-# %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c015
+# %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c018
 _PYTORCH_ENDINGS = {'.kernel': '.weight', '.gamma': '.weight', '.beta': '.bias'}
 
-def pytorch_name(
-    name: str, # Of a variable
-) -> str:
+def pytorch_name(name: str) -> str:
     "PyTorch's name of a variable."
     for ending, theirs in _PYTORCH_ENDINGS.items():
         if name.endswith(ending): return name.removesuffix(ending) + theirs
@@ -180,10 +148,7 @@ class Transformer(Encoder):
     Config = TransformerConfig
     cfg: TransformerConfig
 
-    def __init__(self,
-        cfg: TransformerConfig, # The `model` group
-        n_days: int,            # Recording days, D
-    ):
+    def __init__(self, cfg: TransformerConfig, n_days: int):
         super().__init__(cfg, n_days)
         F = cfg.neural_dim
         if cfg.day_layer:

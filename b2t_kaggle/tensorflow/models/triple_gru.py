@@ -13,10 +13,7 @@ from ..layers import tf
 from .gru import GRUEncoder, GRUHead
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c006
-def reverse_gradient(
-    x: tf.Tensor,                # Of any shape `[…]`
-    strength: float | tf.Tensor, # λ, a number or a tensor without dimensions
-) -> tf.Tensor:
+def reverse_gradient(x: tf.Tensor, strength: float | tf.Tensor) -> tf.Tensor:
     "`x` `[…]`, whose gradient is multiplied by −λ on the way back (Ganin et al., 2016); λ itself gets none."
     @tf.custom_gradient
     def same(x): return tf.identity(x), lambda grad: grad * -tf.cast(strength, grad.dtype)
@@ -25,46 +22,26 @@ def reverse_gradient(
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c009
 class NoiseModel(GRUHead):
     "GRU layers that estimate the noise in each frame."
-    def __init__(self,
-        frame_dim: int,         # Numbers in a frame, I
-        n_units: int | None = 256, # Units per GRU layer; none means those of a frame, without a projection
-        n_layers: int = 2,      # GRU layers
-        dropout: float = 0.0,   # Between GRU layers
-    ):
+    def __init__(self, frame_dim: int, n_units: int | None = 256, n_layers: int = 2, dropout: float = 0.0):
         n_out = frame_dim if n_units else None
         super().__init__(frame_dim, n_units or frame_dim, n_out, n_layers, dropout, site=300, starts_at_zero=True)
 
 class CleanSpeechModel(GRUHead):
     "GRU layers that read phonemes from frames without their noise."
-    def __init__(self,
-        frame_dim: int,       # Numbers in a frame, I
-        n_units: int,         # Units per GRU layer, H
-        n_classes: int,       # Classes, K
-        n_layers: int = 3,    # GRU layers
-        dropout: float = 0.0, # Between GRU layers
-        site: int = 200,      # Where the numbering of these dropouts begins
-    ):
+    def __init__(self, frame_dim: int, n_units: int, n_classes: int, n_layers: int = 3, dropout: float = 0.0,
+                 site: int = 200):
         super().__init__(frame_dim, n_units, n_classes, n_layers, dropout, site)
 
 class NoisySpeechModel(CleanSpeechModel):
     "The adversary: reads phonemes from the noise, through a gradient reversal."
-    def call(self,
-        noise: tf.Tensor,               # From `NoiseModel`, `[B, T', I]`
-        strength: float | tf.Tensor,    # λ
-        training: bool = False,         # Whether there is dropout
-        seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`, for dropout
-    ) -> tf.Tensor:
+    def call(self, noise: tf.Tensor, strength: float | tf.Tensor, training: bool = False,
+             seeds: tf.Tensor | None = None) -> tf.Tensor:
         "Logits, float32 `[B, T', K]`."
         return super().call(reverse_gradient(noise, strength), training=training, seeds=seeds)
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c012
-def triple_loss(
-    out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], # Clean logits, noisy logits `[B, T', K]`, noise `[B, T', I]`
-    ctc: Callable[[tf.Tensor], tf.Tensor],       # CTC loss of each trial `[B]` from logits
-    frames: tf.Tensor,                           # Frames of each trial `[B]`
-    noisy_weight: float,                         # Of the adversary's CTC loss
-    noise_weight: float,                         # Of the mean square of the noise
-) -> tf.Tensor:
+def triple_loss(out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], ctc: Callable[[tf.Tensor], tf.Tensor],
+                frames: tf.Tensor, noisy_weight: float, noise_weight: float) -> tf.Tensor:
     "Loss of each trial `[B]`: CTC of clean and noisy logits, and the power of the noise, weighted."
     clean, noisy, noise = out
     inside = tf.sequence_mask(frames, noise.shape[1])
@@ -144,10 +121,7 @@ class TripleGRUDecoder(GRUEncoder):
         "More arguments of `call` in a training step: the mode, and λ of this step."
         return dict(mode='full', strength=self.cfg.strength(step, n_steps))
 
-    def training_losses(self,
-        out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], # Output of `call`
-        ctc: Callable[[tf.Tensor], tf.Tensor],       # CTC loss of each trial `[B]` from logits
-        frames: tf.Tensor,                           # Frames of each trial `[B]`
-    ) -> tf.Tensor:
+    def training_losses(self, out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], ctc: Callable[[tf.Tensor], tf.Tensor],
+                        frames: tf.Tensor) -> tf.Tensor:
         "The loss of each trial `[B]`."
         return triple_loss(out, ctc, frames, self.cfg.noisy_loss_weight, self.cfg.noise_power_weight)

@@ -16,13 +16,11 @@ from ....config import AudioConfig, Config
 from ....data.store import TrialStore
 from ....devices.torch import pick_torch
 from ....lm.llm import find_llm
-from .generate import Written, generate
+from .answers import Written, generate
 from .language_model import AudioLanguageModel, load_audio_llm
-from .model import AudioLLM
+from .model import AudioLLM, audio_model
 from .whisper import load_whisper
-from .whisper_model import audio_model
-from ..sound import AudioError
-from ..voice import quiet_loading
+from ..voice import AudioError, quiet_loading
 from ...checkpoint import load_state, load_with_facts, weights_file
 from ...evaluate import logits_of
 from ...parallel import Backend, start
@@ -51,24 +49,15 @@ def write_batches(
         n_vectors = torch.from_numpy(np.asarray(model.brain.projector.n_vectors(n_frames)))
         yield dict(zip(b.trials.tolist(), generate(model.llm, vectors, n_vectors, beams, max_tokens)))
 
-def write_trials(
-    model: AudioLLM,   # As in `write_batches`
-    store: TrialStore, # As there
-    cfg: Config,       # As there
-    backend: Backend,  # As there
-    **options,         # Further arguments of `write_batches`
-) -> list[Written]:    # Of each trial, in the order of the store
-    "The sentences of all trials, in every process."
+def write_trials(model: AudioLLM, store: TrialStore, cfg: Config, backend: Backend, **options) -> list[Written]:
+    "The sentences of all trials in the order of the store, in every process; options as in `write_batches`."
     own: dict[int, Written] = {}
     for some in write_batches(model, store, cfg, backend, **options): own |= some
     written = {i: w for part in backend.gather(own) for i, w in part.items()}
     return [written[i] for i in range(len(store))]
 
 # %% ../../../../nbs/pytorch/audio/llm/08_inference.ipynb #c007
-def open_llm(
-    cfg: AudioConfig, # The `audio` group
-    device: str,      # Where it computes
-) -> AudioLanguageModel:
+def open_llm(cfg: AudioConfig, device: str) -> AudioLanguageModel:
     "The audio LLM of a configuration. Raises `AudioError` or `LanguageModelError`."
     name = cfg.llm
     if name is None:
@@ -84,7 +73,7 @@ def open_llm(
     if kind == 'whisper': return load_whisper(name, cfg.llm_dtype, cfg.llm_quantization, device)
     return load_audio_llm(name, cfg.prompt, cfg.llm_dtype, cfg.llm_quantization, device)
 
-# %% ../../../../nbs/pytorch/audio/llm/08_inference.ipynb #c301
+# %% ../../../../nbs/pytorch/audio/llm/08_inference.ipynb #c009
 _LOCAL = 'llm', 'llm_dtype', 'llm_quantization' # Depend on the machine, not on the training
 
 def load_audio_model(

@@ -14,46 +14,33 @@ import torch
 from torch import Tensor, nn
 
 from ....lm.causal import check_packages, quantization_options, require_package, torch_dtype
-from ..sound import AudioError
-from ..voice import quiet_loading
+from ..voice import AudioError, quiet_loading
 
 # %% ../../../../nbs/pytorch/audio/llm/01_language_model.ipynb #c006
-def prompt_tokens(
-    processor,         # Of transformers
-    prompt: str,       # Question to the model
-    name: str | Path,  # Of the model, for errors
-) -> tuple[list[int], list[int]]: # Token ids before and after the speech
-    "The prompt around the speech, by the chat template. Raises `AudioError` where that has not one place for speech."
+def prompt_tokens(processor, prompt: str, name: str | Path) -> tuple[list[int], list[int]]:
+    "Token ids before and after the speech, by the chat template; `AudioError` unless that has one place for speech."
     content = [dict(type='audio', audio_url=''), dict(type='text', text=prompt)]
     chat = processor.apply_chat_template([dict(role='user', content=content)], add_generation_prompt=True,
                                          tokenize=False)
     parts = chat.split(processor.audio_token)
     if len(parts) != 2:
         raise AudioError(f'audio LLM {name}: its chat template makes {chat!r} of a question, which has '
-                         f'{processor.audio_token} {len(parts) - 1} times; expected it once, where speech stands; give '
-                         'a model with the template of Qwen2-Audio, and leave that token out of audio.prompt')
+                         f'{processor.audio_token} {len(parts) - 1} times; expected it once, and not in audio.prompt')
     before, after = (processor.tokenizer(part, add_special_tokens=False).input_ids for part in parts)
     return before, after
 
-def end_tokens(
-    tokenizer,         # Of transformers
-    generation_config, # Of the model
-    name: str | Path,  # Of the model, for errors
-) -> list[int]:        # Token ids; the first one is what an answer is taught to end with
-    "The tokens at which an answer ends. Raises `AudioError` where there is none."
+def end_tokens(tokenizer, generation_config, name: str | Path) -> list[int]:
+    "Token ids at which an answer ends; answers are taught to end with the first. Raises `AudioError` without any."
     ends = getattr(generation_config, 'eos_token_id', None)
     ends = [tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
     found = [i for i in dict.fromkeys(ends) if i is not None]
     if found: return found
-    raise AudioError(f'audio LLM {name}: has no end token, so that no answer would ever end; set eos_token in its '
-                     'tokenizer_config.json, as the published model has it')
+    raise AudioError(f'audio LLM {name}: has no end token; set eos_token in its tokenizer_config.json')
 
-# %% ../../../../nbs/pytorch/audio/llm/01_language_model.ipynb #c008
-_LORA = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
-
+# %% ../../../../nbs/pytorch/audio/llm/01_language_model.ipynb #c010
 class AudioLanguageModel:
     "A text model that reads vectors; no module, so that a model that has one neither trains nor saves its weights."
-    lora_layers = _LORA # Names of the layers that LoRA stands beside
+    lora_layers: tuple[str, ...] = 'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'
 
     def __init__(self,
         name: str,            # Folder, or name on the hub
@@ -76,34 +63,23 @@ class AudioLanguageModel:
     @property
     def device(self) -> torch.device: return self.lm.get_input_embeddings().weight.device
 
-    def embed(self,
-        tokens: Sequence[int], # L token ids
-    ) -> Tensor:
+    def embed(self, tokens: Sequence[int]) -> Tensor:
         "Embeddings of the tokens `[L, E]`."
         return self.lm.get_input_embeddings()(torch.tensor(tokens, dtype=torch.long, device=self.device))
 
-    def encode(self,
-        vectors: Tensor,   # Of a brain encoder `[B, N, D]`
-        n_vectors: Tensor, # Of each trial `[B]`
-    ) -> Tensor:
-        "The vectors as an audio tower would give them: as they are, unless a model has layers of its own for them."
+    def encode(self, vectors: Tensor, n_vectors: Tensor) -> Tensor:
+        "Vectors of a brain encoder `[B, N, D]` as an audio tower would give them, here unchanged."
         return vectors
 
-    def project(self,
-        vectors: Tensor, # `[…, D]`
-    ) -> Tensor:
-        "The vectors in the width and type of the text model `[…, E]`; their gradient passes."
+    def project(self, vectors: Tensor) -> Tensor:
+        "Vectors `[…, D]` in the width and type of the text model `[…, E]`; their gradient passes."
         return self.projector(vectors.to(self.lm.get_input_embeddings().weight.dtype))
 
-    def answer(self,
-        text: str, # A sentence
-    ) -> tuple[int, ...]:
+    def answer(self, text: str) -> tuple[int, ...]:
         "Target of the decoder: the sentence's tokens and the end."
         return (*self.tokenizer(text, add_special_tokens=False).input_ids, self.ends[0])
 
-    def read(self,
-        tokens: Sequence[int], # Answer of the model
-    ) -> str:
+    def read(self, tokens: Sequence[int]) -> str:
         "The text up to the first end."
         n = next((i for i, t in enumerate(tokens) if t in self.ends), len(tokens))
         return self.tokenizer.decode(tokens[:n], skip_special_tokens=True)
@@ -115,12 +91,9 @@ class AudioLanguageModel:
             self.lm.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
         else: self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
 
-    def add_lora(self,
-        rank: int, # Width of the thin matrices, r; they count twice (α = 2r)
-    ) -> dict[str, nn.Parameter]:
-        """Add LoRA layers (Hu et al., 2021), W + (α/r)·B·A, to the projections of attention and of the feed-forward
-        layers. Returns A `[r, in]` and B `[out, r]` of each by name, float32, which alone are trained. Raises
-        `LanguageModelError` without the package peft."""
+    def add_lora(self, rank: int) -> dict[str, nn.Parameter]:
+        """Add LoRA layers (Hu et al., 2021), W + (α/r)·B·A with α = 2r, to the projections of attention and of the
+        feed-forward layers. Returns A `[r, in]` and B `[out, r]` by name, float32, the only ones that are trained."""
         require_package('peft', 'audio.lora_rank')
         from peft import LoraConfig, inject_adapter_in_model
         config = LoraConfig(r=rank, lora_alpha=2*rank, lora_dropout=0.05, target_modules=list(self.lora_layers))
@@ -129,25 +102,19 @@ class AudioLanguageModel:
         for p in trained.values(): p.data = p.data.float()
         return trained
 
-    def apply(self,
-        change, # A function of a tensor `[…]`, as `Module.to` makes it
-    ) -> None:
-        "Change all weights in place, to move them to another device; quantized ones are where they were loaded."
+    def apply(self, change) -> None:
+        "Change all weights in place by a function, as `Module.to` does; quantized ones stay as they are."
         if self.is_quantized: return
         for module in (self.lm, self.projector): module._apply(change)
 
-# %% ../../../../nbs/pytorch/audio/llm/01_language_model.ipynb #c010
+# %% ../../../../nbs/pytorch/audio/llm/01_language_model.ipynb #c014
 _FAMILIES = {'qwen2_audio': 'Qwen2AudioForConditionalGeneration'} # Type of the model, and its class in transformers
 
-def check_family(
-    config,            # Of a model of transformers
-    name: str | Path,  # Of the model, for errors
-) -> None:
-    "Raise `AudioError` for a model without a tower and a projector that are known here."
+def check_family(config, name: str | Path) -> None:
+    "Raise `AudioError` for a model without a known tower and projector."
     if config.model_type in _FAMILIES: return
-    raise AudioError(f'audio LLM {name}: is a {config.model_type} model, which has no audio tower with a projector '
-                     f'that is known here; expected one of {", ".join(_FAMILIES)}, such as '
-                     'Qwen/Qwen2-Audio-7B-Instruct, or whisper')
+    raise AudioError(f'audio LLM {name}: is a {config.model_type} model, which has no audio tower that is known here; '
+                     'take one such as Qwen/Qwen2-Audio-7B-Instruct or openai/whisper-small')
 
 def _parts(whole: nn.Module) -> tuple[nn.Module, nn.Module, nn.Module]:
     "Text model, head and projector, which transformers keeps in other places from 5.12 on, and up to 5.9."
@@ -164,15 +131,9 @@ def _text_model(whole: nn.Module) -> nn.Module:
         if getattr(whole, flag, False): setattr(lm, flag, True)
     return lm
 
-# %% ../../../../nbs/pytorch/audio/llm/01_language_model.ipynb #c305
-def whole_model(
-    family: Any,               # Class of transformers, which has `from_pretrained`
-    name: str | Path,          # Folder, or name on the hub
-    kind: str,                 # Kind of the model, for errors
-    dtype: torch.dtype,        # Of its weights, or of what quantized ones are multiplied by
-    quantization: str | None,  # As in `load_audio_llm`
-    device: str,               # Where quantized weights are loaded to
-) -> nn.Module:
+# %% ../../../../nbs/pytorch/audio/llm/01_language_model.ipynb #c016
+def whole_model(family: Any, name: str | Path, kind: str, dtype: torch.dtype, quantization: str | None,
+                device: str) -> nn.Module:
     "A model of transformers; raises `AudioError` where its files do not hold all weights."
     whole, info = family.from_pretrained(str(name), dtype=dtype, output_loading_info=True,
                                          **quantization_options(quantization, dtype, device))

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ....config import Config
 from ....data.store import TrialStore
@@ -18,9 +19,7 @@ from ....lm.finetune import model_mark
 from ....metrics import word_error_rate
 from ... import trainer
 from .inference import open_llm, write_trials
-from .memory import llm_memory, size_of
-from .model import AudioLLM, TargetLoader
-from .whisper_model import audio_model
+from .model import AudioLLM, TargetLoader, audio_model
 from ..targets import TargetStore
 from ...parallel import Backend
 from ....training.loop import fit
@@ -36,6 +35,18 @@ def _open(cfg: Config, backend: Backend):
         raise TrainingError(f'audio.llm = {cfg.audio.llm}: its weights do not fit into '
                             f'{backend.device}; set audio.llm_quantization to eight_bit or four_bit, or take a smaller '
                             'model') from e
+
+def _llm_memory(lm: nn.Module, checkpointing: bool, n_trials: int, n_places: int, n_answer: int) -> dict[str, float]:
+    """Bytes of a training step in the audio LLM: its weights; gradients and moments of LoRA; for each place ten states
+    and three feed-forward ones a layer, or one state with checkpointing; logits of the answer, thrice in float32."""
+    sizes = lm.config
+    n_layers = getattr(sizes, 'decoder_layers', 0) + sizes.num_hidden_layers # Both halves of Whisper
+    width = sizes.hidden_size
+    per_place = 10*width + 3*(sizes.decoder_ffn_dim if sizes.is_encoder_decoder else sizes.intermediate_size)
+    kept = per_place + width*n_layers if checkpointing else per_place*n_layers
+    return dict(weights=sum(p.numel()*p.element_size() for p in lm.parameters()),
+                LoRA=12*sum(p.numel() for p in lm.parameters() if p.requires_grad),
+                states=n_trials*n_places*kept*lm.dtype.itemsize, logits=12*n_trials*n_answer*sizes.vocab_size)
 
 class Trainer(trainer.Trainer):
     "An acoustic model in training with an audio LLM that reads it."
@@ -76,8 +87,7 @@ class Trainer(trainer.Trainer):
         n_answer = max(map(len, self.model.target_loader.answers))
         n_vectors = self.model.brain.projector.n_vectors(self.cfg.model.n_frames(n_bins))
         n_places = len(self.llm.before) + int(n_vectors) + len(self.llm.after) + n_answer
-        needed = llm_memory(size_of(self.llm.lm.config), self.cfg.audio, rows, n_places, n_answer,
-                            self.llm.lm.dtype.itemsize)
+        needed = _llm_memory(self.llm.lm, self.cfg.audio.gradient_checkpointing, rows, n_places, n_answer)
         n_params = sum(p.numel() for p in self.model.acoustic.parameters())
         needed['acoustic model'] = step_memory(self.cfg, n_params, rows, n_bins)
         total = sum(needed.values())

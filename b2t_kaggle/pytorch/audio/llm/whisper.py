@@ -15,26 +15,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ....lm.causal import check_packages, torch_dtype
 from .language_model import AudioLanguageModel, end_tokens, whole_model
-from ..sound import AudioError
-from ..voice import quiet_loading
+from ..voice import AudioError, quiet_loading
 
 # %% ../../../../nbs/pytorch/audio/llm/02_whisper.ipynb #c006
-def padding_mask(
-    lengths: Tensor,    # Of each row `[B]`
-    longest: int,       # N
-    dtype: torch.dtype, # Of the mask
-) -> Tensor:
-    "Mask that is added to scores of attention `[B, 1, 1, N]`: 0 inside a row, the lowest number beyond its end."
+def padding_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
+    "Mask to add to scores of attention `[B, 1, 1, N]`: 0 within the length of a row, the lowest number beyond it."
     is_outside = torch.arange(longest, device=lengths.device) >= lengths[:, None]
     mask = torch.zeros(is_outside.shape, dtype=dtype, device=lengths.device)
     return mask.masked_fill(is_outside, torch.finfo(dtype).min)[:, None, None]
 
 # %% ../../../../nbs/pytorch/audio/llm/02_whisper.ipynb #c008
-_LORA = ('q_proj', 'k_proj', 'v_proj', 'out_proj', 'fc1', 'fc2')
-
 class WhisperReader(AudioLanguageModel):
     "Whisper (Radford et al., 2022) that reads vectors in place of what its convolutions make of sound."
-    lora_layers = _LORA
+    lora_layers = 'q_proj', 'k_proj', 'v_proj', 'out_proj', 'fc1', 'fc2'
 
     def __init__(self,
         name: str,         # Folder, or name on the hub
@@ -51,9 +44,7 @@ class WhisperReader(AudioLanguageModel):
     def _give_mask(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, kwargs | dict(attention_mask=self._mask)
 
-    def answer(self,
-        text: str, # A sentence
-    ) -> tuple[int, ...]:
+    def answer(self, text: str) -> tuple[int, ...]:
         "Target of the decoder: the sentence's tokens, with a space before each word, and the end."
         return super().answer(f' {text}')
 
@@ -62,10 +53,7 @@ class WhisperReader(AudioLanguageModel):
         if n > longest:
             raise AudioError(f'Whisper {self.name}: {problem}, and the model has {longest} places ({limit})')
 
-    def encode(self,
-        vectors: Tensor,   # `[B, N, D]`; whatever lies beyond a trial's own
-        n_vectors: Tensor, # Of each trial `[B]`
-    ) -> Tensor:
+    def encode(self, vectors: Tensor, n_vectors: Tensor) -> Tensor:
         "The vectors through Whisper's encoder `[B, N, D]`. Raises `AudioError` for trials that are too long."
         encoder = self.lm.model.encoder
         n = vectors.shape[1]
@@ -78,11 +66,7 @@ class WhisperReader(AudioLanguageModel):
             x = out[0] if isinstance(out, tuple) else out
         return encoder.layer_norm(x).to(vectors.dtype)
 
-    def decode(self,
-        vectors: Tensor,   # From `encode` `[B, N, D]`
-        n_vectors: Tensor, # Of each trial `[B]`
-        tokens: Tensor,    # The decoder's input `[B, L]`
-    ) -> Tensor:
+    def decode(self, vectors: Tensor, n_vectors: Tensor, tokens: Tensor) -> Tensor:
         "The decoder's states `[B, L, D]`; a state knows of no later token."
         n = tokens.shape[1]
         self._check_length(n, 'max_target_positions', f'an answer has {n} tokens; lower generate.max_tokens')
@@ -121,13 +105,9 @@ def load_whisper(
     return model
 
 # %% ../../../../nbs/pytorch/audio/llm/02_whisper.ipynb #c017
-def whisper_log_probs(
-    whisper: WhisperReader,
-    vectors: Tensor,   # From `WhisperReader.encode` `[B, N, D]`
-    n_vectors: Tensor, # Of each trial `[B]`
-    answers: Sequence[Sequence[int]], # Tokens of each, from `WhisperReader.answer`
-) -> Tensor:
-    "Natural-log probability of each answer `[B]`, float32, with its end; differentiable."
+def whisper_log_probs(whisper: WhisperReader, vectors: Tensor, n_vectors: Tensor,
+                      answers: Sequence[Sequence[int]]) -> Tensor:
+    "Natural-log probability of each answer `[B]` for encoded vectors `[B, N, D]`, float32; differentiable."
     device = vectors.device
     rows = [torch.tensor([*whisper.before, *answer], device=device) for answer in answers]
     tokens = pad_sequence(rows, batch_first=True, padding_value=whisper.ends[0])
@@ -142,14 +122,9 @@ def whisper_log_probs(
 
 # %% ../../../../nbs/pytorch/audio/llm/02_whisper.ipynb #c020
 @torch.inference_mode()
-def search_answers(
-    whisper: WhisperReader,
-    vectors: Tensor,   # From `WhisperReader.encode` `[B, N, D]`
-    n_vectors: Tensor, # Of each trial `[B]`
-    beams: int,        # Answers kept at each token, and returned; 1 is greedy
-    max_tokens: int,   # Of an answer, with its end
-) -> list[list[list[int]]]:
-    "Tokens of the best answers of each trial, best first, and ends that fill them up."
+def search_answers(whisper: WhisperReader, vectors: Tensor, n_vectors: Tensor, beams: int,
+                   max_tokens: int) -> list[list[list[int]]]:
+    "Tokens of the best answers for encoded vectors `[B, N, D]`, best first, filled up with ends."
     B = len(vectors)
     ends = torch.tensor(whisper.ends, device=vectors.device)
     found = torch.tensor(whisper.before, device=vectors.device).expand(B, 1, -1) # `[B, beams, L]`

@@ -29,9 +29,7 @@ from ....training.recipe import TrainingError
 _all_ = ['Zipformer2', 'Conv2dSubsampling']
 
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c006
-def dropout_schedule(
-    final: float, # Dropout after 20,000 batches
-) -> FloatLike:
+def dropout_schedule(final: float) -> FloatLike:
     "Dropout that begins at three times its final value."
     return ScheduledFloat((0.0, 3 * final), (20000.0, final)) if final else 0.0
 
@@ -58,9 +56,7 @@ def _without_skips(encoder: Zipformer2) -> None:
         _set_constant(m.bypass, 'skip_rate', 0.0)
         _set_constant(m.self_attn_weights, 'pos_emb_skip_rate', 0.0)
 
-def build_encoder(
-    cfg: ZipformerConfig, # The `model` group
-) -> Zipformer2:
+def build_encoder(cfg: ZipformerConfig) -> Zipformer2:
     "The encoder that a configuration describes."
     sizes = {name: getattr(cfg, name) for name in (
         'downsampling_factor', 'encoder_dim', 'num_encoder_layers', 'encoder_unmasked_dim', 'query_head_dim',
@@ -76,9 +72,7 @@ def build_encoder(
     return encoder
 
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c011
-def icefall_state(
-    content: Mapping, # Content of a checkpoint of icefall, or a state dict of its `Zipformer2`
-) -> dict[str, Tensor]:
+def icefall_state(content: Mapping) -> dict[str, Tensor]:
     "State dict of icefall's `Zipformer2`, tensors `[…]` by name. Raises `ValueError` where there is none."
     state = content['model'] if isinstance(content.get('model'), Mapping) else content
     state = {k.removeprefix('module.'): v for k, v in state.items()}
@@ -92,9 +86,7 @@ def icefall_state(
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c014
 class NeuralFrontend(nn.Module):
     "Patches of neural features to the encoder's frames."
-    def __init__(self,
-        cfg: ZipformerConfig, # The `model` group
-    ):
+    def __init__(self, cfg: ZipformerConfig):
         super().__init__()
         width = cfg.encoder_dim[0]
         self.size, self.stride = (cfg.patch_size, cfg.patch_stride) if cfg.patch_size else (1, 1)
@@ -105,9 +97,7 @@ class NeuralFrontend(nn.Module):
         self.out_norm = BiasNorm(width)
         self.dropout = Dropout3(dropout_schedule(cfg.dropout), shared_dim=1)
 
-    def forward(self,
-        x: Tensor, # Features `[B, T, F]`
-    ) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         "Frames `[B, T', C]`. Raises `ValueError` for fewer bins than a patch has."
         if x.shape[1] < self.size:
             raise ValueError(f'the batch has {x.shape[1]} bins, fewer than patch_size = {self.size}; pad it, or leave '
@@ -129,10 +119,7 @@ class Zipformer(Encoder):
     patch_layer = ('frontend.',)
     changing_args = 'batch_count',
 
-    def __init__(self,
-        cfg: ZipformerConfig, # The `model` group
-        n_days: int,          # Recording days, D
-    ):
+    def __init__(self, cfg: ZipformerConfig, n_days: int):
         super().__init__(cfg, n_days)
         self.is_causal = cfg.causal
         if cfg.day_layer:
@@ -142,21 +129,13 @@ class Zipformer(Encoder):
         self.encoder = build_encoder(cfg)
         self.out = Linear(max(cfg.encoder_dim), cfg.n_classes)
 
-    def frames(self,
-        x: Tensor,       # Features `[B, T, F]`
-        day_idx: Tensor, # Day of each trial `[B]`
-    ) -> Tensor:
+    def frames(self, x: Tensor, day_idx: Tensor) -> Tensor:
         """The encoder's input `[B, T', C]`. Where products are computed in 16 bits, what layers add up is still in
         float32."""
         if self.cfg.day_layer: x = softsign(day_affine(x, day_idx, self.day_weights, self.day_biases))
         return self.frontend(x).to(self.out.weight.dtype)
 
-    def encode(self,
-        x: Tensor,                                 # Features `[B, T, F]`, zero beyond a trial's end
-        day_idx: Tensor,                           # Day of each trial `[B]`
-        n_bins: Tensor,                            # Bins of each trial `[B]`
-        batch_count: float | Tensor | None = None, # Position of the schedules, in a training step
-    ) -> Tensor:
+    def encode(self, x: Tensor, day_idx: Tensor, n_bins: Tensor, batch_count: float | Tensor | None = None) -> Tensor:
         "Logits `[B, T', K]`, without meaning beyond a trial's own frames."
         if batch_count is not None: scaling.set_batch_count(self, batch_count)
         n_patches = self.cfg.n_patches(n_bins).clamp(min=1)

@@ -14,12 +14,8 @@ from torch import Tensor, nn
 from ...scaling import FloatLike, ScheduledFloat, limit_param_value, value_of
 
 # %% ../../../../nbs/pytorch/models/zipformer/00_bypass.ipynb #c006
-def keep_trials(
-    x: Tensor,            # `[T, B, C]`, or with trials first
-    rate: float | Tensor, # Share of the trials that skip
-    *shape: int,          # Of the mask
-) -> Tensor | None:
-    "1 for each trial that takes part and 0 for one that skips; None where all take part."
+def keep_trials(x: Tensor, rate: float | Tensor, *shape: int) -> Tensor | None:
+    "Mask `[*shape]` of the type of `x`: 0 for the share `rate` of trials that skips, else 1; None for rate 0."
     if not isinstance(rate, Tensor) and rate == 0: return None
     return (torch.rand(shape, device=x.device) > rate).to(x.dtype)
 
@@ -49,19 +45,13 @@ class BypassModule(nn.Module):
         mix = keep_trials(scale, value_of(self.straight_through_rate), n_trials, 1)
         return scale if mix is None else torch.where(mix > 0, scale, scale.clamp(min=1))
 
-    def forward(self,
-        src_orig: Tensor, # Before the layer `[T, B, C]`
-        src: Tensor,      # After it `[T, B, C]`
-    ) -> Tensor:
+    def forward(self, src_orig: Tensor, src: Tensor) -> Tensor:
         "Mixture of both `[T, B, C]`."
         return src_orig + (src - src_orig) * self._scale(src.shape[1])
 
 # %% ../../../../nbs/pytorch/models/zipformer/00_bypass.ipynb #c014
-def repeat_last(
-    x: Tensor,    # `[T, B, C]`
-    lens: Tensor, # Frames of each trial `[B]`, at least 1
-) -> Tensor:
-    "The same, with each trial's last frame in place of its padding."
+def repeat_last(x: Tensor, lens: Tensor) -> Tensor:
+    "`x` `[T, B, C]` with each trial's last frame in place of its padding, by lengths `[B]`."
     lens = lens.to(x.device)
     last = x.gather(0, (lens - 1).view(1, -1, 1).expand(1, -1, x.shape[2]))
     inside = torch.arange(len(x), device=x.device)[:, None] < lens
@@ -79,10 +69,7 @@ class SimpleDownsample(nn.Module):
         self.dropout = copy.deepcopy(dropout)
         self.downsample = downsample
 
-    def forward(self,
-        src: Tensor,                # `[T, B, C]`
-        lens: Tensor | None = None, # Frames of each trial `[B]`; None: padding is averaged like any frame
-    ) -> Tensor:
+    def forward(self, src: Tensor, lens: Tensor | None = None) -> Tensor:
         "Averaged frames `[⌈T / downsample⌉, B, C]`."
         if lens is not None: src = repeat_last(src, lens)
         T, B, C = src.shape
@@ -102,9 +89,7 @@ class SimpleUpsample(nn.Module):
         super().__init__()
         self.upsample = upsample
 
-    def forward(self,
-        src: Tensor, # `[T, B, C]`
-    ) -> Tensor:
+    def forward(self, src: Tensor) -> Tensor:
         "Repeated frames `[T · upsample, B, C]`."
         T, B, C = src.shape
         return src[:, None].expand(T, self.upsample, B, C).reshape(-1, B, C)

@@ -11,24 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .bypass import SimpleDownsample
-from .layer import Zipformer2EncoderLayer
-from .stack import DownsampledZipformer2Encoder, Zipformer2Encoder
+from b2t_kaggle.pytorch.models.zipformer.layer import (
+    DownsampledZipformer2Encoder,
+    Zipformer2Encoder,
+    Zipformer2EncoderLayer,
+)
 from ...scaling import FloatLike, ScheduledFloat, convert_num_channels
 
 # %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c006
-def chunk_mask(
-    n_frames: int,            # T
-    chunk_size: int,          # Frames of a chunk
-    left_context_chunks: int, # Chunks before its own that a frame sees; negative: all
-    device: torch.device,     # Where the mask is needed
-) -> Tensor:
+def chunk_mask(n_frames: int, chunk_size: int, left_context_chunks: int, device: torch.device) -> Tensor:
     "True where a target (row) must not see a source (column), `[T, T]`."
     chunk = torch.arange(n_frames, device=device) // chunk_size
     chunks_back = chunk[:, None] - chunk
     hidden = chunks_back < 0
     return hidden if left_context_chunks < 0 else hidden | (chunks_back > left_context_chunks)
 
-# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c018
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c009
 def _drawn(choices: int | tuple[int, ...]) -> int:
     "One of them, at random where there are several."
     if isinstance(choices, int): return choices
@@ -52,7 +50,7 @@ def _chunk_info(chunk_size: int | tuple[int, ...], left_context_frames: int | tu
                          f'{reach} that the convolutions read')
     return size, chunks
 
-# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c009
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c012
 def _per_stack(value: int | tuple[int, ...], n_stacks: int, name: str) -> tuple[int, ...]:
     "A number, a list of one, or a list of one for each stack, as the last."
     values = (value,) if isinstance(value, int) else tuple(value)
@@ -88,7 +86,7 @@ def _stacks(encoder: 'Zipformer2', pos_dim: int, dropout: FloatLike, warmup_batc
         stacks.append(stack)
     return stacks
 
-# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c305
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c015
 def _all_chunks(encoder: 'Zipformer2', x: Tensor, chunk_size: int, attn_mask: Tensor | None,
                 masks: list[Tensor] | list[float], padding: Tensor | None, lens: Tensor | None) -> list[Tensor]:
     "The output of each stack `[T, B, C]`."
@@ -100,12 +98,8 @@ def _all_chunks(encoder: 'Zipformer2', x: Tensor, chunk_size: int, attn_mask: Te
         outputs.append(x)
     return outputs
 
-# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c012
-def first_states(
-    encoder: 'Zipformer2', # Causal
-    batch_size: int,      # Trials, B
-    device: torch.device, # Where the states are needed
-) -> list[Tensor]:
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c018
+def first_states(encoder: 'Zipformer2', batch_size: int, device: torch.device) -> list[Tensor]:
     """The states before the first chunk, zeros, six of each layer: keys `[L, B, H · q]`, gated channels
     `[1, B, L, 3/4 C]`, values of both self-attentions `[L, B, H · v]`, inputs of both convolutions
     `[B, C, kernel // 2]`."""
@@ -121,13 +115,8 @@ def first_states(
         states += [torch.zeros(shape, device=device) for _ in range(stack.num_layers) for shape in shapes]
     return states
 
-def next_chunk(
-    encoder: 'Zipformer2', # Causal, in evaluation mode
-    x: Tensor,             # The next chunk `[T, B, C]`
-    states: list[Tensor],  # From `first_states`, or the chunk before
-    padding: Tensor,       # True for frames that do not exist `[B, left context + T]`
-    lens: Tensor | None,   # Frames of each trial in this chunk, where padding must not be averaged `[B]`
-) -> tuple[list[Tensor], list[Tensor]]:
+def next_chunk(encoder: 'Zipformer2', x: Tensor, states: list[Tensor], padding: Tensor,
+               lens: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     "The output of each stack `[T, B, C]`, and the states that the next chunk needs."
     outputs = []
     new_states = []
@@ -142,10 +131,8 @@ def next_chunk(
         new_states += own
     return outputs, new_states
 
-# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c015
-def full_width(
-    outputs: list[Tensor], # Of the stacks `[T, B, ·]`
-) -> Tensor:
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c021
+def full_width(outputs: list[Tensor]) -> Tensor:
     "The last stack's channels, and those that it does not have from the latest one that has them `[T, B, widest]`."
     pieces = [outputs[-1]]
     width = outputs[-1].shape[-1]
@@ -154,11 +141,7 @@ def full_width(
         width = max(width, x.shape[-1])
     return torch.cat(pieces, -1)
 
-def feature_masks(
-    x: Tensor,                 # Frames `[T, B, C]`
-    widths: tuple[int, ...],   # Channels of each stack
-    unmasked: tuple[int, ...], # Of these, how many no trial loses
-) -> list[Tensor]:
+def feature_masks(x: Tensor, widths: tuple[int, ...], unmasked: tuple[int, ...]) -> list[Tensor]:
     "Mask of each stack: 0 for the channels that a trial lacks, else 1, `[1, B, C]`."
     B = x.shape[1]
     has_any = torch.rand(1, B, 1, device=x.device) > 0.125
@@ -170,7 +153,7 @@ def feature_masks(
         masks.append(torch.cat([has.expand(1, B, n) for has, n in parts], -1).to(x.dtype))
     return masks
 
-# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c301
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c024
 class Zipformer2(nn.Module):
     "Stacks of layers at different frame rates (Yao et al., 2024), with icefall's arguments and parameter names."
     def __init__(self,
@@ -207,9 +190,7 @@ class Zipformer2(nn.Module):
         self.left_context_frames = left_context_frames
         self.independent_of_padding = independent_of_padding
 
-    def get_feature_masks(self,
-        x: Tensor, # Frames `[T, B, C]`
-    ) -> list[Tensor] | list[float]:
+    def get_feature_masks(self, x: Tensor) -> list[Tensor] | list[float]:
         "Mask of each stack: 0 for the channels that a trial lacks `[1, B, C]`; 1 outside training."
         if not self.training: return [1.0] * len(self.encoder_dim)
         return feature_masks(x, self.encoder_dim, self.encoder_unmasked_dim)
@@ -243,19 +224,12 @@ class Zipformer2(nn.Module):
         x, lens = self._output(outputs, x_lens)
         return x[:frames], lens
 
-    def get_init_states(self,
-        batch_size: int = 1,                          # Trials, B
-        device: torch.device = torch.device('cpu'),   # Where they are needed
-    ) -> list[Tensor]:
+    def get_init_states(self, batch_size: int = 1, device: torch.device = torch.device('cpu')) -> list[Tensor]:
         "The states before the first chunk, six of each layer `[…]`, see `first_states`."
         return first_states(self, batch_size, device)
 
-    def streaming_forward(self,
-        x: Tensor,                    # The next chunk `[T, B, C]`, T = `chunk_size`
-        x_lens: Tensor,               # Frames of each trial in it `[B]`
-        states: list[Tensor],         # From `get_init_states`, or the chunk before
-        src_key_padding_mask: Tensor, # True for frames that do not exist `[B, left_context_frames + T]`
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def streaming_forward(self, x: Tensor, x_lens: Tensor, states: list[Tensor],
+                          src_key_padding_mask: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         "Output `[⌈T / 2⌉, B, widest]`, its frames of each trial `[B]`, and the states that the next chunk needs."
         lens = x_lens if self.independent_of_padding else None
         outputs, states = next_chunk(self, x, states, src_key_padding_mask, lens)

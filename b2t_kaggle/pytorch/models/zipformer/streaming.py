@@ -22,10 +22,7 @@ class ChunkState:
     states: list[Tensor] # Of the encoder, `[…]` each
     n_done: int = 0      # Frames that went through the encoder
 
-def start_chunks(
-    encoder: Zipformer2,  # Causal, in evaluation mode
-    batch_size: int = 1,  # Trials, B
-) -> ChunkState:
+def start_chunks(encoder: Zipformer2, batch_size: int = 1) -> ChunkState:
     "The state before the first frame."
     like = encoder.downsample_output.bias
     waiting = like.new_zeros(batch_size, 0, encoder.encoder_dim[0])
@@ -43,11 +40,7 @@ def _encode_chunk(encoder: Zipformer2, frames: Tensor, state: ChunkState) -> tup
     n_out = -(-n // encoder.output_downsampling_factor)
     return y[:n_out].transpose(0, 1), replace(state, states=states, n_done=state.n_done + n)
 
-def push_frames(
-    encoder: Zipformer2, # Causal, in evaluation mode
-    frames: Tensor,      # The next ones `[B, t, C]`
-    state: ChunkState,   # From `start_chunks`, or the last call
-) -> tuple[Tensor, ChunkState]:
+def push_frames(encoder: Zipformer2, frames: Tensor, state: ChunkState) -> tuple[Tensor, ChunkState]:
     "Output of the encoder for the chunks that are full now `[B, n, widest]`, n from 0 on, and the new state."
     waiting = torch.cat([state.waiting, frames], 1)
     chunk = encoder.chunk_size[0]
@@ -58,10 +51,7 @@ def push_frames(
         waiting = waiting[:, chunk:]
     return torch.cat(outputs, 1), replace(state, waiting=waiting)
 
-def finish_chunks(
-    encoder: Zipformer2, # Causal, in evaluation mode
-    state: ChunkState,   # From the last call
-) -> Tensor:
+def finish_chunks(encoder: Zipformer2, state: ChunkState) -> Tensor:
     "Output of the encoder for the frames that still wait when the trial ends `[B, n, widest]`."
     n = state.waiting.shape[1]
     if n == 0: return state.waiting.new_zeros(len(state.waiting), 0, max(encoder.encoder_dim))

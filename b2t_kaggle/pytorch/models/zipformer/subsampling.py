@@ -46,19 +46,14 @@ class ConvNeXt(nn.Module):
         "Output of the two pointwise layers `[B, C, T, F]`, which is added to the block's input."
         return self.pointwise_conv2(self.activation(self.hidden_balancer(self.pointwise_conv1(x))))
 
-    def forward(self,
-        x: Tensor, # `[B, C, T, F]`
-    ) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         "Output of the block `[B, C, T, F]`."
         added = self._added(self.depthwise_conv(x))
         keep = keep_trials(x, scaling.value_of(self.layerdrop_rate) if self.training else 0.0, len(x), 1, 1, 1)
         x = self.out_balancer(x + (added if keep is None else added * keep))
         return self.out_whiten(x.transpose(1, 3)).transpose(1, 3)
 
-    def streaming_forward(self,
-        x: Tensor,               # `[B, C, T + 3, F]`: the next frames, and 3 behind them
-        cached_left_pad: Tensor, # The 3 frames before them `[B, C, 3, F]`
-    ) -> tuple[Tensor, Tensor]:
+    def streaming_forward(self, x: Tensor, cached_left_pad: Tensor) -> tuple[Tensor, Tensor]:
         "Output of the block `[B, C, T, F]`, and the frames that the next ones need `[B, C, 3, F]`."
         n = self.padding[0]
         T = x.shape[2] - n
@@ -98,26 +93,16 @@ class Conv2dSubsampling(nn.Module):
         "Channels and bands of a frame in one row, and the linear layer `[B, T, C]`."
         return self.out(x.transpose(1, 2).flatten(2))
 
-    def forward(self,
-        x: Tensor,      # Filter banks `[B, T, F]`
-        x_lens: Tensor, # Frames of each trial `[B]`
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, x_lens: Tensor) -> tuple[Tensor, Tensor]:
         "Frames `[B, (T − 7) // 2, C]`, and their number of each trial `[B]`."
         x = self._joined(self.convnext(self.conv(x[:, None])))
         return self.dropout(self.out_norm(self.out_whiten(x))), (x_lens - 7) // 2
 
-    def get_init_states(self,
-        batch_size: int = 1,                          # Trials, B
-        device: torch.device = torch.device('cpu'),   # Where they are needed
-    ) -> Tensor:
+    def get_init_states(self, batch_size: int = 1, device: torch.device = torch.device('cpu')) -> Tensor:
         "The frames before the first one: zeros `[B, C, 3, F]`."
         return torch.zeros(batch_size, self.layer3_channels, self.convnext.padding[0], self.out_width, device=device)
 
-    def streaming_forward(self,
-        x: Tensor,               # The next filter banks `[B, 2 T + 13, F]`, of which 13 come again
-        x_lens: Tensor,          # Filter banks of each trial `[B]`
-        cached_left_pad: Tensor, # From `get_init_states`, or the call before
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def streaming_forward(self, x: Tensor, x_lens: Tensor, cached_left_pad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         "Frames `[B, T, C]`, their number of each trial `[B]`, and the cache of the next call."
         x, cached_left_pad = self.convnext.streaming_forward(self.conv(x[:, None]), cached_left_pad)
         return self.out_norm(self._joined(x)), (x_lens - 7) // 2 - self.convnext.padding[0], cached_left_pad
