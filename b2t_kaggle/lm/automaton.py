@@ -180,30 +180,6 @@ def _bytes(words: Iterable[str]) -> list[bytes]:
     "Words as the file has them, in whatever encoding."
     return [w.encode(errors='surrogateescape') for w in words]
 
-def _read_arrays(reader: ArpaReader, counts: list[int]) -> Arrays:
-    "All n-grams as arcs and states."
-    lm = Arrays(
-        arcs=empty_table(sum(counts[1:])),
-        first=np.zeros(sum(counts[:1]) + 1, FIRST), # One more for <unk>, which may be missing
-        states=np.zeros(1 + sum(counts[:1]) + sum(counts[1:-1]), STATE),
-    )
-    n_read = 0
-    for grams in reader:
-        order = grams.ids.shape[1]
-        if order == 1:
-            words = grams.ids[:, 0]
-            lm.first['log_prob'][words] = grams.log_prob
-            lm.first['next'][words] = 1 + words
-            lm.states['backoff'][1 + words] = grams.backoff
-        else:
-            bad = _add_ngrams(lm.arcs, lm.states, 1 + n_read, grams, order == len(counts))
-            if bad >= 0:
-                ngram = b' '.join(list(reader.ids)[i] for i in grams.ids[bad]).decode(errors='replace')
-                reader.fail(f'found {ngram!r} a second time or without its first {order - 1} words '
-                            'among the shorter n-grams', reader.line - len(grams.ids) + bad + 1)
-        n_read += len(grams.ids)
-    return lm
-
 def _table_of(words: list[str], log_prob: np.ndarray) -> WordTable:
     "Numbers of words, also by their plain names, such as `cafe` for `café`, where no word has that name."
     plain: dict[str, int] = {}
@@ -220,13 +196,29 @@ def _table_of(words: list[str], log_prob: np.ndarray) -> WordTable:
 def _build(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     "Facts and arrays of an ARPA file."
     counts = read_counts(path)
+    lm = Arrays(
+        arcs=empty_table(sum(counts[1:])),
+        first=np.zeros(sum(counts[:1]) + 1, FIRST), # One more for <unk>, which may be missing
+        states=np.zeros(1 + sum(counts[:1]) + sum(counts[1:-1]), STATE),
+    )
     reader = ArpaReader(path)
-    lm = _read_arrays(reader, counts)
+    n_read = 0
+    for grams in reader:
+        order = grams.ids.shape[1]
+        if order == 1:
+            ids = grams.ids[:, 0]
+            lm.first['log_prob'][ids] = grams.log_prob
+            lm.first['next'][ids] = 1 + ids
+            lm.states['backoff'][1 + ids] = grams.backoff
+        elif (bad := _add_ngrams(lm.arcs, lm.states, 1 + n_read, grams, order == len(counts))) >= 0:
+            ngram = b' '.join(list(reader.ids)[i] for i in grams.ids[bad]).decode(errors='replace')
+            reader.fail(f'found {ngram!r} a second time or without its first {order - 1} words among the shorter '
+                        'n-grams', reader.line - len(grams.ids) + bad + 1)
+        n_read += len(grams.ids)
     words = reader.words
     for mark in (_BOS, _EOS):
         if mark not in words:
-            raise ArpaError(f'{path}: has no {mark} among its unigrams, expected a model of sentences; '
-                            'estimate it with marks of their begin and end')
+            raise ArpaError(f'{path}: has no {mark} among its unigrams, expected a model of sentences')
     if _UNK not in words: # KenLM gives it this probability then
         words.append(_UNK)
         lm.first[-1]['log_prob'] = -100

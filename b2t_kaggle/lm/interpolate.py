@@ -86,8 +86,7 @@ def interpolate_ngrams(
     "Interpolate n-gram models linearly into an ARPA file. Raises `ValueError` for impossible weights, `ArpaError`."
     if weights is not None and dev is None:
         if len(weights) != len(paths) or not min(weights) >= 0 or not 0 < sum(weights) < np.inf:
-            raise ValueError(f'weights are {list(weights)}, expected {len(paths)} of at least 0 with a positive, '
-                             'finite sum')
+            raise ValueError(f'weights are {list(weights)}, expected {len(paths)} of at least 0, positive, finite sum')
         shares = np.asarray(weights, float)/np.sum(weights)
     elif dev is not None and weights is None:
         sentences = list(read_sentences(dev))
@@ -108,8 +107,7 @@ def general_arpa(
     "The ARPA file of a general model; raises `SphinxError`, or `ArpaError` for a KenLM binary."
     path = model_file(path)
     if is_kenlm_binary(path):
-        raise ArpaError(f'{path}: a KenLM binary, whose n-grams cannot be listed, expected an ARPA file or a model of '
-                        'CMU Sphinx; give the ARPA file that it was made from')
+        raise ArpaError(f'{path}: a KenLM binary, expected an ARPA file or a model of CMU Sphinx')
     if not is_sphinx(path): return path
     import_sphinx(path, folder/'general.arpa')
     return folder/'general.arpa'

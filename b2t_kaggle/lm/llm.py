@@ -61,20 +61,6 @@ class LLMSource(NamedTuple):
         "The files that it consists of; a name on the hub has none."
         return [f for path in (Path(self.base), *self.adapters) for f in files_of(path)]
 
-def _base_of(adapter: Path) -> str:
-    "The model that an adapter was trained for. Raises `LanguageModelError` where it names none, or one that is gone."
-    path = adapter/'adapter_config.json'
-    try: facts = parse_json(read_text(path))
-    except (OSError, ValueError) as e: raise LanguageModelError(f'{path}: {e}') from None
-    base = facts.get('base_model_name_or_path') if isinstance(facts, dict) else None
-    advice = f'give the model, and this folder as its adapter (llm=MODEL llm_adapter={adapter})'
-    if not isinstance(base, str) or not base:
-        raise LanguageModelError(f'{path}: base_model_name_or_path is {base!r}, expected the model that the adapter '
-                                 f'belongs to; {advice}')
-    if Path(base).is_absolute() and not Path(base).exists():
-        raise LanguageModelError(f'{adapter}: its model {base} is no longer there; {advice}')
-    return base
-
 def _find_base(name: str) -> str:
     "The folder or file that a name stands for, as an absolute path; else the name, which is one on the hub."
     path = Path(name)
@@ -105,8 +91,16 @@ def find_llm(
         folder = base.absolute()
         if folder in adapters: raise LanguageModelError(f'{folder}: is named as the model of an adapter of its own')
         adapters = (folder, *adapters)
-        name = _base_of(folder)
+        path = folder/'adapter_config.json'
+        try: facts = parse_json(read_text(path))
+        except (OSError, ValueError) as e: raise LanguageModelError(f'{path}: {e}') from None
+        name = facts.get('base_model_name_or_path') if isinstance(facts, dict) else None
+        advice = f'give the model, and this folder as its adapter (llm=MODEL llm_adapter={folder})'
+        if not isinstance(name, str) or not name:
+            raise LanguageModelError(f'{path}: base_model_name_or_path is {name!r}, expected a model; {advice}')
         base = Path(name)
+        if base.is_absolute() and not base.exists():
+            raise LanguageModelError(f'{folder}: its model {name} is no longer there; {advice}')
     return LLMSource(_find_base(str(name)), adapters)
 
 # %% ../../nbs/lm/01_llm.ipynb #c013

@@ -133,36 +133,32 @@ class NGram:
     def __repr__(self) -> str: return f'NGram({str(self.path)!r}, order={self.order})'
 
 # %% ../../nbs/lm/07_ngram.ipynb #c013
-def _fit(lm: 'NGram | Automaton', text: str | Path | Iterable[str]) -> dict:
-    "The row of a text in `perplexity_report`."
-    sentences = 0
-    words = 0
-    oov = Counter()
-    known = 0.0   # Log-probability of the words that the model knows, and of the sentences' ends
-    unknown = 0.0 # And of the others
-    for s in read_sentences(text):
-        scores, is_oov = lm.word_scores(s)
-        sentences += 1
-        words += len(s.split())
-        oov.update(itertools.compress(s.split(), is_oov))
-        known += scores[~is_oov].sum()
-        unknown += scores[is_oov].sum()
-    n = words + sentences
-    n_oov = oov.total()
-    def perplexity(log_prob, n): return math.exp(-log_prob/n) if n else math.nan
-    return dict(
-        sentences=sentences, words=words, oov=n_oov, oov_rate=n_oov/words if words else math.nan,
-        perplexity=perplexity(known, n - n_oov), perplexity_with_oov=perplexity(known + unknown, n),
-        frequent_oov=' '.join(w for w, _ in oov.most_common(5)),
-    )
-
 def perplexity_report(
     lm: 'NGram | Automaton',                      # The model
     texts: dict[str, str | Path | Iterable[str]], # Name of each text and the text, as `read_sentences` takes it
 ) -> 'pd.DataFrame': # One row per text
     "Sentences, words, out-of-vocabulary words (number, share, the most frequent), perplexity without and with them."
     import pandas as pd  # Here, because a decoder need not wait for it
-    return pd.DataFrame([dict(text=name) | _fit(lm, text) for name, text in texts.items()]).set_index('text')
+    def perplexity(log_prob, n): return math.exp(-log_prob/n) if n else math.nan
+    rows = []
+    for name, text in texts.items():
+        sentences = list(read_sentences(text))
+        oov = Counter()
+        known = 0.0   # Log-probability of the words that the model knows, and of the sentences' ends
+        unknown = 0.0 # And of the others
+        for s in sentences:
+            scores, is_oov = lm.word_scores(s)
+            oov.update(itertools.compress(s.split(), is_oov))
+            known += scores[~is_oov].sum()
+            unknown += scores[is_oov].sum()
+        words = sum(len(s.split()) for s in sentences)
+        n = words + len(sentences)
+        n_oov = oov.total()
+        rows.append(dict(
+            text=name, sentences=len(sentences), words=words, oov=n_oov, oov_rate=n_oov/words if words else math.nan,
+            perplexity=perplexity(known, n - n_oov), perplexity_with_oov=perplexity(known + unknown, n),
+            frequent_oov=' '.join(w for w, _ in oov.most_common(5))))
+    return pd.DataFrame(rows).set_index('text')
 
 # %% ../../nbs/lm/07_ngram.ipynb #c016
 MANY_OOV = 0.03 # Share of a text's words

@@ -200,18 +200,6 @@ def model_file(
         if found := sorted(source.glob(pattern)): return found[0]
     raise SphinxError(f'{source}: found neither {_MEMBER} nor pocketsphinx-*.whl in this folder')
 
-def _read_wheel(path: Path) -> tuple[bytes, str | None]:
-    "The English model in a wheel, and the licence."
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            models = [n for n in names if n.endswith('/' + _MEMBER)]
-            if not models: raise SphinxError(f'{path}: no {_MEMBER} among its {len(names):,} files')
-            licences = [n for n in names if re.search(r'\.dist-info/(licenses/)?LICENSE', n)]
-            return archive.read(models[0]), archive.read(licences[0]).decode(errors='replace') if licences else None
-    except (zipfile.BadZipFile, zlib.error, EOFError) as e:
-        raise SphinxError(f'{path}: not a whole zip archive ({e}); fetch it again') from None
-
 # %% ../../nbs/lm/13_sphinx.ipynb #c029
 def read_sphinx(
     source: str | Path, # A model, such as en-us.lm.bin; the wheel of pocketsphinx, or a folder that holds either
@@ -221,12 +209,23 @@ def read_sphinx(
     Probabilities and backoff weights are the file's. Raises `SphinxError` that names the file."""
     path = model_file(source)
     check_is_file(path)
-    if zipfile.is_zipfile(path): data, licence = _read_wheel(path)
+    licence = None
+    if zipfile.is_zipfile(path):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+                models = [n for n in names if n.endswith('/' + _MEMBER)]
+                if not models: raise SphinxError(f'{path}: no {_MEMBER} among its {len(names):,} files')
+                data = archive.read(models[0])
+                licences = [n for n in names if re.search(r'\.dist-info/(licenses/)?LICENSE', n)]
+                if licences: licence = archive.read(licences[0]).decode(errors='replace')
+        except (zipfile.BadZipFile, zlib.error, EOFError) as e:
+            raise SphinxError(f'{path}: not a whole zip archive ({e}); fetch it again') from None
     else:
         data = path.read_bytes()
         # Beside the installed package, in whose folder model/en-us the file is
         found = [f for d in path.absolute().parents[:4] for f in sorted(d.glob('pocketsphinx-*.dist-info/**/LICENSE*'))]
-        licence = found[0].read_text('utf-8') if found else None
+        if found: licence = found[0].read_text('utf-8')
     return _parse(data, str(path))._replace(licence=licence)
 
 def import_sphinx(
