@@ -72,9 +72,9 @@ class Queries:
         "A word as the model has it."
         if word not in self._spelled:
             usual = word.upper() if self.capitals and not word.startswith('<') else word
-            known = [] if word.startswith('<') or usual in self.model else filter(self.model.__contains__,
-                                                                                  _spellings(word))
-            self._spelled[word] = max(known, key=self._log_prob, default=usual)
+            if not word.startswith('<') and usual not in self.model:
+                usual = max((s for s in _spellings(word) if s in self.model), key=self._log_prob, default=usual)
+            self._spelled[word] = usual
         return self._spelled[word]
 
     def _log_prob(self, word: str) -> float:
