@@ -50,7 +50,7 @@ def compare(automaton, lm, sentences):
     starts = np.cumsum([0, *map(len, words)])
     ids = automaton.ids([w for ws in words for w in ws])
     ours = scores_along(automaton.arrays, automaton.begin, automaton.end, ids, starts)
-    theirs = np.fromiter((score for s in sentences for score, _, _ in lm.queries.full_scores(s)), np.float32, len(ours))
+    theirs = np.fromiter((score for s in sentences for score, _, _ in lm._full_scores(s)), np.float32, len(ours))
     return np.abs(ours - theirs).max(), len(ours)
 
 

@@ -27,7 +27,7 @@ from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.decoding.scorers import AutomatonScorer
 from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.lm.automaton import Automaton, load_ngram
-from b2t_kaggle.lm.kenlm import Queries, load_kenlm
+from b2t_kaggle.lm.kenlm import load_kenlm
 from b2t_kaggle.lm.ngram import NGram, build_ngram
 from b2t_kaggle.phonemes import BLANK, PHONEMES, SIL, build_lexicon, normalize_sentence, to_class_ids
 
@@ -349,7 +349,7 @@ def test_processes_and_order(lm):
 
 def without_file(lm):
     "The same model without the name of its file, so that KenLM must be asked."
-    return NGram(Queries(load_kenlm(lm.path)), 'nowhere.arpa')
+    return NGram(load_kenlm(lm.path), 'nowhere.arpa')
 
 
 def test_kenlm_and_automaton_agree(tmp_path):

@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kenlm_binary import kenlm_binary
 
+from b2t_kaggle.decoding.scorers import KenLMScorer
 from b2t_kaggle.lm import kneser_ney
-from b2t_kaggle.lm.kenlm import Queries
 from b2t_kaggle.lm.ngram import NGram, build_ngram, perplexity_report
 
 pytestmark = pytest.mark.filterwarnings('ignore:.*too little text')
@@ -237,8 +237,9 @@ def test_capitals(suffix, tmp_path):
     pd.testing.assert_frame_equal(*reports, rtol=1e-5)
     scores = []
     for m in (lm, same):
-        queries = Queries(m.queries.model, ['i', '</s>', 'pizza'])
-        scores.append(queries.answers([0, 0, 0], [0, 1, 2])[0])
+        scorer = KenLMScorer(m, ['i', 'pizza'])
+        scorer.resolve(np.arange(4)) # After the beginning of a sentence
+        scores.append(scorer.arcs['log_prob'][scorer.arcs['key'] >= 0])
     np.testing.assert_allclose(*scores, atol=1e-5)
 
 

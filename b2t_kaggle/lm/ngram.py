@@ -9,6 +9,7 @@ __all__ = ['LN10', 'MANY_OOV', 'build_ngram', 'NGram', 'perplexity_report', 'oov
 # %% ../../nbs/lm/07_ngram.ipynb #c003
 import itertools
 import math
+import re
 import shutil
 import warnings
 from collections import Counter
@@ -18,14 +19,15 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from .arpa import ArpaReader, is_kenlm_binary, read_counts
+from .arpa import ArpaReader, in_capitals, is_kenlm_binary, read_counts
 from .corpus import clean_text, read_sentences
-from .kenlm import Queries, load_kenlm, run_lmplz
+from .kenlm import load_kenlm, run_lmplz
 from .kneser_ney import FALLBACK_DISCOUNTS, estimate_arpa
 from ..metrics import percent
 from ..phonemes import normalize_words
 
 if TYPE_CHECKING:
+    import kenlm
     import pandas as pd
 
     from b2t_kaggle.lm.automaton import Automaton
@@ -79,15 +81,24 @@ def build_ngram(
 # %% ../../nbs/lm/07_ngram.ipynb #c010
 LN10 = math.log(10)
 
+def _spellings(word: str) -> list[str]:
+    "A word in lower case as it may be written: with capitals, and with a curly apostrophe."
+    parts = re.split("([-'])", word)
+    name = re.sub('^Mc.', lambda m: m[0][:2] + m[0][2:].upper(), word.capitalize())
+    forms = [word, word.capitalize(), ''.join(p.capitalize() for p in parts), name, word.upper()]
+    return list(dict.fromkeys([*forms, *(f.replace("'", '’') for f in forms)]))
+
 class NGram:
     "An n-gram model in KenLM. Scores are natural logs. Words are given in lower case; the model may have capitals."
     def __init__(self,
-        queries: Queries, # Queries of its model
-        path: str | Path, # The model's file
+        model: 'kenlm.Model', # Model from `load_kenlm`
+        path: str | Path,     # The model's file
     ):
-        self.queries = queries
+        self.model = model
         self.path = Path(path)
-        self.order = queries.order
+        self.order = model.order
+        self.capitals = in_capitals(model)
+        self._spelled = {} # The model's spelling of each word
 
     @classmethod
     def load(cls,
@@ -98,7 +109,7 @@ class NGram:
         if not path.is_file():
             raise FileNotFoundError(f'{path}: there is no such file; '
                                     'build a model with `b2t lm build`, or give an ARPA file or KenLM binary')
-        try: return cls(Queries(load_kenlm(path)), path)
+        try: return cls(load_kenlm(path), path)
         # KenLM's messages may hold bytes of the file, and its counts may be absurd
         except (OSError, RuntimeError, EOFError, ValueError, MemoryError) as e:
             message = ' '.join(str(e).split())[:300]
@@ -107,6 +118,19 @@ class NGram:
         raise ValueError(f'{path}: an ARPA file that KenLM refuses and load_ngram reads; `b2t lm prune {path} '
                          '-o NEW.arpa --threshold 0` writes it in the form that KenLM reads')
 
+    def spell(self, word: str) -> str:
+        "A word as the model has it."
+        if word not in self._spelled:
+            usual = word.upper() if self.capitals and not word.startswith('<') else word
+            if not word.startswith('<') and usual not in self.model:
+                known = (s for s in _spellings(word) if s in self.model)
+                usual = max(known, key=lambda s: self.model.score(s, bos=False, eos=False), default=usual)
+            self._spelled[word] = usual
+        return self._spelled[word]
+
+    def _full_scores(self, sentence: str, bos: bool = True, eos: bool = True):
+        return self.model.full_scores(' '.join(map(self.spell, sentence.split())), bos, eos)
+
     def score(self,
         words: str | Iterable[str], # A sentence of normalised words
         bos: bool = True,           # Whether it begins a sentence
@@ -114,7 +138,7 @@ class NGram:
     ) -> float:
         "Natural-log probability of a sentence; unknown words count as `<unk>`."
         sentence = words if isinstance(words, str) else ' '.join(words)
-        return LN10*math.fsum(log10_prob for log10_prob, _, _ in self.queries.full_scores(sentence, bos, eos))
+        return LN10*math.fsum(log10_prob for log10_prob, _, _ in self._full_scores(sentence, bos, eos))
 
     def scores(self,
         sentences: Sequence[str], # Normalised words, separated by spaces [n]
@@ -126,13 +150,13 @@ class NGram:
         sentence: str, # Normalised words, separated by spaces
     ) -> tuple[np.ndarray, np.ndarray]: # Natural-log probabilities [N + 1]; which words are unknown [N + 1]
         "The probability of each word of a sentence, and of its end."
-        log10_probs, _, unknown = zip(*self.queries.full_scores(sentence))
+        log10_probs, _, unknown = zip(*self._full_scores(sentence))
         return LN10*np.array(log10_probs), np.array(unknown, bool)
 
-    def __contains__(self, word: str) -> bool: return word in self.queries
+    def __contains__(self, word: str) -> bool: return self.spell(word) in self.model
     def __repr__(self) -> str: return f'NGram({str(self.path)!r}, order={self.order})'
 
-# %% ../../nbs/lm/07_ngram.ipynb #c013
+# %% ../../nbs/lm/07_ngram.ipynb #c014
 def perplexity_report(
     lm: 'NGram | Automaton',                      # The model
     texts: dict[str, str | Path | Iterable[str]], # Name of each text and the text, as `read_sentences` takes it
@@ -160,7 +184,7 @@ def perplexity_report(
             frequent_oov=' '.join(w for w, _ in oov.most_common(5))))
     return pd.DataFrame(rows).set_index('text')
 
-# %% ../../nbs/lm/07_ngram.ipynb #c016
+# %% ../../nbs/lm/07_ngram.ipynb #c017
 MANY_OOV = 0.03 # Share of a text's words
 
 def oov_advice(
@@ -174,7 +198,7 @@ def oov_advice(
             'model to mix in with --set lm.general=FILE (the wheel that `pip download pocketsphinx --no-deps` fetches '
             'holds one), or a ready one with --set lm.path=FILE (`b2t lm get` lists some)')
 
-# %% ../../nbs/lm/07_ngram.ipynb #c018
+# %% ../../nbs/lm/07_ngram.ipynb #c019
 def model_report(
     paths: Iterable[str | Path], # ARPA files (plain or .gz) or KenLM binaries
 ) -> 'pd.DataFrame':             # One row per file
@@ -187,7 +211,7 @@ def model_report(
         rows.append(dict(file=str(path), mb=path.stat().st_size/1e6) | sizes)
     return pd.DataFrame(rows).set_index('file')
 
-# %% ../../nbs/lm/07_ngram.ipynb #c024
+# %% ../../nbs/lm/07_ngram.ipynb #c025
 class LanguageModel(Protocol):
     "Methods that an n-gram model must have, such as `lm.automaton.Automaton` and `lm.ngram.NGram`."
     def score(self, words: str, bos: bool = True, eos: bool = True) -> float: ...
