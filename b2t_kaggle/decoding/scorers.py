@@ -15,7 +15,6 @@ import numpy as np
 from ..core.jit import njit, prefetch
 from ..lm.automaton import ARC, FIRST, STATE, Arrays, Automaton, empty_table, find, first_place, step
 from ..lm.boost import most_gains
-from ..lm.kenlm import Queries
 from ..lm.ngram import LN10, NGram
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
@@ -219,28 +218,38 @@ class KenLMScorer(ScoreCache):
         lm: NGram,        # The n-gram
         words: list[str], # The lexicon's words [W]
     ):
-        self.queries = Queries(lm.queries.model, [*words, '<unk>', '</s>'])
+        self.model = lm.model
+        self.words = [lm.spell(w) for w in (*words, '<unk>', '</s>')]
         super().__init__(len(words))
 
     def forget(self) -> None:
         "Forget all answers."
         super().forget()
-        self.queries.forget()
-        self.last_state = 0
+        import kenlm
+        self._state = kenlm.State
+        first = self._state()
+        self.model.BeginSentenceWrite(first)
+        self.states = [first]    # KenLM's states by their numbers
+        self.number = {first: 0} # And their numbers
 
     def begin_trial(self) -> None:
         "Forget, if there is too much; between two trials no hypothesis needs the states."
-        if self.last_state > self.MAX_STATES: self.forget()
+        if len(self.states) > self.MAX_STATES + 1: self.forget()
 
     def unigrams(self) -> np.ndarray:
         "Natural-log probability without context of each word, and of `<unk>` [W + 1]."
-        return LN10*np.array(self.queries.unigrams()[:-1])
+        return LN10*np.array([self.model.score(w, bos=False, eos=False) for w in self.words[:-1]])
 
     def resolve(self, keys: np.ndarray) -> None:
         "Ask KenLM about keys, state · 2^32 + word [n], and put its answers into the table."
         keys = np.unique(keys)
-        log_probs, states = self.queries.answers((keys >> 32).tolist(), (keys & 0xffffffff).tolist())
-        self.last_state = max(self.last_state, *states)
+        log_probs = []
+        states = []
+        for key in keys.tolist():
+            after = self._state()
+            log_probs.append(self.model.BaseScore(self.states[key >> 32], self.words[key & 0xffffffff], after))
+            states.append(self.number.setdefault(after, len(self.states)))
+            if states[-1] == len(self.states): self.states.append(after)
         self._store(keys, np.array(log_probs, np.float32), np.array(states, np.int32))
 
 # %% ../../nbs/decoding/01_scorers.ipynb #c027
