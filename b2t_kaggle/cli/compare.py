@@ -72,12 +72,9 @@ def _sentences(path: Path) -> list[str]:
 
 def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str, str | None]:
     "The sentence of each trial, as far as any source knows. Raises `ClickException` where `--truth` has another one."
-    known = read_hypotheses(truth).trials.values() if truth else ()
-    told = {t.trial: t.reference for t in known}
+    told = {name: t.reference for name, t in read_hypotheses(truth).trials.items()} if truth else {}
     references = dict(told)
-    for row in (row for rows in systems.values() for row in rows):
-        trial = row['trial']
-        reference = row['reference']
+    for trial, reference in ((row['trial'], row['reference']) for rows in systems.values() for row in rows):
         if references.get(trial) is None: references[trial] = reference
         other = told.get(trial)
         if reference and other and normalize_sentence(reference) != normalize_sentence(other):

@@ -148,36 +148,35 @@ def _parse_entry(values: dict) -> tuple[Trial, Entry]:
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c013
 def _parse_lists(values: dict) -> tuple[Trial, list[Entry]]:
     "A line with lists of sentences; raises `ValueError` that names the field."
-    lists = {k: v for k, v in values.items() if isinstance(v, list)}
     trial, _ = _parse_entry({k: v for k, v in values.items() if k in _FACTS} | dict(text=''))
+    lists = {k: v for k, v in values.items() if isinstance(v, list)}
     named = all('_' in name for name in lists)
     entries = []
     for name, texts in lists.items():
-        encoder, decoder = name.rsplit('_', 1) if named else ('', name)
+        encoder, decoder = name.rsplit('_', 1) if named else (None, name)
         for k, text in enumerate(texts):
             if not isinstance(text, str): raise ValueError(f'field {name!r}, entry {k}: found {text!r}, expected text')
             entries.append(Entry(trial.trial, text, encoder or None, str(k), decoder))
     return trial, entries
 
-def _parse_nbest(values: list, trial: str) -> tuple[Trial, list[Entry]]:
-    "A line of an n-best file."
-    entries = []
-    for rank, h in enumerate(values):
-        if not isinstance(h, dict): raise ValueError(f'entry {rank}: found {repr(h)[:60]}, expected a hypothesis')
-        given = {k: v for k, v in h.items() if k in ('text', *_SCORES)} | dict(trial=trial, rank=rank)
-        try: entries.append(_parse_entry(given)[1])
-        except ValueError as e: raise ValueError(f'entry {rank}, {e}') from None
-    return Trial(trial), entries
-
 def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
     "Trial and entries of a line of JSON, in whichever form."
     values = parse_json(line)
-    if isinstance(values, list): return _parse_nbest(values, str(number - 1))
+    if isinstance(values, list):
+        trial = str(number - 1)
+        return Trial(trial), [_parse_nbest_entry(h, trial, rank) for rank, h in enumerate(values)]
     if not isinstance(values, dict):
         raise ValueError(f'found {repr(values)[:60]}, expected an object or an n-best list')
     if any(isinstance(v, list) for v in values.values()): return _parse_lists(values)
-    trial, entry = _parse_entry(values)
-    return trial, [entry]
+    found, entry = _parse_entry(values)
+    return found, [entry]
+
+def _parse_nbest_entry(h, trial: str, rank: int) -> Entry:
+    "An entry of an n-best list."
+    if not isinstance(h, dict): raise ValueError(f'entry {rank}: found {repr(h)[:60]}, expected a hypothesis')
+    given = {k: v for k, v in h.items() if k in ('text', *_SCORES)} | dict(trial=trial, rank=rank)
+    try: return _parse_entry(given)[1]
+    except ValueError as e: raise ValueError(f'entry {rank}, {e}') from None
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c015
 _Parsed = tuple[Trial, list[Entry]]
@@ -240,22 +239,19 @@ def read_sources_together(
     return together
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c022
-def _best_first(entries: Sequence[Entry]) -> list[Entry]:
-    "The entries of a voter in a trial: by rank, else by total, else as they are."
-    if all(e.rank is not None for e in entries): return sorted(entries, key=lambda e: e.rank or 0)
-    if all(e.total is not None for e in entries): return sorted(entries, key=lambda e: -(e.total or 0.))
-    return list(entries)
-
 def best_entries(
     hypotheses: Hypotheses,
-    n: int = 1, # Kept of each voter in each trial
+    n: int = 1, # Number kept of each voter in each trial
 ) -> Hypotheses:
-    "The same trials with the best entries of each voter."
+    "The same trials with the best entries of each voter: by rank, else by total, else as they are."
     kept = {}
     for trial, entries in hypotheses.entries.items():
         by_voter = {}
         for e in entries: by_voter.setdefault(e.voter, []).append(e)
-        kept[trial] = [e for some in by_voter.values() for e in _best_first(some)[:n]]
+        for some in by_voter.values():
+            if all(e.rank is not None for e in some): some.sort(key=lambda e: e.rank)
+            elif all(e.total is not None for e in some): some.sort(key=lambda e: -e.total)
+        kept[trial] = [e for some in by_voter.values() for e in some[:n]]
     return Hypotheses(hypotheses.trials, kept)
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c025

@@ -8,6 +8,7 @@ __all__ = ['Voter', 'Kind', 'kind_of', 'seeds_by_kind', 'with_seeds', 'bounded_v
            'sentence_folds', 'cross_validate_pool']
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c002
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from b2t_kaggle.lm.ngram import Frequencies, LanguageModel, context_gain
 from b2t_kaggle.metrics import word_errors
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.rescoring.combine import word_distances
-from b2t_kaggle.rescoring.hypotheses import RANDOM, Ballots, Hypotheses, ballots
+from b2t_kaggle.rescoring.hypotheses import RANDOM, Ballots, Hypotheses, ballots, voter_name
 from b2t_kaggle.rescoring.mixture import score_nbest
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c005
@@ -30,16 +31,13 @@ def kind_of(
     voter: Voter,
 ) -> Kind:
     "Kind of a voter; voters that differ in the model alone are seeds of one kind."
-    system, _, decoder = voter
-    return system, decoder
+    return voter[0], voter[2]
 
 def seeds_by_kind(
     voters: Sequence[Voter],
 ) -> dict[Kind, int]: # In the order of appearance
     "Number of models of each kind."
-    counts: dict[Kind, int] = {}
-    for voter in voters: counts[kind_of(voter)] = counts.get(kind_of(voter), 0) + 1
-    return counts
+    return dict(Counter(map(kind_of, voters)))
 
 def with_seeds(
     hypotheses: Hypotheses,
@@ -50,10 +48,8 @@ def with_seeds(
     if unknown := [s for s in systems if s not in names]:
         raise ValueError(f'found no system {unknown[0]!r}, expected one of {", ".join(sorted(filter(None, names)))}')
     def seed(e):
-        if e.system not in systems: return e
-        return replace(e, system=systems[0], model=' '.join(filter(None, (e.system, e.model))))
-    entries = {name: [seed(e) for e in some] for name, some in hypotheses.entries.items()}
-    return Hypotheses(hypotheses.trials, entries)
+        return replace(e, system=systems[0], model=voter_name((e.system, e.model or ''))) if e.system in systems else e
+    return Hypotheses(hypotheses.trials, {t: [seed(e) for e in some] for t, some in hypotheses.entries.items()})
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c009
 _TEMPERATURE = 3.
