@@ -20,8 +20,7 @@ from b2t_kaggle.core.messages import counted
 from b2t_kaggle.lm.automaton import load_ngram
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.metrics import IN_SAMPLE, error_table, percent, word_errors
-from b2t_kaggle.metrics.bootstrap import bootstrap_difference
-from b2t_kaggle.metrics.gain import measure_gain
+from b2t_kaggle.metrics.bootstrap import bootstrap_difference, measure_gain
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.pipeline.results import best_system
 from b2t_kaggle.pipeline.run import hypothesis_files, logit_files

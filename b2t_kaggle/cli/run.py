@@ -30,7 +30,7 @@ from ..config.overrides import as_set
 from ..core.messages import with_command_name
 from ..decoding.compilation import compiled_ahead
 from ..metrics import IN_SAMPLE, percent
-from ..metrics.gain import gain_of
+from ..metrics.bootstrap import gain_of
 from ..pipeline.execute import check_stages, run_stages
 from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, plan

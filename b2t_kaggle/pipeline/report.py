@@ -20,9 +20,8 @@ from ..config import Config, config_fields, differing_values, flat_values, prese
 from ..core.files import format_size
 from ..core.pages import Html, aligned, cards, page, table
 from ..metrics import ErrorCounts, percent, total
-from ..metrics.bootstrap import Difference, rate_interval
+from ..metrics.bootstrap import Difference, gain_of, rate_interval
 from ..metrics.comparison import PER, WER, measure
-from ..metrics.gain import gain_of
 from ..phonemes import normalize_sentence
 
 # %% ../../nbs/pipeline/05_report.ipynb #c008

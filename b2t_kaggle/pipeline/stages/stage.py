@@ -120,8 +120,8 @@ class Stage:
     ) -> tuple[bool, dict[str, Any]]:
         """Decide by the key `keep` whether what the stage made is kept; figures of the gain come along. Prints both.
 
-        Nine trials that all got worse are kept on demand alone (`metrics.gain`)."""
-        from b2t_kaggle.metrics.gain import gain_figures, measure_gain
+        Nine trials that all got worse are kept on demand alone (`metrics.bootstrap`)."""
+        from b2t_kaggle.metrics.bootstrap import gain_figures, measure_gain
         group, name = self.keep.split('.')
         keep = getattr(getattr(cfg, group), name)
         gain = measure_gain(references, before, after)
