@@ -57,11 +57,6 @@ class Gpu:
     capability: str   # Compute capability, such as `8.0`
     bfloat16: bool    # Whether it multiplies bfloat16 (from 8.0 on)
 
-    @property
-    def tensor_cores(self) -> bool:
-        "Whether the GPU has tensor cores, which multiply float16 several times as fast as float32 (from 7.0 on)."
-        return float(self.capability) >= 7
-
 def _nvidia_smi() -> str:
     "Output of the driver's tool, one line for each GPU; empty if there is none."
     if shutil.which('nvidia-smi') is None: return ''
@@ -125,15 +120,12 @@ _OTHER_VARIABLES = (
 )
 _FLAGS = ('ISTPUVM', 'COLAB_TPU_1VM', 'XLA_USE_BF16', 'XLA_DOWNCAST_BF16')
 
-def _is_set(variable: str, value: str) -> bool:
-    "Whether a value has an effect. An empty `CUDA_VISIBLE_DEVICES` has one: it hides all GPUs."
-    if variable in _FLAGS and value.lower() in ('0', 'false', 'no'): return False
-    return bool(value) or variable == 'CUDA_VISIBLE_DEVICES'
-
 def seen_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     "The variables about accelerators that are set, not empty, and for a flag not 0 or false."
     variables = {k: environ[k].strip() for k in (*TPU_VARIABLES, *_OTHER_VARIABLES) if k in environ}
-    return {k: v for k, v in variables.items() if _is_set(k, v)}
+    off = {k for k in _FLAGS if variables.get(k, '').lower() in ('0', 'false', 'no')}
+    # An empty `CUDA_VISIBLE_DEVICES` has an effect: it hides all GPUs
+    return {k: v for k, v in variables.items() if k not in off and (v or k == 'CUDA_VISIBLE_DEVICES')}
 
 def _tpu_server(variables: Mapping[str, str]) -> str:
     "Address of a TPU that is a server on the network; empty for none."
@@ -351,7 +343,8 @@ def _gpu_precision(gpu: Gpu, asked: str) -> tuple[str, str]:
     "Precision and its reason: in 16 bits where the GPU multiplies them faster than float32."
     if gpu.bfloat16: return choose_precision(asked, True)
     reason = f'does not compute bfloat16 (compute capability {gpu.capability}, 8.0 would), '
-    if gpu.tensor_cores: return choose_precision(asked, False, reason + 'but float16, with a scaled loss', 'float16')
+    if float(gpu.capability) >= 7: # It has tensor cores
+        return choose_precision(asked, False, reason + 'but float16, with a scaled loss', 'float16')
     return choose_precision(asked, False, reason + 'and has no tensor cores, so float16 is no faster than float32')
 
 def unused_tpu(d: Detected, accelerator: str, problem: str) -> str:

@@ -62,19 +62,12 @@ def _pays(weight: Tensor, n_rows: int, dtypes: tuple[torch.dtype, ...] = (torch.
     if n_rows < _FEWEST_ROWS or n_rows * weight.numel() < _FEWEST_MULTIPLICATIONS: return False
     return _is_onednn_faster() if weight.dtype == torch.float32 else _is_bfloat16_onednn()
 
-def product(
-    x: Tensor,                  # `[…, I]`
-    weight: Tensor,             # `[O, I]`
-    bias: Tensor | None = None, # `[O]`
-) -> Tensor:
-    "`x @ weight.T + bias` `[…, O]` as `F.linear`, without a gradient."
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    "`x @ weight.T + bias` `[…, O]` of `x` `[…, I]` as `F.linear`, without a gradient."
     if x.dtype == weight.dtype and _pays(weight, x.numel() // x.shape[-1]): return _multiply(x, _dense(weight), bias)
     return F.linear(x, weight, bias)
 
-def products_with(
-    weight: Tensor, # `[O, I]`
-    n_rows: int,    # Of most products
-) -> Callable[[Tensor], Tensor]:
+def products_with(weight: Tensor, n_rows: int) -> Callable[[Tensor], Tensor]:
     "`x` `[N, I]` to `x @ weight.T`, for many products with one weight, whose values are put in order once."
     if _pays(weight, n_rows, (torch.float32, torch.bfloat16)):
         packed = torch.ops.mkldnn._reorder_linear_weight(_dense(weight), n_rows)
@@ -99,12 +92,8 @@ class _Linear(torch.autograd.Function):
         d_weight = product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if ctx.needs_input_grad[1] else None
         return d_x, d_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
-def linear(
-    x: Tensor,                  # `[…, I]`
-    weight: Tensor,             # `[O, I]`
-    bias: Tensor | None = None, # `[O]`
-) -> Tensor:
-    "`F.linear`, differentiable once where oneDNN computes it."
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    "`F.linear` of `x` `[…, I]` to `[…, O]`, differentiable once where oneDNN computes it."
     if torch.compiler.is_compiling() or not _pays(weight, x.numel() // x.shape[-1]): return F.linear(x, weight, bias)
     return F.linear(x, weight, bias) if torch.is_autocast_enabled('cpu') else _Linear.apply(x, weight, bias)
 

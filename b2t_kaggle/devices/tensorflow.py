@@ -66,16 +66,6 @@ def tensorflow_tpu_problem(d: Detected) -> str:
             'start a session with a TPU, or set TPU_NAME=local if it is here all the same')
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c011
-def _on_tpu(d: Detected, accelerator: str, precision: str) -> Device:
-    device = replace(machine.tpu_device(d, accelerator, precision), kind='tpu')
-    if d.tpu.server or tensorflow_build(d).endswith('-tpu'): return device
-    return device.with_reasons(f'whether {_build_and_version(d)} is built for TPUs shows when it starts')
-
-def _on_gpu(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
-    device = machine.gpu_device(d, accelerator, precision, unused)
-    if device.precision != 'bfloat16': return device
-    return device.with_reasons('GRU layers in float32, with factors in TF32')
-
 def _on_cpu(d: Detected, accelerator: str, precision: str, unused: str) -> Device:
     build = _build_and_version(d)
     device_reason = f'{build} {"is built without CUDA" if d.gpus else "sees no GPU"}'
@@ -105,10 +95,16 @@ def plan_tensorflow(
     check_tensorflow(d, accelerator)
     problem = tensorflow_tpu_problem(d)
     if accelerator == 'tpu' and problem: raise DeviceError(f'accelerator tpu: {problem}')
-    if accelerator in ('auto', 'tpu') and not problem: return _on_tpu(d, accelerator, precision)
+    if accelerator in ('auto', 'tpu') and not problem:
+        device = replace(machine.tpu_device(d, accelerator, precision), kind='tpu')
+        if d.tpu.server or tensorflow_build(d).endswith('-tpu'): return device
+        return device.with_reasons(f'whether {_build_and_version(d)} is built for TPUs shows when it starts')
     unused = machine.unused_tpu(d, accelerator, problem)
     has_gpus = d.gpus and not tensorflow_build(d).endswith(('-cpu', '-tpu'))
-    if has_gpus and accelerator != 'cpu': return _on_gpu(d, accelerator, precision, unused)
+    if has_gpus and accelerator != 'cpu':
+        device = machine.gpu_device(d, accelerator, precision, unused)
+        if device.precision != 'bfloat16': return device
+        return device.with_reasons('GRU layers in float32, with factors in TF32')
     if accelerator == 'cuda':
         raise DeviceError(f'accelerator cuda: TensorFlow finds no GPU ({_build_and_version(d)}); set '
                           "train.accelerator=auto, or install a driver and pip install 'tensorflow[and-cuda]'")
