@@ -11,7 +11,7 @@ GROUPS = (
         'guides/testing_an_accelerator.ipynb', 'guides/measured_on_hardware.ipynb', 'guides/memory_and_disk.ipynb',
         'guides/own_language_model.ipynb', 'guides/a_language_model_that_helps.ipynb', 'guides/personal_words.ipynb',
         'guides/closed_vocabularies.ipynb', 'guides/streaming.ipynb', 'guides/one_trial.ipynb',
-        'guides/two_participants.ipynb', 'guides/ensembles.ipynb',
+        'guides/two_participants.ipynb', 'guides/ensembles.ipynb', 'guides/tried_and_dropped.ipynb',
         'guides/adding_an_encoder.ipynb', 'guides/adding_a_stage.ipynb', 'guides')),
     ('Benchmarks', ('benchmarks',)),
     ('Stages of a run', ('stages',)),
