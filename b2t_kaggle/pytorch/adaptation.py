@@ -54,15 +54,11 @@ class Moments:
     def __add__(self, other: 'Moments') -> 'Moments':
         return Moments(self.n + other.n, self.total + other.total, self.squares + other.squares)
 
-    def scaled(self,
-        n: float, # Bins
-    ) -> 'Moments':
+    def scaled(self, n: float) -> 'Moments':
         "The same means and variances, of another number of bins."
         return Moments(n, self.total*n/self.n, self.squares*n/self.n)
 
-    def first(self,
-        F: int, # Features; a store of several participants has zeros behind those of one
-    ) -> 'Moments':
+    def first(self, F: int) -> 'Moments':
         "Moments of the first features."
         return Moments(self.n, self.total[:F], self.squares[:F])
 
@@ -185,10 +181,7 @@ class Adapter:
     def _tensor(self, values) -> Tensor: return self.backend.put(np.asarray(values))
 
     @torch.no_grad()
-    def log_probs(self,
-        x: np.ndarray, # Features of a trial `[T, F]`
-        day: int,      # Its day
-    ) -> np.ndarray:
+    def log_probs(self, x: np.ndarray, day: int) -> np.ndarray:
         "Log-probabilities of the trial with the present weights, float32 `[T', K]`."
         rows = self.augment.eval(self._tensor(x[None]))
         with self.backend.autocast(): logits = self.model(rows, self._tensor([day]))

@@ -77,17 +77,12 @@ def channel_mask(
 # %% ../../nbs/pytorch/04_augment.ipynb #c015
 class Augment:
     "Features as they come from the store to features as the model sees them; one object per run."
-    def __init__(self,
-        cfg: AugmentConfig, # The run's `augment` group
-        seed: int,          # The run's seed
-    ):
+    def __init__(self, cfg: AugmentConfig, seed: int):
         self.cfg = cfg
         self.seed = seed
         self.kernel = smoothing_kernel(cfg)
 
-    def eval(self,
-        x: Tensor, # Features `[B, T, F]`, zeros beyond each trial's end
-    ) -> Tensor:
+    def eval(self, x: Tensor) -> Tensor:
         "Smoothing alone, float32 `[B, T, F]`."
         return x.float() if self.kernel is None else smooth(x.float(), self.kernel)
 

@@ -36,17 +36,12 @@ class Frames:
         if self.order is None: return module(x, states, self.lengths)
         return cpu_gru(module, x, self.order, states, module.training)
 
-    def by_trial(self,
-        y: Tensor, # Frames in the order of time: packed `[N, ·]`, padded `[T', B, ·]`
-    ) -> Tensor:
+    def by_trial(self, y: Tensor) -> Tensor:
         "The same frames in the order of `self.x`."
         return y if self.order is None else permute(y, self.order.to_trials, self.order.from_trials)
 
-    def unpack(self,
-        y: Tensor,              # Frames in the order of time, or of `self.x`, packed `[N, ·]` or padded `[T', B, ·]`
-        by_trial: bool = False, # They are in the order of `self.x`
-    ) -> Tensor:
-        "The frames as a rectangle `[B, T', ·]`; where they were packed, zero beyond a trial's own."
+    def unpack(self, y: Tensor, by_trial: bool = False) -> Tensor:
+        "Frames in the order of time, or `by_trial`, as a rectangle `[B, T', ·]`; zeros beyond a trial's own."
         if self.order is None: return y.transpose(0, 1)
         if by_trial: y = permute(y, self.order.from_trials, self.order.to_trials)
         flat = y.new_zeros(self.n_trials * self.n_frames, y.shape[1]).index_copy(0, self.order.padded, y)

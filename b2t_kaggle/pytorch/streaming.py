@@ -17,10 +17,7 @@ from ..training.recipe import smoothing_kernel
 # %% ../../nbs/pytorch/14_streaming.ipynb #c006
 class SmoothingStream:
     "Bins that come bit by bit, smoothed as all of them at once would be."
-    def __init__(self,
-        cfg: AugmentConfig, # The model's `augment` group
-        n_features: int,    # Features per bin, F
-    ):
+    def __init__(self, cfg: AugmentConfig, n_features: int):
         kernel = smoothing_kernel(cfg)
         if kernel is None: kernel = np.ones(1, np.float32)
         n_before = (len(kernel) - 1) // 2
@@ -29,10 +26,8 @@ class SmoothingStream:
         self.n_after = int(last) - n_before # Later bins that a smoothed bin reads
         self.window = torch.zeros(1, n_before, n_features)
 
-    def push(self,
-        x: Tensor, # The next bins `[1, t, F]`
-    ) -> Tensor:
-        "The smoothed bins `[1, n, F]` that are complete now."
+    def push(self, x: Tensor) -> Tensor:
+        "The smoothed bins `[1, n, F]` that are complete with the next ones `[1, t, F]`."
         x = torch.cat([self.window, x], 1)
         n = x.shape[1] - (len(self.weights) - 1)
         if n < 1:
@@ -75,10 +70,8 @@ class EncoderStream:
         self.n_features = cfg.model.features_of(session)
         self.smoothing = SmoothingStream(cfg.augment, self.n_features)
 
-    def push(self,
-        bins: np.ndarray, # The next bins `[t, F]`; t may be 0
-    ) -> np.ndarray:
-        "Log-probabilities `[n, K]` of the n frames that are complete, if any. Raises `ValueError` for another shape."
+    def push(self, bins: np.ndarray) -> np.ndarray:
+        "Log-probabilities `[n, K]` of the frames that the next bins `[t, F]` complete. Raises `ValueError`."
         x = np.asarray(bins, dtype=np.float32)
         if x.ndim != 2 or x.shape[1] != self.n_features:
             raise ValueError(f'bins: found shape {list(x.shape)}, expected [t, {self.n_features}]')

@@ -104,9 +104,7 @@ class BatchLoader:
         return DayBalancedSampler(self.store.day[usable], cfg.data.batch_size, cfg.data.days_per_batch, cfg.train.seed,
                                   cfg.data.must_include_days)
 
-    def trials(self,
-        step: int, # Training batch, from 0
-    ) -> np.ndarray:
+    def trials(self, step: int) -> np.ndarray:
         "The trials of a step's batch, as indices into `store` `[B]`."
         if self.refit_from is None or step < self.refit_from: return self.usable[self.sampler.batch(step)]
         return self.usable_refit[self.sampler_refit.batch(step)]
@@ -434,10 +432,7 @@ class Trainer(loop.Trainer):
         "Take the steps before `end` that are left."
         yield from (self.train_step(*loaded) for loaded in self.loader.batches(range(self.step, end)))
 
-    def train_step(self,
-        micro_batches: list[MicroBatch], # From `BatchLoader`
-        days: np.ndarray,                # Of the whole batch `[days]`
-    ) -> StepResult:
+    def train_step(self, micro_batches: list[MicroBatch], days: np.ndarray) -> StepResult:
         "Take one step of the optimiser."
         self.current = micro_batches
         self.model.train()

@@ -20,16 +20,11 @@ from ..training.checkpoints import CheckpointError, seen_val_from
 # %% ../../nbs/pytorch/10_weight_average.ipynb #c005
 class WeightAverage:
     "A running average of a model's weights (Polyak and Juditsky, 1992; Izmailov et al., 2018)."
-    def __init__(self,
-        model: Encoder, # With the weights with which the average begins, and not compiled
-    ):
+    def __init__(self, model: Encoder):
         self.model = deepcopy(model).requires_grad_(False).eval()
 
     @torch.no_grad()
-    def update(self,
-        model: Encoder,        # After a step
-        rate: float | Tensor,  # From `averaging_rate`: 1 takes the model's weights as they are
-    ) -> None:
+    def update(self, model: Encoder, rate: float | Tensor) -> None:
         "Move the average toward the model's weights: w̄ ← w̄ + rate · (w − w̄), for each tensor `[…]`."
         for own, new in zip(self.model.parameters(), model.parameters()): own.lerp_(new, rate)
         for own, new in zip(self.model.buffers(), model.buffers()): own.copy_(new)

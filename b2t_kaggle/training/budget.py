@@ -18,11 +18,8 @@ from typing import Any, TypeVar
 
 # %% ../../nbs/training/06_budget.ipynb #c004
 class Budget:
-    "Time that a training may take, and the usual duration of its steps, validations and saves."
-    def __init__(self,
-        minutes: float | None, # None means without end
-        val_batches: float,    # Validation trials, as a number of training batches
-    ):
+    "Time that a training may take, and how long steps, validations (of `val_batches` batches) and saves usually take."
+    def __init__(self, minutes: float | None, val_batches: float):
         self.began = time.monotonic()
         self.limit = 60 * (minutes or math.inf)
         self.val_batches = val_batches
@@ -31,11 +28,8 @@ class Budget:
 
     def elapsed(self) -> float: return time.monotonic() - self.began
 
-    def note(self,
-        kind: str,      # `step`, `validate` or `save`
-        seconds: float, # Its duration
-    ) -> None:
-        "Record a duration."
+    def note(self, kind: str, seconds: float) -> None:
+        "Record the duration of a `step`, `validate` or `save`."
         last = self.last.setdefault(kind, deque(maxlen=9))
         if self.calls[kind] == 1: last.clear()  # the first one, with its warm-up, counted only for want of another
         last.append(seconds)
@@ -54,9 +48,7 @@ class Budget:
 
     def usual(self, kind: str) -> float: return statistics.median(self.last[kind]) if self.calls[kind] else 0.
 
-    def is_spent(self,
-        steps: int = 1, # Steps until the next check
-    ) -> bool:
+    def is_spent(self, steps: int = 1) -> bool:
         "Whether the time that is left suffices for a validation and a save alone."
         step = self.usual('step') if self.calls['step'] > 1 else 0.
         validation = self.usual('validate') if self.calls['validate'] else step * self.val_batches
@@ -78,10 +70,8 @@ class Deadline:
         values = os.environ.get(TIME_LIMIT_VARIABLE, '').split()
         return cls(*map(float, values)) if len(values) == 2 else cls()
 
-    def left(self,
-        reserve: float = 0., # Of the stages that follow, within a time limit of four hours or more [s]
-    ) -> float:
-        "Seconds until the end, or until the time that is kept begins; negative when it is over."
+    def left(self, reserve: float = 0.) -> float:
+        "Seconds until the end, or until the `reserve` of later stages, whole from four hours on; negative after."
         if math.isinf(self.ends): return math.inf
         return self.ends - time.time() - reserve*min(1, (self.ends - self.began)/_WHOLE)
 

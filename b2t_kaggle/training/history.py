@@ -46,10 +46,7 @@ class BestTracker:
         self.metrics = dict(val_per=None, val_loss=None, step=0, sessions={})
         self.bad_evals = 0 # Validations since the best one
 
-    def update(self,
-        metrics: dict | None, # From `summarize`; None where there was no validation
-        step: int,            # Batches that were done
-    ) -> bool:
+    def update(self, metrics: dict | None, step: int) -> bool:
         "Record a validation; returns whether it is the best one."
         if metrics is None: return False
         is_best = self.metrics['val_per'] is None or _rank(metrics) < _rank(self.metrics)
@@ -57,9 +54,7 @@ class BestTracker:
         if is_best: self.metrics = metrics | dict(step=step)
         return is_best
 
-    def has_converged(self,
-        cfg: TrainConfig, # The run's `train` group
-    ) -> str | None:
+    def has_converged(self, cfg: TrainConfig) -> str | None:
         "Reason to stop before the last batch, by `early_stopping`; None without one."
         converged = cfg.early_stopping and self.bad_evals >= cfg.early_stopping_val_steps
         return 'early stopping' if converged else None

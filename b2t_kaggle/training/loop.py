@@ -204,10 +204,7 @@ class Trainer(ABC):
         if self.refit_from is not None: state['refit_from'] = self.refit_from
         return state | (dict(loss_scale=self.scaler.state_dict()) if self.scaler else {})
 
-    def restore(self,
-        state: dict, # From `state`
-        path: Path,  # Where it was saved
-    ) -> None:
+    def restore(self, state: dict, path: Path) -> None:
         "Go on from a checkpoint, before its weights are used. Raises `TrainingError` if it is of another run."
         _check_may_continue(state, self.fingerprint, self.cfg.train, path)
         self.step = state['step']
@@ -312,9 +309,7 @@ class Loop:
         self.is_interrupted: Callable[[], bool] = lambda: False
         self.stopped = trainer.best.has_converged(trainer.cfg.train)
 
-    def run(self,
-        progress: bool = True, # Show a progress bar
-    ) -> str | None:
+    def run(self, progress: bool = True) -> str | None:
         """Take the steps that are left; returns why it stopped before the last one, or None. Raises `TrainingError`,
         and where the program is asked to end `KeyboardInterrupt` that says what is saved."""
         t = self.trainer

@@ -50,10 +50,7 @@ class PruningCallback:
         self.number = number
         self.trial = optuna.trial.Trial(self.study, self.study.trials[number]._trial_id)
 
-    def __call__(self,
-        step: int,  # Batches that were done
-        per: float, # PER of the validation
-    ) -> bool:
+    def __call__(self, step: int, per: float) -> bool:
         """Whether the sweep point is pruned, which the study records. A step that is taken again is reported once.
 
         Where the study cannot be reached, the training goes on, and a line says so."""

@@ -74,9 +74,7 @@ class TrainedModel(nn.Module):
         "The weights `[…]` as a checkpoint has them: `model_state_dict`, and what stands beside it."
         return dict(model_state_dict=self.state_dict())
 
-    def state_of(self,
-        checkpoint: dict, # With what `checkpoint` gave
-    ) -> dict[str, Tensor]:
+    def state_of(self, checkpoint: dict) -> dict[str, Tensor]:
         "The state dict of this model, tensors `[…]` by name."
         return checkpoint['model_state_dict']
 
@@ -84,9 +82,7 @@ class TrainedModel(nn.Module):
         "More arguments of `forward` in a training step; steps are counted from 0."
         return {}
 
-    def training_inputs(self,
-        trials: np.ndarray, # Of the batch, as indices into the training trials `[B]`
-    ) -> dict:
+    def training_inputs(self, trials: np.ndarray) -> dict:
         "More arguments of `forward` in a training step, which depend on the trials."
         return {}
 
@@ -98,9 +94,7 @@ class TrainedModel(nn.Module):
         "The loss of each trial `[B]`; or by name `loss`, and parts of it that are to have curves of their own."
         return ctc(out)
 
-    def training_logits(self,
-        out: Any, # Output of `forward` in a training step
-    ) -> Tensor:
+    def training_logits(self, out: Any) -> Tensor:
         "The logits `[B, T', K]` in it that inference takes; for `train.cr_ctc`."
         if isinstance(out, Tensor): return out
         raise TrainingError(f'train.cr_ctc: model.name = {self.cfg.name} does not say which logits it infers with '
@@ -110,9 +104,7 @@ class TrainedModel(nn.Module):
         "State of the training beside the weights, as tensors or plain values; a run that continues needs it."
         return {}
 
-    def load_training_state(self,
-        state: dict, # From `training_state`
-    ) -> None:
+    def load_training_state(self, state: dict) -> None:
         "Restore a state of the training."
 
 # %% ../../../nbs/pytorch/models/00_encoder.ipynb #c009
@@ -122,17 +114,12 @@ class Encoder(TrainedModel):
     is_causal: bool = False # Whether a frame depends on no later bins than its own
     read_out: ClassVar[str] = 'out' # The linear layer that makes logits of states
 
-    def __init__(self,
-        cfg: EncoderConfig, # The `model` group
-        n_days: int,        # Recording days, D
-    ):
+    def __init__(self, cfg: EncoderConfig, n_days: int):
         super().__init__()
         self.cfg = cfg
         self.n_days = n_days
 
-    def add_participants(self,
-        sessions: Sequence[str], # Of the days `[D]`
-    ) -> None:
+    def add_participants(self, sessions: Sequence[str]) -> None:
         "Add the affine map of each of `model.participants`, which begins as the identity. Raises `ConfigError`."
         F = self.cfg.neural_dim
         names = list(self.cfg.participants)
@@ -205,8 +192,6 @@ class Encoder(TrainedModel):
         "Logits `[B, n, K]` of the frames that only wait for the end of the trial; None where none ever does."
         return None
 
-    def reference_weights(self,
-        content: dict, # Content of a checkpoint of another implementation
-    ) -> tuple[nn.Module, dict[str, Tensor]]:
+    def reference_weights(self, content: dict) -> tuple[nn.Module, dict[str, Tensor]]:
         "The part of this model that the other one has, and its weights `[…]` by name. Raises `ValueError`."
         raise ValueError(f'model.name = {self.cfg.name} knows no other implementation to take weights from')

@@ -107,9 +107,7 @@ class GRUDecoder(Frontend):
         model.cfg = cfg
         return model
 
-    def initial_states(self,
-        n_trials: int, # B
-    ) -> Tensor:
+    def initial_states(self, n_trials: int) -> Tensor:
         "The learnt states `[L·directions, B, H]`."
         n_layers = self.gru.num_layers
         if self.is_causal: return self.h0.expand(n_layers, n_trials, -1).contiguous()

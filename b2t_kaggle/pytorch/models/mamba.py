@@ -119,9 +119,7 @@ def _gated_norm(y: Tensor, gate: Tensor, gain: Tensor) -> Tensor:
 # %% ../../../nbs/pytorch/models/05_mamba.ipynb #c301
 class MambaLayer(nn.Module):
     "A Mamba-2 layer (Dao and Gu, 2024) without its residual connection; all G directions are computed together."
-    def __init__(self,
-        cfg: MambaConfig, # Its sizes
-    ):
+    def __init__(self, cfg: MambaConfig):
         super().__init__()
         self.cfg = cfg
         G = cfg.n_directions
@@ -202,10 +200,7 @@ class Mamba(Frontend):
     cfg: MambaConfig
     patch_layer = ('project.',)
 
-    def __init__(self,
-        cfg: MambaConfig, # The `model` group
-        n_days: int,      # Recording days, D
-    ):
+    def __init__(self, cfg: MambaConfig, n_days: int):
         super().__init__(cfg, n_days, cfg.day_layer)
         self.is_causal = not cfg.bidirectional
         n_hidden = cfg.projection_units or cfg.n_units

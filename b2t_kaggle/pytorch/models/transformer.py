@@ -31,18 +31,13 @@ def shifted_rows(
 
 class RelativePositions(nn.Module):
     "Biases of the scores of attention by the distance of two frames, in each head (T5; Raffel et al., 2020)."
-    def __init__(self,
-        cfg: TransformerConfig, # The `model` group
-    ):
+    def __init__(self, cfg: TransformerConfig):
         super().__init__()
         self.farthest = cfg.max_distance
         self.bias = nn.Parameter(torch.zeros(cfg.position_buckets, cfg.n_heads))
         self.register_buffer('buckets', torch.tensor(cfg.bucket_of_distance()), persistent=False)
 
-    def forward(self,
-        n_queries: int, # Frames of the queries, the last of the keys' frames
-        n_keys: int,    # Frames of the keys
-    ) -> Tensor:
+    def forward(self, n_queries: int, n_keys: int) -> Tensor:
         "Bias of each pair of frames `[H, n_queries, n_keys]`."
         distances = torch.arange(1 - n_keys, n_queries, device=self.bias.device).clamp(-self.farthest, self.farthest)
         buckets = self.buckets.index_select(0, distances + self.farthest)
@@ -89,9 +84,7 @@ def only(
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c014
 class Block(nn.Module):
     "A pre-norm transformer layer: attention and a feed-forward network, each with a residual connection."
-    def __init__(self,
-        cfg: TransformerConfig, # The `model` group
-    ):
+    def __init__(self, cfg: TransformerConfig):
         super().__init__()
         inner = cfg.n_heads * cfg.head_dim
         hidden = cfg.feedforward_factor * cfg.n_units
@@ -103,16 +96,11 @@ class Block(nn.Module):
         self.contract = Linear(hidden, cfg.n_units)
         self.dropout = cfg.dropout
 
-    def project(self,
-        x: Tensor, # Frames `[…, d]`
-    ) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
         "Queries, keys and values of all heads, `[…, 3 · H · head_dim]`."
         return self.qkv(self.attention_norm(x))
 
-    def combine(self,
-        x: Tensor,        # The same frames
-        attended: Tensor, # Output of attention `[…, H · head_dim]`
-    ) -> Tensor:
+    def combine(self, x: Tensor, attended: Tensor) -> Tensor:
         "Frames after this layer `[…, d]`."
         x = x + dropout(self.attention_out(attended), self.dropout, self.training)
         hidden = dropout(F.gelu(self.expand(self.feedforward_norm(x))), self.dropout, self.training)
@@ -144,9 +132,7 @@ def attend(
 # %% ../../../nbs/pytorch/models/04_transformer.ipynb #c018
 class PatchEmbedding(nn.Module):
     "Full patches of bins to frames."
-    def __init__(self,
-        cfg: TransformerConfig, # The `model` group
-    ):
+    def __init__(self, cfg: TransformerConfig):
         super().__init__()
         self.cfg = cfg
         n_in = cfg.patch_size * cfg.neural_dim
@@ -154,9 +140,7 @@ class PatchEmbedding(nn.Module):
         self.proj = Linear(n_in, cfg.n_units)
         self.norm = nn.LayerNorm(cfg.n_units)
 
-    def forward(self,
-        x: Tensor, # Bins `[…, T, F]`, T a multiple of the patches' size
-    ) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         "Frames `[…, T', d]`, float32."
         patches = x.reshape(*x.shape[:-2], -1, self.cfg.patch_size * self.cfg.neural_dim)
         x = self.norm(self.proj(self.patch_norm(patches)))
@@ -169,10 +153,7 @@ class Transformer(Encoder):
     cfg: TransformerConfig
     patch_layer = ('embedding.',)
 
-    def __init__(self,
-        cfg: TransformerConfig, # The `model` group
-        n_days: int,            # Recording days, D
-    ):
+    def __init__(self, cfg: TransformerConfig, n_days: int):
         super().__init__(cfg, n_days)
         self.is_causal = cfg.causal
         if cfg.day_layer:

@@ -64,10 +64,7 @@ class NoiseModel(_FrameGRU):
         self.out = nn.Linear(n_units, frame_dim) if n_units else nn.Identity()
         for p in self.out.parameters(): nn.init.zeros_(p)
 
-    def forward(self,
-        f: Frames,                    # Frames
-        states: Tensor | None = None, # States `[L, B, H]` to start from; none means the learnt ones
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, f: Frames, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
         "The noise, of the shape and in the order of `f.x`, and the states `[L, B, H]` after the last frame."
         y, states = self.run(f, f.x, states)
         return self.out(f.by_trial(y)), states

@@ -56,10 +56,7 @@ class Program:
         for t, own in zip(state, kept): t.data = own
         library._clear_pending_irs(str(self.device))
 
-    def __call__(self,
-        inputs: list[Tensor], # As at recording `[…]`
-        seeds: Sequence[int], # Likewise
-    ) -> dict[Any, Tensor]:
+    def __call__(self, inputs: list[Tensor], seeds: Sequence[int]) -> dict[Any, Tensor]:
         "Take a step: change the state, and give the results of `step`. Nobody waits for the device."
         sent = [self._seed(s) for s in seeds]
         places = dict(state=self.state, input=inputs, seed=sent)

@@ -54,18 +54,13 @@ class DeviceTrials:
         places = np.where(t < n_bins[:, None], self.begins[trials][:, None] + t, self.begins[-1])
         return places.astype(np.int32)
 
-    def gather(self,
-        places: Tensor, # From `places`, on the device `[B, T]`
-    ) -> Tensor:
+    def gather(self, places: Tensor) -> Tensor:
         "Features of a batch, as they are stored `[B, T, F]`."
         return self.backend.split(self.values.index_select(0, places.flatten()).view(*places.shape, -1))
 
 class PlaceBatcher(Batcher):
     "A `Batcher` whose batches have the places of bins `[B, T]` in place of features."
-    def __init__(self,
-        trials: DeviceTrials, # Where the features are
-        batcher: Batcher,     # Its store and buckets
-    ):
+    def __init__(self, trials: DeviceTrials, batcher: Batcher):
         super().__init__(batcher.store, batcher.buckets, batcher.store.dtype.name)
         self.device_trials = trials
 

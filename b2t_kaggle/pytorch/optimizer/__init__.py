@@ -31,10 +31,7 @@ def _groups(model: TrainedModel) -> list[dict]:
 
 class DayScaledAdam(RunOptimizer):
     "`ScaledAdam` over a model's parameters, with one parameter per day."
-    def __init__(self,
-        model: TrainedModel,   # On its device
-        cfg: TrainConfig, # The run's `train` group
-    ):
+    def __init__(self, model: TrainedModel, cfg: TrainConfig):
         self.adam = ScaledAdam(_groups(model), cfg.lr_max, CLIPPING_SCALE)
         self.state = {}
         for group in self.adam.param_groups:
@@ -43,16 +40,11 @@ class DayScaledAdam(RunOptimizer):
                 self.state[' + '.join(names[p] for p in stack.params)] = stack.state
             self.state[f'clipping of {group["rate"]}'] = self.adam.clipping(group)
 
-    def unscale(self,
-        days: np.ndarray, # Days of the batch `[days]`
-    ) -> None:
+    def unscale(self, days: np.ndarray) -> None:
         "Divide the gradients of a scaled loss by its scale, and note whether one of them overflowed."
         self.scaler.unscale_(self.adam)
 
-    def step(self,
-        rates: dict[str, float | Tensor], # Of `model` and `day`
-        days: np.ndarray | Tensor,        # Days of the batch `[days]`; for a compiler 1 for each of them, else 0 `[D]`
-    ) -> None:
+    def step(self, rates: dict[str, float | Tensor], days: np.ndarray | Tensor) -> None:
         """Update from the gradients of the model, then clear them. With a scaler an overflow leaves everything as it is
         but the scale; nobody waits for the device to learn of it."""
         for group in self.adam.param_groups:

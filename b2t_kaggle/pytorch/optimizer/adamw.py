@@ -33,9 +33,7 @@ class RunOptimizer:
     state: dict[str, dict[str, Tensor]] # Of each parameter: moments `[…]` by name, of its shape
     scaler: torch.amp.GradScaler | None = None # Of the loss, in float16
 
-    def unscale(self,
-        days: np.ndarray, # Days of the batch `[days]`
-    ) -> None:
+    def unscale(self, days: np.ndarray) -> None:
         "Divide the gradients of a scaled loss by its scale; for optimisers of devices that compute in float16."
         raise NotImplementedError(f'{type(self).__name__} has no scaled loss')
 
@@ -55,10 +53,7 @@ class RunOptimizer:
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c009
 class DayAdamW(RunOptimizer):
     "AdamW (Loshchilov and Hutter, 2019) of PyTorch over the official groups, with one parameter per day."
-    def __init__(self,
-        model: TrainedModel,   # On its device; a CPU or a GPU
-        cfg: TrainConfig, # The run's `train` group
-    ):
+    def __init__(self, model: TrainedModel, cfg: TrainConfig):
         self.state = new_state(model)
         self.stacked = {} # Parameters with a row per day, and their rows
         by_group = {}
@@ -84,17 +79,12 @@ class DayAdamW(RunOptimizer):
         for p, rows in self.stacked.items():
             for i in np.unique(days): rows[i].grad = None if p.grad is None else p.grad[i]
 
-    def unscale(self,
-        days: np.ndarray, # Days of the batch `[days]`
-    ) -> None:
+    def unscale(self, days: np.ndarray) -> None:
         "Divide the gradients of a scaled loss by its scale, and note whether one of them overflowed."
         self._hand_out(days)
         self.scaler.unscale_(self.adamw)
 
-    def step(self,
-        rates: dict[str, float], # Of `model` and `day`
-        days: np.ndarray,        # Days of the batch `[days]`
-    ) -> None:
+    def step(self, rates: dict[str, float], days: np.ndarray) -> None:
         """Update from the gradients of the model, then clear them. With a scaler an overflow leaves everything as it is
         but the scale; nobody waits for the device to learn of it."""
         for group in self.adamw.param_groups: group['lr'] = rates[group['rate']]
@@ -109,10 +99,7 @@ class DayAdamW(RunOptimizer):
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c014
 class StackedAdamW(RunOptimizer):
     "`DayAdamW` in plain tensor operations; the program does not depend on which days a batch holds."
-    def __init__(self,
-        model: TrainedModel,   # On its device
-        cfg: TrainConfig, # The run's `train` group
-    ):
+    def __init__(self, model: TrainedModel, cfg: TrainConfig):
         self.params = {name: (p, *group_of(model, name, p, cfg)) for name, p in model.named_parameters()}
         self.per_day = {name for name in self.params if model.is_per_day(name)}
         self.state = new_state(model)
@@ -120,10 +107,7 @@ class StackedAdamW(RunOptimizer):
         self.epsilon = cfg.epsilon
 
     @torch.no_grad()
-    def step(self,
-        rates: dict[str, Tensor], # Of `model` and `day`, on the device
-        in_batch: Tensor,         # 1 for a day of the batch, else 0 `[D]`
-    ) -> None:
+    def step(self, rates: dict[str, Tensor], in_batch: Tensor) -> None:
         "Update from the gradients of the model, then clear them."
         always = torch.ones_like(in_batch[:1])
         for name, (p, rate, decay) in self.params.items():

@@ -156,18 +156,13 @@ class Stack:
         g = self._as_one([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         return g if factor is None else g * factor
 
-    def norm_sq(self,
-        factor: Tensor | None = None, # Of the gradients `[1]`
-    ) -> Tensor:
+    def norm_sq(self, factor: Tensor | None = None) -> Tensor:
         "The squared norm of the gradient of relative changes `[]`."
         g = self.gradients(factor)
         scale = self.state.get('rms', self.group['scalar_lr_scale'])
         return (g.reshape(len(g), -1).square().sum(1) * scale**2).sum()
 
-    def step(self,
-        factor: Tensor | None = None, # Of the gradients `[1]`
-        active: Tensor | None = None, # Whether the step is taken `[1]`; None means that it is
-    ) -> None:
+    def step(self, factor: Tensor | None = None, active: Tensor | None = None) -> None:
         "Take a step. Gradients are stacked anew after `norm_sq`: all of them together would be a model more."
         rows = self.group['rows']
         p = self.values()
@@ -222,9 +217,7 @@ class ScaledAdam(torch.optim.Optimizer):
         super().__init__(map(_plain_group, params),
                          steps | sizes | periods | dict(clipping_scale=clipping_scale, has_rows=False, rows=None))
 
-    def stacks(self,
-        group: dict, # One of `param_groups`
-    ) -> list[Stack]:
+    def stacks(self, group: dict) -> list[Stack]:
         "Stacks of a group's parameters; their state is made where there is none yet."
         by_shape = {}
         for i, p in enumerate(group['params']):
@@ -235,9 +228,7 @@ class ScaledAdam(torch.optim.Optimizer):
             if not stack.state: stack.state = self._keep(stack.params[0], new_state(stack.values()))
         return stacks
 
-    def clipping(self,
-        group: dict, # One of `param_groups`
-    ) -> State:
+    def clipping(self, group: dict) -> State:
         "State of a group's clipping, which is made where there is none yet; empty where it does not clip."
         if group['clipping_scale'] is None: return {}
         first = group['params'][0]
