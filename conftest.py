@@ -53,7 +53,7 @@ if not {'BUILD_KENLM', 'RESOLVE'} & os.environ.keys() and NO_NETWORK not in os.e
 # later, and shorter ones should: a worker that has two tests left takes the next file, whoever could begin it sooner
 SECONDS = {'test_trainer_tf': 121, 'test_encoders_tf': 117, 'test_pipeline': 102, 'test_trainer': 64,
            'test_training_xla': 61, 'test_encoders': 59, 'test_encoders_xla': 54, 'test_pipeline_tf': 54,
-           'test_kaggle_notebooks': 44, 'test_adding_an_encoder': 35, 'test_imports': 34, '11_trainer': 31,
+           'test_kaggle_notebooks': 44, 'test_adding_an_encoder': 35, 'test_imports': 34, '12_trainer': 31,
            'test_devices_xla': 27, '02_simulate': 26, 'test_kaggle_notebook_tf': 24, '04_search': 23,
            'test_replicas_tf': 23, 'test_kills': 60, 'test_interrupts': 38, 'test_cli': 31, 'test_faults': 18,
            '03_ctc': 16, 'test_phonemes': 15, 'test_selftest': 20, 'test_selftest_xla': 60, 'test_kaggle_cycle': 40,

@@ -9,8 +9,7 @@ from test_trainer import config, open_stores, write_toy
 
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, save_atomic
-from b2t_kaggle.pytorch.evaluate import ctc_losses
-from b2t_kaggle.pytorch.inference import infer
+from b2t_kaggle.pytorch.inference import ctc_losses, infer
 from b2t_kaggle.pytorch.parallel import SingleDevice
 from b2t_kaggle.pytorch.trainer import Trainer, _all_gradients, add_gradients, train
 from b2t_kaggle.training.history import read_history

@@ -9,7 +9,7 @@ from b2t_kaggle.config.encoders.gru import GRUConfig
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import plan
 from b2t_kaggle.pipeline.stamps import StageRun
-from b2t_kaggle.training.resume import fingerprint
+from b2t_kaggle.training.checkpoints import fingerprint
 
 
 class GrownTrain(TrainConfig):

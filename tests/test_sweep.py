@@ -15,7 +15,7 @@ from b2t_kaggle.cli import command as cli
 from b2t_kaggle.pipeline import execute as pipeline
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stamps import StageRun
-from b2t_kaggle.training.pruning import callback_from_env
+from b2t_kaggle.training.trackers import callback_from_env
 
 pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')
 
@@ -120,7 +120,7 @@ def test_machines_share_a_study(stage, tmp_path):
     sweep(tmp_path/'one', '--trials', '3', *study)
     import optuna
 
-    from b2t_kaggle.training.pruning import open_storage
+    from b2t_kaggle.training.trackers import open_storage
     optuna.load_study(study_name='toy', storage=open_storage(study[1])).ask() # A third machine is at work on the fourth
     done, table = sweep(tmp_path/'two', '--trials', '5', *study)
     assert len(table) == 5 and 'at work elsewhere or lost there: toy-003' in done.output

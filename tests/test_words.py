@@ -82,7 +82,7 @@ SOURCES = {
     'b2t_kaggle.pytorch.models.zipformer.attention.CompactRelPositionalEncoding': 'Yao et al. 2024',
     'b2t_kaggle.pytorch.models.zipformer.subsampling.ConvNeXt': 'Liu et al. 2022',
     'b2t_kaggle.pytorch.optimizer.adamw.DayAdamW': 'Loshchilov and Hutter 2019',
-    'b2t_kaggle.pytorch.optimizer.eden.Eden': 'Yao et al. 2024',
+    'b2t_kaggle.pytorch.optimizer.scaled_adam.Eden': 'Yao et al. 2024',
     'b2t_kaggle.pytorch.optimizer.scaled_adam.ScaledAdam': 'Yao et al. 2024',
     'b2t_kaggle.pytorch.parallel.DDP': 'Li et al. 2020',
     'b2t_kaggle.pytorch.parallel.XLA': 'Xu et al. 2021',

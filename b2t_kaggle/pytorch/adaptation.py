@@ -29,7 +29,7 @@ from ..logits import LogitStore
 from ..phonemes import sentence_to_phonemes, to_class_ids
 from .augment import Augment
 from .checkpoint import load_model, weights_file
-from .evaluate import ctc_losses
+from .inference import ctc_losses
 from .models.encoder import Encoder
 from .parallel import Backend, start
 from ..training.checkpoints import check_features, provenance

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CACHE', 'Placement', 'Backend', 'SingleDevice', 'DDP', 'in_torchrun', 'programs_folder', 'Compiled', 'XLA', 'start']
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c003
+# %% ../../nbs/pytorch/08_parallel.ipynb #c
 import contextlib
 import logging
 import os
@@ -25,7 +25,7 @@ from .models.encoder import Encoder
 from .optimizer import RunOptimizer, make_optimizer
 from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c006
+# %% ../../nbs/pytorch/08_parallel.ipynb #c
 def _filled(rows: Tensor, parts: Iterable[np.ndarray]) -> Tensor:
     begin = 0
     for part in parts:
@@ -33,12 +33,10 @@ def _filled(rows: Tensor, parts: Iterable[np.ndarray]) -> Tensor:
         begin += len(part)
     return rows
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c008
+# %% ../../nbs/pytorch/08_parallel.ipynb #c
 class Placement:
     "A device, and how values get there."
-    def __init__(self,
-        device: Device, # From `pick_torch`
-    ):
+    def __init__(self, device: Device):
         # all GPUs are found, one is used
         self.device = replace(device, n_devices=1) if device.kind == 'cuda' else device
         self.torch_device = torch.device(device.kind)
@@ -50,9 +48,7 @@ class Placement:
         if device.precision == 'float16':
             self.scaler = torch.amp.GradScaler(device.kind, FIRST_SCALE, growth_interval=SCALE_INTERVAL)
 
-    def put(self,
-        array: np.ndarray, # Its first dimension is the batch
-    ) -> Tensor:
+    def put(self, array: np.ndarray) -> Tensor:
         "The array as a tensor `[B, …]` on the device; a thread may call it while another one computes."
         host = torch.from_numpy(array)
         if self.device.kind != 'cuda': return host.to(self.torch_device)
@@ -70,15 +66,11 @@ class Placement:
         "All rows in the memory of the device, where they stay `[N, F]`."
         return _filled(torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.torch_device), parts)
 
-    def split(self,
-        tensor: Tensor, # Made on the device; its first dimension is the batch
-    ) -> Tensor:
-        "The tensor, split as `put` splits a batch."
+    def split(self, tensor: Tensor) -> Tensor:
+        "Split a tensor `[B, …]` that was made on the device as `put` splits a batch."
         return tensor
 
-    def lengths(self,
-        array: np.ndarray, # Lengths of trials `[B]`
-    ) -> Tensor:
+    def lengths(self, array: np.ndarray) -> Tensor:
         "Lengths `[B]` as model and loss want them: on the host, unless a compiler must not see them."
         return torch.from_numpy(array)
 
@@ -88,38 +80,27 @@ class Placement:
         "Numbers as the step takes them: as they are, or `[]` on the device where a compiler would fix each of them."
         return values
 
-    def days(self,
-        days: np.ndarray, # Distinct days of a batch `[days]`
-        n_days: int,      # Of the model
-    ) -> np.ndarray | Tensor:
+    def days(self, days: np.ndarray, n_days: int) -> np.ndarray | Tensor:
         "Days as the optimiser takes them: `[days]`, or for a compiler 1 for each of them, else 0 `[D]`."
         return days
 
-    def generator(self,
-        seed: int, # Of the augmentation of a step
-    ) -> torch.Generator | None:
-        "Generator for the augmentation of a step; None means the device's own, which is then seeded."
+    def generator(self, seed: int) -> torch.Generator | None:
+        "Generator for the augmentation of a step; None: the device's own, which is then seeded."
         return torch.Generator(self.torch_device).manual_seed(seed)
 
-    def seed(self,
-        seed: int, # Of the dropout of a step
-    ) -> None:
+    def seed(self, seed: int) -> None:
         "Seed the device's own generator, from which dropout draws."
         torch.manual_seed(seed)
 
-    def place(self,
-        model: nn.Module, # In the form that is saved
-    ) -> nn.Module:
+    def place(self, model: nn.Module) -> nn.Module:
         "Move it to the device; returns what to call for a forward pass in training."
         return model.to(self.torch_device)
 
-    def place_copy(self,
-        model: nn.Module, # Model that is not trained, such as an average
-    ) -> nn.Module:
+    def place_copy(self, model: nn.Module) -> nn.Module:
         "Move it to the device, which each process does for itself."
         return model.to(self.torch_device)
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c014
+# %% ../../nbs/pytorch/08_parallel.ipynb #c
 class Backend(Placement):
     "A device, and how a trainer uses it. The defaults are those of one process with one device."
     n_devices = 1         # Devices that share a batch
@@ -137,17 +118,11 @@ class Backend(Placement):
         dtype = torch.float16 if self.device.precision == 'float16' else torch.bfloat16
         return torch.autocast(self.device.kind, dtype, enabled=self.device.precision != 'float32')
 
-    def micro_batch(self,
-        forward: nn.Module, # From `place`
-        is_last: bool,      # Whether it is the batch's last
-    ) -> AbstractContextManager:
+    def micro_batch(self, forward: nn.Module, is_last: bool) -> AbstractContextManager:
         "Context in which the gradients of a micro-batch are computed."
         return contextlib.nullcontext()
 
-    def optimizer(self,
-        model: Encoder,   # On the device
-        cfg: TrainConfig, # The run's `train` group
-    ) -> RunOptimizer:
+    def optimizer(self, model: Encoder, cfg: TrainConfig) -> RunOptimizer:
         "The optimiser of a run."
         return make_optimizer(model, cfg, is_compiled=self.static_shapes)
 
@@ -155,17 +130,13 @@ class Backend(Placement):
 
     def prepare(self, optimizer) -> None: "Prepare the optimiser before the first step, with its state on the device."
 
-    def result(self,
-        tensor: Tensor, # Read by the host `[…]`
-    ) -> Tensor:
+    def result(self, tensor: Tensor) -> Tensor:
         "Mark a tensor `[…]` as an output of the program that makes it."
         return tensor
 
     def end_step(self) -> None: "Mark the step boundary (XLA runs the traced graph)."
 
-    def gather(self,
-        value, # Of this process
-    ) -> list:
+    def gather(self, value) -> list:
         "The values of all processes, in the order of their ranks."
         return [value]
 
@@ -175,11 +146,8 @@ class Backend(Placement):
 
     def close(self) -> None: "Leave the other processes."
 
-    def rows_per_device(self,
-        n: int,    # Rows, of a batch for instance
-        name: str, # Of the setting that says so, for the error
-    ) -> int:
-        "Rows of each device; raises `DeviceError` where they cannot be divided evenly."
+    def rows_per_device(self, n: int, name: str) -> int:
+        "Rows of each device, of `n`; raises `DeviceError` for the setting `name` if they cannot be divided evenly."
         if n % self.n_devices:
             raise DeviceError(f'{name} = {n} cannot be divided evenly among {self.n_devices} devices; take a multiple '
                               f'of {self.n_devices}')
@@ -187,7 +155,7 @@ class Backend(Placement):
 
 class SingleDevice(Backend): "One CPU or one GPU."
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c019
+# %% ../../nbs/pytorch/08_parallel.ipynb #c
 class DDP(Backend):
     "One of several processes with a GPU each: DistributedDataParallel (Li et al., 2020)."
     def __init__(self, device: Device):
@@ -223,7 +191,7 @@ def in_torchrun() -> bool:
     "Whether `torchrun` started this process."
     return {'RANK', 'WORLD_SIZE', 'LOCAL_RANK'} <= set(os.environ)
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c022
+# %% ../../nbs/pytorch/08_parallel.ipynb #c
 def programs_folder(
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> Path:
@@ -232,7 +200,7 @@ def programs_folder(
 
 CACHE = programs_folder()
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c024
+# %% ../../nbs/pytorch/08_parallel.ipynb #c
 class Compiled(Backend):
     "Devices whose programs are compiled for their shapes: numbers that change from step to step are tensors."
     static_shapes = True
@@ -240,9 +208,7 @@ class Compiled(Backend):
 
     def lengths(self, array): return self.put(array)
 
-    def vector(self,
-        values: Mapping[str, float], # Numbers that change from step to step
-    ) -> Tensor:
+    def vector(self, values: Mapping[str, float]) -> Tensor:
         "Numbers on the device `[n]`."
         # a vector: torch_xla takes a lone 0 or 1 for a constant, whatever it came in
         return torch.tensor([float(v) for v in values.values()]).to(self.torch_device)
@@ -257,15 +223,12 @@ class Compiled(Backend):
 
     def generator(self, seed): self.seed(seed)
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c027
+# %% ../../nbs/pytorch/08_parallel.ipynb #c
 class XLA(Compiled):
     "All XLA devices of this machine behind one process: SPMD over a mesh along the batch (Xu et al., 2021, GSPMD)."
     _started = False # torch_xla is set up once per process
 
-    def __init__(self,
-        device: Device,       # From `pick_torch`
-        cache: Path | None = CACHE, # Folder of the compiled programs; None keeps none
-    ):
+    def __init__(self, device: Device, cache: Path | None = CACHE):
         super().__init__(device)
         import torch_xla
         import torch_xla.runtime as xr
@@ -309,10 +272,8 @@ class XLA(Compiled):
         return tensor
 
     @contextlib.contextmanager
-    def recording(self,
-        given: Iterable[Tensor], # What `scalars` and `days` take in their order: `vector` and `days` of a step
-    ) -> Iterator[None]:
-        "Context in which a step is recorded for a `Program`: numbers are inputs of it, and nothing runs."
+    def recording(self, given: Iterable[Tensor]) -> Iterator[None]:
+        "Record a step for a `Program` in this context: `vector` and `days` of a step are inputs, and nothing runs."
         self.given = iter(given)
         try: yield
         finally: self.given = None
@@ -362,7 +323,7 @@ class XLA(Compiled):
         kept = f'{found} found in {self.cache}' if self.cache else 'which this backend cannot keep for the next run'
         return f': {compiled} programs compiled, {kept}'
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c031
+# %% ../../nbs/pytorch/08_parallel.ipynb #c
 def start(
     device: Device, # From `pick_torch`
     cache: Path | None = CACHE, # Folder of an XLA compiler's programs; None keeps none

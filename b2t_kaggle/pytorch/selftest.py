@@ -30,7 +30,7 @@ from ..data.simulate import simulate_dataset
 from ..data.store import TrialStore
 from ..devices.machine import detect
 from ..devices.torch import pick_torch
-from .evaluate import ctc_losses, logits_of
+from .inference import ctc_losses, logits_of
 from .parallel import Backend, SingleDevice, start
 from .trainer import Trainer, add_gradients
 

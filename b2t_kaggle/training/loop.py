@@ -27,13 +27,19 @@ from ..devices.interrupts import noted_interrupt
 from ..metrics import percent
 from .budget import Budget
 from .checkpoint_paths import BEST, LAST, REFIT, last_batch
-from .checkpoints import CheckpointError, seen_val_from
+from .checkpoints import CheckpointError, check_same, fingerprint, seen_val_from, transfer_weights
 from .history import BestTracker, History
 from .memory import raise_if_oom
-from .pruning import PruningCallback, callback_from_env
 from .recipe import SMALLEST_SCALE, TrainingError, refit_step
-from .resume import check_same, fingerprint, transfer_weights
-from .trackers import TrackedRun, check_trackers, tracked_values, tracker_names, tracking
+from b2t_kaggle.training.trackers import (
+    PruningCallback,
+    TrackedRun,
+    callback_from_env,
+    check_trackers,
+    tracked_values,
+    tracker_names,
+    tracking,
+)
 from .trials import check_participants, name_trials
 
 # %% ../../nbs/training/10_loop.ipynb #c007

@@ -21,7 +21,7 @@ GROUPS = (
     ('Library: data', ('data',)),
     ('Library: training', ('training', 'devices')),
     ('Library: PyTorch', ('pytorch', 'pytorch/models', 'pytorch/models/zipformer', 'pytorch/optimizer',
-                          'pytorch/scaling', 'pytorch/on_device')),
+                          'pytorch/scaling')),
     ('Library: TensorFlow', ('tensorflow', 'tensorflow/models')),
     ('Library: language models', ('lm',)),
     ('Library: decoding', ('decoding', 'decoding/phoneme_lists', 'decoding/server')),

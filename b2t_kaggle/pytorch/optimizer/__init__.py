@@ -14,8 +14,7 @@ from torch import Tensor
 from ...config import TrainConfig
 from ..models.encoder import TrainedModel
 from .adamw import DayAdamW, RunOptimizer, StackedAdamW
-from .eden import Eden, Eden2  # noqa: F401
-from .scaled_adam import ScaledAdam
+from .scaled_adam import Eden, Eden2, ScaledAdam  # noqa: F401
 
 _all_ = ['DayAdamW', 'Eden', 'Eden2', 'RunOptimizer', 'ScaledAdam', 'StackedAdamW']
 
