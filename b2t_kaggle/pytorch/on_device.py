@@ -152,7 +152,7 @@ class Program:
         library._clear_pending_irs(str(self.device))
 
     def __call__(self, inputs: list[Tensor], seeds: Sequence[int]) -> dict[Any, Tensor]:
-        "Take a step: change the state, and give the results of `step`. Nobody waits for the device."
+        "Take a step with inputs `[…]`: change the state, and give the results of `step`. Nobody waits for the device."
         sent = [self._seed(s) for s in seeds]
         places = dict(state=self.state, input=inputs, seed=sent)
         arguments = [value if isinstance(value, Tensor) else places[kind][value] for kind, value in self.arguments]

@@ -273,7 +273,7 @@ class XLA(Compiled):
 
     @contextlib.contextmanager
     def recording(self, given: Iterable[Tensor]) -> Iterator[None]:
-        "Record a step for a `Program` in this context: `vector` and `days` of a step are inputs, and nothing runs."
+        "Record a step for a `Program` in this context: `vector` `[n]` and `days` `[D]` are inputs, and nothing runs."
         self.given = iter(given)
         try: yield
         finally: self.given = None

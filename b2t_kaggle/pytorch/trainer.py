@@ -432,7 +432,7 @@ class Trainer(loop.Trainer):
         yield from (self.train_step(*loaded) for loaded in self.loader.batches(range(self.step, end)))
 
     def train_step(self, micro_batches: list[MicroBatch], days: np.ndarray) -> StepResult:
-        "Take one step of the optimiser."
+        "Take one step of the optimiser with a batch of these days `[days]`."
         self.current = micro_batches
         self.model.train()
         if self.programs is not None: return _replay(self, self.programs, micro_batches[0], days)

@@ -40,12 +40,12 @@ class DayScaledAdam(RunOptimizer):
             self.state[f'clipping of {group["rate"]}'] = self.adam.clipping(group)
 
     def unscale(self, days: np.ndarray) -> None:
-        "Divide the gradients of a scaled loss by its scale, and note whether one of them overflowed."
+        "Divide the gradients of a scaled loss by its scale, and note an overflow; `days` are the batch's `[days]`."
         self.scaler.unscale_(self.adam)
 
     def step(self, rates: dict[str, float | Tensor], days: np.ndarray | Tensor) -> None:
-        """Update from the gradients of the model, then clear them. With a scaler an overflow leaves everything as it is
-        but the scale; nobody waits for the device to learn of it."""
+        """Update from the gradients of the model, then clear them; `days` are the batch's `[days]`. With a scaler an
+        overflow leaves everything as it is but the scale; nobody waits for the device to learn of it."""
         for group in self.adam.param_groups:
             group['lr'] = rates[group['rate']]
             if group['has_rows']: group['rows'] = _rows(days, group['params'][0].device)

@@ -34,7 +34,7 @@ class RunOptimizer:
     scaler: torch.amp.GradScaler | None = None # Of the loss, in float16
 
     def unscale(self, days: np.ndarray) -> None:
-        "Divide the gradients of a scaled loss by its scale; for optimisers of devices that compute in float16."
+        "Divide the gradients of a scaled loss by its scale; `days` are the batch's `[days]`. For float16 alone."
         raise NotImplementedError(f'{type(self).__name__} has no scaled loss')
 
     def step(self, rates: dict, days: Any) -> None:
@@ -80,13 +80,13 @@ class DayAdamW(RunOptimizer):
             for i in np.unique(days): rows[i].grad = None if p.grad is None else p.grad[i]
 
     def unscale(self, days: np.ndarray) -> None:
-        "Divide the gradients of a scaled loss by its scale, and note whether one of them overflowed."
+        "Divide the gradients of a scaled loss by its scale, and note an overflow; `days` are the batch's `[days]`."
         self._hand_out(days)
         self.scaler.unscale_(self.adamw)
 
     def step(self, rates: dict[str, float], days: np.ndarray) -> None:
-        """Update from the gradients of the model, then clear them. With a scaler an overflow leaves everything as it is
-        but the scale; nobody waits for the device to learn of it."""
+        """Update from the gradients of the model, then clear them; `days` are the batch's `[days]`. With a scaler an
+        overflow leaves everything as it is but the scale; nobody waits for the device to learn of it."""
         for group in self.adamw.param_groups: group['lr'] = rates[group['rate']]
         self._hand_out(days)
         if self.scaler:
@@ -108,7 +108,7 @@ class StackedAdamW(RunOptimizer):
 
     @torch.no_grad()
     def step(self, rates: dict[str, Tensor], in_batch: Tensor) -> None:
-        "Update from the gradients of the model, then clear them."
+        "Update from the gradients of the model, then clear them; `in_batch` is 1 for a day of the batch, else 0 `[D]`."
         always = torch.ones_like(in_batch[:1])
         for name, (p, rate, decay) in self.params.items():
             if p.grad is None: continue

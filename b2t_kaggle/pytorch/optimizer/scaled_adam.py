@@ -165,7 +165,8 @@ class Stack:
         return (g.reshape(len(g), -1).square().sum(1) * scale**2).sum()
 
     def step(self, factor: Tensor | None = None, active: Tensor | None = None) -> None:
-        "Take a step. Gradients are stacked anew after `norm_sq`: all of them together would be a model more."
+        """Take a step with gradients times `factor` `[1]`, if it is `active` `[1]`. They are stacked again after
+        `norm_sq`: all of them together would be a model more."""
         rows = self.group['rows']
         p = self.values()
         g = self.gradients(factor)
