@@ -106,7 +106,7 @@ def put_on_device(
     if verbose: print(f'{len(store):,} trials are on {backend.device.name}')
     return trials
 
-# %% ../../nbs/pytorch/10_on_device.ipynb #c006
+# %% ../../nbs/pytorch/10_on_device.ipynb #c016
 def _arguments(library, outputs: list[Tensor], places: dict[int, tuple[str, int]],
                seeds: Sequence[int]) -> list[tuple[str, int | Tensor]]:
     "The program's arguments in order: `state`, `input` or `seed` with its place, or `constant` with the tensor."
@@ -118,7 +118,7 @@ def _arguments(library, outputs: list[Tensor], places: dict[int, tuple[str, int]
         else: found.append(('constant', value))
     return found
 
-# %% ../../nbs/pytorch/10_on_device.ipynb #c008
+# %% ../../nbs/pytorch/10_on_device.ipynb #c018
 class Program:
     "A step on an XLA device that is recorded and compiled here, and run by calls."
     def __init__(self,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CACHE', 'Placement', 'Backend', 'SingleDevice', 'DDP', 'in_torchrun', 'programs_folder', 'Compiled', 'XLA', 'start']
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c
+# %% ../../nbs/pytorch/08_parallel.ipynb #c003
 import contextlib
 import logging
 import os
@@ -25,7 +25,7 @@ from .models.encoder import Encoder
 from .optimizer import RunOptimizer, make_optimizer
 from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c
+# %% ../../nbs/pytorch/08_parallel.ipynb #c006
 def _filled(rows: Tensor, parts: Iterable[np.ndarray]) -> Tensor:
     begin = 0
     for part in parts:
@@ -33,7 +33,7 @@ def _filled(rows: Tensor, parts: Iterable[np.ndarray]) -> Tensor:
         begin += len(part)
     return rows
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c
+# %% ../../nbs/pytorch/08_parallel.ipynb #c008
 class Placement:
     "A device, and how values get there."
     def __init__(self, device: Device):
@@ -100,7 +100,7 @@ class Placement:
         "Move it to the device, which each process does for itself."
         return model.to(self.torch_device)
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c
+# %% ../../nbs/pytorch/08_parallel.ipynb #c014
 class Backend(Placement):
     "A device, and how a trainer uses it. The defaults are those of one process with one device."
     n_devices = 1         # Devices that share a batch
@@ -155,7 +155,7 @@ class Backend(Placement):
 
 class SingleDevice(Backend): "One CPU or one GPU."
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c
+# %% ../../nbs/pytorch/08_parallel.ipynb #c019
 class DDP(Backend):
     "One of several processes with a GPU each: DistributedDataParallel (Li et al., 2020)."
     def __init__(self, device: Device):
@@ -191,7 +191,7 @@ def in_torchrun() -> bool:
     "Whether `torchrun` started this process."
     return {'RANK', 'WORLD_SIZE', 'LOCAL_RANK'} <= set(os.environ)
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c
+# %% ../../nbs/pytorch/08_parallel.ipynb #c022
 def programs_folder(
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> Path:
@@ -200,7 +200,7 @@ def programs_folder(
 
 CACHE = programs_folder()
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c
+# %% ../../nbs/pytorch/08_parallel.ipynb #c024
 class Compiled(Backend):
     "Devices whose programs are compiled for their shapes: numbers that change from step to step are tensors."
     static_shapes = True
@@ -223,7 +223,7 @@ class Compiled(Backend):
 
     def generator(self, seed): self.seed(seed)
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c
+# %% ../../nbs/pytorch/08_parallel.ipynb #c027
 class XLA(Compiled):
     "All XLA devices of this machine behind one process: SPMD over a mesh along the batch (Xu et al., 2021, GSPMD)."
     _started = False # torch_xla is set up once per process
@@ -323,7 +323,7 @@ class XLA(Compiled):
         kept = f'{found} found in {self.cache}' if self.cache else 'which this backend cannot keep for the next run'
         return f': {compiled} programs compiled, {kept}'
 
-# %% ../../nbs/pytorch/08_parallel.ipynb #c
+# %% ../../nbs/pytorch/08_parallel.ipynb #c031
 def start(
     device: Device, # From `pick_torch`
     cache: Path | None = CACHE, # Folder of an XLA compiler's programs; None keeps none

@@ -52,7 +52,7 @@ def check_unseen(
                           f'would look too good {use}; take {BEST["pytorch"]} of its run, which was not, or what was '
                           'converted from it')
 
-# %% ../../nbs/training/04_checkpoints.ipynb #c013
+# %% ../../nbs/training/04_checkpoints.ipynb #c009
 def stored_config(
     read: Callable[[], Config], # Reads it
     path: str | Path,           # The checkpoint
@@ -68,7 +68,7 @@ def stored_config(
         raise CheckpointError(f'{path}: its configuration lists no sessions, so its day layers cannot be told apart')
     return cfg
 
-# %% ../../nbs/training/04_checkpoints.ipynb #c016
+# %% ../../nbs/training/04_checkpoints.ipynb #c012
 def check_features(
     store: 'TrialStore',    # Trials to run a model on
     cfg: Config,            # The model's configuration
@@ -95,7 +95,7 @@ def provenance(
     return file | dict(model=cfg.model.name, split=store.split, device=str(device), precision=device.precision,
                        config=cfg.dump(), smoothing=smoothing, first_bin=smoothing_margins(cfg.augment, smoothing)[0])
 
-# %% ../../nbs/training/04_checkpoints.ipynb #c321
+# %% ../../nbs/training/04_checkpoints.ipynb #c014
 def misfits(
     expected: Mapping[str, Sequence[int]], # Shapes of a model's weights by name
     found: Mapping[str, Sequence[int]],    # Shapes of those that it is to receive
@@ -108,7 +108,7 @@ def misfits(
     more = f'; and {len(wrong) - 4} more' if len(wrong) > 4 else ''
     return '; '.join(wrong[:4]) + more
 
-# %% ../../nbs/training/04_checkpoints.ipynb #c005
+# %% ../../nbs/training/04_checkpoints.ipynb #c019
 def fingerprint(
     cfg: Config,                          # The run's configuration, with its sessions
     stores: dict[str, TrialStore | None], # By split
@@ -145,7 +145,7 @@ def check_same(
     raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(reasons)}. Restore that, or start anew '
                         'in another folder (or remove this one)')
 
-# %% ../../nbs/training/04_checkpoints.ipynb #c008
+# %% ../../nbs/training/04_checkpoints.ipynb #c022
 def _misfits(weights: dict[str, np.ndarray], new: dict[str, np.ndarray], is_per_day: Callable) -> list[str]:
     """Weights that are missing in `new` or have another shape; the numbers of days and of participants may differ, and
     a model of one participant has no weights for it."""

@@ -232,7 +232,7 @@ def tracking(
         succeeded = True
     finally: _each(trackers, 'at the end', lambda t: t.finish(succeeded))
 
-# %% ../../nbs/training/09_trackers.ipynb #c004
+# %% ../../nbs/training/09_trackers.ipynb #c031
 def import_optuna():
     "Optuna, which reports nothing but warnings. Raises `ImportError` that says what to install."
     try:
@@ -252,7 +252,7 @@ def open_storage(
     from optuna.storages.journal import JournalFileBackend
     return JournalStorage(JournalFileBackend(str(Path(place).absolute())))
 
-# %% ../../nbs/training/09_trackers.ipynb #c006
+# %% ../../nbs/training/09_trackers.ipynb #c033
 TRIAL_VARIABLE = 'B2T_TRIAL' # Arguments of `PruningCallback` as JSON
 
 class PruningCallback:

@@ -194,7 +194,7 @@ def _check(defaults: dict) -> None:
     for k in ('size_update_period', 'clipping_update_period'):
         if defaults[k] < 1: raise ValueError(f'{k}: found {defaults[k]}, expected at least 1')
 
-# %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c301
+# %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c030
 class ScaledAdam(torch.optim.Optimizer):
     "Adam with steps relative to each parameter's size (Yao et al., 2024), with icefall's arguments."
     _step_supports_amp_scaling = True # An overflow is left out on the device
@@ -262,7 +262,7 @@ class ScaledAdam(torch.optim.Optimizer):
             for s in stacks: s.step(factor, active)
         return loss
 
-# %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c005
+# %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c037
 def _falling(x: float, scale: float, power: float) -> float: return ((x*x + scale*scale) / (scale*scale))**-power
 
 class _Schedule(ABC):
@@ -315,7 +315,7 @@ class _Schedule(ABC):
         self.batch = state['batch']
         self.epoch = state['epoch']
 
-# %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c006
+# %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c038
 class Eden(_Schedule):
     "A rate times ((b² + B²)/B²)^−¼ · ((e² + E²)/E²)^−¼, after b batches and e epochs (Yao et al., 2024)."
     def __init__(self,
