@@ -30,8 +30,8 @@ from b2t_kaggle.lm.causal import (
     token_sequences,
     tree_inputs,
 )
+from ..training.checkpoints import check_same
 from ..training.recipe import lr_factor
-from ..training.resume import check_same
 
 # %% ../../nbs/lm/04_finetune.ipynb #c010
 def _batch_loss(model, sequences: Sequence[Sequence[int]], n_given: int, separate_head: bool = False) -> torch.Tensor:

@@ -31,7 +31,7 @@ from .run import Run
 from .stages import PipelineError, plan
 from .stamps import StageRun
 from ..training.budget import time_limit
-from ..training.pruning import TRIAL_VARIABLE, import_optuna, open_storage
+from ..training.trackers import TRIAL_VARIABLE, import_optuna, open_storage
 
 # %% ../../nbs/pipeline/12_sweep.ipynb #c005
 _NUMBER = r'[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?'

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from .. import config
-from ..config import TRAINING_GROUPS, Config, config_fields, keys_with, present_key
+from ..config import TRAINING_GROUPS, Config, config_fields, keys_with
 from ..config.fields import InputFile, MayChange
 from ..config.schema import ConfigError, describe_errors
 from ..core.files import sha256
@@ -114,8 +114,8 @@ def fingerprint(
     stores: dict[str, TrialStore | None], # By split
 ) -> dict[str, str]:
     "Values and trials on which the weights depend, as text by name."
-    values = config.first_named_values(config.changed_values(cfg, without=keys_with(cfg, MayChange)))
-    marks = {k: str(v) for k, v in values.items() if k.split('.')[0] in (*TRAINING_GROUPS, 'schema')}
+    values = config.changed_values(cfg, without=keys_with(cfg, MayChange))
+    marks = {k: str(v) for k, v in values.items() if k.split('.')[0] in TRAINING_GROUPS}
     for split, store in stores.items():
         if store is None: continue
         trials = store.index[['session', 'key', 'n_bins', 'n_labels']].to_csv(index=False)
@@ -124,12 +124,12 @@ def fingerprint(
 
 def _default(key: str) -> str:
     "Default of a value that a fingerprint leaves out."
-    field = config_fields().get(present_key(key))
+    field = config_fields().get(key)
     return str(field.default) if field else 'unknown'
 
 def _comparable(key: str, value: str | None) -> str | None:
     "A value; of an input file the name, because it may lie elsewhere on another machine."
-    field = config_fields().get(present_key(key))
+    field = config_fields().get(key)
     is_path = field and any(isinstance(fact, InputFile) for fact in field.facts)
     return Path(value).name if is_path and value else value
 
@@ -141,7 +141,7 @@ def check_same(
     "Raise `TrainingError` that names every difference."
     changed = [k for k in sorted(old | new) if _comparable(k, old.get(k)) != _comparable(k, new.get(k))]
     if not changed: return
-    reasons = [f'{present_key(k)} was {old.get(k) or _default(k)}, is now {new.get(k) or _default(k)}' for k in changed]
+    reasons = [f'{k} was {old.get(k) or _default(k)}, is now {new.get(k) or _default(k)}' for k in changed]
     raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(reasons)}. Restore that, or start anew '
                         'in another folder (or remove this one)')
 
