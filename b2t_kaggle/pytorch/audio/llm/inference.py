@@ -22,7 +22,7 @@ from .model import AudioLLM, audio_model
 from .whisper import load_whisper
 from ..voice import AudioError, quiet_loading
 from ...checkpoint import load_state, load_with_facts, weights_file
-from ...evaluate import logits_of
+from ...inference import logits_of
 from ...parallel import Backend, start
 from ....training.checkpoints import CheckpointError, check_features, check_unseen
 
@@ -37,7 +37,7 @@ def write_batches(
     batch_size: int,    # Trials at once, at most
     *,
     progress: str | None = None, # Label of a progress bar
-    smoothing: str = 'same',     # Or `valid`, as in `pytorch.evaluate.logits_of`
+    smoothing: str = 'same',     # Or `valid`, as in `pytorch.inference.logits_of`
     trials: Sequence[int] | None = None, # Some of the trials; None means all
 ) -> Iterator[dict[int, Written]]:
     "Sentences of the trials of each batch, by trial; those of this process."
