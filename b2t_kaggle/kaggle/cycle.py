@@ -101,21 +101,15 @@ class Plan:
         image = self.machine.image
         return dict(overrides=self.overrides, accelerator='cuda' if image == 'gpu' else image, hours=round(hours, 2))
 
-    def training(self,
-        part: int,                 # Number of the part, from 1
-        left: float | None = None, # Hours that are left of the week's; None without a limit
-    ) -> Notebook:
-        "A part of the training."
+    def training(self, part: int, left: float | None = None) -> Notebook:
+        "A part of the training, numbered from 1, for the hours that are `left` of the week's, if there is a limit."
         wanted = self.machine.hours if self.hours is None else self.hours/self.n_parts
         before = [self.training(part - 1).kernel] if part > 1 else []
         return Notebook(f'{self.name}-train-{part}', 'train', f'part {part} of the training',
                         dict(preset=self.preset) | self._parameters(wanted, left), before, [self.wheels])
 
-    def submission(self,
-        parts: int,                # Parts that the training had
-        left: float | None = None, # Hours that are left of the week's, as in `training`
-    ) -> Notebook:
-        "The notebook that decodes and writes `submission.csv`."
+    def submission(self, parts: int, left: float | None = None) -> Notebook:
+        "The notebook that decodes and writes `submission.csv`, after a training of so many parts."
         return Notebook(f'{self.name}-submit', 'submit', 'the submission', self._parameters(self.machine.hours, left),
                         [self.training(parts).kernel], [self.wheels, *self.datasets])
 
@@ -173,29 +167,20 @@ class Cycle:
     retry: bool = False # Whether what failed is pushed again
     pushed: set[str] = field(default_factory=set) # Notebooks pushed by this process
 
-    def output(self,
-        notebook: Notebook,
-    ) -> Path:
+    def output(self, notebook: Notebook) -> Path:
         "The folder to which a notebook's output is fetched."
         return self.folder/'output'/notebook.slug
 
-    def run_dir(self,
-        part: int, # Part of the training, from 1
-    ) -> Path:
-        "The run that a part of the training left."
+    def run_dir(self, part: int) -> Path:
+        "The run that a part of the training left, numbered from 1."
         return self.output(self.plan.training(part))/'run'
 
-    def is_last(self,
-        part: int, # Part of the training, from 1
-    ) -> bool:
+    def is_last(self, part: int) -> bool:
         "Whether the training is over with this part."
         return is_finished(self.run_dir(part)) or part == self.plan.n_parts
 
-    def steps(self,
-        submit: bool = False, # Whether the CSV is sent
-        parts: int = 0,       # Parts of the training; 0: as many as it has in the end
-    ) -> Iterator[Step]:
-        "The steps in order; how many there are is known when the training is over."
+    def steps(self, submit: bool = False, parts: int = 0) -> Iterator[Step]:
+        "The steps in order, for so many parts of the training; 0: as many as it has in the end."
         yield from (_joining(self), _making_wheels(self), _pushing_wheels(self))
         for part in count(1):
             before = self.run_dir(part - 1) if part > 1 else None
@@ -399,10 +384,8 @@ class _LogTail:
                 self.n_seen = i + 1
                 self.queue.put(piece)
 
-    def new_lines(self,
-        seconds: float = 0., # Seconds to wait for the end of the log
-    ) -> list[str]:
-        "Lines that came since the last call; continues after a dropped connection."
+    def new_lines(self, seconds: float = 0.) -> list[str]:
+        "Lines that came since the last call; waits so long for the end of the log."
         if self.thread is None or not self.thread.is_alive():
             self.thread = Thread(target=self._read, daemon=True)
             self.thread.start()

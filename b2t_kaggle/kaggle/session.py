@@ -52,9 +52,7 @@ class Attached:
         lines = [f'{name + ":":13}{path}' for name, path in rows]
         return '\n'.join(lines) or 'Nothing is attached that the kit knows.'
 
-    def only(self,
-        paths: Sequence[str | Path], # Files, or folders in which they are; none for all
-    ) -> 'Attached':
+    def only(self, paths: Sequence[str | Path]) -> 'Attached':
         "The models among these paths, and everything that is not a model. Raises `NotebookError` for a useless path."
         if not paths: return self
         def is_below(path, folder): return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
