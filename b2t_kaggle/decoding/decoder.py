@@ -154,7 +154,6 @@ def _word_number(word: str, word_id: dict[str, int], spelled: dict[tuple[int, ..
 # %% ../../nbs/decoding/06_decoder.ipynb #c021
 def _decode_trials(decode: Callable, trials: Sequence[np.ndarray], n_jobs: int, progress: bool) -> list:
     "Results of `decode` for each trial, in their order; an error names the trial."
-    from tqdm import tqdm
     def decode_trial(i):
         try: return decode(trials[i])
         except ValueError as e: raise ValueError(f'trial {i}: {e}') from None
@@ -162,7 +161,9 @@ def _decode_trials(decode: Callable, trials: Sequence[np.ndarray], n_jobs: int, 
     n_jobs = min(n_jobs or n_cores(), n)
     with ThreadPoolExecutor(max(n_jobs, 1)) as pool:
         results = pool.map(decode_trial, range(n)) if n_jobs > 1 else map(decode_trial, range(n))
-        return list(tqdm(results, total=n, desc='decode', unit=' trials', disable=not progress))
+        if not progress: return list(results)
+        from tqdm import tqdm  # The decoder alone does not need it
+        return list(tqdm(results, total=n, desc='decode', unit=' trials'))
 
 def _unpadded(log_probs: Any, lengths: Sequence[int] | None) -> list[Any]:
     "The trials of a batch without their padding; raises `ValueError` if the lengths do not fit."
