@@ -34,10 +34,7 @@ class WordEvidence(NamedTuple):
         p /= p.sum(1, keepdims=True)
         return np.einsum('wn,wn->w', self.same, p[self.list_of]).clip(max=1)
 
-def word_evidence(
-    lists: Sequence[Sequence[Hypothesis]], # The n-best of each trial, best first
-    references: Sequence[str],             # What was said in each
-) -> WordEvidence:
+def word_evidence(lists: Sequence[Sequence[Hypothesis]], references: Sequence[str]) -> WordEvidence:
     "Compare the words of the best hypotheses with the list and with what was said."
     best = [hyps[0].text.split() for hyps in lists]
     if not any(best): raise ValueError('no words to calibrate confidences with')

@@ -341,7 +341,7 @@ def _begun_frames(decoder: 'SentenceScorer', log_probs: np.ndarray, words: list[
 _AROUND = 100 # Texts that confidences of words so far are found by
 
 def begun_words(decoder: 'SentenceScorer', search: Search, log_probs: np.ndarray) -> list[Word]:
-    """The complete words of the best hypothesis so far, … for those outside the lexicon. The confidence of a word is
+    """The complete words in frames [t, K], … for those outside the lexicon. The confidence of a word is
     the posterior of texts that have it."""
     if decoder.frame_ms is None: raise ValueError('the times of words are not known; give LexiconBeamDecoder frame_ms')
     n = len(decoder.words)
@@ -539,30 +539,23 @@ class LexiconBeamDecoder(SentenceScorer):
     """CTC prefix beam search with a lexicon and an n-gram (Hannun et al., 2014).
 
     In each frame it keeps the `beam` best pairs of trie node and n-gram state; the sentences that it found are then
-    scored by definition.
+    scored by definition. A word that the n-gram does not know is scored as its `<unk>` (10^-100 without one, as in
+    KenLM). The n-gram of an ARPA file that is still there is searched as an `Automaton`; otherwise KenLM is asked, with
+    the same result in more time.
 
-    A word of the lexicon that the n-gram does not know is scored as its `<unk>` (a model without `<unk>` gives it
-    10^-100, as KenLM does); an n-gram that knows none of the words is refused with a `ValueError`, as are parameters
-    out of their range. The n-gram of an ARPA file that is still there is searched as an `Automaton`; KenLM is asked
-    otherwise, with the same result in more time.
+    In flashlight-text `beam` is `beam_size`, `threshold` is `beam_threshold` and `merge='sum'` is `log_add`; in Kaldi
+    `beam` is `max_active` and `threshold` is `beam`; `blank_skip` is the official `ctc_blank_skip_threshold`.
 
-    Names in flashlight-text and Kaldi: `beam` is flashlight's `beam_size` and Kaldi's `max_active`; `threshold` is
-    flashlight's `beam_threshold` and Kaldi's `beam`; `merge='sum'` is
-    flashlight's `log_add`; `oov_penalty` plays the part of its `unk_score`; `acoustic_scale` is Kaldi's; and
-    `blank_skip` is the official kit's `ctc_blank_skip_threshold`.
+    Hypotheses know their list, and so their `posterior`. With `frame_ms`, which `logits.frame_times` gives, they know
+    their `words`, too, and keep the frames of their trial for it.
 
-    Hypotheses know their list, and so their `posterior`. With `frame_ms` they know their `words`, too, and keep the
-    frames of their trial for it [T', 41] float64. `logits.frame_times` gives `frame_ms` and `frame_offset_ms` of a
-    model. A model may learn to name a phoneme some frames after it was spoken; the times are not corrected for this.
+    `tokens`, `blank` and `word_end` name the classes of any CTC model, with whose tokens the lexicon spells words: a
+    model of characters has `{word: [list(word)]}`. Without a `word_end` each word has one spelling.
 
-    Any CTC model is searched: `tokens`, `blank` and `word_end` name its classes, `log_probs` are then in its order, and
-    the lexicon spells words with its tokens. Words are always those of a lexicon, since the n-gram scores words: for a
-    model of characters it is `{word: [list(word)]}`. Without a `word_end` each word has one spelling.
-
-    A `boost` prefers words and phrases: each time that one occurs, the sentence's `total` gets its bonus, and `ngram`
-    the bonus divided by `lm_weight`. Its words need not be in the lexicon; `added` lists those that it adds, with their
-    pronunciations, and a warning says which of these are guessed. A word that an `Automaton` lacks is as probable as
-    its median word; to KenLM it stays `<unk>`."""
+    A `boost` adds its bonus to a sentence's `total` each time that the word or phrase occurs, and the bonus divided by
+    `lm_weight` to its `ngram`. `added` lists the words that it adds to the lexicon, with their pronunciations; a
+    warning says which of these are guessed. To an `Automaton` such a word is as probable as its median word, to KenLM
+    it is `<unk>`."""
     def __init__(self,
         lexicon: Lexicon,             # Word -> pronunciations, from `b2t_kaggle.phonemes.build_lexicon`
         lm: NGram | Automaton,        # n-gram model of the words; an automaton needs less memory
@@ -622,7 +615,7 @@ class LexiconBeamDecoder(SentenceScorer):
 
     def with_words(self, log_probs: np.ndarray, hyps: Sequence[Hypothesis],
                    temperature: float | None = None) -> list[Hypothesis]:
-        """The n-best list of a trial, such as one that was read from a file, as hypotheses that know their `posterior`,
+        """The n-best list of a trial [T', K], such as one that was read, as hypotheses that know their `posterior`,
         and their `words` if there is `frame_ms`. Totals are divided by the temperature, or else by the decoder's."""
         times = _word_times(self, self.prepare(log_probs).log_probs)
         return with_posteriors(hyps, self.temperature if temperature is None else temperature, times)

@@ -105,12 +105,7 @@ class HistoryScorer(ScoreCache):
     "An n-gram and a fusion whose states are whole histories: delayed fusion (Hori et al., 2025)."
     begin = 0 # The empty history
 
-    def __init__(self,
-        ngram: NGramScorer, # It is asked first
-        words: list[str],  # The lexicon's words [W]
-        lm_weight: float,  # Weight of the n-gram
-        fusion: Fusion,    # Scores histories when some frames have passed
-    ):
+    def __init__(self, ngram: NGramScorer, words: list[str], lm_weight: float, fusion: Fusion):
         self.ngram = ngram
         self.words = words
         self.fusion = fusion

@@ -67,11 +67,8 @@ class LLMHypothesis(Hypothesis):
     n_tokens: int | None = None # Of the model, with those that precede every text; None where nobody has counted
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c012
-def agreement(
-    words: Sequence,            # Of one sentence, as text or numbers [W]
-    others: Sequence[Sequence], # Those of other sentences [n]
-) -> np.ndarray:                # [W, n]
-    "True where a sentence has a word at its place, by an alignment of fewest edits (Levenshtein, 1966)."
+def agreement(words: Sequence, others: Sequence[Sequence]) -> np.ndarray:
+    "True if others have a word at its place [W, n], by an alignment of fewest edits (Levenshtein, 1966)."
     changed = [(op.src_pos, i) for i, other in enumerate(others) for op in Levenshtein.editops(words, other)
                if op.tag != 'insert']
     same = np.ones((len(words), len(others)), bool)
@@ -126,7 +123,7 @@ def with_posteriors(
     return entries
 
 def times_of(hypothesis: Hypothesis) -> Callable[[str], np.ndarray] | None:
-    "The times of words that its list knows, for sentences that were found or ranked otherwise."
+    "Begin and end of a sentence's words [n_words, 2] ms, as the list of a hypothesis knows them."
     return getattr(getattr(hypothesis, '_list', None), 'times', None)
 
 def _copy(h: Hypothesis) -> Hypothesis:
@@ -166,10 +163,7 @@ def _to_line(hyps: Sequence[Hypothesis]) -> str:
     end = len(json.dumps(values[0])) # Where the first entry ends, which receives the checksum
     return f'{line[:end]}, "crc32": {_crc32(line)}{line[end:]}\n'
 
-def write_nbest(
-    path: str | Path,                      # JSON lines file to write
-    nbest: Iterable[Sequence[Hypothesis]], # The hypotheses of each trial, best first
-) -> None:
+def write_nbest(path: str | Path, nbest: Iterable[Sequence[Hypothesis]]) -> None:
     "Write n-best lists, whole or not at all."
     write_whole(path, ''.join(map(_to_line, nbest)))
 

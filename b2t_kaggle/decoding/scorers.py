@@ -117,10 +117,7 @@ def expect_word(ngram, state, word):
 class AutomatonScorer:
     "An automaton, as the search asks it."
     most_bonus = 0.0 # That boosts add to a word's score
-    def __init__(self,
-        automaton: Automaton, # The n-gram
-        words: list[str],     # The lexicon's words [W]
-    ):
+    def __init__(self, automaton: Automaton, words: list[str]):
         self.automaton = automaton
         self.arrays = automaton.arrays
         self.begin = automaton.begin # State at the beginning of a sentence
@@ -139,10 +136,7 @@ class AutomatonScorer:
     def begin_trial(self) -> None:
         "Nothing to do: an automaton does not grow."
 
-    def with_words(self,
-        words: list[str],    # Further words of the lexicon
-        expected: list[int], # Numbers of words, old or further ones, that the n-gram should know
-    ) -> 'AutomatonScorer':
+    def with_words(self, words: list[str], expected: list[int]) -> 'AutomatonScorer':
         """The same with further words. Those of the expected ones that the n-gram lacks are to it words without a
         context, as probable as the median word of the lexicon."""
         other = copy(self)
@@ -182,9 +176,7 @@ _TABLE_SIZE = 1 << 17          # At the beginning
 # %% ../../nbs/decoding/01_scorers.ipynb #c019
 class ScoreCache:
     "Answers of a language model so far, in a table for compiled code."
-    def __init__(self,
-        n_words: int, # Of the lexicon, W
-    ):
+    def __init__(self, n_words: int):
         self.word_ids = np.arange(n_words + 2, dtype=np.int32)
         self.forget()
 
@@ -214,10 +206,7 @@ class KenLMScorer(ScoreCache):
     begin = 0              # State at the beginning of a sentence
     most_bonus = 0.0       # That boosts add to a word's score
 
-    def __init__(self,
-        lm: NGram,        # The n-gram
-        words: list[str], # The lexicon's words [W]
-    ):
+    def __init__(self, lm: NGram, words: list[str]):
         self.model = lm.model
         self.words = [lm.spell(w) for w in (*words, '<unk>', '</s>')]
         super().__init__(len(words))
@@ -255,11 +244,7 @@ class KenLMScorer(ScoreCache):
 # %% ../../nbs/decoding/01_scorers.ipynb #c027
 class BoostedScorer:
     "An n-gram and boosted phrases, as one search asks them."
-    def __init__(self,
-        ngram: AutomatonScorer | KenLMScorer,
-        phrases: Arrays,   # From `lm.boost.phrase_automaton` [log10]
-        room: int = 1 << 12, # For pairs, at the beginning
-    ):
+    def __init__(self, ngram: AutomatonScorer | KenLMScorer, phrases: Arrays, room: int = 1 << 12):
         self.ngram = ngram
         self.begin = ngram.begin # State at the beginning of a sentence
         self.most_bonus = float(most_gains(phrases).max()) # That boosts add to a word's score [log10]

@@ -749,7 +749,7 @@ class Search:
         return self._walk(starts, scores, n_texts)[:2]
 
     def begun_texts(self, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
-        "The best distinct texts of all hypotheses, without the words that these are in, as from `texts`."
+        "The best distinct texts of all hypotheses [W] and [n + 1], without the words that these are in."
         order = np.argsort(-_beam(self.state)['score'], kind='stable')
         texts = dict.fromkeys(tuple(_words_of(self.state, i).tolist()) for i in order)
         start, words = flatten(list(texts)[:n_texts])
@@ -814,7 +814,7 @@ class FusedSearch(Search):
     scorer: HistoryScorer
 
     def push(self, scores: np.ndarray, skip: np.ndarray) -> None:
-        "Search on; after every so many frames the language model is asked."
+        "Search on through frames [t, K]; after every so many the language model is asked."
         every = self.scorer.fusion.every
         while len(scores):
             n = every - self.n_frames % every # Frames to the next fusion
@@ -823,7 +823,7 @@ class FusedSearch(Search):
             if self.n_frames % every == 0: _add(self.state.hyps, fuse(self.scorer, self._held()))
 
     def texts(self, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
-        "The best distinct texts of the trial, all of whose words the language model has scored."
+        "The best distinct texts [W] and [n + 1], all of whose words the language model has scored."
         held = self._held()
         complete = held[_beam(self.state)['node'] < self.trie.n_roots]
         _add(self.state.hyps, fuse_at_end(self.scorer, complete, held))

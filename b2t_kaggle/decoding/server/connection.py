@@ -151,10 +151,7 @@ class Replier:
 # %% ../../../nbs/decoding/server/01_connection.ipynb #c018
 class RedisConnection:
     "The connection to Redis: what was read, and what is still to be sent."
-    def __init__(self,
-        redis,                 # From `connect`
-        online: OnlineDecoder, # Answers the entries
-    ):
+    def __init__(self, redis, online: OnlineDecoder):
         self.redis = redis
         self.replier = Replier(redis)
         self.online = online
