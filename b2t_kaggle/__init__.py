@@ -67,7 +67,7 @@ if _TYPE_CHECKING:
 
 # Modules that moved, by their old names, under which programs and notebooks of users go on importing them
 _MOVED = {
-    **{name: f'core.{name}' for name in ('ctc', 'files', 'jit', 'limits', 'locks', 'pages', 'ragged', 'reading')},
+    **{name: f'core.{name}' for name in ('ctc', 'files', 'jit', 'locks', 'pages', 'ragged', 'reading')},
     'advice': 'core.messages',
     **{name: f'config.{name}' for name in ('encoders', 'official', 'schema')},
     **{name: f'metrics.{name}' for name in ('bootstrap', 'comparison')},

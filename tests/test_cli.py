@@ -251,7 +251,7 @@ def test_help_imports_next_to_nothing(tmp_path):
     modules = imported('--help', tmp_path)
     assert {m.split('.')[0] for m in modules} & {'numpy', 'pandas', 'pydantic', 'numba', 'torch', 'yaml'} == set()
     assert {m for m in modules if m.startswith('b2t_kaggle')} == {f'b2t_kaggle{m}' for m in (
-        '', '.cli', '.cli.command', '.core', '.core.files', '.core.limits', '.core.messages', '.devices',
+        '', '.cli', '.cli.command', '.core', '.core.files', '.core.messages', '.devices',
         '.devices.interrupts')}
 
 

@@ -15,7 +15,7 @@ from b2t_kaggle.data.sessions import SPLITS, Trial, session_path, write_session
 def explained(code, before=None):
     "A message for the error with which a program ends."
     indented = code.replace('\n', '\n    ')
-    program = f'from b2t_kaggle.core.limits import explain_error\ntry:\n    {indented}\nexcept BaseException as e: ' \
+    program = f'from b2t_kaggle.core.files import explain_error\ntry:\n    {indented}\nexcept BaseException as e: ' \
               'print(explain_error(e))'
     found = subprocess.run([sys.executable, '-c', program], preexec_fn=before, capture_output=True, text=True)
     assert found.stderr == ''

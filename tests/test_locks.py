@@ -23,8 +23,9 @@ from b2t_kaggle.pipeline.stamps import StageRun
 HOLDER = '''
 import os, random, sys, time
 from b2t_kaggle.core import locks
+def no_flock(*args): raise OSError(37, 'No locks available')
 folder, kind, seed, dies_after = sys.argv[1:]
-if kind == 'soft': locks.fcntl = None
+if kind == 'soft': locks.fcntl.flock = no_flock
 random.seed(seed)
 for i in range(1, 21):
     lock = locks.Lock(f'{folder}/lock', 'a test')
@@ -48,7 +49,8 @@ def test_processes_exclude_each_other_though_some_die(tmp_path, kinds):
 
 
 def test_a_holder_without_flock_shows_that_it_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, 'fcntl', None)
+    def no_flock(*args): raise OSError(errno.ENOLCK, 'No locks available')
+    monkeypatch.setattr(locks.fcntl, 'flock', no_flock)
     monkeypatch.setattr(locks, '_BEAT', 0.01)
     with Lock(tmp_path/'lock', 'a test'):
         os.utime(tmp_path/'lock', (0, 0))

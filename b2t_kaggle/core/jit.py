@@ -22,12 +22,11 @@ from numba.extending import intrinsic
 from .files import home_folder, user_cache
 
 # %% ../../nbs/core/05_jit.ipynb #c302
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: str) -> bool:
     "Whether a file is there and is as it was written."
-    try: content = path.read_bytes()
+    try: content = Path(path).read_bytes()
     except OSError: return False
-    size = len(content) - hashlib.sha256().digest_size
-    return size > 0 and hashlib.sha256(content[:size]).digest() == content[size:]
+    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 class _CheckedFiles(IndexDataCacheFile):
     "Numba's files for a function, an index and machine code, with a checksum behind what `pickle` reads of them."
@@ -39,12 +38,12 @@ class _CheckedFiles(IndexDataCacheFile):
             f.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
 
     def _load_index(self) -> dict:
-        if not _is_whole(Path(self._index_path)): return {}
+        if not _is_whole(self._index_path): return {}
         try: return super()._load_index()
         except (AttributeError, ImportError): return {} # Of earlier sources, which had a class that is gone
 
     def _load_data(self, name: str) -> Any:
-        if not _is_whole(Path(self._data_path(name))): raise OSError(f'{name} is not as it was written') # Compiled anew
+        if not _is_whole(self._data_path(name)): raise OSError(f'{name} is not as it was written') # Compiled again
         try: return super()._load_data(name)
         except (AttributeError, ImportError) as e: raise OSError(f'{name} is of earlier sources: {e}') from None
 
@@ -55,8 +54,8 @@ class _CheckedCache(FunctionCache):
     "Numba's cache of a function in such files."
     def __init__(self, f: Callable):
         super().__init__(f)
-        locator = self._impl.locator
-        self._cache_file = _CheckedFiles(self.cache_path, self._impl.filename_base, locator.get_source_stamp())
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = _CheckedFiles(self.cache_path, self._impl.filename_base, stamp)
 
 def _kept(f: Callable, options: dict) -> Callable:
     "A function to be compiled, and kept. Raises `RuntimeError` where there is no place for it."
@@ -77,8 +76,7 @@ def njit(
         try: return _kept(f, options)
         except RuntimeError as e:
             if 'no locator available' not in str(e): raise
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(user_cache('numba'))
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(user_cache('numba'))
         try: return _kept(f, options)
         except RuntimeError: numba.config.CACHE_DIR = before
         return numba.njit(**options | dict(cache=False))(f)

@@ -6,6 +6,7 @@
 __all__ = ['LockedError', 'Lock']
 
 # %% ../../nbs/core/07_locks.ipynb #c003
+import fcntl
 import json
 import os
 import platform
@@ -21,10 +22,6 @@ from typing import Any
 from .files import _is_running, _owner, _place
 from .reading import parse_json
 
-try:
-    import fcntl
-except ImportError: fcntl = None # type: ignore[assignment] # Windows
-
 # %% ../../nbs/core/07_locks.ipynb #c006
 class LockedError(RuntimeError):
     "A lock that another process has; the message says which one, of which host, and `holder` without the purpose."
@@ -34,11 +31,10 @@ class LockedError(RuntimeError):
 
 _BEAT = 20    # Seconds after which a holder without `flock` changes the time of its file
 _SILENT = 180 # Seconds without a change after which one elsewhere counts as dead
-_EMPTY = 10   # Seconds for which a file counts in which nothing stands
+_EMPTY = 10   # Seconds for which an empty file counts
 
 def _flock(fd: int, wait: bool) -> bool:
-    "Lock an open file."
-    if fcntl is None: return False
+    "Lock an open file; false where the file system has no locks."
     try: fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as e: # ENOLCK, ENOSYS, EOPNOTSUPP, and whatever else file systems say
         if isinstance(e, BlockingIOError) and not wait: raise
@@ -48,14 +44,12 @@ def _flock(fd: int, wait: bool) -> bool:
 def _write(fd: int, flocked: bool) -> None:
     "Write down that this process has the lock."
     os.ftruncate(fd, 0)
-    os.lseek(fd, 0, os.SEEK_SET)
-    os.write(fd, json.dumps(dict(host=platform.node(), owner=_owner(), flocked=flocked)).encode())
+    os.pwrite(fd, json.dumps(dict(host=platform.node(), owner=_owner(), flocked=flocked)).encode(), 0)
 
 def _read(fd: int) -> dict | None:
-    "The process that has the lock; none where the file does not say it."
-    os.lseek(fd, 0, os.SEEK_SET)
+    "The process that has the lock; `None` if the file does not say it."
     with suppress(ValueError, KeyError, TypeError):
-        found = parse_json(os.read(fd, 1000))
+        found = parse_json(os.pread(fd, 1000, 0))
         is_owner = re.fullmatch(r'[0-9a-f]{8}-[0-9]{1,9}-[0-9]+', found['owner'])
         if is_owner and isinstance(found['host'], str) and isinstance(found['flocked'], bool): return found
     return None
@@ -69,7 +63,7 @@ def _is_free(file: os.stat_result, found: dict | None, flocked: bool) -> bool:
     if found is None: return age > _EMPTY
     if flocked and found['flocked']: return True
     place, pid, begin = found['owner'].split('-')
-    if place == _place() and os.name == 'posix': return not _is_running(int(pid), begin)
+    if place == _place(): return not _is_running(int(pid), begin)
     return not found['flocked'] and age > _SILENT
 
 def _holder(path: Path, found: dict | None) -> str:
@@ -114,29 +108,27 @@ class Lock:
         "Take it unless another process has it."
         try: fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError: return self._take_over()
-        try: self._hold(fd, _flock(fd, wait=True)) # Whoever looks at it has it locked for a moment
+        try: return self._hold(fd, _flock(fd, wait=True)) # Whoever looks at it has it locked for a moment
         except OSError:
             self.path.unlink(missing_ok=True)
             raise
-        return True
 
     def _take_over(self) -> bool:
         "Take a file that is there and that no process has."
         fd = -1
         with suppress(BlockingIOError, FileNotFoundError): # It is held, or somebody let go just now
-            fd = os.open(self.path, os.O_RDWR | getattr(os, 'O_NOFOLLOW', 0))
+            fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW)
             self._found = _read(fd)
             flocked = _flock(fd, wait=False)
             if _is_free(os.fstat(fd), self._found, flocked):
                 with _alone(self.path): # Where it may have another owner by now, or be another file
                     file = os.fstat(fd)
                     if _identity(os.stat(self.path)) == _identity(file) and _is_free(file, _read(fd), flocked):
-                        self._hold(fd, flocked)
-                        return True
+                        return self._hold(fd, flocked)
         if fd >= 0: os.close(fd)
         return False
 
-    def _hold(self, fd: int, flocked: bool) -> None:
+    def _hold(self, fd: int, flocked: bool) -> bool:
         try: _write(fd, flocked)
         except OSError:
             os.close(fd)
@@ -148,6 +140,7 @@ class Lock:
         else:
             os.close(fd)
             threading.Thread(target=_beat, args=(self.path, self._file, self._stop), daemon=True).start()
+        return True
 
     def acquire(self,
         seconds: float | None = None, # That it may take; none means to wait for whoever has it

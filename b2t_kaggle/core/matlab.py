@@ -10,6 +10,7 @@ import math
 import struct
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,35 +30,29 @@ _COMPLEX = 0x800              # Flag of a variable
 READABLE = 'variables of MATLAB 5 (save -v7); fetch the file again'
 
 class MatlabError(ReadError):
-    "A file, or a variable of it, that is not read."
-    def __init__(self,
-        found: str,             # As an error says it
-        variable: str = '',     # Its name; empty where the file as a whole is meant
-        cell: int | None = None, # Position in the cell array
-        path: str | Path = '',  # Of the file
-    ):
-        self.found = found
-        self.variable = variable
-        self.cell = cell
+    "A file, a variable of it, or a cell of a variable, that is not read."
+    def __init__(self, found: str, variable: str = '', cell: int | None = None, path: str | Path = ''):
+        self.found, self.variable, self.cell = found, variable, cell
         place = ', '.join(s for s in (str(path), variable, '' if cell is None else f'cell {cell}') if s)
         super().__init__(f'{place}: found {found}, expected {READABLE}')
 
+@dataclass
 class _Elements:
     "The elements in a piece of a file, one after the other."
-    def __init__(self, data: memoryview, order: str):
-        self.data = data
-        self.order = order # Of bytes, `<` or `>`
+    data: memoryview
+    order: str # Byte order, `<` or `>`
 
     def next(self) -> tuple[int, memoryview]:
         "Type and contents of the next element. Raises `MatlabError` where it is longer than what it is in."
         data = self.data
         if len(data) < 8: raise MatlabError('an end within the values')
         kind, size = struct.unpack_from(self.order + 'II', data)
-        begin = 8
-        if kind >> 16: kind, size, begin = kind & 0xFFFF, kind >> 16, 4
-        if size > (4 if begin == 4 else len(data) - 8):
+        is_short = kind >> 16
+        if is_short: kind, size = kind & 0xFFFF, kind >> 16
+        if size > (4 if is_short else len(data) - 8):
             raise MatlabError(f'{size:,} bytes of values, of which {len(data) - 8:,} are there')
-        self.data = data[8 if begin == 4 else begin + size + -size % 8:]
+        begin, end = (4, 8) if is_short else (8, 8 + size + -size % 8)
+        self.data = data[end:]
         return kind, data[begin:begin + size]
 
     def numbers(self, dtypes: Collection[str] = tuple(_NUMBERS.values())) -> np.ndarray:
@@ -79,8 +74,7 @@ def _element(kind: int, data: bytes) -> bytes:
 
 def _matrix(cls: int, dims: Sequence[int], name: str, contents: bytes) -> bytes:
     "The element of a variable, or of a cell."
-    flags = struct.pack('<II', cls, 0)
-    head = [(6, flags), (5, struct.pack(f'<{len(dims)}i', *dims)), (1, name.encode('ascii'))]
+    head = [(6, struct.pack('<II', cls, 0)), (5, struct.pack(f'<{len(dims)}i', *dims)), (1, name.encode('ascii'))]
     return _element(_MATRIX, b''.join(_element(*part) for part in head) + contents)
 
 def _variable(name: str, values: _Values) -> bytes:
@@ -92,8 +86,7 @@ def _variable(name: str, values: _Values) -> bytes:
     if not all(isinstance(row, str) for row in values):
         return _matrix(_CELL, [1, len(values)], name, b''.join(_variable('', value) for value in values))
     width = max(map(len, values), default=0)
-    columns = zip(*(row.ljust(width) for row in values))
-    text = ''.join(c for column in columns for c in column)
+    text = ''.join(map(''.join, zip(*(row.ljust(width) for row in values))))
     return _matrix(_CHAR, [len(values), width], name, _element(16, text.encode()))
 
 def write_matlab(
@@ -171,29 +164,15 @@ def _unpack(packed: memoryview, order: str) -> bytes:
         raise MatlabError(f'{len(data):,} bytes of compressed values, which say that they are {size:,}')
     return data
 
-def _name(start: bytes, order: str) -> str:
-    "The name of the variable that begins so; empty for what is no variable."
-    try:
-        if struct.unpack_from(order + 'I', start)[0] != _MATRIX: return ''
-        return _matrix_head(_Elements(memoryview(start)[8:], order))[2]
-    except (MatlabError, struct.error): return ''
-
-def _order(f: BinaryIO) -> str:
-    "Order of bytes of a file, from its header. Raises `MatlabError` for other files."
-    head = f.read(_HEAD)
-    if head.startswith(b'MATLAB 7.3') or b'HDF' in head[:8]: raise MatlabError('a file of MATLAB 7.3, which is HDF5')
-    order = {b'IM': '<', b'MI': '>'}.get(head[126:128])
-    if not order: raise MatlabError('no header of MATLAB 5')
-    return order
-
 def _read_variable(f: BinaryIO, kind: int, size: int, order: str, names: Collection[str]) -> tuple[str, Any]:
     "Name and values of the variable that begins here; empty, and nothing, where none of these names has it."
     start = f.read(min(size, _NAMED))
     packed = kind == _COMPRESSED
-    try:
-        if packed: name = _name(zlib.decompressobj().decompress(start, _NAMED), order)
-        else: name = _name(struct.pack(order + 'II', kind, size) + start, order)
+    try: head = zlib.decompressobj().decompress(start, _NAMED) if packed else bytes(8) + start
     except zlib.error: raise MatlabError('a variable that cannot be unpacked') from None
+    if packed and head[:4] != struct.pack(order + 'I', _MATRIX): return '', None
+    try: name = _matrix_head(_Elements(memoryview(head)[8:], order))[2]
+    except MatlabError: return '', None
     if name not in names: return '', None
     data = memoryview(start + f.read(size - len(start)))
     try:
@@ -204,7 +183,10 @@ def _read_variable(f: BinaryIO, kind: int, size: int, order: str, names: Collect
 
 def _variables(f: BinaryIO, n_bytes: int, names: Collection[str]) -> Iterator[tuple[str, Any]]:
     "Names and values of the variables of a file that have these names."
-    order = _order(f)
+    head = f.read(_HEAD)
+    if head.startswith(b'MATLAB 7.3') or b'HDF' in head[:8]: raise MatlabError('a file of MATLAB 7.3, which is HDF5')
+    order = {b'IM': '<', b'MI': '>'}.get(head[126:128])
+    if not order: raise MatlabError('no header of MATLAB 5')
     at = _HEAD
     while at < n_bytes:
         f.seek(at)

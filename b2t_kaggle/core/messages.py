@@ -7,16 +7,16 @@ __all__ = ['command_name', 'with_command_name', 'counted', 'plain_warnings', 'wa
            'with_parameters']
 
 # %% ../../nbs/core/00_messages.ipynb #c002
-import ast
 import difflib
 import inspect
 import io
+import itertools
 import os
 import re
-import textwrap
 import tokenize
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 # %% ../../nbs/core/00_messages.ipynb #c005
@@ -87,21 +87,20 @@ def did_you_mean(
     return hint and f'; {hint}'
 
 # %% ../../nbs/core/00_messages.ipynb #c017
-def _comments(source: str) -> dict[int, str]:
-    "The comment of each line that has one."
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {t.start[0]: t.string.lstrip('# ') for t in tokens if t.type == tokenize.COMMENT}
-
-def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, comments: dict[int, str]) -> dict[str, str]:
-    "Comments behind each parameter and behind the result, by name; the result's is `returns`."
-    a = function.args
-    args = [*a.posonlyargs, *a.args, *filter(None, [a.vararg]), *a.kwonlyargs, *filter(None, [a.kwarg])]
-    found = {}
-    for arg, after in zip(args, [*args[1:], function.returns]):
-        line = arg.end_lineno or arg.lineno
-        if line in comments and (after is None or after.lineno > line): found[arg.arg] = comments[line]
-    end = function.returns and function.returns.end_lineno
-    if end in comments and comments[end] not in found.values(): found['returns'] = comments[end]
+def _parameters(source: str, names: Iterable[str]) -> dict[str, str]:
+    "Comments behind the parameters of a function and behind its result, by name; the result's is `returns`."
+    found: dict[str, str] = {}
+    name = ''
+    depth = 0
+    tokens = tokenize.generate_tokens(io.StringIO(source[source.index('def '):]).readline)
+    for t, after in itertools.pairwise(tokens):
+        depth += (t.string in ('(', '[', '{')) - (t.string in (')', ']', '}'))
+        if t.type == tokenize.NAME and t.string in names and depth == 1: name = t.string
+        elif t.string == '->': name = 'returns'
+        elif t.type == tokenize.COMMENT and name: found.setdefault(name, t.string.lstrip('# '))
+        elif t.string == ':' and depth == 0:
+            if name == 'returns' and after.type == tokenize.COMMENT: found[name] = after.string.lstrip('# ')
+            break
     return found
 
 def _describe(function: Callable, parameters: dict[str, str]) -> None:
@@ -115,19 +114,13 @@ def with_parameters(
     item: Any, # A function or class of this package; anything else stays as it is
 ) -> Any:      # The same
     "Add the comments behind the parameters to docstrings: to that of a function, or to those of a class's methods."
-    owners: list[Any]
-    if inspect.isclass(item): owners = [c for c in item.__mro__ if c.__module__.split('.')[0] == __name__.split('.')[0]]
-    elif inspect.isfunction(item): owners = [item]
-    else: return item
-    for owner in owners:
-        try: source = textwrap.dedent(inspect.getsource(owner))
-        except (OSError, TypeError): continue # Nothing but bytecode is here
-        comments = _comments(source)
-        top = ast.parse(source).body[0]
-        nodes = top.body if isinstance(top, ast.ClassDef) else [top]
-        for node in nodes:
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef): continue
-            function = vars(owner).get(node.name) if inspect.isclass(owner) else owner
-            function = getattr(function, '__func__', function) # Of a class method
-            if inspect.isfunction(function): _describe(function, _parameters(node, comments))
+    owned: list[Any] = [item]
+    if inspect.isclass(item):
+        package = __name__.split('.')[0]
+        owned = [f for c in item.__mro__ if c.__module__.split('.')[0] == package for f in vars(c).values()]
+    for function in owned:
+        function = getattr(function, '__func__', function) # Of a class method
+        if not inspect.isfunction(function): continue
+        with suppress(OSError, ValueError): # Nothing but bytecode is here, or a lambda
+            _describe(function, _parameters(inspect.getsource(function), inspect.signature(function).parameters))
     return item

@@ -66,15 +66,7 @@ def _cast_into(out: np.ndarray, x: np.ndarray) -> None:
                           'store the wider type (--set data.dtype=float32)') from None
 
 # %% ../../nbs/core/10_ragged.ipynb #c014
-def _check_array(values: np.ndarray, row: dict, item_shape: tuple[int, ...], columns: set[str]) -> None:
-    "Raise `RaggedError` where an array has another shape, or its row of the index other columns, than the file."
-    if values.ndim != 1 + len(item_shape) or values.shape[1:] != item_shape:
-        expected = ', '.join(['n', *map(str, item_shape)])
-        raise RaggedError(f'has the shape {list(values.shape)}, expected [{expected}]')
-    if row.keys() != columns: raise RaggedError(f'has the index columns {sorted(row)}, expected {sorted(columns)}')
-
-def _record_batch(schema: pa.Schema, values: np.ndarray, lengths: list[int],
-                  rows: list[dict]) -> pa.RecordBatch:
+def _record_batch(schema: pa.Schema, values: np.ndarray, lengths: list[int], rows: list[dict]) -> pa.RecordBatch:
     "A chunk as an Arrow record batch that shares the memory of `values`."
     items = pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
     for n in reversed(values.shape[1:]): items = pa.FixedSizeListArray.from_arrays(items, n)
@@ -114,37 +106,6 @@ def _index_checksum(batch: pa.RecordBatch, k: int, is_last: bool) -> int:
         for part in _column_bytes(column): crc = zlib.crc32(part, crc)
     return crc
 
-# %% ../../nbs/core/10_ragged.ipynb #c020
-class _Chunk:
-    "Arrays that wait to be written, one behind the other, with their rows of the index."
-    def __init__(self, size: int, dtype: np.dtype, item_shape: tuple[int, ...]):
-        self.size = size
-        self.values = np.empty((0, *item_shape), dtype)
-        self.clear()
-
-    def clear(self):
-        "Forget the arrays, keep the memory."
-        self.lengths = []
-        self.rows = []
-        self.checksums = []
-        self.used = 0  # length of all arrays together
-
-    def has_room(self, n: int) -> bool:
-        "Whether an array of length `n` belongs to this chunk; an empty one takes any."
-        return self.used == 0 or self.used + n <= len(self.values)
-
-    def append(self, values: np.ndarray, row: dict) -> None:
-        "Copy an array to the end of the chunk; raises `RaggedError` where the stored type cannot hold it."
-        n = len(values)
-        if self.used + n > len(self.values):
-            self.values = np.empty((max(n, self.size), *values.shape[1:]), self.values.dtype)
-        stored = self.values[self.used:self.used + n]
-        _cast_into(stored, values)
-        self.checksums.append(_checksum(stored))
-        self.lengths.append(n)
-        self.rows.append(row)
-        self.used += n
-
 # %% ../../nbs/core/10_ragged.ipynb #c023
 class RaggedWriter:
     """Writes arrays of one type to one file, as a stream. A context manager: the file is in place when the block ends,
@@ -169,7 +130,15 @@ class RaggedWriter:
         self._n_appended = 0
         self._n_written = 0 # Chunks
         item_bytes = dtype.itemsize*math.prod(self.item_shape)
-        self._chunk = _Chunk(max(1, chunk_bytes//item_bytes), dtype, self.item_shape)
+        self._size = max(1, chunk_bytes//item_bytes)
+        self._values = np.empty((0, *self.item_shape), dtype) # The chunk's arrays, one behind the other
+        self._clear()
+
+    def _clear(self) -> None:
+        self._lengths: list[int] = []
+        self._rows: list[dict] = []
+        self._checksums: list[int] = []
+        self._used = 0 # Length of all arrays of the chunk together
 
     def __enter__(self):
         with ExitStack() as stack:
@@ -185,21 +154,32 @@ class RaggedWriter:
     ) -> None:
         "Add an array; raises `RaggedError` for a wrong shape, type or row, or a value beyond the stored type."
         values = np.asarray(values)
+        n = len(values) if values.ndim else 0
         try:
-            _check_array(values, row, self.item_shape, self._columns)
-            if not self._chunk.has_room(len(values)): self._write_chunk()
-            self._chunk.append(values, row)
+            if values.ndim == 0 or values.shape[1:] != self.item_shape:
+                expected = ', '.join(['n', *map(str, self.item_shape)])
+                raise RaggedError(f'has the shape {list(values.shape)}, expected [{expected}]')
+            if row.keys() != self._columns:
+                raise RaggedError(f'has the index columns {sorted(row)}, expected {sorted(self._columns)}')
+            if self._used and self._used + n > len(self._values): self._write_chunk()
+            if self._used + n > len(self._values):
+                self._values = np.empty((max(n, self._size), *self.item_shape), self._values.dtype)
+            stored = self._values[self._used:self._used + n]
+            _cast_into(stored, values)
         except RaggedError as e: raise RaggedError(f'{self.path}: array {self._n_appended} {e}') from None
+        self._checksums.append(_checksum(stored))
+        self._lengths.append(n)
+        self._rows.append(row)
+        self._used += n
         self._n_appended += 1
 
     def _write_chunk(self, is_last: bool = False):
-        c = self._chunk
-        if c.rows:
-            batch = _record_batch(self.schema, c.values[:c.used], c.lengths, c.rows)
-            crc32 = dict(index=_index_checksum(batch, self._n_written, is_last), arrays=c.checksums)
+        if self._rows:
+            batch = _record_batch(self.schema, self._values[:self._used], self._lengths, self._rows)
+            crc32 = dict(index=_index_checksum(batch, self._n_written, is_last), arrays=self._checksums)
             self._arrow.write_batch(batch, custom_metadata=dict(crc32=json.dumps(crc32)))
             self._n_written += 1
-        c.clear()
+        self._clear()
 
     def _write_last_chunk(self, error, *_):
         if error is None: self._write_chunk(is_last=True)
@@ -228,31 +208,15 @@ def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
     except _DAMAGE as e:
         raise RaggedError(f'{path}: not an Arrow IPC file, or cut off ({_one_line(e)}); make it again') from None
     if _KEY not in metadata or _VALUES not in names:
-        raise RaggedError(f'{path}: an Arrow file, but not written by b2t_kaggle '
-                          f'(expected metadata {_KEY.decode()!r} and a column {_VALUES!r})')
-    return buffer, reader, _header(metadata, path)
-
-def _header(metadata: dict[bytes, bytes], path: Path) -> dict:
-    "Version, kind and metadata of a file. Raises `RaggedError` where they cannot be read or the version is another."
-    text = metadata[_KEY]
-    try: header = parse_json(text)
-    except ValueError as e: raise RaggedError(f'{path}: damaged header ({e}); make it again') from None
+        raise RaggedError(f'{path}: an Arrow file, but not written by b2t_kaggle')
+    is_whole = metadata.get(_HEADER_CRC) == str(zlib.crc32(metadata[_KEY])).encode()
+    header = parse_json(metadata[_KEY]) if is_whole else None
     if not isinstance(header, dict): raise RaggedError(f'{path}: damaged header; make it again')
-    if metadata.get(_HEADER_CRC) != str(zlib.crc32(text)).encode():
-        raise RaggedError(f'{path}: damaged header, it is not as it was written; make it again')
     if header.get('version') != _VERSION:
         raise RaggedError(f'{path}: written in version {header.get("version")}, expected {_VERSION}; make it again')
-    return header
+    return buffer, reader, header
 
 # %% ../../nbs/core/10_ragged.ipynb #c027
-def _verify_index(batch: pa.RecordBatch, custom: dict | None, k: int, is_last: bool) -> list[int]:
-    "The checksums of a chunk's arrays. Raises `RaggedError` where its index is not as it was written."
-    crc32 = parse_json((custom or {}).get(b'crc32', b'{}'))
-    if crc32.get('index') != _index_checksum(batch, k, is_last):
-        raise RaggedError('the index is not as it was written')
-    if len(crc32['arrays']) != len(batch): raise RaggedError('its checksums are not as they were written')
-    return crc32['arrays']
-
 def _read_chunk(reader: pa.RecordBatchFileReader, k: int, path: Path) -> tuple[pa.RecordBatch, list[int]]:
     """A chunk, with offsets and texts that lie inside the file, and the checksums of its arrays; raises `RaggedError`.
     The values are not looked at."""
@@ -260,8 +224,11 @@ def _read_chunk(reader: pa.RecordBatchFileReader, k: int, path: Path) -> tuple[p
         batch, custom = reader.get_batch_with_custom_metadata(k)
         batch.validate(full=True)
         if batch.column(_VALUES).null_count: raise RaggedError('an array is missing')
-        is_last = k == reader.num_record_batches - 1
-        return batch, _verify_index(batch, custom, k, is_last)
+        crc32 = parse_json((custom or {}).get(b'crc32', b'{}'))
+        if crc32.get('index') != _index_checksum(batch, k, k == reader.num_record_batches - 1):
+            raise RaggedError('the index is not as it was written')
+        if len(crc32['arrays']) != len(batch): raise RaggedError('its checksums are not as they were written')
+        return batch, crc32['arrays']
     except _DAMAGE as e: raise RaggedError(f'{path}: damaged ({_one_line(e)}); make it again') from None
 
 def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray]:
@@ -273,16 +240,6 @@ def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray
     return data.address - address + offsets[:-1]*dtype.itemsize*math.prod(item_shape), np.diff(offsets)
 
 # %% ../../nbs/core/10_ragged.ipynb #c029
-def _starts(located: list[tuple[np.ndarray, np.ndarray]], ragged: 'Ragged', size: int) -> np.ndarray:
-    "Beginning of each array `[n]`, in numbers. Raises `RaggedError` for one that is compressed or outside the file."
-    starts = np.concatenate([np.zeros(0, np.int64), *(starts for starts, _ in located)])
-    ends = starts + ragged.lengths*ragged._item_size*ragged.dtype.itemsize
-    outside = (starts < 0) | (ends > size) | (starts % ragged.dtype.itemsize != 0)
-    if (outside & (ragged.lengths > 0)).any():
-        raise RaggedError(f'{ragged.path}: array {int(np.argmax(outside))} is compressed or lies outside the file; '
-                          'make it again')
-    return starts//ragged.dtype.itemsize
-
 class Ragged:
     "Many arrays `[n, *item_shape]` of one type in one memory-mapped file; `[i]` is a read-only view of the i-th."
     def __init__(self,
@@ -308,7 +265,14 @@ class Ragged:
         self._verified = np.zeros(len(self.lengths), bool)
         # The whole file as numbers, headers too, and where in it each array begins
         self.flat = np.frombuffer(buffer, self.dtype, count=buffer.size//self.dtype.itemsize)
-        self.starts = _starts(located, self, buffer.size)
+        starts = np.concatenate([none, *(starts for starts, _ in located)])
+        itemsize = self.dtype.itemsize
+        ends = starts + self.lengths*self._item_size*itemsize
+        outside = (starts < 0) | (ends > buffer.size) | (starts % itemsize != 0)
+        if (outside & (self.lengths > 0)).any():
+            raise RaggedError(f'{self.path}: array {int(np.argmax(outside))} is compressed or lies outside the file; '
+                              'make it again')
+        self.starts = starts//itemsize
         table = pa.Table.from_batches(chunks, reader.schema)
         self.table = table.drop_columns(_VALUES).replace_schema_metadata(None)
 

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .files import _KINDS
+
 if TYPE_CHECKING: # Programs that read no HDF5 need not wait for it
     import h5py
 
@@ -43,15 +45,13 @@ class ReadError(ValueError):
     "A file that is not read; the message names it, what was found, and what to do."
 
 # %% ../../nbs/core/03_reading.ipynb #c008
-_SPECIAL = {stat.S_IFIFO: 'a pipe', stat.S_IFSOCK: 'a socket', stat.S_IFCHR: 'a device', stat.S_IFBLK: 'a device'}
-
 def check_is_file(
     path: str | Path, # Something that exists, or nothing
 ) -> None:
     "Raise `ReadError` for a pipe, a socket or a device; a folder, or nothing, is left to the code that opens it."
     path = Path(path)
-    kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
-    if kind: raise ReadError(f'{path}: found {kind}, expected a file; remove it, or give another')
+    kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
+    if kind not in (None, 'a file', 'a folder'): raise ReadError(f'{path}: found {kind}, expected a file; remove it, or give another')
 
 def read_text(
     path: str | Path,            # UTF-8
