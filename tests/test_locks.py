@@ -81,10 +81,11 @@ def test_a_stage_runs_on_a_file_system_without_locks(tmp_path, number):
 
 def test_a_study_that_sqlite_cannot_lock_is_to_be_a_journal(tmp_path):
     pytest.importorskip('optuna')
-    from b2t_kaggle.pipeline.sweep import Range, Sweep
+    from b2t_kaggle.pipeline.sweep import Sweep, ranges_of
     run = Run(tmp_path/'toy', tmp_path/'work', {'train.accelerator': 'cpu'})
+    ranges = ranges_of({'train.lr_max': '1e-4:1e-2:log'}, run.cfg)
     with sqlite3.connect(run.dir/'study.db', isolation_level='EXCLUSIVE') as other:
         other.execute('begin exclusive')
         with pytest.raises(PipelineError, match='SQLite finds it locked.*--study FILE names a journal'):
-            Sweep(run, {'train.lr_max': Range(1e-4, 1e-2, True)})
-    Sweep(run, {'train.lr_max': Range(1e-4, 1e-2, True)}, str(tmp_path/'journal'))
+            Sweep(run, ranges)
+    Sweep(run, ranges, str(tmp_path/'journal'))

@@ -48,21 +48,20 @@ from b2t_kaggle.rescoring.opinion_pool import (
 
 # %% ../../nbs/cli/04_combine.ipynb #c004
 def _shares(ctx, param, text: str) -> str | list[float]:
-    "`equal`, `tune`, or numbers between commas."
-    if text in ('equal', 'tune'): return text
-    return numbers(text, float, 'neither equal nor tune nor numbers between commas')
+    "`equal`, or numbers between commas."
+    return text if text == 'equal' else numbers(text, float, 'neither equal nor numbers between commas')
 
 _how = click.option('--how', 'method', default='log_prob', show_default=True, type=Choice(['log_prob', 'prob']),
                     help='Average log-probabilities or probabilities.')
-_weights = partial(click.option, '--weights', default='equal', show_default=True, callback=_shares)
+_weights = partial(click.option, '--weights', default='equal', show_default=True, callback=_shares,
+                   metavar='equal|A,B,…', help='How much each model counts: all alike, or numbers in the order of the models.')
 
 # %% ../../nbs/cli/04_combine.ipynb #c006
 @click.command('average-logits')
 @click.argument('members', nargs=-1, required=True, metavar='STORE...')
 @output_option(help='The LogitStore to write.')
 @_how
-@_weights(metavar='equal|A,B,…',
-          help='How much each model counts: all alike, or numbers in the order of the models.')
+@_weights()
 def average_logits(members, output, method, weights):
     """Average log-probabilities of several models.
 
@@ -77,7 +76,6 @@ def average_logits(members, output, method, weights):
     if (output.absolute().parents[1]/'config.yaml').exists():
         raise click.ClickException(f'{output} is where a run has its own log-probabilities; write to another file, or '
                                    'make a run of the average with `b2t ensemble --name`')
-    if weights == 'tune': raise click.BadParameter('tune needs labels of val, which a run has; for a file give numbers')
     LogitStore.average([LogitStore.open(s) for s in members], output, method, None if weights == 'equal' else weights)
     click.echo(f'Wrote {output}')
 
@@ -100,8 +98,7 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str | list
 @stage_command()
 @click.argument('members', nargs=-1, required=True, metavar='RUN_OR_STORE...')
 @_how
-@_weights(metavar='equal|tune|A,B,…',
-          help='How much each model counts: all alike, as tuned on val, or numbers in the order of the models.')
+@_weights()
 def ensemble(members, method, weights, force, **options):
     """Average several models, as a run of its own.
 
@@ -109,7 +106,7 @@ def ensemble(members, method, weights, force, **options):
     (one store of a split is taken as it is). All that follows is done: language model, decoding, submission, report.
 
     \b
-    b2t ensemble seed1 seed2 --name both --weights tune
+    b2t ensemble seed1 seed2 --name both
     b2t ensemble seed1 downloads/val.arrow downloads/test.arrow --name both
     """
     if not options['name']:

@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 
 import b2t_kaggle
-from b2t_kaggle.core.limits import explain_error, reached_limit
+from b2t_kaggle.core.files import explain_error, reached_limit
 from b2t_kaggle.core.messages import command_name, did_you_mean, with_command_name
 from b2t_kaggle.devices.interrupts import Ended, ended_when_asked, noted_interrupt
 

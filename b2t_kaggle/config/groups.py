@@ -280,8 +280,8 @@ class InferConfig(Section):
     ("LogitStores to decode instead of a model's, of val and test, in any order; several of a split are averaged.")
     average: Literal['log_prob', 'prob'] = 'log_prob'
     "Average of several `logits` of a split: of log-probabilities, or of probabilities."
-    weights: Literal['equal', 'tune'] | list[Annotated[float, Field(ge=0)]] = 'equal'
-    ("How much each model counts in that average: all alike; weights tuned on val; or numbers, one for each model in "
+    weights: Literal['equal'] | list[Annotated[float, Field(ge=0)]] = 'equal'
+    ("How much each model counts in that average: all alike, or numbers, one for each model in "
      "the order in which `logits` has them.")
     smoothing: Literal['same', 'valid'] = 'same'
     ("How trials are smoothed at their ends: with zeros beyond them, as in training (`same`), or without the bins that "

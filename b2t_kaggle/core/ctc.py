@@ -36,17 +36,13 @@ def round_length(
     return patch_size + n_patches_more*patch_stride
 
 # %% ../../nbs/core/09_ctc.ipynb #c011
-def frames_needed(
-    class_ids: np.ndarray, # Labels of a trial `[S]`
-) -> int:
-    "The fewest frames that CTC can align with these labels."
+def frames_needed(class_ids: np.ndarray) -> int:
+    "The fewest frames that CTC can align with labels `[S]`."
     return len(class_ids) + int((class_ids[1:] == class_ids[:-1]).sum())
 
 # %% ../../nbs/core/09_ctc.ipynb #c014
-def collapse(
-    path: np.ndarray, # Class of each frame `[T']`
-) -> np.ndarray:
-    "CTC's labels of a path (Graves et al., 2006): repetitions count once, blanks not at all."
+def collapse(path: np.ndarray) -> np.ndarray:
+    "CTC's labels of a path of classes `[T']` (Graves et al., 2006): repetitions count once, blanks not at all."
     path = np.asarray(path)
     return path[(path != BLANK) & (path != np.r_[BLANK, path[:-1]])]
 
@@ -86,9 +82,7 @@ def _describe(fault: int, frame: np.ndarray) -> str:
     remedy = 'these are logits, use log_softmax' if frame.any() else 'cut padding off, or give decode_batch the lengths'
     return f': the probabilities sum to {total:.4g}, expected 1; {remedy}'
 
-def to_numpy(
-    x: Any,         # Array or tensor of any library, on any device, or a list
-) -> np.ndarray:
+def to_numpy(x: Any) -> np.ndarray:
     "Numbers as an array of NumPy; PyTorch's tensors lose gradient and device, and become float64, as bfloat16 must."
     if isinstance(x, list | tuple) and x and hasattr(x[0], 'detach'): return np.array([to_numpy(row) for row in x])
     return np.asarray(x.detach().cpu().double() if hasattr(x, 'detach') else x)

@@ -159,17 +159,13 @@ def write_error(error: Exception, path: Path, scratch: Path) -> WriteError | Non
     found.errno = number
     return found
 
-def reached_limit(
-    text: str, # Text of an error
-) -> str | None:
+def reached_limit(text: str) -> str | None:
     "The limit of the system that an error's text is about, with what to do; `None` for other errors."
     if 'unable to lock' in text: return None # HDF5's words for a file that another process has
     found = [(cause, advice) for cause, advice, words in _LIMITS.values() if re.search(words, text)]
     return '{}; {}, and run it again'.format(*found[-1]) if found else None
 
-def explain_error(
-    error: BaseException, # Error that ends a program
-) -> str:
+def explain_error(error: BaseException) -> str:
     "The text of an error; if a limit of the system caused it, that limit and what to do."
     text = str(error)
     if isinstance(error, WriteError): return text
@@ -230,11 +226,8 @@ def atomic_path(
             with suppress(OSError): scratch.unlink()
 
 # %% ../../nbs/core/02_files.ipynb #c027
-def write_whole(
-    path: str | Path, # Its folder is made where it is missing
-    text: str,        # Written as UTF-8
-) -> None:
-    "Write a text file whole or not at all."
+def write_whole(path: str | Path, text: str) -> None:
+    "Write a text file in UTF-8, whole or not at all; its folder is made if it is missing."
     with atomic_path(path) as scratch: scratch.write_text(text, encoding='utf-8')
 
 # %% ../../nbs/core/02_files.ipynb #c036
@@ -297,10 +290,8 @@ def replaced_folder(
             if old.exists() and not folder.exists(): os.replace(old, folder)
 
 # %% ../../nbs/core/02_files.ipynb #c044
-def stays_inside(
-    name: str, # Path in an archive or in a record, written on whatever system
-) -> bool:
-    "Whether a path stays in the folder that it is relative to, on every system."
+def stays_inside(name: str) -> bool:
+    "Whether a path, as in an archive, stays in the folder that it is relative to, on every system."
     path = PureWindowsPath(name) # Knows / as well as \ and C:
     return not (path.drive or path.root or '..' in path.parts or '\0' in name)
 
@@ -381,10 +372,8 @@ def home_folder() -> Path | None:
     try: return Path.home()
     except RuntimeError: return None
 
-def is_writable(
-    folder: str | Path, # It need not exist
-) -> bool:
-    "Whether this user can write into a folder, or make it."
+def is_writable(folder: str | Path) -> bool:
+    "Whether this user can write into a folder, or create it."
     folder = _existing(folder)
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 

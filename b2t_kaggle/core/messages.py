@@ -24,10 +24,8 @@ def command_name() -> str:
     "The command as a user types it: `b2t`, or `./kit b2t` in a checkout."
     return os.environ.get('B2T_COMMAND', 'b2t')
 
-def with_command_name(
-    text: str, # Help, an error, or advice
-) -> str:
-    "A text in which `b2t` is the command as a user types it; a name in quotes is none."
+def with_command_name(text: str) -> str:
+    "A text in which `b2t` is the command as a user types it; names in quotes stay."
     return re.sub(r'(?<![\w/.\'-])(?<!kit )b2t (?=[a-z-])', f'{command_name()} ', text)
 
 # %% ../../nbs/core/00_messages.ipynb #c007
@@ -47,10 +45,8 @@ def plain_warnings() -> None:
     "Have this process print its warnings without the place in the source."
     warnings.formatwarning = _warning_line
 
-def warn_each(
-    found: Sequence[str], # Faults that do not prevent use
-) -> None:
-    "Warn of each, up to five, and once of the others."
+def warn_each(found: Sequence[str]) -> None:
+    "Warn of each fault, up to five, and once of the others."
     for message in found[:5]: warnings.warn(message, stacklevel=2)
     if len(found) > 5: warnings.warn(f'and {len(found) - 5} more, in the record of this stage', stacklevel=2)
 

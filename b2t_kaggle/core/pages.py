@@ -36,8 +36,6 @@ class Html(str):
 
 _NUMBER = re.compile(r'[-+]?[\d,.]+( ?%| s| min| h)?')
 
-def _heading(name: str) -> str: return name.replace('_', '_<wbr>') # Breaks there where it has no room
-
 def _text(cell) -> str:
     "A value of a table as it is read."
     if isinstance(cell, float): return f'{cell:.4g}'
@@ -51,7 +49,8 @@ def table(
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     numeric = {name for name, cells in columns.items() if all(_NUMBER.fullmatch(_text(cell)) for cell in cells)}
     kinds = {name: ' class="number"' if name in numeric else '' for name in columns}
-    head = ''.join(f'<th{kinds[name]}>{_heading(html.escape(str(name)))}</th>' for name in columns)
+    def heading(name): return html.escape(str(name)).replace('_', '_<wbr>') # Breaks there if it has no room
+    head = ''.join(f'<th{kinds[name]}>{heading(name)}</th>' for name in columns)
     def cell(name, value):
         return f'<td{kinds[name]}>{value if isinstance(value, Html) else html.escape(_text(value))}</td>'
     body = ''.join('<tr>' + ''.join(map(cell, columns, row)) + '</tr>\n' for row in zip(*columns.values()))

@@ -45,13 +45,12 @@ class ReadError(ValueError):
     "A file that is not read; the message names it, what was found, and what to do."
 
 # %% ../../nbs/core/03_reading.ipynb #c008
-def check_is_file(
-    path: str | Path, # Something that exists, or nothing
-) -> None:
+def check_is_file(path: str | Path) -> None:
     "Raise `ReadError` for a pipe, a socket or a device; a folder, or nothing, is left to the code that opens it."
     path = Path(path)
     kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
-    if kind not in (None, 'a file', 'a folder'): raise ReadError(f'{path}: found {kind}, expected a file; remove it, or give another')
+    if kind not in (None, 'a file', 'a folder'):
+        raise ReadError(f'{path}: found {kind}, expected a file; remove it, or give another')
 
 def read_text(
     path: str | Path,            # UTF-8
@@ -69,9 +68,7 @@ def read_text(
                         'expected text; it is damaged or in another encoding, make it again or convert it') from None
     return text.removeprefix('\ufeff').replace('\r\n', '\n')
 
-def split_lines(
-    text: str, # From `read_text`
-) -> list[str]:
+def split_lines(text: str) -> list[str]:
     "The lines of a text. `str.splitlines` also ends one at characters that stand within sentences, such as U+2028."
     return text.removesuffix('\n').split('\n') if text else []
 
@@ -108,9 +105,7 @@ def limit_lines(
     return io.BufferedReader(_Lines(f, Path(path), max_bytes), min(max_bytes, 1 << 16))
 
 # %% ../../nbs/core/03_reading.ipynb #c014
-def parse_json(
-    text: str | bytes, # One value
-) -> Any:
+def parse_json(text: str | bytes) -> Any:
     "The value of a JSON text. Raises `ValueError` that says in one line what is wrong."
     try: return json.loads(text)
     except RecursionError: raise ValueError('not JSON that can be read: it is nested too deeply') from None
@@ -158,9 +153,7 @@ def _yaml_problem(e: Exception) -> str:
     problem = getattr(e, 'problem', None) or getattr(e, 'reason', None) or str(e) or type(e).__name__
     return place + str(problem).splitlines()[0]
 
-def parse_yaml(
-    text: str,
-) -> Any:
+def parse_yaml(text: str) -> Any:
     "The value of a YAML text of plain data. Raises `ValueError` that says in one line what is wrong."
     from yaml import YAMLError
     # Errors of constructors for a boolean, a date or a number that is none, and YAML's own
@@ -174,18 +167,14 @@ def parse_yaml(
         if loader: loader.dispose()
 
 # %% ../../nbs/core/03_reading.ipynb #c019
-def read_yaml_file(
-    path: str | Path, # Of plain data
-) -> Any:
+def read_yaml_file(path: str | Path) -> Any:
     "The value in a YAML file. Raises `OSError` where it cannot be opened, `ReadError` for anything but YAML in UTF-8."
     text = read_text(path, MAX_YAML_BYTES)
     try: return parse_yaml(text)
     except ValueError as e: raise ReadError(f'{path}: {e}; correct that line, or fetch the file again') from None
 
 # %% ../../nbs/core/03_reading.ipynb #c030
-def open_hdf5(
-    path: str | Path,
-) -> 'h5py.File':
+def open_hdf5(path: str | Path) -> 'h5py.File':
     """A file to be read. It is locked against writers only where its file system has locks: NFS and Lustre can be
     mounted without. Raises `ReadError` for no file and where another process has it open for writing, `OSError` where
     HDF5 cannot open it."""
@@ -246,9 +235,7 @@ def open_dataset(
                         'expected all data in one file, fetch it again')
     return h5py.Dataset(dataset)
 
-def check_size(
-    dataset: 'h5py.Dataset', # From `open_dataset`
-) -> None:
+def check_size(dataset: 'h5py.Dataset') -> None:
     "Raise `ReadError` where the values of a data set would take far more memory than the file has for them."
     n_bytes = math.prod(dataset.shape or ())*dataset.dtype.itemsize
     stored = dataset.id.get_storage_size()
@@ -276,9 +263,7 @@ def read_attribute(
     return value.strip('\0 \t\r\n') if isinstance(value, str) else value
 
 # %% ../../nbs/core/03_reading.ipynb #c027
-def check_hdf5(
-    f: 'h5py.File', # All of it is looked at, and nothing is read
-) -> None:
+def check_hdf5(f: 'h5py.File') -> None:
     "Raise `ReadError` where a link or a data set leads into another file, or would take far more memory than it has."
     import h5py
     seen = set()

@@ -9,23 +9,6 @@ __all__ = ['Ensemble']
 from ...metrics import percent
 from .stage import LOGITS, SUBMISSION, TRIALS, Artefact, PipelineError, Result, Stage
 
-# %% ../../../nbs/pipeline/stages/07_ensemble.ipynb #c005
-def _spoken(store) -> list[int]:
-    "Trials that have a sentence."
-    return [i for i, instruction in enumerate(store.index.is_instruction) if not instruction]
-
-def _tune(cfg, stores):
-    "Weights of the models, as `logits.tune_weights` finds them on val; none where they are given."
-    from b2t_kaggle.logits import LogitError, sort_stores, tune_weights
-    if cfg.weights != 'tune': return None
-    given = sort_stores(cfg.logits, {split: store.index for split, store in stores.items()})
-    if 'val' not in given:
-        raise LogitError('infer.weights is tune, but there are no log-probabilities of val to tune on; give them, or '
-                         'set infer.weights=equal')
-    spoken = set(_spoken(stores['val']))
-    labels = [stores['val'].class_ids(i) if i in spoken else None for i in range(len(stores['val']))]
-    return tune_weights(given['val'], labels, cfg.average)
-
 # %% ../../../nbs/pipeline/stages/07_ensemble.ipynb #c006
 def _better_alone(stores, labels, spoken: list[int], per: float) -> dict[str, str]:
     "The single model with a lower error rate on val than this one, with its rate, as a figure; none without one."
@@ -53,26 +36,22 @@ class Ensemble(Stage):
         from b2t_kaggle.pipeline.results import participant_rates
         cfg = run.cfg.infer
         stores = {split: run.trials(split) for split in ('val', 'test')}
-        tuned = _tune(cfg, stores)
-        weights = tuned.weights if tuned else None if cfg.weights == 'equal' else cfg.weights
+        weights = None if cfg.weights == 'equal' else cfg.weights
         indices = {split: store.index for split, store in stores.items()}
-        logits = take_stores(cfg.logits, indices, run.logits('val').parent, cfg.average, weights,
-                             held_out=tuned.held_out if tuned else None)
+        logits = take_stores(cfg.logits, indices, run.logits('val').parent, cfg.average, weights)
         for split in sorted(set(stores) - set(logits)): print(f'There are no log-probabilities of {split}.')
         metrics = dict(models=len(cfg.logits)//len(logits))
         if 'val' in logits:
-            spoken = _spoken(stores['val'])
+            spoken = [i for i, instruction in enumerate(stores['val'].index.is_instruction) if not instruction]
             labels = [stores['val'].class_ids(i) for i in spoken]
             paths = [greedy(logits['val'][i]) for i in spoken]
             metrics['PER'] = phoneme_error_rate(labels, paths)
             metrics |= participant_rates(stores['val'].index.session[spoken], labels, paths, 'PER')
-            if tuned and min(tuned.weights) < max(tuned.weights): metrics['weights'] = tuned.weights
             metrics |= _better_alone(sort_stores(cfg.logits, indices)['val'], labels, spoken, metrics['PER'])
-            kind = ' (cross-validated)' if 'weights' in metrics else ''
-            print(f'Greedy phoneme error rate on val: {percent(metrics["PER"])}{kind} of {len(spoken)} sentences, '
+            print(f'Greedy phoneme error rate on val: {percent(metrics["PER"])} of {len(spoken)} sentences, '
                   f'models: {metrics["models"]}')
             if best := metrics.get('better_alone'): print(f'{best} alone is better.')
-        return Result([run.logits(split) for split in logits], metrics, details=dict(tuned=tuned))
+        return Result([run.logits(split) for split in logits], metrics)
 
     def check_result(self, run, wanted):
         if 'test' in run.splits or not any(stage.writes.kind == SUBMISSION for stage in wanted): return

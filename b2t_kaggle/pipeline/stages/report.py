@@ -11,14 +11,12 @@ from ...core.files import write_whole
 from .stage import PAGE, SUBMISSION, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/14_report.ipynb #c005
-def _tuned_parts(run, stamps, tuning) -> tuple[bool, bool]:
-    "Tuned on val: the average of log-probabilities, and anything at all."
+def _is_tuned(run, stamps, tuning) -> bool:
+    "Whether anything was tuned on val."
     cfg = run.cfg
-    mixed = 'weights' in stamps.get('ensemble', {}).get('metrics', {})
     def kept(name): return stamps.get(name, {}).get('metrics', {}).get('kept', True)
-    others = [tuning and tuning.weights != tuning.start, cfg.rescore.llm and cfg.rescore.tune and kept('rescore'),
-              cfg.combine.sources and kept('combine')]
-    return mixed, mixed or any(others)
+    return any([tuning and tuning.weights != tuning.start, cfg.rescore.llm and cfg.rescore.tune and kept('rescore'),
+                cfg.combine.sources and kept('combine')])
 
 def _summary(run, results, stamps, tuning) -> str:
     "Description of the run, and its error rates."
@@ -28,8 +26,8 @@ def _summary(run, results, stamps, tuning) -> str:
     made = [f'<p class="kicker">{about[0].upper()}{about[1:]}.</p>'] if about else []
     if results is None:
         return '\n'.join([*made, '<p>There are no log-probabilities of val, so there are no error rates.</p>'])
-    mixed, tuned = _tuned_parts(run, stamps, tuning)
-    notes = {PER: 'greedy, cross-validated' if mixed else 'greedy'} | ({WER: 'cross-validated'} if tuned else {})
+    tuned = _is_tuned(run, stamps, tuning)
+    notes = {PER: 'greedy'} | ({WER: 'cross-validated'} if tuned else {})
     if run.wer_mark: notes[WER] = '; '.join([*filter(None, [notes.get(WER)]), f'n-gram models mixed{run.wer_mark}'])
     made.append(headline(results, notes))
     if tuned:
