@@ -54,7 +54,7 @@ def _shares(ctx, param, text: str) -> str | list[float]:
 _how = click.option('--how', 'method', default='log_prob', show_default=True, type=Choice(['log_prob', 'prob']),
                     help='Average log-probabilities or probabilities.')
 _weights = partial(click.option, '--weights', default='equal', show_default=True, callback=_shares,
-                   metavar='equal|A,B,…', help='How much each model counts: all alike, or numbers in the order of the models.')
+                   metavar='equal|A,B,…', help='Weights of the models: all alike, or numbers in their order.')
 
 # %% ../../nbs/cli/04_combine.ipynb #c006
 @click.command('average-logits')
