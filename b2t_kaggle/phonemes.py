@@ -438,11 +438,6 @@ def letters_to_sounds(
 _HISSING = set('S Z SH ZH CH JH'.split())
 _VOICELESS = set('P T K F TH'.split())
 
-def _with_s(pron: list[str]) -> list[str]:
-    "A pronunciation with the plural's or the possessive's ending."
-    if pron[-1] in _HISSING: return pron + ['IH', 'Z']
-    return pron + ['S' if pron[-1] in _VOICELESS else 'Z']
-
 def _pronounced(word: str, spelled: Callable[[str], list[str]]) -> list[list[str]]:
     "All pronunciations of a word, by a function for what the dictionary lacks."
     known = _dictionary().get(word)
@@ -452,7 +447,9 @@ def _pronounced(word: str, spelled: Callable[[str], list[str]]) -> list[list[str
     if bare != word: return _pronounced(bare, spelled)
     parts = [p for p in word.split('-') if re.search('[a-z]', p)]
     if len(parts) > 1: return [[q for p in parts for q in _pronounced(p, spelled)[0]]]
-    if word.endswith("'s"): return _distinct(_with_s(p) for p in _pronounced(word[:-2], spelled))
+    if word.endswith("'s"):
+        return _distinct([*p, *(['IH', 'Z'] if p[-1] in _HISSING else ['S'] if p[-1] in _VOICELESS else ['Z'])]
+                         for p in _pronounced(word[:-2], spelled))
     return [spelled(word)]
 
 def pronunciations(
@@ -523,10 +520,6 @@ _PREPOSITION = set('in on at for from with about during over under after before 
 _PLURAL = set('people men women children folks police'.split()) # Subjects without a plural's -s
 _NOT_PLURAL = set('this is was his its has does as yes always perhaps'.split()) # Words in -s that are no subjects
 
-def _is_plural(word: str) -> bool:
-    "Whether a word looks like a plural noun."
-    return word in _PLURAL or bool(re.search("[^su']s$", word)) and word not in _NOT_PLURAL
-
 def _is_verb(words: list[str], i: int) -> bool:
     "Whether word `i` of a normalised sentence, one that could also be a noun or an adjective, is a verb."
     word = words[i]
@@ -541,7 +534,8 @@ def _is_verb(words: list[str], i: int) -> bool:
     if before in _SUBJECT: return not (j > 0 and words[j - 1] in _BE) # `are you close`
     if before in _AUXILIARY: return True
     if before in {'and', 'or', 'but'}: return has_object
-    return _is_plural(before) and (has_object or after in _PREPOSITION)
+    is_plural = before in _PLURAL or re.search("[^su']s$", before) and before not in _NOT_PLURAL
+    return bool(is_plural) and (has_object or after in _PREPOSITION)
 
 # %% ../nbs/00_phonemes.ipynb #c057
 def sentence_to_phonemes(

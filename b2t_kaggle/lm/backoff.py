@@ -7,7 +7,7 @@ __all__ = ['BackoffTable', 'BackoffModel', 'from_arpa', 'renormalize', 'write_ba
 
 # %% ../../nbs/lm/10_backoff.ipynb #c003
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,28 +131,26 @@ def _word_ids(tables: list[BackoffTable], n: int, rows: np.ndarray, n_words: int
 
 def _log10(prob: np.ndarray) -> np.ndarray: return np.log10(np.clip(prob, 1e-99, None))
 
-def _grams(model: BackoffModel, kept: list[np.ndarray], size: int) -> Iterator[Grams]:
-    "The n-grams of some rows per order, `size` at a time."
-    n_words = len(model.words)
-    for n, (t, rows) in enumerate(zip(model.tables, kept), 1):
-        prob = t.prob[rows]
-        if n == 1: prob = np.where(rows == model.words.index('<s>'), 0, prob) # Never predicted
-        for i in range(0, len(rows), size):
-            part = rows[i:i + size]
-            log_prob = np.minimum(_log10(prob[i:i + size]), 0)
-            yield Grams(_word_ids(model.tables, n, part, n_words), log_prob, _log10(t.backoff[part]))
-
 def write_backoff(
     model: BackoffModel,                  # The model
     path: str | Path,                     # ARPA file to write; .gz is compressed
     keep: list[np.ndarray] | None = None, # n-grams to write, per order [M] bool; none means all
-    size: int = 200_000,                  # n-grams written at a time
 ) -> Path:                                # `path`
     "Write a model as an ARPA file; a probability of 0 is written as 1e-99, as is the custom, and so is that of `<s>`."
-    keep = keep or [np.ones(len(t.key), bool) for t in model.tables]
-    kept = [np.flatnonzero(k) for k in keep]
-    write_arpa(path, model.words, list(map(len, kept)), _grams(model, kept, size))
+    kept = [np.flatnonzero(k) for k in keep or [np.ones(len(t.key), bool) for t in model.tables]]
+    n_words = len(model.words)
+    def pieces():
+        for n, (t, rows) in enumerate(zip(model.tables, kept), 1):
+            for i in range(0, len(rows), _PIECE):
+                part = rows[i:i + _PIECE]
+                prob = t.prob[part]
+                if n == 1: prob = np.where(part == model.words.index('<s>'), 0, prob) # Never predicted
+                yield Grams(_word_ids(model.tables, n, part, n_words), np.minimum(_log10(prob), 0),
+                            _log10(t.backoff[part]))
+    write_arpa(path, model.words, list(map(len, kept)), pieces())
     return Path(path)
+
+_PIECE = 200_000 # n-grams written at a time
 
 # %% ../../nbs/lm/10_backoff.ipynb #c023
 def _removal_costs(model: BackoffModel) -> list[np.ndarray]:

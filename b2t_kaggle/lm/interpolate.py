@@ -30,21 +30,19 @@ def _word_probabilities(lm: Automaton | NGram, sentences: Iterable[str]) -> np.n
     return np.where(unknown, 0., np.exp(scores))
 
 def interpolation_weights(
-    probs: np.ndarray,       # p of each word by each model [N, M], from `_word_probabilities`
-    steps: int = 1000,       # At most so many steps
-    tolerance: float = 1e-6, # Stop where no weight changes by more
-) -> np.ndarray:             # Weights λ [M], their sum 1
+    probs: np.ndarray, # p of each word by each model [N, M]
+) -> np.ndarray:       # Weights λ [M], their sum 1
     """The weights of a linear interpolation that make a text most likely, by expectation-maximisation (Jelinek and
     Mercer, 1980). Raises `ValueError` where no model knows a word."""
     probs = probs[probs.any(axis=1)]
     if not len(probs): raise ValueError('no model knows a word of the development text; give text of the task')
     weights = np.full(probs.shape[1], 1/probs.shape[1])
-    for _ in range(steps):
+    for _ in range(1000):
         share = probs*weights
         share /= share.sum(axis=1, keepdims=True)
         previous = weights
         weights = share.mean(axis=0)
-        if np.abs(weights - previous).max() < tolerance: break
+        if np.abs(weights - previous).max() < 1e-6: break
     return weights
 
 # %% ../../nbs/lm/14_interpolate.ipynb #c012

@@ -65,23 +65,6 @@ def _count_part(tokens: np.ndarray, row: np.ndarray, ends: np.ndarray, n: int,
     )
     return table, rows
 
-def _count_order(tokens: np.ndarray, row: np.ndarray, inside: np.ndarray, tables: list[CountTable],
-                 part: int) -> tuple[CountTable, np.ndarray]:
-    "Count the n-grams of one order, those whose suffixes are in one range of rows at a time."
-    occurrences = np.cumsum(tables[-1].count)
-    bounds = np.searchsorted(occurrences, np.arange(part, occurrences[-1], part))
-    new_row = np.full(len(row), -1, np.int32)
-    parts = []
-    size = 0
-    for low, high in zip([0, *bounds], [*bounds, len(occurrences)]):
-        ends = np.flatnonzero((row >= low) & (row < high) & inside)
-        table, rows = _count_part(tokens, row, ends, len(tables) + 1, len(tables[0].first))
-        new_row[ends] = rows + size
-        parts.append(table)
-        size += len(table.first)
-    columns = (np.concatenate(column) for column in zip(*parts))
-    return CountTable(*columns), new_row
-
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c017
 def _count_ngrams(tokens: np.ndarray, n_words: int, order: int, part: int = 4_000_000) -> list[CountTable]:
     "Count the n-grams of all orders, unigrams first, whose rows are words. Sorts about `part` words at once."
@@ -92,8 +75,19 @@ def _count_ngrams(tokens: np.ndarray, n_words: int, order: int, part: int = 4_00
     before = _words_before(tokens, order)
     for n in range(2, order + 1):
         inside = before >= n - 1 # The others would begin before <s>
-        table, row = _count_order(tokens, row, inside, tables, part)
-        tables.append(table)
+        occurrences = np.cumsum(tables[-1].count)
+        bounds = np.searchsorted(occurrences, np.arange(part, occurrences[-1], part))
+        new_row = np.full(len(row), -1, np.int32)
+        parts = []
+        size = 0
+        for low, high in zip([0, *bounds], [*bounds, len(occurrences)]): # Ranges of the suffixes' rows
+            ends = np.flatnonzero((row >= low) & (row < high) & inside)
+            table, rows = _count_part(tokens, row, ends, n, n_words)
+            new_row[ends] = rows + size
+            parts.append(table)
+            size += len(table.first)
+        tables.append(CountTable(*(np.concatenate(column) for column in zip(*parts))))
+        row = new_row
     return tables
 
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c024

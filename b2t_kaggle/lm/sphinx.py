@@ -97,13 +97,6 @@ def _read_levels(blocks: _Blocks, counts: list[int]) -> list[_Level]:
         else: levels.append(_Level(word, log_probs[-1][numbers[0]], np.zeros(count + 1, 'f4'), np.empty(0, np.int64)))
     return levels
 
-def _read_words(blocks: _Blocks, count: int) -> list[str]:
-    "The word of each id."
-    size = int(blocks.take('<u4', 1, 'the words')[0])
-    words = blocks.take('u1', size, 'the words').tobytes().split(b'\0')[:-1]
-    if len(words) != count: blocks.fail(f'found {len(words):,} words, expected {count:,}')
-    return [w.decode(errors='surrogateescape') for w in words]
-
 # %% ../../nbs/lm/13_sphinx.ipynb #c017
 def _word_ids(blocks: _Blocks, levels: list[_Level]) -> list[np.ndarray]:
     "The words of the n-grams of each order that can be reached [M, n], in reading order."
@@ -149,7 +142,9 @@ def _parse(data: bytes, name: str) -> SphinxModel:
     blocks = _Blocks(data, name)
     counts = _read_counts(blocks)
     levels = _read_levels(blocks, counts)
-    words = _read_words(blocks, counts[0])
+    text = blocks.take('u1', int(blocks.take('<u4', 1, 'the words')[0]), 'the words').tobytes()
+    words = [w.decode(errors='surrogateescape') for w in text.split(b'\0')[:-1]]
+    if len(words) != counts[0]: blocks.fail(f'found {len(words):,} words, expected {counts[0]:,}')
     ids = _word_ids(blocks, levels)
     names = _names(words, levels[0].log_prob)
     kept = np.array([n is not None for n in names])
