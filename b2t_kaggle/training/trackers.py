@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TRACKERS', 'TRIAL_VARIABLE', 'TrackedRun', 'Tracker', 'tracked_values', 'TensorBoardTracker', 'AppendingTracker',
-           'wandb_mode', 'WandbTracker', 'mlflow_store', 'MLflowTracker', 'tracker_names', 'check_trackers', 'tracking',
-           'import_optuna', 'open_storage', 'PruningCallback', 'callback_from_env']
+           'WandbTracker', 'MLflowTracker', 'tracker_names', 'check_trackers', 'tracking', 'import_optuna',
+           'open_storage', 'PruningCallback', 'callback_from_env']
 
 # %% ../../nbs/training/09_trackers.ipynb #c002
 import json
@@ -101,9 +101,7 @@ class AppendingTracker:
         self.send(step, values)
 
 # %% ../../nbs/training/09_trackers.ipynb #c015
-def wandb_mode(
-    environ: Mapping[str, str] = os.environ, # Environment variables
-) -> str:
+def _wandb_mode(environ: Mapping[str, str] = os.environ) -> str:
     "`WANDB_MODE`; without it `online`, but `offline` on Kaggle without a key."
     on_kaggle = 'KAGGLE_KERNEL_RUN_TYPE' in environ and 'WANDB_API_KEY' not in environ
     return environ.get('WANDB_MODE') or ('offline' if on_kaggle else 'online')
@@ -114,7 +112,7 @@ class WandbTracker(AppendingTracker):
 
     def start(self, run, run_id):
         import wandb
-        mode = wandb_mode()
+        mode = _wandb_mode()
         if mode == 'offline': run_id = None # `wandb sync` would replace what another part of the same id has sent
         self.run = wandb.init(project=os.environ.get('WANDB_PROJECT') or 'b2t_kaggle', name=run.name, group=run.name,
                               id=run_id, resume='allow', dir=str(run.folder), config=run.values, mode=mode,
@@ -128,10 +126,7 @@ class WandbTracker(AppendingTracker):
     def finish(self, succeeded): self.run.finish(0 if succeeded else 1)
 
 # %% ../../nbs/training/09_trackers.ipynb #c018
-def mlflow_store(
-    run: TrackedRun,
-    environ: Mapping[str, str] = os.environ, # Environment variables
-) -> str:
+def _mlflow_store(run: TrackedRun, environ: Mapping[str, str] = os.environ) -> str:
     "Address of MLflow's store: `MLFLOW_TRACKING_URI`, else `mlflow.db` beside the folders of the runs."
     folder = run.folder.absolute()
     if folder.name == 'train': folder = folder.parent
@@ -145,7 +140,7 @@ class MLflowTracker(AppendingTracker):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
         self.metric = Metric
-        self.client = MlflowClient(mlflow_store(run))
+        self.client = MlflowClient(_mlflow_store(run))
         if run_id and self._continues(run_id): return run_id
         self.last = 0
         name = os.environ.get('MLFLOW_EXPERIMENT_NAME') or 'b2t_kaggle'
