@@ -100,7 +100,7 @@ VERBS = {
         'serve': ('serve', 'Decode online, behind the official Redis streams'),
     },
     'Kaggle': {
-        'kaggle': ('kaggle', 'Train on Kaggle and hand in, in one line or by steps'),
+        'kaggle': ('kaggle', 'Train on Kaggle and submit, in one line or by steps'),
     },
 }
 
