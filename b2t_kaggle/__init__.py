@@ -13,22 +13,17 @@ What most programs need can be imported from here:
     decoder = LexiconBeamDecoder(build_lexicon(), load_ngram('lm.arpa'))
     write_submission('submission.csv', [decoder.decode(log_probs)[0].text for log_probs in logits])
 
-A name is imported when it is used for the first time: `import b2t_kaggle` takes no time, and a framework that is not
-used need not be installed. Everything else is in the modules, such as `b2t_kaggle.data.sessions`. Those that these
-names come from, such as `b2t_kaggle.metrics`, are imported in the same way.
+Names and modules are imported when they are first used: `import b2t_kaggle` takes no time, and a framework that is not
+used need not be installed. Everything else is in the modules, such as `b2t_kaggle.data.sessions`.
 """
 __version__ = "0.1.0"
 __all__ = [
-    'Config', 'load_config', 'preset',
-    'simulate_dataset', 'TrialStore',
-    'train', 'infer', 'LogitStore',
-    'normalize_sentence', 'sentence_to_phonemes', 'build_lexicon',
-    'build_ngram', 'load_ngram', 'NGram', 'LexiconBeamDecoder', 'Hypothesis', 'Stream', 'combine',
-    'word_error_rate', 'phoneme_error_rate',
+    'Config', 'load_config', 'preset', 'simulate_dataset', 'TrialStore', 'train', 'infer', 'LogitStore',
+    'normalize_sentence', 'sentence_to_phonemes', 'build_lexicon', 'build_ngram', 'load_ngram', 'NGram',
+    'LexiconBeamDecoder', 'Hypothesis', 'Stream', 'combine', 'word_error_rate', 'phoneme_error_rate',
     'write_submission', 'validate_submission',
 ]
 
-import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 # Module -> its names above. The block below repeats it for type checkers, which do not run `__getattr__`
@@ -55,57 +50,14 @@ if _TYPE_CHECKING:
     from b2t_kaggle.data.store import TrialStore
     from b2t_kaggle.decoding.decoder import Hypothesis, LexiconBeamDecoder
     from b2t_kaggle.decoding.streaming import Stream
-    from b2t_kaggle.pipeline.frameworks import infer, train
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.ngram import NGram, build_ngram
     from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.metrics import phoneme_error_rate, word_error_rate
     from b2t_kaggle.phonemes import build_lexicon, normalize_sentence, sentence_to_phonemes
+    from b2t_kaggle.pipeline.frameworks import infer, train
     from b2t_kaggle.rescoring.combine import combine
     from b2t_kaggle.pipeline.submission import validate_submission, write_submission
-
-
-# Modules that moved, by their old names, under which programs and notebooks of users go on importing them
-_MOVED = {
-    **{name: f'core.{name}' for name in ('ctc', 'files', 'jit', 'locks', 'pages', 'ragged', 'reading')},
-    'advice': 'core.messages',
-    **{name: f'config.{name}' for name in ('encoders', 'official', 'schema')},
-    **{name: f'metrics.{name}' for name in ('bootstrap', 'comparison')},
-    **{name: f'pipeline.{name}' for name in ('convert', 'frameworks', 'kernels', 'report', 'results', 'stages',
-                                             'submission', 'sweep')},
-    'runs': 'pipeline.decoder', # Which has Run and StageRun, too
-    'audio': 'pytorch.audio', 'pytorch.audio_llm': 'pytorch.audio.llm',
-    'decoding.confusions': 'decoding.phoneme_lists.confusions',
-    'decoding.phoneme_decoder': 'decoding.phoneme_lists.decoder',
-    'devices.session': 'devices.time_limit',
-    'rescoring.finetune': 'lm.finetune', 'rescoring.llm': 'lm.causal',
-}
-
-
-class _OldNames:
-    "Finder and loader of modules that moved: under either name it is the same module."
-    def find_spec(self, name: str, path=None, target=None):
-        new = _new_name(name)
-        return type(__spec__)(name, self, origin=new) if new else None  # type: ignore[arg-type] # It has both methods
-
-    def create_module(self, spec):
-        from importlib import import_module
-        module = import_module(spec.origin)
-        spec.loader_state = module.__spec__
-        return module
-
-    def exec_module(self, module): module.__spec__ = module.__spec__.loader_state  # the import has put its own there
-
-
-def _new_name(name: str) -> str | None:
-    "The name of a module that moved, or that is in a package that did."
-    above = name.removeprefix(f'{__name__}.')
-    if above == name: return None
-    while above not in _MOVED and '.' in above: above = above.rpartition('.')[0]
-    return f'{__name__}.{_MOVED[above]}{name[len(__name__) + 1 + len(above):]}' if above in _MOVED else None
-
-
-_sys.meta_path.insert(0, _OldNames())
 
 
 def __getattr__(name: str):
@@ -116,15 +68,11 @@ def __getattr__(name: str):
         value = with_parameters(getattr(import_module(f'{__name__}.{_MODULES[name]}'), name))
         globals()[name] = value
         return value
-    if name in {module.split('.')[0] for module in _NAMES} or name in _MOVED:
-        return import_module(f'{__name__}.{name}')
-    message = f'module {__name__!r} has no attribute {name!r}'
-    if not name.startswith('_'):
-        from difflib import get_close_matches
-        similar = get_close_matches(name, __all__, 3)
-        if similar: message += f'; did you mean {" or ".join(similar)}?'
-        else: message += f'. It has {", ".join(__all__)}; everything else is in its modules, such as {__name__}.metrics'
-    raise AttributeError(message)
+    if name in {module.split('.')[0] for module in _NAMES}: return import_module(f'{__name__}.{name}')
+    from difflib import get_close_matches
+    similar = ' or '.join(get_close_matches(name, __all__, 3))
+    hint = f'Did you mean {similar}?' if similar else f'It has {", ".join(__all__)}; the rest is in its modules'
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}. {hint}')
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ import numpy as np
 
 from b2t_kaggle.config import Config, preset, with_overrides
 from b2t_kaggle.config.encoders.encoder import encoder_config
+from b2t_kaggle.config.encoders.mamba import MambaConfig
 from b2t_kaggle.data.sessions import Trial, session_path, write_session
 from b2t_kaggle.data.store import TrialStore
 
@@ -15,11 +16,11 @@ N_CLASSES = 5
 
 # Fields that make an encoder large; one that has none of them is tested as it is by default
 SMALL = dict(n_units=32, n_layers=1, noise_units=8, patch_size=8, patch_stride=4, rnn_dropout=0, input_dropout=0,
-             n_heads=2, head_dim=16, dropout=0, projection_units=32, state_size=8, chunk_size=8, projection_dropout=0,
-             output_dropout=0)
+             n_heads=2, head_dim=16, dropout=0, projection_units=32, state_size=8, chunk_size=8)
+MambaConfig.projection_dropout = MambaConfig.output_dropout = 0
 # Of a Zipformer; what acts on whole batches or draws at random is off, so that parts of a batch add up to it
 SMALL |= dict(downsampling_factor=[2], num_encoder_layers=[1], encoder_dim=[24], encoder_unmasked_dim=[24],
-              feedforward_dim=[48], num_heads=[2], cnn_module_kernel=[7], query_head_dim=8, pos_dim=16,
+              feedforward_dim=[48], num_heads=[2], cnn_module_kernel=[7],
               left_context_frames=8, balancer=False, whiten=False, skips=False)
 # Encoders that are tested once more with other fields: the name of the test, the encoder, what it sets
 VARIANTS: dict[str, tuple[str, dict]] = {

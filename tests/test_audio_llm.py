@@ -116,7 +116,7 @@ def test_a_session_that_ends_leaves_a_submission(finished, here, tmp_path, monke
 def test_what_was_done_stays_done(finished, here):
     run_stages(finished)
     assert here == []
-    run_stages(Run(finished.dir, finished.work, {'generate.beams': 2}), 'submit')
+    run_stages(Run(finished.dir, finished.work, {'generate.max_tokens': 7}), 'submit')
     assert here == ['generate', 'submit']
     here.clear()
 

@@ -29,7 +29,7 @@ def toy(tmp_path_factory):
     folder = tiny_whisper(data/'model', ['hello'])
     few = {'num_training_batches': 16, 'batches_per_val_step': 8, 'batches_per_save': 8, 'lr_warmup_steps': 2}
     audio = {'audio.llm': str(folder), 'audio.lora_rank': 8, 'audio.stack': 1, 'generate.max_tokens': 4,
-             'train.ctc_reduction': 'label', 'generate.beams': 2}
+             'train.ctc_reduction': 'label'}
     return data, config('gru', **few, **audio)
 
 
@@ -53,7 +53,7 @@ def test_it_learns_and_says_what(toy, trained, capsys):
 def test_its_error_rate_is_that_of_whole_sentences(toy, trained):
     data, cfg = toy
     store, _ = open_toy(data)
-    greedy = with_overrides(cfg, {'generate.beams': 1})
+    greedy = cfg.model_copy(update=dict(generate=cfg.generate.model_copy(update=dict(beams=1))))
     found = {i: w for _, some in infer_sentences(data/'whole'/'best.pt', dict(train=store), greedy, progress=False)
              for i, w in some.items()}
     texts = [found[i].hypotheses[0].text for i in range(len(store))]

@@ -813,11 +813,11 @@ def test_defaults_are_those_of_the_configuration():
     of_decoder = {
         name: p.default
         for name, p in inspect.signature(LexiconBeamDecoder).parameters.items()
-        # The last six are the model's
-        if name not in ('lexicon', 'lm', 'fusion', 'frame_ms', 'frame_offset_ms', 'temperature', 'tokens', 'blank',
-                        'word_end')
+        # Three are no keys of a run, and the last six are the model's
+        if name not in ('lexicon', 'lm', 'fusion', 'merge', 'oov_penalty', 'top_k', 'frame_ms', 'frame_offset_ms',
+                        'temperature', 'tokens', 'blank', 'word_end')
     }
-    of_config = DecodeConfig().model_dump(exclude={'n_jobs', 'tune'})  # `decode_all`'s, and that of `tuning`
+    of_config = DecodeConfig().model_dump(exclude={'tune'})  # That of `tuning`
     of_config = {k: v for k, v in of_config.items() if not k.startswith('llm')}  # test_fusion has those of the fusion
     assert of_decoder.keys() == of_config.keys()
     assert {k for k in of_config if of_decoder[k] != of_config[k]} <= {

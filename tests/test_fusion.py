@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_lm
 
-from b2t_kaggle.config import Config, ConfigError, DecodeConfig, LLMConfig, with_overrides
+from b2t_kaggle.config import DecodeConfig, LLMConfig
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
 from b2t_kaggle.decoding.histories import HistoryScorer
 from b2t_kaggle.decoding.search import Search
@@ -337,14 +337,11 @@ def test_long_trials_and_overflow_are_errors(lms, ngram):
 
 def test_defaults_are_those_of_the_configuration():
     parameters = {k: p.default for k, p in inspect.signature(LLMFusion).parameters.items()
-                  if k not in ('model', 'tokenizer')}
+                  if k not in ('model', 'tokenizer', 'every')}
     of_config = DecodeConfig().model_dump()
     assert {f'llm_{k}': v for k, v in parameters.items()}.items() <= of_config.items()
-    of_model = LLMConfig.model_fields.keys()
-    assert {k for k in of_config if k.startswith('llm')} == {f'llm_{k}' for k in parameters} | of_model | {
-        'llm_keep'} # The stage's, not the search's
-    with pytest.raises(ConfigError, match='decode.llm is set, which cannot score them'):
-        with_overrides(Config(), {'decode.llm': 'opt', 'decode.oov_penalty': 2})
+    of_model = LLMConfig.model_fields.keys() - {'llm_dtype'}
+    assert {k for k in of_config if k.startswith('llm')} == {f'llm_{k}' for k in parameters} | of_model
 
 
 def test_a_search_without_a_fusion_holds_none(ngram):

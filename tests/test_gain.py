@@ -154,7 +154,7 @@ def test_an_llm_in_the_search_is_kept_where_it_helps(heard, variant, monkeypatch
     figures = check_figures(hurt, 'decode', kept=False)
     assert figures['after'] > figures['before'] == pytest.approx(wer_of_lists(run, 'decode'))
     assert lists(hurt, 'decode') == lists(run, 'decode') and open_decoder(hurt).fusion is None
-    forced = variant('forced', {'decode.llm': str(lm), 'decode.llm_weight': 9, 'decode.llm_keep': 'always'})
+    forced = variant('forced', {'decode.llm': str(lm), 'decode.llm_weight': 9, 'rescore.keep': 'always'})
     check_figures(forced, 'decode', kept=True)
     assert open_decoder(forced).fusion.weight == 9
     without = variant('without', {'decode.llm': str(lm), 'decode.llm_weight': 0})
@@ -163,7 +163,7 @@ def test_an_llm_in_the_search_is_kept_where_it_helps(heard, variant, monkeypatch
 
     monkeypatch.setattr(decoders, '_fusion', lambda run: Oracle(run))
     wide = {'decode.llm': str(lm), 'decode.lm_weight': 0, 'decode.beam': 300, 'decode.threshold': 60}
-    helped, always = (variant(keep, wide | {'decode.llm_keep': keep}) for keep in ('gain', 'always'))
+    helped, always = (variant(keep, wide | {'rescore.keep': keep}) for keep in ('gain', 'always'))
     figures = check_figures(helped, 'decode', kept=True)
     assert figures['after'] < figures['before'] and lists(helped, 'decode') == lists(always, 'decode')
 

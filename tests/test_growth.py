@@ -31,7 +31,7 @@ def later(monkeypatch):
     "The version of the kit that has two fields more."
     def grow():
         monkeypatch.setattr(gru, 'GRUConfig', GrownGRU)
-        for module in (config, config.groups, config.keys, config.overrides, config.presets):
+        for module in (config, config.groups, config.keys, config.presets):
             if hasattr(module, 'Config'): monkeypatch.setattr(module, 'Config', Grown)
     return grow
 

@@ -13,8 +13,7 @@ from test_pipeline import SMALL, execute_here
 
 from b2t_kaggle.config import Config, config_fields, flat_values, keys_with, with_overrides
 from b2t_kaggle.config.encoders.encoder import encoder_config, encoder_names
-from b2t_kaggle.config.fields import ChangesNothing, InputFile, MayChange
-from b2t_kaggle.config.schema import ConfigError, Section
+from b2t_kaggle.config.schema import ChangesNothing, ConfigError, InputFile, MayChange, Section
 from b2t_kaggle.pipeline import fingerprints, stamps
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import plan
@@ -47,8 +46,8 @@ READERS = {
     'infer.weights': 'ensemble',
     'lm': 'lm',
     'decode': 'decode',
-    'decode.n_jobs': '',
     'rescore': 'rescore',
+    'rescore.keep': 'rescore combine',
     'combine': 'combine',
     'audio': 'train generate',
     'generate': 'generate',
@@ -78,8 +77,8 @@ FILES = {'lm.path', 'lm.general', 'lm.texts', 'infer.logits', 'decode.boost', 'c
 BASES = {
     'most': {},
     'systems': {'data.dataset_dir': 'FILE', 'rescore.llm': 'FILE', 'combine.sources': 'FILE',
-                'train.lr_scheduler_type': 'step', 'train.weight_average': 'ema'},
-    'average': {'train.lr_scheduler_type': 'eden', 'train.weight_average': 'swa'},
+                'train.lr_scheduler_type': 'step'},
+    'average': {'train.lr_scheduler_type': 'eden'},
     'checkpoint': {'infer.checkpoint': 'FILE'},
     'logits': {'infer.logits': 'FILE'},
     'audio LLM': {'audio.llm': 'FILE'},
@@ -89,7 +88,7 @@ BASES = {
 # Keys, or the begins of their names, that mean nothing in most configurations
 BASE_OF = {
     'data.dataset_dir': 'systems', 'rescore': 'systems', 'combine': 'systems', 'train.lr_step': 'systems',
-    'train.ema': 'systems', 'train.lr_eden': 'average', 'train.swa': 'average', 'infer.logits': 'logits',
+    'infer.logits': 'logits',
     'infer.average': 'logits', 'infer.weights': 'logits', 'infer': 'checkpoint', 'audio': 'audio LLM',
     'generate': 'audio LLM', 'data.shares': 'participant', 'train.frozen': 'frozen',
 }
@@ -309,6 +308,6 @@ def test_no_stage_reads_what_its_stamp_leaves_out(small, copy, inputs, tmp_path)
             except NoOther: continue
             if key in keys_with(run.cfg, ChangesNothing) or plan(run.cfg) != plan(other.cfg): continue
             assert run.key(stage) != other.key(stage), f'{stage} reads {key}, and its stamp does not depend on it'
-    for stage, key in ('simulate', 'simulate.snr'), ('pack', 'data.dtype'), ('infer', 'infer.adapt_window'), \
-                      ('decode', 'decode.beam'), ('ensemble', 'infer.average'), ('combine', 'combine.nbest'):
+    for stage, key in ('simulate', 'simulate.snr'), ('pack', 'data.dtype'), ('infer', 'infer.adapt_copies'), \
+                      ('decode', 'decode.beam'), ('ensemble', 'infer.average'), ('combine', 'combine.sources'):
         assert (stage, key) in seen

@@ -185,7 +185,7 @@ def test_inference_for_one_of_them(name, folders, stores, trained, tmp_path):
 def test_adaptation_to_one_of_them(adapt, folders, stores, trained, tmp_path):
     "From a store of t12's own features as from that of both, whose statistics of training are padded."
     decoder = SimpleNamespace(decode=lambda log_probs: [SimpleNamespace(text='what is it')])
-    options = InferConfig(adapt=adapt, adapt_gate=10., adapt_copies=2)
+    options = InferConfig(adapt=adapt, adapt_copies=2).model_copy(update=dict(adapt_gate=10.))
     def adapted(store):
         return infer_adapted(trained('gru')[0]/'best.pt', store, tmp_path/f'{store.n_features}.arrow', options,
                              session_moments(stores[0]), decoder, *CPU, progress=False)

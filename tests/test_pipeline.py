@@ -392,7 +392,7 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
     from b2t_kaggle.rescoring.mixture import read_weights
     run, options, _ = finished
     decoded = [h[0]['text'] for h in map(json.loads, (run/'nbest_val.jsonl').read_text().splitlines())]
-    values = {'rescore.llm': tiny_lm(tmp_path/'lm', 'opt', decoded or ['a']), 'rescore.length_penalty': 0.05,
+    values = {'rescore.llm': tiny_lm(tmp_path/'lm', 'opt', decoded or ['a']),
               'rescore.keep': 'always'}
     with stages_here() as here:
         r = command('submit', *options, *sets(values))
@@ -420,9 +420,9 @@ def test_an_llm_ranks_anew_and_the_submission_follows(finished, tmp_path):
                 + w.word_score * h['n_words']
             )
         assert hyps[0]['total'] == max(h['total'] for h in hyps)
-    assert w.length_penalty == 0.05
+    assert w.length_penalty == 0
     assert [row['text'] for row in csv.DictReader((run/'submission.csv').open())] == [hyps[0]['text'] for hyps in lists]
-    without = sets({'rescore.llm': 'null', 'rescore.length_penalty': 0, 'rescore.keep': 'gain'})
+    without = sets({'rescore.llm': 'null', 'rescore.keep': 'gain'})
     r = command('rescore', *options, *without)
     assert r.exit_code == 1 and 'rescore.llm, the language model to ask, is not set' in r.stderr
     with stages_here() as here:
@@ -822,7 +822,7 @@ def test_an_llm_inside_the_search(finished, tmp_path, here, monkeypatch):
     run, _, _ = finished
     shutil.copytree(run, tmp_path/'run')
     lm = tiny_lm(tmp_path/'lm', 'opt', ['a few words'], max_position_embeddings=512)
-    values = {'decode.llm': str(lm), 'decode.llm_weight': 0.3, 'decode.llm_keep': 'always'}
+    values = {'decode.llm': str(lm), 'decode.llm_weight': 0.3, 'rescore.keep': 'always'}
     fused = Run(tmp_path/'run', run.parent.parent/'data', values)
     run_stages(fused)
     assert here == ['decode', 'submit', 'report']

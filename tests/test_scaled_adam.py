@@ -190,7 +190,8 @@ def test_tables_of_eden_are_icefalls(reference):
 
 
 def test_the_rates_of_a_run_are_those_of_eden2():
-    cfg = config(lr_scheduler_type='eden', lr_max=.045, lr_max_day=.01, lr_eden_batches=100, lr_warmup_steps=20).train
+    cfg = config(lr_scheduler_type='eden', lr_max=.045, lr_max_day=.01, lr_warmup_steps=20).train
+    cfg = cfg.model_copy(update=dict(lr_eden_batches=100))
     groups = [dict(params=[torch.nn.Parameter(torch.zeros(2))], lr=lr) for lr in (.045, .01)]
     schedule = Eden2(torch.optim.SGD(groups), lr_batches=100, warmup_batches=20., warmup_start=0.)
     for step in (0, 3, 20, 100, 5000):
@@ -201,7 +202,7 @@ def test_the_rates_of_a_run_are_those_of_eden2():
 
 
 # Runs of the kit
-RECIPE = dict(optimizer='scaled_adam', lr_scheduler_type='eden', lr_max=.03, lr_max_day=.03, lr_eden_batches=50,
+RECIPE = dict(optimizer='scaled_adam', lr_scheduler_type='eden', lr_max=.03, lr_max_day=.03,
               cr_ctc=.2, time_masks=2)
 
 
@@ -230,7 +231,7 @@ def assert_same_state(a, b):
 
 def test_it_learns(stores):
     "A toy is overfitted; evaluated on the training trials themselves."
-    sizes = dict(n_units=48, n_layers=1, rnn_dropout=0, smooth_data=False, lr_eden_batches=100, lr_max=.08)
+    sizes = dict(n_units=48, n_layers=1, rnn_dropout=0, smooth_data=False, lr_max=.08)
     t = trainer([stores[0], stores[0]], **sizes)
     take(t, 60)
     per = t.metrics()['val_per']

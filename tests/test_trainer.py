@@ -554,8 +554,8 @@ def test_two_processes_take_the_same_steps_as_one(stores, tmp_path, monkeypatch)
 
 def test_what_a_process_refuses_is_told_without_a_traceback(stores, tmp_path, capfd):
     from b2t_kaggle.pytorch.launch import launch
-    with pytest.raises(TrainingError, match='train.profile = 2 is for the profiler'):
-        launch(1, *stores, config(**{'train.profile': 2}), tmp_path, progress=False)
+    with pytest.raises(TrainingError, match='train.replay = true is for XLA'):
+        launch(1, *stores, config(**{'train.replay': True}), tmp_path, progress=False)
     assert 'Traceback' not in capfd.readouterr().err
 
 

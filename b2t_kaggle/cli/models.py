@@ -14,7 +14,7 @@ from b2t_kaggle.cli.command import Group
 from b2t_kaggle.cli.options import Choice, output_option, preset_option, refuse_options, set_option
 from b2t_kaggle.config import load_config
 from b2t_kaggle.core.reading import read_text, split_lines
-from b2t_kaggle.pipeline.convert import convert as convert_model
+from b2t_kaggle.pipeline.frameworks import convert as convert_model
 from b2t_kaggle.training.checkpoints import CheckpointError
 
 # %% ../../nbs/cli/13_models.ipynb #c005

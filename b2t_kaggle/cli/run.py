@@ -25,8 +25,8 @@ from b2t_kaggle.cli.options import (
     training_options,
 )
 from ..config import Config, config_keys, describe_run, differing_values, full_key, keys_with, load_config
-from ..config.fields import ChangesNothing
-from ..config.overrides import as_set
+from ..config.keys import as_set
+from ..config.schema import ChangesNothing
 from ..core.messages import with_command_name
 from ..decoding.compilation import compiled_ahead
 from ..metrics import IN_SAMPLE, percent

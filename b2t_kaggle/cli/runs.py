@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from b2t_kaggle.cli.options import out_option, terminal_width
-from b2t_kaggle.config.overrides import as_set
+from b2t_kaggle.config.keys import as_set
 from b2t_kaggle.core.messages import with_command_name
 from b2t_kaggle.metrics import percent
 from b2t_kaggle.pipeline.run import Run

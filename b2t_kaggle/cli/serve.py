@@ -39,7 +39,7 @@ def _tell_search(run: Run, decoder) -> None:
     names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
     _echo(f'Weights of the search, {origin}: ' + ', '.join(f'{k} {getattr(decoder, k):.4g}' for k in names))
     if run.cfg.decode.llm and not is_kept(run, 'decode'):
-        _echo('decode.llm is left out: the stage decode found no gain on val (decode.llm_keep=always takes it)')
+        _echo('decode.llm is left out: the stage decode found no gain on val (rescore.keep=always takes it)')
 
 def _llm(run: Run, decoder):
     "The rescorer of a run's LLM for `serve`; None if it has no LLM."

@@ -18,7 +18,6 @@ import yaml
 from .groups import *
 from .keys import *
 from .official import is_official, to_our_names
-from .overrides import *
 from .presets import *
 from .schema import ConfigError
 from ..core.files import write_whole

@@ -15,8 +15,9 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from .encoders.encoder import EncoderConfig, parse_encoder
 from .encoders.gru import GRUConfig
-from b2t_kaggle.config.fields import (
+from b2t_kaggle.config.schema import (
     ChangesNothing,
+    ConfigError,
     FolderOrName,
     InputFile,
     InputPath,
@@ -24,12 +25,14 @@ from b2t_kaggle.config.fields import (
     Only,
     PathOrName,
     SameResult,
+    Section,
     With,
+    section_facts,
 )
-from .schema import ConfigError, Section, section_facts
 
 # %% ../../nbs/config/03_groups.ipynb #c006
 class SimulateConfig(Section):
+    "The simulated participant: how many sentences, and how hard they are."
     n_sessions: int = Field(8, ge=1, le=45)
     "Recording days to simulate, taken from the start of the participant's real schedule."
     train: int | None = Field(80, ge=1)
@@ -45,10 +48,6 @@ class SimulateConfig(Section):
     structured_noise: float = Field(0.0, ge=0)
     ("Interference of four sources that have nothing to do with speech, in standard deviations of a feature; 0 means "
      "none.")
-    drift: float = Field(1.0, ge=0)
-    "Scales the drift of the electrodes' rates within a block; 3 changes them by about half."
-    neural: Literal[1, 2] = 2
-    "Kind of noise: 2 is slow, neighbours share it, and an electrode's two features move together, as in a recording."
     lm_sentences: int = Field(20_000, ge=0)
     "Sentences of general text from the same generator, for the language model; none of them occurs in val or test."
     seed: int = Field(0, ge=0, lt=2**32)
@@ -60,6 +59,7 @@ def _one_or_many(value):
     return next(iter(value), None) if isinstance(value, list) and len(value) < 2 else value
 
 class DataConfig(Section):
+    "Recordings, which of their trials and features, and the batches."
     dataset_dir: Annotated[InputPath | list[InputPath] | None, BeforeValidator(_one_or_many), MayChange()] = None
     ("Folder with the `t15.YYYY.MM.DD` session folders; none means: simulate. A list of several, one for each "
      "participant: all are trained and validated on, test and the submission are those of the first.")
@@ -105,6 +105,7 @@ class DataConfig(Section):
 
 # %% ../../nbs/config/03_groups.ipynb #c012
 class AugmentConfig(Section):
+    "Noise, masks and smoothing of features."
     white_noise_std: float = Field(1.0, ge=0)
     "Independent Gaussian noise on every feature and bin."
     constant_offset_std: float = Field(0.2, ge=0)
@@ -131,8 +132,6 @@ class AugmentConfig(Section):
     "Largest length of one time mask, as a part of the trial."
     channel_masks: float = Field(0.0, ge=0, lt=1)
     "Part of the channels that read zero in training, drawn for each trial; the official kit masks none."
-    channel_mask_bins: int = Field(0, ge=0)
-    "Bins after which other channels are drawn; 0 means the same ones for the whole trial."
     channel_mask_by: Literal['electrode', 'feature'] = 'electrode'
     "`electrode`: threshold crossings and power of an electrode are masked together; `feature`: each by itself."
 
@@ -175,8 +174,7 @@ class _StepsConfig(Section):
     "`step`: what all rates are multiplied by."
     lr_step_at: Annotated[float, With('lr_scheduler_type', 'step')] = Field(0.6, gt=0, le=1)
     "`step`: when, as a part of the run."
-    lr_eden_batches: Annotated[int, With('lr_scheduler_type', 'eden')] = Field(7500, ge=1)
-    "`eden`: batches after which the rate has fallen to 0.7 of its peak."
+    lr_eden_batches: ClassVar[int] = 7500 # `eden`: batches after which the rate has fallen to 0.7 of its peak
     beta0: float = Field(0.9, ge=0, lt=1)
     "AdamW's first β."
     beta1: float = Field(0.999, ge=0, lt=1)
@@ -206,6 +204,7 @@ def _split(value): return value.replace(' ', '').split(',') if isinstance(value,
 _Trackers = Annotated[list[Literal['tensorboard', 'wandb', 'mlflow']], BeforeValidator(_split)]
 
 class TrainConfig(_StepsConfig):
+    "Training: devices, optimiser, learning rates, loss, and which weights are kept."
     ctc_reduction: Literal['trial', 'label'] = 'trial'
     ("What the CTC loss is counted per: a trial, as in the official kit, or a label, each trial's loss divided by its "
      "number of labels.")
@@ -225,10 +224,8 @@ class TrainConfig(_StepsConfig):
     weight_average: Annotated[Literal['ema', 'swa'] | None, Only('pytorch')] = None
     ("Weights that are validated, kept and inferred with: an exponential moving average over the steps, or the mean "
      "over the last part of the run (stochastic weight averaging); none means those of the last step.")
-    ema_decay: Annotated[float, With('weight_average', 'ema')] = Field(0.999, gt=0, lt=1)
-    "`ema`: part of the average that is left after a step; less in the first steps, so that the start is forgotten."
-    swa_start: Annotated[float, With('weight_average', 'swa')] = Field(0.75, ge=0, lt=1)
-    "`swa`: when the mean begins, as a part of the run."
+    ema_decay: ClassVar[float] = 0.999 # Part of an exponential average that is left after a step, after a warm-up
+    swa_start: ClassVar[float] = 0.75 # When the mean of stochastic weight averaging begins, as a part of the run
     refit: Annotated[float, Only('pytorch')] = Field(0.0, ge=0, le=0.5)
     ("Part of the run, at its end, in which the trials of val are trained on as well; 0 means none. `best` is chosen "
      "before, and every figure of val is its own; test is inferred with the refitted model.")
@@ -242,8 +239,6 @@ class TrainConfig(_StepsConfig):
     replay: Annotated[bool, ChangesNothing(), Only('pytorch')] = False
     ("XLA: record a step once for each length of a batch, and run its program again with other inputs, in place of "
      "recording every step; the host then needs a few milliseconds for a step.")
-    profile: Annotated[int, MayChange(), SameResult(), Only('tensorflow')] = Field(0, ge=0)
-    "Batches, from the tenth on, that TensorFlow's profiler records for TensorBoard; 0 means none."
     init_checkpoint_path: InputPath | None = None
     ("Checkpoint whose weights training starts from. Layers of days and participants that it does not know begin as "
      "the identity.")
@@ -273,6 +268,7 @@ class TrainConfig(_StepsConfig):
 def _as_list(value): return [value] if isinstance(value, str | Path) else value
 
 class InferConfig(Section):
+    "Inference: which model, given log-probabilities, adaptation."
     checkpoint: InputPath | None = None
     ("A checkpoint to use instead of training: ours, or a folder of the official kit with `args.yaml` and "
      "`best_checkpoint`.")
@@ -290,21 +286,16 @@ class InferConfig(Section):
     ("Adaptation to the trials that are inferred, in the order of recording (PyTorch, on a CPU or GPU): features are "
      "recalibrated to those of training; or the first layers are trained on what was decoded, a step for each trial "
      "(DietCORP); none changes nothing.")
-    adapt_window: int = Field(20, ge=1)
-    "Recalibration: trials of a block, up to the present one, whose statistics count."
+    adapt_window: ClassVar[int] = 20 # Recalibration: trials of a block, up to the present one, whose statistics count
     adapt_copies: int = Field(64, ge=1)
     "DietCORP: augmented copies of a trial in a step."
-    adapt_rate: float = Field(0.003, gt=0)
-    ("DietCORP: size of a step, as a part of the norm of the weights that it changes, where the loss per label is 1 or "
-     "more; smaller in proportion where it is less.")
-    adapt_gate: float = Field(0.3, ge=0)
-    ("DietCORP: part of a decoded sentence's phonemes that may differ from the likeliest ones of the frames; from a "
-     "sentence that differs more nothing is learned.")
-    adapt_forget: float = Field(0.02, ge=0, le=1)
-    "DietCORP: how far weights go back to the trained ones with each step, so that no step counts for ever."
+    adapt_rate: ClassVar[float] = 0.003 # DietCORP: size of a step, relative to the weights
+    adapt_gate: ClassVar[float] = 0.3 # DietCORP: part of the phonemes that may differ from greedy ones
+    adapt_forget: ClassVar[float] = 0.02 # DietCORP: how far weights go back to the trained ones with each step
 
 # %% ../../nbs/config/03_groups.ipynb #c024
 class LMConfig(Section):
+    "The n-gram language model, and the text that it is made of."
     path: InputPath | None = None
     "A ready ARPA or KenLM binary; none means: build one from `texts` and the training transcripts."
     general: InputPath | None = None
@@ -314,8 +305,6 @@ class LMConfig(Section):
     "Text files, one sentence a line."
     order: int = Field(3, ge=1, le=6)
     "Order n of the n-gram model that is built."
-    vocab_size: int | None = Field(None, ge=1)
-    "Keep this many most frequent words in the lexicon; none keeps all."
 
 # %% ../../nbs/config/03_groups.ipynb #c027
 class LLMConfig(Section):
@@ -331,6 +320,8 @@ class LLMConfig(Section):
 
 # %% ../../nbs/config/03_groups.ipynb #c029
 class DecodeConfig(LLMConfig):
+    "The search for sentences, with or without an LLM inside."
+    llm_dtype: ClassVar[str] = 'auto'
     llm: FolderOrName | None = None
     ("Causal language model inside the search: a folder of transformers, a GGUF file or a wheel that holds one, the "
      "folder of an adapter, or a name on the hub; none means the n-gram alone.")
@@ -353,30 +344,21 @@ class DecodeConfig(LLMConfig):
     "Hypotheses are dropped that are this much worse than the best one, in nats of the acoustic score."
     blank_skip: float = Field(0.999, ge=0.5, le=1)
     "Frames in which the blank is more probable are not searched; 1 searches all."
-    merge: Literal['max', 'sum'] = 'max'
-    "Whether a hypothesis' acoustic score is its best path, as in the official search, or the sum over its paths."
-    oov_penalty: float | None = Field(None, ge=0)
-    "A word outside the lexicon may be spelled by its phonemes, for this much per phoneme; none allows no such words."
     boost: InputPath | None = None
     ("Words and phrases that are preferred, such as names: a text file of lines `word or phrase, bonus [nats], "
      "pronunciation`, the last in ARPAbet if at all; none prefers none.")
     llm_weight: float = Field(0.5, ge=0)
     "Weight of the LLM's natural-log score, beside `lm_weight` of the n-gram's; 0 leaves it out."
-    llm_every: int = Field(15, ge=1)
-    "The LLM scores the words that are new after so many frames; until then the n-gram stands in for it."
     llm_capitals: bool = True
     ("Whether it may read words with a capital first letter; false suits the adapters of `b2t lm finetune`, which "
      "learn sentences without.")
     llm_end: bool = False
     "Whether the LLM scores the end of the sentence too; true suits these adapters, which learn it."
-    llm_keep: Literal['gain', 'always'] = 'gain'
-    ("Whether sentences that the search finds with the LLM are kept only where they have fewer word errors on val than "
-     "those without it (`gain`), or `always`.")
-    n_jobs: Annotated[int, ChangesNothing()] = Field(0, ge=0)
-    "Processor cores to use; 0 means all."
+    n_jobs: ClassVar[int] = 0 # Processor cores to use; 0 means all
 
 # %% ../../nbs/config/03_groups.ipynb #c032
 class RescoreConfig(LLMConfig):
+    "Ranking of n-best lists by a large language model."
     llm: FolderOrName | None = None
     ("Causal language model that ranks the n-best anew: a folder of transformers, a GGUF file or a wheel that holds "
      "one, the folder of an adapter, or a name on the hub; none means no rescoring.")
@@ -388,30 +370,25 @@ class RescoreConfig(LLMConfig):
     "Weight of the acoustic log-probability."
     alpha: float = Field(0.55, ge=0, le=1)
     "Weight of the LLM; the n-gram has the rest."
-    word_score: float = 0.0
-    "Added per word."
-    length_penalty: float = 0.0
-    "Subtracted from the LLM's score for each of its tokens, as in the official kit; it is not tuned."
+    length_penalty: ClassVar[float] = 0. # Subtracted from the LLM's score for each of its tokens
     end: bool = False
     "Whether the LLM scores the end of the sentence too; true suits the adapters of `b2t lm finetune`, which learn it."
     gate: float | None = None
     ("n-gram log-probability per word below which the LLM is not asked, as in sentences of random words; none asks it "
      "always.")
     keep: Literal['gain', 'always'] = 'gain'
-    ("Whether the LLM's order is kept only where its sentences have fewer word errors on val, cross-validated, than "
-     "those before (`gain`), or `always`.")
+    ("Whether sentences that an LLM ranks, finds inside the search, or that are combined with other systems, are kept "
+     "only if they have fewer word errors on val, cross-validated, than those before (`gain`), or `always`.")
 
 class CombineConfig(Section):
+    "Combination with the sentences of other systems."
+    nbest: ClassVar[int] = 10 # Sentences of a system that count in a trial, the best ones
     sources: Annotated[list[PathOrName], BeforeValidator(_as_list), InputFile()] = []
     ("Other systems whose sentences are combined with the run's own: runs (their folders, or their names among the "
      "runs), and files of hypotheses whose names have the word val or test. None means no combination.")
-    nbest: int = Field(10, ge=1)
-    "Sentences of a system that count in a trial, the best ones."
-    keep: Literal['gain', 'always'] = 'gain'
-    ("Whether combined sentences are kept only where they have fewer word errors on val, cross-validated, than the "
-     "run's own (`gain`), or `always`.")
 
 class ReportConfig(Section):
+    "The page of results."
     blocks: InputPath | None = None
     "The official description of the blocks (CSV), with which the report has error rates by corpus."
 
@@ -419,43 +396,37 @@ class ReportConfig(Section):
 _LossWeight = Annotated[float, Field(ge=0)] | list[tuple[float, Annotated[float, Field(ge=0)]]]
 
 class AudioConfig(LLMConfig):
+    "An audio LLM that writes the sentences, and its training."
     llm_adapter: ClassVar[None] = None # Its LoRA layers are trained, and lie in the checkpoint
+    llm_dtype: ClassVar[str] = 'auto'
     llm: FolderOrName | None = None
     ("Audio LLM of transformers in the form of Qwen2-Audio, or Whisper, that is to read the model's vectors: a local "
      "folder, or a name on the hub; none means that words are found by the beam search.")
     lora_rank: int = Field(8, ge=0, le=1024)
     "Rank of its LoRA layers, which are trained along; 0 means that it is frozen."
-    gradient_checkpointing: bool = True
-    "Compute its layers once more on the way back instead of keeping what they made: less memory, more time."
-    prompt: str = 'Write what is said.'
-    "Question to it, in its chat template, behind the place where speech stands."
+    gradient_checkpointing: ClassVar[bool] = True # Compute its layers again on the way back: less memory, more time
+    prompt: ClassVar[str] = 'Write what is said.' # Question to it, in its chat template, after the speech
     stack: int = Field(2, ge=1, le=64)
     "Neighbouring frames of the model that make a vector."
     targets: InputPath | None = None
     "File of `b2t audio targets`, made by the tower of the same audio LLM, that vectors are to be like."
-    align_by: Literal['soft_dtw', 'interpolation'] = 'soft_dtw'
-    "Alignment of vectors and their targets in time."
-    align_distance: Literal['cosine', 'mse'] = 'cosine'
-    "Distance of a vector to its target."
-    answer_weight: _LossWeight = 1.0
-    ("Weight of the cross entropy per token of the answer; this and the next ones are a number, or pairs (batches, "
-     "weight) between which it changes linearly.")
+    align_by: ClassVar[str] = 'soft_dtw' # Alignment of vectors and their targets in time
+    align_distance: ClassVar[str] = 'cosine' # Distance of a vector to its target
+    answer_weight: ClassVar[float] = 1. # Weight of the cross entropy per token of the answer
     ctc_weight: _LossWeight = 0.3
-    "Weight of the CTC loss of the phonemes."
-    align_weight: _LossWeight = 1.0
-    "Weight of the distance to the targets, where there are some."
-    contrast_weight: _LossWeight = 0.1
-    ("Weight of InfoNCE between sentences that are computed at once (`train.accumulate` and several GPUs make these "
-     "fewer) and their targets, where there are some.")
+    "Weight of the CTC loss of the phonemes: a number, or pairs (batches, weight) between which it changes linearly."
+    align_weight: ClassVar[float] = 1. # Weight of the distance to the targets, if there are some
+    contrast_weight: ClassVar[float] = 0.1 # Weight of InfoNCE between sentences computed at once and their targets
 
 class GenerateConfig(Section):
-    beams: int = Field(4, ge=1, le=100)
-    "Sentences that the audio LLM looks for in a trial; validation in training looks for one."
+    "Sentences that an audio LLM writes."
+    beams: ClassVar[int] = 4 # Sentences that the audio LLM looks for in a trial; validation in training looks for one
     max_tokens: int = Field(128, ge=1, le=4096)
     "Tokens of the longest answer; one that does not end by then has run away."
 
 # %% ../../nbs/config/03_groups.ipynb #c038
 class SessionConfig(Section):
+    "Time that a run may take."
     hours: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
     ("Hours after which a run must be over: training and LLMs stop in time, and there is a "
      "submission. None: on Kaggle what a session there has, elsewhere no end.")
@@ -537,9 +508,6 @@ class Config(Section):
         if self.decode.boost and not self.decode.lm_weight:
             raise ValueError('decode.lm_weight is 0 beside decode.boost, which is part of the language model; set it '
                              'above 0')
-        if self.decode.llm and self.decode.oov_penalty is not None:
-            raise ValueError(f'decode.oov_penalty is {self.decode.oov_penalty}, for words that are spelled, and '
-                             'decode.llm is set, which cannot score them; set one of them to null')
         must = data.must_include_days or []
         if len(must) > data.days_per_batch:
             raise ValueError(f'data.must_include_days names {len(must)} days, more than data.days_per_batch = '

@@ -8,11 +8,9 @@ __all__ = ['PRESETS', 'EXPECTED_WER', 'preset', 'describe_run']
 # %% ../../nbs/config/06_presets.ipynb #c002
 from typing import Any
 
-from .fields import ChangesNothing, SameResult
 from .groups import Config
-from .keys import keys_with
-from .overrides import differing_values, validated
-from .schema import ConfigError
+from .keys import differing_values, keys_with, validated
+from .schema import ChangesNothing, ConfigError, SameResult
 from ..core.messages import did_you_mean
 
 # %% ../../nbs/config/06_presets.ipynb #c005

@@ -109,7 +109,7 @@ def _day(line: str) -> Day:
 
 SCHEDULE = [_day(line) for line in (_SCHEDULE_2023 + _SCHEDULE_2024).splitlines() if line]
 
-# %% ../../nbs/data/02_simulate.ipynb #c018
+# %% ../../nbs/data/02_simulate.ipynb #c016
 _MIN_WORDS = 4    # no Harvard sentence is shorter
 _DRAWS = 100_000  # at most for a sentence; the rarest kind of short sentence comes far more often
 
@@ -129,7 +129,7 @@ def _new_sentence(writer: Writer, corpus: str, max_words: int, held_out: set[str
     raise SimulateError(f'{corpus} has no more new sentences of up to {max_words} words, '
                         f'{len(held_out)} are held out; raise max_words, or lower val and test')
 
-# %% ../../nbs/data/02_simulate.ipynb #c021
+# %% ../../nbs/data/02_simulate.ipynb #c019
 def _plan_day(day: int, of_held_out: bool, n: dict[str, int], seed: int, max_words: int,
               held_out: set[str]) -> list[dict]:
     "The trials of the train blocks, or of the val and test blocks, of a day, in the order of recording."
@@ -150,7 +150,7 @@ def _plan_day(day: int, of_held_out: bool, n: dict[str, int], seed: int, max_wor
                          corpus=block.corpus, sentence=sentence))
     return rows
 
-# %% ../../nbs/data/02_simulate.ipynb #c023
+# %% ../../nbs/data/02_simulate.ipynb #c021
 def plan_trials(
     n_sessions: int = 8,     # Recording days, from the first on
     train: int | None = 80,  # Train sentences per session; none means as many as the real session has
@@ -174,7 +174,7 @@ def plan_trials(
             rows += _plan_day(day, of_held_out, n, seed, max_words, held_out)
     return pd.DataFrame(rows).sort_values(['day', 'block', 'trial'], ignore_index=True)
 
-# %% ../../nbs/data/02_simulate.ipynb #c026
+# %% ../../nbs/data/02_simulate.ipynb #c024
 _ARTICULATIONS = '''
 lips      P B M F:.5 V:.5 W:.6
 teeth     F V TH DH
@@ -218,7 +218,7 @@ def _targets() -> tuple[list[str], np.ndarray]:
 
 ARTICULATORS, TARGETS = _targets()  # targets of blank and silence are zero
 
-# %% ../../nbs/data/02_simulate.ipynb #c029
+# %% ../../nbs/data/02_simulate.ipynb #c027
 def _mean_lengths() -> np.ndarray:
     "Mean length of each class in bins of 20 ms, [41]; a word has 3.2 phonemes and a pause, together two seconds."
     is_vowel = TARGETS[:, 0, ARTICULATORS.index('vowel')] > 0
@@ -237,7 +237,7 @@ def _durations(ids: np.ndarray, tempo: float, rng: np.random.Generator) -> np.nd
     varied = mean*np.exp(0.3*rng.standard_normal(len(ids)) - 0.045)  # 0.045 = 0.3²/2 keeps the mean
     return np.maximum(np.round(varied), _MIN_LENGTH).astype(int)
 
-# %% ../../nbs/data/02_simulate.ipynb #c032
+# %% ../../nbs/data/02_simulate.ipynb #c030
 _SMOOTH = 3.0  # bins; standard deviation of the kernel with which movements follow their targets
 _JITTER = 0.1  # standard deviation with which a movement misses its target, in units of the features
 
@@ -264,7 +264,7 @@ def movement(
     smooth = [np.convolve(c, _kernel(_SMOOTH), 'same') for c in x.T]
     return np.stack(smooth, 1).astype(np.float32), ids[position]
 
-# %% ../../nbs/data/02_simulate.ipynb #c035
+# %% ../../nbs/data/02_simulate.ipynb #c033
 _ARRAYS = {  # strength of the modulation, preferred articulators
     'ventral 6v': (1.0, 'lips teeth tongue_tip palate velum stop fricative sibilant nasal'),
     'area 4': (0.75, 'voice glottis open lips speech nasal tense'),
@@ -288,7 +288,7 @@ def _directions(rng: np.random.Generator) -> np.ndarray:
     over_phonemes = (middle - middle.mean(0)) @ w.T
     return w/(over_phonemes.std(0)[:, None] + 1e-6)
 
-# %% ../../nbs/data/02_simulate.ipynb #c038
+# %% ../../nbs/data/02_simulate.ipynb #c036
 _TURN_DAYS = 75.      # time constant of the tuning, in days
 _TURN_SESSION = 0.92  # correlation of the tuning in two sessions without a pause
 _DIES = 0.02          # share of the living electrodes that die from one session to the next
@@ -298,7 +298,7 @@ def _wander(x: np.ndarray, new: np.ndarray, rho: float) -> np.ndarray:
     "A step of an autoregressive process that keeps its variance and has the correlation `rho`."
     return rho*x + np.sqrt(1 - rho**2)*new
 
-# %% ../../nbs/data/02_simulate.ipynb #c041
+# %% ../../nbs/data/02_simulate.ipynb #c039
 @dataclass(frozen=True)
 class _Implant:
     "The electrodes' hidden state on a day; features are threshold crossings, then spike-band power."
@@ -342,7 +342,7 @@ def _next_day(implant: _Implant, pause: int, rng: np.random.Generator) -> _Impla
         shared=_wander(implant.shared, shared, rho),
         alive=np.where(implant.alive, survives, returns))
 
-# %% ../../nbs/data/02_simulate.ipynb #c043
+# %% ../../nbs/data/02_simulate.ipynb #c041
 @dataclass(frozen=True)
 class Electrodes:
     "Tuning and noise of all electrodes on one day; features are threshold crossings, then spike-band power."
@@ -383,7 +383,7 @@ def electrodes(
     for earlier, day in zip(days, days[1:]): implants.append(_next_day(implants[-1], (day - earlier).days, rng))
     return [_electrodes(implant, snr, neural) for implant in implants]
 
-# %% ../../nbs/data/02_simulate.ipynb #c046
+# %% ../../nbs/data/02_simulate.ipynb #c044
 _FLUCTUATION = 0.9  # correlation of the shared noise from bin to bin: a time constant of 0.2 s
 _POWER_NOISE = 0.5  # standard deviation of the log power of an electrode, per bin
 _DRIFT = 0.03       # standard deviation of the change of the log from trial to trial
@@ -394,7 +394,7 @@ def _fluctuations(n: int, rng: np.random.Generator) -> np.ndarray:
     response = np.sqrt(1 - _FLUCTUATION**2)/(1 - _FLUCTUATION*np.exp(-2j*np.pi*np.arange(n//2 + 1)/n))
     return np.fft.irfft(white*response[:, None], n, axis=0).astype(np.float32)
 
-# %% ../../nbs/data/02_simulate.ipynb #c306
+# %% ../../nbs/data/02_simulate.ipynb #c047
 _SLOW = 0.2            # Memory of the slow noise, in s
 _SLOW_SIZE = 0.28, 0.18 # Its standard deviation in the log of crossings and of power
 _OF_ALL = 0.2          # Part of its variance that all electrodes share,
@@ -421,7 +421,7 @@ def _slow_noise(n: int, rng: np.random.Generator) -> np.ndarray:
     slow += np.sqrt(1 - _OF_ALL - _OF_ARRAY)*grid.reshape(own.shape)
     return np.hstack([size*slow for size in _SLOW_SIZE]).astype(np.float32)
 
-# %% ../../nbs/data/02_simulate.ipynb #c308
+# %% ../../nbs/data/02_simulate.ipynb #c049
 def _of_same_spikes(log: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     "Crossings, and power that is high where there are more of them than expected, [T, 512], from the log of both."
     rate, power = np.split(np.exp(np.minimum(log, 3)), 2, axis=1)
@@ -430,7 +430,7 @@ def _of_same_spikes(log: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     noise = _SAME_SPIKES*(crossings - rate)/np.sqrt(rate) + np.sqrt(1 - _SAME_SPIKES**2)*own
     return np.hstack([crossings, power*np.exp(_POWER_NOISE*noise)]).astype(np.float32)
 
-# %% ../../nbs/data/02_simulate.ipynb #c048
+# %% ../../nbs/data/02_simulate.ipynb #c052
 def _product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     "x [T, D] times w [D, N]. BLAS rounds otherwise with another number of threads, and they wait for each other."
     return np.einsum('dt,dn->tn', np.ascontiguousarray(x.T), w)
@@ -456,7 +456,7 @@ def features(
     recorded[:, :N_ELECTRODES] = rng.poisson(recorded[:, :N_ELECTRODES])
     return recorded
 
-# %% ../../nbs/data/02_simulate.ipynb #c051
+# %% ../../nbs/data/02_simulate.ipynb #c055
 _SOURCES = np.array([(0.3, 0.), (2., 0.), (2., 1.1), (0.5, 3.)])  # memory τ in s, frequency f in Hz
 
 def _sources(n: int, rng: np.random.Generator) -> np.ndarray: # Unit variance, [n, 4]
@@ -470,7 +470,7 @@ def _interfere(recorded: list[np.ndarray], size: float, day: int, block: int,
     rng = np.random.default_rng((seed, 9, day, block))
     for f in recorded: f += _product(_sources(len(f), rng), pattern).astype(np.float32)
 
-# %% ../../nbs/data/02_simulate.ipynb #c056
+# %% ../../nbs/data/02_simulate.ipynb #c060
 def _zscore(recorded: list[np.ndarray]) -> None:
     "Mean zero and standard deviation one of each feature over the block; a feature that never changes becomes zero."
     n = sum(map(len, recorded))
@@ -482,7 +482,7 @@ def _zscore(recorded: list[np.ndarray]) -> None:
         f -= mean
         f *= scale
 
-# %% ../../nbs/data/02_simulate.ipynb #c059
+# %% ../../nbs/data/02_simulate.ipynb #c063
 def simulate_block(
     trials: pd.DataFrame, # Rows of a plan, all of one block
     e: Electrodes,        # The day's electrodes
@@ -514,7 +514,7 @@ def simulate_block(
             for row, f, class_ids in zip(trials.itertuples(), recorded, ids)]
     return made, [spoken for _, spoken in movements]
 
-# %% ../../nbs/data/02_simulate.ipynb #c065
+# %% ../../nbs/data/02_simulate.ipynb #c069
 def write_text(
     path: str | Path,   # Text file, one sentence a line
     plan: pd.DataFrame, # The trials
@@ -532,7 +532,7 @@ def write_text(
     write_whole(path, ''.join(s + '\n' for s in sentences))
     return path
 
-# %% ../../nbs/data/02_simulate.ipynb #c068
+# %% ../../nbs/data/02_simulate.ipynb #c072
 _MARKER = 'simulated.json'
 _LM_TEXT = 'lm_text.txt'
 
@@ -556,7 +556,7 @@ def _claim(folder: Path, parameters: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(marker, json.dumps(parameters))
 
-# %% ../../nbs/data/02_simulate.ipynb #c071
+# %% ../../nbs/data/02_simulate.ipynb #c075
 _TRIAL_BYTES = 8000 # Of the labels and of HDF5, measured on files of few trials, which take most
 
 def _simulated_bytes(plan: pd.DataFrame) -> int:
@@ -566,7 +566,7 @@ def _simulated_bytes(plan: pd.DataFrame) -> int:
     bins = sum(n*(2*_EDGE + _LENGTH[i[:-1]].sum()) for n, i in zip(counts, ids))
     return int(4*2*N_ELECTRODES*bins + _TRIAL_BYTES*len(plan))
 
-# %% ../../nbs/data/02_simulate.ipynb #c073
+# %% ../../nbs/data/02_simulate.ipynb #c078
 def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, first: int = 0, step: int = 1) -> Iterator[int]:
     "Record every `step`-th day of a plan, from day `first` on, and yield each when it is done."
     noise = p['seed'], p.get('structured_noise', 0.), p.get('drift', 1.)
@@ -582,7 +582,7 @@ def _write_days(out_dir: Path, plan: pd.DataFrame, p: dict, first: int = 0, step
             if recorded: write_session(session_path(out_dir, session, split), recorded)
         yield day
 
-# %% ../../nbs/data/02_simulate.ipynb #c201
+# %% ../../nbs/data/02_simulate.ipynb #c081
 _TRIALS_A_PROCESS = 256 # With fewer a process takes longer to start than it saves
 
 def _days_of_processes(out_dir: Path, n: int) -> Iterator[int]:
@@ -610,7 +610,7 @@ def _record_part(folder: str | Path, first: int, step: int) -> None:
     plan = plan_trials(*(p[k] for k in ('n_sessions', 'train', 'val', 'test', 'max_words', 'seed')))
     for day in _write_days(folder, plan, p, first, step): print(day, flush=True)
 
-# %% ../../nbs/data/02_simulate.ipynb #c074
+# %% ../../nbs/data/02_simulate.ipynb #c084
 def simulate_dataset(
     out_dir: str | Path,        # Where the session folders and `lm_text.txt` go
     n_sessions: int = 8,        # Recording days, from the first of the real schedule on; 45 are all

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import differing_values, load_config, save_config
-from ..config.overrides import as_set
+from ..config.keys import as_set
 from ..core.files import allow_open_files, likely_cause, reached_limit, set_home_variables, write_error
 from ..core.locks import Lock, LockedError
 from ..devices.interrupts import Ended, handled

@@ -19,8 +19,7 @@ from ..config import Config, flat_values, with_overrides
 from ..core.files import atomic_path, clear_leftovers, stays_inside, user_cache
 from ..core.locks import Lock, LockedError
 from ..core.messages import plain_warnings
-from .fingerprints import content_fingerprints, short_hash
-from .run import Run, read_json, write_json
+from .run import Run, content_fingerprints, read_json, short_hash, write_json
 from .stages import STAGES, PipelineError, plan
 from .stages.stage import PAGE, Result
 from ..training.budget import Deadline

@@ -19,8 +19,7 @@ import pandas as pd
 
 from .. import config
 from ..config import Config, changed_values, full_key, keys_with, with_overrides
-from ..config.fields import ChangesNothing, SameResult
-from ..config.schema import ConfigError
+from ..config.schema import ChangesNothing, ConfigError, SameResult
 from ..core.files import atomic_path
 from ..core.locks import Lock, LockedError
 from ..devices.kaggle import time_limit_hours

@@ -279,7 +279,7 @@ def adapt_to(
         rows.append(dict(session=session, block=block, trial=trial, refused=refused))
     return [by_row[i] for i in range(len(store))], pd.DataFrame(rows)
 
-# %% ../../nbs/pytorch/16_adaptation.ipynb #c301
+# %% ../../nbs/pytorch/16_adaptation.ipynb #c032
 def infer_adapted(
     checkpoint: str | Path,    # As for `inference.infer`
     store: TrialStore,         # Trials to infer

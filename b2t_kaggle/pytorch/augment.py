@@ -60,21 +60,19 @@ def time_mask(
     is_masked = ((t >= start) & (t < start + length)).any(1)
     return x * ~is_masked.unsqueeze(-1)
 
-# %% ../../nbs/pytorch/04_augment.ipynb #c402
+# %% ../../nbs/pytorch/04_augment.ipynb #c015
 def channel_mask(
     x: Tensor,                         # Features `[B, T, F]`
     cfg: AugmentConfig,                # The run's `augment` group
     generator: torch.Generator | None, # On the device of `x`; none means the device's own
 ) -> Tensor:
     "Zero channels of each trial, `[B, T, F]` (dropout of inputs; Srivastava et al., 2014)."
-    B, T, C = x.shape
-    span = cfg.channel_mask_bins or T
+    B, _, C = x.shape
     n_features = 2 if cfg.channel_mask_by == 'electrode' else 1
-    u = torch.rand(B, -(-T//span), C//n_features, device=x.device, generator=generator)
-    is_kept = (u >= cfg.channel_masks).repeat(1, 1, n_features)
-    return x * is_kept.repeat_interleave(span, 1)[:, :T]
+    u = torch.rand(B, 1, C//n_features, device=x.device, generator=generator)
+    return x * (u >= cfg.channel_masks).repeat(1, 1, n_features)
 
-# %% ../../nbs/pytorch/04_augment.ipynb #c015
+# %% ../../nbs/pytorch/04_augment.ipynb #c018
 class Augment:
     "Features as they come from the store to features as the model sees them; one object per run."
     def __init__(self, cfg: AugmentConfig, seed: int):

@@ -222,7 +222,7 @@ def _part_norms(model: Encoder) -> dict[str, Tensor]:
         norms[f'grad_{part}'] = nn.utils.get_total_norm(grads).reshape(1)
     return norms
 
-# %% ../../nbs/pytorch/12_trainer.ipynb #c302
+# %% ../../nbs/pytorch/12_trainer.ipynb #c025
 def _joined(losses: list[dict[str, Tensor]], name: str) -> np.ndarray:
     "One of the losses of all micro-batches `[B]`, on the host."
     return np.concatenate([terms[name].cpu().numpy() for terms in losses])
@@ -241,7 +241,7 @@ def _result(trainer: 'Trainer', micro_batches: list[MicroBatch], losses: list[di
 
     return StepResult(trainer.step, trials, rates, fetch, trainer.scaler is not None, fetch_terms)
 
-# %% ../../nbs/pytorch/12_trainer.ipynb #c305
+# %% ../../nbs/pytorch/12_trainer.ipynb #c028
 def _with_average(trainer: 'Trainer', rates: dict[str, float]) -> dict[str, float]:
     "The rates of a step, and that of the `average` where there is one."
     average = averaging_rate(trainer.step, trainer.cfg.train)
@@ -255,7 +255,7 @@ def _update(trainer: 'Trainer', rates: dict[str, float], days: np.ndarray) -> No
     if trainer.average: trainer.average.update(trainer.model, scalars['average'])
     backend.end_step()
 
-# %% ../../nbs/pytorch/12_trainer.ipynb #c328
+# %% ../../nbs/pytorch/12_trainer.ipynb #c031
 def _programs(trainer: 'Trainer') -> dict[torch.Size, Program] | None:
     "Programs of steps by the shape of their features; None where each step is recorded. Raises `TrainingError`."
     cfg = trainer.cfg.train
@@ -303,7 +303,7 @@ def _replay(trainer: 'Trainer', programs: dict[torch.Size, Program], rows: Micro
     trainer.step += 1
     return result
 
-# %% ../../nbs/pytorch/12_trainer.ipynb #c025
+# %% ../../nbs/pytorch/12_trainer.ipynb #c034
 def on_host(value):
     "Tensors in nested dicts, on the CPU."
     if isinstance(value, dict): return {k: on_host(v) for k, v in value.items()}
@@ -334,7 +334,7 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> dict | None:
         start_from(weights, model, trainer.day_of, load_weights, path, trainer.is_main_process)
     return None
 
-# %% ../../nbs/pytorch/12_trainer.ipynb #c026
+# %% ../../nbs/pytorch/12_trainer.ipynb #c035
 def _average(trainer: 'Trainer', saved: dict | None, checkpoint: Path | None) -> WeightAverage | None:
     "The average of the weights, if there is to be one: that of a checkpoint, or the weights with which a run begins."
     if trainer.cfg.train.weight_average is None: return None
@@ -343,7 +343,7 @@ def _average(trainer: 'Trainer', saved: dict | None, checkpoint: Path | None) ->
     trainer.backend.place_copy(average.model)
     return average
 
-# %% ../../nbs/pytorch/12_trainer.ipynb #c308
+# %% ../../nbs/pytorch/12_trainer.ipynb #c039
 def _save_model(trainer: 'Trainer', facts: dict, path: Path) -> None:
     "Save the model alone, as `load_model` reads it, and facts about it."
     save_atomic(on_host(trainer.result.checkpoint()) | dict(config=trainer.cfg.dump(), **facts), path)
@@ -357,7 +357,7 @@ def _to_continue(trainer: 'Trainer') -> dict:
     if trainer.average: saved['average_state_dict'] = on_host(trainer.average.model.state_dict())
     return saved
 
-# %% ../../nbs/pytorch/12_trainer.ipynb #c311
+# %% ../../nbs/pytorch/12_trainer.ipynb #c042
 def _freeze(model: Encoder) -> None:
     "Train what belongs to days and participants alone. Raises `TrainingError` where that is nothing."
     for name, p in model.named_parameters():
@@ -375,11 +375,8 @@ def _refuse(cfg: Config, backend: Backend) -> None:
     if cfg.train.replay and backend.device.kind != 'xla':
         raise TrainingError('train.replay = true is for XLA, which records steps, and this device is '
                             f'{backend.device.kind}; set it to false')
-    if cfg.train.profile:
-        raise TrainingError(f'train.profile = {cfg.train.profile} is for the profiler of TensorFlow; with '
-                            'train.framework = pytorch set it to 0')
 
-# %% ../../nbs/pytorch/12_trainer.ipynb #c030
+# %% ../../nbs/pytorch/12_trainer.ipynb #c045
 class Trainer(loop.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'pytorch'
@@ -479,7 +476,7 @@ class Trainer(loop.Trainer):
     def gather(self, value) -> list: return self.backend.gather(value)
     def compiler_report(self) -> str: return self.backend.compiler_report()
 
-# %% ../../nbs/pytorch/12_trainer.ipynb #c039
+# %% ../../nbs/pytorch/12_trainer.ipynb #c054
 def start_backend(
     cfg: Config, # `train.accelerator` and `train.precision`
 ) -> Backend:

@@ -55,12 +55,11 @@ def mask_time(x: tf.Tensor, start: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
 # %% ../../nbs/tensorflow/03_augment.ipynb #c018
 def mask_channels(x: tf.Tensor, cfg: AugmentConfig, seeds: tf.Tensor) -> tf.Tensor:
     "Zero channels of each trial, `[B, T, F]` (dropout of inputs; Srivastava et al., 2014)."
-    _, T, C = x.shape
-    span = cfg.channel_mask_bins or T
+    C = x.shape[2]
     n_features = 2 if cfg.channel_mask_by == 'electrode' else 1
-    u = trial_random('uniform', (-(-T//span), C//n_features), seeds, _CHANNELS)
+    u = trial_random('uniform', (1, C//n_features), seeds, _CHANNELS)
     is_kept = tf.tile(u >= cfg.channel_masks, [1, 1, n_features])
-    return tf.where(tf.repeat(is_kept, span, 1)[:, :T], x, 0.)
+    return tf.where(is_kept, x, 0.)
 
 # %% ../../nbs/tensorflow/03_augment.ipynb #c021
 class Augment:

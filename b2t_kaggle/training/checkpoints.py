@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from .. import config
 from ..config import TRAINING_GROUPS, Config, config_fields, keys_with
-from ..config.fields import InputFile, MayChange
-from ..config.schema import ConfigError, describe_errors
+from ..config.schema import ConfigError, InputFile, MayChange, describe_errors
 from ..core.files import sha256
 from ..data.store import TrialStore
 from ..devices.machine import Device

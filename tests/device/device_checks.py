@@ -18,6 +18,7 @@ import torch
 
 from b2t_kaggle.config import PRESETS, Config, preset, with_overrides
 from b2t_kaggle.config.encoders.encoder import encoders_in
+from b2t_kaggle.config.encoders.mamba import MambaConfig
 from b2t_kaggle.config.groups import AugmentConfig
 from b2t_kaggle.core.files import write_whole
 from b2t_kaggle.data.sentences import Writer
@@ -41,12 +42,11 @@ PRESET_NAMES += [n for n in encoders_in('pytorch') if n not in {preset(p).model.
 
 SMALL = dict(n_units=32, n_layers=1, noise_units=8, n_heads=2, head_dim=16, projection_units=32, state_size=8,
              chunk_size=8, downsampling_factor=[2], num_encoder_layers=[1], encoder_dim=[24],
-             encoder_unmasked_dim=[24], feedforward_dim=[48], num_heads=[2], cnn_module_kernel=[7], query_head_dim=8,
-             pos_dim=16, left_context_frames=8)
+             encoder_unmasked_dim=[24], feedforward_dim=[48], num_heads=[2], cnn_module_kernel=[7],
+             left_context_frames=8)
 
 # What acts on whole batches or draws at random; without it parts of a batch add up to the batch
-STILL = dict(rnn_dropout=0, input_dropout=0, dropout=0, projection_dropout=0, output_dropout=0, stochastic_depth=0,
-             balancer=False, whiten=False, skips=False)
+STILL = dict(rnn_dropout=0, input_dropout=0, dropout=0, balancer=False, whiten=False, skips=False)
 
 
 def sized(name, small, still=False):
@@ -57,6 +57,7 @@ def sized(name, small, still=False):
     if still and 'left_context_min' in fields: changes |= dict(left_context_min=cfg.model.model_dump()['left_context'])
     values = {f'model.{k}': v for k, v in changes.items() if k in fields}
     if still: values |= {k: v for k, v in selftest.STILL if k.startswith('augment.')}
+    if still: MambaConfig.projection_dropout = MambaConfig.output_dropout = MambaConfig.stochastic_depth = 0
     return with_overrides(cfg, values)
 
 

@@ -15,7 +15,7 @@ from killed import ask_before_each_step, kill_behind_a_checkpoint
 from train_toy import first_steps, start_copies, write_first_steps
 
 from b2t_kaggle.config.schema import ConfigError
-from b2t_kaggle.pipeline.convert import convert
+from b2t_kaggle.pipeline.frameworks import convert
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model
 from b2t_kaggle.tensorflow.inference import infer
 from b2t_kaggle.tensorflow.models import build_model, encoder_class, model_names

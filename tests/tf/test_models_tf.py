@@ -104,7 +104,8 @@ def test_parity_with_pytorch(n_layers, patch_size, patch_stride, jit):
 def test_transformers_parity_with_pytorch(fields):
     "Trials of different length, one of which fills no patch at its end; contexts and distances that end within it."
     cfg = TransformerConfig(neural_dim=6, n_classes=5, n_units=12, n_layers=2, n_heads=2, head_dim=5, patch_size=2,
-                            position_buckets=8, max_distance=9, left_context=4, left_context_min=4, **fields)
+                            left_context=4, left_context_min=4, **fields)
+    cfg = cfg.model_copy(update=dict(position_buckets=8, max_distance=9))
     torch.manual_seed(0)
     theirs = build_pytorch(cfg, n_days=4).eval()
     for p in theirs.parameters(): torch.nn.init.normal_(p, std=0.3)

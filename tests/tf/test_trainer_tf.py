@@ -48,7 +48,7 @@ def stores(tmp_path_factory):
     return open_stores(folder)
 
 
-TRIPLE = {'model.name': 'triple_gru', 'noise_units': 8, 'adversarial_schedule': 'ramp'}
+TRIPLE = {'model.name': 'triple_gru', 'noise_units': 8}
 
 
 @pytest.mark.parametrize('model', [{'n_buckets': 2}, TRIPLE], ids=['gru', 'triple_gru'])

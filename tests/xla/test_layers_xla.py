@@ -83,7 +83,7 @@ def test_the_model_is_the_one_of_the_cpu():
 def test_augmentation_is_one_program_whatever_it_draws():
     device = torch_xla.device()
     cfg = AugmentConfig(white_noise_std=0.5, constant_offset_std=0.3, time_masks=2, time_mask_max=0.2,
-                        static_gain_std=0.01, random_walk_std=0.01, channel_masks=.3, channel_mask_bins=70)
+                        static_gain_std=0.01, random_walk_std=0.01, channel_masks=.3)
     aug = Augment(cfg, 0)
     x = torch.zeros(4, 300, 8)
     n_bins = torch.tensor([300, 300, 200, 100])

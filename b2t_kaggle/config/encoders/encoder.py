@@ -15,14 +15,13 @@ from typing import Annotated, Any, ClassVar, cast
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..fields import FRAMEWORKS, Only
-from ..schema import ConfigError, Section, describe_errors
+from ..schema import FRAMEWORKS, ConfigError, Only, Section, describe_errors
 from ...core.messages import did_you_mean
 from ...core.reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
 
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c006
 class EncoderConfig(Section):
-    "The `model` group of a configuration; each encoder derives its own."
+    "The acoustic model: its encoder, and the sizes of that."
     name: str
     "Architecture: one of the encoders of this kit."
     neural_dim: int = Field(512, ge=1, le=MAX_FEATURES)

@@ -6,7 +6,7 @@
 __all__ = ['MambaConfig']
 
 # %% ../../../nbs/config/encoders/04_mamba.ipynb #c003
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,16 +23,12 @@ class MambaConfig(PatchedConfig):
     "Mamba-2 layers."
     bidirectional: bool = True
     "Whether each layer reads the trial backwards too, with weights of its own; if not, it is causal and streams."
-    merge: Literal['sum', 'concat'] = 'sum'
-    "Merge of the two directions: `sum`, or `concat` of half as many numbers of each."
-    expansion: int = Field(2, ge=1)
-    "Channels of a direction, as a multiple of `n_units`."
+    expansion: ClassVar[int] = 2 # Channels of a direction, as a multiple of `n_units`
     head_dim: int = Field(64, ge=1)
     "Channels per head, P; a head decays as one."
     state_size: int = Field(64, ge=1)
     "Rows of a head's state, N."
-    conv_size: int = Field(4, ge=2)
-    "Frames that the convolution in front of the recurrence sees."
+    conv_size: ClassVar[int] = 4 # Frames that the convolution in front of the recurrence sees
     chunk_size: int = Field(64, ge=1)
     "Frames that are computed as one product of matrices; changes time and memory only."
     dt_min: float = Field(0.001, gt=0)
@@ -41,18 +37,11 @@ class MambaConfig(PatchedConfig):
     "Greatest initial step of a head."
     projection_units: int | None = Field(1024, ge=1)
     "Hidden units between a patch and the first layer; null: a linear map."
-    projection_dropout: float = Field(0.3, ge=0, lt=1)
-    "Dropout on these hidden units."
-    output_dropout: float = Field(0.4, ge=0, lt=1)
-    "Dropout before the read-out."
-    stochastic_depth: float = Field(0.2, ge=0, lt=1)
-    "Probability that a trial skips the last layer in training; from the first layer on it grows from 0 in equal steps."
+    projection_dropout: ClassVar[float] = 0.3 # Dropout on these hidden units
+    output_dropout: ClassVar[float] = 0.4 # Dropout before the read-out
+    stochastic_depth: ClassVar[float] = 0.2 # Probability that a trial skips the last layer in training
     day_layer: bool = True
     "Whether there is an affine layer per day."
-    day_input: bool = True
-    "Whether the place of the trial's day among all, from 0 to 1, is one more input."
-    drift: float = Field(0.0, ge=0)
-    "Weight of the squared distance between the layers of days that follow each other; 0 means none."
     size_fields = 'n_units', 'n_layers'
 
     @property
@@ -71,15 +60,10 @@ class MambaConfig(PatchedConfig):
     @model_validator(mode='after')
     def _sizes_fit(self):
         if self.n_channels % self.head_dim:
-            raise ValueError(f'model.head_dim = {self.head_dim} must divide model.expansion · model.n_units = '
+            raise ValueError(f'model.head_dim = {self.head_dim} must divide 2 · model.n_units = '
                              f'{self.n_channels}')
-        if self.bidirectional and self.merge == 'concat' and self.n_units % 2:
-            raise ValueError(f'model.n_units = {self.n_units} must be even where model.merge is concat')
         if self.dt_min > self.dt_max:
             raise ValueError(f'model.dt_min = {self.dt_min} must not exceed model.dt_max = {self.dt_max}')
-        if self.drift and not self.day_layer:
-            raise ValueError(f'model.drift = {self.drift} is about day layers, and model.day_layer is false; set '
-                             'model.drift to 0')
         return self
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:

@@ -6,7 +6,7 @@
 __all__ = ['position_buckets', 'TransformerConfig']
 
 # %% ../../../nbs/config/encoders/03_transformer.ipynb #c003
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -46,12 +46,9 @@ class TransformerConfig(EncoderConfig):
     "Heads of attention."
     head_dim: int = Field(64, ge=1)
     "Width of a head."
-    feedforward_factor: int = Field(4, ge=1)
-    "Width of the feed-forward networks in units of `n_units`."
-    position_buckets: int = Field(32, ge=4)
-    "Buckets of distances between frames, each with a learnt bias per head."
-    max_distance: int = Field(200, ge=2)
-    "Distance in frames from which on all share a bucket."
+    feedforward_factor: ClassVar[int] = 4 # Width of the feed-forward networks in units of `n_units`
+    position_buckets: ClassVar[int] = 32 # Buckets of distances between frames, each with a learnt bias per head
+    max_distance: ClassVar[int] = 200 # Distance in frames from which on all share a bucket
     causal: bool = False
     "Whether frames attend to earlier ones only, so that the model streams."
     left_context: int = Field(250, ge=0)
@@ -67,11 +64,7 @@ class TransformerConfig(EncoderConfig):
     size_fields = 'n_units', 'n_layers'
 
     @model_validator(mode='after')
-    def _buckets_and_contexts_fit(self):
-        n_exact = (self.position_buckets if self.causal else self.position_buckets // 2) // 2
-        if self.max_distance <= n_exact:
-            raise ValueError(f'model.max_distance = {self.max_distance} must be larger than {n_exact}, the distances '
-                             f'that have one of the model.position_buckets = {self.position_buckets} of their own')
+    def _contexts_fit(self):
         if self.left_context_min > self.left_context:
             raise ValueError(f'model.left_context_min = {self.left_context_min} must not be larger than '
                              f'model.left_context = {self.left_context}')

@@ -7,7 +7,7 @@ __all__ = ['reversal_strength', 'TripleGRUConfig']
 
 # %% ../../../nbs/config/encoders/02_triple_gru.ipynb #c003
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,14 +33,10 @@ class TripleGRUConfig(RecurrentConfig):
     "GRU layers of the clean model, 3 as first described."
     noise_units: int | None = Field(256, ge=1)
     "Units per GRU layer of the noise model; null: as many as a patch has numbers, 7,168 for 14 bins of 512 features."
-    adversarial_strength: float = Field(0.5, ge=0)
-    "λ, by which the adversary's gradient is multiplied when it is reversed."
-    adversarial_schedule: Literal['constant', 'ramp'] = 'constant'
-    "λ throughout, or growing from 0 over the run."
-    noisy_loss_weight: float = Field(0.2, ge=0)
-    "Weight of the adversary's CTC loss."
-    noise_power_weight: float = Field(0.001, ge=0)
-    "Weight of the mean square of the estimated noise."
+    adversarial_strength: ClassVar[float] = 0.5 # λ, by which the adversary's gradient is multiplied when it is reversed
+    adversarial_schedule: ClassVar[str] = 'constant' # λ throughout, or growing from 0 over the run (`ramp`)
+    noisy_loss_weight: ClassVar[float] = 0.2 # Weight of the adversary's CTC loss
+    noise_power_weight: ClassVar[float] = 0.001 # Weight of the mean square of the estimated noise
 
     def strength(self,
         step: int,    # Training step, from 0

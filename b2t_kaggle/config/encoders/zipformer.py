@@ -6,7 +6,7 @@
 __all__ = ['StacksConfig', 'layer_floats', 'ZipformerConfig']
 
 # %% ../../../nbs/config/encoders/05_zipformer.ipynb #c003
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -36,14 +36,10 @@ class StacksConfig(PatchedConfig):
     "Heads of attention of each stack."
     cnn_module_kernel: list[int] = [31, 31, 15, 15, 15, 31]
     "Frames that the convolutions of each stack see."
-    query_head_dim: int = Field(32, ge=1)
-    "Numbers per query and per key of a head."
-    pos_head_dim: int = Field(4, ge=1)
-    "Numbers per position query of a head."
-    value_head_dim: int = Field(12, ge=1)
-    "Numbers per value of a head."
-    pos_dim: int = Field(48, ge=2, multiple_of=2)
-    "Columns of the table of distances."
+    query_head_dim: ClassVar[int] = 32 # Numbers per query and per key of a head
+    pos_head_dim: ClassVar[int] = 4 # Numbers per position query of a head
+    value_head_dim: ClassVar[int] = 12 # Numbers per value of a head
+    pos_dim: ClassVar[int] = 48 # Columns of the table of distances
     size_fields = 'encoder_dim', 'feedforward_dim'
     layer_fields = ('num_encoder_layers',)
 
@@ -95,8 +91,7 @@ class ZipformerConfig(StacksConfig):
     "Patches before its chunk that attention sees, where it is causal."
     dropout: float = Field(0.1, ge=0, lt=0.33)
     "Dropout after its schedule, which begins at three times as much."
-    schedule_share: float = Field(0.25, gt=0)
-    "Part of the run after which schedules are where icefall's are after 20,000 batches."
+    schedule_share: ClassVar[float] = 0.25 # Part of the run in which schedules take icefall's 20,000 batches
     balancer: bool = True
     "Whether gradients keep channels and the scales of bypasses within limits."
     whiten: bool = True

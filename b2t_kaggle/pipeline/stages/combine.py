@@ -63,10 +63,10 @@ def _better_alone(val, wer: float) -> dict[str, str]:
 
 class Combine(Stage):
     does = 'one sentence of those of several systems'
-    config = ('combine',)
+    config = ('combine', 'rescore.keep')
     reads = (LISTS, LANGUAGE_MODEL, TRIALS)
     writes = Artefact(LISTS, 'combined', 'combination', place=4)
-    keep = 'combine.keep'
+    keep = 'rescore.keep'
 
     def skipped(self, cfg):
         return None if cfg.combine.sources else 'combine.sources, the systems to combine with, is not set'

@@ -68,7 +68,9 @@ class Decode(Stage):
     compiles = True
     reserve_minutes = 5
     llm_reserve_minutes = 60
-    keep = 'decode.llm_keep'
+    keep = 'rescore.keep'
+
+    def config_with(self, cfg): return self.config + ((self.keep,) if cfg.decode.llm else ())
 
     def skipped(self, cfg):
         return 'audio.llm writes the sentences (stage generate)' if cfg.audio.llm else None
@@ -84,8 +86,7 @@ class Decode(Stage):
     def run(self, run, progress):
         from b2t_kaggle.decoding.nbest import write_nbest
         from b2t_kaggle.metrics import total, word_errors
-        from b2t_kaggle.pipeline.confidence import write_words
-        from b2t_kaggle.pipeline.decoder import WEIGHTS, open_decoder
+        from b2t_kaggle.pipeline.decoder import WEIGHTS, open_decoder, write_words
         from b2t_kaggle.pipeline.results import participant_rates, write_lists
         decoder = open_decoder(run).with_times(None) # With times, lists would hold the frames of all trials
         spoken = _spoken_trials(run)

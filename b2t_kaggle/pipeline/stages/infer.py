@@ -65,8 +65,7 @@ def _infer_splits(run, progress, stores) -> dict:
 class Infer(Stage):
     does = 'log-probabilities of val and test'
     config = ('infer.checkpoint', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size',
-              'infer.smoothing', 'infer.adapt', 'infer.adapt_window', 'infer.adapt_copies',
-              'infer.adapt_rate', 'infer.adapt_gate', 'infer.adapt_forget')
+              'infer.smoothing', 'infer.adapt', 'infer.adapt_copies')
     reads = (TRIALS, MODEL)
     writes = Artefact(LOGITS)
     reserve_minutes = 25

@@ -19,12 +19,12 @@ def _model_and_words(cfg, files, transcripts, held_out, path) -> tuple:
     "The n-gram model, written to `path`; the words to decode; and the mixture, if it is one with a general model."
     from b2t_kaggle.lm.automaton import check_words, load_ngram
     from b2t_kaggle.lm.corpus import vocabulary
-    from b2t_kaggle.lm.interpolate import mix_general, most_frequent
+    from b2t_kaggle.lm.interpolate import mix_general
     from b2t_kaggle.lm.ngram import build_ngram
     from b2t_kaggle.phonemes import build_lexicon
     texts = [*files, *transcripts]
     if not (cfg.general or cfg.path):
-        words = vocabulary(texts, cfg.vocab_size)
+        words = vocabulary(texts)
         return load_ngram(build_ngram(texts, path, order=cfg.order, vocab=words)), words, None
     mixture = None
     if cfg.general:
@@ -35,7 +35,7 @@ def _model_and_words(cfg, files, transcripts, held_out, path) -> tuple:
     else: lm = load_ngram(cfg.path)
     possible = list(dict.fromkeys([*vocabulary(texts), *build_lexicon()]))
     check_words(lm, possible)
-    return lm, most_frequent(lm, [w for w in possible if w in lm], cfg.vocab_size), mixture
+    return lm, [w for w in possible if w in lm], mixture
 
 # %% ../../../nbs/pipeline/stages/08_lm.ipynb #c006
 class LM(Stage):

@@ -44,8 +44,7 @@ def _rank(cfg, nbest, scored, references) -> tuple:
 
 def _write_words(run, rescored, references) -> tuple:
     "Write the lists again, with posteriors and words; returns the file of their calibration, and that, if any."
-    from b2t_kaggle.pipeline.confidence import write_words
-    from b2t_kaggle.pipeline.decoder import open_decoder
+    from b2t_kaggle.pipeline.decoder import open_decoder, write_words
     decoder = open_decoder(run, fusion=None) # For the times of words alone
     decoders = {split: [decoder]*len(lists) for split, lists in rescored.items()}
     return write_words(run, 'rescore', rescored, decoders, references)

@@ -7,7 +7,6 @@ __all__ = ['MambaLayer', 'Mamba']
 
 # %% ../../../nbs/pytorch/models/05_mamba.ipynb #c003
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +115,7 @@ def _gated_norm(y: Tensor, gate: Tensor, gain: Tensor) -> Tensor:
     y = _wide(y) * F.silu(_wide(gate))
     return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * gain
 
-# %% ../../../nbs/pytorch/models/05_mamba.ipynb #c301
+# %% ../../../nbs/pytorch/models/05_mamba.ipynb #c016
 class MambaLayer(nn.Module):
     "A Mamba-2 layer (Dao and Gu, 2024) without its residual connection; all G directions are computed together."
     def __init__(self, cfg: MambaConfig):
@@ -125,7 +124,6 @@ class MambaLayer(nn.Module):
         G = cfg.n_directions
         E = cfg.n_channels
         C = E + 2 * cfg.state_size
-        n_out = cfg.n_units if cfg.merge == 'sum' else cfg.n_units // G
         self.norm = nn.LayerNorm(cfg.n_units)
         self.in_proj = Linear(cfg.n_units, G * (E + C + cfg.n_heads), bias=False)
         self.conv_weight = nn.Parameter(torch.empty(cfg.conv_size, G, 1, 1, C).uniform_(-1, 1) * cfg.conv_size**-0.5)
@@ -134,7 +132,7 @@ class MambaLayer(nn.Module):
         self.log_a = nn.Parameter(torch.empty(G, 1, 1, cfg.n_heads).uniform_(1, 16).log())
         self.skip = nn.Parameter(torch.ones(G, 1, 1, cfg.n_heads, 1))
         self.gain = nn.Parameter(torch.ones(G, E))
-        self.out_proj = nn.ModuleList(Linear(E, n_out, bias=False) for _ in range(G))
+        self.out_proj = nn.ModuleList(Linear(E, cfg.n_units, bias=False) for _ in range(G))
 
     def forward(self,
         x: Tensor, # Rows `[…, n_units]`
@@ -150,8 +148,7 @@ class MambaLayer(nn.Module):
         y, state = self.mix(sequences.spread(rest.unflatten(-1, (G, -1))), sequences.inside, before, states)
         y = _gated_norm(sequences.collect(y), gate.unflatten(-1, (G, E)), self.gain)
         outs = [project(y[..., g, :]) for g, project in enumerate(self.out_proj)]
-        if len(outs) == 1: return outs[0], state
-        return (outs[0] + outs[1] if cfg.merge == 'sum' else torch.cat(outs, -1)), state
+        return (outs[0] if len(outs) == 1 else outs[0] + outs[1]), state
 
     def mix(self,
         x: Tensor,              # Input of the convolution and steps, side by side `[G, B, T', C + H]`
@@ -173,13 +170,7 @@ class MambaLayer(nn.Module):
         y, states = ssd(*(v.flatten(0, 1) for v in inputs), chunk_size=cfg.chunk_size, state=states)
         return (y.unflatten(0, x.shape[:2]) + self.skip * x).flatten(-2), (before, states)
 
-# %% ../../../nbs/pytorch/models/05_mamba.ipynb #c021
-def _day_drift(weights: Tensor, biases: Tensor) -> Tensor:
-    "Squared distance between the layers of two days that follow each other, mean over all such pairs `[]`."
-    n_pairs = max(len(weights) - 1, 1)
-    return (weights.diff(dim=0).square().sum() + biases.diff(dim=0).square().sum()) / n_pairs
-
-# %% ../../../nbs/pytorch/models/05_mamba.ipynb #c023
+# %% ../../../nbs/pytorch/models/05_mamba.ipynb #c022
 def _skip_layer(x: Tensor, p: float, sequences: _PackedSequences | _PaddedSequences, n_trials: int) -> Tensor:
     """Rows `[…, n_units]` with zeros for some trials, the others scaled by 1/(1 − p) (stochastic depth; Huang et al.,
     2016); draws from the device's own generator."""
@@ -197,7 +188,7 @@ class Mamba(Frontend):
         self.is_causal = not cfg.bidirectional
         n_hidden = cfg.projection_units or cfg.n_units
         self.project = Linear(self.frame_dim, n_hidden)
-        self.time = Linear(1, n_hidden, bias=False) if cfg.day_input else None
+        self.time = Linear(1, n_hidden, bias=False)
         self.hidden = Linear(n_hidden, cfg.n_units) if cfg.projection_units else None
         self.layers = nn.ModuleList(MambaLayer(cfg) for _ in range(cfg.n_layers))
         self.out = Linear(cfg.n_units, cfg.n_classes)
@@ -213,9 +204,8 @@ class Mamba(Frontend):
     ) -> Tensor:
         "Input of the first layer, rows `[…, n_units]`."
         x = self.project(x)
-        if self.time is not None:
-            place = day_idx[:, None] / max(self.n_days - 1, 1)
-            x = x + sequences.per_row(self.time(place.float()))
+        place = day_idx[:, None] / max(self.n_days - 1, 1)
+        x = x + sequences.per_row(self.time(place.float()))
         if self.hidden is None: return x
         return self.hidden(dropout(F.softsign(x), self.cfg.projection_dropout, self.training))
 
@@ -241,16 +231,6 @@ class Mamba(Frontend):
         logits = self.out(dropout(y, self.cfg.output_dropout, self.training))
         if f.order is not None: logits = f.unpack(logits, by_trial=True)
         return (logits, left) if return_state else logits
-
-    def training_losses(self,
-        out: Tensor,                     # Logits
-        ctc: Callable[[Tensor], Tensor], # CTC loss of each trial `[B]` from logits
-        frames: Tensor,                  # Frames of each trial `[B]`
-    ) -> Tensor:
-        "The loss of each trial `[B]`. The drift is added to each, so that the mean over any batch has it once."
-        losses = ctc(out)
-        if not self.cfg.drift: return losses
-        return losses + self.cfg.drift * _day_drift(self.day_weights, self.day_biases)
 
     def decays(self, name: str, parameter: Tensor) -> bool:
         "Whether weight decay applies to a parameter `[…]`: to matrices and convolutions, not to decays and gains."

@@ -79,7 +79,7 @@ class TripleGRUDecoder(GRUEncoder):
         patches = dict(patch_size=patch_size, patch_stride=patch_stride)
         dropouts = dict(rnn_dropout=rnn_dropout, input_dropout=input_dropout)
         reversal = dict(adversarial_strength=strength, adversarial_schedule=schedule)
-        super().__init__(TripleGRUConfig(**sizes, **patches, **dropouts, **reversal), n_days)
+        super().__init__(TripleGRUConfig(**sizes, **patches, **dropouts).model_copy(update=reversal), n_days)
         noisy_units = noisy_units or n_units
         self.noise = NoiseModel(self.frame_dim, noise_units, noise_layers, rnn_dropout)
         self.clean = CleanSpeechModel(self.frame_dim, n_units, n_classes, n_layers, rnn_dropout)

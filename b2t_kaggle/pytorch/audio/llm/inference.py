@@ -74,7 +74,7 @@ def open_llm(cfg: AudioConfig, device: str) -> AudioLanguageModel:
     return load_audio_llm(name, cfg.prompt, cfg.llm_dtype, cfg.llm_quantization, device)
 
 # %% ../../../../nbs/pytorch/audio/llm/08_inference.ipynb #c009
-_LOCAL = 'llm', 'llm_dtype', 'llm_quantization' # Depend on the machine, not on the training
+_LOCAL = 'llm', 'llm_quantization' # Depend on the machine, not on the training
 
 def load_audio_model(
     path: str | Path,       # `best.pt` of a training with an audio LLM, or the folder that holds it

@@ -25,7 +25,7 @@ def prompt_tokens(processor, prompt: str, name: str | Path) -> tuple[list[int], 
     parts = chat.split(processor.audio_token)
     if len(parts) != 2:
         raise AudioError(f'audio LLM {name}: its chat template makes {chat!r} of a question, which has '
-                         f'{processor.audio_token} {len(parts) - 1} times; expected it once, and not in audio.prompt')
+                         f'{processor.audio_token} {len(parts) - 1} times; expected it once')
     before, after = (processor.tokenizer(part, add_special_tokens=False).input_ids for part in parts)
     return before, after
 
