@@ -180,7 +180,7 @@ def test_every_option_is_read():
     ('lm build lists.jsonl -o new.arpa --sentences --no-numbers', '--numbers'),
     ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --device cpu', '--device'),
     ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --dtype float16', '--dtype'),
-    ('keys --preset quick --out elsewhere', '--out'),
+    ('keys beam --preset quick --out elsewhere', '--out'),
     ('lm --preset quick clean lists.jsonl -o new.txt', '--preset'),
     ('convert lists.jsonl new.pt --set causal=true', '--set'),
 ])
@@ -218,7 +218,7 @@ def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
     ('run --from frist --name new', 'did you mean first?'),
     ('compare fir first', 'did you mean first?'),
     ('ensemble fir --name new', 'did you mean first?'),
-    ('keys --name fir', 'did you mean first?'),
+    ('keys beam --name fir', 'did you mean first?'),
     ('lm get librispeech', '4gram?'),
 ])
 def test_the_name_that_was_meant(line, end, call):

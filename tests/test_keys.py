@@ -14,7 +14,8 @@ from test_pipeline import SMALL, execute_here
 from b2t_kaggle.config import Config, config_fields, flat_values, keys_with, with_overrides
 from b2t_kaggle.config.encoders.encoder import encoder_config, encoder_names
 from b2t_kaggle.config.schema import ChangesNothing, ConfigError, InputFile, MayChange, Section
-from b2t_kaggle.pipeline import fingerprints, stamps
+from b2t_kaggle.pipeline import run as run_module
+from b2t_kaggle.pipeline import stamps
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import plan
 from b2t_kaggle.pipeline.stamps import StageRun
@@ -101,6 +102,7 @@ OTHER = {
     'model.name': 'triple_gru',
     'model.participants': {'t15': 512},
     'data.shares': {'t15': 1.},
+    'infer.weights': [1.],
 }
 # What a stage says, and does nothing with
 PRINTED = {('infer', 'train.refit')}
@@ -248,9 +250,9 @@ def copy(small, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def known_contents(monkeypatch):
     "Files that do not change are read once."
-    found = fingerprints.content_fingerprints
+    found = run_module.content_fingerprints
     known = cache(lambda path: found([path])[path])
-    for module in (fingerprints, stamps):
+    for module in (run_module, stamps):
         monkeypatch.setattr(module, 'content_fingerprints', lambda paths: {p: known(p) for p in paths})
 
 
@@ -308,6 +310,6 @@ def test_no_stage_reads_what_its_stamp_leaves_out(small, copy, inputs, tmp_path)
             except NoOther: continue
             if key in keys_with(run.cfg, ChangesNothing) or plan(run.cfg) != plan(other.cfg): continue
             assert run.key(stage) != other.key(stage), f'{stage} reads {key}, and its stamp does not depend on it'
-    for stage, key in ('simulate', 'simulate.snr'), ('pack', 'data.dtype'), ('infer', 'infer.adapt_copies'), \
+    for stage, key in ('simulate', 'simulate.snr'), ('pack', 'data.dtype'), ('infer', 'infer.adapt'), \
                       ('decode', 'decode.beam'), ('ensemble', 'infer.average'), ('combine', 'combine.sources'):
         assert (stage, key) in seen

@@ -54,10 +54,10 @@ def _print_overview() -> None:
 @preset_option(help='A preset; its values are shown, too.')
 @out_option()
 def keys(part, name, preset_, out):
-    """Show the groups of the configuration, or keys with their values and meaning.
+    """Show configuration keys, their values and meaning.
 
-    PART is a group, or a word that keys contain. The values are those in the presets demo and official, side by side.
-    With each key stand the stages that read it, and what may be done with it."""
+    PART is a group, or a word that keys contain; without it the groups are listed. The values are those in the presets
+    demo and official, side by side. With each key stand the stages that read it, and what may be done with it."""
     if part is None:
         if name or preset_: raise click.UsageError('values are shown with keys; name a group or a word, too')
         return _print_overview()
