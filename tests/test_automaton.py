@@ -1,4 +1,5 @@
 "The automaton against KenLM: a million questions, states, models with gaps."
+import errno
 import gzip
 import math
 import os
@@ -141,46 +142,88 @@ def test_orders(order, tmp_path):
 class Kept(Automaton): MIN_CACHED_BYTES = 0
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    "The folder of kept arrays, which is empty."
+    "The folder of arrays that cannot be kept beside their model."
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     return tmp_path/'cache'/'b2t_kaggle'/'automata'
 
 
-def test_kept_files(model, cache, tmp_path):
-    "Arrays are used while the file's content is the same, wherever it lies, and replaced when they are damaged."
+@pytest.fixture
+def kept(model, tmp_path):
+    "The arrays beside a copy of the model."
     path = tmp_path/'lm.arpa'
     path.write_bytes(model[1].read_bytes())
-    first = Kept.load(path)
-    kept, = cache.iterdir()
+    Kept.load(path)
+    return tmp_path/'lm.arpa.automaton'
+
+
+def test_kept_files(kept, tmp_path):
+    "Arrays are used while the file's content is the same, and replaced when it changes or they are damaged."
+    path = tmp_path/'lm.arpa'
     written = kept.stat().st_mtime_ns
     os.utime(path, (0, 0))
-    moved = path.rename(tmp_path/'moved.arpa')
-    assert Kept.load(moved).score(model[0][0]) == first.score(model[0][0])
-    assert kept.stat().st_mtime_ns == written and list(cache.iterdir()) == [kept]
+    Kept.load(path)
+    assert kept.stat().st_mtime_ns == written
     build_ngram(['a b'], path, order=2, estimator='own')
-    assert Kept.load(path).order == 2
-    kept, = set(cache.iterdir()) - {kept}
+    assert Kept.load(path).order == 2 and kept.stat().st_mtime_ns != written
     whole = kept.read_bytes()
     for damage in (b'', b'{}\n', whole[:-1], b'[]\n', b'['*70_000):
         kept.write_bytes(damage)
         assert Kept.load(path).order == 2 and kept.read_bytes() == whole
 
 
-def test_each_damaged_byte_is_noticed(model, cache):
+def test_each_damaged_byte_is_noticed(model, kept, tmp_path):
     "Whichever byte of the kept arrays is another one, sentences are scored as before, and the file is whole again."
-    expected = [Kept.load(model[1]).score(s) for s in model[0][:20]]
-    kept, = cache.iterdir()
+    path = tmp_path/'lm.arpa'
+    expected = [Kept.load(path).score(s) for s in model[0][:20]]
     whole = kept.read_bytes()
     rng = np.random.default_rng(0)
     first_line = whole.index(b'\n')
     for at in (0, first_line - 70, first_line, len(whole) - 1, *rng.integers(0, len(whole), 4)):
         kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1:])
-        assert [Kept.load(model[1]).score(s) for s in model[0][:20]] == expected and kept.read_bytes() == whole
+        assert [Kept.load(path).score(s) for s in model[0][:20]] == expected and kept.read_bytes() == whole
 
 
-def test_full_disks(model, cache, tmp_path, monkeypatch):
+def test_arrays_of_somebody_else_are_not_followed(model, kept, tmp_path):
+    "Whoever does not know this user's number cannot give a file the right checksum."
+    path = tmp_path/'lm.arpa'
+    expected = Kept.load(path).score(model[0][0])
+    whole = kept.read_bytes()
+    facts, arrays = automaton._build(path)
+    arrays['first']['next'].fill(2**31 - 1)
+    automaton._write_cache(kept, bytes(32), facts, arrays)
+    assert kept.read_bytes() != whole
+    assert Kept.load(path).score(model[0][0]) == expected and kept.read_bytes() == whole
+
+
+def test_a_pipe_beside_a_model_is_not_waited_for(cache, tmp_path):
+    path = build_ngram(['a b'], tmp_path/'lm.arpa', order=2, estimator='own')
+    os.mkfifo(tmp_path/'lm.arpa.automaton')
+    assert Kept.load(path).order == 2 and len(list(cache.iterdir())) == 1
+
+
+def test_folders_that_cannot_be_written_to(cache, tmp_path, monkeypatch):
+    "The user's cache keeps the arrays of such files, of each its own."
+    write_cache = automaton._write_cache
+    build = automaton._build
+    built = []
+    def read_only(place, *rest):
+        if place.parent != cache: raise OSError(errno.EROFS, 'Read-only file system')
+        write_cache(place, *rest)
+    monkeypatch.setattr(automaton, '_write_cache', read_only) # Root may write to any folder
+    monkeypatch.setattr(automaton, '_build', lambda path: built.append(path) or build(path))
+    paths = [tmp_path/name/'lm.arpa' for name in 'ab']
+    for path, text in zip(paths, (['a b'], ['a b', 'c'])):
+        path.parent.mkdir()
+        build_ngram(text, path, order=2, estimator='own')
+    scores = [[Kept.load(path).score('a b') for path in paths] for _ in range(3)]
+    assert built == paths and scores[0] == scores[1] == scores[2] and scores[0][0] != scores[0][1]
+    assert [sorted(path.parent.iterdir()) for path in paths] == [[path] for path in paths]
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_full_disks(model, tmp_path, monkeypatch):
     "Where nothing can be kept the arrays are used all the same; one warning, and no part of a file is left."
     path = tmp_path/'lm.arpa'
     path.write_bytes(model[1].read_bytes())
@@ -191,7 +234,7 @@ def test_full_disks(model, cache, tmp_path, monkeypatch):
         with pytest.warns(UserWarning, match='its arrays are not kept') as warned: found = Kept.load(path)
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(warned) == 1 and found.score(model[0][0]) == Automaton.load(path).score(model[0][0])
-    assert [p for p in tmp_path.rglob('*') if p.is_file()] == [path]
+    assert [p.name for p in tmp_path.rglob('*') if p.is_file()] in (['lm.arpa', 'key'], ['key', 'lm.arpa'])
 
 
 def unigrams(path, words):

@@ -8,9 +8,12 @@ __all__ = ['ARC', 'FIRST', 'STATE', 'Arrays', 'empty_table', 'first_place', 'fin
 
 # %% ../../nbs/lm/09_automaton.ipynb #c003
 import hashlib
+import hmac
 import json
+import os
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -234,25 +237,36 @@ _TYPES: dict[str, np.dtype] = dict(keys=np.dtype(np.int64), ids=np.dtype(np.int3
 _VERSION = 8 # Of the file's form
 _CHECKSUM = hashlib.sha256().digest_size # Bytes behind the arrays
 
-def _write_cache(path: Path, facts: dict, arrays: dict[str, np.ndarray]) -> None:
+def _key(path: Path) -> bytes:
+    "Key of the checksum of an ARPA file's arrays: a number of this user, the file's content, and the form."
+    place = user_cache('key')
+    with suppress(OSError):
+        if not place.exists():
+            with atomic_path(place) as scratch: scratch.write_bytes(os.urandom(32))
+    try: secret = place.read_bytes()
+    except OSError: secret = os.urandom(32) # No arrays are found again then
+    return hashlib.sha256(secret + f'{content_hashes([path])[0]} {_VERSION}'.encode()).digest()
+
+def _write_cache(path: Path, key: bytes, facts: dict, arrays: dict[str, np.ndarray]) -> None:
     "A line of JSON, the arrays and a checksum; whole or not at all."
     line = json.dumps(facts | {'lengths': {name: len(a) for name, a in arrays.items()}}).encode()
     line = line.ljust((len(line) + 64)//64*64 - 1) + b'\n'
     parts: list[bytes | memoryview] = [line, *(a.view(np.uint8).data for a in arrays.values())]
-    sha = hashlib.sha256()
+    checksum = hmac.new(key, digestmod='sha256')
     with atomic_path(path) as scratch, open(scratch, 'wb') as f:
         for part in parts:
             f.write(part) # `tofile` does not say what is wrong
-            sha.update(part)
-        f.write(sha.digest())
+            checksum.update(part)
+        f.write(checksum.digest())
 
-def _read_cache(path: Path) -> tuple[dict, dict[str, np.ndarray]] | None:
-    "Facts and arrays of a file, mapped into memory; None if there is no file, or a damaged one."
+def _read_cache(path: Path, key: bytes) -> tuple[dict, dict[str, np.ndarray]] | None:
+    "Facts and arrays of a file, mapped into memory; None if there is no file, or one with another checksum."
     try:
         check_is_file(path)
         # Copy on write, although nobody writes: compiled code would be compiled again for arrays that are read-only
         content = np.asarray(np.memmap(path, np.uint8, 'c'))
-        if hashlib.sha256(content[:-_CHECKSUM].data).digest() != content[-_CHECKSUM:].tobytes(): return None
+        checksum = hmac.digest(key, content[:-_CHECKSUM].data, 'sha256')
+        if not hmac.compare_digest(checksum, content[-_CHECKSUM:].tobytes()): return None
     except (OSError, ValueError): return None
     with open(path, 'rb') as f: line = f.readline()
     facts = json.loads(line)
@@ -266,15 +280,20 @@ def _read_cache(path: Path) -> tuple[dict, dict[str, np.ndarray]] | None:
 
 def _load_cached(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     "Facts and arrays of an ARPA file: kept ones, or new ones that are kept now, if they can be."
-    place = user_cache('automata')/f'{content_hashes([path])[0]}.{_VERSION}'
-    if found := _read_cache(place): return found
+    key = _key(path)
+    name = f'{path.name}.automaton'
+    places = path.with_name(name), user_cache('automata')/f'{key.hex()[:16]}-{name}'
+    for place in places:
+        if found := _read_cache(place, key): return found
     facts, arrays = _build(path)
-    try:
-        _write_cache(place, facts, arrays)
-        return _read_cache(place) or (facts, arrays)
-    except OSError as e:
-        warnings.warn(f'{path}: its arrays are not kept, so that each start takes as long as this one ({e})',
-                      stacklevel=3)
+    problems = []
+    for place in places:
+        try:
+            _write_cache(place, key, facts, arrays)
+            return _read_cache(place, key) or (facts, arrays)
+        except OSError as e: problems.append(f'{place.parent}: {e.strerror or e}')
+    warnings.warn(f'{path}: its arrays are not kept, so that each start takes as long as this one '
+                  f'({"; ".join(problems)})', stacklevel=3)
     return facts, arrays
 
 # %% ../../nbs/lm/09_automaton.ipynb #c026
@@ -299,7 +318,7 @@ class Automaton:
     def load(cls,
         path: str | Path, # ARPA file, plain or .gz
     ) -> 'Automaton':
-        """Read an ARPA file, or the arrays that were kept of it in the user's cache.
+        """Read an ARPA file, or the arrays that were kept of it.
 
         Raises `FileNotFoundError`, `ValueError` that names file and line, or `files.ChangedError` if the file changes
         meanwhile."""

@@ -73,7 +73,7 @@ def write_folder(path):
         (new/'weights').write_bytes(bytes(2*LIMIT))
 
 
-def write_cache(path): _write_cache(path, dict(order=3), dict(keys=np.zeros(LIMIT, np.int64)))
+def write_cache(path): _write_cache(path, bytes(32), dict(order=3), dict(keys=np.zeros(LIMIT, np.int64)))
 
 
 # What writes more than the limit into a file of this name, by room
