@@ -411,6 +411,14 @@ def _result_of(trainer: Trainer, stopped: str | None) -> dict:
     if trainer.refit_from is not None: run['refit_from'] = trainer.refit_from
     return run | best
 
+def _check_together(values: list, subject: str) -> None:
+    "Raises `TrainingError` where processes that train together would not do the same."
+    for rank, value in enumerate(values):
+        if value == values[0]: continue
+        raise TrainingError(f'{subject} are not the same for all processes: the first has {values[0]}, process {rank} '
+                            f'has {value}. Machines that train together see the same stores and the same folder of '
+                            'the run')
+
 # %% ../../nbs/training/10_loop.ipynb #c045
 def checkpoint_bytes(
     n_parameters: int, # Numbers in the weights
@@ -522,15 +530,17 @@ def fit(
     budget = Budget(cfg.train.time_budget, len(store_val or ()) / cfg.data.batch_size)
     backend = start()
     last = out/LAST[trainer_class.framework]
-    continues = backend.gather(last.exists())[0]
+    continues = backend.gather(last.exists())
+    _check_together(continues, f'Checkpoints ({last})')
+    _check_together(backend.gather(fingerprint(cfg, dict(train=store, val=store_val))), 'Trials and values')
     trainer = None
     try:
-        trainer = trainer_class(store, store_val, cfg, backend, last if continues else None)
+        trainer = trainer_class(store, store_val, cfg, backend, last if continues[0] else None)
         _check_space(trainer, out)
-        if not continues: _begin_anew(trainer, out)
+        if not continues[0]: _begin_anew(trainer, out)
         loop = Loop(trainer, History(out/'history.csv', trainer.step), budget, out)
         tracked = TrackedRun(out, tracked_values(trainer.cfg), trainer.step)
-        if continues:
+        if continues[0]:
             if loop.history.problem and trainer.is_main_process:
                 print(f'{loop.history.problem}; the curves begin at batch {trainer.step:,}')
                 loop.history.save()
