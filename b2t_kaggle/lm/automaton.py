@@ -239,7 +239,7 @@ _CHECKSUM = hashlib.sha256().digest_size # Bytes behind the arrays
 
 def _key(path: Path) -> bytes:
     "Key of the checksum of an ARPA file's arrays: a number of this user, the file's content, and the form."
-    place = user_cache('key')
+    place = user_cache('keys')/'automata'
     with suppress(OSError):
         if not place.exists():
             with atomic_path(place) as scratch: scratch.write_bytes(os.urandom(32))
