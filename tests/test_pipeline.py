@@ -252,7 +252,7 @@ def test_a_failing_stage_says_why(finished, tmp_path):
     assert r.returncode == 1
     assert 'stage check failed' in r.stderr and 'data_train.hdf5' in r.stderr
     assert 'Traceback (most recent call last)' not in r.stderr
-    r = b2t('check', broken.parent)
+    r = b2t('data', 'check', broken.parent)
     assert r.returncode == 1 and 'data_train.hdf5' in r.stdout
 
 
