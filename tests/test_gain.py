@@ -12,7 +12,6 @@ from rapidfuzz.distance import Levenshtein
 from test_pipeline import SMALL, command, shares, spelled_in_noise, stages_here, wer_of_lists
 
 from b2t_kaggle.data.store import TrialStore
-from b2t_kaggle.decoding.nbest import read_nbest
 from b2t_kaggle.metrics.bootstrap import bootstrap_difference
 from b2t_kaggle.metrics.comparison import read_results
 from b2t_kaggle.phonemes import normalize_sentence
@@ -21,7 +20,6 @@ from b2t_kaggle.pipeline.decoder import open_decoder
 from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.results import RESULTS
 from b2t_kaggle.pipeline.run import Run
-from b2t_kaggle.pipeline.stages.decode import Decode
 from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, read_hypotheses, write_hypotheses
 
@@ -166,24 +164,6 @@ def test_an_llm_in_the_search_is_kept_where_it_helps(heard, variant, monkeypatch
     helped, always = (variant(keep, wide | {'rescore.keep': keep}) for keep in ('gain', 'always'))
     figures = check_figures(helped, 'decode', kept=True)
     assert figures['after'] < figures['before'] and lists(helped, 'decode') == lists(always, 'decode')
-
-
-def test_a_session_that_ends_before_the_comparison(heard, tmp_path, monkeypatch):
-    "The lists of the search with the LLM are there; the next session only compares."
-    run, lm = heard
-    values = VALUES | {'infer.logits': run.cfg.infer.logits, 'decode.llm': str(lm), 'decode.llm_weight': 9}
-    fused = Run(tmp_path/'one', run.work, values)
-    with stages_here() as here:
-        with monkeypatch.context() as m:
-            m.setattr(Decode, '_compared', lambda *_: None)
-            assert run_stages(fused)[-3]['state'] == 'stopped early'
-        assert all(h.llm < 0 for hyps in read_nbest(fused.nbest_path('test', 'decode')) for h in hyps if h.text)
-        with monkeypatch.context() as m:
-            m.setattr('b2t_kaggle.rescoring.fusion.LLMFusion.begin', None) # It is not asked again
-            assert run_stages(fused)[-3]['state'] == 'done'
-        assert here[-6:] == ['decode', 'submit', 'report']*2
-    check_figures(fused, 'decode', kept=False)
-    assert lists(fused, 'decode') == lists(run, 'decode')
 
 
 def test_a_combination_is_kept_where_it_helps(heard, variant, tmp_path):
