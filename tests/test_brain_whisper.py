@@ -63,7 +63,7 @@ def test_its_error_rate_is_that_of_whole_sentences(toy, trained):
     for i, written in wide.items():
         totals = [h.total for h in written.hypotheses]
         assert totals == sorted(totals, reverse=True)
-        assert 1 <= len({h.text for h in written.hypotheses}) == len(totals) <= 2
+        assert 1 <= len({h.text for h in written.hypotheses}) == len(totals) <= 4
 
 
 def test_a_run_that_stops_ends_with_the_same_weights(toy, trained):

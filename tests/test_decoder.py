@@ -726,7 +726,7 @@ def test_refused_input(change, words, lm):
         (dict(oov_penalty=-1), 'oov_penalty is -1'),
         (
             dict(lexicon={'A': [['AA']]}),
-            "knows none of the 1 words to be decoded, such as 'A', among its 8, such as 'a'; give a model",
+            "knows none of the 1 words to be decoded, such as 'A'; give a model of the same language",
         ),
     ],
 )

@@ -36,7 +36,7 @@ from b2t_kaggle.lm.kneser_ney import estimate_arpa
 from b2t_kaggle.pipeline.execute import execute
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import PipelineError
-from b2t_kaggle.pipeline.stamps import StageRun
+from b2t_kaggle.pipeline.stamps import StageRun, _clear_leftovers
 from b2t_kaggle.pipeline.submission import write_submission
 from b2t_kaggle.pytorch.checkpoint import save_atomic
 from b2t_kaggle.pytorch.models import build_model
@@ -136,7 +136,7 @@ def test_what_is_no_file_is_not_replaced(room, tmp_path):
     path = tmp_path/name
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
-    with pytest.raises(WriteError, match=f'{path}: found a pipe, expected a .*; it stays as it is'): write(path)
+    with pytest.raises(WriteError, match=f'{path}: found a pipe, expected a .* or nothing; choose another name'): write(path)
     path.unlink()
     path.symlink_to('/dev/full')
     with pytest.raises(WriteError, match=f'{path}: found a device'): write(path)
@@ -219,7 +219,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
         assert child.stdout.readline() == b'written\n'
         def left(): return [p for p in tmp_path.rglob('.*') if '.tmp' in p.name]
         before = left()
-        run.clear_leftovers()
+        _clear_leftovers(run.dir, run.work)
         clear_leftovers(run.dir)
         assert len(before) == len(rooms) and left() == before
         child.communicate(b'\n', timeout=60)
