@@ -136,7 +136,8 @@ def test_what_is_no_file_is_not_replaced(room, tmp_path):
     path = tmp_path/name
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
-    with pytest.raises(WriteError, match=f'{path}: found a pipe, expected a .* or nothing; choose another name'): write(path)
+    refused = f'{path}: found a pipe, expected a .* or nothing; choose another name'
+    with pytest.raises(WriteError, match=refused): write(path)
     path.unlink()
     path.symlink_to('/dev/full')
     with pytest.raises(WriteError, match=f'{path}: found a device'): write(path)
