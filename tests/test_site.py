@@ -111,7 +111,7 @@ def test_what_shows_and_what_does_not(site):
     assert 'source/metrics/__init__.html#L' in metrics
     for hidden in ('default_exp', '#| ', 'from fastcore', '_count_each</b>'): assert hidden not in metrics, hidden
     benchmark = text(site, 'benchmarks/11_combination')
-    assert 'Executed 2026-' in benchmark and '2.33%' in benchmark
+    assert 'Executed 2026-' in benchmark and '2.29%' in benchmark
     assert 'skip_exec' not in text(site, 'stages/12_report')
     assert text(site, 'decoding/10_tuning').count('class="math"') > 5
     first = text(site, 'index')
