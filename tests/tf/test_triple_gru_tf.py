@@ -77,7 +77,8 @@ def test_the_three_models_drop_different_numbers(monkeypatch):
     def recording(x, p, seeds, site):
         sites.append(site)
         return real(x, p, seeds, site)
-    for module in ('models.encoder', 'recurrence'): monkeypatch.setattr(f'b2t_kaggle.tensorflow.{module}.dropout', recording)
+    for module in ('models.encoder', 'recurrence'):
+        monkeypatch.setattr(f'b2t_kaggle.tensorflow.{module}.dropout', recording)
     model(x, day, mode='full', training=True, seeds=tf.constant([[1, 2], [3, 4]]))
     assert len(sites) == len(set(sites)) == 1 + 1 + 2 + 1 and min(sites) >= 100
 
