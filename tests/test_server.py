@@ -600,7 +600,7 @@ def test_no_more_ends_than_there_is_room_for(decoder, plain, monkeypatch):
 
 
 def test_requests_from_before_the_server(decoder, plain):
-    "Who asked before there was a server gets no answer."
+    "A request from before the server started gets no answer."
     with plain.client() as r:
         r.flushall()
         r.xadd('remote_lm_input', {'logits': b''}, '1700000000002-0')

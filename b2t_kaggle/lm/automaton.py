@@ -242,7 +242,9 @@ def _key(path: Path) -> bytes:
     place = user_cache('keys')/'automata'
     with suppress(OSError):
         if not place.exists():
-            with atomic_path(place) as scratch: scratch.write_bytes(os.urandom(32))
+            with atomic_path(place) as scratch:
+                scratch.touch(0o600) # Nobody else may read it
+                scratch.write_bytes(os.urandom(32))
     try: secret = place.read_bytes()
     except OSError: secret = os.urandom(32) # No arrays are found again then
     return hashlib.sha256(secret + f'{content_hashes([path])[0]} {_VERSION}'.encode()).digest()
