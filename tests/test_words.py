@@ -1,10 +1,14 @@
-"""Docstrings begin with nouns or verbs, give shapes of arrays and name sources of methods; lines of prose are whole."""
+"""Docstrings begin with nouns or verbs, give shapes of arrays and name sources of methods; prose avoids old habits."""
 import ast
+import io
 import json
 import re
+import tokenize
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parent.parent/'b2t_kaggle'
 FILES = [p for p in sorted(PACKAGE.rglob('*.py')) if p.name != '_modidx.py']
@@ -229,3 +233,95 @@ def test_prose_has_at_most_120_columns():
     found = [f'{path.stem}: {line}' for path, text in plain for line in text.split('\n')
              if len(line) > 120 and not re.match(r'    |\s*[|<]|\[!', line)]
     assert not found, '\n'.join(found)
+
+
+# Habits of this project's earlier texts, each with what to write instead
+HABITS = {
+    r'\b(?:is|are|was|were|be) (?:told|said|asked|noted)\b(?! (?:by|to|for|in|from)\b)': 'say who tells or asks whom',
+    r'\b(?:is|are) none\b|\bnone: none\b': 'say what it is, or what does not exist',
+    r'(?:^|[.:;] )(?:Kept|Wanted|Left|Found|Counted|Measured|Shown|Read|Given|Asked|Meant|Written) (?:is|are)\b':
+        'put the subject first',
+    r'\banew\b': 're-, or again',
+    r'\bstands?\b(?! for\b|-| alone\b| out\b| still\b|ard)': 'is',
+    r'\bgo(?:es|ing)? on\b(?! to\b)|\bwent on\b': 'continue',
+    r'(?:^|[.!?] )(?:Where|Whatever|Whoever|Whose)\b[^.?]*?,(?![^.]*\?)': 'if, when or for',
+    r'(?:^|[.!?] )What\b[^.?!]*[.;:](?= |$)': 'name the thing',
+    r',? too(?=[.,;:)]|$)': 'also',
+    r'\bby heart\b|\bdraw(?:s|n)? (?:no )?lots\b|\bhand(?:s|ed)? in\b': 'the technical word',
+    r'(?:^|[.!?;] )(?:Nobody|Nothing)\b': 'no one when people are meant, otherwise a plain negation',
+    r'(?:\b(?:[Tt]hose|one|ones|[Tt]hat)(?:,)? (?:that|of|which|with|whose)\b[^.]*){2}': 'name the thing',
+}
+PARAMETER = re.compile(r'(?:Of|As|Its|That|Likewise|From (?:the |a |an )?(?:user|caller)$|From there)\b')
+# Packages whose texts have not been revised
+UNREVISED = {'cli', 'config', 'core', 'data', 'decoding', 'devices', 'guides', 'kaggle', 'lm', 'logits', 'metrics',
+             'phonemes', 'pipeline', 'pytorch', 'rescoring', 'stages', 'tensorflow', 'training', 'benchmarks', 'index'}
+
+
+def package_of(path):
+    "First folder or module under `b2t_kaggle` or `nbs`: `decoding`, `phonemes`."
+    parts = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else PACKAGE.parent/'nbs').with_suffix('').parts
+    return re.sub(r'^\d+_', '', parts[0]) if parts[0] != '__init__' else 'index'
+
+
+def sentences(text):
+    "Sentences of a text without its code, formulas and tables."
+    text = re.sub(r'```.*?```|\$\$.*?\$\$|^ *\|.*?$', ' ', text, flags=re.S | re.M)
+    text = re.sub(r'`[^`]*`|\[([^]]*)\]\([^)]*\)', lambda m: m[1] or 'x', text)
+    for paragraph in re.split(r'\n\s*\n|\n(?=\s*(?:[-*+#>]|\d+\.)\s)', text):
+        yield from re.split(r'(?<=[.!?]) (?=[A-Z`])', ' '.join(paragraph.split()).lstrip('-*+#> '))
+
+
+def texts(path):
+    "Docstrings, comments and messages of a module: line and text."
+    source = path.read_text(encoding='utf-8')
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) > 2:
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and token.start[0] > 1: yield token.start[0], token.string.lstrip('# ')
+
+
+def parameter_comments(path):
+    "Comments behind the parameters of a module's functions: line and comment."
+    source = path.read_text(encoding='utf-8')
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef): continue
+        for number in range(node.lineno, node.body[0].lineno):
+            comment = re.search(r'  # (.*)| # (.*)', lines[number - 1])
+            if comment: yield number, comment[1] or comment[2]
+
+
+def old_habits(package):
+    "Places in a package's modules and notebooks that have one of the habits."
+    for path in (p for p in FILES if package_of(p) == package):
+        name = path.relative_to(PACKAGE)
+        for line, text in texts(path):
+            for sentence in sentences(text):
+                for habit, instead in HABITS.items():
+                    if re.search(habit, sentence): yield f'{name}:{line}: {sentence} ({instead})'
+        for line, comment in parameter_comments(path):
+            if PARAMETER.match(comment): yield f'{name}:{line}: # {comment} (a phrase that can be read alone)'
+    for path, text in prose():
+        if package_of(path) != package: continue
+        for sentence in sentences(text):
+            for habit, instead in HABITS.items():
+                if re.search(habit, sentence): yield f'{path.parent.name}/{path.stem}: {sentence} ({instead})'
+
+
+PACKAGES = sorted({package_of(p) for p in FILES} | {package_of(p) for p, _ in prose()})
+
+
+@pytest.mark.parametrize('package', PACKAGES)
+def test_texts_are_without_old_habits(package):
+    if package in UNREVISED: pytest.skip(f'{package} has not been revised')
+    found = list(old_habits(package))
+    assert not found, '\n'.join(found)
+
+
+@pytest.mark.parametrize('sentence', [
+    'The new one is told.', 'Blank lines are none.', 'Kept are the best.', 'It is made anew.',
+    'A size that stands here.', 'The run goes on.', 'Where there is no file, it stops.', 'What is read is checked.',
+    'It is so for Redis, too.', 'Learned by heart.', 'Nobody reads it.',
+    'Those that are read, and those of the others.'])
+def test_habits_are_recognised(sentence): assert any(re.search(habit, sentence) for habit in HABITS)
