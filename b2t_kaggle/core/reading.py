@@ -121,7 +121,7 @@ def is_finite_number(value) -> bool:
 # %% ../../nbs/core/03_reading.ipynb #c017
 @cache
 def _yaml_loader() -> type:
-    "PyYAML's safe loader with limits of depth and of the number of values."
+    "PyYAML's safe loader with limits of depth and of the number of values, which refuses a key that occurs twice."
     import yaml  # Here, because a decoder has no YAML to read
 
     class Loader(yaml.SafeLoader):
@@ -142,6 +142,17 @@ def _yaml_loader() -> type:
             self._n_values += self._sizes[id(node)] if is_alias else 1
             if self._n_values > MAX_YAML_VALUES: raise ValueError(f'more than {MAX_YAML_VALUES:,} values')
             if not is_alias: self._sizes[id(node)] = self._n_values - before
+            return node
+
+        def compose_mapping_node(self, anchor):
+            node = super().compose_mapping_node(anchor)
+            lines: dict[tuple, int] = {} # First line of each key
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode) or key.tag == 'tag:yaml.org,2002:merge': continue
+                line = key.start_mark.line + 1
+                if (name := (key.tag, key.value)) in lines:
+                    raise ValueError(f'line {line}: the key {key.value!r} is in line {lines[name]} already')
+                lines[name] = line
             return node
 
     return Loader
