@@ -1,11 +1,11 @@
 """Brain-to-Text '25 in one environment: from recording sessions to a submission.
 
-What most programs need can be imported from here:
+The names that most programs need:
 
     from b2t_kaggle import *
 
     cfg = preset('demo')
-    simulate_dataset('sessions')  # writes lm_text.txt, too; or a folder of recordings
+    simulate_dataset('sessions')  # also writes lm_text.txt; or a folder of recordings
     trials = {split: TrialStore.build('sessions', split, f'{split}.arrow') for split in ('train', 'val', 'test')}
     train(trials['train'], trials['val'], cfg, 'model')
     logits = infer('model/best.pt', trials['test'], 'logits.arrow')
