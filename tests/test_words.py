@@ -254,7 +254,7 @@ HABITS = {
 PARAMETER = re.compile(r'(?:Of|As|Its|That|Likewise|From (?:the |a |an )?(?:user|caller)$|From there)\b')
 # Packages whose texts have not been revised
 UNREVISED = {'cli', 'config', 'core', 'data', 'decoding', 'devices', 'guides', 'kaggle', 'lm', 'logits', 'metrics',
-             'phonemes', 'pipeline', 'pytorch', 'rescoring', 'stages', 'tensorflow', 'training', 'benchmarks'}
+             'phonemes', 'pipeline', 'pytorch', 'rescoring', 'stages', 'tensorflow', 'training'}
 
 
 def package_of(path):
