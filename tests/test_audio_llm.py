@@ -75,20 +75,20 @@ def test_its_error_rate_is_that_of_whole_sentences(finished):
 def test_a_session_that_ends_leaves_a_submission(finished, here, tmp_path, monkeypatch):
     """Without time all trials have what the search finds; later sessions do what was left, one batch or all, and end
     where one that had time does. So does one that was killed in a batch: the batches before it are not done again."""
-    from b2t_kaggle.pytorch.audio.llm import answers as writing
+    from b2t_kaggle.pytorch.audio.llm.language_model import AudioLanguageModel
     whole = {split: finished.nbest(split) for split in ('val', 'test')}
     shutil.copytree(finished.dir, tmp_path/'run')
     run = Run(tmp_path/'run', finished.work)
     StageRun(run, 'generate').discard()
     batches = []
-    search = writing.search_tokens
+    search = AudioLanguageModel.search
 
     def count_batches(*args):
         if len(batches) == 2: raise MemoryError('killed')
         batches.append(1)
         return search(*args)
 
-    monkeypatch.setattr(writing, 'search_tokens', count_batches)
+    monkeypatch.setattr(AudioLanguageModel, 'search', count_batches)
 
     def with_time(left):
         monkeypatch.setattr(StageRun, 'time_left', lambda stage: left())

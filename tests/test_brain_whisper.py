@@ -91,7 +91,7 @@ def test_what_is_refused(toy):
             train(*open_toy(data), with_overrides(cfg, changes), data/'refused', progress=False)
     attempt(TrainingError, r'audio.stack = 2: CTC reads the states of .* set audio.stack=1', **{'audio.stack': 2})
     short = tiny_whisper(data/'short', ['hello'], max_source_positions=3)
-    attempt(AudioError, r'a trial has \d+ vectors; raise model.patch_stride, .* 3 places',
+    attempt(AudioError, r'a trial has \d+ vectors; raise model.patch_stride, .* at most 3',
             **{'audio.llm': str(short)})
 
 

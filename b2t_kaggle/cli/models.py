@@ -77,9 +77,11 @@ def targets(sources, *, output, voice, tower, pace, as_trials, device, dtype, ba
 
     SOURCES are folders of sessions, or text files with a sentence a line. What is there already is kept, if it is of
     the same voice and tower; after an interruption the same command goes on."""
+    import torch
+
     from b2t_kaggle.pytorch.audio.targets import AudioTarget, build_targets, sentence_seconds, session_sentences
     from b2t_kaggle.pytorch.audio.tower import load_tower
-    from b2t_kaggle.pytorch.audio.voice import PacedVoice, default_device, load_voice
+    from b2t_kaggle.pytorch.audio.voice import PacedVoice, load_voice
     folders = [source for source in sources if source.is_dir()]
     if as_trials and not folders:
         raise click.UsageError('--as-trials: found text files alone; give a folder of sessions, too')
@@ -90,7 +92,7 @@ def targets(sources, *, output, voice, tower, pace, as_trials, device, dtype, ba
     needs_models = not (voice.startswith('espeak-ng') and tower.startswith('log-mel'))
     if not needs_models: refuse_options({'device'}, f'neither {voice} nor {tower} is a model')
     if tower.startswith('log-mel'): refuse_options({'dtype'}, f'{tower} has no weights')
-    device = device or (default_device() if needs_models else 'cpu')
+    device = device or ('cuda' if needs_models and torch.cuda.is_available() else 'cpu')
     speaker = load_voice(voice, pace, device)
     if as_trials:
         speaker = PacedVoice(speaker, {s: seconds for f in folders for s, seconds in sentence_seconds(f).items()})

@@ -177,8 +177,8 @@ def read_weights_h5(path):
 
 def read_targets(path):
     store = TargetStore(path)
-    text = '\n'.join(f'{s!r} {digest(store[s])} {store.phonemes(s)}' for s in store.sentences)
-    return text + f'{store} {store.versions}'
+    text = '\n'.join(f'{s!r} {digest(store[s])} {store.row(s)[0]}' for s in store.sentences)
+    return text + f'{store} {store.frame_seconds} {store.ragged.metadata}'
 
 
 def read_stamp(path):
