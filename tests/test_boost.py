@@ -119,7 +119,8 @@ def test_streams_and_threads(lm):
 
 def test_weights_keep_the_bonus(lm):
     "A bonus is in nats of the total, whatever the weight of the n-gram is."
-    decoder = LexiconBeamDecoder(LEXICON, lm, boost=SOME).with_weights(.5, .25, 3., 0.)
+    boosted = LexiconBeamDecoder(LEXICON, lm, boost=SOME)
+    decoder = boosted.with_options(acoustic_scale=.5, lm_weight=.25, blank_penalty=3.)
     for h in decoder.decode(random_trials(1)[0]):
         assert h.total == pytest.approx(.5*h.acoustic + .25*lm.score(h.text) + bonus_of(h.text, SOME), abs=1e-5)
 

@@ -358,7 +358,7 @@ def test_kenlm_and_automaton_agree(tmp_path):
     lm = ngram(3, tmp_path)
     trials = [spoken(n, n) for n in (0, 3, 9, 12)]
     known, asked = LexiconBeamDecoder(LEXICON, lm, beam=40), LexiconBeamDecoder(LEXICON, without_file(lm), beam=40)
-    assert isinstance(known._asked, AutomatonScorer) and isinstance(asked._asked, NGram)
+    assert isinstance(known.vocabulary.ngram, AutomatonScorer) and isinstance(asked.vocabulary.ngram, NGram)
     expected, found = known.decode_all(trials, progress=False), asked.decode_all(trials, n_jobs=2, progress=False)
     for a, b in zip(expected, found):
         assert [h.text for h in a] == [h.text for h in b]
@@ -378,7 +378,7 @@ def test_kenlm_binaries(kind, tmp_path):
     binary = load_ngram(kenlm_binary(lm.path, tmp_path/'lm.bin', kind))
     assert (type(lm), type(binary)) == (Automaton, NGram)
     known, asked = (LexiconBeamDecoder(LEXICON, m, beam=40) for m in (lm, binary))
-    assert isinstance(known._asked, AutomatonScorer) and isinstance(asked._asked, NGram)
+    assert isinstance(known.vocabulary.ngram, AutomatonScorer) and isinstance(asked.vocabulary.ngram, NGram)
     for x in (spoken(n, n) for n in (0, 4, 9)):
         a, b = known.decode(x), asked.decode(x)
         assert [h.text for h in a] == [h.text for h in b]
@@ -397,7 +397,7 @@ def test_a_run_reads_its_ngram_once(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(NGram, 'load', None)
     decoder = open_decoder(run, nbest=3)
-    assert decoder.nbest == 3 and decoder.lm.score('how are you') == pytest.approx(score, abs=1e-5)
+    assert decoder.options.nbest == 3 and decoder.lm.score('how are you') == pytest.approx(score, abs=1e-5)
 
 
 @pytest.mark.parametrize(('size', 'stride', 'first_bin', 'begin', 'step'), [
@@ -424,7 +424,7 @@ def test_times_of_a_run(tmp_path, size, stride, first_bin, begin, step):
     store = LogitStore.write(run.logits('test'), [x], index, dict(config=run.cfg.dump(), first_bin=first_bin))
     assert [w[:3] for w in open_decoder(run).decode(store[0])[0].words] == expected
     LogitStore.write(run.logits('test'), [x], index, {})
-    assert open_decoder(run).frame_ms is None # Of another program: times are not known
+    assert open_decoder(run).options.frame_ms is None # Of another program: times are not known
 
 
 def test_kenlm_from_several_threads(lm):

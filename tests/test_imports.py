@@ -94,7 +94,7 @@ def test_decoding_needs_no_framework():
     assert errors == {} and loaded == []
 
 
-def test_the_decoder_needs_numpy_numba_and_rapidfuzz_alone(tmp_path):
+def test_the_decoder_needs_numpy_numba_rapidfuzz_and_fastcore_alone(tmp_path):
     "With every other package hidden it decodes, at once and bit by bit."
     lines = ['\\data\\', 'ngram 1=5', '', '\\1-grams:', '-99\t<s>', '-1\t</s>', '-2\t<unk>', '-0.5\ti',
              '-0.7\tsee', '\\end\\']
@@ -106,7 +106,7 @@ class Alone:
     "A finder that finds these packages only, and Python's own."
     def __init__(self, finder): self.finder = finder
     def find_spec(self, name, *args):
-        known = {'b2t_kaggle', 'numpy', 'numba', 'llvmlite', 'rapidfuzz'} | sys.stdlib_module_names
+        known = {'b2t_kaggle', 'numpy', 'numba', 'llvmlite', 'rapidfuzz', 'fastcore'} | sys.stdlib_module_names
         return self.finder.find_spec(name, *args) if name.split('.')[0] in known else None
 
 sys.meta_path[:] = map(Alone, sys.meta_path)

@@ -685,7 +685,8 @@ def test_lists_have_words_with_times_and_calibrated_confidences(finished, tmp_pa
     run_stages(own, 'decode')
     found = known_calibration(own)
     decoder = open_decoder(own)
-    assert decoder.temperature == found.temperature and decoder.frame_ms == 20*own.cfg.model.frame_stride()
+    options = decoder.options
+    assert options.temperature == found.temperature and options.frame_ms == 20*own.cfg.model.frame_stride()
     for split in ('val', 'test'):
         for hyps, x in zip(own.nbest(split), LogitStore.open(own.logits(split)), strict=True):
             expected = decoder.decode(x)
@@ -701,7 +702,7 @@ def test_lists_have_words_with_times_and_calibrated_confidences(finished, tmp_pa
     assert np.sum(shares, 0) == pytest.approx((n_words, n_right))
     monkeypatch.undo()
     run_stages(own, 'decode', force=['decode'])
-    assert known_calibration(own) is None and open_decoder(own).temperature == 1
+    assert known_calibration(own) is None and open_decoder(own).options.temperature == 1
 
 
 def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypatch):
@@ -727,15 +728,15 @@ def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypa
         return found
     monkeypatch.setattr(tuning, 'tune_search', tune_search)
     StageRun(tuned, 'decode').discard()
-    assert decode() == 'done' and asked == [(4, 4, [])] and open_decoder(tuned).acoustic_scale == 0.4
+    assert decode() == 'done' and asked == [(4, 4, [])] and open_decoder(tuned).options.acoustic_scale == 0.4
     metrics = StageRun(tuned, 'decode').stamp['metrics']
     wer = wer_of_lists(tuned, 'decode')
     assert metrics == {'WER': pytest.approx(wer), 'WER as configured': 9/20} | better._asdict()
     decoder = open_decoder(tuned)
-    assert {k: getattr(decoder, k) for k in better._fields} == better._asdict()
+    assert {k: getattr(decoder.options, k) for k in better._fields} == better._asdict()
     logits = LogitStore.open(tuned.logits('test'))
     assert [h[0].text for h in tuned.nbest('test')] == [decoder.decode(x)[0].text for x in logits]
-    decoders = [decoder.with_weights(*without[i % 2]) for i in range(4)]
+    decoders = [decoder.with_options(**without[i % 2]._asdict()) for i in range(4)]
     held_out = [d.decode(x)[0].text for d, x in zip(decoders, LogitStore.open(tuned.logits('val')))]
     assert [h[0].text for h in tuned.nbest('val')] == held_out
     run_stages(tuned)

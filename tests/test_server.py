@@ -275,7 +275,7 @@ def test_frame_by_frame(decoder, plain):
 def test_words_with_times(decoder, plain):
     """Answers have words with times and confidences beside the official fields, which are as without them; after an
     LLM they are those of the sentence that it prefers."""
-    timed = decoder.with_times(80., 100.)
+    timed = decoder.with_options(frame_ms=80., frame_offset_ms=100.)
     logits = logits_of('i am here', 4, sharp=4)
     log_probs = log_softmax(logits)
     def read(fields): return [Word(**values) for values in json.loads(fields[b'words'])]

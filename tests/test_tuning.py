@@ -63,7 +63,7 @@ def test_a_blank_that_is_too_likely_is_undone_by_its_penalty(decoder, trials):
     choice, which therefore is known."""
     fond = [frames(s, seed, FONDNESS) for seed, s in enumerate(REFERENCES)]
     plain = tuned(decoder, trials)
-    other = tuned(decoder.with_weights(0.8, 1, FONDNESS, 0), fond,
+    other = tuned(decoder.with_options(blank_penalty=FONDNESS), fond,
                   grid=GRID | dict(blank_penalty=FONDNESS*GRID['blank_penalty']))
     assert other.errors == plain.errors and other.edits == plain.edits and other.fold_edits == plain.fold_edits
     for a, b in zip((plain.candidate, *plain.folds), (other.candidate, *other.folds), strict=True):
@@ -77,7 +77,7 @@ def test_a_blank_that_is_too_likely_is_undone_by_its_penalty(decoder, trials):
 def test_only_ratios_count(decoder, trials):
     "Scale, n-gram weight and word score doubled are the same search."
     plain = tuned(decoder, trials)
-    doubled = tuned(decoder.with_weights(1.6, 2, 1, 0), trials, grid=GRID | {
+    doubled = tuned(decoder.with_options(acoustic_scale=1.6, lm_weight=2), trials, grid=GRID | {
         k: 2*GRID[k] for k in ('acoustic_scale', 'lm_weight', 'word_score')})
     assert doubled.errors == plain.errors and doubled.edits == plain.edits
     assert doubled.candidate == SearchWeights(*np.array(plain.candidate)*[2, 2, 1, 2])

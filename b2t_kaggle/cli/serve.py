@@ -33,11 +33,11 @@ def _weights(run: Run):
     _echo(f'Weights of the mixture, {origin}: {weights}')
     return weights
 
-def _tell_search(run: Run, decoder) -> None:
+def _tell_search(run: Run, options) -> None:
     "Print the weights of the search, and where they come from."
     origin = 'from the stage decode' if search_tuning(run) else 'as configured'
     names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
-    _echo(f'Weights of the search, {origin}: ' + ', '.join(f'{k} {getattr(decoder, k):.4g}' for k in names))
+    _echo(f'Weights of the search, {origin}: ' + ', '.join(f'{k} {getattr(options, k):.4g}' for k in names))
     if run.cfg.decode.llm and not is_kept(run, 'decode'):
         _echo('decode.llm is left out: the stage decode found no gain on val (rescore.keep=always takes it)')
 
@@ -81,6 +81,6 @@ def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_
     run_stages(run, 'lm', force)
     try:
         decoder = open_decoder(run, nbest=nbest)
-        _tell_search(run, decoder)
+        _tell_search(run, decoder.options)
         serve_decoder(decoder, host, port, rescorer=_llm(run, decoder), **connection)
     except KeyboardInterrupt: click.echo('Stopped.')

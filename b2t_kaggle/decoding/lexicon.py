@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Lexicon', 'PHONEME_CLASSES', 'Classes', 'classes_of', 'spellings_of', 'flatten', 'Trie', 'count_bits', 'lowest_bit',
-           'build_trie', 'with_words', 'AddedWord', 'added_words', 'with_spelling']
+           'build_trie', 'add_words', 'AddedWord', 'added_words', 'with_spelling']
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c003
 import itertools
@@ -28,6 +28,13 @@ class Classes(NamedTuple):
     spoken: tuple[str, ...]     # Those of which words are made
     word_end: int               # The class that follows each word; -1: there is none
     columns: np.ndarray | None  # Column of each in the model's output [K]; none: they are in this order
+
+    def check_spelling(self) -> None:
+        "Raise `ValueError` if words outside the lexicon cannot be spelled with these classes."
+        problem = ('without a word_end nothing says where they end' if self.word_end < 0 else
+                   f'found {len(self.names)} tokens, expected at most {_BITS}' if len(self.names) > _BITS else
+                   "found the token '-', which joins them; give it another name" if '-' in self.spoken else '')
+        if problem: raise ValueError(f'oov_penalty spells words; {problem}')
 
 PHONEME_CLASSES = Classes(tuple(PHONEMES), tuple(PHONEMES[1:-1]), len(PHONEMES) - 1, None)
 
@@ -233,7 +240,7 @@ def _end_at(nodes: np.ndarray, words: np.ndarray, added: list[int], node: int, w
     nodes['n_words'][node] = n_words + 1
     added += [*ends, word]
 
-def with_words(
+def add_words(
     trie: Trie, # Not `with_spelling`
     spellings: Sequence[tuple[int, tuple[int, ...]]], # Number of a word, perhaps one beyond those there, and a spelling
     unigrams: Sequence[float], # Natural-log probability of each spelling's word, for the look-ahead
@@ -275,7 +282,7 @@ def added_words(boosts: Sequence[Boost], known: Container[str]) -> list[AddedWor
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c038
 def with_spelling(trie: Trie, unknown: float) -> Trie:
-    "A trie with a further node for each phoneme, where words end that are not in it."
+    "Add a node for each phoneme, to spell words outside the lexicon; `unknown` is the ln probability of `<unk>`."
     word_end = trie.nodes['symbol'][0]
     loop = np.zeros(word_end - 1, _NODE)
     loop['parent'] = -1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.jit import njit, prefetch
+from ..core.jit import borrowed, njit, prefetch
 from ..lm.automaton import ARC, FIRST, STATE, Arrays, Automaton, empty_table, find, first_place, step
 from ..lm.boost import most_gains
 from ..lm.ngram import LN10, NGram
@@ -114,6 +114,19 @@ def expect_word(ngram, state, word):
     prefetch(ngram.first, word)
 
 # %% ../../nbs/decoding/01_scorers.ipynb #c013
+@_jit
+def _text_scores(words, starts, ngram, begin):
+    words, starts, ngram = borrowed((words, starts, ngram))
+    unknown = len(ngram.word_ids) - 2
+    scores = np.zeros(len(starts) - 1)
+    for i in range(len(scores)):
+        state = begin
+        for w in words[starts[i]:starts[i + 1]]:
+            log_prob, state = score_word(ngram, state, min(w, unknown))
+            scores[i] += log_prob
+        scores[i] += score_word(ngram, state, unknown + 1)[0]
+    return scores
+
 class AutomatonScorer:
     "An automaton, as the search asks it."
     most_bonus = 0.0 # That boosts add to a word's score
@@ -133,8 +146,12 @@ class AutomatonScorer:
         "Natural-log probability without context of each word, and of `<unk>` [W + 1]."
         return LN10*self.arrays.first['log_prob'][self.word_ids[:-1]]
 
+    def log10_scores(self, words: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        "log10 probability [n] of texts words[starts[i]:starts[i + 1]] with their ends; ids above W are `<unk>`."
+        return _text_scores(words, starts, self.view, self.begin)
+
     def begin_trial(self) -> None:
-        "Nothing to do: an automaton does not grow."
+        "Do nothing: an automaton does not grow."
 
     def with_words(self, words: list[str], expected: list[int]) -> 'AutomatonScorer':
         """The same with further words. Those of the expected ones that the n-gram lacks are to it words without a

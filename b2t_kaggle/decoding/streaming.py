@@ -6,31 +6,33 @@
 __all__ = ['Stream', 'BinEncoder', 'BinStream']
 
 # %% ../../nbs/decoding/07_streaming.ipynb #c003
-import copy
+import itertools
 from typing import Protocol
 
 import numpy as np
+from fastcore.basics import patch
 
-from .decoder import LexiconBeamDecoder, begun_words
-from .nbest import Hypothesis, Word
+from .acoustic import pronunciations, spellings_of_word, word_spans
+from .decoder import LexiconBeamDecoder, join_spellings
+from .nbest import Hypothesis, Word, agreement, posteriors
 from .search import Search
 
 # %% ../../nbs/decoding/07_streaming.ipynb #c008
 class Stream:
-    "The decoding of one trial, bit by bit, under the decoder's settings of the time at which it begins."
+    "The decoding of one trial from frames as they come."
     def __init__(self,
-        decoder: LexiconBeamDecoder, # Whose words, n-gram and settings to use
+        decoder: LexiconBeamDecoder, # Words, n-gram and options to use
     ):
-        self._decoder = copy.copy(decoder) # Settings may change; trie, n-gram and searches are shared
+        self.decoder = decoder
         self._frames = [np.zeros((0, len(decoder.classes.names)))]
-        self._search = self._decoder.take_search()
+        self._search: Search | None = decoder.take_search()
 
     def push(self,
         log_probs: np.ndarray, # The next frames' log-probabilities [t, 41]; t may be 0
     ) -> None:
         "Search on through some frames; raises `ValueError` as `decode` does, and then the stream is as before."
         search = self._open_search()
-        frames = self._decoder.prepare(log_probs)
+        frames = self.decoder.prepare(log_probs)
         self._frames.append(frames.log_probs)
         self._search = None # After an interruption the search cannot be used again
         search.push(frames.scores, frames.skip)
@@ -38,34 +40,62 @@ class Stream:
 
     def partial(self) -> str:
         "The complete words of the best hypothesis so far; … for one outside the lexicon."
-        words = self._decoder.words
+        words = self.decoder.words
         ids = [w for w in self._open_search().best_words() if w <= len(words)] # Others are phonemes of spelled words
         return ' '.join(words[w] if w < len(words) else '…' for w in ids)
 
-    @property
-    def knows_times(self) -> bool:
-        "Whether there are `partial_words`: whether the decoder has `frame_ms`."
-        return self._decoder.frame_ms is not None
-
-    def partial_words(self) -> list[Word]:
-        "The words of `partial`, which later frames may change; raises `ValueError` without `frame_ms`."
-        return begun_words(self._decoder, self._open_search(), np.concatenate(self._frames))
-
     def finish(self) -> list[Hypothesis]:
-        "The n-best of all frames, as `LexiconBeamDecoder.decode` gives them; the stream is finished then."
+        "The n-best of all frames, as `LexiconBeamDecoder.decode` gives them; nothing can be pushed afterwards."
         search = self._open_search()
         self._search = None
-        return self._decoder.finish(search, np.concatenate(self._frames))
+        return self.decoder.finish(search, np.concatenate(self._frames))
 
     def _open_search(self) -> Search:
-        "The search; raises `ValueError` where the stream is finished."
         if self._search is None: raise ValueError('this stream is finished; start another one with Stream(decoder)')
         return self._search
 
     def __del__(self):
-        if getattr(self, '_search', None) is not None: self._decoder.return_search(self._search)
+        if getattr(self, '_search', None) is not None: self.decoder.return_search(self._search)
 
-# %% ../../nbs/decoding/07_streaming.ipynb #c016
+# %% ../../nbs/decoding/07_streaming.ipynb #c014
+_AROUND = 100 # Number of texts that confidences of words so far are computed from
+
+@patch
+def partial_words(self: Stream) -> list[Word]:
+    "The words of `partial`, which later frames may change; raises `ValueError` without `frame_ms`."
+    decoder, o, search = self.decoder, self.decoder.options, self._open_search()
+    if o.frame_ms is None: raise ValueError('the times of words are not known; give LexiconBeamDecoder frame_ms')
+    n = len(decoder.words)
+    best = search.best_words()
+    words, starts, scores = search.begun_list(_AROUND)
+    begun = best[np.flatnonzero(np.append(n, best) <= n)[-1]:] - n # Classes spelled after the last complete word
+    words, starts = np.append(best, words), np.append(0, len(best) + starts)
+    spelled: list[tuple[int, ...]] = []
+    if o.oov_penalty is not None: words, starts, spelled = join_spellings(words, starts, n)
+    text, *others = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
+    if not text: return []
+    confidence = agreement(text, others) @ posteriors(scores, o.temperature)
+    spans = self._word_spans(text, spelled, [*begun.tolist(), *search.begun_word()])
+    times = o.frame_offset_ms + o.frame_ms*(spans + [0, 1])
+    names = [decoder.words[w] if w < n else '…' for w in text]
+    return [Word(w, a, b, min(c, 1.)) for w, (a, b), c in zip(names, times.tolist(), confidence.tolist())]
+
+@patch
+def _word_spans(self: Stream, words: list[int], spelled: list[tuple[int, ...]], begun: list[int]) -> np.ndarray:
+    "First and last frame of each complete word's phonemes on the best path through all frames so far [n, 2]."
+    decoder, log_probs = self.decoder, np.concatenate(self._frames)
+    n, word_end = len(decoder.words), decoder.classes.word_end
+    spellings = [spellings_of_word(decoder.vocabulary.prons, w) if w < n else [spelled[w - n]] for w in words]
+    if begun: spellings.append([tuple(begun)])
+    if begun and word_end >= 0: # An additional frame ends it, since every word must end
+        end = np.full((1, log_probs.shape[1]), -1e4)
+        end[0, word_end] = 0
+        log_probs = np.concatenate([log_probs, end])
+    spans = word_spans(log_probs, np.arange(len(spellings)), pronunciations(spellings, word_end))
+    if spans is None: raise ValueError(f'{len(log_probs)} frames are too few for {len(spellings)} words')
+    return spans[:len(words)]
+
+# %% ../../nbs/decoding/07_streaming.ipynb #c017
 class BinEncoder(Protocol):
     "An encoder that gives the frames of one trial from its bins."
 

@@ -114,14 +114,13 @@ class _Searches:
     def __init__(self, decoder: LexiconBeamDecoder, log_probs: Sequence[np.ndarray], references: Sequence[str],
                  grid: Grid, n_jobs: int):
         # An LLM inside the search would take its time in each of many searches: weights are tuned without it
-        self.decoder = decoder.with_beam(decoder.beam)
-        self.decoder.fusion = None
-        self.decoder.nbest = _NBEST
+        self.decoder = decoder.with_options(fusion=None, nbest=_NBEST)
         self.log_probs = log_probs
         self.references = references
         self.grid = grid
         self.n_jobs = n_jobs
-        self.decoders = [decoder.with_weights(*self.weights((0, 0, b, 0))) for b in range(len(grid['blank_penalty']))]
+        self.decoders = [decoder.with_options(**self.weights((0, 0, b, 0))._asdict())
+                         for b in range(len(grid['blank_penalty']))]
         self.pools = [_empty_pool(len(self.decoders)) for _ in references]
         self.table = np.zeros((len(references), *map(len, grid.values())), np.int32) # [n, S, L, B, W]
         self.found: dict[Point, list[int]] = {} # Word errors of each trial, as it was searched at a point [n]
@@ -137,7 +136,7 @@ class _Searches:
 
     def add(self, point: Point) -> None:
         "Search all trials at a point, and pool what is found."
-        decoder = self.decoder.with_weights(*self.weights(point))
+        decoder = self.decoder.with_options(**self.weights(point)._asdict())
         nbest = decoder.decode_all(self.log_probs, self.n_jobs, progress=False)
         with ThreadPoolExecutor(self.n_jobs) as pool: list(pool.map(self._pool, range(len(nbest)), nbest))
         self.found[point] = [e.edits for e in word_errors(self.references, [hyps[0].text for hyps in nbest])]
@@ -241,7 +240,7 @@ def tune_search(
         raise ValueError(f'found {len(log_probs)} trials and {len(references)} references, expected one reference for '
                          'each trial, and at least one trial')
     trials = _spread(len(references), most)
-    first = SearchWeights(*(getattr(decoder, k) for k in SearchWeights._fields))
+    first = SearchWeights(*(getattr(decoder.options, k) for k in SearchWeights._fields))
     grid = weight_grid(first, fixed) if grid is None else grid
     start = tuple(int(np.searchsorted(grid[k], v)) for k, v in first._asdict().items())
     fold = np.arange(len(trials)) % folds

@@ -136,7 +136,7 @@ def with_words(
     "Lists that know posteriors, and words where times are known; one after the other, since each holds its frames."
     from b2t_kaggle.logits import frame_times
     times = frame_times(logits.provenance)
-    timed = {d: d.with_times(**times.in_ms() if times else dict(frame_ms=None)) for d in dict.fromkeys(decoders)}
+    timed = {d: d.with_options(**times.in_ms() if times else dict(frame_ms=None)) for d in dict.fromkeys(decoders)}
     for i, hyps in enumerate(lists): yield timed[decoders[i]].with_words(logits[i], hyps, temperature)
 
 def write_words(

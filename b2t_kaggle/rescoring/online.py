@@ -40,7 +40,8 @@ class LLMRescorer:
         self.score = score
         self.lm = decoder.lm
         if weights is None: # As in the official kit, the others as in the search
-            weights = Weights(acoustic_scale=decoder.acoustic_scale, alpha=0.55, word_score=decoder.word_score)
+            o = decoder.options
+            weights = Weights(acoustic_scale=o.acoustic_scale, alpha=0.55, word_score=o.word_score)
         self.weights = weights
         self.alpha = self.weights.alpha
         self.acoustic_scale = self.weights.acoustic_scale

@@ -7,7 +7,6 @@ __all__ = ['RESET', 'UPDATE', 'INPUT', 'FINALIZE', 'PARTIAL', 'FINAL', 'ARGS', '
            'Rescorer', 'Replies', 'read_logits', 'scoring', 'Settings', 'Trial', 'OnlineDecoder']
 
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c003
-import copy
 import json
 import logging
 import math
@@ -129,18 +128,12 @@ class Settings:
 Rescorer = Any # As `b2t_kaggle.rescoring.online.LLMRescorer`
 
 def _first_settings(decoder: LexiconBeamDecoder, rescorer: Rescorer | None) -> Settings:
-    settings = Settings(acoustic_scale=float(decoder.acoustic_scale), blank_penalty=float(decoder.blank_penalty),
-                        nbest=int(decoder.nbest), alpha=0.55, do_opt=0, mixture_scale=float(decoder.acoustic_scale))
+    o = decoder.options
+    settings = Settings(acoustic_scale=float(o.acoustic_scale), blank_penalty=float(o.blank_penalty),
+                        nbest=int(o.nbest), alpha=0.55, do_opt=0, mixture_scale=float(o.acoustic_scale))
     if rescorer is None: return settings
     return replace(settings, alpha=float(rescorer.alpha), do_opt=1, mixture_scale=float(rescorer.acoustic_scale),
                    length_penalty=float(rescorer.length_penalty), top_candidates_to_augment=rescorer.n_augment)
-
-def _with_settings(decoder: LexiconBeamDecoder, settings: Settings) -> LexiconBeamDecoder:
-    decoder = copy.copy(decoder)
-    decoder.acoustic_scale = settings.acoustic_scale
-    decoder.blank_penalty = settings.blank_penalty
-    decoder.nbest = settings.nbest
-    return decoder
 
 @dataclass
 class Trial:
@@ -183,7 +176,7 @@ def _take_frames(trial: Trial, entry: dict[bytes, bytes]) -> Replies:
     except ValueError as e:
         _log.error('an entry of %s was left out: %s', INPUT, e)
         trial.error = trial.error or f'an entry was left out; {e}'
-    words = trial.stream.partial_words() if trial.stream.knows_times else None
+    words = trial.stream.partial_words() if trial.stream.decoder.options.frame_ms else None
     return [(PARTIAL, _fields({'lm_response_partial': trial.stream.partial()}, words, trial.error))]
 
 def _end(trial: Trial, rescorer: Rescorer | None, context: str) -> Replies:
@@ -244,12 +237,14 @@ class OnlineDecoder:
 
     def args(self) -> dict:
         "Fields of `remote_lm_args`: the parameters in force."
-        d = self.decoder
-        return dict(lm_path=str(getattr(d.lm, 'path', '')), beam=int(d.beam), lm_weight=float(d.lm_weight),
-                    word_score=float(d.word_score), **asdict(self.settings))
+        o = self.decoder.options
+        return dict(lm_path=str(getattr(self.decoder.lm, 'path', '')), beam=int(o.beam), lm_weight=float(o.lm_weight),
+                    word_score=float(o.word_score), **asdict(self.settings))
 
     def _new_trial(self, settings: Settings, error: str) -> Trial:
-        return Trial(Stream(_with_settings(self.decoder, settings)), settings, error=error)
+        decoder = self.decoder.with_options(acoustic_scale=settings.acoustic_scale, nbest=settings.nbest,
+                                            blank_penalty=settings.blank_penalty)
+        return Trial(Stream(decoder), settings, error=error)
 
     def _safely(self, stream: str, answer: Callable[[], Replies]) -> Replies:
         "An answer, or one that names the error: a fault of ours must not leave the client waiting."

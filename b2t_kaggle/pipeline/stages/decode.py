@@ -35,7 +35,7 @@ def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
     "A decoder for each trial of each split."
     decoders = {split: [decoder]*len(run.log_probs(split)) for split in run.splits}
     if not tuning: return decoders
-    tuned = {w: decoder.with_weights(*w) for w in {tuning.weights, *tuning.held_out(len(spoken))}}
+    tuned = {w: decoder.with_options(**w._asdict()) for w in {tuning.weights, *tuning.held_out(len(spoken))}}
     decoders = {split: [tuned[tuning.weights]]*len(some) for split, some in decoders.items()}
     for i, weights in zip(spoken.index, tuning.held_out(len(spoken))): decoders['val'][i] = tuned[weights]
     return decoders
@@ -51,8 +51,7 @@ def _search(run, split, decoders) -> list:
 
 def _without_llm(decoders) -> list:
     "Decoders of trials without the LLM; trials that shared one share one."
-    plain = {decoder: decoder.with_beam(decoder.beam) for decoder in dict.fromkeys(decoders)}
-    for decoder in plain.values(): decoder.fusion = None
+    plain = {decoder: decoder.with_options(fusion=None) for decoder in dict.fromkeys(decoders)}
     return [plain[decoder] for decoder in decoders]
 
 def _best(nbest, trials) -> list[str]:
@@ -88,7 +87,7 @@ class Decode(Stage):
         from b2t_kaggle.metrics import total, word_errors
         from b2t_kaggle.pipeline.decoder import WEIGHTS, open_decoder, write_words
         from b2t_kaggle.pipeline.results import participant_rates, write_lists
-        decoder = open_decoder(run).with_times(None) # With times, lists would hold the frames of all trials
+        decoder = open_decoder(run).with_options(frame_ms=None) # With times, lists would hold the frames of all trials
         spoken = _spoken_trials(run)
         tuning = _tuning(run, decoder, spoken)
         decoders = _decoders(run, decoder, tuning, spoken)
@@ -96,7 +95,7 @@ class Decode(Stage):
         for split in sorted(run.splits): # test first: a submission needs it
             nbest[split] = _search(run, split, decoders[split])
             write_nbest(run.nbest_path(split, self.name), nbest[split])
-        if decoder.fusion and len(spoken): nbest, metrics = self._compared(run, decoders, nbest, spoken)
+        if decoder.options.fusion and len(spoken): nbest, metrics = self._compared(run, decoders, nbest, spoken)
         files, calibration = write_words(run, self.name, nbest, decoders, dict(zip(spoken.index, spoken.sentence)))
         details = dict(tuning=tuning, spoken=spoken, calibration=calibration)
         if 'val' in nbest:
