@@ -8,8 +8,7 @@ __all__ = ['PRESETS', 'EXPECTED_WER', 'preset', 'describe_run']
 # %% ../../nbs/config/06_presets.ipynb #c002
 from typing import Any
 
-from .groups import Config
-from .keys import differing_values, keys_with, validated
+from .keys import Config, differing_values, keys_with, validated
 from .schema import ChangesNothing, ConfigError, SameResult
 from ..core.messages import did_you_mean
 
