@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from b2t_kaggle.config import load_config, preset, save_config, with_overrides
-from b2t_kaggle.config.encoders.triple_gru import reversal_strength
+from b2t_kaggle.config.encoders.triple_gru import TripleGRUConfig
 from b2t_kaggle.config.schema import ConfigError
 from b2t_kaggle.core.ctc import n_frames
 from b2t_kaggle.pytorch.checkpoint import load_model, save_atomic, save_official, to_official_args, to_official_state
@@ -238,8 +238,10 @@ def test_parameters_at_the_official_sizes(noise_units):
 
 
 def test_strength_over_the_run():
-    assert [reversal_strength(s, 10, 0.7) for s in (0, 5, 10)] == [0.7] * 3
-    ramp = [reversal_strength(s, 40, 0.7, 'ramp') for s in range(41)]
+    constant, ramped = (TripleGRUConfig().model_copy(update=dict(adversarial_strength=.7, adversarial_schedule=schedule))
+                        for schedule in ('constant', 'ramp'))
+    assert [constant.strength(s, 10) for s in (0, 5, 10)] == [0.7] * 3
+    ramp = [ramped.strength(s, 40) for s in range(41)]
     assert ramp == pytest.approx([0.7 * (2 / (1 + math.exp(-10 * s / 40)) - 1) for s in range(41)])
     assert ramp[0] == 0 and ramp == sorted(ramp) and 0.699 < ramp[-1] < 0.7
     model = TripleGRUDecoder(**SMALL | dict(strength=0.7, schedule='ramp'))

@@ -263,7 +263,7 @@ class InferConfig(Section):
     logits: Annotated[list[InputPath], BeforeValidator(_as_list)] = []
     "LogitStores of val and test to decode instead of a model's, in any order; several of a split are averaged."
     average: Literal['log_prob', 'prob'] = 'log_prob'
-    "What is averaged if a split has several `logits`: log-probabilities or probabilities."
+    "Quantity to average if a split has several `logits`: log-probabilities or probabilities."
     weights: Literal['equal'] | list[Annotated[float, Field(ge=0)]] = 'equal'
     "Weights of the models in that average: `equal`, or a number for each model in the order of `logits`."
     smoothing: Literal['same', 'valid'] = 'same'
@@ -296,8 +296,8 @@ class LMConfig(Section):
 # %% ../../nbs/config/03_groups.ipynb #c027
 class LLMConfig(Section):
     llm: FolderOrName | None = None
-    ("Language model: a folder of transformers, a GGUF file or a wheel that holds one, the folder of an adapter, or a "
-     "name on the hub; null: none.")
+    ("Causal language model: a folder of transformers, a GGUF file or a wheel that holds one, the folder of an adapter, "
+     "or a name on the hub; null: none.")
     llm_adapter: InputPath | None = None
     "Folder of a LoRA adapter for it. An adapter that names its model can also be given alone, as the model."
     llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
@@ -309,9 +309,6 @@ class LLMConfig(Section):
 class DecodeConfig(LLMConfig):
     "The search for sentences, with or without an LLM inside."
     llm_dtype: ClassVar[str] = 'auto'
-    llm: FolderOrName | None = None
-    ("Causal language model inside the search: a folder of transformers, a GGUF file or a wheel that holds one, the "
-     "folder of an adapter, or a name on the hub; null: only the n-gram.")
     beam: int = Field(100, ge=1)
     "Hypotheses kept per frame."
     tune: bool = True
@@ -346,9 +343,6 @@ class DecodeConfig(LLMConfig):
 # %% ../../nbs/config/03_groups.ipynb #c032
 class RescoreConfig(LLMConfig):
     "Ranking of n-best lists by a large language model."
-    llm: FolderOrName | None = None
-    ("Causal language model that reranks the n-best lists: a folder of transformers, a GGUF file or a wheel that holds "
-     "one, the folder of an adapter, or a name on the hub; null: no rescoring.")
     swaps: int = Field(20, ge=0)
     "Number of best hypotheses that exchange words to make more candidates; 0: none."
     tune: bool = True
@@ -406,7 +400,7 @@ class AudioConfig(LLMConfig):
     contrast_weight: ClassVar[float] = 0.1 # Weight of InfoNCE between the sentences of a batch and their targets
 
 class GenerateConfig(Section):
-    "How an audio LLM writes sentences."
+    "Answers of an audio LLM."
     beams: ClassVar[int] = 4 # Beams of the audio LLM in inference; validation in training has one
     max_tokens: int = Field(128, ge=1, le=4096)
     "Tokens after which an answer is cut off."

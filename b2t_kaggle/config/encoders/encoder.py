@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, cast
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..schema import FRAMEWORKS, ConfigError, Only, Section, describe_errors
+from ..schema import FRAMEWORKS, ConfigError, Only, Section, describe_errors, section_facts
 from ...core.messages import did_you_mean
 from ...core.reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
 
@@ -66,9 +66,12 @@ class EncoderConfig(Section):
     ) -> None:
         "Raise `ConfigError` if a framework does not have this model; imports neither framework."
         require_encoder(framework, self.name)
-        if framework == 'tensorflow' and self.participants:
-            raise ConfigError(f'model.participants = {self.participants}: TensorFlow trains on one participant; set it '
-                              'to {}, or train.framework to pytorch')
+        for field, facts in section_facts(type(self)).items():
+            value, default = getattr(self, field), type(self).model_fields[field].default
+            for fact in facts:
+                if isinstance(fact, Only) and fact.excludes(framework, value, default):
+                    raise ConfigError(f'model.{field} = {value}: {FRAMEWORKS[framework]} has only {default}; set that, or '
+                                      f'train.framework={fact.framework}')
 
     def no_official_form(self) -> str:
         "A feature that the official kit lacks; empty if `b2t convert` can write the official form."

@@ -17,9 +17,9 @@ from ...core.ctc import n_frames, round_length
 # %% ../../../nbs/config/encoders/03_transformer.ipynb #c006
 def position_buckets(
     distances: np.ndarray, # Frames from query to key, negative for earlier ones, of any shape `[…]`
-    n_buckets: int,        # Buckets in all
-    max_distance: int,     # From this distance on all share a bucket
-    causal: bool,          # Whether all buckets are for earlier frames; later ones then get the bucket of no distance
+    n_buckets: int,        # Number of buckets
+    max_distance: int,     # Distance from which all share a bucket
+    causal: bool,          # Whether all buckets are for earlier frames; later frames then have the bucket of distance 0
 ) -> np.ndarray:
     "The bucket of each distance, int64 `[…]` (T5; Raffel et al., 2020)."
     distances = np.asarray(distances)
@@ -46,21 +46,21 @@ class TransformerConfig(EncoderConfig):
     "Heads of attention."
     head_dim: int = Field(64, ge=1)
     "Width of a head."
-    feedforward_factor: ClassVar[int] = 4 # Width of the feed-forward networks in units of `n_units`
-    position_buckets: ClassVar[int] = 32 # Buckets of distances between frames, each with a learnt bias per head
-    max_distance: ClassVar[int] = 200 # Distance in frames from which on all share a bucket
+    feedforward_factor: ClassVar[int] = 4 # Width of the feed-forward networks, in units of `n_units`
+    position_buckets: ClassVar[int] = 32 # Buckets of distances between frames, each with a learned bias per head
+    max_distance: ClassVar[int] = 200 # Distance in frames from which all share a bucket
     causal: bool = False
     "Whether frames attend to earlier ones only, so that the model streams."
     left_context: int = Field(250, ge=0)
     "Earlier frames that a frame of a causal model attends to."
     left_context_min: int = Field(62, ge=0)
-    "In training they are drawn for each trial, from this number to `left_context`."
+    "Least number of them in training, where a number up to `left_context` is drawn for each trial."
     day_layer: bool = False
     "Whether features first go through a layer per day, which starts as the identity."
     input_dropout: float = Field(0.2, ge=0, lt=1)
     "Dropout after the patches' projection."
     dropout: float = Field(0.35, ge=0, lt=1)
-    "Dropout in the layers, on the weights of attention too."
+    "Dropout in the layers, including the attention weights."
     size_fields = 'n_units', 'n_layers'
 
     @model_validator(mode='after')
@@ -82,7 +82,7 @@ class TransformerConfig(EncoderConfig):
         return position_buckets(distances, self.position_buckets, self.max_distance, self.causal)
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        "Numbers that a training step keeps for its backward pass, estimated."
+        "Estimated numbers that a training step keeps for its backward pass."
         T = self.n_frames(n_bins)
         attention = 4 * self.n_heads * self.head_dim + 3 * self.n_heads * T
         feedforward = 4 * self.feedforward_factor * self.n_units

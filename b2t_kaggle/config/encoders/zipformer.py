@@ -23,13 +23,13 @@ class StacksConfig(PatchedConfig):
     patch_stride: int = Field(2, ge=0)
     "Bins between patches; the encoder halves their rate."
     downsampling_factor: list[int] = [1, 2, 4, 8, 4, 2]
-    "Of each stack: patches that it sees as one."
+    "Patches that each stack sees as one."
     num_encoder_layers: list[int] = [2, 2, 2, 2, 2, 2]
     "Layers of each stack."
     encoder_dim: list[int] = [128, 160, 192, 192, 192, 160]
     "Channels of each stack."
     encoder_unmasked_dim: list[int] = [128, 128, 128, 128, 128, 128]
-    "Channels of each stack that no trial loses in training."
+    "Channels of each stack that are never masked in training."
     feedforward_dim: list[int] = [384, 480, 576, 576, 576, 480]
     "Hidden units of the second feed-forward of each layer; the first has 3/4 of them, the third 5/4."
     num_heads: list[int] = [4, 4, 4, 8, 4, 4]
@@ -39,7 +39,7 @@ class StacksConfig(PatchedConfig):
     query_head_dim: ClassVar[int] = 32 # Numbers per query and per key of a head
     pos_head_dim: ClassVar[int] = 4 # Numbers per position query of a head
     value_head_dim: ClassVar[int] = 12 # Numbers per value of a head
-    pos_dim: ClassVar[int] = 48 # Columns of the table of distances
+    pos_dim: ClassVar[int] = 48 # Columns of the table of relative positions
     size_fields = 'encoder_dim', 'feedforward_dim'
     layer_fields = ('num_encoder_layers',)
 
@@ -47,9 +47,8 @@ class StacksConfig(PatchedConfig):
     def _stacks_fit(self):
         n = len(self.downsampling_factor)
         for name in _PER_STACK:
-            found = len(getattr(self, name))
-            if found != n:
-                raise ValueError(f'model.{name} has {found} values, expected {n}, one for each stack of '
+            if (length := len(getattr(self, name))) != n:
+                raise ValueError(f'model.{name} has {length} values, expected {n}, one for each stack of '
                                  'model.downsampling_factor')
         return self
 
@@ -66,7 +65,7 @@ class StacksConfig(PatchedConfig):
 # %% ../../../nbs/config/encoders/05_zipformer.ipynb #c009
 def layer_floats(
     cfg: StacksConfig, # The `model` group
-    i: int,            # Number of a stack
+    i: int,            # Index of a stack
     n_patches: int,    # Patches of a trial
 ) -> float:
     "Numbers that a layer of a stack keeps for its backward pass, for one trial."
@@ -82,16 +81,16 @@ class ZipformerConfig(StacksConfig):
     name: Literal['zipformer'] = 'zipformer'
     "Architecture: Zipformer, stacks of layers at several frame rates."
     day_layer: bool = True
-    "Whether features first go through a layer per day and softsign, as the official GRU's do."
+    "Whether features first go through a layer per day and softsign, as in the official GRU."
     causal: bool = False
-    "Whether later chunks are not seen, so that the model streams."
+    "Whether later chunks are hidden, so that the model streams."
     chunk_size: int = Field(8, ge=1)
-    "Patches of a chunk, where it is causal."
+    "Patches of a chunk of a causal model."
     left_context_frames: int = Field(128, ge=0)
-    "Patches before its chunk that attention sees, where it is causal."
+    "Patches before its chunk that attention of a causal model sees."
     dropout: float = Field(0.1, ge=0, lt=0.33)
-    "Dropout after its schedule, which begins at three times as much."
-    schedule_share: ClassVar[float] = 0.25 # Part of the run in which schedules take icefall's 20,000 batches
+    "Dropout at the end of its schedule, which begins with three times as much."
+    schedule_share: ClassVar[float] = 0.25 # Part of the run that corresponds to icefall's 20,000 batches
     balancer: bool = True
     "Whether gradients keep channels and the scales of bypasses within limits."
     whiten: bool = True
@@ -102,15 +101,14 @@ class ZipformerConfig(StacksConfig):
     @model_validator(mode='after')
     def _chunks_fit(self):
         if not self.causal: return self
-        size = self.chunk_size
-        left = self.left_context_frames
+        size, left = self.chunk_size, self.left_context_frames
         if any(size % ds for ds in [*self.downsampling_factor, 2]):
             raise ValueError(f'model.chunk_size = {size} must be a multiple of 2 and of every value of '
                              f'model.downsampling_factor = {self.downsampling_factor}')
         reach = max(k // 2 * ds for k, ds in zip(self.cnn_module_kernel, self.downsampling_factor))
         if left % size or left < reach:
             raise ValueError(f'model.left_context_frames = {left} must be a multiple of model.chunk_size = {size}, and '
-                             f'at least {reach}, what the convolutions see')
+                             f'at least {reach}, the reach of the convolutions')
         return self
 
     def stream_stride(self) -> int:
@@ -121,11 +119,11 @@ class ZipformerConfig(StacksConfig):
         step: int,    # Training step, from 0
         n_steps: int, # Steps of the whole run
     ) -> float:
-        "Position of the schedules, as icefall's number of batches."
+        "Position of the schedules, in icefall's batches."
         return 20000 * step / (self.schedule_share * n_steps)
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        "Numbers that a training step keeps for its backward pass, estimated."
+        "Estimated numbers that a training step keeps for its backward pass."
         n_patches = self.n_patches(n_bins)
         layers = sum(n * layer_floats(self, i, n_patches) for i, n in enumerate(self.num_encoder_layers))
         features = n_bins * self.neural_dim * (5 if self.day_layer else 3)
