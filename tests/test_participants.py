@@ -278,7 +278,8 @@ def test_refusals_in_one_line(folders, stores):
             {'data.dataset_dir': folders},
         'data.shares = {\'t15\': 1.0} must add up to 1 and have a part for each of model.participants, t12, t15':
             {'data.shares': {'t15': 1.}, 'model.participants': BOTH},
-        'TensorFlow has only {}; set that, or train.framework=pytorch': {'model.participants': BOTH, 'train.framework': 'tensorflow'},
+        'TensorFlow has only {}; set that, or train.framework=pytorch':
+            {'model.participants': BOTH, 'train.framework': 'tensorflow'},
         'train.frozen is true, but train.init_checkpoint_path names no checkpoint': {'train.frozen': True},
         'audio.llm is set, with which train.frozen = True does not work; set it to False':
             {'train.frozen': True, 'train.init_checkpoint_path': 'first.pt', 'audio.llm': 'name/llm'},

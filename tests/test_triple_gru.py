@@ -238,8 +238,8 @@ def test_parameters_at_the_official_sizes(noise_units):
 
 
 def test_strength_over_the_run():
-    constant, ramped = (TripleGRUConfig().model_copy(update=dict(adversarial_strength=.7, adversarial_schedule=schedule))
-                        for schedule in ('constant', 'ramp'))
+    constant, ramped = (TripleGRUConfig().model_copy(update=dict(adversarial_strength=.7, adversarial_schedule=kind))
+                        for kind in ('constant', 'ramp'))
     assert [constant.strength(s, 10) for s in (0, 5, 10)] == [0.7] * 3
     ramp = [ramped.strength(s, 40) for s in range(41)]
     assert ramp == pytest.approx([0.7 * (2 / (1 + math.exp(-10 * s / 40)) - 1) for s in range(41)])

@@ -33,8 +33,8 @@ class _StepsConfig(Section):
     framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
     "Which implementation trains and infers."
     accelerator: Annotated[Literal['auto', 'cpu', 'cuda', 'tpu', 'xla'], ChangesNothing()] = 'auto'
-    ("`auto` takes the best one of this machine and prints which; anything else is an error if it is missing. `xla` is "
-     "the device of PyTorch/XLA: a TPU or, for tests, the processor.")
+    ("`auto` takes the best one of this machine and prints which; anything else is an error if it is missing. `xla` "
+     "is the device of PyTorch/XLA: a TPU or, for tests, the processor.")
     precision: Annotated[Literal['auto', 'float32', 'bfloat16', 'float16'], MayChange()] = 'auto'
     ("`auto` is bfloat16 if the hardware supports it, float16 with a scaled loss on older GPUs with tensor cores (T4, "
      "V100), else float32.")
@@ -44,8 +44,8 @@ class _StepsConfig(Section):
     ("AdamW, or ScaledAdam (Yao et al., 2024), whose steps are relative to the size of each weight. ScaledAdam has "
      "icefall's β, ε and clipping by the median of recent gradient norms, and no weight decay.")
     lr_scheduler_type: Annotated[Literal['cosine', 'linear', 'step', 'eden'], Only('pytorch', 'eden')] = 'cosine'
-    ("Shape of the learning rate after warm-up: down to `lr_min` along half a cosine or a straight line; one step down "
-     "by `lr_step_factor`; or icefall's Eden2, which never stops falling.")
+    ("Shape of the learning rate after warm-up: down to `lr_min` along half a cosine or a straight line; one step "
+     "down by `lr_step_factor`; or icefall's Eden2, which never stops falling.")
     lr_max: float = Field(0.005, gt=0)
     "Peak learning rate of the model."
     lr_min: float = Field(0.0001, ge=0)
@@ -97,8 +97,8 @@ _Trackers = Annotated[list[Literal['tensorboard', 'wandb', 'mlflow']], BeforeVal
 class TrainConfig(_StepsConfig):
     "Training: devices, optimiser, learning rates, loss, and the weights to keep."
     ctc_reduction: Literal['trial', 'label'] = 'trial'
-    ("Unit of the CTC loss: the trial, as in the official kit, or the label, so that each trial's loss is divided by its "
-     "number of labels.")
+    ("Unit of the CTC loss: the trial, as in the official kit, or the label, so that each trial's loss is divided by "
+     "its number of labels.")
     cr_ctc: Annotated[float, Only('pytorch')] = Field(0.0, ge=0)
     ("Weight of CR-CTC (Yao et al., 2025): each trial is seen with two augmentations, whose frames are to agree; 0: "
      "only one. The paper has 0.2, with 2.5 times the time masks.")
@@ -113,13 +113,13 @@ class TrainConfig(_StepsConfig):
     early_stopping_val_steps: int = Field(20, ge=1)
     "Validations without improvement before stopping."
     weight_average: Annotated[Literal['ema', 'swa'] | None, Only('pytorch')] = None
-    ("Weights to validate, keep and infer with: an exponential moving average over the steps, or the mean over the last "
-     "part of the run (stochastic weight averaging); null: the weights of the last step.")
+    ("Weights to validate, keep and infer with: an exponential moving average over the steps, or the mean over the "
+     "last part of the run (stochastic weight averaging); null: the weights of the last step.")
     ema_decay: ClassVar[float] = 0.999 # Part of the exponential average that remains after a step, once it is warmed up
     swa_start: ClassVar[float] = 0.75 # Begin of stochastic weight averaging, as a part of the run
     refit: Annotated[float, Only('pytorch')] = Field(0.0, ge=0, le=0.5)
-    ("Part of the run, at its end, in which the trials of val are also trained on; 0: none. `best` is chosen before, and "
-     "every figure on val is that model's; test is inferred with the refitted model.")
+    ("Part of the run, at its end, in which the trials of val are also trained on; 0: none. `best` is chosen before, "
+     "and every figure on val is that model's; test is inferred with the refitted model.")
     accumulate: Annotated[int, MayChange(), SameResult()] = Field(1, ge=1)
     "Parts in which a batch is computed, if it does not fit into memory; the step is the same."
     processes: Annotated[int, SameResult(), Only('pytorch')] = Field(1, ge=1)
@@ -136,16 +136,16 @@ class TrainConfig(_StepsConfig):
     frozen: Annotated[bool, Only('pytorch')] = False
     "Whether only layers per day and per participant are trained; all others stay as in `init_checkpoint_path`."
     log: Annotated[_Trackers | None, ChangesNothing()] = None
-    ("Trackers that get the curves during training: tensorboard, wandb (Weights & Biases), mlflow, separated by commas. "
-     "Null: TensorBoard with TensorFlow, no tracker with PyTorch; []: no tracker.")
+    ("Trackers that get the curves during training: tensorboard, wandb (Weights & Biases), mlflow, separated by "
+     "commas. Null: TensorBoard with TensorFlow, no tracker with PyTorch; []: no tracker.")
     time_budget: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
     "Minutes after which training stops, saves, and lets the pipeline continue."
 
     @model_validator(mode='after')
     def _weights_fit(self):
         if self.frozen and self.init_checkpoint_path is None:
-            raise ValueError('train.frozen is true, but train.init_checkpoint_path names no checkpoint with the weights '
-                             'to keep; name one')
+            raise ValueError('train.frozen is true, but train.init_checkpoint_path names no checkpoint with the '
+                             'weights to keep; name one')
         if self.refit and self.early_stopping:
             raise ValueError(f'train.refit = {self.refit} is the end of a run, which train.early_stopping may never '
                              'reach; set one of them')
@@ -198,15 +198,15 @@ class DataConfig(Section):
     must_include_days: list[int] | None = None
     "Numbers of days that every training batch contains; negative ones count from the end."
     shares: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
-    ("Part of each participant in every training batch and in `days_per_batch`, such as {t12: 0.25, t15: 0.75}; {}: all "
-     "days alike.")
+    ("Part of each participant in every training batch and in `days_per_batch`, such as {t12: 0.25, t15: 0.75}; {}: "
+     "all days alike.")
     n_buckets: int = Field(8, ge=1)
     "Length buckets: the largest number of batch shapes that a compiler sees."
     eval_batch_size: Annotated[int, MayChange(), SameResult()] = Field(64, ge=1)
     "Trials per batch in validation and inference."
     on_device: Annotated[bool | None, ChangesNothing(), Only('pytorch')] = None
-    ("Keep the training trials in the memory of the device and gather batches there; null: if they fit beside a step, on "
-     "a GPU or one core of a TPU.")
+    ("Keep the training trials in the memory of the device and gather batches there; null: if they fit beside a step, "
+     "on a GPU or one core of a TPU.")
 
     @property
     def folders(self) -> list[Path]:
@@ -267,8 +267,8 @@ class InferConfig(Section):
     weights: Literal['equal'] | list[Annotated[float, Field(ge=0)]] = 'equal'
     "Weights of the models in that average: `equal`, or a number for each model in the order of `logits`."
     smoothing: Literal['same', 'valid'] = 'same'
-    ("Smoothing at the ends of trials: with zeros beyond them, as in training (`same`), or without the bins that would "
-     "need them (`valid`), as in the official kit's evaluation.")
+    ("Smoothing at the ends of trials: with zeros beyond them, as in training (`same`), or without the bins that "
+     "would need them (`valid`), as in the official kit's evaluation.")
     adapt: Annotated[Literal['recalibrate', 'dietcorp', 'both'] | None, Only('pytorch')] = None
     ("Adaptation to the trials in the order of recording (PyTorch, on a CPU or GPU): recalibrate features to those of "
      "training (`recalibrate`), train the first layers on decoded phonemes, a step for each trial (`dietcorp`), or "
@@ -286,8 +286,8 @@ class LMConfig(Section):
     path: InputPath | None = None
     "Finished ARPA or KenLM binary file; null: build one from `texts` and the training transcripts."
     general: InputPath | None = None
-    ("General model of the language to mix with the models of `texts` and of the training transcripts, by weights tuned "
-     "on val: an ARPA file, CMU Sphinx's `en-us.lm.bin`, or the wheel of pocketsphinx that holds it.")
+    ("General model of the language to mix with the models of `texts` and of the training transcripts, by weights "
+     "tuned on val: an ARPA file, CMU Sphinx's `en-us.lm.bin`, or the wheel of pocketsphinx that holds it.")
     texts: list[InputPath] = []
     "Text files, one sentence a line."
     order: int = Field(3, ge=1, le=6)
@@ -296,8 +296,8 @@ class LMConfig(Section):
 # %% ../../nbs/config/03_groups.ipynb #c027
 class LLMConfig(Section):
     llm: FolderOrName | None = None
-    ("Causal language model: a folder of transformers, a GGUF file or a wheel that holds one, the folder of an adapter, "
-     "or a name on the hub; null: none.")
+    ("Causal language model: a folder of transformers, a GGUF file or a wheel that holds one, the folder of an "
+     "adapter, or a name on the hub; null: none.")
     llm_adapter: InputPath | None = None
     "Folder of a LoRA adapter for it. An adapter that names its model can also be given alone, as the model."
     llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
@@ -334,8 +334,8 @@ class DecodeConfig(LLMConfig):
     llm_weight: float = Field(0.5, ge=0)
     "Weight of the LLM's natural-log score, beside `lm_weight` for the n-gram's; 0 leaves it out."
     llm_capitals: bool = True
-    ("Whether the LLM may read words with a capital first letter; false suits the adapters of `b2t lm finetune`, which "
-     "learn sentences without capitals.")
+    ("Whether the LLM may read words with a capital first letter; false suits the adapters of `b2t lm finetune`, "
+     "which learn sentences without capitals.")
     llm_end: bool = False
     "Whether the LLM also scores the end of the sentence; true suits these adapters, which learn it."
     n_jobs: ClassVar[int] = 0 # Processor cores to use; 0 means all
@@ -381,8 +381,8 @@ class AudioConfig(LLMConfig):
     llm_adapter: ClassVar[None] = None # Its LoRA layers are trained, and saved in the checkpoint
     llm_dtype: ClassVar[str] = 'auto'
     llm: FolderOrName | None = None
-    ("Audio LLM of transformers in the form of Qwen2-Audio, or Whisper, that reads the model's vectors: a local folder, "
-     "or a name on the hub; null: the beam search finds the words.")
+    ("Audio LLM of transformers in the form of Qwen2-Audio, or Whisper, that reads the model's vectors: a local "
+     "folder, or a name on the hub; null: the beam search finds the words.")
     lora_rank: int = Field(8, ge=0, le=1024)
     "Rank of its LoRA layers, which are also trained; 0: the LLM is frozen."
     gradient_checkpointing: ClassVar[bool] = True # Recompute its layers in the backward pass: less memory, more time
@@ -409,5 +409,5 @@ class GenerateConfig(Section):
 class SessionConfig(Section):
     "Time limit of a run."
     hours: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
-    ("Hours after which a run must be over: training and LLMs stop in time, and there is a submission. Null: the limit "
-     "of a Kaggle runtime on Kaggle, elsewhere none.")
+    ("Hours after which a run must be over: training and LLMs stop in time, and there is a submission. Null: the "
+     "limit of a Kaggle runtime on Kaggle, elsewhere none.")

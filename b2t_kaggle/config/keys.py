@@ -70,8 +70,8 @@ class Config(Section):
     def _problems(self) -> Iterator[str]:
         data, infer, model = self.data, self.infer, self.model
         if self.lm.path and self.lm.general:
-            yield (f'lm.path is {self.lm.path}, a model to use as it is, and lm.general is {self.lm.general}, one to mix '
-                   'with text; set one of them to null')
+            yield (f'lm.path is {self.lm.path}, a model to use as it is, and lm.general is {self.lm.general}, one to '
+                   'mix with text; set one of them to null')
         if data.feature_subset is not None and len(data.feature_subset) != model.neural_dim:
             yield (f'model.neural_dim is {model.neural_dim}, but data.feature_subset names {len(data.feature_subset)} '
                    'features; make them equal')
@@ -106,7 +106,8 @@ class Config(Section):
                    'null, or data.shares to {}')
         if not self.augment.channel_masks or self.augment.channel_mask_by == 'feature': return
         unknown = 'an odd model.neural_dim' if self.model.neural_dim % 2 else '' # Features of an electrode are unknown
-        if any(n != self.model.neural_dim for n in participants.values()): unknown = f'model.participants = {participants}'
+        if any(n != self.model.neural_dim for n in participants.values()):
+            unknown = f'model.participants = {participants}'
         if data.feature_subset is not None: unknown = 'data.feature_subset'
         if unknown:
             yield ('augment.channel_mask_by = electrode takes the first half of the features for threshold crossings '

@@ -142,7 +142,7 @@ def _shortened(value) -> str:
     except ValueError: return 'a number of thousands of digits' # Python refuses to write it out
     return text if len(text) <= 200 else text[:200] + '…'
 
-_FORM = re.compile(r'[a-z-]+\[.*\]|constrained-[a-z]+') # Pydantic's name for one type of a union, in an error's location
+_FORM = re.compile(r'[a-z-]+\[.*\]|constrained-[a-z]+') # Pydantic's name for one type of a union
 
 def _one_form(errors: Iterable[Mapping]) -> Iterator[Mapping]:
     "Errors by field. For unions, prefer an error about the value over one about the type."
@@ -168,7 +168,7 @@ def describe_errors(
         elif e['input'] is None and ':' in key.rpartition('.')[2]: hint = '; write a space after the colon'
         if not e['loc'] or e['type'] == 'encoder': sentences.append(reason)
         elif e['type'] == 'extra_forbidden': sentences.append(f'{key}: there is no such key')
-        elif e['type'] == 'value_error' and len(e['loc']) == 1 and isinstance(e['input'], dict | Section): # A whole group
+        elif e['type'] == 'value_error' and len(e['loc']) == 1 and isinstance(e['input'], dict | Section): # A group
             sentences.append(reason if reason.startswith(f'{key}.') else f'{key}: {reason}')
         else: sentences.append(f'{key}: {reason} (found {_shortened(e["input"])}){hint}')
     return sentences

@@ -70,8 +70,8 @@ class EncoderConfig(Section):
             value, default = getattr(self, field), type(self).model_fields[field].default
             for fact in facts:
                 if isinstance(fact, Only) and fact.excludes(framework, value, default):
-                    raise ConfigError(f'model.{field} = {value}: {FRAMEWORKS[framework]} has only {default}; set that, or '
-                                      f'train.framework={fact.framework}')
+                    raise ConfigError(f'model.{field} = {value}: {FRAMEWORKS[framework]} has only {default}; set that, '
+                                      f'or train.framework={fact.framework}')
 
     def no_official_form(self) -> str:
         "A feature that the official kit lacks; empty if `b2t convert` can write the official form."
