@@ -79,9 +79,8 @@ class Config(Section):
             yield 'infer.checkpoint and infer.logits are both set, but only one of them can be used; set one to null'
         if self.decode.boost and not self.decode.lm_weight:
             yield 'decode.lm_weight is 0 beside decode.boost, which is part of the language model; set it above 0'
-        if len(data.must_include_days or []) > data.days_per_batch:
-            yield (f'data.must_include_days names {len(data.must_include_days)} days, more than data.days_per_batch = '
-                   f'{data.days_per_batch}')
+        if (n := len(data.must_include_days or [])) > data.days_per_batch:
+            yield f'data.must_include_days names {n} days, more than data.days_per_batch = {data.days_per_batch}'
         if infer.adapt and (infer.logits or self.train.framework != 'pytorch'):
             reason = 'has infer.logits alone' if infer.logits else 'infers with TensorFlow'
             yield (f'infer.adapt is {infer.adapt}, which needs a model of PyTorch, but this run {reason}; set it to '
