@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Annotated, Any, NamedTuple
 
+from fastcore.basics import patch
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
@@ -89,44 +90,47 @@ class Config(Section):
             yield (f'infer.adapt is {infer.adapt}, which smooths as training does, and infer.smoothing is valid; set '
                    'one to null, or the other to same')
 
-    def _participant_problems(self) -> Iterator[str]:
-        data, participants = self.data, self.model.participants
-        if len(data.folders) > 1 and not participants:
-            yield (f'data.dataset_dir names {len(data.folders)} folders, of several participants, and '
-                   'model.participants none; set it, such as {t12: 256, t15: 512}')
-        if participants and data.feature_subset is not None:
-            yield ('data.feature_subset chooses features of one participant, and model.participants is set; set one of '
-                   'them to its default')
-        if data.shares and (data.shares.keys() != participants.keys() or abs(sum(data.shares.values()) - 1) > 1e-6):
-            yield (f'data.shares = {data.shares} must add up to 1 and have a part for each of model.participants, '
-                   f'{", ".join(participants) or "which is not set"}')
-        if data.shares and data.must_include_days:
-            yield (f'data.must_include_days = {data.must_include_days} counts the days of one participant; set it to '
-                   'null, or data.shares to {}')
-        if not self.augment.channel_masks or self.augment.channel_mask_by == 'feature': return
-        unknown = 'an odd model.neural_dim' if self.model.neural_dim % 2 else '' # Features of an electrode are unknown
-        if any(n != self.model.neural_dim for n in participants.values()):
-            unknown = f'model.participants = {participants}'
-        if data.feature_subset is not None: unknown = 'data.feature_subset'
-        if unknown:
-            yield ('augment.channel_mask_by = electrode takes the first half of the features for threshold crossings '
-                   f'and the second for power, and found {unknown}; set augment.channel_mask_by=feature')
+# %% ../../nbs/config/04_keys.ipynb #c007
+@patch
+def _participant_problems(self: Config) -> Iterator[str]:
+    data, participants = self.data, self.model.participants
+    if len(data.folders) > 1 and not participants:
+        yield (f'data.dataset_dir names {len(data.folders)} folders, of several participants, and '
+               'model.participants none; set it, such as {t12: 256, t15: 512}')
+    if participants and data.feature_subset is not None:
+        yield ('data.feature_subset chooses features of one participant, and model.participants is set; set one of '
+               'them to its default')
+    if data.shares and (data.shares.keys() != participants.keys() or abs(sum(data.shares.values()) - 1) > 1e-6):
+        yield (f'data.shares = {data.shares} must add up to 1 and have a part for each of model.participants, '
+               f'{", ".join(participants) or "which is not set"}')
+    if data.shares and data.must_include_days:
+        yield (f'data.must_include_days = {data.must_include_days} counts the days of one participant; set it to '
+               'null, or data.shares to {}')
+    if not self.augment.channel_masks or self.augment.channel_mask_by == 'feature': return
+    unknown = 'an odd model.neural_dim' if self.model.neural_dim % 2 else '' # Features of an electrode are unknown
+    if any(n != self.model.neural_dim for n in participants.values()):
+        unknown = f'model.participants = {participants}'
+    if data.feature_subset is not None: unknown = 'data.feature_subset'
+    if unknown:
+        yield ('augment.channel_mask_by = electrode takes the first half of the features for threshold crossings '
+               f'and the second for power, and found {unknown}; set augment.channel_mask_by=feature')
 
-    def _audio_problems(self) -> Iterator[str]:
-        if self.audio.llm is None: return
-        for field in 'framework', 'cr_ctc', 'frozen', 'compile', 'weight_average':
-            value, default = getattr(self.train, field), TrainConfig.model_fields[field].default
-            if value != default:
-                yield (f'audio.llm is set, with which train.{field} = {value} does not work; set it to '
-                       f'{"null" if default is None else default}')
-        if self.infer.adapt:
-            yield (f'audio.llm is set, and infer.adapt = {self.infer.adapt} adapts only the logits, which it does not '
-                   'read; set one of them to null')
-        if self.infer.logits:
-            yield ('audio.llm reads the vectors of a model, and this run has infer.logits alone; set one of them to '
-                   'null')
+@patch
+def _audio_problems(self: Config) -> Iterator[str]:
+    if self.audio.llm is None: return
+    for field in 'framework', 'cr_ctc', 'frozen', 'compile', 'weight_average':
+        value, default = getattr(self.train, field), TrainConfig.model_fields[field].default
+        if value != default:
+            yield (f'audio.llm is set, with which train.{field} = {value} does not work; set it to '
+                   f'{"null" if default is None else default}')
+    if self.infer.adapt:
+        yield (f'audio.llm is set, and infer.adapt = {self.infer.adapt} adapts only the logits, which it does not '
+               'read; set one of them to null')
+    if self.infer.logits:
+        yield ('audio.llm reads the vectors of a model, and this run has infer.logits alone; set one of them to '
+               'null')
 
-# %% ../../nbs/config/04_keys.ipynb #c011
+# %% ../../nbs/config/04_keys.ipynb #c013
 def key_facts(
     cfg: Config, # Configuration whose encoder has the keys of `model`
 ) -> dict[str, tuple[Fact, ...]]: # Facts by key, `group.field`
@@ -148,7 +152,7 @@ def covers(
     "Whether a key, or its group, is among these names."
     return key in names or key.split('.')[0] in names
 
-# %% ../../nbs/config/04_keys.ipynb #c014
+# %% ../../nbs/config/04_keys.ipynb #c016
 def _describe_field(field: str, owners: dict[str, FieldInfo]) -> str:
     "Meanings of a field by encoder, and defaults that differ from the first one's."
     by_meaning = {}
@@ -190,7 +194,7 @@ def config_keys() -> dict[str, str]:
     "Every key, `group.field`, and its description."
     return {key: field.description for key, field in config_fields().items()}
 
-# %% ../../nbs/config/04_keys.ipynb #c016
+# %% ../../nbs/config/04_keys.ipynb #c018
 def near_keys(
     key: str,        # Unknown key
     keys: list[str], # Every key
@@ -212,7 +216,7 @@ def full_key(
     if ends: raise ConfigError(f'--set {key}: ambiguous, it could be {" or ".join(ends)}; also write the group')
     raise ConfigError(f'--set {key}: there is no such key{near_keys(key, keys)}')
 
-# %% ../../nbs/config/04_keys.ipynb #c019
+# %% ../../nbs/config/04_keys.ipynb #c021
 def flat_values(
     cfg: Config,
 ) -> dict[str, Any]: # Values as plain JSON types by key, `group.field`
@@ -229,7 +233,7 @@ def changed_values(
     values['model.name'] = cfg.model.name
     return {k: v for k, v in values.items() if k not in without}
 
-# %% ../../nbs/config/04_keys.ipynb #c022
+# %% ../../nbs/config/04_keys.ipynb #c024
 def differing_values(
     cfg: Config,
     base: Config, # Configuration to compare with
@@ -240,7 +244,7 @@ def differing_values(
     return {k: v for k, v in flat_values(cfg).items()
             if k not in values or values[k] != v or (has_other_model and k.startswith('model.'))}
 
-# %% ../../nbs/config/04_keys.ipynb #c025
+# %% ../../nbs/config/04_keys.ipynb #c027
 def validated(
     values: dict, # Values by group and field
 ) -> Config:
@@ -267,7 +271,7 @@ def as_set(
     "A value as `--set` takes it."
     return value if isinstance(value, str) else json.dumps(value)
 
-# %% ../../nbs/config/04_keys.ipynb #c028
+# %% ../../nbs/config/04_keys.ipynb #c030
 def merged(
     cfg: Config,  # Configuration to begin with, which is not changed
     groups: dict, # Fields by group
