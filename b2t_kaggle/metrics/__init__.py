@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c006
 class ErrorCounts(NamedTuple):
-    "Tokens of one or many hypotheses that agree with the reference or differ from it."
+    "Tokens that agree with the reference or differ from it, in one or many hypotheses."
     hits: int = 0
     substitutions: int = 0
     insertions: int = 0
@@ -39,26 +39,24 @@ class ErrorCounts(NamedTuple):
 
     @property
     def rate(self) -> float:
-        "Edits per reference token; without any reference token the number of insertions, as in jiwer."
+        "Edits per reference token; without reference tokens the number of insertions, as in jiwer."
         return self.edits/max(1, self.length)
 
 def total(counts: Iterable[ErrorCounts]) -> ErrorCounts:
-    "The sum of many counts; no counts sum to zero."
+    "The sum of counts; zero for an empty list."
     return ErrorCounts(*map(sum, zip(ErrorCounts(), *counts)))
 
-IN_SAMPLE = '(tuned on these sentences)' # Stands behind every rate that is too good for that reason
+IN_SAMPLE = '(tuned on these sentences)' # Mark after a rate that is too good for this reason
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c009
 def hundredths(
     value: float, # A rate or a difference of rates
 ) -> str:
-    "A hundred times the value, with one decimal, or two where that would read 0.0."
+    "A hundred times the value, with one decimal, or with two if that would read 0.0."
     return f'{100*value:.1f}' if not value or abs(value) >= 0.0005 else f'{100*value:.2f}'
 
-def percent(
-    rate: float,
-) -> str:
-    "A rate as it is read."
+def percent(rate: float) -> str:
+    "A rate in percent."
     return f'{hundredths(rate)} %'
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c011
@@ -74,21 +72,20 @@ def count_edits(
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c014
 def _pairs(references, hypotheses) -> list[tuple]:
-    "References and hypotheses as pairs; raises `ValueError` where they do not pair up."
+    "References and hypotheses as pairs; raises `ValueError` if they do not pair up."
     for name, x in ('references', references), ('hypotheses', hypotheses):
         if not isinstance(x, str): continue
         raise ValueError(f'{name}: found one text {x!r}, expected a list with one entry for each trial')
-    references = list(references)
-    hypotheses = list(hypotheses)
+    references, hypotheses = list(references), list(hypotheses)
     if len(references) != len(hypotheses):
         raise ValueError(f'found {len(references)} references and {len(hypotheses)} hypotheses, '
                          'expected one hypothesis for each reference')
     return list(zip(references, hypotheses))
 
-def _count_each(pairs: Iterable[tuple], to_tokens: Callable) -> list[ErrorCounts]:
+def _count_each(references, hypotheses, to_tokens: Callable) -> list[ErrorCounts]:
     "Counts of each pair after conversion to tokens; an error of the conversion names the trial."
     counts = []
-    for i, pair in enumerate(pairs):
+    for i, pair in enumerate(_pairs(references, hypotheses)):
         tokens = []
         for name, x in zip(('reference', 'hypothesis'), pair):
             try: tokens.append(to_tokens(x))
@@ -98,7 +95,6 @@ def _count_each(pairs: Iterable[tuple], to_tokens: Callable) -> list[ErrorCounts
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c016
 def _phoneme_ids(x) -> list[int]:
-    "A phoneme sequence, names or class ids, as ids."
     if isinstance(x, str): raise ValueError(f'found the text {x!r}, expected a sequence of phonemes; split it')
     x = list(x)
     return to_class_ids(x).tolist() if any(isinstance(p, str) for p in x) else [int(p) for p in x]
@@ -111,73 +107,72 @@ def _normalized(x) -> str:
 def _words(x) -> list[str]: return _normalized(x).split()
 
 def phoneme_errors(
-    references: Iterable, # One sequence of phoneme names or class ids for each trial, unpadded
-    hypotheses: Iterable, # The same
-) -> list[ErrorCounts]:   # For each trial
+    references: Iterable, # Unpadded sequences of phoneme names or class ids, one for each trial
+    hypotheses: Iterable, # Sequences of the same kind
+) -> list[ErrorCounts]:   # Counts for each trial
     "Phoneme edits of each trial; raises `ValueError` that names the trial."
-    return _count_each(_pairs(references, hypotheses), _phoneme_ids)
+    return _count_each(references, hypotheses, _phoneme_ids)
 
 def word_errors(
-    references: Iterable[str], # One text for each trial
-    hypotheses: Iterable[str], # The same
-) -> list[ErrorCounts]:        # For each trial
+    references: Iterable[str], # Texts, one for each trial
+    hypotheses: Iterable[str], # Texts of the same trials
+) -> list[ErrorCounts]:        # Counts for each trial
     "Word edits of each trial after the metric's normalisation; raises `ValueError` that names the trial."
-    return _count_each(_pairs(references, hypotheses), _words)
+    return _count_each(references, hypotheses, _words)
 
 def character_errors(
-    references: Iterable[str], # One text for each trial
-    hypotheses: Iterable[str], # The same
-) -> list[ErrorCounts]:        # For each trial
+    references: Iterable[str], # Texts, one for each trial
+    hypotheses: Iterable[str], # Texts of the same trials
+) -> list[ErrorCounts]:        # Counts for each trial
     "Character edits of each trial, spaces included, after the metric's normalisation; raises as `word_errors`."
-    return _count_each(_pairs(references, hypotheses), _normalized)
+    return _count_each(references, hypotheses, _normalized)
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c018
 def phoneme_error_rate(
-    references: Iterable, # One sequence of phoneme names or class ids for each trial, unpadded
-    hypotheses: Iterable, # The same
+    references: Iterable, # Unpadded sequences of phoneme names or class ids, one for each trial
+    hypotheses: Iterable, # Sequences of the same kind
 ) -> float:
     "PER: phoneme edits of all trials per reference phoneme; `SIL` counts as one, as in the official kit."
     return total(phoneme_errors(references, hypotheses)).rate
 
 def word_error_rate(
-    references: Iterable[str], # One text for each trial
-    hypotheses: Iterable[str], # The same
+    references: Iterable[str], # Texts, one for each trial
+    hypotheses: Iterable[str], # Texts of the same trials
 ) -> float:
     "WER: word edits of all trials per reference word, after the metric's normalisation. The competition's score."
     return total(word_errors(references, hypotheses)).rate
 
 def character_error_rate(
-    references: Iterable[str], # One text for each trial
-    hypotheses: Iterable[str], # The same
+    references: Iterable[str], # Texts, one for each trial
+    hypotheses: Iterable[str], # Texts of the same trials
 ) -> float:
     "CER: character edits of all trials per reference character, after the metric's normalisation."
     return total(character_errors(references, hypotheses)).rate
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c025
 def error_table(
-    counts: Sequence[ErrorCounts], # Of each trial
-    groups: Sequence[Hashable],    # The session (or block, corpus …) of each trial
+    counts: Sequence[ErrorCounts], # Counts of each trial
+    groups: Sequence[Hashable],    # Session (or block, corpus …) of each trial
     name: str = 'session',         # Name of the index: the kind of group
 ) -> 'pd.DataFrame':               # One row for each group in order of appearance, then `all`
     "Trials, reference length, edits and error rate by group; raises `ValueError` if the two do not pair up."
-    import pandas as pd  # Here, because whoever needs a rate alone need not wait for it
-    counts = list(counts)
-    groups = list(groups)
+    import pandas as pd  # Here, because programs that only need a rate need not wait for it
+    counts, groups = list(counts), list(groups)
     if len(counts) != len(groups):
         raise ValueError(f'found {len(counts)} trials and {len(groups)} groups, expected one {name} for each trial')
     members = {g: [] for g in groups}
     for c, g in zip(counts, groups): members[g].append(c)
     rows = []
-    for group, some in [*members.items(), ('all', counts)]:
-        t = total(some)
-        rows.append((group, len(some), t.length, t.edits, t.substitutions, t.insertions, t.deletions, t.rate))
+    for group, group_counts in [*members.items(), ('all', counts)]:
+        t = total(group_counts)
+        rows.append((group, len(group_counts), t.length, t.edits, t.substitutions, t.insertions, t.deletions, t.rate))
     columns = [name, 'trials', 'length', 'edits', 'substitutions', 'insertions', 'deletions', 'rate']
     return pd.DataFrame(rows, columns=columns).set_index(name)
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c028
 def bleu(
-    references: Iterable[str], # One text for each trial; normalised first
-    hypotheses: Iterable[str], # The same
+    references: Iterable[str], # Texts, one for each trial, which are normalised first
+    hypotheses: Iterable[str], # Texts of the same trials
 ) -> float:                    # 0 … 1
     "Corpus BLEU (Papineni et al., 2002), 4-grams, one reference each; raises `ValueError` if they do not pair up."
     def ngrams(words, n): return Counter(zip(*(words[i:] for i in range(n))))
