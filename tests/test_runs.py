@@ -126,11 +126,11 @@ import sys, time
 from pathlib import Path
 from b2t_kaggle.pipeline import execute as pipeline
 from b2t_kaggle.pipeline.run import Run
-from b2t_kaggle.pipeline.stamps import begin_stage
+from b2t_kaggle.pipeline.stamps import StageRun
 folder, beam = Path(sys.argv[1]), int(sys.argv[2])
 
 def execute(run, name):
-    stage = begin_stage(name, run.dir, run.work, run.unsaved())
+    stage = StageRun(Run(run.dir, run.work, run.unsaved(), save=False), name).begin()
     with open(folder/'seen', 'a') as f: f.write(f'{beam} {name} {stage.run.cfg.decode.beam}\\n')
     while name == 'lm' and not (folder/'go').exists(): time.sleep(.05)
     stage.finish([])
@@ -179,7 +179,7 @@ def test_a_configuration_that_comes_between(tmp_path, monkeypatch):
         overrides = run.unsaved()
         path = run.dir/'config.yaml'
         if name == edited: path.write_text(path.read_text().replace(*edits[name]))
-        stamps.begin_stage(name, run.dir, run.work, overrides).finish([])
+        StageRun(Run(run.dir, run.work, overrides, save=False), name).begin().finish([])
     monkeypatch.setattr(pipeline, 'execute', execute)
     edits = {'decode': ('beam: 7\n', 'beam: 9\n'), 'simulate': ('val: 37\n', 'val: 38\n')}
     values = {'decode.beam': 7, 'simulate.val': 37}

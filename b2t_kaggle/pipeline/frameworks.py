@@ -69,7 +69,7 @@ def infer(
         from b2t_kaggle.pytorch.inference import infer
     return infer(checkpoint, store, path, accelerator, precision, batch_size, progress, smoothing)
 
-# %% ../../nbs/pipeline/02_frameworks.ipynb #n0182828
+# %% ../../nbs/pipeline/02_frameworks.ipynb #c018
 _TENSORFLOW = '.weights.h5'
 _OTHERS = '.h5', '.keras', '.pth', '.ckpt', '.bin', '.safetensors' # What is easily mistaken for it
 _METRICS = ('val_per', 'val_loss', 'step', 'sessions', 'refit_from')
@@ -88,14 +88,14 @@ def read_model(
     weights = {k: v.numpy() for k, v in model.state_dict().items()}
     return weights, cfg, {k: facts[k] for k in _METRICS if k in facts}
 
-# %% ../../nbs/pipeline/02_frameworks.ipynb #n0190309
+# %% ../../nbs/pipeline/02_frameworks.ipynb #c019
 def _read_reference(path: str | Path, cfg: Config) -> tuple[dict[str, np.ndarray], Config, dict]:
     "As `read_model`, for a model of which another implementation saved a part; without sessions it knows no day."
     from b2t_kaggle.pytorch.checkpoint import load_reference
     cfg = with_overrides(cfg, {'data.sessions': cfg.data.sessions or []})
     return {k: v.numpy() for k, v in load_reference(path, cfg).state_dict().items()}, cfg, {}
 
-# %% ../../nbs/pipeline/02_frameworks.ipynb #n0215259
+# %% ../../nbs/pipeline/02_frameworks.ipynb #c021
 def _write_tensorflow(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> Path:
     from b2t_kaggle.tensorflow.checkpoint import save_best
     from b2t_kaggle.tensorflow.models import build_model

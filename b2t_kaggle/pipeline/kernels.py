@@ -143,7 +143,7 @@ class ForkServer:
         if not pid: raise RuntimeError('Kernel died before replying to kernel_info') # Jupyter's own words
         return ForkedProcess(int(pid))
 
-# %% ../../nbs/pipeline/04_kernels.ipynb #c102
+# %% ../../nbs/pipeline/04_kernels.ipynb #c014
 def _keep_ports(manager: 'AsyncKernelManager') -> None:
     "Choose ports for a kernel, which go to nobody else as long as its manager is there."
     from jupyter_client.connect import port_names
@@ -156,7 +156,7 @@ def _keep_ports(manager: 'AsyncKernelManager') -> None:
         bound.bind((manager.ip, 0))
         setattr(manager, name, bound.getsockname()[1])
 
-# %% ../../nbs/pipeline/04_kernels.ipynb #c014
+# %% ../../nbs/pipeline/04_kernels.ipynb #c015
 _server: ContextVar[ForkServer | None] = ContextVar('server', default=None)
 
 @contextmanager

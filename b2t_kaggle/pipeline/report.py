@@ -153,7 +153,7 @@ def timings(
             for name in stamps]
     return f'<p>{duration(sum(seconds.values()))} in all.</p>\n<div class="scroll">{table(rows)}</div>'
 
-# %% ../../nbs/pipeline/05_report.ipynb #c018b
+# %% ../../nbs/pipeline/05_report.ipynb #c020
 def gain_table(
     stamps: Mapping[str, Mapping], # Of the stages in their order
     mark: str = '', # Behind word error rates
@@ -171,7 +171,7 @@ def gain_table(
             'sentences. In parentheses: the interval that holds the difference on other sentences of the same kind in '
             f'95 of 100 cases.</p>\n<div class="scroll">{table(rows)}</div>')
 
-# %% ../../nbs/pipeline/05_report.ipynb #c020
+# %% ../../nbs/pipeline/05_report.ipynb #c023
 def differences(
     cfg: Config, # Of a run
     name: str,   # Of the preset from which it began
@@ -202,7 +202,7 @@ def configuration(
     return (f'<p>{len(rows)} values differ from the preset <code>{name}</code>.</p>\n'
             f'<div class="scroll wrap">{table(rows)}</div>')
 
-# %% ../../nbs/pipeline/05_report.ipynb #c023
+# %% ../../nbs/pipeline/05_report.ipynb #c026
 def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime('%Y-%m-%d %H:%M UTC')
 
@@ -222,7 +222,7 @@ def provenance(
     return (f'<div class="scroll">{table(listed)}</div>\n<details><summary>{len(files)} files and their hashes'
             f'</summary><div class="scroll wrap">{table(files)}</div></details>')
 
-# %% ../../nbs/pipeline/05_report.ipynb #c026
+# %% ../../nbs/pipeline/05_report.ipynb #c029
 def report_page(
     sections: Mapping[str, str], # HTML by heading; the first one may have none
     name: str,                   # Of the run

@@ -36,7 +36,7 @@ from b2t_kaggle.lm.kneser_ney import estimate_arpa
 from b2t_kaggle.pipeline.execute import execute
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import PipelineError
-from b2t_kaggle.pipeline.stamps import StageRun, _clear_leftovers
+from b2t_kaggle.pipeline.stamps import StageRun
 from b2t_kaggle.pipeline.submission import write_submission
 from b2t_kaggle.pytorch.checkpoint import save_atomic
 from b2t_kaggle.pytorch.models import build_model
@@ -220,7 +220,7 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
         assert child.stdout.readline() == b'written\n'
         def left(): return [p for p in tmp_path.rglob('.*') if '.tmp' in p.name]
         before = left()
-        _clear_leftovers(run.dir, run.work)
+        StageRun(run, 'simulate')._clear_leftovers()
         clear_leftovers(run.dir)
         assert len(before) == len(rooms) and left() == before
         child.communicate(b'\n', timeout=60)

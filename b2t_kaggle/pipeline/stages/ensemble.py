@@ -9,7 +9,7 @@ __all__ = ['Ensemble']
 from ...metrics import percent
 from .stage import LOGITS, SUBMISSION, TRIALS, Artefact, PipelineError, Result, Stage
 
-# %% ../../../nbs/pipeline/stages/07_ensemble.ipynb #c006
+# %% ../../../nbs/pipeline/stages/07_ensemble.ipynb #c005
 def _better_alone(stores, labels, spoken: list[int], per: float) -> dict[str, str]:
     "The single model with a lower error rate on val than this one, with its rate, as a figure; none without one."
     from b2t_kaggle.core.ctc import greedy
