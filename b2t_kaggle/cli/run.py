@@ -36,7 +36,7 @@ from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, plan
 from ..pipeline.stages.stage import PAGE
 from ..pipeline.stamps import StageRun, branch, stages_in_common
-from ..pipeline.sweep import Sweep, ranges_of, run_trials, split_ranges, write_sweep
+from ..pipeline.sweep import Sweep, ranges_of, split_ranges
 
 # %% ../../nbs/cli/03_run.ipynb #c005
 def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, until: str | None = None,
@@ -220,8 +220,8 @@ def _sweep_runs(run: Run, ranges: dict[str, Any], trials: int, study: str | None
     "Take trials until there are enough, then print and write what came of them."
     sweep = Sweep(run, ranges, study, startup)
     n_before = sum(t.state.is_finished() for t in sweep.study.trials)
-    is_over = not run_trials(sweep, trials)
-    table = write_sweep(sweep)
+    is_over = not sweep.run_trials(trials)
+    table = sweep.write()
     shown = dict(PER=percent, minutes='{:.1f}'.format)
     click.echo(f'\n{table.to_string(index=False, na_rep="", formatters=shown)}\n')
     if is_over: click.echo('The session is over; the same line goes on.')

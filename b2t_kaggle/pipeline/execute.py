@@ -182,9 +182,11 @@ def _at_work(run: Run) -> Iterator[bool]:
         with suppress(OSError, ValueError): # The other process has begun, or ended, just now
             theirs = load_config(values)
             ours, back = differing_values(run.cfg, theirs), differing_values(theirs, run.cfg)
-            if different := [f'{k} is {as_set(back.get(k))} there, {as_set(ours.get(k))} here' for k in sorted(ours | back)]:
+            different = [f'{k} is {as_set(back.get(k))} there, {as_set(ours.get(k))} here' for k in sorted(ours | back)]
+            if different:
                 raise PipelineError(f'{run.dir} is being worked on with other values ({e.holder}): '
-                                    f'{"; ".join(different[:4])}. Wait until that is over, or use another --name') from None
+                                    f'{"; ".join(different[:4])}. Wait until that is over, or use another '
+                                    '--name') from None
         lock.acquire()
         waits = True
     with lock:

@@ -11,10 +11,12 @@ __all__ = ['TRACKERS', 'TRIAL_VARIABLE', 'TrackedRun', 'Tracker', 'tracked_value
 import json
 import math
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -128,9 +130,11 @@ class WandbTracker(AppendingTracker):
 # %% ../../nbs/training/09_trackers.ipynb #c018
 def _mlflow_store(run: TrackedRun, environ: Mapping[str, str] = os.environ) -> str:
     "Address of MLflow's store: `MLFLOW_TRACKING_URI`, else `mlflow.db` beside the folders of the runs."
+    if uri := environ.get('MLFLOW_TRACKING_URI'): return uri
+    from sqlalchemy.engine import URL  # MLflow's; it quotes `?`, `%` and `#` in paths
     folder = run.folder.absolute()
     if folder.name == 'train': folder = folder.parent
-    return environ.get('MLFLOW_TRACKING_URI') or f'sqlite:///{folder.parent/"mlflow.db"}'
+    return URL.create('sqlite', database=str(folder.parent/'mlflow.db')).render_as_string()
 
 class MLflowTracker(AppendingTracker):
     "A run of MLflow."
@@ -238,14 +242,39 @@ def import_optuna():
     return optuna
 
 def open_storage(
-    place: str, # URL of a database (`sqlite:///…`, `mysql://…`), or a file
+    place: str, # URL of a database (`mysql://…`), or a file: a database of SQLite if its name ends in .db
 ):
-    "Storage for Optuna: a URL as it is; a file as a journal, which machines may share over a network."
-    if '://' in place: return place
-    import_optuna()
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-    return JournalStorage(JournalFileBackend(str(Path(place).absolute())))
+    "Optuna's storage at a place. Other files are journals, which machines may share over a network."
+    optuna = import_optuna()
+    if '://' in place: return optuna.storages.RDBStorage(place)
+    path = str(Path(place).absolute())
+    if path.endswith('.db'): # A path as an address would have to be quoted
+        from sqlalchemy.pool import QueuePool
+        connect = partial(sqlite3.connect, path, check_same_thread=False)
+        return optuna.storages.RDBStorage('sqlite://', dict(creator=connect, poolclass=QueuePool))
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+    class Lock(JournalFileSymlinkLock):
+        def acquire(self):
+            is_taken = super().acquire()
+            _cut_torn_line(path) # Otherwise the next line would be joined to it
+            return is_taken
+
+    return optuna.storages.JournalStorage(JournalFileBackend(path, Lock(path)))
+
+def _cut_torn_line(path: str) -> None:
+    "Cut off the end of a file after its last line break: a line that a killed machine or a full disk left."
+    with open(path, 'r+b') as f:
+        end = size = f.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65536)
+            f.seek(start)
+            if (at := f.read(end - start).rfind(b'\n')) >= 0:
+                end = start + at + 1
+                break
+            end = start
+        if end < size: f.truncate(end)
+
 
 # %% ../../nbs/training/09_trackers.ipynb #c033
 TRIAL_VARIABLE = 'B2T_TRIAL' # Arguments of `PruningCallback` as JSON
@@ -253,33 +282,38 @@ TRIAL_VARIABLE = 'B2T_TRIAL' # Arguments of `PruningCallback` as JSON
 class PruningCallback:
     "Callback of a training that is a sweep point: reports the PER of each validation to Optuna, and says when to stop."
     def __init__(self,
-        storage: str, # As in `open_storage`
+        storage: str, # Place as for `open_storage`
         study: str,   # Name of the study
-        number: int,  # Of the sweep point
+        number: int,  # Number of the sweep point
         startup: int, # Sweep points that have to be done before any is pruned
     ):
+        self.storage, self.name, self.number, self.startup = storage, study, number, startup
+
+    @cached_property
+    def study(self):
+        "Optuna's study."
         optuna = import_optuna()
         # Samples nothing, but a study without a sampler would have the one that looks at all trials
         sampler = optuna.samplers.RandomSampler()
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=startup)
-        self.study = optuna.load_study(study_name=study, storage=open_storage(storage), sampler=sampler, pruner=pruner)
-        self.number = number
-        self.trial = optuna.trial.Trial(self.study, self.study.trials[number]._trial_id)
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=self.startup)
+        storage = open_storage(self.storage)
+        return optuna.load_study(study_name=self.name, storage=storage, sampler=sampler, pruner=pruner)
 
     def __call__(self, step: int, per: float) -> bool:
         """Whether the sweep point is pruned, which the study records. A step that is taken again is reported once.
 
-        Where the study cannot be reached, the training goes on, and a line says so."""
-        try: return self._ask(step, per)
-        except Exception as e: # Of any database
-            print(f'Optuna was not told of batch {step}, the training goes on: {e}')
+        If the study cannot be reached, a line says so and the training continues."""
+        try:
+            point = self.study.trials[self.number]
+            trial = import_optuna().trial.Trial(self.study, point._trial_id)
+            if step not in point.intermediate_values: trial.report(per, step)
+            if not trial.should_prune(): return False
+            trial.set_user_attr('pruned', step)
+            return True
+        except Exception as e: # Raised by any database
+            reason = (str(e).strip() or repr(e)).splitlines()[0]
+            print(f'Optuna did not get the PER of batch {step}, the training continues: {reason}')
             return False
-
-    def _ask(self, step: int, per: float) -> bool:
-        if step not in self.study.trials[self.number].intermediate_values: self.trial.report(per, step)
-        if not self.trial.should_prune(): return False
-        self.trial.set_user_attr('pruned', step)
-        return True
 
 def callback_from_env(
     environ: Mapping[str, str] = os.environ, # Environment variables
