@@ -6,7 +6,7 @@
 __all__ = ['WEIGHTS', 'search_tuning', 'confidence_path', 'known_calibration', 'is_kept', 'open_decoder', 'calibrate_lists',
            'with_words', 'write_words']
 
-# %% ../../nbs/pipeline/09_decoder.ipynb #c003
+# %% ../../nbs/pipeline/09_decoder.ipynb #c002
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING: # Each takes its time to import
     from b2t_kaggle.decoding.nbest import Hypothesis
     from b2t_kaggle.logits import LogitStore
 
-# %% ../../nbs/pipeline/09_decoder.ipynb #c063
+# %% ../../nbs/pipeline/09_decoder.ipynb #c005
 WEIGHTS = 'decode_weights.json' # The file in a run's folder with tuned weights of the search
 
 def search_tuning(
@@ -103,7 +103,7 @@ def open_decoder(
     if 'fusion' not in changes: options['fusion'] = _fusion(run)
     return LexiconBeamDecoder(lexicon, load_ngram(run.lm_path), **options | changes)
 
-# %% ../../nbs/pipeline/09_decoder.ipynb #n0099229
+# %% ../../nbs/pipeline/09_decoder.ipynb #c009
 def calibrate_lists(
     run: Run,
     stage: str,                            # That made the lists

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastcore.basics import patch
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
@@ -28,7 +29,8 @@ from ..core.messages import did_you_mean
 from ..core.reading import parse_json, read_text
 from ..metrics import IN_SAMPLE
 from .stages import STAGES, PipelineError, list_stage, needs_of, plan
-from ..training.checkpoint_paths import BEST, REFIT, checkpoint_for
+from ..training.checkpoint_paths import BEST, REFIT
+from ..training.checkpoint_paths import checkpoint_for as checkpoint_at
 
 if TYPE_CHECKING:
     from b2t_kaggle.data.store import TrialStore
@@ -170,61 +172,70 @@ class Run:
                     files={label: mark for label, *mark in self.marks(stage)}, version=b2t_kaggle.__version__,
                     stages={n: self.key(n) for n in self.needs(stage)})
 
-    @property
-    def data_dir(self) -> Path:
-        "Folder of the sessions: the configured one, the first of several, or the simulated one."
-        return next(iter(self.cfg.data.folders), self.work/f'simulated-{self.fingerprint("simulate")}')
+# %% ../../nbs/pipeline/07_run.ipynb #c016
+@patch(as_prop=True)
+def data_dir(self: Run) -> Path:
+    "Folder of the sessions: the configured one, the first of several, or the simulated one."
+    return next(iter(self.cfg.data.folders), self.work/f'simulated-{self.fingerprint("simulate")}')
 
-    @property
-    def packed_dir(self) -> Path:
-        "Folder of the packed stores `train.arrow`, `val.arrow`, `test.arrow`."
-        return self.work/f'packed-{self.fingerprint("pack")}'
+@patch(as_prop=True)
+def packed_dir(self: Run) -> Path:
+    "Folder of the packed stores `train.arrow`, `val.arrow`, `test.arrow`."
+    return self.work/f'packed-{self.fingerprint("pack")}'
 
-    def trials(self, split: str) -> 'TrialStore':
-        "Packed trials of a split."
-        from b2t_kaggle.data.store import TrialStore
-        return TrialStore.open(self.packed_dir/f'{split}.arrow')
+@patch
+def trials(self: Run, split: str) -> 'TrialStore':
+    "Packed trials of a split."
+    from b2t_kaggle.data.store import TrialStore
+    return TrialStore.open(self.packed_dir/f'{split}.arrow')
 
-    def checkpoint_for(self, split: str) -> Path:
-        "Model of a split: for test the refitted model, which has seen val, if there is one."
-        refit = self.dir/'train'/REFIT
-        if split == 'test' and self.cfg.train.refit and not self.cfg.infer.checkpoint and refit.exists(): return refit
-        return checkpoint_for(self.checkpoint, split)
+@patch
+def checkpoint_for(self: Run, split: str) -> Path:
+    "Model of a split: for test the refitted model, which has seen val, if there is one."
+    refit = self.dir/'train'/REFIT
+    if split == 'test' and self.cfg.train.refit and not self.cfg.infer.checkpoint and refit.exists(): return refit
+    return checkpoint_at(self.checkpoint, split)
 
-    def logits(self, split: str) -> Path:
-        "LogitStore that is decoded: the model's, or the one that the stage `ensemble` made."
-        return self.dir/('ensemble' if self.cfg.infer.logits else 'logits')/f'{split}.arrow'
+@patch
+def logits(self: Run, split: str) -> Path:
+    "LogitStore that is decoded: the model's, or the one that the stage `ensemble` made."
+    return self.dir/('ensemble' if self.cfg.infer.logits else 'logits')/f'{split}.arrow'
 
-    def log_probs(self, split: str) -> 'LogitStore':
-        "Log-probabilities that are decoded."
-        from b2t_kaggle.logits import LogitStore
-        return LogitStore.open(self.logits(split))
+@patch
+def log_probs(self: Run, split: str) -> 'LogitStore':
+    "Log-probabilities that are decoded."
+    from b2t_kaggle.logits import LogitStore
+    return LogitStore.open(self.logits(split))
 
-    @property
-    def splits(self) -> list[str]:
-        "The splits, `val` and `test`, that have log-probabilities."
-        return [split for split in ('val', 'test') if self.logits(split).exists()]
+@patch(as_prop=True)
+def splits(self: Run) -> list[str]:
+    "The splits, `val` and `test`, that have log-probabilities."
+    return [split for split in ('val', 'test') if self.logits(split).exists()]
 
-    def hypotheses(self, split: str, stage: str | None = None) -> Path:
-        "File with a stage's n-best lists in the format that all systems share (`rescoring.hypotheses`)."
-        return self.dir/'hypotheses'/f'{stage or list_stage(self.cfg)}_{split}.jsonl'
+@patch
+def hypotheses(self: Run, split: str, stage: str | None = None) -> Path:
+    "File with a stage's n-best lists in the format that all systems share (`rescoring.hypotheses`)."
+    return self.dir/'hypotheses'/f'{stage or list_stage(self.cfg)}_{split}.jsonl'
 
-    def nbest_path(self, split: str, stage: str | None = None) -> Path:
-        "File with a stage's n-best lists."
-        return self.dir/f'{STAGES[stage or list_stage(self.cfg)].writes.file}_{split}.jsonl'
+@patch
+def nbest_path(self: Run, split: str, stage: str | None = None) -> Path:
+    "File with a stage's n-best lists."
+    return self.dir/f'{STAGES[stage or list_stage(self.cfg)].writes.file}_{split}.jsonl'
 
-    def nbest(self, split: str, stage: str | None = None) -> list[list]:
-        "N-best lists, by default those of the submission. Raises `PipelineError` without log-probabilities of a split."
-        if split not in self.splits:
-            raise PipelineError(f'{self.dir}: no log-probabilities of {split}; give a LogitStore of it to infer.logits')
-        from b2t_kaggle.decoding.nbest import read_nbest
-        return read_nbest(self.nbest_path(split, stage))
+@patch
+def nbest(self: Run, split: str, stage: str | None = None) -> list[list]:
+    "N-best lists, by default those of the submission. Raises `PipelineError` without log-probabilities of a split."
+    if split not in self.splits:
+        raise PipelineError(f'{self.dir}: no log-probabilities of {split}; give a LogitStore of it to infer.logits')
+    from b2t_kaggle.decoding.nbest import read_nbest
+    return read_nbest(self.nbest_path(split, stage))
 
-    def lists_for(self, stage: str) -> dict[str, list[list]]:
-        "Last n-best lists that are made before a stage, by split."
-        return {split: self.nbest(split, list_stage(self.cfg, before=stage)) for split in self.splits}
+@patch
+def lists_for(self: Run, stage: str) -> dict[str, list[list]]:
+    "Last n-best lists that are made before a stage, by split."
+    return {split: self.nbest(split, list_stage(self.cfg, before=stage)) for split in self.splits}
 
-# %% ../../nbs/pipeline/07_run.ipynb #c019
+# %% ../../nbs/pipeline/07_run.ipynb #c021
 def find_source(
     source: str | Path, # File, folder of a run, or name of a run
     out: str | Path,    # Folder of the runs
@@ -254,7 +265,7 @@ def logit_files(
     verb = 'decode' if is_ensemble else 'infer'
     raise PipelineError(f'{folder} has no log-probabilities yet; `b2t {verb}` on this run makes them')
 
-# %% ../../nbs/pipeline/07_run.ipynb #c022
+# %% ../../nbs/pipeline/07_run.ipynb #c024
 def hypothesis_files(
     member: str | Path, # File of hypotheses, folder of a run, or name of a run
     out: str | Path,    # Folder of the runs

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fastcore.basics import patch
 from pydantic import NonNegativeInt
 from typing_extensions import Required, TypedDict
 
@@ -143,103 +144,114 @@ class StageRun:
                              'The results of the stages before it are kept; wait until the file is complete, and run '
                              'the same line again')
 
-    def begin(self) -> 'StageRun':
-        """Check the stages that it needs, and clear away what another configuration left.
+# %% ../../nbs/pipeline/08_stamps.ipynb #c012
+@patch
+def begin(self: StageRun) -> StageRun:
+    """Check the stages that it needs, and clear away what another configuration left.
 
-        Raises `PipelineError` if one of them is not done, or if another process executes the stage."""
-        for need in self.needs:
-            if (status := need.status()) in ('done', 'stopped early'): continue
-            raise PipelineError(f'stage {self.name} needs stage {need.name}, which is not done ({status}); run '
-                                f'`b2t {need.name}` on this run first')
-        self.stamp_path.parent.mkdir(parents=True, exist_ok=True)
-        self._running = Lock(self.stamp_path.with_suffix('.running'), f'stage {self.name} of {self.home}')
-        try: self._running.acquire(20) # A kernel whose run was killed lives for another second
-        except LockedError as e:
-            raise PipelineError(f'stage {self.name} is being executed by another process on {self.home} ({e.holder}); '
-                                'wait for it, or use another --name') from None
-        stamp, fingerprint = self.stamp, self.run.fingerprint(self.name)
-        self.key = self.run.key(self.name)
-        if stamp and stamp['key'] != self.key: self._remove_results(fingerprint)
-        changed = self._changed_outputs()
-        for path in changed:
-            if path.is_file() and not STAGES[self.name].continues: path.unlink() # A trainer verifies its own files
-        if changed or stamp.get('finished') is not False: self._forget_pending()
-        self.version = short_hash([self.key, {n.name: n.id for n in self.needs}])
-        self._clear_leftovers()
-        self.before, self.started = self.inputs(), time.time()
-        if not STAGES[self.name].shared: self.run.save() # Otherwise when done: bad sessions leave the run as it was
-        write_json(dict(key=self.key, fingerprint=fingerprint), self.stamp_path)
-        return self
+    Raises `PipelineError` if one of them is not done, or if another process executes the stage."""
+    for need in self.needs:
+        if (status := need.status()) in ('done', 'stopped early'): continue
+        raise PipelineError(f'stage {self.name} needs stage {need.name}, which is not done ({status}); run '
+                            f'`b2t {need.name}` on this run first')
+    self.stamp_path.parent.mkdir(parents=True, exist_ok=True)
+    self._running = Lock(self.stamp_path.with_suffix('.running'), f'stage {self.name} of {self.home}')
+    try: self._running.acquire(20) # A kernel whose run was killed lives for another second
+    except LockedError as e:
+        raise PipelineError(f'stage {self.name} is being executed by another process on {self.home} ({e.holder}); '
+                            'wait for it, or use another --name') from None
+    stamp, fingerprint = self.stamp, self.run.fingerprint(self.name)
+    self.key = self.run.key(self.name)
+    if stamp and stamp['key'] != self.key: self._remove_results(fingerprint)
+    changed = self._changed_outputs()
+    for path in changed:
+        if path.is_file() and not STAGES[self.name].continues: path.unlink() # A trainer verifies its own files
+    if changed or stamp.get('finished') is not False: self._forget_pending()
+    self.version = short_hash([self.key, {n.name: n.id for n in self.needs}])
+    self._clear_leftovers()
+    self.before, self.started = self.inputs(), time.time()
+    if not STAGES[self.name].shared: self.run.save() # Otherwise when done: bad sessions leave the run as it was
+    write_json(dict(key=self.key, fingerprint=fingerprint), self.stamp_path)
+    return self
 
-    def _remove_results(self, fingerprint: str = '') -> None:
-        "Remove the outputs. A model is set aside instead, and one that was set aside under a fingerprint comes back."
-        stamp, folder = self.stamp, self.home/self.name
-        if not STAGES[self.name].continues:
-            for p in stamp.get('outputs', {}): (self.home/p).unlink(missing_ok=True)
-        elif stamp.get('fingerprint') != fingerprint:
-            aside = f'{folder.name}-{stamp.get("fingerprint", "unknown")}'
-            numbered = (folder.with_name(f'{aside}.{i}' if i else aside) for i in itertools.count())
-            if folder.exists(): folder.rename(next(p for p in numbered if not p.exists()))
-            earlier = folder.with_name(f'{folder.name}-{fingerprint}')
-            if earlier.exists(): earlier.rename(folder)
+@patch
+def _remove_results(self: StageRun, fingerprint: str = '') -> None:
+    "Remove the outputs. A model is set aside instead, and one that was set aside under a fingerprint comes back."
+    stamp, folder = self.stamp, self.home/self.name
+    if not STAGES[self.name].continues:
+        for p in stamp.get('outputs', {}): (self.home/p).unlink(missing_ok=True)
+    elif stamp.get('fingerprint') != fingerprint:
+        aside = f'{folder.name}-{stamp.get("fingerprint", "unknown")}'
+        numbered = (folder.with_name(f'{aside}.{i}' if i else aside) for i in itertools.count())
+        if folder.exists(): folder.rename(next(p for p in numbered if not p.exists()))
+        earlier = folder.with_name(f'{folder.name}-{fingerprint}')
+        if earlier.exists(): earlier.rename(folder)
 
-    def _forget_pending(self) -> None:
-        for path in self.stamp_path.parent.glob(f'{self.name}-*.left'): path.unlink()
+@patch
+def _forget_pending(self: StageRun) -> None:
+    for path in self.stamp_path.parent.glob(f'{self.name}-*.left'): path.unlink()
 
-    def _clear_leftovers(self) -> None:
-        "Remove temporary files that killed processes left: of the run, of what it shares, and in the user's cache."
-        work = self.run.work
-        for folder in (self.run.dir, work/'stages', *work.glob('simulated-*'), *work.glob('packed-*')):
-            clear_leftovers(folder, within=True)
-        for folder in user_cache('').glob('*/'): clear_leftovers(folder) # Whole environments are there as well
+@patch
+def _clear_leftovers(self: StageRun) -> None:
+    "Remove temporary files that killed processes left: of the run, of what it shares, and in the user's cache."
+    work = self.run.work
+    for folder in (self.run.dir, work/'stages', *work.glob('simulated-*'), *work.glob('packed-*')):
+        clear_leftovers(folder, within=True)
+    for folder in user_cache('').glob('*/'): clear_leftovers(folder) # Whole environments are there as well
 
-    def discard(self) -> None:
-        "Forget that the stage was done, so that it begins again; also a training that began with it."
-        self._remove_results()
-        self._forget_pending()
-        self.stamp_path.unlink(missing_ok=True)
-        for name in plan(self.run.cfg) if STAGES[self.name].continues else ():
-            if STAGES[name].continues and self.name in self.run.needs(name): type(self)(self.run, name).discard()
+@patch
+def finish(self: StageRun,
+    outputs: Iterable[Path],     # Files that the stage wrote
+    metrics: dict | None = None, # Figures for the report and the closing table
+    finished: bool = True,       # False if it stopped early, so that the next run continues it
+) -> None:
+    "Stamp the stage. Raises `PipelineError` if a file changed that it read."
+    self.checkpoint(outputs, metrics, finished)
+    self.run.save()
+    self._running.release()
 
-    def save_pending(self, split: str, trials: Iterable[int]) -> None:
-        "Note which trials of a split are left when the stage has to stop, for the execution that continues it."
-        pending = dict(version=self.version, trials=list(trials))
-        write_json(pending, self.stamp_path.parent/f'{self.name}-{split}.left')
+@patch
+def checkpoint(self: StageRun, outputs: Iterable[Path], metrics: dict | None = None, finished: bool = False) -> None:
+    """Stamp the stage as one that stopped early, while it continues: if it is killed, the next run resumes it.
 
-    def pending_trials(self, split: str) -> list[int] | None:
-        "Trials of a split that an execution on the same inputs left when it had to stop; None without one."
-        pending = read_json(self.stamp_path.parent/f'{self.name}-{split}.left', _Pending)
-        return pending['trials'] if pending.get('version') == self.version else None
+    Raises `PipelineError` if a file changed that it read."""
+    outputs = list(outputs)
+    if gone := [p for p in outputs if not p.is_file()]:
+        raise PipelineError(f'stage {self.name}: {gone[0]} is gone before it could be stamped; make sure that no '
+                            f'one removes it, and do the stage again with `b2t {self.name} --force {self.name}`')
+    marks = {os.path.relpath(p, self.home): mark for p, mark in content_fingerprints(outputs).items()}
+    if foreign := [p for p in marks if p.startswith('..')]:
+        raise PipelineError(f'stage {self.name}: {foreign[0]} is not in {self.home}; a stage stamps only the files '
+                            'that it wrote there')
+    if changed := self.changed_input(self.before): raise self.change_error(changed)
+    write_json(dict(key=self.key, fingerprint=self.run.fingerprint(self.name), finished=finished,
+                    seconds=round(time.time() - self.started, 1), made=time.time(), outputs=marks,
+                    needs={n.name: n.id for n in self.needs}, metrics=metrics or {},
+                    inputs=self.run.inputs(self.name)), self.stamp_path)
 
-    def finish(self,
-        outputs: Iterable[Path],     # Files that the stage wrote
-        metrics: dict | None = None, # Figures for the report and the closing table
-        finished: bool = True,       # False if it stopped early, so that the next run continues it
-    ) -> None:
-        "Stamp the stage. Raises `PipelineError` if a file changed that it read."
-        self.checkpoint(outputs, metrics, finished)
-        self.run.save()
-        self._running.release()
+# %% ../../nbs/pipeline/08_stamps.ipynb #c014
+@patch
+def discard(self: StageRun) -> None:
+    "Forget that the stage was done, so that it begins again; also a training that began with it."
+    self._remove_results()
+    self._forget_pending()
+    self.stamp_path.unlink(missing_ok=True)
+    for name in plan(self.run.cfg) if STAGES[self.name].continues else ():
+        if STAGES[name].continues and self.name in self.run.needs(name): type(self)(self.run, name).discard()
 
-    def checkpoint(self, outputs: Iterable[Path], metrics: dict | None = None, finished: bool = False) -> None:
-        """Stamp the stage as one that stopped early, while it continues: if it is killed, the next run resumes it.
+@patch
+def save_pending(self: StageRun, split: str, trials: Iterable[int]) -> None:
+    "Note which trials of a split are left when the stage has to stop, for the execution that continues it."
+    pending = dict(version=self.version, trials=list(trials))
+    write_json(pending, self.stamp_path.parent/f'{self.name}-{split}.left')
 
-        Raises `PipelineError` if a file changed that it read."""
-        outputs = list(outputs)
-        if gone := [p for p in outputs if not p.is_file()]:
-            raise PipelineError(f'stage {self.name}: {gone[0]} is gone before it could be stamped; make sure that no '
-                                f'one removes it, and do the stage again with `b2t {self.name} --force {self.name}`')
-        marks = {os.path.relpath(p, self.home): mark for p, mark in content_fingerprints(outputs).items()}
-        if foreign := [p for p in marks if p.startswith('..')]:
-            raise PipelineError(f'stage {self.name}: {foreign[0]} is not in {self.home}; a stage stamps only the files '
-                                'that it wrote there')
-        if changed := self.changed_input(self.before): raise self.change_error(changed)
-        write_json(dict(key=self.key, fingerprint=self.run.fingerprint(self.name), finished=finished,
-                        seconds=round(time.time() - self.started, 1), made=time.time(), outputs=marks,
-                        needs={n.name: n.id for n in self.needs}, metrics=metrics or {},
-                        inputs=self.run.inputs(self.name)), self.stamp_path)
+@patch
+def pending_trials(self: StageRun, split: str) -> list[int] | None:
+    "Trials of a split that an execution on the same inputs left when it had to stop; None without one."
+    pending = read_json(self.stamp_path.parent/f'{self.name}-{split}.left', _Pending)
+    return pending['trials'] if pending.get('version') == self.version else None
 
-# %% ../../nbs/pipeline/08_stamps.ipynb #c026
+# %% ../../nbs/pipeline/08_stamps.ipynb #c029
 def _share(source: Path, target: Path) -> None:
     "Link a file under another name; copy it if the disk has no links."
     if target.exists(): return
@@ -272,7 +284,7 @@ def branch(run: Run, other: Run, done: Iterable[str]) -> None:
         for f in files:
             if f.exists(): _share(f, run.dir/f.relative_to(other.dir))
 
-# %% ../../nbs/pipeline/08_stamps.ipynb #c029
+# %% ../../nbs/pipeline/08_stamps.ipynb #c032
 def run_stage(
     name: str,                     # Stage
     run_dir: str | Path,           # The run's folder

@@ -116,74 +116,80 @@ class Sweep:
             raise ConfigError(f'the study {self.run.dir.name} was begun with other values: {reasons}. Restore them, or '
                               'give the sweep another --name')
 
-    def run_trials(self,
-        n: int, # Points of the study, including those of earlier calls and of other machines
-    ) -> bool:
-        """Continue the points that a process left here, and take new ones; returns whether all came to an end.
+# %% ../../nbs/pipeline/12_sweep.ipynb #c012
+@patch
+def run_trials(
+    self: Sweep,
+    n: int, # Points of the study, including those of earlier calls and of other machines
+) -> bool:
+    """Continue the points that a process left here, and take new ones; returns whether all came to an end.
 
-        Otherwise the time was up before. Raises `PipelineError`, `DeviceError`."""
-        hours = time_limit_hours(self.run.cfg.session.hours, detect().kind)
-        with time_limit(hours), _named_errors(self.storage): # One limit for all points
-            left = [t.number for t in self.study.trials if not t.state.is_finished() and self.folder(t.number).is_dir()]
-            for number in left:
-                if not self._do(number): return False
-            while len(self.study.trials) < n:
-                if not self._do(self.study.ask().number): return False
-        return True
+    Otherwise the time was up before. Raises `PipelineError`, `DeviceError`."""
+    hours = time_limit_hours(self.run.cfg.session.hours, detect().kind)
+    with time_limit(hours), _named_errors(self.storage): # One limit for all points
+        left = [t.number for t in self.study.trials if not t.state.is_finished() and self.folder(t.number).is_dir()]
+        for number in left:
+            if not self._do(number): return False
+        while len(self.study.trials) < n:
+            if not self._do(self.study.ask().number): return False
+    return True
 
-    def _do(self, number: int) -> bool:
-        "Do a point, unless another process does; returns False if the time is up."
-        folder = self.folder(number)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = Lock(folder/'sweep.lock', f'trial {number} of {folder}')
-        try: lock.acquire(0)
-        except LockedError: return True
-        with lock:
-            if self.study.trials[number].state.is_finished(): return True
-            result = self._finish(number)
-            values = _as_text(self.study.trials[number].params)
-            print(f'{folder.name}: {result or "not done yet"} ({values})', flush=True)
-            return bool(result)
+@patch
+def _do(self: Sweep, number: int) -> bool:
+    "Do a point, unless another process does; returns False if the time is up."
+    folder = self.folder(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = Lock(folder/'sweep.lock', f'trial {number} of {folder}')
+    try: lock.acquire(0)
+    except LockedError: return True
+    with lock:
+        if self.study.trials[number].state.is_finished(): return True
+        result = self._finish(number)
+        values = _as_text(self.study.trials[number].params)
+        print(f'{folder.name}: {result or "not done yet"} ({values})', flush=True)
+        return bool(result)
 
-    def _values(self, number: int) -> dict[str, Any]:
-        "Optuna's proposal for a point; the same again for one that has its values."
-        self.study.sampler = self.optuna.samplers.TPESampler(seed=number)
-        trial = self.optuna.trial.Trial(self.study, self.study.trials[number]._trial_id)
-        return {key: trial._suggest(key, d) for key, d in self.ranges.items()}
+@patch
+def _values(self: Sweep, number: int) -> dict[str, Any]:
+    "Optuna's proposal for a point; the same again for one that has its values."
+    self.study.sampler = self.optuna.samplers.TPESampler(seed=number)
+    trial = self.optuna.trial.Trial(self.study, self.study.trials[number]._trial_id)
+    return {key: trial._suggest(key, d) for key, d in self.ranges.items()}
 
-    def _finish(self, number: int) -> str:
-        "Do the rest of a point, and tell Optuna its result, which is returned; empty if the time was up before."
-        states = self.optuna.trial.TrialState
-        def failed(e: Exception) -> str:
-            self.study.tell(number, state=states.FAIL)
-            return f'failed: {e}'
-        def pruned() -> int | None: return self.study.trials[number].user_attrs.get('pruned')
-        values = self._values(number)
-        try: cfg = with_overrides(self.run.cfg, values)
-        except ConfigError as e: return failed(e) # Between the points that were checked
-        print(f'{self.folder(number).name} begins or continues with {_as_text(values)}', flush=True)
-        run = Run(self.folder(number), self.run.work, None, cfg, self.run.origin)
-        try:
-            if pruned() is None: # Otherwise a process pruned it that was killed before it could say so
-                os.environ[TRIAL_VARIABLE] = json.dumps(dict(storage=self.storage, study=self.study.study_name,
-                                                             number=number, startup=self.startup))
-                try: rows = run_stages(run, 'train')
-                finally: del os.environ[TRIAL_VARIABLE]
-                if len(rows) < len(plan(cfg, 'train')): return ''
-        except PipelineError as e:
-            if StageRun(run, 'pack').status() != 'done': raise # Before training: other points would end there as well
-            return failed(e)
-        if (batches := pruned()) is not None:
-            self.study.tell(number, state=states.PRUNED)
-            return f'pruned after {batches} batches'
-        stamp = StageRun(run, 'train').stamp
-        per = stamp['metrics'].get('PER')
-        if per is None: raise PipelineError('the sessions have no trials of val, whose PER a sweep compares')
-        if not stamp['finished']: return ''
-        self.study.tell(number, per)
-        return f'PER {percent(per)}'
+@patch
+def _finish(self: Sweep, number: int) -> str:
+    "Do the rest of a point, and tell Optuna its result, which is returned; empty if the time was up before."
+    states = self.optuna.trial.TrialState
+    def failed(e: Exception) -> str:
+        self.study.tell(number, state=states.FAIL)
+        return f'failed: {e}'
+    def pruned() -> int | None: return self.study.trials[number].user_attrs.get('pruned')
+    values = self._values(number)
+    try: cfg = with_overrides(self.run.cfg, values)
+    except ConfigError as e: return failed(e) # Between the points that were checked
+    print(f'{self.folder(number).name} begins or continues with {_as_text(values)}', flush=True)
+    run = Run(self.folder(number), self.run.work, None, cfg, self.run.origin)
+    try:
+        if pruned() is None: # Otherwise a process pruned it that was killed before it could say so
+            os.environ[TRIAL_VARIABLE] = json.dumps(dict(storage=self.storage, study=self.study.study_name,
+                                                         number=number, startup=self.startup))
+            try: rows = run_stages(run, 'train')
+            finally: del os.environ[TRIAL_VARIABLE]
+            if len(rows) < len(plan(cfg, 'train')): return ''
+    except PipelineError as e:
+        if StageRun(run, 'pack').status() != 'done': raise # Before training: other points would end there as well
+        return failed(e)
+    if (batches := pruned()) is not None:
+        self.study.tell(number, state=states.PRUNED)
+        return f'pruned after {batches} batches'
+    stamp = StageRun(run, 'train').stamp
+    per = stamp['metrics'].get('PER')
+    if per is None: raise PipelineError('the sessions have no trials of val, whose PER a sweep compares')
+    if not stamp['finished']: return ''
+    self.study.tell(number, per)
+    return f'PER {percent(per)}'
 
-# %% ../../nbs/pipeline/12_sweep.ipynb #c014
+# %% ../../nbs/pipeline/12_sweep.ipynb #c017
 _NUMBER = r'[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?'
 _RANGE = re.compile(rf'({_NUMBER}):({_NUMBER})(:log)?')
 
@@ -248,7 +254,7 @@ def ranges_of(
         return int in types and float not in types
     return {key: parse_range(text, is_whole(key)) for key, text in ranges.items()}
 
-# %% ../../nbs/pipeline/12_sweep.ipynb #c019
+# %% ../../nbs/pipeline/12_sweep.ipynb #c022
 def plot_sweep(sweep: Sweep):
     "Draw the PER against each value, as Optuna does; returns the figure."
     import warnings
