@@ -66,6 +66,7 @@ def _sample_points(ranges: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     corners = itertools.product(*samples.values())
     yield from (dict(zip(samples, values)) for values in itertools.islice(corners, _MOST_CORNERS))
 
+# %% ../../nbs/pipeline/12_sweep.ipynb #c007
 class Sweep:
     "A study of Optuna, whose points are runs beside a common one."
     def __init__(self,
@@ -116,7 +117,7 @@ class Sweep:
             raise ConfigError(f'the study {self.run.dir.name} was begun with other values: {reasons}. Restore them, or '
                               'give the sweep another --name')
 
-# %% ../../nbs/pipeline/12_sweep.ipynb #c012
+# %% ../../nbs/pipeline/12_sweep.ipynb #c014
 @patch
 def run_trials(
     self: Sweep,
@@ -189,7 +190,7 @@ def _finish(self: Sweep, number: int) -> str:
     self.study.tell(number, per)
     return f'PER {percent(per)}'
 
-# %% ../../nbs/pipeline/12_sweep.ipynb #c017
+# %% ../../nbs/pipeline/12_sweep.ipynb #c019
 _NUMBER = r'[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?'
 _RANGE = re.compile(rf'({_NUMBER}):({_NUMBER})(:log)?')
 
@@ -254,7 +255,7 @@ def ranges_of(
         return int in types and float not in types
     return {key: parse_range(text, is_whole(key)) for key, text in ranges.items()}
 
-# %% ../../nbs/pipeline/12_sweep.ipynb #c022
+# %% ../../nbs/pipeline/12_sweep.ipynb #c024
 def plot_sweep(sweep: Sweep):
     "Draw the PER against each value, as Optuna does; returns the figure."
     import warnings
