@@ -21,7 +21,7 @@ __all__ = [
     'Config', 'load_config', 'preset', 'simulate_dataset', 'TrialStore', 'train', 'infer', 'LogitStore',
     'normalize_sentence', 'sentence_to_phonemes', 'build_lexicon', 'build_ngram', 'load_ngram', 'NGram',
     'LexiconBeamDecoder', 'Hypothesis', 'Stream', 'combine', 'word_error_rate', 'phoneme_error_rate',
-    'write_submission', 'validate_submission',
+    'write_submission', 'validate_submission', 'open_run', 'listen',
 ]
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -38,6 +38,7 @@ _NAMES = {
     'logits': ('LogitStore',),
     'metrics': ('phoneme_error_rate', 'word_error_rate'),
     'phonemes': ('build_lexicon', 'normalize_sentence', 'sentence_to_phonemes'),
+    'pipeline.explore': ('listen', 'open_run'),
     'pipeline.frameworks': ('infer', 'train'),
     'pipeline.submission': ('validate_submission', 'write_submission'),
     'rescoring.combine': ('combine',),
@@ -55,6 +56,7 @@ if _TYPE_CHECKING:
     from b2t_kaggle.logits import LogitStore
     from b2t_kaggle.metrics import phoneme_error_rate, word_error_rate
     from b2t_kaggle.phonemes import build_lexicon, normalize_sentence, sentence_to_phonemes
+    from b2t_kaggle.pipeline.explore import listen, open_run
     from b2t_kaggle.pipeline.frameworks import infer, train
     from b2t_kaggle.rescoring.combine import combine
     from b2t_kaggle.pipeline.submission import validate_submission, write_submission
