@@ -39,6 +39,10 @@ class Kaggle:
         self.datasets: dict[str, list[set[str]]] = {} # Names of files by version
         self.kernels: dict[str, list[dict]] = {}
         self.submissions: list[dict] = []
+        self.refusal = '' # Kaggle's error about a CSV that it has accepted
+        self.comment = '' # Kaggle's comment on a notebook that failed
+        self.log = 'train:  50%\rtrain: 100%\nover\n'
+        self.dataset_status = 'READY'
         self.steps_of_a_part = 60_000
         self.files: dict[str, dict[str, str]] = {} # Of a notebook, where they are not as they should be
         self.fate: dict[str, list[str]] = {} # States of a notebook, by its name; the last one stays
@@ -59,7 +63,7 @@ class Kaggle:
 
     def GetDatasetStatus(self, body):
         name = f'{body["ownerSlug"]}/{body["datasetSlug"]}'
-        return dict(status='READY') if name in self.datasets else (404, 'Not Found')
+        return dict(status=self.dataset_status) if name in self.datasets else (404, 'Not Found')
 
     def ListDatasetFiles(self, body):
         name = f'{body["ownerSlug"]}/{body["datasetSlug"]}'
@@ -101,7 +105,7 @@ class Kaggle:
         states = iter(self.fate.get(name, [*['QUEUED']*3, *['RUNNING']*2, 'COMPLETE']))
         version = dict(body=body, steps=steps, states=states, state='QUEUED',
                        files=self.files.get(name) or (SUBMISSION if 'submit' in name else output_of(steps)),
-                       log=f'goes on from batch {steps - self.steps_of_a_part:,}\ntrain:  50%\rtrain: 100%\nover\n')
+                       log=f'continues after batch {steps - self.steps_of_a_part:,}\n{self.log}')
         self.kernels.setdefault(name, []).append(version)
         return dict(url=f'http://localhost/code/{name}', versionNumber=len(self.kernels[name]), **lost)
 
@@ -112,7 +116,11 @@ class Kaggle:
         if name not in self.kernels: return 403, "Permission 'kernels.get' was denied"
         version = self.kernels[name][-1]
         version['state'] = next(version['states'], version['state'])
-        return dict(status=version['state'], failureMessage=version.get('said'))
+        return dict(status=version['state'], failureMessage=self.comment if version['state'] == 'ERROR' else '')
+
+    def GetKernel(self, body):
+        name = f'{body["userName"]}/{body["kernelSlug"]}'
+        return dict(metadata=dict(currentVersionNumber=len(self.kernels[name])))
 
     def ListKernelSessionOutput(self, body):
         name = f'{body["userName"]}/{body["kernelSlug"]}'
@@ -128,6 +136,7 @@ class Kaggle:
         name, content = self.blobs[body['blobFileTokens']]
         self.submissions.append(dict(ref=len(self.submissions), description=body['submissionDescription'],
                                      status='COMPLETE', publicScore='0.0612', content=content.decode(), fileName=name))
+        if self.refusal: self.submissions[-1] |= dict(status='ERROR', publicScore='', errorDescription=self.refusal)
         return dict(message='Successfully submitted', ref=1)
 
 

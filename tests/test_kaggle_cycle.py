@@ -64,13 +64,13 @@ def b2t(kaggle, tmp_path, monkeypatch):
     return run
 
 
-def assert_complete(kaggle):
+def assert_complete(kaggle, parts=PARTS):
     "Each thing was made once, and from the right ones."
-    assert {name: len(versions) for name, versions in kaggle.kernels.items()} == dict.fromkeys(PARTS, 1)
+    assert {name: len(versions) for name, versions in kaggle.kernels.items()} == dict.fromkeys(parts, 1)
     (wheels, versions), = kaggle.datasets.items()
     assert wheels.startswith('ada/b2t-wheels-gpu-') and len(versions[-1]) >= 3
-    bodies = [kaggle.kernels[name][0]['body'] for name in PARTS]
-    assert [body.get('kernelDataSources', []) for body in bodies] == [[], PARTS[:1], PARTS[1:2]]
+    bodies = [kaggle.kernels[name][0]['body'] for name in parts]
+    assert [body.get('kernelDataSources', []) for body in bodies] == [[], *([part] for part in parts[:-1])]
     assert all(body['datasetDataSources'] == [wheels] for body in bodies)
     assert [(s['content'], s['fileName']) for s in kaggle.submissions] == [(CSV, 'submission.csv')]
 
@@ -80,7 +80,7 @@ def test_a_cycle(kaggle, b2t, tmp_path):
     assert status == 0, output
     assert_complete(kaggle)
     assert kaggle.kernels[PARTS[1]][0]['steps'] == BATCHES
-    for line in ('left out: kenlm: it is compiled', 'queued, until Kaggle has a machine', 'goes on from batch 60,000',
+    for line in ('left out: kenlm: it is compiled', 'queued, until Kaggle has a machine', 'continues after batch 60,000',
                  '    train: 100%', 'is valid'):
         assert line in output, output
     body = kaggle.kernels[PARTS[0]][0]['body']
@@ -107,7 +107,7 @@ def test_the_line_of_the_guide_on_a_tpu(kaggle, b2t):
     assert next(iter(kaggle.datasets)).startswith('ada/b2t-wheels-tpu-')
 
 
-@pytest.mark.parametrize('fault', [DROP, LATE, HALF, (503, b'<html>'), (500, 'Internal error'), (429, 'Too many')])
+@pytest.mark.parametrize('fault', [DROP, LATE, HALF, (200, b'<html>'), (503, b'<html>'), (500, 'Internal error'), (429, 'Too many')])
 def test_a_fault_that_passes_makes_no_difference(fault, kaggle, b2t):
     "Each kind of request goes wrong once."
     kaggle.fault = lambda name, n: fault if n == 1 else None
@@ -128,9 +128,9 @@ QUOTA = {'error': 'Maximum weekly GPU quota of 30.00 hours reached.'}
     ('SaveKernel', QUOTA, 'The hours of a week are used up'),
     ('SaveKernel', (429, 'You are over your quota'), 'The hours of a week are used up'),
     ('SaveKernel', (400, 'Phone verification is needed'), 'Phone verification is needed'),
-    ('GetKernelSessionStatus', (503, b'<html>'), 'Later the same line goes on'),
-    ('file', (403, b'<Error>expired</Error>'), 'Later the same line goes on'),
-    ('file', HALF, 'Later the same line goes on'),
+    ('GetKernelSessionStatus', (503, b'<html>'), 'Give the same line again later'),
+    ('file', (403, b'<Error>expired</Error>'), 'Give the same line again later'),
+    ('file', HALF, 'Give the same line again later'),
     ('StartSubmissionUpload', (403, 'Accept the rules'), 'Accept the rules'),
 ])
 def test_a_fault_that_stays_is_told_and_the_same_line_goes_on(request_, fault, message, kaggle, b2t):
@@ -146,7 +146,7 @@ def test_the_quota(kaggle, b2t):
     "Too few hours are no hours; some are used."
     kaggle.hours_used['gpu'] = 29.5
     status, output = b2t(*LINE)
-    assert status == 1 and '0.5 hours of GPU are left of this week, and there are new ones 28 November' in output
+    assert status == 1 and '0.5 hours of GPU are left this week, and there are new ones 28 November' in output
     assert not kaggle.kernels
     kaggle.hours_used['gpu'] = 25
     assert b2t(*LINE)[0] == 0
@@ -198,11 +198,11 @@ SHORT = SUBMISSION | dict.fromkeys(['submission.csv', 'run/submission.csv'], CSV
     (PARTS[0], {**output_of(1), 'run/stages/train.json': '{"key": "k", "met'}, 'has no stages/train.json'),
     (PARTS[0], {k: v for k, v in output_of(1).items() if 'best' not in k}, 'has no model'),
     (PARTS[0], output_of(1) | {'run/config.yaml': 'data:\n  dataset_dir: null\n'}, 'was trained on a simulation'),
-    (PARTS[1], output_of(60_000), 'has 60,000 batches like the part before'),
+    (PARTS[1], output_of(60_000), 'has 60,000 batches like the previous part'),
     (PARTS[2], {k: v for k, v in SUBMISSION.items() if 'json' not in k}, 'has no run/stages/submit.json'),
-    (PARTS[2], BROKEN, 'differs from that of the run'),
+    (PARTS[2], BROKEN, "differs from the run's"),
     (PARTS[2], SHORT, '1 ids are missing: 1'),
-    (PARTS[2], {k: v for k, v in SUBMISSION.items() if k != 'run/submission.csv'}, 'differs from that of the run'),
+    (PARTS[2], {k: v for k, v in SUBMISSION.items() if k != 'run/submission.csv'}, "differs from the run's"),
 ])
 def test_an_output_that_is_not_whole(name, files, message, kaggle, b2t):
     "Nothing is done with it, until the notebook has run again."
@@ -218,10 +218,17 @@ def test_an_output_that_is_not_whole(name, files, message, kaggle, b2t):
 
 
 def test_hours_end_the_training(kaggle, b2t):
-    "The parts that are done by then are handed in."
+    "The model is submitted only if that is allowed, and the submission says so."
     kaggle.steps_of_a_part = 1000
-    assert b2t(*LINE, '--hours', 12)[0] == 0
+    for _ in range(2):
+        status, output = b2t(*LINE, '--hours', 12)
+        assert status == 1 and 'the training is unfinished after 2,000 batches' in output, output
+        assert '--unfinished' in output and list(kaggle.kernels) == PARTS[:2]
+    assert 'next  finish the training' in b2t('status')[1]
+    assert b2t(*LINE, '--hours', 12, '--unfinished')[0] == 0
     assert list(kaggle.kernels) == PARTS
+    sent, = kaggle.submissions
+    assert sent['description'].endswith(', unfinished training (2,000 batches)')
     assert kaggle.kernels[PARTS[2]][0]['body']['kernelDataSources'] == [PARTS[1]]
 
 
@@ -233,12 +240,71 @@ def test_an_upload_that_failed(kaggle, b2t):
     assert [len(files) for files in versions] == [0, 3]
 
 
+def test_a_dataset_that_cannot_be_processed(kaggle, b2t):
+    "That is said, and the same line pushes it again."
+    kaggle.dataset_status = 'FAILED'
+    status, output = b2t(*LINE)
+    assert status == 1 and 'Kaggle could not process its files' in output and not kaggle.kernels, output
+    kaggle.dataset_status = 'READY'
+    assert b2t(*LINE)[0] == 0
+    assert_complete(kaggle)
+
+
+def test_a_state_that_the_client_does_not_know(kaggle, b2t):
+    "It is shown and waited for."
+    kaggle.fate[PARTS[0]] = ['QUEUED', 'PAUSED', 'PAUSED', 'RUNNING', 'COMPLETE']
+    status, output = b2t(*LINE)
+    assert status == 0 and output.count('in the state PAUSED, which this client does not know') == 1, output
+    assert_complete(kaggle)
+
+
+def test_a_notebook_that_is_run_again_while_its_output_is_fetched(kaggle, b2t, tmp_path):
+    "Files of the two versions are not mixed."
+    name, files = PARTS[0], output_of(60_000)
+    def run_again(request, n):
+        if request == 'file' and n == 2:
+            version = kaggle.kernels[name][-1]
+            kaggle.kernels[name].append(version | dict(files=files | {'run/train/best.pt': 'again '*1000, 'new': 'x'},
+                                                       states=iter(['QUEUED', 'RUNNING', 'COMPLETE'])))
+    kaggle.fault = run_again
+    status, output = b2t(*LINE)
+    assert status == 0 and 'the notebook was run again meanwhile; trying again' in output, output
+    fetched = tmp_path/FOLDER/'output'/name.partition('/')[2]
+    assert (fetched/'new').exists() and (fetched/'run'/'train'/'best.pt').read_text().startswith('again')
+    assert not list(fetched.parent.glob('*.part'))
+
+
+def test_a_csv_that_kaggle_refuses_after_the_upload(kaggle, b2t):
+    "It is an error with Kaggle's reason. It is sent again if asked for, and a corrected CSV always."
+    kaggle.refusal = 'Expected 1450 rows\x1b[2J'
+    for _ in range(2):
+        status, output = b2t(*LINE)
+        assert status == 1 and 'Kaggle refuses it (error: Expected 1450 rows; public score none' in output, output
+        assert len(kaggle.submissions) == 1
+    assert 'error: Expected 1450 rows' in b2t('status')[1]
+    kaggle.refusal = ''
+    assert b2t(*LINE, '--retry')[0] == 0
+    assert [s['status'] for s in kaggle.submissions] == ['ERROR', 'COMPLETE']
+
+
+def test_text_of_kaggle_cannot_steer_the_terminal(kaggle, b2t):
+    "Neither a log nor a comment nor an error."
+    name, steer = PARTS[0], '\x1b]0;title\x07\x9b2J\x08\x1bc'
+    kaggle.fate[name] = ['QUEUED', 'RUNNING', 'ERROR']
+    kaggle.comment, kaggle.log = f'stopped{steer}', f'one{steer}\n'
+    status, output = b2t(*LINE)
+    assert status == 1 and '    one\n' in output and f'{name}: failed (stopped)' in output, output
+    kaggle.fault = lambda name, n: (400, f'refused{steer}') if name == 'GetKernelSessionStatus' else None
+    output += b2t(*LINE)[1]
+    assert 'refused' in output and not [c for c in output if not (c.isprintable() or c in '\r\n')], output
+
+
 def test_a_dataset_that_is_not_there(kaggle, b2t):
     "Kaggle would decode without it, and the CSV would be valid."
     line = (*LINE, '--dataset', 'ada/my-lm')
     for _ in range(2):
         status, output = b2t(*line)
-        assert status == 1 and 'dataset ada/my-lm: Not Found. It is to be attached' in output and not kaggle.kernels
+        assert status == 1 and 'dataset ada/my-lm: Not Found. The submission needs it' in output and not kaggle.kernels
     kaggle.datasets['ada/my-lm'] = [{'lm.arpa'}]
     assert b2t(*line)[0] == 0
     assert kaggle.kernels[PARTS[2]][0]['body']['datasetDataSources'][1:] == ['ada/my-lm']
@@ -258,7 +324,7 @@ def test_interrupted_it_says_that_the_notebook_runs_on(kaggle, b2t, monkeypatch)
         if PARTS[0] in kaggle.kernels: raise Ended(signal.SIGINT)
     monkeypatch.setattr('time.sleep', interrupt)
     status, output = b2t(*LINE)
-    assert status == 130 and 'What was pushed runs on at Kaggle. Go on with:\n  ' in output, output
+    assert status == 130 and 'Notebooks that were pushed continue on Kaggle. Go on with:\n  ' in output, output
 
 
 def test_who_may_not(kaggle, b2t, monkeypatch):
@@ -270,7 +336,7 @@ def test_who_may_not(kaggle, b2t, monkeypatch):
     for name in ('KAGGLE_USERNAME', 'KAGGLE_KEY'): monkeypatch.delenv(name)
     kaggle.token_works = False
     status, output = b2t(*LINE)
-    assert status == 1 and 'does not take the token in KAGGLE_API_TOKEN, which may have expired' in output
+    assert status == 1 and 'does not accept the token in KAGGLE_API_TOKEN, which may have expired' in output
     monkeypatch.delenv('KAGGLE_API_TOKEN')
     status, output = b2t(*LINE)
     assert status == 1 and 'Kaggle needs a token' in output
@@ -280,11 +346,11 @@ def test_who_may_not(kaggle, b2t, monkeypatch):
         assert status == 1 and "pip install 'b2t_kaggle[kaggle]'" in output
 
 
-DAMAGED = 'does not take the token in {path}, which may have expired or be damaged: remove that'
+DAMAGED = 'does not accept the token in {path}, which may have expired or be damaged: remove that'
 
 
 @pytest.mark.parametrize('name, content, message', [
-    ('access_token', b'KGAT_1\n2', 'does not take the token in {path}, which may have expired'), # Of two lines
+    ('access_token', b'KGAT_1\n2', 'does not accept the token in {path}, which may have expired'), # Of two lines
     ('access_token', b'\xff', DAMAGED),
     ('kaggle.json', b'\xff', DAMAGED),
     ('kaggle.json', b'{"username": "ada", "ke', DAMAGED),
@@ -307,8 +373,8 @@ def test_no_network_and_no_folder(b2t, tmp_path, monkeypatch):
     monkeypatch.setenv('http_proxy', 'http://127.0.0.1:9')
     monkeypatch.setenv('KAGGLE_API_TOKEN', 'token')
     status, output = b2t(*LINE)
-    assert status == 1 and 'who the token belongs to: Kaggle does not answer (' in output, output
-    assert output.endswith('Later the same line goes on\n'), output
+    assert status == 1 and 'the owner of the token: Kaggle does not answer (' in output, output
+    assert output.endswith('Give the same line again later\n'), output
     (tmp_path/'file').touch()
     done = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', 'kaggle', *LINE], capture_output=True, text=True,
                           env=os.environ | {'HOME': str(tmp_path/'file'), 'PYTHONPATH': os.pathsep.join(sys.path)})
@@ -323,10 +389,12 @@ def test_another_cycle_does_not_take_its_place(kaggle, b2t):
     assert kaggle.names()[n:] == []
 
 
-def test_the_steps_by_hand_come_to_the_same(kaggle, b2t, monkeypatch):
-    "Each command that is printed is given, the client's to the client."
+@pytest.mark.parametrize('n_parts', [1, 2])
+def test_the_steps_by_hand_come_to_the_same(n_parts, kaggle, b2t, monkeypatch):
+    "Each command that is printed is given, the client's to the client. No input is one that Kaggle drops."
     from kaggle.cli import main as client
-    status, output = b2t(*LINE, '--id', NAME, '--print')
+    kaggle.steps_of_a_part = BATCHES//n_parts
+    status, output = b2t(*LINE, '--id', NAME, '--print', *(['--hours', 18] if n_parts == 2 else []))
     assert status == 0 and kaggle.asked == [], output
     monkeypatch.setattr('b2t_kaggle.cli.kaggle.build_wheels', lambda image, folder, *args: write_wheels(image, folder))
     monkeypatch.setenv('KAGGLE_API_ENVIRONMENT', 'LOCALHOST')
@@ -336,7 +404,9 @@ def test_the_steps_by_hand_come_to_the_same(kaggle, b2t, monkeypatch):
         else: monkeypatch.setattr(sys, 'argv', [command, verb, *rest])
         if command == 'kaggle': client()
         if rest[0] == 'status': kaggle.kernels[rest[1]][-1]['state'] = 'COMPLETE'
-    assert_complete(kaggle)
+    parts = PARTS[:n_parts] + PARTS[-1:]
+    assert_complete(kaggle, parts)
+    assert f'models = [\\"{parts[-2]}\\"]' in kaggle.kernels[PARTS[-1]][0]['body']['text']
 
 
 # One process that has imported everything; a copy of it carries out each line of standard input, and is killed behind
@@ -354,7 +424,7 @@ from b2t_kaggle.kaggle import cycle
 cycle.build_wheels = write_wheels
 cycle.POLL = 0.005
 plan = cycle.Plan(NAME, 'T4 x2', 'transformer', 'ada/wheels') # What is compiled for it is there then
-cycle._write_notebook(cycle.Cycle(plan, Path('warm')), plan.training(1))
+cycle.Cycle(plan, Path('warm'))._write_notebook(plan.training(1))
 preset('transformer')
 
 def run(args, address, n):
@@ -389,7 +459,7 @@ def test_killed_behind_an_answer_the_same_line_goes_on(kaggle, b2t, tmp_path):
             return int(words[1])
         assert end() == 0
         counts = dict.fromkeys(kaggle.counts, 1) | {'SaveKernel': 3, 'upload': 3}
-        assert len(counts) == 15
+        assert len(counts) == 16
         for name, n in [(name, n) for name, most in counts.items() for n in range(1, most + 1)]:
             kaggle.forget()
             shutil.rmtree(tmp_path/FOLDER)

@@ -56,7 +56,7 @@ def check_submission(room):
 def test_training_leaves_a_run_and_few_outputs(trained, environment):
     room, text = trained
     run = room/'working'/'run'
-    for words in (f'recordings:  {room/"input"/RECORDINGS}', 'begins anew', 'device:      cpu',
+    for words in (f'recordings:  {room/"input"/RECORDINGS}', 'starts from the beginning', 'device:      cpu',
                   'installed from attached wheels: rapidfuzz',
                   '30 of 30 batches are done; attach'):
         assert words in text, text
@@ -118,5 +118,5 @@ def test_several_runs_are_averaged(trained, models, environment, tmp_path):
 def test_what_is_missing_is_said_at_once(environment, tmp_path):
     status, text, error = execute('submit.ipynb', tmp_path, environment)
     assert status and not (tmp_path/'working').exists()
-    for words in ('This session cannot begin', '- the recordings: not attached', '- a model: none is attached'):
+    for words in ('This notebook cannot start', '- the recordings: not attached', '- a model: none is attached'):
         assert words in text, text

@@ -19,8 +19,7 @@ from ..core.files import format_size
 from ..core.messages import counted, with_command_name
 from ..devices.kaggle import KAGGLE_ACCELERATORS, kaggle_accelerator
 from ..kaggle.client import Client, connect, slug_of, write_dataset, write_kernel
-from ..kaggle.cycle import Cycle, Plan, by_hand, read_plan, report, save_plan, wheels_slug
-from ..kaggle.cycle import go as carry_out
+from ..kaggle.cycle import Cycle, Plan, read_plan, save_plan, wheels_slug
 from ..kaggle.wheels import Image, build_wheels
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c005
@@ -98,18 +97,16 @@ def _full_id(name: str | None, default: str, client: Client | None) -> str:
               help="Attach a notebook's output, such as that of the session which this one continues.")
 @click.option('--internet/--no-internet', default=False, show_default=True,
               help='Whether the session reaches the internet.')
-@click.option('--public', is_flag=True, help='Everybody may see it.')
 @click.option('-o', '--output', type=FOLDER, help='The folder to write. Default: kaggle-SLUG.')
 @_push
-def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, internet, public, output, push):
+def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, internet, output, push):
     """Push NOTEBOOK, to run from top to bottom on Kaggle.
 
     It gets this accelerator and these inputs."""
     client = connect() if push else None
     name = _full_id(name, notebook.stem, client)
     output = output or Path(f'kaggle-{name.partition("/")[2]}')
-    write_kernel(notebook, output, name, accelerator, competitions, datasets, kernels, internet=internet,
-                 private=not public)
+    write_kernel(notebook, output, name, accelerator, competitions, datasets, kernels, internet=internet)
     click.echo(f'Wrote {output/"kernel-metadata.json"}')
     if client: click.echo(f'Pushed: {client.push_kernel(output)}')
 
@@ -149,18 +146,21 @@ def _tell_changes(before: Plan, plan: Plan) -> None:
               help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
 @preset_option(default='official', show_default=True, help='Of the training.')
 @click.option('--hours', type=click.FloatRange(min=0, min_open=True),
-              help='Of the training at most, in parts of equal length. Default: as many as it needs.')
+              help='Hours of the training at most, all parts together. Default: as many as it needs.')
 @set_option()
 @click.option('--dataset', 'datasets', multiple=True, metavar='OWNER/SLUG',
               help='Attach it to the submission: an n-gram, or an LLM; repeat it for more.')
 @click.option('--id', 'name', metavar='OWNER/SLUG',
               help="Of the cycle, whose notebooks are SLUG-train-1, …, SLUG-submit. Default: the client's user, and "
                    'preset and accelerator.')
+@click.option('--python', metavar='VERSION', help="Python of Kaggle's image if it is not 3.12, such as 3.13.")
 @click.option('--submit', is_flag=True, help='Send the CSV to the competition.')
+@click.option('--unfinished', is_flag=True, help='Decode and send a model whose training is unfinished.')
 @click.option('--retry', is_flag=True, help='Push a notebook that failed once more, with the kit as it is now.')
 @click.option('--print', 'is_printed', is_flag=True, help='Only write the notebooks, and print commands and clicks.')
 @click.option('-o', '--output', type=FOLDER, help='The folder of the cycle. Default: kaggle-SLUG.')
-def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry, is_printed, output):
+def go(accelerator, preset_, *, hours, overrides, datasets, name, python, submit, unfinished, retry, is_printed,
+       output):
     """Train on Kaggle, and make a submission.
 
     Wheels of the kit become a dataset; a notebook trains, is pushed again with its output until the training is over;
@@ -173,15 +173,18 @@ def go(accelerator, preset_, *, hours, overrides, datasets, name, submit, retry,
     owner, _, slug = name.partition('/')
     folder = output or Path(f'kaggle-{slug}')
     before = read_plan(folder)
-    wheels = before.wheels if before and not retry else f'{owner}/{wheels_slug(kaggle_accelerator(accelerator).image)}'
-    plan = Plan(name, accelerator, preset_, wheels, hours, overrides, list(datasets))
+    python = python or before and before.python
+    image = Image.read(kaggle_accelerator(accelerator).image, python)
+    is_kept = before and not retry and before.python == python
+    wheels = before.wheels if is_kept else f'{owner}/{wheels_slug(image.name, python)}'
+    plan = Plan(name, accelerator, preset_, wheels, hours, overrides, list(datasets), python)
     save_plan(plan, folder)
     if before: _tell_changes(before, plan)
-    cycle = Cycle(plan, folder, client, retry)
+    cycle = Cycle(plan, folder, client, retry, unfinished)
     if is_printed:
-        for line in by_hand(cycle): click.echo(with_command_name(line))
+        for line in cycle.by_hand(): click.echo(with_command_name(line))
         return
-    csv = carry_out(cycle, submit)
+    csv = cycle.go(submit)
     click.echo(f'{csv} is valid' + ('; `b2t kaggle status` shows its score' if submit else
                                     '; the same line with --submit sends it'))
 
@@ -199,4 +202,4 @@ def status(folders):
     client = connect()
     for folder, plan in plans.items():
         click.echo(f'{plan.name}, {plan.preset} on {plan.accelerator}')
-        for line in report(Cycle(plan, folder, client)): click.echo(f'  {line}')
+        for line in Cycle(plan, folder, client).report(): click.echo(f'  {line}')

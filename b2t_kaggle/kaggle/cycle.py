@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['COMPETITION', 'POLL', 'Notebook', 'Plan', 'wheels_slug', 'read_plan', 'save_plan', 'Step', 'Cycle',
-           'training_problem', 'is_finished', 'submission_problem', 'go', 'report', 'by_hand']
+           'training_problem', 'is_finished', 'submission_problem']
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c003
 import hashlib
 import json
 import math
-import os
 import shlex
 import shutil
 import time
@@ -21,13 +20,16 @@ from datetime import datetime
 from functools import partial
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+from fastcore.basics import patch
+from pydantic import TypeAdapter, ValidationError
+
 import b2t_kaggle
-from ..core.files import scratch_folder, sha256, write_whole
+from ..core.files import sha256, write_whole
 from ..core.locks import Lock
+from ..core.messages import printable
 from ..devices.interrupts import Ended
 from ..devices.kaggle import KaggleAccelerator, kaggle_accelerator
 from b2t_kaggle.kaggle.client import (
@@ -35,7 +37,6 @@ from b2t_kaggle.kaggle.client import (
     BusyError,
     Client,
     KaggleError,
-    Kernel,
     RefusedError,
     UnreachableError,
     check_id,
@@ -43,45 +44,46 @@ from b2t_kaggle.kaggle.client import (
     write_dataset,
     write_kernel,
 )
-from .session import batches_done, is_simulated
+from .session import batches_done, in_stamp, is_simulated
 from .wheels import Image, build_wheels
-from ..pipeline.run import read_json
 from ..pipeline.submission import SubmissionError, validate_submission
 from ..training.checkpoint_paths import BEST
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c901
+# %% ../../nbs/kaggle/03_cycle.ipynb #c006
 COMPETITION = 'brain-to-text-25'
+_RULES = f'https://www.kaggle.com/competitions/{COMPETITION}/rules'
 _CHECKOUT = Path(b2t_kaggle.__file__).parents[1]
-_MARGIN = 1/6 # Hours before the limit of a part at which it ends
+_MARGIN = 1/6 # Hours between the end of a part and its time limit
 _MOST_PARTS = 99
 
 @dataclass(frozen=True)
 class Notebook:
     "A notebook to push."
     kernel: str                # `OWNER/SLUG`
-    source: str                # Its name in `nbs/kaggle`
+    source: str                # Name in `nbs/kaggle`
     title: str                 # Title in words
     parameters: dict[str, Any] # Parameters of its first cell
     kernels: list[str]         # Notebooks whose output is attached
-    datasets: list[str]        # Datasets that are attached
+    datasets: list[str]        # Attached datasets
 
     @property
     def slug(self) -> str: return self.kernel.partition('/')[2]
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c916
 @dataclass(frozen=True)
 class Plan:
-    "A cycle; raises `ValueError` for a name that Kaggle would not take."
-    name: str                  # `OWNER/SLUG`, of which the names of notebooks are made
+    "Values of a cycle; raises `ValueError` for a name that Kaggle would not accept."
+    name: str                  # `OWNER/SLUG`, the beginning of the notebooks' names
     accelerator: str           # Name in `KAGGLE_ACCELERATORS`
     preset: str                # Preset of the training
     wheels: str                # `OWNER/SLUG` of the dataset with the kit
     hours: float | None = None # Hours of the training, all parts together; None: as many as it needs
     overrides: dict[str, Any] = field(default_factory=dict) # Configuration values
-    datasets: list[str] = field(default_factory=list)       # Attached to the submission: language models
+    datasets: list[str] = field(default_factory=list)       # Language models for the submission
+    python: str | None = None  # Python of Kaggle's image, if it is not the one in `images.yaml`
+    __pydantic_config__ = dict(extra='forbid')
 
     def __post_init__(self):
-        for name in (self.name, *self.datasets): check_id(name, 1)
+        for name in (self.name, self.wheels, *self.datasets): check_id(name, 1)
         check_id(f'{self.name}-train-{_MOST_PARTS}', 5)
         most = _MOST_PARTS*self.machine.hours
         if self.hours is not None and not 0 < self.hours <= most:
@@ -95,52 +97,48 @@ class Plan:
         "Parts of the training at most; None if it has as many as it needs."
         return None if self.hours is None else math.ceil(self.hours/self.machine.hours)
 
-    def _parameters(self, wanted: float, left: float | None) -> dict[str, Any]:
-        "Parameters of every notebook, which ends by itself before Kaggle ends it, and at once without its accelerator."
-        hours = min(wanted, self.machine.hours - _MARGIN, math.inf if left is None else left - _MARGIN)
+    def _parameters(self, hours: float, left: float | None) -> dict[str, Any]:
+        "Parameters of every notebook: it ends before Kaggle ends it, and refuses to run without its accelerator."
+        hours = min(hours, self.machine.hours - _MARGIN, math.inf if left is None else left - _MARGIN)
         image = self.machine.image
         return dict(overrides=self.overrides, accelerator='cuda' if image == 'gpu' else image, hours=round(hours, 2))
 
     def training(self, part: int, left: float | None = None) -> Notebook:
-        "A part of the training, numbered from 1, for the hours that are `left` of the week's, if there is a limit."
-        wanted = self.machine.hours if self.hours is None else self.hours/self.n_parts
+        "Part of the training, numbered from 1, if `left` hours of the week's remain."
+        hours = self.machine.hours if self.hours is None else self.hours/self.n_parts
         before = [self.training(part - 1).kernel] if part > 1 else []
         return Notebook(f'{self.name}-train-{part}', 'train', f'part {part} of the training',
-                        dict(preset=self.preset) | self._parameters(wanted, left), before, [self.wheels])
+                        dict(preset=self.preset) | self._parameters(hours, left), before, [self.wheels])
 
     def submission(self, parts: int, left: float | None = None) -> Notebook:
-        "The notebook that decodes and writes `submission.csv`, after a training of so many parts."
-        return Notebook(f'{self.name}-submit', 'submit', 'the submission', self._parameters(self.machine.hours, left),
-                        [self.training(parts).kernel], [self.wheels, *self.datasets])
+        "Notebook that decodes and writes `submission.csv`, after a training of so many parts."
+        model = self.training(parts).kernel
+        return Notebook(f'{self.name}-submit', 'submit', 'the submission',
+                        dict(models=[model]) | self._parameters(self.machine.hours, left), [model],
+                        [self.wheels, *self.datasets])
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c904
-def wheels_slug(
-    image: str,                  # Kaggle's image, such as `gpu`
-    checkout: Path = _CHECKOUT,  # Source of the kit
-) -> str:
-    "Name of the dataset with wheels of the kit as it is now."
-    found = [checkout/'settings.ini', *(checkout/'b2t_kaggle').rglob('*'), *(checkout/'nbs'/'stages').glob('*.ipynb')]
-    sha = hashlib.sha256()
-    for path in sorted(p for p in found if p.is_file() and '__pycache__' not in p.parts):
+# %% ../../nbs/kaggle/03_cycle.ipynb #c009
+def wheels_slug(image: str, python: str | None = None, checkout: Path = _CHECKOUT) -> str:
+    "Name of the dataset with wheels of the kit as it is now, for an image of Kaggle."
+    paths = [checkout/'settings.ini', *(checkout/'b2t_kaggle').rglob('*'), *(checkout/'nbs'/'stages').glob('*.ipynb')]
+    sha = hashlib.sha256((python or '').encode())
+    for path in sorted(p for p in paths if p.is_file() and '__pycache__' not in p.parts):
         sha.update(f'{path.relative_to(checkout)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n'.encode())
     return f'b2t-wheels-{image}-{sha.hexdigest()[:8]}'
 
-def read_plan(
-    folder: Path, # Folder of a cycle
-) -> Plan | None:
+def read_plan(folder: Path) -> Plan | None:
     "The plan of a cycle that has begun. Raises `ValueError` for a damaged file."
     path = folder/'cycle.json'
     if not path.exists(): return None
-    try: return Plan(**json.loads(path.read_text(encoding='utf-8')))
-    except (TypeError, ValueError) as e:
-        raise ValueError(f'{path}: is not as `b2t kaggle go` wrote it ({e}); remove it, and give the line again that '
+    try: return TypeAdapter(Plan).validate_json(path.read_bytes())
+    except ValidationError as e:
+        first = e.errors()[0]
+        problem = printable(f'{".".join(map(str, first["loc"]))}: {first["msg"]}'.removeprefix(': '))
+        raise ValueError(f'{path}: is not as `b2t kaggle go` wrote it ({problem}); remove it, and repeat the line that '
                          'began the cycle') from None
 
-def save_plan(
-    plan: Plan,
-    folder: Path, # Folder of a cycle
-) -> None:
-    "Write the plan. Raises `ValueError` if the folder is that of another cycle."
+def save_plan(plan: Plan, folder: Path) -> None:
+    "Write the plan. Raises `ValueError` if the folder belongs to another cycle."
     before = read_plan(folder)
     for key in ('name', 'accelerator', 'preset') if before else ():
         old, new = getattr(before, key), getattr(plan, key)
@@ -148,397 +146,398 @@ def save_plan(
             raise ValueError(f'{folder}: is the cycle with {key} {old!r}, this one has {new!r}; give it another --id')
     if before != plan: write_whole(folder/'cycle.json', json.dumps(asdict(plan), indent=1) + '\n')
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c017
+# %% ../../nbs/kaggle/03_cycle.ipynb #c012
 @dataclass
 class Step:
     "A step of a cycle."
     title: str                 # Title in words
     done: Callable[[], bool]   # Whether it is done
     do: Callable[[], None]
-    by_hand: list[str]         # Commands and clicks in its place
+    by_hand: list[str]         # Commands and clicks that do the same
     now: Callable[[], list[str]] = list # Details, in lines
 
 @dataclass
 class Cycle:
     "The steps of a plan."
     plan: Plan
-    folder: Path        # Folder of the cycle
-    client: Client | None = None # None to print the steps only
-    retry: bool = False # Whether what failed is pushed again
+    folder: Path             # Folder of the cycle
+    client: Client = None    # None to print the steps only
+    retry: bool = False      # Whether a failed notebook is pushed again
+    unfinished: bool = False # Whether a model may be submitted before its training is finished
     pushed: set[str] = field(default_factory=set) # Notebooks pushed by this process
 
     def output(self, notebook: Notebook) -> Path:
-        "The folder to which a notebook's output is fetched."
+        "Folder of a notebook's output."
         return self.folder/'output'/notebook.slug
 
     def run_dir(self, part: int) -> Path:
         "The run that a part of the training left, numbered from 1."
         return self.output(self.plan.training(part))/'run'
 
-    def is_last(self, part: int) -> bool:
-        "Whether the training is over with this part."
-        return is_finished(self.run_dir(part)) or part == self.plan.n_parts
-
-    def steps(self, submit: bool = False, parts: int = 0) -> Iterator[Step]:
-        "The steps in order, for so many parts of the training; 0: as many as it has in the end."
-        yield from (_joining(self), _making_wheels(self), _pushing_wheels(self))
-        for part in count(1):
-            before = self.run_dir(part - 1) if part > 1 else None
-            yield from _notebook_steps(self, partial(self.plan.training, part),
-                                      partial(training_problem, self.run_dir(part), before))
-            if part == parts or not parts and self.is_last(part): break
-        yield from _notebook_steps(self, partial(self.plan.submission, part),
-                                  partial(submission_problem, self.csv.parent))
-        if submit: yield _sending(self, self.csv)
-
     @property
     def csv(self) -> Path:
-        "The submission, where it is fetched to."
+        "Path of the fetched submission."
         return self.output(self.plan.submission(1))/'submission.csv'
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c014
-def training_problem(
-    run: Path,                  # Folder of the run that a part of the training left
-    before: Path | None = None, # Folder of the run of the part before
-) -> str:                       # Empty if there is none
-    "The reason why no part can continue a run."
-    if not (run/'config.yaml').is_file(): return f'{run}: has no config.yaml, so it is no run'
-    if 'metrics' not in read_json(run/'stages'/'train.json'):
+    def steps(self, submit: bool = False) -> Iterator[Step]:
+        "The steps in order; without a client, those of one part if the hours do not say how many there are."
+        yield from (self._join(), self._make_wheels(), self._push_wheels())
+        most = self.plan.n_parts or (None if self.client else 1)
+        for part in count(1):
+            before = self.run_dir(part - 1) if part > 1 else None
+            yield from self._notebook_steps(partial(self.plan.training, part),
+                                            partial(training_problem, self.run_dir(part), before))
+            if part == most or is_finished(self.run_dir(part)): break
+        if self.client and not is_finished(self.run_dir(part)): yield self._finish(part)
+        yield from self._notebook_steps(partial(self.plan.submission, part),
+                                        partial(submission_problem, self.csv.parent))
+        if submit: yield self._send(part)
+
+# %% ../../nbs/kaggle/03_cycle.ipynb #c015
+def training_problem(run: Path, before: Path | None = None) -> str:
+    "The reason why a run cannot be continued, or empty; `before` is the run of the previous part."
+    if not (run/'config.yaml').is_file(): return f'{run}: has no config.yaml, so it is not a run'
+    if in_stamp(run, 'train', 'metrics') is None:
         return f'{run}: has no stages/train.json, or half of it, so its training did not end by itself'
     if not any((run/'train'/name).is_file() for name in BEST.values()):
         return f'{run}: has no model, expected train/{BEST["pytorch"]}'
     if is_simulated(run):
-        return (f'{run}: was trained on a simulation, because the recordings were not attached; join the competition '
-                f'(https://www.kaggle.com/competitions/{COMPETITION}/rules)')
+        return f'{run}: was trained on a simulation, without the recordings; join the competition ({_RULES})'
     if before and not is_finished(run) and batches_done(run) <= batches_done(before):
-        return f'{run}: has {batches_done(run):,} batches like the part before, so it did nothing'
+        return f'{run}: has {batches_done(run):,} batches like the previous part, so it did nothing'
     return ''
 
-def is_finished(
-    run: Path, # Folder of a run
-) -> bool:
+def is_finished(run: Path) -> bool:
     "Whether a run's training has done all of its batches."
-    return read_json(run/'stages'/'train.json').get('finished') is True
+    return in_stamp(run, 'train', 'finished') is True
 
-def submission_problem(
-    folder: Path, # Output of `submit.ipynb`
-) -> str:         # Empty if there is none
-    "The reason why a CSV must not be sent."
-    path, own = folder/'submission.csv', folder/'run'/'submission.csv'
-    rows = read_json(folder/'run'/'stages'/'submit.json').get('metrics', {}).get('rows')
-    if rows is None: return f'{folder}: has no run/stages/submit.json, or half of it, so the CSV was not written whole'
+def submission_problem(folder: Path) -> str:
+    "The reason why the CSV in an output of `submit.ipynb` must not be sent, or empty."
+    path, original = folder/'submission.csv', folder/'run'/'submission.csv'
+    rows = in_stamp(folder/'run', 'submit', 'metrics', 'rows')
+    if type(rows) is not int:
+        return f'{folder}: has no run/stages/submit.json, or half of it, so the CSV was not written whole'
     try: validate_submission(path, rows)
     except SubmissionError as e: return str(e)
-    if not own.is_file() or sha256(path) != sha256(own): return f'{path}: differs from that of the run, {own}'
+    if not original.is_file() or sha256(path) != sha256(original): return f"{path}: differs from the run's, {original}"
     return ''
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c018
-POLL = 30       # Seconds between two questions for a state
-_PATIENCE = 120 # Questions until something that Kaggle took should be there
+POLL = 30       # Seconds between two requests for a state
+_PATIENCE = 120 # Requests until something that Kaggle accepted should be there
 
 def _say(text: str) -> None:
     "Print at once, with the time."
     print(f'{time.strftime("%H:%M")}  {text}', flush=True)
 
 def _wait_for(is_there: Callable[[], bool], name: str) -> None:
-    "Return when something is there; raises `KaggleError` after an hour."
+    "Wait until something is there; raises `KaggleError` after an hour."
     for _ in range(_PATIENCE):
         with suppress(UnreachableError):
             if is_there(): return
         time.sleep(POLL)
-    raise KaggleError(f'{name}: Kaggle took it an hour ago, and does not show it yet; its page may say why. The same '
-                      'line goes on')
+    raise KaggleError(f'{name}: Kaggle accepted it an hour ago and does not show it yet; its page may say why. Then '
+                      'give the same line again')
 
-def _joining(cycle: Cycle) -> Step:
-    "The step for which there is no command."
-    rules = f'https://www.kaggle.com/competitions/{COMPETITION}/rules'
-
+@patch
+def _join(self: Cycle) -> Step:
     def refuse():
         raise KaggleError(f'{COMPETITION}: this user has not joined it, so its recordings cannot be attached. Accept '
-                          f'the rules at {rules}, then the same line goes on')
+                          f'the rules at {_RULES}, then give the same line again')
 
-    return Step('join the competition', lambda: cycle.client.has_joined(COMPETITION), refuse,
+    return Step('join the competition', lambda: self.client.has_joined(COMPETITION), refuse,
                 ['Once: an account and its telephone number (https://www.kaggle.com/settings),',
-                 f'the rules ({rules}),',
+                 f'the rules ({_RULES}),',
                  'and for commands a token (https://www.kaggle.com/settings › API › Generate New Token)'])
 
-def _making_wheels(cycle: Cycle) -> Step:
-    "The folder with the kit and what Kaggle lacks."
-    slug = cycle.plan.wheels.partition('/')[2]
-    folder = cycle.folder/slug
-    image = cycle.plan.machine.image
+@patch
+def _make_wheels(self: Cycle) -> Step:
+    slug, image = self.plan.wheels.partition('/')[2], self.plan.machine.image
+    folder = self.folder/slug
 
     def do():
-        for package, reason in build_wheels(Image.read(image), folder)['left_out'].items():
+        for package, reason in build_wheels(Image.read(image, self.plan.python), folder)['left_out'].items():
             _say(f'left out: {package}: {reason}')
 
+    python = f' --python {self.plan.python}' if self.plan.python else ''
     return Step(f'make wheels of the kit, {slug}', (folder/'manifest.json').exists, do,
-                [f'b2t kaggle wheels --image {image} -o {shlex.quote(str(folder))}'])
+                [f'b2t kaggle wheels --image {image}{python} -o {shlex.quote(str(folder))}'])
 
-def _pushing_wheels(cycle: Cycle) -> Step:
-    "The dataset of wheels."
-    name = cycle.plan.wheels
-    folder = cycle.folder/name.partition('/')[2]
-    def missing(): return {path.name for path in folder.glob('*.whl')} - cycle.client.dataset_files(name)
-    def state(): return cycle.client.dataset_state(name)
-    def is_over(): return state() in ('ready', 'failed', 'deleted')
+@patch
+def _push_wheels(self: Cycle) -> Step:
+    name = self.plan.wheels
+    folder = self.folder/name.partition('/')[2]
+    def missing(): return {path.name for path in folder.glob('*.whl')} - self.client.dataset_files(name)
+    def state(): return self.client.dataset_state(name)
+    def is_processed(): return state() in ('ready', 'failed', 'deleted')
 
     def do():
-        if (before := state()) is None or is_over():
+        if (before := state()) is None or is_processed():
             write_dataset(folder, name)
-            try: cycle.client.push_dataset(folder, before and 'once more')
-            except KaggleError: # The client repeats a request whose answer was lost, and then there is one already
+            try: self.client.push_dataset(folder, before and 'once more')
+            except KaggleError: # The client repeats a request whose answer was lost, and then the dataset exists
                 if before or state() is None: raise
-        _wait_for(is_over, f'dataset {name}')
+        _wait_for(is_processed, f'dataset {name}')
+        if state() == 'failed':
+            raise KaggleError(f'dataset {name}: Kaggle could not process its files; its page may say why, '
+                              f'https://www.kaggle.com/datasets/{name}. The same line pushes them again')
 
     return Step(f'push the dataset {name}', lambda: state() == 'ready' and not missing(), do,
                 [f'b2t kaggle dataset {shlex.quote(str(folder))} --id {name}',
                  f'or Create › New Dataset, named {name.partition("/")[2].replace("-", " ")!r},',
                  f'   with the files of {folder}'])
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c020
+# %% ../../nbs/kaggle/03_cycle.ipynb #c022
 _LEAST_HOURS = 1 # Hours left of the week's for which a notebook is pushed
 
-def _write_notebook(cycle: Cycle, notebook: Notebook) -> Path:
-    "Write a notebook with its parameters and its metadata. Raises `ValueError` outside of a checkout."
+@patch
+def _write_notebook(self: Cycle, notebook: Notebook) -> Path:
+    "Write a notebook with its parameters and its metadata. Raises `ValueError` outside a checkout."
     from papermill.iorw import load_notebook_node
     from papermill.parameterize import parameterize_notebook
     source = _CHECKOUT/'nbs'/'kaggle'/f'{notebook.source}.ipynb'
-    if not source.is_file(): raise ValueError(f'{source}: is not there; a cycle is made from a checkout of the kit')
-    made = parameterize_notebook(load_notebook_node(str(source)), notebook.parameters, kernel_name='python3',
-                                 language='python')
-    target = cycle.folder/'push'/notebook.slug
-    with scratch_folder() as scratch:
-        write_whole(scratch/source.name, json.dumps(made))
-        write_kernel(scratch/source.name, target, notebook.kernel, cycle.plan.accelerator, [COMPETITION],
-                     notebook.datasets, notebook.kernels)
+    if not source.is_file(): raise ValueError(f'{source}: does not exist; a cycle needs a checkout of the kit')
+    content = parameterize_notebook(load_notebook_node(str(source)), notebook.parameters, kernel_name='python3',
+                                    language='python')
+    target = self.folder/'push'/notebook.slug
+    write_whole(target/source.name, json.dumps(content))
+    write_kernel(target/source.name, target, notebook.kernel, self.plan.accelerator, [COMPETITION],
+                 notebook.datasets, notebook.kernels)
     return target
 
-def _hours_left(cycle: Cycle) -> float | None:
+def _quota_in_words(image: str, left: float, begins: datetime | None) -> str:
+    when = f'{begins:%d %B at %H:%M} UTC' if begins else 'within a week'
+    return f'{left:.1f} hours of {image.upper()} are left this week, and there are new ones {when}'
+
+@patch
+def _hours_left(self: Cycle) -> float | None:
     "Hours that are left of the week's; None without a limit. Raises `KaggleError` if they are too few."
-    image = cycle.plan.machine.image
-    try: quota = cycle.client.quota_left(image)
+    image = self.plan.machine.image
+    try: quota = self.client.quota_left(image)
     except RefusedError as e:
         _say(f'{e}; so it shows only when they are used up')
         return None
     if quota is None or quota[0] >= _LEAST_HOURS: return quota and quota[0]
-    raise KaggleError(f'{_quota_in_words(image, *quota)}. These are too few for a notebook; then the same line goes on')
+    raise KaggleError(f'{_quota_in_words(image, *quota)}. These are too few for a notebook; give the same line again '
+                      'then')
 
-def _quota_in_words(image: str, left: float, begins: datetime | None) -> str:
-    when = f'{begins:%d %B at %H:%M} UTC' if begins else 'within a week'
-    return f'{left:.1f} hours of {image.upper()} are left of this week, and there are new ones {when}'
-
-def _pushing(cycle: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Step:
+@patch
+def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Step:
     notebook = make()
-    kernel, output = notebook.kernel, cycle.output(notebook)
-    folder = cycle.folder/'push'/notebook.slug
-    inputs = [f'the competition {COMPETITION}', *(f'the dataset {name}' for name in notebook.datasets),
-              *(f'the output of the notebook {name}' for name in notebook.kernels)]
+    kernel, output = notebook.kernel, self.output(notebook)
+    folder = self.folder/'push'/notebook.slug
 
     def done():
-        if kernel in cycle.pushed: return True
-        if output.exists(): return not (cycle.retry and problem())
-        state, _ = cycle.client.kernel(kernel).state()
-        return state is not None and not (cycle.retry and state in BAD_ENDS)
+        if kernel in self.pushed: return True
+        if output.exists(): return not (self.retry and problem())
+        state, _ = self.client.kernel_state(kernel)
+        return state is not None and not (self.retry and state in BAD_ENDS)
 
     def do():
-        for name in cycle.plan.datasets: # Kaggle would run the submission without one, hours later
-            try: cycle.client.dataset_files(name)
+        for name in self.plan.datasets: # Kaggle would run the submission without one, hours later
+            try: self.client.dataset_files(name)
             except RefusedError as e:
-                raise RefusedError(f'{e}. It is to be attached, so nothing is pushed; make it, or correct --dataset, '
-                                   'and give the line again') from None
-        made = make(left=_hours_left(cycle))
-        _say(f'{kernel}: for {made.parameters["hours"]} hours on {cycle.plan.accelerator}')
-        for old in (output, _unfinished(output)): shutil.rmtree(old, ignore_errors=True)
-        cycle.client.push_kernel(_write_notebook(cycle, made))
-        cycle.pushed.add(kernel)
-        time.sleep(POLL) # The state may be that of an earlier version for a moment
-        _wait_for(lambda: cycle.client.kernel(kernel).state()[0] is not None, kernel)
+                raise RefusedError(f'{e}. The submission needs it, so nothing is pushed; make it, or correct '
+                                   '--dataset, and give the line again') from None
+        made = make(left=self._hours_left())
+        _say(f'{kernel}: for {made.parameters["hours"]} hours on {self.plan.accelerator}')
+        for old in (output, *output.parent.glob(f'{output.name}.*.part')): shutil.rmtree(old, ignore_errors=True)
+        self.client.push_kernel(self._write_notebook(made))
+        self.pushed.add(kernel)
+        time.sleep(POLL) # For a moment the state may be that of an earlier version
+        _wait_for(lambda: self.client.kernel_state(kernel)[0] is not None, kernel)
 
+    inputs = [f'the competition {COMPETITION}', *(f'the dataset {name}' for name in notebook.datasets),
+              *(f'the output of the notebook {name}' for name in notebook.kernels)]
     return Step(f'push {notebook.title}, {kernel}', done, do, [
         f'kaggle kernels push -p {shlex.quote(str(folder))}',
         f'or Create › New Notebook, File › Import Notebook {folder/notebook.source}.ipynb,',
         f'   and the title {notebook.slug.replace("-", " ")!r};',
         *(f'   Add Input: {name};' for name in inputs),
-        f'   Settings › Accelerator {cycle.plan.accelerator}, Internet off;',
+        f'   Settings › Accelerator {self.plan.accelerator}, Internet off;',
         '   Save Version › Save & Run All'])
 
-def _unfinished(output: Path) -> Path: return output.with_name(f'{output.name}.part')
-
-# %% ../../nbs/kaggle/03_cycle.ipynb #c006
+# %% ../../nbs/kaggle/03_cycle.ipynb #c027
 class _LogTail:
-    "The new lines in the log of a notebook that runs."
-    def __init__(self,
-        pieces: Callable[[], Iterator[str]], # Pieces of the log, from its beginning
-    ):
-        self.pieces = pieces
-        self.queue: SimpleQueue[str] = SimpleQueue()
-        self.n_seen = 0
-        self.text = '' # Beginning of a line that has not ended
-        self.thread: Thread | None = None
+    "New lines in the log of a running notebook."
+    def __init__(self, client: Client, kernel: str):
+        self.client, self.kernel = client, kernel
+        self.pieces: list[str] = []
+        self.n_shown = 0 # Lines that were returned before
+        self.thread = Thread()
 
     def _read(self) -> None:
-        with suppress(KaggleError): # There may be no log yet; asking for the state tells what is wrong
-            for i, piece in enumerate(self.pieces()):
-                if i < self.n_seen: continue
-                self.n_seen = i + 1
-                self.queue.put(piece)
+        with suppress(KaggleError): # There may be no log yet; the next request for the state shows other problems
+            for i, piece in enumerate(self.client.log_pieces(self.kernel)):
+                if i >= len(self.pieces): self.pieces.append(piece)
 
     def new_lines(self, seconds: float = 0.) -> list[str]:
-        "Lines that came since the last call; waits so long for the end of the log."
-        if self.thread is None or not self.thread.is_alive():
+        "Whole lines since the last call; waits up to this time for the end of the log."
+        if not self.thread.is_alive():
             self.thread = Thread(target=self._read, daemon=True)
             self.thread.start()
         self.thread.join(seconds)
-        while not self.queue.empty(): self.text += self.queue.get()
-        whole, _, self.text = self.text.rpartition('\n')
-        return log_lines(whole)
+        lines = log_lines(''.join(self.pieces).rpartition('\n')[0])
+        new, self.n_shown = lines[self.n_shown:], len(lines)
+        return new
 
-def _failure(kernel: Kernel, state: str, comment: str) -> KaggleError:
-    "An error with the end of the log and what to do."
-    end = '\n'.join(f'    {line}' for line in kernel.log()[-20:]) or '    (it has no log)'
-    return KaggleError(f'{kernel.name}: {state}{comment and f" ({comment})"}. The end of its log:\n\n{end}\n\nThe same '
-                       'line with --retry pushes it again, with the kit as it is then. Its page: '
-                       f'https://www.kaggle.com/code/{kernel.name}')
+@patch
+def _failure(self: Cycle, kernel: str, state: str, comment: str) -> KaggleError:
+    "Error with the end of the log and what to do."
+    lines = []
+    with suppress(RefusedError): lines = log_lines(''.join(self.client.log_pieces(kernel)))[-20:]
+    end = '\n'.join(f'    {line}' for line in lines) or '    (it has no log)'
+    return KaggleError(f'{kernel}: {state}{comment and f" ({comment})"}. The end of its log:\n\n{end}\n\nThe same '
+                       f'line with --retry pushes it again, with the kit as it is then. Its page: '
+                       f'https://www.kaggle.com/code/{kernel}')
 
-def _watch(kernel: Kernel) -> None:
-    "Print the state of a notebook, and its log, until it ends. Raises `KaggleError` if it does not end well."
-    tail = _LogTail(kernel.log_pieces)
-    in_words = {'queued': 'queued, until Kaggle has a machine', None: 'not there'}
+@patch
+def _watch(self: Cycle, kernel: str) -> None:
+    "Print the state of a notebook and its log until it ends. Raises `KaggleError` if it does not end well."
+    tail = _LogTail(self.client, kernel)
+    in_words = {'queued': 'queued, until Kaggle has a machine', None: 'does not exist'}
     shown: str | None = ''
     while True:
-        try: state, comment = kernel.state()
-        except UnreachableError as e: state, comment = f'not to be seen ({e})', ''
-        if state != shown: _say(f'{kernel.name}: {in_words.get(state, state)}')
-        shown = state
+        try: state, comment = self.client.kernel_state(kernel)
+        except UnreachableError as e: state, comment = f'state unknown ({e})', ''
+        if state != shown: _say(f'{kernel}: {in_words.get(state, state)}')
         is_over = state in (None, 'complete', *BAD_ENDS)
-        if state == 'running' or is_over and tail.thread:
+        if state == 'running' or is_over and shown not in ('', state):
             for line in tail.new_lines(POLL if is_over else 0): print(f'    {line}', flush=True)
+        shown = state
         if is_over: break
         time.sleep(POLL)
-    if state in BAD_ENDS: raise _failure(kernel, state, comment)
+    if state in BAD_ENDS: raise self._failure(kernel, state, comment)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c021
-def _running(cycle: Cycle, notebook: Notebook) -> Step:
-    kernel, output = notebook.kernel, cycle.output(notebook)
+# %% ../../nbs/kaggle/03_cycle.ipynb #c029
+@patch
+def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Iterator[Step]:
+    "The steps of one notebook."
+    notebook = make()
+    kernel, output = notebook.kernel, self.output(notebook)
 
     def now():
-        state, comment = cycle.client.kernel(kernel).state()
-        if state in BAD_ENDS: return [str(_failure(cycle.client.kernel(kernel), state, comment))]
-        tail = _LogTail(cycle.client.kernel(kernel).log_pieces)
-        return [f'{state} {comment}'.rstrip(), *(tail.new_lines(5)[-3:] if state == 'running' else [])]
+        state, comment = self.client.kernel_state(kernel)
+        if state in BAD_ENDS: return [str(self._failure(kernel, state, comment))]
+        lines = _LogTail(self.client, kernel).new_lines(5)[-3:] if state == 'running' else []
+        return [f'{state} {comment}'.rstrip(), *lines]
 
-    return Step(f'run {notebook.title}, {kernel}',
-                lambda: output.exists() or cycle.client.kernel(kernel).state()[0] == 'complete',
-                lambda: _watch(cycle.client.kernel(kernel)),
-                [f'kaggle kernels status {kernel}',
-                 f'until that says COMPLETE; or see its page, https://www.kaggle.com/code/{kernel}'], now)
-
-def _fetching(cycle: Cycle, notebook: Notebook, problem: Callable[[], str]) -> Step:
-    kernel, output = notebook.kernel, cycle.output(notebook)
-
-    def do():
+    def fetch():
         if output.exists():
             raise KaggleError(f'{problem()}. The same line with --retry runs {kernel} again; without the folder '
                               f'{output} it fetches the output again')
-        cycle.client.kernel(kernel).pull_output(_unfinished(output))
-        os.replace(_unfinished(output), output)
+        self._watch(kernel) # Someone may have run it again
+        self.client.fetch_output(kernel, output)
 
-    return Step(f'fetch the output of {notebook.title}, {output}', lambda: output.exists() and not problem(), do,
-                [f'kaggle kernels output {kernel} -p {shlex.quote(str(output))}', 'or Output › Download All'],
-                lambda: [problem()] if output.exists() else [])
+    yield self._push(make, problem)
+    yield Step(f'run {notebook.title}, {kernel}',
+               lambda: output.exists() or self.client.kernel_state(kernel)[0] == 'complete',
+               lambda: self._watch(kernel),
+               [f'kaggle kernels status {kernel}',
+                f'until that says COMPLETE; or see its page, https://www.kaggle.com/code/{kernel}'], now)
+    yield Step(f'fetch the output of {notebook.title}, {output}', lambda: output.exists() and not problem(), fetch,
+               [f'kaggle kernels output {kernel} -p {shlex.quote(str(output))}', 'or Output › Download All'],
+               lambda: [problem()] if output.exists() else [])
 
-def _notebook_steps(cycle: Cycle, make: Callable[..., Notebook],
-                    problem: Callable[[], str]) -> Iterator[Step]:
-    "The steps of one notebook."
-    yield _pushing(cycle, make, problem)
-    yield _running(cycle, make())
-    yield _fetching(cycle, make(), problem)
+@patch
+def _finish(self: Cycle, part: int) -> Step:
+    run = self.run_dir(part)
 
-def _sending(cycle: Cycle, path: Path) -> Step:
-    "The step that sends the CSV, whose description has a hash of it."
-    name = cycle.plan.name.partition('/')[2]
-    def description(): return f'{name} {sha256(path)[:8]}'
-    def found(): return cycle.client.find_submission(COMPETITION, description())
+    def refuse():
+        raise KaggleError(f'{run}: the training is unfinished after {batches_done(run):,} batches. With more --hours '
+                          '(all parts together) it continues; --unfinished decodes the model as it is')
 
-    def do():
-        cycle.client.submit(COMPETITION, path, description())
-        _wait_for(lambda: found() is not None, f'submission {description()!r}')
+    return Step('finish the training', lambda: self.unfinished, refuse, [])
+
+@patch
+def _send(self: Cycle, part: int) -> Step:
+    "Send the CSV; its hash is in the description, by which it is found."
+    path, name, run = self.csv, self.plan.name.partition('/')[2], self.run_dir(part)
+
+    def description():
+        unfinished = '' if is_finished(run) else f', unfinished training ({batches_done(run):,} batches)'
+        return f'{name} {sha256(path)[:8]}{unfinished}'
+
+    def state():
+        sent = self.client.find_submission(COMPETITION, description())
+        return sent and sent.status.name
 
     def now():
-        s = found()
+        s = self.client.find_submission(COMPETITION, description())
         if s is None: return []
-        return [f'{s.status.name.lower()}{s.error_description and f": {s.error_description}"}; public score '
-                f'{s.public_score or "none"}, private {s.private_score or "none"}']
+        problem = s.error_description and f': {printable(s.error_description)}'
+        return [f'{s.status.name.lower()}{problem}; public score {s.public_score or "none"}, private '
+                f'{s.private_score or "none"}']
 
-    return Step(f'send {path} to {COMPETITION}', lambda: found() is not None, do,
+    def do():
+        if state() is None or self.retry and state() == 'ERROR':
+            self.client.submit(COMPETITION, path, description())
+        _wait_for(lambda: state() not in (None, 'PENDING'), f'submission {description()!r}')
+        if state() == 'ERROR':
+            raise KaggleError(f'{path}: Kaggle refuses it ({now()[0]}). A corrected CSV is sent by the same line, this '
+                              'one again with --retry')
+
+    return Step(f'send {path} to {COMPETITION}', lambda: state() not in (None, 'PENDING', 'ERROR'), do,
                 [f'kaggle competitions submit {COMPETITION} -f {shlex.quote(str(path))} -m {name}',
                  'or, on the page of the notebook, Output › submission.csv › Submit to Competition'], now)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c023
-_WAITS = (5, 10, 20, 40, 60, 60) # Seconds until the next question when Kaggle did not answer
+# %% ../../nbs/kaggle/03_cycle.ipynb #c033
+_WAITS = (5, 10, 20, 40, 60, 60) # Seconds until the next request if Kaggle did not answer
 _MOST_TIMES = 3                  # Times that a step is done before its effect must show
 
-def _carry_out(step: Step) -> None:
+@patch
+def carry_out(self: Step) -> None:
     "Do a step if it is not done. Raises `KaggleError` with what to do."
     waits = iter(_WAITS)
     times = 0
     while True:
         try:
-            if step.done(): return _say(f'done: {step.title}')
+            if self.done(): return _say(f'done: {self.title}')
             if times == _MOST_TIMES:
-                raise KaggleError(f'{step.title}: was done {times} times, and Kaggle shows nothing of it')
+                raise KaggleError(f'{self.title}: done {times} times, without an effect that Kaggle shows')
             if times: time.sleep(POLL)
-            _say(step.title)
-            step.do()
+            _say(self.title)
+            self.do()
             times += 1
         except BusyError as e:
             _say(f'{e}; trying again in {10*POLL} seconds')
             time.sleep(10*POLL)
         except UnreachableError as e:
             wait = next(waits, None)
-            if wait is None: raise UnreachableError(f'{e}. Later the same line goes on') from None
+            if wait is None: raise UnreachableError(f'{e}. Give the same line again later') from None
             _say(f'{e}; trying again in {wait} seconds')
             time.sleep(wait)
 
-def go(
-    cycle: Cycle,
-    submit: bool = False, # Whether the CSV is sent
-) -> Path:                # The CSV
-    "Carry out what is left of a cycle. Raises `KaggleError` with what to do."
-    cycle.folder.mkdir(parents=True, exist_ok=True)
-    with Lock(cycle.folder/'cycle.lock', f'the cycle {cycle.folder}'):
+@patch
+def go(self: Cycle, submit: bool = False) -> Path:
+    "Carry out what is left of a cycle, and return the CSV. Raises `KaggleError` with what to do."
+    self.folder.mkdir(parents=True, exist_ok=True)
+    with Lock(self.folder/'cycle.lock', f'the cycle {self.folder}'):
         try:
-            for step in cycle.steps(submit): _carry_out(step)
-        except Ended as e: raise Ended(e.number, 'What was pushed runs on at Kaggle.') from None
-    return cycle.csv
+            for step in self.steps(submit): step.carry_out()
+        except Ended as e: raise Ended(e.number, 'Notebooks that were pushed continue on Kaggle.') from None
+    return self.csv
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c024
-def report(
-    cycle: Cycle,
-) -> Iterator[str]: # Lines
-    "Steps of a cycle up to the first that is not done, by what Kaggle says now."
-    for step in cycle.steps(submit=True):
+@patch
+def report(self: Cycle) -> Iterator[str]:
+    "Lines about the steps up to the first that is not done, by what Kaggle says now."
+    for step in self.steps(submit=True):
         is_done = step.done()
         yield f'{"done" if is_done else "next"}  {step.title}'
         if not is_done: break
     yield from (f'      {line}'.rstrip() for text in step.now() for line in text.splitlines())
-    image = cycle.plan.machine.image
+    image = self.plan.machine.image
     with suppress(RefusedError):
-        if quota := cycle.client.quota_left(image): yield _quota_in_words(image, *quota)
+        if quota := self.client.quota_left(image): yield _quota_in_words(image, *quota)
 
-def by_hand(
-    cycle: Cycle,
-) -> Iterator[str]: # Lines
-    "Commands and clicks that do what `go` does; the notebooks are written."
-    parts = cycle.plan.n_parts or 2
-    notebooks = [*(cycle.plan.training(part) for part in range(1, parts + 1)), cycle.plan.submission(parts)]
-    for notebook in notebooks: _write_notebook(cycle, notebook)
-    for number, step in enumerate(cycle.steps(True, parts), 1):
+@patch
+def by_hand(self: Cycle) -> Iterator[str]:
+    "Lines with commands and clicks that do what `go` does; writes the notebooks."
+    parts = self.plan.n_parts or 1
+    notebooks = [*(self.plan.training(part) for part in range(1, parts + 1)), self.plan.submission(parts)]
+    for notebook in notebooks: self._write_notebook(notebook)
+    for number, step in enumerate(self.steps(submit=True), 1):
         yield f'{number}. {step.title[0].upper()}{step.title[1:]}'
         yield from (f'   {line}' for line in step.by_hand)
-    yield 'A part whose last cell says that all batches are done is the last one:'
-    yield 'then comes the submission, with its output.'
-    if not cycle.plan.n_parts:
-        yield f'If none does, part {parts} comes again, with the output of the part before.'
-        yield 'With --hours the number of parts is known, and each is listed.'
+    yield f'The last cell of part {parts} must say that all batches are done. If it does not, give this line again with'
+    yield f'--hours {self.plan.machine.hours*(parts + 1):g} (all parts together), which adds a part before the submission.'

@@ -21,7 +21,7 @@ def test_a_session_leaves_a_model_and_log_probabilities(tmp_path):
     simulate_dataset(tmp_path/'input'/RECORDINGS, n_sessions=2, train=10, val=5, test=3, max_words=4, lm_sentences=0)
     attach_wheels(tmp_path)
     text = train(tmp_path, environment, framework='tensorflow', accelerator='cpu')
-    for words in ('device:      cpu', '30 of 30 batches are done;', 'begins anew',
+    for words in ('device:      cpu', '30 of 30 batches are done;', 'starts from the beginning',
                   'installed from attached wheels: rapidfuzz\n', f'recordings:  {tmp_path/"input"/RECORDINGS}'):
         assert words in text, text
     run = tmp_path/'working'/'run'

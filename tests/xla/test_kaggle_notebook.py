@@ -38,7 +38,7 @@ def first(environment, tmp_path_factory):
 def test_a_session_leaves_a_model_and_log_probabilities(first):
     room, text = first
     run = room/'working'/'run'
-    for words in ('8 devices', '1 of 30 batches are done; to go on', 'begins anew',
+    for words in ('8 devices', '1 of 30 batches are done; to continue', 'starts from the beginning',
                   f'recordings:  {room/"input"/RECORDINGS}'):
         assert words in text, text
     assert 'first step after' in text_of(outputs_of(run/'notebooks'/'03_train.ipynb'))
@@ -59,7 +59,7 @@ def test_a_version_continues_the_one_that_is_attached(first, environment, tmp_pa
     (first[0]/'working'/'run'/'xla'/'program').write_text('compiled')
     attach(tmp_path, first[0])
     text = session(tmp_path, environment, 1)
-    assert f'goes on with {tmp_path}/input/notebooks/someone/version-0/run' in text
+    assert f'continues {tmp_path}/input/notebooks/someone/version-0/run' in text
     assert '30 of 30 batches are done;' in text
     run = tmp_path/'working'/'run'
     before, after = (read_history(folder/'train'/'history.csv') for folder in (first[0]/'working'/'run', run))
