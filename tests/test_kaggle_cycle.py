@@ -418,14 +418,15 @@ def test_the_steps_by_hand_come_to_the_same(n_parts, kaggle, b2t, monkeypatch):
     assert f'models = [\\"{parts[-2]}\\"]' in kaggle.kernels[PARTS[-1]][0]['body']['text']
 
 
-# One process that has imported everything; a copy of it carries out each line of standard input, and is killed behind
-# the n-th answer from an address
+# One process that has imported everything. A copy of it carries out each line of standard input, and is killed after the
+# n-th answer from an address, or before its n-th write in the folder of the cycle
 RUNNER = '''
-import json, os, sys
+import json, os, signal, sys
 from pathlib import Path
 import kaggle.cli, requests
+from faults.stage_kills import _is_write
 import b2t_kaggle.cli.kaggle
-from test_kaggle_cycle import NAME, write_wheels
+from test_kaggle_cycle import FOLDER, NAME, write_wheels
 from b2t_kaggle.cli.command import main
 from b2t_kaggle.config import preset
 from b2t_kaggle.kaggle import cycle
@@ -437,7 +438,14 @@ cycle.Cycle(plan, Path('warm'))._write_notebook(plan.training(1))
 preset('transformer')
 
 def run(args, address, n):
-    send, count = requests.Session.send, 0
+    signal.alarm(120)
+    send, count, writes = requests.Session.send, 0, 0
+    def watch(event, args):
+        nonlocal writes
+        if not any(_is_write(event, args, folder) for folder in (FOLDER, os.path.abspath(FOLDER))): return
+        writes += 1
+        if address == '/write' and writes == n: os.kill(os.getpid(), 9)
+        os.pwrite(note, str(writes).encode(), 0)
     def counted(self, request, **options):
         nonlocal count
         answer = send(self, request, **options)
@@ -445,6 +453,8 @@ def run(args, address, n):
         if address in request.url and count == n: os.kill(os.getpid(), 9)
         return answer
     requests.Session.send = counted
+    note = os.open('writes', os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    sys.addaudithook(watch)
     for i in (1, 2): os.dup2(os.open('output', os.O_WRONLY | os.O_CREAT | os.O_TRUNC), i)
     main(args)
 
@@ -455,24 +465,47 @@ for line in sys.stdin:
 '''
 
 
-def test_killed_behind_an_answer_the_same_line_goes_on(kaggle, b2t, tmp_path):
-    "Of each kind, and behind each push: whoever hears it is killed at once, the second one does nothing twice."
+@pytest.fixture
+def end(b2t):
+    "Runs the line in a process of its own, which is killed at an event; returns its exit status."
     variables = os.environ | {'KAGGLE_API_ENVIRONMENT': 'LOCALHOST',
                               'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
     addresses = dict(log='/stream/', file='/files/', upload='/upload/')
     with subprocess.Popen([sys.executable, '-c', RUNNER], stdin=-1, stdout=-1, text=True, env=variables) as runner:
-        def end(name='', n=0):
+        def run(name='', n=0):
             runner.stdin.write(json.dumps([['kaggle', *LINE], addresses.get(name, f'/{name}'), n]) + '\n')
             runner.stdin.flush()
             while (words := runner.stdout.readline().split())[0] != 'status': pass # The client prints, too
             return int(words[1])
-        assert end() == 0
-        counts = dict.fromkeys(kaggle.counts, 1) | {'SaveKernel': 3, 'upload': 3}
-        assert len(counts) == 16
-        for name, n in [(name, n) for name, most in counts.items() for n in range(1, most + 1)]:
-            kaggle.forget()
-            shutil.rmtree(tmp_path/FOLDER)
-            assert end(name, n) == -9, (name, n)
-            assert end() == 0, (name, n, (tmp_path/'output').read_text())
-            assert_complete(kaggle)
+        yield run
         runner.stdin.close()
+
+
+def test_killed_behind_an_answer_the_same_line_goes_on(kaggle, end, tmp_path):
+    "Of each kind, and behind each push: whoever hears it is killed at once, the second one does nothing twice."
+    assert end() == 0
+    counts = dict.fromkeys(kaggle.counts, 1) | {'SaveKernel': 3, 'upload': 3}
+    assert len(counts) == 16
+    for name, n in [(name, n) for name, most in counts.items() for n in range(1, most + 1)]:
+        kaggle.forget()
+        shutil.rmtree(tmp_path/FOLDER)
+        assert end(name, n) == -9, (name, n)
+        assert end() == 0, (name, n, (tmp_path/'output').read_text())
+        assert_complete(kaggle)
+
+
+def test_killed_before_a_write_the_same_line_leaves_the_same_bytes(kaggle, end, tmp_path):
+    "Each write in the folder of the cycle, which needs more than two processes if a file of wheels is the last."
+    def content(): # papermill gives the cell of the parameters a random id
+        return {str(p.relative_to(tmp_path)): re.sub(rb'"id": "\w+"', b'', p.read_bytes())
+                for p in (tmp_path/FOLDER).rglob('*') if p.is_file()}
+    assert end() == 0
+    expected, n_writes = content(), int((tmp_path/'writes').read_text())
+    assert n_writes > 40
+    for n in range(1, n_writes + 1):
+        kaggle.forget()
+        shutil.rmtree(tmp_path/FOLDER)
+        assert end('write', n) == -9, n
+        assert end() == 0, (n, (tmp_path/'output').read_text())
+        assert_complete(kaggle)
+        assert content() == expected, n

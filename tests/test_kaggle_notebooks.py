@@ -57,7 +57,7 @@ def test_training_leaves_a_run_and_few_outputs(trained, environment):
     room, text = trained
     run = room/'working'/'run'
     for words in (f'recordings:  {room/"input"/RECORDINGS}', 'starts from the beginning', 'device:      cpu',
-                  'installed from attached wheels: rapidfuzz',
+                  'installed from attached wheels: fastcore rapidfuzz',
                   '30 of 30 batches are done; attach'):
         assert words in text, text
     assert len(LogitStore.open(run/'logits'/'test.arrow')) == 3
