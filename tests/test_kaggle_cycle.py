@@ -80,8 +80,8 @@ def test_a_cycle(kaggle, b2t, tmp_path):
     assert status == 0, output
     assert_complete(kaggle)
     assert kaggle.kernels[PARTS[1]][0]['steps'] == BATCHES
-    for line in ('left out: kenlm: it is compiled', 'queued, until Kaggle has a machine', 'continues after batch 60,000',
-                 '    train: 100%', 'is valid'):
+    for line in ('left out: kenlm: it is compiled', 'queued, until Kaggle has a machine',
+                 'continues after batch 60,000', '    train: 100%', 'is valid'):
         assert line in output, output
     body = kaggle.kernels[PARTS[0]][0]['body']
     assert (body['machineShape'], body['enableInternet'], body['competitionDataSources']) == (
@@ -418,8 +418,8 @@ def test_the_steps_by_hand_come_to_the_same(n_parts, kaggle, b2t, monkeypatch):
     assert f'models = [\\"{parts[-2]}\\"]' in kaggle.kernels[PARTS[-1]][0]['body']['text']
 
 
-# One process that has imported everything. A copy of it carries out each line of standard input, and is killed after the
-# n-th answer from an address, or before its n-th write in the folder of the cycle
+# One process that has imported everything. A copy of it carries out each line of standard input, and is killed after
+# the n-th answer from an address, or before its n-th write in the folder of the cycle
 RUNNER = '''
 import json, os, signal, sys
 from pathlib import Path

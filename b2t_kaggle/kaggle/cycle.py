@@ -540,4 +540,4 @@ def by_hand(self: Cycle) -> Iterator[str]:
         yield f'{number}. {step.title[0].upper()}{step.title[1:]}'
         yield from (f'   {line}' for line in step.by_hand)
     yield f'The last cell of part {parts} must say that all batches are done. If it does not, give this line again with'
-    yield f'--hours {self.plan.machine.hours*(parts + 1):g} (all parts together), which adds a part before the submission.'
+    yield f'--hours {self.plan.machine.hours*(parts + 1):g} (all parts together), which adds a part.'
