@@ -69,6 +69,7 @@ class Notebook:
     @property
     def slug(self) -> str: return self.kernel.partition('/')[2]
 
+# %% ../../nbs/kaggle/03_cycle.ipynb #c008
 @dataclass(frozen=True)
 class Plan:
     "Values of a cycle; raises `ValueError` for a name that Kaggle would not accept."
@@ -117,7 +118,7 @@ class Plan:
                         dict(models=[model]) | self._parameters(self.machine.hours, left), [model],
                         [self.wheels, *self.datasets])
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c009
+# %% ../../nbs/kaggle/03_cycle.ipynb #c011
 def wheels_slug(image: str, python: str | None = None, checkout: Path = _CHECKOUT) -> str:
     "Name of the dataset with wheels of the kit as it is now, for an image of Kaggle."
     paths = [checkout/'settings.ini', *(checkout/'b2t_kaggle').rglob('*'), *(checkout/'nbs'/'stages').glob('*.ipynb')]
@@ -146,7 +147,7 @@ def save_plan(plan: Plan, folder: Path) -> None:
             raise ValueError(f'{folder}: is the cycle with {key} {old!r}, this one has {new!r}; give it another --id')
     if before != plan: write_whole(folder/'cycle.json', json.dumps(asdict(plan), indent=1) + '\n')
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c012
+# %% ../../nbs/kaggle/03_cycle.ipynb #c014
 @dataclass
 class Step:
     "A step of a cycle."
@@ -193,7 +194,7 @@ class Cycle:
                                         partial(submission_problem, self.csv.parent))
         if submit: yield self._send(part)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c015
+# %% ../../nbs/kaggle/03_cycle.ipynb #c017
 def training_problem(run: Path, before: Path | None = None) -> str:
     "The reason why a run cannot be continued, or empty; `before` is the run of the previous part."
     if not (run/'config.yaml').is_file(): return f'{run}: has no config.yaml, so it is not a run'
@@ -222,7 +223,7 @@ def submission_problem(folder: Path) -> str:
     if not original.is_file() or sha256(path) != sha256(original): return f"{path}: differs from the run's, {original}"
     return ''
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c018
+# %% ../../nbs/kaggle/03_cycle.ipynb #c020
 POLL = 30       # Seconds between two requests for a state
 _PATIENCE = 120 # Requests until something that Kaggle accepted should be there
 
@@ -287,7 +288,7 @@ def _push_wheels(self: Cycle) -> Step:
                  f'or Create › New Dataset, named {name.partition("/")[2].replace("-", " ")!r},',
                  f'   with the files of {folder}'])
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c022
+# %% ../../nbs/kaggle/03_cycle.ipynb #c024
 _LEAST_HOURS = 1 # Hours left of the week's for which a notebook is pushed
 
 @patch
@@ -357,7 +358,7 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
         f'   Settings › Accelerator {self.plan.accelerator}, Internet off;',
         '   Save Version › Save & Run All'])
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c027
+# %% ../../nbs/kaggle/03_cycle.ipynb #c029
 class _LogTail:
     "New lines in the log of a running notebook."
     def __init__(self, client: Client, kernel: str):
@@ -409,7 +410,7 @@ def _watch(self: Cycle, kernel: str) -> None:
         time.sleep(POLL)
     if state in BAD_ENDS: raise self._failure(kernel, state, comment)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c029
+# %% ../../nbs/kaggle/03_cycle.ipynb #c031
 @patch
 def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Iterator[Step]:
     "The steps of one notebook."
@@ -481,7 +482,7 @@ def _send(self: Cycle, part: int) -> Step:
                 [f'kaggle competitions submit {COMPETITION} -f {shlex.quote(str(path))} -m {name}',
                  'or, on the page of the notebook, Output › submission.csv › Submit to Competition'], now)
 
-# %% ../../nbs/kaggle/03_cycle.ipynb #c033
+# %% ../../nbs/kaggle/03_cycle.ipynb #c035
 _WAITS = (5, 10, 20, 40, 60, 60) # Seconds until the next request if Kaggle did not answer
 _MOST_TIMES = 3                  # Times that a step is done before its effect must show
 
