@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .files import atomic_path
-from .reading import MAX_EXPANSION, SMALL_BYTES, ReadError, check_is_file
+from .reading import ReadError, check_is_file, expands_too_far
 
 # %% ../../nbs/core/11_matlab.ipynb #c006
 _MATRIX, _COMPRESSED = 14, 15 # Types of elements that hold others
@@ -156,7 +156,7 @@ def _unpack(packed: memoryview, order: str) -> bytes:
     "The one element that was compressed. Raises `MatlabError` where it is not as long as it says, or far too long."
     start = zlib.decompressobj().decompress(packed, 8)
     size = 8 + struct.unpack(order + 'II', start)[1] if len(start) == 8 else 0
-    if size > max(SMALL_BYTES, MAX_EXPANSION*len(packed)):
+    if expands_too_far(size, len(packed)):
         raise MatlabError(f'{size:,} bytes of values, of which only {len(packed):,}, compressed, are in the file')
     stream = zlib.decompressobj()
     data = stream.decompress(packed, size + 1) # One more, or zlib does not compare its checksum

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import time
 import zipfile
@@ -30,6 +31,8 @@ from urllib3.exceptions import HTTPError, NewConnectionError
 
 from ..core.files import format_size, replaced_folder, require_space, stays_inside, write_whole
 from ..core.locks import Lock, LockedError
+from ..core.messages import printable
+from ..core.reading import expands_too_far
 from .sessions import list_sessions
 from ..devices.processes import tied
 
@@ -44,30 +47,86 @@ class AccessError(DownloadError):
 class RemoteFile:
     "A file that a server offers."
     url: str
-    name: str                   # Name of the file here
+    name: str                   # Name of the local file
     size: int | None = None     # Bytes, if known beforehand
-    checksum: str | None = None # Such as `sha256:ba78…` or `md5:9001…`, if someone publishes one
+    checksum: str | None = None # Published checksum, such as `sha256:ba78…` or `md5:9001…`
 
-def _find_damage(path: Path, file: RemoteFile) -> str | None:
-    "The fault of a file by size and checksum; without a checksum, by that at the end of a `.gz` (RFC 1952)."
-    size = path.stat().st_size
-    if file.size is not None and size != file.size: return f'found {size:,} bytes, expected {file.size:,}'
-    if file.checksum is None:
-        if not file.name.endswith('.gz'): return None
+    def damage(self, path: Path) -> str | None:
+        "What is wrong with a local copy, by size and checksum; without one, by the checksum inside a `.gz` (RFC 1952)."
+        size = path.stat().st_size
+        if self.size not in (None, size): return f'found {size:,} bytes, expected {self.size:,}'
+        if self.checksum:
+            algorithm, _, expected = self.checksum.partition(':')
+            with open(path, 'rb') as f: digest = hashlib.file_digest(f, algorithm).hexdigest()
+            return None if digest == expected else f'found {algorithm} {digest}, expected {expected}'
+        if not self.name.endswith('.gz'): return None
         try:
             with gzip.open(path) as f:
-                while f.read(1 << 20): pass
+                while f.read(1 << 20):
+                    if expands_too_far(f.tell(), size): return f'found {size:,} bytes that unpack to over {f.tell():,}'
         except (OSError, EOFError, zlib.error) as e:
             return f'found a file that gzip cannot read ({e}), expected a whole one'
         return None
-    algorithm, _, expected = file.checksum.partition(':')
-    with open(path, 'rb') as f: found = hashlib.file_digest(f, algorithm).hexdigest()
-    return None if found == expected else f'found {algorithm} {found}, expected {expected}'
 
 # %% ../../nbs/data/05_download.ipynb #c012
-class _Part:
-    "The beginning of a file, and the mark by which a server recognises what it belongs to."
-    def __init__(self, path: Path):
+def _open_url(url: str, token: str | None = None, headers: dict[str, str] | None = None,
+              data: dict[str, str] | None = None) -> requests.Response:
+    "Send one request. Raises `requests.RequestException`."
+    sent = {'User-Agent': 'b2t_kaggle', 'Accept-Encoding': 'identity', **(headers or {})}
+    if token: sent['Authorization'] = f'Bearer {token}'
+    response = requests.request('POST' if data else 'GET', url, data=data, headers=sent, stream=True, timeout=60,
+                                allow_redirects=token is None)
+    if token and response.is_redirect: return _open_url(urljoin(url, response.headers['Location']), headers=headers)
+    response.raise_for_status()
+    return response
+
+def _permanent(error: Exception, url: str) -> DownloadError | None:
+    "The error to raise if trying again cannot help; `None` if it may."
+    if isinstance(error, requests.HTTPError):
+        code = error.response.status_code
+        if code in (408, 416, 429, 500, 502, 503, 504): return None
+        message = f'{url}: the server answers {code} {printable(error.response.reason)}'
+        if code not in (401, 403): return DownloadError(f'{message}, expected the file; the address may have changed')
+        return AccessError(f'{message}; the password or token is wrong, missing or expired, or terms have to be '
+                           'accepted first')
+    reason = getattr(error.args[0] if error.args else None, 'reason', None)
+    if not isinstance(reason, NewConnectionError): return None
+    return DownloadError(f'{url}: no connection ({reason}); check the connection to the internet (on Kaggle: turn '
+                         'it on in the settings of the notebook)')
+
+# %% ../../nbs/data/05_download.ipynb #c015
+_T = TypeVar('_T')
+_ATTEMPTS = 6
+_PASSING = (requests.RequestException, HTTPError, ConnectionError, TimeoutError)
+
+def _persistently(attempt: Callable[[], _T], url: str, progress: Callable[[], int] = lambda: 0) -> _T:
+    "Try until it succeeds. Raises `DownloadError` if that cannot help, or after six attempts without progress."
+    failures = 0
+    while True:
+        before = progress()
+        try: return attempt()
+        except _PASSING as e:
+            if failure := _permanent(e, url): raise failure from None
+            failures = failures + 1 if progress() <= before else 1
+            if failures == _ATTEMPTS:
+                raise DownloadError(f'{url}: {failures} attempts failed, the last with {e!r}; the part that came is '
+                                    'kept, run this again later to continue') from None
+            wanted = e.response.headers.get('Retry-After', '') if isinstance(e, requests.HTTPError) else ''
+        time.sleep(min(60, int(wanted) if wanted.isdigit() else 2**failures))
+
+def read_url(
+    url: str,
+    headers: dict[str, str] | None = None, # Headers of the request
+    data: dict[str, str] | None = None,    # Fields of a form to send
+) -> bytes:
+    "The whole content of a small file; raises `DownloadError`."
+    return _persistently(lambda: _open_url(url, headers=headers, data=data).content, url)
+
+# %% ../../nbs/data/05_download.ipynb #c018
+class _Transfer:
+    "A file that is fetched into `NAME.part`, and the mark by which the server recognises its contents."
+    def __init__(self, file: RemoteFile, path: Path, token: str | None = None, progress: bool = False):
+        self.file, self.token, self.progress = file, token, progress
         self.path = path.with_name(f'{path.name}.part')
         self.mark_path = path.with_name(f'{path.name}.part.mark')
 
@@ -85,123 +144,55 @@ class _Part:
         is_strong = tag and not tag.startswith('W/')  # A weak one does not promise the same bytes
         write_whole(self.mark_path, tag if is_strong else headers.get('Last-Modified', ''))
 
-    def range_headers(self, has_checksum: bool) -> dict[str, str]:
-        "Headers that ask for the rest; empty if no one would notice that it is the rest of another file."
+    def range_headers(self) -> dict[str, str]:
+        "Headers that ask for the rest; empty if the rest of another file would not be noticed."
         mark = self.mark_path.read_text() if self.mark_path.exists() else ''
-        if not self.size or not (mark or has_checksum): return {}
+        if not self.size or not (mark or self.file.checksum): return {}
         headers = {'Range': f'bytes={self.size}-'}
         return headers | {'If-Range': mark} if mark else headers
 
-# %% ../../nbs/data/05_download.ipynb #c017
-def _open_url(url: str, token: str | None = None, headers: dict[str, str] | None = None,
-              data: dict[str, str] | None = None) -> requests.Response:
-    "One request. Raises `requests.RequestException`."
-    sent = {'User-Agent': 'b2t_kaggle', 'Accept-Encoding': 'identity', **(headers or {})}
-    if token: sent['Authorization'] = f'Bearer {token}'
-    response = requests.request('POST' if data else 'GET', url, data=data, headers=sent, stream=True, timeout=60,
-                                allow_redirects=token is None)
-    if token and response.is_redirect: return _open_url(urljoin(url, response.headers['Location']), headers=headers)
-    response.raise_for_status()
-    return response
+    def run(self) -> None:
+        "Open one connection: append what it delivers, or start over if the server has another file now."
+        file = self.file
+        if file.size is not None:
+            if self.size == file.size: return
+            if self.size > file.size: self.discard()
+        try: response = _open_url(file.url, self.token, self.range_headers())
+        except requests.HTTPError as e: # 416: the part is complete, or belongs to another file
+            if e.response.status_code == 416:
+                if e.response.headers.get('Content-Range') == f'bytes */{self.size}': return
+                self.discard()
+            raise
+        with response:
+            size = response.headers.get('Content-Length', '')
+            start = 0
+            if response.status_code == 206:
+                sent, _, size = response.headers['Content-Range'].removeprefix('bytes ').partition('/')
+                start = int(sent.split('-')[0])
+            total = int(size) if size.isdigit() else None
+            if start == 0: self.begin(response.headers)
+            if start != self.size: raise ConnectionError(f'the server sends from byte {start}, not from {self.size}')
+            if None not in (file.size, total) and file.size != total:
+                raise DownloadError(f'{file.url}: the server offers {total:,} bytes, expected {file.size:,}; '
+                                    'the file there is another one')
+            if total: require_space(self.path.parent, total - start, f'the rest of {file.name}')
+            with tqdm(total=total, initial=start, unit='B', unit_scale=True, desc=file.name,
+                      disable=not self.progress) as bar, open(self.path, 'ab') as f:
+                while block := response.raw.read(1 << 20, decode_content=False):
+                    f.write(block)
+                    bar.update(len(block))
+        if total is not None and self.size != total:
+            raise ConnectionError(f'the connection broke after {self.size:,} of {total:,} bytes')
 
-def _failure(error: Exception, url: str) -> DownloadError | None:
-    "The error to raise if trying again does not help; None if it may."
-    if isinstance(error, requests.HTTPError):
-        code = error.response.status_code
-        if code in (408, 416, 429, 500, 502, 503, 504): return None
-        message = f'{url}: the server answers {code} {error.response.reason}'
-        if code in (401, 403):
-            return AccessError(f'{message}; the password or token is wrong, missing or too old, or terms have to be '
-                               'accepted first')
-        return DownloadError(f'{message}, expected the file; the address may have changed')
-    reason = getattr(error.args[0] if error.args else None, 'reason', None)
-    if isinstance(reason, NewConnectionError):
-        return DownloadError(f'{url}: no connection ({reason}); check the connection to the internet (on Kaggle: turn '
-                             'it on in the settings of the notebook)')
-    return None
-
-# %% ../../nbs/data/05_download.ipynb #c020
-_T = TypeVar('_T')
-_ATTEMPTS = 6
-_PASSING = (requests.RequestException, HTTPError, ConnectionError, TimeoutError)
-
-def _seconds_to_wait(error: Exception, failures: int) -> float:
-    "As long as the server says, else twice as long each time; a minute at most."
-    retry_after = error.response.headers.get('Retry-After', '') if isinstance(error, requests.HTTPError) else ''
-    return min(60, int(retry_after) if retry_after.isdigit() else 2**failures)
-
-def _persistently(attempt: Callable[[], _T], url: str, progress: Callable[[], int] = lambda: 0) -> _T:
-    "Try until it succeeds. Raises `DownloadError` if that is hopeless, or after several attempts in vain."
-    failures = 0
-    while True:
-        before = progress()
-        try: return attempt()
-        except _PASSING as e:
-            error = e
-            if failure := _failure(e, url): raise failure from None
-        failures = failures + 1 if progress() <= before else 1
-        if failures == _ATTEMPTS:
-            raise DownloadError(f'{url}: {failures} attempts failed, the last with {error!r}; what has come is kept, '
-                                'run this again later to go on')
-        time.sleep(_seconds_to_wait(error, failures))
-
-def read_url(
-    url: str,
-    headers: dict[str, str] | None = None, # Headers of the request
-    data: dict[str, str] | None = None,    # Fields of a form to send
-) -> bytes:
-    "A small answer, all of it; raises `DownloadError`."
-    return _persistently(lambda: _open_url(url, headers=headers, data=data).content, url)
-
-# %% ../../nbs/data/05_download.ipynb #c023
-def _append(path: Path, response: requests.Response, bar: tqdm) -> None:
-    "Append the rest of a response to a file."
-    try:
-        with open(path, 'ab') as f:
-            while block := response.raw.read(1 << 20, decode_content=False):
-                f.write(block)
-                bar.update(len(block))
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): raise
-        raise DownloadError(f'{path}: {e.strerror.lower()} after {format_size(path.stat().st_size)}; make room and run '
-                            'this again, what has come is kept') from None
-
-def _transfer(file: RemoteFile, part: _Part, token: str | None, progress: bool) -> None:
-    "One connection: append what it brings, or start over if the server has another file now."
-    if file.size is not None:
-        if part.size == file.size: return
-        if part.size > file.size: part.discard()
-    try: response = _open_url(file.url, token, part.range_headers(file.checksum is not None))
-    except requests.HTTPError as e: # 416: all has come, or the part is of another file
-        if e.response.status_code == 416 and e.response.headers.get('Content-Range') == f'bytes */{part.size}': return
-        if e.response.status_code == 416: part.discard()
-        raise
-    with response:
-        size = response.headers.get('Content-Length')
-        start, total = 0, int(size) if size else None
-        if response.status_code == 206:
-            sent, _, size = response.headers['Content-Range'].removeprefix('bytes ').partition('/')
-            start, total = int(sent.split('-')[0]), int(size) if size.isdigit() else None
-        if start == 0: part.begin(response.headers)
-        if start != part.size: raise ConnectionError(f'the server sends from byte {start}, not from {part.size}')
-        if None not in (file.size, total) and file.size != total:
-            raise DownloadError(f'{file.url}: the server offers {total:,} bytes, expected {file.size:,}; '
-                                'the file there is not the one that is meant')
-        if total: require_space(part.path.parent, total - start, f'the rest of {file.name}')
-        with tqdm(total=total, initial=start, unit='B', unit_scale=True, desc=file.name, disable=not progress) as bar:
-            _append(part.path, response, bar)
-    if total is not None and part.size != total:
-        raise ConnectionError(f'the connection broke after {part.size:,} of {total:,} bytes')
-
-# %% ../../nbs/data/05_download.ipynb #c026
+# %% ../../nbs/data/05_download.ipynb #c021
 def download(
     file: RemoteFile,
-    folder: str | Path,       # Folder to put it into; it is made if it is missing
-    token: str | None = None, # Token of someone who may have it
+    folder: str | Path,       # Folder for it; it is made if it is missing
+    token: str | None = None, # Token of an account that may have it
     progress: bool = False,   # Show a progress bar
 ) -> Path:                    # The file, complete and compared with its checksum
-    """Fetch a file, or what is missing of it; one that is there is only checked. Raises `DownloadError` if it cannot be
-    had or comes damaged, `AccessError` if the server refuses, `OSError` if there is no room for it."""
+    """Fetch a file, or the rest of it; a complete one is only checked. Raises `DownloadError` if it cannot be fetched
+    or arrives damaged, `AccessError` if the server refuses, `OSError` if there is no room for it."""
     path = Path(folder)/file.name
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = Lock(path.with_name(f'.{path.name}.lock'), str(path))
@@ -210,67 +201,71 @@ def download(
         raise DownloadError(f'{path}: another process is fetching it ({e.holder}); wait until it is done') from None
     with lock:
         if path.exists():
-            if damage := _find_damage(path, file):
+            if damage := file.damage(path):
                 raise DownloadError(f'{path}: {damage}; it is damaged or another file: delete it and run this again')
             return path
-        part = _Part(path)
-        _persistently(lambda: _transfer(file, part, token, progress), file.url, lambda: part.size)
-        if damage := _find_damage(part.path, file):
+        part = _Transfer(file, path, token, progress)
+        try: _persistently(part.run, file.url, lambda: part.size)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): raise
+            raise DownloadError(f'{part.path}: {os.strerror(e.errno).lower()} after {format_size(part.size)}; '
+                                'make room and run this again, the part that came is kept') from None
+        if damage := file.damage(part.path):
             part.discard()
-            raise DownloadError(f'{path}: {damage}; it came damaged and was removed: run this again. If that does not '
-                                f'help, the file at {file.url} is not the one that is meant')
+            raise DownloadError(f'{path}: {damage}; it arrived damaged and was removed: run this again. If that does '
+                                f'not help, the file at {file.url} is another one')
         os.replace(part.path, path)
         part.discard()
     return path
 
-# %% ../../nbs/data/05_download.ipynb #c033
-def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
-    "Raises `DownloadError` for what must not be unpacked, or cannot be."
-    problem = None
-    if not stays_inside(member.filename): problem = 'leads out of the folder'
-    if stat.S_ISLNK(member.external_attr >> 16): problem = 'is a link'
-    if problem:
-        raise DownloadError(f'{path}: {member.filename!r} {problem}, expected files and folders below one folder; the '
-                            'archive is not to be trusted, nothing of it was unpacked')
-    if member.flag_bits & 1:
-        raise DownloadError(f'{path}: {member.filename!r} is encrypted; unpack it yourself, with its password: '
-                            f'7z x -pPASSWORD {path.name}')
+# %% ../../nbs/data/05_download.ipynb #c028
+_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 def unpack_zip(
     path: str | Path,       # The archive
     folder: str | Path,     # Folder to make; must not exist
     progress: bool = False, # Show a progress bar
 ) -> Path:                  # The folder
-    """Unpack an archive whole or not at all. Raises `DownloadError` if it is damaged, encrypted, or would write
-    elsewhere, `OSError` without room for it."""
+    """Unpack an archive whole or not at all. Raises `DownloadError` if it is damaged, encrypted, expands too far or
+    would write elsewhere, `OSError` if there is no room for it."""
     path = Path(path)
     folder = Path(folder)
-    if folder.exists(): raise FileExistsError(f'{folder}: is there already; {path.name} is unpacked into a new folder')
+    if folder.exists(): raise FileExistsError(f'{folder}: exists already; {path.name} is unpacked into a new folder')
+    by_hand = f'If you trust it, unpack it yourself: 7z x {path.name}'
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            for member in members: _check_member(path, member)
             size = sum(member.file_size for member in members)
-            require_space(folder.parent, size, f'what is in {path.name}')
+            for m in members:
+                problem = ('is a link' if stat.S_ISLNK(m.external_attr >> 16) else
+                           'leads out of the folder' if not stays_inside(m.filename) else
+                           'is encrypted' if m.flag_bits & 1 else
+                           'has an unknown compression' if m.compress_type not in _COMPRESSIONS else '')
+                if not problem: continue
+                raise DownloadError(f'{path}: {m.filename!r} {problem}, expected stored or deflated files in one '
+                                    f'folder; nothing was unpacked. {by_hand}')
+            if expands_too_far(size, path.stat().st_size):
+                raise DownloadError(f'{path}: would unpack to {format_size(size)}, expected at most a hundred times '
+                                    f'its size; nothing was unpacked. {by_hand}')
+            require_space(folder.parent, size, f'the contents of {path.name}')
             with replaced_folder(folder) as scratch, \
                  tqdm(total=size, unit='B', unit_scale=True, desc=f'unpack {path.name}', disable=not progress) as bar:
                 scratch.mkdir()
-                for member in members:
-                    archive.extract(member, scratch) # zipfile compares its checksum
-                    bar.update(member.file_size)
-    except (zipfile.BadZipFile, zlib.error, EOFError) as e:
+                for m in members:
+                    archive.extract(m, scratch) # Reads no more than the size above, and compares a checksum
+                    bar.update(m.file_size)
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, struct.error) as e:
         raise DownloadError(f'{path}: is damaged ({e}); delete it and fetch it again') from None
     except NotImplementedError as e:
-        raise DownloadError(f'{path}: is packed in a way that Python does not know ({e}); unpack it yourself: '
-                            f'7z x {path.name}') from None
+        raise DownloadError(f'{path}: uses a part of zip that Python does not support ({e}). {by_hand}') from None
     return folder
 
-# %% ../../nbs/data/05_download.ipynb #c901
+# %% ../../nbs/data/05_download.ipynb #c031
 RECORDINGS = 't15_copyTask_neuralData'
 CHECKPOINT = 't15_pretrained_rnn_baseline'
 ARCHIVES = (RECORDINGS, CHECKPOINT)
 _BYTES = 11_050_000_000 + 484_940_000 # Size of both archives, as Dryad's page says
-_UNPACKED = 1.3 # Size of their contents, by that of the archives
+_UNPACKED = 1.3 # Size of their contents, relative to the archives
 
 def _recordings_folder(folder: str | Path) -> Path:
     "Raises `DownloadError` if there is none."
@@ -283,22 +278,19 @@ def _missing(folder: Path) -> list[str]:
     "The archives that are not unpacked yet."
     return [name for name in ARCHIVES if not (folder/name).is_dir()]
 
-# %% ../../nbs/data/05_download.ipynb #c904
+# %% ../../nbs/data/05_download.ipynb #c034
 DRYAD = 'https://datadryad.org'
 DOI = 'doi:10.5061/dryad.dncjsxm85'
-
-def _dryad_json(address: str) -> dict:
-    "An answer of the API."
-    wants_json = {'Accept': 'application/json', 'Content-Type': 'application/json'}
-    return json.loads(read_url(urljoin(DRYAD, address), wants_json))
 
 def _dryad_files() -> dict[str, RemoteFile]:
     "The files of the dataset's newest version by name. Raises `DownloadError`."
     address = f'/api/v2/datasets/{quote(DOI, safe="")}'
+    headers = {'Accept': 'application/json', 'Content-Type': 'application/json'}
+    def answer(address): return json.loads(read_url(urljoin(DRYAD, address), headers))
     try:
-        version = _dryad_json(address)['_links']['stash:version']['href']
+        version = answer(address)['_links']['stash:version']['href']
         files = {}
-        for entry in _dryad_json(f'{version}/files?per_page=100')['_embedded']['stash:files']:
+        for entry in answer(f'{version}/files?per_page=100')['_embedded']['stash:files']:
             algorithm = entry.get('digestType', '').replace('sha-', 'sha')
             checksum = f'{algorithm}:{entry["digest"]}' if algorithm and entry.get('digest') else None
             links = entry['_links']
@@ -306,15 +298,14 @@ def _dryad_files() -> dict[str, RemoteFile]:
             files[entry['path']] = RemoteFile(url, entry['path'], entry['size'], checksum)
         return files
     except (KeyError, TypeError, ValueError) as e:
-        raise DownloadError(f'{urljoin(DRYAD, address)}: an answer in another form than the documented one ({e!r}); '
+        raise DownloadError(f'{urljoin(DRYAD, address)}: the answer does not have the documented form ({e!r}); '
                             f'download the files with a browser from {DRYAD}/dataset/{DOI}') from None
 
 def _dryad_token() -> str | None:
-    """A token by `DRYAD_TOKEN`, or by `DRYAD_CLIENT_ID` and `DRYAD_CLIENT_SECRET`; None without any of them. Raises
+    """The token from `DRYAD_TOKEN`, or one for `DRYAD_CLIENT_ID` and `DRYAD_CLIENT_SECRET`; `None` without them. Raises
     `AccessError` if Dryad does not accept the secret."""
-    if token := os.environ.get('DRYAD_TOKEN'): return token
-    client, secret = os.environ.get('DRYAD_CLIENT_ID'), os.environ.get('DRYAD_CLIENT_SECRET')
-    if not (client and secret): return None
+    token, client, secret = map(os.environ.get, ('DRYAD_TOKEN', 'DRYAD_CLIENT_ID', 'DRYAD_CLIENT_SECRET'))
+    if token or not (client and secret): return token
     form = dict(client_id=client, client_secret=secret, grant_type='client_credentials')
     try: return json.loads(read_url(f'{DRYAD}/oauth/token', data=form))['access_token']
     except AccessError:
@@ -325,7 +316,7 @@ def get_from_dryad(
     folder: str | Path,     # Folder for the recordings and the checkpoint
     progress: bool = False, # Show progress bars
 ) -> Path:                  # The folder of the sessions
-    """Fetch, check and unpack what is missing. Raises `DownloadError`, `AccessError` if Dryad wants another token,
+    """Fetch, check and unpack the missing archives. Raises `DownloadError`, `AccessError` if Dryad wants another token,
     `OSError` if there is no room."""
     folder = Path(folder)
     if missing := _missing(folder):
@@ -338,19 +329,19 @@ def get_from_dryad(
         names = ' and '.join(file.name for file in remote)
         token = _dryad_token()
         if remote and not token:
-            raise AccessError(f'Dryad gives files to accounts only: set DRYAD_CLIENT_ID and DRYAD_CLIENT_SECRET, which '
+            raise AccessError(f'Dryad requires an account: set DRYAD_CLIENT_ID and DRYAD_CLIENT_SECRET, which '
                               f'{DRYAD}/account shows; or download {names} with a browser from {DRYAD}/dataset/{DOI} '
                               f'into {folder} and run this again')
         if remote:
-            needed = sum((1 + _UNPACKED)*file.size - _Part(folder/file.name).size for file in remote)
-            require_space(folder, int(needed), f'{names} and what is in them')
+            needed = sum((1 + _UNPACKED)*file.size - _Transfer(file, folder/file.name).size for file in remote)
+            require_space(folder, int(needed), f'{names} and their contents')
         for file in files:
             path = download(file, folder, token, progress)
             unpack_zip(path, folder/path.stem, progress)
             if file in remote: path.unlink()
     return _recordings_folder(folder)
 
-# %% ../../nbs/data/05_download.ipynb #c911
+# %% ../../nbs/data/05_download.ipynb #c041
 COMPETITION = 'brain-to-text-25'
 _ACCESS = ('set KAGGLE_API_TOKEN to a token from https://www.kaggle.com/settings (API › Generate New Token), and '
            f'accept the rules at https://www.kaggle.com/competitions/{COMPETITION}/rules; or download from the archive '
@@ -360,8 +351,8 @@ def get_from_kaggle(
     folder: str | Path,     # Folder for the recordings and the checkpoint
     progress: bool = False, # Show progress bars
 ) -> Path:                  # The folder of the sessions
-    """Fetch and unpack the files of the competition by Kaggle's client; `brain-to-text-25.zip` from a browser will do.
-    Raises `AccessError` if Kaggle refuses, `DownloadError` if no client is installed, `OSError` if there is no room."""
+    """Fetch the files of the competition with Kaggle's client, and unpack them; `brain-to-text-25.zip` from a browser
+    works as well. Raises `AccessError` if Kaggle refuses, `DownloadError` without a client, `OSError` without room."""
     folder = Path(folder)
     if not _missing(folder): return _recordings_folder(folder)
     archive = folder/f'{COMPETITION}.zip'
