@@ -1,11 +1,11 @@
 "Sampling, buckets, filling and prefetching against their definitions."
 import gc
 import itertools
+import tempfile
 import threading
 import time
 from collections import Counter
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from b2t_kaggle.core.ctc import round_length
+from b2t_kaggle.core.ragged import RaggedWriter
 from b2t_kaggle.data.batches import (
     Batcher,
     DayBalancedSampler,
@@ -23,6 +24,7 @@ from b2t_kaggle.data.batches import (
     longest_in_batches,
     prefetch,
 )
+from b2t_kaggle.data.store import _COLUMNS, TrialStore
 
 # Trials of each day; some days have none, as the real sessions without a split
 day_counts = st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(any)
@@ -105,16 +107,17 @@ def test_a_batch_takes_the_smallest_bucket_that_holds_it():
 
 
 def store_of(lengths, n_features=8, dtype='float16', seed=0):
-    "What a Batcher needs of a store, in memory."
+    "A store of random trials of these lengths."
     rng = np.random.default_rng(seed)
     xs = [rng.standard_normal((n, n_features)).astype(dtype) for n in lengths]
     ids = [rng.integers(1, 41, rng.integers(0, 9)) for _ in lengths]
-    ragged = SimpleNamespace(flat=np.concatenate(xs).reshape(-1), starts=n_features*np.cumsum([0, *lengths[:-1]]),
-                             verify=lambda trials: None)
-    return SimpleNamespace(path='memory', ragged=ragged, dtype=np.dtype(dtype), n_features=n_features,
-                           features=xs.__getitem__, n_bins=np.array(lengths),
-                           day=rng.integers(0, 3, len(lengths)), n_labels=np.array([len(x) for x in ids]),
-                           class_ids=ids.__getitem__)
+    with tempfile.TemporaryDirectory() as d: # An open store keeps its file
+        metadata = dict(split='train', sessions=['a', 'b', 'c'])
+        with RaggedWriter(f'{d}/train.arrow', dtype, (n_features,), _COLUMNS, 'trials', metadata) as writer:
+            for i, (x, labels, day) in enumerate(zip(xs, ids, rng.integers(0, 3, len(lengths)))):
+                writer.append(x, session='abc'[day], day=day, block=1, trial=i, key='', sentence='', n_bins=len(x),
+                              is_instruction=False, n_labels=len(labels), class_ids=labels.tolist())
+        return TrialStore(f'{d}/train.arrow')
 
 
 @settings(max_examples=100, deadline=None)

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'MAX_YAML_VALUES', 'MAX_BINS', 'MAX_LABELS', 'MAX_ATTRIBUTE_BYTES',
            'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_LINE_BYTES', 'MAX_NGRAM_BYTES', 'MAX_WHOLE', 'MAX_FEATURES',
-           'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError', 'check_is_file', 'read_text', 'split_lines', 'limit_lines',
-           'parse_json', 'is_finite_number', 'parse_yaml', 'read_yaml_file', 'open_hdf5', 'check_link', 'open_dataset',
-           'check_size', 'read_attribute', 'check_hdf5']
+           'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError', 'expands_too_far', 'check_is_file', 'read_text', 'split_lines',
+           'limit_lines', 'parse_json', 'is_finite_number', 'parse_yaml', 'read_yaml_file', 'open_hdf5', 'check_link',
+           'open_dataset', 'check_size', 'read_attribute', 'check_hdf5']
 
 # %% ../../nbs/core/03_reading.ipynb #c003
 import io
@@ -43,6 +43,13 @@ MAX_LAYERS = 1_000            # Of a model; the deepest encoder here has 20
 
 class ReadError(ValueError):
     "A file that is not read; the message names it, what was found, and what to do."
+
+def expands_too_far(
+    unpacked: int, # Bytes that compressed data claim to have, or had so far
+    packed: int,   # Bytes in the file
+) -> bool:
+    "Whether data expand so far beyond their size in the file that they are no recordings, models or text."
+    return unpacked > max(SMALL_BYTES, MAX_EXPANSION*packed)
 
 # %% ../../nbs/core/03_reading.ipynb #c008
 def check_is_file(path: str | Path) -> None:
@@ -184,7 +191,7 @@ def read_yaml_file(path: str | Path) -> Any:
     try: return parse_yaml(text)
     except ValueError as e: raise ReadError(f'{path}: {e}; correct that line, or fetch the file again') from None
 
-# %% ../../nbs/core/03_reading.ipynb #c030
+# %% ../../nbs/core/03_reading.ipynb #c022
 def open_hdf5(path: str | Path) -> 'h5py.File':
     """A file to be read. It is locked against writers only where its file system has locks: NFS and Lustre can be
     mounted without. Raises `ReadError` for no file and where another process has it open for writing, `OSError` where
@@ -200,7 +207,7 @@ def open_hdf5(path: str | Path) -> 'h5py.File':
         if 'unable to lock file' not in str(e): raise
     return h5py.File(path, 'r', locking=False)
 
-# %% ../../nbs/core/03_reading.ipynb #c022
+# %% ../../nbs/core/03_reading.ipynb #c024
 _MAX_HOPS = 16 # From link to link, as HDF5 has it
 
 def _short(text: str) -> str:
@@ -229,7 +236,7 @@ def check_link(
                             'expected all data in one file, fetch it again')
         if i < len(parts) - 1: at = at[part]
 
-# %% ../../nbs/core/03_reading.ipynb #c023
+# %% ../../nbs/core/03_reading.ipynb #c025
 def open_dataset(
     group: 'h5py.Group',
     name: str,         # Of the data set in it
@@ -250,7 +257,7 @@ def check_size(dataset: 'h5py.Dataset') -> None:
     "Raise `ReadError` where the values of a data set would take far more memory than the file has for them."
     n_bytes = math.prod(dataset.shape or ())*dataset.dtype.itemsize
     stored = dataset.id.get_storage_size()
-    if n_bytes > max(SMALL_BYTES, MAX_EXPANSION*stored):
+    if expands_too_far(n_bytes, stored):
         raise ReadError(f'the shape {list(dataset.shape)} of {dataset.dtype}, of which only {stored:,} bytes are in '
                         f'the file, expected at least {n_bytes//MAX_EXPANSION:,}')
 
@@ -273,7 +280,7 @@ def read_attribute(
     except UnicodeError: raise ReadError('text that is not UTF-8') from None
     return value.strip('\0 \t\r\n') if isinstance(value, str) else value
 
-# %% ../../nbs/core/03_reading.ipynb #c027
+# %% ../../nbs/core/03_reading.ipynb #c029
 def check_hdf5(f: 'h5py.File') -> None:
     "Raise `ReadError` where a link or a data set leads into another file, or would take far more memory than it has."
     import h5py

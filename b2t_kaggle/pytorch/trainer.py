@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Config, TrainConfig
-from ..data.batches import Batch, Batcher, DayBalancedSampler, ShareSampler, longest_in_batches, prefetch
+from ..data.batches import Batch, Batcher, DayBalancedSampler, longest_in_batches, prefetch
 from ..data.sessions import participant_of
-from ..data.store import JointStore, TrialStore
+from ..data.store import TrialStore
 from ..devices.processes import keep_freed_memory
 from ..devices.torch import pick_torch
 from .augment import Augment
@@ -30,7 +30,7 @@ from .cr_ctc import consistency_losses, mean_of_views, two_views
 from .inference import ctc_losses, delivered_dtype, evaluate
 from .models import build_model
 from .models.encoder import Encoder
-from .on_device import PlaceBatcher, Program, put_on_device
+from .on_device import Program, put_on_device
 from .parallel import XLA, Backend, start
 from .weight_average import WeightAverage
 from ..training import loop
@@ -75,7 +75,7 @@ class BatchLoader:
     ):
         batch_size = cfg.data.batch_size
         self.refit_from = None if store_val is None else refit_step(cfg.train)
-        self.store = store if store_val is None or self.refit_from is None else JointStore([store, store_val])
+        self.store = store if store_val is None or self.refit_from is None else TrialStore(store.path, store_val.path)
         self.backend = backend
         self.accumulation_steps = cfg.train.accumulate
         if batch_size % self.accumulation_steps:
@@ -93,13 +93,14 @@ class BatchLoader:
         buckets = bucket_lengths(self.store, cfg, static_shapes, longest)
         self.batcher = Batcher(self.store, buckets, delivered_dtype(store, backend))
         self.on_device = put_on_device(self.store, cfg, backend, buckets[-1], n_parameters, backend.is_main_process)
-        if self.on_device: self.batcher = PlaceBatcher(self.on_device, self.batcher)
+        if self.on_device:
+            self.batcher = Batcher(self.store, buckets, self.store.dtype.name, self.on_device.places)
 
-    def _sampler(self, usable: np.ndarray, cfg: Config) -> DayBalancedSampler | ShareSampler:
+    def _sampler(self, usable: np.ndarray, cfg: Config) -> DayBalancedSampler:
         if cfg.data.shares:
             participants = np.array([participant_of(s) for s in self.store.sessions])[self.store.day[usable]]
-            return ShareSampler(self.store.day[usable], participants, cfg.data.shares, cfg.data.batch_size,
-                                cfg.data.days_per_batch, cfg.train.seed)
+            return DayBalancedSampler(self.store.day[usable], cfg.data.batch_size, cfg.data.days_per_batch,
+                                      cfg.train.seed, shares=cfg.data.shares, groups=participants)
         return DayBalancedSampler(self.store.day[usable], cfg.data.batch_size, cfg.data.days_per_batch, cfg.train.seed,
                                   cfg.data.must_include_days)
 

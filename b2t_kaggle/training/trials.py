@@ -12,12 +12,12 @@ from ..config import Config
 from ..core.ctc import frames_needed
 from ..data.batches import choose_buckets
 from ..data.sessions import n_features, participant_of
-from ..data.store import JointStore, TrialStore
+from ..data.store import TrialStore
 from .recipe import TrainingError, smoothing_margins
 
 # %% ../../nbs/training/01_trials.ipynb #c006
 def bucket_lengths(
-    store: TrialStore | JointStore, # The trials
+    store: TrialStore,   # The trials
     cfg: Config,         # The run's configuration
     static_shapes: bool, # Whether a compiler wants few lengths
     longest: np.ndarray | None = None, # Lengths whose padding counts `[n]`; none means those of all trials
