@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -205,7 +206,7 @@ def build(cls: TrialStore,
     path = Path(path)
     source = _Source(data_dir, split, sessions, feature_subset)
     stats = {s: file.stat() for s, file in source.files.items()}
-    fingerprint = dict(
+    fingerprint: dict[str, Any] = dict(
         split=split, dtype=np.dtype(dtype).name, sessions=source.sessions, drop_instructions=drop_instructions,
         bad_trials=tidy_bad_trials(bad_trials), feature_subset=source.subset,
         sources={s: [stat.st_size, stat.st_mtime_ns] for s, stat in stats.items()})

@@ -56,7 +56,7 @@ class _DayFile:
     def error(self, trial: int | None, *fault: str) -> SessionError:
         "The error about a variable, or about the cell of a trial: variable, what was found and what was expected."
         key = '' if trial is None else f'trial_{trial:04d}'
-        return SessionError(Problem(str(self.path), key, *fault, 'fetch the file again'))
+        return SessionError(Problem(str(self.path), key, *(*fault, 'fetch the file again')))
 
     def read(self) -> dict[str, Any]:
         "The variables that a session needs."
@@ -155,7 +155,7 @@ def import_t12(
         _import_session(out_dir, session, sources)
         imported[session] = identities
         write_whole(out_dir/_RECORD, json.dumps(imported))
-    return [Problem(str(folder/_FOLDERS[split]/f'{session}.mat'), '', '', 'no such file', *fault, 'warning')
+    return [Problem(str(folder/_FOLDERS[split]/f'{session}.mat'), '', '', 'no such file', *(*fault, 'warning'))
             for session, split, *fault in missing]
 
 # %% ../../nbs/data/07_t12.ipynb #c017
