@@ -46,6 +46,7 @@ class StoredTrial(Trial):
     "A trial as the store holds it: `features` [T, F] is a view of the mapped file, in the stored type."
     day: int = -1 # Position of the session in the store's `sessions`
 
+# %% ../../nbs/data/03_store.ipynb #c008
 class TrialStore:
     "All trials of a split in one memory-mapped file; `[i]` is a `StoredTrial`, and there are methods for its parts."
     def __init__(self,
@@ -82,13 +83,6 @@ class TrialStore:
     def __repr__(self):
         return (f'TrialStore({str(self.path)!r}: {len(self)} {self.split} trials of {len(self.sessions)} sessions, '
                 f'{self.dtype} [T, {self.n_features}])')
-
-    def parts(self,
-        trials: np.ndarray, # Indices [B]; a negative one, which is not a trial, counts for the first file
-    ) -> Iterator[tuple[Ragged, np.ndarray, np.ndarray]]:
-        "Files that have some of the trials: file, which of the trials are in it ([B] bool), and their indices there."
-        place = np.searchsorted(self._begins, np.maximum(trials, 0), 'right') - 1
-        for k in np.unique(place): yield self.files[k], place == k, trials[place == k] - self._begins[k]
 
     def features(self, i: int) -> np.ndarray:
         "Features [T, F] of trial `i`, a view of the mapped file."
@@ -137,7 +131,16 @@ class TrialStore:
         if (table['n_labels'].to_numpy() != n_labels).any(): refuse('n_labels are not the lengths of the labels')
         return arrays
 
-# %% ../../nbs/data/03_store.ipynb #c010
+# %% ../../nbs/data/03_store.ipynb #c011
+@patch
+def parts(self: TrialStore,
+    trials: np.ndarray, # Indices [B]; a negative one, which is not a trial, counts for the first file
+) -> Iterator[tuple[Ragged, np.ndarray, np.ndarray]]:
+    "Files that have some of the trials: file, which of the trials are in it ([B] bool), and their indices there."
+    place = np.searchsorted(self._begins, np.maximum(trials, 0), 'right') - 1
+    for k in np.unique(place): yield self.files[k], place == k, trials[place == k] - self._begins[k]
+
+# %% ../../nbs/data/03_store.ipynb #c015
 Folders = str | Path | Sequence[str | Path] # A folder of sessions, or one for each participant
 
 class _Source:
@@ -186,7 +189,7 @@ def packed_bytes(
     "About how large a store becomes. Raises `StoreError` for sessions that do not exist."
     return _Source(data_dir, split, sessions, feature_subset).packed_bytes(dtype)
 
-# %% ../../nbs/data/03_store.ipynb #c013
+# %% ../../nbs/data/03_store.ipynb #c018
 @patch(cls_method=True)
 def build(cls: TrialStore,
     data_dir: Folders,                  # Folder with the session folders; several are padded to the most features
