@@ -52,7 +52,7 @@ class RemoteFile:
     checksum: str | None = None # Published checksum, such as `sha256:ba78…` or `md5:9001…`
 
     def damage(self, path: Path) -> str | None:
-        "What is wrong with a local copy, by size and checksum; without one, by the checksum inside a `.gz` (RFC 1952)."
+        "Fault of a local copy, by size and checksum; without one, by the checksum inside a `.gz` (RFC 1952)."
         size = path.stat().st_size
         if self.size not in (None, size): return f'found {size:,} bytes, expected {self.size:,}'
         if self.checksum:
