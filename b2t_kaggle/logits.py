@@ -188,7 +188,7 @@ def _aligned(stores: Sequence[LogitStore], reference: int, i: int) -> list[np.nd
         arrays.append(x)
     return arrays
 
-# %% ../nbs/01_logits.ipynb #f1c1
+# %% ../nbs/01_logits.ipynb #c020
 def _check_alike(a: LogitStore, b: LogitStore) -> None:
     "Raise `LogitError` where two stores do not have the same trials and classes, or frames that cannot be aligned."
     def refuse(problem, x, y): raise LogitError(f'{a.path} and {b.path} cannot be averaged: {problem}, {x} and {y}; '
@@ -216,7 +216,7 @@ def _normalized(weights: Sequence[float], n: int) -> np.ndarray:
         raise LogitError(f'weights are {list(weights)}, expected {n} numbers of at least 0, not all 0')
     return w/w.sum()
 
-# %% ../nbs/01_logits.ipynb #c020
+# %% ../nbs/01_logits.ipynb #c022
 def _average_stores(stores: Sequence[LogitStore], path: str | Path | None, mean: str,
                     weights: Sequence[float] | None) -> LogitStore:
     "See `LogitStore.average`."
@@ -232,7 +232,7 @@ def _average_stores(stores: Sequence[LogitStore], path: str | Path | None, mean:
     arrays = (_mean(_aligned(stores, reference, i), mean, w) for i in range(len(stores[0])))
     return LogitStore.write(path, arrays, stores[0].index, provenance)
 
-# %% ../nbs/01_logits.ipynb #c033
+# %% ../nbs/01_logits.ipynb #c031
 _SPLITS = ('train', 'val', 'test')
 _FACTS = ('block', 'trial', 'n_bins', 'sentence') # Columns of an index that are compared where both have them
 
@@ -247,7 +247,7 @@ def split_of(store: LogitStore) -> str | None:
     if len(splits) > 1: raise LogitError(f'{store.path}: says of itself that it is of {" and ".join(sorted(splits))}')
     return next(iter(splits), None)
 
-# %% ../nbs/01_logits.ipynb #c035
+# %% ../nbs/01_logits.ipynb #c033
 def _rows(index: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
     "Rows of an index as tuples; what is missing is None, whatever the writer had for it."
     table = index[list(columns)].astype(object)
@@ -272,7 +272,7 @@ def _index_difference(store: LogitStore, index: pd.DataFrame) -> str:
     too_long = np.flatnonzero(store.n_frames > index['n_bins'].to_numpy())
     return f'{" ".join(ours[too_long[0]])} has more frames than bins' if len(too_long) else ''
 
-# %% ../nbs/01_logits.ipynb #c038
+# %% ../nbs/01_logits.ipynb #c036
 def sort_stores(
     paths: Sequence[str | Path],         # LogitStores of one or several models
     indices: Mapping[str, pd.DataFrame], # Of the packed trials by split: those that may be given

@@ -76,7 +76,7 @@ def from_lm_order(
     "Change the official language model's order to the logit order; raises `ValueError` if the last axis is not 41."
     return _permute(x, np.argsort(_LM_ORDER))
 
-# %% ../nbs/00_phonemes.ipynb #c301
+# %% ../nbs/00_phonemes.ipynb #c014
 _SPELLED = { # Each character to what stands for it
     "'": '‘’‛ʹʻʼʽʾʿˈˊˋ΄՚׳′‵´ꞌꞋ❛❜\x91\x92', '"': '“”„‟″‴‶«»‹›‚❝❞\x93\x94', '-': '‐‑', ' ': '…‥\x85\x96\x97', '': '®™℠©',
     'AE': 'Æ', 'ae': 'æ', 'OE': 'Œ', 'oe': 'œ', 'O': 'Ø', 'o': 'ø', 'D': 'ĐÐ', 'd': 'đð', 'L': 'Ł', 'l': 'ł',
@@ -103,8 +103,7 @@ def to_ascii(
     text = _SINGLE_QUOTES.sub(lambda m: f'"{m[1] or ""}"', text).translate(_PLAIN)
     return re.sub(r'[^\x00-\x7f]', _nearest, unicodedata.normalize('NFKD', text))
 
-
-# %% ../nbs/00_phonemes.ipynb #c014
+# %% ../nbs/00_phonemes.ipynb #c018
 _NORMALIZATION = [ # (effect, function)
     ("delete all but letters, space, - and '", lambda s: re.sub(r"[^a-zA-Z\- ']", '', s)),
     ('a hyphen before a space becomes a space', lambda s: s.replace('- ', ' ')),
@@ -124,7 +123,7 @@ def normalize_sentence(
     for _, step in _NORMALIZATION: text = step(text)
     return text
 
-# %% ../nbs/00_phonemes.ipynb #c019
+# %% ../nbs/00_phonemes.ipynb #c023
 _ONES = '''zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     seventeen eighteen nineteen'''.split()
 _TENS = '_ _ twenty thirty forty fifty sixty seventy eighty ninety'.split()
@@ -153,7 +152,7 @@ def spell_numbers(
     text = re.sub(r'(?<=\d)\.(\d+)', lambda m: ' point ' + ' '.join(_ONES[int(c)] for c in m[1]), text)
     return re.sub(r'\d+', lambda m: _cardinal(int(m[0])), text)
 
-# %% ../nbs/00_phonemes.ipynb #c022
+# %% ../nbs/00_phonemes.ipynb #c026
 def _distinct(prons: Iterable[Sequence[str]]) -> list[list[str]]:
     "Pronunciations without stress marks, each once, in their order."
     bare = [[p.rstrip('012') for p in pron] for pron in prons]
@@ -186,7 +185,7 @@ def _stressed() -> _Dictionary:
     lines = {w: prons for w, prons in lines.items() if is_word(w)}
     return _Dictionary(lines, lambda word: [pron.partition('#')[0].split() for pron in lines[word].split('\n')])
 
-# %% ../nbs/00_phonemes.ipynb #c025
+# %% ../nbs/00_phonemes.ipynb #c029
 @cache
 def _older_lines() -> dict[str, str]:
     "Word to its first pronunciation in CMUdict 0.7b, as it stands there."
@@ -210,7 +209,7 @@ def _dictionary() -> _Dictionary:
     def read(word): return _distinct([*_older_edition(word), *newer[word]])
     return _Dictionary(newer, read)
 
-# %% ../nbs/00_phonemes.ipynb #c028
+# %% ../nbs/00_phonemes.ipynb #c032
 _LETTERS = {c: i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz'", 1)}
 _N = len(ARPABET) + 1 # A chunk of 0, 1 or 2 phonemes p, q is the number p·_N + q, where 0 means none
 
@@ -236,7 +235,7 @@ def _first_scores(x, n, y, m) -> np.ndarray:
     scores[:, 0, :1] = -3                            # None
     return scores.reshape(len(scores), -1).astype(np.float32)
 
-# %% ../nbs/00_phonemes.ipynb #c030
+# %% ../nbs/00_phonemes.ipynb #c034
 def _viterbi_forward(x, n, y, m, scores):
     "Scores of the best alignments that end with each phoneme [S + 1, W], back pointers [L, S + 1, W], and chunks."
     W, L = x.shape
@@ -274,7 +273,7 @@ def _viterbi(x, n, y, m, scores) -> np.ndarray:
         j = j - k
     return aligned
 
-# %% ../nbs/00_phonemes.ipynb #c032
+# %% ../nbs/00_phonemes.ipynb #c036
 def _align(words: list[str], prons: list[list[str]]) -> np.ndarray:
     "The graphone of each letter, as letter·_N² + chunk [W, L]; -1 where there is none. The order of the words is lost."
     longest_first = sorted(zip(words, prons), key=lambda pair: -len(pair[0]))
@@ -294,7 +293,7 @@ def _chunk_phonemes(graphone: int) -> list[str]:
     "The phonemes of a graphone."
     return [PHONEMES[p] for p in divmod(graphone % _N**2, _N) if p]
 
-# %% ../nbs/00_phonemes.ipynb #c035
+# %% ../nbs/00_phonemes.ipynb #c039
 def _scramble(h: np.ndarray) -> np.ndarray:
     "Scramble 64-bit keys, so that the order of an n-gram's graphones counts."
     h = (h ^ (h >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -309,7 +308,7 @@ def _find(keys: np.ndarray, values: np.ndarray, query: np.ndarray, default: floa
     i = np.minimum(np.searchsorted(keys, query), len(keys) - 1)
     return np.where(keys[i] == query, values[i], default)
 
-# %% ../nbs/00_phonemes.ipynb #c037
+# %% ../nbs/00_phonemes.ipynb #c041
 def _suffix_keys(seq: np.ndarray, order: int) -> list[np.ndarray]:
     "For n = 0 … order the key of the n graphones that end at each place of sequences [W, L]."
     keys = [np.zeros(seq.shape, np.uint64)]
@@ -361,7 +360,7 @@ def _ngram_log_probs(tables, n_types: int, history: np.ndarray, candidates: np.n
         p = np.where(known[:, None], found, 0.) + weight*p
     return np.log(p)
 
-# %% ../nbs/00_phonemes.ipynb #c041
+# %% ../nbs/00_phonemes.ipynb #c045
 class _Speller:
     "Letter-to-sound model learned from pairs of words and pronunciations: joint sequences (Bisani and Ney, 2008)."
     order = 6
@@ -413,7 +412,7 @@ class _Speller:
         best: tuple[str, ...] = max(sums, key=sums.__getitem__, default=())
         return list(best)
 
-# %% ../nbs/00_phonemes.ipynb #c043
+# %% ../nbs/00_phonemes.ipynb #c047
 def _spellable() -> dict[str, list[str]]:
     "The words of the dictionary from which spelling is learned, with their first pronunciation."
     return {w: p[0] for w, p in _dictionary().items() if re.fullmatch("[a-z']{1,18}", w)}
@@ -434,7 +433,7 @@ def letters_to_sounds(
     if pron: return pron
     return [p for c in word.replace("'", '') for p in _dictionary()[c][0]] # Nothing audible: letter by letter
 
-# %% ../nbs/00_phonemes.ipynb #c048
+# %% ../nbs/00_phonemes.ipynb #c052
 _HISSING = set('S Z SH ZH CH JH'.split())
 _VOICELESS = set('P T K F TH'.split())
 
@@ -467,7 +466,7 @@ def is_guessed(
     _pronounced(word, note)
     return bool(guessed)
 
-# %% ../nbs/00_phonemes.ipynb #c051
+# %% ../nbs/00_phonemes.ipynb #c055
 _PATTERNS = { # Of the homographs that the labels' tool has and whose readings differ in phonemes
     'stress': """abstract addict attribute combat combine commune compact complex compound concert conduct conflict
         console contest contract contrast converse convert convict decrease defect desert digest discard discharge
@@ -503,7 +502,7 @@ def _readings(word: str) -> tuple[list[str], list[str]] | None:
     pair = _distinct([*verb[:1], *(pron for _, pron in other[:1])])
     return (pair[0], pair[1]) if len(pair) == 2 else None
 
-# %% ../nbs/00_phonemes.ipynb #c054
+# %% ../nbs/00_phonemes.ipynb #c058
 _SUBJECT = set("i you we they who i've you've we've they've".split())
 _SUBJECT_S = set('he she it who which that'.split()) # Before a verb in -s
 _AUXILIARY = set("""to do does did don't doesn't didn't can could will would shall should may might must can't couldn't
@@ -537,7 +536,7 @@ def _is_verb(words: list[str], i: int) -> bool:
     is_plural = before in _PLURAL or re.search("[^su']s$", before) and before not in _NOT_PLURAL
     return bool(is_plural) and (has_object or after in _PREPOSITION)
 
-# %% ../nbs/00_phonemes.ipynb #c057
+# %% ../nbs/00_phonemes.ipynb #c061
 def sentence_to_phonemes(
     sentence: str, # Any text; normalised first
 ) -> list[str]:    # Phoneme names, `SIL` after every word
@@ -550,7 +549,7 @@ def sentence_to_phonemes(
         if prons: phonemes += [*prons[0], 'SIL']
     return phonemes
 
-# %% ../nbs/00_phonemes.ipynb #c060
+# %% ../nbs/00_phonemes.ipynb #c064
 def normalize_words(
     words: Iterable[str], # Of a list
 ) -> Iterator[str]:

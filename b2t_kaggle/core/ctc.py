@@ -104,7 +104,7 @@ def check_log_probs(
     if fault: raise ValueError(f'log_probs, frame {t}{_describe(fault, x[t])}')
     return np.maximum(x, _FLOOR, out=x)
 
-# %% ../../nbs/core/09_ctc.ipynb #c028
+# %% ../../nbs/core/09_ctc.ipynb #c023
 def align(
     log_probs: np.ndarray, # Log-probabilities [T', K]
     class_ids: np.ndarray, # Labels [S], without blanks

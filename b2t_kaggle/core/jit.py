@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 from .files import home_folder, user_cache
 
-# %% ../../nbs/core/05_jit.ipynb #c302
+# %% ../../nbs/core/05_jit.ipynb #c006
 def _is_whole(path: str) -> bool:
     "Whether a file is there and is as it was written."
     try: content = Path(path).read_bytes()
@@ -63,7 +63,7 @@ def _kept(f: Callable, options: dict) -> Callable:
     if function is not f: function._cache = _CheckedCache(f) # It is the same where NUMBA_DISABLE_JIT is set
     return function
 
-# %% ../../nbs/core/05_jit.ipynb #c005
+# %% ../../nbs/core/05_jit.ipynb #c007
 def njit(
     f: Callable | None = None, # That is decorated without options
     **options,                 # Of `numba.njit`, such as `cache=True`
@@ -82,7 +82,7 @@ def njit(
         return numba.njit(**options | dict(cache=False))(f)
     return compiled if f is None else compiled(f)
 
-# %% ../../nbs/core/05_jit.ipynb #c308
+# %% ../../nbs/core/05_jit.ipynb #c015
 def _without_counts(context, builder, kind, value):
     "The same value, whose arrays do not count references."
     if isinstance(kind, types.BaseTuple):

@@ -78,7 +78,7 @@ def _beat(path: Path, file: tuple[int, int], stop: threading.Event) -> None:
     with suppress(OSError):
         while not stop.wait(_BEAT) and _identity(os.stat(path)) == file: os.utime(path)
 
-# %% ../../nbs/core/07_locks.ipynb #c102
+# %% ../../nbs/core/07_locks.ipynb #c012
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     "Take over the file of a dead process while no other does. Raises `BlockingIOError` where another one is at it."
@@ -90,7 +90,7 @@ def _alone(path: Path) -> Iterator[None]:
     try: yield
     finally: mark.unlink(missing_ok=True)
 
-# %% ../../nbs/core/07_locks.ipynb #c011
+# %% ../../nbs/core/07_locks.ipynb #c014
 class Lock:
     "A file that one process has at a time, as long as it lives, until `release`, or until the object is collected."
     def __init__(self,

@@ -106,7 +106,7 @@ def _index_checksum(batch: pa.RecordBatch, k: int, is_last: bool) -> int:
         for part in _column_bytes(column): crc = zlib.crc32(part, crc)
     return crc
 
-# %% ../../nbs/core/10_ragged.ipynb #c023
+# %% ../../nbs/core/10_ragged.ipynb #c020
 class RaggedWriter:
     """Writes arrays of one type to one file, as a stream. A context manager: the file is in place when the block ends,
     and unchanged if the block raises."""
@@ -186,7 +186,7 @@ class RaggedWriter:
 
     def __exit__(self, *error): return self._open.__exit__(*error)
 
-# %% ../../nbs/core/10_ragged.ipynb #c026
+# %% ../../nbs/core/10_ragged.ipynb #c023
 # Errors of Arrow for bytes that make no sense
 _DAMAGE = (pa.ArrowException, OSError, NotImplementedError, UnicodeDecodeError, ValueError, TypeError, KeyError,
            IndexError, AttributeError, OverflowError, MemoryError)
@@ -216,7 +216,7 @@ def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
         raise RaggedError(f'{path}: written in version {header.get("version")}, expected {_VERSION}; make it again')
     return buffer, reader, header
 
-# %% ../../nbs/core/10_ragged.ipynb #c027
+# %% ../../nbs/core/10_ragged.ipynb #c024
 def _read_chunk(reader: pa.RecordBatchFileReader, k: int, path: Path) -> tuple[pa.RecordBatch, list[int]]:
     """A chunk, with offsets and texts that lie inside the file, and the checksums of its arrays; raises `RaggedError`.
     The values are not looked at."""
@@ -239,7 +239,7 @@ def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray
     dtype, item_shape = _numpy_type(column.type)
     return data.address - address + offsets[:-1]*dtype.itemsize*math.prod(item_shape), np.diff(offsets)
 
-# %% ../../nbs/core/10_ragged.ipynb #c029
+# %% ../../nbs/core/10_ragged.ipynb #c026
 class Ragged:
     "Many arrays `[n, *item_shape]` of one type in one memory-mapped file; `[i]` is a read-only view of the i-th."
     def __init__(self,
@@ -311,7 +311,7 @@ class Ragged:
         "The index, a row for each array."
         return self.table.to_pandas()
 
-# %% ../../nbs/core/10_ragged.ipynb #c032
+# %% ../../nbs/core/10_ragged.ipynb #c029
 def write_ragged(
     path: str | Path,                  # File to write
     arrays: Iterable[np.ndarray],      # [n, *item_shape] each, consumed one at a time; the first decides type and shape
