@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from stored_tensors import stored_bytes
 from torch import nn
 
 from b2t_kaggle.pytorch import scaling
@@ -25,7 +26,6 @@ from b2t_kaggle.pytorch.scaling import (
     SwooshL,
     SwooshR,
     Whiten,
-    activations,
     load_training_state,
     set_batch_count,
     training_state,
@@ -350,8 +350,8 @@ def test_activations_keep_what_they_say():
     "In 16 bits, too."
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         x = torch.randn(30, 10, dtype=dtype, requires_grad=True)
-        assert activations.kept_bytes(SwooshL(), x) == 300 * size
-        assert activations.kept_bytes(SwooshL(eight_bits=True), x) == 300
+        assert stored_bytes(SwooshL(), x) == 300 * size
+        assert stored_bytes(SwooshL(eight_bits=True), x) == 300
 
 
 def test_names_of_the_package():

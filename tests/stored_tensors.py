@@ -1,0 +1,16 @@
+"Memory that autograd keeps for the backward pass."
+import torch
+
+
+def stored_bytes(f, *args):
+    "Bytes that the graph of `f(*args)` stores for the backward pass, each storage once, parameters included."
+    sizes = {}
+
+    def count(t):
+        sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        out = f(*args)
+    del out
+    return sum(sizes.values())
