@@ -2,8 +2,8 @@
 import torch
 
 
-def stored_bytes(f, *args):
-    "Bytes that the graph of `f(*args)` stores for the backward pass, each storage once, parameters included."
+def stored_bytes(f, *args, without=()):
+    "Bytes that the graph of `f(*args)` stores for the backward pass, each storage once, without some tensors."
     sizes = {}
 
     def count(t):
@@ -13,4 +13,5 @@ def stored_bytes(f, *args):
     with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
         out = f(*args)
     del out
+    for t in without: sizes.pop(t.untyped_storage().data_ptr(), None)
     return sum(sizes.values())

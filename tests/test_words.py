@@ -68,7 +68,7 @@ SOURCES = {
     'b2t_kaggle.pytorch.models.gru.init_gru': 'Glorot and Bengio 2010',
     'b2t_kaggle.pytorch.models.mamba.Mamba': 'Dao and Gu 2024',
     'b2t_kaggle.pytorch.models.mamba.MambaLayer': 'Dao and Gu 2024',
-    'b2t_kaggle.pytorch.models.mamba._skip_layer': 'Huang et al. 2016',
+    'b2t_kaggle.pytorch.models.mamba.skip_layer': 'Huang et al. 2016',
     'b2t_kaggle.pytorch.models.transformer.RelativePositions': 'Raffel et al. 2020',
     'b2t_kaggle.pytorch.models.transformer.Transformer': 'Feghhi et al. 2025',
     'b2t_kaggle.pytorch.models.transformer.attend': 'Vaswani et al. 2017',

@@ -6,6 +6,7 @@
 __all__ = ['from_official_state', 'init_gru', 'freeze_gru', 'GRUDecoder']
 
 # %% ../../../nbs/pytorch/models/02_gru.ipynb #c003
+import re
 from collections.abc import Mapping
 
 import torch
@@ -16,56 +17,45 @@ from ..frontend import Frontend
 from ..recurrence import GRU
 
 # %% ../../../nbs/pytorch/models/02_gru.ipynb #c006
-def _without_prefix(name: str) -> str:
-    while name.startswith(('module.', '_orig_mod.')): name = name.split('.', 1)[1]
-    return name
-
-def _stack(name: str, by_day: dict[int, Tensor]) -> Tensor:
-    "One tensor for all days; raises `ValueError` for days that are missing or differ in shape."
-    if sorted(by_day) != list(range(len(by_day))):
-        raise ValueError(f'{name}: found days {sorted(by_day)}, expected all from 0')
-    shapes = {tuple(v.shape) for v in by_day.values()}
-    if len(shapes) > 1: raise ValueError(f'{name}: found the shapes {sorted(shapes)}, expected one for all days')
-    return torch.stack([by_day[i] for i in range(len(by_day))])
-
 def from_official_state(
     state: Mapping[str, Tensor], # `day_weights.{i}`, `day_biases.{i}`, `gru.*`, `out.*`, `h0`, possibly prefixed
 ) -> dict[str, Tensor]:
-    """The state dict of our `GRUDecoder`, days stacked `[D, …]`; one that is ours already comes back as it is, without
-    prefixes. Raises `ValueError` for days that are missing or differ in shape."""
+    """The state dict of our `GRUDecoder`, days stacked `[D, …]`; a state dict of ours is returned without prefixes.
+    Raises `ValueError` for days that are missing or differ in shape."""
     ours = {}
-    by_day = {}
+    by_day: dict[str, dict[int, Tensor]] = {}
     for key, value in state.items():
-        key = _without_prefix(key)
+        key = re.sub(r'^((module|_orig_mod)\.)+', '', key)
         name, _, day = key.partition('.')
         if name in ('day_weights', 'day_biases') and day.isdecimal(): by_day.setdefault(name, {})[int(day)] = value
         else: ours[key] = value
-    return ours | {name: _stack(name, days) for name, days in by_day.items()}
+    for name, days in by_day.items():
+        if sorted(days) != list(range(len(days))):
+            raise ValueError(f'{name}: found days {sorted(days)}, expected all from 0')
+        shapes = {tuple(v.shape) for v in days.values()}
+        if len(shapes) > 1: raise ValueError(f'{name}: found the shapes {sorted(shapes)}, expected one for all days')
+        ours[name] = torch.stack([days[i] for i in range(len(days))])
+    return ours
 
 def _load_official(module: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
-    "Before a model's `load_state_dict`: give the weights our names, whatever form they have."
+    "Rename official weights before `load_state_dict`."
     theirs = {k: state.pop(k) for k in list(state) if k.startswith(prefix)}
     ours = from_official_state({k.removeprefix(prefix): v for k, v in theirs.items()})
     state |= {prefix + k: v for k, v in ours.items()}
 
 # %% ../../../nbs/pytorch/models/02_gru.ipynb #c009
-def init_gru(
-    gru: GRU, # Changed in place
-) -> None:
+def init_gru(gru: GRU) -> None:
     "Set the official baseline's initial weights: recurrent ones orthogonal, others uniform (Glorot and Bengio, 2010)."
     for name, p in gru.named_parameters():
         if 'weight_hh' in name: nn.init.orthogonal_(p)
         if 'weight_ih' in name: nn.init.xavier_uniform_(p)
 
-def freeze_gru(
-    model: Frontend,      # Holds them
-    cfg: RecurrentConfig, # Its configuration
-) -> None:
-    "Turn off the gradients of GRU layers that are not trained."
+def freeze_gru(model: Frontend, cfg: RecurrentConfig) -> None:
+    "Turn off the gradients of GRU layers that are not trained according to the configuration."
     for m in model.modules():
         if isinstance(m, GRU): m.requires_grad_(cfg.rnn_trainable)
 
-# %% ../../../nbs/pytorch/models/02_gru.ipynb #c301
+# %% ../../../nbs/pytorch/models/02_gru.ipynb #c011
 class GRUDecoder(Frontend):
     "Features of a trial to logits per frame (Card et al., 2024; the baseline of Brain-to-Text '25)."
     Config = GRUConfig
@@ -83,7 +73,7 @@ class GRUDecoder(Frontend):
         patch_size: int = 0,        # Bins per patch; 0 means no patching
         patch_stride: int = 0,      # Bins between patches
         *,
-        bidirectional: bool = False, # Each layer reads the trial backwards too
+        bidirectional: bool = False, # Whether each layer also reads the trial backwards
     ):
         sizes = dict(neural_dim=neural_dim, n_units=n_units, n_classes=n_classes, n_layers=n_layers)
         dropouts = dict(rnn_dropout=rnn_dropout, input_dropout=input_dropout)
@@ -108,7 +98,7 @@ class GRUDecoder(Frontend):
         return model
 
     def initial_states(self, n_trials: int) -> Tensor:
-        "The learnt states `[L·directions, B, H]`."
+        "The learned states `[L·directions, B, H]`."
         n_layers = self.gru.num_layers
         if self.is_causal: return self.h0.expand(n_layers, n_trials, -1).contiguous()
         return torch.cat([self.h0, self.h0_reverse]).repeat(n_layers, n_trials, 1)
@@ -116,12 +106,11 @@ class GRUDecoder(Frontend):
     def forward(self,
         x: Tensor,                     # Features `[B, T, F]`, smoothed
         day_idx: Tensor,               # Day of each trial `[B]`: whole numbers in a tensor, an array or a list
-        states: Tensor | None = None,  # States `[L·directions, B, H]` to start from; none means the learnt ones
-        return_state: bool = False,    # Also return these states after the frame of each trial that is read last
-        n_bins: Tensor | None = None,  # Bins of each trial `[B]`; what lies beyond need not be computed
+        states: Tensor | None = None,  # Initial states `[L·directions, B, H]`; None means the learned ones
+        return_state: bool = False,    # Also return the states after each trial's last frame
+        n_bins: Tensor | None = None,  # Bins of each trial `[B]`; None means T
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits `[B, T', K]`, without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames`
-        does."""
+        "Logits `[B, T', K]`, arbitrary in the padding. Raises `ValueError` for inputs that `Frontend.frames` refuses."
         f = self.frames(x, day_idx, n_bins)
         if states is None: states = self.initial_states(f.n_trials)
         y, states = f.gru(self.gru, f.x, states)
@@ -129,6 +118,6 @@ class GRUDecoder(Frontend):
         return (logits, states) if return_state else logits
 
     def freeze(self) -> None:
-        "Turn off the gradients of parts that the configuration says are not trained."
+        "Turn off the gradients of parts that are not trained according to the configuration."
         super().freeze()
         freeze_gru(self, self.cfg)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...config import TrainConfig
-from ..models.encoder import TrainedModel
+from ..models.encoder import Encoder
 from .adamw import DayAdamW, RunOptimizer, StackedAdamW
 from .scaled_adam import Eden, Eden2, ScaledAdam  # noqa: F401
 
@@ -21,7 +21,7 @@ _all_ = ['DayAdamW', 'Eden', 'Eden2', 'RunOptimizer', 'ScaledAdam', 'StackedAdam
 # %% ../../../nbs/pytorch/07_optimizer.ipynb #c006
 CLIPPING_SCALE = 2. # icefall's recipe for the Zipformer
 
-def _groups(model: TrainedModel) -> list[dict]:
+def _groups(model: Encoder) -> list[dict]:
     "Trained parameters, with their names, by learning rate."
     params = {'model': [], 'day': []}
     for name, p in model.named_parameters():
@@ -30,7 +30,7 @@ def _groups(model: TrainedModel) -> list[dict]:
 
 class DayScaledAdam(RunOptimizer):
     "`ScaledAdam` over a model's parameters, with one parameter per day."
-    def __init__(self, model: TrainedModel, cfg: TrainConfig):
+    def __init__(self, model: Encoder, cfg: TrainConfig):
         self.adam = ScaledAdam(_groups(model), cfg.lr_max, CLIPPING_SCALE)
         self.state = {}
         for group in self.adam.param_groups:
@@ -61,7 +61,7 @@ def _rows(days: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 # %% ../../../nbs/pytorch/07_optimizer.ipynb #c012
 def make_optimizer(
-    model: TrainedModel,    # On its device
+    model: Encoder,    # On its device
     cfg: TrainConfig,  # The run's `train` group
     is_compiled: bool, # Whether a compiler sees the step, as XLA's does
 ) -> RunOptimizer:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ...config import TrainConfig
-from ..models.encoder import TrainedModel
+from ..models.encoder import Encoder
 from ...training.recipe import group_of
 
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c006
 def new_state(
-    model: TrainedModel, # On its device
+    model: Encoder, # On its device
 ) -> dict[str, dict[str, Tensor]]:
     "The state before the first step by parameter: `exp_avg`, `exp_avg_sq`, and `step` `[1]`, or `[D]` for days."
     state = {}
@@ -53,7 +53,7 @@ class RunOptimizer:
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c009
 class DayAdamW(RunOptimizer):
     "AdamW (Loshchilov and Hutter, 2019) of PyTorch over the official groups, with one parameter per day."
-    def __init__(self, model: TrainedModel, cfg: TrainConfig):
+    def __init__(self, model: Encoder, cfg: TrainConfig):
         self.state = new_state(model)
         self.stacked = {} # Parameters with a row per day, and their rows
         by_group = {}
@@ -65,7 +65,7 @@ class DayAdamW(RunOptimizer):
         self.adamw = torch.optim.AdamW(groups, betas=(cfg.beta0, cfg.beta1), eps=cfg.epsilon, fused=True)
         self.adamw.state.update({p: s for rows in by_group.values() for p, s in rows})
 
-    def _rows(self, model: TrainedModel, name: str, p: nn.Parameter) -> tuple[list[nn.Parameter], list[dict]]:
+    def _rows(self, model: Encoder, name: str, p: nn.Parameter) -> tuple[list[nn.Parameter], list[dict]]:
         "A parameter, or its rows, for `torch.optim.AdamW`, and their states."
         state = self.state[name]
         if not model.is_per_day(name): return [p], [dict(state, step=state['step'][0])]
@@ -99,7 +99,7 @@ class DayAdamW(RunOptimizer):
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c014
 class StackedAdamW(RunOptimizer):
     "`DayAdamW` in plain tensor operations; the program does not depend on which days a batch holds."
-    def __init__(self, model: TrainedModel, cfg: TrainConfig):
+    def __init__(self, model: Encoder, cfg: TrainConfig):
         self.params = {name: (p, *group_of(model, name, p, cfg)) for name, p in model.named_parameters()}
         self.per_day = {name for name in self.params if model.is_per_day(name)}
         self.state = new_state(model)

@@ -21,13 +21,13 @@ def keep_trials(x: Tensor, rate: float | Tensor, *shape: int) -> Tensor | None:
 
 # %% ../../../../nbs/pytorch/models/zipformer/00_bypass.ipynb #c009
 class BypassModule(nn.Module):
-    "A learned mixture of what went into a layer and what came out (Yao et al., 2024)."
+    "A learned mixture of a layer's input and output (Yao et al., 2024)."
     def __init__(self,
         embed_dim: int,                         # Channels, C
-        skip_rate: FloatLike = 0.0,             # Trials that skip the layer, in training
-        straight_through_rate: FloatLike = 0.0, # Trials that take the layer's output alone, in training
-        scale_min: FloatLike = ScheduledFloat((0.0, 0.9), (20000.0, 0.2), default=0), # Limits of the scale
-        scale_max: FloatLike = 1.0,
+        skip_rate: FloatLike = 0.0,             # Share of trials that skip the layer, in training
+        straight_through_rate: FloatLike = 0.0, # Share of trials that use only the layer's output, in training
+        scale_min: FloatLike = ScheduledFloat((0.0, 0.9), (20000.0, 0.2), default=0), # Lower limit of the scale
+        scale_max: FloatLike = 1.0,             # Upper limit of the scale
     ):
         super().__init__()
         self.bypass_scale = nn.Parameter(torch.full((embed_dim,), 0.5))
@@ -37,7 +37,7 @@ class BypassModule(nn.Module):
         self.scale_max = copy.deepcopy(scale_max)
 
     def _scale(self, n_trials: int) -> Tensor:
-        "Scale of the bypass `[C]`, or `[B, C]` where trials differ."
+        "Scale of the bypass `[C]`, or `[B, C]` if trials differ."
         if not self.training: return self.bypass_scale
         scale = limit_param_value(self.bypass_scale, min=value_of(self.scale_min), max=value_of(self.scale_max))
         keep = keep_trials(scale, value_of(self.skip_rate), n_trials, 1)
@@ -60,9 +60,9 @@ def repeat_last(x: Tensor, lens: Tensor) -> Tensor:
 class SimpleDownsample(nn.Module):
     "Averages of `downsample` frames with learned weights."
     def __init__(self,
-        channels: int,      # Without effect: the weights are those of all channels
+        channels: int,      # Unused, because all channels have the same weights
         downsample: int,    # Frames that become one
-        dropout: FloatLike, # Without effect, kept as a module because its schedule belongs to the reference
+        dropout: FloatLike, # Unused, but a module of the reference
     ):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(downsample))
@@ -83,7 +83,7 @@ class SimpleDownsample(nn.Module):
 class SimpleUpsample(nn.Module):
     "Each frame `upsample` times."
     def __init__(self,
-        num_channels: int, # Without effect
+        num_channels: int, # Unused
         upsample: int,     # Copies of each frame
     ):
         super().__init__()
