@@ -87,6 +87,7 @@ VERBS = {
     },
     'To compare and combine': {
         'compare': ('compare', 'Compare runs or files of hypotheses, with intervals'),
+        'errors': ('errors', 'A page of a run’s errors: sort, filter, look at trials'),
         'sweep': ('run', 'Train many runs that differ in values from Optuna'),
         'combine-files': ('combine', 'One sentence a trial from files of several systems'),
     },

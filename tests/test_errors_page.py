@@ -1,0 +1,78 @@
+"The page of a run's errors in a real browser: sorting, filtering, opening a trial, a phone's width, its size."
+import json
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, DRIVER, browser
+
+from b2t_kaggle.config import preset, with_overrides
+from b2t_kaggle.pipeline import errors
+from b2t_kaggle.pipeline.explore import OpenRun
+from b2t_kaggle.pipeline.run import Run
+from b2t_kaggle.pipeline.stamps import run_stage
+
+SETTINGS = {'simulate.n_sessions': 2, 'simulate.train': 24, 'simulate.val': 12, 'simulate.test': 2,
+            'simulate.max_words': 5, 'simulate.lm_sentences': 300, 'data.days_per_batch': 2, 'train.processes': 1,
+            'train.num_training_batches': 20, 'train.batches_per_val_step': 20, 'train.accelerator': 'cpu'}
+OPEN = "find('trials').tBodies[0].rows[0].querySelector('button').click()"
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    d = tmp_path_factory.mktemp('errors')
+    run = Run(d/'runs'/'small', d/'work', cfg=with_overrides(preset('quick'), SETTINGS))
+    for stage in 'simulate', 'check', 'pack', 'train', 'infer', 'lm', 'decode': run_stage(stage, run.dir, run.work)
+    return OpenRun(Run(run.dir, run.work, save=False))
+
+
+@pytest.fixture(scope='module')
+def page(run): return errors.write_errors(run)
+
+
+def test_figures_are_those_of_the_run(run):
+    data, table = errors.error_data(run), run.table('val')
+    assert [t['edits'] for t in data['trials']] == table.edits.tolist()
+    assert [t['text'] for t in data['trials']] == table.hypothesis.tolist()
+    np.testing.assert_allclose([t['per'] for t in data['trials']], table.per, atol=1e-4)
+    for t in data['trials']: assert [r for r, _ in t['ops'] if r] == t['reference'].split()
+
+
+def test_a_page_of_all_trials_of_val_stays_below_five_megabytes(run, page):
+    trials = errors.error_data(run)['trials']
+    n_bytes = len(json.dumps(trials))/len(trials)*1426
+    assert page.stat().st_size + n_bytes < 5e6
+
+
+def test_text_of_a_trial_is_no_markup(run, monkeypatch):
+    data = errors.error_data(run)
+    data['trials'][0]['text'] = '</script><b>x</b>'
+    monkeypatch.setattr(errors, 'error_data', lambda _: data)
+    path = errors.write_errors(run)
+    assert '</script><b>' not in path.read_text()
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason='needs chromium and chromium-driver')
+def test_trials_can_be_sorted_filtered_and_opened(run, page):
+    errors.write_errors(run)
+    def column(k): return (f"return [...find('trials').tBodies[0].rows].map(r => r.cells[{k}].textContent)")
+    with browser() as b:
+        b.show(page, 1280)
+        edits = [int(e) for e in b.run(column(2))]
+        assert edits == sorted(edits, reverse=True) and len(edits) == 12
+        b.run("find('trials').tHead.rows[0].cells[7].querySelector('button').click()")
+        texts = b.run(column(7))
+        assert texts == sorted(texts)
+        b.run("form.edits.value = 99; form.dispatchEvent(new Event('input'))")
+        assert b.run("return find('count').textContent").startswith('0 of 12 trials')
+        session = b.run("form.edits.value = 0; form.session.selectedIndex = 1; "
+                        "form.dispatchEvent(new Event('input')); return form.session.value")
+        assert set(b.run(column(1))) == {session}
+        b.run(OPEN)
+        assert b.run("return !find('trial').hidden && find('trial').querySelectorAll('canvas').length") == 2
+        number = b.run(column(0))[0]
+        assert b.run('return location.hash') == f'#trial-{number}'
+        assert run.trials('val')[int(number)].key in b.run("return find('trial').textContent")
+        assert b.messages() == []
+        b.show(page, 390)
+        b.run(OPEN)
+        assert b.run('return document.documentElement.scrollWidth') == 390
