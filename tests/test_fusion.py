@@ -279,7 +279,7 @@ def test_each_word_is_run_once_and_memory_is_bounded(lms, ngram):
         tree = search.scorer.histories
         sizes.append(written.tree.n_bytes)
         runs.append(written.n_run)
-    held = {a for h in search._held().tolist() for a in ancestors(tree, h)}
+    held = {a for h in search.beam['state'].copy().tolist() for a in ancestors(tree, h)}
     needed = 1 + sum(len(written.tokens[h]) for h in held) # Fused in the last frame: all are written
     assert len(frames.scores) % 3 == 0 and len(written.tree.depth) <= 1.5*needed
     assert runs[-1] > 2*len(written.tree.depth) and sizes[-1] < max(sizes)*2

@@ -717,7 +717,7 @@ def test_weights_of_the_search_are_tuned_once(finished, tmp_path, here, monkeypa
 
     assert decode() == 'done' and not path.exists()
     plain = StageRun(tuned, 'decode').stamp['metrics']
-    assert plain.keys() == {'WER'} and open_decoder(tuned).blank_penalty == 1
+    assert plain.keys() == {'WER'} and open_decoder(tuned).options.blank_penalty == 1
     monkeypatch.setattr(tuning, 'MIN_TRIALS', 4)
     better = tuning.SearchWeights(0.4, 1., 9., 0.5)
     without = [better._replace(word_score=float(k)) for k in (-2, 3)] # Of the trials 0 and 2, of 1 and 3
