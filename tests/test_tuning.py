@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from b2t_kaggle.decoding import tuning
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
@@ -53,7 +54,7 @@ def tuned(decoder, trials, references=REFERENCES, grid=GRID, folds=3, n_jobs=1, 
 
 
 def searches_of(decoder, trials, points):
-    searches = tuning._Searches(decoder, trials, REFERENCES, GRID, 1)
+    searches = tuning._Searches(decoder, trials, REFERENCES, GRID, 1, (1, 0, 0, 1))
     for point in points: searches.add(point)
     return searches
 
@@ -96,23 +97,22 @@ def test_the_grid_is_what_searches_find(decoder, lm, trials):
 
 def test_a_fold_is_searched_with_weights_that_do_not_know_it(decoder, trials):
     "Whatever the errors of its own trials are, the choice for a fold is the same."
-    start = (1, 0, 0, 1)
     searches = searches_of(decoder, trials, itertools.product(range(3), [0], range(3), range(3)))
     fold = np.arange(12) % 3
-    def chosen(): return tuning._choose(searches, start, [fold != k for k in range(3)], lambda: None)
+    def chosen(): return searches.choose([fold != k for k in range(3)], tqdm(disable=True))
     before = chosen()
     rng = np.random.default_rng(0)
     changes = 0
     for k in range(3):
         table = searches.table.copy()
-        found = {point: list(edits) for point, edits in searches.found.items()}
+        found = {point: edits.copy() for point, edits in searches.edits.items()}
         searches.table[fold == k] = rng.integers(0, 99, searches.table[fold == k].shape)
-        for edits in searches.found.values(): edits[k::3] = rng.integers(0, 99, 4).tolist()
+        for edits in searches.edits.values(): edits[k::3] = rng.integers(0, 99, 4)
         after = chosen()
         assert after[k] == before[k]
         changes += after != before
         searches.table[:] = table
-        searches.found = found
+        searches.edits = found
     assert changes
 
 

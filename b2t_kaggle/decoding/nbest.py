@@ -25,9 +25,9 @@ from ..core.reading import is_finite_number, parse_json, read_text, split_lines
 class Word(NamedTuple):
     "A word of a hypothesis."
     text: str
-    start_ms: float   # Where the first frame of its phonemes begins, from the start of the trial
-    end_ms: float     # Where the last one ends
-    confidence: float # Probability of this word at its place, over the n-best list
+    start_ms: float   # Beginning of the first frame of its phonemes, from the start of the trial
+    end_ms: float     # End of the last frame
+    confidence: float # Probability of this word at its position, over the n-best list
 
 @dataclass(frozen=True)
 class Hypothesis:
@@ -38,45 +38,54 @@ class Hypothesis:
     n_words: int
     total: float
 
-    __slots__ = ('__dict__', '__weakref__', '_list') # The list is no field: `==`, `vars`, files and copies leave it out
+    __slots__ = ('__dict__', '__weakref__', '_list') # Not a field: `==`, `vars`, files and copies leave the list out
 
     def __getstate__(self) -> dict: return vars(self)
 
     @property
     def posterior(self) -> float:
-        "Probability of its text within the n-best list; raises `ValueError` where the list is not known."
-        return self._known_list().posterior(self.text)
+        "Probability of its text within the n-best list; raises `ValueError` if the list is unknown."
+        return self._nbest.posterior(self.text)
 
     @property
     def words(self) -> list[Word]:
-        "Its words with times and confidences, computed anew each time; raises `ValueError` where no times are known."
-        return self._known_list().words(self.text)
+        "Its words with times and confidences, computed at each access; raises `ValueError` if no times are known."
+        return self._nbest.words(self.text)
 
-    def _known_list(self) -> '_List | _ReadList':
-        "The list; raises `ValueError` where it is not known."
-        known = getattr(self, '_list', None)
-        if known is not None: return known
+    @property
+    def _nbest(self) -> '_List | _ReadList':
+        if self._has_list: return getattr(self, '_list')
         raise ValueError('this hypothesis does not know its n-best list, since it was read from a file, copied or '
-                         'scored anew; take it from with_posteriors(hypotheses), or from with_words of the decoder')
+                         'rescored; take it from with_posteriors(hypotheses), or from with_words of the decoder')
+
+    @property
+    def _has_list(self) -> bool: return hasattr(self, '_list')
+
+    def _with_list(self, nbest: '_List | _ReadList') -> 'Hypothesis':
+        "A copy that knows a list, in a fifth of the time of `copy.copy`."
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        object.__setattr__(other, '_list', nbest) # Fields are frozen, and this is not one
+        return other
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c009
 @dataclass(frozen=True)
 class LLMHypothesis(Hypothesis):
-    "A hypothesis that a large language model has scored, within the search or behind it."
+    "A hypothesis that a large language model has scored, within the search or after it."
     llm: float = 0.0            # Natural-log probability of the words
-    n_tokens: int | None = None # Of the model, with those that precede every text; None where nobody has counted
+    n_tokens: int | None = None # Number of the model's tokens, with those before every text; `None` if unknown
 
 # %% ../../nbs/decoding/03_nbest.ipynb #c012
-def agreement(words: Sequence, others: Sequence[Sequence]) -> np.ndarray:
-    "True if others have a word at its place [W, n], by an alignment of fewest edits (Levenshtein, 1966)."
-    changed = [(op.src_pos, i) for i, other in enumerate(others) for op in Levenshtein.editops(words, other)
+def agreement(words: Sequence, sentences: Sequence[Sequence]) -> np.ndarray:
+    "True if a sentence has a word at its position [W, n], by an alignment with fewest edits (Levenshtein, 1966)."
+    changed = [(op.src_pos, i) for i, sentence in enumerate(sentences) for op in Levenshtein.editops(words, sentence)
                if op.tag != 'insert']
-    same = np.ones((len(words), len(others)), bool)
+    same = np.ones((len(words), len(sentences)), bool)
     if changed: same[tuple(zip(*changed))] = False
     return same
 
 def posteriors(totals: Sequence[float] | np.ndarray, temperature: float) -> np.ndarray:
-    "Probabilities of a list's entries, given that one of them is right: the softmax of their totals [n]."
+    "Probabilities of a list's entries, given that one of them is right: a softmax of the totals [n]."
     x = np.array(totals, float)
     p = np.exp((x - x.max())/temperature)
     return p/p.sum()
@@ -93,12 +102,12 @@ class _List:
     def shares(self) -> np.ndarray: return posteriors(self.totals, self.temperature)
 
     @cached_property
-    def posteriors(self) -> dict[str, float]:
-        known: dict[str, float] = {}
-        for text, p in zip(self.texts, self.shares.tolist()): known[text] = known.get(text, 0.) + p
-        return known
+    def by_text(self) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for text, p in zip(self.texts, self.shares.tolist()): total[text] = total.get(text, 0.) + p
+        return total
 
-    def posterior(self, text: str) -> float: return self.posteriors[text]
+    def posterior(self, text: str) -> float: return self.by_text[text]
 
     def words(self, text: str) -> list[Word]:
         if self.times is None:
@@ -110,33 +119,22 @@ class _List:
 
 def with_posteriors(
     hyps: Sequence[Hypothesis], # The n-best list of a trial
-    temperature: float = 1.0,   # Totals are divided by it, such as by that of `calibrate`
+    temperature: float = 1.0,   # Divisor of the totals, such as the result of `cross_calibrate`
     times: Callable[[str], np.ndarray] | None = None, # Begin and end of a sentence's words [n_words, 2] in ms
 ) -> list[Hypothesis]:          # Equal to those given
-    """The same hypotheses, which know that they are a list: they have a `posterior`, and `words` where there are times.
+    """The same hypotheses as a list: each has a `posterior`, and with `times` its `words`.
 
-    The list is no field of theirs: what is copied or scored anew does not know it."""
+    Copies and rescored hypotheses do not know the list, which is not one of their fields."""
     if not temperature > 0: raise ValueError(f'temperature is {temperature}; expected a positive number')
-    known = _List(tuple(h.text for h in hyps), tuple(h.total for h in hyps), temperature, times)
-    entries = [_copy(h) for h in hyps]
-    for h in entries: _set_list(h, known)
-    return entries
+    nbest = _List(tuple(h.text for h in hyps), tuple(h.total for h in hyps), temperature, times)
+    return [h._with_list(nbest) for h in hyps]
 
 def times_of(hypothesis: Hypothesis) -> Callable[[str], np.ndarray] | None:
     "Begin and end of a sentence's words [n_words, 2] ms, as the list of a hypothesis knows them."
     return getattr(getattr(hypothesis, '_list', None), 'times', None)
 
-def _copy(h: Hypothesis) -> Hypothesis:
-    "A copy that knows no list, in a fifth of the time that `copy.copy` takes."
-    other = object.__new__(type(h))
-    vars(other).update(vars(h))
-    return other
-
-def _set_list(h: Hypothesis, known: '_List | _ReadList') -> None:
-    object.__setattr__(h, '_list', known) # The fields are frozen, and this is none
-
 def known_words(hypothesis: Hypothesis) -> list[Word] | None:
-    "Its words with times and confidences; `None` if its list or times are not known, or it does not fit the frames."
+    "Its words with times and confidences; `None` if list or times are unknown, or it does not fit the frames."
     try: return hypothesis.words
     except ValueError: return None
 
@@ -145,19 +143,15 @@ def _crc32(line: str) -> int: return zlib.crc32(line.encode())
 
 _DECIMALS = 6 # Of probabilities
 
-def _fields(h: Hypothesis, rank: int) -> dict:
-    "Fields of a hypothesis; with its posterior where it knows its list, and words where it is the best one."
-    values = {k: v for k, v in vars(h).items() if v is not None}
-    known = getattr(h, '_list', None)
-    if known is None: return values
-    values['posterior'] = round(known.posterior(h.text), _DECIMALS)
-    words = known_words(h) if rank == 0 else None
-    if words is None: return values
-    return values | dict(words=[w._asdict() | dict(confidence=round(w.confidence, _DECIMALS)) for w in words])
-
 def _to_line(hyps: Sequence[Hypothesis]) -> str:
-    "A list as JSON with its checksum; what is not known is left out."
-    values = [_fields(h, rank) for rank, h in enumerate(hyps)]
+    "A list as JSON with its checksum."
+    values = [{k: v for k, v in vars(h).items() if v is not None} for h in hyps]
+    for rank, h in enumerate(hyps):
+        if not h._has_list: continue
+        values[rank]['posterior'] = round(h.posterior, _DECIMALS)
+        words = known_words(h) if rank == 0 else None
+        if words is None: continue
+        values[rank]['words'] = [w._asdict() | dict(confidence=round(w.confidence, _DECIMALS)) for w in words]
     line = json.dumps(values)
     if not values: return line + '\n'
     end = len(json.dumps(values[0])) # Where the first entry ends, which receives the checksum
@@ -170,47 +164,44 @@ def write_nbest(path: str | Path, nbest: Iterable[Sequence[Hypothesis]]) -> None
 _TYPES = dict(text=str, n_words=int, n_tokens=int) # Others are numbers
 
 class _ReadList(NamedTuple):
-    "An n-best list as a file has it."
-    posteriors: dict[str, float]  # By text
-    found: dict[str, list[Word]]  # The same
+    "An n-best list that was read from a file."
+    posteriors: dict[str, float]      # Posterior of each text
+    best_words: dict[str, list[Word]] # Words of the best text
 
     def posterior(self, text: str) -> float: return self.posteriors[text]
 
     def words(self, text: str) -> list[Word]:
-        if text in self.found: return self.found[text]
-        raise ValueError('the file has the words of the best hypothesis alone, if times are known; with_words of the '
+        if text in self.best_words: return self.best_words[text]
+        raise ValueError('the file only has the words of the best hypothesis, and only with times; with_words of the '
                          'decoder gives the others')
 
 def _checked(values: dict) -> dict:
-    "Raise `ValueError` for a field that is not a text, whole number or finite number as it must be."
+    "The fields; raises `ValueError` for one of another type, or a number that is not finite."
     for name, value in values.items():
         kind = _TYPES.get(name, float)
         fits = isinstance(value, kind) if kind is str else is_finite_number(value) and isinstance(value, kind | int)
         if not fits: raise ValueError(f'{name}: found {repr(value)[:60]}, expected {kind.__name__}')
     return values
 
-def _entry(values: dict, known: _ReadList) -> Hypothesis:
-    "An entry, whose posterior and words are added to what is known."
-    words = values.pop('words', None)
-    posterior = _checked(values).pop('posterior', None)
-    h = (LLMHypothesis if 'llm' in values else Hypothesis)(**values)
-    if posterior is None: return h
-    known.posteriors[h.text] = posterior
-    if words is not None: known.found[h.text] = [Word(**_checked(w)) for w in words]
-    _set_list(h, known)
-    return h
-
 def _from_line(line: str) -> list[Hypothesis]:
-    "The list of a line."
     values = parse_json(line)
     if not isinstance(values, list): raise ValueError('expected a list of hypotheses')
     crc32 = values[0].pop('crc32', None) if values else None
-    if crc32 not in (None, _crc32(json.dumps(values))): raise ValueError('damaged, it is not as it was written')
-    known = _ReadList({}, {})
-    return [_entry(h, known) for h in values]
+    if crc32 not in (None, _crc32(json.dumps(values))): raise ValueError('damaged: its checksum differs')
+    nbest = _ReadList({}, {})
+    hyps = []
+    for fields in values:
+        words = fields.pop('words', None)
+        posterior = _checked(fields).pop('posterior', None)
+        h = (LLMHypothesis if 'llm' in fields else Hypothesis)(**fields)
+        hyps.append(h if posterior is None else h._with_list(nbest))
+        if posterior is None: continue
+        nbest.posteriors[h.text] = posterior
+        if words is not None: nbest.best_words[h.text] = [Word(**_checked(w)) for w in words]
+    return hyps
 
 def read_nbest(path: str | Path) -> list[list[Hypothesis]]:
-    "The n-best lists of a file from `write_nbest`; raises `ValueError` naming the line that is not one."
+    "The n-best lists of a file from `write_nbest`; raises `ValueError` that names a bad line."
     nbest = []
     for i, line in enumerate(split_lines(read_text(path)), 1):
         try: nbest.append(_from_line(line))
