@@ -74,6 +74,7 @@ _WORDLESS: dict[str, Replies] = { # Replies to the four streams if the decoder f
     FINALIZE: [(FINAL, {'lm_response_final': '', 'scoring': '', 'context_str': ''}), (DONE[FINALIZE], {'done': 1})],
 }
 
+# %% ../../../nbs/decoding/server/00_protocol.ipynb #c010
 class OnlineDecoder:
     "Answers the entries of the official protocol, one trial at a time."
     def __init__(self,
@@ -161,7 +162,7 @@ class OnlineDecoder:
         _log.info('parameters%s: %s', ' from the next trial on' if self.trial else '', new)
         return [(ARGS, self.args()), (DONE[UPDATE], {'done': 1})]
 
-# %% ../../../nbs/decoding/server/00_protocol.ipynb #c011
+# %% ../../../nbs/decoding/server/00_protocol.ipynb #c013
 # Parameters of Kaldi's search, parameters set when this server starts, and the scale that follows acoustic_scale
 _WITHOUT_EFFECT = {'max_active', 'min_active', 'beam', 'lattice_beam', 'ctc_blank_skip_threshold', 'rescore', 'lm_path',
                    'lm_weight', 'word_score', 'mixture_scale'}
@@ -188,7 +189,7 @@ def updated(self: Settings, entry: dict[bytes, bytes]) -> Settings:
     if 'acoustic_scale' in new: new['mixture_scale'] = new['acoustic_scale']
     return replace(self, **new)
 
-# %% ../../../nbs/decoding/server/00_protocol.ipynb #c014
+# %% ../../../nbs/decoding/server/00_protocol.ipynb #c016
 MAX_FRAMES = 20_000       # Most frames of a trial, 27 minutes: a faulty client must not fill the memory
 _ROW = 4*len(PHONEMES)    # Bytes of a frame
 
@@ -212,14 +213,14 @@ def read_logits(
     log_probs = from_lm_order(x - np.logaddexp.reduce(x, axis=1, keepdims=True))
     return np.ascontiguousarray(log_probs) # For another layout the search would be compiled again
 
-# %% ../../../nbs/decoding/server/00_protocol.ipynb #c017
+# %% ../../../nbs/decoding/server/00_protocol.ipynb #c019
 def scoring(nbest: Iterable[tuple[Hypothesis, float]]) -> str:
     "Candidates in the form that the official client reads."
     fields = []
     for h, llm in nbest: fields += [h.text, float(h.acoustic), float(h.ngram), float(llm), float(h.total)]
     return ';'.join(map(str, fields))
 
-# %% ../../../nbs/decoding/server/00_protocol.ipynb #c020
+# %% ../../../nbs/decoding/server/00_protocol.ipynb #c022
 @patch
 def _fields(self: Trial, fields: dict, words: list[Word] | None) -> dict:
     "Add `words` and `error` if there are any; the official client only reads other fields."
