@@ -6,10 +6,11 @@ import struct
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_gguf, tiny_lm
+from tiny_models import tiny_audio_llm, tiny_gguf, tiny_lm, tiny_tts
 
 from b2t_kaggle.lm.causal import LanguageModelError, load_lm
 from b2t_kaggle.lm.finetune import finetune
+from b2t_kaggle.pytorch.audio.llm.loading import load_audio_llm
 from b2t_kaggle.pytorch.audio.tower import AudioTower
 from b2t_kaggle.pytorch.audio.voice import AudioError, TransformersVoice
 
@@ -146,3 +147,24 @@ def test_code_of_a_tokenizer_and_of_speech_models_is_not_run(tmp_path):
     try: load_lm(tmp_path, device='cpu')
     except LanguageModelError as e: assert 'code of its own' in str(e)
     assert not (tmp_path/'was run').exists()
+
+
+def test_damaged_speech_models_are_refused_in_one_line(tmp_path):
+    tiny_audio_llm(tmp_path/'llm', TEXT)
+    tiny_tts(tmp_path/'voice')
+    changes = {
+        'its tokenizer reads "how are you" back as': (with_json('tokenizer.json', decoder=None), ['llm']),
+        'is a pickle, which could run code|no file named model.safetensors':
+            (pickled('pytorch_model.bin', 'model.safetensors'), ['llm', 'tower', 'voice']),
+        'num_hidden_layers is 1000000000':
+            (with_json('config.json', num_hidden_layers=10**9), ['llm', 'tower', 'voice']),
+        'not loaded': (with_bytes('model.safetensors', lambda b: b[:-1]), ['llm', 'tower', 'voice']),
+    }
+    loaders = dict(llm=load_audio_llm, tower=AudioTower, voice=TransformersVoice)
+    for i, (message, (change, kinds)) in enumerate(changes.items()):
+        for kind in kinds:
+            folder = tmp_path/f'{kind}{i}'
+            shutil.copytree(tmp_path/('voice' if kind == 'voice' else 'llm'), folder)
+            change(folder)
+            with pytest.raises(AudioError, match=message) as caught: loaders[kind](folder)
+            assert '\n' not in str(caught.value) and str(folder) in str(caught.value)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ....config import AudioConfig
+from ....core.messages import printable
 from ....lm.causal import check_packages, quantization_options, torch_dtype
 from ....lm.llm import check_memory, find_llm, pretrained
 from .language_model import AudioLanguageModel
@@ -49,6 +50,8 @@ def load_audio_llm(
         check_weights(name, 'audio LLM', info)
     make = _whisper if kind == 'whisper' else _qwen
     model = make(str(name), whole, processor, quantization is not None)
+    if (text := model.read(model.answer('how are you')).strip()) != 'how are you':
+        raise AudioError(f'audio LLM {name}: its tokenizer reads "how are you" back as {printable(repr(text[:60]))}')
     model.apply(lambda weight: weight.to(device))
     return model
 
