@@ -1,6 +1,7 @@
 "Cleaning a corpus: whatever comes in, what comes out is sentences of words; nothing is kept in memory."
 import itertools
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -45,9 +46,32 @@ def test_streams():
 def test_examples(raw, clean): assert clean_sentence(raw) == clean
 
 
+@pytest.mark.parametrize('raw, said', [
+    ('It began in the 1770s.', 'it began in the seventeen seventies'),
+    ('He liked the mid-1990s, not the ’80s.', 'he liked the mid nineteen nineties not the eighties'),
+    ('It is 20°C here, or -5 °F.', 'it is twenty degrees celsius here or minus five degrees fahrenheit'),
+    ('He ran 5k, then 3.5km in 1h.', 'he ran five thousand then three point five kilometers in one hour'),
+    ('From 1990-1995 we were here.', 'from nineteen ninety nineteen ninety five we were here'),
+    ('Wait 5–10 minutes at 7:00 or 7.05 p.m.', 'wait five to ten minutes at seven or seven oh five pm'),
+    ('The 2nd costs $3.50, the 21st £20k, a $1-2 million deal.', 'the second costs three dollars and fifty cents the '
+     'twenty first twenty thousand pounds a one to two million dollars deal'),
+    ('A 747 and two 747s weigh 1kg?', 'a seven hundred forty seven and two seven hundred forty sevens weigh one '
+     'kilogram'),
+])
+def test_numbers_as_people_say_them(raw, said): assert clean_sentence(raw, numbers=True) == said
+
+
+def test_sentences_left_out_are_counted():
+    left_out = Counter()
+    text = ['He went home. Let x be 3. Room 3B. He said so. *** ... 5']
+    assert [*clean_text(text, lexicon='he went home'.split(), left_out=left_out)] == ['he went home']
+    assert left_out == {'single letters or no words': 3, 'words outside the vocabulary': 1}
+
+
 @pytest.mark.parametrize('numbers', [False, True])
 @pytest.mark.parametrize('word', [
-    'x'*100_000, '.'*100_000, '."'*50_000, 'a.'*50_000, '7'*100_000, '1,'*50_000, 'x@'*50_000,
+    'x'*100_000, '.'*100_000, '1-'*50_000, '$1'*50_000, '1:'*50_000, '1°'*50_000, "1s'"*40_000, '1.'*50_000,
+    '."'*50_000, 'a.'*50_000, '7'*100_000, '1,'*50_000, 'x@'*50_000,
 ])
 def test_a_long_word_is_read_once(word, numbers):
     "Where the time grows with the square of the length this takes minutes."

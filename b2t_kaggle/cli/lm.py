@@ -7,6 +7,7 @@ __all__ = ['clean', 'build', 'import_model', 'interpolate', 'prune', 'report', '
 
 # %% ../../nbs/cli/05_lm.ipynb #c002
 import math
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -52,6 +53,10 @@ def _weights(ctx, param, value: str | None) -> list[float] | None:
         raise click.BadParameter(f'{value!r} is not of the form 0.7,0.3')
     return weights
 
+def _sentences_left_out(counts: Counter) -> str:
+    "A line with the numbers of sentences by reason; empty without any."
+    return 'Sentences left out: ' + ', '.join(f'{n} with {why}' for why, n in counts.items()) + '\n' if counts else ''
+
 def _threshold(ctx, param, value: float) -> float:
     "A number of at least 0; `click.FloatRange` lets NaN pass."
     if not value >= 0: raise click.BadParameter(f'{value} is not a share of 0 or more, such as 1e-8')
@@ -67,9 +72,10 @@ def clean(texts, output, numbers, vocab):
     """The sentences of written text, one a line.
 
     They are written as a language model wants them."""
+    left_out = Counter()
     with atomic_path(output) as scratch, open_text(scratch, 'wt') as f:
-        f.writelines(f'{s}\n' for s in clean_text(texts, numbers, vocab and read_vocabulary(vocab)))
-    click.echo(f'Wrote {output}')
+        f.writelines(f'{s}\n' for s in clean_text(texts, numbers, vocab and read_vocabulary(vocab), left_out))
+    click.echo(f'{_sentences_left_out(left_out)}Wrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c011
 @click.command()
@@ -92,11 +98,12 @@ def build(texts, *, output, order, prune, threshold, vocab, clean, numbers, esti
 
     TEXTS are plain or .gz; the smoothing is modified Kneser-Ney."""
     if not clean: refuse_options({'numbers'}, '--sentences are not cleaned')
+    left_out = Counter()
     with atomic_path(output) as scratch: # A model that is not pruned yet never has the name of one that is
         build_ngram(texts, scratch, order=order, vocab=vocab and read_vocabulary(vocab), prune=prune,
-                    estimator=estimator, clean=clean, numbers=numbers)
+                    estimator=estimator, clean=clean, numbers=numbers, left_out=left_out)
         if threshold: prune_ngram(scratch, scratch, threshold)
-    click.echo(model_report([output]).to_string() + f'\nWrote {output}')
+    click.echo(f'{_sentences_left_out(left_out)}{model_report([output]).to_string()}\nWrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c013
 @click.command('import')

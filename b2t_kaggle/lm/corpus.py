@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ..core.files import unchanged
 from .arpa import open_text, whole
@@ -74,9 +75,8 @@ def _split_sentences(line: str) -> list[str]:
 _LINK = re.compile(r'(?:https?|www)\S+|(?<!\S)\S+@\S+|[#@]\S+|\b\w+://\S+|(?<!\w\.)\b(?:\w+\.)+\w{2,}')
 
 def _double_link(m: re.Match) -> str:
-    "The letters and digits of a link, twice; what has no letter is no link."
-    word = re.sub(r'\W', '', m[0])
-    return word*2 if re.search('[a-zA-Z]', word) else m[0] # 3.14 and #1 stay
+    "The letters and digits of a link, twice; numbers such as 3.14, #1 and 3.5kg stay."
+    return m[0] if re.fullmatch(r'#?[\d.,]*\d[a-zA-Z]*|\W+', m[0]) else re.sub(r'\W', '', m[0])*2
 
 def _unquote(text: str) -> str:
     "Remove the apostrophes around words, but for that of a plural's genitive before the end of the text."
@@ -94,20 +94,75 @@ _RULES = [ # (description, function)
 ]
 
 # %% ../../nbs/lm/02_corpus.ipynb #c018
-def _spell_year(m: re.Match) -> str:
-    "A year from 1800 to 2099 in words; 2000 to 2009 stay, because they are said as numbers."
-    century, year = divmod(int(m[0]), 100)
-    if century == 20 and year < 10: return m[0]
-    if not year: return spell_numbers(str(century)) + ' hundred'
-    return spell_numbers(str(century)) + (' oh ' if year < 10 else ' ') + spell_numbers(str(year))
+_UNITS = dict(
+    km='kilometers', cm='centimeters', mm='millimeters', kg='kilograms', mg='milligrams', lb='pounds', lbs='pounds',
+    oz='ounces', ft='feet', mi='miles', mph='miles per hour', ml='milliliters', hr='hours', hrs='hours', mins='minutes',
+    gb='gigabytes', mb='megabytes', m='meters', g='grams', l='liters') | {'km/h': 'kilometers per hour'}
+_ATTACHED = dict(k='thousand', h='hours', x='times', p='pence') # Units that may be something else after a space
+_MONEY = {'$': ('dollar', 'cent'), '€': ('euro', 'cent'), '£': ('pound', 'pence')}
+_SCALES = dict(k='thousand', m='million', bn='billion', b='billion')
 
-def _say_numbers(text: str) -> str:
-    "Numbers as they are said."
-    text = re.sub(r'\d(?:,?\d){15,}', ' ', text)
-    text = re.sub(r'(?<![\w$.,:-])(?:1[89]|20)\d\d(?![\w%:]|[.,-]\d)', _spell_year, text)
-    return spell_numbers(text.replace('%', ' percent'))
+def _spell_year(number: str) -> str:
+    "A year in words; 2000 to 2009 are said as numbers."
+    century, year = divmod(int(number), 100)
+    if century == 20 and year < 10: return spell_numbers(number)
+    rest = 'hundred' if not year else f'oh {year}' if year < 10 else str(year)
+    return spell_numbers(f'{century} {rest}')
+
+def _spell_plural(m: re.Match) -> str:
+    "A decade such as `1770s` and `'90s`, or the plural of another number."
+    words = _spell_year(m[1]) if re.fullmatch(r'1[1-9]\d\d|20\d\d', m[1]) else spell_numbers(m[1])
+    return re.sub('y$', 'ie', words) + ('es' if words.endswith('x') else 's')
+
+def _spell_time(m: re.Match) -> str:
+    "A clock time: `7:00` → `7`, `7:05` → `7 oh 5`."
+    return f'{m[1]} {"oh " if m[2][0] == "0" else ""}{int(m[2])}' if m[2] != '00' else m[1]
+
+def _spell_money(m: re.Match) -> str:
+    "An amount: `$3.50` → `3 dollars and 50 cents`, `$2.5m` → `2.5 million dollars`."
+    (unit, part), whole, fraction, scale = _MONEY[m[1]], m[2].rstrip(','), m[3] or '', m[4] or ''
+    if scale or len(fraction) not in (0, 3):
+        return f'{whole}{fraction} {_SCALES.get(scale.lower(), scale)} {unit}s'
+    cents = int(fraction[1:] or 0)
+    amount = f'{whole} {unit}' if whole == '1' else f'{whole} {unit}s'
+    return amount + (f' and {cents} {part if cents == 1 or part == "pence" else part + "s"}' if cents else '')
+
+def _spell_unit(m: re.Match) -> str:
+    "A number with a unit: `5kg` → `5 kilograms`, `1 km` → `1 kilometer`."
+    unit = _UNITS[m[2].lower()] if m[2] else _ATTACHED[m[3].lower()]
+    if m[1] == '1': unit = 'foot' if unit == 'feet' else re.sub(r'^(\w+)s\b', r'\1', unit)
+    return f'{m[1]} {unit}'
+
+def _spell_degrees(m: re.Match) -> str:
+    return ' degrees ' + dict(C='celsius', F='fahrenheit').get(m[1] or '', '')
 
 # %% ../../nbs/lm/02_corpus.ipynb #c020
+_YEAR = r'(?:1[89]|20)\d\d'
+_LONG = '|'.join(sorted(_UNITS, key=len, reverse=True))
+_NUMBERS: list[tuple[re.Pattern, Any]] = [(re.compile(pattern), said) for pattern, said in [ # In this order
+    (r'\d(?:,?\d){15,}', ' '),
+    (r'(?:#|\b[Nn]o\.\s?)(?=\d)', ' number '),
+    (r'([$€£])([\d.,]*\d)[-–—][$€£]?(?=\d)', r'\2 to \1'),
+    (r'([$€£])\s?([\d,]+)(\.\d+)?(?:\s?([kKmM]|bn|[bmtr]+illion)\b)?', _spell_money),
+    (r'(?<![\d:.])(\d{1,2}):([0-5]\d)(?![\d:])', _spell_time),
+    (r'(?<![\d:.])(\d{1,2})\.([0-5]\d)(?=\s?[ap]\.?m\b)', _spell_time),
+    (r"(?<![\w$.,:])(?<!\d-)['’‘]?(\d+)['’]?s\b", _spell_plural),
+    (rf'(?<![\w$.,:-])({_YEAR})[-–—]({_YEAR}|\d\d)(?![\w%:-])', r'\1 \2'),
+    (r'(?<![\w$.,:–—-])(\d{1,3}|\d{4})[-–—](\d{1,3}|\d{4})(?![\d:–—-])', lambda m: m[0] if (
+        int(m[1]) >= int(m[2]) or (len(m[1]) == 4) != (len(m[2]) == 4)) else f'{m[1]} to {m[2]}'),
+    (r'(?<!\S)[-−](?=\d)', 'minus '),
+    (r'(?<=\d)\s?[°º]\s?([CF]\b)?', _spell_degrees),
+    (rf'(?i)(?<![\w.,])([\d.,]*\d)(?:\s?({_LONG})|({"|".join(_ATTACHED)}))(?![\w\'’])', _spell_unit),
+    (rf'(?<![\w$.,:-]){_YEAR}(?![\w%:]|[.,-]\d)', lambda m: _spell_year(m[0])),
+    ('%', ' percent'),
+]]
+
+def _say_numbers(text: str) -> str:
+    "Numbers as people say them."
+    for pattern, said in _NUMBERS: text = pattern.sub(said, text)
+    return spell_numbers(text)
+
+# %% ../../nbs/lm/02_corpus.ipynb #c022
 def clean_sentence(
     sentence: str,         # A sentence as it was written
     numbers: bool = False, # Write numbers in words; without it they are cut out, as the official formatter does
@@ -121,21 +176,23 @@ def clean_sentence(
     has_loose_letter = any(len(w) == 1 and w not in 'ia' for w in sentence.split())
     return None if not sentence or has_loose_letter else sentence
 
-# %% ../../nbs/lm/02_corpus.ipynb #c023
+# %% ../../nbs/lm/02_corpus.ipynb #c025
 def clean_text(
     texts: str | Path | Iterable[str | Path], # As in `read_lines`
     numbers: bool = False,                    # Write numbers in words instead of cutting them out
-    lexicon: Collection[str] | None = None,   # Leave out sentences with words that are not in here; none keeps all
+    lexicon: Collection[str] | None = None,   # Leave out sentences with other words; None keeps all sentences
+    left_out: Counter | None = None,          # Counts the sentences that are left out, by their reason
 ) -> Iterator[str]:                           # Sentences in lower case
     "Stream the cleaned sentences of a text."
     lexicon = None if lexicon is None else frozenset(normalize_words(lexicon))
     for line in read_lines(texts):
         for sentence in _split_sentences(line):
             clean = clean_sentence(sentence, numbers)
-            if not clean: continue
-            if lexicon is None or lexicon.issuperset(clean.split()): yield clean
+            if clean and (lexicon is None or lexicon.issuperset(clean.split())): yield clean
+            elif left_out is not None and any(map(str.isalnum, sentence)):
+                left_out['words outside the vocabulary' if clean else 'single letters or no words'] += 1
 
-# %% ../../nbs/lm/02_corpus.ipynb #c026
+# %% ../../nbs/lm/02_corpus.ipynb #c028
 def read_vocabulary(
     path: str | Path, # A word a line, what follows it is ignored; plain or .gz
 ) -> list[str]:       # Words in lower case, each once, in their order

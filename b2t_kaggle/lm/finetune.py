@@ -9,6 +9,7 @@ __all__ = ['save_adapter', 'model_mark', 'finetune']
 import hashlib
 import math
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,8 +31,9 @@ from b2t_kaggle.lm.causal import (
     token_sequences,
     tree_inputs,
 )
+from .llm import reason_of
 from ..training.checkpoints import check_same
-from ..training.recipe import lr_factor
+from ..training.recipe import TrainingError, lr_factor
 
 # %% ../../nbs/lm/04_finetune.ipynb #c010
 def _batch_loss(model, sequences: Sequence[Sequence[int]], n_given: int, separate_head: bool = False) -> torch.Tensor:
@@ -75,37 +77,58 @@ def _hash(values) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
 
 def model_mark(
-    model, # Of transformers, before it gets LoRA layers
+    model, # A model of transformers, before it gets LoRA layers
 ) -> str:
     "The class of a model, and a hash of its configuration and of some weights of each tensor."
     config = model.config.to_dict()
     for name in ('_name_or_path', 'transformers_version'): config.pop(name, None)
-    some = [p.detach().reshape(-1)[:64].float().tolist() for p in model.parameters()]
-    return f'{type(model).__name__} ({_hash(sorted(map(str, config.items())))} {_hash(some)})'
+    weights = [p.detach().reshape(-1)[:64].float().tolist() for p in model.parameters()]
+    return f'{type(model).__name__} ({_hash(sorted(map(str, config.items())))} {_hash(weights)})'
 
 # %% ../../nbs/lm/04_finetune.ipynb #c017
-def _trained(model) -> dict[str, torch.Tensor]:
-    "The parameters that are trained."
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+class TrainingState:
+    "The file from which an interrupted fine-tuning continues."
+    types = dict(marks=dict, step=int, weights=dict, optimizer=dict, rng=torch.Tensor, cuda_rng=list)
 
-def _save_state(path: Path, marks: dict[str, str], model, optimizer, step: int) -> None:
-    "Write the file from which an interrupted fine-tuning continues, whole or not at all."
-    cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    state = dict(marks=marks, step=step, weights=_trained(model), optimizer=optimizer.state_dict(),
-                 rng=torch.get_rng_state(), cuda_rng=cuda_rng)
-    with atomic_path(path) as scratch, open(scratch, 'wb') as f: torch.save(state, f)
+    def __init__(self, path: Path, marks: dict[str, str], model, optimizer):
+        self.path = path
+        self.marks = marks
+        self.weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = optimizer
+        self.every = 300. # Seconds between two writes
+        self.saved = time.monotonic()
 
-def _restore(path: Path, marks: dict[str, str], model, optimizer) -> int:
-    "Continue from the file, if it is there; returns the number of steps done, or raises `TrainingError`."
-    if not path.exists(): return 0
-    state = torch.load(path, map_location='cpu', weights_only=True)
-    check_same(state['marks'], marks, path)
-    with torch.no_grad():
-        for name, p in _trained(model).items(): p.copy_(state['weights'][name])
-    optimizer.load_state_dict(state['optimizer'])
-    torch.set_rng_state(state['rng'])
-    if torch.cuda.is_available() and state['cuda_rng']: torch.cuda.set_rng_state_all(state['cuda_rng'])
-    return state['step']
+    def save(self, step: int) -> None:
+        "Write the file, whole or not at all, unless it was written a short time ago."
+        if time.monotonic() - self.saved <= self.every: return
+        state = dict(marks=self.marks, step=step, weights=self.weights, optimizer=self.optimizer.state_dict(),
+                     rng=torch.get_rng_state(),
+                     cuda_rng=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+        with atomic_path(self.path) as scratch, open(scratch, 'wb') as f: torch.save(state, f)
+        self.saved = time.monotonic()
+
+    def restore(self, n_steps: int) -> int:
+        """Continue from the file, if it is there; returns the number of steps done. Raises `TrainingError` for another
+        training's, `LanguageModelError` for a damaged one."""
+        if not self.path.exists(): return 0
+        try:
+            with zipfile.ZipFile(self.path) as archive: damaged = archive.testzip()
+            if damaged: raise ValueError(f'the checksum of {damaged} does not match')
+            state = torch.load(self.path, map_location='cpu', weights_only=True)
+            wrong = [key for key, t in self.types.items() if not isinstance(state[key], t)]
+            if wrong or not 0 <= state['step'] <= n_steps: raise ValueError(f'{(wrong or ["step"])[0]} is wrong')
+            check_same(state['marks'], self.marks, self.path)
+            for name, p in self.weights.items():
+                if state['weights'][name].shape != p.shape: raise ValueError(f'the shape of {name} is wrong')
+                p.copy_(state['weights'][name])
+            self.optimizer.load_state_dict(state['optimizer'])
+            torch.set_rng_state(state['rng'])
+            if torch.cuda.is_available() and state['cuda_rng']: torch.cuda.set_rng_state_all(state['cuda_rng'])
+        except TrainingError: raise
+        except Exception as e: # Many kinds, for files that are damaged
+            raise LanguageModelError(f'{self.path}: not the state of a fine-tuning, or damaged ({reason_of(e)}); '
+                                     'remove it to start again') from None
+        return state['step']
 
 # %% ../../nbs/lm/04_finetune.ipynb #c020
 def _add_lora(model, rank: int):
@@ -125,7 +148,6 @@ def _batches(n: int, epochs: int, batch_size: int) -> list[list[int]]:
 
 # %% ../../nbs/lm/04_finetune.ipynb #c022
 _TREE_TOKENS = 512  # Attention of longer batches is faster by rows
-_SAVE_EVERY = 300.  # Seconds
 
 def _train_step(model, optimizer, sequences, n_given: int, can: Capabilities, step: str) -> float:
     "One step; returns the loss, or raises `LanguageModelError` where it or its gradient is no number."
@@ -159,7 +181,6 @@ def finetune(
     saved, where the loss is no number; `TrainingError` where what was interrupted was another training."""
     require_package('peft', 'fine-tuning')
     folder = Path(folder)
-    path = folder.with_name(f'{folder.name}.training.pt')
     sentences = [s for s in sentences if s.strip()]
     sequences, n_given = token_sequences(tokenizer, sentences, end=True)
     if not sequences: raise LanguageModelError('fine-tuning: found no sentence, expected transcripts')
@@ -174,18 +195,16 @@ def finetune(
         batches = _batches(len(sequences), epochs, batch_size)
         n_steps = len(batches)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.)
-        first = _restore(path, marks, model, optimizer)
-        saved = time.monotonic()
+        state = TrainingState(folder.with_name(f'{folder.name}.training.pt'), marks, model, optimizer)
+        first = state.restore(n_steps)
         bar = tqdm(range(first, n_steps), desc='LoRA', initial=first, total=n_steps, disable=not progress)
         for step in bar:
-            if time.monotonic() - saved > _SAVE_EVERY:
-                _save_state(path, marks, model, optimizer, step)
-                saved = time.monotonic()
+            state.save(step)
             for group in optimizer.param_groups:
                 group['lr'] = lr*lr_factor(step + 1, n_steps//10, n_steps + 1, 0., 'cosine')
             loss = _train_step(model, optimizer, [sequences[i] for i in batches[step]], n_given, can,
                                f'step {step + 1} of {n_steps}')
             bar.set_postfix(loss=f'{loss:.2f}')
     save_adapter(model.eval(), folder)
-    path.unlink(missing_ok=True)
+    state.path.unlink(missing_ok=True)
     return model

@@ -57,6 +57,7 @@ def reason_of(
     "Its first line or two, but no advice to run code that came with the model."
     text = re.sub(r':\s*\n\s*', ': ', str(e).strip() or repr(e))
     if 'trust_remote_code' in text: return 'it needs code of its own, which is not run'
+    if 'weights_only' in text: return 'it holds more than tensors, which is not read'
     if 'ignore_mismatched_sizes' in text: return 'its weights have other shapes than its configuration says'
     return printable(text.splitlines()[0])
 

@@ -54,6 +54,8 @@ def build_ngram(
     estimator: Literal['auto', 'lmplz', 'own'] = 'auto', # `auto` is lmplz where it is installed
     clean: bool = False,                       # Make sentences of written text first, by the rules of `clean_text`
     numbers: bool = False,                     # Write its numbers in words then
+    *,
+    left_out: Counter | None = None,           # Counts the sentences that cleaning leaves out, by their reason
 ) -> Path:                                     # `out_path`
     """Build an interpolated modified Kneser-Ney n-gram model and write it as an ARPA file.
 
@@ -69,7 +71,7 @@ def build_ngram(
     if estimator == 'lmplz' and not program:
         raise FileNotFoundError("estimator='lmplz': there is no lmplz on the PATH; build KenLM, or use estimator='own'")
     vocab = None if vocab is None else set(normalize_words(vocab))
-    sentences = _long_enough(clean_text(texts, numbers) if clean else read_sentences(texts), order)
+    sentences = _long_enough(clean_text(texts, numbers, None, left_out) if clean else read_sentences(texts), order)
     if program and estimator != 'own':
         fallback_orders = run_lmplz(program, sentences, out_path, order, prune, vocab)
     else: fallback_orders = estimate_arpa(sentences, out_path, order, prune, vocab)

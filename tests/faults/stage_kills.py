@@ -1,11 +1,13 @@
 """Stages that are killed at one of their writes, in a process of their own. Python tells of a file before it is opened
 for writing, renamed or removed, and of folders, so that a kill comes before each of them, and after the one before;
 or the system kills the process in the middle of the next file that it writes, because that may not grow."""
+import itertools
 import os
 import resource
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -58,10 +60,9 @@ def _kill(halfway: bool) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (PART, PART))
 
 
-def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | None = None,
-       until: str = '') -> None:
-    """Do a stage, and be killed before its write number `at`, from 0, or in the middle of what is written then; where
-    it is not killed, note in the file `counted` how many writes there were. With `until`, do that stage of its run."""
+def be_killed(room: Path, at: int, halfway: bool) -> Callable[[], int]:
+    """Kill this process before write number `at` in the folder, from 0, or in the middle of what is written then.
+    Returns a function that gives the number of writes so far."""
     os.environ['TMPDIR'] = str(room/'temporary')
     with open(os.devnull, 'w') as null:
         for stream in 1, 2: os.dup2(null.fileno(), stream)  # They may be files, which may not grow
@@ -75,10 +76,30 @@ def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | N
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     (room/'temporary').mkdir(exist_ok=True)
     sys.addaudithook(watch)
+    return lambda: n
+
+
+def do(room: Path, stage: str, at: int, halfway: bool = False, counted: Path | None = None,
+       until: str = '') -> None:
+    """Do a stage, and be killed at one of its writes; where it is not killed, note in the file `counted` how many there
+    were. With `until`, do that stage of its run."""
+    n_writes = be_killed(room, at, halfway)
     # That files may not grow is no reason to refuse a stage here
     with stages_here(), patch('resource.getrlimit', lambda which: (resource.RLIM_INFINITY,)*2):
         run_stages(run_of(room, stage), until or stage)
-    if counted: counted.write_text(str(n))
+    if counted: counted.write_text(str(n_writes()))
+
+
+def tune(room: Path, model: Path, sentences: list[str], at: int, halfway: bool = False,
+         counted: Path | None = None) -> None:
+    "Fine-tune a language model, with its state written before each step, and be killed at one of the writes."
+    from b2t_kaggle.lm.causal import load_lm
+    from b2t_kaggle.lm.finetune import finetune
+    n_writes = be_killed(room, at, halfway)
+    lm = load_lm(model, device='cpu', local_files_only=True)
+    with patch('b2t_kaggle.lm.finetune.time.monotonic', itertools.count(0, 999).__next__):
+        finetune(*lm, sentences, room/'adapter', epochs=1, batch_size=4, progress=False)
+    if counted: counted.write_text(str(n_writes()))
 
 
 def put_back(saved: Path, room: Path) -> None:

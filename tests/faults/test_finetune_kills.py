@@ -1,0 +1,50 @@
+"""A fine-tuning that is killed at its writes, and started again: the same adapter, and nothing left over.
+
+A few writes are tried; `pytest tests/faults/test_finetune_kills.py --faults 1000` tries all, in minutes."""
+import hashlib
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from copies import TRAINER, call, start  # noqa: E402
+from stage_kills import tune  # noqa: E402
+from tiny_models import tiny_lm  # noqa: E402
+
+TEXT = ['how are you', 'is she old', 'i am fine thank you', 'what is this']*2
+NEVER = 10**9
+
+
+def ended(*arguments) -> int:
+    "The exit status of a fine-tuning in a process of its own."
+    p = call(tune, *arguments)
+    p.join(300)
+    p.kill()
+    p.join()
+    return p.exitcode
+
+
+def made(room: Path) -> dict[str, str]:
+    "Files that are there afterwards, and hashes of their contents."
+    files = (p for p in room.rglob('*') if p.is_file())
+    return {str(p.relative_to(room)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_killed_at_a_write(tmp_path, request):
+    start([*TRAINER, 'stage_kills', 'transformers.models.opt.modeling_opt', 'peft'])
+    model = tiny_lm(tmp_path/'model', 'opt', TEXT)
+    room = tmp_path/'room'
+    room.mkdir()
+    assert ended(room, model, TEXT, NEVER, False, tmp_path/'counted') == 0
+    whole = made(room)
+    assert {Path(name).parts[0] for name in whole} == {'adapter'}
+    n_writes = int((tmp_path/'counted').read_text())
+    assert n_writes >= 10
+    tried = min(n_writes, max(4, request.config.getoption('--faults')//20))
+    for i in range(tried):
+        for p in (room/'adapter').glob('*'): p.unlink()
+        at = i*n_writes//tried
+        assert ended(room, model, TEXT, at, i % 2 == 1) in (-signal.SIGKILL, -signal.SIGXFSZ, 0)
+        assert ended(room, model, TEXT, NEVER) == 0
+        assert made(room) == whole, at
