@@ -144,6 +144,29 @@ def test_a_folder_is_completed_and_a_newer_file_read_again(tmp_path, monkeypatch
     assert sorted(p.name for p in (tmp_path/'out'/'t12.2022.05.17').iterdir()) == ['data_train.hdf5', 'data_val.hdf5']
 
 
+def test_a_file_that_is_replaced_by_an_older_one_or_removed_is_noticed(tmp_path):
+    first = write(tmp_path)
+    write(tmp_path, 'competitionHoldOut')
+    folder = tmp_path/'out'/first.stem
+    import_t12(tmp_path, folder.parent)
+    def sentences(): return [t.sentence for t in read_session(folder/'data_train.hdf5')]
+    mtime = first.stat().st_mtime - 1000
+    write(tmp_path, sentenceText=['It is warm.', "I don't know.", 'Yes'])
+    os.utime(first, (mtime, mtime))
+    import_t12(tmp_path, folder.parent)
+    assert sentences()[0] == 'It is warm.'
+    (tmp_path/'competitionHoldOut'/first.name).unlink()
+    import_t12(tmp_path, folder.parent)
+    assert [p.name for p in folder.iterdir()] == ['data_train.hdf5']
+    first.rename(first.with_stem('t12.2022.06.02'))
+    gone = import_t12(tmp_path, folder.parent)[-1]
+    assert (gone.file, gone.severity) == (str(first), 'warning') and str(folder) in gone.expected
+    assert sentences()[0] == 'It is warm.'
+    (folder.parent/'.imported.json').write_text('[[[')
+    import_t12(tmp_path, folder.parent)
+    assert '2022.06.02' in (folder.parent/'.imported.json').read_text()
+
+
 def test_a_session_that_cannot_be_written_whole_is_not_there(tmp_path):
     write(tmp_path)
     write(tmp_path, 'test', spikePow=None)
@@ -169,6 +192,8 @@ NOT_FINITE = [*POWER[:2], np.where(np.indices((22, 256))[1] == 127, np.nan, POWE
     (dict(sentenceText=['One.', 'Two.']), ('', 'sentenceText'), '2 rows'),
     (dict(sentenceText=['One.', ' ', 'Three.']), ('trial_0001', 'sentenceText'), "''"),
     (dict(sentenceText=None), ('', 'sentenceText'), 'nothing'),
+    (dict(sentenceText=['One.', 'Two.', 'a '*300]), ('trial_0002', 'transcription'), '599 entries'),
+    (dict(sentenceText=['One.', '12', 'Three.']), ('trial_0001', 'seq_len'), '0'),
 ])
 def test_what_is_wrong_has_its_place(tmp_path, changes, place, found):
     path = write(tmp_path, **changes)

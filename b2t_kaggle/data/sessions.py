@@ -18,18 +18,19 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pandas as pd
+from fastcore.basics import patch
 from tqdm import tqdm
 
 from ..core import reading
 from ..core.files import DeferringFile, atomic_path, file_state
-from ..core.messages import near_names
+from ..core.messages import near_names, printable
 from ..core.reading import MAX_BINS, MAX_EXPANSION, MAX_LABELS, ReadError
 from ..phonemes import SIL
 
 # %% ../../nbs/data/00_sessions.ipynb #c006
 N_FEATURES = 512     # 256 electrodes: threshold crossings, then spike-band power
-_FEATURES_OF = {'t12': 256} # Of participants with another number: 128 electrodes are used, see `data.t12`
-PADDED_LENGTH = 500  # of seq_class_ids and transcription
+_FEATURES_OF = {'t12': 256} # Participants with another number: 128 electrodes are used, see `data.t12`
+PADDED_LENGTH = 500  # Length of seq_class_ids and transcription
 SPLITS = ('train', 'val', 'test')
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Trial:
     block: int                         # Block of the recording day, the file's `block_num`
     trial: int                         # Number within the block, the file's `trial_num`
     features: np.ndarray               # Float32 [T, 512], or what `n_features` says of its participant
-    class_ids: np.ndarray | None       # Integer [S], unpadded; none in the test split
-    sentence: str | None               # As it was shown to the participant; none in the test split
-    is_instruction: bool | None = None # Whether the label is an instruction; none means: decide by the sentence
+    class_ids: np.ndarray | None       # Integer [S], unpadded; `None` in the test split
+    sentence: str | None               # Text that was shown to the participant; `None` in the test split
+    is_instruction: bool | None = None # Whether the label is an instruction; by default the sentence decides
 
     def __post_init__(self):
         if self.is_instruction is None:
@@ -53,14 +54,13 @@ class Trial:
 def participant_of(
     session: str, # Session name
 ) -> str:
-    "Participant of a session, the beginning of its name: t15 of t15.2023.08.13; empty where it has no other part."
-    name, dot, _ = session.partition('.')
-    return name if dot else ''
+    "Participant of a session, t15 of t15.2023.08.13; empty for a name without a date."
+    return session.rpartition('.')[0].split('.')[0]
 
 def by_participant(
     sessions: Iterable[str], # Session of each trial
 ) -> dict[str, list[int]]:
-    "Places of the trials of each participant; none where there is only one."
+    "Indices of the trials of each participant; empty if there is only one."
     places: dict[str, list[int]] = {}
     for i, session in enumerate(sessions): places.setdefault(participant_of(session), []).append(i)
     return places if len(places) > 1 else {}
@@ -68,13 +68,13 @@ def by_participant(
 def n_features(
     session: str, # Session name
 ) -> int:
-    "Number of features in a bin of a session, which its participant decides."
+    "Number of features in a bin of a session."
     return _FEATURES_OF.get(participant_of(session), N_FEATURES)
 
 # %% ../../nbs/data/00_sessions.ipynb #c008
 @dataclass(frozen=True)
 class Problem:
-    "One thing that is wrong with a file."
+    "A fault of a file; `str` is one line without control characters."
     file: str
     trial: str
     field: str
@@ -85,7 +85,7 @@ class Problem:
 
     def __str__(self):
         place = ', '.join(s for s in (self.file, self.trial, self.field) if s)
-        return f'{place}: found {self.found}, expected {self.expected}; {self.advice}'
+        return printable(f'{place}: found {self.found}, expected {self.expected}; {self.advice}')
 
 class SessionError(ValueError):
     "Data that cannot be used; `problem` holds file, trial and field, what was found and expected, and what to do."
@@ -94,20 +94,16 @@ class SessionError(ValueError):
         self.problem = problem
 
 # %% ../../nbs/data/00_sessions.ipynb #c011
-_SESSION = re.compile(r't\d+\.(\d{4})\.(\d{2})\.(\d{2})')
-
 def _is_session(name: str) -> bool:
     "Whether `name` is a session's: participant and a day that exists."
-    match = _SESSION.fullmatch(name)
-    if not match: return False
-    try: date(*map(int, match.groups()))
-    except ValueError: return False
-    return True
+    match = re.fullmatch(r't\d+\.(\d{4})\.(\d{2})\.(\d{2})', name)
+    with suppress(ValueError): return bool(match and date(*map(int, match.groups())))
+    return False
 
 def list_sessions(
     data_dir: str | Path, # Folder with the session folders
 ) -> list[str]:           # Session names, earliest first
-    "The sessions in `data_dir`, in chronological order. Raises `SessionError` where there is no such folder."
+    "The sessions in `data_dir`, in chronological order. Raises `SessionError` if there is no such folder."
     data_dir = Path(data_dir)
     if not data_dir.is_dir():
         expected = 'a folder of sessions t15.YYYY.MM.DD'
@@ -130,11 +126,12 @@ _COMMON = {'input_features': 'float32 [T, 512]', 'n_time_steps': 'integer', 'ses
 _LABELS = {'seq_class_ids': 'integer [500]', 'transcription': 'integer [500]', 'seq_len': 'integer',
            'sentence_label': 'text'}
 _DATASETS = ('input_features', 'seq_class_ids', 'transcription')
+_FILE_NAMES = 'data_train.hdf5, data_val.hdf5 or data_test.hdf5'
+_SESSION_NAME = 'a session t15.YYYY.MM.DD'
 
 def _fields(split: str, n: int = N_FEATURES) -> dict[str, str]:
-    "The fields that a trial of this split with `n` features has, with their types in words."
-    common = _COMMON | {'input_features': f'float32 [T, {n}]'}
-    return common if split == 'test' else common | _LABELS
+    "The fields of a trial of this split with `n` features, with their types in words."
+    return _COMMON | {'input_features': f'float32 [T, {n}]'} | (_LABELS if split != 'test' else {})
 
 def _has_type(value, kind: str) -> bool:
     "Whether a value is of a type as `_fields` names it."
@@ -146,7 +143,7 @@ def _has_type(value, kind: str) -> bool:
     return value.ndim == 1 if '[' in kind else value.ndim == 0 and value <= np.iinfo(np.int64).max
 
 def _short(text: str) -> str:
-    "A text, or its beginning, for an error message."
+    "A text, shortened for an error message."
     return text if len(text) <= 100 else text[:100] + '…'
 
 def _describe(value) -> str:
@@ -173,25 +170,29 @@ def _check_types(raw: dict, split: str, n: int = N_FEATURES) -> _Faults:
         elif not _has_type(raw[field], kind):
             yield field, _describe(raw[field]), kind, 'write it in the official format'
 
-def _check_features(raw: dict, checked: set[str]) -> _Faults:
-    "Faults: features that are empty or not finite, or of another length; fields in `checked` have the right type."
-    if 'input_features' not in checked: return
+def _check_features(raw: dict, checked: set[str], dtype: np.dtype, subset: list[int] | None) -> _Faults:
+    "Faults: features that are empty, not finite, of another length, or too large for the type to store them in."
     x = raw['input_features']
     n = len(x)
     if n == 0: yield 'input_features', '0 time steps', 'at least 1', _LEAVE_OUT
     bad = np.flatnonzero(~np.isfinite(x).all(1))
     if len(bad):
-        found = f'NaN or infinity in {len(bad)} of {n} time steps, first in {bad[0]}'
-        yield 'input_features', found, 'finite numbers', _FETCH_OR_LEAVE_OUT
+        fault = f'NaN or infinity in {len(bad)} of {n} time steps, first in {bad[0]}'
+        yield 'input_features', fault, 'finite numbers', _FETCH_OR_LEAVE_OUT
     if 'n_time_steps' in checked and raw['n_time_steps'] != n:
         expected = f'{n}, the length of input_features'
         yield 'n_time_steps', str(raw['n_time_steps']), expected, _FETCH_OR_LEAVE_OUT
+    if subset is not None: x = x[:, [f for f in subset if 0 <= f < x.shape[1]]] # `pack` refuses others
+    if dtype.itemsize >= x.dtype.itemsize or not x.size: return
+    largest = max(x.max(), x.min(), key=abs)
+    with np.errstate(over='ignore'): fits = np.isfinite(dtype.type(largest))
+    if np.isfinite(largest) and not fits:
+        limit = f'at most {np.finfo(dtype).max:g}, the largest {dtype}'
+        yield 'input_features', f'the value {largest:g}', limit, 'store the wider type (--set data.dtype=float32)'
 
 # %% ../../nbs/data/00_sessions.ipynb #c020
-def _letters(text: str) -> str: return re.sub(r'[^a-z]', '', text.lower())
-
 def _check_class_ids(raw: dict) -> _Faults:
-    "Faults: phoneme labels that are out of range, or not as many as `seq_len` says."
+    "Faults: phoneme labels that are out of range, or another number of them than `seq_len`."
     ids = raw['seq_class_ids']
     n = int(raw['seq_len'])
     n_used = int(np.flatnonzero(ids)[-1]) + 1 if np.any(ids) else 0
@@ -201,63 +202,47 @@ def _check_class_ids(raw: dict) -> _Faults:
         yield 'seq_len', str(n), expected, _FETCH_OR_LEAVE_OUT
     outside = np.flatnonzero((ids[:n_used] < 1) | (ids[:n_used] > SIL))
     if len(outside):
-        found = f'class {ids[outside[0]]} at position {outside[0]}'
-        advice = 'the labels are in another order of classes, or damaged'
-        yield 'seq_class_ids', found, f'1 … {SIL}, then zeros', advice
+        yield ('seq_class_ids', f'class {ids[outside[0]]} at position {outside[0]}', f'1 … {SIL}, then zeros',
+               'the labels are in another order of classes, or damaged')
 
 def _check_transcription(raw: dict) -> _Faults:
-    "Warnings: characters that are none, or spell another sentence than the label, which is used."
+    "Warnings: invalid characters, or another sentence than the label, which is used."
     codes = raw['transcription']
     if (codes == 0).any(): codes = codes[:int(np.argmin(codes))]
-    bad = codes[(codes < 0) | (codes > 0x10FFFF)]
-    if len(bad):
+    advice = 'the sentence_label is used', 'warning'
+    if ((codes < 0) | (codes > 0x10FFFF)).any():
         code = codes.min() if codes.min() < 0 else codes.max()
-        yield 'transcription', f'code {code}', 'character codes', 'the sentence_label is used', 'warning'
+        yield 'transcription', f'code {code}', 'character codes', *advice
         return
     text = ''.join(map(chr, codes))
-    if _letters(text) != _letters(raw['sentence_label']):
-        expected = f'the letters of sentence_label {raw["sentence_label"]!r}'
-        yield 'transcription', repr(text), expected, 'the sentence_label is used', 'warning'
+    letters, expected = (re.sub(r'[^a-z]', '', s.lower()) for s in (text, raw['sentence_label']))
+    if letters != expected:
+        yield 'transcription', repr(text), f'the letters of sentence_label {raw["sentence_label"]!r}', *advice
 
 # %% ../../nbs/data/00_sessions.ipynb #c022
-def _check_range(raw: dict, dtype: np.dtype, subset: list[int] | None) -> _Faults:
-    "The fault of a finite feature that is too large for the type that it is to be stored in."
-    x = raw['input_features']
-    if subset is not None: x = x[:, [f for f in subset if 0 <= f < x.shape[1]]] # `pack` refuses others
-    if dtype.itemsize >= x.dtype.itemsize or not x.size: return
-    largest = max(x.max(), x.min(), key=abs)
-    limit = np.finfo(dtype).max
-    with np.errstate(over='ignore'): fits = np.isfinite(dtype.type(largest))
-    if np.isfinite(largest) and not fits:
-        yield ('input_features', f'the value {largest:g}', f'at most {limit:g}, the largest {dtype}',
-                     'store the wider type (--set data.dtype=float32)')
-
 def _problems(raw: dict, file: str | Path, key: str, session: str, split: str, dtype: str = 'float32',
               subset: list[int] | None = None) -> list[Problem]:
-    "Everything that is wrong with one trial, of which a subset of features, or all, is to be stored in a type."
+    "All problems of a trial; `dtype` and `subset` are the type and the features that will be stored."
     faults = list(_check_types(raw, split, n_features(session)))
     checked = set(_fields(split)) - {field for field, *_ in faults}
     if 'session' in checked and raw['session'] != session:
         advice = "the file lies in another session's folder, or its attribute is wrong"
         faults.append(('session', _short(raw['session']), session, advice))
-    faults += _check_features(raw, checked)
-    if 'input_features' in checked: faults += _check_range(raw, np.dtype(dtype), subset)
+    if 'input_features' in checked: faults += _check_features(raw, checked, np.dtype(dtype), subset)
     if {'seq_class_ids', 'seq_len'} <= checked: faults += _check_class_ids(raw)
     if {'transcription', 'sentence_label'} <= checked: faults += _check_transcription(raw)
     return [Problem(str(file), key, *fault) for fault in faults]
 
 # %% ../../nbs/data/00_sessions.ipynb #c025
 def _identify(path: str | Path) -> tuple[str, str]:
-    "Session and split of a file, from its place. Raises `SessionError`."
+    "Session and split of a file, from its path. Raises `SessionError`."
     path = Path(path)
     session = path.parent.name
-    split = path.stem.removeprefix('data_')
-    if split not in SPLITS or not path.stem.startswith('data_'):
-        expected = 'data_train.hdf5, data_val.hdf5 or data_test.hdf5'
-        raise SessionError(Problem(str(path), '', '', f'file name {path.name}', expected, 'rename the file'))
+    prefix, _, split = path.stem.partition('_')
+    if prefix != 'data' or split not in SPLITS:
+        raise SessionError(Problem(str(path), '', '', f'file name {path.name}', _FILE_NAMES, 'rename the file'))
     if not _is_session(session):
-        expected = 'a session t15.YYYY.MM.DD'
-        raise SessionError(Problem(str(path), '', '', f'folder name {session}', expected, 'rename the folder'))
+        raise SessionError(Problem(str(path), '', '', f'folder name {session}', _SESSION_NAME, 'rename the folder'))
     return session, split
 
 # %% ../../nbs/data/00_sessions.ipynb #c028
@@ -266,7 +251,7 @@ _DAMAGED = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeErr
 _LONGEST = dict(input_features=MAX_BINS, seq_class_ids=MAX_LABELS, transcription=MAX_LABELS)
 
 def _read_dataset(group: h5py.Group, field: str, n: int) -> np.ndarray:
-    "The values of a dataset, or an array of its type and shape without memory where these are wrong."
+    "The values of a dataset, or an array of its type and shape without memory if these are wrong."
     dataset = reading.open_dataset(group, field)
     outline = np.broadcast_to(np.zeros((), dataset.dtype), dataset.shape or ())
     if not _has_type(outline, _fields('train', n)[field]): return outline
@@ -276,7 +261,7 @@ def _read_dataset(group: h5py.Group, field: str, n: int) -> np.ndarray:
     return dataset[()]
 
 def _read_raw(group: h5py.Group, n: int = N_FEATURES) -> dict:
-    "Datasets and attributes of a trial of `n` features as they are; an `Exception` stands for what cannot be read."
+    "Datasets and attributes of a trial of `n` features; an `Exception` stands for a value that cannot be read."
     raw = {}
     for field in _COMMON | _LABELS:
         try:
@@ -287,34 +272,31 @@ def _read_raw(group: h5py.Group, n: int = N_FEATURES) -> dict:
     return raw
 
 # %% ../../nbs/data/00_sessions.ipynb #c031
-def _check_keys(f: h5py.File, path: str | Path) -> Iterator[Problem]:
-    "Groups that are missing, of a wrong name, or no groups at all."
+def _check_keys(f: h5py.File, path: str | Path) -> tuple[list[Problem], dict[str, h5py.Group]]:
+    "Problems of the names in a file, and the groups that are in it by name."
     keys = list(f.keys())
-    if not keys:
-        expected = 'groups trial_0000, trial_0001, …'
-        yield Problem(str(path), '', '', 'no trials', expected, 'remove the file, or fetch it again')
+    problems = []
+    groups = {}
+    def report(key, *fault): problems.append(Problem(str(path), key, '', *fault))
+    if not keys: report('', 'no trials', 'groups trial_0000, trial_0001, …', 'remove the file, or fetch it again')
     gaps = [(key, f'trial_{i:04d}') for i, key in enumerate(keys) if key != f'trial_{i:04d}']
-    for key, expected in gaps[:1]:  # one gap shifts all that follow
+    for key, expected in gaps[:1]:  # One gap shifts all names after it
         advice = 'trials are numbered from trial_0000 without a gap; number them again'
-        yield Problem(str(path), key, '', f'group {key}', f'group {expected}', advice, 'warning')
+        report(key, f'group {key}', f'group {expected}', advice, 'warning')
     for key in keys:
-        try: reading.check_link(f, key)
+        try:
+            reading.check_link(f, key)
+            is_group = isinstance(item := f.get(key), h5py.Group)
+        except KeyError: is_group = False # The link leads nowhere
         except ReadError as e:
-            yield Problem(str(path), key, '', str(e), 'a group with datasets and attributes', 'it is left alone')
+            report(key, str(e), 'a group with datasets and attributes', 'it is left alone')
             continue
-        except KeyError: pass # It leads nowhere
-        if not isinstance(f.get(key), h5py.Group):
-            yield Problem(str(path), key, '', 'no readable group', 'a group with datasets and attributes', _FETCH)
-
-def _groups(f: h5py.File) -> Iterator[tuple[str, h5py.Group]]:
-    "The groups of a file that are in the file, by name."
-    for key in f.keys():
-        try: reading.check_link(f, key)
-        except (ReadError, KeyError): continue
-        if isinstance(group := f.get(key), h5py.Group): yield key, group
+        if is_group: groups[key] = item
+        else: report(key, 'no readable group', 'a group with datasets and attributes', _FETCH)
+    return problems, groups
 
 def _trial_numbers(raw: dict) -> tuple[int, int] | None:
-    "Block and trial number, or none where they cannot be read."
+    "Block and trial number; `None` if they cannot be read."
     if not all(_has_type(raw.get(name), 'integer') for name in ('block_num', 'trial_num')): return None
     return int(raw['block_num']), int(raw['trial_num'])
 
@@ -336,9 +318,9 @@ def tidy_bad_trials(
     tidy = {}
     for session, blocks in (bad_trials or {}).items():
         try:
-            found: dict[str, set[int]] = {} # `1` and `'1'` are one block
-            for block, trials in blocks.items(): found.setdefault(str(int(block)), set()).update(map(int, trials))
-            tidy[session] = {block: sorted(trials) for block, trials in found.items()}
+            merged: dict[str, set[int]] = {} # `1` and `'1'` are one block
+            for block, trials in blocks.items(): merged.setdefault(str(int(block)), set()).update(map(int, trials))
+            tidy[session] = {block: sorted(trials) for block, trials in merged.items()}
         except (AttributeError, TypeError, ValueError):
             expected = '{block: [trial, …]} in numbers'
             problem = Problem('data.bad_trials_dict', session, '', repr(blocks), expected, 'correct the entry')
@@ -351,22 +333,22 @@ def _scan(path: str | Path, seen: dict, bad_trials: dict | None = None, dtype: s
     "Each trial of a file as (raw, key, problems); problems of the file as a whole come with `None` for the trial."
     session, split = _identify(path)
     bad = tidy_bad_trials(bad_trials).get(session, {})
-    def file_problem(found, advice): return Problem(str(path), '', '', found, 'a readable HDF5 file', advice + _FETCH)
+    def file_problem(fault, advice): return Problem(str(path), '', '', fault, 'a readable HDF5 file', advice + _FETCH)
 
     try: f = reading.open_hdf5(path)
     except ReadError as e:
-        found, _, others = str(e).removeprefix(f'{path}: found ').partition(', expected ')
-        yield None, '', [Problem(str(path), '', '', found, *others.split('; ', 1))]
+        fault, _, rest = str(e).removeprefix(f'{path}: found ').partition(', expected ')
+        yield None, '', [Problem(str(path), '', '', fault, *rest.split('; ', 1))]
         return
     except OSError as e:
-        missing = isinstance(e, FileNotFoundError)
-        found = 'no such file' if missing else f'a file that HDF5 cannot open ({e})'
-        yield None, '', [file_problem(found, 'it is missing or truncated: ')]
+        fault = 'no such file' if isinstance(e, FileNotFoundError) else f'a file that HDF5 cannot open ({e})'
+        yield None, '', [file_problem(fault, 'it is missing or truncated: ')]
         return
     with f:
         try:
-            if broken := list(_check_keys(f, path)): yield None, '', broken
-            for key, group in _groups(f):
+            broken, groups = _check_keys(f, path)
+            if broken: yield None, '', broken
+            for key, group in groups.items():
                 raw = _read_raw(group, n_features(session))
                 block, trial = _trial_numbers(raw) or (None, None)
                 if trial in bad.get(str(block), []): continue
@@ -378,7 +360,7 @@ def _scan(path: str | Path, seen: dict, bad_trials: dict | None = None, dtype: s
 # %% ../../nbs/data/00_sessions.ipynb #c038
 def iter_trials(
     path: str | Path,                # A session's `data_{train,val,test}.hdf5`
-    drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`; they are kept and marked otherwise
+    drop_instructions: bool = False, # Leave out trials such as `[DO NOTHING]`; otherwise they are marked
     bad_trials: dict | None = None,  # Trials to leave out, whatever is wrong with them, as `tidy_bad_trials` takes them
 ) -> Iterator[Trial]:
     "The trials of a file in key order, one in memory at a time. Raises `SessionError` at the first that is unusable."
@@ -401,24 +383,22 @@ def read_session(
     return list(iter_trials(path, drop_instructions, bad_trials))
 
 # %% ../../nbs/data/00_sessions.ipynb #c041
-def _pad(values, name: str) -> np.ndarray:
-    "Int32 [500]; one position stays zero, because the official reader looks for the first zero as the end."
-    values = np.asarray(values, dtype=np.int32)
-    if len(values) >= PADDED_LENGTH:
-        raise ValueError(f'{name} has {len(values)} entries, the format has room for {PADDED_LENGTH - 1}; '
-                         'shorten the sentence')
-    return np.pad(values, (0, PADDED_LENGTH - len(values)))
-
-def _from_trial(trial: Trial) -> dict:
-    "A trial as the file has it."
-    raw = dict(input_features=np.asarray(trial.features), n_time_steps=len(trial.features), session=trial.session,
-               block_num=trial.block, trial_num=trial.trial)
-    if trial.split == 'test': return raw
-    name = f'{trial.session} {trial.split} {trial.key}'
-    ids, sentence = trial.class_ids, trial.sentence
-    if ids is None or sentence is None: raise ValueError(f'{name}: only test trials lack class_ids and sentence')
-    return raw | dict(seq_class_ids=_pad(ids, f'{name}: class_ids'), seq_len=len(ids), sentence_label=sentence,
-                      transcription=_pad([ord(c) for c in sentence], f'{name}: sentence'))
+@patch
+def _raw(self: Trial, path: Path) -> dict:
+    "The trial as the file `path` has it. Raises `SessionError` for labels that do not fit."
+    raw = dict(input_features=np.asarray(self.features), n_time_steps=len(self.features), session=self.session,
+               block_num=self.block, trial_num=self.trial)
+    if self.split == 'test': return raw
+    def refuse(field, *fault): raise SessionError(Problem(str(path), self.key, field, *fault))
+    if self.class_ids is None or self.sentence is None:
+        refuse('', 'no class_ids or no sentence', 'both', 'only test trials lack them')
+    padded = {}
+    for field, values in ('seq_class_ids', self.class_ids), ('transcription', [ord(c) for c in self.sentence]):
+        values = np.asarray(values, dtype=np.int32)
+        if len(values) >= PADDED_LENGTH: # The official reader looks for the first zero as the end
+            refuse(field, f'{len(values)} entries', f'at most {PADDED_LENGTH - 1}', 'shorten the sentence')
+        padded[field] = np.pad(values, (0, PADDED_LENGTH - len(values)))
+    return raw | padded | dict(seq_len=len(self.class_ids), sentence_label=self.sentence)
 
 # %% ../../nbs/data/00_sessions.ipynb #c043
 def write_session(
@@ -433,7 +413,7 @@ def write_session(
         with h5py.File(file, 'w') as f:
             for i, trial in enumerate(trials):
                 key = f'trial_{i:04d}'
-                raw = _from_trial(replace(trial, split=split))
+                raw = replace(trial, split=split, key=key)._raw(path)
                 problems = [*_problems(raw, path, key, session, split), *_check_duplicate(raw, path, key, seen)]
                 if problems: raise SessionError(problems[0])
                 group = f.create_group(key)
@@ -452,64 +432,49 @@ def _split_files(folder: Path) -> list[Path]:
     "The files of a session that are there."
     return [p for p in (session_path(folder.parent, folder.name, s) for s in SPLITS) if p.exists()]
 
-def _is_spare(path: Path, present: list[Path]) -> bool:
-    "Whether a file is no split under another name: that split is there, or all are, or it is named otherwise."
-    meant = [s for s in SPLITS if s in path.stem.lower()]
-    if meant: return session_path(path.parent.parent, path.parent.name, meant[0]) in present
-    return len(present) == len(SPLITS) or not path.name.lower().startswith('data')
-
 def _check_session_files(folder: Path) -> Iterator[Problem]:
-    "A session's folder without any of its files, or with others, which nobody reads."
+    "Files of a session that are not read, and a session without files."
     present = _split_files(folder)
-    expected = 'data_train.hdf5, data_val.hdf5 or data_test.hdf5'
     for p in sorted(folder.iterdir()):
         if p.name.startswith('.') or p.suffix.lower() not in ('.hdf5', '.h5') or p in present: continue
-        if _is_spare(p, present): advice, severity = 'it is not read; remove it, so that nobody takes it', 'warning'
-        else: advice, severity = 'rename the file, or remove it', 'error'
-        yield Problem(str(p), '', '', f'file name {p.name}', expected, advice, severity)
+        meant = [session_path(folder.parent, folder.name, s) for s in SPLITS if s in p.stem.lower()]
+        # A copy, if its split is there; if its name has no split, all of them are there, or it is named otherwise
+        is_copy = meant[0] in present if meant else len(present) == 3 or not p.name.lower().startswith('data')
+        advice = ('it is not read; remove it, so that nobody takes it', 'warning') if is_copy else (
+            'rename the file, or remove it', 'error')
+        yield Problem(str(p), '', '', f'file name {p.name}', _FILE_NAMES, *advice)
     if not present:
-        yield Problem(str(folder), '', '', 'no data file', expected, 'remove the folder, or fetch its files')
+        yield Problem(str(folder), '', '', 'no data file', _FILE_NAMES, 'remove the folder, or fetch its files')
 
-def _check_folders(data_dir: Path, asked: list[str] | None = None) -> Iterator[Problem]:
-    "Empty sessions, and missing ones; if all are asked for, also folders that look like sessions, and no sessions."
+def _check_folders(data_dir: Path, selected: list[str] | None = None) -> Iterator[Problem]:
+    "Empty and missing sessions; if all are selected, also folders that look like sessions, and no sessions."
     sessions = list_sessions(data_dir)
-    for name in sorted(p.name for p in data_dir.iterdir()) if asked is None else asked:
+    for name in sorted(p.name for p in data_dir.iterdir()) if selected is None else selected:
         folder = data_dir/name
         if name in sessions: yield from _check_session_files(folder)
-        elif asked is not None:
+        elif selected is not None:
             near = near_names(name, sessions, n=1)
             advice = f'did you mean {near[0]}?' if near else 'correct data.sessions, or fetch the session'
             yield Problem(str(folder), '', '', 'no such folder', f'the session {name}', advice)
         elif not name.startswith('.') and folder.is_dir() and (
                 re.match(r't\d+[._-]?\d', name) or any(folder.glob('data_*.hdf5'))):
-            yield Problem(str(folder), '', '', f'folder name {name}', 'a session t15.YYYY.MM.DD', 'rename the folder')
-    if asked is None and not sessions:
+            yield Problem(str(folder), '', '', f'folder name {name}', _SESSION_NAME, 'rename the folder')
+    if selected is None and not sessions:
         inside = [p for p in sorted(data_dir.iterdir()) if p.is_dir() and list_sessions(p)]
         advice = f'give {inside[0]} instead' if inside else 'check the path'
-        if any(data_dir.glob('train/*.mat')): advice = 'make some of these files of MATLAB, with `b2t data import`'
+        if any(data_dir.glob('train/*.mat')): advice = 'import these MATLAB files with `b2t data import`'
         yield Problem(str(data_dir), '', '', 'no sessions', 'folders t15.YYYY.MM.DD', advice)
 
 # %% ../../nbs/data/00_sessions.ipynb #c049
-def _check_contents(folder: Path, bad_trials: dict, dtype: str, subset: list[int] | None) -> Iterator[Problem]:
-    "The problems of all files of a session, without those of bad trials."
-    seen: dict = {}
-    for path in sorted(_split_files(folder)):
-        before = file_state(path)
-        found = [p for _, _, problems in _scan(path, seen, bad_trials, dtype, subset) for p in problems]
-        if file_state(path) == before: yield from found
-        else: # Whatever else was found may come from that
-            yield Problem(str(path), '', '', 'that it changed while it was checked', 'a file that stays as it is',
-                          'wait until it is complete, and check again')
-
 def validate(
     data_dir: str | Path,   # Folder with the session folders
     progress: bool = False, # Show a progress bar
-    sessions: list[str] | None = None, # Check only these; None means all, and the folders that should be sessions
+    sessions: list[str] | None = None, # Sessions to check; None means all, and folders that look like sessions
     bad_trials: dict | None = None,    # Trials whose problems do not count: `{session: {block: [trial, …]}}`
-    dtype: str = 'float16',            # Type that `pack` is to store, beyond which a feature is an error
-    feature_subset: list[int] | None = None, # Features that it is to store; None means all
+    dtype: str = 'float16',            # Type that `pack` will store; a feature beyond its range is an error
+    feature_subset: list[int] | None = None, # Features that `pack` will store; None means all
 ) -> pd.DataFrame:
-    "Problems of all files, a row each: file, trial, field, found, expected, advice, severity. None: the data is fine."
+    "Problems of all files, a row each: file, trial, field, found, expected, advice, severity. Empty: the data is fine."
     data_dir = Path(data_dir)
     bad_trials = tidy_bad_trials(bad_trials)
     try: problems = list(_check_folders(data_dir, sessions))
@@ -517,19 +482,27 @@ def validate(
     else:
         present = [s for s in list_sessions(data_dir) if sessions is None or s in sessions]
         for session in tqdm(present, desc='check', unit=' sessions', disable=not progress):
-            problems += _check_contents(data_dir/session, bad_trials, dtype, feature_subset)
+            seen: dict = {}
+            for path in sorted(_split_files(data_dir/session)):
+                before = file_state(path)
+                scan = [p for _, _, faults in _scan(path, seen, bad_trials, dtype, feature_subset) for p in faults]
+                if file_state(path) == before: problems += scan
+                else: # Other faults may come from that
+                    problems.append(Problem(
+                        str(path), '', '', 'that it changed while it was checked', 'a file that stays as it is',
+                        'wait until it is complete, and check again'))
     return pd.DataFrame([asdict(p) for p in problems], columns=[f.name for f in fields(Problem)])
 
 # %% ../../nbs/data/00_sessions.ipynb #c053
 def unpacked_bytes(
     path: str | Path, # A session's file
 ) -> int:             # At least its size
-    "Size of a session's file without compression, in bytes; faults of the file are not reported here."
+    "Size of a session's file without compression, in bytes; its faults are not reported."
     size = Path(path).stat().st_size
     n_values = 0
     with suppress(*_DAMAGED):
         with reading.open_hdf5(path) as f:
-            for _, group in _groups(f):
+            for group in _check_keys(f, path)[1].values():
                 shape = reading.open_dataset(group, 'input_features').shape
                 if len(shape) == 2 and shape[0] <= MAX_BINS: n_values += shape[0]*n_features(Path(path).parent.name)
     return max(size, min(4*n_values, MAX_EXPANSION*size))
