@@ -192,7 +192,7 @@ NOT_FINITE = [*POWER[:2], np.where(np.indices((22, 256))[1] == 127, np.nan, POWE
     (dict(sentenceText=['One.', 'Two.']), ('', 'sentenceText'), '2 rows'),
     (dict(sentenceText=['One.', ' ', 'Three.']), ('trial_0001', 'sentenceText'), "''"),
     (dict(sentenceText=None), ('', 'sentenceText'), 'nothing'),
-    (dict(sentenceText=['One.', 'Two.', 'a '*300]), ('trial_0002', 'transcription'), '599 entries'),
+    (dict(sentenceText=['One.', 'Two.', 'a '*300]), ('trial_0002', 'seq_class_ids'), '600 entries'),
     (dict(sentenceText=['One.', '12', 'Three.']), ('trial_0001', 'seq_len'), '0'),
 ])
 def test_what_is_wrong_has_its_place(tmp_path, changes, place, found):

@@ -9,11 +9,8 @@ __all__ = ['command_name', 'with_command_name', 'printable', 'counted', 'plain_w
 # %% ../../nbs/core/00_messages.ipynb #c002
 import difflib
 import inspect
-import io
-import itertools
 import os
 import re
-import tokenize
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -25,7 +22,7 @@ def command_name() -> str:
     return os.environ.get('B2T_COMMAND', 'b2t')
 
 def with_command_name(text: str) -> str:
-    "A text in which `b2t` is the command as a user types it; names in quotes stay."
+    "The text with `b2t` replaced by the command as a user types it, except in quoted names."
     return re.sub(r'(?<![\w/.\'-])(?<!kit )b2t (?=[a-z-])', f'{command_name()} ', text)
 
 # %% ../../nbs/core/00_messages.ipynb #c008
@@ -47,37 +44,35 @@ def printable(
 # %% ../../nbs/core/00_messages.ipynb #c010
 def counted(
     n: int,
-    noun: str, # In the singular; its plural has an s
+    noun: str, # Singular of a noun whose plural ends in s
 ) -> str:
-    "A number and what it counts."
+    "A number with its noun."
     return f'{n:,} {noun}{"" if n == 1 else "s"}'
 
 # %% ../../nbs/core/00_messages.ipynb #c013
-def _warning_line(message: Warning | str, category: type[Warning], *place) -> str:
-    "A warning, as a line of text."
-    return f'{category.__name__}: {printable(with_command_name(str(message)))}\n'
-
 def plain_warnings() -> None:
-    "Have this process print its warnings without the place in the source."
-    warnings.formatwarning = _warning_line
+    "Have this process print each warning as one line, without the place in the source."
+    def line(message: Warning | str, category: type[Warning], *place) -> str:
+        return f'{category.__name__}: {printable(with_command_name(str(message)))}\n'
+    warnings.formatwarning = line
 
-def warn_each(found: Sequence[str]) -> None:
-    "Warn of each fault, up to five, and once of the others."
-    for message in found[:5]: warnings.warn(message, stacklevel=2)
-    if len(found) > 5: warnings.warn(f'and {len(found) - 5} more, in the record of this stage', stacklevel=2)
+def warn_each(faults: Sequence[str]) -> None:
+    "Warn of the first five faults, and of the number of further ones."
+    for message in faults[:5]: warnings.warn(message, stacklevel=2)
+    if len(faults) > 5: warnings.warn(f'and {len(faults) - 5} more, in the record of this stage', stacklevel=2)
 
 # %% ../../nbs/core/00_messages.ipynb #c016
 _SYNONYMS = dict(gpu='cuda', tf='tensorflow', keras='tensorflow', fp32='float32', fp16='float16', half='float16',
                  bf16='bfloat16')
 
 def near_names(
-    word: str,             # As a user wrote it
-    known: Iterable[str],  # Names that exist
-    n: int = 3,            # Most that are returned
+    word: str,                # Name that a user wrote
+    choices: Iterable[str],   # Existing names
+    n: int = 3,               # Largest number of suggestions
 ) -> list[str]:
-    """Names that may be meant: the one for the same thing, else those that begin with the word, contain it, have its
-    letters, or are near."""
-    names = list(dict.fromkeys(known))
+    """Names that may be meant: the synonym, else names that begin with the word, contain it, have its letters, or are
+    similar."""
+    names = list(dict.fromkeys(choices))
     low = word.casefold()
     if (same := _SYNONYMS.get(low)) in names: return [same]
     begins = [name for name in names if low and name.casefold().startswith(low)]
@@ -88,51 +83,35 @@ def near_names(
     return (begins or contains or swapped or near)[:n]
 
 def did_you_mean(
-    word: str,            # As a user wrote it
-    known: Iterable[str], # Names that exist
-    otherwise: str = '',  # Said where none is near
+    word: str,              # Name that a user wrote
+    choices: Iterable[str], # Existing names
+    otherwise: str = '',    # Hint if no name is similar
 ) -> str:
-    "The end of an error about a name that does not exist, from its semicolon on."
-    near = near_names(word, known)
-    *others, last = near or ['']
-    hint = f'did you mean {", ".join(others)}{" or " if others else ""}{last}?' if near else otherwise
-    return hint and f'; {hint}'
+    "The end of an error about a name that does not exist, beginning with a semicolon."
+    near = near_names(word, choices)
+    if near: otherwise = f'did you mean {" or ".join([", ".join(near[:-1])]*(len(near) > 1) + near[-1:])}?'
+    return otherwise and f'; {otherwise}'
 
 # %% ../../nbs/core/00_messages.ipynb #c020
-def _parameters(source: str, names: Iterable[str]) -> dict[str, str]:
-    "Comments behind the parameters of a function and behind its result, by name; the result's is `returns`."
-    found: dict[str, str] = {}
-    name = ''
-    depth = 0
-    tokens = tokenize.generate_tokens(io.StringIO(source[source.index('def '):]).readline)
-    for t, after in itertools.pairwise(tokens):
-        depth += (t.string in ('(', '[', '{')) - (t.string in (')', ']', '}'))
-        if t.type == tokenize.NAME and t.string in names and depth == 1: name = t.string
-        elif t.string == '->': name = 'returns'
-        elif t.type == tokenize.COMMENT and name: found.setdefault(name, t.string.lstrip('# '))
-        elif t.string == ':' and depth == 0:
-            if name == 'returns' and after.type == tokenize.COMMENT: found[name] = after.string.lstrip('# ')
-            break
-    return found
-
-def _describe(function: Callable, parameters: dict[str, str]) -> None:
-    "Add the comments of parameters to a docstring, once."
-    if not parameters or '\n\nParameters:\n' in (function.__doc__ or ''): return
-    width = max(map(len, parameters))
-    rows = [f'    {name:{width}}  {text}' for name, text in parameters.items()]
+def _describe(function: Callable) -> None:
+    "Add the comments behind the parameters of a function to its docstring, once."
+    from fastcore.docments import docments
+    comments = {name: text for name, text in docments(function).items() if text and name != 'self'}
+    if not comments or '\n\nParameters:\n' in (function.__doc__ or ''): return
+    width = max(map(len, comments))
+    rows = [f'    {name:{width}}  {" ".join(text.split())}' for name, text in comments.items()]
     function.__doc__ = inspect.cleandoc(function.__doc__ or '') + '\n\nParameters:\n' + '\n'.join(rows)
 
 def with_parameters(
-    item: Any, # A function or class of this package; anything else stays as it is
-) -> Any:      # The same
-    "Add the comments behind the parameters to docstrings: to that of a function, or to those of a class's methods."
-    owned: list[Any] = [item]
+    item: Any, # Function or class of this package; anything else stays as it is
+) -> Any:      # The same object
+    "Add the comments behind parameters to the docstring of a function, or of a class's methods."
+    members: list[Any] = [item]
     if inspect.isclass(item):
         package = __name__.split('.')[0]
-        owned = [f for c in item.__mro__ if c.__module__.split('.')[0] == package for f in vars(c).values()]
-    for function in owned:
-        function = getattr(function, '__func__', function) # Of a class method
-        if not inspect.isfunction(function): continue
-        with suppress(OSError, ValueError): # Nothing but bytecode is here, or a lambda
-            _describe(function, _parameters(inspect.getsource(function), inspect.signature(function).parameters))
+        members = [f for c in item.__mro__ if c.__module__.split('.')[0] == package for f in vars(c).values()]
+    for function in members:
+        function = getattr(function, '__func__', function) # The function of a class method
+        with suppress(OSError, TypeError, ValueError): # There is only bytecode, or a lambda
+            if inspect.isfunction(function): _describe(function)
     return item
