@@ -389,14 +389,15 @@ def _raw(self: Trial, path: Path) -> dict:
     raw = dict(input_features=np.asarray(self.features), n_time_steps=len(self.features), session=self.session,
                block_num=self.block, trial_num=self.trial)
     if self.split == 'test': return raw
-    def refuse(field, *fault): raise SessionError(Problem(str(path), self.key, field, *fault))
     if self.class_ids is None or self.sentence is None:
-        refuse('', 'no class_ids or no sentence', 'both', 'only test trials lack them')
+        raise SessionError(Problem(str(path), self.key, '', 'no class_ids or no sentence', 'both',
+                                   'only test trials lack them'))
     padded = {}
     for field, values in ('seq_class_ids', self.class_ids), ('transcription', [ord(c) for c in self.sentence]):
         values = np.asarray(values, dtype=np.int32)
         if len(values) >= PADDED_LENGTH: # The official reader looks for the first zero as the end
-            refuse(field, f'{len(values)} entries', f'at most {PADDED_LENGTH - 1}', 'shorten the sentence')
+            raise SessionError(Problem(str(path), self.key, field, f'{len(values)} entries',
+                                       f'at most {PADDED_LENGTH - 1}', 'shorten the sentence'))
         padded[field] = np.pad(values, (0, PADDED_LENGTH - len(values)))
     return raw | padded | dict(seq_len=len(self.class_ids), sentence_label=self.sentence)
 
