@@ -89,6 +89,7 @@ VERBS = {
         'compare': ('compare', 'Compare runs or files of hypotheses, with intervals'),
         'errors': ('errors', 'A page of a run’s errors: sort, filter, look at trials'),
         'sweep': ('run', 'Train many runs that differ in values from Optuna'),
+        'import-logits': ('import_logits', 'Decode log-probabilities of another program'),
         'combine-files': ('combine', 'One sentence a trial from files of several systems'),
     },
     'Models and language models': {
