@@ -18,10 +18,8 @@ from ..training.checkpoint_paths import framework_of
 from ..training.checkpoints import CheckpointError, seen_val_from
 
 # %% ../../nbs/pipeline/02_frameworks.ipynb #c006
-def planned_device(
-    cfg: Config, # The run's configuration; `train.framework` chooses
-) -> Device:
-    "The device that training will compute on; nothing is started. Raises `DeviceError`."
+def planned_device(cfg: Config) -> Device:
+    "The device that training will compute on, without starting it. Raises `DeviceError`."
     if cfg.train.framework == 'tensorflow':
         from b2t_kaggle.devices.tensorflow import plan_tensorflow as plan
         detected = detect('tensorflow')
@@ -71,14 +69,12 @@ def infer(
 
 # %% ../../nbs/pipeline/02_frameworks.ipynb #c018
 _TENSORFLOW = '.weights.h5'
-_OTHERS = '.h5', '.keras', '.pth', '.ckpt', '.bin', '.safetensors' # What is easily mistaken for it
+_OTHERS = '.h5', '.keras', '.pth', '.ckpt', '.bin', '.safetensors' # Easily mistaken for it
 _METRICS = ('val_per', 'val_loss', 'step', 'sessions', 'refit_from')
 
-def read_model(
-    path: str | Path, # A checkpoint of any form, or its folder
-) -> tuple[dict[str, np.ndarray], Config, dict]:
-    """Weights `[…]` by name, in PyTorch's layout; the model's configuration; and its metrics (`val_per`, `val_loss`,
-    `step`, `sessions`, as far as the file has them). Raises `CheckpointError`."""
+def read_model(path: str | Path) -> tuple[dict[str, np.ndarray], Config, dict]:
+    """Weights `[…]` by name, in PyTorch's layout, the model's configuration, and the metrics (`val_per`, `val_loss`,
+    `step`, `sessions`) of a checkpoint in any format, or its folder. Raises `CheckpointError`."""
     if framework_of(path) == 'tensorflow':
         from b2t_kaggle.tensorflow.checkpoint import load_model, read_metrics
         model, cfg = load_model(path)
@@ -88,55 +84,50 @@ def read_model(
     weights = {k: v.numpy() for k, v in model.state_dict().items()}
     return weights, cfg, {k: facts[k] for k in _METRICS if k in facts}
 
-# %% ../../nbs/pipeline/02_frameworks.ipynb #c019
-def _read_reference(path: str | Path, cfg: Config) -> tuple[dict[str, np.ndarray], Config, dict]:
-    "As `read_model`, for a model of which another implementation saved a part; without sessions it knows no day."
-    from b2t_kaggle.pytorch.checkpoint import load_reference
-    cfg = with_overrides(cfg, {'data.sessions': cfg.data.sessions or []})
-    return {k: v.numpy() for k, v in load_reference(path, cfg).state_dict().items()}, cfg, {}
-
-# %% ../../nbs/pipeline/02_frameworks.ipynb #c021
-def _write_tensorflow(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> Path:
+# %% ../../nbs/pipeline/02_frameworks.ipynb #c020
+def _write_tensorflow(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> None:
     from b2t_kaggle.tensorflow.checkpoint import save_best
     from b2t_kaggle.tensorflow.models import build_model
     model = build_model(cfg.model, len(cfg.data.known_sessions))
     model.from_state(state)
     save_best(target, model, cfg, metrics)
-    return target
 
-def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> Path:
-    "Our file where the name ends in .pt, else the official kit's folder."
+def _write_pytorch(state: dict[str, np.ndarray], cfg: Config, metrics: dict, target: Path) -> None:
+    "Our file if the name ends in .pt, otherwise the official kit's folder."
     import torch
 
     from b2t_kaggle.pytorch.checkpoint import save_atomic, save_official
     from b2t_kaggle.pytorch.models import build_model
     model = build_model(cfg.model, len(cfg.data.known_sessions), cfg.data.known_sessions)
     model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in state.items()})
-    if target.suffix != '.pt' and seen_val_from(metrics) is not None:
-        raise CheckpointError(f'{target}: the official form cannot say that a model was trained on val (train.refit); '
-                              'convert best.pt, or give a name that ends in .pt')
-    if target.suffix != '.pt': return save_official(model, cfg, target, metrics.get('val_per'))
-    save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump(), **metrics), target)
-    return target
-
-def _for_tensorflow(cfg: Config) -> Config:
-    "The configuration without what PyTorch alone has and the weights of a model do not show."
-    return with_overrides(cfg, {'train.framework': 'tensorflow', 'infer.adapt': None})
+    if target.suffix == '.pt':
+        save_atomic(dict(model_state_dict=model.state_dict(), config=cfg.dump(), **metrics), target)
+    elif seen_val_from(metrics) is None: save_official(model, cfg, target, metrics.get('val_per'))
+    else: raise CheckpointError(f'{target}: the official format cannot say that a model was trained on val '
+                                '(train.refit); convert best.pt, or give a name that ends in .pt')
 
 def convert(
-    source: str | Path, # A checkpoint of any form, or its folder
-    target: str | Path, # What to write; its name says in which form, see above
-    cfg: Config | None = None, # Of the model to fill, where the source is what another implementation saved
+    source: str | Path,        # Checkpoint in any format, or its folder
+    target: str | Path,        # File or folder to write; the table above says in which format
+    cfg: Config | None = None, # Configuration of the model to fill from another implementation's file
 ) -> Path:
-    """Write a trained model in another form, whole or not at all. Raises `CheckpointError` for a file that cannot be
-    read, or a model that the target's form does not have, `ValueError` for a name with the ending of another form."""
+    """Write a trained model in another format, whole or not at all. Raises `CheckpointError` for a file that cannot be
+    read, or a model that the target's format lacks, `ValueError` for a name with another ending."""
     target = Path(target)
     to_tensorflow = target.name.endswith(_TENSORFLOW)
     if target.suffix in _OTHERS and not to_tensorflow:
-        raise ValueError(f'{target}: no form has that ending; name it {target.stem}.pt for PyTorch, '
+        raise ValueError(f'{target}: no format has that ending; name it {target.stem}.pt for PyTorch, '
                          f'{target.stem}{_TENSORFLOW} for TensorFlow, or {target.stem} for a folder as the official '
                          'kit has it')
-    state, cfg, metrics = read_model(source) if cfg is None else _read_reference(source, cfg)
-    cfg = _for_tensorflow(cfg) if to_tensorflow else with_overrides(cfg, {'train.framework': 'pytorch'})
+    if cfg is None: state, cfg, metrics = read_model(source)
+    else:
+        from b2t_kaggle.pytorch.checkpoint import load_reference
+        cfg, metrics = with_overrides(cfg, {'data.sessions': cfg.data.sessions or []}), {} # None is a model of no day
+        state = {k: v.numpy() for k, v in load_reference(source, cfg).state_dict().items()}
+    # Adaptation is PyTorch's alone
+    tensorflow = {'train.framework': 'tensorflow', 'infer.adapt': None}
+    changes = tensorflow if to_tensorflow else {'train.framework': 'pytorch'}
     write = _write_tensorflow if to_tensorflow else _write_pytorch
-    return write(state, cfg, metrics, target)
+    write(state, with_overrides(cfg, changes), metrics, target)
+    return target
+

@@ -19,7 +19,7 @@ class Check(Stage):
     shared = True
 
     def inputs(self, cfg, runs):
-        return {'': [f for folder in cfg.data.folders for f in session_files(folder)]} if cfg.data.folders else {}
+        return {'': [f for folder in cfg.data.folders for f in session_files(folder)]}
 
     def files(self, run):
         return [f for folder in data_folders(run) if folder.is_dir() for f in session_files(folder)]

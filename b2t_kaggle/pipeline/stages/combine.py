@@ -8,11 +8,12 @@ __all__ = ['Combine']
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c002
 from pathlib import Path
 
+from .inputs import named_by
 from .stage import LANGUAGE_MODEL, LISTS, TRIALS, Artefact, PipelineError, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c005
 def _check_both_splits(systems: dict) -> None:
-    "Raise `PipelineError` for a system that is heard on val and missing on test."
+    "Raise `PipelineError` for a system with sentences of val and none of test."
     if not {'val', 'test'} <= set(systems): return
     if lost := [' '.join(v).strip() for v in systems['val'].voters if v not in systems['test'].voters]:
         raise PipelineError(f'combine.sources: {lost[0]} has sentences of val and none of test, so the error rates of '
@@ -20,7 +21,7 @@ def _check_both_splits(systems: dict) -> None:
                             'alone, such as theirs_val.jsonl')
 
 def _combine(systems: dict, lm) -> tuple:
-    "A sentence for each trial by split, and the pool that made them; None if there was nothing to learn from."
+    "A sentence for each trial by split, and the pool that made them; None if there was no val to learn from."
     from b2t_kaggle.rescoring.hypotheses import vote
     from b2t_kaggle.rescoring.opinion_pool import Combined, cross_validate_pool, fit_pool
     if 'val' not in systems:
@@ -30,6 +31,20 @@ def _combine(systems: dict, lm) -> tuple:
     combined = {'val': cross_validate_pool(systems['val'], lm)}
     if 'test' in systems: combined['test'] = pool.predict(systems['test'], lm)
     return combined, pool
+
+def _left_out(systems: dict) -> list[str]:
+    "Lines about systems that the pool does not use, and about trials that lack a system."
+    from b2t_kaggle.pipeline.results import count_trials
+    lines = []
+    learned = systems['val'].voters if 'val' in systems else None
+    for split, hypotheses in systems.items():
+        for name, n in count_trials(hypotheses).items():
+            total = len(hypotheses.trials)
+            if n < total:
+                lines.append(f'{split}: {name.strip()} has no sentences of {total - n} of {total} trials')
+        unused = [' '.join(v).strip() for v in hypotheses.voters if learned is not None and v not in learned]
+        lines += [f'{split}: {name} is left out, because it has no sentences of val' for name in unused]
+    return lines
 
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c008
 def _check_no_circle(sources, runs: Path, above: tuple[Path, ...] = ()) -> None:
@@ -47,22 +62,8 @@ def _check_no_circle(sources, runs: Path, above: tuple[Path, ...] = ()) -> None:
         _check_no_circle(load_config(folder/'config.yaml').combine.sources, folder.parent, (*above, folder))
 
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c010
-def _texts(own, val, combined) -> dict[str, list[str]]:
-    "Sentences of val by this run, whose lists `own` has, by the vote of all systems in `val`, and combined."
-    from b2t_kaggle.rescoring.hypotheses import vote
-    return {'this run': [own[int(t)][0].text for t in val.trials], 'vote': vote(val),
-            'combined': [c.text for c in combined]}
-
-def _better_alone(val, wer: float) -> dict[str, str]:
-    "The single system that has a lower error rate on val than this one, with its rate, as a figure; none without one."
-    from b2t_kaggle.metrics import percent, word_error_rate
-    from b2t_kaggle.pipeline.results import best_system
-    name, texts = best_system(val)
-    best = word_error_rate(val.references(), texts)
-    return dict(better_alone=f'{name} (WER {percent(best)})') if best < wer else {}
-
 class Combine(Stage):
-    does = 'one sentence of those of several systems'
+    does = 'one sentence from those of several systems'
     config = ('combine', 'rescore.keep')
     reads = (LISTS, LANGUAGE_MODEL, TRIALS)
     writes = Artefact(LISTS, 'combined', 'combination', place=4)
@@ -76,25 +77,43 @@ class Combine(Stage):
         _check_no_circle(cfg.combine.sources, runs)
         return {'combine.sources': [f for s in cfg.combine.sources for f in hypothesis_files(s, runs).values()]}
 
+    def check(self, cfg, kind):
+        from b2t_kaggle.rescoring.hypotheses import read_hypotheses
+        with named_by('combine.sources'):
+            for path in cfg.combine.sources:
+                if Path(path).is_file(): read_hypotheses(path)
+
     def run(self, run, progress):
         from b2t_kaggle.lm.automaton import load_ngram
-        from b2t_kaggle.metrics import word_error_rate
-        from b2t_kaggle.pipeline.results import combined_lists, participant_rates, read_systems, write_all_lists
+        from b2t_kaggle.metrics import percent, word_error_rate
+        from b2t_kaggle.pipeline.results import (
+            best_system,
+            combined_lists,
+            participant_rates,
+            read_systems,
+            write_all_lists,
+        )
+        from b2t_kaggle.rescoring.hypotheses import vote
         systems = {split: read_systems(run, split) for split in run.splits}
         _check_both_splits(systems)
+        for line in _left_out(systems): print(line)
         combined, pool = _combine(systems, load_ngram(run.lm_path))
         metrics = dict(systems=max(len(hypotheses.voters) for hypotheses in systems.values()))
-        own = run.lists_for(self.name)
-        texts, kept = {}, True
+        nbest = run.lists_for(self.name)
+        texts, is_kept = {}, True
         if 'val' in systems:
             val = systems['val']
-            texts = _texts(own['val'], val, combined['val'])
-            kept, figures = self.judge(run.cfg, val.references(), texts['this run'], texts['combined'])
-            metrics |= figures | dict(vote=word_error_rate(val.references(), texts['vote']))
-            metrics |= participant_rates([t.session for t in val.trials.values()], val.references(),
-                                         texts['combined' if kept else 'this run'])
-            metrics |= _better_alone(val, metrics['WER'])
-        if kept: own = {split: combined_lists(own[split], dict(zip(systems[split].trials, combined[split])))
-                        for split in systems}
-        return Result(write_all_lists(run, self.name, own), metrics,
+            references = val.references()
+            texts = {'this run': [nbest['val'][int(t)][0].text for t in val.trials], 'vote': vote(val),
+                     'combined': [c.text for c in combined['val']]}
+            is_kept, figures = self.judge(run.cfg, references, texts['this run'], texts['combined'])
+            metrics |= figures | dict(vote=word_error_rate(references, texts['vote']))
+            metrics |= participant_rates([t.session for t in val.trials.values()], references,
+                                         texts['combined' if is_kept else 'this run'])
+            name, best = best_system(val)
+            if (wer := word_error_rate(references, best)) < metrics['WER']:
+                metrics['better_alone'] = f'{name} (WER {percent(wer)})'
+        if is_kept: nbest = {split: combined_lists(nbest[split], dict(zip(systems[split].trials, combined[split])))
+                             for split in systems}
+        return Result(write_all_lists(run, self.name, nbest), metrics,
                       details=dict(systems=systems, pool=pool, texts=texts))

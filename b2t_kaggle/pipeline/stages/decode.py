@@ -10,13 +10,8 @@ from .inputs import check_boost, check_llm, check_ngram, llm_files
 from .stage import LANGUAGE_MODEL, LISTS, LOGITS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c005
-def _spoken_trials(run):
-    "Trials of val that have a sentence, by number; none where val is not decoded."
-    index = run.trials('val').index.reset_index(drop=True)
-    return index[~index.is_instruction.astype(bool)] if 'val' in run.splits else index[:0]
-
 def _tuning(run, decoder, spoken):
-    "Tuned weights; `None` where the configured ones are used, and the reason is printed."
+    "Tuned weights; `None` if the configured ones are used, with the reason printed."
     from b2t_kaggle.decoding import tuning
     from b2t_kaggle.pipeline.decoder import WEIGHTS
     path = run.dir/WEIGHTS
@@ -26,37 +21,31 @@ def _tuning(run, decoder, spoken):
         print(f'The weights of the search are as configured, not tuned: {reason}.')
         return None
     log_probs = run.log_probs('val')
-    found = tuning.tune_search(decoder, [log_probs[i] for i in spoken.index], spoken.sentence.tolist(),
-                               tuning.given_weights(cfg), n_jobs=cfg.n_jobs)
-    tuning.write_tuning(path, found)
-    return found
+    result = tuning.tune_search(decoder, [log_probs[i] for i in spoken.index], spoken.sentence.tolist(),
+                                tuning.given_weights(cfg), n_jobs=cfg.n_jobs)
+    tuning.write_tuning(path, result)
+    return result
 
 def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
     "A decoder for each trial of each split."
     decoders = {split: [decoder]*len(run.log_probs(split)) for split in run.splits}
     if not tuning: return decoders
     tuned = {w: decoder.with_options(**w._asdict()) for w in {tuning.weights, *tuning.held_out(len(spoken))}}
-    decoders = {split: [tuned[tuning.weights]]*len(some) for split, some in decoders.items()}
+    decoders = {split: [tuned[tuning.weights]]*len(trials) for split, trials in decoders.items()}
     for i, weights in zip(spoken.index, tuning.held_out(len(spoken))): decoders['val'][i] = tuned[weights]
     return decoders
 
-def _search(run, split, decoders) -> list:
-    "The n-best list of each trial of a split by its decoder."
+def _search(run, split, decoders, **options) -> list:
+    "The n-best list of each trial of a split by its decoder with other options."
     log_probs = run.log_probs(split)
     nbest = {}
     for decoder in dict.fromkeys(decoders):
         trials = [i for i, other in enumerate(decoders) if other is decoder]
-        nbest |= zip(trials, decoder.decode_all([log_probs[i] for i in trials], run.cfg.decode.n_jobs))
+        searcher = decoder.with_options(**options) if options else decoder
+        nbest |= zip(trials, searcher.decode_all([log_probs[i] for i in trials], run.cfg.decode.n_jobs))
     return [nbest[i] for i in range(len(log_probs))]
 
-def _without_llm(decoders) -> list:
-    "Decoders of trials without the LLM; trials that shared one share one."
-    plain = {decoder: decoder.with_options(fusion=None) for decoder in dict.fromkeys(decoders)}
-    return [plain[decoder] for decoder in decoders]
-
-def _best(nbest, trials) -> list[str]:
-    "The best sentences of some trials."
-    return [nbest[i][0].text for i in trials]
+def _best(nbest, trials) -> list[str]: return [nbest[i][0].text for i in trials]
 
 # %% ../../../nbs/pipeline/stages/09_decode.ipynb #c008
 class Decode(Stage):
@@ -78,7 +67,7 @@ class Decode(Stage):
         return {'decode.llm': llm_files(cfg.decode), 'decode.boost': [cfg.decode.boost] if cfg.decode.boost else []}
 
     def check(self, cfg, kind):
-        check_ngram(cfg.lm.path)
+        check_ngram('lm.path', cfg.lm.path)
         check_llm(cfg, 'decode')
         check_boost(cfg.decode.boost)
 
@@ -86,35 +75,31 @@ class Decode(Stage):
         from b2t_kaggle.decoding.nbest import write_nbest
         from b2t_kaggle.metrics import total, word_errors
         from b2t_kaggle.pipeline.decoder import WEIGHTS, open_decoder, write_words
-        from b2t_kaggle.pipeline.results import participant_rates, write_lists
+        from b2t_kaggle.pipeline.results import participant_rates, spoken_trials, write_lists
         decoder = open_decoder(run).with_options(frame_ms=None) # With times, lists would hold the frames of all trials
-        spoken = _spoken_trials(run)
+        spoken = spoken_trials(run)
         tuning = _tuning(run, decoder, spoken)
         decoders = _decoders(run, decoder, tuning, spoken)
         nbest, metrics = {}, {}
         for split in sorted(run.splits): # test first: a submission needs it
             nbest[split] = _search(run, split, decoders[split])
             write_nbest(run.nbest_path(split, self.name), nbest[split])
-        if decoder.options.fusion and len(spoken): nbest, metrics = self._compared(run, decoders, nbest, spoken)
+        if decoder.options.fusion and len(spoken):
+            def without_llm(split): return _search(run, split, decoders[split], fusion=None)
+            plain = {'val': without_llm('val')}
+            before, after = (_best(lists['val'], spoken.index) for lists in (plain, nbest))
+            is_kept, metrics = self.judge(run.cfg, spoken.sentence.tolist(), before, after)
+            if not is_kept: nbest = plain | {split: without_llm(split) for split in nbest if split != 'val'}
         files, calibration = write_words(run, self.name, nbest, decoders, dict(zip(spoken.index, spoken.sentence)))
         details = dict(tuning=tuning, spoken=spoken, calibration=calibration)
         if 'val' in nbest:
-            lists = [nbest['val'][i] for i in spoken.index]
             best = _best(nbest['val'], spoken.index)
             errors = word_errors(spoken.sentence, best)
             metrics['WER'] = total(errors).rate
             metrics |= participant_rates(spoken.session, spoken.sentence.tolist(), best)
             if tuning: metrics |= tuning.weights._asdict()
             if tuning and not run.cfg.decode.llm: metrics['WER as configured'] = tuning.wer('start')
-            details |= dict(lists=lists, errors=errors)
+            details |= dict(lists=[nbest['val'][i] for i in spoken.index], errors=errors)
         files = [*(run.nbest_path(split, self.name) for split in nbest), *([run.dir/WEIGHTS] if tuning else []),
                  *files, *write_lists(run, self.name, nbest)]
         return Result(files, metrics, details=details)
-
-    def _compared(self, run, decoders, nbest, spoken) -> tuple[dict, dict]:
-        "The lists that are kept, with the LLM or without it, and figures of its gain."
-        def search(split): return _search(run, split, _without_llm(decoders[split]))
-        plain = {'val': search('val')}
-        before, after = (_best(lists, spoken.index) for lists in (plain['val'], nbest['val']))
-        kept, figures = self.judge(run.cfg, spoken.sentence.tolist(), before, after)
-        return (nbest if kept else plain | {s: search(s) for s in nbest if s != 'val'}), figures

@@ -9,49 +9,38 @@ __all__ = ['Infer']
 import time
 
 from ...metrics import percent
+from . import stage
 from .inputs import check_device, llm_files
-from b2t_kaggle.pipeline.stages.stage import (
-    LANGUAGE_MODEL,
-    LOGITS,
-    MODEL,
-    TRIALS,
-    Artefact,
-    PipelineError,
-    Result,
-    Stage,
-)
+from .stage import Artefact, PipelineError, Result, Stage
 from .train import Train
 from ...training.checkpoint_paths import checkpoint_files
 
 # %% ../../../nbs/pipeline/stages/06_infer.ipynb #c005
 def _learns_from_decoder(cfg) -> bool: return cfg.infer.adapt in ('dietcorp', 'both')
 
-def _moments_and_decoder(run) -> tuple:
-    "Features of training and decoder, by which a model adapts; each none where it is not needed."
-    from b2t_kaggle.pipeline.decoder import open_decoder
-    from b2t_kaggle.pytorch.adaptation import session_moments
-    trained_on = run.trials('train')
-    moments = session_moments(trained_on) if run.cfg.infer.adapt != 'dietcorp' else None
-    return moments, open_decoder(run, nbest=1) if run.cfg.infer.adapt != 'recalibrate' else None
-
 def _infer_splits(run, progress, stores) -> dict:
-    "Log-probabilities of test, and of val where there is time; what an earlier execution did is taken."
+    "Log-probabilities of test, and of val if there is time; the results of an earlier execution are taken."
     cfg = run.cfg
-    adaptation = _moments_and_decoder(run) if cfg.infer.adapt else ()
+    adaptation: tuple = ()
+    if cfg.infer.adapt:
+        from b2t_kaggle.pipeline.decoder import open_decoder
+        from b2t_kaggle.pytorch.adaptation import session_moments
+        adaptation = (session_moments(run.trials('train')) if cfg.infer.adapt != 'dietcorp' else None,
+                      open_decoder(run, nbest=1) if cfg.infer.adapt != 'recalibrate' else None)
     def infer_split(split):
         path = run.logits(split)
         if progress.pending_trials(split) == [] and path.exists(): return run.log_probs(split)
-        given = run.checkpoint_for(split), stores[split], path
+        sources = run.checkpoint_for(split), stores[split], path
         device = cfg.train.accelerator, cfg.train.precision
         if adaptation:
             from b2t_kaggle.pytorch.adaptation import infer_adapted
-            done = infer_adapted(*given, cfg.infer, *adaptation, *device)
+            store = infer_adapted(*sources, cfg.infer, *adaptation, *device)
         else:
             from b2t_kaggle.pipeline.frameworks import infer
-            done = infer(*given, *device, cfg.data.eval_batch_size, framework=cfg.train.framework,
-                         smoothing=cfg.infer.smoothing)
+            store = infer(*sources, *device, cfg.data.eval_batch_size, framework=cfg.train.framework,
+                          smoothing=cfg.infer.smoothing)
         progress.save_pending(split, [])
-        return done
+        return store
 
     start = time.monotonic()
     logits = {'test': infer_split('test')}
@@ -66,12 +55,12 @@ class Infer(Stage):
     does = 'log-probabilities of val and test'
     config = ('infer.checkpoint', 'train.framework', 'train.accelerator', 'train.precision', 'data.eval_batch_size',
               'infer.smoothing', 'infer.adapt', 'infer.adapt_copies')
-    reads = (TRIALS, MODEL)
-    writes = Artefact(LOGITS)
+    reads = (stage.TRIALS, stage.MODEL)
+    writes = Artefact(stage.LOGITS)
     reserve_minutes = 25
     llm_reserve_minutes = 60
 
-    def reads_with(self, cfg): return self.reads + ((LANGUAGE_MODEL,) if _learns_from_decoder(cfg) else ())
+    def reads_with(self, cfg): return self.reads + ((stage.LANGUAGE_MODEL,) if _learns_from_decoder(cfg) else ())
     def config_with(self, cfg): return self.config + (('decode',) if _learns_from_decoder(cfg) else ())
     def skipped(self, cfg): return 'infer.logits is set' if cfg.infer.logits else None
     def modules(self, cfg): return Train().modules(cfg)
@@ -79,7 +68,7 @@ class Infer(Stage):
     def inputs(self, cfg, runs):
         files = {'infer.checkpoint': checkpoint_files(cfg.infer.checkpoint)} if cfg.infer.checkpoint else {}
         if not _learns_from_decoder(cfg): return files
-        # From sentences that an LLM in the search, or words that it prefers, have changed
+        # The decoded sentences depend on an LLM in the search, and on words that it prefers
         if cfg.decode.boost: files |= {'decode.boost': [cfg.decode.boost]}
         return files | {'decode.llm': llm_files(cfg.decode)}
 
@@ -92,27 +81,21 @@ class Infer(Stage):
                             'it, or set infer.checkpoint=null to train')
 
     def run(self, run, progress):
-        from b2t_kaggle.core.ctc import greedy
-        from b2t_kaggle.metrics import phoneme_error_rate
-        from b2t_kaggle.pipeline.results import participant_rates
-        cfg = run.cfg
+        from b2t_kaggle.pipeline.results import phoneme_figures
         stores = {split: run.trials(split) for split in ('test', 'val')}
         models = {split: run.checkpoint_for(split) for split in stores}
         if models['test'] != models['val']:
             print(f'test: {models["test"]}, which has seen val; val: {models["val"]}')
-        elif cfg.train.refit and not cfg.infer.checkpoint: print('The refit is not done; test is inferred as val is.')
+        elif run.cfg.train.refit and not run.cfg.infer.checkpoint:
+            print('The refit is not done; test is inferred as val is.')
         logits = _infer_splits(run, progress, stores)
         metrics = {}
-        if _learns_from_decoder(cfg):
+        if _learns_from_decoder(run.cfg):
             metrics = {f'learned_{split}': store.provenance['learned'] for split, store in logits.items()}
             for split, store in logits.items():
                 print(f'{split}: learned from {store.provenance["learned"]} of {len(store)} trials')
         if 'val' in logits:
-            spoken = [i for i, instruction in enumerate(stores['val'].index.is_instruction) if not instruction]
-            labels = [stores['val'].class_ids(i) for i in spoken]
-            paths = [greedy(logits['val'][i]) for i in spoken]
-            metrics['PER'] = phoneme_error_rate(labels, paths)
-            metrics |= participant_rates(stores['val'].index.session[spoken], labels, paths, 'PER')
-            print(f'Greedy phoneme error rate on val: {percent(metrics["PER"])} of {len(spoken)} sentences')
+            metrics |= phoneme_figures(run, logits['val'])
+            print(f'Greedy phoneme error rate on val: {percent(metrics["PER"])}')
         return Result([run.logits(split) for split in logits], metrics, 'val' in logits,
                       dict(stores=stores, logits=logits))

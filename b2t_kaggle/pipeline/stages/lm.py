@@ -7,11 +7,12 @@ __all__ = ['LM']
 
 # %% ../../../nbs/pipeline/stages/08_lm.ipynb #c002
 import sys
+from itertools import islice
 
 from ...core.files import write_whole
 from ...core.messages import with_command_name
 from ...metrics import percent
-from .inputs import check_ngram
+from .inputs import check_ngram, named_by
 from .stage import LANGUAGE_MODEL, SESSIONS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/08_lm.ipynb #c005
@@ -48,7 +49,13 @@ class LM(Stage):
         models = {f'lm.{key}': [path] for key in ('path', 'general') if (path := getattr(cfg.lm, key))}
         return models | {'lm.texts': cfg.lm.texts}
 
-    def check(self, cfg, kind): check_ngram(cfg.lm.path)
+    def check(self, cfg, kind):
+        from b2t_kaggle.lm.corpus import read_lines
+        check_ngram('lm.path', cfg.lm.path)
+        check_ngram('lm.general', cfg.lm.general)
+        with named_by('lm.texts'):
+            for path in cfg.lm.texts:
+                if path.is_file(): list(islice(read_lines([path]), 1000)) # The whole text may have gigabytes
 
     def advice(self, cfg):
         if cfg.data.dataset_dir is None or cfg.lm.path or cfg.lm.general or cfg.lm.texts: return []
@@ -74,6 +81,5 @@ class LM(Stage):
             advice = oov_advice(metrics['OOV'], len(words))
             print(advice or f'{percent(metrics["OOV"])} of the words of val are out of vocabulary.', file=sys.stderr)
         write_whole(folder/'words.txt', '\n'.join(words))
-        own = [] if cfg.lm.path else [folder/'lm.arpa']
-        return Result([*own, folder/'words.txt'], metrics,
-                      details=dict(words=words, mixture=mixture, perplexity=report))
+        files = [folder/'words.txt'] if cfg.lm.path else [folder/'lm.arpa', folder/'words.txt']
+        return Result(files, metrics, details=dict(words=words, mixture=mixture, perplexity=report))

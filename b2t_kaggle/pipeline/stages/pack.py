@@ -12,8 +12,6 @@ from .inputs import data_folders, sessions_in
 from .stage import SESSIONS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/04_pack.ipynb #c005
-_SPLITS = 'train', 'val', 'test'
-
 class Pack(Stage):
     does = 'pack the sessions into memory-mapped stores'
     config = (*Check.config, 'data.drop_instructions')
@@ -26,25 +24,24 @@ class Pack(Stage):
     def run(self, run, progress):
         from b2t_kaggle.data.sessions import list_sessions, session_path
         from b2t_kaggle.data.store import TrialStore, packed_bytes
-        data = run.cfg.data
-        folders = data_folders(run)
+        data, folders = run.cfg.data, data_folders(run)
+        first = folders[0]
         sessions = {f: sessions_in(f, folders, data.sessions) or list_sessions(f) for f in folders}
-        for split in _SPLITS:
-            if any(session_path(folders[0], s, split).exists() for s in sessions[folders[0]]): continue
-            first = ' of its first folder. Name another one first, or add' if folders[1:] else '. Add'
-            raise ValueError(f'no session in {folders[0]} has a data_{split}.hdf5; a run needs all three splits{first} '
+        paths = {split: run.packed_dir/f'{split}.arrow' for split in ('train', 'val', 'test')}
+        for split in paths:
+            if any(session_path(first, s, split).exists() for s in sessions[first]): continue
+            advice = ' of its first folder. Name another one first, or add' if folders[1:] else '. Add'
+            raise ValueError(f'no session in {first} has a data_{split}.hdf5; a run needs all three splits{advice} '
                              'sessions (data.sessions, simulate.n_sessions)')
-        every = data.sessions or [s for names in sessions.values() for s in names]
-        all_of = folders if folders[1:] else folders[0], every
-        of = dict(train=all_of, val=all_of, test=(folders[0], sessions[folders[0]]))
-        paths = {split: run.packed_dir/f'{split}.arrow' for split in _SPLITS}
+        names = data.sessions or [s for of_folder in sessions.values() for s in of_folder]
+        sources = dict.fromkeys(paths, (folders if folders[1:] else first, names)) | {'test': (first, sessions[first])}
         run.packed_dir.mkdir(parents=True, exist_ok=True)
-        needed = [packed_bytes(of[split][0], split, data.dtype, of[split][1], data.feature_subset)
-                  for split, path in paths.items() if not path.exists()]
+        needed = [packed_bytes(folder, split, data.dtype, names, data.feature_subset)
+                  for split, (folder, names) in sources.items() if not paths[split].exists()]
         require_space(run.packed_dir, sum(needed), 'the packed trials')
         left_out = dict(drop_instructions=data.drop_instructions, bad_trials=data.bad_trials_dict)
-        stores = {split: TrialStore.build(of[split][0], split, path, dtype=data.dtype, sessions=of[split][1],
+        stores = {split: TrialStore.build(folder, split, paths[split], dtype=data.dtype, sessions=names,
                                           feature_subset=data.feature_subset, **left_out if split != 'test' else {})
-                  for split, path in paths.items()}
+                  for split, (folder, names) in sources.items()}
         return Result([*paths.values()], {split: len(store) for split, store in stores.items()},
                       details=dict(stores=stores))
