@@ -151,10 +151,10 @@ def test_an_llm_in_the_search_is_kept_where_it_helps(heard, variant, monkeypatch
     hurt = variant('hurt', {'decode.llm': str(lm), 'decode.llm_weight': 9})
     figures = check_figures(hurt, 'decode', kept=False)
     assert figures['after'] > figures['before'] == pytest.approx(wer_of_lists(run, 'decode'))
-    assert lists(hurt, 'decode') == lists(run, 'decode') and open_decoder(hurt).fusion is None
+    assert lists(hurt, 'decode') == lists(run, 'decode') and open_decoder(hurt).options.fusion is None
     forced = variant('forced', {'decode.llm': str(lm), 'decode.llm_weight': 9, 'rescore.keep': 'always'})
     check_figures(forced, 'decode', kept=True)
-    assert open_decoder(forced).fusion.weight == 9
+    assert open_decoder(forced).options.fusion.weight == 9
     without = variant('without', {'decode.llm': str(lm), 'decode.llm_weight': 0})
     assert lists(without, 'decode') == lists(run, 'decode')
     assert StageRun(without, 'decode').stamp['metrics'].keys() == {'WER'}

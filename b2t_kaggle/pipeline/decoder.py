@@ -25,7 +25,7 @@ if TYPE_CHECKING: # Each takes its time to import
 WEIGHTS = 'decode_weights.json' # File in a run's folder with tuned weights of the search
 
 def open_decoder(
-    run: Run,  # Its `lm` stage must be done
+    run: Run,  # A run whose stage `lm` is done
     **changes, # Arguments of `LexiconBeamDecoder` that differ from the configuration
 ):
     """The `LexiconBeamDecoder` of a run: with tuned weights and calibrated confidences if there are any, the words of

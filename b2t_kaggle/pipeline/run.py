@@ -239,7 +239,7 @@ def lists_for(self: Run, stage: str) -> dict[str, list[list]]:
 def find_source(
     source: str | Path, # File, folder of a run, or name of a run
     out: str | Path,    # Folder of the runs
-    otherwise: str,     # Text of the error after the source, if it is none of these
+    otherwise: str,     # Text of the error after the source
     files: bool = True, # Whether it may be a file
 ) -> Path:
     "File, or folder of the run, that a source names. Raises `PipelineError` with the runs that may be meant."

@@ -252,37 +252,37 @@ def pending_trials(self: StageRun, split: str) -> list[int] | None:
     return pending['trials'] if pending.get('version') == self.version else None
 
 # %% ../../nbs/pipeline/08_stamps.ipynb #c029
-def _share(source: Path, target: Path) -> None:
+def _share(path: Path, target: Path) -> None:
     "Link a file under another name; copy it if the disk has no links."
     if target.exists(): return
     target.parent.mkdir(parents=True, exist_ok=True)
-    try: os.link(source, target)
+    try: os.link(path, target)
     except OSError:
-        with atomic_path(target) as scratch: shutil.copyfile(source, scratch)
+        with atomic_path(target) as scratch: shutil.copyfile(path, scratch)
 
-def stages_in_common(run: Run, other: Run) -> list[str]:
-    "Stages that another run has done, and whose results would be the same for a variant of it."
+def stages_in_common(run: Run, source: Run) -> list[str]:
+    "Stages that the source of a variant has done, and whose results would be the same."
     done: list[str] = []
     for name in plan(run.cfg):
         # A page has the name of the run on it
-        if STAGES[name].shared or name not in plan(other.cfg) or STAGES[name].writes.kind == PAGE: continue
+        if STAGES[name].shared or name not in plan(source.cfg) or STAGES[name].writes.kind == PAGE: continue
         earlier = {n for n in run.needs(name) if not STAGES[n].shared}
-        is_done = earlier <= set(done) and StageRun(other, name).status() == 'done'
-        if is_done and run.key(name) == other.key(name): done.append(name)
+        is_done = earlier <= set(done) and StageRun(source, name).status() == 'done'
+        if is_done and run.key(name) == source.key(name): done.append(name)
     return done
 
-def branch(run: Run, other: Run, done: Iterable[str]) -> None:
-    "Give a variant the results of another run: of these stages from `stages_in_common`, and models to train further."
+def branch(run: Run, source: Run, done: Iterable[str]) -> None:
+    "Give a variant the results of its source: of these stages from `stages_in_common`, and models to train further."
     for name in (n for n in plan(run.cfg) if STAGES[n].continues):
-        if StageRun(other, name).stamp.get('fingerprint') != run.fingerprint(name): continue
-        for f in (other.dir/name).glob('[!.]*'): # Without files that are being written
+        if StageRun(source, name).stamp.get('fingerprint') != run.fingerprint(name): continue
+        for f in (source.dir/name).glob('[!.]*'): # Without files that are being written
             if f.is_file() and f.name != 'trackers.json': _share(f, run.dir/name/f.name)
     for name in done:
-        stage = StageRun(other, name)
-        files = [*(other.dir/output for output in stage.stamp['outputs']), stage.stamp_path,
-                 *(other.dir/'notebooks').glob(f'[0-9]*_{name}.ipynb')]
+        stage = StageRun(source, name)
+        files = [*(source.dir/output for output in stage.stamp['outputs']), stage.stamp_path,
+                 *(source.dir/'notebooks').glob(f'[0-9]*_{name}.ipynb')]
         for f in files:
-            if f.exists(): _share(f, run.dir/f.relative_to(other.dir))
+            if f.exists(): _share(f, run.dir/f.relative_to(source.dir))
 
 # %% ../../nbs/pipeline/08_stamps.ipynb #c032
 def run_stage(

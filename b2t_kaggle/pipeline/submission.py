@@ -19,16 +19,15 @@ from ..core.reading import ReadError, check_is_file
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c006
 class SubmissionError(ValueError):
-    "A submission that must not be sent; the message names the file, the row, what was found and what to do."
+    "A submission that must not be sent; the message names the file, the row, the fault and the remedy."
 
 def check_order(
     index: pd.DataFrame, # One row for each test trial, columns `session` (`t15.YYYY.MM.DD`) and `key` (`trial_0000`)
-) -> int:                # Number of trials
-    "Check that trials are in the competition's order; raises `SubmissionError` that names the first one that is not."
-    missing = {'session', 'key'} - set(index.columns)
-    if missing:
-        found = ', '.join(map(str, index.columns))
-        raise SubmissionError(f'test index: column {", ".join(sorted(missing))} is missing; found {found}')
+) -> int:
+    "Number of trials; raises `SubmissionError` that names the first one that is not in the competition's order."
+    if missing := {'session', 'key'} - set(index.columns):
+        raise SubmissionError(f'test index: column {", ".join(sorted(missing))} is missing; found '
+                              f'{", ".join(map(str, index.columns))}')
     trials = list(zip(index['session'], index['key']))
     for i, (a, b) in enumerate(zip(trials, trials[1:]), 1):
         if a < b: continue
@@ -36,28 +35,27 @@ def check_order(
                               'expected each trial once, sessions in chronological order and trials in key order')
     return len(trials)
 
+
 # %% ../../nbs/pipeline/00_submission.ipynb #c009
-_ALPHABET = re.compile(r"[a-zA-Z\-' ]*")                # Characters that the metric keeps
+_ALPHABET = re.compile(r"[a-zA-Z\-' ]+")                # Characters that the metric keeps
 _MISSING = {'NA', 'NULL', 'NaN', 'None', 'nan', 'null'} # Texts of the alphabet that pandas reads as missing
 
 def _short(text: str) -> str:
-    "A text, or the beginning of a long one."
     return text if len(text) <= 100 else text[:100] + '…'
 
 def _text_problem(text) -> str | None:
-    "The fault of a text; None where there is none."
+    "Fault of a text; None if it is allowed."
     if not isinstance(text, str):
         return f'found {text!r}, expected text; write an empty text for a trial without a hypothesis'
-    if _ALPHABET.fullmatch(text): return None
-    bad = ''.join(dict.fromkeys(re.sub(r"[a-zA-Z\-' ]", '', text)))
-    found = f'found {_short(bad)!r} in {_short(text)!r}'
-    return f"{found}, expected only a-z, A-Z, space, - and '; apply normalize_sentence"
+    if not text or _ALPHABET.fullmatch(text): return None
+    bad = ''.join(dict.fromkeys(_ALPHABET.sub('', text)))
+    return (f'found {_short(bad)!r} in {_short(text)!r}, expected only a-z, A-Z, space, - and \'; apply '
+            'normalize_sentence')
 
 def _text_warnings(texts: list[str]) -> list[str]:
-    "Warnings of texts that are allowed but probably mistakes."
-    empty = [f'id {i}: empty text' for i, t in enumerate(texts) if not t.strip()]
-    missing = [f'id {i}: {t!r} is read as a missing value by pandas' for i, t in enumerate(texts) if t in _MISSING]
-    return empty + missing
+    "Warnings about texts that are allowed but probably mistakes."
+    return ([f'id {i}: empty text' for i, t in enumerate(texts) if not t.strip()] +
+            [f'id {i}: {t!r} is read as a missing value by pandas' for i, t in enumerate(texts) if t in _MISSING])
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c012
 def _rows(data: bytes) -> list[tuple[int, list[str]]]:
@@ -88,36 +86,31 @@ def _id_problems(ids: list[tuple[int, str]], n: int | None) -> list[str]:
     return problems
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c014
-def _problems(rows: list[tuple[int, list[str]]], n: int | None) -> list[str]:
-    "All that is wrong with the rows of a file (line number, fields), the header included."
-    header = rows[0][1] if rows else []
-    rows = rows[1:]
-    problems = []
-    if header != ['id', 'text']:
-        problems.append(f'line 1: found the header {_short(",".join(header))!r}, expected \'id,text\'')
-    problems += [f'line {line}: found {len(r)} fields, expected 2' for line, r in rows if len(r) != 2]
-    rows = [(line, *r) for line, r in rows if len(r) == 2]
-    problems += _id_problems([(line, i) for line, i, _ in rows], n)
-    problems += [f'line {line}, id {_short(i)}: {p}' for line, i, t in rows if (p := _text_problem(t))]
-    return problems
-
 def _check(data: bytes, name, expected: int | pd.DataFrame | None) -> list[str]:
     "The warnings of a submission's bytes; raises `SubmissionError` with all its problems."
     n = check_order(expected) if isinstance(expected, pd.DataFrame) else expected
-    try: rows = _rows(data)
+    try: header, *rows = _rows(data) or [(1, [])]
     except SubmissionError as e: raise SubmissionError(f'{name}: {e}') from None
-    problems = _problems(rows, n)
+    problems = []
+    if header[1] != ['id', 'text']:
+        problems.append(f'line 1: found the header {_short(",".join(header[1]))!r}, expected \'id,text\'')
+    problems += [f'line {line}: found {len(r)} fields, expected 2' for line, r in rows if len(r) != 2]
+    entries = [(line, r[0], r[1]) for line, r in rows if len(r) == 2]
+    problems += _id_problems([(line, i) for line, i, _ in entries], n)
+    problems += [f'line {line}, id {_short(i)}: {p}' for line, i, t in entries if (p := _text_problem(t))]
     if problems:
         title = f'{name}: {len(problems)} problem{"s" * (len(problems) > 1)}'
         more = f'\n  … and {len(problems) - 10} more' if len(problems) > 10 else ''
         raise SubmissionError('\n  '.join([title, *problems[:10]]) + more)
-    return _text_warnings([text for _, (_, text) in rows[1:]])
+    return _text_warnings([text for _, _, text in entries])
 
 def validate_submission(
     path: str | Path,                           # CSV file
-    expected: int | pd.DataFrame | None = None, # Number of test trials, or the test index; none: any number
-) -> list[str]:                                 # Warnings: empty texts, and texts that read as missing values
-    "Raise `SubmissionError` with all problems: header, ids, number and order of rows, characters, encoding."
+    expected: int | pd.DataFrame | None = None, # Number of test trials, or the test index; None: any number
+) -> list[str]:
+    """Check header, ids, number and order of rows, characters and encoding; returns warnings about texts.
+
+    Raises `SubmissionError` with all problems."""
     try:
         check_is_file(path)
         data = Path(path).read_bytes()
@@ -129,9 +122,11 @@ def validate_submission(
 def write_submission(
     path: str | Path,                           # CSV file to write
     texts: Iterable[str],                       # One text for each test trial, in the competition's order
-    expected: int | pd.DataFrame | None = None, # Number of test trials, or the test index; none: as many as texts
-) -> list[str]:                                 # Warnings, as of `validate_submission`
-    "Write `id,text`, atomically; raises `SubmissionError` and writes nothing if the result would not validate."
+    expected: int | pd.DataFrame | None = None, # Number of test trials, or the test index; None: as many as texts
+) -> list[str]:
+    """Write `id,text`, atomically; returns the warnings of `validate_submission`.
+
+    Raises `SubmissionError` and writes nothing if the result would not validate."""
     if isinstance(texts, str):
         raise SubmissionError(f'texts: found one text {texts!r}, expected a list with one for each test trial')
     path = Path(path)

@@ -16,9 +16,10 @@ from ...config import Config
 from .stage import LISTS, PipelineError, Stage
 
 # %% ../../../nbs/pipeline/03_stages.ipynb #c005
-def _feeds(one: Stage, other: Stage) -> bool:
-    "Whether a reader of what one stage writes comes after it: always, unless it writes the same kind as well."
-    return one.writes.kind != other.writes.kind or (one.writes.place, one.name) < (other.writes.place, other.name)
+def _feeds(writer: Stage, reader: Stage) -> bool:
+    "Whether a reader of a stage's artefacts comes after it: always, unless it writes the same kind as well."
+    a, b = writer.writes, reader.writes
+    return a.kind != b.kind or (a.place, writer.name) < (b.place, reader.name)
 
 def _feeding(stage: Stage, stages: Mapping[str, Stage], cfg: Config) -> list[str]:
     "Stages that write what a stage reads, in the order in which it names that."

@@ -48,12 +48,12 @@ def _left_out(systems: dict) -> list[str]:
 
 # %% ../../../nbs/pipeline/stages/12_combine.ipynb #c008
 def _check_no_circle(sources, runs: Path, above: tuple[Path, ...] = ()) -> None:
-    "Raise `PipelineError` where a run among these sources, or among theirs, is a source of itself."
+    "Raise `PipelineError` if a run among these sources, or among theirs, is a source of itself."
     from b2t_kaggle.config import load_config
     from b2t_kaggle.pipeline.run import find_source
     for source in sources:
         try: folder = find_source(source, runs, '').resolve()
-        except PipelineError: continue # Nobody reads the sources of a source, so they may be gone
+        except PipelineError: continue # The sources of a source are not read, so they may be gone
         if folder.is_file(): continue
         if folder in above:
             names = [f.name for f in (*above[above.index(folder):], folder)]

@@ -8,47 +8,38 @@ __all__ = ['Report']
 # %% ../../../nbs/pipeline/stages/14_report.ipynb #c002
 from ...config import describe_run
 from ...core.files import write_whole
+from .inputs import named_by
 from .stage import PAGE, SUBMISSION, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/14_report.ipynb #c005
 def _is_tuned(run, stamps, tuning) -> bool:
-    "Whether anything was tuned on val."
+    "Whether weights were tuned on val."
     cfg = run.cfg
-    def kept(name): return stamps.get(name, {}).get('metrics', {}).get('kept', True)
-    return any([tuning and tuning.weights != tuning.start, cfg.rescore.llm and cfg.rescore.tune and kept('rescore'),
-                cfg.combine.sources and kept('combine')])
+    def is_kept(name): return stamps.get(name, {}).get('metrics', {}).get('kept', True)
+    return any([tuning and tuning.weights != tuning.start, cfg.rescore.llm and cfg.rescore.tune and is_kept('rescore'),
+                cfg.combine.sources and is_kept('combine')])
 
 def _summary(run, results, stamps, tuning) -> str:
     "Description of the run, and its error rates."
     from b2t_kaggle.metrics.comparison import PER, WER
     from b2t_kaggle.pipeline.report import headline
     about = describe_run(run.cfg, run.base_preset)
-    made = [f'<p class="kicker">{about[0].upper()}{about[1:]}.</p>'] if about else []
+    parts = [f'<p class="kicker">{about[0].upper()}{about[1:]}.</p>'] if about else []
     if results is None:
-        return '\n'.join([*made, '<p>There are no log-probabilities of val, so there are no error rates.</p>'])
-    tuned = _is_tuned(run, stamps, tuning)
-    notes = {PER: 'greedy'} | ({WER: 'cross-validated'} if tuned else {})
-    if run.wer_mark: notes[WER] = '; '.join([*filter(None, [notes.get(WER)]), f'n-gram models mixed{run.wer_mark}'])
-    made.append(headline(results, notes))
-    if tuned:
-        made.append('<p class="faint">Cross-validated: each sentence of val was found with weights that were tuned on '
-                    'others; so are the intervals, tables and alignments below.</p>')
+        return '\n'.join([*parts, '<p>There are no log-probabilities of val, so there are no error rates.</p>'])
+    is_tuned = _is_tuned(run, stamps, tuning)
+    of_wer = ['cross-validated']*is_tuned + [f'n-gram models mixed{run.wer_mark}']*bool(run.wer_mark)
+    parts.append(headline(results, {PER: 'greedy', WER: '; '.join(of_wer)}))
+    def note(text, css=' class="faint"'): parts.append(f'<p{css}>{text}</p>')
+    if is_tuned:
+        note('Cross-validated: each sentence of val was found with weights that were tuned on others; so are the '
+             'intervals, tables and alignments below.')
     if stamps.get('train'):
-        made.append('<p class="faint">Of the models that training measured on val, this is the one with the fewest '
-                    'phoneme errors there.</p>')
-    began = stamps.get('train', {}).get('metrics', {}).get('refit_from')
-    if began is not None:
-        made.append(f'<p>From batch {began:,} on val was trained on; these are figures of the model before, and test '
-                    'has another one.</p>')
-    return '\n'.join(made)
-
-def _curves(run, stamps) -> str:
-    "Loss and error rate while training."
-    from b2t_kaggle.core.pages import figure
-    from b2t_kaggle.pipeline.stages import STAGES
-    from b2t_kaggle.training.history import plot_history
-    trained = [n for n in stamps if stamps[n] and STAGES[n].curves and (run.dir/n/'history.csv').exists()]
-    return '\n'.join(figure(plot_history(run.dir/name/'history.csv'), STAGES[name].curves) for name in trained)
+        note('Of the models that training measured on val, this is the one with the fewest phoneme errors there.')
+    if (start := stamps.get('train', {}).get('metrics', {}).get('refit_from')) is not None:
+        note(f'From batch {start:,} on val was trained on; these are figures of the model before, and test has another '
+             'one.', '')
+    return '\n'.join(parts)
 
 def _weights(run, stamps, tuning) -> str:
     "Weights of the search, tuned or as configured."
@@ -63,6 +54,7 @@ def _weights(run, stamps, tuning) -> str:
     names = 'acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score'
     return f'<p>As configured: {", ".join(f"{name} {getattr(run.cfg.decode, name)}" for name in names)}.</p>'
 
+
 # %% ../../../nbs/pipeline/stages/14_report.ipynb #c007
 def _groups(results) -> str:
     "Error rates by corpus, length, sentence and session."
@@ -70,44 +62,17 @@ def _groups(results) -> str:
     from b2t_kaggle.metrics.comparison import result_table
     from b2t_kaggle.pipeline.report import group_table, plot_sessions
     groups = result_table(results)
-    made = ['<p>An interval holds the rate of other sentences of the same kind in 95 of 100 cases.</p>']
-    made += [group_table(groups, by) for by in ('corpus', 'length', 'sentence')]
+    sessions = groups.loc['session']
+    parts = ['<p>An interval holds the rate of other sentences of the same kind in 95 of 100 cases.</p>',
+             *(group_table(groups, by) for by in ('corpus', 'length', 'sentence'))]
     if 'corpus' not in groups.index.get_level_values('by'):
-        made.append('<p class="faint">The corpora are known where <code>report.blocks</code> names the official '
-                    'description of the blocks.</p>')
-    made.append(figure(plot_sessions(groups.loc['session']), 'Error rates by session'))
-    made.append(f'<details><summary>Sessions as a table ({len(groups.loc["session"])})</summary>'
-                f'{group_table(groups, "session")}</details>')
-    return '\n'.join(made)
+        parts.append('<p class="faint">The corpora are known if <code>report.blocks</code> names the official '
+                     'description of the blocks.</p>')
+    parts += [figure(plot_sessions(sessions), 'Error rates by session'),
+              f'<details><summary>Sessions as a table ({len(sessions)})</summary>{group_table(groups, "session")}'
+              '</details>']
+    return '\n'.join(parts)
 
-def _trials(results) -> str:
-    "Some trials with their errors."
-    from b2t_kaggle.pipeline.report import example_trials
-    about = 'What was said, <del>what was missed</del>, and <ins>what was found instead or is too much</ins>.'
-    if 'confidences' in results: about += ' The less sure a word that was found, the darker its shade.'
-    return f'<p>{about}</p>\n{example_trials(results)}'
-
-def _confidences(run) -> str:
-    "Figures about the confidences of words, as far as they could be calibrated."
-    from b2t_kaggle.core.pages import figure, table
-    from b2t_kaggle.decoding.calibration import plot_reliability
-    from b2t_kaggle.pipeline.decoder import known_calibration
-    from b2t_kaggle.pipeline.stages import list_stage
-    found = known_calibration(run, list_stage(run.cfg))
-    if found is None: return ''
-    about = f'<p>Of {found.n_words:,} words of val; the temperature is {found.temperature:.3g}.</p>'
-    return f'{about}{table(found.table)}{figure(plot_reliability(found), "Reliability of the confidences of words")}'
-
-def _provenance(run, stamps) -> str:
-    "Facts about data and model, and the files of the stages."
-    from b2t_kaggle.pipeline.report import provenance
-    facts = {'data': 'simulated' if run.cfg.data.dataset_dir is None else 'recordings given with data.dataset_dir'}
-    for split in run.splits[:1]:
-        known = run.log_probs(split).provenance
-        facts |= {k: str(known[k]) for k in ('model', 'framework', 'device', 'precision') if known.get(k)}
-    return provenance(facts, stamps)
-
-# %% ../../../nbs/pipeline/stages/14_report.ipynb #c008
 class Report(Stage):
     does = 'one page: PER, WER, sessions, trials, curves'
     config = ('report',)
@@ -116,32 +81,65 @@ class Report(Stage):
 
     def inputs(self, cfg, runs): return {'report.blocks': [cfg.report.blocks]} if cfg.report.blocks else {}
 
+    def check(self, cfg, kind):
+        from b2t_kaggle.rescoring.hypotheses import read_blocks
+        with named_by('report.blocks'):
+            if cfg.report.blocks and cfg.report.blocks.is_file(): read_blocks(cfg.report.blocks)
+
     def run(self, run, progress):
         from b2t_kaggle.metrics import total
         from b2t_kaggle.metrics.comparison import PER, WER, measure, write_results
+        from b2t_kaggle.pipeline import report
         from b2t_kaggle.pipeline.decoder import search_tuning
-        from b2t_kaggle.pipeline.report import configuration, gain_table, report_page, timings
         from b2t_kaggle.pipeline.results import RESULTS, run_results
         from b2t_kaggle.pipeline.stages import plan
         from b2t_kaggle.pipeline.stamps import StageRun
         stamps = {name: StageRun(run, name).stamp for name in plan(run.cfg) if name != self.name}
         tuning = search_tuning(run)
         results = run_results(run) if 'val' in run.splits else None
+        facts = {'data': 'simulated' if run.cfg.data.dataset_dir is None else 'recordings given with data.dataset_dir'}
+        for split in run.splits[:1]:
+            origin = run.log_probs(split).provenance
+            facts |= {k: str(origin[k]) for k in ('model', 'framework', 'device', 'precision') if origin.get(k)}
         sections = {
             '': _summary(run, results, stamps, tuning),
-            'Training': _curves(run, stamps),
+            'Training': self._curves(run, stamps),
             'By corpus, length and session': '' if results is None else _groups(results),
-            'Trials': '' if results is None else _trials(results),
-            'Confidences of words': _confidences(run),
-            'Gains': gain_table(stamps, run.wer_mark),
+            'Trials': '' if results is None else self._trials(results),
+            'Confidences of words': self._confidences(run),
+            'Gains': report.gain_table(stamps, run.wer_mark),
             'Weights of the search': _weights(run, stamps, tuning),
-            'Times': timings(stamps, run.wer_mark),
-            'Configuration': configuration(run.cfg, run.base_preset),
-            'Provenance': _provenance(run, stamps),
+            'Times': report.timings(stamps, run.wer_mark),
+            'Configuration': report.configuration(run.cfg, run.base_preset),
+            'Provenance': report.provenance(facts, stamps),
         }
-        write_whole(run.dir/'report.html', report_page(sections, run.dir.absolute().name))
+        write_whole(run.dir/'report.html', report.report_page(sections, run.dir.absolute().name))
         if results is None: return Result([run.dir/'report.html'], details=dict(sections=sections))
         write_results(run.dir/RESULTS, results)
         errors = measure(results)
         return Result([run.dir/'report.html', run.dir/RESULTS], {name: total(errors[name]).rate for name in (PER, WER)},
                       details=dict(sections=sections))
+
+    def _curves(self, run, stamps) -> str:
+        from b2t_kaggle.core.pages import figure
+        from b2t_kaggle.pipeline.stages import STAGES
+        from b2t_kaggle.training.history import plot_history
+        files = {name: run.dir/name/'history.csv' for name in stamps if stamps[name] and STAGES[name].curves}
+        return '\n'.join(figure(plot_history(f), STAGES[name].curves) for name, f in files.items() if f.exists())
+
+    def _trials(self, results) -> str:
+        from b2t_kaggle.pipeline.report import example_trials
+        about = 'The reference, <del>missing words</del>, and <ins>wrong or extra words</ins>.'
+        if 'confidences' in results: about += ' The less certain a word of the hypothesis, the darker its shade.'
+        return f'<p>{about}</p>\n{example_trials(results)}'
+
+    def _confidences(self, run) -> str:
+        from b2t_kaggle.core.pages import figure, table
+        from b2t_kaggle.decoding.calibration import plot_reliability
+        from b2t_kaggle.pipeline.decoder import known_calibration
+        from b2t_kaggle.pipeline.stages import list_stage
+        if (calibration := known_calibration(run, list_stage(run.cfg))) is None: return ''
+        about = f'<p>Of {calibration.n_words:,} words of val; the temperature is {calibration.temperature:.3g}.</p>'
+        plot = figure(plot_reliability(calibration), 'Reliability of the confidences of words')
+        return about + table(calibration.table) + plot
+
