@@ -255,7 +255,7 @@ PROMPTS = {'Write what is said.'} # For language models, whose results depend on
 PARAMETER = re.compile(r'(?:Of|As|Its|That|Likewise|From (?:the |a |an )?(?:user|caller)$|From there)\b')
 # Packages whose texts have not been revised
 UNREVISED = {'cli', 'core', 'data', 'decoding', 'devices', 'guides', 'kaggle', 'lm', 'logits', 'phonemes',
-             'pipeline', 'pytorch', 'rescoring', 'stages', 'tensorflow', 'training'}
+             'pytorch', 'rescoring', 'tensorflow', 'training'}
 
 
 def package_of(path):

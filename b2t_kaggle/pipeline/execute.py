@@ -85,19 +85,19 @@ def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
     kind, message = getattr(error, 'ename', type(error).__name__), getattr(error, 'evalue', str(error))
     text = f'{kind}: {message}'
     if isinstance(error, DeadKernelError):
-        reason = (f': its process was killed, {likely_cause()}; smaller batches (data.batch_size, data.eval_batch_size) '
-                f'need less. The record is in {out}')
+        end = (f': its process was killed, {likely_cause()}; smaller batches (data.batch_size, data.eval_batch_size) '
+               f'need less. The record is in {out}')
     elif isinstance(error, RuntimeError) and 'died before replying' in str(error): # jupyter_client's
-        reason = (f': its process was killed while it started, {likely_cause()}; end other programs, and run the same '
-                'line again')
-    elif limit := reached_limit(text): reason = f': {limit} ({text}). {remains}'
+        end = (f': its process was killed while it started, {likely_cause()}; end other programs, and run the same '
+               'line again')
+    elif limit := reached_limit(text): end = f': {limit} ({text}). {remains}'
     elif isinstance(error, OSError): # papermill writes the record after each cell
         problem = write_error(error, out, out) or f'{error.filename or out}: {error.strerror or error}'
-        reason = f': {problem}. {remains}'
+        end = f': {problem}. {remains}'
     elif not isinstance(error, PapermillExecutionError): return error
-    elif kind in ('WriteError', 'ChangedError'): reason = f': {message}. {remains}; the record is in {out}'
-    else: reason = f' failed: {text}\nThe whole traceback is in {out}'
-    return PipelineError(f'stage {name}{reason}')
+    elif kind in ('WriteError', 'ChangedError'): end = f': {message}. {remains}; the record is in {out}'
+    else: end = f' failed: {text}\nThe whole traceback is in {out}'
+    return PipelineError(f'stage {name}{end}')
 
 def execute(run: Run, name: str) -> None:
     "Run a stage's notebook; raises `PipelineError` with its message, `Interrupted` if it is asked to end."
