@@ -144,6 +144,24 @@ def test_rescoring_is_kept_where_it_helps(heard, variant, monkeypatch):
     assert '; cross-validated</span>' in (helped.dir/'report.html').read_text()
 
 
+def test_an_llm_that_fails_late_leaves_the_sentences_of_the_search(heard, variant, monkeypatch, capsys):
+    "They are submitted, the failure is reported, and the next run tries again."
+    run, lm = heard
+    def fails(*args, **options): raise RuntimeError('CUDA out of memory')
+    with monkeypatch.context() as m:
+        m.setattr('b2t_kaggle.lm.causal.score_sentences', fails)
+        broken = variant('broken', LLM_ALONE | {'rescore.llm': str(lm)})
+    stamp = StageRun(broken, 'rescore').stamp
+    assert not stamp['finished'] and stamp['metrics']['failed'] == 'RuntimeError: CUDA out of memory'
+    assert 'The LLM failed (RuntimeError: CUDA out of memory)' in capsys.readouterr().err
+    assert lists(broken, 'rescore') == lists(run, 'decode')
+    assert [row['text'] for row in csv.DictReader((broken.dir/'submission.csv').open())] == \
+           [hyps[0].text for hyps in run.nbest('test')]
+    again = Run(broken.dir, broken.work)
+    with stages_here(): run_stages(again)
+    assert StageRun(again, 'rescore').stamp['finished']
+
+
 def test_an_llm_in_the_search_is_kept_where_it_helps(heard, variant, monkeypatch):
     """Where it does not, lists are those of a run without it, and whoever opens the decoder gets none. With weight 0
     there is none, and nothing to compare."""

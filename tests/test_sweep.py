@@ -33,14 +33,16 @@ class Stage:
         if name != 'train': return stage.finish([])
         callback = callback_from_env()
         checkpoint = run.dir/'checkpoint'
-        done = int(checkpoint.read_text()) if checkpoint.exists() else 0
-        for step in range(done + 1, 5):
+        step = int(checkpoint.read_text()) if checkpoint.exists() else 0
+        level = .2 + 30*abs(run.cfg.train.lr_max - .003) + run.cfg.model.n_units/100
+        is_pruned = False
+        while step < 4 and not is_pruned:
+            step += 1
             self.steps.append(run.dir.name)
-            per = .2 + 30*abs(run.cfg.train.lr_max - .003) + run.cfg.model.n_units/100 + 1/step
+            is_pruned = callback(step, level + 1/step)
             checkpoint.write_text(str(step))
-            if callback(step, per): break
             if run.dir.name == self.dies_in and step == 2: os.kill(os.getpid(), 9)
-        stage.finish([], dict(steps=step, PER=per), finished=step == 4)
+        stage.finish([], dict(steps=step, PER=level + 1/step), finished=step == 4)
 
 
 def sweep(folder, *options):

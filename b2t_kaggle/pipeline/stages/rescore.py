@@ -13,23 +13,18 @@ from .inputs import check_llm, llm_files
 from .stage import LANGUAGE_MODEL, LISTS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/11_rescore.ipynb #c005
-def _score(run, progress, nbest) -> dict[str, dict]:
-    "Lists with the LLM's scores by split and trial, until the time is up; an earlier execution's are taken over."
-    from b2t_kaggle.decoding.nbest import read_nbest
+def _score(run, nbest, scored, time_left) -> dict[str, dict]:
+    "Add lists with the LLM's scores to those by split and trial, until the time is up."
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.causal import open_lm
     from b2t_kaggle.rescoring.mixture import augment_nbest, score_in_time, score_nbest
     cfg = run.cfg.rescore
-    scored: dict[str, dict] = {split: {} for split in nbest}
-    for split in nbest:
-        if progress.pending_trials(split) is None: continue
-        scored[split] = {i: hyps for i, hyps in enumerate(read_nbest(run.dir/f'scored_{split}.jsonl')) if hyps}
     model, tokenizer = open_lm(cfg)
     ngram = load_ngram(run.lm_path)
     def score(lists):
         augmented = [augment_nbest(hyps, cfg.swaps, lm=ngram) for hyps in lists]
         return score_nbest(augmented, model, tokenizer, end=cfg.end, progress=False)
-    return score_in_time(nbest, score, progress.time_left, scored)
+    return score_in_time(nbest, score, time_left, scored)
 
 def _rank(cfg, nbest, scored, references) -> tuple:
     "Ranked lists, their weights and the tuning; `references` has the sentences of val by trial."
@@ -63,18 +58,21 @@ class Rescore(Stage):
     def check(self, cfg, kind): check_llm(cfg, 'rescore')
 
     def run(self, run, progress):
-        from b2t_kaggle.decoding.nbest import write_nbest
+        from b2t_kaggle.decoding.nbest import read_nbest, write_nbest
         from b2t_kaggle.pipeline.decoder import open_decoder, write_words
         from b2t_kaggle.pipeline.results import participant_rates, spoken_trials, write_all_lists
         from b2t_kaggle.rescoring.mixture import write_weights
         nbest = run.lists_for(self.name)
+        scored: dict[str, dict] = {split: {} for split in nbest}
+        for split in nbest:
+            if progress.pending_trials(split) is None: continue
+            scored[split] = {i: hyps for i, hyps in enumerate(read_nbest(run.dir/f'scored_{split}.jsonl')) if hyps}
         error = ''
-        try: scored = _score(run, progress, nbest)
+        try: scored = _score(run, nbest, scored, progress.time_left)
         except Exception as e: # There are sentences to submit without it
             error = f'{type(e).__name__}: {printable(e)}'
-            print(f'The LLM failed ({error}), so all trials keep the order of the search; run it again to rescore them',
+            print(f'The LLM failed ({error}), so trials keep the order of the search; run it again to rescore them',
                   file=sys.stderr)
-            scored = {split: {} for split in nbest}
         left = {split: [i for i in range(len(lists)) if i not in scored[split]] for split, lists in nbest.items()}
         for split, lists in nbest.items():
             print(f'{split}: {sum(map(len, lists))} hypotheses of {len(lists)} trials, '
