@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from ...config import TRAINING_GROUPS, Config, with_overrides
