@@ -61,7 +61,7 @@ def frame_picture(log_probs: np.ndarray) -> str:
 
 # %% ../../nbs/pipeline/14_errors.ipynb #c008
 def _pairs(reference: Sequence[str], hypothesis: Sequence[str]) -> list[list[str]]:
-    "Alignment as pairs of what was said and what was found; '' for an insertion or a deletion."
+    "Alignment as pairs of reference and hypothesis; '' for an insertion or a deletion."
     pairs = []
     for op in Levenshtein.opcodes(reference, hypothesis):
         said, found = reference[op.src_start:op.src_end], hypothesis[op.dest_start:op.dest_end]

@@ -85,7 +85,7 @@ def table(
     self: OpenRun,
     split: str = 'val', # `val` or `test`; without references error rates are missing
 ) -> pd.DataFrame: # session, key, reference, hypothesis, per, wer, edits, confidence; by the trial's number
-    "A row for each trial of a split: what was said, what was found, error rates, and the confidence in the sentence."
+    "A row for each trial of a split: reference, hypothesis, error rates, and the confidence in the sentence."
     index = self._index(split)[['session', 'key', 'sentence']].rename(columns={'sentence': 'reference'})
     lists = self.run.nbest(split)
     index['hypothesis'] = [hyps[0].text for hyps in lists]
