@@ -14,7 +14,7 @@ from b2t_kaggle.pytorch.augment import Augment
 from b2t_kaggle.pytorch.cr_ctc import consistency_losses
 from b2t_kaggle.pytorch.models import model_names
 from b2t_kaggle.pytorch.parallel import SingleDevice, start
-from b2t_kaggle.pytorch.trainer import Trainer, _all_gradients
+from b2t_kaggle.pytorch.trainer import Trainer
 from b2t_kaggle.training.history import read_history
 
 STILL = dict(white_noise_std=0, constant_offset_std=0, random_cut=0, rnn_dropout=0, input_dropout=0)
@@ -78,7 +78,7 @@ def test_views_that_are_equal_have_no_loss_and_no_gradient(stores):
     for weight in (0, 5.):
         t = trainer(stores, cr_ctc=weight, **STILL)
         parts, _ = t.loader(0)
-        losses, = _all_gradients(t, parts)
+        losses, = t.gradients(parts)
         results.append((losses, {k: p.grad for k, p in t.model.named_parameters()}))
     (plain, expected), (views, grads) = results
     assert (views['consistency'] == 0).all()
@@ -97,7 +97,7 @@ def test_views_differ_in_noise_masks_and_dropout_and_not_in_their_cut(stores):
     masked = (x == 0).all(-1)
     assert not torch.equal(masked[::2], masked[1::2])
     still = trainer(stores, cr_ctc=.2, **STILL | dict(input_dropout=.3))
-    losses, = _all_gradients(still, still.loader(0)[0])
+    losses, = still.gradients(still.loader(0)[0])
     assert (losses['consistency'] > 0).all()
 
 
@@ -110,7 +110,7 @@ def test_the_loss_is_the_mean_of_both_and_their_consistency(stores):
         seen = []
         real = t.augment.apply
         t.augment.apply = lambda *args: seen.append(real(*args)) or seen[-1]
-        losses, = _all_gradients(t, [part])
+        losses, = t.gradients([part])
         x, n_bins = seen[0]
         frames = t.cfg.model.n_frames(n_bins)
         rows = part.two_views()
@@ -127,7 +127,7 @@ def test_the_loss_is_the_mean_of_both_and_their_consistency(stores):
 def test_a_loss_per_label_is_pytorchs_mean(stores):
     t = trainer(stores, ctc_reduction='label', **STILL)
     (part,), _ = t.loader(0)
-    losses, = _all_gradients(t, [part])
+    losses, = t.gradients([part])
     t.model.eval()
     x = t.augment.eval(part.x)
     log_probs = t.model(x, part.day, n_bins=part.n_bins).log_softmax(-1).transpose(0, 1)
@@ -142,11 +142,11 @@ def test_a_loss_per_label_is_pytorchs_mean(stores):
 def test_an_encoder_with_losses_of_its_own(stores):
     "The TripleGRU's clean logits are compared; an encoder that does not say which ones it has is refused in a line."
     sizes = {'model.name': 'triple_gru', 'noise_units': 8}
-    losses, = _all_gradients(t := trainer(stores, cr_ctc=.2, **sizes), t.loader(0)[0])
+    losses, = (t := trainer(stores, cr_ctc=.2, **sizes)).gradients(t.loader(0)[0])
     assert (losses['consistency'] > 0).all() and torch.isfinite(losses['loss']).all()
     t.model.training_logits = lambda out: super(type(t.model), t.model).training_logits(out)
     with pytest.raises(RuntimeError, match='train.cr_ctc: model.name = triple_gru does not say which logits'):
-        _all_gradients(t, t.loader(0)[0])
+        t.gradients(t.loader(0)[0])
 
 
 @pytest.mark.parametrize('name', model_names())

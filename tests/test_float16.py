@@ -11,7 +11,7 @@ from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, save_atomic
 from b2t_kaggle.pytorch.inference import ctc_losses, infer
 from b2t_kaggle.pytorch.parallel import SingleDevice
-from b2t_kaggle.pytorch.trainer import Trainer, _all_gradients, add_gradients, train
+from b2t_kaggle.pytorch.trainer import Trainer, train
 from b2t_kaggle.training.history import read_history
 from b2t_kaggle.training.recipe import TrainingError
 
@@ -62,7 +62,7 @@ def test_gradients_of_wide_layers_follow_float32(stores):
         scale = 2.**8 if precision == 'float16' else None
         t = trainer(stores, precision, scale, n_units=256, n_layers=1, **STILL)
         parts, days = t.loader(0)
-        _all_gradients(t, parts)
+        t.gradients(parts)
         if t.scaler: t.optimizer.unscale(days)
         grads[precision] = {k: p.grad.flatten() for k, p in t.model.named_parameters()}
     for k, exact in grads['float32'].items():
@@ -144,11 +144,12 @@ def test_a_bad_trial_is_no_overflow(stores, value):
 
 def test_a_scale_that_does_not_help_ends_the_run(stores, tmp_path, monkeypatch):
     "Gradients that are infinite however they are scaled: from 2^16 on it is below 1 after 17 halvings."
+    add_gradients = Trainer.add_gradients
     def spoilt(t, *args):
         losses = add_gradients(t, *args)
         t.model.out.bias.grad[0] = math.inf
         return losses
-    monkeypatch.setattr('b2t_kaggle.pytorch.trainer.add_gradients', spoilt)
+    monkeypatch.setattr(Trainer, 'add_gradients', spoilt)
     message = ('batch 16: gradients overflow in float16, with the loss scaled by 0.5 too; 17 of 17 steps were skipped. '
                'Set train.precision=float32')
     with pytest.raises(TrainingError, match=message):

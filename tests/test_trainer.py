@@ -20,11 +20,12 @@ from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file, load_model, save_atomic, to_official_state
 from b2t_kaggle.pytorch.inference import infer
 from b2t_kaggle.pytorch.parallel import SingleDevice
-from b2t_kaggle.pytorch.trainer import Trainer, add_gradients, train
+from b2t_kaggle.pytorch.trainer import Trainer, train
 from b2t_kaggle.training.budget import Budget
 from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.training.history import read_history
-from b2t_kaggle.training.loop import StepResult, check_finite
+from b2t_kaggle.training.interface import StepResult
+from b2t_kaggle.training.interface import Trainer as AnyTrainer
 from b2t_kaggle.training.memory import oom_message, raise_if_oom
 from b2t_kaggle.training.recipe import TrainingError
 
@@ -370,14 +371,14 @@ def test_a_best_model_that_is_lost_is_made_again(damage, steps, stores, tmp_path
     capsys.readouterr()
     again = train(*stores, config(num_training_batches=steps, batches_per_val_step=12), tmp_path, progress=False)
     said = capsys.readouterr().out
-    assert f'best.pt {"is gone" if damage == "gone" else "cannot be read"}; it is made again of last.pt' in said
-    assert said.count('made again') == 1 and again['step'] == steps
+    assert f'best.pt {"is gone" if damage == "gone" else "cannot be read"}; it is rebuilt from last.pt' in said
+    assert said.count('rebuilt') == 1 and again['step'] == steps
     if steps == 12:
         assert again['val_per'] == result['val_per'] and again['best_step'] == 12
         assert torch.equal(load_file(best)['model_state_dict']['h0'], before['model_state_dict']['h0'])
     assert load_model(best) and load_file(tmp_path/'last.pt')['best']['step'] == again['best_step']
     train(*stores, config(num_training_batches=steps, batches_per_val_step=12), tmp_path, progress=False)
-    assert 'made again' not in capsys.readouterr().out
+    assert 'rebuilt' not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('steps', [12, 20], ids=['finished', 'goes on'])
@@ -668,8 +669,8 @@ def test_a_recipe_in_many_sessions_ends_with_the_weights_of_one(name, size, stor
     assert not cfg.train.refit or any(not torch.equal(states[0][k], states[2][k]) for k in states[0])
 
 
-class Rank:
-    "One of two processes, as far as `check_finite` can tell: what the other one says is given."
+class Rank(AnyTrainer):
+    "One of two processes, as far as `check_finite` can tell; the other one's report is given."
     def __init__(self, store, other): self.store, self.other = store, other
     def gather(self, value): return [value, self.other]
 
@@ -718,10 +719,10 @@ def test_two_machines_take_the_same_steps_as_one(stores, tmp_path, monkeypatch):
 
 
 def test_of_several_processes_the_one_with_the_bad_trial_speaks(stores):
-    step = lambda norm: StepResult(3, np.array([0, 1]), {}, lambda: (np.ones(2), norm))
+    step = lambda norm: StepResult(3, np.array([0, 1]), {}, lambda: dict(loss=np.ones(2), grad_norm=norm))
     with pytest.raises(TrainingError, match='^the bad one$'):
-        check_finite(step(math.nan), Rank(stores[0], ('the bad one', True)))
-    check_finite(step(1.), Rank(stores[0], None))
+        Rank(stores[0], ('the bad one', True)).check_finite(step(math.nan))
+    Rank(stores[0], None).check_finite(step(1.))
 
 
 def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_run(stores, tmp_path, monkeypatch):
@@ -734,10 +735,11 @@ def test_results_are_looked_at_every_tenth_step_and_a_bad_one_still_stops_the_ru
     tenth = train(*stores, config(num_training_batches=25, batches_per_save=100), tmp_path/'tenth', progress=False)
     a, b = (read_history(tmp_path/d/'history.csv').drop(columns='seconds') for d in ('each', 'tenth'))
     assert a.equals(b) and whole['val_loss'] == tenth['val_loss']
+    add_gradients = Trainer.add_gradients
     def spoilt(t, p, *args):
         if t.step == 13: p.x[1, 3, 0] = math.inf
         return add_gradients(t, p, *args)
-    monkeypatch.setattr('b2t_kaggle.pytorch.trainer.add_gradients', spoilt)
+    monkeypatch.setattr(Trainer, 'add_gradients', spoilt)
     with pytest.raises(TrainingError, match='batch 13: the loss is'):
         train(*stores, config(batches_per_save=1000, batches_per_val_step=10), tmp_path / 'bad', progress=False)
     assert load_file(tmp_path/'bad'/'last.pt')['step'] == 10

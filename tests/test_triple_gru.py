@@ -151,14 +151,15 @@ def test_loss_is_the_sum_that_is_written():
     frames = torch.tensor([6, 1, 4])
     def ctc(logits): return logits.square().sum((1, 2))
 
-    loss = triple_loss(out, ctc, frames, noisy_weight=0.2, noise_weight=0.001)
+    loss = triple_loss(out, ctc, frames, noisy_weight=0.2, noise_weight=0.001)['loss']
     for i, n in enumerate(frames):
         torch.testing.assert_close(
             loss[i], out[0][i].square().sum() + 0.2 * out[1][i].square().sum() + 0.001 * out[2][i, :n].square().mean()
         )
     changed = out[2].clone()
     changed[1, 1:] = 1e3  # beyond the trial
-    assert torch.equal(triple_loss((*out[:2], changed), ctc, frames, noisy_weight=0.2, noise_weight=0.001), loss)
+    same = triple_loss((*out[:2], changed), ctc, frames, noisy_weight=0.2, noise_weight=0.001)['loss']
+    assert torch.equal(same, loss)
 
 
 def ctc_of(labels, frames):
@@ -186,7 +187,7 @@ def test_training_lowers_the_loss(precision, noise_units):
     for step in range(40):
         with torch.autocast('cpu', torch.bfloat16, enabled=precision == 'bfloat16'):
             out = model(x.float(), day, n_bins=n_bins, **model.training_args(step, 40))
-        loss = model.training_losses(out, ctc_of(labels, frames), frames)
+        loss = model.training_losses(out, ctc_of(labels, frames), frames)['loss']
         assert loss.shape == (3,) and loss.dtype == torch.float32
         opt.zero_grad(); loss.mean().backward(); opt.step()
         assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters())
@@ -205,7 +206,7 @@ def test_autocast_follows_float32():
         with torch.autocast('cpu', torch.bfloat16, enabled=on): out = model(x.float(), day, mode='full')
         model.training_losses(
             out, lambda logits: -logits.float().log_softmax(-1)[..., 3].sum(1), torch.full((4,), out[0].shape[1])
-        ).sum().backward()
+        )['loss'].sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert torch.cosine_similarity(*grads, dim=0) > 0.995
 

@@ -100,7 +100,7 @@ SOURCES = {
     'b2t_kaggle.pytorch.scaling.whiten.Whiten': 'Yao et al. 2024',
     'b2t_kaggle.pytorch.ssd': 'Dao & Gu 2024',
     'b2t_kaggle.pytorch.ssd.ssd': 'Dao and Gu 2024',
-    'b2t_kaggle.pytorch.weight_average.WeightAverage': 'Izmailov et al. 2018',
+    'b2t_kaggle.pytorch.trainer.WeightAverage': 'Izmailov et al. 2018',
     'b2t_kaggle.rescoring.combine.minimum_bayes_risk': 'Goel and Byrne 2000',
     'b2t_kaggle.rescoring.hypotheses.pivot': 'Goel and Byrne 2000',
     'b2t_kaggle.rescoring.fusion.LLMFusion': 'Gulcehre et al. 2015',

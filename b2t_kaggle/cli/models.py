@@ -25,7 +25,7 @@ def average(checkpoints, output):
     """Average the weights of checkpoints of one model.
 
     CHECKPOINTS are PyTorch's, ours or the official kit's, or folders that hold them, such as submissions/RUN."""
-    from b2t_kaggle.pytorch.weight_average import average_checkpoints  # Needs torch
+    from b2t_kaggle.pytorch.checkpoint import average_checkpoints  # Needs torch
     try: average_checkpoints(checkpoints, output)
     except CheckpointError as e: raise click.ClickException(str(e)) from None
     click.echo(f'Wrote {output}')

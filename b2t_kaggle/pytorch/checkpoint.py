@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['save_atomic', 'load_file', 'to_official_state', 'check_weights', 'load_state', 'load_reference', 'weights_file',
-           'load_with_facts', 'load_model', 'load_weights', 'to_official_args', 'save_official']
+           'load_with_facts', 'load_model', 'load_weights', 'average_checkpoints', 'to_official_args', 'save_official']
 
 # %% ../../nbs/pytorch/06_checkpoint.ipynb #c003
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from .models import build_model
 from .models.encoder import Encoder
 from .models.gru import from_official_state
 from ..training.checkpoint_paths import find_checkpoint
-from ..training.checkpoints import CheckpointError, check_unseen, misfits, stored_config
+from ..training.checkpoints import CheckpointError, check_unseen, misfits, seen_val_from, stored_config
 
 # %% ../../nbs/pytorch/06_checkpoint.ipynb #c006
 def save_atomic(
@@ -176,7 +176,7 @@ def _build_for(state: Mapping[str, Tensor], cfg: Config, path: Path) -> Encoder:
         raise CheckpointError(f'{path}: the model of its configuration cannot be built ({_first_line(e)}); the '
                               'configuration is that of another model, or damaged') from None
 
-# %% ../../nbs/pytorch/06_checkpoint.ipynb #c301
+# %% ../../nbs/pytorch/06_checkpoint.ipynb #c020
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, list[int]]:
     return {name: list(w.shape) for name, w in state.items()}
 
@@ -193,7 +193,7 @@ def load_state(
     if wrong: raise CheckpointError(f'{path}: the weights do not fit the configuration: {wrong}')
     model.load_state_dict(state)
 
-# %% ../../nbs/pytorch/06_checkpoint.ipynb #c303
+# %% ../../nbs/pytorch/06_checkpoint.ipynb #c023
 def load_reference(
     path: str | Path, # Weights that another implementation of an encoder saved, such as icefall's of a Zipformer
     cfg: Config,      # The configuration that they are to fill
@@ -218,7 +218,7 @@ def weights_file(
                               'kit) or best.pt (ours)')
     return found
 
-# %% ../../nbs/pytorch/06_checkpoint.ipynb #c023
+# %% ../../nbs/pytorch/06_checkpoint.ipynb #c027
 def _read_config(content: dict, path: Path) -> Config:
     "The configuration in a checkpoint of ours, or beside the official kit's."
     if 'config' in content: return stored_config(lambda: Config.model_validate(content['config']), path)
@@ -259,7 +259,30 @@ def load_weights(
     model, cfg = load_model(path, unseen)
     return {k: v.numpy() for k, v in model.state_dict().items()}, cfg
 
-# %% ../../nbs/pytorch/06_checkpoint.ipynb #c028
+# %% ../../nbs/pytorch/06_checkpoint.ipynb #c031
+def average_checkpoints(
+    checkpoints: Sequence[str | Path], # Two or more, as in `load_model`
+    path: str | Path,                  # The checkpoint to write
+) -> Path:
+    "The mean of checkpoints, with the configuration of the first, marked if one saw val. Raises `CheckpointError`."
+    if len(checkpoints) < 2: raise CheckpointError('one checkpoint has no average; give two or more')
+    files = [weights_file(c) for c in checkpoints]
+    models, configs, facts = zip(*map(load_with_facts, files))
+    def parts(cfg): return dict(model=cfg.model, sessions=cfg.data.sessions, features=cfg.data.feature_subset)
+    for file, cfg in zip(files, configs):
+        different = [name for name, value in parts(cfg).items() if value != parts(configs[0])[name]]
+        if not different: continue
+        raise CheckpointError(f'{file}: cannot be averaged with {files[0]}, because the {" and ".join(different)} '
+                              'differ; average checkpoints of one model')
+    states = [m.state_dict() for m in models]
+    mean = {k: torch.stack([s[k].double() for s in states]).mean(0).to(v.dtype) if v.is_floating_point() else v
+            for k, v in states[0].items()}
+    content = dict(model_state_dict=mean, config=configs[0].dump(), average_of=[str(f) for f in files])
+    refits = [began for f in facts if (began := seen_val_from(f)) is not None]
+    save_atomic(content | (dict(refit_from=min(refits)) if refits else {}), path)
+    return Path(path)
+
+# %% ../../nbs/pytorch/06_checkpoint.ipynb #c034
 def to_official_args(
     cfg: Config, # With `data.sessions`
 ) -> dict:
@@ -282,7 +305,7 @@ def to_official_args(
     args['dataset']['neural_dim'] = cfg.model.neural_dim
     return args
 
-# %% ../../nbs/pytorch/06_checkpoint.ipynb #c305
+# %% ../../nbs/pytorch/06_checkpoint.ipynb #c036
 _COMPILED = '_orig_mod.' # What torch.compile, which the official trainer calls first, puts before each name
 
 def _official_group(name: str) -> str:

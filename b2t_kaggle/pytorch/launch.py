@@ -23,7 +23,7 @@ from ..devices.processes import end_with_parent, own_code, own_python
 from ..devices.torch import pick_torch
 from .parallel import in_torchrun
 from .trainer import train
-from ..training.loop import kept_batches
+from ..training.checkpoint_paths import saved_batches
 from ..training.recipe import TrainingError
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c006
@@ -143,7 +143,7 @@ def launch(
         if status == 0: return json.loads(job.with_name('result').read_text())
         interrupted = job.with_name('interrupted')
         saved = interrupted.read_text() if interrupted.exists() else ''
-        if saved or was_interrupted or interrupted.exists(): raise KeyboardInterrupt(saved or kept_batches(out, cfg))
+        if saved or was_interrupted or interrupted.exists(): raise KeyboardInterrupt(saved or saved_batches(out, cfg))
         error = job.with_name('error')
         if error.exists(): raise TrainingError(error.read_text())
     raise TrainingError(f'training in {n_processes} processes ended with exit status {status}; its output says why. '

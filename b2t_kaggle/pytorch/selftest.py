@@ -32,7 +32,7 @@ from ..devices.machine import detect
 from ..devices.torch import pick_torch
 from .inference import ctc_losses, logits_of
 from .parallel import Backend, SingleDevice, start
-from .trainer import Trainer, add_gradients
+from .trainer import Trainer
 
 # %% ../../nbs/pytorch/19_selftest.ipynb #c006
 SMALL = ('model.n_units', 32), ('model.n_layers', 1)
@@ -153,7 +153,7 @@ def _outputs(t: Trainer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         for i, x, n in zip(b.trials, values.float().cpu().numpy(), frames): logits[i] = x[:n]
     t.model.train()
     micro_batches, _ = t.loader(0)
-    losses = [add_gradients(t, m, i, len(micro_batches)) for i, m in enumerate(micro_batches)]
+    losses = [t.add_gradients(m, i, len(micro_batches)) for i, m in enumerate(micro_batches)]
     grads = [p.grad.detach() if p.grad is not None else torch.zeros_like(p) for p in t.model.parameters()]
     t.backend.end_step()
     order = np.argsort(np.concatenate([m.batch.trials for m in micro_batches]))

@@ -26,9 +26,10 @@ from .inference import Evaluator, evaluate, losses_and_paths
 from .layers import keras, tf
 from .models import build_model
 from .optimizer import LossScaler, StackedAdamW, clip
-from ..training import loop
+from ..training import interface
 from ..training.history import summarize
-from ..training.loop import StepResult, check_finite, fit, start_from
+from ..training.interface import StepResult
+from ..training.loop import fit
 from ..training.recipe import TrainingError, draw_cut, learning_rates, step_seed
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c010
@@ -94,10 +95,10 @@ def _begin(trainer: 'Trainer', checkpoint: Path | None) -> None:
         trainer.restore(saved['run'], checkpoint)
         load_state(trainer.model, checkpoint)
         trainer.optimizer.load_state_dict(saved['optimizer'])
-    elif path := trainer.cfg.train.init_checkpoint_path:
+    elif trainer.cfg.train.init_checkpoint_path:
         variables = trainer.model.named_variables()
         weights = {name: v.numpy().copy() for name, v in variables.items()}
-        start_from(weights, trainer.model, trainer.day_of, load_weights, path)
+        trainer.start_from(weights, trainer.model, load_weights)
         for name, v in variables.items(): v.assign(weights[name])
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c022
@@ -113,7 +114,7 @@ def _refuse(cfg: Config) -> None:
                             'one of these, or train.framework=pytorch')
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c024
-class Trainer(loop.Trainer):
+class Trainer(interface.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'tensorflow'
 
@@ -149,7 +150,7 @@ class Trainer(loop.Trainer):
     def evaluator(self) -> Evaluator:
         "Evaluator of the validation trials."
         batch_size = self.cfg.data.eval_batch_size
-        return Evaluator(self.model, self.validated, self.day_of, self.cfg, self.backend, batch_size, losses_and_paths)
+        return Evaluator(self.model, self.store_val, self.day_of, self.cfg, self.backend, batch_size, losses_and_paths)
 
     def steps(self, end: int) -> Iterator[StepResult]:
         "Take the steps before `end` that are left."
@@ -164,10 +165,10 @@ class Trainer(loop.Trainer):
         numbers = self.numbers()
         losses, norm = self.program(batch, tf.nest.map_structure(tf.constant, numbers))
         on_host = self.backend.on_host
-        def fetch(): return on_host(losses), float(on_host(norm)[0])
+        def fetch(): return dict(loss=on_host(losses), grad_norm=on_host(norm)[0])
         is_scaled = self.scaler is not None
         result = StepResult(self.step, self.loader.trials(self.step), numbers['rates'], fetch, is_scaled)
-        if self.sync_every == 1: check_finite(result, self)
+        if self.sync_every == 1: self.check_finite(result)
         self.step += 1
         return result
 

@@ -19,29 +19,29 @@ from ..data.sessions import participant_of
 
 # %% ../../nbs/training/03_history.ipynb #c005
 def summarize(
-    table: pd.DataFrame, # A row per trial: session, loss, edits, n_labels
+    table: pd.DataFrame, # A row per trial: session, loss (CTC's), edits, n_labels; terms of the loss, and their `total`
     ctc_reduction: str = 'trial', # Mean loss per `trial`, or per `label`: the mean over trials of each trial's mean
 ) -> dict:
-    """`val_loss` and `val_per` over all trials, and the PER of each session in `sessions`; of several participants that
-    of each in `participants`."""
-    losses = table.loss / table.n_labels.clip(lower=1) if ctc_reduction == 'label' else table.loss
-    finite = losses[np.isfinite(losses)]
+    """`val_loss`, `val_per` and terms of the loss over all trials, and the PER of each session in `sessions`; for
+    several participants also the PER of each in `participants`."""
+    terms = table.drop(columns=['session', 'loss', 'edits', 'n_labels'])
+    if 'total' not in terms:
+        terms['total'] = table.loss / table.n_labels.clip(lower=1) if ctc_reduction == 'label' else table.loss
+    means = {f'val_{name}': float(values[np.isfinite(values)].mean()) for name, values in terms.items()}
     def rates(by) -> dict[str, float]:
         sums = table.groupby(by, sort=False)[['edits', 'n_labels']].sum()
         return (sums.edits / sums.n_labels).to_dict()
     participants = rates(table.session.map(participant_of))
-    return dict(
-        val_loss=float(finite.mean()),
-        val_per=float(table.edits.sum() / table.n_labels.sum()),
-        sessions=rates('session'),
-    ) | (dict(participants=participants) if len(participants) > 1 else {})
+    val_per = float(table.edits.sum() / table.n_labels.sum())
+    metrics = dict(val_loss=means.pop('val_total'), val_per=val_per, sessions=rates('session')) | means
+    return metrics | (dict(participants=participants) if len(participants) > 1 else {})
 
 # %% ../../nbs/training/03_history.ipynb #c008
 def _rank(metrics: dict) -> tuple[float, float]:
     return metrics.get('val_wer', metrics['val_per']), metrics['val_loss']
 
 class BestTracker:
-    "The best validation so far: the lower WER where there is one, else the lower PER, or the lower loss among equals."
+    "The best validation so far: lowest WER if sentences are written, else lowest PER; lowest loss among equals."
     def __init__(self):
         self.metrics = dict(val_per=None, val_loss=None, step=0, sessions={})
         self.bad_evals = 0 # Validations since the best one
@@ -60,54 +60,45 @@ class BestTracker:
         return 'early stopping' if converged else None
 
 # %% ../../nbs/training/03_history.ipynb #c011
-_COLUMNS = ['step', 'loss', 'grad_norm', 'lr', 'lr_day', 'seconds', 'val_loss', 'val_per'] # Of every training
-
-def _figures(validation: dict) -> dict: return {k: v for k, v in validation.items() if k != 'sessions'}
+_COLUMNS = ['step', 'loss', 'grad_norm', 'lr', 'lr_day', 'seconds', 'val_loss', 'val_per'] # Columns of every training
 
 class History:
     "The curves of a run, as a table that is also a CSV file."
     def __init__(self,
         path: str | Path, # `history.csv`
-        step: int = 0,    # Keep what is there up to this step
+        step: int = 0,    # Batches whose rows are kept, if the file exists
         every: int = 10,  # Batches that share a row
     ):
         self.path = Path(path)
         self.every = every
         self.window = []
-        self.problem = '' # Why what was there is not kept
-        self.rows = self._kept(step) if step else []
-
-    def _kept(self, step: int) -> list[dict]:
-        "The rows that are there up to this step."
+        self.rows = []
+        self.problem = '' # Why an old file was not read
+        if not step: return
         try: old = read_history(self.path)
-        except (OSError, ValueError) as e:
-            self.problem = str(e)
-            return []
-        return old[old.step <= step].to_dict('records')
+        except (OSError, ValueError) as e: self.problem = str(e)
+        else: self.rows = old[old.step <= step].to_dict('records')
 
     def add(self,
         step: int,                      # Batches that were done
-        loss: float,                    # Mean loss of this batch
-        grad_norm: float,               # Norm of its gradient
-        rates: dict[str, float],        # Its learning rates
-        seconds: float,                 # Since the run began
-        validation: dict | None = None, # From `summarize`
+        values: dict[str, float],       # Means over the batch: `loss`, `grad_norm`, terms of the loss, other norms
+        rates: dict[str, float],        # Learning rates of the batch
+        seconds: float,                 # Time since the run began
+        validation: dict | None = None, # Metrics from `summarize`
         *,
-        end_row: bool = False,          # A checkpoint follows
-        is_scaled: bool = False,        # In float16: a step whose gradient overflowed was skipped
-        terms: dict[str, float] | None = None, # Parts of the loss that have a curve of their own
+        end_row: bool = False,          # Whether a checkpoint follows
+        is_scaled: bool = False,        # Whether a gradient that is not a number means a skipped step of float16
     ) -> None:
         "Add a training batch; every tenth, or one with a validation or checkpoint, ends a row."
-        self.window.append((loss, grad_norm, *(terms or {}).values()))
+        self.window.append(values)
         if not (validation or end_row or step % self.every == 0): return
-        mean_loss, mean_norm, *means = np.mean(self.window, 0)
-        row = dict(step=step, loss=mean_loss, grad_norm=mean_norm, lr=rates['model'], lr_day=rates['day'],
-                   seconds=round(seconds, 2), val_loss=None, val_per=None)
+        means = dict(zip(values, np.mean([list(v.values()) for v in self.window], 0)))
+        row = dict(step=step, loss=means.pop('loss'), grad_norm=means.pop('grad_norm'), lr=rates['model'],
+                   lr_day=rates['day'], seconds=round(seconds, 2), val_loss=None, val_per=None)
         if is_scaled:
-            norms = [norm for _, norm, *_ in self.window if math.isfinite(norm)]
+            norms = [v['grad_norm'] for v in self.window if math.isfinite(v['grad_norm'])]
             row |= dict(grad_norm=np.mean(norms) if norms else None, skipped=len(self.window) - len(norms))
-        row |= dict(zip(terms or {}, means))
-        self.rows.append(row | _figures(validation or {}))
+        self.rows.append(row | means | {k: v for k, v in (validation or {}).items() if k != 'sessions'})
         self.window = []
 
     def save(self) -> None:
@@ -119,9 +110,9 @@ def read_history(
     path: str | Path, # `history.csv`
 ) -> pd.DataFrame:
     """Columns step, loss, grad_norm, lr, lr_day, seconds, val_loss, val_per; losses are means over the batches of a
-    row. In float16 also skipped, how many of these batches were left out because a gradient overflowed; with
-    `train.cr_ctc` consistency, how much two views of a trial differ. With an audio LLM val_wer, the losses by name, and
-    the gradient norms of its parts. Raises `OSError` where it is gone, `ReadError` where it is damaged."""
+    row. Each term of the loss has a column with its name and one with `val_` before it; norms of parts of the gradient
+    begin with `grad_`. In float16 `skipped` counts batches that were left out because a gradient overflowed; with an
+    audio LLM there is val_wer. Raises `OSError` if the file is gone, `ReadError` if it is damaged."""
     problem = 'other columns, or text in place of numbers'
     try:
         table = pd.read_csv(path)
@@ -130,36 +121,35 @@ def read_history(
     except (ValueError, KeyError) as e: problem = str(e)
     raise ReadError(f'{path}: damaged ({problem}), expected the curves of a training; remove it')
 
-# %% ../../nbs/training/03_history.ipynb #c013
-_PARTS = dict(consistency='between views', answer='cross entropy', ctc='CTC', align='distance to targets',
-              contrast='InfoNCE')
-
-def _plot_norms(ax, history: pd.DataFrame, names: list[str]) -> None:
-    "The gradient norms of a model's parts."
-    for name in names: ax.plot(history.step, history[name], lw=1, label=name.removeprefix('grad_'))
-    ax.set(xlabel='batch', ylabel='gradient norm', yscale='log')
-    ax.legend()
+# %% ../../nbs/training/03_history.ipynb #c014
+_LABELS = dict(consistency='KL divergence of two views', answer='cross entropy of answers', ctc='CTC',
+               align='distance to targets', contrast='InfoNCE')
 
 def plot_history(
     path: str | Path, # `history.csv`
 ):
-    "Losses with their parts, and the PER; with an audio LLM the WER, and gradient norms. Returns the figure."
+    "The loss, errors on val, each term of the loss, and gradient norms of parts of the model. Returns the figure."
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogFormatter
     history = read_history(path)
     val = history.dropna(subset=['val_loss'])
-    norms = [name for name in history if name.startswith('grad_') and name != 'grad_norm']
-    n = 3 if norms else 2
-    fig, (losses, errors, *others) = plt.subplots(1, n, figsize=(5*n, 3), layout='constrained')
-    losses.plot(history.step, history.loss, lw=1, label='training')
-    losses.plot(val.step, val.val_loss, 'o-', ms=3, label='validation')
-    for name, label in _PARTS.items():
-        if name in history: losses.plot(history.step, history[name], lw=1, label=label)
-    losses.set(xlabel='batch', ylabel='loss', yscale='log')
-    losses.yaxis.set_major_formatter(LogFormatter())
-    losses.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, .4))) # 120, in place of 1.2 × 10²
-    losses.legend()
-    if norms: _plot_norms(others[0], history, norms)
+    names = [k for k in history.select_dtypes('number') if k not in (*_COLUMNS, 'skipped') and not k.startswith('val_')]
+    norms = [name for name in names if name.startswith('grad_')]
+    terms = [name for name in names if name not in norms]
+    n = 2 + len(terms) + bool(norms)
+    fig = plt.figure(figsize=(5*min(n, 3), 3*-(-n//3)), layout='constrained')
+    loss, errors, *others = (fig.add_subplot(-(-n//3), min(n, 3), i + 1) for i in range(n))
+    for ax, name, label in zip([loss, *others], ['loss', *terms], ['loss', *(_LABELS.get(k, k) for k in terms)]):
+        ax.plot(history.step, history[name], lw=1, label='training')
+        if f'val_{name}' in val: ax.plot(val.step, val[f'val_{name}'], 'o-', ms=3, label='validation')
+        ax.set(xlabel='batch', ylabel=label, yscale='log' if (history[name] > 0).all() else 'linear')
+        ax.legend()
+    loss.yaxis.set_major_formatter(LogFormatter())
+    loss.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, .4))) # 120, in place of 1.2 × 10²
+    if norms:
+        for name in norms: others[-1].plot(history.step, history[name], lw=1, label=name.removeprefix('grad_'))
+        others[-1].set(xlabel='batch', ylabel='gradient norm', yscale='log')
+        others[-1].legend()
     errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label='PER')
     if 'val_wer' in val:
         errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
@@ -168,5 +158,5 @@ def plot_history(
         place = val.step[val.val_per.idxmin()], 100 * val.val_per.min()
         errors.annotate(f'{100*val.val_per.min():.1f} %', place, xytext=(0, 8), textcoords='offset points', ha='center')
     errors.set(xlabel='batch', ylabel='validation errors (%)' if 'val_wer' in val else 'validation PER (%)')
-    errors.set_ylim(0, 1.15*errors.dataLim.ymax if len(val) else None) # No point is cut off, nor what stands above one
+    errors.set_ylim(0, 1.15*errors.dataLim.ymax if len(val) else None) # Leave room for the label of the highest point
     return fig

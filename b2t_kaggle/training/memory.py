@@ -41,7 +41,7 @@ def is_oom(
 def oom_message(
     device: str, # Device with the full memory
     cfg: Config, # The run's configuration
-    trainer,     # A `training.loop.Trainer`; None while it is being made
+    trainer,     # A `training.interface.Trainer`; None while it is being made
 ) -> str:
     "Message about the part that does not fit, and a remedy."
     memory = f'fit into the memory of {device}'

@@ -42,7 +42,7 @@ from b2t_kaggle.pytorch.checkpoint import save_atomic
 from b2t_kaggle.pytorch.models import build_model
 from b2t_kaggle.pytorch.optimizer.adamw import new_state
 from b2t_kaggle.training.history import History
-from b2t_kaggle.training.loop import checkpoint_bytes
+from b2t_kaggle.training.recovery import checkpoint_bytes
 
 DAY = 't15.2023.08.13'
 LIMIT = 3000  # Bytes; each writer below writes more
@@ -63,7 +63,7 @@ def trials(n_bins=20):
 
 def write_history(path):
     history = History(path, every=1)
-    for step in range(500): history.add(step, 1., 1., dict(model=.1, day=.1), 1.)
+    for step in range(500): history.add(step, dict(loss=1., grad_norm=1.), dict(model=.1, day=.1), 1.)
     history.save()
 
 

@@ -236,7 +236,7 @@ def test_a_best_model_that_is_lost_is_made_again(stores, tmp_path, capsys):
     for name in 'gone', 'a byte':
         damaged(best, name)
         again = train(*stores, cfg, tmp_path, progress=False)
-        assert 'it is made again of last.weights.h5: batch 4' in capsys.readouterr().out
+        assert 'it is rebuilt from last.weights.h5: batch 4' in capsys.readouterr().out
         assert again['val_per'] == result['val_per']
         after = load_model(best)[0].named_variables()
         assert all(np.array_equal(v.numpy(), before[k].numpy()) for k, v in after.items())
@@ -251,7 +251,7 @@ def test_another_model_in_place_of_the_best_one(stores, tmp_path, capsys):
     foreign = last.read_bytes()
     best.write_bytes(foreign)
     assert train(*stores, cfg, tmp_path, progress=False)['best_step'] == 4
-    assert f'{best} is another model, set aside as earlier-1-{best.name}; it is made again' in capsys.readouterr().out
+    assert f'{best} is another model, set aside as earlier-1-{best.name}; it is rebuilt' in capsys.readouterr().out
     assert (tmp_path/f'earlier-1-{best.name}').read_bytes() == foreign and read_metrics(best)['step'] == 4
     whole = best.read_bytes()
     last.unlink()

@@ -40,7 +40,7 @@ def test_loss_equals_pytorchs():
     arrays = [rng.normal(size=(4, 6, n)).astype(np.float32) for n in (5, 5, 11)]
     weights = dict(noisy_weight=0.2, noise_weight=0.001)
     a = [torch.tensor(x, requires_grad=True) for x in arrays]
-    theirs = pt.triple_loss(a, lambda logits: logits.square().sum((1, 2)), torch.tensor(frames), **weights)
+    theirs = pt.triple_loss(a, lambda logits: logits.square().sum((1, 2)), torch.tensor(frames), **weights)['loss']
     theirs.sum().backward()
     b = [tf.constant(x) for x in arrays]
     with tf.GradientTape() as tape:

@@ -47,7 +47,7 @@ def run(device, dtype=None, n=N_STEPS, **kw):
     for step in range(n):
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype is not None):
             out = model(x, day, n_bins=n_bins, **model.training_args(step, n))
-        loss = model.training_losses(out, lambda logits: read(logits, frames), frames)
+        loss = model.training_losses(out, lambda logits: read(logits, frames), frames)['loss']
         loss.mean().backward()
         opt.step(); opt.zero_grad()
         if torch.device(device).type == 'xla': torch_xla.sync()
@@ -97,7 +97,7 @@ def test_one_compilation_whatever_the_strength():
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     def step(strength):
         out = model(x, day, mode='full', strength=strength)
-        model.training_losses(out, lambda logits: read(logits, frames), frames).mean().backward()
+        model.training_losses(out, lambda logits: read(logits, frames), frames)['loss'].mean().backward()
         opt.step(); opt.zero_grad()
         torch_xla.sync()
         return compilations()

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ...config.encoders.triple_gru import TripleGRUConfig
 from ..frontend import Frames, Frontend
+from .encoder import with_term
 from .gru import freeze_gru, init_gru
 from ..recurrence import GRU
 
@@ -97,12 +98,14 @@ def triple_loss(
     frames: Tensor,                     # Frames of each trial `[B]`
     noisy_weight: float,                # Weight of the adversary's CTC loss
     noise_weight: float,                # Weight of the mean square of the noise
-) -> Tensor:
-    "Loss of each trial `[B]`: CTC of clean and noisy logits, and the power of the noise, weighted."
+) -> dict[str, Tensor]:
+    "Loss of each trial `[B]`, and its terms: CTC of `clean` and `noisy` logits, and the `power` of the noise."
     clean, noisy, noise = out
     inside = torch.arange(noise.shape[1], device=noise.device) < frames.to(noise.device)[:, None]
     power = torch.where(inside, noise.float().square().mean(-1), 0).sum(1) / inside.sum(1).clamp(min=1)
-    return ctc(clean) + noisy_weight * ctc(noisy) + noise_weight * power
+    clean_loss = ctc(clean)
+    losses = with_term(dict(loss=clean_loss, clean=clean_loss), 'noisy', ctc(noisy), noisy_weight)
+    return with_term(losses, 'power', power, noise_weight)
 
 # %% ../../../nbs/pytorch/models/03_triple_gru.ipynb #c016
 class TripleGRUDecoder(Frontend):
@@ -177,8 +180,8 @@ class TripleGRUDecoder(Frontend):
         return dict(mode='full', strength=self.cfg.strength(step, n_steps))
 
     def training_losses(self, out: tuple[Tensor, Tensor, Tensor], ctc: Callable[[Tensor], Tensor],
-                        frames: Tensor) -> Tensor:
-        "The loss of each trial `[B]`, see `triple_loss`."
+                        frames: Tensor) -> dict[str, Tensor]:
+        "The loss of each trial `[B]` and its terms, see `triple_loss`."
         return triple_loss(out, ctc, frames, self.cfg.noisy_loss_weight, self.cfg.noise_power_weight)
 
     def training_logits(self, out: tuple[Tensor, Tensor, Tensor]) -> Tensor:

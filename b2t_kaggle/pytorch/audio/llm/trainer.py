@@ -67,7 +67,7 @@ class Trainer(trainer.Trainer):
     def metrics(self) -> dict:
         "Loss and PER of CTC on the validation trials, and the WER of the written sentences."
         metrics = super().metrics()
-        store = self.validated
+        store = self.store_val
         written = write_trials(self.model, store, self.cfg, self.backend, beams=1,
                                max_tokens=self.cfg.generate.max_tokens, batch_size=self.cfg.data.eval_batch_size)
         rows = store.index
