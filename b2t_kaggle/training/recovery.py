@@ -98,7 +98,7 @@ def start_over(self: Checkpoints) -> None:
 
 @patch
 def _problem(self: Checkpoints, path: Path, expected: Mapping) -> str:
-    "What is wrong with a saved model, the same in all processes; empty if it has the expected figures."
+    "Problem of a saved model, the same in all processes; empty if it has the expected figures."
     t = self.trainer
     problem = ''
     if t.is_main_process:
