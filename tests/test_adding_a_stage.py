@@ -74,3 +74,8 @@ def test_its_sentences_are_submitted(checkout, tmp_path):
     assert (tmp_path/'small'/'hypotheses'/'least_risk_test.jsonl').exists()
     assert b2t(checkout, 'least_risk', *folders) == []  # The verb is there, and nothing is done twice
     assert b2t(checkout, 'submit', *folders, '--force', 'least_risk') == ['least_risk', 'submit']
+
+
+def test_the_tests_of_stages_and_their_growth_pass_with_it(checkout):
+    tests = ['tests/test_stages.py', 'tests/test_growth.py', 'nbs/pipeline/03_stages.ipynb', 'nbs/pipeline/stages']
+    run(checkout, sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', *tests)

@@ -74,8 +74,7 @@ def logits_of(
     trials: Sequence[int] | None = None, # Indices of the trials; None means all
     args: Callable[[np.ndarray], dict] | None = None, # More arguments of the model for the trials of a batch
 ) -> Iterator[tuple[Batch, Any, np.ndarray]]:
-    """Yields for each batch the `Batch`, its logits `[B, T', K]`, float32, on the device, and the frames of each trial
-    `[B]`. With `args` a model may return more than logits."""
+    "Batches with logits `[B, T', K]`, float32, on the device, or whatever `args` make of them, and frames `[B]`."
     static_shapes = backend.static_shapes or cfg.train.compile
     augment = Augment(cfg.augment, 0)
     days = model_days(store, day_of)
@@ -123,18 +122,17 @@ def evaluate(
         changing = {k: values[k] for k in trained.changing_args}
         return values | (backend.scalars(**changing) if changing else {}) | trained.training_inputs(trials)
     columns: dict[str, np.ndarray] = dict(loss=np.zeros(len(store)), edits=np.zeros(len(store), int))
-    batch_size = cfg.data.eval_batch_size
-    batches = logits_of(model, store, day_of, cfg, backend, batch_size, args=args if has_terms else None)
-    for b, out, frames in batches:
+    more = dict(args=args) if has_terms else {}
+    for b, out, frames in logits_of(model, store, day_of, cfg, backend, cfg.data.eval_batch_size, **more):
         labels, n_frames, n_labels = backend.put(b.labels), backend.lengths(frames), backend.lengths(b.n_labels)
         def ctc(logits): return ctc_losses(logits, labels, n_frames, n_labels)
         logits = trained.training_logits(out)
         values = dict(loss=ctc(logits))
         if has_terms:
             terms = trained.training_losses(out, lambda logits: per_unit(ctc(logits), n_labels, cfg.train), n_frames)
-            if not isinstance(terms, dict): terms = dict(loss=terms)
-            values |= {'total' if k == 'loss' else k: v.float() for k, v in terms.items()}
-        values = {k: backend.result(v) for k, v in values.items()}
+            terms = dict(terms if isinstance(terms, dict) else dict(loss=terms))
+            values |= dict(total=terms.pop('loss')) | terms
+        values = {k: backend.result(v.float()) for k, v in values.items()}
         paths = backend.result(logits.argmax(-1))
         backend.end_step()
         real = b.trials >= 0
@@ -143,8 +141,7 @@ def evaluate(
         for i, path, n in zip(b.trials[real], paths.cpu().numpy()[real], frames[real]):
             columns['edits'][i] = Levenshtein.distance(collapse(path[:n]).tolist(), store.class_ids(i).tolist())
     parts = backend.gather(columns) # Each process has the values of its batches, and zeros
-    names = dict.fromkeys(name for part in parts for name in part)
-    columns = {name: np.sum([part[name] for part in parts if name in part], 0) for name in names}
+    columns = {k: sum(other.get(k, 0) for other in parts) for part in parts for k in part}
     return pd.DataFrame(dict(session=store.index.session, n_labels=store.n_labels) | columns)
 
 # %% ../../nbs/pytorch/09_inference.ipynb #c016

@@ -16,7 +16,7 @@ from ...config import TRAINING_GROUPS, Config, with_overrides
 from ...devices.kaggle import check_accelerator_present
 from .inputs import check_device, check_llm, llm_files
 from .stage import MODEL, TRIALS, Artefact, PipelineError, Result, Stage
-from ...training.checkpoint_paths import LAST, REFIT, checkpoint_files, last_batch
+from ...training.checkpoint_paths import LAST, REFIT, checkpoint_files, last_batch, saved_batches
 from ...training.recipe import learning_rates
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c005
@@ -129,5 +129,4 @@ class Train(Stage):
         return f', and the training continues from {last}' if last.exists() else ''
 
     def left_by_interrupt(self, run):
-        from b2t_kaggle.training.loop import kept_batches
-        return kept_batches(run.dir/self.name, run.cfg)
+        return saved_batches(run.dir/self.name, run.cfg)
