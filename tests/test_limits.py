@@ -63,7 +63,7 @@ def mounted(tmp_path):
 
 def test_a_disk_without_inodes(mounted):
     disk = mounted('nr_inodes=3')
-    with pytest.raises(WriteError, match='not written, because the disk has room, but not for one more file .*df -i'):
+    with pytest.raises(WriteError, match='not written, because the disk has no inodes left for another file .*df -i'):
         for i in range(9): write_whole(disk/f'{i}.txt', 'a')
 
 

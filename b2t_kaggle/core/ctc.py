@@ -18,7 +18,7 @@ def n_frames(
     patch_size: int,   # Bins per patch; 0 means no patching
     patch_stride: int, # Bins between patches
 ):
-    "Frames of a trial: T' = (T − patch_size) // patch_stride + 1 for T bins, and none if it is shorter than a patch."
+    "Frames of a trial: T' = (T − patch_size) // patch_stride + 1 for T bins, and 0 if it is shorter than a patch."
     if patch_size == 0: return n_bins
     n = (n_bins - patch_size) // patch_stride + 1
     return (n + abs(n)) // 2  # max(n, 0), for a number, an array and a tensor of every framework
@@ -29,7 +29,7 @@ def round_length(
     patch_size: int,    # Bins in a patch; 0 means no patching
     patch_stride: int,  # Bins between patches
 ) -> np.ndarray:
-    "Lengths rounded up to `patch_size + k*patch_stride`, of which a model with patches uses every bin."
+    "Round lengths up to `patch_size + k*patch_stride`, so that the last patch is full."
     n_bins = np.asarray(n_bins)
     if not patch_size: return n_bins
     n_patches_more = -(-np.maximum(n_bins - patch_size, 0)//patch_stride)  # rounded up
@@ -42,7 +42,7 @@ def frames_needed(class_ids: np.ndarray) -> int:
 
 # %% ../../nbs/core/09_ctc.ipynb #c014
 def collapse(path: np.ndarray) -> np.ndarray:
-    "CTC's labels of a path of classes `[T']` (Graves et al., 2006): repetitions count once, blanks not at all."
+    "CTC's labels of a path of classes `[T']` (Graves et al., 2006): repetitions count once, blanks are removed."
     path = np.asarray(path)
     return path[(path != BLANK) & (path != np.r_[BLANK, path[:-1]])]
 
@@ -54,54 +54,47 @@ def greedy(
     return collapse(np.asarray(log_probs).argmax(-1))
 
 # %% ../../nbs/core/09_ctc.ipynb #c020
-_FLOOR = -1e4     # Log-probability that stands for all lower ones
-_TOLERANCE = 0.02 # A row's log-sum may be off by this: half precision
+_FLOOR = -1e4     # Lowest log-probability; lower ones are raised to it
+_TOLERANCE = 0.02 # Largest deviation of a row's log-sum, for half precision
 
-_FINE, _NOT_A_NUMBER, _ALL_ZERO, _WRONG_SUM = range(4) # Faults of a frame
-
-def _first_fault(x: np.ndarray) -> tuple[int, int]:
-    "The first frame of [T', K] with a fault, and the fault; `_FINE` if there is none."
-    top = x.max(axis=1) # NaN where there is one
+def _fault(x: np.ndarray) -> str:
+    "The first frame of [T', K] that does not have log-probabilities, what is wrong with it and what to do; '' if none."
+    top = x.max(axis=1) # NaN if a value is
     with np.errstate(invalid='ignore'): sums = top + np.log(np.exp(x - top[:, None]).sum(axis=1))
-    faults = np.where(np.abs(sums) > _TOLERANCE, _WRONG_SUM, _FINE)
-    faults[top == -np.inf] = _ALL_ZERO
-    faults[np.isnan(top) | (top == np.inf)] = _NOT_A_NUMBER
-    wrong = np.flatnonzero(faults)
-    return (int(wrong[0]), int(faults[wrong[0]])) if len(wrong) else (0, _FINE)
-
-def _describe(fault: int, frame: np.ndarray) -> str:
-    "The end of an error's message: the fault of a frame `[K]`, the expected, and the remedy."
-    if fault == _NOT_A_NUMBER:
+    wrong = np.flatnonzero(~(np.abs(sums) <= _TOLERANCE))
+    if not len(wrong): return ''
+    t = int(wrong[0])
+    frame = x[t]
+    if np.isnan(top[t]) or top[t] == np.inf:
         k = int((np.isnan(frame) | (frame == np.inf)).argmax())
-        return f', class {k}: found {frame[k]}, expected log-probabilities; look for overflow in the model'
-    if fault == _ALL_ZERO:
-        return ': found -inf for every class, expected probabilities that sum to 1; look for overflow in the model'
+        return f'{t}, class {k}: found {frame[k]}, expected log-probabilities; look for overflow in the model'
+    if top[t] == -np.inf:
+        return f'{t}: found -inf for every class, expected probabilities that sum to 1; look for overflow in the model'
     if frame.min() >= 0 and abs(frame.sum() - 1) <= _TOLERANCE:
-        return ': found probabilities, expected their logarithms; use np.log, or log_softmax in place of softmax'
+        return f'{t}: found probabilities, expected their logarithms; use np.log, or log_softmax in place of softmax'
     with np.errstate(over='ignore'): total = np.exp(frame).sum()
     remedy = 'these are logits, use log_softmax' if frame.any() else 'cut padding off, or give decode_batch the lengths'
-    return f': the probabilities sum to {total:.4g}, expected 1; {remedy}'
+    return f'{t}: the probabilities sum to {total:.4g}, expected 1; {remedy}'
 
 def to_numpy(x: Any) -> np.ndarray:
-    "Numbers as an array of NumPy; PyTorch's tensors lose gradient and device, and become float64, as bfloat16 must."
+    "Numbers as a NumPy array; PyTorch's tensors are detached and become float64, since NumPy has no bfloat16."
     if isinstance(x, list | tuple) and x and hasattr(x[0], 'detach'): return np.array([to_numpy(row) for row in x])
     return np.asarray(x.detach().cpu().double() if hasattr(x, 'detach') else x)
 
 def check_log_probs(
-    log_probs: Any,                # Log-probabilities [T', K], as `to_numpy` takes them
-    n_classes: int | None = None,  # K; none: any number
-) -> np.ndarray:                   # A copy in float64, none below -10000
+    log_probs: Any,                # Log-probabilities [T', K], as an array, a tensor or lists
+    n_classes: int | None = None,  # K; None: any number
+) -> np.ndarray:                   # A copy in float64, at least -10000
     "Log-probabilities that can be searched; raises `ValueError` that names the frame, what was found and what to do."
     try: x = np.array(to_numpy(log_probs), dtype=np.float64, order='C') # A copy, which may be changed
     except (TypeError, ValueError):
-        raise TypeError(f'log_probs: found a {type(log_probs).__name__} that is no array of numbers, expected one row '
-                        'of log-probabilities per frame') from None
+        raise TypeError(f'log_probs: found a {type(log_probs).__name__} that is not an array of numbers, expected one '
+                        'row of log-probabilities per frame') from None
     if x.ndim != 2 or x.shape[1] < 2 or (n_classes and x.shape[1] != n_classes):
         raise ValueError(f"log_probs: found shape {x.shape}, expected [T', {n_classes or 'K'}], "
                          'one row of log-probabilities per frame'
                          + '; LexiconBeamDecoder.decode_batch takes batches'*(x.ndim == 3))
-    t, fault = _first_fault(x)
-    if fault: raise ValueError(f'log_probs, frame {t}{_describe(fault, x[t])}')
+    if fault := _fault(x): raise ValueError(f'log_probs, frame {fault}')
     return np.maximum(x, _FLOOR, out=x)
 
 # %% ../../nbs/core/09_ctc.ipynb #c023
@@ -109,12 +102,12 @@ def align(
     log_probs: np.ndarray, # Log-probabilities [T', K]
     class_ids: np.ndarray, # Labels [S], without blanks
 ) -> np.ndarray:           # First and last frame of each label [S, 2]
-    "Viterbi alignment of labels with frames (Viterbi, 1967); raises `ValueError` where there are too few frames."
+    "Viterbi alignment of labels with frames (Viterbi, 1967); raises `ValueError` if there are too few frames."
     log_probs = check_log_probs(log_probs)
     ids = np.asarray(class_ids)
     states = np.zeros(2*len(ids) + 1, dtype=int) # A blank before, between and after the labels
     states[1::2] = ids
-    skips_blank = np.zeros(len(states), dtype=bool) # Where the blank before may be left out
+    skips_blank = np.zeros(len(states), dtype=bool) # States that may follow without the blank before them
     skips_blank[3::2] = ids[1:] != ids[:-1]
     score = np.full(len(states), -np.inf)
     score[0] = 0.0

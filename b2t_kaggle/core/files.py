@@ -17,6 +17,7 @@ import hashlib
 import io
 import os
 import platform
+import pwd
 import re
 import resource
 import secrets
@@ -32,25 +33,25 @@ from pathlib import Path, PureWindowsPath
 # %% ../../nbs/core/02_files.ipynb #c008
 @cache
 def _place() -> str:
-    "A short hash of the machine since its start, and of the container on it, in which process numbers are unique."
+    "Short hash of the machine, its boot and the container, in which PIDs are unique."
     try: facts = Path('/proc/sys/kernel/random/boot_id').read_text(), os.readlink('/proc/self/ns/pid')
     except OSError: facts = (platform.node(),)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
 
 def _process(pid: int) -> tuple[str, str]:
-    "State of a process, `Z` for one that has ended and was not waited for, and when it began; `0` where it is unknown."
+    "State of a process, `Z` for a zombie, and when it began; `0` if that is unknown."
     try: fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
     except OSError: return '', '0'
     return fields[0], fields[19]
 
 def _owner(pid: int | None = None) -> str:
-    "A name of a process, none means this one: place, number and beginning."
+    "Identity of a process, by default of this one: place, PID and beginning."
     pid = pid or os.getpid()
     return f'{_place()}-{pid}-{_process(pid)[1]}'
 
 def _is_running(pid: int, begin: str) -> bool:
-    "Whether there is the process of this number that began then."
-    try: os.kill(pid, 0)  # Signal 0 only asks
+    "Whether a process with this PID that began then is running."
+    try: os.kill(pid, 0)  # Signal 0 only checks
     except ProcessLookupError: return False
     except PermissionError: pass  # It belongs to another user
     state, began = _process(pid)
@@ -58,47 +59,44 @@ def _is_running(pid: int, begin: str) -> bool:
 
 # %% ../../nbs/core/02_files.ipynb #c011
 _TEMPORARY = re.compile(r'\.(?P<name>.+)\.(?P<place>[0-9a-f]{8})-(?P<pid>\d+)-(?P<begin>\d+)\.tmp(\..*)?')
-_UNTOUCHED = 24*3600 # Seconds after which nobody writes any more
+_UNTOUCHED = 24*3600 # Seconds without a change after which a writer elsewhere counts as dead
 
-def _is_abandoned(path: Path, owner: re.Match) -> bool:
-    "Whether whoever wrote a temporary file or folder is dead; one from another place counts as dead after a day."
-    if owner['place'] == _place(): return not _is_running(int(owner['pid']), owner['begin'])
-    newest = max(p.lstat().st_mtime for p in (path, *path.rglob('*')))
-    return time.time() - newest > _UNTOUCHED
+def _is_mine(s: os.stat_result) -> bool:
+    "Whether this is a plain file or folder of this user; a link is neither."
+    return s.st_uid == os.geteuid() and (stat.S_ISREG(s.st_mode) or stat.S_ISDIR(s.st_mode))
 
-def _is_own(found: os.stat_result) -> bool:
-    "Whether it is a plain file or folder of this user; a link is neither."
-    return found.st_uid == os.geteuid() and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
-
-def _remove_leftover(path: Path, target: Path) -> None:
-    "Remove a temporary file or folder; the folder that it was to replace is put back."
-    if not stat.S_ISDIR(path.lstat().st_mode): return path.unlink()
+def _remove_leftover(path: Path, writer: re.Match) -> None:
+    "Remove a temporary file or folder if its writer is dead; put the folder back that it was replacing."
+    s = path.lstat()
+    if not _is_mine(s): return
+    if writer['place'] == _place():
+        if _is_running(int(writer['pid']), writer['begin']): return
+    elif time.time() - max(p.lstat().st_mtime for p in (path, *path.rglob('*'))) <= _UNTOUCHED: return
+    if not stat.S_ISDIR(s.st_mode): return path.unlink()
+    target = path.with_name(writer['name'])
     if (path/'old').exists() and not target.exists():
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) # It may have become a link meanwhile
         try:
-            if _is_own(os.fstat(fd)) and stat.S_ISDIR(os.lstat('old', dir_fd=fd).st_mode):
+            if _is_mine(os.fstat(fd)) and stat.S_ISDIR(os.lstat('old', dir_fd=fd).st_mode):
                 os.replace('old', target, src_dir_fd=fd)
         finally: os.close(fd)
-    shutil.rmtree(path) # Follows no link
+    shutil.rmtree(path) # Does not follow links
 
 def clear_leftovers(
-    folder: str | Path,     # It need not exist
-    within: bool = False,   # Also in all folders in it
+    folder: str | Path,     # Folder to clear, if it exists
+    within: bool = False,   # Also clear all folders in it
 ) -> None:
-    "Remove temporary files that killed writers left; those of living ones, links, and what cannot be removed stay."
+    "Remove temporary files of killed writers, as far as they can be removed; links and files of living writers stay."
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
-            owner = _TEMPORARY.fullmatch(name) if name[0] == '.' else None
-            if owner is None: continue
-            path = Path(parent, name)
+            writer = _TEMPORARY.fullmatch(name) if name[0] == '.' else None
             with suppress(OSError): # Another process may have been faster
-                if _is_own(path.lstat()) and _is_abandoned(path, owner):
-                    _remove_leftover(path, path.with_name(owner['name']))
+                if writer: _remove_leftover(Path(parent, name), writer)
         if not within: break
 
 # %% ../../nbs/core/02_files.ipynb #c016
 class WriteError(OSError):
-    "A file that is not written; the message names it, why, what was kept, and what to do."
+    "A file that is not written; the message says which one, why, what was kept, and what to do."
 
 _MAKE_ROOM = 'make room there, or choose a folder on another disk (TMPDIR for temporary files)'
 _ELSEWHERE = 'choose another folder, or have its permissions changed'
@@ -110,17 +108,17 @@ _FULL = {
     errno.EDQUOT: ("the disk's quota for this user is used up", _MAKE_ROOM),
     errno.EFBIG: ('files of this process may not grow that large (ulimit -f)', _RAISE),
 }
-_REFUSED = { # Reading can have the same reasons, so they count only for the file that is written
+_REFUSED = { # Also errors of reading, so they count only for the file that is written
     errno.EROFS: ('the disk is read-only', 'choose a folder on another one'),
     errno.EACCES: ('this user may not write there', _ELSEWHERE),
     errno.EPERM: ('this user may not write there', _ELSEWHERE),
     errno.EIO: ('the disk reports an error', 'have it checked, and choose another one'),
-    errno.ESTALE: ('the disk went away', 'see that it stays'),
+    errno.ESTALE: ('the disk was disconnected', 'keep it connected'),
     errno.ENOTDIR: _IN_THE_WAY,
     errno.EEXIST: _IN_THE_WAY,
-    errno.ENOENT: ('its temporary file was removed while it was written', 'see that nobody does'),
+    errno.ENOENT: ('its temporary file was removed while it was written', 'find out by which program'),
 }
-_LIMITS = { # With the words of other libraries for it
+_LIMITS = { # Reason, advice, and the words of other libraries
     errno.EMFILE: ('this process may open no more files (ulimit -n)', f'{_RAISE}, as by `ulimit -n 4096`',
                    'Too many open files'),
     errno.ENFILE: ('the whole system can open no more files', 'end other programs', 'Too many open files in system'),
@@ -131,46 +129,46 @@ _LIMITS = { # With the words of other libraries for it
 }
 _MESSAGES = re.compile(r'errno = (?P<number>\d+)|(?P<full>No space left on device)|File too large')
 
-def _system_error(error: BaseException | None) -> tuple[int, str | None]:
-    "Number and file of the system's error behind an exception or in its text; without one the number is 0."
-    while error is not None:
-        if isinstance(error, OSError) and error.errno: return error.errno, error.filename
-        if m := _MESSAGES.search(str(error)):
-            return int(m['number'] or (errno.ENOSPC if m['full'] else errno.EFBIG)), None
-        error = error.__cause__ or error.__context__
-    return 0, None
-
 def write_error(error: Exception, path: Path, scratch: Path) -> WriteError | None:
-    "The error about a file, or its temporary name, for an exception; `None` if it has nothing to do with writing."
-    number, name = _system_error(error)
+    "The error about a file, or its temporary name, for an exception; `None` if the exception is not about writing."
+    number, name = 0, None # Of the system's error that caused the exception
+    cause: BaseException | None = error
+    while cause is not None and not number:
+        if isinstance(cause, OSError) and cause.errno: number, name = cause.errno, cause.filename
+        elif m := _MESSAGES.search(str(cause)):
+            number = int(m['number'] or (errno.ENOSPC if m['full'] else errno.EFBIG))
+        cause = cause.__cause__ or cause.__context__
     file = None if name is None else Path(os.fsdecode(name))
-    own = file is not None and (file in (scratch, path, *path.parents) or scratch in file.parents)
-    reason = _FULL.get(number) or (_REFUSED.get(number) if own else None)
+    is_about_it = file is not None and (file in (scratch, path, *path.parents) or scratch in file.parents)
+    reason = _FULL.get(number) or (_REFUSED.get(number) if is_about_it else None)
     if number == errno.ENOSPC:
         with suppress(OSError):
             disk = os.statvfs(path.parent)
             if disk.f_files > 0 and disk.f_favail == 0 and disk.f_bavail > 0:
-                reason = 'the disk has room, but not for one more file (no inodes are left: `df -i`)', _MAKE_ROOM
+                reason = 'the disk has no inodes left for another file (`df -i`)', _MAKE_ROOM
     if not path.parent.is_dir() and (reason is None or number == errno.ENOENT):
-        reason = 'its folder went away while it was written', 'see that nobody removes it'
+        reason = 'its folder disappeared while it was written', 'find out which program removed it'
     if reason is None: return None
-    kept = 'what was there is as it was' if path.exists() else 'no part of it was left'
-    found = WriteError(f'{path}: not written, because {reason[0]}; {kept}. To do: {reason[1]}, and run it again')
-    found.errno = number
-    return found
+    kept_part = 'the old one is unchanged' if path.exists() else 'no part of it was left'
+    failure = WriteError(f'{path}: not written, because {reason[0]}; {kept_part}. To do: {reason[1]}, and run it again')
+    failure.errno = number
+    return failure
 
 def reached_limit(text: str) -> str | None:
-    "The limit of the system that an error's text is about, with what to do; `None` for other errors."
-    if 'unable to lock' in text: return None # HDF5's words for a file that another process has
-    found = [(cause, advice) for cause, advice, words in _LIMITS.values() if re.search(words, text)]
-    return '{}; {}, and run it again'.format(*found[-1]) if found else None
+    "The limit of the system behind an error's text, with what to do; `None` for other errors."
+    if 'unable to lock' in text: return None # HDF5's words for a file that another process has open
+    limits = [(limit, advice) for limit, advice, words in _LIMITS.values() if re.search(words, text)]
+    return '{}; {}, and run it again'.format(*limits[-1]) if limits else None
 
 def explain_error(error: BaseException) -> str:
     "The text of an error; if a limit of the system caused it, that limit and what to do."
     text = str(error)
     if isinstance(error, WriteError): return text
-    if isinstance(error, OSError) and error.errno in (*_FULL, errno.EROFS) and error.filename: # Of writing alone
-        return str(write_error(error, Path(error.filename), Path(error.filename)) or text)
+    if isinstance(error, OSError) and error.errno in (*_FULL, errno.EROFS): # Errors of writing only
+        if error.filename: return str(write_error(error, Path(error.filename), Path(error.filename)) or text)
+        for number, name in (1, 'standard output'), (2, 'standard error'):
+            try: os.write(number, b'\n') # A file that is open, which these streams are, has no name in its errors
+            except OSError: return f'{name}: cannot be written ({error.strerror}); {_MAKE_ROOM}'
     limit = reached_limit(f'{type(error).__name__}: {text}')
     return f'{limit} ({text or type(error).__name__})' if limit else text
 
@@ -182,10 +180,10 @@ def check_output(
     path: str | Path,         # File or folder that will be written or replaced
     is_folder: bool = False,  # Whether a folder is expected
 ) -> None:
-    "Raise `WriteError` if something of another kind is there."
+    "Raise `WriteError` if something of another kind exists there."
     expected = 'a folder' if is_folder else 'a file'
     try: kind = _KINDS[stat.S_IFMT(os.stat(path).st_mode)]
-    except OSError: return # Nothing is there, or the writer will say what is wrong
+    except OSError: return # It does not exist, or the writer will report the error
     if kind != expected: raise WriteError(f'{path}: found {kind}, expected {expected} or nothing; choose another name')
 
 # %% ../../nbs/core/02_files.ipynb #c022
@@ -194,19 +192,19 @@ def _explained(path: Path, scratch: Path) -> Iterator[None]:
     "Turn errors of writing into a `WriteError` about `path`; leave others as they are."
     try: yield
     except Exception as e:
-        if isinstance(e, WriteError) and not str(e).startswith(f'{scratch}: '): raise # Of a file that this one needs
-        found = write_error(e, path, scratch)
-        if found is None: raise
-        raise found from e
+        if isinstance(e, WriteError) and not str(e).startswith(f'{scratch}: '): raise # About another file
+        failure = write_error(e, path, scratch)
+        if failure is None: raise
+        raise failure from e
 
 @contextmanager
 def atomic_path(
-    path: str | Path,           # The file to be; its folder is made where it is missing
-    durable: bool = False,      # Wait until the disk has the contents, so that they survive a power cut too
-    suffix: str | None = None,  # End of the temporary name, behind `.tmp`; none means the suffixes of `path`
+    path: str | Path,           # Final path; its folder is made if it is missing
+    durable: bool = False,      # Wait until the disk has the contents, so that they survive a power cut
+    suffix: str | None = None,  # End of the temporary name, after `.tmp`; by default the suffixes of `path`
 ) -> Iterator[Path]:
     """A temporary name beside `path`, which becomes `path` at the end of the block, or is removed if the block raises.
-    Raises `WriteError` where the file cannot be written, or `path` is no file."""
+    Raises `WriteError` if the file cannot be written, or `path` is a folder or a device."""
     path = Path(path)
     check_output(path)
     with _explained(path, path):
@@ -232,11 +230,11 @@ def write_whole(path: str | Path, text: str) -> None:
 
 # %% ../../nbs/core/02_files.ipynb #c036
 class DeferringFile(io.FileIO):
-    "A file that keeps the first error of writing for `check`, and writes nothing from then on."
+    "A file that keeps the first error of writing for `check`, and ignores later writes."
     error: OSError | None = None
 
     def write(self, data) -> int:
-        "Write all of it, or seem to."
+        "Write all of it, or pretend to."
         left = memoryview(data).cast('B')
         n_bytes = len(left)
         try:
@@ -245,23 +243,23 @@ class DeferringFile(io.FileIO):
         return n_bytes
 
     def truncate(self, size: int | None = None) -> int:
-        "Change the size, or seem to."
+        "Change the size, or pretend to."
         try:
             if self.error is None: return super().truncate(size)
         except OSError as e: self.error = e
         return self.tell() if size is None else size
 
     def check(self) -> None:
-        "Raise the first error that there was."
+        "Raise the first error of writing."
         if self.error: raise self.error
 
 # %% ../../nbs/core/02_files.ipynb #c041
 @contextmanager
 def scratch_folder(
-    parent: str | Path | None = None, # Where to make it; none means the system's folder for temporary files
-    name: str = 'b2t',                # Stands in its name
+    parent: str | Path | None = None, # Folder to make it in; by default the system's folder for temporary files
+    name: str = 'b2t',                # Part of its name
 ) -> Iterator[Path]:
-    "A new folder that is removed at the end of the block. Raises `WriteError` where there is no room in it."
+    "A new folder that is removed at the end of the block. Raises `WriteError` if it cannot be written to."
     parent = Path(parent or tempfile.gettempdir())
     with _explained(parent, parent):
         clear_leftovers(parent)
@@ -272,10 +270,10 @@ def scratch_folder(
 
 @contextmanager
 def replaced_folder(
-    folder: str | Path, # The folder to be
+    folder: str | Path, # Final path
 ) -> Iterator[Path]:
-    """The name of a folder beside it, to be made in the block, which takes its place at the end, or is removed if the
-    block raises. Raises `WriteError` where it cannot be written."""
+    """A path beside it, at which the block makes a folder that replaces `folder` at the end, or is removed if the block
+    raises. Raises `WriteError` if it cannot be written."""
     folder = Path(folder)
     check_output(folder, is_folder=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -292,7 +290,7 @@ def replaced_folder(
 # %% ../../nbs/core/02_files.ipynb #c044
 def stays_inside(name: str) -> bool:
     "Whether a path, as in an archive, stays in the folder that it is relative to, on every system."
-    path = PureWindowsPath(name) # Knows / as well as \ and C:
+    path = PureWindowsPath(name) # Understands / as well as \ and C:
     return not (path.drive or path.root or '..' in path.parts or '\0' in name)
 
 # %% ../../nbs/core/02_files.ipynb #c047
@@ -308,14 +306,14 @@ def file_state(path: str | Path) -> tuple[int, int, int] | None:
 @contextmanager
 def unchanged(
     paths: Iterable[str | Path], # Files that the block reads
-    purpose: str,                # Its verb for the error, such as `packed`
+    purpose: str,                # Participle for the error, such as `packed`
 ) -> Iterator[None]:
-    "Raise `ChangedError` where a file changes in the block; an error of the block is probably a consequence, then."
+    "Raise `ChangedError` if a file changes in the block, also in place of an error, which is probably a consequence."
     before = {path: file_state(path) for path in map(Path, paths)}
     def check(error: Exception | None = None):
         for path, state in before.items():
             if file_state(path) == state: continue
-            raise ChangedError(f'{path}: changed while it was {purpose}; nothing was made of it. Wait until it is '
+            raise ChangedError(f'{path}: changed while it was {purpose}; the result was discarded. Wait until it is '
                                'complete, and run it again') from error
     try: yield
     except Exception as e:
@@ -325,38 +323,38 @@ def unchanged(
 
 # %% ../../nbs/core/02_files.ipynb #c050
 def sha256(path: str | Path) -> str:
-    "The file's SHA-256 in hexadecimal; it is read in blocks, so it may be larger than memory."
+    "The file's SHA-256 in hexadecimal; the file may be larger than memory."
     with open(path, 'rb') as f: return hashlib.file_digest(f, 'sha256').hexdigest()
 
 # %% ../../nbs/core/02_files.ipynb #c053
 def format_size(
-    n_bytes: int, # Of a file, or of a place for one
+    n_bytes: int,
 ) -> str:
-    "A number of bytes as people write it, in powers of 1,000: `11.1 GB`, `0.23 GB`."
+    "A number of bytes in powers of 1,000: `11.1 GB`, `0.23 GB`."
     if 1e8 <= n_bytes < 1e9: return f'{n_bytes/1e9:.2f} GB'
     for unit, name in (1e9, 'GB'), (1e6, 'MB'), (1e3, 'kB'):
         if n_bytes >= unit: return f'{n_bytes/unit:.1f} {name}' if n_bytes < 100*unit else f'{n_bytes/unit:,.0f} {name}'
     return f'{n_bytes} bytes'
 
 def _existing(folder: str | Path) -> Path:
-    "A folder, or the nearest one above it that exists."
+    "The folder, or the nearest existing parent."
     folder = Path(folder).absolute()
     while not folder.exists(): folder = folder.parent
     return folder
 
 def free_space(
-    folder: str | Path, # It need not exist yet
-) -> int:               # Bytes that this user can still write there
-    "Room on the disk on which a folder is, or will be."
+    folder: str | Path, # Folder, which need not exist yet
+) -> int:               # Bytes that this user can write there
+    "Free space on the disk of a folder."
     return shutil.disk_usage(_existing(folder)).free
 
 def require_space(
-    folder: str | Path, # Where something is to be written
-    n_bytes: int,       # Its size
-    purpose: str,       # Its name, for the error
-    largest: int = 0,   # Size of its largest file, as far as that is known
+    folder: str | Path, # Folder to write to
+    n_bytes: int,       # Size of the data
+    purpose: str,       # Name of the data, for the error
+    largest: int = 0,   # Size of the largest file, if known
 ) -> None:
-    "Raise `WriteError` if a disk has less room, or files may not grow that large."
+    "Raise `WriteError` if a disk has less space, or files may not grow that large."
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if 0 <= limit < largest:
         raise WriteError(f'{folder}: files of this process may grow to {format_size(limit)} (ulimit -f), expected at '
@@ -368,9 +366,9 @@ def require_space(
 
 # %% ../../nbs/core/02_files.ipynb #c056
 def home_folder() -> Path | None:
-    "The user's home; none where neither `HOME` nor the system knows one, as in a container with a number for a user."
-    try: return Path.home()
-    except RuntimeError: return None
+    "The user's home by `HOME` or the system; `None` without both, as for a container's user without a name."
+    try: return Path(os.environ.get('HOME') or pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError: return None
 
 def is_writable(folder: str | Path) -> bool:
     "Whether this user can write into a folder, or create it."
@@ -386,61 +384,60 @@ def _folder_of_process(pid: int) -> Path:
     return folder
 
 def private_folder() -> Path:
-    "A folder for temporary files that only this user may look into; one for this process where its name is taken."
+    "A folder for temporary files that only this user can read; a folder of this process if its name is taken."
     folder = Path(tempfile.gettempdir())/f'b2t_kaggle-{os.geteuid()}'
     with suppress(FileExistsError): folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    is_private = _is_own(found) and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    s = folder.lstat()
+    is_private = _is_mine(s) and stat.S_ISDIR(s.st_mode) and not s.st_mode & 0o077
     return folder if is_private else _folder_of_process(os.getpid())
 
 def user_cache(
     name: str, # Name of the subfolder
-) -> Path:     # It need not exist
-    "The folder of files that can be made again and serve all runs: in the home folder, else in `private_folder`."
+) -> Path:     # Path of the folder, which need not exist
+    "A folder for files that serve all runs and can be made again: in the home folder, else in `private_folder`."
     home = os.environ.get('XDG_CACHE_HOME') or (home_folder() or Path())/'.cache'
     folder = Path(home)/'b2t_kaggle'/name
     return folder if Path(home).is_absolute() and is_writable(folder) else private_folder()/'cache'/name
 
 # %% ../../nbs/core/02_files.ipynb #c061
-# Variable, where its program writes without it, and the folder instead
+# Variable, the usual folder of its program, and the replacement
 _PLACES = (
-    ('JUPYTER_RUNTIME_DIR', '.local/share/jupyter/runtime', 'jupyter'), # Connection files of the stages' kernels
+    ('JUPYTER_RUNTIME_DIR', '.local/share/jupyter/runtime', 'jupyter'), # Connection files of kernels
     ('IPYTHONDIR', '.ipython', 'ipython'),
     ('MPLCONFIGDIR', '.config/matplotlib', 'matplotlib'),
     ('HF_HOME', '.cache/huggingface', 'huggingface'),
 )
 
 def set_home_variables(
-    env: MutableMapping[str, str] = os.environ, # Environment, which is changed
+    env: MutableMapping[str, str] = os.environ, # Environment to change
 ) -> None:
-    "Set the variables of programs that would write into a home that is missing or read-only."
+    "Set the variables of programs that would write into a missing or read-only home."
     try: has_name = bool(getpass.getuser())
     except (KeyError, OSError, ImportError): has_name = False
-    if not has_name: env.setdefault('USER', str(os.getuid())) # Without a name PyTorch's compiler ends
+    if not has_name: env.setdefault('USER', str(os.getuid())) # Without a name PyTorch's compiler fails
     home = home_folder()
-    if home is None or not home.is_dir():
-        home = private_folder()
-        env['HOME'] = str(home)
-    for name, usual, instead in _PLACES:
+    if home is None or not home.is_dir(): home = private_folder()
+    if home == private_folder() or os.environ.get('HOME') == '': env['HOME'] = str(home)
+    for name, usual, replacement in _PLACES:
         place = home/usual
-        can_read = name == 'HF_HOME' and place.is_dir() # Models may lie there
-        if name not in env and not can_read and not is_writable(place): env[name] = str(private_folder()/instead)
+        can_read = name == 'HF_HOME' and place.is_dir() # It may have models
+        if name not in env and not can_read and not is_writable(place): env[name] = str(private_folder()/replacement)
 
 # %% ../../nbs/core/02_files.ipynb #c065
 _FEW_FILES = 128      # Usual limits are higher
 _NEEDED_FILES = 64    # A stage's kernel opens about 60
-_LITTLE = 8 << 30     # Bytes of addresses; libraries reserve more of them than they use
+_LITTLE = 8 << 30     # Bytes of addresses; libraries reserve more than they use
 
 def likely_cause() -> str:
-    "The probable reason why a process was killed, with what to do."
-    files, memory = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS))
-    found = []
-    if 0 <= files < _FEW_FILES: found.append(f'it may open {files} files at once (ulimit -n), expected {_FEW_FILES}')
-    if 0 <= memory < _LITTLE: found.append(f'it may have {format_size(memory)} of memory (ulimit -v)')
-    return f'most likely because {" and ".join(found)}; raise that' if found else 'most likely for want of memory'
+    "The probable reason why a process was killed, with advice."
+    files, memory = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_AS))
+    causes = []
+    if 0 <= files < _FEW_FILES: causes.append(f'it may open {files} files at once (ulimit -n), expected {_FEW_FILES}')
+    if 0 <= memory < _LITTLE: causes.append(f'it may have {format_size(memory)} of memory (ulimit -v)')
+    return f'most likely because {" and ".join(causes)}; raise that' if causes else 'most likely for want of memory'
 
 def allow_open_files() -> str:
-    "Let this process and its children open as many files as usual; returns the problem if that is too few."
+    "Let this process and its children open as many files as usual; returns the problem, '' if these suffice."
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if not 0 <= soft < _FEW_FILES: return ''
     n = min(hard, _FEW_FILES) if hard >= 0 else _FEW_FILES
@@ -449,13 +446,13 @@ def allow_open_files() -> str:
                                           f'{_NEEDED_FILES}; {_RAISE}, as by `ulimit -n 4096`')
 
 # %% ../../nbs/core/02_files.ipynb #c070
-_NOTED_BYTES = 1 << 24 # Of a file from which on its hash is noted; a smaller one is read in hundredths of a second
-_SHOWN_BYTES = 1 << 27 # From which on there may be something to wait for
-_MAX_NOTES = 1_000     # Then the oldest ones go
-_TICK = 2*10**9        # Nanoseconds in which the clock of a file system may stand still (FAT's does for two seconds)
+_NOTED_BYTES = 1 << 24 # Smallest file whose hash is noted; others are read in hundredths of a second
+_SHOWN_BYTES = 1 << 27 # Smallest total for which progress is shown
+_MAX_NOTES = 1_000     # Beyond it the oldest notes are removed
+_TICK = 2*10**9        # Resolution of a file system's clock in nanoseconds (FAT's is two seconds)
 
 def _hash_note(path: Path) -> Path | None:
-    "Path of the note that holds a file's hash; none for a small file, or one that changed just now."
+    "Path of the note of a file's hash; `None` for a small file, or one that changed just now."
     s = path.stat()
     is_new = abs(time.time_ns() - max(s.st_mtime_ns, s.st_ctime_ns)) < _TICK
     if s.st_size < _NOTED_BYTES or is_new: return None
@@ -463,10 +460,9 @@ def _hash_note(path: Path) -> Path | None:
     return user_cache('hashes')/hashlib.sha256(repr(state).encode()).hexdigest()[:32]
 
 def _sealed(note: Path, digest: str) -> str:
-    "The text of a note, which no other note has, nor a damaged one."
+    "The text of a note with a checksum, which includes the note's name."
     return f'{digest} {hashlib.sha256(f"{note.name} {digest}".encode()).hexdigest()}'
 
-# %% ../../nbs/core/02_files.ipynb #c071
 def _read_hash(path: Path, progress: Callable[[int], object]) -> str:
     sha = hashlib.sha256()
     with open(path, 'rb', buffering=0) as f:
@@ -478,23 +474,23 @@ def _read_hash(path: Path, progress: Callable[[int], object]) -> str:
 def content_hashes(paths: Iterable[str | Path]) -> list[str]:
     """SHA-256 of each file's whole content, in hexadecimal; shows progress if reading takes some seconds.
 
-    A file of 16 MiB or more is read once, and again when its size, its times or its inode has changed."""
+    A file of 16 MiB or more is read once, and again if its size, its times or its inode has changed."""
     from tqdm import tqdm
     files = list(map(Path, paths))
     notes = {f: _hash_note(f) for f in files}
-    found = {}
+    digests = {}
     for f, note in notes.items():
         with suppress(OSError, ValueError): # No note, or a damaged one
-            if note and (text := note.read_text(encoding='utf-8')) == _sealed(note, text[:64]): found[f] = text[:64]
-    todo = [f for f in notes if f not in found]
+            if note and (text := note.read_text(encoding='utf-8')) == _sealed(note, text[:64]): digests[f] = text[:64]
+    todo = [f for f in notes if f not in digests]
     n_bytes = sum(f.stat().st_size for f in todo)
-    with tqdm(total=n_bytes, desc='reading files to know them by their content', unit='B', unit_scale=True, delay=2,
+    with tqdm(total=n_bytes, desc='hashing files', unit='B', unit_scale=True, delay=2,
               disable=n_bytes < _SHOWN_BYTES) as bar:
         for f in todo:
-            found[f] = _read_hash(f, bar.update)
+            digests[f] = _read_hash(f, bar.update)
             if (note := notes[f]) and _hash_note(f) == note:
-                with suppress(OSError): # It can be found again
-                    kept = sorted(note.parent.glob('[!.]*'), key=lambda p: p.stat().st_mtime)
-                    for old in kept[:-_MAX_NOTES]: old.unlink(missing_ok=True)
-                    write_whole(note, _sealed(note, found[f]))
-    return [found[f] for f in files]
+                with suppress(OSError): # It can be computed again
+                    by_age = sorted(note.parent.glob('[!.]*'), key=lambda p: p.stat().st_mtime)
+                    for old in by_age[:-_MAX_NOTES]: old.unlink(missing_ok=True)
+                    write_whole(note, _sealed(note, digests[f]))
+    return [digests[f] for f in files]

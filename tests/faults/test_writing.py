@@ -124,7 +124,7 @@ def test_a_file_that_must_not_grow(room, tmp_path):
             write(path)
             before = contents(tmp_path)
         with largest_file(LIMIT), pytest.raises(WriteError) as error: write(path)
-        check_line(error, path, '(ulimit -f)', 'what was there is as it was' if before else 'no part of it was left')
+        check_line(error, path, '(ulimit -f)', 'the old one is unchanged' if before else 'no part of it was left')
         assert contents(tmp_path) == before
     write(path)
     assert len(contents(tmp_path)) == 1
@@ -154,7 +154,7 @@ def test_a_folder_that_goes_away(tmp_path, monkeypatch):
     for room in ('store', 'checkpoint', 'arpa', 'n-best'):
         name, write = WRITERS[room]
         with pytest.raises(WriteError) as error: write(tmp_path/'run'/name)
-        check_line(error, tmp_path/'run'/name, 'its folder went away while it was written')
+        check_line(error, tmp_path/'run'/name, 'its folder disappeared while it was written')
         assert list(tmp_path.iterdir()) == []
 
 
