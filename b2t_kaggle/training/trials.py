@@ -6,6 +6,8 @@
 __all__ = ['bucket_lengths', 'name_trials', 'usable_trials', 'model_days', 'check_participants', 'smoothing_edges']
 
 # %% ../../nbs/training/01_trials.ipynb #c002
+import warnings
+
 import numpy as np
 
 from ..config import Config
@@ -51,8 +53,8 @@ def usable_trials(
     "Indices of trials that CTC can align, however much augmentation cuts `[n]`. Raises `TrainingError` for none."
     left_out = _unalignable(store, cfg, max(cfg.augment.random_cut - 1, 0))
     if left_out.any() and verbose:
-        print(f'left out of training, {left_out.sum()} trials with too few frames for their labels: '
-              f'{name_trials(store, np.flatnonzero(left_out))}')
+        warnings.warn(f'left out of training, {left_out.sum()} trials with too few frames for their labels: '
+                      f'{name_trials(store, np.flatnonzero(left_out))}', stacklevel=2)
     if left_out.all():
         raise TrainingError(f'{store.path}: no trial is left to train on, so there are no lengths to make batches of; '
                             'check the data with `b2t check`')
