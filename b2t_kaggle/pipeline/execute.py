@@ -161,7 +161,6 @@ def run_if_stale(stage: StageRun, forced: bool) -> str:
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c016
 def _row(stage: StageRun, status: str) -> dict:
-    "Row of the closing table."
     if status == 'not needed': return dict(stage=stage.name, state=status, seconds=0, metrics='')
     stamp = stage.stamp
     state = 'done' if stamp.get('finished') else 'stopped early'

@@ -250,11 +250,8 @@ def find_source(
     hint = did_you_mean(Path(source).name, names, '`b2t runs` lists them' if names else '')
     raise PipelineError(f'{source}{otherwise}{hint}')
 
-def logit_files(
-    member: str | Path, # LogitStore, folder of a run, or name of a run
-    out: str | Path,    # Folder of the runs
-) -> list[Path]:
-    "The LogitStores that a run has of val and test, or the file itself. Raises `PipelineError` without any."
+def logit_files(member: str | Path, out: str | Path) -> list[Path]:
+    "The LogitStores of a run (a folder or a name), or the file itself. Raises `PipelineError` without any."
     bare = next((f for f in (Path(member), Path(out)/member) if (f/'logits').is_dir()), None) # Perhaps copied alone
     folder = bare or find_source(member, out, f' is neither a LogitStore nor a run in {out}')
     if folder.is_file(): return [folder]
@@ -266,11 +263,8 @@ def logit_files(
     raise PipelineError(f'{folder} has no log-probabilities yet; `b2t {verb}` on this run makes them')
 
 # %% ../../nbs/pipeline/07_run.ipynb #c024
-def hypothesis_files(
-    member: str | Path, # File of hypotheses, folder of a run, or name of a run
-    out: str | Path,    # Folder of the runs
-) -> dict[str, Path]:
-    "Files with the hypotheses of a run, or the file itself, by split. Raises `PipelineError` without any."
+def hypothesis_files(member: str | Path, out: str | Path) -> dict[str, Path]:
+    "Hypotheses of a run (a folder or a name), or the file itself, by split. Raises `PipelineError` without any."
     folder = find_source(member, out, f' is neither a file of hypotheses nor a run in {out}')
     if folder.is_file():
         named = sorted(set(re.findall('[a-z]+', folder.stem.lower())) & {'val', 'test'})

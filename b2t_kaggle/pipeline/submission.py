@@ -53,7 +53,6 @@ def _text_problem(text) -> str | None:
             'normalize_sentence')
 
 def _text_warnings(texts: list[str]) -> list[str]:
-    "Warnings about texts that are allowed but probably mistakes."
     return ([f'id {i}: empty text' for i, t in enumerate(texts) if not t.strip()] +
             [f'id {i}: {t!r} is read as a missing value by pandas' for i, t in enumerate(texts) if t in _MISSING])
 

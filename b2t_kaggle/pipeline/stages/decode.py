@@ -27,7 +27,6 @@ def _tuning(run, decoder, spoken):
     return result
 
 def _decoders(run, decoder, tuning, spoken) -> dict[str, list]:
-    "A decoder for each trial of each split."
     decoders = {split: [decoder]*len(run.log_probs(split)) for split in run.splits}
     if not tuning: return decoders
     tuned = {w: decoder.with_options(**w._asdict()) for w in {tuning.weights, *tuning.held_out(len(spoken))}}

@@ -13,14 +13,12 @@ from .stage import PAGE, SUBMISSION, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/14_report.ipynb #c005
 def _is_tuned(run, stamps, tuning) -> bool:
-    "Whether weights were tuned on val."
     cfg = run.cfg
     def is_kept(name): return stamps.get(name, {}).get('metrics', {}).get('kept', True)
     return any([tuning and tuning.weights != tuning.start, cfg.rescore.llm and cfg.rescore.tune and is_kept('rescore'),
                 cfg.combine.sources and is_kept('combine')])
 
 def _summary(run, results, stamps, tuning) -> str:
-    "Description of the run, and its error rates."
     from b2t_kaggle.metrics.comparison import PER, WER
     from b2t_kaggle.pipeline.report import headline
     about = describe_run(run.cfg, run.base_preset)
@@ -42,7 +40,6 @@ def _summary(run, results, stamps, tuning) -> str:
     return '\n'.join(parts)
 
 def _weights(run, stamps, tuning) -> str:
-    "Weights of the search, tuned or as configured."
     from b2t_kaggle.core.pages import figure, table
     from b2t_kaggle.decoding.tuning import plot_tuning
     if tuning:
@@ -57,7 +54,6 @@ def _weights(run, stamps, tuning) -> str:
 
 # %% ../../../nbs/pipeline/stages/14_report.ipynb #c007
 def _groups(results) -> str:
-    "Error rates by corpus, length, sentence and session."
     from b2t_kaggle.core.pages import figure
     from b2t_kaggle.metrics.comparison import result_table
     from b2t_kaggle.pipeline.report import group_table, plot_sessions

@@ -63,7 +63,7 @@ class Rescore(Stage):
         from b2t_kaggle.pipeline.results import participant_rates, spoken_trials, write_all_lists
         from b2t_kaggle.rescoring.mixture import write_weights
         nbest = run.lists_for(self.name)
-        scored: dict[str, dict] = {split: {} for split in nbest}
+        scored = {split: {} for split in nbest}
         for split in nbest:
             if progress.pending_trials(split) is None: continue
             scored[split] = {i: hyps for i, hyps in enumerate(read_nbest(run.dir/f'scored_{split}.jsonl')) if hyps}
