@@ -165,7 +165,7 @@ def test_refuses(tmp_path):
     first_bigram = content.split('\\2-grams:\n')[1].split('\n')[0]
     content = content.replace('\n\n\\end', f'\n{first_bigram}\n\n\\end')
     (tmp_path/'twice.arpa').write_text(content.replace(f'ngram 2={n_bigrams}', f'ngram 2={n_bigrams + 1}'))
-    with pytest.raises(ArpaError, match='twice.arpa: a 2-gram stands twice'):
+    with pytest.raises(ArpaError, match='twice.arpa: a 2-gram occurs twice'):
         prune_ngram(tmp_path/'twice.arpa', tmp_path/'x', 0)
     (tmp_path/'no.arpa').write_text('\\data\\\nngram 1=1\n\n\\1-grams:\n-1\ta\n\n\\end\\\n')
     with pytest.raises(ArpaError, match='no.arpa: the model has no unigram <s>'):

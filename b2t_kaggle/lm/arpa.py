@@ -63,7 +63,7 @@ def whole(path: str | Path) -> Iterator[None]:
 
 def open_text(
     path: str | Path, # The file; one to be written is gzipped if it ends in `.gz`
-    mode: str,        # As in `open`; a `b` gives its bytes
+    mode: str,        # Mode as for `open`; a `b` opens it as bytes
 ):
     """Open a UTF-8 text file; a byte order mark at its beginning is left out.
 
@@ -195,7 +195,7 @@ def _joined(words: Collection[bytes]) -> tuple[np.ndarray, np.ndarray]:
 def word_table(
     words: Collection[bytes], # All different
 ) -> WordTable:
-    "Number words as they come; raises `ValueError` where two cannot be told apart."
+    "Number words in their order. Raises `ValueError` for two words with the same hash."
     size = 1 << (2*len(words) + 2).bit_length()
     table = WordTable(np.full(size, -1), np.zeros(size, np.int32))
     same = _fill(table, *_joined(words))
@@ -220,7 +220,7 @@ def _is_space(c): return c == _SPACE or 9 <= c <= 13
 
 @_jit
 def _field(text, at):
-    "Begin and end of the next field on the line, both the same where there is none."
+    "Begin and end of the next field on the line; an empty range at the end of the line."
     while at < len(text) and text[at] != _NEWLINE and _is_space(text[at]): at += 1
     end = at
     while end < len(text) and not _is_space(text[end]): end += 1
@@ -469,7 +469,7 @@ class ArpaReader(_Head):
 # %% ../../nbs/lm/00_arpa.ipynb #c042
 def read_arpa(
     path: str | Path, # ARPA file, plain or .gz
-) -> Arpa:            # All of it; words as `ArpaReader` has them
+) -> Arpa:            # The whole model, its words in lower case
     "Read an n-gram model into memory; raises `ArpaError` that names file and line."
     reader = ArpaReader(path)
     pieces = defaultdict(list) # Of each order
@@ -481,7 +481,7 @@ def read_arpa(
 # %% ../../nbs/lm/00_arpa.ipynb #c045
 def model_words(
     path: str | Path, # ARPA file, plain or .gz
-) -> list[str]:       # As `ArpaReader` has them, without marks such as `<s>`
+) -> list[str]:       # Words in lower case, without marks such as `<s>`
     "The words of an n-gram model; raises `ArpaError` that names file and line."
     reader = ArpaReader(path)
     for piece in reader:

@@ -58,7 +58,7 @@ def empty_table(n: int) -> np.ndarray:
 def first_place(
     arcs, # Hash table
     key,  # state · 2^32 + word
-) -> int: # Where the key is, unless another one was put there before
+) -> int: # Place of the key, unless another one was put there before
     "The place where the search for an arc begins."
     h = key ^ (key >> 31)
     h *= -7046029254386353131 # Fibonacci hashing, 2^64 / golden ratio
@@ -69,7 +69,7 @@ def first_place(
 def find(
     arcs, # Hash table
     key,  # state · 2^32 + word
-) -> int: # Where the key is, or the free place where it would be put
+) -> int: # Place of the key, or the free place for it
     "Look an arc up."
     i = first_place(arcs, key)
     while arcs[i].key != key and arcs[i].key != -1:
@@ -120,7 +120,7 @@ def word_scores(
 # %% ../../nbs/lm/09_automaton.ipynb #c014
 @_jit
 def _state_of(arcs, ids, begin):
-    "The state of the n-gram ids[begin:], -1 where there is none."
+    "The state of the n-gram ids[begin:], or -1."
     state = 1 + np.int64(ids[begin])
     for k in range(begin + 1, len(ids)):
         i = find(arcs, (state << 32) | np.int64(ids[k]))
@@ -162,7 +162,7 @@ def _add_ngrams(arcs, states, first_state, grams, highest):
 # %% ../../nbs/lm/09_automaton.ipynb #c017
 @_jit
 def _merge_states(lm):
-    "Replace each state that nothing goes on from, and that has no backoff weight, by its suffix."
+    "Replace each state without longer n-grams and without a backoff weight by its suffix."
     n_states = len(lm.states)
     goes_on = np.zeros(n_states, np.bool_)
     merged = np.zeros(n_states, np.int32) # The state that stands for each
@@ -243,7 +243,7 @@ def _key(path: Path) -> bytes:
     with suppress(OSError):
         if not place.exists():
             with atomic_path(place) as scratch:
-                scratch.touch(0o600) # Nobody else may read it
+                scratch.touch(0o600) # Readable only by this user
                 scratch.write_bytes(os.urandom(32))
     try: secret = place.read_bytes()
     except OSError: secret = os.urandom(32) # No arrays are found again then
@@ -305,7 +305,7 @@ class Automaton:
 
     def __init__(self,
         path: Path,  # ARPA file; `Automaton.load` reads one
-        facts: dict, # Its order, n-grams per order, and ids of `<s>`, `</s>` and `<unk>`
+        facts: dict, # Order, n-grams per order, and ids of `<s>`, `</s>` and `<unk>`
         arrays: dict[str, np.ndarray], # `keys` and `ids` of words' hashes [H], `arcs` [A], `first` [V], `states` [S]
     ):
         self.path = path

@@ -30,7 +30,7 @@ class BackoffModel(NamedTuple):
     tables: list[BackoffTable] # n-grams per order, unigrams first
 
 def _find(key: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    "Row of each query, -1 where there is none."
+    "Row of each query, or -1."
     if not len(key): return np.full(len(queries), -1)
     at = np.minimum(np.searchsorted(key, queries), len(key) - 1)
     return np.where(key[at] == queries, at, -1)
@@ -47,7 +47,7 @@ def from_arpa(
     words: list[str] | None = None, # Vocabulary to number words by, with all of the model's words; none means those
     path: str | Path | None = None, # The model's file, to be named in errors
 ) -> BackoffModel:                  # The same model
-    "A model in arrays; raises `ArpaError` if an n-gram stands twice or `<s>` or `</s>` is missing."
+    "A model in arrays; raises `ArpaError` for a repeated n-gram, or without `<s>` or `</s>`."
     prefix = f'{path}: ' if path else ''
     for mark in ('<s>', '</s>'):
         if mark not in model.words:
@@ -83,7 +83,7 @@ def from_arpa(
         order = np.argsort(key)
         key = key[order]
         if (np.diff(key) == 0).any():
-            raise ArpaError(f'{prefix}a {g.ids.shape[1]}-gram stands twice in the model; remove one of them')
+            raise ArpaError(f'{prefix}a {g.ids.shape[1]}-gram occurs twice in the model; remove one of them')
         prob = 10.**g.log_prob[order].astype(float)
         unknown = np.isnan(prob)
         below = tables[-1]
@@ -112,7 +112,7 @@ def renormalize(
     for t, kept in zip(model.tables[1:], keep[1:]):
         below = tables[-1]
         mass, mass_below = _backoff_mass(t, below, kept, n_words)
-        # Where every word follows, the weight has no effect
+        # If every word follows, the weight has no effect
         alpha = np.divide(mass, mass_below, out=np.ones(len(mass)), where=mass_below > 1e-12)
         tables[-1] = below._replace(backoff=alpha)
         backed_off = alpha[t.key//n_words]*below.prob[t.suffix]
@@ -190,10 +190,10 @@ def prune_ngram(
 
 # %% ../../nbs/lm/10_backoff.ipynb #c034
 def write_grammar(
-    phrases: Iterable[str] | Mapping[str, float], # All that may be said, equally likely; or with weights
+    phrases: Iterable[str] | Mapping[str, float], # Allowed sentences, equally likely or with weights
     path: str | Path,                             # ARPA file to write
 ) -> Path:                                        # `path`
-    "Write a model whose sentences are the phrases. Raises `ValueError` that names a phrase which is none."
+    "Write a model whose sentences are the phrases. Raises `ValueError` that names an unusable phrase."
     if isinstance(phrases, str):
         raise TypeError(f'phrases: found the text {phrases[:60]!r}, expected a list of phrases')
     weights: Counter = Counter() # Of each phrase's words

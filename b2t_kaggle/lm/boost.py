@@ -37,8 +37,7 @@ class Boost(NamedTuple):
         return [[p.upper().rstrip('012') for p in w.split()] for w in (self.pronunciation or '').split('|') if w]
 
 def _checked(boost: Boost, bonuses: dict[str, float]) -> Boost:
-    """A boost with a normalised phrase, whose bonus is noted; raises `ValueError` where it is none, or where its phrase
-    has another bonus already."""
+    "A boost with a normalised phrase; raises `ValueError` for an unusable one, or another bonus of the same phrase."
     if not isinstance(boost.phrase, str): raise ValueError(f'found {boost.phrase!r}, expected a word or phrase')
     boost = boost._replace(phrase=normalize_sentence(boost.phrase))
     if not re.search('[a-z]', boost.phrase): raise ValueError('found no words')
@@ -106,7 +105,7 @@ class PhraseList(NamedTuple):
 
 def phrase_list(
     bonuses: Mapping[tuple[int, ...], float], # Bonus of each phrase's word ids [nats]
-    n_words: int,                             # That sentences may have, W
+    n_words: int,                             # Number of words of sentences, W
 ) -> PhraseList:
     "Phrases in flat arrays."
     phrases = sorted(bonuses)
@@ -117,7 +116,7 @@ def phrase_list(
 
 @_jit
 def _is_at(words, i, end, phrase) -> bool:
-    "Whether a phrase stands at word i of a sentence that ends before word `end`."
+    "Whether a phrase begins at word i of a sentence that ends before word `end`."
     if i + len(phrase) > end: return False
     for k in range(len(phrase)):
         if words[i + k] != phrase[k]: return False
@@ -156,7 +155,7 @@ def _ends(words: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
 def phrase_automaton(
     bonuses: Mapping[tuple[int, ...], float], # Bonus of each phrase's word ids [nats]
     n_words: int, # Words that it is asked for, with `<unk>` and the sentence's end
-) -> Arrays:      # Its scores are in the unit of the bonuses
+) -> Arrays:      # Scores in the unit of the bonuses
     "The automaton of phrases: for each word of a sentence, what it adds to the bonus."
     held = _in_advance(bonuses)
     number = {words: i for i, words in enumerate(held)}
@@ -189,7 +188,7 @@ def scaled(
 def most_gains(
     automaton: Arrays, # From `phrase_automaton`
 ) -> np.ndarray:       # By word id, at least 0
-    "The most that each word adds, wherever it stands."
+    "The most that each word adds anywhere."
     most = automaton.first['log_prob'].clip(0)
     arcs = automaton.arcs[automaton.arcs['key'] >= 0]
     np.maximum.at(most, arcs['key'] & 0xffffffff, arcs['log_prob'])

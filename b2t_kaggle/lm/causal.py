@@ -45,7 +45,7 @@ def require_package(
     package: str, # Must be installed
     user: str,    # Function or option that needs it, for the message
 ) -> None:
-    "Raise `LanguageModelError` where a package is missing."
+    "Raise `LanguageModelError` if a package is missing."
     if find_spec(package) is None:
         raise LanguageModelError(f'{user} needs the package {package}, which is not installed; pip install {package}')
 
@@ -64,7 +64,7 @@ def torch_dtype(
 # %% ../../nbs/lm/03_causal.ipynb #c013
 def quantization_options(
     option: str | None, # `eight_bit`, `four_bit`, or None
-    dtype: torch.dtype, # Of the products
+    dtype: torch.dtype, # Type of the products
     device: str,        # Where the weights are loaded to
 ) -> dict:
     "Arguments of `from_pretrained` for weights of 8 bits (LLM.int8; Dettmers et al., 2022) or 4 (QLoRA's NF4; 2023)."
@@ -218,7 +218,7 @@ def open_lm(
 
 # %% ../../nbs/lm/03_causal.ipynb #c024
 def start_tokens(
-    tokenizer,  # Of transformers
+    tokenizer,  # A tokenizer of transformers
 ) -> list[int]: # Token ids
     "Unscored tokens before a text: the tokenizer's own first ones, else its `bos_token`, `eos_token`, or nothing."
     whole = tokenizer('a', add_special_tokens=True).input_ids
@@ -228,7 +228,7 @@ def start_tokens(
     return [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]
 
 def token_sequences(
-    tokenizer,            # Of transformers
+    tokenizer,            # A tokenizer of transformers
     texts: Sequence[str], # Texts [N]
     end: bool = False,    # Whether `eos_token` follows
 ) -> tuple[list[tuple[int, ...]], int]: # Tokens of each text [N], and how many at the beginning are not scored
@@ -301,7 +301,7 @@ HEAD_BATCH = 128 # States per call of the head: fewer read its weights from memo
 
 def states_and_head(
     model,               # A causal language model of transformers
-    inputs: dict,        # Its arguments, for B rows of L tokens
+    inputs: dict,        # Arguments of the model for B rows of L tokens
     separate_head: bool, # Whether the head alone makes logits of states, see `Capabilities`
 ):
     "States `[B, L, H]` and the function that makes logits of them; without a separate head the states are the logits."
@@ -327,8 +327,8 @@ def _token_scores(model, inputs: dict[str, np.ndarray | torch.Tensor], node: np.
 
 def tree_inputs(
     model,            # A causal language model of transformers
-    tree: PrefixTree, # Of N beginnings
-    visible: np.ndarray | None = None, # What each node sees [N, N]; None: its ancestors
+    tree: PrefixTree, # Tree of N beginnings
+    visible: np.ndarray | None = None, # Nodes that each node sees [N, N]; None for its ancestors
 ) -> dict[str, np.ndarray | torch.Tensor]:
     "Arguments of the model for a tree as one row of N tokens."
     hidden = torch.from_numpy(~(tree.ancestor if visible is None else visible))
@@ -394,7 +394,7 @@ def _has_tree_attention(model, sequences: Sequence[tuple[int, ...]], separate_he
 def capabilities(
     model: torch.nn.Module, # A causal language model of transformers
 ) -> Capabilities:
-    "Abilities of a model, tried once; warns where it is slow because it cannot compute trees."
+    "Abilities of a model, tried once; warns if it is slow because it cannot compute trees."
     if model not in _CAPABILITIES:
         n_tokens = model.get_input_embeddings().num_embeddings
         sequences = [tuple(t % n_tokens for t in s) for s in ((1, 2, 3, 4), (1, 2, 5, 3, 6), (1, 7, 3, 4, 2, 6))]
@@ -411,7 +411,7 @@ def check_sequences(
     sequences: Sequence[tuple[int, ...]], # From `token_sequences` [N]
     texts: Sequence[str],                 # The texts of these tokens [N]
 ) -> None:
-    "Raise `LanguageModelError` where a text cannot go through the model."
+    "Raise `LanguageModelError` for a text that the model cannot take."
     longest = getattr(model.config, 'max_position_embeddings', None)
     n_tokens = model.get_input_embeddings().num_embeddings
     name = type(model).__name__
@@ -452,15 +452,16 @@ def _sequence_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, 
 # %% ../../nbs/lm/03_causal.ipynb #c046
 def score_sentences(
     model: torch.nn.Module,     # A causal language model of transformers, PEFT's included
-    tokenizer,                  # Its tokenizer
+    tokenizer,                  # Tokenizer of the model
     sentences: Sequence[str],   # Texts, scored as they are [N]
     context: str | Sequence[str] = '', # Text before all sentences, or before each [N]; not part of the probability
-    end: bool = False,          # Whether the end of the sentence (`eos_token`) is scored too
+    end: bool = False,          # Whether to score the end of the sentence (`eos_token`)
     n_nodes: int = 512,         # Distinct beginnings computed at once
 ) -> np.ndarray:                # Natural-log probabilities [N]; 0 for an empty text without end
-    """Exact log-probabilities of sentences under a language model. Raises `LanguageModelError` for a text that is too
-    long, a tokenizer that belongs to another model, or a score that is no number, and `ValueError` for contexts that do
-    not pair up."""
+    """Exact log-probabilities of sentences under a language model.
+
+    Raises `LanguageModelError` for too long texts, a tokenizer of another model, or scores that are not finite,
+    and `ValueError` for a wrong number of contexts."""
     if isinstance(sentences, str): raise ValueError(f'sentences: found one text {sentences!r}, expected a list')
     contexts = [' '.join(c.split()) for c in ([context]*len(sentences) if isinstance(context, str) else context)]
     if len(contexts) != len(sentences):
@@ -490,14 +491,14 @@ _AT_ONCE = 500 # Sentences between two steps of the progress bar
 class CachedScores:
     "Natural-log probabilities of sentences with their ends, each computed once; raises as `score_sentences` does."
     model: torch.nn.Module # A causal language model of transformers
-    tokenizer: Any         # Its tokenizer
+    tokenizer: Any         # Tokenizer of the model
     progress: bool = True  # Whether to show a progress bar
-    known: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        new = sorted({*texts} - self.known.keys())
+        new = sorted({*texts} - self.scores.keys())
         for i in tqdm(range(0, len(new), _AT_ONCE), desc='LLM', unit=f' × {_AT_ONCE} sentences',
                       disable=not self.progress):
-            some = new[i:i + _AT_ONCE]
-            self.known |= zip(some, score_sentences(self.model, self.tokenizer, some, end=True).tolist())
-        return np.array([self.known[text] for text in texts])
+            batch = new[i:i + _AT_ONCE]
+            self.scores |= zip(batch, score_sentences(self.model, self.tokenizer, batch, end=True).tolist())
+        return np.array([self.scores[text] for text in texts])

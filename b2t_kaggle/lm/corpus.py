@@ -48,7 +48,7 @@ def read_sentences(
     return filter(None, map(normalize_sentence, plain))
 
 def vocabulary(
-    texts: str | Path | Iterable[str | Path], # As in `read_sentences`
+    texts: str | Path | Iterable[str | Path], # Text files, sentences, or both
     size: int | None = None,                  # Keep this many; none means all
 ) -> list[str]:                               # Most frequent word first, ties in alphabetical order
     "The words of a text that can be spoken: those with a letter in them."
@@ -88,7 +88,7 @@ _RULES = [ # (description, function)
     ('a link, address or hashtag becomes an unknown word', lambda s: _LINK.sub(_double_link, s)),
     ('letters with dots become one word', lambda s: _ABBREVIATION.sub(lambda m: m[0].replace('.', '').upper(), s)),
     ('typographic and accented characters become plain', to_ascii),
-    ("all but letters and ' becomes space, digits too", lambda s: re.sub(r"[^a-zA-Z']", ' ', s)),
+    ("everything but letters and ' becomes space", lambda s: re.sub(r"[^a-zA-Z']", ' ', s)),
     ('lower case', str.lower),
     ('apostrophes that are quotes are removed', _unquote),
 ]
@@ -103,7 +103,7 @@ _MONEY = {'$': ('dollar', 'cent'), '€': ('euro', 'cent'), '£': ('pound', 'pen
 _SCALES = dict(k='thousand', m='million', bn='billion', b='billion')
 
 def _spell_year(number: str) -> str:
-    "A year in words; 2000 to 2009 are said as numbers."
+    "A year in words, 2000 to 2009 as numbers."
     century, year = divmod(int(number), 100)
     if century == 20 and year < 10: return spell_numbers(number)
     rest = 'hundred' if not year else f'oh {year}' if year < 10 else str(year)
@@ -178,7 +178,7 @@ def clean_sentence(
 
 # %% ../../nbs/lm/02_corpus.ipynb #c025
 def clean_text(
-    texts: str | Path | Iterable[str | Path], # As in `read_lines`
+    texts: str | Path | Iterable[str | Path], # Text files, lines of text, or both
     numbers: bool = False,                    # Write numbers in words instead of cutting them out
     lexicon: Collection[str] | None = None,   # Leave out sentences with other words; None keeps all sentences
     left_out: Counter | None = None,          # Counts the sentences that are left out, by their reason
@@ -196,7 +196,7 @@ def clean_text(
 def read_vocabulary(
     path: str | Path, # A word a line, what follows it is ignored; plain or .gz
 ) -> list[str]:       # Words in lower case, each once, in their order
-    "The words of a vocabulary file or pronunciation dictionary; raises `ValueError` if there are none."
+    "The words of a vocabulary file or pronunciation dictionary; raises `ValueError` for a file without words."
     words = {} # In their order
     for line in read_lines(Path(path)):
         if line.startswith((';;;', '#')) or not line.strip(): continue

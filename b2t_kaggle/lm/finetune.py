@@ -53,7 +53,7 @@ def _batch_loss(model, sequences: Sequence[Sequence[int]], n_given: int, separat
     return torch.nn.functional.cross_entropy(logits, ids[:, 1:][counts[:, 1:]].to(logits.device))
 
 def _tree_loss(model, sequences: Sequence[Sequence[int]], n_given: int, separate_head: bool) -> torch.Tensor:
-    "The same of a batch as one prefix tree."
+    "The same mean, with the batch as one prefix tree."
     if hasattr(model, 'get_base_model'): model = model.get_base_model()
     tree = prefix_tree(sequences, n_given)
     inputs = {k: torch.as_tensor(x, device=model.device) for k, x in tree_inputs(model, tree).items()}
@@ -64,10 +64,10 @@ def _tree_loss(model, sequences: Sequence[Sequence[int]], n_given: int, separate
 
 # %% ../../nbs/lm/04_finetune.ipynb #c012
 def save_adapter(
-    model,              # Of PEFT
+    model,              # A model of PEFT
     folder: str | Path, # Replaced if it exists
 ) -> None:
-    "Write the adapter's folder whole or not at all. Raises `files.WriteError` where it cannot be written."
+    "Write the adapter's folder whole or not at all. Raises `files.WriteError` if it cannot be written."
     with replaced_folder(folder) as new:
         model.save_pretrained(new, save_embedding_layers=False) # Else it would look for a config.json of the base
 
@@ -150,7 +150,7 @@ def _batches(n: int, epochs: int, batch_size: int) -> list[list[int]]:
 _TREE_TOKENS = 512  # Attention of longer batches is faster by rows
 
 def _train_step(model, optimizer, sequences, n_given: int, can: Capabilities, step: str) -> float:
-    "One step; returns the loss, or raises `LanguageModelError` where it or its gradient is no number."
+    "One step; returns the loss; raises `LanguageModelError` if it or its gradient is not finite."
     as_tree = can.tree_attention and sum(map(len, sequences)) <= _TREE_TOKENS
     loss = (_tree_loss if as_tree else _batch_loss)(model, sequences, n_given, can.separate_head)
     optimizer.zero_grad()
@@ -165,7 +165,7 @@ def _train_step(model, optimizer, sequences, n_given: int, can: Capabilities, st
 # %% ../../nbs/lm/04_finetune.ipynb #c024
 def finetune(
     model: torch.nn.Module,   # A causal language model of transformers; gets LoRA layers
-    tokenizer,                # Its tokenizer
+    tokenizer,                # Tokenizer of the model
     sentences: Sequence[str], # Transcripts, as they are to be scored
     folder: str | Path,       # Where the adapter is saved; beside it the file to continue from
     epochs: int = 3,          # Times that each sentence is seen
@@ -173,12 +173,12 @@ def finetune(
     *,
     lr: float = 2e-4,         # Peak learning rate: a tenth of the steps warm-up, then a cosine down to 0
     rank: int = 16,           # Width of the thin matrices
-    seed: int = 0,            # Of the matrices, the order and the dropout
+    seed: int = 0,            # Random seed of the matrices, the order and the dropout
     progress: bool = True,    # Whether to show a progress bar
 ) -> torch.nn.Module:         # PEFT's model, in evaluation mode; `score_sentences` takes it
     """Train a LoRA adapter (Hu et al., 2021) on transcripts and save it; continues exactly after an interruption.
     Raises `LanguageModelError` without the package peft, for sentences that the model cannot take and, with nothing
-    saved, where the loss is no number; `TrainingError` where what was interrupted was another training."""
+    saved, for a loss that is not finite; `TrainingError` if another training was interrupted there."""
     require_package('peft', 'fine-tuning')
     folder = Path(folder)
     sentences = [s for s in sentences if s.strip()]

@@ -81,7 +81,7 @@ class LLMSource(NamedTuple):
         return [f for path in (Path(self.base), *self.adapters) for f in files_of(path)]
 
 def _find_base(name: str) -> str:
-    "The folder or file that a name stands for, as an absolute path; else the name, which is one on the hub."
+    "The folder or file that a name stands for, as an absolute path; else the name on the hub."
     path = Path(name)
     if path.is_file():
         if not is_gguf(path):

@@ -32,7 +32,7 @@ class PublicModel:
     licence: str
     authors: str # As the licence wants them named
     note: str = ''
-    checksum: str | None = None # Such as `sha256:ba78…`; the file's own CRC is compared where there is none
+    checksum: str | None = None # `sha256:…`; without it the file's own CRC is compared
 
 def _imagineville(name: str, size: int, perplexity: float) -> PublicModel:
     return PublicModel(
@@ -79,7 +79,7 @@ def find_model(
     "Raises `ValueError` for another name."
     if name in MODELS: return MODELS[name]
     advice = did_you_mean(name, MODELS, '`b2t lm get` lists them')
-    raise ValueError(f'{name!r} is none of the public models{advice}')
+    raise ValueError(f'{name!r} is not a public model{advice}')
 
 def _address(model: PublicModel) -> str:
     "The address of a model's file; raises `DownloadError` where the page has no link to it."

@@ -132,7 +132,7 @@ class SphinxModel(NamedTuple):
     "A language model of CMU Sphinx in our form."
     arpa: Arpa                # The model; words are normalised
     left_out: list[str]       # Words that are not in it
-    unreachable: int          # n-grams of the file that stand below no other
+    unreachable: int          # Number of n-grams in the file without a parent
     licence: str | None       # The text that came with the file
 
 _LOG10 = math.log10(1.0001)
@@ -224,7 +224,7 @@ def read_sphinx(
     return _parse(data, str(path))._replace(licence=licence)
 
 def import_sphinx(
-    source: str | Path,   # As in `read_sphinx`
+    source: str | Path,   # Model, wheel of pocketsphinx, or a folder with either
     out_path: str | Path, # ARPA file to write; .gz is compressed
 ) -> SphinxModel:
     "Write a language model of CMU Sphinx as an ARPA file, and its licence beside it as `NAME.LICENSE`."

@@ -342,11 +342,11 @@ class LLMFusion:
     with; `ValueError` for a weight or a number of frames that is not positive."""
     def __init__(self,
         model: torch.nn.Module,  # A causal language model, from `b2t_kaggle.lm.causal.load_lm`
-        tokenizer,               # Its tokenizer
+        tokenizer,               # Tokenizer of the model
         weight: float = 0.5,     # Weight of its log-probabilities, beside the n-gram's
         every: int = 15,         # Frames from one scoring to the next
         capitals: bool = True,   # Whether words may begin with a capital letter
-        end: bool = False,       # Whether the end of the sentence (`eos_token`) is scored too
+        end: bool = False,       # Whether to score the end of the sentence (`eos_token`)
     ):
         if not 0 < weight < np.inf: raise ValueError(f'weight is {weight}; expected a positive number')
         if not every >= 1: raise ValueError(f'every is {every}; expected at least one frame')

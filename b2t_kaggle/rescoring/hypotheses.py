@@ -30,8 +30,22 @@ class Trial:
     trial: str                   # Identifies it
     session: str | None = None   # `t15.YYYY.MM.DD`
     block: int | None = None
-    corpus: str | None = None    # Where its sentence comes from, as the official description of the blocks has it
-    reference: str | None = None # The sentence that was to be said
+    corpus: str | None = None    # Source of its sentence in the official description of the blocks
+    reference: str | None = None # Sentence to be spoken
+
+    def merged(self,
+        other: 'Trial', # Facts of the same trial from another source
+    ) -> 'Trial':
+        "The facts of both, with sentences compared as the metric does; raises `ValueError` where they contradict."
+        facts = asdict(self)
+        for name, x in facts.items():
+            y = getattr(other, name)
+            differ = normalize_sentence(x) != normalize_sentence(y) if name == 'reference' and x and y else x != y
+            if differ and None not in (x, y):
+                raise ValueError(f'trial {self.trial}, field {name!r}: found {x!r} and {y!r}, expected the same in all '
+                                 'sources; are these the same trials?')
+            facts[name] = y if x is None else x
+        return Trial(**facts)
 
 @dataclass(frozen=True)
 class Entry:
@@ -53,7 +67,7 @@ class Entry:
         return (self.system or '', self.model or '', self.decoder or '')
 
 def voter_name(
-    voter: Sequence[str], # System, model and decoder, or some of them; empty where there is none
+    voter: Sequence[str], # System, model and decoder, empty if unknown
 ) -> str:
     "One name for it."
     return ' '.join(filter(None, voter))
@@ -70,7 +84,7 @@ class Hypotheses:
         entries: Iterable[Entry] = (),
     ) -> None:
         "Add entries of a trial; raises `ValueError` where facts contradict each other."
-        self.trials[trial.trial] = _merged(self.trials.get(trial.trial, trial), trial)
+        self.trials[trial.trial] = self.trials.get(trial.trial, trial).merged(trial)
         self.entries.setdefault(trial.trial, []).extend(entries)
 
     @property
@@ -92,25 +106,12 @@ class Hypotheses:
         missing = [t for t, trial in self.trials.items() if trial.reference is None]
         if missing:
             raise ValueError(f'trial {missing[0]}: no reference ({len(missing)} of {len(self)} trials have none), '
-                             'expected the sentence that was said; give hypotheses with the field "reference"')
+                             'expected the spoken sentence; give hypotheses with the field "reference"')
         return [trial.reference for trial in self.trials.values()]
 
-def _merged(a: Trial, b: Trial) -> Trial:
-    "The facts of both; sentences are compared as the metric does."
-    facts = {}
-    for name, x in asdict(a).items():
-        y = getattr(b, name)
-        if None not in (x, y) and x != y and (name != 'reference' or normalize_sentence(x) != normalize_sentence(y)):
-            raise ValueError(f'trial {a.trial}, field {name!r}: found {x!r} and {y!r}, expected the same in all '
-                             'sources; are these the same trials?')
-        facts[name] = y if x is None else x
-    return Trial(**facts)
-
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c010
-_TEXT = ('session', 'corpus', 'reference', 'text', 'system', 'model', 'decoder')
-_WHOLE = ('block', 'rank')
 _SCORES = ('acoustic', 'ngram', 'llm', 'total')
-_FIELDS = ('trial', *_TEXT, *_WHOLE, *_SCORES)
+_FIELDS = ('trial', 'session', 'corpus', 'reference', 'text', 'system', 'model', 'decoder', 'block', 'rank', *_SCORES)
 _FACTS = [f.name for f in fields(Trial)]
 
 def write_hypotheses(
@@ -125,22 +126,19 @@ def write_hypotheses(
             lines.append(json.dumps({k: v for k, v in values.items() if v is not None}) + '\n')
     write_whole(path, ''.join(lines))
 
-def _check_field(name: str, value) -> None:
-    "Raise `ValueError` for an unknown field or a value of another type."
-    if name not in _FIELDS: raise ValueError(f'field {name[:60]!r} is not known, expected {", ".join(_FIELDS)}')
-    if name in _SCORES: fits, expected = is_finite_number(value), 'a finite number'
-    elif name in _TEXT: fits, expected = isinstance(value, str), 'text'
-    elif name in _WHOLE: fits, expected = isinstance(value, int), 'a whole number'
-    else: fits, expected = isinstance(value, str | int), 'text or a whole number'
-    if not fits or isinstance(value, bool):
-        raise ValueError(f'field {name!r}: found {repr(value)[:60]}, expected {expected}')
-
 def _parse_entry(values: dict) -> tuple[Trial, Entry]:
     "A line's trial and entry; raises `ValueError` that names the field."
     values = {k: v for k, v in values.items() if v is not None}
     for name in ('trial', 'text'):
         if name not in values: raise ValueError(f'field {name!r} is missing')
-    for name, value in values.items(): _check_field(name, value)
+    for name, value in values.items():
+        if name not in _FIELDS: raise ValueError(f'field {name[:60]!r} is not known, expected {", ".join(_FIELDS)}')
+        if name in _SCORES: fits, expected = is_finite_number(value), 'a finite number'
+        elif name in ('block', 'rank'): fits, expected = isinstance(value, int), 'a whole number'
+        elif name == 'trial': fits, expected = isinstance(value, str | int), 'text or a whole number'
+        else: fits, expected = isinstance(value, str), 'text'
+        if not fits or isinstance(value, bool):
+            raise ValueError(f'field {name!r}: found {repr(value)[:60]}, expected {expected}')
     values['trial'] = str(values['trial'])
     trial = Trial(**{k: v for k, v in values.items() if k in _FACTS})
     return trial, Entry(**{k: v for k, v in values.items() if k == 'trial' or k not in _FACTS})
@@ -164,19 +162,18 @@ def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
     values = parse_json(line)
     if isinstance(values, list):
         trial = str(number - 1)
-        return Trial(trial), [_parse_nbest_entry(h, trial, rank) for rank, h in enumerate(values)]
+        entries = []
+        for rank, h in enumerate(values):
+            if not isinstance(h, dict): raise ValueError(f'entry {rank}: found {repr(h)[:60]}, expected a hypothesis')
+            scored = {k: v for k, v in h.items() if k in ('text', *_SCORES)} | dict(trial=trial, rank=rank)
+            try: entries.append(_parse_entry(scored)[1])
+            except ValueError as e: raise ValueError(f'entry {rank}, {e}') from None
+        return Trial(trial), entries
     if not isinstance(values, dict):
         raise ValueError(f'found {repr(values)[:60]}, expected an object or an n-best list')
     if any(isinstance(v, list) for v in values.values()): return _parse_lists(values)
-    found, entry = _parse_entry(values)
-    return found, [entry]
-
-def _parse_nbest_entry(h, trial: str, rank: int) -> Entry:
-    "An entry of an n-best list."
-    if not isinstance(h, dict): raise ValueError(f'entry {rank}: found {repr(h)[:60]}, expected a hypothesis')
-    given = {k: v for k, v in h.items() if k in ('text', *_SCORES)} | dict(trial=trial, rank=rank)
-    try: return _parse_entry(given)[1]
-    except ValueError as e: raise ValueError(f'entry {rank}, {e}') from None
+    facts, entry = _parse_entry(values)
+    return facts, [entry]
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c015
 _Parsed = tuple[Trial, list[Entry]]
@@ -244,15 +241,15 @@ def best_entries(
     n: int = 1, # Number kept of each voter in each trial
 ) -> Hypotheses:
     "The same trials with the best entries of each voter: by rank, else by total, else as they are."
-    kept = {}
+    best = {}
     for trial, entries in hypotheses.entries.items():
         by_voter = {}
         for e in entries: by_voter.setdefault(e.voter, []).append(e)
-        for some in by_voter.values():
-            if all(e.rank is not None for e in some): some.sort(key=lambda e: e.rank)
-            elif all(e.total is not None for e in some): some.sort(key=lambda e: -e.total)
-        kept[trial] = [e for some in by_voter.values() for e in some[:n]]
-    return Hypotheses(hypotheses.trials, kept)
+        for ranked in by_voter.values():
+            if all(e.rank is not None for e in ranked): ranked.sort(key=lambda e: e.rank)
+            elif all(e.total is not None for e in ranked): ranked.sort(key=lambda e: -e.total)
+        best[trial] = [e for ranked in by_voter.values() for e in ranked[:n]]
+    return Hypotheses(hypotheses.trials, best)
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c025
 _TEMPERATURE = 2. # That totals are divided by
@@ -281,8 +278,8 @@ def ballots(
     for e in entries:
         if e.voter in lists: number.setdefault(normalize_sentence(e.text), len(number))
     votes = np.zeros((len(number), len(voters)))
-    for v, some in enumerate(lists.values()):
-        if some: np.add.at(votes[:, v], [number[normalize_sentence(e.text)] for e in some], _shares(some))
+    for v, proposed in enumerate(lists.values()):
+        if proposed: np.add.at(votes[:, v], [number[normalize_sentence(e.text)] for e in proposed], _shares(proposed))
     return Ballots(list(number), votes)
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c028
@@ -298,8 +295,8 @@ def vote(
     hypotheses: Hypotheses,
 ) -> list[str]: # The sentence of each trial, normalised as the metric does
     "The plain vote of all voters; empty for a trial without entries."
-    found = [ballots(entries, hypotheses.voters) for entries in hypotheses.entries.values()]
-    return [b.texts[pivot(b)] if b.texts else '' for b in found]
+    votes = [ballots(entries, hypotheses.voters) for entries in hypotheses.entries.values()]
+    return [b.texts[pivot(b)] if b.texts else '' for b in votes]
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c031
 RANDOM = 'Random' # Name of this corpus in the official description
@@ -327,6 +324,6 @@ def with_corpora(
     blocks: dict[tuple[str, int], str], # From `read_blocks`
 ) -> Hypotheses:
     "The same with the corpus of each trial whose session and block are known."
-    known = {name: replace(t, corpus=t.corpus or blocks.get((t.session or '', -1 if t.block is None else t.block)))
-             for name, t in hypotheses.trials.items()}
-    return Hypotheses(known, hypotheses.entries)
+    def corpus(t): return t.corpus or blocks.get((t.session or '', -1 if t.block is None else t.block))
+    trials = {name: replace(t, corpus=corpus(t)) for name, t in hypotheses.trials.items()}
+    return Hypotheses(trials, hypotheses.entries)

@@ -20,8 +20,8 @@ Scorer = Callable[[list[Hypothesis], str], list[LLMHypothesis]] # Candidates, te
 
 def llm_scorer(
     model,             # A causal language model, from `b2t_kaggle.lm.causal.load_lm`
-    tokenizer,         # Its tokenizer
-    end: bool = False, # Whether the LLM scores the end of the sentence, too
+    tokenizer,         # Tokenizer of the model
+    end: bool = False, # Whether to score the end of the sentence
 ) -> Scorer:
     "Score candidates by a model of transformers."
     def score(hyps, context): return score_nbest([hyps], model, tokenizer, [context], end, progress=False)[0]
@@ -31,9 +31,9 @@ def llm_scorer(
 class LLMRescorer:
     "Ranks the candidates of a sentence by the mixture of search and LLM; a `b2t_kaggle.decoding.server.Rescorer`."
     def __init__(self,
-        score: Scorer,                  # From `llm_scorer`
+        score: Scorer,                  # Scorer of candidates, such as `llm_scorer` makes
         decoder: LexiconBeamDecoder,    # The search
-        weights: Weights | None = None, # Of the mixture, from tuning; none: α = 0.55, and the decoder's
+        weights: Weights | None = None, # Tuned weights; None for α = 0.55 and the decoder's
         n_augment: int = 20,            # So many candidates exchange words to make more for the LLM; 0: none
         temperature: float = 1.0,       # Totals of the mixture are divided by it for posteriors
     ):
@@ -50,7 +50,7 @@ class LLMRescorer:
         self.temperature = temperature
 
     def __call__(self,
-        nbest: list[Hypothesis], # Of the search
+        nbest: list[Hypothesis], # Candidates of the search
         context: str,            # Text before the sentence
         settings: Settings,      # Those that the client has changed
     ) -> list[tuple[Hypothesis, float]]: # Hypotheses with the mixture as their total and their LLM score, best first

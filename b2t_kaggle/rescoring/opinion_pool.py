@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from fastcore.basics import patch
 
 from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.lm.ngram import Frequencies, LanguageModel, context_gain
@@ -27,9 +28,7 @@ from b2t_kaggle.rescoring.mixture import score_nbest
 Voter = tuple[str, str, str] # System, model and decoder
 Kind = tuple[str, str]       # System and decoder
 
-def kind_of(
-    voter: Voter,
-) -> Kind:
+def kind_of(voter: Voter) -> Kind:
     "Kind of a voter; voters that differ in the model alone are seeds of one kind."
     return voter[0], voter[2]
 
@@ -49,14 +48,14 @@ def with_seeds(
         raise ValueError(f'found no system {unknown[0]!r}, expected one of {", ".join(sorted(filter(None, names)))}')
     def seed(e):
         return replace(e, system=systems[0], model=voter_name((e.system, e.model or ''))) if e.system in systems else e
-    return Hypotheses(hypotheses.trials, {t: [seed(e) for e in some] for t, some in hypotheses.entries.items()})
+    return Hypotheses(hypotheses.trials, {t: [*map(seed, entries)] for t, entries in hypotheses.entries.items()})
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c009
 _TEMPERATURE = 3.
 _FLOOR = 0.05 # log(1.05/0.05) = 3.0
 
 def bounded_voice(
-    log_probs: np.ndarray, # Of each sentence by a causal LM [N]; -inf where there is none
+    log_probs: np.ndarray, # Log-probability of each sentence by a causal LM [N]; -inf if unknown
 ) -> np.ndarray:           # [N]
     "Logarithms of tempered and smoothed probabilities among the sentences."
     if not np.isfinite(log_probs).any(): return np.zeros(len(log_probs))
@@ -66,7 +65,7 @@ def bounded_voice(
 def llm_scores(
     hypotheses: Hypotheses,
     model,                  # A causal language model
-    tokenizer,              # Its tokenizer
+    tokenizer,              # Tokenizer of the model
     progress: bool = True,  # Whether to show a progress bar
 ) -> dict[str, float]:      # By sentence, normalised as the metric does
     "Log-probability of each distinct sentence with its end; an empty one among others is left out."
@@ -106,16 +105,12 @@ def random_trials(
     return known | {name for name, gain in block_gains(hypotheses.subset(unknown), lm).items() if gain < 0}
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c015
-_PRIOR_VOTES = 0.5
-_FOUR_LETTERS = 4.
-_TEN_NATS = 10.
-
 def _vote_features(b: Ballots, distance: np.ndarray, voters: Sequence[Voter], kinds: Sequence[Kind]) -> tuple:
     "Votes and agreement `[N]`, and the opinion of each kind [N, G]."
     member = np.array([[kind_of(v) == kind for kind in kinds] for v in voters], float)
     votes = b.votes @ member
     heard = b.votes.sum(0) @ member
-    opinions = np.log((votes + _PRIOR_VOTES)/(heard + _PRIOR_VOTES))
+    opinions = np.log((votes + 0.5)/(heard + 0.5))
     agreement = -(distance @ votes)/np.maximum(heard, 1e-9)
     root = len(kinds)**0.5
     return dict(votes=opinions.sum(1)/root, agreement=agreement.sum(1)/root), opinions
@@ -123,17 +118,17 @@ def _vote_features(b: Ballots, distance: np.ndarray, voters: Sequence[Voter], ki
 def _text_features(texts: Sequence[str], is_random: bool, alone: Frequencies | None, lm: LanguageModel | None,
                    llm: Mapping[str, float] | None) -> dict[str, np.ndarray]:
     "Features from the words of a trial's sentences `[N]`; `alone` is of the n-gram `lm`."
-    found = dict(words=np.array([len(t.split()) for t in texts], float),
-                 letters=np.array([len(t.replace(' ', '')) for t in texts])/_FOUR_LETTERS)
+    features = dict(words=np.array([len(t.split()) for t in texts], float),
+                    letters=np.array([len(t.replace(' ', '')) for t in texts])/4.)
     frequency = np.zeros(len(texts))
     if lm is not None and alone is not None:
         frequency = np.array([alone(t) for t in texts])
         context = np.array([lm.score(t) for t in texts]) - frequency
-        found |= dict(context=context*(not is_random)/_TEN_NATS, frequency=frequency/_TEN_NATS)
+        features |= dict(context=context*(not is_random)/10., frequency=frequency/10.)
     if llm is not None:
         log_probs = np.array([llm.get(t, -np.inf) for t in texts])
-        found['llm'] = bounded_voice(log_probs - frequency)*(not is_random)
-    return found
+        features['llm'] = bounded_voice(log_probs - frequency)*(not is_random)
+    return features
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c017
 class Opinions:
@@ -147,7 +142,7 @@ class Opinions:
         self.voters = list(voters)
         self.trials = list(hypotheses.trials.values())
         self.kinds = list(seeds_by_kind(voters))
-        self.ballots = [ballots(some, voters) for some in hypotheses.entries.values()]
+        self.ballots = [ballots(entries, voters) for entries in hypotheses.entries.values()]
         self.distances = [word_distances(b.texts) for b in self.ballots]
         self.sizes = np.array([len(b.texts) for b in self.ballots], int)
         self._ends = np.cumsum(self.sizes)
@@ -158,9 +153,9 @@ class Opinions:
         for trial, b, distance in zip(self.trials, self.ballots, self.distances):
             if not b.texts: continue
             voted, opinions = _vote_features(b, distance, voters, self.kinds)
-            found = voted | _text_features(b.texts, trial.trial in random, alone, lm, llm)
-            self.names = list(found)
-            rows.append(np.c_[np.stack(list(found.values()), axis=1), opinions])
+            features = voted | _text_features(b.texts, trial.trial in random, alone, lm, llm)
+            self.names = list(features)
+            rows.append(np.c_[np.stack(list(features.values()), axis=1), opinions])
         self.x = np.concatenate([np.zeros((0, len(self.names) + len(self.kinds))), *rows])
 
     def rows(self,
@@ -241,10 +236,6 @@ def fit_logistic(
     return w
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c023
-_PENALTIES = dict(votes=0.1)
-_PENALTY = 1.
-_KIND_PENALTY = 20.
-
 class Combined(NamedTuple):
     "The sentence for a trial."
     text: str          # Normalised as the metric does
@@ -280,35 +271,41 @@ class OpinionPool:
         if trials.names and self.coefficients and trials.names != list(self.coefficients):
             raise ValueError(f'found the features {", ".join(trials.names)}, expected {", ".join(self.coefficients)}; '
                              'give the language models that were there when the pool was learned')
-        return _predict(self, trials, range(len(trials.trials)))
+        return self.choose(trials, range(len(trials.trials)))
+
+    def choose(self,
+        trials: 'Opinions',    # Trials as features
+        numbers: Iterable[int], # Numbers of the trials
+    ) -> list[Combined]:
+        "The sentences of trials whose features are known."
+        w = np.array([*self.coefficients.values(), *self.deviations.values()])
+        constant, slope = self.certainty
+        combined = []
+        for i in numbers:
+            text, log_odds = trials.choose(i, w)
+            odds = -np.inf if np.isinf(log_odds) else constant + slope*log_odds
+            combined.append(Combined(text, float(1/(1 + np.exp(-odds)))))
+        return combined
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c024
-def _fit_on(trials: Opinions, edits: np.ndarray, some: Iterable[int]) -> OpinionPool:
-    "Fit a pool on some of the trials; edits are of all rows."
-    some = [i for i in some if trials.sizes[i]]
-    starts = np.cumsum([0, *trials.sizes[some]])[:-1] if some else np.zeros(0, int)
-    rows = trials.rows(some)
-    fewest = np.repeat(np.minimum.reduceat(edits[rows], starts), trials.sizes[some]) if some else edits[rows]
-    prior = np.array([float(name == 'votes') for name in trials.names] + [0.]*len(trials.kinds))
-    penalty = np.array([_PENALTIES.get(name, _PENALTY) for name in trials.names] + [_KIND_PENALTY]*len(trials.kinds))
-    w = fit_conditional_logit(trials.x[rows], edits[rows] == fewest, starts, prior, penalty)
-    chosen = [trials.choose(i, w) for i in some]
-    right = word_errors([trials.trials[i].reference or '' for i in some], [text for text, _ in chosen])
-    odds = np.array([[1., log_odds] for _, log_odds in chosen]).reshape(-1, 2)
+@patch
+def _fit(self: Opinions, edits: np.ndarray, numbers: Iterable[int]) -> OpinionPool:
+    "Fit a pool on the trials of these numbers; edits are of all rows."
+    numbers = [i for i in numbers if self.sizes[i]]
+    sizes = self.sizes[numbers] if numbers else np.zeros(0, int)
+    starts = np.cumsum([0, *sizes])[:-1]
+    rows = self.rows(numbers)
+    fewest = np.repeat(np.minimum.reduceat(edits[rows], starts) if numbers else edits[rows], sizes)
+    prior = np.array([float(name == 'votes') for name in self.names] + [0.]*len(self.kinds))
+    penalty = np.array([0.1 if name == 'votes' else 1. for name in self.names] + [20.]*len(self.kinds))
+    w = fit_conditional_logit(self.x[rows], edits[rows] == fewest, starts, prior, penalty)
+    texts, log_odds = zip(*[self.choose(i, w) for i in numbers]) if numbers else ((), ())
+    right = word_errors([self.trials[i].reference or '' for i in numbers], texts)
+    odds = np.c_[np.ones(len(numbers)), np.array(log_odds, float)]
     constant, slope = fit_logistic(odds, np.array([c.edits == 0 for c in right], float), 0.1)
-    return OpinionPool(tuple(trials.voters), dict(zip(trials.names, map(float, w))),
-                       dict(zip(trials.kinds, map(float, w[len(trials.names):]))), (float(constant), float(slope)))
-
-def _predict(pool: OpinionPool, trials: Opinions, some: Iterable[int]) -> list[Combined]:
-    "The sentences of some of the trials."
-    w = np.array([*pool.coefficients.values(), *pool.deviations.values()])
-    constant, slope = pool.certainty
-    combined = []
-    for i in some:
-        text, log_odds = trials.choose(i, w)
-        odds = -np.inf if np.isinf(log_odds) else constant + slope*log_odds
-        combined.append(Combined(text, float(1/(1 + np.exp(-odds)))))
-    return combined
+    coefficients = w.tolist()
+    return OpinionPool(tuple(self.voters), dict(zip(self.names, coefficients)),
+                       dict(zip(self.kinds, coefficients[len(self.names):])), (float(constant), float(slope)))
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c025
 def fit_pool(
@@ -320,7 +317,7 @@ def fit_pool(
     if not hypotheses.references():
         raise ValueError('found no trials, expected hypotheses with references to learn from')
     trials = Opinions(hypotheses, hypotheses.voters, lm, llm)
-    return _fit_on(trials, trials.edits(), range(len(trials.trials)))
+    return trials._fit(trials.edits(), range(len(trials.trials)))
 
 # %% ../../nbs/rescoring/05_opinion_pool.ipynb #c028
 def sentence_folds(
@@ -348,7 +345,7 @@ def cross_validate_pool(
     fold = sentence_folds(references, min(folds, len(set(references))), seed)
     combined = [Combined('', 0.)]*len(references)
     for k in np.unique(fold):
-        pool = _fit_on(trials, edits, np.flatnonzero(fold != k))
-        some = np.flatnonzero(fold == k)
-        for i, result in zip(some, _predict(pool, trials, some)): combined[i] = result
+        pool = trials._fit(edits, np.flatnonzero(fold != k))
+        numbers = np.flatnonzero(fold == k)
+        for i, result in zip(numbers, pool.choose(trials, numbers)): combined[i] = result
     return combined
