@@ -180,7 +180,7 @@ def _labelled(data_dir: str | Path) -> Iterator[tuple[str, float]]:
         yield from rows
 
 def session_sentences(data_dir: str | Path) -> list[str]:
-    "Labels of train and val, without instructions such as `[DO NOTHING]`. Raises `AudioError` if there are none."
+    "Labels of train and val, without instructions such as `[DO NOTHING]`. Raises `AudioError` without any label."
     sentences = [s for s, _ in _labelled(data_dir) if s.strip() and not s.strip().startswith('[')]
     if sentences: return sentences
     raise AudioError(f'{data_dir}: no labelled trials; expected session folders t15.YYYY.MM.DD with data_train.hdf5')

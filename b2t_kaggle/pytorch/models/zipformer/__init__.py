@@ -131,19 +131,22 @@ def build_encoder(cfg: ZipformerConfig) -> Zipformer2:
 
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c018
 def icefall_state(content: Mapping) -> dict[str, Tensor]:
-    "State dict of icefall's `Zipformer2`, tensors `[…]` by name. Raises `ValueError` if there is none."
+    "State dict of icefall's `Zipformer2`, tensors `[…]` by name. Raises `ValueError` for other contents."
     state = content['model'] if isinstance(content.get('model'), Mapping) else content
     state = {k.removeprefix('module.'): v for k, v in state.items()}
     prefix = 'encoder.' if any(k.startswith('encoder.encoders.') for k in state) else ''
     weights = {k.removeprefix(prefix): v for k, v in state.items()
                if k.startswith((f'{prefix}encoders.', f'{prefix}downsample_output.'))}
+    if any('.pooling.' in k or k.endswith('norm_final.eps') for k in weights):
+        raise ValueError('holds weights of the first Zipformer (pruned_transducer_stateless7), whose layers have other '
+                         'parts; expected Zipformer 2')
     if weights: return weights
     raise ValueError(f'holds no weights of a Zipformer2; expected names such as encoder.encoders.0.layers.0.norm.bias, '
                      f'found {", ".join(map(str, list(state)[:4]))}')
 
 @patch
 def reference_weights(self: Zipformer, content: dict) -> tuple[nn.Module, dict[str, Tensor]]:
-    "The encoder, and weights `[…]` of icefall's by name. Raises `ValueError` if there are none."
+    "The encoder, and weights `[…]` of icefall's by name. Raises `ValueError` for other contents."
     return self.encoder, icefall_state(content)
 
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c023

@@ -162,7 +162,7 @@ def streaming_forward(self: Zipformer2EncoderLayer, src: Tensor, pos_emb: Tensor
 class Zipformer2Encoder(nn.Module):
     "Layers of one width at one frame rate."
     def __init__(self,
-        encoder_layer: Zipformer2EncoderLayer, # Its copies are the layers
+        encoder_layer: Zipformer2EncoderLayer, # Layer that is copied
         num_layers: int,                       # Number of layers
         pos_dim: int,                          # Columns of the positional table
         dropout: FloatLike,                    # Unused, because the layer has its own
