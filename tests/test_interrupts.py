@@ -146,7 +146,7 @@ def test_a_sweep(packed, tmp_path, how):
     assert p.wait(LIMIT) in ((128 + signal.Signals[how],) if rest else (130, 141)), rest
     check_saved(tmp_path, rest, started, 'asked-000')
     assert [f.name for f in tmp_path.glob('asked-*')] == ['asked-000'] and 'Traceback' not in (rest or '')
-    assert rest is None or re.search(r'Go on with:\s+\S.* sweep --out', rest), rest
+    assert rest is None or re.search(r'Continue with:\s+\S.* sweep --out', rest), rest
     study = optuna.load_study(study_name='asked', storage=f'sqlite:///{tmp_path/"asked"/"study.db"}')
     assert [t.state.name for t in study.trials] == ['RUNNING'] # What the same line goes on with
 

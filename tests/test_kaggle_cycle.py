@@ -333,7 +333,7 @@ def test_interrupted_it_says_that_the_notebook_runs_on(kaggle, b2t, monkeypatch)
         if PARTS[0] in kaggle.kernels: raise Ended(signal.SIGINT)
     monkeypatch.setattr('time.sleep', interrupt)
     status, output = b2t(*LINE)
-    assert status == 130 and 'Notebooks that were pushed continue on Kaggle. Go on with:\n  ' in output, output
+    assert status == 130 and 'Notebooks that were pushed continue on Kaggle. Continue with:\n  ' in output, output
 
 
 def test_who_may_not(kaggle, b2t, monkeypatch):

@@ -60,7 +60,7 @@ class _Stream:
     def _try(self, call: Callable, *arguments) -> Any:
         try: return call(*arguments)
         except OSError as e:
-            if e.errno not in _GONE: raise
+            if e.errno not in _GONE: raise OSError(f'{self._stream.name}: {e.strerror}') from None
         _lead_nowhere(self._stream)
         if _handlers: _handlers[-1](PIPE, None)
 
