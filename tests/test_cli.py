@@ -57,9 +57,10 @@ LINES = {verb: [verb] for verb in VERBS if is_of_runs(verb)} | {
 VALUES = {
     'name': ['--name other'],
     'preset_': ['--preset quick'],
-    'config_': ['--config config.yaml'],
+    'config_': ['--config config.yaml', '--config_path config.yaml'],
     'data': ['--data sessions'],
     'overrides': ['--set decode.beam=7', '--set simulate.seed=5', '--set data.dtype=float32'],
+    'reset': ['--reset'],
     'out': ['--out elsewhere'],
     'work': ['--work elsewhere'],
     'force': ['--force check', '--force simulate'],
@@ -71,7 +72,8 @@ VALUES = {
     'batch_size': ['--batch-size 3', '[--set data.batch_size=4] --batch-size 3'],
     'eval_batch_size': ['--batch-size 3'],
     'num_batches': ['--num-batches 9'],
-    'checkpoint': ['--checkpoint lists.jsonl'],
+    'checkpoint': ['--checkpoint lists.jsonl', '--model_path lists.jsonl'],
+    'first_weights': ['--model_path lists.jsonl'],
     'quick': ['--quick'],
     'phonemes': ['--phonemes config.yaml'],
     'confusions_path': ['--confusions config.yaml'],
@@ -145,7 +147,7 @@ def call(tmp_path, monkeypatch):
         shutil.copytree(start, folder)
         monkeypatch.chdir(folder)
         record.clear()
-        done = CliRunner().invoke(cli.main, line.split())
+        done = CliRunner().invoke(cli.main, line.split() if isinstance(line, str) else line)
         return done.exit_code, done.output, list(record)
     return called
 
@@ -235,6 +237,41 @@ def test_a_variant_that_cannot_begin_leaves_nothing(call):
     assert Path('submissions/new/config.yaml').exists()
     line = 'sweep --from first --name swept --set rescore.llm=nothing.gguf --set train.lr_max=1e-4:1e-2:log'
     assert call(line)[0] == 0 # Its trials end with their training
+
+
+@pytest.mark.parametrize('verb', ['run', 'train', 'infer'])
+def test_a_line_of_the_tensorflow_port(verb, call):
+    line = '--config_path config.yaml --batch_size 32 --output_dir trained/mine --disable_mixed_precision'
+    status, told, record = call(f'{verb} {line} --model-path lists.jsonl' + ' --num_batches 9'*(verb != 'infer'))
+    assert status == 0, told
+    (name, ((folder, _, values, _), *_), _), = record
+    batches = values['data']['eval_batch_size' if verb == 'infer' else 'batch_size']
+    assert (Path(folder).name, values['train']['precision'], batches) == ('mine', 'float32', 32)
+    used = values['train']['init_checkpoint_path'] if verb == 'train' else values['infer']['checkpoint']
+    assert Path(used).name == 'lists.jsonl' and values['simulate']['seed'] == 3
+
+
+def test_names_of_runs(call):
+    for name in ('.', '..', '/', '../x', 'a/../../y', '/tmp/x', 'a\tb', 'x'*256):
+        status, told, record = call(['submit', '--name', name])
+        assert status == 2 and not record and 'expected the name of a folder' in told, told
+    for folder in ('/', '..', 'here/..'):
+        record = call(['submit', '--output-dir', folder])[2]
+        assert all('..' not in Path(run[0]).parts for _, (run, *_), _ in record), record
+
+
+def test_verbs_that_read_refuse_unknown_runs(call):
+    for line in ('report --name frist', 'serve --name frist', 'report --output-dir submissions/frist'):
+        status, told, record = call(line)
+        assert status == 2 and told.endswith('there is no such run; did you mean first?\n') and not record, told
+    assert call('report --name first')[2] and call('report --name new --preset quick')[2]
+
+
+def test_settings_are_not_dropped_without_a_word(call):
+    status, told, record = call('run --name first --preset demo')
+    assert status == 2 and 'drop settings of first: decode.beam=9; add --reset' in told and not record, told
+    assert '--config would drop' in call('run --name first --config config.yaml')[1]
+    for rest in '--reset', '--set beam=9': assert call(f'run --name first --preset demo {rest}')[0] == 0
 
 
 def imported(line, folder):
