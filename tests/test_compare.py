@@ -151,8 +151,8 @@ def runs(tmp_path):
 
 def test_runs_and_files_side_by_side(runs):
     folder, compare = runs
-    (folder/'theirs.csv').write_text('id,text\n' + ''.join(f'{i},"{t}"\n' for i, t in enumerate(SPOKEN)))
-    status, told = compare('one', 'two', folder/'theirs.csv')
+    (folder/'theirs_val.csv').write_text('id,text\n' + ''.join(f'{i},"{t}"\n' for i, t in enumerate(SPOKEN)))
+    status, told = compare('one', 'two', folder/'theirs_val.csv')
     assert status == 0 and '\n4 trials\n' in told, told
     assert told.startswith('two and one: no difference that 4 trials can tell'), told
     for words in ('All systems: WER', 'two − one: PER without SIL', 'theirs − one: WER', '0.0 % (0.0 to 0.0)'):
@@ -196,12 +196,23 @@ def test_without_labels_of_val_nothing_is_compared(runs):
     (folder/'two'/RESULTS).unlink()
     status, told = compare('one', 'two')
     assert status == 1 and 'results_val.jsonl does not exist; `b2t report` on this run makes it' in told
-    (folder/'a.csv').write_text('id,text\n0,yes\n')
+    (folder/'a_val.csv').write_text('id,text\n0,yes\n')
     (folder/'b.txt').write_text('no\n')
-    status, told = compare(folder/'a.csv', folder/'b.txt')
-    assert status == 1 and 'a, trial 0: nobody knows what was said (1 of 1 trials); give hypotheses with ref' in told
-    status, told = compare(folder/'a.csv', folder/'b.txt', '--truth', folder/'one'/'hypotheses'/'decode_val.jsonl')
+    status, told = compare(folder/'a_val.csv', folder/'b.txt')
+    assert status == 1 and 'a, trial 0: its reference is unknown (1 of 1 trials); give hypotheses with ref' in told
+    status, told = compare(folder/'a_val.csv', folder/'b.txt', '--truth', folder/'one'/'hypotheses'/'decode_val.jsonl')
     assert status == 0 and '1 trial' in told
+
+
+def test_files_of_another_split_are_refused(runs):
+    "Sentences of test have the same numbers as those of val, and were scored against its references."
+    folder, compare = runs
+    for name in 'test.csv', 'submission.csv', 'theirs_test.jsonl', 'theirs_test.txt':
+        (folder/name).write_text('id,text\n' + ''.join(f'{i},"{t}"\n' for i, t in enumerate(SPOKEN)))
+        status, told = compare('one', folder/name)
+        assert status == 1 and f'{name} has sentences of test and one of val' in told and told.count('\n') == 1, told
+        status, told = compare(folder/name, folder/name, '--truth', folder/'one'/'hypotheses'/'decode_val.jsonl')
+        assert status == 1 and 'decode_val.jsonl of val' in told, told
 
 
 def test_results_of_lists_that_were_decoded_again_are_refused(runs):
