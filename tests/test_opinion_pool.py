@@ -186,7 +186,8 @@ def test_the_command_hears_a_causal_lm(tmp_path):
     folder = tiny_lm(tmp_path/'llm', 'llama', val.references())
     told = CliRunner().invoke(combine_files, [str(tmp_path/'test.jsonl'), '--tune', str(tmp_path/'val.jsonl'), '--llm',
                                               str(folder), '-o', str(tmp_path/'out.jsonl')])
-    assert told.exit_code == 0 and re.search(r'of other voices: .*llm [+-]', told.output), told.output
+    assert told.exit_code == 0, told.output
+    assert re.search(r'of language models and other features: .*llm [+-]', told.output), told.output
     model, tokenizer = load_lm(folder)
     scores = [llm_scores(h, model, tokenizer, progress=False) for h in (val, test)]
     expected = fit_pool(val, llm=scores[0]).predict(test, llm=scores[1])

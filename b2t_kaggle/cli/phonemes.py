@@ -24,7 +24,7 @@ from ..phonemes import build_lexicon
 _lm = click.option('--lm', 'lm_path', required=True, type=FILE, help='n-gram model, an ARPA file.')
 _words = click.option('--words', type=FILE, help='Words to decode, one a line. Default: all of the n-gram.')
 _llm = with_options(
-    click.option('--llm', metavar='MODEL', help='Causal language model that ranks the sentences anew.'),
+    click.option('--llm', metavar='MODEL', help='Causal language model that reranks the sentences.'),
     click.option('--llm-adapter', type=EXISTING_FOLDER, help='Folder of its adapter, from `b2t lm finetune`.'),
     dtype_option(help="Type of its weights."))
 
@@ -34,7 +34,7 @@ def _open_model(lm_path: Path, words: Path | None):
     return build_lexicon(vocabulary, variants=False), Automaton.load(lm_path)
 
 def _open_llm(llm: str | None, adapter: Path | None, dtype: str):
-    "Scores by a language model, if one is named."
+    "Scores by a language model, if given."
     if llm is None: return refuse_options({'llm_adapter', 'dtype'}, 'no --llm is given')
     from b2t_kaggle.lm.causal import (
         CachedScores,  # Needs torch
@@ -51,8 +51,8 @@ def _open_llm(llm: str | None, adapter: Path | None, dtype: str):
 def confusions(lists, lm_path, words, llm, llm_adapter, dtype, output):
     """Learn what a model confuses, from phoneme lists.
 
-    LISTS are the best phoneme sequences of trials whose sentences are known: JSON Lines, with `five_best`, `phonemes`
-    and `sentence` in each line. Learned is, too, how much the n-gram counts, and an LLM. For `b2t decode-phonemes`."""
+    LISTS are the best phoneme sequences of trials with known sentences: JSON Lines, with `five_best`, `phonemes` and
+    `sentence` in each line. The weights of the n-gram and an LLM are also learned, for `b2t decode-phonemes`."""
     trials = read_phoneme_lists(lists, labelled=True)
     model = decoder.fit_confusions(trials, *_open_model(lm_path, words), llm=_open_llm(llm, llm_adapter, dtype))
     decoder.save_confusions(output, model)
@@ -72,23 +72,23 @@ def confusions(lists, lm_path, words, llm, llm_adapter, dtype, output):
 @_llm
 @output_option(help='The file of sentences to write.')
 @click.option('--nbest', default=200, show_default=True, type=click.IntRange(1),
-              help='Sentences of a trial; fewer are ranked sooner by an LLM.')
+              help='Sentences of a trial; an LLM ranks fewer of them faster.')
 def decode_phonemes(lists, *, confusions_path, lm_path, words, llm, llm_adapter, dtype, output, nbest):
     """Decode phoneme lists into sentences.
 
     LISTS are the best phoneme sequences of trials: JSON Lines, with `five_best`, `nbest` or `greedy` in each
-    line. The error rate is printed where all lines have `sentence`."""
+    line. The error rate is printed if all lines have `sentence`."""
     trials = read_phoneme_lists(lists)
     model = decoder.load_confusions(confusions_path)
     if llm and not model.ranking:
         raise click.UsageError(f'{confusions_path} has no weight for an LLM; make it by b2t confusions with --llm')
-    if model.ranking and not llm: click.echo(f'Without the LLM that {confusions_path} has a weight for: give --llm.')
+    if model.ranking and not llm: click.echo(f'Without the LLM whose weight is in {confusions_path}: give --llm.')
     lexicon, lm = _open_model(lm_path, words)
     scores = _open_llm(llm, llm_adapter, dtype)
-    found = decoder.decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True, llm=scores)
-    decoder.write_sentences(output, trials, found)
+    sentences = decoder.decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True, llm=scores)
+    decoder.write_sentences(output, trials, sentences)
     if all(t.sentence for t in trials):
-        rate = word_error_rate([t.sentence for t in trials], [h[0].text for h in found])
+        rate = word_error_rate([t.sentence for t in trials], [h[0].text for h in sentences])
         mark = f' {IN_SAMPLE}' if model.knows(trials) else ''
         click.echo(f'Word error rate: {percent(rate)} of {len(trials)} trials{mark}')
     click.echo(f'Wrote {output}')

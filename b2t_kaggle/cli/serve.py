@@ -25,7 +25,7 @@ from ..rescoring.online import LLMRescorer, llm_scorer
 def _echo(text: str) -> None: click.echo(text, err=True)
 
 def _weights(run: Run):
-    "Weights of the mixture with an LLM: as the stage rescore found them if it is done, else the configured ones."
+    "Weights of the mixture with an LLM: tuned by the stage rescore if it is done, else configured."
     status = StageRun(run, 'rescore').status()
     is_done = status == 'done'
     weights = read_weights(run.dir/'rescore_weights.json') if is_done else configured_weights(run.cfg.rescore)
@@ -34,7 +34,7 @@ def _weights(run: Run):
     return weights
 
 def _tell_search(run: Run, options) -> None:
-    "Print the weights of the search, and where they come from."
+    "Print the weights of the search and their origin."
     origin = 'from the stage decode' if search_tuning(run) else 'as configured'
     names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
     _echo(f'Weights of the search, {origin}: ' + ', '.join(f'{k} {getattr(options, k):.4g}' for k in names))
@@ -42,12 +42,12 @@ def _tell_search(run: Run, options) -> None:
         _echo('decode.llm is left out: the stage decode found no gain on val (rescore.keep=always takes it)')
 
 def _llm(run: Run, decoder):
-    "The rescorer of a run's LLM for `serve`; None if it has no LLM."
+    "The rescorer of a run's LLM; None without an LLM."
     c = run.cfg.rescore
     if c.llm is None: return None
     if not is_kept(run, 'rescore'):
-        return _echo('rescore.llm is not asked: the stage rescore found no gain on val (rescore.keep=always asks it)')
-    from b2t_kaggle.lm.causal import open_lm  # Needs transformers, which a run without an LLM does not
+        return _echo('rescore.llm is left out: the stage rescore found no gain on val (rescore.keep=always takes it)')
+    from b2t_kaggle.lm.causal import open_lm  # Here, because it imports transformers
     weights = _weights(run)
     model, tokenizer = open_lm(c)
     calibration = known_calibration(run, 'rescore')
@@ -56,28 +56,27 @@ def _llm(run: Run, decoder):
 
 # %% ../../nbs/cli/20_serve.ipynb #c006
 @stage_command()
-@click.option('--host', default='127.0.0.1', show_default=True, help='Where Redis is.')
-@click.option('--port', default=6379, show_default=True, help='Its port.')
+@click.option('--host', default='127.0.0.1', show_default=True, help='Host of Redis.')
+@click.option('--port', default=6379, show_default=True, help='Port of Redis.')
 @click.option('--db', default=0, show_default=True, help='Number of the database; the official client uses 0.')
-@click.option('--username', help='User, where Redis has several.')
+@click.option('--username', help='User, if Redis has several.')
 @click.option('--password', envvar='REDIS_PASSWORD', show_envvar=True,
-              help='Password; better given in the environment, where other users do not see it.')
+              help='Password; better in the environment, where other users do not see it.')
 @click.option('--tls', is_flag=True, help="Encrypt, and check Redis's certificate.")
 @click.option('--tls-ca', type=FILE,
-              help="File with the certificate of who signed Redis's. Default: those that the system trusts.")
-@click.option('--tls-cert', type=FILE, help='Our certificate, where Redis asks for one.')
-@click.option('--tls-key', type=FILE, help='Its key.')
+              help="File with the certificate of Redis's authority. Default: the authorities that the system trusts.")
+@click.option('--tls-cert', type=FILE, help='Our certificate, if Redis requires one.')
+@click.option('--tls-key', type=FILE, help='Key of our certificate.')
 @click.option('--nbest', default=100, show_default=True, help='Candidates of a sentence.')
 def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_cert, tls_key, **options):
     """Decode online, behind the official Redis streams.
 
-    What the official evaluation asks is answered with a run's language model, and its LLM if it has one
-    (rescore.llm)."""
+    A run's language model, and its LLM if it has one (rescore.llm), answer the requests of the official evaluation."""
     connection = dict(db=db, username=username, password=password, tls=tls, tls_ca=tls_ca, tls_cert=tls_cert,
                       tls_key=tls_key)
     logging.basicConfig(level=logging.INFO, format='%(asctime)s %(levelname)s %(message)s')
+    run = open_run(until='lm', force=force, must_exist=True, **options)
     check_redis(host, port, **connection) # Before the language model is built, and an LLM loaded
-    run = open_run(until='lm', force=force, **options)
     run_stages(run, 'lm', force)
     try:
         decoder = open_decoder(run, nbest=nbest)
