@@ -23,36 +23,32 @@ from ..kaggle.cycle import Cycle, Plan, read_plan, save_plan, wheels_slug
 from ..kaggle.wheels import Image, build_wheels
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c005
-def _images() -> str:
-    "The accelerators of each of Kaggle's images."
-    names = {a.image: [] for a in KAGGLE_ACCELERATORS.values()}
-    for accelerator in KAGGLE_ACCELERATORS.values(): names[accelerator.image].append(accelerator.name)
-    return '; '.join(f'{image}: {", ".join(some)}' for image, some in names.items() if some != [image])
+_IMAGES = '; '.join(f'{image}: {", ".join(a.name for a in KAGGLE_ACCELERATORS.values() if a.image == image)}'
+                    for image in ('gpu', 'tpu'))
 
 @click.group(cls=Group)
 def kaggle():
     """Train on Kaggle and submit, in one line or by steps.
 
-    `b2t kaggle go` does all of it, from the kit to a submission. Wheels are for sessions without the internet."""
+    `b2t kaggle go` does all steps, from the kit to a submission. Wheels are for runtimes without the internet."""
 
 @kaggle.command()
-@click.option('--image', required=True, type=Choice(['gpu', 'tpu', 'cpu']),
-              help=f"Kaggle's image, which comes with the accelerator ({_images()}).")
-@click.option('--python', metavar='VERSION', help="Another Python than the image's, such as 3.13, which Colab has.")
+@click.option('--image', required=True, type=Choice(['gpu', 'tpu', 'cpu']), help=f"Kaggle's image ({_IMAGES}).")
+@click.option('--python', metavar='VERSION', help="Python version if not the image's, such as Colab's 3.13.")
 @click.option('-o', '--output', type=FOLDER,
-              help='The folder to write. Default: b2t-wheels-IMAGE, for another Python b2t-wheels-IMAGE-py313.')
-@click.option('--kit', help='Where the kit comes from: a checkout, a wheel or git+https://…; default: this checkout.')
+              help='Folder to write. Default: b2t-wheels-IMAGE, or b2t-wheels-IMAGE-py313 for another Python.')
+@click.option('--kit', help='Source of the kit: a checkout, a wheel or git+https://…; default: this checkout.')
 @click.option('--with', 'others', multiple=True, metavar='PACKAGE',
-              help='Another package, such as bitsandbytes for llm_quantization; repeat it for more.')
+              help='Additional package, such as bitsandbytes for llm_quantization; repeat it for more.')
 def wheels(image, python, output, kit, others):
     """Make a folder of wheels, for sessions without the internet.
 
-    In it are the kit, and the packages that it needs and the image does not hold. Needs the internet here.
+    It has the kit, and the packages that the kit needs and the image lacks. This needs the internet here.
 
-    KenLM is compiled, where this machine has the image's Python (python3.12 on the PATH) and a C++ compiler, else left
-    out: only KenLM's binary files need it. For Python 3.13 it does not compile.
+    KenLM, for its binary files, is compiled if this machine has the image's Python (python3.12 on the PATH) and a C++
+    compiler, and else left out. It does not compile for Python 3.13.
 
-    With --python nobody looked up which versions the image holds; whatever fits is taken to be there."""
+    With --python the image's versions are unknown; all packages that fit are assumed to be there."""
     wanted = Image.read(image, python)
     suffix = '' if wanted == Image.read(image) else f'-py{wanted.python.replace(".", "")}'
     output = output or Path(f'b2t-wheels-{image}{suffix}')
@@ -66,7 +62,7 @@ def wheels(image, python, output, kit, others):
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c008
 _id = click.option('--id', 'name', metavar='OWNER/SLUG',
-                   help="Its id on Kaggle, as in its address. Default: the client's user, and the file's name.")
+                   help="Id on Kaggle, as in its address. Default: the client's user, and the file's name.")
 _push = click.option('--push/--no-push', default=True, show_default=True,
                      help="Push it with Kaggle's client; otherwise only write the files.")
 
@@ -78,10 +74,10 @@ class _Accelerator(click.ParamType):
         except ValueError as e: self.fail(str(e).partition(': ')[2], param, ctx)
 
 def _full_id(name: str | None, default: str, client: Client | None) -> str:
-    "`OWNER/SLUG` with the client's user unless an owner is named. Raises `click.UsageError` without either."
+    "`OWNER/SLUG`, by default with the client's user. Raises `click.UsageError` if the owner is unknown."
     name = name or slug_of(default)
     if '/' in name: return name
-    if client is None: raise click.UsageError(f'id {name!r}: name the owner, too, as in --id OWNER/{name}')
+    if client is None: raise click.UsageError(f'id {name!r}: also name the owner, as in --id OWNER/{name}')
     return f'{client.user}/{name}'
 
 @kaggle.command()
@@ -90,19 +86,17 @@ def _full_id(name: str | None, default: str, client: Client | None) -> str:
               help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
 @_id
 @click.option('--competition', 'competitions', multiple=True, metavar='SLUG',
-              help='Attach its files, such as brain-to-text-25; you have to have joined it.')
+              help='Attach the files of a competition that you joined, such as brain-to-text-25.')
 @click.option('--dataset', 'datasets', multiple=True, metavar='OWNER/SLUG',
-              help='Attach it, such as one of wheels; repeat it for more.')
+              help='Attach a dataset, such as wheels; repeat it for more.')
 @click.option('--kernel', 'kernels', multiple=True, metavar='OWNER/SLUG',
-              help="Attach a notebook's output, such as that of the session which this one continues.")
+              help="Attach a notebook's output, such as the training to continue.")
 @click.option('--internet/--no-internet', default=False, show_default=True,
-              help='Whether the session reaches the internet.')
-@click.option('-o', '--output', type=FOLDER, help='The folder to write. Default: kaggle-SLUG.')
+              help='Whether the runtime has internet.')
+@click.option('-o', '--output', type=FOLDER, help='Folder to write. Default: kaggle-SLUG.')
 @_push
 def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, internet, output, push):
-    """Push NOTEBOOK, to run from top to bottom on Kaggle.
-
-    It gets this accelerator and these inputs."""
+    "Push NOTEBOOK, to run from top to bottom on Kaggle."
     client = connect() if push else None
     name = _full_id(name, notebook.stem, client)
     output = output or Path(f'kaggle-{name.partition("/")[2]}')
@@ -113,7 +107,7 @@ def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, inte
 @kaggle.command()
 @click.argument('folder', type=EXISTING_FOLDER)
 @_id
-@click.option('-m', '--message', help='What changed: makes a new version of a dataset that is there.')
+@click.option('-m', '--message', help='Description of a change, for a new version of an existing dataset.')
 @_push
 def dataset(folder, name, message, push):
     "Push FOLDER as a private dataset, with its subfolders."
@@ -125,48 +119,48 @@ def dataset(folder, name, message, push):
 
 # %% ../../nbs/cli/15_kaggle.ipynb #c013
 def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
-    "Raise `click.BadParameter` where a key of the configuration names a file that Kaggle does not have."
+    "Raise `click.BadParameter` if a key of the configuration names a file of this machine."
     for key in keys:
         value = attrgetter(key)(cfg)
         for path in map(str, value if isinstance(value, list) else [value]):
             if path.startswith('/') and not path.startswith('/kaggle/'):
                 raise click.BadParameter(f'--set {key}: {path} is on this machine; make it a dataset (`b2t kaggle '
-                                         'dataset`), attach that with --dataset, and name it as below /kaggle/input')
+                                         'dataset`), attach that with --dataset, and give its path in /kaggle/input')
 
 def _tell_changes(before: Plan, plan: Plan) -> None:
-    "Print the values with which a cycle began, if they are others now."
+    "Print the values with which a cycle began, if they differ now."
     def given(p): return {'--set': sorted(f'{k}={v}' for k, v in p.overrides.items()), '--dataset': sorted(p.datasets)}
     for option, values in given(before).items():
         if values != given(plan)[option]:
-            click.echo(f'{option} was {" ".join(values) or "not given"} in this cycle: notebooks that were pushed keep '
-                       'that. Another --id begins another cycle.', err=True)
+            click.echo(f'{option} was {" ".join(values) or "not given"} in this cycle: pushed notebooks keep that. '
+                       'Another --id begins another cycle.', err=True)
 
 @kaggle.command()
 @click.option('--accelerator', required=True, type=_Accelerator(),
               help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
-@preset_option(default='official', show_default=True, help='Of the training.')
+@preset_option(default='official', show_default=True, help='Preset of the training.')
 @click.option('--hours', type=click.FloatRange(min=0, min_open=True),
               help='Hours of the training at most, all parts together. Default: as many as it needs.')
 @set_option()
 @click.option('--dataset', 'datasets', multiple=True, metavar='OWNER/SLUG',
-              help='Attach it to the submission: an n-gram, or an LLM; repeat it for more.')
+              help='Attach a dataset to the submission, such as an n-gram or an LLM; repeat it for more.')
 @click.option('--id', 'name', metavar='OWNER/SLUG',
-              help="Of the cycle, whose notebooks are SLUG-train-1, …, SLUG-submit. Default: the client's user, and "
+              help="Id of the cycle, whose notebooks are SLUG-train-1, …, SLUG-submit. Default: the client's user, and "
                    'preset and accelerator.')
 @click.option('--python', metavar='VERSION', help="Python of Kaggle's image if it is not 3.12, such as 3.13.")
 @click.option('--submit', is_flag=True, help='Send the CSV to the competition.')
 @click.option('--unfinished', is_flag=True, help='Decode and send a model whose training is unfinished.')
-@click.option('--retry', is_flag=True, help='Push a notebook that failed once more, with the kit as it is now.')
+@click.option('--retry', is_flag=True, help='Push a failed notebook again, with the present kit.')
 @click.option('--print', 'is_printed', is_flag=True, help='Only write the notebooks, and print commands and clicks.')
-@click.option('-o', '--output', type=FOLDER, help='The folder of the cycle. Default: kaggle-SLUG.')
+@click.option('-o', '--output', type=FOLDER, help='Folder of the cycle. Default: kaggle-SLUG.')
 def go(accelerator, preset_, *, hours, overrides, datasets, name, python, submit, unfinished, retry, is_printed,
        output):
     """Train on Kaggle, and make a submission.
 
-    Wheels of the kit become a dataset; a notebook trains, is pushed again with its output until the training is over;
-    another one decodes; its CSV is fetched and checked. What is done is not done again: killed at any moment, the same
-    line goes on."""
-    cfg = with_overrides(preset(preset_), overrides) # Kaggle would find a mistake hours later
+    Wheels of the kit become a dataset; a notebook trains, and is pushed again with its output until the training is
+    over; another one decodes; its CSV is fetched and checked. Steps are not repeated: after an interruption the same
+    line continues."""
+    cfg = with_overrides(preset(preset_), overrides)
     _refuse_local(cfg, overrides)
     client = None if is_printed else connect()
     name = _full_id(name, f'b2t {preset_} {accelerator}', client)
@@ -193,11 +187,11 @@ def go(accelerator, preset_, *, hours, overrides, datasets, name, python, submit
 def status(folders):
     """Show how far cycles are.
 
-    Default: those in folders kaggle-… here."""
+    Default: the cycles in folders kaggle-… here."""
     folders = folders or sorted(path.parent for path in Path().glob('kaggle-*/cycle.json'))
     plans = {folder: read_plan(folder) for folder in folders}
     if missing := [folder for folder, plan in plans.items() if plan is None]:
-        raise click.UsageError(f'{missing[0]}: is not the folder of a cycle, it has no cycle.json')
+        raise click.UsageError(f'{missing[0]}: not the folder of a cycle, it has no cycle.json')
     if not plans: raise click.UsageError('there is no cycle here; name its folder, or begin one with `b2t kaggle go`')
     client = connect()
     for folder, plan in plans.items():

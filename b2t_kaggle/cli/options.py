@@ -146,9 +146,9 @@ CONFIG_KEYS = {
     'llm': 'rescore.llm',
 }
 
-def _value_option(name: str, what: str, *flags: str, **options) -> Callable:
+def _value_option(name: str, text: str, *flags: str, **options) -> Callable:
     "An option for a configuration value; KEY in its help is the key."
-    return click.option(*flags, name, help=what.replace('KEY', f'the same as --set {CONFIG_KEYS[name]}='), **options)
+    return click.option(*flags, name, help=text.replace('KEY', f'the same as --set {CONFIG_KEYS[name]}='), **options)
 
 def _choices(field: str) -> Choice: return Choice(get_args(TrainConfig.model_fields[field].annotation))
 

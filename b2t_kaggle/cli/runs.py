@@ -26,7 +26,7 @@ def _run_row(folder: Path, n_settings: int = 3) -> dict[str, str]:
     "A row of the table: a run's progress, PER and WER on val, time, and settings."
     run = Run(folder, save=False)
     stages = {n: StageRun(run, n) for n in plan(run.cfg) if not STAGES[n].shared}
-    def holds(name): # Its outputs belong to the last outputs of the stages before it
+    def holds(name): # Whether a stage's outputs belong to the last outputs of the stages before it
         stamp = stages[name].stamp
         earlier = [n for n in needs_of(name, run.cfg) if n in stages]
         return 'outputs' in stamp and all(stamp.get('needs', {}).get(n) == stages[n].id and holds(n) for n in earlier)

@@ -7,7 +7,8 @@ __all__ = ['from_official', 'load_config', 'save_config', 'AudioConfig', 'Augmen
            'ConfigError', 'DataConfig', 'DecodeConfig', 'GenerateConfig', 'InferConfig', 'Key', 'LLMConfig', 'LMConfig',
            'PRESETS', 'ReportConfig', 'RescoreConfig', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS',
            'TrainConfig', 'changed_values', 'config_fields', 'config_keys', 'describe_run', 'differing_values',
-           'flat_values', 'full_key', 'key_facts', 'keys_with', 'near_keys', 'parse_value', 'preset', 'with_overrides']
+           'flat_values', 'full_key', 'key_facts', 'keys_with', 'near_keys', 'parse_value', 'preset', 'preset_changes',
+           'with_overrides']
 
 # %% ../../nbs/config/07_config.ipynb #c003
 # ruff: noqa: F401, F403, F405
@@ -27,7 +28,8 @@ _all_ = ['AudioConfig', 'AugmentConfig', 'CombineConfig', 'Config', 'ConfigError
          'GenerateConfig', 'InferConfig', 'Key', 'LLMConfig', 'LMConfig', 'PRESETS', 'ReportConfig',
          'RescoreConfig', 'SessionConfig', 'SimulateConfig', 'TRAINING_GROUPS', 'TrainConfig',
          'changed_values', 'config_fields', 'config_keys', 'describe_run', 'differing_values', 'flat_values',
-         'full_key', 'key_facts', 'keys_with', 'near_keys', 'parse_value', 'preset', 'with_overrides']
+         'full_key', 'key_facts', 'keys_with', 'near_keys', 'parse_value', 'preset', 'preset_changes',
+         'with_overrides']
 
 # %% ../../nbs/config/07_config.ipynb #c006
 def from_official(
