@@ -16,10 +16,10 @@ from b2t_kaggle.cli.options import FOLDER, out_option
 @out_option()
 @click.option('--work', type=FOLDER, default='data', show_default=True, help='Folder of the packed trials.')
 def errors(run, out, work):
-    """Write a page on which the errors of a RUN can be explored in a browser.
+    """A page of a run’s errors: sort, filter, look at trials.
 
-    All trials of val can be sorted and filtered; a trial shows its alignment, n-best list, phoneme posteriors and
-    features. Tables count confusions, and what each stage fixed and broke."""
+    It is for a browser. All trials of val can be sorted and filtered; a trial shows its alignment, n-best list,
+    phoneme posteriors and features. Tables count confusions, and what each stage fixed and broke."""
     from b2t_kaggle.pipeline.errors import write_errors
     from b2t_kaggle.pipeline.explore import open_run
     click.echo(f'Open in a browser: {write_errors(open_run(run, out, work))}')

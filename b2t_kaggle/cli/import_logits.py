@@ -31,12 +31,13 @@ def _split_of(path: Path) -> str:
 @click.option('--classes', default='blank-sil-last', show_default=True,
               help=f'Order of the 41 classes: {", ".join(ORDERS)}, or all names in quotes.')
 def import_logits(files, classes, force, overrides, **options):
-    """Make a run that decodes log-probabilities, logits or probabilities of another program.
+    """Decode log-probabilities of another program.
 
-    FILE has val or test in its name. It is an .npz with an array [frames, 41] for each trial, in the order of the
-    sessions, or with one padded array and its lengths; a folder of .npy files; or the pickle of the organisers'
-    decoder. Numbers of trials and frames, sums and the order of the classes are checked. Then `b2t run` on this run
-    decodes them, with --set lm.path=FILE by an n-gram of your own."""
+    They become a run; logits and probabilities are also read. FILE has val or test in its name. It is an .npz with
+    an array [frames, 41] for each trial, in the order of the sessions, or with one padded array and its lengths; a
+    folder of .npy files; or the pickle of the organisers' decoder. Numbers of trials and frames, sums and the order
+    of the classes are checked. Then `b2t run` on this run decodes them, with --set lm.path=FILE by an n-gram of
+    your own."""
     splits = {_split_of(path): path for path in files}
     options['name'] = options['name'] or (None if options['output_dir'] else 'imported')
     run = open_run(overrides=overrides, until='pack', force=force, **options)

@@ -34,7 +34,7 @@ from ..decoding.compilation import compiled_ahead
 from ..metrics import IN_SAMPLE, percent
 from ..metrics.bootstrap import gain_of
 from ..pipeline.execute import check_stages, run_stages
-from ..pipeline.run import Run, near_runs
+from ..pipeline.run import Run
 from ..pipeline.stages import STAGES, plan
 from ..pipeline.stages.stage import PAGE
 from ..pipeline.stamps import StageRun, branch, stages_in_common
@@ -84,8 +84,8 @@ def open_run(
     exists = (folder/'config.yaml').exists()
     if exists and not (preset_ or config_): return Run(folder, work, overrides, save=False)
     if must_exist and not exists and (name or output_dir) and not (preset_ or config_ or data):
-        option, value = ('--output-dir', output_dir) if output_dir else ('--name', name)
-        raise click.UsageError(f'{option} {value}: there is no such run{near_runs(folder.name, folder.parent)}')
+        source_path(str(folder), folder.parent, f' (--{"output-dir" if output_dir else "name"}): there is no such run',
+                    files=False) # Raises, with runs that may be meant
     run = Run(folder, work, overrides, load_config(config_, base=base, overrides=overrides), dict(preset=base),
               save=False)
     if not exists or reset: return run

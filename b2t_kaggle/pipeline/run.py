@@ -111,8 +111,8 @@ class Run:
         return {k: json.dumps(v) if isinstance(v, str) else v for k, v in values.items()} # Text is parsed as YAML
 
     def settings(self) -> dict:
-        "Saved values that are not the preset's."
-        return differing_values(self.saved, preset(self.base_preset)) if self.saved else {}
+        "Saved values that differ from the preset, or from the defaults of another encoder."
+        return config.preset_changes(self.saved, self.base_preset) if self.saved else {}
 
     def _values(self, stage: str, without: type[Fact]) -> dict:
         "Values that a stage depends on, without defaults, places of files and keys with this kind of fact."
