@@ -91,9 +91,10 @@ def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str,
     references = dict(given)
     for trial, reference in ((row['trial'], row['reference']) for rows in systems.values() for row in rows):
         if references.get(trial) is None: references[trial] = reference
-        if reference and given.get(trial) and normalize_sentence(reference) != normalize_sentence(given[trial]):
-            raise click.ClickException(f'trial {trial}: {truth} has {given[trial]!r}, a RUN_OR_FILE {reference!r}; '
-                                       'expected the same, are these the same trials?')
+        true = given.get(trial)
+        if reference and true and normalize_sentence(reference) != normalize_sentence(true):
+            raise click.ClickException(f'trial {trial}: {truth} has {true!r}, a RUN_OR_FILE {reference!r}; expected '
+                                       'the same, are these the same trials?')
     return references
 
 def _tables(systems: dict[str, list[dict]], truth: Path | None, train: Path | None, blocks: Path | None):
