@@ -7,6 +7,7 @@ __all__ = ['ctc_losses', 'per_unit', 'delivered_dtype', 'logits_of', 'evaluate',
 
 # %% ../../nbs/pytorch/09_inference.ipynb #c003
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def logits_of(
             yield b, forward(augment.eval(x), day, n_bins, b.trials), frames
             bar.update(int((b.trials >= 0).sum()))
 
-# %% ../../nbs/pytorch/09_inference.ipynb #c012
+# %% ../../nbs/pytorch/09_inference.ipynb #c014
 @torch.no_grad()
 def evaluate(
     model: nn.Module,       # In evaluation mode, on the device
@@ -111,40 +112,53 @@ def evaluate(
     day_of: dict[str, int], # The model's day of each session
     cfg: Config,            # The run's configuration
     backend: Backend,       # The device
-    trained: Encoder,  # The same model before it was compiled
-    step: int = 0,          # Training steps that are done, on which terms of the loss may depend
+    trained: Encoder | None = None, # The same model before it was compiled, to measure the terms of its loss
+    step: int = 0,          # Training steps that are done, on which terms may depend
 ) -> pd.DataFrame:
     """A row per trial of `store`: session, loss (CTC, natural log), edits, n_labels; if the model adds terms to its
     loss, also each term and their weighted sum as `total`."""
-    has_terms = type(trained).training_losses is not Encoder.training_losses
-    def args(trials):
-        values = trained.training_args(step, cfg.train.num_training_batches)
-        changing = {k: values[k] for k in trained.changing_args}
-        return values | (backend.scalars(**changing) if changing else {}) | trained.training_inputs(trials)
     columns: dict[str, np.ndarray] = dict(loss=np.zeros(len(store)), edits=np.zeros(len(store), int))
-    more = dict(args=args) if has_terms else {}
-    for b, out, frames in logits_of(model, store, day_of, cfg, backend, cfg.data.eval_batch_size, **more):
-        labels, n_frames, n_labels = backend.put(b.labels), backend.lengths(frames), backend.lengths(b.n_labels)
-        def ctc(logits): return ctc_losses(logits, labels, n_frames, n_labels)
-        logits = trained.training_logits(out)
-        values = dict(loss=ctc(logits))
-        if has_terms:
-            terms = trained.training_losses(out, lambda logits: per_unit(ctc(logits), n_labels, cfg.train), n_frames)
-            terms = dict(terms if isinstance(terms, dict) else dict(loss=terms))
-            values |= dict(total=terms.pop('loss')) | terms
-        values = {k: backend.result(v.float()) for k, v in values.items()}
+    def losses_of(b, frames):
+        n_labels = backend.lengths(b.n_labels)
+        labels, n_frames = backend.put(b.labels), backend.lengths(frames)
+        return n_labels, partial(ctc_losses, labels=labels, frames=n_frames, n_labels=n_labels)
+    for b, logits, frames in logits_of(model, store, day_of, cfg, backend, cfg.data.eval_batch_size):
+        losses = backend.result(losses_of(b, frames)[1](logits))
         paths = backend.result(logits.argmax(-1))
         backend.end_step()
         real = b.trials >= 0
-        for k, v in values.items():
-            columns.setdefault(k, np.zeros(len(store)))[b.trials[real]] = v.cpu().numpy()[real]
+        columns['loss'][b.trials[real]] = losses.cpu().numpy()[real]
         for i, path, n in zip(b.trials[real], paths.cpu().numpy()[real], frames[real]):
             columns['edits'][i] = Levenshtein.distance(collapse(path[:n]).tolist(), store.class_ids(i).tolist())
+    if trained is not None and type(trained).training_losses is not Encoder.training_losses:
+        columns |= _terms(model, store, day_of, cfg, backend, trained, step, losses_of)
     parts = backend.gather(columns) # Each process has the values of its batches, and zeros
     columns = {k: sum(other.get(k, 0) for other in parts) for part in parts for k in part}
     return pd.DataFrame(dict(session=store.index.session, n_labels=store.n_labels) | columns)
 
-# %% ../../nbs/pytorch/09_inference.ipynb #c016
+def _terms(model: nn.Module, store: TrialStore, day_of: dict[str, int], cfg: Config, backend: Backend, trained: Encoder,
+           step: int, losses_of: Callable) -> dict[str, np.ndarray]:
+    "Terms of the loss of each trial `[n]`, by a pass as in training, but in evaluation mode and with the same seed."
+    columns: dict[str, np.ndarray] = {}
+    def args(trials):
+        values = trained.training_args(step, cfg.train.num_training_batches)
+        changing = {k: values[k] for k in trained.changing_args}
+        return values | (backend.scalars(**changing) if changing else {}) | trained.training_inputs(trials)
+    backend.seed(cfg.train.seed)
+    rows = max(1, cfg.data.batch_size//cfg.train.accumulate//backend.world_size)
+    for b, out, frames in logits_of(model, store, day_of, cfg, backend, rows, args=args):
+        n_labels, ctc = losses_of(b, frames)
+        losses = trained.training_losses(out, lambda x: per_unit(ctc(x), n_labels, cfg.train), backend.lengths(frames))
+        losses = losses if isinstance(losses, dict) else dict(loss=losses)
+        losses = {k: backend.result(v.float()) for k, v in losses.items()}
+        backend.end_step()
+        real = b.trials >= 0
+        for k, v in losses.items():
+            name = 'total' if k == 'loss' else k
+            columns.setdefault(name, np.zeros(len(store)))[b.trials[real]] = v.cpu().numpy()[real]
+    return columns
+
+# %% ../../nbs/pytorch/09_inference.ipynb #c017
 def log_probs_of(
     model: nn.Module,      # In evaluation mode, on the device
     store: TrialStore,     # Any split
@@ -166,7 +180,7 @@ def log_probs_of(
             if i >= 0: by_trial[i] = x[:n].copy()
     return [by_trial[i] for i in range(len(store))]
 
-# %% ../../nbs/pytorch/09_inference.ipynb #c017
+# %% ../../nbs/pytorch/09_inference.ipynb #c018
 def infer(
     checkpoint: str | Path,     # Our `best.pt`, or a folder of the official kit
     store: TrialStore,          # Trials to run it on

@@ -49,6 +49,7 @@ from b2t_kaggle.training.recipe import (
 class Trainer(interface.Trainer):
     "A model in training, with its batches, its optimiser and what it has reached."
     framework = 'pytorch'
+    measures_terms = True # Whether validation measures the terms of the loss
 
     def __init__(self,
         store: TrialStore,             # Training trials
@@ -332,7 +333,8 @@ def _load(self: Trainer, checkpoint: Path | None) -> dict:
 def metrics(self: Trainer) -> dict:
     "Loss, its terms and PER on the validation trials."
     self.result.eval()
-    table = evaluate(self.evaluated, self.store_val, self.day_of, self.cfg, self.backend, self.result, self.step)
+    trained = self.result if self.measures_terms else None
+    table = evaluate(self.evaluated, self.store_val, self.day_of, self.cfg, self.backend, trained, self.step)
     return summarize(table, self.cfg.train.ctc_reduction)
 
 @patch

@@ -22,6 +22,7 @@ from .inference import write_trials
 from .loading import load_audio_llm
 from .model import AudioLLM, TargetLoader, audio_model
 from ..targets import TargetStore
+from ..voice import AudioError
 from ...parallel import Backend
 from ....training.loop import fit
 from ....training.memory import is_oom, step_memory
@@ -66,8 +67,12 @@ class Trainer(trainer.Trainer):
 
     def metrics(self) -> dict:
         "Loss and PER of CTC on the validation trials, and the WER of the written sentences."
-        metrics = super().metrics()
         store = self.store_val
+        training_targets = self.model.target_loader
+        try: self.model.target_loader = TargetLoader(store.index.sentence, self.llm, self.targets)
+        except AudioError: self.measures_terms = False # Sentences of val without targets
+        metrics = super().metrics()
+        self.model.target_loader = training_targets
         written = write_trials(self.model, store, self.cfg, self.backend, beams=1,
                                max_tokens=self.cfg.generate.max_tokens, batch_size=self.cfg.data.eval_batch_size)
         rows = store.index
