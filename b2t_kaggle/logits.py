@@ -17,6 +17,7 @@ import pandas as pd
 
 from .config import Config
 from .core.files import atomic_path, scratch_folder
+from .core.messages import printable
 from .core.ragged import Ragged, RaggedError, write_ragged
 
 # %% ../nbs/01_logits.ipynb #c005
@@ -24,15 +25,15 @@ class LogitError(ValueError):
     "Log-probabilities that cannot be stored, or stores that cannot be averaged; the message says which and why."
 
 def log_sum_exp(
-    x: np.ndarray, # Of any shape `[…]`
+    x: np.ndarray, # Numbers of any shape
     axis: int = -1,
-) -> np.ndarray:   # Without `axis`
+) -> np.ndarray:   # Sums, without `axis`
     "$\\log \\sum \\exp x$ without overflow: the largest value is subtracted first."
     top = x.max(axis, keepdims=True)
     return np.log(np.exp(x - top).sum(axis)) + top.squeeze(axis)
 
 # %% ../nbs/01_logits.ipynb #c007
-_TOLERANCE = 1e-3   # Of a frame's log-sum; float32 log-softmax stays below 1e-5, one computed in bfloat16 does not
+_TOLERANCE = 1e-3   # Largest log-sum of a frame; log-softmax stays below 1e-5 in float32, but not in bfloat16
 
 def _checked(arrays: Iterable[np.ndarray], path: Path) -> Iterator[np.ndarray]:
     "The arrays as float32, each checked to be log-probabilities [T', K]."
@@ -81,8 +82,8 @@ class LogitStore:
         index: pd.DataFrame,          # One row for each array, such as `TrialStore.index`
         provenance: dict,             # Model, checkpoint's hash, configuration …: anything that JSON can hold
     ) -> 'LogitStore':
-        """Write log-probabilities. Raises `LogitError` for values that are none, `RaggedError` where array and index
-        disagree in number."""
+        """Write log-probabilities. Raises `LogitError` for other values, `RaggedError` if the numbers of arrays
+        and of rows of the index differ."""
         missing = [c for c in _TRIAL if c not in index]
         if missing:
             raise LogitError(f'{path}: the index lacks the columns {missing}; give TrialStore.index')
@@ -98,7 +99,7 @@ class LogitStore:
 
     def __repr__(self): return f'LogitStore({str(self.path)!r}: {len(self)} trials, {self.n_classes} classes)'
 
-    def __reduce__(self): return type(self), (self.path,) # Another process maps the file anew
+    def __reduce__(self): return type(self), (self.path,) # Another process maps the file again
 
     @property
     def index(self) -> pd.DataFrame:
@@ -107,10 +108,10 @@ class LogitStore:
 
     @classmethod
     def average(cls,
-        stores: Sequence['LogitStore'], # Of the same split; one for each model
-        path: str | Path | None = None, # File to write; none: a file without a name, which ends with the store
+        stores: Sequence['LogitStore'], # Stores of one split, one for each model
+        path: str | Path | None = None, # File to write; by default a temporary file, which disappears with the store
         mean: Literal['log_prob', 'prob'] = 'log_prob', # Geometric or arithmetic mean of the probabilities
-        weights: Sequence[float] | None = None, # Of each; none: all alike
+        weights: Sequence[float] | None = None, # Weight of each store; by default all are equal
     ) -> 'LogitStore':
         """The average of several models, normalised; frames of slower models are aligned with the fastest one's. Raises
         `LogitError` for stores with other trials or classes, or frames that cannot be aligned."""
@@ -119,9 +120,9 @@ class LogitStore:
 # %% ../nbs/01_logits.ipynb #c015
 class FrameTimes(NamedTuple):
     "Times of a model's frames, in bins."
-    stride: int # From one frame to the next
-    length: int # Of a frame
-    begin: int = 0 # Of the first frame
+    stride: int # Distance of successive frames
+    length: int # Length of a frame
+    begin: int = 0 # Beginning of the first frame
 
     def middles(self, n_frames: int) -> np.ndarray:
         "The middle of each frame `[T']`, in bins from the start of the trial."
@@ -135,20 +136,20 @@ class FrameTimes(NamedTuple):
         return dict(frame_ms=20.*self.stride, frame_offset_ms=20*(self.begin + (self.length - self.stride)/2))
 
 def frame_times(provenance: Mapping) -> FrameTimes | None:
-    "Times of a store's frames, by the configuration of its model; None where that is not known."
+    "Times of a store's frames, by the configuration of its model; `None` if that is unknown."
     if members := provenance.get('members'): return frame_times(members[provenance.get('frames_of', 0)])
     try:
         model = Config.model_validate(provenance['config']).model
         begin = int(provenance.get('first_bin', 0))
-    except (KeyError, TypeError, ValueError): return None # Not ours, or of a version that this one does not read
+    except (KeyError, TypeError, ValueError): return None # Of another program or version
     length = next((n for n in range(1, 1000) if model.n_frames(n) >= 1), None)
     return FrameTimes(model.frame_stride(), length, begin) if length else None
 
-def _nearest_frames(times: np.ndarray, other: np.ndarray) -> np.ndarray:
-    "For each frame the other model's nearest in time; of two that are equally near, the earlier."
-    later = np.searchsorted(other, times).clip(max=len(other) - 1)
+def _nearest_frames(times: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    "Index of the nearest candidate in time for each frame; the earlier one of two that are equally near."
+    later = np.searchsorted(candidates, times).clip(max=len(candidates) - 1)
     earlier = (later - 1).clip(min=0)
-    return np.where(times - other[earlier] <= other[later] - times + 1e-9, earlier, later)
+    return np.where(times - candidates[earlier] <= candidates[later] - times + 1e-9, earlier, later)
 
 # %% ../nbs/01_logits.ipynb #c018
 def _is_unexplained(a: LogitStore, b: LogitStore) -> bool:
@@ -227,41 +228,41 @@ def _average_stores(stores: Sequence[LogitStore], path: str | Path | None, mean:
     if path is None:
         with scratch_folder() as d: return _average_stores(stores, d/'average.arrow', mean, weights)
     provenance = dict(average=mean, members=[s.provenance for s in stores])
-    if reference: provenance['frames_of'] = reference # The member whose frames these are; the first, if nothing is said
+    if reference: provenance['frames_of'] = reference # Index of the member whose frames these are, by default 0
     if w is not None: provenance['weights'] = w.tolist()
     arrays = (_mean(_aligned(stores, reference, i), mean, w) for i in range(len(stores[0])))
     return LogitStore.write(path, arrays, stores[0].index, provenance)
 
 # %% ../nbs/01_logits.ipynb #c031
 _SPLITS = ('train', 'val', 'test')
-_FACTS = ('block', 'trial', 'n_bins', 'sentence') # Columns of an index that are compared where both have them
+_FACTS = ('block', 'trial', 'n_bins', 'sentence') # Columns to compare if both indices have them
 
-def _told(provenance: Mapping) -> set[str]:
-    "The splits in a provenance: its own, or those of the members of an average."
-    own = {provenance['split']} if provenance.get('split') in _SPLITS else set()
-    return own.union(*(_told(member) for member in provenance.get('members', [])))
+def _splits(provenance: Mapping) -> set[str]:
+    "The splits in a provenance, and in the members of an average."
+    splits = {provenance['split']} if provenance.get('split') in _SPLITS else set()
+    return splits.union(*(_splits(member) for member in provenance.get('members', [])))
 
 def split_of(store: LogitStore) -> str | None:
-    "The split by the store's provenance, else its file's name; None if neither tells. Raises `LogitError` for several."
-    splits = _told(store.provenance) or set(re.findall('[a-z]+', store.path.stem.lower())) & set(_SPLITS)
+    "The split in the store's provenance, else in its file name; `None` without both. Raises `LogitError` for several."
+    splits = _splits(store.provenance) or set(re.findall('[a-z]+', store.path.stem.lower())) & set(_SPLITS)
     if len(splits) > 1: raise LogitError(f'{store.path}: says of itself that it is of {" and ".join(sorted(splits))}')
     return next(iter(splits), None)
 
 # %% ../nbs/01_logits.ipynb #c033
 def _rows(index: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
-    "Rows of an index as tuples; what is missing is None, whatever the writer had for it."
+    "Rows of an index as tuples; missing values become None."
     table = index[list(columns)].astype(object)
     return list(table.where(table.notna(), None).itertuples(index=False, name=None))
 
 def _index_difference(store: LogitStore, index: pd.DataFrame) -> str:
-    "The first difference between a store's trials and those that it should have; empty where there is none."
+    "The first difference between a store's trials and the expected ones; '' if they agree."
     ours = _rows(index, _TRIAL)
     theirs = _rows(store.index, _TRIAL)
     if ours != theirs:
-        known, found = set(ours), set(theirs)
-        missing = [t for t in ours if t not in found]
-        extra = [t for t in theirs if t not in known]
-        parts = [f'{len(trials)} trials {problem}, such as {" ".join(trials[0])}'
+        expected, present = set(ours), set(theirs)
+        missing = [t for t in ours if t not in present]
+        extra = [t for t in theirs if t not in expected]
+        parts = [f'{len(trials)} trials {problem}, such as {printable(" ".join(trials[0]))}'
                  for trials, problem in ((missing, 'are missing'), (extra, 'are not among the packed ones')) if trials]
         return ' and '.join(parts) or 'the trials are in another order'
     columns = [c for c in _FACTS if c in index and c in store.index]
@@ -275,9 +276,9 @@ def _index_difference(store: LogitStore, index: pd.DataFrame) -> str:
 # %% ../nbs/01_logits.ipynb #c036
 def sort_stores(
     paths: Sequence[str | Path],         # LogitStores of one or several models
-    indices: Mapping[str, pd.DataFrame], # Of the packed trials by split: those that may be given
-) -> dict[str, list[LogitStore]]:        # As many for each split, in the order in which they were given
-    "Given log-probabilities by split. Raises `LogitError` for stores that do not belong here."
+    indices: Mapping[str, pd.DataFrame], # Index of the packed trials by split
+) -> dict[str, list[LogitStore]]:        # The same number of stores for each split, in the order of `paths`
+    "Stores by split. Raises `LogitError` for stores of other trials."
     by_split = {}
     for store in map(LogitStore.open, paths):
         split = split_of(store)
@@ -295,18 +296,18 @@ def sort_stores(
         by_split.setdefault(fits[0], []).append(store)
     counts = {split: len(stores) for split, stores in by_split.items()}
     if len(set(counts.values())) > 1:
-        found = ', '.join(f'{n} of {split}' for split, n in counts.items())
-        raise LogitError(f'{found} are given; give both splits of every model, or one split alone')
+        numbers = ', '.join(f'{n} of {split}' for split, n in counts.items())
+        raise LogitError(f'{numbers} are given; give both splits of every model, or one split alone')
     return by_split
 
 def take_stores(
     paths: Sequence[str | Path],         # LogitStores of one or several models
-    indices: Mapping[str, pd.DataFrame], # Of the packed trials by split: those that may be given
-    folder: str | Path,                  # Receives `val.arrow` and `test.arrow`
-    mean: Literal['log_prob', 'prob'] = 'log_prob', # As in `LogitStore.average`
-    weights: Sequence[float] | None = None, # One for each model, in the order in which each split has them
-) -> dict[str, LogitStore]:              # By split, as far as they were given
-    "Copy or average given log-probabilities of each split. Raises `LogitError` for stores that do not belong here."
+    indices: Mapping[str, pd.DataFrame], # Index of the packed trials by split
+    folder: str | Path,                  # Folder for `val.arrow` and `test.arrow`
+    mean: Literal['log_prob', 'prob'] = 'log_prob', # Kind of mean, see `LogitStore.average`
+    weights: Sequence[float] | None = None, # Weight of each model, in the order of each split
+) -> dict[str, LogitStore]:              # A store for each split in `paths`
+    "Copy or average the log-probabilities of each split. Raises `LogitError` for stores of other trials."
     by_split = sort_stores(paths, indices)
     for k, stores in enumerate(zip(*by_split.values()) if weights is not None else ()):
         configs = [s.provenance['config'] for s in stores if 'config' in s.provenance]

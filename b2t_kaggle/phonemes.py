@@ -188,7 +188,7 @@ def _stressed() -> _Dictionary:
 # %% ../nbs/00_phonemes.ipynb #c029
 @cache
 def _older_lines() -> dict[str, str]:
-    "Word to its first pronunciation in CMUdict 0.7b, as it stands there."
+    "Each word's first pronunciation in CMUdict 0.7b, unparsed."
     # Not imported: the package needs a part of setuptools that no longer exists
     folder, = find_spec('pronouncing').submodule_search_locations
     lines = {}
@@ -275,7 +275,7 @@ def _viterbi(x, n, y, m, scores) -> np.ndarray:
 
 # %% ../nbs/00_phonemes.ipynb #c036
 def _align(words: list[str], prons: list[list[str]]) -> np.ndarray:
-    "The graphone of each letter, as letter·_N² + chunk [W, L]; -1 where there is none. The order of the words is lost."
+    "The graphone of each letter, as letter·_N² + chunk [W, L], padded with -1. The order of the words is lost."
     longest_first = sorted(zip(words, prons), key=lambda pair: -len(pair[0]))
     x, n = _padded([w for w, _ in longest_first], _LETTERS)
     y, m = _padded([pron for _, pron in longest_first], _CLASS_ID)
@@ -334,7 +334,7 @@ def _kneser_ney(seq: np.ndarray, order: int) -> list[tuple]:
     suffixes = np.zeros(0, np.uint64) # The n-grams above without their first graphone
     for n in range(order, 0, -1):
         inside = real & (t >= n - 1)
-        # The highest order counts occurrences, the others different graphones before; before a word's start is none
+        # The highest order counts occurrences, the others different preceding graphones, which a word's start lacks
         if n == order: counted = keys[n][inside]
         else: counted = np.concatenate([suffixes, keys[n][inside & (t == n - 1)]])
         _, first = np.unique(keys[n][inside], return_index=True)
@@ -431,7 +431,7 @@ def letters_to_sounds(
         raise ValueError(f"word {word!r}: expected letters a-z and ' only; use normalize_sentence first")
     pron = _speller()(word)
     if pron: return pron
-    return [p for c in word.replace("'", '') for p in _dictionary()[c][0]] # Nothing audible: letter by letter
+    return [p for c in word.replace("'", '') for p in _dictionary()[c][0]] # All letters silent: spell them out
 
 # %% ../nbs/00_phonemes.ipynb #c052
 _HISSING = set('S Z SH ZH CH JH'.split())
@@ -551,9 +551,9 @@ def sentence_to_phonemes(
 
 # %% ../nbs/00_phonemes.ipynb #c064
 def normalize_words(
-    words: Iterable[str], # Of a list
+    words: Iterable[str], # Any words
 ) -> Iterator[str]:
-    "The words as the text of a language model has them, which may make several of one; raises `TypeError` for others."
+    "The words as in the text of a language model; one may become several. Raises `TypeError` for other objects."
     for word in words:
         if not isinstance(word, str): raise TypeError(f'words: found {word!r}, expected words as text')
         if re.fullmatch("[a-z]+", word): yield word
@@ -561,7 +561,7 @@ def normalize_words(
 
 def build_lexicon(
     words: Iterable[str] | None = None, # Words, normalised first; none means the whole dictionary
-    variants: bool = True,              # Other pronunciations than the labels', too
+    variants: bool = True,              # Include pronunciations that the labels do not have
 ) -> dict[str, list[list[str]]]:        # Word to its pronunciations, phoneme names without `SIL`, the labels' first
     """A pronunciation lexicon.
 

@@ -446,7 +446,7 @@ def allow_open_files() -> str:
                                           f'{_NEEDED_FILES}; {_RAISE}, as by `ulimit -n 4096`')
 
 # %% ../../nbs/core/02_files.ipynb #c070
-_NOTED_BYTES = 1 << 24 # Smallest file whose hash is noted; others are read in hundredths of a second
+_NOTED_BYTES = 1 << 24 # Smallest file whose hash is stored; smaller ones are read in hundredths of a second
 _SHOWN_BYTES = 1 << 27 # Smallest total for which progress is shown
 _MAX_NOTES = 1_000     # Beyond it the oldest notes are removed
 _TICK = 2*10**9        # Resolution of a file system's clock in nanoseconds (FAT's is two seconds)

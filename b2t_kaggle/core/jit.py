@@ -65,8 +65,8 @@ def _kept(f: Callable, options: dict) -> Callable:
 
 # %% ../../nbs/core/05_jit.ipynb #c007
 def njit(
-    f: Callable | None = None, # That is decorated without options
-    **options,                 # Of `numba.njit`, such as `cache=True`
+    f: Callable | None = None, # Function, if the decorator has no options
+    **options,                 # Options of `numba.njit`, such as `cache=True`
 ) -> Callable:
     "Numba's decorator, which finds another place for what it compiled, or keeps nothing."
     def compiled(f: Callable) -> Callable:

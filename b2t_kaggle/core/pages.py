@@ -20,7 +20,7 @@ def style() -> str:
     return (Path(__file__).parent/'pages.css').read_text(encoding='utf-8')
 
 def page(
-    title: str,     # Of the window; plain text
+    title: str,     # Title of the window, plain text
     body: str,      # HTML
     head: str = '', # Further HTML of the head
 ) -> str:
@@ -77,7 +77,7 @@ def _shaded(word: str, confidence: float) -> str:
 def aligned(
     reference: Sequence[str],  # Words or phonemes
     hypothesis: Sequence[str], # The same
-    confidences: Sequence[float] = (), # Of each word of the hypothesis; none: not known
+    confidences: Sequence[float] = (), # Confidence of each word of the hypothesis, if known
 ) -> str:
     "The shortest alignment as HTML: `del` what the hypothesis lacks, `ins` what it has instead, or has too much."
     shown = [_shaded(w, c) for w, c in zip(hypothesis, confidences or [1.]*len(hypothesis), strict=True)]
@@ -97,7 +97,7 @@ _PAINT |= {colour: f'var(--line-{name}, {colour})' for name, colour in
            dict(blue='#1f77b4', red='#d62728', purple='#9467bd', brown='#8c564b').items()}
 
 def recolored(
-    svg: str,  # As matplotlib writes it
+    svg: str,  # Figure written by matplotlib
     name: str, # Begins the names inside; another one for each figure of a page
 ) -> str:
     "The SVG in the colours of the page, without the declarations of a file."
@@ -109,7 +109,7 @@ def recolored(
     return re.sub(r'<svg ', '<svg class="plot" role="img" ', svg, count=1)
 
 def _panels(fig) -> list[list]:
-    "The axes that stand together: each that draws something, with its colour bars."
+    "Groups of axes: each plot with its colour bars."
     bars = {id(image.colorbar.ax): ax for ax in fig.axes for image in ax.images if image.colorbar}
     return [[ax, *(b for b in fig.axes if bars.get(id(b)) is ax)] for ax in fig.axes if id(ax) not in bars]
 

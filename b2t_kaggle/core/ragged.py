@@ -25,7 +25,7 @@ from .reading import ReadError, check_is_file, parse_json
 
 # %% ../../nbs/core/10_ragged.ipynb #c008
 _VALUES = 'values'
-_KEY = b'b2t_kaggle'  # under which the header stands in the metadata
+_KEY = b'b2t_kaggle'  # Key of the header in the metadata
 _HEADER_CRC = b'b2t_kaggle crc32'
 _VERSION = 1
 
@@ -244,7 +244,7 @@ class Ragged:
     "Many arrays `[n, *item_shape]` of one type in one memory-mapped file; `[i]` is a read-only view of the i-th."
     def __init__(self,
         path: str | Path,        # File that a `RaggedWriter` made
-        kind: str | None = None, # That the arrays must have; none takes any
+        kind: str | None = None, # Expected kind; by default any
     ):
         self.path = Path(path)
         self._state = file_state(self.path)
@@ -263,7 +263,7 @@ class Ragged:
         none = np.zeros(0, np.int64)
         self.lengths = np.concatenate([none, *(lengths for _, lengths in located)])
         self._verified = np.zeros(len(self.lengths), bool)
-        # The whole file as numbers, headers too, and where in it each array begins
+        # The whole file as numbers, including headers, and the beginning of each array in it
         self.flat = np.frombuffer(buffer, self.dtype, count=buffer.size//self.dtype.itemsize)
         starts = np.concatenate([none, *(starts for starts, _ in located)])
         itemsize = self.dtype.itemsize

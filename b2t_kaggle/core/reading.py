@@ -76,7 +76,7 @@ def read_text(
     return text.removeprefix('\ufeff').replace('\r\n', '\n')
 
 def split_lines(text: str) -> list[str]:
-    "The lines of a text. `str.splitlines` also ends one at characters that stand within sentences, such as U+2028."
+    "The lines of a text. `str.splitlines` also ends one at characters within sentences, such as U+2028."
     return text.removesuffix('\n').split('\n') if text else []
 
 # %% ../../nbs/core/03_reading.ipynb #c011
@@ -105,7 +105,7 @@ class _Lines(io.RawIOBase):
 
 def limit_lines(
     f: io.BufferedIOBase,      # An open file, perhaps one that is unpacked as it is read
-    path: str | Path,          # Its path, for the error
+    path: str | Path,          # Path of the file, for the error
     max_bytes: int = MAX_LINE_BYTES,
 ) -> io.BufferedReader:
     "The same bytes, but a line that is longer raises `ReadError`, before it is in memory."
@@ -174,7 +174,7 @@ def _yaml_problem(e: Exception) -> str:
 def parse_yaml(text: str) -> Any:
     "The value of a YAML text of plain data. Raises `ValueError` that says in one line what is wrong."
     from yaml import YAMLError
-    # Errors of constructors for a boolean, a date or a number that is none, and YAML's own
+    # YAML's own errors, and errors of constructors for an invalid boolean, date or number
     not_yaml = (YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
     loader = None
     try:
@@ -239,7 +239,7 @@ def check_link(
 # %% ../../nbs/core/03_reading.ipynb #c025
 def open_dataset(
     group: 'h5py.Group',
-    name: str,         # Of the data set in it
+    name: str,         # Name of a data set in the group
 ) -> 'h5py.Dataset':
     "A data set whose values are in the file. Raises `ReadError` for others, `KeyError` or `TypeError` for no data set."
     import h5py
@@ -263,7 +263,7 @@ def check_size(dataset: 'h5py.Dataset') -> None:
 
 def read_attribute(
     group: 'h5py.Group',
-    name: str, # Of the attribute, which is there
+    name: str, # Name of an existing attribute
 ) -> Any:
     """An attribute; text as `str` without the spaces and zeros that pad it, an array of one value as that value. Raises
     `ReadError` for a large one, or text that is not UTF-8."""

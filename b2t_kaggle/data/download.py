@@ -268,7 +268,7 @@ _BYTES = 11_050_000_000 + 484_940_000 # Size of both archives, as Dryad's page s
 _UNPACKED = 1.3 # Size of their contents, relative to the archives
 
 def _recordings_folder(folder: str | Path) -> Path:
-    "Raises `DownloadError` if there is none."
+    "The folder of the sessions. Raises `DownloadError` without sessions."
     root = Path(folder)/RECORDINGS
     for place in (root/'hdf5_data_final', root, *sorted(p for p in root.rglob('*') if p.is_dir())):
         if place.is_dir() and list_sessions(place): return place

@@ -109,7 +109,7 @@ def _rules() -> dict[str, tuple[list, list]]:
 # %% ../../nbs/data/01_sentences.ipynb #c025
 @cache
 def _favourites(topic: str, cls: str, word: str) -> tuple[list, list]:
-    "The few words of class `cls` in `topic` that often stand beside `word`, with cumulative weights; always the same."
+    "The few words of class `cls` in `topic` that often occur with `word`, with cumulative weights; always the same."
     words, _ = lexicon()[topic][cls]
     seed = np.frombuffer(f'{topic} {cls} {word}'.encode().ljust(64, b'.')[:64], np.uint32)
     chosen = np.random.default_rng(seed).choice(words, min(4, len(words)), replace=False)
@@ -186,7 +186,7 @@ class Writer:
 
     def sentence(self,
         corpus: str # One of `CORPORA`
-    ) -> str:       # As it is shown to the participant
+    ) -> str:       # Sentence with capitals and punctuation
         "A new sentence."
         self._last_word = ''
         topics = _CORPUS_TOPICS[corpus]

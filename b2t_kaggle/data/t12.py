@@ -111,7 +111,7 @@ _FOLDERS = {'train': 'train', 'val': 'test', 'test': 'competitionHoldOut'} # Fol
 _RECORD = '.imported.json' # What each session was imported from
 
 def _sources(folder: Path) -> dict[str, dict[str, Path]]:
-    "The files of each session by split, in chronological order. Raises `SessionError` if there are none."
+    "The files of each session by split, in chronological order. Raises `SessionError` without sessions."
     sources: dict[str, dict[str, Path]] = {}
     for split, name in _FOLDERS.items():
         for path in sorted((folder/name).glob('*.mat')):
@@ -162,7 +162,7 @@ def import_t12(
 _DAYS = ('04.28 05.05 05.17 05.19 05.24 05.26 06.02 06.07 06.14 06.16 06.21 06.23 06.28 07.05 07.14 07.21 07.27 07.29 '
          '08.02 08.11 08.13 08.18 08.23 08.25').split()
 _BLOCK = 10    # Sentences
-_HIGHER = 0.6  # Share of the crossings that cross the next threshold too
+_HIGHER = 0.6  # Share of the crossings that also cross the next threshold
 _BLOCK_DRIFT = 0.3 # Standard deviation of the log rates from block to block
 _ORDER = np.r_[0:64, 192:256, 64:192] # Electrodes of the simulated participant, area 6v first
 _MARKER = 'simulated.json'
