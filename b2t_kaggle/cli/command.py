@@ -84,7 +84,7 @@ VERBS = {
         'decode': ('run', 'Beam search: n-best sentences of val and test'),
         'generate': ('run', 'An audio LLM writes n-best sentences of val and test'),
         'rescore': ('run', 'An LLM reranks the n-best sentences'),
-        'combine': ('run', 'One sentence of those of several systems'),
+        'combine': ('run', 'One sentence from those of several systems'),
         'submit': ('run', 'Write and validate submission.csv'),
         'report': ('run', 'One page: PER, WER, sessions, trials, curves'),
     },
