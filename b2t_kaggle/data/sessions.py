@@ -392,14 +392,15 @@ def _raw(self: Trial, path: Path) -> dict:
     if self.class_ids is None or self.sentence is None:
         raise SessionError(Problem(str(path), self.key, '', 'no class_ids or no sentence', 'both',
                                    'only test trials lack them'))
-    padded = {}
+    padded = []
     for field, values in ('seq_class_ids', self.class_ids), ('transcription', [ord(c) for c in self.sentence]):
         values = np.asarray(values, dtype=np.int32)
         if len(values) >= PADDED_LENGTH: # The official reader looks for the first zero as the end
             raise SessionError(Problem(str(path), self.key, field, f'{len(values)} entries',
                                        f'at most {PADDED_LENGTH - 1}', 'shorten the sentence'))
-        padded[field] = np.pad(values, (0, PADDED_LENGTH - len(values)))
-    return raw | padded | dict(seq_len=len(self.class_ids), sentence_label=self.sentence)
+        padded.append(np.pad(values, (0, PADDED_LENGTH - len(values))))
+    return raw | dict(seq_class_ids=padded[0], seq_len=len(self.class_ids), sentence_label=self.sentence,
+                      transcription=padded[1])
 
 # %% ../../nbs/data/00_sessions.ipynb #c043
 def write_session(
