@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from b2t_kaggle.decoding.phoneme_lists import decoder
-from b2t_kaggle.decoding.phoneme_lists.confusions import N_WEIGHTS, class_scores, network_rows
+from b2t_kaggle.decoding.phoneme_lists.confusions import N_WEIGHTS, class_scores, network_rows, true_classes
 from b2t_kaggle.decoding.phoneme_lists.decoder import (
     ConfusionModel,
     RankingWeights,
-    _candidates,
     _held_out,
-    _learned,
+    _Labelled,
     decode_lists,
     expected_errors,
     fit_confusions,
@@ -100,8 +99,11 @@ def test_an_llm_is_weighed_with_sentences_found_without_their_truth(lm):
     spoken = {'AH B | AH |': 'a b', 'AH | B |': 'a b', 'B | AH |': 'b a', 'AH B |': 'ab'}
     lists = [phoneme_list({'greedy': heard, 'phonemes': heard, 'sentence': s}) for heard, s in spoken.items()]
     model = random_model(5)
-    trials = [_candidates(_learned(i, x), found, model, LEXICON)
-              for i, (x, found) in enumerate(zip(lists, decode_lists(lists, LEXICON, lm, model, nbest=20)))]
+    networks = [phoneme_network(x.sequences, x.scores) for x in lists]
+    labelled = [_Labelled(*network_rows(network), *true_classes(network, x.phonemes), x.sentence)
+                for network, x in zip(networks, lists)]
+    trials = [trial.candidates(found, model, LEXICON)
+              for trial, found in zip(labelled, decode_lists(lists, LEXICON, lm, model, nbest=20))]
     fold = np.array([0, 1, 0, 1])
     lies = [t._replace(errors=t.errors[::-1].copy()) if f == 0 else t for t, f in zip(trials, fold)]
     def totals(trials, penalty):

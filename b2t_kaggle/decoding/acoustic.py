@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from fastcore.basics import patch
 from rapidfuzz.distance import Levenshtein
 
 from ..core.jit import borrowed, njit
@@ -28,7 +29,7 @@ class Pronunciations(NamedTuple):
     first: np.ndarray   # Word w has the pronunciations first[w] … first[w + 1] - 1 [W + 1]
     start: np.ndarray   # Pronunciation p has the classes symbols[start[p]:start[p + 1]] [P + 1]
     symbols: np.ndarray # Classes of all pronunciations [S]
-    word_end: int       # The class after each word; -1: there is none, and each word has one pronunciation
+    word_end: int       # Class after each word, or -1 without one; then each word has one pronunciation
 
 def pronunciations(spellings: list[list[tuple[int, ...]]], word_end: int = SIL) -> Pronunciations:
     "Spellings as flat arrays; spellings [W]."
@@ -42,15 +43,15 @@ def spellings_of_word(prons: Pronunciations, word: int) -> list[tuple[int, ...]]
 
 def with_pronunciations(
     prons: Pronunciations,
-    added: Sequence[tuple[int, tuple[int, ...]]], # Number of a word, perhaps one beyond those there, and a spelling
+    added: Sequence[tuple[int, tuple[int, ...]]], # Number of a word, perhaps a new one, and a spelling
 ) -> Pronunciations:
-    "Pronunciations and further ones, which are the last ones of their words."
+    "Add pronunciations after the present ones of their words."
     if not added: return prons
     added = sorted(added, key=lambda pair: pair[0])
     words = np.array([w for w, _ in added], np.int64)
     added_start, symbols = flatten([s for _, s in added])
     n_words = max([len(prons.first) - 1, *(words + 1)])
-    at = prons.first[np.minimum(words + 1, len(prons.first) - 1)] # The pronunciation before which each one stands
+    at = prons.first[np.minimum(words + 1, len(prons.first) - 1)] # Where each pronunciation is inserted
     counts = np.bincount(words, minlength=n_words)
     counts[:len(prons.first) - 1] += np.diff(prons.first)
     lengths = np.insert(np.diff(prons.start), at, np.diff(added_start))
@@ -61,30 +62,21 @@ def with_pronunciations(
 # %% ../../nbs/decoding/05_acoustic.ipynb #c010
 class SpellingGraph(NamedTuple):
     """The graph that spells a sentence; node 0 is before the first word, the last one is the SIL of the last word.
-    Where no class ends words, a word's last node takes the place of its SIL."""
+    If no class ends words, a word's last node replaces its SIL."""
     symbol: np.ndarray # Class of each node [N]
     first: np.ndarray  # Node i has the predecessors before[first[i]:first[i + 1]] [N + 1]
     before: np.ndarray # Predecessors of all nodes [A]
-    sil: np.ndarray    # The node of each word's SIL, and node 0 in front [n_words + 1]
-
-@_jit
-def _graph_size(words, prons):
-    "Nodes and arcs of the graph that spells words."
-    n_nodes, n_arcs = 1, 0
-    for w in words:
-        a, b = prons.first[w], prons.first[w + 1]
-        n_phonemes = prons.start[b] - prons.start[a]
-        n_nodes += n_phonemes
-        n_arcs += n_phonemes
-        if prons.word_end < 0: continue
-        n_nodes += 1
-        n_arcs += b - a
-    return n_nodes, n_arcs
+    sil: np.ndarray    # Node 0, and the node of each word's SIL [n_words + 1]
 
 @_jit
 def _spelling_graph(words, prons):
     "Spell a sentence: for each word its pronunciations side by side, then its SIL."
-    n_nodes, n_arcs = _graph_size(words, prons)
+    n_nodes, n_arcs = 1, 0
+    for w in words:
+        a, b = prons.first[w], prons.first[w + 1]
+        n_phonemes = prons.start[b] - prons.start[a]
+        n_nodes += n_phonemes + (prons.word_end >= 0)
+        n_arcs += n_phonemes + (b - a if prons.word_end >= 0 else 0)
     symbol = np.empty(n_nodes, np.int64)
     first = np.zeros(n_nodes + 1, np.int64)
     before = np.empty(n_arcs, np.int64)
@@ -93,7 +85,7 @@ def _spelling_graph(words, prons):
     n, m = 1, 0 # Nodes and arcs so far
     for k in range(len(words)):
         a, b = prons.first[words[k]], prons.first[words[k] + 1]
-        end = n - 1 # Last node of the pronunciation in turn
+        end = n - 1 # Last node of the current pronunciation
         for p in range(a, b):
             for i in range(prons.start[p], prons.start[p + 1]):
                 symbol[n] = prons.symbols[i]
@@ -115,23 +107,23 @@ def _spelling_graph(words, prons):
     return SpellingGraph(symbol, first, before, sil)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c013
-_EVERY = 8 # Frames after which states are saved, and bounds apply
+_EVERY = 8 # Interval of frames for saved states and for bounds
 
 class _Bounds(NamedTuple):
-    "The most that frames behind t = 0, _EVERY, … can add at nodes of the graph of a list; without rows: not known."
-    low: np.ndarray  # The first node of each row [n]
-    most: np.ndarray # For the nodes from there on [n, width]
+    "The most that the frames after t = 0, _EVERY, … can add at nodes of the graph of a list; no rows: unknown."
+    low: np.ndarray  # First node of each row [n]
+    most: np.ndarray # Bounds of the nodes from there on [n, width]
 
 _NO_BOUNDS = _Bounds(np.zeros(0, np.int64), np.zeros((0, 0)))
 
 class _Limits(NamedTuple):
-    "Limits of the paths through a graph: frames that they need, and the most that they can gain."
-    reach: np.ndarray  # The last node that nodes up to this one lead to in a frame [N]
-    rest: np.ndarray   # Frames that are needed from each node to the end, at least [N]
-    more: np.ndarray   # Log of the number of spellings of what follows each node; zeros for a best path [N]
-    ahead: np.ndarray  # The most that the frames from each one on can add [T' + 1]
-    places: np.ndarray # Where the nodes are in the graph of the list [N]; empty: in none
-    bounds: _Bounds    # For these
+    "Limits of the paths through a graph: the frames that they need and the most that they can gain."
+    reach: np.ndarray  # Last node that nodes up to this one reach in a frame [N]
+    rest: np.ndarray   # Least number of frames from each node to the end [N]
+    more: np.ndarray   # Log of the number of spellings after each node; zeros for a best path [N]
+    ahead: np.ndarray  # The most that all frames from each one on can add [T' + 1]
+    places: np.ndarray # Index of each node in the graph of the list [N]; empty without one
+    bounds: _Bounds    # Bounds of the nodes of that graph
 
 @_jit
 def _join(a, b, add):
@@ -141,7 +133,7 @@ def _join(a, b, add):
 
 @_jit
 def _most_ahead(log_probs, add):
-    "The most that the frames from each one on can add to a score: the best class, or all together [T' + 1]."
+    "The most that all frames from each one on can add to a score: the best class, or all together [T' + 1]."
     ahead = np.zeros(len(log_probs) + 1)
     for t in range(len(log_probs) - 1, -1, -1):
         most = -math.inf
@@ -151,7 +143,6 @@ def _most_ahead(log_probs, add):
 
 @_jit
 def _limits(graph, ahead, add, places, bounds):
-    "Limits of the paths through a graph."
     symbol, first, before, sil = graph
     n = len(symbol)
     reach = np.zeros(n, np.int64)
@@ -175,7 +166,7 @@ _MOST = 1024 # Nodes in a frame
 
 @_jit
 def _move(frame, graph, label, blank, low, high, add):
-    "All nodes from low to high, one frame on; the others must be ruled out."
+    "Move the nodes from low to high by one frame; all others must be ruled out."
     symbol, first, before, sil = graph
     for i in range(high, low - 1, -1): # Backwards, so that predecessors still hold the frame before
         score = label[i]
@@ -188,7 +179,6 @@ def _move(frame, graph, label, blank, low, high, add):
 
 @_jit
 def _rule_out(label, blank, start, end):
-    "No path is at the nodes from start to end - 1 any more."
     for i in range(start, end):
         label[i] = -math.inf
         blank[i] = -math.inf
@@ -205,38 +195,37 @@ def _narrowed(label, blank, low, high, most):
 
 @_jit
 def _may_come(score, node, limits, row, least) -> bool:
-    "Whether a path with a score at a node may come to `least`, by a row of the bounds."
+    "Whether a path with a score at a node can reach `least`, by a row of the bounds."
     place = limits.places[node] - limits.bounds.low[row]
     return 0 <= place < limits.bounds.most.shape[1] and score + limits.bounds.most[row, place] >= least
 
 @_jit
 def _bounded(label, blank, low, high, limits, row, least):
-    "Without the nodes at both ends from which no path can come to `least`, by a row of the bounds."
+    "Drop nodes at both ends from which no path can reach `least`, by a row of the bounds."
     while low <= high and not _may_come(max(label[low], blank[low]), low, limits, row, least): low += 1
     while low <= high and not _may_come(max(label[high], blank[high]), high, limits, row, least): high -= 1
     return low, high
 
 @_jit
-def _kept(label, blank, low, high, more, bound):
-    "Without the nodes at both ends whose score, with what may still come, is below a bound."
+def _trimmed(label, blank, low, high, more, bound):
+    "Drop nodes at both ends whose score plus the most that they can gain is below a bound."
     while low <= high and max(label[low], blank[low]) + more[low] < bound: low += 1
     while low <= high and max(label[high], blank[high]) + more[high] < bound: high -= 1
     return low, high
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c019
 class _Saved(NamedTuple):
-    "States before the frames _EVERY, 2·_EVERY, …: the nodes from low to high, and the last one that was ever reached."
-    count: np.ndarray # Number of states that hold [1]
+    "States before the frames _EVERY, 2·_EVERY, …: nodes from low to high, and the last node that was ever reached."
+    count: np.ndarray # Number of valid states [1]
     low: np.ndarray
     high: np.ndarray
     furthest: np.ndarray
-    start: np.ndarray # Where the scores of each begin [n + 1]
-    label: np.ndarray # One after the other
+    start: np.ndarray # Begin of the scores of each state [n + 1]
+    label: np.ndarray # Scores of all states
     blank: np.ndarray
 
 @_jit
 def _no_states(n_frames):
-    "Room for the states of a sentence."
     n = n_frames//_EVERY
     whole = np.zeros((4, n + 1), np.int64)
     label, blank = np.empty(n*_MOST), np.empty(n*_MOST)
@@ -244,7 +233,6 @@ def _no_states(n_frames):
 
 @_jit
 def _save(saved, low, high, furthest, label, blank):
-    "Save a state as the next one."
     s = saved.count[0]
     saved.low[s] = low
     saved.high[s] = high
@@ -258,19 +246,19 @@ def _save(saved, low, high, furthest, label, blank):
 
 @_jit
 def _keep_saved(saved, node):
-    "Only the states whose paths never came to a node, behind which another sentence goes on, or ends."
+    "Drop states with paths that have reached a node, after which the next sentence differs."
     while saved.count[0] > 0 and saved.furthest[saved.count[0] - 1] >= node: saved.count[0] -= 1
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c023
-class _Kept(NamedTuple):
-    "Nodes that were kept in each frame t, from low[t] to high[t]."
+class _Ranges(NamedTuple):
+    "Nodes that were computed in each frame t, from low[t] to high[t]."
     low: np.ndarray  # [T']
     high: np.ndarray # [T']
 
 @_jit
-def _pass_frames(log_probs, graph, limits, least, add, most, saved, found):
-    "Follow paths through all frames, from the beginning or from what is saved; False where none is left at the end."
-    log_probs, graph, limits, saved, (label, blank, kept) = borrowed((log_probs, graph, limits, saved, found))
+def _pass_frames(log_probs, graph, limits, least, add, most, saved, scratch):
+    "Follow paths through all frames, from the beginning or from a saved state; False if no path remains."
+    log_probs, graph, limits, saved, (label, blank, ranges) = borrowed((log_probs, graph, limits, saved, scratch))
     blank[0] = 0
     a, b = 0, 0
     furthest = 0
@@ -290,7 +278,7 @@ def _pass_frames(log_probs, graph, limits, least, add, most, saved, found):
         first, last = a, limits.reach[b]
         furthest = max(furthest, last)
         _move(log_probs[t], graph, label, blank, first, last, add)
-        a, b = _kept(label, blank, first, last, limits.more, least - limits.ahead[t + 1])
+        a, b = _trimmed(label, blank, first, last, limits.more, least - limits.ahead[t + 1])
         if len(limits.places) and t % _EVERY == 0: a, b = _bounded(label, blank, a, b, limits, t//_EVERY, least)
         while a <= b and limits.rest[a] > len(log_probs) - 1 - t:
             a += 1
@@ -299,33 +287,32 @@ def _pass_frames(log_probs, graph, limits, least, add, most, saved, found):
         a, b = _narrowed(label, blank, a, b, most)
         _rule_out(label, blank, first, a)
         _rule_out(label, blank, b + 1, last + 1)
-        kept.low[t] = a
-        kept.high[t] = b
+        ranges.low[t] = a
+        ranges.high[t] = b
     return True
 
 @_jit
-def _score_above(log_probs, graph, limits, least, add, most, saved, kept):
-    """Log-probability of the frames given a sentence, of all paths that may come to `least`; -inf if there are none.
-    Goes on from what is saved, and saves more. Writes which nodes were kept."""
+def _score_above(log_probs, graph, limits, least, add, most, saved, ranges):
+    """Log-probability of the frames given a sentence, over all paths that can reach `least`; -inf without one.
+    Continues from saved states and saves more. Writes the computed nodes into `ranges`."""
     label = np.full(len(limits.reach), -math.inf) # Paths that end in the node's class
     blank = np.full(len(limits.reach), -math.inf) # and in a blank after it
-    if not _pass_frames(log_probs, graph, limits, least, add, most, saved, (label, blank, kept)): return -math.inf
+    if not _pass_frames(log_probs, graph, limits, least, add, most, saved, (label, blank, ranges)): return -math.inf
     return _join(label[-1], blank[-1], add)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c027
-def _differences(text: list[int], other: list[int]) -> list[tuple[int, int, int, int]]:
-    """Words a to b of a text in whose place another one has its words c to d, `(a, b, c, d)`. None is empty in the
-    text, or in the other one, but at their end."""
-    found = []
+def _differences(text: list[int], text2: list[int]) -> list[tuple[int, int, int, int]]:
+    "Words a to b of a text that words c to d of another one replace: `(a, b, c, d)`, both not empty before the end."
+    ranges = []
     i = j = 0
-    for m in Levenshtein.opcodes(text, other).as_matching_blocks():
-        more = m.size > 0 and (m.a == i or m.b == j) # Nothing in one of them: with the next word
-        if m.a > i or m.b > j: found.append((i, m.a + more, j, m.b + more))
+    for m in Levenshtein.opcodes(text, text2).as_matching_blocks():
+        more = m.size > 0 and (m.a == i or m.b == j) # One of them would be empty: include the next word
+        if m.a > i or m.b > j: ranges.append((i, m.a + more, j, m.b + more))
         i, j = m.a + m.size, m.b + m.size
-    return found
+    return ranges
 
 class _ListGraph(NamedTuple):
-    "A graph that spells all texts of a list, and others; predecessors come first. Node 0 is before the first word."
+    "A graph that spells all texts of a list, and more; predecessors come first. Node 0 is before the first word."
     symbol: np.ndarray # Class of each node [N]
     first: np.ndarray  # Node i has the predecessors before[first[i]:first[i + 1]] [N + 1]
     before: np.ndarray # Predecessors of all nodes [A]
@@ -333,8 +320,8 @@ class _ListGraph(NamedTuple):
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c030
 def _alternatives(texts: list[list[int]]) -> tuple[list[int], dict[tuple, int], list[list[tuple[int, int]]]]:
-    """Words of the first text and of alternatives to parts of it, one after the other; where each alternative begins
-    there, by `(a, b, words)`; and the ranges of words that each text consists of [n]."""
+    """Words of the first text and of alternatives to parts of it, one after the other; the begin of each alternative,
+    by `(a, b, words)`; and the ranges of words that make up each text [n]."""
     words = list(texts[0])
     begin: dict[tuple, int] = {}
     ranges: list[list[tuple[int, int]]] = []
@@ -349,35 +336,35 @@ def _alternatives(texts: list[list[int]]) -> tuple[list[int], dict[tuple, int], 
         ranges[-1].append((end, len(texts[0])))
     return words, begin, ranges
 
-def _list_graph(graph: SpellingGraph, n_words: int, begins: dict[tuple, int]) -> tuple[_ListGraph,
-                np.ndarray]:
-    "The graph in which alternatives stand beside what they take the place of."
-    n, sil = len(graph.symbol), graph.sil
-    node, before, place = np.repeat(np.arange(n), np.diff(graph.first)), graph.before.copy(), np.arange(n)
+@patch
+def _with_alternatives(self: SpellingGraph, n_words: int, begins: dict[tuple, int]) -> tuple[_ListGraph, np.ndarray]:
+    "The graph with alternatives beside the words that they replace, and the index of each node in it."
+    n, sil, first = len(self.symbol), self.sil, self.first
+    node, before, place = np.repeat(np.arange(n), np.diff(first)), self.before.copy(), np.arange(n)
     position = np.arange(n, dtype=float) # Predecessors have smaller ones
     is_end = place == sil[n_words]
     for (a, b, words), k in begins.items():
         begin, end = sil[k], sil[k + len(words)]
-        arcs = slice(graph.first[begin + 1], graph.first[end + 1])
+        arcs = slice(first[begin + 1], first[end + 1])
         before[arcs][before[arcs] == begin] = sil[a]
         position[begin + 1:end + 1] = sil[a] + np.linspace(0, sil[b] - sil[a], end - begin + 2)[1:-1]
-        if a < b and words: # Its SIL is that of word b - 1
+        if a < b and words: # Its SIL is the SIL of word b - 1
             node[arcs][node[arcs] == end] = place[end] = sil[b]
             continue
-        is_end[end if words else sil[a]] = True # Words after the last one, or none in place of the last ones
+        is_end[end if words else sil[a]] = True # Words after the last one, or the last ones are missing
         position[begin + 1:end + 1] = n + place[begin + 1:end + 1]
     order = np.argsort(position, kind='stable')
     rank = np.argsort(order)
     arcs = np.argsort(rank[node], kind='stable')
     first = np.searchsorted(rank[node][arcs], np.arange(n + 1))
-    return _ListGraph(graph.symbol[order], first, rank[before][arcs], is_end[order]), rank[place]
+    return _ListGraph(self.symbol[order], first, rank[before][arcs], is_end[order]), rank[place]
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c033
 @_jit
 def _move_back(frame, graph, label, blank, low, high):
-    "Move gains one frame back, from the nodes from low to high to themselves and to their predecessors."
+    "Move gains of the nodes from low to high one frame back, to themselves and to their predecessors."
     symbol, first, before, _ = graph
-    for i in range(low, high + 1): # Forwards, so that successors still hold the frame behind
+    for i in range(low, high + 1): # Forwards, so that successors still hold the next frame
         to_label = label[i] + frame[symbol[i]]
         blank[i] += frame[BLANK]
         label[i] = max(to_label, blank[i])
@@ -388,7 +375,7 @@ def _move_back(frame, graph, label, blank, low, high):
 
 @_jit
 def _needed_frames(graph):
-    "Frames that are needed at least from the beginning to each node, and from there to an end."
+    "Least number of frames from the beginning to each node, and from there to an end."
     n = len(graph.is_end)
     since = np.full(n, n)
     rest = np.full(n, n)
@@ -402,7 +389,7 @@ def _needed_frames(graph):
 
 @_jit
 def _fill_bounds(log_probs, graph, low, high, most):
-    "Write the bounds of all nodes from low to high, which are those of each frame [T']."
+    "Write the bounds of the nodes from low[t] to high[t]."
     log_probs, graph, low, high, most = borrowed((log_probs, graph, low, high, most))
     label = np.full(len(graph.is_end), -math.inf)
     for i in range(len(label)):
@@ -416,7 +403,7 @@ def _fill_bounds(log_probs, graph, low, high, most):
 _MOST_BOUNDS = 1 << 24 # 128 MB
 
 def _bounds(log_probs: np.ndarray, graph: _ListGraph) -> _Bounds:
-    "Bounds for the nodes of a graph; none where they would need too much memory."
+    "Bounds for the nodes of a graph; empty if they would need too much memory."
     n_frames = len(log_probs)
     since, rest = _needed_frames(graph)
     t = np.arange(n_frames)
@@ -429,44 +416,53 @@ def _bounds(log_probs: np.ndarray, graph: _ListGraph) -> _Bounds:
     return _Bounds(low[::_EVERY].copy(), most)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c037
-_GUESS = 32.0   # Nats that a sentence is behind what is possible at most, to begin with
-_SPREAD = 24.0  # Nats that the sentences of a list may be behind the first one
-_NO_MORE = 64.0 # Nats that what is left out of a sum is behind
+_GUESS = 32.0   # First guess of a sentence's gap to the best possible score [nats]
+_SPREAD = 24.0  # Guess of the gap between the sentences of a list and the first one [nats]
+_NO_MORE = 64.0 # Gap of the paths that a sum leaves out [nats]
 
-class _Known(NamedTuple):
-    "Knowledge of n texts before they are scored."
-    guess: float       # Most of them score at least this; -inf: not known
-    start: np.ndarray  # Where the places of each begin [n + 1]
-    places: np.ndarray # Of the nodes of all in the graph of the list, see `_Limits`; empty: in none
+class _Prior(NamedTuple):
+    "Estimates about n texts before they are scored."
+    guess: float       # Score that most of them reach; -inf if unknown
+    start: np.ndarray  # Begin of each text's `places` [n + 1]
+    places: np.ndarray # `places` of all texts, see `_Limits`
     bounds: _Bounds
 
-def _nothing_known(n: int) -> _Known:
-    "Nothing is known of n texts."
-    return _Known(-math.inf, np.zeros(n + 1, np.int64), np.zeros(0, np.int64), _NO_BOUNDS)
+    def with_bounds(self, log_probs: np.ndarray, texts: list[list[int]], prons: Pronunciations) -> '_Prior':
+        "The same with bounds from the graph of the list."
+        words, begins, ranges = _alternatives(texts)
+        spelled = _spelling_graph(np.array(words, np.int64), prons)
+        graph, place = spelled._with_alternatives(len(texts[0]), begins)
+        bounds = _bounds(log_probs, graph)
+        if not len(bounds.most): return self
+        places = [np.concatenate([place[:1], *(place[spelled.sil[a] + 1:spelled.sil[b] + 1] for a, b in parts)])
+                  for parts in ranges]
+        return self._replace(start=np.cumsum([0, *map(len, places)]), places=np.concatenate(places), bounds=bounds)
+
+def _no_prior(n: int) -> _Prior:
+    return _Prior(-math.inf, np.zeros(n + 1, np.int64), np.zeros(0, np.int64), _NO_BOUNDS)
 
 @_jit
 def _n_common(a, b):
-    "Number of words that two texts have in common at the beginning."
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]: n += 1
     return n
 
 @_jit
-def _scores(log_probs, words, starts, order, prons, add, known, kept):
-    """The score of each text, computed in an order in which neighbours begin alike; -inf where the frames are too few.
-    Writes which nodes were kept for the last one."""
+def _scores(log_probs, words, starts, order, prons, add, prior, ranges):
+    """The score of each text, -inf if the frames are too few; neighbours in `order` begin alike. Writes the computed
+    nodes of the last text into `ranges`."""
     n_frames = len(log_probs)
     ahead = _most_ahead(log_probs, add)
     saved = _no_states(n_frames)
     scores = np.full(len(starts) - 1, -math.inf)
     before = words[:0]
-    guess = known.guess if known.guess > -math.inf else ahead[0] - _GUESS
+    guess = prior.guess if prior.guess > -math.inf else ahead[0] - _GUESS
     for k in range(len(order)):
         i = order[k]
         text = words[starts[i]:starts[i + 1]]
         graph = _spelling_graph(text, prons)
-        places = known.places[known.start[k]:known.start[k + 1]]
-        limits = _limits(graph, ahead, add, places, known.bounds)
+        places = prior.places[prior.start[k]:prior.start[k + 1]]
+        limits = _limits(graph, ahead, add, places, prior.bounds)
         _keep_saved(saved, graph.sil[_n_common(text, before)])
         before = text
         least = guess
@@ -477,9 +473,9 @@ def _scores(log_probs, words, starts, order, prons, add, known, kept):
         while limits.rest[0] <= n_frames:
             margin = 1e-6 + 1e-9*(abs(ahead[0]) + abs(least)) # More than rounding errors
             if add: margin += _NO_MORE
-            scores[i] = _score_above(log_probs, graph, limits, least - margin, add, most, states, kept)
+            scores[i] = _score_above(log_probs, graph, limits, least - margin, add, most, states, ranges)
             if is_sure or scores[i] >= least: break
-            states = _no_states(0) # The saved states hold for the guess
+            states = _no_states(0) # The saved states are only valid for the guess
             gap *= 1.5
             is_sure = scores[i] > -math.inf or gap > 1e5*n_frames
             if scores[i] > -math.inf: least = scores[i]
@@ -490,47 +486,36 @@ def _scores(log_probs, words, starts, order, prons, add, known, kept):
     return scores
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c040
-_MUCH = 1 << 21 # Nodes in all frames and texts from which on bounds save time
+_MUCH = 1 << 21 # Nodes in all frames and texts above which bounds save time
 
-def _with_bounds(known: _Known, log_probs: np.ndarray, texts: list[list[int]], prons: Pronunciations) -> _Known:
-    "The same with bounds from the graph of the list."
-    words, begins, ranges = _alternatives(texts)
-    spelled = _spelling_graph(np.array(words, np.int64), prons)
-    graph, place = _list_graph(spelled, len(texts[0]), begins)
-    bounds = _bounds(log_probs, graph)
-    if not len(bounds.most): return known
-    places = [np.concatenate([place[:1], *(place[spelled.sil[a] + 1:spelled.sil[b] + 1] for a, b in parts)])
-              for parts in ranges]
-    return known._replace(start=np.cumsum([0, *map(len, places)]), places=np.concatenate(places), bounds=bounds)
-
-def _expected(log_probs, words, starts, order, prons, add: bool, kept: _Kept) -> _Known:
-    "Knowledge of all texts from the first one in this order. Parameters as in `_scores`."
+def _prior_of(log_probs, words, starts, order, prons, add: bool, ranges: _Ranges) -> _Prior:
+    "Estimates about all texts from the first one in this order; parameters like `_scores`."
     n = len(order)
-    known = _nothing_known(n)
-    if n == 1 and not add: return known
-    score = _scores(log_probs, words, starts, order[:1], prons, add, _nothing_known(1), kept)[order[0]]
-    if score == -math.inf: return known
-    known = known._replace(guess=score - _SPREAD)
-    is_much = n*(kept.high - kept.low + 1).sum() > _MUCH
-    if add or prons.word_end < 0 or not is_much: return known
-    return _with_bounds(known, log_probs, [words[starts[i]:starts[i + 1]].tolist() for i in order], prons)
+    prior = _no_prior(n)
+    if n == 1 and not add: return prior
+    score = _scores(log_probs, words, starts, order[:1], prons, add, _no_prior(1), ranges)[order[0]]
+    if score == -math.inf: return prior
+    prior = prior._replace(guess=score - _SPREAD)
+    is_much = n*(ranges.high - ranges.low + 1).sum() > _MUCH
+    if add or prons.word_end < 0 or not is_much: return prior
+    return prior.with_bounds(log_probs, [words[starts[i]:starts[i + 1]].tolist() for i in order], prons)
 
 def acoustic_scores(
     log_probs: np.ndarray, # Log-probabilities [T', K] float64
     words: np.ndarray,     # Word ids of all n texts, one after the other [W]
     starts: np.ndarray,    # Text i is words[starts[i]:starts[i + 1]] [n + 1]
-    prons: Pronunciations, # Of all words
-    add: bool,             # Whether paths are summed up; otherwise the best one counts
-) -> np.ndarray:           # Natural log, for each text [n]
+    prons: Pronunciations, # Pronunciations of all words
+    add: bool,             # Whether to sum over paths; otherwise the best one counts
+) -> np.ndarray:           # Natural log for each text [n]
     """Log-probability of the frames given each text: CTC's forward recursion (Graves et al., 2006) over a word graph.
 
-    Its time grows with the length of the trial alone where the frames fit the texts."""
+    If the frames fit the texts, the time is proportional to the length of the trial."""
     texts = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
     if not texts: return np.zeros(0)
     order = np.array(sorted(range(len(texts)), key=texts.__getitem__))
-    kept = _Kept(*np.zeros((2, len(log_probs)), np.int64))
-    known = _expected(log_probs, words, starts, order, prons, add, kept)
-    return _scores(log_probs, words, starts, order, prons, add, known, kept)
+    ranges = _Ranges(*np.zeros((2, len(log_probs)), np.int64))
+    prior = _prior_of(log_probs, words, starts, order, prons, add, ranges)
+    return _scores(log_probs, words, starts, order, prons, add, prior, ranges)
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c048
 @_inlined
@@ -544,13 +529,13 @@ def _best_source(score, graph, i):
     return source
 
 @_jit
-def _best_path(log_probs, graph, kept):
-    "The node of each frame of the best path, negative for a blank after it [T']; in each frame it is at a kept node."
-    log_probs, graph, (low, high) = borrowed((log_probs, graph, kept))
+def _best_path(log_probs, graph, ranges):
+    "The node of each frame on the best path within `ranges`, negative for a blank after it [T']."
+    log_probs, graph, (low, high) = borrowed((log_probs, graph, ranges))
     n_frames = len(log_probs)
-    place = np.zeros(n_frames + 1, np.int64) # Where the nodes of a frame begin
+    place = np.zeros(n_frames + 1, np.int64) # Begin of each frame's nodes
     for t in range(n_frames): place[t + 1] = place[t] + high[t] - low[t] + 1
-    back = np.zeros(2*place[n_frames], np.int32) # Where the best path to each entry comes from
+    back = np.zeros(2*place[n_frames], np.int32) # Previous entry on the best path to each entry
     n = len(graph.symbol)
     scores = np.full(2*n, -math.inf)
     scores[0] = 0
@@ -576,14 +561,14 @@ def _best_path(log_probs, graph, kept):
 def word_spans(
     log_probs: np.ndarray,  # Log-probabilities [T', K] float64
     words: np.ndarray,      # Word ids of one sentence
-    prons: Pronunciations,  # Of all words
-) -> np.ndarray | None:     # First and last frame of each word's phonemes [n_words, 2]; none: frames are too few
+    prons: Pronunciations,  # Pronunciations of all words
+) -> np.ndarray | None:     # First and last frame of each word's phonemes [n_words, 2]; `None` for too few frames
     "Times of the words on the best path (Viterbi, 1967)."
-    kept = _Kept(*np.zeros((2, len(log_probs)), np.int64))
+    ranges = _Ranges(*np.zeros((2, len(log_probs)), np.int64))
     ends, only = np.array([0, len(words)]), np.zeros(1, np.int64)
-    if _scores(log_probs, words, ends, only, prons, False, _nothing_known(1), kept)[0] == -math.inf: return None
+    if _scores(log_probs, words, ends, only, prons, False, _no_prior(1), ranges)[0] == -math.inf: return None
     graph = _spelling_graph(words, prons)
-    path = _best_path(log_probs, graph, kept)
-    last = graph.sil + (prons.word_end < 0) # Behind the last node of a word
+    path = _best_path(log_probs, graph, ranges)
+    last = graph.sil + (prons.word_end < 0) # After the last node of a word
     spoken = [np.flatnonzero((path > a) & (path < b)) for a, b in zip(graph.sil, last[1:])]
     return np.array([[frames[0], frames[-1]] for frames in spoken]).reshape(-1, 2)

@@ -48,8 +48,9 @@ def marker() -> Path:
     versions = [sys.version, importlib.metadata.version('numba'), str(folder)]
     return user_cache('compiled')/hashlib.sha256('\n'.join(versions + sources).encode()).hexdigest()[:16]
 
-def compile_search() -> None:
-    "Compile the functions of a search with an ARPA file, and note that."
+def compile_search(niceness: int = 0) -> None:
+    "Compile the functions of a search with an ARPA file, and record that in `marker`."
+    if niceness and hasattr(os, 'nice'): os.nice(niceness)
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.lm.automaton import load_ngram
     from b2t_kaggle.lm.ngram import build_ngram
@@ -62,18 +63,13 @@ def compile_search() -> None:
         for boost in ({}, {'how are': 1.}): decoder.with_boost(boost).decode(frames)
     write_whole(marker(), '')
 
-def _compile_beside() -> None:
-    "The work of the other process: compile the search."
-    if hasattr(os, 'nice'): os.nice(19)
-    compile_search()
-
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
     "While the block runs, compile the search in another process, which yields to others, if this was never done."
     if marker().exists():
         yield
         return
-    command = own_python('from b2t_kaggle.decoding.compilation import _compile_beside; _compile_beside()')
+    command = own_python('import b2t_kaggle.decoding.compilation as c; c.compile_search(niceness=19)')
     none = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=none, stdout=none, stderr=none)
     try: yield

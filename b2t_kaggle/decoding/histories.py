@@ -88,7 +88,7 @@ class HistoryScorer(ScoreCache):
         keys = np.unique(keys)
         log_probs, states = self._ngram(keys)
         is_word = keys & _WORD < len(self.words)
-        after = np.zeros(len(keys), np.int32) # Nothing follows the sentence's end
+        after = np.zeros(len(keys), np.int32) # The sentence's end leads to no history
         after[is_word] = self._append(keys[is_word], LN10*log_probs[is_word], states[is_word])
         self._store(keys, log_probs, after)
 

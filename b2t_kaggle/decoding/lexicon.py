@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from fastcore.basics import patch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -23,11 +24,11 @@ Lexicon = Mapping[str, Sequence[Sequence[str]]] # Word -> its pronunciations, in
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c006
 class Classes(NamedTuple):
-    "The classes of a model in the order in which they are searched: the blank, the tokens of words, the word's end."
+    "The classes of a model in the order of the search: the blank, the tokens of words, the word's end."
     names: tuple[str, ...]      # [K]
-    spoken: tuple[str, ...]     # Those of which words are made
-    word_end: int               # The class that follows each word; -1: there is none
-    columns: np.ndarray | None  # Column of each in the model's output [K]; none: they are in this order
+    spoken: tuple[str, ...]     # Tokens of words
+    word_end: int               # Class after each word, -1 without one
+    columns: np.ndarray | None  # Column of each class in the model's output [K]; `None` for this order
 
     def check_spelling(self) -> None:
         "Raise `ValueError` if words outside the lexicon cannot be spelled with these classes."
@@ -39,18 +40,18 @@ class Classes(NamedTuple):
 PHONEME_CLASSES = Classes(tuple(PHONEMES), tuple(PHONEMES[1:-1]), len(PHONEMES) - 1, None)
 
 def classes_of(
-    tokens: Sequence[str] | None = None,  # Names of the model's classes in the order of its output [K]; `None`: the 41
+    tokens: Sequence[str] | None = None,  # Names of the model's classes in the order of its output [K]; default: the 41
     blank: str | int = 'BLANK',           # Name or number of the blank
-    word_end: str | int | None = 'SIL',   # Name or number of the token after each word; `None`: there is none
+    word_end: str | int | None = 'SIL',   # Name or number of the token after each word; `None` without one
 ) -> Classes:
     "The classes of a CTC model; raises `ValueError` if a name is missing or occurs twice."
     tokens = list(PHONEMES if tokens is None else tokens)
     twice = [name for i, name in enumerate(tokens) if name in tokens[:i]]
     if twice: raise ValueError(f'tokens: found {twice[0]!r} twice, expected different names')
-    def place(name, found):
-        if not isinstance(found, str) and found in range(len(tokens)): return int(found)
-        if found in tokens: return tokens.index(found)
-        raise ValueError(f'{name}: found {found!r}, expected one of the {len(tokens)} tokens, such as {tokens[0]!r}, '
+    def place(name, token):
+        if not isinstance(token, str) and token in range(len(tokens)): return int(token)
+        if token in tokens: return tokens.index(token)
+        raise ValueError(f'{name}: found {token!r}, expected one of the {len(tokens)} tokens, such as {tokens[0]!r}, '
                          'or its number')
     first = place('blank', blank)
     last = [] if word_end is None else [place('word_end', word_end)]
@@ -64,7 +65,6 @@ def classes_of(
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c009
 def _check_word(word: str, prons: Sequence[Sequence[str]], classes: Classes) -> None:
-    "Raise `ValueError` that names a word which cannot be searched."
     if not word or word.split() != [word]: raise ValueError(f'lexicon: {word!r} is not one word')
     if not prons or not all(prons):
         raise ValueError(f'lexicon, word {word!r}: found {prons!r}, '
@@ -80,9 +80,9 @@ def _check_word(word: str, prons: Sequence[Sequence[str]], classes: Classes) -> 
 
 def spellings_of(
     lexicon: Lexicon,                   # From `b2t_kaggle.phonemes.build_lexicon`
-    classes: Classes = PHONEME_CLASSES, # Of the model
-) -> tuple[list[str], list[list[tuple[int, ...]]]]: # The words [W], and the distinct class-id spellings of each [W]
-    "Words and their spellings; raises `ValueError` that names a word that cannot be used."
+    classes: Classes = PHONEME_CLASSES, # Classes of the model
+) -> tuple[list[str], list[list[tuple[int, ...]]]]: # Words [W], and the distinct class-id spellings of each [W]
+    "Words and their spellings; raises `ValueError` that names an unusable word."
     if not isinstance(lexicon, Mapping):
         raise TypeError(f'lexicon: found a {type(lexicon).__name__}, expected a dict of words and their pronunciations '
                         'as b2t_kaggle.phonemes.build_lexicon(words) makes it')
@@ -105,9 +105,9 @@ def flatten(groups: Iterable[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 # %% ../../nbs/decoding/00_lexicon.ipynb #c017
 _NODE = np.dtype([
     ('children', np.int64),    # Bit s: there is a child of class s
-    ('first_child', np.int32), # Its children are numbered from here on, by class
+    ('first_child', np.int32), # Index of the first child; children are sorted by class
     ('parent', np.int32),      # -1 for the root
-    ('first_word', np.int32),  # Of the words that end here, in `Trie.words`
+    ('first_word', np.int32),  # Index in `Trie.words` of the words that end here
     ('n_words', np.int32),
     ('symbol', np.int32),      # Class
     ('ahead', np.float32),     # Look-ahead: natural log
@@ -117,9 +117,9 @@ class Trie(NamedTuple):
     "A phoneme trie; node 0 is the root, whose symbol is SIL, because a word's end enters it."
     nodes: np.ndarray # Records: children, first_child, parent, first_word, n_words, symbol, ahead [N]
     words: np.ndarray # Ids of the words that end at each node: first_word … first_word + n_words - 1 [E]
-    last: np.ndarray       # Without a word's end: last token of each of these, which leads from the node to a root [E]
-    n_children: np.ndarray # Of nodes whose children are not a set of bits; empty where they are [N]
-    n_roots: int           # 1; without a word's end one for each class, as which the last token enters it
+    last: np.ndarray       # Without a word's end: last token of each of these words, which leads to a root [E]
+    n_children: np.ndarray # Number of children, if they are not a set of bits; else empty [N]
+    n_roots: int           # 1; without a word's end one for each class, for each last token
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c019
 _ONE_INT = types.int64(types.int64) # The type of both: int64 -> int64
@@ -132,19 +132,19 @@ def count_bits(typing_context, bits):
 
 @intrinsic
 def lowest_bit(typing_context, bits):
-    "Number of the lowest bit that is set, in compiled code; 64 where none is."
+    "Number of the lowest bit that is set, in compiled code; 64 for 0."
     def emit(context, builder, signature, args):
         undefined_for_zero = ir.Constant(ir.IntType(1), 0)
         return builder.cttz(args[0], undefined_for_zero)
     return _ONE_INT, emit
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c022
-def _grow(spellings: Iterable[tuple[int, ...]], classes: Classes) -> tuple[list[np.ndarray],
-          list[np.ndarray], np.ndarray]:
-    "The nodes of a trie, level by level."
+def _grow(spellings: Iterable[tuple[int, ...]], classes: Classes) -> tuple[
+        list[np.ndarray], list[np.ndarray], np.ndarray]:
+    "The nodes of a trie, level by level: classes, parents, and the last node of each spelling."
     start, symbols = flatten(spellings)
     length = np.diff(start)
-    node = np.zeros(len(length), np.int64) # Where each spelling is so far
+    node = np.zeros(len(length), np.int64) # Node of each spelling so far
     levels = [np.array([max(classes.word_end, BLANK)])]
     parents = [np.array([-1])]
     n = 1
@@ -159,9 +159,7 @@ def _grow(spellings: Iterable[tuple[int, ...]], classes: Classes) -> tuple[list[
     return levels, parents, node
 
 def _look_ahead(parents: list[np.ndarray], node: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """The best log-probability at or below each node [N] (Ortmanns et al., 1996).
-
-    `log_probs` are those of the spellings that end at `node` [P]."""
+    "The best of the spellings' `log_probs` [P] at or below each node [N] (Ortmanns et al., 1996)."
     ahead = np.full(sum(map(len, parents)), -np.inf)
     np.maximum.at(ahead, node, log_probs)
     end = len(ahead)
@@ -171,30 +169,30 @@ def _look_ahead(parents: list[np.ndarray], node: np.ndarray, log_probs: np.ndarr
     return ahead
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c024
-_BITS = 64 # Classes of which a set of bits can be made
+_BITS = 64 # Most classes for a set of bits
 _NONE = np.zeros(0, np.int32)
 
-def _without_bits(trie: Trie, n_classes: int) -> Trie:
-    "A trie whose nodes count their children, with a root for each class where no class ends words."
-    n_roots = n_classes if len(trie.last) else 1
-    roots = np.repeat(trie.nodes[:1], n_roots)
+@patch
+def _without_bits(self: Trie, n_classes: int) -> Trie:
+    "The trie with counted children, and a root for each class if no class ends words."
+    n_roots = n_classes if len(self.last) else 1
+    roots = np.repeat(self.nodes[:1], n_roots)
     if n_roots > 1: roots['symbol'] = np.arange(n_roots)
-    parent = trie.nodes['parent'][1:]
-    n_children = np.bincount(parent, minlength=len(trie.nodes)).astype(np.int32)
-    nodes = np.concatenate([roots, trie.nodes[1:]])
+    n_children = np.bincount(self.nodes['parent'][1:], minlength=len(self.nodes)).astype(np.int32)
+    nodes = np.concatenate([roots, self.nodes[1:]])
     nodes['first_child'] += n_roots - 1
     nodes['children'] = 0
-    nodes['parent'] = -1 # Of a node behind several roots there is not one
-    return trie._replace(nodes=nodes, n_children=np.concatenate([np.repeat(n_children[:1], n_roots), n_children[1:]]),
+    nodes['parent'] = -1 # A node after several roots has no single parent
+    return self._replace(nodes=nodes, n_children=np.concatenate([np.repeat(n_children[:1], n_roots), n_children[1:]]),
                          n_roots=n_roots)
 
 def build_trie(
-    spellings: list[list[tuple[int, ...]]], # Of each word, from `spellings_of` [W]
-    unigrams: np.ndarray,                   # Natural-log probability of each word [W], for the look-ahead
-    classes: Classes = PHONEME_CLASSES,     # Of the model
+    spellings: list[list[tuple[int, ...]]], # Spellings of each word, from `spellings_of` [W]
+    unigrams: np.ndarray,                   # Natural-log probability of each word, for the look-ahead [W]
+    classes: Classes = PHONEME_CLASSES,     # Classes of the model
 ) -> Trie:
     "The trie of all spellings: the prefix tree of Ney et al. (1992)."
-    word = np.repeat(np.arange(len(spellings)), [len(s) for s in spellings]) # Of each spelling
+    word = np.repeat(np.arange(len(spellings)), [len(s) for s in spellings]) # Word of each spelling
     spelled = list(itertools.chain.from_iterable(spellings))
     final = [] if classes.word_end >= 0 else [s[-1] for s in spelled]
     levels, parents, last = _grow([s[:-1] for s in spelled] if final else spelled, classes)
@@ -212,13 +210,13 @@ def build_trie(
     order = np.argsort(last, kind='stable')
     trie = Trie(nodes, word[order].astype(np.int32), _NONE, _NONE, 1)
     if len(classes.names) <= _BITS and not final: return trie
-    return _without_bits(trie._replace(last=np.array(final, np.int32)[order] if final else _NONE), len(classes.names))
+    return trie._replace(last=np.array(final, np.int32)[order] if final else _NONE)._without_bits(len(classes.names))
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c031
 def _count(bits: int) -> int: return int(bits).bit_count()
 
 def _add_child(nodes: np.ndarray, n: int, parent: int, symbol: int) -> tuple[int, int]:
-    "A new child beside its siblings, which all move behind the first n nodes; its number, and that of all nodes."
+    "A new child beside its siblings, which all move after the first n nodes; its index, and the number of nodes."
     bits, first = int(nodes['children'][parent]), nodes['first_child'][parent]
     place = n + _count(bits & ((1 << symbol) - 1))
     numbers = [i for i in range(n, n + _count(bits) + 1) if i != place]
@@ -232,7 +230,7 @@ def _add_child(nodes: np.ndarray, n: int, parent: int, symbol: int) -> tuple[int
     return place, n + len(numbers) + 1
 
 def _end_at(nodes: np.ndarray, words: np.ndarray, added: list[int], node: int, word: int) -> None:
-    "Have a word end at a node, whose words move to the end of what is added."
+    "Let a word end at a node; the node's words move to the end of the added words."
     first, n_words = int(nodes['first_word'][node]), int(nodes['n_words'][node])
     ends = words[first:first + n_words].tolist() if first < len(words) else added[first - len(words):][:n_words]
     if word in ends: return
@@ -241,17 +239,17 @@ def _end_at(nodes: np.ndarray, words: np.ndarray, added: list[int], node: int, w
     added += [*ends, word]
 
 def add_words(
-    trie: Trie, # Not `with_spelling`
-    spellings: Sequence[tuple[int, tuple[int, ...]]], # Number of a word, perhaps one beyond those there, and a spelling
+    trie: Trie, # A trie without spelling
+    spellings: Sequence[tuple[int, tuple[int, ...]]], # Number of a word, perhaps a new one, and a spelling
     unigrams: Sequence[float], # Natural-log probability of each spelling's word, for the look-ahead
 ) -> Trie:
-    """The trie with further words or spellings, or with better look-ahead of those that it has. Raises `ValueError` for
-    a trie without sets of bits, whose words must all be in its lexicon."""
+    """The trie with further words or spellings, or with a better look-ahead of present ones. Raises `ValueError` for a
+    trie without sets of bits, which cannot be extended."""
     if len(trie.n_children):
         raise ValueError('words cannot be added to a model of more than 64 classes or without a word_end; '
                          'give them in the lexicon')
     n = len(trie.nodes)
-    room = sum(len(spelling) for _, spelling in spellings)*_BITS # A node, and its siblings
+    room = sum(len(spelling) for _, spelling in spellings)*_BITS # A node and its siblings
     nodes = np.concatenate([trie.nodes, np.zeros(room, _NODE)])
     added: list[int] = []
     for (word, spelling), ahead in zip(spellings, unigrams, strict=True):
@@ -267,17 +265,17 @@ def add_words(
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c035
 class AddedWord(NamedTuple):
-    "A word that is added to a lexicon, or that gets further pronunciations."
+    "A word that is added to a lexicon, or gets further pronunciations."
     text: str
     pronunciations: list[list[str]]
-    is_guessed: bool # From its letters, since nobody gave a pronunciation, and no dictionary has the word
+    is_guessed: bool # Whether the pronunciation is guessed from the letters
 
-def added_words(boosts: Sequence[Boost], known: Container[str]) -> list[AddedWord]:
-    "Words of boosts that a lexicon lacks, and those whose pronunciation is given."
+def added_words(boosts: Sequence[Boost], lexicon: Container[str]) -> list[AddedWord]:
+    "Words of boosts that a lexicon lacks, and words with a given pronunciation."
     given: dict[str, list[list[str]]] = {w: [] for b in boosts for w in b.words}
     for b in boosts:
         for word, phonemes in zip(b.words, b.phonemes): given[word].append(phonemes)
-    words = {w: prons for w, prons in given.items() if prons or w not in known}
+    words = {w: prons for w, prons in given.items() if prons or w not in lexicon}
     return [AddedWord(w, prons or pronunciations(w), not prons and is_guessed(w)) for w, prons in words.items()]
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c038
@@ -291,5 +289,5 @@ def with_spelling(trie: Trie, unknown: float) -> Trie:
     loop['first_word'] = len(trie.words)
     loop['n_words'] = 1
     nodes = np.append(trie.nodes, loop)
-    nodes['ahead'][0] = max(nodes['ahead'][0], unknown) # Spelling begins at the root, too
+    nodes['ahead'][0] = max(nodes['ahead'][0], unknown) # Spelling also begins at the root
     return trie._replace(nodes=nodes, words=np.append(trie.words, trie.words.max() + np.int32(1)))

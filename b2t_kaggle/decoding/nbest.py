@@ -144,7 +144,6 @@ def _crc32(line: str) -> int: return zlib.crc32(line.encode())
 _DECIMALS = 6 # Of probabilities
 
 def _to_line(hyps: Sequence[Hypothesis]) -> str:
-    "A list as JSON with its checksum."
     values = [{k: v for k, v in vars(h).items() if v is not None} for h in hyps]
     for rank, h in enumerate(hyps):
         if not h._has_list: continue
@@ -154,7 +153,7 @@ def _to_line(hyps: Sequence[Hypothesis]) -> str:
         values[rank]['words'] = [w._asdict() | dict(confidence=round(w.confidence, _DECIMALS)) for w in words]
     line = json.dumps(values)
     if not values: return line + '\n'
-    end = len(json.dumps(values[0])) # Where the first entry ends, which receives the checksum
+    end = len(json.dumps(values[0])) # End of the first entry, which gets the checksum
     return f'{line[:end]}, "crc32": {_crc32(line)}{line[end:]}\n'
 
 def write_nbest(path: str | Path, nbest: Iterable[Sequence[Hypothesis]]) -> None:

@@ -119,7 +119,6 @@ def _pair(phrases, ngram_state, phrase_state):
 # %% ../../nbs/decoding/01_scorers.ipynb #c016
 @_jit
 def _within_phrase(ngram, pair, word):
-    "Score a word after a pair of states."
     phrases = ngram.phrases
     log_prob, state = _ngram_score(ngram, phrases.pairs[pair].ngram, word)
     if state < 0: return log_prob, state
@@ -182,7 +181,6 @@ def _remember(arcs, n_filled, keys, log_probs, states):
     return n_filled + len(keys)
 
 def _empty_table(size: int) -> np.ndarray:
-    "A hash table without answers."
     arcs = np.zeros(size, ARC)
     arcs['key'] = -1
     return arcs

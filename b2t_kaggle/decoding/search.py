@@ -177,7 +177,6 @@ def _provide(self: Search) -> None:
 # %% ../../nbs/decoding/04_search.ipynb #c027
 @_jit
 def _add_word(arena, count, prev, word):
-    "A new entry: a word after a history."
     i = count.n_entries
     count.n_entries += 1
     entry = arena[i]
@@ -221,7 +220,6 @@ def _place(table, stamp, state, node):
 
 @_jit
 def _put(table, stamp, state, node, hyp):
-    "Put the hypothesis at a node in a state into the table."
     i, key = _place(table, stamp, state, node)
     place = table[i]
     place.key = key
@@ -230,7 +228,7 @@ def _put(table, stamp, state, node, hyp):
 
 @_jit
 def _get(table, stamp, state, node):
-    "The hypothesis at a node in a state; -1 if there is none."
+    "The hypothesis at a node in a state, or -1."
     i, _ = _place(table, stamp, state, node)
     return table[i].hyp if table[i].stamp == stamp else -1
 
@@ -243,7 +241,6 @@ class Frame(NamedTuple):
 
 @_jit
 def _better_path(hyp, arena, count):
-    "The better of a hypothesis' two scores and its history."
     return _better(arena, count, hyp.label, hyp.label_history, hyp.blank, hyp.blank_history)
 
 @_jit
@@ -266,10 +263,8 @@ def _stay(scores, model, state):
         path.score, path.history = _better_path(hyp, arena, count)
         path.taken = 0
         node = nodes[hyp.node]
-        candidate.node = hyp.node
-        candidate.state = hyp.state
-        candidate.label = hyp.label + scores[node.symbol]
-        candidate.label_history = hyp.label_history
+        candidates[i] = hyp
+        candidate.label += scores[node.symbol]
         candidate.blank = path.score + scores[BLANK]
         candidate.blank_history = path.history
         candidate.score = max(candidate.label, candidate.blank) + lm_weight*node.ahead
@@ -338,7 +333,6 @@ def _arrive(candidates, table, arena, count, n, ahead):
 
 @_jit
 def _query(queries, count, ngram_state, word):
-    "Write down a query to KenLM."
     queries[count.n_queries] = (np.int64(ngram_state) << 32) | np.int64(word)
     count.n_queries += 1
 
@@ -363,7 +357,7 @@ def _end_words(frame, model, state):
     n = count.n_hyps
     sil = frame.scores[trie.nodes[0].symbol]
     ahead = options.lm_weight*trie.nodes[0].ahead
-    # What a word can add at most without a boost: an n-gram probability adds at most 0
+    # The most that a word can add without a boost, since log-probabilities are at most 0
     most = sil + options.word_score + ahead
     _expect_words(model, state, frame.bound - most)
     for i in range(count.n_hyps):
@@ -517,17 +511,6 @@ def _kth_best(candidates, n, k, sorting):
     return _kth_largest(sorting[:n], k)
 
 @_jit
-def _keep(hyp, candidate, top):
-    "A candidate becomes a hypothesis; its scores are relative to the best one: single precision stays enough."
-    hyp.node = candidate.node
-    hyp.state = candidate.state
-    hyp.label = candidate.label - top
-    hyp.blank = candidate.blank - top
-    hyp.label_history = candidate.label_history
-    hyp.blank_history = candidate.blank_history
-    hyp.score = candidate.score - top
-
-@_jit
 def _select(state, beam, total, top, bound):
     "The best candidates above the bound become hypotheses; returns how many."
     hyps, candidates = state.hyps, state.candidates
@@ -537,7 +520,11 @@ def _select(state, beam, total, top, bound):
         for i in range(total):
             score = candidates[i].score
             if score < bound or k == beam or (score != worst if ties else score <= worst): continue
-            _keep(hyps[k], candidates[i], top)
+            hyps[k] = candidates[i]
+            hyp = hyps[k] # Its scores become relative to the best one: single precision stays enough
+            hyp.label -= top
+            hyp.blank -= top
+            hyp.score -= top
             k += 1
         if worst == _NEVER: break
     return k
@@ -545,7 +532,6 @@ def _select(state, beam, total, top, bound):
 # %% ../../nbs/decoding/04_search.ipynb #c055
 @_jit
 def _take_blank(state):
-    "A frame that is certainly blank."
     hyps, arena, count = state.hyps, state.arena, state.counters[0]
     for i in range(count.n_hyps):
         hyp = hyps[i]
@@ -558,7 +544,6 @@ def _spells(options) -> bool: return options.oov_penalty < np.inf
 
 @_jit
 def _all_fit(model, state) -> bool:
-    "Whether all moves of a frame fit into the beam."
     trie, options = model.trie, model.options
     n_hyps = state.counters[0].n_hyps
     total = n_hyps
@@ -689,7 +674,6 @@ def _complete(model, state):
 # %% ../../nbs/decoding/04_search.ipynb #c071
 @_jit
 def _best_text(arena, history):
-    "The best words of a history."
     words = [np.int64(0)]
     words.clear()
     while history > 0:

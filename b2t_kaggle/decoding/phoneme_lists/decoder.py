@@ -49,41 +49,43 @@ from ...phonemes import BLANK, PHONEMES, SIL
 TextScores = Callable[[Sequence[str]], np.ndarray] # Natural-log probabilities of texts [N] by an LLM
 
 class RankingWeights(NamedTuple):
-    "Weights of the scores of sentences, an LLM's among them."
+    "Weights of the scores of sentences, including an LLM's."
     acoustic: float = 1.
     ngram: float = 1.
-    word_score: float = 0. # Added per word
+    word_score: float = 0. # Score added per word
     llm: float = 1.
-    frequency: float = 0. # Of the words alone, by the n-gram
+    frequency: float = 0. # Weight of the words' n-gram scores without context
 
 @dataclass(frozen=True)
 class ConfusionModel:
     "Weights that `fit_confusions` learns."
     slots: np.ndarray         # Weights of the slots' classes [N_WEIGHTS]
-    gaps: np.ndarray          # The same for gaps [N_WEIGHTS]
+    gaps: np.ndarray          # Weights of the gaps' classes [N_WEIGHTS]
     lm_weight: float = 1.0    # Weight of the n-gram's score beside the network's
-    word_score: float = 0.0   # Added per word
-    sharpness: float = 1.0    # Of the sentences' probabilities: exp(sharpness · total)
-    learned: tuple[str, ...] = () # Hashes of the trials that it was learned from
-    ranking: RankingWeights | None = None # For the sentences that are found, where an LLM scores them
+    word_score: float = 0.0   # Score added per word
+    sharpness: float = 1.0    # A sentence's probability is proportional to exp(sharpness · total)
+    learned: tuple[str, ...] = () # Hashes of the training trials
+    ranking: RankingWeights | None = None # Weights of the sentences' scores, with an LLM
 
     def knows(self, lists: Sequence[PhonemeList]) -> bool:
-        "Whether it was learned from some of these trials, so that their error rate is too good."
+        "Whether it was trained on some of these trials, so that their error rate is too good."
         return not set(self.learned).isdisjoint(map(_hash, lists))
 
-def _hash(trial: PhonemeList) -> str:
-    "A hash of a trial's sequences and sentence."
-    said = [[list(map(int, s)) for s in trial.sequences], trial.sentence]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    def changed(self, change: np.ndarray) -> 'ConfusionModel':
+        slots, gaps, (lm_weight, word_score) = np.split(change, [N_WEIGHTS, 2*N_WEIGHTS])
+        return replace(self, slots=self.slots + slots, gaps=self.gaps + gaps, lm_weight=self.lm_weight + lm_weight,
+                       word_score=self.word_score + word_score)
 
-def _normalized(scores: np.ndarray) -> np.ndarray:
-    "Scores of classes as log-probabilities [N, 41]."
-    return scores - np.logaddexp.reduce(scores, axis=1)[:, None]
+def _hash(trial: PhonemeList) -> str:
+    values = [[list(map(int, s)) for s in trial.sequences], trial.sentence]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+def _log_softmax(scores: np.ndarray) -> np.ndarray: return scores - np.logaddexp.reduce(scores, axis=1)[:, None]
 
 def list_frames(phoneme_list: PhonemeList, model: ConfusionModel) -> np.ndarray:
     "A list as frames that `LexiconBeamDecoder` can search [2n + 1, 41]."
     slots, gaps = network_rows(phoneme_network(phoneme_list.sequences, phoneme_list.scores))
-    return _normalized(interleave(class_scores(slots, model.slots), class_scores(gaps, model.gaps)))
+    return _log_softmax(interleave(class_scores(slots, model.slots), class_scores(gaps, model.gaps)))
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c009
 _BEAM = 4000          # Lists of ten per cent wrong phonemes leave many sentences open
@@ -92,17 +94,14 @@ _NBEST = 200
 _THRESHOLD = 40.
 
 def _decoder(lexicon: Lexicon, lm: NGram | Automaton, model: ConfusionModel, beam: int, nbest: int):
-    "The search for a model's frames."
     return LexiconBeamDecoder(lexicon, lm, beam=beam, nbest=nbest, lm_weight=model.lm_weight, threshold=_THRESHOLD,
                               word_score=model.word_score, acoustic_scale=1., blank_skip=1.)
 
 def _word_ids(texts: Sequence[str]) -> list[list[int]]:
-    "Numbers of the words of sentences; the same word has the same one."
     ids: dict[str, int] = {}
     return [[ids.setdefault(w, len(ids)) for w in text.split()] for text in texts]
 
 def _word_edits(sentence: str, hypotheses: Sequence[Hypothesis]) -> np.ndarray:
-    "Word errors of hypotheses of a sentence [N]."
     words = _word_ids([sentence, *(h.text for h in hypotheses)])
     return cdist(words[:1], words[1:], scorer=Levenshtein.distance)[0].astype(float)
 
@@ -115,7 +114,6 @@ def expected_errors(hypotheses: Sequence[Hypothesis], sharpness: float) -> np.nd
     return distance @ (p/p.sum())
 
 def _in_order_of_risk(hypotheses: Sequence[Hypothesis], sharpness: float) -> list[Hypothesis]:
-    "Those with the fewest expected word errors first."
     risk = expected_errors(hypotheses, sharpness).round(9)
     return [hypotheses[i] for i in np.argsort(risk, kind='stable')]
 
@@ -125,30 +123,29 @@ def decode_lists(
     lm: NGram | Automaton,
     model: ConfusionModel,   # From `fit_confusions`
     beam: int = _BEAM,       # Hypotheses kept per frame
-    nbest: int = _NBEST,     # Sentences of a trial
-    n_jobs: int = 0,         # Cores to use; 0 means all
+    nbest: int = _NBEST,     # Sentences per trial
+    n_jobs: int = 0,         # Number of threads; 0 means one per core
     progress: bool = False,  # Whether to show a progress bar
     *,
-    llm: TextScores | None = None, # Ranks the sentences anew
-) -> list[list[Hypothesis]]: # Of each trial, the one with the fewest expected word errors first
+    llm: TextScores | None = None, # LLM that reranks the sentences
+) -> list[list[Hypothesis]]: # Sentences of each trial, fewest expected word errors first
     "Sentences of lists of phoneme sequences. Raises `ValueError` for an LLM without weights."
     if llm is not None and model.ranking is None:
         raise ValueError('the confusions have no weight for an LLM: learn them with the LLM')
     decoder = _decoder(lexicon, lm, model, beam, nbest)
-    found = decoder.decode_all([list_frames(x, model) for x in lists], n_jobs, progress)
+    nbests = decoder.decode_all([list_frames(x, model) for x in lists], n_jobs, progress)
     if llm is not None and model.ranking is not None:
-        random = random_trials(lists, _best_texts(found), lm)
-        return _ranked(found, model.ranking, llm, lm, random)
-    return [_in_order_of_risk(hypotheses, model.sharpness) for hypotheses in found]
+        return _ranked(nbests, model.ranking, llm, lm, random_trials(lists, _best_texts(nbests), lm))
+    return [_in_order_of_risk(hypotheses, model.sharpness) for hypotheses in nbests]
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c014
 _RANKING_SHARPNESS = .5
-_RANKED = 15. # Only those are scored that are no more nats behind the best one
+_RANKED = 15. # Largest gap to the best total [nats] of sentences that an LLM scores
 
 def random_trials(
     lists: Sequence[PhonemeList], # N trials
-    texts: Sequence[str],         # Their best sentences [N]
-    lm: LanguageModel,            # An n-gram
+    texts: Sequence[str],         # Best sentence of each trial [N]
+    lm: LanguageModel,            # n-gram
 ) -> np.ndarray:                  # [N] bool
     "The trials in blocks of random words, which are less probable in context than alone."
     alone = Frequencies(lm)
@@ -157,61 +154,61 @@ def random_trials(
     for block, text in zip(blocks, texts): gains.setdefault(block, []).append(context_gain(text, lm, alone))
     return np.array([block[1] is not None and np.mean(gains[block]) < 0 for block in blocks], bool)
 
-def _best_texts(found: Sequence[Sequence[Hypothesis]]) -> list[str]:
-    "The sentence of each trial with the highest total."
-    return [max(of_trial, key=lambda h: h.total).text for of_trial in found]
+def _best_texts(nbests: Sequence[Sequence[Hypothesis]]) -> list[str]:
+    return [max(hyps, key=lambda h: h.total).text for hyps in nbests]
 
-def _near_best(found: Sequence[Sequence[Hypothesis]]) -> list[list[Hypothesis]]:
-    "The sentences of trials that an LLM is to score."
-    best = [max((h.total for h in of_trial), default=0.) for of_trial in found]
-    return [[h for h in of_trial if h.total >= top - _RANKED] for of_trial, top in zip(found, best)]
+def _near_best(nbests: Sequence[Sequence[Hypothesis]]) -> list[list[Hypothesis]]:
+    best = [max((h.total for h in hyps), default=0.) for hyps in nbests]
+    return [[h for h in hyps if h.total >= top - _RANKED] for hyps, top in zip(nbests, best)]
 
-def _ranking_scores(found: Sequence[Sequence[Hypothesis]], llm: TextScores, lm: LanguageModel, random) -> np.ndarray:
-    "Scores for `RankingWeights` [C, 5] of all C sentences of trials, and the LLM's own in a sixth column."
-    texts = [h.text for of_trial in found for h in of_trial]
-    known = np.array([[h.acoustic, h.ngram, h.n_words] for of_trial in found for h in of_trial], float)
+def _ranking_scores(nbests: Sequence[Sequence[Hypothesis]], llm: TextScores, lm: LanguageModel, random) -> np.ndarray:
+    "Scores for `RankingWeights` [C, 5] of all C sentences of trials, and the LLM's score in a sixth column."
+    texts = [h.text for hyps in nbests for h in hyps]
+    acoustic, ngram, n_words = np.array([[h.acoustic, h.ngram, h.n_words] for hyps in nbests for h in hyps], float).T
     by_llm = np.asarray(llm(texts))
     frequency = np.array(list(map(Frequencies(lm), texts)))
-    is_random = np.repeat(random, list(map(len, found)))
-    return np.column_stack([known[:, 0], np.where(is_random, frequency, known[:, 1]), known[:, 2],
+    is_random = np.repeat(random, list(map(len, nbests)))
+    return np.column_stack([acoustic, np.where(is_random, frequency, ngram), n_words,
                             np.where(is_random, 0., by_llm), frequency, by_llm])
 
-def _ranked(found: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm: TextScores,
+def _ranked(nbests: Sequence[Sequence[Hypothesis]], weights: RankingWeights, llm: TextScores,
             lm: LanguageModel, random: np.ndarray) -> list[list[Hypothesis]]:
-    "Sentences of trials, in the order of their expected word errors with an LLM."
-    near = _near_best(found)
+    "Sentences of trials, sorted by their expected word errors with an LLM."
+    near = _near_best(nbests)
     *scores, by_llm = _ranking_scores(near, llm, lm, random).T
     each = zip(by_llm.tolist(), (weights @ np.array(scores)).tolist())
-    scored = [[LLMHypothesis(**vars(h) | dict(zip(('llm', 'total'), next(each)))) for h in of_trial]
-              for of_trial in near]
-    return [_in_order_of_risk(of_trial, _RANKING_SHARPNESS) for of_trial in scored]
+    scored = [[LLMHypothesis(**vars(h) | dict(zip(('llm', 'total'), next(each)))) for h in hyps] for hyps in near]
+    return [_in_order_of_risk(hyps, _RANKING_SHARPNESS) for hyps in scored]
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c017
 _START = ConfusionModel(np.zeros(0), np.zeros(0), lm_weight=.8, word_score=0., sharpness=1.)
-_NONE_IN_SLOT = -2. # Added to the scores with which candidates are found: a deletion also saves the n-gram's cost
-_SOME_IN_GAP = .5
+_EMPTY_SLOT = -2. # Added to the scores that find candidates: a deletion also saves the n-gram's cost
+_FULL_GAP = .5
 
-class _Learned(NamedTuple):
-    "A trial whose truth is known."
+class _Labelled(NamedTuple):
+    "Features and true classes of a trial."
     slots: Rows
     gaps: Rows
     slot_classes: np.ndarray # [n]
     gap_classes: np.ndarray  # [n + 1]
-    sentence: str            # The true one
+    sentence: str            # Reference
 
-def _learned(i: int, x: PhonemeList) -> _Learned:
-    "Features and true classes of trial i; raises `ValueError` where its truth is not known."
-    if x.phonemes is None or not x.sentence:
-        raise ValueError(f'trial {i}: no true phonemes or sentence, which are needed to learn from it')
-    network = phoneme_network(x.sequences, x.scores)
-    return _Learned(*network_rows(network), *true_classes(network, x.phonemes), x.sentence)
+    def candidates(self, hyps: Sequence[Hypothesis], model: ConfusionModel, lexicon: Lexicon) -> CandidateTrial:
+        "The trial with hypotheses of the search as candidates."
+        slot_scores = class_scores(self.slots, model.slots)
+        gap_scores = class_scores(self.gaps, model.gaps)
+        spelled = _best_spellings([h.text for h in hyps], interleave(slot_scores, gap_scores), lexicon)
+        pairs = [(h, s) for h, s in zip(hyps, spelled) if s]
+        errors = _word_edits(self.sentence, [h for h, _ in pairs])
+        start, symbols = flatten(s for _, s in pairs)
+        language = np.array([[h.ngram, h.n_words] for h, _ in pairs], float)
+        return CandidateTrial(self.slots, self.gaps, slot_scores, gap_scores, symbols, start, language, errors)
 
-_TO_SEARCH = np.zeros((2, N_WEIGHTS)) # Added to the weights of slots and gaps
-_TO_SEARCH[0, BLANK] = _NONE_IN_SLOT
-_TO_SEARCH[1, 1:N_CLASSES] = _SOME_IN_GAP
+_TO_SEARCH = np.zeros((2, N_WEIGHTS)) # Added to the weights of slots and gaps for the search
+_TO_SEARCH[0, BLANK] = _EMPTY_SLOT
+_TO_SEARCH[1, 1:N_CLASSES] = _FULL_GAP
 
-def _fit_classes(trials: Sequence[_Learned], penalty: float, start: ConfusionModel | None = None) -> ConfusionModel:
-    "The most likely classes of slots and gaps."
+def _fit_classes(trials: Sequence[_Labelled], penalty: float, start: ConfusionModel | None = None) -> ConfusionModel:
     columns = list(zip(*trials))
     begin = (None, None) if start is None else (start.slots - _TO_SEARCH[0], start.gaps - _TO_SEARCH[1])
     slots = fit_classes(concatenate_rows(columns[0]), np.concatenate(columns[2]), penalty, begin[0])
@@ -219,11 +216,10 @@ def _fit_classes(trials: Sequence[_Learned], penalty: float, start: ConfusionMod
     return replace(_START, slots=slots + _TO_SEARCH[0], gaps=gaps + _TO_SEARCH[1])
 
 def _folds(n: int, n_folds: int, seed: int) -> np.ndarray:
-    "The fold of each of n trials [n]."
     return np.random.default_rng(seed).permutation(n) % n_folds
 
 def _sentence_folds(lists: Sequence[PhonemeList], n_folds: int, seed: int) -> np.ndarray:
-    "The fold of each trial [n]; those of the same sentence are in the same."
+    "The fold of each trial [n]; trials with the same sentence are in one fold."
     number = {s: i for i, s in enumerate(dict.fromkeys(x.sentence for x in lists))}
     return _folds(len(number), n_folds, seed)[[number[x.sentence] for x in lists]]
 
@@ -231,38 +227,25 @@ def _sentence_folds(lists: Sequence[PhonemeList], n_folds: int, seed: int) -> np
 _MOST_SPELLINGS = 4
 
 def _spellings(text: str, lexicon: Lexicon) -> list[list[int]]:
-    "Ways to say a sentence."
     ways = itertools.product(*(lexicon[w] for w in text.split()))
     return [[s for pron in way for s in (*(_CLASS_ID[p] for p in pron), SIL)]
             for way in itertools.islice(ways, _MOST_SPELLINGS)]
 
 def _best_spellings(texts: Sequence[str], frames: np.ndarray, lexicon: Lexicon) -> list[list[int]]:
-    "The pronunciation of each sentence that fits frames best; none where none fits."
+    "The pronunciation of each sentence that fits frames best; empty if none fits."
     spellings = [[s for s in _spellings(text, lexicon) if len(s) <= len(frames)] for text in texts]
     start, symbols = flatten(s for ways in spellings for s in ways)
     classes = best_classes(frames, symbols, start)
     scores = iter(np.take_along_axis(frames[None], classes[:, :, None], 2).sum((1, 2)))
     return [max(ways, key=lambda _: next(scores), default=[]) for ways in spellings]
 
-def _candidates(trial: _Learned, hypotheses: Sequence[Hypothesis], model: ConfusionModel,
-                lexicon: Lexicon) -> CandidateTrial:
-    "A trial with the candidates that the search found."
-    slot_scores = class_scores(trial.slots, model.slots)
-    gap_scores = class_scores(trial.gaps, model.gaps)
-    spelled = _best_spellings([h.text for h in hypotheses], interleave(slot_scores, gap_scores), lexicon)
-    pairs = [(h, s) for h, s in zip(hypotheses, spelled) if s]
-    errors = _word_edits(trial.sentence, [h for h, _ in pairs])
-    start, symbols = flatten(s for _, s in pairs)
-    known = np.array([[h.ngram, h.n_words] for h, _ in pairs], float)
-    return CandidateTrial(trial.slots, trial.gaps, slot_scores, gap_scores, symbols, start, known, errors)
-
 _CLASS_ID = {p: i for i, p in enumerate(PHONEMES)}
 
 def _change_for_words(trials: Sequence[CandidateTrial], model: ConfusionModel, penalty: float) -> np.ndarray:
-    "The change of all weights with which fewer word errors are expected."
+    "The change of all weights that lowers the expected word errors."
     if not trials:
-        raise ValueError('found no trial to learn word errors from, expected some whose phonemes a sentence of the '
-                         'lexicon fits, and for an LLM in two folds; give more sentences, or a lexicon that has them')
+        raise ValueError('found no trial to learn word errors from, expected some with phonemes that fit a sentence of '
+                         'the lexicon, and for an LLM in two folds; give more sentences, or a lexicon with their words')
     loss = ExpectedWordErrors(trials, model.lm_weight, model.word_score, model.sharpness, penalty)
     x = np.zeros(2*N_WEIGHTS + 2)
     for _ in range(3):
@@ -270,17 +253,10 @@ def _change_for_words(trials: Sequence[CandidateTrial], model: ConfusionModel, p
         x = minimize(loss, x, max_steps=12, tolerance=1e-4)
     return x
 
-def _changed(model: ConfusionModel, change: np.ndarray) -> ConfusionModel:
-    "The model with changed weights."
-    slots, gaps, (lm_weight, word_score) = np.split(change, [N_WEIGHTS, 2*N_WEIGHTS])
-    return replace(model, slots=model.slots + slots, gaps=model.gaps + gaps, lm_weight=model.lm_weight + lm_weight,
-                   word_score=model.word_score + word_score)
-
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c022
-def _fit_ranking(found: Sequence[Sequence[Hypothesis]], sentences: Sequence[str], llm: TextScores,
+def _fit_ranking(nbests: Sequence[Sequence[Hypothesis]], sentences: Sequence[str], llm: TextScores,
                  lm: LanguageModel, random: np.ndarray) -> RankingWeights:
-    "Weights of the scores of sentences, an LLM's among them, with which the fewest word errors are expected."
-    near = _near_best(found)
+    near = _near_best(nbests)
     scores = _ranking_scores(near, llm, lm, random)[:, :-1]
     errors = np.concatenate(list(map(_word_edits, sentences, near)))
     first = np.cumsum([0, *map(len, near[:-1])])
@@ -292,85 +268,89 @@ def _fit_ranking(found: Sequence[Sequence[Hypothesis]], sentences: Sequence[str]
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c025
 def fit_confusions(
-    lists: Sequence[PhonemeList], # With true phonemes and sentences
-    lexicon: Lexicon,             # As in `decode_lists`
+    lists: Sequence[PhonemeList], # Trials with true phonemes and sentences
+    lexicon: Lexicon,             # The same as for `decode_lists`
     lm: NGram | Automaton,
-    class_penalty: float = 5.,    # Of the classes' squared weights
-    change_penalty: float = 3.,   # Of their squared changes for the sentences; infinity: no changes
+    class_penalty: float = 5.,    # Factor of the classes' squared weights
+    change_penalty: float = 3.,   # Factor of their squared changes for fewer word errors; infinity: no changes
     n_folds: int = 5,
-    n_candidates: int = 60,       # Sentences of a trial to learn from
-    seed: int = 0,                # Of the division into folds
+    n_candidates: int = 60,       # Sentences per trial to learn from
+    seed: int = 0,                # Seed of the folds
     *,
-    llm: TextScores | None = None, # Is to rank the sentences that are found
+    llm: TextScores | None = None, # LLM that will rerank the sentences
 ) -> ConfusionModel:
-    """Fit the confusions in lists of phoneme sequences to trials whose truth is known, and the weight of an LLM. Raises
-    `ValueError` for fewer trials than folds, for a trial without truth, for an LLM without changes, and where the
-    search finds nothing to learn word errors from."""
+    """Fit confusions, and perhaps the weight of an LLM, to labelled lists of phoneme sequences. Raises `ValueError` for
+    fewer trials than folds, a trial without labels, an LLM without changes, and if no candidate allows to learn."""
     if llm is not None and change_penalty == np.inf:
         raise ValueError('change_penalty is infinite; with an LLM it must be finite: both learn from word errors')
-    trials = [_learned(i, x) for i, x in enumerate(lists)]
+    trials = []
+    for i, x in enumerate(lists):
+        if x.phonemes is None or not x.sentence:
+            raise ValueError(f'trial {i}: no true phonemes or sentence, which are needed to learn from it')
+        network = phoneme_network(x.sequences, x.scores)
+        trials.append(_Labelled(*network_rows(network), *true_classes(network, x.phonemes), x.sentence))
     if len(lists) < n_folds:
         raise ValueError(f'found {len(lists)} trials, expected at least {n_folds}, one for each fold')
     final = replace(_fit_classes(trials, class_penalty), learned=tuple(map(_hash, lists)))
     if change_penalty == np.inf: return final
     fold = _folds(len(lists), n_folds, seed)
-    candidates = {} # Of the trials that have some
+    candidates = {} # Trials with candidates
     for f in range(n_folds):
-        model = _fit_classes([t for t, other in zip(trials, fold) if other != f], class_penalty, final)
+        model = _fit_classes([t for t, k in zip(trials, fold) if k != f], class_penalty, final)
         decoder = _decoder(lexicon, lm, model, _CANDIDATE_BEAM, n_candidates)
         held_out = np.flatnonzero(fold == f).tolist()
-        found = decoder.decode_all([list_frames(lists[i], model) for i in held_out], progress=False)
-        for i, hypotheses in zip(held_out, found):
-            of_trial = _candidates(trials[i], hypotheses, model, lexicon)
-            if len(of_trial.errors): candidates[i] = of_trial
+        nbests = decoder.decode_all([list_frames(lists[i], model) for i in held_out], progress=False)
+        for i, hyps in zip(held_out, nbests):
+            trial = trials[i].candidates(hyps, model, lexicon)
+            if len(trial.errors): candidates[i] = trial
     numbers, with_candidates = list(candidates), list(candidates.values())
-    model = _changed(final, _change_for_words(with_candidates, final, change_penalty))
+    model = final.changed(_change_for_words(with_candidates, final, change_penalty))
     if llm is None: return model
     fold = _sentence_folds(lists, n_folds, seed)
-    others = _held_out(with_candidates, fold[numbers], final, change_penalty, lexicon, lm, n_candidates)
-    random = random_trials([lists[i] for i in numbers], _best_texts(others), lm)
-    return replace(model, ranking=_fit_ranking(others, [lists[i].sentence for i in numbers], llm, lm, random))
+    nbests = _held_out(with_candidates, fold[numbers], final, change_penalty, lexicon, lm, n_candidates)
+    random = random_trials([lists[i] for i in numbers], _best_texts(nbests), lm)
+    return replace(model, ranking=_fit_ranking(nbests, [lists[i].sentence for i in numbers], llm, lm, random))
 
 def _held_out(trials: Sequence[CandidateTrial], fold: np.ndarray, model: ConfusionModel,
               penalty: float, lexicon: Lexicon, lm: NGram | Automaton,
               nbest: int) -> list[list[Hypothesis]]:
-    "Sentences of trials by changes that were learned from the other folds, as the search finds them for new trials."
-    found = [[] for _ in trials]
+    "Sentences of trials by changes learned from the other folds."
+    nbests: list[list[Hypothesis]] = [[] for _ in trials]
     for f in np.unique(fold):
-        change = _change_for_words([t for t, other in zip(trials, fold) if other != f], model, penalty)
+        change = _change_for_words([t for t, k in zip(trials, fold) if k != f], model, penalty)
         slots, gaps, _ = np.split(change, [N_WEIGHTS, 2*N_WEIGHTS])
         of_fold = np.flatnonzero(fold == f).tolist()
-        frames = [_normalized(interleave(t.slot_scores + class_scores(t.slots, slots),
+        frames = [_log_softmax(interleave(t.slot_scores + class_scores(t.slots, slots),
                                          t.gap_scores + class_scores(t.gaps, gaps)))
                   for t in (trials[i] for i in of_fold)]
-        decoder = _decoder(lexicon, lm, _changed(model, change), _BEAM, nbest)
-        for i, hypotheses in zip(of_fold, decoder.decode_all(frames, progress=False)): found[i] = hypotheses
-    return found
+        decoder = _decoder(lexicon, lm, model.changed(change), _BEAM, nbest)
+        for i, hyps in zip(of_fold, decoder.decode_all(frames, progress=False)): nbests[i] = hyps
+    return nbests
 
 def cross_validate_lists(
-    lists: Sequence[PhonemeList], # With true phonemes and sentences
-    lexicon: Lexicon,             # As in `decode_lists`
+    lists: Sequence[PhonemeList], # Trials with true phonemes and sentences
+    lexicon: Lexicon,             # The same as for `decode_lists`
     lm: NGram | Automaton,
-    n_folds: int = 10,            # A sentence that occurs twice is in one of them
-    seed: int = 1,                # Of the division into folds
-    llm: TextScores | None = None, # As in `decode_lists`; one that keeps its scores, since folds share texts
-    **options,                    # Of `fit_confusions`
-) -> list[list[Hypothesis]]:      # Of each trial, as in `decode_lists`
-    "Decode each trial by what was learned from those of the other folds. Raises as `fit_confusions` does."
+    n_folds: int = 10,            # Number of folds; trials with the same sentence are in one
+    seed: int = 1,                # Seed of the folds
+    llm: TextScores | None = None, # LLM that reranks the sentences; it should cache its scores, since folds share texts
+    **options,                    # Options of `fit_confusions`
+) -> list[list[Hypothesis]]:      # Sentences of each trial, like `decode_lists`
+    "Decode each trial with a model of the other folds. Raises the errors of `fit_confusions`."
     fold = _sentence_folds(lists, n_folds, seed)
     decoded: list[list[Hypothesis]] = [[] for _ in lists]
     for f in range(n_folds):
-        model = fit_confusions([x for x, other in zip(lists, fold) if other != f], lexicon, lm, llm=llm, **options)
+        model = fit_confusions([x for x, k in zip(lists, fold) if k != f], lexicon, lm, llm=llm, **options)
         held_out = np.flatnonzero(fold == f).tolist()
-        found = decode_lists([lists[i] for i in held_out], lexicon, lm, model, llm=llm)
-        for i, hypotheses in zip(held_out, found): decoded[i] = hypotheses
+        nbests = decode_lists([lists[i] for i in held_out], lexicon, lm, model, llm=llm)
+        for i, hyps in zip(held_out, nbests): decoded[i] = hyps
     return decoded
 
 # %% ../../../nbs/decoding/phoneme_lists/03_decoder.ipynb #c031
 _FORMAT = 'b2t confusions 1'
 
 def save_confusions(path: str | Path, model: ConfusionModel) -> None:
-    "Write a model, whole or not at all."
+    "Write a model."
     values = asdict(model) | {'slots': model.slots.tolist(), 'gaps': model.gaps.tolist()}
     if values.pop('ranking'): values['ranking'] = model.ranking._asdict()
     write_whole(path, json.dumps({'format': _FORMAT} | values))
@@ -390,9 +370,9 @@ def load_confusions(path: str | Path) -> ConfusionModel:
 def write_sentences(
     path: str | Path,                        # JSON Lines to write
     lists: Sequence[PhonemeList],
-    nbest: Sequence[Sequence[Hypothesis]],   # Of each, from `decode_lists`
+    nbest: Sequence[Sequence[Hypothesis]],   # Sentences of each list, from `decode_lists`
 ) -> None:
-    """Write a line for each sentence: fields of the list's line, rank (0 is the best), text and scores."""
+    "Write a line for each sentence: fields of the list's line, rank (0 is the best), text and scores."
     lines = []
     for x, hypotheses in zip(lists, nbest, strict=True):
         for rank, h in enumerate(hypotheses):

@@ -22,7 +22,7 @@ _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads m
 _CLASS_ID = {p: i for i, p in enumerate(PHONEMES) if i != BLANK} | {'|': SIL}
 
 def parse_phonemes(text: str) -> tuple[int, ...]:
-    "A phoneme sequence as class ids; raises `ValueError` that names what is no phoneme."
+    "A phoneme sequence as class ids; raises `ValueError` that names an unknown phoneme."
     ids = []
     for i, name in enumerate(text.split()):
         if name not in _CLASS_ID:
@@ -34,7 +34,7 @@ def parse_phonemes(text: str) -> tuple[int, ...]:
 
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c009
 class PhonemeList(NamedTuple):
-    "The most probable phoneme sequences of a trial, by a model, and its truth where that is known."
+    "The most probable phoneme sequences of a trial by a model, and perhaps the true one."
     sequences: list[tuple[int, ...]] # Class ids; all different, the most probable first
     scores: np.ndarray               # Their natural-log probabilities [N]
     phonemes: tuple[int, ...] | None # The true sequence
@@ -44,7 +44,6 @@ class PhonemeList(NamedTuple):
 _READ_FIELDS = {'five_best', 'nbest', 'greedy', 'phonemes', 'sentence'}
 
 def _scored(line: dict) -> list[tuple[str, float]]:
-    "The sequences of a line with their scores; raises `ValueError` that says what is wrong."
     entries = line.get('five_best') or line.get('nbest') or []
     if not entries:
         if 'greedy' not in line: raise ValueError("found neither 'five_best' nor 'nbest' nor 'greedy'")
@@ -56,7 +55,7 @@ def _scored(line: dict) -> list[tuple[str, float]]:
     return [(entry['phonemes'], float(entry['score'])) for entry in entries]
 
 def phoneme_list(line: dict) -> PhonemeList:
-    "A line's list; raises `ValueError` that says what is wrong."
+    "The list of a line; raises `ValueError` for a wrong field."
     total: dict[tuple[int, ...], float] = {} # Probabilities of equal sequences are added
     for text, score in _scored(line):
         seq = parse_phonemes(text)
@@ -73,7 +72,7 @@ def phoneme_list(line: dict) -> PhonemeList:
 
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c012
 def read_phoneme_lists(path: str | Path, labelled: bool = False) -> list[PhonemeList]:
-    "The lists of a file; raises `ValueError` that names the line, what was found and what was expected."
+    "The lists of a file; raises `ValueError` that names a bad line."
     lists = []
     for i, text in enumerate(split_lines(read_text(path)), 1):
         try:
@@ -90,21 +89,16 @@ def read_phoneme_lists(path: str | Path, labelled: bool = False) -> list[Phoneme
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c015
 _VOWELS = [i for i, p in enumerate(PHONEMES) if p[0] in 'AEIOU']
 
-def _substitution_costs() -> np.ndarray:
-    "Costs of taking one class for another [41, 41]."
-    kind = np.zeros(len(PHONEMES), int)
-    kind[_VOWELS] = 1
-    kind[SIL] = 2
-    costs = np.where(kind[:, None] == kind, 1., 1.5)
-    costs[SIL] = costs[:, SIL] = 3. # Dearer than to leave out one and put in the other
-    np.fill_diagonal(costs, 0)
-    return costs
-
-_COSTS = _substitution_costs()
+_KIND = np.zeros(len(PHONEMES), int)
+_KIND[_VOWELS] = 1
+_KIND[SIL] = 2
+_COSTS = np.where(_KIND[:, None] == _KIND, 1., 1.5) # Costs of substitutions [41, 41]
+_COSTS[SIL] = _COSTS[:, SIL] = 3. # More than a deletion and an insertion
+np.fill_diagonal(_COSTS, 0)
 
 @_jit
 def _align(a, b, costs):
-    "For each item of b the item of a that it stands for; or -1 - i, if it stands in the gap before item i of a."
+    "Index of the item of a that is aligned with each item of b; or -1 - i for the gap before item i of a."
     n, m = len(a), len(b)
     total = np.empty((n + 1, m + 1))
     total[:, 0] = np.arange(n + 1)
@@ -126,7 +120,7 @@ def _align(a, b, costs):
     return place
 
 def align_sequences(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> np.ndarray:
-    "For each item of `b` the item of `a` that it stands for [len(b)]; or -1 - i, if it is in the gap before item i."
+    "Index of the item of `a` that is aligned with each item of `b` [len(b)]; or -1 - i for the gap before item i."
     return _align(np.array(a, np.int64), np.array(b, np.int64), _COSTS)
 
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c018

@@ -33,10 +33,10 @@ _log = logging.getLogger('b2t_kaggle.serve')
 # %% ../../../nbs/decoding/server/04_server.ipynb #c006
 def check_redis(
     host: str = '127.0.0.1', # Host of Redis
-    port: int = 6379,        # Its port
+    port: int = 6379,        # Port of Redis
     **connection,            # Further options of `connect`
 ) -> None:
-    "Raise what `serve` would raise at its start. A Redis that is not there is only logged."
+    "Raise the errors of `serve` at its start. A missing Redis is only logged."
     with connect(host, port, **connection) as r:
         try: check_alone(r)
         except redis_errors() as e:
@@ -49,17 +49,17 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2 # Seconds before Redis is tried again
 def serve(
     decoder: LexiconBeamDecoder,           # Search with its parameters
     host: str = '127.0.0.1',               # Host of Redis
-    port: int = 6379,                      # Its port
+    port: int = 6379,                      # Port of Redis
     *,
-    rescorer: Rescorer | None = None,      # Ranks candidates by an LLM
+    rescorer: Rescorer | None = None,      # Reranks candidates with an LLM
     stop: threading.Event | None = None,   # Event that another thread sets to end
     **options,                             # Further options of `connect`
 ) -> None:
     """Answer the official Redis streams with a decoder, until `stop` or an interrupt. Raises `PermissionError` if Redis
-    does not let us in, `RuntimeError` if another server is there already."""
+    refuses the login, `RuntimeError` if another server is connected."""
     stop = stop or threading.Event()
     online = OnlineDecoder(decoder, rescorer)
-    _log.info('Preparing the search') # It is compiled, for which the first client should not wait
+    _log.info('Preparing the search') # Compile it now, so that the first client does not wait
     trial = online.begin()
     trial.stream.push(np.full((3, len(PHONEMES)), -math.log(len(PHONEMES))))
     trial.stream.partial()
@@ -71,7 +71,6 @@ def serve(
         finally: connection.thread.shutdown(cancel_futures=True)
 
 def _serve(connection: RedisConnection, address: str, stop: threading.Event) -> None:
-    "Answer until `stop`."
     connected = False
     pause = _FIRST_PAUSE
     while not stop.is_set():
