@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from kaggle_server import BATCHES, CSV, DROP, HALF, LATE, SUBMISSION, Kaggle, output_of, serve
 
 from b2t_kaggle.cli.command import main
+from b2t_kaggle.core.files import replaced_folder
 from b2t_kaggle.devices.interrupts import Ended
 from b2t_kaggle.kaggle import cycle
 
@@ -29,9 +30,10 @@ PARTS = [f'{NAME}-train-1', f'{NAME}-train-2', f'{NAME}-submit']
 
 
 def write_wheels(image, folder):
-    folder.mkdir(parents=True)
-    for name in ('manifest.json', 'b2t_kaggle-0.1.0-py3-none-any.whl', 'jiwer-4-py3-none-any.whl'):
-        (folder/name).write_text(name)
+    with replaced_folder(folder) as new:
+        new.mkdir()
+        for name in ('manifest.json', 'b2t_kaggle-0.1.0-py3-none-any.whl', 'jiwer-4-py3-none-any.whl'):
+            (new/name).write_text(name)
     return dict(wheels=[], left_out={'kenlm': 'it is compiled'}, install='pip')
 
 

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['TPU_GENERATIONS', 'TPU_VARIABLES', 'TENSORFLOW_PACKAGES', 'PACKAGES', 'ACCELERATORS', 'PRECISIONS', 'NO_TPU',
-           'cpu_flags', 'cpu_computes_bfloat16', 'n_cores', 'cpu_name', 'Gpu', 'driver_gpus', 'torch_gpus',
+           'cpu_flags', 'cpu_computes_bfloat16', 'n_cores', 'cpu_name', 'Detected', 'Gpu', 'driver_gpus', 'torch_gpus',
            'Generation', 'tpu_type', 'seen_variables', 'Tpu', 'find_tpu', 'installed_version', 'installed_packages',
-           'Detected', 'detect', 'DeviceError', 'Device', 'join_clauses', 'check_accelerator', 'choose_precision',
-           'refuse_float16', 'unused_tpu', 'tpu_device', 'gpu_device']
+           'detect', 'DeviceError', 'Device', 'join_clauses', 'check_accelerator', 'choose_precision', 'refuse_float16',
+           'unused_tpu', 'tpu_device', 'gpu_device']
 
 # %% ../../nbs/devices/01_machine.ipynb #c003
 import os
@@ -50,15 +50,61 @@ def cpu_name() -> str:
 
 # %% ../../nbs/devices/01_machine.ipynb #c009
 @dataclass(frozen=True)
+class Detected:
+    "Devices and packages of this machine, and the evidence. `str()` is the first half of the table of `b2t devices`."
+    framework: str | None        # Argument of `detect`
+    variables: dict[str, str]    # Environment variables about accelerators
+    tpu: 'Tpu | None'
+    gpus: 'tuple[Gpu, ...]'      # GPUs that PyTorch lists if it is the framework, otherwise the driver
+    packages: dict[str, str]     # Installed frameworks and their versions
+    memory_gib: float | None     # Memory of the host [GiB]
+    huge_pages: str | None       # Transparent huge pages: `always`, `madvise` or `never`
+    imported: frozenset[str] = field(default_factory=frozenset) # Frameworks that the process has imported
+    cpu: str = field(default_factory=cpu_name)
+    cpu_bfloat16: bool = field(default_factory=cpu_computes_bfloat16)
+
+    @property
+    def kind(self) -> str:
+        "The best accelerator that is indicated, usable or not: `tpu`, `cuda` or `cpu`."
+        if self.tpu: return 'tpu'
+        return 'cuda' if self.gpus else 'cpu'
+
+    def facts(self) -> list[tuple[str, str]]:
+        "Label and text of each line of the table."
+        memory = f', {self.memory_gib:.0f} GiB memory' if self.memory_gib else ''
+        rows = [('cpu', f'{self.cpu}, bfloat16 {"yes" if self.cpu_bfloat16 else "no"}{memory}')]
+        for i, g in enumerate(self.gpus):
+            rows.append((f'cuda:{i}', f'{g.name}, {g.memory_gib:.0f} GiB, compute capability {g.capability}'))
+        if not self.gpus: rows.append(('gpu', 'none'))
+        rows.append(('tpu', str(self.tpu or 'none')))
+        if self.tpu: rows.append(('', f'seen on the machine: {", ".join(self.tpu.hardware) or "nothing"}'))
+        variables = ' '.join(f'{k}={v}' for k, v in self.variables.items())
+        rows.append(('variables', variables or 'none about accelerators'))
+        packages = ', '.join(f'{k} {v}' for k, v in self.packages.items())
+        return rows + [('packages', packages or 'no framework')]
+
+    def __str__(self): return '\n'.join(f'{label:<12}{text}' for label, text in self.facts())
+
+# %% ../../nbs/devices/01_machine.ipynb #c012
+@dataclass(frozen=True)
 class Gpu:
     "A CUDA device."
-    name: str         # As the driver calls it
-    memory_gib: float # Its memory [GiB]
+    name: str         # Name from the driver
+    memory_gib: float # Memory [GiB]
     capability: str   # Compute capability, such as `8.0`
     bfloat16: bool    # Whether it multiplies bfloat16 (from 8.0 on)
 
+    def precision(self, precision: str) -> tuple[str, str]:
+        "Precision and its reason: 16 bits if the GPU multiplies them faster than float32."
+        if self.bfloat16: return choose_precision(precision, True)
+        reason = f'does not compute bfloat16 (compute capability {self.capability}, 8.0 would), '
+        if float(self.capability) >= 7: # It has tensor cores
+            return choose_precision(precision, False, reason + 'but float16, with a scaled loss', 'float16')
+        reason += 'and has no tensor cores, so float16 is not faster than float32'
+        return choose_precision(precision, False, reason)
+
 def _nvidia_smi() -> str:
-    "Output of the driver's tool, one line for each GPU; empty if there is none."
+    "Output of the driver's tool, one line for each GPU; empty without an NVIDIA driver."
     if shutil.which('nvidia-smi') is None: return ''
     command = ['nvidia-smi', '--query-gpu=name,memory.total,compute_cap', '--format=csv,noheader,nounits']
     try: done = subprocess.run(command, capture_output=True, text=True, errors='replace', timeout=10)
@@ -82,11 +128,11 @@ def torch_gpus() -> tuple[Gpu, ...]:
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return tuple(Gpu(p.name, p.total_memory / 2**30, f'{p.major}.{p.minor}', native) for p in properties)
 
-# %% ../../nbs/devices/01_machine.ipynb #c012
+# %% ../../nbs/devices/01_machine.ipynb #c015
 @dataclass(frozen=True)
 class Generation:
     "One chip of a TPU generation."
-    name: str       # As in the type's name, `v5e` for `v5litepod`
+    name: str       # Short name, `v5e` for `v5litepod`
     cores: int      # TensorCores
     devices: int    # Devices that XLA shows of it
     hbm_gb: float   # Memory [GB, as published]
@@ -110,7 +156,7 @@ def tpu_type(name: str) -> tuple[Generation | None, int | None]:
     cores = int(number) if number.isdecimal() else 0
     return TPU_GENERATIONS.get(kind), cores or None
 
-# %% ../../nbs/devices/01_machine.ipynb #c015
+# %% ../../nbs/devices/01_machine.ipynb #c018
 TPU_VARIABLES = (
     'ISTPUVM', 'COLAB_TPU_1VM', 'COLAB_TPU_ADDR', 'TPU_ACCELERATOR_TYPE', 'TPU_NAME', 'TPU_WORKER_ID',
     'TPU_WORKER_HOSTNAMES', 'TPU_PROCESS_ADDRESSES', 'TPU_CHIPS_PER_HOST_BOUNDS', 'TPU_HOST_BOUNDS', 'XRT_TPU_CONFIG',
@@ -136,25 +182,25 @@ def _tpu_server(variables: Mapping[str, str]) -> str:
     if name.startswith('grpc://'): addresses.append(name)
     return next((a.removeprefix('grpc://') for a in addresses if a), '')
 
-# %% ../../nbs/devices/01_machine.ipynb #c018
+# %% ../../nbs/devices/01_machine.ipynb #c021
 def _tpu_pci(root: str | Path = '/') -> list[str]:
     "PCI device numbers of Google's TPU chips."
-    known = {g.pci for g in TPU_GENERATIONS.values()}
+    numbers = {g.pci for g in TPU_GENERATIONS.values()}
     def read(file): return file.read_text().strip() if file.exists() else ''
     folders = [f for f in sorted(Path(root).glob('sys/bus/pci/devices/*')) if read(f/'vendor') == '0x1ae0']
-    return [d for f in folders if (d := read(f/'device')) in known or read(f/'class').startswith('0x12')]
+    return [d for f in folders if (d := read(f/'device')) in numbers or read(f/'class').startswith('0x12')]
 
-# %% ../../nbs/devices/01_machine.ipynb #c022
+# %% ../../nbs/devices/01_machine.ipynb #c025
 @dataclass(frozen=True)
 class Tpu:
     "A TPU, and how it was found."
-    type: str                      # Its name from environment or hardware, as `v5litepod-8`; empty if neither has one
+    type: str                      # Name from environment or hardware, such as `v5litepod-8`; may be empty
     generation: Generation | None  # None if it is not in `TPU_GENERATIONS`
-    chips: int | None              # Chips of this host; None if nothing tells
+    chips: int | None              # Chips of this host; None if unknown
     variables: Mapping[str, str]   # Environment variables that indicate it
-    hardware: tuple[str, ...] = () # Device files and PCI devices that are it
-    server: str = ''               # Its address, if it is not in this machine
-    fits: tuple[Generation, ...] = () # Generations that its PCI devices may be of
+    hardware: tuple[str, ...] = () # Device files and PCI devices
+    server: str = ''               # Address, if it is not in this machine
+    fits: tuple[Generation, ...] = () # Generations with these PCI devices
 
     @property
     def cores(self) -> int | None:
@@ -163,7 +209,7 @@ class Tpu:
 
     @property
     def devices(self) -> int | None:
-        "Devices that XLA shows on this host, at most, where several generations fit; None if unknown."
+        "Devices that XLA shows on this host, at most if several generations fit; None if unknown."
         candidates = [self.generation] if self.generation else self.fits
         if not (self.chips and candidates): return None
         return self.chips * max(g.devices for g in candidates)
@@ -177,9 +223,9 @@ class Tpu:
         per_core = f'{g.hbm_gb/g.cores:g} GB and {g.tflops/g.cores:g} TFLOP/s in bfloat16'
         return f'{name}, chips: {self.chips}, cores: {self.cores}, each with {per_core}'
 
-# %% ../../nbs/devices/01_machine.ipynb #c025
-def _chips_by_variables(generation: Generation | None, cores: int | None, variables: Mapping[str, str]) -> int:
-    "Chips of this host by the cores of all hosts, which the TPU's type tells, else by its bounds; 0 if unknown."
+# %% ../../nbs/devices/01_machine.ipynb #c028
+def _chips_by_variables(variables: Mapping[str, str], generation: Generation | None, cores: int | None) -> int:
+    "Chips of this host by the cores of all hosts in the TPU's type, else by its bounds; 0 if unknown."
     n_hosts = len(variables.get('TPU_WORKER_HOSTNAMES', '').split(','))
     if generation and (chips := (cores or 0) // (generation.cores * n_hosts)): return chips
     bounds = variables.get('TPU_CHIPS_PER_HOST_BOUNDS', '')
@@ -198,14 +244,14 @@ def find_tpu(variables: Mapping[str, str], root: str | Path = '/') -> Tpu | None
     if not name:
         name = ' or '.join(g.name for g in fits)
         generation = fits[0] if len(fits) == 1 else None
-    chips = len(accel) or len(vfio) or len(pci) or _chips_by_variables(generation, cores, variables)
+    chips = len(accel) or len(vfio) or len(pci) or _chips_by_variables(variables, generation, cores)
     hardware = [files[0] if len(files) == 1 else f'{files[0]} to {files[-1].rsplit("/")[-1]} ({len(files)})'
                 for files in (accel, vfio) if files]
     hardware += [f'PCI 1ae0:{device[2:]} ({pci.count(device)})' for device in dict.fromkeys(pci)]
     server = '' if hardware else _tpu_server(variables)
     return Tpu(name, generation, chips or None, variables, tuple(hardware), server, fits)
 
-# %% ../../nbs/devices/01_machine.ipynb #c030
+# %% ../../nbs/devices/01_machine.ipynb #c033
 TENSORFLOW_PACKAGES = ('tensorflow-tpu', 'tensorflow', 'tensorflow-cpu')
 PACKAGES = ('torch', 'torch_xla', 'libtpu', 'libtpu-nightly', *TENSORFLOW_PACKAGES)
 
@@ -222,59 +268,22 @@ def installed_packages() -> dict[str, str]:
             versions[re.sub('[-_.]+', '-', package).lower()] = metadata.version(package)
     return versions
 
-# %% ../../nbs/devices/01_machine.ipynb #c033
-@dataclass(frozen=True)
-class Detected:
-    "Devices and packages of this machine, and the evidence. `str()` is the first half of the table of `b2t devices`."
-    framework: str | None        # The one that was asked for
-    variables: dict[str, str]    # Environment variables that bear on accelerators
-    tpu: Tpu | None
-    gpus: tuple[Gpu, ...]        # As PyTorch sees them if it was asked for, else as the driver does
-    packages: dict[str, str]     # Installed frameworks and their versions
-    memory_gib: float | None     # Of the host [GiB]
-    huge_pages: str | None       # Transparent huge pages: `always`, `madvise` or `never`
-    imported: frozenset[str] = field(default_factory=frozenset) # Frameworks that the process has imported already
-    cpu: str = field(default_factory=cpu_name)
-    cpu_bfloat16: bool = field(default_factory=cpu_computes_bfloat16)
-
-    @property
-    def kind(self) -> str:
-        "The best accelerator that anything indicates, usable or not: `tpu`, `cuda` or `cpu`."
-        if self.tpu: return 'tpu'
-        return 'cuda' if self.gpus else 'cpu'
-
-    def facts(self) -> list[tuple[str, str]]:
-        "Label and text of each line of the table."
-        memory = f', {self.memory_gib:.0f} GiB memory' if self.memory_gib else ''
-        rows = [('cpu', f'{self.cpu}, bfloat16 {"yes" if self.cpu_bfloat16 else "no"}{memory}')]
-        for i, g in enumerate(self.gpus):
-            rows.append((f'cuda:{i}', f'{g.name}, {g.memory_gib:.0f} GiB, compute capability {g.capability}'))
-        if not self.gpus: rows.append(('gpu', 'none'))
-        rows.append(('tpu', str(self.tpu or 'none')))
-        if self.tpu: rows.append(('', f'seen on the machine: {", ".join(self.tpu.hardware) or "nothing"}'))
-        variables = ' '.join(f'{k}={v}' for k, v in self.variables.items())
-        rows.append(('variables', variables or 'none that bear on accelerators'))
-        packages = ', '.join(f'{k} {v}' for k, v in self.packages.items())
-        return rows + [('packages', packages or 'no framework')]
-
-    def __str__(self): return '\n'.join(f'{label:<12}{text}' for label, text in self.facts())
-
-# %% ../../nbs/devices/01_machine.ipynb #c035
+# %% ../../nbs/devices/01_machine.ipynb #c036
 def _kernel_file(root: str | Path, name: str, pattern: str) -> str | None:
     "The group of a pattern in one of Linux's files; None if either is missing."
-    try: found = re.search(pattern, (Path(root)/name).read_text())
+    try: match = re.search(pattern, (Path(root)/name).read_text())
     except OSError: return None
-    return found[1] if found else None
+    return match and match[1]
 
 def detect(
     framework: str | None = None,              # `torch`, `xla`, `tensorflow`; only `torch` is imported, for its GPUs
     environ: Mapping[str, str] = os.environ,   # Environment variables
     root: str | Path = '/',                    # Root of the file system with `dev`, `proc` and `sys`
     packages: Mapping[str, str] | None = None, # Installed versions; None reads them
-    gpus: tuple[Gpu, ...] | None = None,       # None asks torch, if that is the framework, else the driver
-    imported: frozenset[str] | None = None,    # Frameworks that are imported already; None reads `sys.modules`
+    gpus: tuple[Gpu, ...] | None = None,       # None lists torch's, if that is the framework, else the driver's
+    imported: frozenset[str] | None = None,    # Imported frameworks; None reads `sys.modules`
 ) -> Detected:
-    """Devices and packages of this machine, without importing a framework that is not asked for.
+    """Devices and packages of this machine, without importing another framework.
 
     The arguments after the first are for simulated machines. Raises `ValueError` for an unknown framework."""
     if framework not in (None, 'torch', 'xla', 'tensorflow'):
@@ -289,69 +298,61 @@ def detect(
     return Detected(framework, variables, find_tpu(variables, root), gpus, packages,
                     int(memory) / 2**20 if memory else None, huge_pages, imported)
 
-# %% ../../nbs/devices/01_machine.ipynb #c038
+# %% ../../nbs/devices/01_machine.ipynb #c039
 class DeviceError(RuntimeError):
-    "A device that is asked for and is not here, or cannot be used; the message says what to do."
+    "A requested device that is missing or cannot be used; the message says what to do."
 
 @dataclass(frozen=True)
 class Device:
     "Device of a run, its precision, and the reason."
-    kind: str      # `cpu`, `cuda` or `xla`, as PyTorch calls devices; for TensorFlow also `tpu`
-    name: str      # As people know it
+    kind: str      # `cpu`, `cuda` or `xla`, as in PyTorch; for TensorFlow also `tpu`
+    name: str      # Name of the product
     precision: str # `float32`, `bfloat16` or `float16`
-    reason: str    # Why this device and precision: clauses with semicolons between them
+    reason: str    # Clauses with semicolons between them
     n_devices: int = 1 # Devices, each of which takes a share of a batch
-    jit: bool = True # Whether TensorFlow's XLA has programs for it
+    jit: bool = True # Whether TensorFlow's XLA can compile for it
 
     def __str__(self):
         several = f', {self.n_devices} devices' if self.n_devices > 1 else ''
         return f'{self.kind} ({self.name}{several}), {self.precision}: {self.reason}'
 
     def with_reasons(self, *clauses: str) -> 'Device':
-        "The same with more clauses at the end of the reason; empty ones are left out."
+        "The device with more clauses at the end of its reason; empty ones are left out."
         return replace(self, reason=join_clauses(self.reason, *clauses))
 
 def join_clauses(*clauses: str) -> str:
-    "A reason of these clauses; empty ones are left out."
+    "Reason with these clauses; empty ones are left out."
     return '; '.join(clause for clause in clauses if clause)
 
-# %% ../../nbs/devices/01_machine.ipynb #c041
+# %% ../../nbs/devices/01_machine.ipynb #c042
 ACCELERATORS = ('auto', 'cpu', 'cuda', 'tpu', 'xla')
 PRECISIONS = ('auto', 'float32', 'bfloat16', 'float16')
 NO_TPU = ('no TPU here: no variable, device file or PCI device of one was found; on Kaggle choose a TPU as the '
-          'accelerator of the session, or set train.accelerator=auto')
+          'accelerator of the notebook, or set train.accelerator=auto')
 
 def check_accelerator(accelerator: str) -> None:
     "Raises `DeviceError` for an accelerator that does not exist."
     if accelerator not in ACCELERATORS:
         raise DeviceError(f'accelerator {accelerator!r} does not exist; take one of {", ".join(ACCELERATORS)}')
 
-def choose_precision(asked: str, native: bool, reason: str = '', otherwise: str = 'float32') -> tuple[str, str]:
+def choose_precision(precision: str, native: bool, reason: str = '', otherwise: str = 'float32') -> tuple[str, str]:
     "Precision and its reason: `auto` is bfloat16 on a device that computes it natively. Raises `DeviceError`."
-    if asked not in PRECISIONS:
-        raise DeviceError(f'precision {asked!r} does not exist; take one of {", ".join(PRECISIONS)}')
-    if asked != 'auto': return asked, f'{asked} asked for'
+    if precision not in PRECISIONS:
+        raise DeviceError(f'precision {precision!r} does not exist; take one of {", ".join(PRECISIONS)}')
+    if precision != 'auto': return precision, f'{precision} asked for'
     reason = reason or f'{"computes" if native else "does not compute"} bfloat16'
     return ('bfloat16' if native else otherwise), reason
 
-def refuse_float16(asked: str) -> None:
+def refuse_float16(precision: str) -> None:
     "Raises `DeviceError` for float16 on a TPU, and on the processor through XLA."
-    if asked == 'float16':
+    if precision == 'float16':
         raise DeviceError('precision float16 is for GPUs, TPUs compute bfloat16; set train.precision=bfloat16 or auto')
 
-def _gpu_precision(gpu: Gpu, asked: str) -> tuple[str, str]:
-    "Precision and its reason: in 16 bits where the GPU multiplies them faster than float32."
-    if gpu.bfloat16: return choose_precision(asked, True)
-    reason = f'does not compute bfloat16 (compute capability {gpu.capability}, 8.0 would), '
-    if float(gpu.capability) >= 7: # It has tensor cores
-        return choose_precision(asked, False, reason + 'but float16, with a scaled loss', 'float16')
-    return choose_precision(asked, False, reason + 'and has no tensor cores, so float16 is no faster than float32')
-
 def unused_tpu(d: Detected, accelerator: str, problem: str) -> str:
-    "The clause about a TPU that `auto` does not take; empty if there is none, or if a device was asked for by name."
+    "Clause about a TPU that `auto` does not choose; empty without a TPU, or if a device was named."
     return f'the TPU is not used: {problem}' if accelerator == 'auto' and d.tpu else ''
 
-# %% ../../nbs/devices/01_machine.ipynb #c042
+# %% ../../nbs/devices/01_machine.ipynb #c043
 def tpu_device(d: Detected, accelerator: str, precision: str) -> Device:
     "The TPU of a machine that has one, as PyTorch/XLA has it."
     generation = d.tpu.generation
@@ -364,6 +365,6 @@ def tpu_device(d: Detected, accelerator: str, precision: str) -> Device:
 def gpu_device(d: Detected, accelerator: str, precision: str, unused: str = '') -> Device:
     "All GPUs, which have to be alike; `unused` is the clause of `unused_tpu`."
     gpu = d.gpus[0]
-    chosen, because = _gpu_precision(gpu, precision)
+    chosen, because = gpu.precision(precision)
     device_reason = 'a GPU is here' if accelerator == 'auto' else 'asked for'
     return Device('cuda', gpu.name, chosen, join_clauses(device_reason, unused, because), len(d.gpus))
