@@ -36,10 +36,10 @@ class Evaluator:
         store: TrialStore,      # Any split
         day_of: dict[str, int], # The model's day of each session
         cfg: Config,            # The model's configuration
-        strategy: Strategy,     # Where it is computed
+        strategy: Strategy,     # Devices of the run
         batch_size: int,        # Trials per batch, at most
         result: Callable,       # `result(logits, batch, frames) -> dict` of tensors `[B, …]`, part of the program
-        smoothing: str = 'same', # Or `valid`, see `training.trials.smoothing_edges`
+        smoothing: str = 'same', # `same` or `valid`, see `training.trials.smoothing_edges`
     ):
         self.store = store
         self.strategy = strategy
@@ -84,15 +84,13 @@ def evaluate(evaluator: Evaluator) -> pd.DataFrame:
     return pd.DataFrame(dict(session=store.index.session, loss=loss, edits=edits, n_labels=store.n_labels))
 
 # %% ../../nbs/tensorflow/08_inference.ipynb #c013
-def _log_probs(logits: tf.Tensor, batch: dict, frames: tf.Tensor) -> dict[str, tf.Tensor]:
-    return dict(log_probs=tf.nn.log_softmax(logits), frames=frames)
-
 def log_probs_of(model: Encoder, store: TrialStore, cfg: Config, strategy: Strategy, batch_size: int = 64,
                  progress: bool = True, smoothing: str = 'same') -> list[np.ndarray]:
     "Natural log-probabilities of each trial, float32 `[T', K]`, in the order of the store."
     by_trial: dict[int, np.ndarray] = {}
     day_of = {s: i for i, s in enumerate(cfg.data.known_sessions)}
-    evaluator = Evaluator(model, store, day_of, cfg, strategy, batch_size, _log_probs, smoothing)
+    def result(logits, batch, frames): return dict(log_probs=tf.nn.log_softmax(logits), frames=frames)
+    evaluator = Evaluator(model, store, day_of, cfg, strategy, batch_size, result, smoothing)
     for trials, r in evaluator(f'infer {store.split}' if progress else None):
         for i, log_probs, n in zip(trials, r['log_probs'], r['frames']): by_trial[i] = log_probs[:n].copy()
     return [by_trial[i] for i in range(len(store))]
@@ -106,9 +104,9 @@ def infer(
     precision: str = 'auto',    # `auto`, `float32`, `bfloat16` or `float16`
     batch_size: int = 64,       # Trials per batch
     progress: bool = True,      # Show a progress bar
-    smoothing: str = 'same',    # Or `valid`, as the official evaluation smooths
+    smoothing: str = 'same',    # `same`, or `valid` as in the official evaluation
 ) -> LogitStore:
-    "Write log-probabilities of all trials. Raises `CheckpointError`, `TrainingError` where trials do not fit."
+    "Write log-probabilities of all trials. Raises `CheckpointError`, `TrainingError` if trials do not fit."
     file = weights_file(checkpoint)
     strategy = start(accelerator, precision)
     with strategy.distribution.scope(): model, cfg = load_model(file, unseen='here' if store.split == 'val' else None)

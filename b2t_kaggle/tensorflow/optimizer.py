@@ -67,7 +67,7 @@ class StackedAdamW:
     def _update(self, w, exp_avg, exp_avg_sq, grad, step, updates, rate, decay):
         "Weights and moments after a step, changed where there are updates."
         beta0, beta1 = self.betas
-        t = tf.maximum(step, 1.)  # a day that was in no batch yet has no step to divide by
+        t = tf.maximum(step, 1.)  # a day that has not been in a batch has no step to divide by
         m = beta0 * exp_avg + (1 - beta0) * grad
         v = beta1 * exp_avg_sq + (1 - beta1) * grad * grad
         denominator = tf.sqrt(v / (1 - beta1**t)) + self.epsilon
@@ -111,6 +111,6 @@ class LossScaler:
     def state_dict(self) -> dict[str, float]: return dict(scale=self.get_scale(), n_good=int(self.n_good.numpy()))
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        "Go on from a state that was saved."
+        "Continue from a saved state."
         self.factor.assign(state['scale'])
         self.n_good.assign(state['n_good'])

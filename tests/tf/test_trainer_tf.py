@@ -23,7 +23,6 @@ from b2t_kaggle.tensorflow.feed import start
 from b2t_kaggle.tensorflow.inference import infer
 from b2t_kaggle.tensorflow.layers import keras
 from b2t_kaggle.tensorflow.trainer import Trainer, train
-from b2t_kaggle.tensorflow.trainer import _begin as begin
 from b2t_kaggle.training.checkpoint_paths import BEST, LAST
 from b2t_kaggle.training.checkpoints import CheckpointError
 from b2t_kaggle.training.history import read_history
@@ -201,7 +200,7 @@ def overflows_and_restores(t, path):
     assert skipped == [False, False] and t.scaler.state_dict() == dict(scale=2.**10, n_good=1)
     t.scaler.load_state_dict(dict(scale=4., n_good=0))
     t.n_skipped = 0
-    begin(t, path)
+    t._load(path)
     assert t.n_skipped == 1 and t.scaler.state_dict() == dict(scale=2.**9, n_good=1999)
     _, again = take(2)
     for k, v in again.items(): np.testing.assert_array_equal(v, whole[k], err_msg=k)

@@ -38,7 +38,7 @@ def mask_padding(x: tf.Tensor, n_bins: tf.Tensor | None) -> tf.Tensor:
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c012
 def _children(layer: keras.layers.Layer) -> Iterator[tuple[str, keras.layers.Layer]]:
-    "Layers that are attributes of a layer, or stand in a list that is one."
+    "Layers that are attributes of a layer, or items of a list attribute."
     for name, value in vars(layer).items():
         if name.startswith('_'): continue  # Keras' own lists
         if isinstance(value, keras.layers.Layer): yield name, value
@@ -50,8 +50,8 @@ def variables_by_attribute(layer: keras.layers.Layer, prefix: str = '') -> dict[
     "All variables `[…]` of a layer, and of layers within it, as `attribute.attribute.variable`."
     below = {}
     for name, child in _children(layer): below |= variables_by_attribute(child, f'{prefix}{name}.')
-    known = {id(v) for v in below.values()}
-    return {prefix + v.name: v for v in layer.weights if id(v) not in known} | below
+    of_children = {id(v) for v in below.values()}
+    return {prefix + v.name: v for v in layer.weights if id(v) not in of_children} | below
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c015
 class NamedModel(keras.Model):
@@ -83,7 +83,7 @@ class NamedModel(keras.Model):
 class Encoder(NamedModel):
     "Features to logits. Derive from it, set `Config`, make variables in the constructor, write `encode`."
     Config: ClassVar[type[EncoderConfig]]
-    changing_args: ClassVar[tuple[str, ...]] = () # Those of `training_args` that are another number in each step
+    changing_args: ClassVar[tuple[str, ...]] = () # Names in `training_args` whose number changes from step to step
 
     def __init__(self, cfg: EncoderConfig, n_days: int):
         super().__init__(autocast=False)
@@ -112,12 +112,12 @@ class Encoder(NamedModel):
     def encode(self,
         x: tf.Tensor,            # Features `[B, T, F]`, zero beyond each trial's end
         day_idx: tf.Tensor,      # Day of each trial `[B]`
-        n_bins: tf.Tensor,       # Bins of each trial `[B]`; never missing: T where nobody said
+        n_bins: tf.Tensor,       # Bins of each trial `[B]`
         training: bool,          # Whether there is dropout
-        seeds: tf.Tensor | None, # As in `call`; missing where nothing is drawn
+        seeds: tf.Tensor | None, # A seed per trial, int32 `[B, 2]`; None without dropout
     ) -> Any:
-        """Logits, float32 `[B, T', K]`, without meaning beyond a trial's own frames. What `training_args` gives comes
-        as further arguments, in a training step alone."""
+        """Logits, float32 `[B, T', K]`, undefined beyond a trial's own frames. A training step passes `training_args`
+        as further arguments."""
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor call')
 
     def training_args(self, step: int, n_steps: int) -> dict:

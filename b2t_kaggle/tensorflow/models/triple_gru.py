@@ -72,7 +72,7 @@ class TripleGRUDecoder(GRUEncoder):
         noisy_units: int | None = None, # Units per GRU layer of the adversary; none means `n_units`
         noisy_layers: int = 2,         # GRU layers of the adversary
         strength: float = 0.5,         # λ of the gradient reversal
-        schedule: str = 'constant',    # Of λ in training: `constant`, or `ramp` from 0
+        schedule: str = 'constant',    # Schedule of λ in training: `constant`, or `ramp` from 0
     ):
         sizes = dict(neural_dim=neural_dim, n_units=n_units, n_classes=n_classes, n_layers=n_layers,
                      noise_units=noise_units)
