@@ -51,7 +51,7 @@ class Attached:
 
     def __str__(self):
         lines = [f'{field.name + ":":13}{printable(p)}' for field in fields(self) for p in getattr(self, field.name)]
-        return '\n'.join(lines) or 'Nothing is attached that the kit can use.'
+        return '\n'.join(lines) or 'No input that the kit can use is attached.'
 
     def only(self, models: Sequence[str | Path]) -> 'Attached':
         """Inputs without the models that are not named by their path or as a notebook, `OWNER/SLUG`.
@@ -259,7 +259,7 @@ _NO_RECORDINGS = ("the recordings: not attached, but {of} needs them; attach the
                   "Competitions › Brain-to-Text '25")
 
 def _value_at(value: Any, *keys: str) -> Any:
-    "A value in mappings of mappings; None if there is none."
+    "A value in nested mappings; None if a key is missing."
     try:
         for key in keys: value = value[key]
         return value
