@@ -9,8 +9,9 @@ from b2t_kaggle.cli import main
 from b2t_kaggle.data.simulate import simulate_dataset
 from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.lm.ngram import build_ngram
+from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.phonemes import PHONEMES
-from b2t_kaggle.pipeline.foreign_logits import ORDERS
+from b2t_kaggle.pipeline.foreign_logits import ORDERS, normalised, read_arrays
 
 
 def frames(ids, order, rng):
@@ -54,3 +55,12 @@ def test_another_order_of_the_classes_is_named(data):
     made = b2t('import-logits', data/'val.npz', '--data', data/'sessions', '--name', 'other', '--out', data/'runs',
                '--work', data/'work')
     assert made.exit_code == 1 and 'the classes seem to be in the order blank-last' in made.output
+
+
+def test_a_run_names_another_order_of_the_classes(data):
+    given = LogitStore.write(data/'given_val.arrow', [normalised(x, 'val') for x in read_arrays(data/'val.npz')],
+                             TrialStore.open(data/'val.arrow').index, {})
+    b2t('ensemble', given.path, '--data', data/'sessions', '--name', 'wrong', '--out', data/'runs', '--work',
+        data/'work')
+    logs = [p.read_text() for p in (data/'runs/wrong/notebooks').glob('*ensemble*.ipynb')]
+    assert 'seem to be in the order blank-last' in logs[0]

@@ -30,7 +30,8 @@ class Ensemble(Stage):
 
     def run(self, run, progress):
         from b2t_kaggle.logits import sort_stores, take_stores
-        from b2t_kaggle.pipeline.results import phoneme_figures
+        from b2t_kaggle.pipeline.foreign_logits import order_hint
+        from b2t_kaggle.pipeline.results import phoneme_figures, spoken_trials
         cfg = run.cfg.infer
         indices = {split: run.trials(split).index for split in ('val', 'test')}
         weights = None if cfg.weights == 'equal' else cfg.weights
@@ -40,6 +41,9 @@ class Ensemble(Stage):
         if 'val' in logits:
             metrics |= phoneme_figures(run, logits['val'])
             print(f'Greedy phoneme error rate on val: {percent(metrics["PER"])}, models: {metrics["models"]}')
+            spoken, val = spoken_trials(run).index, run.trials('val')
+            hint = order_hint([logits['val'][i] for i in spoken], [val.class_ids(i) for i in spoken])
+            if hint: print(f'Warning: {hint}; `b2t import-logits --classes ORDER` changes the order.')
             pers = {s.path: phoneme_figures(run, s)['PER'] for s in sort_stores(cfg.logits, indices)['val']}
             best = min(pers, key=lambda path: pers[path])
             if pers[best] < metrics['PER']:
