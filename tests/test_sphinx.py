@@ -123,6 +123,25 @@ def test_refuses_wheels_without_the_model(tmp_path):
     with pytest.raises(SphinxError, match='broken.whl: not a whole zip archive'): read_sphinx(broken)
 
 
+@pytest.mark.parametrize('offset, value, message', [(8, 1, 'is encrypted'), (10, 99, 'compression method')])
+def test_refuses_wheels_that_cannot_be_read(offset, value, message, tmp_path):
+    "In one line with the file's name; the two headers of a member say the same."
+    wheel = tmp_path/'odd.whl'
+    with zipfile.ZipFile(wheel, 'w') as archive: archive.writestr('model/en-us.lm.bin', sphinx_file(GRAMS))
+    data = bytearray(wheel.read_bytes())
+    data[data.find(b'PK\1\2') + offset] |= value
+    data[offset - 2] |= value
+    wheel.write_bytes(data)
+    with pytest.raises(SphinxError, match=f'odd.whl: .*{message}'): read_sphinx(wheel)
+
+
+def test_refuses_a_model_that_expands_to_too_much(tmp_path):
+    wheel = tmp_path/'bomb.whl'
+    with zipfile.ZipFile(wheel, 'w', zipfile.ZIP_DEFLATED) as archive, archive.open('model/en-us.lm.bin', 'w') as f:
+        for _ in range(65): f.write(bytes(1 << 20))
+    with pytest.raises(SphinxError, match='bomb.whl: .*has more than 67,108,864 bytes'): read_sphinx(wheel)
+
+
 def test_the_installed_package_and_its_licence(tmp_path):
     model = tmp_path/'pocketsphinx'/'model'/'en-us'/'en-us.lm.bin'
     model.parent.mkdir(parents=True)
