@@ -11,7 +11,7 @@ import pytest
 from checkouts import ROOT, cells_of_page, checkout_with, exported, run
 
 GUIDE = ROOT/'nbs'/'guides'/'adding_a_stage.ipynb'
-MODULE, NOTEBOOK = 'nbs/pipeline/stages/16_least_risk.ipynb', 'nbs/stages/14_least_risk.ipynb'
+MODULE, NOTEBOOK = 'nbs/pipeline/stages/16_risk.ipynb', 'nbs/stages/14_risk.ipynb'
 
 RUN = """
 import sys
@@ -34,7 +34,7 @@ def shown():
 
 @pytest.fixture(scope='module')
 def checkout(tmp_path_factory):
-    module = exported('pipeline.stages.least_risk', 'Sentences with the fewest expected word errors.',
+    module = exported('pipeline.stages.risk', 'Sentences with the fewest expected word errors.',
                       *cells_of_page(GUIDE, 'stage'))
     return checkout_with(tmp_path_factory.mktemp('clone'), {MODULE: module, NOTEBOOK: shown()})
 
@@ -61,9 +61,9 @@ def test_its_sentences_are_submitted(checkout, tmp_path):
     longer = ['--set', 'decode.word_score=6'] # Sentences of one word have hardly any that are nearer to all others
     folders = ['--out', tmp_path, '--work', tmp_path/'data', '--name', 'small', *longer]
     executed = b2t(checkout, 'run', *folders)
-    assert executed == 'simulate check pack train infer lm decode least_risk submit report'.split()
+    assert executed == 'simulate check pack train infer lm decode risk submit report'.split()
     def lists(name): return [json.loads(line) for line in (tmp_path/'small'/name).read_text().splitlines()]
-    searched, ranked = lists('nbest_test.jsonl'), lists('least_risk_test.jsonl')
+    searched, ranked = lists('nbest_test.jsonl'), lists('risk_test.jsonl')
     submitted = [row['text'] for row in csv.DictReader((tmp_path/'small'/'submission.csv').open())]
     expected = [least_risk(hyps) for hyps in searched]
     assert submitted == [text for text, _ in expected] == [hyps[0]['text'] for hyps in ranked]
@@ -71,9 +71,9 @@ def test_its_sentences_are_submitted(checkout, tmp_path):
     for before, after in zip(searched, ranked):
         assert sorted(h['text'] for h in before) == sorted(h['text'] for h in after)
     assert submitted != [hyps[0]['text'] for hyps in searched], 'it changed nothing, so that nothing was tried'
-    assert (tmp_path/'small'/'hypotheses'/'least_risk_test.jsonl').exists()
-    assert b2t(checkout, 'least_risk', *folders) == []  # The verb is there, and nothing is done twice
-    assert b2t(checkout, 'submit', *folders, '--force', 'least_risk') == ['least_risk', 'submit']
+    assert (tmp_path/'small'/'hypotheses'/'risk_test.jsonl').exists()
+    assert b2t(checkout, 'risk', *folders) == []  # The verb is there, and nothing is done twice
+    assert b2t(checkout, 'submit', *folders, '--force', 'risk') == ['risk', 'submit']
 
 
 def test_the_tests_of_stages_and_their_growth_pass_with_it(checkout):
