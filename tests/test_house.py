@@ -86,3 +86,70 @@ def test_no_private_class_is_half_of_another_one():
     ('class _A: pass\nclass B(_A[int]): pass', {'_A'}), ('class _A: pass\nx = _A()', set())])
 def test_halves_are_found(code, found):
     assert halves({'a.py': ast.parse(code)}) == found
+
+
+LONG = 200 # Lines above which a module's main name is looked for
+# Modules whose main class or function comes after the first third; each leaves the list when it is rewritten
+LATE = {
+    'cli/lm.py', 'core/files.py', 'data/sentences.py', 'data/simulate.py', 'data/t12.py', 'lm/arpa.py',
+    'lm/automaton.py', 'lm/causal.py', 'lm/finetune.py', 'lm/sphinx.py', 'phonemes.py', 'pytorch/adaptation.py',
+    'pytorch/checkpoint.py', 'pytorch/layers.py', 'pytorch/optimizer/scaled_adam.py', 'pytorch/parallel.py',
+    'pytorch/recurrence.py', 'rescoring/opinion_pool.py', 'training/trackers.py',
+}
+MOST_DISGUISED = 20
+
+
+def type_name(annotation):
+    "Last name of a parameter's type: `Trainer` of `'trainer.Trainer | None'`."
+    if annotation is None: return ''
+    text = ast.unparse(annotation).strip('\'"')
+    return text.split('|')[0].strip().split('[')[0].split('.')[-1]
+
+
+def is_patch(node):
+    return any(ast.unparse(d).startswith('patch') for d in getattr(node, 'decorator_list', ()))
+
+
+def main_name(tree):
+    "The public class, or else function, with most lines, methods that are patched in included; and its first line."
+    lines, first = {}, {}
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef): continue
+        name = type_name(node.args.args[0].annotation) if is_patch(node) else node.name
+        if name.startswith('_'): continue
+        lines[name] = lines.get(name, 0) + node.end_lineno - node.lineno + 1
+        if not is_patch(node): first[name] = node.lineno
+    names = [name for name in lines if name in first and name in classes] or [name for name in lines if name in first]
+    best = max(names, key=lambda name: lines[name], default=None)
+    return best and (best, first[best])
+
+
+def disguised(tree):
+    "Private functions whose first parameter is a class of their module: methods in disguise."
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith('_') and not is_patch(node):
+            parameters = [*node.args.posonlyargs, *node.args.args]
+            if parameters and type_name(parameters[0].annotation) in classes: yield node.name
+
+
+def test_the_main_class_or_function_comes_in_the_first_third():
+    late = set()
+    for path, tree in TREES.items():
+        n = len((PACKAGE/path).read_text().splitlines())
+        main = main_name(tree)
+        if n > LONG and main and main[1] > n/3: late.add(path)
+    assert late <= LATE, f'{sorted(late - LATE)}: begin with the main class, and patch its methods in below'
+    assert LATE <= late, f'{sorted(LATE - late)} need not be in LATE any more'
+
+
+def test_methods_are_in_their_classes():
+    found = [f'{path}: {name}' for path, tree in TREES.items() for name in disguised(tree)]
+    assert len(found) <= MOST_DISGUISED, '\n'.join(found)
+
+
+def test_patched_methods_count_for_their_class():
+    tree = ast.parse('def f(): pass\nclass A: pass\nclass B:\n x = 1\n@patch\ndef m(self: A):\n pass\n pass\n pass\n'
+                     'def _g(a: A): pass\ndef _h(x: int): pass')
+    assert main_name(tree) == ('A', 2) and list(disguised(tree)) == ['_g']

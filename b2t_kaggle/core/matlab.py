@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from fastcore.basics import patch
 
 from .files import atomic_path
 from .reading import ReadError, check_is_file, expands_too_far
@@ -103,34 +104,37 @@ def write_matlab(
     return Path(path)
 
 # %% ../../nbs/core/11_matlab.ipynb #c014
-def _matrix_head(elements: _Elements) -> tuple[int, tuple[int, ...], str]:
+@patch
+def matrix_head(self: _Elements) -> tuple[int, tuple[int, ...], str]:
     "Class, dimensions and name of a variable, whose values come next."
-    flags = elements.numbers(['u4'])
-    dims = elements.numbers(['i4'])
+    flags = self.numbers(['u4'])
+    dims = self.numbers(['i4'])
     if len(flags) != 2 or not 2 <= len(dims) <= 32 or dims.min() < 0:
         raise MatlabError(f'{len(flags)} flags and the dimensions {dims[:9].tolist()}, which are those of no variable')
-    name = bytes(elements.numbers(['i1'])).decode('latin-1')
+    name = bytes(self.numbers(['i1'])).decode('latin-1')
     if flags[0] & _COMPLEX: raise MatlabError('complex numbers')
     return int(flags[0]) & 0xFF, tuple(dims.tolist()), name
 
-def _rows(elements: _Elements, dims: tuple[int, ...]) -> list[str]:
+@patch
+def rows(self: _Elements, dims: tuple[int, ...]) -> list[str]:
     "Rows of a matrix of characters. Raises `MatlabError` where there are not as many as its dimensions say."
-    kind, data = elements.next()
+    kind, data = self.next()
     codec = _TEXT.get(kind, '')
-    if codec in ('utf-16', 'utf-32'): codec += '-le' if elements.order == '<' else '-be'
+    if codec in ('utf-16', 'utf-32'): codec += '-le' if self.order == '<' else '-be'
     try: text = str(data, codec or 'ascii')
     except UnicodeDecodeError as e: raise MatlabError(f'characters that are no text ({e})') from None
     if not codec or len(dims) > 2 or len(text) != math.prod(dims):
         raise MatlabError(f'{len(text):,} characters of type {kind} for the dimensions {list(dims)}')
     return [text[row::dims[0]] for row in range(dims[0])] if text else []
 
-def _cells(elements: _Elements, dims: tuple[int, ...]) -> list:
+@patch
+def cells(self: _Elements, dims: tuple[int, ...]) -> list:
     "The values of a cell array, column by column."
     n = math.prod(dims)
-    if 8*n > len(elements.data): raise MatlabError(f'{n:,} cells in {len(elements.data):,} bytes')
+    if 8*n > len(self.data): raise MatlabError(f'{n:,} cells in {len(self.data):,} bytes')
     values = []
     for i in range(n):
-        try: values.append(_values(*elements.next(), elements.order, is_cell=True))
+        try: values.append(_values(*self.next(), self.order, is_cell=True))
         except MatlabError as e: raise MatlabError(e.found, cell=i) from None
     return values
 
@@ -139,9 +143,9 @@ def _values(kind: int, data: memoryview, order: str, is_cell: bool = False) -> n
     if kind != _MATRIX: raise MatlabError(f'an element of type {kind} for a variable')
     if is_cell and not data: return np.zeros((0, 0)) # As MATLAB writes an empty cell
     elements = _Elements(data, order)
-    cls, dims, _ = _matrix_head(elements)
-    if cls == _CHAR: return _rows(elements, dims)
-    if cls == _CELL and not is_cell: return _cells(elements, dims)
+    cls, dims, _ = elements.matrix_head()
+    if cls == _CHAR: return elements.rows(dims)
+    if cls == _CELL and not is_cell: return elements.cells(dims)
     if cls not in _CLASSES: raise MatlabError(f'a variable of class {cls}, which is not read')
     values = elements.numbers()
     if len(values) != math.prod(dims):
@@ -171,7 +175,7 @@ def _read_variable(f: BinaryIO, kind: int, size: int, order: str, names: Collect
     try: head = zlib.decompressobj().decompress(start, _NAMED) if packed else bytes(8) + start
     except zlib.error: raise MatlabError('a variable that cannot be unpacked') from None
     if packed and head[:4] != struct.pack(order + 'I', _MATRIX): return '', None
-    try: name = _matrix_head(_Elements(memoryview(head)[8:], order))[2]
+    try: name = _Elements(memoryview(head)[8:], order).matrix_head()[2]
     except MatlabError: return '', None
     if name not in names: return '', None
     data = memoryview(start + f.read(size - len(start)))

@@ -9,6 +9,7 @@ __all__ = ['Frames', 'Frontend', 'StreamState']
 from dataclasses import dataclass
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..config.encoders.gru import PatchedConfig
@@ -122,10 +123,6 @@ class Frontend(Encoder):
         "The state before the first bin, for `push`. Raises `NotImplementedError` for a model that is not causal."
         return StreamState() if self.is_causal else super().start()
 
-    def push(self, x: Tensor, day_idx: Tensor, state: 'StreamState') -> tuple[Tensor, 'StreamState']:
-        "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."
-        return _push_patches(self, x, day_idx, state)
-
 # %% ../../nbs/pytorch/05_frontend.ipynb #c022
 @dataclass
 class StreamState:
@@ -133,14 +130,14 @@ class StreamState:
     bins: Tensor | None = None # Bins that later patches need `[B, t, F]`
     recurrent: object = None   # States of the recurrent layers; None means the learnt ones
 
-def _push_patches(model: Frontend, x: Tensor, day_idx: Tensor,
-                  state: StreamState) -> tuple[Tensor, StreamState]:
-    "Logits `[B, n, K]` of the frames whose last bin has come, n from 0 on, and the new state."
-    cfg = model.cfg
+@patch
+def push(self: Frontend, x: Tensor, day_idx: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
+    "Logits `[B, n, K]` of the frames that end within the bins `[B, t, F]` pushed so far, and the new state."
+    cfg = self.cfg
     bins = x if state.bins is None else torch.cat([state.bins, x], 1)
     n = cfg.n_frames(bins.shape[1])
     if n < 1: return x.new_zeros(len(x), 0, cfg.n_classes), StreamState(bins, state.recurrent)
     stride = cfg.frame_stride()
     used = bins[:, :(n - 1) * stride + max(cfg.patch_size, 1)]
-    logits, recurrent = model(used, day_idx, states=state.recurrent, return_state=True)
+    logits, recurrent = self(used, day_idx, states=state.recurrent, return_state=True)
     return logits, StreamState(bins[:, n * stride:], recurrent)
