@@ -200,11 +200,12 @@ def download(
     except LockedError as e:
         raise DownloadError(f'{path}: another process is fetching it ({e.holder}); wait until it is done') from None
     with lock:
+        part = _Transfer(file, path, token, progress)
         if path.exists():
             if damage := file.damage(path):
                 raise DownloadError(f'{path}: {damage}; it is damaged or another file: delete it and run this again')
+            part.discard() # Its mark remains if the process was killed just before
             return path
-        part = _Transfer(file, path, token, progress)
         try: _persistently(part.run, file.url, lambda: part.size)
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG): raise
