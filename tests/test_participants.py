@@ -93,7 +93,7 @@ def test_a_store_of_both_is_padded(folders, stores):
         with h5py.File(path) as f: x = f[row.key]['input_features'][:]
         assert x.shape == (row.n_bins, n)
         np.testing.assert_array_equal(store.features(i), np.hstack([x.astype('float16'), np.zeros((len(x), 512 - n))]))
-    with pytest.raises(StoreError, match='there is a session t15.2023.08.11, which .* has too'):
+    with pytest.raises(StoreError, match='session t15.2023.08.11 is also in '):
         TrialStore.build([folders[0], folders[0]], 'val', store.path.with_name('twice.arrow'), progress=False)
     with pytest.raises(StoreError, match=f'^{folders[0]} and {folders[1]}: there is no session t15.2023.08.12;'):
         TrialStore.build(folders, 'val', store.path.with_name('none.arrow'), sessions=['t15.2023.08.12'])

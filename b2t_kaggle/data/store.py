@@ -152,8 +152,8 @@ class _Source:
         for folder in folders:
             for s in list_sessions(folder):
                 if s in place:
-                    raise StoreError(f'{folder}: there is a session {s}, which {place[s]} has too; each folder must '
-                                     'be of another participant')
+                    raise StoreError(f'{folder}: session {s} is also in {place[s]}; each folder must hold the sessions '
+                                     'of another participant')
                 place[s] = Path(folder)
         self.sessions = list(place if sessions is None else sessions) # All sessions, which number the days
         if missing := [s for s in self.sessions if s not in place]:

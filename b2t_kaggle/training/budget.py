@@ -31,14 +31,14 @@ class Budget:
     def note(self, kind: str, seconds: float) -> None:
         "Record the duration of a `step`, `validate` or `save`."
         last = self.last.setdefault(kind, deque(maxlen=9))
-        if self.calls[kind] == 1: last.clear()  # the first one, with its warm-up, counted only for want of another
+        if self.calls[kind] == 1: last.clear()  # the first call, with its warm-up, counts only until the second
         last.append(seconds)
         self.calls[kind] += 1
 
     def timed(self,
         kind: str,         # `step`, `validate` or `save`
-        function: Callable,# To call
-        *args,             # Its arguments
+        function: Callable,# Function to call
+        *args,             # Arguments of the function
     ) -> Any:
         "Call a function and record its duration."
         start = time.monotonic()
@@ -62,11 +62,11 @@ _WHOLE = 4 * 3600                # A time limit as long as this leaves room for 
 class Deadline:
     "Beginning and end of the time that a run may take, in seconds since 1970."
     began: float = 0.
-    ends: float = math.inf # Infinite where nothing ends it
+    ends: float = math.inf # Infinite without a limit
 
     @classmethod
     def announced(cls) -> 'Deadline':
-        "The deadline that was announced; without one there is no end."
+        "The deadline that was announced; infinite without one."
         values = os.environ.get(TIME_LIMIT_VARIABLE, '').split()
         return cls(*map(float, values)) if len(values) == 2 else cls()
 
@@ -97,7 +97,7 @@ def time_limit(
 _Part = TypeVar('_Part')
 
 def in_time(
-    parts: Iterable[_Part],    # Each takes its time, when it is made or when something is done with it
+    parts: Iterable[_Part],    # Parts of the work; making or processing one takes time
     left: Callable[[], float], # Seconds that are left
     reserve: Callable[[], float] = lambda: 0., # Seconds that must be left afterwards
 ) -> Iterator[_Part]:

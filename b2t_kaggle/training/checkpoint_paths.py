@@ -14,8 +14,8 @@ BEST = dict(pytorch='best.pt', tensorflow='best.weights.h5')
 LAST = dict(pytorch='last.pt', tensorflow='last.weights.h5')
 REFIT = 'refit.pt' # After `train.refit`, which is PyTorch's
 
-# Where each framework's model is looked for in a folder. PyTorch reads the official kit's, too, whose archive holds a
-# folder in a folder of the same name
+# Places of each framework's model in a folder. PyTorch also reads the official kit's, whose archive has a folder in a
+# folder of the same name
 _OFFICIAL = ('best_checkpoint', 'checkpoint/best_checkpoint', 't15_pretrained_rnn_baseline/checkpoint/best_checkpoint')
 _PLACES = dict(
     pytorch=(*_OFFICIAL, BEST['pytorch'], f'train/{BEST["pytorch"]}'),
@@ -26,7 +26,7 @@ def find_checkpoint(
     path: str | Path, # A file, or a folder that may hold one
     framework: str,   # `pytorch` or `tensorflow`
 ) -> Path | None:
-    "The file with the model; None where the folder holds none of this framework. A file comes back as it is."
+    "The file with the model; None if the folder has none of this framework. A file is returned as it is."
     path = Path(path)
     if not path.is_dir(): return path
     return next((path/p for p in _PLACES[framework] if (path/p).is_file()), None)
@@ -34,7 +34,7 @@ def find_checkpoint(
 def framework_of(
     path: str | Path, # A checkpoint, or the folder that holds it
 ) -> str:
-    "`tensorflow` for its checkpoint, or a folder that holds one and none of PyTorch's; else `pytorch`."
+    "`tensorflow` for its checkpoint, or a folder with one and without PyTorch's; otherwise `pytorch`."
     path = Path(path)
     if not path.is_dir(): return 'tensorflow' if path.name.endswith('.weights.h5') else 'pytorch'
     if find_checkpoint(path, 'pytorch'): return 'pytorch'
@@ -43,7 +43,7 @@ def framework_of(
 def checkpoint_files(
     path: str | Path, # A checkpoint, or the folder that holds it
 ) -> list[Path]:
-    "The files that models are read from: weights, refitted ones too, and the official kit's `args.yaml` beside them."
+    "Files of the models at a path: weights, also refitted ones, and the official kit's `args.yaml`."
     path = Path(path)
     if not path.is_dir(): return [path]
     names = {p for places in _PLACES.values() for p in places}
@@ -53,9 +53,9 @@ def checkpoint_files(
 # %% ../../nbs/training/02_checkpoint_paths.ipynb #c011
 def checkpoint_for(
     path: str | Path, # A checkpoint, or the folder that holds it
-    split: str,       # Of the trials that it is to be run on
+    split: str,       # Split of the trials that the model will run on
 ) -> Path:
-    "The model of a split: for test the refitted one, where `path` is a folder that holds one; else `path`."
+    "The model for a split: for test the refitted one, if `path` is a folder with one; otherwise `path`."
     path = Path(path)
     refitted = next((p for p in (path/REFIT, path/'train'/REFIT) if p.is_file()), None)
     return refitted if split == 'test' and refitted else path
@@ -64,7 +64,7 @@ def checkpoint_for(
 def last_batch(
     history: Path, # `history.csv` of a training
 ) -> int:
-    "Number of batches in the last row of the curves; 0 where there are none that can be read."
+    "Number of batches in the last row of the curves; 0 if there are no curves or they cannot be read."
     try: lines = history.read_text(encoding='utf-8').splitlines() if history.is_file() else []
     except (OSError, ValueError): return 0
     step = lines[-1].split(',')[0] if len(lines) > 1 and lines[0].startswith('step,') else ''
@@ -74,7 +74,7 @@ def saved_batches(
     out: Path, # A training's folder
     cfg,       # The run's configuration
 ) -> str:
-    "The batches that are saved of a training that ended without a word; curves are written before checkpoints."
+    "Saved progress of a training that was killed, as a clause; curves are written before checkpoints."
     history, last = out/'history.csv', out/LAST[cfg.train.framework]
     if not last.exists(): return 'nothing of it is saved yet'
     try: is_theirs = history.stat().st_mtime_ns <= last.stat().st_mtime_ns

@@ -25,7 +25,7 @@ from ..devices.machine import Device
 from .checkpoint_paths import BEST
 from .recipe import TrainingError, is_per_participant, smoothing_margins
 
-if TYPE_CHECKING: # It brings pandas, for which `b2t` need not wait
+if TYPE_CHECKING: # It imports pandas, which would slow the start of `b2t`
     from b2t_kaggle.data.store import TrialStore
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c006
@@ -35,16 +35,16 @@ class CheckpointError(ValueError):
 def seen_val_from(
     facts: Mapping, # Content of a checkpoint beside its weights
 ) -> int | None:
-    "The batch from which on a model was trained on val as well; None for one that was not, or not yet."
+    "The batch from which a model was also trained on val; None if it has not seen val."
     began = facts.get('refit_from')
     return None if began is None or facts.get('step', math.inf) <= began else began # An average has no step
 
 def check_unseen(
     facts: Mapping,   # Content of a checkpoint beside its weights
     path: str | Path, # The checkpoint
-    use: str,         # Its use, as the end of a sentence
+    use: str,         # Use of the model, as the end of a sentence
 ) -> None:
-    "Raises `CheckpointError` for a model that was trained on val."
+    "Raise `CheckpointError` for a model that was trained on val."
     began = seen_val_from(facts)
     if began is None: return
     raise CheckpointError(f'{path}: was trained on the trials of val from batch {began} on (train.refit), so that val '
@@ -53,7 +53,7 @@ def check_unseen(
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c009
 def stored_config(
-    read: Callable[[], Config], # Reads it
+    read: Callable[[], Config], # Function that reads the configuration
     path: str | Path,           # The checkpoint
 ) -> Config:
     "The configuration of a checkpoint, with `data.sessions`. Raises `CheckpointError`."
@@ -64,16 +64,17 @@ def stored_config(
         raise CheckpointError(f'{path}: its configuration cannot be used ({wrong}); it may come from another version '
                               'of this package') from None
     if cfg.data.sessions is None:
-        raise CheckpointError(f'{path}: its configuration lists no sessions, so its day layers cannot be told apart')
+        raise CheckpointError(f'{path}: its configuration lists no sessions, so the sessions of its day layers are '
+                              'unknown')
     return cfg
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c012
 def check_features(
     store: 'TrialStore',    # Trials to run a model on
     cfg: Config,            # The model's configuration
-    checkpoint: str | Path, # Its file, for the error
+    checkpoint: str | Path, # The model's file, for the error
 ) -> None:
-    "Raises `TrainingError` for trials with another number of features than the model takes."
+    "Raise `TrainingError` for trials with another number of features than the model takes."
     expected = cfg.model.neural_dim
     if cfg.model.participants: expected = max(map(cfg.model.features_of, store.sessions))
     if store.n_features == expected: return
@@ -97,9 +98,9 @@ def provenance(
 # %% ../../nbs/training/04_checkpoints.ipynb #c014
 def misfits(
     expected: Mapping[str, Sequence[int]], # Shapes of a model's weights by name
-    found: Mapping[str, Sequence[int]],    # Shapes of those that it is to receive
+    found: Mapping[str, Sequence[int]],    # Shapes of the weights to load, by name
 ) -> str:
-    "Weights that are missing, unknown or of another shape, four of them at most; empty where all fit."
+    "Weights that are missing, unknown or of another shape, at most four; empty if all fit."
     wrong = [f'{k} is missing' for k in expected if k not in found]
     wrong += [f'{k} is not in the model' for k in found if k not in expected]
     wrong += [f'{k} has shape {list(found[k])}, expected {list(shape)}' for k, shape in expected.items()
@@ -110,7 +111,7 @@ def misfits(
 # %% ../../nbs/training/04_checkpoints.ipynb #c019
 def fingerprint(
     cfg: Config,                          # The run's configuration, with its sessions
-    stores: dict[str, TrialStore | None], # By split
+    stores: dict[str, TrialStore | None], # Trials by split
 ) -> dict[str, str]:
     "Values and trials on which the weights depend, as text by name."
     values = config.changed_values(cfg, without=keys_with(cfg, MayChange))
@@ -127,7 +128,7 @@ def _default(key: str) -> str:
     return str(field.default) if field else 'unknown'
 
 def _comparable(key: str, value: str | None) -> str | None:
-    "A value; of an input file the name, because it may lie elsewhere on another machine."
+    "A value; for an input file its name, because its folder may differ between machines."
     field = config_fields().get(key)
     is_path = field and any(isinstance(fact, InputFile) for fact in field.facts)
     return Path(value).name if is_path and value else value
@@ -141,7 +142,7 @@ def check_same(
     changed = [k for k in sorted(old | new) if _comparable(k, old.get(k)) != _comparable(k, new.get(k))]
     if not changed: return
     reasons = [f'{k} was {old.get(k) or _default(k)}, is now {new.get(k) or _default(k)}' for k in changed]
-    raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(reasons)}. Restore that, or start anew '
+    raise TrainingError(f'{path}: this run cannot continue, because {"; ".join(reasons)}. Restore that, or start again '
                         'in another folder (or remove this one)')
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c022
@@ -158,14 +159,14 @@ def _misfits(weights: dict[str, np.ndarray], new: dict[str, np.ndarray], is_per_
     return misfits
 
 def transfer_weights(
-    weights: dict[str, np.ndarray], # Receives them: the weights `[…]` of this run's model by name
-    new: dict[str, np.ndarray],     # Those of the trained model
+    weights: dict[str, np.ndarray], # Weights `[…]` of this run's model by name; changed in place
+    new: dict[str, np.ndarray],     # Weights of the trained model
     is_per_day: Callable[[str], bool], # Whether a parameter has a row per day
     day_of: dict[str, int],         # This run's day of each session
-    sessions: list[str],            # Those of the trained model, in the order of its days
-    path: str | Path,               # Its file, for errors
-    participants: Sequence[str] = (), # This run's, in the order of their rows
-    known: Sequence[str] = (),      # Those of the trained model, likewise
+    sessions: list[str],            # Sessions of the trained model, in the order of its days
+    path: str | Path,               # The model's file, for errors
+    participants: Sequence[str] = (), # Participants of this run, in the order of their rows
+    known: Sequence[str] = (),      # Participants of the trained model, in the order of their rows
 ) -> None:
     """Replace `weights` in place; rows of sessions and participants that the trained model does not know stay as they
     are. Raises `TrainingError` for a model of another shape."""

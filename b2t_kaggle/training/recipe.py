@@ -16,7 +16,7 @@ from ..config import AugmentConfig, TrainConfig
 
 # %% ../../nbs/training/00_recipe.ipynb #c004
 class TrainingError(RuntimeError):
-    "Training that cannot start, continue or go on; the message says why and what to do."
+    "Training that cannot start or continue; the message says why and what to do."
 
 # %% ../../nbs/training/00_recipe.ipynb #c006
 def lr_factor(
@@ -61,7 +61,7 @@ def averaging_rate(
     cfg: TrainConfig, # The run's `train` group
 ) -> float | None:
     """Rate of the average after a step, `average += rate · (weights − average)`: that of an exponential average with a
-    warm-up, or 1/n for the mean of n models (SWA; Izmailov et al., 2018). None where nothing is averaged."""
+    warm-up, or 1/n for the mean of n models (SWA; Izmailov et al., 2018). None without an average."""
     if cfg.weight_average is None: return None
     if cfg.weight_average == 'ema': return 1 - min(cfg.ema_decay, (1 + step) / (10 + step))
     first = round(cfg.swa_start * cfg.num_training_batches)
@@ -77,14 +77,14 @@ def refit_step(
 
 # %% ../../nbs/training/00_recipe.ipynb #c015
 def is_per_participant(
-    name: str, # Of a parameter
+    name: str, # Name of a parameter
 ) -> bool:
     "Whether a parameter has a row per participant, in the order of `model.participants`."
-    return name.rpartition('.')[2].startswith('participant_') # An audio LLM has the encoder's within
+    return name.rpartition('.')[2].startswith('participant_') # An audio LLM contains the encoder
 
 def group_of(
     model,            # An encoder of any framework
-    name: str,        # Of a parameter
+    name: str,        # Name of a parameter
     parameter,        # The parameter itself
     cfg: TrainConfig, # The run's `train` group
 ) -> tuple[str, float]:
@@ -99,7 +99,7 @@ def gaussian_kernel(
     std: float = 2.0, # Standard deviation in bins
     causal: bool = False, # Leave out the weights of later bins
 ) -> np.ndarray:
-    "The official smoothing kernel, float32 `[taps]`, sum 1, the bin in the middle; zeros behind it where causal."
+    "The official smoothing kernel, float32 `[taps]`, sum 1, the bin in the middle; zeros after it if causal."
     radius = int(4 * std + 0.5)
     gauss = np.exp(-0.5 * (np.arange(-radius, radius + 1) / std)**2)
     impulse = np.zeros(size)
@@ -115,7 +115,7 @@ def gaussian_kernel(
 def smoothing_kernel(
     cfg: AugmentConfig, # The run's `augment` group
 ) -> np.ndarray | None:
-    "The kernel of a configuration, float32 `[taps]`; None where it does not smooth."
+    "The kernel of a configuration, float32 `[taps]`; None if it does not smooth."
     if not cfg.smooth_data: return None
     return gaussian_kernel(cfg.smooth_kernel_size, cfg.smooth_kernel_std, cfg.smooth_causal)
 
@@ -133,20 +133,20 @@ def smoothing_margins(
 def step_seed(
     seed: int,       # The run's seed
     step: int,       # Training batch
-    stream: int = 0, # Tells independent uses in one step apart
+    stream: int = 0, # Label that separates independent uses in one step
 ) -> int:
-    "A 63-bit seed that depends on nothing else; neighbouring steps get unrelated ones."
+    "A 63-bit seed that depends only on these values; neighbouring steps get unrelated seeds."
     return int(np.random.SeedSequence([seed, step, stream]).generate_state(1, np.uint64)[0] >> 1)
 
 # %% ../../nbs/training/00_recipe.ipynb #c025
 def draw_cut(
     cfg: AugmentConfig, # The run's `augment` group
-    seed: int,          # From `step_seed`
+    seed: int,          # Seed from `step_seed`
 ) -> int:
     "Bins to cut from the start of a batch, uniform in 0 … random_cut − 1."
     return int(np.random.default_rng(seed).integers(max(cfg.random_cut, 1)))
 
 # %% ../../nbs/training/00_recipe.ipynb #c028
-FIRST_SCALE = 2.**16   # Of the loss
+FIRST_SCALE = 2.**16   # Scale of the loss
 SCALE_INTERVAL = 2000  # Steps without an overflow until the scale is doubled
-SMALLEST_SCALE = 1.    # Below it a run has failed
+SMALLEST_SCALE = 1.    # Scale below which a run has failed

@@ -30,19 +30,19 @@ from .recipe import TrainingError
 @dataclass
 class TrackedRun:
     "Facts of a run for its trackers."
-    folder: Path           # Folder with checkpoints and `history.csv`; trackers write there too
+    folder: Path           # Folder with checkpoints and `history.csv`; trackers also write there
     values: dict[str, Any] # Configuration, `group.field`: value
     step: int = 0          # Batches that were done before
 
     @property
     def name(self) -> str:
-        "The folder's name, or that of the run whose folder `train` it is."
+        "Name of the folder, or of the run if this is its folder `train`."
         folder = self.folder.absolute()
         return folder.parent.name if folder.name == 'train' else folder.name
 
 class Tracker(Protocol):
     "Receiver of the curves of a run; made from a `TrackedRun`."
-    def log(self, step: int, values: dict[str, float]) -> None: "Record figures after so many batches."
+    def log(self, step: int, values: dict[str, float]) -> None: "Record figures after a number of batches."
     def finish(self, succeeded: bool) -> None: "End the run; without success after an error."
 
 def tracked_values(
@@ -79,8 +79,8 @@ class TensorBoardTracker:
 
 # %% ../../nbs/training/09_trackers.ipynb #c012
 class AppendingTracker:
-    "A tracker that continues a run under the same id, and logs no step twice. Derive `start`, `send` and `finish`."
-    name: str # As in `train.log`
+    "A tracker that continues a run under the same id, and logs each step once. Derive `start`, `send` and `finish`."
+    name: str # Name in `train.log`
     start: Callable[[TrackedRun, str | None], str]     # Begin a run, or continue the one of an id; returns its id
     send: Callable[[int, dict[str, float]], None] # Send the figures of a step that is new
 
@@ -185,9 +185,9 @@ def tracker_names(
     return ['tensorboard'] if framework == 'tensorflow' else []
 
 def check_trackers(
-    names: Iterable[str], # From `tracker_names`
+    names: Iterable[str], # Names from `tracker_names`
 ) -> None:
-    "Raises `TrainingError` for one that is not installed."
+    "Raise `TrainingError` for a tracker that is not installed."
     for name in names:
         if find_spec(name) is None:
             raise TrainingError(f'train.log: cannot import {name}; pip install {name}, or leave it out (train.log=[] '
@@ -205,7 +205,7 @@ def _each(trackers: dict[str, Tracker], when: str, call: Callable[[Tracker], Non
         try: call(tracker)
         except Exception as e: # Raised by any of its libraries
             del trackers[name]
-            print(f'{name} failed {when} and gets no more, history.csv goes on: {e}')
+            print(f'{name} failed {when} and is no longer used; history.csv continues: {e}')
 
 @contextmanager
 def tracking(
@@ -233,7 +233,7 @@ def tracking(
 
 # %% ../../nbs/training/09_trackers.ipynb #c031
 def import_optuna():
-    "Optuna, which reports nothing but warnings. Raises `ImportError` that says what to install."
+    "Optuna, which reports only warnings. Raises an `ImportError` that says what to install."
     try:
         import optuna
     except ImportError as e:
@@ -257,7 +257,7 @@ def open_storage(
     class Lock(JournalFileSymlinkLock):
         def acquire(self):
             is_taken = super().acquire()
-            _cut_torn_line(path) # Otherwise the next line would be joined to it
+            _cut_torn_line(path) # Otherwise the next line would be appended to it
             return is_taken
 
     return optuna.storages.JournalStorage(JournalFileBackend(path, Lock(path)))
@@ -293,7 +293,7 @@ class PruningCallback:
     def study(self):
         "Optuna's study."
         optuna = import_optuna()
-        # Samples nothing, but a study without a sampler would have the one that looks at all trials
+        # Samples nothing; the default sampler would read all trials
         sampler = optuna.samplers.RandomSampler()
         pruner = optuna.pruners.MedianPruner(n_startup_trials=self.startup)
         storage = open_storage(self.storage)
@@ -318,5 +318,5 @@ class PruningCallback:
 def callback_from_env(
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> PruningCallback | None:
-    "Callback of the sweep point that this process trains; None where it trains none."
+    "Callback of the sweep point that this process trains; None if it trains no sweep point."
     return PruningCallback(**json.loads(environ[TRIAL_VARIABLE])) if TRIAL_VARIABLE in environ else None

@@ -22,7 +22,7 @@ def bucket_lengths(
     store: TrialStore,   # The trials
     cfg: Config,         # The run's configuration
     static_shapes: bool, # Whether a compiler wants few lengths
-    longest: np.ndarray | None = None, # Lengths whose padding counts `[n]`; none means those of all trials
+    longest: np.ndarray | None = None, # Lengths whose padding counts `[n]`; None for all trials
 ) -> list[int]:
     "Buckets for `Batcher`: `data.n_buckets` of them, or every length that a trial needs."
     if not (static_shapes and len(store)): return np.unique(cfg.model.round_length(store.n_bins)).tolist()
@@ -40,7 +40,7 @@ def name_trials(
     store: TrialStore, # The trials
     indices,           # Indices of some of them
 ) -> str:
-    "Trials as a person finds them in the session files."
+    "Names of trials, by which a person finds them in the session files."
     rows = store.index.iloc[list(indices)]
     return '; '.join(f'{r.session} block {r.block} trial {r.trial} ({r.key})' for r in rows.itertuples())
 
@@ -48,9 +48,9 @@ def name_trials(
 def usable_trials(
     store: TrialStore,   # Training trials
     cfg: Config,         # The run's configuration
-    verbose: bool = True, # Whether trials that are left out are listed; with several processes one does it
+    verbose: bool = True, # Whether to list the trials that are left out; one of several processes does
 ) -> np.ndarray:
-    "Indices of trials that CTC can align, however much augmentation cuts `[n]`. Raises `TrainingError` for none."
+    "Indices of trials that CTC can align, however much augmentation cuts `[n]`. Raises `TrainingError` without any."
     left_out = _unalignable(store, cfg, max(cfg.augment.random_cut - 1, 0))
     if left_out.any() and verbose:
         warnings.warn(f'left out of training, {left_out.sum()} trials with too few frames for their labels: '
@@ -69,7 +69,7 @@ def model_days(
     names = [store.sessions[d] for d in np.unique(store.day)]
     if unknown := [s for s in names if s not in day_of]:
         raise TrainingError(f'{store.path}: the model has no day layer for {", ".join(unknown)}; it knows '
-                            f'{", ".join(day_of)}. Train on these sessions too, or leave them out (data.sessions)')
+                            f'{", ".join(day_of)}. Also train on these sessions, or leave them out (data.sessions)')
     return np.array([day_of.get(s, -1) for s in store.sessions], dtype=np.int64)[store.day]
 
 # %% ../../nbs/training/01_trials.ipynb #c017
@@ -77,8 +77,8 @@ def check_participants(
     store: TrialStore, # Training trials
     cfg: Config,       # The run's configuration
 ) -> None:
-    """Raise `TrainingError` where trials have other features than the model takes, or `model.participants` says of
-    their sessions."""
+    """Raise `TrainingError` if trials have other features than the model takes, or than `model.participants` says
+    for their sessions."""
     if not cfg.model.participants and store.n_features != cfg.model.neural_dim:
         raise TrainingError(f'{store.path}: trials have {store.n_features} features, but model.neural_dim is '
                             f'{cfg.model.neural_dim}; set model.neural_dim={store.n_features}')
@@ -89,11 +89,11 @@ def check_participants(
                             f'model.participants says {said}; correct that')
 
 def smoothing_edges(
-    store: TrialStore, # Trials that a model is to run on
+    store: TrialStore, # Trials that the model will run on
     cfg: Config,       # The model's configuration
     smoothing: str,    # `same` or `valid`
 ) -> tuple[int, int]:
-    "Bins to leave out at both ends of a smoothed trial. Raises `TrainingError` where nothing would be left."
+    "Bins to leave out at both ends of a smoothed trial. Raises `TrainingError` if no bin would be left."
     first, last = smoothing_margins(cfg.augment, smoothing)
     too_short = np.flatnonzero(cfg.model.n_frames(store.n_bins - (first + last)) < 1)
     if first + last and len(too_short):
