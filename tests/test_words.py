@@ -254,7 +254,7 @@ HABITS = {
 PROMPTS = {'Write what is said.'} # For language models, whose results depend on each word
 PARAMETER = re.compile(r'(?:Of|As|Its|That|Likewise|From (?:the |a |an )?(?:user|caller)$|From there)\b')
 # Packages whose texts have not been revised
-UNREVISED = {'pytorch'}
+UNREVISED: set[str] = set()
 
 
 def package_of(path):

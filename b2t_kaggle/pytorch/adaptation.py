@@ -87,8 +87,8 @@ PRIOR_TRIALS = 10 # Weight of the statistics of training, in trials of the block
 
 def recalibrate(
     x: np.ndarray,             # Features of a trial `[T, F]`
-    recent: Sequence[Moments], # Of the last trials of its block, this one included
-    reference: Moments,        # Of the session in training
+    recent: Sequence[Moments], # Moments of the block's last trials, this one included
+    reference: Moments,        # Moments of the session in training
     prior: float = PRIOR_TRIALS, # Trials that the reference counts for
 ) -> np.ndarray:               # float32 `[T, F]`
     "Features with the statistics of training."
@@ -158,7 +158,7 @@ class Adapter:
     "A model that learns from pseudo-labels, the decoded sentences of its trials (DietCORP; Feghhi et al., 2025)."
     def __init__(self,
         model: Encoder,       # Trained, on its device; changed in place
-        cfg: Config,          # Its configuration
+        cfg: Config,          # Configuration of the model
         options: InferConfig, # The run's `infer` group
         backend: Backend,     # The device
     ):
@@ -199,9 +199,9 @@ class Adapter:
 
     def learn(self,
         x: np.ndarray,         # Features of a trial `[T, F]`
-        day: int,              # Its day
-        log_probs: np.ndarray, # Its log-probabilities with the present weights `[T', K]`
-        label: np.ndarray,     # Its pseudo-label `[S]`
+        day: int,              # Index of the trial's day
+        log_probs: np.ndarray, # Log-probabilities of the trial with the present weights `[T', K]`
+        label: np.ndarray,     # Pseudo-label of the trial `[S]`
         step: int,             # Number of the trial, from which all randomness follows
     ) -> str | None:
         "Take a step. Returns the reason where none was taken, and the weights are what they were; else None."
@@ -249,7 +249,7 @@ def adapt_to(
     cfg: Config,            # The model's configuration
     options: InferConfig,   # The run's `infer` group, with `adapt`
     backend: Backend,       # The device
-    moments: dict[str, Moments] | None = None, # Of the sessions in training, for recalibration
+    moments: dict[str, Moments] | None = None, # Moments of the training sessions, for recalibration
     label_of: LabelOf | None = None,           # Makes pseudo-labels, for DietCORP
     progress: bool = True,  # Show a progress bar
 ) -> tuple[list[np.ndarray], pd.DataFrame]:
@@ -260,8 +260,8 @@ def adapt_to(
     known = cfg.data.known_sessions
     day_of = _days_for(store.index.session.unique(), known)
     if moments is not None and (missing := [known[d] for d in day_of.values() if known[d] not in moments]):
-        raise TrainingError(f'infer.adapt = {options.adapt}: there are no training trials of {missing[0]}, to whose '
-                            'statistics features could be recalibrated; pack them, too, or set infer.adapt=dietcorp')
+        raise TrainingError(f'infer.adapt = {options.adapt}: found no training trials of {missing[0]}, '
+                            'whose statistics recalibration needs; pack them as well, or set infer.adapt=dietcorp')
     by_row: dict[int, np.ndarray] = {}
     rows = []
     recent = deque(maxlen=options.adapt_window)
@@ -281,11 +281,11 @@ def adapt_to(
 
 # %% ../../nbs/pytorch/16_adaptation.ipynb #c032
 def infer_adapted(
-    checkpoint: str | Path,    # As for `inference.infer`
+    checkpoint: str | Path,    # Trained model, as for `inference.infer`
     store: TrialStore,         # Trials to infer
     path: str | Path,          # The LogitStore to write
     options: InferConfig,      # The run's `infer` group, with `adapt`
-    moments: dict[str, Moments] | None = None, # From `session_moments` of the training trials, for recalibration
+    moments: dict[str, Moments] | None = None, # `session_moments` of the training trials, for recalibration
     decoder=None,              # A `LexiconBeamDecoder`, for DietCORP
     accelerator: str = 'auto', # `auto`, `cpu` or `cuda`
     precision: str = 'auto',   # `auto`, `float32`, `bfloat16` or `float16`; a step is computed in float32

@@ -32,7 +32,7 @@ def add_noise(
 # %% ../../nbs/pytorch/04_augment.ipynb #c009
 def cut_start(
     x: Tensor,         # Features `[B, T, F]`
-    cut: int | Tensor, # Bins to drop; a tensor on the device where each number would be compiled anew
+    cut: int | Tensor, # Bins to drop; a tensor on the device if each number would be compiled again
 ) -> Tensor:
     "The bins from `cut` on, then zeros, `[B, T, F]`."
     B, T, C = x.shape

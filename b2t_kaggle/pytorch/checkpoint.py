@@ -43,7 +43,7 @@ def save_atomic(
 _DAMAGED_ARCHIVE = (zipfile.BadZipFile, OSError, RuntimeError, ValueError, EOFError, KeyError, IndexError)
 
 def _archive_problem(path: Path) -> str:
-    "Defect of an archive's records; empty where there is none."
+    "Defect of an archive's records; empty if they have no defect."
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
         names = {r.filename for r in records}
@@ -66,7 +66,7 @@ def _check_archive(path: Path) -> None:
     if problem: raise CheckpointError(f'{path}: damaged, {problem}; copy or download it again')
 
 def _first_line(e: Exception) -> str:
-    "First line of an exception's message, without PyTorch's advice to load programs too."
+    "First line of an exception's message, without PyTorch's advice to also load programs."
     line = (str(e).splitlines() or [''])[0]
     return line[:150] if line and 'weights_only' not in line else type(e).__name__
 
@@ -110,7 +110,7 @@ def load_file(
 _OFFICIAL_PARTS = ('day_weights', 'day_biases', 'gru', 'out', 'h0')
 
 def to_official_state(
-    state: Mapping[str, Tensor], # Of our `GRUDecoder`, with `day_weights` `[D, F, F]` and `day_biases` `[D, 1, F]`
+    state: Mapping[str, Tensor], # Weights of `GRUDecoder`, with `day_weights` `[D, F, F]` and `day_biases` `[D, 1, F]`
 ) -> dict[str, Tensor]:
     "State dict of the official model, with a tensor `[F, F]` and `[1, F]` per day. Raises `CheckpointError`."
     foreign = [k for k in state if k.split('.')[0] not in _OFFICIAL_PARTS]
@@ -123,8 +123,8 @@ def to_official_state(
 
 # %% ../../nbs/pytorch/06_checkpoint.ipynb #c018
 def check_weights(
-    state: Any,       # Of a file
-    path: str | Path, # Its file, for errors
+    state: Any,       # Content of a weights file
+    path: str | Path, # File with these weights, for errors
 ) -> None:
     "Raise `CheckpointError` for anything but dense tensors in memory, by name."
     if not isinstance(state, Mapping):
@@ -183,7 +183,7 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, list[int]]:
 def load_state(
     model: nn.Module,            # Receives the weights
     state: Mapping[str, Tensor], # In either form, tensors `[…]` by name
-    path: str | Path,            # Its file, for errors
+    path: str | Path,            # File with these weights, for errors
 ) -> None:
     "Put weights into a model; raises `CheckpointError` when a name or shape does not fit."
     check_weights(state, path)
@@ -198,8 +198,8 @@ def load_reference(
     path: str | Path, # Weights that another implementation of an encoder saved, such as icefall's of a Zipformer
     cfg: Config,      # The configuration that they are to fill
 ) -> Encoder:
-    """A model with these weights in the part that the other implementation has too; the rest is as at the beginning of
-    a training. Raises `CheckpointError` where they do not fit."""
+    """Model with these weights in the part that both implementations share, and with initial weights elsewhere. Raises
+    `CheckpointError` if the weights do not fit."""
     content = load_file(path)
     torch.manual_seed(cfg.train.seed)
     model = build_model(cfg.model, len(cfg.data.known_sessions), cfg.data.known_sessions)
@@ -243,8 +243,8 @@ def load_with_facts(
     return model.eval(), cfg, content
 
 def load_model(
-    path: str | Path,          # As in `load_with_facts`
-    unseen: str | None = None, # Its use, as the end of a sentence, where it must not have been trained on val
+    path: str | Path,          # Trained model, as for `load_with_facts`
+    unseen: str | None = None, # Use that forbids training on val, as the end of a sentence
 ) -> tuple[Encoder, Config]:
     "A model in evaluation mode, and its configuration; raises `CheckpointError`."
     model, cfg, facts = load_with_facts(path)
@@ -333,7 +333,7 @@ def _fresh_optimizer(state: Mapping[str, Tensor], cfg: TrainConfig) -> dict:
 
 def save_official(
     model: Encoder,               # Ours
-    cfg: Config,                  # Its configuration, with `data.sessions`
+    cfg: Config,                  # Configuration of the model, with `data.sessions`
     folder: str | Path,           # Receives `checkpoint/args.yaml` and `checkpoint/best_checkpoint`
     val_per: float | None = None, # The validation PER it reached, as a fraction
 ) -> Path:
@@ -345,6 +345,6 @@ def save_official(
     state = to_official_state(model.state_dict())
     write_whole(checkpoint/'args.yaml', yaml.safe_dump(args, sort_keys=False))
     content = dict(model_state_dict={_COMPILED + name: w for name, w in state.items()},
-                   val_PER=float('inf') if val_per is None else val_per) # A trainer that goes on compares with it
+                   val_PER=float('inf') if val_per is None else val_per) # A trainer that continues compares with it
     save_atomic(content | _fresh_optimizer(state, cfg.train), checkpoint/'best_checkpoint')
     return checkpoint

@@ -17,14 +17,14 @@ def two_views(
     return rows.unsqueeze(1).expand(-1, 2, *rows.shape[1:]).flatten(0, 1)
 
 def mean_of_views(
-    losses: Tensor, # Of each row of `two_views` `[2B]`
+    losses: Tensor, # Losses of the rows of `two_views` `[2B]`
 ) -> Tensor:
     "Mean loss of the two views of each trial `[B]`."
     return losses.view(-1, 2).mean(1)
 
 # %% ../../nbs/pytorch/02_cr_ctc.ipynb #c009
 def consistency_losses(
-    logits: Tensor, # Of the rows of `two_views` `[2B, T', K]`
+    logits: Tensor, # Logits of the rows of `two_views` `[2B, T', K]`
     frames: Tensor, # Frames of each row `[2B]`, on the host or on the device
 ) -> Tensor:
     """Symmetric Kullback-Leibler divergence of the two views of each trial in nats, summed over its frames, float32

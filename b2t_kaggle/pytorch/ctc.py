@@ -27,7 +27,7 @@ def _states(labels: Tensor, n_labels: Tensor, blank: int) -> Tensor:
 # %% ../../nbs/pytorch/03_ctc.ipynb #c011
 def log_add_exp(
     a: Tensor, # Logarithms, of any shape `[…]`
-    b: Tensor, # Likewise
+    b: Tensor, # Logarithms of the same shape `[…]`
 ) -> Tensor:
     "ln(eᵃ + eᵇ) `[…]`; −∞ where both are. On XLA by operations that its compiler knows."
     if a.device.type != 'xla': return torch.logaddexp(a, b)

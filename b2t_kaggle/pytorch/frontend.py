@@ -29,8 +29,8 @@ class Frames:
     lengths: Tensor | None = None # Frames of each trial `[B]`; none means T'
 
     def gru(self,
-        module: GRU,    # Of one direction or two
-        x: Tensor,      # Its input, in the order of `self.x`: packed `[N, ·]`, padded `[T', B, ·]`
+        module: GRU,    # GRU of one direction or two
+        x: Tensor,      # Input of the GRU, in the order of `self.x`: packed `[N, ·]`, padded `[T', B, ·]`
         states: Tensor, # Initial states `[L·directions, B, H]`
     ) -> tuple[Tensor, Tensor]:
         "The last layer's states, in the order of time, and each layer's last state `[L·directions, B, H]`."

@@ -67,8 +67,8 @@ def several_machines(
     "Whether other machines train with this one. Raises `TrainingError` where the first one is not named."
     if environ.get('PET_NNODES', '1') == '1': return False
     if {'PET_MASTER_ADDR', 'PET_RDZV_ENDPOINT'} & set(environ): return True
-    raise TrainingError(f'PET_NNODES={environ["PET_NNODES"]} says that several machines train together; set '
-                        'PET_MASTER_ADDR to the address of the first one, too')
+    raise TrainingError(f'PET_NNODES={environ["PET_NNODES"]} says that several machines train together; also set '
+                        'PET_MASTER_ADDR to the address of the first one')
 
 def _line_for_others(n_processes: int, job: Path, environ: Mapping[str, str] = os.environ) -> str:
     "Command for each of the other machines."
@@ -92,7 +92,7 @@ def _job_folder(out_dir: Path) -> Iterator[Path]:
 # %% ../../nbs/pytorch/13_launch.ipynb #c013
 def _exit_status(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     "Run a command to its end: its status, and whether this process was asked to end, which waits for it."
-    # It may be asked before the other one is waited for: that is noted, not raised
+    # An interrupt may arrive before the wait begins: record it instead of raising it
     with noted_interrupt() as is_noted, subprocess.Popen(command, env=env) as process:
         try: return process.wait(), is_noted()
         except KeyboardInterrupt:
@@ -125,7 +125,7 @@ def launch(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials
     cfg: Config,                  # The run's configuration
-    out_dir: str | Path,          # As in `train`
+    out_dir: str | Path,          # Folder of the run, as for `train`
     progress: bool = True,        # Show a progress bar
 ) -> dict:
     "`train` in processes of this machine, each with an equal part of every batch; raises `TrainingError`."
@@ -153,7 +153,7 @@ def train_here(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials
     cfg: Config,                  # The run's configuration
-    out_dir: str | Path,          # As in `train`
+    out_dir: str | Path,          # Folder of the run, as for `train`
     progress: bool = True,        # Show a progress bar
 ) -> dict:
     """`train` on what this machine has: in this process, or in one for each of its GPUs, in `train.processes` on a CPU,

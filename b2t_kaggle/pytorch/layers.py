@@ -119,14 +119,14 @@ class _Softsign(torch.autograd.Function):
         return slope.mul_(slope).mul_(grad)
 
 def softsign(
-    x: Tensor, # Of any shape `[…]`
+    x: Tensor, # Values of any shape `[…]`
 ) -> Tensor:
     "x / (1 + |x|) `[…]`."
     return _Softsign.apply(x) if x.device.type == 'cpu' else F.softsign(x)
 
 # %% ../../nbs/pytorch/00_layers.ipynb #c023
 def dropout(
-    x: Tensor,      # Of any shape `[…]`
+    x: Tensor,      # Values of any shape `[…]`
     p: float,       # Probability of a zero; on a CPU rounded to a multiple of 1/65536
     training: bool, # Outside training nothing is dropped
 ) -> Tensor:

@@ -60,8 +60,8 @@ class Placement:
 
     def hold(self,
         parts: Iterable[np.ndarray], # Rows, one part after the other `[n, F]`
-        shape: tuple[int, int],      # Of all of them `[N, F]`
-        dtype: np.dtype,             # Their type
+        shape: tuple[int, int],      # Shape of all rows together `[N, F]`
+        dtype: np.dtype,             # Data type of the rows
     ) -> Tensor:
         "All rows in the memory of the device, where they stay `[N, F]`."
         return _filled(torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.torch_device), parts)

@@ -229,7 +229,7 @@ def permute(
     rows: Tensor,    # Index of the row at each place, each once `[N]`
     inverse: Tensor, # The inverse of `rows` `[N]`
 ) -> Tensor:
-    "`x[rows]` `[N, …]`, whose gradient is a selection too, not a scatter."
+    "`x[rows]` `[N, …]`, whose gradient is also a selection, not a scatter."
     return _Permute.apply(x, rows, inverse)
 
 # %% ../../nbs/pytorch/01_recurrence.ipynb #c031
@@ -316,7 +316,7 @@ def gru_layer(
     w_hh: Tensor,           # `[3H, H]`
     b_ih: Tensor,           # `[3H]`
     b_hh: Tensor,           # `[3H]`
-    order: FrameOrder,      # Of the frames
+    order: FrameOrder,      # Order of the frames
     *,
     by_trial: bool = False, # `x` is ordered trial after trial
     reverse: bool = False,  # From each trial's last frame to its first
@@ -331,7 +331,7 @@ def gru_layer(
 def cpu_gru(
     module: nn.GRU,    # Holds the weights
     x: Tensor,         # Input `[N, I]`, trial after trial
-    order: FrameOrder, # Of the frames
+    order: FrameOrder, # Order of the frames
     h0: Tensor,        # Initial states `[L·directions, B, H]`
     training: bool,    # Whether there is dropout between layers
 ) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ STILL = tuple((key, 0) for key in (
 @dataclass
 class Bench:
     "The device that is tested, and a folder for its files; models are small on a processor."
-    accelerator: str # As in `pick_torch`
+    accelerator: str # Accelerator, as for `pick_torch`
     folder: Path
 
     def __post_init__(self):
@@ -240,7 +240,7 @@ def _findings(find: Callable[[Bench], Iterator[Finding]], bench: Bench) -> Itera
                       'error', False)
 
 def run(
-    accelerator: str = 'auto',      # As in `pick_torch`
+    accelerator: str = 'auto',      # Accelerator, as for `pick_torch`
     path: str | Path | None = None, # File of JSON for the table
 ) -> list[str]: # Names of the checks that failed
     "Make all checks, print a line for each finding, and write the table. Raises `DeviceError` for a missing device."

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 # %% ../../nbs/pytorch/15_ssd.ipynb #c006
 _STEP = 256    # Parts of 1 in which the coarse part of a decay is counted
-_LOWEST = -100 # What is below makes no difference: e^−100 is 0
+_LOWEST = -100 # Smaller exponents make no difference: e^−100 is 0
 
 def _coarse(a: Tensor) -> Tensor:
     "Multiples of 1/256; sums of a few hundred of them are exact in float32."

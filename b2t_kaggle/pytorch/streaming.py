@@ -44,7 +44,7 @@ class SmoothingStream:
 
 # %% ../../nbs/pytorch/14_streaming.ipynb #c009
 def delay_ms(
-    cfg: Config, # Of a causal encoder
+    cfg: Config, # Configuration of a causal encoder
 ) -> dict[str, int]: # `smoothing` and `frame`
     """Delay of a bin in milliseconds: for the bins that smoothing reads, and at most for the end of its frame, or of
     the chunk of frames that an encoder gives at once."""
@@ -57,7 +57,7 @@ class EncoderStream:
     "Bins of one trial as they come to log-probabilities; `decoding.streaming.BinStream` reads words from them."
     def __init__(self,
         model: Encoder, # Causal, in evaluation mode, on the CPU
-        cfg: Config,    # Its configuration, with `data.sessions`
+        cfg: Config,    # Configuration of the model, with `data.sessions`
         session: str,   # The session of the trial, one that the model knows
     ):
         self.state = model.start()

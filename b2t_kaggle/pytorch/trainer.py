@@ -126,7 +126,7 @@ def check_device(cfg: TrainConfig, backend: Backend) -> None:
     if kind == 'cpu': keep_freed_memory()
 
 def freeze(model: Encoder) -> None:
-    "Train only parameters of days and participants (`train.frozen`). Raises `TrainingError` if there are none."
+    "Train only parameters of days and participants (`train.frozen`). Raises `TrainingError` if the model has none."
     for name, p in model.named_parameters():
         if not (model.is_per_day(name) or is_per_participant(name)): p.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):

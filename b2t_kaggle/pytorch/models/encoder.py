@@ -134,7 +134,7 @@ def training_losses(self: Encoder, out: Any, ctc: Callable[[Tensor], Tensor],
                     frames: Tensor) -> Tensor | dict[str, Tensor]:
     """The loss of each trial `[B]` for the output of `forward`; or by name `loss` and its terms, which get curves
     (`with_term`). `ctc` computes the CTC loss of each trial `[B]` from logits; `frames` are the frames of each trial
-    `[B]`. Validation calls it too, with the model in evaluation mode."""
+    `[B]`. Validation also calls it, with the model in evaluation mode."""
     return ctc(out)
 
 @patch

@@ -89,7 +89,7 @@ def _take_step(p: Tensor, g: Tensor, state: State, group: dict, active: Tensor |
 
 # %% ../../../nbs/pytorch/optimizer/01_scaled_adam.ipynb #c021
 _CLIPPING = 'norms', 'threshold', 'n_norms'
-_EARLY = 10, 20, 40 # Steps of the first period at which there is a limit, too
+_EARLY = 10, 20, 40 # Steps within the first period that also set a limit
 
 def _new_clipping(period: int, like: Tensor) -> State:
     "The state before the first step: `norms` `[period]`, `threshold` `[1]` and `n_norms` `[1]`."
@@ -109,7 +109,7 @@ def _threshold(norms: Tensor, n: Tensor, before: Tensor, scale: float) -> Tensor
     return limit
 
 def clip_factor(
-    norm: Tensor,  # Of a group's gradients in this step `[1]`
+    norm: Tensor,  # Norm of a group's gradients in this step `[1]`
     state: State,  # From `_new_clipping`; changed in place
     scale: float,  # `clipping_scale`
     active: Tensor | None = None, # Whether the step is taken `[1]`; None means that it is
@@ -129,7 +129,7 @@ def clip_factor(
 class Stack:
     "Parameters that are computed together."
     def __init__(self,
-        params: list[Tensor], # Of one shape `[…]`; or a single one that has rows `[N, …]`
+        params: list[Tensor], # Parameters of one shape `[…]`, or a single one with rows `[N, …]`
         state: State,         # From `new_state`, and others
         group: dict,          # Their group: settings, `has_rows` and `rows`
     ):
@@ -145,7 +145,7 @@ class Stack:
         return self._as_one([p.detach() for p in self.params])
 
     def gradients(self, factor: Tensor | None) -> Tensor:
-        "Gradients of the parameters `[N, …]`, zeros where there is none, times a factor `[1]`."
+        "Gradients of the parameters `[N, …]`, zeros for parameters without one, times a factor `[1]`."
         g = self._as_one([torch.zeros_like(p) if p.grad is None else p.grad for p in self.params])
         return g if factor is None else g * factor
 
@@ -194,7 +194,7 @@ class ScaledAdam(torch.optim.Optimizer):
         params: Iterable,               # Parameters, pairs (name, parameter), or groups of `params` or `named_params`
         lr: float = 3e-2,               # Learning rate, a relative change per step
         clipping_scale: float | None = None, # Times the median norm that a gradient may have; None: no clipping
-        betas: tuple[float, float] = (0.9, 0.98), # Of the step and of the squared gradient
+        betas: tuple[float, float] = (0.9, 0.98), # Decay rates of step and squared gradient
         scalar_lr_scale: float = 0.1,   # Part of `lr` for scalars, and for the size of tensors
         eps: float = 1e-8,              # Added to the root of the second moment
         param_min_rms: float = 1e-5,    # A smaller tensor is taken to be of this size
@@ -212,7 +212,7 @@ class ScaledAdam(torch.optim.Optimizer):
                          steps | sizes | periods | dict(clipping_scale=clipping_scale, has_rows=False, rows=None))
 
     def stacks(self, group: dict) -> list[Stack]:
-        "Stacks of a group's parameters; their state is made where there is none yet."
+        "Stacks of a group's parameters; their state is created if it is missing."
         by_shape = {}
         for i, p in enumerate(group['params']):
             key = i if group['has_rows'] else (p.shape, p.dtype, p.device)
@@ -223,7 +223,7 @@ class ScaledAdam(torch.optim.Optimizer):
         return stacks
 
     def clipping(self, group: dict) -> State:
-        "State of a group's clipping, which is made where there is none yet; empty where it does not clip."
+        "State of a group's clipping, created if it is missing; empty if the group is not clipped."
         if group['clipping_scale'] is None: return {}
         first = group['params'][0]
         if 'norms' in self.state[first]: return {k: self.state[first][k] for k in _CLIPPING}
@@ -310,11 +310,11 @@ class _Schedule(ABC):
 class Eden(_Schedule):
     "A rate times ((b² + B²)/B²)^−¼ · ((e² + E²)/E²)^−¼, after b batches and e epochs (Yao et al., 2024)."
     def __init__(self,
-        optimizer: Optimizer,         # Its `lr` of each group are the rates to start from
+        optimizer: Optimizer,         # Optimiser; the `lr` of each group is its initial rate
         lr_batches: float,            # B; 7,500 in icefall's Zipformer
         lr_epochs: float,             # E; 3.5 there
         warmup_batches: float = 500., # Length of the warm-up; 0 means none
-        warmup_start: float = 0.5,    # Its first factor; 0.1 there
+        warmup_start: float = 0.5,    # First factor of the warm-up; 0.1 in icefall
     ):
         if lr_epochs <= 0: raise ValueError(f'lr_epochs: found {lr_epochs}, expected more than 0')
         self.lr_epochs = lr_epochs
