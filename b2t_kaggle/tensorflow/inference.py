@@ -40,6 +40,8 @@ class Evaluator:
         batch_size: int,        # Trials per batch, at most
         result: Callable,       # `result(logits, batch, frames) -> dict` of tensors `[B, …]`, part of the program
         smoothing: str = 'same', # `same` or `valid`, see `training.trials.smoothing_edges`
+        *,
+        args: dict | None = None, # More arguments of the model's call
     ):
         self.store = store
         self.strategy = strategy
@@ -53,7 +55,7 @@ class Evaluator:
         def share(b):
             x = tf.pad(augment.eval(b['x'])[:, first:], [[0, 0], [0, first], [0, 0]]) # The same shape
             n_bins = tf.maximum(b['n_bins'] - (first + last), 0)
-            return result(model(x, b['day'], n_bins=n_bins), b, cfg.model.n_frames(n_bins))
+            return result(model(x, b['day'], n_bins=n_bins, **(args or {})), b, cfg.model.n_frames(n_bins))
         self.program = Program(strategy.compile(share), strategy)
 
     def __call__(self, progress: str | None = None) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
@@ -75,13 +77,14 @@ def losses_and_paths(logits: tf.Tensor, batch: dict, frames: tf.Tensor) -> dict[
 def evaluate(evaluator: Evaluator) -> pd.DataFrame:
     "Session, loss (natural log), edits and n_labels of each trial of a store with labels, by `losses_and_paths`."
     store = evaluator.store
-    loss = np.zeros(len(store))
+    losses: dict[str, np.ndarray] = {}
     edits = np.zeros(len(store), int)
     for trials, r in evaluator():
-        loss[trials] = r['loss']
+        for name in r.keys() - {'path', 'frames'}:
+            losses.setdefault(name, np.zeros(len(store)))[trials] = r[name]
         for i, path, n in zip(trials, r['path'], r['frames']):
             edits[i] = Levenshtein.distance(collapse(path[:n]).tolist(), store.class_ids(i).tolist())
-    return pd.DataFrame(dict(session=store.index.session, loss=loss, edits=edits, n_labels=store.n_labels))
+    return pd.DataFrame(dict(session=store.index.session, edits=edits, n_labels=store.n_labels) | losses)
 
 # %% ../../nbs/tensorflow/08_inference.ipynb #c013
 def log_probs_of(model: Encoder, store: TrialStore, cfg: Config, strategy: Strategy, batch_size: int = 64,

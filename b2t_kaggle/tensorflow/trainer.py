@@ -81,8 +81,9 @@ class Trainer(interface.Trainer):
 
     @cached_property
     def evaluator(self) -> Evaluator:
+        args = self.model.training_args(0, self.cfg.train.num_training_batches)
         return Evaluator(self.model, self.store_val, self.day_of, self.cfg, self.backend, self.cfg.data.eval_batch_size,
-                         losses_and_paths)
+                         self.validation_result, args=args)
 
     def metrics(self) -> dict:
         "Loss and PER on the validation trials."
@@ -155,6 +156,21 @@ def numbers(self: Trainer) -> dict:
 _Gradients = tuple[tf.Tensor, dict[str, tf.Tensor]] # Losses of rows, and gradients by name
 
 @patch
+def _losses(self: Trainer, out, rows: dict[str, tf.Tensor], frames: tf.Tensor) -> tf.Tensor:
+    "Loss of each row `[b]` for the output of the model."
+    def ctc(logits):
+        losses = ctc_loss(logits, rows['labels'], frames, rows['n_labels'])
+        if self.cfg.train.ctc_reduction == 'trial': return losses
+        return losses / tf.cast(tf.maximum(rows['n_labels'], 1), losses.dtype)
+    return self.model.training_losses(out, ctc, frames)
+
+@patch
+def validation_result(self: Trainer, out, batch: dict[str, tf.Tensor], frames: tf.Tensor) -> dict[str, tf.Tensor]:
+    "`losses_and_paths` of a batch `[B, …]`, and the `total` of the loss `[B]` if the model adds terms."
+    if not isinstance(out, tuple): return losses_and_paths(out, batch, frames)
+    return losses_and_paths(out[0], batch, frames) | dict(total=self._losses(out, batch, frames))
+
+@patch
 def _gradients(self: Trainer, rows: dict[str, tf.Tensor], numbers: dict) -> _Gradients:
     "Losses of some rows `[b]`, and their part of the gradients of the whole batch's mean, scaled in float16."
     cfg = self.cfg
@@ -164,11 +180,7 @@ def _gradients(self: Trainer, rows: dict[str, tf.Tensor], numbers: dict) -> _Gra
         x, n_bins = self.augment.train(rows['x'], rows['n_bins'], numbers['cut'], rows['seeds'])
         frames = cfg.model.n_frames(n_bins)
         out = self.model(x, rows['day'], n_bins=n_bins, training=True, seeds=rows['seeds'], **args)
-        def ctc(logits):
-            losses = ctc_loss(logits, rows['labels'], frames, rows['n_labels'])
-            if cfg.train.ctc_reduction == 'trial': return losses
-            return losses / tf.cast(tf.maximum(rows['n_labels'], 1), losses.dtype)
-        losses = self.model.training_losses(out, ctc, frames)
+        losses = self._losses(out, rows, frames)
         loss = tf.reduce_sum(losses) / cfg.data.batch_size
         if self.optimizer.scaler: loss = self.optimizer.scaler.scale(loss)
     grads = tape.gradient(loss, list(variables.values()))
