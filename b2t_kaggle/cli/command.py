@@ -90,9 +90,9 @@ VERBS = {
     },
     'To compare and combine': {
         'compare': ('compare', 'Compare runs or files of hypotheses, with intervals'),
-        'errors': ('errors', 'A page of a run’s errors: sort, filter, look at trials'),
+        'errors': ('runs', 'A page of a run’s errors: sort, filter, look at trials'),
         'sweep': ('run', 'Train many runs that differ in values from Optuna'),
-        'import-logits': ('import_logits', 'Decode log-probabilities of another program'),
+        'import-logits': ('combine', 'Decode log-probabilities of another program'),
         'combine-files': ('combine', 'One sentence a trial from files of several systems'),
     },
     'Models and language models': {
