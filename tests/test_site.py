@@ -40,7 +40,7 @@ from docs import api, build, cells, check, execute, names, order  # noqa: E402
 
 NOTEBOOKS = [p for p in sorted(NBS.rglob('*.ipynb')) if '.ipynb_checkpoints' not in p.parts]
 # A landing page, prose, an API with classes, formulas, a benchmark with outputs, a stage, and a long name
-FEW = ('index', 'guides/design', 'guides/comparison', 'metrics/00_metrics', 'config/03_groups', 'config/07_config',
+FEW = ('index', 'guides/design', 'guides/comparison', 'metrics/00_metrics', 'config/04_keys', 'config/07_config',
        'decoding/10_tuning', 'benchmarks/11_combination', 'stages/12_report',
        'pytorch/models/zipformer/04_convolution')
 
@@ -107,7 +107,7 @@ def text(site, name): return (site[0]/f'{name}.html').read_text()
 def test_what_shows_and_what_does_not(site):
     metrics = text(site, 'metrics/00_metrics')
     assert '<section class="name" id="word_error_rate">' in metrics
-    assert 'One text for each trial; normalised first' in metrics and '<i>returns</i>' in metrics
+    assert 'Texts, one for each trial' in metrics and '<i>returns</i>' in metrics
     assert 'source/metrics/__init__.html#L' in metrics
     for hidden in ('default_exp', '#| ', 'from fastcore', '_count_each</b>'): assert hidden not in metrics, hidden
     benchmark = text(site, 'benchmarks/11_combination')
@@ -132,7 +132,7 @@ def cards_of(page): return re.findall('<section class="name" id="([^"]*)"', page
 
 @pytest.mark.parametrize('page, first', [
     ('metrics/00_metrics', ['phoneme_error_rate', 'word_error_rate']),
-    ('config/03_groups', ['Config']), ('config/07_config', ['load_config']),
+    ('config/04_keys', ['Config']), ('config/07_config', ['load_config']),
     ('pytorch/models/zipformer/04_convolution', ['ConvolutionModule', 'FeedforwardModule'])])
 def test_a_page_of_a_module_begins_with_what_programs_use(site, page, first):
     "Names of the front door, or else those that most notebooks import; every name has one card or one line above."
