@@ -91,7 +91,7 @@ def test_a_sweep_that_is_killed_is_the_same_as_one_that_is_not(stage, tmp_path):
 def test_trials_are_runs_and_what_fails_is_said(stage, tmp_path, monkeypatch):
     done, table = sweep(tmp_path, '--trials', '2')
     best = table.run[0]
-    assert f'b2t run --name {best} goes on with it' in done.output and (tmp_path/'out'/'toy'/'sweep.png').exists()
+    assert f'b2t run --name {best} continues it' in done.output and (tmp_path/'out'/'toy'/'sweep.png').exists()
     run = Run(tmp_path/'out'/best, tmp_path/'work')
     assert run.cfg.model.n_units == table['model.n_units'][0] and run.cfg.train.num_training_batches == 370
     # Another range, or another value that all have, is another sweep
@@ -106,7 +106,7 @@ def test_trials_are_runs_and_what_fails_is_said(stage, tmp_path, monkeypatch):
 
     monkeypatch.setattr(pipeline, 'execute', explodes)
     done, table = sweep(tmp_path/'bad', '--trials', '2')
-    assert done.exit_code == 1 and 'no trial came to its end' in done.output and set(table.state) == {'fail'}
+    assert done.exit_code == 1 and 'no trial was completed' in done.output and set(table.state) == {'fail'}
     assert 'toy-001: failed: stage train failed: TrainingError: the loss is nan' in done.output
 
     def damaged(run, name): raise pipeline.PipelineError('stage check failed: no sessions')
@@ -125,7 +125,7 @@ def test_machines_share_a_study(stage, tmp_path):
     from b2t_kaggle.training.trackers import open_storage
     optuna.load_study(study_name='toy', storage=open_storage(study[1])).ask() # A third machine is at work on the fourth
     done, table = sweep(tmp_path/'two', '--trials', '5', *study)
-    assert len(table) == 5 and 'at work elsewhere or lost there: toy-003' in done.output
+    assert len(table) == 5 and 'running elsewhere or lost there: toy-003' in done.output
     runs = {folder: {p.name for p in (tmp_path/folder/'out').iterdir()} for folder in ('one', 'two')}
     assert runs == {'one': {'toy', 'toy-000', 'toy-001', 'toy-002'}, 'two': {'toy', 'toy-004'}}
 
@@ -158,7 +158,7 @@ def test_a_sweep_that_is_called_again_says_that_it_is_done(stage, tmp_path):
     first, expected = sweep(tmp_path, '--trials', '2')
     stage.steps = []
     again, table = sweep(tmp_path, '--trials', '2')
-    assert again.exit_code == 0 and 'All 2 trials were done before; --trials 4 takes more' in again.output
+    assert again.exit_code == 0 and 'All 2 trials were done before; --trials 4 runs more' in again.output
     assert table.equals(expected) and not stage.steps and 'were done before' not in first.output
     more, table = sweep(tmp_path, '--trials', '3')
     assert more.exit_code == 0 and len(table) == 3 and 'were done before' not in more.output

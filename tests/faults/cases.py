@@ -206,6 +206,10 @@ class Target:
 
     def speak(self, text): return SimpleNamespace(text=text, seconds=1., phonemes=('a', 'b'), starts=(0., .5))
 
+    def encode(self, sentences):
+        speeches = [self.speak(s) for s in sentences]
+        return zip(speeches, self.tower.encode(speeches))
+
 
 # Name: file in a folder of its own, reader, and whether any change is noticed
 KINDS = {
