@@ -6,7 +6,6 @@
 __all__ = ['LogitError', 'log_sum_exp', 'LogitStore', 'FrameTimes', 'frame_times', 'split_of', 'sort_stores', 'take_stores']
 
 # %% ../nbs/01_logits.ipynb #c003
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from .config import Config
 from .core.files import atomic_path, scratch_folder
 from .core.messages import printable
 from .core.ragged import Ragged, RaggedError, write_ragged
+from .core.reading import splits_in_name
 
 # %% ../nbs/01_logits.ipynb #c005
 class LogitError(ValueError):
@@ -244,7 +244,7 @@ def _splits(provenance: Mapping) -> set[str]:
 
 def split_of(store: LogitStore) -> str | None:
     "The split in the store's provenance, else in its file name; `None` without both. Raises `LogitError` for several."
-    splits = _splits(store.provenance) or set(re.findall('[a-z]+', store.path.stem.lower())) & set(_SPLITS)
+    splits = _splits(store.provenance) or splits_in_name(store.path)
     if len(splits) > 1: raise LogitError(f'{store.path}: says of itself that it is of {" and ".join(sorted(splits))}')
     return next(iter(splits), None)
 

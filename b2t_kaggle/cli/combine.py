@@ -7,7 +7,6 @@ __all__ = ['combine_files', 'average_logits', 'ensemble', 'import_logits']
 
 # %% ../../nbs/cli/04_combine.ipynb #c002
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from b2t_kaggle.cli.options import FILE, Choice, numbers, out_option, output_opt
 from b2t_kaggle.cli.run import open_run, run_folder, run_until
 from b2t_kaggle.config import load_config
 from b2t_kaggle.core.messages import counted, with_command_name
+from b2t_kaggle.core.reading import splits_in_name
 from b2t_kaggle.lm.automaton import load_ngram
 from b2t_kaggle.logits import LogitStore
 from b2t_kaggle.metrics import IN_SAMPLE, error_table, percent, word_errors
@@ -259,7 +259,7 @@ def ensemble(members, method, weights, force, **options):
 # %% ../../nbs/cli/04_combine.ipynb #c027
 def _split_of(path: Path) -> str:
     "Split that a file's name says. Raises `click.UsageError`."
-    named = set(re.findall('[a-z]+', path.stem.lower())) & {'val', 'test'}
+    named = splits_in_name(path) - {'train'}
     if len(named) == 1: return named.pop()
     raise click.UsageError(f'{path}: expected val or test in the name, such as mine_val.npz; rename it')
 

@@ -8,14 +8,13 @@ __all__ = ['compare']
 # %% ../../nbs/cli/08_compare.ipynb #c002
 import csv
 import io
-import re
 from pathlib import Path
 
 import click
 
 from b2t_kaggle.cli.options import FILE, out_option, source_path, terminal_width
 from b2t_kaggle.core.messages import counted
-from b2t_kaggle.core.reading import read_text, split_lines
+from b2t_kaggle.core.reading import read_text, split_lines, splits_in_name
 from b2t_kaggle.metrics import IN_SAMPLE, comparison
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.pipeline.results import RESULTS, is_in_sample
@@ -53,7 +52,7 @@ def _file_results(path: Path) -> dict[str, list[dict]]:
 def _split_of(path: Path) -> str | None:
     "The split of a source, if its name or form says it."
     if path.is_dir(): return 'val'
-    named = {'val', 'test'} & set(re.findall('[a-z]+', path.stem.lower()))
+    named = splits_in_name(path) - {'train'}
     return named.pop() if len(named) == 1 else 'test' if path.suffix == '.csv' else None
 
 def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[dict]]:

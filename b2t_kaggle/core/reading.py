@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'MAX_YAML_VALUES', 'MAX_BINS', 'MAX_LABELS', 'MAX_ATTRIBUTE_BYTES',
-           'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_LINE_BYTES', 'MAX_NGRAM_BYTES', 'MAX_WHOLE', 'MAX_FEATURES',
-           'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError', 'expands_too_far', 'check_is_file', 'read_text', 'split_lines',
-           'limit_lines', 'parse_json', 'is_finite_number', 'parse_yaml', 'read_yaml_file', 'open_hdf5', 'check_link',
-           'open_dataset', 'check_size', 'read_attribute', 'check_hdf5']
+           'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_LINE_BYTES', 'MAX_MEMBER_BYTES', 'MAX_NGRAM_BYTES', 'MAX_WHOLE',
+           'MAX_FEATURES', 'MAX_MODEL_SIZE', 'MAX_LAYERS', 'ReadError', 'expands_too_far', 'check_is_file', 'read_text',
+           'split_lines', 'splits_in_name', 'read_member', 'limit_lines', 'parse_json', 'is_finite_number',
+           'parse_yaml', 'read_yaml_file', 'open_hdf5', 'check_link', 'open_dataset', 'check_size', 'read_attribute',
+           'check_hdf5']
 
 # %% ../../nbs/core/03_reading.ipynb #c003
 import io
 import json
 import math
+import re
 import stat
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,8 @@ import numpy as np
 from .files import _KINDS
 
 if TYPE_CHECKING: # Programs that read no HDF5 need not wait for it
+    import zipfile
+
     import h5py
 
 # %% ../../nbs/core/03_reading.ipynb #c006
@@ -35,6 +39,7 @@ MAX_ATTRIBUTE_BYTES = 1 << 16 # A sentence has a hundred
 MAX_EXPANSION = 100           # Bytes of a data set for each that is in the file; recordings do not shrink to a tenth
 SMALL_BYTES = 1 << 20         # Size that may be read whatever it expands to
 MAX_LINE_BYTES = 1 << 24      # Of a text, which may be compressed to a thousandth: a book has ten times less
+MAX_MEMBER_BYTES = 1 << 26    # Of a member of an archive that is read whole; the largest one has 28 million
 MAX_NGRAM_BYTES = 1 << 16     # Of a line of an n-gram model: a few words
 MAX_WHOLE = 10**12            # Of any whole number of a configuration; 64 bits hold it, and its product with a size
 MAX_FEATURES = 8_192          # Per bin; the arrays give 512, and each day has a matrix of their square
@@ -80,6 +85,20 @@ def split_lines(text: str) -> list[str]:
     return text.removesuffix('\n').split('\n') if text else []
 
 # %% ../../nbs/core/03_reading.ipynb #c011
+def splits_in_name(path: str | Path) -> set[str]:
+    "Splits (`train`, `val`, `test`) that are words of a file's name: of `theirs_val.jsonl` it is `val`."
+    return {'train', 'val', 'test'} & set(re.findall('[a-z]+', Path(path).stem.lower()))
+
+def read_member(
+    archive: 'zipfile.ZipFile',
+    name: str, # Name of a member
+) -> bytes:
+    "Contents of a member of an archive. Raises `ValueError` if it expands to more than `MAX_MEMBER_BYTES`."
+    with archive.open(name) as f: content = f.read(MAX_MEMBER_BYTES + 1)
+    if len(content) > MAX_MEMBER_BYTES: raise ValueError(f'{name} has more than {MAX_MEMBER_BYTES:,} bytes')
+    return content
+
+# %% ../../nbs/core/03_reading.ipynb #c014
 class _Lines(io.RawIOBase):
     "A file whose lines have a limit, which is looked at when bytes are read."
     def __init__(self, f: io.BufferedIOBase, path: Path, max_bytes: int):
@@ -111,7 +130,7 @@ def limit_lines(
     "The same bytes, but a line that is longer raises `ReadError`, before it is in memory."
     return io.BufferedReader(_Lines(f, Path(path), max_bytes), min(max_bytes, 1 << 16))
 
-# %% ../../nbs/core/03_reading.ipynb #c014
+# %% ../../nbs/core/03_reading.ipynb #c017
 def parse_json(text: str | bytes) -> Any:
     "The value of a JSON text. Raises `ValueError` that says in one line what is wrong."
     try: return json.loads(text)
@@ -125,7 +144,7 @@ def is_finite_number(value) -> bool:
     try: return math.isfinite(value)
     except OverflowError: return False  # an integer beyond floats
 
-# %% ../../nbs/core/03_reading.ipynb #c017
+# %% ../../nbs/core/03_reading.ipynb #c020
 @cache
 def _yaml_loader() -> type:
     "PyYAML's safe loader with limits of depth and of the number of values, which refuses a key that occurs twice."
@@ -184,14 +203,14 @@ def parse_yaml(text: str) -> Any:
     finally:
         if loader: loader.dispose()
 
-# %% ../../nbs/core/03_reading.ipynb #c019
+# %% ../../nbs/core/03_reading.ipynb #c022
 def read_yaml_file(path: str | Path) -> Any:
     "The value in a YAML file. Raises `OSError` where it cannot be opened, `ReadError` for anything but YAML in UTF-8."
     text = read_text(path, MAX_YAML_BYTES)
     try: return parse_yaml(text)
     except ValueError as e: raise ReadError(f'{path}: {e}; correct that line, or fetch the file again') from None
 
-# %% ../../nbs/core/03_reading.ipynb #c022
+# %% ../../nbs/core/03_reading.ipynb #c025
 def open_hdf5(path: str | Path) -> 'h5py.File':
     """A file to be read. It is locked against writers only where its file system has locks: NFS and Lustre can be
     mounted without. Raises `ReadError` for no file and where another process has it open for writing, `OSError` where
@@ -207,7 +226,7 @@ def open_hdf5(path: str | Path) -> 'h5py.File':
         if 'unable to lock file' not in str(e): raise
     return h5py.File(path, 'r', locking=False)
 
-# %% ../../nbs/core/03_reading.ipynb #c024
+# %% ../../nbs/core/03_reading.ipynb #c027
 _MAX_HOPS = 16 # From link to link, as HDF5 has it
 
 def _short(text: str) -> str:
@@ -236,7 +255,7 @@ def check_link(
                             'expected all data in one file, fetch it again')
         if i < len(parts) - 1: at = at[part]
 
-# %% ../../nbs/core/03_reading.ipynb #c025
+# %% ../../nbs/core/03_reading.ipynb #c028
 def open_dataset(
     group: 'h5py.Group',
     name: str,         # Name of a data set in the group
@@ -280,7 +299,7 @@ def read_attribute(
     except UnicodeError: raise ReadError('text that is not UTF-8') from None
     return value.strip('\0 \t\r\n') if isinstance(value, str) else value
 
-# %% ../../nbs/core/03_reading.ipynb #c029
+# %% ../../nbs/core/03_reading.ipynb #c032
 def check_hdf5(f: 'h5py.File') -> None:
     "Raise `ReadError` where a link or a data set leads into another file, or would take far more memory than it has."
     import h5py

@@ -31,6 +31,7 @@ from packaging.version import Version
 
 import b2t_kaggle
 from ..core.files import replaced_folder, scratch_folder, sha256
+from ..core.reading import read_member
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c006
 @dataclass(frozen=True)
@@ -120,17 +121,12 @@ def plan_installation(self: Image, requirements: Iterable[str], *options: str) -
     return replace(self, holds=self.holds | replaced).plan_installation(requirements, *options)
 
 # %% ../../nbs/kaggle/01_wheels.ipynb #c016
-_LARGEST = 1 << 26 # Bytes of a member that is read
-
 def _read_members(wheel: Path, pattern: str) -> Iterator[bytes]:
     "Contents of the members with a matching name, one by one. Raises `RuntimeError` with the wheel's name."
     try:
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
-                if not re.fullmatch(pattern, name): continue
-                with archive.open(name) as f: content = f.read(_LARGEST + 1)
-                if len(content) > _LARGEST: raise ValueError(f'{name} has more than {_LARGEST:,} bytes')
-                yield content
+                if re.fullmatch(pattern, name): yield read_member(archive, name)
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError, ValueError) as e:
         raise RuntimeError(f'{wheel}: not a wheel that can be read ({e})') from None
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.files import write_whole
-from ..core.reading import check_is_file
+from ..core.reading import check_is_file, read_member
 from .arpa import Arpa, Grams, write_arpa
 from ..phonemes import normalize_sentence
 
@@ -196,17 +196,6 @@ def model_file(
     raise SphinxError(f'{source}: found neither {_MEMBER} nor pocketsphinx-*.whl in this folder')
 
 # %% ../../nbs/lm/13_sphinx.ipynb #c029
-_LARGEST = 1 << 26 # Bytes of a member of a wheel; the published model has 28 million
-
-def _read_member(archive: zipfile.ZipFile, name: str) -> bytes:
-    "Content of a member; raises `ValueError` if it expands to too many bytes."
-    content = bytearray()
-    with archive.open(name) as f:
-        while chunk := f.read(1 << 20):
-            content += chunk
-            if len(content) > _LARGEST: raise ValueError(f'{name} has more than {_LARGEST:,} bytes')
-    return bytes(content)
-
 def read_sphinx(
     source: str | Path, # A model, such as en-us.lm.bin; the wheel of pocketsphinx, or a folder that holds either
 ) -> SphinxModel:
@@ -222,9 +211,9 @@ def read_sphinx(
                 names = archive.namelist()
                 models = [n for n in names if n.endswith('/' + _MEMBER)]
                 if not models: raise SphinxError(f'{path}: no {_MEMBER} among its {len(names):,} files')
-                data = _read_member(archive, models[0])
+                data = read_member(archive, models[0])
                 licences = [n for n in names if re.search(r'\.dist-info/(licenses/)?LICENSE', n)]
-                if licences: licence = _read_member(archive, licences[0]).decode(errors='replace')
+                if licences: licence = read_member(archive, licences[0]).decode(errors='replace')
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as e:
             if isinstance(e, SphinxError): raise
             raise SphinxError(f'{path}: not a whole zip archive that can be read ({e}); fetch it again') from None

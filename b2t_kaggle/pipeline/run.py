@@ -9,7 +9,6 @@ __all__ = ['content_fingerprints', 'short_hash', 'write_json', 'read_json', 'Run
 # %% ../../nbs/pipeline/07_run.ipynb #c003
 import hashlib
 import json
-import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..config.keys import covers
 from ..config.schema import ChangesNothing, Fact, InputFile, MayChange
 from ..core.files import content_hashes, write_whole
 from ..core.messages import did_you_mean
-from ..core.reading import parse_json, read_text
+from ..core.reading import parse_json, read_text, splits_in_name
 from ..metrics import IN_SAMPLE
 from .stages import STAGES, PipelineError, list_stage, needs_of, plan
 from ..training.checkpoint_paths import BEST, REFIT
@@ -267,7 +266,7 @@ def hypothesis_files(member: str | Path, out: str | Path) -> dict[str, Path]:
     "Hypotheses of a run (a folder or a name), or the file itself, by split. Raises `PipelineError` without any."
     folder = find_source(member, out, f' is neither a file of hypotheses nor a run in {out}')
     if folder.is_file():
-        named = sorted(set(re.findall('[a-z]+', folder.stem.lower())) & {'val', 'test'})
+        named = sorted(splits_in_name(folder) - {'train'})
         if len(named) == 1: return {named[0]: folder}
         raise PipelineError(f'{folder}: found {" and ".join(named) or "neither val nor test"} in its name, expected '
                             'one of the two words, such as theirs_val.jsonl; rename it')
