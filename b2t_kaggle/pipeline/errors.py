@@ -20,7 +20,7 @@ from ..core.pages import page
 from ..decoding.nbest import known_words
 from ..logits import frame_times
 from ..metrics import word_errors
-from ..metrics.comparison import PER, measure
+from ..metrics.comparison import PER, WER, measure
 from ..phonemes import PHONEMES, normalize_sentence
 from .explore import OpenRun
 from .results import run_results
@@ -73,7 +73,8 @@ def _stage_changes(run: OpenRun, trials: pd.DataFrame) -> dict[str, list]:
     "By stage that changes sentences, of each trial: the sentence before and after it, and the errors of both."
     stages = [s for s in plan(run.run.cfg) if STAGES[s].writes.kind == STAGES['decode'].writes.kind]
     stages = [s for s in stages if run.run.nbest_path('val', s).exists()]
-    texts = {s: [run.run.nbest('val', s)[int(i)][0].text for i in trials.index] for s in stages}
+    lists = {s: run.run.nbest('val', s) for s in stages}
+    texts = {s: [lists[s][int(i)][0].text for i in trials.index] for s in stages}
     errors = {s: [c.edits for c in word_errors(trials.reference.tolist(), texts[s])] for s in stages}
     return {after: list(zip(texts[before], texts[after], errors[before], errors[after]))
             for before, after in zip(stages, stages[1:])}
@@ -87,8 +88,9 @@ def error_data(
     changes = _stage_changes(run, results)
     lists, trials, log_probs = run.nbest('val'), run.trials('val'), run.log_probs('val')
     times = frame_times(log_probs.items.provenance)
+    errors = measure(results)
     rows = []
-    for place, (row, per) in enumerate(zip(results.itertuples(), measure(results)[PER])):
+    for place, (row, wer, per) in enumerate(zip(results.itertuples(), errors[WER], errors[PER])):
         i = int(row.Index)
         said, found = (normalize_sentence(t).split() for t in (row.reference, row.text))
         pairs = _pairs(said, found)
@@ -97,7 +99,7 @@ def error_data(
                   None if words is None else h.posterior] for h in lists[i][:N_BEST]]
         rows.append(dict(
             id=i, session=row.session, key=trials[i].key, block=row.block, corpus=getattr(row, 'corpus', None),
-            reference=' '.join(said), text=' '.join(found), words=len(said), edits=sum(a != b for a, b in pairs),
+            reference=' '.join(said), text=' '.join(found), words=wer.length, edits=wer.edits,
             per=round(per.rate, 4), confidence=None if words is None else round(lists[i][0].posterior, 4), ops=pairs,
             sounds=_pairs(row.phonemes.split(), row.greedy.split()),
             nbest=[[n if n is None or isinstance(n, str) else round(n, 3) for n in entry] for entry in nbest],

@@ -17,11 +17,13 @@ from fastcore.basics import patch
 
 from ..decoding.nbest import known_words
 from ..decoding.streaming import BinStream
-from ..metrics import percent, total
+from ..metrics import percent
 from ..metrics.comparison import PER, WER, measure
 from .decoder import open_decoder
 from .results import run_results
 from .run import Run, find_source
+from .stages import plan
+from .stamps import StageRun
 from ..training.checkpoint_paths import framework_of
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c004
@@ -114,10 +116,10 @@ def model(
 
 @patch
 def __repr__(self: OpenRun) -> str:
-    rates = {name: total(counts).rate for name, counts in measure(run_results(self.run)).items()
-             } if 'val' in self.run.splits else {}
-    return ', '.join([f'run {self.name}', *(f'{len(self._index(s))} trials of {s}' for s in self.run.splits),
-                      *(f'{name} {percent(rate)}' for name, rate in rates.items())])
+    noted = {k: v for name in plan(self.run.cfg)
+             for k, v in StageRun(self.run, name).stamp.get('metrics', {}).items()}
+    return ', '.join([f'run {self.name}', *(f'{len(self.run.log_probs(s))} trials of {s}' for s in self.run.splits),
+                      *(f'{name} {percent(noted[name])}' for name in (WER, PER) if name in noted)])
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c021
 def listen(

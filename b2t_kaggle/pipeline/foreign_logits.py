@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.ctc import greedy
-from ..logits import LogitError, LogitStore
+from ..logits import LogitError, LogitStore, log_sum_exp
 from ..metrics import percent, phoneme_error_rate
 from ..phonemes import BLANK, PHONEMES
 
@@ -48,10 +48,10 @@ def order_hint(
 ) -> str:
     "Problem with the order of the classes, and the order that fits best; '' without a problem."
     def rate(places): return phoneme_error_rate(list(labels), [greedy(x[:, places]) for x in log_probs])
-    rates = {name: rate(class_places(names)) for name, names in ORDERS.items()}
-    own = rates['blank-sil-last']
+    own = rate(class_places('blank-sil-last'))
     blank = any((x.argmax(1) == BLANK).any() for x in log_probs)
     if blank and own <= 0.8: return ''
+    rates = {name: rate(class_places(names)) for name, names in ORDERS.items()}
     problem = (f'the phoneme error rate is {percent(own)}' if blank else
                'the blank is not the likeliest class in any frame')
     best = min(rates, key=lambda name: rates[name])
@@ -111,8 +111,7 @@ def normalised(
     x = x.astype(np.float64)
     if not np.isfinite(x).all(): raise LogitError(f'{name}: found values that are not finite')
     if (x >= 0).all() and np.allclose(x.sum(1), 1, atol=0.01): x = np.log(np.maximum(x, 1e-30))
-    top = x.max(1, keepdims=True)
-    return (x - top - np.log(np.exp(x - top).sum(1, keepdims=True))).astype(np.float32)
+    return (x - log_sum_exp(x)[:, None]).astype(np.float32)
 
 # %% ../../nbs/pipeline/15_foreign_logits.ipynb #c011
 def import_logits(
