@@ -34,6 +34,16 @@ def call(function: Callable, *arguments) -> BaseProcess:
     return process
 
 
+def status_of(function: Callable, *arguments, seconds: float = 300) -> int | None:
+    "The exit status of a function in a copy; it is killed after some time, and has none then."
+    p = call(function, *arguments)
+    p.join(seconds)
+    status = p.exitcode
+    p.kill()
+    p.join()
+    return status
+
+
 def _with_variables(variables: dict[str, str], function: Callable, arguments: tuple) -> None:
     os.environ.update(variables)
     function(*arguments)

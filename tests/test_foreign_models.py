@@ -103,18 +103,11 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize('case', MODELS)
-def test_a_folder_that_is_refused(places, tmp_path, case):
-    shutil.copytree(places/'model', tmp_path/'it')
-    change, reason = MODELS[case]
-    change(tmp_path/'it')
-    assert reason in refusal(tmp_path/'it')
-
-
-@pytest.mark.parametrize('case', ADAPTERS)
-def test_an_adapter_that_is_refused(places, tmp_path, case):
-    shutil.copytree(places/'adapter', tmp_path/'it')
-    change, reason = ADAPTERS[case]
+@pytest.mark.parametrize('folder, case', [*(('model', case) for case in MODELS),
+                                          *(('adapter', case) for case in ADAPTERS)])
+def test_a_folder_that_is_refused(places, tmp_path, folder, case):
+    shutil.copytree(places/folder, tmp_path/'it')
+    change, reason = dict(model=MODELS, adapter=ADAPTERS)[folder][case]
     change(tmp_path/'it')
     assert reason in refusal(tmp_path/'it')
 

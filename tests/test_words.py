@@ -253,8 +253,6 @@ HABITS = {
 }
 PROMPTS = {'Write what is said.'} # For language models, whose results depend on each word
 PARAMETER = re.compile(r'(?:Of|As|Its|That|Likewise|From (?:the |a |an )?(?:user|caller)$|From there)\b')
-# Packages whose texts have not been revised
-UNREVISED: set[str] = set()
 
 
 def package_of(path):
@@ -314,7 +312,6 @@ PACKAGES = sorted({package_of(p) for p in FILES} | {package_of(p) for p, _ in pr
 
 @pytest.mark.parametrize('package', PACKAGES)
 def test_texts_are_without_old_habits(package):
-    if package in UNREVISED: pytest.skip(f'{package} has not been revised')
     found = list(old_habits(package))
     assert not found, '\n'.join(found)
 

@@ -8,21 +8,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from copies import TRAINER, call, start  # noqa: E402
+from copies import TRAINER, start, status_of  # noqa: E402
 from stage_kills import tune  # noqa: E402
 from tiny_models import tiny_lm  # noqa: E402
 
 TEXT = ['how are you', 'is she old', 'i am fine thank you', 'what is this']*2
 NEVER = 10**9
-
-
-def ended(*arguments) -> int:
-    "The exit status of a fine-tuning in a process of its own."
-    p = call(tune, *arguments)
-    p.join(300)
-    p.kill()
-    p.join()
-    return p.exitcode
 
 
 def made(room: Path) -> dict[str, str]:
@@ -36,7 +27,7 @@ def test_killed_at_a_write(tmp_path, request):
     model = tiny_lm(tmp_path/'model', 'opt', TEXT)
     room = tmp_path/'room'
     room.mkdir()
-    assert ended(room, model, TEXT, NEVER, False, tmp_path/'counted') == 0
+    assert status_of(tune, room, model, TEXT, NEVER, False, tmp_path/'counted') == 0
     whole = made(room)
     assert {Path(name).parts[0] for name in whole} == {'adapter'}
     n_writes = int((tmp_path/'counted').read_text())
@@ -45,6 +36,6 @@ def test_killed_at_a_write(tmp_path, request):
     for i in range(tried):
         for p in (room/'adapter').glob('*'): p.unlink()
         at = i*n_writes//tried
-        assert ended(room, model, TEXT, at, i % 2 == 1) in (-signal.SIGKILL, -signal.SIGXFSZ, 0)
-        assert ended(room, model, TEXT, NEVER) == 0
+        assert status_of(tune, room, model, TEXT, at, i % 2 == 1) in (-signal.SIGKILL, -signal.SIGXFSZ, 0)
+        assert status_of(tune, room, model, TEXT, NEVER) == 0
         assert made(room) == whole, at

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from copies import TRAINER, call, start  # noqa: E402
+from copies import TRAINER, start, status_of  # noqa: E402
 from stage_kills import OWN, STAGES, do, put_back, run_of  # noqa: E402
 from tiny_models import tiny_audio_llm, tiny_lm  # noqa: E402
 
@@ -26,15 +26,6 @@ from b2t_kaggle.rescoring.hypotheses import Entry, Hypotheses, read_hypotheses, 
 from b2t_kaggle.training.history import read_history  # noqa: E402
 
 NEVER = 10**9
-
-
-def finish(*arguments) -> int:
-    "The exit status of a stage in a process of its own."
-    p = call(do, *arguments)
-    p.join(300)
-    p.kill()
-    p.join()
-    return p.exitcode
 
 
 def give(room: Path) -> None:
@@ -64,9 +55,9 @@ def stages(tmp_path_factory):
     known = {}
     for name in STAGES:
         give(room)
-        for earlier in OWN.get(name, ()): assert finish(room, name, NEVER, False, None, earlier) == 0, earlier
+        for earlier in OWN.get(name, ()): assert status_of(do, room, name, NEVER, False, None, earlier) == 0, earlier
         put_back(room, tmp/name)
-        assert finish(room, name, NEVER, False, tmp/'counted') == 0, name
+        assert status_of(do, room, name, NEVER, False, tmp/'counted') == 0, name
         known[name] = int((tmp/'counted').read_text()), made(room)
     return room, known
 
@@ -109,11 +100,11 @@ def test_a_stage_that_is_killed_at_a_write_makes_the_same(stages, name, request)
     for at, halfway in draw(name, request.config.getoption('--faults')//4, count):
         when = f'after a kill {"in the middle of" if halfway else "before"} write {at}'
         put_back(room.parent/name, room)
-        status = finish(room, name, at, halfway)
+        status = status_of(do, room, name, at, halfway)
         # Nothing that may not grow is written after the last ones
         assert status in ((-signal.SIGXFSZ, 0) if halfway else (-signal.SIGKILL,)), f'{name} ended with {status} {when}'
         kills += status != 0
-        assert finish(room, name, NEVER) == 0, f'{name} does not go on {when}'
+        assert status_of(do, room, name, NEVER) == 0, f'{name} does not go on {when}'
         assert made(room) == expected, f'{name} makes something else {when}'
         left = [p for p in room.rglob('.*') if '.tmp' in p.name]
         assert not left, f'{name} leaves something {when}: {left}'

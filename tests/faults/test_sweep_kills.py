@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from copies import TRAINER, call, start  # noqa: E402
+from copies import TRAINER, start, status_of  # noqa: E402
 from stage_kills import _is_write  # noqa: E402
 
 pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')
@@ -45,15 +45,6 @@ def do(folder: Path, study: str | None, at: int, counted: Path | None = None) ->
     if counted: counted.write_text(str(n))
 
 
-def finish(*arguments) -> int:
-    "Exit status of a sweep in a process of its own."
-    p = call(do, *arguments)
-    p.join(300)
-    p.kill()
-    p.join()
-    return p.exitcode
-
-
 def table(folder: Path) -> str:
     return pd.read_csv(folder/'out'/'toy'/'sweep.csv').drop(columns='minutes').to_csv()
 
@@ -64,15 +55,16 @@ def test_a_sweep_that_is_killed_at_a_write_has_the_same_table(kind, tmp_path, re
     def study(folder): return str(folder/'journal') if kind == 'journal' else None
     whole = tmp_path/'whole'
     whole.mkdir()
-    assert finish(whole, study(whole), 10**9, tmp_path/'counted') == 0
+    assert status_of(do, whole, study(whole), 10**9, tmp_path/'counted') == 0
     count, expected = int((tmp_path/'counted').read_text()), table(whole)
     assert count > 50
     kills = np.random.default_rng(list(kind.encode())).permutation(count)[:request.config.getoption('--faults')//2]
     for at in sorted(map(int, kills)):
         folder = tmp_path/f'{at}'
         folder.mkdir()
-        assert finish(folder, study(folder), at) == -signal.SIGKILL, f'it was not killed before write {at} of {count}'
-        assert finish(folder, study(folder), 10**9) == 0, f'it does not continue after a kill before write {at}'
+        killed = status_of(do, folder, study(folder), at)
+        assert killed == -signal.SIGKILL, f'it was not killed before write {at} of {count}'
+        assert status_of(do, folder, study(folder), 10**9) == 0, f'it does not continue after a kill before write {at}'
         assert table(folder) == expected, f'it differs after a kill before write {at} of {count}'
         left = [p for p in folder.rglob('.*') if '.tmp' in p.name]
         assert not left, f'it leaves something after a kill before write {at}: {left}'
