@@ -51,6 +51,11 @@ def test_two_commands_lead_to_sentences_error_rates_and_a_csv(data):
     assert len((data/'runs/mine/submission.csv').read_text().splitlines()) == 4
 
 
+def test_two_files_of_one_split_are_refused(data):
+    made = b2t('import-logits', data/'val.npz', data/'val.npz', '--data', data/'sessions', '--name', 'twice')
+    assert made.exit_code == 2 and 'found 2 files for val, expected one of each split' in made.output
+
+
 def test_another_order_of_the_classes_is_named(data):
     made = b2t('import-logits', data/'val.npz', '--data', data/'sessions', '--name', 'other', '--out', data/'runs',
                '--work', data/'work')

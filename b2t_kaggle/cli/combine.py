@@ -276,6 +276,9 @@ def import_logits(files, classes, force, overrides, **options):
     of the classes are checked. Then `b2t run` on this run decodes them, with --set lm.path=FILE by an n-gram of
     your own."""
     splits = {_split_of(path): path for path in files}
+    if len(splits) < len(files):
+        raise click.UsageError(f'found {len(files)} files for {" and ".join(sorted(splits))}, expected one of '
+                               'each split')
     options['name'] = options['name'] or (None if options['output_dir'] else 'imported')
     run = open_run(overrides=overrides, until='pack', force=force, **options)
     run.save()
