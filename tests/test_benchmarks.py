@@ -1,6 +1,8 @@
-"""Notebooks are as they are committed: the figures of a benchmark are those of its code, others have no outputs, and
-in no notebook much is exported before something runs."""
+"""Notebooks are as they are committed: outputs of benchmarks and reader's notebooks belong to their code, others have
+none, and in no notebook much is exported before something runs."""
 import ast
+import base64
+import io
 import json
 import re
 import sys
@@ -9,10 +11,11 @@ from pathlib import Path
 import pytest
 from nbformat import ValidationError, validate
 from nbformat.warnings import DuplicateCellId
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT/'tools'))
-from bench import code_hash, problem, stamped  # noqa: E402
+from bench import LARGEST, code_hash, is_reader, problem, readers, stamped  # noqa: E402
 
 BENCHMARKS = sorted((ROOT/'nbs'/'benchmarks').glob('*.ipynb'))
 NOTEBOOKS = sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if p.parent.name != '.ipynb_checkpoints')
@@ -22,7 +25,7 @@ NOTEBOOK = {'metadata': {'kernelspec': {'name': 'python3'}}, 'nbformat': 4, 'nbf
      'outputs': [{'text': '1'}, {'name': 'stderr', 'text': 'a bar\r'}]}]}
 
 
-@pytest.mark.parametrize('path', BENCHMARKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', [*BENCHMARKS, *readers()], ids=lambda p: p.stem)
 def test_outputs_are_those_of_the_code(path):
     found = problem(path)
     assert found is None, found
@@ -37,9 +40,10 @@ def test_notebooks_are_as_their_format_says():
 
 def test_all_other_notebooks_come_without_outputs():
     for path in NOTEBOOKS:
-        if path.parent.name == 'benchmarks': continue
-        cells = json.loads(path.read_text(encoding='utf-8'))['cells']
-        assert not [c['id'] for c in cells if c.get('outputs')], f'{path.relative_to(ROOT)}: outputs belong to the site'
+        notebook = json.loads(path.read_text(encoding='utf-8'))
+        if path.parent.name == 'benchmarks' or is_reader(notebook): continue
+        cells = [c['id'] for c in notebook['cells'] if c.get('outputs')]
+        assert not cells, f'{path.relative_to(ROOT)}: outputs belong to the site'
 
 
 def test_a_changed_cell_is_noticed_and_a_changed_text_is_not(tmp_path):
@@ -64,6 +68,23 @@ def test_a_changed_cell_is_noticed_and_a_changed_text_is_not(tmp_path):
     done['cells'][1].update(source=NOTEBOOK['cells'][1]['source'], outputs=[])
     write(done)
     assert 'outputs are gone' in problem(path)
+
+
+def test_a_readers_notebook_has_its_pictures_and_is_small(tmp_path):
+    drawn = io.BytesIO()
+    Image.new('RGB', (8, 8)).save(drawn, 'png')
+    picture = dict(data={'image/png': base64.b64encode(drawn.getvalue()).decode()})
+    path = tmp_path/'x.ipynb'
+    def problem_with(*outputs):
+        notebook = json.loads(json.dumps(NOTEBOOK | dict(metadata=dict(b2t=dict(pictures=2)))))
+        notebook['cells'][1]['outputs'] = list(outputs)
+        done = stamped(notebook, 'a machine', 'abc')
+        assert len(done['cells']) == 2 # The line at the end of a benchmark would be part of the README
+        path.write_text(json.dumps(done))
+        return problem(path)
+    assert problem_with(picture, picture) is None
+    assert 'x.ipynb: 1 pictures, expected at least 2' == problem_with(picture)
+    assert 'bytes of outputs' in problem_with(picture, picture, {'text': '.'*LARGEST})
 
 
 # A reader sees code run: exported cells are followed by examples

@@ -1,81 +1,128 @@
-"""Executes a benchmark in place and writes down when, where and from which code: `./kit bench 06_decoding`.
+"""Execute a notebook in place and keep its outputs: `./kit bench 06_decoding`, `./kit bench nbs/00_phonemes.ipynb`.
 
-The committed outputs are the figures that the documentation speaks of. The notebook's metadata hold a hash of its code
-cells; tests/test_benchmarks.py refuses one whose code is another than the one that was executed.
+Benchmarks have the figures that the documentation cites. Reader's notebooks have pictures; their metadata say how many
+at least (`"b2t": {"pictures": 2}`), and `./kit bench readers` executes all of them. Both store a hash of their code
+cells, and tests/test_benchmarks.py fails if the code has changed since.
 """
+import base64
 import hashlib
+import io
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT/'nbs'/'benchmarks'
-LINE = '*Executed '   # how the last cell begins, which says the same to a reader
+NBS = ROOT/'nbs'
+LINE = '*Executed '    # Begins the last cell of a benchmark, which shows the stamp to a reader
+LARGEST = 150_000      # Bytes of a reader's notebook that are outputs
+
+
+def read(path: Path) -> dict: return json.loads(path.read_text(encoding='utf-8'))
+
+
+def readers() -> list[Path]:
+    "The notebooks outside the benchmarks that keep their outputs."
+    return [p for p in sorted(NBS.rglob('*.ipynb')) if '.ipynb_checkpoints' not in p.parts and is_reader(read(p))]
+
+
+def is_reader(notebook: dict) -> bool: return 'pictures' in notebook['metadata'].get('b2t', {})
 
 
 def code_hash(
-    notebook: dict, # As JSON holds it
+    notebook: dict, # Parsed JSON
 ) -> str:
-    "Of all code cells, without their outputs."
+    "Hash of all code cells without their outputs."
     cells = [''.join(c['source']) for c in notebook['cells'] if c['cell_type'] == 'code']
     return hashlib.sha256('\n\0'.join(cells).encode()).hexdigest()[:16]
 
 
+def pictures(notebook: dict) -> Iterator[dict]:
+    "The data of each output that is a picture."
+    for cell in notebook['cells']:
+        for out in cell.get('outputs', []):
+            if out.get('data', {}).keys() & {'image/png', 'image/svg+xml'}: yield out['data']
+
+
 def problem(
-    path: Path, # Of a benchmark
+    path: Path, # Benchmark or reader's notebook
 ) -> str | None:
-    "Why its outputs are not those of its code, if they are not."
-    notebook = json.loads(path.read_text(encoding='utf-8'))
-    stamp = notebook['metadata'].get('b2t')
-    if stamp is None: return f'{path.name}: never executed; ./kit bench {path.stem}'
-    if stamp['code'] != code_hash(notebook):
-        return f'{path.name}: its code changed since {stamp["executed"]}; ./kit bench {path.stem}'
-    if any(c.get('outputs') for c in notebook['cells']): return None
-    return f'{path.name}: its outputs are gone; ./kit bench {path.stem}'
+    "Why the outputs of a notebook are not up to date, or None."
+    notebook = read(path)
+    stamp = notebook['metadata'].get('b2t', {})
+    again = f'./kit bench {path.relative_to(ROOT) if ROOT in path.parents else path.stem}'
+    if 'code' not in stamp: return f'{path.name}: never executed; {again}'
+    if stamp['code'] != code_hash(notebook): return f'{path.name}: its code changed since {stamp["executed"]}; {again}'
+    if not any(c.get('outputs') for c in notebook['cells']): return f'{path.name}: its outputs are gone; {again}'
+    if not is_reader(notebook): return None
+    n = sum(1 for _ in pictures(notebook))
+    if n < stamp['pictures']: return f'{path.name}: {n} pictures, expected at least {stamp["pictures"]}'
+    size = len(json.dumps([c.get('outputs', []) for c in notebook['cells']]))
+    return f'{path.name}: {size:,} bytes of outputs, expected at most {LARGEST:,}' if size > LARGEST else None
+
+
+def smaller(
+    png: str, # Base64
+) -> str:
+    "A picture in 64 colours if that is smaller, else unchanged."
+    from PIL import Image
+    made = io.BytesIO()
+    Image.open(io.BytesIO(base64.b64decode(png))).convert('RGB').quantize(64).save(made, 'png', optimize=True)
+    return min(base64.b64encode(made.getvalue()).decode(), png.strip(), key=len)
 
 
 def stamped(
     notebook: dict, # Executed
     machine: str,   # What it ran on
-    commit: str,    # The state of the repository
+    commit: str,    # State of the repository
 ) -> dict:
-    "The notebook with the record of its execution, as metadata and as its last line; bars and warnings are no results."
-    stamp = dict(executed=date.today().isoformat(), machine=machine, commit=commit, code=code_hash(notebook))
+    """The notebook with the record of its execution as metadata, without progress bars and warnings.
+
+    Benchmarks also get the record as their last line; pictures are compressed, temporary paths shortened."""
+    stamp = notebook['metadata'].get('b2t', {}) | dict(executed=date.today().isoformat(), machine=machine,
+                                                       commit=commit, code=code_hash(notebook))
     for c in notebook['cells']:
         if c['metadata'].get('tags') == []: del c['metadata']['tags']   # papermill's
         if c.get('outputs'): c['outputs'] = [o for o in c['outputs'] if o.get('name') != 'stderr']
+    for data in pictures(notebook):
+        if 'image/png' in data: data['image/png'] = smaller(data['image/png'])
     cells = [c for c in notebook['cells'] if not ''.join(c['source']).startswith(LINE)]
-    line = f'{LINE}{stamp["executed"]} on {machine}, commit {commit}.*'
-    cells.append(dict(cell_type='markdown', id=f'c{len(cells):03}', metadata={}, source=[line]))
+    if not is_reader(notebook):
+        line = f'{LINE}{stamp["executed"]} on {machine}, commit {commit}.*'
+        cells.append(dict(cell_type='markdown', id=f'c{len(cells):03}', metadata={}, source=[line]))
     return notebook | dict(cells=cells, metadata=notebook['metadata'] | dict(b2t=stamp))
 
 
-def execute(name: str):
-    "Execute a benchmark; its file changes only when every cell went well."
+def execute(path: Path):
+    "Execute a notebook; its file changes only if every cell succeeds."
     from papermill import PapermillExecutionError, execute_notebook
 
     from b2t_kaggle.devices.machine import cpu_name
     from b2t_kaggle.pipeline.kernels import kernel_manager
-    path = FOLDER/f'{name}.ipynb'
-    describe = ['git', 'describe', '--always', '--dirty=+']   # a plus stands for changes that are not committed
+    describe = ['git', 'describe', '--always', '--dirty=+']   # a plus means uncommitted changes
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     machine = f'{cpu_name()}, {platform.system()}, Python {platform.python_version()}'
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)/path.name
-        os.environ.update(OMP_WAIT_POLICY='PASSIVE', TF_CPP_MIN_LOG_LEVEL='2')
+        (Path(folder)/'matplotlibrc').write_text('figure.dpi: 72\n')
+        os.environ.update(OMP_WAIT_POLICY='PASSIVE', TF_CPP_MIN_LOG_LEVEL='2', MATPLOTLIBRC=folder)
         os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
         try: execute_notebook(path, out, kernel_name='python3', kernel_manager_class=kernel_manager(), cwd=path.parent)
-        except PapermillExecutionError as e: sys.exit(f'{e}\n{path.name} failed; its file is as it was')
-        notebook = stamped(json.loads(out.read_text(encoding='utf-8')), machine, commit or 'unknown')
+        except PapermillExecutionError as e: sys.exit(f'{e}\n{path.name} failed; its file is unchanged')
+        text = out.read_text(encoding='utf-8').replace(f'{ROOT}/', '')
+        text = re.sub(rf'{tempfile.gettempdir()}/tmp\w+', '/tmp/…', text)
+        notebook = stamped(json.loads(text), machine, commit or 'unknown')
     path.write_text(json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + '\n', encoding='utf-8')
     subprocess.run(['nbdev_clean', '--fname', path], cwd=ROOT, check=True)
-    print(f'{path.relative_to(ROOT)}: {notebook["cells"][-1]["source"][0]}')
+    print(f'{path.relative_to(ROOT)}: executed on {machine}, commit {commit}')
 
 
 if __name__ == '__main__':
-    for name in sys.argv[1:]: execute(name)
+    for name in sys.argv[1:]:
+        for path in readers() if name == 'readers' else [ROOT/name]: execute(path)

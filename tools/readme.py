@@ -1,4 +1,4 @@
-"""Writes README.md: nbs/index.ipynb, executed by the Python that runs this, and its outputs."""
+"""Write README.md: nbs/index.ipynb, executed by the Python that runs this, and its outputs without pictures."""
 from pathlib import Path
 
 import nbformat
@@ -12,11 +12,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def markdown() -> str:
-    "The page, whose examples were executed."
+    "The page, whose examples were executed; a cell that draws is left out."
     page = nbformat.read(ROOT/'nbs'/'index.ipynb', as_version=4)
     execution = ExecutePreprocessor(kernel_name='python3', kernel_manager_class=kernel_manager(),
                                     extra_arguments=['--IPKernelApp.log_level=40'])
     execution.preprocess(page, dict(metadata=dict(path=ROOT/'nbs')))
+    page.cells = [c for c in page.cells if not any('image/png' in o.get('data', {}) for o in c.get('outputs', []))]
     return MarkdownExporter().from_notebook_node(page)[0]
 
 
