@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
@@ -22,6 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'
 LINE = '*Executed '    # Begins the last cell of a benchmark, which shows the stamp to a reader
 LARGEST = 150_000      # Bytes of a reader's notebook that are outputs
+# What changes with each execution
+CHANGING = {rf'{ROOT}/': '', rf'{tempfile.gettempdir()}/tmp\w+': '/tmp/…',
+            r"(first step after |'seconds': )[\d.]+": r'\1…'}
 
 
 def read(path: Path) -> dict: return json.loads(path.read_text(encoding='utf-8'))
@@ -43,11 +45,9 @@ def code_hash(
     return hashlib.sha256('\n\0'.join(cells).encode()).hexdigest()[:16]
 
 
-def pictures(notebook: dict) -> Iterator[dict]:
-    "The data of each output that is a picture."
-    for cell in notebook['cells']:
-        for out in cell.get('outputs', []):
-            if out.get('data', {}).keys() & {'image/png', 'image/svg+xml'}: yield out['data']
+def n_pictures(notebook: dict) -> int:
+    kinds = [o.get('data', {}).keys() for c in notebook['cells'] for o in c.get('outputs', [])]
+    return sum(bool(kind & {'image/png', 'image/svg+xml'}) for kind in kinds)
 
 
 def problem(
@@ -61,7 +61,7 @@ def problem(
     if stamp['code'] != code_hash(notebook): return f'{path.name}: its code changed since {stamp["executed"]}; {again}'
     if not any(c.get('outputs') for c in notebook['cells']): return f'{path.name}: its outputs are gone; {again}'
     if not is_reader(notebook): return None
-    n = sum(1 for _ in pictures(notebook))
+    n = n_pictures(notebook)
     if n < stamp['pictures']: return f'{path.name}: {n} pictures, expected at least {stamp["pictures"]}'
     size = len(json.dumps([c.get('outputs', []) for c in notebook['cells']]))
     return f'{path.name}: {size:,} bytes of outputs, expected at most {LARGEST:,}' if size > LARGEST else None
@@ -77,21 +77,29 @@ def smaller(
     return min(base64.b64encode(made.getvalue()).decode(), png.strip(), key=len)
 
 
+def cleaned(
+    outputs: list[dict], # Outputs of a cell
+) -> list[dict]:
+    "Outputs without progress bars, warnings, temporary paths and times, and with small pictures."
+    text = json.dumps([o for o in outputs if o.get('name') != 'stderr'], ensure_ascii=False)
+    for pattern, value in CHANGING.items(): text = re.sub(pattern, value, text)
+    made = json.loads(text)
+    for data in (o.get('data', {}) for o in made):
+        if 'image/png' in data: data['image/png'] = smaller(data['image/png'])
+    return made
+
+
 def stamped(
     notebook: dict, # Executed
     machine: str,   # What it ran on
     commit: str,    # State of the repository
 ) -> dict:
-    """The notebook with the record of its execution as metadata, without progress bars and warnings.
-
-    Benchmarks also get the record as their last line; pictures are compressed, temporary paths shortened."""
+    "The notebook with clean outputs and the record of its execution as metadata; in a benchmark also as its last line."
     stamp = notebook['metadata'].get('b2t', {}) | dict(executed=date.today().isoformat(), machine=machine,
                                                        commit=commit, code=code_hash(notebook))
     for c in notebook['cells']:
         if c['metadata'].get('tags') == []: del c['metadata']['tags']   # papermill's
-        if c.get('outputs'): c['outputs'] = [o for o in c['outputs'] if o.get('name') != 'stderr']
-    for data in pictures(notebook):
-        if 'image/png' in data: data['image/png'] = smaller(data['image/png'])
+        if c.get('outputs'): c['outputs'] = cleaned(c['outputs'])
     cells = [c for c in notebook['cells'] if not ''.join(c['source']).startswith(LINE)]
     if not is_reader(notebook):
         line = f'{LINE}{stamp["executed"]} on {machine}, commit {commit}.*'
@@ -115,9 +123,7 @@ def execute(path: Path):
         os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
         try: execute_notebook(path, out, kernel_name='python3', kernel_manager_class=kernel_manager(), cwd=path.parent)
         except PapermillExecutionError as e: sys.exit(f'{e}\n{path.name} failed; its file is unchanged')
-        text = out.read_text(encoding='utf-8').replace(f'{ROOT}/', '')
-        text = re.sub(rf'{tempfile.gettempdir()}/tmp\w+', '/tmp/…', text)
-        notebook = stamped(json.loads(text), machine, commit or 'unknown')
+        notebook = stamped(read(out), machine, commit or 'unknown')
     path.write_text(json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + '\n', encoding='utf-8')
     subprocess.run(['nbdev_clean', '--fname', path], cwd=ROOT, check=True)
     print(f'{path.relative_to(ROOT)}: executed on {machine}, commit {commit}')
