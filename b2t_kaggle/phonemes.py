@@ -293,7 +293,7 @@ def _chunk_phonemes(graphone: int) -> list[str]:
     "The phonemes of a graphone."
     return [PHONEMES[p] for p in divmod(graphone % _N**2, _N) if p]
 
-# %% ../nbs/00_phonemes.ipynb #c039
+# %% ../nbs/00_phonemes.ipynb #c041
 def _scramble(h: np.ndarray) -> np.ndarray:
     "Scramble 64-bit keys, so that the order of an n-gram's graphones counts."
     h = (h ^ (h >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -308,7 +308,7 @@ def _find(keys: np.ndarray, values: np.ndarray, query: np.ndarray, default: floa
     i = np.minimum(np.searchsorted(keys, query), len(keys) - 1)
     return np.where(keys[i] == query, values[i], default)
 
-# %% ../nbs/00_phonemes.ipynb #c041
+# %% ../nbs/00_phonemes.ipynb #c043
 def _suffix_keys(seq: np.ndarray, order: int) -> list[np.ndarray]:
     "For n = 0 … order the key of the n graphones that end at each place of sequences [W, L]."
     keys = [np.zeros(seq.shape, np.uint64)]
@@ -360,7 +360,7 @@ def _ngram_log_probs(tables, n_types: int, history: np.ndarray, candidates: np.n
         p = np.where(known[:, None], found, 0.) + weight*p
     return np.log(p)
 
-# %% ../nbs/00_phonemes.ipynb #c045
+# %% ../nbs/00_phonemes.ipynb #c047
 class _Speller:
     "Letter-to-sound model learned from pairs of words and pronunciations: joint sequences (Bisani and Ney, 2008)."
     order = 6
@@ -412,7 +412,7 @@ class _Speller:
         best: tuple[str, ...] = max(sums, key=sums.__getitem__, default=())
         return list(best)
 
-# %% ../nbs/00_phonemes.ipynb #c047
+# %% ../nbs/00_phonemes.ipynb #c049
 def _spellable() -> dict[str, list[str]]:
     "The words of the dictionary from which spelling is learned, with their first pronunciation."
     return {w: p[0] for w, p in _dictionary().items() if re.fullmatch("[a-z']{1,18}", w)}
@@ -433,7 +433,7 @@ def letters_to_sounds(
     if pron: return pron
     return [p for c in word.replace("'", '') for p in _dictionary()[c][0]] # All letters silent: spell them out
 
-# %% ../nbs/00_phonemes.ipynb #c052
+# %% ../nbs/00_phonemes.ipynb #c054
 _HISSING = set('S Z SH ZH CH JH'.split())
 _VOICELESS = set('P T K F TH'.split())
 
@@ -466,7 +466,7 @@ def is_guessed(
     _pronounced(word, note)
     return bool(guessed)
 
-# %% ../nbs/00_phonemes.ipynb #c055
+# %% ../nbs/00_phonemes.ipynb #c057
 _PATTERNS = { # Of the homographs that the labels' tool has and whose readings differ in phonemes
     'stress': """abstract addict attribute combat combine commune compact complex compound concert conduct conflict
         console contest contract contrast converse convert convict decrease defect desert digest discard discharge
@@ -502,7 +502,7 @@ def _readings(word: str) -> tuple[list[str], list[str]] | None:
     pair = _distinct([*verb[:1], *(pron for _, pron in other[:1])])
     return (pair[0], pair[1]) if len(pair) == 2 else None
 
-# %% ../nbs/00_phonemes.ipynb #c058
+# %% ../nbs/00_phonemes.ipynb #c060
 _SUBJECT = set("i you we they who i've you've we've they've".split())
 _SUBJECT_S = set('he she it who which that'.split()) # Before a verb in -s
 _AUXILIARY = set("""to do does did don't doesn't didn't can could will would shall should may might must can't couldn't
@@ -536,7 +536,7 @@ def _is_verb(words: list[str], i: int) -> bool:
     is_plural = before in _PLURAL or re.search("[^su']s$", before) and before not in _NOT_PLURAL
     return bool(is_plural) and (has_object or after in _PREPOSITION)
 
-# %% ../nbs/00_phonemes.ipynb #c061
+# %% ../nbs/00_phonemes.ipynb #c063
 def sentence_to_phonemes(
     sentence: str, # Any text; normalised first
 ) -> list[str]:    # Phoneme names, `SIL` after every word
@@ -549,7 +549,7 @@ def sentence_to_phonemes(
         if prons: phonemes += [*prons[0], 'SIL']
     return phonemes
 
-# %% ../nbs/00_phonemes.ipynb #c064
+# %% ../nbs/00_phonemes.ipynb #c066
 def normalize_words(
     words: Iterable[str], # Any words
 ) -> Iterator[str]:

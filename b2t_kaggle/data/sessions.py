@@ -429,7 +429,7 @@ def write_session(
         file.check()
     return path
 
-# %% ../../nbs/data/00_sessions.ipynb #c047
+# %% ../../nbs/data/00_sessions.ipynb #c049
 def _split_files(folder: Path) -> list[Path]:
     "The files of a session that are there."
     return [p for p in (session_path(folder.parent, folder.name, s) for s in SPLITS) if p.exists()]
@@ -467,7 +467,7 @@ def _check_folders(data_dir: Path, selected: list[str] | None = None) -> Iterato
         if any(data_dir.glob('train/*.mat')): advice = 'import these MATLAB files with `b2t data import`'
         yield Problem(str(data_dir), '', '', 'no sessions', 'folders t15.YYYY.MM.DD', advice)
 
-# %% ../../nbs/data/00_sessions.ipynb #c049
+# %% ../../nbs/data/00_sessions.ipynb #c051
 def validate(
     data_dir: str | Path,   # Folder with the session folders
     progress: bool = False, # Show a progress bar
@@ -495,7 +495,7 @@ def validate(
                         'wait until it is complete, and check again'))
     return pd.DataFrame([asdict(p) for p in problems], columns=[f.name for f in fields(Problem)])
 
-# %% ../../nbs/data/00_sessions.ipynb #c053
+# %% ../../nbs/data/00_sessions.ipynb #c056
 def unpacked_bytes(
     path: str | Path, # A session's file
 ) -> int:             # At least its size
