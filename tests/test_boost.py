@@ -192,15 +192,6 @@ def test_a_large_bonus_does_not_empty_the_search(tmp_path):
             for bonus in (6., 20., 60.): assert plain.with_boost({word: bonus}).decode(x)[0].total >= least - 1e-6
 
 
-def test_beside_spelled_words(lm):
-    "A boosted word is the lexicon's, not one that is spelled; both have their scores."
-    lexicon = build_lexicon(['a', 'b', 'c'])
-    spoken = frames_of('EY SIL BLANK Z AO R SIL BLANK F UW SIL'.split())
-    plain = LexiconBeamDecoder(lexicon, lm, oov_penalty=2.)
-    assert plain.decode(spoken)[0].text == 'a z-ao-r f-uw'
-    assert plain.with_boost([Boost('zor', 1.0, 'Z AO R')]).decode(spoken)[0].text == 'a zor f-uw'
-
-
 def test_pronunciations_are_added(lm):
     lexicon = {'a': [['EY']], 'tomato': [['T', 'AH', 'M', 'EY', 'T', 'OW']]}
     spoken = frames_of('EY SIL BLANK T AH M AA T OW SIL'.split())

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Lexicon', 'PHONEME_CLASSES', 'Trie', 'Classes', 'classes_of', 'spellings_of', 'flatten', 'count_bits', 'lowest_bit',
-           'build_trie', 'add_words', 'AddedWord', 'added_words', 'with_spelling']
+           'build_trie', 'add_words', 'AddedWord', 'added_words']
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c003
 import itertools
@@ -48,13 +48,6 @@ class Classes(NamedTuple):
     spoken: tuple[str, ...]     # Tokens of words
     word_end: int               # Class after each word, -1 without one
     columns: np.ndarray | None  # Column of each class in the model's output [K]; `None` for this order
-
-    def check_spelling(self) -> None:
-        "Raise `ValueError` if words outside the lexicon cannot be spelled with these classes."
-        problem = ('without a word_end nothing says where they end' if self.word_end < 0 else
-                   f'found {len(self.names)} tokens, expected at most {_BITS}' if len(self.names) > _BITS else
-                   "found the token '-', which joins them; give it another name" if '-' in self.spoken else '')
-        if problem: raise ValueError(f'oov_penalty spells words; {problem}')
 
 PHONEME_CLASSES = Classes(tuple(PHONEMES), tuple(PHONEMES[1:-1]), len(PHONEMES) - 1, None)
 
@@ -277,17 +270,3 @@ def added_words(boosts: Sequence[Boost], lexicon: Container[str]) -> list[AddedW
         for word, phonemes in zip(b.words, b.phonemes): given[word].append(phonemes)
     words = {w: prons for w, prons in given.items() if prons or w not in lexicon}
     return [AddedWord(w, prons or pronunciations(w), not prons and is_guessed(w)) for w, prons in words.items()]
-
-# %% ../../nbs/decoding/00_lexicon.ipynb #c038
-def with_spelling(trie: Trie, unknown: float) -> Trie:
-    "Add a node for each phoneme, to spell words outside the lexicon; `unknown` is the ln probability of `<unk>`."
-    word_end = trie.nodes['symbol'][0]
-    loop = np.zeros(word_end - 1, _NODE)
-    loop['parent'] = -1
-    loop['symbol'] = np.arange(1, word_end)
-    loop['ahead'] = unknown
-    loop['first_word'] = len(trie.words)
-    loop['n_words'] = 1
-    nodes = np.append(trie.nodes, loop)
-    nodes['ahead'][0] = max(nodes['ahead'][0], unknown) # Spelling also begins at the root
-    return trie._replace(nodes=nodes, words=np.append(trie.words, trie.words.max() + np.int32(1)))

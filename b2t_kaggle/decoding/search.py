@@ -87,7 +87,6 @@ class Options(NamedTuple):
     threshold: np.float32   # Gap to the best hypothesis that drops one
     lm_weight: np.float32   # Weight of the n-gram's score
     word_score: np.float32  # Score added per word
-    oov_penalty: np.float32 # Cost of each phoneme of a spelled word; infinity spells none
     most_bonus: np.float32  # The most that boosts add to a word's score
 
 class Model(NamedTuple):
@@ -101,18 +100,17 @@ class Search:
 
     The compiled search stops when it needs something from Python, answers of KenLM or larger arrays, and continues."""
     def __init__(self,
-        trie: Trie,                # Trie of the lexicon, perhaps `with_spelling`
+        trie: Trie,                # Trie of the lexicon
         scorer: NGramScorer | HistoryScorer, # n-gram, perhaps with a fusion
         beam: int,                 # Hypotheses kept per frame
         lm_weight: float = 1.0,    # Weight of the scorer's answers
         word_score: float = 0.0,   # Score added per word
-        oov_penalty: float = np.inf, # Cost of each phoneme of a spelled word; infinity spells none
         most_bonus: float = 0.0,   # The most that the scorer's boosts add to a word's score
     ):
         self.trie = trie
         self.scorer = scorer
         self.options = Options(beam, np.float32(np.inf), np.float32(lm_weight), np.float32(word_score),
-                               np.float32(oov_penalty), np.float32(most_bonus))
+                               np.float32(most_bonus))
         self.n_frames = 0 # Of the trial
         self._allocate(256 + beam, np.zeros(beam, _HYP), np.zeros(_ARENA_SIZE, _ENTRY), np.zeros(1, _COUNTERS))
 
@@ -381,33 +379,6 @@ def _end_words(frame, model, state):
 
 # %% ../../nbs/decoding/04_search.ipynb #c043
 @_jit
-def _spell(frame, model, state, n):
-    "Continue or begin to spell; returns the number of candidates."
-    trie, options = model.trie, model.options
-    hyps, paths, candidates, arena, count = state.hyps, state.paths, state.candidates, state.arena, state.counters[0]
-    ahead = options.lm_weight*trie.nodes[-1].ahead
-    word_end = trie.nodes[0].symbol
-    most = frame.scores[1:word_end].max()
-    marker = trie.words[-1] # The word that ends a spelling; its phonemes are numbered after it
-    for i in range(count.n_hyps):
-        node = trie.nodes[hyps[i].node]
-        if node.parent >= 0 or paths[i].score + most - options.oov_penalty + ahead < frame.bound: continue
-        if _overflows(count, len(arena), n, word_end): return n
-        bits = frame.active
-        while bits:
-            s = lowest_bit(bits)
-            bits &= bits - 1 # Clears the lowest bit
-            again = s == node.symbol # Then only after a blank
-            score = (hyps[i].blank if again else paths[i].score) + frame.scores[s] - options.oov_penalty
-            if score + ahead < frame.bound or score == _NEVER: continue
-            history = hyps[i].blank_history if again else paths[i].history
-            history = _add_word(arena, count, history, marker + np.int32(s))
-            _begin_at(candidates[n], len(trie.nodes) - word_end + s, hyps[i].state, score, history, score + ahead)
-            n = _arrive(candidates, state.table, arena, count, n, ahead)
-    return n
-
-# %% ../../nbs/decoding/04_search.ipynb #c045
-@_jit
 def _move_to_children(frame, model, state, n):
     "Move to the active children that are not in the beam; returns the number of candidates."
     scores, active, bound = frame
@@ -434,7 +405,7 @@ def _move_to_children(frame, model, state, n):
             n += 1
     return n
 
-# %% ../../nbs/decoding/04_search.ipynb #c048
+# %% ../../nbs/decoding/04_search.ipynb #c046
 @_jit
 def _arrive_at_children(frame, model, state, n):
     "Move to children one by one; returns the number of candidates."
@@ -482,7 +453,7 @@ def _end_in_tokens(frame, model, state):
             n = _arrive(candidates, state.table, arena, count, n, ahead)
     return n
 
-# %% ../../nbs/decoding/04_search.ipynb #c051
+# %% ../../nbs/decoding/04_search.ipynb #c049
 @_jit
 def _kth_largest(x, k):
     "The k-th largest number, or -inf if there are fewer, by quickselect (Hoare, 1961), which partly sorts `x`."
@@ -529,7 +500,7 @@ def _select(state, beam, total, top, bound):
         if worst == _NEVER: break
     return k
 
-# %% ../../nbs/decoding/04_search.ipynb #c055
+# %% ../../nbs/decoding/04_search.ipynb #c053
 @_jit
 def _take_blank(state):
     hyps, arena, count = state.hyps, state.arena, state.counters[0]
@@ -540,9 +511,6 @@ def _take_blank(state):
         hyp.label = _NEVER
 
 @_jit
-def _spells(options) -> bool: return options.oov_penalty < np.inf
-
-@_jit
 def _all_fit(model, state) -> bool:
     trie, options = model.trie, model.options
     n_hyps = state.counters[0].n_hyps
@@ -551,11 +519,10 @@ def _all_fit(model, state) -> bool:
         node = trie.nodes[state.hyps[i].node]
         total += node.n_words + count_bits(node.children)
         if len(trie.n_children): total += trie.n_children[state.hyps[i].node]
-        if _spells(options) and node.parent < 0: total += trie.nodes[0].symbol
         if total > options.beam: return False
     return True
 
-# %% ../../nbs/decoding/04_search.ipynb #c059
+# %% ../../nbs/decoding/04_search.ipynb #c057
 @_jit
 def _best_of(candidates, start, end, top):
     for i in range(start, end): top = max(top, candidates[i].score)
@@ -579,7 +546,6 @@ def _search_frame(scores, model, state):
     frame = Frame(scores, active, max(bound, top - limit))
     if trie.n_roots > 1: n = _end_in_tokens(frame, model, state)
     else: n = _end_words(frame, model, state)
-    if _spells(options) and not count.overflow: n = _spell(frame, model, state, n)
     if one_by_one and not count.overflow: n = _arrive_at_children(frame, model, state, n)
     if count.overflow or count.n_queries:
         count.n_entries = n_entries
@@ -604,7 +570,7 @@ def _search_frames(scores, skip, t, model, state):
         t += 1
     return t
 
-# %% ../../nbs/decoding/04_search.ipynb #c063
+# %% ../../nbs/decoding/04_search.ipynb #c061
 @_jit
 def _walk_arena(arena, starts, scores, n_texts, max_steps):
     "The best distinct texts, by their hashes: word ids, concatenated, where each begins, and their scores."
@@ -650,7 +616,7 @@ def _walk_arena(arena, starts, scores, n_texts, max_steps):
             entry = here.prev
     return np.array(words, dtype=np.int64), np.array(first, dtype=np.int64), -np.array(costs, dtype=np.float32)
 
-# %% ../../nbs/decoding/04_search.ipynb #c067
+# %% ../../nbs/decoding/04_search.ipynb #c065
 @_jit
 def _complete(model, state):
     "Scores of the complete hypotheses with the sentence's end, and their histories."
@@ -671,7 +637,7 @@ def _complete(model, state):
             k += 1
     return scores[:k], starts[:k]
 
-# %% ../../nbs/decoding/04_search.ipynb #c071
+# %% ../../nbs/decoding/04_search.ipynb #c069
 @_jit
 def _best_text(arena, history):
     words = [np.int64(0)]
@@ -704,7 +670,7 @@ def _unfinished(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
 def _walk(self: Search, starts: np.ndarray, scores: np.ndarray, n_texts: int):
     return _walk_arena(self.state.arena, starts, scores, n_texts, n_texts*(1000 + 20*self.n_frames))
 
-# %% ../../nbs/decoding/04_search.ipynb #c075
+# %% ../../nbs/decoding/04_search.ipynb #c073
 @patch
 def begun_texts(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
     "The best distinct texts of all hypotheses [W] and [n + 1], without the words that these are in."
@@ -724,7 +690,7 @@ def begun_list(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 @patch
 def begun_word(self: Search) -> list[int]:
-    "Classes of the word that the best hypothesis so far is in; empty for a spelled one."
+    "Classes of the word that the best hypothesis so far is in."
     node = int(self.beam['node'][self.beam['score'].argmax()])
     classes: list[int] = []
     while self.trie.nodes[node]['parent'] >= 0:
@@ -755,7 +721,7 @@ def llm_scores(self: Search, words: np.ndarray, starts: np.ndarray) -> np.ndarra
 @patch
 def forget(self: Search) -> None: "Free what a fusion holds for a finished trial."
 
-# %% ../../nbs/decoding/04_search.ipynb #c087
+# %% ../../nbs/decoding/04_search.ipynb #c083
 class FusedSearch(Search):
     "A beam search in which a language model of whole sentences takes part: delayed fusion (Hori et al., 2025)."
     scorer: HistoryScorer

@@ -13,7 +13,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .acoustic import pronunciations, spellings_of_word, word_spans
-from .decoder import LexiconBeamDecoder, join_spellings
+from .decoder import LexiconBeamDecoder
 from .nbest import Hypothesis, Word, agreement, posteriors
 from .search import Search
 
@@ -39,10 +39,8 @@ class Stream:
         self._search = search
 
     def partial(self) -> str:
-        "The complete words of the best hypothesis so far; … for one outside the lexicon."
-        words = self.decoder.words
-        ids = [w for w in self._open_search().best_words() if w <= len(words)] # Others are phonemes of spelled words
-        return ' '.join(words[w] if w < len(words) else '…' for w in ids)
+        "The complete words of the best hypothesis so far."
+        return ' '.join(self.decoder.words[w] for w in self._open_search().best_words())
 
     def finish(self) -> list[Hypothesis]:
         "The n-best of all frames, like `LexiconBeamDecoder.decode`; then the stream is finished."
@@ -65,27 +63,20 @@ def partial_words(self: Stream) -> list[Word]:
     "The words of `partial`, which later frames may change; raises `ValueError` without `frame_ms`."
     decoder, o, search = self.decoder, self.decoder.options, self._open_search()
     if o.frame_ms is None: raise ValueError('the times of words are not known; give LexiconBeamDecoder frame_ms')
-    n = len(decoder.words)
-    best = search.best_words()
+    best = search.best_words().tolist()
+    if not best: return []
     words, starts, scores = search.begun_list(_AROUND)
-    begun = best[np.flatnonzero(np.append(n, best) <= n)[-1]:] - n # Classes spelled after the last complete word
-    words, starts = np.append(best, words), np.append(0, len(best) + starts)
-    spelled: list[tuple[int, ...]] = []
-    if o.oov_penalty is not None: words, starts, spelled = join_spellings(words, starts, n)
-    text, *others = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
-    if not text: return []
-    confidence = agreement(text, others) @ posteriors(scores, o.temperature)
-    spans = self._word_spans(text, spelled, [*begun.tolist(), *search.begun_word()])
-    times = o.frame_offset_ms + o.frame_ms*(spans + [0, 1])
-    names = [decoder.words[w] if w < n else '…' for w in text]
-    return [Word(w, a, b, min(c, 1.)) for w, (a, b), c in zip(names, times.tolist(), confidence.tolist())]
+    texts = [words[a:b].tolist() for a, b in itertools.pairwise(starts.tolist())]
+    confidence = agreement(best, texts) @ posteriors(scores, o.temperature)
+    times = o.frame_offset_ms + o.frame_ms*(self._word_spans(best, search.begun_word()) + [0, 1])
+    return [Word(decoder.words[w], a, b, min(c, 1.)) for w, (a, b), c in zip(best, times.tolist(), confidence.tolist())]
 
 @patch
-def _word_spans(self: Stream, words: list[int], spelled: list[tuple[int, ...]], begun: list[int]) -> np.ndarray:
+def _word_spans(self: Stream, words: list[int], begun: list[int]) -> np.ndarray:
     "First and last frame of each complete word's phonemes on the best path through all frames so far [n, 2]."
     decoder, log_probs = self.decoder, np.concatenate(self._frames)
-    n, word_end = len(decoder.words), decoder.classes.word_end
-    spellings = [spellings_of_word(decoder.vocabulary.prons, w) if w < n else [spelled[w - n]] for w in words]
+    word_end = decoder.classes.word_end
+    spellings = [spellings_of_word(decoder.vocabulary.prons, w) for w in words]
     if begun: spellings.append([tuple(begun)])
     if begun and word_end >= 0: # An additional frame ends it, since every word must end
         end = np.full((1, log_probs.shape[1]), -1e4)
