@@ -10,9 +10,8 @@ __all__ = ['RESET', 'UPDATE', 'INPUT', 'FINALIZE', 'PARTIAL', 'FINAL', 'ARGS', '
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -93,7 +92,6 @@ class OnlineDecoder:
                 self.settings, alpha=float(rescorer.alpha), do_opt=1, mixture_scale=float(rescorer.acoustic_scale),
                 length_penalty=float(rescorer.length_penalty), top_candidates_to_augment=rescorer.n_augment)
         self.trial: Trial | None = None
-        self.lost = '' # Error of the previous trial, for the client of the next one
 
     def handle(self,
         stream: str,               # One of `REQUESTS`
@@ -101,27 +99,19 @@ class OnlineDecoder:
         context: str = '',         # Text before this sentence, for the LLM at a finalize
     ) -> Replies:                  # Streams and fields to write, in this order
         "Answer an entry; never raises."
-        if stream == FINALIZE: return self.finalize(context)()
-        answer = {RESET: self._reset, UPDATE: self._update, INPUT: self._push}[stream]
-        return self._safely(stream, partial(answer, entry))
-
-    def finalize(self, context: str = '') -> Callable[[], Replies]:
-        "End the current trial; returns a function that makes the answer, perhaps in another thread."
-        trial, begin = self.trial, partial(self._new_trial, self.settings, self.lost) # For a trial without logits
-        self.trial, self.lost = None, ''
-        return partial(self._safely, FINALIZE, lambda: (trial or begin()).end(self.rescorer, context))
+        try: return self._answer(stream, entry, context)
+        except Exception as e:
+            _log.exception('%s could not be answered', stream)
+            error = f'the decoder failed: {e!r}; the log of the server says where'
+            if self.trial: self.trial.error = self.trial.error or error
+            return [(reply, fields | {'error': error}) for reply, fields in _WORDLESS[stream]]
 
     def begin(self) -> Trial:
         "Begin a trial with the current settings."
-        self.trial, self.lost = self._new_trial(self.settings, self.lost), ''
+        s = self.settings
+        self.trial = Trial(Stream(self.decoder.with_options(acoustic_scale=s.acoustic_scale, nbest=s.nbest,
+                                                            blank_penalty=s.blank_penalty)), s)
         return self.trial
-
-    def drop(self, reason: str) -> None:
-        "Drop the current trial and log it; if its client continues without a reset, the answer says so."
-        if self.trial and self.trial.frames:
-            self.lost = f'{reason}: the {self.trial.frames} frames of this trial are lost; reset and send them again'
-            _log.warning(self.lost)
-        self.trial = None
 
     def args(self) -> dict:
         "Fields of `remote_lm_args`: the current parameters."
@@ -129,29 +119,21 @@ class OnlineDecoder:
         return dict(lm_path=str(getattr(self.decoder.lm, 'path', '')), beam=int(o.beam), lm_weight=float(o.lm_weight),
                     word_score=float(o.word_score), **asdict(self.settings))
 
-    def _new_trial(self, settings: Settings, error: str) -> Trial:
-        decoder = self.decoder.with_options(acoustic_scale=settings.acoustic_scale, nbest=settings.nbest,
-                                            blank_penalty=settings.blank_penalty)
-        return Trial(Stream(decoder), settings, error=error)
-
-    def _safely(self, stream: str, answer: Callable[[], Replies]) -> Replies:
-        "An answer, or a wordless one with the error, so that the client never waits for it in vain."
-        try: return answer()
-        except Exception as e:
-            _log.exception('%s could not be answered', stream)
-            if stream != FINALIZE: self.drop('the decoder failed') # A finalize has taken its trial
-            error = f'the decoder failed: {e!r}; the log of the server says where'
-            return [(reply, fields | {'error': error}) for reply, fields in _WORDLESS[stream]]
-
-    def _reset(self, entry: dict) -> Replies:
-        self.drop('a reset came before the end of a trial; its client has died, or there are two')
-        self.lost = '' # The client has reset the trial itself
+    def _answer(self, stream: str, entry: dict[bytes, bytes], context: str) -> Replies:
+        if stream == UPDATE: return self._update(entry)
+        if stream == INPUT: return (self.trial or self.begin()).push(entry)
+        trial = self.trial
+        if stream == FINALIZE:
+            trial = trial or self.begin() # Without logits
+            self.trial = None
+            return trial.end(self.rescorer, context)
+        if trial and trial.frames:
+            _log.warning('a reset came before the end of a trial of %d frames; its client has died, or there are two',
+                         trial.frames)
+        self.trial = None
         return _WORDLESS[RESET]
 
-    def _push(self, entry: dict) -> Replies:
-        return (self.trial or self.begin()).push(entry)
-
-    def _update(self, entry: dict) -> Replies:
+    def _update(self, entry: dict[bytes, bytes]) -> Replies:
         try:
             new = self.settings.updated(entry)
             if new.do_opt and not self.rescorer: raise ValueError('do_opt: this server has no LLM; start it with one')
@@ -163,9 +145,6 @@ class OnlineDecoder:
         return [(ARGS, self.args()), (DONE[UPDATE], {'done': 1})]
 
 # %% ../../../nbs/decoding/server/00_protocol.ipynb #c013
-# Parameters of Kaldi's search, parameters set when this server starts, and the scale that follows acoustic_scale
-_WITHOUT_EFFECT = {'max_active', 'min_active', 'beam', 'lattice_beam', 'ctc_blank_skip_threshold', 'rescore', 'lm_path',
-                   'lm_weight', 'word_score', 'mixture_scale'}
 _RANGES = dict(acoustic_scale=(1e-6, 1e6), blank_penalty=(1e-6, 1e30), nbest=(1, 10_000), alpha=(0, 1), do_opt=(0, 1),
                length_penalty=(-100, 100), top_candidates_to_augment=(0, 10_000), score_penalty_percent=(0, 1))
 
@@ -175,15 +154,13 @@ def updated(self: Settings, entry: dict[bytes, bytes]) -> Settings:
     new: dict[str, Any] = {}
     for key, value in entry.items():
         name, text = key.decode(errors='replace'), value.decode(errors='replace')
-        if name in _WITHOUT_EFFECT: _log.info('%s = %s has no effect in this server', name, text)
-        elif name not in _RANGES:
-            _log.warning('%s = %s is ignored: there is no such parameter; expected %s', name[:40], text[:40],
-                         ', '.join(_RANGES))
-        else:
-            kind, (low, high) = type(getattr(self, name)), _RANGES[name]
-            try: new[name] = kind(text)
-            except ValueError: new[name] = math.nan
-            if low <= new[name] <= high: continue
+        if name not in _RANGES:
+            _log.warning('%s = %s is ignored: this server takes %s', name[:40], text[:40], ', '.join(_RANGES))
+            continue
+        kind, (low, high) = type(getattr(self, name)), _RANGES[name]
+        try: new[name] = kind(text)
+        except ValueError: new[name] = math.nan
+        if not low <= new[name] <= high:
             expected = 'a whole number' if kind is int else 'a number'
             raise ValueError(f'{name}: found {text[:40]!r}, expected {expected} from {low} to {high:g}')
     if 'acoustic_scale' in new: new['mixture_scale'] = new['acoustic_scale']
