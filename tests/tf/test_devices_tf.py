@@ -109,7 +109,7 @@ GRAPH_ERROR = ('Graph execution error:\n\nDetected at node x defined at (most re
     ({'connect': tf.errors.UnavailableError(None, None, 'the connection is refused')}, 'connection is refused'),
     ({'initialize': RuntimeError('of a tf.function')}, 'of a tf.function'),
     ({'initialize': NOT_FOUND}, 'TPUs not found'),
-    ({'initialize': tf.errors.InternalError(None, None, GRAPH_ERROR)}, 'RET_CHECK failure. See that'),
+    ({'initialize': tf.errors.InternalError(None, None, GRAPH_ERROR)}, 'RET_CHECK failure. Check the address'),
 ])
 def test_a_tpu_that_does_not_start(failures, message, monkeypatch, capsys):
     simulate_tpu(monkeypatch, 8, {'TPU_NAME': 'mine'}, **failures)
