@@ -70,10 +70,10 @@ def problem(
 def smaller(
     png: str, # Base64
 ) -> str:
-    "A picture in 64 colours if that is smaller, else unchanged."
+    "A picture in 256 colours if that is smaller, else unchanged."
     from PIL import Image
     made = io.BytesIO()
-    Image.open(io.BytesIO(base64.b64decode(png))).convert('RGB').quantize(64).save(made, 'png', optimize=True)
+    Image.open(io.BytesIO(base64.b64decode(png))).convert('RGB').quantize(256).save(made, 'png', optimize=True)
     return min(base64.b64encode(made.getvalue()).decode(), png.strip(), key=len)
 
 
