@@ -21,7 +21,7 @@ from ..phonemes import BLANK
 
 _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads may run meanwhile
 
-# %% ../../nbs/decoding/04_search.ipynb #c018
+# %% ../../nbs/decoding/04_search.ipynb #c021
 _HYP = np.dtype([ # A hypothesis
     ('node', np.int32),          # Node of the trie
     ('state', np.int32),         # n-gram state
@@ -69,7 +69,7 @@ _LN10 = np.float32(LN10)
 _TEXT_BASE = 6364136223846793005 # Base of the texts' polynomial hash, modulo 2^64
 _ARENA_SIZE = 1 << 14            # At the beginning
 
-# %% ../../nbs/decoding/04_search.ipynb #c020
+# %% ../../nbs/decoding/04_search.ipynb #c023
 class State(NamedTuple):
     "All that changes during a trial."
     hyps: np.ndarray       # The beam: `_HYP` [beam]
@@ -158,7 +158,7 @@ class Search:
         if len(scores) == 0: return self._unfinished(n_texts)
         return self._walk(starts, scores, n_texts)[:2]
 
-# %% ../../nbs/decoding/04_search.ipynb #c024
+# %% ../../nbs/decoding/04_search.ipynb #c027
 @patch
 def _provide(self: Search) -> None:
     "Provide n-gram scores or room, for which the compiled search has stopped."
@@ -172,7 +172,7 @@ def _provide(self: Search) -> None:
     arena[:len(state.arena)] = state.arena
     self.state = self.state._replace(arena=arena)
 
-# %% ../../nbs/decoding/04_search.ipynb #c027
+# %% ../../nbs/decoding/04_search.ipynb #c030
 @_jit
 def _add_word(arena, count, prev, word):
     i = count.n_entries
@@ -206,7 +206,7 @@ def _better(arena, count, score, history, score2, history2):
     entry.lattice = i
     return score, np.int32(i)
 
-# %% ../../nbs/decoding/04_search.ipynb #c031
+# %% ../../nbs/decoding/04_search.ipynb #c034
 @_jit
 def _place(table, stamp, state, node):
     "Index of a node in a state in the hash table, or of a free place for it; and its key."
@@ -230,7 +230,7 @@ def _get(table, stamp, state, node):
     i, _ = _place(table, stamp, state, node)
     return table[i].hyp if table[i].stamp == stamp else -1
 
-# %% ../../nbs/decoding/04_search.ipynb #c034
+# %% ../../nbs/decoding/04_search.ipynb #c037
 class Frame(NamedTuple):
     "The current frame."
     scores: np.ndarray # Scaled log-probabilities [K]
@@ -298,7 +298,7 @@ def _from_parents(frame, model, state, top):
         top = max(top, _join_label(state.candidates[i], state.arena, count, score, history, lm_weight*node.ahead))
     return top
 
-# %% ../../nbs/decoding/04_search.ipynb #c039
+# %% ../../nbs/decoding/04_search.ipynb #c042
 @_jit
 def _overflows(count, arena_size, n, more) -> bool:
     "Whether `more` arrivals after n candidates, or two arena entries for each, might not fit: sets `overflow`."
@@ -334,7 +334,7 @@ def _query(queries, count, ngram_state, word):
     queries[count.n_queries] = (np.int64(ngram_state) << 32) | np.int64(word)
     count.n_queries += 1
 
-# %% ../../nbs/decoding/04_search.ipynb #c040
+# %% ../../nbs/decoding/04_search.ipynb #c043
 @_jit
 def _expect_words(model, state, least):
     "Prefetch arcs of the n-gram: they are far away in memory, which fetches many of them at a time."
@@ -377,7 +377,7 @@ def _end_words(frame, model, state):
             n = _arrive(candidates, table, arena, count, n, ahead)
     return n
 
-# %% ../../nbs/decoding/04_search.ipynb #c043
+# %% ../../nbs/decoding/04_search.ipynb #c046
 @_jit
 def _move_to_children(frame, model, state, n):
     "Move to the active children that are not in the beam; returns the number of candidates."
@@ -405,7 +405,7 @@ def _move_to_children(frame, model, state, n):
             n += 1
     return n
 
-# %% ../../nbs/decoding/04_search.ipynb #c046
+# %% ../../nbs/decoding/04_search.ipynb #c049
 @_jit
 def _arrive_at_children(frame, model, state, n):
     "Move to children one by one; returns the number of candidates."
@@ -453,7 +453,7 @@ def _end_in_tokens(frame, model, state):
             n = _arrive(candidates, state.table, arena, count, n, ahead)
     return n
 
-# %% ../../nbs/decoding/04_search.ipynb #c049
+# %% ../../nbs/decoding/04_search.ipynb #c052
 @_jit
 def _kth_largest(x, k):
     "The k-th largest number, or -inf if there are fewer, by quickselect (Hoare, 1961), which partly sorts `x`."
@@ -500,7 +500,7 @@ def _select(state, beam, total, top, bound):
         if worst == _NEVER: break
     return k
 
-# %% ../../nbs/decoding/04_search.ipynb #c053
+# %% ../../nbs/decoding/04_search.ipynb #c056
 @_jit
 def _take_blank(state):
     hyps, arena, count = state.hyps, state.arena, state.counters[0]
@@ -522,7 +522,7 @@ def _all_fit(model, state) -> bool:
         if total > options.beam: return False
     return True
 
-# %% ../../nbs/decoding/04_search.ipynb #c057
+# %% ../../nbs/decoding/04_search.ipynb #c060
 @_jit
 def _best_of(candidates, start, end, top):
     for i in range(start, end): top = max(top, candidates[i].score)
@@ -570,7 +570,7 @@ def _search_frames(scores, skip, t, model, state):
         t += 1
     return t
 
-# %% ../../nbs/decoding/04_search.ipynb #c061
+# %% ../../nbs/decoding/04_search.ipynb #c064
 @_jit
 def _walk_arena(arena, starts, scores, n_texts, max_steps):
     "The best distinct texts, by their hashes: word ids, concatenated, where each begins, and their scores."
@@ -616,7 +616,7 @@ def _walk_arena(arena, starts, scores, n_texts, max_steps):
             entry = here.prev
     return np.array(words, dtype=np.int64), np.array(first, dtype=np.int64), -np.array(costs, dtype=np.float32)
 
-# %% ../../nbs/decoding/04_search.ipynb #c065
+# %% ../../nbs/decoding/04_search.ipynb #c068
 @_jit
 def _complete(model, state):
     "Scores of the complete hypotheses with the sentence's end, and their histories."
@@ -637,7 +637,7 @@ def _complete(model, state):
             k += 1
     return scores[:k], starts[:k]
 
-# %% ../../nbs/decoding/04_search.ipynb #c069
+# %% ../../nbs/decoding/04_search.ipynb #c072
 @_jit
 def _best_text(arena, history):
     words = [np.int64(0)]
@@ -670,7 +670,7 @@ def _unfinished(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
 def _walk(self: Search, starts: np.ndarray, scores: np.ndarray, n_texts: int):
     return _walk_arena(self.state.arena, starts, scores, n_texts, n_texts*(1000 + 20*self.n_frames))
 
-# %% ../../nbs/decoding/04_search.ipynb #c073
+# %% ../../nbs/decoding/04_search.ipynb #c076
 @patch
 def begun_texts(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
     "The best distinct texts of all hypotheses [W] and [n + 1], without the words that these are in."
@@ -721,7 +721,7 @@ def llm_scores(self: Search, words: np.ndarray, starts: np.ndarray) -> np.ndarra
 @patch
 def forget(self: Search) -> None: "Free what a fusion holds for a finished trial."
 
-# %% ../../nbs/decoding/04_search.ipynb #c083
+# %% ../../nbs/decoding/04_search.ipynb #c086
 class FusedSearch(Search):
     "A beam search in which a language model of whole sentences takes part: delayed fusion (Hori et al., 2025)."
     scorer: HistoryScorer

@@ -37,7 +37,7 @@ class RelativePositions(nn.Module):
         copies = F.pad(biases, (0, 1))[:, None].expand(H, n_queries, n + 1)
         return copies.reshape(H, -1)[:, :n_queries * n].view(H, n_queries, n)[:, :, n_queries - 1:]
 
-# %% ../../../nbs/pytorch/models/04_transformer.ipynb #c010
+# %% ../../../nbs/pytorch/models/04_transformer.ipynb #c012
 class Transformer(Encoder):
     "Features of a trial to logits per frame (Feghhi et al., 2025)."
     Config = TransformerConfig
@@ -113,7 +113,7 @@ class Block(nn.Module):
         hidden = dropout(F.gelu(self.expand(self.feedforward_norm(x))), self.dropout, self.training)
         return x + dropout(self.contract(hidden), self.dropout, self.training)
 
-# %% ../../../nbs/pytorch/models/04_transformer.ipynb #c015
+# %% ../../../nbs/pytorch/models/04_transformer.ipynb #c017
 def split_heads(qkv: Tensor, n_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     "Queries, keys and values, each `[B, H, T', head_dim]`, from `Block.project` `[B, T', 3 · H · head_dim]`."
     B, T, _ = qkv.shape
@@ -134,7 +134,7 @@ def attend(
     else: y = F.scaled_dot_product_attention(q, k, v, attn_mask=added.to(q.dtype), dropout_p=p)
     return y.transpose(1, 2).flatten(2)
 
-# %% ../../../nbs/pytorch/models/04_transformer.ipynb #c019
+# %% ../../../nbs/pytorch/models/04_transformer.ipynb #c021
 def causal_scores(added: Tensor, left: Tensor) -> Tensor:
     "Terms of the scores `[B, H, n_queries, n_keys]`, −∞ outside the left context `[B]` of each query."
     n_queries, n_keys = added.shape[-2:]
@@ -159,7 +159,7 @@ def left_contexts(self: Transformer, n_trials: int) -> Tensor:
 @patch(as_prop=True)
 def _attention_dropout(self: Transformer) -> float: return self.cfg.dropout if self.training else 0.
 
-# %% ../../../nbs/pytorch/models/04_transformer.ipynb #c022
+# %% ../../../nbs/pytorch/models/04_transformer.ipynb #c025
 @patch
 def _packed(self: Transformer, x: Tensor, day_idx: Tensor, n_bins: Tensor) -> Tensor:
     "Logits `[B, T', K]` computed without padding, for a CPU."
@@ -187,7 +187,7 @@ def decays(self: Transformer, name: str, parameter: Tensor) -> bool:
     "Whether weight decay applies to a parameter `[…]`: to matrices, not to biases, gains and biases of distances."
     return super(Transformer, self).decays(name, parameter) and name != 'positions.bias'
 
-# %% ../../../nbs/pytorch/models/04_transformer.ipynb #c033
+# %% ../../../nbs/pytorch/models/04_transformer.ipynb #c038
 @dataclass
 class StreamState:
     "State of the stream of a batch of trials."

@@ -83,7 +83,7 @@ class Zipformer2(nn.Module):
         self.left_context_frames = left_context_frames
         self.independent_of_padding = independent_of_padding
 
-# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c010
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c011
 @patch
 def get_chunk_info(self: Zipformer2) -> tuple[int, int]:
     """Frames of a chunk and chunks of left context, drawn for a call; −1 for no limit. Raises `ValueError` for a chunk
@@ -138,7 +138,7 @@ def _output(self: Zipformer2, outputs: list[Tensor], x_lens: Tensor) -> tuple[Te
     n = self.output_downsampling_factor
     return self.downsample_output(torch.cat(pieces, -1), lens), (x_lens + n - 1) // n
 
-# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c012
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c015
 @patch
 def forward(self: Zipformer2,
     x: Tensor,                                  # Frames `[T, B, C]`
@@ -163,7 +163,7 @@ def forward(self: Zipformer2,
     x, lens = self._output(outputs, x_lens)
     return x[:frames], lens
 
-# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c018
+# %% ../../../../nbs/pytorch/models/zipformer/07_encoder.ipynb #c021
 @patch
 def get_init_states(self: Zipformer2, batch_size: int = 1, device: torch.device = torch.device('cpu')) -> list[Tensor]:
     """The states before the first chunk, zeros, six of each layer: keys `[L, B, H · q]`, gated channels
