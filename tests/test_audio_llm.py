@@ -134,7 +134,7 @@ def test_its_lists_are_combined_with_those_of_others(finished, here, tmp_path):
 
 
 REFUSED = [('train.framework', 'tensorflow'), ('train.cr_ctc', .2), ('train.compile', True),
-           ('train.weight_average', 'ema'), ('infer.logits', ['val.arrow']), ('infer.adapt', 'recalibrate')]
+           ('train.weight_average', 'ema'), ('infer.logits', ['val.arrow']), ('infer.adapt', 'dietcorp')]
 
 
 @pytest.mark.parametrize('key, value', REFUSED)

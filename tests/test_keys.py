@@ -299,7 +299,7 @@ def test_no_stage_reads_what_its_stamp_leaves_out(small, copy, inputs, tmp_path)
     logits, sentences = ([path(split) for split in ('val', 'test')] for path in (run.logits, run.hypotheses))
     theirs = [tmp_path/f.name for f in sentences]
     for f, path in zip(sentences, theirs): path.write_text(f.read_text().replace('"small"', '"theirs"'))
-    given = {'infer.checkpoint': str(run.dir/'train'/'best.pt'), 'infer.adapt': 'both'}
+    given = {'infer.checkpoint': str(run.dir/'train'/'best.pt'), 'infer.adapt': 'dietcorp'}
     others = (given, 'infer'), ({'infer.logits': list(map(str, logits))}, 'ensemble'), \
              ({'combine.sources': list(map(str, theirs))}, 'combine')
     seen = set()

@@ -539,11 +539,11 @@ def test_a_refit_and_an_average_with_weights(finished, tmp_path, here):
     assert StageRun(both, 'ensemble').stamp['metrics']['PER'] > 0
     del here[:]
     plain = LogitStore.open(refit.logits('val'))[0]
-    adapting = Run(refit.dir, work, {'infer.adapt': 'both', 'infer.adapt_copies': 2})
+    adapting = Run(refit.dir, work, {'infer.adapt': 'dietcorp', 'infer.adapt_copies': 2})
     run_stages(adapting, 'infer')
     assert here == ['lm', 'infer']
     found = LogitStore.open(adapting.logits('test')).provenance
-    assert found['checkpoint'] == models['test'] and found['adapt'] == 'both'
+    assert found['checkpoint'] == models['test'] and found['adapt'] == 'dietcorp'
     assert StageRun(adapting, 'infer').stamp['metrics']['learned_test'] == found['learned']
     assert not np.array_equal(LogitStore.open(adapting.logits('val'))[0], plain)
 

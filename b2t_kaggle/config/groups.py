@@ -269,11 +269,9 @@ class InferConfig(Section):
     smoothing: Literal['same', 'valid'] = 'same'
     ("Smoothing at the ends of trials: with zeros beyond them, as in training (`same`), or without the bins that "
      "would need them (`valid`), as in the official kit's evaluation.")
-    adapt: Annotated[Literal['recalibrate', 'dietcorp', 'both'] | None, Only('pytorch')] = None
-    ("Adaptation to the trials in the order of recording (PyTorch, on a CPU or GPU): recalibrate features to those of "
-     "training (`recalibrate`), train the first layers on decoded phonemes, a step for each trial (`dietcorp`), or "
-     "`both`.")
-    adapt_window: ClassVar[int] = 20 # Recalibration: latest trials of a block whose statistics count
+    adapt: Annotated[Literal['dietcorp'] | None, Only('pytorch')] = None
+    ("Adaptation to the trials in the order of recording (PyTorch, on a CPU or GPU): a training step of the first "
+     "layers for each trial, on its decoded phonemes (`dietcorp`).")
     adapt_copies: int = Field(64, ge=1)
     "DietCORP: augmented copies of a trial in a step."
     adapt_rate: ClassVar[float] = 0.003 # DietCORP: size of a step, relative to the weights

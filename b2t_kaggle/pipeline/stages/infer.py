@@ -16,25 +16,20 @@ from .train import Train
 from ...training.checkpoint_paths import checkpoint_files
 
 # %% ../../../nbs/pipeline/stages/06_infer.ipynb #c005
-def _learns_from_decoder(cfg) -> bool: return cfg.infer.adapt in ('dietcorp', 'both')
-
 def _infer_splits(run, progress, stores) -> dict:
     "Log-probabilities of test, and of val if there is time; the results of an earlier execution are taken."
     cfg = run.cfg
-    adaptation: tuple = ()
     if cfg.infer.adapt:
         from b2t_kaggle.pipeline.decoder import open_decoder
-        from b2t_kaggle.pytorch.adaptation import session_moments
-        adaptation = (session_moments(run.trials('train')) if cfg.infer.adapt != 'dietcorp' else None,
-                      open_decoder(run, nbest=1) if cfg.infer.adapt != 'recalibrate' else None)
+        decoder = open_decoder(run, nbest=1)
     def infer_split(split):
         path = run.logits(split)
         if progress.pending_trials(split) == [] and path.exists(): return run.log_probs(split)
         sources = run.checkpoint_for(split), stores[split], path
         device = cfg.train.accelerator, cfg.train.precision
-        if adaptation:
+        if cfg.infer.adapt:
             from b2t_kaggle.pytorch.adaptation import infer_adapted
-            store = infer_adapted(*sources, cfg.infer, *adaptation, *device)
+            store = infer_adapted(*sources, cfg.infer, decoder, *device)
         else:
             from b2t_kaggle.pipeline.frameworks import infer
             store = infer(*sources, *device, cfg.data.eval_batch_size, framework=cfg.train.framework,
@@ -60,14 +55,14 @@ class Infer(Stage):
     reserve_minutes = 25
     llm_reserve_minutes = 60
 
-    def reads_with(self, cfg): return self.reads + ((stage.LANGUAGE_MODEL,) if _learns_from_decoder(cfg) else ())
-    def config_with(self, cfg): return self.config + (('decode',) if _learns_from_decoder(cfg) else ())
+    def reads_with(self, cfg): return self.reads + ((stage.LANGUAGE_MODEL,) if cfg.infer.adapt else ())
+    def config_with(self, cfg): return self.config + (('decode',) if cfg.infer.adapt else ())
     def skipped(self, cfg): return 'infer.logits is set' if cfg.infer.logits else None
     def modules(self, cfg): return Train().modules(cfg)
 
     def inputs(self, cfg, runs):
         files = {'infer.checkpoint': checkpoint_files(cfg.infer.checkpoint)} if cfg.infer.checkpoint else {}
-        if not _learns_from_decoder(cfg): return files
+        if not cfg.infer.adapt: return files
         # The decoded sentences depend on an LLM in the search, and on words that it prefers
         if cfg.decode.boost: files |= {'decode.boost': [cfg.decode.boost]}
         return files | {'decode.llm': llm_files(cfg.decode)}
@@ -90,7 +85,7 @@ class Infer(Stage):
             print('The refit is not done; test is inferred as val is.')
         logits = _infer_splits(run, progress, stores)
         metrics = {}
-        if _learns_from_decoder(run.cfg):
+        if run.cfg.infer.adapt:
             metrics = {f'learned_{split}': store.provenance['learned'] for split, store in logits.items()}
             for split, store in logits.items():
                 print(f'{split}: learned from {store.provenance["learned"]} of {len(store)} trials')
