@@ -91,7 +91,7 @@ class _StepsConfig(Section):
         return self
 
 # %% ../../nbs/config/03_groups.ipynb #c009
-_Trackers = Annotated[list[Literal['tensorboard', 'wandb', 'mlflow']], BeforeValidator(
+_Trackers = Annotated[list[Literal['tensorboard', 'wandb']], BeforeValidator(
     lambda value: value.replace(' ', '').split(',') if isinstance(value, str) else value)]
 
 class TrainConfig(_StepsConfig):
@@ -136,8 +136,8 @@ class TrainConfig(_StepsConfig):
     frozen: Annotated[bool, Only('pytorch')] = False
     "Whether only layers per day and per participant are trained; all others stay as in `init_checkpoint_path`."
     log: Annotated[_Trackers | None, ChangesNothing()] = None
-    ("Trackers that get the curves during training: tensorboard, wandb (Weights & Biases), mlflow, separated by "
-     "commas. Null: TensorBoard with TensorFlow, no tracker with PyTorch; []: no tracker.")
+    ("Trackers that get the curves during training: tensorboard, wandb (Weights & Biases), separated by commas. Null: "
+     "TensorBoard with TensorFlow, no tracker with PyTorch; []: no tracker.")
     time_budget: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
     "Minutes after which training stops, saves, and lets the pipeline continue."
 

@@ -181,7 +181,7 @@ def adapt_to(
 
 # %% ../../nbs/pytorch/16_adaptation.ipynb #c027
 def infer_adapted(
-    checkpoint: str | Path,    # As for `load_model`
+    checkpoint: str | Path,    # A trained model, as `load_model` takes it
     store: TrialStore,         # Trials to infer
     path: str | Path,          # The LogitStore to write
     options: InferConfig,      # The run's `infer` group

@@ -27,7 +27,6 @@ from .memory import raise_if_oom
 from .recipe import SMALLEST_SCALE, TrainingError
 from .recovery import Checkpoints
 from b2t_kaggle.training.trackers import (
-    PruningCallback,
     TrackedRun,
     callback_from_env,
     check_trackers,
@@ -42,7 +41,7 @@ _INTERRUPTED = 'interrupted' # Why a run stopped before its last step
 class Loop:
     "The steps that are left of a run, and the work of the host between them."
     log: Callable[[list[dict], dict], None] | None = None # Tracker of new rows of the curves and of the PER by session
-    callback: PruningCallback | None = None               # Callback of a sweep point
+    callback: Callable[[int, float], bool] | None = None # Callback of a sweep point
 
     def __init__(self,
         trainer: Trainer, # Takes the steps
