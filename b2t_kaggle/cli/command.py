@@ -96,7 +96,6 @@ VERBS = {
         'combine-files': ('combine', 'One sentence a trial from files of several systems'),
     },
     'Models and language models': {
-        'average': ('models', 'Average the weights of checkpoints of one model'),
         'average-logits': ('combine', 'Average log-probabilities of several models'),
         'convert': ('models', "Write a model in another framework's form"),
         'audio': ('models', 'Make speech of sentences, for an encoder to learn from'),
