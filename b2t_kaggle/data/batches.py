@@ -71,7 +71,7 @@ class DayBalancedSampler:
         one_more = rng.permutation(self.days_per_batch) < n_left
         return np.concatenate([rng.choice(self._trials[d], n_per_day + more) for d, more in zip(days, one_more)])
 
-# %% ../../nbs/data/04_batches.ipynb #c011
+# %% ../../nbs/data/04_batches.ipynb #c012
 def apportioned(
     n: int,                      # Whole number to divide
     shares: Mapping[str, float], # Parts by name, which add up to 1
@@ -102,7 +102,7 @@ def _sample_groups(self: DayBalancedSampler, days_of_trials: np.ndarray, shares:
                              f'is {share}, but only {n} of its days have trials; lower one')
         self._groups.append((members, DayBalancedSampler(days, n_trials[name], n_days[name], seed)))
 
-# %% ../../nbs/data/04_batches.ipynb #c014
+# %% ../../nbs/data/04_batches.ipynb #c015
 def evaluation_batches(
     n_bins: Sequence[int] | np.ndarray, # Length of each trial
     batch_size: int,  # Rows in a batch
@@ -113,7 +113,7 @@ def evaluation_batches(
     if pad: order = np.append(order, np.full(-len(order) % batch_size, -1))
     return [order[i:i + batch_size] for i in range(0, len(order), batch_size)]
 
-# %% ../../nbs/data/04_batches.ipynb #c017
+# %% ../../nbs/data/04_batches.ipynb #c018
 def choose_buckets(
     lengths: Sequence[int] | np.ndarray, # Lengths [n] of trials, or of the longest trials of batches, in bins
     n_buckets: int,             # Largest number of buckets
@@ -142,7 +142,7 @@ def choose_buckets(
         if end < 0: return buckets  # Fewer buckets waste no more
     return [int(edges[end]), *buckets]
 
-# %% ../../nbs/data/04_batches.ipynb #c020
+# %% ../../nbs/data/04_batches.ipynb #c021
 def bucket_of(
     longest: int,           # Length of a batch's longest trial
     buckets: Sequence[int], # Ascending
@@ -162,7 +162,7 @@ def longest_in_batches(
     "Length [n_steps] of the longest trial in each of a sampler's batches."
     return np.array([n_bins[sampler.batch(i)].max() for i in range(n_steps)])
 
-# %% ../../nbs/data/04_batches.ipynb #c029
+# %% ../../nbs/data/04_batches.ipynb #c032
 @intrinsic
 def _converted(typing_context, x, like):
     "A number as the type of another: a float16, given as its bits, as a float32; anything else as it is."
@@ -171,7 +171,7 @@ def _converted(typing_context, x, like):
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType()) if is_half else args[0]
     return (like if is_half else x)(x, like), codegen
 
-# %% ../../nbs/data/04_batches.ipynb #c032
+# %% ../../nbs/data/04_batches.ipynb #c035
 @njit(cache=True, nogil=True)
 def _fill(flat, starts, lengths, out):
     "Copy arrays into the rows of a batch, converted, and pad them with zeros."
@@ -201,7 +201,7 @@ def fill_rows(
         raise TypeError(f'{flat.dtype} cannot be delivered as {out.dtype}')
     _fill(_bits(flat), starts, lengths, _bits(out))
 
-# %% ../../nbs/data/04_batches.ipynb #c035
+# %% ../../nbs/data/04_batches.ipynb #c038
 def _reference_counts(arrays: list) -> list[int]: return [sys.getrefcount(a) for a in arrays] # Its own included
 
 _UNUSED = _reference_counts([np.empty(0)])[0]  # Count of an array to which only the list refers
@@ -225,7 +225,7 @@ class _Pool:
                 i = -1
             return self._memory[i][:n_bytes].view(dtype).reshape(shape)
 
-# %% ../../nbs/data/04_batches.ipynb #c038
+# %% ../../nbs/data/04_batches.ipynb #c041
 @dataclass
 class Batch:
     "Trials in arrays of one length: B trials, T bins (the batch's bucket), F features, S the most labels of a trial."
@@ -280,7 +280,7 @@ class Batcher:
             if len(places) < B: features[rows] = out.reshape(-1, T, F)
         return features
 
-# %% ../../nbs/data/04_batches.ipynb #c042
+# %% ../../nbs/data/04_batches.ipynb #c045
 _END = object()  # follows the last item
 
 def prefetch(

@@ -55,7 +55,7 @@ class Stream:
     def __del__(self):
         if getattr(self, '_search', None) is not None: self.decoder.return_search(self._search)
 
-# %% ../../nbs/decoding/07_streaming.ipynb #c014
+# %% ../../nbs/decoding/07_streaming.ipynb #c015
 _AROUND = 100 # Number of texts that confidences of words so far are computed from
 
 @patch
@@ -86,7 +86,7 @@ def _word_spans(self: Stream, words: list[int], begun: list[int]) -> np.ndarray:
     if spans is None: raise ValueError(f'{len(log_probs)} frames are too few for {len(spellings)} words')
     return spans[:len(words)]
 
-# %% ../../nbs/decoding/07_streaming.ipynb #c017
+# %% ../../nbs/decoding/07_streaming.ipynb #c020
 class BinEncoder(Protocol):
     "An encoder of one trial that outputs frames as bins arrive."
 

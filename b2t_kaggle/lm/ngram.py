@@ -213,7 +213,7 @@ def model_report(
         rows.append(dict(file=str(path), mb=path.stat().st_size/1e6) | sizes)
     return pd.DataFrame(rows).set_index('file')
 
-# %% ../../nbs/lm/07_ngram.ipynb #c025
+# %% ../../nbs/lm/07_ngram.ipynb #c027
 class LanguageModel(Protocol):
     "Methods that an n-gram model must have, such as `lm.automaton.Automaton` and `lm.ngram.NGram`."
     def score(self, words: str, bos: bool = True, eos: bool = True) -> float: ...

@@ -110,7 +110,7 @@ class _CTC(torch.autograd.Function):
         saved, = ctx.saved_tensors
         return (grad[:, None] * saved).to(ctx.dtype), None, None, None, None
 
-# %% ../../nbs/pytorch/03_ctc.ipynb #c023
+# %% ../../nbs/pytorch/03_ctc.ipynb #c025
 def _lengths(lengths: Tensor | Sequence[int], name: str, B: int, largest: int, unit: str) -> Tensor:
     "`lengths` as a tensor; raises `ValueError` for those that do not fit."
     lengths = torch.as_tensor(lengths)
@@ -140,7 +140,7 @@ def _check_labels(targets: Tensor, n_labels: Tensor, K: int, blank: int) -> None
         raise ValueError(f'targets[{i}, {j}], inside the {n_labels[i]} labels of its trial, must be one of the {K} '
                          f'classes and not the blank, {blank}; found {targets[i, j]}')
 
-# %% ../../nbs/pytorch/03_ctc.ipynb #c026
+# %% ../../nbs/pytorch/03_ctc.ipynb #c028
 def _check_arguments(log_probs: Tensor, targets: Tensor, blank: int, reduction: str) -> None:
     if log_probs.ndim != 3 or not log_probs.numel() or not log_probs.is_floating_point():
         raise ValueError('log_probs must be floating point [T, B, K] with at least one frame, trial and class; '

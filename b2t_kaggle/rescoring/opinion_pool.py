@@ -75,7 +75,7 @@ def llm_scores(
         lists.append([Hypothesis(text, 0., 0., len(text.split()), 0.) for text in texts])
     return {h.text: h.llm for hyps in score_nbest(lists, model, tokenizer, end=True, progress=progress) for h in hyps}
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c012
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c013
 def block_gains(
     hypotheses: Hypotheses,
     lm: LanguageModel,
@@ -104,7 +104,7 @@ def random_trials(
     if lm is None or not unknown: return known
     return known | {name for name, gain in block_gains(hypotheses.subset(unknown), lm).items() if gain < 0}
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c015
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c016
 def _vote_features(b: Ballots, distance: np.ndarray, voters: Sequence[Voter], kinds: Sequence[Kind]) -> tuple:
     "Votes and agreement `[N]`, and the opinion of each kind [N, G]."
     member = np.array([[kind_of(v) == kind for kind in kinds] for v in voters], float)
@@ -130,7 +130,7 @@ def _text_features(texts: Sequence[str], is_random: bool, alone: Frequencies | N
         features['llm'] = bounded_voice(log_probs - frequency)*(not is_random)
     return features
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c017
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c018
 class Opinions:
     "Trials as features of their distinct sentences."
     def __init__(self,
@@ -183,7 +183,7 @@ class Opinions:
         chosen = int(np.argmin((self.distances[i] @ p).round(9)))
         return texts[chosen], float(np.log(p[chosen] + 1e-6) - np.log(1 - p[chosen] + 1e-6))
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c020
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c021
 def fit_conditional_logit(
     x: np.ndarray,       # Features of the choices of all trials, one trial after the other [n, F]
     good: np.ndarray,    # Choices that are right, one or more in each trial [n] bool
@@ -235,7 +235,7 @@ def fit_logistic(
         if np.abs(step).max() < 1e-8: break
     return w
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c023
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c024
 class Combined(NamedTuple):
     "The sentence for a trial."
     text: str          # Normalised as the metric does
@@ -287,7 +287,7 @@ class OpinionPool:
             combined.append(Combined(text, float(1/(1 + np.exp(-odds)))))
         return combined
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c024
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c025
 @patch
 def _fit(self: Opinions, edits: np.ndarray, numbers: Iterable[int]) -> OpinionPool:
     "Fit a pool on the trials of these numbers; edits are of all rows."
@@ -307,7 +307,7 @@ def _fit(self: Opinions, edits: np.ndarray, numbers: Iterable[int]) -> OpinionPo
     return OpinionPool(tuple(self.voters), dict(zip(self.names, coefficients)),
                        dict(zip(self.kinds, coefficients[len(self.names):])), (float(constant), float(slope)))
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c025
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c026
 def fit_pool(
     hypotheses: Hypotheses,                 # Trials with references
     lm: LanguageModel | None = None,        # The kit's n-gram; to be given to `predict` as well
@@ -319,7 +319,7 @@ def fit_pool(
     trials = Opinions(hypotheses, hypotheses.voters, lm, llm)
     return trials._fit(trials.edits(), range(len(trials.trials)))
 
-# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c028
+# %% ../../nbs/rescoring/05_opinion_pool.ipynb #c029
 def sentence_folds(
     sentences: Sequence[str], # Normalised as the metric does
     n_folds: int = 5,

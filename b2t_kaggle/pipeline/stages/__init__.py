@@ -49,12 +49,12 @@ def _all_stages() -> dict[str, Stage]:
 STAGES = _all_stages()
 
 
-# %% ../../../nbs/pipeline/03_stages.ipynb #c009
+# %% ../../../nbs/pipeline/03_stages.ipynb #c011
 def needs_of(name: str, cfg: Config) -> list[str]:
     "Stages whose outputs a stage reads."
     return _feeding(STAGES[name], STAGES, cfg)
 
-# %% ../../../nbs/pipeline/03_stages.ipynb #c012
+# %% ../../../nbs/pipeline/03_stages.ipynb #c014
 def plan(cfg: Config, until: str | None = None) -> list[str]:
     "Names of the stages to run, in order: `until`, or all, and everything that is needed."
     skipped = {name: reason for name, stage in STAGES.items() if (reason := stage.skipped(cfg))}
@@ -62,13 +62,13 @@ def plan(cfg: Config, until: str | None = None) -> list[str]:
     active = {name: stage for name, stage in STAGES.items() if name not in skipped}
     return _in_order([until] if until else active, active, cfg)
 
-# %% ../../../nbs/pipeline/03_stages.ipynb #c016
+# %% ../../../nbs/pipeline/03_stages.ipynb #c019
 def list_stage(cfg: Config, before: str | None = None) -> str:
     "The last stage of a run that makes n-best lists, or the last one before a stage that reads them."
     return [name for name in plan(cfg) if STAGES[name].writes.kind == LISTS
             and (before is None or name in needs_of(before, cfg))][-1]
 
-# %% ../../../nbs/pipeline/03_stages.ipynb #c019
+# %% ../../../nbs/pipeline/03_stages.ipynb #c022
 def notebook_dir() -> Path:
     "Folder of the stage notebooks, of the installed package or of this checkout."
     package = Path(b2t_kaggle.__file__).parent
