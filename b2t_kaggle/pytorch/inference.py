@@ -29,7 +29,7 @@ from .augment import Augment
 from .checkpoint import load_model, weights_file
 from .ctc import ctc_loss
 from .models.encoder import Encoder
-from .parallel import Backend, Placement, start
+from .parallel import Backend, start
 from ..training.checkpoints import check_features, provenance
 from ..training.trials import bucket_lengths, model_days, smoothing_edges
 
@@ -56,7 +56,7 @@ def per_unit(
 # %% ../../nbs/pytorch/09_inference.ipynb #c010
 def delivered_dtype(
     store: TrialStore,  # The trials
-    backend: Placement, # Their device
+    backend: Backend,   # Their device
 ) -> str:
     "Type in which features leave the host."
     return store.dtype.name if backend.device.kind == 'cuda' else 'float32'

@@ -19,7 +19,7 @@ from ..data.sessions import participant_of
 from ..data.store import TrialStore
 from .cr_ctc import two_views
 from .inference import delivered_dtype
-from .parallel import Backend, Placement
+from .parallel import Backend
 from ..training.memory import step_memory
 from ..training.recipe import TrainingError, refit_step
 from ..training.trials import bucket_lengths, usable_trials
@@ -56,7 +56,9 @@ class BatchLoader:
         if cfg.data.batch_size % n_parts:
             raise TrainingError(f'data.batch_size = {cfg.data.batch_size} cannot be divided into train.accumulate = '
                                 f'{n_parts} equal parts; make it a multiple')
-        backend.rows_per_device(cfg.data.batch_size // n_parts, 'data.batch_size / train.accumulate')
+        if (rows := cfg.data.batch_size // n_parts) % backend.n_devices:
+            raise TrainingError(f'data.batch_size / train.accumulate = {rows} cannot be divided evenly among '
+                                f'{backend.n_devices} devices; take a multiple of {backend.n_devices}')
         self.refit_from = None if store_val is None else refit_step(cfg.train)
         stores = [s for s in (store, store_val) if s is not None]
         self.store = store if self.refit_from is None else TrialStore(*(s.path for s in stores))
@@ -110,7 +112,7 @@ class DeviceTrials:
     "The features of all trials in the memory of a device."
     def __init__(self,
         store: TrialStore,     # Trials to keep
-        backend: Placement,    # The device
+        backend: Backend,      # The device
         progress: bool = True, # Show a progress bar
     ):
         self.backend = backend

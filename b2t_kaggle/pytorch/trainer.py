@@ -113,7 +113,6 @@ class Trainer(interface.Trainer):
 
     def n_parameters(self) -> int: return sum(p.numel() for p in self.model.parameters())
     def gather(self, value) -> list: return self.backend.gather(value)
-    def compiler_report(self) -> str: return self.backend.compiler_report()
 
 def check_device(cfg: TrainConfig, backend: Backend) -> None:
     "Prepare the process for a device. Raises `TrainingError` for an option that the device does not have."
@@ -336,12 +335,6 @@ def metrics(self: Trainer) -> dict:
     trained = self.result if self.measures_terms else None
     table = evaluate(self.evaluated, self.store_val, self.day_of, self.cfg, self.backend, trained, self.step)
     return summarize(table, self.cfg.train.ctc_reduction)
-
-@patch
-def memory_footprint(self: Trainer) -> tuple[int, int, int]:
-    "Rows and bins of the current batch that a device computes at once, and the parameters of the model."
-    rows, bins = max((m.x.shape[:2] for m in self.current), key=lambda shape: shape[1])
-    return rows // (self.backend.n_devices // self.backend.world_size), bins, self.n_parameters()
 
 # %% ../../nbs/pytorch/12_trainer.ipynb #c042
 def start_backend(

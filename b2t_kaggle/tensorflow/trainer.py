@@ -102,11 +102,6 @@ class Trainer(interface.Trainer):
         "Save everything that the run needs to continue."
         checkpoint.save_last(path, self.model, self.cfg, self.best.metrics, self.optimizer.state_dict(), self.state())
 
-    def memory_footprint(self) -> tuple[int, int, int]:
-        "Rows and bins of the current batch that a device computes at once, and the parameters of the model."
-        rows = self.cfg.data.batch_size // (self.backend.n_devices * self.cfg.train.accumulate)
-        return rows, self.backend.shares(self.current['x'])[0].shape[1], self.n_parameters()
-
     def n_parameters(self) -> int: return sum(math.prod(v.shape) for v in self.model.named_variables().values())
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c012

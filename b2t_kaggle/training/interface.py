@@ -103,16 +103,14 @@ class Trainer:
         "Read a saved model; returns what its file holds beside the weights. Raises `CheckpointError`."
         raise NotImplementedError
 
-    def memory_footprint(self) -> tuple[int, int, int]:
-        "Rows and bins of `current` that a device computes at once, and the parameters of the model."
+    def n_parameters(self) -> int:
+        "Numbers in the weights of the model."
         raise NotImplementedError
 
     def save_best(self, path: Path) -> None: "Write the model alone."
     def save_last(self, path: Path) -> None: "Write `state()`, the model and the optimiser."
     def save_refit(self, path: Path) -> None: "Write the model alone, marked as trained on val; for `train.refit`."
-    def n_parameters(self) -> int: return self.memory_footprint()[-1]
     def gather(self, value) -> list: return [value]
-    def compiler_report(self) -> str: return ''
 
     @property
     def is_over(self) -> bool:

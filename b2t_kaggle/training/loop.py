@@ -128,7 +128,7 @@ def _check(self: Loop) -> list[dict[str, float]]:
     means = [{k: float(np.mean([m[k] for m in step])) for k in step[0]} for step in zip(*t.gather(own))]
     self.budget.note('step', (self.budget.elapsed() - self.synced_at) / len(self.pending))
     if t.step == self.first_step and t.is_main_process:
-        print(f'first step after {self.budget.elapsed():.1f} s{t.compiler_report()}')
+        print(f'first step after {self.budget.elapsed():.1f} s')
     return means
 
 @patch

@@ -7,14 +7,12 @@ __all__ = ['Checkpoints', 'checkpoint_bytes', 'set_aside']
 
 # %% ../../nbs/training/08_recovery.ipynb #c002
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 
 from fastcore.basics import patch
 
 from ..config import Config
 from ..core.files import WriteError, require_space
-from ..metrics import percent
 from .budget import Budget
 from .checkpoint_paths import BEST, LAST, REFIT
 from .checkpoints import CheckpointError
@@ -77,8 +75,6 @@ def check_space(self: Checkpoints) -> None:
     if problem := t.gather(problem)[0]: raise WriteError(problem)
 
 # %% ../../nbs/training/08_recovery.ipynb #c011
-_ANOTHER = 'is another model'
-
 def set_aside(
     path: Path, # A model
 ) -> str:
@@ -97,51 +93,44 @@ def start_over(self: Checkpoints) -> None:
               f'{set_aside(path)}, and a training begins at batch 0')
 
 @patch
-def _problem(self: Checkpoints, path: Path, expected: Mapping) -> str:
-    "Problem of a saved model, the same in all processes; empty if it has the expected figures."
+def _figures(self: Checkpoints, path: Path) -> dict | None:
+    "Figures of a saved model, the same in all processes; None if it is gone or damaged."
     t = self.trainer
-    problem = ''
+    figures = None
     if t.is_main_process:
-        try: facts = t.read_model(path)
-        except CheckpointError: problem = 'cannot be read' if path.exists() else 'is gone'
-        else:
-            if any(str(facts.get(k)) != str(expected.get(k)) for k in ('step', 'val_per', 'val_loss')):
-                is_later = isinstance(facts.get('step'), int) and facts['step'] > t.step
-                problem = 'is of a later batch' if is_later else _ANOTHER
-    return t.gather(problem)[0]
+        try: figures = _chosen(t.read_model(path))
+        except CheckpointError: pass
+    return t.gather(figures)[0]
 
-@patch
-def _replace_best(self: Checkpoints, problem: str) -> None:
-    "Make the weights as they are the best model. Raises `TrainingError` if they have seen val."
-    t = self.trainer
-    lost = t.best
-    if t.is_refitting:
-        raise TrainingError(f'{self.best} {problem}, and {self.last} cannot take its place: it has been trained on val '
-                            f'since batch {t.refit_from} (train.refit). Bring {self.best.name} back from a copy, or '
-                            'start over with `b2t train --force train`')
-    t.best = BestTracker()
-    t.is_best(self.budget.timed('validate', t.validate), True)
-    t.best.bad_evals = lost.bad_evals
-    if not t.is_main_process: return
-    if problem == _ANOTHER: problem += f', set aside as {set_aside(self.best)}'
-    def named(metrics):
-        per = metrics.get('val_per')
-        return f'batch {metrics["step"]}' + ('' if per is None else f', PER {percent(per)}')
-    print(f'{self.best} {problem}; it is rebuilt from {self.last.name}: {named(t.best.metrics)} (before: '
-          f'{named(lost.metrics)})')
-    t.save_best(self.best)
-    t.save_last(self.last)
+def _chosen(metrics) -> dict: return {k: metrics.get(k) for k in ('step', 'val_per', 'val_loss')}
 
 @patch
 def verify(self: Checkpoints) -> None:
-    "Read models back, and replace each that cannot be read or is another. Raises `TrainingError` if that fails."
+    "Read models back, and rebuild each that is lost or is another. Raises `TrainingError` if that is impossible."
     t = self.trainer
-    if t.best.metrics.get('step') and (problem := self._problem(self.best, t.best.metrics)):
-        self._replace_best(problem)
-        if self._problem(self.best, t.best.metrics):
-            raise TrainingError(f'{self.best}: was written, and cannot be read back; have the disk checked, and run '
-                                'the same line again')
+    if t.best.metrics.get('step') and (figures := self._figures(self.best)) != _chosen(t.best.metrics):
+        self._rebuild_best(figures)
     is_refitted = t.refit_from is not None and t.is_over
-    if is_refitted and self._problem(self.refit, dict(step=t.step)) and t.is_main_process:
+    if is_refitted and (self._figures(self.refit) or {}).get('step') != t.step and t.is_main_process:
         print(f'{self.refit}: is written again')
         t.save_refit(self.refit)
+
+@patch
+def _rebuild_best(self: Checkpoints, figures: dict | None) -> None:
+    "Make the weights as they are the best model. Raises `TrainingError` if they have seen val."
+    t = self.trainer
+    if t.is_refitting:
+        raise TrainingError(f'{self.best} is lost, and {self.last} cannot take its place: it has been trained on val '
+                            f'since batch {t.refit_from} (train.refit). Bring {self.best.name} back from a copy, or '
+                            'start over with `b2t train --force train`')
+    bad_evals = t.best.bad_evals
+    t.best = BestTracker()
+    t.is_best(self.budget.timed('validate', t.validate), True)
+    t.best.bad_evals = bad_evals
+    if not t.is_main_process: return
+    # A process that is killed while it saves may leave the model of a later batch
+    is_foreign = figures and not (isinstance(figures['step'], int) and figures['step'] > t.step)
+    problem = f'is another model, set aside as {set_aside(self.best)}' if is_foreign else 'is lost'
+    print(f'{self.best} {problem}; it is rebuilt from {self.last.name}: batch {t.best.metrics["step"]}')
+    t.save_best(self.best)
+    t.save_last(self.last)

@@ -55,7 +55,8 @@ cores = XLA(device, Path('cache'))
 import numpy as np
 x = cores.result(cores.put(np.ones((4, 3), 'float32')) * 3)
 cores.end_step()
-print(x.sum().item(), cores.cache, cores.compiled()[0] > 0)
+from torch_xla.debug import metrics
+print(x.sum().item(), cores.cache, metrics.metric_data('CompileTime')[0] > 0)
 """
 REFUSE = """
 from b2t_kaggle.config import preset, with_overrides
