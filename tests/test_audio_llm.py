@@ -133,7 +133,7 @@ def test_its_lists_are_combined_with_those_of_others(finished, here, tmp_path):
     assert here[-2:] == ['combine', 'submit'] and submitted(combined) == before
 
 
-REFUSED = [('train.framework', 'tensorflow'), ('train.cr_ctc', .2), ('train.compile', True),
+REFUSED = [('train.framework', 'tensorflow'), ('train.cr_ctc', .2),
            ('train.weight_average', 'ema'), ('infer.logits', ['val.arrow']), ('infer.adapt', 'dietcorp')]
 
 

@@ -2,7 +2,6 @@
 before and afterwards."""
 import csv
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import h5py
@@ -199,17 +198,6 @@ def test_trials_on_the_device_give_the_same_weights(stores, trained):
     t = trainer(stores, 'gru', **{'data.shares': {'t12': .5, 't15': .5}, 'data.on_device': True})
     for i in range(6): t.train_step(*t.loader(i))
     for k, v in trained('gru')[1].model.state_dict().items(): assert torch.equal(t.model.state_dict()[k], v), k
-
-
-def test_a_compiled_model_takes_the_same_steps(stores, monkeypatch):
-    "Compiled without the C++ compiler, which takes longest: what is traced is run as it is."
-    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='aot_eager'))
-    plain, compiled = (trainer(stores, 'transformer', **{'train.compile': c}) for c in (False, True))
-    for t in (plain, compiled):
-        for i in range(2): t.train_step(*t.loader(i))
-    assert compiled.compiled is not compiled.model
-    for k, v in plain.model.state_dict().items():
-        torch.testing.assert_close(compiled.model.state_dict()[k], v, rtol=1e-3, atol=1e-5, msg=k)
 
 
 @pytest.mark.parametrize('name', ['gru', 'transformer', 'zipformer'])

@@ -220,7 +220,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(stores,
     assert train(*stores, config(), tmp_path/'whole', progress=False)['step'] == 60
     rng = np.random.default_rng(0)
     seen = []
-    for on_device in (None, True, None):
+    for on_device in (False, True, False):
         kill_training(stores, tmp_path/'killed', steps=15, delay=rng.uniform(0, .15),
                       **{'data.on_device': on_device})
         seen.append(load_file(tmp_path/'killed'/'last.pt')['step'])
@@ -618,14 +618,13 @@ def test_a_run_may_go_on_in_smaller_parts(stores, tmp_path):
         train(*stores, config(accumulate=4), tmp_path / 'other', progress=False)
 
 
-def test_trials_on_the_device_give_the_same_weights(stores, capsys):
+def test_trials_on_the_device_give_the_same_weights(stores):
     "Bit for bit, with a batch in two parts and trials of two stores; batches are those that the host makes."
     def trainer(on_device):
         changes = {'data.on_device': on_device, 'accumulate': 2, 'num_training_batches': 8, 'refit': .5}
         return Trainer(*stores, config(**changes), SingleDevice(pick_torch('cpu', 'float32')))
     host, device = trainer(False), trainer(True)
-    assert ' trials are on ' in capsys.readouterr().out
-    assert device.loader.on_device and not host.loader.on_device and trainer(None).loader.on_device is None
+    assert device.loader.on_device and not host.loader.on_device and trainer(False).loader.on_device is None
     for a, b in zip(host.loader(5)[0], device.loader(5)[0]): assert torch.equal(a.x, b.x.float())
     for t in (host, device):
         assert len(list(t.steps(8))) == 8

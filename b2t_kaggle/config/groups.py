@@ -125,8 +125,6 @@ class TrainConfig(_StepsConfig):
     processes: Annotated[int, SameResult(), Only('pytorch')] = Field(1, ge=1)
     ("PyTorch on a CPU: processes that train together, each with an equal part of every batch. For small models two "
      "processes are faster than one with two threads.")
-    compile: Annotated[bool, MayChange(), SameResult(), Only('pytorch')] = False
-    "`torch.compile` the model; pays on GPUs after minutes of compilation. TensorFlow compiles anyway."
     replay: Annotated[bool, ChangesNothing(), Only('pytorch')] = False
     ("XLA: record a step once for each batch length and run its program again with other inputs, instead of recording "
      "every step; the host then needs a few milliseconds for a step.")
@@ -204,9 +202,8 @@ class DataConfig(Section):
     "Length buckets: the largest number of batch shapes that a compiler sees."
     eval_batch_size: Annotated[int, MayChange(), SameResult()] = Field(64, ge=1)
     "Trials per batch in validation and inference."
-    on_device: Annotated[bool | None, ChangesNothing(), Only('pytorch')] = None
-    ("Keep the training trials in the memory of the device and gather batches there; null: if they fit beside a step, "
-     "on a GPU or one core of a TPU.")
+    on_device: Annotated[bool, ChangesNothing(), Only('pytorch')] = False
+    "Keep the training trials in the memory of the device and gather batches there; pays on TPUs."
 
     @property
     def folders(self) -> list[Path]:

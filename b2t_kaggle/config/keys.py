@@ -118,7 +118,7 @@ def _participant_problems(self: Config) -> Iterator[str]:
 @patch
 def _audio_problems(self: Config) -> Iterator[str]:
     if self.audio.llm is None: return
-    for field in 'framework', 'cr_ctc', 'frozen', 'compile', 'weight_average':
+    for field in 'framework', 'cr_ctc', 'frozen', 'weight_average':
         value, default = getattr(self.train, field), TrainConfig.model_fields[field].default
         if value != default:
             yield (f'audio.llm is set, with which train.{field} = {value} does not work; set it to '

@@ -76,16 +76,15 @@ def logits_of(
     args: Callable[[np.ndarray], dict] | None = None, # More arguments of the model for the trials of a batch
 ) -> Iterator[tuple[Batch, Any, np.ndarray]]:
     "Batches with logits `[B, T', K]`, float32, on the device, or whatever `args` make of them, and frames `[B]`."
-    static_shapes = backend.static_shapes or cfg.train.compile
     augment = Augment(cfg.augment, 0)
     days = model_days(store, day_of)
     first, last = smoothing_edges(store, cfg, smoothing)
-    batcher = Batcher(store, bucket_lengths(store, cfg, static_shapes), delivered_dtype(store, backend))
+    batcher = Batcher(store, bucket_lengths(store, cfg, backend.static_shapes), delivered_dtype(store, backend))
     rows = batch_size # Trials that this process computes at once: as many for each device of a static mesh
     if backend.static_shapes: rows = -(-batch_size // backend.n_devices) * backend.n_devices
     elif backend.device.kind == 'cpu': rows = -(-batch_size // backend.world_size)
     chosen = np.arange(len(store)) if trials is None else np.asarray(trials, int)
-    parts = evaluation_batches(store.n_bins[chosen], rows, pad=static_shapes)[backend.rank::backend.world_size]
+    parts = evaluation_batches(store.n_bins[chosen], rows, pad=backend.static_shapes)[backend.rank::backend.world_size]
     batches = [np.where(part >= 0, chosen[part], -1) for part in parts]
 
     def load(trials):

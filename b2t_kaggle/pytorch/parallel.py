@@ -105,13 +105,12 @@ def seed(self: Backend, seed: int) -> None:
     torch.manual_seed(seed)
 
 @patch
-def free_memory(self: Backend) -> int | None:
-    "Free bytes of the device; None if it does not tell them."
-    return torch.cuda.mem_get_info(self.torch_device)[0] if self.device.kind == 'cuda' else None
-
-@patch
-def hold(self: Backend, parts: Iterable[np.ndarray], shape: tuple[int, int], dtype: np.dtype) -> Tensor:
-    "Rows of all parts `[n, F]`, one after the other, in the memory of the device, where they stay `[N, F]`."
+def hold(self: Backend,
+    parts: Iterable[np.ndarray], # Rows, one part after the other `[n, F]`
+    shape: tuple[int, int],      # Shape of all rows together `[N, F]`
+    dtype: np.dtype,             # Data type of the rows
+) -> Tensor:
+    "All rows in the memory of the device, where they stay `[N, F]`."
     return _filled(torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.torch_device), parts)
 
 @patch
@@ -192,7 +191,7 @@ CACHE = Path(os.environ.get('B2T_XLA_CACHE') or user_cache('xla')) # Folder of X
 class XLA(Backend):
     "All XLA devices of this machine behind one process: SPMD over a mesh along the batch (Xu et al., 2021, GSPMD)."
     static_shapes = True
-    given: Iterator[Tensor] | None = None # Values that `scalars` and `days` return within `recording`
+    given: Iterator[Tensor] | None = None # Values of `scalars` and `days` while a `Program` is recorded; nothing runs
     _started = False # torch_xla is set up once per process
 
     def __init__(self, device: Device, cache: Path | None = CACHE):
@@ -202,21 +201,18 @@ class XLA(Backend):
         self.xla = torch_xla
         self.n_devices = device.n_devices
         self.cache = cache if xr.device_type() != 'CPU' else None
-        if not XLA._started: self._start(xr)
+        if not XLA._started: # Before its first operation
+            from torch_xla import backends
+            if self.cache: xr.initialize_cache(str(self.cache))
+            logging.getLogger(backends.__name__).setLevel(logging.ERROR) # It warns of a second call at the first
+            backends.set_mat_mul_precision('highest')
+            if self.n_devices > 1: xr.use_spmd()
+            XLA._started = True
         if self.n_devices > 1:
             import torch_xla.distributed.spmd as xs
             self.xs = xs
             self.mesh = xs.Mesh(np.arange(self.n_devices), (self.n_devices,), ('data',))
         self.torch_device = torch_xla.device()
-
-    def _start(self, runtime):
-        "Set torch_xla up before its first operation."
-        from torch_xla import backends
-        if self.cache: runtime.initialize_cache(str(self.cache))
-        logging.getLogger(backends.__name__).setLevel(logging.ERROR)  # It warns of a second call at the first
-        backends.set_mat_mul_precision('highest')
-        if self.n_devices > 1: runtime.use_spmd()
-        XLA._started = True
 
     def _send(self, tensor: Tensor, axes: tuple[str | None, ...]) -> Tensor:
         from torch_xla.core.xla_model import send_cpu_data_to_device
@@ -224,12 +220,6 @@ class XLA(Backend):
         return send_cpu_data_to_device([tensor], self.torch_device, split)[0]
 
     def put(self, array): return self._send(torch.from_numpy(array), ('data',) + (None,) * (array.ndim - 1))
-
-    def free_memory(self):
-        from torch_xla.core.xla_model import get_memory_info
-        try: info = get_memory_info(self.torch_device)
-        except RuntimeError: return None  # Neither has XLA's processor backend such figures, nor SPMD
-        return info['bytes_limit'] - info['bytes_used']
 
     def hold(self, parts, shape, dtype):
         return self._send(_filled(torch.empty(shape, dtype=getattr(torch, dtype.name)), parts), (None, 'data'))
@@ -254,13 +244,6 @@ class XLA(Backend):
         return torch.zeros(n_days).index_fill(0, torch.from_numpy(days), 1).to(self.torch_device)
 
     def generator(self, seed): self.seed(seed)
-
-    @contextlib.contextmanager
-    def recording(self, given: Iterable[Tensor]) -> Iterator[None]:
-        "Record a step for a `Program` in this context: `vector` `[n]` and `days` `[D]` are inputs, and nothing runs."
-        self.given = iter(given)
-        try: yield
-        finally: self.given = None
 
     def seed(self, seed): self.xla.manual_seed(seed)
 

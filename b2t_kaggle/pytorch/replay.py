@@ -103,8 +103,9 @@ class Replay:
                 norms = t.clip()
                 t.update(days)
                 return losses | norms
-            with backend.recording(numbers):
-                self.programs[rows.x.shape] = Program(step, self._state(), inputs, seeds)
+            backend.given = iter(numbers) # Inputs of the program, in place of the numbers of this step
+            try: self.programs[rows.x.shape] = Program(step, self._state(), inputs, seeds)
+            finally: backend.given = None
         results = self.programs[rows.x.shape](inputs, seeds)
         norms = {name: v for name, v in results.items() if name.startswith('grad_')}
         result = t.result_of([rows], [{name: v for name, v in results.items() if name not in norms}], norms)

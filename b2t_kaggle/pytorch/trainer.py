@@ -72,13 +72,11 @@ class Trainer(interface.Trainer):
         saved = self._load(checkpoint) if checkpoint or cfg.train.init_checkpoint_path else {}
         self.average = self._start_average(saved, checkpoint) if cfg.train.weight_average else None
         self.result = self.average.model if self.average else self.model # Validated and saved as the model
-        self.compiled = self._compile(self.model)
-        self.evaluated = self._compile(self.result) if self.average else self.compiled
-        self.forward = backend.place(self.compiled)
+        self.forward = backend.place(self.model)
         self.optimizer = backend.optimizer(self.model, cfg.train)
         self.optimizer.scaler = self.scaler
         self.augment = Augment(cfg.augment, cfg.train.seed)
-        self.loader = BatchLoader(store, cfg, backend, self.store_val, self.n_parameters())
+        self.loader = BatchLoader(store, cfg, backend, self.store_val)
         self.store = self.loader.store # With a refit, the trials of val follow
         self.trials_on_device = self.loader.on_device is not None
         self.replay = Replay(self) if cfg.train.replay else None
@@ -91,8 +89,6 @@ class Trainer(interface.Trainer):
         model = build_model(self.cfg.model, len(self.day_of), list(self.day_of))
         if self.cfg.train.frozen: freeze(model)
         return model
-
-    def _compile(self, model: Encoder) -> Callable: return model.compiled() if self.cfg.train.compile else model
 
     def steps(self, end: int) -> Iterator[StepResult]:
         "Take the steps before `end` that are left."
@@ -117,8 +113,6 @@ class Trainer(interface.Trainer):
 def check_device(cfg: TrainConfig, backend: Backend) -> None:
     "Prepare the process for a device. Raises `TrainingError` for an option that the device does not have."
     kind = backend.device.kind
-    if cfg.compile and kind == 'xla':
-        raise TrainingError('train.compile = true is for CPUs and GPUs; XLA compiles by itself, so set it to false')
     if cfg.replay and kind != 'xla':
         raise TrainingError(f'train.replay = true is for XLA, which records steps, and this device is {kind}; set it '
                             'to false')
@@ -333,7 +327,7 @@ def metrics(self: Trainer) -> dict:
     "Loss, its terms and PER on the validation trials."
     self.result.eval()
     trained = self.result if self.measures_terms else None
-    table = evaluate(self.evaluated, self.store_val, self.day_of, self.cfg, self.backend, trained, self.step)
+    table = evaluate(self.result, self.store_val, self.day_of, self.cfg, self.backend, trained, self.step)
     return summarize(table, self.cfg.train.ctc_reduction)
 
 # %% ../../nbs/pytorch/12_trainer.ipynb #c042

@@ -107,9 +107,6 @@ class Trainer(interface.Trainer):
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c012
 def _refuse(cfg: Config) -> None:
     "Raises `TrainingError` for a value that TensorFlow does not have and that would change the result."
-    if cfg.train.compile:
-        raise TrainingError('train.compile = true is `torch.compile`; TensorFlow compiles by itself, so set it to '
-                            'false')
     for name, field in TrainConfig.model_fields.items():
         facts = facts_of(field)
         value = getattr(cfg.train, name)

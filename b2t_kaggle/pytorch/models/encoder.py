@@ -154,13 +154,6 @@ def load_training_state(self: Encoder, state: dict) -> None:
     "Restore a state of the training."
 
 @patch
-def compiled(self: Encoder) -> Callable:
-    """The model through `torch.compile`, without its method `_packed` for CPUs, whose shapes change in each batch. Not
-    a decorator, which would import the compiler (3 s) in every run."""
-    if hasattr(self, '_packed'): self._packed = torch.compiler.disable(self._packed)
-    return torch.compile(self)
-
-@patch
 def reference_weights(self: Encoder, content: dict) -> tuple[nn.Module, dict[str, Tensor]]:
     "The part of this model that another implementation shares, and its weights `[…]` by name. Raises `ValueError`."
     raise ValueError(f'model.name = {self.cfg.name} knows no other implementation to take weights from')

@@ -7,7 +7,7 @@ __all__ = ['Zipformer', 'dropout_schedule', 'NeuralFrontend', 'build_encoder', '
            'Conv2dSubsampling']
 
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c003
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,6 @@ from .encoder import Zipformer2
 from .layer import Zipformer2EncoderLayer
 from .subsampling import Conv2dSubsampling  # noqa: F401
 from ...scaling import Balancer, BiasNorm, Dropout3, FloatLike, ScheduledFloat, Whiten
-from ....training.recipe import TrainingError
 
 _all_ = ['Zipformer2', 'Conv2dSubsampling']
 
@@ -66,11 +65,6 @@ class Zipformer(Encoder):
     def decays(self, name: str, parameter: Tensor) -> bool:
         "Whether weight decay applies to a parameter `[…]`: to matrices, not to gains and the scales of chunks' edges."
         return parameter.ndim >= 2 and not name.endswith('conv_scale')
-
-    def compiled(self) -> Callable:
-        "Raise `TrainingError`: the host draws the skips in each call, so a step is not one program."
-        raise TrainingError('train.compile = true: model.name = zipformer draws on the host which parts a step skips, '
-                            'which torch.compile cannot follow; set it to false')
 
     def freeze(self) -> None:
         "Turn off the gradients of day layers that are not trained, and of a parameter without effect."
