@@ -93,8 +93,7 @@ LONG = 200 # Lines above which a module's main name is looked for
 LATE = {
     'cli/lm.py', 'core/files.py', 'data/sentences.py', 'data/simulate.py', 'data/t12.py', 'lm/arpa.py',
     'lm/automaton.py', 'lm/causal.py', 'lm/finetune.py', 'lm/sphinx.py', 'phonemes.py',
-    'pytorch/checkpoint.py', 'pytorch/layers.py', 'pytorch/optimizer/scaled_adam.py', 
-    'pytorch/recurrence.py', 'rescoring/opinion_pool.py',
+    'pytorch/optimizer/scaled_adam.py', 'rescoring/opinion_pool.py',
 }
 MOST_DISGUISED = 20
 

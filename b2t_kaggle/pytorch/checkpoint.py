@@ -55,8 +55,17 @@ def load_file(
     try: check_is_file(path)
     except ReadError as e: raise CheckpointError(str(e)) from None
     if not path.is_file(): raise CheckpointError(f'{path}: there is no such file')
+    with open(path, 'rb') as f: head = f.read(4)
+    if head == b'\x89HDF':
+        raise CheckpointError(f'{path}: a checkpoint of TensorFlow; `b2t convert {path} best.pt` makes one for PyTorch '
+                              'of it')
     try:
-        _check_archive(path)
+        if head == b'PK\x03\x04': # PyTorch does not compare checksums
+            with zipfile.ZipFile(path) as archive:
+                records = archive.infolist()
+                if any(r.compress_type != zipfile.ZIP_STORED for r in records): raise ValueError('a compressed record')
+                bad = archive.testzip() if any(r.CRC for r in records) else None
+                if bad: raise ValueError(f'the record {bad!r} is not as it was written')
         with torch.serialization.safe_globals(_SAFE):
             content = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e: raise CheckpointError(f'{path}: {_reason(e)}') from None # Any: a pickle can raise anything
@@ -65,21 +74,8 @@ def load_file(
                               'to them; give a checkpoint of this kit or of the official one')
     return content
 
-def _check_archive(path: Path) -> None:
-    "Raise `CheckpointError` for a damaged archive, or TensorFlow's file; what begins otherwise is left to PyTorch."
-    with open(path, 'rb') as f: head = f.read(4)
-    if head == b'\x89HDF':
-        raise CheckpointError(f'a checkpoint of TensorFlow; `b2t convert {path} best.pt` makes one for PyTorch of it')
-    if head != b'PK\x03\x04': return
-    with zipfile.ZipFile(path) as archive:
-        records = archive.infolist()
-        if any(r.compress_type != zipfile.ZIP_STORED for r in records): raise ValueError('a record is compressed')
-        bad = archive.testzip() if any(r.CRC for r in records) else None
-        if bad: raise ValueError(f'the record {bad!r} is not as it was written')
-
 def _reason(e: Exception) -> str:
     "Reason that a file was not loaded, and a remedy, without PyTorch's advice to also load programs."
-    if isinstance(e, CheckpointError): return str(e)
     if named := re.search(r'GLOBAL ([\w.]+)', str(e)):
         return (f'not loaded, because it holds more than weights ({named[1]}); expected a PyTorch checkpoint of '
                 'tensors and numbers, give the state dict of that model')

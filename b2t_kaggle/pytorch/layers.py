@@ -24,8 +24,7 @@ def smooth(
     "Convolve along time with zeros beyond the ends ('same' padding), `[B, T, F]`."
     T = x.shape[1]
     n_before = (len(kernel) - 1) // 2
-    n_after = len(kernel) - 1 - n_before
-    padded = F.pad(x, (0, 0, n_before, n_after))
+    padded = F.pad(x, (0, 0, n_before, len(kernel) - 1 - n_before))
     out = padded[:, :T] * float(kernel[0])
     for i, weight in enumerate(kernel[1:], 1): out.add_(padded[:, i:i+T], alpha=float(weight))
     return out
@@ -35,7 +34,7 @@ def pack(
     x: Tensor,          # Features `[B, T, F]`
     lengths: list[int], # Bins to keep of each trial
 ) -> Tensor:
-    "The first bins of each trial, one trial behind the other, `[sum(lengths), F]`."
+    "The first bins of each trial, one trial after the other, `[sum(lengths), F]`."
     return torch.cat([trial[:n] for trial, n in zip(x, lengths)])
 
 # %% ../../nbs/pytorch/00_layers.ipynb #c012
@@ -52,11 +51,11 @@ def day_affine(
 def autocast_dtype(
     dtype: torch.dtype, # The precision without autocast
 ) -> torch.dtype:
-    "Autocast's precision on the CPU where autocast is on, else `dtype`."
+    "Autocast's precision on the CPU if autocast is on, else `dtype`."
     return torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else dtype
 
 def _day_runs(day_idx: Tensor, lengths: list[int]) -> list[tuple[int, int, int]]:
-    "Runs of neighbouring trials of one day: the day, the first row and the row behind the last."
+    "Runs of neighbouring trials of one day: the day, the first row and the row after the last."
     runs = []
     start = 0
     for day, n in zip(day_idx.tolist(), lengths):
@@ -134,8 +133,7 @@ def dropout(
     of `x`'s device."""
     if not training or p == 0: return x
     if x.device.type != 'cpu': return F.dropout(x, p)
-    n_draws = -(-x.numel() // 4)
-    draws = torch.empty(n_draws, dtype=torch.int64).random_(-2**63, None)
+    draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2**63, None)
     bits = draws.view(torch.int16)[:x.numel()].view(x.shape)  # uniform in -32768 … 32767
     n_dropped = round(p * 65536)                              # of the 65536 values
     return x * (bits >= n_dropped - 32768).to(x.dtype).mul_(65536 / (65536 - n_dropped))
@@ -160,42 +158,36 @@ def sliced_windows(
     B, T, C = x.shape
     frames = n_frames(T, patch_size, patch_stride)
     n_pieces = -(-patch_size // patch_stride)
-    n_strides = frames - 1 + n_pieces
-    bins = n_strides * patch_stride
+    bins = (frames - 1 + n_pieces) * patch_stride
     padded = F.pad(x, (0, 0, 0, max(bins - T, 0)))
-    strides = padded[:, :bins].reshape(B, n_strides, patch_stride * C)
+    strides = padded[:, :bins].reshape(B, -1, patch_stride * C)
     widths = [min(patch_stride, patch_size - j*patch_stride) * C for j in range(n_pieces)]
     return torch.cat([strides[:, j:j+frames, :width] for j, width in enumerate(widths)], -1)
 
 # %% ../../nbs/pytorch/00_layers.ipynb #c032
 def _add_windows(grad: Tensor, n_bins: int, size: int, stride: int, n_features: int) -> Tensor:
     "The gradient of one trial's bins `[n_bins, F]` from that of its windows `[T', size · F]`."
-    frames = len(grad)
     overlap = -(-size // stride)
-    n_strides = max(frames - 1 + overlap, -(-n_bins // stride))
+    n_strides = max(len(grad) - 1 + overlap, -(-n_bins // stride))
     trial = grad.new_zeros(n_strides, stride * n_features)
     for j in range(overlap):  # the j-th stride of every patch, all frames at once
         start = j * stride * n_features
         end = min((j + 1) * stride, size) * n_features
-        trial[j:j+frames, :end-start] += grad[:, start:end]
+        trial[j:j+len(grad), :end-start] += grad[:, start:end]
     return trial.view(-1, n_features)[:n_bins]
 
 class _PackedWindows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, lengths, size, stride):
-        ctx.lengths = lengths
-        ctx.size = size
-        ctx.stride = stride
-        ctx.n_features = x.shape[1]
+        ctx.layout = lengths, size, stride, x.shape[1]
         return torch.cat([windows(trial, size, stride) for trial in x.split(lengths)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        args = ctx.size, ctx.stride
-        by_trial = grad.split([n_frames(n, *args) for n in ctx.lengths])
-        d_x = [_add_windows(d, n, *args, ctx.n_features) for d, n in zip(by_trial, ctx.lengths)]
-        return torch.cat(d_x), None, None, None
+        lengths, *layout = ctx.layout
+        by_trial = grad.split([n_frames(n, *layout[:2]) for n in lengths])
+        return torch.cat([_add_windows(d, n, *layout) for d, n in zip(by_trial, lengths)]), None, None, None
 
 def packed_windows(
     x: Tensor,          # Packed `[N, F]`

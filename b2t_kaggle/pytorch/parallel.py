@@ -111,19 +111,20 @@ def hold(self: Backend,
     dtype: np.dtype,             # Data type of the rows
 ) -> Tensor:
     "All rows in the memory of the device, where they stay `[N, F]`."
-    return _filled(torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.torch_device), parts)
+    return self._filled(torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.torch_device), parts)
+
+@patch
+def _filled(self: Backend, rows: Tensor, parts: Iterable[np.ndarray]) -> Tensor:
+    begin = 0
+    for part in parts:
+        rows[begin:begin + len(part)] = torch.from_numpy(np.array(part)) # A copy: a mapped file cannot be written
+        begin += len(part)
+    return rows
 
 @patch
 def split(self: Backend, tensor: Tensor) -> Tensor:
     "Split a tensor `[B, …]` that was made on the device as `put` splits a batch."
     return tensor
-
-def _filled(rows: Tensor, parts: Iterable[np.ndarray]) -> Tensor:
-    begin = 0
-    for part in parts:
-        rows[begin:begin + len(part)] = torch.from_numpy(np.array(part))  # A copy: a mapped file cannot be written
-        begin += len(part)
-    return rows
 
 # %% ../../nbs/pytorch/08_parallel.ipynb #c016
 @patch
@@ -222,7 +223,7 @@ class XLA(Backend):
     def put(self, array): return self._send(torch.from_numpy(array), ('data',) + (None,) * (array.ndim - 1))
 
     def hold(self, parts, shape, dtype):
-        return self._send(_filled(torch.empty(shape, dtype=getattr(torch, dtype.name)), parts), (None, 'data'))
+        return self._send(self._filled(torch.empty(shape, dtype=getattr(torch, dtype.name)), parts), (None, 'data'))
 
     def split(self, tensor):
         if self.n_devices > 1: self.xs.mark_sharding(tensor, self.mesh, ('data',) + (None,) * (tensor.ndim - 1))
