@@ -12,7 +12,7 @@ from kaggle_image import pretend_image
 
 from b2t_kaggle.kaggle import session
 
-PACKAGES = session.TRAINING | session.CURVES | session.DECODING | session.KENLM | session.RESCORING | session.ADAPTER
+PACKAGES = session.TRAINING | session.CURVES | session.DECODING | session.KENLM | session.LLM
 NOTEBOOKS = Path(__file__).parents[1]/'nbs'/'kaggle'
 SMALL = {
     'feature_subset': list(range(12)), 'neural_dim': 12, 'n_units': 8, 'n_layers': 1, 'rnn_dropout': 0,

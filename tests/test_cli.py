@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from b2t_kaggle.cli import command as cli
 from b2t_kaggle.cli.command import VERBS as SECTIONS
-from b2t_kaggle.cli.options import CONFIG_KEYS, StageOption
+from b2t_kaggle.cli.options import StageOption
 from b2t_kaggle.config import load_config, preset, save_config
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import STAGES
@@ -51,7 +51,6 @@ LINES = {verb: [verb] for verb in VERBS if is_of_runs(verb)} | {
     'sweep': ['sweep --set train.lr_max=1e-4:1e-2:log'],
     'combine-files': ['combine-files lists.jsonl -o combined.csv'],
     'decode-phonemes': ['decode-phonemes lists.jsonl --confusions lists.jsonl --lm lists.jsonl -o sentences.csv'],
-    'average-logits': ['average-logits lists.jsonl -o average.arrow'],
 }
 # By parameter, the options that are added; in brackets what both calls have
 VALUES = {
@@ -98,19 +97,17 @@ VALUES = {
     'tls_ca': ['--tls-ca lists.jsonl'],
     'tls_cert': ['--tls-cert lists.jsonl'],
     'tls_key': ['--tls-key lists.jsonl'],
-    'format_': ['--format t12'],
     'llm': ['--llm llm'],
     'llm_adapter': ['--llm-adapter sessions'],
     'dtype': ['--dtype bfloat16'],
-    'seeds': ['--seeds first,lists.jsonl'],
     'classes': ['--classes sil-first'],
 }
 CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line in lines for p in options(verb)
          for value in VALUES[p.name]]
 # What does the work, and what takes time before it
-WORK = ('run.run_stages', 'run._sweep_runs', 'data.simulate_dataset', 'data.simulate_t12', 'data.validate',
-        'data.list_sessions', 'serve.run_stages', 'serve.serve_decoder', 'serve.check_redis', 'serve.open_decoder')
-TOOLS = ('combine-files', 'decode-phonemes', 'average-logits')
+WORK = ('run.run_stages', 'run._sweep_runs', 'data.simulate_dataset', 'data.validate', 'data.list_sessions',
+        'serve.run_stages', 'serve.serve_decoder', 'serve.check_redis', 'serve.open_decoder')
+TOOLS = ('combine-files', 'decode-phonemes')
 BEFORE = ('b2t_kaggle.cli.serve._tell_search', 'b2t_kaggle.cli.serve._llm', 'signal.signal', 'logging.basicConfig')
 
 
@@ -164,7 +161,7 @@ def test_an_option_has_an_effect_or_is_refused(verb, line, name, value, call):
     error = told[told.index('Error: '):]
     assert error.count('\n') == 1, told
     option, = (p for p in options(verb) if p.name == name)
-    assert any(n in error for n in (*option.opts, *filter(None, [CONFIG_KEYS.get(name)]))), error
+    assert any(n in error for n in (*option.opts, *filter(None, [getattr(option, 'key', None)]))), error
 
 
 def test_every_option_is_read():
@@ -183,7 +180,6 @@ def test_every_option_is_read():
     ('lm build lists.jsonl -o new.arpa --sentences --no-numbers', '--numbers'),
     ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --device cpu', '--device'),
     ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --dtype float16', '--dtype'),
-    ('keys beam --preset quick --out elsewhere', '--out'),
     ('lm --preset quick clean lists.jsonl -o new.txt', '--preset'),
     ('convert lists.jsonl new.pt --set causal=true', '--set'),
 ])
@@ -215,13 +211,13 @@ def test_a_preset_counts_where_a_folder_is_simulated(tmp_path):
     ('run --set model.name=zip', 'did you mean zipformer?'),
     ('run --set trian.lr_max=1', 'did you mean train.lr_max?'),
     ('run --set learning_rte=1', '`b2t keys` lists them all'),
+    ('run --set lr_max=0.1 --set train.lr_max=0.2', 'train.lr_max is given as 0.1 and as 0.2; leave one of them out'),
     ('sim', 'did you mean simulate?'),
     ('lm imprt', 'did you mean import?'),
     ('kaggle kernal', 'did you mean kernel?'),
     ('run --from frist --name new', 'did you mean first?'),
     ('compare fir first', 'did you mean first?'),
     ('ensemble fir --name new', 'did you mean first?'),
-    ('keys beam --name fir', 'did you mean first?'),
     ('lm get librispeech', '4gram?'),
 ])
 def test_the_name_that_was_meant(line, end, call):
@@ -283,6 +279,14 @@ def imported(line, folder):
     code, *modules = done.stderr.split()
     assert code == '0' and done.stdout, done.stderr
     return set(modules)
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='no /dev/full here')
+@pytest.mark.parametrize('line', ['--help', 'keys lr_max', 'data --help'])
+def test_a_stream_that_cannot_be_written_is_named(line):
+    command = [sys.executable, '-m', 'b2t_kaggle.cli', *line.split()]
+    with open('/dev/full', 'w') as full: done = subprocess.run(command, stdout=full, stderr=-1, text=True)
+    assert (done.returncode, done.stderr) == (1, 'Error: <stdout>: No space left on device\n')
 
 
 def test_help_imports_next_to_nothing(tmp_path):

@@ -72,7 +72,8 @@ def test_tensorflow_brings_no_tensorboard_along(tmp_path):
 def test_an_attached_source_folder_is_used_as_it_is(tmp_path):
     source = tmp_path/'input'/'b2t'
     (source/'b2t_kaggle').mkdir(parents=True)
-    for file in ('settings.ini', 'b2t_kaggle/config.py'): (source/file).touch()
+    (source/'settings.ini').touch()
+    (source/'b2t_kaggle'/'config').mkdir()
     done, calls_of_pip = start(tmp_path, absent=('b2t_kaggle.config',))
     assert done.returncode == 0 and calls_of_pip == [], done.stderr
     assert f'PATH {source} {source}' in done.stdout
@@ -117,7 +118,7 @@ def test_what_must_stand_in_all_notebooks_is_the_same():
 # The cell that finds the kit, in a process that has none: its own folder, the environment's are taken off the path
 WITHOUT_KIT = '''
 import json, os, sys
-sys.path[:] = [""] + [p for p in sys.path[1:] if not os.path.exists(os.path.join(p, "b2t_kaggle", "config.py"))]
+sys.path[:] = [""] + [p for p in sys.path[1:] if not os.path.exists(os.path.join(p, "b2t_kaggle", "config"))]
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
 cells = ["".join(c["source"]) for c in json.load(open(sys.argv[1]))["cells"]]
 cell, = [cell for cell in cells if "settings.ini" in cell]
@@ -133,7 +134,10 @@ def test_a_checkout_in_the_working_folder_does_not_pass_for_the_kit(is_whole, tm
     kit = tmp_path/'b2t_kaggle'/'b2t_kaggle'
     kit.mkdir(parents=True)
     (kit.parent/'settings.ini').touch()
-    for file in ('__init__.py', 'config.py') if is_whole else (): (kit/file).touch()
+    if is_whole:
+        (kit/'__init__.py').touch()
+        (kit/'config').mkdir()
+        (kit/'config'/'__init__.py').touch()
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
     command = [sys.executable, '-c', WITHOUT_KIT, NOTEBOOKS/'train.ipynb']
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT)

@@ -163,7 +163,7 @@ def test_the_lines_of_a_guide_are_taken(guide, name, shape, kaggle, b2t, tmp_pat
     def write_wheels(image, folder, *args):
         folder.mkdir()
         (folder/'manifest.json').write_text('{}')
-        return dict(wheels=[], left_out={}, install='pip install')
+        return dict(wheels=[], install='pip install')
     monkeypatch.chdir(tmp_path)
     (tmp_path/'nbs').symlink_to(NBS)
     lines = [words[2:] for words in lines_of(guide) if words[0] == 'b2t']

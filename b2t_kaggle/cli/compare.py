@@ -6,15 +6,13 @@
 __all__ = ['compare']
 
 # %% ../../nbs/cli/08_compare.ipynb #c002
-import csv
-import io
 from pathlib import Path
 
 import click
 
 from b2t_kaggle.cli.options import FILE, out_option, source_path, terminal_width
 from b2t_kaggle.core.messages import counted
-from b2t_kaggle.core.reading import read_text, split_lines, splits_in_name
+from b2t_kaggle.core.reading import splits_in_name
 from b2t_kaggle.metrics import IN_SAMPLE, comparison
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.pipeline.results import RESULTS, is_in_sample
@@ -74,16 +72,6 @@ def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[di
     return systems
 
 # %% ../../nbs/cli/08_compare.ipynb #c008
-def _sentences(path: Path) -> list[str]:
-    "Sentences of a text file, or of the column `sentence` of a CSV file."
-    text = read_text(path)
-    if path.suffix != '.csv': return split_lines(text)
-    rows = csv.DictReader(io.StringIO(text))
-    if 'sentence' not in (rows.fieldnames or ()):
-        raise click.ClickException(f'{path}, line 1: found {", ".join(rows.fieldnames or ())}, expected the column '
-                                   'sentence; give a text file with a sentence on each line, or such a CSV')
-    return [row['sentence'] for row in rows]
-
 def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str, str | None]:
     "The sentence of each trial, if known. Raises `ClickException` if `--truth` has a different one."
     given = {name: t.reference for name, t in read_hypotheses(truth).trials.items()} if truth else {}
@@ -96,7 +84,7 @@ def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str,
                                        'the same, are these the same trials?')
     return references
 
-def _tables(systems: dict[str, list[dict]], truth: Path | None, train: Path | None, blocks: Path | None):
+def _tables(systems: dict[str, list[dict]], truth: Path | None, blocks: Path | None):
     "The results of each system, on the same trials. Raises `ClickException` for a trial without a reference."
     references = _references(systems, truth)
     corpora = read_blocks(blocks) if blocks else {}
@@ -110,9 +98,7 @@ def _tables(systems: dict[str, list[dict]], truth: Path | None, train: Path | No
         facts = [{'corpus': row.get('corpus') or corpora.get((row.get('session', ''), row.get('block', -1))),
                   'reference': row.get('reference') or references[row['trial']]} for row in rows]
         tables[name] = comparison.results_of([row | new for row, new in zip(rows, facts)])
-    tables = comparison.same_trials(tables)
-    if train: tables = {name: comparison.with_seen(table, _sentences(train)) for name, table in tables.items()}
-    return tables
+    return comparison.same_trials(tables)
 
 # %% ../../nbs/cli/08_compare.ipynb #c011
 _MOST = 4 # Systems after the first one that are shown group by group
@@ -125,12 +111,9 @@ the difference on the n words here, and the L words of the leaderboard.'''
 @click.command()
 @click.argument('sources', nargs=-1, required=True, metavar='RUN_OR_FILE...')
 @click.option('--truth', type=FILE, help='Hypotheses with references, if no RUN_OR_FILE has them.')
-@click.option('--train', type=FILE,
-              help='Training sentences, to tell seen from unseen ones: a text file, or a CSV with the column '
-                   'sentence. Runs know them.')
 @click.option('--blocks', type=FILE, help='Official description of the blocks (CSV), for error rates by corpus.')
 @out_option()
-def compare(sources, truth, train, blocks, out):
+def compare(sources, truth, blocks, out):
     """Compare runs or files of hypotheses, with intervals.
 
     Word and phoneme error rates by corpus, length, seen or unseen sentence and session, and differences from the first
@@ -139,15 +122,15 @@ def compare(sources, truth, train, blocks, out):
     systems = _systems(sources, out, truth)
     if len(systems) < 2:
         raise click.UsageError(f'found one system, {next(iter(systems))}, expected two or more to compare')
-    tables = _tables(systems, truth, train, blocks)
-    first, *others = tables
+    tables = _tables(systems, truth, blocks)
+    first, *later = tables
     click.echo(f'{comparison.verdict(tables)}\n\n{counted(len(tables[first]), "trial")}')
     sections = {'All systems': comparison.summary_tables(tables)} | {
         f'{name} − {first}': comparison.comparison_tables({first: tables[first], name: tables[name]})
-        for name in others[:_MOST]}
+        for name in later[:_MOST]}
     for heading, parts in sections.items():
         for name, table in parts.items():
             text = comparison.as_text(table).to_string(line_width=terminal_width())
             click.echo(f'\n{heading}: {name}\n{text}')
     click.echo(f'\n{_NOTES}')
-    if len(others) > _MOST: click.echo(f'By group: the first {_MOST} of {len(others)} systems.')
+    if len(later) > _MOST: click.echo(f'By group: the first {_MOST} of {len(later)} systems.')

@@ -12,13 +12,13 @@ import click
 
 from .command import Group
 from .options import EXISTING_FOLDER, FOLDER, Choice, config_option, preset_option, set_option
-from ..config import Config, config_keys, full_key, load_config
+from ..config import Config, load_config
 from ..config.keys import covers
 from ..core.messages import counted
 from ..data.download import get_from_dryad, get_from_kaggle
 from ..data.sessions import list_sessions, validate
 from ..data.simulate import simulate_dataset
-from ..data.t12 import import_t12, simulate_t12
+from ..data.t12 import import_t12
 from ..pipeline.stages import STAGES
 
 # %% ../../nbs/cli/10_data.ipynb #c004
@@ -34,49 +34,31 @@ def data():
 def get(source, output):
     """Fetch the recordings and the official checkpoint.
 
-    The archives, 11 GB and 0.5 GB, are checked and unpacked. Existing files are kept: after an interruption the same
-    command continues. Archives that a browser put into the folder are used. In a Kaggle notebook, attach the
-    competition by Add Input instead.
-
-    \b
-    kaggle  by the program kaggle (pip install kaggle);
-            needs KAGGLE_API_TOKEN, or kaggle.json in ~/.kaggle, and your acceptance of the competition's rules
-    dryad   doi:10.5061/dryad.dncjsxm85, public domain, with checksums;
-            needs DRYAD_CLIENT_ID and DRYAD_CLIENT_SECRET from https://datadryad.org/account
-    """
+    The archives, 11 GB and 0.5 GB, are checked and unpacked. Existing files are kept, also archives that a browser put
+    into the folder: after an interruption the same command continues. kaggle needs the program kaggle with a token, and
+    your acceptance of the competition's rules. dryad (doi:10.5061/dryad.dncjsxm85, public domain, with checksums) needs
+    DRYAD_CLIENT_ID and DRYAD_CLIENT_SECRET from https://datadryad.org/account."""
     sessions = (get_from_kaggle if source == 'kaggle' else get_from_dryad)(output, progress=True)
     click.echo(f'The recordings are in {sessions}\nNext: b2t run --data {sessions}')
 
 # %% ../../nbs/cli/10_data.ipynb #c008
 def _config_for(verb: str, readable, config_, preset_: str | None, overrides: dict) -> Config:
     "The configuration for work on a folder. Raises `click.UsageError` for a key that the verb does not read."
-    keys = list(config_keys())
     for key in overrides:
-        if not covers(readable, full_key(key, keys)):
+        if not covers(readable, key):
             raise click.UsageError(f'--set {key} would have no effect: data {verb} reads only {", ".join(readable)}; '
                                    'leave it out')
     return load_config(config_, preset_ or ('official' if config_ else 'demo'), overrides)
 
-_T12_FIELDS = 'n_sessions', 'train', 'val', 'test', 'seed' # Other keys of `simulate` have no effect there
-
 @data.command()
 @click.argument('folder', type=FOLDER)
-@click.option('--format', 'format_', default='t15', show_default=True, type=Choice(['t15', 't12']),
-              help='Official HDF5 sessions, or MATLAB files like those of participant T12, for b2t data import.')
 @preset_option(help='Preset to begin with. Default: demo.')
 @config_option()
 @set_option()
-def simulate(folder, format_, preset_, config_, overrides):
-    "Simulate a participant, into FOLDER."
-    if format_ == 't12':
-        keys = [f'simulate.{field}' for field in _T12_FIELDS]
-        cfg = _config_for('simulate', keys, config_, preset_, overrides).simulate.model_dump(include=set(_T12_FIELDS))
-        for field, value in cfg.items():
-            if value is None: raise click.UsageError(f'simulate.{field} is null, but --format t12 needs a number')
-        simulate_t12(folder, **cfg, progress=True)
-    else:
-        keys = STAGES['simulate'].config
-        simulate_dataset(folder, **_config_for('simulate', keys, config_, preset_, overrides).simulate.model_dump())
+def simulate(folder, preset_, config_, overrides):
+    "Simulate a participant, as official HDF5 sessions, into FOLDER."
+    cfg = _config_for('simulate', STAGES['simulate'].config, config_, preset_, overrides)
+    simulate_dataset(folder, **cfg.simulate.model_dump())
     click.echo(f'Wrote {folder}')
 
 @data.command()

@@ -14,22 +14,12 @@ from pathlib import Path
 import click
 
 import b2t_kaggle
-from b2t_kaggle.cli.options import FOLDER
 from b2t_kaggle.devices.machine import ACCELERATORS, Detected, DeviceError, detect
 from b2t_kaggle.devices.processes import tied
 from b2t_kaggle.devices.tensorflow import plan_tensorflow
 from b2t_kaggle.devices.torch import plan_torch
 
 # %% ../../nbs/cli/18_devices.ipynb #c005
-def _hints(d: Detected) -> list[str]:
-    "Advice about the machine's settings."
-    hints = [f'{variable}={d.variables[variable]} makes torch_xla store every float32 tensor as bfloat16; unset it'
-             for variable in ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16') if variable in d.variables]
-    if d.tpu and d.huge_pages not in (None, 'always'):
-        hints.append(f'transparent huge pages are {d.huge_pages}, which slows transfers to a TPU; as root: '
-                     'echo always > /sys/kernel/mm/transparent_hugepage/enabled')
-    return hints
-
 def describe(
     d: Detected | None = None, # Facts of the machine; None detects them
 ) -> str:
@@ -41,10 +31,15 @@ def describe(
         try: return str(plan(d, *args))
         except DeviceError as e: return f'not usable: {e}'
 
+    hints = [f'{variable}={d.variables[variable]} makes torch_xla store every float32 tensor as bfloat16; unset it'
+             for variable in ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16') if variable in d.variables]
+    if d.tpu and d.huge_pages not in (None, 'always'):
+        hints.append(f'transparent huge pages are {d.huge_pages}, which slows transfers to a TPU; as root: '
+                     'echo always > /sys/kernel/mm/transparent_hugepage/enabled')
     needs_xla = d.tpu or 'torch_xla' in d.packages
     rows = [('torch', usable(plan_torch) if 'torch' in d.packages else 'not installed; pip install torch'),
             ('torch_xla', usable(plan_torch, 'xla') if needs_xla else 'not installed; only a TPU needs it'),
-            ('tensorflow', usable(plan_tensorflow)), *(('hint', hint) for hint in _hints(d))]
+            ('tensorflow', usable(plan_tensorflow)), *(('hint', hint) for hint in hints)]
     return '\n'.join([str(d), *(f'{label:<12}{text}' for label, text in rows)])
 
 # %% ../../nbs/cli/18_devices.ipynb #c010
@@ -65,20 +60,18 @@ def devices(accelerator, path):
     if failed: raise click.ClickException(f'failed: {", ".join(failed)}')
 
 # %% ../../nbs/cli/18_devices.ipynb #c013
-@click.command()
-@click.option('--output', default='_docs', show_default=True, type=FOLDER, help='Folder of the site.')
-@click.option('--plain', is_flag=True, help='Without outputs of the examples, which are not executed then.')
-@click.option('--only', multiple=True, metavar='NAME', help='Write only this page: a notebook, such as 00_metrics, '
-              'or a title; repeat it for more.')
-def docs(output, plain, only):
+@click.command(context_settings=dict(ignore_unknown_options=True))
+@click.argument('options', nargs=-1, type=click.UNPROCESSED, metavar='[OPTION]...')
+def docs(options):
     """Build the documentation site of a checkout.
 
-    Outputs of examples are kept until these change. It needs the environment of the tests (./kit docs makes it)."""
+    It needs the environment of the tests (./kit docs makes it). --output FOLDER names the folder, by default _docs;
+    --plain leaves out the outputs of examples, which are then not executed; --only NAME writes only this page: a
+    notebook, such as 00_metrics, or a title."""
     root = Path(b2t_kaggle.__file__).parent.parent
     if not (root/'tools'/'docs').is_dir():
         raise click.ClickException(f'{root} is not a checkout of the project (it has no tools/docs)')
     places = [root, root/'tools', os.environ.get('PYTHONPATH')]
     env = os.environ | dict(PYTHONPATH=os.pathsep.join(str(p) for p in places if p))
-    args = ['--output', str(Path(output).absolute()), *(['--plain'] if plain else []),
-            *(part for name in only for part in ('--only', name))]
-    sys.exit(subprocess.run(tied([sys.executable, '-m', 'docs', *args]), env=env).returncode)
+    sys.exit(subprocess.run(tied([sys.executable, '-m', 'docs', *options]), env=env).returncode)
+

@@ -38,24 +38,20 @@ def kaggle():
 @click.option('-o', '--output', type=FOLDER,
               help='Folder to write. Default: b2t-wheels-IMAGE, or b2t-wheels-IMAGE-py313 for another Python.')
 @click.option('--kit', help='Source of the kit: a checkout, a wheel or git+https://…; default: this checkout.')
-@click.option('--with', 'others', multiple=True, metavar='PACKAGE',
+@click.option('--with', 'packages', multiple=True, metavar='PACKAGE',
               help='Additional package, such as bitsandbytes for llm_quantization; repeat it for more.')
-def wheels(image, python, output, kit, others):
+def wheels(image, python, output, kit, packages):
     """Make a folder of wheels, for sessions without the internet.
 
     It has the kit, and the packages that the kit needs and the image lacks. This needs the internet here.
-
-    KenLM, for its binary files, is compiled if this machine has the image's Python (python3.12 on the PATH) and a C++
-    compiler, and else left out. It does not compile for Python 3.13.
 
     With --python the image's versions are unknown; all packages that fit are assumed to be there."""
     wanted = Image.read(image, python)
     suffix = '' if wanted == Image.read(image) else f'-py{wanted.python.replace(".", "")}'
     output = output or Path(f'b2t-wheels-{image}{suffix}')
-    manifest = build_wheels(wanted, output, kit, others)
+    manifest = build_wheels(wanted, output, kit, packages)
     for wheel in manifest['wheels']:
         click.echo(f'{format_size(wheel["bytes"]):>9}  {wheel["file"]}')
-    for name, reason in manifest['left_out'].items(): click.echo(f'Left out: {name}: {reason}', err=True)
     total = format_size(sum(wheel['bytes'] for wheel in manifest['wheels']))
     click.echo(f'Wrote {output}: {counted(len(manifest["wheels"]), "wheel")}, {total}. As a dataset of OWNER, it is '
                f'installed on Kaggle by\n\n    !{manifest["install"]}\n')
@@ -63,15 +59,13 @@ def wheels(image, python, output, kit, others):
 # %% ../../nbs/cli/15_kaggle.ipynb #c008
 _id = click.option('--id', 'name', metavar='OWNER/SLUG',
                    help="Id on Kaggle, as in its address. Default: the client's user, and the file's name.")
-_push = click.option('--push/--no-push', default=True, show_default=True,
-                     help="Push it with Kaggle's client; otherwise only write the files.")
 
-class _Accelerator(click.ParamType):
-    "The name of one of Kaggle's accelerators."
-    name = 'NAME'
-    def convert(self, value, param, ctx):
-        try: return kaggle_accelerator(value).name
-        except ValueError as e: self.fail(str(e).partition(': ')[2], param, ctx)
+def _accelerator(ctx, param, name: str) -> str:
+    try: return kaggle_accelerator(name).name
+    except ValueError as e: raise click.BadParameter(str(e).partition(': ')[2]) from None
+
+_on = click.option('--accelerator', required=True, callback=_accelerator, metavar='NAME',
+                   help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
 
 def _full_id(name: str | None, default: str, client: Client | None) -> str:
     "`OWNER/SLUG`, by default with the client's user. Raises `click.UsageError` if the owner is unknown."
@@ -82,8 +76,7 @@ def _full_id(name: str | None, default: str, client: Client | None) -> str:
 
 @kaggle.command()
 @click.argument('notebook', type=FILE)
-@click.option('--accelerator', required=True, type=_Accelerator(),
-              help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
+@_on
 @_id
 @click.option('--competition', 'competitions', multiple=True, metavar='SLUG',
               help='Attach the files of a competition that you joined, such as brain-to-text-25.')
@@ -94,30 +87,26 @@ def _full_id(name: str | None, default: str, client: Client | None) -> str:
 @click.option('--internet/--no-internet', default=False, show_default=True,
               help='Whether the runtime has internet.')
 @click.option('-o', '--output', type=FOLDER, help='Folder to write. Default: kaggle-SLUG.')
-@_push
-def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, internet, output, push):
+def kernel(notebook, *, accelerator, name, competitions, datasets, kernels, internet, output):
     "Push NOTEBOOK, to run from top to bottom on Kaggle."
-    client = connect() if push else None
+    client = connect()
     name = _full_id(name, notebook.stem, client)
     output = output or Path(f'kaggle-{name.partition("/")[2]}')
     write_kernel(notebook, output, name, accelerator, competitions, datasets, kernels, internet=internet)
-    click.echo(f'Wrote {output/"kernel-metadata.json"}')
-    if client: click.echo(f'Pushed: {client.push_kernel(output)}')
+    click.echo(f'Pushed: {client.push_kernel(output)}')
 
 @kaggle.command()
 @click.argument('folder', type=EXISTING_FOLDER)
 @_id
 @click.option('-m', '--message', help='Description of a change, for a new version of an existing dataset.')
-@_push
-def dataset(folder, name, message, push):
+def dataset(folder, name, message):
     "Push FOLDER as a private dataset, with its subfolders."
-    client = connect() if push else None
+    client = connect()
     name = _full_id(name, folder.resolve().name, client)
     write_dataset(folder, name)
-    click.echo(f'Wrote {folder/"dataset-metadata.json"}')
-    if client: click.echo(f'Pushed: {client.push_dataset(folder, message)}')
+    click.echo(f'Pushed: {client.push_dataset(folder, message)}')
 
-# %% ../../nbs/cli/15_kaggle.ipynb #c013
+# %% ../../nbs/cli/15_kaggle.ipynb #c011
 def _refuse_local(cfg: Config, keys: Iterable[str]) -> None:
     "Raise `click.BadParameter` if a key of the configuration names a file of this machine."
     for key in keys:
@@ -136,8 +125,7 @@ def _tell_changes(before: Plan, plan: Plan) -> None:
                        'Another --id begins another cycle.', err=True)
 
 @kaggle.command()
-@click.option('--accelerator', required=True, type=_Accelerator(),
-              help=f'One of {", ".join(KAGGLE_ACCELERATORS)}; case and spaces do not matter.')
+@_on
 @preset_option(default='official', show_default=True, help='Preset of the training.')
 @click.option('--hours', type=click.FloatRange(min=0, min_open=True),
               help='Hours of the training at most, all parts together. Default: as many as it needs.')

@@ -50,26 +50,21 @@ def audio():
               help='Audio encoder of Whisper, Qwen2-Audio or Qwen2.5-Omni, a folder or a name on the hub; or log-mel.')
 @click.option('--pace', default=1., show_default=True, type=click.FloatRange(0.1, 10),
               help='Speed of the speech; 2 is twice as fast.')
-@click.option('--as-trials', is_flag=True,
-              help='Give each sentence of the sessions about the length of its trials.')
 @click.option('--device', help='Device of the models, such as cuda:1. Default: the GPU if there is one.')
 @click.option('--dtype', default='float32', show_default=True, type=Choice(['float32', 'bfloat16', 'float16']),
               help='Type of the audio encoder\'s weights.')
 @click.option('--batch-size', default=8, show_default=True, type=click.IntRange(1),
               help='Sentences that the audio encoder reads at once.')
-def targets(sources, *, output, voice, tower, pace, as_trials, device, dtype, batch_size):
+def targets(sources, *, output, voice, tower, pace, device, dtype, batch_size):
     """Make the target of each distinct sentence in SOURCES.
 
     SOURCES are folders of sessions, or text files with a sentence a line. Existing targets of the same voice and tower
     are kept; after an interruption the same command continues."""
     import torch
 
-    from b2t_kaggle.pytorch.audio.targets import AudioTarget, build_targets, sentence_seconds, session_sentences
+    from b2t_kaggle.pytorch.audio.targets import AudioTarget, build_targets, session_sentences
     from b2t_kaggle.pytorch.audio.tower import load_tower
-    from b2t_kaggle.pytorch.audio.voice import PacedVoice, load_voice
-    folders = [source for source in sources if source.is_dir()]
-    if as_trials and not folders:
-        raise click.UsageError('--as-trials: found only text files; also give a folder of sessions')
+    from b2t_kaggle.pytorch.audio.voice import load_voice
     sentences = []
     for source in sources:
         if source.is_dir(): sentences += session_sentences(source)
@@ -78,10 +73,7 @@ def targets(sources, *, output, voice, tower, pace, as_trials, device, dtype, ba
     if not needs_models: refuse_options({'device'}, f'neither {voice} nor {tower} is a model')
     if tower.startswith('log-mel'): refuse_options({'dtype'}, f'{tower} has no weights')
     device = device or ('cuda' if needs_models and torch.cuda.is_available() else 'cpu')
-    speaker = load_voice(voice, pace, device)
-    if as_trials:
-        speaker = PacedVoice(speaker, {s: seconds for f in folders for s, seconds in sentence_seconds(f).items()})
-    target = AudioTarget(speaker, load_tower(tower, device, dtype))
+    target = AudioTarget(load_voice(voice, pace, device), load_tower(tower, device, dtype))
     store = build_targets(sentences, target, output, batch_size)
     hours = sum(store.ragged.table['seconds'].to_pylist())/3600
     click.echo(f'{len(store)} sentences, {hours:.2f} hours of speech, [S, {store.dimension}] every '

@@ -4,24 +4,24 @@
 
 # %% auto #0
 __all__ = ['FILE', 'OUTPUT', 'FOLDER', 'EXISTING_FOLDER', 'out_option', 'preset_option', 'config_option', 'set_option',
-           'output_option', 'dtype_option', 'CONFIG_KEYS', 'training_options', 'inference_options', 'run_options',
-           'llm_option', 'Choice', 'numbers', 'key_values', 'with_options', 'StageOption', 'StageCommand', 'StageGroup',
-           'stage_command', 'refuse_options', 'source_path', 'terminal_width', 'folded']
+           'output_option', 'dtype_option', 'Choice', 'numbers', 'share', 'key_values', 'with_options', 'KeyOption',
+           'StageOption', 'StageCommand', 'StageGroup', 'stage_command', 'refuse_options', 'source_path',
+           'terminal_width', 'folded']
 
 # %% ../../nbs/cli/01_options.ipynb #c003
+import math
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection
 from functools import partial, reduce
 from pathlib import Path
-from typing import get_args
 
 import click
 from click.core import ParameterSource
 
 from .command import UNDERSCORES, LazyGroup
-from ..config import PRESETS, TrainConfig
+from ..config import PRESETS, config_keys, full_key
 from ..core.files import WriteError, check_output
 from ..core.messages import did_you_mean
 from ..pipeline.run import find_source
@@ -49,20 +49,32 @@ class Choice(click.Choice):
         hint = did_you_mean(str(value), self.choices)
         self.fail(f'{value!r} is not one of {", ".join(self.choices)}{hint}', param, ctx)
 
-def numbers(
-    text: str,       # Text such as `0.7,0.3`
-    kind: Callable,  # Type of each number: `int` or `float`
-    problem: str,    # End of the error for any other text
-) -> list:
-    "Numbers separated by commas. Raises `click.BadParameter` for any other text."
-    try: return [kind(x) for x in text.split(',')]
-    except ValueError: raise click.BadParameter(f'{text!r} is {problem}') from None
+def numbers(kind: Callable, example: str) -> Callable:
+    "Callback of an option for numbers separated by commas; `None` without the option."
+    def parse(ctx, param, value):
+        try: values = [kind(x) for x in value.split(',')] if value is not None else None
+        except ValueError: values = [-1]
+        if values is None or all(0 <= x < math.inf for x in values): return values
+        raise click.BadParameter(f'{value!r} is not of the form {example}')
+    return parse
+
+def share(ctx, param, value: float) -> float:
+    "A number of at least 0; `click.FloatRange` lets NaN pass."
+    if value >= 0: return value
+    raise click.BadParameter(f'{value} is not a share of 0 or more, such as 1e-8')
 
 def key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
-    "`key=value` arguments as a dict."
-    if wrong := [i for i in items if '=' not in i]:
-        raise click.BadParameter(f'{wrong[0]!r} is not of the form key=value, such as train.lr_max=0.003')
-    return dict(i.split('=', 1) for i in items)
+    "`key=value` arguments as a dict with full keys. Raises `click.BadParameter` if a key has two values."
+    values: dict[str, str] = {}
+    keys = list(config_keys()) if items else []
+    for name, is_pair, value in (item.partition('=') for item in items):
+        if not is_pair: raise click.BadParameter(f'{name!r} is not of the form key=value, such as train.lr_max=0.003')
+        key = full_key(name, keys)
+        if key in values:
+            raise click.BadParameter(f'{key} is given as {values[key]} and as {value}; leave one of them out')
+        values[key] = value
+    return values
+
 
 # %% ../../nbs/cli/01_options.ipynb #c011
 out_option = partial(click.option, '--out', default='submissions', show_default=True, type=FOLDER,
@@ -81,11 +93,19 @@ def with_options(*options: Callable) -> Callable: # Click's decorators
     return lambda f: reduce(lambda made, option: option(made), reversed(options), f)
 
 # %% ../../nbs/cli/01_options.ipynb #c013
-class StageOption(click.Option):
-    "An option of every stage."
+class KeyOption(click.Option):
+    "An option for a configuration value, if it has a key."
+    def __init__(self, *flags, key: str | None = None, **options):
+        super().__init__(*flags, **options)
+        self.key = key
+        if key: self.help = f'{self.help}; the same as --set {key}=…'
+
+class StageOption(KeyOption): "An option of every stage."
 
 class _Headed:
-    "A command whose help lists the options of every stage under a separate heading."
+    """A command whose help lists the options of every stage under a separate heading.
+
+    Values of options with a key are added to the values of `--set`."""
     def format_options(self, ctx, formatter):
         options = [p for p in self.get_params(ctx) if isinstance(p, click.Option)]
         for heading, is_shared in (('Options', False), ('Options of every stage', True)):
@@ -96,6 +116,13 @@ class _Headed:
     def invoke(self, ctx):
         if ctx.params.get('reset') and not (ctx.params['preset_'] or ctx.params['config_']):
             raise click.UsageError('--reset is for --preset or --config, which replace settings; give one of them')
+        values = ctx.params['overrides']
+        for option in self.params:
+            if not (key := getattr(option, 'key', None)): continue
+            value = ctx.params[option.name] if isinstance(option, StageOption) else ctx.params.pop(option.name)
+            if value is not None and str(values.setdefault(key, value)) != str(value):
+                raise click.UsageError(f'{key} is given as {values[key]} by --set, and as {value} by {option.opts[0]}; '
+                                       'leave one of them out')
         return super().invoke(ctx)
 
 class StageCommand(_Headed, click.Command): "A verb with the options of every stage."
@@ -103,18 +130,13 @@ class StageGroup(_Headed, LazyGroup): "A group of verbs that is also the verb of
 
 _stage_option = partial(click.option, cls=StageOption)
 
-def _one_folder(ctx, param, folders: tuple[str, ...]) -> str | None:
-    "The folder of the sessions, if given. Raises `click.BadParameter` for several."
-    if len(folders) < 2: return next(iter(folders), None)
-    raise click.BadParameter(f'found several; a list, with a folder for each participant, is --set '
-                             f"'data.dataset_dir=[{', '.join(folders)}]'")
-
 _stage_options = with_options(
     _stage_option('--name', help="Name of the run and its folder. Default: the preset's name."),
     preset_option(cls=StageOption, help='Preset to begin with. Default: demo, or official with --data.'),
     config_option(cls=StageOption),
-    _stage_option('--data', type=click.Path(exists=True, file_okay=False), multiple=True, callback=_one_folder,
-                  help='Folder with the t15.YYYY.MM.DD sessions. Default: simulate a participant.'),
+    _stage_option('--data', type=click.Path(exists=True, file_okay=False), multiple=True, key='data.dataset_dir',
+                  callback=lambda ctx, param, folders: folders[0] if len(folders) == 1 else list(folders) or None,
+                  help='Folder with the t15.YYYY.MM.DD sessions, one for each participant, instead of a simulation'),
     set_option(cls=StageOption),
     _stage_option('--reset', is_flag=True, help='Drop the other settings of a run, with --preset or --config.'),
     out_option(cls=StageOption),
@@ -127,52 +149,36 @@ _stage_options = with_options(
                   help='Begin the run --name as a variant of RUN: with its settings, and its results as far as they '
                        'apply. RUN stays as it is.'))
 
-def stage_command(name: str | None = None, cls: type = StageCommand, **options) -> Callable: # Options of click.command
-    "Decorator that makes a verb with the options of every stage."
-    return lambda f: click.command(name, cls=cls, context_settings=UNDERSCORES, **options)(_stage_options(f))
+# %% ../../nbs/cli/01_options.ipynb #c015
+_key_option = partial(click.option, cls=KeyOption)
 
-# %% ../../nbs/cli/01_options.ipynb #c016
-# Configuration values that have options
-CONFIG_KEYS = {
-    'data': 'data.dataset_dir',
-    'checkpoint': 'infer.checkpoint',
-    'first_weights': 'train.init_checkpoint_path',
-    'framework': 'train.framework',
-    'accelerator': 'train.accelerator',
-    'precision': 'train.precision',
-    'batch_size': 'data.batch_size',
-    'eval_batch_size': 'data.eval_batch_size',
-    'num_batches': 'train.num_training_batches',
-    'llm': 'rescore.llm',
-}
-
-def _value_option(name: str, text: str, *flags: str, **options) -> Callable:
-    "An option for a configuration value; KEY in its help is the key."
-    return click.option(*flags, name, help=text.replace('KEY', f'the same as --set {CONFIG_KEYS[name]}='), **options)
-
-def _choices(field: str) -> Choice: return Choice(get_args(TrainConfig.model_fields[field].annotation))
-
-_checkpoint = click.Path(exists=True)
 _computing = with_options(
-    _value_option('framework', 'Framework that trains and infers; KEY…', '--framework', type=_choices('framework')),
-    _value_option('accelerator', 'Device that trains and infers; KEY… `b2t devices` lists them.', '--accelerator',
-                  type=_choices('accelerator')),
-    _value_option('precision', 'Compute in float32 throughout; KEYfloat32.', '--disable-mixed-precision',
-                  flag_value='float32'))
+    _key_option('--framework', key='train.framework', help='Train and infer by pytorch or tensorflow'),
+    _key_option('--accelerator', key='train.accelerator', help='Device that trains and infers (see `b2t devices`)'),
+    _key_option('--disable-mixed-precision', 'precision', key='train.precision', flag_value='float32',
+                help='Compute in float32 throughout'))
 _training = with_options(
-    _value_option('batch_size', 'Trials in a batch; KEY…', '--batch-size', type=int),
-    _value_option('num_batches', 'Batches to train; KEY…', '--num-batches', type=int))
-_inference = _value_option(
-    'checkpoint', 'Use this instead of training: our best.pt or best.weights.h5, or a folder of the official kit; KEY…',
-    '--checkpoint', '--model-path', type=_checkpoint)
-training_options = with_options(_computing, _training, _value_option(
-    'first_weights', 'Checkpoint whose weights training starts from; KEY…', '--model-path', type=_checkpoint))
-inference_options = with_options(
-    _computing, _value_option('eval_batch_size', 'Trials computed at once; KEY…', '--batch-size', type=int), _inference)
-run_options = with_options(_computing, _training, _inference)
-llm_option = partial(
-    _value_option, 'llm', 'Language model that reranks the sentences: a folder of transformers, a GGUF file or a '
-    'wheel that holds one, the folder of an adapter, or a name on the hub; KEY…', '--llm', metavar='MODEL')
+    _key_option('--batch-size', key='data.batch_size', help='Trials in a batch'),
+    _key_option('--num-batches', key='train.num_training_batches', help='Batches to train'))
+_inference = _key_option(
+    '--checkpoint', '--model-path', 'checkpoint', key='infer.checkpoint',
+    help='Use this instead of training: our best.pt or best.weights.h5, or a folder of the official kit')
+_options = {
+    'train': with_options(_computing, _training, _key_option(
+        '--model-path', 'first_weights', key='train.init_checkpoint_path', help='Checkpoint with the first weights')),
+    'infer': with_options(_computing, _inference, _key_option(
+        '--batch-size', 'eval_batch_size', key='data.eval_batch_size', help='Trials computed at once')),
+    'run': with_options(_computing, _training, _inference, _key_option(
+        '--llm', metavar='MODEL', key='rescore.llm', help='Language model that reranks the sentences: a folder of '
+        'transformers, a GGUF file or a wheel that holds one, the folder of an adapter, or a name on the hub')),
+}
+_options['sweep'] = _options['train']
+
+def stage_command(name: str | None = None, cls: type = StageCommand, **options) -> Callable: # Options of click.command
+    "Decorator that makes a verb with the options of every stage, and further ones of this verb."
+    of_verb = _options.get(name, lambda f: f)
+    return lambda f: click.command(name, cls=cls, context_settings=UNDERSCORES, **options)(of_verb(_stage_options(f)))
+
 
 # %% ../../nbs/cli/01_options.ipynb #c019
 def refuse_options(

@@ -36,10 +36,7 @@ def _open_model(lm_path: Path, words: Path | None):
 def _open_llm(llm: str | None, adapter: Path | None, dtype: str):
     "Scores by a language model, if given."
     if llm is None: return refuse_options({'llm_adapter', 'dtype'}, 'no --llm is given')
-    from b2t_kaggle.lm.causal import (
-        CachedScores,  # Needs torch
-        open_lm,
-    )
+    from b2t_kaggle.lm.causal import CachedScores, open_lm  # They need torch
     return CachedScores(*open_lm(LLMConfig(llm=llm, llm_adapter=adapter, llm_dtype=dtype)))
 
 @click.command()

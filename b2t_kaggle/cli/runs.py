@@ -12,16 +12,8 @@ from pathlib import Path
 
 import click
 
-from b2t_kaggle.cli.options import (
-    FOLDER,
-    folded,
-    out_option,
-    preset_option,
-    refuse_options,
-    source_path,
-    terminal_width,
-)
-from b2t_kaggle.config import Config, config_fields, flat_values, load_config, near_keys
+from b2t_kaggle.cli.options import FOLDER, folded, out_option, terminal_width
+from b2t_kaggle.config import config_fields, flat_values, near_keys, preset
 from b2t_kaggle.config.keys import as_set, covers, group_descriptions
 from b2t_kaggle.core.messages import with_command_name
 from b2t_kaggle.metrics import percent
@@ -84,41 +76,20 @@ def runs(out):
     click.echo(_runs_table(rows, terminal_width()))
 
 # %% ../../nbs/cli/11_runs.ipynb #c012
-def _shown_configs(name: str | None, preset_: str | None, out: Path) -> dict[str, Config]:
-    "The configurations to show: the given run or preset, or the run demo if it exists; demo, and official."
-    if name and preset_: raise click.UsageError('--name is for a run, and --preset for a preset; give one of them')
-    if preset_: refuse_options({'out'}, 'presets are not in a folder')
-    config = (source_path(name, out, ' is not a run', files=False) if name else out/'demo')/'config.yaml'
-    of_run = {f'run {config.parent.name}': load_config(config)} if config.exists() and not preset_ else {}
-    return of_run | {p: load_config(base=p) for p in filter(None, (preset_, 'demo', 'official'))}
-
-def _side_by_side(key: str, default, configs: dict[str, dict]) -> str:
-    "A key's values, each with the configurations that have it; its default if it is in none of them."
-    owners = {}
-    for name, values in configs.items():
-        if key in values: owners.setdefault(as_set(values[key]), []).append(name)
-    def listed(names): return ', '.join([*names[:-2], ' and '.join(names[-2:])])
-    shown = ', '.join(f'{value} ({listed(names)})' for value, names in owners.items())
-    return shown or f'{as_set(default)} (default)'
-
 @click.command()
 @click.argument('part', required=False)
-@click.option('--name', help='Also show the values of this run. Default: the run demo, if it exists.')
-@preset_option(help='Also show the values of this preset.')
-@out_option()
-def keys(part, name, preset_, out):
+def keys(part):
     """Show configuration keys, their values and meaning.
 
     PART is a group, or a part of keys' names; without it the groups are listed. Each key has its values in the presets
     demo and official, its meaning, the stages that read it, and its limits."""
     fields = config_fields()
     if part is None:
-        if name or preset_: raise click.UsageError('values are shown with keys; also name a group or a word')
         numbers = Counter(key.split('.')[0] for key in fields)
         for group, about in group_descriptions().items():
             click.echo(f'{click.style(f"{group:9}", bold=True)} {numbers[group]:3}  {folded(about, 15)}')
         return click.echo(with_command_name(f'{len(fields)} keys; `b2t keys GROUP` or `b2t keys WORD` shows them.'))
-    configs = {source: flat_values(cfg) for source, cfg in _shown_configs(name, preset_, out).items()}
+    configs = {name: flat_values(preset(name)) for name in ('demo', 'official')}
     shown = {key: field for key, field in fields.items() if part == key.split('.')[0]} or \
             {key: field for key, field in fields.items() if part in key}
     if not shown:
@@ -126,7 +97,12 @@ def keys(part, name, preset_, out):
     for key, field in shown.items():
         readers = [s.name for s in STAGES.values() if covers(s.config, key)]
         facts = [*([f'read by {", ".join(readers)}'] if readers else []), *map(str, field.facts)]
-        click.echo(f'{click.style(key, bold=True)} = {_side_by_side(key, field.default, configs)}')
+        owners: dict[str, list[str]] = {}
+        for name, values in configs.items():
+            if key in values: owners.setdefault(as_set(values[key]), []).append(name)
+        owners = owners or {as_set(field.default): ['default']}
+        shown_values = ', '.join(f'{value} ({" and ".join(names)})' for value, names in owners.items())
+        click.echo(f'{click.style(key, bold=True)} = {shown_values}')
         click.echo('    ' + folded(f'{field.description} [{"; ".join(facts)}]', 4))
 
 # %% ../../nbs/cli/11_runs.ipynb #c015

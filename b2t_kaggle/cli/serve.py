@@ -22,37 +22,37 @@ from ..rescoring.mixture import configured_weights, read_weights
 from ..rescoring.online import LLMRescorer, llm_scorer
 
 # %% ../../nbs/cli/20_serve.ipynb #c004
-def _echo(text: str) -> None: click.echo(text, err=True)
-
-def _weights(run: Run):
-    "Weights of the mixture with an LLM: tuned by the stage rescore if it is done, else configured."
-    status = StageRun(run, 'rescore').status()
-    is_done = status == 'done'
-    weights = read_weights(run.dir/'rescore_weights.json') if is_done else configured_weights(run.cfg.rescore)
-    origin = 'from the stage rescore' if is_done else f'as configured (stage rescore: {status})'
-    _echo(f'Weights of the mixture, {origin}: {weights}')
-    return weights
-
 def _tell_search(run: Run, options) -> None:
     "Print the weights of the search and their origin."
     origin = 'from the stage decode' if search_tuning(run) else 'as configured'
     names = ('acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score')
-    _echo(f'Weights of the search, {origin}: ' + ', '.join(f'{k} {getattr(options, k):.4g}' for k in names))
-    if run.cfg.decode.llm and not is_kept(run, 'decode'):
-        _echo('decode.llm is left out: the stage decode found no gain on val (rescore.keep=always takes it)')
+    click.echo(f'Weights of the search, {origin}: ' + ', '.join(f'{k} {getattr(options, k):.4g}' for k in names),
+               err=True)
+
+def _is_used(run: Run, stage: str, model: str | None) -> bool:
+    "Whether the LLM of a stage is used; prints it if the stage found no gain."
+    if model and not is_kept(run, stage):
+        click.echo(f'{stage}.llm is left out: the stage {stage} found no gain on val (rescore.keep=always takes it)',
+                   err=True)
+    return bool(model) and is_kept(run, stage)
 
 def _llm(run: Run, decoder):
-    "The rescorer of a run's LLM; None without an LLM."
+    """The rescorer of a run's LLM, None without an LLM.
+
+    Weights are those that the stage rescore tuned if it is done, else the configured ones."""
     c = run.cfg.rescore
-    if c.llm is None: return None
-    if not is_kept(run, 'rescore'):
-        return _echo('rescore.llm is left out: the stage rescore found no gain on val (rescore.keep=always takes it)')
+    if not _is_used(run, 'rescore', c.llm): return None
     from b2t_kaggle.lm.causal import open_lm  # Here, because it imports transformers
-    weights = _weights(run)
+    status = StageRun(run, 'rescore').status()
+    tuned = read_weights(run.dir/'rescore_weights.json') if status == 'done' else None
+    origin = 'from the stage rescore' if tuned else f'as configured (stage rescore: {status})'
+    weights = tuned or configured_weights(c)
+    click.echo(f'Weights of the mixture, {origin}: {weights}', err=True)
     model, tokenizer = open_lm(c)
     calibration = known_calibration(run, 'rescore')
     return LLMRescorer(llm_scorer(model, tokenizer, end=c.end), decoder, weights, n_augment=c.swaps,
                        temperature=calibration.temperature if calibration else 1.0)
+
 
 # %% ../../nbs/cli/20_serve.ipynb #c006
 @stage_command()
@@ -81,5 +81,6 @@ def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_
     try:
         decoder = open_decoder(run, nbest=nbest)
         _tell_search(run, decoder.options)
+        _is_used(run, 'decode', run.cfg.decode.llm)
         serve_decoder(decoder, host, port, rescorer=_llm(run, decoder), **connection)
     except KeyboardInterrupt: click.echo('Stopped.')

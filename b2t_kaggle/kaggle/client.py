@@ -260,8 +260,6 @@ def write_kernel(
     "Write the folder that Kaggle's client pushes. Raises `ValueError` for values that Kaggle would not accept."
     notebook, folder, chosen = Path(notebook), Path(folder), kaggle_accelerator(accelerator)
     check_id(name, 5)
-    for slug in competitions:
-        if '/' in slug: raise ValueError(f'competition {slug!r}: expected its slug alone, such as brain-to-text-25')
     sources = dict(competition_sources=list(competitions), dataset_sources=[check_id(i, 1) for i in datasets],
                    kernel_sources=[check_id(i, 5) for i in kernels], model_sources=[])
     try:
@@ -297,8 +295,6 @@ def connect() -> Client:
                           '`./kit env kaggle`; `b2t kaggle go --print` names the steps without it') from None
     except OSError as e:
         raise KaggleError(f"Kaggle's client cannot make its folder ({e}); KAGGLE_CONFIG_DIR names another") from None
-    if not hasattr(KaggleApi, 'kernels_logs_stream'):
-        raise KaggleError("Kaggle's client is too old: pip install --upgrade kaggle")
     api = KaggleApi()
     try:
         with redirect_stdout(io.StringIO()): ask('the owner of the token', api.authenticate)

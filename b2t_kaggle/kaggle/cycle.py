@@ -20,7 +20,6 @@ from datetime import datetime
 from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from fastcore.basics import patch
@@ -53,6 +52,7 @@ from ..training.checkpoint_paths import BEST
 COMPETITION = 'brain-to-text-25'
 _RULES = f'https://www.kaggle.com/competitions/{COMPETITION}/rules'
 _CHECKOUT = Path(b2t_kaggle.__file__).parents[1]
+_PAGE = 'https://www.kaggle.com/code/'
 _MARGIN = 1/6 # Hours between the end of a part and its time limit
 _MOST_PARTS = 99
 
@@ -256,12 +256,9 @@ def _make_wheels(self: Cycle) -> Step:
     slug, image = self.plan.wheels.partition('/')[2], self.plan.machine.image
     folder = self.folder/slug
 
-    def do():
-        for package, reason in build_wheels(Image.read(image, self.plan.python), folder)['left_out'].items():
-            _say(f'left out: {package}: {reason}')
-
     python = f' --python {self.plan.python}' if self.plan.python else ''
-    return Step(f'make wheels of the kit, {slug}', (folder/'manifest.json').exists, do,
+    return Step(f'make wheels of the kit, {slug}', (folder/'manifest.json').exists,
+                lambda: build_wheels(Image.read(image, self.plan.python), folder),
                 [f'b2t kaggle wheels --image {image}{python} -o {shlex.quote(str(folder))}'])
 
 @patch
@@ -315,9 +312,7 @@ def _hours_left(self: Cycle) -> float | None:
     "Hours that are left of the week's; None without a limit. Raises `KaggleError` if they are too few."
     image = self.plan.machine.image
     try: quota = self.client.quota_left(image)
-    except RefusedError as e:
-        _say(f'{e}; so it shows only when they are used up')
-        return None
+    except RefusedError: return None
     if quota is None or quota[0] >= _LEAST_HOURS: return quota and quota[0]
     raise KaggleError(f'{_quota_in_words(image, *quota)}. These are too few for a notebook; give the same line again '
                       'then')
@@ -359,56 +354,34 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
         '   Save Version › Save & Run All'])
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c029
-class _LogTail:
-    "New lines in the log of a running notebook."
-    def __init__(self, client: Client, kernel: str):
-        self.client, self.kernel = client, kernel
-        self.pieces: list[str] = []
-        self.n_shown = 0 # Lines that were returned before
-        self.thread = Thread()
-
-    def _read(self) -> None:
-        with suppress(KaggleError): # There may be no log yet; the next request for the state shows other problems
-            for i, piece in enumerate(self.client.log_pieces(self.kernel)):
-                if i >= len(self.pieces): self.pieces.append(piece)
-
-    def new_lines(self, seconds: float = 0.) -> list[str]:
-        "Whole lines since the last call; waits up to this time for the end of the log."
-        if not self.thread.is_alive():
-            self.thread = Thread(target=self._read, daemon=True)
-            self.thread.start()
-        self.thread.join(seconds)
-        lines = log_lines(''.join(self.pieces).rpartition('\n')[0])
-        new, self.n_shown = lines[self.n_shown:], len(lines)
-        return new
+@patch
+def _log(self: Cycle, kernel: str) -> list[str]:
+    "Lines of a notebook's log; none if Kaggle has none."
+    try: return log_lines(''.join(self.client.log_pieces(kernel)))
+    except RefusedError: return []
 
 @patch
 def _failure(self: Cycle, kernel: str, state: str, comment: str) -> KaggleError:
     "Error with the end of the log and what to do."
-    lines = []
-    with suppress(RefusedError): lines = log_lines(''.join(self.client.log_pieces(kernel)))[-20:]
-    end = '\n'.join(f'    {line}' for line in lines) or '    (it has no log)'
+    end = '\n'.join(f'    {line}' for line in self._log(kernel)[-20:] or ['(it has no log)'])
     return KaggleError(f'{kernel}: {state}{comment and f" ({comment})"}. The end of its log:\n\n{end}\n\nThe same '
-                       f'line with --retry pushes it again, with the kit as it is then. Its page: '
-                       f'https://www.kaggle.com/code/{kernel}')
+                       f'line with --retry pushes it again, with the kit as it is then. Its page: {_PAGE}{kernel}')
 
 @patch
 def _watch(self: Cycle, kernel: str) -> None:
-    "Print the state of a notebook and its log until it ends. Raises `KaggleError` if it does not end well."
-    tail = _LogTail(self.client, kernel)
-    in_words = {'queued': 'queued, until Kaggle has a machine', None: 'does not exist'}
-    shown: str | None = ''
-    while True:
+    "Print each state of a notebook, and its log in the end. Raises `KaggleError` if it does not end well."
+    in_words = {'queued': 'queued, until Kaggle has a machine', 'running': f'running; its log is at {_PAGE}{kernel}',
+                None: 'does not exist'}
+    states: list[str | None] = []
+    while not states or states[-1] not in (None, 'complete', *BAD_ENDS):
+        if states: time.sleep(POLL)
         try: state, comment = self.client.kernel_state(kernel)
         except UnreachableError as e: state, comment = f'state unknown ({e})', ''
-        if state != shown: _say(f'{kernel}: {in_words.get(state, state)}')
-        is_over = state in (None, 'complete', *BAD_ENDS)
-        if state == 'running' or is_over and shown not in ('', state):
-            for line in tail.new_lines(POLL if is_over else 0): print(f'    {line}', flush=True)
-        shown = state
-        if is_over: break
-        time.sleep(POLL)
+        if [state] != states[-1:]: _say(f'{kernel}: {in_words.get(state, state)}')
+        states.append(state)
     if state in BAD_ENDS: raise self._failure(kernel, state, comment)
+    if len(states) > 1: print(*(f'    {line}' for line in self._log(kernel)), sep='\n', flush=True)
+
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c031
 @patch
@@ -420,8 +393,7 @@ def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callabl
     def now():
         state, comment = self.client.kernel_state(kernel)
         if state in BAD_ENDS: return [str(self._failure(kernel, state, comment))]
-        lines = _LogTail(self.client, kernel).new_lines(5)[-3:] if state == 'running' else []
-        return [f'{state} {comment}'.rstrip(), *lines]
+        return [f'{state} {comment}; see {_PAGE}{kernel}']
 
     def fetch():
         if output.exists():
@@ -435,7 +407,7 @@ def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callabl
                lambda: output.exists() or self.client.kernel_state(kernel)[0] == 'complete',
                lambda: self._watch(kernel),
                [f'kaggle kernels status {kernel}',
-                f'until that says COMPLETE; or see its page, https://www.kaggle.com/code/{kernel}'], now)
+                f'until that says COMPLETE; or see its page, {_PAGE}{kernel}'], now)
     yield Step(f'fetch the output of {notebook.title}, {output}', lambda: output.exists() and not problem(), fetch,
                [f'kaggle kernels output {kernel} -p {shlex.quote(str(output))}', 'or Output › Download All'],
                lambda: [problem()] if output.exists() else [])
