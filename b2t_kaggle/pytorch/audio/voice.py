@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['AudioError', 'Speech', 'Voice', 'EspeakVoice', 'quiet_loading', 'check_weights', 'weights_checksum',
-           'TransformersVoice', 'PacedVoice', 'load_voice']
+           'TransformersVoice', 'load_voice']
 
 # %% ../../../nbs/pytorch/audio/01_voice.ipynb #c003
 import ctypes
 import hashlib
 import re
 import zlib
-from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,23 +187,6 @@ class TransformersVoice:
                     revision=getattr(self.model.config, '_commit_hash', None), pace=self.pace, seed=self.seed)
 
 # %% ../../../nbs/pytorch/audio/01_voice.ipynb #c019
-@dataclass
-class PacedVoice:
-    "A voice that speaks sentences about as long as wanted, at 1/4 to 4 times its pace."
-    voice: TransformersVoice | EspeakVoice # Voice whose pace is changed
-    seconds: Mapping[str, float] # Duration of a sentence, by its normal form; others keep the voice's pace
-
-    def speak(self, text: str) -> Speech:
-        "The spoken sentence. Raises `AudioError`, also for a voice without a speaking rate."
-        speech = self.voice.speak(text)
-        if text not in self.seconds: return speech
-        return self.voice.speak(text, float(np.clip(speech.seconds/self.seconds[text], 0.25, 4.)))
-
-    def provenance(self) -> dict[str, Any]:
-        "The voice's, with another pace."
-        return self.voice.provenance() | dict(pace='of the trials')
-
-# %% ../../../nbs/pytorch/audio/01_voice.ipynb #c022
 def load_voice(
     name: str | Path,    # `espeak-ng`, `espeak-ng:LANGUAGE`, or a model of transformers: a folder or a name on the hub
     pace: float = 1.,    # Factor of the voice's own pace
