@@ -64,7 +64,7 @@ from b2t_kaggle.rescoring.opinion_pool import (
                    'in blocks of random words.')
 @out_option()
 def combine_files(sources, output, tune, lm, llm, blocks, out):
-    """One sentence a trial from files of several systems.
+    """One sentence per trial from files of several systems.
 
     A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv, sentences .txt), or a
     run, whose lists of test are used. If the SOURCEs are the files to learn from, the result is cross-validated. Models

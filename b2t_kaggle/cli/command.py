@@ -67,9 +67,9 @@ class LazyGroup(Group):
 VERBS = {
     'To start': {
         'run': ('run', 'All stages, from sessions to a submission and a report'),
-        'runs': ('runs', 'List the runs, how far they are and their error rates'),
+        'runs': ('runs', 'List the runs with their progress and error rates'),
         'keys': ('runs', 'Show configuration keys, their values and meaning'),
-        'devices': ('devices', 'Show the accelerators here, and what would be used'),
+        'devices': ('devices', 'Show the accelerators and which of them would be used'),
         'data': ('data', 'Fetch, import, simulate or check recordings'),
         'docs': ('devices', 'Build the documentation site of a checkout'),
     },
@@ -79,17 +79,17 @@ VERBS = {
         'errors': ('runs', 'A page of a run’s errors: sort, filter, look at trials'),
         'sweep': ('run', 'Train many runs that differ in values from Optuna'),
         'import-logits': ('combine', 'Decode log-probabilities of another program'),
-        'combine-files': ('combine', 'One sentence a trial from files of several systems'),
+        'combine-files': ('combine', 'One sentence per trial from files of several systems'),
     },
     'Models and language models': {
         'convert': ('models', "Write a model in another framework's form"),
-        'audio': ('models', 'Make speech of sentences, for an encoder to learn from'),
+        'audio': ('models', 'Make speech targets, from which an encoder can learn'),
         'confusions': ('phonemes', 'Learn what a model confuses, from phoneme lists'),
         'decode-phonemes': ('phonemes', 'Decode phoneme lists into sentences'),
         'serve': ('serve', 'Decode online, behind the official Redis streams'),
     },
     'Kaggle': {
-        'kaggle': ('kaggle', 'Train on Kaggle and submit, in one line or by steps'),
+        'kaggle': ('kaggle', 'Train on Kaggle and submit, in one line or step by step'),
     },
 }
 

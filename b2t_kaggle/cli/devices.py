@@ -49,9 +49,9 @@ def describe(
                    'finding, and exit status 1 if a check fails.')
 @click.option('--json', 'path', type=click.Path(dir_okay=False), help='Also write the table of the test.')
 def devices(accelerator, path):
-    """Show the accelerators here, and what would be used.
+    """Show the accelerators and which of them would be used.
 
-    With the evidence, and the device of each framework."""
+    Each framework's device is listed with the reason."""
     if path and not accelerator: raise click.UsageError('--json is for --test')
     if not accelerator: return click.echo(describe())
     from b2t_kaggle.pytorch.selftest import run

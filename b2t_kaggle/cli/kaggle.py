@@ -28,7 +28,7 @@ _IMAGES = '; '.join(f'{image}: {", ".join(a.name for a in KAGGLE_ACCELERATORS.va
 
 @click.group(cls=Group)
 def kaggle():
-    """Train on Kaggle and submit, in one line or by steps.
+    """Train on Kaggle and submit, in one line or step by step.
 
     `b2t kaggle go` does all steps, from the kit to a submission. Wheels are for runtimes without the internet."""
 

@@ -58,7 +58,7 @@ _output = output_option(help='The file to write; .gz is compressed.')
 @click.option('--estimator', default='auto', type=Choice(['auto', 'lmplz', 'own']),
               help="KenLM's lmplz if it is installed (auto), only lmplz, or the kit's own estimator.")
 def build(texts, *, output, order, prune, threshold, vocab, clean, numbers, estimator):
-    """An n-gram model of texts, as an ARPA file.
+    """Build an n-gram model of texts, as an ARPA file.
 
     TEXTS are plain or .gz; the smoothing is modified Kneser-Ney."""
     if not clean: refuse_options({'numbers'}, '--sentences are not cleaned')
@@ -73,10 +73,10 @@ def build(texts, *, output, order, prune, threshold, vocab, clean, numbers, esti
 @click.command()
 @_texts
 @_output
-@click.option('--numbers/--no-numbers', default=True, show_default=True, help='Numbers in words, or cut out.')
+@click.option('--numbers/--no-numbers', default=True, show_default=True, help='Write numbers in words, or cut them out.')
 @click.option('--vocab', type=FILE, help='Leave out sentences with other words.')
 def clean(texts, output, numbers, vocab):
-    """The sentences of written text, one a line.
+    """Write the sentences of texts, one per line.
 
     They are normalised for a language model."""
     left_out = Counter()
@@ -93,7 +93,7 @@ def _sentences_left_out(counts: Counter) -> str:
 @click.argument('source', type=click.Path(exists=True, path_type=Path))
 @_output
 def import_model(source, output):
-    """CMU Sphinx's language model as an ARPA file.
+    """Convert CMU Sphinx's language model to an ARPA file.
 
     It is a trigram of general English with 72,500 words. SOURCE is the model's file (en-us.lm.bin), the wheel of
     pocketsphinx that holds it (29 MB, `pip download pocketsphinx --no-deps`), or the folder of the installed package. A
@@ -109,7 +109,7 @@ def import_model(source, output):
 @click.option('--dev', type=FILE, help='Sentences of the task, one a line, on which the weights are tuned.')
 @click.option('--weights', callback=numbers(float, '0.7,0.3'), help='Weights instead, such as 0.7,0.3.')
 def interpolate(models, output, dev, weights):
-    "One model of several, interpolated by weights."
+    "Interpolate several models into one."
     click.echo(interpolate_ngrams(models, output, dev=dev, weights=weights).to_string() + f'\nWrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c017

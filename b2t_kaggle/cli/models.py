@@ -37,7 +37,7 @@ def convert(source, target, preset_, overrides, yes):
 # %% ../../nbs/cli/13_models.ipynb #c008
 @click.group(cls=Group)
 def audio():
-    """Make speech of sentences, for an encoder to learn from.
+    """Make speech targets, from which an encoder can learn.
 
     The encoder learns to output a speech model's vectors."""
 

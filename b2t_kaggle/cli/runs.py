@@ -63,7 +63,7 @@ def _runs_table(rows: list[dict], width: int | None) -> str:
 @click.command()
 @out_option()
 def runs(out):
-    """List the runs, how far they are and their error rates.
+    """List the runs with their progress and error rates.
 
     Phoneme and word error rates are on val. The settings are yours: values that differ from the preset."""
     folders = sorted(f.parent for f in out.glob('*/config.yaml'))
@@ -97,12 +97,9 @@ def keys(part):
     for key, field in shown.items():
         readers = [s.name for s in STAGES.values() if covers(s.config, key)]
         facts = [*([f'read by {", ".join(readers)}'] if readers else []), *map(str, field.facts)]
-        owners: dict[str, list[str]] = {}
-        for name, values in configs.items():
-            if key in values: owners.setdefault(as_set(values[key]), []).append(name)
-        owners = owners or {as_set(field.default): ['default']}
-        shown_values = ', '.join(f'{value} ({" and ".join(names)})' for value, names in owners.items())
-        click.echo(f'{click.style(key, bold=True)} = {shown_values}')
+        values = {name: as_set(cfg[key]) for name, cfg in configs.items() if key in cfg} or {
+            'default': as_set(field.default)}
+        click.echo(f'{click.style(key, bold=True)} = ' + ', '.join(f'{v} ({name})' for name, v in values.items()))
         click.echo('    ' + folded(f'{field.description} [{"; ".join(facts)}]', 4))
 
 # %% ../../nbs/cli/11_runs.ipynb #c015

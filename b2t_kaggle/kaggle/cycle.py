@@ -105,14 +105,14 @@ class Plan:
         return dict(overrides=self.overrides, accelerator='cuda' if image == 'gpu' else image, hours=round(hours, 2))
 
     def training(self, part: int, left: float | None = None) -> Notebook:
-        "Part of the training, numbered from 1, if `left` hours of the week's remain."
+        "Part of the training, numbered from 1; `left` are the hours left of the week's quota."
         hours = self.machine.hours if self.hours is None else self.hours/self.n_parts
         before = [self.training(part - 1).kernel] if part > 1 else []
         return Notebook(f'{self.name}-train-{part}', 'train', f'part {part} of the training',
                         dict(preset=self.preset) | self._parameters(hours, left), before, [self.wheels])
 
     def submission(self, parts: int, left: float | None = None) -> Notebook:
-        "Notebook that decodes and writes `submission.csv`, after a training of so many parts."
+        "Notebook that decodes the last part of the training and writes `submission.csv`."
         model = self.training(parts).kernel
         return Notebook(f'{self.name}-submit', 'submit', 'the submission',
                         dict(models=[model]) | self._parameters(self.machine.hours, left), [model],
@@ -286,7 +286,7 @@ def _push_wheels(self: Cycle) -> Step:
                  f'   with the files of {folder}'])
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c024
-_LEAST_HOURS = 1 # Hours left of the week's for which a notebook is pushed
+_LEAST_HOURS = 1 # Hours of the week's quota below which no notebook is pushed
 
 @patch
 def _write_notebook(self: Cycle, notebook: Notebook) -> Path:
@@ -309,7 +309,7 @@ def _quota_in_words(image: str, left: float, begins: datetime | None) -> str:
 
 @patch
 def _hours_left(self: Cycle) -> float | None:
-    "Hours that are left of the week's; None without a limit. Raises `KaggleError` if they are too few."
+    "Hours left of the week's quota; None without a quota. Raises `KaggleError` if they are too few."
     image = self.plan.machine.image
     try: quota = self.client.quota_left(image)
     except RefusedError: return None
@@ -340,7 +340,7 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
         for old in (output, *output.parent.glob(f'{output.name}.*.part')): shutil.rmtree(old, ignore_errors=True)
         self.client.push_kernel(self._write_notebook(made))
         self.pushed.add(kernel)
-        time.sleep(POLL) # For a moment the state may be that of an earlier version
+        time.sleep(POLL) # Until then the state may be that of an earlier version
         _wait_for(lambda: self.client.kernel_state(kernel)[0] is not None, kernel)
 
     inputs = [f'the competition {COMPETITION}', *(f'the dataset {name}' for name in notebook.datasets),
