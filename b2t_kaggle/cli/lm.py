@@ -73,7 +73,7 @@ def build(texts, *, output, order, prune, threshold, vocab, clean, numbers, esti
 @click.command()
 @_texts
 @_output
-@click.option('--numbers/--no-numbers', default=True, show_default=True, help='Write numbers in words, or cut them out.')
+@click.option('--numbers/--no-numbers', default=True, show_default=True, help='Write numbers as words, or omit them.')
 @click.option('--vocab', type=FILE, help='Leave out sentences with other words.')
 def clean(texts, output, numbers, vocab):
     """Write the sentences of texts, one per line.
