@@ -39,14 +39,7 @@ from b2t_kaggle.rescoring.hypotheses import (
     with_corpora,
     write_hypotheses,
 )
-from b2t_kaggle.rescoring.opinion_pool import (
-    Combined,
-    OpinionPool,
-    cross_validate_pool,
-    fit_pool,
-    llm_scores,
-    seeds_by_kind,
-)
+from b2t_kaggle.rescoring.opinion_pool import Combined, cross_validate_pool, fit_pool, llm_scores, seeds_by_kind
 
 # %% ../../nbs/cli/04_combine.ipynb #c005
 @click.command('combine-files')
@@ -165,7 +158,7 @@ def _are_taught(hypotheses: Hypotheses, teachers: Hypotheses) -> bool:
     return any(t.reference is not None and taught.get(name) == normalize_sentence(t.reference)
                for name, t in hypotheses.trials.items())
 
-def _show_pool(pool: OpinionPool, voters: Collection) -> None:
+def _show_pool(pool, voters: Collection) -> None:
     "Print the weights of a pool, and voters that it does not know."
     weights = {voter_name(kind): weight for kind, weight in pool.weights.items()}
     models = {name: c for name, c in pool.coefficients.items() if name != 'votes'}
