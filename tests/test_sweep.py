@@ -49,7 +49,9 @@ def sweep(folder, *options):
     "Call `b2t sweep`; returns its output and the table without times."
     import pandas as pd
     places = ['--out', str(folder/'out'), '--work', str(folder/'work')]
-    done = CliRunner().invoke(cli.main, ['sweep', '--name', 'toy', *places, '--startup', '2', *SPACE, *options])
+    keys = {option.partition('=')[0] for option in options}
+    space = [word for value in SPACE[1::2] if value.partition('=')[0] not in keys for word in ('--set', value)]
+    done = CliRunner().invoke(cli.main, ['sweep', '--name', 'toy', *places, '--startup', '2', *space, *options])
     path = folder/'out'/'toy'/'sweep.csv'
     return done, pd.read_csv(path).drop(columns='minutes') if path.exists() else None
 
@@ -141,12 +143,12 @@ def test_what_cannot_be_searched(stage, tmp_path):
                          (['--set', 'data.batch_size=2,16'], 'data.batch_size is 2, fewer trials'),
                          (['--set', 'data.days_per_batch=2,9'], 'there are 8 sessions'),
                          (['--set', 'train.cr_ctc=0,0.2', '--set', 'model.name=gru,triple_gru', '--set', 'lr_max=1:2'],
-                          'found two ranges'),
+                          'train.lr_max is given as 1e-4:1e-2:log and as 1:2'),
                          (['--set', 'train.refit=0,0.1', '--set', 'train.early_stopping=false,true'],
                           'train.refit 0.1, train.early_stopping True: train'),
                          (['--set', 'train.init_checkpoint_path=/no/best.pt,null'], '/no/best.pt does not exist'),
                          (['--set', 'infer.checkpoint=/no/best.pt'], 'nothing to do'),
-                         (['--set', 'batch_size=8,16', '--batch-size', '8'], 'by an option of its own'),
+                         (['--set', 'batch_size=8,16', '--batch-size', '8'], 'by --set, and as 8 by --batch-size'),
                          (['--force', 'train'], '--force is for one run')):
         done, _ = sweep(tmp_path, *options)
         assert done.exit_code and why in done.output, done.output

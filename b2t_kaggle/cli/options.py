@@ -70,9 +70,8 @@ def key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
     for name, is_pair, value in (item.partition('=') for item in items):
         if not is_pair: raise click.BadParameter(f'{name!r} is not of the form key=value, such as train.lr_max=0.003')
         key = full_key(name, keys)
-        if key in values:
+        if values.setdefault(key, value) != value:
             raise click.BadParameter(f'{key} is given as {values[key]} and as {value}; leave one of them out')
-        values[key] = value
     return values
 
 

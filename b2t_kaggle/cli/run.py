@@ -99,12 +99,17 @@ def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, u
 
 # %% ../../nbs/cli/03_run.ipynb #c013
 def _tell_settings(run: Run) -> None:
-    "Print saved settings that are not on the command line."
+    "Print saved settings that are not on the command line, and warn of a schedule that is too long."
     given = differing_values(run.cfg, run.saved) if run.saved else {}
     saved = {k: v for k, v in run.settings().items() if k not in given}
     if saved and run.saved:
         click.echo(f'Saved with {run.dir.name}, other than in the preset {run.base_preset}: {_short(saved)}. '
                    f'--preset {run.base_preset} --reset drops them.', err=True)
+    train = run.cfg.train
+    n = train.num_training_batches
+    if max(train.lr_decay_steps or 0, train.lr_decay_steps_day or 0) > n:
+        click.echo(f'The learning rate falls over more batches than the {n} that are trained; --set lr_decay_steps=null '
+                   '--set lr_decay_steps_day=null ends it with the run.', err=True)
 
 
 # %% ../../nbs/cli/03_run.ipynb #c015
