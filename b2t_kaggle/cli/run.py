@@ -108,8 +108,8 @@ def _tell_settings(run: Run) -> None:
     train = run.cfg.train
     n = train.num_training_batches
     if max(train.lr_decay_steps or 0, train.lr_decay_steps_day or 0) > n:
-        click.echo(f'The learning rate falls over more batches than the {n} that are trained; --set lr_decay_steps=null '
-                   '--set lr_decay_steps_day=null ends it with the run.', err=True)
+        click.echo(f'The learning rate falls over more batches than the {n} that are trained; --set '
+                   'lr_decay_steps=null --set lr_decay_steps_day=null ends it with the run.', err=True)
 
 
 # %% ../../nbs/cli/03_run.ipynb #c015
