@@ -41,6 +41,10 @@ _texts = click.argument('texts', nargs=-1, required=True, type=FILE)
 _models = click.argument('models', nargs=-1, required=True, type=FILE)
 _output = output_option(help='The file to write; .gz is compressed.')
 
+def _sentences_left_out(counts: Counter) -> str:
+    "A line with the numbers of sentences by reason; empty without any."
+    return 'Sentences left out: ' + ', '.join(f'{n} with {why}' for why, n in counts.items()) + '\n' if counts else ''
+
 # %% ../../nbs/cli/05_lm.ipynb #c008
 @click.command()
 @_texts
@@ -83,10 +87,6 @@ def clean(texts, output, numbers, vocab):
     with atomic_path(output) as scratch, open_text(scratch, 'wt') as f:
         f.writelines(f'{s}\n' for s in clean_text(texts, numbers, vocab and read_vocabulary(vocab), left_out))
     click.echo(f'{_sentences_left_out(left_out)}Wrote {output}')
-
-def _sentences_left_out(counts: Counter) -> str:
-    "A line with the numbers of sentences by reason; empty without any."
-    return 'Sentences left out: ' + ', '.join(f'{n} with {why}' for why, n in counts.items()) + '\n' if counts else ''
 
 # %% ../../nbs/cli/05_lm.ipynb #c012
 @click.command('import')
