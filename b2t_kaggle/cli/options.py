@@ -175,7 +175,7 @@ _options['sweep'] = _options['train']
 
 def stage_command(name: str | None = None, cls: type = StageCommand, **options) -> Callable: # Options of click.command
     "Decorator that makes a verb with the options of every stage, and further ones of this verb."
-    of_verb = _options.get(name, lambda f: f)
+    of_verb = _options.get(name or '', lambda f: f)
     return lambda f: click.command(name, cls=cls, context_settings=UNDERSCORES, **options)(of_verb(_stage_options(f)))
 
 

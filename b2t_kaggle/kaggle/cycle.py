@@ -153,7 +153,7 @@ class Step:
     "A step of a cycle."
     title: str                 # Title in words
     done: Callable[[], bool]   # Whether it is done
-    do: Callable[[], None]
+    do: Callable[[], Any]
     by_hand: list[str]         # Commands and clicks that do the same
     now: Callable[[], list[str]] = list # Details, in lines
 
