@@ -434,7 +434,7 @@ def test_models_of_a_refit_that_are_lost(stores, tmp_path):
     assert after['refit_from'] == before['refit_from'] == 5
     assert all(torch.equal(w, before['model_state_dict'][k]) for k, w in after['model_state_dict'].items())
     damaged(tmp_path/'best.pt', 'gone')
-    with pytest.raises(TrainingError, match='best.pt is gone, and .*trained on val since batch 5 .*--force train'):
+    with pytest.raises(TrainingError, match='best.pt is lost, and .*trained on val since batch 5 .*--force train'):
         train(*stores, cfg, tmp_path, progress=False)
 
 

@@ -37,12 +37,10 @@ def _checked(x: Tensor, n_frames: Tensor, y: Tensor, n_targets: Tensor) -> tuple
     if x.ndim != 3 or y.ndim != 3 or len(x) != len(y) or x.shape[2] != y.shape[2]:
         raise ValueError(f'x and y must be [B, N, D] and [B, M, D] with the same B and D; found {list(x.shape)} and '
                          f'{list(y.shape)}')
-    for name, lengths, longest in (('n_frames', n_frames, x.shape[1]), ('n_targets', n_targets, y.shape[1])):
-        if lengths.shape != (len(x),):
-            raise ValueError(f'{name} must be [{len(x)}], a length for each trial; found {list(lengths.shape)}')
-        wrong = ((lengths < 1) | (lengths > longest)).nonzero().flatten().tolist() if lengths.is_cpu else []
-        for i in wrong[:1]:
-            raise ValueError(f'{name}[{i}] must lie between 1 and {longest}; found {lengths[i].item()}')
+    for name, lengths, longest in ('n_frames', n_frames, x.shape[1]), ('n_targets', n_targets, y.shape[1]):
+        is_inside = not lengths.is_cpu or bool(((lengths >= 1) & (lengths <= longest)).all())
+        if lengths.shape == (len(x),) and is_inside: continue
+        raise ValueError(f'{name} must be [{len(x)}], a length between 1 and {longest} for each trial; found {lengths}')
     x, y = (v.to(torch.promote_types(v.dtype, torch.float32)) for v in (x, y))
     return x, n_frames.to(x.device), y, n_targets.to(x.device)
 

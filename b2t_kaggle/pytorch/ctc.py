@@ -111,48 +111,39 @@ class _CTC(torch.autograd.Function):
         return (grad[:, None] * saved).to(ctx.dtype), None, None, None, None
 
 # %% ../../nbs/pytorch/03_ctc.ipynb #c025
-def _lengths(lengths: Tensor | Sequence[int], name: str, B: int, largest: int, unit: str) -> Tensor:
-    "`lengths` as a tensor; raises `ValueError` for those that do not fit."
-    lengths = torch.as_tensor(lengths)
-    if lengths.shape != (B,) or lengths.is_floating_point():
-        raise ValueError(f'{name} must be one integer for each of the {B} trials of log_probs [T, B, K]; '
-                         f'found {list(lengths.shape)} of {lengths.dtype}')
-    if lengths.is_cpu:
-        wrong = ((lengths < 0) | (lengths > largest)).nonzero().flatten().tolist()
-        for i in wrong[:1]:
-            raise ValueError(f'{name}[{i}] must lie between 0 and {largest}, {unit}; found {lengths[i].item()}')
-    return lengths
-
-def _padded(targets: Tensor, n_labels: Tensor) -> Tensor:
-    "Concatenated labels as `[B, S]`."
-    if not n_labels.is_cpu:
-        raise ValueError('concatenated targets need target_lengths on the host, or else it must wait for the device '
-                         'to tell their shape; pass padded targets [B, S] or target_lengths.cpu()')
-    if n_labels.sum() != len(targets):
-        raise ValueError('concatenated targets must hold as many labels as target_lengths add up to, '
-                         f'{n_labels.sum()}; found {len(targets)}')
-    return pad_sequence(targets.split(n_labels.tolist()), batch_first=True)
-
-def _check_labels(targets: Tensor, n_labels: Tensor, K: int, blank: int) -> None:
-    is_label = torch.arange(targets.shape[1]) < n_labels[:, None]
-    is_wrong = (targets < 0) | (targets >= K) | (targets == blank)
-    for i, j in (is_label & is_wrong).nonzero()[:1].tolist():
-        raise ValueError(f'targets[{i}, {j}], inside the {n_labels[i]} labels of its trial, must be one of the {K} '
-                         f'classes and not the blank, {blank}; found {targets[i, j]}')
-
-# %% ../../nbs/pytorch/03_ctc.ipynb #c028
-def _check_arguments(log_probs: Tensor, targets: Tensor, blank: int, reduction: str) -> None:
+def _checked(log_probs: Tensor, targets: Tensor, frames: Tensor | Sequence[int], n_labels: Tensor | Sequence[int],
+             blank: int, reduction: str) -> tuple[Tensor, Tensor, Tensor]:
+    "Padded targets `[B, S]`, frames and labels `[B]`. Raises `ValueError` for arguments of `ctc_loss` that do not fit."
     if log_probs.ndim != 3 or not log_probs.numel() or not log_probs.is_floating_point():
         raise ValueError('log_probs must be floating point [T, B, K] with at least one frame, trial and class; '
                          f'found {list(log_probs.shape)} of {log_probs.dtype}')
-    _, B, K = log_probs.shape
+    T, B, K = log_probs.shape
     if not 0 <= blank < K: raise ValueError(f'blank must be one of the {K} classes of log_probs; found {blank}')
     if reduction not in ('none', 'mean', 'sum'):
         raise ValueError(f"reduction must be 'none', 'mean' or 'sum'; found {reduction!r}")
     if targets.ndim not in (1, 2) or targets.ndim == 2 and len(targets) != B or targets.is_floating_point():
         raise ValueError(f'targets must be integers, padded [{B}, S] or concatenated; '
                          f'found {list(targets.shape)} of {targets.dtype}')
+    frames, n_labels = torch.as_tensor(frames), torch.as_tensor(n_labels)
+    for name, lengths, largest in ('input_lengths', frames, T), ('target_lengths', n_labels, targets.shape[-1]):
+        if lengths.shape != (B,) or lengths.is_floating_point():
+            raise ValueError(f'{name} must be one integer for each of the {B} trials of log_probs [T, B, K]; '
+                             f'found {list(lengths.shape)} of {lengths.dtype}')
+        if lengths.is_cpu and ((lengths < 0) | (lengths > largest)).any():
+            raise ValueError(f'{name} must lie between 0 and {largest}; found {lengths.tolist()}')
+    if targets.ndim == 1:
+        # On a device the host would have to wait for the shape
+        if not n_labels.is_cpu or n_labels.sum() != len(targets):
+            raise ValueError('concatenated targets need target_lengths on the host that add up to their number')
+        targets = pad_sequence(targets.split(n_labels.tolist()), batch_first=True)
+    if targets.is_cpu and n_labels.is_cpu:
+        labels = targets[torch.arange(targets.shape[1]) < n_labels[:, None]]
+        if ((labels < 0) | (labels >= K) | (labels == blank)).any():
+            raise ValueError(f'targets must be among the {K} classes and not the blank, {blank}; found '
+                             f'{labels.tolist()}')
+    return targets, frames, n_labels
 
+# %% ../../nbs/pytorch/03_ctc.ipynb #c028
 def ctc_loss(
     log_probs: Tensor,                      # Natural logs of normalised probabilities `[T', B, K]`, of any precision
     targets: Tensor,                        # Labels `[B, S]`, padded with anything, or concatenated `[sum of lengths]`
@@ -164,17 +155,9 @@ def ctc_loss(
 ) -> Tensor:                                # A number, or `[B]` without a reduction
     """`F.ctc_loss` (Graves et al., 2006) that stays on its device and computes in float32 or wider. Raises `ValueError`
     for arguments that do not fit, as far as they are on the host."""
-    _check_arguments(log_probs, targets, blank, reduction)
-    T, B, K = log_probs.shape
-    device = log_probs.device
-    frames = _lengths(input_lengths, 'input_lengths', B, T, 'the frames of log_probs')
-    n_labels = _lengths(target_lengths, 'target_lengths', B, targets.shape[-1], 'the labels that targets holds')
-    if targets.ndim == 1: targets = _padded(targets, n_labels)
-    if targets.is_cpu and n_labels.is_cpu: _check_labels(targets, n_labels, K, blank)
-
-    frames = frames.to(device)
-    n_labels = n_labels.to(device)
-    states = _states(targets.to(device), n_labels, blank)
+    targets, frames, n_labels = _checked(log_probs, targets, input_lengths, target_lengths, blank, reduction)
+    frames, n_labels = frames.to(log_probs.device), n_labels.to(log_probs.device)
+    states = _states(targets.to(log_probs.device), n_labels, blank)
     losses = _CTC.apply(log_probs, states, frames, n_labels, zero_infinity)
     if reduction == 'mean': return (losses / n_labels.clamp(min=1)).mean()
     return losses.sum() if reduction == 'sum' else losses

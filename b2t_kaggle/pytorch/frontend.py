@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..config.encoders.gru import PatchedConfig
 from . import layers
-from .models.encoder import Encoder, check_days, mask_padding, trial_bins
+from .models.encoder import Encoder, check_bins, check_days, mask_padding, trial_bins
 from .recurrence import GRU, FrameOrder, cpu_gru, frame_order, permute
 
 # %% ../../nbs/pytorch/05_frontend.ipynb #c006
@@ -26,7 +26,7 @@ class Frames:
     order: FrameOrder | None # Of packed frames
     n_trials: int            # B
     n_frames: int            # T'
-    lengths: Tensor | None = None # Frames of each trial `[B]`; none means T'
+    lengths: Tensor | None = None # Frames of each trial `[B]`; None means T'
 
     def gru(self,
         module: GRU,    # GRU of one direction or two
@@ -60,9 +60,7 @@ class Frontend(Encoder):
     ):
         super().__init__(cfg, n_days)
         self.has_day_layer = day_layer
-        if not day_layer: return
-        self.day_weights = nn.Parameter(torch.eye(cfg.neural_dim).repeat(n_days, 1, 1))
-        self.day_biases = nn.Parameter(torch.zeros(n_days, 1, cfg.neural_dim))
+        if day_layer: self.add_day_layer()
 
     # Under the names that the official model has
     @property
@@ -82,10 +80,7 @@ class Frontend(Encoder):
     ) -> Frames:
         """Patches of features that went through their day's layer. Raises `ValueError` for bins too few to make a
         frame, or days that are not one whole number per trial."""
-        T = x.shape[1]
-        if T < self.cfg.patch_size:
-            raise ValueError(f'the batch has {T} bins, fewer than patch_size = {self.cfg.patch_size}; pad it, or leave '
-                             'such short trials out')
+        check_bins(x, self.cfg.patch_size)
         day_idx = check_days(x, day_idx)
         if self.cfg.participants: x = self.by_participant(mask_padding(x, n_bins), day_idx, n_bins)
         if x.device.type != 'cpu': return self._padded(x, day_idx, n_bins)

@@ -87,7 +87,3 @@ class EncoderStream:
     def _encode(self, x: Tensor) -> np.ndarray:
         logits, self.state = self.model.push(x, self.day, self.state)
         return _log_probs(logits)
-
-    def delay_ms(self) -> dict[str, int]:
-        "Delay of a bin in milliseconds, see the function `delay_ms`."
-        return delay_ms(self.cfg)

@@ -146,18 +146,6 @@ def check_same(
                         'in another folder (or remove this one)')
 
 # %% ../../nbs/training/04_checkpoints.ipynb #c022
-def _misfits(weights: dict[str, np.ndarray], new: dict[str, np.ndarray], is_per_day: Callable) -> list[str]:
-    """Weights that are missing in `new` or have another shape; the numbers of days and of participants may differ, and
-    a model of one participant has no weights for it."""
-    misfits = [f'{name} is in it alone' for name in new if is_per_participant(name) and name not in weights]
-    for name, old in weights.items():
-        if is_per_participant(name) and name not in new: continue
-        first = 1 if is_per_day(name) or is_per_participant(name) else 0
-        if name in new and new[name].ndim == old.ndim and new[name].shape[first:] == old.shape[first:]: continue
-        found = list(new[name].shape) if name in new else 'missing'
-        misfits.append(f'{name} is {found}, expected {list(old.shape)}')
-    return misfits
-
 def transfer_weights(
     weights: dict[str, np.ndarray], # Weights `[…]` of this run's model by name; changed in place
     new: dict[str, np.ndarray],     # Weights of the trained model
@@ -170,9 +158,13 @@ def transfer_weights(
 ) -> None:
     """Replace `weights` in place; rows of sessions and participants that the trained model does not know stay as they
     are. Raises `TrainingError` for a model of another shape."""
-    if misfits := _misfits(weights, new, is_per_day):
-        raise TrainingError(f'{path}: does not fit the model of this run: {"; ".join(misfits)}; make the model group '
-                            'of the configuration equal')
+    def shapes(arrays): # The numbers of days and of participants may differ
+        return {k: list(w.shape)[bool(is_per_day(k) or is_per_participant(k)):] for k, w in arrays.items()}
+    expected = {k: w for k, w in weights.items() if k in new or not is_per_participant(k)}
+    used = {k: w for k, w in new.items() if k in weights or is_per_participant(k)}
+    if wrong := misfits(shapes(expected), shapes(used)):
+        raise TrainingError(f'{path}: does not fit the model of this run: {wrong}; make the model group of the '
+                            'configuration equal')
     rows = {day_of[s]: i for i, s in enumerate(sessions) if s in day_of}
     of_participants = {i: known.index(p) for i, p in enumerate(participants) if p in known}
     for name, array in weights.items():

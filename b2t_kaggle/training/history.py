@@ -151,12 +151,7 @@ def plot_history(
         others[-1].set(xlabel='batch', ylabel='gradient norm', yscale='log')
         others[-1].legend()
     errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label='PER')
-    if 'val_wer' in val:
-        errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
-        errors.legend()
-    if len(val):
-        place = val.step[val.val_per.idxmin()], 100 * val.val_per.min()
-        errors.annotate(f'{100*val.val_per.min():.1f} %', place, xytext=(0, 8), textcoords='offset points', ha='center')
-    errors.set(xlabel='batch', ylabel='validation errors (%)' if 'val_wer' in val else 'validation PER (%)')
-    errors.set_ylim(0, 1.15*errors.dataLim.ymax if len(val) else None) # Leave room for the label of the highest point
+    if 'val_wer' in val: errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
+    errors.legend()
+    errors.set(xlabel='batch', ylabel='validation errors (%)', ylim=(0, None))
     return fig
