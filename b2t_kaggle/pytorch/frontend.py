@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from fastcore.basics import patch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config.encoders.gru import PatchedConfig
 from . import layers

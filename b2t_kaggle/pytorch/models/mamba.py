@@ -95,7 +95,7 @@ def by_frame(sequences: Tensor) -> Tensor:
     return torch.stack([sequences[0], sequences[1].flip(1)], 2)
 
 def inside_trials(frames: Tensor, n_frames: int) -> Tensor:
-    "Whether a frame is in its trial, for both directions `[2, B, T', 1]`: the forward one masks nothing."
+    "Mask of the frames in their trials, for both directions `[2, B, T', 1]`; the forward one masks nothing."
     inside = torch.arange(n_frames, device=frames.device) < frames[:, None]
     return torch.stack([torch.ones_like(inside), inside.flip(1)])[..., None]
 
