@@ -39,15 +39,13 @@ def trained(toy):
     return train(*open_toy(data), cfg, data/'whole', progress=False)
 
 
-def test_it_learns_and_says_what(toy, trained, capsys):
+def test_it_learns(toy, trained):
     data, cfg = toy
     history = read_history(data/'whole'/'history.csv')
     assert {'answer', 'ctc', 'ctc_front', 'ctc_behind'} <= set(history)
     assert {'grad_encoder', 'grad_projector', 'grad_lora', 'grad_states_out'} <= set(history)
     assert history.answer.iloc[-1] < 0.85*history.answer.iloc[0]
     assert history.ctc_behind.iloc[-1] < history.ctc_behind.iloc[0]
-    train(*open_toy(data), with_overrides(cfg, {'num_training_batches': 1}), data/'one', progress=False)
-    assert 'estimated memory of a step with 4 trials' in capsys.readouterr().out
 
 
 def test_its_error_rate_is_that_of_whole_sentences(toy, trained):

@@ -178,8 +178,6 @@ def test_every_option_is_read():
 @pytest.mark.parametrize('line, option', [
     ('lm get -o folder', '--output'),
     ('lm build lists.jsonl -o new.arpa --sentences --no-numbers', '--numbers'),
-    ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --device cpu', '--device'),
-    ('audio targets lists.jsonl -o new.arrow --voice espeak-ng --tower log-mel --dtype float16', '--dtype'),
     ('lm --preset quick clean lists.jsonl -o new.txt', '--preset'),
     ('convert lists.jsonl new.pt --set causal=true', '--set'),
 ])

@@ -58,7 +58,6 @@ SOURCES = {
     'b2t_kaggle.pytorch.audio.llm.language_model.add_lora': 'Hu et al. 2021',
     'b2t_kaggle.pytorch.audio.llm.language_model.save_memory': 'Chen et al. 2016',
     'b2t_kaggle.pytorch.audio.llm.whisper.WhisperReader': 'Radford et al. 2022',
-    'b2t_kaggle.pytorch.audio.tower.log_mel': 'Radford et al. 2022',
     'b2t_kaggle.pytorch.augment.time_mask': 'Park et al. 2019',
     'b2t_kaggle.pytorch.cr_ctc.consistency_losses': 'Yao et al. 2025',
     'b2t_kaggle.pytorch.ctc.alignment': 'Graves et al. 2006',

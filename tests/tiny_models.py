@@ -85,12 +85,11 @@ def tiny_tts(
 
 def tiny_audio_model(
     folder: str | Path, # Where to save model and feature extractor
-    kind: str,          # `whisper`, `qwen2_audio` or `qwen2_5_omni_thinker`
+    kind: str,          # `whisper` or `qwen2_audio`
     seconds: int = 2,   # What the tower hears at a time
 ) -> Path:
     "A tiny model with an audio tower and random weights, as a whole, as the real ones are saved."
     from transformers import AutoConfig, WhisperFeatureExtractor
-    from transformers import Qwen2_5OmniThinkerForConditionalGeneration as Omni
     from transformers import Qwen2AudioForConditionalGeneration as Qwen2Audio
     from transformers import WhisperForConditionalGeneration as Whisper
     tower = dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, num_mel_bins=8,
@@ -101,12 +100,8 @@ def tiny_audio_model(
         decoder = dict(decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=32, pad_token_id=0,
                        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
         config = AutoConfig.for_model(kind, **tower, **decoder)
-    elif kind == 'qwen2_audio': config = AutoConfig.for_model(kind, audio_config=tower, text_config=text)
-    else:
-        vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=16)
-        config = AutoConfig.for_model(kind, audio_config=tower | dict(output_dim=12, n_window=10), text_config=text,
-                                      vision_config=vision)
-    model = dict(whisper=Whisper, qwen2_audio=Qwen2Audio, qwen2_5_omni_thinker=Omni)[kind]
+    else: config = AutoConfig.for_model(kind, audio_config=tower, text_config=text)
+    model = dict(whisper=Whisper, qwen2_audio=Qwen2Audio)[kind]
     WhisperFeatureExtractor(feature_size=8, chunk_length=seconds).save_pretrained(folder)
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from b2t_kaggle.cli.command import Group
-from b2t_kaggle.cli.options import Choice, output_option, preset_option, refuse_options, set_option
+from b2t_kaggle.cli.options import Choice, output_option, preset_option, set_option
 from b2t_kaggle.config import load_config
 from b2t_kaggle.core.reading import read_text, split_lines
 from b2t_kaggle.pipeline.frameworks import convert as convert_model
@@ -47,7 +47,7 @@ def audio():
 @click.option('--voice', default='facebook/mms-tts-eng', show_default=True,
               help='Text-to-speech model, a folder or a name on the hub; or espeak-ng.')
 @click.option('--tower', default='Qwen/Qwen2-Audio-7B', show_default=True,
-              help='Audio encoder of Whisper, Qwen2-Audio or Qwen2.5-Omni, a folder or a name on the hub; or log-mel.')
+              help='Whisper or Qwen2-Audio, a folder or a name on the hub.')
 @click.option('--pace', default=1., show_default=True, type=click.FloatRange(0.1, 10),
               help='Speed of the speech; 2 is twice as fast.')
 @click.option('--device', help='Device of the models, such as cuda:1. Default: the GPU if there is one.')
@@ -62,19 +62,15 @@ def targets(sources, *, output, voice, tower, pace, device, dtype, batch_size):
     are kept; after an interruption the same command continues."""
     import torch
 
-    from b2t_kaggle.pytorch.audio.targets import AudioTarget, build_targets, session_sentences
-    from b2t_kaggle.pytorch.audio.tower import load_tower
+    from b2t_kaggle.pytorch.audio.targets import build_targets, session_sentences
+    from b2t_kaggle.pytorch.audio.tower import AudioTower
     from b2t_kaggle.pytorch.audio.voice import load_voice
     sentences = []
     for source in sources:
         if source.is_dir(): sentences += session_sentences(source)
         else: sentences += filter(str.strip, split_lines(read_text(source)))
-    needs_models = not (voice.startswith('espeak-ng') and tower.startswith('log-mel'))
-    if not needs_models: refuse_options({'device'}, f'neither {voice} nor {tower} is a model')
-    if tower.startswith('log-mel'): refuse_options({'dtype'}, f'{tower} has no weights')
-    device = device or ('cuda' if needs_models and torch.cuda.is_available() else 'cpu')
-    target = AudioTarget(load_voice(voice, pace, device), load_tower(tower, device, dtype))
-    store = build_targets(sentences, target, output, batch_size)
-    hours = sum(store.ragged.table['seconds'].to_pylist())/3600
-    click.echo(f'{len(store)} sentences, {hours:.2f} hours of speech, [S, {store.dimension}] every '
+    device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    speaker, encoder = load_voice(voice, pace, device), AudioTower(tower, device, dtype)
+    store = build_targets(sentences, speaker, encoder, output, batch_size)
+    click.echo(f'{len(store)} sentences, {sum(store.seconds)/3600:.2f} hours of speech, [S, {store.dimension}] every '
                f'{1000*store.frame_seconds:g} ms\nWrote {output}')

@@ -8,19 +8,17 @@ __all__ = ['weights_file', 'load_state', 'save_best', 'load_model', 'load_weight
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c003
 import io
 import json
-import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from ..config import Config
-from ..core.files import atomic_path, require_space
+from ..core.files import atomic_path
+from ..core.messages import printable
 from ..core.reading import check_hdf5, open_hdf5
-from .layers import keras
 from .models import build_model
 from .models.encoder import Encoder, NamedModel
 from ..training.checkpoint_paths import find_checkpoint
@@ -29,125 +27,79 @@ from ..training.checkpoints import CheckpointError, check_unseen, misfits, store
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c006
 _ENDING = '.weights.h5' # Without it Keras neither writes nor reads weights
 
-def _crc(a: np.ndarray) -> int: return zlib.crc32(np.ascontiguousarray(a).view(np.uint8).data)
+class _Memory(io.BytesIO):
+    "Keras writes into it and reads from it as from a file with the right ending."
+    def __str__(self): return f'memory{_ENDING}'
+
+def _contents(model: NamedModel) -> dict[str, dict]:
+    "Shape and checksum of each weight."
+    return {name: dict(shape=list(v.shape), crc32=zlib.crc32(v.numpy())) for name, v in model.named_variables().items()}
 
 def _crc_of_texts(texts: Mapping[str, str]) -> int:
     "Checksum of all texts, in the order of their names."
     return zlib.crc32(''.join(texts[k] for k in sorted(texts)).encode())
 
-def _contents(model: NamedModel) -> dict[str, dict]:
-    "Shape and checksum of each weight."
-    return {name: dict(shape=list(v.shape), crc32=_crc(v.numpy())) for name, v in model.named_variables().items()}
-
-# HDF5 ends the process if a file cannot be written. So Keras, which gives it only a name, writes into memory. The space
-# for the arrays and their descriptions is checked first
-_HDF5_BYTES = 1 << 20
-
-class _Memory(io.BytesIO):
-    "Keras writes into it, and reads from it, as from a file with the right ending."
-    def __str__(self): return f'memory{_ENDING}'
-
-def _write(path: str | Path, model: NamedModel, values: dict,
-           write_arrays: Callable[[h5py.File], None] | None = None, n_bytes: int = 0) -> None:
-    "A model and everything beside it, whole or not at all."
-    path = Path(path)
-    if not path.name.endswith(_ENDING):
-        raise ValueError(f'{path}: the name of a Keras weights file must end in {_ENDING}')
-    values = values | dict(weights=_contents(model))
-    texts = {k: json.dumps(v, default=float) for k, v in values.items()}  # floats of NumPy
-    n_bytes += sum(v.numpy().nbytes for v in model.named_variables().values()) + _HDF5_BYTES
-    require_space(path.parent, n_bytes, path.name, n_bytes)
-    memory = _Memory()
+def _write(path: str | Path, model: NamedModel, values: dict, optimizer: Mapping) -> None:
+    "A model, the optimiser's arrays and JSON values, whole or not at all."
+    texts = {k: json.dumps(v, default=float) for k, v in (values | dict(weights=_contents(model))).items()}
+    memory = _Memory() # HDF5 ends the process if it cannot write to a disk
     model.save_weights(memory)
     with h5py.File(memory, 'r+') as f:
-        if write_arrays: write_arrays(f)
+        for name, state in optimizer.items():
+            for k, v in state.items(): f.create_dataset(f'optimizer/{name}/{k}', data=v, fletcher32=True)
         f.attrs.update(texts | dict(crc32=_crc_of_texts(texts)))
-    with atomic_path(path, durable=True) as scratch: scratch.write_bytes(memory.getbuffer())
+    with atomic_path(Path(path), durable=True) as scratch: scratch.write_bytes(memory.getbuffer())
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c010
 def weights_file(path: str | Path) -> Path:
     "The file with the weights, which may be in a folder or its `train`. Raises `CheckpointError`, also for PyTorch's."
-    file = find_checkpoint(path, 'tensorflow')
-    if file and not file.is_file(): raise CheckpointError(f'{path}: there is no such file')
-    is_pytorch = find_checkpoint(path, 'pytorch')
-    if file:
-        with open(file, 'rb') as f: head = f.read(512) # Of an archive of PyTorch, or a pickle, as before 1.6
-        is_pytorch = head.startswith(b'PK') and b'data.pkl' in head or head.startswith(b'\x80')
-    if is_pytorch:
-        raise CheckpointError(f'{path}: a checkpoint of PyTorch; `b2t convert {path} best.weights.h5` makes one for '
-                              'TensorFlow')
-    if not file: raise CheckpointError(f'{path}: holds no checkpoint; expected best.weights.h5')
-    return file
+    file = find_checkpoint(path, 'tensorflow') or find_checkpoint(path, 'pytorch')
+    if not file: raise CheckpointError(f'{path}: holds no checkpoint; expected best{_ENDING}')
+    if not file.is_file(): raise CheckpointError(f'{path}: there is no such file')
+    if file.name.endswith(_ENDING): return file
+    raise CheckpointError(f'{path}: expected a name that ends in {_ENDING}; `b2t convert {path} best{_ENDING}` makes '
+                          'such a file of a checkpoint of PyTorch')
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c013
-def _first_line(e: Exception) -> str: return (str(e).splitlines() or [type(e).__name__])[0]
-
 # Exceptions of h5py for damaged files
 _DAMAGE = (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeError)
 _EXPECTED = 'expected a file that `b2t train --framework tensorflow` or `b2t convert` wrote'
 
-
-def _read(path: Path, keys: tuple[str, ...], read_arrays: Callable[[h5py.File], dict] | None = None) -> dict:
-    "Values of a file by name, and what `read_arrays` finds. Raises `CheckpointError`."
+def _read(path: Path, keys: tuple[str, ...]) -> tuple[dict, dict]:
+    "JSON values of a file by name, and the optimiser's arrays if `run` is among them. Raises `CheckpointError`."
     try:
         with open_hdf5(path) as f:
             check_hdf5(f) # All of it: Keras opens the file after us
             texts = {k: v for k, v in f.attrs.items() if isinstance(v, str)}
             is_whole = f.attrs.get('crc32') == _crc_of_texts(texts)
-            if missing := [k for k in keys if k not in texts]:
-                raise CheckpointError(f'{path}: holds no {" and no ".join(missing)}; {_EXPECTED}')
-            if is_whole:
-                values = {k: json.loads(v) for k, v in texts.items()}
-                for w in dict(values.get('weights', {})).values(): # Shapes and checksums by name, as in `_contents`
-                    if not all(isinstance(n, int) and n >= 0 for n in [*w['shape'], w['crc32']]):
-                        raise ValueError('its list of weights is not one')
-                return values | (read_arrays(f) if read_arrays else {})
-    except CheckpointError: raise
+            states = f['optimizer'].items() if 'run' in keys and 'optimizer' in f else ()
+            optimizer = {name: {k: v[()] for k, v in state.items()} for name, state in states}
     except _DAMAGE as e:
-        raise CheckpointError(f'{path}: damaged, or not a Keras weights file ({_first_line(e)}); {_EXPECTED}') from None
+        raise CheckpointError(f'{path}: damaged, or not a Keras weights file ({printable(e)}); {_EXPECTED}') from None
+    if missing := [k for k in keys if k not in texts]:
+        raise CheckpointError(f'{path}: holds no {" and no ".join(missing)}; {_EXPECTED}')
+    if is_whole: return {k: json.loads(v) for k, v in texts.items()}, optimizer
     raise CheckpointError(f'{path}: damaged, its configuration is not as it was written; copy or download it again')
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c016
-_SMALL = 10_000 # Numbers of a model that may be built for any file, so that an error can compare the two
-
-@contextmanager
-def _at_most(n: int, path: Path) -> Iterator[None]:
-    "Building a model with more numbers in this block raises `CheckpointError`."
-    add_weight = keras.layers.Layer.add_weight
-    count = 0
-    def add(layer, shape=None, *args, **options):
-        nonlocal count
-        count += math.prod(shape or ())
-        if count > n:
-            raise CheckpointError(f'{path}: weights of another model: its configuration describes one of more than '
-                                  f'{n:,} numbers, and the file holds far fewer; copy or download it again')
-        return add_weight(layer, shape, *args, **options)
-    keras.layers.Layer.add_weight = add
-    try: yield
-    finally: keras.layers.Layer.add_weight = add_weight
-
 def load_state(model: NamedModel, path: str | Path) -> None:
     "`model.load_weights`. Raises `CheckpointError` for weights that are missing, unknown, damaged, or misshapen."
     path = Path(path)
-    if not path.name.endswith(_ENDING):
-        raise CheckpointError(f'{path}: Keras reads weights only from a name that ends in {_ENDING}; rename the file')
-    written = _read(path, ('weights',))['weights']
+    written = _read(path, ('weights',))[0]['weights']
     expected = {name: v.shape for name, v in model.named_variables().items()}
     if wrong := misfits(expected, {name: w['shape'] for name, w in written.items()}):
         raise CheckpointError(f'{path}: weights of another model: {wrong}')
     try: model.load_weights(_Memory(path.read_bytes())) # From the file Keras would read under a lock
     except _DAMAGE as e:
-        raise CheckpointError(f'{path}: damaged, Keras cannot read its weights ({_first_line(e)}); copy or download it '
+        raise CheckpointError(f'{path}: damaged, Keras cannot read its weights ({printable(e)}); copy or download it '
                               'again') from None
     if changed := [k for k, v in _contents(model).items() if v != written[k]]:
-        verb = 'is' if len(changed) == 1 else 'are'
-        raise CheckpointError(f'{path}: damaged, {", ".join(changed[:4])} {verb} not as written; copy or download it '
-                              'again')
+        raise CheckpointError(f'{path}: damaged, {changed[0]} is not as written; copy or download it again')
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c019
 def save_best(path: str | Path, model: Encoder, cfg: Config, metrics: Mapping) -> None:
     "Write a model, its configuration with `data.sessions`, and JSON values of its validation, whole or not at all."
-    _write(path, model, dict(config=cfg.dump(), figures=dict(metrics)))
+    _write(path, model, dict(config=cfg.dump(), figures=dict(metrics)), {})
 
 def load_model(path: str | Path, unseen: str | None = None) -> tuple[Encoder, Config]:
     """A model, and its configuration, whose `data.sessions` are its days in order; raises `CheckpointError`.
@@ -155,11 +107,9 @@ def load_model(path: str | Path, unseen: str | None = None) -> tuple[Encoder, Co
     `unseen` is the use of a model that must not have been trained on val, as the end of a sentence."""
     path = weights_file(path)
     if unseen: check_unseen(read_metrics(path), path, unseen)
-    content = _read(path, ('config', 'weights'))
-    cfg = stored_config(lambda: Config.model_validate(content['config']), path)
-    n_written = sum(math.prod(w['shape']) for w in content['weights'].values())
-    with _at_most(4*min(n_written, path.stat().st_size) + _SMALL, path):
-        model = build_model(cfg.model, len(cfg.data.known_sessions))
+    values, _ = _read(path, ('config', 'weights'))
+    cfg = stored_config(lambda: Config.model_validate(values['config']), path)
+    model = build_model(cfg.model, len(cfg.data.known_sessions))
     load_state(model, path)
     return model, cfg
 
@@ -170,28 +120,23 @@ def load_weights(path: str | Path, unseen: str | None = None) -> tuple[dict[str,
 
 def read_metrics(path: str | Path) -> dict:
     "Metrics from `save_best`, and `step` of a run that can continue. Raises `CheckpointError`."
-    values = _read(weights_file(path), ('figures',))
-    figures, run = values['figures'], values.get('run', {})
-    if isinstance(figures, dict) and isinstance(run, dict): return figures | {k: run[k] for k in ('step',) if k in run}
-    raise CheckpointError(f'{path}: its figures are not a mapping; {_EXPECTED}')
+    values, _ = _read(weights_file(path), ('figures',))
+    return values['figures'] | {k: v for k, v in values.get('run', {}).items() if k == 'step'}
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c024
-def save_last(path: str | Path, model: Encoder, cfg: Config, metrics: Mapping,
-              optimizer: Mapping[str, Mapping[str, np.ndarray]], run: Mapping) -> None:
-    """Write everything that a run needs to continue, whole or not at all.
-
-    `metrics` are those of the best model, `optimizer` has arrays `[…]` for each variable, `run` other JSON values."""
-    def write_arrays(f):
-        for name, state in optimizer.items():
-            for k, v in state.items(): f.create_dataset(f'optimizer/{name}/{k}', data=v, fletcher32=True)
-    n_bytes = sum(v.nbytes for state in optimizer.values() for v in state.values())
-    _write(path, model, dict(config=cfg.dump(), figures=dict(metrics), run=dict(run)), write_arrays, n_bytes)
+def save_last(
+    path: str | Path,   # File to write
+    model: Encoder,     # Model in training
+    cfg: Config,        # The run's configuration
+    metrics: Mapping,   # Metrics of the best model so far
+    optimizer: Mapping[str, Mapping[str, np.ndarray]], # Arrays `[…]` of the optimiser by variable and name
+    run: Mapping,       # JSON values of the trainer
+) -> None:
+    "Write everything that a run needs to continue, whole or not at all."
+    _write(path, model, dict(config=cfg.dump(), figures=dict(metrics), run=dict(run)), optimizer)
 
 def load_last(path: str | Path) -> dict:
     "`config`, `metrics`, `run` and `optimizer` as saved, weights by `load_state`. Raises `CheckpointError`."
-    def read_arrays(f):
-        states = f.get('optimizer', {}).items()
-        return dict(optimizer={name: {k: v[()] for k, v in state.items()} for name, state in states})
-    values = _read(Path(path), ('config', 'weights', 'figures', 'run'), read_arrays)
+    values, optimizer = _read(Path(path), ('config', 'weights', 'figures', 'run'))
     values['metrics'] = values.pop('figures')
-    return values
+    return values | dict(optimizer=optimizer)

@@ -6,8 +6,6 @@
 __all__ = ['alignment', 'ctc_loss']
 
 # %% ../../nbs/tensorflow/02_ctc.ipynb #c003
-import numpy as np
-
 from .layers import tf  # which says what to install where it is missing
 from .recurrence import scan
 
@@ -60,35 +58,24 @@ def alignment(log_probs: tf.Tensor, states: tf.Tensor, frames: tf.Tensor,
     posterior = tf.nn.softmax(arrived[:, 0] + emission + tf.reverse(arrived[:, 1], [0, 2]))
     return nll, tf.where(has_frame & (nll < -log_zero)[:, None], posterior, 0)
 
-# %% ../../nbs/tensorflow/02_ctc.ipynb #c017
-def _check_shapes(logits: tf.Tensor, labels: tf.Tensor, lengths: dict[str, tf.Tensor], blank: int) -> None:
-    if logits.shape.rank != 3 or not logits.dtype.is_floating or not all(logits.shape[1:]):
-        raise ValueError("logits must be floating point [B, T', K] with a known number of frames, at least one; "
-                         f'found {logits.shape} of {logits.dtype.name}')
-    B, _, K = logits.shape
-    if not 0 <= blank < K: raise ValueError(f'blank must be one of the {K} classes of logits; found {blank}')
-    if labels.shape.rank != 2 or not labels.dtype.is_integer or not labels.shape[:1].is_compatible_with([B]):
-        raise ValueError(f'labels must be integers, padded [{B}, S]; found {labels.shape} of {labels.dtype.name}')
-    for name, n in lengths.items():
-        if not n.shape.is_compatible_with([B]) or not n.dtype.is_integer:
-            raise ValueError(f'{name} must be one integer for each of the {B} trials of logits; '
-                             f'found {n.shape} of {n.dtype.name}')
+# %% ../../nbs/tensorflow/02_ctc.ipynb #c018
+def ctc_loss(
+    logits: tf.Tensor,   # Scores before the softmax `[B, T', K]`; below float32 the loss is computed in float32
+    labels: tf.Tensor,   # Labels `[B, S]`, integers, with any padding
+    frames: tf.Tensor,   # Frames of each trial `[B]`
+    n_labels: tf.Tensor, # Labels of each trial `[B]`
+    blank: int = 0,      # The blank's class
+) -> tf.Tensor:          # `[B]`, float32 (float64 for float64 logits)
+    """CTC loss of each trial (Graves et al., 2006); infinite, with a gradient of 0, if the labels do not fit. Raises
+    `ValueError` for arguments of other shapes."""
+    logits, labels, frames, n_labels = map(tf.convert_to_tensor, (logits, labels, frames, n_labels))
+    shapes = [v.shape for v in (logits, labels, frames, n_labels)]
+    is_batch = [s.rank for s in shapes] == [3, 2, 1, 1] and all(s[:1].is_compatible_with(shapes[0][:1]) for s in shapes)
+    if not is_batch or not all(shapes[0][1:]) or not 0 <= blank < shapes[0][2]:
+        raise ValueError("expected logits [B, T', K] with a known number of frames, labels [B, S], numbers of frames "
+                         f'and of labels [B], and a class as blank; found {", ".join(map(str, shapes))} and {blank}')
+    labels, frames, n_labels = (tf.cast(v, tf.int32) for v in (labels, frames, n_labels))
 
-def _check_values(labels: np.ndarray, lengths: dict[str, np.ndarray], largest: dict[str, int],
-                  K: int, blank: int) -> None:
-    for name, n in lengths.items():
-        for i in np.flatnonzero((n < 0) | (n > largest[name]))[:1]:
-            raise ValueError(f'{name}[{i}] must lie between 0 and {largest[name]}; found {n[i]}')
-    n_labels = lengths['n_labels']
-    is_label = np.arange(labels.shape[1]) < n_labels[:, None]
-    is_wrong = (labels < 0) | (labels >= K) | (labels == blank)
-    for i, j in np.argwhere(is_label & is_wrong)[:1]:
-        raise ValueError(f'labels[{i}, {j}], inside the {n_labels[i]} labels of its trial, must be one of the {K} '
-                         f'classes and not the blank, {blank}; found {labels[i, j]}')
-
-# %% ../../nbs/tensorflow/02_ctc.ipynb #c020
-def _loss(logits: tf.Tensor, labels: tf.Tensor, frames: tf.Tensor, n_labels: tf.Tensor, blank: int) -> tf.Tensor:
-    "Losses `[B]` of arguments that were checked."
     @tf.custom_gradient
     def loss(logits):
         wide = tf.float64 if logits.dtype == tf.float64 else tf.float32
@@ -101,23 +88,3 @@ def _loss(logits: tf.Tensor, labels: tf.Tensor, frames: tf.Tensor, n_labels: tf.
         slope = tf.where(has_gradient[..., None], tf.exp(log_probs) - class_posterior, 0)
         return nll, lambda grad: tf.cast(grad[:, None, None] * slope, logits.dtype)
     return loss(logits)
-
-def ctc_loss(
-    logits: tf.Tensor,   # Scores before the softmax `[B, T', K]`; below float32 the loss is computed in float32
-    labels: tf.Tensor,   # Labels `[B, S]`, integers, with any padding
-    frames: tf.Tensor,   # Frames of each trial `[B]`
-    n_labels: tf.Tensor, # Labels of each trial `[B]`
-    blank: int = 0,      # The blank's class
-) -> tf.Tensor:          # `[B]`, float32 (float64 for float64 logits)
-    """CTC loss of each trial (Graves et al., 2006); infinite, with a gradient of 0, if the labels do not fit. Raises
-    `ValueError` for arguments that do not fit, if they are known."""
-    logits = tf.convert_to_tensor(logits)
-    labels = tf.convert_to_tensor(labels)
-    lengths = dict(frames=tf.convert_to_tensor(frames), n_labels=tf.convert_to_tensor(n_labels))
-    _check_shapes(logits, labels, lengths, blank)
-    if tf.executing_eagerly():
-        largest = dict(frames=logits.shape[1], n_labels=labels.shape[1])
-        values = {name: n.numpy() for name, n in lengths.items()}
-        _check_values(labels.numpy(), values, largest, logits.shape[2], blank)
-    labels, frames, n_labels = (tf.cast(v, tf.int32) for v in (labels, *lengths.values()))
-    return _loss(logits, labels, frames, n_labels, blank)

@@ -26,8 +26,6 @@ from ..training.recipe import TrainingError
 from ..training.trials import bucket_lengths, usable_trials
 
 # %% ../../nbs/tensorflow/07_feed.ipynb #c005
-def _nothing() -> None: pass
-
 @cache
 def _say_that_it_compiles() -> None:
     "Print once in a process that TensorFlow compiles."
@@ -38,7 +36,6 @@ class Strategy:
     "Devices of a run, over which TensorFlow distributes it."
     device: Device                       # From `pick_tensorflow`
     distribution: tf.distribute.Strategy # Over its devices
-    on_step: Callable[[], None] = _nothing # Function to call after each step, for a profiler
 
     is_main_process = True # There is one process
 
@@ -76,12 +73,11 @@ class Strategy:
 
     def close(self) -> None: "There is no other process to leave."
 
-def start(accelerator: str = 'auto', precision: str = 'auto',
-          on_step: Callable[[], None] = _nothing) -> Strategy:
+def start(accelerator: str = 'auto', precision: str = 'auto') -> Strategy:
     "All devices of the accelerator, with TensorFlow set to the precision. Raises `DeviceError`."
     device = pick_tensorflow(accelerator, precision)
     configure_mixed_precision(device)
-    return Strategy(device, create_tpu_strategy(accelerator=accelerator, device=device), on_step)
+    return Strategy(device, create_tpu_strategy(accelerator=accelerator, device=device))
 
 # %% ../../nbs/tensorflow/07_feed.ipynb #c008
 class Program:

@@ -62,9 +62,7 @@ class Trainer(interface.Trainer):
     def steps(self, end: int) -> Iterator[StepResult]:
         "Take the remaining steps before `end`."
         for batch in self.loader(self.step, end):
-            result = self.train_step(batch)
-            self.backend.on_step()
-            yield result
+            yield self.train_step(batch)
 
     def train_step(self, batch) -> StepResult:
         "Take one step of the optimiser."

@@ -6,7 +6,7 @@
 __all__ = ['check_batch', 'mask_padding', 'variables_by_attribute', 'NamedModel', 'Encoder', 'Frontend']
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c003
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,16 +17,16 @@ from ..layers import day_affine, dropout, keras, sliced_windows, tf
 from ...training.checkpoints import misfits
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c006
-def check_batch(x: tf.Tensor, day_idx, neural_dim: int) -> tf.Tensor:
-    "Days as a tensor `[B]`. Raises `ValueError` unless features are `[B, T, F]` and days are a whole number per trial."
+def check_batch(x: tf.Tensor, day_idx, cfg: EncoderConfig) -> tf.Tensor:
+    "Days as a tensor `[B]`. Raises `ValueError` for features and days that do not fit, or bins too few for a frame."
     day_idx = tf.convert_to_tensor(day_idx)
-    if x.shape.rank != 3 or None in x.shape[1:] or x.shape[2] != neural_dim:
-        raise ValueError(f'features: found the shape {x.shape}, expected [B, T, {neural_dim}] with a T that is known '
-                         'when the model is traced')
-    B = x.shape[0]
-    if not day_idx.shape.is_compatible_with([B]) or not day_idx.dtype.is_integer:
-        raise ValueError(f'day_idx: found {day_idx.dtype.name} of shape {day_idx.shape}, expected whole numbers of '
-                         f'shape [{B}], a day per trial')
+    is_batch = x.shape.rank == 3 and None not in x.shape[1:] and x.shape[2] == cfg.neural_dim
+    if not is_batch or not day_idx.shape.is_compatible_with(x.shape[:1]) or not day_idx.dtype.is_integer:
+        raise ValueError(f'expected features [B, T, {cfg.neural_dim}] with a known T and a whole number as the day of '
+                         f'each trial; found {x.shape} and {day_idx.dtype.name} {day_idx.shape}')
+    if x.shape[1] < (patch_size := getattr(cfg, 'patch_size', 0)):
+        raise ValueError(f'the batch has {x.shape[1]} bins, fewer than patch_size = {patch_size}; pad it, or leave '
+                         'such short trials out')
     return day_idx
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c009
@@ -37,19 +37,14 @@ def mask_padding(x: tf.Tensor, n_bins: tf.Tensor | None) -> tf.Tensor:
     return tf.where(inside[..., None], x, tf.zeros((), x.dtype))
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c012
-def _children(layer: keras.layers.Layer) -> Iterator[tuple[str, keras.layers.Layer]]:
-    "Layers that are attributes of a layer, or items of a list attribute."
-    for name, value in vars(layer).items():
-        if name.startswith('_'): continue  # Keras' own lists
-        if isinstance(value, keras.layers.Layer): yield name, value
-        if isinstance(value, (list, tuple)):
-            for i, item in enumerate(value):
-                if isinstance(item, keras.layers.Layer): yield f'{name}.{i}', item
-
 def variables_by_attribute(layer: keras.layers.Layer, prefix: str = '') -> dict[str, keras.Variable]:
     "All variables `[…]` of a layer, and of layers within it, as `attribute.attribute.variable`."
     below = {}
-    for name, child in _children(layer): below |= variables_by_attribute(child, f'{prefix}{name}.')
+    for name, value in vars(layer).items():
+        if name.startswith('_'): continue  # Keras' own lists
+        items = {f'{name}.{i}': v for i, v in enumerate(value)} if isinstance(value, list | tuple) else {name: value}
+        for path, child in items.items():
+            if isinstance(child, keras.layers.Layer): below |= variables_by_attribute(child, f'{prefix}{path}.')
     of_children = {id(v) for v in below.values()}
     return {prefix + v.name: v for v in layer.weights if id(v) not in of_children} | below
 
@@ -105,7 +100,7 @@ class Encoder(NamedModel):
         **training_args,                 # From `training_args`, in a training step
     ) -> Any:
         "Logits `[B, T', K]` of `encode`, with zeros behind each trial. Raises `ValueError` as `check_batch` does."
-        day_idx = check_batch(x, day_idx, self.cfg.neural_dim)
+        day_idx = check_batch(x, day_idx, self.cfg)
         lengths = tf.fill(tf.shape(x)[:1], x.shape[1]) if n_bins is None else tf.convert_to_tensor(n_bins)
         return self.encode(mask_padding(x, n_bins), day_idx, lengths, training=training, seeds=seeds, **training_args)
 
@@ -168,12 +163,9 @@ class Frontend(Encoder):
         seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`, for dropout
     ) -> tf.Tensor:
         """Patches of features that went through their day's layer `[B, T', I]`, in the type that products are computed
-        in. Raises `ValueError` as `check_batch` and `dropout` do, and for bins too few to make a frame."""
+        in. Raises `ValueError` as `check_batch` and `dropout` do."""
         cfg = self.cfg
-        day_idx = check_batch(x, day_idx, cfg.neural_dim)
-        if x.shape[1] < cfg.patch_size:
-            raise ValueError(f'the batch has {x.shape[1]} bins, fewer than patch_size = {cfg.patch_size}; pad it, or '
-                             'leave such short trials out')
+        day_idx = check_batch(x, day_idx, cfg)
         x = day_affine(tf.cast(x, self.compute_dtype), day_idx, self.day_weights.value, self.day_biases.value)
         x = tf.cast(tf.nn.softsign(tf.cast(x, tf.float32)), x.dtype)  # GPUs have none in bfloat16
         if training: x = dropout(x, cfg.input_dropout, seeds, site=100)

@@ -49,16 +49,10 @@ def layer_norm(n: int) -> keras.layers.LayerNormalization:
     layer.build((None, n))
     return layer
 
-def attend(
-    q: tf.Tensor,           # Queries `[B, H, T', head_dim]`
-    k: tf.Tensor,           # Keys, likewise
-    v: tf.Tensor,           # Values, likewise
-    added: tf.Tensor,       # To the scores, float32, spreads to `[B, H, T', T']`
-    p: float = 0.0,         # Dropout of the weights
-    seeds: tf.Tensor | None = None, # A seed per trial, int32 `[B, 2]`, for dropout
-    site: int = 300,        # Number of this dropout
-) -> tf.Tensor:
-    "Weighted sums of values, head beside head, `[B, T', H · head_dim]` (Vaswani et al., 2017)."
+def attend(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, added: tf.Tensor, p: float = 0., seeds: tf.Tensor | None = None,
+           site: int = 300) -> tf.Tensor:
+    """Weighted sums of values `[B, H, T', head_dim]`, head beside head, `[B, T', H · head_dim]` (Vaswani et al.,
+    2017). `added` is added to the scores, float32 `[B, H, T', T']`; weights have dropout of `p`."""
     H, T, h = q.shape[1:]
     scores = tf.linalg.matmul(q * tf.cast(h**-0.5, q.dtype), k, transpose_b=True)
     weights = dropout(tf.nn.softmax(tf.cast(scores, tf.float32) + added), p, seeds, site)
@@ -164,9 +158,6 @@ class Transformer(Encoder):
     def encode(self, x, day_idx, n_bins, training=False, seeds=None):
         "Logits, float32 `[B, T', K]`, meaningless beyond a trial's frames. Raises `ValueError` for too few bins."
         cfg = self.cfg
-        if x.shape[1] < cfg.patch_size:
-            raise ValueError(f'the batch has {x.shape[1]} bins, fewer than patch_size = {cfg.patch_size}; pad it, or '
-                             'leave such short trials out')
         T = cfg.n_frames(x.shape[1])
         x = x[:, :T * cfg.patch_size]
         if cfg.day_layer:

@@ -22,17 +22,14 @@ def reverse_gradient(x: tf.Tensor, strength: float | tf.Tensor) -> tf.Tensor:
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c009
 class NoiseModel(GRUHead):
     "GRU layers that estimate the noise in each frame."
-    def __init__(self, frame_dim: int, n_units: int | None = 256, n_layers: int = 2, dropout: float = 0.0):
+    def __init__(self, frame_dim: int, n_units: int | None, dropout: float = 0.0):
         n_out = frame_dim if n_units else None
-        super().__init__(frame_dim, n_units or frame_dim, n_out, n_layers, dropout, site=300, starts_at_zero=True)
+        super().__init__(frame_dim, n_units or frame_dim, n_out, 2, dropout, site=300, starts_at_zero=True)
 
 class CleanSpeechModel(GRUHead):
     "GRU layers that read phonemes from frames without their noise."
-    def __init__(self, frame_dim: int, n_units: int, n_classes: int, n_layers: int = 3, dropout: float = 0.0,
-                 site: int = 200):
-        super().__init__(frame_dim, n_units, n_classes, n_layers, dropout, site)
 
-class NoisySpeechModel(CleanSpeechModel):
+class NoisySpeechModel(GRUHead):
     "The adversary: reads phonemes from the noise, through a gradient reversal."
     def call(self, noise: tf.Tensor, strength: float | tf.Tensor, training: bool = False,
              seeds: tf.Tensor | None = None) -> tf.Tensor:
@@ -51,64 +48,23 @@ def triple_loss(out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], ctc: Callable[[tf.T
 
 # %% ../../../nbs/tensorflow/models/03_triple_gru.ipynb #c015
 class TripleGRUDecoder(GRUEncoder):
-    "Features of a trial to logits per frame, read from what is left after a learnt noise is subtracted."
+    "Features of a trial to logits per frame, read from what is left after a learned noise is subtracted."
     Config = TripleGRUConfig
     cfg: TripleGRUConfig
     changing_args = 'strength',
 
-    def __init__(self,
-        neural_dim: int,            # Features per bin, F
-        n_units: int,               # Units per GRU layer of the clean model
-        n_days: int,                # Recording days, D
-        n_classes: int,             # Classes, K
-        rnn_dropout: float = 0.0,   # Dropout between GRU layers
-        input_dropout: float = 0.0, # Dropout after the day layer
-        n_layers: int = 3,          # GRU layers of the clean model
-        *,
-        patch_size: int = 0,        # Bins per patch; 0 means no patching
-        patch_stride: int = 0,      # Bins between patches
-        noise_units: int | None = 256, # Units per GRU layer of the noise model; none means those of a frame, I
-        noise_layers: int = 2,         # GRU layers of the noise model
-        noisy_units: int | None = None, # Units per GRU layer of the adversary; none means `n_units`
-        noisy_layers: int = 2,         # GRU layers of the adversary
-        strength: float = 0.5,         # λ of the gradient reversal
-        schedule: str = 'constant',    # Schedule of λ in training: `constant`, or `ramp` from 0
-    ):
-        sizes = dict(neural_dim=neural_dim, n_units=n_units, n_classes=n_classes, n_layers=n_layers,
-                     noise_units=noise_units)
-        patches = dict(patch_size=patch_size, patch_stride=patch_stride)
-        dropouts = dict(rnn_dropout=rnn_dropout, input_dropout=input_dropout)
-        reversal = dict(adversarial_strength=strength, adversarial_schedule=schedule)
-        super().__init__(TripleGRUConfig(**sizes, **patches, **dropouts).model_copy(update=reversal), n_days)
-        noisy_units = noisy_units or n_units
-        self.noise = NoiseModel(self.frame_dim, noise_units, noise_layers, rnn_dropout)
-        self.clean = CleanSpeechModel(self.frame_dim, n_units, n_classes, n_layers, rnn_dropout)
-        self.noisy = NoisySpeechModel(self.frame_dim, noisy_units, n_classes, noisy_layers, rnn_dropout, site=400)
-
-    @classmethod
-    def from_config(cls, cfg: TripleGRUConfig, n_days: int) -> 'TripleGRUDecoder':
-        "The model of a configuration."
-        model = cls(cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes, cfg.rnn_dropout, cfg.input_dropout,
-                    cfg.n_layers, patch_size=cfg.patch_size, patch_stride=cfg.patch_stride,
-                    noise_units=cfg.noise_units)
-        model.cfg = cfg
-        return model
+    def __init__(self, cfg: TripleGRUConfig, n_days: int):
+        super().__init__(cfg, n_days)
+        sizes = self.frame_dim, cfg.n_units, cfg.n_classes
+        self.noise = NoiseModel(self.frame_dim, cfg.noise_units, cfg.rnn_dropout)
+        self.clean = CleanSpeechModel(*sizes, cfg.n_layers, cfg.rnn_dropout)
+        self.noisy = NoisySpeechModel(*sizes, 2, cfg.rnn_dropout, site=400)
 
     def heads(self) -> dict[str, GRUHead]: return {'noise.': self.noise, 'clean.': self.clean, 'noisy.': self.noisy}
 
-    def call(self,
-        x: tf.Tensor,                    # Features `[B, T, F]`, smoothed
-        day_idx: tf.Tensor,              # Day of each trial `[B]`, whole numbers
-        n_bins: tf.Tensor | None = None, # Bins of each trial `[B]`; not needed, because no frame reads later bins
-        training: bool = False,          # Whether there is dropout
-        seeds: tf.Tensor | None = None,  # A seed per trial, int32 `[B, 2]`; needed in training with dropout
-        mode: str = 'inference',         # `inference`, or `full`
-        strength: float | tf.Tensor | None = None, # λ, a number or a tensor without dimensions; none means the model's
-    ) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Clean logits `[B, T', K]`, or in full mode clean logits, noisy logits `[B, T', K]` and the noise
-        `[B, T', I]`, all float32; without meaning beyond a trial's own frames. Raises `ValueError` as `Frontend.frames`
-        does, and for another mode."""
-        if mode not in ('inference', 'full'): raise ValueError(f"mode is {mode!r}, expected 'inference' or 'full'")
+    def call(self, x, day_idx, n_bins=None, training=False, seeds=None, mode='inference', strength=None):
+        """Clean logits `[B, T', K]` in the mode `inference`, else clean logits, noisy logits `[B, T', K]` and the noise
+        `[B, T', I]`, all float32, arbitrary in the padding. Raises `ValueError` as `Frontend.frames` does."""
         x = self.frames(x, day_idx, training, seeds)
         noise = self.noise(x, training=training, seeds=seeds)
         clean = self.clean(x - tf.cast(noise, x.dtype), training=training, seeds=seeds)

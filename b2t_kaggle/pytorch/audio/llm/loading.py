@@ -9,7 +9,6 @@ __all__ = ['load_audio_llm', 'end_tokens', 'prompt_tokens']
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ....config import AudioConfig
 from ....core.messages import printable
@@ -17,10 +16,10 @@ from ....lm.causal import check_packages, quantization_options, torch_dtype
 from ....lm.llm import check_memory, find_llm, pretrained
 from .language_model import AudioLanguageModel
 from .whisper import WhisperReader
-from ..voice import AudioError, check_weights, quiet_loading
+from ..voice import AudioError, load_whole, quiet_loading
 
 # %% ../../../../nbs/pytorch/audio/llm/03_loading.ipynb #c005
-_FAMILIES = dict(qwen2_audio='Qwen2AudioForConditionalGeneration', whisper='WhisperForConditionalGeneration')
+_CLASSES = dict(qwen2_audio='Qwen2AudioForConditionalGeneration', whisper='WhisperForConditionalGeneration')
 
 def load_audio_llm(
     name: str | Path,               # Folder, or name on the hub, such as `Qwen/Qwen2-Audio-7B-Instruct`
@@ -38,16 +37,13 @@ def load_audio_llm(
         import transformers
         config = pretrained(transformers.AutoConfig, name)
         kind = config.model_type
-        if kind not in _FAMILIES:
+        if kind not in _CLASSES:
             raise AudioError(f'audio LLM {name}: is a {kind} model, whose audio tower is not supported; use '
                              'Qwen/Qwen2-Audio-7B-Instruct or openai/whisper-small')
-        reader = transformers.AutoTokenizer if kind == 'whisper' else transformers.AutoProcessor
-        processor = pretrained(reader, name)
+        processor = pretrained(transformers.AutoTokenizer if kind == 'whisper' else transformers.AutoProcessor, name)
         check_memory(str(name), config, str(dtype).removeprefix('torch.'), quantization, device)
-        whole, info = pretrained(
-            getattr(transformers, _FAMILIES[kind]), name, config, dtype=dtype, output_loading_info=True,
-            **quantization_options(quantization, dtype, device))
-        check_weights(name, 'audio LLM', info)
+        whole = load_whole(getattr(transformers, _CLASSES[kind]), name, config, dtype=dtype,
+                           **quantization_options(quantization, dtype, device))
     make = _whisper if kind == 'whisper' else _qwen
     model = make(str(name), whole, processor, quantization is not None)
     if (text := model.read(model.answer('how are you')).strip()) != 'how are you':
@@ -63,14 +59,14 @@ def end_tokens(tokenizer, generation_config, name: str | Path) -> list[int]:
     if ids: return ids
     raise AudioError(f'audio LLM {name}: has no end token; set eos_token in its tokenizer_config.json')
 
-def _whisper(name: str, whole: nn.Module, tokenizer, is_quantized: bool) -> WhisperReader:
+def _whisper(name: str, whole, tokenizer, is_quantized: bool) -> WhisperReader:
     "Whisper that begins each answer with the tokens for English, a transcript, and no times, if it has them."
     options = '<|en|>', '<|transcribe|>', '<|notimestamps|>'
     if not getattr(whole.generation_config, 'is_multilingual', True): options = options[2:]
     vocabulary = tokenizer.get_vocab()
     start = [whole.config.decoder_start_token_id, *(vocabulary[t] for t in options if t in vocabulary)]
-    return WhisperReader(name, whole, tokenizer, start, end_tokens(tokenizer, whole.generation_config, name),
-                         is_quantized)
+    ends = end_tokens(tokenizer, whole.generation_config, name)
+    return WhisperReader(name, whole, tokenizer, start, ends, is_quantized)
 
 def prompt_tokens(processor, prompt: str, name: str | Path) -> tuple[list[int], list[int]]:
     "Token ids before and after the speech, by the chat template; `AudioError` unless that contains speech once."
@@ -84,7 +80,7 @@ def prompt_tokens(processor, prompt: str, name: str | Path) -> tuple[list[int], 
     before, after = (processor.tokenizer(part, add_special_tokens=False).input_ids for part in parts)
     return before, after
 
-def _qwen(name: str, whole: nn.Module, processor, is_quantized: bool) -> AudioLanguageModel:
+def _qwen(name: str, whole, processor, is_quantized: bool) -> AudioLanguageModel:
     "Text model and head as a causal language model, and projector; no weight is copied."
     from transformers import AutoModelForCausalLM
     with torch.device('meta'): lm = AutoModelForCausalLM.from_config(whole.config.text_config)

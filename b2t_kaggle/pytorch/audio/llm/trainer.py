@@ -10,9 +10,6 @@ import json
 from functools import partial
 from pathlib import Path
 
-import torch
-from fastcore.basics import patch
-
 from ....config import Config
 from ....data.store import TrialStore
 from ....lm.finetune import model_mark
@@ -25,7 +22,7 @@ from ..targets import TargetStore
 from ..voice import AudioError
 from ...parallel import Backend
 from ....training.loop import fit
-from ....training.memory import is_oom, step_memory
+from ....training.memory import is_oom
 from ....training.recipe import TrainingError
 
 # %% ../../../../nbs/pytorch/audio/llm/08_trainer.ipynb #c005
@@ -49,19 +46,14 @@ class Trainer(trainer.Trainer):
         self.targets = TargetStore(cfg.audio.targets) if cfg.audio.targets else None
         super().__init__(store, store_val, cfg, backend, checkpoint)
         self.model.target_loader = TargetLoader(self.store.index.sentence, self.llm, self.targets)
-        if self.is_main_process: print(self.memory_report())
-
-    @property
-    def at_once(self) -> int:
-        "Trials that are computed at once."
-        return self.cfg.data.batch_size//self.cfg.train.accumulate//self.backend.n_devices
 
     def build(self) -> AudioLLM:
         "The acoustic model with its audio LLM; a checkpoint belongs to these weights and these targets."
         self.fingerprint['weights of the audio LLM'] = model_mark(self.llm.lm)
         self.fingerprint['audio.llm_dtype'] = str(self.llm.lm.dtype).removeprefix('torch.') # Depends on the device
         if self.targets and self.cfg.audio.contrast_weight: # InfoNCE compares the trials that are computed at once
-            self.fingerprint['trials computed at once'] = str(self.at_once)
+            n_at_once = self.cfg.data.batch_size//self.cfg.train.accumulate//self.backend.n_devices
+            self.fingerprint['trials computed at once'] = str(n_at_once)
         if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.fingerprint, sort_keys=True)
         return audio_model(super().build(), self.llm, self.cfg.audio)
 
@@ -75,38 +67,9 @@ class Trainer(trainer.Trainer):
         self.model.target_loader = training_targets
         written = write_trials(self.model, store, self.cfg, self.backend, beams=1,
                                max_tokens=self.cfg.generate.max_tokens, batch_size=self.cfg.data.eval_batch_size)
-        rows = store.index
-        spoken = [i for i, (text, is_none) in enumerate(zip(rows.sentence, rows.is_instruction))
-                  if isinstance(text, str) and not is_none]
-        references = [rows.sentence.iloc[i] for i in spoken]
-        return metrics | dict(val_wer=word_error_rate(references, [written[i].hypotheses[0].text for i in spoken]))
-
-@patch
-def memory_report(self: Trainer) -> str:
-    "Estimated memory of a step with the longest trials, and on a GPU the memory that it has."
-    trials = self.at_once
-    lm, sizes = self.llm.lm, self.llm.lm.config
-    n_bins = int(self.store.n_bins.max())
-    n_answer = max(map(len, self.model.target_loader.answers))
-    n_vectors = int(self.model.brain.projector.n_vectors(self.cfg.model.n_frames(n_bins)))
-    n_positions = len(self.llm.before) + n_vectors + len(self.llm.after) + n_answer
-    # One checkpoint a layer, of both halves of Whisper, and ten states and three feed-forward states of one layer
-    n_layers = getattr(sizes, 'decoder_layers', 0) + sizes.num_hidden_layers
-    inner = sizes.decoder_ffn_dim if sizes.is_encoder_decoder else sizes.intermediate_size
-    per_position = (10 + n_layers)*sizes.hidden_size + 3*inner
-    n_params = sum(p.numel() for p in self.model.acoustic.parameters())
-    needed = {'weights': sum(p.numel()*p.element_size() for p in lm.parameters()),
-              'LoRA': 12*sum(p.numel() for p in lm.parameters() if p.requires_grad), # gradients and moments
-              'states': trials*n_positions*per_position*lm.dtype.itemsize,
-              'logits': 12*trials*n_answer*sizes.vocab_size, # of the answer, three times in float32
-              'acoustic model': step_memory(self.cfg, n_params, trials, n_bins)}
-    total = sum(needed.values())
-    parts = ', '.join(f'{name} {value/1e9:.2g}' for name, value in needed.items())
-    report = f'estimated memory of a step with {trials} trials: {total/1e9:.2g} GB ({parts})'
-    if self.backend.device.kind != 'cuda': return report
-    available = torch.cuda.get_device_properties(self.backend.torch_device).total_memory
-    advice = '; raise train.accumulate, or set audio.llm_quantization' if total > available else ''
-    return f'{report}; the GPU has {available/1e9:.2g} GB{advice}'
+        spoken = store.index.sentence[store.index.sentence.notna() & ~store.index.is_instruction.astype(bool)]
+        texts = [written[i].hypotheses[0].text for i in spoken.index]
+        return metrics | dict(val_wer=word_error_rate(spoken.tolist(), texts))
 
 def train(
     store: TrialStore,            # Training trials
