@@ -97,7 +97,7 @@ class KeyOption(click.Option):
     def __init__(self, *flags, key: str | None = None, **options):
         super().__init__(*flags, **options)
         self.key = key
-        if key: self.help = f'{self.help}; the same as --set {key}=…'
+        if key: self.help = f'{self.help}; the same as --set {key}={options.get("flag_value", "…")}'
 
 class StageOption(KeyOption): "An option of every stage."
 
