@@ -108,7 +108,6 @@ def stage_verbs(
 VERBS['Stages of a run'] = stage_verbs(Path(b2t_kaggle.__file__).parent/'pipeline'/'stages') | {
     'ensemble': ('combine', 'Average several models, as a run of its own')}
 
-
 # %% ../../nbs/cli/00_command.ipynb #c015
 class _HelpFormatter(click.HelpFormatter):
     "Replaces the command's name before lines are filled, and folds options with many choices."

@@ -74,4 +74,3 @@ def docs(options):
     places = [root, root/'tools', os.environ.get('PYTHONPATH')]
     env = os.environ | dict(PYTHONPATH=os.pathsep.join(str(p) for p in places if p))
     sys.exit(subprocess.run(tied([sys.executable, '-m', 'docs', *options]), env=env).returncode)
-

@@ -101,7 +101,6 @@ def import_model(source, output):
     import_sphinx(source, output)
     click.echo(f'{model_report([output]).to_string()}\nWrote {output}')
 
-
 # %% ../../nbs/cli/05_lm.ipynb #c015
 @click.command('mix')
 @_models

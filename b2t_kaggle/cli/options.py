@@ -74,7 +74,6 @@ def key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
             raise click.BadParameter(f'{key} is given as {values[key]} and as {value}; leave one of them out')
     return values
 
-
 # %% ../../nbs/cli/01_options.ipynb #c011
 out_option = partial(click.option, '--out', default='submissions', show_default=True, type=FOLDER,
                      help='Folder of the runs.')
@@ -148,7 +147,7 @@ _stage_options = with_options(
                   help='Begin the run --name as a variant of RUN: with its settings, and its results as far as they '
                        'apply. RUN stays as it is.'))
 
-# %% ../../nbs/cli/01_options.ipynb #c015
+# %% ../../nbs/cli/01_options.ipynb #c016
 _key_option = partial(click.option, cls=KeyOption)
 
 _computing = with_options(
@@ -178,8 +177,7 @@ def stage_command(name: str | None = None, cls: type = StageCommand, **options) 
     of_verb = _options.get(name or '', lambda f: f)
     return lambda f: click.command(name, cls=cls, context_settings=UNDERSCORES, **options)(of_verb(_stage_options(f)))
 
-
-# %% ../../nbs/cli/01_options.ipynb #c019
+# %% ../../nbs/cli/01_options.ipynb #c020
 def refuse_options(
     names: Collection[str], # Parameters of the command without effect
     because: str,           # Reason, as a clause
@@ -191,7 +189,7 @@ def refuse_options(
         if p.name in names and ctx.get_parameter_source(p.name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f'{max(p.opts, key=len)} would have no effect: {because}; leave it out')
 
-# %% ../../nbs/cli/01_options.ipynb #c022
+# %% ../../nbs/cli/01_options.ipynb #c023
 def source_path(
     source: str,         # A file, the folder of a run, or the name of a run
     out: Path,           # Folder of the runs
@@ -202,7 +200,7 @@ def source_path(
     try: return find_source(source, out, problem or f' is neither a file nor a run in {out}', files)
     except PipelineError as e: raise click.UsageError(str(e)) from None
 
-# %% ../../nbs/cli/01_options.ipynb #c025
+# %% ../../nbs/cli/01_options.ipynb #c026
 def terminal_width() -> int | None:
     "Columns of the terminal; None for a file or a pipe."
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -111,7 +111,6 @@ def _tell_settings(run: Run) -> None:
         click.echo(f'The learning rate falls over more batches than the {n} that are trained; --set '
                    'lr_decay_steps=null --set lr_decay_steps_day=null ends it with the run.', err=True)
 
-
 # %% ../../nbs/cli/03_run.ipynb #c015
 def _table(rows: list[dict]) -> str:
     "A line for each stage: state, seconds and metrics, folded if the terminal is narrow."

@@ -53,7 +53,6 @@ def _llm(run: Run, decoder):
     return LLMRescorer(llm_scorer(model, tokenizer, end=c.end), decoder, weights, n_augment=c.swaps,
                        temperature=calibration.temperature if calibration else 1.0)
 
-
 # %% ../../nbs/cli/20_serve.ipynb #c006
 @stage_command()
 @click.option('--host', default='127.0.0.1', show_default=True, help='Host of Redis.')

@@ -382,7 +382,6 @@ def _watch(self: Cycle, kernel: str) -> None:
     if state in BAD_ENDS: raise self._failure(kernel, state, comment)
     if len(states) > 1: print(*(f'    {line}' for line in self._log(kernel)), sep='\n', flush=True)
 
-
 # %% ../../nbs/kaggle/03_cycle.ipynb #c031
 @patch
 def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]) -> Iterator[Step]:

@@ -111,7 +111,6 @@ def _value_at(value: Any, *keys: str) -> Any:
         return value
     except (KeyError, TypeError): return None
 
-
 # %% ../../nbs/kaggle/00_session.ipynb #c014
 OFFICIAL = 't15_pretrained_rnn_baseline' # Folder of the official checkpoint, for `models`
 _KENLM = b'mmap lm ' # As in lm.arpa, which needs Numba; it may have to be installed first
@@ -352,7 +351,6 @@ def _source(inputs: Attached, at_least: int, problems: list[str]) -> dict[str, A
     if model and (model.parent/REFIT).is_file(): model = model.parent # The folder has two models, one of them for test
     return {'infer.logits': [], 'infer.checkpoint': model, 'train.framework': framework}
 
-
 # %% ../../nbs/kaggle/00_session.ipynb #c043
 def _language_models(inputs: Attached, overrides: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     "Configuration values for the attached language models, except those in `overrides`."
@@ -377,7 +375,6 @@ def _needed(values: Mapping[str, Any]) -> dict[str, str]:
     is_binary = lm and Path(lm).is_file() and _head(Path(lm)).startswith(_KENLM)
     return (TRAINING | DECODING | (KENLM if is_binary else {}) | (LLM if has('llm') else {}) |
             (EIGHT_BIT if has('llm_quantization') else {}))
-
 
 # %% ../../nbs/kaggle/00_session.ipynb #c046
 def prepare_submission(

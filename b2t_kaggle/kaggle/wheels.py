@@ -156,7 +156,6 @@ def build_source(requirement: str, folder: Path) -> Path:
         if wheel.name.endswith('-none-any.whl'): return Path(shutil.move(wheel, folder/wheel.name))
         raise RuntimeError(f'{wheel.name} was built, expected one for every system')
 
-
 # %% ../../nbs/kaggle/01_wheels.ipynb #c022
 def build_wheels(
     image: Image,                      # Image on which the kit is to be installed
