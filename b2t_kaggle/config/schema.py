@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 from ..core.messages import did_you_mean
 from ..core.reading import MAX_WHOLE
 
-# %% ../../nbs/config/01_schema.ipynb #n0069414
+# %% ../../nbs/config/01_schema.ipynb #c006
 FRAMEWORKS = dict(pytorch='PyTorch', tensorflow='TensorFlow') # Values of `train.framework`, and their names in text
 
 class Fact:
@@ -76,7 +76,7 @@ class With(Fact):
 
     def __str__(self): return f'with {self.field}={self.value}'
 
-# %% ../../nbs/config/01_schema.ipynb #n0089415
+# %% ../../nbs/config/01_schema.ipynb #c008
 def facts_of(
     field: FieldInfo, # Field of a group
 ) -> tuple[Fact, ...]:
@@ -85,7 +85,7 @@ def facts_of(
     annotations = (p for a in (field.annotation, *field.metadata) for p in parts(a))
     return tuple(dict.fromkeys(p for p in annotations if isinstance(p, Fact)))
 
-# %% ../../nbs/config/01_schema.ipynb #n0118289
+# %% ../../nbs/config/01_schema.ipynb #c011
 def _check_length(path: Path | str) -> None:
     longest = max(map(len, map(os.fsencode, Path(path).parts)), default=0)
     if longest > 255: raise ValueError(f'a file or folder name has {longest} bytes, more than the 255 possible')
@@ -106,7 +106,7 @@ PathOrText = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance
 PathOrName = Annotated[PathOrText, AfterValidator(_as_path)]
 FolderOrName = Annotated[PathOrName, InputFile(or_name=True)]
 
-# %% ../../nbs/config/01_schema.ipynb #c007
+# %% ../../nbs/config/01_schema.ipynb #c015
 class ConfigError(ValueError):
     "An unusable configuration; the message names the key, the value found and what to do."
 
@@ -128,7 +128,7 @@ class Section(BaseModel):
                 raise ValueError(f'{name} is beyond {MAX_WHOLE:,}, which no run can mean')
         return self
 
-# %% ../../nbs/config/01_schema.ipynb #c307
+# %% ../../nbs/config/01_schema.ipynb #c018
 @cache
 def section_facts(
     section: type[Section], # Class of a group

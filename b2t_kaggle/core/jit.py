@@ -6,12 +6,9 @@
 __all__ = ['njit', 'borrowed', 'prefetch']
 
 # %% ../../nbs/core/05_jit.ipynb #c003
-import hashlib
-import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import numba
 from llvmlite import ir
@@ -22,45 +19,25 @@ from numba.extending import intrinsic
 from .files import home_folder, user_cache
 
 # %% ../../nbs/core/05_jit.ipynb #c006
-def _is_whole(path: str) -> bool:
-    "Whether a file is there and is as it was written."
-    try: content = Path(path).read_bytes()
-    except OSError: return False
-    return len(content) > 32 and hashlib.sha256(content[:-32]).digest() == content[-32:]
-
-class _CheckedFiles(IndexDataCacheFile):
-    "Numba's files for a function, an index and machine code, with a checksum behind what `pickle` reads of them."
-    @contextmanager
-    def _open_for_write(self, filepath: str) -> Iterator[BinaryIO]:
-        content = io.BytesIO()
-        with super()._open_for_write(filepath) as f:
-            yield content
-            f.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
-
+class _Files(IndexDataCacheFile):
+    "Numba's files for a function, an index and machine code, which are written again if they cannot be read."
     def _load_index(self) -> dict:
-        if not _is_whole(self._index_path): return {}
         try: return super()._load_index()
-        except (AttributeError, ImportError): return {} # Of earlier sources, which had a class that is gone
+        except Exception: return {} # Damaged, or of earlier sources with a class that no longer exists
 
     def _load_data(self, name: str) -> Any:
-        if not _is_whole(self._data_path(name)): raise OSError(f'{name} is not as it was written') # Compiled again
         try: return super()._load_data(name)
-        except (AttributeError, ImportError) as e: raise OSError(f'{name} is of earlier sources: {e}') from None
+        except Exception as e: raise OSError(f'{name}: {e}') from None # Numba compiles again
 
     def save(self, key: Any, data: Any) -> None:
         with suppress(OSError): super().save(key, data) # Such as a full disk
 
-class _CheckedCache(FunctionCache):
-    "Numba's cache of a function in such files."
-    def __init__(self, f: Callable):
-        super().__init__(f)
-        stamp = self._impl.locator.get_source_stamp()
-        self._cache_file = _CheckedFiles(self.cache_path, self._impl.filename_base, stamp)
-
-def _kept(f: Callable, options: dict) -> Callable:
-    "A function to be compiled, and kept. Raises `RuntimeError` where there is no place for it."
+def _cached(f: Callable, options: dict) -> Callable:
+    "A function whose machine code is stored. Raises `RuntimeError` if there is no place for it."
     function = numba.njit(**options | dict(cache=False))(f)
-    if function is not f: function._cache = _CheckedCache(f) # It is the same where NUMBA_DISABLE_JIT is set
+    if function is f: return f # NUMBA_DISABLE_JIT is set
+    cache = function._cache = FunctionCache(f)
+    cache._cache_file = _Files(cache.cache_path, cache._impl.filename_base, cache._impl.locator.get_source_stamp())
     return function
 
 # %% ../../nbs/core/05_jit.ipynb #c007
@@ -68,17 +45,15 @@ def njit(
     f: Callable | None = None, # Function, if the decorator has no options
     **options,                 # Options of `numba.njit`, such as `cache=True`
 ) -> Callable:
-    "Numba's decorator, which finds another place for what it compiled, or keeps nothing."
+    "Numba's decorator, which finds another place for machine code, or stores none."
     def compiled(f: Callable) -> Callable:
         if not options.get('cache'): return numba.njit(**options)(f)
-        # Of no home Numba would make a folder named ~
-        if not numba.config.CACHE_DIR and home_folder() is None: numba.config.CACHE_DIR = str(user_cache('numba'))
-        try: return _kept(f, options)
-        except RuntimeError as e:
-            if 'no locator available' not in str(e): raise
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(user_cache('numba'))
-        try: return _kept(f, options)
-        except RuntimeError: numba.config.CACHE_DIR = before
+        before, ours = numba.config.CACHE_DIR, str(user_cache('numba'))
+        # Without a home Numba would make a folder named ~
+        for folder in (ours,) if not before and home_folder() is None else (before, ours):
+            numba.config.CACHE_DIR = folder
+            with suppress(RuntimeError): return _cached(f, options)
+        numba.config.CACHE_DIR = before
         return numba.njit(**options | dict(cache=False))(f)
     return compiled if f is None else compiled(f)
 

@@ -62,25 +62,22 @@ def warn_each(faults: Sequence[str]) -> None:
     if len(faults) > 5: warnings.warn(f'and {len(faults) - 5} more, in the record of this stage', stacklevel=2)
 
 # %% ../../nbs/core/00_messages.ipynb #c016
-_SYNONYMS = dict(gpu='cuda', tf='tensorflow', keras='tensorflow', fp32='float32', fp16='float16', half='float16',
-                 bf16='bfloat16')
+_SYNONYMS = dict(gpu='cuda', tf='tensorflow', fp32='float32', fp16='float16', bf16='bfloat16')
 
 def near_names(
     word: str,                # Name that a user wrote
     choices: Iterable[str],   # Existing names
     n: int = 3,               # Largest number of suggestions
 ) -> list[str]:
-    """Names that may be meant: the synonym, else names that begin with the word, contain it, have its letters, or are
-    similar."""
+    "The existing synonym, or names that begin with the word, or else contain it, or else are similar."
     names = list(dict.fromkeys(choices))
     low = word.casefold()
     if (same := _SYNONYMS.get(low)) in names: return [same]
     begins = [name for name in names if low and name.casefold().startswith(low)]
     contains = [name for name in names if len(low) > 2 and low in name.casefold()]
-    swapped = [name for name in names if sorted(name.casefold()) == sorted(low)]
     folded = {name.casefold(): name for name in names}
     near = [folded[name] for name in difflib.get_close_matches(low, folded, n=n)]
-    return (begins or contains or swapped or near)[:n]
+    return (begins or contains or near)[:n]
 
 def did_you_mean(
     word: str,              # Name that a user wrote

@@ -108,32 +108,15 @@ def recolored(
     svg = re.sub(r'\b(id="|href="#|url\(#)', lambda m: f'{m[1]}{name}-', svg)
     return re.sub(r'<svg ', '<svg class="plot" role="img" ', svg, count=1)
 
-def _panels(fig) -> list[list]:
-    "Groups of axes: each plot with its colour bars."
-    bars = {id(image.colorbar.ax): ax for ax in fig.axes for image in ax.images if image.colorbar}
-    return [[ax, *(b for b in fig.axes if bars.get(id(b)) is ax)] for ax in fig.axes if id(ax) not in bars]
-
-def _drawn(fig, panel, label: str) -> str:
-    "A panel of a figure as SVG; the others leave no trace."
-    from matplotlib.transforms import Bbox
-    for ax in fig.axes: ax.set_visible(ax in panel)
-    box = Bbox.union([ax.get_tightbbox() for ax in panel]).transformed(fig.dpi_scale_trans.inverted()).padded(0.1)
-    out = io.StringIO()
-    fig.savefig(out, format='svg', transparent=True, bbox_inches=box, metadata={'Date': None})
-    return recolored(out.getvalue(), re.sub('[^a-z0-9]+', '-', label.lower()).strip('-'))
-
 def figure(
     fig,        # matplotlib's
     label: str, # A description for those who do not see it; another one for each figure of a page
 ) -> str:
-    "A figure as SVG whose text is text, one for each of its panels, which stack on a phone; the figure is closed."
+    "A figure as SVG with searchable text; the figure is closed."
     import matplotlib.pyplot as plt
+    out = io.StringIO()
     with plt.rc_context({'svg.fonttype': 'none', 'svg.hashsalt': label}):
-        fig.canvas.draw() # Places the panels, which stay there
-        fig.set_layout_engine('none')
-        panels = _panels(fig)
-        names = [label] if len(panels) == 1 else [f'{label} {k}' for k in range(1, len(panels) + 1)]
-        made = [_drawn(fig, panel, name) for panel, name in zip(panels, names)]
+        fig.savefig(out, format='svg', transparent=True, bbox_inches='tight', metadata={'Date': None})
     plt.close(fig)
-    kind = ' class="panels"' if len(panels) > 1 else ''
-    return f'<figure{kind} aria-label="{html.escape(label)}">{"".join(made)}</figure>\n'
+    name = re.sub('[^a-z0-9]+', '-', label.lower()).strip('-')
+    return f'<figure aria-label="{html.escape(label)}">{recolored(out.getvalue(), name)}</figure>\n'

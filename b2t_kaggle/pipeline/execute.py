@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config import differing_values, load_config, save_config
 from ..config.keys import as_set
-from ..core.files import allow_open_files, likely_cause, reached_limit, set_home_variables, write_error
+from ..core.files import reached_limit, set_home_variables, write_error
 from ..core.locks import Lock, LockedError
 from ..devices.interrupts import Ended, handled
 from ..devices.kaggle import time_limit_hours
@@ -85,11 +85,11 @@ def _failure(run: Run, name: str, error: Exception, out: Path) -> Exception:
     kind, message = getattr(error, 'ename', type(error).__name__), getattr(error, 'evalue', str(error))
     text = f'{kind}: {message}'
     if isinstance(error, DeadKernelError):
-        end = (f': its process was killed, {likely_cause()}; smaller batches (data.batch_size, data.eval_batch_size) '
-               f'need less. The record is in {out}')
+        end = (': its process was killed, most likely for want of memory; smaller batches (data.batch_size, '
+               f'data.eval_batch_size) need less. The record is in {out}')
     elif isinstance(error, RuntimeError) and 'died before replying' in str(error): # jupyter_client's
-        end = (f': its process was killed while it started, {likely_cause()}; end other programs, and run the same '
-               'line again')
+        end = (': its process was killed while it started, most likely for want of memory; end other programs, and '
+               'run the same line again')
     elif limit := reached_limit(text): end = f': {limit} ({text}). {remains}'
     elif isinstance(error, OSError): # papermill writes the record after each cell
         problem = write_error(error, out, out) or f'{error.filename or out}: {error.strerror or error}'
@@ -245,7 +245,6 @@ def run_stages(
     pending = check_stages(run, until, force)
     stages = {name: StageRun(run, name) for name in plan(run.cfg, until)}
     rows = []
-    if pending and (problem := allow_open_files()): raise PipelineError(problem)
     _set_variables()
     hours = time_limit_hours(run.cfg.session.hours, detect().kind)
     with _at_work(run) as waited, time_limit(hours) as deadline, forked_kernels() if pending else nullcontext():

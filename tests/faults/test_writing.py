@@ -136,11 +136,11 @@ def test_what_is_no_file_is_not_replaced(room, tmp_path):
     path = tmp_path/name
     path.parent.mkdir(exist_ok=True)
     os.mkfifo(path)
-    refused = f'{path}: found a pipe, expected a .* or nothing; choose another name'
+    refused = f'{path}: not a (file|folder); choose another name'
     with pytest.raises(WriteError, match=refused): write(path)
     path.unlink()
     path.symlink_to('/dev/full')
-    with pytest.raises(WriteError, match=f'{path}: found a device'): write(path)
+    with pytest.raises(WriteError, match=f'{path}: not a (file|folder)'): write(path)
     assert path.is_char_device()
 
 
@@ -270,8 +270,6 @@ def test_room_is_asked_for_before_anything_is_computed(tmp_path, monkeypatch):
     monkeypatch.setattr('b2t_kaggle.core.files.free_space', lambda folder: 10_000)
     with pytest.raises(WriteError, match='expected at least .* for the packed trials of train'):
         TrialStore.build(tmp_path, 'train', tmp_path/'train.arrow')
-    with largest_file(LIMIT), pytest.raises(WriteError, match=r'may grow to 3\.0 kB \(ulimit -f\), expected at least'):
-        TrialStore.build(tmp_path, 'train', tmp_path/'train.arrow')
     assert not list(tmp_path.glob('*.ar*'))
 
 
@@ -282,7 +280,7 @@ def test_the_command_says_it_in_one_line(tmp_path):
     assert result.exit_code == 1 and result.output.startswith(f'Error: {tmp_path}/lm.arpa: not written'), result.output
     assert len(result.output.splitlines()) == 1 and os.listdir(tmp_path) == ['text']
     result = CliRunner().invoke(main, [*build, '/dev/null'])
-    assert result.exit_code == 2 and '/dev/null: found a device, expected a file' in result.output
+    assert result.exit_code == 2 and '/dev/null: not a file' in result.output
     assert Path('/dev/null').is_char_device()
 
 

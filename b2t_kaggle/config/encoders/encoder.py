@@ -131,7 +131,7 @@ def require_encoder(
         raise ConfigError(f'model.name = {name}: {FRAMEWORKS[framework]} has no such encoder, it has '
                           f'{", ".join(names)}')
 
-# %% ../../../nbs/config/encoders/00_encoder.ipynb #c301
+# %% ../../../nbs/config/encoders/00_encoder.ipynb #c011
 def find_encoder(
     framework: str, # `pytorch` or `tensorflow`
     base: type,     # Base class of its encoders
@@ -177,7 +177,7 @@ def encoder_configs() -> dict[str, type[EncoderConfig]]: # Configuration classes
         with suppress(ConfigError): configs[name] = encoder_config(name)
     return configs
 
-# %% ../../../nbs/config/encoders/00_encoder.ipynb #c012
+# %% ../../../nbs/config/encoders/00_encoder.ipynb #c014
 def parse_encoder(
     values: Any, # A mapping, with or without `name`; an `EncoderConfig` is returned as it is
 ) -> EncoderConfig:
