@@ -58,7 +58,6 @@ class Detected:
     gpus: 'tuple[Gpu, ...]'      # GPUs that PyTorch lists if it is the framework, otherwise the driver
     packages: dict[str, str]     # Installed frameworks and their versions
     memory_gib: float | None     # Memory of the host [GiB]
-    huge_pages: str | None       # Transparent huge pages: `always`, `madvise` or `never`
     imported: frozenset[str] = field(default_factory=frozenset) # Frameworks that the process has imported
     cpu: str = field(default_factory=cpu_name)
     cpu_bfloat16: bool = field(default_factory=cpu_computes_bfloat16)
@@ -138,15 +137,14 @@ class Generation:
     hbm_gb: float   # Memory [GB, as published]
     tflops: float   # Peak of bfloat16 products [TFLOP/s]
     hbm_gbps: float # Bandwidth of the memory [GB/s]
-    pci: str        # PCI device number; v2 and v3 share theirs
 
 TPU_GENERATIONS = {g.name: g for g in (
-    Generation('v2',  2, 2, 16,  46,  700, '0x0027'),
-    Generation('v3',  2, 2, 32, 123,  900, '0x0027'),
-    Generation('v4',  2, 1, 32, 275, 1200, '0x005e'),
-    Generation('v5e', 1, 1, 16, 197,  819, '0x0063'),
-    Generation('v5p', 2, 1, 95, 459, 2765, '0x0062'),
-    Generation('v6e', 1, 1, 32, 918, 1638, '0x006f'),
+    Generation('v2',  2, 2, 16,  46,  700),
+    Generation('v3',  2, 2, 32, 123,  900),
+    Generation('v4',  2, 1, 32, 275, 1200),
+    Generation('v5e', 1, 1, 16, 197,  819),
+    Generation('v5p', 2, 1, 95, 459, 2765),
+    Generation('v6e', 1, 1, 32, 918, 1638),
 )}
 
 def tpu_type(name: str) -> tuple[Generation | None, int | None]:
@@ -158,8 +156,8 @@ def tpu_type(name: str) -> tuple[Generation | None, int | None]:
 
 # %% ../../nbs/devices/01_machine.ipynb #c018
 TPU_VARIABLES = (
-    'ISTPUVM', 'COLAB_TPU_1VM', 'COLAB_TPU_ADDR', 'TPU_ACCELERATOR_TYPE', 'TPU_NAME', 'TPU_WORKER_ID',
-    'TPU_WORKER_HOSTNAMES', 'TPU_PROCESS_ADDRESSES', 'TPU_CHIPS_PER_HOST_BOUNDS', 'TPU_HOST_BOUNDS', 'XRT_TPU_CONFIG',
+    'ISTPUVM', 'COLAB_TPU_1VM', 'TPU_ACCELERATOR_TYPE', 'TPU_NAME', 'TPU_WORKER_ID', 'TPU_WORKER_HOSTNAMES',
+    'TPU_PROCESS_ADDRESSES', 'TPU_CHIPS_PER_HOST_BOUNDS', 'TPU_HOST_BOUNDS',
 )
 _OTHER_VARIABLES = (
     'PJRT_DEVICE', 'CPU_NUM_DEVICES', 'TPU_LIBRARY_PATH', 'XLA_USE_BF16', 'XLA_DOWNCAST_BF16', 'CUDA_VISIBLE_DEVICES',
@@ -173,22 +171,14 @@ def seen_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     # An empty `CUDA_VISIBLE_DEVICES` has an effect: it hides all GPUs
     return {k: v for k, v in variables.items() if k not in off and (v or k == 'CUDA_VISIBLE_DEVICES')}
 
-def _tpu_server(variables: Mapping[str, str]) -> str:
-    "Address of a TPU that is a server on the network; empty for none."
-    addresses = [variables.get('COLAB_TPU_ADDR', '')]
-    xrt = variables.get('XRT_TPU_CONFIG', '').split(';')
-    if xrt[0] == 'tpu_worker': addresses += xrt[2:]
-    name = variables.get('TPU_NAME', '')
-    if name.startswith('grpc://'): addresses.append(name)
-    return next((a.removeprefix('grpc://') for a in addresses if a), '')
-
 # %% ../../nbs/devices/01_machine.ipynb #c021
-def _tpu_pci(root: str | Path = '/') -> list[str]:
-    "PCI device numbers of Google's TPU chips."
-    numbers = {g.pci for g in TPU_GENERATIONS.values()}
+_TPU_PCI = {'0x0027', '0x005e', '0x0062', '0x0063', '0x006f'} # v2 and v3, v4, v5p, v5e, v6e
+
+def _chips_on_bus(root: str | Path = '/') -> int:
+    "Number of Google's TPU chips among the PCI devices."
     def read(file): return file.read_text().strip() if file.exists() else ''
-    folders = [f for f in sorted(Path(root).glob('sys/bus/pci/devices/*')) if read(f/'vendor') == '0x1ae0']
-    return [d for f in folders if (d := read(f/'device')) in numbers or read(f/'class').startswith('0x12')]
+    folders = Path(root).glob('sys/bus/pci/devices/*')
+    return sum(read(f/'vendor') == '0x1ae0' and read(f/'device') in _TPU_PCI for f in folders)
 
 # %% ../../nbs/devices/01_machine.ipynb #c025
 @dataclass(frozen=True)
@@ -199,8 +189,6 @@ class Tpu:
     chips: int | None              # Chips of this host; None if unknown
     variables: Mapping[str, str]   # Environment variables that indicate it
     hardware: tuple[str, ...] = () # Device files and PCI devices
-    server: str = ''               # Address, if it is not in this machine
-    fits: tuple[Generation, ...] = () # Generations with these PCI devices
 
     @property
     def cores(self) -> int | None:
@@ -209,10 +197,8 @@ class Tpu:
 
     @property
     def devices(self) -> int | None:
-        "Devices that XLA shows on this host, at most if several generations fit; None if unknown."
-        candidates = [self.generation] if self.generation else self.fits
-        if not (self.chips and candidates): return None
-        return self.chips * max(g.devices for g in candidates)
+        "Devices that XLA shows on this host; None if unknown."
+        return self.chips * self.generation.devices if self.chips and self.generation else None
 
     def __str__(self):
         g = self.generation
@@ -233,23 +219,18 @@ def _chips_by_variables(variables: Mapping[str, str], generation: Generation | N
 
 def find_tpu(variables: Mapping[str, str], root: str | Path = '/') -> Tpu | None:
     "The TPU that environment (from `seen_variables`) and hardware indicate, None if neither does."
-    pci = _tpu_pci(root)
+    n_on_bus = _chips_on_bus(root)
     accel, vfio = ([f'/{f.relative_to(root)}' for f in sorted((Path(root)/'dev').glob(pattern))]
                    for pattern in ('accel[0-9]*', 'vfio/[0-9]*'))
     variables = {k: v for k, v in variables.items() if k in TPU_VARIABLES or (k, v) == ('PJRT_DEVICE', 'TPU')}
-    if not (variables or pci or accel): return None
-    fits = tuple(g for g in TPU_GENERATIONS.values() if g.pci in pci)
+    if not (variables or n_on_bus or accel): return None
     name = variables.get('TPU_ACCELERATOR_TYPE', '')
     generation, cores = tpu_type(name)
-    if not name:
-        name = ' or '.join(g.name for g in fits)
-        generation = fits[0] if len(fits) == 1 else None
-    chips = len(accel) or len(vfio) or len(pci) or _chips_by_variables(variables, generation, cores)
+    chips = len(accel) or len(vfio) or n_on_bus or _chips_by_variables(variables, generation, cores)
     hardware = [files[0] if len(files) == 1 else f'{files[0]} to {files[-1].rsplit("/")[-1]} ({len(files)})'
                 for files in (accel, vfio) if files]
-    hardware += [f'PCI 1ae0:{device[2:]} ({pci.count(device)})' for device in dict.fromkeys(pci)]
-    server = '' if hardware else _tpu_server(variables)
-    return Tpu(name, generation, chips or None, variables, tuple(hardware), server, fits)
+    if n_on_bus: hardware.append(f'{n_on_bus} PCI devices')
+    return Tpu(name, generation, chips or None, variables, tuple(hardware))
 
 # %% ../../nbs/devices/01_machine.ipynb #c033
 TENSORFLOW_PACKAGES = ('tensorflow-tpu', 'tensorflow', 'tensorflow-cpu')
@@ -269,12 +250,6 @@ def installed_packages() -> dict[str, str]:
     return versions
 
 # %% ../../nbs/devices/01_machine.ipynb #c036
-def _kernel_file(root: str | Path, name: str, pattern: str) -> str | None:
-    "The group of a pattern in one of Linux's files; None if either is missing."
-    try: match = re.search(pattern, (Path(root)/name).read_text())
-    except OSError: return None
-    return match and match[1]
-
 def detect(
     framework: str | None = None,              # `torch`, `xla`, `tensorflow`; only `torch` is imported, for its GPUs
     environ: Mapping[str, str] = os.environ,   # Environment variables
@@ -293,10 +268,10 @@ def detect(
     if gpus is None and framework == 'torch': gpus = torch_gpus()
     if gpus is None: gpus = () if variables.get('CUDA_VISIBLE_DEVICES') in ('', '-1') else driver_gpus()
     if imported is None: imported = frozenset({'torch_xla', 'tensorflow'} & set(sys.modules))
-    memory = _kernel_file(root, 'proc/meminfo', r'MemTotal: *(\d+)')
-    huge_pages = _kernel_file(root, 'sys/kernel/mm/transparent_hugepage/enabled', r'\[(\w+)\]')
+    meminfo = Path(root)/'proc/meminfo'
+    memory = re.search(r'MemTotal: *(\d+)', meminfo.read_text() if meminfo.exists() else '')
     return Detected(framework, variables, find_tpu(variables, root), gpus, packages,
-                    int(memory) / 2**20 if memory else None, huge_pages, imported)
+                    int(memory[1]) / 2**20 if memory else None, imported)
 
 # %% ../../nbs/devices/01_machine.ipynb #c039
 class DeviceError(RuntimeError):

@@ -10,7 +10,6 @@ __all__ = ['TENSORFLOW_TPU', 'LIBTPU', 'tensorflow_build', 'tensorflow_problem',
 # %% ../../nbs/devices/04_tensorflow.ipynb #c003
 import os
 import re
-import socket
 import sys
 import warnings
 from contextlib import suppress
@@ -55,7 +54,6 @@ def _no_kernels(d: Detected) -> str:
 def tensorflow_tpu_problem(d: Detected) -> str:
     "Reason that TensorFlow cannot compute on a TPU, and a remedy; empty if it can."
     if d.tpu is None: return NO_TPU
-    if d.tpu.server: return ''
     if tensorflow_build(d).endswith('-cpu'): return _no_kernels(d)
     if 'torch_xla' in d.imported: return _TWO_FRAMEWORKS
     if d.tpu.hardware or 'TPU_NAME' in d.variables: return ''
@@ -91,7 +89,7 @@ def plan_tensorflow(d: Detected, accelerator: str = 'auto', precision: str = 'au
     if accelerator == 'tpu' and problem: raise DeviceError(f'accelerator tpu: {problem}')
     if accelerator in ('auto', 'tpu') and not problem:
         device = replace(machine.tpu_device(d, accelerator, precision), kind='tpu')
-        if d.tpu.server or tensorflow_build(d).endswith('-tpu'): return device
+        if tensorflow_build(d).endswith('-tpu'): return device
         return device.with_reasons(f'whether {_build_and_version(d)} is built for TPUs shows when it starts')
     unused = machine.unused_tpu(d, accelerator, problem)
     has_gpus = d.gpus and not tensorflow_build(d).endswith(('-cpu', '-tpu'))
@@ -107,12 +105,9 @@ def plan_tensorflow(d: Detected, accelerator: str = 'auto', precision: str = 'au
 # %% ../../nbs/devices/04_tensorflow.ipynb #c016
 def tensorflow_address(d: Detected, address: str | None = None) -> str:
     "Address by which `TPUClusterResolver` finds the TPU; empty if nothing, neither argument nor machine, names one."
-    if address: return f'grpc://{address}' if re.fullmatch(r'[\w.-]+:\d+', address) else address
-    if d.tpu is None: return ''
-    if d.tpu.server: return f'grpc://{d.tpu.server}'
+    if address or d.tpu is None: return address or ''
     has_one_host = ',' not in d.variables.get('TPU_WORKER_HOSTNAMES', '')
-    if d.tpu.hardware and has_one_host: return 'local'
-    return d.variables.get('TPU_NAME', 'local')
+    return 'local' if d.tpu.hardware and has_one_host else d.variables.get('TPU_NAME', 'local')
 
 # %% ../../nbs/devices/04_tensorflow.ipynb #c019
 @lru_cache
@@ -120,9 +115,6 @@ def _start_tpu(address: str):
     "The resolver of a TPU that is ready for use; raises `DeviceError`."
     import tensorflow as tf
     try:
-        if address.startswith('grpc://'): # A server that does not answer within ten seconds raises `OSError`
-            host, _, port = address.removeprefix('grpc://').split(',')[0].partition(':')
-            socket.create_connection((host, int(port or 8470)), timeout=10).close()
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=address)
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
@@ -145,7 +137,7 @@ def _missing_cores(n_devices: int, expected: int, accelerator: str) -> str:
 
 def _start_and_count(d: Detected, address: str) -> int:
     "Start the TPU and count its cores; the `DeviceError` says whether the build is the cause."
-    if 'torch_xla' in d.imported and not address.startswith('grpc://'): raise DeviceError(_TWO_FRAMEWORKS)
+    if 'torch_xla' in d.imported: raise DeviceError(_TWO_FRAMEWORKS)
     build = tensorflow_build(d)
     try:
         _start_tpu(address)
@@ -204,7 +196,7 @@ def _pick_gpus_or_cpu(d: Detected, accelerator: str, precision: str, failure: st
 def pick_tensorflow(accelerator: str = 'auto', precision: str = 'auto', address: str | None = None) -> Device:
     """Start the device for TensorFlow; imports tensorflow. Raises `DeviceError` if a named device is missing.
 
-    The address of a TPU is `local`, a name or `host:port`; None takes it from the environment."""
+    The address of a TPU is `local` or a name; None takes it from the environment."""
     d = detect('tensorflow')
     check_tensorflow(d, accelerator)
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # TensorFlow's start-up messages call for no action

@@ -51,9 +51,6 @@ def tpu_problem(d: Detected) -> str:
     pjrt = d.variables.get('PJRT_DEVICE')
     tpu = d.tpu
     if tpu is None: return machine.NO_TPU
-    if tpu.server:
-        return (f'the TPU is a server at {tpu.server}, and PyTorch/XLA computes only on TPUs of its own machine; '
-                'take a TPU VM')
     if pjrt not in (None, 'TPU'): return f'PJRT_DEVICE={pjrt} keeps PyTorch/XLA off the TPU; unset it'
     if problem := _xla_package_problem(d): return problem
     if not tpu.hardware and pjrt is None:
