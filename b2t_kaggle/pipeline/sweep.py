@@ -237,7 +237,7 @@ def ranges_of(
     fixed: Mapping[str, Any] = {}, # Fixed values from `split_ranges`
 ) -> dict[str, Any]:
     "Optuna's distributions by full name of the key. Raises `ConfigError`."
-    keys = list(config.config_keys())
+    keys = list(config.config_fields())
     ranges: dict[str, str] = {}
     for key, text in texts.items():
         name = full_key(key, keys)

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from ..schema import FRAMEWORKS, ConfigError, Only, Section, describe_errors, section_facts
 from ...core.messages import did_you_mean
-from ...core.reading import MAX_FEATURES, MAX_LAYERS, MAX_MODEL_SIZE
+from ...core.reading import MAX_FEATURES, MAX_MODEL_SIZE
 
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c006
 class EncoderConfig(Section):
@@ -31,20 +31,16 @@ class EncoderConfig(Section):
     n_classes: int = Field(41, ge=2)
     "Classes, K: blank, 39 phonemes, word separator."
     participants: Annotated[dict[str, Annotated[int, Field(ge=1)]], Only('pytorch')] = {}
-    ("Features of each participant, by the prefix of its sessions' names, such as {t12: 256, t15: 512}: an affine map "
-     "for each participant gives `neural_dim` features before the layers per day. {}: one participant, without a map.")
+    "Features of each participant, such as {t12: 256, t15: 512}, mapped to `neural_dim`; {}: one, without a map."
     size_fields: ClassVar[tuple[str, ...]] = ()
     "Fields to lower if the model does not fit into memory."
-    layer_fields: ClassVar[tuple[str, ...]] = ('n_layers',)
-    "Fields that count layers."
 
     @model_validator(mode='after')
     def _sizes_are_possible(self):
         for name, value in self:
-            largest = MAX_LAYERS if name in self.layer_fields else MAX_MODEL_SIZE
-            if any(isinstance(n, int) and n > largest for n in (value if isinstance(value, list) else [value])):
-                raise ValueError(f'model.{name} = {value} is beyond {largest:,}, the limit for any model here; correct '
-                                 'it')
+            numbers = value if isinstance(value, list) else [value]
+            if any(isinstance(n, int) and n > MAX_MODEL_SIZE for n in numbers):
+                raise ValueError(f'model.{name} = {value} is beyond {MAX_MODEL_SIZE:,}, the limit for any model here')
         for name, n in self.participants.items():
             if n <= self.neural_dim: continue
             raise ValueError(f'model.participants says that {name} has {n} features, more than model.neural_dim = '
@@ -132,6 +128,11 @@ def require_encoder(
                           f'{", ".join(names)}')
 
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c011
+def _import_encoder(package: str, name: str, base: type) -> Iterator[type]:
+    "Classes of an encoder's module that derive from a base class."
+    for c in vars(importlib.import_module(f'{package}.{name}')).values():
+        if isinstance(c, type) and issubclass(c, base): yield c
+
 def find_encoder(
     framework: str, # `pytorch` or `tensorflow`
     base: type,     # Base class of its encoders
@@ -139,13 +140,11 @@ def find_encoder(
 ) -> type:
     "The class of an encoder in one framework. Raises `ConfigError` if the framework does not have it."
     require_encoder(framework, name)
-    module = importlib.import_module(f'{_package(framework)}.{name}')
-    classes = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
-    for c in classes:
-        config = vars(c).get('Config') if issubclass(c, base) else None
+    for c in _import_encoder(_package(framework), name, base):
+        config = vars(c).get('Config')
         if config and config.model_fields['name'].default == name: return c
-    raise ConfigError(f'{module.__name__}: expected a class that derives from Encoder and has a Config, with name = '
-                      f'{name!r}')
+    raise ConfigError(f'{_package(framework)}.{name}: expected a class that derives from Encoder and has a Config, with '
+                      f'name = {name!r}')
 
 def encoder_names() -> list[str]:
     "Names of all encoders of all frameworks."
@@ -160,15 +159,12 @@ def encoder_config(
         names = encoder_names()
         raise ConfigError(f'model.name: there is no encoder {name!r}, expected {" or ".join(map(repr, names))}'
                           f'{did_you_mean(str(name), names)}')
-    try: module = importlib.import_module(f'{package}.{name}')
+    try: classes = list(_import_encoder(package, name, Section)) # The package's EncoderConfig is not this notebook's
     except Exception as e: # An unfinished encoder must not keep others from being used
-        reason = str(e) if isinstance(e, ImportError) else f'{type(e).__name__}: {e}'
-        raise ConfigError(f'model.name = {name}: the encoder in {package} cannot be imported ({reason})') from e
-    for c in vars(module).values():
-        if isinstance(c, type) and issubclass(c, Section): # The package's EncoderConfig is not the one of this notebook
-            field = c.model_fields.get('name')
-            if field and field.default == name: return cast(type[EncoderConfig], c)
-    raise ConfigError(f'{module.__name__}: expected a class that derives from EncoderConfig, with name = {name!r}')
+        raise ConfigError(f'model.name = {name}: the encoder in {package} cannot be imported ({e!r})') from e
+    for c in classes:
+        if 'name' in c.model_fields and c.model_fields['name'].default == name: return cast(type[EncoderConfig], c)
+    raise ConfigError(f'{package}.{name}: expected a class that derives from EncoderConfig, with name = {name!r}')
 
 def encoder_configs() -> dict[str, type[EncoderConfig]]: # Configuration classes by name
     "All encoders that can be imported here: others are unfinished, or their framework is not installed."

@@ -41,7 +41,6 @@ class StacksConfig(PatchedConfig):
     value_head_dim: ClassVar[int] = 12 # Numbers per value of a head
     pos_dim: ClassVar[int] = 48 # Columns of the table of relative positions
     size_fields = 'encoder_dim', 'feedforward_dim'
-    layer_fields = ('num_encoder_layers',)
 
     @model_validator(mode='after')
     def _stacks_fit(self):
