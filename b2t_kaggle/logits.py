@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
+from fastcore.basics import patch
 
 from .config import Config
 from .core.files import atomic_path, scratch_folder
@@ -101,6 +102,8 @@ class LogitStore:
 
     def __reduce__(self): return type(self), (self.path,) # Another process maps the file again
 
+    def _trials(self) -> list[tuple[str, str]]: return list(self.index[_TRIAL].itertuples(index=False, name=None))
+
     @property
     def index(self) -> pd.DataFrame:
         "One row for each trial, as it was given to `write`."
@@ -115,7 +118,17 @@ class LogitStore:
     ) -> 'LogitStore':
         """The average of several models, normalised; frames of slower models are aligned with the fastest one's. Raises
         `LogitError` for stores with other trials or classes, or frames that cannot be aligned."""
-        return _average_stores(stores, path, mean, weights)
+        if mean not in ('log_prob', 'prob'): raise LogitError(f'mean is {mean!r}, expected log_prob or prob')
+        if not stores: raise LogitError('there are no stores to average')
+        w = None if weights is None else _normalized(weights, len(stores))
+        reference = _check_stores(stores)
+        if path is None:
+            with scratch_folder() as d: return cls.average(stores, d/'average.arrow', mean, weights)
+        provenance = dict(average=mean, members=[s.provenance for s in stores])
+        if reference: provenance['frames_of'] = reference # Index of the member whose frames these are, by default 0
+        if w is not None: provenance['weights'] = w.tolist()
+        arrays = (_mean(_aligned(stores, reference, i), mean, w) for i in range(len(stores[0])))
+        return cls.write(path, arrays, stores[0].index, provenance)
 
 # %% ../nbs/01_logits.ipynb #c015
 class FrameTimes(NamedTuple):
@@ -152,25 +165,35 @@ def _nearest_frames(times: np.ndarray, candidates: np.ndarray) -> np.ndarray:
     return np.where(times - candidates[earlier] <= candidates[later] - times + 1e-9, earlier, later)
 
 # %% ../nbs/01_logits.ipynb #c018
-def _is_unexplained(a: LogitStore, b: LogitStore) -> bool:
-    "Whether the numbers of frames differ, and no difference in speed explains it."
-    same = a.n_frames == b.n_frames
-    if same.all(): return False
-    times = frame_times(a.provenance), frame_times(b.provenance)
-    if None in times: return bool((same & (a.n_frames > 0)).any())
-    return times[0] == times[1]
+@patch
+def _check_alike(self: LogitStore, other: LogitStore) -> None:
+    "Raise `LogitError` if two stores have different trials or classes, or frames that cannot be aligned."
+    def refuse(problem, x, y): raise LogitError(f'{self.path} and {other.path} cannot be averaged: {problem}, {x} and '
+                                                f'{y}; average stores of the same split and patching')
+    if len(self) != len(other): refuse('they hold different numbers of trials', len(self), len(other))
+    if self.n_classes != other.n_classes:
+        refuse('they have different numbers of classes', self.n_classes, other.n_classes)
+    for x, y in zip(self._trials(), other._trials()):
+        if x != y: refuse('they hold different trials', ' '.join(x), ' '.join(y))
+    same = self.n_frames == other.n_frames
+    if same.all(): return
+    times = frame_times(self.provenance), frame_times(other.provenance)
+    if (same & (self.n_frames > 0)).any() if None in times else times[0] == times[1]: # No difference in speed
+        i = np.flatnonzero(~same)[0]
+        refuse(f'trial {i} has different numbers of frames', self.n_frames[i], other.n_frames[i])
 
 def _check_stores(stores: Sequence[LogitStore]) -> int:
-    "Index of the fastest store, to whose frames the others are aligned. Raises `LogitError` where two do not fit."
-    for s in stores[1:]: _check_alike(stores[0], s)
+    "Index of the fastest store, to whose frames the others are aligned. Raises `LogitError` if two do not fit."
+    for s in stores[1:]: stores[0]._check_alike(s)
     reference = int(np.argmax([s.n_frames.sum() for s in stores]))
+    fastest = stores[reference]
     for s in stores:
-        if _is_unexplained(stores[reference], s): _check_alike(stores[reference], s)
-        silent = np.flatnonzero((s.n_frames == 0) & (stores[reference].n_frames > 0))
+        fastest._check_alike(s)
+        silent = np.flatnonzero((s.n_frames == 0) & (fastest.n_frames > 0))
         if len(silent):
-            trial = ' '.join(s.index[_TRIAL].iloc[silent[0]])
-            raise LogitError(f'{s.path} has no frame of {trial}, which is too short for it, and cannot be averaged '
-                             f'with {stores[reference].path}; leave the model or the trial out')
+            trial = ' '.join(s._trials()[silent[0]])
+            raise LogitError(f'{s.path} has no frame of {trial}, which is too short for it, and cannot be averaged with '
+                             f'{fastest.path}; leave the model or the trial out')
     return reference
 
 def _aligned(stores: Sequence[LogitStore], reference: int, i: int) -> list[np.ndarray]:
@@ -190,18 +213,6 @@ def _aligned(stores: Sequence[LogitStore], reference: int, i: int) -> list[np.nd
     return arrays
 
 # %% ../nbs/01_logits.ipynb #c020
-def _check_alike(a: LogitStore, b: LogitStore) -> None:
-    "Raise `LogitError` where two stores do not have the same trials and classes, or frames that cannot be aligned."
-    def refuse(problem, x, y): raise LogitError(f'{a.path} and {b.path} cannot be averaged: {problem}, {x} and {y}; '
-                                                'average stores of the same split and patching')
-    if len(a) != len(b): refuse('they hold different numbers of trials', len(a), len(b))
-    if a.n_classes != b.n_classes: refuse('they have different numbers of classes', a.n_classes, b.n_classes)
-    for x, y in zip(*(s.index[_TRIAL].itertuples(index=False) for s in (a, b))):
-        if x != y: refuse('they hold different trials', ' '.join(x), ' '.join(y))
-    if not _is_unexplained(a, b): return
-    i = np.flatnonzero(a.n_frames != b.n_frames)[0]
-    refuse(f'trial {i} has different numbers of frames', a.n_frames[i], b.n_frames[i])
-
 def _mean(arrays: Sequence[np.ndarray], mean: str, weights: np.ndarray | None = None) -> np.ndarray:
     "Normalised mean of log-probabilities [T', K] of several models; weights sum to 1."
     x = np.stack(arrays).astype(np.float64)
@@ -217,25 +228,8 @@ def _normalized(weights: Sequence[float], n: int) -> np.ndarray:
         raise LogitError(f'weights are {list(weights)}, expected {n} numbers of at least 0, not all 0')
     return w/w.sum()
 
-# %% ../nbs/01_logits.ipynb #c022
-def _average_stores(stores: Sequence[LogitStore], path: str | Path | None, mean: str,
-                    weights: Sequence[float] | None) -> LogitStore:
-    "See `LogitStore.average`."
-    if mean not in ('log_prob', 'prob'): raise LogitError(f'mean is {mean!r}, expected log_prob or prob')
-    if not stores: raise LogitError('there are no stores to average')
-    w = None if weights is None else _normalized(weights, len(stores))
-    reference = _check_stores(stores)
-    if path is None:
-        with scratch_folder() as d: return _average_stores(stores, d/'average.arrow', mean, weights)
-    provenance = dict(average=mean, members=[s.provenance for s in stores])
-    if reference: provenance['frames_of'] = reference # Index of the member whose frames these are, by default 0
-    if w is not None: provenance['weights'] = w.tolist()
-    arrays = (_mean(_aligned(stores, reference, i), mean, w) for i in range(len(stores[0])))
-    return LogitStore.write(path, arrays, stores[0].index, provenance)
-
-# %% ../nbs/01_logits.ipynb #c031
+# %% ../nbs/01_logits.ipynb #c030
 _SPLITS = ('train', 'val', 'test')
-_FACTS = ('block', 'trial', 'n_bins', 'sentence') # Columns to compare if both indices have them
 
 def _splits(provenance: Mapping) -> set[str]:
     "The splits in a provenance, and in the members of an average."
@@ -248,16 +242,12 @@ def split_of(store: LogitStore) -> str | None:
     if len(splits) > 1: raise LogitError(f'{store.path}: says of itself that it is of {" and ".join(sorted(splits))}')
     return next(iter(splits), None)
 
-# %% ../nbs/01_logits.ipynb #c033
-def _rows(index: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
-    "Rows of an index as tuples; missing values become None."
-    table = index[list(columns)].astype(object)
-    return list(table.where(table.notna(), None).itertuples(index=False, name=None))
-
-def _index_difference(store: LogitStore, index: pd.DataFrame) -> str:
-    "The first difference between a store's trials and the expected ones; '' if they agree."
-    ours = _rows(index, _TRIAL)
-    theirs = _rows(store.index, _TRIAL)
+# %% ../nbs/01_logits.ipynb #c032
+@patch
+def _index_difference(self: LogitStore, index: pd.DataFrame) -> str:
+    "The first difference between the store's trials and the expected ones; '' if they agree."
+    ours = list(index[_TRIAL].itertuples(index=False, name=None))
+    theirs = self._trials()
     if ours != theirs:
         expected, present = set(ours), set(theirs)
         missing = [t for t in ours if t not in present]
@@ -265,15 +255,14 @@ def _index_difference(store: LogitStore, index: pd.DataFrame) -> str:
         parts = [f'{len(trials)} trials {problem}, such as {printable(" ".join(trials[0]))}'
                  for trials, problem in ((missing, 'are missing'), (extra, 'are not among the packed ones')) if trials]
         return ' and '.join(parts) or 'the trials are in another order'
-    columns = [c for c in _FACTS if c in index and c in store.index]
-    for trial, x, y in zip(ours, _rows(store.index, columns), _rows(index, columns)):
-        for column, a, b in zip(columns, x, y):
-            if a != b: return f'{" ".join(trial)} has {column} {a!r}, in the packed sessions it is {b!r}'
-    if 'n_bins' not in index: return ''
-    too_long = np.flatnonzero(store.n_frames > index['n_bins'].to_numpy())
+    for column in 'n_bins', 'sentence':
+        if column not in index or column not in self.index: continue
+        for trial, x, y in zip(ours, self.index[column].fillna('').tolist(), index[column].fillna('').tolist()):
+            if x != y: return f'{" ".join(trial)} has {column} {x!r}, in the packed sessions it is {y!r}'
+    too_long = np.flatnonzero(self.n_frames > index['n_bins'].to_numpy()) if 'n_bins' in index else ()
     return f'{" ".join(ours[too_long[0]])} has more frames than bins' if len(too_long) else ''
 
-# %% ../nbs/01_logits.ipynb #c036
+# %% ../nbs/01_logits.ipynb #c035
 def sort_stores(
     paths: Sequence[str | Path],         # LogitStores of one or several models
     indices: Mapping[str, pd.DataFrame], # Index of the packed trials by split
@@ -284,7 +273,7 @@ def sort_stores(
         split = split_of(store)
         if split is not None and split not in indices:
             raise LogitError(f'{store.path} is of the split {split}, expected {" or ".join(indices)}; leave it out')
-        differences = {s: _index_difference(store, indices[s]) for s in ([split] if split else indices)}
+        differences = {s: store._index_difference(indices[s]) for s in ([split] if split else indices)}
         fits = [s for s, difference in differences.items() if not difference]
         if len(fits) > 1:
             raise LogitError(f'{store.path}: its trials may be those of {" or ".join(fits)}, and it does not say of '
@@ -309,14 +298,9 @@ def take_stores(
 ) -> dict[str, LogitStore]:              # A store for each split in `paths`
     "Copy or average the log-probabilities of each split. Raises `LogitError` for stores of other trials."
     by_split = sort_stores(paths, indices)
-    for k, stores in enumerate(zip(*by_split.values()) if weights is not None else ()):
-        configs = [s.provenance['config'] for s in stores if 'config' in s.provenance]
-        if any(c != configs[0] for c in configs):
-            raise LogitError(f'{" and ".join(str(s.path) for s in stores)} are of different models, and both would get '
-                             f'weight {k + 1}; give the models in the same order in each split')
     for split, stores in by_split.items():
         target = Path(folder)/f'{split}.arrow'
         with atomic_path(target, suffix='') as partial:
             if len(stores) == 1: shutil.copyfile(stores[0].path, partial)
-            else: _average_stores(stores, partial, mean, weights)
+            else: LogitStore.average(stores, partial, mean, weights)
     return {split: LogitStore.open(Path(folder)/f'{split}.arrow') for split in by_split}

@@ -1,5 +1,5 @@
-"""Locks: processes exclude each other, whichever of them are killed, and none waits for a file without a holder, also on
-a file system without `flock`."""
+"""Locks: processes exclude each other, whichever of them are killed, and none waits for a file without a holder, also
+if the file system has no `flock`."""
 import errno
 import os
 import sqlite3

@@ -143,8 +143,8 @@ def find_encoder(
     for c in _import_encoder(_package(framework), name, base):
         config = vars(c).get('Config')
         if config and config.model_fields['name'].default == name: return c
-    raise ConfigError(f'{_package(framework)}.{name}: expected a class that derives from Encoder and has a Config, with '
-                      f'name = {name!r}')
+    raise ConfigError(f'{_package(framework)}.{name}: expected a class that derives from Encoder and has a Config, '
+                      f'with name = {name!r}')
 
 def encoder_names() -> list[str]:
     "Names of all encoders of all frameworks."
