@@ -192,8 +192,8 @@ def _check_stores(stores: Sequence[LogitStore]) -> int:
         silent = np.flatnonzero((s.n_frames == 0) & (fastest.n_frames > 0))
         if len(silent):
             trial = ' '.join(s._trials()[silent[0]])
-            raise LogitError(f'{s.path} has no frame of {trial}, which is too short for it, and cannot be averaged with '
-                             f'{fastest.path}; leave the model or the trial out')
+            raise LogitError(f'{s.path} has no frame of {trial}, which is too short for it, and cannot be averaged '
+                             f'with {fastest.path}; leave the model or the trial out')
     return reference
 
 def _aligned(stores: Sequence[LogitStore], reference: int, i: int) -> list[np.ndarray]:
