@@ -142,7 +142,7 @@ class FrameTimes(NamedTuple):
         return self.begin + np.arange(n_frames)*self.stride + self.length/2
 
     def in_ms(self) -> dict[str, float]: # `frame_ms` and `frame_offset_ms` of a `LexiconBeamDecoder`
-        """Time from one frame to the next, and where the first one begins, in milliseconds from the start of the trial.
+        """Time from one frame to the next, and beginning of the first one, in milliseconds from the start of the trial.
 
         A frame stands for the `stride` bins of 20 ms around its middle, though its patch may be longer. Two delays of
         less than a frame are not corrected: causal smoothing, and the second patch of a Zipformer's frame."""
@@ -154,7 +154,7 @@ def frame_times(provenance: Mapping) -> FrameTimes | None:
     try:
         model = Config.model_validate(provenance['config']).model
         begin = int(provenance.get('first_bin', 0))
-    except (KeyError, TypeError, ValueError): return None # Of another program or version
+    except (KeyError, TypeError, ValueError): return None # Written by another program or version
     length = next((n for n in range(1, 1000) if model.n_frames(n) >= 1), None)
     return FrameTimes(model.frame_stride(), length, begin) if length else None
 
@@ -266,7 +266,7 @@ def _index_difference(self: LogitStore, index: pd.DataFrame) -> str:
 def sort_stores(
     paths: Sequence[str | Path],         # LogitStores of one or several models
     indices: Mapping[str, pd.DataFrame], # Index of the packed trials by split
-) -> dict[str, list[LogitStore]]:        # The same number of stores for each split, in the order of `paths`
+) -> dict[str, list[LogitStore]]:        # Equal numbers of stores for each split, in the order of `paths`
     "Stores by split. Raises `LogitError` for stores of other trials."
     by_split = {}
     for store in map(LogitStore.open, paths):

@@ -21,7 +21,7 @@ from b2t_kaggle.devices.machine import (
     tpu_type,
 )
 from b2t_kaggle.devices.tensorflow import plan_tensorflow, tensorflow_address
-from b2t_kaggle.devices.torch import pick_torch, plan_torch, xla_pair
+from b2t_kaggle.devices.torch import pick_torch, plan_torch
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ('torch', 'torch_xla', 'tensorflow', 'jax', 'keras')
@@ -264,10 +264,10 @@ def test_errors(name, accelerator, precision, message, tmp_path):
 
 @pytest.mark.parametrize('change, message', [
     (dict(packages={'torch': '2.13.0+cpu'}),
-     "torch_xla is not installed (torch 2.13.0+cpu); pip install 'torch==2.9.0' 'torch_xla==2.9.0'"),
+     "torch_xla is not installed (torch 2.13.0+cpu); pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"),
     (dict(packages={'torch_xla': '2.8.0'}),
-     "torch is not installed (torch_xla 2.8.0); pip install 'torch==2.8.0' 'torch_xla==2.8.0'"),
-    (dict(packages={'torch': '2.9.1', 'torch_xla': '2.8.0'}), "pip install 'torch==2.9.1' 'torch_xla==2.9.0'"),
+     "torch is not installed (torch_xla 2.8.0); pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"),
+    (dict(packages={'torch': '2.9.1', 'torch_xla': '2.8.0'}), "pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"),
     (dict(imported=frozenset({'tensorflow'})), 'TensorFlow is imported in this process'),
     (dict(variables={'PJRT_DEVICE': 'CPU', 'XLA_DOWNCAST_BF16': '1'}), 'XLA_DOWNCAST_BF16=1 makes torch_xla store'),
 ])
@@ -406,11 +406,6 @@ def test_pick_refuses_before_it_imports(monkeypatch):
 
 def test_variables_that_say_nothing():
     assert seen_variables({'ISTPUVM': 'False', 'COLAB_TPU_1VM': ' ', 'XLA_USE_BF16': '0', 'PATH': '/bin'}) == {}
-
-
-def test_pair_for_a_newer_torch_xla_keeps_to_what_is_used():
-    command = xla_pair({'torch': '2.13.0', 'torch_xla': '2.11.0'}, tpu=False)
-    assert command == "pip install 'torch==2.9.0' 'torch_xla==2.9.0'"
 
 
 def python(code, tmp_path, **env):

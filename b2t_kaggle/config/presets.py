@@ -45,7 +45,7 @@ _BEST: dict[str, dict[str, dict[str, Any]]] = {
         'train': _TIME_MASKED['train'] | _REFINED,        # The authors' values, but for `_REFINED`
     },
     'best-tpu': { # Field: 2.79 % WER (public) for one model, in a stack in which a GRU has 4.45
-        'model': _MAMBA | dict(n_units=2048, projection_units=4096), # As `mamba`, too large for a T4
+        'model': _MAMBA | dict(n_units=2048, projection_units=4096), # Sizes of `mamba`, too large for a T4
         # Time masks simulated, Mamba: −0.8 points (−1.3 to −0.3)
         'augment': dict(time_masks=20, time_mask_max=0.05) | _ELECTRODES,
         'train': _MAMBA_TRAIN | _REFINED | dict(accumulate=2), # Four trials at once on each of eight cores of 16 GB

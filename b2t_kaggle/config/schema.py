@@ -33,7 +33,7 @@ class InputFile(Fact):
     or_name: bool = False # Whether text that is not a path is a name on a hub, which counts
 
     def is_place(self, value: Any) -> bool:
-        "Whether a value only says where files are."
+        "Whether a value is only the location of files."
         return not self.or_name or Path(value).exists()
 
     def __str__(self): return 'input folder or file, or a name on the hub' if self.or_name else 'input file'
@@ -54,7 +54,7 @@ class SameResult(Fact):
 class Only(Fact):
     "Values other than the default, or only `value`, belong to one framework."
     framework: str          # `pytorch` or `tensorflow`
-    value: str | None = None # None: all values but the default
+    value: str | None = None # Value that belongs to the framework; None: all values but the default
 
     def excludes(self,
         framework: str, # `pytorch` or `tensorflow`

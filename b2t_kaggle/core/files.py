@@ -109,7 +109,7 @@ _MESSAGES = re.compile(r'errno = (?P<number>\d+)|(?P<full>No space left on devic
 
 def write_error(error: Exception, path: Path, scratch: Path) -> WriteError | None:
     "The error about a file, or its temporary name, for an exception; `None` if the exception is not about writing."
-    number, name = 0, None # Of the system's error that caused the exception
+    number, name = 0, None # Number and file name in the system's error that caused the exception
     cause: BaseException | None = error
     while cause is not None and not number:
         if isinstance(cause, OSError) and cause.errno: number, name = cause.errno, cause.filename

@@ -44,7 +44,7 @@ def _text(cell) -> str:
 def table(
     rows: Sequence[Mapping], # Each with the same keys
 ) -> str:
-    "A table as HTML, empty where there are no rows."
+    "A table as HTML; empty if there are no rows."
     if not rows: return ''
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     numeric = {name for name, cells in columns.items() if all(_NUMBER.fullmatch(_text(cell)) for cell in cells)}
@@ -76,23 +76,23 @@ def _shaded(word: str, confidence: float) -> str:
 
 def aligned(
     reference: Sequence[str],  # Words or phonemes
-    hypothesis: Sequence[str], # The same
+    hypothesis: Sequence[str], # Decoded words or phonemes
     confidences: Sequence[float] = (), # Confidence of each word of the hypothesis, if known
 ) -> str:
-    "The shortest alignment as HTML: `del` what the hypothesis lacks, `ins` what it has instead, or has too much."
+    "The shortest alignment as HTML: missing words in `del`, substituted and inserted words in `ins`."
     shown = [_shaded(w, c) for w, c in zip(hypothesis, confidences or [1.]*len(hypothesis), strict=True)]
     parts = []
     for op in Levenshtein.opcodes(reference, hypothesis):
         expected = html.escape(' '.join(reference[op.src_start:op.src_end]))
-        found = ' '.join(shown[op.dest_start:op.dest_end])
-        if op.tag == 'equal': parts.append(found)
-        else: parts += [f'<{tag}>{text}</{tag}>' for tag, text in (('del', expected), ('ins', found)) if text]
+        decoded = ' '.join(shown[op.dest_start:op.dest_end])
+        if op.tag == 'equal': parts.append(decoded)
+        else: parts += [f'<{tag}>{text}</{tag}>' for tag, text in (('del', expected), ('ins', decoded)) if text]
     return ' '.join(parts)
 
 # %% ../../nbs/core/08_pages.ipynb #c018
 _PAINT = {'#000000': 'currentColor', 'black': 'currentColor', '#ffffff': 'var(--paper, #fff)',
           'white': 'var(--paper, #fff)'}
-# Those of matplotlib's lines that are too dark on a dark page
+# Colours of matplotlib's lines that are too dark on a dark page
 _PAINT |= {colour: f'var(--line-{name}, {colour})' for name, colour in
            dict(blue='#1f77b4', red='#d62728', purple='#9467bd', brown='#8c564b').items()}
 

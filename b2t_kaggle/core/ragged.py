@@ -53,7 +53,7 @@ def _numpy_type(arrow_type: pa.DataType) -> tuple[np.dtype, tuple[int, ...]]:
 
 # %% ../../nbs/core/10_ragged.ipynb #c011
 def _cast_into(out: np.ndarray, x: np.ndarray) -> None:
-    "Copy with rounding; raises `RaggedError` where values of `x` do not fit into the type of `out`."
+    "Copy with rounding; raises `RaggedError` if values of `x` do not fit into the type of `out`."
     floats = x.dtype.kind == out.dtype.kind == 'f'
     if not floats and not np.can_cast(x.dtype, out.dtype, 'safe'):
         raise RaggedError(f'has values of type {x.dtype}, expected {out.dtype}; convert them first')
@@ -111,11 +111,11 @@ class RaggedWriter:
     """Writes arrays of one type to one file, as a stream. A context manager: the file is in place when the block ends,
     and unchanged if the block raises."""
     def __init__(self,
-        path: str | Path,                 # File to write; its folder is made where it is missing
+        path: str | Path,                 # File to write; its folder is made if it is missing
         dtype: str | np.dtype,            # Stored type of the values
         item_shape: tuple[int, ...] = (), # Shape of an array without its first axis
         schema: pa.Schema | None = None,  # Columns of the index
-        kind: str = 'arrays',             # Their kind; a reader may insist on it
+        kind: str = 'arrays',             # Kind of the arrays, which a reader may require
         metadata: dict | None = None,     # Anything that JSON can hold
         chunk_bytes: int = 64 << 20,      # Values in memory at a time
     ):
@@ -131,7 +131,7 @@ class RaggedWriter:
         self._n_written = 0 # Chunks
         item_bytes = dtype.itemsize*math.prod(self.item_shape)
         self._size = max(1, chunk_bytes//item_bytes)
-        self._values = np.empty((0, *self.item_shape), dtype) # The chunk's arrays, one behind the other
+        self._values = np.empty((0, *self.item_shape), dtype) # The chunk's arrays, one after the other
         self._clear()
 
     def _clear(self) -> None:
@@ -187,10 +187,6 @@ class RaggedWriter:
     def __exit__(self, *error): return self._open.__exit__(*error)
 
 # %% ../../nbs/core/10_ragged.ipynb #c023
-# Errors of Arrow for bytes that make no sense
-_DAMAGE = (pa.ArrowException, OSError, NotImplementedError, UnicodeDecodeError, ValueError, TypeError, KeyError,
-           IndexError, AttributeError, OverflowError, MemoryError)
-
 def _one_line(e: Exception) -> str:
     "An exception's message, shortened."
     return ' '.join(str(e).split())[:200] or type(e).__name__
@@ -205,7 +201,7 @@ def _open_arrow(path: Path) -> tuple[pa.Buffer, pa.RecordBatchFileReader, dict]:
         names = reader.schema.names
     except FileNotFoundError: raise RaggedError(f'{path}: no such file') from None
     except ReadError as e: raise RaggedError(str(e)) from None
-    except _DAMAGE as e:
+    except Exception as e: # Arrow's errors of bytes without a sense are of many kinds
         raise RaggedError(f'{path}: not an Arrow IPC file, or cut off ({_one_line(e)}); make it again') from None
     if _KEY not in metadata or _VALUES not in names:
         raise RaggedError(f'{path}: an Arrow file, but not written by b2t_kaggle')
@@ -229,7 +225,7 @@ def _read_chunk(reader: pa.RecordBatchFileReader, k: int, path: Path) -> tuple[p
             raise RaggedError('the index is not as it was written')
         if len(crc32['arrays']) != len(batch): raise RaggedError('its checksums are not as they were written')
         return batch, crc32['arrays']
-    except _DAMAGE as e: raise RaggedError(f'{path}: damaged ({_one_line(e)}); make it again') from None
+    except Exception as e: raise RaggedError(f'{path}: damaged ({_one_line(e)}); make it again') from None
 
 def _locate(batch: pa.RecordBatch, address: int) -> tuple[np.ndarray, np.ndarray]:
     "Beginnings of the arrays of a chunk, in bytes from `address`, and their lengths, `[n]` each."
@@ -283,7 +279,7 @@ class Ragged:
         return f'{type(self).__name__}({str(self.path)!r}: {len(self)} {self.kind}, {self.dtype} {shape})'
 
     def _view(self, i: int) -> np.ndarray:
-        "Array `i`, whatever it holds."
+        "Array `i` without a check."
         start = int(self.starts[i])
         n = int(self.lengths[i])
         return self.flat[start:start + n*self._item_size].reshape(n, *self.item_shape)
@@ -291,7 +287,7 @@ class Ragged:
     def verify(self,
         arrays: np.ndarray, # Indices [n] of those that are about to be read from `flat`
     ) -> None:
-        "Raise `RaggedError` where one is not as it was written; each is looked at once."
+        "Raise `RaggedError` if an array is not as it was written; each is checked once."
         for i in np.unique(arrays[~self._verified[arrays]]):
             if _checksum(self._view(i)) != self._checksums[i]:
                 changed = file_state(self.path) != self._state
@@ -301,7 +297,7 @@ class Ragged:
             self._verified[i] = True
 
     def __getitem__(self, i: int) -> np.ndarray:
-        "Array `i` as a view [n, *item_shape] of the mapped file. Raises `RaggedError` where it is damaged."
+        "Array `i` as a view [n, *item_shape] of the mapped file. Raises `RaggedError` if it is damaged."
         i = range(len(self))[i]
         if not self._verified[i]: self.verify(np.array([i]))
         return self._view(i)
@@ -321,17 +317,16 @@ def write_ragged(
 ) -> Ragged:
     "Write arrays with their index; raises `RaggedError` without arrays, or with another number of rows of the index."
     table = None if index is None else pa.Table.from_pandas(index, preserve_index=False).replace_schema_metadata(None)
-    rows = itertools.repeat({}) if table is None else iter(table.to_pylist())
-    n_rows = 0 if index is None else len(index)
+    rows = None if table is None else table.to_pylist()
     arrays = map(np.asarray, arrays)
     first = next(arrays, None)
     if first is None: raise RaggedError(f'{path}: there are no arrays to write')
     schema = None if table is None else table.schema
     with RaggedWriter(path, first.dtype, first.shape[1:], schema, kind, metadata) as w:
-        for x in itertools.chain([first], arrays):
-            row = next(rows, None)
-            if row is None: raise RaggedError(f'{path}: more arrays than the {n_rows} rows of the index')
-            w.append(x, **row)
-        n_left = 0 if table is None else len(list(rows))
-        if n_left: raise RaggedError(f'{path}: {n_rows} rows of the index, but {n_rows - n_left} arrays')
+        for n, x in enumerate(itertools.chain([first], arrays), 1):
+            if rows is not None and n > len(rows):
+                raise RaggedError(f'{path}: more arrays than the {len(rows)} rows of the index')
+            w.append(x, **({} if rows is None else rows[n - 1]))
+        if rows is not None and n < len(rows):
+            raise RaggedError(f'{path}: {len(rows)} rows of the index, but {n} arrays')
     return Ragged(path)

@@ -27,27 +27,27 @@ if TYPE_CHECKING: # Programs that read no HDF5 need not wait for it
 
 # %% ../../nbs/core/03_reading.ipynb #c006
 MAX_YAML_BYTES = 1 << 20      # The official args.yaml of 45 sessions has 6 kB; PyYAML reads 1 MB in seconds
-MAX_BINS = 90_000             # Of a trial: half an hour of 20 ms, 184 MB; the longest sentence takes half a minute
-MAX_LABELS = 10_000           # Of a trial; the official files have room for 500
-MAX_ATTRIBUTE_BYTES = 1 << 16 # A sentence has a hundred
-MAX_EXPANSION = 100           # Bytes of a data set for each that is in the file; recordings do not shrink to a tenth
+MAX_BINS = 90_000             # Bins of a trial: half an hour, 184 MB; the longest sentence takes half a minute
+MAX_LABELS = 10_000           # Labels of a trial; the official files have room for 500
+MAX_ATTRIBUTE_BYTES = 1 << 16 # Size of an attribute; a sentence has a hundred bytes
+MAX_EXPANSION = 100           # Unpacked bytes for each byte in the file; recordings do not shrink to a tenth
 SMALL_BYTES = 1 << 20         # Size that may be read whatever it expands to
-MAX_LINE_BYTES = 1 << 24      # Of a text, which may be compressed to a thousandth: a book has ten times less
-MAX_MEMBER_BYTES = 1 << 26    # Of a member of an archive that is read whole; the largest one has 28 million
-MAX_NGRAM_BYTES = 1 << 16     # Of a line of an n-gram model: a few words
-MAX_WHOLE = 10**12            # Of any whole number of a configuration; 64 bits hold it, and its product with a size
-MAX_FEATURES = 8_192          # Per bin; the arrays give 512, and each day has a matrix of their square
+MAX_LINE_BYTES = 1 << 24      # Length of a line of text; a whole book has a tenth of that
+MAX_MEMBER_BYTES = 1 << 26    # Size of a member of an archive that is read whole; the largest one has 28 million
+MAX_NGRAM_BYTES = 1 << 16     # Length of a line of an n-gram model: a few words
+MAX_WHOLE = 10**12            # Largest whole number in a configuration; 64 bits hold it and its product with a size
+MAX_FEATURES = 8_192          # Features of a bin; the arrays give 512, and each day has a matrix of their square
 MAX_MODEL_SIZE = 100_000      # Units, features, classes or bins of a model, in a configuration
-MAX_LAYERS = 1_000            # Of a model; the deepest encoder here has 20
+MAX_LAYERS = 1_000            # Layers of a model; the deepest encoder here has 20
 
 class ReadError(ValueError):
-    "A file that is not read; the message names it, what was found, and what to do."
+    "A file that cannot be read; the message names it, what was found, and what to do."
 
 def expands_too_far(
     unpacked: int, # Bytes that compressed data claim to have, or had so far
     packed: int,   # Bytes in the file
 ) -> bool:
-    "Whether data expand so far beyond their size in the file that they are no recordings, models or text."
+    "Whether data expand so far beyond their size in the file that they cannot be recordings, models or text."
     return unpacked > max(SMALL_BYTES, MAX_EXPANSION*packed)
 
 # %% ../../nbs/core/03_reading.ipynb #c008
@@ -61,7 +61,7 @@ def read_text(
     path: str | Path,            # UTF-8
     max_bytes: int | None = None, # Largest size; None allows any
 ) -> str:
-    "A text file, without a byte order mark. Raises `OSError`, or `ReadError` for a larger one or other than UTF-8."
+    "The text of a file, without a byte order mark. Raises `OSError`, or `ReadError` if it is larger or not UTF-8."
     path = Path(path)
     check_is_file(path)
     with open(path, 'rb') as f: data = f.read(-1 if max_bytes is None else max_bytes + 1)
@@ -79,7 +79,7 @@ def split_lines(text: str) -> list[str]:
 
 # %% ../../nbs/core/03_reading.ipynb #c011
 def splits_in_name(path: str | Path) -> set[str]:
-    "Splits (`train`, `val`, `test`) that are words of a file's name: of `theirs_val.jsonl` it is `val`."
+    "Splits (`train`, `val`, `test`) that occur as words in a file's name, such as `val` in `theirs_val.jsonl`."
     return {'train', 'val', 'test'} & set(re.findall('[a-z]+', Path(path).stem.lower()))
 
 def read_member(
@@ -93,12 +93,12 @@ def read_member(
 
 # %% ../../nbs/core/03_reading.ipynb #c014
 class _Lines(io.RawIOBase):
-    "A file whose lines have a limit, which is looked at when bytes are read."
+    "A file with a limit on the length of lines, which is checked when bytes are read."
     def __init__(self, f: io.BufferedIOBase, path: Path, max_bytes: int):
         self.f = f
         self.path = path
         self.max_bytes = max_bytes
-        self.length = 0 # Of the line that is read
+        self.length = 0 # Bytes of the current line so far
 
     def readable(self) -> bool: return True
 
@@ -132,7 +132,7 @@ def parse_json(text: str | bytes) -> Any:
     except ValueError as e: raise ValueError(f'not JSON ({e})') from None
 
 def is_finite_number(value) -> bool:
-    "Whether a value of a JSON text is a number that can be calculated with; `NaN` and `1e999` can be written in JSON."
+    "Whether a value from JSON is a finite number; JSON may contain `NaN` and `1e999`."
     if isinstance(value, bool) or not isinstance(value, int | float): return False
     try: return math.isfinite(value)
     except OverflowError: return False  # an integer beyond floats
@@ -183,16 +183,16 @@ def parse_yaml(text: str) -> Any:
 
 # %% ../../nbs/core/03_reading.ipynb #c022
 def read_yaml_file(path: str | Path) -> Any:
-    "The value in a YAML file. Raises `OSError` where it cannot be opened, `ReadError` for anything but YAML in UTF-8."
+    "The value in a YAML file. Raises `OSError` if it cannot be opened, `ReadError` if it is not YAML in UTF-8."
     text = read_text(path, MAX_YAML_BYTES)
     try: return parse_yaml(text)
     except ValueError as e: raise ReadError(f'{path}: {e}; correct that line, or fetch the file again') from None
 
 # %% ../../nbs/core/03_reading.ipynb #c025
 def open_hdf5(path: str | Path) -> 'h5py.File':
-    """A file to be read. It is locked against writers only where its file system has locks: NFS and Lustre can be
-    mounted without. Raises `ReadError` for no file and where another process has it open for writing, `OSError` where
-    HDF5 cannot open it."""
+    """Open a file to read it, locked against writers if its file system has locks (NFS and Lustre may have none).
+    Raises `ReadError` for a pipe or device, or if another process has it open for writing, `OSError` if HDF5 cannot
+    open it."""
     import h5py
     check_is_file(path)
     try: return h5py.File(path, 'r')
@@ -239,7 +239,7 @@ def open_dataset(
     return h5py.Dataset(dataset)
 
 def check_size(dataset: 'h5py.Dataset') -> None:
-    "Raise `ReadError` where the values of a data set would take far more memory than the file has for them."
+    "Raise `ReadError` if the values of a data set would take far more memory than space in the file."
     n_bytes = math.prod(dataset.shape or ())*dataset.dtype.itemsize
     stored = dataset.id.get_storage_size()
     if expands_too_far(n_bytes, stored):
@@ -267,7 +267,7 @@ def read_attribute(
 
 # %% ../../nbs/core/03_reading.ipynb #c032
 def check_hdf5(f: 'h5py.File') -> None:
-    "Raise `ReadError` where a link or a data set leads into another file, or would take far more memory than it has."
+    "Raise `ReadError` if a link or a data set leads into another file, or values take far more memory than space."
     import h5py
     seen = set()
     groups = [f['/']]

@@ -185,7 +185,7 @@ def _chips_on_bus(root: str | Path = '/') -> int:
 class Tpu:
     "A TPU, and how it was found."
     type: str                      # Name from environment or hardware, such as `v5litepod-8`; may be empty
-    generation: Generation | None  # None if it is not in `TPU_GENERATIONS`
+    generation: Generation | None  # Generation, if it is in `TPU_GENERATIONS`
     chips: int | None              # Chips of this host; None if unknown
     variables: Mapping[str, str]   # Environment variables that indicate it
     hardware: tuple[str, ...] = () # Device files and PCI devices
@@ -255,7 +255,7 @@ def detect(
     environ: Mapping[str, str] = os.environ,   # Environment variables
     root: str | Path = '/',                    # Root of the file system with `dev`, `proc` and `sys`
     packages: Mapping[str, str] | None = None, # Installed versions; None reads them
-    gpus: tuple[Gpu, ...] | None = None,       # None lists torch's, if that is the framework, else the driver's
+    gpus: tuple[Gpu, ...] | None = None,       # GPUs; None lists torch's for that framework, else the driver's
     imported: frozenset[str] | None = None,    # Imported frameworks; None reads `sys.modules`
 ) -> Detected:
     """Devices and packages of this machine, without importing another framework.

@@ -57,7 +57,7 @@ def tied(command: Sequence) -> list[str]:
     return list(map(str, command)) if os.name != 'posix' else [*own_python(code), *map(str, command)]
 
 # %% ../../nbs/devices/08_processes.ipynb #c014
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4 # Of glibc's mallopt
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4 # Parameters of glibc's mallopt
 
 def keep_freed_memory() -> None:
     "Have this process keep its freed memory; for glibc only."

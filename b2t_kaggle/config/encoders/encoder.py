@@ -178,7 +178,7 @@ def parse_encoder(
     values: Any, # A mapping, with or without `name`; an `EncoderConfig` is returned as it is
 ) -> EncoderConfig:
     "The `model` group from plain values. Raises pydantic's error of type `encoder` that names all wrong keys."
-    if isinstance(values, Section): return cast(EncoderConfig, values) # As above, of the package or of this notebook
+    if isinstance(values, Section): return cast(EncoderConfig, values) # A class of the package or of this notebook
     if not isinstance(values, dict):
         kind = type(values).__name__
         raise PydanticCustomError('encoder', 'model: expected a mapping of fields, found {kind}', dict(kind=kind))

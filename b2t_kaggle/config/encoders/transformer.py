@@ -54,7 +54,7 @@ class TransformerConfig(EncoderConfig):
     left_context: int = Field(250, ge=0)
     "Earlier frames that a frame of a causal model attends to."
     left_context_min: int = Field(62, ge=0)
-    "Least number of them in training, where a number up to `left_context` is drawn for each trial."
+    "Least number in training, which draws a number from here to `left_context` for each trial."
     day_layer: bool = False
     "Whether features first go through a layer per day, which starts as the identity."
     input_dropout: float = Field(0.2, ge=0, lt=1)
