@@ -22,7 +22,7 @@ from fastcore.basics import patch
 from tqdm import tqdm
 
 from ..core import reading
-from ..core.files import DeferringFile, atomic_path, file_state
+from ..core.files import _DeferringFile, atomic_path, file_state
 from ..core.messages import near_names, printable
 from ..core.reading import MAX_BINS, MAX_EXPANSION, MAX_LABELS, ReadError
 from ..phonemes import SIL
@@ -411,7 +411,7 @@ def write_session(
     path = Path(path)
     session, split = _identify(path)
     seen: dict = {}
-    with atomic_path(path) as scratch, DeferringFile(scratch, 'w+b') as file:
+    with atomic_path(path) as scratch, _DeferringFile(scratch, 'w+b') as file:
         with h5py.File(file, 'w') as f:
             for i, trial in enumerate(trials):
                 key = f'trial_{i:04d}'
@@ -422,11 +422,11 @@ def write_session(
                 for field, value in raw.items():
                     if field in _DATASETS: group.create_dataset(field, data=value)
                     else: group.attrs[field] = value
-                file.check()
+                if file.error: raise file.error
             if not len(f):
                 advice = 'write no file for an empty split'
                 raise SessionError(Problem(str(path), '', '', 'no trials', 'at least 1', advice))
-        file.check()
+        if file.error: raise file.error
     return path
 
 # %% ../../nbs/data/00_sessions.ipynb #c049
