@@ -28,8 +28,9 @@ setup(
     packages=find_packages(include=[f'{cfg["lib_name"]}*']) + [stages],
     package_dir={stages: f'{cfg["nbs_path"]}/stages'},
     include_package_data=False,  # package_data below says all of it
-    package_data={stages: ['*.ipynb'], cfg['lib_name']: ['py.typed', 'core/pages.css', 'pipeline/errors.html',
-                                                         'data/vocabulary/*.txt', 'kaggle/images.yaml']},
+    package_data={stages: ['*.ipynb'], cfg['lib_name']: ['py.typed', '__init__.pyi', 'core/pages.css',
+                                                         'pipeline/errors.html', 'data/vocabulary/*.txt',
+                                                         'kaggle/images.yaml']},
     python_requires=f'>={cfg["min_python"]}',
     install_requires=cfg['requirements'].split(),
     extras_require=extras,

@@ -17,16 +17,7 @@ Names and modules are imported when they are first used: `import b2t_kaggle` tak
 used need not be installed. Everything else is in the modules, such as `b2t_kaggle.data.sessions`.
 """
 __version__ = "0.1.0"
-__all__ = [
-    'Config', 'load_config', 'preset', 'simulate_dataset', 'TrialStore', 'train', 'infer', 'LogitStore',
-    'normalize_sentence', 'sentence_to_phonemes', 'build_lexicon', 'build_ngram', 'load_ngram', 'NGram',
-    'LexiconBeamDecoder', 'Hypothesis', 'Stream', 'combine', 'word_error_rate', 'phoneme_error_rate',
-    'write_submission', 'validate_submission', 'open_run', 'listen',
-]
-
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-# Module -> its names above. The block below repeats it for type checkers, which do not run `__getattr__`
+# Module -> its public names. `__init__.pyi` repeats it for type checkers, which do not run `__getattr__`
 _NAMES = {
     'config': ('Config', 'load_config', 'preset'),
     'data.simulate': ('simulate_dataset',),
@@ -44,22 +35,7 @@ _NAMES = {
     'rescoring.combine': ('combine',),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-if _TYPE_CHECKING:
-    from b2t_kaggle.config import Config, load_config, preset
-    from b2t_kaggle.data.simulate import simulate_dataset
-    from b2t_kaggle.data.store import TrialStore
-    from b2t_kaggle.decoding.decoder import Hypothesis, LexiconBeamDecoder
-    from b2t_kaggle.decoding.streaming import Stream
-    from b2t_kaggle.lm.automaton import load_ngram
-    from b2t_kaggle.lm.ngram import NGram, build_ngram
-    from b2t_kaggle.logits import LogitStore
-    from b2t_kaggle.metrics import phoneme_error_rate, word_error_rate
-    from b2t_kaggle.phonemes import build_lexicon, normalize_sentence, sentence_to_phonemes
-    from b2t_kaggle.pipeline.explore import listen, open_run
-    from b2t_kaggle.pipeline.frameworks import infer, train
-    from b2t_kaggle.rescoring.combine import combine
-    from b2t_kaggle.pipeline.submission import validate_submission, write_submission
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str):

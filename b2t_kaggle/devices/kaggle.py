@@ -42,8 +42,7 @@ def kaggle_accelerator(name: str) -> KaggleAccelerator:
     "An accelerator by its name or a unique beginning of it; raises `ValueError` for one that Kaggle does not lend."
     wanted = _letters(name)
     fitting = [a for a in KAGGLE_ACCELERATORS.values() if wanted and _letters(a.name).startswith(wanted)]
-    exact = [a for a in fitting if _letters(a.name) == wanted]
-    if len(exact or fitting) == 1: return (exact or fitting)[0]
+    if len(fitting) == 1: return fitting[0]
     raise ValueError(f'accelerator {name!r}: take one of {", ".join(KAGGLE_ACCELERATORS)}'
                      f'{did_you_mean(name, KAGGLE_ACCELERATORS)}')
 

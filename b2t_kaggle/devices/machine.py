@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
@@ -233,7 +232,8 @@ def find_tpu(variables: Mapping[str, str], root: str | Path = '/') -> Tpu | None
     return Tpu(name, generation, chips or None, variables, tuple(hardware))
 
 # %% ../../nbs/devices/01_machine.ipynb #c033
-TENSORFLOW_PACKAGES = ('tensorflow-tpu', 'tensorflow', 'tensorflow-cpu')
+TENSORFLOW_PACKAGES = ('tensorflow-tpu', 'tensorflow', 'tensorflow-cpu', 'tensorflow-rocm', 'tf-nightly',
+                       'tf-nightly-cpu')
 PACKAGES = ('torch', 'torch_xla', 'libtpu', 'libtpu-nightly', *TENSORFLOW_PACKAGES)
 
 def installed_version(package: str) -> str | None:
@@ -243,11 +243,7 @@ def installed_version(package: str) -> str | None:
 
 def installed_packages() -> dict[str, str]:
     "Versions of the packages that compute, read from their metadata."
-    versions = {p: v for p in PACKAGES if (v := installed_version(p))}
-    if not set(TENSORFLOW_PACKAGES) & set(versions) and find_spec('tensorflow'):
-        for package in metadata.packages_distributions().get('tensorflow', [])[:1]:
-            versions[re.sub('[-_.]+', '-', package).lower()] = metadata.version(package)
-    return versions
+    return {p: v for p in PACKAGES if (v := installed_version(p))}
 
 # %% ../../nbs/devices/01_machine.ipynb #c036
 def detect(

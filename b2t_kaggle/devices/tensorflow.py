@@ -28,8 +28,7 @@ _PIP_TENSORFLOW_TPU = f"pip install 'tensorflow-tpu=={TENSORFLOW_TPU}' 'libtpu==
 
 def tensorflow_build(d: Detected) -> str:
     "Name of the installed TensorFlow package; empty for none."
-    usual = [p for p in machine.TENSORFLOW_PACKAGES if p in d.packages]
-    return next(iter(usual + [p for p in d.packages if p not in machine.PACKAGES]), '')
+    return next((p for p in machine.TENSORFLOW_PACKAGES if p in d.packages), '')
 
 def _build_and_version(d: Detected) -> str: return f'{tensorflow_build(d)} {d.packages[tensorflow_build(d)]}'
 def _release(version: str) -> tuple[int, ...]: return tuple(map(int, re.findall(r'\d+', version.split('+')[0])))

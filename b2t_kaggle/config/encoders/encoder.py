@@ -128,7 +128,7 @@ def require_encoder(
                           f'{", ".join(names)}')
 
 # %% ../../../nbs/config/encoders/00_encoder.ipynb #c011
-def _import_encoder(package: str, name: str, base: type) -> Iterator[type]:
+def _import_encoder(package: str, name: str, base: type) -> Iterator[Any]:
     "Classes of an encoder's module that derive from a base class."
     for c in vars(importlib.import_module(f'{package}.{name}')).values():
         if isinstance(c, type) and issubclass(c, base): yield c
