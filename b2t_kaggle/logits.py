@@ -143,9 +143,7 @@ class FrameTimes(NamedTuple):
 
     def in_ms(self) -> dict[str, float]: # `frame_ms` and `frame_offset_ms` of a `LexiconBeamDecoder`
         """Time from one frame to the next, and beginning of the first one, in milliseconds from the start of the trial.
-
-        A frame stands for the `stride` bins of 20 ms around its middle, though its patch may be longer. Two delays of
-        less than a frame are not corrected: causal smoothing, and the second patch of a Zipformer's frame."""
+        A frame stands for the `stride` bins of 20 ms around its middle; delays of less than a frame are ignored."""
         return dict(frame_ms=20.*self.stride, frame_offset_ms=20*(self.begin + (self.length - self.stride)/2))
 
 def frame_times(provenance: Mapping) -> FrameTimes | None:

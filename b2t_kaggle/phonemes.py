@@ -247,9 +247,8 @@ def _viterbi_forward(x, n, y, m, scores):
     return best, back, chunks
 
 def _viterbi(x, n, y, m, scores) -> np.ndarray:
-    """The best chunk of each letter [W, L]; -1 after a word's end and in words that cannot be aligned.
-
-    x [W, L] and y [W, S] are letters and phonemes, n and m their numbers [W]; words come longest first."""
+    """The best chunk of each letter [W, L]; -1 after a word's end and in words that cannot be aligned. x [W, L] and
+    y [W, S] are letters and phonemes, n and m their numbers [W]; words come longest first."""
     best, back, chunks = _viterbi_forward(x, n, y, m, scores)
     words = np.arange(len(x))
     possible = np.isfinite(best[m, words])
@@ -305,9 +304,8 @@ def _suffix_keys(seq: np.ndarray, order: int) -> list[np.ndarray]:
     return keys
 
 def _discounted(counted: np.ndarray, contexts: np.ndarray) -> tuple:
-    """Keys of n-grams, their discounted probabilities, keys of contexts, their back-off weights.
-
-    counted are the keys of all that counts, contexts those of the distinct n-grams' contexts."""
+    """Keys of n-grams, their discounted probabilities, keys of contexts, their back-off weights; from the keys of all
+    occurrences, and of the contexts of distinct n-grams."""
     gram, count = np.unique(counted, return_counts=True)
     context, inverse = np.unique(contexts, return_inverse=True)
     discount = (count == 1).sum() / max(1, (count == 1).sum() + 2*(count == 2).sum())
@@ -334,9 +332,8 @@ def _kneser_ney(seq: np.ndarray, order: int) -> list[tuple]:
     return tables[::-1]
 
 def _ngram_log_probs(tables, n_types: int, history: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """Log-probability of each candidate [C] after each history [B, order - 1], 0 before a word's start [B, C].
-
-    Interpolated from the uniform distribution up."""
+    """Log-probability [B, C] of each candidate [C] after each history [B, order - 1], which is 0 before a word's start;
+    interpolated from the uniform distribution up."""
     p = np.full((len(history), len(candidates)), 1/n_types)
     for n, (gram, prob, context, backoff) in enumerate(tables, 1):
         is_inside = np.ones(len(history), bool) # Whether the n-gram begins in the word

@@ -378,11 +378,6 @@ def test_vfio_alone_is_no_tpu(tmp_path):
     assert find_tpu({}, machine(tmp_path, vfio=2, pci=[NETWORK_CARD, ('0x10de', '0x0063')])) is None
 
 
-def test_bounds_that_are_not_numbers(tmp_path):
-    assert find_tpu({'TPU_CHIPS_PER_HOST_BOUNDS': '2,x'}, tmp_path).chips is None
-    assert find_tpu({'TPU_CHIPS_PER_HOST_BOUNDS': '2,4,1'}, tmp_path).chips == 8
-
-
 def test_driver_is_silent_or_odd():
     assert driver_gpus(lambda: '') == driver_gpus(lambda: 'NVIDIA-SMI has failed, because, it failed\n') == ()
     assert detect(environ={'CUDA_VISIBLE_DEVICES': ''}, root='/nowhere', packages={}).gpus == ()

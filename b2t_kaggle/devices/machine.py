@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from math import prod
 from pathlib import Path
 
 # %% ../../nbs/devices/01_machine.ipynb #c006
@@ -209,13 +208,6 @@ class Tpu:
         return f'{name}, chips: {self.chips}, cores: {self.cores}, each with {per_core}'
 
 # %% ../../nbs/devices/01_machine.ipynb #c028
-def _chips_by_variables(variables: Mapping[str, str], generation: Generation | None, cores: int | None) -> int:
-    "Chips of this host by the cores of all hosts in the TPU's type, else by its bounds; 0 if unknown."
-    n_hosts = len(variables.get('TPU_WORKER_HOSTNAMES', '').split(','))
-    if generation and (chips := (cores or 0) // (generation.cores * n_hosts)): return chips
-    bounds = variables.get('TPU_CHIPS_PER_HOST_BOUNDS', '')
-    return prod(map(int, bounds.split(','))) if re.fullmatch(r'\d+(,\d+)*', bounds) else 0
-
 def find_tpu(variables: Mapping[str, str], root: str | Path = '/') -> Tpu | None:
     "The TPU that environment (from `seen_variables`) and hardware indicate, None if neither does."
     n_on_bus = _chips_on_bus(root)
@@ -225,7 +217,9 @@ def find_tpu(variables: Mapping[str, str], root: str | Path = '/') -> Tpu | None
     if not (variables or n_on_bus or accel): return None
     name = variables.get('TPU_ACCELERATOR_TYPE', '')
     generation, cores = tpu_type(name)
-    chips = len(accel) or len(vfio) or n_on_bus or _chips_by_variables(variables, generation, cores)
+    n_hosts = len(variables.get('TPU_WORKER_HOSTNAMES', '').split(','))
+    chips_by_type = (cores or 0) // (generation.cores * n_hosts) if generation else 0 # A type counts cores of all hosts
+    chips = len(accel) or len(vfio) or n_on_bus or chips_by_type
     hardware = [files[0] if len(files) == 1 else f'{files[0]} to {files[-1].rsplit("/")[-1]} ({len(files)})'
                 for files in (accel, vfio) if files]
     if n_on_bus: hardware.append(f'{n_on_bus} PCI devices')
