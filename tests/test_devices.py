@@ -67,7 +67,10 @@ class Simulated:
     words: list[str] = field(default_factory=list)       # Of the table
 
 
-def no_torch_on(words, tpu=('v5e', 8, 8, 8), variables=KAGGLE, files=None, packages=PAIR):
+TYPED = KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}
+
+
+def no_torch_on(words, tpu=('v5e', 8, 8, 8), variables=TYPED, files=None, packages=PAIR):
     "A machine with a TPU that PyTorch/XLA cannot use."
     files = dict(vfio=8, pci=chips('0x0063', 8)) if files is None else files
     return Simulated(variables, files, packages, kind='tpu', tpu=tpu, words=words)
@@ -118,24 +121,25 @@ SIMULATED = {
         kind='tpu', tpu=(None, 4, None, None), plan=('xla', 'TPU of unknown generation', 'bfloat16', 1),
         words=['variables   none']),
     'variables without hardware': no_torch_on(
-        ['ISTPUVM promises a TPU, but', 'PJRT_DEVICE=TPU to try'], tpu=(None, None, None, None), files={}),
+        ['ISTPUVM promises a TPU, but', 'PJRT_DEVICE=TPU to try'], tpu=(None, None, None, None), files={},
+        variables=KAGGLE),
     'TPU, torch_xla missing': no_torch_on(
         ['the TPU is not used: torch_xla is not installed (torch 2.8.0)',
          "pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"],
-        variables=KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}, files=dict(vfio=8), packages={'torch': '2.8.0'}),
+        variables=TYPED, files=dict(vfio=8), packages={'torch': '2.8.0'}),
     'TPU, no pair': no_torch_on(
         ['torch 2.13.0 and torch_xla 2.8.0 do not match: their minor versions must be equal; '
          "pip install 'torch==2.8.0' 'torch_xla[tpu]==2.8.0'"],
-        variables=KAGGLE | {'TPU_ACCELERATOR_TYPE': 'v5litepod-8'}, files=dict(vfio=8),
+        variables=TYPED, files=dict(vfio=8),
         packages=PAIR | {'torch': '2.13.0'}),
     'TPU, libtpu missing': no_torch_on(
         ["libtpu is not installed; pip install 'torch_xla[tpu]==2.9.0'"],
         packages={'torch': '2.9.1', 'torch_xla': '2.9.0'}),
     'TPU, kept off it': no_torch_on(
-        ['PJRT_DEVICE=CPU keeps PyTorch/XLA off the TPU; unset it'], variables=KAGGLE | {'PJRT_DEVICE': 'CPU'}),
+        ['PJRT_DEVICE=CPU keeps PyTorch/XLA off the TPU; unset it'], variables=TYPED | {'PJRT_DEVICE': 'CPU'}),
     'TPU, silent bfloat16': no_torch_on(
         ['XLA_USE_BF16=1 makes torch_xla store every float32 tensor as bfloat16; unset it'],
-        variables=KAGGLE | {'XLA_USE_BF16': '1'}),
+        variables=TYPED | {'XLA_USE_BF16': '1'}),
     'PJRT on the processor': Simulated(
         {'PJRT_DEVICE': 'CPU', 'CPU_NUM_DEVICES': '8'}, {}, PAIR,
         words=['PJRT_DEVICE=CPU CPU_NUM_DEVICES=8', "xla (XLA's processor backend"]),
