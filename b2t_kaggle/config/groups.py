@@ -6,7 +6,7 @@
 __all__ = ['TrainConfig', 'SimulateConfig', 'DataConfig', 'AugmentConfig', 'InferConfig', 'LMConfig', 'LLMConfig', 'DecodeConfig',
            'RescoreConfig', 'CombineConfig', 'ReportConfig', 'AudioConfig', 'GenerateConfig', 'SessionConfig']
 
-# %% ../../nbs/config/03_groups.ipynb #c002
+# %% ../../nbs/config/03_groups.ipynb #c
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -23,29 +23,23 @@ from b2t_kaggle.config.schema import (
     PathOrName,
     SameResult,
     Section,
-    With,
-    section_facts,
 )
 
-# %% ../../nbs/config/03_groups.ipynb #c006
+# %% ../../nbs/config/03_groups.ipynb #c
 class _StepsConfig(Section):
     "Steps of the optimiser: what computes them, their number, and how each changes the weights."
     framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
     "Which implementation trains and infers."
     accelerator: Annotated[Literal['auto', 'cpu', 'cuda', 'tpu', 'xla'], ChangesNothing()] = 'auto'
-    ("`auto` takes the best one of this machine and prints which; anything else is an error if it is missing. `xla` "
-     "is the device of PyTorch/XLA: a TPU or, for tests, the processor.")
+    "Device; `auto` takes and prints the best one. `xla` is PyTorch/XLA's: a TPU or, for tests, the processor."
     precision: Annotated[Literal['auto', 'float32', 'bfloat16', 'float16'], MayChange()] = 'auto'
-    ("`auto` is bfloat16 if the hardware supports it, float16 with a scaled loss on older GPUs with tensor cores (T4, "
-     "V100), else float32.")
+    "`auto` is bfloat16 if the hardware computes it, float16 on older GPUs with tensor cores (T4), else float32."
     num_training_batches: Annotated[int, MayChange()] = Field(120_000, ge=1)
     "Optimiser steps."
     optimizer: Annotated[Literal['adamw', 'scaled_adam'], Only('pytorch', 'scaled_adam')] = 'adamw'
-    ("AdamW, or ScaledAdam (Yao et al., 2024), whose steps are relative to the size of each weight. ScaledAdam has "
-     "icefall's β, ε and clipping by the median of recent gradient norms, and no weight decay.")
+    "AdamW, or ScaledAdam (Yao et al., 2024), which clips by itself and has icefall's β and ε and no weight decay."
     lr_scheduler_type: Annotated[Literal['cosine', 'linear', 'step', 'eden'], Only('pytorch', 'eden')] = 'cosine'
-    ("Shape of the learning rate after warm-up: down to `lr_min` along half a cosine or a straight line; one step "
-     "down by `lr_step_factor`; or icefall's Eden2, which never stops falling.")
+    "Learning rate after warm-up: half a cosine or a line to `lr_min`, one step down, or icefall's Eden2."
     lr_max: float = Field(0.005, gt=0)
     "Peak learning rate of the model."
     lr_min: float = Field(0.0001, ge=0)
@@ -62,9 +56,9 @@ class _StepsConfig(Section):
     "Batches until `lr_min_day`; null: `num_training_batches`."
     lr_warmup_steps_day: int = Field(1000, ge=0)
     "Batches of linear warm-up of the day layers."
-    lr_step_factor: Annotated[float, With('lr_scheduler_type', 'step')] = Field(0.1, gt=0, le=1)
+    lr_step_factor: float = Field(0.1, gt=0, le=1)
     "`step`: factor for all rates."
-    lr_step_at: Annotated[float, With('lr_scheduler_type', 'step')] = Field(0.6, gt=0, le=1)
+    lr_step_at: float = Field(0.6, gt=0, le=1)
     "`step`: time of the step, as a part of the run."
     lr_eden_batches: ClassVar[int] = 7500 # `eden`: batches after which the rate has fallen to 0.7 of its peak
     beta0: float = Field(0.9, ge=0, lt=1)
@@ -80,28 +74,16 @@ class _StepsConfig(Section):
     grad_norm_clip_value: float = Field(10.0, ge=0)
     "Largest gradient norm; 0 means no clipping. ScaledAdam ignores it and clips by itself."
 
-    @model_validator(mode='after')
-    def _other_keys_fit(self):
-        for name, facts in section_facts(type(self)).items():
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            for f in (f for f in facts if isinstance(f, With) and value != default):
-                if (other := getattr(self, f.field)) == f.value: continue
-                raise ValueError(f'train.{name} = {value} belongs to train.{f.field} = {f.value}, which is {other}; '
-                                 f'set that, or train.{name}={default}, its default')
-        return self
-
-# %% ../../nbs/config/03_groups.ipynb #c009
+# %% ../../nbs/config/03_groups.ipynb #c
 _Trackers = Annotated[list[Literal['tensorboard', 'wandb']], BeforeValidator(
     lambda value: value.replace(' ', '').split(',') if isinstance(value, str) else value)]
 
 class TrainConfig(_StepsConfig):
     "Training: devices, optimiser, learning rates, loss, and the weights to keep."
     ctc_reduction: Literal['trial', 'label'] = 'trial'
-    ("Unit of the CTC loss: the trial, as in the official kit, or the label, so that each trial's loss is divided by "
-     "its number of labels.")
+    "Unit of the CTC loss: the trial, as in the official kit, or the label (loss divided by the number of labels)."
     cr_ctc: Annotated[float, Only('pytorch')] = Field(0.0, ge=0)
-    ("Weight of CR-CTC (Yao et al., 2025): each trial is seen with two augmentations, whose frames are to agree; 0: "
-     "only one. The paper has 0.2, with 2.5 times the time masks.")
+    "Weight of CR-CTC (Yao et al., 2025; they use 0.2), for which each trial is augmented in two ways; 0: none."
     seed: int = Field(10, ge=0, lt=2**32)
     "Seed of weights, batches, augmentation and dropout."
     batches_per_val_step: int = Field(2000, ge=1)
@@ -113,29 +95,23 @@ class TrainConfig(_StepsConfig):
     early_stopping_val_steps: int = Field(20, ge=1)
     "Validations without improvement before stopping."
     weight_average: Annotated[Literal['ema', 'swa'] | None, Only('pytorch')] = None
-    ("Weights to validate, keep and infer with: an exponential moving average over the steps, or the mean over the "
-     "last part of the run (stochastic weight averaging); null: the weights of the last step.")
+    "Weights to validate and keep: a moving average, or the mean of the last part of the run; null: the last ones."
     ema_decay: ClassVar[float] = 0.999 # Part of the exponential average that remains after a step, once it is warmed up
     swa_start: ClassVar[float] = 0.75 # Begin of stochastic weight averaging, as a part of the run
     refit: Annotated[float, Only('pytorch')] = Field(0.0, ge=0, le=0.5)
-    ("Part of the run, at its end, in which the trials of val are also trained on; 0: none. `best` is chosen before, "
-     "and every figure on val is that model's; test is inferred with the refitted model.")
+    "Part of the run, at its end, that also trains on val; `best` and all figures on val are from before."
     accumulate: Annotated[int, MayChange(), SameResult()] = Field(1, ge=1)
     "Parts in which a batch is computed, if it does not fit into memory; the step is the same."
     processes: Annotated[int, SameResult(), Only('pytorch')] = Field(1, ge=1)
-    ("PyTorch on a CPU: processes that train together, each with an equal part of every batch. For small models two "
-     "processes are faster than one with two threads.")
+    "PyTorch on a CPU: processes that share each batch. For small models two are faster than one with two threads."
     replay: Annotated[bool, ChangesNothing(), Only('pytorch')] = False
-    ("XLA: record a step once for each batch length and run its program again with other inputs, instead of recording "
-     "every step; the host then needs a few milliseconds for a step.")
+    "XLA: record a step once for each batch length and replay its program, which saves time on the host."
     init_checkpoint_path: InputPath | None = None
-    ("Checkpoint whose weights training starts from. Layers of days and participants that it lacks begin as the "
-     "identity.")
+    "Checkpoint with the initial weights. Layers of days and participants that it lacks begin as the identity."
     frozen: Annotated[bool, Only('pytorch')] = False
     "Whether only layers per day and per participant are trained; all others stay as in `init_checkpoint_path`."
     log: Annotated[_Trackers | None, ChangesNothing()] = None
-    ("Trackers that get the curves during training: tensorboard, wandb (Weights & Biases), separated by commas. Null: "
-     "TensorBoard with TensorFlow, no tracker with PyTorch; []: no tracker.")
+    "Trackers, such as tensorboard,wandb. Null: TensorBoard with TensorFlow, none with PyTorch; []: none."
     time_budget: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
     "Minutes after which training stops, saves, and lets the pipeline continue."
 
@@ -149,7 +125,7 @@ class TrainConfig(_StepsConfig):
                              'reach; set one of them')
         return self
 
-# %% ../../nbs/config/03_groups.ipynb #c012
+# %% ../../nbs/config/03_groups.ipynb #c
 class SimulateConfig(Section):
     "The simulated participant: how many sentences, and how hard they are."
     n_sessions: int = Field(8, ge=1, le=45)
@@ -171,14 +147,13 @@ class SimulateConfig(Section):
     seed: int = Field(0, ge=0, lt=2**32)
     "Random seed; the same seed gives the same bytes."
 
-# %% ../../nbs/config/03_groups.ipynb #c015
+# %% ../../nbs/config/03_groups.ipynb #c
 class DataConfig(Section):
     "Recordings, their trials and features, and the batches."
     dataset_dir: Annotated[InputPath | list[InputPath] | None, BeforeValidator(
         lambda value: next(iter(value), None) if isinstance(value, list) and len(value) < 2 else value),
         MayChange()] = None
-    ("Folder with the `t15.YYYY.MM.DD` session folders; null: simulate. A list has a folder for each participant: all "
-     "are trained and validated on; test and the submission belong to the first.")
+    "Folder with the `t15.YYYY.MM.DD` sessions, or one for each participant (the first is tested); null: simulate."
     sessions: list[str] | None = None
     "Sessions in chronological order; null: every session in the folder."
     drop_instructions: bool = False
@@ -196,8 +171,7 @@ class DataConfig(Section):
     must_include_days: list[int] | None = None
     "Numbers of days that every training batch contains; negative ones count from the end."
     shares: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
-    ("Part of each participant in every training batch and in `days_per_batch`, such as {t12: 0.25, t15: 0.75}; {}: "
-     "all days alike.")
+    "Part of each participant in a batch and its days, such as {t12: 0.25, t15: 0.75}; {}: all days alike."
     n_buckets: int = Field(8, ge=1)
     "Length buckets: the largest number of batch shapes that a compiler sees."
     eval_batch_size: Annotated[int, MayChange(), SameResult()] = Field(64, ge=1)
@@ -218,7 +192,7 @@ class DataConfig(Section):
         raise ConfigError('data.sessions: found none, expected the sessions that the model was trained on, in the '
                           'order of its days')
 
-# %% ../../nbs/config/03_groups.ipynb #c018
+# %% ../../nbs/config/03_groups.ipynb #c
 class AugmentConfig(Section):
     "Noise, masks and smoothing of features."
     white_noise_std: float = Field(1.0, ge=0)
@@ -250,7 +224,7 @@ class AugmentConfig(Section):
     channel_mask_by: Literal['electrode', 'feature'] = 'electrode'
     "`electrode`: mask threshold crossings and power of an electrode together; `feature`: each by itself."
 
-# %% ../../nbs/config/03_groups.ipynb #c021
+# %% ../../nbs/config/03_groups.ipynb #c
 def _as_list(value): return [value] if isinstance(value, str | Path) else value
 
 class InferConfig(Section):
@@ -264,35 +238,31 @@ class InferConfig(Section):
     weights: Literal['equal'] | list[Annotated[float, Field(ge=0)]] = 'equal'
     "Weights of the models in that average: `equal`, or a number for each model in the order of `logits`."
     smoothing: Literal['same', 'valid'] = 'same'
-    ("Smoothing at the ends of trials: with zeros beyond them, as in training (`same`), or without the bins that "
-     "would need them (`valid`), as in the official kit's evaluation.")
+    "Smoothing at the ends of trials: with zeros, as in training, or `valid` bins only, as in official evaluation."
     adapt: Annotated[Literal['dietcorp'] | None, Only('pytorch')] = None
-    ("Adaptation to the trials in the order of recording (PyTorch, on a CPU or GPU): a training step of the first "
-     "layers for each trial, on its decoded phonemes (`dietcorp`).")
+    "Adaptation on a CPU or GPU: after each trial, a training step of the first layers on its decoded phonemes."
     adapt_copies: int = Field(64, ge=1)
     "DietCORP: augmented copies of a trial in a step."
     adapt_rate: ClassVar[float] = 0.003 # DietCORP: size of a step, relative to the weights
     adapt_gate: ClassVar[float] = 0.3 # DietCORP: largest part of the phonemes that may differ from the greedy ones
     adapt_forget: ClassVar[float] = 0.02 # DietCORP: part of the way back to the trained weights at each step
 
-# %% ../../nbs/config/03_groups.ipynb #c024
+# %% ../../nbs/config/03_groups.ipynb #c
 class LMConfig(Section):
     "The n-gram language model, and its text."
     path: InputPath | None = None
     "Finished ARPA or KenLM binary file; null: build one from `texts` and the training transcripts."
     general: InputPath | None = None
-    ("General model of the language to mix with the models of `texts` and of the training transcripts, by weights "
-     "tuned on val: an ARPA file, CMU Sphinx's `en-us.lm.bin`, or the wheel of pocketsphinx that holds it.")
+    "General n-gram model to mix in: an ARPA file, CMU Sphinx's `en-us.lm.bin`, or pocketsphinx's wheel with it."
     texts: list[InputPath] = []
     "Text files, one sentence a line."
     order: int = Field(3, ge=1, le=6)
     "Order n of the n-gram model to build."
 
-# %% ../../nbs/config/03_groups.ipynb #c027
+# %% ../../nbs/config/03_groups.ipynb #c
 class LLMConfig(Section):
     llm: FolderOrName | None = None
-    ("Causal language model: a folder of transformers, a GGUF file or a wheel that holds one, the folder of an "
-     "adapter, or a name on the hub; null: none.")
+    "Causal language model: a folder, adapter or GGUF file, a wheel with it, or a name on the hub; null: none."
     llm_adapter: InputPath | None = None
     "Folder of a LoRA adapter for it. An adapter that names its model can also be given alone, as the model."
     llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
@@ -300,15 +270,14 @@ class LLMConfig(Section):
     llm_quantization: Literal['eight_bit', 'four_bit'] | None = None
     "Bits of its matrices, if fewer; needs bitsandbytes."
 
-# %% ../../nbs/config/03_groups.ipynb #c029
+# %% ../../nbs/config/03_groups.ipynb #c
 class DecodeConfig(LLMConfig):
     "The search for sentences, with or without an LLM inside."
     llm_dtype: ClassVar[str] = 'auto'
     beam: int = Field(100, ge=1)
     "Hypotheses kept per frame."
     tune: bool = True
-    ("Whether acoustic scale, blank penalty and word score are tuned on the validation trials. Values other than the "
-     "default are not tuned.")
+    "Whether acoustic scale, blank penalty and word score are tuned on val, unless they were changed."
     lm_weight: float = Field(1.0, ge=0)
     "Weight of the n-gram's natural-log score."
     word_score: float = 0.0
@@ -324,18 +293,16 @@ class DecodeConfig(LLMConfig):
     blank_skip: float = Field(0.999, ge=0.5, le=1)
     "Blank probability above which a frame is not searched; 1 searches all."
     boost: InputPath | None = None
-    ("Words and phrases to prefer, such as names: a text file of lines `word or phrase, bonus [nats], pronunciation`, "
-     "with an optional pronunciation in ARPAbet.")
+    "Text file of words and phrases to prefer, one a line: phrase, bonus [nats], pronunciation (optional)."
     llm_weight: float = Field(0.5, ge=0)
     "Weight of the LLM's natural-log score, beside `lm_weight` for the n-gram's; 0 leaves it out."
     llm_capitals: bool = True
-    ("Whether the LLM may read words with a capital first letter; false suits the adapters of `b2t lm finetune`, "
-     "which learn sentences without capitals.")
+    "Whether the LLM may read capitalized words; false suits adapters of `b2t lm finetune`, trained without."
     llm_end: bool = False
     "Whether the LLM also scores the end of the sentence; true suits these adapters, which learn it."
     n_jobs: ClassVar[int] = 0 # Processor cores to use; 0 means all
 
-# %% ../../nbs/config/03_groups.ipynb #c032
+# %% ../../nbs/config/03_groups.ipynb #c
 class RescoreConfig(LLMConfig):
     "Ranking of n-best lists by a large language model."
     swaps: int = Field(20, ge=0)
@@ -350,25 +317,22 @@ class RescoreConfig(LLMConfig):
     end: bool = False
     "Whether the LLM also scores the end of the sentence; true suits the adapters of `b2t lm finetune`, which learn it."
     gate: float | None = None
-    ("n-gram log-probability per word below which the LLM is not used, as in sentences of random words; null: always "
-     "use it.")
+    "n-gram log-probability per word below which the LLM is not used, as for random words; null: always use it."
     keep: Literal['gain', 'always'] = 'gain'
-    ("When the sentences of an LLM, or of a combination with other systems, replace the earlier ones: `gain`, if they "
-     "have fewer word errors on val, cross-validated, or `always`.")
+    "When sentences of an LLM or a combination replace the earlier ones: if they improve val (`gain`), or `always`."
 
 class CombineConfig(Section):
     "Combination with the sentences of other systems."
     nbest: ClassVar[int] = 10 # Best sentences of each system that count in a trial
     sources: Annotated[list[PathOrName], BeforeValidator(_as_list), InputFile()] = []
-    ("Other systems whose sentences are combined with the run's own: runs (folders or names), and files of hypotheses "
-     "with the word val or test in their names. []: no combination.")
+    "Other systems to combine with: runs, and files of hypotheses with val or test in their names. []: none."
 
 class ReportConfig(Section):
     "The page of results."
     blocks: InputPath | None = None
     "Official description of the blocks (CSV), for error rates by corpus."
 
-# %% ../../nbs/config/03_groups.ipynb #c035
+# %% ../../nbs/config/03_groups.ipynb #c
 _LossWeight = Annotated[float, Field(ge=0)] | list[tuple[float, Annotated[float, Field(ge=0)]]]
 
 class AudioConfig(LLMConfig):
@@ -376,8 +340,7 @@ class AudioConfig(LLMConfig):
     llm_adapter: ClassVar[None] = None # Its LoRA layers are trained, and saved in the checkpoint
     llm_dtype: ClassVar[str] = 'auto'
     llm: FolderOrName | None = None
-    ("Audio LLM of transformers in the form of Qwen2-Audio, or Whisper, that reads the model's vectors: a local "
-     "folder, or a name on the hub; null: the beam search finds the words.")
+    "Audio LLM that reads the model's vectors, Qwen2-Audio or Whisper: a folder or a name on the hub; null: none."
     lora_rank: int = Field(8, ge=0, le=1024)
     "Rank of its LoRA layers, which are also trained; 0: the LLM is frozen."
     gradient_checkpointing: ClassVar[bool] = True # Recompute its layers in the backward pass: less memory, more time
@@ -400,9 +363,8 @@ class GenerateConfig(Section):
     max_tokens: int = Field(128, ge=1, le=4096)
     "Tokens after which an answer is cut off."
 
-# %% ../../nbs/config/03_groups.ipynb #c038
+# %% ../../nbs/config/03_groups.ipynb #c
 class SessionConfig(Section):
     "Time limit of a run."
     hours: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
-    ("Hours after which a run must be over: training and LLMs stop in time, and there is a submission. Null: the "
-     "limit of a Kaggle runtime on Kaggle, elsewhere none.")
+    "Hours after which a run must be over, with a submission; null: Kaggle's limit on Kaggle, elsewhere none."

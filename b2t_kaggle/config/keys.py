@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TRAINING_GROUPS', 'Config', 'key_facts', 'keys_with', 'covers', 'Key', 'config_fields', 'group_descriptions',
-           'config_keys', 'near_keys', 'full_key', 'flat_values', 'changed_values', 'differing_values', 'validated',
-           'parse_value', 'as_set', 'merged', 'with_overrides']
+           'near_keys', 'full_key', 'flat_values', 'changed_values', 'differing_values', 'validated', 'parse_value',
+           'as_set', 'merged', 'with_overrides']
 
 # %% ../../nbs/config/04_keys.ipynb #c003
 import json
@@ -16,23 +16,9 @@ from fastcore.basics import patch
 from pydantic import BeforeValidator, SerializeAsAny, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from . import groups
 from .encoders.encoder import EncoderConfig, encoder_config, encoder_configs, parse_encoder
 from .encoders.gru import GRUConfig
-from b2t_kaggle.config.groups import (
-    AudioConfig,
-    AugmentConfig,
-    CombineConfig,
-    DataConfig,
-    DecodeConfig,
-    GenerateConfig,
-    InferConfig,
-    LMConfig,
-    ReportConfig,
-    RescoreConfig,
-    SessionConfig,
-    SimulateConfig,
-    TrainConfig,
-)
 from .schema import ConfigError, Fact, Section, describe_errors, facts_of, section_facts
 from ..core.messages import did_you_mean
 from ..core.reading import parse_yaml
@@ -42,20 +28,20 @@ TRAINING_GROUPS = 'data', 'model', 'augment', 'train', 'audio' # Groups on which
 
 class Config(Section):
     "Everything that a run depends on, apart from its input files."
-    simulate: SimulateConfig = SimulateConfig()
-    data: DataConfig = DataConfig()
+    simulate: groups.SimulateConfig = groups.SimulateConfig()
+    data: groups.DataConfig = groups.DataConfig()
     model: Annotated[SerializeAsAny[EncoderConfig], BeforeValidator(parse_encoder)] = GRUConfig()
-    augment: AugmentConfig = AugmentConfig()
-    train: TrainConfig = TrainConfig()
-    infer: InferConfig = InferConfig()
-    lm: LMConfig = LMConfig()
-    decode: DecodeConfig = DecodeConfig()
-    rescore: RescoreConfig = RescoreConfig()
-    combine: CombineConfig = CombineConfig()
-    audio: AudioConfig = AudioConfig()
-    generate: GenerateConfig = GenerateConfig()
-    report: ReportConfig = ReportConfig()
-    session: SessionConfig = SessionConfig()
+    augment: groups.AugmentConfig = groups.AugmentConfig()
+    train: groups.TrainConfig = groups.TrainConfig()
+    infer: groups.InferConfig = groups.InferConfig()
+    lm: groups.LMConfig = groups.LMConfig()
+    decode: groups.DecodeConfig = groups.DecodeConfig()
+    rescore: groups.RescoreConfig = groups.RescoreConfig()
+    combine: groups.CombineConfig = groups.CombineConfig()
+    audio: groups.AudioConfig = groups.AudioConfig()
+    generate: groups.GenerateConfig = groups.GenerateConfig()
+    report: groups.ReportConfig = groups.ReportConfig()
+    session: groups.SessionConfig = groups.SessionConfig()
 
     def dump(self) -> dict:
         "All values as plain JSON types; `Config.model_validate` reads them back equal."
@@ -119,13 +105,10 @@ def _participant_problems(self: Config) -> Iterator[str]:
 def _audio_problems(self: Config) -> Iterator[str]:
     if self.audio.llm is None: return
     for field in 'framework', 'cr_ctc', 'frozen', 'weight_average':
-        value, default = getattr(self.train, field), TrainConfig.model_fields[field].default
+        value, default = getattr(self.train, field), groups.TrainConfig.model_fields[field].default
         if value != default:
             yield (f'audio.llm is set, with which train.{field} = {value} does not work; set it to '
                    f'{"null" if default is None else default}')
-    if self.infer.adapt:
-        yield (f'audio.llm is set, and infer.adapt = {self.infer.adapt} adapts only the logits, which it does not '
-               'read; set one of them to null')
     if self.infer.logits:
         yield ('audio.llm reads the vectors of a model, and this run has infer.logits alone; set one of them to '
                'null')
@@ -154,14 +137,11 @@ def covers(
 
 # %% ../../nbs/config/04_keys.ipynb #c016
 def _describe_field(field: str, owners: dict[str, FieldInfo]) -> str:
-    "Meanings of a field by encoder, and defaults that differ from the first one's."
-    by_meaning = {}
+    "Meanings of a field by encoder."
+    by_meaning: dict[str, list[str]] = {}
     for name, f in owners.items(): by_meaning.setdefault(f.description or '', []).append(name)
     is_common = field in EncoderConfig.model_fields
-    meanings = [meaning if is_common else f'{", ".join(names)}: {meaning}' for meaning, names in by_meaning.items()]
-    default = next(iter(owners.values())).default
-    defaults = [f'Default of {name}: {f.default}.' for name, f in owners.items() if f.default != default]
-    return ' '.join(filter(None, [*meanings, *defaults]))
+    return ' '.join(text if is_common else f'{", ".join(names)}: {text}' for text, names in by_meaning.items())
 
 class Key(NamedTuple):
     "A key: default, description and facts."
@@ -189,10 +169,6 @@ def group_descriptions() -> dict[str, str]:
     "A description of each group of keys."
     return {group: type(section.default).__doc__ or '' for group, section in Config.model_fields.items()} | {
         'model': EncoderConfig.__doc__ or ''}
-
-def config_keys() -> dict[str, str]:
-    "Every key, `group.field`, and its description."
-    return {key: field.description for key, field in config_fields().items()}
 
 # %% ../../nbs/config/04_keys.ipynb #c018
 def near_keys(
@@ -228,8 +204,8 @@ def changed_values(
     without: set[str] = frozenset(), # Keys to leave out
 ) -> dict[str, Any]: # Values by key, `group.field`
     "Every value that differs from its default, and the name of the model."
-    groups = cfg.model_dump(mode='json', exclude_defaults=True)
-    values = {f'{g}.{k}': v for g, fields in groups.items() for k, v in fields.items()}
+    changed = cfg.model_dump(mode='json', exclude_defaults=True)
+    values = {f'{g}.{k}': v for g, fields in changed.items() for k, v in fields.items()}
     values['model.name'] = cfg.model.name
     return {k: v for k, v in values.items() if k not in without}
 
@@ -251,7 +227,7 @@ def validated(
     "A `Config` from plain values. Raises `ConfigError` that names all errors."
     try: return Config.model_validate(values)
     except ValidationError as e: sentences = describe_errors(e)
-    keys = list(config_keys())
+    keys = list(config_fields())
     if len(sentences) > 8: sentences[8:] = [f'and {len(sentences) - 8} more']
     raise ConfigError('; '.join(s + near_keys(s.split(':')[0], keys) if 'there is no such key' in s else s
                                 for s in sentences))
@@ -273,12 +249,12 @@ def as_set(
 
 # %% ../../nbs/config/04_keys.ipynb #c030
 def merged(
-    cfg: Config,  # Configuration to begin with, which is not changed
-    groups: dict, # Fields by group
+    cfg: Config,   # Configuration to begin with, which is not changed
+    changes: dict, # Fields by group
 ) -> Config:
     "`cfg` with some values replaced. Raises `ConfigError`."
     values = cfg.model_dump()
-    for group, fields in groups.items():
+    for group, fields in changes.items():
         if not isinstance(fields, dict) or group not in values:
             values[group] = fields
             continue
@@ -293,9 +269,9 @@ def with_overrides(
     overrides: dict[str, Any], # `{'group.field' or 'field': value}`; text is parsed as YAML
 ) -> Config:                   # A new, validated configuration
     "`cfg` with some values replaced; raises `ConfigError` for an unknown key or a value out of range."
-    groups = {}
-    keys = list(config_keys()) if overrides else []
+    changes: dict[str, dict] = {}
+    keys = list(config_fields()) if overrides else []
     for key, value in overrides.items():
         group, field = full_key(key, keys).split('.')
-        groups.setdefault(group, {})[field] = parse_value(value)
-    return merged(cfg, groups)
+        changes.setdefault(group, {})[field] = parse_value(value)
+    return merged(cfg, changes)
