@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['data', 'get', 'simulate', 'check', 'import_']
 
-# %% ../../nbs/cli/10_data.ipynb #c
+# %% ../../nbs/cli/10_data.ipynb #c002
 import sys
 
 import click
@@ -21,7 +21,7 @@ from ..data.simulate import simulate_dataset
 from ..data.t12 import import_t12
 from ..pipeline.stages import STAGES
 
-# %% ../../nbs/cli/10_data.ipynb #c
+# %% ../../nbs/cli/10_data.ipynb #c004
 @click.group(cls=Group)
 def data():
     "Fetch, import, simulate or check recordings."
@@ -41,7 +41,7 @@ def get(source, output):
     sessions = (get_from_kaggle if source == 'kaggle' else get_from_dryad)(output, progress=True)
     click.echo(f'The recordings are in {sessions}\nNext: b2t run --data {sessions}')
 
-# %% ../../nbs/cli/10_data.ipynb #c
+# %% ../../nbs/cli/10_data.ipynb #c008
 def _config_for(verb: str, readable, config_, preset_: str | None, overrides: dict) -> Config:
     "The configuration for work on a folder. Raises `click.UsageError` for a key that the verb does not read."
     for key in overrides:
@@ -78,7 +78,7 @@ def check(folder, config_, overrides):
     click.echo(problems.to_string(index=False))
     sys.exit(1)
 
-# %% ../../nbs/cli/10_data.ipynb #c
+# %% ../../nbs/cli/10_data.ipynb #c011
 @data.command('import')
 @click.argument('folder', type=EXISTING_FOLDER)
 @click.option('-o', '--output', required=True, type=FOLDER, help='Folder for the sessions.')

@@ -6,7 +6,7 @@
 __all__ = ['TrainConfig', 'SimulateConfig', 'DataConfig', 'AugmentConfig', 'InferConfig', 'LMConfig', 'LLMConfig', 'DecodeConfig',
            'RescoreConfig', 'CombineConfig', 'ReportConfig', 'AudioConfig', 'GenerateConfig', 'SessionConfig']
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c002
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -25,7 +25,7 @@ from b2t_kaggle.config.schema import (
     Section,
 )
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c006
 class _StepsConfig(Section):
     "Steps of the optimiser: what computes them, their number, and how each changes the weights."
     framework: Literal['pytorch', 'tensorflow'] = 'pytorch'
@@ -74,7 +74,7 @@ class _StepsConfig(Section):
     grad_norm_clip_value: float = Field(10.0, ge=0)
     "Largest gradient norm; 0 means no clipping. ScaledAdam ignores it and clips by itself."
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c009
 _Trackers = Annotated[list[Literal['tensorboard', 'wandb']], BeforeValidator(
     lambda value: value.replace(' ', '').split(',') if isinstance(value, str) else value)]
 
@@ -125,7 +125,7 @@ class TrainConfig(_StepsConfig):
                              'reach; set one of them')
         return self
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c012
 class SimulateConfig(Section):
     "The simulated participant: how many sentences, and how hard they are."
     n_sessions: int = Field(8, ge=1, le=45)
@@ -147,7 +147,7 @@ class SimulateConfig(Section):
     seed: int = Field(0, ge=0, lt=2**32)
     "Random seed; the same seed gives the same bytes."
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c015
 class DataConfig(Section):
     "Recordings, their trials and features, and the batches."
     dataset_dir: Annotated[InputPath | list[InputPath] | None, BeforeValidator(
@@ -192,7 +192,7 @@ class DataConfig(Section):
         raise ConfigError('data.sessions: found none, expected the sessions that the model was trained on, in the '
                           'order of its days')
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c018
 class AugmentConfig(Section):
     "Noise, masks and smoothing of features."
     white_noise_std: float = Field(1.0, ge=0)
@@ -224,7 +224,7 @@ class AugmentConfig(Section):
     channel_mask_by: Literal['electrode', 'feature'] = 'electrode'
     "`electrode`: mask threshold crossings and power of an electrode together; `feature`: each by itself."
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c021
 def _as_list(value): return [value] if isinstance(value, str | Path) else value
 
 class InferConfig(Section):
@@ -247,7 +247,7 @@ class InferConfig(Section):
     adapt_gate: ClassVar[float] = 0.3 # DietCORP: largest part of the phonemes that may differ from the greedy ones
     adapt_forget: ClassVar[float] = 0.02 # DietCORP: part of the way back to the trained weights at each step
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c024
 class LMConfig(Section):
     "The n-gram language model, and its text."
     path: InputPath | None = None
@@ -259,7 +259,7 @@ class LMConfig(Section):
     order: int = Field(3, ge=1, le=6)
     "Order n of the n-gram model to build."
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c027
 class LLMConfig(Section):
     llm: FolderOrName | None = None
     "Causal language model: a folder, adapter or GGUF file, a wheel with it, or a name on the hub; null: none."
@@ -270,7 +270,7 @@ class LLMConfig(Section):
     llm_quantization: Literal['eight_bit', 'four_bit'] | None = None
     "Bits of its matrices, if fewer; needs bitsandbytes."
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c029
 class DecodeConfig(LLMConfig):
     "The search for sentences, with or without an LLM inside."
     llm_dtype: ClassVar[str] = 'auto'
@@ -302,7 +302,7 @@ class DecodeConfig(LLMConfig):
     "Whether the LLM also scores the end of the sentence; true suits these adapters, which learn it."
     n_jobs: ClassVar[int] = 0 # Processor cores to use; 0 means all
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c032
 class RescoreConfig(LLMConfig):
     "Ranking of n-best lists by a large language model."
     swaps: int = Field(20, ge=0)
@@ -332,7 +332,7 @@ class ReportConfig(Section):
     blocks: InputPath | None = None
     "Official description of the blocks (CSV), for error rates by corpus."
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c035
 _LossWeight = Annotated[float, Field(ge=0)] | list[tuple[float, Annotated[float, Field(ge=0)]]]
 
 class AudioConfig(LLMConfig):
@@ -363,7 +363,7 @@ class GenerateConfig(Section):
     max_tokens: int = Field(128, ge=1, le=4096)
     "Tokens after which an answer is cut off."
 
-# %% ../../nbs/config/03_groups.ipynb #c
+# %% ../../nbs/config/03_groups.ipynb #c038
 class SessionConfig(Section):
     "Time limit of a run."
     hours: Annotated[float | None, ChangesNothing()] = Field(None, gt=0)
