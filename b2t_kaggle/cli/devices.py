@@ -33,9 +33,6 @@ def describe(
 
     hints = [f'{variable}={d.variables[variable]} makes torch_xla store every float32 tensor as bfloat16; unset it'
              for variable in ('XLA_USE_BF16', 'XLA_DOWNCAST_BF16') if variable in d.variables]
-    if d.tpu and d.huge_pages not in (None, 'always'):
-        hints.append(f'transparent huge pages are {d.huge_pages}, which slows transfers to a TPU; as root: '
-                     'echo always > /sys/kernel/mm/transparent_hugepage/enabled')
     needs_xla = d.tpu or 'torch_xla' in d.packages
     rows = [('torch', usable(plan_torch) if 'torch' in d.packages else 'not installed; pip install torch'),
             ('torch_xla', usable(plan_torch, 'xla') if needs_xla else 'not installed; only a TPU needs it'),

@@ -21,7 +21,7 @@ import click
 from click.core import ParameterSource
 
 from .command import UNDERSCORES, LazyGroup
-from ..config import PRESETS, config_keys, full_key
+from ..config import PRESETS, config_fields, full_key
 from ..core.files import WriteError, check_output
 from ..core.messages import did_you_mean
 from ..pipeline.run import find_source
@@ -66,7 +66,7 @@ def share(ctx, param, value: float) -> float:
 def key_values(ctx, param, items: tuple[str, ...]) -> dict[str, str]:
     "`key=value` arguments as a dict with full keys. Raises `click.BadParameter` if a key has two values."
     values: dict[str, str] = {}
-    keys = list(config_keys()) if items else []
+    keys = list(config_fields()) if items else []
     for name, is_pair, value in (item.partition('=') for item in items):
         if not is_pair: raise click.BadParameter(f'{name!r} is not of the form key=value, such as train.lr_max=0.003')
         key = full_key(name, keys)
