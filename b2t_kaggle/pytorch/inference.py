@@ -106,56 +106,47 @@ def logits_of(
 # %% ../../nbs/pytorch/09_inference.ipynb #c014
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,       # In evaluation mode, on the device
+    model: Encoder,         # In evaluation mode, on the device
     store: TrialStore,      # Trials with labels
     day_of: dict[str, int], # The model's day of each session
     cfg: Config,            # The run's configuration
     backend: Backend,       # The device
-    trained: Encoder | None = None, # The same model before it was compiled, to measure the terms of its loss
     step: int = 0,          # Training steps that are done, on which terms may depend
+    terms: bool = True,     # Whether to also measure the terms that the model adds to its loss
 ) -> pd.DataFrame:
     """A row per trial of `store`: session, loss (CTC, natural log), edits, n_labels; if the model adds terms to its
     loss, also each term and their weighted sum as `total`."""
-    columns: dict[str, np.ndarray] = dict(loss=np.zeros(len(store)), edits=np.zeros(len(store), int))
-    def losses_of(b, frames):
-        n_labels = backend.lengths(b.n_labels)
-        labels, n_frames = backend.put(b.labels), backend.lengths(frames)
-        return n_labels, partial(ctc_losses, labels=labels, frames=n_frames, n_labels=n_labels)
-    for b, logits, frames in logits_of(model, store, day_of, cfg, backend, cfg.data.eval_batch_size):
-        losses = backend.result(losses_of(b, frames)[1](logits))
+    has_terms = terms and type(model).training_losses is not Encoder.training_losses
+    rows = cfg.data.eval_batch_size
+    if has_terms: # Batches as in training, because terms may compare the trials of a batch
+        rows = max(1, cfg.data.batch_size//cfg.train.accumulate//backend.world_size)
+        backend.seed(cfg.train.seed)
+    def args(trials):
+        values = model.training_args(step, cfg.train.num_training_batches)
+        changing = {k: values[k] for k in model.changing_args}
+        return values | (backend.scalars(**changing) if changing else {}) | model.training_inputs(trials)
+
+    columns: dict[str, np.ndarray] = dict(edits=np.zeros(len(store), int))
+    for b, out, frames in logits_of(model, store, day_of, cfg, backend, rows, args=args if has_terms else None):
+        n_labels, n_frames = backend.lengths(b.n_labels), backend.lengths(frames)
+        ctc = partial(ctc_losses, labels=backend.put(b.labels), frames=n_frames, n_labels=n_labels)
+        logits = model.training_logits(out) if has_terms else out
+        values = dict(loss=ctc(logits))
+        if has_terms:
+            losses = model.training_losses(out, lambda x: per_unit(ctc(x), n_labels, cfg.train), n_frames)
+            losses = losses if isinstance(losses, dict) else dict(loss=losses)
+            values |= {'total' if k == 'loss' else k: v.float() for k, v in losses.items()}
+        values = {k: backend.result(v) for k, v in values.items()}
         paths = backend.result(logits.argmax(-1))
         backend.end_step()
         real = b.trials >= 0
-        columns['loss'][b.trials[real]] = losses.cpu().numpy()[real]
+        for k, v in values.items():
+            columns.setdefault(k, np.zeros(len(store)))[b.trials[real]] = v.cpu().numpy()[real]
         for i, path, n in zip(b.trials[real], paths.cpu().numpy()[real], frames[real]):
             columns['edits'][i] = Levenshtein.distance(collapse(path[:n]).tolist(), store.class_ids(i).tolist())
-    if trained is not None and type(trained).training_losses is not Encoder.training_losses:
-        columns |= _terms(model, store, day_of, cfg, backend, trained, step, losses_of)
     parts = backend.gather(columns) # Each process has the values of its batches, and zeros
     columns = {k: sum(other.get(k, 0) for other in parts) for part in parts for k in part}
     return pd.DataFrame(dict(session=store.index.session, n_labels=store.n_labels) | columns)
-
-def _terms(model: nn.Module, store: TrialStore, day_of: dict[str, int], cfg: Config, backend: Backend, trained: Encoder,
-           step: int, losses_of: Callable) -> dict[str, np.ndarray]:
-    "Terms of the loss of each trial `[n]`, by a pass as in training, but in evaluation mode and with the same seed."
-    columns: dict[str, np.ndarray] = {}
-    def args(trials):
-        values = trained.training_args(step, cfg.train.num_training_batches)
-        changing = {k: values[k] for k in trained.changing_args}
-        return values | (backend.scalars(**changing) if changing else {}) | trained.training_inputs(trials)
-    backend.seed(cfg.train.seed)
-    rows = max(1, cfg.data.batch_size//cfg.train.accumulate//backend.world_size)
-    for b, out, frames in logits_of(model, store, day_of, cfg, backend, rows, args=args):
-        n_labels, ctc = losses_of(b, frames)
-        losses = trained.training_losses(out, lambda x: per_unit(ctc(x), n_labels, cfg.train), backend.lengths(frames))
-        losses = losses if isinstance(losses, dict) else dict(loss=losses)
-        losses = {k: backend.result(v.float()) for k, v in losses.items()}
-        backend.end_step()
-        real = b.trials >= 0
-        for k, v in losses.items():
-            name = 'total' if k == 'loss' else k
-            columns.setdefault(name, np.zeros(len(store)))[b.trials[real]] = v.cpu().numpy()[real]
-    return columns
 
 # %% ../../nbs/pytorch/09_inference.ipynb #c017
 def log_probs_of(

@@ -326,8 +326,8 @@ def _load(self: Trainer, checkpoint: Path | None) -> dict:
 def metrics(self: Trainer) -> dict:
     "Loss, its terms and PER on the validation trials."
     self.result.eval()
-    trained = self.result if self.measures_terms else None
-    table = evaluate(self.result, self.store_val, self.day_of, self.cfg, self.backend, trained, self.step)
+    run = self.store_val, self.day_of, self.cfg, self.backend, self.step
+    table = evaluate(self.result, *run, terms=self.measures_terms)
     return summarize(table, self.cfg.train.ctc_reduction)
 
 # %% ../../nbs/pytorch/12_trainer.ipynb #c042

@@ -139,10 +139,10 @@ def training_losses(self: Encoder, out: Any, ctc: Callable[[Tensor], Tensor],
 
 @patch
 def training_logits(self: Encoder, out: Any) -> Tensor:
-    "The logits `[B, T', K]` of inference in the output of a training step; for `train.cr_ctc`."
+    "The logits `[B, T', K]` of inference in the output of a training step; for validation and `train.cr_ctc`."
     if isinstance(out, Tensor): return out
-    raise TrainingError(f'train.cr_ctc: model.name = {self.cfg.name} does not define the logits of inference '
-                        '(training_logits); set train.cr_ctc=0')
+    raise TrainingError(f'model.name = {self.cfg.name}: {type(self).__name__} does not define training_logits, the '
+                        'logits of inference in what it returns in training')
 
 @patch
 def training_state(self: Encoder) -> dict:
