@@ -18,7 +18,7 @@ from ..training.recipe import draw_cut, smoothing_kernel, step_seed
 def add_noise(
     x: Tensor,                         # Features `[B, T, F]`, floating point
     cfg: AugmentConfig,                # The run's `augment` group
-    generator: torch.Generator | None, # On the device of `x`; none means the device's own
+    generator: torch.Generator | None, # On the device of `x`; None means the default generator
 ) -> Tensor:
     "Static gain, white noise, constant offset and random walk, `[B, T, F]`; `x` itself is left alone."
     B, T, C = x.shape
@@ -47,7 +47,7 @@ def time_mask(
     n_bins: Tensor,                    # Bins of each trial `[B]`, on any device
     n_masks: int,                      # Masks per trial; they may overlap
     max_part: float,                   # Largest length of one mask, as a part of its trial
-    generator: torch.Generator | None, # On the device of `x`; none means the device's own
+    generator: torch.Generator | None, # On the device of `x`; None means the default generator
 ) -> Tensor:
     """Zero stretches of each trial, `[B, T, F]` (SpecAugment's time masks; Park et al., 2019): lengths uniform in
     0 … `max_part` · `n_bins`, places uniform inside the trial."""
@@ -64,7 +64,7 @@ def time_mask(
 def channel_mask(
     x: Tensor,                         # Features `[B, T, F]`
     cfg: AugmentConfig,                # The run's `augment` group
-    generator: torch.Generator | None, # On the device of `x`; none means the device's own
+    generator: torch.Generator | None, # On the device of `x`; None means the default generator
 ) -> Tensor:
     "Zero channels of each trial, `[B, T, F]` (dropout of inputs; Srivastava et al., 2014)."
     B, _, C = x.shape
@@ -98,7 +98,7 @@ class Augment:
         x: Tensor,                         # Features `[B, T, F]`
         n_bins: Tensor,                    # Bins of each trial `[B]`
         cut: int | Tensor,                 # From `draw_cut`
-        generator: torch.Generator | None, # On the device of `x`; none means the device's own
+        generator: torch.Generator | None, # On the device of `x`; None means the default generator
     ) -> tuple[Tensor, Tensor]:
         "`train` with its random numbers given: `[B, T, F]` and `[B]`. The operations depend only on the shape of `x`."
         cfg = self.cfg

@@ -30,7 +30,7 @@ def consistency_losses(
     """Symmetric Kullback-Leibler divergence of the two views of each trial in nats, summed over its frames, float32
     `[B]`; its gradient takes the other view for a constant (CR-CTC; Yao et al., 2025)."""
     log_probs = logits.float().log_softmax(-1).unflatten(0, (-1, 2))
-    other = log_probs.detach().flip(1)
-    divergence = (other.exp() * (other - log_probs)).sum(-1)
+    opposite = log_probs.detach().flip(1)
+    divergence = (opposite.exp() * (opposite - log_probs)).sum(-1)
     inside = torch.arange(divergence.shape[-1], device=logits.device) < frames.to(logits.device).view(-1, 2, 1)
     return torch.where(inside, divergence, 0.).sum(-1).mean(1)

@@ -38,7 +38,7 @@ def ctc_losses(
     logits: Tensor,   # `[B, T', K]`
     labels: Tensor,   # `[B, S]`, padded
     frames: Tensor,   # Frames of each trial `[B]`, on the host, or on an XLA device as the rest
-    n_labels: Tensor, # Labels of each trial `[B]`, likewise
+    n_labels: Tensor, # Labels of each trial `[B]`, on the same device as `frames`
 ) -> Tensor:
     "Negative natural log-likelihood of each trial's labels, float32 `[B]`."
     log_probs = logits.float().log_softmax(-1).transpose(0, 1)
@@ -145,7 +145,7 @@ def evaluate(
         for i, path, n in zip(b.trials[real], paths.cpu().numpy()[real], frames[real]):
             columns['edits'][i] = Levenshtein.distance(collapse(path[:n]).tolist(), store.class_ids(i).tolist())
     parts = backend.gather(columns) # Each process has the values of its batches, and zeros
-    columns = {k: sum(other.get(k, 0) for other in parts) for part in parts for k in part}
+    columns = {k: sum(p.get(k, 0) for p in parts) for part in parts for k in part}
     return pd.DataFrame(dict(session=store.index.session, n_labels=store.n_labels) | columns)
 
 # %% ../../nbs/pytorch/09_inference.ipynb #c017

@@ -108,17 +108,17 @@ class _ScanRecurrence(torch.autograd.Function):
         w = w_hh.to(dtype)
         init = h0.to(state_dtype)
         consts = w.t(), b_hh[2*H:].to(state_dtype)
-        (last,), (h, kept) = scan(_gru_step, (init,), (gates + b,), consts)
-        ctx.save_for_backward(kept, h, h0, w_hh)
+        (last,), (h, saved) = scan(_gru_step, (init,), (gates + b,), consts)
+        ctx.save_for_backward(saved, h, h0, w_hh)
         return h, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, grad_last):
-        kept, h, h0, w_hh = ctx.saved_tensors
+        saved, h, h0, w_hh = ctx.saved_tensors
         H = h0.shape[-1]
-        dtype = kept.dtype
-        r, z, n, q = kept.to(h.dtype).split(H, -1)
+        dtype = saved.dtype
+        r, z, n, q = saved.to(h.dtype).split(H, -1)
         h_before = torch.cat([h0.to(h.dtype)[None], h[:-1]])
         d_n = (1 - z) * (1 - n*n)
         slopes = torch.cat([d_n * q * r * (1 - r), (h_before - n) * z * (1 - z), d_n * r], -1)
@@ -135,7 +135,7 @@ _LARGE = 1e4 # An argument of the update gate that opens it fully, whatever the 
 def _scan_gru_layer(x: Tensor, h0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor,
                     hold: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """States `[T, B, H]`, float32 or wider, of one GRU layer in one direction (Cho et al., 2014, with the reset gate
-    behind the product), and the last one `[B, H]`. Frames in `hold` `[T, B]` keep the state before them."""
+    after the product), and the last one `[B, H]`. Frames in `hold` `[T, B]` keep the state before them."""
     gates = F.linear(x, w_ih, b_ih)
     if hold is not None:
         r, z, n = gates.chunk(3, -1)
@@ -163,7 +163,7 @@ def _all_layers(module: nn.GRU, x: Tensor, h0: Tensor, training: bool, run: Call
 def _scan_gru(module: nn.GRU, x: Tensor, h0: Tensor | None = None,
               frames: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The states `[T, B, H·directions]` and last states `[L·directions, B, H]` of `module(x, h0)`, by scans, on any
-    device. Backwards, a trial begins at its own last frame; what lies behind it holds the initial state."""
+    device. Backwards, a trial begins at its own last frame; later frames hold the initial state."""
     hold = None
     if frames is not None and module.bidirectional:
         hold = torch.arange(len(x) - 1, -1, -1, device=x.device)[:, None] >= frames.to(x.device)

@@ -96,10 +96,10 @@ def within(what: str, figure: float, limit: float) -> Finding:
     "The finding of a difference, which passes up to a limit."
     return Finding(what, figure, '', bool(figure <= limit), f'at most {limit:g}')
 
-def relative(found: np.ndarray, expected: np.ndarray) -> float:
+def relative(values: np.ndarray, expected: np.ndarray) -> float:
     "Norm of the difference of two arrays `[…]`, as a part of the expected norm."
-    found, expected = (np.asarray(x, np.float64).ravel() for x in (found, expected))
-    return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-12))
+    values, expected = (np.asarray(x, np.float64).ravel() for x in (values, expected))
+    return float(np.linalg.norm(values - expected) / max(np.linalg.norm(expected), 1e-12))
 
 def take(trainer: Trainer, n: int) -> np.ndarray:
     "Mean losses of the next steps of a run `[n]`; infinite for a step that was skipped."
@@ -125,11 +125,11 @@ def ctc(bench: Bench) -> Iterator[Finding]:
     expected.sum().backward()
     backend = bench.backend('float32')
     y = backend.put(logits.numpy()).requires_grad_()
-    found = ctc_losses(y, backend.put(labels.numpy()), backend.lengths(frames.numpy()),
+    losses = ctc_losses(y, backend.put(labels.numpy()), backend.lengths(frames.numpy()),
                        backend.lengths(n_labels.numpy()))
-    found.sum().backward()
+    losses.sum().backward()
     backend.end_step()
-    yield within('loss', relative(found.detach().cpu(), expected.detach()), 1e-5)
+    yield within('loss', relative(losses.detach().cpu(), expected.detach()), 1e-5)
     yield within('gradients', relative(y.grad.cpu(), x.grad), 5e-4) # In float32 errors add up over the frames
 
 # %% ../../nbs/pytorch/19_selftest.ipynb #c015

@@ -15,14 +15,10 @@ from torch.autograd.function import once_differentiable
 _STEP = 256    # Parts of 1 in which the coarse part of a decay is counted
 _LOWEST = -100 # Smaller exponents make no difference: e^−100 is 0
 
-def _coarse(a: Tensor) -> Tensor:
-    "Multiples of 1/256; sums of a few hundred of them are exact in float32."
-    return ((a.detach() * _STEP).round() / _STEP)
-
 def _running_sums(a: Tensor) -> tuple[Tensor, Tensor]:
     "Running sums `[…, T]` of the rest, and of the multiples of 1/256, which have no gradient."
     a = a.clamp(min=_LOWEST)
-    coarse = _coarse(a)
+    coarse = (a.detach() * _STEP).round() / _STEP # Sums of a few hundred of these are exact in float32
     return (a - coarse).cumsum(-1), coarse.cumsum(-1)
 
 def _differences(fine: Tensor, coarse: Tensor) -> Tensor:
@@ -36,25 +32,26 @@ def _differences(fine: Tensor, coarse: Tensor) -> Tensor:
 def segment_sums(
     a: Tensor, # Log decays, none above 0 `[…, T]`
 ) -> Tensor:
-    "Sum of `a` behind frame s up to frame t at `[…, t, s]`; −∞ where s is behind t. `[…, T, T]`."
+    "Sum of `a` after frame s up to frame t at `[…, t, s]`; −∞ if s is after t. `[…, T, T]`."
     return _differences(*_running_sums(a))
 
 # %% ../../nbs/pytorch/15_ssd.ipynb #c011
 def _carry(made: Tensor, totals: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    "The state in front of each chunk `[S, C, N, H, P]`, and behind the last one `[S, N, H, P]`."
+    "The state before each chunk `[S, C, N, H, P]`, and after the last one `[S, N, H, P]`."
     S, C, N, H, P = made.shape
     decays = segment_sums(F.pad(totals.transpose(1, 2), (1, 0))).exp()        # [S, H, C + 1, C + 1]
     made = made.permute(0, 3, 1, 2, 4).reshape(S, H, C, N * P)
-    # what follows is two products, because training needs the first alone
-    found = []
+    # Two products, because training needs the first alone
+    carried = []
     for decay in (decays[:, :, :C], decays[:, :, C:]):
         states = (decay[..., 1:] @ made).view(S, H, -1, N, P).permute(0, 2, 3, 1, 4)
         if state is not None: states = states + decay[..., 0].transpose(1, 2)[:, :, None, :, None] * state[:, None]
-        found.append(states)
-    return found[0], found[1].squeeze(1)
+        carried.append(states)
+    return carried[0], carried[1].squeeze(1)
 
 # %% ../../nbs/pytorch/15_ssd.ipynb #c014
 class _ChunkWeights(torch.autograd.Function):
+    "Weight of each frame in each other, of the type of the scores."
     @staticmethod
     def forward(ctx, scores, fine, coarse):
         between = _differences(fine, coarse).exp_()
@@ -70,10 +67,6 @@ class _ChunkWeights(torch.autograd.Function):
         d_sums = grad.to(between.dtype) * weights
         return d_scores, d_sums.sum(-1) - d_sums.sum(-2), None
 
-def _chunk_weights(scores: Tensor, a: Tensor) -> Tensor:
-    "Weight of each frame in each other `[S, C, H, Q, Q]`, of the type of `scores`."
-    return _ChunkWeights.apply(scores, *_running_sums(a))
-
 # %% ../../nbs/pytorch/15_ssd.ipynb #c017
 def ssd(
     x: Tensor,          # Input of each head `[S, T, H, P]`
@@ -81,25 +74,26 @@ def ssd(
     b: Tensor,          # Directions in which a frame is added `[S, T, N]`
     c: Tensor,          # Directions in which the state is read `[S, T, N]`
     chunk_size: int = 64, # Frames per chunk; changes time and memory, not the result
-    state: Tensor | None = None, # In front of the first frame `[S, N, H, P]`; none means zeros
+    state: Tensor | None = None, # State before the first frame `[S, N, H, P]`; None means zeros
 ) -> tuple[Tensor, Tensor]:
     """State space duality (Dao and Gu, 2024): yₜ = hₜᵀ · cₜ with the state hₜ = exp(log_decayₜ) · hₜ₋₁ + bₜ · xₜᵀ.
-    Returns the output `[S, T, H, P]` and the state behind the last frame `[S, N, H, P]`."""
+    Returns the output `[S, T, H, P]` and the state after the last frame `[S, N, H, P]`."""
     S, T, H, P = x.shape
     N = b.shape[-1]
     Q = min(chunk_size, T)
     C = -(-T // Q)
     missing = C*Q - T
-    if missing:  # frames that add nothing and let nothing decay
+    if missing:  # Frames that add nothing and let nothing decay
         x, log_decay = (F.pad(v, (0, 0) * (v.ndim - 2) + (0, missing)) for v in (x, log_decay))
         b, c = (F.pad(v, (0, 0, 0, missing)) for v in (b, c))
     x = x.reshape(S, C, Q, H, P)
     b = b.reshape(S, C, Q, N)
     c = c.reshape(S, C, Q, N)
     a = log_decay.reshape(S, C, Q, H).transpose(2, 3)       # [S, C, H, Q]
-    y = (_chunk_weights(c @ b.mT, a) @ x.transpose(2, 3)).transpose(2, 3) # [S, C, Q, H, P]
+    weights = _ChunkWeights.apply(c @ b.mT, *_running_sums(a)) # [S, C, H, Q, Q], of the type of x
+    y = (weights @ x.transpose(2, 3)).transpose(2, 3)       # [S, C, Q, H, P]
     a = a.clamp(min=_LOWEST).transpose(2, 3)                # [S, C, Q, H]
-    through = a.cumsum(2)                                   # from a chunk's start to behind each frame
+    through = a.cumsum(2)                                   # from a chunk's start to the end of each frame
     to_end = F.pad(a[:, :, 1:], (0, 0, 0, 1)).flip(2).cumsum(2).flip(2)
     made = (b.mT @ (x * to_end.exp()[..., None]).flatten(3)).unflatten(-1, (H, P))
     with torch.autocast(x.device.type, enabled=False):
@@ -132,8 +126,8 @@ class _CausalConv(torch.autograd.Function):
         return d_x.to(x.dtype), torch.stack(d_w), grad.sum((1, 2), keepdim=True)
 
 def causal_conv(
-    x: Tensor,      # Input, with the K − 1 frames before the first one in front `[G, B, K − 1 + T, C]`
-    weight: Tensor, # The last one is that of a frame itself `[K, G, 1, 1, C]`
+    x: Tensor,      # Input, preceded by the K − 1 frames before the first one `[G, B, K − 1 + T, C]`
+    weight: Tensor, # Weights of the last K frames, the current one last `[K, G, 1, 1, C]`
     bias: Tensor,   # `[G, 1, 1, C]`
 ) -> Tensor:
     "A convolution over time of each channel by itself, `[G, B, T, C]`; each of G directions has its own weights."

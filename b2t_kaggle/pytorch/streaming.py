@@ -61,12 +61,12 @@ class EncoderStream:
         session: str,   # The session of the trial, one that the model knows
     ):
         self.state = model.start()
-        known = cfg.data.known_sessions
-        if session not in known:
-            raise ValueError(f'session {session!r}: the model has no day layer for it; it knows {", ".join(known)}')
+        sessions = cfg.data.known_sessions
+        if session not in sessions:
+            raise ValueError(f'session {session!r}: the model has no day layer for it; it knows {", ".join(sessions)}')
         self.model = model
         self.cfg = cfg
-        self.day = torch.tensor([known.index(session)])
+        self.day = torch.tensor([sessions.index(session)])
         self.n_features = cfg.model.features_of(session)
         self.smoothing = SmoothingStream(cfg.augment, self.n_features)
 

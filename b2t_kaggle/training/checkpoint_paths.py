@@ -77,7 +77,6 @@ def saved_batches(
     "Saved progress of a training that was killed, as a clause; curves are written before checkpoints."
     history, last = out/'history.csv', out/LAST[cfg.train.framework]
     if not last.exists(): return 'nothing of it is saved yet'
-    try: is_theirs = history.stat().st_mtime_ns <= last.stat().st_mtime_ns
-    except OSError: is_theirs = False
-    n = last_batch(history) if is_theirs else 0
+    is_older = history.exists() and history.stat().st_mtime_ns <= last.stat().st_mtime_ns
+    n = last_batch(history) if is_older else 0
     return f'{n:,} of {cfg.train.num_training_batches:,} batches are saved' if n else 'the last checkpoint is intact'

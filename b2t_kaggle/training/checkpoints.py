@@ -98,13 +98,13 @@ def provenance(
 # %% ../../nbs/training/04_checkpoints.ipynb #c014
 def misfits(
     expected: Mapping[str, Sequence[int]], # Shapes of a model's weights by name
-    found: Mapping[str, Sequence[int]],    # Shapes of the weights to load, by name
+    shapes: Mapping[str, Sequence[int]],   # Shapes of the weights to load, by name
 ) -> str:
     "Weights that are missing, unknown or of another shape, at most four; empty if all fit."
-    wrong = [f'{k} is missing' for k in expected if k not in found]
-    wrong += [f'{k} is not in the model' for k in found if k not in expected]
-    wrong += [f'{k} has shape {list(found[k])}, expected {list(shape)}' for k, shape in expected.items()
-              if k in found and list(found[k]) != list(shape)]
+    wrong = [f'{k} is missing' for k in expected if k not in shapes]
+    wrong += [f'{k} is not in the model' for k in shapes if k not in expected]
+    wrong += [f'{k} has shape {list(shapes[k])}, expected {list(shape)}' for k, shape in expected.items()
+              if k in shapes and list(shapes[k]) != list(shape)]
     more = f'; and {len(wrong) - 4} more' if len(wrong) > 4 else ''
     return '; '.join(wrong[:4]) + more
 
@@ -154,7 +154,7 @@ def transfer_weights(
     sessions: list[str],            # Sessions of the trained model, in the order of its days
     path: str | Path,               # The model's file, for errors
     participants: Sequence[str] = (), # Participants of this run, in the order of their rows
-    known: Sequence[str] = (),      # Participants of the trained model, in the order of their rows
+    theirs: Sequence[str] = (),     # Participants of the trained model, in the order of their rows
 ) -> None:
     """Replace `weights` in place; rows of sessions and participants that the trained model does not know stay as they
     are. Raises `TrainingError` for a model of another shape."""
@@ -166,7 +166,7 @@ def transfer_weights(
         raise TrainingError(f'{path}: does not fit the model of this run: {wrong}; make the model group of the '
                             'configuration equal')
     rows = {day_of[s]: i for i, s in enumerate(sessions) if s in day_of}
-    of_participants = {i: known.index(p) for i, p in enumerate(participants) if p in known}
+    of_participants = {i: theirs.index(p) for i, p in enumerate(participants) if p in theirs}
     for name, array in weights.items():
         if is_per_participant(name):
             for i, j in of_participants.items(): array[i] = new[name][j]

@@ -138,8 +138,8 @@ def plot_history(
     terms = [name for name in names if name not in norms]
     n = 2 + len(terms) + bool(norms)
     fig = plt.figure(figsize=(5*min(n, 3), 3*-(-n//3)), layout='constrained')
-    loss, errors, *others = (fig.add_subplot(-(-n//3), min(n, 3), i + 1) for i in range(n))
-    for ax, name, label in zip([loss, *others], ['loss', *terms], ['loss', *(_LABELS.get(k, k) for k in terms)]):
+    loss, errors, *axes = (fig.add_subplot(-(-n//3), min(n, 3), i + 1) for i in range(n))
+    for ax, name, label in zip([loss, *axes], ['loss', *terms], ['loss', *(_LABELS.get(k, k) for k in terms)]):
         ax.plot(history.step, history[name], lw=1, label='training')
         if f'val_{name}' in val: ax.plot(val.step, val[f'val_{name}'], 'o-', ms=3, label='validation')
         ax.set(xlabel='batch', ylabel=label, yscale='log' if (history[name] > 0).all() else 'linear')
@@ -147,9 +147,9 @@ def plot_history(
     loss.yaxis.set_major_formatter(LogFormatter())
     loss.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, .4))) # 120, in place of 1.2 × 10²
     if norms:
-        for name in norms: others[-1].plot(history.step, history[name], lw=1, label=name.removeprefix('grad_'))
-        others[-1].set(xlabel='batch', ylabel='gradient norm', yscale='log')
-        others[-1].legend()
+        for name in norms: axes[-1].plot(history.step, history[name], lw=1, label=name.removeprefix('grad_'))
+        axes[-1].set(xlabel='batch', ylabel='gradient norm', yscale='log')
+        axes[-1].legend()
     errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label='PER')
     if 'val_wer' in val: errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
     errors.legend()

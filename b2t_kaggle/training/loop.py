@@ -124,8 +124,8 @@ def _check(self: Loop) -> list[dict[str, float]]:
         raise TrainingError(f'batch {t.step - 1}: gradients overflow in float16, with the loss scaled by {scale:g} '
                             f'too; {t.n_skipped} of {t.step} steps were skipped. Set train.precision=float32, or lower '
                             'train.lr_max; the last checkpoint is intact')
-    own = [{k: float(np.mean(v)) for k, v in (dict(loss=r.losses) | r.terms).items()} for r in self.pending]
-    means = [{k: float(np.mean([m[k] for m in step])) for k in step[0]} for step in zip(*t.gather(own))]
+    local = [{k: float(np.mean(v)) for k, v in (dict(loss=r.losses) | r.terms).items()} for r in self.pending]
+    means = [{k: float(np.mean([m[k] for m in step])) for k in step[0]} for step in zip(*t.gather(local))]
     self.budget.note('step', (self.budget.elapsed() - self.synced_at) / len(self.pending))
     if t.step == self.first_step and t.is_main_process:
         print(f'first step after {self.budget.elapsed():.1f} s')

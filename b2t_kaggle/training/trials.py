@@ -83,10 +83,10 @@ def check_participants(
         raise TrainingError(f'{store.path}: trials have {store.n_features} features, but model.neural_dim is '
                             f'{cfg.model.neural_dim}; set model.neural_dim={store.n_features}')
     for session in store.sessions if cfg.model.participants else []:
-        said, found = cfg.model.features_of(session), n_features(session)
-        if said == found: continue
-        raise TrainingError(f'{store.path}: sessions of {participant_of(session)} have {found} features, but '
-                            f'model.participants says {said}; correct that')
+        configured, recorded = cfg.model.features_of(session), n_features(session)
+        if configured == recorded: continue
+        raise TrainingError(f'{store.path}: sessions of {participant_of(session)} have {recorded} features, but '
+                            f'model.participants says {configured}; correct that')
 
 def smoothing_edges(
     store: TrialStore, # Trials that the model will run on
