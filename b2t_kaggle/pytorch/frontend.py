@@ -38,7 +38,7 @@ class Frames:
         return cpu_gru(module, x, self.order, states, module.training)
 
     def by_trial(self, y: Tensor) -> Tensor:
-        "The same frames in the order of `self.x`."
+        "The same frames `[N, ·]` in the order of `self.x`."
         return y if self.order is None else permute(y, self.order.to_trials, self.order.from_trials)
 
     def unpack(self, y: Tensor, by_trial: bool = False) -> Tensor:

@@ -232,7 +232,7 @@ def rates(self: Trainer) -> dict[str, float]:
 
 @patch
 def update(self: Trainer, days: np.ndarray) -> None:
-    "Change the weights by the gradients of a batch that has these days, then the average of the weights."
+    "Change the weights by the gradients of a batch that has these days `[days]`, then the average of the weights."
     backend = self.backend
     scalars = backend.scalars(**self.rates())
     self.optimizer.step(scalars, backend.days(days, len(self.store.sessions)))

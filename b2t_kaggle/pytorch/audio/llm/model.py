@@ -137,6 +137,10 @@ class AudioLLM(Encoder):
         output = self.encode_neural(x, day_idx, n_bins, **training_args)
         return output.out, self.losses(output, targets), batches
 
+    def training_logits(self, out: Any) -> Tensor:
+        "Logits `[B, T', K]` of the acoustic model."
+        return self.acoustic.training_logits(out[0])
+
     def parts(self) -> dict[str, str]:
         parts = dict(encoder=self.inside, projector='brain.projector.')
         return parts | (dict(lora='lora.') if self.lora else {})
