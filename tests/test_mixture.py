@@ -99,7 +99,7 @@ def test_the_gate_is_the_best_of_all_thresholds():
     w = Weights(0.3, 0.6)
     thresholds = [-np.inf, *sorted(trials.ngram_per_word), np.inf]
     errors = [trials.winner_errors(replace(w, gate=g)).sum() for g in thresholds]
-    gate = mixture._best_gate(trials, w)
+    gate = trials.best_gate(w)
     assert gate > -np.inf and trials.winner_errors(replace(w, gate=gate)).sum() == min(errors) < errors[0]
 
 
@@ -178,8 +178,8 @@ def test_exchanged_words_with_the_ngram_at_hand(tmp_path, load):
 
 @pytest.mark.filterwarnings('ignore:.*too little text')
 @pytest.mark.parametrize('load', [NGram.load, Automaton.load])
-def test_a_spelled_word_keeps_its_cost(tmp_path, load):
-    "The search adds a penalty to the n-gram's score of a word outside the lexicon, which is no part of the n-gram."
+def test_a_boosted_word_keeps_its_bonus(tmp_path, load):
+    "The search adds the bonus of a boosted word to the score of the n-gram, which is not part of the n-gram."
     lm = load(build_ngram(['a b c', 'a d c', 'e b c'], tmp_path/'lm.arpa', order=2, estimator='own'))
     exact = lm.score
     known = [Hypothesis(t, -1., exact(t), 3, total) for t, total in (('a d c', -2.), ('e b c', -3.))]

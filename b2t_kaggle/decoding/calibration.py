@@ -11,14 +11,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import pandas as pd
 from fastcore.basics import patch
+from pydantic import Field, TypeAdapter
 
 from ..core.files import write_whole
-from ..core.reading import parse_json, read_text
+from ..core.reading import read_text
 from .nbest import Hypothesis, agreement
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c006
@@ -70,8 +71,7 @@ def area_under_roc(
     n_wrong = len(right) - n_right
     if not n_right or not n_wrong:
         raise ValueError(f'{n_right} of {len(right)} are right; expected some right and some wrong')
-    _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
-    rank = (np.cumsum(count) - (count - 1)/2)[place] # Equal scores share their ranks, which begin with 1
+    rank = pd.Series(scores).rank().to_numpy() # Equal scores share their ranks, which begin with 1
     return float((rank[right].sum() - n_right*(n_right + 1)/2)/(n_right*n_wrong))
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c013
@@ -88,7 +88,7 @@ class Quality:
 @dataclass(frozen=True)
 class Calibration:
     "The result of `cross_calibrate`."
-    temperature: float         # Temperature fitted on all trials
+    temperature: Annotated[float, Field(gt=0)] # Temperature fitted on all trials
     folds: tuple[float, ...]   # Temperatures fitted without each fold
     n_words: int
     before: Quality            # Quality with a temperature of 1
@@ -136,15 +136,8 @@ def write_calibration(path: str | Path, calibration: Calibration) -> None:
 
 def read_calibration(path: str | Path) -> Calibration:
     "A result of `cross_calibrate`; raises `ValueError` that names the file if it does not have one."
-    try:
-        values = parse_json(read_text(path))
-        for name in ('before', 'validated'):
-            bins = tuple((int(n), float(c), float(r)) for n, c, r in values[name]['bins'])
-            values[name] = Quality(**values[name] | dict(bins=bins))
-        calibration = Calibration(**values | dict(folds=tuple(values['folds'])))
-        if not calibration.temperature > 0: raise ValueError(f'temperature is {calibration.temperature}')
-        return calibration
-    except (OSError, ValueError, TypeError, KeyError) as e:
+    try: return TypeAdapter(Calibration).validate_json(read_text(path))
+    except (OSError, ValueError) as e:
         raise ValueError(f'{path}: not a calibration ({e!r:.200}); make the lists again') from None
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c023

@@ -180,11 +180,6 @@ def _remember(arcs, n_filled, keys, log_probs, states):
         arc.next = states[i]
     return n_filled + len(keys)
 
-def _empty_table(size: int) -> np.ndarray:
-    arcs = np.zeros(size, ARC)
-    arcs['key'] = -1
-    return arcs
-
 _NO_FIRST = np.zeros(0, FIRST) # A table has arcs only
 _NO_STATES = np.zeros(0, STATE)
 _TABLE_SIZE = 1 << 17          # At the beginning
@@ -203,14 +198,14 @@ class ScoreCache:
 
     def forget(self) -> None:
         "Forget all answers."
-        self.arcs = _empty_table(_TABLE_SIZE)
+        self.arcs = empty_table(_TABLE_SIZE)
         self.n_filled = 0
 
     def _store(self, keys: np.ndarray, log_probs: np.ndarray, states: np.ndarray) -> None:
         "Put answers into the table, which grows if needed."
         while (n_filled := _remember(self.arcs, self.n_filled, keys, log_probs, states)) < 0:
             old = self.arcs[self.arcs['key'] >= 0]
-            self.arcs = _empty_table(2*len(self.arcs))
+            self.arcs = empty_table(2*len(self.arcs))
             columns = (old[name].copy() for name in ('key', 'log_prob', 'next'))
             self.n_filled = _remember(self.arcs, 0, *columns)
         self.n_filled = n_filled

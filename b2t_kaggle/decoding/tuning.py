@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from ..config import DecodeConfig
 from ..core.files import write_whole
-from ..core.reading import parse_json, read_text
+from ..core.reading import read_text
 from .calibration import MIN_TRIALS
 from .decoder import LexiconBeamDecoder
 from .nbest import Hypothesis
@@ -289,11 +290,6 @@ def write_tuning(path: str | Path, tuning: Tuning) -> None:
 
 def read_tuning(path: str | Path) -> Tuning:
     "A result of `tune_search`; raises `ValueError` that names a file without one."
-    try:
-        values = parse_json(read_text(path))
-        for name in ('start', 'candidate'): values[name] = SearchWeights(*values[name])
-        values['folds'] = tuple(SearchWeights(*w) for w in values['folds'])
-        for name in ('fold_edits', 'fold_words', 'trials'): values[name] = tuple(values[name])
-        return Tuning(**values)
-    except (OSError, ValueError, TypeError, KeyError) as e:
+    try: return TypeAdapter(Tuning).validate_json(read_text(path))
+    except (OSError, ValueError) as e:
         raise ValueError(f'{path}: not the weights of a search ({e!r:.200}); decode again') from None

@@ -7,7 +7,6 @@ __all__ = ['RANDOM', 'Trial', 'Entry', 'voter_name', 'Hypotheses', 'write_hypoth
            'best_entries', 'Ballots', 'ballots', 'pivot', 'vote', 'read_blocks', 'with_corpora']
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c002
-import csv
 import io
 import json
 from collections import Counter
@@ -17,11 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from b2t_kaggle.core.files import write_whole
 from b2t_kaggle.core.reading import ReadError, is_finite_number, parse_json, read_text, split_lines
+from b2t_kaggle.decoding.nbest import word_distances
 from b2t_kaggle.phonemes import normalize_sentence
-from b2t_kaggle.rescoring.combine import word_distances
+
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c005
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class Hypotheses:
         return Hypotheses({t: self.trials[t] for t in trials}, {t: self.entries[t] for t in trials})
 
     def references(self) -> list[str]:
-        "The reference of each trial; raises `ValueError` that names a trial without one."
+        "The reference of each trial; raises `ValueError` without trials, and names a trial without one."
+        if not self.trials: raise ValueError('found no trials, expected hypotheses with references')
         missing = [t for t, trial in self.trials.items() if trial.reference is None]
         if missing:
             raise ValueError(f'trial {missing[0]}: no reference ({len(missing)} of {len(self)} trials have none), '
@@ -180,16 +182,10 @@ _Parsed = tuple[Trial, list[Entry]]
 
 def _csv_rows(text: str) -> list[tuple[int, _Parsed]]:
     "The rows of a submission, each with its line."
-    rows = csv.reader(io.StringIO(text, newline=''))
-    parsed: list[tuple[int, _Parsed]] = []
-    try:
-        if (header := next(rows, [])) != ['id', 'text']:
-            raise ValueError(f"line 1: found the header {','.join(header)[:60]!r}, expected 'id,text'")
-        for row in rows:
-            if len(row) != 2: raise ValueError(f'line {rows.line_num}: found {len(row)} fields, expected 2')
-            parsed.append((rows.line_num, (Trial(row[0]), [Entry(row[0], row[1])])))
-    except csv.Error as e: raise ValueError(f'line {rows.line_num}: not CSV ({e})') from None
-    return parsed
+    table = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+    if list(table.columns) != ['id', 'text'] or table.isna().any(axis=None):
+        raise ValueError(f"found the header {','.join(table.columns)[:60]!r}, expected 'id,text' and two fields a line")
+    return [(line, (Trial(trial), [Entry(trial, said)])) for line, (trial, said) in enumerate(table.values.tolist(), 2)]
 
 def _rows(path: Path) -> list[tuple[int, _Parsed]]:
     "Trials and entries of a file, each with its line."
@@ -300,24 +296,17 @@ def vote(
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c031
 RANDOM = 'Random' # Name of this corpus in the official description
-_COLUMNS = ('Date', 'Block number', 'Corpus')
 
 def read_blocks(
     path: str | Path, # The official block-by-block description: a CSV with the columns Date, Block number and Corpus
 ) -> dict[tuple[str, int], str]: # (session, block) to corpus
-    "The corpus of each block; raises `ValueError` that names the file, the line and the field."
-    corpora = {}
-    with open(path, newline='', encoding='utf-8-sig') as f:
-        rows = csv.DictReader(f)
-        if missing := [c for c in _COLUMNS if c not in (rows.fieldnames or ())]:
-            raise ValueError(f'{path}, line 1: column {missing[0]!r} is missing, expected {", ".join(_COLUMNS)}')
-        for row in rows:
-            try: block = int(row['Block number'])
-            except (TypeError, ValueError):
-                raise ValueError(f"{path}, line {rows.line_num}, field 'Block number': found {row['Block number']!r}, "
-                                 'expected a whole number') from None
-            corpora['t15.' + row['Date'].replace('-', '.'), block] = row['Corpus']
-    return corpora
+    "The corpus of each block; raises `ValueError` that names the file."
+    try:
+        table = pd.read_csv(path, usecols=['Date', 'Block number', 'Corpus'], dtype=str)
+        blocks = table['Block number'].astype(int)
+    except ValueError as e: raise ValueError(f'{path}: {e}; expected the columns Date, Block number, Corpus') from None
+    sessions = 't15.' + table.Date.str.replace('-', '.')
+    return dict(zip(zip(sessions, blocks.tolist()), table.Corpus))
 
 def with_corpora(
     hypotheses: Hypotheses,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from fastcore.basics import patch
 from rapidfuzz.distance import Levenshtein
 from tqdm import tqdm
 
@@ -49,15 +50,15 @@ def augment_nbest(
     "Add the sentences that result from exchanging words between hypotheses with the same number of words."
     hyps = sorted(hyps, key=lambda h: -h.total)
     parents = hyps[:top]
-    known = {h.text for h in hyps}
-    exact = {h.text for h in parents if lm and abs(lm.score(h.text) - h.ngram) < 0.01} # Others hold a spelled word
+    texts = {h.text for h in hyps}
+    exact = {h.text for h in parents if lm and abs(lm.score(h.text) - h.ngram) < 0.01} # Others hold a boosted word
     def estimate(x, y): return (x + y)/2 - penalty*abs(x + y)/2
     children = []
     for a, b in combinations(parents, 2):
         if a.n_words != b.n_words: continue
         for text in _swaps(a.text.split(), b.text.split()):
-            if text in known: continue
-            known.add(text)
+            if text in texts: continue
+            texts.add(text)
             ngram = lm.score(text) if lm and {a.text, b.text} <= exact else estimate(a.ngram, b.ngram)
             children.append(Hypothesis(text, estimate(a.acoustic, b.acoustic), ngram, a.n_words,
                                        estimate(a.total, b.total)))
@@ -130,8 +131,7 @@ def read_weights(
         if values['gate'] is None: values['gate'] = -np.inf
         return Weights(**{f.name: float(values[f.name]) for f in fields(Weights)})
     except (OSError, ValueError, TypeError, KeyError) as e:
-        reason = f'{type(e).__name__}: {e}'
-        raise ValueError(f'{path}: not the weights of a mixture ({reason}); rescore again') from None
+        raise ValueError(f'{path}: not the weights of a mixture ({e!r:.200}); rescore again') from None
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c019
 class Steps(NamedTuple):
@@ -187,17 +187,13 @@ _RANGES = dict(acoustic_scale=(0.01, 3.), alpha=(0., 1.), word_score=(-5., 5.))
 class _TrialScores:
     "Scores of the hypotheses of n trials as arrays, and their word errors."
     def __init__(self, nbest, references):
-        if len(nbest) != len(references):
-            raise ValueError(f'found {len(nbest)} n-best lists and {len(references)} references, '
-                             'expected one reference for each list')
-        for i, hyps in enumerate(nbest):
-            if not hyps: raise ValueError(f'trial {i}: the n-best list is empty, expected at least one hypothesis')
+        if not all(nbest): raise ValueError('found an empty n-best list, expected at least one hypothesis in each')
         def column(name): return [np.array([float(getattr(h, name) or 0) for h in hyps]) for hyps in nbest]
         self.ngram = column('ngram')
         self.llm = column('llm')
         self.n_tokens = column('n_tokens')
         self.feature = dict(acoustic_scale=column('acoustic'), word_score=column('n_words'))
-        counts = [word_errors([r]*len(hyps), [h.text for h in hyps]) for r, hyps in zip(references, nbest)]
+        counts = [word_errors([r]*len(hyps), [h.text for h in hyps]) for r, hyps in zip(references, nbest, strict=True)]
         self.errors = [np.array([c.edits for c in trial]) for trial in counts]
         self.n_words = sum(trial[0].length for trial in counts)
         self.ngram_per_word = np.array([ngram_per_word(hyps) for hyps in nbest])
@@ -208,8 +204,8 @@ class _TrialScores:
         alpha = [(llm - w.length_penalty*n - ngram)*gate
                  for llm, n, ngram, gate in zip(self.llm, self.n_tokens, self.ngram, is_open)]
         feature = self.feature | dict(alpha=alpha)
-        others = [k for k in feature if k != name]
-        intercepts = [g + sum(getattr(w, k)*feature[k][i] for k in others) for i, g in enumerate(self.ngram)]
+        intercepts = [g + sum(getattr(w, k)*values[i] for k, values in feature.items() if k != name)
+                      for i, g in enumerate(self.ngram)]
         return feature[name], intercepts
 
     def winner_errors(self, w: Weights) -> np.ndarray:
@@ -222,33 +218,36 @@ class _TrialScores:
         return line_search(*self.lines(name, w), self.errors, *_RANGES[name])
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c028
-def _refine(trials: _TrialScores, w: Weights) -> tuple[int, Weights]:
+@patch
+def refined(self: _TrialScores, w: Weights) -> tuple[int, Weights]:
     "Coordinate descent with exact line searches: the fewest errors, and their weights."
     best = w
-    fewest = int(trials.winner_errors(w).sum())
+    fewest = int(self.winner_errors(w).sum())
     while True:
         before = fewest
         for name in ('alpha', 'acoustic_scale', 'word_score'):
-            value, errors = trials.curve(name, best).best()
+            value, errors = self.curve(name, best).best()
             if errors >= fewest: continue
             best = replace(best, **{name: value})
             fewest = errors
         if fewest == before: return fewest, best
 
-def _search(trials: _TrialScores, start: Weights) -> Weights:
+@patch
+def search(self: _TrialScores, start: Weights) -> Weights:
     "The weights with the fewest errors, from a grid and the start; its gate stays."
     grid = [replace(start, acoustic_scale=s, alpha=a, word_score=0.)
             for s in (0.1, 0.2, 0.4, 0.8) for a in (0., 0.25, 0.5, 0.75, 1.)]
-    points = sorted((start, *grid), key=lambda w: trials.winner_errors(w).sum())[:3]
-    return min((_refine(trials, w) for w in points), key=lambda x: x[0])[1]
+    points = sorted((start, *grid), key=lambda w: self.winner_errors(w).sum())[:3]
+    return min((self.refined(w) for w in points), key=lambda x: x[0])[1]
 
 # %% ../../nbs/rescoring/00_mixture.ipynb #c031
-def _best_gate(trials: _TrialScores, w: Weights) -> float:
+@patch
+def best_gate(self: _TrialScores, w: Weights) -> float:
     "The lowest gate with the fewest errors: halfway between the n-gram scores of two trials, or -inf."
-    closed = trials.winner_errors(replace(w, gate=np.inf))
-    opened = trials.winner_errors(replace(w, gate=-np.inf))
-    order = np.argsort(trials.ngram_per_word, kind='stable')
-    score = trials.ngram_per_word[order]
+    closed = self.winner_errors(replace(w, gate=np.inf))
+    opened = self.winner_errors(replace(w, gate=-np.inf))
+    order = np.argsort(self.ngram_per_word, kind='stable')
+    score = self.ngram_per_word[order]
     added = np.cumsum((closed - opened)[order]) # Errors that closing the gate up to each trial adds
     places = np.flatnonzero(score[:-1] < score[1:])
     if not len(places) or added[places].min() >= 0: return -np.inf
@@ -268,9 +267,8 @@ def tune(
 ) -> Tuned:
     "The weights with the fewest word errors, deterministically; raises `ValueError` for lists that cannot be used."
     trials = _TrialScores(nbest, references)
-    w = _search(trials, replace(start, gate=-np.inf))
-    gate = _best_gate(trials, w)
-    gated = _search(trials, replace(w, gate=gate))
+    w = trials.search(replace(start, gate=-np.inf))
+    gated = trials.search(replace(w, gate=trials.best_gate(w)))
     if trials.winner_errors(gated).sum() < trials.winner_errors(w).sum(): w = gated
     steps = trials.curve('alpha', w)
     n_words = max(1, trials.n_words)
@@ -333,11 +331,11 @@ def score_in_time(
     nbest: Mapping[str, Sequence[Sequence[Hypothesis]]], # Lists of each trial, by split
     score: Callable[[list], list], # Scores the lists of some trials, such as `score_nbest` with its model
     left: Callable[[], float],     # Seconds left
-    known: Mapping[str, dict[int, list[LLMHypothesis]]], # Lists scored by an earlier call, by split and trial
+    earlier: Mapping[str, dict[int, list[LLMHypothesis]]], # Lists scored by an earlier call, by split and trial
     progress: bool = True,         # Whether to show a progress bar
 ) -> dict[str, dict[int, list[LLMHypothesis]]]:
     "Scored lists of the trials for which the time suffices."
-    scored = {split: dict(known.get(split, {})) for split in nbest}
+    scored = {split: dict(earlier.get(split, {})) for split in nbest}
     todo = {split: [i for i in range(len(lists)) if i not in scored[split]] for split, lists in nbest.items()}
     with tqdm(total=sum(map(len, todo.values())), desc='rescore', unit=' trials', disable=not progress) as bar:
         for split, part in in_time(_take_turns(todo), left):

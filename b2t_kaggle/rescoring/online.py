@@ -43,9 +43,6 @@ class LLMRescorer:
             o = decoder.options
             weights = Weights(acoustic_scale=o.acoustic_scale, alpha=0.55, word_score=o.word_score)
         self.weights = weights
-        self.alpha = self.weights.alpha
-        self.acoustic_scale = self.weights.acoustic_scale
-        self.length_penalty = self.weights.length_penalty
         self.n_augment = n_augment
         self.temperature = temperature
 

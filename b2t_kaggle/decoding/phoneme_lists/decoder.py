@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rapidfuzz.distance import Levenshtein
-from rapidfuzz.process import cdist
 
 from ...core.files import write_whole
 from ...core.reading import parse_json, read_text
 from ..decoder import LexiconBeamDecoder
 from ..lexicon import Lexicon, flatten
-from ..nbest import Hypothesis, LLMHypothesis
+from ..nbest import Hypothesis, LLMHypothesis, word_distances
 from b2t_kaggle.decoding.phoneme_lists.confusions import (
     N_CLASSES,
     N_WEIGHTS,
@@ -97,21 +95,14 @@ def _decoder(lexicon: Lexicon, lm: NGram | Automaton, model: ConfusionModel, bea
     return LexiconBeamDecoder(lexicon, lm, beam=beam, nbest=nbest, lm_weight=model.lm_weight, threshold=_THRESHOLD,
                               word_score=model.word_score, acoustic_scale=1., blank_skip=1.)
 
-def _word_ids(texts: Sequence[str]) -> list[list[int]]:
-    ids: dict[str, int] = {}
-    return [[ids.setdefault(w, len(ids)) for w in text.split()] for text in texts]
-
 def _word_edits(sentence: str, hypotheses: Sequence[Hypothesis]) -> np.ndarray:
-    words = _word_ids([sentence, *(h.text for h in hypotheses)])
-    return cdist(words[:1], words[1:], scorer=Levenshtein.distance)[0].astype(float)
+    return word_distances([sentence, *(h.text for h in hypotheses)], rows=1)[0, 1:].astype(float)
 
 def expected_errors(hypotheses: Sequence[Hypothesis], sharpness: float) -> np.ndarray:
     "Expected word errors of each hypothesis [N]."
     total = np.array([h.total for h in hypotheses])
     p = np.exp(sharpness*(total - total.max()))
-    words = _word_ids([h.text for h in hypotheses])
-    distance = cdist(words, words, scorer=Levenshtein.distance, dtype=np.int32)
-    return distance @ (p/p.sum())
+    return word_distances([h.text for h in hypotheses]) @ (p/p.sum())
 
 def _in_order_of_risk(hypotheses: Sequence[Hypothesis], sharpness: float) -> list[Hypothesis]:
     risk = expected_errors(hypotheses, sharpness).round(9)

@@ -88,9 +88,9 @@ class OnlineDecoder:
         self.settings = Settings(acoustic_scale=float(o.acoustic_scale), blank_penalty=float(o.blank_penalty),
                                  nbest=int(o.nbest), alpha=0.55, do_opt=0, mixture_scale=float(o.acoustic_scale))
         if rescorer is not None:
-            self.settings = replace(
-                self.settings, alpha=float(rescorer.alpha), do_opt=1, mixture_scale=float(rescorer.acoustic_scale),
-                length_penalty=float(rescorer.length_penalty), top_candidates_to_augment=rescorer.n_augment)
+            w = rescorer.weights
+            self.settings = replace(self.settings, alpha=w.alpha, do_opt=1, mixture_scale=w.acoustic_scale,
+                                    length_penalty=w.length_penalty, top_candidates_to_augment=rescorer.n_augment)
         self.trial: Trial | None = None
 
     def handle(self,
