@@ -275,7 +275,7 @@ def test_each_word_is_run_once_and_memory_is_bounded(lms, ngram):
     frames = decoder.prepare(sure('AY SIL IY T SIL T UW SIL T IY SIL AH SIL '*4 + 'SIL SIL', sharp=4))
     for t in range(len(frames.scores)):
         search.push(frames.scores[t:t + 1], frames.skip[t:t + 1])
-        written = search.scorer.trial.written
+        written = search.scorer.trial
         tree = search.scorer.histories
         sizes.append(written.tree.n_bytes)
         runs.append(written.n_run)

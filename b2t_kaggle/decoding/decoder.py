@@ -338,11 +338,11 @@ def decode_batch(self: LexiconBeamDecoder,
 @patch
 def with_options(self: LexiconBeamDecoder, **changes: Any) -> LexiconBeamDecoder:
     "The same decoder with other values of some `SearchOptions`; lexicon and language model are shared."
-    other = copy(self)
-    other.options = replace(self.options, **changes)
-    if changes.keys() & {'beam', 'lm_weight', 'word_score', 'fusion'}: other._use(self.vocabulary)
-    if self.boost and 'lm_weight' in changes: other._set_boost(self.boost) # The look-ahead has gains by `lm_weight`
-    return other
+    decoder = copy(self)
+    decoder.options = replace(self.options, **changes)
+    if changes.keys() & {'beam', 'lm_weight', 'word_score', 'fusion'}: decoder._use(self.vocabulary)
+    if self.boost and 'lm_weight' in changes: decoder._set_boost(self.boost) # The look-ahead has gains by `lm_weight`
+    return decoder
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c037
 @patch
@@ -409,10 +409,10 @@ def _set_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> None:
 @patch
 def with_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> LexiconBeamDecoder:
     "The same decoder with another boost; lexicon, trie and language model are not built again."
-    other = copy(self)
-    other._set_boost(boost)
-    other._warn_of_guesses()
-    return other
+    decoder = copy(self)
+    decoder._set_boost(boost)
+    decoder._warn_of_guesses()
+    return decoder
 
 @patch
 def _warn_of_guesses(self: LexiconBeamDecoder) -> None:

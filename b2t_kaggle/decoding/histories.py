@@ -44,7 +44,7 @@ class Fusion(Protocol):
 
 # %% ../../nbs/decoding/02_histories.ipynb #c010
 _WORD = 0xffffffff # The part of a key that is the word
-_SIZE = 1 << 14    # Of the tree at the beginning
+_SIZE = 1 << 14    # Size of the tree at the beginning
 
 class Histories(NamedTuple):
     "Word histories in arrays [H]; entry 0 is the empty one."

@@ -56,8 +56,7 @@ class AutomatonScorer:
         self.automaton = automaton
         self.arrays = automaton.arrays
         self.begin = automaton.begin # State at the beginning of a sentence
-        others = np.array([automaton.unknown, automaton.end], np.int32)
-        self.word_ids = np.append(automaton.ids(words), others)
+        self.word_ids = np.append(automaton.ids(words), np.array([automaton.unknown, automaton.end], np.int32))
 
     @property
     def view(self) -> NGramView:
@@ -78,17 +77,17 @@ class AutomatonScorer:
     def with_words(self, words: list[str], expected: list[int]) -> 'AutomatonScorer':
         """The same with further words. `expected` words that the n-gram lacks get the probability of the lexicon's
         median word without context."""
-        other = copy(self)
+        scorer = copy(self)
         unknown, first = self.automaton.unknown, self.arrays.first
-        other.word_ids = ids = np.insert(self.word_ids, -2, self.automaton.ids(words))
+        scorer.word_ids = ids = np.insert(self.word_ids, -2, self.automaton.ids(words))
         missing = [w for w in expected if ids[w] == unknown]
-        if not missing: return other
+        if not missing: return scorer
         ids_in_lm = self.word_ids[:-2][self.word_ids[:-2] != unknown]
         median = np.median(first['log_prob'][ids_in_lm]) if len(ids_in_lm) else first['log_prob'][unknown]
         ids[missing] = len(first) + np.arange(len(missing))
         added = np.array([(median, first['next'][unknown])]*len(missing), FIRST)
-        other.arrays = self.arrays._replace(first=np.concatenate([first, added]))
-        return other
+        scorer.arrays = self.arrays._replace(first=np.concatenate([first, added]))
+        return scorer
 
 # %% ../../nbs/decoding/01_scorers.ipynb #c010
 @_inlined

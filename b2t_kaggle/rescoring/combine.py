@@ -20,14 +20,14 @@ class Candidates(NamedTuple):
     "N distinct sentences that several systems propose for one trial."
     texts: list[str]          # Normalised as the metric does [N]
     distance: np.ndarray      # Word edits between each two [N, N]
-    entries: list[np.ndarray] # For each system, the numbers of the sentences in its list [n]
-    totals: list[np.ndarray]  # For each system, the scores of these [n]
+    entries: list[np.ndarray] # Numbers of the sentences in each system's list [n]
+    totals: list[np.ndarray]  # Scores of these [n]
 
 def candidates(
     lists: Sequence[Sequence[Hypothesis]], # The n-best of each system for one trial
 ) -> Candidates:
     "Merge the lists of several systems."
-    number = {} # Of each distinct sentence
+    number = {} # Number of each distinct sentence
     entries = []
     for hyps in lists:
         numbers = [number.setdefault(normalize_sentence(h.text), len(number)) for h in hyps]
@@ -42,7 +42,7 @@ class Combination:
     "The way in which systems are combined."
     method: Literal['mbr'] = 'mbr'   # Minimum Bayes risk
     temperature: float = 1.0         # Divisor of totals; inf: each entry of a list has one vote
-    weights: tuple[float, ...] = ()  # Of each system; none: all alike
+    weights: tuple[float, ...] = ()  # Weight of each system; equal if empty
 
 def posterior(
     c: Candidates,
@@ -67,12 +67,12 @@ def minimum_bayes_risk(
     return c.texts[int(np.argmin((c.distance @ p).round(9)))] if c.texts else ''
 
 def combine(
-    systems: Sequence[Sequence[Sequence[Hypothesis]]], # For each system, the n-best of each trial
+    systems: Sequence[Sequence[Sequence[Hypothesis]]], # N-best list of each trial, by system
     combination: Combination = Combination(),
 ) -> list[str]: # A sentence for each trial, normalised as the metric does
     "Combine systems; raises `ValueError` for systems with different numbers of trials."
     if len({len(s) for s in systems}) != 1:
         sizes = ', '.join(str(len(s)) for s in systems) or 'no'
         raise ValueError(f'systems have {sizes} trials, expected lists for the same trials')
-    found = [candidates(lists) for lists in zip(*systems)]
-    return [minimum_bayes_risk(c, posterior(c, combination)) for c in found]
+    trials = [candidates(lists) for lists in zip(*systems)]
+    return [minimum_bayes_risk(c, posterior(c, combination)) for c in trials]

@@ -123,7 +123,7 @@ def write_weights(
     write_whole(path, json.dumps(values, indent=1))
 
 def read_weights(
-    path: str | Path, # From `write_weights`
+    path: str | Path, # File written by `write_weights`
 ) -> Weights:
     "The weights of a file; raises `ValueError` for other content."
     try:
@@ -257,7 +257,7 @@ def best_gate(self: _TrialScores, w: Weights) -> float:
 class Tuned(NamedTuple):
     "The result of tuning."
     weights: Weights
-    wer: float          # Of the tuned weights on the trials that they were tuned on
+    wer: float          # Word error rate of these weights on the same trials
     curve: pd.DataFrame # Word error rate over alpha, the other weights as tuned: columns low, high, wer
 
 def tune(
