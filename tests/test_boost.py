@@ -174,7 +174,7 @@ def test_names_are_found(lm):
     stream = Stream(decoder)
     stream.push(spoken)
     assert stream.partial() == 'a zorblax'
-    words = decoder.word_frames(spoken, decoder.decode(spoken)[0])
+    words = decoder.word_frames(spoken, decoder.decode(spoken)[0].text)
     assert words[1].tolist() == [3, 10]
 
 

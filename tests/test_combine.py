@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
-from b2t_kaggle.decoding.nbest import Hypothesis
+from b2t_kaggle.decoding.nbest import Hypothesis, word_distances
 from b2t_kaggle.metrics.bootstrap import bootstrap_difference
-from b2t_kaggle.rescoring.combine import Combination, candidates, combine, minimum_bayes_risk, posterior
-from b2t_kaggle.rescoring.hypotheses import Ballots, pivot
+from b2t_kaggle.rescoring.combine import Combination, combine, minimum_bayes_risk, posterior
 
 sentence = st.lists(st.sampled_from('abcd'), max_size=5).map(' '.join)
 distinct = st.lists(sentence, min_size=1, max_size=6, unique=True)
@@ -20,24 +19,22 @@ def hyp(text, total=0.): return Hypothesis(text, total, 0., len(text.split()), t
 @given(distinct, st.data())
 def test_minimum_bayes_risk_by_definition(texts, data):
     weights = np.array(data.draw(st.lists(st.integers(1, 9), min_size=len(texts), max_size=len(texts))), float)
-    c = candidates([[hyp(t, np.log(w)) for t, w in zip(texts, weights)]])
-    p = posterior(c, Combination())
-    np.testing.assert_allclose(p, weights/weights.sum())
-    def risk(t): return sum(w*Levenshtein.distance(t.split(), u.split()) for u, w in zip(texts, p))
-    assert risk(minimum_bayes_risk(c, p)) == pytest.approx(min(map(risk, texts)))
+    p = posterior([[hyp(t, np.log(w)) for t, w in zip(texts, weights)]], Combination())
+    np.testing.assert_allclose(list(p.values()), weights/weights.sum())
+    def risk(t): return sum(w*Levenshtein.distance(t.split(), u.split()) for u, w in p.items())
+    assert risk(minimum_bayes_risk(p)) == pytest.approx(min(map(risk, texts)))
 
 
 @given(distinct, st.data())
 def test_the_pivot_of_a_vote_has_the_lowest_risk(texts, data):
     weights = np.array(data.draw(st.lists(st.integers(1, 9), min_size=len(texts), max_size=len(texts))), float)
     def edits(a, b): return Levenshtein.distance(a.split(), b.split())
-    risks = [sum(w*edits(other, text) for w, other in zip(weights, texts)) for text in texts]
-    assert risks[pivot(Ballots(texts, np.diag(weights)))] == pytest.approx(min(risks))
+    risks = {text: sum(w*edits(other, text) for w, other in zip(weights, texts)) for text in texts}
+    assert risks[minimum_bayes_risk(dict(zip(texts, weights)))] == pytest.approx(min(risks.values()))
 
 
 def test_among_equals_the_first_sentence_wins():
-    c = candidates([[hyp('a b'), hyp('c d')]])
-    assert minimum_bayes_risk(c, posterior(c, Combination())) == 'a b'
+    assert minimum_bayes_risk(posterior([[hyp('a b'), hyp('c d')]], Combination())) == 'a b'
 
 
 def test_certainty_wins():
@@ -48,7 +45,7 @@ def test_certainty_wins():
 
 def test_words_far_beyond_a_byte_are_told_apart():
     texts = [' '.join(f'w{chr(97 + j % 26)}{chr(97 + j // 26)}{chr(97 + i)}' for j in range(300)) for i in range(3)]
-    assert (candidates([[hyp(t) for t in texts]]).distance == 300*(1 - np.eye(3))).all()
+    assert (word_distances(texts) == 300*(1 - np.eye(3))).all()
 
 
 def simulated(n, seed, rates):

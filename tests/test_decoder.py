@@ -23,7 +23,6 @@ from b2t_kaggle.config import DecodeConfig
 from b2t_kaggle.core.ctc import align, greedy
 from b2t_kaggle.decoding.acoustic import acoustic_scores, pronunciations
 from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
-from b2t_kaggle.decoding.nbest import Hypothesis
 from b2t_kaggle.decoding.scorers import AutomatonScorer
 from b2t_kaggle.decoding.streaming import Stream
 from b2t_kaggle.lm.automaton import Automaton, load_ngram
@@ -481,7 +480,7 @@ def test_word_frames(lm):
         sharp=12,
     )
     best = decoder.decode(x)[0]
-    assert best.text == 'a c' and decoder.word_frames(x, best).tolist() == [[1, 3], [7, 9]]
+    assert best.text == 'a c' and decoder.word_frames(x, best.text).tolist() == [[1, 3], [7, 9]]
     single = LexiconBeamDecoder({w: p[:1] for w, p in LEXICON.items()}, lm)
     for seed in range(5): # One pronunciation each: as the alignment of the labels has it
         x = spoken(6, seed)
@@ -490,18 +489,16 @@ def test_word_frames(lm):
         spans = align(x, labels)
         ends = np.flatnonzero(labels == SIL)
         assert (
-            single.word_frames(x, h).tolist()
+            single.word_frames(x, h.text).tolist()
             == np.stack([spans[np.append(0, ends[:-1] + 1), 0], spans[ends - 1, 1]], axis=1).tolist()
         )
     with pytest.raises(ValueError, match="'x' is not in the lexicon"):
-        decoder.word_frames(x, Hypothesis('x', 0.0, 0.0, 1, 0.0))
+        decoder.word_frames(x, 'x')
     x = np.full((4, 41), 1e-4) # The blank of the second frame is likelier than AA, but not after its penalty
     for t, k, p in (0, 1, .99), (1, BLANK, .8), (1, 1, .19), (2, SIL, .99), (3, BLANK, .99): x[t, k] = p
     spans = [
-        LexiconBeamDecoder(LEXICON, lm, blank_penalty=p)
-        .word_frames(np.log(x), Hypothesis('a', 0.0, 0.0, 1, 0.0))
-        .tolist()
-        for p in (1, 90)
+        penalised.word_frames(penalised.prepare(np.log(x)).log_probs, 'a').tolist()
+        for penalised in (LexiconBeamDecoder(LEXICON, lm, blank_penalty=p) for p in (1, 90))
     ]
     assert spans == [[[0, 0]], [[0, 1]]]
 

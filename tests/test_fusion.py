@@ -316,10 +316,10 @@ def test_models_that_cannot(tmp_path, lms, ngram):
     class Bare:
         eos_token_id = bos_token_id = None
         def __call__(self, text, **options): return SimpleNamespace(input_ids=[1])
-    with pytest.raises(LanguageModelError, match='neither bos_token nor eos_token'): LLMFusion(model, Bare())
+    with pytest.raises(LanguageModelError, match='has no token to begin'): LLMFusion(model, Bare())
     class Endless(Bare):
         bos_token_id = 0
-    with pytest.raises(LanguageModelError, match='no eos_token'): LLMFusion(model, Endless(), end=True)
+    with pytest.raises(LanguageModelError, match='set bos_token and eos_token'): LLMFusion(model, Endless(), end=True)
 
 
 @pytest.mark.filterwarnings('ignore:invalid value')

@@ -101,7 +101,6 @@ SOURCES = {
     'b2t_kaggle.pytorch.ssd.ssd': 'Dao and Gu 2024',
     'b2t_kaggle.pytorch.trainer.WeightAverage': 'Izmailov et al. 2018',
     'b2t_kaggle.rescoring.combine.minimum_bayes_risk': 'Goel and Byrne 2000',
-    'b2t_kaggle.rescoring.hypotheses.pivot': 'Goel and Byrne 2000',
     'b2t_kaggle.rescoring.fusion.LLMFusion': 'Gulcehre et al. 2015',
     'b2t_kaggle.rescoring.mixture.line_search': 'Och 2003',
     'b2t_kaggle.tensorflow.augment.mask_time': 'Park et al. 2019',

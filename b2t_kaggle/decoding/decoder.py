@@ -8,6 +8,7 @@ __all__ = ['SearchOptions', 'Vocabulary', 'LexiconBeamDecoder', 'Prepared']
 # %% ../../nbs/decoding/06_decoder.ipynb #c003
 import itertools
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -294,7 +295,7 @@ def _word_times(self: LexiconBeamDecoder, log_probs: np.ndarray) -> Callable[[st
     "Function from a sentence to the begin and end of its words in ms, with frames [T', 41] from `prepare`."
     offset, frame_ms = self.options.frame_offset_ms, self.options.frame_ms
     if frame_ms is None: return None
-    return lambda text: offset + frame_ms*(self._word_frames(log_probs, text) + [0, 1])
+    return lambda text: offset + frame_ms*(self.word_frames(log_probs, text) + [0, 1])
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c031
 @patch
@@ -395,8 +396,6 @@ def boosted(self: Vocabulary, boosts: Sequence[Boost], added: Sequence[AddedWord
     return grown._replace(trie=add_words(self.trie, spelled, [ahead[w] for w, _ in spelled]))
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c042
-_MOST_GUESSES = 20 # Words in a message
-
 @patch
 def _set_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> None:
     "Replace the boost; `None` makes this the plain decoder."
@@ -418,21 +417,19 @@ def with_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> LexiconBeamDec
 def _warn_of_guesses(self: LexiconBeamDecoder) -> None:
     guesses = [f'{w.text} {" ".join(w.pronunciations[0])}' for w in self.added if w.is_guessed]
     if not guesses: return
-    more = f'; and {len(guesses) - _MOST_GUESSES} more' if len(guesses) > _MOST_GUESSES else ''
     warnings.warn('boost: no dictionary has these words, so their pronunciations are guessed from their letters: '
-                  f'{"; ".join(guesses[:_MOST_GUESSES])}{more}. Give those that are wrong', stacklevel=3)
+                  f'{textwrap.shorten("; ".join(guesses), 1000)}. Give those that are wrong', stacklevel=3)
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c045
 @patch
-def _word_frames(self: LexiconBeamDecoder, log_probs: np.ndarray, text: str) -> np.ndarray:
+def word_frames(self: LexiconBeamDecoder,
+    log_probs: np.ndarray, # Frames of the trial, from `prepare` [T', K]
+    text: str,             # Sentence of the lexicon's words
+) -> np.ndarray:           # [n_words, 2]
+    "First and last frame of each word's phonemes on the best path."
     spans = word_spans(log_probs, self._word_ids([text])[0], self.vocabulary.prons)
     if spans is None: raise ValueError(f'{len(log_probs)} frames are too few for {text!r}')
     return spans
-
-@patch
-def word_frames(self: LexiconBeamDecoder, log_probs: np.ndarray, hypothesis: Hypothesis) -> np.ndarray:
-    "First and last frame of each word's phonemes on the best path [n_words, 2], with the frames [T', K] of the trial."
-    return self._word_frames(self.prepare(log_probs).log_probs, hypothesis.text)
 
 @patch
 def with_words(self: LexiconBeamDecoder, log_probs: np.ndarray, hyps: Sequence[Hypothesis],

@@ -56,7 +56,8 @@ class AutomatonScorer:
         self.automaton = automaton
         self.arrays = automaton.arrays
         self.begin = automaton.begin # State at the beginning of a sentence
-        self.word_ids = np.append(automaton.ids(words), np.array([automaton.unknown, automaton.end], np.int32))
+        special = np.array([automaton.unknown, automaton.end], np.int32) # `<unk>` and the sentence's end
+        self.word_ids = np.append(automaton.ids(words), special)
 
     @property
     def view(self) -> NGramView:
@@ -215,7 +216,6 @@ class KenLMScorer(ScoreCache):
     MAX_STATES = 1_000_000 # About 200 MB; then the table is emptied
     begin = 0              # State at the beginning of a sentence
     most_bonus = 0.0       # Largest score that boosts add to a word
-
     def __init__(self, lm: NGram, words: list[str]):
         self.model = lm.model
         self.words = [lm.spell(w) for w in (*words, '<unk>', '</s>')]
@@ -242,8 +242,7 @@ class KenLMScorer(ScoreCache):
     def resolve(self, keys: np.ndarray) -> None:
         "Query KenLM for keys, state · 2^32 + word [n], and put its answers into the table."
         keys = np.unique(keys)
-        log_probs = []
-        states = []
+        log_probs, states = [], []
         for key in keys.tolist():
             after = self._state()
             log_probs.append(self.model.BaseScore(self.states[key >> 32], self.words[key & 0xffffffff], after))

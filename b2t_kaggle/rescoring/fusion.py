@@ -56,12 +56,9 @@ class LLMFusion:
             missing = 'transforms its logits after the head' if can.tree_attention else 'cannot compute prefix trees'
             raise LanguageModelError(f'{name} {missing}; take another model, such as OPT, GPT-2, Llama or Qwen, inside '
                                      'the beam, or this one for rescore.llm')
-        if not self.start:
-            raise LanguageModelError(f'the tokenizer of {name} has neither bos_token nor eos_token to begin a text '
-                                     'with; set one')
-        if end and self.end_token is None:
-            raise LanguageModelError('the end of the sentence cannot be scored: the tokenizer has no eos_token; set '
-                                     'one, or score without the end')
+        if not self.start or (end and self.end_token is None):
+            raise LanguageModelError(f'the tokenizer of {name} has no token to begin or end a text with; set bos_token '
+                                     'and eos_token')
 
     def begin(self,
         words: list[str], # The lexicon's words

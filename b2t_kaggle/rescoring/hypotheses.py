@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['RANDOM', 'Trial', 'Entry', 'voter_name', 'Hypotheses', 'write_hypotheses', 'read_hypotheses', 'read_sources_together',
-           'best_entries', 'Ballots', 'ballots', 'pivot', 'vote', 'read_blocks', 'with_corpora']
+           'best_entries', 'Ballots', 'ballots', 'vote', 'read_blocks', 'with_corpora']
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c002
 import io
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +20,8 @@ import pandas as pd
 
 from b2t_kaggle.core.files import write_whole
 from b2t_kaggle.core.reading import ReadError, is_finite_number, parse_json, read_text, split_lines
-from b2t_kaggle.decoding.nbest import word_distances
 from b2t_kaggle.phonemes import normalize_sentence
+from b2t_kaggle.rescoring.combine import minimum_bayes_risk
 
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c005
@@ -162,58 +162,46 @@ def _parse_lists(values: dict) -> tuple[Trial, list[Entry]]:
 def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
     "Trial and entries of a line of JSON, in whichever form."
     values = parse_json(line)
-    if isinstance(values, list):
-        trial = str(number - 1)
-        entries = []
-        for rank, h in enumerate(values):
-            if not isinstance(h, dict): raise ValueError(f'entry {rank}: found {repr(h)[:60]}, expected a hypothesis')
-            scored = {k: v for k, v in h.items() if k in ('text', *_SCORES)} | dict(trial=trial, rank=rank)
-            try: entries.append(_parse_entry(scored)[1])
-            except ValueError as e: raise ValueError(f'entry {rank}, {e}') from None
-        return Trial(trial), entries
-    if not isinstance(values, dict):
+    if isinstance(values, dict):
+        if any(isinstance(v, list) for v in values.values()): return _parse_lists(values)
+        facts, entry = _parse_entry(values)
+        return facts, [entry]
+    if not isinstance(values, list) or not all(isinstance(h, dict) for h in values):
         raise ValueError(f'found {repr(values)[:60]}, expected an object or an n-best list')
-    if any(isinstance(v, list) for v in values.values()): return _parse_lists(values)
-    facts, entry = _parse_entry(values)
-    return facts, [entry]
+    trial = str(number - 1)
+    scores = [{k: v for k, v in h.items() if k in ('text', *_SCORES)} for h in values]
+    return Trial(trial), [_parse_entry(s | dict(trial=trial, rank=rank))[1] for rank, s in enumerate(scores)]
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c015
-_Parsed = tuple[Trial, list[Entry]]
-
-def _csv_rows(text: str) -> list[tuple[int, _Parsed]]:
-    "The rows of a submission, each with its line."
-    table = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
-    if list(table.columns) != ['id', 'text'] or table.isna().any(axis=None):
-        raise ValueError(f"found the header {','.join(table.columns)[:60]!r}, expected 'id,text' and two fields a line")
-    return [(line, (Trial(trial), [Entry(trial, said)])) for line, (trial, said) in enumerate(table.values.tolist(), 2)]
-
-def _rows(path: Path) -> list[tuple[int, _Parsed]]:
-    "Trials and entries of a file, each with its line."
+def _entries(path: Path) -> Iterator[tuple[Trial, list[Entry]]]:
+    "Trials and entries of a file; raises `ValueError` that names the line."
     text = read_text(path)
-    if path.suffix == '.csv': return _csv_rows(text)
-    lines = list(enumerate(split_lines(text), 1))
-    if path.suffix == '.txt': return [(i, (Trial(str(i - 1)), [Entry(str(i - 1), line)])) for i, line in lines]
-    rows: list[tuple[int, _Parsed]] = []
-    for i, line in lines:
-        if not line.strip(): continue
-        try: rows.append((i, _parse_line(line, i)))
-        except ValueError as e: raise ValueError(f'line {i}, {e}') from None
-    return rows
+    if path.suffix == '.csv':
+        table = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+        if list(table.columns) != ['id', 'text'] or table.isna().any(axis=None):
+            raise ValueError(f"found the header {','.join(table.columns)[:60]!r}, expected 'id,text' and two fields a "
+                             'line')
+        yield from ((Trial(trial), [Entry(trial, said)]) for trial, said in table.values.tolist())
+        return
+    for i, line in enumerate(split_lines(text), 1):
+        if path.suffix == '.txt': yield Trial(str(i - 1)), [Entry(str(i - 1), line)]
+        elif line.strip():
+            try: yield _parse_line(line, i)
+            except ValueError as e: raise ValueError(f'line {i}, {e}') from None
 
-# %% ../../nbs/rescoring/03_hypotheses.ipynb #c017
+# %% ../../nbs/rescoring/03_hypotheses.ipynb #c016
 def read_hypotheses(
     *paths: str | Path, # .jsonl in this form, lists by trial or n-best lists; a submission .csv; plain .txt
 ) -> Hypotheses:
     """The hypotheses of files together. Raises `FileNotFoundError`, or `ValueError` that names file, line and field."""
     hypotheses = Hypotheses()
     for path in map(Path, paths):
-        try: rows = _rows(path)
+        system = path.stem.removesuffix('_val').removesuffix('_test')
+        try:
+            for trial, entries in _entries(path):
+                hypotheses.add(trial, [e if any(e.voter) else replace(e, system=system) for e in entries])
         except ReadError: raise # It names the file already
         except ValueError as e: raise ValueError(f'{path}, {e}') from None
-        system = path.stem.removesuffix('_val').removesuffix('_test')
-        for line, (trial, entries) in rows:
-            try: hypotheses.add(trial, [e if any(e.voter) else replace(e, system=system) for e in entries])
-            except ValueError as e: raise ValueError(f'{path}, line {line}, {e}') from None
     return hypotheses
 
 def read_sources_together(
@@ -223,15 +211,15 @@ def read_sources_together(
     """The hypotheses of files and runs together. Runs of one name and encoder, as Kaggle's, which are all called run,
     are models of one system, each named by its source. Raises as `read_hypotheses` does."""
     by_source = [(source, read_hypotheses(path)) for source, path in files]
-    owners = Counter(voter for source, found in by_source if source in runs for voter in found.voters)
+    owners = Counter(voter for source, read in by_source if source in runs for voter in read.voters)
     if all(n == 1 for n in owners.values()): return read_hypotheses(*(path for _, path in files)) # Errors name lines
     together = Hypotheses()
-    for source, found in by_source:
+    for source, read in by_source:
         def named(e): return replace(e, system=voter_name(e.voter[:2]), model=source) if owners[e.voter] > 1 else e
-        for name, trial in found.trials.items(): together.add(trial, [named(e) for e in found.entries[name]])
+        for name, trial in read.trials.items(): together.add(trial, [named(e) for e in read.entries[name]])
     return together
 
-# %% ../../nbs/rescoring/03_hypotheses.ipynb #c022
+# %% ../../nbs/rescoring/03_hypotheses.ipynb #c021
 def best_entries(
     hypotheses: Hypotheses,
     n: int = 1, # Number kept of each voter in each trial
@@ -247,7 +235,7 @@ def best_entries(
         best[trial] = [e for ranked in by_voter.values() for e in ranked[:n]]
     return Hypotheses(hypotheses.trials, best)
 
-# %% ../../nbs/rescoring/03_hypotheses.ipynb #c025
+# %% ../../nbs/rescoring/03_hypotheses.ipynb #c024
 _TEMPERATURE = 2. # Divisor of totals
 
 def _shares(entries: Sequence[Entry]) -> np.ndarray:
@@ -278,23 +266,15 @@ def ballots(
         if proposed: np.add.at(votes[:, v], [number[normalize_sentence(e.text)] for e in proposed], _shares(proposed))
     return Ballots(list(number), votes)
 
-# %% ../../nbs/rescoring/03_hypotheses.ipynb #c028
-def pivot(
-    b: Ballots,
-) -> int: # Number of the sentence
-    "The sentence with the fewest expected word errors (Goel and Byrne, 2000), then most votes, then the first."
-    p = b.votes @ np.ones(b.votes.shape[1])
-    risk = word_distances(b.texts) @ p
-    return min(range(len(p)), key=lambda i: (round(float(risk[i]), 9), -round(float(p[i]), 9), i))
-
+# %% ../../nbs/rescoring/03_hypotheses.ipynb #c027
 def vote(
     hypotheses: Hypotheses,
 ) -> list[str]: # The sentence of each trial, normalised as the metric does
     "The plain vote of all voters; empty for a trial without entries."
     votes = [ballots(entries, hypotheses.voters) for entries in hypotheses.entries.values()]
-    return [b.texts[pivot(b)] if b.texts else '' for b in votes]
+    return [minimum_bayes_risk(dict(zip(b.texts, b.votes @ np.ones(b.votes.shape[1])))) for b in votes]
 
-# %% ../../nbs/rescoring/03_hypotheses.ipynb #c031
+# %% ../../nbs/rescoring/03_hypotheses.ipynb #c030
 RANDOM = 'Random' # Name of this corpus in the official description
 
 def read_blocks(

@@ -40,13 +40,11 @@ def _summary(run, results, stamps, tuning) -> str:
     return '\n'.join(parts)
 
 def _weights(run, stamps, tuning) -> str:
-    from b2t_kaggle.core.pages import figure, table
-    from b2t_kaggle.decoding.tuning import plot_tuning
+    from b2t_kaggle.core.pages import table
     if tuning:
         weights = tuning.table().astype(object).fillna('')
         rows = [dict(weights=name) | row.to_dict() for name, row in weights.iterrows()]
-        return (f'<div class="scroll">{table(rows)}</div>' +
-                figure(plot_tuning(tuning), 'Word error rate over the weights of the search'))
+        return f'<div class="scroll">{table(rows)}</div>'
     if not stamps.get('decode'): return ''
     names = 'acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score'
     return f'<p>As configured: {", ".join(f"{name} {getattr(run.cfg.decode, name)}" for name in names)}.</p>'
