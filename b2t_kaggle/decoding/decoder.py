@@ -81,22 +81,21 @@ class SearchOptions:
     temperature: float = 1.0      # Divisor of totals for posteriors, such as the result of `cross_calibrate`
 
     def __post_init__(self):
-        expected = {
-            'at least 1': dict(beam=self.beam >= 1, nbest=self.nbest >= 1),
-            'at least 0': dict(lm_weight=self.lm_weight >= 0),
-            'at least 0.5': dict(blank_skip=self.blank_skip >= 0.5),
-            'a positive number': dict(
-                acoustic_scale=0 < self.acoustic_scale < math.inf, blank_penalty=0 < self.blank_penalty < math.inf,
-                temperature=self.temperature > 0),
-            'a positive number, perhaps infinity': dict(threshold=self.threshold > 0),
-            'a finite number': dict(word_score=math.isfinite(self.word_score)),
-            'a positive number, or None for no times of words': dict(
-                frame_ms=self.frame_ms is None or 0 < self.frame_ms < math.inf),
-            "'max' or 'sum'": dict(merge=self.merge in ('max', 'sum')),
-        }
-        for values, fits in expected.items():
-            for name, is_right in fits.items():
-                if not is_right: raise ValueError(f'{name} is {getattr(self, name)!r}; expected {values}')
+        def is_positive(x): return 0 < x < math.inf
+        for name, fits, expected in (
+            ('beam', self.beam >= 1, 'at least 1'),
+            ('nbest', self.nbest >= 1, 'at least 1'),
+            ('lm_weight', self.lm_weight >= 0, 'at least 0'),
+            ('word_score', math.isfinite(self.word_score), 'a finite number'),
+            ('acoustic_scale', is_positive(self.acoustic_scale), 'a positive number'),
+            ('blank_penalty', is_positive(self.blank_penalty), 'a positive number'),
+            ('merge', self.merge in ('max', 'sum'), "'max' or 'sum'"),
+            ('threshold', self.threshold > 0, 'a positive number, perhaps infinity'),
+            ('blank_skip', self.blank_skip >= 0.5, 'at least 0.5'),
+            ('frame_ms', self.frame_ms is None or is_positive(self.frame_ms), 'a positive number, or None'),
+            ('temperature', self.temperature > 0, 'a positive number'),
+        ):
+            if not fits: raise ValueError(f'{name} is {getattr(self, name)!r}; expected {expected}')
 
 # %% ../../nbs/decoding/06_decoder.ipynb #c011
 class Vocabulary(NamedTuple):

@@ -22,12 +22,9 @@ _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads m
 class FusedTrial(Protocol):
     "A language model during one trial. Histories are numbers [n]; 0 and histories that were scored are known to it."
 
-    def score(self,
-        histories: np.ndarray, # Numbers of new histories, ascending [n]
-        parents: np.ndarray,   # Histories without their last words, each among these, scored before, or 0 [n]
-        words: np.ndarray,     # Ids of the last words [n]
-    ) -> np.ndarray:           # Natural logs [n]
-        "The probability of each history's last word after the others."
+    def score(self, histories: np.ndarray, parents: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """Natural-log probability of each history's last word after the others [n], with the numbers of new histories,
+        ascending, of the histories without their last words, and the ids of these words, each [n]."""
 
     def end(self, histories: np.ndarray) -> np.ndarray:
         "Natural-log probability that the sentence ends after each history [n]; zeros if ends are not scored."

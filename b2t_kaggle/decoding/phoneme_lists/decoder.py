@@ -349,15 +349,15 @@ def save_confusions(path: str | Path, model: ConfusionModel) -> None:
 
 def load_confusions(path: str | Path) -> ConfusionModel:
     "A model; raises `ValueError` for another kind of file."
-    try: values = parse_json(read_text(path))
-    except ValueError: values = None
-    problem = f'{path}: not a model of confusions of this version; make one with `b2t confusions`'
-    if not isinstance(values, dict) or values.pop('format', None) != _FORMAT: raise ValueError(problem)
     try:
-        arrays = {k: np.array(values[k], float) for k in ('slots', 'gaps')}
+        values = parse_json(read_text(path))
+        if values.pop('format') != _FORMAT: raise ValueError('another format')
         ranking = RankingWeights(**values['ranking']) if 'ranking' in values else None
+        arrays = {k: np.array(values[k], float) for k in ('slots', 'gaps')}
         return ConfusionModel(**values | arrays | dict(learned=tuple(values.get('learned', ())), ranking=ranking))
-    except (KeyError, TypeError, ValueError): raise ValueError(problem) from None
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f'{path}: not a model of confusions of this version ({e!r:.200}); make one with '
+                         '`b2t confusions`') from None
 
 def write_sentences(
     path: str | Path,                        # JSON Lines to write
