@@ -65,17 +65,14 @@ def area_under_roc(
     right: np.ndarray,  # Whether each is the score of something right [n]
 ) -> float:
     """Probability that something right has a higher score than something wrong, equal scores counting half, by ranks
-    (Mann and Whitney, 1947; Hanley and McNeil, 1982). Raises `ValueError` if everything is right, or wrong."""
+    (Mann and Whitney, 1947; Hanley and McNeil, 1982). Some must be right and some wrong."""
     right = np.asarray(right, bool)
     n_right = int(right.sum())
-    n_wrong = len(right) - n_right
-    if not n_right or not n_wrong:
-        raise ValueError(f'{n_right} of {len(right)} are right; expected some right and some wrong')
     rank = pd.Series(scores).rank().to_numpy() # Equal scores share their ranks, which begin with 1
-    return float((rank[right].sum() - n_right*(n_right + 1)/2)/(n_right*n_wrong))
+    return float((rank[right].sum() - n_right*(n_right + 1)/2)/(n_right*(len(right) - n_right)))
 
 # %% ../../nbs/decoding/08_calibration.ipynb #c013
-MIN_TRIALS = 50 # With fewer, chance decides
+MIN_TRIALS = 50 # Least number of trials to tune or to calibrate on
 
 @dataclass(frozen=True)
 class Quality:

@@ -110,19 +110,16 @@ class Vocabulary(NamedTuple):
     bonuses: Arrays | None = None     # The same phrases, to search
 
     def scorer(self) -> AutomatonScorer | KenLMScorer:
-        "The n-gram as a search asks it."
+        "The n-gram in the form in which a search queries it."
         return self.ngram if isinstance(self.ngram, AutomatonScorer) else KenLMScorer(self.ngram, self.words)
 
 class LexiconBeamDecoder:
     """CTC prefix beam search with a lexicon and an n-gram (Hannun et al., 2014).
 
     In each frame it keeps the `beam` best pairs of trie node and n-gram state; the sentences found in this way are then
-    scored by definition. A word that the n-gram lacks is scored as its `<unk>` (10^-100 without one, as in KenLM). If
-    the ARPA file of an n-gram still exists, it is searched as an `Automaton`; otherwise KenLM is queried, which gives
-    the same result in more time.
-
-    In flashlight-text `beam` is `beam_size`, `threshold` is `beam_threshold` and `merge='sum'` is `log_add`; in Kaldi
-    `beam` is `max_active` and `threshold` is `beam`; `blank_skip` is the official `ctc_blank_skip_threshold`.
+    scored by definition. A word that the n-gram lacks is scored as its `<unk>` (10^-100 without one, as in KenLM). An
+    n-gram whose ARPA file still exists is searched as an `Automaton`, any other by queries to KenLM, which take more
+    time.
 
     Hypotheses know their list, and so their `posterior`. With `frame_ms`, which `logits.frame_times` gives, they also
     know their `words`, for which they keep the frames of their trial.
@@ -174,8 +171,7 @@ class LexiconBeamDecoder:
         self._idle: list[Search] = [] # Searches that no trial uses: several threads may decode
 
     def __repr__(self) -> str:
-        fusion = f', {self.options.fusion!r}' if self.options.fusion else ''
-        return f'LexiconBeamDecoder({len(self.words):,} words, {self.lm!r}, beam={self.options.beam}{fusion})'
+        return f'LexiconBeamDecoder({len(self.words):,} words, {self.lm!r}, beam={self.options.beam})'
 
     def decode(self,
         log_probs: Any,    # Log-probabilities of one trial [T', 41], as an array or tensor of any library

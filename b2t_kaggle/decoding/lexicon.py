@@ -91,7 +91,7 @@ def _check_word(word: str, prons: Sequence[Sequence[str]], classes: Classes) -> 
                          'follows it')
 
 def spellings_of(
-    lexicon: Lexicon,                   # From `b2t_kaggle.phonemes.build_lexicon`
+    lexicon: Lexicon,                   # Lexicon, such as `b2t_kaggle.phonemes.build_lexicon` makes
     classes: Classes = PHONEME_CLASSES, # Classes of the model
 ) -> tuple[list[str], list[list[tuple[int, ...]]]]: # Words [W], and the distinct class-id spellings of each [W]
     "Words and their spellings; raises `ValueError` that names an unusable word."

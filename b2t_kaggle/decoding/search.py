@@ -111,7 +111,7 @@ class Search:
         self.scorer = scorer
         self.options = Options(beam, np.float32(np.inf), np.float32(lm_weight), np.float32(word_score),
                                np.float32(most_bonus))
-        self.n_frames = 0 # Of the trial
+        self.n_frames = 0 # Frames of the trial so far
         self._allocate(256 + beam, np.zeros(beam, _HYP), np.zeros(_ARENA_SIZE, _ENTRY), np.zeros(1, _COUNTERS))
 
     def _allocate(self, room: int, hyps: np.ndarray, arena: np.ndarray, counters: np.ndarray) -> None:

@@ -27,7 +27,7 @@ from b2t_kaggle.rescoring.combine import minimum_bayes_risk
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c005
 @dataclass(frozen=True)
 class Trial:
-    "The known facts of a trial."
+    "Facts about a trial; `None` if unknown."
     trial: str                   # Identifies it
     session: str | None = None   # `t15.YYYY.MM.DD`
     block: int | None = None
@@ -35,12 +35,12 @@ class Trial:
     reference: str | None = None # Sentence to be spoken
 
     def merged(self,
-        other: 'Trial', # Facts of the same trial from another source
+        trial: 'Trial', # Facts of the same trial from another source
     ) -> 'Trial':
-        "The facts of both, with sentences compared as the metric does; raises `ValueError` where they contradict."
+        "The facts of both, with sentences compared as the metric does; raises `ValueError` if they contradict."
         facts = asdict(self)
         for name, x in facts.items():
-            y = getattr(other, name)
+            y = getattr(trial, name)
             differ = normalize_sentence(x) != normalize_sentence(y) if name == 'reference' and x and y else x != y
             if differ and None not in (x, y):
                 raise ValueError(f'trial {self.trial}, field {name!r}: found {x!r} and {y!r}, expected the same in all '
@@ -70,7 +70,7 @@ class Entry:
 def voter_name(
     voter: Sequence[str], # System, model and decoder, empty if unknown
 ) -> str:
-    "One name for it."
+    "Name of a voter in messages and tables."
     return ' '.join(filter(None, voter))
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c007
@@ -81,10 +81,10 @@ class Hypotheses:
     entries: dict[str, list[Entry]] = field(default_factory=dict)
 
     def add(self,
-        trial: Trial, # Facts that are not known yet are filled in
+        trial: Trial, # Facts, which complete those of earlier calls
         entries: Iterable[Entry] = (),
     ) -> None:
-        "Add entries of a trial; raises `ValueError` where facts contradict each other."
+        "Add entries of a trial; raises `ValueError` if facts contradict each other."
         self.trials[trial.trial] = self.trials.get(trial.trial, trial).merged(trial)
         self.entries.setdefault(trial.trial, []).extend(entries)
 
@@ -181,7 +181,7 @@ def _entries(path: Path) -> Iterator[tuple[Trial, list[Entry]]]:
         if list(table.columns) != ['id', 'text'] or table.isna().any(axis=None):
             raise ValueError(f"found the header {','.join(table.columns)[:60]!r}, expected 'id,text' and two fields a "
                              'line')
-        yield from ((Trial(trial), [Entry(trial, said)]) for trial, said in table.values.tolist())
+        yield from ((Trial(trial), [Entry(trial, sentence)]) for trial, sentence in table.values.tolist())
         return
     for i, line in enumerate(split_lines(text), 1):
         if path.suffix == '.txt': yield Trial(str(i - 1)), [Entry(str(i - 1), line)]
@@ -224,7 +224,7 @@ def best_entries(
     hypotheses: Hypotheses,
     n: int = 1, # Number kept of each voter in each trial
 ) -> Hypotheses:
-    "The same trials with the best entries of each voter: by rank, else by total, else as they are."
+    "The trials with the best entries of each voter: by rank, else by total, else in their order."
     best = {}
     for trial, entries in hypotheses.entries.items():
         by_voter = {}
@@ -292,7 +292,7 @@ def with_corpora(
     hypotheses: Hypotheses,
     blocks: dict[tuple[str, int], str], # From `read_blocks`
 ) -> Hypotheses:
-    "The same with the corpus of each trial whose session and block are known."
+    "The hypotheses with the corpus of each trial whose session and block are known."
     def corpus(t): return t.corpus or blocks.get((t.session or '', -1 if t.block is None else t.block))
     trials = {name: replace(t, corpus=corpus(t)) for name, t in hypotheses.trials.items()}
     return Hypotheses(trials, hypotheses.entries)

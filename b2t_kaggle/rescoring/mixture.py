@@ -71,11 +71,11 @@ class Weights:
 
     `total = acoustic_scale · acoustic + (1 − alpha) · ngram + alpha · (llm − length_penalty · n_tokens)
     + word_score · n_words`"""
-    acoustic_scale: float = 0.325 # As in the official evaluation
-    alpha: float = 0.55           # The same
+    acoustic_scale: float = 0.325 # The official evaluation's value
+    alpha: float = 0.55           # Share of the LLM; also the official value
     word_score: float = 0.0
     gate: float = -np.inf         # `alpha` is 0 if the best hypothesis has a lower n-gram log-probability per word
-    length_penalty: float = 0.0   # As in the official kit; not tuned
+    length_penalty: float = 0.0   # Subtracted for each token, as by the official kit; not tuned
 
 def configured_weights(
     cfg: RescoreConfig, # The run's `rescore` group
@@ -300,7 +300,7 @@ def score_nbest(
     contexts: Sequence[str] | None = None, # Text before each trial's sentence
     end: bool = False,               # Whether to score the end of the sentence
     progress: bool = True,           # Whether to show a progress bar
-) -> list[list[LLMHypothesis]]:      # With the LLM's scores; totals as they were
+) -> list[list[LLMHypothesis]]:      # Hypotheses with the LLM's scores and their old totals
     """Score each hypothesis with the LLM, and count its tokens.
 
     The empty hypothesis is left out if there are others, as in the official kit: its log-probability is 0, more than

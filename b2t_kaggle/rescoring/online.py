@@ -33,9 +33,9 @@ class LLMRescorer:
     def __init__(self,
         score: Scorer,                  # Scorer of candidates, such as `llm_scorer` makes
         decoder: LexiconBeamDecoder,    # The search
-        weights: Weights | None = None, # Tuned weights; None for α = 0.55 and the decoder's
-        n_augment: int = 20,            # So many candidates exchange words to make more for the LLM; 0: none
-        temperature: float = 1.0,       # Totals of the mixture are divided by it for posteriors
+        weights: Weights | None = None, # Tuned weights; `None` for α = 0.55 and the decoder's weights
+        n_augment: int = 20,            # Number of candidates that exchange words to make more for the LLM
+        temperature: float = 1.0,       # Divisor of the mixture's totals for posteriors
     ):
         self.score = score
         self.lm = decoder.lm
@@ -49,7 +49,7 @@ class LLMRescorer:
     def __call__(self,
         nbest: list[Hypothesis], # Candidates of the search
         context: str,            # Text before the sentence
-        settings: Settings,      # Those that the client has changed
+        settings: Settings,      # Settings, which the client may have changed
     ) -> list[tuple[Hypothesis, float]]: # Hypotheses with the mixture as their total and their LLM score, best first
         "Rank candidates; raises `ValueError` that names one whose score is not a number."
         hyps = augment_nbest(nbest, settings.top_candidates_to_augment, settings.score_penalty_percent, self.lm)

@@ -111,9 +111,9 @@ def _in_order_of_risk(hypotheses: Sequence[Hypothesis], sharpness: float) -> lis
 
 def decode_lists(
     lists: Sequence[PhonemeList],
-    lexicon: Lexicon,        # From `b2t_kaggle.phonemes.build_lexicon`, best with variants=False
+    lexicon: Lexicon,        # Lexicon by `b2t_kaggle.phonemes.build_lexicon`, best with variants=False
     lm: NGram | Automaton,
-    model: ConfusionModel,   # From `fit_confusions`
+    model: ConfusionModel,   # Result of `fit_confusions`
     beam: int = _BEAM,       # Hypotheses kept per frame
     nbest: int = _NBEST,     # Sentences per trial
     n_jobs: int = 0,         # Number of threads; 0 means one per core

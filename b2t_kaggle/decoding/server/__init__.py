@@ -54,7 +54,7 @@ def connect(
                        socket_keepalive=True, **secure)
 
 def greet(
-    redis, # From `connect`
+    redis, # Connection by `connect`
 ) -> str | None:
     """The time of Redis as the id of an entry; `None` if it is not there. Raises `PermissionError` if it refuses us,
     `RuntimeError` if another server is connected to the database, since both would answer every client."""
@@ -67,9 +67,9 @@ def greet(
             raise PermissionError(f'Redis at {address} refuses us: {e}; check user, password, certificates') from None
         _log.warning('No connection to Redis at %s (%s); it will be waited for', address, e)
         return None
-    others = [c['addr'] for c in clients if c['name'].startswith(_NAME) and c['name'] != ours['client_name']
+    servers = [c['addr'] for c in clients if c['name'].startswith(_NAME) and c['name'] != ours['client_name']
               and c['db'] == str(ours['db'])]
-    if others: raise RuntimeError(f'another b2t serve is connected to this database (from {" and ".join(others)}); '
+    if servers: raise RuntimeError(f'another b2t serve is connected to this database (from {" and ".join(servers)}); '
                                   'stop it first, or use another database')
     return f'{1000*s + us//1000}-0'
 
