@@ -333,7 +333,7 @@ def decode_batch(self: LexiconBeamDecoder,
 # %% ../../nbs/decoding/06_decoder.ipynb #c034
 @patch
 def with_options(self: LexiconBeamDecoder, **changes: Any) -> LexiconBeamDecoder:
-    "The same decoder with other values of some `SearchOptions`; lexicon and language model are shared."
+    "A decoder with other values of some `SearchOptions`, which shares lexicon and language model."
     decoder = copy(self)
     decoder.options = replace(self.options, **changes)
     if changes.keys() & {'beam', 'lm_weight', 'word_score', 'fusion'}: decoder._use(self.vocabulary)
@@ -402,7 +402,7 @@ def _set_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> None:
 
 @patch
 def with_boost(self: LexiconBeamDecoder, boost: Boosts | None) -> LexiconBeamDecoder:
-    "The same decoder with another boost; lexicon, trie and language model are not built again."
+    "A decoder with another boost; lexicon, trie and language model are not built again."
     decoder = copy(self)
     decoder._set_boost(boost)
     decoder._warn_of_guesses()

@@ -26,10 +26,10 @@ _PAIRS = 1 << 30 # State number of the first pair
 
 class Phrases(NamedTuple):
     "Boosted phrases, and the pairs of n-gram state and phrase state so far."
-    arcs: np.ndarray    # Arrays of `lm.boost.phrase_automaton`; its scores are added to log10 probabilities
-    first: np.ndarray
-    states: np.ndarray
-    index: np.ndarray   # Hash table: n-gram state · 2^32 + phrase state -> number of the pair
+    arcs: np.ndarray    # Arcs of `lm.boost.phrase_automaton`; its scores are added to log10 probabilities [A]
+    first: np.ndarray   # First arcs of the same automaton [W]
+    states: np.ndarray  # States of the same automaton [S]
+    index: np.ndarray   # Hash table: n-gram state · 2^32 + phrase state -> number of the pair [I]
     pairs: np.ndarray   # `_PAIR` of each pair [P]
     n_pairs: np.ndarray # Number of pairs so far [1]
 

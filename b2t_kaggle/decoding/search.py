@@ -144,7 +144,7 @@ class Search:
         for name, n in dict(n_hyps=1, n_entries=1, n_queries=0, n_cut=0).items(): self.state.counters[name] = n
 
     def push(self, scores: np.ndarray, skip: np.ndarray) -> None:
-        "Search on through scaled log-probabilities [t, K] float32, skipping frames that are certainly blank [t]."
+        "Continue through scaled log-probabilities [t, K] float32, skipping frames that are certainly blank [t]."
         t = 0
         while (t := _search_frames(scores, skip, t, self.model, self.state)) < len(scores): self._provide()
         self.n_frames += len(scores)
@@ -560,7 +560,7 @@ def _search_frame(scores, model, state):
 
 @_jit
 def _search_frames(scores, skip, t, model, state):
-    "Search on from frame t; returns the frame where it stopped: at the end, or where something must be provided."
+    "Continue from frame t; returns the frame at which the search stopped: the end, or one that lacks something."
     scores, skip, model, state = borrowed((scores, skip, model, state))
     count = state.counters[0]
     while t < len(scores):
@@ -655,7 +655,7 @@ def _words_of(self: Search, i: int) -> np.ndarray:
 
 @patch
 def _unfinished(self: Search, n_texts: int) -> tuple[np.ndarray, np.ndarray]:
-    "Texts of hypotheses in the middle of a word: at least `n_texts`, and all of a hypothesis."
+    "Texts of hypotheses in the middle of a word, from the best one until there are `n_texts`."
     texts: dict[tuple, None] = {} # An ordered set
     for i in np.argsort(-self.beam['score'], kind='stable'):
         node = self.trie.nodes[self.beam['node'][i]]
@@ -727,7 +727,7 @@ class FusedSearch(Search):
     scorer: HistoryScorer
 
     def push(self, scores: np.ndarray, skip: np.ndarray) -> None:
-        "Search on through frames [t, K]; every `fusion.every` frames the language model scores new words."
+        "Continue through frames [t, K]; every `fusion.every` frames the language model scores new words."
         every = self.scorer.fusion.every
         while len(scores):
             n = every - self.n_frames % every # Frames to the next fusion

@@ -30,7 +30,7 @@ class Stream:
     def push(self,
         log_probs: np.ndarray, # The next frames' log-probabilities [t, 41]; t may be 0
     ) -> None:
-        "Search on through some frames; raises `ValueError` as `decode` does, and then the stream is as before."
+        "Continue with some frames; raises `ValueError` as `decode` does, and then the stream is as before."
         search = self._open_search()
         frames = self.decoder.prepare(log_probs)
         self._frames.append(frames.log_probs)
@@ -107,7 +107,7 @@ class BinStream:
     def push(self,
         bins: np.ndarray, # The next bins [t, F]; t may be 0
     ) -> str:
-        "Search on and return the complete words so far; raises `ValueError` for another shape."
+        "Continue with some bins and return the complete words so far; raises `ValueError` for another shape."
         self._frames.push(self._encoder.push(bins))
         return self._frames.partial()
 

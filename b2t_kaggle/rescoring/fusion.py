@@ -90,7 +90,7 @@ class LLMTrial:
 
     @torch.inference_mode()
     def score(self, histories: np.ndarray, parents: np.ndarray, words: np.ndarray) -> np.ndarray:
-        "Log-probabilities of histories' last words [n]; raises `LanguageModelError` for one that is not a number."
+        "Log-probabilities of histories' last words [n]; raises `LanguageModelError` if one is not a number."
         inner = set(parents.tolist())
         forms = self.forms.get(zip(words.tolist(), (parents == 0).tolist()))
         rest = list(zip(histories.tolist(), parents.tolist(), forms))

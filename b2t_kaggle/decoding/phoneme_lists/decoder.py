@@ -71,6 +71,7 @@ class ConfusionModel:
         return not set(self.learned).isdisjoint(map(_hash, lists))
 
     def changed(self, change: np.ndarray) -> 'ConfusionModel':
+        "The model with a change of all weights `[2*N_WEIGHTS + 2]`."
         slots, gaps, (lm_weight, word_score) = np.split(change, [N_WEIGHTS, 2*N_WEIGHTS])
         return replace(self, slots=self.slots + slots, gaps=self.gaps + gaps, lm_weight=self.lm_weight + lm_weight,
                        word_score=self.word_score + word_score)

@@ -206,7 +206,7 @@ def _fields(self: Trial, fields: dict, words: list[Word] | None) -> dict:
 
 @patch
 def push(self: Trial, entry: dict[bytes, bytes]) -> Replies:
-    "Search on with the logits of an entry; an unusable one is left out."
+    "Continue the search with the logits of an entry; entries that cannot be used are left out."
     try:
         if b'logits' not in entry: raise ValueError(f'no field logits; found {", ".join(map(repr, entry)) or "none"}')
         log_probs = read_logits(entry[b'logits'], MAX_FRAMES - self.frames)
