@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from ...core.files import write_whole
 from ...core.reading import parse_json, read_text
@@ -142,10 +141,10 @@ def random_trials(
 ) -> np.ndarray:                  # [N] bool
     "The trials in blocks of random words, which are less probable in context than alone."
     alone = Frequencies(lm)
-    fields = pd.DataFrame([x.fields for x in lists]).reindex(columns=['session', 'block'])
-    gains = pd.Series([context_gain(text, lm, alone) for text in texts], dtype=float)
-    by_block = gains.groupby([fields.session.fillna(''), fields.block]).transform('mean') # NaN without a block
-    return (by_block < 0).to_numpy()
+    gains: dict[tuple, list[float]] = {}
+    blocks = [(x.fields.get('session'), x.fields.get('block')) for x in lists]
+    for block, text in zip(blocks, texts): gains.setdefault(block, []).append(context_gain(text, lm, alone))
+    return np.array([block[1] is not None and np.mean(gains[block]) < 0 for block in blocks], bool)
 
 def _best_texts(nbests: Sequence[Sequence[Hypothesis]]) -> list[str]:
     return [max(hyps, key=lambda h: h.total).text for hyps in nbests]
