@@ -65,8 +65,8 @@ class LogitStore:
         item_shape = self._ragged.item_shape
         missing = [c for c in _TRIAL if c not in self._ragged.table.column_names]
         if len(item_shape) != 1 or self._ragged.dtype.kind != 'f' or missing or not isinstance(provenance, dict):
-            found = f'no column {missing[0]}' if missing else f'{self._ragged.dtype} {["n", *item_shape]}'
-            raise RaggedError(f"{self.path}: found {found}, expected log-probabilities [T', K] of trials with session "
+            fault = f'no column {missing[0]}' if missing else f'{self._ragged.dtype} {["n", *item_shape]}'
+            raise RaggedError(f"{self.path}: found {fault}, expected log-probabilities [T', K] of trials with session "
                               'and key; make it again')
         self.n_classes: int = item_shape[0]
         self.provenance = provenance
@@ -164,21 +164,21 @@ def _nearest_frames(times: np.ndarray, candidates: np.ndarray) -> np.ndarray:
 
 # %% ../nbs/01_logits.ipynb #c018
 @patch
-def _check_alike(self: LogitStore, other: LogitStore) -> None:
+def _check_alike(self: LogitStore, store: LogitStore) -> None:
     "Raise `LogitError` if two stores have different trials or classes, or frames that cannot be aligned."
-    def refuse(problem, x, y): raise LogitError(f'{self.path} and {other.path} cannot be averaged: {problem}, {x} and '
+    def refuse(problem, x, y): raise LogitError(f'{self.path} and {store.path} cannot be averaged: {problem}, {x} and '
                                                 f'{y}; average stores of the same split and patching')
-    if len(self) != len(other): refuse('they hold different numbers of trials', len(self), len(other))
-    if self.n_classes != other.n_classes:
-        refuse('they have different numbers of classes', self.n_classes, other.n_classes)
-    for x, y in zip(self._trials(), other._trials()):
+    if len(self) != len(store): refuse('they hold different numbers of trials', len(self), len(store))
+    if self.n_classes != store.n_classes:
+        refuse('they have different numbers of classes', self.n_classes, store.n_classes)
+    for x, y in zip(self._trials(), store._trials()):
         if x != y: refuse('they hold different trials', ' '.join(x), ' '.join(y))
-    same = self.n_frames == other.n_frames
+    same = self.n_frames == store.n_frames
     if same.all(): return
-    times = frame_times(self.provenance), frame_times(other.provenance)
+    times = frame_times(self.provenance), frame_times(store.provenance)
     if (same & (self.n_frames > 0)).any() if None in times else times[0] == times[1]: # No difference in speed
         i = np.flatnonzero(~same)[0]
-        refuse(f'trial {i} has different numbers of frames', self.n_frames[i], other.n_frames[i])
+        refuse(f'trial {i} has different numbers of frames', self.n_frames[i], store.n_frames[i])
 
 def _check_stores(stores: Sequence[LogitStore]) -> int:
     "Index of the fastest store, to whose frames the others are aligned. Raises `LogitError` if two do not fit."

@@ -430,7 +430,7 @@ _HOMOGRAPHS = {word: pattern for pattern, words in _PATTERNS.items() for word in
 _EXCHANGED = {'learned', 'object', 'rebel'}
 
 def _readings(word: str) -> tuple[list[str], list[str]] | None:
-    "The pronunciations as (verb, other) of a homograph whose readings differ, also with a plural's -s; else None."
+    "The pronunciations as (verb, noun) of a homograph whose readings differ, also with a plural's -s; else None."
     base = word if word in _HOMOGRAPHS else word.removesuffix('s')
     if base not in _HOMOGRAPHS: return None
     n_after = len(word) - len(base)
@@ -440,14 +440,14 @@ def _readings(word: str) -> tuple[list[str], list[str]] | None:
         ending = ['IH', 'Z']*n_after
         return stem + ['Z', *ending], stem + ['S', *ending]
     verb = []
-    other = []
+    noun = [] # Or adjective
     for pron in _stressed().get(word, []):
         vowels = [p for p in pron if p[-1].isdigit()]
         is_verb = pron[-2 - n_after].startswith('EY') if pattern == 'ate' else vowels[-1].endswith('1')
-        (verb if is_verb != (word in _EXCHANGED) else other).append((vowels[0] != 'IH0', pron))
+        (verb if is_verb != (word in _EXCHANGED) else noun).append((vowels[0] != 'IH0', pron))
     # The tool's table prefers a reading in IH: r-IH-cord, not r-uh-cord
     verb = [pron for _, pron in sorted(verb, key=lambda pair: pair[0])]
-    pair = _distinct([*verb[:1], *(pron for _, pron in other[:1])])
+    pair = _distinct([*verb[:1], *(pron for _, pron in noun[:1])])
     return (pair[0], pair[1]) if len(pair) == 2 else None
 
 # %% ../nbs/00_phonemes.ipynb #c055

@@ -190,7 +190,7 @@ def parse_encoder(
         for i, sentence in enumerate(sentences):
             field = sentence.removeprefix('model.').split(':')[0]
             if 'no such key' not in sentence: continue
-            owners = [other for other, config in encoder_configs().items() if field in config.model_fields]
+            owners = [owner for owner, config in encoder_configs().items() if field in config.model_fields]
             if owners: sentences[i] = f'model.{field}: {name} has no such field; it belongs to {" and ".join(owners)}'
         message = '; '.join(sentences)
     raise PydanticCustomError('encoder', '{message}', dict(message=message))
