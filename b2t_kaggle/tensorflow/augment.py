@@ -80,10 +80,8 @@ class Augment:
         x = cut_start(x, cut, self.max_cut)
         n_bins = n_bins - cut
         x = self.eval(x)
-        if self.cfg.time_masks: x = mask_time(x, *self._mask_places(n_bins, seeds))
+        if self.cfg.time_masks:
+            u, v = tf.unstack(trial_random('uniform', [2, self.cfg.time_masks], seeds, _MASKS), axis=1)
+            x = mask_time(x, *mask_places(u, v, n_bins, self.cfg.time_mask_max))
         if self.cfg.channel_masks: x = mask_channels(x, self.cfg, seeds)
         return x, n_bins
-
-    def _mask_places(self, n_bins, seeds):
-        u, v = tf.unstack(trial_random('uniform', [2, self.cfg.time_masks], seeds, _MASKS), axis=1)
-        return mask_places(u, v, n_bins, self.cfg.time_mask_max)

@@ -67,9 +67,7 @@ class Strategy:
         "Type in which features leave the host: a GPU widens them itself."
         return store.dtype.name if self.device.kind == 'cuda' else 'float32'
 
-    def gather(self, value) -> list:
-        "The values of all processes."
-        return [value]
+    def gather(self, value) -> list: return [value]
 
     def close(self) -> None: "There is no other process to leave."
 
@@ -96,16 +94,6 @@ class Program:
         return self.traced[T](batch, *args)
 
 # %% ../../nbs/tensorflow/07_feed.ipynb #c010
-def _as_dataset(shares: Callable[[], Iterator[dict]], example: dict[str, np.ndarray], ahead: int) -> tf.data.Dataset:
-    "Elements of a generator, as a dataset that a thread of its own fills."
-    spec = {k: tf.TensorSpec([None] * v.ndim, v.dtype) for k, v in example.items()}
-    spec['x'] = tf.TensorSpec([None, None, example['x'].shape[2]], example['x'].dtype)
-    options = tf.data.Options()
-    # The end of a dataset may wait a minute for the thread that tunes it. The fetching of a strategy has such threads,
-    # too, so `distribute` deals the shares
-    options.autotune.enabled = False
-    return tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(ahead).with_options(options)
-
 def distribute(batches: Callable[[], Iterable[dict[str, np.ndarray]]], strategy: Strategy) -> Iterator:
     "Batches of arrays `[B, …]`, each in equal shares of consecutive rows for the replicas; ends when closed."
     n_devices = strategy.n_devices
@@ -120,7 +108,14 @@ def distribute(batches: Callable[[], Iterable[dict[str, np.ndarray]]], strategy:
                     yield {k: v[len(v)*i//n_devices:len(v)*(i + 1)//n_devices] for k, v in b.items()}
         except Exception as e: errors.append(e)  # raised below: TensorFlow would hide it in a long message
 
-    arrived = iter(_as_dataset(shares, next(iter(batches())), 2 * n_devices))
+    example = next(iter(batches()))
+    spec = {k: tf.TensorSpec([None] * v.ndim, v.dtype) for k, v in example.items()}
+    spec['x'] = tf.TensorSpec([None, None, example['x'].shape[2]], example['x'].dtype)
+    options = tf.data.Options()
+    # The end of a dataset may wait a minute for the thread that tunes it, also in the fetching of a strategy
+    options.autotune.enabled = False
+    dataset = tf.data.Dataset.from_generator(shares, output_signature=spec).prefetch(2 * n_devices)
+    arrived = iter(dataset.with_options(options))
     place = strategy.distribution.experimental_distribute_values_from_function
     try:
         for batch in zip(*[arrived] * n_devices):

@@ -111,6 +111,5 @@ class LossScaler:
     def state_dict(self) -> dict[str, float]: return dict(scale=self.get_scale(), n_good=int(self.n_good.numpy()))
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        "Continue from a saved state."
         self.factor.assign(state['scale'])
         self.n_good.assign(state['n_good'])

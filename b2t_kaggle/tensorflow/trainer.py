@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 from fastcore.basics import patch
@@ -88,7 +87,6 @@ class Trainer(interface.Trainer):
         return summarize(evaluate(self.evaluator), self.cfg.train.ctc_reduction)
 
     def save_best(self, path: Path) -> None:
-        "Save the model alone, for `load_model`."
         checkpoint.save_best(path, self.model, self.cfg, self.best.metrics)
 
     def read_model(self, path: Path) -> dict:
@@ -97,7 +95,6 @@ class Trainer(interface.Trainer):
         return read_metrics(path)
 
     def save_last(self, path: Path) -> None:
-        "Save everything that the run needs to continue."
         checkpoint.save_last(path, self.model, self.cfg, self.best.metrics, self.optimizer.state_dict(), self.state())
 
     def n_parameters(self) -> int: return sum(math.prod(v.shape) for v in self.model.named_variables().values())
@@ -108,11 +105,10 @@ def _refuse(cfg: Config) -> None:
     for name, field in TrainConfig.model_fields.items():
         facts = facts_of(field)
         value = getattr(cfg.train, name)
-        only = next((f for f in facts if isinstance(f, Only) and f.excludes('tensorflow', value, field.default)), None)
-        if only is None or any(isinstance(f, SameResult) for f in facts): continue
-        choices = [c for c in get_args(field.annotation) if c != only.value] if only.value else [field.default]
-        raise TrainingError(f'train.{name} = {value} is for PyTorch; TensorFlow has {", ".join(map(str, choices))}. '
-                            'Set one of these, or train.framework=pytorch')
+        if any(isinstance(f, SameResult) for f in facts): continue
+        if any(isinstance(f, Only) and f.excludes('tensorflow', value, field.default) for f in facts):
+            raise TrainingError(f'train.{name} = {value} is for PyTorch; TensorFlow has {field.default}. Set that, or '
+                                'train.framework=pytorch')
 
 # %% ../../nbs/tensorflow/09_trainer.ipynb #c015
 @patch

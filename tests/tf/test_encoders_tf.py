@@ -14,15 +14,16 @@ from encoders import LEARNED_BY_100, open_toy, train_until_right, with_steps, wr
 from killed import ask_before_each_step, kill_behind_a_checkpoint
 from train_toy import first_steps, start_copies, write_first_steps
 
+from b2t_kaggle.config.encoders.encoder import encoders_in
 from b2t_kaggle.config.schema import ConfigError
 from b2t_kaggle.pipeline.frameworks import convert
 from b2t_kaggle.tensorflow.checkpoint import load_last, load_model
 from b2t_kaggle.tensorflow.inference import infer
-from b2t_kaggle.tensorflow.models import build_model, encoder_class, model_names
+from b2t_kaggle.tensorflow.models import build_model, encoder_class
 from b2t_kaggle.tensorflow.trainer import Trainer, train
 from b2t_kaggle.training.checkpoints import CheckpointError
 
-NAMES = model_names()
+NAMES = encoders_in('tensorflow')
 
 
 # As in `first_steps`

@@ -55,7 +55,6 @@ class EspeakVoice:
         return Speech(np.frombuffer(wav[44:], '<i2')/np.float32(32768), int.from_bytes(wav[24:28], 'little'), text)
 
     def provenance(self) -> dict[str, Any]:
-        "Version, language and pace."
         return dict(name='espeak-ng', version=self.version, language=self.language, pace=self.pace)
 
     def _run(self, *options: str, text: str = '') -> bytes:
@@ -83,10 +82,9 @@ def quiet_loading(name: str | Path, kind: str):
     except (AudioError, LanguageModelError, MemoryError): raise
     except Exception as e: # Many kinds, for files that are damaged
         # The error of a pipeline contains tracebacks
-        lines = [line for line in str(e).splitlines() if re.match(r'\w+Error: ', line)]
-        reason = printable(lines[-1]) if lines else reason_of(e)
-        advice = f'without the internet, `hf download {name} --local-dir FOLDER` elsewhere, and pass FOLDER'
-        raise AudioError(f'{kind} {name}: not loaded ({reason}); {advice}') from e
+        errors = [line for line in str(e).splitlines() if re.match(r'\w+Error: ', line)]
+        raise AudioError(f'{kind} {name}: not loaded ({printable(errors[-1]) if errors else reason_of(e)}); without '
+                         f'the internet, `hf download {name} --local-dir FOLDER` elsewhere, and pass FOLDER') from e
     finally:
         logging.set_verbosity(level)
         if bars: logging.enable_progress_bar()

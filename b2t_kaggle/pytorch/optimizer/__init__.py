@@ -21,17 +21,14 @@ _all_ = ['DayAdamW', 'Eden', 'Eden2', 'RunOptimizer', 'ScaledAdam', 'StackedAdam
 # %% ../../../nbs/pytorch/07_optimizer.ipynb #c006
 CLIPPING_SCALE = 2. # icefall's recipe for the Zipformer
 
-def _groups(model: Encoder) -> list[dict]:
-    "Trained parameters, with their names, by learning rate."
-    params = {'model': [], 'day': []}
-    for name, p in model.named_parameters():
-        if p.requires_grad: params['day' if model.is_per_day(name) else 'model'].append((name, p))
-    return [dict(params=named, rate=rate, has_rows=rate == 'day') for rate, named in params.items() if named]
-
 class DayScaledAdam(RunOptimizer):
     "`ScaledAdam` over a model's parameters, with one parameter per day."
     def __init__(self, model: Encoder, cfg: TrainConfig):
-        self.adam = ScaledAdam(_groups(model), cfg.lr_max, CLIPPING_SCALE)
+        params: dict[str, list] = {'model': [], 'day': []}
+        for name, p in model.named_parameters():
+            if p.requires_grad: params['day' if model.is_per_day(name) else 'model'].append((name, p))
+        groups = [dict(params=named, rate=rate, has_rows=rate == 'day') for rate, named in params.items() if named]
+        self.adam: ScaledAdam = ScaledAdam(groups, cfg.lr_max, CLIPPING_SCALE)
         self.state = {}
         for group in self.adam.param_groups:
             names = dict(zip(group['params'], group['param_names']))
@@ -39,25 +36,13 @@ class DayScaledAdam(RunOptimizer):
                 self.state[' + '.join(names[p] for p in stack.params)] = stack.state
             self.state[f'clipping of {group["rate"]}'] = self.adam.clipping(group)
 
-    def unscale(self, days: np.ndarray) -> None:
-        "Divide the gradients of a scaled loss by its scale, and note an overflow; `days` are the batch's `[days]`."
-        self.scaler.unscale_(self.adam)
-
     def step(self, rates: dict[str, float | Tensor], days: np.ndarray | Tensor) -> None:
-        """Update from the gradients of the model, then clear them; `days` are the batch's `[days]`. With a scaler an
-        overflow leaves everything as it is but the scale; nobody waits for the device to learn of it."""
         for group in self.adam.param_groups:
-            group['lr'] = rates[group['rate']]
-            if group['has_rows']: group['rows'] = _rows(days, group['params'][0].device)
-        if self.scaler:
-            self.scaler.step(self.adam)
-            self.scaler.update()
-        else: self.adam.step()
-        self.adam.zero_grad()
-
-def _rows(days: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    "Days as `Stack` takes them: distinct and sorted `[days]`, or for a compiler as they are `[D]`."
-    return days if isinstance(days, Tensor) else torch.from_numpy(np.unique(days)).long().to(device, non_blocking=True)
+            if not group['has_rows']: continue
+            device = group['params'][0].device # A compiler gets the days as they are, a mask
+            group['rows'] = days if isinstance(days, Tensor) else \
+                torch.from_numpy(np.unique(days)).long().to(device, non_blocking=True)
+        super().step(rates, days)
 
 # %% ../../../nbs/pytorch/07_optimizer.ipynb #c012
 def make_optimizer(

@@ -29,17 +29,24 @@ def new_state(
     return state
 
 class RunOptimizer:
-    "Base of the optimisers of a run: a state of tensors by name."
+    "Base of the optimisers of a run: a state of tensors by name, and the step of one of PyTorch's."
     state: dict[str, dict[str, Tensor]] # Of each parameter: moments `[…]` by name, of its shape
     scaler: torch.amp.GradScaler | None = None # Of the loss, in float16
+    adam: torch.optim.Optimizer
 
     def unscale(self, days: np.ndarray) -> None:
-        "Divide the gradients of a scaled loss by its scale; `days` are the batch's `[days]`. For float16 alone."
-        raise NotImplementedError(f'{type(self).__name__} has no scaled loss')
+        "Divide the gradients of a scaled loss by its scale, and note an overflow; `days` are the batch's `[days]`."
+        self.scaler.unscale_(self.adam)
 
     def step(self, rates: dict, days: Any) -> None:
-        "Update from the gradients of the model, then clear them."
-        raise NotImplementedError(f'{type(self).__name__} has no step')
+        """Update from the gradients of the model, then clear them; `days` are the batch's `[days]`. With a scaler an
+        overflow changes only the scale; the host does not wait for the device to learn of it."""
+        for group in self.adam.param_groups: group['lr'] = rates[group['rate']]
+        if self.scaler:
+            self.scaler.step(self.adam)
+            self.scaler.update()
+        else: self.adam.step()
+        self.adam.zero_grad()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         "The state by parameter, as `new_state` has it: tensors `[…]` by name."
@@ -47,8 +54,8 @@ class RunOptimizer:
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         "Restore a state from `state_dict`, tensors `[…]` of the same shapes."
-        for name, own in self.state.items():
-            for k, v in own.items(): v.copy_(state[name][k])
+        for name, tensors in self.state.items():
+            for k, v in tensors.items(): v.copy_(state[name][k])
 
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c009
 class DayAdamW(RunOptimizer):
@@ -62,8 +69,8 @@ class DayAdamW(RunOptimizer):
             by_group.setdefault(group_of(model, name, p, cfg), []).extend(zip(rows, states))
         groups = [dict(params=[p for p, _ in rows], weight_decay=decay, rate=rate)
                   for (rate, decay), rows in by_group.items()]
-        self.adamw = torch.optim.AdamW(groups, betas=(cfg.beta0, cfg.beta1), eps=cfg.epsilon, fused=True)
-        self.adamw.state.update({p: s for rows in by_group.values() for p, s in rows})
+        self.adam = torch.optim.AdamW(groups, betas=(cfg.beta0, cfg.beta1), eps=cfg.epsilon, fused=True)
+        self.adam.state.update({p: s for rows in by_group.values() for p, s in rows})
 
     def _rows(self, model: Encoder, name: str, p: nn.Parameter) -> tuple[list[nn.Parameter], list[dict]]:
         "A parameter, or its rows, for `torch.optim.AdamW`, and their states."
@@ -74,26 +81,18 @@ class DayAdamW(RunOptimizer):
         self.stacked[p] = rows
         return rows, [{k: v[i] for k, v in state.items()} for i in range(len(rows))]
 
-    def _hand_out(self, days: np.ndarray) -> None:
+    def _split_gradients(self, days: np.ndarray) -> None:
         "The gradients of a batch's days to their rows, which share their memory."
         for p, rows in self.stacked.items():
             for i in np.unique(days): rows[i].grad = None if p.grad is None else p.grad[i]
 
     def unscale(self, days: np.ndarray) -> None:
-        "Divide the gradients of a scaled loss by its scale, and note an overflow; `days` are the batch's `[days]`."
-        self._hand_out(days)
-        self.scaler.unscale_(self.adamw)
+        self._split_gradients(days)
+        super().unscale(days)
 
     def step(self, rates: dict[str, float], days: np.ndarray) -> None:
-        """Update from the gradients of the model, then clear them; `days` are the batch's `[days]`. With a scaler an
-        overflow leaves everything as it is but the scale; nobody waits for the device to learn of it."""
-        for group in self.adamw.param_groups: group['lr'] = rates[group['rate']]
-        self._hand_out(days)
-        if self.scaler:
-            self.scaler.step(self.adamw)
-            self.scaler.update()
-        else: self.adamw.step()
-        self.adamw.zero_grad()
+        self._split_gradients(days)
+        super().step(rates, days)
         for p in self.stacked: p.grad = None
 
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c014

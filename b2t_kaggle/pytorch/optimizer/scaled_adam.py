@@ -275,9 +275,7 @@ class Eden:
         done = min(1., self.batch / self.warmup_batches) if self.warmup_batches else 1.
         return [lr * self.factor() * (self.warmup_start + (1 - self.warmup_start) * done) for lr in self.base_lrs]
 
-    def get_last_lr(self) -> list[float]:
-        "The rates that were set last."
-        return self._last_lr
+    def get_last_lr(self) -> list[float]: return self._last_lr
 
     def step_batch(self, batch: int | None = None) -> None:
         "Set the rates of a batch, by default the next one."

@@ -75,7 +75,6 @@ class ScheduledFloat(nn.Module):
         return self.schedule(self.batch_count)
 
     def __float__(self): return float(self.value())
-    def extra_repr(self) -> str: return f'{self.schedule.pairs}, default={self.default}'
 
     def __add__(self, x):
         if not isinstance(x, ScheduledFloat): return ScheduledFloat(self.schedule + x, default=self.default)

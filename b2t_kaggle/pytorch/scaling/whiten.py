@@ -154,7 +154,6 @@ def load_training_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     "Restore the tensors `[]` of `training_state`. Raises `ValueError` for the state of another model."
     modules = {name: m for name, m in model.named_modules() if isinstance(m, Whiten)}
     if modules.keys() != state.keys():
-        missing, unknown = sorted(modules.keys() - state.keys()), sorted(state.keys() - modules.keys())
-        raise ValueError(f'the training state belongs to another model: it lacks {missing or "nothing"} and has '
-                         f'{unknown or "nothing"} that the model lacks; continue with the model that saved it')
+        raise ValueError(f'the training state belongs to another model, in {sorted(modules.keys() ^ state.keys())[0]}; '
+                         'continue with the model that saved it')
     for name, m in modules.items(): m.prob = float(state[name])

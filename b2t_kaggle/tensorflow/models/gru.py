@@ -83,12 +83,10 @@ class GRUEncoder(Frontend):
         return super().decays(name, variable) and '.bias' not in name
 
     def freeze(self) -> None:
-        "Day layers that are not trained stay the identity, GRU layers what they are."
         super().freeze()
         for head in self.heads().values(): head.gru.trainable = self.cfg.rnn_trainable
 
     def named_variables(self) -> dict[str, keras.Variable]:
-        "All variables `[…]` by name."
         variables = dict(day_weights=self.day_weights, day_biases=self.day_biases)
         for prefix, head in self.heads().items(): variables |= head.named_variables(prefix)
         return variables
@@ -139,7 +137,6 @@ class GRUDecoder(GRUEncoder):
 
     @classmethod
     def from_config(cls, cfg: GRUConfig, n_days: int) -> 'GRUDecoder':
-        "The model of a configuration."
         model = cls(cfg.neural_dim, cfg.n_units, n_days, cfg.n_classes, cfg.rnn_dropout, cfg.input_dropout,
                     cfg.n_layers, cfg.patch_size, cfg.patch_stride)
         model.cfg = cfg

@@ -74,7 +74,6 @@ class TripleGRUDecoder(GRUEncoder):
         return clean, noisy, noise
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        "More arguments of `call` in a training step: the mode, and λ of this step."
         return dict(mode='full', strength=self.cfg.strength(step, n_steps))
 
     def training_losses(self, out: tuple[tf.Tensor, tf.Tensor, tf.Tensor], ctc: Callable[[tf.Tensor], tf.Tensor],

@@ -42,12 +42,10 @@ class AudioLanguageModel:
         self.ends = ends
         self.is_quantized = is_quantized
 
-    @property
-    def device(self) -> torch.device: return self.lm.get_input_embeddings().weight.device
-
     def embed(self, tokens: Sequence[int]) -> Tensor:
         "Embeddings of the tokens `[L, E]`."
-        return self.lm.get_input_embeddings()(torch.tensor(tokens, dtype=torch.long, device=self.device))
+        table = self.lm.get_input_embeddings()
+        return table(torch.tensor(tokens, dtype=torch.long, device=table.weight.device))
 
     def encode(self, vectors: Tensor, n_vectors: Tensor) -> Tensor:
         "Vectors of a brain encoder `[B, N, D]` as an audio tower would give them, here unchanged."

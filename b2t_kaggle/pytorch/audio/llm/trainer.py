@@ -22,7 +22,6 @@ from ..targets import TargetStore
 from ..voice import AudioError
 from ...parallel import Backend
 from ....training.loop import fit
-from ....training.memory import is_oom
 from ....training.recipe import TrainingError
 
 # %% ../../../../nbs/pytorch/audio/llm/08_trainer.ipynb #c005
@@ -38,11 +37,7 @@ class Trainer(trainer.Trainer):
         if backend.static_shapes:
             raise TrainingError(f'audio.llm is trained on a CPU or a GPU, found {backend.device}; set '
                                 'train.accelerator to cpu or cuda')
-        try: self.llm = load_audio_llm(str(cfg.audio.llm), cfg.audio.llm_quantization, str(backend.torch_device))
-        except (RuntimeError, MemoryError) as e:
-            if not is_oom(e): raise
-            raise TrainingError(f'audio.llm = {cfg.audio.llm}: its weights do not fit into {backend.device}; set '
-                                'audio.llm_quantization to eight_bit or four_bit, or use a smaller model') from e
+        self.llm = load_audio_llm(str(cfg.audio.llm), cfg.audio.llm_quantization, str(backend.torch_device))
         self.targets = TargetStore(cfg.audio.targets) if cfg.audio.targets else None
         super().__init__(store, store_val, cfg, backend, checkpoint)
         self.model.target_loader = TargetLoader(self.store.index.sentence, self.llm, self.targets)

@@ -181,15 +181,11 @@ class Zipformer2Encoder(nn.Module):
             falling = (start, initial_layerdrop_rate), (start + share, final_layerdrop_rate)
             layer.bypass.skip_rate = ScheduledFloat(*falling, default=0.0)
 
-    def forward(self,
-        src: Tensor,                                # Frames `[T, B, C]`
-        chunk_size: int = -1,                       # Frames of a chunk; negative for a single chunk
-        feature_mask: Tensor | float = 1.0,         # 0 for channels that a trial lacks `[1, B, C]`
-        attn_mask: Tensor | None = None,            # True if a source is hidden from a target `[T, T]`
-        src_key_padding_mask: Tensor | None = None, # True for frames of the padding `[B, T]`
-        lens: Tensor | None = None,                 # Unused, because no frames are averaged here
-    ) -> Tensor:
-        "Frames after the stack `[T, B, C]`."
+    def forward(self, src: Tensor, chunk_size: int = -1, feature_mask: Tensor | float = 1.0,
+                attn_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
+                lens: Tensor | None = None) -> Tensor:
+        """Frames after the stack `[T, B, C]`. Arguments as in a layer; `feature_mask` is 0 for channels that a trial
+        lacks `[1, B, C]`, and `lens` is unused."""
         pos_emb = self.encoder_pos(src)
         src = src * feature_mask
         for layer in self.layers:
@@ -224,15 +220,11 @@ class DownsampledZipformer2Encoder(nn.Module):
         self.upsample = SimpleUpsample(dim, downsample)
         self.out_combiner = BypassModule(dim, straight_through_rate=0)
 
-    def forward(self,
-        src: Tensor,                                # Frames `[T, B, C]`
-        chunk_size: int = -1,                       # Frames of a chunk, a multiple of `downsample`
-        feature_mask: Tensor | float = 1.0,         # 0 for channels that a trial lacks `[1, B, C]`
-        attn_mask: Tensor | None = None,            # True if a source is hidden from a target `[T, T]`
-        src_key_padding_mask: Tensor | None = None, # True for frames of the padding, at the lower rate `[B, T']`
-        lens: Tensor | None = None,                 # Frames of each trial, to average without padding `[B]`
-    ) -> Tensor:
-        "Frames after the stack `[T, B, C]`."
+    def forward(self, src: Tensor, chunk_size: int = -1, feature_mask: Tensor | float = 1.0,
+                attn_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
+                lens: Tensor | None = None) -> Tensor:
+        """Frames after the stack `[T, B, C]`. Arguments as in `Zipformer2Encoder`, but the padding has the lower rate
+        `[B, T']`, and `lens` `[B]` are the trials' frames, so that averages leave out the padding."""
         ds = self.downsample_factor
         if attn_mask is not None: attn_mask = attn_mask[::ds, ::ds]
         slow = self.downsample(src, lens)
