@@ -81,7 +81,7 @@ class Augment:
         n_bins = n_bins - cut
         x = self.eval(x)
         if self.cfg.time_masks:
-            u, v = tf.unstack(trial_random('uniform', [2, self.cfg.time_masks], seeds, _MASKS), axis=1)
+            u, v = tf.unstack(trial_random('uniform', (2, self.cfg.time_masks), seeds, _MASKS), axis=1)
             x = mask_time(x, *mask_places(u, v, n_bins, self.cfg.time_mask_max))
         if self.cfg.channel_masks: x = mask_channels(x, self.cfg, seeds)
         return x, n_bins

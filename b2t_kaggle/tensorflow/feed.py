@@ -44,7 +44,7 @@ class Strategy:
 
     @property
     def sync_every(self) -> int:
-        "Steps between looks at their results: each makes the host wait for the device."
+        "Steps between checks of their results; each check makes the host wait for the device."
         return 1 if self.device.kind == 'cpu' else 10
 
     def compile(self, f: Callable) -> Callable:

@@ -30,7 +30,7 @@ from ..training.trials import bucket_lengths, model_days, smoothing_edges
 
 # %% ../../nbs/tensorflow/08_inference.ipynb #c005
 class Evaluator:
-    "A model over all trials of a store, without anything random; it can be repeated."
+    "Runs a model on all trials of a store, without randomness; can be called again."
     def __init__(self,
         model: Encoder,         # Made in the scope of the strategy
         store: TrialStore,      # Any split

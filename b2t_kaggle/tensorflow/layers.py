@@ -15,7 +15,7 @@ from ..core.ctc import n_frames
 from ..devices.tensorflow import load_triton
 
 # %% ../../nbs/tensorflow/00_layers.ipynb #c005
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # before the import, whose messages nobody can act on
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # Before the import: users cannot act on its messages
 load_triton()
 try:
     import keras

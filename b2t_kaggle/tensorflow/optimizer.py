@@ -17,7 +17,7 @@ from ..training.recipe import FIRST_SCALE, SCALE_INTERVAL, group_of
 
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c006
 def clip(grads: Mapping[str, tf.Tensor], largest: float) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-    "The gradients, scaled down where their norm is larger (Pascanu et al., 2013), and that norm before `[]`."
+    "Gradients, scaled down to a largest norm (Pascanu et al., 2013), and their norm before that `[]`."
     norm = tf.linalg.global_norm(list(grads.values()))
     if not largest: return dict(grads), norm
     scale = tf.minimum(largest / (norm + 1e-6), 1.)

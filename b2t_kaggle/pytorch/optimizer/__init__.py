@@ -36,7 +36,7 @@ class DayScaledAdam(RunOptimizer):
                 self.state[' + '.join(names[p] for p in stack.params)] = stack.state
             self.state[f'clipping of {group["rate"]}'] = self.adam.clipping(group)
 
-    def step(self, rates: dict[str, float | Tensor], days: np.ndarray | Tensor) -> None:
+    def step(self, rates, days):
         for group in self.adam.param_groups:
             if not group['has_rows']: continue
             device = group['params'][0].device # A compiler gets the days as they are, a mask

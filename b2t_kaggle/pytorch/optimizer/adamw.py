@@ -86,11 +86,11 @@ class DayAdamW(RunOptimizer):
         for p, rows in self.stacked.items():
             for i in np.unique(days): rows[i].grad = None if p.grad is None else p.grad[i]
 
-    def unscale(self, days: np.ndarray) -> None:
+    def unscale(self, days):
         self._split_gradients(days)
         super().unscale(days)
 
-    def step(self, rates: dict[str, float], days: np.ndarray) -> None:
+    def step(self, rates, days):
         self._split_gradients(days)
         super().step(rates, days)
         for p in self.stacked: p.grad = None

@@ -141,7 +141,7 @@ class Encoder(NamedModel):
 
 # %% ../../../nbs/tensorflow/models/00_encoder.ipynb #c025
 class Frontend(Encoder):
-    "The first layers of an encoder, which derives from this class and calls `frames`."
+    "Base class of recurrent encoders, with their first layers in `frames`."
     cfg: PatchedConfig
 
     def __init__(self, cfg: PatchedConfig, n_days: int):

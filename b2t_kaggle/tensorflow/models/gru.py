@@ -42,7 +42,7 @@ def uniform(limit: float) -> keras.initializers.Initializer:
     return keras.initializers.RandomUniform(-limit, limit)
 
 class GRUHead(keras.layers.Layer):
-    "GRU layers that start from one learnt state, and a linear layer behind them."
+    "GRU layers with one learned initial state, and a linear layer after them."
     def __init__(self, n_in: int, n_units: int, n_out: int | None, n_layers: int, dropout: float = 0.0,
                  site: int = 200, starts_at_zero: bool = False):
         super().__init__(autocast=False)
@@ -71,7 +71,7 @@ class GRUHead(keras.layers.Layer):
 
 # %% ../../../nbs/tensorflow/models/02_gru.ipynb #c012
 class GRUEncoder(Frontend):
-    "An encoder whose frontend is followed by heads. A model derives from it, and says which they are."
+    "An encoder of a frontend and heads; a derived class defines the heads."
     cfg: RecurrentConfig
 
     def heads(self) -> dict[str, GRUHead]:

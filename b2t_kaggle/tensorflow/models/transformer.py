@@ -17,14 +17,14 @@ from .encoder import Encoder
 
 # %% ../../../nbs/tensorflow/models/04_transformer.ipynb #c006
 def shifted_rows(v: tf.Tensor) -> tf.Tensor:
-    "The number of each pair of frames `[H, T', T']`, the first the one that asks."
+    "A number for each pair of frames `[H, T', T']`, the query first, from a number for each distance."
     H, n = v.shape
     T = (n + 1) // 2
     copies = tf.tile(tf.pad(v, [[0, 0], [0, 1]]), [1, T])
     return tf.reshape(copies[:, :T * n], [H, T, n])[:, :, T - 1:]
 
 def within_context(n_frames: int, left: tf.Tensor) -> tf.Tensor:
-    "Mask of a causal model `[B, 1, T', T']`: true where a frame attends to another."
+    "Mask of a causal model `[B, 1, T', T']`: true if a frame attends to another."
     distances = tf.range(n_frames)[None] - tf.range(n_frames)[:, None]
     return (distances <= 0) & (tf.cast(-distances, left.dtype) <= left[:, None, None, None])
 
