@@ -231,7 +231,7 @@ def test_full_disks(model, tmp_path, monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1])) # No file grows beyond 64 kB
     try:
-        with pytest.warns(UserWarning, match='its arrays are not kept') as warned: found = Kept.load(path)
+        with pytest.warns(UserWarning, match='its arrays are not cached') as warned: found = Kept.load(path)
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(warned) == 1 and found.score(model[0][0]) == Automaton.load(path).score(model[0][0])
     assert [p.name for p in tmp_path.rglob('*') if p.is_file()] in (['lm.arpa', 'automata'], ['automata', 'lm.arpa'])

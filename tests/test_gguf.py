@@ -1,6 +1,5 @@
-"A language model in a GGUF file, a wheel or behind an adapter: its scores, and what is damaged or missing."
+"A language model in a GGUF file or behind an adapter: its scores, and what is damaged or missing."
 import shutil
-import zipfile
 
 import pytest
 from click.testing import CliRunner
@@ -24,20 +23,12 @@ def model(tmp_path): return tiny_gguf(tmp_path/'tiny.gguf', TEXT, tmp_path/'save
 def scores(*args, **kw): return score_sentences(*load_lm(*args, device='cpu', **kw), TEXT).tolist()
 
 
-def wheel_of(path, *files):
-    "A wheel that holds these files, each under its own name."
-    with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as archive:
-        for f in files: archive.write(f, f'model/{f.name}')
-    return path
-
-
 def test_every_form_has_the_scores_of_the_model_that_it_was_made_of(tmp_path, model):
     expected = scores(tmp_path/'saved')
     (tmp_path/'folder').mkdir()
     shutil.copy(model, tmp_path/'folder')
-    wheel = wheel_of(tmp_path/'tiny-1-py3-none-any.whl', model)
-    with zipfile.ZipFile(wheel) as archive: archive.extractall(tmp_path/'unpacked')
-    for form in (model, tmp_path/'folder', wheel, tmp_path/'unpacked'): assert scores(form) == expected, form
+    shutil.copytree(tmp_path/'folder', tmp_path/'unpacked'/'model')
+    for form in (model, tmp_path/'folder', tmp_path/'unpacked'): assert scores(form) == expected, form
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path, model):
@@ -48,23 +39,10 @@ def test_a_file_that_ends_early_is_an_error(tmp_path, model):
             load_lm(tmp_path/'cut.gguf', device='cpu')
 
 
-def test_a_damaged_wheel_is_an_error(tmp_path, model):
-    wheel = wheel_of(tmp_path/'tiny.whl', model)
-    content = bytearray(wheel.read_bytes())
-    content[len(content)//2] ^= 1
-    wheel.write_bytes(content)
-    with pytest.raises(LanguageModelError, match='tiny.whl: not loaded'): load_lm(wheel, device='cpu')
-    wheel.write_bytes(content[:1000])
-    with pytest.raises(LanguageModelError, match='tiny.whl: not readable as a wheel'): load_lm(wheel, device='cpu')
-
-
-def test_wheels_and_folders_hold_one_model(tmp_path, model):
+def test_a_folder_holds_one_model(tmp_path, model):
     other = shutil.copy(model, tmp_path/'other.gguf')
-    for place in (wheel_of(tmp_path/'two.whl', model, tmp_path/'other.gguf'), tmp_path):
-        with pytest.raises(LanguageModelError, match=r'found 2 \(.*other.gguf, .*tiny.gguf\) GGUF files'):
-            load_lm(place, device='cpu')
-    with pytest.raises(LanguageModelError, match='found none GGUF files in it, expected one'):
-        load_lm(wheel_of(tmp_path/'none.whl', tmp_path/'saved'/'config.json'), device='cpu')
+    with pytest.raises(LanguageModelError, match=r'found 2 \(.*other.gguf, .*tiny.gguf\) GGUF files'):
+        load_lm(tmp_path, device='cpu')
     (tmp_path/'other.gguf').write_bytes(b'\x80\x04pickle') # No such thing is ever loaded
     with pytest.raises(LanguageModelError, match='other.gguf: expected GGUF'): load_lm(other, device='cpu')
 

@@ -338,15 +338,13 @@ def test_hidden_files_are_no_data(data_dir):
 @pytest.mark.parametrize('number', [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS])
 def test_sessions_are_read_on_a_file_system_without_locks(data_dir, tmp_path_factory, number):
     code = f'''
-from b2t_kaggle.data.sessions import unpacked_bytes, validate
+from b2t_kaggle.data.sessions import validate
 from b2t_kaggle.pytorch.audio.targets import session_sentences
 print(len(validate({str(data_dir)!r})), len(session_sentences({str(data_dir)!r})))
-print(unpacked_bytes({str(session_path(data_dir, DAY, 'train'))!r}))
 '''
     env = no_locks.environment(tmp_path_factory.mktemp('locks'), number)
     found = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
-    size = max(session_path(data_dir, DAY, 'train').stat().st_size, 3*20*512*4)
-    assert (found.stdout.split(), found.stderr) == (['0', '5', str(size)], '')
+    assert (found.stdout.split(), found.stderr) == (['0', '5'], '')
 
 
 @pytest.mark.parametrize('name', ['data_train (1).hdf5', 'data_train_old.hdf5', 'data_val.HDF5', 'copy of data_test.h5',

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from b2t_kaggle.config import preset, with_overrides
-from b2t_kaggle.core.matlab import MatlabError, read_matlab, write_matlab
 from b2t_kaggle.data import t12
+from b2t_kaggle.data.matlab import MatlabError, read_matlab, write_matlab
 from b2t_kaggle.data.sessions import SessionError, list_sessions, read_session, session_path, validate
 from b2t_kaggle.data.store import StoreError, TrialStore
 from b2t_kaggle.data.t12 import import_t12, simulate_t12

@@ -50,8 +50,8 @@ from b2t_kaggle.rescoring.opinion_pool import Combined, cross_validate_pool, fit
                    'SOURCEs that are runs. Repeat it for more. Default: the plain vote.')
 @click.option('--lm', type=FILE, help='Also use this n-gram model (ARPA, or KenLM binary). Needs --tune.')
 @click.option('--llm', metavar='NAME',
-              help='Also use this causal language model: a folder, a GGUF file or a wheel that holds one, the folder '
-                   'of an adapter, or a name on the hub. Needs --tune.')
+              help='Also use this causal language model: a folder, a GGUF file, the folder of an '
+                   'adapter, or a name on the hub. Needs --tune.')
 @click.option('--blocks', type=FILE,
               help='Official description of the blocks (CSV), for error rates by corpus; language models are not used '
                    'in blocks of random words.')

@@ -167,9 +167,9 @@ def get(name, output):
 def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
     """Fine-tune a causal language model on sentences.
 
-    MODEL (a folder of transformers, a GGUF file or a wheel that holds one, or a name on the hub) learns the register of
-    TEXTS (one sentence a line). The result is a LoRA adapter for rescore.llm, or for rescore.llm_adapter beside the
-    model, to be used with rescore.end=true."""
+    MODEL (a folder of transformers, a GGUF file, or a name on the hub) learns the register of TEXTS (one sentence a
+    line). The result is a LoRA adapter for rescore.llm, or for rescore.llm_adapter beside the model, to be used with
+    rescore.end=true."""
     from b2t_kaggle.lm.causal import load_lm
     from b2t_kaggle.lm.finetune import finetune as finetune_lm
     finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size,

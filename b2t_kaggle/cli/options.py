@@ -168,7 +168,7 @@ _options = {
         '--batch-size', 'eval_batch_size', key='data.eval_batch_size', help='Trials computed at once')),
     'run': with_options(_computing, _training, _inference, _key_option(
         '--llm', metavar='MODEL', key='rescore.llm', help='Language model that reranks the sentences: a folder of '
-        'transformers, a GGUF file or a wheel that holds one, the folder of an adapter, or a name on the hub')),
+        'transformers, a GGUF file, the folder of an adapter, or a name on the hub')),
 }
 _options['sweep'] = _options['train']
 

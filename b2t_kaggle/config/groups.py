@@ -262,7 +262,7 @@ class LMConfig(Section):
 # %% ../../nbs/config/03_groups.ipynb #c027
 class LLMConfig(Section):
     llm: FolderOrName | None = None
-    "Causal language model: a folder, adapter or GGUF file, a wheel with it, or a name on the hub; null: none."
+    "Causal language model: a folder, adapter or GGUF file, or a name on the hub; null: none."
     llm_adapter: InputPath | None = None
     "Folder of a LoRA adapter for it. An adapter that names its model can also be given alone, as the model."
     llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'

@@ -147,7 +147,7 @@ def bucket_of(
     longest: int,           # Length of a batch's longest trial
     buckets: Sequence[int], # Ascending
 ) -> int:
-    "The smallest bucket that holds `longest`; raises `ValueError` where none does."
+    "The smallest bucket that holds `longest`; raises `ValueError` if none does."
     i = int(np.searchsorted(buckets, longest))
     if i == len(buckets):
         raise ValueError(f'a trial of {longest} bins is longer than the longest bucket, {buckets[-1]}; '
@@ -165,7 +165,7 @@ def longest_in_batches(
 # %% ../../nbs/data/04_batches.ipynb #c032
 @intrinsic
 def _converted(typing_context, x, like):
-    "A number as the type of another: a float16, given as its bits, as a float32; anything else as it is."
+    "A number in the type of another one: float16 bits become a float32, other numbers stay unchanged."
     is_half = (x, like) == (types.uint16, types.float32)
     def codegen(context, builder, signature, args):
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType()) if is_half else args[0]
@@ -183,7 +183,7 @@ def _fill(flat, starts, lengths, out):
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    "Float16 as its bits, anything else as it is."
+    "The bits of a float16 array; other arrays unchanged."
     return x.view(np.uint16) if x.dtype == np.float16 else x
 
 def fill_rows(

@@ -29,11 +29,11 @@ def load_kenlm(
     try:
         import kenlm
     except ImportError as e:
-        other = ('give the ARPA file that the binary was made from' if is_binary
-                 else 'load the ARPA file with load_ngram, which needs no package')
+        advice = ('give the ARPA file that the binary was made from' if is_binary
+                  else 'load the ARPA file with load_ngram, which needs no package')
         raise ImportError(f'{path}: the package kenlm, which reads KenLM binaries, is not installed; '
                           'pip install b2t_kaggle[kenlm] (./kit env kenlm in a checkout; it is compiled, on Python '
-                          f'3.11 or 3.12), or {other}', name='kenlm') from e
+                          f'3.11 or 3.12), or {advice}', name='kenlm') from e
     config = kenlm.Config()
     config.show_progress = False
     config.arpa_complain = kenlm.ARPALoadComplain.NONE
@@ -50,9 +50,9 @@ def run_lmplz(
     path: str | Path,         # ARPA file to write; .gz is compressed
     order: int,               # Highest order n
     prune: list[int],         # Leave out n-grams that occur at most so often, per order
-    vocab: set[str] | None,   # Keep n-grams of these words only; none means all words
+    vocab: set[str] | None,   # Keep only n-grams of these words; None: of all words
 ) -> list[int]:               # Orders that have fallback discounts
-    "Estimate a model with KenLM's program; raises `RuntimeError` with its message where it fails."
+    "Estimate a model with KenLM's program. Raises `RuntimeError` with its message."
     with scratch_folder() as d:
         arpa = d/'arpa'
         with open_text(d/'text', 'wt') as f: f.writelines(f'{s}\n' for s in sentences)

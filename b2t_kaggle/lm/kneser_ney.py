@@ -122,15 +122,15 @@ def _select_ngrams(tables: list[CountTable], prune: list[int], allowed: np.ndarr
     inside = allowed
     for n, (t, threshold) in enumerate(zip(tables, prune)):
         if n: inside = allowed[t.first] & inside[t.suffix]
-        kept = inside & (t.count > threshold)
-        if n == 0: kept = kept | (t.first <= EOS)
-        keep.append(kept)
+        selected = inside & (t.count > threshold)
+        if n == 0: selected = selected | (t.first <= EOS)
+        keep.append(selected)
     return keep
 
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c030
 class Estimate(NamedTuple):
     "The estimated model of one order, for the rows of its `CountTable`."
-    log_prob: np.ndarray # log10 p(last word | context) [M] float32; means nothing where the n-gram is not kept
+    log_prob: np.ndarray # log10 p(last word | context) [M] float32; undefined for pruned n-grams
     backoff: np.ndarray  # log10 γ of this n-gram as a context [M] float32
     fallback: bool       # Whether its discounts are the fallback
 
@@ -142,11 +142,11 @@ def kneser_ney(
     lower = np.ones(1) # Probabilities of the order below; below unigrams there is only the empty context
     estimate: Estimate | None = None # And its estimate, without backoffs
     last_plain = True  # lmplz enters the very last n-gram of an order with its plain count
-    for n, (t, kept) in enumerate(zip(tables, keep)):
+    for n, (t, is_kept) in enumerate(zip(tables, keep)):
         adjusted = _adjusted_counts(tables, n)
         last_plain = last_plain and t.first[-1] != BOS and n < len(tables) - 1
         discounts, fallback = _discounts(adjusted, t.count[-1] if last_plain else None)
-        discount = np.where(kept, discounts[np.minimum(adjusted, 3)], adjusted) # A pruned n-gram gives all it has
+        discount = np.where(is_kept, discounts[np.minimum(adjusted, 3)], adjusted) # A pruned n-gram gives all it has
         total = np.bincount(t.context, weights=adjusted, minlength=len(lower))
         gamma = np.divide(np.bincount(t.context, weights=discount, minlength=len(lower)), total,
                           out=np.ones(len(lower)), where=total > 0)
@@ -154,7 +154,7 @@ def kneser_ney(
         prob = np.subtract(adjusted, discount, out=discount)
         prob /= total[t.context]
         backed_off = gamma[t.context]
-        backed_off *= 1/(kept.sum() - 1) if n == 0 else lower[t.suffix] # Uniform over all words but <s>
+        backed_off *= 1/(is_kept.sum() - 1) if n == 0 else lower[t.suffix] # Uniform over all words but <s>
         prob += backed_off
         if n == 0: prob[BOS] = 1
         log_prob = np.minimum(np.log10(prob), 0).astype(np.float32)
@@ -173,10 +173,10 @@ def _word_ids(tables: list[CountTable], n: int, rows: np.ndarray) -> np.ndarray:
     return ids
 
 def _grams(tables: list[CountTable], keep: list[np.ndarray], fallbacks: list[int], size: int = 200_000):
-    "The kept n-grams of all orders; appends the orders with fallback discounts to a list."
-    for n, (kept, estimate) in enumerate(zip(keep, kneser_ney(tables, keep)), 1):
+    "The selected n-grams of all orders; appends the orders with fallback discounts to a list."
+    for n, (is_kept, estimate) in enumerate(zip(keep, kneser_ney(tables, keep)), 1):
         if estimate.fallback: fallbacks.append(n)
-        rows = np.flatnonzero(kept)
+        rows = np.flatnonzero(is_kept)
         for part in np.split(rows, range(size, len(rows), size)):
             yield Grams(_word_ids(tables, n, part), estimate.log_prob[part], estimate.backoff[part])
 
@@ -185,7 +185,7 @@ def estimate_arpa(
     path: str | Path,         # ARPA file to write; .gz is compressed
     order: int,               # Highest order n
     prune: list[int],         # Leave out n-grams that occur at most so often, per order
-    vocab: set[str] | None,   # Keep n-grams of these words only; none means all words
+    vocab: set[str] | None,   # Keep only n-grams of these words; None: of all words
 ) -> list[int]:               # Orders that have `FALLBACK_DISCOUNTS`
     "Estimate a model and write it as an ARPA file."
     tokens, words = _tokenize(sentences)
@@ -194,5 +194,5 @@ def estimate_arpa(
     allowed = np.array([vocab is None or i <= EOS or w in vocab for i, w in enumerate(words)])
     keep = _select_ngrams(tables, prune, allowed)
     fallbacks = []
-    write_arpa(path, words, [int(kept.sum()) for kept in keep], _grams(tables, keep, fallbacks))
+    write_arpa(path, words, [int(is_kept.sum()) for is_kept in keep], _grams(tables, keep, fallbacks))
     return fallbacks

@@ -43,7 +43,7 @@ def _spellings(word: str) -> list[str]:
     return list(dict.fromkeys([*forms, *(f.replace("'", '’') for f in forms)]))
 
 class NGram:
-    "An n-gram model in KenLM. Scores are natural logs. Words are given in lower case; the model may have capitals."
+    "An n-gram model in KenLM. Scores are natural logs. Words are in lower case, even if the model has capitals."
     def __init__(self,
         model: 'kenlm.Model', # Model from `load_kenlm`
         path: str | Path,     # The model's file
@@ -73,12 +73,12 @@ class NGram:
                          '-o NEW.arpa --threshold 0` writes it in the form that KenLM reads')
 
     def spell(self, word: str) -> str:
-        "A word as the model has it."
+        "The model's spelling of a word."
         if word not in self._spelled:
             usual = word.upper() if self.capitals and not word.startswith('<') else word
             if not word.startswith('<') and usual not in self.model:
-                known = (s for s in _spellings(word) if s in self.model)
-                usual = max(known, key=lambda s: self.model.score(s, bos=False, eos=False), default=usual)
+                spellings = (s for s in _spellings(word) if s in self.model)
+                usual = max(spellings, key=lambda s: self.model.score(s, bos=False, eos=False), default=usual)
             self._spelled[word] = usual
         return self._spelled[word]
 
@@ -127,18 +127,18 @@ def build_ngram(
     texts: str | Path | Iterable[str | Path],  # Text files (plain or .gz, one sentence a line), sentences, or both
     out_path: str | Path,                      # ARPA file to write; .gz is compressed
     order: int = 3,                            # Highest order n
-    vocab: Iterable[str] | None = None,        # Keep n-grams of these words only; none means all words
+    vocab: Iterable[str] | None = None,        # Keep only n-grams of these words; None: of all words
     prune: Iterable[int] = (0,), # Leave out n-grams that occur at most so often, per order; the last holds for the rest
-    estimator: Literal['auto', 'lmplz', 'own'] = 'auto', # `auto` is lmplz where it is installed
-    clean: bool = False,                       # Make sentences of written text first, by the rules of `clean_text`
-    numbers: bool = False,                     # Write its numbers in words then
+    estimator: Literal['auto', 'lmplz', 'own'] = 'auto', # `auto` is lmplz if it is installed
+    clean: bool = False,                       # Turn written text into sentences first, with `clean_text`
+    numbers: bool = False,                     # When cleaning, write numbers in words
     *,
     left_out: Counter | None = None,           # Counts the sentences that cleaning leaves out, by their reason
 ) -> Path:                                     # `out_path`
     """Build an interpolated modified Kneser-Ney n-gram model and write it as an ARPA file.
 
-    Warns where the text is too small to estimate discounts and `FALLBACK_DISCOUNTS` are used. Raises `ValueError`
-    for an empty text or impossible parameters, `FileNotFoundError` for a missing text or program, `RuntimeError` where
+    Warns if the text is too small to estimate discounts, so that `FALLBACK_DISCOUNTS` are used. Raises `ValueError`
+    for an empty text or impossible parameters, `FileNotFoundError` for a missing text or program, `RuntimeError` if
     lmplz fails. The smoothing is that of Chen and Goodman (1998)."""
     if order < 1: raise ValueError(f'order is {order}; expected 1 or more')
     prune = list(prune)[:order]
@@ -170,19 +170,19 @@ def perplexity_report(
     for name, text in texts.items():
         sentences = list(read_sentences(text))
         oov = Counter()
-        known = 0.0   # Log-probability of the words that the model knows, and of the sentences' ends
-        unknown = 0.0 # And of the others
+        log_prob = 0.0     # Of known words and of the sentences' ends
+        oov_log_prob = 0.0 # Of unknown words
         for s in sentences:
             scores, is_oov = lm.word_scores(s)
             oov.update(itertools.compress(s.split(), is_oov))
-            known += scores[~is_oov].sum()
-            unknown += scores[is_oov].sum()
+            log_prob += scores[~is_oov].sum()
+            oov_log_prob += scores[is_oov].sum()
         words = sum(len(s.split()) for s in sentences)
         n = words + len(sentences)
         n_oov = oov.total()
         rows.append(dict(
             text=name, sentences=len(sentences), words=words, oov=n_oov, oov_rate=n_oov/words if words else math.nan,
-            perplexity=perplexity(known, n - n_oov), perplexity_with_oov=perplexity(known + unknown, n),
+            perplexity=perplexity(log_prob, n - n_oov), perplexity_with_oov=perplexity(log_prob + oov_log_prob, n),
             frequent_oov=' '.join(w for w, _ in oov.most_common(5))))
     return pd.DataFrame(rows).set_index('text')
 
@@ -204,7 +204,7 @@ def oov_advice(
 def model_report(
     paths: Iterable[str | Path], # ARPA files (plain or .gz) or KenLM binaries
 ) -> 'pd.DataFrame':             # One row per file
-    "Size of models in MB, and n-grams per order where the file is an ARPA file."
+    "Size of models in MB, and n-grams per order if the file is an ARPA file."
     import pandas as pd
     rows = []
     for path in map(Path, paths):
@@ -219,7 +219,7 @@ class LanguageModel(Protocol):
     def score(self, words: str, bos: bool = True, eos: bool = True) -> float: ...
 
 class Frequencies:
-    "Log-probabilities of words alone, each asked for once."
+    "Log-probabilities of single words, each computed once."
     def __init__(self, lm: LanguageModel):
         self._lm = lm
         self._known = {}

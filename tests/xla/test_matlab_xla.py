@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from b2t_kaggle.core.matlab import read_matlab
+from b2t_kaggle.data.matlab import read_matlab
 from b2t_kaggle.data.sessions import read_session, session_path
 from b2t_kaggle.data.t12 import import_t12, simulate_t12
 
