@@ -142,4 +142,5 @@ class Lock:
 
     def __exit__(self, *error: Any) -> None: self.release()
     def __del__(self):
-        with suppress(AttributeError, TypeError): self.release() # Python is ending and has removed names
+        try: self.release()
+        except (AttributeError, TypeError): pass # Python is ending and has removed names
