@@ -197,12 +197,11 @@ def test_a_combination_is_kept_where_it_helps(heard, variant, tmp_path):
     bad = [write(f'bad{k}', split, f'no {"word "*k}') for k in range(5) for split in ('val', 'test')]
     hurt = variant('hurt', {'combine.sources': bad})
     figures = check_figures(hurt, 'combine', kept=False)
-    assert figures['after'] >= figures['before'] and 'better_alone' not in figures
+    assert figures['after'] >= figures['before']
     assert best(hurt) == best(run) and [h[0].text for h in hurt.nbest('test')] == [h[0].text for h in run.nbest('test')]
     assert lists(hurt, 'combine') == lists(run, 'decode')
     good = variant('good', {'combine.sources': [write('good', split, '') for split in ('val', 'test')]})
     figures = check_figures(good, 'combine', kept=True)
-    assert json.dumps(figures).count('good') == (figures['WER'] > 0) # It alone has no error
 
 
 def test_a_run_of_the_same_name_is_a_system_of_its_own(heard, variant, tmp_path):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RESULTS', 'as_hypotheses', 'write_lists', 'write_all_lists', 'participant_rates', 'spoken_trials', 'phoneme_figures',
-           'run_results', 'is_in_sample', 'read_systems', 'combined_lists', 'count_trials', 'best_system']
+           'run_results', 'read_systems', 'combined_lists', 'count_trials', 'best_system']
 
 # %% ../../nbs/pipeline/11_results.ipynb #c002
 import math
@@ -18,11 +18,10 @@ from ..data.sessions import by_participant
 from ..decoding.nbest import Hypothesis, known_words, write_nbest
 from ..logits import LogitStore
 from ..metrics import phoneme_error_rate, total, word_error_rate, word_errors
-from ..metrics.comparison import WER, measure, results_of, with_seen
+from ..metrics.comparison import results_of, with_seen
 from ..phonemes import PHONEMES
 from .run import Run, hypothesis_files
 from .stages import STAGES, PipelineError, list_stage
-from .stamps import StageRun
 from b2t_kaggle.rescoring.hypotheses import (
     Entry,
     Hypotheses,
@@ -79,7 +78,6 @@ def write_all_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[
     for split, lists in nbest.items(): write_nbest(run.nbest_path(split, stage), lists)
     return [*(run.nbest_path(split, stage) for split in nbest), *write_lists(run, stage, nbest)]
 
-
 # %% ../../nbs/pipeline/11_results.ipynb #c010
 def participant_rates(
     sessions: Iterable[str], # Session of each trial
@@ -124,13 +122,6 @@ def run_results(run: Run) -> pd.DataFrame:
                          greedy=phonemes(greedy(logits[i])), confidences=confidences))
     return with_seen(results_of(rows), [s for s in run.trials('train').index.sentence if isinstance(s, str)])
 
-def is_in_sample(run: Run, results: pd.DataFrame) -> bool:
-    "Whether sentences were found with weights that were tuned on them; then the report may have another rate."
-    rate = StageRun(run, 'report').stamp.get('metrics', {}).get(WER)
-    differs = rate is not None and abs(rate - total(measure(results)[WER]).rate) > 1e-9
-    return differs or bool(run.wer_mark)
-
-
 # %% ../../nbs/pipeline/11_results.ipynb #c013
 def read_systems(run: Run, split: str) -> Hypotheses:
     """The best entries of a run and of the systems in `combine.sources`; prints the sources without this split.
@@ -146,13 +137,10 @@ def read_systems(run: Run, split: str) -> Hypotheses:
     for source, f in others.items():
         theirs = read_hypotheses(f)
         twice = set(alone.voters) & set(theirs.voters)
-        if twice and theirs.entries == alone.entries:
-            raise PipelineError(f'combine.sources: {f} has the sentences of this run itself, which would count twice; '
-                                'leave it out')
-        if twice and source not in runs:
-            raise PipelineError(f'combine.sources: {f} has sentences of {voter_name(min(twice))}, the name that this '
-                                "run has itself, so both would be one system; name the run's folder in place of its "
-                                'file, or write another system into it')
+        if twice and (source not in runs or theirs.entries == alone.entries):
+            raise PipelineError(f'combine.sources: {f} has sentences of {voter_name(min(twice))}, the name of this run '
+                                'itself: leave out the own sentences, name the folder of another run in place of its '
+                                'file, or write another system into the file')
     together = read_sources_together([(str(run.dir), path), *others.items()], [str(run.dir), *runs])
     n = len(run.trials(split).index)
     if foreign := [t for t in together.trials if t not in set(map(str, range(n)))]:
@@ -184,4 +172,3 @@ def best_system(hypotheses: Hypotheses) -> tuple[str, list[str]]:
     texts = {voter_name(v): [next((e.text for e in entries if e.voter == v), '') for entries in best]
              for v in hypotheses.voters}
     return min(texts.items(), key=lambda item: total(word_errors(references, item[1])).edits)
-

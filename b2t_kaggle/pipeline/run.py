@@ -120,32 +120,32 @@ class Run:
         return {k: v for k, v in values.items() if covers(STAGES[stage].config_with(self.cfg), k)
                 and not any(isinstance(f, InputFile) and f.is_place(v) for f in facts.get(k, ()))}
 
-    def _marks(self, stage: str) -> list:
-        marks = []
-        for key, files in STAGES[stage].inputs(self.cfg, self.dir.parent).items():
-            if missing := [f for f in files if not Path(f).is_file()]:
-                raise PipelineError(f'{f"{key}: " if key else ""}{missing[0]} does not exist; correct the '
-                                    'configuration that names it')
-            prints = content_fingerprints(files)
-            marks += [[f'{key or f.parent.name}/{f.name}', *prints[f]] for f in map(Path, files)]
-        return marks
-
     @cache
-    def marks(self, stage: str) -> list:
+    def marks(self, stage: str) -> dict[Path, list]:
         """Name, size and hash of each file from outside that a stage reads, as they were at the first call.
 
         Raises `PipelineError` for a missing file."""
-        return self._marks(stage)
+        labels = {Path(f): f'{key or Path(f).parent.name}/{Path(f).name}'
+                  for key, files in STAGES[stage].inputs(self.cfg, self.dir.parent).items() for f in files}
+        for file, label in labels.items():
+            if not file.is_file():
+                raise PipelineError(f'{label.partition("/")[0]}: {file} does not exist; correct the configuration that '
+                                    'names it')
+            if file.resolve().parent == self.dir.resolve()/'hypotheses':
+                raise PipelineError(f'{label.partition("/")[0]}: a run cannot be a source of itself, found {file}')
+        prints = content_fingerprints(labels)
+        return {file: [label, *prints[file]] for file, label in labels.items()}
 
-    def changed_file(self, stage: str) -> str:
-        "First file from outside that this stage or one before it read and that has changed; empty without one."
+    def check_unchanged(self, stage: str) -> None:
+        "Raise `PipelineError` if a file from outside changed that this stage or one before it has read."
         for name in plan(self.cfg, stage):
-            try: before = self.marks(name)
-            except PipelineError: continue # Never read
-            try: now = self._marks(name)
-            except PipelineError: now = [] # It is gone
-            if changed := [m[0] for m in [*before, *now] if m not in before or m not in now]: return changed[0]
-        return ''
+            try: marks = self.marks(name)
+            except PipelineError: continue # Its files are not here, so it was done elsewhere
+            now = content_fingerprints(f for f in marks if f.is_file())
+            if changed := [f for f, (_, *mark) in marks.items() if now.get(f) != mark]:
+                raise PipelineError(f'stage {stage}: {changed[0]} changed while the stage ran, so its result does not '
+                                    'count. The results of the stages before it are kept; wait until the file is '
+                                    'complete, and run the same line again')
 
     def needs(self, stage: str) -> list[str]:
         "Stages of this run whose outputs a stage reads."
@@ -156,19 +156,19 @@ class Run:
         """Hash that says to what a stage's files belong. Unlike the key it stays when files are only touched or moved,
         training is only prolonged, or b2t_kaggle has another version."""
         s = STAGES[stage]
-        files = [mark if s.continues else mark[:2] for mark in self.marks(stage)]
+        files = [mark if s.continues else mark[:2] for mark in self.marks(stage).values()]
         return short_hash([s.shared and s.version, self._values(stage, MayChange), files,
                            {n: self.fingerprint(n) for n in self.needs(stage)}])
 
     @cache
     def key(self, stage: str) -> str:
         "Hash of everything that the result of a stage depends on."
-        return short_hash([self.fingerprint(stage), self.marks(stage), self.inputs(stage)])
+        return short_hash([self.fingerprint(stage), list(self.marks(stage).values()), self.inputs(stage)])
 
     def inputs(self, stage: str) -> dict:
         "Parts of `key`, with names, so that a stage can say what has changed."
         return dict(values=self._values(stage, ChangesNothing), code=STAGES[stage].version,
-                    files={label: mark for label, *mark in self.marks(stage)}, version=b2t_kaggle.__version__,
+                    files={label: mark for label, *mark in self.marks(stage).values()}, version=b2t_kaggle.__version__,
                     stages={n: self.key(n) for n in self.needs(stage)})
 
 # %% ../../nbs/pipeline/07_run.ipynb #c016

@@ -20,7 +20,6 @@ from fastcore.basics import patch
 from pydantic import NonNegativeInt
 from typing_extensions import Required, TypedDict
 
-from ..config import Config, flat_values, with_overrides
 from ..core.files import atomic_path, clear_leftovers, stays_inside, user_cache
 from ..core.locks import Lock, LockedError
 from ..core.messages import plain_warnings
@@ -30,27 +29,16 @@ from .stages.stage import PAGE, Result
 from ..training.budget import Deadline
 
 # %% ../../nbs/pipeline/08_stamps.ipynb #c005
-def _differing(old: dict, new: dict, part: str) -> dict[str, tuple]:
-    "Keys of a part of two stage inputs whose values differ, with both values."
-    before, after = (inputs.get(part) if isinstance(inputs.get(part), dict) else {} for inputs in (old, new))
-    return {k: (before.get(k), after.get(k)) for k in [*before, *after] if before.get(k) != after.get(k)}
-
-def _changes(old: dict, new: dict, defaults: dict) -> list[str]:
-    """Differences between the inputs of the last execution of a stage and of the next, as phrases.
-
-    Empty if the last execution recorded no inputs. `defaults` are shown for values that one of them left out."""
-    if not old: return []
-    values = _differing(old, new, 'values')
-    if 'model.name' in values: defaults = {} # Another encoder has other defaults
-    def show(key, value):
-        if value is not None: return json.dumps(value)
-        return f'{json.dumps(defaults[key])} (the default)' if key in defaults else 'the default'
-    changes = [f'{key} was {show(key, before)}, is {show(key, after)}' for key, (before, after) in values.items()]
-    changes += [f'{"now" if before is None else "no" if after is None else "another"} file {key}'
-                for key, (before, after) in _differing(old, new, 'files').items()]
-    changes += [f'the stage {name} has other inputs' for name in _differing(old, new, 'stages')]
-    if old.get('code') != new['code']: changes.append('another version of the stage')
-    if old.get('version') != new['version']: changes.append(f'b2t_kaggle was {old.get("version")}')
+def _changes(old: dict, new: dict) -> list[str]:
+    "Differences between two `Run.inputs` of a stage, as phrases."
+    def differing(part): return {k: (old[part].get(k), new[part].get(k)) for k in sorted(old[part] | new[part])
+                                 if old[part].get(k) != new[part].get(k)}
+    def shown(value): return 'the default' if value is None else json.dumps(value)
+    changes = [f'{k} was {shown(before)}, is {shown(after)}' for k, (before, after) in differing('values').items()]
+    changes += [f'another file {label}' for label in differing('files')]
+    changes += [f'the stage {name} has other inputs' for name in differing('stages')]
+    if old['code'] != new['code']: changes.append('another version of the stage')
+    if old['version'] != new['version']: changes.append(f'b2t_kaggle was {old["version"]}')
     return changes if len(changes) <= 5 else [*changes[:4], f'and {len(changes) - 4} more']
 
 # %% ../../nbs/pipeline/08_stamps.ipynb #c008
@@ -63,11 +51,8 @@ class _Stamp(TypedDict, total=False):
     outputs: dict[str, list] # Size and hash by path in the folder `home`; missing while the stage runs
     needs: dict[str, str]    # `StageRun.id` of the stages that it read
     metrics: dict[str, Any]
-    inputs: dict[str, Any]   # `Run.inputs`
-
-class _Pending(TypedDict):
-    version: str
-    trials: list[NonNegativeInt]
+    inputs: dict[str, str | dict[str, Any]]  # `Run.inputs`
+    pending: dict[str, list[NonNegativeInt]] # Trials by split that are left for the next execution
 
 class StageRun:
     "One stage of a run: its stamp, its inputs, and the beginning and end of its execution."
@@ -99,8 +84,8 @@ class StageRun:
     def id(self) -> str:
         "Name of the last execution's outputs; shared ones are named by their key, so they may be made again."
         stamp = self.stamp
-        if not STAGES[self.name].shared: return short_hash([stamp.get(k) for k in ('key', 'outputs', 'made')])
-        return short_hash([stamp.get('key') or self.run.key(self.name), stamp.get('finished', True)])
+        if STAGES[self.name].shared: return short_hash([self.run.key(self.name), stamp.get('finished', True)])
+        return short_hash([stamp.get(k) for k in ('key', 'outputs', 'made')])
 
     def _changed_outputs(self) -> dict[Path, str]:
         "Outputs that are not as they were, with their state in words."
@@ -121,30 +106,11 @@ class StageRun:
 
     def reason(self) -> str:
         "`status`, and the inputs or parameters that changed, if the stamp has them."
-        status = self.status()
-        if status != 'inputs or parameters changed': return status
-        defaults = flat_values(with_overrides(Config(), {'model.name': self.run.cfg.model.name}))
-        changes = _changes(self.stamp.get('inputs', {}), self.run.inputs(self.name), defaults)
-        return f'{status}: {"; ".join(changes)}' if changes else status
+        status, inputs = self.status(), self.stamp.get('inputs')
+        if status != 'inputs or parameters changed' or not inputs: return status
+        return f'{status}: {"; ".join(_changes(inputs, self.run.inputs(self.name)))}'
 
-    def inputs(self) -> dict[Path, list | None]:
-        "Marks of the files that the stage reads: from outside, the sessions, and outputs of the stages before it."
-        files = [*map(Path, STAGES[self.name].files(self.run))]
-        files += [n.home/output for n in self.needs for output in n.stamp.get('outputs', {})]
-        return dict.fromkeys(files) | content_fingerprints(f for f in files if f.is_file())
-
-    def changed_input(self, before: dict[Path, list | None]) -> Path | None:
-        "First file that the stage reads and that is not as it was in earlier `inputs`."
-        now = self.inputs()
-        return next((f for f in before | now if f not in before or f not in now or before[f] != now[f]), None)
-
-    def change_error(self, file: str | Path) -> PipelineError:
-        "The error to raise if a file changed while the stage read it."
-        return PipelineError(f'stage {self.name}: {file} changed while the stage ran, so its result does not count. '
-                             'The results of the stages before it are kept; wait until the file is complete, and run '
-                             'the same line again')
-
-# %% ../../nbs/pipeline/08_stamps.ipynb #c012
+# %% ../../nbs/pipeline/08_stamps.ipynb #c011
 @patch
 def begin(self: StageRun) -> StageRun:
     """Check the stages that it needs, and clear away what another configuration left.
@@ -161,15 +127,15 @@ def begin(self: StageRun) -> StageRun:
         raise PipelineError(f'stage {self.name} is being executed by another process on {self.home} ({e.holder}); '
                             'wait for it, or use another --name') from None
     stamp, fingerprint = self.stamp, self.run.fingerprint(self.name)
-    self.key = self.run.key(self.name)
+    self.key, needs = self.run.key(self.name), {n.name: n.id for n in self.needs}
     if stamp and stamp['key'] != self.key: self._remove_results(fingerprint)
     changed = self._changed_outputs()
     for path in changed:
         if path.is_file() and not STAGES[self.name].continues: path.unlink() # A trainer verifies its own files
-    if changed or stamp.get('finished') is not False: self._forget_pending()
-    self.version = short_hash([self.key, {n.name: n.id for n in self.needs}])
+    is_same = not changed and (stamp.get('key'), stamp.get('needs')) == (self.key, needs)
+    self.pending = stamp.get('pending', {}) if is_same else {}
     self._clear_leftovers()
-    self.before, self.started = self.inputs(), time.time()
+    self.started = time.time()
     if not STAGES[self.name].shared: self.run.save() # Otherwise when done: bad sessions leave the run as it was
     write_json(dict(key=self.key, fingerprint=fingerprint), self.stamp_path)
     return self
@@ -186,10 +152,6 @@ def _remove_results(self: StageRun, fingerprint: str = '') -> None:
         if folder.exists(): folder.rename(next(p for p in numbered if not p.exists()))
         earlier = folder.with_name(f'{folder.name}-{fingerprint}')
         if earlier.exists(): earlier.rename(folder)
-
-@patch
-def _forget_pending(self: StageRun) -> None:
-    for path in self.stamp_path.parent.glob(f'{self.name}-*.left'): path.unlink()
 
 @patch
 def _clear_leftovers(self: StageRun) -> None:
@@ -223,33 +185,20 @@ def checkpoint(self: StageRun, outputs: Iterable[Path], metrics: dict | None = N
     if foreign := [p for p in marks if p.startswith('..')]:
         raise PipelineError(f'stage {self.name}: {foreign[0]} is not in {self.home}; a stage stamps only the files '
                             'that it wrote there')
-    if changed := self.changed_input(self.before): raise self.change_error(changed)
+    self.run.check_unchanged(self.name)
     write_json(dict(key=self.key, fingerprint=self.run.fingerprint(self.name), finished=finished,
                     seconds=round(time.time() - self.started, 1), made=time.time(), outputs=marks,
-                    needs={n.name: n.id for n in self.needs}, metrics=metrics or {},
-                    inputs=self.run.inputs(self.name)), self.stamp_path)
+                    needs={n.name: n.id for n in self.needs}, metrics=metrics or {}, inputs=self.run.inputs(self.name),
+                    pending={} if finished else self.pending), self.stamp_path)
 
-# %% ../../nbs/pipeline/08_stamps.ipynb #c014
+# %% ../../nbs/pipeline/08_stamps.ipynb #c013
 @patch
 def discard(self: StageRun) -> None:
     "Forget that the stage was done, so that it begins again; also a training that began with it."
     self._remove_results()
-    self._forget_pending()
     self.stamp_path.unlink(missing_ok=True)
     for name in plan(self.run.cfg) if STAGES[self.name].continues else ():
         if STAGES[name].continues and self.name in self.run.needs(name): type(self)(self.run, name).discard()
-
-@patch
-def save_pending(self: StageRun, split: str, trials: Iterable[int]) -> None:
-    "Note which trials of a split are left when the stage has to stop, for the execution that continues it."
-    pending = dict(version=self.version, trials=list(trials))
-    write_json(pending, self.stamp_path.parent/f'{self.name}-{split}.left')
-
-@patch
-def pending_trials(self: StageRun, split: str) -> list[int] | None:
-    "Trials of a split that an execution on the same inputs left when it had to stop; None without one."
-    pending = read_json(self.stamp_path.parent/f'{self.name}-{split}.left', _Pending)
-    return pending['trials'] if pending.get('version') == self.version else None
 
 # %% ../../nbs/pipeline/08_stamps.ipynb #c029
 def _share(path: Path, target: Path) -> None:

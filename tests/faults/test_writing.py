@@ -283,9 +283,9 @@ def test_a_stage_says_what_was_kept(tmp_path, monkeypatch):
     inside = pm.PapermillExecutionError(3, 1, '', 'WriteError', 'last.pt: not written, because the disk is full', [])
     text = fail_with(inside)
     assert text.startswith('stage train: last.pt: not written, because the disk is full. The results of the stages')
-    assert 'continues from' not in text
+    assert 'and nothing of it is saved yet' in text
     (run.dir/'train'/'last.pt').touch()
-    assert f'the training continues from {run.dir}/train/last.pt; the record is in ' in fail_with(inside)
+    assert 'and the last checkpoint is intact; the record is in ' in fail_with(inside)
     text = fail_with(OSError(errno.ENOSPC, 'No space left on device'))
     assert text.startswith(f'stage train: {run.dir}/notebooks/03_train.ipynb: not written, because the disk is full')
 

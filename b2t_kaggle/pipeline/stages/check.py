@@ -21,9 +21,6 @@ class Check(Stage):
     def inputs(self, cfg, runs):
         return {'': [f for folder in cfg.data.folders for f in session_files(folder)]}
 
-    def files(self, run):
-        return [f for folder in data_folders(run) if folder.is_dir() for f in session_files(folder)]
-
     def check(self, cfg, kind):
         folders = cfg.data.folders
         if not cfg.data.sessions or not folders or not folders[0].is_dir(): return

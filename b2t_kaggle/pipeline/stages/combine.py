@@ -46,22 +46,7 @@ def _left_out(systems: dict) -> list[str]:
         lines += [f'{split}: {name} is left out, because it has no sentences of val' for name in unused]
     return lines
 
-# %% ../../../nbs/pipeline/stages/12_combine.ipynb #c008
-def _check_no_circle(sources, runs: Path, above: tuple[Path, ...] = ()) -> None:
-    "Raise `PipelineError` if a run among these sources, or among theirs, is a source of itself."
-    from b2t_kaggle.config import load_config
-    from b2t_kaggle.pipeline.run import find_source
-    for source in sources:
-        try: folder = find_source(source, runs, '').resolve()
-        except PipelineError: continue # The sources of a source are not read, so they may be gone
-        if folder.is_file(): continue
-        if folder in above:
-            names = [f.name for f in (*above[above.index(folder):], folder)]
-            raise PipelineError(f'combine.sources: a run cannot be a source of itself, found {" from ".join(names)}; '
-                                f'take {names[-1]} out of the sources of {names[-2]}')
-        _check_no_circle(load_config(folder/'config.yaml').combine.sources, folder.parent, (*above, folder))
-
-# %% ../../../nbs/pipeline/stages/12_combine.ipynb #c010
+# %% ../../../nbs/pipeline/stages/12_combine.ipynb #c007
 class Combine(Stage):
     does = 'one sentence from those of several systems'
     config = ('combine', 'rescore.keep')
@@ -74,7 +59,6 @@ class Combine(Stage):
 
     def inputs(self, cfg, runs):
         from b2t_kaggle.pipeline.run import hypothesis_files
-        _check_no_circle(cfg.combine.sources, runs)
         return {'combine.sources': [f for s in cfg.combine.sources for f in hypothesis_files(s, runs).values()]}
 
     def check(self, cfg, kind):
@@ -85,9 +69,8 @@ class Combine(Stage):
 
     def run(self, run, progress):
         from b2t_kaggle.lm.automaton import load_ngram
-        from b2t_kaggle.metrics import percent, word_error_rate
+        from b2t_kaggle.metrics import word_error_rate
         from b2t_kaggle.pipeline.results import (
-            best_system,
             combined_lists,
             participant_rates,
             read_systems,
@@ -110,9 +93,6 @@ class Combine(Stage):
             metrics |= figures | dict(vote=word_error_rate(references, texts['vote']))
             metrics |= participant_rates([t.session for t in val.trials.values()], references,
                                          texts['combined' if is_kept else 'this run'])
-            name, best = best_system(val)
-            if (wer := word_error_rate(references, best)) < metrics['WER']:
-                metrics['better_alone'] = f'{name} (WER {percent(wer)})'
         if is_kept: nbest = {split: combined_lists(nbest[split], dict(zip(systems[split].trials, combined[split])))
                              for split in systems}
         return Result(write_all_lists(run, self.name, nbest), metrics,

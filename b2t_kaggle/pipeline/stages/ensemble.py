@@ -8,7 +8,7 @@ __all__ = ['Ensemble']
 # %% ../../../nbs/pipeline/stages/07_ensemble.ipynb #c002
 from ...metrics import percent
 from .inputs import named_by
-from .stage import LOGITS, SUBMISSION, TRIALS, Artefact, PipelineError, Result, Stage
+from .stage import LOGITS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/07_ensemble.ipynb #c005
 class Ensemble(Stage):
@@ -29,7 +29,7 @@ class Ensemble(Stage):
                 if path.is_file(): LogitStore.open(path)
 
     def run(self, run, progress):
-        from b2t_kaggle.logits import sort_stores, take_stores
+        from b2t_kaggle.logits import take_stores
         from b2t_kaggle.pipeline.foreign_logits import order_hint
         from b2t_kaggle.pipeline.results import phoneme_figures, spoken_trials
         cfg = run.cfg.infer
@@ -44,14 +44,4 @@ class Ensemble(Stage):
             spoken, val = spoken_trials(run).index, run.trials('val')
             hint = order_hint([logits['val'][i] for i in spoken], [val.class_ids(i) for i in spoken])
             if hint: print(f'Warning: {hint}; `b2t import-logits --classes ORDER` changes the order.')
-            pers = {s.path: phoneme_figures(run, s)['PER'] for s in sort_stores(cfg.logits, indices)['val']}
-            best = min(pers, key=lambda path: pers[path])
-            if pers[best] < metrics['PER']:
-                metrics['better_alone'] = f'{best} (PER {percent(pers[best])})'
-                print(f'{metrics["better_alone"]} alone is better.')
         return Result([run.logits(split) for split in logits], metrics)
-
-    def check_result(self, run, wanted):
-        if 'test' in run.splits or not any(stage.writes.kind == SUBMISSION for stage in wanted): return
-        raise PipelineError('none of the files of infer.logits has log-probabilities of test, so there would be no '
-                            'submission; add one, or go as far as `b2t decode`')

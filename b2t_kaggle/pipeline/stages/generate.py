@@ -15,61 +15,17 @@ from .inputs import check_llm, llm_files
 from .stage import LANGUAGE_MODEL, LISTS, LOGITS, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/10_generate.ipynb #c005
-class _Lists:
-    "Sentences of the trials of a split that are written, and the trials that are left, in files."
-    def __init__(self, run, progress, split: str, stage: str):
-        self.split, self.progress, self.path = split, progress, run.nbest_path(split, stage)
-        self.files = [self.path, run.dir/f'runaway_{split}.json'] # Trials whose answer did not end
-
-    def load(self, run, decoder) -> None:
-        "Take the lists of an earlier execution, else those of the beam search."
-        from b2t_kaggle.core.reading import parse_json, read_text
-        from b2t_kaggle.decoding.nbest import read_nbest
-        self.left = self.progress.pending_trials(self.split)
-        if self.left is not None:
-            self.nbest = read_nbest(self.path)
-            self.runaway = set(parse_json(read_text(self.files[1])))
-            return
-        self.nbest = decoder().decode_all(run.log_probs(self.split), run.cfg.decode.n_jobs)
-        self.left = list(range(len(self.nbest)))
-        self.runaway = set()
-        self.save()
-
-    def save(self) -> None:
-        "Write the lists, and then the trials that are left."
-        from b2t_kaggle.decoding.nbest import write_nbest
-        from b2t_kaggle.pipeline.run import write_json
-        write_nbest(self.path, self.nbest)
-        write_json(sorted(self.runaway), self.files[1])
-        self.progress.save_pending(self.split, self.left)
-
-    def add(self, answers: dict, ngram) -> None:
-        "Take the sentences of a batch, by trial."
-        for i, answer in answers.items():
-            self.nbest[i] = [replace(h, ngram=ngram.score(h.text)) for h in answer.hypotheses]
-            if not answer.ended: self.runaway.add(i)
-        self.left = [i for i in self.left if i not in answers]
-        self.save()
-
-    def figures(self) -> dict:
-        "Print and return the numbers of empty answers and of answers that did not end."
-        n_empty = sum(not self.nbest[i][0].text for i in set(range(len(self.nbest))) - set(self.left))
-        print(f'{self.split}: {len(self.nbest)} trials, {n_empty} answers are empty, {len(self.runaway)} ran away')
-        return {f'empty_{self.split}': n_empty, f'runaway_{self.split}': len(self.runaway)}
-
-# %% ../../../nbs/pipeline/stages/10_generate.ipynb #c007
-def _answers(run, progress, stores, lists) -> Iterator[tuple]:
+def _answers(run, progress) -> Iterator[tuple]:
     "Splits, and written sentences by trial, as long as there is time; each model is loaded once."
     from b2t_kaggle.pytorch.audio.llm.inference import infer_sentences
     from b2t_kaggle.training.budget import in_time
     models: dict = {}
-    for split in stores:
-        if lists[split].left: models.setdefault(run.checkpoint_for(split), []).append(split)
-    for checkpoint, splits in models.items():
+    for split, trials in progress.pending.items():
+        if trials: models.setdefault(run.checkpoint_for(split), {})[split] = list(trials)
+    for checkpoint, left in models.items():
         if progress.time_left() <= 0: return
-        left = {split: list(lists[split].left) for split in splits}
-        trials = {split: stores[split] for split in splits}
-        yield from in_time(infer_sentences(checkpoint, trials, run.cfg, left), progress.time_left)
+        stores = {split: run.trials(split) for split in left}
+        yield from in_time(infer_sentences(checkpoint, stores, run.cfg, left), progress.time_left)
 
 class Generate(Stage):
     does = 'an audio LLM writes n-best sentences of val and test'
@@ -89,26 +45,39 @@ class Generate(Stage):
     def run(self, run, progress):
         from b2t_kaggle.lm.automaton import load_ngram
         from b2t_kaggle.pipeline.decoder import open_decoder
+        from b2t_kaggle.decoding.nbest import read_nbest, write_nbest
         from b2t_kaggle.pipeline.results import write_lists
-        ngram = load_ngram(run.lm_path)
-        stores = {split: run.trials(split) for split in sorted(run.splits)} # test first
-        lists = {split: _Lists(run, progress, split, self.name) for split in stores}
-        decoder = cache(lambda: open_decoder(run))
-        for split_lists in lists.values(): split_lists.load(run, decoder)
-        files = [file for split_lists in lists.values() for file in split_lists.files]
-        progress.checkpoint(files)
-        for split, answers in _answers(run, progress, stores, lists):
-            lists[split].add(answers, ngram)
-            progress.checkpoint(files)
-        left = {split: len(split_lists.left) for split, split_lists in lists.items() if split_lists.left}
-        for split, n in left.items():
-            print(f'{split}: {n} of {len(lists[split].nbest)} trials have the sentences of the search, because the '
-                  'session ends; run it again to have them written')
-        metrics = dict(not_written=sum(left.values())) if left else {}
-        for split_lists in lists.values(): metrics |= split_lists.figures()
-        details = self._measure(run, lists['val'].nbest, metrics) if 'val' in lists else {}
-        files += write_lists(run, self.name, {split: split_lists.nbest for split, split_lists in lists.items()})
-        return Result(files, metrics, not left, details)
+        ngram, decoder = load_ngram(run.lm_path), cache(lambda: open_decoder(run))
+        paths = {split: run.nbest_path(split, self.name) for split in sorted(run.splits)} # test first
+        nbest, pending = {}, progress.pending
+        for split, path in paths.items():
+            if split in pending: nbest[split] = read_nbest(path)
+            else:
+                nbest[split] = decoder().decode_all(run.log_probs(split), run.cfg.decode.n_jobs)
+                pending[split] = list(range(len(nbest[split])))
+                write_nbest(path, nbest[split])
+        progress.checkpoint(paths.values())
+        n_endless = 0
+        for split, answers in _answers(run, progress):
+            for i, answer in answers.items():
+                nbest[split][i] = [replace(h, ngram=ngram.score(h.text)) for h in answer.hypotheses]
+                n_endless += not answer.ended
+            pending[split] = [i for i in pending[split] if i not in answers]
+            write_nbest(paths[split], nbest[split])
+            progress.checkpoint(paths.values())
+        metrics = {}
+        for split, lists in nbest.items():
+            n_empty = sum(not hyps[0].text for i, hyps in enumerate(lists) if i not in set(pending[split]))
+            metrics[f'empty_{split}'] = n_empty
+            print(f'{split}: {len(lists)} trials, {n_empty} answers are empty')
+            if n := len(pending[split]):
+                print(f'{split}: {n} of {len(lists)} trials have the sentences of the search, because the session ends; '
+                      'run it again to have them written')
+        print(f'{n_endless} of the answers that were written now did not end')
+        n_left = sum(map(len, pending.values()))
+        if n_left: metrics['not_written'] = n_left
+        details = self._measure(run, nbest['val'], metrics) if 'val' in nbest else {}
+        return Result([*paths.values(), *write_lists(run, self.name, nbest)], metrics, not n_left, details)
 
     def _measure(self, run, nbest, metrics) -> dict:
         "Add the error rates on val to the figures; returns what the notebook shows."

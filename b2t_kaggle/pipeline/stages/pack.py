@@ -19,8 +19,6 @@ class Pack(Stage):
     writes = Artefact(TRIALS)
     shared = True
 
-    def files(self, run): return Check().files(run)
-
     def run(self, run, progress):
         from b2t_kaggle.data.sessions import list_sessions, session_path
         from b2t_kaggle.data.store import TrialStore, packed_bytes

@@ -65,7 +65,7 @@ class Rescore(Stage):
         nbest = run.lists_for(self.name)
         scored = {split: {} for split in nbest}
         for split in nbest:
-            if progress.pending_trials(split) is None: continue
+            if split not in progress.pending: continue
             scored[split] = {i: hyps for i, hyps in enumerate(read_nbest(run.dir/f'scored_{split}.jsonl')) if hyps}
         error = ''
         try: scored = _score(run, nbest, scored, progress.time_left)
@@ -97,7 +97,7 @@ class Rescore(Stage):
         files += confidences
         n_left = sum(map(len, left.values()))
         for split, lists in nbest.items():
-            progress.save_pending(split, left[split])
+            progress.pending[split] = left[split]
             if not n_left: continue
             files.append(run.dir/f'scored_{split}.jsonl')
             write_nbest(files[-1], [scored[split].get(i, []) for i in range(len(lists))])

@@ -7,7 +7,7 @@ __all__ = ['SESSIONS', 'TRIALS', 'MODEL', 'LOGITS', 'LANGUAGE_MODEL', 'LISTS', '
            'Result', 'Stage']
 
 # %% ../../../nbs/pipeline/stages/00_stage.ipynb #c002
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,10 +82,6 @@ class Stage:
         `runs` is the folder of the runs, of which others may be named."""
         return {}
 
-    def files(self, run: 'Run') -> list[Path]:
-        "Files that have to stay as they are while the stage computes, beside the outputs of earlier stages."
-        return [Path(f) for files in self.inputs(run.cfg, run.dir.parent).values() for f in files]
-
     def check(self, cfg: Config, kind: str) -> None:
         "Raise before anything is computed if the stage could not begin on this kind of accelerator."
 
@@ -123,14 +119,6 @@ class Stage:
         print(f'WER of {self.name}: {gain}; that {"is kept" if gain.is_gain else ends}.')
         return is_kept, dict(WER=gain.after if is_kept else gain.before) | gain_figures(gain, is_kept)
 
-    def check_result(self, run: 'Run', wanted: 'Collection[Stage]') -> None:
-        "Raise `PipelineError` if the result is too little for the wanted stages."
-
-    def left_by_error(self, run: 'Run') -> str:
-        "Remains of a failed execution, for the next one, as the end of a sentence."
+    def remains(self, run: 'Run') -> str:
+        "What a failed or interrupted execution leaves for the next one, as a clause; empty if it begins again."
         return ''
-
-    def left_by_interrupt(self, run: 'Run') -> str:
-        "Remains of an interrupted execution that printed no message itself, as a part of a sentence."
-        return 'what it had not finished begins again'
-

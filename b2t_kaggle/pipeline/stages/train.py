@@ -16,7 +16,7 @@ from ...config import TRAINING_GROUPS, Config, with_overrides
 from ...devices.kaggle import check_accelerator_present
 from .inputs import check_device, check_llm, llm_files
 from .stage import MODEL, TRIALS, Artefact, PipelineError, Result, Stage
-from ...training.checkpoint_paths import LAST, REFIT, checkpoint_files, last_batch, saved_batches
+from ...training.checkpoint_paths import REFIT, checkpoint_files, last_batch, saved_batches
 from ...training.recipe import learning_rates
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c005
@@ -124,9 +124,4 @@ class Train(Stage):
         n = last_batch(run.dir/self.name/'history.csv')
         return f'{n:,} of {run.cfg.train.num_training_batches:,} batches' if n else ''
 
-    def left_by_error(self, run):
-        last = run.dir/self.name/LAST[run.cfg.train.framework]
-        return f', and the training continues from {last}' if last.exists() else ''
-
-    def left_by_interrupt(self, run):
-        return saved_batches(run.dir/self.name, run.cfg)
+    def remains(self, run): return saved_batches(run.dir/self.name, run.cfg)
