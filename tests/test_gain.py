@@ -1,7 +1,6 @@
 """Steps that change sentences, compared with doing nothing on val: what does not help is not kept, and every figure of
 it is the same wherever it stands. LLMs are random ones, which hurt, and oracles, which help."""
 import csv
-import json
 import shutil
 from dataclasses import replace
 

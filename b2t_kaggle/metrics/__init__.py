@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['IN_SAMPLE', 'ErrorCounts', 'total', 'hundredths', 'percent', 'count_edits', 'phoneme_errors', 'word_errors',
-           'character_errors', 'phoneme_error_rate', 'word_error_rate', 'character_error_rate', 'error_table', 'bleu']
+           'phoneme_error_rate', 'word_error_rate', 'character_error_rate', 'error_table', 'bleu']
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c003
 import math
@@ -120,13 +120,6 @@ def word_errors(
     "Word edits of each trial after the metric's normalisation; raises `ValueError` that names the trial."
     return _count_each(references, hypotheses, _words)
 
-def character_errors(
-    references: Iterable[str], # Texts, one for each trial
-    hypotheses: Iterable[str], # Texts of the same trials
-) -> list[ErrorCounts]:        # Counts for each trial
-    "Character edits of each trial, spaces included, after the metric's normalisation; raises as `word_errors`."
-    return _count_each(references, hypotheses, _normalized)
-
 # %% ../../nbs/metrics/00_metrics.ipynb #c018
 def phoneme_error_rate(
     references: Iterable, # Unpadded sequences of phoneme names or class ids, one for each trial
@@ -147,7 +140,7 @@ def character_error_rate(
     hypotheses: Iterable[str], # Texts of the same trials
 ) -> float:
     "CER: character edits of all trials per reference character, after the metric's normalisation."
-    return total(character_errors(references, hypotheses)).rate
+    return total(_count_each(references, hypotheses, _normalized)).rate
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c025
 def error_table(

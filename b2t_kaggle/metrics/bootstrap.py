@@ -146,16 +146,11 @@ def measure_gain(
     return Gain(total(old).rate, total(new).rate, difference_interval(old, new), len(old))
 
 # %% ../../nbs/metrics/01_bootstrap.ipynb #c024
-def gain_figures(
-    gain: Gain,
-    kept: bool, # Whether the sentences after the step are kept
-) -> dict[str, Any]:
-    "Figures of a gain by name, for JSON."
-    return gain._asdict() | dict(difference=list(gain.difference), kept=kept)
+def gain_figures(gain: Gain, is_kept: bool) -> dict[str, Any]:
+    "Figures of a gain by name, for JSON, and whether the sentences after the step are kept."
+    return gain._asdict() | dict(difference=list(gain.difference), kept=is_kept)
 
-def gain_of(
-    figures: Mapping[str, Any], # Figures of a stage
-) -> Gain | None:
+def gain_of(figures: Mapping[str, Any]) -> Gain | None:
     "The gain in a stage's figures; None without `gain_figures`."
     if not figures.keys() >= {*Gain._fields, 'kept'}: return None
     values = {name: figures[name] for name in Gain._fields}

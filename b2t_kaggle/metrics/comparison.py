@@ -40,18 +40,13 @@ def results_of(
     table = table.astype(object).where(table.notna(), None).set_index('trial')
     return table.drop(columns=[c for c in table if table[c].isna().all()])
 
-def write_results(
-    path: str | Path, # JSON Lines file to write
-    results: pd.DataFrame,
-) -> None:
-    "Write a line for each trial, whole or not at all."
+def write_results(path: str | Path, results: pd.DataFrame) -> None:
+    "Write a line of JSON for each trial, whole or not at all."
     rows = results.reset_index().to_dict('records')
     write_whole(path, ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows))
 
-def read_results(
-    path: str | Path, # File of `write_results`
-) -> pd.DataFrame:
-    "The results in a file; raises `ValueError` that names the file and the wrong line."
+def read_results(path: str | Path) -> pd.DataFrame:
+    "The results in a file of `write_results`; raises `ValueError` that names the file and the wrong line."
     rows = []
     for i, line in enumerate(split_lines(read_text(path)), 1):
         try: row = parse_json(line)
@@ -100,10 +95,8 @@ WER = 'WER'
 PER = 'PER'
 PER_WITHOUT_SIL = 'PER without SIL'
 
-def measure(
-    results: pd.DataFrame, # Table of `results_of`
-) -> dict[str, list[ErrorCounts]]:
-    "Edits in each trial by measure: WER and, if the phonemes are known, PER with and without SIL."
+def measure(results: pd.DataFrame) -> dict[str, list[ErrorCounts]]:
+    "Edits in each trial of a table of `results_of` by measure: WER and, if the phonemes are known, PER with and without SIL."
     measured = {WER: word_errors(results['reference'], results['text'])}
     if not {'phonemes', 'greedy'} <= set(results): return measured
     pairs = [[text.split() for text in results[column]] for column in ('phonemes', 'greedy')]
@@ -113,11 +106,8 @@ def measure(
 # %% ../../nbs/metrics/02_comparison.ipynb #c014
 _LENGTHS = ((3, '1 to 3 words'), (6, '4 to 6 words'), (9, '7 to 9 words'), (np.inf, '10 words and more'))
 
-def with_seen(
-    results: pd.DataFrame,
-    sentences: Collection[str], # Training sentences
-) -> pd.DataFrame:
-    "The results with the column `seen`."
+def with_seen(results: pd.DataFrame, sentences: Collection[str]) -> pd.DataFrame:
+    "The results with the column `seen`, given the training sentences."
     training = set(map(normalize_sentence, sentences))
     return results.assign(seen=[normalize_sentence(r) in training for r in results['reference']]).astype(object)
 
@@ -125,10 +115,8 @@ def _positions(labels: list[str], order: Collection[str]) -> dict[str, list[int]
     "Positions of each label that occurs, in this order."
     return {label: [i for i, x in enumerate(labels) if x == label] for label in order if label in labels}
 
-def trial_groups(
-    results: pd.DataFrame,
-) -> dict[str, dict[str, list[int]]]: # Positions of trials by kind of group and group
-    "All trials, and the trials by corpus, length, seen or unseen sentence, and session, as far as known."
+def trial_groups(results: pd.DataFrame) -> dict[str, dict[str, list[int]]]:
+    "Positions of all trials, and of the trials by corpus, length, seen or unseen sentence, and session, as far as known."
     groups = {'all': {'all': list(range(len(results)))}}
     def add_known(column):
         names = [name if isinstance(name, str) else 'not known' for name in results[column]]
@@ -166,9 +154,7 @@ def _cell(value, is_small: bool) -> str:
     if isinstance(value, int | np.integer): return f'{value:,}'
     return str(value)
 
-def as_text(
-    table: pd.DataFrame, # Table of this module
-) -> pd.DataFrame:
+def as_text(table: pd.DataFrame) -> pd.DataFrame:
     "Rates in percent, with a star after differences on ten or more trials whose interval excludes zero."
     is_small = table['trials'] < FEW_TRIALS if 'trials' in table else [False]*len(table)
     return pd.DataFrame({c: [_cell(v, f) for v, f in zip(table[c], is_small)] for c in table}, index=table.index)

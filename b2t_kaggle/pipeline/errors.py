@@ -9,6 +9,7 @@ __all__ = ['write_errors', 'error_data']
 import base64
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +65,8 @@ def _pairs(reference: Sequence[str], hypothesis: Sequence[str]) -> list[list[str
     "Alignment as pairs of reference and hypothesis; '' for an insertion or a deletion."
     pairs = []
     for op in Levenshtein.opcodes(reference, hypothesis):
-        said, found = reference[op.src_start:op.src_end], hypothesis[op.dest_start:op.dest_end]
-        n = max(len(said), len(found))
-        pairs += [list(p) for p in zip([*said, *['']*(n - len(said))], [*found, *['']*(n - len(found))])]
+        aligned = zip_longest(reference[op.src_start:op.src_end], hypothesis[op.dest_start:op.dest_end], fillvalue='')
+        pairs += map(list, aligned)
     return pairs
 
 def _stage_changes(run: OpenRun, trials: pd.DataFrame) -> dict[str, list]:
@@ -92,15 +92,15 @@ def error_data(
     rows = []
     for place, (row, wer, per) in enumerate(zip(results.itertuples(), errors[WER], errors[PER])):
         i = int(row.Index)
-        said, found = (normalize_sentence(t).split() for t in (row.reference, row.text))
-        pairs = _pairs(said, found)
+        reference, text = (normalize_sentence(t).split() for t in (row.reference, row.text))
         words = known_words(lists[i][0]) if times else None
         nbest = [[h.text, h.acoustic, h.ngram, getattr(h, 'llm', None), h.total,
                   None if words is None else h.posterior] for h in lists[i][:N_BEST]]
         rows.append(dict(
             id=i, session=row.session, key=trials[i].key, block=row.block, corpus=getattr(row, 'corpus', None),
-            reference=' '.join(said), text=' '.join(found), words=wer.length, edits=wer.edits,
-            per=round(per.rate, 4), confidence=None if words is None else round(lists[i][0].posterior, 4), ops=pairs,
+            reference=' '.join(reference), text=' '.join(text), words=wer.length, edits=wer.edits,
+            per=round(per.rate, 4), confidence=None if words is None else round(lists[i][0].posterior, 4),
+            ops=_pairs(reference, text),
             sounds=_pairs(row.phonemes.split(), row.greedy.split()),
             nbest=[[n if n is None or isinstance(n, str) else round(n, 3) for n in entry] for entry in nbest],
             times=[[w.text, round(w.start_ms), round(w.end_ms), round(w.confidence, 3)] for w in words or []],

@@ -41,10 +41,8 @@ class ByTrial:
         if not isinstance(trial, tuple): return self.items[trial]
         rows = np.flatnonzero((self.index.session == trial[0]) & (self.index.key == trial[1]))
         if len(rows): return self.items[int(rows[0])]
-        keys = self.index.key[self.index.session == trial[0]]
-        there = f'its trials are {keys.iloc[0]} to {keys.iloc[-1]}' if len(keys) else (
-            f'sessions are {", ".join(self.index.session.unique()[:3])}, …')
-        raise KeyError(f'no trial {trial[1]} of session {trial[0]} in this split; {there}')
+        sessions = ', '.join(self.index.session.unique()[:3])
+        raise KeyError(f'no trial {trial[1]} of session {trial[0]} in this split; sessions are {sessions}, …')
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c005
 class OpenRun:

@@ -49,13 +49,11 @@ class ForkServer:
         self.process.kill() # It may still be importing
         self.process.wait()
 
-    def fork(self,
-        command: list[str],        # Python, `-c`, code and arguments
-        env: dict[str, str],       # All environment variables
-        folder: str | None = None, # Working folder; None means that of this process
-        following: Iterable[str] = (), # Modules that the next kernels need, to be imported while this one computes
-    ) -> 'ForkedProcess':
-        "Start a kernel. Raises `RuntimeError` if it cannot be started."
+    def fork(self, command: list[str], env: dict[str, str], folder: str | None = None,
+             following: Iterable[str] = ()) -> 'ForkedProcess':
+        """Start a kernel in a folder by Python's `-c` command; then import what the following kernels need.
+
+        Raises `RuntimeError` if it cannot be started."""
         request = dict(command=command, env=dict(env), folder=folder or os.getcwd(), next=list(following))
         try:
             self._socket.sendall(json.dumps(request).encode() + b'\n')
@@ -63,7 +61,6 @@ class ForkServer:
         except OSError: pid = ''
         if not pid: raise RuntimeError('Kernel died before replying to kernel_info') # Jupyter's own words
         return ForkedProcess(int(pid))
-
 
 # %% ../../nbs/pipeline/04_kernels.ipynb #c008
 class ForkedProcess:
@@ -92,7 +89,6 @@ class ForkedProcess:
     def kill(self) -> None: self.send_signal(signal.SIGKILL)
     def terminate(self) -> None: self.send_signal(signal.SIGTERM)
 
-
 # %% ../../nbs/pipeline/04_kernels.ipynb #c011
 def _import(names: Iterable[str]) -> None:
     for name in names:
@@ -100,8 +96,10 @@ def _import(names: Iterable[str]) -> None:
 
 def serve(fd: int) -> None:
     "Import what stages do, and fork a kernel for each line from a socket, until it is closed."
-    # A scheduler may ask each process of a run to end; kernels, which end with this one, have something to save
-    handlers = {int(n): signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # A scheduler may ask each process of a run to end; kernels, which end with this one, have something to save,
+    # and a kernel that has ended is gone at once
+    ignored = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     parent = os.getpid()
     os.environ[PARENT] = str(parent) # Read when ipykernel is imported
     _import(IMPORTS)
@@ -112,8 +110,6 @@ def serve(fd: int) -> None:
             if pid == 0: break
             connection.sendall(b'%d\n' % pid)
             _import(request['next'])
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]: pass # Kernels that have ended
         else: return
     # This is the kernel
     end_with_parent(parent)
@@ -129,7 +125,6 @@ def serve(fd: int) -> None:
 def can_fork() -> bool:
     "Whether kernels are forked here: on Linux, whose libraries allow it."
     return sys.platform == 'linux' and hasattr(os, 'pidfd_open')
-
 
 # %% ../../nbs/pipeline/04_kernels.ipynb #c014
 def _keep_ports(manager: 'AsyncKernelManager') -> None:
@@ -190,4 +185,3 @@ def kernel_manager(following: Iterable[str] = ()) -> type['AsyncKernelManager']:
             await super()._async_wait(pollinterval)
 
     return ForkedKernelManager
-

@@ -254,11 +254,9 @@ def logit_files(member: str | Path, out: str | Path) -> list[Path]:
     bare = next((f for f in (Path(member), Path(out)/member) if (f/'logits').is_dir()), None) # Perhaps copied alone
     folder = bare or find_source(member, out, f' is neither a LogitStore nor a run in {out}')
     if folder.is_file(): return [folder]
-    path = folder/'config.yaml'
-    is_ensemble = path.exists() and load_config(path).infer.logits
-    files = [folder/('ensemble' if is_ensemble else 'logits')/f'{split}.arrow' for split in ('val', 'test')]
-    if existing := [f for f in files if f.exists()]: return existing
-    verb = 'decode' if is_ensemble else 'infer'
+    run = Run(folder, save=False)
+    if run.splits: return [run.logits(split) for split in run.splits]
+    verb = 'decode' if run.cfg.infer.logits else 'infer'
     raise PipelineError(f'{folder} has no log-probabilities yet; `b2t {verb}` on this run makes them')
 
 # %% ../../nbs/pipeline/07_run.ipynb #c024
@@ -270,7 +268,8 @@ def hypothesis_files(member: str | Path, out: str | Path) -> dict[str, Path]:
         if len(named) == 1: return {named[0]: folder}
         raise PipelineError(f'{folder}: found {" and ".join(named) or "neither val nor test"} in its name, expected '
                             'one of the two words, such as theirs_val.jsonl; rename it')
-    stage = list_stage(load_config(folder/'config.yaml'))
-    files = {split: folder/'hypotheses'/f'{stage}_{split}.jsonl' for split in ('val', 'test')}
-    if existing := {split: f for split, f in files.items() if f.exists()}: return existing
+    run = Run(folder, save=False)
+    files = {split: run.hypotheses(split) for split in ('val', 'test') if run.hypotheses(split).exists()}
+    if files: return files
+    stage = list_stage(run.cfg)
     raise PipelineError(f'{folder} has no hypotheses of the stage {stage} yet; `b2t {stage}` on this run makes them')

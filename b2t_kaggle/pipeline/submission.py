@@ -35,7 +35,6 @@ def check_order(
                               'expected each trial once, sessions in chronological order and trials in key order')
     return len(trials)
 
-
 # %% ../../nbs/pipeline/00_submission.ipynb #c009
 _ALPHABET = re.compile(r"[a-zA-Z\-' ]+")                # Characters that the metric keeps
 _MISSING = {'NA', 'NULL', 'NaN', 'None', 'nan', 'null'} # Texts of the alphabet that pandas reads as missing
@@ -52,10 +51,6 @@ def _text_problem(text) -> str | None:
     return (f'found {_short(bad)!r} in {_short(text)!r}, expected only a-z, A-Z, space, - and \'; apply '
             'normalize_sentence')
 
-def _text_warnings(texts: list[str]) -> list[str]:
-    return ([f'id {i}: empty text' for i, t in enumerate(texts) if not t.strip()] +
-            [f'id {i}: {t!r} is read as a missing value by pandas' for i, t in enumerate(texts) if t in _MISSING])
-
 # %% ../../nbs/pipeline/00_submission.ipynb #c012
 def _rows(data: bytes) -> list[tuple[int, list[str]]]:
     "Line number and fields of each row of a CSV; raises `SubmissionError` if it is not one in UTF-8."
@@ -66,23 +61,6 @@ def _rows(data: bytes) -> list[tuple[int, list[str]]]:
     reader = csv.reader(io.StringIO(text, newline=''), strict=True)
     try: return [(reader.line_num, row) for row in reader]
     except csv.Error as e: raise SubmissionError(f'line {reader.line_num}: not a valid CSV ({e})') from None
-
-def _id_problems(ids: list[tuple[int, str]], n: int | None) -> list[str]:
-    "Faults of the ids (line number, id), which must be 0, 1, 2 …"
-    first_line = {} # Of each id
-    repeated = []
-    shifted = []
-    for row, (line, i) in enumerate(ids):
-        if i in first_line: repeated.append(f'line {line}: id {_short(i)} was already in line {first_line[i]}')
-        elif i != str(row): shifted.append(f'line {line}: id is {_short(i)!r}, expected {row}')
-        first_line.setdefault(i, line)
-    problems = shifted[:1] + repeated # One missing row shifts all that follow
-    missing = [str(i) for i in range(len(ids) if n is None else n) if str(i) not in first_line]
-    if missing:
-        more = ' …' if len(missing) > 5 else ''
-        problems.append(f'{len(missing)} ids are missing: {", ".join(missing[:5])}{more}')
-    if n is not None and len(ids) != n: problems.append(f'found {len(ids)} rows, expected {n}, one for each test trial')
-    return problems
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c014
 def _check(data: bytes, name, expected: int | pd.DataFrame | None) -> list[str]:
@@ -95,13 +73,18 @@ def _check(data: bytes, name, expected: int | pd.DataFrame | None) -> list[str]:
         problems.append(f'line 1: found the header {_short(",".join(header[1]))!r}, expected \'id,text\'')
     problems += [f'line {line}: found {len(r)} fields, expected 2' for line, r in rows if len(r) != 2]
     entries = [(line, r[0], r[1]) for line, r in rows if len(r) == 2]
-    problems += _id_problems([(line, i) for line, i, _ in entries], n)
+    if n is not None and len(entries) != n:
+        problems.append(f'found {len(entries)} rows, expected {n}, one for each test trial')
+    wrong = [f'line {line}: id is {_short(i)!r}, expected {row}' for row, (line, i, _) in enumerate(entries)
+             if i != str(row)]
+    problems += wrong[:1] # One missing row shifts all that follow
     problems += [f'line {line}, id {_short(i)}: {p}' for line, i, t in entries if (p := _text_problem(t))]
     if problems:
         title = f'{name}: {len(problems)} problem{"s" * (len(problems) > 1)}'
         more = f'\n  … and {len(problems) - 10} more' if len(problems) > 10 else ''
         raise SubmissionError('\n  '.join([title, *problems[:10]]) + more)
-    return _text_warnings([text for _, _, text in entries])
+    return ([f'id {i}: empty text' for _, i, t in entries if not t.strip()] +
+            [f'id {i}: {t!r} is read as a missing value by pandas' for _, i, t in entries if t in _MISSING])
 
 def validate_submission(
     path: str | Path,                           # CSV file
