@@ -96,7 +96,7 @@ PER = 'PER'
 PER_WITHOUT_SIL = 'PER without SIL'
 
 def measure(results: pd.DataFrame) -> dict[str, list[ErrorCounts]]:
-    "Edits in each trial of a table of `results_of` by measure: WER and, if the phonemes are known, PER with and without SIL."
+    "Edits in each trial of `results_of` by measure: WER and, if the phonemes are known, PER with and without SIL."
     measured = {WER: word_errors(results['reference'], results['text'])}
     if not {'phonemes', 'greedy'} <= set(results): return measured
     pairs = [[text.split() for text in results[column]] for column in ('phonemes', 'greedy')]
@@ -116,7 +116,7 @@ def _positions(labels: list[str], order: Collection[str]) -> dict[str, list[int]
     return {label: [i for i, x in enumerate(labels) if x == label] for label in order if label in labels}
 
 def trial_groups(results: pd.DataFrame) -> dict[str, dict[str, list[int]]]:
-    "Positions of all trials, and of the trials by corpus, length, seen or unseen sentence, and session, as far as known."
+    "Positions of all trials, and of those by corpus, length, seen or unseen sentence, and session, as far as known."
     groups = {'all': {'all': list(range(len(results)))}}
     def add_known(column):
         names = [name if isinstance(name, str) else 'not known' for name in results[column]]
