@@ -172,11 +172,11 @@ def find(mark, word):
     raise AssertionError(f'no {word} was started')
 
 
-SERVER, TORCHRUN, WORKER = 'import serve', 'torch.distributed.run', 'worker.py'
+KERNEL, TORCHRUN, WORKER = 'ipykernel.kernelapp', 'torch.distributed.run', 'worker.py'
 
 
 @pytest.mark.parametrize(('importing', 'killed'), [
-    (SERVER, 'the command'), (TORCHRUN, 'its parent'), (WORKER, 'its parent'), (WORKER, 'the command')])
+    (KERNEL, 'the command'), (TORCHRUN, 'its parent'), (WORKER, 'its parent'), (WORKER, 'the command')])
 def test_nobody_outlives_what_started_it(packed, tmp_path, importing, killed):
     "It is killed while a process that it started has only begun to import."
     env = os.environ | {'B2T_TEST_RUN': str(tmp_path)}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import jiwer
 import numpy as np
@@ -27,7 +26,6 @@ from b2t_kaggle.logits import LogitError, LogitStore
 from b2t_kaggle.metrics.comparison import read_results
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.pipeline import execute as pipeline
-from b2t_kaggle.pipeline import kernels
 from b2t_kaggle.pipeline.decoder import open_decoder
 from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.results import RESULTS
@@ -256,15 +254,12 @@ def test_a_failing_stage_says_why(finished, tmp_path):
     assert r.returncode == 1 and 'data_train.hdf5' in r.stdout
 
 
-@pytest.mark.parametrize('kernels', ['forked_kernels', 'nullcontext'])
-def test_what_a_process_of_a_stage_says_is_heard_once(kernels, tmp_path):
+def test_what_a_process_of_a_stage_says_is_heard_once(tmp_path):
     "Such as the bar of a training in two processes."
-    script = f"""
+    script = """
 import nbformat
-from contextlib import nullcontext
 from pathlib import Path
 from b2t_kaggle.pipeline import execute as pipeline
-from b2t_kaggle.pipeline.kernels import forked_kernels
 from b2t_kaggle.pipeline.run import Run
 
 code = "import subprocess, sys; subprocess.run(['sh', '-c', 'echo a process >&2']); print('a cell', file=sys.stderr)"
@@ -272,25 +267,11 @@ notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
 notebook.metadata.kernelspec = dict(name='python3', display_name='Python 3', language='python')
 nbformat.write(notebook, '00_code.ipynb')
 pipeline.notebook_path = lambda name: Path('00_code.ipynb')
-with {kernels}(): pipeline.execute(Run('run', '.'), 'code')
+pipeline.execute(Run('run', '.'), 'code')
 """
     r = subprocess.run([sys.executable, '-c', script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert r.returncode == 0, r.stderr
     assert [line for line in r.stderr.splitlines() if line in ('a process', 'a cell')] == ['a process', 'a cell']
-
-
-@pytest.mark.skipif(not kernels.can_fork(), reason='kernels are not forked here')
-def test_the_process_that_kernels_are_forks_of_has_their_variables(monkeypatch, tmp_path):
-    "OpenMP and TensorFlow read them when they are imported, which it does."
-    monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
-    found = []
-    def execute(run, name):
-        pid = kernels._server.get().process.pid
-        found.extend(Path(f'/proc/{pid}/environ').read_text().split('\0'))
-        raise PipelineError('seen')
-    monkeypatch.setattr(pipeline, 'execute', execute)
-    with pytest.raises(PipelineError, match='^seen$'): run_stages(Run(tmp_path/'run', tmp_path), 'simulate')
-    assert 'OMP_WAIT_POLICY=PASSIVE' in found
 
 
 def test_the_official_configuration_runs_as_it_is(finished, tmp_path, here):

@@ -85,10 +85,6 @@ class Stage:
     def check(self, cfg: Config, kind: str) -> None:
         "Raise before anything is computed if the stage could not begin on this kind of accelerator."
 
-    def modules(self, cfg: Config) -> list[str]:
-        "Modules to import ahead, while the stage before computes."
-        return []
-
     def advice(self, cfg: Config) -> list[str]:
         "Warnings to print before a run."
         return []

@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from ...config import TRAINING_GROUPS, Config, with_overrides
@@ -94,11 +93,6 @@ class Train(Stage):
         with named_by('train.init_checkpoint_path'):
             if first and all(f.is_file() for f in checkpoint_files(first)):
                 import_module(f'b2t_kaggle.{t.framework}.checkpoint').load_weights(first, 'in this training')
-
-    def modules(self, cfg):
-        # PyTorch/XLA has to be imported before the modules that use it
-        if cfg.train.framework != 'pytorch' or find_spec('torch_xla'): return []
-        return ['b2t_kaggle.pytorch.launch', 'b2t_kaggle.pytorch.inference', 'torch._dynamo'] # For an optimiser
 
     def advice(self, cfg):
         t = cfg.train
