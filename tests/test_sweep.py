@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from matplotlib.figure import Figure
 
 from b2t_kaggle.cli import command as cli
 from b2t_kaggle.pipeline import execute as pipeline
@@ -60,7 +59,6 @@ def sweep(folder, *options):
 def stage(monkeypatch):
     stage = Stage()
     monkeypatch.setattr(pipeline, 'execute', stage)
-    monkeypatch.setattr('b2t_kaggle.pipeline.sweep.plot_sweep', lambda *args: Figure(figsize=(1, 1)))
     return stage
 
 
@@ -93,7 +91,7 @@ def test_a_sweep_that_is_killed_is_the_same_as_one_that_is_not(stage, tmp_path):
 def test_trials_are_runs_and_what_fails_is_said(stage, tmp_path, monkeypatch):
     done, table = sweep(tmp_path, '--trials', '2')
     best = table.run[0]
-    assert f'b2t run --name {best} continues it' in done.output and (tmp_path/'out'/'toy'/'sweep.png').exists()
+    assert f'b2t run --name {best} continues it' in done.output and (tmp_path/'out'/'toy'/'sweep.csv').exists()
     run = Run(tmp_path/'out'/best, tmp_path/'work')
     assert run.cfg.model.n_units == table['model.n_units'][0] and run.cfg.train.num_training_batches == 370
     # Another range, or another value that all have, is another sweep

@@ -28,10 +28,8 @@ from .results import run_results
 from .stages import STAGES, plan
 
 # %% ../../nbs/pipeline/14_errors.ipynb #c004
-def write_errors(
-    run: OpenRun, # A decoded run
-) -> Path:
-    "Write `errors.html` into a run's folder. Raises `PipelineError` without log-probabilities of val."
+def write_errors(run: OpenRun) -> Path:
+    "Write `errors.html` into the folder of a decoded run. Raises `PipelineError` without log-probabilities of val."
     template = (Path(__file__).parent/'errors.html').read_text(encoding='utf-8')
     data = json.dumps(error_data(run), ensure_ascii=False, separators=(',', ':')).replace('</', '<\\/')
     path = run.run.dir/'errors.html'
@@ -80,10 +78,8 @@ def _stage_changes(run: OpenRun, trials: pd.DataFrame) -> dict[str, list]:
             for before, after in zip(stages, stages[1:])}
 
 # %% ../../nbs/pipeline/14_errors.ipynb #c010
-def error_data(
-    run: OpenRun, # A decoded run
-) -> dict:
-    "Everything that the page shows, as JSON can hold it. Raises `PipelineError` without log-probabilities of val."
+def error_data(run: OpenRun) -> dict:
+    "Everything of a decoded run that the page shows, as JSON can hold it. Raises `PipelineError` without log-probabilities of val."
     results = run_results(run.run)
     changes = _stage_changes(run, results)
     lists, trials, log_probs = run.nbest('val'), run.trials('val'), run.log_probs('val')

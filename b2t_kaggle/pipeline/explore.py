@@ -29,11 +29,7 @@ from ..training.checkpoint_paths import framework_of
 # %% ../../nbs/pipeline/13_explore.ipynb #c004
 class ByTrial:
     "Items, one for each trial of a split: `[i]`, or `[session, key]` such as `['t15.2023.08.11', 'trial_0003']`."
-    def __init__(self,
-        items: Any,          # Has an item for each trial
-        index: pd.DataFrame, # Session and key of each trial
-    ):
-        self.items, self.index = items, index
+    def __init__(self, items: Any, index: pd.DataFrame): self.items, self.index = items, index
 
     def __len__(self) -> int: return len(self.items)
 

@@ -82,10 +82,10 @@ def _trials(content: Mapping | Sequence | np.ndarray) -> list[np.ndarray]:
     if len(lengths) != len(content): raise LogitError(f'found {len(content)} arrays and {len(lengths)} lengths')
     return [np.asarray(x).reshape(-1, np.shape(x)[-1])[:int(n)] for x, n in zip(content, np.ravel(lengths))]
 
-def read_arrays(
-    path: str | Path, # `.npz`, `.npy`, `.pkl`, or a folder of `.npy` files, one a trial
-) -> list[np.ndarray]: # [T', K] of each trial
-    "Arrays of another program. Raises `LogitError` that names the file."
+def read_arrays(path: str | Path) -> list[np.ndarray]:
+    """Arrays [T', K] of each trial in a `.npz`, `.npy` or `.pkl`, or in a folder of `.npy` files, one a trial.
+
+    Raises `LogitError` that names the file."""
     path = Path(path)
     try:
         if path.is_dir(): return [np.load(path/name) for name in _numbered(f.name for f in path.glob('*.npy'))]
@@ -97,11 +97,9 @@ def read_arrays(
             pickle.UnpicklingError) as e:
         raise LogitError(f'{path}: {e}; expected .npz, .npy or .pkl with arrays [frames, classes]') from None
 
-def normalised(
-    x: np.ndarray, # Logits, log-probabilities or probabilities [T', 41]
-    name: str,     # Name for errors
-) -> np.ndarray:
-    "Natural-log probabilities [T', 41] float32; probabilities and log-probabilities are recognised by their sums."
+def normalised(x: np.ndarray, name: str) -> np.ndarray:
+    """Natural-log probabilities [T', 41] float32 of logits, log-probabilities or probabilities, which are recognised by
+    their sums. Raises `LogitError` that begins with the name."""
     x = np.asarray(x)
     if x.ndim != 2 or x.shape[1] != len(PHONEMES) or x.dtype.kind not in 'fiu' or not len(x):
         raise LogitError(f'{name}: found {x.dtype} {list(x.shape)}, expected numbers [frames, {len(PHONEMES)}]')

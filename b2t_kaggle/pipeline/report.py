@@ -11,12 +11,14 @@ import html
 import re
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from textwrap import shorten
 from typing import Any
 
 import pandas as pd
 
 import b2t_kaggle
 from ..config import Config, config_fields, describe_run, differing_values, flat_values, preset
+from ..config.keys import as_set
 from ..core.files import format_size
 from ..core.pages import Html, aligned, cards, figure, page, table
 from ..metrics import ErrorCounts, percent, total
@@ -196,22 +198,15 @@ def gain_table(stamps: Mapping[str, Mapping], mark: str = '') -> str:
             f'95 of 100 cases.</p>\n<div class="scroll">{table(rows)}</div>')
 
 # %% ../../nbs/pipeline/05_report.ipynb #c027
-def _setting(value) -> str:
-    "A value as for `--set`; of a long list its beginning."
-    if value is None: return 'null'
-    if isinstance(value, list) and len(value) > 8:
-        return f'{", ".join(map(str, value[:4]))} … {value[-1]} ({len(value)} values)'
-    return ', '.join(map(str, value)) if isinstance(value, list) else _shown(value)
-
 def configuration(cfg: Config, name: str) -> str:
     "A table of the values that differ from a preset, with their meaning; of another model all values."
     base = preset(name)
     changed, values = differing_values(cfg, base), flat_values(base)
     if not changed: return f'<p>All values are those of the preset <code>{name}</code>.</p>'
     meanings = config_fields()
+    def shown(value): return shorten(as_set(value), 60, placeholder=' …')
     def about(key): return re.sub('`(.+?)`', r'<code>\\1</code>', html.escape(meanings.get(key, (None, ''))[1]))
-    rows = [dict(key=Html(f'<code>{key}</code><br><small>{about(key)}</small>'), preset=_setting(values.get(key)),
-                 run=_setting(value)) for key, value in changed.items()]
+    rows = [dict(key=Html(f'<code>{key}</code><br><small>{about(key)}</small>'), preset=shown(values.get(key)), run=shown(value)) for key, value in changed.items()]
     return (f'<p>{len(rows)} values differ from the preset <code>{name}</code>.</p>\n'
             f'<div class="scroll wrap">{table(rows)}</div>')
 

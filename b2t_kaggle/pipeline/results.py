@@ -43,16 +43,10 @@ def _model_name(provenance: Mapping) -> str | None:
 
 def _is_spoken(row) -> bool: return not row.is_instruction and isinstance(row.sentence, str)
 
-def as_hypotheses(
-    index: pd.DataFrame,                   # Trials of a split, such as `TrialStore.index`
-    nbest: Sequence[Sequence[Hypothesis]], # N-best list of each trial
-    split: str,                            # `val` or `test`; val has references
-    *,
-    system: str | None = None,             # Name of the system
-    model: str | None = None,              # Acoustic model
-    decoder: str | None = None,            # Decoder
-) -> Hypotheses:
-    "N-best lists of a split in the format that all systems share; instruction trials of val are left out."
+def as_hypotheses(index: pd.DataFrame, nbest: Sequence[Sequence[Hypothesis]], split: str, system: str | None = None,
+                  model: str | None = None, decoder: str | None = None) -> Hypotheses:
+    """N-best lists of a split in the format that all systems share, under the names of their system, acoustic model and
+    decoder; val has references, and its instruction trials are left out."""
     hypotheses = Hypotheses()
     for i, (row, hyps) in enumerate(zip(index.itertuples(), nbest, strict=True)):
         if split == 'val' and not _is_spoken(row): continue
@@ -79,13 +73,10 @@ def write_all_lists(run: Run, stage: str, nbest: Mapping[str, Sequence[Sequence[
     return [*(run.nbest_path(split, stage) for split in nbest), *write_lists(run, stage, nbest)]
 
 # %% ../../nbs/pipeline/11_results.ipynb #c010
-def participant_rates(
-    sessions: Iterable[str], # Session of each trial
-    references: Sequence,    # Sentences, or class ids
-    hypotheses: Sequence,    # Sentences, or class ids
-    figure: str = 'WER',     # `WER` or `PER`
-) -> dict[str, float]:
-    "Error rate of each participant, as figures of a stage; empty for a single participant."
+def participant_rates(sessions: Iterable[str], references: Sequence, hypotheses: Sequence,
+                      figure: str = 'WER') -> dict[str, float]:
+    """WER of each participant from sentences, or PER from class ids, as figures of a stage; empty for a single
+    participant. Each trial has a session."""
     rate = dict(WER=word_error_rate, PER=phoneme_error_rate)[figure]
     return {f'{figure} {name}': rate([references[i] for i in trials], [hypotheses[i] for i in trials])
             for name, trials in by_participant(sessions).items()}
@@ -149,11 +140,9 @@ def read_systems(run: Run, split: str) -> Hypotheses:
                             f'in the split, from 0 on, in {", ".join(map(str, others.values()))}')
     return best_entries(together.subset(alone.trials), run.cfg.combine.nbest) # Other trials are instructions
 
-def combined_lists(
-    nbest: Sequence[Sequence[Hypothesis]], # N-best list of each trial before the combination
-    combined: Mapping[str, Combined],      # Combined sentence by number of the trial
-) -> list[list[Hypothesis]]:
-    "Lists of one sentence, whose total is the log-probability that it is right; other trials keep theirs."
+def combined_lists(nbest: Sequence[Sequence[Hypothesis]], combined: Mapping[str, Combined]) -> list[list[Hypothesis]]:
+    """Lists with the combined sentence of a trial, by its number, whose total is the log-probability that it is right;
+    other trials keep their list."""
     lists = [[Hypothesis(h.text, h.acoustic, h.ngram, h.n_words, h.total) for h in hyps] for hyps in nbest]
     for trial, c in combined.items():
         log_confidence = math.log(max(c.confidence, 1e-9))

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -38,8 +37,7 @@ def do(folder: Path, study: str | None, at: int, counted: Path | None = None) ->
     with open(os.devnull, 'w') as null:
         for stream in 1, 2: os.dup2(null.fileno(), stream)
     sys.addaudithook(watch)
-    with (patch.object(pipeline, 'execute', Stage()), patch('sqlite3.connect', connect),
-          patch('b2t_kaggle.pipeline.sweep.plot_sweep', lambda *args: Figure(figsize=(1, 1)))):
+    with patch.object(pipeline, 'execute', Stage()), patch('sqlite3.connect', connect):
         done, _ = sweep(folder, '--trials', '4', *(['--study', study] if study else []))
     assert done.exit_code == 0, done.output
     if counted: counted.write_text(str(n))
@@ -51,7 +49,7 @@ def table(folder: Path) -> str:
 
 @pytest.mark.parametrize('kind', ['database', 'journal'])
 def test_a_sweep_that_is_killed_at_a_write_has_the_same_table(kind, tmp_path, request):
-    start([*TRAINER, 'b2t_kaggle.pipeline.sweep', 'matplotlib.pyplot', 'optuna'])
+    start([*TRAINER, 'b2t_kaggle.pipeline.sweep', 'optuna'])
     def study(folder): return str(folder/'journal') if kind == 'journal' else None
     whole = tmp_path/'whole'
     whole.mkdir()

@@ -21,11 +21,7 @@ def data_folders(run) -> list[Path]:
     "Folders of sessions that a run reads."
     return run.cfg.data.folders or [run.data_dir]
 
-def sessions_in(
-    folder: Path,               # One of the folders
-    folders: list[Path],        # All of them
-    sessions: list[str] | None, # `data.sessions`
-) -> list[str] | None:
+def sessions_in(folder: Path, folders: list[Path], sessions: list[str] | None) -> list[str] | None:
     "Configured sessions in one of several folders; for a single folder all of them, even if they are missing."
     return sessions if sessions is None or len(folders) == 1 else [s for s in sessions if (folder/s).is_dir()]
 
