@@ -6,7 +6,7 @@ import pytest
 from browser import CHROMIUM, DRIVER, browser
 
 from b2t_kaggle.config import preset, with_overrides
-from b2t_kaggle.pipeline import errors
+from b2t_kaggle.pipeline import explore
 from b2t_kaggle.pipeline.explore import OpenRun
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stamps import run_stage
@@ -26,11 +26,11 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def page(run): return errors.write_errors(run)
+def page(run): return explore.write_errors(run)
 
 
 def test_figures_are_those_of_the_run(run):
-    data, table = errors.error_data(run), run.table('val')
+    data, table = explore.error_data(run), run.table('val')
     assert [t['edits'] for t in data['trials']] == table.edits.tolist()
     assert [t['text'] for t in data['trials']] == table.hypothesis.tolist()
     np.testing.assert_allclose([t['per'] for t in data['trials']], table.per, atol=1e-4)
@@ -38,22 +38,22 @@ def test_figures_are_those_of_the_run(run):
 
 
 def test_a_page_of_all_trials_of_val_stays_below_five_megabytes(run, page):
-    trials = errors.error_data(run)['trials']
+    trials = explore.error_data(run)['trials']
     n_bytes = len(json.dumps(trials))/len(trials)*1426
     assert page.stat().st_size + n_bytes < 5e6
 
 
 def test_text_of_a_trial_is_no_markup(run, monkeypatch):
-    data = errors.error_data(run)
+    data = explore.error_data(run)
     data['trials'][0]['text'] = '</script><b>x</b>'
-    monkeypatch.setattr(errors, 'error_data', lambda _: data)
-    path = errors.write_errors(run)
+    monkeypatch.setattr(explore, 'error_data', lambda _: data)
+    path = explore.write_errors(run)
     assert '</script><b>' not in path.read_text()
 
 
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason='needs chromium and chromium-driver')
 def test_trials_can_be_sorted_filtered_and_opened(run, page):
-    errors.write_errors(run)
+    explore.write_errors(run)
     def column(k): return (f"return [...find('trials').tBodies[0].rows].map(r => r.cells[{k}].textContent)")
     with browser() as b:
         b.show(page, 1280)

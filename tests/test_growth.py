@@ -69,7 +69,7 @@ def test_another_version_trains_on_from_the_checkpoint(tmp_path, monkeypatch):
     run = Run(tmp_path/'run', tmp_path)
     assert {name: run.fingerprint(name) for name in before} == before
     assert StageRun(run, 'train').status() == 'inputs or parameters changed'
-    assert 'b2t_kaggle was' in StageRun(run, 'train').reason()
+    assert 'changed: b2t_kaggle' in StageRun(run, 'train').reason()
 
 
 def test_a_checkpoint_continues(later):

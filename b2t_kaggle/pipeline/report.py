@@ -110,9 +110,6 @@ def group_section(results: pd.DataFrame) -> str:
     sessions = rates.loc['session']
     parts = ['<p>An interval holds the rate of other sentences of the same kind in 95 of 100 cases.</p>',
              *(group_table(rates, by) for by in ('corpus', 'length', 'sentence'))]
-    if 'corpus' not in rates.index.get_level_values('by'):
-        parts.append('<p class="faint">The corpora are known if <code>report.blocks</code> names the official '
-                     'description of the blocks.</p>')
     return '\n'.join([*parts, figure(plot_sessions(sessions), 'Error rates by session'),
                       f'<details><summary>Sessions as a table ({len(sessions)})</summary>'
                       f'{group_table(rates, "session")}</details>'])
@@ -121,14 +118,12 @@ def group_section(results: pd.DataFrame) -> str:
 def example_trials(results: pd.DataFrame, n: int = 5) -> str:
     "Good, middling and bad trials, at most `n` of each, with reference and hypothesis in one line."
     errors = measure(results)[WER]
-    n = min(n, max(1, len(results)//3))
-    wrong = sorted((i for i in range(len(results)) if errors[i].edits), key=lambda i: -errors[i].edits)
-    worst = wrong[:min(n, -(-len(wrong)//2))]
-    rest = [i for i in range(len(results)) if i not in worst]
-    best = sorted(rest, key=lambda i: (errors[i].rate, -errors[i].length))[:n]
-    between = [i for i in wrong if i not in worst and i not in best]
-    middle = between[max(0, len(between)//2 - n//2):][:n]
-    kinds = {'Best': best, 'In the middle': middle, 'Most errors': worst}
+    order = sorted(range(len(results)), key=lambda i: (errors[i].edits, -errors[i].length))
+    n = min(n, max(1, len(order)//3))
+    wrong = [i for i in order[n:] if errors[i].edits]
+    between = wrong[:-n]
+    kinds = {'Best': order[:n], 'In the middle': between[max(0, (len(between) - n)//2):][:n],
+             'Most errors': wrong[:-n - 1:-1]}
     about = 'The reference, <del>missing words</del>, and <ins>wrong or extra words</ins>.'
     if 'confidences' in results: about += ' The less certain a word of the hypothesis, the darker its shade.'
     return f'<p>{about}</p>\n' + ''.join(
@@ -206,7 +201,8 @@ def configuration(cfg: Config, name: str) -> str:
     meanings = config_fields()
     def shown(value): return shorten(as_set(value), 60, placeholder=' …')
     def about(key): return re.sub('`(.+?)`', r'<code>\\1</code>', html.escape(meanings.get(key, (None, ''))[1]))
-    rows = [dict(key=Html(f'<code>{key}</code><br><small>{about(key)}</small>'), preset=shown(values.get(key)), run=shown(value)) for key, value in changed.items()]
+    rows = [dict(key=Html(f'<code>{key}</code><br><small>{about(key)}</small>'),
+                 preset=shown(values.get(key)), run=shown(value)) for key, value in changed.items()]
     return (f'<p>{len(rows)} values differ from the preset <code>{name}</code>.</p>\n'
             f'<div class="scroll wrap">{table(rows)}</div>')
 

@@ -7,7 +7,6 @@ __all__ = ['StageRun', 'stages_in_common', 'branch', 'run_stage']
 
 # %% ../../nbs/pipeline/08_stamps.ipynb #c002
 import itertools
-import json
 import os
 import shutil
 import time
@@ -29,19 +28,6 @@ from .stages.stage import PAGE, Result
 from ..training.budget import Deadline
 
 # %% ../../nbs/pipeline/08_stamps.ipynb #c005
-def _changes(old: dict, new: dict) -> list[str]:
-    "Differences between two `Run.inputs` of a stage, as phrases."
-    def differing(part): return {k: (old[part].get(k), new[part].get(k)) for k in sorted(old[part] | new[part])
-                                 if old[part].get(k) != new[part].get(k)}
-    def shown(value): return 'the default' if value is None else json.dumps(value)
-    changes = [f'{k} was {shown(before)}, is {shown(after)}' for k, (before, after) in differing('values').items()]
-    changes += [f'another file {label}' for label in differing('files')]
-    changes += [f'the stage {name} has other inputs' for name in differing('stages')]
-    if old['code'] != new['code']: changes.append('another version of the stage')
-    if old['version'] != new['version']: changes.append(f'b2t_kaggle was {old["version"]}')
-    return changes if len(changes) <= 5 else [*changes[:4], f'and {len(changes) - 4} more']
-
-# %% ../../nbs/pipeline/08_stamps.ipynb #c008
 class _Stamp(TypedDict, total=False):
     key: Required[str]       # `Run.key`
     fingerprint: str         # `Run.fingerprint`
@@ -105,12 +91,16 @@ class StageRun:
         return 'done' if stamp.get('finished') else 'stopped early'
 
     def reason(self) -> str:
-        "`status`, and the inputs or parameters that changed, if the stamp has them."
-        status, inputs = self.status(), self.stamp.get('inputs')
-        if status != 'inputs or parameters changed' or not inputs: return status
-        return f'{status}: {"; ".join(_changes(inputs, self.run.inputs(self.name)))}'
+        "`status`, and the names of inputs and parameters that changed, if the stamp has them."
+        status, earlier = self.status(), self.stamp.get('inputs')
+        if status != 'inputs or parameters changed' or not earlier: return status
+        before, now = (inputs['values'] | inputs['files'] | {f'stage {n}': key for n, key in inputs['stages'].items()} |
+                       {'b2t_kaggle': inputs['version'], 'version of the stage': inputs['code']}
+                       for inputs in (earlier, self.run.inputs(self.name)))
+        changed = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
+        return f'{status}: {", ".join(changed[:5])}{", …" if changed[5:] else ""}'
 
-# %% ../../nbs/pipeline/08_stamps.ipynb #c011
+# %% ../../nbs/pipeline/08_stamps.ipynb #c008
 @patch
 def begin(self: StageRun) -> StageRun:
     """Check the stages that it needs, and clear away what another configuration left.
@@ -191,7 +181,7 @@ def checkpoint(self: StageRun, outputs: Iterable[Path], metrics: dict | None = N
                     needs={n.name: n.id for n in self.needs}, metrics=metrics or {}, inputs=self.run.inputs(self.name),
                     pending={} if finished else self.pending), self.stamp_path)
 
-# %% ../../nbs/pipeline/08_stamps.ipynb #c013
+# %% ../../nbs/pipeline/08_stamps.ipynb #c010
 @patch
 def discard(self: StageRun) -> None:
     "Forget that the stage was done, so that it begins again; also a training that began with it."
@@ -200,7 +190,7 @@ def discard(self: StageRun) -> None:
     for name in plan(self.run.cfg) if STAGES[self.name].continues else ():
         if STAGES[name].continues and self.name in self.run.needs(name): type(self)(self.run, name).discard()
 
-# %% ../../nbs/pipeline/08_stamps.ipynb #c029
+# %% ../../nbs/pipeline/08_stamps.ipynb #c026
 def _share(path: Path, target: Path) -> None:
     "Link a file under another name; copy it if the disk has no links."
     if target.exists(): return
@@ -233,7 +223,7 @@ def branch(run: Run, source: Run, done: Iterable[str]) -> None:
         for f in files:
             if f.exists(): _share(f, run.dir/f.relative_to(source.dir))
 
-# %% ../../nbs/pipeline/08_stamps.ipynb #c032
+# %% ../../nbs/pipeline/08_stamps.ipynb #c029
 def run_stage(
     name: str,                     # Stage
     run_dir: str | Path,           # The run's folder

@@ -8,16 +8,13 @@ __all__ = ['Train']
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c002
 import math
 import sys
-from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
 
 from ...config import TRAINING_GROUPS, Config, with_overrides
 from ...devices.kaggle import check_accelerator_present
 from .inputs import check_device, check_llm, llm_files, named_by
 from .stage import MODEL, TRIALS, Artefact, PipelineError, Result, Stage
 from ...training.checkpoint_paths import REFIT, checkpoint_files, last_batch, saved_batches
-from ...training.recipe import learning_rates
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c005
 def _check_batches(cfg: Config) -> None:
@@ -38,8 +35,6 @@ def _check_batches(cfg: Config) -> None:
     except ValueError as e: raise PipelineError(str(e)) from None
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c008
-_SESSION_END = "the session's end" # Name of a limit
-
 def _within_time(cfg: Config, minutes: float) -> Config:
     "The configuration with a time budget of at most so many minutes. Raises `DeviceError` as `check` does."
     if cfg.data.dataset_dir:
@@ -48,14 +43,6 @@ def _within_time(cfg: Config, minutes: float) -> Config:
         check_accelerator_present(device.kind, cfg.train.accelerator, cfg.train.num_training_batches, device.reason)
     minutes = min(minutes, cfg.train.time_budget or math.inf)
     return cfg if math.isinf(minutes) else with_overrides(cfg, {'train.time_budget': max(minutes, 0.01)}) # One batch
-
-def _what_ended(result: Mapping[str, Any], cfg: Config, limit: str) -> str:
-    "A line about the end of a training before its last batch; `limit` is the name of the shortest limit of its time."
-    t, steps = cfg.train, result['step']
-    reasons = {'time budget': limit, 'early stopping': 'train.early_stopping', 'pruned': 'the sweep'}
-    rate = learning_rates(max(steps - 1, 0), t)['model']
-    return (f'Ended by {reasons[result["stopped"]]} after {steps:,} of {t.num_training_batches:,} batches; the '
-            f'learning rate, {t.lr_max:.3g} at most, was {rate:.3g} then.')
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c010
 class Train(Stage):
@@ -105,10 +92,11 @@ class Train(Stage):
     def run(self, run, progress):
         from b2t_kaggle.pipeline.frameworks import train
         folder, cfg = run.dir/'train', run.cfg
-        limits = {'train.time_budget': cfg.train.time_budget or math.inf, _SESSION_END: progress.time_left()/60}
-        limit = min(limits, key=lambda name: limits[name])
-        result = train(run.trials('train'), run.trials('val'), _within_time(cfg, limits[limit]), folder)
-        if result['stopped']: print(_what_ended(result, cfg, limit), file=sys.stderr, flush=True)
+        cfg = _within_time(cfg, progress.time_left()/60)
+        result = train(run.trials('train'), run.trials('val'), cfg, folder)
+        if result['stopped']:
+            print(f'Ended by {result["stopped"]} after {result["step"]:,} of {cfg.train.num_training_batches:,} '
+                  'batches.', file=sys.stderr, flush=True)
         metrics = dict(steps=result['step'], PER=result['val_per'])
         metrics |= {f'PER {name}': per for name, per in result.get('participants', {}).items()}
         models = [folder/run.checkpoint.name]
