@@ -13,9 +13,9 @@ import click
 from b2t_kaggle.cli.options import FILE, out_option, source_path, terminal_width
 from b2t_kaggle.core.messages import counted
 from b2t_kaggle.core.reading import splits_in_name
-from b2t_kaggle.metrics import IN_SAMPLE, comparison
+from b2t_kaggle.metrics import comparison
 from b2t_kaggle.phonemes import normalize_sentence
-from b2t_kaggle.pipeline.results import RESULTS, is_in_sample
+from b2t_kaggle.pipeline.results import RESULTS
 from b2t_kaggle.pipeline.run import Run, hypothesis_files
 from b2t_kaggle.rescoring.hypotheses import best_entries, read_blocks, read_hypotheses, voter_name
 
@@ -34,7 +34,7 @@ def _run_results(folder: Path) -> dict[str, list[dict]]:
     if {t: entries[0].text for t, entries in best.items() if entries} != results.text.to_dict():
         raise click.ClickException(f'{path} is not of the last hypotheses of this run, in {folder/"hypotheses"}; `b2t '
                                    'report` on this run makes it again')
-    name = f'{folder.name} {IN_SAMPLE}' if is_in_sample(Run(folder, save=False), results) else folder.name
+    name = f'{folder.name}{Run(folder, save=False).wer_mark}'
     return {name: results.reset_index().to_dict('records')}
 
 def _file_results(path: Path) -> dict[str, list[dict]]:

@@ -112,6 +112,5 @@ def errors(run, out, work):
 
     It is for a browser. All trials of val can be sorted and filtered; a trial shows its alignment, n-best list,
     phoneme posteriors and features. Tables count confusions, and what each stage fixed and broke."""
-    from b2t_kaggle.pipeline.errors import write_errors
-    from b2t_kaggle.pipeline.explore import open_run
+    from b2t_kaggle.pipeline.explore import open_run, write_errors
     click.echo(f'Open in a browser: {write_errors(open_run(run, out, work))}')

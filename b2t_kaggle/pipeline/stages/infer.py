@@ -12,7 +12,6 @@ from ...metrics import percent
 from . import stage
 from .inputs import check_device, llm_files
 from .stage import Artefact, PipelineError, Result, Stage
-from .train import Train
 from ...training.checkpoint_paths import checkpoint_files
 
 # %% ../../../nbs/pipeline/stages/06_infer.ipynb #c005
@@ -24,7 +23,7 @@ def _infer_splits(run, progress, stores) -> dict:
         decoder = open_decoder(run, nbest=1)
     def infer_split(split):
         path = run.logits(split)
-        if progress.pending_trials(split) == [] and path.exists(): return run.log_probs(split)
+        if progress.pending.get(split) == [] and path.exists(): return run.log_probs(split)
         sources = run.checkpoint_for(split), stores[split], path
         device = cfg.train.accelerator, cfg.train.precision
         if cfg.infer.adapt:
@@ -34,7 +33,7 @@ def _infer_splits(run, progress, stores) -> dict:
             from b2t_kaggle.pipeline.frameworks import infer
             store = infer(*sources, *device, cfg.data.eval_batch_size, framework=cfg.train.framework,
                           smoothing=cfg.infer.smoothing)
-        progress.save_pending(split, [])
+        progress.pending[split] = []
         return store
 
     start = time.monotonic()
@@ -58,7 +57,6 @@ class Infer(Stage):
     def reads_with(self, cfg): return self.reads + ((stage.LANGUAGE_MODEL,) if cfg.infer.adapt else ())
     def config_with(self, cfg): return self.config + (('decode',) if cfg.infer.adapt else ())
     def skipped(self, cfg): return 'infer.logits is set' if cfg.infer.logits else None
-    def modules(self, cfg): return Train().modules(cfg)
 
     def inputs(self, cfg, runs):
         files = {'infer.checkpoint': checkpoint_files(cfg.infer.checkpoint)} if cfg.infer.checkpoint else {}
