@@ -116,5 +116,5 @@ class Stage:
         return is_kept, dict(WER=gain.after if is_kept else gain.before) | gain_figures(gain, is_kept)
 
     def remains(self, run: 'Run') -> str:
-        "What a failed or interrupted execution leaves for the next one, as a clause; empty if it begins again."
+        "Progress that a failed or interrupted execution leaves for the next one, as a clause; empty without any."
         return ''
