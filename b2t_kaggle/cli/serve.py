@@ -11,7 +11,7 @@ import logging
 import click
 
 from .options import FILE, stage_command
-from .run import open_run
+from .run import run_from_options
 from ..decoding.server import check_redis
 from ..decoding.server import serve as serve_decoder
 from ..pipeline.decoder import is_kept, known_calibration, open_decoder, search_tuning
@@ -74,7 +74,7 @@ def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_
     connection = dict(db=db, username=username, password=password, tls=tls, tls_ca=tls_ca, tls_cert=tls_cert,
                       tls_key=tls_key)
     logging.basicConfig(level=logging.INFO, format='%(asctime)s %(levelname)s %(message)s')
-    run = open_run(until='lm', force=force, must_exist=True, **options)
+    run = run_from_options(until='lm', force=force, must_exist=True, **options)
     check_redis(host, port, **connection) # Before the language model is built, and an LLM loaded
     run_stages(run, 'lm', force)
     try:

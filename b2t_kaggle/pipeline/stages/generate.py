@@ -43,9 +43,9 @@ class Generate(Stage):
     def check(self, cfg, kind): check_llm(cfg, 'audio')
 
     def run(self, run, progress):
+        from b2t_kaggle.decoding.nbest import read_nbest, write_nbest
         from b2t_kaggle.lm.automaton import load_ngram
         from b2t_kaggle.pipeline.decoder import open_decoder
-        from b2t_kaggle.decoding.nbest import read_nbest, write_nbest
         from b2t_kaggle.pipeline.results import write_lists
         ngram, decoder = load_ngram(run.lm_path), cache(lambda: open_decoder(run))
         paths = {split: run.nbest_path(split, self.name) for split in sorted(run.splits)} # test first
