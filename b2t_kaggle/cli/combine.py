@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from b2t_kaggle.cli.options import FILE, Choice, out_option, output_option, source_path, stage_command
-from b2t_kaggle.cli.run import open_run, run_folder, run_until
+from b2t_kaggle.cli.run import run_folder, run_from_options, run_until
 from b2t_kaggle.config import load_config
 from b2t_kaggle.core.messages import counted, with_command_name
 from b2t_kaggle.core.reading import splits_in_name
@@ -169,7 +169,7 @@ def _show_pool(pool, voters: Collection) -> None:
 
 # %% ../../nbs/cli/04_combine.ipynb #c017
 def _ensemble_options(members: tuple[str, ...], method: str, weights: str, options: dict) -> dict:
-    "The options of `open_run` for a run with the average of the members."
+    "The options of `run_from_options` for a run with the average of the members."
     out = Path(options['out'])
     files = [str(f) for member in members for f in logit_files(member, out)]
     configs = [c for member in members for f in (Path(member), out/member) if (c := f/'config.yaml').exists()]
@@ -227,7 +227,7 @@ def import_logits(files, classes, force, overrides, **options):
         raise click.UsageError(f'found {len(files)} files for {" and ".join(sorted(splits))}, expected one of '
                                'each split')
     options['name'] = options['name'] or (None if options['output_dir'] else 'imported')
-    run = open_run(overrides=overrides, until='pack', force=force, **options)
+    run = run_from_options(overrides=overrides, until='pack', force=force, **options)
     run.save()
     run_stages(run, 'pack', force)
     (run.dir/'given').mkdir(exist_ok=True)

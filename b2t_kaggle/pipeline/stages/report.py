@@ -6,67 +6,11 @@
 __all__ = ['Report']
 
 # %% ../../../nbs/pipeline/stages/14_report.ipynb #c002
-from ...config import describe_run
 from ...core.files import write_whole
 from .inputs import named_by
 from .stage import PAGE, SUBMISSION, TRIALS, Artefact, Result, Stage
 
 # %% ../../../nbs/pipeline/stages/14_report.ipynb #c005
-def _is_tuned(run, stamps, tuning) -> bool:
-    cfg = run.cfg
-    def is_kept(name): return stamps.get(name, {}).get('metrics', {}).get('kept', True)
-    return any([tuning and tuning.weights != tuning.start, cfg.rescore.llm and cfg.rescore.tune and is_kept('rescore'),
-                cfg.combine.sources and is_kept('combine')])
-
-def _summary(run, results, stamps, tuning) -> str:
-    from b2t_kaggle.metrics.comparison import PER, WER
-    from b2t_kaggle.pipeline.report import headline
-    about = describe_run(run.cfg, run.base_preset)
-    parts = [f'<p class="kicker">{about[0].upper()}{about[1:]}.</p>'] if about else []
-    if results is None:
-        return '\n'.join([*parts, '<p>There are no log-probabilities of val, so there are no error rates.</p>'])
-    is_tuned = _is_tuned(run, stamps, tuning)
-    of_wer = ['cross-validated']*is_tuned + [f'n-gram models mixed{run.wer_mark}']*bool(run.wer_mark)
-    parts.append(headline(results, {PER: 'greedy', WER: '; '.join(of_wer)}))
-    def note(text, css=' class="faint"'): parts.append(f'<p{css}>{text}</p>')
-    if is_tuned:
-        note('Cross-validated: each sentence of val was found with weights that were tuned on others; so are the '
-             'intervals, tables and alignments below.')
-    if stamps.get('train'):
-        note('Of the models that training measured on val, this is the one with the fewest phoneme errors there.')
-    if (start := stamps.get('train', {}).get('metrics', {}).get('refit_from')) is not None:
-        note(f'From batch {start:,} on val was trained on; these are figures of the model before, and test has another '
-             'one.', '')
-    return '\n'.join(parts)
-
-def _weights(run, stamps, tuning) -> str:
-    from b2t_kaggle.core.pages import table
-    if tuning:
-        weights = tuning.table().astype(object).fillna('')
-        rows = [dict(weights=name) | row.to_dict() for name, row in weights.iterrows()]
-        return f'<div class="scroll">{table(rows)}</div>'
-    if not stamps.get('decode'): return ''
-    names = 'acoustic_scale', 'lm_weight', 'blank_penalty', 'word_score'
-    return f'<p>As configured: {", ".join(f"{name} {getattr(run.cfg.decode, name)}" for name in names)}.</p>'
-
-
-# %% ../../../nbs/pipeline/stages/14_report.ipynb #c007
-def _groups(results) -> str:
-    from b2t_kaggle.core.pages import figure
-    from b2t_kaggle.metrics.comparison import result_table
-    from b2t_kaggle.pipeline.report import group_table, plot_sessions
-    groups = result_table(results)
-    sessions = groups.loc['session']
-    parts = ['<p>An interval holds the rate of other sentences of the same kind in 95 of 100 cases.</p>',
-             *(group_table(groups, by) for by in ('corpus', 'length', 'sentence'))]
-    if 'corpus' not in groups.index.get_level_values('by'):
-        parts.append('<p class="faint">The corpora are known if <code>report.blocks</code> names the official '
-                     'description of the blocks.</p>')
-    parts += [figure(plot_sessions(sessions), 'Error rates by session'),
-              f'<details><summary>Sessions as a table ({len(sessions)})</summary>{group_table(groups, "session")}'
-              '</details>']
-    return '\n'.join(parts)
-
 class Report(Stage):
     does = 'one page: PER, WER, sessions, trials, curves'
     config = ('report',)
@@ -89,43 +33,29 @@ class Report(Stage):
         from b2t_kaggle.pipeline.stages import plan
         from b2t_kaggle.pipeline.stamps import StageRun
         stamps = {name: StageRun(run, name).stamp for name in plan(run.cfg) if name != self.name}
-        tuning = search_tuning(run)
         results = run_results(run) if 'val' in run.splits else None
         facts = {'data': 'simulated' if run.cfg.data.dataset_dir is None else 'recordings given with data.dataset_dir'}
         for split in run.splits[:1]:
             origin = run.log_probs(split).provenance
             facts |= {k: str(origin[k]) for k in ('model', 'framework', 'device', 'precision') if origin.get(k)}
         sections = {
-            '': _summary(run, results, stamps, tuning),
-            'Training': self._curves(run, stamps),
-            'By corpus, length and session': '' if results is None else _groups(results),
-            'Trials': '' if results is None else self._trials(results),
+            '': report.summary(run, results, stamps, search_tuning(run)),
+            'Training': report.curves(run, stamps),
+            'By corpus, length and session': '' if results is None else report.group_section(results),
+            'Trials': '' if results is None else report.example_trials(results),
             'Confidences of words': self._confidences(run),
             'Gains': report.gain_table(stamps, run.wer_mark),
-            'Weights of the search': _weights(run, stamps, tuning),
             'Times': report.timings(stamps, run.wer_mark),
             'Configuration': report.configuration(run.cfg, run.base_preset),
             'Provenance': report.provenance(facts, stamps),
         }
-        write_whole(run.dir/'report.html', report.report_page(sections, run.dir.absolute().name))
-        if results is None: return Result([run.dir/'report.html'], details=dict(sections=sections))
-        write_results(run.dir/RESULTS, results)
-        errors = measure(results)
-        return Result([run.dir/'report.html', run.dir/RESULTS], {name: total(errors[name]).rate for name in (PER, WER)},
-                      details=dict(sections=sections))
-
-    def _curves(self, run, stamps) -> str:
-        from b2t_kaggle.core.pages import figure
-        from b2t_kaggle.pipeline.stages import STAGES
-        from b2t_kaggle.training.history import plot_history
-        files = {name: run.dir/name/'history.csv' for name in stamps if stamps[name] and STAGES[name].curves}
-        return '\n'.join(figure(plot_history(f), STAGES[name].curves) for name, f in files.items() if f.exists())
-
-    def _trials(self, results) -> str:
-        from b2t_kaggle.pipeline.report import example_trials
-        about = 'The reference, <del>missing words</del>, and <ins>wrong or extra words</ins>.'
-        if 'confidences' in results: about += ' The less certain a word of the hypothesis, the darker its shade.'
-        return f'<p>{about}</p>\n{example_trials(results)}'
+        files, metrics = [run.dir/'report.html'], {}
+        write_whole(files[0], report.report_page(sections, run.dir.absolute().name))
+        if results is not None:
+            files.append(run.dir/RESULTS)
+            write_results(files[1], results)
+            metrics = {name: total(counts).rate for name, counts in measure(results).items() if name in (PER, WER)}
+        return Result(files, metrics, details=dict(sections=sections))
 
     def _confidences(self, run) -> str:
         from b2t_kaggle.core.pages import figure, table
@@ -136,4 +66,3 @@ class Report(Stage):
         about = f'<p>Of {calibration.n_words:,} words of val; the temperature is {calibration.temperature:.3g}.</p>'
         plot = figure(plot_reliability(calibration), 'Reliability of the confidences of words')
         return about + table(calibration.table) + plot
-
