@@ -255,7 +255,7 @@ def test_a_checkpoint_of_both_starts_one(folders, trained, tmp_path):
     own = t.model.state_dict()
     assert torch.equal(own['participant_weights'][0], theirs['participant_weights'][0])
     assert torch.equal(own['day_weights'], theirs['day_weights'][2:])
-    with pytest.raises(TrainingError, match='participant_weights is in it alone'):
+    with pytest.raises(TrainingError, match='participant_weights is not in the model'):
         trainer(t15, 'gru', {}, **{'train.init_checkpoint_path': out/'best.pt'})
 
 
