@@ -153,5 +153,6 @@ def plot_history(
     errors.plot(val.step, 100 * val.val_per, 'o-', ms=3, color='C1', label='PER')
     if 'val_wer' in val: errors.plot(val.step, 100 * val.val_wer, 'o-', ms=3, color='C2', label='WER')
     errors.legend()
-    errors.set(xlabel='batch', ylabel='validation errors (%)', ylim=(0, None))
+    top = 1.1*errors.dataLim.ymax if len(val) else None
+    errors.set(xlabel='batch', ylabel='validation errors (%)', ylim=(0, top))
     return fig
