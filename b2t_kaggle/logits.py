@@ -270,7 +270,8 @@ def sort_stores(
     for store in map(LogitStore.open, paths):
         split = split_of(store)
         if split is not None and split not in indices:
-            raise LogitError(f'{store.path} is of the split {split}, expected {" or ".join(indices)}; leave it out')
+            raise LogitError(f'{store.path} belongs to the split {split}, expected {" or ".join(indices)}; '
+                             'leave it out')
         differences = {s: store._index_difference(indices[s]) for s in ([split] if split else indices)}
         fits = [s for s, difference in differences.items() if not difference]
         if len(fits) > 1:
@@ -278,7 +279,7 @@ def sort_stores(
                              f'which split it is; rename it so that its name has the word {fits[0]} or {fits[1]}')
         if not fits:
             reasons = '; '.join(f'{s}: {difference}' for s, difference in differences.items())
-            raise LogitError(f'{store.path} is not of the trials of the packed sessions ({reasons}); give the sessions '
+            raise LogitError(f'{store.path} has other trials than the packed sessions ({reasons}); give the sessions '
                              'and data options that it was made with, or leave it out')
         by_split.setdefault(fits[0], []).append(store)
     counts = {split: len(stores) for split, stores in by_split.items()}

@@ -38,7 +38,7 @@ def to_class_ids(
 
 # %% ../nbs/00_phonemes.ipynb #c009
 def _distinct(prons: Iterable[Sequence[str]]) -> list[list[str]]:
-    "Pronunciations without stress marks, each once, in their order."
+    "Distinct pronunciations without stress marks, in the given order."
     bare = [[p.rstrip('012') for p in pron] for pron in prons]
     return [p for i, p in enumerate(bare) if p not in bare[:i]]
 

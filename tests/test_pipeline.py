@@ -592,7 +592,7 @@ def test_log_probabilities_of_other_trials_are_refused(finished, tmp_path, here)
     index = store.index.assign(sentence=['Not what was said.', *store.index.sentence[1:]])
     LogitStore.write(tmp_path/'foreign.arrow', list(store), index, store.provenance)
     theirs = Run(tmp_path/'run', run.parent.parent/'data', SMALL | {'infer.logits': f'{tmp_path}/foreign.arrow'})
-    with pytest.raises(LogitError, match=r"foreign.arrow is not of the trials .* has sentence 'Not what was said.'"):
+    with pytest.raises(LogitError, match=r"foreign.arrow has other trials than .* has sentence 'Not what was said.'"):
         run_stages(theirs, 'decode')
 
 

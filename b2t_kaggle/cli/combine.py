@@ -189,7 +189,7 @@ def _ensemble_options(members: tuple[str, ...], method: str, weights: str, optio
 @click.option('--how', 'method', default='log_prob', show_default=True, type=Choice(['log_prob', 'prob']),
               help='Average log-probabilities or probabilities.')
 @click.option('--weights', default='equal', show_default=True, metavar='equal|A,B,…',
-              help='Weights of the models: equal, or numbers in their order.')
+              help='Weights of the models: equal, or one number for each, in the order of the models.')
 def ensemble(members, method, weights, force, **options):
     """Average several models, as a run of its own.
 

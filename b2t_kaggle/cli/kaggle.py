@@ -135,7 +135,7 @@ def _tell_changes(before: Plan, plan: Plan) -> None:
 @click.option('--id', 'name', metavar='OWNER/SLUG',
               help="Id of the cycle, whose notebooks are SLUG-train-1, …, SLUG-submit. Default: the client's user, and "
                    'preset and accelerator.')
-@click.option('--python', metavar='VERSION', help="Python of Kaggle's image if it is not 3.12, such as 3.13.")
+@click.option('--python', metavar='VERSION', help="Python version of Kaggle's image, such as 3.13, if it is not 3.12.")
 @click.option('--submit', is_flag=True, help='Send the CSV to the competition.')
 @click.option('--unfinished', is_flag=True, help='Decode and send a model whose training is unfinished.')
 @click.option('--retry', is_flag=True, help='Push a failed notebook again, with the present kit.')

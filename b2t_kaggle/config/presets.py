@@ -44,7 +44,7 @@ _BEST: dict[str, dict[str, dict[str, Any]]] = {
         'augment': _TIME_MASKED['augment'] | _ELECTRODES, # The authors' 20 time masks
         'train': _TIME_MASKED['train'] | _REFINED,        # The authors' values, but for `_REFINED`
     },
-    'best-tpu': { # Field: 2.79 % WER (public) for one model, in a stack in which a GRU has 4.45
+    'best-tpu': { # Field: 2.79 % WER (public) for one model; a GRU in the same pipeline has 4.45
         'model': _MAMBA | dict(n_units=2048, projection_units=4096), # Sizes of `mamba`, too large for a T4
         # Time masks simulated, Mamba: −0.8 points (−1.3 to −0.3)
         'augment': dict(time_masks=20, time_mask_max=0.05) | _ELECTRODES,

@@ -39,7 +39,7 @@ class InputFile(Fact):
     def __str__(self): return 'input folder or file, or a name on the hub' if self.or_name else 'input file'
 
 class MayChange(Fact):
-    "A training may continue with another value."
+    "Training may continue with another value."
     def __str__(self): return 'may change during a training'
 
 class ChangesNothing(MayChange):
@@ -102,7 +102,7 @@ class Section(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
         coerce_numbers_to_str=True, # Block numbers are numbers in YAML, and text in the official kit
-        allow_inf_nan=False,        # YAML can write them, and they would spoil a training
+        allow_inf_nan=False,        # YAML can write them, and they would ruin the training
     )
 
     @model_validator(mode='after')

@@ -126,7 +126,7 @@ def choose_buckets(
     edges, counts = np.unique(needed if round_length is None else round_length(needed), return_counts=True)
     counts[-1] -= 1  # the longest must fit, but its padding does not count
     below = np.append(0, np.cumsum(counts))  # Trials shorter than each edge, and their total: C
-    cost = np.triu(edges*(below[1:] - below[:-1, None])).astype(float) # Of a bucket for the lengths i … j
+    cost = np.triu(edges*(below[1:] - below[:-1, None])).astype(float) # Cost of a bucket for the lengths i … j
     cost[np.tril_indices(len(edges), -1)] = np.inf
     least = cost[0]  # W_1
     begins = []

@@ -503,7 +503,7 @@ def _claim(folder: Path, parameters: dict) -> None:
     write_whole(marker, json.dumps(parameters))
 
 # %% ../../nbs/data/02_simulate.ipynb #c073
-_TRIAL_BYTES = 8000 # Of the labels and of HDF5, measured on files of few trials, which take most
+_TRIAL_BYTES = 8000 # Size of labels and HDF5 overhead, measured on files of few trials, which take most
 
 def _simulated_bytes(plan: pd.DataFrame) -> int:
     "About how large the session files of a plan become."

@@ -337,7 +337,7 @@ def _query(queries, count, ngram_state, word):
 # %% ../../nbs/decoding/04_search.ipynb #c043
 @_jit
 def _expect_words(model, state, least):
-    "Prefetch arcs of the n-gram: they are far away in memory, which fetches many of them at a time."
+    "Prefetch arcs of the n-gram: they are scattered in memory, and many of them can be fetched at a time."
     trie, ngram, options = model
     for i in range(state.counters[0].n_hyps):
         hyp, score = state.hyps[i], state.paths[i].score

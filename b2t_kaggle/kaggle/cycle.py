@@ -504,7 +504,7 @@ def report(self: Cycle) -> Iterator[str]:
 
 @patch
 def by_hand(self: Cycle) -> Iterator[str]:
-    "Lines with commands and clicks that do what `go` does; writes the notebooks."
+    "Write the notebooks, and list the commands and clicks that do by hand what `go` does."
     parts = self.plan.n_parts or 1
     notebooks = [*(self.plan.training(part) for part in range(1, parts + 1)), self.plan.submission(parts)]
     for notebook in notebooks: self._write_notebook(notebook)

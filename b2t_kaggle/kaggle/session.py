@@ -225,7 +225,7 @@ def _install_missing(needed: Mapping[str, str], input_dir: str | Path, scratch_d
 
 # %% ../../nbs/kaggle/00_session.ipynb #c031
 def plan_device(framework: str, accelerator: str) -> machine.Device:
-    "Print the device of a training without starting it. Raises `DeviceError`."
+    "Print the device for training without starting it. Raises `DeviceError`."
     if framework == 'tensorflow':
         from b2t_kaggle.devices.tensorflow import plan_tensorflow as plan
     else:
@@ -238,7 +238,7 @@ def _device_problems(framework: str, accelerator: str, must_be_fast: bool) -> li
     try: device = plan_device(framework, accelerator)
     except machine.DeviceError as e: return [str(e)]
     if not must_be_fast or device.kind != 'cpu' or accelerator == 'cpu': return []
-    return [f'no GPU or TPU that {framework} can use ({device.reason}), and on the processor a training lasts weeks; '
+    return [f'no GPU or TPU that {framework} can use ({device.reason}), and on the processor training lasts weeks; '
             'choose another one under Settings › Accelerator, or set accelerator="cpu"']
 
 # %% ../../nbs/kaggle/00_session.ipynb #c034
@@ -266,7 +266,7 @@ def in_stamp(run_dir: Path, stage: str, *keys: str) -> Any:
 
 # %% ../../nbs/kaggle/00_session.ipynb #c037
 def batches_done(run_dir: Path) -> int:
-    "Batches that a training has done, by its stamp; by its history if it did not end by itself."
+    "Batches that a training run has done, by its stamp; by its history if it did not end by itself."
     steps = in_stamp(run_dir, 'train', 'metrics', 'steps')
     return steps if type(steps) is int else last_batch(run_dir/'train'/'history.csv')
 
@@ -326,7 +326,7 @@ def _averaging_problems(runs: Sequence[Path], log_probs: Sequence[Path], at_leas
                         'more; attach the outputs of several training notebooks, or LogitStores of each')
     if n.keys() <= {'val', 'test'} and n['val'] != n['test'] and n['val']:
         problems.append(f'log-probabilities: {n["val"]} of val and {n["test"]} of test are attached, expected as many; '
-                        'run such a training to its end, or name the others in `models`')
+                        'run the training to its end, or name the others in `models`')
     return problems
 
 def _source(inputs: Attached, at_least: int, problems: list[str]) -> dict[str, Any]:
@@ -423,7 +423,7 @@ def copy_submission(run: 'Run', work_dir: str | Path) -> Path:
     return path
 
 def next_step(run: 'Run') -> str:
-    "Progress of a training, and the next step."
+    "Progress of a training run, and the next step."
     done = f'{batches_done(run.dir):,} of {run.cfg.train.num_training_batches:,} batches are done'
     if not in_stamp(run.dir, 'train', 'finished'):
         return (f'{done}; to continue, attach the output of this version to the notebook, in place of an older one, '

@@ -227,7 +227,7 @@ def _joined(words: Collection[bytes]) -> tuple[np.ndarray, np.ndarray]:
 def word_table(
     words: Collection[bytes], # Distinct words
 ) -> WordTable:
-    "Number words in their order."
+    "Number words in the order in which they come."
     size = 1 << (2*len(words) + 2).bit_length()
     table = WordTable(np.full(size, -1), np.zeros(size, np.int32))
     _fill(table, *_joined(words))
@@ -463,7 +463,7 @@ def read_arpa(
 ) -> Arpa:            # The whole model, its words in lower case
     "Read an n-gram model into memory; raises `ArpaError` that names file and line."
     reader = ArpaReader(path)
-    pieces = defaultdict(list) # Of each order
+    pieces = defaultdict(list) # N-grams of each order
     for piece in reader: pieces[piece.ids.shape[1]].append(piece)
     def empty(n): return Grams(np.empty((0, n), np.int32), np.empty(0, np.float32), np.empty(0, np.float32))
     grams = [Grams(*map(np.concatenate, zip(empty(n), *pieces[n]))) for n in range(1, len(reader.counts) + 1)]

@@ -194,7 +194,7 @@ def write_grammar(
     "Write a model whose sentences are the phrases. Raises `ValueError` that names an unusable phrase."
     if isinstance(phrases, str):
         raise TypeError(f'phrases: found the text {phrases[:60]!r}, expected a list of phrases')
-    weights: Counter = Counter() # Of each phrase's words
+    weights: Counter = Counter() # Weight of each phrase, as a tuple of words
     for phrase in phrases:
         words = tuple(normalize_words(phrase.split()))
         weight = phrases[phrase] if isinstance(phrases, Mapping) else 1

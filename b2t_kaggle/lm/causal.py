@@ -408,7 +408,7 @@ class Capabilities(NamedTuple):
     tree_attention: bool # A prefix tree gets the scores of its sentences as rows
 
 _CAPABILITIES = WeakKeyDictionary() # By model
-_UNSUPPORTED = RuntimeError, TypeError, ValueError, AttributeError # Of models that cannot take such arguments
+_UNSUPPORTED = RuntimeError, TypeError, ValueError, AttributeError # Errors of models that cannot take such arguments
 
 def _has_separate_head(model, ids: np.ndarray) -> bool:
     "Whether the head on the base model's states gives the logits of the whole model."

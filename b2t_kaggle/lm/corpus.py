@@ -195,7 +195,7 @@ def clean_text(
 # %% ../../nbs/lm/02_corpus.ipynb #c028
 def read_vocabulary(
     path: str | Path, # A word a line, what follows it is ignored; plain or .gz
-) -> list[str]:       # Words in lower case, each once, in their order
+) -> list[str]:       # Distinct words in lower case, in the order of the text
     "The words of a vocabulary file or pronunciation dictionary; raises `ValueError` for a file without words."
     words = {} # In their order
     for line in read_lines(Path(path)):

@@ -64,7 +64,7 @@ def finetune(
 ) -> torch.nn.Module:         # PEFT's model, in evaluation mode; `score_sentences` takes it
     """Train a LoRA adapter (Hu et al., 2021) on transcripts and save it; continues exactly after an interruption.
     Raises `LanguageModelError` without the package peft, for sentences that the model cannot take and, with nothing
-    saved, for a loss that is not finite; `TrainingError` if another training was interrupted there."""
+    saved, for a loss that is not finite; `TrainingError` if another run was interrupted there."""
     require_package('peft', 'fine-tuning')
     folder = Path(folder)
     sentences = [s for s in sentences if s.strip()]
@@ -159,7 +159,7 @@ def save(self: TrainingState, step: int) -> None:
 @patch
 def restore(self: TrainingState, n_steps: int) -> int:
     """Continue from the file, if there is one; returns the number of steps done. Raises `TrainingError` for the file
-    of another training, `LanguageModelError` for a damaged one."""
+    of another run, `LanguageModelError` for a damaged one."""
     if not self.path.exists(): return 0
     try:
         with zipfile.ZipFile(self.path) as archive: damaged = archive.testzip()
@@ -176,7 +176,7 @@ def restore(self: TrainingState, n_steps: int) -> int:
         if torch.cuda.is_available() and state['cuda_rng']: torch.cuda.set_rng_state_all(state['cuda_rng'])
     except TrainingError: raise
     except Exception as e: # Many kinds, for files that are damaged
-        raise LanguageModelError(f'{self.path}: not the state of a fine-tuning, or damaged ({reason_of(e)}); '
+        raise LanguageModelError(f'{self.path}: not the state of a fine-tuning run, or damaged ({reason_of(e)}); '
                                  'remove it to start again') from None
     return state['step']
 

@@ -90,7 +90,7 @@ def reason_of(
     if 'ignore_mismatched_sizes' in text: return 'its weights have other shapes than its configuration says'
     return printable(text.splitlines()[0])
 
-_MAX_RANK = 4096 # Of an adapter; usual ones are 4 to 256
+_MAX_RANK = 4096 # Highest rank of an adapter; 4 to 256 are usual
 
 def adapter_facts(
     folder: Path, # Folder of an adapter
@@ -193,7 +193,7 @@ def pretrained(
     family: Any,       # Class of transformers, such as `AutoTokenizer`
     place: str | Path, # Folder of the model, or its name on the hub
     config=None,       # Configuration of the model, if it was read before
-    **options,         # More arguments of `from_pretrained`
+    **options,         # Further arguments for `from_pretrained`
 ) -> Any:
     "Result of `from_pretrained`, with no code of the model's run, no pickle read and sizes checked. Raises any error."
     from transformers import PretrainedConfig, PreTrainedModel

@@ -170,8 +170,8 @@ def perplexity_report(
     for name, text in texts.items():
         sentences = list(read_sentences(text))
         oov = Counter()
-        log_prob = 0.0     # Of known words and of the sentences' ends
-        oov_log_prob = 0.0 # Of unknown words
+        log_prob = 0.0     # Sum over known words and sentence ends
+        oov_log_prob = 0.0 # Sum over unknown words
         for s in sentences:
             scores, is_oov = lm.word_scores(s)
             oov.update(itertools.compress(s.split(), is_oov))

@@ -184,7 +184,7 @@ def check_stages(
 ) -> set[str]:
     """Stages that have something to do.
 
-    Raises before anything is computed: `DeviceError` for a long training on recordings without an accelerator,
+    Raises before anything is computed: `DeviceError` for long training on recordings without an accelerator,
     `TrainingError` for a tracker that is not installed, `PipelineError` for a missing or damaged input or an unknown
     stage to force."""
     names = plan(run.cfg, until)

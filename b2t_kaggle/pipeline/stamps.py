@@ -184,7 +184,7 @@ def checkpoint(self: StageRun, outputs: Iterable[Path], metrics: dict | None = N
 # %% ../../nbs/pipeline/08_stamps.ipynb #c010
 @patch
 def discard(self: StageRun) -> None:
-    "Forget that the stage was done, so that it begins again; also a training that began with it."
+    "Forget that the stage was done, so that it begins again; also the training, if it began with it."
     self._remove_results()
     self.stamp_path.unlink(missing_ok=True)
     for name in plan(self.run.cfg) if STAGES[self.name].continues else ():

@@ -223,7 +223,7 @@ def ranges_of(
     if both := {full_key(key, keys) for key in fixed} & ranges.keys():
         raise ConfigError(f'{min(both)}: found a range and a value, expected one of them')
     if vain := sorted(ranges.keys() & keys_with(cfg, ChangesNothing, SameResult)):
-        raise ConfigError(f'{vain[0]}={ranges[vain[0]]}: changes no result of a training, so it cannot be searched; '
+        raise ConfigError(f'{vain[0]}={ranges[vain[0]]}: changes no result of training, so it cannot be searched; '
                           'give one value, or a list in brackets')
     def is_whole(key):
         group, name = key.split('.')

@@ -23,7 +23,7 @@ class Frames:
     """The frames of B trials: packed `[N, ·]`, trial after trial, on a CPU; padded `[T', B, ·]` elsewhere.
     N is the number of real frames."""
     x: Tensor                # Patches
-    order: FrameOrder | None # Of packed frames
+    order: FrameOrder | None # Order of packed frames
     n_trials: int            # B
     n_frames: int            # T'
     lengths: Tensor | None = None # Frames of each trial `[B]`; None means T'

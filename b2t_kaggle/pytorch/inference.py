@@ -73,7 +73,7 @@ def logits_of(
     progress: str | None = None, # Label of a progress bar
     smoothing: str = 'same',     # Or `valid`, see `training.trials.smoothing_edges`
     trials: Sequence[int] | None = None, # Indices of the trials; None means all
-    args: Callable[[np.ndarray], dict] | None = None, # More arguments of the model for the trials of a batch
+    args: Callable[[np.ndarray], dict] | None = None, # Further model inputs for the trials of a batch
 ) -> Iterator[tuple[Batch, Any, np.ndarray]]:
     "Batches with logits `[B, T', K]`, float32, on the device, or whatever `args` make of them, and frames `[B]`."
     augment = Augment(cfg.augment, 0)

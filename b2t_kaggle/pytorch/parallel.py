@@ -40,7 +40,7 @@ class Backend:
         self.torch_device = torch.device(device.kind)
         # Steps between looks at their results: each look makes the host wait for the device
         self.sync_every = 1 if device.kind == 'cpu' else 10
-        self.scaler = None # Of the loss
+        self.scaler = None # Scales the loss in float16
         # cuDNN's GRU layers and convolutions would round their input to 10 bits (TF32) on cards that can
         if device.kind == 'cuda': torch.backends.cudnn.allow_tf32 = device.precision != 'float32'
         if device.precision == 'float16':

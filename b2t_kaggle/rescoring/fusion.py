@@ -85,8 +85,8 @@ class LLMTrial:
         self.parent = {0: 0}            # Parent of each history
         self.tokens = {0: tuple(start)} # Tokens of each history's last word as it is written
         self.rows: dict[int, list[int]] = {} # Numbers of these tokens in the tree, as far as they were run
-        self.n_run = 0                  # Tokens that were run, in the whole trial
-        self.n_passes = 0               # Passes in which they were run
+        self.n_run = 0                  # Number of tokens that the model has read in this trial
+        self.n_passes = 0               # Number of forward passes in this trial
 
     @torch.inference_mode()
     def score(self, histories: np.ndarray, parents: np.ndarray, words: np.ndarray) -> np.ndarray:

@@ -224,7 +224,7 @@ def best_entries(
     hypotheses: Hypotheses,
     n: int = 1, # Number kept of each voter in each trial
 ) -> Hypotheses:
-    "The trials with the best entries of each voter: by rank, else by total, else in their order."
+    "The trials with the best entries of each voter: by rank, else by total, else in the given order."
     best = {}
     for trial, entries in hypotheses.entries.items():
         by_voter = {}

@@ -41,7 +41,7 @@ class Evaluator:
         result: Callable,       # `result(logits, batch, frames) -> dict` of tensors `[B, …]`, part of the program
         smoothing: str = 'same', # `same` or `valid`, see `training.trials.smoothing_edges`
         *,
-        args: dict | None = None, # More arguments of the model's call
+        args: dict | None = None, # Further keyword arguments for the model
     ):
         self.store = store
         self.strategy = strategy

@@ -33,7 +33,7 @@ def _zeros(shape) -> tf.Variable: return tf.Variable(tf.zeros(shape), trainable=
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c011
 class StackedAdamW:
     "AdamW (Loshchilov and Hutter, 2019), as PyTorch's, over the official groups; days are rows of their stack."
-    scaler = None # Of the loss in float16: a `LossScaler`
+    scaler = None # A `LossScaler` if training uses float16
 
     def __init__(self, model: Encoder, cfg: TrainConfig):
         trainable = {name: v for name, v in model.named_variables().items() if v.trainable}

@@ -39,7 +39,7 @@ class Trainer(interface.Trainer):
 
     def __init__(self, store: TrialStore, store_val: TrialStore | None, cfg: Config, backend: Strategy,
                  checkpoint: Path | None = None):
-        "Start a training, or continue one from its `last.weights.h5`."
+        "Start training, or continue from `last.weights.h5`."
         _refuse(cfg)
         super().__init__(store, store_val, cfg)
         cfg = self.cfg

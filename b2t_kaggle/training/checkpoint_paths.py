@@ -62,7 +62,7 @@ def checkpoint_for(
 
 # %% ../../nbs/training/02_checkpoint_paths.ipynb #c014
 def last_batch(
-    history: Path, # `history.csv` of a training
+    history: Path, # `history.csv` of a training run
 ) -> int:
     "Number of batches in the last row of the curves; 0 if there are no curves or they cannot be read."
     try: lines = history.read_text(encoding='utf-8').splitlines() if history.is_file() else []
@@ -74,7 +74,7 @@ def saved_batches(
     out: Path, # A training's folder
     cfg,       # The run's configuration
 ) -> str:
-    "Saved progress of a training that was killed, as a clause; curves are written before checkpoints."
+    "Saved progress of a training run that was killed, as a clause; curves are written before checkpoints."
     history, last = out/'history.csv', out/LAST[cfg.train.framework]
     if not last.exists(): return 'nothing of it is saved yet'
     is_older = history.exists() and history.stat().st_mtime_ns <= last.stat().st_mtime_ns

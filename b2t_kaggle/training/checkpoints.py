@@ -79,7 +79,7 @@ def check_features(
     if cfg.model.participants: expected = max(map(cfg.model.features_of, store.sessions))
     if store.n_features == expected: return
     advice = 'pack with its data.feature_subset' if cfg.data.feature_subset else \
-        'begin a training on these with it (train.init_checkpoint_path), or take another one'
+        'begin training on these with it (train.init_checkpoint_path), or take another one'
     raise TrainingError(f'{store.path}: trials have {store.n_features} features, the model in {checkpoint} takes '
                         f'{expected}; {advice}')
 

@@ -60,7 +60,7 @@ class BestTracker:
         return 'early stopping' if converged else None
 
 # %% ../../nbs/training/03_history.ipynb #c011
-_COLUMNS = ['step', 'loss', 'grad_norm', 'lr', 'lr_day', 'seconds', 'val_loss', 'val_per'] # Columns of every training
+_COLUMNS = ['step', 'loss', 'grad_norm', 'lr', 'lr_day', 'seconds', 'val_loss', 'val_per'] # Columns of every history
 
 class History:
     "The curves of a run, as a table that is also a CSV file."
@@ -119,7 +119,7 @@ def read_history(
         numbers = table[['step', *table.columns.intersection(_COLUMNS[1:])]]
         if numbers.empty or all(kind.kind in 'if' for kind in numbers.dtypes): return table
     except (ValueError, KeyError) as e: problem = str(e)
-    raise ReadError(f'{path}: damaged ({problem}), expected the curves of a training; remove it')
+    raise ReadError(f'{path}: damaged ({problem}), expected training curves; remove it')
 
 # %% ../../nbs/training/03_history.ipynb #c014
 _LABELS = dict(consistency='KL divergence of two views', answer='cross entropy of answers', ctc='CTC',

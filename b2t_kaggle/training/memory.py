@@ -32,7 +32,7 @@ def is_oom(
     return type(error).__name__ in _ERROR_TYPES or any(text in str(error).lower() for text in _ERROR_TEXTS)
 
 def raise_if_oom(
-    error: BaseException, # Error of a training
+    error: BaseException, # Error raised by training
     device: str,          # Device of the training
     cfg: Config,          # The run's configuration
     trainer,              # A `training.interface.Trainer`; None while it is being made

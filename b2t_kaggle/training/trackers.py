@@ -46,7 +46,7 @@ class Tracker(Protocol):
 def tracked_values(
     cfg: Config, # The run's configuration
 ) -> dict[str, Any]:
-    "The configuration of a training as trackers show it: `group.field`: value."
+    "The configuration of a run as trackers show it: `group.field`: value."
     return {k: v for k, v in flat_values(cfg).items() if k.split('.')[0] in TRAINING_GROUPS}
 
 # %% ../../nbs/training/09_trackers.ipynb #c008
@@ -109,7 +109,7 @@ def tracker_names(
     log: Sequence[str] | None, # `train.log`
     framework: str, # Framework of the training
 ) -> list[str]:
-    "The trackers of a training."
+    "The trackers of a run."
     if log is not None: return list(log)
     return ['tensorboard'] if framework == 'tensorflow' else []
 

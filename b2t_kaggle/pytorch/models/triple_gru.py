@@ -68,7 +68,7 @@ class NoiseModel(_FrameGRU):
         return self.out(f.by_trial(y)), states
 
 class CleanSpeechModel(_FrameGRU):
-    "GRU layers that read phonemes from frames without their noise."
+    "GRU layers that predict phonemes from denoised frames."
     def __init__(self,
         frame_dim: int,       # Numbers in a frame, I
         n_units: int,         # Units per GRU layer, H

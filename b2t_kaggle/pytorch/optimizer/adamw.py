@@ -30,8 +30,8 @@ def new_state(
 
 class RunOptimizer:
     "Base of the optimisers of a run: a state of tensors by name, and the step of one of PyTorch's."
-    state: dict[str, dict[str, Tensor]] # Of each parameter: moments `[…]` by name, of its shape
-    scaler: torch.amp.GradScaler | None = None # Of the loss, in float16
+    state: dict[str, dict[str, Tensor]] # Moments `[…]` of each parameter by name, of its shape
+    scaler: torch.amp.GradScaler | None = None # Scales the loss in float16
     adam: torch.optim.Optimizer
 
     def unscale(self, days: np.ndarray) -> None:

@@ -116,7 +116,7 @@ class Encoder(NamedModel):
         raise NotImplementedError(f'{type(self).__name__} has neither encode nor call')
 
     def training_args(self, step: int, n_steps: int) -> dict:
-        "More arguments of `call` in a training step; steps are counted from 0."
+        "Further arguments for `call` in a training step; steps are counted from 0."
         return {}
 
     def training_losses(self,

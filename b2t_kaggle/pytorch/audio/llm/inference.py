@@ -87,7 +87,7 @@ def score_texts(llm: AudioLanguageModel, vectors: Tensor, n_vectors: Tensor, tex
 
 # %% ../../../../nbs/pytorch/audio/llm/07_inference.ipynb #c012
 def infer_sentences(
-    checkpoint: str | Path, # `best.pt` of a training with an audio LLM, or the folder that holds it
+    checkpoint: str | Path, # `best.pt` of a run with an audio LLM, or the folder that holds it
     stores: Mapping[str, TrialStore], # Trials by split, in the order of inference
     cfg: Config,            # Device, precision, audio LLM and search
     trials: Mapping[str, Sequence[int]] | None = None, # Selected trials of each split; None means all
@@ -111,7 +111,7 @@ def infer_sentences(
     return ((split, written) for split, store in stores.items() for written in write(split, store))
 
 def load_audio_model(
-    path: str | Path,       # `best.pt` of a training with an audio LLM, or the folder that holds it
+    path: str | Path,       # `best.pt` of a run with an audio LLM, or the folder that holds it
     local: AudioConfig | None = None, # Place and quantization of the audio LLM here; None: as in training
     device: str = 'cpu',    # Device of the weights
     unseen: str | None = None, # Purpose, as the end of a sentence, if it forbids a model that was trained on val
