@@ -23,7 +23,7 @@ LINE = '*Executed '    # Begins the last cell of a benchmark, which shows the st
 LARGEST = 150_000      # Bytes of a reader's notebook that are outputs
 # What changes with each execution
 CHANGING = {rf'{ROOT}/': '', rf'{tempfile.gettempdir()}/tmp\w+': '/tmp/…',
-            r"(first step after |'seconds': )[\d.]+": r'\1…'}
+            r"(first step after |'seconds': )[\d.]+": r'\1…', r'T_[0-9a-f]{5}(?=_|\\")': 'T_table'}
 
 
 def read(path: Path) -> dict: return json.loads(path.read_text(encoding='utf-8'))
