@@ -36,7 +36,7 @@ def imported(code: str) -> Iterator[tuple[str, str]]:
 @cache
 def _doors() -> dict[str, str]:
     "The module of each name of the front door."
-    code = (ROOT/'b2t_kaggle'/'__init__.py').read_text(encoding='utf-8')
+    code = (ROOT/'b2t_kaggle'/'__init__.pyi').read_text(encoding='utf-8')
     nodes = (n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.ImportFrom) and n.module)
     return {name.name: n.module.removeprefix('b2t_kaggle.') for n in nodes
             if n.module.startswith('b2t_kaggle.') for name in n.names}
