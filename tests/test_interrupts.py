@@ -130,7 +130,7 @@ def test_a_terminal_that_is_closed(packed, tmp_path):
 
 @pytest.mark.parametrize('how', ['SIGINT', 'SIGTERM', 'SIGHUP', 'a pipe that is gone'])
 def test_a_sweep(packed, tmp_path, how):
-    "The trial that is trained is saved, no other one is begun, and the same line goes on with it."
+    "The trial that is trained is saved, no other one is begun, and the same command goes on with it."
     optuna = pytest.importorskip('optuna', reason='Optuna is not installed: ./kit env sweep')
     reading, writing = os.pipe()
     p = subprocess.Popen(command(tmp_path, packed, 'sweep', **{'model.n_units': '8,16'}), stdout=writing,
@@ -148,7 +148,7 @@ def test_a_sweep(packed, tmp_path, how):
     assert [f.name for f in tmp_path.glob('asked-*')] == ['asked-000'] and 'Traceback' not in (rest or '')
     assert rest is None or re.search(r'Continue with:\s+\S.* sweep --out', rest), rest
     study = optuna.load_study(study_name='asked', storage=f'sqlite:///{tmp_path/"asked"/"study.db"}')
-    assert [t.state.name for t in study.trials] == ['RUNNING'] # What the same line goes on with
+    assert [t.state.name for t in study.trials] == ['RUNNING'] # What the same command goes on with
 
 
 def processes_of(mark):

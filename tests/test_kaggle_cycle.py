@@ -138,9 +138,9 @@ QUOTA = {'error': 'Maximum weekly GPU quota of 30.00 hours reached.'}
     ('SaveKernel', QUOTA, 'The hours of a week are used up'),
     ('SaveKernel', (429, 'You are over your quota'), 'The hours of a week are used up'),
     ('SaveKernel', (400, 'Phone verification is needed'), 'Phone verification is needed'),
-    ('GetKernelSessionStatus', (503, b'<html>'), 'Give the same line again later'),
-    ('file', (403, b'<Error>expired</Error>'), 'Give the same line again later'),
-    ('file', HALF, 'Give the same line again later'),
+    ('GetKernelSessionStatus', (503, b'<html>'), 'Run the same command again later'),
+    ('file', (403, b'<Error>expired</Error>'), 'Run the same command again later'),
+    ('file', HALF, 'Run the same command again later'),
     ('StartSubmissionUpload', (403, 'Accept the rules'), 'Accept the rules'),
 ])
 def test_a_fault_that_stays_is_told_and_the_same_line_goes_on(request_, fault, message, kaggle, b2t):
@@ -183,7 +183,7 @@ def test_a_notebook_that_does_not_end_well(end, word, kaggle, b2t):
         assert '--retry pushes it again' in output and len(kaggle.kernels[name]) == 1
     told = b2t('status')[1]
     assert f'next  run part 2 of the training, {name}' in told
-    assert '\n            train: 100%\n' in told and 'The same line with --retry' in told, told
+    assert '\n            train: 100%\n' in told and 'The same command with --retry' in told, told
     del kaggle.fate[name]
     assert b2t(*LINE, '--retry')[0] == 0
     assert len(kaggle.kernels[name]) == 2 and len(kaggle.kernels[PARTS[0]]) == 1
@@ -251,7 +251,7 @@ def test_an_upload_that_failed(kaggle, b2t):
 
 
 def test_a_dataset_that_cannot_be_processed(kaggle, b2t):
-    "That is said, and the same line pushes it again."
+    "That is said, and the same command pushes it again."
     kaggle.dataset_status = 'FAILED'
     status, output = b2t(*LINE)
     assert status == 1 and 'Kaggle could not process its files' in output and not kaggle.kernels, output
@@ -384,7 +384,7 @@ def test_no_network_and_no_folder(b2t, tmp_path, monkeypatch):
     monkeypatch.setenv('KAGGLE_API_TOKEN', 'token')
     status, output = b2t(*LINE)
     assert status == 1 and 'the owner of the token: Kaggle does not answer (' in output, output
-    assert output.endswith('Give the same line again later\n'), output
+    assert output.endswith('Run the same command again later\n'), output
     (tmp_path/'file').touch()
     done = subprocess.run([sys.executable, '-m', 'b2t_kaggle.cli', 'kaggle', *LINE], capture_output=True, text=True,
                           env=os.environ | {'HOME': str(tmp_path/'file'), 'PYTHONPATH': os.pathsep.join(sys.path)})

@@ -359,7 +359,7 @@ def damaged(path, damage):
 @pytest.mark.parametrize('damage', ['gone', 'cut', 'a byte', 'empty', 'text', 'zeros'])
 @pytest.mark.parametrize('steps', [12, 20], ids=['finished', 'goes on'])
 def test_a_best_model_that_is_lost_is_made_again(damage, steps, stores, tmp_path, capsys):
-    "The same line again ends with a model that can be read; where the last one was the best one, with the same."
+    "The same command again ends with a model that can be read; where the last one was the best one, with the same."
     cfg = config(num_training_batches=12, batches_per_val_step=12)
     result = train(*stores, cfg, tmp_path, progress=False)
     best = tmp_path/'best.pt'

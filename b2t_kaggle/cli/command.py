@@ -140,14 +140,14 @@ class _Main(LazyGroup):
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
         try: return super().main(*args, **options)
         except OSError as e: # Help, or the last lines of a verb, could not be printed
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # Or Python would fail again when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1) # Otherwise Python would fail again when it ends
             click.echo(f'Error: <stdout>: {e.strerror or e}', err=True)
             sys.exit(1)
 
     def invoke(self, ctx):
         try:
             with ended_when_asked(): return self._invoke(ctx)
-        except Ended as e: ctx.exit(128 + e.number) # As shells have it
+        except Ended as e: ctx.exit(128 + e.number) # The exit status that shells use
 
     def _invoke(self, ctx):
         try: return super().invoke(ctx)

@@ -147,7 +147,7 @@ def go(accelerator, preset_, *, hours, overrides, datasets, name, python, submit
 
     Wheels of the kit become a dataset; a notebook trains, and is pushed again with its output until the training is
     over; another one decodes; its CSV is fetched and checked. Steps are not repeated: after an interruption the same
-    line continues."""
+    command continues."""
     cfg = with_overrides(preset(preset_), overrides)
     _refuse_local(cfg, overrides)
     client = None if is_printed else connect()
@@ -168,7 +168,7 @@ def go(accelerator, preset_, *, hours, overrides, datasets, name, python, submit
         return
     csv = cycle.go(submit)
     click.echo(f'{csv} is valid' + ('; `b2t kaggle status` shows its score' if submit else
-                                    '; the same line with --submit sends it'))
+                                    '; the same command with --submit sends it'))
 
 @kaggle.command()
 @click.argument('folders', nargs=-1, type=EXISTING_FOLDER, metavar='[FOLDER]…')

@@ -54,9 +54,9 @@ def _sentences_left_out(counts: Counter) -> str:
               help='Largest count of n-grams to leave out, per order, such as 0,0,1.')
 @click.option('--threshold', default=0., callback=share,
               help='Leave out n-grams without which the perplexity rises by a smaller share, such as 1e-8.')
-@click.option('--vocab', type=FILE, help='Keep only these words: one a line, or a pronunciation dictionary.')
+@click.option('--vocab', type=FILE, help='Keep only these words: one per line, or a pronunciation dictionary.')
 @click.option('--clean/--sentences', default=True, show_default=True,
-              help='Whether TEXTS are written text to clean, or sentences, one a line.')
+              help='Whether TEXTS are written text to clean, or sentences, one per line.')
 @click.option('--numbers/--no-numbers', default=True, show_default=True,
               help='Whether cleaning writes numbers in words, or cuts them out as the official formatter does.')
 @click.option('--estimator', default='auto', type=Choice(['auto', 'lmplz', 'own']),
@@ -105,7 +105,7 @@ def import_model(source, output):
 @click.command('mix')
 @_models
 @_output
-@click.option('--dev', type=FILE, help='Sentences of the task, one a line, on which the weights are tuned.')
+@click.option('--dev', type=FILE, help='Sentences of the task, one per line, on which the weights are tuned.')
 @click.option('--weights', callback=numbers(float, '0.7,0.3'), help='Weights instead, such as 0.7,0.3.')
 def interpolate(models, output, dev, weights):
     "Interpolate several models into one."
@@ -127,7 +127,7 @@ def prune(model, output, threshold):
 @click.command()
 @_models
 @click.option('--text', 'texts', multiple=True, required=True, type=FILE,
-              help='Sentences, one a line; repeat it for more files.')
+              help='Sentences, one per line; repeat it for more files.')
 def report(models, texts):
     "Perplexity, unknown words and size of models."
     reports = {str(m): perplexity_report(load_ngram(m), {str(t): t for t in texts}) for m in models}

@@ -58,7 +58,7 @@ def audio():
 def targets(sources, *, output, voice, tower, pace, device, dtype, batch_size):
     """Make the target of each distinct sentence in SOURCES.
 
-    SOURCES are folders of sessions, or text files with a sentence a line. Existing targets of the same voice and tower
+    SOURCES are folders of sessions, or text files, one sentence per line. Existing targets of the same voice and tower
     are kept; after an interruption the same command continues."""
     import torch
 

@@ -22,7 +22,7 @@ from ..phonemes import build_lexicon
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c004
 _lm = click.option('--lm', 'lm_path', required=True, type=FILE, help='n-gram model, an ARPA file.')
-_words = click.option('--words', type=FILE, help='Words to decode, one a line. Default: all of the n-gram.')
+_words = click.option('--words', type=FILE, help='Words to decode, one per line. Default: all of the n-gram.')
 _llm = with_options(
     click.option('--llm', metavar='MODEL', help='Causal language model that reranks the sentences.'),
     click.option('--llm-adapter', type=EXISTING_FOLDER, help='Folder of its adapter, from `b2t lm finetune`.'),

@@ -59,7 +59,7 @@ def run_from_options(
     if exists and not (preset_ or config_): return Run(folder, work, overrides, save=False)
     if must_exist and not exists and (name or output_dir) and not (preset_ or config_ or data):
         source_path(str(folder), folder.parent, f' (--{"output-dir" if output_dir else "name"}): there is no such run',
-                    files=False) # Raises, with runs that may be meant
+                    files=False) # Raises, and suggests runs with similar names
     run = Run(folder, work, overrides, load_config(config_, base=base, overrides=overrides), dict(preset=base),
               save=False)
     if not exists or reset: return run
@@ -148,7 +148,7 @@ def run_until(
     if rows: click.echo(_table(rows))
     _tell_gains(run, stages)
     if stopped := [row['stage'] for row in rows if row['state'] == 'stopped early']:
-        same = 'The same line without --force' if force else 'The same line'
+        same = 'The same command without --force' if force else 'The same command'
         click.echo(f'\nStopped early: {", ".join(stopped)}. {same} continues there.')
     if rows and rows[-1]['stage'] != stages[-1]: raise click.exceptions.Exit(1) # The last stage is not done
     if about: click.echo(f'\n{about}')
@@ -197,7 +197,7 @@ def _sweep_runs(run: Run, ranges: dict[str, Any], trials: int, study: str | None
     table = sweep.write()
     shown = dict(PER=percent, minutes='{:.1f}'.format)
     click.echo(f'\n{table.to_string(index=False, na_rep="", formatters=shown)}\n')
-    if is_over: click.echo('The time is up; the same line continues.')
+    if is_over: click.echo('The time is up; the same command continues.')
     if n_before == len(table): click.echo(f'All {n_before} trials were done before; --trials {2*n_before} runs more.')
     running = table.run[table.state == 'running'].tolist()
     if running and not is_over: click.echo(f'Not done, running elsewhere or lost there: {", ".join(running)}')
@@ -219,7 +219,7 @@ def sweep(force, overrides, trials, study, startup, **options):
 
     The worst ones are cut short. A --set may have a range: KEY=LOW:HIGH, KEY=LOW:HIGH:log, or KEY=A,B,C. The runs are
     NAME-000, NAME-001 and so on; they are compared by their phoneme error rate on val. After an interruption the same
-    line continues."""
+    command continues."""
     if force: raise click.UsageError('--force is for one run; name a trial, as in b2t train --name NAME-000')
     texts, fixed = split_ranges(overrides)
     run = run_from_options(overrides=fixed, until='train', **options)

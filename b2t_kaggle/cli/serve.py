@@ -75,7 +75,7 @@ def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_
                       tls_key=tls_key)
     logging.basicConfig(level=logging.INFO, format='%(asctime)s %(levelname)s %(message)s')
     run = run_from_options(until='lm', force=force, must_exist=True, **options)
-    check_redis(host, port, **connection) # Before the language model is built, and an LLM loaded
+    check_redis(host, port, **connection) # Fail before building the language model and loading an LLM
     run_stages(run, 'lm', force)
     try:
         decoder = open_decoder(run, nbest=nbest)

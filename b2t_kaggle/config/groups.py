@@ -97,7 +97,7 @@ class TrainConfig(_StepsConfig):
     weight_average: Annotated[Literal['ema', 'swa'] | None, Only('pytorch')] = None
     "Weights to validate and keep: a moving average, or the mean of the last part of the run; null: the last ones."
     ema_decay: ClassVar[float] = 0.999 # Part of the exponential average that remains after a step, once it is warmed up
-    swa_start: ClassVar[float] = 0.75 # Begin of stochastic weight averaging, as a part of the run
+    swa_start: ClassVar[float] = 0.75 # Start of stochastic weight averaging, as a fraction of the run
     refit: Annotated[float, Only('pytorch')] = Field(0.0, ge=0, le=0.5)
     "Part of the run, at its end, that also trains on val; `best` and all figures on val are from before."
     accumulate: Annotated[int, MayChange(), SameResult()] = Field(1, ge=1)
@@ -255,7 +255,7 @@ class LMConfig(Section):
     general: InputPath | None = None
     "General n-gram model to mix in: an ARPA file, CMU Sphinx's `en-us.lm.bin`, or pocketsphinx's wheel with it."
     texts: list[InputPath] = []
-    "Text files, one sentence a line."
+    "Text files, one sentence per line."
     order: int = Field(3, ge=1, le=6)
     "Order n of the n-gram model to build."
 
@@ -264,7 +264,7 @@ class LLMConfig(Section):
     llm: FolderOrName | None = None
     "Causal language model: a folder, adapter or GGUF file, or a name on the hub; null: none."
     llm_adapter: InputPath | None = None
-    "Folder of a LoRA adapter for it. An adapter that names its model can also be given alone, as the model."
+    "Folder of a LoRA adapter for `llm`. An adapter that names its model can also be given as the model."
     llm_dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'
     "Type of its weights; `auto` is float32 on a CPU, and the GPU's own on a GPU."
     llm_quantization: Literal['eight_bit', 'four_bit'] | None = None
@@ -293,7 +293,7 @@ class DecodeConfig(LLMConfig):
     blank_skip: float = Field(0.999, ge=0.5, le=1)
     "Blank probability above which a frame is not searched; 1 searches all."
     boost: InputPath | None = None
-    "Text file of words and phrases to prefer, one a line: phrase, bonus [nats], pronunciation (optional)."
+    "Text file of words and phrases to prefer, one per line: phrase, bonus [nats], pronunciation (optional)."
     llm_weight: float = Field(0.5, ge=0)
     "Weight of the LLM's natural-log score, beside `lm_weight` for the n-gram's; 0 leaves it out."
     llm_capitals: bool = True

@@ -58,7 +58,7 @@ def table(
 
 # %% ../../nbs/core/08_pages.ipynb #c012
 def cards(
-    metrics: Mapping[str, tuple[str, str]], # By name: the value, and what to know about it
+    metrics: Mapping[str, tuple[str, str]], # Name -> value, and what to know about it
 ) -> str:
     "Headline metrics side by side."
     return '<div class="cards">\n' + ''.join(

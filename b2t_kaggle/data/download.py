@@ -172,7 +172,7 @@ class _Transfer:
             if start != self.size: raise ConnectionError(f'the server sends from byte {start}, not from {self.size}')
             if None not in (file.size, total) and file.size != total:
                 raise DownloadError(f'{file.url}: the server offers {total:,} bytes, expected {file.size:,}; '
-                                    'the file there is another one')
+                                    'the file there is a different one')
             if total: require_space(self.path.parent, total - start, f'the rest of {file.name}')
             with tqdm(total=total, initial=start, unit='B', unit_scale=True, desc=file.name,
                       disable=not self.progress) as bar, open(self.path, 'ab') as f:
@@ -212,7 +212,7 @@ def download(
         if damage := file.damage(part.path):
             part.discard()
             raise DownloadError(f'{path}: {damage}; it arrived damaged and was removed: run this again. If that does '
-                                f'not help, the file at {file.url} is another one')
+                                f'not help, the file at {file.url} is a different one')
         os.replace(part.path, path)
         part.discard()
     return path

@@ -30,11 +30,11 @@ class Writer:
         return self._uniforms.pop()
 
     def _pick(self, options):
-        "One of the options, all equally likely."
+        "A random option, all equally likely."
         return options[int(self._uniform()*len(options))]
 
     def _choose(self, options: list, cumulative: list):
-        "One of the options by its cumulative weight."
+        "A random option, by cumulative weights."
         return options[bisect(cumulative, self._uniform()*cumulative[-1], hi=len(options) - 1)]
 
     def _word(self, cls: str, topic: str) -> str:

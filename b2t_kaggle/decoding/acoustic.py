@@ -220,7 +220,7 @@ class _Saved(NamedTuple):
     low: np.ndarray
     high: np.ndarray
     furthest: np.ndarray
-    start: np.ndarray # Begin of the scores of each state [n + 1]
+    start: np.ndarray # Start of the scores of each state [n + 1]
     label: np.ndarray # Scores of all states
     blank: np.ndarray
 
@@ -422,8 +422,8 @@ _NO_MORE = 64.0 # Gap of the paths that a sum leaves out [nats]
 
 class _Prior(NamedTuple):
     "Estimates about n texts before they are scored."
-    guess: float       # Score that most of them reach; -inf if unknown
-    start: np.ndarray  # Begin of each text's `places` [n + 1]
+    guess: float       # Score that most texts reach; -inf if unknown
+    start: np.ndarray  # Start of each text's `places` [n + 1]
     places: np.ndarray # `places` of all texts, see `_Limits`
     bounds: _Bounds
 
@@ -533,7 +533,7 @@ def _best_path(log_probs, graph, ranges):
     "The node of each frame on the best path within `ranges`, negative for a blank after it [T']."
     log_probs, graph, (low, high) = borrowed((log_probs, graph, ranges))
     n_frames = len(log_probs)
-    place = np.zeros(n_frames + 1, np.int64) # Begin of each frame's nodes
+    place = np.zeros(n_frames + 1, np.int64) # Start of each frame's nodes
     for t in range(n_frames): place[t + 1] = place[t] + high[t] - low[t] + 1
     back = np.zeros(2*place[n_frames], np.int32) # Previous entry on the best path to each entry
     n = len(graph.symbol)

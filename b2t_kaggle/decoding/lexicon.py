@@ -38,7 +38,7 @@ class Trie(NamedTuple):
     nodes: np.ndarray # Records: children, first_child, parent, first_word, n_words, symbol, ahead [N]
     words: np.ndarray # Ids of the words that end at each node: first_word … first_word + n_words - 1 [E]
     last: np.ndarray       # Without a word's end: last token of each of these words, which leads to a root [E]
-    n_children: np.ndarray # Number of children, if they are not a set of bits; else empty [N]
+    n_children: np.ndarray # Number of children, if they are too many for a set of bits; else empty [N]
     n_roots: int           # 1; without a word's end one for each class, for each last token
 
 # %% ../../nbs/decoding/00_lexicon.ipynb #c008

@@ -184,7 +184,7 @@ def _pick_gpus_or_cpu(d: Detected, accelerator: str, precision: str, failure: st
         hidden = f'TensorFlow sees {len(gpus)} of {len(d.gpus)} GPUs of this machine'
     device = plan_tensorflow(replace(d, gpus=gpus), accelerator, precision)
     if device.kind == 'cpu' and gpus:
-        try: tf.config.set_visible_devices([], 'GPU') # Or it would compute there
+        try: tf.config.set_visible_devices([], 'GPU') # Otherwise it would compute there
         except RuntimeError as e:
             raise DeviceError('accelerator cpu: TensorFlow holds the GPU already; start a new process, or set '
                               'CUDA_VISIBLE_DEVICES=-1 before') from e

@@ -300,7 +300,7 @@ def connect() -> Client:
         with redirect_stdout(io.StringIO()): ask('the owner of the token', api.authenticate)
     except (SystemExit, OSError, TypeError, KaggleError) as e: # It cannot read some token files
         if isinstance(e, UnreachableError) and not isinstance(e.__cause__, json.JSONDecodeError):
-            raise UnreachableError(f'{e}. Give the same line again later') from None
+            raise UnreachableError(f'{e}. Run the same command again later') from None
         paths = [*map(os.path.expanduser, ('~/.kaggle/access_token', '~/.kaggle/access_token.txt')), api.config]
         places = ['KAGGLE_API_TOKEN'] if os.environ.get('KAGGLE_API_TOKEN') else [p for p in paths if os.path.exists(p)]
         if not places: raise KaggleError(f'Kaggle needs a token: {_TOKEN}') from None

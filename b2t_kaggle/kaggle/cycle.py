@@ -238,13 +238,13 @@ def _wait_for(is_there: Callable[[], bool], name: str) -> None:
             if is_there(): return
         time.sleep(POLL)
     raise KaggleError(f'{name}: Kaggle accepted it an hour ago and does not show it yet; its page may say why. Then '
-                      'give the same line again')
+                      'run the same command again')
 
 @patch
 def _join(self: Cycle) -> Step:
     def refuse():
         raise KaggleError(f'{COMPETITION}: this user has not joined it, so its recordings cannot be attached. Accept '
-                          f'the rules at {_RULES}, then give the same line again')
+                          f'the rules at {_RULES}, then run the same command again')
 
     return Step('join the competition', lambda: self.client.has_joined(COMPETITION), refuse,
                 ['Once: an account and its telephone number (https://www.kaggle.com/settings),',
@@ -278,7 +278,7 @@ def _push_wheels(self: Cycle) -> Step:
         _wait_for(is_processed, f'dataset {name}')
         if state() == 'failed':
             raise KaggleError(f'dataset {name}: Kaggle could not process its files; its page may say why, '
-                              f'https://www.kaggle.com/datasets/{name}. The same line pushes them again')
+                              f'https://www.kaggle.com/datasets/{name}. The same command pushes them again')
 
     return Step(f'push the dataset {name}', lambda: state() == 'ready' and not missing(), do,
                 [f'b2t kaggle dataset {shlex.quote(str(folder))} --id {name}',
@@ -314,7 +314,7 @@ def _hours_left(self: Cycle) -> float | None:
     try: quota = self.client.quota_left(image)
     except RefusedError: return None
     if quota is None or quota[0] >= _LEAST_HOURS: return quota and quota[0]
-    raise KaggleError(f'{_quota_in_words(image, *quota)}. These are too few for a notebook; give the same line again '
+    raise KaggleError(f'{_quota_in_words(image, *quota)}. These are too few for a notebook; run the same command again '
                       'then')
 
 @patch
@@ -334,7 +334,7 @@ def _push(self: Cycle, make: Callable[..., Notebook], problem: Callable[[], str]
             try: self.client.dataset_files(name)
             except RefusedError as e:
                 raise RefusedError(f'{e}. The submission needs it, so nothing is pushed; make it, or correct '
-                                   '--dataset, and give the line again') from None
+                                   '--dataset, and run the command again') from None
         made = make(left=self._hours_left())
         _say(f'{kernel}: for {made.parameters["hours"]} hours on {self.plan.accelerator}')
         for old in (output, *output.parent.glob(f'{output.name}.*.part')): shutil.rmtree(old, ignore_errors=True)
@@ -396,7 +396,7 @@ def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callabl
 
     def fetch():
         if output.exists():
-            raise KaggleError(f'{problem()}. The same line with --retry runs {kernel} again; without the folder '
+            raise KaggleError(f'{problem()}. The same command with --retry runs {kernel} again; without the folder '
                               f'{output} it fetches the output again')
         self._watch(kernel) # Someone may have run it again
         self.client.fetch_output(kernel, output)
@@ -446,8 +446,8 @@ def _send(self: Cycle, part: int) -> Step:
             self.client.submit(COMPETITION, path, description())
         _wait_for(lambda: state() not in (None, 'PENDING'), f'submission {description()!r}')
         if state() == 'ERROR':
-            raise KaggleError(f'{path}: Kaggle refuses it ({now()[0]}). A corrected CSV is sent by the same line, this '
-                              'one again with --retry')
+            raise KaggleError(f'{path}: Kaggle refuses it ({now()[0]}). The same command sends a corrected CSV, '
+                              'and with --retry this one again')
 
     return Step(f'send {path} to {COMPETITION}', lambda: state() not in (None, 'PENDING', 'ERROR'), do,
                 [f'kaggle competitions submit {COMPETITION} -f {shlex.quote(str(path))} -m {name}',
@@ -476,7 +476,7 @@ def carry_out(self: Step) -> None:
             time.sleep(10*POLL)
         except UnreachableError as e:
             wait = next(waits, None)
-            if wait is None: raise UnreachableError(f'{e}. Give the same line again later') from None
+            if wait is None: raise UnreachableError(f'{e}. Run the same command again later') from None
             _say(f'{e}; trying again in {wait} seconds')
             time.sleep(wait)
 
@@ -511,5 +511,5 @@ def by_hand(self: Cycle) -> Iterator[str]:
     for number, step in enumerate(self.steps(submit=True), 1):
         yield f'{number}. {step.title[0].upper()}{step.title[1:]}'
         yield from (f'   {line}' for line in step.by_hand)
-    yield f'The last cell of part {parts} must say that all batches are done. If it does not, give this line again with'
-    yield f'--hours {self.plan.machine.hours*(parts + 1):g} (all parts together), which adds a part.'
+    yield f'The last cell of part {parts} must say that all batches are done. If it does not, run this command again'
+    yield f'with --hours {self.plan.machine.hours*(parts + 1):g} (all parts together), which adds a part.'

@@ -381,7 +381,7 @@ def prepare_submission(
     input_dir: str | Path,              # Folder of the notebook's inputs
     work_dir: str | Path,               # Folder that Kaggle keeps
     scratch_dir: str | Path,            # Folder that Kaggle deletes: packed trials
-    models: Sequence[str | Path] = (),  # Files, folders or notebooks to decode; none: all but the official
+    models: Sequence[str | Path] = (),  # Files, folders or notebooks to decode; empty: all but the official model
     overrides: dict | None = None,      # Configuration values to replace
     accelerator: str = 'auto',          # For a model that has to be run: `auto`, `cpu`, `cuda`, `tpu` or `xla`
     average: str = 'log_prob',          # Average of several models, over `log_prob` or `prob`

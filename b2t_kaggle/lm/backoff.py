@@ -202,7 +202,7 @@ def write_grammar(
         if not 0 < weight < np.inf: raise ValueError(f'phrase {phrase!r}: found the weight {weight}, expected above 0')
         weights[words] = weights[words] + weight if isinstance(phrases, Mapping) else 1
     if not weights: raise ValueError('phrases: found none')
-    begins: Counter = Counter() # Weight of each beginning, from the mark before a phrase to the mark after it
+    begins: Counter = Counter() # Weight of each beginning of `<s> phrase </s>`
     uses: Counter = Counter()
     for words, weight in weights.items():
         sentence = ('<s>', *words, '</s>')

@@ -187,7 +187,7 @@ def scaled(
 
 def most_gains(
     automaton: Arrays, # From `phrase_automaton`
-) -> np.ndarray:       # By word id, at least 0
+) -> np.ndarray:       # Bonus of each word id, at least 0
     "The largest bonus of each word in any state."
     most = automaton.first['log_prob'].clip(0)
     arcs = automaton.arcs[automaton.arcs['key'] >= 0]

@@ -407,7 +407,7 @@ class Capabilities(NamedTuple):
     separate_head: bool  # The head alone makes logits of states
     tree_attention: bool # A prefix tree gets the scores of its sentences as rows
 
-_CAPABILITIES = WeakKeyDictionary() # By model
+_CAPABILITIES = WeakKeyDictionary() # Model -> its `Capabilities`
 _UNSUPPORTED = RuntimeError, TypeError, ValueError, AttributeError # Errors of models that cannot take such arguments
 
 def _has_separate_head(model, ids: np.ndarray) -> bool:

@@ -39,7 +39,7 @@ def read_lines(
 
 # %% ../../nbs/lm/02_corpus.ipynb #c009
 def read_sentences(
-    texts: str | Path | Iterable[str | Path], # Text files (plain or .gz, one sentence a line), sentences, or both
+    texts: str | Path | Iterable[str | Path], # Text files (plain or .gz, one sentence per line), sentences, or both
 ) -> Iterator[str]:                           # Normalised sentences, none of them empty
     """Stream the sentences of files and lists; a string is a file or not as in `read_lines`.
 
@@ -197,10 +197,10 @@ def read_vocabulary(
     path: str | Path, # A word a line, what follows it is ignored; plain or .gz
 ) -> list[str]:       # Distinct words in lower case, in the order of the text
     "The words of a vocabulary file or pronunciation dictionary; raises `ValueError` for a file without words."
-    words = {} # In their order
+    words = {} # A dictionary keeps the order
     for line in read_lines(Path(path)):
         if line.startswith((';;;', '#')) or not line.strip(): continue
         word = normalize_sentence(to_ascii(re.sub(r'\(\d+\)$', '', line.split(maxsplit=1)[0])))
         if word: words[word] = True
-    if not words: raise ValueError(f'{path}: no words, expected one a line')
+    if not words: raise ValueError(f'{path}: no words, expected one per line')
     return list(words)

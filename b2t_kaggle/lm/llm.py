@@ -146,7 +146,7 @@ def weight_bytes(
     return int(matrices*_QUANTIZED.get(option or '', _BYTES[dtype]) + rest*_BYTES[dtype])
 
 def free_memory(
-    device: str = 'cpu', # Or a GPU, such as `cuda:1`
+    device: str = 'cpu', # Device, such as `cuda:1`
 ) -> int | None:         # Bytes; None if the system does not report them
     "Memory that a program can still get on a device."
     if device.startswith('cuda'):
@@ -195,7 +195,7 @@ def pretrained(
     config=None,       # Configuration of the model, if it was read before
     **options,         # Further arguments for `from_pretrained`
 ) -> Any:
-    "Result of `from_pretrained`, with no code of the model's run, no pickle read and sizes checked. Raises any error."
+    "Result of `from_pretrained` without running code of the model or reading pickles; checks sizes. Raises any error."
     from transformers import PretrainedConfig, PreTrainedModel
     folder = Path(place)
     if folder.is_absolute() and not folder.is_dir(): raise OSError('there is no such folder')

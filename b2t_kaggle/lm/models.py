@@ -98,7 +98,8 @@ def get_model(
     folder: str | Path | None = None, # Folder for it; None: the user's cache
     progress: bool = False,           # Show a progress bar
 ) -> Path:                            # A gzipped ARPA file; `NAME.arpa.gz.licence.json` is beside it
-    "Fetch a model, unless it is there, and its licence. Raises `ValueError` for its name, `DownloadError`, `OSError`."
+    """Fetch a model with its licence, unless it has been fetched before. Raises `ValueError` for an unknown name,
+    `DownloadError`, `OSError`."""
     model = find_model(name)
     folder = Path(folder or user_cache('models'))
     path = folder/f'{name}.arpa.gz'

@@ -15,7 +15,7 @@ from .run import Run
 from .stages import PipelineError
 from .stamps import StageRun
 
-if TYPE_CHECKING: # Each takes its time to import
+if TYPE_CHECKING: # Each takes long to import
     from b2t_kaggle.decoding.calibration import Calibration
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
     from b2t_kaggle.decoding.nbest import Hypothesis

@@ -135,7 +135,7 @@ def _run_if_stale(stage: StageRun, forced: bool) -> str:
             execute(run, name)
             if stage.stamp.get('key') != run.key(name):
                 raise PipelineError(f'stage {name}: {run.dir/"config.yaml"} was changed while the stage began, so its '
-                                    f'result does not count ({stage.reason()}); run the same line again')
+                                    f'result does not count ({stage.reason()}); run the same command again')
         except PipelineError:
             run.check_unchanged(name)
             raise
@@ -215,7 +215,7 @@ def run_stages(
         for name, stage in stages.items():
             if STAGES[name].shared and name in pending and deadline.left() <= 0:
                 raise PipelineError(f'stage {name}: the session is over before there is anything to submit; run the '
-                                    'same line in another one, or with a larger session.hours')
+                                    'same command in another one, or with a larger session.hours')
             is_needed = not STAGES[name].shared or name in pending or stage.status() == 'done'
             rows.append(_row(stage, _run_if_stale(stage, name in force) if is_needed else 'not needed'))
     run.save()

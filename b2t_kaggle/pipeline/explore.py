@@ -186,7 +186,7 @@ def _pairs(reference: Sequence[str], hypothesis: Sequence[str]) -> list[list[str
     return pairs
 
 def _stage_changes(run: OpenRun, trials: pd.DataFrame) -> dict[str, list]:
-    "By stage that changes sentences, of each trial: the sentence before and after it, and the errors of both."
+    "For each stage that changes sentences, and each trial: the sentence before and after, and the errors of both."
     stages = [s for s in plan(run.run.cfg) if STAGES[s].writes.kind == STAGES['decode'].writes.kind]
     stages = [s for s in stages if run.run.nbest_path('val', s).exists()]
     lists = {s: run.run.nbest('val', s) for s in stages}

@@ -56,8 +56,8 @@ def infer(
     batch_size: int = 64,         # Trials per batch
     progress: bool = True,        # Show a progress bar
     *,
-    framework: str | None = None, # `pytorch` or `tensorflow`; None takes the one whose checkpoint it is
-    smoothing: str = 'same',      # Or `valid`, as the official evaluation smooths
+    framework: str | None = None, # `pytorch` or `tensorflow`; None means the framework of the checkpoint
+    smoothing: str = 'same',      # `same`, or `valid` as in the official evaluation
 ) -> LogitStore:
     "Write log-probabilities of all trials. Raises `CheckpointError`, or `TrainingError` where trials do not fit."
     framework = framework or framework_of(checkpoint)

@@ -56,7 +56,7 @@ def read_json(path: Path, kind: Any = dict[str, Any]) -> dict:
     "Object of a type that `write_json` wrote; empty without one. Raises `PipelineError` for a folder."
     if path.is_dir():
         raise PipelineError(f'{path}: found a folder, expected a file that a run wrote there; move it away, and run '
-                            'the same line again')
+                            'the same command again')
     try: return _adapter(kind).validate_python(parse_json(read_text(path)), strict=True)
     except (FileNotFoundError, ValueError): return {}
 
@@ -145,7 +145,7 @@ class Run:
             if changed := [f for f, (_, *mark) in marks.items() if now.get(f) != mark]:
                 raise PipelineError(f'stage {stage}: {changed[0]} changed while the stage ran, so its result does not '
                                     'count. The results of the stages before it are kept; wait until the file is '
-                                    'complete, and run the same line again')
+                                    'complete, and run the same command again')
 
     def needs(self, stage: str) -> list[str]:
         "Stages of this run whose outputs a stage reads."
@@ -241,7 +241,7 @@ def find_source(
     otherwise: str,     # Text of the error after the source
     files: bool = True, # Whether it may be a file
 ) -> Path:
-    "File, or folder of the run, that a source names. Raises `PipelineError` with the runs that may be meant."
+    "File, or folder of the run, that a source names. Raises `PipelineError`, which suggests runs with similar names."
     if files and Path(source).is_file(): return Path(source)
     for folder in Path(source), Path(out)/source:
         if (folder/'config.yaml').exists(): return folder

@@ -112,7 +112,7 @@ def _fitting(model: nn.Module, state: Mapping[str, Tensor], path: str | Path) ->
 
 def load_state(
     model: nn.Module,            # Receives the weights
-    state: Mapping[str, Tensor], # In either form, tensors `[…]` by name
+    state: Mapping[str, Tensor], # Tensors `[…]` by name, in either form
     path: str | Path,            # File with these weights, for errors
 ) -> None:
     "Put weights into a model. Raises `CheckpointError` if a name or shape does not fit."

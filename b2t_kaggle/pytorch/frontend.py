@@ -62,7 +62,7 @@ class Frontend(Encoder):
         self.has_day_layer = day_layer
         if day_layer: self.add_day_layer()
 
-    # Under the names that the official model has
+    # Named as in the official model
     @property
     def patch_size(self) -> int: return self.cfg.patch_size
     @property

@@ -63,15 +63,15 @@ def delivered_dtype(
 
 @torch.no_grad()
 def logits_of(
-    model: nn.Module,       # In evaluation mode, on the device
+    model: nn.Module,       # Model in evaluation mode, on the device
     store: TrialStore,      # Any split
     day_of: dict[str, int], # The model's day of each session
     cfg: Config,            # The model's configuration
     backend: Backend,       # The device; with several processes each gets a part of the batches
-    batch_size: int,        # Trials per batch, at most; of all processes together where they share a processor
+    batch_size: int,        # Largest number of trials in a batch, summed over processes if they share a processor
     *,
     progress: str | None = None, # Label of a progress bar
-    smoothing: str = 'same',     # Or `valid`, see `training.trials.smoothing_edges`
+    smoothing: str = 'same',     # `same` or `valid`, see `training.trials.smoothing_edges`
     trials: Sequence[int] | None = None, # Indices of the trials; None means all
     args: Callable[[np.ndarray], dict] | None = None, # Further model inputs for the trials of a batch
 ) -> Iterator[tuple[Batch, Any, np.ndarray]]:
@@ -106,7 +106,7 @@ def logits_of(
 # %% ../../nbs/pytorch/09_inference.ipynb #c014
 @torch.no_grad()
 def evaluate(
-    model: Encoder,         # In evaluation mode, on the device
+    model: Encoder,         # Model in evaluation mode, on the device
     store: TrialStore,      # Trials with labels
     day_of: dict[str, int], # The model's day of each session
     cfg: Config,            # The run's configuration
@@ -150,13 +150,13 @@ def evaluate(
 
 # %% ../../nbs/pytorch/09_inference.ipynb #c017
 def log_probs_of(
-    model: nn.Module,      # In evaluation mode, on the device
+    model: nn.Module,      # Model in evaluation mode, on the device
     store: TrialStore,     # Any split
     cfg: Config,           # The model's configuration
     backend: Backend,      # The device
     batch_size: int = 64,  # Trials per batch
     progress: bool = True, # Show a progress bar
-    smoothing: str = 'same', # Or `valid`, as the official evaluation smooths
+    smoothing: str = 'same', # `same`, or `valid` as in the official evaluation
 ) -> list[np.ndarray]:
     "Natural log-probabilities of each trial, float32 `[T', K]`, in the order of the store."
     by_trial: dict[int, np.ndarray] = {}
@@ -179,7 +179,7 @@ def infer(
     precision: str = 'auto',    # `auto`, `float32`, `bfloat16` or `float16`
     batch_size: int = 64,       # Trials per batch
     progress: bool = True,      # Show a progress bar
-    smoothing: str = 'same',    # Or `valid`, as the official evaluation smooths
+    smoothing: str = 'same',    # `same`, or `valid` as in the official evaluation
 ) -> LogitStore:
     """Log-probabilities of all trials of `store`, written to `path` whole or not at all. Raises `CheckpointError`, also
     for val and a model that was trained on it, or `TrainingError` where model and trials do not fit."""

@@ -205,7 +205,8 @@ class XLA(Backend):
         if not XLA._started: # Before its first operation
             from torch_xla import backends
             if self.cache: xr.initialize_cache(str(self.cache))
-            logging.getLogger(backends.__name__).setLevel(logging.ERROR) # It warns of a second call at the first
+            # Even the first call warns of a repeated call
+            logging.getLogger(backends.__name__).setLevel(logging.ERROR)
             backends.set_mat_mul_precision('highest')
             if self.n_devices > 1: xr.use_spmd()
             XLA._started = True
@@ -255,7 +256,7 @@ class XLA(Backend):
 
     def zero_gradients(self, model):
         for p in model.parameters(): p.grad = torch.zeros_like(p) if p.requires_grad else None
-        self.end_step()  # Or the first micro-batch would be another program than the others
+        self.end_step()  # Otherwise the first micro-batch would be a different program
 
     def _replicate(self, tensors: Iterable[Tensor]) -> None:
         if self.n_devices == 1: return

@@ -98,7 +98,7 @@ class Hypotheses:
     def subset(self,
         trials: Iterable[str], # Names, in the wanted order
     ) -> 'Hypotheses':
-        "Some of the trials."
+        "A subset of the trials."
         trials = list(trials)
         return Hypotheses({t: self.trials[t] for t in trials}, {t: self.entries[t] for t in trials})
 

@@ -124,7 +124,7 @@ class OnlineDecoder:
         if stream == INPUT: return (self.trial or self.begin()).push(entry)
         trial = self.trial
         if stream == FINALIZE:
-            trial = trial or self.begin() # Without logits
+            trial = trial or self.begin() # No logits have come
             self.trial = None
             return trial.end(self.rescorer, context)
         if trial and trial.frames:

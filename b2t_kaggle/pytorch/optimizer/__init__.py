@@ -46,7 +46,7 @@ class DayScaledAdam(RunOptimizer):
 
 # %% ../../../nbs/pytorch/07_optimizer.ipynb #c012
 def make_optimizer(
-    model: Encoder,    # On its device
+    model: Encoder,    # Model on its device
     cfg: TrainConfig,  # The run's `train` group
     is_compiled: bool, # Whether a compiler sees the step, as XLA's does
 ) -> RunOptimizer:

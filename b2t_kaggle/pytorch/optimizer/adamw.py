@@ -18,7 +18,7 @@ from ...training.recipe import group_of
 
 # %% ../../../nbs/pytorch/optimizer/00_adamw.ipynb #c006
 def new_state(
-    model: Encoder, # On its device
+    model: Encoder, # Model on its device
 ) -> dict[str, dict[str, Tensor]]:
     "The state before the first step by parameter: `exp_avg`, `exp_avg_sq`, and `step` `[1]`, or `[D]` for days."
     state = {}

@@ -69,7 +69,7 @@ def _whisper(name: str, whole, tokenizer, is_quantized: bool) -> WhisperReader:
     return WhisperReader(name, whole, tokenizer, start, ends, is_quantized)
 
 def prompt_tokens(processor, prompt: str, name: str | Path) -> tuple[list[int], list[int]]:
-    "Token ids before and after the speech, by the chat template; `AudioError` unless that contains speech once."
+    "Token ids before and after the speech, by the chat template; `AudioError` if speech is not in it once."
     content = [dict(type='audio', audio_url=''), dict(type='text', text=prompt)]
     chat = processor.apply_chat_template([dict(role='user', content=content)], add_generation_prompt=True,
                                          tokenize=False)
