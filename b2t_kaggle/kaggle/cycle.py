@@ -365,7 +365,7 @@ def _failure(self: Cycle, kernel: str, state: str, comment: str) -> KaggleError:
     "Error with the end of the log and what to do."
     end = '\n'.join(f'    {line}' for line in self._log(kernel)[-20:] or ['(it has no log)'])
     return KaggleError(f'{kernel}: {state}{comment and f" ({comment})"}. The end of its log:\n\n{end}\n\nThe same '
-                       f'line with --retry pushes it again, with the kit as it is then. Its page: {_PAGE}{kernel}')
+                       f'command with --retry pushes it again, with the kit as it is then. Its page: {_PAGE}{kernel}')
 
 @patch
 def _watch(self: Cycle, kernel: str) -> None:
