@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from b2t_kaggle.cli.command import main
 from b2t_kaggle.data.download import DOI, DownloadError, RemoteFile, download, unpack_zip
-from b2t_kaggle.lm.models import MODELS
+from b2t_kaggle.lm.public_models import MODELS
 
 CONTENT = bytes(range(251))*40  # 10,040 bytes; no two parts of the same length are equal
 NAMES = {

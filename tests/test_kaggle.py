@@ -9,7 +9,7 @@ import pytest
 from kaggle_session import NOTEBOOKS, RECORDINGS, trap_pip
 from killed import LIMIT
 
-from b2t_kaggle.devices.kaggle import KAGGLE_ACCELERATORS
+from b2t_kaggle.devices.kaggle_machines import KAGGLE_ACCELERATORS
 
 # The cells up to the one that prints what is attached, on a machine without the kit and without one of its packages
 START = '''

@@ -24,7 +24,7 @@ from ..config.schema import ChangesNothing, ConfigError, SameResult
 from ..core.files import atomic_path
 from ..core.locks import Lock, LockedError
 from ..core.reading import parse_yaml
-from ..devices.kaggle import time_limit_hours
+from ..devices.kaggle_machines import time_limit_hours
 from ..devices.machine import detect
 from ..metrics import percent
 from .execute import check_stages, run_stages

@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 
 from ...config import TRAINING_GROUPS, Config, with_overrides
-from ...devices.kaggle import check_accelerator_present
+from ...devices.kaggle_machines import check_accelerator_present
 from .inputs import check_device, check_llm, llm_files, named_by
 from .stage import MODEL, TRIALS, Artefact, PipelineError, Result, Stage
 from ...training.checkpoint_paths import REFIT, checkpoint_files, last_batch, saved_batches
