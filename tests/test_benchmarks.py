@@ -15,7 +15,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT/'tools'))
-from bench import LARGEST, code_hash, is_reader, problem, readers, stamped  # noqa: E402
+from bench import LARGEST, code_hash, is_reader, problem, readers, stamped, without_words  # noqa: E402
 
 BENCHMARKS = sorted((ROOT/'nbs'/'benchmarks').glob('*.ipynb'))
 NOTEBOOKS = sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if p.parent.name != '.ipynb_checkpoints')
@@ -68,6 +68,25 @@ def test_a_changed_cell_is_noticed_and_a_changed_text_is_not(tmp_path):
     done['cells'][1].update(source=NOTEBOOK['cells'][1]['source'], outputs=[])
     write(done)
     assert 'outputs are gone' in problem(path)
+
+
+CODE = """#| hide
+def f(
+    x, # A number
+):
+    "What it does."
+    return '# no comment'
+"""
+
+
+@pytest.mark.parametrize('part, is_code', [
+    ('A number', False), ('What it does.', False), ('#| hide', True), ('# no comment', True), ('return', True)])
+def test_words_in_code_may_change_and_code_may_not(part, is_code):
+    assert (without_words(CODE.replace(part, 'other')) != without_words(CODE)) == is_code
+
+
+def test_a_cell_with_magics_is_hashed_as_it_is():
+    assert without_words('%pip list # Words') == '%pip list # Words'
 
 
 def test_a_readers_notebook_has_its_pictures_and_is_small(tmp_path):

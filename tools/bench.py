@@ -4,6 +4,7 @@ Benchmarks have the figures that the documentation cites. Reader's notebooks hav
 at least (`"b2t": {"pictures": 2}`), and `./kit bench readers` executes all of them. Both store a hash of their code
 cells, and tests/test_benchmarks.py fails if the code has changed since.
 """
+import ast
 import base64
 import hashlib
 import io
@@ -14,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tokenize
 from datetime import date
 from pathlib import Path
 
@@ -37,11 +39,28 @@ def readers() -> list[Path]:
 def is_reader(notebook: dict) -> bool: return 'pictures' in notebook['metadata'].get('b2t', {})
 
 
+def without_words(
+    source: str, # Code of a cell
+) -> str:
+    "The code without comments, docstrings and blank lines; directives (`#| hide`) stay."
+    try:
+        definitions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    except (SyntaxError, tokenize.TokenError): return source   # A cell with magics
+    lines = source.splitlines()
+    for t in tokens:
+        if t.type == tokenize.COMMENT and not t.string.startswith('#|'):
+            lines[t.start[0] - 1] = lines[t.start[0] - 1][:t.start[1]]
+    for first in (n.body[0] for n in definitions if ast.get_docstring(n) is not None and n.body[0].lineno > n.lineno):
+        lines[first.lineno - 1:first.end_lineno] = ['']*(first.end_lineno - first.lineno + 1)
+    return '\n'.join(line.rstrip() for line in lines if line.strip())
+
+
 def code_hash(
     notebook: dict, # Parsed JSON
 ) -> str:
-    "Hash of all code cells without their outputs."
-    cells = [''.join(c['source']) for c in notebook['cells'] if c['cell_type'] == 'code']
+    "Hash of all code cells without outputs, comments and docstrings, so that rewording leaves outputs valid."
+    cells = [without_words(''.join(c['source'])) for c in notebook['cells'] if c['cell_type'] == 'code']
     return hashlib.sha256('\n\0'.join(cells).encode()).hexdigest()[:16]
 
 

@@ -17,7 +17,7 @@ from .options import EXISTING_FOLDER, FILE, FOLDER, Choice, preset_option, set_o
 from ..config import Config, preset, with_overrides
 from ..core.files import format_size
 from ..core.messages import counted, with_command_name
-from ..devices.kaggle import KAGGLE_ACCELERATORS, kaggle_accelerator
+from ..devices.kaggle_machines import KAGGLE_ACCELERATORS, kaggle_accelerator
 from ..kaggle.client import Client, connect, slug_of, write_dataset, write_kernel
 from ..kaggle.cycle import Cycle, Plan, read_plan, save_plan, wheels_slug
 from ..kaggle.wheels import Image, build_wheels

@@ -31,8 +31,8 @@ from ..lm.automaton import load_ngram
 from ..lm.backoff import prune_ngram
 from ..lm.corpus import clean_text, read_sentences, read_vocabulary
 from ..lm.interpolate import interpolate_ngrams
-from ..lm.models import find_model, get_model, list_models
 from ..lm.ngram import build_ngram, model_report, perplexity_report
+from ..lm.public_models import find_model, get_model, list_models
 from ..lm.sphinx import import_sphinx
 from ..metrics import percent
 

@@ -27,7 +27,7 @@ from urllib3.exceptions import HTTPError
 from ..core.files import stays_inside, write_whole
 from ..core.messages import printable
 from ..data.download import DownloadError, RemoteFile, download
-from ..devices.kaggle import kaggle_accelerator
+from ..devices.kaggle_machines import kaggle_accelerator
 
 # %% ../../nbs/kaggle/02_client.ipynb #c006
 class KaggleError(RuntimeError):

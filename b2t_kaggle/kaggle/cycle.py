@@ -30,7 +30,7 @@ from ..core.files import sha256, write_whole
 from ..core.locks import Lock
 from ..core.messages import printable
 from ..devices.interrupts import Ended
-from ..devices.kaggle import KaggleAccelerator, kaggle_accelerator
+from ..devices.kaggle_machines import KaggleAccelerator, kaggle_accelerator
 from b2t_kaggle.kaggle.client import (
     BAD_ENDS,
     BusyError,

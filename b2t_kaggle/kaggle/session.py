@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.files import atomic_path
 from ..core.messages import printable
 from ..devices import machine
-from ..devices.kaggle import time_limit_hours
+from ..devices.kaggle_machines import time_limit_hours
 from ..devices.machine import installed_version
 from ..training.budget import announce_time_limit
 from ..training.checkpoint_paths import BEST, REFIT, framework_of, last_batch
@@ -370,7 +370,7 @@ def _language_models(inputs: Attached, overrides: Mapping[str, Any], problems: l
 
 def _needed(values: Mapping[str, Any]) -> dict[str, str]:
     "Packages for decoding with these values."
-    def has(key): return any(values.get(f'{stage}.{key}') for stage in ('rescore', 'decode'))
+    def has(key): return any(value for name, value in values.items() if name.endswith(f'.{key}'))
     lm = values.get('lm.path')
     is_binary = lm and Path(lm).is_file() and _head(Path(lm)).startswith(_KENLM)
     return (TRAINING | DECODING | (KENLM if is_binary else {}) | (LLM if has('llm') else {}) |

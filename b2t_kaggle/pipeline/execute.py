@@ -17,7 +17,7 @@ from typing import Any
 from ..core.files import reached_limit, set_home_variables, write_error
 from ..core.locks import Lock, LockedError
 from ..devices.interrupts import Ended, handled
-from ..devices.kaggle import time_limit_hours
+from ..devices.kaggle_machines import time_limit_hours
 from ..devices.machine import detect
 from .kernels import kernel_manager
 from .report import metric_text
