@@ -237,7 +237,7 @@ def _splits(provenance: Mapping) -> set[str]:
 def split_of(store: LogitStore) -> str | None:
     "The split in the store's provenance, else in its file name; `None` without both. Raises `LogitError` for several."
     splits = _splits(store.provenance) or splits_in_name(store.path)
-    if len(splits) > 1: raise LogitError(f'{store.path}: says of itself that it is of {" and ".join(sorted(splits))}')
+    if len(splits) > 1: raise LogitError(f'{store.path}: names several splits, {" and ".join(sorted(splits))}')
     return next(iter(splits), None)
 
 # %% ../nbs/01_logits.ipynb #c032

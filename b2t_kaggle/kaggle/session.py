@@ -325,8 +325,8 @@ def _averaging_problems(runs: Sequence[Path], log_probs: Sequence[Path], at_leas
         problems.append(f'the models to average: log-probabilities of {most} are attached, expected {at_least} or '
                         'more; attach the outputs of several training notebooks, or LogitStores of each')
     if n.keys() <= {'val', 'test'} and n['val'] != n['test'] and n['val']:
-        problems.append(f'log-probabilities: {n["val"]} of val and {n["test"]} of test are attached, expected as many; '
-                        'run the training to its end, or name the others in `models`')
+        problems.append(f'log-probabilities: {n["val"]} of val and {n["test"]} of test are attached, expected equal '
+                        'numbers; run the training to its end, or name the others in `models`')
     return problems
 
 def _source(inputs: Attached, at_least: int, problems: list[str]) -> dict[str, Any]:

@@ -415,7 +415,7 @@ def _read_sections(self: ArpaReader, f: BinaryIO) -> Iterator[Grams]:
             lines = _next_lines(f, min(self.size, count - start))
             if not lines: self._fail_to_find(f'{count:,} {n}-grams, as its head says', '')
             self.line += len(lines)
-            is_whole = lines[-1].endswith(b'\n') # Else the last word may be cut off
+            is_whole = lines[-1].endswith(b'\n') # Otherwise the last word may be cut off
             yield self._parse(lines, n, start, table)
             start += len(lines)
         heading = self._next_line(f)

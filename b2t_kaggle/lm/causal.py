@@ -341,9 +341,9 @@ HEAD_BATCH = 128 # States per call of the head: fewer read its weights from memo
 def states_and_head(
     model,               # A causal language model of transformers
     inputs: dict,        # Arguments of the model for B rows of L tokens
-    separate_head: bool, # Whether the head alone makes logits of states, see `Capabilities`
+    separate_head: bool, # Whether the head alone turns states into logits, see `Capabilities`
 ):
-    "States `[B, L, H]` and the function that makes logits of them; without a separate head the states are the logits."
+    "States `[B, L, H]` and the function from them to logits; without a separate head the states are the logits."
     if not separate_head: return model(**inputs).logits, lambda logits: logits
     return model.base_model(**inputs).last_hidden_state, model.get_output_embeddings()
 
@@ -404,7 +404,7 @@ def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separ
 # %% ../../nbs/lm/03_causal.ipynb #c042
 class Capabilities(NamedTuple):
     "Abilities of a model besides computing rows as a whole."
-    separate_head: bool  # The head alone makes logits of states
+    separate_head: bool  # The head alone turns states into logits
     tree_attention: bool # A prefix tree gets the scores of its sentences as rows
 
 _CAPABILITIES = WeakKeyDictionary() # Model -> its `Capabilities`

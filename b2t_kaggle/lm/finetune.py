@@ -129,7 +129,7 @@ def save_adapter(
 ) -> None:
     "Write the adapter's folder whole or not at all. Raises `files.WriteError` if it cannot be written."
     with replaced_folder(folder) as new:
-        model.save_pretrained(new, save_embedding_layers=False) # Else it would look for a config.json of the base
+        model.save_pretrained(new, save_embedding_layers=False) # Otherwise it would look for a config.json of the base
 
 # %% ../../nbs/lm/04_finetune.ipynb #c018
 def _hash(values) -> str:

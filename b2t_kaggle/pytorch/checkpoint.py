@@ -208,8 +208,8 @@ def to_official_state(
     "State dict of the official model, with a tensor `[F, F]` and `[1, F]` per day. Raises `CheckpointError`."
     foreign = [k for k in state if k.split('.')[0] not in _OFFICIAL_PARTS]
     if foreign:
-        raise CheckpointError(f'{foreign[0]}: the official kit has no such weight, it knows the one GRU alone; only a '
-                              'model with model.name = gru has the official form')
+        raise CheckpointError(f'{foreign[0]}: the official kit has no such weight, because it has only one GRU; only '
+                              'a model with model.name = gru has the official form')
     official = {k: v for k, v in state.items() if k not in ('day_weights', 'day_biases')}
     for name in ('day_weights', 'day_biases'): official |= {f'{name}.{i}': w.clone() for i, w in enumerate(state[name])}
     return official

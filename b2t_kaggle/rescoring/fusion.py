@@ -84,7 +84,7 @@ class LLMTrial:
         self.lock = lock
         self.parent = {0: 0}            # Parent of each history
         self.tokens = {0: tuple(start)} # Tokens of each history's last word as it is written
-        self.rows: dict[int, list[int]] = {} # Numbers of these tokens in the tree, as far as they were run
+        self.rows: dict[int, list[int]] = {} # Indices of these tokens in the tree, for tokens that the model has read
         self.n_run = 0                  # Number of tokens that the model has read in this trial
         self.n_passes = 0               # Number of forward passes in this trial
 
@@ -300,7 +300,7 @@ def _add(self: LLMTrial, h: int, batch: _Batch) -> None:
 # %% ../../nbs/rescoring/04_fusion.ipynb #c029
 _FEW = 16 # Tokens that are run for the sake of a pass less
 _Level = list[tuple[int, int, list[tuple[int, ...]]]] # Histories, their parents, the forms of their last words
-_Ahead = dict[tuple[int, tuple[int, ...]], list[int]] # Numbers of tokens by history and form
+_Ahead = dict[tuple[int, tuple[int, ...]], list[int]] # (history, form) -> indices of tokens
 
 @patch
 def _run_ahead(self: LLMTrial, batch: _Batch, level: _Level, inner: set[int]) -> _Ahead:

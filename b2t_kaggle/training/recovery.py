@@ -52,7 +52,7 @@ class Checkpoints:
 
 # %% ../../nbs/training/08_recovery.ipynb #c008
 def checkpoint_bytes(
-    n_parameters: int, # Numbers in the weights
+    n_parameters: int, # Number of parameters
     cfg: Config,       # The run's configuration
 ) -> dict[str, int]:
     """Approximate sizes of the checkpoints: the best weights; the state, which adds two moments for each, and an

@@ -36,9 +36,9 @@ class StacksConfig(PatchedConfig):
     "Heads of attention of each stack."
     cnn_module_kernel: list[int] = [31, 31, 15, 15, 15, 31]
     "Frames that the convolutions of each stack see."
-    query_head_dim: ClassVar[int] = 32 # Numbers per query and per key of a head
-    pos_head_dim: ClassVar[int] = 4 # Numbers per position query of a head
-    value_head_dim: ClassVar[int] = 12 # Numbers per value of a head
+    query_head_dim: ClassVar[int] = 32 # Length of the queries and keys of a head
+    pos_head_dim: ClassVar[int] = 4 # Length of the position queries of a head
+    value_head_dim: ClassVar[int] = 12 # Length of the values of a head
     pos_dim: ClassVar[int] = 48 # Columns of the table of relative positions
     size_fields = 'encoder_dim', 'feedforward_dim'
 

@@ -17,8 +17,8 @@ def _check_both_splits(systems: dict) -> None:
     if not {'val', 'test'} <= set(systems): return
     if lost := [' '.join(v).strip() for v in systems['val'].voters if v not in systems['test'].voters]:
         raise PipelineError(f'combine.sources: {lost[0]} has sentences of val and none of test, so the error rates of '
-                            'val would not hold there; give files of both splits whose names differ in _val and _test '
-                            'alone, such as theirs_val.jsonl')
+                            'val would not hold there; give files of both splits whose names differ only in _val and '
+                            '_test, such as theirs_val.jsonl')
 
 def _combine(systems: dict, lm) -> tuple:
     "A sentence for each trial by split, and the pool that made them; None if there was no val to learn from."

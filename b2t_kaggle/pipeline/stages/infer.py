@@ -16,7 +16,7 @@ from ...training.checkpoint_paths import checkpoint_files
 
 # %% ../../../nbs/pipeline/stages/06_infer.ipynb #c005
 def _infer_splits(run, progress, stores) -> dict:
-    "Log-probabilities of test, and of val if there is time; the results of an earlier execution are taken."
+    "Log-probabilities of test, and of val if there is time; results of an earlier execution are reused."
     cfg = run.cfg
     if cfg.infer.adapt:
         from b2t_kaggle.pipeline.decoder import open_decoder

@@ -25,7 +25,7 @@ class Encoder(nn.Module):
     "Features of a trial to logits per frame. Derive from it, set `Config`, and write `encode`."
     Config: ClassVar[type[EncoderConfig]]
     is_causal: bool = False # Whether no frame depends on bins after its own
-    read_out: ClassVar[str] = 'out' # Name of the linear layer that makes logits of states
+    read_out: ClassVar[str] = 'out' # Name of the linear layer from states to logits
     patch_layer: ClassVar[tuple[str, ...]] = () # Prefixes of the parameters that read patches of bins
     changing_args: ClassVar[tuple[str, ...]] = () # Names of the `training_args` that change from step to step
 

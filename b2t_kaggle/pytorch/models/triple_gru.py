@@ -53,7 +53,7 @@ class _FrameGRU(nn.Module):
 class NoiseModel(_FrameGRU):
     "GRU layers that estimate the noise in each frame."
     def __init__(self,
-        frame_dim: int,         # Numbers in a frame, I
+        frame_dim: int,         # Length of a frame, I
         n_units: int | None = 256, # Units per GRU layer; None means I, without a projection
         n_layers: int = 2,      # GRU layers
         dropout: float = 0.0,   # Dropout between GRU layers
@@ -70,7 +70,7 @@ class NoiseModel(_FrameGRU):
 class CleanSpeechModel(_FrameGRU):
     "GRU layers that predict phonemes from denoised frames."
     def __init__(self,
-        frame_dim: int,       # Numbers in a frame, I
+        frame_dim: int,       # Length of a frame, I
         n_units: int,         # Units per GRU layer, H
         n_classes: int,       # Classes, K
         n_layers: int = 3,    # GRU layers

@@ -27,7 +27,7 @@ class AudioLanguageModel:
         name: str,            # Folder, or name on the hub
         lm: nn.Module,        # Causal language model of transformers
         projector: nn.Module, # Layer from a vector to the width of the text model
-        dimension: int,       # Numbers of a vector, D
+        dimension: int,       # Length of a vector, D
         tokenizer,            # Tokenizer of transformers
         prompt: tuple[list[int], list[int]], # Tokens before and after the vectors
         ends: list[int],      # Tokens at which an answer ends; training uses the first

@@ -39,7 +39,7 @@ class BrainEncoder(nn.Module):
     "An encoder of the kit with a projector."
     def __init__(self,
         encoder: Encoder, # From `build_model`; changed so that states follow its logits
-        dimension: int,   # Numbers of a vector, D
+        dimension: int,   # Length of a vector, D
         stack: int = 1,   # Frames that make a vector
     ):
         "Raises `TrainingError` for an encoder without a linear `read_out`."
@@ -70,8 +70,8 @@ class BrainEncoder(nn.Module):
 class Projector(nn.Module):
     "States of an encoder to vectors of an audio tower: a LayerNorm over `stack` frames, two linear layers, a GELU."
     def __init__(self,
-        n_states: int,  # Numbers of a state, H
-        dimension: int, # Numbers of a vector, D
+        n_states: int,  # Length of a state, H
+        dimension: int, # Length of a vector, D
         stack: int = 1, # Frames that make a vector
     ):
         super().__init__()

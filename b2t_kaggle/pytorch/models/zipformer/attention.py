@@ -73,8 +73,8 @@ class RelPositionMultiheadAttentionWeights(nn.Module):
         embed_dim: int,      # Channels, C
         pos_dim: int,        # Columns of the positional table
         num_heads: int,      # Heads, H
-        query_head_dim: int, # Numbers per query and per key of a head
-        pos_head_dim: int,   # Numbers per position query of a head
+        query_head_dim: int, # Length of the queries and keys of a head
+        pos_head_dim: int,   # Length of the position queries of a head
         dropout: float = 0.0, # Dropout of the weights
         pos_emb_skip_rate: FloatLike = ScheduledFloat((0.0, 0.5), (4000.0, 0.0)), # Share of calls without positions
     ):
@@ -144,7 +144,7 @@ class SelfAttention(nn.Module):
     def __init__(self,
         embed_dim: int,      # Channels, C
         num_heads: int,      # Heads, H
-        value_head_dim: int, # Numbers per value of a head
+        value_head_dim: int, # Length of the values of a head
     ):
         super().__init__()
         self.in_proj = Linear(embed_dim, num_heads * value_head_dim)

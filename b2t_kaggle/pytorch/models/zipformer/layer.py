@@ -33,9 +33,9 @@ class Zipformer2EncoderLayer(nn.Module):
         embed_dim: int,              # Channels, C
         pos_dim: int,                # Columns of the positional table
         num_heads: int,              # Heads, H
-        query_head_dim: int,         # Numbers per query and key of a head
-        pos_head_dim: int,           # Numbers per position query of a head
-        value_head_dim: int,         # Numbers per value of a head
+        query_head_dim: int,         # Length of the queries and keys of a head
+        pos_head_dim: int,           # Length of the position queries of a head
+        value_head_dim: int,         # Length of the values of a head
         feedforward_dim: int,        # Hidden units of the second feed-forward
         dropout: FloatLike = 0.1,    # Dropout of hidden units
         cnn_module_kernel: int = 31, # Frames of the convolutions
