@@ -272,7 +272,7 @@ def fit_confusions(
     llm: TextScores | None = None, # LLM that will rerank the sentences
 ) -> ConfusionModel:
     """Fit confusions, and perhaps the weight of an LLM, to labelled lists of phoneme sequences. Raises `ValueError` for
-    fewer trials than folds, a trial without labels, an LLM without changes, or candidates from which nothing follows."""
+    fewer trials than folds, a trial without labels, an LLM without changes, or candidates without information."""
     if llm is not None and change_penalty == np.inf:
         raise ValueError('change_penalty is infinite; with an LLM it must be finite: both learn from word errors')
     trials = []
