@@ -237,7 +237,7 @@ def _splits(provenance: Mapping) -> set[str]:
 def split_of(store: LogitStore) -> str | None:
     "The split in the store's provenance, else in its file name; `None` without both. Raises `LogitError` for several."
     splits = _splits(store.provenance) or splits_in_name(store.path)
-    if len(splits) > 1: raise LogitError(f'{store.path}: names several splits, {" and ".join(sorted(splits))}')
+    if len(splits) > 1: raise LogitError(f'{store.path}: names two splits, {" and ".join(sorted(splits))}')
     return next(iter(splits), None)
 
 # %% ../nbs/01_logits.ipynb #c032
@@ -275,8 +275,8 @@ def sort_stores(
         differences = {s: store._index_difference(indices[s]) for s in ([split] if split else indices)}
         fits = [s for s, difference in differences.items() if not difference]
         if len(fits) > 1:
-            raise LogitError(f'{store.path}: its trials may be those of {" or ".join(fits)}, and it does not say of '
-                             f'which split it is; rename it so that its name has the word {fits[0]} or {fits[1]}')
+            raise LogitError(f'{store.path}: its trials may be those of {" or ".join(fits)}, and it does not '
+                             f'name its split; rename it so that its name has the word {fits[0]} or {fits[1]}')
         if not fits:
             reasons = '; '.join(f'{s}: {difference}' for s, difference in differences.items())
             raise LogitError(f'{store.path} has other trials than the packed sessions ({reasons}); give the sessions '

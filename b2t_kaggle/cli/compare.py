@@ -54,7 +54,7 @@ def _split_of(path: Path) -> str | None:
     return named.pop() if len(named) == 1 else 'test' if path.suffix == '.csv' else None
 
 def _systems(sources, out: Path, truth: Path | None = None) -> dict[str, list[dict]]:
-    "Results of each system, by a name of its own. Raises `ClickException` for files of different splits."
+    "Results of each system, by a unique name. Raises `ClickException` for files of different splits."
     paths = {source: source_path(source, out, f' is neither a file of hypotheses nor a run in {out}')
              for source in sources}
     named = paths | ({truth: truth} if truth else {})

@@ -228,7 +228,7 @@ def fetch_output(self: Client, name: str, folder: Path) -> None:
 
 # %% ../../nbs/kaggle/02_client.ipynb #c021
 def slug_of(title: str) -> str:
-    "Slug that Kaggle makes of a title."
+    "Slug that Kaggle derives from a title."
     return re.sub('[^a-z0-9]+', '-', title.lower()).strip('-')
 
 def check_id(name: str, shortest: int) -> str:

@@ -92,8 +92,8 @@ def emulated(self: Image) -> Iterator[Path]:
 # %% ../../nbs/kaggle/01_wheels.ipynb #c013
 @patch
 def plan_installation(self: Image, requirements: Iterable[str], *options: str) -> tuple[dict[str, str], Image]:
-    """Packages that pip would install, with their versions; and the image, with a version that fits for packages of
-    unknown version of which not every version does.
+    """Packages that pip would install, with their versions; and the image, in which packages of unknown version have
+    a version that meets the requirements, if not every version does.
 
     Raises `RuntimeError` if a package has no wheel for the image, or if pip would replace one of the image's."""
     with self.emulated() as python, scratch_folder() as scratch:

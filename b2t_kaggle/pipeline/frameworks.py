@@ -33,7 +33,7 @@ def train(
     store: TrialStore,            # Training trials
     store_val: TrialStore | None, # Validation trials; without any the last weights count as the best
     cfg: Config,                  # The run's configuration; `train.framework` chooses
-    out_dir: str | Path,          # Receives checkpoints and `history.csv`; a run that is there is continued
+    out_dir: str | Path,          # Folder for checkpoints and `history.csv`; an existing run is continued
     progress: bool = True,        # Show a progress bar
 ) -> dict:
     """Train, or continue, on all devices of this machine that the configuration allows.

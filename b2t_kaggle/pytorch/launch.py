@@ -91,7 +91,7 @@ def _job_folder(out_dir: Path) -> Iterator[Path]:
 
 # %% ../../nbs/pytorch/13_launch.ipynb #c013
 def _exit_status(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
-    "Run a command to its end: its status, and whether this process was asked to end, which waits for it."
+    "Run a command to its end; returns its status, and whether this process was asked to end meanwhile."
     # An interrupt may arrive before the wait begins: record it instead of raising it
     with noted_interrupt() as is_noted, subprocess.Popen(command, env=env) as process:
         try: return process.wait(), is_noted()

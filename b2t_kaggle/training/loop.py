@@ -204,7 +204,7 @@ def fit(
     store: TrialStore,             # Training trials
     store_val: TrialStore | None,  # Validation trials; without any the last weights count as the best
     cfg: Config,                   # The run's configuration
-    out_dir: str | Path,           # Folder for checkpoints and `history.csv`; a run that is there is continued
+    out_dir: str | Path,           # Folder for checkpoints and `history.csv`; an existing run is continued
     progress: bool = True,         # Show a progress bar
 ) -> dict:
     """Train, or continue. Returns `step`, `finished`, `stopped`, `seconds`, and for the best model `val_per`,
