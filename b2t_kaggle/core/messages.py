@@ -91,7 +91,7 @@ def did_you_mean(
 
 # %% ../../nbs/core/00_messages.ipynb #c020
 def _describe(function: Callable) -> None:
-    "Add the comments behind the parameters of a function to its docstring, once."
+    "Add the comments on the parameters of a function to its docstring, once."
     from fastcore.docments import docments
     comments = {name: text for name, text in docments(function).items() if text and name != 'self'}
     if not comments or '\n\nParameters:\n' in (function.__doc__ or ''): return
@@ -102,7 +102,7 @@ def _describe(function: Callable) -> None:
 def with_parameters(
     item: Any, # Function or class of this package; anything else stays as it is
 ) -> Any:      # The item itself
-    "Add the comments behind parameters to the docstring of a function, or of a class's methods."
+    "Add the comments on parameters to the docstring of a function, or of a class's methods."
     members: list[Any] = [item]
     if inspect.isclass(item):
         package = __name__.split('.')[0]

@@ -66,7 +66,7 @@ def read_text(
     check_is_file(path)
     with open(path, 'rb') as f: data = f.read(-1 if max_bytes is None else max_bytes + 1)
     if max_bytes is not None and len(data) > max_bytes:
-        raise ReadError(f'{path}: found more than {max_bytes:,} bytes, expected a file of less; is it the right one?')
+        raise ReadError(f'{path}: found more than {max_bytes:,} bytes, expected a smaller file; is it the right one?')
     try: text = data.decode('utf-8')
     except UnicodeDecodeError as e:
         raise ReadError(f'{path}: found the byte 0x{data[e.start]:02x} at position {e.start:,}, which is not UTF-8, '

@@ -154,7 +154,7 @@ class Run:
     @cache
     def fingerprint(self, stage: str) -> str:
         """Hash that says to what a stage's files belong. Unlike the key it stays when files are only touched or moved,
-        training is only prolonged, or b2t_kaggle has another version."""
+        training is only extended, or b2t_kaggle has another version."""
         s = STAGES[stage]
         files = [mark if s.continues else mark[:2] for mark in self.marks(stage).values()]
         return short_hash([s.shared and s.version, self._values(stage, MayChange), files,

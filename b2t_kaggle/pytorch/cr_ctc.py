@@ -11,7 +11,7 @@ from torch import Tensor
 
 # %% ../../nbs/pytorch/02_cr_ctc.ipynb #c006
 def two_views(
-    rows: Tensor, # A number or more for each trial `[B, …]`
+    rows: Tensor, # One or more numbers for each trial `[B, …]`
 ) -> Tensor:
     "Each row twice, one after the other, `[2B, …]`."
     return rows.unsqueeze(1).expand(-1, 2, *rows.shape[1:]).flatten(0, 1)

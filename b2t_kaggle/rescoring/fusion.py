@@ -177,7 +177,7 @@ class _FormTokens:
         tokens = {}
         for (w, form), whole in zip(forms, ids([f'{before} {form}'.strip() for _, form in forms])):
             if whole[:len(given)] != given or len(whole) == len(given):
-                raise LanguageModelError(f'the tokenizer gives {form!r} no tokens of its own behind {before!r}; an LLM '
+                raise LanguageModelError(f'the tokenizer gives {form!r} no tokens of its own after {before!r}; an LLM '
                                          'inside the beam needs one that splits texts between words')
             tokens.setdefault((w, first), []).append(tuple(whole[len(given):]))
         return tokens

@@ -76,7 +76,7 @@ class Deadline:
         return self.ends - time.time() - reserve*min(1, (self.ends - self.began)/_WHOLE)
 
 def announce_time_limit(
-    hours: float | None, # From now on; None: without end
+    hours: float | None, # Hours from now; None: no limit
 ) -> Deadline:
     "Set the deadline of this process and those that it starts, unless there is one."
     now = time.time()
@@ -85,7 +85,7 @@ def announce_time_limit(
 
 @contextmanager
 def time_limit(
-    hours: float | None, # From now on; None: without end
+    hours: float | None, # Hours from now; None: no limit
 ) -> Iterator[Deadline]:
     "Set the deadline for as long as the block lasts, unless one is set already."
     is_announced = TIME_LIMIT_VARIABLE in os.environ

@@ -99,7 +99,7 @@ class Encoder(NamedModel):
         seeds: tf.Tensor | None = None,  # A seed per trial, int32 `[B, 2]`, for dropout
         **training_args,                 # From `training_args`, in a training step
     ) -> Any:
-        "Logits `[B, T', K]` of `encode`, with zeros behind each trial. Raises `ValueError` as `check_batch` does."
+        "Logits `[B, T', K]` of `encode`, with zeros after each trial. Raises `ValueError` as `check_batch` does."
         day_idx = check_batch(x, day_idx, self.cfg)
         lengths = tf.fill(tf.shape(x)[:1], x.shape[1]) if n_bins is None else tf.convert_to_tensor(n_bins)
         return self.encode(mask_padding(x, n_bins), day_idx, lengths, training=training, seeds=seeds, **training_args)
