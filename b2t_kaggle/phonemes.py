@@ -99,7 +99,7 @@ _VOICELESS = set('P T K F TH'.split())
 
 def pronunciations(
     word: str, # A normalised word
-    spelled: Callable[[str], list[str]] | None = None, # Phonemes of a word in no dictionary; by default by its letters
+    spelled: Callable[[str], list[str]] | None = None, # Phonemes of an unknown word; guessed by default
 ) -> list[list[str]]: # Phoneme names without `SIL`, the labels' one first
     "All pronunciations of a word; none for one without letters; raises `ValueError` for other than `a-z`, `-` and `'`."
     if word in _dictionary(): return [list(p) for p in _dictionary()[word]]

@@ -97,7 +97,7 @@ def combine_files(sources, output, tune, lm, llm, blocks, out):
 
 # %% ../../nbs/cli/04_combine.ipynb #c007
 def _read_sources(sources: Collection[str], split: str, out: Path) -> Hypotheses:
-    "Hypotheses of files, and of runs in a split."
+    "Hypotheses from files, and from runs for one split."
     files, runs = [], []
     for source in sources:
         path = source_path(source, out)

@@ -53,7 +53,7 @@ def _sentences_left_out(counts: Counter) -> str:
 @click.option('--prune', default='0', show_default=True, callback=numbers(int, '0,0,1'),
               help='Largest count of n-grams to leave out, per order, such as 0,0,1.')
 @click.option('--threshold', default=0., callback=share,
-              help='Leave out n-grams without which the perplexity rises by a smaller share, such as 1e-8.')
+              help='Drop n-grams whose removal raises the perplexity by less than this fraction, such as 1e-8.')
 @click.option('--vocab', type=FILE, help='Keep only these words: one per line, or a pronunciation dictionary.')
 @click.option('--clean/--sentences', default=True, show_default=True,
               help='Whether TEXTS are written text to clean, or sentences, one per line.')
@@ -116,7 +116,7 @@ def interpolate(models, output, dev, weights):
 @click.argument('model', type=FILE)
 @_output
 @click.option('--threshold', required=True, type=float, callback=share,
-              help='Leave out n-grams without which the perplexity rises by a smaller share, such as 1e-8; 0 only '
+              help='Drop n-grams whose removal raises the perplexity by less than this fraction, such as 1e-8; 0 only '
                    'repairs a model for KenLM.')
 def prune(model, output, threshold):
     "Prune an ARPA file by relative entropy."
@@ -167,7 +167,7 @@ def get(name, output):
 def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
     """Fine-tune a causal language model on sentences.
 
-    MODEL (a folder of transformers, a GGUF file, or a name on the hub) learns the register of TEXTS (one sentence a
+    MODEL (a transformers folder, a GGUF file, or a name on the hub) learns the register of TEXTS (one sentence a
     line). The result is a LoRA adapter for rescore.llm, or for rescore.llm_adapter beside the model, to be used with
     rescore.end=true."""
     from b2t_kaggle.lm.causal import load_lm

@@ -140,7 +140,7 @@ _stage_options = with_options(
     out_option(cls=StageOption),
     _stage_option('--output-dir', type=FOLDER, help='Folder of this run, in place of --out and --name.'),
     _stage_option('--work', default='data', show_default=True, type=FOLDER,
-                  help='Folder for big files that can be made again.'),
+                  help='Folder for large files that can be rebuilt.'),
     _stage_option('--force', multiple=True, type=Choice(list(STAGES)),
                   help='Do this stage again even if nothing changed; repeat it for more.'),
     _stage_option('--from', 'from_', metavar='RUN',

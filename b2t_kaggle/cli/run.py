@@ -47,7 +47,7 @@ def run_from_options(
     *, preset_, config_, data, overrides, out, work, name=None, output_dir=None, from_=None, until=None, force=(),
     reset=False, must_exist=False,
 ) -> Run:
-    "The run of these options. Raises `ConfigError`, or `click.UsageError` for options without effect."
+    "The run that these options describe. Raises `ConfigError`, or `click.UsageError` for options without effect."
     base = preset_ or ('official' if data or config_ else 'demo')
     default = Path(config_).stem if config_ else base
     folder = run_folder(name=name, out=out, output_dir=output_dir, default=default)
@@ -85,15 +85,15 @@ def _open_variant(from_: str, folder: Path, work: str | Path, overrides: dict, u
     if (folder/'config.yaml').exists():
         run = Run(folder, work, overrides, save=False)
         if run.origin.get('from') == origin['from']: return run
-        raise click.UsageError(f'--from {from_}: {folder} is a run already, and not a variant of that one; give '
-                               'another --name')
+        raise click.UsageError(f'--from {from_}: {folder} already has a run, which is not a variant of that one; '
+                               'give another --name')
     model = Run(source, work, save=False)
     run = Run(folder, work, overrides, model.cfg, dict(preset=model.base_preset) | origin, save=False)
     done = stages_in_common(run, model)
     check_stages(run, until, force, done)
     branch(run, model, done)
     run.save() # Last, because a folder with a configuration counts as a complete variant
-    rest = f'{", ".join(done)} need not be done again' if done else 'its results cannot be reused'
+    rest = f'{", ".join(done)} need not be rerun' if done else 'its results cannot be reused'
     click.echo(f'{folder.name} is a variant of {source.name}; {rest}.', err=True)
     return run
 
@@ -171,7 +171,7 @@ def run(force, quick, **options):
         folder = run_folder(**options, default='quick')
         exists = (folder/'config.yaml').exists()
         if exists and Run(folder, save=False).base_preset != 'quick':
-            raise click.UsageError(f'--quick: {folder} is a run already, but not a quick one; give another --name')
+            raise click.UsageError(f'--quick: {folder} already has a run that is not a quick one; give another --name')
         options['preset_'] = None if exists else 'quick'
         if not options['output_dir']: options['name'] = folder.name
     run_until(None, force, **options)

@@ -37,7 +37,7 @@ def _is_used(run: Run, stage: str, model: str | None) -> bool:
     return bool(model) and is_kept(run, stage)
 
 def _llm(run: Run, decoder):
-    """The rescorer of a run's LLM, None without an LLM.
+    """The rescorer of a run's LLM, None if there is no LLM.
 
     Weights are those that the stage rescore tuned if it is done, else the configured ones."""
     c = run.cfg.rescore

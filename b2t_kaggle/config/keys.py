@@ -224,7 +224,7 @@ def differing_values(
 def validated(
     values: dict, # Values by group and field
 ) -> Config:
-    "A `Config` from plain values. Raises `ConfigError` that names all errors."
+    "A `Config` from plain values. Raises a `ConfigError` that names all errors."
     try: return Config.model_validate(values)
     except ValidationError as e: sentences = describe_errors(e)
     keys = list(config_fields())

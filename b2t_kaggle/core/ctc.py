@@ -85,7 +85,7 @@ def check_log_probs(
     log_probs: Any,                # Log-probabilities [T', K], as an array, a tensor or lists
     n_classes: int | None = None,  # K; None: any number
 ) -> np.ndarray:                   # A copy in float64, at least -10000
-    "Log-probabilities that can be searched; raises `ValueError` that names the frame, what was found and what to do."
+    "Log-probabilities that can be searched; raises a `ValueError` that names the frame, what was found and what to do."
     try: x = np.array(to_numpy(log_probs), dtype=np.float64, order='C') # A copy, which may be changed
     except (TypeError, ValueError):
         raise TypeError(f'log_probs: found a {type(log_probs).__name__} that is not an array of numbers, expected one '

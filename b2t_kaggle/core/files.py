@@ -324,7 +324,7 @@ def require_space(
 
 # %% ../../nbs/core/02_files.ipynb #c056
 def home_folder() -> Path | None:
-    "The user's home by `HOME` or the system; `None` without both, as for a container's user without a name."
+    "The user's home folder, from `HOME` or the user database; `None` without both, as for an unnamed container user."
     try: return Path(os.environ.get('HOME') or pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError: return None
 
@@ -345,7 +345,7 @@ def private_folder() -> Path:
 def user_cache(
     name: str, # Name of the subfolder
 ) -> Path:     # Path of the folder, which need not exist
-    "A folder for files that serve all runs and can be made again: in the home folder, else in `private_folder`."
+    "A folder for files that serve all runs and can be rebuilt: in the home folder, else in `private_folder`."
     home = os.environ.get('XDG_CACHE_HOME') or (home_folder() or Path())/'.cache'
     folder = Path(home)/'b2t_kaggle'/name
     return folder if Path(home).is_absolute() and is_writable(folder) else private_folder()/'cache'/name
@@ -387,7 +387,7 @@ def _hash_note(path: Path) -> Path | None:
     return user_cache('hashes')/hashlib.sha256(repr(state).encode()).hexdigest()[:32]
 
 def content_hashes(paths: Iterable[str | Path]) -> list[str]:
-    """SHA-256 of each file's whole content, in hexadecimal; shows progress if reading takes some seconds.
+    """SHA-256 of each file's whole content, in hexadecimal; shows progress if reading takes a few seconds.
 
     A file of 16 MiB or more is read once, and again if its size, its times or its inode has changed."""
     from tqdm import tqdm

@@ -125,7 +125,7 @@ def limit_lines(
 
 # %% ../../nbs/core/03_reading.ipynb #c017
 def parse_json(text: str | bytes) -> Any:
-    "The value of a JSON text. Raises `ValueError` that says in one line what is wrong."
+    "The value of a JSON text. Raises a `ValueError` with a one-line message."
     try: return json.loads(text)
     except RecursionError: raise ValueError('not JSON that can be read: it is nested too deeply') from None
     except UnicodeDecodeError: raise ValueError('not JSON: bytes that are not UTF-8') from None
@@ -169,7 +169,7 @@ def _yaml_problem(e: Exception) -> str:
     return place + str(problem).splitlines()[0]
 
 def parse_yaml(text: str) -> Any:
-    "The value of a YAML text of plain data. Raises `ValueError` that says in one line what is wrong."
+    "The value of a YAML text of plain data. Raises a `ValueError` with a one-line message."
     from yaml import YAMLError
     # YAML's own errors, and errors of constructors for an invalid boolean, date or number
     not_yaml = (YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)

@@ -381,7 +381,7 @@ def read_session(
 # %% ../../nbs/data/00_sessions.ipynb #c041
 @patch
 def _raw(self: Trial, path: Path) -> dict:
-    "The trial as the file `path` has it. Raises `SessionError` for labels that do not fit."
+    "The trial as it is stored in the file `path`. Raises `SessionError` for labels that do not fit."
     raw = dict(input_features=np.asarray(self.features), n_time_steps=len(self.features), session=self.session,
                block_num=self.block, trial_num=self.trial)
     if self.split == 'test': return raw

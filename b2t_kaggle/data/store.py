@@ -163,8 +163,9 @@ class _Source:
         first_with = {n_features(s): s for s in reversed(self.sessions)}
         if isinstance(data_dir, str | Path) and len(first_with) > 1:
             examples = ', '.join(f'{s} with {n}' for n, s in first_with.items())
-            raise StoreError(f'a store has trials of one number of features, found {examples}; name the sessions of '
-                             'one participant (data.sessions), or give each its folder (data.dataset_dir)')
+            raise StoreError(f'all trials of a store must have the same number of features, found {examples}; name '
+                             'the sessions of one participant (data.sessions), or give each its folder '
+                             '(data.dataset_dir)')
         self.n_features = n = max(first_with, default=N_FEATURES) # Trials with fewer are padded
         self.subset = subset = None if subset is None else [int(f) for f in subset]
         if subset is not None and (not subset or len({*subset}) < len(subset) or min(subset) < 0 or max(subset) >= n):

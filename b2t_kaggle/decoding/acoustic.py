@@ -320,7 +320,7 @@ class _ListGraph(NamedTuple):
 
 # %% ../../nbs/decoding/05_acoustic.ipynb #c030
 def _alternatives(texts: list[list[int]]) -> tuple[list[int], dict[tuple, int], list[list[tuple[int, int]]]]:
-    """Words of the first text and of alternatives to parts of it, one after the other; the begin of each alternative,
+    """Words of the first text and of alternatives to parts of it, one after the other; the start of each alternative,
     by `(a, b, words)`; and the ranges of words that make up each text [n]."""
     words = list(texts[0])
     begin: dict[tuple, int] = {}

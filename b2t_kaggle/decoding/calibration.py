@@ -132,7 +132,7 @@ def write_calibration(path: str | Path, calibration: Calibration) -> None:
     write_whole(path, json.dumps(asdict(calibration)))
 
 def read_calibration(path: str | Path) -> Calibration:
-    "A result of `cross_calibrate`; raises `ValueError` that names the file if it does not have one."
+    "A result of `cross_calibrate`; raises a `ValueError` that names the file if it does not have one."
     try: return TypeAdapter(Calibration).validate_json(read_text(path))
     except (OSError, ValueError) as e:
         raise ValueError(f'{path}: not a calibration ({e!r:.200}); make the lists again') from None

@@ -94,7 +94,7 @@ def spellings_of(
     lexicon: Lexicon,                   # Lexicon, such as `b2t_kaggle.phonemes.build_lexicon` makes
     classes: Classes = PHONEME_CLASSES, # Classes of the model
 ) -> tuple[list[str], list[list[tuple[int, ...]]]]: # Words [W], and the distinct class-id spellings of each [W]
-    "Words and their spellings; raises `ValueError` that names an unusable word."
+    "Words and their spellings; raises a `ValueError` that names an unusable word."
     if not isinstance(lexicon, Mapping):
         raise TypeError(f'lexicon: found a {type(lexicon).__name__}, expected a dict of words and their pronunciations '
                         'as b2t_kaggle.phonemes.build_lexicon(words) makes it')

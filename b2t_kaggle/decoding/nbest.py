@@ -191,7 +191,7 @@ def _from_line(line: str) -> list[Hypothesis]:
     return hyps
 
 def read_nbest(path: str | Path) -> list[list[Hypothesis]]:
-    "The n-best lists of a file from `write_nbest`; raises `ValueError` that names a bad line."
+    "The n-best lists of a file from `write_nbest`; raises a `ValueError` that names a bad line."
     nbest = []
     for i, line in enumerate(split_lines(read_text(path)), 1):
         try: nbest.append(_from_line(line))

@@ -36,7 +36,7 @@ class Phrases(NamedTuple):
 _NO_PHRASES = Phrases(np.zeros(0, ARC), np.zeros(0, FIRST), np.zeros(0, STATE), np.zeros(0, ARC), np.zeros(0, _PAIR),
                       np.zeros(1, np.int64))
 
-_BOOSTED = 1 << 30   # Bit of words that begin phrases: only for these the search reads anything of a boost
+_BOOSTED = 1 << 30   # Bit of words that begin phrases: the search reads boost data only for these words
 _WORD = _BOOSTED - 1 # The other bits
 
 class NGramView(NamedTuple):

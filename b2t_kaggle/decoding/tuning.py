@@ -256,7 +256,7 @@ def write_tuning(path: str | Path, tuning: Tuning) -> None:
     write_whole(path, json.dumps(asdict(tuning)))
 
 def read_tuning(path: str | Path) -> Tuning:
-    "A result of `tune_search`; raises `ValueError` that names a file without one."
+    "A result of `tune_search`; raises a `ValueError` that names a file without one."
     try: return TypeAdapter(Tuning).validate_json(read_text(path))
     except (OSError, ValueError) as e:
         raise ValueError(f'{path}: not the weights of a search ({e!r:.200}); decode again') from None

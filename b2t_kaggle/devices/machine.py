@@ -131,7 +131,7 @@ class Generation:
     "One chip of a TPU generation."
     name: str       # Short name, `v5e` for `v5litepod`
     cores: int      # TensorCores
-    devices: int    # Devices that XLA shows of it
+    devices: int    # Devices per chip in XLA
     hbm_gb: float   # Memory [GB, as published]
     tflops: float   # Peak of bfloat16 products [TFLOP/s]
     hbm_gbps: float # Bandwidth of the memory [GB/s]
@@ -319,7 +319,7 @@ def unused_tpu(d: Detected, accelerator: str, problem: str) -> str:
 
 # %% ../../nbs/devices/01_machine.ipynb #c043
 def tpu_device(d: Detected, accelerator: str, precision: str) -> Device:
-    "The TPU of a machine that has one, as PyTorch/XLA has it."
+    "The TPU of a machine that has one, as PyTorch/XLA sees it."
     generation = d.tpu.generation
     name = generation.name if generation else d.tpu.type or 'of unknown generation'
     refuse_float16(precision)
@@ -328,7 +328,7 @@ def tpu_device(d: Detected, accelerator: str, precision: str) -> Device:
     return Device('xla', f'TPU {name}', chosen, join_clauses(device_reason, because), d.tpu.devices or 1)
 
 def gpu_device(d: Detected, accelerator: str, precision: str, unused: str = '') -> Device:
-    "All GPUs, which have to be alike; `unused` is the clause of `unused_tpu`."
+    "All GPUs, which must be of one model; `unused` is the clause that `unused_tpu` returns."
     gpu = d.gpus[0]
     chosen, because = gpu.precision(precision)
     device_reason = 'a GPU is here' if accelerator == 'auto' else 'asked for'

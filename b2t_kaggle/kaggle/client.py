@@ -97,7 +97,7 @@ class Client:
         return answer.user_has_entered
 
     def quota_left(self, image: str) -> tuple[float, datetime | None] | None:
-        "Hours left this week, and the start of the next one; None without a quota, as for the image `cpu`."
+        "Hours left this week, and the start of the next one; None if there is no quota, as for the image `cpu`."
         answer = ask('the hours that are left', self.api.quota_view)
         quota = getattr(answer, f'{image}_quota', None)
         if quota is None: return None

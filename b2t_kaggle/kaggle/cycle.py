@@ -135,8 +135,8 @@ def read_plan(folder: Path) -> Plan | None:
     except ValidationError as e:
         first = e.errors()[0]
         problem = printable(f'{".".join(map(str, first["loc"]))}: {first["msg"]}'.removeprefix(': '))
-        raise ValueError(f'{path}: is not as `b2t kaggle go` wrote it ({problem}); remove it, and repeat the line that '
-                         'began the cycle') from None
+        raise ValueError(f'{path}: is not as `b2t kaggle go` wrote it ({problem}); remove it, and repeat the command '
+                         'that began the cycle') from None
 
 def save_plan(plan: Plan, folder: Path) -> None:
     "Write the plan. Raises `ValueError` if the folder belongs to another cycle."
@@ -309,7 +309,7 @@ def _quota_in_words(image: str, left: float, begins: datetime | None) -> str:
 
 @patch
 def _hours_left(self: Cycle) -> float | None:
-    "Hours left of the week's quota; None without a quota. Raises `KaggleError` if they are too few."
+    "Hours left of the week's quota; None if there is no quota. Raises `KaggleError` if they are too few."
     image = self.plan.machine.image
     try: quota = self.client.quota_left(image)
     except RefusedError: return None
@@ -492,7 +492,7 @@ def go(self: Cycle, submit: bool = False) -> Path:
 
 @patch
 def report(self: Cycle) -> Iterator[str]:
-    "Lines about the steps up to the first that is not done, by what Kaggle says now."
+    "Lines about the steps up to the first unfinished one, from Kaggle's current state."
     for step in self.steps(submit=True):
         is_done = step.done()
         yield f'{"done" if is_done else "next"}  {step.title}'

@@ -174,7 +174,7 @@ def _restore_run(earlier: Path | None, run_dir: str | Path) -> bool:
     return True
 
 # %% ../../nbs/kaggle/00_session.ipynb #c025
-# Modules, and their packages as pip takes them
+# Modules, and their packages' names for pip
 TRAINING = dict(
     fastcore='fastcore', h5py='h5py', ipykernel='ipykernel', matplotlib='matplotlib', numba='numba',
     pandas='pandas', papermill='papermill', pyarrow='pyarrow', pydantic='pydantic', rapidfuzz='rapidfuzz', tqdm='tqdm',

@@ -104,7 +104,7 @@ def plan_installation(self: Image, requirements: Iterable[str], *options: str) -
     replaced = {name: plan[canonicalize_name(name)] for name in self.holds if canonicalize_name(name) in plan}
     for name, version in replaced.items():
         if self.holds[name]:
-            raise RuntimeError(f'{name}: image {self.name} has {self.holds[name]}, and pip would replace it by '
+            raise RuntimeError(f'{name}: image {self.name} has {self.holds[name]}, and pip would replace it with '
                                f'{version}; ask for a version that fits')
     if not replaced: return plan, self
     return replace(self, holds=self.holds | replaced).plan_installation(requirements, *options)

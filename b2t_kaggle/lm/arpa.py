@@ -46,7 +46,7 @@ class Arpa(NamedTuple):
 class ArpaReader:
     """Iterate over the n-grams of an ARPA file in `Grams` of at most `size`.
 
-    `words` and `ids` are complete after the unigrams. Raises `ArpaError` that names file and line."""
+    `words` and `ids` are complete after the unigrams. Raises an `ArpaError` that names file and line."""
     def __init__(self,
         path: str | Path,    # ARPA file, plain or .gz
         size: int = 100_000, # n-grams read at a time
@@ -157,7 +157,7 @@ def _quoted(word: bytes) -> str:
     return repr(word[:60].decode(errors='replace') + ('…' if len(word) > 60 else ''))
 
 def _parse_number(field: bytes) -> float:
-    "A finite number, minus infinity as -99; raises `ValueError` that says what was found."
+    "A finite number, minus infinity as -99; raises a `ValueError` that says what was found."
     if field.lower() in _MINUS_INFINITY: return _ZERO_PROBABILITY
     text = field[:20].decode(errors='replace')
     try: number = float(field)
@@ -166,7 +166,7 @@ def _parse_number(field: bytes) -> float:
     return number
 
 def _parse_line(line: bytes, n: int, ids: dict[bytes, int]) -> tuple[list[int], float, float]:
-    "One n-gram; raises `ValueError` that says what was found and expected."
+    "One n-gram; raises a `ValueError` that says what was found and expected."
     fields = line.split()
     if len(fields) not in (n + 1, n + 2):
         raise ValueError(f'found {len(fields)} fields, expected a log-probability, {n} words and perhaps a backoff')
@@ -350,7 +350,7 @@ def _open_arpa(path: Path) -> Iterator[BinaryIO]:
 def read_counts(
     path: str | Path, # ARPA file, plain or .gz
 ) -> list[int]:       # n-grams per order, unigrams first
-    "Numbers of n-grams according to the head of an ARPA file; raises `ArpaError` that names file and line."
+    "Numbers of n-grams according to the head of an ARPA file; raises an `ArpaError` that names file and line."
     reader = ArpaReader(path)
     with _open_arpa(reader.path) as f: reader._read_counts(f)
     return reader.counts
@@ -461,7 +461,7 @@ def _parse(self: ArpaReader, lines: list[bytes], n: int, start: int, table: Word
 def read_arpa(
     path: str | Path, # ARPA file, plain or .gz
 ) -> Arpa:            # The whole model, its words in lower case
-    "Read an n-gram model into memory; raises `ArpaError` that names file and line."
+    "Read an n-gram model into memory; raises an `ArpaError` that names file and line."
     reader = ArpaReader(path)
     pieces = defaultdict(list) # N-grams of each order
     for piece in reader: pieces[piece.ids.shape[1]].append(piece)
@@ -473,7 +473,7 @@ def read_arpa(
 def model_words(
     path: str | Path, # ARPA file, plain or .gz
 ) -> list[str]:       # Words in lower case, without marks such as `<s>`
-    "The words of an n-gram model; raises `ArpaError` that names file and line."
+    "The words of an n-gram model; raises an `ArpaError` that names file and line."
     reader = ArpaReader(path)
     for piece in reader:
         if piece.ids.shape[1] > 1: break # All unigrams have come

@@ -92,7 +92,7 @@ class Automaton:
         bos: bool = True,           # Whether it begins a sentence
         eos: bool = True,           # Whether to add the probability that the sentence ends here
     ) -> float:
-        "Natural-log probability of a sentence, as `NGram.score` has it."
+        "Natural-log probability of a sentence, as in `NGram.score`."
         ids = self.ids(words.split() if isinstance(words, str) else list(words))
         if eos: ids = np.append(ids, np.int32(self.end))
         log10_prob, _ = walk(self.arrays, self.begin if bos else 0, ids)
@@ -101,7 +101,7 @@ class Automaton:
     def word_scores(self,
         sentence: str, # Normalised words, separated by spaces
     ) -> tuple[np.ndarray, np.ndarray]: # Natural-log probabilities [N + 1]; which words are unknown [N + 1]
-        "The probability of each word of a sentence, and of its end, as `NGram.word_scores` has it."
+        "The probability of each word of a sentence, and of its end, as in `NGram.word_scores`."
         ids = np.append(self.ids(sentence.split()), np.int32(self.end))
         return LN10*word_scores(self.arrays, self.begin, ids).astype(float), ids == self.unknown
 
@@ -322,7 +322,7 @@ def _write_cache(path: Path, key: bytes, facts: dict, arrays: dict[str, np.ndarr
         f.write(checksum.digest())
 
 def _read_cache(path: Path, key: bytes) -> tuple[dict, dict[str, np.ndarray]] | None:
-    "Facts and arrays of a file, mapped into memory; None without a file with this checksum."
+    "Metadata and arrays of a file, mapped into memory; None if there is no file with this checksum."
     try:
         check_is_file(path)
         # Copy on write, because Numba would compile the code again for read-only arrays

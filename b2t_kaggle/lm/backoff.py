@@ -191,7 +191,7 @@ def write_grammar(
     phrases: Iterable[str] | Mapping[str, float], # Allowed sentences, equally likely or with weights
     path: str | Path,                             # ARPA file to write
 ) -> Path:                                        # `path`
-    "Write a model whose sentences are the phrases. Raises `ValueError` that names an unusable phrase."
+    "Write a model whose sentences are the phrases. Raises a `ValueError` that names an unusable phrase."
     if isinstance(phrases, str):
         raise TypeError(f'phrases: found the text {phrases[:60]!r}, expected a list of phrases')
     weights: Counter = Counter() # Weight of each phrase, as a tuple of words

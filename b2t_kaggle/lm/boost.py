@@ -61,7 +61,7 @@ Boosts = Mapping[str, float] | Iterable[Boost] # Bonus of each word or phrase [n
 def boosts_of(
     given: Boosts, # Boosts, such as from `read_boosts`
 ) -> list[Boost]:
-    "Boosts with normalised phrases; raises `ValueError` that names a phrase which cannot be used."
+    "Boosts with normalised phrases; raises a `ValueError` that names a phrase which cannot be used."
     if isinstance(given, str | Path):
         raise TypeError(f'boost: found {str(given)!r}, expected bonuses by phrase; read_boosts(path) reads a file')
     items = [Boost(*item) for item in given.items()] if isinstance(given, Mapping) else list(given)
@@ -76,7 +76,7 @@ def boosts_of(
 def read_boosts(
     path: str | Path, # Text file
 ) -> list[Boost]:
-    "Boosts of a file; raises `ValueError` that names file and line, what was found and expected."
+    "Boosts of a file; raises a `ValueError` that names file and line, what was found and expected."
     boosts = []
     bonuses: dict[str, float] = {}
     for i, line in enumerate(split_lines(read_text(path, 1 << 24)), 1):
@@ -92,7 +92,7 @@ def read_boosts(
                 raise ValueError(f'{phrase!r}: found the bonus {numbers[0]!r}, expected a number') from None
             boosts.append(_checked(Boost(phrase, bonus, *filter(None, numbers[1:])), bonuses))
         except ValueError as e: raise ValueError(f'{path}, line {i}: {e}') from None
-    if not boosts: raise ValueError(f"{path}: found no word and no phrase, expected lines such as 'sacramento, 4'")
+    if not boosts: raise ValueError(f"{path}: found no words or phrases, expected lines such as 'sacramento, 4'")
     return boosts
 
 # %% ../../nbs/lm/15_boost.ipynb #c014

@@ -39,7 +39,7 @@ from b2t_kaggle.lm.llm import (
 
 # %% ../../nbs/lm/03_causal.ipynb #c010
 def score_sentences(
-    model: torch.nn.Module,     # A causal language model of transformers, PEFT's included
+    model: torch.nn.Module,     # A causal language model from transformers, PEFT's included
     tokenizer,                  # Tokenizer of the model
     sentences: Sequence[str],   # Texts, scored as they are [N]
     context: str | Sequence[str] = '', # Text before all sentences, or before each [N]; not part of the probability
@@ -77,7 +77,7 @@ _AT_ONCE = 500 # Sentences between two steps of the progress bar
 @dataclass
 class CachedScores:
     "Natural-log probabilities of sentences with their ends, each computed once; raises as `score_sentences` does."
-    model: torch.nn.Module # A causal language model of transformers
+    model: torch.nn.Module # A causal language model from transformers
     tokenizer: Any         # Tokenizer of the model
     progress: bool = True  # Whether to show a progress bar
     scores: dict[str, float] = field(default_factory=dict)
@@ -257,7 +257,7 @@ def open_lm(
 
 # %% ../../nbs/lm/03_causal.ipynb #c027
 def start_tokens(
-    tokenizer,  # A tokenizer of transformers
+    tokenizer,  # A transformers tokenizer
 ) -> list[int]: # Token ids
     "Unscored tokens before a text: the tokenizer's own first ones, else its `bos_token`, `eos_token`, or nothing."
     whole = tokenizer('a', add_special_tokens=True).input_ids
@@ -267,7 +267,7 @@ def start_tokens(
     return [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]
 
 def token_sequences(
-    tokenizer,            # A tokenizer of transformers
+    tokenizer,            # A transformers tokenizer
     texts: Sequence[str], # Texts [N]
     end: bool = False,    # Whether `eos_token` follows
 ) -> tuple[list[tuple[int, ...]], int]: # Tokens of each text [N], and how many at the beginning are not scored
@@ -339,7 +339,7 @@ def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterato
 HEAD_BATCH = 128 # States per call of the head: fewer read its weights from memory too often, more need memory
 
 def states_and_head(
-    model,               # A causal language model of transformers
+    model,               # A causal language model from transformers
     inputs: dict,        # Arguments of the model for B rows of L tokens
     separate_head: bool, # Whether the head alone turns states into logits, see `Capabilities`
 ):
@@ -365,7 +365,7 @@ def _token_scores(model, inputs: dict[str, np.ndarray | torch.Tensor], node: np.
     return torch.cat(scores).cpu().double().numpy()
 
 def tree_inputs(
-    model,            # A causal language model of transformers
+    model,            # A causal language model from transformers
     tree: PrefixTree, # Tree of N beginnings
     visible: np.ndarray | None = None, # Nodes that each node sees [N, N]; None for its ancestors
 ) -> dict[str, np.ndarray | torch.Tensor]:
@@ -431,7 +431,7 @@ def _has_tree_attention(model, sequences: Sequence[tuple[int, ...]], separate_he
 
 @torch.inference_mode()
 def capabilities(
-    model: torch.nn.Module, # A causal language model of transformers
+    model: torch.nn.Module, # A causal language model from transformers
 ) -> Capabilities:
     "Abilities of a model, tried once; warns if it is slow because it cannot compute trees."
     if model not in _CAPABILITIES:
@@ -446,7 +446,7 @@ def capabilities(
 
 # %% ../../nbs/lm/03_causal.ipynb #c045
 def check_sequences(
-    model,                                # A causal language model of transformers
+    model,                                # A causal language model from transformers
     sequences: Sequence[tuple[int, ...]], # From `token_sequences` [N]
     texts: Sequence[str],                 # The texts of these tokens [N]
 ) -> None:
@@ -467,7 +467,7 @@ OVERFLOW_HINT = ('some models overflow in float16, then take bfloat16 or float32
 
 # %% ../../nbs/lm/03_causal.ipynb #c048
 def can_be_tree(
-    model,                               # A causal language model of transformers
+    model,                               # A causal language model from transformers
     sequences: Sequence[Sequence[int]], # Tokens of sentences
 ) -> bool:
     "Whether the model can compute these sequences as a tree: none may be longer than a sliding window of attention."

@@ -41,7 +41,7 @@ def read_lines(
 def read_sentences(
     texts: str | Path | Iterable[str | Path], # Text files (plain or .gz, one sentence per line), sentences, or both
 ) -> Iterator[str]:                           # Normalised sentences, none of them empty
-    """Stream the sentences of files and lists; a string is a file or not as in `read_lines`.
+    """Stream the sentences of files and lists; `read_lines` says when a string is a file name.
 
     Two or more hyphens are a dash, as on typewriters; the metric's normalisation would join the words."""
     plain = (re.sub('--+', ' ', to_ascii(line)) for line in read_lines(texts))

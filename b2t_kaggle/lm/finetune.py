@@ -50,7 +50,7 @@ class TrainingState:
         self.saved = time.monotonic()
 
 def finetune(
-    model: torch.nn.Module,   # A causal language model of transformers; gets LoRA layers
+    model: torch.nn.Module,   # A causal language model from transformers; gets LoRA layers
     tokenizer,                # Tokenizer of the model
     sentences: Sequence[str], # Transcripts, as they are to be scored
     folder: str | Path,       # Folder for the adapter; the file to continue from is beside it
@@ -137,7 +137,7 @@ def _hash(values) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
 
 def model_mark(
-    model, # A model of transformers, before it gets LoRA layers
+    model, # A transformers model, before it gets LoRA layers
 ) -> str:
     "The class of a model, and a hash of its configuration and of some weights of each tensor."
     config = model.config.to_dict()

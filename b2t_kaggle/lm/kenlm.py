@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def load_kenlm(
     path: str | Path, # ARPA file (plain or .gz) or KenLM binary
 ) -> 'kenlm.Model':
-    """KenLM's model of a file. Raises `ImportError` that says what to install, or `OSError`, `RuntimeError` or
+    """KenLM's model of a file. Raises an `ImportError` that says what to install, or `OSError`, `RuntimeError` or
     `EOFError` with KenLM's message."""
     is_binary = is_kenlm_binary(path)
     try:

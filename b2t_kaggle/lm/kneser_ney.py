@@ -48,7 +48,7 @@ def _words_before(tokens: np.ndarray, most: int) -> np.ndarray:
 # %% ../../nbs/lm/05_kneser_ney.ipynb #c014
 def _count_part(tokens: np.ndarray, row: np.ndarray, ends: np.ndarray, n: int,
                 n_words: int) -> tuple[CountTable, np.ndarray]:
-    "Count the n-grams that end at some places."
+    "Count the n-grams that end at the positions `ends`."
     key = row[ends].astype(np.int64)*n_words + tokens[ends - n + 1]
     by_key = np.argsort(key)
     key = key[by_key]

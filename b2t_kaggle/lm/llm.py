@@ -190,7 +190,7 @@ def check_sizes(
                 raise ValueError(f'{printable(key)} is {n}, expected {limits[0][0]} to {limits[0][1]}')
 
 def pretrained(
-    family: Any,       # Class of transformers, such as `AutoTokenizer`
+    family: Any,       # Class from transformers, such as `AutoTokenizer`
     place: str | Path, # Folder of the model, or its name on the hub
     config=None,       # Configuration of the model, if it was read before
     **options,         # Further arguments for `from_pretrained`

@@ -31,7 +31,7 @@ class SphinxError(ValueError):
     "A language model of CMU Sphinx that cannot be read; the message names the file."
 
 class SphinxModel(NamedTuple):
-    "A language model of CMU Sphinx as ARPA files have it."
+    "A language model of CMU Sphinx, in the form of an ARPA file."
     arpa: Arpa          # The model; words are normalised
     left_out: list[str] # Words that are not in it
     unreachable: int    # Number of n-grams in the file without a parent
@@ -42,7 +42,7 @@ def read_sphinx(
 ) -> SphinxModel:
     """Read a language model of CMU Sphinx, a trie of order 2 to 5.
 
-    Probabilities and backoff weights are the file's. Raises `SphinxError` that names the file."""
+    Probabilities and backoff weights are the file's. Raises a `SphinxError` that names the file."""
     path = model_file(source)
     check_is_file(path)
     licence = None

@@ -110,14 +110,14 @@ def phoneme_errors(
     references: Iterable, # Unpadded sequences of phoneme names or class ids, one for each trial
     hypotheses: Iterable, # Sequences of the same kind
 ) -> list[ErrorCounts]:   # Counts for each trial
-    "Phoneme edits of each trial; raises `ValueError` that names the trial."
+    "Phoneme edits of each trial; raises a `ValueError` that names the trial."
     return _count_each(references, hypotheses, _phoneme_ids)
 
 def word_errors(
     references: Iterable[str], # Texts, one for each trial
     hypotheses: Iterable[str], # Texts of the same trials
 ) -> list[ErrorCounts]:        # Counts for each trial
-    "Word edits of each trial after the metric's normalisation; raises `ValueError` that names the trial."
+    "Word edits of each trial after the metric's normalisation; raises a `ValueError` that names the trial."
     return _count_each(references, hypotheses, _words)
 
 # %% ../../nbs/metrics/00_metrics.ipynb #c018

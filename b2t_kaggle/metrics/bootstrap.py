@@ -151,7 +151,7 @@ def gain_figures(gain: Gain, is_kept: bool) -> dict[str, Any]:
     return gain._asdict() | dict(difference=list(gain.difference), kept=is_kept)
 
 def gain_of(figures: Mapping[str, Any]) -> Gain | None:
-    "The gain in a stage's figures; None without `gain_figures`."
+    "The gain in a stage's figures; None if there is no `gain_figures`."
     if not figures.keys() >= {*Gain._fields, 'kept'}: return None
     values = {name: figures[name] for name in Gain._fields}
     return Gain(**values | dict(difference=Difference(*values['difference'])))

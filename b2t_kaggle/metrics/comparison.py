@@ -46,7 +46,7 @@ def write_results(path: str | Path, results: pd.DataFrame) -> None:
     write_whole(path, ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows))
 
 def read_results(path: str | Path) -> pd.DataFrame:
-    "The results in a file of `write_results`; raises `ValueError` that names the file and the wrong line."
+    "The results in a file of `write_results`; raises a `ValueError` that names the file and the wrong line."
     rows = []
     for i, line in enumerate(split_lines(read_text(path)), 1):
         try: row = parse_json(line)
@@ -60,7 +60,7 @@ def read_results(path: str | Path) -> pd.DataFrame:
 
 # %% ../../nbs/metrics/02_comparison.ipynb #c008
 def _facts_of(results: pd.DataFrame) -> pd.DataFrame:
-    "All columns of facts, with None for unknown ones."
+    "The columns that describe trials, with None for unknown values."
     facts = results.reindex(columns=list(_FACTS)).astype(object)
     return facts.where(facts.notna(), None)
 

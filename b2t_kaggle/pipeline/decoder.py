@@ -52,7 +52,7 @@ def open_decoder(
     return LexiconBeamDecoder(build_lexicon(read_text(words).split()), load_ngram(run.lm_path), **options | changes)
 
 def _fusion(run: Run):
-    "The LLM inside the search; None without `decode.llm`, or if it was found not to help."
+    "The LLM inside the search; None if there is no `decode.llm`, or if it was found not to help."
     c = run.cfg.decode
     if c.llm is None or not c.llm_weight or not is_kept(run, 'decode'): return None
     from b2t_kaggle.lm.causal import open_lm

@@ -83,9 +83,9 @@ def _trials(content: Mapping | Sequence | np.ndarray) -> list[np.ndarray]:
     return [np.asarray(x).reshape(-1, np.shape(x)[-1])[:int(n)] for x, n in zip(content, np.ravel(lengths))]
 
 def read_arrays(path: str | Path) -> list[np.ndarray]:
-    """Arrays [T', K] of each trial in a `.npz`, `.npy` or `.pkl`, or in a folder of `.npy` files, one a trial.
+    """Arrays [T', K] of each trial in a `.npz`, `.npy` or `.pkl`, or in a folder of `.npy` files, one per trial.
 
-    Raises `LogitError` that names the file."""
+    Raises a `LogitError` that names the file."""
     path = Path(path)
     try:
         if path.is_dir(): return [np.load(path/name) for name in _numbered(f.name for f in path.glob('*.npy'))]
@@ -116,7 +116,7 @@ def import_logits(
     classes: str | Sequence[str] = 'blank-sil-last', # Order of the classes: a name in `ORDERS`, or the 41 names
     labels: Sequence[np.ndarray] | None = None, # Class ids [S] of each trial, to check frames and class order
 ) -> LogitStore:
-    "Write log-probabilities of another program as a LogitStore. Raises `LogitError` that names file and trial."
+    "Write log-probabilities of another program as a LogitStore. Raises a `LogitError` that names file and trial."
     order = _class_places(classes)
     arrays = [normalised(x, f'{source}, trial {i}')[:, order] for i, x in enumerate(read_arrays(source))]
     if len(arrays) != len(index):

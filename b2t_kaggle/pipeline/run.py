@@ -71,7 +71,7 @@ class Run:
     that makes n-best lists."""
     def __init__(self,
         folder: str | Path,            # The run's folder, `submissions/<name>`
-        work: str | Path = 'data',     # Folder for big files that can be made again
+        work: str | Path = 'data',     # Folder for large files that can be rebuilt
         overrides: dict | None = None, # Values as for `config.with_overrides`; a changed configuration is saved
         cfg: Config | None = None,     # Configuration to write; None reads `config.yaml`, else takes the demo
         origin: dict | None = None,    # Origin of a new run: its `preset`, the run that it is `from`
@@ -114,7 +114,7 @@ class Run:
         return config.preset_changes(self.saved, self.base_preset) if self.saved else {}
 
     def _values(self, stage: str, without: type[Fact]) -> dict:
-        "Values that a stage depends on, without defaults, places of files and keys with this kind of fact."
+        "Values that a stage depends on, without defaults, file locations and keys with a fact of the class `without`."
         facts = config.key_facts(self.cfg)
         values = config.changed_values(self.cfg, config.keys_with(self.cfg, without))
         return {k: v for k, v in values.items() if covers(STAGES[stage].config_with(self.cfg), k)

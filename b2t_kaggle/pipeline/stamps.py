@@ -74,7 +74,7 @@ class StageRun:
         return short_hash([stamp.get(k) for k in ('key', 'outputs', 'made')])
 
     def _changed_outputs(self) -> dict[Path, str]:
-        "Outputs that are not as they were, with their state in words."
+        "Outputs that changed since the stage finished, with a description of each change."
         marks = {self.home/name: mark for name, mark in self.stamp.get('outputs', {}).items()}
         now = content_fingerprints(p for p in marks if p.is_file())
         return {p: f'{p.name} {"was changed" if p in now else "is no file" if p.exists() else "is missing"}'
@@ -86,7 +86,7 @@ class StageRun:
         if not stamp: return 'its stamp is damaged' if self.stamp_path.exists() else 'never ran'
         if stamp['key'] != self.run.key(self.name): return 'inputs or parameters changed'
         if 'outputs' not in stamp: return 'was interrupted'
-        if stamp.get('needs') != {n.name: n.id for n in self.needs}: return 'an earlier stage was done again'
+        if stamp.get('needs') != {n.name: n.id for n in self.needs}: return 'an earlier stage was rerun'
         if changed := self._changed_outputs(): return next(iter(changed.values()))
         return 'done' if stamp.get('finished') else 'stopped early'
 
@@ -227,7 +227,7 @@ def branch(run: Run, source: Run, done: Iterable[str]) -> None:
 def run_stage(
     name: str,                     # Stage
     run_dir: str | Path,           # The run's folder
-    work_dir: str | Path,          # Folder for big files that can be made again
+    work_dir: str | Path,          # Folder for large files that can be rebuilt
     overrides: dict | None = None, # Values as for `config.with_overrides`
 ) -> tuple[Run, Result]:
     "Execute a stage in this process, and stamp it. A notebook shows the details of the result."

@@ -155,7 +155,7 @@ def _finish(self: Sweep, number: int) -> str:
     def pruned() -> int | None: return self.study.trials[number].user_attrs.get('pruned')
     values = self._values(number)
     try: cfg = with_overrides(self.run.cfg, values)
-    except ConfigError as e: return failed(e) # Between the points that were checked
+    except ConfigError as e: return failed(e) # Only some points of the ranges were checked before
     print(f'{self.folder(number).name} begins or continues with {_as_text(values)}', flush=True)
     run = Run(self.folder(number), self.run.work, None, cfg, self.run.origin)
     try:
@@ -200,7 +200,7 @@ def _parse_range(text: str, is_whole: bool):
         try: low, high = (int if is_whole else float)(m[1]), (int if is_whole else float)(m[2])
         except ValueError: raise ConfigError(f'{text}: expected whole numbers') from None
         if low >= high: raise ConfigError(f'{text}: {low} is not below {high}; write the lower end first')
-        if m[3] and low <= 0: raise ConfigError(f'{text}: a range with :log begins above 0, not at {low}')
+        if m[3] and low <= 0: raise ConfigError(f'{text}: a range with :log must begin above 0; found {low}')
         kind = distributions.IntDistribution if is_whole else distributions.FloatDistribution
         return kind(low, high, log=bool(m[3]))
     choices = [json.dumps(v) if isinstance(v, list | dict) else v for v in _choices(text)] # Optuna takes no lists

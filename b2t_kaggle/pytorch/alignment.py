@@ -125,7 +125,7 @@ def interpolation_weights(
     N: int,            # Frames of the padded trials
     M: int,            # Target frames of the padded trials
 ) -> Tensor:
-    "Share of each frame in each target frame `[B, M, N]`, as `F.interpolate` has it; zeros in the padding."
+    "Share of each frame in each target frame `[B, M, N]`, as in `F.interpolate`; zeros in the padding."
     n = n_frames[:, None].float()
     m = n_targets[:, None].float()
     target = torch.arange(M, device=n.device)

@@ -20,7 +20,7 @@ def add_noise(
     cfg: AugmentConfig,                # The run's `augment` group
     generator: torch.Generator | None, # On the device of `x`; None means the default generator
 ) -> Tensor:
-    "Static gain, white noise, constant offset and random walk, `[B, T, F]`; `x` itself is left alone."
+    "Static gain, white noise, constant offset and random walk, `[B, T, F]`; `x` itself is unchanged."
     B, T, C = x.shape
     def normal(*shape, std): return torch.empty(shape, device=x.device).normal_(std=std, generator=generator)
     if cfg.static_gain_std: x = x @ (torch.eye(C, device=x.device) + normal(B, C, C, std=cfg.static_gain_std))

@@ -121,7 +121,7 @@ class Frontend(Encoder):
 # %% ../../nbs/pytorch/05_frontend.ipynb #c022
 @dataclass
 class StreamState:
-    "State of the stream of a batch of trials."
+    "Streaming state of a batch of trials."
     bins: Tensor | None = None # Bins that later patches need `[B, t, F]`
     recurrent: object = None   # States of the recurrent layers; None means the learnt ones
 

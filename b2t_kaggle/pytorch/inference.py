@@ -50,7 +50,7 @@ def per_unit(
     n_labels: Tensor, # Labels of each trial `[B]`
     cfg: TrainConfig, # The run's `train` group
 ) -> Tensor:
-    "Losses of trials `[B]`, or those per label, by `ctc_reduction`."
+    "Loss of each trial `[B]`, or loss per label, as `ctc_reduction` says."
     return losses if cfg.ctc_reduction == 'trial' else losses / n_labels.to(losses.device).clamp(min=1)
 
 # %% ../../nbs/pytorch/09_inference.ipynb #c010

@@ -96,7 +96,7 @@ def days(self: Backend, days: np.ndarray, n_days: int) -> np.ndarray | Tensor:
 
 @patch
 def generator(self: Backend, seed: int) -> torch.Generator | None:
-    "Generator for the augmentation of a step; None: the device's own, which is then seeded."
+    "Generator for the augmentation of a step, or None to use the device's own, which this method then seeds."
     return torch.Generator(self.torch_device).manual_seed(seed)
 
 @patch
@@ -233,7 +233,7 @@ class XLA(Backend):
     def lengths(self, array): return self.put(array)
 
     def vector(self, values: Mapping[str, float]) -> Tensor:
-        "Numbers on the device `[n]`."
+        "The values as a tensor on the device `[n]`."
         # A vector: torch_xla takes a lone 0 or 1 for a constant, whatever it came in
         return torch.tensor([float(v) for v in values.values()]).to(self.torch_device)
 

@@ -225,7 +225,7 @@ class _Permute(torch.autograd.Function):
 
 def permute(
     x: Tensor,       # Rows `[N, …]`
-    rows: Tensor,    # Index of the row at each place, each once `[N]`
+    rows: Tensor,    # Permutation: index of the row at each place `[N]`
     inverse: Tensor, # The inverse of `rows` `[N]`
 ) -> Tensor:
     "`x[rows]` `[N, …]`, whose gradient is also a selection, not a scatter."

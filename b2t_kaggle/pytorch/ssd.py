@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 # %% ../../nbs/pytorch/15_ssd.ipynb #c006
-_STEP = 256    # Parts of 1 in which the coarse part of a decay is counted
+_STEP = 256    # The coarse part of a decay is a multiple of 1/256
 _LOWEST = -100 # Smaller exponents make no difference: e^−100 is 0
 
 def _running_sums(a: Tensor) -> tuple[Tensor, Tensor]:

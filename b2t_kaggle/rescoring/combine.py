@@ -26,7 +26,7 @@ class Combination:
 def posterior(
     lists: Sequence[Sequence[Hypothesis]], # The n-best of each system for one trial
     combination: Combination,
-) -> dict[str, float]: # Probability of each distinct sentence, normalised as the metric does
+) -> dict[str, float]: # Probability of each distinct sentence, normalised as in the metric
     "A mixture of the systems' tempered softmax over totals."
     if combination.method != 'mbr': raise ValueError(f"method is {combination.method!r}; expected 'mbr'")
     p: dict[str, float] = {}
@@ -49,7 +49,7 @@ def minimum_bayes_risk(
 def combine(
     systems: Sequence[Sequence[Sequence[Hypothesis]]], # N-best list of each trial, by system
     combination: Combination = Combination(),
-) -> list[str]: # A sentence for each trial, normalised as the metric does
+) -> list[str]: # A sentence for each trial, normalised as in the metric
     "Combine systems; raises `ValueError` for systems with different numbers of trials."
     if len({len(s) for s in systems}) != 1:
         sizes = ', '.join(str(len(s)) for s in systems) or 'no'

@@ -72,7 +72,7 @@ class LLMFusion:
 class LLMTrial:
     "A language model during one trial; a `b2t_kaggle.decoding.histories.FusedTrial`."
     def __init__(self,
-        model: torch.nn.Module, # A causal language model of transformers
+        model: torch.nn.Module, # A causal language model from transformers
         start: Sequence[int],   # Tokens before every text
         forms: '_FormTokens',    # Tokens of the lexicon's words
         end_token: int | None,  # Token that ends texts; `None`: ends are not scored
@@ -155,7 +155,7 @@ def _counted_forms(lengths: Sequence[int], first: np.ndarray) -> list[int]:
 @dataclass
 class _FormTokens:
     "The tokens of words' forms, computed when they are first needed."
-    tokenizer: Any   # Tokenizer of transformers
+    tokenizer: Any   # Transformers tokenizer
     words: list[str] # The lexicon's words
     capitals: bool   # Whether words may begin with a capital letter
     cache: dict = field(default_factory=dict) # (word, whether it is the sentence's first) to the tokens of its forms

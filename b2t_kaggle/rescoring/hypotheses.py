@@ -37,7 +37,7 @@ class Trial:
     def merged(self,
         trial: 'Trial', # Facts of the same trial from another source
     ) -> 'Trial':
-        "The facts of both, with sentences compared as the metric does; raises `ValueError` if they contradict."
+        "The facts of both, with sentences compared as in the metric; raises `ValueError` if they contradict."
         facts = asdict(self)
         for name, x in facts.items():
             y = getattr(trial, name)
@@ -129,7 +129,7 @@ def write_hypotheses(
     write_whole(path, ''.join(lines))
 
 def _parse_entry(values: dict) -> tuple[Trial, Entry]:
-    "A line's trial and entry; raises `ValueError` that names the field."
+    "A line's trial and entry; raises a `ValueError` that names the field."
     values = {k: v for k, v in values.items() if v is not None}
     for name in ('trial', 'text'):
         if name not in values: raise ValueError(f'field {name!r} is missing')
@@ -147,7 +147,7 @@ def _parse_entry(values: dict) -> tuple[Trial, Entry]:
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c013
 def _parse_lists(values: dict) -> tuple[Trial, list[Entry]]:
-    "A line with lists of sentences; raises `ValueError` that names the field."
+    "A line with lists of sentences; raises a `ValueError` that names the field."
     trial, _ = _parse_entry({k: v for k, v in values.items() if k in _FACTS} | dict(text=''))
     lists = {k: v for k, v in values.items() if isinstance(v, list)}
     named = all('_' in name for name in lists)
@@ -174,7 +174,7 @@ def _parse_line(line: str, number: int) -> tuple[Trial, list[Entry]]:
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c015
 def _entries(path: Path) -> Iterator[tuple[Trial, list[Entry]]]:
-    "Trials and entries of a file; raises `ValueError` that names the line."
+    "Trials and entries of a file; raises a `ValueError` that names the line."
     text = read_text(path)
     if path.suffix == '.csv':
         table = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
@@ -249,7 +249,7 @@ def _shares(entries: Sequence[Entry]) -> np.ndarray:
 
 class Ballots(NamedTuple):
     "The votes for one trial."
-    texts: list[str]   # Distinct sentences as the metric reads them, in the order in which they were found [N]
+    texts: list[str]   # Distinct sentences, normalised as in the metric, in order of appearance [N]
     votes: np.ndarray  # Share of each voter's vote [N, V]; a column of zeros for a voter without this trial
 
 def ballots(
@@ -269,7 +269,7 @@ def ballots(
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c027
 def vote(
     hypotheses: Hypotheses,
-) -> list[str]: # The sentence of each trial, normalised as the metric does
+) -> list[str]: # The sentence of each trial, normalised as in the metric
     "The plain vote of all voters; empty for a trial without entries."
     votes = [ballots(entries, hypotheses.voters) for entries in hypotheses.entries.values()]
     return [minimum_bayes_risk(dict(zip(b.texts, b.votes @ np.ones(b.votes.shape[1])))) for b in votes]
@@ -280,7 +280,7 @@ RANDOM = 'Random' # Name of this corpus in the official description
 def read_blocks(
     path: str | Path, # The official block-by-block description: a CSV with the columns Date, Block number and Corpus
 ) -> dict[tuple[str, int], str]: # (session, block) to corpus
-    "The corpus of each block; raises `ValueError` that names the file."
+    "The corpus of each block; raises a `ValueError` that names the file."
     try:
         table = pd.read_csv(path, usecols=['Date', 'Block number', 'Corpus'], dtype=str)
         blocks = table['Block number'].astype(int)

@@ -334,7 +334,7 @@ def score_in_time(
     earlier: Mapping[str, dict[int, list[LLMHypothesis]]], # Lists scored by an earlier call, by split and trial
     progress: bool = True,         # Whether to show a progress bar
 ) -> dict[str, dict[int, list[LLMHypothesis]]]:
-    "Scored lists of the trials for which the time suffices."
+    "Scored lists of as many trials as the time allows."
     scored = {split: dict(earlier.get(split, {})) for split in nbest}
     todo = {split: [i for i in range(len(lists)) if i not in scored[split]] for split, lists in nbest.items()}
     with tqdm(total=sum(map(len, todo.values())), desc='rescore', unit=' trials', disable=not progress) as bar:

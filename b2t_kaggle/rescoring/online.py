@@ -23,7 +23,7 @@ def llm_scorer(
     tokenizer,         # Tokenizer of the model
     end: bool = False, # Whether to score the end of the sentence
 ) -> Scorer:
-    "Score candidates by a model of transformers."
+    "Score candidates by a transformers model."
     def score(hyps, context): return score_nbest([hyps], model, tokenizer, [context], end, progress=False)[0]
     return score
 
@@ -51,7 +51,7 @@ class LLMRescorer:
         context: str,            # Text before the sentence
         settings: Settings,      # Settings, which the client may have changed
     ) -> list[tuple[Hypothesis, float]]: # Hypotheses with the mixture as their total and their LLM score, best first
-        "Rank candidates; raises `ValueError` that names one whose score is not a number."
+        "Rank candidates; raises a `ValueError` that names one whose score is not a number."
         hyps = augment_nbest(nbest, settings.top_candidates_to_augment, settings.score_penalty_percent, self.lm)
         weights = replace(self.weights, acoustic_scale=settings.mixture_scale, alpha=settings.alpha,
                           length_penalty=settings.length_penalty)

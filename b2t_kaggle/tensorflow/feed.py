@@ -48,7 +48,7 @@ class Strategy:
         return 1 if self.device.kind == 'cpu' else 10
 
     def compile(self, f: Callable) -> Callable:
-        "A function of one replica, as a program of TensorFlow."
+        "Compile a function of one replica with TensorFlow."
         jit = self.device.kind == 'cpu' and self.device.jit and self.n_devices == 1
         def traced(*args): # Called once for each program
             _say_that_it_compiles()

@@ -85,7 +85,7 @@ class StackedAdamW:
 
 # %% ../../nbs/tensorflow/06_optimizer.ipynb #c020
 class LossScaler:
-    "A loss scale for float16 (Micikevicius et al., 2018): halved by an overflow, doubled after many steps without."
+    "A loss scale for float16 (Micikevicius et al., 2018): halved by an overflow, doubled after many steps without one."
     def __init__(self): # In the scope of the run's strategy
         self.factor = tf.Variable(FIRST_SCALE, trainable=False)
         self.n_good = tf.Variable(0., trainable=False) # Steps since the last change
@@ -95,7 +95,7 @@ class LossScaler:
         return loss * self.factor
 
     def unscale(self, grads: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        "Gradients of the loss itself `[…]` from those of the scaled one."
+        "Divide gradients of the scaled loss `[…]` by the scale."
         return {name: grad * (1 / self.factor) for name, grad in grads.items()}
 
     def update(self, usable: tf.Tensor) -> None:

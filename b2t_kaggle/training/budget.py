@@ -49,7 +49,7 @@ class Budget:
     def usual(self, kind: str) -> float: return statistics.median(self.last[kind]) if self.calls[kind] else 0.
 
     def is_spent(self, steps: int = 1) -> bool:
-        "Whether the time that is left suffices for a validation and a save alone."
+        "Whether the remaining time is only enough for a validation and a save."
         step = self.usual('step') if self.calls['step'] > 1 else 0.
         validation = self.usual('validate') if self.calls['validate'] else step * self.val_batches
         return self.elapsed() + steps*step + validation + self.usual('save') > self.limit
@@ -101,7 +101,7 @@ def in_time(
     left: Callable[[], float], # Seconds that are left
     reserve: Callable[[], float] = lambda: 0., # Seconds that must be left afterwards
 ) -> Iterator[_Part]:
-    "The parts for which the time suffices, if each takes as long as the one before it."
+    "Yield parts while there is time for another one, if it takes as long as the previous one."
     parts = iter(parts)
     seconds = 0.
     while left() > seconds + reserve():

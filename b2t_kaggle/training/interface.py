@@ -31,7 +31,7 @@ class StepResult:
     step: int               # Number of the step, from 0
     trials: np.ndarray      # Trials that this process computed `[B]`
     rates: dict[str, float] # Learning rates
-    fetch: Callable[[], Mapping[str, Any]] # Brings to the host: `loss` and its terms `[B]`, `grad_norm` and other norms
+    fetch: Callable[[], Mapping[str, Any]] # Copies to the host: `loss` and its terms `[B]`, `grad_norm` and other norms
     is_scaled: bool = False # Whether the loss was scaled, because gradients are computed in float16
 
     @cached_property
@@ -85,7 +85,7 @@ class Trainer:
         self.cfg = cfg.model_copy(update=dict(data=cfg.data.model_copy(update=dict(sessions=store.sessions))))
         self.day_of = {s: i for i, s in enumerate(store.sessions)}
         self.fingerprint = fingerprint(self.cfg, dict(train=store, val=self.store_val))
-        self.refit_from = refit_step(cfg.train) # The first step that may train on val; None without a refit
+        self.refit_from = refit_step(cfg.train) # The first step that may train on val; None if there is no refit
         if self.refit_from is not None and self.store_val is None:
             raise TrainingError(f'train.refit = {cfg.train.refit}, but there are no trials of val to train on; set it '
                                 'to 0')

@@ -116,7 +116,7 @@ class Loop:
 @patch
 def _check(self: Loop) -> list[dict[str, float]]:
     """Means over all processes of the loss and its terms, for each pending step. Raises `TrainingError` for a loss or
-    gradient that is not a number, and in float16 for a scale of the loss that is too small to help."""
+    gradient that is not a number, and in float16 for a loss scale that is too small to help."""
     t = self.trainer
     for result in self.pending: t.check_finite(result)
     t.n_skipped += sum(result.skipped for result in self.pending)

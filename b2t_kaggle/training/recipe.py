@@ -61,7 +61,7 @@ def averaging_rate(
     cfg: TrainConfig, # The run's `train` group
 ) -> float | None:
     """Rate of the average after a step, `average += rate · (weights − average)`: that of an exponential average with a
-    warm-up, or 1/n for the mean of n models (SWA; Izmailov et al., 2018). None without an average."""
+    warm-up, or 1/n for the mean of n models (SWA; Izmailov et al., 2018). None if there is no average."""
     if cfg.weight_average is None: return None
     if cfg.weight_average == 'ema': return 1 - min(cfg.ema_decay, (1 + step) / (10 + step))
     first = round(cfg.swa_start * cfg.num_training_batches)
@@ -71,7 +71,7 @@ def averaging_rate(
 def refit_step(
     cfg: TrainConfig, # The run's `train` group
 ) -> int | None:
-    "The first step (from 0) whose batch may have trials of val; None without a refit."
+    "The first step (from 0) whose batch may have trials of val; None if there is no refit."
     if not cfg.refit: return None
     return cfg.num_training_batches - round(cfg.refit * cfg.num_training_batches)
 
@@ -147,6 +147,6 @@ def draw_cut(
     return int(np.random.default_rng(seed).integers(max(cfg.random_cut, 1)))
 
 # %% ../../nbs/training/00_recipe.ipynb #c028
-FIRST_SCALE = 2.**16   # Scale of the loss
+FIRST_SCALE = 2.**16   # Loss scale
 SCALE_INTERVAL = 2000  # Steps without an overflow until the scale is doubled
 SMALLEST_SCALE = 1.    # Scale below which a run has failed

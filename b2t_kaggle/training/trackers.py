@@ -27,7 +27,7 @@ from .recipe import TrainingError
 # %% ../../nbs/training/09_trackers.ipynb #c005
 @dataclass
 class TrackedRun:
-    "Facts of a run for its trackers."
+    "Metadata of a run for its trackers."
     folder: Path           # Folder with checkpoints and `history.csv`; trackers also write there
     values: dict[str, Any] # Configuration, `group.field`: value
     step: int = 0          # Batches that were done before
@@ -135,7 +135,7 @@ def tracking(
     names: Iterable[str], # From `tracker_names`
     run: TrackedRun,
 ) -> Iterator[Callable[[list[dict], dict[str, float]], None] | None]:
-    "Logger of new rows, and the PER by session; None without trackers. Raises `TrainingError` if one cannot start."
+    "Logger of new rows and session PERs; None if no tracker is set. Raises `TrainingError` if one cannot start."
     trackers = {}
     succeeded = False
 

@@ -71,6 +71,6 @@ class GRUConfig(RecurrentConfig):
         return 'model.bidirectional is true' if self.bidirectional else ''
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        "Estimated numbers that a training step keeps for its backward pass."
+        "Estimated number of values that a training step keeps for its backward pass."
         n_directions = 1 + self.bidirectional
         return self._kept_floats(batch_size, n_bins, n_directions * self.n_layers * self.n_units, patch_copies=2)

@@ -82,7 +82,7 @@ class TransformerConfig(EncoderConfig):
         return position_buckets(distances, self.position_buckets, self.max_distance, self.causal)
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        "Estimated numbers that a training step keeps for its backward pass."
+        "Estimated number of values that a training step keeps for its backward pass."
         T = self.n_frames(n_bins)
         attention = 4 * self.n_heads * self.head_dim + 3 * self.n_heads * T
         feedforward = 4 * self.feedforward_factor * self.n_units

@@ -67,7 +67,7 @@ def layer_floats(
     i: int,            # Index of a stack
     n_patches: int,    # Patches of a trial
 ) -> float:
-    "Numbers that a layer of a stack keeps for its backward pass, for one trial."
+    "Number of values that a layer of a stack keeps for its backward pass, for one trial."
     frames = -(-n_patches // cfg.downsampling_factor[i])
     heads = cfg.num_heads[i]
     per_head = 1.5 * (2 * cfg.query_head_dim + cfg.pos_head_dim) + 2 * cfg.value_head_dim
@@ -122,7 +122,7 @@ class ZipformerConfig(StacksConfig):
         return 20000 * step / (self.schedule_share * n_steps)
 
     def activation_floats(self, batch_size: int, n_bins: int) -> float:
-        "Estimated numbers that a training step keeps for its backward pass."
+        "Estimated number of values that a training step keeps for its backward pass."
         n_patches = self.n_patches(n_bins)
         layers = sum(n * layer_floats(self, i, n_patches) for i, n in enumerate(self.num_encoder_layers))
         features = n_bins * self.neural_dim * (5 if self.day_layer else 3)

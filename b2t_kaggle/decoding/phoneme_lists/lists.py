@@ -22,7 +22,7 @@ _jit = njit(cache=True, nogil=True) # Compiled once per machine; other threads m
 _CLASS_ID = {p: i for i, p in enumerate(PHONEMES) if i != BLANK} | {'|': SIL}
 
 def parse_phonemes(text: str) -> tuple[int, ...]:
-    "A phoneme sequence as class ids; raises `ValueError` that names an unknown phoneme."
+    "A phoneme sequence as class ids; raises a `ValueError` that names an unknown phoneme."
     ids = []
     for i, name in enumerate(text.split()):
         if name not in _CLASS_ID:
@@ -72,7 +72,7 @@ def phoneme_list(line: dict) -> PhonemeList:
 
 # %% ../../../nbs/decoding/phoneme_lists/00_lists.ipynb #c012
 def read_phoneme_lists(path: str | Path, labelled: bool = False) -> list[PhonemeList]:
-    "The lists of a file; raises `ValueError` that names a bad line."
+    "The lists of a file; raises a `ValueError` that names a bad line."
     lists = []
     for i, text in enumerate(split_lines(read_text(path)), 1):
         try:

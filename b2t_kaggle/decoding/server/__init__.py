@@ -45,7 +45,7 @@ def connect(
 ):                               # A `redis.Redis` that has not sent anything yet
     "Make a connection to Redis; raises `ValueError` for certificates without TLS."
     redis = _redis()
-    if not tls and (tls_ca or tls_cert or tls_key): raise ValueError('certificates need TLS; say tls=True (--tls)')
+    if not tls and (tls_ca or tls_cert or tls_key): raise ValueError('certificates need TLS; set tls=True (--tls)')
     certificates = dict(ssl_ca_certs=tls_ca, ssl_certfile=tls_cert, ssl_keyfile=tls_key)
     secure = dict(ssl=True, ssl_check_hostname=True, **certificates) if tls else {}
     no_retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0) # An entry sent twice would answer two requests

@@ -71,8 +71,8 @@ class Generate(Stage):
             metrics[f'empty_{split}'] = n_empty
             print(f'{split}: {len(lists)} trials, {n_empty} answers are empty')
             if n := len(pending[split]):
-                print(f'{split}: {n} of {len(lists)} trials have the sentences of the search, because the session '
-                      'ends; run it again to have them written')
+                print(f'{split}: {n} of {len(lists)} trials still have the sentences of the search, because the '
+                      'session ends; run this again to generate theirs')
         print(f'{n_endless} of the answers that were written now did not end')
         n_left = sum(map(len, pending.values()))
         if n_left: metrics['not_written'] = n_left

@@ -61,7 +61,7 @@ def check_llm(cfg: Config, group: str) -> None:
     except LanguageModelError as e: raise PipelineError(f'{group}.llm: {e}') from None
     except ImportError as e:
         raise PipelineError(f'{group}.llm = {llm.llm}: {e.name} is missing; pip install b2t_kaggle[llm]') from None
-    except Exception as e: # Many kinds, for files that are damaged
+    except Exception as e: # Damaged files raise errors of many kinds
         raise PipelineError(f'{group}.llm = {llm.llm}: {reason_of(e)}') from None
 
 def check_ngram(key: str, path: Path | None) -> None:

@@ -56,7 +56,7 @@ class Stage:
     uses_llm: bool = False       # Whether it runs a large language model, which takes time
     reserve_minutes: float = 0   # Minutes of a time limit that are left to the stages after it
     llm_reserve_minutes: float = 0 # Further minutes if one of those runs an LLM
-    keep: str = ''               # Key that says when sentences that it changed are kept
+    keep: str = ''               # Key of the option that decides whether its changes to sentences are kept
     curves: str = ''             # Caption of the curves in its folder's `history.csv`
 
     @property
@@ -105,7 +105,7 @@ class Stage:
     ) -> tuple[bool, dict[str, Any]]:
         """Decide by the key `keep` whether the new texts are kept; returns that and the figures of the gain.
 
-        Nine trials that all got worse are kept on demand alone (`metrics.bootstrap`)."""
+        Nine trials that all got worse are kept only on demand (`metrics.bootstrap`)."""
         from b2t_kaggle.metrics.bootstrap import gain_figures, measure_gain
         group, name = self.keep.split('.')
         keep = getattr(getattr(cfg, group), name)

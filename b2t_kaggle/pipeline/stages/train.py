@@ -103,8 +103,8 @@ class Train(Stage):
         if 'refit_from' in result:
             metrics['refit_from'] = result['refit_from']
             models += [refitted for refitted in [folder/REFIT] if refitted.exists()]
-            print(f'From batch {result["refit_from"]} on, val is trained on; its figures are those of the model '
-                  'before.')
+            print(f'From batch {result["refit_from"]} on, the model also trains on val; the metrics of val are from '
+                  'before that.')
         return Result(models, metrics, result['finished'])
 
     def extent(self, run):

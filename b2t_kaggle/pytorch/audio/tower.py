@@ -21,7 +21,7 @@ from .voice import AudioError, Speech, load_whole, quiet_loading
 
 # %% ../../../nbs/pytorch/audio/02_tower.ipynb #c006
 class AudioTower:
-    "The audio tower of a model of transformers: an encoder of speech at a fixed rate."
+    "The audio tower of a transformers model: an encoder of speech at a fixed rate."
     def __init__(self,
         name: str | Path,       # Folder, or name on the hub
         device: str = 'cpu',    # Device of the tower

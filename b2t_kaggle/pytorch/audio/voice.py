@@ -69,7 +69,7 @@ class EspeakVoice:
 # %% ../../../nbs/pytorch/audio/01_voice.ipynb #c011
 @contextmanager
 def quiet_loading(name: str | Path, kind: str):
-    "Load a model of transformers without progress bars and reports; turn its errors into `AudioError`."
+    "Load a transformers model without progress bars and reports; turn its errors into `AudioError`."
     try:
         from transformers.utils import logging
     except ImportError as e:
@@ -90,7 +90,7 @@ def quiet_loading(name: str | Path, kind: str):
         if bars: logging.enable_progress_bar()
 
 def load_whole(family, name: str | Path, config, **options) -> torch.nn.Module:
-    "A model of transformers by `pretrained`. Raises `ValueError` if its files lack some of its weights."
+    "A transformers model by `pretrained`. Raises `ValueError` if its files lack some of its weights."
     model, info = pretrained(family, name, config, output_loading_info=True, **options)
     missing = sorted(info['missing_keys'])
     if not missing: return model
@@ -138,7 +138,7 @@ class TransformersVoice:
 Voice = EspeakVoice | TransformersVoice
 
 def load_voice(
-    name: str | Path,    # `espeak-ng`, `espeak-ng:LANGUAGE`, or a model of transformers: a folder or a name on the hub
+    name: str | Path,    # `espeak-ng`, `espeak-ng:LANGUAGE`, or a transformers model: a folder or a name on the hub
     pace: float = 1.,    # Factor of the voice's own pace
     device: str = 'cpu', # Device of a model
 ) -> Voice:

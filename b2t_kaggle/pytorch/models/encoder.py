@@ -141,8 +141,8 @@ def training_losses(self: Encoder, out: Any, ctc: Callable[[Tensor], Tensor],
 def training_logits(self: Encoder, out: Any) -> Tensor:
     "The logits `[B, T', K]` of inference in the output of a training step; for validation and `train.cr_ctc`."
     if isinstance(out, Tensor): return out
-    raise TrainingError(f'model.name = {self.cfg.name}: {type(self).__name__} does not define training_logits, the '
-                        'logits of inference in what it returns in training')
+    raise TrainingError(f'model.name = {self.cfg.name}: {type(self).__name__} does not define training_logits, '
+                        'which extracts the logits of inference from the output of forward in training')
 
 @patch
 def training_state(self: Encoder) -> dict:

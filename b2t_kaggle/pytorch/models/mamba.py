@@ -57,7 +57,7 @@ class MambaLayer(nn.Module):
 
     def mix(self,
         x: Tensor,              # Input of the convolution and steps, side by side `[G, B, T', C + H]`
-        inside: Tensor | None,  # False in the padding `[G, B, T', 1]`; None without padding
+        inside: Tensor | None,  # False in the padding `[G, B, T', 1]`; None if there is no padding
         before: Tensor | None,  # Input of the convolution before the first frame `[G, B, K − 1, C]`; None means zeros
         states: Tensor | None,  # State of the recurrence before the first frame `[G·B, N, H, P]`; None means zeros
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -49,7 +49,7 @@ class RunOptimizer:
         self.adam.zero_grad()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        "The state by parameter, as `new_state` has it: tensors `[…]` by name."
+        "The state by parameter, as in `new_state`: tensors `[…]` by name."
         return self.state
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:

@@ -68,7 +68,7 @@ class _Probability:
         return u < self.value
 
     def update(self, is_above: bool | Tensor, acts: bool | Tensor) -> None:
-        "Take the result of a call, if it acted."
+        "Update the probability from the result of a call in which Whiten acted."
         if isinstance(is_above, bool): self.set(self.upper if is_above else self.lower)
         elif is_above.device.type == 'cuda':
             arrival = torch.cuda.Event()
@@ -126,7 +126,7 @@ class Whiten(nn.Module):
 
     @property
     def prob(self) -> float:
-        "Share of the calls in which the module acts now: the hidden state."
+        "Current probability that the module acts in a call."
         return self.state.value
 
     @prob.setter

@@ -109,7 +109,7 @@ class Encoder(NamedModel):
         day_idx: tf.Tensor,      # Day of each trial `[B]`
         n_bins: tf.Tensor,       # Bins of each trial `[B]`
         training: bool,          # Whether there is dropout
-        seeds: tf.Tensor | None, # A seed per trial, int32 `[B, 2]`; None without dropout
+        seeds: tf.Tensor | None, # A seed per trial, int32 `[B, 2]`; None if there is no dropout
     ) -> Any:
         """Logits, float32 `[B, T', K]`, undefined beyond a trial's own frames. A training step passes `training_args`
         as further arguments."""

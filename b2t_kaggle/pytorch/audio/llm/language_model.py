@@ -25,10 +25,10 @@ class AudioLanguageModel:
 
     def __init__(self,
         name: str,            # Folder, or name on the hub
-        lm: nn.Module,        # Causal language model of transformers
+        lm: nn.Module,        # Causal language model from transformers
         projector: nn.Module, # Layer from a vector to the width of the text model
         dimension: int,       # Length of a vector, D
-        tokenizer,            # Tokenizer of transformers
+        tokenizer,            # Transformers tokenizer
         prompt: tuple[list[int], list[int]], # Tokens before and after the vectors
         ends: list[int],      # Tokens at which an answer ends; training uses the first
         is_quantized: bool = False, # Whether weights have 8 or 4 bits

@@ -30,8 +30,8 @@ def load_audio_llm(
     check_packages(quantization, user='an audio LLM')
     source = find_llm(name)
     if source.adapters or Path(source.base).is_file():
-        raise AudioError(f'audio LLM {name}: is an adapter or a GGUF file, which has no audio tower; give an audio LLM '
-                         'as a folder of transformers, or its name on the hub')
+        raise AudioError(f'audio LLM {name}: is an adapter or a GGUF file, which has no audio tower; give the folder '
+                         'of a transformers model, or its name on the hub')
     dtype = torch_dtype('auto', device)
     with quiet_loading(name, 'audio LLM'):
         import transformers

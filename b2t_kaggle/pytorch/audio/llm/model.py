@@ -162,7 +162,7 @@ class Targets(NamedTuple):
     "Training targets of the B trials of a batch."
     answers: list[tuple[int, ...]] # Tokens, with the end
     sentence: Tensor               # Number of each trial's sentence, equal for equal sentences `[B]`
-    vectors: Tensor | None         # Vectors of the audio tower `[B, M, D]`; None without a file of targets
+    vectors: Tensor | None         # Vectors of the audio tower `[B, M, D]`; None if there is no file of targets
     n_vectors: Tensor | None       # Vectors of each trial `[B]`
 
 class TargetLoader:

@@ -25,7 +25,7 @@ class WhisperReader(AudioLanguageModel):
     def __init__(self,
         name: str,         # Folder, or name on the hub
         whole: nn.Module,  # `WhisperForConditionalGeneration`
-        tokenizer,         # Tokenizer of transformers
+        tokenizer,         # Transformers tokenizer
         start: list[int],  # Tokens with which every answer begins
         ends: list[int],   # Tokens at which an answer ends
         is_quantized: bool = False, # Whether weights have 8 or 4 bits

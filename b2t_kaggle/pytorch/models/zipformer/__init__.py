@@ -146,7 +146,7 @@ def reference_weights(self: Zipformer, content: dict) -> tuple[nn.Module, dict[s
 # %% ../../../../nbs/pytorch/models/zipformer/10_package.ipynb #c023
 @dataclass(frozen=True)
 class StreamState:
-    "State of the stream of a batch of trials."
+    "Streaming state of a batch of trials."
     bins: Tensor         # Bins for later patches `[B, t, F]`
     waiting: Tensor      # Frames that wait for a full chunk `[B, t, C]`
     states: list[Tensor] # The encoder's states `[…]`
