@@ -98,7 +98,7 @@ _PAINT |= {colour: f'var(--line-{name}, {colour})' for name, colour in
 
 def recolored(
     svg: str,  # Figure written by matplotlib
-    name: str, # Begins the names inside; another one for each figure of a page
+    name: str, # Prefix of the names inside, unique for each figure of a page
 ) -> str:
     "The SVG in the colours of the page, without the declarations of a file."
     svg = svg[svg.index('<svg'):]

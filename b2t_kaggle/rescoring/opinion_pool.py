@@ -44,7 +44,7 @@ class Opinions:
         hypotheses: Hypotheses,
         voters: Sequence[Voter],          # Voters that count
         lm: LanguageModel | None = None,  # The kit's n-gram, such as `load_ngram`'s
-        llm: Mapping[str, float] | None = None, # Scores by `llm_scores`
+        llm: Mapping[str, float] | None = None, # Scores from `llm_scores`
     ):
         self.voters = list(voters)
         self.trials = list(hypotheses.trials.values())
@@ -277,7 +277,7 @@ def _fit(self: Opinions, edits: np.ndarray, numbers: Iterable[int]) -> OpinionPo
 def fit_pool(
     hypotheses: Hypotheses,                 # Trials with references
     lm: LanguageModel | None = None,        # The kit's n-gram; to be given to `predict` as well
-    llm: Mapping[str, float] | None = None, # Scores by `llm_scores`
+    llm: Mapping[str, float] | None = None, # Scores from `llm_scores`
 ) -> OpinionPool:
     "Fit the weights of kinds and language models. Raises `ValueError` without trials or for one without a reference."
     hypotheses.references()
@@ -298,7 +298,7 @@ def sentence_folds(
 def cross_validate_pool(
     hypotheses: Hypotheses,                 # Trials with references
     lm: LanguageModel | None = None,        # The kit's n-gram
-    llm: Mapping[str, float] | None = None, # Scores by `llm_scores`
+    llm: Mapping[str, float] | None = None, # Scores from `llm_scores`
     folds: int = 10,                        # Number at most; equal sentences are in the same fold
     seed: int = 0,                          # Random seed of the division into folds
 ) -> list[Combined]:                        # One for each trial

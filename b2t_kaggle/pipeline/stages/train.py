@@ -36,7 +36,7 @@ def _check_batches(cfg: Config) -> None:
 
 # %% ../../../nbs/pipeline/stages/05_train.ipynb #c008
 def _within_time(cfg: Config, minutes: float) -> Config:
-    "The configuration with a time budget of at most so many minutes. Raises `DeviceError` as `check` does."
+    "The configuration with its time budget limited to this number of minutes. Raises `DeviceError` as `check` does."
     if cfg.data.dataset_dir:
         from b2t_kaggle.pipeline.frameworks import planned_device
         device = planned_device(cfg)

@@ -98,7 +98,7 @@ def resample(
     rate: int,           # Samples a second
     new_rate: int,       # Samples a second of the result
 ) -> np.ndarray:
-    "The same sound at another rate by its spectrum, float32 `[ceil(n·new_rate/rate)]`."
+    "Resample a sound by cutting or padding its spectrum, float32 `[ceil(n·new_rate/rate)]`."
     if rate == new_rate: return samples
     n = ceil(len(samples)*new_rate/rate)
     spectrum = np.fft.rfft(samples)[:n//2 + 1]
