@@ -84,7 +84,7 @@ def interpolate_ngrams(
     "Interpolate n-gram models linearly into an ARPA file. Raises `ValueError` for impossible weights, `ArpaError`."
     if weights is not None and dev is None:
         if len(weights) != len(paths) or not min(weights) >= 0 or not 0 < sum(weights) < np.inf:
-            raise ValueError(f'found weights {list(weights)}, expected {len(paths)} finite numbers of at least 0, not all 0')
+            raise ValueError(f'found weights {list(weights)}, expected {len(paths)} finite numbers from 0, not all 0')
         shares = np.asarray(weights, float)/np.sum(weights)
     elif dev is not None and weights is None:
         sentences = list(read_sentences(dev))
