@@ -287,7 +287,7 @@ def in_torchrun() -> bool:
 
 def start(
     device: Device, # From `pick_torch`
-    together: bool = True, # With the other processes of `torchrun`, if it started this one
+    together: bool = True, # Train with the other processes of `torchrun`, if it started this one
 ) -> Backend:
     "The devices that a run uses: all XLA cores; under `torchrun` one GPU per process; else the one device."
     if device.kind == 'xla': return XLA(device)

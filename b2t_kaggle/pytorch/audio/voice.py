@@ -80,7 +80,7 @@ def quiet_loading(name: str | Path, kind: str):
     logging.disable_progress_bar()
     try: yield
     except (AudioError, LanguageModelError, MemoryError): raise
-    except Exception as e: # Many kinds, for files that are damaged
+    except Exception as e: # Damaged files raise many kinds of errors
         # The error of a pipeline contains tracebacks
         errors = [line for line in str(e).splitlines() if re.match(r'\w+Error: ', line)]
         raise AudioError(f'{kind} {name}: not loaded ({printable(errors[-1]) if errors else reason_of(e)}); without '
