@@ -211,7 +211,7 @@ SHORT = SUBMISSION | dict.fromkeys(['submission.csv', 'run/submission.csv'], CSV
     (PARTS[1], output_of(60_000), 'has 60,000 batches like the previous part'),
     (PARTS[2], {k: v for k, v in SUBMISSION.items() if 'json' not in k}, 'has no run/stages/submit.json'),
     (PARTS[2], BROKEN, "differs from the run's"),
-    (PARTS[2], SHORT, '1 ids are missing: 1'),
+    (PARTS[2], SHORT, 'found 1 rows, expected 2'),
     (PARTS[2], {k: v for k, v in SUBMISSION.items() if k != 'run/submission.csv'}, "differs from the run's"),
 ])
 def test_an_output_that_is_not_whole(name, files, message, kaggle, b2t):

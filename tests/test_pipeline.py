@@ -651,7 +651,7 @@ def known_tuning(candidate, without):
     from b2t_kaggle.decoding import tuning
     return tuning.Tuning(tuning.SearchWeights(0.8, 1., 1., 0.), candidate, tuple(without),
                          dict(start=9, candidate=5, validated=6), (3,)*len(without), (20//len(without),)*len(without),
-                         (0, 1, 2, 3), {k: [v] for k, v in candidate._asdict().items()}, [[[[5]]]])
+                         (0, 1, 2, 3))
 
 
 def test_lists_have_words_with_times_and_calibrated_confidences(finished, tmp_path, here, monkeypatch):

@@ -109,6 +109,9 @@ def _audio_problems(self: Config) -> Iterator[str]:
         if value != default:
             yield (f'audio.llm is set, with which train.{field} = {value} does not work; set it to '
                    f'{"null" if default is None else default}')
+    if self.infer.adapt:
+        yield (f'audio.llm is set, and infer.adapt = {self.infer.adapt} adapts only the logits, which it does not '
+               'read; set one of them to null')
     if self.infer.logits:
         yield ('audio.llm reads the vectors of a model, and this run has infer.logits alone; set one of them to '
                'null')

@@ -12,7 +12,6 @@ __all__ = ['clear_leftovers', 'WriteError', 'write_error', 'reached_limit', 'exp
 import errno
 import getpass
 import hashlib
-import io
 import os
 import platform
 import pwd
@@ -198,25 +197,7 @@ def write_whole(path: str | Path, text: str) -> None:
     "Write a text file in UTF-8, whole or not at all; its folder is made if it is missing."
     with atomic_path(path) as scratch: scratch.write_text(text, encoding='utf-8')
 
-# %% ../../nbs/core/02_files.ipynb #c036
-class _DeferringFile(io.FileIO):
-    "A file that keeps the first error of writing in `error`, and ignores later writes."
-    error: OSError | None = None
-
-    def write(self, data) -> int:
-        unwritten = memoryview(data).cast('B')
-        n_bytes = len(unwritten)
-        try:
-            while unwritten and self.error is None: unwritten = unwritten[super().write(unwritten):]
-        except OSError as e: self.error = e
-        return n_bytes
-
-    def truncate(self, size: int | None = None) -> int:
-        try: return super().truncate(size) if self.error is None else size or 0
-        except OSError as e: self.error = e
-        return size or 0
-
-# %% ../../nbs/core/02_files.ipynb #c041
+# %% ../../nbs/core/02_files.ipynb #c038
 @contextmanager
 def scratch_folder(
     parent: str | Path | None = None, # Folder to make it in; by default the system's folder for temporary files
@@ -250,13 +231,13 @@ def replaced_folder(
         finally:
             if old.exists() and not folder.exists(): os.replace(old, folder)
 
-# %% ../../nbs/core/02_files.ipynb #c044
+# %% ../../nbs/core/02_files.ipynb #c041
 def stays_inside(name: str) -> bool:
     "Whether a path, as in an archive, stays in the folder that it is relative to, on every system."
     path = PureWindowsPath(name) # Understands / as well as \ and C:
     return not (path.drive or path.root or '..' in path.parts or '\0' in name)
 
-# %% ../../nbs/core/02_files.ipynb #c047
+# %% ../../nbs/core/02_files.ipynb #c044
 class ChangedError(RuntimeError):
     "A file that changed while it was read; the message names it."
 
@@ -284,12 +265,12 @@ def unchanged(
         raise
     check()
 
-# %% ../../nbs/core/02_files.ipynb #c050
+# %% ../../nbs/core/02_files.ipynb #c047
 def sha256(path: str | Path) -> str:
     "The file's SHA-256 in hexadecimal; the file may be larger than memory."
     with open(path, 'rb') as f: return hashlib.file_digest(f, 'sha256').hexdigest()
 
-# %% ../../nbs/core/02_files.ipynb #c053
+# %% ../../nbs/core/02_files.ipynb #c050
 def format_size(
     n_bytes: int,
 ) -> str:
@@ -322,7 +303,7 @@ def require_space(
         raise WriteError(f'{folder}: {format_size(free)} free, expected at least {format_size(n_bytes)} for {purpose}; '
                          f'free {format_size(n_bytes - free)} there, or choose a folder on another disk')
 
-# %% ../../nbs/core/02_files.ipynb #c056
+# %% ../../nbs/core/02_files.ipynb #c053
 def home_folder() -> Path | None:
     "The user's home folder, from `HOME` or the user database; `None` without both, as for an unnamed container user."
     try: return Path(os.environ.get('HOME') or pwd.getpwuid(os.getuid()).pw_dir)
@@ -350,7 +331,7 @@ def user_cache(
     folder = Path(home)/'b2t_kaggle'/name
     return folder if Path(home).is_absolute() and is_writable(folder) else private_folder()/'cache'/name
 
-# %% ../../nbs/core/02_files.ipynb #c061
+# %% ../../nbs/core/02_files.ipynb #c058
 # Variable, the usual folder of its program, and the replacement
 _PLACES = (
     ('JUPYTER_RUNTIME_DIR', '.local/share/jupyter/runtime', 'jupyter'), # Connection files of kernels
@@ -374,7 +355,7 @@ def set_home_variables(
         can_read = name == 'HF_HOME' and place.is_dir() # It may have models
         if name not in env and not can_read and not is_writable(place): env[name] = str(private_folder()/replacement)
 
-# %% ../../nbs/core/02_files.ipynb #c065
+# %% ../../nbs/core/02_files.ipynb #c062
 _NOTED_BYTES = 1 << 24 # Smallest file whose hash is stored; smaller ones are read in hundredths of a second
 _TICK = 2*10**9        # Resolution of a file system's clock in nanoseconds (FAT's is two seconds)
 

@@ -8,6 +8,7 @@ __all__ = ['N_FEATURES', 'PADDED_LENGTH', 'SPLITS', 'Trial', 'participant_of', '
            'write_session', 'validate']
 
 # %% ../../nbs/data/00_sessions.ipynb #c003
+import io
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -22,7 +23,7 @@ from fastcore.basics import patch
 from tqdm import tqdm
 
 from ..core import reading
-from ..core.files import _DeferringFile, atomic_path, file_state
+from ..core.files import atomic_path, file_state
 from ..core.messages import near_names, printable
 from ..core.reading import MAX_BINS, MAX_LABELS, ReadError
 from ..phonemes import SIL
@@ -398,7 +399,25 @@ def _raw(self: Trial, path: Path) -> dict:
     return raw | dict(seq_class_ids=padded[0], seq_len=len(self.class_ids), sentence_label=self.sentence,
                       transcription=padded[1])
 
-# %% ../../nbs/data/00_sessions.ipynb #c043
+# %% ../../nbs/data/00_sessions.ipynb #c044
+class _DeferringFile(io.FileIO):
+    "A file that keeps the first error of writing in `error`, and ignores later writes."
+    error: OSError | None = None
+
+    def write(self, data) -> int:
+        unwritten = memoryview(data).cast('B')
+        n_bytes = len(unwritten)
+        try:
+            while unwritten and self.error is None: unwritten = unwritten[super().write(unwritten):]
+        except OSError as e: self.error = e
+        return n_bytes
+
+    def truncate(self, size: int | None = None) -> int:
+        try: return super().truncate(size) if self.error is None else size or 0
+        except OSError as e: self.error = e
+        return size or 0
+
+# %% ../../nbs/data/00_sessions.ipynb #c046
 def write_session(
     path: str | Path,        # `…/t15.YYYY.MM.DD/data_{train,val,test}.hdf5`; folders are made
     trials: Iterable[Trial], # Consumed one at a time; groups are numbered in this order
@@ -425,7 +444,7 @@ def write_session(
         if file.error: raise file.error
     return path
 
-# %% ../../nbs/data/00_sessions.ipynb #c049
+# %% ../../nbs/data/00_sessions.ipynb #c052
 def _split_files(folder: Path) -> list[Path]:
     "The files of a session that are there."
     return [p for p in (session_path(folder.parent, folder.name, s) for s in SPLITS) if p.exists()]
@@ -462,7 +481,7 @@ def _check_folders(data_dir: Path, selected: list[str] | None = None) -> Iterato
         if any(data_dir.glob('train/*.mat')): advice = 'import these MATLAB files with `b2t data import`'
         yield Problem(str(data_dir), '', '', 'no sessions', 'folders t15.YYYY.MM.DD', advice)
 
-# %% ../../nbs/data/00_sessions.ipynb #c051
+# %% ../../nbs/data/00_sessions.ipynb #c054
 def validate(
     data_dir: str | Path,   # Folder with the session folders
     progress: bool = False, # Show a progress bar

@@ -8,8 +8,10 @@ __all__ = ['weights_file', 'load_state', 'save_best', 'load_model', 'load_weight
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c003
 import io
 import json
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -19,6 +21,7 @@ from ..config import Config
 from ..core.files import atomic_path
 from ..core.messages import printable
 from ..core.reading import check_hdf5, open_hdf5
+from .layers import keras
 from .models import build_model
 from .models.encoder import Encoder, NamedModel
 from ..training.checkpoint_paths import find_checkpoint
@@ -72,16 +75,38 @@ def _read(path: Path, keys: tuple[str, ...]) -> tuple[dict, dict]:
             check_hdf5(f) # All of it: Keras opens the file after us
             texts = {k: v for k, v in f.attrs.items() if isinstance(v, str)}
             is_whole = f.attrs.get('crc32') == _crc_of_texts(texts)
+            values = {k: json.loads(v) for k, v in texts.items()} if is_whole else {}
+            for w in values.get('weights', {}).values(): # Shapes and checksums by name, as in `_contents`
+                if not all(isinstance(n, int) and n >= 0 for n in [*w['shape'], w['crc32']]):
+                    raise ValueError('its list of weights is not one')
             states = f['optimizer'].items() if 'run' in keys and 'optimizer' in f else ()
             optimizer = {name: {k: v[()] for k, v in state.items()} for name, state in states}
     except _DAMAGE as e:
         raise CheckpointError(f'{path}: damaged, or not a Keras weights file ({printable(e)}); {_EXPECTED}') from None
     if missing := [k for k in keys if k not in texts]:
         raise CheckpointError(f'{path}: holds no {" and no ".join(missing)}; {_EXPECTED}')
-    if is_whole: return {k: json.loads(v) for k, v in texts.items()}, optimizer
+    if is_whole: return values, optimizer
     raise CheckpointError(f'{path}: damaged, its configuration is not as it was written; copy or download it again')
 
 # %% ../../nbs/tensorflow/05_checkpoint.ipynb #c016
+_SMALL = 10_000 # Numbers of a model that may be built for any file, so that an error can compare the two
+
+@contextmanager
+def _at_most(n: int, path: Path) -> Iterator[None]:
+    "Building a model with more numbers in this block raises `CheckpointError`."
+    add_weight = keras.layers.Layer.add_weight
+    count = 0
+    def add(layer, shape=None, *args, **options):
+        nonlocal count
+        count += math.prod(shape or ())
+        if count > n:
+            raise CheckpointError(f'{path}: weights of another model: its configuration describes one of more than '
+                                  f'{n:,} numbers, and the file holds far fewer; copy or download it again')
+        return add_weight(layer, shape, *args, **options)
+    keras.layers.Layer.add_weight = add
+    try: yield
+    finally: keras.layers.Layer.add_weight = add_weight
+
 def load_state(model: NamedModel, path: str | Path) -> None:
     "`model.load_weights`. Raises `CheckpointError` for weights that are missing, unknown, damaged, or misshapen."
     path = Path(path)
@@ -109,7 +134,9 @@ def load_model(path: str | Path, unseen: str | None = None) -> tuple[Encoder, Co
     if unseen: check_unseen(read_metrics(path), path, unseen)
     values, _ = _read(path, ('config', 'weights'))
     cfg = stored_config(lambda: Config.model_validate(values['config']), path)
-    model = build_model(cfg.model, len(cfg.data.known_sessions))
+    n_written = sum(math.prod(w['shape']) for w in values['weights'].values())
+    with _at_most(4*min(n_written, path.stat().st_size) + _SMALL, path):
+        model = build_model(cfg.model, len(cfg.data.known_sessions))
     load_state(model, path)
     return model, cfg
 

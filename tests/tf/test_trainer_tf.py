@@ -209,7 +209,7 @@ def overflows_and_restores(t, path):
 
 def test_without_tensorboard_no_step_is_taken(stores, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'tensorboard', None)
-    with pytest.raises(TrainingError, match='cannot import tensorboard; pip install tensorboard, or leave it out'):
+    with pytest.raises(TrainingError, match='cannot import tensorboard; pip install tensorboard, or set train'):
         train(*stores, cpu_config(), tmp_path, progress=False)
     assert not list(tmp_path.iterdir())
 

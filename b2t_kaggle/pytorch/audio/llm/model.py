@@ -139,7 +139,7 @@ class AudioLLM(Encoder):
 
     def training_logits(self, out: Any) -> Tensor:
         "Logits `[B, T', K]` of the acoustic model."
-        return self.acoustic.training_logits(out[0])
+        return self.acoustic.training_logits(out[0])[..., :self.acoustic.cfg.n_classes]
 
     def parts(self) -> dict[str, str]:
         parts = dict(encoder=self.inside, projector='brain.projector.')
@@ -279,16 +279,19 @@ class BrainWhisper(AudioLLM):
     def forward(self, x: Tensor, day_idx: Tensor, n_bins: Tensor | None = None, targets: Targets | None = None,
                 batches: float = 0., **training_args) -> Any:
         """Logits `[B, T', K]`; with targets, from the masked pass, the acoustic model's output and the logits after
-        Whisper's encoder `[B, T', K]`; then the losses of each trial `[B]` by name, and `batches`."""
+        Whisper's encoder `[B, T', K]`, and the acoustic model's output without masks; then the losses of each trial
+        `[B]` by name, and `batches`."""
         out = super().forward(x, day_idx, n_bins, targets, batches, **training_args)
         if targets is None: return out
         n_bins = trial_bins(x, n_bins)
         masked = self.encode_neural(time_mask(x, n_bins, _MASKS, _MASKED, None), day_idx, n_bins, **training_args)
-        return (masked.out, self.states_out(masked.vectors.to(self.states_out.weight.dtype))), *out[1:]
+        return (masked.out, self.states_out(masked.vectors.to(self.states_out.weight.dtype)), out[0]), *out[1:]
+
+    def training_logits(self, out: Any) -> Tensor: return super().training_logits((out[0][2],))
 
     def ctc_losses(self, out: Any, ctc: Callable[[Tensor], Tensor], frames: Tensor) -> dict[str, Tensor]:
         "CTC of both read-outs, and their mean, each `[B]`."
-        encoder_out, logits = out
+        encoder_out, logits, _ = out
         front = super().ctc_losses(encoder_out, ctc, frames)['ctc']
         behind = ctc(logits)
         return dict(ctc=(front + behind)/2, ctc_front=front, ctc_behind=behind)
