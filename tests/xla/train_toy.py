@@ -21,6 +21,7 @@ from b2t_kaggle.data.store import TrialStore
 from b2t_kaggle.devices.torch import pick_torch
 from b2t_kaggle.pytorch.checkpoint import load_file
 from b2t_kaggle.pytorch.inference import infer
+from b2t_kaggle.pytorch.models.encoder import Encoder
 from b2t_kaggle.pytorch.parallel import start
 from b2t_kaggle.pytorch.trainer import Trainer, train
 from b2t_kaggle.training.trials import bucket_lengths
@@ -52,12 +53,11 @@ def steps(stores, cfg, n):
     before = compilations()
     validations = [t.validate() for _ in range(2)]
     buckets = bucket_lengths(t.store_val, cfg, True)
-    out['val_buckets'] = len(
-        {
-            bucket_of(t.store_val.n_bins[i[i >= 0]].max(), buckets)
-            for i in evaluation_batches(t.store_val.n_bins, cfg.data.eval_batch_size)
-        }
-    )
+    # Terms of a loss are measured in batches of the size of training
+    has_terms = type(t.result).training_losses is not Encoder.training_losses
+    rows = cfg.data.batch_size//cfg.train.accumulate if has_terms else cfg.data.eval_batch_size
+    batches = evaluation_batches(t.store_val.n_bins, rows)
+    out['val_buckets'] = len({bucket_of(t.store_val.n_bins[i[i >= 0]].max(), buckets) for i in batches})
     out['val_compiled'] = compilations() - before
     out['val'] = [[v['val_loss'], v['val_per']] for v in validations]
     out['fallbacks'] = [c for c in met.counter_names() if c.startswith('aten::')]
