@@ -89,7 +89,7 @@ VERBS = {
         'serve': ('serve', 'Decode online, behind the official Redis streams'),
     },
     'Kaggle': {
-        'kaggle': ('kaggle', 'Train on Kaggle and submit, with one command or step by step'),
+        'kaggle': ('kaggle', 'Train on Kaggle and submit, at once or step by step'),
     },
 }
 

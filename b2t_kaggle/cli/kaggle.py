@@ -28,7 +28,7 @@ _IMAGES = '; '.join(f'{image}: {", ".join(a.name for a in KAGGLE_ACCELERATORS.va
 
 @click.group(cls=Group)
 def kaggle():
-    """Train on Kaggle and submit, with one command or step by step.
+    """Train on Kaggle and submit, at once or step by step.
 
     `b2t kaggle go` does all steps, from the kit to a submission. Wheels are for runtimes without the internet."""
 
