@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['MAX_YAML_BYTES', 'MAX_BINS', 'MAX_LABELS', 'MAX_ATTRIBUTE_BYTES', 'MAX_EXPANSION', 'SMALL_BYTES', 'MAX_LINE_BYTES',
            'MAX_MEMBER_BYTES', 'MAX_NGRAM_BYTES', 'MAX_WHOLE', 'MAX_FEATURES', 'MAX_MODEL_SIZE', 'MAX_LAYERS',
-           'ReadError', 'expands_too_far', 'check_is_file', 'read_text', 'split_lines', 'splits_in_name', 'read_member',
-           'limit_lines', 'parse_json', 'is_finite_number', 'parse_yaml', 'read_yaml_file', 'open_hdf5', 'check_link',
-           'open_dataset', 'check_size', 'read_attribute', 'check_hdf5']
+           'ReadError', 'expands_too_far', 'check_is_file', 'read_text', 'csv_rows', 'split_lines', 'splits_in_name',
+           'read_member', 'limit_lines', 'parse_json', 'is_finite_number', 'parse_yaml', 'read_yaml_file', 'open_hdf5',
+           'check_link', 'open_dataset', 'check_size', 'read_attribute', 'check_hdf5']
 
 # %% ../../nbs/core/03_reading.ipynb #c003
+import csv
 import io
 import json
 import math
@@ -72,6 +73,12 @@ def read_text(
         raise ReadError(f'{path}: found the byte 0x{data[e.start]:02x} at position {e.start:,}, which is not UTF-8, '
                         'expected text; it is damaged or in another encoding, make it again or convert it') from None
     return text.removeprefix('\ufeff').replace('\r\n', '\n')
+
+def csv_rows(text: str) -> list[tuple[int, list[str]]]:
+    "Line number and fields of each row of a CSV. Raises `ValueError` that names the line."
+    reader = csv.reader(io.StringIO(text, newline=''), strict=True)
+    try: return [(reader.line_num, row) for row in reader]
+    except csv.Error as e: raise ValueError(f'line {reader.line_num}: not a valid CSV ({e})') from None
 
 def split_lines(text: str) -> list[str]:
     "The lines of a text. `str.splitlines` also ends one at characters within sentences, such as U+2028."

@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 
 from ..core.files import atomic_path
-from ..core.reading import ReadError, check_is_file
+from ..core.reading import ReadError, check_is_file, csv_rows
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c006
 class SubmissionError(ValueError):
@@ -58,9 +58,8 @@ def _rows(data: bytes) -> list[tuple[int, list[str]]]:
     except UnicodeDecodeError as e:
         line = data.count(b'\n', 0, e.start) + 1
         raise SubmissionError(f'line {line}: not UTF-8 (byte 0x{data[e.start]:02x}); save the file as UTF-8') from None
-    reader = csv.reader(io.StringIO(text, newline=''), strict=True)
-    try: return [(reader.line_num, row) for row in reader]
-    except csv.Error as e: raise SubmissionError(f'line {reader.line_num}: not a valid CSV ({e})') from None
+    try: return csv_rows(text)
+    except ValueError as e: raise SubmissionError(str(e)) from None
 
 # %% ../../nbs/pipeline/00_submission.ipynb #c014
 def _check(data: bytes, name, expected: int | pd.DataFrame | None) -> list[str]:

@@ -64,9 +64,10 @@ class LLMFusion:
         words: list[str], # The lexicon's words
     ) -> 'LLMTrial':
         "A trial whose word ids are places in `words`."
-        if self._forms is None or self._forms.words is not words:
-            self._forms = _FormTokens(self.tokenizer, words, self.capitals)
-        return LLMTrial(self.model, self.start, self._forms, self.end_token, self._lock)
+        forms = self._forms # Another thread may replace it by the forms of other words
+        if forms is None or forms.words is not words:
+            self._forms = forms = _FormTokens(self.tokenizer, words, self.capitals)
+        return LLMTrial(self.model, self.start, forms, self.end_token, self._lock)
 
 # %% ../../nbs/rescoring/04_fusion.ipynb #c011
 class LLMTrial:

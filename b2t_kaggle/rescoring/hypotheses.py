@@ -7,7 +7,6 @@ __all__ = ['RANDOM', 'Trial', 'Entry', 'voter_name', 'Hypotheses', 'write_hypoth
            'best_entries', 'Ballots', 'ballots', 'vote', 'read_blocks', 'with_corpora']
 
 # %% ../../nbs/rescoring/03_hypotheses.ipynb #c002
-import io
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -19,7 +18,8 @@ import numpy as np
 import pandas as pd
 
 from b2t_kaggle.core.files import write_whole
-from b2t_kaggle.core.reading import ReadError, is_finite_number, parse_json, read_text, split_lines
+from b2t_kaggle.core.reading import ReadError, csv_rows, is_finite_number, parse_json, read_text, split_lines
+from b2t_kaggle.decoding.nbest import posteriors
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.rescoring.combine import minimum_bayes_risk
 
@@ -177,11 +177,13 @@ def _entries(path: Path) -> Iterator[tuple[Trial, list[Entry]]]:
     "Trials and entries of a file; raises a `ValueError` that names the line."
     text = read_text(path)
     if path.suffix == '.csv':
-        table = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
-        if list(table.columns) != ['id', 'text'] or table.isna().any(axis=None):
-            raise ValueError(f"found the header {','.join(table.columns)[:60]!r}, expected 'id,text' and two fields a "
-                             'line')
-        yield from ((Trial(trial), [Entry(trial, sentence)]) for trial, sentence in table.values.tolist())
+        (_, header), *rows = csv_rows(text) or [(1, [])]
+        if header != ['id', 'text']:
+            raise ValueError(f"found the header {','.join(header)[:60]!r}, expected 'id,text'")
+        for number, row in rows:
+            if not row: continue
+            if len(row) != 2: raise ValueError(f'line {number}: found {len(row)} fields, expected 2')
+            yield Trial(row[0]), [Entry(row[0], row[1])]
         return
     for i, line in enumerate(split_lines(text), 1):
         if path.suffix == '.txt': yield Trial(str(i - 1)), [Entry(str(i - 1), line)]
@@ -240,10 +242,8 @@ _TEMPERATURE = 2. # Divisor of totals
 
 def _shares(entries: Sequence[Entry]) -> np.ndarray:
     "Shares of a voter's vote for each of its sentences [n]."
-    if all(e.total is not None for e in entries):
-        totals = np.array([e.total for e in entries])
-        shares = np.exp((totals - totals.max())/_TEMPERATURE)
-    elif all(e.rank is not None for e in entries): shares = 1/np.array([1. + e.rank for e in entries])
+    if all(e.total is not None for e in entries): return posteriors([e.total for e in entries], _TEMPERATURE)
+    if all(e.rank is not None for e in entries): shares = 1/np.array([1. + e.rank for e in entries])
     else: shares = np.ones(len(entries))
     return shares/shares.sum()
 
@@ -282,7 +282,8 @@ def read_blocks(
 ) -> dict[tuple[str, int], str]: # (session, block) to corpus
     "The corpus of each block; raises a `ValueError` that names the file."
     try:
-        table = pd.read_csv(path, usecols=['Date', 'Block number', 'Corpus'], dtype=str)
+        columns = ['Date', 'Block number', 'Corpus']
+        table = pd.read_csv(path, usecols=columns, dtype=str, keep_default_na=False)
         blocks = table['Block number'].astype(int)
     except ValueError as e: raise ValueError(f'{path}: {e}; expected the columns Date, Block number, Corpus') from None
     sessions = 't15.' + table.Date.str.replace('-', '.')

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from fastcore.basics import patch
 
-from b2t_kaggle.decoding.nbest import Hypothesis, word_distances
+from b2t_kaggle.decoding.nbest import Hypothesis, posteriors, word_distances
 from b2t_kaggle.lm.ngram import Frequencies, LanguageModel, context_gain
 from b2t_kaggle.metrics import word_errors
 from b2t_kaggle.phonemes import normalize_sentence
@@ -84,9 +84,7 @@ class Opinions:
         "The sentence with the fewest expected errors."
         texts = self.ballots[i].texts
         if not texts: return '', -np.inf
-        scores = self.x[self.rows([i])] @ w
-        p = np.exp(scores - scores.max())
-        p /= p.sum()
+        p = posteriors(self.x[self.rows([i])] @ w, 1.)
         chosen = int(np.argmin((self.distances[i] @ p).round(9)))
         return texts[chosen], float(np.log(p[chosen] + 1e-6) - np.log(1 - p[chosen] + 1e-6))
 
@@ -99,8 +97,7 @@ def bounded_voice(
 ) -> np.ndarray:           # [N]
     "Logarithms of tempered and smoothed probabilities among the sentences."
     if not np.isfinite(log_probs).any(): return np.zeros(len(log_probs))
-    p = np.exp((log_probs - log_probs.max())/_TEMPERATURE)
-    return np.log((p/p.sum() + _FLOOR)/(1 + _FLOOR))
+    return np.log((posteriors(log_probs, _TEMPERATURE) + _FLOOR)/(1 + _FLOOR))
 
 def llm_scores(
     hypotheses: Hypotheses,
