@@ -101,6 +101,7 @@ class RedisConnection:
         self.seen: dict[str, str | bytes] = dict.fromkeys(REQUESTS, now) # Id of the last entry read of each stream
         self.request: str | bytes = now # Id of the latest request
         self.replies: Replies = []
+        self.sent: dict[str, str | bytes] = {} # Id of the last reply that Redis has confirmed, of each stream
 
     def step(self) -> None:
         "Answer the next request, if there is one within a tenth of a second. After an error it may be called again."
@@ -123,13 +124,16 @@ class RedisConnection:
             _log.warning('The database was flushed; %d replies are dropped', len(self.replies))
             self.replies.clear()
         while self.replies:
-            self.redis.xadd(*self.replies[0], maxlen=10_000)
+            stream, fields = self.replies[0]
+            self.sent[stream] = self.redis.xadd(stream, fields, maxlen=10_000)
             del self.replies[0]
 
     def _skip_arrived(self) -> None:
         "Remove the reply that was being sent when the connection broke, if it has arrived."
-        newest = self.redis.xrevrange(self.replies[0][0], count=1)
-        if newest and entry_id(newest[0][0]) > entry_id(self.request): del self.replies[0]
+        stream, _ = self.replies[0]
+        last = max(entry_id(self.request), entry_id(self.sent.get(stream, '0-0')))
+        newest = self.redis.xrevrange(stream, count=1)
+        if newest and entry_id(newest[0][0]) > last: del self.replies[0]
 
 # %% ../../../nbs/decoding/server/01_server.ipynb #c013
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2 # Seconds before Redis is tried again

@@ -89,8 +89,9 @@ class OnlineDecoder:
                                  nbest=int(o.nbest), alpha=0.55, do_opt=0, mixture_scale=float(o.acoustic_scale))
         if rescorer is not None:
             w = rescorer.weights
-            self.settings = replace(self.settings, alpha=w.alpha, do_opt=1, mixture_scale=w.acoustic_scale,
-                                    length_penalty=w.length_penalty, top_candidates_to_augment=rescorer.n_augment)
+            self.settings = replace(self.settings, alpha=float(w.alpha), do_opt=1,
+                                    mixture_scale=float(w.acoustic_scale), length_penalty=float(w.length_penalty),
+                                    top_candidates_to_augment=rescorer.n_augment)
         self.trial: Trial | None = None
 
     def handle(self,
