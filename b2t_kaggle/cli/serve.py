@@ -31,10 +31,10 @@ def _tell_search(run: Run, options) -> None:
 
 def _is_used(run: Run, stage: str, model: str | None) -> bool:
     "Whether the LLM of a stage is used; prints it if the stage found no gain."
-    if model and not is_kept(run, stage):
-        click.echo(f'{stage}.llm is left out: the stage {stage} found no gain on val (rescore.keep=always takes it)',
-                   err=True)
-    return bool(model) and is_kept(run, stage)
+    if not model or is_kept(run, stage): return bool(model)
+    click.echo(f'{stage}.llm is left out: the stage {stage} found no gain on val (rescore.keep=always takes it)',
+               err=True)
+    return False
 
 def _llm(run: Run, decoder):
     """The rescorer of a run's LLM, None if there is no LLM.

@@ -380,7 +380,7 @@ def _watch(self: Cycle, kernel: str) -> None:
         if [state] != states[-1:]: _say(f'{kernel}: {in_words.get(state, state)}')
         states.append(state)
     if state in BAD_ENDS: raise self._failure(kernel, state, comment)
-    if len(states) > 1: print(*(f'    {line}' for line in self._log(kernel)), sep='\n', flush=True)
+    for line in self._log(kernel) if len(states) > 1 else (): print(f'    {line}', flush=True)
 
 # %% ../../nbs/kaggle/03_cycle.ipynb #c031
 @patch
@@ -392,7 +392,7 @@ def _notebook_steps(self: Cycle, make: Callable[..., Notebook], problem: Callabl
     def now():
         state, comment = self.client.kernel_state(kernel)
         if state in BAD_ENDS: return [str(self._failure(kernel, state, comment))]
-        return [f'{state} {comment}; see {_PAGE}{kernel}']
+        return [f'{f"{state} {comment}".rstrip()}; see {_PAGE}{kernel}']
 
     def fetch():
         if output.exists():

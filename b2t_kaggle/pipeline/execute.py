@@ -114,7 +114,8 @@ def execute(run: Run, name: str) -> None:
     if error is None: return
     is_interrupt = getattr(error, 'ename', '') == 'KeyboardInterrupt' # papermill's
     if isinstance(error, Exception) and not received and not is_interrupt: raise _failure(run, name, error, out)
-    saved = is_interrupt and getattr(error, 'evalue', '') or STAGES[name].remains(run) or 'it begins again'
+    saved = is_interrupt and getattr(error, 'evalue', '') or STAGES[name].remains(run)
+    saved = saved or 'what it had not finished begins again'
     raise Interrupted(number, f'Interrupted in the stage {name}: {saved}; the stages before it are done.')
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c014
@@ -192,9 +193,9 @@ def check_stages(
         raise PipelineError(f'--force {wrong[0]}: this command does not come to that stage; it does {", ".join(names)}')
     pending = _pending({name: StageRun(run, name) for name in names}, force, done)
     kind = detect().kind
-    for name in names:
-        if name in pending: STAGES[name].check(run.cfg, kind)
-    for name in pending: run.marks(name) # Files that the configuration names
+    names = [name for name in names if name in pending]
+    for name in names: STAGES[name].check(run.cfg, kind)
+    for name in names: run.marks(name) # Files that the configuration names
     return pending
 
 # %% ../../nbs/pipeline/10_execute.ipynb #c025

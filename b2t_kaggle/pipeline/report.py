@@ -199,8 +199,10 @@ def configuration(cfg: Config, name: str) -> str:
     changed, values = differing_values(cfg, base), flat_values(base)
     if not changed: return f'<p>All values are those of the preset <code>{name}</code>.</p>'
     meanings = config_fields()
-    def shown(value): return shorten(as_set(value), 60, placeholder=' …')
-    def about(key): return re.sub('`(.+?)`', r'<code>\\1</code>', html.escape(meanings.get(key, (None, ''))[1]))
+    def shown(value): # `shorten` would drop a whole path
+        text = as_set(value)
+        return text if isinstance(value, str) else shorten(text, 60, placeholder=' …')
+    def about(key): return re.sub('`(.+?)`', r'<code>\1</code>', html.escape(meanings.get(key, (None, ''))[1]))
     rows = [dict(key=Html(f'<code>{key}</code><br><small>{about(key)}</small>'),
                  preset=shown(values.get(key)), run=shown(value)) for key, value in changed.items()]
     return (f'<p>{len(rows)} values differ from the preset <code>{name}</code>.</p>\n'

@@ -125,16 +125,16 @@ class Run:
         """Name, size and hash of each file from outside that a stage reads, as they were at the first call.
 
         Raises `PipelineError` for a missing file."""
-        labels = {Path(f): f'{key or Path(f).parent.name}/{Path(f).name}'
-                  for key, files in STAGES[stage].inputs(self.cfg, self.dir.parent).items() for f in files}
-        for file, label in labels.items():
+        origins = {Path(f): key or Path(f).parent.name # Key or folder that names a file
+                   for key, files in STAGES[stage].inputs(self.cfg, self.dir.parent).items() for f in files}
+        lists = self.dir.resolve()/'hypotheses'
+        for file, origin in origins.items():
             if not file.is_file():
-                raise PipelineError(f'{label.partition("/")[0]}: {file} does not exist; correct the configuration that '
-                                    'names it')
-            if file.resolve().parent == self.dir.resolve()/'hypotheses':
-                raise PipelineError(f'{label.partition("/")[0]}: a run cannot be a source of itself, found {file}')
-        prints = content_fingerprints(labels)
-        return {file: [label, *prints[file]] for file, label in labels.items()}
+                raise PipelineError(f'{origin}: {file} does not exist; correct the configuration that names it')
+            if file.resolve().parent == lists:
+                raise PipelineError(f'{origin}: a run cannot be a source of itself, found {file}')
+        prints = content_fingerprints(origins)
+        return {file: [f'{origin}/{file.name}', *prints[file]] for file, origin in origins.items()}
 
     def check_unchanged(self, stage: str) -> None:
         "Raise `PipelineError` if a file from outside changed that this stage or one before it has read."

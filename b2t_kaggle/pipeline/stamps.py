@@ -157,16 +157,15 @@ def finish(self: StageRun,
     metrics: dict | None = None, # Figures for the report and the closing table
     finished: bool = True,       # False if it stopped early, so that the next run continues it
 ) -> None:
-    "Stamp the stage. Raises `PipelineError` if a file changed that it read."
+    "Stamp the stage. Raises `PipelineError` if a file changed that it or a stage before it read."
+    self.run.check_unchanged(self.name)
     self.checkpoint(outputs, metrics, finished)
     self.run.save()
     self._running.release()
 
 @patch
 def checkpoint(self: StageRun, outputs: Iterable[Path], metrics: dict | None = None, finished: bool = False) -> None:
-    """Stamp the stage as one that stopped early, while it continues: if it is killed, the next run resumes it.
-
-    Raises `PipelineError` if a file changed that it read."""
+    "Stamp the stage as one that stopped early, while it continues: if it is killed, the next run resumes it."
     outputs = list(outputs)
     if gone := [p for p in outputs if not p.is_file()]:
         raise PipelineError(f'stage {self.name}: {gone[0]} is gone before it could be stamped; make sure that no '
@@ -175,7 +174,6 @@ def checkpoint(self: StageRun, outputs: Iterable[Path], metrics: dict | None = N
     if foreign := [p for p in marks if p.startswith('..')]:
         raise PipelineError(f'stage {self.name}: {foreign[0]} is not in {self.home}; a stage stamps only the files '
                             'that it wrote there')
-    self.run.check_unchanged(self.name)
     write_json(dict(key=self.key, fingerprint=self.run.fingerprint(self.name), finished=finished,
                     seconds=round(time.time() - self.started, 1), made=time.time(), outputs=marks,
                     needs={n.name: n.id for n in self.needs}, metrics=metrics or {}, inputs=self.run.inputs(self.name),

@@ -27,9 +27,9 @@ from ..core.reading import parse_yaml
 from ..devices.kaggle_machines import time_limit_hours
 from ..devices.machine import detect
 from ..metrics import percent
-from .execute import check_stages, run_stages
+from .execute import run_stages
 from .run import Run
-from .stages import PipelineError, plan
+from .stages import STAGES, PipelineError, plan
 from .stamps import StageRun
 from ..training.budget import time_limit
 from ..training.trackers import TRIAL_VARIABLE, import_optuna, open_storage
@@ -87,10 +87,13 @@ class Sweep:
 
     def _check_points(self) -> None:
         "Raise `ConfigError` for a point whose training could not begin, before there is a folder or a study."
+        kind = detect().kind
         for point in _sample_points(self.ranges):
             try:
                 cfg = with_overrides(self.run.cfg, point)
-                check_stages(Run(self.folder(0), self.run.work, None, cfg, save=False), 'train', ['train'])
+                plan(cfg, 'train')
+                STAGES['train'].check(cfg, kind)
+                Run(self.folder(0), self.run.work, None, cfg, save=False).marks('train')
             except (ConfigError, PipelineError) as e:
                 raise ConfigError(f'with {_as_text(point)}: {e}; nothing was begun') from None
 
