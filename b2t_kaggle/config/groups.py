@@ -343,14 +343,12 @@ class AudioConfig(LLMConfig):
     "Audio LLM that reads the model's vectors, Qwen2-Audio or Whisper: a folder or a name on the hub; null: none."
     lora_rank: int = Field(8, ge=0, le=1024)
     "Rank of its LoRA layers, which are also trained; 0: the LLM is frozen."
-    gradient_checkpointing: ClassVar[bool] = True # Recompute its layers in the backward pass: less memory, more time
     prompt: ClassVar[str] = 'Write what is said.' # Its instruction, in the chat template, after the speech
     stack: int = Field(2, ge=1, le=64)
     "Neighbouring frames of the model in a vector."
     targets: InputPath | None = None
     "File of `b2t audio targets`, made by the tower of the same audio LLM, which the vectors should match."
     align_by: ClassVar[str] = 'soft_dtw' # Alignment of vectors and their targets in time
-    align_distance: ClassVar[str] = 'cosine' # Distance of a vector to its target
     answer_weight: ClassVar[float] = 1. # Weight of the cross entropy per token of the answer
     ctc_weight: _LossWeight = 0.3
     "Weight of the CTC loss of the phonemes: a number, or pairs (batch, weight), interpolated linearly."

@@ -162,9 +162,10 @@ def load_with_facts(
     sessions = cfg.data.known_sessions
     n = 4*sum(w.numel() for w in state.values()) + SMALL_BYTES
     # On `meta` tensors have a shape and no memory
-    with torch.device('meta'), _at_most(n, path): _fitting(build_model(cfg.model, len(sessions), sessions), state, path)
+    with torch.device('meta'), _at_most(n, path):
+        state = _fitting(build_model(cfg.model, len(sessions), sessions), state, path)
     model = build_model(cfg.model, len(sessions), sessions)
-    load_state(model, state, path)
+    model.load_state_dict(state)
     return model.eval(), cfg, content
 
 def load_model(

@@ -96,7 +96,6 @@ class Trainer(interface.Trainer):
 
     def train_step(self, micro_batches: list[MicroBatch], days: np.ndarray) -> StepResult:
         "Take one step of the optimiser with a batch of these days `[days]`."
-        self.current = micro_batches
         self.model.train()
         if self.replay: return self.replay(micro_batches[0], days)
         losses = self.gradients(micro_batches)

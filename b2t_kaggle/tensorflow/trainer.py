@@ -65,7 +65,6 @@ class Trainer(interface.Trainer):
 
     def train_step(self, batch) -> StepResult:
         "Take one step of the optimiser."
-        self.current = batch
         numbers = self.numbers()
         losses, norm = self.program(batch, tf.nest.map_structure(tf.constant, numbers))
         on_host = self.backend.on_host

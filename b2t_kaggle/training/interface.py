@@ -71,7 +71,7 @@ class Trainer:
     step = 0                  # Steps that are done
     n_skipped = 0             # Steps that a scaler left out
     seconds = 0.              # Time spent so far, in all parts of the run
-    current: Any = None       # The batch in work, or `validating`; an error about full memory reports it
+    current = ''              # `validating` during a validation, for an error about full memory
 
     def __init__(self,
         store: TrialStore,            # Training trials
@@ -127,10 +127,9 @@ class Trainer:
 def validate(self: Trainer) -> dict | None:
     "Loss and PER on the validation trials, if there are any and the model has not been trained on them."
     if self.store_val is None or self.is_refitting: return None
-    batch = self.current
     self.current = 'validating'
     metrics = self.metrics()
-    self.current = batch
+    self.current = ''
     return metrics
 
 @patch

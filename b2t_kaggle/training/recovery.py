@@ -108,8 +108,9 @@ def _chosen(metrics) -> dict: return {k: metrics.get(k) for k in ('step', 'val_p
 def verify(self: Checkpoints) -> None:
     "Read models back, and rebuild each that is lost or is another. Raises `TrainingError` if that is impossible."
     t = self.trainer
-    if t.best.metrics.get('step') and (figures := self._figures(self.best)) != _chosen(t.best.metrics):
-        self._rebuild_best(figures)
+    if t.best.metrics.get('step'):
+        figures = self._figures(self.best)
+        if str(figures) != str(_chosen(t.best.metrics)): self._rebuild_best(figures) # NaN equals itself as text
     is_refitted = t.refit_from is not None and t.is_over
     if is_refitted and (self._figures(self.refit) or {}).get('step') != t.step and t.is_main_process:
         print(f'{self.refit}: is written again')
