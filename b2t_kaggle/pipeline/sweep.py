@@ -8,6 +8,7 @@ __all__ = ['Sweep', 'split_ranges', 'ranges_of']
 # %% ../../nbs/pipeline/12_sweep.ipynb #c002
 import json
 import os
+import platform
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import Any, get_args
 import pandas as pd
 from fastcore.basics import patch
 
+import b2t_kaggle
 from .. import config
 from ..config import Config, changed_values, full_key, keys_with, with_overrides
 from ..config.schema import ChangesNothing, ConfigError, SameResult
@@ -98,19 +100,30 @@ class Sweep:
                 raise ConfigError(f'with {_as_text(point)}: {e}; nothing was begun') from None
 
     def _check_same(self) -> None:
-        "Raise `ConfigError` if the study was begun with other ranges, or around another configuration."
+        """Raise `ConfigError` if the study was begun with other ranges or around another configuration,
+        `PipelineError` on a machine with another version or other sessions."""
         vain = keys_with(self.run.cfg, ChangesNothing, SameResult)
         values = changed_values(self.run.cfg, without=vain | set(self.ranges))
         groups = {'simulate', *config.TRAINING_GROUPS}
         facts = {k: str(v) for k, v in values.items() if k.split('.')[0] in groups}
         facts |= {f'range of {k}': str(r) for k, r in self.ranges.items()}
         earlier = self.study.user_attrs.get('facts')
-        if earlier is None or not self.study.trials: return self.study.set_user_attr('facts', facts)
+        # A machine may have other ones without any difference in the values
+        machine = {'b2t_kaggle': b2t_kaggle.__version__, 'hash of the sessions': self.run.key('pack')}
+        if earlier is None or not self.study.trials:
+            self.study.set_user_attr('machine', [platform.node(), machine])
+            return self.study.set_user_attr('facts', facts)
         if changed := [k for k in sorted((earlier | facts).keys() - vain) if earlier.get(k) != facts.get(k)]:
             reasons = '; '.join(f'{k} was {earlier.get(k, "its default")}, is now {facts.get(k, "its default")}'
                                 for k in changed)
             raise ConfigError(f'the study {self.run.dir.name} was begun with other values: {reasons}. Restore them, or '
                               'give the sweep another --name')
+        first, expected = self.study.user_attrs.get('machine', ('', machine))
+        for name, found in machine.items():
+            if found == expected.get(name): continue
+            raise PipelineError(f'{platform.node()}: {name} is {found}, expected {expected.get(name)} as on {first}, '
+                                f'which began the study {self.run.dir.name}; install the same version, use the same '
+                                'sessions, or give the sweep another --name')
 
 # %% ../../nbs/pipeline/12_sweep.ipynb #c014
 @patch

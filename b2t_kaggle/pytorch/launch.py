@@ -8,11 +8,15 @@ __all__ = ['train_of', 'work', 'several_machines', 'launch', 'train_here']
 # %% ../../nbs/pytorch/13_launch.ipynb #c003
 import json
 import os
+import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from torch.distributed import DistError
 
 from ..config import Config
 from ..core.files import scratch_folder, write_whole
@@ -43,8 +47,11 @@ def work(
     the reason why it failed."""
     end_with_parent()
     job = Path(job)
-    options = json.loads(job.read_text())
     error = job.with_name('error')
+    try: options = json.loads(job.read_text())
+    except FileNotFoundError:
+        raise SystemExit(f'{platform.node()}: {job} does not exist; mount the disk with the folder of the run there, '
+                         'under the same path as on the first machine') from None
     try:
         store, store_val = (path and TrialStore.open(path) for path in options['stores'])
         cfg = Config.model_validate(options['config'])
@@ -54,13 +61,21 @@ def work(
         if os.environ['RANK'] == '0': write_whole(job.with_name('interrupted'), str(e))
         raise SystemExit(130) from None # Who started it says what is saved
     except (ValueError, RuntimeError, OSError) as e:
+        is_lost = isinstance(e, DistError) or 'gloo' in str(e)
+        if is_lost: time.sleep(2) # A process that failed writes why
         if error.exists(): raise SystemExit(1) from None # It follows from the first one
-        write_whole(error, str(e))
-        if isinstance(e, TrainingError): raise SystemExit(1) from None # Its message says all
+        reason = str(e)
+        if is_lost:
+            found = reason.split('. ')[0] # Without advice; gloo names a line of its source before it
+            reason = (f'lost another process, which was killed, or its machine ({found.partition("] ")[2] or found}); '
+                      'the last checkpoint is intact, and the same commands continue from it')
+        is_named = isinstance(e, TrainingError) or os.environ.get('GROUP_WORLD_SIZE', '1') == '1'
+        write_whole(error, reason if is_named else f'{platform.node()}: {reason}')
+        if is_lost or isinstance(e, TrainingError): raise SystemExit(1) from None # Its message says all
         raise
     if os.environ['RANK'] == '0': write_whole(job.with_name('result'), json.dumps(result))
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c010
+# %% ../../nbs/pytorch/13_launch.ipynb #c012
 def several_machines(
     environ: Mapping[str, str] = os.environ, # Environment variables
 ) -> bool:
@@ -89,7 +104,7 @@ def _job_folder(out_dir: Path) -> Iterator[Path]:
     for name in ('result', 'error', 'interrupted'): (folder/name).unlink(missing_ok=True)
     yield folder
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c013
+# %% ../../nbs/pytorch/13_launch.ipynb #c015
 def _exit_status(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
     "Run a command to its end; returns its status, and whether this process was asked to end meanwhile."
     # An interrupt may arrive before the wait begins: record it instead of raising it
@@ -99,7 +114,7 @@ def _exit_status(command: list[str], env: dict[str, str]) -> tuple[int, bool]:
             process.kill()
             raise
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c016
+# %% ../../nbs/pytorch/13_launch.ipynb #c018
 _TORCHRUN = """import logging, os
 logging.raiseExceptions = False # A second signal may come while the first one is logged
 os.environ['B2T_TORCHRUN'] = str(os.getpid())
@@ -167,5 +182,5 @@ def train_here(
         raise TrainingError('several machines train together on GPUs or CPUs, not on TPUs; unset PET_NNODES')
     return launch(n_processes, store, store_val, cfg, out_dir, progress)
 
-# %% ../../nbs/pytorch/13_launch.ipynb #c017
+# %% ../../nbs/pytorch/13_launch.ipynb #c019
 if __name__ == '__main__' and '__file__' in globals(): work(sys.argv[1])

@@ -6,6 +6,8 @@
 __all__ = ['Loop', 'fit']
 
 # %% ../../nbs/training/10_loop.ipynb #c002
+import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,14 +191,16 @@ def result(self: Loop) -> dict:
     if t.refit_from is not None: run['refit_from'] = t.refit_from
     return run | best
 
-def _agreed(values: list, subject: str) -> Any:
-    "The value of all processes that train together. Raises `TrainingError` if they differ."
-    for rank, value in enumerate(values):
-        if value == values[0]: continue
-        raise TrainingError(f'{subject} are not the same for all processes: the first has {values[0]}, process {rank} '
-                            f'has {value}. Machines that train together see the same stores and the same folder of '
-                            'the run')
-    return values[0]
+def _check_machines(backend: Any, facts: dict[str, Any]) -> None:
+    "Raise `TrainingError` that names a process and its machine whose facts are not those of the first process."
+    (first, expected), *others = backend.gather((platform.node(), facts))
+    for rank, (machine, found) in enumerate(others, 1):
+        wrong = [f'{k}: found {found.get(k)}, expected {expected.get(k)}' for k in sorted(expected | found)
+                 if found.get(k) != expected.get(k)]
+        if not wrong: continue
+        raise TrainingError(f'process {rank} on {machine} does not train the same as the first one on {first}: '
+                            f'{"; ".join(wrong)}. Machines that train together need the same software, the same '
+                            'stores and the same folder of the run')
 
 def fit(
     trainer_class: Any,            # The framework's class, derived from `Trainer`
@@ -218,8 +222,11 @@ def fit(
     budget = Budget(cfg.train.time_budget, len(store_val or ()) / cfg.data.batch_size)
     last = out/LAST[trainer_class.framework]
     backend = start()
-    continues = _agreed(backend.gather(last.exists()), f'Checkpoints ({last})')
-    _agreed(backend.gather(fingerprint(cfg, dict(train=store, val=store_val))), 'Trials and values')
+    continues = last.exists()
+    versions = {f'version of {name}': module.__version__ for name in ('b2t_kaggle', 'numpy', 'torch')
+                if (module := sys.modules.get(name))}
+    _check_machines(backend, fingerprint(cfg, dict(train=store, val=store_val)) | versions |
+                    {f'{last} exists': continues})
     trainer = None
     try:
         trainer = trainer_class(store, store_val, cfg, backend, last if continues else None)
