@@ -55,7 +55,8 @@ def no_shared_disk() -> None:
 def other_data() -> None:
     "The second machine's job names a store of other trials, as if its copy of the work folder were an old one."
     new, = Path('data').glob('packed-*')
-    subprocess.run(['b2t', 'pack', '--name', 'old', *SMALL, '--set', 'simulate.seed=5'], capture_output=True, check=True)
+    pack = ['b2t', 'pack', *SMALL, '--name', 'old', '--set', 'simulate.seed=5']
+    subprocess.run(pack, capture_output=True, check=True)
     old, = set(Path('data').glob('packed-*')) - {new}
     both = machines('other', 29515, 'copy/job.json')
     job = Path('submissions/other/train/machines/job.json')
