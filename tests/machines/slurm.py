@@ -123,8 +123,8 @@ def sweep() -> None:
 
 
 def training() -> None:
-    subprocess.run(['b2t', 'train', '--name', 'together', *SMALL, '--set', 'train.processes=2'], check=True,
-                   capture_output=True)
+    two = [word.replace('train.processes=1', 'train.processes=2') for word in SMALL]
+    subprocess.run(['b2t', 'train', '--name', 'together', *two], check=True, capture_output=True)
     address = {'$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)': '127.0.0.1'} # machine1 has no address
     script = written('two_machines.sh', address)
     job = call('sbatch', '--parsable', script)

@@ -40,7 +40,7 @@ def folder() -> Path:
     b2t.write_text(f'#!/bin/sh\nexec {sys.executable} -m b2t_kaggle.cli "$@"\n')
     b2t.chmod(0o755)
     os.environ.update(PATH=f'{path/"bin"}:{Path(sys.executable).parent}:{os.environ["PATH"]}', PYTHONPATH=str(ROOT),
-                      OMP_NUM_THREADS='1', TQDM_DISABLE='1')
+                      OMP_NUM_THREADS='1')
     print(f'everything is in {path}', flush=True)
     return path
 
@@ -72,6 +72,6 @@ def compare(name: str, other: str) -> None:
 
 
 def show(text: str, among: str = '') -> None:
-    "Print the lines of a command's output, or those with a word."
+    "Print the lines of a command's output, or those with a word, without progress bars."
     for line in text.splitlines():
-        if line.strip() and among in line: print('  |', line, flush=True)
+        if line.strip() and among in line and '%|' not in line: print('  |', line, flush=True)
