@@ -118,7 +118,7 @@ def test_differences_by_group_are_those_counted_by_hand():
     wer = tables[WER]
     assert wer['more errors'].to_dict() == {
         ('all', 'all'): -7, ('corpus', 'Harvard'): 1, ('corpus', 'Random'): -8, ('length', '1 to 3 words'): 0,
-        ('length', '10 words and more'): -7, ('sentence', 'seen in train'): 1, ('sentence', 'not in train'): -8,
+        ('length', '10 words and more'): -7, ('sentence', 'seen in text'): 1, ('sentence', 'not in text'): -8,
         ('session', 't15.2023.08.13'): 0, ('session', 't15.2023.08.14'): -7}
     assert wer.loc[('corpus', 'Random'), 'difference'].value == -8/13
     assert list(tables[PER]['more errors'])[0] == -1 and set(tables[PER_WITHOUT_SIL]['more errors']) == {0}

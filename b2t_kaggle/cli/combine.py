@@ -13,14 +13,16 @@ from pathlib import Path
 
 import click
 
-from b2t_kaggle.cli.options import FILE, Choice, out_option, output_option, source_path, stage_command
+from b2t_kaggle.cli.options import FILE, Choice, out_option, output_option, source_path, stage_command, text_option
 from b2t_kaggle.cli.run import run_folder, run_from_options, run_until
 from b2t_kaggle.config import load_config
 from b2t_kaggle.core.messages import counted, with_command_name
 from b2t_kaggle.core.reading import splits_in_name
 from b2t_kaggle.lm.automaton import load_ngram
+from b2t_kaggle.lm.corpus import read_sentences
 from b2t_kaggle.metrics import IN_SAMPLE, error_table, percent, word_errors
 from b2t_kaggle.metrics.bootstrap import bootstrap_difference, measure_gain
+from b2t_kaggle.metrics.comparison import seen_rates
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.pipeline.execute import run_stages
 from b2t_kaggle.pipeline.foreign_logits import ORDERS
@@ -55,8 +57,10 @@ from b2t_kaggle.rescoring.opinion_pool import Combined, cross_validate_pool, fit
 @click.option('--blocks', type=FILE,
               help='Official description of the blocks (CSV), for error rates by corpus; language models are not used '
                    'in blocks of random words.')
+@text_option(help='Text of the language models, by which the start of --llm is chosen, and for error rates of the '
+                  'sentences that it has or lacks: a file, or a folder of sessions; repeat it for more.')
 @out_option()
-def combine_files(sources, output, tune, lm, llm, blocks, out):
+def combine_files(sources, output, tune, lm, llm, blocks, texts, out):
     """One sentence per trial from files of several systems.
 
     A SOURCE is a file (.jsonl in the kit's form, lists by trial, n-best lists, a submission .csv, sentences .txt), or a
@@ -81,18 +85,19 @@ def combine_files(sources, output, tune, lm, llm, blocks, out):
         click.echo(f'{counted(len(kinds), "kind")} of systems, each with one weight: {", ".join(kinds)}')
         scores = None
         if llm:
-            from b2t_kaggle.lm.causal import load_lm  # Needs torch
+            from b2t_kaggle.lm.causal import choose_start, load_lm  # Needs torch
             model = load_lm(llm)
+            if texts: click.echo(choose_start(*model, list(read_sentences(texts))))
             scores = llm_scores(teachers, *model) | ({} if is_crossed else llm_scores(hypotheses, *model))
         models = load_ngram(lm) if lm else None, scores
         combined = cross_validate_pool(teachers, *models)
         if not is_crossed:
-            _show_rates(f'On the {len(teachers)} trials to learn from, cross-validated:', teachers, combined)
+            _show_rates(f'On the {len(teachers)} trials to learn from, cross-validated:', teachers, combined, texts)
             pool = fit_pool(teachers, *models)
             _show_pool(pool, hypotheses.voters)
             combined = pool.predict(hypotheses, *models)
             if _are_taught(hypotheses, teachers): mark = f' {IN_SAMPLE}'
-    _show_rates(f'Of the sentences written{mark}:', hypotheses, combined)
+    _show_rates(f'Of the sentences written{mark}:', hypotheses, combined, texts)
     _write(output, hypotheses, combined, mark)
 
 # %% ../../nbs/cli/04_combine.ipynb #c007
@@ -135,14 +140,17 @@ def _write(output: Path, hypotheses: Hypotheses, combined: Sequence[Combined], m
         write_hypotheses(output, written)
     click.echo(f'Wrote {output}')
 
-def _show_rates(title: str, hypotheses: Hypotheses, combined: Sequence[Combined]) -> None:
-    "Print error rates by corpus, and gains over the plain vote and the best system, if references are known."
+def _show_rates(title: str, hypotheses: Hypotheses, combined: Sequence[Combined],
+                lm_texts: Sequence[Path] = ()) -> None:
+    """Print error rates by corpus and of sentences in a text, and gains over the plain vote and the best system, if
+    references are known."""
     labelled = hypotheses.subset(n for n, t in hypotheses.trials.items() if t.reference is not None)
     if not len(labelled): return
     texts = [c.text for name, c in zip(hypotheses.trials, combined) if name in labelled.trials]
     corpora = [t.corpus or 'not known' for t in labelled.trials.values()]
     table = error_table(word_errors(labelled.references(), texts), corpora, 'corpus')
     click.echo(f'\n{title}\n{table.to_string(formatters=dict(rate=percent))}')
+    if lm_texts: click.echo(f'\n{seen_rates(labelled.references(), texts, read_sentences(lm_texts))}\n')
     rows = list(zip(labelled.references(), vote(labelled), texts, corpora))
     for where, group in ('', rows), (' in blocks of random words', [row for row in rows if row[3] == RANDOM]):
         if group: click.echo(f'against the plain vote{where}: {bootstrap_difference(*[*zip(*group)][:3])}')

@@ -6,13 +6,15 @@
 __all__ = ['compare']
 
 # %% ../../nbs/cli/08_compare.ipynb #c002
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from b2t_kaggle.cli.options import FILE, out_option, source_path, terminal_width
+from b2t_kaggle.cli.options import FILE, out_option, source_path, terminal_width, text_option
 from b2t_kaggle.core.messages import counted
 from b2t_kaggle.core.reading import splits_in_name
+from b2t_kaggle.lm.corpus import read_sentences
 from b2t_kaggle.metrics import comparison
 from b2t_kaggle.phonemes import normalize_sentence
 from b2t_kaggle.pipeline.results import RESULTS
@@ -84,7 +86,7 @@ def _references(systems: dict[str, list[dict]], truth: Path | None) -> dict[str,
                                        'the same, are these the same trials?')
     return references
 
-def _tables(systems: dict[str, list[dict]], truth: Path | None, blocks: Path | None):
+def _tables(systems: dict[str, list[dict]], truth: Path | None, blocks: Path | None, texts: Sequence[Path] = ()):
     "The results of each system, on the same trials. Raises `ClickException` for a trial without a reference."
     references = _references(systems, truth)
     corpora = read_blocks(blocks) if blocks else {}
@@ -98,6 +100,7 @@ def _tables(systems: dict[str, list[dict]], truth: Path | None, blocks: Path | N
         facts = [{'corpus': row.get('corpus') or corpora.get((row.get('session', ''), row.get('block', -1))),
                   'reference': row.get('reference') or references[row['trial']]} for row in rows]
         tables[name] = comparison.results_of([row | new for row, new in zip(rows, facts)])
+        if texts: tables[name] = comparison.with_seen(tables[name], read_sentences(texts))
     return comparison.same_trials(tables)
 
 # %% ../../nbs/cli/08_compare.ipynb #c011
@@ -112,8 +115,10 @@ the difference on the n words here, and the L words of the leaderboard.'''
 @click.argument('sources', nargs=-1, required=True, metavar='RUN_OR_FILE...')
 @click.option('--truth', type=FILE, help='Hypotheses with references, if no RUN_OR_FILE has them.')
 @click.option('--blocks', type=FILE, help='Official description of the blocks (CSV), for error rates by corpus.')
+@text_option(help='Text of the language models, for error rates of the sentences that it has or lacks: a file, or a '
+                  'folder of sessions; repeat it for more. Runs know their text.')
 @out_option()
-def compare(sources, truth, blocks, out):
+def compare(sources, truth, blocks, texts, out):
     """Compare runs or files of hypotheses, with intervals.
 
     Word and phoneme error rates by corpus, length, seen or unseen sentence and session, and differences from the first
@@ -122,7 +127,7 @@ def compare(sources, truth, blocks, out):
     systems = _systems(sources, out, truth)
     if len(systems) < 2:
         raise click.UsageError(f'found one system, {next(iter(systems))}, expected two or more to compare')
-    tables = _tables(systems, truth, blocks)
+    tables = _tables(systems, truth, blocks, texts)
     first, *later = tables
     click.echo(f'{comparison.verdict(tables)}\n\n{counted(len(tables[first]), "trial")}')
     sections = {'All systems': comparison.summary_tables(tables)} | {

@@ -15,6 +15,7 @@ import pandas as pd
 from b2t_kaggle.cli.options import (
     FILE,
     FOLDER,
+    TEXT,
     Choice,
     StageGroup,
     dtype_option,
@@ -37,7 +38,7 @@ from ..lm.sphinx import import_sphinx
 from ..metrics import percent
 
 # %% ../../nbs/cli/05_lm.ipynb #c004
-_texts = click.argument('texts', nargs=-1, required=True, type=FILE)
+_texts = click.argument('texts', nargs=-1, required=True, type=TEXT)
 _models = click.argument('models', nargs=-1, required=True, type=FILE)
 _output = output_option(help='The file to write; .gz is compressed.')
 
@@ -155,7 +156,7 @@ def get(name, output):
 # %% ../../nbs/cli/05_lm.ipynb #c026
 @click.command()
 @click.argument('model')
-@click.argument('texts', nargs=-1, required=True, type=FILE)
+@_texts
 @click.option('-o', '--output', required=True, type=FOLDER, help='Folder of the adapter.')
 @click.option('--epochs', default=3, show_default=True, type=click.IntRange(1),
               help='Passes over the sentences.')
@@ -167,13 +168,14 @@ def get(name, output):
 def finetune(model, texts, *, output, epochs, batch_size, lr, dtype):
     """Fine-tune a causal language model on sentences.
 
-    MODEL (a transformers folder, a GGUF file, or a name on the hub) learns the register of TEXTS (one sentence a
-    line). The result is a LoRA adapter for rescore.llm, or for rescore.llm_adapter beside the model, to be used with
-    rescore.end=true."""
-    from b2t_kaggle.lm.causal import load_lm
+    MODEL (a transformers folder, a GGUF file, or a name on the hub) learns the register of TEXTS (files with a sentence
+    a line, or folders of sessions, of which train is text). The result is a LoRA adapter for rescore.llm, or for
+    rescore.llm_adapter beside the model, to be used with rescore.end=true."""
+    from b2t_kaggle.lm.causal import choose_start, load_lm
     from b2t_kaggle.lm.finetune import finetune as finetune_lm
-    finetune_lm(*load_lm(model, dtype=dtype), list(read_sentences(texts)), output, epochs=epochs, batch_size=batch_size,
-                lr=lr)
+    lm_and_tokenizer, sentences = load_lm(model, dtype=dtype), list(read_sentences(texts))
+    click.echo(choose_start(*lm_and_tokenizer, sentences))
+    finetune_lm(*lm_and_tokenizer, sentences, output, epochs=epochs, batch_size=batch_size, lr=lr)
     click.echo(f'Wrote {output}')
 
 # %% ../../nbs/cli/05_lm.ipynb #c029

@@ -6,26 +6,46 @@
 __all__ = ['confusions', 'decode_phonemes']
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c002
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from .options import EXISTING_FOLDER, FILE, dtype_option, output_option, refuse_options, with_options
+from b2t_kaggle.cli.options import (
+    EXISTING_FOLDER,
+    FILE,
+    dtype_option,
+    output_option,
+    refuse_options,
+    text_option,
+    with_options,
+)
 from ..config import LLMConfig
 from ..core.reading import read_text
 from ..decoding.phoneme_lists import decoder
 from ..decoding.phoneme_lists.lists import read_phoneme_lists
 from ..lm.arpa import model_words
 from ..lm.automaton import Automaton
+from ..lm.corpus import read_sentences
 from ..metrics import IN_SAMPLE, percent, word_error_rate
+from ..metrics.comparison import seen_rates
 from ..phonemes import build_lexicon
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c004
+def _prompt(ctx, param, value: str) -> int | str:
+    "Number of sentences of a prompt, or `auto`."
+    if value == 'auto' or value.isdecimal(): return value if value == 'auto' else int(value)
+    raise click.BadParameter(f'{value!r} is neither auto nor a number of sentences')
+
 _lm = click.option('--lm', 'lm_path', required=True, type=FILE, help='n-gram model, an ARPA file.')
 _words = click.option('--words', type=FILE, help='Words to decode, one per line. Default: all of the n-gram.')
 _llm = with_options(
     click.option('--llm', metavar='MODEL', help='Causal language model that reranks the sentences.'),
     click.option('--llm-adapter', type=EXISTING_FOLDER, help='Folder of its adapter, from `b2t lm finetune`.'),
+    click.option('--llm-prompt', callback=_prompt, default='0', show_default=True, metavar='N|auto',
+                 help='Sentences of --text that it reads before every text; auto chooses 0 to 48.'),
+    text_option(help="Text of the language models, of which also the LLM's start is chosen: a file, or a folder of "
+                     'sessions; repeat it for more. Error rates are also given for sentences that it has or lacks.'),
     dtype_option(help="Type of its weights."))
 
 def _open_model(lm_path: Path, words: Path | None):
@@ -33,11 +53,14 @@ def _open_model(lm_path: Path, words: Path | None):
     vocabulary = read_text(words).split() if words else model_words(lm_path)
     return build_lexicon(vocabulary, variants=False), Automaton.load(lm_path)
 
-def _open_llm(llm: str | None, adapter: Path | None, dtype: str):
+def _open_llm(texts: Sequence[Path], llm: str | None, llm_adapter: Path | None, dtype: str, llm_prompt: int | str):
     "Scores by a language model, if given."
-    if llm is None: return refuse_options({'llm_adapter', 'dtype'}, 'no --llm is given')
-    from b2t_kaggle.lm.causal import CachedScores, open_lm  # They need torch
-    return CachedScores(*open_lm(LLMConfig(llm=llm, llm_adapter=adapter, llm_dtype=dtype)))
+    if llm is None: return refuse_options({'llm_adapter', 'llm_prompt', 'dtype'}, 'no --llm is given')
+    if llm_prompt and not texts: raise click.UsageError('--llm-prompt needs sentences; give them with --text')
+    from b2t_kaggle.lm.causal import CachedScores, choose_start, open_lm  # They need torch
+    model, tokenizer = open_lm(LLMConfig(llm=llm, llm_adapter=llm_adapter, llm_dtype=dtype))
+    if texts: click.echo(choose_start(model, tokenizer, list(read_sentences(texts)), llm_prompt))
+    return CachedScores(model, tokenizer)
 
 @click.command()
 @click.argument('lists', type=FILE)
@@ -45,13 +68,13 @@ def _open_llm(llm: str | None, adapter: Path | None, dtype: str):
 @_words
 @_llm
 @output_option(help='The file to write.')
-def confusions(lists, lm_path, words, llm, llm_adapter, dtype, output):
+def confusions(lists, lm_path, words, output, texts, **llm):
     """Learn what a model confuses, from phoneme lists.
 
     LISTS are the best phoneme sequences of trials with known sentences: JSON Lines, with `five_best`, `phonemes` and
     `sentence` in each line. The weights of the n-gram and an LLM are also learned, for `b2t decode-phonemes`."""
     trials = read_phoneme_lists(lists, labelled=True)
-    model = decoder.fit_confusions(trials, *_open_model(lm_path, words), llm=_open_llm(llm, llm_adapter, dtype))
+    model = decoder.fit_confusions(trials, *_open_model(lm_path, words), llm=_open_llm(texts, **llm))
     decoder.save_confusions(output, model)
     click.echo(f'Learned from {len(trials)} trials: n-gram weight {model.lm_weight:.2f}, word score '
                f'{model.word_score:.2f}')
@@ -70,22 +93,25 @@ def confusions(lists, lm_path, words, llm, llm_adapter, dtype, output):
 @output_option(help='The file of sentences to write.')
 @click.option('--nbest', default=200, show_default=True, type=click.IntRange(1),
               help='Sentences of a trial; an LLM ranks fewer of them faster.')
-def decode_phonemes(lists, *, confusions_path, lm_path, words, llm, llm_adapter, dtype, output, nbest):
+def decode_phonemes(lists, *, confusions_path, lm_path, words, output, nbest, texts, **llm):
     """Decode phoneme lists into sentences.
 
     LISTS are the best phoneme sequences of trials: JSON Lines, with `five_best`, `nbest` or `greedy` in each
     line. The error rate is printed if all lines have `sentence`."""
     trials = read_phoneme_lists(lists)
     model = decoder.load_confusions(confusions_path)
-    if llm and not model.ranking:
+    if llm['llm'] and not model.ranking:
         raise click.UsageError(f'{confusions_path} has no weight for an LLM; make it by b2t confusions with --llm')
-    if model.ranking and not llm: click.echo(f'Without the LLM whose weight is in {confusions_path}: give --llm.')
+    if model.ranking and not llm['llm']:
+        click.echo(f'Without the LLM whose weight is in {confusions_path}: give --llm.')
     lexicon, lm = _open_model(lm_path, words)
-    scores = _open_llm(llm, llm_adapter, dtype)
+    scores = _open_llm(texts, **llm)
     sentences = decoder.decode_lists(trials, lexicon, lm, model, nbest=nbest, progress=True, llm=scores)
     decoder.write_sentences(output, trials, sentences)
     if all(t.sentence for t in trials):
-        rate = word_error_rate([t.sentence for t in trials], [h[0].text for h in sentences])
+        references, best = [t.sentence for t in trials], [h[0].text for h in sentences]
+        rate = word_error_rate(references, best)
         mark = f' {IN_SAMPLE}' if model.knows(trials) else ''
         click.echo(f'Word error rate: {percent(rate)} of {len(trials)} trials{mark}')
+        if texts: click.echo(seen_rates(references, best, read_sentences(texts)))
     click.echo(f'Wrote {output}')

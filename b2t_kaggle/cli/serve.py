@@ -14,7 +14,7 @@ from .options import FILE, stage_command
 from .run import run_from_options
 from ..decoding.server import check_redis
 from ..decoding.server import serve as serve_decoder
-from ..pipeline.decoder import is_kept, known_calibration, open_decoder, search_tuning
+from ..pipeline.decoder import is_kept, known_calibration, open_decoder, open_llm, search_tuning
 from ..pipeline.execute import run_stages
 from ..pipeline.run import Run
 from ..pipeline.stamps import StageRun
@@ -42,15 +42,15 @@ def _llm(run: Run, decoder):
     Weights are those that the stage rescore tuned if it is done, else the configured ones."""
     c = run.cfg.rescore
     if not _is_used(run, 'rescore', c.llm): return None
-    from b2t_kaggle.lm.causal import open_lm  # Here, because it imports transformers
     status = StageRun(run, 'rescore').status()
     tuned = read_weights(run.dir/'rescore_weights.json') if status == 'done' else None
     origin = 'from the stage rescore' if tuned else f'as configured (stage rescore: {status})'
     weights = tuned or configured_weights(c)
     click.echo(f'Weights of the mixture, {origin}: {weights}', err=True)
-    model, tokenizer = open_lm(c)
+    model, tokenizer = open_llm(run, c, c.llm_prompt)
     calibration = known_calibration(run, 'rescore')
-    return LLMRescorer(llm_scorer(model, tokenizer, end=c.end), decoder, weights, n_augment=c.swaps,
+    scorer = llm_scorer(model, tokenizer, end=c.end or bool(c.llm_prompt))
+    return LLMRescorer(scorer, decoder, weights, n_augment=c.swaps,
                        temperature=calibration.temperature if calibration else 1.0)
 
 # %% ../../nbs/cli/20_serve.ipynb #c006

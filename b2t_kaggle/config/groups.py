@@ -255,7 +255,7 @@ class LMConfig(Section):
     general: InputPath | None = None
     "General n-gram model to mix in: an ARPA file, CMU Sphinx's `en-us.lm.bin`, or pocketsphinx's wheel with it."
     texts: list[InputPath] = []
-    "Text files, one sentence per line."
+    "Text files, one sentence per line, and folders of sessions or of T12's MATLAB files, of which train is text."
     order: int = Field(3, ge=1, le=6)
     "Order n of the n-gram model to build."
 
@@ -316,8 +316,8 @@ class RescoreConfig(LLMConfig):
     length_penalty: ClassVar[float] = 0. # Subtracted from the LLM's score for each of its tokens
     end: bool = False
     "Whether the LLM also scores the end of the sentence; true suits the adapters of `b2t lm finetune`, which learn it."
-    gate: float | None = None
-    "n-gram log-probability per word below which the LLM is not used, as for random words; null: always use it."
+    llm_prompt: Annotated[int, Field(ge=0, le=200)] | Literal['auto'] = 0
+    "Number of train sentences that the LLM reads before every text, ended by newlines; `auto` chooses 0 to 48."
     keep: Literal['gain', 'always'] = 'gain'
     "When sentences of an LLM or a combination replace the earlier ones: if they improve val (`gain`), or `always`."
 

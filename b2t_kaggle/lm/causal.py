@@ -286,8 +286,8 @@ _STARTS: WeakKeyDictionary = WeakKeyDictionary() # Tokenizer -> tokens before ev
 def start_tokens(
     tokenizer,  # A transformers tokenizer
 ) -> list[int]: # Token ids
-    """Unscored tokens before a text: those of `choose_start`, the tokenizer's own first ones, its `bos_token`, `eos_token`,
-    or nothing."""
+    """Unscored tokens before a text: those of `choose_start`, the tokenizer's own first ones, else its `bos_token`,
+    `eos_token`, or nothing."""
     if tokenizer in _STARTS: return _STARTS[tokenizer][0]
     whole = tokenizer('a', add_special_tokens=True).input_ids
     bare = tokenizer('a', add_special_tokens=False).input_ids
@@ -564,7 +564,7 @@ def choose_start(
         return -log_probs.sum()/sum(len(s.split()) for s in tried)
     special = [getattr(tokenizer, f'{name}_token_id', None) for name in ('bos', 'eos', 'unk', 'pad', 'sep', 'cls')]
     starts = [tuple(start_tokens(tokenizer)), *((token,) for token in special if token is not None)]
-    losses = {start: loss(start) for start in starts if start and tried}
+    losses = {start: loss(start) for start in dict.fromkeys(starts) if start and tried}
     if not losses: return 'The LLM keeps the start of its tokenizer.'
     first = best = min(losses, key=losses.__getitem__)
     end = tokenizer.eos_token_id
@@ -573,7 +573,7 @@ def choose_start(
     for n in sizes if prompt else ():
         start = (*first, *ids(''.join(f'{s}\n' for s in rest[:n])))
         if len(start) > longest and prompt != 'auto':
-            raise LanguageModelError(f'the prompt has {len(start)} tokens, expected up to {longest}; take fewer sentences')
+            raise LanguageModelError(f'the prompt has {len(start)} tokens, expected up to {longest}; shorten it')
         if len(start) > longest: continue
         losses[start] = loss(start)
         if prompt != 'auto' or losses[start] < losses[best]: best, end = start, ids('a\n')[-1]

@@ -19,9 +19,9 @@ from ..phonemes import normalize_sentence, normalize_words, spell_numbers, to_as
 
 # %% ../../nbs/lm/02_corpus.ipynb #c006
 def read_lines(
-    texts: str | Path | Iterable[str | Path], # Text files (plain or .gz), lines of text, or both
+    texts: str | Path | Iterable[str | Path], # Text files (plain or .gz), folders of sessions, lines of text
 ) -> Iterator[str]:                           # Lines as they are
-    """Stream the lines of files and lists.
+    """Stream the lines of files and lists, and the train sentences of folders with sessions or T12's MATLAB files.
 
     A string is a file if one of that name exists, or if it is one word ending in .txt or .gz. Raises `ValueError`
     that names a file that is not UTF-8 text or not a whole gzip file, `FileNotFoundError` for a missing one,
@@ -29,6 +29,10 @@ def read_lines(
     for text in [texts] if isinstance(texts, (str, Path)) else texts:
         # `open` raises an error for the name of a missing file
         is_name = isinstance(text, Path) or ' ' not in text and text.endswith(('.txt', '.gz'))
+        if os.path.isdir(text):
+            from b2t_kaggle.data.t12 import train_sentences  # Needs h5py
+            yield from train_sentences(text)
+            continue
         if not is_name and not os.path.isfile(text):
             yield text
             continue

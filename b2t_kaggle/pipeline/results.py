@@ -9,6 +9,7 @@ __all__ = ['RESULTS', 'as_hypotheses', 'write_lists', 'write_all_lists', 'partic
 # %% ../../nbs/pipeline/11_results.ipynb #c002
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +17,7 @@ import pandas as pd
 from ..core.ctc import greedy
 from ..data.sessions import by_participant
 from ..decoding.nbest import Hypothesis, known_words, write_nbest
+from ..lm.corpus import read_sentences
 from ..logits import LogitStore
 from ..metrics import phoneme_error_rate, total, word_error_rate, word_errors
 from ..metrics.comparison import results_of, with_seen
@@ -111,7 +113,9 @@ def run_results(run: Run) -> pd.DataFrame:
                          corpus=blocks.get((row.session, int(row.block))), reference=row.sentence,
                          phonemes=phonemes(val.class_ids(i)), text=nbest[i][0].text,
                          greedy=phonemes(greedy(logits[i])), confidences=confidences))
-    return with_seen(results_of(rows), [s for s in run.trials('train').index.sentence if isinstance(s, str)])
+    train = (s for s in run.trials('train').index.sentence if isinstance(s, str))
+    texts = [path for path in run.texts if path.exists()] # They may be on another machine
+    return with_seen(results_of(rows), chain(train, read_sentences(texts)))
 
 # %% ../../nbs/pipeline/11_results.ipynb #c013
 def read_systems(run: Run, split: str) -> Hypotheses:

@@ -178,6 +178,11 @@ def data_dir(self: Run) -> Path:
     return next(iter(self.cfg.data.folders), self.work/f'simulated-{self.fingerprint("simulate")}')
 
 @patch(as_prop=True)
+def texts(self: Run) -> list[Path]:
+    "Text files and folders of the n-gram model, besides the transcripts of train."
+    return [*self.cfg.lm.texts, *([] if self.cfg.data.dataset_dir else [self.data_dir/'lm_text.txt'])]
+
+@patch(as_prop=True)
 def packed_dir(self: Run) -> Path:
     "Folder of the packed stores `train.arrow`, `val.arrow`, `test.arrow`."
     return self.work/f'packed-{self.fingerprint("pack")}'

@@ -81,8 +81,7 @@ def configured_weights(
     cfg: RescoreConfig, # The run's `rescore` group
 ) -> Weights:
     "The weights of a configuration: the start of tuning, or what is used without it."
-    gate = -np.inf if cfg.gate is None else cfg.gate
-    return Weights(cfg.acoustic_scale, cfg.alpha, 0., gate, cfg.length_penalty)
+    return Weights(cfg.acoustic_scale, cfg.alpha, length_penalty=cfg.length_penalty)
 
 def ngram_per_word(
     hyps: Sequence[Hypothesis], # The n-best of a trial, with the search's totals

@@ -7,10 +7,13 @@ __all__ = ['LM']
 
 # %% ../../../nbs/pipeline/stages/08_lm.ipynb #c002
 import sys
+from contextlib import suppress
 from itertools import islice
 
 from ...core.files import write_whole
 from ...core.messages import with_command_name
+from ...data.sessions import SessionError
+from ...data.t12 import text_files
 from ...metrics import percent
 from .inputs import check_ngram, named_by
 from .stage import LANGUAGE_MODEL, SESSIONS, TRIALS, Artefact, Result, Stage
@@ -47,7 +50,9 @@ class LM(Stage):
 
     def inputs(self, cfg, runs):
         models = {f'lm.{key}': [path] for key in ('path', 'general') if (path := getattr(cfg.lm, key))}
-        return models | {'lm.texts': cfg.lm.texts}
+        with suppress(SessionError): # `check` raises it
+            return models | {'lm.texts': [f for p in cfg.lm.texts for f in (text_files(p) if p.is_dir() else [p])]}
+        return models
 
     def check(self, cfg, kind):
         from b2t_kaggle.lm.corpus import read_lines
@@ -55,13 +60,13 @@ class LM(Stage):
         check_ngram('lm.general', cfg.lm.general)
         with named_by('lm.texts'):
             for path in cfg.lm.texts:
-                if path.is_file(): list(islice(read_lines([path]), 1000)) # The whole text may have gigabytes
+                if path.exists(): list(islice(read_lines([path]), 1000)) # The whole text may have gigabytes
 
     def advice(self, cfg):
         if cfg.data.dataset_dir is None or cfg.lm.path or cfg.lm.general or cfg.lm.texts: return []
         return ['The language model gets no text but the sentences of train, and other words cannot be decoded; give '
                 '--set lm.general=FILE, --set lm.path=FILE ' + with_command_name('(`b2t lm get` lists some)') +
-                ' or --set lm.texts=[FILE].']
+                ' or --set lm.texts=[FILE], which may also be the folder of another participant.']
 
     def run(self, run, progress):
         from b2t_kaggle.lm.ngram import oov_advice, perplexity_report
@@ -69,10 +74,9 @@ class LM(Stage):
         train, val = (run.trials(split).index for split in ('train', 'val'))
         transcripts = train.sentence[~train.is_instruction].tolist()
         held_out = val.sentence[~val.is_instruction].tolist()
-        files = [*cfg.lm.texts, *([] if cfg.data.dataset_dir else [run.data_dir/'lm_text.txt'])]
         folder = run.dir/'lm'
         folder.mkdir(exist_ok=True)
-        lm, words, mixture = _model_and_words(cfg.lm, files, transcripts, held_out, folder/'lm.arpa')
+        lm, words, mixture = _model_and_words(cfg.lm, run.texts, transcripts, held_out, folder/'lm.arpa')
         print(f'{lm}: {len(words):,} words can be decoded')
         report = perplexity_report(lm, dict(train=transcripts, val=held_out))
         metrics = dict(words=len(words), order=lm.order)

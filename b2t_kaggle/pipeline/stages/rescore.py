@@ -16,14 +16,14 @@ from .stage import LANGUAGE_MODEL, LISTS, TRIALS, Artefact, Result, Stage
 def _score(run, nbest, scored, time_left) -> dict[str, dict]:
     "Add lists with the LLM's scores to those by split and trial, until the time is up."
     from b2t_kaggle.lm.automaton import load_ngram
-    from b2t_kaggle.lm.causal import open_lm
+    from b2t_kaggle.pipeline.decoder import open_llm
     from b2t_kaggle.rescoring.mixture import augment_nbest, score_in_time, score_nbest
     cfg = run.cfg.rescore
-    model, tokenizer = open_lm(cfg)
+    model, tokenizer = open_llm(run, cfg, cfg.llm_prompt)
     ngram = load_ngram(run.lm_path)
     def score(lists):
         augmented = [augment_nbest(hyps, cfg.swaps, lm=ngram) for hyps in lists]
-        return score_nbest(augmented, model, tokenizer, end=cfg.end, progress=False)
+        return score_nbest(augmented, model, tokenizer, end=cfg.end or bool(cfg.llm_prompt), progress=False)
     return score_in_time(nbest, score, time_left, scored)
 
 def _rank(cfg, nbest, scored, references) -> tuple:
