@@ -14,6 +14,7 @@ import click
 from b2t_kaggle.cli.options import (
     EXISTING_FOLDER,
     FILE,
+    Choice,
     dtype_option,
     output_option,
     refuse_options,
@@ -32,18 +33,13 @@ from ..metrics.comparison import seen_rates
 from ..phonemes import build_lexicon
 
 # %% ../../nbs/cli/09_phonemes.ipynb #c004
-def _prompt(ctx, param, value: str) -> int | str:
-    "Number of sentences of a prompt, or `auto`."
-    if value == 'auto' or value.isdecimal(): return value if value == 'auto' else int(value)
-    raise click.BadParameter(f'{value!r} is neither auto nor a number of sentences')
-
 _lm = click.option('--lm', 'lm_path', required=True, type=FILE, help='n-gram model, an ARPA file.')
 _words = click.option('--words', type=FILE, help='Words to decode, one per line. Default: all of the n-gram.')
 _llm = with_options(
     click.option('--llm', metavar='MODEL', help='Causal language model that reranks the sentences.'),
     click.option('--llm-adapter', type=EXISTING_FOLDER, help='Folder of its adapter, from `b2t lm finetune`.'),
-    click.option('--llm-prompt', callback=_prompt, default='0', show_default=True, metavar='N|auto',
-                 help='Sentences of --text that it reads before every text; auto chooses 0 to 48.'),
+    click.option('--llm-prompt', type=Choice(['12', '24', '48', 'auto']),
+                 help='Number of sentences of --text that it reads before every text; auto chooses 0 to 48.'),
     text_option(help="Text of the language models, of which also the LLM's start is chosen: a file, or a folder of "
                      'sessions; repeat it for more. Error rates are also given for sentences that it has or lacks.'),
     dtype_option(help="Type of its weights."))
@@ -53,13 +49,13 @@ def _open_model(lm_path: Path, words: Path | None):
     vocabulary = read_text(words).split() if words else model_words(lm_path)
     return build_lexicon(vocabulary, variants=False), Automaton.load(lm_path)
 
-def _open_llm(texts: Sequence[Path], llm: str | None, llm_adapter: Path | None, dtype: str, llm_prompt: int | str):
+def _open_llm(texts: Sequence[Path], llm: str | None, llm_adapter: Path | None, dtype: str, llm_prompt: str | None):
     "Scores by a language model, if given."
     if llm is None: return refuse_options({'llm_adapter', 'llm_prompt', 'dtype'}, 'no --llm is given')
     if llm_prompt and not texts: raise click.UsageError('--llm-prompt needs sentences; give them with --text')
     from b2t_kaggle.lm.causal import CachedScores, choose_start, open_lm  # They need torch
     model, tokenizer = open_lm(LLMConfig(llm=llm, llm_adapter=llm_adapter, llm_dtype=dtype))
-    if texts: click.echo(choose_start(model, tokenizer, list(read_sentences(texts)), llm_prompt))
+    if texts: click.echo(choose_start(model, tokenizer, list(read_sentences(texts)), llm_prompt or 0))
     return CachedScores(model, tokenizer)
 
 @click.command()
