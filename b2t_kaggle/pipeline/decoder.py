@@ -8,7 +8,7 @@ __all__ = ['WEIGHTS', 'open_decoder', 'open_llm', 'search_tuning', 'known_calibr
 # %% ../../nbs/pipeline/09_decoder.ipynb #c002
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config import LLMConfig
 from ..core.reading import read_text
@@ -60,7 +60,7 @@ def _fusion(run: Run):
     from b2t_kaggle.rescoring.fusion import LLMFusion
     return LLMFusion(*open_llm(run, c), c.llm_weight, capitals=c.llm_capitals, end=c.llm_end)
 
-def open_llm(run: Run, cfg: LLMConfig, prompt: int | str = 0) -> tuple:
+def open_llm(run: Run, cfg: LLMConfig, prompt: int | str = 0) -> tuple[Any, Any]:
     "The LLM of a group and its tokenizer, with the start, and perhaps a prompt, that suit the sentences of train."
     from b2t_kaggle.lm.causal import choose_start, open_lm
     model, tokenizer = open_lm(cfg)
