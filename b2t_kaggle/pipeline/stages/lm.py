@@ -12,8 +12,6 @@ from itertools import islice
 
 from ...core.files import write_whole
 from ...core.messages import with_command_name
-from ...data.sessions import SessionError
-from ...data.t12 import text_files
 from ...metrics import percent
 from .inputs import check_ngram, named_by
 from .stage import LANGUAGE_MODEL, SESSIONS, TRIALS, Artefact, Result, Stage
@@ -50,7 +48,8 @@ class LM(Stage):
 
     def inputs(self, cfg, runs):
         models = {f'lm.{key}': [path] for key in ('path', 'general') if (path := getattr(cfg.lm, key))}
-        with suppress(SessionError): # `check` raises it
+        from b2t_kaggle.data.t12 import text_files
+        with suppress(ValueError): # `check` names a folder without sessions
             return models | {'lm.texts': [f for p in cfg.lm.texts for f in (text_files(p) if p.is_dir() else [p])]}
         return models
 
