@@ -51,14 +51,11 @@ from b2t_kaggle.rescoring.opinion_pool import Combined, cross_validate_pool, fit
               help='Hypotheses of the same systems with references, to learn from; "val" for the val lists of the '
                    'SOURCEs that are runs. Repeat it for more. Default: the plain vote.')
 @click.option('--lm', type=FILE, help='Also use this n-gram model (ARPA, or KenLM binary). Needs --tune.')
-@click.option('--llm', metavar='NAME',
-              help='Also use this causal language model: a folder, a GGUF file, the folder of an '
-                   'adapter, or a name on the hub. Needs --tune.')
-@click.option('--blocks', type=FILE,
-              help='Official description of the blocks (CSV), for error rates by corpus; language models are not used '
-                   'in blocks of random words.')
-@text_option(help='Text of the language models, by which the start of --llm is chosen, and for error rates of the '
-                  'sentences that it has or lacks: a file, or a folder of sessions; repeat it for more.')
+@click.option('--llm', metavar='NAME', help='Also use this causal language model: a folder, a GGUF file, the folder of '
+              'an adapter, or a name on the hub. Needs --tune.')
+@click.option('--blocks', type=FILE, help='Official description of the blocks (CSV), for error rates by corpus; '
+              'language models are not used in blocks of random words.')
+@text_option()
 @out_option()
 def combine_files(sources, output, tune, lm, llm, blocks, texts, out):
     """One sentence per trial from files of several systems.

@@ -115,8 +115,8 @@ the difference on the n words here, and the L words of the leaderboard.'''
 @click.argument('sources', nargs=-1, required=True, metavar='RUN_OR_FILE...')
 @click.option('--truth', type=FILE, help='Hypotheses with references, if no RUN_OR_FILE has them.')
 @click.option('--blocks', type=FILE, help='Official description of the blocks (CSV), for error rates by corpus.')
-@text_option(help='Text of the language models, for error rates of the sentences that it has or lacks: a file, or a '
-                  'folder of sessions; repeat it for more. Runs know their text.')
+@text_option(help='Text of the language models, a file or a folder of sessions; repeat it for more. Errors are also '
+                  'counted by whether a sentence is in it. Runs know their text.')
 @out_option()
 def compare(sources, truth, blocks, texts, out):
     """Compare runs or files of hypotheses, with intervals.

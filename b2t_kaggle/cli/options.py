@@ -83,7 +83,9 @@ config_option = partial(click.option, '--config', '--config-path', 'config_', ty
                         help="YAML file: ours, or the official kit's rnn_args.yaml as it is.")
 set_option = partial(click.option, '--set', 'overrides', multiple=True, callback=key_values, metavar='KEY=VALUE',
                      help='Any configuration value; repeat it for more. `b2t keys` lists them.')
-text_option = partial(click.option, '--text', 'texts', multiple=True, type=TEXT, metavar='FILE|FOLDER')
+text_option = partial(click.option, '--text', 'texts', multiple=True, type=TEXT, metavar='FILE|FOLDER',
+                      help='Text of the language models, a file or a folder of sessions; repeat it for more. The start '
+                           'of an LLM suits it, and errors are also counted by whether a sentence is in it.')
 output_option = partial(click.option, '-o', '--output', required=True, type=OUTPUT)
 dtype_option = partial(click.option, '--dtype', default='auto', show_default=True,
                        type=Choice(['auto', 'float32', 'bfloat16', 'float16']))

@@ -40,8 +40,7 @@ _llm = with_options(
     click.option('--llm-adapter', type=EXISTING_FOLDER, help='Folder of its adapter, from `b2t lm finetune`.'),
     click.option('--llm-prompt', type=Choice(['12', '24', '48', 'auto']),
                  help='Number of sentences of --text that it reads before every text; auto chooses 0 to 48.'),
-    text_option(help="Text of the language models, of which also the LLM's start is chosen: a file, or a folder of "
-                     'sessions; repeat it for more. Error rates are also given for sentences that it has or lacks.'),
+    text_option(),
     dtype_option(help="Type of its weights."))
 
 def _open_model(lm_path: Path, words: Path | None):

@@ -193,6 +193,8 @@ def _save_conversion(model, tokenizer, folder: Path) -> None:
             tokenizer.save_pretrained(new)
     except WriteError as e: warnings.warn(f'the converted weights are not kept, so each start takes as long: {e}')
 
+
+# %% ../../nbs/lm/03_causal.ipynb #c022
 def _read(source: LLMSource, dtype: torch.dtype, option: str | None, device: str, local: bool, weights: bool):
     "Model and tokenizer; without weights the model is on the device `meta`, and None for a name on the hub."
     import transformers
@@ -242,7 +244,7 @@ def check_packages(
     if option is not None:
         for package in ('bitsandbytes', 'accelerate'): require_package(package, option)
 
-# %% ../../nbs/lm/03_causal.ipynb #c021
+# %% ../../nbs/lm/03_causal.ipynb #c023
 def load_lm(
     name: str | Path,                 # Folder, GGUF file, adapter, or name on the hub: `facebook/opt-6.7b`
     dtype: str = 'auto',              # `float32`, `bfloat16`, `float16`; auto: float32 on a CPU, 16 bits on a GPU
@@ -280,7 +282,7 @@ def open_lm(
     return load_lm(cfg.llm, cfg.llm_dtype, adapter=cfg.llm_adapter, eight_bit=cfg.llm_quantization == 'eight_bit',
                    four_bit=cfg.llm_quantization == 'four_bit', weights=weights)
 
-# %% ../../nbs/lm/03_causal.ipynb #c027
+# %% ../../nbs/lm/03_causal.ipynb #c029
 _STARTS: WeakKeyDictionary = WeakKeyDictionary() # Tokenizer -> tokens before every text, and the one after
 
 def start_tokens(
@@ -309,7 +311,7 @@ def token_sequences(
     ids = tokenizer(list(texts), add_special_tokens=False).input_ids if texts else []
     return [(*start, *tokens, *after) for tokens in ids], max(1, len(start))
 
-# %% ../../nbs/lm/03_causal.ipynb #c030
+# %% ../../nbs/lm/03_causal.ipynb #c032
 class PrefixTree(NamedTuple):
     "N distinct beginnings of sentences, and the M tokens to be scored after them."
     tokens: np.ndarray    # Last token of each beginning [N]
@@ -344,7 +346,7 @@ def prefix_tree(
     columns = np.array(sorted(scored), np.int64).reshape(-1, 3).T
     return PrefixTree(np.array([token for _, token in number], np.int64), depth, ancestor, *columns)
 
-# %% ../../nbs/lm/03_causal.ipynb #c033
+# %% ../../nbs/lm/03_causal.ipynb #c035
 def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterator[list[int]]:
     """Indices of sequences whose tree has up to `n_nodes` nodes (more only if a single sequence has more).
 
@@ -365,7 +367,7 @@ def _tree_batches(sequences: Sequence[tuple[int, ...]], n_nodes: int) -> Iterato
         previous = nodes
     if batch: yield batch
 
-# %% ../../nbs/lm/03_causal.ipynb #c036
+# %% ../../nbs/lm/03_causal.ipynb #c038
 HEAD_BATCH = 128 # States per call of the head: fewer read its weights from memory too often, more need memory
 
 def states_and_head(
@@ -424,7 +426,7 @@ def _read_prompt(model, tokens: Sequence[int]):
     model.base_model(input_ids=torch.tensor([tokens], device=model.device), past_key_values=past, use_cache=True)
     return past
 
-# %% ../../nbs/lm/03_causal.ipynb #c039
+# %% ../../nbs/lm/03_causal.ipynb #c041
 def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separate_head: bool) -> np.ndarray:
     "Log-probabilities of sentences [n], a row for each, padded on the right."
     scores = np.zeros(len(sequences))
@@ -446,7 +448,7 @@ def _row_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, separ
         scores[batch] = np.bincount(row, log_probs, minlength=len(batch))
     return scores
 
-# %% ../../nbs/lm/03_causal.ipynb #c042
+# %% ../../nbs/lm/03_causal.ipynb #c044
 class Capabilities(NamedTuple):
     "Abilities of a model besides computing rows as a whole."
     separate_head: bool  # The head alone turns states into logits
@@ -489,7 +491,7 @@ def capabilities(
                           'prefix tree; each sentence is computed on its own, which is slower')
     return _CAPABILITIES[model]
 
-# %% ../../nbs/lm/03_causal.ipynb #c045
+# %% ../../nbs/lm/03_causal.ipynb #c047
 def check_sequences(
     model,                                # A causal language model from transformers
     sequences: Sequence[tuple[int, ...]], # From `token_sequences` [N]
@@ -510,7 +512,7 @@ def check_sequences(
 OVERFLOW_HINT = ('some models overflow in float16, then take bfloat16 or float32 as dtype; '
                  'else the weights are damaged')
 
-# %% ../../nbs/lm/03_causal.ipynb #c048
+# %% ../../nbs/lm/03_causal.ipynb #c050
 def can_be_tree(
     model,                               # A causal language model from transformers
     sequences: Sequence[Sequence[int]], # Tokens of sentences
@@ -538,7 +540,7 @@ def _sequence_scores(model, sequences: Sequence[tuple[int, ...]], n_given: int, 
             scores[batch] = _row_scores(model, [sequences[i] for i in batch], n_given, separate_head)
     return scores
 
-# %% ../../nbs/lm/03_causal.ipynb #c053
+# %% ../../nbs/lm/03_causal.ipynb #c055
 PROMPTS = 12, 24, 48 # Numbers of sentences that `auto` tries
 
 @torch.inference_mode()

@@ -55,8 +55,10 @@ class LM(Stage):
 
     def check(self, cfg, kind):
         from b2t_kaggle.lm.corpus import read_lines
+        from b2t_kaggle.lm.sphinx import is_sphinx
+        general = cfg.lm.general
         check_ngram('lm.path', cfg.lm.path)
-        check_ngram('lm.general', cfg.lm.general)
+        if general and general.is_file() and not is_sphinx(general): check_ngram('lm.general', general)
         with named_by('lm.texts'):
             for path in cfg.lm.texts:
                 if path.exists(): list(islice(read_lines([path]), 1000)) # The whole text may have gigabytes
