@@ -546,7 +546,7 @@ PROMPTS = 12, 24, 48 # Numbers of sentences that `auto` tries
 @torch.inference_mode()
 def choose_start(
     model: torch.nn.Module,   # A causal language model from transformers
-    tokenizer,                # Its tokenizer; `start_tokens` and `token_sequences` follow the choice
+    tokenizer,                # Tokenizer of the model, of which `start_tokens` then has the choice
     sentences: Sequence[str], # Sentences of train
     prompt: int | str = 0,    # Number of sentences before every text, or `auto`, which also tries none
 ) -> str:                     # A line for the log

@@ -119,7 +119,7 @@ _LENGTHS = ((3, '1 to 3 words'), (6, '4 to 6 words'), (9, '7 to 9 words'), (np.i
 _SEEN = {True: 'seen in text', False: 'not in text', None: 'not known'}
 
 def are_seen(references: Iterable[str], sentences: Iterable[str]) -> list[bool]:
-    "Whether each reference is also among the sentences of a text, apart from capitals and punctuation."
+    "Mark the references that are also sentences of a text, apart from capitals and punctuation."
     plain = [normalize_sentence(r) for r in references]
     seen = set(plain).intersection(map(normalize_sentence, sentences))
     return [r in seen for r in plain]
