@@ -5,6 +5,7 @@ a test of an option is whether that record changes."""
 import contextlib
 import dis
 import inspect
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from b2t_kaggle.cli.options import StageOption
 from b2t_kaggle.config import load_config, preset, save_config
 from b2t_kaggle.pipeline.run import Run
 from b2t_kaggle.pipeline.stages import STAGES
+from b2t_kaggle.pipeline.stages.infer import SPLIT_VARIABLE
 
 
 def verbs(command=cli.main, path=()):
@@ -72,6 +74,7 @@ VALUES = {
     'eval_batch_size': ['--batch-size 3'],
     'num_batches': ['--num-batches 9'],
     'checkpoint': ['--checkpoint lists.jsonl', '--model_path lists.jsonl'],
+    'split': ['--split val', '--eval_type test'],
     'first_weights': ['--model_path lists.jsonl'],
     'quick': ['--quick'],
     'phonemes': ['--phonemes config.yaml'],
@@ -88,8 +91,17 @@ VALUES = {
     'startup': ['--startup 3'],
     'method': ['--how prob'],
     'weights': ['--weights 1'],
-    'host': ['--host there'],
-    'port': ['--port 1'],
+    'host': ['--host there', '--redis_ip there'],
+    'port': ['--port 1', '--redis_port 1'],
+    'lm__path': ['--lm_path lists.jsonl'],
+    'decode__acoustic_scale': ['--acoustic_scale 0.325'],
+    'decode__blank_penalty': ['--blank_penalty 90'],
+    'decode__blank_skip': ['--ctc_blank_skip_threshold 1'],
+    'do_opt': ['--do_opt'],
+    'rescore__alpha': ['--alpha 0.5'],
+    'rescore__swaps': ['--top_candidates_to_augment 5'],
+    'gpu_number': ['--gpu_number 0'],
+    'kaldi': ['--max_active 7000', '--beam 17'],
     'db': ['--db 3'],
     'username': ['--username me'],
     'password': ['--password secret'],
@@ -108,6 +120,7 @@ CASES = [(verb, line, p.name, value) for verb, lines in LINES.items() for line i
 WORK = ('run.run_stages', 'run._sweep_runs', 'data.simulate_dataset', 'data.validate', 'data.list_sessions',
         'serve.run_stages', 'serve.serve_decoder', 'serve.check_redis', 'serve.open_decoder')
 TOOLS = ('combine-files', 'decode-phonemes')
+VARIABLES = SPLIT_VARIABLE, 'CUDA_VISIBLE_DEVICES' # By which options reach what does the work
 BEFORE = ('b2t_kaggle.cli.serve._tell_search', 'b2t_kaggle.cli.serve._llm', 'signal.signal', 'logging.basicConfig')
 
 
@@ -131,9 +144,11 @@ def call(tmp_path, monkeypatch):
     record = []
     def recorder(name):
         def write(*args, **options):
-            record.append((name, [seen(a) for a in args], {k: seen(v) for k, v in options.items()}))
+            given = {k: os.environ.get(k) for k in VARIABLES} | {k: seen(v) for k, v in options.items()}
+            record.append((name, [seen(a) for a in args], given))
             return []
         return write
+    for name in VARIABLES: monkeypatch.delenv(name, raising=False)
     for name in WORK: monkeypatch.setattr(f'b2t_kaggle.cli.{name}', recorder(name))
     for name in TOOLS: monkeypatch.setattr(VERBS[name], 'callback', recorder(name))
     for name in BEFORE: monkeypatch.setattr(name, lambda *args, **options: None)
@@ -244,6 +259,24 @@ def test_a_line_of_the_tensorflow_port(verb, call):
     assert (Path(folder).name, values['train']['precision'], batches) == ('mine', 'float32', 32)
     used = values['train']['init_checkpoint_path'] if verb == 'train' else values['infer']['checkpoint']
     assert Path(used).name == 'lists.jsonl' and values['simulate']['seed'] == 3
+
+
+def test_a_line_of_the_official_language_model(call):
+    line = ('serve --name first --lm_path lists.jsonl --do_opt --nbest 50 --acoustic_scale 0.325 --blank_penalty 90 '
+            '--alpha 0.55 --redis_ip there --gpu_number 0')
+    status, told, record = call(line)
+    assert status == 0, told
+    values = next(run[2] for name, (run, *_), _ in record if name == 'serve.run_stages')
+    assert Path(values['lm']['path']).name == 'lists.jsonl' and values['rescore']['llm'] == 'facebook/opt-6.7b'
+    assert (values['decode']['acoustic_scale'], values['decode']['blank_penalty']) == (0.325, 90)
+
+
+def test_official_keys_without_effect_are_named(call):
+    Path('start.yaml').write_text('gpu_number: "1"\nsave_all_val_steps: true\nsave_val_data: false\n'
+                                  'dataset: {data_transforms: {}}\n')
+    path = Path('start.yaml').absolute()
+    _, told, record = call(f'train --config_path {path} --data sessions')
+    assert f'{path}: keys without effect here: gpu_number, save_all_val_steps\n' in told and record
 
 
 def test_names_of_runs(call):

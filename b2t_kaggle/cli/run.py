@@ -16,15 +16,17 @@ import click
 import pandas as pd
 
 from .options import folded, refuse_options, source_path, stage_command
-from ..config import describe_run, differing_values, flat_values, load_config
+from ..config import describe_run, differing_values, flat_values, load_config, unused_keys
 from ..config.keys import as_set
 from ..core.messages import with_command_name
+from ..core.reading import read_yaml_file
 from ..decoding.compilation import compiled_ahead
 from ..metrics import IN_SAMPLE, percent
 from ..metrics.bootstrap import gain_of
 from ..pipeline.execute import check_stages, run_stages
 from ..pipeline.run import Run
-from ..pipeline.stages import STAGES, plan
+from ..pipeline.stages import STAGES, list_stage, plan
+from ..pipeline.stages.infer import SPLIT_VARIABLE
 from ..pipeline.stages.stage import PAGE
 from ..pipeline.stamps import StageRun, branch, stages_in_common
 from ..pipeline.sweep import Sweep, ranges_of, split_ranges
@@ -60,8 +62,10 @@ def run_from_options(
     if must_exist and not exists and (name or output_dir) and not (preset_ or config_ or data):
         source_path(str(folder), folder.parent, f' (--{"output-dir" if output_dir else "name"}): there is no such run',
                     files=False) # Raises, and suggests runs with similar names
-    run = Run(folder, work, overrides, load_config(config_, base=base, overrides=overrides), dict(preset=base),
-              save=False)
+    cfg = load_config(config_, base=base, overrides=overrides)
+    if config_ and (unused := unused_keys(read_yaml_file(config_))):
+        click.echo(f'{config_}: keys without effect here: {", ".join(unused)}', err=True)
+    run = Run(folder, work, overrides, cfg, dict(preset=base), save=False)
     if not exists or reset: return run
     values = flat_values(run.cfg)
     dropped = {k: v for k, v in Run(folder, save=False).settings().items() if values.get(k) != v}
@@ -132,6 +136,7 @@ def _tell_gains(run: Run, names: list[str]) -> None:
 def run_until(
     stage: str | None, # Last stage; None for all
     force,             # Stages to do again
+    split: str | None = None, # Split to infer, without submission if that is val; None for both
     **options,         # Options of `run_from_options`
 ) -> None:
     "Run the stages up to this one and print their results."
@@ -140,16 +145,22 @@ def run_until(
     about = (text := describe_run(run.cfg, run.base_preset)) and f'{text[0].upper()}{text[1:]}.'
     if about: click.echo(about, err=True)
     _tell_settings(run)
+    if split: plan(run.cfg, 'infer') # Raises if there is nothing to infer
+    if split == 'val': stage = stage or list_stage(run.cfg)
     stages = plan(run.cfg, stage)
     for name in stages:
         for line in STAGES[name].advice(run.cfg): click.echo(line, err=True)
     compiles = any(STAGES[name].compiles and not StageRun(run, name).stamp_path.exists() for name in stages)
-    with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
+    if split: os.environ[SPLIT_VARIABLE] = split
+    try:
+        with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
+    finally: os.environ.pop(SPLIT_VARIABLE, None)
     if rows: click.echo(_table(rows))
     _tell_gains(run, stages)
     if stopped := [row['stage'] for row in rows if row['state'] == 'stopped early']:
-        same = 'The same command without --force' if force else 'The same command'
-        click.echo(f'\nStopped early: {", ".join(stopped)}. {same} continues there.')
+        given = ' and '.join(option for option, value in (('--force', force), ('--split', split)) if value)
+        click.echo(f'\nStopped early: {", ".join(stopped)}. The same command{given and f" without {given}"} continues '
+                   'there.')
     if rows and rows[-1]['stage'] != stages[-1]: raise click.exceptions.Exit(1) # The last stage is not done
     if about: click.echo(f'\n{about}')
     click.echo(f'\nEverything is in {run.dir}')

@@ -13,7 +13,7 @@ import yaml
 
 from .groups import *
 from .keys import *
-from .official import is_official, to_our_names
+from .official import is_official, to_our_names, unused_keys
 from .presets import *
 from .schema import ConfigError
 from ..core.files import write_whole

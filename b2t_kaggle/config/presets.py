@@ -75,6 +75,11 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         'audio': dict(llm='Qwen/Qwen2-Audio-7B-Instruct'),
         'train': _SMALL_STEPS | dict(ctc_reduction='label'),
     },
+    'audio-llm-frozen': {
+        'data': dict(eval_batch_size=8, drop_instructions=True),
+        'audio': dict(llm='Qwen/Qwen2-Audio-7B-Instruct', lora_rank=0, stack=1,
+                      weights=dict(ctc=0, soft_dtw=0, interpolation=1, contrast=0)),
+    },
     'brain-whisper': {
         'data': dict(batch_size=16, eval_batch_size=16, drop_instructions=True),
         'model': dict(bidirectional=True, n_layers=2, n_units=512),

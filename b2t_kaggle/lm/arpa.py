@@ -112,8 +112,13 @@ def open_text(
     return opener(path, mode, encoding='utf-8', errors='surrogateescape')
 
 def is_kenlm_binary(path: str | Path) -> bool:
-    "Whether a file begins like KenLM's binary models."
-    with open(path, 'rb') as f: return f.read(8) == b'mmap lm '
+    "Whether a file begins like KenLM's binary models. Raises `ArpaError` for a Kaldi graph, or a folder with one."
+    graph = Path(path)/'TLG.fst'
+    with open(graph if graph.is_file() else path, 'rb') as f: begin = f.read(8)
+    if begin.startswith(b'\xd6\xfd\xb2\x7e'): # OpenFst's first bytes
+        raise ArpaError(f'{path}: a Kaldi graph, which only Kaldi searches; give the ARPA file that it was made from, or '
+                        'another model (`b2t lm get` lists some), or text to build one from (lm.texts)')
+    return begin == b'mmap lm '
 
 # %% ../../nbs/lm/00_arpa.ipynb #c016
 def _format_lines(words: list[str], grams: Grams, with_backoff: bool) -> Iterator[str]:

@@ -363,7 +363,7 @@ def is_arpa(
     path: str | Path, # A file of either kind
 ) -> bool:
     "Whether a file is there and no KenLM binary."
-    return Path(path).is_file() and not is_kenlm_binary(path)
+    return Path(path).exists() and not is_kenlm_binary(path)
 
 def load_ngram(
     path: str | Path, # ARPA file (plain or .gz) or KenLM binary

@@ -66,7 +66,7 @@ def check_llm(cfg: Config, group: str) -> None:
 
 def check_ngram(key: str, path: Path | None) -> None:
     "Raise `PipelineError` for an n-gram model that is neither ARPA nor KenLM, `ImportError` for KenLM without kenlm."
-    if path is None or not path.is_file(): return
+    if path is None or not path.exists(): return
     from b2t_kaggle.lm.arpa import is_kenlm_binary, read_counts
     from b2t_kaggle.lm.ngram import NGram
     with named_by(key):

@@ -106,14 +106,11 @@ class AudioLLM(Encoder):
         super().__init__(encoder.cfg, encoder.n_days)
         self.brain = BrainEncoder(encoder, llm.dimension, cfg.stack)
         self.llm = llm
-        self.align_by = cfg.align_by
         lora = llm.add_lora(cfg.lora_rank) if cfg.lora_rank else {}
         self.lora = nn.ParameterDict({name.replace('.', '/'): p for name, p in lora.items()})
         llm.save_memory()
-        corners = dict(answer=cfg.answer_weight, ctc=cfg.ctc_weight, align=cfg.align_weight,
-                       contrast=cfg.contrast_weight)
-        self.weights = {name: PiecewiseLinear(*(c if isinstance(c, tuple | list) else [(0, c)]))
-                        for name, c in corners.items()}
+        self.weights = {name: PiecewiseLinear(*(w if isinstance(w, list) else [(0, w)]))
+                        for name, w in cfg.weights.items() if w or name in ('answer', 'ctc')}
 
     @property
     def acoustic(self) -> Encoder: return self.brain.encoder
@@ -208,7 +205,10 @@ def losses(self: AudioLLM, output: EncoderOutput, targets: Targets) -> dict[str,
     losses = dict(answer=-self.llm.log_probs(output.vectors, output.n_vectors, targets.answers)/n_tokens)
     if targets.vectors is None: return losses
     pairs = output.vectors, output.n_vectors, targets.vectors.to(output.vectors.device), targets.n_vectors
-    return losses | dict(align=alignment_loss(*pairs, self.align_by), contrast=info_nce(*pairs, targets.sentence))
+    for by in ('soft_dtw', 'interpolation'):
+        if by in self.weights: losses[by] = alignment_loss(*pairs, by)
+    if 'contrast' in self.weights: losses['contrast'] = info_nce(*pairs, targets.sentence)
+    return losses
 
 @patch
 def ctc_losses(self: AudioLLM, out: Any, ctc: Callable[[Tensor], Tensor], frames: Tensor) -> dict[str, Tensor]:

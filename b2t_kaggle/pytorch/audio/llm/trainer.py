@@ -46,7 +46,7 @@ class Trainer(trainer.Trainer):
         "The acoustic model with its audio LLM; a checkpoint belongs to these weights and these targets."
         self.fingerprint['weights of the audio LLM'] = model_mark(self.llm.lm)
         self.fingerprint['audio.llm_dtype'] = str(self.llm.lm.dtype).removeprefix('torch.') # Depends on the device
-        if self.targets and self.cfg.audio.contrast_weight: # InfoNCE compares the trials that are computed at once
+        if self.targets and self.cfg.audio.weights['contrast']: # InfoNCE compares the trials that are computed at once
             n_at_once = self.cfg.data.batch_size//self.cfg.train.accumulate//self.backend.n_devices
             self.fingerprint['trials computed at once'] = str(n_at_once)
         if self.targets: self.fingerprint['targets by'] = json.dumps(self.targets.fingerprint, sort_keys=True)
