@@ -264,9 +264,9 @@ def test_a_line_of_the_tensorflow_port(verb, call):
 def test_a_line_of_the_official_language_model(call):
     line = ('serve --name first --lm_path lists.jsonl --do_opt --nbest 50 --acoustic_scale 0.325 --blank_penalty 90 '
             '--alpha 0.55 --redis_ip there --gpu_number 0')
-    status, told, record = call(line)
-    assert status == 0, told
-    values = next(run[2] for name, (run, *_), _ in record if name == 'serve.run_stages')
+    record = call(line)[2]
+    values, given = next((run[2], given) for name, (run, *_), given in record if name == 'serve.run_stages')
+    assert given['CUDA_VISIBLE_DEVICES'] == '0' and record[0][:2] == ('serve.check_redis', ["'there'", '6379'])
     assert Path(values['lm']['path']).name == 'lists.jsonl' and values['rescore']['llm'] == 'facebook/opt-6.7b'
     assert (values['decode']['acoustic_scale'], values['decode']['blank_penalty']) == (0.325, 90)
 

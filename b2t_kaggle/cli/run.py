@@ -151,10 +151,8 @@ def run_until(
     for name in stages:
         for line in STAGES[name].advice(run.cfg): click.echo(line, err=True)
     compiles = any(STAGES[name].compiles and not StageRun(run, name).stamp_path.exists() for name in stages)
-    if split: os.environ[SPLIT_VARIABLE] = split
-    try:
-        with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
-    finally: os.environ.pop(SPLIT_VARIABLE, None)
+    os.environ[SPLIT_VARIABLE] = split or '' # For the kernel of the stage
+    with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
     if rows: click.echo(_table(rows))
     _tell_gains(run, stages)
     if stopped := [row['stage'] for row in rows if row['state'] == 'stopped early']:

@@ -83,17 +83,14 @@ def to_our_names(
         groups.setdefault(group, {})[field] = value
     groups['train']['precision'] = 'auto' if flat.get('use_amp', True) else 'float32'
     if flat.get('init_from_checkpoint'): groups['train']['init_checkpoint_path'] = flat['init_checkpoint_path']
-    if 'a2t_model_id' in flat: groups['audio'] = _audio_group(flat)
+    if 'a2t_model_id' in flat:
+        bits = flat.get('quantization_bits', 8) if flat.get('use_quantization') else None
+        weights = dict(answer=flat.get('beta', 1), ctc=0, soft_dtw=0, interpolation=flat.get('alpha', 1), contrast=0)
+        groups['audio'] = dict(llm=flat['a2t_model_id'], stack=1, weights=weights,
+                               lora_rank=flat.get('lora_r', 8) if flat.get('use_lora') else 0,
+                               llm_quantization={4: 'four_bit', 8: 'eight_bit'}.get(bits, bits))
     if (n := flat.get('gradient_accumulation_steps') or 1) != 1:
         raise ConfigError(f'gradient_accumulation_steps = {n}: there a step takes {n} batches; here batch_size is a whole '
                           f'step, which is computed in train.accumulate parts. Remove it, multiply batch_size by {n}, '
                           f'divide numbers of batches by {n}, and set train.accumulate={n}')
     return groups
-
-def _audio_group(flat: dict) -> dict[str, Any]:
-    "Our values for an audio LLM."
-    bits = flat.get('quantization_bits', 8) if flat.get('use_quantization') else None
-    return dict(llm=flat['a2t_model_id'], lora_rank=flat.get('lora_r', 8) if flat.get('use_lora') else 0, stack=1,
-                weights=dict(answer=flat.get('beta', 1), ctc=0, soft_dtw=0, interpolation=flat.get('alpha', 1),
-                             contrast=0),
-                llm_quantization={4: 'four_bit', 8: 'eight_bit'}.get(bits, bits))

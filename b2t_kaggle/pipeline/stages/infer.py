@@ -40,7 +40,7 @@ def _infer_splits(run, progress, stores) -> dict:
         progress.pending[split] = []
         return store
 
-    only = os.environ.get(SPLIT_VARIABLE)
+    only = os.environ.get(SPLIT_VARIABLE) or None
     logits, start = {}, time.monotonic()
     for split, store in stores.items():
         seconds = (time.monotonic() - start)/len(stores['test'])*len(store)
