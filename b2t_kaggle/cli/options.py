@@ -165,16 +165,26 @@ _training = with_options(
 _inference = _key_option(
     '--checkpoint', '--model-path', 'checkpoint', key='infer.checkpoint',
     help='Use this instead of training: our best.pt or best.weights.h5, or a folder of the official kit')
+_split = click.option('--split', '--eval-type', 'split', type=Choice(['val', 'test']),
+                      help='Infer this split alone; without test there is no submission.')
 _options = {
     'train': with_options(_computing, _training, _key_option(
         '--model-path', 'first_weights', key='train.init_checkpoint_path', help='Checkpoint with the first weights')),
-    'infer': with_options(_computing, _inference, _key_option(
+    'infer': with_options(_computing, _inference, _split, _key_option(
         '--batch-size', 'eval_batch_size', key='data.eval_batch_size', help='Trials computed at once')),
-    'run': with_options(_computing, _training, _inference, _key_option(
+    'run': with_options(_computing, _training, _inference, _split, _key_option(
         '--llm', metavar='MODEL', key='rescore.llm', help='Language model that reranks the sentences: a folder of '
         'transformers, a GGUF file, the folder of an adapter, or a name on the hub')),
 }
 _options['sweep'] = _options['train']
+_serving = {'lm-path': 'lm.path', 'acoustic-scale': 'decode.acoustic_scale', 'blank-penalty': 'decode.blank_penalty',
+            'ctc-blank-skip-threshold': 'decode.blank_skip', 'alpha': 'rescore.alpha',
+            'top-candidates-to-augment': 'rescore.swaps'} # Of the official script
+_options['serve'] = with_options(
+    *(_key_option(f'--{flag}', key.replace('.', '__'), key=key, help='As in the official kit')
+      for flag, key in _serving.items()),
+    _key_option('--do-opt', key='rescore.llm', flag_value='facebook/opt-6.7b', help='Rerank with an LLM'),
+    click.option('--gpu-number', help='The only GPU to use.'))
 
 def stage_command(name: str | None = None, cls: type = StageCommand, **options) -> Callable: # Options of click.command
     "Decorator that makes a verb with the options of every stage, and further ones of this verb."

@@ -116,6 +116,13 @@ def _tell_settings(run: Run) -> None:
                    'lr_decay_steps=null --set lr_decay_steps_day=null ends it with the run.', err=True)
 
 # %% ../../nbs/cli/03_run.ipynb #c015
+def _tell_stopped(rows: list[dict], options: dict) -> None:
+    "Print which stages stopped early, and which options not to repeat."
+    if stopped := [row['stage'] for row in rows if row['state'] == 'stopped early']:
+        without = ' and '.join(name for name, value in options.items() if value)
+        click.echo(f'\nStopped early: {", ".join(stopped)}. The same command{without and f" without {without}"} '
+                   'continues there.')
+
 def _table(rows: list[dict]) -> str:
     "A line for each stage: state, seconds and metrics, folded if the terminal is narrow."
     table = pd.DataFrame(rows)
@@ -155,10 +162,7 @@ def run_until(
     with compiled_ahead() if compiles else contextlib.nullcontext(): rows = run_stages(run, stage, force)
     if rows: click.echo(_table(rows))
     _tell_gains(run, stages)
-    if stopped := [row['stage'] for row in rows if row['state'] == 'stopped early']:
-        given = ' and '.join(option for option, value in (('--force', force), ('--split', split)) if value)
-        click.echo(f'\nStopped early: {", ".join(stopped)}. The same command{given and f" without {given}"} continues '
-                   'there.')
+    _tell_stopped(rows, {'--force': force, '--split': split})
     if rows and rows[-1]['stage'] != stages[-1]: raise click.exceptions.Exit(1) # The last stage is not done
     if about: click.echo(f'\n{about}')
     click.echo(f'\nEverything is in {run.dir}')

@@ -7,10 +7,11 @@ __all__ = ['serve']
 
 # %% ../../nbs/cli/20_serve.ipynb #c002
 import logging
+import os
 
 import click
 
-from .options import FILE, stage_command
+from .options import FILE, refuse_options, stage_command
 from .run import run_from_options
 from ..decoding.server import check_redis
 from ..decoding.server import serve as serve_decoder
@@ -54,9 +55,9 @@ def _llm(run: Run, decoder):
                        temperature=calibration.temperature if calibration else 1.0)
 
 # %% ../../nbs/cli/20_serve.ipynb #c006
-@stage_command()
-@click.option('--host', default='127.0.0.1', show_default=True, help='Host of Redis.')
-@click.option('--port', default=6379, show_default=True, help='Port of Redis.')
+@stage_command('serve')
+@click.option('--host', '--redis-ip', 'host', default='127.0.0.1', show_default=True, help='Host of Redis.')
+@click.option('--port', '--redis-port', 'port', default=6379, show_default=True, help='Port of Redis.')
 @click.option('--db', default=0, show_default=True, help='Number of the database; the official client uses 0.')
 @click.option('--username', help='User, if Redis has several.')
 @click.option('--password', envvar='REDIS_PASSWORD', show_envvar=True,
@@ -67,10 +68,15 @@ def _llm(run: Run, decoder):
 @click.option('--tls-cert', type=FILE, help='Our certificate, if Redis requires one.')
 @click.option('--tls-key', type=FILE, help='Key of our certificate.')
 @click.option('--nbest', default=100, show_default=True, help='Candidates of a sentence.')
-def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_cert, tls_key, **options):
+@click.option('--max-active', '--min-active', '--beam', '--lattice-beam', 'kaldi', help='Refused; see decode.beam.')
+def serve(*, force, host, port, nbest, db, username, password, tls, tls_ca, tls_cert, tls_key, gpu_number, kaldi,
+          **options):
     """Decode online, behind the official Redis streams.
 
-    A run's language model, and its LLM if it has one (rescore.llm), answer the requests of the official evaluation."""
+    A run's language model, and its LLM if it has one (rescore.llm), answer the requests of the official evaluation. The
+    options of the official script are taken as well."""
+    refuse_options({'kaldi'}, 'decode.beam and decode.threshold limit the search')
+    if gpu_number: os.environ['CUDA_VISIBLE_DEVICES'] = gpu_number
     connection = dict(db=db, username=username, password=password, tls=tls, tls_ca=tls_ca, tls_cert=tls_cert,
                       tls_key=tls_key)
     logging.basicConfig(level=logging.INFO, format='%(asctime)s %(levelname)s %(message)s')

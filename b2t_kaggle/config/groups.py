@@ -333,7 +333,12 @@ class ReportConfig(Section):
     "Official description of the blocks (CSV), for error rates by corpus."
 
 # %% ../../nbs/config/03_groups.ipynb #c035
+_LOSS_WEIGHTS = dict(answer=1., ctc=0.3, soft_dtw=1., interpolation=0., contrast=0.1)
+_LossTerm = Literal['answer', 'ctc', 'soft_dtw', 'interpolation', 'contrast']
+# A number, or pairs (batch, weight) with straight lines between them
 _LossWeight = Annotated[float, Field(ge=0)] | list[tuple[float, Annotated[float, Field(ge=0)]]]
+_LossWeights = Annotated[dict[_LossTerm, _LossWeight], BeforeValidator(
+    lambda value: _LOSS_WEIGHTS | value if isinstance(value, dict) else value)]
 
 class AudioConfig(LLMConfig):
     "Audio LLM that writes the sentences, and its training."
@@ -348,12 +353,8 @@ class AudioConfig(LLMConfig):
     "Neighbouring frames of the model in a vector."
     targets: InputPath | None = None
     "File of `b2t audio targets`, made by the tower of the same audio LLM, which the vectors should match."
-    align_by: ClassVar[str] = 'soft_dtw' # Alignment of vectors and their targets in time
-    answer_weight: ClassVar[float] = 1. # Weight of the cross entropy per token of the answer
-    ctc_weight: _LossWeight = 0.3
-    "Weight of the CTC loss of the phonemes: a number, or pairs (batch, weight), interpolated linearly."
-    align_weight: ClassVar[float] = 1. # Weight of the distance to the targets, if given
-    contrast_weight: ClassVar[float] = 0.1 # Weight of InfoNCE between the sentences of a batch and their targets
+    weights: _LossWeights = _LOSS_WEIGHTS
+    "Weights of answer (per token) and ctc, and with targets of the distance by soft_dtw or interpolation and contrast."
 
 class GenerateConfig(Section):
     "Answers of an audio LLM."
