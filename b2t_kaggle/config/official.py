@@ -90,7 +90,7 @@ def to_our_names(
                                lora_rank=flat.get('lora_r', 8) if flat.get('use_lora') else 0,
                                llm_quantization={4: 'four_bit', 8: 'eight_bit'}.get(bits, bits))
     if (n := flat.get('gradient_accumulation_steps') or 1) != 1:
-        raise ConfigError(f'gradient_accumulation_steps = {n}: there a step takes {n} batches; here batch_size is a whole '
-                          f'step, which is computed in train.accumulate parts. Remove it, multiply batch_size by {n}, '
-                          f'divide numbers of batches by {n}, and set train.accumulate={n}')
+        raise ConfigError(f'gradient_accumulation_steps = {n}: there a step takes {n} batches; here batch_size is a '
+                          'whole step, which is computed in train.accumulate parts. Remove it, multiply batch_size by '
+                          f'{n}, divide numbers of batches by {n}, and set train.accumulate={n}')
     return groups

@@ -116,8 +116,8 @@ def is_kenlm_binary(path: str | Path) -> bool:
     graph = Path(path)/'TLG.fst'
     with open(graph if graph.is_file() else path, 'rb') as f: begin = f.read(8)
     if begin.startswith(b'\xd6\xfd\xb2\x7e'): # OpenFst's first bytes
-        raise ArpaError(f'{path}: a Kaldi graph, which only Kaldi searches; give the ARPA file that it was made from, or a '
-                        'public model (`b2t lm get`), or text (lm.texts)')
+        raise ArpaError(f'{path}: a Kaldi graph, which only Kaldi searches; give the ARPA file that it was made from, '
+                        'or a public model (`b2t lm get`), or text (lm.texts)')
     return begin == b'mmap lm '
 
 # %% ../../nbs/lm/00_arpa.ipynb #c016
