@@ -84,7 +84,7 @@ def to_our_names(
     groups['train']['precision'] = 'auto' if flat.get('use_amp', True) else 'float32'
     if flat.get('init_from_checkpoint'): groups['train']['init_checkpoint_path'] = flat['init_checkpoint_path']
     if 'a2t_model_id' in flat:
-        bits = flat.get('quantization_bits', 8) if flat.get('use_quantization') else None
+        bits: Any = flat.get('quantization_bits', 8) if flat.get('use_quantization') else None
         weights = dict(answer=flat.get('beta', 1), ctc=0, soft_dtw=0, interpolation=flat.get('alpha', 1), contrast=0)
         groups['audio'] = dict(llm=flat['a2t_model_id'], stack=1, weights=weights,
                                lora_rank=flat.get('lora_r', 8) if flat.get('use_lora') else 0,
