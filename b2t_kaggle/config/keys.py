@@ -60,8 +60,9 @@ class Config(Section):
             yield (f'lm.path is {self.lm.path}, a model to use as it is, and lm.general is {self.lm.general}, one to '
                    'mix with text; set one of them to null')
         if data.feature_subset is not None and len(data.feature_subset) != model.neural_dim:
-            yield (f'model.neural_dim is {model.neural_dim}, but data.feature_subset names {len(data.feature_subset)} '
-                   'features; make them equal')
+            n = len(data.feature_subset)
+            yield (f'model.neural_dim is {model.neural_dim}, but data.feature_subset names {n} features; set '
+                   f'model.neural_dim={n}')
         if infer.checkpoint and infer.logits:
             yield 'infer.checkpoint and infer.logits are both set, but only one of them can be used; set one to null'
         if self.decode.boost and not self.decode.lm_weight:

@@ -19,6 +19,7 @@ import pyarrow as pa
 from fastcore.basics import patch
 from tqdm import tqdm
 
+from ..config.groups import feature_indices
 from ..core.files import require_space, unchanged
 from ..core.messages import did_you_mean
 from ..core.ragged import Ragged, RaggedError, RaggedWriter
@@ -145,7 +146,7 @@ Folders = str | Path | Sequence[str | Path] # A folder of sessions, or one for e
 class _Source:
     """The files that a store is made from. Raises `StoreError` for a session that is missing, named twice or in two
     folders, for different numbers of features in one folder, and for features that do not exist."""
-    def __init__(self, data_dir: Folders, split: str, sessions: list[str] | None, subset: list[int] | None):
+    def __init__(self, data_dir: Folders, split: str, sessions: list[str] | None, subset: Sequence[int | str] | None):
         folders = [data_dir] if isinstance(data_dir, str | Path) else data_dir
         place: dict[str, Path] = {}
         for folder in folders:
@@ -167,7 +168,7 @@ class _Source:
                              'the sessions of one participant (data.sessions), or give each its folder '
                              '(data.dataset_dir)')
         self.n_features = n = max(first_with, default=N_FEATURES) # Trials with fewer are padded
-        self.subset = subset = None if subset is None else [int(f) for f in subset]
+        self.subset = subset = None if subset is None else [int(f) for f in feature_indices(subset)]
         if subset is not None and (not subset or len({*subset}) < len(subset) or min(subset) < 0 or max(subset) >= n):
             raise StoreError(f'feature_subset must be different indices from 0 to {n - 1}, found {subset}')
         self.width = n if subset is None else len(subset)
@@ -184,7 +185,7 @@ def packed_bytes(
     split: str,               # `train`, `val` or `test`
     dtype: str = 'float16',   # Stored type
     sessions: list[str] | None = None,       # Sessions to pack; None means all
-    feature_subset: list[int] | None = None, # Features to keep; None means all
+    feature_subset: Sequence[int | str] | None = None, # Features to keep; None means all
 ) -> int:
     "About how large a store becomes. Raises `StoreError` for sessions that do not exist."
     return _Source(data_dir, split, sessions, feature_subset).packed_bytes(dtype)
@@ -199,7 +200,7 @@ def build(cls: TrialStore,
     sessions: list[str] | None = None,  # All sessions in chronological order, which numbers the days; None: all
     drop_instructions: bool = False,    # Leave out trials such as `[DO NOTHING]`
     bad_trials: dict | None = None,     # Trials to leave out: `{session: {block: [trial, …]}}`
-    feature_subset: list[int] | None = None, # Features to keep, in this order; None means all
+    feature_subset: Sequence[int | str] | None = None, # Indices in this order, or names of `AREAS`; None means all
     *,
     progress: bool = True,              # Show a progress bar
 ) -> TrialStore:

@@ -156,7 +156,7 @@ def metric_text(name: str, value: Any, mark: str = '') -> str:
     "A metric of a stage in words; the mark follows word error rates."
     if isinstance(value, float) and name.split()[0] in (WER, 'before', 'after', 'vote'):
         return f'{name} {percent(value)}{mark}'
-    if isinstance(value, float) and name.split()[0] in (PER, 'OOV'): return f'{name} {percent(value)}'
+    if isinstance(value, float) and name.split()[0] in (PER, 'CER', 'BLEU', 'OOV'): return f'{name} {percent(value)}'
     if name == 'difference': return f'{name} {Difference(*value)}'
     if name == 'GB': return format_size(round(value*1e9))
     if isinstance(value, Mapping): value = ', '.join(metric_text(k, v) for k, v in value.items())

@@ -333,10 +333,8 @@ def metrics(self: Trainer) -> dict:
 def start_backend(
     cfg: Config, # `train.accelerator` and `train.precision`
 ) -> Backend:
-    "Start the device of a run, and print its name."
-    backend = start(pick_torch(cfg.train.accelerator, cfg.train.precision))
-    if backend.is_main_process: print(f'training on {backend.device}')
-    return backend
+    "Start the device of a run."
+    return start(pick_torch(cfg.train.accelerator, cfg.train.precision))
 
 def train(
     store: TrialStore,            # Training trials
