@@ -1,5 +1,6 @@
-"The page of a run's errors in a real browser: sorting, filtering, opening a trial, a phone's width, its size."
+"The pages of a run's errors and of a replay in a real browser: sorting, filtering, a trial, playing, width, size."
 import json
+import time
 
 import numpy as np
 import pytest
@@ -51,7 +52,31 @@ def test_text_of_a_trial_is_no_markup(run, monkeypatch):
     assert '</script><b>' not in path.read_text()
 
 
-@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason='needs chromium and chromium-driver')
+needs_browser = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason='needs chromium and chromium-driver')
+
+
+@needs_browser
+def test_a_trial_plays_in_real_time(run):
+    page = explore.write_replay(run, 3)
+    text = run.nbest('val')[3][0].text
+    with browser() as b:
+        b.show(page, 390)
+        assert b.run("return [find('words').textContent, find('time').textContent.slice(0, 3)]") == ['', '0.0']
+        b.run("find('play').click(); window.began = performance.now()")
+        time.sleep(1)
+        shown, elapsed = b.run("find('play').click(); return [+find('at').value, performance.now() - began]")
+        assert abs(shown - elapsed) < 250 and shown > 500
+        def at(part):
+            return b.run(f"const at = find('at'); at.value = {part}*at.max; at.dispatchEvent(new Event('input'));"
+                         "return [find('words').textContent, find('sounds').textContent]")
+        (some, first_sounds), (words, sounds) = at(.6), at(1)
+        assert words == text and len(some) <= len(words) and sounds.startswith(first_sounds) and sounds
+        assert b.run("return getComputedStyle(find('list')).display") == 'none'
+        assert b.run('return document.documentElement.scrollWidth') == 390
+        assert b.messages() == []
+
+
+@needs_browser
 def test_trials_can_be_sorted_filtered_and_opened(run, page):
     explore.write_errors(run)
     def column(k): return (f"return [...find('trials').tBodies[0].rows].map(r => r.cells[{k}].textContent)")

@@ -70,13 +70,14 @@ VERBS = {
         'runs': ('runs', 'List the runs with their progress and error rates'),
         'keys': ('runs', 'Show configuration keys, their values and meaning'),
         'devices': ('devices', 'Show the accelerators and which of them would be used'),
-        'data': ('data', 'Fetch, import, simulate or check recordings'),
+        'data': ('data', 'Fetch, import, simulate, check or draw recordings'),
         'docs': ('devices', 'Build the documentation site of a checkout'),
     },
     'Stages of a run': {}, # See below
     'To compare and combine': {
         'compare': ('compare', 'Compare runs or files of hypotheses, with intervals'),
         'errors': ('runs', 'A page of a run’s errors: sort, filter, look at trials'),
+        'replay': ('runs', 'A page that plays a trial as a stream decodes it'),
         'sweep': ('run', 'Train many runs that differ in values from Optuna'),
         'import-logits': ('combine', 'Decode log-probabilities of another program'),
         'combine-files': ('combine', 'One sentence per trial from files of several systems'),
