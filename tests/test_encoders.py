@@ -215,7 +215,7 @@ def test_the_names_are_the_files():
 def test_from_bins_to_words(name, data, trained, tmp_path):
     "A stream of bins gives partial words, and in the end the n-best of the whole trial."
     from b2t_kaggle.decoding.decoder import LexiconBeamDecoder
-    from b2t_kaggle.decoding.streaming import BinStream
+    from b2t_kaggle.decoding.streaming import Stream
     from b2t_kaggle.lm.automaton import Automaton
     from b2t_kaggle.lm.ngram import build_ngram
     model, cfg = load_model(trained(name)[0]/'best.pt')
@@ -234,8 +234,11 @@ def test_from_bins_to_words(name, data, trained, tmp_path):
         def finish(self): return padded(super().finish())
 
     for i in (0, 3):
-        stream = BinStream(Padded(model, cfg, store.index.session[i]), decoder)
-        partial = [stream.push(piece) for piece in np.array_split(np.array(store[i].features), 7)]
+        encoder, stream, partial = Padded(model, cfg, store.index.session[i]), Stream(decoder), []
+        for piece in np.array_split(np.array(store[i].features), 7):
+            stream.push(encoder.push(piece))
+            partial.append(stream.partial())
+        stream.push(encoder.finish())
         hyps = stream.finish()
         assert all(isinstance(words, str) for words in partial)
         expected = decoder.decode(padded(whole[i]))

@@ -7,7 +7,6 @@ __all__ = ['data', 'get', 'simulate', 'check', 'show', 'import_']
 
 # %% ../../nbs/cli/10_data.ipynb #c002
 import sys
-
 from pathlib import Path
 
 import click
@@ -85,7 +84,7 @@ def check(folder, config_, overrides):
 @click.argument('session', type=EXISTING_FOLDER)
 @click.argument('trial', required=False)
 @click.option('--split', default='train', show_default=True, type=Choice(list(SPLITS)))
-@click.option('-o', '--output', type=OUTPUT, help='PNG, PDF or SVG file. Default: SESSION.png or SESSION-TRIAL.png here.')
+@click.option('-o', '--output', type=OUTPUT, help='PNG, PDF or SVG file. Default: SESSION-TRIAL.png, here.')
 def show(session, trial, split, output):
     """Draw a session, or one of its trials.
 

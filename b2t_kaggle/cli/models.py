@@ -28,11 +28,13 @@ def convert(source, target, preset_, overrides, yes):
 
     A TARGET that ends in .weights.h5 is TensorFlow's, one in .pt PyTorch's, any other a folder of the official kit.
     SOURCE is a checkpoint of any of the three, or its folder. With --preset it may be a checkpoint of icefall's
-    Zipformer, whose front end and output layer are then initialised as for a training."""
+    second Zipformer, whose front end and output layer are then initialised as for a training."""
     if overrides and not preset_: raise click.UsageError('--set changes a preset; say which, with --preset')
     cfg = load_config(base=preset_, overrides=overrides) if preset_ else None
     if Path(target).exists() and not yes: click.confirm(f'{target} exists; replace it?', abort=True)
-    click.echo(f'Wrote {convert_model(source, target, cfg)}')
+    path = convert_model(source, target, cfg)
+    if cfg and cfg.model.name == 'zipformer': click.echo(f'{source} has weights of Zipformer 2')
+    click.echo(f'Wrote {path}')
 
 # %% ../../nbs/cli/13_models.ipynb #c008
 @click.group(cls=Group)

@@ -22,7 +22,7 @@ from rapidfuzz.distance import Levenshtein
 from ..core.files import write_whole
 from ..core.pages import page
 from ..decoding.nbest import known_words
-from ..decoding.streaming import BinStream, Stream
+from ..decoding.streaming import Stream
 from ..logits import frame_times
 from ..metrics import percent, word_errors
 from ..metrics.comparison import PER, WER, measure
@@ -136,13 +136,15 @@ def listen(
     from b2t_kaggle.pytorch.streaming import EncoderStream
     if not isinstance(run, OpenRun): run = open_run(run)
     model, cfg = load_model(run.run.checkpoint_for('test'))
-    stream = BinStream(EncoderStream(model, cfg, session or cfg.data.known_sessions[-1]), run.decoder())
+    encoder, stream = EncoderStream(model, cfg, session or cfg.data.known_sessions[-1]), Stream(run.decoder())
     n_bins, words = 0, ''
     for x in bins:
         x = np.atleast_2d(x)
         n_bins += len(x)
-        before, words = words, stream.push(x)
+        stream.push(encoder.push(x))
+        before, words = words, stream.partial()
         if words != before: yield 20*n_bins, words
+    stream.push(encoder.finish())
     yield 20*n_bins, stream.finish()[0].text
 
 # %% ../../nbs/pipeline/13_explore.ipynb #c024

@@ -54,7 +54,7 @@ def delay_ms(
 def _log_probs(logits: Tensor) -> np.ndarray: return logits.float().log_softmax(-1)[0].numpy()
 
 class EncoderStream:
-    "Bins of one trial as they come to log-probabilities; `decoding.streaming.BinStream` reads words from them."
+    "Bins of one trial as they come to log-probabilities; `decoding.streaming.Stream` reads words from them."
     def __init__(self,
         model: Encoder, # Causal, in evaluation mode, on the CPU
         cfg: Config,    # Configuration of the model, with `data.sessions`
